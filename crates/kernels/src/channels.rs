@@ -1,0 +1,141 @@
+//! Walks a tensor by channel, whatever its memory format: the loops that batch norm and biases share.
+
+use crate::error::check_len;
+use crate::memory_format::Extent;
+use crate::{Cpu, Element, Result};
+
+/// How elements and channels relate in memory.
+#[derive(Clone, Copy)]
+pub(crate) enum Layout {
+    /// Runs of `inner` elements of one channel; the channel changes from run to run.
+    Planes { inner: usize },
+    /// Rows that hold every channel once.
+    Rows,
+}
+
+/// A tensor cut into units (planes or rows), and these into blocks that are one task each.
+pub(crate) struct Units {
+    pub(crate) layout: Layout,
+    pub(crate) channels: usize,
+    unit_len: usize,
+    /// Units a block: depends on the shape only, so that sums do not change with the number of threads.
+    per_block: usize,
+    total: usize,
+}
+
+/// One task's part of the tensor.
+pub(crate) struct Block {
+    pub(crate) elements: std::ops::Range<usize>,
+    /// Channel of the first plane.
+    pub(crate) first_channel: usize,
+    /// How many different channels its planes have.
+    pub(crate) channels: usize,
+}
+
+impl Units {
+    pub(crate) fn new(
+        operation: &'static str,
+        extent: &Extent,
+        lens: &[(&'static str, usize)],
+    ) -> Result<Units> {
+        let total = extent.len()?;
+        for &(operand, len) in lens {
+            check_len(operation, operand, len, total)?;
+        }
+        let (outer, inner) = match extent.channels {
+            1 => (1, total),
+            _ => extent.around_channels(),
+        };
+        let (layout, unit_len, units) = match inner {
+            1 => (Layout::Rows, extent.channels, outer),
+            _ => (Layout::Planes { inner }, inner, outer * extent.channels),
+        };
+        const BLOCKS: usize = 64;
+        const SMALLEST: usize = 1 << 13;
+        let per_block = units.div_ceil(BLOCKS).max(SMALLEST.div_ceil(unit_len.max(1)));
+        Ok(Units { layout, channels: extent.channels, unit_len, per_block, total })
+    }
+
+    fn block(&self, index: usize) -> Block {
+        let start = index * self.per_block * self.unit_len;
+        let end = (start + self.per_block * self.unit_len).min(self.total);
+        let units = (end - start) / self.unit_len.max(1);
+        Block {
+            elements: start..end,
+            first_channel: index * self.per_block % self.channels,
+            channels: units.min(self.channels),
+        }
+    }
+
+    fn blocks(&self) -> usize {
+        self.total.div_ceil((self.per_block * self.unit_len).max(1))
+    }
+
+    /// Runs `task` on every block of `out`.
+    pub(crate) fn each<T: Element>(
+        &self,
+        cpu: &Cpu,
+        out: &mut [T],
+        task: impl Fn(&Block, &mut [T]) + Send + Sync,
+    ) {
+        let block_len = (self.per_block * self.unit_len).max(1);
+        cpu.for_each(self.total, out.chunks_mut(block_len).enumerate(), |(index, out)| {
+            task(&self.block(index), out);
+        });
+    }
+
+    /// Runs `task` on every block and merges its channels, block by block in order.
+    pub(crate) fn reduce<A: Merge>(
+        &self,
+        cpu: &Cpu,
+        task: impl Fn(&Block) -> Vec<A> + Send + Sync,
+    ) -> Vec<A> {
+        let mut parts: Vec<Vec<A>> = (0..self.blocks()).map(|_| Vec::new()).collect();
+        cpu.for_each(self.total, parts.iter_mut().enumerate(), |(index, part)| {
+            *part = task(&self.block(index))
+        });
+        let mut totals = vec![A::default(); self.channels];
+        for (index, part) in parts.iter().enumerate() {
+            let first = match self.layout {
+                Layout::Planes { .. } => self.block(index).first_channel,
+                Layout::Rows => 0,
+            };
+            for (offset, value) in part.iter().enumerate() {
+                totals[(first + offset) % self.channels].merge(value);
+            }
+        }
+        totals
+    }
+}
+
+/// A per-channel value that a reduction builds up.
+pub(crate) trait Merge: Clone + Default + Send {
+    /// Takes `other`, which comes later in the tensor, into this value.
+    fn merge(&mut self, other: &Self);
+}
+
+/// A plain sum.
+impl Merge for f64 {
+    fn merge(&mut self, other: &f64) {
+        *self += other;
+    }
+}
+
+/// Independent sums, so that adding vectorises; fixed, so that every instruction set adds in the same order.
+pub(crate) const LANES: usize = 16;
+
+/// Sums `f` over the values in [`LANES`] interleaved f64 sums.
+#[inline(always)]
+pub(crate) fn lane_sum<T: Element>(values: &[T], f: impl Fn(T) -> f64) -> f64 {
+    let mut lanes = [0.0f64; LANES];
+    let mut chunks = values.chunks_exact(LANES);
+    for chunk in &mut chunks {
+        for (lane, &value) in lanes.iter_mut().zip(chunk) {
+            *lane += f(value);
+        }
+    }
+    for (lane, &value) in lanes.iter_mut().zip(chunks.remainder()) {
+        *lane += f(value);
+    }
+    lanes.iter().sum()
+}

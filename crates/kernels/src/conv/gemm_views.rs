@@ -1,0 +1,90 @@
+//! Tensors of a convolution seen as matrices: what the algorithms built on matrix multiplication share.
+//!
+//! With `columns` the J x P matrix of input values (J = C/groups * R * S rows, P output pixels), one group's passes
+//! are `y = W columns`, `dcolumns = Wᵀ dy` and `dW = dy columnsᵀ`, where W is (K/groups) x J.
+
+use super::problem::ConvProblem;
+use crate::gemm::{Matrix, MatrixMut};
+use crate::{Cpu, Element, MemoryFormat};
+
+/// A matrix's place in a slice.
+#[derive(Clone, Copy)]
+pub(super) struct View {
+    offset: usize,
+    shape: [usize; 2],
+    strides: [usize; 2],
+}
+
+impl View {
+    pub(super) fn of<'a, T>(&self, data: &'a [T]) -> Matrix<'a, T> {
+        Matrix::new(&data[self.offset..], self.shape, self.strides)
+    }
+
+    pub(super) fn of_mut<'a, T>(&self, data: &'a mut [T]) -> MatrixMut<'a, T> {
+        MatrixMut::new(&mut data[self.offset..], self.shape, self.strides)
+    }
+
+    /// A dense matrix at the start of its slice: row-major, or column-major for channels-last.
+    pub(super) fn dense(format: MemoryFormat, [rows, columns]: [usize; 2]) -> View {
+        let strides = match format {
+            MemoryFormat::Contiguous => [columns, 1],
+            MemoryFormat::ChannelsLast => [1, rows],
+        };
+        View { offset: 0, shape: [rows, columns], strides }
+    }
+
+    /// One group's weights, (K/groups) x J, in K-major order.
+    pub(super) fn weight(problem: &ConvProblem, group: usize) -> View {
+        let [rows, columns] = [problem.group_out_channels(), problem.weight_len() / problem.out_channels];
+        View { offset: group * rows * columns, shape: [rows, columns], strides: [columns, 1] }
+    }
+}
+
+/// A tensor of `channels` x `spatial` elements an image.
+pub(super) struct Images {
+    pub(super) format: MemoryFormat,
+    pub(super) channels: usize,
+    pub(super) spatial: usize,
+}
+
+impl Images {
+    /// Channels [c0, c0 + c) by pixels [p0, p0 + p) of image `n`. In channels-last, pixels may run on into the next image.
+    pub(super) fn view(&self, n: usize, [c0, c]: [usize; 2], [p0, p]: [usize; 2]) -> View {
+        let (offset, strides) = match self.format {
+            MemoryFormat::Contiguous => ((n * self.channels + c0) * self.spatial + p0, [self.spatial, 1]),
+            MemoryFormat::ChannelsLast => ((n * self.spatial + p0) * self.channels + c0, [1, self.channels]),
+        };
+        View { offset, shape: [c, p], strides }
+    }
+}
+
+/// Work over the images of a batch: whole images to each thread where there are enough, else threads inside an image.
+pub(super) struct Split {
+    /// Workers that take whole images.
+    pub(super) workers: usize,
+    /// Images a worker takes, at most.
+    pub(super) images: usize,
+    /// What each worker may use inside an image.
+    pub(super) inner: Cpu,
+}
+
+impl Split {
+    pub(super) fn new(batch: usize, cpu: &Cpu) -> Split {
+        if batch >= cpu.threads() && cpu.threads() > 1 {
+            let images = batch.div_ceil(cpu.threads());
+            Split { workers: batch.div_ceil(images), images, inner: cpu.one_thread() }
+        } else {
+            Split { workers: 1, images: batch, inner: cpu.clone() }
+        }
+    }
+}
+
+/// Adds up the workers' weight gradients, which lie one after the other, in their order.
+pub(super) fn reduce_partials<T: Element>(partials: &mut [T], len: usize) {
+    let (total, others) = partials.split_at_mut(len);
+    for partial in others.chunks(len) {
+        for (sum, &value) in total.iter_mut().zip(partial) {
+            *sum += value;
+        }
+    }
+}

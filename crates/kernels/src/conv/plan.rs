@@ -1,0 +1,184 @@
+//! What an algorithm is, and the plan that it makes for one pass of one problem.
+
+use std::sync::Arc;
+
+use super::problem::{ConvProblem, Pass};
+use crate::error::{check_len, invalid};
+use crate::{Cpu, DType, Element, Error, Result};
+
+/// Why an algorithm cannot run a problem: its shape, the CPU, a limit.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NotApplicable(pub String);
+
+impl std::fmt::Display for NotApplicable {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// One way to compute convolutions.
+pub trait ConvAlgorithm: Send + Sync {
+    /// A name that never changes: saved caches hold it.
+    fn name(&self) -> &'static str;
+
+    /// Raised whenever the speed or the result may have changed, so that saved measurements lose their force.
+    fn revision(&self) -> u32;
+
+    /// A plan for `pass` of `problem` with `cpu`'s threads and instruction set.
+    ///
+    /// # Errors
+    /// The reason why this algorithm cannot run it. A plan, once given, is correct to run.
+    fn plan(
+        &self,
+        problem: &ConvProblem,
+        pass: Pass,
+        cpu: &Cpu,
+    ) -> std::result::Result<ConvPlan, NotApplicable>;
+}
+
+/// The code behind a plan, for one element type.
+pub trait ConvKernel<T>: Send + Sync {
+    /// Computes `output` from the pass's two inputs, in the order of [`ConvOperands`]'s constructors.
+    ///
+    /// Lengths have been checked against the problem. Output and workspace start with any content.
+    fn run(&self, cpu: &Cpu, inputs: [&[T]; 2], output: &mut [T], workspace: &mut [T]);
+}
+
+/// A plan's kernel for the element type of its problem.
+#[derive(Clone)]
+#[non_exhaustive]
+pub enum Kernel {
+    /// For f32 problems.
+    F32(Arc<dyn ConvKernel<f32>>),
+    /// For f64 problems.
+    F64(Arc<dyn ConvKernel<f64>>),
+}
+
+impl Kernel {
+    /// Wraps a kernel that is written for both element types, for the one that `problem` has.
+    pub fn of<K: ConvKernel<f32> + ConvKernel<f64> + 'static>(problem: &ConvProblem, kernel: K) -> Kernel {
+        match problem.dtype {
+            DType::F32 => Kernel::F32(Arc::new(kernel)),
+            DType::F64 => Kernel::F64(Arc::new(kernel)),
+        }
+    }
+}
+
+/// The two inputs and the output of one pass.
+#[derive(Debug)]
+pub struct ConvOperands<'a, T> {
+    pass: Pass,
+    inputs: [&'a [T]; 2],
+    output: &'a mut [T],
+}
+
+impl<'a, T> ConvOperands<'a, T> {
+    /// y from x and the weight.
+    pub fn forward(x: &'a [T], weight: &'a [T], y: &'a mut [T]) -> Self {
+        ConvOperands { pass: Pass::Forward, inputs: [x, weight], output: y }
+    }
+
+    /// dx from dy and the weight.
+    pub fn backward_data(dy: &'a [T], weight: &'a [T], dx: &'a mut [T]) -> Self {
+        ConvOperands { pass: Pass::BackwardData, inputs: [dy, weight], output: dx }
+    }
+
+    /// dweight from x and dy.
+    pub fn backward_weights(x: &'a [T], dy: &'a [T], dweight: &'a mut [T]) -> Self {
+        ConvOperands { pass: Pass::BackwardWeights, inputs: [x, dy], output: dweight }
+    }
+}
+
+/// An algorithm made ready for one pass of one problem with one thread budget. Cheap to clone, reusable.
+#[derive(Clone)]
+pub struct ConvPlan {
+    algorithm: &'static str,
+    problem: ConvProblem,
+    pass: Pass,
+    cpu: Cpu,
+    workspace_len: usize,
+    kernel: Kernel,
+}
+
+impl ConvPlan {
+    /// A plan by `algorithm` whose `kernel` needs `workspace_len` elements of scratch memory.
+    pub fn new(
+        algorithm: &dyn ConvAlgorithm,
+        (problem, pass): (&ConvProblem, Pass),
+        cpu: &Cpu,
+        workspace_len: usize,
+        kernel: Kernel,
+    ) -> ConvPlan {
+        ConvPlan {
+            algorithm: algorithm.name(),
+            problem: *problem,
+            pass,
+            cpu: cpu.clone(),
+            workspace_len,
+            kernel,
+        }
+    }
+
+    /// Name of the algorithm.
+    pub fn algorithm(&self) -> &'static str {
+        self.algorithm
+    }
+
+    /// The problem planned for.
+    pub fn problem(&self) -> &ConvProblem {
+        &self.problem
+    }
+
+    /// The pass planned for.
+    pub fn pass(&self) -> Pass {
+        self.pass
+    }
+
+    /// Scratch memory that [`ConvPlan::run`] needs, in elements.
+    pub fn workspace_len(&self) -> usize {
+        self.workspace_len
+    }
+
+    /// Computes the output. The workspace may be longer than needed; its content is lost.
+    ///
+    /// # Errors
+    /// If the operands are of another pass, another element type, or of lengths other than the problem's.
+    pub fn run<T: Element>(&self, operands: ConvOperands<'_, T>, workspace: &mut [T]) -> Result<()> {
+        let operation = match self.pass {
+            Pass::Forward => "convolution",
+            Pass::BackwardData => "convolution backward-data",
+            Pass::BackwardWeights => "convolution backward-weights",
+        };
+        let kernel = T::conv_kernel(&self.kernel).ok_or(Error::DType {
+            operation,
+            expected: self.problem.dtype,
+            found: T::DTYPE,
+        })?;
+        if operands.pass != self.pass {
+            return Err(invalid(operation, format!("run with the operands of pass {}", operands.pass)));
+        }
+        let problem = &self.problem;
+        let (x, weight, y) =
+            (("x", problem.input_len()), ("the weight", problem.weight_len()), ("y", problem.output_len()));
+        let expected = match self.pass {
+            Pass::Forward => [x, weight, y],
+            Pass::BackwardData => [("dy", y.1), weight, ("dx", x.1)],
+            Pass::BackwardWeights => [x, ("dy", y.1), ("dweight", weight.1)],
+        };
+        let found = [operands.inputs[0].len(), operands.inputs[1].len(), operands.output.len()];
+        for ((operand, expected), found) in expected.into_iter().zip(found) {
+            check_len(operation, operand, found, expected)?;
+        }
+        if workspace.len() < self.workspace_len {
+            check_len(operation, "the workspace", workspace.len(), self.workspace_len)?;
+        }
+        kernel.run(&self.cpu, operands.inputs, operands.output, &mut workspace[..self.workspace_len]);
+        Ok(())
+    }
+}
+
+impl std::fmt::Debug for ConvPlan {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} {} by {} on {:?}", self.pass, self.problem, self.algorithm, self.cpu)
+    }
+}

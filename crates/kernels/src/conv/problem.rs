@@ -1,0 +1,291 @@
+//! A convolution problem: every size that a 2-D convolution has, validated once.
+
+use crate::error::invalid;
+use crate::memory_format::{Extent, MemoryFormat};
+use crate::{DType, Result};
+
+/// One spatial axis of a convolution.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ConvAxis {
+    /// Input size.
+    pub input: usize,
+    /// Kernel size.
+    pub kernel: usize,
+    /// Step between output positions; 1 is dense.
+    pub stride: usize,
+    /// Zeros before the first input element (top or left).
+    pub pad_before: usize,
+    /// Zeros after the last input element (bottom or right).
+    pub pad_after: usize,
+    /// Step between kernel elements; 1 is dense (PyTorch's meaning, one more than benchdnn's).
+    pub dilation: usize,
+}
+
+impl ConvAxis {
+    /// An axis with stride 1, no padding and no dilation.
+    pub fn new(input: usize, kernel: usize) -> ConvAxis {
+        ConvAxis { input, kernel, stride: 1, pad_before: 0, pad_after: 0, dilation: 1 }
+    }
+
+    /// The same axis with `pad` zeros on both sides.
+    pub fn padded(self, pad: usize) -> ConvAxis {
+        ConvAxis { pad_before: pad, pad_after: pad, ..self }
+    }
+
+    /// The same axis with a stride.
+    pub fn strided(self, stride: usize) -> ConvAxis {
+        ConvAxis { stride, ..self }
+    }
+
+    /// The same axis with a dilation.
+    pub fn dilated(self, dilation: usize) -> ConvAxis {
+        ConvAxis { dilation, ..self }
+    }
+
+    /// The size that a dilated kernel spans: (kernel - 1) * dilation + 1.
+    pub fn kernel_span(&self) -> usize {
+        (self.kernel - 1) * self.dilation + 1
+    }
+
+    /// Output size: (padded input - kernel span) / stride + 1, rounded down.
+    ///
+    /// Meaningful for an axis that passed [`ConvProblem::new`].
+    pub fn output(&self) -> usize {
+        (self.pad_before + self.input + self.pad_after - self.kernel_span()) / self.stride + 1
+    }
+
+    /// The input index that output `o` reads through kernel element `k`, unless that is padding.
+    #[inline(always)]
+    pub fn input_index(&self, o: usize, k: usize) -> Option<usize> {
+        (o * self.stride + k * self.dilation).checked_sub(self.pad_before).filter(|&i| i < self.input)
+    }
+
+    /// The outputs `[first, end)` that read the input, not padding, through kernel element `k`.
+    #[inline(always)]
+    pub fn outputs_inside(&self, k: usize) -> (usize, usize) {
+        let offset = k * self.dilation;
+        let first = self.pad_before.saturating_sub(offset).div_ceil(self.stride);
+        let end = (self.pad_before + self.input).saturating_sub(offset).div_ceil(self.stride);
+        (first.min(self.output()), end.min(self.output()))
+    }
+
+    fn validate(&self, name: &str) -> Result<()> {
+        let bad = |reason: String| Err(invalid("convolution", reason));
+        let sizes = [("input", self.input), ("kernel", self.kernel), ("stride", self.stride)];
+        for (what, value) in sizes.into_iter().chain([("dilation", self.dilation)]) {
+            if value == 0 {
+                return bad(format!("the {name} axis has {what} 0"));
+            }
+        }
+        let span = (self.kernel - 1).checked_mul(self.dilation).and_then(|span| span.checked_add(1));
+        let padded =
+            self.input.checked_add(self.pad_before).and_then(|padded| padded.checked_add(self.pad_after));
+        match (span, padded) {
+            (Some(span), Some(padded)) if padded <= isize::MAX as usize => {
+                if span > padded {
+                    return bad(format!(
+                        "the kernel is larger than the padded input along the {name} axis: kernel {} with \
+                         dilation {} spans {span}, input {} with padding {}+{} has {padded}",
+                        self.kernel, self.dilation, self.input, self.pad_before, self.pad_after
+                    ));
+                }
+            }
+            _ => return bad(format!("the {name} axis overflows: {self:?}")),
+        }
+        // Offsets of the last output stay below the padded size, but stride + span must not wrap.
+        if self.stride > isize::MAX as usize {
+            return bad(format!("the {name} axis has stride {}", self.stride));
+        }
+        Ok(())
+    }
+
+    /// Drops padding after the input that no output reads, so that equal problems compare equal.
+    fn canonical(self) -> ConvAxis {
+        let read = (self.output() - 1) * self.stride + self.kernel_span();
+        ConvAxis { pad_after: read.saturating_sub(self.pad_before + self.input), ..self }
+    }
+}
+
+/// The sizes of a convolution before they are validated: see [`ConvProblem::new`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ConvSpec {
+    /// N, at least 1.
+    pub batch: usize,
+    /// C, the input's channels over all groups.
+    pub in_channels: usize,
+    /// K, the output's channels over all groups.
+    pub out_channels: usize,
+    /// Groups; each maps C/groups input channels to K/groups output channels.
+    pub groups: usize,
+    /// H and R.
+    pub height: ConvAxis,
+    /// W and S.
+    pub width: ConvAxis,
+    /// Element type of input, weight and output.
+    pub dtype: DType,
+    /// Order of input and output in memory. Weights are always K x C/groups x R x S, contiguous.
+    pub format: MemoryFormat,
+}
+
+/// A valid 2-D convolution (cross-correlation, as PyTorch's `conv2d`), without bias.
+///
+/// | tensor | shape |
+/// |---|---|
+/// | x | N x C x H x W |
+/// | weight | K x C/groups x R x S |
+/// | y | N x K x OH x OW |
+///
+/// Sizes read as fields through [`ConvSpec`]; two problems are equal when they ask for the same computation.
+/// The text form is benchdnn's notation: see the `FromStr` and `Display` implementations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ConvProblem {
+    spec: ConvSpec,
+}
+
+impl std::ops::Deref for ConvProblem {
+    type Target = ConvSpec;
+
+    fn deref(&self) -> &ConvSpec {
+        &self.spec
+    }
+}
+
+/// No tensor of a problem may have more elements than this: 2^40, far above any memory, far below overflow.
+const MAX_ELEMENTS: usize = 1 << 40;
+
+impl ConvProblem {
+    /// Validates sizes. Padding after the input that no output reads is dropped.
+    ///
+    /// # Errors
+    /// A size of zero, groups that do not divide the channels, a kernel larger than the padded input, a tensor of
+    /// more than 2^40 elements.
+    pub fn new(spec: ConvSpec) -> Result<ConvProblem> {
+        let bad = |reason: String| Err(invalid("convolution", reason));
+        let sizes = [
+            ("batch", spec.batch),
+            ("input channels", spec.in_channels),
+            ("output channels", spec.out_channels),
+            ("groups", spec.groups),
+        ];
+        for (what, value) in sizes {
+            if value == 0 {
+                return bad(format!("{what} must not be 0"));
+            }
+        }
+        for (what, channels) in [("input", spec.in_channels), ("output", spec.out_channels)] {
+            if channels % spec.groups != 0 {
+                return bad(format!("{} groups do not divide {channels} {what} channels", spec.groups));
+            }
+        }
+        spec.height.validate("height")?;
+        spec.width.validate("width")?;
+        let spec = ConvSpec { height: spec.height.canonical(), width: spec.width.canonical(), ..spec };
+        let tensors = [
+            ("input", [spec.batch, spec.in_channels, spec.height.input, spec.width.input]),
+            (
+                "weight",
+                [spec.out_channels, spec.in_channels / spec.groups, spec.height.kernel, spec.width.kernel],
+            ),
+            ("output", [spec.batch, spec.out_channels, spec.height.output(), spec.width.output()]),
+        ];
+        for (name, shape) in tensors {
+            let len = shape.iter().try_fold(1usize, |len, &size| len.checked_mul(size));
+            if len.is_none_or(|len| len > MAX_ELEMENTS) {
+                return bad(format!("the {name} of shape {shape:?} is too large"));
+            }
+        }
+        Ok(ConvProblem { spec })
+    }
+
+    /// The same problem with other sizes changed by `change`.
+    ///
+    /// # Errors
+    /// As [`ConvProblem::new`].
+    pub fn with(&self, change: impl FnOnce(&mut ConvSpec)) -> Result<ConvProblem> {
+        let mut spec = self.spec;
+        change(&mut spec);
+        ConvProblem::new(spec)
+    }
+
+    /// N, C, H, W.
+    pub fn input_shape(&self) -> [usize; 4] {
+        [self.batch, self.in_channels, self.height.input, self.width.input]
+    }
+
+    /// K, C/groups, R, S.
+    pub fn weight_shape(&self) -> [usize; 4] {
+        [self.out_channels, self.group_in_channels(), self.height.kernel, self.width.kernel]
+    }
+
+    /// N, K, OH, OW.
+    pub fn output_shape(&self) -> [usize; 4] {
+        [self.batch, self.out_channels, self.height.output(), self.width.output()]
+    }
+
+    /// Elements of the input.
+    pub fn input_len(&self) -> usize {
+        self.input_shape().iter().product()
+    }
+
+    /// Elements of the weight.
+    pub fn weight_len(&self) -> usize {
+        self.weight_shape().iter().product()
+    }
+
+    /// Elements of the output.
+    pub fn output_len(&self) -> usize {
+        self.output_shape().iter().product()
+    }
+
+    /// Input channels of one group.
+    pub fn group_in_channels(&self) -> usize {
+        self.in_channels / self.groups
+    }
+
+    /// Output channels of one group.
+    pub fn group_out_channels(&self) -> usize {
+        self.out_channels / self.groups
+    }
+
+    /// The output as N x K x (OH * OW).
+    pub fn output_extent(&self) -> Extent {
+        Extent {
+            batch: self.batch,
+            channels: self.out_channels,
+            spatial: self.height.output() * self.width.output(),
+            format: self.format,
+        }
+    }
+
+    /// Floating-point operations of one pass of direct convolution: two per multiply-add, padding included.
+    pub fn flops(&self) -> f64 {
+        2.0 * self.output_len() as f64
+            * (self.group_in_channels() * self.height.kernel * self.width.kernel) as f64
+    }
+}
+
+/// The three convolutions of a training step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Pass {
+    /// (x, weight) -> y.
+    Forward,
+    /// (dy, weight) -> dx: the gradient of the input.
+    BackwardData,
+    /// (x, dy) -> dweight: the gradient of the weight.
+    BackwardWeights,
+}
+
+impl Pass {
+    /// All three, in the order in which a training step runs them.
+    pub const ALL: [Pass; 3] = [Pass::Forward, Pass::BackwardData, Pass::BackwardWeights];
+}
+
+impl std::fmt::Display for Pass {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Pass::Forward => "fwd",
+            Pass::BackwardData => "bwd-data",
+            Pass::BackwardWeights => "bwd-weights",
+        })
+    }
+}

@@ -1,0 +1,161 @@
+//! The plain reference: the definition of each pass as loops, summed in f64. Always applies; the oracle.
+
+use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Kernel, NotApplicable};
+use super::problem::{ConvProblem, Pass};
+use crate::{Cpu, Element, MemoryFormat};
+
+/// Convolution by its definition.
+///
+/// ```text
+/// y[n,k,oh,ow]   = sum over c,r,s   of x[n,c,ih,iw] * weight[k,c,r,s]     ih = oh*stride + r*dilation - pad
+/// dx[n,c,ih,iw]  = sum over k,r,s   of dy[n,k,oh,ow] * weight[k,c,r,s]
+/// dweight[k,c,r,s] = sum over n,oh,ow of x[n,c,ih,iw] * dy[n,k,oh,ow]
+/// ```
+pub(super) struct Reference;
+
+impl ConvAlgorithm for Reference {
+    fn name(&self) -> &'static str {
+        "reference"
+    }
+
+    fn revision(&self) -> u32 {
+        1
+    }
+
+    fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
+        let kernel = Kernel::of(problem, Loops { problem: *problem, pass });
+        Ok(ConvPlan::new(self, (problem, pass), cpu, 0, kernel))
+    }
+}
+
+struct Loops {
+    problem: ConvProblem,
+    pass: Pass,
+}
+
+/// Where the elements of an N x C x H x W tensor lie.
+#[derive(Clone, Copy)]
+struct Strides {
+    batch: usize,
+    channel: usize,
+    row: usize,
+    column: usize,
+}
+
+impl Strides {
+    fn new(format: MemoryFormat, [_, channels, height, width]: [usize; 4]) -> Strides {
+        let batch = channels * height * width;
+        match format {
+            MemoryFormat::Contiguous => Strides { batch, channel: height * width, row: width, column: 1 },
+            MemoryFormat::ChannelsLast => {
+                Strides { batch, channel: 1, row: width * channels, column: channels }
+            }
+        }
+    }
+
+    fn at(&self, n: usize, c: usize, h: usize, w: usize) -> usize {
+        n * self.batch + c * self.channel + h * self.row + w * self.column
+    }
+
+    /// N, C, H, W of the element at `offset`.
+    fn coordinates(&self, format: MemoryFormat, [_, c, h, w]: [usize; 4], offset: usize) -> [usize; 4] {
+        match format {
+            MemoryFormat::Contiguous => {
+                [offset / (c * h * w), offset / (h * w) % c, offset / w % h, offset % w]
+            }
+            MemoryFormat::ChannelsLast => {
+                [offset / (c * h * w), offset % c, offset / (w * c) % h, offset / c % w]
+            }
+        }
+    }
+}
+
+impl<T: Element> ConvKernel<T> for Loops {
+    fn run(&self, cpu: &Cpu, [a, b]: [&[T]; 2], output: &mut [T], _workspace: &mut [T]) {
+        let work = self.problem.flops() as usize;
+        let chunk = output.len().div_ceil(8 * cpu.threads()).max(1);
+        cpu.for_each(work, output.chunks_mut(chunk).enumerate(), |(index, chunk_out)| {
+            for (offset, value) in chunk_out.iter_mut().enumerate() {
+                *value = T::of(self.element(index * chunk + offset, a, b));
+            }
+        });
+    }
+}
+
+impl Loops {
+    fn element<T: Element>(&self, offset: usize, a: &[T], b: &[T]) -> f64 {
+        match self.pass {
+            Pass::Forward => self.y(offset, a, b),
+            Pass::BackwardData => self.dx(offset, a, b),
+            Pass::BackwardWeights => self.dweight(offset, a, b),
+        }
+    }
+
+    fn y<T: Element>(&self, offset: usize, x: &[T], weight: &[T]) -> f64 {
+        let p = &self.problem;
+        let x_at = Strides::new(p.format, p.input_shape());
+        let w_at = Strides::new(MemoryFormat::Contiguous, p.weight_shape());
+        let y_at = Strides::new(p.format, p.output_shape());
+        let [n, k, oh, ow] = y_at.coordinates(p.format, p.output_shape(), offset);
+        let first = k / p.group_out_channels() * p.group_in_channels();
+        let mut sum = 0.0;
+        for c in 0..p.group_in_channels() {
+            for r in 0..p.height.kernel {
+                let Some(ih) = p.height.input_index(oh, r) else { continue };
+                for s in 0..p.width.kernel {
+                    let Some(iw) = p.width.input_index(ow, s) else { continue };
+                    sum += x[x_at.at(n, first + c, ih, iw)].f64() * weight[w_at.at(k, c, r, s)].f64();
+                }
+            }
+        }
+        sum
+    }
+
+    fn dx<T: Element>(&self, offset: usize, dy: &[T], weight: &[T]) -> f64 {
+        let p = &self.problem;
+        let x_at = Strides::new(p.format, p.input_shape());
+        let w_at = Strides::new(MemoryFormat::Contiguous, p.weight_shape());
+        let y_at = Strides::new(p.format, p.output_shape());
+        let [n, c, ih, iw] = x_at.coordinates(p.format, p.input_shape(), offset);
+        let group = c / p.group_in_channels();
+        let mut sum = 0.0;
+        for r in 0..p.height.kernel {
+            let Some(oh) = output_index(&p.height, ih, r) else { continue };
+            for s in 0..p.width.kernel {
+                let Some(ow) = output_index(&p.width, iw, s) else { continue };
+                for k in group * p.group_out_channels()..(group + 1) * p.group_out_channels() {
+                    sum += dy[y_at.at(n, k, oh, ow)].f64()
+                        * weight[w_at.at(k, c % p.group_in_channels(), r, s)].f64();
+                }
+            }
+        }
+        sum
+    }
+
+    fn dweight<T: Element>(&self, offset: usize, x: &[T], dy: &[T]) -> f64 {
+        let p = &self.problem;
+        let x_at = Strides::new(p.format, p.input_shape());
+        let w_at = Strides::new(MemoryFormat::Contiguous, p.weight_shape());
+        let y_at = Strides::new(p.format, p.output_shape());
+        let [k, c, r, s] = w_at.coordinates(MemoryFormat::Contiguous, p.weight_shape(), offset);
+        let first = k / p.group_out_channels() * p.group_in_channels();
+        let mut sum = 0.0;
+        for n in 0..p.batch {
+            for oh in 0..p.height.output() {
+                let Some(ih) = p.height.input_index(oh, r) else { continue };
+                for ow in 0..p.width.output() {
+                    let Some(iw) = p.width.input_index(ow, s) else { continue };
+                    sum += x[x_at.at(n, first + c, ih, iw)].f64() * dy[y_at.at(n, k, oh, ow)].f64();
+                }
+            }
+        }
+        sum
+    }
+}
+
+/// The output that reads input `i` through kernel element `k`, if there is one.
+fn output_index(axis: &super::problem::ConvAxis, i: usize, k: usize) -> Option<usize> {
+    let position = (i + axis.pad_before).checked_sub(k * axis.dilation)?;
+    let o = position / axis.stride;
+    (position % axis.stride == 0 && o < axis.output()).then_some(o)
+}

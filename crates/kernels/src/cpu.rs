@@ -1,0 +1,221 @@
+//! How kernels may use the processor: a thread budget and an instruction set, both explicit.
+
+use std::sync::Arc;
+
+use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
+
+use crate::{Error, Result};
+
+/// An instruction set that kernels are compiled for; the best one the CPU has is found at run time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum Isa {
+    /// What every CPU of the target has.
+    Portable,
+    /// x86-64 with AVX2 and FMA.
+    Avx2,
+    /// x86-64 with AVX-512 F, BW, DQ and VL.
+    Avx512,
+}
+
+impl Isa {
+    /// The best instruction set of this CPU.
+    pub fn detect() -> Isa {
+        *Isa::available().last().expect("the portable path is always there")
+    }
+
+    /// Every instruction set that this CPU can run, worst first.
+    pub fn available() -> Vec<Isa> {
+        #[allow(unused_mut)]
+        let mut found = vec![Isa::Portable];
+        #[cfg(target_arch = "x86_64")]
+        {
+            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+                found.push(Isa::Avx2);
+                let avx512 = is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl");
+                if avx512 {
+                    found.push(Isa::Avx512);
+                }
+            }
+        }
+        found
+    }
+}
+
+impl std::fmt::Display for Isa {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Isa::Portable => "portable",
+            Isa::Avx2 => "AVX2",
+            Isa::Avx512 => "AVX-512",
+        })
+    }
+}
+
+/// A thread budget and an instruction set, given to every kernel.
+///
+/// Clones share one pool of threads. With a budget of one, kernels run on the calling thread.
+#[derive(Clone)]
+pub struct Cpu {
+    pool: Option<Arc<rayon::ThreadPool>>,
+    threads: usize,
+    isa: Isa,
+}
+
+/// Below this many elements of work, starting other threads costs more than it saves.
+const SEQUENTIAL_BELOW: usize = 1 << 14;
+
+impl Cpu {
+    /// A budget of `threads` threads and this CPU's best instruction set.
+    ///
+    /// # Errors
+    /// If `threads` is zero, or above 1024, or the operating system refuses to start them.
+    pub fn new(threads: usize) -> Result<Cpu> {
+        if threads == 0 || threads > 1024 {
+            return Err(Error::Cpu(format!("a thread budget must be 1 to 1024, not {threads}")));
+        }
+        let pool = match threads {
+            1 => None,
+            _ => Some(Arc::new(
+                rayon::ThreadPoolBuilder::new()
+                    .num_threads(threads)
+                    .thread_name(|index| format!("convoke-{index}"))
+                    .build()
+                    .map_err(|error| Error::Cpu(format!("cannot start {threads} threads: {error}")))?,
+            )),
+        };
+        Ok(Cpu { pool, threads, isa: Isa::detect() })
+    }
+
+    /// One thread, the caller's.
+    pub fn single() -> Cpu {
+        Cpu { pool: None, threads: 1, isa: Isa::detect() }
+    }
+
+    /// As many threads as the operating system says are available to this process.
+    ///
+    /// # Errors
+    /// As [`Cpu::new`].
+    pub fn all() -> Result<Cpu> {
+        Cpu::new(std::thread::available_parallelism().map_or(1, |count| count.get().min(1024)))
+    }
+
+    /// The same threads with another instruction set, to compare or to test it.
+    ///
+    /// # Errors
+    /// If this CPU does not have it.
+    pub fn with_isa(mut self, isa: Isa) -> Result<Cpu> {
+        if !Isa::available().contains(&isa) {
+            return Err(Error::Cpu(format!("this CPU does not have {isa}")));
+        }
+        self.isa = isa;
+        Ok(self)
+    }
+
+    /// The thread budget.
+    pub fn threads(&self) -> usize {
+        self.threads
+    }
+
+    /// The instruction set that kernels use.
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
+    /// The same instruction set on the calling thread only: for work inside a task of [`Cpu::for_each`].
+    pub fn one_thread(&self) -> Cpu {
+        Cpu { pool: None, threads: 1, isa: self.isa }
+    }
+
+    /// Runs `task` on every item, in parallel when `work` (elements touched in total) is worth it.
+    ///
+    /// Items are taken in any order; tasks must not depend on one another.
+    pub fn for_each<I: Send>(
+        &self,
+        work: usize,
+        items: impl Iterator<Item = I>,
+        task: impl Fn(I) + Sync + Send,
+    ) {
+        match &self.pool {
+            Some(pool) if work >= SEQUENTIAL_BELOW => {
+                let items: Vec<I> = items.collect();
+                pool.install(|| items.into_par_iter().with_max_len(1).for_each(task));
+            }
+            _ => items.for_each(task),
+        }
+    }
+}
+
+impl std::fmt::Debug for Cpu {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Cpu").field("threads", &self.threads).field("isa", &self.isa).finish()
+    }
+}
+
+/// Defines functions whose body is compiled once per instruction set and chosen by their first argument, a [`Cpu`].
+///
+/// Bodies must be plain loops over slices: the compiler vectorises each copy for its instruction set. What they
+/// call must be `#[inline(always)]`, or it is compiled for the portable set only.
+macro_rules! multiversion {
+    ($($(#[$meta:meta])* $vis:vis fn $name:ident <$($generic:ident : $bound:path),*> ($($arg:ident : $type:ty),* $(,)?)
+       $(-> $ret:ty)? $body:block)*) => {$(
+        $(#[$meta])*
+        #[allow(clippy::too_many_arguments)]
+        $vis fn $name<$($generic: $bound),*>(cpu: &$crate::Cpu, $($arg: $type),*) $(-> $ret)? {
+            #[inline(always)]
+            #[allow(clippy::too_many_arguments)]
+            fn body<$($generic: $bound),*>($($arg: $type),*) $(-> $ret)? $body
+
+            #[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx2,fma")]
+                #[allow(clippy::too_many_arguments)]
+                fn avx2<$($generic: $bound),*>($($arg: $type),*) $(-> $ret)? { body($($arg),*) }
+
+                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+                #[allow(clippy::too_many_arguments)]
+                fn avx512<$($generic: $bound),*>($($arg: $type),*) $(-> $ret)? { body($($arg),*) }
+
+                match cpu.isa() {
+                    // SAFETY: a `Cpu` holds an instruction set only after `Isa::available` found it on this machine.
+                    $crate::Isa::Avx512 => return unsafe { avx512($($arg),*) },
+                    // SAFETY: as above.
+                    $crate::Isa::Avx2 => return unsafe { avx2($($arg),*) },
+                    $crate::Isa::Portable => {}
+                }
+            }
+            let _ = cpu;
+            body($($arg),*)
+        }
+    )*};
+}
+pub(crate) use multiversion;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    #[test]
+    fn every_item_is_taken_once() {
+        for threads in [1, 2, 5] {
+            let cpu = Cpu::new(threads).unwrap();
+            let counts: Vec<AtomicUsize> = (0..100).map(|_| AtomicUsize::new(0)).collect();
+            cpu.for_each(usize::MAX, 0..100, |item: usize| {
+                counts[item].fetch_add(1, Ordering::Relaxed);
+            });
+            assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1));
+        }
+    }
+
+    #[test]
+    fn refuses_no_threads_and_a_foreign_instruction_set() {
+        assert!(Cpu::new(0).unwrap_err().to_string().contains("not 0"));
+        for isa in [Isa::Portable, Isa::Avx2, Isa::Avx512] {
+            assert_eq!(Cpu::single().with_isa(isa).is_ok(), Isa::available().contains(&isa));
+        }
+    }
+}

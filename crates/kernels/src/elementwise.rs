@@ -1,0 +1,215 @@
+//! Sums, scalings and biases.
+
+use crate::channels::{Layout, Units, lane_sum};
+use crate::cpu::multiversion;
+use crate::error::check_len;
+use crate::memory_format::Extent;
+use crate::{Cpu, Element, Result};
+
+/// Elements of one task of an element-wise kernel.
+const CHUNK: usize = 1 << 14;
+
+pub(crate) fn chunks<T>(data: &[T]) -> std::slice::Chunks<'_, T> {
+    data.chunks(CHUNK)
+}
+
+pub(crate) fn chunks_mut<T>(data: &mut [T]) -> std::slice::ChunksMut<'_, T> {
+    data.chunks_mut(CHUNK)
+}
+
+multiversion! {
+    fn add_chunk<T: Element>(a: &[T], b: &[T], y: &mut [T]) {
+        for ((y, &a), &b) in y.iter_mut().zip(a).zip(b) {
+            *y = a + b;
+        }
+    }
+
+    fn add_assign_chunk<T: Element>(x: &[T], y: &mut [T]) {
+        for (y, &x) in y.iter_mut().zip(x) {
+            *y += x;
+        }
+    }
+
+    fn multiply_chunk<T: Element>(a: &[T], b: &[T], y: &mut [T]) {
+        for ((y, &a), &b) in y.iter_mut().zip(a).zip(b) {
+            *y = a * b;
+        }
+    }
+
+    fn scale_chunk<T: Element>(factor: T, x: &[T], y: &mut [T]) {
+        for (y, &x) in y.iter_mut().zip(x) {
+            *y = x * factor;
+        }
+    }
+
+    fn sum_chunk<T: Element>(x: &[T]) -> f64 {
+        lane_sum(x, |x| x.f64())
+    }
+
+    fn add_to_plane<T: Element>(value: T, plane: &mut [T]) {
+        for y in plane {
+            *y += value;
+        }
+    }
+
+    fn add_to_rows<T: Element>(bias: &[T], rows: &mut [T]) {
+        for row in rows.chunks_exact_mut(bias.len()) {
+            for (y, &b) in row.iter_mut().zip(bias) {
+                *y += b;
+            }
+        }
+    }
+
+    fn sum_rows<T: Element>(channels: usize, rows: &[T]) -> Vec<f64> {
+        let mut sums = vec![0.0; channels];
+        for row in rows.chunks_exact(channels) {
+            for (sum, x) in sums.iter_mut().zip(row) {
+                *sum += x.f64();
+            }
+        }
+        sums
+    }
+}
+
+/// y = a + b.
+///
+/// # Errors
+/// If the lengths differ.
+pub fn add<T: Element>(cpu: &Cpu, a: &[T], b: &[T], y: &mut [T]) -> Result<()> {
+    check_len("add", "b", b.len(), a.len())?;
+    check_len("add", "y", y.len(), a.len())?;
+    let items = chunks(a).zip(chunks(b)).zip(chunks_mut(y));
+    cpu.for_each(a.len(), items, |((a, b), y)| add_chunk(cpu, a, b, y));
+    Ok(())
+}
+
+/// y += x.
+///
+/// # Errors
+/// If the lengths differ.
+pub fn add_assign<T: Element>(cpu: &Cpu, x: &[T], y: &mut [T]) -> Result<()> {
+    check_len("add", "y", y.len(), x.len())?;
+    cpu.for_each(x.len(), chunks(x).zip(chunks_mut(y)), |(x, y)| add_assign_chunk(cpu, x, y));
+    Ok(())
+}
+
+/// y = a * b, element by element.
+///
+/// # Errors
+/// If the lengths differ.
+pub fn multiply<T: Element>(cpu: &Cpu, a: &[T], b: &[T], y: &mut [T]) -> Result<()> {
+    check_len("multiply", "b", b.len(), a.len())?;
+    check_len("multiply", "y", y.len(), a.len())?;
+    let items = chunks(a).zip(chunks(b)).zip(chunks_mut(y));
+    cpu.for_each(a.len(), items, |((a, b), y)| multiply_chunk(cpu, a, b, y));
+    Ok(())
+}
+
+/// y = x * factor.
+///
+/// # Errors
+/// If the lengths differ.
+pub fn scale<T: Element>(cpu: &Cpu, x: &[T], factor: f64, y: &mut [T]) -> Result<()> {
+    check_len("scale", "y", y.len(), x.len())?;
+    let factor = T::of(factor);
+    cpu.for_each(x.len(), chunks(x).zip(chunks_mut(y)), |(x, y)| scale_chunk(cpu, factor, x, y));
+    Ok(())
+}
+
+/// The sum of all elements, in f64, in an order that depends on the length only.
+pub fn sum<T: Element>(cpu: &Cpu, x: &[T]) -> f64 {
+    let mut parts = vec![0.0; x.len().div_ceil(CHUNK)];
+    cpu.for_each(x.len(), chunks(x).zip(&mut parts), |(x, part)| *part = sum_chunk(cpu, x));
+    parts.iter().sum()
+}
+
+/// Adds `bias[c]` to every element of channel c of `y`.
+///
+/// # Errors
+/// If a length is not the extent's.
+pub fn add_bias<T: Element>(cpu: &Cpu, extent: &Extent, bias: &[T], y: &mut [T]) -> Result<()> {
+    check_len("bias", "the bias", bias.len(), extent.channels)?;
+    let units = Units::new("bias", extent, &[("y", y.len())])?;
+    units.each(cpu, y, |block, y| match units.layout {
+        Layout::Planes { inner } => {
+            for (index, plane) in y.chunks_mut(inner).enumerate() {
+                add_to_plane(cpu, bias[(block.first_channel + index) % bias.len()], plane);
+            }
+        }
+        Layout::Rows => add_to_rows(cpu, bias, y),
+    });
+    Ok(())
+}
+
+/// The sum of each channel: the gradient of a bias.
+///
+/// # Errors
+/// If a length is not the extent's.
+pub fn sum_by_channel<T: Element>(cpu: &Cpu, extent: &Extent, dy: &[T], sums: &mut [T]) -> Result<()> {
+    check_len("bias backward", "the gradient", sums.len(), extent.channels)?;
+    let units = Units::new("bias backward", extent, &[("dy", dy.len())])?;
+    let totals = units.reduce(cpu, |block| {
+        let dy = &dy[block.elements.clone()];
+        match units.layout {
+            Layout::Planes { inner } => {
+                let mut sums = vec![0.0; block.channels];
+                for (index, plane) in dy.chunks(inner).enumerate() {
+                    sums[index % extent.channels] += sum_chunk(cpu, plane);
+                }
+                sums
+            }
+            Layout::Rows => sum_rows(cpu, extent.channels, dy),
+        }
+    });
+    for (sum, total) in sums.iter_mut().zip(totals) {
+        *sum = T::of(total);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::MemoryFormat;
+
+    #[test]
+    fn bias_and_its_gradient_in_both_formats() {
+        for (batch, channels, spatial) in [(1, 1, 1), (3, 5, 7), (40, 65, 33), (5, 4, 1), (7, 1, 30_000)] {
+            for format in [MemoryFormat::Contiguous, MemoryFormat::ChannelsLast] {
+                for cpu in [Cpu::single(), Cpu::new(3).unwrap()] {
+                    let extent = Extent { batch, channels, spatial, format };
+                    let bias: Vec<f32> = (0..channels).map(|c| c as f32 + 1.0).collect();
+                    let mut y = vec![0.0; extent.len().unwrap()];
+                    add_bias(&cpu, &extent, &bias, &mut y).unwrap();
+                    let (outer, inner) = extent.around_channels();
+                    assert_eq!(outer * inner * channels, y.len());
+                    for (index, &value) in y.iter().enumerate() {
+                        assert_eq!(value, bias[index / inner % channels]);
+                    }
+                    let mut sums = vec![f32::NAN; channels];
+                    sum_by_channel(&cpu, &extent, &y, &mut sums).unwrap();
+                    for (sum, bias) in sums.iter().zip(&bias) {
+                        assert_eq!(*sum, bias * (batch * spatial) as f32);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn plain_arithmetic() {
+        let cpu = Cpu::new(2).unwrap();
+        let a: Vec<f64> = (0..40_000).map(f64::from).collect();
+        let mut y = vec![f64::NAN; a.len()];
+        add(&cpu, &a, &a, &mut y).unwrap();
+        assert_eq!(y[39_999], 79_998.0);
+        add_assign(&cpu, &a, &mut y).unwrap();
+        assert_eq!(y[20_001], 60_003.0);
+        multiply(&cpu, &a, &a, &mut y).unwrap();
+        assert_eq!(y[300], 90_000.0);
+        scale(&cpu, &a, -0.5, &mut y).unwrap();
+        assert_eq!(y[7], -3.5);
+        assert_eq!(sum(&cpu, &a), 39_999.0 * 20_000.0);
+        assert!(add(&cpu, &a, &a[1..], &mut y).is_err());
+    }
+}

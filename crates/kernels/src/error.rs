@@ -1,0 +1,64 @@
+//! The error of this crate: which operation, which operand, what was expected and what was found.
+
+/// Why a kernel refused to run. Nothing has been written when an error is returned.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A slice does not have the length that the problem asks for.
+    #[error("{operation}: {operand} has {found} elements, expected {expected}")]
+    Length {
+        /// The kernel.
+        operation: &'static str,
+        /// The slice.
+        operand: &'static str,
+        /// Elements the problem asks for.
+        expected: usize,
+        /// Elements given.
+        found: usize,
+    },
+    /// A value of the problem's description cannot be used.
+    #[error("{operation}: {reason}")]
+    Invalid {
+        /// The kernel.
+        operation: &'static str,
+        /// What is wrong, with the values.
+        reason: String,
+    },
+    /// A problem's text could not be read.
+    #[error("cannot read the convolution problem {text:?}: {reason}")]
+    Notation {
+        /// The text.
+        text: String,
+        /// What is wrong in it, and where.
+        reason: String,
+    },
+    /// A plan was made for another element type than the one it is run with.
+    #[error("{operation}: planned for {expected}, run with {found}")]
+    DType {
+        /// The kernel.
+        operation: &'static str,
+        /// Type of the plan.
+        expected: crate::DType,
+        /// Type of the slices.
+        found: crate::DType,
+    },
+    /// This CPU lacks the instruction set asked for, or no threads can be had.
+    #[error("{0}")]
+    Cpu(String),
+}
+
+/// A result with this crate's [`Error`].
+pub type Result<T> = std::result::Result<T, Error>;
+
+pub(crate) fn check_len(
+    operation: &'static str,
+    operand: &'static str,
+    found: usize,
+    expected: usize,
+) -> Result<()> {
+    if found == expected { Ok(()) } else { Err(Error::Length { operation, operand, expected, found }) }
+}
+
+pub(crate) fn invalid(operation: &'static str, reason: impl Into<String>) -> Error {
+    Error::Invalid { operation, reason: reason.into() }
+}

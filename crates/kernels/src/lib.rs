@@ -1,0 +1,41 @@
+//! Convolution, batch norm and the few other kernels a convolutional network needs, on slices.
+//!
+//! No tensor type lives here: a kernel takes slices and a description of the problem, and writes slices. Every
+//! kernel takes a [`Cpu`], which states how many threads it may use and which instruction set; nothing is read from
+//! the environment. Kernels overwrite their output wholly unless their documentation says that they accumulate, so
+//! an output may start with any content.
+//!
+//! ```
+//! use convoke_kernels::conv::{self, ConvOperands, ConvProblem, Pass};
+//! use convoke_kernels::Cpu;
+//!
+//! let problem: ConvProblem = "mb1ic1ih3oc1kh2".parse()?;
+//! let cpu = Cpu::single();
+//! let plan = conv::plan(&problem, Pass::Forward, &cpu);
+//! let (x, weight) = ([1.0f32, 2., 3., 4., 5., 6., 7., 8., 9.], [1.0f32; 4]);
+//! let mut y = [0.0f32; 4];
+//! let mut workspace = vec![0.0f32; plan.workspace_len()];
+//! plan.run(ConvOperands::forward(&x, &weight, &mut y), &mut workspace)?;
+//! assert_eq!(y, [12., 16., 24., 28.]);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod channels;
+mod cpu;
+mod element;
+mod error;
+
+pub mod activation;
+pub mod batch_norm;
+pub mod conv;
+pub mod elementwise;
+pub mod gemm;
+pub mod loss;
+pub mod memory_format;
+pub mod optimizer;
+pub mod pool;
+
+pub use cpu::{Cpu, Isa};
+pub use element::{DType, Element};
+pub use error::{Error, Result};
+pub use memory_format::MemoryFormat;

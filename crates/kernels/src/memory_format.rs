@@ -1,0 +1,119 @@
+//! The two orders in which a tensor's elements lie in memory, and the conversion between them.
+
+use crate::cpu::multiversion;
+use crate::error::{check_len, invalid};
+use crate::{Cpu, Element, Result};
+
+/// The order of a tensor's elements in memory; its shape is N, C, H, W (or N, C, ...) either way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum MemoryFormat {
+    /// N, C, H, W: the last dimension is contiguous.
+    #[default]
+    Contiguous,
+    /// N, H, W, C: the channels of one pixel lie together, as PyTorch's `channels_last`.
+    ChannelsLast,
+}
+
+impl std::fmt::Display for MemoryFormat {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            MemoryFormat::Contiguous => "nchw",
+            MemoryFormat::ChannelsLast => "nhwc",
+        })
+    }
+}
+
+/// A tensor of N x C x (spatial) elements in either order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Extent {
+    /// N.
+    pub batch: usize,
+    /// C.
+    pub channels: usize,
+    /// The product of the spatial dimensions; 1 if there are none.
+    pub spatial: usize,
+    /// Their order in memory.
+    pub format: MemoryFormat,
+}
+
+impl Extent {
+    /// Number of elements.
+    ///
+    /// # Errors
+    /// If the number does not fit `usize`.
+    pub fn len(&self) -> Result<usize> {
+        self.batch
+            .checked_mul(self.channels)
+            .and_then(|count| count.checked_mul(self.spatial))
+            .ok_or_else(|| invalid("extent", format!("the size of {self:?} overflows")))
+    }
+
+    /// `(outer, inner)`: the tensor as `outer` x C x `inner`, with the channel in the middle.
+    ///
+    /// Channels-last tensors are (N x spatial) x C x 1.
+    pub(crate) fn around_channels(&self) -> (usize, usize) {
+        match self.format {
+            MemoryFormat::Contiguous => (self.batch, self.spatial),
+            MemoryFormat::ChannelsLast => (self.batch * self.spatial, 1),
+        }
+    }
+}
+
+multiversion! {
+    /// Writes the `rows` x `columns` matrix `from` transposed into `to`.
+    pub(crate) fn transpose<T: Element>(rows: usize, columns: usize, from: &[T], to: &mut [T]) {
+        // Square tiles keep both sides' cache lines in L1.
+        const TILE: usize = 16;
+        for row in (0..rows).step_by(TILE) {
+            for column in (0..columns).step_by(TILE) {
+                for c in column..(column + TILE).min(columns) {
+                    let line = &mut to[c * rows + row..c * rows + (row + TILE).min(rows)];
+                    for (r, value) in line.iter_mut().enumerate() {
+                        *value = from[(row + r) * columns + c];
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Copies `from`, which lies as `extent.format` says, into `to` in the other format.
+///
+/// # Errors
+/// If a length differs from `extent`'s.
+pub fn convert<T: Element>(cpu: &Cpu, extent: &Extent, from: &[T], to: &mut [T]) -> Result<()> {
+    let len = extent.len()?;
+    check_len("memory format conversion", "the input", from.len(), len)?;
+    check_len("memory format conversion", "the output", to.len(), len)?;
+    let image = extent.channels * extent.spatial;
+    if len == 0 {
+        return Ok(());
+    }
+    let (rows, columns) = match extent.format {
+        MemoryFormat::Contiguous => (extent.channels, extent.spatial),
+        MemoryFormat::ChannelsLast => (extent.spatial, extent.channels),
+    };
+    cpu.for_each(len, from.chunks(image).zip(to.chunks_mut(image)), |(from, to)| {
+        transpose(cpu, rows, columns, from, to);
+    });
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn there_and_back() {
+        let extent = Extent { batch: 2, channels: 3, spatial: 37, format: MemoryFormat::Contiguous };
+        let x: Vec<f32> = (0..222).map(|i| i as f32).collect();
+        let (mut last, mut back) = (vec![f32::NAN; 222], vec![f32::NAN; 222]);
+        let cpu = Cpu::single();
+        convert(&cpu, &extent, &x, &mut last).unwrap();
+        assert_eq!(&last[..4], &[0., 37., 74., 1.]);
+        let reverse = Extent { format: MemoryFormat::ChannelsLast, ..extent };
+        convert(&cpu, &reverse, &last, &mut back).unwrap();
+        assert_eq!(x, back);
+        assert!(convert(&cpu, &extent, &x[1..], &mut last).is_err());
+    }
+}

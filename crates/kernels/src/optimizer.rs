@@ -1,0 +1,165 @@
+//! Optimizer steps, each one pass over the parameter, its gradient and its state. Formulas are PyTorch 2's.
+
+use crate::cpu::multiversion;
+use crate::elementwise::{chunks, chunks_mut};
+use crate::error::check_len;
+use crate::{Cpu, Element, Result};
+
+/// Stochastic gradient descent: see [`sgd`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sgd {
+    /// Step size.
+    pub learning_rate: f64,
+    /// Share of the previous step that is kept.
+    pub momentum: f64,
+    /// Share of the gradient that does not enter the momentum.
+    pub dampening: f64,
+    /// L2 penalty, added to the gradient.
+    pub weight_decay: f64,
+    /// Look ahead along the momentum.
+    pub nesterov: bool,
+}
+
+/// Adadelta (Zeiler, 2012): see [`adadelta`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Adadelta {
+    /// Factor of the step; 1 in the paper.
+    pub learning_rate: f64,
+    /// Decay of the running averages.
+    pub rho: f64,
+    /// Added under both square roots.
+    pub eps: f64,
+    /// L2 penalty, added to the gradient.
+    pub weight_decay: f64,
+}
+
+/// Adam with decoupled weight decay (Loshchilov, Hutter, 2019): see [`adamw`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdamW {
+    /// Step size.
+    pub learning_rate: f64,
+    /// Decay of the averages of the gradient and of its square.
+    pub betas: [f64; 2],
+    /// Added to the root of the average square.
+    pub eps: f64,
+    /// Share of the parameter that each step removes, times the learning rate.
+    pub weight_decay: f64,
+}
+
+multiversion! {
+    fn sgd_plain<T: Element>(o: &Sgd, parameter: &mut [T], gradient: &[T]) {
+        let (lr, decay) = (T::of(o.learning_rate), T::of(o.weight_decay));
+        for (p, &g) in parameter.iter_mut().zip(gradient) {
+            *p = *p - lr * (g + decay * *p);
+        }
+    }
+
+    fn sgd_momentum<T: Element>(o: &Sgd, first: bool, parameter: &mut [T], gradient: &[T], velocity: &mut [T]) {
+        let (lr, decay, momentum) = (T::of(o.learning_rate), T::of(o.weight_decay), T::of(o.momentum));
+        // PyTorch's first step takes the whole gradient as the velocity, without dampening.
+        let (keep, take) = if first { (T::zero(), T::one()) } else { (momentum, T::of(1.0 - o.dampening)) };
+        for ((p, &g), v) in parameter.iter_mut().zip(gradient).zip(velocity) {
+            let g = g + decay * *p;
+            *v = if first { g } else { keep * *v + take * g };
+            *p = *p - lr * if o.nesterov { g + momentum * *v } else { *v };
+        }
+    }
+
+    fn adadelta_chunk<T: Element>(o: &Adadelta, parameter: &mut [T], gradient: &[T], square: &mut [T], step: &mut [T]) {
+        let (lr, rho, rest) = (T::of(o.learning_rate), T::of(o.rho), T::of(1.0 - o.rho));
+        let (eps, decay) = (T::of(o.eps), T::of(o.weight_decay));
+        for (((p, &g), square), step) in parameter.iter_mut().zip(gradient).zip(square).zip(step) {
+            let g = g + decay * *p;
+            *square = rho * *square + rest * g * g;
+            let delta = (*step + eps).sqrt() / (*square + eps).sqrt() * g;
+            *step = rho * *step + rest * delta * delta;
+            *p = *p - lr * delta;
+        }
+    }
+
+    fn adamw_chunk<T: Element>(o: &AdamW, time: i32, parameter: &mut [T], gradient: &[T], mean: &mut [T], square: &mut [T]) {
+        let [beta1, beta2] = o.betas;
+        let step = T::of(o.learning_rate / (1.0 - beta1.powi(time)));
+        let root = T::of(1.0 / (1.0 - beta2.powi(time)).sqrt());
+        let keep = T::of(1.0 - o.learning_rate * o.weight_decay);
+        let (b1, r1, b2, r2) = (T::of(beta1), T::of(1.0 - beta1), T::of(beta2), T::of(1.0 - beta2));
+        let eps = T::of(o.eps);
+        for (((p, &g), mean), square) in parameter.iter_mut().zip(gradient).zip(mean).zip(square) {
+            *mean = b1 * *mean + r1 * g;
+            *square = b2 * *square + r2 * g * g;
+            *p = keep * *p - step * *mean / (square.sqrt() * root + eps);
+        }
+    }
+}
+
+/// g += weight_decay * p; v = momentum * v + (1 - dampening) * g; p -= learning_rate * v (nesterov: g + momentum * v).
+///
+/// `velocity` is needed where momentum is not 0; `first` says that it holds nothing yet.
+///
+/// # Errors
+/// If the lengths differ.
+pub fn sgd<T: Element>(
+    cpu: &Cpu,
+    options: &Sgd,
+    parameter: &mut [T],
+    gradient: &[T],
+    velocity: Option<(&mut [T], bool)>,
+) -> Result<()> {
+    let len = parameter.len();
+    check_len("sgd", "the gradient", gradient.len(), len)?;
+    let Some((velocity, first)) = velocity else {
+        let items = chunks_mut(parameter).zip(chunks(gradient));
+        cpu.for_each(len, items, |(p, g)| sgd_plain(cpu, options, p, g));
+        return Ok(());
+    };
+    check_len("sgd", "the velocity", velocity.len(), len)?;
+    let items = chunks_mut(parameter).zip(chunks(gradient)).zip(chunks_mut(velocity));
+    cpu.for_each(len, items, |((p, g), v)| sgd_momentum(cpu, options, first, p, g, v));
+    Ok(())
+}
+
+/// s = rho * s + (1 - rho) * g^2; d = sqrt((u + eps) / (s + eps)) * g; u = rho * u + (1 - rho) * d^2; p -= lr * d.
+///
+/// `average_square` (s) and `average_step` (u) start at 0.
+///
+/// # Errors
+/// If the lengths differ.
+pub fn adadelta<T: Element>(
+    cpu: &Cpu,
+    options: &Adadelta,
+    parameter: &mut [T],
+    gradient: &[T],
+    [average_square, average_step]: [&mut [T]; 2],
+) -> Result<()> {
+    let len = parameter.len();
+    check_len("adadelta", "the gradient", gradient.len(), len)?;
+    check_len("adadelta", "the state", average_square.len(), len)?;
+    check_len("adadelta", "the state", average_step.len(), len)?;
+    let state = chunks_mut(average_square).zip(chunks_mut(average_step));
+    let items = chunks_mut(parameter).zip(chunks(gradient)).zip(state);
+    cpu.for_each(len, items, |((p, g), (s, u))| adadelta_chunk(cpu, options, p, g, s, u));
+    Ok(())
+}
+
+/// p *= 1 - lr * decay; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= lr * m^ / (sqrt(v^) + eps), where ^ is
+/// the correction for the averages' start at 0. `time` counts steps from 1.
+///
+/// # Errors
+/// If the lengths differ.
+pub fn adamw<T: Element>(
+    cpu: &Cpu,
+    options: &AdamW,
+    time: i32,
+    parameter: &mut [T],
+    gradient: &[T],
+    [average, average_square]: [&mut [T]; 2],
+) -> Result<()> {
+    let len = parameter.len();
+    check_len("adamw", "the gradient", gradient.len(), len)?;
+    check_len("adamw", "the state", average.len(), len)?;
+    check_len("adamw", "the state", average_square.len(), len)?;
+    let state = chunks_mut(average).zip(chunks_mut(average_square));
+    let items = chunks_mut(parameter).zip(chunks(gradient)).zip(state);
+    cpu.for_each(len, items, |((p, g), (m, v))| adamw_chunk(cpu, options, time, p, g, m, v));
+    Ok(())
+}

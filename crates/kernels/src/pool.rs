@@ -1,0 +1,349 @@
+//! Max and average pooling, each with its backward, in both memory formats.
+
+use crate::conv::ConvAxis;
+use crate::error::{check_len, invalid};
+use crate::memory_format::{Extent, MemoryFormat};
+use crate::{Cpu, Element, Result};
+
+/// One spatial axis of a pooling layer, as PyTorch describes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PoolAxis {
+    /// Input size.
+    pub input: usize,
+    /// Window size.
+    pub kernel: usize,
+    /// Step between windows.
+    pub stride: usize,
+    /// Padding on both sides, at most half the window. It never wins a maximum.
+    pub padding: usize,
+    /// Step between window elements.
+    pub dilation: usize,
+}
+
+/// A valid 2-D pooling problem.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PoolProblem {
+    batch: usize,
+    channels: usize,
+    format: MemoryFormat,
+    height: ConvAxis,
+    width: ConvAxis,
+    padding: [usize; 2],
+}
+
+impl PoolProblem {
+    /// Validates a pooling of N x C x H x W. With `ceil_mode` a last window that starts inside the input or the
+    /// padding before it counts though it runs over the end.
+    ///
+    /// # Errors
+    /// A size of 0, padding above half the window, a window larger than the padded input.
+    pub fn new(
+        [batch, channels]: [usize; 2],
+        [height, width]: [PoolAxis; 2],
+        ceil_mode: bool,
+        format: MemoryFormat,
+    ) -> Result<PoolProblem> {
+        if batch == 0 || channels == 0 {
+            return Err(invalid("pooling", format!("batch {batch} and channels {channels} must not be 0")));
+        }
+        let padding = [height.padding, width.padding];
+        let height = axis("height", &height, ceil_mode)?;
+        let width = axis("width", &width, ceil_mode)?;
+        Ok(PoolProblem { batch, channels, format, height, width, padding })
+    }
+
+    /// N, C, OH, OW.
+    pub fn output_shape(&self) -> [usize; 4] {
+        [self.batch, self.channels, self.height.output(), self.width.output()]
+    }
+
+    /// Elements of a window: what an index must be able to count.
+    pub fn window_len(&self) -> usize {
+        self.height.kernel * self.width.kernel
+    }
+
+    /// The input as N x C x (H W).
+    pub fn input_extent(&self) -> Extent {
+        let spatial = self.height.input * self.width.input;
+        Extent { batch: self.batch, channels: self.channels, spatial, format: self.format }
+    }
+
+    /// The output as N x C x (OH OW).
+    pub fn output_extent(&self) -> Extent {
+        let spatial = self.height.output() * self.width.output();
+        Extent { batch: self.batch, channels: self.channels, spatial, format: self.format }
+    }
+
+    /// Input and output elements of one task: a plane, or an image whose pixels hold `lanes` channels.
+    fn task(&self) -> (usize, usize, usize) {
+        let (input, output) = (self.input_extent().spatial, self.output_extent().spatial);
+        match self.format {
+            MemoryFormat::Contiguous => (input, output, 1),
+            MemoryFormat::ChannelsLast => (input * self.channels, output * self.channels, self.channels),
+        }
+    }
+
+    fn check(&self, operation: &'static str, lens: [(&'static str, usize); 2]) -> Result<()> {
+        check_len(operation, lens[0].0, lens[0].1, self.input_extent().len()?)?;
+        check_len(operation, lens[1].0, lens[1].1, self.output_extent().len()?)
+    }
+
+    /// Calls `visit(output pixel, tap, input pixel)` for every window element inside the input, windows in order.
+    #[inline(always)]
+    fn each(&self, mut visit: impl FnMut(usize, usize, usize)) {
+        let (h, w) = (&self.height, &self.width);
+        for oh in 0..h.output() {
+            for ow in 0..w.output() {
+                for r in 0..h.kernel {
+                    let Some(ih) = h.input_index(oh, r) else { continue };
+                    for s in 0..w.kernel {
+                        let Some(iw) = w.input_index(ow, s) else { continue };
+                        visit(oh * w.output() + ow, r * w.kernel + s, ih * w.input + iw);
+                    }
+                }
+            }
+        }
+    }
+
+    /// One over the divisor of each average, by output pixel.
+    fn shares<T: Element>(&self, count_padding: bool) -> Vec<T> {
+        let extent = |axis: &ConvAxis, padding: usize, o: usize| {
+            let start = (o * axis.stride) as isize - padding as isize;
+            let end = start + axis.kernel as isize;
+            // Padding counts up to the nominal one, not what ceil_mode adds.
+            let (low, high) = match count_padding {
+                true => (start, end.min((axis.input + padding) as isize)),
+                false => (start.max(0), end.min(axis.input as isize)),
+            };
+            (high - low) as f64
+        };
+        let mut shares = Vec::with_capacity(self.output_extent().spatial);
+        for oh in 0..self.height.output() {
+            for ow in 0..self.width.output() {
+                let count =
+                    extent(&self.height, self.padding[0], oh) * extent(&self.width, self.padding[1], ow);
+                shares.push(T::of(1.0 / count));
+            }
+        }
+        shares
+    }
+}
+
+fn axis(name: &str, axis: &PoolAxis, ceil_mode: bool) -> Result<ConvAxis> {
+    let &PoolAxis { input, kernel, stride, padding, dilation } = axis;
+    let bad = |reason: String| Err(invalid("pooling", reason));
+    if input == 0 || kernel == 0 || stride == 0 || dilation == 0 {
+        return bad(format!("a size of the {name} axis is 0: {axis:?}"));
+    }
+    if padding > kernel / 2 {
+        return bad(format!("padding {padding} is more than half of kernel {kernel} along the {name} axis"));
+    }
+    let limit = 1usize << 40;
+    if [input, kernel, stride, dilation].iter().any(|&size| size > limit)
+        || (kernel - 1).checked_mul(dilation).is_none_or(|span| span > limit)
+    {
+        return bad(format!("the {name} axis is too large: {axis:?}"));
+    }
+    let mut result = ConvAxis { input, kernel, stride, pad_before: padding, pad_after: padding, dilation };
+    let span = result.kernel_span();
+    if span > input + 2 * padding {
+        return bad(format!(
+            "the window is larger than the padded input along the {name} axis: kernel {kernel} with dilation \
+             {dilation} spans {span}, input {input} with padding {padding} on both sides has {}",
+            input + 2 * padding
+        ));
+    }
+    if ceil_mode {
+        let mut outputs = (input + 2 * padding - span).div_ceil(stride) + 1;
+        if (outputs - 1) * stride >= input + padding {
+            outputs -= 1;
+        }
+        let read = (outputs - 1) * stride + span;
+        result.pad_after = read.saturating_sub(padding + input);
+    }
+    Ok(result)
+}
+
+/// An integer that stores which element of its window was the largest.
+pub trait WindowIndex: Copy + Send + Sync {
+    /// `index` as this type; it fits, as [`max_pool`] has checked.
+    fn store(index: usize) -> Self;
+    /// The index again.
+    fn load(self) -> usize;
+    /// How many different indices fit.
+    const COUNT: usize;
+}
+
+macro_rules! window_index {
+    ($($type:ty),*) => {$(
+        impl WindowIndex for $type {
+            const COUNT: usize = <$type>::MAX as usize + 1;
+
+            #[inline(always)]
+            fn store(index: usize) -> $type {
+                index as $type
+            }
+
+            #[inline(always)]
+            fn load(self) -> usize {
+                self as usize
+            }
+        }
+    )*};
+}
+window_index!(u8, u16);
+
+/// The largest value of each window, and, where `indices` is given, which window element it was (row-major).
+///
+/// The first of equal values wins and NaN wins over every number, as in PyTorch.
+///
+/// # Errors
+/// If a length is not the problem's, or a window has more elements than the index type counts.
+pub fn max_pool<T: Element, I: WindowIndex>(
+    cpu: &Cpu,
+    problem: &PoolProblem,
+    x: &[T],
+    y: &mut [T],
+    indices: Option<&mut [I]>,
+) -> Result<()> {
+    problem.check("max pooling", [("x", x.len()), ("y", y.len())])?;
+    if problem.window_len() > I::COUNT {
+        let reason = format!("a window of {} elements needs a wider index type", problem.window_len());
+        return Err(invalid("max pooling", reason));
+    }
+    let (input, output, lanes) = problem.task();
+    match indices {
+        Some(indices) => {
+            check_len("max pooling", "the indices", indices.len(), y.len())?;
+            let items = x.chunks(input).zip(y.chunks_mut(output)).zip(indices.chunks_mut(output));
+            cpu.for_each(x.len(), items, |((x, y), indices)| {
+                indices.fill(I::store(0));
+                max_task(problem, lanes, x, y, |place, tap| indices[place] = I::store(tap));
+            });
+        }
+        None => cpu.for_each(x.len(), x.chunks(input).zip(y.chunks_mut(output)), |(x, y)| {
+            max_task(problem, lanes, x, y, |_, _| ());
+        }),
+    }
+    Ok(())
+}
+
+#[inline(always)]
+fn max_task<T: Element>(
+    problem: &PoolProblem,
+    lanes: usize,
+    x: &[T],
+    y: &mut [T],
+    mut took: impl FnMut(usize, usize),
+) {
+    y.fill(T::neg_infinity());
+    let mut started = usize::MAX;
+    problem.each(|out, tap, pixel| {
+        let first = out != started;
+        started = out;
+        for lane in 0..lanes {
+            let (value, best) = (x[pixel * lanes + lane], &mut y[out * lanes + lane]);
+            if first || value > *best || value.is_nan() {
+                *best = value;
+                took(out * lanes + lane, tap);
+            }
+        }
+    });
+}
+
+/// dx: each window's dy goes to the element that was largest.
+///
+/// # Errors
+/// If a length is not the problem's.
+pub fn max_pool_backward<T: Element, I: WindowIndex>(
+    cpu: &Cpu,
+    problem: &PoolProblem,
+    dy: &[T],
+    indices: &[I],
+    dx: &mut [T],
+) -> Result<()> {
+    problem.check("max pooling backward", [("dx", dx.len()), ("dy", dy.len())])?;
+    check_len("max pooling backward", "the indices", indices.len(), dy.len())?;
+    let (input, output, lanes) = problem.task();
+    let (h, w) = (&problem.height, &problem.width);
+    let work = dx.len();
+    let items = dx.chunks_mut(input).zip(dy.chunks(output)).zip(indices.chunks(output));
+    cpu.for_each(work, items, |((dx, dy), indices)| {
+        dx.fill(T::zero());
+        for oh in 0..h.output() {
+            for ow in 0..w.output() {
+                let out = (oh * w.output() + ow) * lanes;
+                for lane in 0..lanes {
+                    let tap = indices[out + lane].load();
+                    let place = h.input_index(oh, tap / w.kernel).zip(w.input_index(ow, tap % w.kernel));
+                    if let Some((ih, iw)) = place {
+                        dx[(ih * w.input + iw) * lanes + lane] += dy[out + lane];
+                    }
+                }
+            }
+        }
+    });
+    Ok(())
+}
+
+/// The mean of each window; padding counts as zeros in the divisor if `count_padding`.
+///
+/// # Errors
+/// If a length is not the problem's, or the problem has dilation.
+pub fn average_pool<T: Element>(
+    cpu: &Cpu,
+    problem: &PoolProblem,
+    count_padding: bool,
+    x: &[T],
+    y: &mut [T],
+) -> Result<()> {
+    problem.check("average pooling", [("x", x.len()), ("y", y.len())])?;
+    no_dilation(problem)?;
+    let shares = problem.shares::<T>(count_padding);
+    let (input, output, lanes) = problem.task();
+    cpu.for_each(x.len(), x.chunks(input).zip(y.chunks_mut(output)), |(x, y)| {
+        y.fill(T::zero());
+        problem.each(|out, _, pixel| {
+            for lane in 0..lanes {
+                y[out * lanes + lane] += x[pixel * lanes + lane];
+            }
+        });
+        for (y, &share) in y.chunks_mut(lanes).zip(&shares) {
+            y.iter_mut().for_each(|y| *y *= share);
+        }
+    });
+    Ok(())
+}
+
+/// dx of [`average_pool`]: each window's dy is spread evenly.
+///
+/// # Errors
+/// As [`average_pool`].
+pub fn average_pool_backward<T: Element>(
+    cpu: &Cpu,
+    problem: &PoolProblem,
+    count_padding: bool,
+    dy: &[T],
+    dx: &mut [T],
+) -> Result<()> {
+    problem.check("average pooling backward", [("dx", dx.len()), ("dy", dy.len())])?;
+    no_dilation(problem)?;
+    let shares = problem.shares::<T>(count_padding);
+    let (input, output, lanes) = problem.task();
+    cpu.for_each(dx.len(), dx.chunks_mut(input).zip(dy.chunks(output)), |(dx, dy)| {
+        dx.fill(T::zero());
+        problem.each(|out, _, pixel| {
+            for lane in 0..lanes {
+                dx[pixel * lanes + lane] += dy[out * lanes + lane] * shares[out];
+            }
+        });
+    });
+    Ok(())
+}
+
+fn no_dilation(problem: &PoolProblem) -> Result<()> {
+    if problem.height.dilation != 1 || problem.width.dilation != 1 {
+        return Err(invalid("average pooling", "dilation is not defined for averages"));
+    }
+    Ok(())
+}

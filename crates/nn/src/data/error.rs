@@ -1,0 +1,141 @@
+//! What can go wrong while data sets are read, checked, downloaded or generated.
+
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Why a data set could not be had. Nothing is half-loaded: an error means that no part of the set was returned.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum DataError {
+    /// The operating system refused to read or write a file.
+    #[error("cannot {action} {}: {source}", file.display())]
+    Io {
+        /// The file or folder.
+        file: PathBuf,
+        /// What was tried, as a verb: `open`, `read`, `write`.
+        action: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A file's contents contradict its format.
+    #[error("{}: {field}: expected {expected}, found {found}", file.display())]
+    Malformed {
+        /// The file.
+        file: PathBuf,
+        /// The field of the file's format that is wrong, such as `magic` or `data`.
+        field: &'static str,
+        /// What the field should have been.
+        expected: String,
+        /// What it was.
+        found: String,
+    },
+    /// None of the accepted names of a file exists.
+    #[error("{}: no file named {}", folder.display(), names.join(" or "))]
+    Missing {
+        /// Where it was looked for.
+        folder: PathBuf,
+        /// The names looked for, in order.
+        names: Vec<String>,
+    },
+    /// The parts of a data set do not fit together.
+    #[error("data set {dataset}: {field}: expected {expected}, found {found}")]
+    Inconsistent {
+        /// The name of the data set.
+        dataset: String,
+        /// The part that does not fit.
+        field: &'static str,
+        /// What it should have been.
+        expected: String,
+        /// What it was.
+        found: String,
+    },
+    /// There is not exactly one label for each image.
+    #[error("{origin}: label count: expected {images}, one for each image, found {labels}")]
+    LabelCount {
+        /// The label file, or the name of the data set.
+        origin: String,
+        /// How many images there are.
+        images: usize,
+        /// How many labels there are.
+        labels: usize,
+    },
+    /// A label names a class that does not exist.
+    #[error("{origin}: label[{index}]: expected below {classes}, the number of classes, found {label}")]
+    LabelRange {
+        /// The label file, or the name of the data set.
+        origin: String,
+        /// The position of the first bad label, from 0.
+        index: usize,
+        /// The bad label.
+        label: u8,
+        /// How many classes there are.
+        classes: usize,
+    },
+    /// A generated set would not fit into memory.
+    #[error("data set {dataset}: size: expected an amount of memory that can be had, found {images} images of {image_bytes} bytes")]
+    TooLarge {
+        /// The name of the data set.
+        dataset: String,
+        /// How many images were asked for.
+        images: usize,
+        /// The size of one image.
+        image_bytes: usize,
+    },
+    /// No mirror gave a file with the expected contents.
+    #[error("cannot download {file}: every mirror failed{}", Attempts(attempts))]
+    Download {
+        /// The name of the file.
+        file: String,
+        /// Each mirror that was tried, in order; empty when there was none to try.
+        attempts: Vec<MirrorFailure>,
+    },
+    /// A setting of a download cannot be used.
+    #[error("download setting {field}: expected {expected}, found {found}")]
+    Setting {
+        /// The setting.
+        field: &'static str,
+        /// What it should have been.
+        expected: String,
+        /// What it was.
+        found: String,
+    },
+    /// The caller's [`Progress`](super::Progress) asked to stop.
+    #[error("cancelled during {stage}")]
+    Cancelled {
+        /// The stage that was running.
+        stage: String,
+    },
+}
+
+/// Why one mirror did not give a file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MirrorFailure {
+    /// The mirror's address.
+    pub mirror: String,
+    /// What happened, for people to read.
+    pub reason: String,
+}
+
+/// Prints each failed mirror on a line of its own.
+struct Attempts<'a>(&'a [MirrorFailure]);
+
+impl fmt::Display for Attempts<'_> {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0.is_empty() {
+            return formatter.write_str(" (the list of mirrors is empty)");
+        }
+        for MirrorFailure { mirror, reason } in self.0 {
+            write!(formatter, "\n  {mirror}: {reason}")?;
+        }
+        Ok(())
+    }
+}
+
+impl DataError {
+    /// A constructor for `map_err`: wraps the system's error about a file.
+    pub(super) fn io(file: &Path, action: &'static str) -> impl FnOnce(io::Error) -> Self {
+        let file = file.to_owned();
+        move |source| Self::Io { file, action, source }
+    }
+}

@@ -1,0 +1,823 @@
+#!/usr/bin/env python3
+"""Writes the golden files: what PyTorch computes for small problems, for convoke's tests to agree with.
+
+    python3 -m venv venv && venv/bin/pip install torch numpy
+    venv/bin/python tools/make_golden.py            # rewrites crates/testkit/golden/*.safetensors
+
+Every input is representable in float32 and stored so; everything expected is computed by PyTorch in *float64*
+from those inputs, so that the files are an oracle rather than a second opinion with its own rounding errors.
+Results with two or more dimensions are stored in float32, scalars and per-channel results in float64.
+Every backward pass starts from a random upstream gradient: a constant one makes the input gradient of batch norm
+vanish, and a test against it proves nothing. Where a ReLU follows, inputs are drawn until no pre-activation lies
+so close to zero that float32 rounding could switch it.
+
+Format (read by crates/testkit/src/golden.rs): a tensor NAME of a case CASE has the key "CASE/NAME"; the metadata
+holds "cases", a JSON list of {"name", "attributes"} in order, "torch" (the version that computed the file), "seed"
+and "generator". Numbers are drawn from a generator seeded by (--seed, file, case), so that adding a case changes no
+other case, and the same PyTorch version writes the same bytes again.
+"""
+
+import argparse
+import json
+import math
+import struct
+import zlib
+from pathlib import Path
+
+import numpy
+import torch
+import torch.nn.functional as F
+
+SIZE_LIMIT = 600_000  # bytes, all files together
+DTYPE_NAMES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
+ROOT = Path(__file__).resolve().parent.parent
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+class GoldenFile:
+    """The cases of one file, in order."""
+
+    def __init__(self, name, seed):
+        self.name, self.seed = name, seed
+        self.cases, self.tensors = [], {}
+
+    def draws(self, case, attempt=0):
+        """The random numbers of one case."""
+        return Draws(zlib.crc32(f"{self.seed}/{self.name}/{case}/{attempt}".encode()))
+
+    def add(self, case, attributes, inputs, expected):
+        """Adds one case; a tensor that is None is left out.
+
+        Floating-point `inputs` are checked to be float32 numbers; `expected` is stored as the module's doc says.
+        """
+        assert case not in [known["name"] for known in self.cases], f"{case} exists twice"
+        self.cases.append({"name": case, "attributes": attributes})
+        for name, tensor in inputs.items():
+            if tensor is not None:
+                self._put(case, name, exact_float32(tensor) if tensor.is_floating_point() else tensor)
+        for name, tensor in expected.items():
+            if tensor is not None:
+                assert tensor.dtype != torch.float32, f"{case}/{name} was not computed in float64"
+                small = tensor.dim() < 2 or not tensor.is_floating_point()
+                self._put(case, name, tensor if small else tensor.float())
+
+    def _put(self, case, name, tensor):
+        key = f"{case}/{name}"
+        assert key not in self.tensors, f"{key} exists twice"
+        self.tensors[key] = tensor.detach().contiguous()
+
+    def write(self, folder):
+        """Writes the file, byte for byte reproducible (the safetensors package orders its metadata at random)."""
+        metadata = {
+            "cases": json.dumps(self.cases, allow_nan=False),
+            "generator": "tools/make_golden.py",
+            "seed": str(self.seed),
+            "torch": torch.__version__,
+        }
+        header, blobs, offset = {"__metadata__": metadata}, [], 0
+        # Wide elements first keeps every tensor aligned.
+        for key, tensor in sorted(self.tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
+            blob = tensor.numpy().tobytes()
+            header[key] = {
+                "dtype": DTYPE_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [offset, offset + len(blob)],
+            }
+            blobs.append(blob)
+            offset += len(blob)
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        data = struct.pack("<Q", len(text)) + text + b"".join(blobs)
+        path = folder / f"{self.name}.safetensors"
+        path.write_bytes(data)
+        print(f"{path.name:28} {len(data):8} bytes  {len(self.cases):3} cases")
+        return len(data)
+
+
+class Draws:
+    """Random tensors whose values are float32 numbers, held in float64 so that PyTorch computes in float64."""
+
+    def __init__(self, seed):
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape, mean=0.0, std=1.0):
+        values = torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        return (mean + std * values).float().double()
+
+    def uniform(self, *shape, low=0.0, high=1.0):
+        values = torch.rand(shape, generator=self.generator, dtype=torch.float64)
+        return (low + (high - low) * values).float().double()
+
+    def integers(self, *shape, below):
+        return torch.randint(below, shape, generator=self.generator)
+
+    def like(self, tensor):
+        return self.normal(*tensor.shape)
+
+
+def exact_float32(tensor):
+    rounded = tensor.detach().float()
+    assert torch.equal(torch.nan_to_num(rounded.double()), torch.nan_to_num(tensor.detach().double()))
+    return rounded
+
+
+def leaf(tensor):
+    """A copy that collects a gradient; None stays None."""
+    return None if tensor is None else tensor.detach().clone().requires_grad_()
+
+
+def gradient(tensor):
+    return None if tensor is None else tensor.grad
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Convolution
+
+
+def pair(value):
+    return list(value) if isinstance(value, (tuple, list)) else [value, value]
+
+
+def four_sides(padding):
+    """[top, bottom, left, right] from one number, [height, width], or all four."""
+    padding = pair(padding)
+    return padding if len(padding) == 4 else [padding[0], padding[0], padding[1], padding[1]]
+
+
+def conv_attributes(stride=1, padding=0, dilation=1, groups=1):
+    top, bottom, left, right = four_sides(padding)
+    return {
+        "stride": pair(stride),
+        "padding": [top, bottom, left, right],
+        "pad_top": top,
+        "pad_bottom": bottom,
+        "pad_left": left,
+        "pad_right": right,
+        "dilation": pair(dilation),
+        "groups": groups,
+    }
+
+
+def convolve(x, weight, bias, attributes):
+    """conv2d where each side has its own padding: PyTorch itself knows only symmetric padding."""
+    top, bottom, left, right = attributes["padding"]
+    padded = F.pad(x, (left, right, top, bottom))
+    return F.conv2d(
+        padded, weight, bias, attributes["stride"], 0, tuple(attributes["dilation"]), attributes["groups"]
+    )
+
+
+# name: ((N, C, H, W), (K, C / groups, R, S), bias?, options)
+CONV_CASES = {
+    "plain": ((2, 3, 7, 7), (5, 3, 3, 3), False, {}),
+    "padded_with_bias": ((2, 5, 6, 7), (7, 5, 3, 3), True, dict(padding=1)),
+    "stride_2": ((2, 3, 9, 8), (4, 3, 3, 3), False, dict(stride=2, padding=1)),
+    "stride_3": ((1, 4, 10, 11), (5, 4, 3, 3), True, dict(stride=3)),
+    "stride_differs_by_axis": ((2, 3, 7, 8), (4, 3, 3, 3), False, dict(stride=(2, 1), padding=1)),
+    "stride_exceeds_kernel": ((2, 3, 8, 9), (4, 3, 2, 2), False, dict(stride=3)),
+    "rows_left_over": ((2, 3, 8, 8), (4, 3, 3, 3), False, dict(stride=(3, 2))),
+    "padding_differs_by_axis": ((2, 3, 6, 7), (4, 3, 5, 3), True, dict(padding=(2, 0))),
+    "padding_asymmetric": ((2, 3, 6, 5), (4, 3, 3, 3), True, dict(padding=(1, 0, 2, 1))),
+    "padding_same_stride_2": ((2, 3, 8, 8), (4, 3, 3, 3), False, dict(stride=2, padding=(0, 1, 0, 1))),
+    "padding_exceeds_kernel": ((1, 2, 4, 4), (3, 2, 3, 3), True, dict(padding=3)),
+    "dilation_2": ((2, 3, 8, 9), (4, 3, 3, 3), False, dict(dilation=2, padding=2)),
+    "dilation_differs_by_axis": ((1, 4, 7, 10), (5, 4, 3, 3), False, dict(dilation=(1, 3), padding=(1, 2))),
+    "groups_2": ((2, 6, 6, 6), (4, 3, 3, 3), True, dict(groups=2, padding=1)),
+    "depthwise": ((2, 7, 6, 7), (7, 1, 3, 3), False, dict(groups=7, padding=1)),
+    "depthwise_multiplier_2": ((2, 5, 6, 6), (10, 1, 3, 3), False, dict(groups=5, padding=1)),
+    "depthwise_stride_2": ((2, 6, 9, 8), (6, 1, 5, 5), True, dict(groups=6, stride=2, padding=2)),
+    "pointwise": ((3, 5, 6, 5), (7, 5, 1, 1), False, {}),
+    "pointwise_with_bias_groups_3": ((2, 6, 5, 6), (9, 2, 1, 1), True, dict(groups=3)),
+    "pointwise_stride_2": ((2, 5, 7, 6), (4, 5, 1, 1), False, dict(stride=2)),
+    "row_kernel": ((2, 3, 5, 9), (4, 3, 1, 5), False, dict(padding=(0, 2))),
+    "column_kernel": ((2, 3, 9, 5), (4, 3, 7, 1), True, dict(padding=(3, 0))),
+    "even_kernel": ((2, 3, 7, 7), (4, 3, 4, 2), False, dict(padding=(1, 2, 0, 1))),
+    "kernel_covers_input": ((4, 3, 5, 6), (7, 3, 5, 6), True, {}),
+    "channels_17": ((1, 17, 5, 6), (3, 17, 3, 3), False, dict(padding=1)),
+    "kernels_17_batch_4": ((4, 2, 5, 5), (17, 2, 3, 3), True, {}),
+    "single_channel": ((1, 1, 9, 9), (1, 1, 3, 3), False, {}),
+    "stem_7x7": ((1, 3, 15, 15), (4, 3, 7, 7), False, dict(stride=2, padding=3)),
+    "everything_at_once": (
+        (2, 6, 11, 10),
+        (9, 2, 3, 2),
+        True,
+        dict(stride=(2, 3), padding=(3, 1, 0, 2), dilation=(2, 3), groups=3),
+    ),
+}
+
+
+def conv_file(seed):
+    file = GoldenFile("conv", seed)
+    for name, (x_shape, weight_shape, with_bias, options) in CONV_CASES.items():
+        draws, attributes = file.draws(name), conv_attributes(**options)
+        x, weight = leaf(draws.normal(*x_shape)), leaf(draws.normal(*weight_shape))
+        bias = leaf(draws.normal(weight_shape[0])) if with_bias else None
+        output = convolve(x, weight, bias, attributes)
+        grad_output = draws.like(output)
+        output.backward(grad_output)
+        file.add(
+            name,
+            attributes,
+            dict(x=x, weight=weight, bias=bias, grad_output=grad_output),
+            dict(output=output, grad_x=x.grad, grad_weight=weight.grad, grad_bias=gradient(bias)),
+        )
+    return file
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Batch normalization, alone and after a convolution
+
+
+# name: (shape of x, options of batch_norm_case)
+BATCH_NORM_CASES = {
+    "train": ((4, 3, 5, 4), {}),
+    "train_no_affine": ((3, 5, 4, 3), dict(affine=False)),
+    "train_one_channel": ((4, 1, 5, 5), {}),
+    "train_one_image": ((1, 5, 4, 6), {}),
+    "train_one_pixel": ((6, 4, 1, 1), {}),
+    # With two values and a small eps the input gradient cancels to nothing but rounding errors.
+    "train_two_values": ((2, 3, 1, 1), dict(eps=0.5)),
+    "train_eps_and_momentum": ((3, 4, 4, 4), dict(eps=1e-3, momentum=0.3)),
+    "train_momentum_zero": ((2, 3, 3, 3), dict(momentum=0.0)),
+    "train_momentum_one": ((2, 3, 3, 3), dict(momentum=1.0)),
+    "train_no_running_stats": ((3, 4, 4, 3), dict(track_running_stats=False)),
+    "train_cumulative_first": ((3, 4, 3, 3), dict(momentum=None)),
+    "train_cumulative_later": ((3, 4, 3, 3), dict(momentum=None, batches_before=3)),
+    "train_cumulative_twice": ((3, 4, 3, 3), dict(momentum=None, forwards=2)),
+    "train_twice": ((3, 4, 4, 3), dict(forwards=2)),
+    "train_default_running_stats": ((2, 3, 4, 4), dict(fresh=True)),
+    "train_relu": ((3, 4, 5, 4), dict(relu=True)),
+    "train_large_mean": ((4, 3, 4, 4), dict(mean=1e4, std=0.1)),
+    "train_constant_channel": ((2, 3, 4, 4), dict(constant_channel=1)),
+    "eval": ((3, 4, 4, 3), dict(mode="eval")),
+    "eval_no_affine": ((2, 5, 3, 3), dict(mode="eval", affine=False, eps=1e-3)),
+    "eval_no_running_stats": ((3, 4, 3, 3), dict(mode="eval", track_running_stats=False)),
+    "eval_one_value": ((1, 3, 1, 1), dict(mode="eval")),
+    "eval_relu": ((2, 4, 4, 4), dict(mode="eval", relu=True)),
+    "conv_bn_train": ((3, 3, 7, 6), dict(conv=((5, 3, 3, 3), False, dict(padding=1)))),
+    "conv_bn_relu_train": ((3, 3, 7, 6), dict(conv=((5, 3, 3, 3), False, {}), relu=True)),
+    "conv_bn_relu_train_twice": ((2, 3, 6, 6), dict(conv=((4, 3, 3, 3), False, {}), relu=True, forwards=2)),
+    "conv_bn_relu_bias": ((2, 3, 7, 6), dict(conv=((4, 3, 3, 3), True, dict(stride=2, padding=1)), relu=True)),
+    "conv_bn_relu_grouped": (
+        (2, 6, 7, 7),
+        dict(conv=((4, 3, 3, 3), False, dict(groups=2, padding=(0, 1, 1, 0), dilation=2)), relu=True, eps=1e-3),
+    ),
+    "conv_bn_no_affine": ((2, 3, 6, 6), dict(conv=((4, 3, 1, 1), False, {}), affine=False)),
+    "conv_bn_relu_eval": ((2, 3, 7, 6), dict(conv=((5, 3, 3, 3), False, {}), relu=True, mode="eval")),
+    "conv_bn_eval_bias": ((2, 3, 6, 6), dict(conv=((4, 3, 3, 3), True, dict(padding=1)), mode="eval")),
+}
+
+RELU_MARGIN = 1e-3  # no pre-activation is nearer to zero than this
+
+
+def batch_norm_case(
+    draws,
+    x_shape,
+    mode="train",
+    eps=1e-5,
+    momentum=0.1,
+    affine=True,
+    track_running_stats=True,
+    relu=False,
+    conv=None,
+    forwards=1,
+    batches_before=0,
+    fresh=False,
+    mean=0.5,
+    std=1.5,
+    constant_channel=None,
+):
+    """One case as (attributes, inputs, expected), or None when a pre-activation falls too near to zero.
+
+    `fresh` starts from PyTorch's initial running statistics, zeros and ones, in place of random ones. With two
+    `forwards`, the gradients belong to the first, and the second uses the same parameters.
+    """
+    channels = conv[0][0] if conv else x_shape[1]
+    layer = torch.nn.BatchNorm2d(channels, eps, momentum, affine, track_running_stats, dtype=torch.float64)
+    layer.train(mode == "train")
+    with torch.no_grad():
+        if affine:
+            layer.weight.copy_(draws.uniform(channels, low=0.5, high=1.5))
+            layer.weight[-1].neg_()  # a negative scale catches code that assumes gamma > 0
+            layer.bias.copy_(draws.normal(channels, std=0.5))
+        if track_running_stats and not fresh:
+            layer.running_mean.copy_(draws.normal(channels))
+            layer.running_var.copy_(draws.uniform(channels, low=0.5, high=2.0))
+            layer.num_batches_tracked.fill_(batches_before)
+
+    def running(name):
+        return getattr(layer, name).clone() if track_running_stats else None
+
+    conv_weight = conv_bias = None
+    attributes = dict(mode=mode, eps=eps, momentum=momentum, affine=affine, relu=relu, forwards=forwards)
+    attributes.update(track_running_stats=track_running_stats, conv=None)
+    if conv:
+        weight_shape, with_bias, options = conv
+        attributes["conv"] = conv_attributes(**options)
+        conv_weight = leaf(draws.normal(*weight_shape, std=0.3))
+        conv_bias = leaf(draws.normal(channels)) if with_bias else None
+
+    def forward(x):
+        before = convolve(x, conv_weight, conv_bias, attributes["conv"]) if conv else x
+        normalized = layer(before)
+        output = F.relu(normalized) if relu else normalized
+        return output, normalized.abs().min().item()
+
+    x = draws.normal(*x_shape, mean=mean, std=std)
+    if constant_channel is not None:
+        x[:, constant_channel] = 0.75
+    x = leaf(x)
+    inputs = dict(x=x, weight=layer.weight, bias=layer.bias, conv_weight=conv_weight, conv_bias=conv_bias)
+    inputs.update(running_mean=running("running_mean"), running_var=running("running_var"))
+    if track_running_stats:
+        attributes["num_batches_tracked"] = layer.num_batches_tracked.item()
+
+    output, margin = forward(x)
+    grad_output = draws.like(output)
+    output.backward(grad_output)
+    inputs.update(grad_output=grad_output)
+    expected = dict(output=output, grad_x=x.grad, grad_weight=gradient(layer.weight), grad_bias=gradient(layer.bias))
+    expected.update(grad_conv_weight=gradient(conv_weight), grad_conv_bias=gradient(conv_bias))
+    expected.update(running_mean_after=running("running_mean"), running_var_after=running("running_var"))
+    if forwards == 2:
+        second_x = draws.normal(*x_shape, mean=-1.0, std=0.7)
+        second_output, second_margin = forward(second_x)
+        margin = min(margin, second_margin)
+        inputs.update(second_x=second_x)
+        expected.update(second_output=second_output, running_mean_after_second=running("running_mean"))
+        expected.update(running_var_after_second=running("running_var"))
+    if track_running_stats:
+        attributes["num_batches_tracked_after"] = layer.num_batches_tracked.item()
+    if relu and margin < RELU_MARGIN:
+        return None
+    return attributes, inputs, expected
+
+
+def batch_norm_file(seed):
+    file = GoldenFile("batch_norm", seed)
+    for name, (x_shape, options) in BATCH_NORM_CASES.items():
+        attempts = (batch_norm_case(file.draws(name, attempt), x_shape, **options) for attempt in range(10_000))
+        file.add(name, *next(case for case in attempts if case is not None))
+    return file
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pooling
+
+
+# name: (shape of x, kind of x, options)
+MAX_POOL_CASES = {
+    "max_2x2": ((2, 3, 6, 8), "normal", dict(kernel=2)),
+    "max_overlapping": ((2, 3, 7, 8), "normal", dict(kernel=3, stride=2, padding=1)),
+    "max_kernel_differs_by_axis": ((2, 2, 7, 6), "normal", dict(kernel=(3, 2), stride=(1, 2), padding=(1, 0))),
+    "max_dilated": ((2, 2, 8, 9), "normal", dict(kernel=3, stride=2, padding=1, dilation=2)),
+    "max_rows_left_over": ((2, 2, 7, 5), "normal", dict(kernel=2)),
+    "max_ceil_mode": ((2, 2, 7, 6), "normal", dict(kernel=3, stride=2, ceil_mode=True)),
+    # The last window would start inside the right padding, so PyTorch drops it even in ceil mode.
+    "max_ceil_mode_drops_last": ((1, 2, 5, 5), "normal", dict(kernel=2, stride=3, padding=1, ceil_mode=True)),
+    "max_ties": ((2, 2, 6, 6), "ties", dict(kernel=3, stride=2, padding=1)),
+    "max_all_equal": ((1, 2, 4, 4), "constant", dict(kernel=2)),
+    "max_nan": ((1, 2, 6, 6), "nan", dict(kernel=3, stride=2, padding=1)),
+    "max_minus_infinity": ((1, 2, 4, 4), "minus_infinity", dict(kernel=2)),
+    "max_whole_input": ((3, 4, 4, 3), "normal", dict(kernel=(4, 3))),
+}
+
+AVG_POOL_CASES = {
+    "avg_2x2": ((2, 3, 6, 8), "normal", dict(kernel=2)),
+    "avg_padding_counted": ((2, 3, 7, 6), "normal", dict(kernel=3, stride=2, padding=1)),
+    "avg_padding_not_counted": ((2, 3, 7, 6), "normal", dict(kernel=3, stride=2, padding=1, count_include_pad=False)),
+    "avg_differs_by_axis": ((2, 2, 7, 8), "normal", dict(kernel=(3, 2), stride=(2, 3), padding=(1, 0))),
+    # In ceil mode the last window is cut at the *padded* edge: what lies beyond counts in neither convention.
+    "avg_ceil_mode_counted": ((2, 2, 6, 7), "normal", dict(kernel=3, stride=2, padding=1, ceil_mode=True)),
+    "avg_ceil_mode_not_counted": (
+        (2, 2, 6, 7),
+        "normal",
+        dict(kernel=3, stride=2, padding=1, ceil_mode=True, count_include_pad=False),
+    ),
+    "avg_ceil_mode_no_padding": ((1, 2, 7, 6), "normal", dict(kernel=(2, 4), stride=(2, 3), ceil_mode=True)),
+    "avg_whole_input": ((3, 4, 4, 3), "normal", dict(kernel=(4, 3))),
+}
+
+
+def pool_input(draws, shape, kind):
+    if kind == "normal":
+        return draws.normal(*shape)
+    if kind == "ties":
+        return draws.integers(*shape, below=3).double()
+    if kind == "constant":
+        return torch.full(shape, -1.5, dtype=torch.float64)
+    x = draws.normal(*shape)
+    if kind == "nan":
+        # In the second channel one window holds two NaNs.
+        x[0, 0, 2, 2] = x[0, 1, 4, 2] = x[0, 1, 4, 3] = math.nan
+    elif kind == "minus_infinity":
+        # One window is -inf throughout, another all but its last element.
+        x[0, 0, :2, :2] = -math.inf
+        x[0, 1, :2, :2] = -math.inf
+        x[0, 1, 1, 1] = -3.0
+    return x
+
+
+def pool_file(seed):
+    file = GoldenFile("pool", seed)
+    for operation, cases in (("max_pool2d", MAX_POOL_CASES), ("avg_pool2d", AVG_POOL_CASES)):
+        for name, (shape, kind, options) in cases.items():
+            draws = file.draws(name)
+            attributes = dict(operation=operation, kernel=pair(options["kernel"]))
+            attributes.update(stride=pair(options.get("stride", options["kernel"])))
+            attributes.update(padding=pair(options.get("padding", 0)), ceil_mode=options.get("ceil_mode", False))
+            window = (attributes["kernel"], attributes["stride"], attributes["padding"])
+            x, indices = leaf(pool_input(draws, shape, kind)), None
+            if operation == "max_pool2d":
+                attributes.update(dilation=pair(options.get("dilation", 1)))
+                output, indices = F.max_pool2d(
+                    x, *window, attributes["dilation"], attributes["ceil_mode"], return_indices=True
+                )
+            else:
+                attributes.update(count_include_pad=options.get("count_include_pad", True))
+                output = F.avg_pool2d(x, *window, attributes["ceil_mode"], attributes["count_include_pad"])
+            grad_output = draws.like(output)
+            output.backward(grad_output)
+            inputs = dict(x=x, grad_output=grad_output)
+            file.add(name, attributes, inputs, dict(output=output, grad_x=x.grad, indices=indices))
+    return file
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Linear, ReLU and the losses
+
+
+def linear_cases(file):
+    for name, x_shape, features, with_bias in (
+        ("linear", (4, 7), 5, True),
+        ("linear_no_bias", (3, 17), 5, False),
+        ("linear_one_row", (1, 6), 3, True),
+        ("linear_leading_dimensions", (2, 3, 5), 4, True),
+    ):
+        draws = file.draws(name)
+        x, weight = leaf(draws.normal(*x_shape)), leaf(draws.normal(features, x_shape[-1]))
+        bias = leaf(draws.normal(features)) if with_bias else None
+        output = F.linear(x, weight, bias)
+        grad_output = draws.like(output)
+        output.backward(grad_output)
+        file.add(
+            name,
+            dict(operation="linear"),
+            dict(x=x, weight=weight, bias=bias, grad_output=grad_output),
+            dict(output=output, grad_x=x.grad, grad_weight=weight.grad, grad_bias=gradient(bias)),
+        )
+
+
+def elementwise_cases(file):
+    """ReLU and log-softmax: one input, one output of the same shape."""
+
+    def special(x):
+        x.view(-1)[:6] = torch.tensor([0.0, -0.0, math.nan, math.inf, -math.inf, 1e-40])
+        return x
+
+    def saturated(x):
+        x[0, 0], x[0, 1] = 1e4, -1e4
+        return x
+
+    relu, log_softmax = F.relu, lambda x: F.log_softmax(x, 1)
+    for name, operation, function, shape, std, change in (
+        ("relu", "relu", relu, (2, 3, 4, 3), 1.0, None),
+        ("relu_special_values", "relu", relu, (3, 4), 1.0, special),
+        ("log_softmax", "log_softmax", log_softmax, (5, 10), 2.0, None),
+        ("log_softmax_one_class", "log_softmax", log_softmax, (3, 1), 1.0, None),
+        ("log_softmax_large", "log_softmax", log_softmax, (4, 7), 1e4, None),
+        ("log_softmax_saturated", "log_softmax", log_softmax, (2, 5), 1.0, saturated),
+        ("log_softmax_images", "log_softmax", log_softmax, (2, 5, 3, 4), 2.0, None),
+        ("log_softmax_images_large", "log_softmax", log_softmax, (2, 3, 2, 2), 1e4, None),
+    ):
+        draws = file.draws(name)
+        x = draws.normal(*shape, std=std)
+        x = leaf(change(x) if change else x)
+        output = function(x)
+        grad_output = draws.like(output)
+        output.backward(grad_output)
+        inputs = dict(x=x, grad_output=grad_output)
+        file.add(name, dict(operation=operation), inputs, dict(output=output, grad_x=x.grad))
+
+
+def target_cases(file):
+    """nll_loss (x holds log-probabilities) and cross_entropy (x holds logits) against integer targets."""
+    for name, operation, shape, options in (
+        ("nll_mean", "nll_loss", (6, 10), {}),
+        ("nll_sum", "nll_loss", (6, 10), dict(reduction="sum")),
+        ("nll_none", "nll_loss", (5, 7), dict(reduction="none")),
+        ("nll_mean_ignored", "nll_loss", (7, 5), dict(ignored=3)),
+        ("nll_sum_ignored_255", "nll_loss", (7, 5), dict(reduction="sum", ignore_index=255, ignored=2)),
+        ("nll_none_ignored", "nll_loss", (5, 4), dict(reduction="none", ignored=2)),
+        ("nll_mean_all_ignored", "nll_loss", (3, 4), dict(ignored=3)),
+        ("nll_sum_all_ignored", "nll_loss", (3, 4), dict(reduction="sum", ignored=3)),
+        ("nll_mean_class_weight", "nll_loss", (6, 4), dict(class_weight=True, ignored=1)),
+        ("nll_sum_class_weight", "nll_loss", (6, 4), dict(class_weight=True, reduction="sum")),
+        ("nll_images_mean", "nll_loss", (2, 4, 3, 3), {}),
+        ("nll_images_mean_ignored_255", "nll_loss", (2, 4, 3, 3), dict(ignore_index=255, ignored=5)),
+        ("nll_images_sum_class_weight", "nll_loss", (2, 4, 3, 3), dict(class_weight=True, reduction="sum")),
+        ("cross_entropy_mean", "cross_entropy", (6, 10), {}),
+        ("cross_entropy_sum", "cross_entropy", (5, 7), dict(reduction="sum")),
+        ("cross_entropy_mean_ignored", "cross_entropy", (7, 5), dict(ignored=3)),
+        ("cross_entropy_large", "cross_entropy", (4, 5), dict(std=1e4)),
+        ("cross_entropy_images_mean_ignored_255", "cross_entropy", (2, 4, 3, 3), dict(ignore_index=255, ignored=5)),
+    ):
+        draws = file.draws(name)
+        ignore_index, reduction = options.get("ignore_index", -100), options.get("reduction", "mean")
+        x = draws.normal(*shape, std=options.get("std", 2.0))
+        if operation == "nll_loss":
+            x = F.log_softmax(x, 1).float().double()
+        x = leaf(x)
+        target = draws.integers(shape[0], *shape[2:], below=shape[1])
+        target.view(-1)[torch.randperm(target.numel(), generator=draws.generator)[: options.get("ignored", 0)]] = (
+            ignore_index
+        )
+        class_weight = draws.uniform(shape[1], low=0.5, high=2.0) if options.get("class_weight") else None
+        function = F.nll_loss if operation == "nll_loss" else F.cross_entropy
+        output = function(x, target, class_weight, ignore_index=ignore_index, reduction=reduction)
+        grad_output = draws.like(output)
+        output.backward(grad_output)
+        file.add(
+            name,
+            dict(operation=operation, reduction=reduction, ignore_index=ignore_index),
+            dict(x=x, target=target, class_weight=class_weight, grad_output=grad_output),
+            dict(output=output, grad_x=x.grad),
+        )
+
+
+def loss_file(seed):
+    file = GoldenFile("loss", seed)
+    linear_cases(file)
+    elementwise_cases(file)
+    target_cases(file)
+    return file
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Optimizers
+
+OPTIMIZER_STEPS = 5
+OPTIMIZERS = {
+    "sgd": (torch.optim.SGD, dict(lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False)),
+    "adadelta": (torch.optim.Adadelta, dict(lr=1.0, rho=0.9, eps=1e-6, weight_decay=0.0)),
+    "adamw": (torch.optim.AdamW, dict(lr=1e-3, betas=[0.9, 0.999], eps=1e-8, weight_decay=1e-2)),
+}
+
+# name: (optimizer, options that differ from OPTIMIZERS, StepLR options or None)
+OPTIMIZER_CASES = {
+    "sgd": ("sgd", {}, None),
+    "sgd_momentum": ("sgd", dict(momentum=0.9), None),
+    "sgd_dampening": ("sgd", dict(momentum=0.9, dampening=0.3), None),
+    "sgd_nesterov": ("sgd", dict(momentum=0.8, nesterov=True), None),
+    "sgd_weight_decay": ("sgd", dict(weight_decay=0.1), None),
+    "sgd_nesterov_weight_decay": ("sgd", dict(lr=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4), None),
+    "sgd_momentum_step_lr": ("sgd", dict(momentum=0.9), dict(step_size=2, gamma=0.1)),
+    "adadelta": ("adadelta", {}, None),
+    "adadelta_weight_decay": ("adadelta", dict(weight_decay=0.1), None),
+    "adadelta_rho_eps": ("adadelta", dict(lr=0.5, rho=0.8, eps=1e-3), None),
+    "adadelta_step_lr": ("adadelta", {}, dict(step_size=1, gamma=0.7)),
+    "adamw": ("adamw", {}, None),
+    "adamw_betas": ("adamw", dict(lr=0.01, betas=[0.8, 0.95], eps=1e-6), None),
+    "adamw_no_weight_decay": ("adamw", dict(lr=0.01, weight_decay=0.0), None),
+    "adamw_large_weight_decay": ("adamw", dict(lr=0.1, weight_decay=0.5), None),
+    "adamw_step_lr": ("adamw", dict(lr=0.1), dict(step_size=3, gamma=0.5)),
+}
+
+
+def optimizer_file(seed):
+    """`parameter_after_I` is the parameter after step I, from 1; `learning_rates[I - 1]` is what that step used.
+
+    With StepLR the scheduler advances after every optimizer step. The last gradient element is always zero.
+    """
+    file = GoldenFile("optimizer", seed)
+    for name, (optimizer_name, changes, schedule) in OPTIMIZER_CASES.items():
+        draws = file.draws(name)
+        make, defaults = OPTIMIZERS[optimizer_name]
+        options = {**defaults, **changes}
+        initial = draws.normal(12)
+        gradients = draws.normal(OPTIMIZER_STEPS, 12)
+        gradients[:, 1] *= 1e-4  # where eps matters
+        gradients[:, -1] = 0.0
+        gradients = gradients.float().double()
+        parameter = leaf(initial)
+        optimizer = make([parameter], **options)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, **schedule) if schedule else None
+        after, learning_rates = [], []
+        for step in range(OPTIMIZER_STEPS):
+            learning_rates.append(optimizer.param_groups[0]["lr"])
+            parameter.grad = gradients[step].clone()
+            optimizer.step()
+            after.append(parameter.detach().clone())
+            if scheduler:
+                scheduler.step()
+        file.add(
+            name,
+            dict(optimizer=optimizer_name, **options, step_lr=schedule, learning_rates=learning_rates),
+            dict(parameter=initial, gradients=gradients),
+            {f"parameter_after_{step + 1}": values for step, values in enumerate(after)},
+        )
+    for name, lr, schedule in (
+        ("step_lr_epochs", 1.0, dict(step_size=1, gamma=0.7)),
+        ("step_lr_every_third", 0.1, dict(step_size=3, gamma=0.1)),
+    ):
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, **schedule)
+        learning_rates = []
+        for _ in range(10):
+            learning_rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+        file.add(name, dict(optimizer=None, lr=lr, step_lr=schedule, learning_rates=learning_rates), {}, {})
+    return file
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One training step of the whole network
+
+
+def mix(value):
+    """The finalizer of MurmurHash3 on uint32 arrays: every input bit reaches every output bit."""
+    value = value.astype(numpy.uint32)
+    value ^= value >> numpy.uint32(16)
+    value *= numpy.uint32(0x85EBCA6B)
+    value ^= value >> numpy.uint32(13)
+    value *= numpy.uint32(0xC2B2AE35)
+    value ^= value >> numpy.uint32(16)
+    return value
+
+
+def formula_fill(tag, length, bound, center=0.0):
+    """float32 numbers that Rust repeats exactly (testkit's `formula_fill`), so that large tensors are not stored.
+
+        h_i     = mix(i * 2654435761 + mix(tag))              in 32-bit wrapping arithmetic
+        value_i = float32(((h_i >> 8) / 2^24 - 0.5) * 2 * bound)       evaluated in float64
+        result  = float32(center + value_i)
+
+    Uniform in [-bound, bound) around `center`. A plain multiplicative hash (without `mix`) would repeat the same
+    filter at Fibonacci distances, and the network would then have many nearly equal channels.
+    """
+    index = numpy.arange(length, dtype=numpy.uint32)
+    hashed = mix(index * numpy.uint32(2654435761) + mix(numpy.array([tag]))) >> numpy.uint32(8)
+    values = ((hashed.astype(numpy.float64) / 2**24 - 0.5) * 2.0 * bound).astype(numpy.float32)
+    return torch.from_numpy((numpy.float64(center) + values.astype(numpy.float64)).astype(numpy.float32))
+
+
+# name, shape, center, bound; the tag is the position in this list, from 1.
+MNIST_CNN_PARAMETERS = [
+    ("conv1.weight", (32, 1, 3, 3), 0.0, 1 / math.sqrt(9)),
+    ("bn1.weight", (32,), 1.0, 0.25),
+    ("bn1.bias", (32,), 0.0, 0.25),
+    ("conv2.weight", (64, 32, 3, 3), 0.0, 1 / math.sqrt(288)),
+    ("bn2.weight", (64,), 1.0, 0.25),
+    ("bn2.bias", (64,), 0.0, 0.25),
+    ("linear1.weight", (128, 9216), 0.0, 1 / math.sqrt(9216)),
+    ("linear1.bias", (128,), 0.0, 1 / math.sqrt(9216)),
+    ("linear2.weight", (10, 128), 0.0, 1 / math.sqrt(128)),
+    ("linear2.bias", (10,), 0.0, 1 / math.sqrt(128)),
+]
+BATCH = 8
+WHOLE_UP_TO = 2048  # larger parameters are stored as samples
+SAMPLES = 64
+STEP_MARGIN = 1e-5  # of every ReLU from zero, and of a pooling maximum from its runner-up
+
+
+class MnistCnn(torch.nn.Module):
+    """The article's network; dropout (p = 0 here) lies between linear1 and its ReLU and changes nothing."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.conv1 = torch.nn.Conv2d(1, 32, 3, bias=False)
+        self.bn1 = torch.nn.BatchNorm2d(32)
+        self.conv2 = torch.nn.Conv2d(32, 64, 3, bias=False)
+        self.bn2 = torch.nn.BatchNorm2d(64)
+        self.linear1 = torch.nn.Linear(9216, 128)
+        self.linear2 = torch.nn.Linear(128, 10)
+        self.to(dtype)
+        parameters = dict(self.named_parameters())
+        assert list(parameters) == [name for name, *_ in MNIST_CNN_PARAMETERS]
+        with torch.no_grad():
+            for tag, (name, shape, center, bound) in enumerate(MNIST_CNN_PARAMETERS, 1):
+                parameters[name].copy_(formula_fill(tag, math.prod(shape), bound, center).view(shape))
+
+    def forward(self, x):
+        first = self.bn1(self.conv1(x))
+        second = self.bn2(self.conv2(F.relu(first)))
+        pooled = F.max_pool2d(F.relu(second), 2)
+        hidden = self.linear1(pooled.flatten(1))
+        self.margin = min(first.abs().min(), second.abs().min(), hidden.abs().min(), runner_up_distance(second))
+        return F.log_softmax(self.linear2(F.relu(F.dropout(hidden, 0.0))), 1)
+
+
+def runner_up_distance(before_relu):
+    """The least distance between the two largest of a 2x2 window, where the largest survives the ReLU."""
+    windows = F.unfold(before_relu.flatten(0, 1).unsqueeze(1), 2, stride=2)
+    largest = windows.topk(2, dim=1).values
+    return (largest[:, 0] - largest[:, 1])[largest[:, 0] > 0].min()
+
+
+def mnist_cnn_step(dtype, input_tag):
+    """One Adadelta step; returns everything computed by name, or None when an activation is too close to call."""
+    model = MnistCnn(dtype)
+    x = formula_fill(input_tag, BATCH * 28 * 28, 1.0).view(BATCH, 1, 28, 28).to(dtype)
+    target = torch.arange(BATCH) * 7 % 10
+    log_probabilities = model(x)
+    if dtype == torch.float64 and model.margin < STEP_MARGIN:
+        return None
+    loss = F.nll_loss(log_probabilities, target)
+    loss.backward()
+    torch.optim.Adadelta(model.parameters(), lr=1.0).step()
+    results = dict(target=target, loss=loss, log_probabilities=log_probabilities)
+    for name, parameter in model.named_parameters():
+        results[f"grad.{name}"], results[f"updated.{name}"] = parameter.grad, parameter
+    for layer in ("bn1", "bn2"):
+        for statistic in ("running_mean", "running_var"):
+            results[f"{layer}.{statistic}"] = getattr(model, layer).get_buffer(statistic).clone()
+    with torch.no_grad():
+        results["eval_log_probabilities"] = model.eval()(x)
+    return {name: tensor.detach() for name, tensor in results.items()}
+
+
+def summarize(name, tensor):
+    """sum.NAME and norm.NAME over all elements, and NAME itself: whole when small, else at SAMPLES fixed indices."""
+    flat = tensor.flatten()
+    summary = {f"sum.{name}": flat.sum(), f"norm.{name}": flat.norm(), name: flat}
+    if flat.numel() > WHOLE_UP_TO:
+        indices = torch.from_numpy(mix(numpy.arange(SAMPLES)).astype(numpy.int64)) % flat.numel()
+        summary.update({f"indices.{name}": indices, name: flat[indices]})
+    return summary
+
+
+def mnist_cnn_step_file(seed):
+    """Shapes, tags, centers and bounds of everything filled by formula are in the attributes.
+
+    first.NAME (eight elements) and sum.initial.NAME let a test check the formula before it blames the network.
+    """
+    file = GoldenFile("mnist_cnn_step", seed)
+    input_tag = next(tag for tag in range(1000, 11_000) if mnist_cnn_step(torch.float64, tag))
+    results, single = mnist_cnn_step(torch.float64, input_tag), mnist_cnn_step(torch.float32, input_tag)
+    attributes = dict(
+        batch=BATCH,
+        optimizer="adadelta",
+        lr=1.0,
+        x=dict(tag=input_tag, shape=[BATCH, 1, 28, 28], center=0.0, bound=1.0),
+        parameters=[
+            dict(name=name, tag=tag, shape=list(shape), center=center, bound=bound)
+            for tag, (name, shape, center, bound) in enumerate(MNIST_CNN_PARAMETERS, 1)
+        ],
+    )
+    expected = {}
+    for entry in [dict(attributes["x"], name="x"), *attributes["parameters"]]:
+        filled = formula_fill(entry["tag"], math.prod(entry["shape"]), entry["bound"], entry["center"]).double()
+        expected[f"first.{entry['name']}"] = filled[:8]
+        expected[f"sum.initial.{entry['name']}"] = filled.sum()
+    for name, tensor in results.items():
+        if name.startswith(("grad.", "updated.")):
+            expected.update(summarize(name, tensor))
+        elif name != "target":
+            expected[name] = tensor
+    file.add("step", attributes, dict(target=results["target"]), expected)
+
+    def difference(name):
+        return ((single[name].double() - results[name]).abs().max() / results[name].abs().max()).item()
+
+    worst = max((name for name in results if name.startswith("grad.")), key=difference)
+    print(f"mnist_cnn_step: input tag {input_tag}; PyTorch's own float32 differs by {difference('loss'):.1e} in the")
+    print(f"    loss and by {difference(worst):.1e} of the largest element in {worst}, the worst gradient")
+    return file
+
+
+FILES = {
+    "conv": conv_file,
+    "batch_norm": batch_norm_file,
+    "pool": pool_file,
+    "loss": loss_file,
+    "optimizer": optimizer_file,
+    "mnist_cnn_step": mnist_cnn_step_file,
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="*", metavar="FILE", help=f"files to write (default: all): {', '.join(FILES)}")
+    parser.add_argument("--out", type=Path, default=ROOT / "crates/testkit/golden", help="folder (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=2, help="seed of all random inputs (default: %(default)s)")
+    arguments = parser.parse_args()
+    unknown = set(arguments.files) - set(FILES)
+    if unknown:
+        parser.error(f"no such file: {', '.join(sorted(unknown))}")
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)  # the order of summation must not depend on the machine
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    total = sum(FILES[name](arguments.seed).write(arguments.out) for name in arguments.files or FILES)
+    print(f"{'total':28} {total:8} bytes  (limit {SIZE_LIMIT}), PyTorch {torch.__version__}")
+    if total > SIZE_LIMIT:
+        raise SystemExit("the golden files are too large to commit")
+
+
+if __name__ == "__main__":
+    main()
