@@ -1,1 +1,37 @@
-//! placeholder
+//! A small autograd for convolutional networks: tensors, a dynamic tape, custom functions, gradcheck.
+//!
+//! * A [`Tensor`] is an immutable value on a [`Device`]; its buffer comes from the device's pool, which counts bytes.
+//! * A [`Function`] is an operation with its backward. Built-in operations ([`ops`]) and yours are made alike.
+//! * [`Tensor::backward`] returns the [`Gradients`] of the leaves.
+//! * [`gradcheck`] compares a function's gradients with central differences in f64.
+//!
+//! ```
+//! use convoke_autograd::{Device, Tensor};
+//!
+//! let device = Device::cpu()?;
+//! let x = Tensor::from_slice(&device, &[3], &[1.0f32, -2.0, 3.0])?.with_grad();
+//! let loss = x.relu()?.mul(&x)?.sum()?;
+//! let gradients = loss.backward()?;
+//! assert_eq!(gradients.get(&x).unwrap().data::<f32>()?, [2.0, 0.0, 6.0]);
+//! # Ok::<(), convoke_autograd::Error>(())
+//! ```
+
+mod backward;
+mod device;
+mod error;
+mod function;
+mod gradcheck;
+mod mode;
+pub mod ops;
+mod pool;
+mod tensor;
+
+pub use backward::{BackwardOptions, Gradients};
+pub use convoke_kernels::{Cpu, DType, Element, Isa, MemoryFormat};
+pub use device::{Device, DeviceOptions};
+pub use error::{Error, Result};
+pub use function::{Function, Needs, apply, apply_with_saved};
+pub use gradcheck::{GradCheck, GradCheckFailure, GradCheckReport, gradcheck};
+pub use mode::{inference_mode, is_grad_enabled, no_grad};
+pub use pool::{Buffer, MemoryStats, TimelinePoint};
+pub use tensor::{Tensor, format_shape};

@@ -6,7 +6,6 @@ use std::ops::{AddAssign, DivAssign, MulAssign, SubAssign};
 
 /// The type of a tensor's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-#[non_exhaustive]
 pub enum DType {
     /// IEEE 754 single precision.
     F32,

@@ -105,6 +105,8 @@ pub fn nll_backward<T: Element>(
     dx: &mut [T],
 ) -> Result<()> {
     check_len("nll_loss backward", "dx", dx.len(), extent.len()?)?;
+    // All targets are looked at before anything is written.
+    for_each_target(extent, targets, ignore, |_| ())?;
     dx.fill(T::zero());
     for_each_target(extent, targets, ignore, |place| dx[place] = T::of(-factor))
 }

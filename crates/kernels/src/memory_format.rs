@@ -40,12 +40,13 @@ impl Extent {
     /// Number of elements.
     ///
     /// # Errors
-    /// If the number does not fit `usize`.
+    /// If the number does not fit `usize`, also where another size is 0: kernels multiply any two of the sizes.
     pub fn len(&self) -> Result<usize> {
-        self.batch
-            .checked_mul(self.channels)
-            .and_then(|count| count.checked_mul(self.spatial))
-            .ok_or_else(|| invalid("extent", format!("the size of {self:?} overflows")))
+        let sizes = [self.batch, self.channels, self.spatial];
+        match sizes.iter().try_fold(1usize, |count, &size| count.checked_mul(size.max(1))) {
+            Some(_) => Ok(sizes.iter().product()),
+            None => Err(invalid("extent", format!("the size of {self:?} overflows"))),
+        }
     }
 
     /// `(outer, inner)`: the tensor as `outer` x C x `inner`, with the channel in the middle.

@@ -2,7 +2,7 @@
 
 use crate::cpu::multiversion;
 use crate::elementwise::{chunks, chunks_mut};
-use crate::error::check_len;
+use crate::error::{check_len, invalid};
 use crate::{Cpu, Element, Result};
 
 /// Stochastic gradient descent: see [`sgd`].
@@ -94,10 +94,10 @@ multiversion! {
 
 /// g += weight_decay * p; v = momentum * v + (1 - dampening) * g; p -= learning_rate * v (nesterov: g + momentum * v).
 ///
-/// `velocity` is needed where momentum is not 0; `first` says that it holds nothing yet.
+/// `velocity` is needed where momentum is not 0; its flag says that this is the first step: it holds nothing yet.
 ///
 /// # Errors
-/// If the lengths differ.
+/// If the lengths differ, or there is momentum without a velocity.
 pub fn sgd<T: Element>(
     cpu: &Cpu,
     options: &Sgd,
@@ -108,6 +108,9 @@ pub fn sgd<T: Element>(
     let len = parameter.len();
     check_len("sgd", "the gradient", gradient.len(), len)?;
     let Some((velocity, first)) = velocity else {
+        if options.momentum != 0.0 {
+            return Err(invalid("sgd", format!("momentum {} needs a velocity", options.momentum)));
+        }
         let items = chunks_mut(parameter).zip(chunks(gradient));
         cpu.for_each(len, items, |(p, g)| sgd_plain(cpu, options, p, g));
         return Ok(());
@@ -145,7 +148,7 @@ pub fn adadelta<T: Element>(
 /// the correction for the averages' start at 0. `time` counts steps from 1.
 ///
 /// # Errors
-/// If the lengths differ.
+/// If the lengths differ or `time` is below 1.
 pub fn adamw<T: Element>(
     cpu: &Cpu,
     options: &AdamW,
@@ -158,6 +161,9 @@ pub fn adamw<T: Element>(
     check_len("adamw", "the gradient", gradient.len(), len)?;
     check_len("adamw", "the state", average.len(), len)?;
     check_len("adamw", "the state", average_square.len(), len)?;
+    if time < 1 {
+        return Err(invalid("adamw", format!("steps count from 1, not {time}")));
+    }
     let state = chunks_mut(average).zip(chunks_mut(average_square));
     let items = chunks_mut(parameter).zip(chunks(gradient)).zip(state);
     cpu.for_each(len, items, |((p, g), (m, v))| adamw_chunk(cpu, options, time, p, g, m, v));

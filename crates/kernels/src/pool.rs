@@ -36,7 +36,8 @@ impl PoolProblem {
     /// padding before it counts though it runs over the end.
     ///
     /// # Errors
-    /// A size of 0, padding above half the window, a window larger than the padded input.
+    /// A size of 0, padding above half the window, a window larger than the padded input, a tensor or a window of
+    /// more than 2^40 elements.
     pub fn new(
         [batch, channels]: [usize; 2],
         [height, width]: [PoolAxis; 2],
@@ -49,7 +50,19 @@ impl PoolProblem {
         let padding = [height.padding, width.padding];
         let height = axis("height", &height, ceil_mode)?;
         let width = axis("width", &width, ceil_mode)?;
-        Ok(PoolProblem { batch, channels, format, height, width, padding })
+        let problem = PoolProblem { batch, channels, format, height, width, padding };
+        let shapes = [
+            ("input", [batch, channels, height.input, width.input]),
+            ("output", problem.output_shape()),
+            ("window", [1, 1, height.kernel, width.kernel]),
+        ];
+        for (name, shape) in shapes {
+            let len = shape.iter().try_fold(1usize, |len, &size| len.checked_mul(size));
+            if len.is_none_or(|len| len > LIMIT) {
+                return Err(invalid("pooling", format!("the {name} of shape {shape:?} is too large")));
+            }
+        }
+        Ok(problem)
     }
 
     /// N, C, OH, OW.
@@ -129,6 +142,9 @@ impl PoolProblem {
     }
 }
 
+/// No size and no tensor may be larger than this: 2^40, far above any memory, far below overflow.
+const LIMIT: usize = 1 << 40;
+
 fn axis(name: &str, axis: &PoolAxis, ceil_mode: bool) -> Result<ConvAxis> {
     let &PoolAxis { input, kernel, stride, padding, dilation } = axis;
     let bad = |reason: String| Err(invalid("pooling", reason));
@@ -138,9 +154,8 @@ fn axis(name: &str, axis: &PoolAxis, ceil_mode: bool) -> Result<ConvAxis> {
     if padding > kernel / 2 {
         return bad(format!("padding {padding} is more than half of kernel {kernel} along the {name} axis"));
     }
-    let limit = 1usize << 40;
-    if [input, kernel, stride, dilation].iter().any(|&size| size > limit)
-        || (kernel - 1).checked_mul(dilation).is_none_or(|span| span > limit)
+    if [input, kernel, stride, dilation].iter().any(|&size| size > LIMIT)
+        || (kernel - 1).checked_mul(dilation).is_none_or(|span| span > LIMIT)
     {
         return bad(format!("the {name} axis is too large: {axis:?}"));
     }

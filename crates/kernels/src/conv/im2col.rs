@@ -16,11 +16,14 @@ use crate::gemm::{Update, gemm};
 use crate::memory_format::transpose;
 use crate::{Cpu, Element, MemoryFormat};
 
-/// im2col + GEMM; applies to every problem.
+/// im2col + GEMM; applies to every problem that fits a machine.
 pub(super) struct Im2col;
 
 /// Elements of one tile's columns: 512 KiB of f32, half of a common L2 cache.
 const TILE_ELEMENTS: usize = 128 * 1024;
+
+/// Elements of the columns of one output row, at most: as many as a tensor may have.
+const LARGEST_ROW: usize = 1 << 40;
 
 impl ConvAlgorithm for Im2col {
     fn name(&self) -> &'static str {
@@ -34,9 +37,15 @@ impl ConvAlgorithm for Im2col {
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
         let [_, _, output_rows, output_columns] = problem.output_shape();
         let depth = problem.weight_len() / problem.out_channels;
-        let tile_rows = (TILE_ELEMENTS / (depth * output_columns)).clamp(1, output_rows);
+        // Sizes that no memory holds may still be a valid problem.
+        let Some(row) = depth.checked_mul(output_columns).filter(|&row| row <= LARGEST_ROW) else {
+            return Err(NotApplicable(format!(
+                "the columns of one output row, {depth} x {output_columns}, are too large"
+            )));
+        };
+        let tile_rows = (TILE_ELEMENTS / row).clamp(1, output_rows);
         let split = Split::new(problem.batch, cpu);
-        let columns = depth * tile_rows * output_columns;
+        let columns = row * tile_rows;
         let weights = match (pass, problem.format) {
             (Pass::BackwardWeights, _) => split.workers * problem.weight_len(),
             (_, MemoryFormat::ChannelsLast) => problem.weight_len(),

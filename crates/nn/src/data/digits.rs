@@ -19,6 +19,7 @@
 
 mod canvas;
 mod glyphs;
+mod hand;
 
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
@@ -26,8 +27,9 @@ use rayon::prelude::*;
 
 use super::progress::report;
 use super::{DataError, Dataset, DatasetInfo, Progress, ProgressEvent, ProgressUnit, TrainTest};
-use canvas::{Canvas, Dice, PIXELS, PenPoint, SIDE};
-use glyphs::{GLYPHS, Glyph, Node};
+use canvas::{Dice, PIXELS, SIDE};
+use glyphs::GLYPHS;
+use hand::draw;
 
 /// The seed of the set that the documentation's numbers refer to.
 pub const DEFAULT_SEED: u64 = 0;
@@ -36,9 +38,9 @@ pub const TRAIN_LEN: usize = 60_000;
 /// Test images of the customary set.
 pub const TEST_LEN: usize = 10_000;
 /// Mean of the training pixels scaled to 0..1, measured on the 60,000 images of [`DEFAULT_SEED`].
-pub const MEAN: f32 = 0.15;
+pub const MEAN: f32 = 0.1118;
 /// Standard deviation of the training pixels scaled to 0..1, measured likewise.
-pub const STD: f32 = 0.3;
+pub const STD: f32 = 0.2503;
 
 const NAME: &str = "digits";
 const CLASSES: usize = GLYPHS.len();
@@ -147,197 +149,139 @@ fn label_of(seed: u64, split: Split, index: u64) -> u8 {
     order[(index % CLASSES as u64) as usize]
 }
 
-/// Draws one digit.
-fn draw(label: u8, dice: &mut Dice) -> [u8; PIXELS] {
-    // Squared, so that most writers are careful and a few are not.
-    let haste = dice.uniform(0.0, 1.0);
-    let sloppiness = 0.5 + 1.4 * haste * haste;
-    let glyph = choose(GLYPHS[usize::from(label)], dice);
-    let placement = Placement::new(sloppiness, dice);
-    let mut canvas = Canvas::new();
-    let width = dice.uniform(0.9, 2.0);
-    for stroke in glyph.strokes {
-        let traced = trace(stroke, 0.022 * sloppiness, dice);
-        let points = ink_points(&traced, &placement, width, dice);
-        for pair in points.windows(2) {
-            canvas.line(pair[0], pair[1]);
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::ops::ControlFlow;
+
+    use sha2::{Digest, Sha256};
+
+    use super::super::silent;
+    use super::*;
+
+    fn small(seed: u64) -> TrainTest {
+        digits(seed, 300, 100, &silent).unwrap()
+    }
+
+    #[test]
+    fn shape_and_balance() {
+        let set = small(3);
+        assert_eq!((set.train.len(), set.test.len()), (300, 100));
+        assert_eq!(set.train.images().len(), 300 * 784);
+        assert_eq!(set.train.class_counts(), [30; 10]);
+        assert_eq!(set.test.class_counts(), [10; 10]);
+        assert_eq!(set.train.info(), set.test.info());
+        let uneven = digits(3, 17, 0, &silent).unwrap();
+        assert!(uneven.train.class_counts().iter().all(|count| (1..=2).contains(count)));
+        assert!(uneven.test.is_empty());
+    }
+
+    #[test]
+    fn labels_are_in_random_order() {
+        let set = small(3);
+        let groups: Vec<&[u8]> = set.train.labels().chunks(10).collect();
+        let repeated = groups.windows(2).filter(|pair| pair[0] == pair[1]).count();
+        assert_eq!(repeated, 0, "two neighbouring groups in the same order: chance 1 in 10!");
+    }
+
+    #[test]
+    fn an_image_depends_on_seed_split_and_index_alone() {
+        let set = small(5);
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+        let longer = pool.install(|| digits(5, 1_234, 130, &silent)).unwrap();
+        assert_eq!(set.train.images(), &longer.train.images()[..300 * PIXELS]);
+        assert_eq!(set.train.labels(), &longer.train.labels()[..300]);
+        assert_eq!(set.test.images(), &longer.test.images()[..100 * PIXELS]);
+        assert_eq!(set.test.labels(), &longer.test.labels()[..100]);
+        assert_ne!(set.train.image(0), set.test.image(0));
+        assert_ne!(set.train.images(), small(6).train.images());
+    }
+
+    /// Fails when an image changes by one bit: saved results would no longer be comparable.
+    #[test]
+    fn images_are_the_same_on_every_machine() {
+        let set = small(DEFAULT_SEED);
+        let mut hash = Sha256::new();
+        for part in [&set.train, &set.test] {
+            hash.update(part.images());
+            hash.update(part.labels());
+        }
+        let hash: String = hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect();
+        assert_eq!(hash, "GOLDEN");
+    }
+
+    #[test]
+    fn normalisation_constants_fit() {
+        let set = digits(DEFAULT_SEED, 5_000, 0, &silent).unwrap();
+        let count = set.train.images().len() as f64;
+        let pixels = || set.train.images().iter().map(|&byte| f64::from(byte) / 255.0);
+        let mean = pixels().sum::<f64>() / count;
+        let std = (pixels().map(|pixel| (pixel - mean).powi(2)).sum::<f64>() / count).sqrt();
+        // The mean of an image varies by about 0.03 between images, so by 0.0005 between sets of 5,000.
+        assert!((mean - f64::from(MEAN)).abs() <= 0.002, "mean {mean}");
+        assert!((std - f64::from(STD)).abs() <= 0.003, "std {std}");
+    }
+
+    #[test]
+    fn every_image_has_ink_and_room() {
+        let set = small(11);
+        for index in 0..set.train.len() {
+            let inked = set.train.image(index).iter().filter(|&&pixel| pixel > 100).count();
+            assert!((12..450).contains(&inked), "image {index}: {inked} inked pixels");
         }
     }
-    if dice.chance(0.25) {
-        stray_stroke(&mut canvas, dice);
-    }
-    let softness = dice.uniform(0.9, 2.2);
-    develop(canvas.ink(softness), dice)
-}
 
-/// Chooses by weight.
-fn choose<'a>(glyphs: &'a [Glyph], dice: &mut Dice) -> &'a Glyph {
-    let total: f32 = glyphs.iter().map(|glyph| glyph.weight).sum();
-    let mut left = dice.uniform(0.0, total);
-    for glyph in glyphs {
-        left -= glyph.weight;
-        if left < 0.0 {
-            return glyph;
-        }
-    }
-    // Rounding may leave a crumb.
-    &glyphs[glyphs.len() - 1]
-}
-
-/// Points of a cardinal spline through the stroke's nodes, each moved at random by about `jitter`.
-fn trace(stroke: &[Node], jitter: f32, dice: &mut Dice) -> Vec<(f32, f32)> {
-    const STEPS: usize = 6;
-    let mut nodes: Vec<Node> = stroke
-        .iter()
-        .map(|node| Node { x: node.x + jitter * dice.bell(), y: node.y + jitter * dice.bell(), ..*node })
-        .collect();
-    // Pens land early or late and lift early or late: both ends slide along the stroke.
-    let last = nodes.len() - 1;
-    for (end, next) in [(0, 1), (last, last - 1)] {
-        let slide = 2.5 * jitter * dice.bell();
-        nodes[end].x += slide * (nodes[next].x - nodes[end].x);
-        nodes[end].y += slide * (nodes[next].y - nodes[end].y);
-    }
-    // The direction at a node, per segment; at ends and corners each segment heads straight for its other node.
-    let tangent = |at: usize, from: usize, to: usize| {
-        let straight = at == 0 || at == last || nodes[at].corner;
-        let (from, to) = if straight { (from, to) } else { (at - 1, at + 1) };
-        let scale = if straight { 1.0 } else { 0.5 };
-        (scale * (nodes[to].x - nodes[from].x), scale * (nodes[to].y - nodes[from].y))
-    };
-    let mut points = vec![(nodes[0].x, nodes[0].y)];
-    for (index, pair) in nodes.windows(2).enumerate() {
-        let leave = tangent(index, index, index + 1);
-        let arrive = tangent(index + 1, index, index + 1);
-        for step in 1..=STEPS {
-            // Cubic Hermite basis.
-            let t = step as f32 / STEPS as f32;
-            let (t2, t3) = (t * t, t * t * t);
-            let (at_first, at_second) = (2.0 * t3 - 3.0 * t2 + 1.0, 3.0 * t2 - 2.0 * t3);
-            let (out, back) = (t3 - 2.0 * t2 + t, t3 - t2);
-            points.push((
-                at_first * pair[0].x + at_second * pair[1].x + out * leave.0 + back * arrive.0,
-                at_first * pair[0].y + at_second * pair[1].y + out * leave.1 + back * arrive.1,
-            ));
-        }
-    }
-    points
-}
-
-/// Where a glyph lands on the canvas: an affine map and a smooth field of shifts.
-struct Placement {
-    /// Rows of the matrix from the glyph's box, centred on 0, to pixels.
-    matrix: [[f32; 2]; 2],
-    /// Pixel that the middle of the box lands on.
-    centre: [f32; 2],
-    /// Shifts in pixels at the control points of a uniform cubic B-spline with 3x3 cells over the canvas.
-    field: [[[f32; 2]; Placement::CONTROLS]; Placement::CONTROLS],
-}
-
-impl Placement {
-    const CELLS: usize = 3;
-    const CONTROLS: usize = Self::CELLS + 3;
-
-    fn new(sloppiness: f32, dice: &mut Dice) -> Self {
-        // With t = tan(angle / 2) the rotation needs no sine; t of 0.05 is close to 6 degrees.
-        let t = 0.055 * dice.bell();
-        let (cos, sin) = ((1.0 - t * t) / (1.0 + t * t), 2.0 * t / (1.0 + t * t));
-        let shear = 0.1 + 0.16 * dice.bell();
-        let height = dice.uniform(15.0, 21.0);
-        let width = height * dice.uniform(0.62, 1.02);
-        let middle = (SIDE - 1) as f32 / 2.0;
-        let centre = [middle + 1.1 * dice.bell(), middle + 1.1 * dice.bell()];
-        // x' = rotate(x * width - shear * y * height, y * height); y points down, so that a positive shear leans right.
-        let matrix =
-            [[cos * width, -(cos * shear + sin) * height], [sin * width, (cos - sin * shear) * height]];
-        let amplitude = 1.5 * sloppiness;
-        let field = std::array::from_fn(|_| {
-            std::array::from_fn(|_| [amplitude * dice.bell(), amplitude * dice.bell()])
-        });
-        Self { matrix, centre, field }
-    }
-
-    /// The pixel position of a point of the glyph's box.
-    fn apply(&self, (x, y): (f32, f32)) -> (f32, f32) {
-        let (x, y) = (x - 0.5, y - 0.5);
-        let [[xx, xy], [yx, yy]] = self.matrix;
-        let px = self.centre[0] + xx * x + xy * y;
-        let py = self.centre[1] + yx * x + yy * y;
-        let ((column, across), (row, down)) = (Self::spline(px), Self::spline(py));
-        let mut shift = [0.0_f32; 2];
-        for (controls, weight) in self.field[row..].iter().zip(down) {
-            for (control, weight) in controls[column..].iter().zip(across.map(|across| across * weight)) {
-                shift[0] += weight * control[0];
-                shift[1] += weight * control[1];
+    /// The mean image of each class must be its own best match more often than chance: the labels mean something.
+    #[test]
+    fn classes_can_be_told_apart() {
+        let set = digits(1, 2_000, 500, &silent).unwrap();
+        let mut means = vec![[0.0_f32; PIXELS]; CLASSES];
+        for index in 0..set.train.len() {
+            let mean = &mut means[usize::from(set.train.labels()[index])];
+            for (mean, &pixel) in mean.iter_mut().zip(set.train.image(index)) {
+                *mean += f32::from(pixel) / 200.0;
             }
         }
-        (px + shift[0], py + shift[1])
+        let distance = |mean: &[f32; PIXELS], image: &[u8]| -> f32 {
+            mean.iter().zip(image).map(|(mean, &pixel)| (mean - f32::from(pixel)).powi(2)).sum()
+        };
+        let right = (0..set.test.len())
+            .filter(|&index| {
+                let image = set.test.image(index);
+                let best = (0..CLASSES).min_by(|&a, &b| {
+                    distance(&means[a], image).total_cmp(&distance(&means[b], image))
+                });
+                best == Some(usize::from(set.test.labels()[index]))
+            })
+            .count();
+        assert!(right >= 250, "{right} of 500 right by nearest mean, where chance gives 50");
     }
 
-    /// The first of the four control points that act on a coordinate, and their weights, which sum to 1.
-    fn spline(position: f32) -> (usize, [f32; 4]) {
-        let cells = Self::CELLS as f32;
-        let scaled = (position * (cells / SIDE as f32)).clamp(0.0, cells - 0.001);
-        let first = scaled as usize;
-        let t = scaled - first as f32;
-        let (t2, t3, u) = (t * t, t * t * t, 1.0 - t);
-        let sixth = 1.0 / 6.0;
-        let weights = [
-            u * u * u * sixth,
-            (3.0 * t3 - 6.0 * t2 + 4.0) * sixth,
-            (-3.0 * t3 + 3.0 * t2 + 3.0 * t + 1.0) * sixth,
-            t3 * sixth,
-        ];
-        (first, weights)
+    #[test]
+    fn progress_counts_up_and_can_cancel() {
+        let last = Cell::new(0);
+        let watch = |event: ProgressEvent<'_>| {
+            assert!(event.done == 0 || event.done > last.get());
+            assert_eq!((event.total, event.unit), (Some(2_500), ProgressUnit::Images));
+            last.set(event.done);
+            ControlFlow::Continue(())
+        };
+        generate(1, Split::Train, 2_500, &watch).unwrap();
+        assert_eq!(last.get(), 2_500);
+
+        let stop = |event: ProgressEvent<'_>| match event.done {
+            0..1_000 => ControlFlow::Continue(()),
+            _ => ControlFlow::Break(()),
+        };
+        let error = digits(1, 5_000, 10, &stop).unwrap_err();
+        assert_eq!(error.to_string(), "cancelled during digits: train");
     }
-}
 
-/// Places a traced stroke and gives it a width that swells and thins along the way.
-fn ink_points(traced: &[(f32, f32)], placement: &Placement, width: f32, dice: &mut Dice) -> Vec<PenPoint> {
-    let pressure: [f32; 3] = std::array::from_fn(|_| 1.0 + 0.18 * dice.bell());
-    let last = (traced.len() - 1) as f32;
-    traced
-        .iter()
-        .enumerate()
-        .map(|(index, &point)| {
-            let (x, y) = placement.apply(point);
-            let t = index as f32 / last;
-            let u = 1.0 - t;
-            let swell = u * u * pressure[0] + 2.0 * u * t * pressure[1] + t * t * pressure[2];
-            PenPoint { x, y, radius: (0.5 * width * swell).max(0.25) }
-        })
-        .collect()
-}
-
-/// A short piece of some other stroke, anywhere.
-fn stray_stroke(canvas: &mut Canvas, dice: &mut Dice) {
-    let side = SIDE as f32;
-    let from = PenPoint {
-        x: dice.uniform(0.0, side),
-        y: dice.uniform(0.0, side),
-        radius: dice.uniform(0.3, 0.9),
-    };
-    let to = PenPoint { x: from.x + 2.0 * dice.bell(), y: from.y + 2.0 * dice.bell(), ..from };
-    canvas.line(from, to);
-}
-
-/// Turns ink into bytes: a gap where the pen skipped, contrast, noise.
-fn develop(mut ink: [f32; PIXELS], dice: &mut Dice) -> [u8; PIXELS] {
-    let side = SIDE as f32;
-    if dice.chance(0.2) {
-        let (x, y) = (dice.uniform(0.2, 0.8) * side, dice.uniform(0.2, 0.8) * side);
-        let radius = dice.uniform(1.0, 2.2);
-        for (index, ink) in ink.iter_mut().enumerate() {
-            let (dx, dy) = ((index % SIDE) as f32 - x, (index / SIDE) as f32 - y);
-            let inside = dx * dx + dy * dy < radius * radius;
-            *ink *= if inside { 0.25 } else { 1.0 };
+    #[test]
+    fn too_many_images_are_an_error() {
+        for train_len in [usize::MAX, usize::MAX / 1_000] {
+            let error = digits(0, train_len, 0, &silent).unwrap_err();
+            assert!(matches!(error, DataError::TooLarge { .. }), "{error}");
         }
     }
-    let contrast = dice.uniform(0.6, 1.0);
-    let grain = dice.uniform(0.0, 1.0);
-    let noise = 0.10 * grain * grain;
-    ink.map(|ink| {
-        let value = contrast * ink + noise * dice.bell();
-        (255.0 * value.clamp(0.0, 1.0) + 0.5) as u8
-    })
 }

@@ -1,0 +1,198 @@
+//! Running the tape backwards.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+
+use convoke_kernels::elementwise;
+
+use crate::error::invalid;
+use crate::function::{Edge, Node, OnceDifferentiable};
+use crate::mode::no_grad;
+use crate::tensor::{History, dispatch};
+use crate::{Error, Result, Tensor};
+
+/// The gradients of the leaves that a `backward` reached.
+#[derive(Default)]
+pub struct Gradients {
+    by_leaf: HashMap<u64, Tensor>,
+}
+
+impl Gradients {
+    /// The gradient of a leaf; `None` if backward did not reach it.
+    pub fn get(&self, leaf: &Tensor) -> Option<&Tensor> {
+        self.by_leaf.get(&leaf_id(leaf)?)
+    }
+
+    /// Takes the gradient of a leaf out.
+    pub fn take(&mut self, leaf: &Tensor) -> Option<Tensor> {
+        self.by_leaf.remove(&leaf_id(leaf)?)
+    }
+
+    /// How many leaves have a gradient.
+    pub fn len(&self) -> usize {
+        self.by_leaf.len()
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.by_leaf.is_empty()
+    }
+
+    /// Adds the gradients of another backward: for accumulation over several batches.
+    ///
+    /// # Errors
+    /// If a leaf's gradients do not have the same shape.
+    pub fn accumulate(&mut self, other: Gradients) -> Result<()> {
+        for (leaf, gradient) in other.by_leaf {
+            add_to(&mut self.by_leaf, leaf, gradient)?;
+        }
+        Ok(())
+    }
+}
+
+impl std::fmt::Debug for Gradients {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Gradients of {} leaves", self.len())
+    }
+}
+
+fn leaf_id(tensor: &Tensor) -> Option<u64> {
+    match tensor.history() {
+        History::Leaf(id) => Some(*id),
+        _ => None,
+    }
+}
+
+/// How [`Tensor::backward_with`] runs.
+#[derive(Debug, Clone, Default)]
+pub struct BackwardOptions {
+    /// The gradient to start from, of the tensor's shape; 1 if absent, for a tensor of one element.
+    pub upstream: Option<Tensor>,
+    /// Keep what was saved, so that backward can run through the same graph again.
+    pub retain_graph: bool,
+}
+
+impl Tensor {
+    /// The gradients of this single number with respect to every leaf it was computed from.
+    ///
+    /// What the operations saved is freed on the way.
+    ///
+    /// # Errors
+    /// If the tensor has more than one element, was not recorded, or was already gone through.
+    pub fn backward(&self) -> Result<Gradients> {
+        self.backward_with(BackwardOptions::default())
+    }
+
+    /// As [`Tensor::backward`], with options.
+    ///
+    /// # Errors
+    /// As [`Tensor::backward`]; if the upstream gradient's shape, type or device is not the tensor's.
+    pub fn backward_with(&self, options: BackwardOptions) -> Result<Gradients> {
+        if !self.requires_grad() {
+            return Err(Error::NoGraph);
+        }
+        let upstream = match options.upstream {
+            Some(upstream) => {
+                let fits = upstream.shape() == self.shape() && upstream.dtype() == self.dtype();
+                if !fits || upstream.device() != self.device() {
+                    let reason = format!("the upstream gradient {upstream:?} does not fit {self:?}");
+                    return Err(invalid("backward", reason));
+                }
+                upstream.detach()
+            }
+            None if self.len() == 1 => Tensor::full(self.device(), self.shape(), self.dtype(), 1.0)?,
+            None => {
+                let reason = format!(
+                    "a tensor of shape {:?} is not a single number: give an upstream gradient",
+                    self.shape()
+                );
+                return Err(invalid("backward", reason));
+            }
+        };
+        no_grad(|| Walk { retain: options.retain_graph, ..Walk::default() }.run(Edge::to(self), upstream))
+    }
+}
+
+/// One backward through the tape.
+#[derive(Default)]
+struct Walk {
+    retain: bool,
+    /// Nodes that have received a gradient, by number: the largest has received all of its own.
+    pending: BTreeMap<u64, (Arc<Node>, Tensor)>,
+    leaves: HashMap<u64, Tensor>,
+    /// The operation that last added to each leaf.
+    sources: HashMap<u64, &'static str>,
+}
+
+impl Walk {
+    fn run(mut self, from: Edge, upstream: Tensor) -> Result<Gradients> {
+        self.deliver("backward", &from, upstream)?;
+        drop(from);
+        while let Some((_, (node, upstream))) = self.pending.pop_last() {
+            let call = node.call.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
+            let call = call.ok_or(Error::GraphFreed { operation: node.name })?;
+            let (gradients, again) = call.backward(upstream, self.retain)?;
+            *node.call.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = again;
+            if gradients.len() != node.edges.len() {
+                let reason =
+                    format!("returned {} gradients for {} inputs", gradients.len(), node.edges.len());
+                return Err(Error::BadGradient { operation: node.name, reason });
+            }
+            for (edge, gradient) in node.edges.iter().zip(gradients) {
+                if let Some(gradient) = gradient {
+                    self.deliver(node.name, edge, gradient)?;
+                }
+            }
+        }
+        let by_leaf = self.leaves.into_iter().map(|(leaf, gradient)| {
+            let call = Box::new(OnceDifferentiable(self.sources[&leaf]));
+            let node = Node::new("gradient", call, Vec::new(), &gradient);
+            (leaf, gradient.with_history(History::Node(Arc::new(node))))
+        });
+        Ok(Gradients { by_leaf: by_leaf.collect() })
+    }
+
+    /// Adds a gradient to what its receiver has so far.
+    fn deliver(&mut self, source: &'static str, edge: &Edge, gradient: Tensor) -> Result<()> {
+        match edge {
+            Edge::None => Ok(()),
+            Edge::Leaf(id, described) => {
+                self.sources.insert(*id, source);
+                add_to(&mut self.leaves, *id, described.accept(&gradient, source)?)
+            }
+            Edge::Node(node) => {
+                let gradient = node.output.accept(&gradient, source)?;
+                let sum = match self.pending.remove(&node.number) {
+                    Some((_, sum)) => add(sum, gradient)?,
+                    None => gradient,
+                };
+                self.pending.insert(node.number, (node.clone(), sum));
+                Ok(())
+            }
+        }
+    }
+}
+
+fn add_to(sums: &mut HashMap<u64, Tensor>, leaf: u64, gradient: Tensor) -> Result<()> {
+    let sum = match sums.remove(&leaf) {
+        Some(sum) => add(sum, gradient)?,
+        None => gradient,
+    };
+    sums.insert(leaf, sum);
+    Ok(())
+}
+
+/// `sum + gradient`, in the buffer of `sum` if nobody else holds it.
+fn add(sum: Tensor, gradient: Tensor) -> Result<Tensor> {
+    if sum.shape() != gradient.shape() || sum.dtype() != gradient.dtype() {
+        let reason = format!("gradients of shapes {:?} and {:?} meet", sum.shape(), gradient.shape());
+        return Err(invalid("backward", reason));
+    }
+    let gradient = gradient.in_format(sum.format())?;
+    let mut sum = sum;
+    dispatch!(sum.dtype(), T => {
+        let cpu = sum.device().compute().clone();
+        sum.update(|sum: &mut [T]| Ok(elementwise::add_assign(&cpu, gradient.data::<T>()?, sum)?))?;
+    });
+    Ok(sum)
+}

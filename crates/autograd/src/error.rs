@@ -1,0 +1,77 @@
+//! The error of this crate: which operation, and the shapes or types that do not fit.
+
+use convoke_kernels::DType;
+
+/// Why an operation on tensors was refused.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A kernel refused its problem.
+    #[error(transparent)]
+    Kernel(#[from] convoke_kernels::Error),
+    /// Shapes or options do not fit.
+    #[error("{operation}: {reason}")]
+    Invalid {
+        /// The operation.
+        operation: &'static str,
+        /// What does not fit, with the shapes.
+        reason: String,
+    },
+    /// An operand's element type is not the expected one.
+    #[error("{operation}: expected {expected}, found {found}")]
+    DType {
+        /// The operation.
+        operation: &'static str,
+        /// The type asked for.
+        expected: DType,
+        /// The type of the tensor.
+        found: DType,
+    },
+    /// Tensors of two devices meet in one operation.
+    #[error("{operation}: its inputs are on different devices")]
+    Device {
+        /// The operation.
+        operation: &'static str,
+    },
+    /// `backward` on a tensor that nothing was recorded for.
+    #[error("backward: the tensor does not require gradients (a constant, detached, or computed in no_grad)")]
+    NoGraph,
+    /// `backward` a second time through the same tape.
+    #[error(
+        "backward: the saved tensors of `{operation}` were freed by an earlier backward; \
+         pass `retain_graph` to the first one to go through the same graph twice"
+    )]
+    GraphFreed {
+        /// The first operation met.
+        operation: &'static str,
+    },
+    /// A derivative of a gradient was asked for.
+    #[error("backward: second derivative through `{operation}`: operations are once differentiable")]
+    SecondDerivative {
+        /// The operation whose backward made the gradient.
+        operation: &'static str,
+    },
+    /// A tensor made in inference mode entered a recorded operation.
+    #[error(
+        "{operation}: a tensor made in inference mode cannot take part in autograd; make it in no_grad instead"
+    )]
+    InferenceTensor {
+        /// The operation.
+        operation: &'static str,
+    },
+    /// A custom function returned something else than one gradient an input, or one of another shape.
+    #[error("backward of `{operation}`: {reason}")]
+    BadGradient {
+        /// The function.
+        operation: &'static str,
+        /// What is wrong.
+        reason: String,
+    },
+}
+
+/// A result with this crate's [`Error`].
+pub type Result<T> = std::result::Result<T, Error>;
+
+pub(crate) fn invalid(operation: &'static str, reason: impl Into<String>) -> Error {
+    Error::Invalid { operation, reason: reason.into() }
+}

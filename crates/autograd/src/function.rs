@@ -1,0 +1,259 @@
+//! Operations with a backward, and the tape that records them.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use convoke_kernels::{DType, MemoryFormat};
+
+use crate::mode::{self, Mode};
+use crate::tensor::History;
+use crate::{Device, Error, Result, Tensor};
+
+/// A differentiable operation: built-in ones and yours are made alike. Run it with [`apply`].
+///
+/// The value itself holds the options of the operation (a stride, a probability); [`Function::Saved`] holds what
+/// backward needs and forward chooses to keep. Saved tensors count as memory in use until backward has run.
+///
+/// Functions are once differentiable: backward is not recorded, and a derivative of a gradient is an error.
+///
+/// ```
+/// use convoke_autograd::{Device, Function, GradCheck, MemoryFormat, Needs, Result, Tensor, apply, gradcheck};
+///
+/// /// y = x^3, for f64.
+/// struct Cube;
+///
+/// impl Function for Cube {
+///     type Saved = Tensor;
+///
+///     fn name(&self) -> &'static str {
+///         "cube"
+///     }
+///
+///     fn forward(&self, inputs: &[&Tensor], _needs: &Needs) -> Result<(Tensor, Tensor)> {
+///         let x = inputs[0];
+///         let y = Tensor::build(x.device(), x.shape(), x.format(), |y: &mut [f64]| {
+///             y.iter_mut().zip(x.data::<f64>()?).for_each(|(y, x)| *y = x * x * x);
+///             Ok(())
+///         })?;
+///         Ok((y, x.clone()))
+///     }
+///
+///     fn backward(&self, x: Tensor, upstream: Tensor, _needs: &Needs) -> Result<Vec<Option<Tensor>>> {
+///         let dx = Tensor::build(x.device(), x.shape(), x.format(), |dx: &mut [f64]| {
+///             let pairs = x.data::<f64>()?.iter().zip(upstream.data::<f64>()?);
+///             dx.iter_mut().zip(pairs).for_each(|(dx, (x, dy))| *dx = 3.0 * x * x * dy);
+///             Ok(())
+///         })?;
+///         Ok(vec![Some(dx)])
+///     }
+/// }
+///
+/// let x = Tensor::from_slice(&Device::cpu()?, &[4], &[0.5, -1.0, 2.0, 3.0])?;
+/// gradcheck(|inputs| apply(Cube, &[&inputs[0]]), &[x], &GradCheck::default()).expect("the gradient is right");
+/// # Ok::<(), convoke_autograd::Error>(())
+/// ```
+pub trait Function: Send + Sync + Sized + 'static {
+    /// What forward keeps for backward.
+    type Saved: Clone + Send + Sync + 'static;
+
+    /// The name in messages.
+    fn name(&self) -> &'static str;
+
+    /// The output, and what backward will need.
+    ///
+    /// `needs` tells which inputs want a gradient; if none does, what is saved is dropped at once.
+    ///
+    /// # Errors
+    /// If the inputs do not fit the operation.
+    fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, Self::Saved)>;
+
+    /// One gradient for each input, `None` where there is none or `needs` does not ask for it.
+    ///
+    /// `upstream` has the output's shape and memory format. It and `saved` are given by value: dropping them as
+    /// soon as they have served lowers the peak of memory.
+    ///
+    /// # Errors
+    /// If a kernel fails.
+    fn backward(&self, saved: Self::Saved, upstream: Tensor, needs: &Needs) -> Result<Vec<Option<Tensor>>>;
+}
+
+/// Which inputs of a function want a gradient.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Needs {
+    inputs: Vec<bool>,
+}
+
+impl Needs {
+    /// Whether input `index` wants a gradient; an input that the call did not have does not.
+    pub fn input(&self, index: usize) -> bool {
+        self.inputs.get(index).copied().unwrap_or(false)
+    }
+
+    /// How many inputs the call had.
+    #[allow(clippy::len_without_is_empty)]
+    pub fn len(&self) -> usize {
+        self.inputs.len()
+    }
+
+    /// Whether any input does: whether backward will run.
+    pub fn any(&self) -> bool {
+        self.inputs.contains(&true)
+    }
+}
+
+/// Runs `function` on `inputs` and records it, if recording is on and an input requires a gradient.
+///
+/// # Errors
+/// Those of the function; inputs on different devices; an inference-mode tensor where recording is needed.
+pub fn apply<F: Function>(function: F, inputs: &[&Tensor]) -> Result<Tensor> {
+    apply_with_saved(function, inputs, |_| ()).map(|(output, ())| output)
+}
+
+/// As [`apply`], and shows what forward saved to `look`: how batch norm hands out its batch statistics.
+///
+/// # Errors
+/// As [`apply`].
+pub fn apply_with_saved<F: Function, R>(
+    function: F,
+    inputs: &[&Tensor],
+    look: impl FnOnce(&F::Saved) -> R,
+) -> Result<(Tensor, R)> {
+    let operation = function.name();
+    if inputs.windows(2).any(|pair| pair[0].device() != pair[1].device()) {
+        return Err(Error::Device { operation });
+    }
+    let recording = mode::current() == Mode::Grad && inputs.iter().any(|input| input.requires_grad());
+    if recording && inputs.iter().any(|input| input.is_inference()) {
+        return Err(Error::InferenceTensor { operation });
+    }
+    let needs = Needs { inputs: inputs.iter().map(|input| recording && input.requires_grad()).collect() };
+    let (output, saved) = mode::no_grad(|| function.forward(inputs, &needs))?;
+    let extra = look(&saved);
+    if !recording {
+        return Ok((output, extra));
+    }
+    let call = Call { function, saved, needs };
+    let node =
+        Node::new(operation, Box::new(call), inputs.iter().map(|&input| Edge::to(input)).collect(), &output);
+    Ok((output.with_history(History::Node(Arc::new(node))), extra))
+}
+
+/// A recorded operation.
+pub(crate) struct Node {
+    /// Later operations have larger numbers: backward runs from large to small.
+    pub(crate) number: u64,
+    pub(crate) name: &'static str,
+    /// What to run; gone once backward has been through.
+    pub(crate) call: Mutex<Option<Box<dyn AnyCall>>>,
+    pub(crate) edges: Vec<Edge>,
+    pub(crate) output: Described,
+}
+
+/// What a tensor looks like, so that its gradient can be checked and brought into the same format.
+#[derive(Clone)]
+pub(crate) struct Described {
+    shape: Vec<usize>,
+    format: MemoryFormat,
+    dtype: DType,
+    device: Device,
+}
+
+impl Described {
+    fn of(tensor: &Tensor) -> Described {
+        Described {
+            shape: tensor.shape().to_vec(),
+            format: tensor.format(),
+            dtype: tensor.dtype(),
+            device: tensor.device().clone(),
+        }
+    }
+
+    /// `gradient` in this format, if it has this shape and type.
+    pub(crate) fn accept(&self, gradient: &Tensor, operation: &'static str) -> Result<Tensor> {
+        let fits = gradient.shape() == self.shape && gradient.dtype() == self.dtype;
+        if !fits || *gradient.device() != self.device {
+            let reason = format!("gave the gradient {gradient:?} for {} {:?}", self.dtype, self.shape);
+            return Err(Error::BadGradient { operation, reason });
+        }
+        gradient.in_format(self.format)
+    }
+}
+
+/// Where the gradient of an input goes.
+#[derive(Clone)]
+pub(crate) enum Edge {
+    None,
+    Leaf(u64, Described),
+    Node(Arc<Node>),
+}
+
+impl Edge {
+    pub(crate) fn to(tensor: &Tensor) -> Edge {
+        match tensor.history() {
+            History::None => Edge::None,
+            History::Leaf(id) => Edge::Leaf(*id, Described::of(tensor)),
+            History::Node(node) => Edge::Node(node.clone()),
+        }
+    }
+}
+
+impl Node {
+    pub(crate) fn new(name: &'static str, call: Box<dyn AnyCall>, edges: Vec<Edge>, output: &Tensor) -> Node {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Node {
+            number: NEXT.fetch_add(1, Ordering::Relaxed),
+            name,
+            call: Mutex::new(Some(call)),
+            edges,
+            output: Described::of(output),
+        }
+    }
+}
+
+/// Frees a chain of nodes in a loop: by recursion, a deep network would overflow the stack.
+impl Drop for Node {
+    fn drop(&mut self) {
+        let mut edges = std::mem::take(&mut self.edges);
+        while let Some(edge) = edges.pop() {
+            if let Edge::Node(node) = edge
+                && let Some(mut node) = Arc::into_inner(node)
+            {
+                edges.append(&mut node.edges);
+            }
+        }
+    }
+}
+
+/// A [`Function`] with what it saved, whatever its type.
+pub(crate) trait AnyCall: Send + Sync {
+    /// Runs backward; the saved values go unless `retain` asks for another round.
+    fn backward(self: Box<Self>, upstream: Tensor, retain: bool) -> Result<Backward>;
+}
+
+/// Gradients by input, and the call again if it was to be kept.
+pub(crate) type Backward = (Vec<Option<Tensor>>, Option<Box<dyn AnyCall>>);
+
+struct Call<F: Function> {
+    function: F,
+    saved: F::Saved,
+    needs: Needs,
+}
+
+impl<F: Function> AnyCall for Call<F> {
+    fn backward(self: Box<Self>, upstream: Tensor, retain: bool) -> Result<Backward> {
+        let Call { function, saved, needs } = *self;
+        let kept = retain.then(|| saved.clone());
+        let gradients = function.backward(saved, upstream, &needs)?;
+        let again = kept.map(|saved| Box::new(Call { function, saved, needs }) as Box<dyn AnyCall>);
+        Ok((gradients, again))
+    }
+}
+
+/// Stands behind every gradient, so that a derivative of it is an error that names the operation.
+pub(crate) struct OnceDifferentiable(pub(crate) &'static str);
+
+impl AnyCall for OnceDifferentiable {
+    fn backward(self: Box<Self>, _upstream: Tensor, _retain: bool) -> Result<Backward> {
+        Err(Error::SecondDerivative { operation: self.0 })
+    }
+}

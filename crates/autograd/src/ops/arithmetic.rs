@@ -1,0 +1,178 @@
+//! Addition, multiplication, scaling and sums.
+
+use convoke_kernels::elementwise;
+
+use super::same_dtype;
+use crate::error::invalid;
+use crate::tensor::dispatch;
+use crate::{Function, Needs, Result, Tensor, apply};
+
+impl Tensor {
+    /// The sum of two tensors of one shape.
+    ///
+    /// # Errors
+    /// If shapes or types differ.
+    pub fn add(&self, other: &Tensor) -> Result<Tensor> {
+        apply(Add, &[self, other])
+    }
+
+    /// The product, element by element, of two tensors of one shape.
+    ///
+    /// # Errors
+    /// If shapes or types differ.
+    pub fn mul(&self, other: &Tensor) -> Result<Tensor> {
+        apply(Multiply, &[self, other])
+    }
+
+    /// Every element times a number.
+    ///
+    /// # Errors
+    /// None for now; the signature is that of every operation.
+    pub fn scale(&self, factor: f64) -> Result<Tensor> {
+        apply(Scale { factor }, &[self])
+    }
+
+    /// The sum of all elements, of shape `[]`.
+    ///
+    /// # Errors
+    /// As [`Tensor::scale`].
+    pub fn sum(&self) -> Result<Tensor> {
+        apply(Sum { divisor: 1.0 }, &[self])
+    }
+
+    /// The mean of all elements, of shape `[]`; NaN if there are none.
+    ///
+    /// # Errors
+    /// As [`Tensor::scale`].
+    pub fn mean(&self) -> Result<Tensor> {
+        apply(Sum { divisor: self.len() as f64 }, &[self])
+    }
+}
+
+/// Two operands of one shape, the second brought into the format of the first.
+fn alike(operation: &'static str, inputs: &[&Tensor]) -> Result<(Tensor, Tensor)> {
+    let [a, b] = [inputs[0], inputs[1]];
+    same_dtype(operation, inputs)?;
+    if a.shape() != b.shape() {
+        return Err(invalid(operation, format!("the shapes {:?} and {:?} differ", a.shape(), b.shape())));
+    }
+    Ok((a.detach(), b.in_format(a.format())?))
+}
+
+struct Add;
+
+impl Function for Add {
+    type Saved = ();
+
+    fn name(&self) -> &'static str {
+        "add"
+    }
+
+    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {
+        let (a, b) = alike("add", inputs)?;
+        let cpu = a.device().compute();
+        let y = dispatch!(a.dtype(), T => Tensor::build(a.device(), a.shape(), a.format(), |y: &mut [T]| {
+            Ok(elementwise::add(cpu, a.data::<T>()?, b.data::<T>()?, y)?)
+        }))?;
+        Ok((y, ()))
+    }
+
+    fn backward(&self, (): (), upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
+        Ok(vec![Some(upstream.clone()), Some(upstream)])
+    }
+}
+
+struct Multiply;
+
+fn product(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    dispatch!(a.dtype(), T => Tensor::build(a.device(), a.shape(), a.format(), |y: &mut [T]| {
+        Ok(elementwise::multiply(a.device().compute(), a.data::<T>()?, b.data::<T>()?, y)?)
+    }))
+}
+
+impl Function for Multiply {
+    type Saved = (Tensor, Tensor);
+
+    fn name(&self) -> &'static str {
+        "mul"
+    }
+
+    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, (Tensor, Tensor))> {
+        let (a, b) = alike("mul", inputs)?;
+        Ok((product(&a, &b)?, (a, b)))
+    }
+
+    fn backward(
+        &self,
+        (a, b): (Tensor, Tensor),
+        upstream: Tensor,
+        needs: &Needs,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let da = needs.input(0).then(|| product(&upstream, &b)).transpose()?;
+        let db = needs.input(1).then(|| product(&upstream, &a)).transpose()?;
+        Ok(vec![da, db])
+    }
+}
+
+struct Scale {
+    factor: f64,
+}
+
+fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
+    dispatch!(x.dtype(), T => Tensor::build(x.device(), x.shape(), x.format(), |y: &mut [T]| {
+        Ok(elementwise::scale(x.device().compute(), x.data::<T>()?, factor, y)?)
+    }))
+}
+
+impl Function for Scale {
+    type Saved = ();
+
+    fn name(&self) -> &'static str {
+        "scale"
+    }
+
+    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {
+        Ok((scaled(inputs[0], self.factor)?, ()))
+    }
+
+    fn backward(&self, (): (), upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
+        Ok(vec![Some(scaled(&upstream, self.factor)?)])
+    }
+}
+
+/// The sum over `divisor`.
+struct Sum {
+    divisor: f64,
+}
+
+impl Function for Sum {
+    /// The input's shape and format: enough to spread the gradient, without holding the input.
+    type Saved = (Vec<usize>, crate::MemoryFormat);
+
+    fn name(&self) -> &'static str {
+        "sum"
+    }
+
+    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {
+        let x = inputs[0];
+        let sum = dispatch!(x.dtype(), T => elementwise::sum(x.device().compute(), x.data::<T>()?));
+        let y = Tensor::full(x.device(), &[], x.dtype(), sum / self.divisor)?;
+        Ok((y, (x.shape().to_vec(), x.format())))
+    }
+
+    fn backward(
+        &self,
+        (shape, format): Self::Saved,
+        upstream: Tensor,
+        _: &Needs,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let value = upstream.item()? / self.divisor;
+        let dx = dispatch!(upstream.dtype(), T => {
+            Tensor::build(upstream.device(), &shape, format, |dx: &mut [T]| {
+                dx.fill(convoke_kernels::Element::of(value));
+                Ok(())
+            })
+        })?;
+        Ok(vec![Some(dx)])
+    }
+}

@@ -1,0 +1,46 @@
+//! Dropout, whose mask is recomputed from a key instead of stored.
+
+use convoke_kernels::activation;
+
+use crate::tensor::dispatch;
+use crate::{Function, Needs, Result, Tensor, apply};
+
+/// Inverted dropout: drops each element with probability `p` and divides the others by 1 - p.
+///
+/// Which are dropped follows from `key` alone, so a caller that repeats a forward with the same key gets the same
+/// output. Nothing is saved.
+///
+/// # Errors
+/// If `p` is not in [0, 1].
+pub fn dropout(x: &Tensor, p: f64, key: u64) -> Result<Tensor> {
+    apply(Dropout { p, key }, &[x])
+}
+
+struct Dropout {
+    p: f64,
+    key: u64,
+}
+
+impl Dropout {
+    fn run(&self, x: &Tensor) -> Result<Tensor> {
+        dispatch!(x.dtype(), T => Tensor::build(x.device(), x.shape(), x.format(), |y: &mut [T]| {
+            Ok(activation::dropout(x.device().compute(), x.data::<T>()?, self.p, self.key, y)?)
+        }))
+    }
+}
+
+impl Function for Dropout {
+    type Saved = ();
+
+    fn name(&self) -> &'static str {
+        "dropout"
+    }
+
+    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {
+        Ok((self.run(inputs[0])?, ()))
+    }
+
+    fn backward(&self, (): (), upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
+        Ok(vec![Some(self.run(&upstream)?)])
+    }
+}

@@ -1,0 +1,97 @@
+//! Fully connected layer: y = x Wᵀ + b.
+
+use convoke_kernels::elementwise;
+use convoke_kernels::gemm::{Matrix, MatrixMut, Update, gemm};
+
+use super::{check_vector, same_dtype};
+use crate::error::invalid;
+use crate::tensor::dispatch;
+use crate::{Function, MemoryFormat, Needs, Result, Tensor, apply};
+
+/// y = x Wᵀ + b with x of N x I, `weight` of O x I and `bias` of O, as PyTorch's `linear`.
+///
+/// # Errors
+/// If the shapes do not fit.
+pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let inputs = [Some(x), Some(weight), bias];
+    apply(Linear, &inputs.into_iter().flatten().collect::<Vec<_>>())
+}
+
+struct Linear;
+
+/// Rows and columns of a matrix.
+fn matrix(tensor: &Tensor) -> Option<[usize; 2]> {
+    tensor.shape().try_into().ok()
+}
+
+/// a b as a new tensor of `shape`.
+fn product<'a>(
+    shape: [usize; 2],
+    of: &'a Tensor,
+    a: (&'a Tensor, bool),
+    b: (&'a Tensor, bool),
+) -> Result<Tensor> {
+    fn view<'a, T: crate::Element>((tensor, transposed): (&'a Tensor, bool)) -> Result<Matrix<'a, T>> {
+        let [rows, columns] = matrix(tensor).expect("checked to be a matrix");
+        let view = Matrix::new(tensor.data::<T>()?, [rows, columns], [columns, 1]);
+        Ok(if transposed { view.t() } else { view })
+    }
+    dispatch!(of.dtype(), T => Tensor::build(of.device(), &shape, MemoryFormat::Contiguous, |y: &mut [T]| {
+        let y = MatrixMut::new(y, shape, [shape[1], 1]);
+        gemm(of.device().compute(), view::<T>(a)?, view::<T>(b)?, y, Update::Overwrite);
+        Ok(())
+    }))
+}
+
+impl Function for Linear {
+    type Saved = (Tensor, Tensor);
+
+    fn name(&self) -> &'static str {
+        "linear"
+    }
+
+    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {
+        let (x, weight, bias) = (inputs[0], inputs[1], inputs.get(2).copied());
+        same_dtype("linear", inputs)?;
+        let (Some([rows, features]), Some([outputs, weight_features])) = (matrix(x), matrix(weight)) else {
+            let reason = format!("expected matrices, got x {:?} and weight {:?}", x.shape(), weight.shape());
+            return Err(invalid("linear", reason));
+        };
+        if features != weight_features {
+            let reason = format!(
+                "x {:?} has {features} features, weight {:?} (outputs x features) takes {weight_features}",
+                x.shape(),
+                weight.shape()
+            );
+            return Err(invalid("linear", reason));
+        }
+        check_vector("linear", "the bias", bias, outputs)?;
+        let mut y = product([rows, outputs], x, (x, false), (weight, true))?;
+        if let Some(bias) = bias {
+            let extent = y.extent("linear")?;
+            let cpu = x.device().compute();
+            dispatch!(x.dtype(), T => y.update(|y: &mut [T]| {
+                Ok(elementwise::add_bias(cpu, &extent, bias.data::<T>()?, y)?)
+            }))?;
+        }
+        Ok((y, (x.detach(), weight.detach())))
+    }
+
+    fn backward(
+        &self,
+        (x, weight): Self::Saved,
+        upstream: Tensor,
+        needs: &Needs,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let shape = |tensor: &Tensor| matrix(tensor).expect("forward checked it");
+        let dx = needs.input(0).then(|| product(shape(&x), &x, (&upstream, false), (&weight, false)));
+        let dweight = needs.input(1).then(|| product(shape(&weight), &x, (&upstream, true), (&x, false)));
+        let mut gradients = vec![dx.transpose()?, dweight.transpose()?];
+        if needs.input(2) {
+            gradients.push(Some(super::conv2d::bias_gradient(&upstream)?));
+        } else if needs.len() == 3 {
+            gradients.push(None);
+        }
+        Ok(gradients)
+    }
+}

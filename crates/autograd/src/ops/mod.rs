@@ -1,0 +1,59 @@
+//! The built-in operations. Each file holds one, with its backward; each is a [`crate::Function`] like yours.
+
+mod arithmetic;
+mod batch_norm;
+mod conv2d;
+mod conv_bn2d;
+mod dropout;
+mod linear;
+mod log_softmax;
+mod memory_format;
+mod nll_loss;
+mod pool2d;
+mod relu;
+mod reshape;
+
+pub use batch_norm::{BatchNormOptions, Statistics, batch_norm};
+pub use conv_bn2d::{ConvBnParameters, conv_bn2d};
+pub use conv2d::{ConvOptions, Padding, conv2d};
+pub use convoke_kernels::batch_norm::{Activation, Moments};
+pub use dropout::dropout;
+pub use linear::linear;
+pub use log_softmax::log_softmax;
+pub use nll_loss::{Reduction, cross_entropy, nll_loss};
+pub use pool2d::{PoolOptions, avg_pool2d, max_pool2d};
+
+use crate::error::invalid;
+use crate::{Error, Result, Tensor};
+
+/// N, C, H, W of a tensor that must have four dimensions.
+fn four_dimensions(operation: &'static str, operand: &str, tensor: &Tensor) -> Result<[usize; 4]> {
+    tensor.shape().try_into().map_err(|_| {
+        let shape = tensor.shape();
+        invalid(operation, format!("expected a 4D {operand} (got {}D: {shape:?})", shape.len()))
+    })
+}
+
+/// All operands must have the element type of the first.
+fn same_dtype(operation: &'static str, tensors: &[&Tensor]) -> Result<()> {
+    match tensors.iter().find(|tensor| tensor.dtype() != tensors[0].dtype()) {
+        Some(other) => Err(Error::DType { operation, expected: tensors[0].dtype(), found: other.dtype() }),
+        None => Ok(()),
+    }
+}
+
+/// An optional operand that must be a vector with one number a channel.
+fn check_vector(
+    operation: &'static str,
+    operand: &str,
+    vector: Option<&Tensor>,
+    channels: usize,
+) -> Result<()> {
+    match vector {
+        Some(vector) if vector.shape() != [channels] => Err(invalid(
+            operation,
+            format!("{operand} has shape {:?}, expected [{channels}]: one number a channel", vector.shape()),
+        )),
+        _ => Ok(()),
+    }
+}

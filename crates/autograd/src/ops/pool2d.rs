@@ -1,0 +1,175 @@
+//! Max and average pooling.
+
+use std::sync::Arc;
+
+use convoke_kernels::pool::{self, PoolAxis, PoolProblem};
+
+use super::four_dimensions;
+use crate::error::invalid;
+use crate::tensor::dispatch;
+use crate::{Buffer, Function, Needs, Result, Tensor, apply};
+
+/// The windows of a pooling, height before width, as PyTorch's `max_pool2d` and `avg_pool2d` take them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PoolOptions {
+    /// Window size.
+    pub kernel: [usize; 2],
+    /// Step between windows.
+    pub stride: [usize; 2],
+    /// Padding on both sides, at most half the window.
+    pub padding: [usize; 2],
+    /// Step between window elements; 1 for averages.
+    pub dilation: [usize; 2],
+    /// Whether a last window that runs over the end counts.
+    pub ceil_mode: bool,
+    /// Whether averages count padding in their divisor.
+    pub count_include_pad: bool,
+}
+
+impl PoolOptions {
+    /// Square windows that do not overlap.
+    pub fn new(kernel: usize) -> PoolOptions {
+        PoolOptions {
+            kernel: [kernel; 2],
+            stride: [kernel; 2],
+            padding: [0; 2],
+            dilation: [1; 2],
+            ceil_mode: false,
+            count_include_pad: true,
+        }
+    }
+
+    fn problem(&self, operation: &'static str, x: &Tensor) -> Result<PoolProblem> {
+        let [batch, channels, height, width] = four_dimensions(operation, "input", x)?;
+        let axis = |index: usize, input: usize| PoolAxis {
+            input,
+            kernel: self.kernel[index],
+            stride: self.stride[index],
+            padding: self.padding[index],
+            dilation: self.dilation[index],
+        };
+        let axes = [axis(0, height), axis(1, width)];
+        PoolProblem::new([batch, channels], axes, self.ceil_mode, x.format()).map_err(|error| match error {
+            convoke_kernels::Error::Invalid { reason, .. } => {
+                invalid(operation, format!("{reason}; the input is {:?}", x.shape()))
+            }
+            error => error.into(),
+        })
+    }
+}
+
+/// The largest value of each window of an N x C x H x W tensor. Saves one byte an output (two for windows over 256).
+///
+/// # Errors
+/// If the windows do not fit the input.
+pub fn max_pool2d(x: &Tensor, options: &PoolOptions) -> Result<Tensor> {
+    let problem = options.problem("max_pool2d", x)?;
+    apply(MaxPool { problem, input_shape: x.shape().to_vec() }, &[x])
+}
+
+/// The mean of each window of an N x C x H x W tensor. Saves nothing.
+///
+/// # Errors
+/// If the windows do not fit the input, or have dilation.
+pub fn avg_pool2d(x: &Tensor, options: &PoolOptions) -> Result<Tensor> {
+    let problem = options.problem("avg_pool2d", x)?;
+    let count_padding = options.count_include_pad;
+    apply(AveragePool { problem, input_shape: x.shape().to_vec(), count_padding }, &[x])
+}
+
+struct MaxPool {
+    problem: PoolProblem,
+    input_shape: Vec<usize>,
+}
+
+/// Which element of its window won, for every output.
+#[derive(Clone)]
+enum Indices {
+    None,
+    Byte(Arc<Buffer<u8>>),
+    Short(Arc<Buffer<u16>>),
+}
+
+impl Function for MaxPool {
+    type Saved = Indices;
+
+    fn name(&self) -> &'static str {
+        "max_pool2d"
+    }
+
+    fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, Indices)> {
+        let x = inputs[0];
+        let (device, shape) = (x.device(), self.problem.output_shape());
+        let cpu = device.compute();
+        let len = shape.iter().product();
+        let mut indices = Indices::None;
+        let y = dispatch!(x.dtype(), T => Tensor::build(device, &shape, x.format(), |y: &mut [T]| {
+            let x = x.data::<T>()?;
+            if !needs.any() {
+                pool::max_pool::<T, u16>(cpu, &self.problem, x, y, None)?;
+            } else if self.problem.window_len() <= 256 {
+                let mut taken = device.buffer::<u8>(len);
+                pool::max_pool(cpu, &self.problem, x, y, Some(&mut taken))?;
+                indices = Indices::Byte(Arc::new(taken));
+            } else {
+                let mut taken = device.buffer::<u16>(len);
+                pool::max_pool(cpu, &self.problem, x, y, Some(&mut taken))?;
+                indices = Indices::Short(Arc::new(taken));
+            }
+            Ok(())
+        }))?;
+        Ok((y, indices))
+    }
+
+    fn backward(&self, indices: Indices, upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
+        let (device, format) = (upstream.device(), upstream.format());
+        let cpu = device.compute();
+        let dx = dispatch!(upstream.dtype(), T => {
+            Tensor::build(device, &self.input_shape, format, |dx: &mut [T]| {
+                let dy = upstream.data::<T>()?;
+                match &indices {
+                    Indices::Byte(taken) => pool::max_pool_backward(cpu, &self.problem, dy, taken, dx)?,
+                    Indices::Short(taken) => pool::max_pool_backward(cpu, &self.problem, dy, taken, dx)?,
+                    Indices::None => unreachable!("backward runs only where forward was told that it would"),
+                }
+                Ok(())
+            })
+        })?;
+        Ok(vec![Some(dx)])
+    }
+}
+
+struct AveragePool {
+    problem: PoolProblem,
+    input_shape: Vec<usize>,
+    count_padding: bool,
+}
+
+impl Function for AveragePool {
+    type Saved = ();
+
+    fn name(&self) -> &'static str {
+        "avg_pool2d"
+    }
+
+    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {
+        let x = inputs[0];
+        let shape = self.problem.output_shape();
+        let y = dispatch!(x.dtype(), T => Tensor::build(x.device(), &shape, x.format(), |y: &mut [T]| {
+            let cpu = x.device().compute();
+            Ok(pool::average_pool(cpu, &self.problem, self.count_padding, x.data::<T>()?, y)?)
+        }))?;
+        Ok((y, ()))
+    }
+
+    fn backward(&self, (): (), upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
+        let (device, format) = (upstream.device(), upstream.format());
+        let dx = dispatch!(upstream.dtype(), T => {
+            Tensor::build(device, &self.input_shape, format, |dx: &mut [T]| {
+                let dy = upstream.data::<T>()?;
+                Ok(pool::average_pool_backward(device.compute(), &self.problem, self.count_padding, dy, dx)?)
+            })
+        })?;
+        Ok(vec![Some(dx)])
+    }
+}

@@ -1,0 +1,228 @@
+//! Buffers that are reused, and the exact count of their bytes.
+
+use std::collections::BTreeMap;
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Instant;
+
+use bytemuck::Pod;
+
+/// The unit of allocation: a cache line, so that every buffer starts on one.
+#[derive(Clone, Copy, bytemuck::Zeroable, bytemuck::Pod)]
+#[repr(C, align(64))]
+struct Line([u8; 64]);
+
+/// Bytes held by a device's buffers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct MemoryStats {
+    /// Bytes of buffers in use: tensors, saved values, workspaces. Exact: elements times their size.
+    pub live_bytes: usize,
+    /// The most that `live_bytes` has been since the device was made or [`crate::Device::reset_peak`].
+    pub peak_bytes: usize,
+    /// Bytes of freed buffers that are kept to be used again.
+    pub cached_bytes: usize,
+    /// How many times memory was taken from the operating system rather than from the cache.
+    pub fresh_allocations: usize,
+}
+
+/// Bytes in use at one moment of a recorded timeline.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct TimelinePoint {
+    /// Seconds since recording began.
+    pub seconds: f64,
+    /// Bytes in use from then on.
+    pub live_bytes: usize,
+}
+
+#[derive(Default)]
+struct State {
+    stats: MemoryStats,
+    /// Free buffers by their number of lines.
+    free: BTreeMap<usize, Vec<Box<[Line]>>>,
+    timeline: Option<(Instant, Vec<TimelinePoint>)>,
+}
+
+/// The buffers of one device.
+pub(crate) struct Pool {
+    state: Mutex<State>,
+    /// Fill buffers with NaN before they are handed out: shows who reads before writing.
+    poison: bool,
+}
+
+impl Pool {
+    pub(crate) fn new(poison: bool) -> Arc<Pool> {
+        Arc::new(Pool { state: Mutex::default(), poison })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // A panic elsewhere cannot leave these counters half-changed: nothing in here panics between two writes.
+        self.state.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    pub(crate) fn stats(&self) -> MemoryStats {
+        self.state().stats
+    }
+
+    pub(crate) fn reset_peak(&self) {
+        let mut state = self.state();
+        state.stats.peak_bytes = state.stats.live_bytes;
+    }
+
+    pub(crate) fn trim(&self) {
+        let mut state = self.state();
+        state.free.clear();
+        state.stats.cached_bytes = 0;
+    }
+
+    pub(crate) fn start_timeline(&self) {
+        let mut state = self.state();
+        let first = TimelinePoint { seconds: 0.0, live_bytes: state.stats.live_bytes };
+        state.timeline = Some((Instant::now(), vec![first]));
+    }
+
+    pub(crate) fn take_timeline(&self) -> Vec<TimelinePoint> {
+        self.state().timeline.take().map_or_else(Vec::new, |(_, points)| points)
+    }
+
+    /// A buffer of `len` elements with any content.
+    pub(crate) fn take<T: Pod>(self: &Arc<Self>, len: usize) -> Buffer<T> {
+        let bytes = len.checked_mul(size_of::<T>()).expect("a buffer's size fits the address space");
+        let needed = bytes.div_ceil(size_of::<Line>());
+        let cached = self.state().take(bytes, needed);
+        let lines = cached.unwrap_or_else(|| bytemuck::zeroed_slice_box(needed));
+        let mut buffer = Buffer { lines, len, pool: self.clone(), element: PhantomData };
+        if self.poison {
+            bytemuck::cast_slice_mut::<Line, u8>(&mut buffer.lines).fill(0xff);
+        }
+        buffer
+    }
+
+    fn give_back(&self, lines: Box<[Line]>, bytes: usize) {
+        let mut state = self.state();
+        state.stats.live_bytes -= bytes;
+        state.stats.cached_bytes += lines.len() * size_of::<Line>();
+        state.free.entry(lines.len()).or_default().push(lines);
+        state.mark();
+    }
+}
+
+impl State {
+    /// Counts a new buffer and finds it in the cache, if one there is not much larger.
+    fn take(&mut self, bytes: usize, needed: usize) -> Option<Box<[Line]>> {
+        self.stats.live_bytes += bytes;
+        self.stats.peak_bytes = self.stats.peak_bytes.max(self.stats.live_bytes);
+        self.mark();
+        let found = self.free.range(needed..=needed + needed / 8).next().map(|(&lines, _)| lines);
+        if let Some(lines) = found {
+            return self.pop(lines);
+        }
+        if needed > 0 {
+            self.stats.fresh_allocations += 1;
+        }
+        // What is cached must not make the process much larger than the tensors ever were: largest goes first.
+        let limit = self.stats.peak_bytes + self.stats.peak_bytes / 8;
+        while self.stats.live_bytes + self.stats.cached_bytes > limit {
+            let Some((&largest, _)) = self.free.last_key_value() else { break };
+            drop(self.pop(largest));
+        }
+        None
+    }
+
+    fn pop(&mut self, lines: usize) -> Option<Box<[Line]>> {
+        let buffers = self.free.get_mut(&lines)?;
+        let buffer = buffers.pop();
+        if buffers.is_empty() {
+            self.free.remove(&lines);
+        }
+        if buffer.is_some() {
+            self.stats.cached_bytes -= lines * size_of::<Line>();
+        }
+        buffer
+    }
+
+    fn mark(&mut self) {
+        let live_bytes = self.stats.live_bytes;
+        if let Some((start, points)) = &mut self.timeline {
+            points.push(TimelinePoint { seconds: start.elapsed().as_secs_f64(), live_bytes });
+        }
+    }
+}
+
+/// A run of elements that goes back to its device's pool when dropped.
+pub struct Buffer<T: Pod> {
+    lines: Box<[Line]>,
+    len: usize,
+    pool: Arc<Pool>,
+    element: PhantomData<T>,
+}
+
+impl<T: Pod> Deref for Buffer<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        &bytemuck::cast_slice(&self.lines)[..self.len]
+    }
+}
+
+impl<T: Pod> DerefMut for Buffer<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        &mut bytemuck::cast_slice_mut(&mut self.lines)[..self.len]
+    }
+}
+
+impl<T: Pod> Drop for Buffer<T> {
+    fn drop(&mut self) {
+        self.pool.give_back(std::mem::take(&mut self.lines), self.len * size_of::<T>());
+    }
+}
+
+impl<T: Pod> std::fmt::Debug for Buffer<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Buffer of {} x {}", self.len, std::any::type_name::<T>())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_are_exact_and_buffers_come_back() {
+        let pool = Pool::new(false);
+        let a = pool.take::<f32>(100);
+        let b = pool.take::<f64>(10);
+        assert_eq!(pool.stats().live_bytes, 480);
+        drop(a);
+        assert_eq!((pool.stats().live_bytes, pool.stats().peak_bytes), (80, 480));
+        let again = pool.take::<u8>(400);
+        assert_eq!(pool.stats().fresh_allocations, 2, "the freed buffer serves again");
+        drop((again, b));
+        assert_eq!(pool.stats().live_bytes, 0);
+        pool.reset_peak();
+        assert_eq!(pool.stats().peak_bytes, 0);
+        pool.trim();
+        assert_eq!(pool.stats().cached_bytes, 0);
+    }
+
+    #[test]
+    fn the_cache_never_makes_the_process_much_larger_than_its_peak() {
+        let pool = Pool::new(false);
+        drop(pool.take::<u8>(1 << 20));
+        let small: Vec<_> = (0..8).map(|_| pool.take::<u8>(1 << 16)).collect();
+        let stats = pool.stats();
+        assert!(
+            stats.live_bytes + stats.cached_bytes <= stats.peak_bytes + stats.peak_bytes / 8,
+            "{stats:?}"
+        );
+        drop(small);
+    }
+
+    #[test]
+    fn poison_fills_with_nan_and_empty_buffers_are_fine() {
+        let pool = Pool::new(true);
+        assert!(pool.take::<f32>(5).iter().all(|x| x.is_nan()));
+        assert!(pool.take::<f64>(5).iter().all(|x| x.is_nan()));
+        assert!(pool.take::<f32>(0).is_empty());
+    }
+}

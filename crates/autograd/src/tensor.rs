@@ -1,0 +1,377 @@
+//! The tensor: an immutable array with a shape, a memory format and, if recorded, the operation it came from.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use convoke_kernels::memory_format::{self, Extent};
+use convoke_kernels::{DType, Element, MemoryFormat};
+
+use crate::error::invalid;
+use crate::function::Node;
+use crate::mode::{self, Mode};
+use crate::pool::Buffer;
+use crate::{Device, Error, Result};
+
+/// An n-dimensional array of f32 or f64 on a [`Device`]. Cloning is cheap and shares the elements.
+///
+/// Elements never change while anyone shares them, so what an operation saved for backward stays as it was.
+/// A tensor of 4 dimensions is N x C x H x W whatever its [`MemoryFormat`].
+#[derive(Clone)]
+pub struct Tensor {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    storage: Arc<Storage>,
+    shape: Vec<usize>,
+    format: MemoryFormat,
+    device: Device,
+    history: History,
+    inference: bool,
+}
+
+/// Where a tensor came from, as far as backward is concerned.
+#[derive(Clone)]
+pub(crate) enum History {
+    /// A constant.
+    None,
+    /// A value whose gradient is wanted.
+    Leaf(u64),
+    /// The output of a recorded operation.
+    Node(Arc<Node>),
+}
+
+pub(crate) enum Storage {
+    F32(Buffer<f32>),
+    F64(Buffer<f64>),
+}
+
+/// Runs code with `$T` the element type of a `DType`.
+macro_rules! dispatch {
+    ($dtype:expr, $T:ident => $body:expr) => {
+        match $dtype {
+            convoke_kernels::DType::F32 => {
+                type $T = f32;
+                $body
+            }
+            convoke_kernels::DType::F64 => {
+                type $T = f64;
+                $body
+            }
+        }
+    };
+}
+pub(crate) use dispatch;
+
+/// A shape as `[2, 3, 4]`, for messages.
+pub fn format_shape(shape: &[usize]) -> String {
+    format!("{shape:?}")
+}
+
+/// The number of elements of a shape.
+pub(crate) fn checked_len(operation: &'static str, shape: &[usize]) -> Result<usize> {
+    // No tensor of 2^48 elements fits a machine; the bound also keeps byte counts from overflowing.
+    shape
+        .iter()
+        .try_fold(1usize, |len, &size| len.checked_mul(size))
+        .filter(|&len| len < 1 << 48)
+        .ok_or_else(|| invalid(operation, format!("the shape {shape:?} is too large")))
+}
+
+impl Tensor {
+    /// A tensor in contiguous order from its elements.
+    ///
+    /// # Errors
+    /// If the number of elements is not the shape's.
+    pub fn from_slice<T: Element>(device: &Device, shape: &[usize], elements: &[T]) -> Result<Tensor> {
+        let len = checked_len("from_slice", shape)?;
+        if elements.len() != len {
+            return Err(invalid(
+                "from_slice",
+                format!("the shape {shape:?} needs {len} elements, found {}", elements.len()),
+            ));
+        }
+        Tensor::build(device, shape, MemoryFormat::Contiguous, |data: &mut [T]| {
+            data.copy_from_slice(elements);
+            Ok(())
+        })
+    }
+
+    /// A tensor with every element `value`.
+    ///
+    /// # Errors
+    /// If the shape is too large.
+    pub fn full(device: &Device, shape: &[usize], dtype: DType, value: f64) -> Result<Tensor> {
+        dispatch!(dtype, T => Tensor::build(device, shape, MemoryFormat::Contiguous, |data: &mut [T]| {
+            data.fill(T::of(value));
+            Ok(())
+        }))
+    }
+
+    /// A tensor of zeros.
+    ///
+    /// # Errors
+    /// If the shape is too large.
+    pub fn zeros(device: &Device, shape: &[usize], dtype: DType) -> Result<Tensor> {
+        Tensor::full(device, shape, dtype, 0.0)
+    }
+
+    /// A tensor whose elements `write` fills; they start with any content and lie in the order of `format`.
+    ///
+    /// This is how operations make their output.
+    ///
+    /// # Errors
+    /// If the shape is too large, channels-last is asked for without 4 dimensions, or `write` fails.
+    pub fn build<T: Element>(
+        device: &Device,
+        shape: &[usize],
+        format: MemoryFormat,
+        write: impl FnOnce(&mut [T]) -> Result<()>,
+    ) -> Result<Tensor> {
+        let len = checked_len("tensor", shape)?;
+        let format = usable_format(shape, format)?;
+        let mut buffer = device.buffer::<T>(len);
+        write(&mut buffer)?;
+        Ok(Tensor::from_buffer(device, shape, format, buffer))
+    }
+
+    /// A tensor that takes over `buffer`, whose length must be the shape's.
+    pub(crate) fn from_buffer<T: Element>(
+        device: &Device,
+        shape: &[usize],
+        format: MemoryFormat,
+        buffer: Buffer<T>,
+    ) -> Tensor {
+        debug_assert_eq!(buffer.len(), shape.iter().product::<usize>());
+        let any: Box<dyn std::any::Any> = Box::new(buffer);
+        let storage = match any.downcast::<Buffer<f32>>() {
+            Ok(buffer) => Storage::F32(*buffer),
+            Err(any) => Storage::F64(*any.downcast().expect("an Element is f32 or f64")),
+        };
+        Tensor {
+            inner: Arc::new(Inner {
+                storage: Arc::new(storage),
+                shape: shape.to_vec(),
+                format,
+                device: device.clone(),
+                history: History::None,
+                inference: mode::current() == Mode::Inference,
+            }),
+        }
+    }
+
+    fn with_inner(&self, change: impl FnOnce(&mut Inner)) -> Tensor {
+        let mut inner = Inner {
+            storage: self.inner.storage.clone(),
+            shape: self.inner.shape.clone(),
+            format: self.inner.format,
+            device: self.inner.device.clone(),
+            history: self.inner.history.clone(),
+            inference: self.inner.inference,
+        };
+        change(&mut inner);
+        Tensor { inner: Arc::new(inner) }
+    }
+
+    pub(crate) fn with_history(&self, history: History) -> Tensor {
+        self.with_inner(|inner| inner.history = history)
+    }
+
+    /// The same elements in another shape of equal length, without history. Contiguous tensors only.
+    pub(crate) fn reshaped(&self, shape: &[usize]) -> Tensor {
+        debug_assert_eq!(self.len(), shape.iter().product::<usize>());
+        self.with_inner(|inner| {
+            inner.shape = shape.to_vec();
+            inner.format = MemoryFormat::Contiguous;
+            inner.history = History::None;
+        })
+    }
+
+    /// A leaf with these elements: `backward` will give its gradient.
+    pub fn with_grad(&self) -> Tensor {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        self.with_history(History::Leaf(NEXT.fetch_add(1, Ordering::Relaxed)))
+    }
+
+    /// A constant with these elements: gradients stop here.
+    pub fn detach(&self) -> Tensor {
+        self.with_history(History::None)
+    }
+
+    /// Whether `backward` reaches this tensor.
+    pub fn requires_grad(&self) -> bool {
+        !matches!(self.inner.history, History::None)
+    }
+
+    /// Whether this is a leaf made by [`Tensor::with_grad`].
+    pub fn is_leaf(&self) -> bool {
+        matches!(self.inner.history, History::Leaf(_))
+    }
+
+    pub(crate) fn history(&self) -> &History {
+        &self.inner.history
+    }
+
+    /// Whether this tensor was made in [`crate::inference_mode`].
+    pub fn is_inference(&self) -> bool {
+        self.inner.inference
+    }
+
+    /// The size of each dimension, N x C x H x W where there are four.
+    pub fn shape(&self) -> &[usize] {
+        &self.inner.shape
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.inner.shape.iter().product()
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Order of the elements in memory.
+    pub fn format(&self) -> MemoryFormat {
+        self.inner.format
+    }
+
+    /// Where this tensor lives.
+    pub fn device(&self) -> &Device {
+        &self.inner.device
+    }
+
+    /// Type of the elements.
+    pub fn dtype(&self) -> DType {
+        match *self.inner.storage {
+            Storage::F32(_) => DType::F32,
+            Storage::F64(_) => DType::F64,
+        }
+    }
+
+    /// The elements in the order of [`Tensor::format`].
+    ///
+    /// # Errors
+    /// If they are of another type.
+    pub fn data<T: Element>(&self) -> Result<&[T]> {
+        let found = self.dtype();
+        let mismatch = Error::DType { operation: "data", expected: T::DTYPE, found };
+        if found != T::DTYPE {
+            return Err(mismatch);
+        }
+        Ok(match &*self.inner.storage {
+            // Casts between equal types, which the compiler cannot see to be equal.
+            Storage::F32(buffer) => bytemuck::cast_slice(buffer),
+            Storage::F64(buffer) => bytemuck::cast_slice(buffer),
+        })
+    }
+
+    /// Changes the elements in place where nobody shares them, else in a copy that becomes this tensor.
+    ///
+    /// The history goes: the changed values are a constant, or a new leaf if this was one. For optimizers.
+    ///
+    /// # Errors
+    /// If the elements are of another type, or `change` fails (the tensor then holds what `change` left).
+    pub fn update<T: Element>(&mut self, change: impl FnOnce(&mut [T]) -> Result<()>) -> Result<()> {
+        self.data::<T>()?;
+        let shared = match Arc::get_mut(&mut self.inner) {
+            Some(inner) => Arc::get_mut(&mut inner.storage).is_none(),
+            None => true,
+        };
+        if shared {
+            let copy = Tensor::build(self.device(), self.shape(), self.format(), |data: &mut [T]| {
+                data.copy_from_slice(self.data::<T>()?);
+                Ok(())
+            })?;
+            *self = copy.with_history(self.inner.history.clone());
+        }
+        let was_leaf = self.is_leaf();
+        let inner = Arc::get_mut(&mut self.inner).expect("unshared");
+        inner.history = History::None;
+        let storage = Arc::get_mut(&mut inner.storage).expect("unshared");
+        let result = match storage {
+            Storage::F32(buffer) => change(bytemuck::cast_slice_mut(buffer)),
+            Storage::F64(buffer) => change(bytemuck::cast_slice_mut(buffer)),
+        };
+        if was_leaf {
+            *self = self.with_grad();
+        }
+        result
+    }
+
+    /// The elements in contiguous (N, C, H, W) order.
+    ///
+    /// # Errors
+    /// If they are of another type.
+    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
+        let contiguous = self.detach().in_format(MemoryFormat::Contiguous)?;
+        Ok(contiguous.data::<T>()?.to_vec())
+    }
+
+    /// The only element.
+    ///
+    /// # Errors
+    /// If there are more or fewer.
+    pub fn item(&self) -> Result<f64> {
+        if self.len() != 1 {
+            return Err(invalid(
+                "item",
+                format!("a tensor of shape {:?} is not a single number", self.shape()),
+            ));
+        }
+        dispatch!(self.dtype(), T => Ok(self.data::<T>()?[0].f64()))
+    }
+
+    /// This tensor seen as N x C x (the rest), as kernels that work by channel take it.
+    ///
+    /// # Errors
+    /// If it has fewer than two dimensions.
+    pub fn extent(&self, operation: &'static str) -> Result<Extent> {
+        match self.shape() {
+            &[batch, channels, ref spatial @ ..] => {
+                Ok(Extent { batch, channels, spatial: spatial.iter().product(), format: self.format() })
+            }
+            shape => {
+                Err(invalid(operation, format!("expected at least 2 dimensions (N, C, ...), got {shape:?}")))
+            }
+        }
+    }
+
+    /// The same values in another memory format, without history; shares the elements if it has it already.
+    pub(crate) fn in_format(&self, format: MemoryFormat) -> Result<Tensor> {
+        let format = usable_format(self.shape(), format)?;
+        if format == self.format() {
+            return Ok(self.detach());
+        }
+        let extent = self.extent("memory format")?;
+        dispatch!(self.dtype(), T => Tensor::build(self.device(), self.shape(), format, |out: &mut [T]| {
+            Ok(memory_format::convert(self.device().compute(), &extent, self.data::<T>()?, out)?)
+        }))
+    }
+}
+
+/// Channels-last needs four dimensions.
+fn usable_format(shape: &[usize], format: MemoryFormat) -> Result<MemoryFormat> {
+    if format == MemoryFormat::ChannelsLast && shape.len() != 4 {
+        return Err(invalid("memory format", format!("channels-last needs 4 dimensions, got {shape:?}")));
+    }
+    Ok(format)
+}
+
+impl std::fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Tensor({} {:?} {}", self.dtype(), self.shape(), self.format())?;
+        match self.history() {
+            History::None => {}
+            History::Leaf(_) => write!(f, ", leaf")?,
+            History::Node(node) => write!(f, ", from {}", node.name)?,
+        }
+        const SHOWN: usize = 8;
+        let first: Vec<f64> = dispatch!(self.dtype(), T => match self.data::<T>() {
+            Ok(data) => data.iter().take(SHOWN).map(|x| x.f64()).collect(),
+            Err(_) => Vec::new(),
+        });
+        write!(f, ", {first:?}{})", if self.len() > SHOWN { "..." } else { "" })
+    }
+}

@@ -1,0 +1,216 @@
+//! Every convolution algorithm of the table against the reference, on published and generated problems.
+//!
+//! Outputs and workspaces start as NaN, so that what is read before it is written shows. The same numbers go through
+//! every algorithm, pass, memory format and element type; expected is what the reference computes in f64.
+
+mod common;
+
+use std::collections::{BTreeMap, HashSet};
+
+use common::{ConvCase, FORMATS, cpus, problems, properties};
+use convoke_kernels::conv::{self, ConvAxis, ConvProblem, Pass, parse_suite};
+use convoke_kernels::{Cpu, DType};
+use convoke_testkit::{Failures, shared_dir};
+use proptest::prelude::*;
+
+const DTYPES: [DType; 2] = [DType::F32, DType::F64];
+
+/// Small problems of every kind that the suites have, and of the kinds that break indexing.
+const BUILT_IN: &str = "
+    mb2ic3ih9iw8oc5kh3ph1            # plain
+    mb1ic3ih21oc7kh11sh4             # a strided stem with a large kernel
+    mb2ic3ih15oc4kh7sh2ph3           # another, padded
+    g2mb2ic6ih7oc8kh5ph2             # two groups
+    g32mb2ic32ih9oc32kh3ph1          # depthwise
+    g7mb2ic7ih8oc14kh3sh2ph1         # depthwise with multiplier 2, strided
+    mb3ic65ih5iw7oc13kh1             # pointwise, prime channels
+    g3mb4ic6ih3iw5oc9kh1             # pointwise, grouped
+    mb2ic13ih9oc65kh1sh2             # pointwise, strided: not a plain matrix product
+    mb2ic4ih5oc3kh1ph1               # pointwise, padded: neither
+    mb1ic4ih10iw13oc6kh3ph3dh2       # dilated
+    mb5ic2ih6iw7oc3kh6kw7            # kernel = input
+    mb5ic1ih1iw1oc1kh1               # one of everything
+    mb1ic3ih1iw40oc5kh1kw3           # one row
+    mb1ic2ih1iw33oc4kh1kw6sh1sw4     # one row, strided, columns left over
+    mb2ic2ih30iw1oc3kh5kw1ph2pw0     # one column
+    mb1ic16ih14oc16kh1sh14           # a stride as large as the input
+    mb2ic3ih6iw5oc4oh4ow6kh3ph0pw2   # padding only after, only before
+    mb2ic3ih8oc4oh4kh3sh2ph0         # padding after, strided
+    mb1ic2ih4oc3kh3ph5               # padding wider than the kernel: windows of padding only
+    g3mb2ic6ih11iw10oc9oh6ow3kh3kw2sh2sw3ph3pw0dh1dw2 # everything at once
+    mb1ic17ih60iw70oc19kh3ph1        # several tiles of columns, and threads inside an image
+    mb4ic17ih23iw31oc33kh3ph1        # work for several threads
+";
+
+/// How often each algorithm ran, and how often it had a reason not to.
+#[derive(Default)]
+struct Coverage {
+    ran: BTreeMap<&'static str, usize>,
+    skipped: BTreeMap<&'static str, usize>,
+}
+
+impl Coverage {
+    fn report(&self, what: &str) {
+        for algorithm in conv::algorithms() {
+            let count = |counts: &BTreeMap<_, _>| counts.get(algorithm.name()).copied().unwrap_or(0);
+            let (ran, skipped) = (count(&self.ran), count(&self.skipped));
+            println!("{what}: {} ran {ran} times, did not apply {skipped} times", algorithm.name());
+            assert!(ran > 0, "{what}: {} never ran: add a problem that it applies to", algorithm.name());
+            if ["im2col", "reference"].contains(&algorithm.name()) {
+                assert_eq!(skipped, 0, "{what}: {} applies to every problem", algorithm.name());
+            }
+        }
+    }
+}
+
+/// Every algorithm, pass, format and element type on one problem; `choose` picks the CPUs for each algorithm.
+fn check_problem<'a>(
+    failures: &mut Failures,
+    coverage: &mut Coverage,
+    problem: &ConvProblem,
+    mut choose: impl FnMut(&str) -> &'a [Cpu],
+) {
+    let case = ConvCase::new(problem, 7);
+    for pass in Pass::ALL {
+        let expected = case.expected(pass);
+        for (&algorithm, format) in conv::algorithms().iter().flat_map(|a| FORMATS.map(|f| (a, f))) {
+            let name = algorithm.name();
+            for (dtype, cpu) in
+                DTYPES.into_iter().flat_map(|dtype| choose(name).iter().map(move |cpu| (dtype, cpu)))
+            {
+                let mut applied = false;
+                failures.run(format!("{name} {pass} {problem} {format} {dtype} {cpu:?}"), || {
+                    match case.check(algorithm, pass, format, (dtype, cpu), &expected) {
+                        Ok(result) => {
+                            applied = true;
+                            result.map_err(|mismatch| mismatch.to_string())
+                        }
+                        Err(reason) if reason.to_string().is_empty() => {
+                            Err("skipped without a reason".into())
+                        }
+                        Err(_) => Ok(()),
+                    }
+                });
+                *if applied { &mut coverage.ran } else { &mut coverage.skipped }.entry(name).or_default() +=
+                    1;
+            }
+        }
+    }
+}
+
+#[test]
+fn built_in_problems_on_every_cpu_configuration() {
+    let mut failures = Failures::new("algorithms on the built-in problems");
+    let mut coverage = Coverage::default();
+    for problem in parse_suite(BUILT_IN).unwrap() {
+        check_problem(&mut failures, &mut coverage, &problem, |name| match name {
+            "reference" => &cpus()[cpus().len() - 1..], // slow, and the same code for every instruction set
+            _ => cpus(),
+        });
+    }
+    coverage.report("built-in problems");
+    failures.finish();
+}
+
+/// A problem of the same kind with about a million multiply-adds: fewer images, channels, groups, pixels.
+fn reduced(problem: &ConvProblem, index: usize) -> ConvProblem {
+    let (c, k) = (problem.group_in_channels(), problem.group_out_channels());
+    let axis = |axis: &mut ConvAxis| {
+        // The remainder keeps sizes of every residue, which vectors and tiles care about.
+        axis.input = axis.input.min(axis.kernel_span().max(10) + 2 * axis.stride + axis.input % 5);
+    };
+    let change = |spec: &mut conv::ConvSpec| {
+        spec.batch = spec.batch.min(1 + index % 2);
+        spec.groups = spec.groups.min(5);
+        spec.in_channels = spec.groups * c.min(16 + c % 7);
+        spec.out_channels = spec.groups * k.min(13 + k % 8);
+        axis(&mut spec.height);
+        axis(&mut spec.width);
+    };
+    problem.with(change).unwrap_or_else(|error| panic!("{problem}: {error}"))
+}
+
+#[test]
+fn published_suites_made_small() {
+    let Some(folder) = shared_dir("suites") else { return };
+    let mut failures = Failures::new("algorithms on the suites");
+    let (mut coverage, mut seen, mut turn) = (Coverage::default(), HashSet::new(), 0);
+    let mut files: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.sort();
+    for file in files.iter().filter(|file| file.extension().is_some_and(|extension| extension == "txt")) {
+        let text = std::fs::read_to_string(file).unwrap();
+        let suite = parse_suite(&text).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+        assert!(!suite.is_empty(), "{} holds no problem", file.display());
+        for (index, problem) in suite.iter().enumerate() {
+            let problem = reduced(problem, index);
+            if seen.insert(problem) {
+                check_problem(&mut failures, &mut coverage, &problem, |_| {
+                    turn = (turn + 1) % cpus().len();
+                    &cpus()[turn..=turn]
+                });
+            }
+        }
+    }
+    println!("{} different problems of {} suites", seen.len(), files.len());
+    coverage.report("suites");
+    failures.finish();
+}
+
+#[test]
+fn pointwise_applies_to_plain_1x1_problems_only() {
+    let mut failures = Failures::new("pointwise");
+    let pointwise = conv::algorithm("pointwise").unwrap();
+    for problem in parse_suite(BUILT_IN).unwrap() {
+        let plain = [&problem.height, &problem.width]
+            .iter()
+            .all(|a| (a.kernel, a.stride, a.pad_before, a.pad_after) == (1, 1, 0, 0));
+        for pass in Pass::ALL {
+            let applies = pointwise.plan(&problem, pass, &Cpu::single()).is_ok();
+            let result = if applies == plain { Ok(()) } else { Err(format!("applies: {applies}")) };
+            failures.check(format!("{pass} {problem}"), result);
+        }
+    }
+    failures.finish();
+}
+
+#[test]
+fn names_are_unique_and_the_reference_is_last() {
+    let names: Vec<_> = conv::algorithms().iter().map(|algorithm| algorithm.name()).collect();
+    assert_eq!(names.iter().collect::<HashSet<_>>().len(), names.len(), "{names:?}");
+    assert_eq!(names.last(), Some(&"reference"));
+    assert!(conv::algorithms().iter().all(|algorithm| algorithm.revision() > 0));
+    assert!(conv::algorithm("no such algorithm").is_none());
+    let problem = "mb1ic2ih4oc3kh1".parse().unwrap();
+    assert_eq!(conv::plan(&problem, Pass::Forward, &Cpu::single()).algorithm(), names[0]);
+}
+
+proptest! {
+    #![proptest_config(properties(96))]
+
+    #[test]
+    fn generated_problems(problem in problems(2e6), seed in any::<u64>(), cpu in 0..cpus().len()) {
+        let mut failures = Failures::new(format!("algorithms on {problem}"));
+        check_problem(&mut failures, &mut Coverage::default(), &problem, |_| &cpus()[cpu..=cpu]);
+        // The adjoint identity <y(x, w), dy> = <x, dx(dy, w)> = <w, dw(x, dy)> ties the passes together.
+        let case = ConvCase::new(&problem, seed);
+        for (&algorithm, format) in conv::algorithms().iter().flat_map(|a| FORMATS.map(|f| (a, f))) {
+            let [Ok(y), Ok(dx), Ok(dw)] =
+                Pass::ALL.map(|pass| case.run::<f64>(algorithm, pass, format, &cpus()[cpu]))
+            else {
+                continue;
+            };
+            let products = [dot(&y, &case.dy), dot(&case.x, &dx), dot(&case.weight, &dw)];
+            // Rounding errors relative to the terms, not to a sum that may cancel.
+            let size: f64 = y.iter().zip(&case.dy).map(|(y, dy)| (y * dy).abs()).sum();
+            let equal = products.iter().all(|product| (product - products[0]).abs() <= 1e-12 * size);
+            let result = if equal { Ok(()) } else { Err(format!("{products:?}")) };
+            failures.check(format!("adjoint identity of {} {problem} {format}", algorithm.name()), result);
+        }
+        failures.finish();
+    }
+}
+
+fn dot(a: &[f64], b: &[f64]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
