@@ -93,8 +93,10 @@ impl Tensor {
         }
         let upstream = match options.upstream {
             Some(upstream) => {
-                let fits = upstream.shape() == self.shape() && upstream.dtype() == self.dtype();
-                if !fits || upstream.device() != self.device() {
+                if upstream.device() != self.device() {
+                    return Err(Error::Device { operation: "backward" });
+                }
+                if upstream.shape() != self.shape() || upstream.dtype() != self.dtype() {
                     let reason = format!("the upstream gradient {upstream:?} does not fit {self:?}");
                     return Err(invalid("backward", reason));
                 }
@@ -189,10 +191,12 @@ fn add(sum: Tensor, gradient: Tensor) -> Result<Tensor> {
         return Err(invalid("backward", reason));
     }
     let gradient = gradient.in_format(sum.format())?;
+    // An update forgets where values come from; a gradient must stay known as one.
+    let history = sum.history().clone();
     let mut sum = sum;
     dispatch!(sum.dtype(), T => {
         let cpu = sum.device().compute().clone();
         sum.update(|sum: &mut [T]| Ok(elementwise::add_assign(&cpu, gradient.data::<T>()?, sum)?))?;
     });
-    Ok(sum)
+    Ok(sum.with_history(history))
 }

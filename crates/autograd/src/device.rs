@@ -51,7 +51,10 @@ impl Device {
     }
 
     /// A buffer of `len` elements with any content, counted like a tensor. For workspaces and saved values.
-    pub fn buffer<T: Pod>(&self, len: usize) -> Buffer<T> {
+    ///
+    /// # Errors
+    /// If the operating system does not have the memory.
+    pub fn buffer<T: Pod>(&self, len: usize) -> Result<Buffer<T>> {
         self.inner.pool.take(len)
     }
 

@@ -33,6 +33,14 @@ pub enum Error {
         /// The operation.
         operation: &'static str,
     },
+    /// The operating system refused memory, or no machine has as much.
+    #[error("out of memory: a buffer of {elements} elements of {element_size} bytes cannot be had")]
+    Memory {
+        /// Elements of the buffer.
+        elements: usize,
+        /// Bytes of each.
+        element_size: usize,
+    },
     /// `backward` on a tensor that nothing was recorded for.
     #[error("backward: the tensor does not require gradients (a constant, detached, or computed in no_grad)")]
     NoGraph,

@@ -61,7 +61,8 @@ pub trait Function: Send + Sync + Sized + 'static {
 
     /// The output, and what backward will need.
     ///
-    /// `needs` tells which inputs want a gradient; if none does, what is saved is dropped at once.
+    /// The inputs are constants here; `needs` tells which of them want a gradient. If none does, what is saved is
+    /// dropped at once.
     ///
     /// # Errors
     /// If the inputs do not fit the operation.
@@ -127,7 +128,10 @@ pub fn apply_with_saved<F: Function, R>(
         return Err(Error::InferenceTensor { operation });
     }
     let needs = Needs { inputs: inputs.iter().map(|input| recording && input.requires_grad()).collect() };
-    let (output, saved) = mode::no_grad(|| function.forward(inputs, &needs))?;
+    // Forward sees constants: what it saves or returns of its inputs must not hold the tape behind them.
+    let constants: Vec<Tensor> = inputs.iter().map(|input| input.detach()).collect();
+    let constants: Vec<&Tensor> = constants.iter().collect();
+    let (output, saved) = mode::no_grad(|| function.forward(&constants, &needs))?;
     let extra = look(&saved);
     if !recording {
         return Ok((output, extra));

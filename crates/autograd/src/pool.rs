@@ -8,6 +8,8 @@ use std::time::Instant;
 
 use bytemuck::Pod;
 
+use crate::{Error, Result};
+
 /// The unit of allocation: a cache line, so that every buffer starts on one.
 #[derive(Clone, Copy, bytemuck::Zeroable, bytemuck::Pod)]
 #[repr(C, align(64))]
@@ -86,16 +88,21 @@ impl Pool {
     }
 
     /// A buffer of `len` elements with any content.
-    pub(crate) fn take<T: Pod>(self: &Arc<Self>, len: usize) -> Buffer<T> {
-        let bytes = len.checked_mul(size_of::<T>()).expect("a buffer's size fits the address space");
+    pub(crate) fn take<T: Pod>(self: &Arc<Self>, len: usize) -> Result<Buffer<T>> {
+        let refused = Error::Memory { elements: len, element_size: size_of::<T>() };
+        let Some(bytes) = len.checked_mul(size_of::<T>()) else { return Err(refused) };
         let needed = bytes.div_ceil(size_of::<Line>());
-        let cached = self.state().take(bytes, needed);
-        let lines = cached.unwrap_or_else(|| bytemuck::zeroed_slice_box(needed));
+        let cached = self.state().reuse(bytes, needed);
+        let fresh = cached.is_none() && needed > 0;
+        let Some(lines) = cached.or_else(|| bytemuck::allocation::try_zeroed_slice_box(needed).ok()) else {
+            return Err(refused);
+        };
+        self.state().count(bytes, fresh);
         let mut buffer = Buffer { lines, len, pool: self.clone(), element: PhantomData };
         if self.poison {
             bytemuck::cast_slice_mut::<Line, u8>(&mut buffer.lines).fill(0xff);
         }
-        buffer
+        Ok(buffer)
     }
 
     fn give_back(&self, lines: Box<[Line]>, bytes: usize) {
@@ -108,25 +115,29 @@ impl Pool {
 }
 
 impl State {
-    /// Counts a new buffer and finds it in the cache, if one there is not much larger.
-    fn take(&mut self, bytes: usize, needed: usize) -> Option<Box<[Line]>> {
-        self.stats.live_bytes += bytes;
-        self.stats.peak_bytes = self.stats.peak_bytes.max(self.stats.live_bytes);
-        self.mark();
+    /// A cached buffer, if one is not much larger than needed; else makes room for a fresh one of `bytes`.
+    fn reuse(&mut self, bytes: usize, needed: usize) -> Option<Box<[Line]>> {
         let found = self.free.range(needed..=needed + needed / 8).next().map(|(&lines, _)| lines);
         if let Some(lines) = found {
             return self.pop(lines);
         }
-        if needed > 0 {
-            self.stats.fresh_allocations += 1;
-        }
         // What is cached must not make the process much larger than the tensors ever were: largest goes first.
-        let limit = self.stats.peak_bytes + self.stats.peak_bytes / 8;
-        while self.stats.live_bytes + self.stats.cached_bytes > limit {
+        let live_bytes = self.stats.live_bytes.saturating_add(bytes);
+        let peak_bytes = self.stats.peak_bytes.max(live_bytes);
+        let limit = peak_bytes.saturating_add(peak_bytes / 8);
+        while live_bytes.saturating_add(self.stats.cached_bytes) > limit {
             let Some((&largest, _)) = self.free.last_key_value() else { break };
             drop(self.pop(largest));
         }
         None
+    }
+
+    /// Counts a buffer that is handed out.
+    fn count(&mut self, bytes: usize, fresh: bool) {
+        self.stats.live_bytes += bytes;
+        self.stats.peak_bytes = self.stats.peak_bytes.max(self.stats.live_bytes);
+        self.stats.fresh_allocations += usize::from(fresh);
+        self.mark();
     }
 
     fn pop(&mut self, lines: usize) -> Option<Box<[Line]>> {
@@ -190,12 +201,12 @@ mod tests {
     #[test]
     fn bytes_are_exact_and_buffers_come_back() {
         let pool = Pool::new(false);
-        let a = pool.take::<f32>(100);
-        let b = pool.take::<f64>(10);
+        let a = pool.take::<f32>(100).unwrap();
+        let b = pool.take::<f64>(10).unwrap();
         assert_eq!(pool.stats().live_bytes, 480);
         drop(a);
         assert_eq!((pool.stats().live_bytes, pool.stats().peak_bytes), (80, 480));
-        let again = pool.take::<u8>(400);
+        let again = pool.take::<u8>(400).unwrap();
         assert_eq!(pool.stats().fresh_allocations, 2, "the freed buffer serves again");
         drop((again, b));
         assert_eq!(pool.stats().live_bytes, 0);
@@ -208,8 +219,8 @@ mod tests {
     #[test]
     fn the_cache_never_makes_the_process_much_larger_than_its_peak() {
         let pool = Pool::new(false);
-        drop(pool.take::<u8>(1 << 20));
-        let small: Vec<_> = (0..8).map(|_| pool.take::<u8>(1 << 16)).collect();
+        drop(pool.take::<u8>(1 << 20)).unwrap();
+        let small: Vec<_> = (0..8).map(|_| pool.take::<u8>(1 << 16).unwrap()).collect();
         let stats = pool.stats();
         assert!(
             stats.live_bytes + stats.cached_bytes <= stats.peak_bytes + stats.peak_bytes / 8,
@@ -221,8 +232,8 @@ mod tests {
     #[test]
     fn poison_fills_with_nan_and_empty_buffers_are_fine() {
         let pool = Pool::new(true);
-        assert!(pool.take::<f32>(5).iter().all(|x| x.is_nan()));
-        assert!(pool.take::<f64>(5).iter().all(|x| x.is_nan()));
-        assert!(pool.take::<f32>(0).is_empty());
+        assert!(pool.take::<f32>(5).unwrap().iter().all(|x| x.is_nan()));
+        assert!(pool.take::<f64>(5).unwrap().iter().all(|x| x.is_nan()));
+        assert!(pool.take::<f32>(0).unwrap().is_empty());
     }
 }

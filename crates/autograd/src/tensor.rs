@@ -71,10 +71,12 @@ pub fn format_shape(shape: &[usize]) -> String {
 /// The number of elements of a shape.
 pub(crate) fn checked_len(operation: &'static str, shape: &[usize]) -> Result<usize> {
     // No tensor of 2^48 elements fits a machine; the bound also keeps byte counts from overflowing.
+    // Sizes of 0 count as 1, so that the product of any of the others is in bounds too.
     shape
         .iter()
-        .try_fold(1usize, |len, &size| len.checked_mul(size))
+        .try_fold(1usize, |len, &size| len.checked_mul(size.max(1)))
         .filter(|&len| len < 1 << 48)
+        .map(|_| shape.iter().product())
         .ok_or_else(|| invalid(operation, format!("the shape {shape:?} is too large")))
 }
 
@@ -121,7 +123,8 @@ impl Tensor {
     /// This is how operations make their output.
     ///
     /// # Errors
-    /// If the shape is too large, channels-last is asked for without 4 dimensions, or `write` fails.
+    /// If the shape is too large or there is no memory, channels-last is asked for without 4 dimensions, or `write`
+    /// fails.
     pub fn build<T: Element>(
         device: &Device,
         shape: &[usize],
@@ -130,7 +133,7 @@ impl Tensor {
     ) -> Result<Tensor> {
         let len = checked_len("tensor", shape)?;
         let format = usable_format(shape, format)?;
-        let mut buffer = device.buffer::<T>(len);
+        let mut buffer = device.buffer::<T>(len)?;
         write(&mut buffer)?;
         Ok(Tensor::from_buffer(device, shape, format, buffer))
     }

@@ -1,1 +1,32 @@
-//! placeholder
+//! Train convolutional networks on CPUs: convolution picked by measurement, batch norm done exactly right, and fused
+//! Conv+BN training in a fraction of the memory.
+//!
+//! This crate gathers the workspace: tensors and autograd at its root, built-in operations in [`ops`], layers,
+//! optimizers, data and training runs in [`nn`], the bare kernels in [`kernels`]. The program `convoke` is built
+//! with the feature `cli`, on by default.
+//!
+//! ```
+//! use convoke::nn::modules::{Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions};
+//! use convoke::nn::{Init, Module, ModuleExt, Optimizer, Rule};
+//! use convoke::{DType, Device, Tensor};
+//!
+//! let device = Device::cpu()?;
+//! let init = Init::new(&device, 0);
+//! let conv = Conv2d::new(&init, [3, 8], [3, 3], ConvOptions::default(), false)?;
+//! let bn = BatchNorm2d::new(&init, 8, BatchNormConfig::default())?;
+//! let block = ConvBn2d::new(conv, bn, Activation::Relu, ConvBnMode::Fused);
+//! let mut optimizer = Optimizer::new(Rule::sgd(0.1), &block)?;
+//!
+//! let images = Tensor::full(&device, &[4, 3, 8, 8], DType::F32, 0.5)?;
+//! let loss = block.forward(&images)?.mean()?;
+//! optimizer.step(loss.backward()?)?;
+//! assert_eq!(block.parameters().len(), 3);
+//! # Ok::<(), convoke::Error>(())
+//! ```
+
+pub use convoke_autograd::*;
+
+#[doc(inline)]
+pub use convoke_kernels as kernels;
+#[doc(inline)]
+pub use convoke_nn as nn;

@@ -1,1 +1,9 @@
-fn main() {}
+//! The program: `convoke train`, `compare`, `info`.
+
+mod cli;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    cli::main()
+}

@@ -484,6 +484,8 @@ multiversion! {
         }
     }
 
+    // Indices keep this loop vectorized: with `enumerate` it ran at a quarter of the speed.
+    #[allow(clippy::needless_range_loop)]
     fn normalize_rows<T: Element>(x: Option<&[T]>, y: &mut [T], c: &Coefficients<T>) {
         let channels = c.high.len();
         let (high, low, scale, shift) =

@@ -41,6 +41,7 @@ impl Extent {
     ///
     /// # Errors
     /// If the number does not fit `usize`, also where another size is 0: kernels multiply any two of the sizes.
+    #[allow(clippy::len_without_is_empty)] // it may fail, so there is no cheap `is_empty` to pair it with
     pub fn len(&self) -> Result<usize> {
         let sizes = [self.batch, self.channels, self.spatial];
         match sizes.iter().try_fold(1usize, |count, &size| count.checked_mul(size.max(1))) {

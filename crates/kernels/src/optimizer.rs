@@ -61,7 +61,7 @@ multiversion! {
         for ((p, &g), v) in parameter.iter_mut().zip(gradient).zip(velocity) {
             let g = g + decay * *p;
             *v = if first { g } else { keep * *v + take * g };
-            *p = *p - lr * if o.nesterov { g + momentum * *v } else { *v };
+            *p -= lr * if o.nesterov { g + momentum * *v } else { *v };
         }
     }
 
@@ -73,7 +73,7 @@ multiversion! {
             *square = rho * *square + rest * g * g;
             let delta = (*step + eps).sqrt() / (*square + eps).sqrt() * g;
             *step = rho * *step + rest * delta * delta;
-            *p = *p - lr * delta;
+            *p -= lr * delta;
         }
     }
 

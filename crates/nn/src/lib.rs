@@ -1,1 +1,22 @@
-//! placeholder
+//! Modules, initialisers, optimizers, data sets, models, training runs and checkpoints.
+//!
+//! A [`Module`] maps a tensor to a tensor and holds [`Parameter`]s under PyTorch's names. [`training::Trainer`] ties a
+//! model, an [`Optimizer`] and a data set together; it never prints, and tells its caller of every step.
+
+pub mod checkpoint;
+pub mod data;
+pub mod init;
+pub mod models;
+mod module;
+pub mod modules;
+mod optimizer;
+mod parameter;
+mod random;
+pub mod training;
+
+pub use convoke_autograd::{Error, Result};
+pub use init::Init;
+pub use module::{Module, ModuleExt, State};
+pub use optimizer::{Optimizer, Rule, StepLr};
+pub use parameter::{Buffer, Counter, Parameter};
+pub use random::Generator;

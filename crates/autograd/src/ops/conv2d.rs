@@ -206,6 +206,6 @@ fn plan(problem: &ConvProblem, pass: Pass, like: &Tensor) -> ConvPlan {
 }
 
 fn run<T: Element>(plan: &ConvPlan, like: &Tensor, operands: ConvOperands<'_, T>) -> Result<()> {
-    let mut workspace = like.device().buffer::<T>(plan.workspace_len());
+    let mut workspace = like.device().buffer::<T>(plan.workspace_len())?;
     Ok(plan.run(operands, &mut workspace)?)
 }

@@ -108,11 +108,11 @@ impl Function for MaxPool {
             if !needs.any() {
                 pool::max_pool::<T, u16>(cpu, &self.problem, x, y, None)?;
             } else if self.problem.window_len() <= 256 {
-                let mut taken = device.buffer::<u8>(len);
+                let mut taken = device.buffer::<u8>(len)?;
                 pool::max_pool(cpu, &self.problem, x, y, Some(&mut taken))?;
                 indices = Indices::Byte(Arc::new(taken));
             } else {
-                let mut taken = device.buffer::<u16>(len);
+                let mut taken = device.buffer::<u16>(len)?;
                 pool::max_pool(cpu, &self.problem, x, y, Some(&mut taken))?;
                 indices = Indices::Short(Arc::new(taken));
             }

@@ -4,7 +4,8 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// Why a data set could not be had. Nothing is half-loaded: an error means that no part of the set was returned.
+/// Why a data set could not be had. Nothing is half-loaded: an error means that no part of the set was
+/// returned.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DataError {
@@ -73,7 +74,9 @@ pub enum DataError {
         classes: usize,
     },
     /// A generated set would not fit into memory.
-    #[error("data set {dataset}: size: expected an amount of memory that can be had, found {images} images of {image_bytes} bytes")]
+    #[error(
+        "data set {dataset}: size: expected to fit into memory, found {images} images of {image_bytes} bytes"
+    )]
     TooLarge {
         /// The name of the data set.
         dataset: String,

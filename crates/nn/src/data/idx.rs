@@ -1,4 +1,5 @@
-//! Reader of IDX files, the format of MNIST: a big-endian header of sizes, then bytes; plain or compressed with gzip.
+//! Reader of IDX files, the format of MNIST: a big-endian header of sizes, then bytes; plain or compressed
+//! with gzip.
 //!
 //! ```text
 //! byte 0, 1    0
@@ -6,10 +7,11 @@
 //! byte 3       number of dimensions
 //! then         one u32 a dimension, then the elements in C order
 //! ```
-//! Format: Y. LeCun, C. Cortes, C. Burges, "The MNIST database of handwritten digits", section "file formats".
+//! Format: Y. LeCun, C. Cortes, C. Burges, "The MNIST database of handwritten digits", section "file
+//! formats".
 //!
-//! A header is a claim, not a fact: sizes are multiplied with care, memory grows with the bytes that are really there,
-//! and a file must end where its header says.
+//! A header is a claim, not a fact: sizes are multiplied with care, memory grows with the bytes that are
+//! really there, and a file must end where its header says.
 
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Cursor, Read};
@@ -19,7 +21,8 @@ use flate2::bufread::MultiGzDecoder;
 
 use super::DataError;
 
-/// More data than this is refused, whatever the header says, so that a small gzip file cannot fill the memory.
+/// More data than this is refused, whatever the header says, so that a small gzip file cannot fill the
+/// memory.
 pub const MAX_DATA_BYTES: u64 = 4 << 30;
 /// More dimensions than this are refused.
 pub const MAX_DIMENSIONS: u8 = 4;
@@ -39,8 +42,9 @@ pub struct IdxArray {
 /// Reads an IDX file; whether it is compressed is decided by its first two bytes, not by its name.
 ///
 /// # Errors
-/// [`DataError::Io`] if the system cannot read the file; [`DataError::Malformed`] if it is cut off, goes on after its
-/// last element, is damaged (gzip checksum), or has a header that is wrong or of a kind not read here.
+/// [`DataError::Io`] if the system cannot read the file; [`DataError::Malformed`] if it is cut off, goes on
+/// after its last element, is damaged (gzip checksum), or has a header that is wrong or of a kind not read
+/// here.
 pub fn read_idx(file: &Path) -> Result<IdxArray, DataError> {
     parse_idx(open(file)?, file)
 }
@@ -48,7 +52,8 @@ pub fn read_idx(file: &Path) -> Result<IdxArray, DataError> {
 /// The bytes of a file, decompressed if they start like gzip.
 pub(super) fn open(file: &Path) -> Result<Box<dyn Read>, DataError> {
     let opened = File::open(file).map_err(DataError::io(file, "open"))?;
-    decompressed(BufReader::with_capacity(1 << 16, opened)).map_err(|error| read_error(file, "contents", error))
+    decompressed(BufReader::with_capacity(1 << 16, opened))
+        .map_err(|error| read_error(file, "contents", error))
 }
 
 fn decompressed(mut reader: impl BufRead + 'static) -> io::Result<Box<dyn Read>> {
@@ -89,7 +94,10 @@ fn parse_idx(mut reader: impl Read, file: &Path) -> Result<IdxArray, DataError> 
     }
     let product = sizes.iter().try_fold(1_u64, |product, &size| product.checked_mul(u64::from(size)));
     let Some(len) = product.filter(|&product| product <= MAX_DATA_BYTES) else {
-        let found = format!("{sizes:?}, a product of {}", product.map_or("more than 64 bits".into(), |p| p.to_string()));
+        let found = format!(
+            "{sizes:?}, a product of {}",
+            product.map_or("more than 64 bits".into(), |p| p.to_string())
+        );
         return Err(malformed("sizes", format!("a product of at most {MAX_DATA_BYTES}"), found));
     };
 
@@ -101,7 +109,8 @@ fn parse_idx(mut reader: impl Read, file: &Path) -> Result<IdxArray, DataError> 
         return Err(malformed("data", claim(), format!("{} bytes (the file is cut off)", data.len())));
     }
     // Reading on to the end also makes the decoder compare the gzip checksum.
-    let rest = reader.take(1).read_to_end(&mut Vec::new()).map_err(|error| read_error(file, "data", error))?;
+    let rest =
+        reader.take(1).read_to_end(&mut Vec::new()).map_err(|error| read_error(file, "data", error))?;
     if rest != 0 {
         return Err(malformed("data", claim(), "more bytes after those".into()));
     }
@@ -185,7 +194,8 @@ mod tests {
     /// The error's text after the name of the file, which must be there.
     fn refusal(bytes: &[u8]) -> String {
         let message = read(bytes).expect_err("must be refused").to_string();
-        let (_, rest) = message.split_once("some-file: ").unwrap_or_else(|| panic!("no file name in {message}"));
+        let (_, rest) =
+            message.split_once("some-file: ").unwrap_or_else(|| panic!("no file name in {message}"));
         rest.to_owned()
     }
 
@@ -218,7 +228,8 @@ mod tests {
 
     #[test]
     fn the_file_must_end_where_the_header_says() {
-        let cut = "data: expected 6 bytes, the product of the sizes [2, 3], found 5 bytes (the file is cut off)";
+        let cut =
+            "data: expected 6 bytes, the product of the sizes [2, 3], found 5 bytes (the file is cut off)";
         let long = "data: expected 6 bytes, the product of the sizes [2, 3], found more bytes after those";
         for (data, message) in [(&[0; 5][..], cut), (&[0; 7], long)] {
             let bytes = idx(&[2, 3], data);
@@ -280,7 +291,11 @@ mod tests {
             for (byte, start) in bytes.iter_mut().zip([0, 0, 8]) {
                 *byte = start;
             }
-            let reader: Box<dyn Read> = decompressed(Cursor::new(if compress { gzip(&bytes) } else { bytes })).unwrap();
+            if let Some(dimensions) = bytes.get_mut(3) {
+                *dimensions %= 6;
+            }
+            let bytes = if compress { gzip(&bytes) } else { bytes };
+            let reader = decompressed(Cursor::new(bytes)).unwrap();
             let _ = parse_idx(reader, Path::new("random"));
         }
 

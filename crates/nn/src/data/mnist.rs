@@ -1,1 +1,202 @@
-//! Placeholder.
+//! MNIST: 70,000 handwritten digits of 28x28 pixels, loaded from its four IDX files, which can be downloaded.
+//!
+//! Y. LeCun, L. Bottou, Y. Bengio, P. Haffner, "Gradient-based learning applied to document recognition",
+//! 1998.
+
+use std::path::{Path, PathBuf};
+
+use super::download::{DownloadOptions, RemoteFile, fetch_files, sha256};
+use super::idx::{self, read_idx};
+use super::progress::report;
+use super::{
+    DataError, Dataset, DatasetInfo, Progress, ProgressEvent, ProgressUnit, TrainTest, check_labels,
+};
+
+/// Public copies of the files; the last one is their origin and often out of service.
+pub const MIRRORS: [&str; 3] = [
+    "https://ossci-datasets.s3.amazonaws.com/mnist/",
+    "https://storage.googleapis.com/cvdf-datasets/mnist/",
+    "http://yann.lecun.com/exdb/mnist/",
+];
+
+/// Mean of the training pixels scaled to 0..1, the customary constant.
+pub const MEAN: f32 = 0.1307;
+/// Standard deviation of the training pixels scaled to 0..1, the customary constant.
+pub const STD: f32 = 0.3081;
+
+const SIDE: usize = 28;
+const CLASSES: usize = 10;
+
+/// One of the four files, in the form that is downloaded and in the form that is read.
+struct Source<'a> {
+    /// The name without `-idx3-ubyte` and the like.
+    stem: &'a str,
+    /// The `idx3` or `idx1` of the name.
+    kind: &'a str,
+    /// The compressed file on the mirrors.
+    remote: RemoteFile<'a>,
+    /// SHA-256 of what the compressed file holds; a copy compressed by another program is right too.
+    contents_sha256: &'a str,
+}
+
+// Sizes and checksums of the compressed files as published with several libraries (TensorFlow Datasets among
+// them); those of the contents were computed from a copy whose MD5 sums agree with torchvision's.
+const TRAIN_IMAGES: Source<'static> = Source {
+    stem: "train-images",
+    kind: "idx3",
+    remote: RemoteFile {
+        name: "train-images-idx3-ubyte.gz",
+        size: 9_912_422,
+        sha256: "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+    },
+    contents_sha256: "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+};
+const TRAIN_LABELS: Source<'static> = Source {
+    stem: "train-labels",
+    kind: "idx1",
+    remote: RemoteFile {
+        name: "train-labels-idx1-ubyte.gz",
+        size: 28_881,
+        sha256: "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+    },
+    contents_sha256: "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+};
+const TEST_IMAGES: Source<'static> = Source {
+    stem: "t10k-images",
+    kind: "idx3",
+    remote: RemoteFile {
+        name: "t10k-images-idx3-ubyte.gz",
+        size: 1_648_877,
+        sha256: "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+    },
+    contents_sha256: "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+};
+const TEST_LABELS: Source<'static> = Source {
+    stem: "t10k-labels",
+    kind: "idx1",
+    remote: RemoteFile {
+        name: "t10k-labels-idx1-ubyte.gz",
+        size: 4_542,
+        sha256: "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+    },
+    contents_sha256: "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+};
+const SOURCES: [Source<'static>; 4] = [TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS];
+
+impl Source<'_> {
+    /// The names under which the file is accepted. The downloaded one comes first, so that a download heals a
+    /// folder that holds a damaged file under another name.
+    fn names(&self) -> Vec<String> {
+        let Self { stem, kind, .. } = self;
+        let spellings = [format!("{stem}-{kind}-ubyte"), format!("{stem}.{kind}-ubyte")];
+        spellings.into_iter().flat_map(|name| [format!("{name}.gz"), name]).collect()
+    }
+
+    /// The first of the accepted names that is a file.
+    fn find(&self, folder: &Path) -> Result<PathBuf, DataError> {
+        let names = self.names();
+        let found = names.iter().map(|name| folder.join(name)).find(|file| file.is_file());
+        found.ok_or_else(|| DataError::Missing { folder: folder.to_owned(), names })
+    }
+
+    /// Whether the file that would be loaded holds what it should. One that cannot be read does not.
+    fn is_right(&self, folder: &Path) -> bool {
+        let contents = self.find(folder).and_then(|file| idx::open(&file));
+        contents
+            .is_ok_and(|mut contents| sha256(&mut contents).is_ok_and(|found| found == self.contents_sha256))
+    }
+}
+
+/// Whether all four files lie in `folder`, plain or compressed; they are not opened.
+pub fn is_present(folder: &Path) -> bool {
+    SOURCES.iter().all(|source| source.find(folder).is_ok())
+}
+
+/// Loads the training and the test set from the four files in `folder`.
+///
+/// Each file may be named `train-images-idx3-ubyte` or `train-images.idx3-ubyte`, with or without `.gz`.
+///
+/// # Errors
+/// [`DataError::Missing`] if a file is not there; [`DataError::Malformed`] or [`DataError::Io`] if one cannot
+/// be read or does not hold 28x28 images; [`DataError::LabelCount`] or [`DataError::LabelRange`] if labels do
+/// not fit the images; [`DataError::Cancelled`] if `progress` says so.
+pub fn load(folder: &Path, progress: &Progress<'_>) -> Result<TrainTest, DataError> {
+    let step = |done| {
+        let total = Some(SOURCES.len() as u64);
+        report(progress, ProgressEvent { stage: "loading mnist", done, total, unit: ProgressUnit::Files })
+    };
+    // Found first, so that a missing file is reported before seconds are spent on the others.
+    let files = SOURCES.iter().map(|source| source.find(folder)).collect::<Result<Vec<_>, _>>()?;
+    let mut parts = Vec::with_capacity(2);
+    for (index, pair) in files.chunks(2).enumerate() {
+        let done = 2 * index as u64;
+        step(done)?;
+        let images = read_images(&pair[0])?;
+        step(done + 1)?;
+        let labels = read_labels(&pair[1], images.len() / (SIDE * SIDE))?;
+        parts.push(Dataset::new(info(), images, labels)?);
+    }
+    step(SOURCES.len() as u64)?;
+    let [train, test] = parts.try_into().expect("four files make two parts");
+    Ok(TrainTest { train, test })
+}
+
+/// Brings the four files into `folder`; those that are there in any accepted form and right are not
+/// downloaded again.
+///
+/// The customary mirrors are [`MIRRORS`]. Sizes and SHA-256 sums are checked; see [`fetch_files`].
+///
+/// # Errors
+/// Those of [`fetch_files`].
+pub fn download(folder: &Path, options: &DownloadOptions, progress: &Progress<'_>) -> Result<(), DataError> {
+    download_sources(folder, &SOURCES, options, progress)
+}
+
+fn download_sources(
+    folder: &Path,
+    sources: &[Source<'_>],
+    options: &DownloadOptions,
+    progress: &Progress<'_>,
+) -> Result<(), DataError> {
+    let wrong = sources.iter().filter(|source| !source.is_right(folder));
+    let files: Vec<RemoteFile<'_>> = wrong.map(|source| source.remote).collect();
+    if files.is_empty() { Ok(()) } else { fetch_files(folder, &files, options, progress) }
+}
+
+fn info() -> DatasetInfo {
+    DatasetInfo {
+        name: "mnist".to_owned(),
+        channels: 1,
+        height: SIDE,
+        width: SIDE,
+        classes: CLASSES,
+        mean: vec![MEAN],
+        std: vec![STD],
+    }
+}
+
+/// The pixels of an image file, N x 28 x 28.
+fn read_images(file: &Path) -> Result<Vec<u8>, DataError> {
+    let array = read_idx(file)?;
+    match array.sizes[..] {
+        [count, SIDE, SIDE] if count > 0 => Ok(array.data),
+        _ => Err(wrong_sizes(file, format!("[N, {SIDE}, {SIDE}] with N above 0"), &array.sizes)),
+    }
+}
+
+/// The labels of a label file, as many as there are images and below 10 each.
+fn read_labels(file: &Path, images: usize) -> Result<Vec<u8>, DataError> {
+    let array = read_idx(file)?;
+    if array.sizes.len() != 1 {
+        return Err(wrong_sizes(file, "[N], a label for each image".to_owned(), &array.sizes));
+    }
+    check_labels(&file.display().to_string(), &array.data, images, CLASSES)?;
+    Ok(array.data)
+}
+
+fn wrong_sizes(file: &Path, expected: String, found: &[usize]) -> DataError {
+    DataError::Malformed { file: file.to_owned(), field: "sizes", expected, found: format!("{found:?}") }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,9 +1,11 @@
-//! Image data sets in memory: reading and downloading MNIST, generating `digits`, and the checks that both share.
+//! Image data sets in memory: reading and downloading MNIST, generating `digits`, and the checks that both
+//! share.
 //!
-//! A [`Dataset`] holds bytes exactly as they were stored or drawn; scaling and normalisation happen when a batch is
-//! made, so that the 70,000 images of MNIST take 55 MB and not four times as much.
+//! A [`Dataset`] holds bytes exactly as they were stored or drawn; scaling and normalisation happen when a
+//! batch is made, so that the 70,000 images of MNIST take 55 MB and not four times as much.
 //!
-//! Architecture invariant: nothing here prints or reads the environment. Long work reports through [`Progress`].
+//! Architecture invariant: nothing here prints or reads the environment. Long work reports through
+//! [`Progress`].
 
 pub mod digits;
 pub mod download;
@@ -81,12 +83,12 @@ impl Dataset {
     ///
     /// # Errors
     /// [`DataError::Inconsistent`] for an impossible `info` or an image size that does not divide `images`,
-    /// [`DataError::LabelCount`] unless there is one label for each image, and [`DataError::LabelRange`], naming the
-    /// first offender, for a label that is not below the number of classes.
+    /// [`DataError::LabelCount`] unless there is one label for each image, and [`DataError::LabelRange`],
+    /// naming the first offender, for a label that is not below the number of classes.
     pub fn new(info: DatasetInfo, images: Vec<u8>, labels: Vec<u8>) -> Result<Self, DataError> {
         info.check()?;
         let image_len = info.image_len();
-        if images.len() % image_len != 0 {
+        if !images.len().is_multiple_of(image_len) {
             return Err(DataError::Inconsistent {
                 dataset: info.name,
                 field: "images",
@@ -229,7 +231,9 @@ mod tests {
             assert!(message(Dataset::new(info, vec![], vec![])).contains("image shape"));
         }
         for classes in [0, 257] {
-            assert!(message(Dataset::new(DatasetInfo { classes, ..info() }, vec![], vec![])).contains("classes"));
+            assert!(
+                message(Dataset::new(DatasetInfo { classes, ..info() }, vec![], vec![])).contains("classes")
+            );
         }
     }
 

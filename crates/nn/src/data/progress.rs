@@ -18,18 +18,21 @@ pub enum ProgressUnit {
 /// One report of a running stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProgressEvent<'a> {
-    /// What is being done, fit for the label of a progress bar: `train-images-idx3-ubyte.gz`, `digits: train`.
+    /// What is being done, fit for the label of a progress bar: `train-images-idx3-ubyte.gz`, `digits:
+    /// train`.
     pub stage: &'a str,
     /// How much is done, from 0; a download that is resumed or restarted may begin above 0 or fall back.
     pub done: u64,
-    /// How much there is to do; `None` when not known. The last event of a stage that succeeds has `done == total`.
+    /// How much there is to do; `None` when not known. The last event of a stage that succeeds has `done ==
+    /// total`.
     pub total: Option<u64>,
     /// The unit of `done` and `total`.
     pub unit: ProgressUnit,
 }
 
-/// A caller's view on running work: draws a bar, and answers [`ControlFlow::Break`] to stop the work, which then
-/// returns [`DataError::Cancelled`] and leaves nothing half-written (a download keeps its resumable `.part` file).
+/// A caller's view on running work: draws a bar, and answers [`ControlFlow::Break`] to stop the work, which
+/// then returns [`DataError::Cancelled`] and leaves nothing half-written (a download keeps its resumable
+/// `.part` file).
 ///
 /// It is called on the caller's own thread, at most a few hundred times a second.
 pub type Progress<'a> = dyn Fn(ProgressEvent<'_>) -> ControlFlow<()> + 'a;

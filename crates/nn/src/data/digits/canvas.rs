@@ -1,7 +1,8 @@
 //! A 28x28 canvas that pens of any width draw on, by distance, and the random numbers that guide them.
 //!
-//! Only additions, multiplications, divisions and square roots of `f32` are used, which IEEE 754 rounds in one way:
-//! an image is the same to the last bit on every machine. Sines, exponentials and fused multiply-adds would not be.
+//! Only additions, multiplications, divisions and square roots of `f32` are used, which IEEE 754 rounds in
+//! one way: an image is the same to the last bit on every machine. Sines, exponentials and fused
+//! multiply-adds would not be.
 
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
@@ -13,7 +14,8 @@ pub(super) const PIXELS: usize = SIDE * SIDE;
 
 /// The random numbers of one image.
 ///
-/// The distributions are written out here, not taken from a library, so that a new version of one cannot change them.
+/// The distributions are written out here, not taken from a library, so that a new version of one cannot
+/// change them.
 pub(super) struct Dice(pub(super) ChaCha8Rng);
 
 impl Dice {
@@ -53,7 +55,8 @@ pub(super) struct PenPoint {
     pub(super) radius: f32,
 }
 
-/// For each pixel, its distance to the nearest edge of ink: negative inside, [`Canvas::FAR`] where no ink is near.
+/// For each pixel, its distance to the nearest edge of ink: negative inside, [`Canvas::FAR`] where no ink is
+/// near.
 pub(super) struct Canvas {
     distance: [f32; PIXELS],
 }
@@ -66,7 +69,8 @@ impl Canvas {
         Self { distance: [Self::FAR; PIXELS] }
     }
 
-    /// Draws a line whose width changes evenly from one end to the other. Parts outside the canvas are cut off.
+    /// Draws a line whose width changes evenly from one end to the other. Parts outside the canvas are cut
+    /// off.
     pub(super) fn line(&mut self, from: PenPoint, to: PenPoint) {
         let reach = from.radius.max(to.radius) + Self::FAR;
         let (left, right) = pixel_span(from.x, to.x, reach);
@@ -96,7 +100,8 @@ impl Canvas {
     }
 }
 
-/// The pixels whose centres lie within `reach` of the span from `a` to `b`, as a range of indices on the canvas.
+/// The pixels whose centres lie within `reach` of the span from `a` to `b`, as a range of indices on the
+/// canvas.
 fn pixel_span(a: f32, b: f32, reach: f32) -> (usize, usize) {
     // A conversion to usize saturates at 0 and rounds down, which is what a first index needs.
     let first = (a.min(b) - reach + 1.0) as usize;

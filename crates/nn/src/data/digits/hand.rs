@@ -54,7 +54,8 @@ fn trace(stroke: &[Node], jitter: f32, dice: &mut Dice) -> Vec<(f32, f32)> {
         nodes[end].x += slide * (nodes[next].x - nodes[end].x);
         nodes[end].y += slide * (nodes[next].y - nodes[end].y);
     }
-    // The direction at a node, per segment; at ends and corners each segment heads straight for its other node.
+    // The direction at a node, per segment; at ends and corners each segment heads straight for its other
+    // node.
     let tangent = |at: usize, from: usize, to: usize| {
         let straight = at == 0 || at == last || nodes[at].corner;
         let (from, to) = if straight { (from, to) } else { (at - 1, at + 1) };
@@ -103,7 +104,8 @@ impl Placement {
         let width = height * dice.uniform(0.62, 1.02);
         let middle = (SIDE - 1) as f32 / 2.0;
         let centre = [middle + 1.1 * dice.bell(), middle + 1.1 * dice.bell()];
-        // x' = rotate(x * width - shear * y * height, y * height); y points down, so that a positive shear leans right.
+        // x' = rotate(x * width - shear * y * height, y * height); y points down, so that a positive shear
+        // leans right.
         let matrix =
             [[cos * width, -(cos * shear + sin) * height], [sin * width, (cos - sin * shear) * height]];
         let amplitude = 1.3 * sloppiness;
@@ -168,11 +170,8 @@ fn ink_points(traced: &[(f32, f32)], placement: &Placement, width: f32, dice: &m
 /// A short piece of some other stroke, anywhere.
 fn stray_stroke(canvas: &mut Canvas, dice: &mut Dice) {
     let side = SIDE as f32;
-    let from = PenPoint {
-        x: dice.uniform(0.0, side),
-        y: dice.uniform(0.0, side),
-        radius: dice.uniform(0.3, 0.9),
-    };
+    let from =
+        PenPoint { x: dice.uniform(0.0, side), y: dice.uniform(0.0, side), radius: dice.uniform(0.3, 0.9) };
     let to = PenPoint { x: from.x + 2.0 * dice.bell(), y: from.y + 2.0 * dice.bell(), ..from };
     canvas.line(from, to);
 }

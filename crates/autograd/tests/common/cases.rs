@@ -1,0 +1,436 @@
+//! Every operation with problems to check its gradients on. A new operation needs a line in [`OPERATIONS`].
+
+use convoke_autograd::ops::{
+    Activation, BatchNormOptions, ConvBnParameters, ConvOptions, Padding, PoolOptions, Reduction, Statistics,
+    avg_pool2d, batch_norm, conv_bn2d, conv2d, cross_entropy, dropout, linear, log_softmax, max_pool2d,
+    nll_loss,
+};
+use convoke_autograd::{Device, MemoryFormat, Result, Tensor};
+use convoke_testkit::Random;
+
+use super::{FORMATS, laid_out, tensor};
+
+/// One function to check, and the inputs to check it at.
+pub(crate) struct Case {
+    pub(crate) name: String,
+    pub(crate) inputs: Vec<Tensor>,
+    pub(crate) function: Box<Call>,
+}
+
+type Call = dyn Fn(&[Tensor]) -> Result<Tensor>;
+
+/// An operation of `src/ops/FILE.rs`.
+pub(crate) struct Operation {
+    pub(crate) name: &'static str,
+    pub(crate) file: &'static str,
+    cases: fn(&mut Draw),
+}
+
+/// How big the inputs of the cases are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Size {
+    /// Small enough to check every element.
+    Small,
+    /// Large enough for kernels to share the work between threads.
+    Large,
+}
+
+const fn operation(name: &'static str, file: &'static str, cases: fn(&mut Draw)) -> Operation {
+    Operation { name, file, cases }
+}
+
+/// Every public operation and method that can be recorded.
+pub(crate) const OPERATIONS: [Operation; 18] = [
+    operation("add", "arithmetic", |draw| two_operands(draw, Tensor::add)),
+    operation("mul", "arithmetic", |draw| two_operands(draw, Tensor::mul)),
+    operation("scale", "arithmetic", |draw| any_shape(draw, |x| x.scale(-1.7))),
+    operation("sum", "arithmetic", |draw| any_shape(draw, Tensor::sum)),
+    operation("mean", "arithmetic", |draw| any_shape(draw, Tensor::mean)),
+    operation("batch_norm", "batch_norm", batch_norm_cases),
+    operation("conv2d", "conv2d", conv2d_cases),
+    operation("conv_bn2d", "conv_bn2d", conv_bn2d_cases),
+    operation("dropout", "dropout", dropout_cases),
+    operation("linear", "linear", linear_cases),
+    operation("log_softmax", "log_softmax", log_softmax_cases),
+    operation("to_format", "memory_format", to_format_cases),
+    operation("nll_loss", "nll_loss", |draw| loss_cases(draw, nll_loss)),
+    operation("cross_entropy", "nll_loss", |draw| loss_cases(draw, cross_entropy)),
+    operation("max_pool2d", "pool2d", max_pool2d_cases),
+    operation("avg_pool2d", "pool2d", avg_pool2d_cases),
+    operation("relu", "relu", relu_cases),
+    operation("reshape", "reshape", reshape_cases),
+];
+
+/// Methods that are another operation by another name, and so share its cases.
+pub(crate) const ALIASES: [(&str, &str); 1] = [("flatten", "reshape")];
+
+impl Operation {
+    /// This operation's cases, with 4-D inputs in `format`.
+    pub(crate) fn cases(&self, device: &Device, format: MemoryFormat, size: Size) -> Vec<Case> {
+        let seed = self.name.bytes().map(u64::from).sum();
+        let mut draw =
+            Draw { device: device.clone(), format, size, random: Random::new(seed), cases: Vec::new() };
+        (self.cases)(&mut draw);
+        draw.cases
+    }
+}
+
+/// Draws the inputs of one operation's cases and collects them.
+struct Draw {
+    device: Device,
+    format: MemoryFormat,
+    size: Size,
+    random: Random,
+    cases: Vec<Case>,
+}
+
+/// No ReLU is checked nearer to its kink: a step of a difference, 1e-5 at most, must not cross it.
+const RELU_MARGIN: f64 = 1e-4;
+
+impl Draw {
+    fn add(
+        &mut self,
+        name: impl Into<String>,
+        inputs: Vec<Tensor>,
+        function: impl Fn(&[Tensor]) -> Result<Tensor> + 'static,
+    ) {
+        self.cases.push(Case { name: name.into(), inputs, function: Box::new(function) });
+    }
+
+    fn is_large(&self) -> bool {
+        self.size == Size::Large
+    }
+
+    /// Normally distributed, in the format of this draw.
+    fn normal(&mut self, shape: &[usize]) -> Tensor {
+        self.scaled(shape, 1.0)
+    }
+
+    fn scaled(&mut self, shape: &[usize], std: f64) -> Tensor {
+        let elements: Vec<f64> = self.random.normal(shape.iter().product(), 0.0, std);
+        laid_out(tensor(&self.device, shape, &elements), self.format)
+    }
+
+    /// All different, and far more apart than the steps of a difference.
+    fn distinct(&mut self, shape: &[usize]) -> Tensor {
+        let len: usize = shape.iter().product();
+        let mut elements: Vec<f64> = (0..len).map(|rank| rank as f64 * 0.1 - len as f64 * 0.05).collect();
+        for last in (1..len).rev() {
+            elements.swap(last, self.random.integer(0..=last));
+        }
+        laid_out(tensor(&self.device, shape, &elements), self.format)
+    }
+
+    /// One random class for each of N x (spatial) positions; every third is 255 if `ignored`.
+    fn targets(&mut self, shape: &[usize], ignored: bool) -> Vec<i64> {
+        let positions = shape[0] * shape[2..].iter().product::<usize>();
+        (0..positions)
+            .map(|position| match ignored && position % 3 == 1 {
+                true => 255,
+                false => self.random.integer(0..=shape[1] - 1) as i64,
+            })
+            .collect()
+    }
+
+    /// Draws inputs until `before_relu` of them lies away from zero everywhere.
+    fn away_from_zero(
+        &mut self,
+        mut inputs: impl FnMut(&mut Draw) -> Vec<Tensor>,
+        before_relu: &Call,
+    ) -> Vec<Tensor> {
+        for _ in 0..1000 {
+            let inputs = inputs(self);
+            let values: Vec<f64> = before_relu(&inputs).unwrap().to_vec().unwrap();
+            if values.iter().all(|value| value.abs() > RELU_MARGIN) {
+                return inputs;
+            }
+        }
+        panic!("no inputs keep every value away from zero");
+    }
+
+    /// Constant statistics for `channels` channels.
+    fn constant_statistics(&mut self, channels: usize) -> Statistics {
+        Statistics::Constant {
+            mean: self.random.normal(channels, 0.3, 1.0).into(),
+            variance: self.random.uniform(channels, 0.5, 2.0).into(),
+        }
+    }
+}
+
+fn any_shape(draw: &mut Draw, function: fn(&Tensor) -> Result<Tensor>) {
+    let shapes: &[&[usize]] =
+        if draw.is_large() { &[&[4, 5, 40, 30]] } else { &[&[2, 3, 4, 2], &[7], &[], &[2, 3, 2, 2, 3]] };
+    for shape in shapes {
+        let x = draw.normal(shape);
+        draw.add(format!("{shape:?}"), vec![x], move |inputs| function(&inputs[0]));
+    }
+}
+
+fn two_operands(draw: &mut Draw, function: fn(&Tensor, &Tensor) -> Result<Tensor>) {
+    let shapes: &[&[usize]] = if draw.is_large() { &[&[4, 5, 40, 30]] } else { &[&[2, 3, 4, 2], &[7], &[]] };
+    for shape in shapes {
+        let (a, b) = (draw.normal(shape), draw.normal(shape));
+        draw.add(format!("{shape:?}"), vec![a, b], move |inputs| function(&inputs[0], &inputs[1]));
+    }
+    let shape = [2, 3, 4, 2];
+    for format in FORMATS {
+        let (a, b) = (draw.normal(&shape), laid_out(draw.normal(&shape), format));
+        draw.add(format!("with {format}"), vec![a, b], move |inputs| function(&inputs[0], &inputs[1]));
+    }
+    let x = draw.normal(&shape);
+    draw.add("with itself", vec![x], move |inputs| function(&inputs[0], &inputs[0]));
+}
+
+/// (name, x, weight, bias?, options).
+type ConvCase = (&'static str, [usize; 4], [usize; 4], bool, ConvOptions);
+
+fn convolutions(size: Size) -> Vec<ConvCase> {
+    let plain = ConvOptions::default();
+    let padded = ConvOptions { padding: Padding { top: 1, bottom: 0, left: 2, right: 1 }, ..plain };
+    if size == Size::Large {
+        let grouped = ConvOptions { groups: 2, ..padded };
+        return vec![
+            ("large", [3, 8, 12, 12], [8, 8, 3, 3], true, padded),
+            ("large grouped", [3, 8, 12, 12], [6, 4, 3, 3], false, grouped),
+            ("large pointwise", [3, 16, 12, 12], [8, 16, 1, 1], true, plain),
+            ("large image", [1, 4, 40, 40], [6, 4, 3, 3], false, plain),
+        ];
+    }
+    let everything = ConvOptions { stride: [2, 3], dilation: [2, 1], groups: 2, ..padded };
+    vec![
+        ("plain", [2, 3, 5, 4], [4, 3, 3, 3], false, plain),
+        ("bias", [2, 3, 5, 4], [4, 3, 3, 2], true, plain),
+        ("stride", [2, 3, 6, 7], [2, 3, 3, 3], false, ConvOptions { stride: [2, 1], ..plain }),
+        ("asymmetric padding", [2, 2, 4, 5], [3, 2, 3, 3], true, padded),
+        ("dilation", [2, 2, 7, 5], [3, 2, 3, 3], false, ConvOptions { dilation: [3, 2], ..plain }),
+        ("groups", [2, 4, 4, 5], [6, 2, 3, 3], true, ConvOptions { groups: 2, ..plain }),
+        ("depthwise", [2, 3, 4, 5], [3, 1, 3, 3], false, ConvOptions { groups: 3, ..padded }),
+        (
+            "depthwise, two outputs a channel",
+            [2, 3, 4, 4],
+            [6, 1, 2, 2],
+            true,
+            ConvOptions { groups: 3, ..plain },
+        ),
+        ("pointwise", [3, 4, 3, 2], [5, 4, 1, 1], true, plain),
+        ("pointwise with groups", [3, 4, 3, 2], [2, 2, 1, 1], false, ConvOptions { groups: 2, ..plain }),
+        ("pointwise with stride", [2, 3, 5, 4], [4, 3, 1, 1], false, ConvOptions { stride: [2, 2], ..plain }),
+        ("kernel of the input's size", [3, 2, 3, 4], [2, 2, 3, 4], true, plain),
+        ("everything", [2, 4, 6, 5], [2, 2, 2, 3], true, everything),
+    ]
+}
+
+fn conv2d_cases(draw: &mut Draw) {
+    for (name, x, weight, bias, options) in convolutions(draw.size) {
+        let mut inputs = vec![draw.normal(&x), laid_out(draw.normal(&weight), MemoryFormat::Contiguous)];
+        if bias {
+            inputs.push(draw.normal(&weight[..1]));
+        }
+        draw.add(name, inputs, move |inputs| conv2d(&inputs[0], &inputs[1], inputs.get(2), &options));
+    }
+    let inputs = vec![draw.normal(&[2, 3, 4, 4]), laid_out(draw.normal(&[2, 3, 3, 2]), FORMATS[1])];
+    draw.add("weight in channels-last", inputs, |inputs| {
+        conv2d(&inputs[0], &inputs[1], None, &ConvOptions::default())
+    });
+}
+
+fn all_flags<const N: usize>() -> impl Iterator<Item = [bool; N]> {
+    (0..1 << N).map(|bits| std::array::from_fn(|flag| bits >> flag & 1 == 1))
+}
+
+/// Adds `function` at random inputs of `shapes`; with `relu` where no value before it lies near zero.
+fn add_normalized(
+    draw: &mut Draw,
+    name: String,
+    shapes: &[Vec<usize>],
+    options: BatchNormOptions,
+    function: impl Fn(&[Tensor], &BatchNormOptions) -> Result<Tensor> + Clone + 'static,
+) {
+    let inputs = |draw: &mut Draw| shapes.iter().map(|shape| draw.normal(shape)).collect();
+    let identity = BatchNormOptions { activation: Activation::Identity, ..options.clone() };
+    let inputs = match options.activation {
+        Activation::Identity => inputs(draw),
+        Activation::Relu => {
+            let function = function.clone();
+            draw.away_from_zero(inputs, &move |inputs: &[Tensor]| function(inputs, &identity))
+        }
+    };
+    draw.add(name, inputs, move |inputs| function(inputs, &options));
+}
+
+fn norm_options(draw: &mut Draw, channels: usize, relu: bool, constant: bool) -> BatchNormOptions {
+    let statistics = if constant { draw.constant_statistics(channels) } else { Statistics::Batch };
+    let activation = if relu { Activation::Relu } else { Activation::Identity };
+    BatchNormOptions { statistics, eps: 1e-2, activation }
+}
+
+fn batch_norm_cases(draw: &mut Draw) {
+    let shapes: &[&[usize]] = match draw.size {
+        Size::Small => &[&[5, 3], &[3, 2, 4], &[2, 3, 3, 2], &[2, 2, 2, 3, 2], &[4, 1, 3, 1]],
+        Size::Large => &[&[3, 6, 32, 32]],
+    };
+    for (shape, [weight, bias, relu, constant]) in
+        shapes.iter().flat_map(|shape| all_flags().map(move |flags| (shape, flags)))
+    {
+        let name = format!("{shape:?} weight {weight} bias {bias} relu {relu} constant {constant}");
+        let options = norm_options(draw, shape[1], relu, constant);
+        let mut shapes = vec![shape.to_vec()];
+        shapes.extend(std::iter::repeat_n(vec![shape[1]], usize::from(weight) + usize::from(bias)));
+        add_normalized(draw, name, &shapes, options, move |inputs, options| {
+            let mut rest = inputs[1..].iter();
+            let weight = weight.then(|| rest.next().unwrap());
+            let bias = bias.then(|| rest.next().unwrap());
+            Ok(batch_norm(&inputs[0], weight, bias, options)?.0)
+        });
+    }
+}
+
+fn conv_bn2d_cases(draw: &mut Draw) {
+    let full = [true; 3];
+    let mut problems: Vec<(ConvCase, [bool; 3])> =
+        convolutions(draw.size).into_iter().map(|case| (case, [case.3, true, true])).collect();
+    if draw.size == Size::Small {
+        let case = ("flags", [3, 2, 4, 3], [3, 2, 2, 2], true, ConvOptions::default());
+        problems.extend(all_flags().filter(|&has| has != full).map(|has| (case, has)));
+    }
+    for ((case, has), [relu, constant]) in
+        problems.iter().flat_map(|problem| all_flags().map(move |flags| (*problem, flags)))
+    {
+        let (name, x, weight, _, convolution) = case;
+        let name = format!("{name}, bias, gamma, beta {has:?} relu {relu} constant {constant}");
+        let options = norm_options(draw, weight[0], relu, constant);
+        let mut shapes = vec![x.to_vec(), weight.to_vec()];
+        shapes.extend(std::iter::repeat_n(vec![weight[0]], has.iter().filter(|&&has| has).count()));
+        add_normalized(draw, name, &shapes, options, move |inputs, options| {
+            let mut rest = inputs[2..].iter();
+            let [bias, gamma, beta] = has.map(|has| has.then(|| rest.next().unwrap()));
+            let parameters = ConvBnParameters { weight: &inputs[1], bias, gamma, beta };
+            Ok(conv_bn2d(&inputs[0], &parameters, &convolution, options)?.0)
+        });
+    }
+}
+
+fn dropout_cases(draw: &mut Draw) {
+    let shape: &[usize] = if draw.is_large() { &[3, 8, 30, 30] } else { &[2, 3, 4, 3] };
+    for p in [0.0, 0.3, 0.9, 1.0] {
+        let x = draw.normal(shape);
+        draw.add(format!("p {p}"), vec![x], move |inputs| dropout(&inputs[0], p, 42));
+    }
+}
+
+fn linear_cases(draw: &mut Draw) {
+    let sizes: &[[usize; 3]] =
+        if draw.is_large() { &[[70, 60, 50]] } else { &[[4, 5, 3], [1, 3, 2], [6, 1, 1]] };
+    for (&[rows, features, outputs], bias) in sizes.iter().flat_map(|size| [(size, false), (size, true)]) {
+        let mut inputs = vec![draw.normal(&[rows, features]), draw.normal(&[outputs, features])];
+        if bias {
+            inputs.push(draw.normal(&[outputs]));
+        }
+        let name = format!("{rows} x {features} to {outputs}, bias {bias}");
+        draw.add(name, inputs, |inputs| linear(&inputs[0], &inputs[1], inputs.get(2)));
+    }
+}
+
+/// Shapes of N x C x (positions), for losses.
+fn class_shapes(size: Size) -> &'static [&'static [usize]] {
+    match size {
+        Size::Small => &[&[4, 5], &[2, 3, 2, 4], &[3, 4, 3], &[2, 1]],
+        Size::Large => &[&[600, 30], &[3, 5, 40, 40]],
+    }
+}
+
+fn log_softmax_cases(draw: &mut Draw) {
+    for shape in class_shapes(draw.size) {
+        let x = draw.scaled(shape, 2.0);
+        draw.add(format!("{shape:?}"), vec![x], |inputs| log_softmax(&inputs[0]));
+    }
+}
+
+fn loss_cases(draw: &mut Draw, loss: fn(&Tensor, &[i64], Reduction, Option<i64>) -> Result<Tensor>) {
+    for shape in class_shapes(draw.size) {
+        for (reduction, ignore) in [
+            (Reduction::Mean, None),
+            (Reduction::Sum, None),
+            (Reduction::Mean, Some(255)),
+            (Reduction::Sum, Some(255)),
+        ] {
+            let x = draw.scaled(shape, 2.0);
+            let targets = draw.targets(shape, ignore.is_some());
+            draw.add(format!("{shape:?} {reduction:?} ignore {ignore:?}"), vec![x], move |inputs| {
+                loss(&inputs[0], &targets, reduction, ignore)
+            });
+        }
+    }
+}
+
+/// Options that differ from those of a square window, by name.
+fn windows() -> Vec<(&'static str, PoolOptions)> {
+    let three = PoolOptions::new(3);
+    let overlapping = PoolOptions { stride: [2, 1], padding: [1, 0], ..three };
+    vec![
+        ("2 x 2", PoolOptions::new(2)),
+        ("overlapping", overlapping),
+        ("differs by axis", PoolOptions { kernel: [3, 2], stride: [1, 3], padding: [1, 1], ..three }),
+        ("ceil mode", PoolOptions { ceil_mode: true, stride: [2, 2], ..three }),
+        ("ceil mode with padding", PoolOptions { ceil_mode: true, ..overlapping }),
+    ]
+}
+
+fn max_pool2d_cases(draw: &mut Draw) {
+    let mut cases = windows();
+    cases.push(("dilated", PoolOptions { dilation: [2, 1], ..PoolOptions::new(2) }));
+    let shape = if draw.is_large() { [3, 8, 31, 30] } else { [2, 3, 6, 5] };
+    for (name, options) in cases {
+        let x = draw.distinct(&shape);
+        draw.add(name, vec![x], move |inputs| max_pool2d(&inputs[0], &options));
+    }
+    // 17 x 17 elements: their places need two bytes.
+    let x = draw.distinct(&[1, 2, 18, 17]);
+    let options = PoolOptions { stride: [1, 1], ..PoolOptions::new(17) };
+    draw.add("window over 256", vec![x], move |inputs| max_pool2d(&inputs[0], &options));
+}
+
+fn avg_pool2d_cases(draw: &mut Draw) {
+    let shape = if draw.is_large() { [3, 8, 31, 30] } else { [2, 3, 6, 5] };
+    for ((name, options), count_include_pad) in
+        windows().into_iter().flat_map(|case| [(case, false), (case, true)])
+    {
+        let options = PoolOptions { count_include_pad, ..options };
+        let x = draw.normal(&shape);
+        draw.add(format!("{name}, padding counts {count_include_pad}"), vec![x], move |inputs| {
+            avg_pool2d(&inputs[0], &options)
+        });
+    }
+}
+
+fn relu_cases(draw: &mut Draw) {
+    let shapes: &[&[usize]] = if draw.is_large() { &[&[3, 8, 30, 30]] } else { &[&[2, 3, 4, 3], &[9], &[]] };
+    for shape in shapes {
+        let inputs = draw.away_from_zero(|draw| vec![draw.normal(shape)], &|inputs| Ok(inputs[0].clone()));
+        draw.add(format!("{shape:?}"), inputs, |inputs| inputs[0].relu());
+    }
+}
+
+fn to_format_cases(draw: &mut Draw) {
+    let shape = if draw.is_large() { [3, 8, 30, 30] } else { [2, 3, 4, 2] };
+    for format in FORMATS {
+        let x = draw.normal(&shape);
+        draw.add(format!("to {format}"), vec![x], move |inputs| inputs[0].to_format(format));
+    }
+    let x = draw.normal(&[2, 3]);
+    draw.add("a matrix", vec![x], |inputs| inputs[0].to_format(MemoryFormat::Contiguous));
+}
+
+fn reshape_cases(draw: &mut Draw) {
+    let shape = if draw.is_large() { [4, 8, 30, 20] } else { [2, 3, 4, 2] };
+    let len: usize = shape.iter().product();
+    let to: [Vec<usize>; 4] = [vec![len], vec![4, len / 4], vec![2, 2, len / 4], vec![1, 2, 2, len / 4]];
+    for to in to {
+        let x = draw.normal(&shape);
+        draw.add(format!("to {to:?}"), vec![x], move |inputs| inputs[0].reshape(&to));
+    }
+    let x = draw.normal(&shape);
+    draw.add("flatten", vec![x], |inputs| inputs[0].flatten());
+    let x = draw.normal(&[1]);
+    draw.add("to no dimensions", vec![x], |inputs| inputs[0].reshape(&[]));
+}

@@ -1,0 +1,223 @@
+//! The flags, documented where they are defined.
+
+use std::path::PathBuf;
+
+use clap::builder::PossibleValuesParser;
+use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
+use convoke::nn::Rule;
+use convoke::nn::models::Model;
+use convoke::nn::modules::ConvBnMode;
+
+/// Train convolutional networks on CPUs, with fused convolution + batch norm that needs a fraction of the memory.
+#[derive(Parser)]
+#[command(version, about, max_term_width = 110, subcommand_required = true, arg_required_else_help = true)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Subcommand)]
+pub(crate) enum Command {
+    /// Train a model, and report its accuracy, speed and memory.
+    ///
+    /// Without flags: one epoch of the model mnist-cnn, fused, on MNIST if it is there, else on `digits`, a data set
+    /// of drawn digits that is generated on the spot. Nothing is downloaded without --download.
+    #[command(after_help = "Examples:\n  \
+        convoke train\n  \
+        convoke train --data mnist --download --epochs 5 --checkpoint runs/mnist\n  \
+        convoke train --data mnist --epochs 10 --checkpoint runs/mnist --resume\n  \
+        convoke train --steps 50 --json - --report report.html")]
+    Train(TrainArgs),
+    /// Train the same model twice, with separate and with fused Conv+BN, and compare memory, speed and accuracy.
+    ///
+    /// Both start from the same values and see the same batches; their steps alternate, so that a machine whose
+    /// speed changes treats both alike.
+    #[command(after_help = "Examples:\n  \
+        convoke compare --steps 20 --batch-size 256\n  \
+        convoke compare --data mnist --batch-size 2048 --report compare.html")]
+    Compare(RunArgs),
+    /// Show what this machine offers: CPU, instruction sets, threads, where data lies.
+    Info,
+}
+
+#[derive(ClapArgs)]
+pub(crate) struct TrainArgs {
+    #[command(flatten)]
+    pub(crate) run: RunArgs,
+
+    /// How convolution + batch norm blocks run: `fused` saves only the convolution's input for backward and convolves
+    /// again; `separate` saves every layer's. The values are the same.
+    #[arg(long, value_enum, default_value_t = ConvBn::Fused, help_heading = "Model")]
+    pub(crate) conv_bn: ConvBn,
+}
+
+#[derive(ClapArgs)]
+pub(crate) struct RunArgs {
+    /// What to train on. `auto` is MNIST if its files are there, else `digits`.
+    #[arg(long, value_enum, default_value_t = Data::Auto, help_heading = "Data")]
+    pub(crate) data: Data,
+
+    /// Folder with the data set's files [default: see `convoke info`].
+    #[arg(long, value_name = "DIR", help_heading = "Data")]
+    pub(crate) data_dir: Option<PathBuf>,
+
+    /// Fetch the data set's files if they are not there (MNIST: 11 MB, checked by SHA-256).
+    #[arg(long, help_heading = "Data")]
+    pub(crate) download: bool,
+
+    /// The model.
+    #[arg(long, value_parser = models(), default_value = Model::MnistCnn.name(), help_heading = "Model")]
+    pub(crate) model: String,
+
+    /// Times to go through the training images.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1_000_000), help_heading = "Training")]
+    pub(crate) epochs: u32,
+
+    /// Stop after this many steps, even within an epoch.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Training")]
+    pub(crate) steps: Option<u64>,
+
+    /// Images a step.
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..), help_heading = "Training")]
+    pub(crate) batch_size: u32,
+
+    /// How parameters follow their gradients.
+    #[arg(long, value_enum, default_value_t = OptimizerName::Adadelta, help_heading = "Training")]
+    pub(crate) optimizer: OptimizerName,
+
+    /// Learning rate of the first epoch [default: adadelta 1, sgd 0.01, adamw 0.001].
+    #[arg(long, value_name = "X", value_parser = positive, help_heading = "Training")]
+    pub(crate) lr: Option<f64>,
+
+    /// What the learning rate is multiplied by after each epoch.
+    #[arg(long, value_name = "X", default_value_t = 0.7, value_parser = positive, help_heading = "Training")]
+    pub(crate) lr_gamma: f64,
+
+    /// Momentum of sgd.
+    #[arg(long, value_name = "X", default_value_t = 0.9, value_parser = not_negative, help_heading = "Training")]
+    pub(crate) momentum: f64,
+
+    /// L2 penalty of sgd and adadelta, decoupled decay of adamw [default: adamw 0.01, others 0].
+    #[arg(long, value_name = "X", value_parser = not_negative, help_heading = "Training")]
+    pub(crate) weight_decay: Option<f64>,
+
+    /// Seed of starting values, data order, dropout, and of the generated data set.
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Training")]
+    pub(crate) seed: u64,
+
+    /// Threads that kernels use [default: all of this machine's].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024), help_heading = "Training")]
+    pub(crate) threads: Option<u16>,
+
+    /// Go on when the loss is NaN or infinite, instead of stopping with the step named.
+    #[arg(long, help_heading = "Training")]
+    pub(crate) continue_on_nan: bool,
+
+    /// Save model, optimizer and position here after each epoch and on Ctrl-C.
+    #[arg(long, value_name = "DIR", help_heading = "Output")]
+    pub(crate) checkpoint: Option<PathBuf>,
+
+    /// Continue from the newest checkpoint in --checkpoint; the losses go on bit for bit.
+    #[arg(long, requires = "checkpoint", help_heading = "Output")]
+    pub(crate) resume: bool,
+
+    /// Write a page with loss curves and memory over a step; one file that needs no other.
+    #[arg(long, value_name = "FILE.html", help_heading = "Output")]
+    pub(crate) report: Option<PathBuf>,
+
+    /// Write the results as JSON; `-` is standard output, and then nothing else goes there.
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub(crate) json: Option<PathBuf>,
+}
+
+impl RunArgs {
+    pub(crate) fn model(&self) -> Model {
+        let named = Model::ALL.into_iter().find(|model| model.name() == self.model);
+        named.expect("clap accepts known names only")
+    }
+
+    pub(crate) fn rule(&self) -> Rule {
+        match self.optimizer {
+            OptimizerName::Adadelta => {
+                let mut rule = Rule::adadelta(self.lr.unwrap_or(1.0));
+                if let Rule::Adadelta(rule) = &mut rule {
+                    rule.weight_decay = self.weight_decay.unwrap_or(rule.weight_decay);
+                }
+                rule
+            }
+            OptimizerName::Sgd => {
+                let mut rule = Rule::sgd(self.lr.unwrap_or(0.01));
+                if let Rule::Sgd(rule) = &mut rule {
+                    rule.momentum = self.momentum;
+                    rule.weight_decay = self.weight_decay.unwrap_or(rule.weight_decay);
+                }
+                rule
+            }
+            OptimizerName::Adamw => {
+                let mut rule = Rule::adamw(self.lr.unwrap_or(0.001));
+                if let Rule::AdamW(rule) = &mut rule {
+                    rule.weight_decay = self.weight_decay.unwrap_or(rule.weight_decay);
+                }
+                rule
+            }
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Data {
+    /// MNIST if its files are there, else digits.
+    Auto,
+    /// 60,000 + 10,000 drawn digits, generated from the seed.
+    Digits,
+    /// Handwritten digits (LeCun, Cortes, Burges).
+    Mnist,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ConvBn {
+    Fused,
+    Separate,
+}
+
+impl From<ConvBn> for ConvBnMode {
+    fn from(choice: ConvBn) -> ConvBnMode {
+        match choice {
+            ConvBn::Fused => ConvBnMode::Fused,
+            ConvBn::Separate => ConvBnMode::Separate,
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OptimizerName {
+    Adadelta,
+    Sgd,
+    Adamw,
+}
+
+fn models() -> PossibleValuesParser {
+    PossibleValuesParser::new(Model::ALL.map(Model::name))
+}
+
+fn number(text: &str) -> Result<f64, String> {
+    text.parse().ok().filter(|value: &f64| value.is_finite()).ok_or_else(|| "expected a number".into())
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    number(text).and_then(|value| if value > 0.0 { Ok(value) } else { Err("must be above 0".into()) })
+}
+
+fn not_negative(text: &str) -> Result<f64, String> {
+    number(text).and_then(|value| if value >= 0.0 { Ok(value) } else { Err("must not be negative".into()) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn flags_are_consistent() {
+        <Args as clap::CommandFactory>::command().debug_assert();
+    }
+}

@@ -1,0 +1,56 @@
+//! The command line. Only these files print, read the environment or end the process.
+//!
+//! Exit codes: 0 success, 2 bad usage, 1 anything else.
+
+mod args;
+mod compare;
+mod console;
+mod dataset;
+mod info;
+mod json;
+mod record;
+mod report;
+mod summary;
+mod train;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use args::{Args, Command};
+
+/// Why a command ended without success.
+pub(crate) enum Failure {
+    /// What was asked for makes no sense: exit code 2.
+    Usage(String),
+    /// It was tried and failed: exit code 1.
+    Run(String),
+}
+
+impl<E: std::error::Error> From<E> for Failure {
+    fn from(error: E) -> Failure {
+        Failure::Run(error.to_string())
+    }
+}
+
+pub(crate) type Result<T> = std::result::Result<T, Failure>;
+
+pub(crate) fn main() -> ExitCode {
+    // clap ends the process itself: with 2 for bad usage, 0 for --help and --version.
+    let result = match Args::parse().command {
+        Command::Train(args) => train::run(&args),
+        Command::Compare(args) => compare::run(&args),
+        Command::Info => info::run(),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(Failure::Usage(message)) => {
+            eprintln!("error: {message}\n\nFor more information, try '--help'.");
+            ExitCode::from(2)
+        }
+        Err(Failure::Run(message)) => {
+            eprintln!("error: {message}");
+            ExitCode::from(1)
+        }
+    }
+}

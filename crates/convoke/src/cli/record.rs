@@ -1,0 +1,104 @@
+//! What a run did, as the summary, the JSON and the report show it.
+
+use convoke::nn::ModuleExt;
+use convoke::nn::training::{Evaluation, StepReport, StepTimeline, Trainer, TrainingConfig};
+use serde::Serialize;
+
+/// One run; the serialized fields are the contract of `--json`.
+#[derive(Serialize)]
+pub(crate) struct RunRecord {
+    pub(crate) conv_bn: String,
+    pub(crate) data: String,
+    pub(crate) model: String,
+    pub(crate) batch_size: usize,
+    pub(crate) ranks: usize,
+    pub(crate) train_loss: Vec<f64>,
+    pub(crate) test_loss: Option<f64>,
+    pub(crate) test_accuracy: Option<f64>,
+    pub(crate) step_seconds_median: Option<f64>,
+    pub(crate) images_per_second: Option<f64>,
+    pub(crate) bytes_end_of_forward: usize,
+    pub(crate) bytes_peak: usize,
+    pub(crate) parameters: usize,
+    #[serde(skip)]
+    pub(crate) timeline: Option<StepTimeline>,
+}
+
+/// Collects the steps of a run.
+#[derive(Default)]
+pub(crate) struct Recorder {
+    seconds: Vec<f64>,
+    rates: Vec<f64>,
+    bytes_end_of_forward: usize,
+    bytes_peak: usize,
+    timeline: Option<StepTimeline>,
+}
+
+impl Recorder {
+    pub(crate) fn add(&mut self, step: &StepReport) {
+        self.seconds.push(step.seconds);
+        self.rates.push(step.images as f64 / step.seconds);
+        self.bytes_end_of_forward = self.bytes_end_of_forward.max(step.bytes_end_of_forward);
+        self.bytes_peak = self.bytes_peak.max(step.bytes_peak);
+        if step.timeline.is_some() {
+            self.timeline.clone_from(&step.timeline);
+        }
+    }
+
+    /// Steps recorded so far.
+    pub(crate) fn steps(&self) -> usize {
+        self.seconds.len()
+    }
+
+    /// Images a second over the last steps, for the progress line.
+    pub(crate) fn recent_rate(&self) -> f64 {
+        let recent = &self.rates[self.rates.len().saturating_sub(20)..];
+        recent.iter().sum::<f64>() / recent.len().max(1) as f64
+    }
+
+    pub(crate) fn finish(
+        self,
+        config: &TrainingConfig,
+        data: &str,
+        trainer: &Trainer,
+        evaluation: Option<Evaluation>,
+    ) -> RunRecord {
+        RunRecord {
+            conv_bn: config.conv_bn.to_string(),
+            data: data.into(),
+            model: config.model.to_string(),
+            batch_size: config.batch_size,
+            ranks: 1,
+            train_loss: trainer.losses().to_vec(),
+            test_loss: evaluation.map(|evaluation| evaluation.loss),
+            test_accuracy: evaluation.map(|evaluation| evaluation.accuracy),
+            step_seconds_median: median(self.seconds),
+            images_per_second: median(self.rates),
+            bytes_end_of_forward: self.bytes_end_of_forward,
+            bytes_peak: self.bytes_peak,
+            parameters: trainer.model().parameter_count(),
+            timeline: self.timeline,
+        }
+    }
+}
+
+/// The middle value; the mean of the two middle ones of an even number.
+fn median(mut values: Vec<f64>) -> Option<f64> {
+    values.sort_by(f64::total_cmp);
+    let middle = values.len() / 2;
+    match values.len() {
+        0 => None,
+        len if len % 2 == 1 => Some(values[middle]),
+        _ => Some((values[middle - 1] + values[middle]) / 2.0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn median_of_few() {
+        assert_eq!(super::median(vec![]), None);
+        assert_eq!(super::median(vec![3.0, 1.0, 2.0]), Some(2.0));
+        assert_eq!(super::median(vec![4.0, 1.0]), Some(2.5));
+    }
+}

@@ -1,0 +1,395 @@
+//! Batch norm against plain f64 loops: statistics, normalisation and gradients, in both formats, to the last bit on
+//! every CPU configuration. PyTorch's results are in `batch_norm_golden.rs`.
+
+mod common;
+
+use common::{FORMATS, Number, cast, check_bits, contiguous, cpus, extent, laid_out};
+use convoke_kernels::activation::{relu, relu_backward};
+use convoke_kernels::batch_norm::{
+    Activation, BackwardSums, Normalization, backward_elementwise, backward_elementwise_in_place,
+    backward_reduce, inverse_std, moments, normalize, normalize_in_place,
+};
+use convoke_kernels::{Cpu, MemoryFormat};
+use convoke_testkit::{Failures, Random, Tolerance, check_close, poisoned};
+
+const EPS: f64 = 1e-5;
+
+/// N x C x (spatial) sizes, from one value a channel to several pieces of a plane and several blocks of rows.
+fn sizes() -> Vec<[usize; 3]> {
+    let mut sizes = vec![[2, 3, 9001], [1, 1, 40_000], [2500, 7, 1]];
+    for channels in [1, 3, 65] {
+        for spatial in [1, 7, 300] {
+            sizes.extend([1, 2, 33].map(|batch| [batch, channels, spatial]));
+        }
+    }
+    sizes
+}
+
+/// A layer's inputs: contiguous, f32 numbers in f64.
+struct Case {
+    size: [usize; 3],
+    x: Vec<f64>,
+    dy: Vec<f64>,
+    weight: Vec<f64>,
+    bias: Vec<f64>,
+}
+
+/// Everything that a layer computes, contiguous.
+#[derive(Clone, Debug, PartialEq)]
+struct Results<T> {
+    mean: Vec<f64>,
+    m2: Vec<f64>,
+    y: Vec<T>,
+    dx: Vec<T>,
+    dweight: Vec<f64>,
+    dbias: Vec<f64>,
+    /// dx where statistics are constants.
+    dx_constant: Vec<T>,
+}
+
+impl Case {
+    fn new(size: [usize; 3], (mean, std): (f64, f64)) -> Case {
+        let mut random = Random::new(size.iter().sum::<usize>() as u64);
+        let [len, channels] = [size.iter().product(), size[1]];
+        let mut weight: Vec<f64> = cast(&random.uniform::<f32>(channels, 0.5, 1.5));
+        weight[channels - 1] *= -1.0;
+        Case {
+            size,
+            x: cast(&random.normal::<f32>(len, mean, std)),
+            dy: cast(&random.normal::<f32>(len, 0.0, 1.0)),
+            weight,
+            bias: cast(&random.normal::<f32>(channels, 0.0, 0.5)),
+        }
+    }
+
+    fn channel(&self, channel: usize) -> impl Iterator<Item = usize> + Clone + use<> {
+        let [batch, channels, spatial] = self.size;
+        (0..batch)
+            .flat_map(move |n| (n * channels + channel) * spatial..(n * channels + channel + 1) * spatial)
+    }
+
+    /// The definition, channel by channel, in f64.
+    fn expected(&self) -> Results<f64> {
+        let zeros = || vec![0.0; self.size[1]];
+        let nan = || vec![f64::NAN; self.x.len()];
+        let (mut mean, mut m2, mut dweight, mut dbias) = (zeros(), zeros(), zeros(), zeros());
+        let (mut y, mut dx, mut dx_constant) = (nan(), nan(), nan());
+        for c in 0..self.size[1] {
+            let places = self.channel(c);
+            let count = places.clone().count() as f64;
+            mean[c] = places.clone().map(|i| self.x[i]).sum::<f64>() / count;
+            m2[c] = places.clone().map(|i| (self.x[i] - mean[c]).powi(2)).sum();
+            let std = (m2[c] / count + EPS).sqrt();
+            let normalized = |i: usize| (self.x[i] - mean[c]) / std;
+            dbias[c] = places.clone().map(|i| self.dy[i]).sum();
+            dweight[c] = places.clone().map(|i| self.dy[i] * normalized(i)).sum();
+            for i in places {
+                y[i] = normalized(i) * self.weight[c] + self.bias[c];
+                dx_constant[i] = self.weight[c] / std * self.dy[i];
+                dx[i] = self.weight[c] / std
+                    * (self.dy[i] - dbias[c] / count - normalized(i) * dweight[c] / count);
+            }
+        }
+        Results { mean, m2, y, dx, dweight, dbias, dx_constant }
+    }
+
+    /// What the kernels compute, every output NaN before. Fails where in place differs from out of place.
+    fn run<T: Number>(
+        &self,
+        cpu: &Cpu,
+        format: MemoryFormat,
+        activation: Activation,
+    ) -> Result<Results<T>, String> {
+        let extent = extent(self.size, format);
+        let (x, dy) = (laid_out::<T>(&extent, &cast(&self.x)), laid_out::<T>(&extent, &cast(&self.dy)));
+        let (weight, bias) = (cast(&self.weight), cast(&self.bias));
+        let statistics = moments(cpu, &extent, &x).unwrap();
+        let inverse_std = inverse_std(&statistics.biased_variance(), EPS);
+        let (mean, weight, bias) = (&statistics.mean[..], Some(&weight[..]), Some(&bias[..]));
+        let by = Normalization { mean, inverse_std: &inverse_std, weight, bias, activation };
+        let mut y = poisoned(x.len());
+        normalize(cpu, &extent, &x, &by, &mut y).unwrap();
+        let mut in_place = x.clone();
+        normalize_in_place(cpu, &extent, &by, &mut in_place).unwrap();
+        check_bits(&in_place, &y).map_err(|error| format!("forward in place: {error}"))?;
+        let sums = backward_reduce(cpu, &extent, &x, &dy, &by).unwrap();
+        let gradient = |sums: Option<(&BackwardSums, usize)>| {
+            let mut dx = poisoned(x.len());
+            backward_elementwise(cpu, &extent, (&x, &dy), &by, sums, &mut dx).unwrap();
+            let mut in_place = x.clone();
+            backward_elementwise_in_place(cpu, &extent, &dy, &by, sums, &mut in_place).unwrap();
+            check_bits(&in_place, &dx).map_err(|error| format!("backward in place: {error}"))?;
+            Ok::<_, String>(contiguous(&extent, &dx))
+        };
+        let (dx, dx_constant) = (gradient(Some((&sums, statistics.count)))?, gradient(None)?);
+        let dweight =
+            sums.g_centered.iter().zip(&inverse_std).map(|(g, inverse_std)| g * inverse_std).collect();
+        let (y, dbias) = (contiguous(&extent, &y), sums.g);
+        Ok(Results { mean: statistics.mean, m2: statistics.m2, y, dx, dweight, dbias, dx_constant })
+    }
+
+    /// The magnitude of dx's terms: for two values a channel dx itself cancels to nothing but rounding errors.
+    fn gradient_scale(&self, expected: &Results<f64>) -> f64 {
+        let count = self.size[0] * self.size[2];
+        let scales = expected.m2.iter().map(|m2| 1.5 / (m2 / count as f64 + EPS).sqrt());
+        scales.fold(0.0, f64::max) * self.dy.iter().fold(0.0, |max: f64, dy| max.max(dy.abs()))
+    }
+}
+
+impl<T: Number> Results<T> {
+    /// Compares everything, with `units` of rounding errors of T for what is computed in T.
+    fn check(&self, expected: &Results<f64>, units: f64, gradient_scale: f64) -> Result<(), String> {
+        let sums = Tolerance::new(1e-11, 1e-11);
+        let unit = units * T::epsilon().f64();
+        for (name, actual, expected) in [
+            ("mean", &self.mean, &expected.mean),
+            ("m2", &self.m2, &expected.m2),
+            ("dweight", &self.dweight, &expected.dweight),
+            ("dbias", &self.dbias, &expected.dbias),
+        ] {
+            check_close(actual, expected, sums).map_err(|mismatch| format!("{name}: {mismatch}"))?;
+        }
+        for (name, actual, expected, scale) in [
+            ("y", &self.y, &expected.y, 5.0),
+            ("dx", &self.dx, &expected.dx, gradient_scale),
+            ("dx of constants", &self.dx_constant, &expected.dx_constant, gradient_scale),
+        ] {
+            let tolerance = Tolerance::new(unit * scale, 0.0);
+            check_close(actual, expected, tolerance).map_err(|mismatch| format!("{name}: {mismatch}"))?;
+        }
+        Ok(())
+    }
+
+    fn check_same_bits(&self, other: &Results<T>) -> Result<(), String> {
+        let doubles = |results: &Results<T>| {
+            [&results.mean, &results.m2, &results.dweight, &results.dbias].map(|v| v.to_vec()).concat()
+        };
+        check_bits(&doubles(self), &doubles(other)).map_err(|error| format!("sums: {error}"))?;
+        check_bits(&self.y, &other.y).map_err(|error| format!("y: {error}"))?;
+        check_bits(&self.dx, &other.dx).map_err(|error| format!("dx: {error}"))?;
+        check_bits(&self.dx_constant, &other.dx_constant).map_err(|error| format!("dx of constants: {error}"))
+    }
+}
+
+fn agrees_with_plain_loops<T: Number>(failures: &mut Failures, units: f64) {
+    for size in sizes() {
+        let case = Case::new(size, (0.5, 1.5));
+        let expected = case.expected();
+        for format in FORMATS {
+            failures.run(format!("{size:?} {format} {}", T::DTYPE), || {
+                let results = case.run::<T>(&Cpu::single(), format, Activation::Identity)?;
+                results.check(&expected, units, case.gradient_scale(&expected))
+            });
+        }
+    }
+}
+
+#[test]
+fn every_size_and_format_agrees_with_plain_loops() {
+    let mut failures = Failures::new("batch norm");
+    agrees_with_plain_loops::<f32>(&mut failures, 8.0);
+    // The loops' own sums are off by some square root of their 18,000 terms.
+    agrees_with_plain_loops::<f64>(&mut failures, 150.0);
+    failures.finish();
+}
+
+fn same_bits<T: Number>(failures: &mut Failures) {
+    for size in sizes() {
+        let case = Case::new(size, (0.5, 1.5));
+        for (format, activation) in FORMATS
+            .into_iter()
+            .flat_map(|f| [Activation::Identity, Activation::Relu].map(|activation| (f, activation)))
+        {
+            let first = case.run::<T>(&cpus()[0], format, activation).unwrap();
+            for cpu in &cpus()[1..] {
+                failures.run(format!("{size:?} {format} {activation:?} {} {cpu:?}", T::DTYPE), || {
+                    case.run::<T>(cpu, format, activation)?.check_same_bits(&first)
+                });
+            }
+        }
+    }
+}
+
+#[test]
+fn threads_and_instruction_sets_do_not_change_a_bit() {
+    let mut failures = Failures::new("batch norm on different CPU configurations");
+    same_bits::<f32>(&mut failures);
+    same_bits::<f64>(&mut failures);
+    failures.finish();
+}
+
+#[test]
+fn a_mean_far_above_the_deviation_keeps_its_digits() {
+    let mut failures = Failures::new("mean 1e4, standard deviation 0.1");
+    for size in [[4, 3, 25], [2, 65, 300], [33, 1, 1], [2, 3, 9001]] {
+        let case = Case::new(size, (1e4, 0.1));
+        let expected = case.expected();
+        for format in FORMATS {
+            failures.run(format!("{size:?} {format}"), || {
+                let mut results = case.run::<f32>(&Cpu::single(), format, Activation::Identity)?;
+                // In f64 the sums of squares of such numbers still lose digits; in the oracle too.
+                let relative = Tolerance::new(1e-9, 1e-9);
+                check_close(&results.m2, &expected.m2, relative).map_err(|mismatch| mismatch.to_string())?;
+                check_close(&results.dweight, &expected.dweight, relative).map_err(|m| m.to_string())?;
+                results.m2 = expected.m2.clone();
+                results.dweight = expected.dweight.clone();
+                // The requirement is 1e-3; the mean in two parts gives a few units of f32.
+                results.check(&expected, 16.0, case.gradient_scale(&expected))
+            });
+        }
+    }
+    failures.finish();
+}
+
+#[test]
+fn a_constant_channel_becomes_beta_exactly() {
+    let mut failures = Failures::new("constant channel");
+    for size in [[1, 3, 1], [2, 3, 7], [33, 3, 300], [3, 3, 9001], [1, 1, 40_000]] {
+        let mut case = Case::new(size, (0.5, 1.5));
+        case.channel(0).for_each(|i| case.x[i] = f64::from(0.1f32));
+        for format in FORMATS {
+            failures.run(format!("{size:?} {format}"), || {
+                let results = case.run::<f32>(&Cpu::single(), format, Activation::Identity)?;
+                let beta = case.bias[0] as f32;
+                match case.channel(0).all(|i| results.y[i] == beta) && results.m2[0] == 0.0 {
+                    true => Ok(()),
+                    false => Err(format!("m2 is {}, y not everywhere {beta}", results.m2[0])),
+                }
+            });
+        }
+    }
+    failures.finish();
+}
+
+fn fused_relu<T: Number>(case: &Case, format: MemoryFormat) -> Result<(), String> {
+    let cpu = Cpu::single();
+    let fused = case.run::<T>(&cpu, format, Activation::Relu)?;
+    let plain = case.run::<T>(&cpu, format, Activation::Identity)?;
+    let mut y: Vec<T> = poisoned(plain.y.len());
+    relu(&cpu, &plain.y, &mut y).unwrap();
+    check_bits(&fused.y, &y).map_err(|error| format!("y: {error}"))?;
+    let mut behind: Vec<T> = poisoned(y.len());
+    relu_backward(&cpu, &y, &cast(&case.dy), &mut behind).unwrap();
+    let separate = Case {
+        dy: cast(&behind),
+        x: case.x.clone(),
+        weight: case.weight.clone(),
+        bias: case.bias.clone(),
+        ..*case
+    };
+    let separate = separate.run::<T>(&cpu, format, Activation::Identity)?;
+    Results { y: plain.y.clone(), ..fused }.check_same_bits(&separate)
+}
+
+#[test]
+fn fused_relu_equals_a_separate_one_to_the_bit() {
+    let mut failures = Failures::new("fused ReLU");
+    for size in sizes() {
+        let case = Case::new(size, (0.5, 1.5));
+        for format in FORMATS {
+            failures.run(format!("{size:?} {format} f32"), || fused_relu::<f32>(&case, format));
+            failures.run(format!("{size:?} {format} f64"), || fused_relu::<f64>(&case, format));
+        }
+    }
+    failures.finish();
+}
+
+/// What a loss that is `dy` times y in total changes by per change of each element of `values`.
+fn differences(values: &[f64], loss: impl Fn(&[f64]) -> f64) -> Vec<f64> {
+    // The cube root of epsilon balances rounding against the third derivative.
+    const STEP: f64 = 6e-6;
+    let (len, mut values) = (values.len(), values.to_vec());
+    let derivative = |i: usize| {
+        let original = values[i];
+        values[i] = original + STEP;
+        let above = loss(&values);
+        values[i] = original - STEP;
+        let below = loss(&values);
+        values[i] = original;
+        (above - below) / (2.0 * STEP)
+    };
+    (0..len).map(derivative).collect()
+}
+
+#[test]
+fn gradients_agree_with_finite_differences() {
+    let mut failures = Failures::new("finite differences");
+    for (size, activation) in [[3, 2, 5], [2, 5, 3], [7, 4, 1], [1, 1, 12]]
+        .into_iter()
+        .flat_map(|size| [Activation::Identity, Activation::Relu].map(|activation| (size, activation)))
+    {
+        let case = Case::new(size, (0.5, 1.5));
+        for format in FORMATS {
+            let extent = extent(size, format);
+            let (cpu, x, dy) = (Cpu::single(), laid_out(&extent, &case.x), laid_out(&extent, &case.dy));
+            // `statistics_of` stays the same where statistics are constants.
+            let loss = |x: &[f64], statistics_of: &[f64], weight: &[f64], bias: &[f64]| -> f64 {
+                let statistics = moments(&cpu, &extent, statistics_of).unwrap();
+                let inverse_std = inverse_std(&statistics.biased_variance(), EPS);
+                let (mean, weight, bias) = (&statistics.mean[..], Some(weight), Some(bias));
+                let by = Normalization { mean, inverse_std: &inverse_std, weight, bias, activation };
+                let mut y = poisoned(x.len());
+                normalize(&cpu, &extent, x, &by, &mut y).unwrap();
+                y.iter().zip(&dy).map(|(y, dy)| y * dy).sum()
+            };
+            let results = case.run::<f64>(&cpu, format, activation).unwrap();
+            let (weight, bias) = (&case.weight, &case.bias);
+            let tolerance = Tolerance::new(1e-7, 1e-7);
+            for (name, actual, expected) in [
+                ("dx", laid_out(&extent, &results.dx), differences(&x, |x| loss(x, x, weight, bias))),
+                (
+                    "constant",
+                    laid_out(&extent, &results.dx_constant),
+                    differences(&x, |z| loss(z, &x, weight, bias)),
+                ),
+                (
+                    "dweight",
+                    results.dweight.clone(),
+                    differences(weight, |weight| loss(&x, &x, weight, bias)),
+                ),
+                ("dbias", results.dbias.clone(), differences(bias, |bias| loss(&x, &x, weight, bias))),
+            ] {
+                let what = format!("{name} {size:?} {format} {activation:?}");
+                failures.check(what, check_close(&actual, &expected, tolerance));
+            }
+        }
+    }
+    failures.finish();
+}
+
+#[test]
+fn absent_weight_and_bias_are_one_and_zero() {
+    let case = Case::new([3, 5, 7], (0.5, 1.5));
+    let (cpu, inverse_std) = (Cpu::single(), [2.0f64, 1.0, 0.5, 0.25, 3.0]);
+    for format in FORMATS {
+        let extent = extent(case.size, format);
+        let x = laid_out::<f32>(&extent, &cast(&case.x));
+        let (ones, zeros, mean) = ([1.0f32; 5], [0.0f32; 5], [0.5f64; 5]);
+        let absent = Normalization {
+            mean: &mean,
+            inverse_std: &inverse_std,
+            weight: None,
+            bias: None,
+            activation: Activation::Identity,
+        };
+        let present = Normalization { weight: Some(&ones), bias: Some(&zeros), ..absent };
+        let [mut a, mut b] = [poisoned::<f32>(x.len()), poisoned(x.len())];
+        normalize(&cpu, &extent, &x, &absent, &mut a).unwrap();
+        normalize(&cpu, &extent, &x, &present, &mut b).unwrap();
+        check_bits(&a, &b).unwrap();
+    }
+}
+
+#[test]
+fn nan_stays_in_its_channel_and_is_not_hidden_by_relu() {
+    for format in FORMATS {
+        let mut case = Case::new([3, 4, 50], (0.5, 1.5));
+        let place = case.channel(2).nth(70).unwrap();
+        case.x[place] = f64::NAN;
+        let results = case.run::<f32>(&Cpu::single(), format, Activation::Relu).unwrap();
+        for c in 0..4 {
+            assert!(case.channel(c).all(|i| results.y[i].is_nan() == (c == 2)), "{format} channel {c}");
+            assert!(case.channel(c).all(|i| results.dx[i].is_nan() == (c == 2)), "{format} channel {c}");
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! What batch norm refuses, naming the operand and leaving the output untouched; empty tensors and sizes that overflow.
+
+mod common;
+
+use common::{FORMATS, check_refused, extent};
+use convoke_kernels::Cpu;
+use convoke_kernels::batch_norm::{
+    Activation, BackwardSums, Normalization, backward_elementwise, backward_elementwise_in_place,
+    backward_reduce, moments, normalize, normalize_in_place,
+};
+use convoke_kernels::memory_format::Extent;
+use convoke_testkit::Failures;
+
+#[test]
+fn wrong_lengths_are_named_and_nothing_is_written() {
+    let mut failures = Failures::new("refused batch norm operands");
+    let (cpu, [zeros, ones]) = (Cpu::single(), [[0.0; 4], [1.0; 4]]);
+    let data = [1.5f32; 25];
+    let sums = BackwardSums { g: zeros[..3].to_vec(), g_centered: zeros[..3].to_vec() };
+    let short = BackwardSums { g: zeros[..3].to_vec(), g_centered: zeros[..2].to_vec() };
+    for format in FORMATS {
+        let extent = extent([2, 3, 4], format);
+        let good = Normalization {
+            mean: &zeros[..3],
+            inverse_std: &ones[..3],
+            weight: None,
+            bias: None,
+            activation: Activation::Identity,
+        };
+        let bad = [
+            ("the mean has 4 elements, expected 3", Normalization { mean: &zeros, ..good }),
+            ("the inverse standard deviation has 2", Normalization { inverse_std: &ones[..2], ..good }),
+            ("the weight has 4", Normalization { weight: Some(&[1.0f32; 4]), ..good }),
+            ("the bias has 2", Normalization { bias: Some(&[1.0f32; 2]), ..good }),
+        ];
+        let mut check = |part: &str, run: &dyn Fn(&mut [f32]) -> convoke_kernels::Result<()>, len: usize| {
+            let mut output = vec![7.25; len];
+            let refused = check_refused(run(&mut output), &[part]);
+            let untouched = output.iter().all(|&value| value == 7.25);
+            let result = refused.and(if untouched { Ok(()) } else { Err("the output was written".into()) });
+            failures.check(format!("{part} {format}"), result);
+        };
+        let (whole, long) = (&data[..24], &data[..25]);
+        let backward = |x, dy, by, sums| {
+            move |dx: &mut [f32]| backward_elementwise(&Cpu::single(), &extent, (x, dy), by, sums, dx)
+        };
+        check("x has 25", &|_| moments(&cpu, &extent, long).map(drop), 0);
+        check("x has 25", &|y| normalize(&cpu, &extent, long, &good, y), 24);
+        check("y has 23", &|y| normalize(&cpu, &extent, whole, &good, y), 23);
+        check("x has 23", &|y| normalize_in_place(&cpu, &extent, &good, y), 23);
+        check("x has 25", &|_| backward_reduce(&cpu, &extent, long, whole, &good).map(drop), 0);
+        check("dy has 25", &|_| backward_reduce(&cpu, &extent, whole, long, &good).map(drop), 0);
+        check("dy has 25", &backward(whole, long, &good, None), 24);
+        check("x has 25", &backward(long, whole, &good, None), 24);
+        check("dx has 23", &backward(whole, whole, &good, None), 23);
+        check("dy has 25", &|dx| backward_elementwise_in_place(&cpu, &extent, long, &good, None, dx), 24);
+        check("the sums has 2", &backward(whole, whole, &good, Some((&short, 8))), 24);
+        check("over no values", &backward(whole, whole, &good, Some((&sums, 0))), 24);
+        for (part, by) in &bad {
+            check(part, &|y| normalize(&cpu, &extent, whole, by, y), 24);
+            check(part, &|y| normalize_in_place(&cpu, &extent, by, y), 24);
+            check(part, &|_| backward_reduce(&cpu, &extent, whole, whole, by).map(drop), 0);
+            check(part, &backward(whole, whole, by, Some((&sums, 8))), 24);
+        }
+    }
+    failures.finish();
+}
+
+#[test]
+fn empty_tensors_give_empty_results_and_sizes_that_overflow_an_error() {
+    for format in FORMATS {
+        for size in [[0, 3, 4], [2, 0, 4], [2, 3, 0]] {
+            let statistics = moments::<f32>(&Cpu::single(), &extent(size, format), &[]).unwrap();
+            assert_eq!((statistics.count, statistics.mean), (size[0] * size[2], vec![0.0; size[1]]));
+        }
+        const HUGE: usize = usize::MAX / 2;
+        for size in [[HUGE, 0, HUGE], [HUGE, HUGE, 0], [0, HUGE, HUGE], [2, 2, HUGE]] {
+            let extent: Extent = extent(size, format);
+            check_refused(moments::<f32>(&Cpu::single(), &extent, &[]), &["overflows"]).unwrap();
+        }
+    }
+}

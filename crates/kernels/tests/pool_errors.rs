@@ -1,0 +1,111 @@
+//! What pooling refuses, naming the size or the operand and leaving the output untouched; the limits of index types.
+
+mod common;
+
+use common::check_refused;
+use convoke_kernels::pool::{
+    PoolAxis, PoolProblem, WindowIndex, average_pool, average_pool_backward, max_pool, max_pool_backward,
+};
+use convoke_kernels::{Cpu, MemoryFormat};
+use convoke_testkit::Failures;
+
+fn axis(input: usize, kernel: usize) -> PoolAxis {
+    PoolAxis { input, kernel, stride: kernel, padding: 0, dilation: 1 }
+}
+
+#[test]
+fn the_last_element_of_the_largest_window_has_an_index() {
+    fn last<I: WindowIndex>(kernel: usize) -> convoke_kernels::Result<usize> {
+        let problem =
+            PoolProblem::new([1, 1], [axis(kernel, kernel); 2], false, MemoryFormat::Contiguous).unwrap();
+        let x: Vec<f32> = (0..kernel * kernel).map(|i| i as f32).collect();
+        let (mut y, mut index) = ([f32::NAN], [I::store(0)]);
+        max_pool(&Cpu::single(), &problem, &x, &mut y, Some(&mut index))?;
+        assert_eq!(y[0] as usize, kernel * kernel - 1);
+        Ok(index[0].load())
+    }
+    assert_eq!((last::<u8>(16).unwrap(), last::<u16>(16).unwrap()), (255, 255));
+    assert_eq!((last::<u16>(17).unwrap(), last::<u16>(256).unwrap()), (288, 65_535));
+    check_refused(last::<u8>(17), &["289 elements", "wider index"]).unwrap();
+    check_refused(last::<u16>(257), &["66049 elements", "wider index"]).unwrap();
+}
+
+#[test]
+fn sizes_that_are_no_pooling_are_refused_with_the_reason() {
+    let good = axis(6, 3);
+    let build =
+        |planes, height, width| PoolProblem::new(planes, [height, width], true, MemoryFormat::Contiguous);
+    build([2, 3], good, good).unwrap();
+    const HUGE: usize = usize::MAX;
+    let mut failures = Failures::new("refused poolings");
+    for (planes, bad, parts) in [
+        ([0, 3], good, &["batch 0"][..]),
+        ([2, 0], good, &["channels 0"]),
+        ([2, 3], PoolAxis { input: 0, ..good }, &["is 0"]),
+        ([2, 3], PoolAxis { kernel: 0, ..good }, &["is 0"]),
+        ([2, 3], PoolAxis { stride: 0, ..good }, &["is 0"]),
+        ([2, 3], PoolAxis { dilation: 0, ..good }, &["is 0"]),
+        ([2, 3], PoolAxis { padding: 2, ..good }, &["padding 2 is more than half of kernel 3"]),
+        ([2, 3], PoolAxis { padding: HUGE, ..good }, &["padding"]),
+        (
+            [2, 3],
+            PoolAxis { kernel: 9, padding: 1, ..good },
+            &["larger than the padded input", "spans 9", "has 8"],
+        ),
+        ([2, 3], PoolAxis { dilation: 4, ..good }, &["spans 9"]),
+        ([2, 3], PoolAxis { input: HUGE, ..good }, &["too large"]),
+        ([2, 3], PoolAxis { kernel: HUGE, padding: HUGE / 2, ..good }, &["too large"]),
+        ([2, 3], PoolAxis { stride: HUGE, ..good }, &["too large"]),
+        ([2, 3], PoolAxis { dilation: HUGE, ..good }, &["too large"]),
+        ([2, 3], PoolAxis { input: 1 << 40, ..good }, &["too large"]),
+        ([2, 3], PoolAxis { kernel: 1 << 40, padding: 1 << 39, ..good }, &["too large"]),
+        ([HUGE, HUGE], good, &["too large"]),
+        ([1 << 20, 1 << 20], good, &["too large"]),
+    ] {
+        failures.run(format!("height {bad:?}"), || check_refused(build(planes, bad, good), parts));
+        failures.run(format!("width {bad:?}"), || check_refused(build(planes, good, bad), parts));
+        failures.run(format!("both {bad:?}"), || check_refused(build(planes, bad, bad), parts));
+    }
+    failures.finish();
+}
+
+#[test]
+fn wrong_lengths_are_named_and_nothing_is_written() {
+    let problem = PoolProblem::new([1, 2], [axis(4, 2); 2], false, MemoryFormat::ChannelsLast).unwrap();
+    let dilated = PoolAxis { dilation: 2, stride: 1, ..axis(4, 2) };
+    let dilated = PoolProblem::new([1, 2], [dilated; 2], false, MemoryFormat::ChannelsLast).unwrap();
+    let (cpu, data, taps) = (Cpu::single(), [1.0f32; 40], [1u8; 40]);
+    let mut failures = Failures::new("refused pooling operands");
+    type Run<'a> = &'a dyn Fn(&mut [f32]) -> convoke_kernels::Result<()>;
+    let cases: [(&str, usize, Run<'_>); 11] = [
+        ("x has 33 elements, expected 32", 8, &|y| max_pool::<_, u8>(&cpu, &problem, &data[..33], y, None)),
+        ("y has 7 elements, expected 8", 7, &|y| max_pool::<_, u8>(&cpu, &problem, &data[..32], y, None)),
+        ("the indices has 9", 8, &|y| max_pool(&cpu, &problem, &data[..32], y, Some(&mut [1u8; 9]))),
+        ("dy has 9", 32, &|dx| max_pool_backward(&cpu, &problem, &data[..9], &taps[..8], dx)),
+        ("dx has 31", 31, &|dx| max_pool_backward(&cpu, &problem, &data[..8], &taps[..8], dx)),
+        ("the indices has 7", 32, &|dx| max_pool_backward(&cpu, &problem, &data[..8], &taps[..7], dx)),
+        ("x has 31", 8, &|y| average_pool(&cpu, &problem, true, &data[..31], y)),
+        ("y has 9", 9, &|y| average_pool(&cpu, &problem, true, &data[..32], y)),
+        ("dy has 7", 32, &|dx| average_pool_backward(&cpu, &problem, true, &data[..7], dx)),
+        ("dilation", 8, &|y| average_pool(&cpu, &dilated, true, &data[..32], y)),
+        ("dilation", 32, &|dx| average_pool_backward(&cpu, &dilated, true, &data[..8], dx)),
+    ];
+    for (part, len, run) in cases {
+        let mut output = vec![7.25; len];
+        failures.run(part, || check_refused(run(&mut output), &[part]));
+        assert!(output.iter().all(|&value| value == 7.25), "{part}: the output was written");
+    }
+    failures.finish();
+}
+
+#[test]
+fn indices_of_another_problem_do_not_panic() {
+    // Whatever they are, dy lands inside dx or nowhere.
+    let axis = PoolAxis { stride: 1, padding: 1, ..axis(3, 2) };
+    let problem = PoolProblem::new([1, 1], [axis; 2], false, MemoryFormat::Contiguous).unwrap();
+    let mut dx = [f32::NAN; 9];
+    for tap in [0, 3, 4, 255, u16::MAX] {
+        max_pool_backward(&Cpu::single(), &problem, &[1.0; 16], &[tap; 16], &mut dx).unwrap();
+        assert!(dx.iter().all(|dx| *dx >= 0.0) && dx.iter().sum::<f32>() <= 16.0, "{tap}");
+    }
+}

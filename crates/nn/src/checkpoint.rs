@@ -1,0 +1,376 @@
+//! Saving and loading: a model's state as safetensors under PyTorch's key names, and whole training runs.
+//!
+//! A run's folder holds one folder a checkpoint, `step-00000938`, with `model.safetensors`, `optimizer.safetensors`
+//! and `training.json`. It is written under a temporary name and renamed when it is whole and on disk, so that a crash at
+//! any moment leaves the previous checkpoint untouched; the two newest are kept. Loading reads and checks everything
+//! (checksums, names, shapes, types) before it changes anything.
+
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use convoke_autograd::{DType, Device, MemoryFormat, Tensor};
+use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use crate::{Module, ModuleExt, State};
+
+/// Why a checkpoint could not be written or read. Nothing was changed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CheckpointError {
+    /// The operating system refused.
+    #[error("cannot {action} {}: {source}", file.display())]
+    Io {
+        /// The file or folder.
+        file: PathBuf,
+        /// What was tried, as a verb.
+        action: &'static str,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// There is no checkpoint in the folder.
+    #[error("{}: no checkpoint here (expected a folder named step-...)", folder.display())]
+    Missing {
+        /// The folder.
+        folder: PathBuf,
+    },
+    /// A file is cut off, damaged or not of this format.
+    #[error("{}: {reason}", file.display())]
+    Damaged {
+        /// The file.
+        file: PathBuf,
+        /// What is wrong in it.
+        reason: String,
+    },
+    /// The checkpoint is whole, but of something else.
+    #[error("{}: {field}: the checkpoint has {found}, this run needs {expected}", file.display())]
+    Mismatch {
+        /// The file.
+        file: PathBuf,
+        /// The tensor or the setting that differs.
+        field: String,
+        /// What is needed.
+        expected: String,
+        /// What was found.
+        found: String,
+    },
+    /// A tensor could not be made or read.
+    #[error(transparent)]
+    Tensor(#[from] convoke_autograd::Error),
+}
+
+type Result<T> = std::result::Result<T, CheckpointError>;
+
+fn io(file: &Path, action: &'static str) -> impl FnOnce(std::io::Error) -> CheckpointError {
+    let file = file.to_owned();
+    move |source| CheckpointError::Io { file, action, source }
+}
+
+fn damaged(file: &Path, reason: impl std::fmt::Display) -> CheckpointError {
+    CheckpointError::Damaged { file: file.to_owned(), reason: reason.to_string() }
+}
+
+/// One named value of a file: a tensor, or a whole number of shape `[]`.
+pub(crate) enum Value {
+    /// A tensor of floating-point numbers.
+    Tensor(Tensor),
+    /// A count, stored as I64.
+    Count(i64),
+}
+
+/// Writes the state of every module in the tree, with PyTorch's key names, as a safetensors file.
+///
+/// The file appears whole under its name, or not at all.
+///
+/// # Errors
+/// If the file cannot be written.
+pub fn save_model(model: &(impl Module + ?Sized), file: &Path) -> Result<()> {
+    write_atomically(file, &to_safetensors(&model_values(model))?)
+}
+
+/// Loads what [`save_model`] (or PyTorch, through safetensors) wrote into a model of the same structure.
+///
+/// # Errors
+/// If the file is damaged, or a name, shape or type differs; the model is then unchanged.
+pub fn load_model(model: &(impl Module + ?Sized), file: &Path) -> Result<()> {
+    let bytes = fs::read(file).map_err(io(file, "read"))?;
+    set_model(model, from_safetensors(file, &bytes, &model_values(model))?)
+}
+
+/// Everything that a model holds, by path.
+pub(crate) fn model_values(model: &(impl Module + ?Sized)) -> Vec<(String, Value)> {
+    let value = |state| match state {
+        State::Parameter(parameter) => Value::Tensor(parameter.value()),
+        State::Buffer(buffer) => Value::Tensor(buffer.value()),
+        State::Counter(counter) => Value::Count(counter.value()),
+    };
+    model.named_state().into_iter().map(|(name, state)| (name, value(state))).collect()
+}
+
+/// Sets values that [`from_safetensors`] has compared with this model's.
+pub(crate) fn set_model(model: &(impl Module + ?Sized), values: Vec<Value>) -> Result<()> {
+    for ((_, state), value) in model.named_state().into_iter().zip(values) {
+        match (state, value) {
+            (State::Parameter(parameter), Value::Tensor(tensor)) => parameter.set(&tensor)?,
+            (State::Buffer(buffer), Value::Tensor(tensor)) => buffer.set(&tensor)?,
+            (State::Counter(counter), Value::Count(count)) => counter.set(count),
+            _ => unreachable!("from_safetensors gives values of the kinds it was asked for"),
+        }
+    }
+    Ok(())
+}
+
+/// The bytes of a safetensors file with these values.
+pub(crate) fn to_safetensors(values: &[(String, Value)]) -> Result<Vec<u8>> {
+    let mut stored = Vec::with_capacity(values.len());
+    for (name, value) in values {
+        stored.push((
+            name,
+            match value {
+                Value::Tensor(tensor) => {
+                    (dtype(tensor.dtype()), tensor.shape().to_vec(), contiguous_bytes(tensor)?)
+                }
+                Value::Count(count) => (Dtype::I64, Vec::new(), count.to_le_bytes().to_vec()),
+            },
+        ));
+    }
+    let views = stored.iter().map(|(name, (dtype, shape, bytes))| {
+        let view = TensorView::new(*dtype, shape.clone(), bytes).expect("the bytes are the shape's");
+        (name.as_str(), view)
+    });
+    Ok(safetensors::serialize(views, None).expect("names and sizes are in order"))
+}
+
+fn dtype(dtype: DType) -> Dtype {
+    match dtype {
+        DType::F32 => Dtype::F32,
+        DType::F64 => Dtype::F64,
+    }
+}
+
+/// The elements in N, C, H, W order, little-endian.
+fn contiguous_bytes(tensor: &Tensor) -> Result<Vec<u8>> {
+    Ok(match tensor.dtype() {
+        DType::F32 => tensor.to_vec::<f32>()?.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        DType::F64 => tensor.to_vec::<f64>()?.iter().flat_map(|x| x.to_le_bytes()).collect(),
+    })
+}
+
+/// Reads exactly the values named in `expected`, of their kinds, shapes and types, in their order.
+pub(crate) fn from_safetensors(
+    file: &Path,
+    bytes: &[u8],
+    expected: &[(String, Value)],
+) -> Result<Vec<Value>> {
+    let stored =
+        SafeTensors::deserialize(bytes).map_err(|error| damaged(file, format!("not whole: {error}")))?;
+    if let Some(name) =
+        stored.names().into_iter().find(|name| expected.iter().all(|(known, _)| known != name))
+    {
+        return Err(CheckpointError::Mismatch {
+            file: file.to_owned(),
+            field: name.to_owned(),
+            expected: "no such tensor".into(),
+            found: "one".into(),
+        });
+    }
+    expected.iter().map(|(name, like)| read_value(file, &stored, name, like)).collect()
+}
+
+fn read_value(file: &Path, stored: &SafeTensors<'_>, name: &str, like: &Value) -> Result<Value> {
+    let (wanted_dtype, wanted_shape) = match like {
+        Value::Tensor(tensor) => (dtype(tensor.dtype()), tensor.shape().to_vec()),
+        Value::Count(_) => (Dtype::I64, Vec::new()),
+    };
+    let describe = |dtype: Dtype, shape: &[usize]| format!("{dtype:?} of shape {shape:?}");
+    let mismatch = |found: String| CheckpointError::Mismatch {
+        file: file.to_owned(),
+        field: name.to_owned(),
+        expected: describe(wanted_dtype, &wanted_shape),
+        found,
+    };
+    let view = stored.tensor(name).map_err(|_| mismatch("no such tensor".into()))?;
+    if view.dtype() != wanted_dtype || view.shape() != wanted_shape {
+        return Err(mismatch(describe(view.dtype(), view.shape())));
+    }
+    Ok(match like {
+        Value::Count(_) => {
+            let bytes =
+                view.data().try_into().map_err(|_| damaged(file, format!("{name} is not 8 bytes")))?;
+            Value::Count(i64::from_le_bytes(bytes))
+        }
+        Value::Tensor(tensor) => Value::Tensor(match tensor.dtype() {
+            DType::F32 => decode(tensor.device(), &wanted_shape, view.data(), f32::from_le_bytes)?,
+            DType::F64 => decode(tensor.device(), &wanted_shape, view.data(), f64::from_le_bytes)?,
+        }),
+    })
+}
+
+fn decode<T: convoke_autograd::Element, const SIZE: usize>(
+    device: &Device,
+    shape: &[usize],
+    bytes: &[u8],
+    number: impl Fn([u8; SIZE]) -> T,
+) -> Result<Tensor> {
+    Ok(Tensor::build(device, shape, MemoryFormat::Contiguous, |data: &mut [T]| {
+        for (value, bytes) in data.iter_mut().zip(bytes.chunks_exact(SIZE)) {
+            *value = number(bytes.try_into().expect("a chunk of this size"));
+        }
+        Ok(())
+    })?)
+}
+
+/// Writes a file under a temporary name beside it, makes sure it is on disk, and renames it.
+///
+/// # Errors
+/// If the file cannot be written; what was there before is untouched.
+pub fn write_atomically(file: &Path, bytes: &[u8]) -> Result<()> {
+    let mut temporary = file.as_os_str().to_owned();
+    temporary.push(format!(".{}.tmp", std::process::id()));
+    let temporary = PathBuf::from(temporary);
+    let result = write_synced(&temporary, bytes)
+        .and_then(|()| fs::rename(&temporary, file).map_err(io(file, "rename to")));
+    if result.is_err() {
+        // The error that matters is the one above.
+        let _ = fs::remove_file(&temporary);
+    }
+    result
+}
+
+fn write_synced(file: &Path, bytes: &[u8]) -> Result<()> {
+    let mut out = fs::File::create(file).map_err(io(file, "create"))?;
+    out.write_all(bytes).map_err(io(file, "write"))?;
+    out.sync_all().map_err(io(file, "write"))
+}
+
+/// A file of a checkpoint, as `training.json` records it.
+#[derive(Serialize, Deserialize)]
+struct FileRecord {
+    name: String,
+    sha256: String,
+}
+
+/// `training.json`: what the run was and where it stood, and the checksums of the other files.
+#[derive(Serialize, Deserialize)]
+struct Manifest<S> {
+    format: String,
+    files: Vec<FileRecord>,
+    state: S,
+}
+
+const FORMAT: &str = "convoke training checkpoint 1";
+const MANIFEST: &str = "training.json";
+const KEPT: usize = 2;
+
+fn sha256(bytes: &[u8]) -> String {
+    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Writes the checkpoint of `step` into `folder`, and removes all but the newest two.
+pub(crate) fn save<S: Serialize>(
+    folder: &Path,
+    step: u64,
+    state: &S,
+    files: &[(&str, Vec<u8>)],
+) -> Result<()> {
+    let target = folder.join(format!("step-{step:010}"));
+    let temporary = folder.join(format!(".step-{step:010}.{}.tmp", std::process::id()));
+    fs::create_dir_all(&temporary).map_err(io(&temporary, "create"))?;
+    let records = files
+        .iter()
+        .map(|(name, bytes)| FileRecord { name: (*name).into(), sha256: sha256(bytes) })
+        .collect();
+    let manifest = Manifest { format: FORMAT.into(), files: records, state };
+    let json = serde_json::to_vec_pretty(&manifest).map_err(|error| damaged(&target, error))?;
+    let write_all = || -> Result<()> {
+        for (name, bytes) in files {
+            write_synced(&temporary.join(name), bytes)?;
+        }
+        write_synced(&temporary.join(MANIFEST), &json)?;
+        if target.exists() {
+            // The same step again: a run that was resumed and stopped at once.
+            fs::remove_dir_all(&target).map_err(io(&target, "replace"))?;
+        }
+        fs::rename(&temporary, &target).map_err(io(&target, "rename to"))
+    };
+    let result = write_all();
+    if result.is_err() {
+        // The error that matters is the one above.
+        let _ = fs::remove_dir_all(&temporary);
+    }
+    result?;
+    let old = checkpoints(folder)?.into_iter().rev().skip(KEPT);
+    old.for_each(|(_, path)| {
+        // An old checkpoint that cannot be removed does no harm.
+        let _ = fs::remove_dir_all(path);
+    });
+    Ok(())
+}
+
+/// The checkpoints in a folder, oldest first.
+fn checkpoints(folder: &Path) -> Result<Vec<(u64, PathBuf)>> {
+    let entries = match fs::read_dir(folder) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(io(folder, "read")(error)),
+    };
+    let mut found = Vec::new();
+    for entry in entries {
+        let path = entry.map_err(io(folder, "read"))?.path();
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        if let Some(step) = name.strip_prefix("step-").and_then(|step| step.parse().ok()) {
+            found.push((step, path));
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// Whether the folder holds a checkpoint.
+///
+/// # Errors
+/// If the folder cannot be read.
+pub fn exists(folder: &Path) -> Result<bool> {
+    Ok(!checkpoints(folder)?.is_empty())
+}
+
+/// The newest checkpoint of a folder: its path, its state, and its other files with their checksums compared.
+pub(crate) struct Loaded<S> {
+    pub(crate) path: PathBuf,
+    pub(crate) state: S,
+    pub(crate) files: Vec<(PathBuf, Vec<u8>)>,
+}
+
+pub(crate) fn load<S: for<'a> Deserialize<'a>>(folder: &Path, names: &[&str]) -> Result<Loaded<S>> {
+    let (_, path) =
+        checkpoints(folder)?.pop().ok_or_else(|| CheckpointError::Missing { folder: folder.to_owned() })?;
+    let manifest_path = path.join(MANIFEST);
+    let json = fs::read(&manifest_path).map_err(io(&manifest_path, "read"))?;
+    // The format is compared first: a later one may have another state.
+    let any: Manifest<serde_json::Value> =
+        serde_json::from_slice(&json).map_err(|error| damaged(&manifest_path, error))?;
+    if any.format != FORMAT {
+        return Err(CheckpointError::Mismatch {
+            file: manifest_path,
+            field: "format".into(),
+            expected: FORMAT.into(),
+            found: any.format,
+        });
+    }
+    let manifest: Manifest<S> =
+        serde_json::from_slice(&json).map_err(|error| damaged(&manifest_path, error))?;
+    let mut files = Vec::with_capacity(names.len());
+    for name in names {
+        let file = path.join(name);
+        let record = manifest.files.iter().find(|record| record.name == *name);
+        let record = record.ok_or_else(|| damaged(&manifest_path, format!("files: {name} is not listed")))?;
+        let bytes = fs::read(&file).map_err(io(&file, "read"))?;
+        if sha256(&bytes) != record.sha256 {
+            return Err(damaged(&file, "its SHA-256 is not the one in training.json: cut off or changed"));
+        }
+        files.push((file, bytes));
+    }
+    Ok(Loaded { path, state: manifest.state, files })
+}

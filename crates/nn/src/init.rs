@@ -1,0 +1,60 @@
+//! How parameters start, as PyTorch 2 starts them.
+
+use convoke_autograd::{DType, Device, MemoryFormat, Result, Tensor};
+
+use crate::{Generator, Parameter};
+
+/// What module constructors need: where tensors live, their type, and random numbers.
+#[derive(Clone)]
+pub struct Init {
+    /// Where the module's tensors live.
+    pub device: Device,
+    /// Their element type.
+    pub dtype: DType,
+    /// Random numbers for starting values and for dropout.
+    pub random: Generator,
+}
+
+impl Init {
+    /// f32 parameters on `device`, from a seed.
+    pub fn new(device: &Device, seed: u64) -> Init {
+        Init { device: device.clone(), dtype: DType::F32, random: Generator::new(seed) }
+    }
+
+    /// A parameter with uniform values in [-bound, bound).
+    ///
+    /// # Errors
+    /// If the shape is too large.
+    pub fn uniform(&self, shape: &[usize], bound: f64) -> Result<Parameter> {
+        let values = self.random.uniform(shape.iter().product(), bound);
+        let value = match self.dtype {
+            DType::F32 => self.build::<f32>(shape, &values)?,
+            DType::F64 => self.build::<f64>(shape, &values)?,
+        };
+        Ok(Parameter::new(&value))
+    }
+
+    /// PyTorch's start of convolutions and linear layers: `kaiming_uniform_` with a = sqrt(5), whose bound is
+    /// 1 / sqrt(fan_in). Their biases take the same bound.
+    ///
+    /// # Errors
+    /// If the shape is too large.
+    pub fn kaiming_uniform(&self, shape: &[usize], fan_in: usize) -> Result<Parameter> {
+        self.uniform(shape, if fan_in == 0 { 0.0 } else { 1.0 / (fan_in as f64).sqrt() })
+    }
+
+    /// A parameter with every element `value`.
+    ///
+    /// # Errors
+    /// If the shape is too large.
+    pub fn constant(&self, shape: &[usize], value: f64) -> Result<Parameter> {
+        Ok(Parameter::new(&Tensor::full(&self.device, shape, self.dtype, value)?))
+    }
+
+    fn build<T: convoke_autograd::Element>(&self, shape: &[usize], values: &[f64]) -> Result<Tensor> {
+        Tensor::build(&self.device, shape, MemoryFormat::Contiguous, |data: &mut [T]| {
+            data.iter_mut().zip(values).for_each(|(x, &value)| *x = T::of(value));
+            Ok(())
+        })
+    }
+}

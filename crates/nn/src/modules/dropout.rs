@@ -1,0 +1,41 @@
+//! The dropout layer.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use convoke_autograd::{Error, Result, Tensor, ops};
+
+use crate::{Generator, Init, Module};
+
+/// Drops elements at random in training, as PyTorch's `Dropout`; the identity in evaluation.
+pub struct Dropout {
+    p: f64,
+    random: Generator,
+    training: AtomicBool,
+}
+
+impl Dropout {
+    /// Drops each element with probability `p`.
+    ///
+    /// # Errors
+    /// If `p` is not in [0, 1].
+    pub fn new(init: &Init, p: f64) -> Result<Dropout> {
+        if !(0.0..=1.0).contains(&p) {
+            let reason = format!("the probability must lie in [0, 1], not {p}");
+            return Err(Error::Invalid { operation: "Dropout", reason });
+        }
+        Ok(Dropout { p, random: init.random.clone(), training: AtomicBool::new(true) })
+    }
+}
+
+impl Module for Dropout {
+    fn forward(&self, input: &Tensor) -> Result<Tensor> {
+        if !self.training.load(Ordering::Relaxed) {
+            return Ok(input.clone());
+        }
+        ops::dropout(input, self.p, self.random.key())
+    }
+
+    fn set_training(&self, training: bool) {
+        self.training.store(training, Ordering::Relaxed);
+    }
+}

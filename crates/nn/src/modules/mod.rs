@@ -1,0 +1,18 @@
+//! The layers.
+
+mod batch_norm;
+mod conv2d;
+mod conv_bn2d;
+mod dropout;
+mod linear;
+mod sequential;
+mod stateless;
+
+pub use batch_norm::{BatchNorm2d, BatchNormConfig};
+pub use conv_bn2d::{ConvBn2d, ConvBnMode};
+pub use conv2d::Conv2d;
+pub use convoke_autograd::ops::{Activation, ConvOptions, Padding, PoolOptions};
+pub use dropout::Dropout;
+pub use linear::Linear;
+pub use sequential::Sequential;
+pub use stateless::{AvgPool2d, Flatten, LogSoftmax, MaxPool2d, Relu};

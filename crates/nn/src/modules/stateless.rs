@@ -1,0 +1,56 @@
+//! Layers that hold nothing: activations, pooling, reshaping.
+
+use convoke_autograd::ops::{self, PoolOptions};
+use convoke_autograd::{Result, Tensor};
+
+use crate::Module;
+
+/// max(0, x).
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Relu;
+
+/// Joins all dimensions but the first.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Flatten;
+
+/// Log-softmax over the channels.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct LogSoftmax;
+
+/// The largest value of each window.
+#[derive(Debug, Clone, Copy)]
+pub struct MaxPool2d(pub PoolOptions);
+
+/// The mean of each window.
+#[derive(Debug, Clone, Copy)]
+pub struct AvgPool2d(pub PoolOptions);
+
+impl Module for Relu {
+    fn forward(&self, input: &Tensor) -> Result<Tensor> {
+        input.relu()
+    }
+}
+
+impl Module for Flatten {
+    fn forward(&self, input: &Tensor) -> Result<Tensor> {
+        input.flatten()
+    }
+}
+
+impl Module for LogSoftmax {
+    fn forward(&self, input: &Tensor) -> Result<Tensor> {
+        ops::log_softmax(input)
+    }
+}
+
+impl Module for MaxPool2d {
+    fn forward(&self, input: &Tensor) -> Result<Tensor> {
+        ops::max_pool2d(input, &self.0)
+    }
+}
+
+impl Module for AvgPool2d {
+    fn forward(&self, input: &Tensor) -> Result<Tensor> {
+        ops::avg_pool2d(input, &self.0)
+    }
+}

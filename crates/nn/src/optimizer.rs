@@ -1,0 +1,241 @@
+//! Optimizers over a model's parameters.
+
+use convoke_autograd::{DType, Element, Error, Gradients, Result, Tensor};
+use convoke_kernels::optimizer as kernel;
+
+use crate::{Module, ModuleExt, Parameter};
+
+/// How a parameter follows its gradient. Formulas and defaults are PyTorch 2's.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Rule {
+    /// Stochastic gradient descent with momentum, dampening, Nesterov and weight decay.
+    Sgd(kernel::Sgd),
+    /// Adadelta.
+    Adadelta(kernel::Adadelta),
+    /// Adam with decoupled weight decay.
+    AdamW(kernel::AdamW),
+}
+
+impl Rule {
+    /// SGD without momentum.
+    pub fn sgd(learning_rate: f64) -> Rule {
+        let plain =
+            kernel::Sgd { learning_rate, momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false };
+        Rule::Sgd(plain)
+    }
+
+    /// Adadelta with rho 0.9 and eps 1e-6.
+    pub fn adadelta(learning_rate: f64) -> Rule {
+        Rule::Adadelta(kernel::Adadelta { learning_rate, rho: 0.9, eps: 1e-6, weight_decay: 0.0 })
+    }
+
+    /// AdamW with betas 0.9 and 0.999, eps 1e-8 and weight decay 0.01.
+    pub fn adamw(learning_rate: f64) -> Rule {
+        Rule::AdamW(kernel::AdamW { learning_rate, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.01 })
+    }
+
+    /// The name on the command line and in files.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Rule::Sgd(_) => "sgd",
+            Rule::Adadelta(_) => "adadelta",
+            Rule::AdamW(_) => "adamw",
+        }
+    }
+
+    /// The step size.
+    pub fn learning_rate(&self) -> f64 {
+        match self {
+            Rule::Sgd(rule) => rule.learning_rate,
+            Rule::Adadelta(rule) => rule.learning_rate,
+            Rule::AdamW(rule) => rule.learning_rate,
+        }
+    }
+
+    fn learning_rate_mut(&mut self) -> &mut f64 {
+        match self {
+            Rule::Sgd(rule) => &mut rule.learning_rate,
+            Rule::Adadelta(rule) => &mut rule.learning_rate,
+            Rule::AdamW(rule) => &mut rule.learning_rate,
+        }
+    }
+
+    /// Names of the tensors kept for each parameter, after PyTorch.
+    fn slots(&self) -> &'static [&'static str] {
+        match self {
+            Rule::Sgd(rule) if rule.momentum == 0.0 => &[],
+            Rule::Sgd(_) => &["momentum_buffer"],
+            Rule::Adadelta(_) => &["square_avg", "acc_delta"],
+            Rule::AdamW(_) => &["exp_avg", "exp_avg_sq"],
+        }
+    }
+}
+
+/// A rule at work on a model's parameters.
+pub struct Optimizer {
+    rule: Rule,
+    entries: Vec<Entry>,
+}
+
+struct Entry {
+    name: String,
+    parameter: Parameter,
+    /// Steps taken with a gradient.
+    steps: i64,
+    slots: Vec<Tensor>,
+}
+
+impl Optimizer {
+    /// An optimizer of every parameter in the tree.
+    ///
+    /// # Errors
+    /// If the rule's numbers are out of range.
+    pub fn new(rule: Rule, model: &(impl Module + ?Sized)) -> Result<Optimizer> {
+        check(&rule)?;
+        let entry = |(name, parameter): (String, Parameter)| -> Result<Entry> {
+            let value = parameter.value();
+            let zeros = |_: &&str| Tensor::zeros(value.device(), value.shape(), value.dtype());
+            let slots = rule.slots().iter().map(zeros).collect::<Result<_>>()?;
+            Ok(Entry { name, parameter, steps: 0, slots })
+        };
+        Ok(Optimizer { rule, entries: model.parameters().into_iter().map(entry).collect::<Result<_>>()? })
+    }
+
+    /// The rule, with the present learning rate.
+    pub fn rule(&self) -> &Rule {
+        &self.rule
+    }
+
+    /// Changes the step size.
+    pub fn set_learning_rate(&mut self, learning_rate: f64) {
+        *self.rule.learning_rate_mut() = learning_rate;
+    }
+
+    /// Moves every parameter that has a gradient, and frees the gradients one by one.
+    ///
+    /// # Errors
+    /// If a gradient does not fit its parameter.
+    pub fn step(&mut self, mut gradients: Gradients) -> Result<()> {
+        for entry in &mut self.entries {
+            let leaf = entry.parameter.value();
+            let Some(gradient) = gradients.take(&leaf) else { continue };
+            drop(leaf);
+            entry.steps += 1;
+            match gradient.dtype() {
+                DType::F32 => entry.step::<f32>(&self.rule, &gradient)?,
+                DType::F64 => entry.step::<f64>(&self.rule, &gradient)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// What has to be saved to continue: tensors by `parameter.slot`, and the step count of each parameter.
+    pub fn state(&self) -> (Vec<(String, Tensor)>, Vec<(String, i64)>) {
+        let names = self.rule.slots();
+        let tensors = self.entries.iter().flat_map(|entry| {
+            names
+                .iter()
+                .zip(&entry.slots)
+                .map(|(slot, tensor)| (format!("{}.{slot}", entry.name), tensor.clone()))
+        });
+        let steps = self.entries.iter().map(|entry| (entry.name.clone(), entry.steps));
+        (tensors.collect(), steps.collect())
+    }
+
+    /// Takes what [`Optimizer::state`] gave, in the same order; the names have been compared already.
+    pub(crate) fn restore(&mut self, tensors: Vec<Tensor>, steps: Vec<i64>) {
+        let mut tensors = tensors.into_iter();
+        for (entry, steps) in self.entries.iter_mut().zip(steps) {
+            entry.steps = steps;
+            for slot in &mut entry.slots {
+                *slot = tensors.next().expect("as many tensors as slots");
+            }
+        }
+    }
+}
+
+impl Entry {
+    fn step<T: Element>(&mut self, rule: &Rule, gradient: &Tensor) -> Result<()> {
+        let device = gradient.device().clone();
+        let cpu = device.compute();
+        let gradient = gradient.data::<T>()?;
+        let (steps, slots, parameter) = (self.steps, &mut self.slots, &self.parameter);
+        let run = |slots: &mut [&mut [T]]| {
+            parameter.update(|value: &mut [T]| {
+                match (rule, slots) {
+                    (Rule::Sgd(rule), []) => kernel::sgd(cpu, rule, value, gradient, None),
+                    (Rule::Sgd(rule), [velocity]) => {
+                        kernel::sgd(cpu, rule, value, gradient, Some((velocity, steps == 1)))
+                    }
+                    (Rule::Adadelta(rule), [square, step]) => {
+                        kernel::adadelta(cpu, rule, value, gradient, [square, step])
+                    }
+                    (Rule::AdamW(rule), [average, square]) => {
+                        let time = i32::try_from(steps).unwrap_or(i32::MAX);
+                        kernel::adamw(cpu, rule, time, value, gradient, [average, square])
+                    }
+                    _ => unreachable!("Rule::slots says how many slots there are"),
+                }
+                .map_err(Error::from)
+            })
+        };
+        match slots.as_mut_slice() {
+            [] => run(&mut []),
+            [one] => one.update(|one: &mut [T]| run(&mut [one])),
+            [one, two] => one.update(|one: &mut [T]| two.update(|two: &mut [T]| run(&mut [one, two]))),
+            _ => unreachable!("Rule::slots names at most two"),
+        }
+    }
+}
+
+/// Refuses numbers that make no sense.
+fn check(rule: &Rule) -> Result<()> {
+    let ranges: Vec<(&str, f64, f64)> = match rule {
+        Rule::Sgd(r) => vec![
+            ("learning rate", r.learning_rate, f64::MAX),
+            ("momentum", r.momentum, f64::MAX),
+            ("weight decay", r.weight_decay, f64::MAX),
+        ],
+        Rule::Adadelta(r) => vec![
+            ("learning rate", r.learning_rate, f64::MAX),
+            ("rho", r.rho, 1.0),
+            ("eps", r.eps, f64::MAX),
+            ("weight decay", r.weight_decay, f64::MAX),
+        ],
+        Rule::AdamW(r) => vec![
+            ("learning rate", r.learning_rate, f64::MAX),
+            ("first beta", r.betas[0], 1.0 - f64::EPSILON),
+            ("second beta", r.betas[1], 1.0 - f64::EPSILON),
+            ("eps", r.eps, f64::MAX),
+            ("weight decay", r.weight_decay, f64::MAX),
+        ],
+    };
+    let operation = rule.name();
+    if let Some((name, value, _)) = ranges.iter().find(|(_, value, most)| !(0.0..=*most).contains(value)) {
+        return Err(Error::Invalid { operation, reason: format!("{name} {value} is out of range") });
+    }
+    if matches!(rule, Rule::Sgd(r) if r.nesterov && (r.momentum == 0.0 || r.dampening != 0.0)) {
+        let reason = "Nesterov needs a momentum and no dampening".into();
+        return Err(Error::Invalid { operation, reason });
+    }
+    Ok(())
+}
+
+/// A learning rate that is multiplied by `gamma` every `step_size` epochs, as PyTorch's `StepLR`.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepLr {
+    /// The learning rate of the first epochs.
+    pub base: f64,
+    /// Epochs between changes.
+    pub step_size: usize,
+    /// The factor.
+    pub gamma: f64,
+}
+
+impl StepLr {
+    /// The learning rate of an epoch, counted from 0.
+    pub fn at(&self, epoch: usize) -> f64 {
+        let changes = i32::try_from(epoch / self.step_size.max(1)).unwrap_or(i32::MAX);
+        self.base * self.gamma.powi(changes)
+    }
+}

@@ -1,0 +1,118 @@
+//! What modules hold: trained parameters, buffers that are not trained, counters.
+
+use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::{Arc, RwLock};
+
+use convoke_autograd::{Element, Error, Result, Tensor};
+
+/// A tensor that an optimizer changes. Clones are the same parameter, so that weights can be tied.
+#[derive(Clone)]
+pub struct Parameter {
+    value: Slot,
+}
+
+/// A tensor that is part of a module's state but not trained: running statistics. Clones are the same buffer.
+#[derive(Clone)]
+pub struct Buffer {
+    value: Slot,
+}
+
+type Slot = Arc<RwLock<Tensor>>;
+
+fn read(slot: &Slot) -> Tensor {
+    slot.read().unwrap_or_else(|poisoned| poisoned.into_inner()).clone()
+}
+
+fn replace(slot: &Slot, value: Tensor) -> Result<()> {
+    let mut slot = slot.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+    if slot.shape() != value.shape() || slot.dtype() != value.dtype() {
+        let reason = format!(
+            "expected {} of shape {:?}, got {} of shape {:?}",
+            slot.dtype(),
+            slot.shape(),
+            value.dtype(),
+            value.shape()
+        );
+        return Err(Error::Invalid { operation: "set", reason });
+    }
+    *slot = value;
+    Ok(())
+}
+
+impl Parameter {
+    /// A parameter that starts with `value`.
+    pub fn new(value: &Tensor) -> Parameter {
+        Parameter { value: Arc::new(RwLock::new(value.with_grad())) }
+    }
+
+    /// The value: a leaf, unless the parameter is frozen. Ask [`convoke_autograd::Gradients`] for its gradient with this.
+    pub fn value(&self) -> Tensor {
+        read(&self.value)
+    }
+
+    /// Takes another value of the same shape and type.
+    ///
+    /// # Errors
+    /// If shape or type differ.
+    pub fn set(&self, value: &Tensor) -> Result<()> {
+        let trained = self.is_trained();
+        replace(&self.value, if trained { value.with_grad() } else { value.detach() })
+    }
+
+    /// Changes the elements in place, where no tape still holds them.
+    ///
+    /// # Errors
+    /// If the elements are not `T`, or `change` fails.
+    pub fn update<T: Element>(&self, change: impl FnOnce(&mut [T]) -> Result<()>) -> Result<()> {
+        self.value.write().unwrap_or_else(|poisoned| poisoned.into_inner()).update(change)
+    }
+
+    /// Whether gradients are taken.
+    pub fn is_trained(&self) -> bool {
+        self.value().requires_grad()
+    }
+
+    /// Freezes the parameter, or thaws it.
+    pub fn set_trained(&self, trained: bool) {
+        let mut value = self.value.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+        *value = if trained { value.with_grad() } else { value.detach() };
+    }
+}
+
+impl Buffer {
+    /// A buffer that starts with `value`.
+    pub fn new(value: &Tensor) -> Buffer {
+        Buffer { value: Arc::new(RwLock::new(value.detach())) }
+    }
+
+    /// The value, a constant.
+    pub fn value(&self) -> Tensor {
+        read(&self.value)
+    }
+
+    /// Takes another value of the same shape and type.
+    ///
+    /// # Errors
+    /// If shape or type differ.
+    pub fn set(&self, value: &Tensor) -> Result<()> {
+        replace(&self.value, value.detach())
+    }
+}
+
+/// A count that is part of a module's state. Clones are the same counter.
+#[derive(Clone, Default)]
+pub struct Counter {
+    value: Arc<AtomicI64>,
+}
+
+impl Counter {
+    /// The count.
+    pub fn value(&self) -> i64 {
+        self.value.load(Ordering::Relaxed)
+    }
+
+    /// Takes another count.
+    pub fn set(&self, value: i64) {
+        self.value.store(value, Ordering::Relaxed);
+    }
+}

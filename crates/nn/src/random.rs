@@ -1,0 +1,95 @@
+//! Random numbers whose state can be saved and restored.
+
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use rand::{Rng, RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde::{Deserialize, Serialize};
+
+/// A stream of random numbers that modules share. Clones are the same stream.
+#[derive(Clone)]
+pub struct Generator {
+    random: Arc<Mutex<ChaCha8Rng>>,
+}
+
+/// Where a [`Generator`] stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GeneratorState {
+    /// The 256-bit key, from the seed.
+    key: [u8; 32],
+    /// Numbers drawn so far, in 32-bit words.
+    position: u64,
+}
+
+impl Generator {
+    /// A stream from a seed.
+    pub fn new(seed: u64) -> Generator {
+        Generator { random: Arc::new(Mutex::new(ChaCha8Rng::seed_from_u64(seed))) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, ChaCha8Rng> {
+        self.random.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// 64 random bits: a key for [`convoke_autograd::ops::dropout`].
+    pub fn key(&self) -> u64 {
+        self.lock().next_u64()
+    }
+
+    /// `len` numbers, uniform in [-bound, bound).
+    pub fn uniform(&self, len: usize, bound: f64) -> Vec<f64> {
+        let mut random = self.lock();
+        (0..len).map(|_| (random.random::<f64>() * 2.0 - 1.0) * bound).collect()
+    }
+
+    /// Where the stream stands.
+    pub fn state(&self) -> GeneratorState {
+        let random = self.lock();
+        // 2^64 words are out of any run's reach.
+        GeneratorState { key: random.get_seed(), position: random.get_word_pos() as u64 }
+    }
+
+    /// Continues from where another stream stood.
+    pub fn restore(&self, state: &GeneratorState) {
+        let mut random = ChaCha8Rng::from_seed(state.key);
+        random.set_word_pos(u128::from(state.position));
+        *self.lock() = random;
+    }
+}
+
+/// The numbers 0..len in an order that depends on seed and epoch only.
+pub(crate) fn permutation(seed: u64, epoch: usize, len: usize) -> Vec<u32> {
+    use rand::seq::SliceRandom;
+    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    random.set_stream(1 + epoch as u64);
+    let mut order: Vec<u32> = (0..len as u32).collect();
+    order.shuffle(&mut random);
+    order
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn restores_where_it_stood() {
+        let generator = Generator::new(7);
+        generator.uniform(11, 1.0);
+        generator.key();
+        let state = generator.state();
+        let next = generator.key();
+        let other = Generator::new(0);
+        other.restore(&serde_json::from_str(&serde_json::to_string(&state).unwrap()).unwrap());
+        assert_eq!(other.key(), next);
+    }
+
+    #[test]
+    fn every_epoch_has_its_own_order() {
+        let (a, b) = (permutation(1, 0, 1000), permutation(1, 1, 1000));
+        assert_ne!(a, b);
+        assert_eq!(a, permutation(1, 0, 1000));
+        let mut sorted = a;
+        sorted.sort_unstable();
+        assert!(sorted.into_iter().eq(0..1000));
+    }
+}
