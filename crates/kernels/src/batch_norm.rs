@@ -545,6 +545,3 @@ multiversion! {
         }
     }
 }
-
-#[cfg(test)]
-mod tests;

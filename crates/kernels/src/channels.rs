@@ -43,7 +43,8 @@ impl Units {
             check_len(operation, operand, len, total)?;
         }
         let (outer, inner) = match extent.channels {
-            1 => (1, total),
+            // One channel alone is cut into pieces, or it would be one task.
+            1 => (total.div_ceil(SMALLEST), SMALLEST),
             _ => extent.around_channels(),
         };
         let (layout, unit_len, units) = match inner {
@@ -59,7 +60,7 @@ impl Units {
     fn block(&self, index: usize) -> Block {
         let start = index * self.per_block * self.unit_len;
         let end = (start + self.per_block * self.unit_len).min(self.total);
-        let units = (end - start) / self.unit_len.max(1);
+        let units = (end - start).div_ceil(self.unit_len.max(1));
         Block {
             elements: start..end,
             first_channel: index * self.per_block % self.channels,

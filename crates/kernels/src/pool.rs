@@ -1,6 +1,7 @@
 //! Max and average pooling, each with its backward, in both memory formats.
 
 use crate::conv::ConvAxis;
+use crate::cpu::multiversion;
 use crate::error::{check_len, invalid};
 use crate::memory_format::{Extent, MemoryFormat};
 use crate::{Cpu, Element, Result};
@@ -101,21 +102,37 @@ impl PoolProblem {
         check_len(operation, lens[1].0, lens[1].1, self.output_extent().len()?)
     }
 
-    /// Calls `visit(output pixel, tap, input pixel)` for every window element inside the input, windows in order.
+    /// Visits every window element inside the input, as runs along output rows; taps in row-major order.
     #[inline(always)]
-    fn each(&self, mut visit: impl FnMut(usize, usize, usize)) {
+    fn each_run(&self, mut visit: impl FnMut(Run)) {
         let (h, w) = (&self.height, &self.width);
         for oh in 0..h.output() {
-            for ow in 0..w.output() {
-                for r in 0..h.kernel {
-                    let Some(ih) = h.input_index(oh, r) else { continue };
-                    for s in 0..w.kernel {
-                        let Some(iw) = w.input_index(ow, s) else { continue };
-                        visit(oh * w.output() + ow, r * w.kernel + s, ih * w.input + iw);
+            for r in 0..h.kernel {
+                let Some(ih) = h.input_index(oh, r) else { continue };
+                for s in 0..w.kernel {
+                    let (first, end) = w.outputs_inside(s);
+                    if first < end {
+                        visit(Run {
+                            tap: r * w.kernel + s,
+                            output: oh * w.output() + first,
+                            input: ih * w.input + first * w.stride + s * w.dilation - w.pad_before,
+                            len: end - first,
+                        });
                     }
                 }
             }
         }
+    }
+
+    /// The first window element of each output pixel that lies inside the input; 0 for a window of padding only.
+    fn first_taps<I: WindowIndex>(&self) -> Vec<I> {
+        let first = |axis: &ConvAxis| -> Vec<Option<usize>> {
+            let inside = |o: usize| (0..axis.kernel).find(|&k| axis.input_index(o, k).is_some());
+            (0..axis.output()).map(inside).collect()
+        };
+        let (rows, columns) = (first(&self.height), first(&self.width));
+        let tap = |r: Option<usize>, s: Option<usize>| r.zip(s).map_or(0, |(r, s)| r * self.width.kernel + s);
+        rows.iter().flat_map(|&r| columns.iter().map(move |&s| I::store(tap(r, s)))).collect()
     }
 
     /// One over the divisor of each average, by output pixel.
@@ -180,7 +197,7 @@ fn axis(name: &str, axis: &PoolAxis, ceil_mode: bool) -> Result<ConvAxis> {
 }
 
 /// An integer that stores which element of its window was the largest.
-pub trait WindowIndex: Copy + Send + Sync {
+pub trait WindowIndex: Copy + PartialEq + Send + Sync {
     /// `index` as this type; it fits, as [`max_pool`] has checked.
     fn store(index: usize) -> Self;
     /// The index again.
@@ -222,54 +239,48 @@ pub fn max_pool<T: Element, I: WindowIndex>(
     indices: Option<&mut [I]>,
 ) -> Result<()> {
     problem.check("max pooling", [("x", x.len()), ("y", y.len())])?;
-    if problem.window_len() > I::COUNT {
-        let reason = format!("a window of {} elements needs a wider index type", problem.window_len());
-        return Err(invalid("max pooling", reason));
-    }
+    check_index::<I>("max pooling", problem)?;
     let (input, output, lanes) = problem.task();
+    let stride = problem.width.stride;
     match indices {
         Some(indices) => {
             check_len("max pooling", "the indices", indices.len(), y.len())?;
+            let first_taps = problem.first_taps::<I>();
             let items = x.chunks(input).zip(y.chunks_mut(output)).zip(indices.chunks_mut(output));
             cpu.for_each(x.len(), items, |((x, y), indices)| {
-                indices.fill(I::store(0));
-                max_task(problem, lanes, x, y, |place, tap| indices[place] = I::store(tap));
+                y.fill(T::neg_infinity());
+                for (indices, &tap) in indices.chunks_mut(lanes).zip(&first_taps) {
+                    indices.fill(tap);
+                }
+                problem.each_run(|run| {
+                    let (x, range) = (&x[run.input * lanes..], run.outputs(lanes));
+                    let (y, indices) = (&mut y[range.clone()], &mut indices[range]);
+                    max_with_index(cpu, stride, lanes, I::store(run.tap), x, y, indices);
+                });
             });
         }
         None => cpu.for_each(x.len(), x.chunks(input).zip(y.chunks_mut(output)), |(x, y)| {
-            max_task(problem, lanes, x, y, |_, _| ());
+            y.fill(T::neg_infinity());
+            problem.each_run(|run| {
+                max_only(cpu, stride, lanes, &x[run.input * lanes..], &mut y[run.outputs(lanes)]);
+            });
         }),
     }
     Ok(())
 }
 
-#[inline(always)]
-fn max_task<T: Element>(
-    problem: &PoolProblem,
-    lanes: usize,
-    x: &[T],
-    y: &mut [T],
-    mut took: impl FnMut(usize, usize),
-) {
-    y.fill(T::neg_infinity());
-    let mut started = usize::MAX;
-    problem.each(|out, tap, pixel| {
-        let first = out != started;
-        started = out;
-        for lane in 0..lanes {
-            let (value, best) = (x[pixel * lanes + lane], &mut y[out * lanes + lane]);
-            if first || value > *best || value.is_nan() {
-                *best = value;
-                took(out * lanes + lane, tap);
-            }
-        }
-    });
+fn check_index<I: WindowIndex>(operation: &'static str, problem: &PoolProblem) -> Result<()> {
+    if problem.window_len() > I::COUNT {
+        let reason = format!("a window of {} elements needs a wider index type", problem.window_len());
+        return Err(invalid(operation, reason));
+    }
+    Ok(())
 }
 
 /// dx: each window's dy goes to the element that was largest.
 ///
 /// # Errors
-/// If a length is not the problem's.
+/// As [`max_pool`].
 pub fn max_pool_backward<T: Element, I: WindowIndex>(
     cpu: &Cpu,
     problem: &PoolProblem,
@@ -279,26 +290,93 @@ pub fn max_pool_backward<T: Element, I: WindowIndex>(
 ) -> Result<()> {
     problem.check("max pooling backward", [("dx", dx.len()), ("dy", dy.len())])?;
     check_len("max pooling backward", "the indices", indices.len(), dy.len())?;
+    check_index::<I>("max pooling backward", problem)?;
     let (input, output, lanes) = problem.task();
-    let (h, w) = (&problem.height, &problem.width);
-    let work = dx.len();
+    let (work, stride) = (dx.len(), problem.width.stride);
     let items = dx.chunks_mut(input).zip(dy.chunks(output)).zip(indices.chunks(output));
     cpu.for_each(work, items, |((dx, dy), indices)| {
         dx.fill(T::zero());
-        for oh in 0..h.output() {
-            for ow in 0..w.output() {
-                let out = (oh * w.output() + ow) * lanes;
-                for lane in 0..lanes {
-                    let tap = indices[out + lane].load();
-                    let place = h.input_index(oh, tap / w.kernel).zip(w.input_index(ow, tap % w.kernel));
-                    if let Some((ih, iw)) = place {
-                        dx[(ih * w.input + iw) * lanes + lane] += dy[out + lane];
-                    }
-                }
-            }
-        }
+        problem.each_run(|run| {
+            let range = run.outputs(lanes);
+            let (dy, indices) = (&dy[range.clone()], &indices[range]);
+            add_where_taken(cpu, stride, lanes, I::store(run.tap), dy, indices, &mut dx[run.input * lanes..]);
+        });
     });
     Ok(())
+}
+
+/// Output pixels `output..output + len` read, through window element `tap`, the input pixels from `input` on, a stride
+/// apart.
+struct Run {
+    tap: usize,
+    output: usize,
+    input: usize,
+    len: usize,
+}
+
+impl Run {
+    fn outputs(&self, lanes: usize) -> std::ops::Range<usize> {
+        self.output * lanes..(self.output + self.len) * lanes
+    }
+}
+
+/// Runs `visit(place in a run of outputs, place in the input)` for `len` elements; the usual strides as constants, so
+/// that the loops vectorise.
+#[inline(always)]
+fn strided(stride: usize, lanes: usize, len: usize, mut visit: impl FnMut(usize, usize)) {
+    match (lanes, stride) {
+        (1, 1) => (0..len).for_each(|place| visit(place, place)),
+        (1, 2) => (0..len).for_each(|place| visit(place, 2 * place)),
+        (1, _) => (0..len).for_each(|place| visit(place, stride * place)),
+        _ => {
+            for pixel in 0..len / lanes {
+                (0..lanes).for_each(|lane| visit(pixel * lanes + lane, pixel * stride * lanes + lane));
+            }
+        }
+    }
+}
+
+multiversion! {
+    fn max_only<T: Element>(stride: usize, lanes: usize, x: &[T], y: &mut [T]) {
+        let x = &x[..(y.len() / lanes - 1) * stride * lanes + lanes];
+        strided(stride, lanes, y.len(), |to, from| {
+            let value = x[from];
+            y[to] = if value > y[to] || value.is_nan() { value } else { y[to] };
+        });
+    }
+
+    fn max_with_index<T: Element, I: WindowIndex>(
+        stride: usize, lanes: usize, tap: I, x: &[T], y: &mut [T], indices: &mut [I],
+    ) {
+        let x = &x[..(y.len() / lanes - 1) * stride * lanes + lanes];
+        let indices = &mut indices[..y.len()];
+        strided(stride, lanes, y.len(), |to, from| {
+            let value = x[from];
+            let larger = value > y[to] || value.is_nan();
+            y[to] = if larger { value } else { y[to] };
+            indices[to] = if larger { tap } else { indices[to] };
+        });
+    }
+
+    fn add_where_taken<T: Element, I: WindowIndex>(
+        stride: usize, lanes: usize, tap: I, dy: &[T], indices: &[I], dx: &mut [T],
+    ) {
+        let dx = &mut dx[..(dy.len() / lanes - 1) * stride * lanes + lanes];
+        let indices = &indices[..dy.len()];
+        strided(stride, lanes, dy.len(), |to, from| {
+            dx[from] += if indices[to] == tap { dy[to] } else { T::zero() };
+        });
+    }
+
+    fn add_run<T: Element>(stride: usize, lanes: usize, x: &[T], y: &mut [T]) {
+        let x = &x[..(y.len() / lanes - 1) * stride * lanes + lanes];
+        strided(stride, lanes, y.len(), |to, from| y[to] += x[from]);
+    }
+
+    fn spread_run<T: Element>(stride: usize, lanes: usize, dy: &[T], shares: &[T], dx: &mut [T]) {
+        let dx = &mut dx[..(dy.len() / lanes - 1) * stride * lanes + lanes];
+        strided(stride, lanes, dy.len(), |to, from| dx[from] += dy[to] * shares[to / lanes]);
+    }
 }
 
 /// The mean of each window; padding counts as zeros in the divisor if `count_padding`.
@@ -316,12 +394,11 @@ pub fn average_pool<T: Element>(
     no_dilation(problem)?;
     let shares = problem.shares::<T>(count_padding);
     let (input, output, lanes) = problem.task();
+    let stride = problem.width.stride;
     cpu.for_each(x.len(), x.chunks(input).zip(y.chunks_mut(output)), |(x, y)| {
         y.fill(T::zero());
-        problem.each(|out, _, pixel| {
-            for lane in 0..lanes {
-                y[out * lanes + lane] += x[pixel * lanes + lane];
-            }
+        problem.each_run(|run| {
+            add_run(cpu, stride, lanes, &x[run.input * lanes..], &mut y[run.outputs(lanes)]);
         });
         for (y, &share) in y.chunks_mut(lanes).zip(&shares) {
             y.iter_mut().for_each(|y| *y *= share);
@@ -345,12 +422,12 @@ pub fn average_pool_backward<T: Element>(
     no_dilation(problem)?;
     let shares = problem.shares::<T>(count_padding);
     let (input, output, lanes) = problem.task();
+    let stride = problem.width.stride;
     cpu.for_each(dx.len(), dx.chunks_mut(input).zip(dy.chunks(output)), |(dx, dy)| {
         dx.fill(T::zero());
-        problem.each(|out, _, pixel| {
-            for lane in 0..lanes {
-                dx[pixel * lanes + lane] += dy[out * lanes + lane] * shares[out];
-            }
+        problem.each_run(|run| {
+            let (dy, shares) = (&dy[run.outputs(lanes)], &shares[run.output..run.output + run.len]);
+            spread_run(cpu, stride, lanes, dy, shares, &mut dx[run.input * lanes..]);
         });
     });
     Ok(())

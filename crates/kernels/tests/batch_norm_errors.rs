@@ -1,15 +1,33 @@
-//! What batch norm refuses, naming the operand and leaving the output untouched; empty tensors and sizes that overflow.
+//! What batch norm refuses, naming the operand and leaving the output untouched; absent operands, empty tensors and
+//! sizes that overflow.
 
 mod common;
 
-use common::{FORMATS, check_refused, extent};
+use common::{FORMATS, check_bits, check_refused, extent};
 use convoke_kernels::Cpu;
 use convoke_kernels::batch_norm::{
     Activation, BackwardSums, Normalization, backward_elementwise, backward_elementwise_in_place,
     backward_reduce, moments, normalize, normalize_in_place,
 };
 use convoke_kernels::memory_format::Extent;
-use convoke_testkit::Failures;
+use convoke_testkit::{Failures, poisoned, uniform};
+
+#[test]
+fn absent_weight_and_bias_are_one_and_zero() {
+    let (cpu, x) = (Cpu::single(), uniform::<f32>(1, 105, -2.0, 2.0));
+    let (mean, inverse_std, ones, zeros) = ([0.5; 5], [2.0, 1.0, 0.5, 0.25, 3.0], [1.0f32; 5], [0.0f32; 5]);
+    for format in FORMATS {
+        let extent = extent([3, 5, 7], format);
+        let activation = Activation::Identity;
+        let absent =
+            Normalization { mean: &mean, inverse_std: &inverse_std, weight: None, bias: None, activation };
+        let present = Normalization { weight: Some(&ones), bias: Some(&zeros), ..absent };
+        let [mut a, mut b] = [poisoned::<f32>(x.len()), poisoned(x.len())];
+        normalize(&cpu, &extent, &x, &absent, &mut a).unwrap();
+        normalize(&cpu, &extent, &x, &present, &mut b).unwrap();
+        check_bits(&a, &b).unwrap();
+    }
+}
 
 #[test]
 fn wrong_lengths_are_named_and_nothing_is_written() {

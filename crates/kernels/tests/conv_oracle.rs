@@ -27,6 +27,7 @@ const BUILT_IN: &str = "
     g3mb4ic6ih3iw5oc9kh1             # pointwise, grouped
     mb2ic13ih9oc65kh1sh2             # pointwise, strided: not a plain matrix product
     mb2ic4ih5oc3kh1ph1               # pointwise, padded: neither
+    mb1ic2ih4oc3oh6kh1               # pointwise, padded after the input only
     mb1ic4ih10iw13oc6kh3ph3dh2       # dilated
     mb5ic2ih6iw7oc3kh6kw7            # kernel = input
     mb5ic1ih1iw1oc1kh1               # one of everything
@@ -171,6 +172,17 @@ fn pointwise_applies_to_plain_1x1_problems_only() {
         }
     }
     failures.finish();
+}
+
+#[test]
+fn the_workspace_of_im2col_does_not_grow_with_the_image() {
+    let im2col = conv::algorithm("im2col").unwrap();
+    let problem: ConvProblem = "mb4ic64ih2000iw1000oc32kh3ph1".parse().unwrap();
+    for (pass, cpu) in Pass::ALL.into_iter().flat_map(|pass| cpus().iter().map(move |cpu| (pass, cpu))) {
+        let plan = im2col.plan(&problem, pass, cpu).unwrap();
+        let one_row = 1000 * problem.weight_len() / problem.out_channels;
+        assert!(plan.workspace_len() <= cpu.threads() * (one_row + problem.weight_len()), "{plan:?}");
+    }
 }
 
 #[test]

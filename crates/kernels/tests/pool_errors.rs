@@ -27,6 +27,10 @@ fn the_last_element_of_the_largest_window_has_an_index() {
     assert_eq!((last::<u8>(16).unwrap(), last::<u16>(16).unwrap()), (255, 255));
     assert_eq!((last::<u16>(17).unwrap(), last::<u16>(256).unwrap()), (288, 65_535));
     check_refused(last::<u8>(17), &["289 elements", "wider index"]).unwrap();
+    // Backward too: tap 256 would read as 0.
+    let problem = PoolProblem::new([1, 1], [axis(17, 17); 2], false, MemoryFormat::Contiguous).unwrap();
+    let refused = max_pool_backward(&Cpu::single(), &problem, &[1.0f32], &[0u8], &mut [0.0; 289]);
+    check_refused(refused, &["max pooling backward", "289 elements", "wider index"]).unwrap();
     check_refused(last::<u16>(257), &["66049 elements", "wider index"]).unwrap();
 }
 
@@ -107,5 +111,18 @@ fn indices_of_another_problem_do_not_panic() {
     for tap in [0, 3, 4, 255, u16::MAX] {
         max_pool_backward(&Cpu::single(), &problem, &[1.0; 16], &[tap; 16], &mut dx).unwrap();
         assert!(dx.iter().all(|dx| *dx >= 0.0) && dx.iter().sum::<f32>() <= 16.0, "{tap}");
+    }
+}
+
+#[test]
+fn a_window_of_padding_only_has_no_maximum() {
+    // Columns are read at -1 and 1 of an input of size 1.
+    let [height, width] = [axis(2, 2), PoolAxis { stride: 1, padding: 1, dilation: 2, ..axis(1, 2) }];
+    for format in [MemoryFormat::Contiguous, MemoryFormat::ChannelsLast] {
+        let problem = PoolProblem::new([1, 2], [height, width], false, format).unwrap();
+        let (mut y, mut indices, mut dx) = ([f32::NAN; 2], [9u8; 2], [f32::NAN; 4]);
+        max_pool(&Cpu::single(), &problem, &[1.0; 4], &mut y, Some(&mut indices)).unwrap();
+        max_pool_backward(&Cpu::single(), &problem, &[1.0; 2], &indices, &mut dx).unwrap();
+        assert_eq!((y, indices, dx), ([f32::NEG_INFINITY; 2], [0; 2], [0.0; 4]));
     }
 }

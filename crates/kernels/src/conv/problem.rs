@@ -99,10 +99,12 @@ impl ConvAxis {
         Ok(())
     }
 
-    /// Drops padding after the input that no output reads, so that equal problems compare equal.
+    /// Drops what has no effect, padding that no output reads and the dilation of one element, so that such problems
+    /// compare equal.
     fn canonical(self) -> ConvAxis {
         let read = (self.output() - 1) * self.stride + self.kernel_span();
-        ConvAxis { pad_after: read.saturating_sub(self.pad_before + self.input), ..self }
+        let dilation = if self.kernel == 1 { 1 } else { self.dilation };
+        ConvAxis { pad_after: read.saturating_sub(self.pad_before + self.input), dilation, ..self }
     }
 }
 
