@@ -6,7 +6,7 @@ use std::sync::Arc;
 use convoke_kernels::elementwise;
 
 use crate::error::invalid;
-use crate::function::{Edge, Node, OnceDifferentiable};
+use crate::function::{Edge, Node};
 use crate::mode::no_grad;
 use crate::tensor::{History, dispatch};
 use crate::{Error, Result, Tensor};
@@ -146,18 +146,18 @@ impl Walk {
                 }
             }
         }
-        let by_leaf = self.leaves.into_iter().map(|(leaf, gradient)| {
-            let call = Box::new(OnceDifferentiable(self.sources[&leaf]));
-            let node = Node::new("gradient", call, Vec::new(), &gradient);
-            (leaf, gradient.with_history(History::Node(Arc::new(node))))
-        });
-        Ok(Gradients { by_leaf: by_leaf.collect() })
+        let known = |(leaf, gradient): (u64, Tensor)| {
+            let history = History::Gradient(self.sources[&leaf]);
+            (leaf, gradient.with_history(history))
+        };
+        Ok(Gradients { by_leaf: self.leaves.into_iter().map(known).collect() })
     }
 
     /// Adds a gradient to what its receiver has so far.
     fn deliver(&mut self, source: &'static str, edge: &Edge, gradient: Tensor) -> Result<()> {
         match edge {
             Edge::None => Ok(()),
+            Edge::Gradient(operation) => Err(Error::SecondDerivative { operation }),
             Edge::Leaf(id, described) => {
                 self.sources.insert(*id, source);
                 add_to(&mut self.leaves, *id, described.accept(&gradient, source)?)

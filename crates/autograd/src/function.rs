@@ -189,6 +189,7 @@ pub(crate) enum Edge {
     None,
     Leaf(u64, Described),
     Node(Arc<Node>),
+    Gradient(&'static str),
 }
 
 impl Edge {
@@ -197,6 +198,7 @@ impl Edge {
             History::None => Edge::None,
             History::Leaf(id) => Edge::Leaf(*id, Described::of(tensor)),
             History::Node(node) => Edge::Node(node.clone()),
+            History::Gradient(operation) => Edge::Gradient(operation),
         }
     }
 }
@@ -250,14 +252,5 @@ impl<F: Function> AnyCall for Call<F> {
         let gradients = function.backward(saved, upstream, &needs)?;
         let again = kept.map(|saved| Box::new(Call { function, saved, needs }) as Box<dyn AnyCall>);
         Ok((gradients, again))
-    }
-}
-
-/// Stands behind every gradient, so that a derivative of it is an error that names the operation.
-pub(crate) struct OnceDifferentiable(pub(crate) &'static str);
-
-impl AnyCall for OnceDifferentiable {
-    fn backward(self: Box<Self>, _upstream: Tensor, _retain: bool) -> Result<Backward> {
-        Err(Error::SecondDerivative { operation: self.0 })
     }
 }

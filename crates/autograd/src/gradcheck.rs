@@ -14,8 +14,8 @@ pub struct GradCheck {
     pub atol: f64,
     /// Error allowed relative to the numeric gradient.
     pub rtol: f64,
-    /// Compare this many random projections of each input's gradient instead of every element: two evaluations a
-    /// projection rather than two an element. A wrong gradient escapes only by chance.
+    /// Compare this many (at least one) random projections of each input's gradient instead of every element: two
+    /// evaluations a projection rather than two an element. A wrong gradient escapes only by chance.
     pub projections: Option<usize>,
     /// Seed of the random upstream gradient and of the projections.
     pub seed: u64,
@@ -245,7 +245,7 @@ impl<F: Fn(&[Tensor]) -> Result<Tensor>> Check<F> {
         random: &mut ChaCha8Rng,
         report: &mut GradCheckReport,
     ) -> std::result::Result<(), GradCheckFailure> {
-        for projection in 0..count {
+        for projection in 0..count.max(1) {
             let direction: Vec<f64> = gradient.iter().map(|_| random.random_range(-1.0..1.0)).collect();
             let analytic = gradient.iter().zip(&direction).map(|(g, d)| g * d).sum();
             let numeric = self.numeric(input, |data, step| {

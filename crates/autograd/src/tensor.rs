@@ -39,6 +39,8 @@ pub(crate) enum History {
     Leaf(u64),
     /// The output of a recorded operation.
     Node(Arc<Node>),
+    /// A gradient that the backward of this operation gave: a derivative of it is an error.
+    Gradient(&'static str),
 }
 
 pub(crate) enum Storage {
@@ -369,6 +371,7 @@ impl std::fmt::Debug for Tensor {
             History::None => {}
             History::Leaf(_) => write!(f, ", leaf")?,
             History::Node(node) => write!(f, ", from {}", node.name)?,
+            History::Gradient(operation) => write!(f, ", gradient from {operation}")?,
         }
         const SHOWN: usize = 8;
         let first: Vec<f64> = dispatch!(self.dtype(), T => match self.data::<T>() {

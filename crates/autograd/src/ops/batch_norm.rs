@@ -143,7 +143,12 @@ impl Normalizer {
         let (moments, mean, variance) = match &options.statistics {
             Statistics::Batch => {
                 let moments = moments(operation, &extent, x)?;
-                let (mean, variance) = (moments.mean.clone(), moments.biased_variance());
+                // An empty batch has no variance; 0 in its place keeps NaN out of the gradients of the parameters.
+                let variance = match moments.count {
+                    0 => vec![0.0; extent.channels],
+                    _ => moments.biased_variance(),
+                };
+                let mean = moments.mean.clone();
                 (Some(moments), mean.into(), variance.into())
             }
             Statistics::Constant { mean, variance } => (None, mean.clone(), variance.clone()),

@@ -1,0 +1,459 @@
+//! What operations refuse: an error that names the operation and the shapes, and never a panic.
+
+mod common;
+
+use common::{check_refused, device, normal};
+use convoke_autograd::ops::{
+    self, BatchNormOptions, ConvBnParameters, ConvOptions, Padding, PoolOptions, Reduction, Statistics,
+};
+use convoke_autograd::{DType, Device, MemoryFormat, Result, Tensor, no_grad};
+use convoke_testkit::Failures;
+
+/// The largest size there is, and one whose tensors are too large though the size itself is not.
+const HUGE: [usize; 2] = [usize::MAX, 1 << 41];
+
+/// Runs refused calls twice: on constants, and on leaves, where they would be recorded.
+struct Refusals {
+    device: Device,
+    failures: Failures,
+    record: bool,
+}
+
+impl Refusals {
+    fn each(what: &str, check: impl Fn(&mut Refusals)) {
+        let (device, failures) = (device(), Failures::new(what));
+        let mut refusals = Refusals { device, failures, record: false };
+        check(&mut refusals);
+        refusals.record = true;
+        check(&mut refusals);
+        assert_eq!(refusals.device.memory().live_bytes, 0, "{what}: refused calls keep memory");
+        refusals.failures.finish();
+    }
+
+    fn tensor(&self, shape: &[usize], dtype: DType) -> Tensor {
+        let tensor = Tensor::full(&self.device, shape, dtype, 0.5).unwrap();
+        if self.record { tensor.with_grad() } else { tensor }
+    }
+
+    fn f32(&self, shape: &[usize]) -> Tensor {
+        self.tensor(shape, DType::F32)
+    }
+
+    /// Fails unless `call` is an error whose message holds all `parts`.
+    fn check<T>(&mut self, name: &str, parts: &[&str], call: impl FnOnce(&Refusals) -> Result<T>) {
+        let name = format!("{name}, recorded {}", self.record);
+        let outcome = std::panic::AssertUnwindSafe(|| check_refused(call(self), parts));
+        let outcome = std::panic::catch_unwind(outcome).unwrap_or_else(|_| Err("panicked".into()));
+        self.failures.check(name, outcome);
+    }
+}
+
+/// A convolution with zeros of these shapes, fused with batch norm or not.
+struct Convolution {
+    fused: bool,
+    x: Vec<usize>,
+    weight: Vec<usize>,
+    bias: Option<Vec<usize>>,
+    options: ConvOptions,
+}
+
+impl Convolution {
+    fn run(&self, refusals: &Refusals) -> Result<Tensor> {
+        let (x, weight) = (refusals.f32(&self.x), refusals.f32(&self.weight));
+        let bias = self.bias.as_ref().map(|shape| refusals.f32(shape));
+        if !self.fused {
+            return ops::conv2d(&x, &weight, bias.as_ref(), &self.options);
+        }
+        let parameters = ConvBnParameters { weight: &weight, bias: bias.as_ref(), gamma: None, beta: None };
+        Ok(ops::conv_bn2d(&x, &parameters, &self.options, &BatchNormOptions::default())?.0)
+    }
+}
+
+fn shape(sizes: &[usize]) -> String {
+    format!("{sizes:?}")
+}
+
+#[test]
+fn convolutions() {
+    Refusals::each("convolutions", |refusals| {
+        for (fused, operation) in [(false, "conv2d"), (true, "conv_bn2d")] {
+            let options = ConvOptions::default();
+            let fits =
+                || Convolution { fused, x: vec![2, 4, 5, 6], weight: vec![4, 4, 3, 3], bias: None, options };
+            fits().run(refusals).expect("what the others are changed from fits");
+            let mut check = |name: &str, parts: &[&str], change: &dyn Fn(&mut Convolution)| {
+                let mut convolution = fits();
+                change(&mut convolution);
+                let (x, weight) = (shape(&convolution.x), shape(&convolution.weight));
+                // A wrong rank is found before the other operand is looked at.
+                let both: &[&str] =
+                    if parts.iter().any(|part| part.contains("4D")) { &[] } else { &[&x, &weight] };
+                let prefix = format!("{operation}: ");
+                let parts = [&[&prefix[..]], parts, both].concat();
+                let name = format!("{operation} {name}");
+                refusals.check(&name, &parts, |refusals| convolution.run(refusals));
+            };
+            for sizes in [&[2, 4, 5][..], &[2, 4, 5, 6, 1], &[]] {
+                let got = format!("got {}D: {sizes:?}", sizes.len());
+                check("x of another rank", &["4D input", &got], &|c| c.x = sizes.to_vec());
+                check("weight of another rank", &["4D weight", &got], &|c| c.weight = sizes.to_vec());
+            }
+            for axis in 0..4 {
+                check("an x with a size of 0", &[], &|c| c.x[axis] = 0);
+                check("a weight with a size of 0", &[], &|c| c.weight[axis] = 0);
+            }
+            check("channels", &["the input has 4"], &|c| c.weight[1] = 3);
+            check("a high kernel", &["height", "larger than the padded input"], &|c| c.weight[2] = 6);
+            check("a wide kernel", &["width", "larger than the padded input"], &|c| c.weight[3] = 7);
+            check("a dilated kernel", &["dilation 3 spans 7"], &|c| c.options.dilation = [3, 1]);
+            check("a kernel larger than the padded input", &["padding 1+0"], &|c| {
+                (c.weight[2], c.options.padding) = (7, Padding { top: 1, ..Padding::default() });
+            });
+            check("no groups", &[], &|c| c.options.groups = 0);
+            check("groups that do not divide the input", &[], &|c| {
+                (c.weight[1], c.options.groups) = (1, 3);
+            });
+            check("groups that do not divide the output", &["2 groups do not divide 3"], &|c| {
+                (c.weight[0], c.weight[1], c.options.groups) = (3, 2, 2);
+            });
+            check("more groups than channels", &[], &|c| c.options.groups = usize::MAX);
+            for axis in 0..2 {
+                check("stride 0", &["stride 0"], &|c| c.options.stride[axis] = 0);
+                check("dilation 0", &["dilation 0"], &|c| c.options.dilation[axis] = 0);
+                check("a huge stride", &["stride"], &|c| c.options.stride[axis] = usize::MAX);
+                for huge in HUGE {
+                    check("a huge dilation", &[], &|c| c.options.dilation[axis] = huge);
+                }
+            }
+            for huge in HUGE {
+                let zeros = Padding::default();
+                for padding in [
+                    Padding { top: huge, ..zeros },
+                    Padding { bottom: huge, ..zeros },
+                    Padding { left: huge, ..zeros },
+                    Padding { right: huge, ..zeros },
+                    Padding::all(huge),
+                ] {
+                    check("huge padding", &[], &|c| c.options.padding = padding);
+                }
+            }
+            for bias in [vec![3], vec![4, 1], vec![]] {
+                let convolution = Convolution { bias: Some(bias.clone()), ..fits() };
+                let parts = [operation, "bias", &shape(&bias), "[4]"];
+                refusals.check("bias", &parts, |refusals| convolution.run(refusals));
+            }
+            let double = refusals.tensor(&[4, 4, 3, 3], DType::F64);
+            let single = refusals.f32(&[2, 4, 5, 6]);
+            refusals.check("types", &[operation, "f32", "f64"], |_| {
+                let parameters = ConvBnParameters { weight: &double, bias: None, gamma: None, beta: None };
+                match fused {
+                    false => ops::conv2d(&single, &double, None, &options),
+                    true => Ok(ops::conv_bn2d(&single, &parameters, &options, &Default::default())?.0),
+                }
+            });
+        }
+    });
+}
+
+fn constants(channels: usize) -> BatchNormOptions {
+    let statistics =
+        Statistics::Constant { mean: vec![0.0; channels].into(), variance: vec![1.0; channels].into() };
+    BatchNormOptions { statistics, ..BatchNormOptions::default() }
+}
+
+#[test]
+fn batch_norms() {
+    Refusals::each("batch norms", |refusals| {
+        let batch = BatchNormOptions::default();
+        for sizes in [&[][..], &[3]] {
+            let parts = ["batch_norm", "at least 2 dimensions", &shape(sizes)];
+            refusals.check("rank", &parts, |r| ops::batch_norm(&r.f32(sizes), None, None, &batch));
+        }
+        for sizes in [&[1, 3][..], &[1, 3, 1, 1]] {
+            let parts = ["batch_norm", "Expected more than 1 value per channel when training", &shape(sizes)];
+            refusals.check("one value", &parts, |r| ops::batch_norm(&r.f32(sizes), None, None, &batch));
+        }
+        for sizes in [&[2][..], &[3, 1], &[]] {
+            let parts = ["batch_norm", &shape(sizes), "[3]"];
+            refusals.check("weight", &parts, |r| {
+                ops::batch_norm(&r.f32(&[4, 3]), Some(&r.f32(sizes)), None, &batch)
+            });
+            refusals.check("bias", &parts, |r| {
+                ops::batch_norm(&r.f32(&[4, 3]), None, Some(&r.f32(sizes)), &batch)
+            });
+        }
+        let parts = ["batch_norm", "2 values", "[4, 3]", "3 channels"];
+        refusals.check("statistics", &parts, |r| ops::batch_norm(&r.f32(&[4, 3]), None, None, &constants(2)));
+        refusals.check("types", &["batch_norm", "f32", "f64"], |r| {
+            ops::batch_norm(&r.f32(&[4, 3]), Some(&r.tensor(&[3], DType::F64)), None, &batch)
+        });
+    });
+}
+
+#[test]
+fn batch_norms_after_a_convolution() {
+    Refusals::each("fused batch norms", |refusals| {
+        let run = |r: &Refusals, gamma: Option<&[usize]>, beta: Option<&[usize]>, norm: BatchNormOptions| {
+            let (x, weight) = (r.f32(&[2, 3, 4, 4]), r.f32(&[5, 3, 3, 3]));
+            let [gamma, beta] = [gamma, beta].map(|shape| shape.map(|shape| r.f32(shape)));
+            let parameters =
+                ConvBnParameters { weight: &weight, bias: None, gamma: gamma.as_ref(), beta: beta.as_ref() };
+            ops::conv_bn2d(&x, &parameters, &ConvOptions::default(), &norm)
+        };
+        for sizes in [&[3][..], &[5, 1], &[]] {
+            let parts = ["conv_bn2d", &shape(sizes), "[5]"];
+            refusals.check("gamma", &parts, |r| run(r, Some(sizes), None, BatchNormOptions::default()));
+            refusals.check("beta", &parts, |r| run(r, None, Some(sizes), BatchNormOptions::default()));
+        }
+        let parts = ["conv_bn2d", "3 values", "[2, 5, 2, 2]", "5 channels"];
+        refusals.check("statistics", &parts, |r| run(r, None, None, constants(3)));
+        let parts = ["conv_bn2d", "Expected more than 1 value per channel when training", "[1, 5, 1, 1]"];
+        refusals.check("one value", &parts, |r| {
+            let (x, weight) = (r.f32(&[1, 3, 4, 4]), r.f32(&[5, 3, 4, 4]));
+            let parameters = ConvBnParameters { weight: &weight, bias: None, gamma: None, beta: None };
+            ops::conv_bn2d(&x, &parameters, &ConvOptions::default(), &BatchNormOptions::default())
+        });
+    });
+}
+
+#[test]
+fn poolings() {
+    type Pool = fn(&Tensor, &PoolOptions) -> Result<Tensor>;
+    let pools: [(&str, Pool); 2] = [("max_pool2d", ops::max_pool2d), ("avg_pool2d", ops::avg_pool2d)];
+    Refusals::each("poolings", |refusals| {
+        let fits = PoolOptions::new(2);
+        for (operation, pool) in pools {
+            pool(&refusals.f32(&[2, 3, 4, 5]), &fits).unwrap();
+            let mut check = |name: &str, sizes: &[usize], options: PoolOptions, parts: &[&str]| {
+                let (prefix, sizes_text) = (format!("{operation}: "), shape(sizes));
+                let parts = [&[&prefix[..], &sizes_text], parts].concat();
+                refusals.check(&format!("{operation} {name}"), &parts, |r| pool(&r.f32(sizes), &options));
+            };
+            let x = [2, 3, 4, 5];
+            check("rank", &[2, 3, 4], fits, &["4D"]);
+            check("rank", &[], fits, &["4D"]);
+            for axis in 0..4 {
+                let mut empty = x;
+                empty[axis] = 0;
+                check("a size of 0", &empty, fits, &["0"]);
+            }
+            for axis in 0..2 {
+                let with = |change: &dyn Fn(&mut PoolOptions)| {
+                    let mut options = fits;
+                    change(&mut options);
+                    options
+                };
+                check("no window", &x, with(&|o| o.kernel[axis] = 0), &["kernel: 0"]);
+                check("no stride", &x, with(&|o| o.stride[axis] = 0), &["stride: 0"]);
+                check("no dilation", &x, with(&|o| o.dilation[axis] = 0), &["dilation: 0"]);
+                check("padding", &x, with(&|o| o.padding[axis] = 2), &["padding 2", "half of kernel 2"]);
+                check("window", &x, with(&|o| o.kernel[axis] = 6), &["larger than the padded input"]);
+                check("dilation", &x, with(&|o| o.dilation[axis] = 5), &["larger than the padded input"]);
+                for huge in HUGE {
+                    check("a huge window", &x, with(&|o| o.kernel[axis] = huge), &[]);
+                    check("a huge stride", &x, with(&|o| o.stride[axis] = huge), &["large"]);
+                    check("huge padding", &x, with(&|o| o.padding[axis] = huge), &["padding"]);
+                    check("huge dilation", &x, with(&|o| o.dilation[axis] = huge), &[]);
+                    let wide = with(&|o| (o.kernel[axis], o.padding[axis]) = (huge, huge / 2));
+                    check("a huge window with padding", &x, wide, &[]);
+                }
+            }
+        }
+        let dilated = PoolOptions { dilation: [1, 2], ..fits };
+        refusals.check("dilated mean", &["average pooling", "dilation"], |r| {
+            ops::avg_pool2d(&r.f32(&[2, 3, 4, 5]), &dilated)
+        });
+        refusals.check("places that two bytes cannot count", &["max pooling", "66049"], |r| {
+            ops::max_pool2d(&r.f32(&[1, 1, 257, 257]), &PoolOptions::new(257))
+        });
+    });
+}
+
+#[test]
+fn linear_layers_and_dropout() {
+    Refusals::each("linear and dropout", |refusals| {
+        for (x, weight) in
+            [(&[4][..], &[2, 4][..]), (&[3, 4], &[4]), (&[3, 2, 4], &[2, 4]), (&[3, 4], &[2, 5]), (&[], &[])]
+        {
+            let parts = ["linear", &shape(x), &shape(weight)];
+            refusals.check("x and weight", &parts, |r| ops::linear(&r.f32(x), &r.f32(weight), None));
+        }
+        for bias in [&[3][..], &[2, 1], &[]] {
+            refusals.check("bias", &["linear", &shape(bias), "[2]"], |r| {
+                ops::linear(&r.f32(&[3, 4]), &r.f32(&[2, 4]), Some(&r.f32(bias)))
+            });
+        }
+        refusals.check("types", &["linear", "f32", "f64"], |r| {
+            ops::linear(&r.f32(&[3, 4]), &r.tensor(&[2, 4], DType::F64), None)
+        });
+        for p in [f64::NAN, -0.1, 1.1, f64::INFINITY, f64::NEG_INFINITY] {
+            let parts = ["dropout", &p.to_string(), "[0, 1]"];
+            refusals.check("dropout", &parts, |r| ops::dropout(&r.f32(&[3, 4]), p, 1));
+        }
+    });
+}
+
+#[test]
+fn losses() {
+    Refusals::each("losses", |refusals| {
+        for sizes in [&[][..], &[3]] {
+            let parts = ["log_softmax", &shape(sizes)];
+            refusals.check("rank", &parts, |r| ops::log_softmax(&r.f32(sizes)));
+            refusals
+                .check("rank", &parts, |r| ops::cross_entropy(&r.f32(sizes), &[0; 3], Reduction::Mean, None));
+            let parts = ["nll_loss", &shape(sizes)];
+            refusals.check("rank", &parts, |r| ops::nll_loss(&r.f32(sizes), &[0; 3], Reduction::Mean, None));
+        }
+        for loss in [ops::nll_loss, ops::cross_entropy] {
+            for count in [0, 3, 5, 8] {
+                let parts = ["nll_loss", "targets", &format!("{count} elements"), "expected 4"];
+                let targets = vec![0; count];
+                refusals.check("number of targets", &parts, |r| {
+                    loss(&r.f32(&[4, 2]), &targets, Reduction::Sum, None)
+                });
+                refusals.check("number of targets", &parts, |r| {
+                    loss(&r.f32(&[2, 3, 1, 2]), &targets, Reduction::Sum, None)
+                });
+            }
+            for target in [-1, 3, 255, i64::MIN, i64::MAX] {
+                let parts = ["nll_loss", &format!("target {target} at index 2"), "0..3"];
+                refusals.check("target", &parts, |r| {
+                    loss(&r.f32(&[4, 3]), &[0, 2, target, 1], Reduction::Mean, Some(-100))
+                });
+            }
+        }
+    });
+}
+
+#[test]
+fn arithmetic() {
+    Refusals::each("arithmetic", |refusals| {
+        type Binary = fn(&Tensor, &Tensor) -> Result<Tensor>;
+        let binary: [(&str, Binary); 2] = [("add", Tensor::add), ("mul", Tensor::mul)];
+        for (operation, function) in binary {
+            for (a, b) in [(&[2, 3][..], &[3, 2][..]), (&[2, 3], &[3]), (&[1], &[]), (&[0], &[0, 1])] {
+                let parts = [operation, &shape(a), &shape(b)];
+                refusals.check("shapes", &parts, |r| function(&r.f32(a), &r.f32(b)));
+            }
+            refusals.check("types", &[operation, "f32", "f64"], |r| {
+                function(&r.f32(&[2]), &r.tensor(&[2], DType::F64))
+            });
+        }
+        for to in [&[7][..], &[2, 2], &[], &[0], &[2, 3, 2]] {
+            let parts = ["reshape", "[2, 3]", &shape(to)];
+            refusals.check("reshape", &parts, |r| r.f32(&[2, 3]).reshape(to));
+        }
+        for to in [[usize::MAX, 2], [0, usize::MAX], [1 << 40, 1 << 40]] {
+            refusals.check("reshape", &["reshape", &shape(&to)], |r| r.f32(&[2, 3]).reshape(&to));
+        }
+        refusals.check("flatten", &["flatten", "[]"], |r| r.f32(&[]).flatten());
+        for sizes in [&[2, 3, 4][..], &[], &[2, 3], &[1, 2, 3, 4, 5]] {
+            let parts = ["memory format", "4 dimensions", &shape(sizes)];
+            refusals.check("to_format", &parts, |r| r.f32(sizes).to_format(MemoryFormat::ChannelsLast));
+        }
+        refusals.check("item", &["item", "[2, 1]"], |r| r.f32(&[2, 1]).item());
+        refusals.check("item", &["item", "[0]"], |r| r.f32(&[0]).item());
+        refusals.check("data", &["f64", "f32"], |r| r.f32(&[2]).data::<f64>().map(<[f64]>::len));
+        refusals.check("to_vec", &["f64", "f32"], |r| r.f32(&[2]).to_vec::<f64>());
+    });
+}
+
+#[test]
+fn tensors_that_cannot_be_made() {
+    Refusals::each("tensors", |refusals| {
+        refusals.check("elements", &["from_slice", "[2, 3]", "6 elements, found 5"], |r| {
+            Tensor::from_slice(&r.device, &[2, 3], &[0.0f32; 5])
+        });
+        for sizes in [&[usize::MAX, 2][..], &[1 << 40, 1 << 40], &[0, 1 << 40, 1 << 40], &[1 << 48]] {
+            let parts = [&shape(sizes)[..], "too large"];
+            refusals.check("from_slice", &parts, |r| Tensor::from_slice::<f32>(&r.device, sizes, &[]));
+            refusals.check("zeros", &parts, |r| Tensor::zeros(&r.device, sizes, DType::F32));
+        }
+        // 2^50 bytes: more than an address space has.
+        refusals.check("memory", &["out of memory", "140737488355328 elements of 8 bytes"], |r| {
+            Tensor::zeros(&r.device, &[1 << 47], DType::F64)
+        });
+        refusals.check("memory", &["out of memory"], |r| r.device.buffer::<f32>(usize::MAX).map(|_| ()));
+        refusals.check("format", &["4 dimensions", "[2, 3]"], |r| {
+            Tensor::build(&r.device, &[2, 3], MemoryFormat::ChannelsLast, |_: &mut [f32]| Ok(()))
+        });
+    });
+}
+
+#[test]
+fn devices_do_not_mix() {
+    let (here, there) = (device(), device());
+    let mut failures = Failures::new("devices");
+    let options = BatchNormOptions::default();
+    let convolution = ConvOptions::default();
+    let at = |device: &Device, shape: &[usize]| normal::<f32>(device, 1, shape).with_grad();
+    let (x, weight) = (at(&here, &[2, 3, 4, 4]), at(&there, &[3, 3, 3, 3]));
+    let (here_vector, there_vector) = (at(&here, &[3]), at(&there, &[3]));
+    let here_weight = at(&here, &[3, 3, 3, 3]);
+    let fused = |weight, bias, gamma, beta| {
+        let parameters = ConvBnParameters { weight, bias, gamma, beta };
+        Ok(ops::conv_bn2d(&x, &parameters, &convolution, &options)?.0)
+    };
+    let vector = Some(&there_vector);
+    let norm = |weight, bias| Ok(ops::batch_norm(&x, weight, bias, &options)?.0);
+    let results = [
+        ("add", here_vector.add(&there_vector)),
+        ("mul", here_vector.mul(&there_vector)),
+        ("conv2d", ops::conv2d(&x, &weight, None, &convolution)),
+        ("conv2d", ops::conv2d(&x, &here_weight, vector, &convolution)),
+        ("batch_norm", norm(vector, None)),
+        ("batch_norm", norm(Some(&here_vector), vector)),
+        ("conv_bn2d", fused(&weight, None, None, None)),
+        ("conv_bn2d", fused(&here_weight, vector, None, None)),
+        ("conv_bn2d", fused(&here_weight, None, vector, None)),
+        ("conv_bn2d", fused(&here_weight, None, None, vector)),
+        ("linear", ops::linear(&at(&here, &[2, 3]), &at(&there, &[2, 3]), None)),
+    ];
+    for (operation, result) in results {
+        failures.check(operation, check_refused(result, &[operation, "different devices"]));
+    }
+    failures.finish();
+    no_grad(|| here_vector.add(&there_vector)).unwrap_err();
+}
+
+/// No images are no error where a result is defined; neither forward nor backward makes a NaN of nothing.
+#[test]
+fn empty_batches_pass() {
+    let device = device();
+    let zeros = |shape: &[usize]| Tensor::zeros(&device, shape, DType::F64).unwrap().with_grad();
+    let x = zeros(&[0, 3, 2, 2]);
+    let (weight, bias) = (zeros(&[3]), zeros(&[3]));
+    let matrix = zeros(&[4, 12]);
+    type Run<'a> = &'a dyn Fn() -> Result<Tensor>;
+    let cases: [(&str, Run<'_>, &[&Tensor]); 10] = [
+        ("relu", &|| x.relu(), &[]),
+        ("add", &|| x.add(&x), &[]),
+        ("mul", &|| x.mul(&x), &[]),
+        ("sum", &|| x.sum(), &[]),
+        ("dropout", &|| ops::dropout(&x, 0.5, 1), &[]),
+        ("log_softmax", &|| ops::log_softmax(&x), &[]),
+        ("nll_loss", &|| ops::nll_loss(&x, &[], Reduction::Sum, None), &[]),
+        ("to_format", &|| x.to_format(MemoryFormat::ChannelsLast), &[]),
+        ("linear", &|| ops::linear(&x.flatten()?, &matrix, None), &[&matrix]),
+        (
+            "batch_norm",
+            &|| Ok(ops::batch_norm(&x, Some(&weight), Some(&bias), &BatchNormOptions::default())?.0),
+            &[&weight, &bias],
+        ),
+    ];
+    let mut failures = Failures::new("empty batches");
+    for (name, run, parameters) in cases {
+        failures.run(name, || {
+            let y = run().map_err(|error| error.to_string())?;
+            let gradients = y.sum().and_then(|sum| sum.backward()).map_err(|error| error.to_string())?;
+            assert_eq!(gradients.get(&x).unwrap().shape(), x.shape());
+            for parameter in parameters {
+                let gradient = gradients.get(parameter).unwrap().to_vec::<f64>().unwrap();
+                assert!(gradient.iter().all(|&value| value == 0.0), "{gradient:?}");
+            }
+            Ok::<(), String>(())
+        });
+    }
+    failures.finish();
+    assert!(x.mean().unwrap().item().unwrap().is_nan(), "the mean of nothing, as documented");
+}
