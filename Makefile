@@ -1,0 +1,29 @@
+# `make check` is exactly what CI runs.
+
+.PHONY: check test format lint docs smoke goldens
+
+check: test format lint docs smoke
+
+# The README's test command.
+test:
+	cargo test
+
+format:
+	cargo fmt --all --check
+
+lint:
+	cargo clippy --workspace --all-targets -- -D warnings
+
+docs:
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
+
+# The README's main command, cut short, and the tutorial.
+smoke:
+	cargo run --release -- train --steps 20 --report target/smoke.html --json target/smoke.json
+	cargo run --release -- compare --steps 3 --batch-size 64
+	cargo run --release -p convoke --example custom_function
+
+# Makes the PyTorch golden files anew; PYTHON must have torch, numpy and safetensors.
+PYTHON ?= python3
+goldens:
+	$(PYTHON) tools/make_golden.py --out crates/testkit/golden
