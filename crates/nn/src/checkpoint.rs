@@ -1,6 +1,6 @@
 //! Saving and loading: a model's state as safetensors under PyTorch's key names, and whole training runs.
 //!
-//! A run's folder holds one folder a checkpoint, `step-00000938`, with `model.safetensors`, `optimizer.safetensors`
+//! A run's folder holds one folder a checkpoint, `step-0000000938`, with `model.safetensors`, `optimizer.safetensors`
 //! and `training.json`. It is written under a temporary name and renamed when it is whole and on disk, so that a crash at
 //! any moment leaves the previous checkpoint untouched; the two newest are kept. Loading reads and checks everything
 //! (checksums, names, shapes, types) before it changes anything.
@@ -10,7 +10,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use convoke_autograd::{DType, Device, MemoryFormat, Tensor};
-use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorView};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -164,6 +164,9 @@ pub(crate) fn from_safetensors(
     bytes: &[u8],
     expected: &[(String, Value)],
 ) -> Result<Vec<Value>> {
+    if ends_with_its_tensors(bytes) == Some(false) {
+        return Err(damaged(file, "not whole: its header describes another length"));
+    }
     let stored =
         SafeTensors::deserialize(bytes).map_err(|error| damaged(file, format!("not whole: {error}")))?;
     if let Some(name) =
@@ -177,6 +180,16 @@ pub(crate) fn from_safetensors(
         });
     }
     expected.iter().map(|(name, like)| read_value(file, &stored, name, like)).collect()
+}
+
+/// Whether the bytes end where the last tensor does; `None` if the header cannot be read.
+///
+/// [`SafeTensors::deserialize`] compares this too, but with a sum that overflows for a hostile header.
+fn ends_with_its_tensors(bytes: &[u8]) -> Option<bool> {
+    let (len, rest) = bytes.split_first_chunk()?;
+    let len = usize::try_from(u64::from_le_bytes(*len)).ok()?;
+    let metadata: Metadata = serde_json::from_slice(rest.get(..len)?).ok()?;
+    Some(metadata.data_len() == rest.len() - len)
 }
 
 fn read_value(file: &Path, stored: &SafeTensors<'_>, name: &str, like: &Value) -> Result<Value> {
@@ -269,14 +282,25 @@ fn sha256(bytes: &[u8]) -> String {
 }
 
 /// Writes the checkpoint of `step` into `folder`, and removes all but the newest two.
+///
+/// A later step in the folder is an error: it belongs to another run, and would outlive what is saved now.
 pub(crate) fn save<S: Serialize>(
     folder: &Path,
     step: u64,
     state: &S,
     files: &[(&str, Vec<u8>)],
 ) -> Result<()> {
+    if let Some((newest, path)) = checkpoints(folder)?.pop().filter(|(newest, _)| *newest > step) {
+        return Err(CheckpointError::Mismatch {
+            file: path,
+            field: "step".into(),
+            expected: format!("at most {step}"),
+            found: newest.to_string(),
+        });
+    }
     let target = folder.join(format!("step-{step:010}"));
-    let temporary = folder.join(format!(".step-{step:010}.{}.tmp", std::process::id()));
+    let hidden = |end: &str| folder.join(format!(".step-{step:010}.{}.{end}", std::process::id()));
+    let (temporary, replaced) = (hidden("tmp"), hidden("old"));
     fs::create_dir_all(&temporary).map_err(io(&temporary, "create"))?;
     let records = files
         .iter()
@@ -289,11 +313,20 @@ pub(crate) fn save<S: Serialize>(
             write_synced(&temporary.join(name), bytes)?;
         }
         write_synced(&temporary.join(MANIFEST), &json)?;
-        if target.exists() {
-            // The same step again: a run that was resumed and stopped at once.
-            fs::remove_dir_all(&target).map_err(io(&target, "replace"))?;
+        if !target.exists() {
+            return fs::rename(&temporary, &target).map_err(io(&target, "rename to"));
         }
-        fs::rename(&temporary, &target).map_err(io(&target, "rename to"))
+        // The same step again: a run that was resumed and stopped at once. The old one is moved out of the way
+        // first, for a crash while it is being removed would leave half a checkpoint under its name.
+        remove(&replaced);
+        fs::rename(&target, &replaced).map_err(io(&target, "replace"))?;
+        if let Err(error) = fs::rename(&temporary, &target) {
+            // The error that matters is the first one.
+            let _ = fs::rename(&replaced, &target);
+            return Err(io(&target, "rename to")(error));
+        }
+        remove(&replaced);
+        Ok(())
     };
     let result = write_all();
     if result.is_err() {
@@ -301,16 +334,27 @@ pub(crate) fn save<S: Serialize>(
         let _ = fs::remove_dir_all(&temporary);
     }
     result?;
-    let old = checkpoints(folder)?.into_iter().rev().skip(KEPT);
-    old.for_each(|(_, path)| {
-        // An old checkpoint that cannot be removed does no harm.
-        let _ = fs::remove_dir_all(path);
-    });
+    if let Some((oldest, _)) = checkpoints(folder)?.into_iter().rev().nth(KEPT - 1) {
+        let old = step_folders(folder)?.into_iter().filter(|(step, _)| *step < oldest);
+        old.for_each(|(_, path)| remove(&path));
+    }
     Ok(())
 }
 
-/// The checkpoints in a folder, oldest first.
+/// Removes what is no longer needed; if that cannot be done, it does no harm.
+fn remove(path: &Path) {
+    let _ = fs::remove_dir_all(path).or_else(|_| fs::remove_file(path));
+}
+
+/// The checkpoints in a folder, oldest first. What has no manifest is what a crash left of one.
 fn checkpoints(folder: &Path) -> Result<Vec<(u64, PathBuf)>> {
+    let mut found = step_folders(folder)?;
+    found.retain(|(_, path)| path.join(MANIFEST).is_file());
+    Ok(found)
+}
+
+/// What is named like a checkpoint, in the order of steps.
+fn step_folders(folder: &Path) -> Result<Vec<(u64, PathBuf)>> {
     let entries = match fs::read_dir(folder) {
         Ok(entries) => entries,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),

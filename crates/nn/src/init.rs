@@ -26,10 +26,9 @@ impl Init {
     /// # Errors
     /// If the shape is too large.
     pub fn uniform(&self, shape: &[usize], bound: f64) -> Result<Parameter> {
-        let values = self.random.uniform(shape.iter().product(), bound);
         let value = match self.dtype {
-            DType::F32 => self.build::<f32>(shape, &values)?,
-            DType::F64 => self.build::<f64>(shape, &values)?,
+            DType::F32 => self.build::<f32>(shape, bound)?,
+            DType::F64 => self.build::<f64>(shape, bound)?,
         };
         Ok(Parameter::new(&value))
     }
@@ -51,9 +50,14 @@ impl Init {
         Ok(Parameter::new(&Tensor::full(&self.device, shape, self.dtype, value)?))
     }
 
-    fn build<T: convoke_autograd::Element>(&self, shape: &[usize], values: &[f64]) -> Result<Tensor> {
+    /// Draws only once there is memory for all of it: a shape that is too large must be an error.
+    fn build<T: convoke_autograd::Element>(&self, shape: &[usize], bound: f64) -> Result<Tensor> {
+        const DRAWN_AT_ONCE: usize = 4096;
         Tensor::build(&self.device, shape, MemoryFormat::Contiguous, |data: &mut [T]| {
-            data.iter_mut().zip(values).for_each(|(x, &value)| *x = T::of(value));
+            for chunk in data.chunks_mut(DRAWN_AT_ONCE) {
+                let values = self.random.uniform(chunk.len(), bound);
+                chunk.iter_mut().zip(values).for_each(|(x, value)| *x = T::of(value));
+            }
             Ok(())
         })
     }

@@ -5,6 +5,7 @@
 
 pub mod checkpoint;
 pub mod data;
+mod float_json;
 pub mod init;
 pub mod models;
 mod module;

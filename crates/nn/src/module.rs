@@ -47,13 +47,17 @@ pub trait ModuleExt: Module {
     /// Everything in the tree, by path: `block1.conv.weight`.
     fn named_state(&self) -> Vec<(String, State)>;
 
-    /// The parameters in the tree, by path.
+    /// The parameters in the tree, by path; a tied one once, under its first path.
     fn parameters(&self) -> Vec<(String, Parameter)> {
-        let parameter = |(name, state)| match state {
-            State::Parameter(parameter) => Some((name, parameter)),
-            State::Buffer(_) | State::Counter(_) => None,
-        };
-        self.named_state().into_iter().filter_map(parameter).collect()
+        let mut found: Vec<(String, Parameter)> = Vec::new();
+        for (name, state) in self.named_state() {
+            if let State::Parameter(parameter) = state
+                && !found.iter().any(|(_, known)| known.is(&parameter))
+            {
+                found.push((name, parameter));
+            }
+        }
+        found
     }
 
     /// Elements of all parameters.

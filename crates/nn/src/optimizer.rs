@@ -77,6 +77,9 @@ pub struct Optimizer {
     entries: Vec<Entry>,
 }
 
+/// Values by name, in a fixed order.
+type Named<T> = Vec<(String, T)>;
+
 struct Entry {
     name: String,
     parameter: Parameter,
@@ -130,7 +133,7 @@ impl Optimizer {
     }
 
     /// What has to be saved to continue: tensors by `parameter.slot`, and the step count of each parameter.
-    pub fn state(&self) -> (Vec<(String, Tensor)>, Vec<(String, i64)>) {
+    pub fn state(&self) -> (Named<Tensor>, Named<i64>) {
         let names = self.rule.slots();
         let tensors = self.entries.iter().flat_map(|entry| {
             names
@@ -194,6 +197,7 @@ fn check(rule: &Rule) -> Result<()> {
         Rule::Sgd(r) => vec![
             ("learning rate", r.learning_rate, f64::MAX),
             ("momentum", r.momentum, f64::MAX),
+            ("dampening", r.dampening, f64::MAX),
             ("weight decay", r.weight_decay, f64::MAX),
         ],
         Rule::Adadelta(r) => vec![

@@ -50,6 +50,11 @@ impl Parameter {
         read(&self.value)
     }
 
+    /// Whether both are the same parameter: whether they are tied.
+    pub fn is(&self, other: &Parameter) -> bool {
+        Arc::ptr_eq(&self.value, &other.value)
+    }
+
     /// Takes another value of the same shape and type.
     ///
     /// # Errors

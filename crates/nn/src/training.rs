@@ -114,6 +114,7 @@ struct RunState {
     seed: u64,
     epoch: usize,
     batch: usize,
+    #[serde(with = "crate::float_json")]
     losses: Vec<f64>,
     optimizer_steps: Vec<(String, i64)>,
     random: GeneratorState,
@@ -164,6 +165,12 @@ impl Trainer {
                 config.batch_size,
                 data.train.len(),
                 info.name
+            )));
+        }
+        if !(0.0..=f64::MAX).contains(&config.lr_gamma) {
+            return Err(TrainingError::Config(format!(
+                "lr_gamma {}: the learning rate's factor must be finite and not negative",
+                config.lr_gamma
             )));
         }
         let init = Init::new(device, config.seed);
@@ -269,11 +276,26 @@ impl Trainer {
                 found: saved,
             }
             .into()),
-            None if saved.batch >= self.batches_per_epoch() => Err(CheckpointError::Damaged {
-                file: file.to_owned(),
-                reason: format!("batch {} of {}", saved.batch, self.batches_per_epoch()),
-            }
-            .into()),
+            None => self
+                .check_position(saved)
+                .map_err(|reason| CheckpointError::Damaged { file: file.to_owned(), reason }.into()),
+        }
+    }
+
+    /// Epoch, batch, losses and the optimizer's counts must be those of one moment of a run.
+    fn check_position(&self, saved: &RunState) -> std::result::Result<(), String> {
+        let (batches, losses) = (self.batches_per_epoch(), saved.losses.len());
+        if saved.batch >= batches {
+            return Err(format!("batch {} of {batches}", saved.batch));
+        }
+        let steps = saved.epoch.checked_mul(batches).and_then(|steps| steps.checked_add(saved.batch));
+        if steps != Some(losses) {
+            let (epoch, batch) = (saved.epoch, saved.batch);
+            return Err(format!("epoch {epoch} and batch {batch} do not fit {losses} losses"));
+        }
+        let in_range = |steps: i64| usize::try_from(steps).is_ok_and(|steps| steps <= losses);
+        match saved.optimizer_steps.iter().find(|(_, steps)| !in_range(*steps)) {
+            Some((name, steps)) => Err(format!("optimizer_steps: {name} has {steps} after {losses} steps")),
             None => Ok(()),
         }
     }
@@ -331,7 +353,8 @@ impl Trainer {
     /// Trains on the next batch; after the last one of an epoch the next epoch begins.
     ///
     /// # Errors
-    /// If the loss is not finite and the run is to stop then: nothing has been updated. If an operation fails.
+    /// If the loss is not finite and the run is to stop then: parameters and optimizer are as before the step, while
+    /// forward has moved running statistics and random state. If an operation fails.
     pub fn step(&mut self) -> Result<StepReport> {
         let start = Instant::now();
         self.device.reset_peak();

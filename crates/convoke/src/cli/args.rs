@@ -3,14 +3,14 @@
 use std::path::PathBuf;
 
 use clap::builder::PossibleValuesParser;
-use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
+use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum, value_parser};
 use convoke::nn::Rule;
 use convoke::nn::models::Model;
 use convoke::nn::modules::ConvBnMode;
 
 /// Train convolutional networks on CPUs, with fused convolution + batch norm that needs a fraction of the memory.
 #[derive(Parser)]
-#[command(version, about, max_term_width = 110, subcommand_required = true, arg_required_else_help = true)]
+#[command(version, max_term_width = 110, subcommand_required = true, arg_required_else_help = true)]
 pub(crate) struct Args {
     #[command(subcommand)]
     pub(crate) command: Command,
@@ -69,16 +69,22 @@ pub(crate) struct RunArgs {
     #[arg(long, value_parser = models(), default_value = Model::MnistCnn.name(), help_heading = "Model")]
     pub(crate) model: String,
 
-    /// Times to go through the training images.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1_000_000), help_heading = "Training")]
-    pub(crate) epochs: u32,
+    /// Times to go through the training images [default: 1, or what --steps needs].
+    #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=1_000_000), help_heading = "Training")]
+    pub(crate) epochs: Option<u32>,
 
     /// Stop after this many steps, even within an epoch.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Training")]
+    #[arg(long, value_name = "N", value_parser = value_parser!(u64).range(1..), help_heading = "Training")]
     pub(crate) steps: Option<u64>,
 
-    /// Images a step.
-    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..), help_heading = "Training")]
+    /// Images a step; the last one of an epoch takes what is left.
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 128,
+        value_parser = value_parser!(u32).range(1..),
+        help_heading = "Training"
+    )]
     pub(crate) batch_size: u32,
 
     /// How parameters follow their gradients.
@@ -106,14 +112,14 @@ pub(crate) struct RunArgs {
     pub(crate) seed: u64,
 
     /// Threads that kernels use [default: all of this machine's].
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024), help_heading = "Training")]
+    #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..=1024), help_heading = "Training")]
     pub(crate) threads: Option<u16>,
 
     /// Go on when the loss is NaN or infinite, instead of stopping with the step named.
     #[arg(long, help_heading = "Training")]
     pub(crate) continue_on_nan: bool,
 
-    /// Save model, optimizer and position here after each epoch and on Ctrl-C.
+    /// Save model, optimizer and position here after each epoch, after the last step, and on Ctrl-C.
     #[arg(long, value_name = "DIR", help_heading = "Output")]
     pub(crate) checkpoint: Option<PathBuf>,
 

@@ -6,11 +6,12 @@ use convoke::nn::modules::ConvBnMode;
 
 use super::args::RunArgs;
 use super::console::Console;
-use super::train::{Session, publish};
-use super::{Failure, Result, dataset};
+use super::train::{Session, check_output, interruption, publish};
+use super::{Result, dataset};
 
 pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let console = Console::new()?;
+    check_output(args)?;
     let data = dataset::load(args, &console)?;
     let folder = |mode: ConvBnMode| -> Option<PathBuf> {
         args.checkpoint.as_ref().map(|folder| folder.join(mode.to_string()))
@@ -18,24 +19,40 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     // Each has a device of its own, so that their bytes are counted apart.
     let start = |mode| Session::start(args, mode, &data, folder(mode).as_deref());
     let mut sessions = [start(ConvBnMode::Separate)?, start(ConvBnMode::Fused)?];
-    let mut stage = sessions[1].stage(args, &console);
+    // A run that ended between two checkpoints may have left one a step or an epoch behind.
+    let behind = usize::from(sessions[1].trainer.steps() < sessions[0].trainer.steps());
+    sessions[behind].show_resumed(args, &console);
+    let mut stage = sessions[behind].stage(args, &console);
     let mut interrupted = false;
-    while sessions.iter().any(|session| session.has_more(args)) && !interrupted {
-        for session in sessions.iter_mut().filter(|session| session.has_more(args)) {
-            let report = session.step()?;
-            session.show(&mut stage, &report);
+    while sessions[behind].has_more(args) && !interrupted {
+        let steps = sessions.each_ref().map(|session| session.trainer.steps());
+        let mut loss = f64::NAN;
+        for session in sessions.iter_mut().filter(|session| session.trainer.steps() <= steps[behind]) {
+            loss = session.step()?.loss;
         }
+        let rates = sessions.each_ref().map(|session| session.recorder.recent_rate());
+        sessions[behind].show(args, &mut stage, loss, harmonic_mean(rates));
         interrupted = console.interrupted();
-        for session in &sessions {
-            session.save_if_due(interrupted)?;
+        for (session, before) in sessions.iter().zip(steps) {
+            if session.trainer.steps() > before {
+                session.save_if_due(args, interrupted)?;
+            }
         }
     }
     stage.end();
-    if !interrupted {
-        for session in &mut sessions {
-            interrupted |= session.evaluate(&console)?.is_none();
-        }
+    let mut finished = !interrupted;
+    for session in &mut sessions {
+        finished = finished && session.evaluate(&console)?;
     }
+    let steps = sessions[behind].trainer.steps();
     publish(args, &sessions.map(Session::finish))?;
-    if interrupted { Err(Failure::Run("interrupted".into())) } else { Ok(()) }
+    if finished { Ok(()) } else { Err(interruption(args, steps)) }
+}
+
+/// The rate of doing both by turns; the other one alone while one is ahead and waits.
+fn harmonic_mean(rates: [f64; 2]) -> f64 {
+    match rates.iter().filter(|rate| **rate > 0.0).count() {
+        0 => 0.0,
+        count => count as f64 / rates.iter().filter(|rate| **rate > 0.0).map(|rate| 1.0 / rate).sum::<f64>(),
+    }
 }

@@ -1,38 +1,56 @@
 //! Progress on standard error: a bar on a terminal, plain lines elsewhere; and Ctrl-C.
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::ops::ControlFlow;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use convoke::nn::data::ProgressEvent;
+use convoke::nn::data::{ProgressEvent, ProgressUnit};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use super::{Failure, Result};
 
-/// Seconds between two plain lines.
+/// Time between two plain lines.
 const LINE_EVERY: Duration = Duration::from_secs(5);
+/// Two columns at the right end with the cursor before them: room for the `^C` that a terminal shows, which would
+/// otherwise begin a new line and leave the bar behind on the old one.
+const ROOM: &str = "  \x1b[2D";
+
+/// A line on standard error. That nobody may be reading there is no reason to stop.
+pub(crate) fn note(text: &str) {
+    let _ = writeln!(std::io::stderr(), "{text}");
+}
+
+/// Text on standard output, whole.
+pub(crate) fn print(text: &str) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    written.map_err(|error| Failure::Run(format!("cannot write to standard output: {error}")))
+}
 
 /// Where a command shows how far it is.
 pub(crate) struct Console {
     terminal: bool,
     interrupted: Arc<AtomicBool>,
+    /// The bar now on the terminal; other text goes above it.
+    shown: Arc<Mutex<ProgressBar>>,
 }
 
 impl Console {
     /// Takes over Ctrl-C: the first one asks to stop at the next good moment, the second ends the process.
     pub(crate) fn new() -> Result<Console> {
         let interrupted = Arc::new(AtomicBool::new(false));
-        let flag = interrupted.clone();
+        let shown = Arc::new(Mutex::new(ProgressBar::hidden()));
+        let (flag, bar) = (interrupted.clone(), shown.clone());
         ctrlc::set_handler(move || {
             if flag.swap(true, Ordering::Relaxed) {
                 std::process::exit(1);
             }
-            eprintln!("\nstopping after this step (Ctrl-C again to stop at once)");
+            lock(&bar).suspend(|| note("stopping at the next good moment (Ctrl-C again: at once)"));
         })
         .map_err(|error| Failure::Run(format!("cannot watch for Ctrl-C: {error}")))?;
-        Ok(Console { terminal: std::io::stderr().is_terminal(), interrupted })
+        Ok(Console { terminal: std::io::stderr().is_terminal(), interrupted, shown })
     }
 
     /// Whether Ctrl-C was pressed.
@@ -45,23 +63,41 @@ impl Console {
         if self.interrupted() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     }
 
-    /// A line that stays.
+    /// A line that stays, above the bar if there is one.
     pub(crate) fn line(&self, text: &str) {
-        eprintln!("{text}");
+        lock(&self.shown).suspend(|| note(text));
     }
 
-    /// A stage of `total` parts.
-    pub(crate) fn stage(&self, name: &str, total: u64) -> Stage {
-        let bar = ProgressBar::with_draw_target(
-            Some(total),
-            if self.terminal { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() },
-        );
-        let template = "{prefix} {bar:30} {pos}/{len} {msg} [{elapsed} < {eta}]";
-        bar.set_style(
-            ProgressStyle::with_template(template).expect("a valid template").progress_chars("=> "),
-        );
+    /// A stage of `total` parts, of which `done` are behind it.
+    pub(crate) fn stage(&self, name: &str, done: u64, total: Option<u64>) -> Stage {
+        self.stage_of(name, ProgressUnit::Images, done, total)
+    }
+
+    fn stage_of(&self, name: &str, unit: ProgressUnit, done: u64, total: Option<u64>) -> Stage {
+        let target = if self.terminal { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
+        let bar = ProgressBar::with_draw_target(total, target);
+        let position = match (unit == ProgressUnit::Bytes, total.is_some()) {
+            (true, true) => "{wide_bar} {decimal_bytes}/{decimal_total_bytes}",
+            (true, false) => "{decimal_bytes}",
+            (false, true) => "{wide_bar} {pos}/{len}",
+            (false, false) => "{pos}",
+        };
+        let template = format!("{{prefix}} {position}{{msg}}{ROOM}");
+        let style = ProgressStyle::with_template(&template).expect("a valid template");
+        bar.set_style(style.progress_chars("=>-"));
+        bar.set_position(done);
         bar.set_prefix(name.to_owned());
-        Stage { bar, name: name.into(), lines: !self.terminal, last: Instant::now() }
+        *lock(&self.shown) = bar.clone();
+        let now = Instant::now();
+        Stage {
+            bar,
+            name: name.into(),
+            began: now,
+            first: done,
+            total,
+            lines: !self.terminal,
+            last: Some(now),
+        }
     }
 
     /// Shows the progress of reading, downloading or generating data.
@@ -69,12 +105,11 @@ impl Console {
         let current = std::cell::RefCell::new(None::<Stage>);
         move |event| {
             let mut current = current.borrow_mut();
-            let total = event.total.unwrap_or(0);
             if current.as_ref().is_none_or(|stage| stage.name != event.stage) {
                 if let Some(finished) = current.take() {
                     finished.end();
                 }
-                *current = Some(self.stage(event.stage, total));
+                *current = Some(self.stage_of(event.stage, event.unit, event.done, event.total));
             }
             if let Some(stage) = current.as_mut() {
                 stage.set(event.done, "");
@@ -87,29 +122,91 @@ impl Console {
     }
 }
 
+fn lock(bar: &Mutex<ProgressBar>) -> MutexGuard<'_, ProgressBar> {
+    bar.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// One stage in progress.
 pub(crate) struct Stage {
     bar: ProgressBar,
     name: String,
+    began: Instant,
+    /// Parts that were done when it began.
+    first: u64,
+    total: Option<u64>,
     lines: bool,
-    last: Instant,
+    /// When the last plain line was written; `None` makes the next one due.
+    last: Option<Instant>,
 }
 
 impl Stage {
+    /// Gives it another name, such as the next epoch's.
+    pub(crate) fn rename(&mut self, name: String) {
+        if self.name != name {
+            self.bar.set_prefix(name.clone());
+            self.name = name;
+        }
+    }
+
     /// Shows that `done` parts are done; plain lines come every few seconds.
     pub(crate) fn set(&mut self, done: u64, message: &str) {
-        self.bar.set_position(done);
-        self.bar.set_message(message.to_owned());
-        if self.lines && self.last.elapsed() >= LINE_EVERY {
-            self.last = Instant::now();
-            let total = self.bar.length().unwrap_or(0);
-            let left = self.bar.eta().as_secs();
-            eprintln!("{} {done}/{total} {message} {left} s left", self.name);
+        let now = Instant::now();
+        if done < self.first {
+            // A download that began anew.
+            (self.first, self.began) = (done, now);
         }
+        let mut parts: Vec<String> = if message.is_empty() { vec![] } else { vec![message.into()] };
+        parts.extend(self.left(done, now).map(|left| format!("{} left", clock(left))));
+        let message = if parts.is_empty() { String::new() } else { format!(" {}", parts.join(", ")) };
+        if self.lines && self.last.is_none_or(|last| now.duration_since(last) >= LINE_EVERY) {
+            self.last = Some(now);
+            self.write_line(done, &message);
+        }
+        self.bar.set_message(message);
+        self.bar.set_position(done);
+    }
+
+    /// Writes the next plain line at once, without waiting for its time.
+    pub(crate) fn line_soon(&mut self) {
+        self.last = None;
+    }
+
+    fn write_line(&self, done: u64, message: &str) {
+        match self.total {
+            Some(total) => note(&format!("{}: {done}/{total}{message}", self.name)),
+            None => note(&format!("{}: {done}{message}", self.name)),
+        }
+    }
+
+    /// The time that the rest takes at the pace so far.
+    fn left(&self, done: u64, now: Instant) -> Option<Duration> {
+        let pace =
+            now.duration_since(self.began).div_f64(done.checked_sub(self.first).filter(|&n| n > 0)? as f64);
+        Duration::try_from_secs_f64(pace.as_secs_f64() * self.total?.saturating_sub(done) as f64).ok()
     }
 
     /// Takes the bar away.
     pub(crate) fn end(self) {
         self.bar.finish_and_clear();
+    }
+}
+
+/// `2:03`, or `1h02` from an hour on.
+fn clock(time: Duration) -> String {
+    let seconds = time.as_secs_f64().round() as u64;
+    let (hours, minutes, seconds) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
+    if hours > 0 { format!("{hours}h{minutes:02}") } else { format!("{minutes}:{seconds:02}") }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_short() {
+        assert_eq!(clock(Duration::from_millis(400)), "0:00");
+        assert_eq!(clock(Duration::from_secs(59)), "0:59");
+        assert_eq!(clock(Duration::from_millis(59_900)), "1:00");
+        assert_eq!(clock(Duration::from_secs(3723)), "1h02");
     }
 }

@@ -1,6 +1,6 @@
 //! Finding, downloading or generating the data set.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use convoke::nn::data::download::DownloadOptions;
@@ -19,42 +19,47 @@ pub(crate) fn default_mnist_dir() -> Option<PathBuf> {
 pub(crate) fn load(args: &RunArgs, console: &Console) -> Result<Arc<TrainTest>> {
     let folder = args.data_dir.clone().or_else(default_mnist_dir);
     let present = folder.as_deref().is_some_and(mnist::is_present);
-    let choice = match args.data {
-        Data::Auto if present || args.download => Data::Mnist,
-        Data::Auto => Data::Digits,
-        named => named,
-    };
-    if choice == Data::Digits {
-        if args.download {
-            return Err(Failure::Usage(
-                "--download: digits is generated; --data mnist can be downloaded".into(),
-            ));
+    match args.data {
+        Data::Auto if !present && !args.download => {
+            let place = folder.map_or_else(String::new, |folder| format!(" in {}", folder.display()));
+            console.line(&format!("no MNIST{place}: training on digits, generated from seed {}", args.seed));
+            generate(args, console)
         }
-        if args.data == Data::Digits && args.data_dir.is_some() {
-            return Err(Failure::Usage("--data-dir: digits is generated, it has no files".into()));
+        Data::Digits if args.download => {
+            Err(Failure::Usage("--download: digits is generated; --data mnist can be downloaded".into()))
         }
-        let progress = console.data_progress();
-        let set = digits(args.seed, digits::TRAIN_LEN, digits::TEST_LEN, &progress);
-        return set.map(Arc::new).map_err(data_failure);
+        Data::Digits if args.data_dir.is_some() => {
+            Err(Failure::Usage("--data-dir: digits is generated, it has no files".into()))
+        }
+        Data::Digits => generate(args, console),
+        Data::Auto | Data::Mnist => match folder {
+            Some(folder) => load_mnist(&folder, args.download, console),
+            None => {
+                Err(Failure::Usage("this system has no folder for data: name one with --data-dir".into()))
+            }
+        },
     }
-    let Some(folder) = folder else {
-        return Err(Failure::Usage("this system has no folder for data: name one with --data-dir".into()));
-    };
-    if args.download {
-        mnist::download(&folder, &DownloadOptions::new(mnist::MIRRORS), &console.data_progress())
-            .map_err(data_failure)?;
-    } else if !present {
-        let folder = folder.display();
-        return Err(Failure::Run(format!(
-            "MNIST is not in {folder}: add --download to fetch it (11 MB), or name its folder with --data-dir"
-        )));
-    }
-    mnist::load(&folder, &console.data_progress()).map(Arc::new).map_err(data_failure)
 }
 
-fn data_failure(error: DataError) -> Failure {
+fn generate(args: &RunArgs, console: &Console) -> Result<Arc<TrainTest>> {
+    let set = digits(args.seed, digits::TRAIN_LEN, digits::TEST_LEN, &console.data_progress());
+    set.map(Arc::new).map_err(failure)
+}
+
+fn load_mnist(folder: &Path, download: bool, console: &Console) -> Result<Arc<TrainTest>> {
+    if download {
+        mnist::download(folder, &DownloadOptions::new(mnist::MIRRORS), &console.data_progress())
+            .map_err(failure)?;
+    }
+    mnist::load(folder, &console.data_progress()).map(Arc::new).map_err(failure)
+}
+
+fn failure(error: DataError) -> Failure {
     match error {
-        DataError::Cancelled { .. } => Failure::Run("interrupted".into()),
+        DataError::Cancelled { .. } => Failure::Run("interrupted before the first step".into()),
+        DataError::Missing { .. } => Failure::Run(format!(
+            "MNIST is not there: {error}\nAdd --download to fetch it (11 MB), or name its folder with --data-dir"
+        )),
         error => error.into(),
     }
 }

@@ -3,29 +3,26 @@
 use convoke::Isa;
 use convoke::nn::data::mnist;
 
-use super::{Result, dataset};
+use super::{Result, console, dataset};
 
 pub(crate) fn run() -> Result<()> {
-    let list = |isas: Vec<Isa>| isas.iter().map(Isa::to_string).collect::<Vec<_>>().join(", ");
+    let isas = Isa::available().iter().map(Isa::to_string).collect::<Vec<_>>().join(", ");
+    let mnist = match dataset::default_mnist_dir() {
+        Some(folder) if mnist::is_present(&folder) => format!("{} (there)", folder.display()),
+        Some(folder) => format!("{} (not there; `train --data mnist --download`)", folder.display()),
+        None => "no default folder on this system; name one with --data-dir".into(),
+    };
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    println!("convoke {}", env!("CARGO_PKG_VERSION"));
-    println!("CPU                 {}", cpu_name().unwrap_or_else(|| "unknown".into()));
-    println!("instruction sets    {} (used: {})", list(Isa::available()), Isa::detect());
-    println!("threads             {threads}");
-    println!("external libraries  none used by this version");
-    match dataset::default_mnist_dir() {
-        Some(folder) => {
-            let there = if mnist::is_present(&folder) {
-                "there"
-            } else {
-                "not there; `train --data mnist --download`"
-            };
-            println!("MNIST               {} ({there})", folder.display());
-        }
-        None => println!("MNIST               no default folder on this system; name one with --data-dir"),
-    }
-    println!("tuning cache        none: this version chooses convolutions by shape");
-    Ok(())
+    let lines = [
+        ("CPU", cpu_name().unwrap_or_else(|| "unknown".into())),
+        ("instruction sets", format!("{isas} (used: {})", Isa::detect())),
+        ("threads", threads.to_string()),
+        ("external libraries", "none used by this version".into()),
+        ("MNIST", mnist),
+        ("tuning cache", "none: this version chooses convolutions by shape".into()),
+    ];
+    let lines = lines.map(|(name, value)| format!("{name:<20}{value}\n"));
+    console::print(&format!("convoke {}\n{}", env!("CARGO_PKG_VERSION"), lines.concat()))
 }
 
 /// The CPU's name as Linux tells it.

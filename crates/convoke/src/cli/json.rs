@@ -1,14 +1,13 @@
 //! `--json`: the results for programs.
 
-use std::io::Write;
 use std::path::Path;
 
-use convoke::nn::checkpoint::write_atomically;
 use serde::Serialize;
 
 use super::record::RunRecord;
-use super::{Failure, Result};
+use super::{Result, console, output};
 
+/// JSON has no NaN and no infinity: they are written as null, as is what a run cut short has no value for.
 #[derive(Serialize)]
 struct Document<'a> {
     runs: &'a [RunRecord],
@@ -23,9 +22,5 @@ pub(crate) fn to_stdout(file: Option<&Path>) -> bool {
 pub(crate) fn write(file: &Path, runs: &[RunRecord]) -> Result<()> {
     let mut text = serde_json::to_string_pretty(&Document { runs })?;
     text.push('\n');
-    if to_stdout(Some(file)) {
-        let written = std::io::stdout().write_all(text.as_bytes());
-        return written.map_err(|error| Failure::Run(format!("cannot write to standard output: {error}")));
-    }
-    Ok(write_atomically(file, text.as_bytes())?)
+    if to_stdout(Some(file)) { console::print(&text) } else { output::write("--json", file, text.as_bytes()) }
 }

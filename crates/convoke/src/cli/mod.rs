@@ -3,11 +3,13 @@
 //! Exit codes: 0 success, 2 bad usage, 1 anything else.
 
 mod args;
+mod chart;
 mod compare;
 mod console;
 mod dataset;
 mod info;
 mod json;
+mod output;
 mod record;
 mod report;
 mod summary;
@@ -45,11 +47,11 @@ pub(crate) fn main() -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(Failure::Usage(message)) => {
-            eprintln!("error: {message}\n\nFor more information, try '--help'.");
+            console::note(&format!("error: {message}\n\nFor more information, try '--help'."));
             ExitCode::from(2)
         }
         Err(Failure::Run(message)) => {
-            eprintln!("error: {message}");
+            console::note(&format!("error: {message}"));
             ExitCode::from(1)
         }
     }

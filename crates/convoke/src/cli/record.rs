@@ -17,8 +17,9 @@ pub(crate) struct RunRecord {
     pub(crate) test_accuracy: Option<f64>,
     pub(crate) step_seconds_median: Option<f64>,
     pub(crate) images_per_second: Option<f64>,
-    pub(crate) bytes_end_of_forward: usize,
-    pub(crate) bytes_peak: usize,
+    /// The most of any step; none if no step was left to do.
+    pub(crate) bytes_end_of_forward: Option<usize>,
+    pub(crate) bytes_peak: Option<usize>,
     pub(crate) parameters: usize,
     #[serde(skip)]
     pub(crate) timeline: Option<StepTimeline>,
@@ -29,8 +30,8 @@ pub(crate) struct RunRecord {
 pub(crate) struct Recorder {
     seconds: Vec<f64>,
     rates: Vec<f64>,
-    bytes_end_of_forward: usize,
-    bytes_peak: usize,
+    bytes_end_of_forward: Option<usize>,
+    bytes_peak: Option<usize>,
     timeline: Option<StepTimeline>,
 }
 
@@ -38,8 +39,8 @@ impl Recorder {
     pub(crate) fn add(&mut self, step: &StepReport) {
         self.seconds.push(step.seconds);
         self.rates.push(step.images as f64 / step.seconds);
-        self.bytes_end_of_forward = self.bytes_end_of_forward.max(step.bytes_end_of_forward);
-        self.bytes_peak = self.bytes_peak.max(step.bytes_peak);
+        self.bytes_end_of_forward = self.bytes_end_of_forward.max(Some(step.bytes_end_of_forward));
+        self.bytes_peak = self.bytes_peak.max(Some(step.bytes_peak));
         if step.timeline.is_some() {
             self.timeline.clone_from(&step.timeline);
         }

@@ -2,127 +2,155 @@
 
 use std::path::Path;
 
-use convoke::nn::checkpoint::write_atomically;
-use plotters::prelude::*;
-
+use super::chart::{Axis, Chart, Line};
 use super::record::RunRecord;
-use super::{Failure, Result, summary};
+use super::{Result, output, summary};
 
-const SIZE: (u32, u32) = (860, 380);
-/// Blue and orange: told apart by every kind of colour vision, and in print.
-const COLOURS: [RGBColor; 2] = [RGBColor(0, 114, 178), RGBColor(230, 120, 0)];
+const STYLE: &str = include_str!("report.css");
+/// Of more losses than this, neighbours are averaged: a line is 636 units wide, and batches scatter.
+const MOST_POINTS: usize = 300;
 
 /// Writes the page; it appears whole or not at all.
 pub(crate) fn write(file: &Path, runs: &[RunRecord]) -> Result<()> {
-    Ok(write_atomically(file, page(runs)?.as_bytes())?)
+    output::write("--report", file, page(runs).as_bytes())
 }
 
-fn page(runs: &[RunRecord]) -> Result<String> {
-    let losses = chart(
-        "loss by step",
-        ("step", "training loss"),
-        &runs
-            .iter()
-            .map(|run| Line {
-                name: run.conv_bn.clone(),
-                points: run
-                    .train_loss
-                    .iter()
-                    .enumerate()
-                    .map(|(step, &loss)| (step as f64 + 1.0, loss))
-                    .collect(),
-                mark: None,
-            })
-            .collect::<Vec<_>>(),
-    )?;
-    let memory = chart(
-        "memory over one step",
-        ("milliseconds", "MB in use"),
-        &runs.iter().filter_map(memory_line).collect::<Vec<_>>(),
-    )?;
+fn page(runs: &[RunRecord]) -> String {
     let title = escape(&summary::title(&runs[0]));
-    let table = escape(&summary::table(runs));
-    Ok(format!(
-        "<!doctype html>\n<html lang=\"en\">\n<meta charset=\"utf-8\">\n<title>convoke: {title}</title>\n\
-         <style>body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 880px; margin: 2em auto; padding: 0 1em; }}\n\
-         pre {{ background: #f4f4f4; padding: 1em; overflow-x: auto; }} svg {{ max-width: 100%; height: auto; }}</style>\n\
-         <h1>{title}</h1>\n<pre>{table}</pre>\n\
-         <h2>Loss</h2>\n{losses}\n\
-         <h2>Memory over one step</h2>\n\
-         <p>Bytes of tensors, saved values and workspaces, counted at every allocation and release. \
-         Dotted: the end of forward.</p>\n{memory}\n</html>\n"
-    ))
+    let version = env!("CARGO_PKG_VERSION");
+    let table = table(&summary::rows(runs));
+    let loss = loss(runs);
+    let memory = memory(runs);
+    format!(
+        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
+         <title>convoke: {title}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n\
+         <h1>{title}</h1>\n{table}\n{loss}{memory}<footer>convoke {version}</footer>\n</body>\n</html>\n"
+    )
 }
 
-struct Line {
-    name: String,
-    points: Vec<(f64, f64)>,
-    /// Where a dotted vertical line goes.
-    mark: Option<f64>,
+/// The cells as HTML; a single run needs no heading.
+fn table(rows: &[Vec<String>]) -> String {
+    let (head, body) = rows.split_first().expect("a table has a heading");
+    let cells = |cells: &[String], tag: &str| -> String {
+        // A name like fused/separate may be broken where it is narrow.
+        let cell = |cell: &String| format!("<{tag}>{}</{tag}>", escape(cell).replace('/', "/<wbr>"));
+        cells.iter().map(cell).collect()
+    };
+    let head = match head.len() {
+        2 => String::new(),
+        _ => format!("<thead><tr>{}</tr></thead>\n", cells(head, "th")),
+    };
+    let row = |row: &Vec<String>| format!("<tr>{}{}</tr>\n", cells(&row[..1], "th"), cells(&row[1..], "td"));
+    format!("<table>\n{head}<tbody>\n{}</tbody>\n</table>", body.iter().map(row).collect::<String>())
 }
 
-/// The bytes in use as steps: they hold from one change to the next.
-fn memory_line(run: &RunRecord) -> Option<Line> {
-    let timeline = run.timeline.as_ref()?;
-    let mut points: Vec<(f64, f64)> = Vec::with_capacity(2 * timeline.points.len());
-    for point in &timeline.points {
-        let (x, y) = (1e3 * point.seconds, point.live_bytes as f64 / 1e6);
-        points.extend(points.last().map(|&(_, before)| (x, before)));
-        points.push((x, y));
-    }
-    Some(Line { name: run.conv_bn.clone(), points, mark: Some(1e3 * timeline.end_of_forward) })
+fn legend(entries: impl Iterator<Item = (String, String)>) -> String {
+    let entry = |(class, text)| format!("<li><i class=\"{class}\"></i>{text}</li>");
+    format!("<ul>{}</ul>", entries.map(entry).collect::<String>())
 }
 
-fn chart(title: &str, (x_name, y_name): (&str, &str), lines: &[Line]) -> Result<String> {
-    let points = || lines.iter().flat_map(|line| &line.points).filter(|(_, y)| y.is_finite());
-    let x_end = points().map(|&(x, _)| x).fold(1.0, f64::max);
-    let y_end = 1.05 * points().map(|&(_, y)| y).fold(1e-3, f64::max);
-    let mut svg = String::new();
-    {
-        // The types of plotters' errors differ by call; their texts are all that matters.
-        let failed = |error: &dyn std::fmt::Display| Failure::Run(format!("cannot draw {title}: {error}"));
-        let area = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
-        area.fill(&WHITE).map_err(|error| failed(&error))?;
-        let mut chart = ChartBuilder::on(&area)
-            .margin(10)
-            .x_label_area_size(45)
-            .y_label_area_size(70)
-            .build_cartesian_2d(0.0..x_end, 0.0..y_end)
-            .map_err(|error| failed(&error))?;
-        chart
-            .configure_mesh()
-            .x_desc(x_name)
-            .y_desc(y_name)
-            .light_line_style(RGBColor(240, 240, 240))
-            .label_style(("sans-serif", 14))
-            .draw()
-            .map_err(|error| failed(&error))?;
-        for (line, colour) in lines.iter().zip(COLOURS) {
-            let finite = line.points.iter().copied().filter(|(_, y)| y.is_finite());
-            chart
-                .draw_series(LineSeries::new(finite, colour.stroke_width(2)))
-                .map_err(|error| failed(&error))?
-                .label(line.name.as_str())
-                .legend(move |(x, y)| PathElement::new([(x, y), (x + 20, y)], colour.stroke_width(2)));
-            if let Some(x) = line.mark {
-                chart
-                    .draw_series(DashedLineSeries::new([(x, 0.0), (x, y_end)], 2, 4, colour.into()))
-                    .map_err(|error| failed(&error))?;
-            }
+fn loss(runs: &[RunRecord]) -> String {
+    let steps = runs.iter().map(|run| run.train_loss.len()).max().unwrap_or(0);
+    let every = steps.div_ceil(MOST_POINTS).max(1);
+    let line = |run: &RunRecord| {
+        let points = run.train_loss.chunks(every).enumerate().map(|(index, losses)| {
+            let step = (index * every) as f64 + (losses.len() + 1) as f64 / 2.0;
+            (step, losses.iter().sum::<f64>() / losses.len() as f64)
+        });
+        Line { class: escape(&run.conv_bn), points: points.collect(), dots: Vec::new() }
+    };
+    let lines: Vec<Line> = runs.iter().map(line).collect();
+    let losses = || lines.iter().flat_map(|line| &line.points).map(|point| point.1).filter(|y| y.is_finite());
+    let (least, most) = (losses().fold(f64::INFINITY, f64::min), losses().fold(0.0, f64::max));
+    let gaps = losses().count() < lines.iter().map(|line| line.points.len()).sum();
+    let logarithmic = least > 0.0 && most / least > 100.0;
+    let y = match logarithmic {
+        true => Axis::logarithmic("training loss (log)", least, most),
+        false => Axis { name: "training loss", from: 0.0, to: up_from_zero(1.05 * most), logarithmic },
+    };
+    let chart = Chart {
+        title: "training loss by step",
+        x: Axis { name: "step", from: 0.0, to: up_from_zero(steps as f64), logarithmic: false },
+        y,
+        lines,
+        filled: false,
+        divide: None,
+    };
+    let note = match (every, gaps) {
+        (1, false) => String::new(),
+        (1, true) => "<p>Gaps: the loss was not finite.</p>\n".into(),
+        (every, _) => format!("<p>Each point is the mean of {every} steps.</p>\n"),
+    };
+    let pair = if runs.len() > 1 { " pair" } else { "" };
+    let names = legend(runs.iter().map(|run| (escape(&run.conv_bn), escape(&run.conv_bn))));
+    format!(
+        "<h2>Training loss</h2>\n{names}\n<figure class=\"loss{pair}\">\n{}\n</figure>\n{note}",
+        chart.svg()
+    )
+}
+
+/// The bytes in use over one step; runs lie over each other where their forward passes end.
+fn memory(runs: &[RunRecord]) -> String {
+    let recorded = || runs.iter().filter_map(|run| run.timeline.as_ref());
+    let times =
+        || recorded().flat_map(|line| line.points.iter().map(|point| point.seconds - line.end_of_forward));
+    let most = recorded().flat_map(|line| &line.points).map(|point| point.live_bytes).max();
+    let Some(most) = most else { return String::new() };
+    let (from, to) = (times().fold(0.0, f64::min), times().fold(0.0, f64::max));
+    let (x_name, time) = if to - from < 2.0 { ("milliseconds", 1e3) } else { ("seconds", 1.0) };
+    let (y_name, unit) = if most >= 2_000_000_000 { ("GB in use", 1e9) } else { ("MB in use", 1e6) };
+    let mut lines = Vec::new();
+    let mut entries = Vec::new();
+    for run in runs {
+        let Some(timeline) = &run.timeline else { continue };
+        // The bytes hold from one change to the next.
+        let mut points: Vec<(f64, f64)> = Vec::with_capacity(2 * timeline.points.len());
+        let (mut end, mut peak) = (None, (0.0, 0.0));
+        for point in &timeline.points {
+            let (x, y) = (time * (point.seconds - timeline.end_of_forward), point.live_bytes as f64 / unit);
+            points.extend(points.last().map(|&(_, before)| (x, before)));
+            points.push((x, y));
+            end = if x <= 0.0 { Some(y) } else { end };
+            peak = if y > peak.1 { (x, y) } else { peak };
         }
-        chart
-            .configure_series_labels()
-            .position(SeriesLabelPosition::UpperRight)
-            .background_style(WHITE.mix(0.8))
-            .border_style(RGBColor(200, 200, 200))
-            .label_font(("sans-serif", 15))
-            .draw()
-            .map_err(|error| failed(&error))?;
-        area.present().map_err(|error| failed(&error))?;
+        let (name, end) = (escape(&run.conv_bn), end.unwrap_or_default());
+        let [end_text, peak_text] = [end, peak.1].map(|bytes| summary::bytes(unit * bytes));
+        entries.push((name.clone(), format!("{name}: {end_text} at the end of forward, peak {peak_text}")));
+        let dots = vec![
+            ("end", (0.0, end), format!("{name}, end of forward: {end_text}")),
+            ("peak", peak, format!("{name}, peak: {peak_text}")),
+        ];
+        lines.push(Line { class: name, points, dots });
     }
-    Ok(svg)
+    let chart = Chart {
+        title: "bytes in use over one training step",
+        x: Axis {
+            name: &format!("{x_name} from the end of forward"),
+            from: time * from,
+            to: up_from_zero(time * to),
+            logarithmic: false,
+        },
+        // Headroom for the words at the top.
+        y: Axis { name: y_name, from: 0.0, to: up_from_zero(1.2 * most as f64 / unit), logarithmic: false },
+        lines,
+        filled: true,
+        divide: Some((0.0, ["forward", "backward, update"])),
+    };
+    format!(
+        "<h2>Memory over one step</h2>\n{}\n<figure class=\"memory\">\n{}\n</figure>\n\
+         <p>Tensors, values saved for backward, workspaces, parameters and optimizer state, counted at every \
+         allocation and release. Full dots: the end of forward. Open dots: the peak.</p>\n",
+        legend(entries.into_iter()),
+        chart.svg()
+    )
+}
+
+/// The upper end of an axis that begins at 0, which must not be empty.
+fn up_from_zero(end: f64) -> f64 {
+    if end > 0.0 { end } else { 1.0 }
 }
 
 fn escape(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }

@@ -2,19 +2,24 @@
 
 use super::record::RunRecord;
 
-/// A table of names and values, and for two runs their ratio.
+/// A table of names and values, and for two runs their ratio, for a terminal.
 pub(crate) fn table(runs: &[RunRecord]) -> String {
-    let mut rows: Vec<Vec<String>> = Vec::new();
+    align(&rows(runs))
+}
+
+/// The cells of the table: a row of headings, then a row a value.
+pub(crate) fn rows(runs: &[RunRecord]) -> Vec<Vec<String>> {
     let mut header = vec![String::new()];
     header.extend(runs.iter().map(|run| run.conv_bn.clone()));
     if let [separate, fused] = runs {
         header.push(format!("{}/{}", fused.conv_bn, separate.conv_bn));
     }
-    rows.push(header);
+    let mut rows = vec![header];
     type Value = fn(&RunRecord) -> Option<f64>;
-    let values: [(&str, Value, fn(f64) -> String); 7] = [
-        ("peak memory", |run| Some(run.bytes_peak as f64), bytes),
-        ("memory at end of forward", |run| Some(run.bytes_end_of_forward as f64), bytes),
+    type Show = fn(f64) -> String;
+    let values: [(&str, Value, Show); 7] = [
+        ("peak memory", |run| run.bytes_peak.map(|bytes| bytes as f64), bytes),
+        ("memory at end of forward", |run| run.bytes_end_of_forward.map(|bytes| bytes as f64), bytes),
         ("test accuracy", |run| run.test_accuracy, |x| format!("{:.2} %", 100.0 * x)),
         ("test loss", |run| run.test_loss, |x| format!("{x:.4}")),
         ("last training loss", |run| run.train_loss.last().copied(), |x| format!("{x:.4}")),
@@ -26,22 +31,26 @@ pub(crate) fn table(runs: &[RunRecord]) -> String {
         row.extend(runs.iter().map(|run| value(run).map_or_else(|| "-".into(), show)));
         if let [separate, fused] = runs {
             let ratio = value(fused).zip(value(separate)).map(|(fused, separate)| fused / separate);
+            let ratio = ratio.filter(|ratio| ratio.is_finite());
             row.push(ratio.map_or_else(|| "-".into(), |ratio| format!("{ratio:.3}")));
         }
         rows.push(row);
     }
-    align(&rows)
+    rows
 }
 
 /// What the table is about, in one line.
 pub(crate) fn title(run: &RunRecord) -> String {
+    let counted = |count: usize, what: &str| {
+        format!("{} {what}{}", thousands(count), if count == 1 { "" } else { "s" })
+    };
     format!(
-        "{} on {}, batch {}, {} steps, {} parameters",
+        "{} on {}, batch {}, {}, {}",
         run.model,
         run.data,
-        run.batch_size,
-        run.train_loss.len(),
-        run.parameters
+        thousands(run.batch_size),
+        counted(run.train_loss.len(), "step"),
+        counted(run.parameters, "parameter")
     )
 }
 
@@ -61,6 +70,14 @@ fn align(rows: &[Vec<String>]) -> String {
     text
 }
 
+/// `1,199,882`.
+fn thousands(count: usize) -> String {
+    let digits = count.to_string();
+    let (first, rest) = digits.split_at((digits.len() - 1) % 3 + 1);
+    let rest = rest.as_bytes().chunks(3).map(|three| format!(",{}", String::from_utf8_lossy(three)));
+    first.to_owned() + &rest.collect::<String>()
+}
+
 /// Decimal units, as memory is sold.
 pub(crate) fn bytes(count: f64) -> String {
     match count {
@@ -72,4 +89,17 @@ pub(crate) fn bytes(count: f64) -> String {
 
 fn seconds(seconds: f64) -> String {
     if seconds >= 1.0 { format!("{seconds:.2} s") } else { format!("{:.1} ms", 1000.0 * seconds) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_readable() {
+        let counts = [0, 7, 999, 1_000, 65_536, 1_199_882];
+        assert_eq!(counts.map(thousands), ["0", "7", "999", "1,000", "65,536", "1,199,882"]);
+        assert_eq!([1.5e3, 2.34e6, 9.6e8, 1.2e9].map(bytes), ["1.5 kB", "2.3 MB", "960.0 MB", "1.200 GB"]);
+        assert_eq!([0.0123, 2.0].map(seconds), ["12.3 ms", "2.00 s"]);
+    }
 }

@@ -1,7 +1,7 @@
 //! `convoke train`: one run, from data to summary.
 
 use std::ops::ControlFlow;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use convoke::nn::checkpoint;
@@ -11,47 +11,40 @@ use convoke::nn::training::{Evaluation, StepReport, Trainer, TrainingConfig, Tra
 use convoke::{Cpu, Device, DeviceOptions};
 
 use super::args::{RunArgs, TrainArgs};
-use super::console::{Console, Stage};
+use super::console::{Console, Stage, note};
 use super::record::{Recorder, RunRecord};
-use super::{Failure, Result, dataset, json, report, summary};
+use super::{Failure, Result, console, dataset, json, output, report, summary};
 
 pub(crate) fn run(args: &TrainArgs) -> Result<()> {
     let run = &args.run;
     let console = Console::new()?;
+    check_output(run)?;
     let data = dataset::load(run, &console)?;
     let mut session = Session::start(run, args.conv_bn.into(), &data, run.checkpoint.as_deref())?;
-    if run.resume {
-        console.line(&format!("resumed after step {}", session.trainer.steps()));
-    }
+    session.show_resumed(run, &console);
     let mut stage = session.stage(run, &console);
     let mut interrupted = false;
     while session.has_more(run) && !interrupted {
         let report = session.step()?;
-        session.show(&mut stage, &report);
+        session.show(run, &mut stage, report.loss, session.recorder.recent_rate());
         interrupted = console.interrupted();
-        session.save_if_due(interrupted)?;
+        session.save_if_due(run, interrupted)?;
     }
     stage.end();
-    let evaluation = if interrupted { None } else { session.evaluate(&console)? };
-    let record = session.finish();
-    publish(run, &[record])?;
-    match (interrupted || evaluation.is_none(), &run.checkpoint) {
-        (false, _) => Ok(()),
-        (true, Some(_)) => Err(Failure::Run("interrupted; continue with --resume".into())),
-        (true, None) => {
-            Err(Failure::Run("interrupted (with --checkpoint the run could be continued)".into()))
-        }
-    }
+    let finished = !interrupted && session.evaluate(&console)?;
+    let steps = session.trainer.steps();
+    publish(run, &[session.finish()])?;
+    if finished { Ok(()) } else { Err(interruption(run, steps)) }
 }
 
 /// One run with what it has recorded: `train` has one, `compare` two.
 pub(crate) struct Session {
     pub(crate) trainer: Trainer,
     config: TrainingConfig,
-    data_name: String,
-    recorder: Recorder,
+    data: Arc<TrainTest>,
+    pub(crate) recorder: Recorder,
     evaluation: Option<Evaluation>,
-    checkpoint: Option<std::path::PathBuf>,
+    checkpoint: Option<PathBuf>,
 }
 
 impl Session {
@@ -86,10 +79,13 @@ impl Session {
             _ => Trainer::new(&device, config.clone(), data.clone()),
         };
         let trainer = trainer.map_err(failure)?;
+        if let Some(folder) = checkpoint {
+            output::check_folder("--checkpoint", folder)?;
+        }
         Ok(Session {
             trainer,
             config,
-            data_name: data.train.info().name.clone(),
+            data: data.clone(),
             recorder: Recorder::default(),
             evaluation: None,
             checkpoint: checkpoint.map(Path::to_owned),
@@ -102,13 +98,36 @@ impl Session {
     }
 
     fn total_steps(&self, args: &RunArgs) -> u64 {
-        let all = u64::from(args.epochs).saturating_mul(self.trainer.batches_per_epoch() as u64);
-        args.steps.map_or(all, |steps| steps.min(all))
+        let of = |epochs: u32| u64::from(epochs).saturating_mul(self.trainer.batches_per_epoch() as u64);
+        match (args.epochs.map(of), args.steps) {
+            (Some(all), steps) => all.min(steps.unwrap_or(all)),
+            (None, Some(steps)) => steps,
+            (None, None) => of(1),
+        }
+    }
+
+    /// Says where a resumed run goes on.
+    pub(crate) fn show_resumed(&self, args: &RunArgs, console: &Console) {
+        if args.resume {
+            let (steps, total) = (self.trainer.steps(), self.total_steps(args));
+            let more = if steps < total { "" } else { ": nothing left to train, raise --epochs or --steps" };
+            console.line(&format!("resumed after step {steps} of {total}{more}"));
+        }
     }
 
     /// A progress display over all steps.
     pub(crate) fn stage(&self, args: &RunArgs, console: &Console) -> Stage {
-        console.stage("training", self.total_steps(args))
+        let (steps, total) = (self.trainer.steps(), self.total_steps(args));
+        let mut stage = console.stage(&self.epoch(args, steps + 1), steps, Some(total));
+        stage.line_soon();
+        stage
+    }
+
+    /// The epoch of a step, counted from 1, as people read it.
+    fn epoch(&self, args: &RunArgs, step: u64) -> String {
+        let epoch = |step: u64| step.div_ceil(self.trainer.batches_per_epoch() as u64);
+        let last = epoch(self.total_steps(args));
+        format!("epoch {}/{last}", epoch(step).min(last))
     }
 
     pub(crate) fn step(&mut self) -> Result<StepReport> {
@@ -121,55 +140,72 @@ impl Session {
         Ok(report)
     }
 
-    pub(crate) fn show(&self, stage: &mut Stage, report: &StepReport) {
-        let rate = self.recorder.recent_rate();
-        stage.set(report.step, &format!("loss {:.4}  {rate:.0} images/s", report.loss));
+    /// Shows the step just done.
+    pub(crate) fn show(&self, args: &RunArgs, stage: &mut Stage, loss: f64, rate: f64) {
+        let step = self.trainer.steps();
+        if step == self.total_steps(args) {
+            stage.line_soon();
+        }
+        stage.rename(self.epoch(args, step));
+        stage.set(step, &format!("loss {loss:.4}, {rate:.0} img/s"));
     }
 
-    /// Saves a checkpoint after each epoch, and when the run is cut short.
-    pub(crate) fn save_if_due(&self, interrupted: bool) -> Result<()> {
+    /// Saves a checkpoint after each epoch, after the last step, and when the run is cut short.
+    pub(crate) fn save_if_due(&self, args: &RunArgs, interrupted: bool) -> Result<()> {
         match &self.checkpoint {
-            Some(folder) if interrupted || self.trainer.batch() == 0 => {
+            Some(folder) if interrupted || self.trainer.batch() == 0 || !self.has_more(args) => {
                 self.trainer.save(folder).map_err(failure)
             }
             _ => Ok(()),
         }
     }
 
-    /// Loss and accuracy on the test set; `None` if Ctrl-C came.
-    pub(crate) fn evaluate(&mut self, console: &Console) -> Result<Option<Evaluation>> {
-        let mut stage = None;
-        let mut progress = |done: usize, total: usize| -> ControlFlow<()> {
-            stage.get_or_insert_with(|| console.stage("testing", total as u64)).set(done as u64, "");
+    /// Finds loss and accuracy on the test set; false if Ctrl-C came.
+    pub(crate) fn evaluate(&mut self, console: &Console) -> Result<bool> {
+        let mut stage = console.stage("testing", 0, Some(self.data.test.len() as u64));
+        let mut progress = |done: usize, _total: usize| -> ControlFlow<()> {
+            stage.set(done as u64, "");
             console.control()
         };
         self.evaluation = self.trainer.evaluate(&mut progress).map_err(failure)?;
-        if let Some(stage) = stage {
-            stage.end();
-        }
-        Ok(self.evaluation)
+        stage.end();
+        Ok(self.evaluation.is_some())
     }
 
     pub(crate) fn finish(self) -> RunRecord {
-        self.recorder.finish(&self.config, &self.data_name, &self.trainer, self.evaluation)
+        let data = &self.data.train.info().name;
+        self.recorder.finish(&self.config, data, &self.trainer, self.evaluation)
     }
 }
 
-/// Prints the summary and writes what the flags ask for.
+/// Fails before any work if the results could not be written after it.
+pub(crate) fn check_output(args: &RunArgs) -> Result<()> {
+    output::check("--report", args.report.as_deref())?;
+    let json = args.json.as_deref();
+    output::check("--json", json.filter(|file| !json::to_stdout(Some(file))))
+}
+
+/// Prints the summary and writes what the flags ask for; what cannot be written does not keep the rest from it.
 pub(crate) fn publish(args: &RunArgs, runs: &[RunRecord]) -> Result<()> {
     let text = format!("{}\n\n{}", summary::title(&runs[0]), summary::table(runs));
-    if json::to_stdout(args.json.as_deref()) {
-        eprintln!("{text}");
+    let printed = if json::to_stdout(args.json.as_deref()) {
+        note(&text);
+        Ok(())
     } else {
-        println!("{text}");
-    }
-    if let Some(file) = &args.report {
-        report::write(file, runs)?;
-    }
-    if let Some(file) = &args.json {
-        json::write(file, runs)?;
-    }
-    Ok(())
+        console::print(&text)
+    };
+    let reported = args.report.as_deref().map_or(Ok(()), |file| report::write(file, runs));
+    let json = args.json.as_deref().map_or(Ok(()), |file| json::write(file, runs));
+    printed.and(reported).and(json)
+}
+
+/// What a run that Ctrl-C ended says last.
+pub(crate) fn interruption(args: &RunArgs, steps: u64) -> Failure {
+    let rest = match &args.checkpoint {
+        Some(folder) => format!("saved in {}: add --resume to continue", folder.display()),
+        None => "not saved (with --checkpoint the run could be continued)".into(),
+    };
+    Failure::Run(format!("interrupted after step {steps}; {rest}"))
 }
 
 /// A configuration that cannot run is bad usage; the rest is failure.

@@ -36,6 +36,7 @@ pub struct BatchNorm2d {
     /// Beta, C.
     pub bias: Option<Parameter>,
     running: Option<Running>,
+    channels: usize,
     config: BatchNormConfig,
     training: AtomicBool,
 }
@@ -67,6 +68,7 @@ impl BatchNorm2d {
             weight: parameter(1.0)?,
             bias: parameter(0.0)?,
             running,
+            channels,
             config,
             training: AtomicBool::new(true),
         })
@@ -91,8 +93,13 @@ impl BatchNorm2d {
         self.training.load(Ordering::Relaxed)
     }
 
-    /// What the operation needs to know in the present mode.
-    pub(super) fn options(&self, activation: Activation) -> Result<BatchNormOptions> {
+    /// What the operation needs to know in the present mode, for an input of `channels` channels.
+    pub(super) fn options(&self, channels: usize, activation: Activation) -> Result<BatchNormOptions> {
+        if channels != self.channels {
+            // Without weight, bias and running statistics nobody else would notice.
+            let reason = format!("the layer has {} channels, its input {channels}", self.channels);
+            return Err(Error::Invalid { operation: "BatchNorm2d", reason });
+        }
         let statistics = match &self.running {
             Some(running) if !self.is_training() => Statistics::Constant {
                 mean: to_f64(&running.mean.value())?.into(),
@@ -125,8 +132,12 @@ impl BatchNorm2d {
         }
         let (weight, bias) =
             (self.weight.as_ref().map(Parameter::value), self.bias.as_ref().map(Parameter::value));
-        let (output, moments) =
-            ops::batch_norm(input, weight.as_ref(), bias.as_ref(), &self.options(activation)?)?;
+        let (output, moments) = ops::batch_norm(
+            input,
+            weight.as_ref(),
+            bias.as_ref(),
+            &self.options(input.shape()[1], activation)?,
+        )?;
         self.observe(moments.as_ref())?;
         Ok(output)
     }

@@ -36,7 +36,8 @@ impl Conv2d {
             return Err(Error::Invalid { operation: "Conv2d", reason });
         }
         let shape = [out_channels, in_channels / groups, kernel[0], kernel[1]];
-        let fan_in = shape[1..].iter().product();
+        // A product that overflows belongs to a weight that is refused below.
+        let fan_in = shape[1..].iter().fold(1, |product: usize, &size| product.saturating_mul(size));
         Ok(Conv2d {
             weight: init.kaiming_uniform(&shape, fan_in)?,
             bias: bias.then(|| init.kaiming_uniform(&[out_channels], fan_in)).transpose()?,

@@ -54,13 +54,14 @@ impl Module for ConvBn2d {
         }
         let [bias, gamma, beta] =
             [&self.conv.bias, &self.bn.weight, &self.bn.bias].map(|p| p.as_ref().map(Parameter::value));
+        let weight = self.conv.weight.value();
         let parameters = ConvBnParameters {
-            weight: &self.conv.weight.value(),
+            weight: &weight,
             bias: bias.as_ref(),
             gamma: gamma.as_ref(),
             beta: beta.as_ref(),
         };
-        let norm = self.bn.options(self.activation)?;
+        let norm = self.bn.options(weight.shape()[0], self.activation)?;
         let (output, moments) = ops::conv_bn2d(input, &parameters, self.conv.options(), &norm)?;
         self.bn.observe(moments.as_ref())?;
         Ok(output)

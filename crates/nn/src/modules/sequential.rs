@@ -17,8 +17,19 @@ impl Sequential {
     }
 
     /// Adds a module at the end.
+    ///
+    /// # Panics
+    /// If the name is empty, holds a dot or is taken: paths, and files of checkpoints, could not tell modules apart.
     #[must_use]
     pub fn then(mut self, name: &str, module: impl Module + 'static) -> Sequential {
+        assert!(
+            !name.is_empty() && !name.contains('.'),
+            "{name:?} is not a name: dots join names into paths"
+        );
+        assert!(
+            self.modules.iter().all(|(known, _)| known != name),
+            "a Sequential has a module named {name:?} already"
+        );
         self.modules.push((name.into(), Box::new(module)));
         self
     }

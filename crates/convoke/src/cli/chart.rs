@@ -1,0 +1,208 @@
+//! Line charts as inline SVG; colours and line styles are left to the page's style sheet.
+
+use std::fmt::Write;
+
+/// Width and height, in the units of the drawing.
+const SIZE: (f64, f64) = (720.0, 350.0);
+/// Room around the plot for ticks and names, in large letters too (narrow screens): left, top, right, bottom.
+const MARGINS: [f64; 4] = [68.0, 38.0, 16.0, 54.0];
+
+/// A chart with one or more lines.
+pub(crate) struct Chart<'a> {
+    /// What it shows, for readers who do not see it.
+    pub(crate) title: &'a str,
+    pub(crate) x: Axis<'a>,
+    pub(crate) y: Axis<'a>,
+    pub(crate) lines: Vec<Line>,
+    /// Fills the space below the lines.
+    pub(crate) filled: bool,
+    /// A vertical line, with what lies left and right of it.
+    pub(crate) divide: Option<(f64, [&'a str; 2])>,
+}
+
+/// A name with its unit, and what lies between the ends.
+pub(crate) struct Axis<'a> {
+    pub(crate) name: &'a str,
+    pub(crate) from: f64,
+    pub(crate) to: f64,
+    pub(crate) logarithmic: bool,
+}
+
+/// A line of the style class `class`, with dots on it. Points that are not finite leave a gap.
+pub(crate) struct Line {
+    pub(crate) class: String,
+    pub(crate) points: Vec<(f64, f64)>,
+    /// Style class, place and text of each dot.
+    pub(crate) dots: Vec<(&'static str, (f64, f64), String)>,
+}
+
+impl<'a> Axis<'a> {
+    /// A logarithmic axis from the last of 1, 2, 5, 10, ... below `least` to the first above `most`.
+    pub(crate) fn logarithmic(name: &'a str, least: f64, most: f64) -> Axis<'a> {
+        let below = |value: f64| {
+            let power = 10_f64.powf(value.log10().floor());
+            [5.0, 2.0].into_iter().find(|factor| factor * power <= value).unwrap_or(1.0) * power
+        };
+        Axis { name, from: below(least), to: 1.0 / below(1.0 / most), logarithmic: true }
+    }
+
+    /// Where a value lies, 0 at one end and 1 at the other; NaN if it has no place.
+    fn place(&self, value: f64) -> f64 {
+        let scale = |value: f64| if self.logarithmic { value.log10() } else { value };
+        (scale(value) - scale(self.from)) / (scale(self.to) - scale(self.from))
+    }
+
+    /// Round values between the ends, about `count` of them, with their texts.
+    fn ticks(&self, count: usize) -> Vec<(f64, String)> {
+        let values = if self.logarithmic { self.log_ticks(count) } else { self.linear_ticks(count) };
+        let step =
+            if self.logarithmic { 0.0 } else { values.get(1).map_or(1.0, |second| second - values[0]) };
+        values.into_iter().map(|value| (value, number(value, step))).collect()
+    }
+
+    fn linear_ticks(&self, count: usize) -> Vec<f64> {
+        let rough = (self.to - self.from) / count as f64;
+        let power = 10_f64.powf(rough.log10().floor());
+        let factor = [1.0, 2.0, 5.0].into_iter().find(|factor| factor * power >= rough).unwrap_or(10.0);
+        let step = factor * power;
+        let first = (self.from / step).ceil();
+        (0..=2 * count)
+            .map(|index| (first + index as f64) * step)
+            .take_while(|value| *value <= self.to)
+            .collect()
+    }
+
+    fn log_ticks(&self, count: usize) -> Vec<f64> {
+        let (low, high) = (self.from.log10().floor() as i32, self.to.log10().ceil() as i32);
+        let decades = (high - low).max(1) as usize;
+        let factors: &[f64] = if 3 * decades <= 2 * count { &[1.0, 2.0, 5.0] } else { &[1.0] };
+        let every = decades.div_ceil(count).max(1);
+        let powers = (low..=high).step_by(every).map(|power| 10_f64.powi(power));
+        let all = powers.flat_map(|power| factors.iter().map(move |factor| factor * power));
+        // The ends themselves may be off by a rounding error.
+        all.filter(|value| (0.999 * self.from..=1.001 * self.to).contains(value)).collect()
+    }
+}
+
+/// A tick's text: as many decimals as the step between ticks needs.
+fn number(value: f64, step: f64) -> String {
+    let size = value.abs();
+    match size {
+        size if size >= 1e5 || (size > 0.0 && size < 1e-3) => format!("{value:e}"),
+        _ if step == 0.0 => format!("{value}"),
+        _ => format!("{value:.*}", (-step.log10().floor()).max(0.0) as usize),
+    }
+}
+
+impl Chart<'_> {
+    /// The drawing.
+    pub(crate) fn svg(&self) -> String {
+        let [left, top, right, bottom] = MARGINS;
+        let (end, base) = (SIZE.0 - right, SIZE.1 - bottom);
+        let across = |value: f64| left + (end - left) * self.x.place(value);
+        let up = |value: f64| base - (base - top) * self.y.place(value);
+        let mut svg = format!(
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {} {}\" role=\"img\" aria-label=\"{}\">\n",
+            SIZE.0, SIZE.1, self.title
+        );
+        // Writing to a string cannot fail.
+        let mut put = |text: std::fmt::Arguments<'_>| writeln!(svg, "{text}").unwrap_or_default();
+        for (value, text) in self.y.ticks(6) {
+            let y = up(value);
+            put(format_args!("<path class=\"grid\" d=\"M{left} {y:.1}H{end}\"/>"));
+            put(format_args!(
+                "<text x=\"{}\" y=\"{:.1}\" text-anchor=\"end\">{text}</text>",
+                left - 8.0,
+                y + 4.0
+            ));
+        }
+        for (value, text) in self.x.ticks(8) {
+            let x = across(value);
+            put(format_args!("<path class=\"axis\" d=\"M{x:.1} {base}v5\"/>"));
+            put(format_args!(
+                "<text x=\"{x:.1}\" y=\"{}\" text-anchor=\"middle\">{text}</text>",
+                base + 23.0
+            ));
+        }
+        put(format_args!("<path class=\"axis\" d=\"M{left} {base}H{end}\"/>"));
+        let middle = (left + end) / 2.0;
+        let (name, y) = (self.x.name, SIZE.1 - 6.0);
+        put(format_args!("<text x=\"{middle}\" y=\"{y}\" text-anchor=\"middle\">{name}</text>"));
+        let name = self.y.name;
+        put(format_args!("<text x=\"4\" y=\"18\">{name}</text>"));
+        if let Some((value, [before, after])) = self.divide {
+            let (x, y) = (across(value), top + 16.0);
+            put(format_args!("<path class=\"divide\" d=\"M{x:.1} {top}V{base}\"/>"));
+            put(format_args!("<text x=\"{:.1}\" y=\"{y}\" text-anchor=\"end\">{before}</text>", x - 8.0));
+            put(format_args!("<text x=\"{:.1}\" y=\"{y}\">{after}</text>", x + 8.0));
+        }
+        for line in &self.lines {
+            let class = &line.class;
+            let points: Vec<_> = line.points.iter().map(|&(x, y)| (across(x), up(y))).collect();
+            if let (true, Some(&(first, _)), Some(&(last, _))) = (self.filled, points.first(), points.last())
+            {
+                let outline = path(&points).replacen('M', "L", 1);
+                put(format_args!(
+                    "<path class=\"area {class}\" d=\"M{first:.1} {base}{outline}L{last:.1} {base}\"/>"
+                ));
+            }
+            put(format_args!("<path class=\"line {class}\" d=\"{}\"/>", path(&points)));
+        }
+        for line in &self.lines {
+            for (kind, (x, y), text) in &line.dots {
+                let (x, y, class) = (across(*x), up(*y), &line.class);
+                put(format_args!(
+                    "<circle class=\"{kind} {class}\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"4.5\">\
+                     <title>{text}</title></circle>"
+                ));
+            }
+        }
+        svg.push_str("</svg>");
+        svg
+    }
+}
+
+/// Lines between neighbours that are both finite; a point alone becomes a dot.
+fn path(points: &[(f64, f64)]) -> String {
+    let mut text = String::new();
+    let mut drawing = false;
+    for (x, y) in points {
+        let finite = x.is_finite() && y.is_finite();
+        if finite {
+            let command = if drawing { 'L' } else { 'M' };
+            let _ = write!(text, "{command}{x:.1} {y:.1}");
+            if !drawing {
+                text.push_str("h0");
+            }
+        }
+        drawing = finite;
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn texts(from: f64, to: f64, logarithmic: bool) -> Vec<String> {
+        let axis = Axis { name: "", from, to, logarithmic };
+        axis.ticks(6).into_iter().map(|(_, text)| text).collect()
+    }
+
+    #[test]
+    fn ticks_are_round() {
+        assert_eq!(texts(0.0, 2.4, false), ["0.0", "0.5", "1.0", "1.5", "2.0"]);
+        assert_eq!(texts(0.0, 470.0, false), ["0", "100", "200", "300", "400"]);
+        assert_eq!(texts(-62.0, 190.0, false), ["-50", "0", "50", "100", "150"]);
+        assert_eq!(texts(0.0, 1.0, false), ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]);
+        assert_eq!(texts(0.02, 2.5, true), ["0.02", "0.05", "0.1", "0.2", "0.5", "1", "2"]);
+        assert_eq!(texts(1e-8, 1e4, true), ["1e-8", "1e-6", "1e-4", "0.01", "1", "100", "10000"]);
+        assert_eq!(texts(0.0, 3e30, false).len(), 7);
+    }
+
+    #[test]
+    fn gaps_stay_open() {
+        let nan = f64::NAN;
+        assert_eq!(path(&[(0.0, 1.0), (1.0, 2.0), (2.0, nan), (3.0, 1.0)]), "M0.0 1.0h0L1.0 2.0M3.0 1.0h0");
+    }
+}

@@ -1,0 +1,82 @@
+//! Files that the flags ask for: tried before the work starts, written whole at its end.
+
+use std::fs::{self, OpenOptions};
+use std::io::Write;
+use std::path::Path;
+
+use convoke::nn::checkpoint::write_atomically;
+
+use super::{Failure, Result};
+
+/// Finds out now, not after hours of training, that `flag`'s file cannot be written.
+pub(crate) fn check(flag: &str, file: Option<&Path>) -> Result<()> {
+    let Some(file) = file else { return Ok(()) };
+    let refused = |reason: &dyn std::fmt::Display| {
+        Err(Failure::Run(format!("{flag}: cannot write {}: {reason}", file.display())))
+    };
+    match fs::metadata(file) {
+        Ok(found) if found.is_dir() => refused(&"it is a folder"),
+        Ok(found) if !found.is_file() => Ok(()),
+        _ => {
+            let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty());
+            probe(folder.unwrap_or(Path::new("."))).or_else(|error| refused(&error))
+        }
+    }
+}
+
+/// Makes sure that `flag`'s folder exists and that files can be made in it.
+pub(crate) fn check_folder(flag: &str, folder: &Path) -> Result<()> {
+    fs::create_dir_all(folder)
+        .and_then(|()| probe(folder))
+        .map_err(|error| Failure::Run(format!("{flag}: cannot write into {}: {error}", folder.display())))
+}
+
+/// Makes a file in the folder and takes it away again.
+fn probe(folder: &Path) -> std::io::Result<()> {
+    let file = folder.join(format!(".convoke.{}.tmp", std::process::id()));
+    OpenOptions::new().write(true).create_new(true).open(&file)?;
+    fs::remove_file(&file)
+}
+
+/// Writes a file that appears whole or not at all; a pipe or a device, which cannot, is written to as it is.
+pub(crate) fn write(flag: &str, file: &Path, bytes: &[u8]) -> Result<()> {
+    let special = fs::metadata(file).is_ok_and(|found| !found.is_file());
+    let written = match special {
+        true => OpenOptions::new()
+            .write(true)
+            .open(file)
+            .and_then(|mut out| out.write_all(bytes))
+            .map_err(|error| format!("cannot write {}: {error}", file.display())),
+        false => write_atomically(file, bytes).map_err(|error| error.to_string()),
+    };
+    written.map_err(|error| Failure::Run(format!("{flag}: {error}")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn checks_and_writes_what_can_be_written() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("out.json");
+        assert!(check("--json", None).is_ok());
+        assert!(check("--json", Some(&file)).is_ok());
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0, "checking left something behind");
+        assert!(write("--json", &file, b"1").is_ok());
+        assert!(write("--json", &file, b"22").is_ok());
+        assert_eq!(fs::read(&file).unwrap(), b"22");
+        for bad in [folder.path().to_owned(), folder.path().join("none/out.json"), file.join("below")] {
+            let Err(Failure::Run(message)) = check("--json", Some(&bad)) else { panic!("{bad:?} passed") };
+            assert!(message.contains("--json") && message.contains(&*bad.to_string_lossy()), "{message}");
+        }
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_device_stays_a_device() {
+        let device = Path::new("/dev/null");
+        assert!(check("--json", Some(device)).is_ok() && write("--json", device, b"x").is_ok());
+        assert!(!fs::metadata(device).unwrap().is_file());
+    }
+}

@@ -1,0 +1,9 @@
+//! The program as a user meets it: exit codes, messages, files.
+
+mod bad_data;
+mod json;
+mod outputs;
+mod program;
+mod report;
+mod resume;
+mod usage;

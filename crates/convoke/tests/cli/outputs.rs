@@ -1,0 +1,103 @@
+//! Where results go: standard output, and files that cannot be written.
+
+use std::fs;
+use std::io;
+
+use convoke_testkit::Failures;
+
+use super::program::{command, contents, losses, on_tiny_data, outcome, run, runs, text};
+
+#[test]
+fn plain_lines_and_a_table() {
+    let outcome = run("train", &["--steps", "3"]).exits(0);
+    let lines: Vec<&str> = outcome.stdout.lines().collect();
+    assert!(lines[0].starts_with("mnist-cnn on mnist, batch 25, 3 steps, "), "{}", lines[0]);
+    for name in ["peak memory", "memory at end of forward", "test accuracy", "step time, median"] {
+        assert!(lines.iter().any(|line| line.starts_with(name)), "no {name} in {lines:#?}");
+    }
+    let widths: Vec<usize> = lines[2..].iter().map(|line| line.len()).collect();
+    assert!(widths.iter().all(|width| *width == widths[0]), "not aligned: {lines:#?}");
+    let progress: Vec<&str> = outcome.stderr.lines().collect();
+    assert!(
+        progress[0].starts_with("epoch 1/1: 1/3 loss ") && progress[0].ends_with(" left"),
+        "{progress:?}"
+    );
+    assert!(progress.last().unwrap().starts_with("epoch 1/1: 3/3 loss "), "{progress:?}");
+    assert!(!outcome.stderr.contains(['\r', '\x1b']), "control characters in {:?}", outcome.stderr);
+}
+
+/// `--steps` alone goes on into the next epoch, of five steps; with `--epochs` the smaller of both counts.
+#[test]
+fn steps_and_epochs() {
+    for (args, steps) in [
+        (&["--steps", "6"][..], 6),
+        (&["--steps", "6", "--epochs", "1"], 5),
+        (&["--steps", "4", "--epochs", "2"], 4),
+        (&["--epochs", "2"], 10),
+        (&[], 5),
+    ] {
+        assert_eq!(losses(&runs("train", args)[0]).len(), steps, "{args:?}");
+    }
+}
+
+/// What cannot be written is found out before the training, not after it.
+#[test]
+fn unwritable_files() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    fs::write(&file, "kept").unwrap();
+    let (below_file, nowhere) = (file.join("out"), folder.path().join("none/out"));
+    let mut failures = Failures::new("unwritable files");
+    let cases = [
+        ("--json", nowhere.as_path(), "No such file"),
+        ("--json", folder.path(), "it is a folder"),
+        ("--json", &below_file, "cannot write"),
+        ("--report", &nowhere, "No such file"),
+        ("--report", folder.path(), "it is a folder"),
+        ("--checkpoint", &file, "cannot read"),
+    ];
+    for (flag, path, why) in cases {
+        let outcome = run("train", &["--steps", "1", flag, text(path)]);
+        failures.check(format!("{flag} {}", path.display()), outcome.check(1, &[text(path), why]));
+        let trained = if outcome.stderr.contains("loss") { Err(outcome.stderr) } else { Ok(()) };
+        failures.check(format!("{flag} {} before training", path.display()), trained);
+    }
+    failures.finish();
+    assert_eq!(contents(folder.path()).into_iter().collect::<Vec<_>>(), [(file, b"kept".to_vec())]);
+}
+
+/// Nobody reads what is written: an error, not a panic.
+#[test]
+fn closed_pipes() {
+    let closed = || {
+        let (reader, writer) = io::pipe().unwrap();
+        drop(reader);
+        writer
+    };
+    for args in [vec!["info"], on_tiny_data("train", &["--steps", "1", "--json", "-"])] {
+        let mut program = command(&args);
+        let child = program.stdout(closed()).stderr(std::process::Stdio::piped()).spawn().unwrap();
+        let output = child.wait_with_output().unwrap();
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{stderr}");
+        assert!(stderr.contains("cannot write to standard output"), "{stderr}");
+        assert!(!stderr.contains("panicked"), "{stderr}");
+    }
+    let mut program = command(&on_tiny_data("train", &["--steps", "1"]));
+    let child = program.stderr(closed()).stdout(std::process::Stdio::piped()).spawn().unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "progress that nobody reads does not end the training");
+    assert!(String::from_utf8_lossy(&output.stdout).contains("test accuracy"));
+}
+
+/// Renaming a file over a device would replace it.
+#[cfg(unix)]
+#[test]
+fn devices_and_pipes() {
+    use std::os::unix::fs::FileTypeExt;
+    run("train", &["--steps", "1", "--json", "/dev/null", "--report", "/dev/null"]).exits(0);
+    assert!(fs::metadata("/dev/null").unwrap().file_type().is_char_device());
+    let outcome =
+        outcome(command(&on_tiny_data("train", &["--steps", "1", "--json", "/dev/stdout"]))).exits(0);
+    assert!(outcome.stdout.contains("test accuracy") && outcome.stdout.contains("\"runs\""));
+}

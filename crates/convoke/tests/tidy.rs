@@ -1,0 +1,235 @@
+//! Cheap rules of the whole workspace, read from its sources; every violation is reported.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// The crates, each with the crates of this workspace that it may depend on. Those stand above it, so that
+/// dependencies point one way.
+const DEPENDENCIES: [(&str, &[&str]); 6] = [
+    ("convoke-testkit", &[]),
+    ("convoke-kernels", &[]),
+    ("convoke-distributed", &[]),
+    ("convoke-autograd", &["convoke-kernels"]),
+    ("convoke-nn", &["convoke-kernels", "convoke-autograd", "convoke-distributed"]),
+    ("convoke", &["convoke-kernels", "convoke-autograd", "convoke-distributed", "convoke-nn"]),
+];
+/// Where `unsafe` may stand; this file only speaks of it.
+const MAY_BE_UNSAFE: [&str; 2] = ["crates/kernels/", "crates/convoke/tests/tidy.rs"];
+/// Where the program's surroundings may be touched, besides tests and examples.
+const MAY_PRINT: [&str; 2] = ["crates/convoke/src/cli/", "crates/testkit/"];
+const MOST_LINES: usize = 600;
+
+/// A source file: its path from the workspace's folder, its text, and its text without comments.
+struct Source {
+    path: String,
+    text: String,
+    code: String,
+}
+
+#[test]
+fn the_workspace_is_tidy() {
+    let mut violations = Vec::new();
+    dependencies(&mut violations);
+    let sources = sources();
+    assert!(sources.len() > 50, "found {} sources only", sources.len());
+    for source in &sources {
+        check_source(source, &mut violations);
+    }
+    assert!(violations.is_empty(), "{} violations:\n{}", violations.len(), violations.join("\n"));
+}
+
+#[test]
+fn names_of_algorithms_are_unique() {
+    let names: Vec<&str> =
+        convoke::kernels::conv::algorithms().iter().map(|algorithm| algorithm.name()).collect();
+    let unique: BTreeSet<&str> = names.iter().copied().collect();
+    assert_eq!(unique.len(), names.len(), "{names:?}");
+    assert!(names.last().is_some_and(|name| *name == "reference"), "{names:?}");
+}
+
+fn check_source(source: &Source, violations: &mut Vec<String>) {
+    let Source { path, text, code } = source;
+    let mut violated = |rule: &str| violations.push(format!("{path}: {rule}"));
+    let among = |places: &[&str]| places.iter().any(|place| path.starts_with(place));
+    if in_src(path) {
+        if !text.starts_with("//! ") {
+            violated("the first line does not say what the file is (`//! ...`)");
+        }
+        let lines = text.lines().count();
+        if lines > MOST_LINES {
+            violated(&format!("{lines} lines, at most {MOST_LINES} are allowed"));
+        }
+    }
+    if !among(&MAY_BE_UNSAFE) && has_word(code, "unsafe") {
+        violated("`unsafe` outside of the kernels");
+    }
+    if in_src(path) && !among(&MAY_PRINT) {
+        let shipped = code.split("#[cfg(test)]\nmod").next().unwrap_or_default();
+        let printing = ["print!", "println!", "eprint!", "eprintln!", "stdout", "stderr"];
+        let surroundings = ["env::var", "env::vars", "env::var_os", "env::args", "process::exit"];
+        for word in printing.iter().chain(&surroundings) {
+            if has_word(shipped, word) && !path.contains("/tests") {
+                violated(&format!("`{word}`: only the program prints or touches its surroundings"));
+            }
+        }
+    }
+    // Not written out, as this file is read too.
+    let unfinished = ["dbg", "todo", "unimplemented"].map(|name| format!("{name}!"));
+    for word in unfinished.iter().map(String::as_str).chain([concat!("#[", "ignore")]) {
+        if has_word(code, word) {
+            violated(&format!("`{word}`"));
+        }
+    }
+    for mark in [concat!("FIX", "ME"), concat!("XX", "X"), concat!("TO", "DO")] {
+        if has_word(text, mark) {
+            violated(&format!("`{mark}`: do it, or open an issue"));
+        }
+    }
+}
+
+/// Dependencies of the manifests against the table, and lints.
+fn dependencies(violations: &mut Vec<String>) {
+    for (index, (name, allowed)) in DEPENDENCIES.iter().enumerate() {
+        let above = |other: &&str| DEPENDENCIES[..index].iter().any(|(name, _)| name == other);
+        assert!(allowed.iter().all(above), "{name}: the table itself has a cycle");
+    }
+    let table = BTreeMap::from(DEPENDENCIES);
+    for folder in folders(&workspace().join("crates")) {
+        let manifest = folder.join("Cargo.toml");
+        let text = fs::read_to_string(&manifest).unwrap_or_else(|error| panic!("{manifest:?}: {error}"));
+        let (name, depends_on) = parse_manifest(&text);
+        let mut violated = |rule: String| violations.push(format!("{}: {rule}", relative(&manifest)));
+        let Some(allowed) = table.get(name.as_str()) else {
+            violated(format!("{name} is not in the table of crates in {}", file!()));
+            continue;
+        };
+        for other in depends_on.iter().filter(|other| !allowed.contains(&other.as_str())) {
+            violated(format!("{name} must not depend on {other}"));
+        }
+        let inherits = text.contains("[lints]\nworkspace = true");
+        if !inherits && !MAY_BE_UNSAFE.iter().any(|place| relative(&manifest).starts_with(place)) {
+            violated("does not take the workspace's lints, which forbid `unsafe`".into());
+        }
+    }
+}
+
+/// A package's name, and the crates of this workspace that it needs when it is not tested.
+fn parse_manifest(text: &str) -> (String, BTreeSet<String>) {
+    let (mut name, mut depends_on) = (String::new(), BTreeSet::new());
+    let mut section = "";
+    let mut note = |key: &str| {
+        // `key.workspace = true` and `key = { ... }`.
+        let key = key.trim().trim_matches('"').split('.').next().unwrap_or_default();
+        if key == "convoke" || key.starts_with("convoke-") {
+            depends_on.insert(key.to_owned());
+        }
+    };
+    for line in text.lines().map(str::trim).filter(|line| !line.starts_with('#')) {
+        if let Some(header) = line.strip_prefix('[') {
+            section = header.trim_end_matches(']').trim();
+            // `[dependencies.key]`
+            if let Some((_, key)) =
+                section.split_once("dependencies.").filter(|(kind, _)| !kind.ends_with("dev-"))
+            {
+                note(key);
+            }
+        } else if let Some((key, value)) = line.split_once('=') {
+            let depends = section.ends_with("dependencies") && !section.ends_with("dev-dependencies");
+            match (section, key.trim()) {
+                ("package", "name") => name = value.trim().trim_matches('"').to_owned(),
+                _ if depends => note(key),
+                _ => {}
+            }
+        }
+    }
+    (name, depends_on)
+}
+
+fn workspace() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+fn relative(path: &Path) -> String {
+    let path = path.strip_prefix(workspace()).expect("below the workspace");
+    path.components().map(|part| part.as_os_str().to_string_lossy()).collect::<Vec<_>>().join("/")
+}
+
+fn entries(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(folder).unwrap_or_else(|error| panic!("{folder:?}: {error}"));
+    let mut entries: Vec<PathBuf> = entries.map(|entry| entry.expect("an entry").path()).collect();
+    entries.sort();
+    entries
+}
+
+fn folders(folder: &Path) -> Vec<PathBuf> {
+    entries(folder).into_iter().filter(|path| path.is_dir()).collect()
+}
+
+/// Every Rust file of the workspace's crates.
+fn sources() -> Vec<Source> {
+    let mut found = Vec::new();
+    let mut waiting = vec![workspace().join("crates")];
+    while let Some(folder) = waiting.pop() {
+        for path in entries(&folder) {
+            if path.is_dir() {
+                if path.file_name().is_some_and(|name| name != "target") {
+                    waiting.push(path);
+                }
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                let text = fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path:?}: {error}"));
+                found.push(Source { path: relative(&path), code: without_comments(&text), text });
+            }
+        }
+    }
+    found
+}
+
+/// Whether a file belongs to what is shipped: `crates/NAME/src/...`.
+fn in_src(path: &str) -> bool {
+    path.split('/').nth(2) == Some("src")
+}
+
+/// The text less the comments that take a line or end one.
+fn without_comments(text: &str) -> String {
+    let code = |line: &'_ str| match line.trim_start().starts_with("//") {
+        true => String::new(),
+        false => line.split(" // ").next().unwrap_or_default().to_owned(),
+    };
+    text.lines().map(code).collect::<Vec<_>>().join("\n")
+}
+
+/// Whether `word` stands in the text with no letter, digit or underscore beside it.
+fn has_word(text: &str, word: &str) -> bool {
+    let part = |letter: char| letter.is_alphanumeric() || letter == '_';
+    text.match_indices(word).any(|(at, _)| {
+        let (before, after) = (text[..at].chars().next_back(), text[at + word.len()..].chars().next());
+        let first_joins = before.is_some_and(part) && word.starts_with(part);
+        let last_joins = after.is_some_and(part) && word.ends_with(part);
+        !first_joins && !last_joins
+    })
+}
+
+#[test]
+fn the_rules_notice_what_they_are_for() {
+    assert!(has_word("let x = unsafe { 1 };", "unsafe") && !has_word("#![forbid(unsafe_code)]", "unsafe"));
+    assert!(has_word("print!(\"\")", "print!") && !has_word("eprint!(\"\")", "print!"));
+    assert!(!has_word(&without_comments("    // unsafe\nlet x = 1; // unsafe\n/// unsafe"), "unsafe"));
+    let manifest = r#"
+        [package]
+        name = "convoke-x"
+        [dependencies]
+        convoke-a.workspace = true
+        serde = "1"
+        [target.'cfg(unix)'.dependencies]
+        convoke-b = { path = "../b" }
+        [dependencies.convoke-c]
+        path = "../c"
+        [dev-dependencies]
+        convoke-d.workspace = true
+        [dev-dependencies.convoke-e]
+    "#;
+    let (name, depends_on) = parse_manifest(manifest);
+    assert_eq!(name, "convoke-x");
+    assert_eq!(depends_on.into_iter().collect::<Vec<_>>(), ["convoke-a", "convoke-b", "convoke-c"]);
+}

@@ -1,0 +1,148 @@
+//! What the integration tests share: a device, tensors and modules by seed, and reading a model's state bit by bit.
+
+#![allow(dead_code)] // every test binary compiles this file and uses its part of it
+
+use std::sync::{Arc, LazyLock};
+
+use convoke_autograd::{BackwardOptions, Cpu, DType, Device, DeviceOptions, Gradients, Tensor};
+use convoke_nn::data::{self, TrainTest};
+use convoke_nn::{Buffer, Counter, Init, Module, ModuleExt, Parameter, State};
+
+/// An element type of both the library and the test kit.
+pub(crate) trait Number: convoke_autograd::Element + convoke_testkit::Element {}
+
+impl<T: convoke_autograd::Element + convoke_testkit::Element> Number for T {}
+
+/// Both element types.
+pub(crate) const DTYPES: [DType; 2] = [DType::F32, DType::F64];
+
+/// Two threads, and buffers that hold NaN when they are handed out.
+pub(crate) fn device() -> Device {
+    Device::new(DeviceOptions { cpu: Cpu::new(2).unwrap(), poison: true })
+}
+
+/// What makes modules of this type from a seed.
+pub(crate) fn init(device: &Device, dtype: DType, seed: u64) -> Init {
+    Init { dtype, ..Init::new(device, seed) }
+}
+
+/// A constant of this type from elements in N, C, H, W order.
+pub(crate) fn tensor(device: &Device, dtype: DType, shape: &[usize], elements: &[f64]) -> Tensor {
+    match dtype {
+        DType::F32 => {
+            let elements: Vec<f32> = elements.iter().map(|&x| x as f32).collect();
+            Tensor::from_slice(device, shape, &elements).unwrap()
+        }
+        DType::F64 => Tensor::from_slice(device, shape, elements).unwrap(),
+    }
+}
+
+/// Normally distributed values.
+pub(crate) fn normal(device: &Device, dtype: DType, seed: u64, shape: &[usize]) -> Tensor {
+    tensor(device, dtype, shape, &convoke_testkit::normal::<f64>(seed, shape.iter().product(), 0.0, 1.0))
+}
+
+/// The elements in N, C, H, W order, in f64.
+pub(crate) fn values(tensor: &Tensor) -> Vec<f64> {
+    match tensor.dtype() {
+        DType::F32 => tensor.to_vec::<f32>().unwrap().into_iter().map(f64::from).collect(),
+        DType::F64 => tensor.to_vec::<f64>().unwrap(),
+    }
+}
+
+/// The bits of the elements, in N, C, H, W order.
+pub(crate) fn bits(tensor: &Tensor) -> Vec<u64> {
+    // Widening f32 to f64 keeps every number and the sign of zero apart.
+    values(tensor).into_iter().map(f64::to_bits).collect()
+}
+
+/// The parameter at `path`.
+pub(crate) fn parameter(model: &(impl Module + ?Sized), path: &str) -> Parameter {
+    match state(model, path) {
+        State::Parameter(parameter) => parameter,
+        _ => panic!("{path} is not a parameter"),
+    }
+}
+
+/// The buffer at `path`.
+pub(crate) fn buffer(model: &(impl Module + ?Sized), path: &str) -> Buffer {
+    match state(model, path) {
+        State::Buffer(buffer) => buffer,
+        _ => panic!("{path} is not a buffer"),
+    }
+}
+
+/// The counter at `path`.
+pub(crate) fn counter(model: &(impl Module + ?Sized), path: &str) -> Counter {
+    match state(model, path) {
+        State::Counter(counter) => counter,
+        _ => panic!("{path} is not a counter"),
+    }
+}
+
+fn state(model: &(impl Module + ?Sized), path: &str) -> State {
+    let found = model.named_state().into_iter().find(|(name, _)| name == path);
+    found.unwrap_or_else(|| panic!("the model has no {path}")).1
+}
+
+/// Everything that a model holds, by path, bit for bit.
+pub(crate) fn snapshot(model: &(impl Module + ?Sized)) -> Vec<(String, Vec<u64>)> {
+    let bits = |state| match state {
+        State::Parameter(parameter) => bits(&parameter.value()),
+        State::Buffer(buffer) => bits(&buffer.value()),
+        State::Counter(counter) => vec![counter.value() as u64],
+    };
+    model.named_state().into_iter().map(|(path, state)| (path, bits(state))).collect()
+}
+
+/// Passes when two snapshots are equal, and names what is not.
+pub(crate) fn check_same_state(
+    actual: &[(String, Vec<u64>)],
+    expected: &[(String, Vec<u64>)],
+) -> Result<(), String> {
+    if actual.len() != expected.len() {
+        return Err(format!("{} values where {} were expected", actual.len(), expected.len()));
+    }
+    match actual.iter().zip(expected).find(|(actual, expected)| actual != expected) {
+        Some(((path, _), (other, _))) => Err(format!("{path} differs (expected {other})")),
+        None => Ok(()),
+    }
+}
+
+/// Backward from any tensor with a given upstream gradient.
+pub(crate) fn backward(output: &Tensor, upstream: &Tensor, retain_graph: bool) -> Gradients {
+    output.backward_with(BackwardOptions { upstream: Some(upstream.clone()), retain_graph }).unwrap()
+}
+
+/// Passes when `result` is an error whose message holds every one of `parts`.
+pub(crate) fn check_refused<T, E: std::fmt::Display>(
+    result: Result<T, E>,
+    parts: &[&str],
+) -> Result<(), String> {
+    let message = match result {
+        Ok(_) => return Err("was not refused".into()),
+        Err(error) => error.to_string(),
+    };
+    match parts.iter().find(|&&part| !message.contains(part)) {
+        Some(part) => Err(format!("the message lacks {part:?}: {message}")),
+        None => Ok(()),
+    }
+}
+
+/// Panics unless `result` is an error whose message holds every one of `parts`.
+#[track_caller]
+pub(crate) fn assert_refused<T, E: std::fmt::Display>(result: Result<T, E>, parts: &[&str]) {
+    if let Err(what) = check_refused(result, parts) {
+        panic!("{what}");
+    }
+}
+
+/// The first `train` and `test` images of a small `digits`.
+pub(crate) fn digits(train: usize, test: usize) -> Arc<TrainTest> {
+    static ALL: LazyLock<TrainTest> = LazyLock::new(|| data::digits(7, 600, 100, &data::silent).unwrap());
+    let first = |part: &data::Dataset, count: usize| {
+        let (images, labels) = (&part.images()[..count * part.info().image_len()], &part.labels()[..count]);
+        data::Dataset::new(part.info().clone(), images.to_vec(), labels.to_vec()).unwrap()
+    };
+    Arc::new(TrainTest { train: first(&ALL.train, train), test: first(&ALL.test, test) })
+}
