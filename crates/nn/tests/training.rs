@@ -102,6 +102,30 @@ fn evaluation_changes_nothing_and_can_be_stopped() {
 }
 
 #[test]
+fn images_are_normalised_and_judged_as_the_formula_says() {
+    let data = digits(20, 30);
+    let mut trainer = trainer(ConvBnMode::Separate, Rule::sgd(0.02), 10, &data);
+    // An untrained network gives every class nearly the same, whatever it sees.
+    (0..10).for_each(|_| drop(trainer.step().unwrap()));
+    let test = &data.test;
+    let (mean, std) = (f64::from(test.info().mean[0]), f64::from(test.info().std[0]));
+    let pixels: Vec<f32> =
+        test.images().iter().map(|&byte| ((f64::from(byte) / 255.0 - mean) / std) as f32).collect();
+    let device = parameter(trainer.model(), "linear2.bias").value().device().clone();
+    trainer.model().eval();
+    let images = Tensor::from_slice(&device, &[30, 1, 28, 28], &pixels).unwrap();
+    let output = trainer.model().forward(&images).unwrap().to_vec::<f32>().unwrap();
+    let (mut loss, mut correct) = (0.0, 0);
+    for (row, &label) in output.chunks(10).zip(test.labels()) {
+        loss -= f64::from(row[usize::from(label)]) / 30.0;
+        correct += usize::from(row.iter().all(|&other| other <= row[usize::from(label)]));
+    }
+    let actual = evaluate(&trainer);
+    assert_close("loss", &[actual.loss], &[loss], Tolerance::new(0.0, 1e-5));
+    assert_eq!(actual.accuracy, f64::from(correct as u8) / 30.0);
+}
+
+#[test]
 fn evaluation_does_not_depend_on_the_batch_size() {
     let data = digits(40, 30);
     let all = [1, 7, 30, 40].map(|batch| evaluate(&trainer(ConvBnMode::Fused, Rule::sgd(0.1), batch, &data)));

@@ -1,6 +1,6 @@
 //! Layers one after the other.
 
-use convoke_autograd::{Result, Tensor};
+use convoke_autograd::{Error, Result, Tensor};
 
 use crate::Module;
 
@@ -8,6 +8,8 @@ use crate::Module;
 #[derive(Default)]
 pub struct Sequential {
     modules: Vec<(String, Box<dyn Module>)>,
+    /// What was wrong with a module's name.
+    mistake: Option<String>,
 }
 
 impl Sequential {
@@ -18,25 +20,26 @@ impl Sequential {
 
     /// Adds a module at the end.
     ///
-    /// # Panics
-    /// If the name is empty, holds a dot or is taken: paths, and files of checkpoints, could not tell modules apart.
+    /// A name that is empty, holds a dot or is taken would make paths, and files of checkpoints, ambiguous: such a
+    /// module is left out, and forward is an error that says so.
     #[must_use]
     pub fn then(mut self, name: &str, module: impl Module + 'static) -> Sequential {
-        assert!(
-            !name.is_empty() && !name.contains('.'),
-            "{name:?} is not a name: dots join names into paths"
-        );
-        assert!(
-            self.modules.iter().all(|(known, _)| known != name),
-            "a Sequential has a module named {name:?} already"
-        );
-        self.modules.push((name.into(), Box::new(module)));
+        if name.is_empty() || name.contains('.') {
+            self.mistake.get_or_insert(format!("{name:?} is not a name: dots join names into paths"));
+        } else if self.modules.iter().any(|(known, _)| known == name) {
+            self.mistake.get_or_insert(format!("two modules are named {name:?}"));
+        } else {
+            self.modules.push((name.into(), Box::new(module)));
+        }
         self
     }
 }
 
 impl Module for Sequential {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
+        if let Some(reason) = &self.mistake {
+            return Err(Error::Invalid { operation: "Sequential", reason: reason.clone() });
+        }
         let mut x = input.clone();
         for (_, module) in &self.modules {
             x = module.forward(&x)?;
