@@ -21,7 +21,7 @@ docs:
 smoke:
 	cargo run --release -- train --steps 20 --report target/smoke.html --json target/smoke.json
 	cargo run --release -- compare --steps 3 --batch-size 64
-	cargo run --release -p convoke --example custom_function
+	cargo run --release --example custom_function
 
 # Makes the PyTorch golden files anew; PYTHON must have torch, numpy and safetensors.
 PYTHON ?= python3

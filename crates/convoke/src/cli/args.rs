@@ -61,7 +61,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "DIR", help_heading = "Data")]
     pub(crate) data_dir: Option<PathBuf>,
 
-    /// Fetch the data set's files if they are not there (MNIST: 11 MB, checked by SHA-256).
+    /// Fetch the data set's files if they are not there (MNIST: 11 MB, checked by SHA-256; HTTPS_PROXY is used).
     #[arg(long, help_heading = "Data")]
     pub(crate) download: bool,
 

@@ -48,10 +48,16 @@ fn generate(args: &RunArgs, console: &Console) -> Result<Arc<TrainTest>> {
 
 fn load_mnist(folder: &Path, download: bool, console: &Console) -> Result<Arc<TrainTest>> {
     if download {
-        mnist::download(folder, &DownloadOptions::new(mnist::MIRRORS), &console.data_progress())
-            .map_err(failure)?;
+        let options = DownloadOptions { proxy: proxy(), ..DownloadOptions::new(mnist::MIRRORS) };
+        mnist::download(folder, &options, &console.data_progress()).map_err(failure)?;
     }
     mnist::load(folder, &console.data_progress()).map(Arc::new).map_err(failure)
+}
+
+/// The proxy that the environment names, as other programs take it.
+fn proxy() -> Option<String> {
+    let names = ["https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"];
+    names.iter().find_map(|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
 }
 
 fn failure(error: DataError) -> Failure {
