@@ -24,6 +24,7 @@ mod channels;
 mod cpu;
 mod element;
 mod error;
+mod simd;
 
 pub mod activation;
 pub mod batch_norm;

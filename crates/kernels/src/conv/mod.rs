@@ -11,6 +11,7 @@ mod plan;
 mod pointwise;
 mod problem;
 mod reference;
+mod winograd;
 
 pub use notation::parse_suite;
 pub use plan::{ConvAlgorithm, ConvKernel, ConvOperands, ConvPlan, Kernel, NotApplicable};
@@ -20,7 +21,13 @@ use crate::Cpu;
 
 /// Every algorithm, in the order in which [`plan`] prefers them. Names are append-only: saved caches hold them.
 pub fn algorithms() -> &'static [&'static dyn ConvAlgorithm] {
-    &[&pointwise::Pointwise, &im2col::Im2col, &reference::Reference]
+    &[
+        &pointwise::Pointwise,
+        &im2col::Im2col,
+        &winograd::Winograd4,
+        &winograd::Winograd2,
+        &reference::Reference,
+    ]
 }
 
 /// The algorithm of this name.

@@ -1,0 +1,104 @@
+//! Winograd convolution of 3 x 3 kernels with stride 1: F(2x2,3x3) and F(4x4,3x3), channels-last.
+//!
+//! ```text
+//! U = G g Gᵀ           each filter, once a call
+//! V = Bᵀ d B           each input tile, m + 2 wide, m apart
+//! M[xi] = V[xi] U[xi]  (m + 2)² small matrix products over the channels
+//! y = Aᵀ M A           each output tile, m wide
+//! ```
+//! A block of tiles is transformed, multiplied and transformed back while it lies in the L2 cache. F(2x2) does 2.25 and
+//! F(4x4) 4 times fewer multiplications than direct convolution. Backward-data is forward with the filters turned round
+//! and input and output channels exchanged; backward-weights transforms both its inputs and sums over the tiles:
+//! `dW = Gᵀ [sum of (A dY Aᵀ) ⊙ (Bᵀ d B)] G`.
+//! Lavin, Gray: "Fast Algorithms for Convolutional Neural Networks", CVPR 2016.
+
+// Small matrices are written with their indices, as the formulas are.
+#![allow(clippy::needless_range_loop)]
+
+mod forward;
+mod geometry;
+mod transforms;
+mod weights;
+
+use std::sync::Arc;
+
+use forward::{Direction, Tiles};
+use transforms::{F2, F4, Filter};
+use weights::Weights;
+
+use super::plan::{ConvAlgorithm, ConvPlan, Kernel, NotApplicable};
+use super::problem::{ConvAxis, ConvProblem, Pass};
+use crate::{Cpu, DType, MemoryFormat};
+
+/// F(2x2, 3x3).
+pub(super) struct Winograd2;
+/// F(4x4, 3x3).
+pub(super) struct Winograd4;
+
+impl ConvAlgorithm for Winograd2 {
+    fn name(&self) -> &'static str {
+        "winograd-2x2"
+    }
+
+    fn revision(&self) -> u32 {
+        1
+    }
+
+    fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
+        plan::<F2>(self, problem, pass, cpu)
+    }
+}
+
+impl ConvAlgorithm for Winograd4 {
+    fn name(&self) -> &'static str {
+        "winograd-4x4"
+    }
+
+    fn revision(&self) -> u32 {
+        1
+    }
+
+    fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
+        plan::<F4>(self, problem, pass, cpu)
+    }
+}
+
+fn plan<F: Filter + Send + Sync + 'static>(
+    algorithm: &dyn ConvAlgorithm,
+    problem: &ConvProblem,
+    pass: Pass,
+    cpu: &Cpu,
+) -> Result<ConvPlan, NotApplicable> {
+    let not = |reason: &str| Err(NotApplicable(reason.into()));
+    let plain = |axis: &ConvAxis| axis.kernel == 3 && axis.stride == 1 && axis.dilation == 1;
+    if problem.dtype != DType::F32 {
+        return not("for f32 only");
+    }
+    if problem.format != MemoryFormat::ChannelsLast {
+        return not("for channels-last only");
+    }
+    if !plain(&problem.height) || !plain(&problem.width) || problem.groups != 1 {
+        return not("needs a 3x3 kernel, stride 1, no dilation, one group");
+    }
+    let direction = match pass {
+        Pass::Forward => Direction::Forward,
+        Pass::BackwardData if problem.height.pad_before <= 2 && problem.width.pad_before <= 2 => {
+            Direction::BackwardData
+        }
+        Pass::BackwardData => return not("backward-data needs a padding of at most 2"),
+        Pass::BackwardWeights => {
+            let weights = Weights::<F>::new(problem, cpu);
+            let workspace = weights.workspace_len();
+            return Ok(ConvPlan::new(
+                algorithm,
+                (problem, pass),
+                cpu,
+                workspace,
+                Kernel::F32(Arc::new(weights)),
+            ));
+        }
+    };
+    let tiles = Tiles::<F>::new(problem, direction, cpu);
+    let workspace = tiles.workspace_len();
+    Ok(ConvPlan::new(algorithm, (problem, pass), cpu, workspace, Kernel::F32(Arc::new(tiles))))
+}
