@@ -411,7 +411,8 @@ impl Trainer {
         self.model.eval();
         let (mut loss, mut correct) = (0.0, 0);
         let order: Vec<u32> = (0..test.len() as u32).collect();
-        for (index, chosen) in order.chunks(self.config.batch_size.min(1000)).enumerate() {
+        let size = self.config.batch_size.min(1000);
+        for (index, chosen) in order.chunks(size).enumerate() {
             let (images, labels) = batch(&self.device, test, chosen)?;
             inference_mode(|| -> Result<()> {
                 let output = self.model.forward(&images)?;
@@ -419,7 +420,7 @@ impl Trainer {
                 correct += count_correct(&output, &labels)?;
                 Ok(())
             })?;
-            let done = index * self.config.batch_size.min(1000) + chosen.len();
+            let done = index * size + chosen.len();
             if progress(done, test.len()).is_break() {
                 return Ok(None);
             }

@@ -2,7 +2,7 @@
 
 use pulp::{Simd, WithSimd};
 
-use super::geometry::Geometry;
+use super::geometry::{Geometry, SKEW};
 use super::transforms::{Filter, POINTS};
 use crate::Cpu;
 use crate::conv::plan::ConvKernel;
@@ -19,9 +19,6 @@ pub(super) enum Direction {
 
 /// Tiles that the matrix kernel multiplies at once.
 const ROWS: usize = 8;
-
-/// Floats between the matrices of two points beyond their own size, so that they do not fall into the same cache sets.
-const SKEW: usize = 48;
 
 /// A convolution of N x H x W x C images to N x OH x OW x K by tiles of `F`.
 pub(super) struct Tiles<F> {
@@ -54,12 +51,12 @@ impl<F: Filter> Tiles<F> {
                 ..geometry
             };
         }
-        let (channels, lanes) = (geometry.channels, simd::lanes(cpu.isa()));
+        let lanes = simd::lanes(cpu.isa());
         let mut tiles = Tiles { geometry, direction, lanes, workers: 1, block_rows: 1 };
         // Transformed input of a block and one panel of filters share the L2 cache, taken as 1 MiB.
         const L2: usize = 1 << 18;
         let points = tiles.points();
-        let panel = points * (channels * 2 * lanes + SKEW);
+        let panel = points * tiles.filter_stride();
         let per_tile = points * (tiles.padded_channels() + 2 * lanes);
         let fit = (L2.saturating_sub(panel) * 3 / 4 / per_tile).clamp(2 * ROWS, 96);
         tiles.block_rows = (fit / tiles.tile_columns()).clamp(1, tiles.units());

@@ -7,6 +7,9 @@ use pulp::Simd;
 use super::transforms::{Filter, POINTS};
 use crate::conv::problem::ConvProblem;
 
+/// Floats between the matrices of two points beyond their own size, so that they do not fall into the same cache sets.
+pub(super) const SKEW: usize = 48;
+
 /// N x H x W x C images, N x OH x OW x K images, and the tiles that cover the latter.
 #[derive(Clone, Copy)]
 pub(super) struct Geometry<F> {

@@ -2,7 +2,7 @@
 
 use pulp::{Simd, WithSimd};
 
-use super::geometry::Geometry;
+use super::geometry::{Geometry, SKEW};
 use super::transforms::{Filter, POINTS};
 use crate::Cpu;
 use crate::conv::plan::ConvKernel;
@@ -13,8 +13,6 @@ use crate::simd;
 const PANEL: usize = 32;
 /// Outputs that the matrix kernel takes at once.
 const ROWS: usize = 8;
-/// Floats between the matrices of two points beyond their own size, so that they do not fall into the same cache sets.
-const SKEW: usize = 48;
 
 /// The weight gradient of a 3x3 problem by tiles of `F`.
 pub(super) struct Weights<F> {
