@@ -74,7 +74,7 @@ fn check_problem<'a>(
     let case = ConvCase::new(problem, 7);
     for pass in Pass::ALL {
         let expected = case.expected(pass);
-        for (&algorithm, format) in conv::algorithms().iter().flat_map(|a| FORMATS.map(|f| (a, f))) {
+        for (algorithm, format) in conv::algorithms().iter().flat_map(|a| FORMATS.map(|f| (a.as_ref(), f))) {
             let name = algorithm.name();
             for (dtype, cpu) in
                 DTYPES.into_iter().flat_map(|dtype| choose(name).iter().map(move |cpu| (dtype, cpu)))
@@ -205,7 +205,7 @@ proptest! {
         check_problem(&mut failures, &mut Coverage::default(), &problem, |_| &cpus()[cpu..=cpu]);
         // The adjoint identity <y(x, w), dy> = <x, dx(dy, w)> = <w, dw(x, dy)> ties the passes together.
         let case = ConvCase::new(&problem, seed);
-        for (&algorithm, format) in conv::algorithms().iter().flat_map(|a| FORMATS.map(|f| (a, f))) {
+        for (algorithm, format) in conv::algorithms().iter().flat_map(|a| FORMATS.map(|f| (a.as_ref(), f))) {
             let [Ok(y), Ok(dx), Ok(dw)] =
                 Pass::ALL.map(|pass| case.run::<f64>(algorithm, pass, format, &cpus()[cpu]))
             else {

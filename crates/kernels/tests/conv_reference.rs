@@ -188,7 +188,7 @@ fn check_golden<T: Number>(
 fn every_algorithm_agrees_with_pytorch() {
     let mut failures = Failures::new("convolution against PyTorch");
     for golden in Golden::load("conv").cases() {
-        for (&algorithm, format) in conv::algorithms().iter().flat_map(|a| FORMATS.map(|f| (a, f))) {
+        for (algorithm, format) in conv::algorithms().iter().flat_map(|a| FORMATS.map(|f| (a.as_ref(), f))) {
             check_golden::<f32>(&mut failures, golden, algorithm, format, [1e-5, 1e-4]);
             // Expected values are stored in f32, correctly rounded.
             check_golden::<f64>(&mut failures, golden, algorithm, format, [1e-7, 1e-7]);

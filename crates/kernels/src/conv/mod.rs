@@ -14,25 +14,36 @@ mod reference;
 mod winograd;
 
 pub use notation::parse_suite;
-pub use plan::{ConvAlgorithm, ConvKernel, ConvOperands, ConvPlan, Kernel, NotApplicable};
+pub use plan::{Accuracy, ConvAlgorithm, ConvKernel, ConvOperands, ConvPlan, Kernel, NotApplicable};
 pub use problem::{ConvAxis, ConvProblem, ConvSpec, Pass};
+
+use std::sync::{Arc, LazyLock};
 
 use crate::Cpu;
 
-/// Every algorithm, in the order in which [`plan`] prefers them. Names are append-only: saved caches hold them.
-pub fn algorithms() -> &'static [&'static dyn ConvAlgorithm] {
-    &[
-        &pointwise::Pointwise,
-        &im2col::Im2col,
-        &winograd::Winograd4,
-        &winograd::Winograd2,
-        &reference::Reference,
+/// The repertoire, in the order in which [`plan`] prefers it. Names are append-only: saved caches hold them.
+fn repertoire() -> Vec<Arc<dyn ConvAlgorithm>> {
+    vec![
+        Arc::new(pointwise::Pointwise),
+        Arc::new(im2col::Im2col),
+        Arc::new(winograd::Winograd4),
+        Arc::new(winograd::Winograd2),
     ]
+}
+
+/// Every algorithm; the reference is last.
+pub fn algorithms() -> &'static [Arc<dyn ConvAlgorithm>] {
+    static ALGORITHMS: LazyLock<Vec<Arc<dyn ConvAlgorithm>>> = LazyLock::new(|| {
+        let mut algorithms = repertoire();
+        algorithms.push(Arc::new(reference::Reference));
+        algorithms
+    });
+    &ALGORITHMS
 }
 
 /// The algorithm of this name.
 pub fn algorithm(name: &str) -> Option<&'static dyn ConvAlgorithm> {
-    algorithms().iter().copied().find(|algorithm| algorithm.name() == name)
+    algorithms().iter().find(|algorithm| algorithm.name() == name).map(Arc::as_ref)
 }
 
 /// A plan of the first algorithm in the table that applies.

@@ -16,13 +16,40 @@ impl std::fmt::Display for NotApplicable {
     }
 }
 
+/// How far an algorithm's rounding errors may exceed those of direct convolution.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub enum Accuracy {
+    /// Products are summed as they are: direct, GEMM.
+    Strict,
+    /// Also transforms whose errors are of the same size in practice: Winograd F(2x2) and F(4x4), FFT.
+    #[default]
+    Standard,
+    /// Also transforms with errors some ten times larger: Winograd F(6x6).
+    Relaxed,
+}
+
+impl std::fmt::Display for Accuracy {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Accuracy::Strict => "strict",
+            Accuracy::Standard => "standard",
+            Accuracy::Relaxed => "relaxed",
+        })
+    }
+}
+
 /// One way to compute convolutions.
 pub trait ConvAlgorithm: Send + Sync {
     /// A name that never changes: saved caches hold it.
-    fn name(&self) -> &'static str;
+    fn name(&self) -> &str;
 
     /// Raised whenever the speed or the result may have changed, so that saved measurements lose their force.
     fn revision(&self) -> u32;
+
+    /// The strictest class of accuracy that this algorithm belongs to.
+    fn accuracy(&self) -> Accuracy {
+        Accuracy::Strict
+    }
 
     /// A plan for `pass` of `problem` with `cpu`'s threads and instruction set.
     ///
@@ -92,7 +119,7 @@ impl<'a, T> ConvOperands<'a, T> {
 /// An algorithm made ready for one pass of one problem with one thread budget. Cheap to clone, reusable.
 #[derive(Clone)]
 pub struct ConvPlan {
-    algorithm: &'static str,
+    algorithm: Arc<str>,
     problem: ConvProblem,
     pass: Pass,
     cpu: Cpu,
@@ -110,7 +137,7 @@ impl ConvPlan {
         kernel: Kernel,
     ) -> ConvPlan {
         ConvPlan {
-            algorithm: algorithm.name(),
+            algorithm: algorithm.name().into(),
             problem: *problem,
             pass,
             cpu: cpu.clone(),
@@ -120,8 +147,8 @@ impl ConvPlan {
     }
 
     /// Name of the algorithm.
-    pub fn algorithm(&self) -> &'static str {
-        self.algorithm
+    pub fn algorithm(&self) -> &str {
+        &self.algorithm
     }
 
     /// The problem planned for.

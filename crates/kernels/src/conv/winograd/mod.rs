@@ -26,7 +26,7 @@ use forward::{Direction, Tiles};
 use transforms::{F2, F4, Filter};
 use weights::Weights;
 
-use super::plan::{ConvAlgorithm, ConvPlan, Kernel, NotApplicable};
+use super::plan::{Accuracy, ConvAlgorithm, ConvPlan, Kernel, NotApplicable};
 use super::problem::{ConvAxis, ConvProblem, Pass};
 use crate::{Cpu, DType, MemoryFormat};
 
@@ -44,6 +44,10 @@ impl ConvAlgorithm for Winograd2 {
         1
     }
 
+    fn accuracy(&self) -> Accuracy {
+        Accuracy::Standard
+    }
+
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
         plan::<F2>(self, problem, pass, cpu)
     }
@@ -56,6 +60,10 @@ impl ConvAlgorithm for Winograd4 {
 
     fn revision(&self) -> u32 {
         1
+    }
+
+    fn accuracy(&self) -> Accuracy {
+        Accuracy::Standard
     }
 
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
