@@ -4,6 +4,7 @@
 //! [`ConvPlan`], which is the proof that it can run it, or with the reason why not. The plain reference is last in
 //! the table, always applies, sums in f64 and is the oracle that the others are tested against.
 
+mod adapters;
 mod gemm_views;
 mod im2col;
 mod notation;
@@ -31,10 +32,13 @@ fn repertoire() -> Vec<Arc<dyn ConvAlgorithm>> {
     ]
 }
 
-/// Every algorithm; the reference is last.
+/// Every algorithm: the repertoire, each of it through the other memory format and through another pass
+/// (`NAME+relayout`, `NAME+swap`), and last the reference.
 pub fn algorithms() -> &'static [Arc<dyn ConvAlgorithm>] {
     static ALGORITHMS: LazyLock<Vec<Arc<dyn ConvAlgorithm>>> = LazyLock::new(|| {
         let mut algorithms = repertoire();
+        let derived: Vec<_> = algorithms.iter().flat_map(adapters::derived).collect();
+        algorithms.extend(derived);
         algorithms.push(Arc::new(reference::Reference));
         algorithms
     });

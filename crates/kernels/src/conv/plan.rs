@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::problem::{ConvProblem, Pass};
 use crate::error::{check_len, invalid};
-use crate::{Cpu, DType, Element, Error, Result};
+use crate::{Cpu, DType, Element, Error, MemoryFormat, Result};
 
 /// Why an algorithm cannot run a problem: its shape, the CPU, a limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -49,6 +49,11 @@ pub trait ConvAlgorithm: Send + Sync {
     /// The strictest class of accuracy that this algorithm belongs to.
     fn accuracy(&self) -> Accuracy {
         Accuracy::Strict
+    }
+
+    /// The memory formats that [`ConvAlgorithm::plan`] takes; the other one is reached by copying (`NAME+relayout`).
+    fn formats(&self) -> &'static [MemoryFormat] {
+        &[MemoryFormat::Contiguous, MemoryFormat::ChannelsLast]
     }
 
     /// A plan for `pass` of `problem` with `cpu`'s threads and instruction set.

@@ -48,6 +48,10 @@ impl ConvAlgorithm for Winograd2 {
         Accuracy::Standard
     }
 
+    fn formats(&self) -> &'static [MemoryFormat] {
+        &[MemoryFormat::ChannelsLast]
+    }
+
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
         plan::<F2>(self, problem, pass, cpu)
     }
@@ -64,6 +68,10 @@ impl ConvAlgorithm for Winograd4 {
 
     fn accuracy(&self) -> Accuracy {
         Accuracy::Standard
+    }
+
+    fn formats(&self) -> &'static [MemoryFormat] {
+        &[MemoryFormat::ChannelsLast]
     }
 
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {

@@ -1,0 +1,96 @@
+//! Runs an algorithm of one memory format on tensors of the other, by copying them.
+
+use std::sync::Arc;
+
+use super::workspace_sum;
+use crate::conv::plan::{Accuracy, ConvAlgorithm, ConvKernel, ConvOperands, ConvPlan, Kernel, NotApplicable};
+use crate::conv::problem::{ConvProblem, Pass};
+use crate::memory_format::{Extent, convert};
+use crate::{Cpu, Element, MemoryFormat};
+
+/// `inner` on a copy in the other memory format, where it does not take the problem's own.
+pub(super) struct Relayout {
+    pub(super) name: String,
+    pub(super) inner: Arc<dyn ConvAlgorithm>,
+}
+
+impl ConvAlgorithm for Relayout {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn revision(&self) -> u32 {
+        self.inner.revision()
+    }
+
+    fn formats(&self) -> &'static [MemoryFormat] {
+        match self.inner.formats() {
+            [MemoryFormat::ChannelsLast] => &[MemoryFormat::Contiguous],
+            _ => &[MemoryFormat::ChannelsLast],
+        }
+    }
+
+    fn accuracy(&self) -> Accuracy {
+        self.inner.accuracy()
+    }
+
+    fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
+        if self.inner.formats().contains(&problem.format) {
+            return Err(NotApplicable(format!("{} takes {} itself", self.inner.name(), problem.format)));
+        }
+        let format = match problem.format {
+            MemoryFormat::Contiguous => MemoryFormat::ChannelsLast,
+            MemoryFormat::ChannelsLast => MemoryFormat::Contiguous,
+        };
+        let other = problem.with(|spec| spec.format = format).map_err(|e| NotApplicable(e.to_string()))?;
+        let inner = self.inner.plan(&other, pass, cpu)?;
+        let workspace = workspace_sum(&[problem.input_len(), problem.output_len(), inner.workspace_len()])?;
+        let kernel = Copies { problem: *problem, pass, inner };
+        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, kernel)))
+    }
+}
+
+struct Copies {
+    problem: ConvProblem,
+    pass: Pass,
+    /// The plan in the other format.
+    inner: ConvPlan,
+}
+
+impl<T: Element> ConvKernel<T> for Copies {
+    fn run(&self, cpu: &Cpu, [a, b]: [&[T]; 2], output: &mut [T], workspace: &mut [T]) {
+        let p = &self.problem;
+        let [batch, channels, h, w] = p.input_shape();
+        let x_extent = Extent { batch, channels, spatial: h * w, format: p.format };
+        let y_extent = p.output_extent();
+        let (x, rest) = workspace.split_at_mut(p.input_len());
+        let (y, scratch) = rest.split_at_mut(p.output_len());
+        let there = |extent: &Extent, from: &[T], to: &mut [T]| {
+            convert(cpu, extent, from, to).expect("lengths of the problem");
+        };
+        let back = |extent: &Extent, from: &[T], to: &mut [T]| {
+            let extent = Extent { format: self.inner.problem().format, ..*extent };
+            convert(cpu, &extent, from, to).expect("lengths of the problem");
+        };
+        let run = |operands: ConvOperands<'_, T>, scratch: &mut [T]| {
+            self.inner.run(operands, scratch).expect("planned for these operands");
+        };
+        match self.pass {
+            Pass::Forward => {
+                there(&x_extent, a, x);
+                run(ConvOperands::forward(x, b, y), scratch);
+                back(&y_extent, y, output);
+            }
+            Pass::BackwardData => {
+                there(&y_extent, a, y);
+                run(ConvOperands::backward_data(y, b, x), scratch);
+                back(&x_extent, x, output);
+            }
+            Pass::BackwardWeights => {
+                there(&x_extent, a, x);
+                there(&y_extent, b, y);
+                run(ConvOperands::backward_weights(x, y, output), scratch);
+            }
+        }
+    }
+}
