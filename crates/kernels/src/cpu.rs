@@ -130,6 +130,11 @@ impl Cpu {
         Cpu { pool: None, threads: 1, isa: self.isa }
     }
 
+    /// Where its pool lies.
+    fn place(&self) -> Option<*const rayon::ThreadPool> {
+        self.pool.as_ref().map(Arc::as_ptr)
+    }
+
     /// Runs `task` on every item, in parallel when `work` (elements touched in total) is worth it.
     ///
     /// Items are taken in any order; tasks must not depend on one another.
@@ -146,6 +151,21 @@ impl Cpu {
             }
             _ => items.for_each(task),
         }
+    }
+}
+
+impl PartialEq for Cpu {
+    /// Whether both are the same threads, with the same instruction set.
+    fn eq(&self, other: &Cpu) -> bool {
+        (self.place(), self.threads, self.isa) == (other.place(), other.threads, other.isa)
+    }
+}
+
+impl Eq for Cpu {}
+
+impl std::hash::Hash for Cpu {
+    fn hash<H: std::hash::Hasher>(&self, state: &mut H) {
+        (self.place(), self.threads, self.isa).hash(state);
     }
 }
 

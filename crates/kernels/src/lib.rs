@@ -35,6 +35,7 @@ pub mod loss;
 pub mod memory_format;
 pub mod optimizer;
 pub mod pool;
+pub mod tune;
 
 pub use cpu::{Cpu, Isa};
 pub use element::{DType, Element};

@@ -3,7 +3,7 @@
 //! With `columns` the J x P matrix of input values (J = C/groups * R * S rows, P output pixels), one group's passes
 //! are `y = W columns`, `dcolumns = Wᵀ dy` and `dW = dy columnsᵀ`, where W is (K/groups) x J.
 
-use super::problem::ConvProblem;
+use super::problem::{ConvProblem, Pass};
 use crate::gemm::{Matrix, MatrixMut};
 use crate::{Cpu, Element, MemoryFormat};
 
@@ -77,6 +77,20 @@ impl Split {
             Split { workers: 1, images: batch, inner: cpu.clone() }
         }
     }
+}
+
+/// The part of its speed on large matrices that multiplication keeps on one group's K and C R S, for [`super::Cost`].
+pub(super) fn gemm_efficiency(problem: &ConvProblem, pass: Pass) -> f64 {
+    let depth = problem.weight_len() / problem.out_channels;
+    let k = problem.group_out_channels();
+    // The sum's length: short ones do not pay for loading and storing the output.
+    let (sum, side) = match pass {
+        Pass::Forward => (depth, k),
+        Pass::BackwardData => (k, depth),
+        Pass::BackwardWeights => (usize::MAX, k.min(depth)),
+    };
+    let part = |size: usize, half: f64| size as f64 / (size as f64 + half);
+    part(sum, 16.0) * part(side, 8.0)
 }
 
 /// Adds up the workers' weight gradients, which lie one after the other, in their order.

@@ -15,8 +15,9 @@ mod reference;
 mod winograd;
 
 pub use notation::parse_suite;
-pub use plan::{Accuracy, ConvAlgorithm, ConvKernel, ConvOperands, ConvPlan, Kernel, NotApplicable};
+pub use plan::{Accuracy, ConvAlgorithm, ConvKernel, ConvOperands, ConvPlan, Cost, Kernel, NotApplicable};
 pub use problem::{ConvAxis, ConvProblem, ConvSpec, Pass};
+pub(crate) use reference::element as reference_element;
 
 use std::sync::{Arc, LazyLock};
 
@@ -36,9 +37,7 @@ fn repertoire() -> Vec<Arc<dyn ConvAlgorithm>> {
 /// (`NAME+relayout`, `NAME+swap`), and last the reference.
 pub fn algorithms() -> &'static [Arc<dyn ConvAlgorithm>] {
     static ALGORITHMS: LazyLock<Vec<Arc<dyn ConvAlgorithm>>> = LazyLock::new(|| {
-        let mut algorithms = repertoire();
-        let derived: Vec<_> = algorithms.iter().flat_map(adapters::derived).collect();
-        algorithms.extend(derived);
+        let mut algorithms: Vec<_> = repertoire().into_iter().flat_map(with_derived).collect();
         algorithms.push(Arc::new(reference::Reference));
         algorithms
     });
@@ -50,10 +49,25 @@ pub fn algorithm(name: &str) -> Option<&'static dyn ConvAlgorithm> {
     algorithms().iter().find(|algorithm| algorithm.name() == name).map(Arc::as_ref)
 }
 
-/// A plan of the first algorithm in the table that applies.
+/// `algorithm` followed by what can be made of it: `NAME+relayout` runs it on tensors of the other memory format,
+/// `NAME+swap` computes each pass through another one.
+pub(crate) fn with_derived(algorithm: Arc<dyn ConvAlgorithm>) -> Vec<Arc<dyn ConvAlgorithm>> {
+    let derived = adapters::derived(&algorithm);
+    [algorithm].into_iter().chain(derived).collect()
+}
+
+/// The plan that costs least by estimate, without measuring: see [`crate::tune`] for better.
 pub fn plan(problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> ConvPlan {
-    algorithms()
-        .iter()
-        .find_map(|algorithm| algorithm.plan(problem, pass, cpu).ok())
-        .expect("the reference always applies")
+    cheapest(
+        algorithms()
+            .iter()
+            .filter(|algorithm| algorithm.accuracy() <= Accuracy::Standard)
+            .filter_map(|algorithm| algorithm.plan(problem, pass, cpu).ok()),
+    )
+    .expect("the reference always applies")
+}
+
+/// The plan that costs least by estimate; the first of equal ones.
+pub(crate) fn cheapest(plans: impl Iterator<Item = ConvPlan>) -> Option<ConvPlan> {
+    plans.min_by(|a, b| a.cost().seconds(a.cpu()).total_cmp(&b.cost().seconds(b.cpu())))
 }

@@ -3,8 +3,8 @@
 //! With stride 1 and no padding the columns of im2col are the input itself. In channels-last the whole batch is
 //! one multiplication; in contiguous format each image is one.
 
-use super::gemm_views::{Images, Split, View, reduce_partials};
-use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Kernel, NotApplicable};
+use super::gemm_views::{Images, Split, View, gemm_efficiency, reduce_partials};
+use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Cost, Kernel, NotApplicable};
 use super::problem::{ConvAxis, ConvProblem, Pass};
 use crate::gemm::{Update, gemm};
 use crate::{Cpu, Element, MemoryFormat};
@@ -39,7 +39,8 @@ impl ConvAlgorithm for Pointwise {
             _ => 0,
         };
         let kernel = Gemms { problem: *problem, pass, images, pixels };
-        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, kernel)))
+        let cost = Cost::direct(problem, 0.75 * gemm_efficiency(problem, pass));
+        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, kernel)).with_cost(cost))
     }
 }
 

@@ -1,6 +1,6 @@
 //! The plain reference: the definition of each pass as loops, summed in f64. Always applies; the oracle.
 
-use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Kernel, NotApplicable};
+use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Cost, Kernel, NotApplicable};
 use super::problem::{ConvProblem, Pass};
 use crate::{Cpu, Element, MemoryFormat};
 
@@ -24,7 +24,8 @@ impl ConvAlgorithm for Reference {
 
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
         let kernel = Kernel::of(problem, Loops { problem: *problem, pass });
-        Ok(ConvPlan::new(self, (problem, pass), cpu, 0, kernel))
+        let cost = Cost::direct(problem, 0.003);
+        Ok(ConvPlan::new(self, (problem, pass), cpu, 0, kernel).with_cost(cost))
     }
 }
 
@@ -68,6 +69,16 @@ impl Strides {
             }
         }
     }
+}
+
+/// One element of the output, summed in f64.
+pub(crate) fn element<T: Element>(
+    problem: &ConvProblem,
+    pass: Pass,
+    [a, b]: [&[T]; 2],
+    offset: usize,
+) -> f64 {
+    Loops { problem: *problem, pass }.element(offset, a, b)
 }
 
 impl<T: Element> ConvKernel<T> for Loops {

@@ -34,6 +34,10 @@ impl ConvAlgorithm for Relayout {
         self.inner.accuracy()
     }
 
+    fn is_deterministic(&self) -> bool {
+        self.inner.is_deterministic()
+    }
+
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
         if self.inner.formats().contains(&problem.format) {
             return Err(NotApplicable(format!("{} takes {} itself", self.inner.name(), problem.format)));
@@ -46,7 +50,9 @@ impl ConvAlgorithm for Relayout {
         let inner = self.inner.plan(&other, pass, cpu)?;
         let workspace = workspace_sum(&[problem.input_len(), problem.output_len(), inner.workspace_len()])?;
         let kernel = Copies { problem: *problem, pass, inner };
-        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, kernel)))
+        let copied = 2 * (problem.input_len() + problem.output_len()) * problem.dtype.size();
+        let cost = kernel.inner.cost().moving(copied);
+        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, kernel)).with_cost(cost))
     }
 }
 

@@ -1,0 +1,154 @@
+//! Who takes part in a choice, and what came of it, whatever the operation is.
+
+use super::race::{Outcome, Trial, median, minimum};
+use super::record::{Candidate, Key, Record, Times};
+use super::{Source, Tuning};
+use crate::Cpu;
+use crate::conv::Accuracy;
+
+/// An operation on one problem with everybody who may compute it.
+pub(super) struct Contest {
+    pub(super) key: Key,
+    pub(super) cpu: Cpu,
+    pub(super) entrants: Vec<Entrant>,
+}
+
+pub(super) struct Entrant {
+    pub(super) name: String,
+    pub(super) revision: u32,
+    pub(super) accuracy: Accuracy,
+    pub(super) state: State,
+}
+
+pub(super) enum State {
+    Ready {
+        /// Seconds of a run, by estimate.
+        estimate: f64,
+        workspace_bytes: usize,
+    },
+    /// It cannot run the problem.
+    NotApplicable(String),
+    /// It could, but the options forbid it.
+    Filtered(String),
+}
+
+/// What a [`super::Tuner`] can choose for.
+pub(super) trait Subject {
+    fn contest(&self) -> &Contest;
+
+    /// Buffers and the oracle for these entrants, all of them ready.
+    fn trial(&self, ready: &[usize]) -> Box<dyn Trial + '_>;
+}
+
+impl Contest {
+    /// The entrants that can run.
+    pub(super) fn ready(&self) -> Vec<usize> {
+        let is_ready = |index: &usize| matches!(self.entrants[*index].state, State::Ready { .. });
+        (0..self.entrants.len()).filter(is_ready).collect()
+    }
+
+    pub(super) fn can_run(&self, name: &str) -> bool {
+        self.ready().iter().any(|&index| self.entrants[index].name == name)
+    }
+
+    pub(super) fn estimate(&self, index: usize) -> f64 {
+        match self.entrants[index].state {
+            State::Ready { estimate, .. } => estimate,
+            _ => f64::INFINITY,
+        }
+    }
+
+    /// Whether a record knows all who can run now, in their present revisions.
+    pub(super) fn is_current(&self, record: &Record) -> bool {
+        self.ready().into_iter().all(|index| {
+            let entrant = &self.entrants[index];
+            let known = |candidate: &&Candidate| {
+                candidate.algorithm == entrant.name && candidate.revision == entrant.revision
+            };
+            record.candidates.iter().any(|candidate| known(&candidate))
+        })
+    }
+
+    /// The choice that a record's times lead to among those who can run.
+    pub(super) fn tuning_of(&self, record: &Record, source: Source) -> Option<Tuning> {
+        let allowed = |candidate: &Candidate| self.can_run(&candidate.algorithm);
+        let chosen = record.select(allowed, Some(&record.chosen))?.algorithm.clone();
+        Some(self.tuning(chosen, source, record.candidates.clone()))
+    }
+
+    /// The cheapest by estimate.
+    pub(super) fn estimated(&self) -> Option<Tuning> {
+        let best = self.ready().into_iter().min_by(|&a, &b| self.estimate(a).total_cmp(&self.estimate(b)))?;
+        Some(self.tuning(self.entrants[best].name.clone(), Source::Estimated, Vec::new()))
+    }
+
+    /// A choice, with whom the options left out added to the candidates.
+    pub(super) fn tuning(&self, chosen: String, source: Source, mut candidates: Vec<Candidate>) -> Tuning {
+        let left_out = self.entrants.iter().filter_map(|entrant| match &entrant.state {
+            State::Filtered(reason) => Some(entrant.without_times(reason)),
+            _ => None,
+        });
+        candidates.retain(|candidate| {
+            self.entrants.iter().all(|entrant| {
+                entrant.name != candidate.algorithm || !matches!(entrant.state, State::Filtered(_))
+            })
+        });
+        candidates.extend(left_out);
+        Tuning { key: self.key.clone(), source, chosen, candidates }
+    }
+
+    /// What the race showed of those in `ready`, and who could not take part. Whom the options left out is not
+    /// recorded: other options may let them in.
+    pub(super) fn candidates(&self, ready: &[usize], outcomes: &[Outcome]) -> Vec<Candidate> {
+        let raced = ready.iter().zip(outcomes).map(|(&index, outcome)| {
+            let entrant = &self.entrants[index];
+            match outcome {
+                Outcome::Timed(times) => Candidate {
+                    times: Some(Times {
+                        score: times.score,
+                        min: minimum(&times.samples),
+                        median: median(&times.samples),
+                        spread: spread(&times.samples),
+                        samples: times.samples.len(),
+                        max_relative_error: times.error,
+                    }),
+                    skipped: None,
+                    ..entrant.without_times("")
+                },
+                Outcome::Wrong(reason) | Outcome::Skipped(reason) => entrant.without_times(reason),
+            }
+        });
+        let others = self.entrants.iter().filter_map(|entrant| match &entrant.state {
+            State::NotApplicable(reason) => Some(entrant.without_times(reason)),
+            _ => None,
+        });
+        raced.chain(others).collect()
+    }
+}
+
+impl Entrant {
+    fn without_times(&self, reason: &str) -> Candidate {
+        let workspace_bytes = match self.state {
+            State::Ready { workspace_bytes, .. } => workspace_bytes,
+            _ => 0,
+        };
+        Candidate {
+            algorithm: self.name.clone(),
+            revision: self.revision,
+            times: None,
+            workspace_bytes,
+            skipped: Some(reason.to_owned()),
+        }
+    }
+}
+
+/// The interquartile range.
+fn spread(samples: &[f64]) -> f64 {
+    let mut sorted = samples.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let quartile = sorted.len() / 4;
+    match sorted.len() {
+        0 => 0.0,
+        len => sorted[len - 1 - quartile] - sorted[quartile],
+    }
+}

@@ -1,0 +1,201 @@
+//! Convolution plans in the race: their buffers, and the check against the oracle.
+
+use std::time::Instant;
+
+use super::contest::{Contest, Subject};
+use super::race::Trial;
+use crate::conv::{Accuracy, ConvOperands, ConvPlan, ConvProblem, Pass, reference_element};
+use crate::{Cpu, DType, Element};
+
+/// One pass of one problem, and each entrant's plan for it.
+pub(super) struct ConvSubject {
+    pub(super) contest: Contest,
+    pub(super) plans: Vec<Option<ConvPlan>>,
+}
+
+impl ConvSubject {
+    /// The plan of the algorithm with this name.
+    pub(super) fn into_plan(self, name: &str) -> Option<ConvPlan> {
+        let index = self.contest.entrants.iter().position(|entrant| entrant.name == name)?;
+        self.plans.into_iter().nth(index)?
+    }
+}
+
+impl Subject for ConvSubject {
+    fn contest(&self) -> &Contest {
+        &self.contest
+    }
+
+    fn trial(&self, ready: &[usize]) -> Box<dyn Trial + '_> {
+        let plan = |&index: &usize| {
+            let plan = self.plans[index].as_ref().expect("an entrant that is ready has a plan");
+            (plan, self.contest.entrants[index].accuracy)
+        };
+        let plans: Vec<_> = ready.iter().map(plan).collect();
+        match plans[0].0.problem().dtype {
+            DType::F32 => Box::new(ConvTrial::<f32>::new(plans)),
+            DType::F64 => Box::new(ConvTrial::<f64>::new(plans)),
+        }
+    }
+}
+
+/// Plans of one pass of one problem, over the same random inputs.
+struct ConvTrial<'a, T> {
+    /// Each with its algorithm's class.
+    plans: Vec<(&'a ConvPlan, Accuracy)>,
+    pass: Pass,
+    inputs: [Vec<T>; 2],
+    output: Vec<T>,
+    workspace: Vec<T>,
+    oracle: Oracle,
+    start: Instant,
+}
+
+/// What a sample of the output should be.
+struct Oracle {
+    offsets: Vec<usize>,
+    expected: Vec<f64>,
+    /// The largest of the expected magnitudes.
+    scale: f64,
+    /// Errors up to this, relative to the largest value, are rounding.
+    tolerance: f64,
+}
+
+/// Most multiply-adds that the oracle may take, which sums in f64 an element at a time.
+const ORACLE_TERMS: usize = 8 << 20;
+
+impl<'a, T: Element> ConvTrial<'a, T> {
+    /// Buffers are written once here, so that no timed run meets memory for the first time.
+    fn new(plans: Vec<(&'a ConvPlan, Accuracy)>) -> Self {
+        let start = Instant::now();
+        let (first, _) = plans[0];
+        let (problem, pass, cpu) = (first.problem(), first.pass(), first.cpu());
+        let (x, weight, y) = (problem.input_len(), problem.weight_len(), problem.output_len());
+        let [a, b, output] = match pass {
+            Pass::Forward => [x, weight, y],
+            Pass::BackwardData => [y, weight, x],
+            Pass::BackwardWeights => [x, y, weight],
+        };
+        let inputs = [noise(cpu, a, 1), noise(cpu, b, 2)];
+        let workspace = plans.iter().map(|(plan, _)| plan.workspace_len()).max().unwrap_or(0);
+        let oracle = Oracle::new(cpu, problem, pass, [&inputs[0], &inputs[1]], output);
+        ConvTrial {
+            plans,
+            pass,
+            inputs,
+            output: vec![T::nan(); output],
+            workspace: vec![T::nan(); workspace],
+            oracle,
+            start,
+        }
+    }
+
+    fn run_once(&mut self, index: usize) {
+        let [a, b] = &self.inputs;
+        let output = &mut self.output[..];
+        let operands = match self.pass {
+            Pass::Forward => ConvOperands::forward(a, b, output),
+            Pass::BackwardData => ConvOperands::backward_data(a, b, output),
+            Pass::BackwardWeights => ConvOperands::backward_weights(a, b, output),
+        };
+        self.plans[index].0.run(operands, &mut self.workspace).expect("buffers of this problem");
+    }
+}
+
+impl<T: Element> Trial for ConvTrial<'_, T> {
+    fn check(&mut self, index: usize) -> Result<f64, String> {
+        self.output.fill(T::nan());
+        self.workspace[..self.plans[index].0.workspace_len()].fill(T::nan());
+        self.run_once(index);
+        self.oracle.compare(&self.output, self.plans[index].1)
+    }
+
+    fn run(&mut self, index: usize, repeats: usize) -> f64 {
+        let start = Instant::now();
+        for _ in 0..repeats {
+            self.run_once(index);
+        }
+        start.elapsed().as_secs_f64() / repeats as f64
+    }
+
+    fn elapsed(&self) -> f64 {
+        self.start.elapsed().as_secs_f64()
+    }
+}
+
+impl Oracle {
+    fn new<T: Element>(
+        cpu: &Cpu,
+        problem: &ConvProblem,
+        pass: Pass,
+        inputs: [&[T]; 2],
+        len: usize,
+    ) -> Oracle {
+        let terms = (problem.flops() / 2.0 / len as f64).ceil() as usize;
+        let count = (ORACLE_TERMS / terms.max(1)).clamp(16, 512).min(len);
+        // One from each of `count` equal parts, and the corners, where padding and remainders go wrong.
+        let mut random = Generator::new(3);
+        let mut offsets: Vec<usize> =
+            (0..count).map(|part| part * (len / count) + random.below(len / count)).collect();
+        offsets.extend([0, len - 1]);
+        let mut expected = vec![0.0; offsets.len()];
+        cpu.for_each(count * terms, offsets.iter().zip(&mut expected), |(&offset, value)| {
+            *value = reference_element(problem, pass, inputs, offset);
+        });
+        let scale = expected.iter().fold(0.0, |scale: f64, value| scale.max(value.abs()));
+        let tolerance = 16.0 * T::epsilon().f64() * (terms.max(1) as f64).sqrt();
+        Oracle { offsets, expected, scale, tolerance }
+    }
+
+    /// The largest error of the sample relative to the largest value.
+    fn compare<T: Element>(&self, output: &[T], accuracy: Accuracy) -> Result<f64, String> {
+        if let Some(offset) = output.iter().position(|value| !value.is_finite()) {
+            return Err(format!("element {offset} is {} where a number should be", output[offset]));
+        }
+        let errors = self.offsets.iter().zip(&self.expected);
+        let error = errors.map(|(&offset, expected)| (output[offset].f64() - expected).abs());
+        let error = error.fold(0.0, f64::max) / self.scale.max(f64::MIN_POSITIVE);
+        let class = if accuracy == Accuracy::Relaxed { 16.0 } else { 1.0 };
+        if error <= class * self.tolerance {
+            Ok(error)
+        } else {
+            Err(format!("wrong: the error relative to the largest value is {error:.1e}"))
+        }
+    }
+}
+
+/// Uniform numbers in -1..1.
+fn noise<T: Element>(cpu: &Cpu, len: usize, seed: u64) -> Vec<T> {
+    const CHUNK: usize = 1 << 16;
+    let mut values = vec![T::zero(); len];
+    cpu.for_each(len, values.chunks_mut(CHUNK).enumerate(), |(chunk, values)| {
+        let mut random = Generator::new(seed + 1000 * chunk as u64);
+        for value in values {
+            *value = T::of(random.next() as f64 / (1u64 << 31) as f64 - 1.0);
+        }
+    });
+    values
+}
+
+/// SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
+struct Generator {
+    state: u64,
+}
+
+impl Generator {
+    fn new(seed: u64) -> Generator {
+        Generator { state: seed }
+    }
+
+    fn next(&mut self) -> u32 {
+        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.state;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) >> 32) as u32
+    }
+
+    fn below(&mut self, limit: usize) -> usize {
+        ((u128::from(self.next()) * limit as u128) >> 32) as usize
+    }
+}

@@ -1,0 +1,162 @@
+//! The tuner: the fastest algorithm for every problem and pass, found by measurement and remembered.
+//!
+//! ```
+//! use convoke_kernels::conv::{ConvProblem, Pass};
+//! use convoke_kernels::tune::{Tuner, TunerOptions};
+//! use convoke_kernels::Cpu;
+//!
+//! let problem: ConvProblem = "mb4ic16ih14oc16kh3ph1".parse()?;
+//! let tuner = Tuner::new(TunerOptions::default())?;
+//! let tuning = tuner.tune(&problem, Pass::Forward, &Cpu::single(), &mut |_| ())?;
+//! println!("{} of {} candidates", tuning.chosen, tuning.candidates.len());
+//! // From here on the choice costs a look into a table.
+//! let plan = tuner.plan(&problem, Pass::Forward, &Cpu::single());
+//! assert_eq!(plan.algorithm(), tuning.chosen);
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod cache;
+mod contest;
+mod conv_trial;
+mod race;
+mod record;
+mod tuner;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+pub use cache::{Cache, CacheError, Entry, scope};
+pub use record::{Candidate, Key, RECORD_VERSION, Record, Times};
+pub use tuner::Tuner;
+
+use crate::conv::{self, Accuracy, ConvAlgorithm};
+
+/// How much work a choice is worth.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Effort {
+    /// By estimate, without running anything; what the cache knows is used.
+    Heuristic,
+    /// The likely candidates are timed, the slow ones dropped early.
+    #[default]
+    Measure,
+    /// Every candidate is timed thoroughly, unless it is a hundred times slower than the best.
+    Exhaustive,
+}
+
+/// What a [`Tuner`] may do. `TunerOptions::default()` measures within a second a problem, and remembers nothing.
+#[derive(Clone)]
+pub struct TunerOptions {
+    /// How much work a choice is worth.
+    pub effort: Effort,
+    /// Never time anything: use what the cache knows, also of older revisions, else estimates.
+    pub frozen: bool,
+    /// The least accurate class of algorithms that may be used.
+    pub accuracy: Accuracy,
+    /// Use only algorithms that give the same bits each time.
+    pub deterministic: bool,
+    /// Scratch memory that a plan may need, in bytes.
+    pub workspace_limit: usize,
+    /// Time for one pass of one problem.
+    pub budget: Duration,
+    /// Time for all of this tuner's measurements; when it is spent, choices are made by estimate.
+    pub total_budget: Duration,
+    /// If not empty, only these algorithms; `NAME*` stands for every name that begins so.
+    pub only: Vec<String>,
+    /// Not these algorithms; `NAME*` as above.
+    pub skip: Vec<String>,
+    /// Where results are kept between runs.
+    pub cache: Option<PathBuf>,
+    /// Algorithms besides [`conv::algorithms`]: see [`TunerOptions::register`].
+    pub algorithms: Vec<Arc<dyn ConvAlgorithm>>,
+    /// Told what the tuner does.
+    pub observer: Option<Observer>,
+}
+
+impl Default for TunerOptions {
+    fn default() -> TunerOptions {
+        TunerOptions {
+            effort: Effort::default(),
+            frozen: false,
+            accuracy: Accuracy::default(),
+            deterministic: false,
+            workspace_limit: 1 << 30,
+            budget: Duration::from_secs(1),
+            total_budget: Duration::MAX,
+            only: Vec::new(),
+            skip: Vec::new(),
+            cache: None,
+            algorithms: Vec::new(),
+            observer: None,
+        }
+    }
+}
+
+impl TunerOptions {
+    /// Adds an algorithm of your own, with its swap and, if it takes one memory format, its relayout.
+    ///
+    /// It is tried, checked against the oracle and chosen like any other; a wrong one is reported and never used.
+    pub fn register(&mut self, algorithm: impl ConvAlgorithm + 'static) {
+        self.algorithms.extend(conv::with_derived(Arc::new(algorithm)));
+    }
+}
+
+/// Takes what a tuner tells; called while the tuner is held, so it must not ask the same tuner anything.
+pub type Observer = Arc<dyn Fn(&Event<'_>) + Send + Sync>;
+
+/// What a tuner tells its observer.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Event<'a> {
+    /// A choice was made. It holds from now on.
+    Chosen(&'a Tuning),
+    /// Something is amiss that does not stop the work: a wrong algorithm, a cache that cannot be read or written.
+    Warning(String),
+}
+
+/// Where a choice comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Source {
+    /// Measured just now.
+    Measured,
+    /// Measured before, from the cache.
+    Cached,
+    /// The choice for this problem, which differs in the batch only.
+    Nearest(String),
+    /// By estimate, without measuring.
+    Estimated,
+}
+
+/// A choice, with what is known of every candidate.
+#[derive(Debug, Clone)]
+pub struct Tuning {
+    /// What was chosen for.
+    pub key: Key,
+    /// Where the choice comes from.
+    pub source: Source,
+    /// Name of the algorithm.
+    pub chosen: String,
+    /// Every candidate: its times, or why it has none. Without a measurement there are no times.
+    pub candidates: Vec<Candidate>,
+}
+
+impl std::fmt::Display for Tuning {
+    /// One line: every candidate with its time or why it has none, then `= winner`.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} {} {}:", self.key.problem, self.key.pass, self.key.format)?;
+        for candidate in &self.candidates {
+            match (&candidate.times, &candidate.skipped) {
+                (Some(times), _) => write!(f, " {} {:.3} ms,", candidate.algorithm, times.score * 1e3)?,
+                (None, Some(reason)) => write!(f, " {} ({reason}),", candidate.algorithm)?,
+                (None, None) => {}
+            }
+        }
+        write!(f, " = {}", self.chosen)?;
+        match &self.source {
+            Source::Measured => Ok(()),
+            Source::Cached => f.write_str(" (cached)"),
+            Source::Nearest(problem) => write!(f, " (as for {problem})"),
+            Source::Estimated => f.write_str(" (by estimate)"),
+        }
+    }
+}

@@ -1,0 +1,335 @@
+//! The race: candidates timed in turn, the hopeless dropped early, near ties run again in pairs.
+//!
+//! Timings of a shared machine are noisy and drift. So every comparison is between runs that alternate, decisions to
+//! drop use minima (noise only ever adds), and what is left within a few percent is compared by the median ratio of
+//! paired runs.
+
+use super::Effort;
+
+/// What is raced: candidates by index, and the clock.
+pub(super) trait Trial {
+    /// Runs a candidate once on poisoned output and compares it with the oracle: the largest error relative to the
+    /// largest value, or what is wrong.
+    fn check(&mut self, index: usize) -> Result<f64, String>;
+
+    /// Runs a candidate `repeats` times in a row and returns the seconds of one run.
+    fn run(&mut self, index: usize, repeats: usize) -> f64;
+
+    /// Seconds since the race began.
+    fn elapsed(&self) -> f64;
+}
+
+/// What became of a candidate.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Outcome {
+    /// It ran and is correct.
+    Timed(Times),
+    /// Its result was wrong: it must never be used.
+    Wrong(String),
+    /// It was not run, and why.
+    Skipped(String),
+}
+
+/// Times of a candidate, in seconds of one run.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct Times {
+    /// What candidates are compared by: the median, corrected by the paired runs.
+    pub(super) score: f64,
+    pub(super) samples: Vec<f64>,
+    /// Largest error relative to the largest value.
+    pub(super) error: f64,
+}
+
+/// Shortest time that one sample should take: shorter runs are repeated.
+const SHORTEST_SAMPLE: f64 = 1e-4;
+/// Within this of the best, candidates are run again in pairs.
+const NEAR_TIE: f64 = 1.08;
+
+/// How thorough a race is.
+struct Rules {
+    /// Not tried when its estimate exceeds that of the best one so far, times what that one needed, by this factor.
+    hopeless: f64,
+    /// Dropped after the first sample when slower than the best by this factor.
+    first_cut: f64,
+    /// Dropped after three rounds when slower than the best by this factor.
+    later_cut: f64,
+    rounds: usize,
+    pairs: usize,
+}
+
+impl Rules {
+    fn of(effort: Effort) -> Rules {
+        match effort {
+            Effort::Exhaustive => {
+                Rules { hopeless: f64::INFINITY, first_cut: 20.0, later_cut: 5.0, rounds: 15, pairs: 15 }
+            }
+            _ => Rules { hopeless: 15.0, first_cut: 1.8, later_cut: 1.2, rounds: 7, pairs: 9 },
+        }
+    }
+}
+
+/// Races candidates with these estimated seconds; the likely fastest run first, until `budget` seconds are over.
+///
+/// The first candidate that gives a right result is timed whatever the budget.
+pub(super) fn race(
+    estimates: &[f64],
+    trial: &mut dyn Trial,
+    effort: Effort,
+    budget: f64,
+    progress: &mut dyn FnMut(f64),
+) -> Vec<Outcome> {
+    let rules = Rules::of(effort);
+    let mut race =
+        Race { times: vec![Vec::new(); estimates.len()], repeats: vec![1; estimates.len()], trial, budget };
+    let mut order: Vec<usize> = (0..estimates.len()).collect();
+    order.sort_by(|&a, &b| estimates[a].total_cmp(&estimates[b]));
+    let mut outcomes = race.first_laps(&order, estimates, &rules, progress);
+
+    let mut alive: Vec<usize> = race.within(rules.first_cut);
+    for round in 1..rules.rounds {
+        if alive.len() < 2 && round >= 3 || race.spent() > 0.7 {
+            break;
+        }
+        if round >= 3 {
+            let near = race.within(rules.later_cut);
+            alive.retain(|index| near.contains(index));
+        }
+        // Another one starts each round, so that nobody always runs after the same neighbour.
+        let offset = round % alive.len().max(1);
+        for turn in 0..alive.len() {
+            race.lap(alive[(turn + offset) % alive.len()]);
+            progress(race.spent());
+        }
+    }
+    let mut scores: Vec<f64> = race.times.iter().map(|times| median(times)).collect();
+    race.pairs(&mut scores, rules.pairs, progress);
+    for (index, outcome) in outcomes.iter_mut().enumerate() {
+        if let Outcome::Timed(times) = outcome {
+            *times = Times {
+                score: scores[index],
+                samples: std::mem::take(&mut race.times[index]),
+                error: times.error,
+            };
+        }
+    }
+    outcomes
+}
+
+struct Race<'a> {
+    times: Vec<Vec<f64>>,
+    repeats: Vec<usize>,
+    trial: &'a mut dyn Trial,
+    budget: f64,
+}
+
+impl Race<'_> {
+    /// The part of the budget that is spent.
+    fn spent(&self) -> f64 {
+        self.trial.elapsed() / self.budget
+    }
+
+    fn lap(&mut self, index: usize) -> f64 {
+        let seconds = self.trial.run(index, self.repeats[index]);
+        self.times[index].push(seconds);
+        seconds
+    }
+
+    /// Checks and times every candidate once.
+    fn first_laps(
+        &mut self,
+        order: &[usize],
+        estimates: &[f64],
+        rules: &Rules,
+        progress: &mut dyn FnMut(f64),
+    ) -> Vec<Outcome> {
+        let mut outcomes = vec![Outcome::Skipped("no time was left in the budget".into()); estimates.len()];
+        let mut best: Option<(usize, f64)> = None;
+        for &index in order {
+            if let Some((leader, seconds)) = best {
+                if self.spent() > 0.5 {
+                    break;
+                }
+                let expected = seconds * estimates[index] / estimates[leader];
+                if estimates[index] > rules.hopeless * estimates[leader] {
+                    let reason = format!("too slow to try: about {:.3} ms by estimate", expected * 1e3);
+                    outcomes[index] = Outcome::Skipped(reason);
+                    continue;
+                }
+            }
+            match self.trial.check(index) {
+                Ok(error) => {
+                    // The check has warmed code, threads and buffers; a first look tells how often to repeat.
+                    let seconds = self.trial.run(index, 1);
+                    let repeats = (SHORTEST_SAMPLE / seconds.max(1e-9)).ceil() as usize;
+                    self.repeats[index] = repeats.clamp(1, 1000);
+                    let seconds = if self.repeats[index] > 1 {
+                        self.lap(index)
+                    } else {
+                        self.times[index].push(seconds);
+                        seconds
+                    };
+                    if best.is_none_or(|(_, best)| seconds < best) {
+                        best = Some((index, seconds));
+                    }
+                    outcomes[index] = Outcome::Timed(Times { score: seconds, samples: Vec::new(), error });
+                }
+                Err(reason) => outcomes[index] = Outcome::Wrong(reason),
+            }
+            progress(self.spent());
+        }
+        outcomes
+    }
+
+    /// The timed candidates whose best time is within `factor` of the best.
+    fn within(&self, factor: f64) -> Vec<usize> {
+        let bests: Vec<f64> = self.times.iter().map(|times| minimum(times)).collect();
+        let limit = factor * minimum(&bests);
+        (0..bests.len()).filter(|&index| bests[index] <= limit).collect()
+    }
+
+    /// Runs near ties against the leader in turn, and scores them by the median ratio.
+    fn pairs(&mut self, scores: &mut [f64], pairs: usize, progress: &mut dyn FnMut(f64)) {
+        let Some(leader) = (0..scores.len()).min_by(|&a, &b| scores[a].total_cmp(&scores[b])) else { return };
+        let near: Vec<usize> = (0..scores.len())
+            .filter(|&index| index != leader && scores[index] <= NEAR_TIE * scores[leader])
+            .collect();
+        for index in near {
+            let mut ratios = Vec::with_capacity(pairs);
+            for pair in 0..pairs {
+                if self.spent() >= 1.0 {
+                    break;
+                }
+                let (ours, theirs) = if pair % 2 == 0 {
+                    let ours = self.lap(index);
+                    (ours, self.lap(leader))
+                } else {
+                    let theirs = self.lap(leader);
+                    (self.lap(index), theirs)
+                };
+                ratios.push(ours / theirs);
+                progress(self.spent());
+            }
+            if ratios.len() >= 3 {
+                scores[index] = scores[leader] * median(&ratios);
+            }
+        }
+    }
+}
+
+/// The median; infinite for no values.
+pub(super) fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    match sorted.len() {
+        0 => f64::INFINITY,
+        len if len % 2 == 1 => sorted[len / 2],
+        len => 0.5 * (sorted[len / 2 - 1] + sorted[len / 2]),
+    }
+}
+
+/// The least; infinite for no values.
+pub(super) fn minimum(values: &[f64]) -> f64 {
+    values.iter().copied().fold(f64::INFINITY, f64::min)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Candidates of known speed on a machine with one-sided noise and a drift, and its clock.
+    struct Simulated {
+        seconds: Vec<f64>,
+        wrong: Option<usize>,
+        clock: f64,
+        state: u64,
+        runs: Vec<usize>,
+    }
+
+    impl Simulated {
+        fn new(seconds: &[f64], seed: u64) -> Simulated {
+            let runs = vec![0; seconds.len()];
+            Simulated { seconds: seconds.to_vec(), wrong: None, clock: 0.0, state: seed, runs }
+        }
+
+        /// Uniform in 0..1: a linear congruential generator is noise enough.
+        fn noise(&mut self) -> f64 {
+            self.state = self.state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (self.state >> 11) as f64 / (1u64 << 53) as f64
+        }
+    }
+
+    impl Trial for Simulated {
+        fn check(&mut self, index: usize) -> Result<f64, String> {
+            self.clock += self.seconds[index];
+            if self.wrong == Some(index) { Err("all zeros".into()) } else { Ok(1e-7) }
+        }
+
+        fn run(&mut self, index: usize, repeats: usize) -> f64 {
+            self.runs[index] += 1;
+            // Often nothing, sometimes twice the time; and a machine that slows down by half over a second.
+            let noise = 1.0 + self.noise().powi(8) + 0.02 * self.noise() + 0.5 * self.clock;
+            let seconds = self.seconds[index] * noise;
+            self.clock += seconds * repeats as f64;
+            seconds
+        }
+
+        fn elapsed(&self) -> f64 {
+            self.clock
+        }
+    }
+
+    fn scores(outcomes: &[Outcome]) -> Vec<f64> {
+        let score = |outcome: &Outcome| match outcome {
+            Outcome::Timed(times) => times.score,
+            _ => f64::INFINITY,
+        };
+        outcomes.iter().map(score).collect()
+    }
+
+    fn best(outcomes: &[Outcome]) -> usize {
+        let scores = scores(outcomes);
+        (0..scores.len()).min_by(|&a, &b| scores[a].total_cmp(&scores[b])).unwrap()
+    }
+
+    #[test]
+    fn noise_and_drift_cost_less_than_five_percent() {
+        let seconds = [1.3e-3, 1.0e-3, 1.04e-3, 2e-3, 1.0e-2, 1.1e-3];
+        for effort in [Effort::Measure, Effort::Exhaustive] {
+            let regrets = (0..200).map(|seed| {
+                let mut trial = Simulated::new(&seconds, seed);
+                let outcomes = race(&[1.0; 6], &mut trial, effort, 1.0, &mut |_| ());
+                seconds[best(&outcomes)] / 1e-3
+            });
+            let bad = regrets.filter(|&regret| regret > 1.05).count();
+            assert!(bad <= 2, "{effort:?}: {bad} of 200 races ended with a choice more than 5 % off");
+        }
+    }
+
+    #[test]
+    fn the_hopeless_run_rarely_and_the_budget_holds() {
+        let mut trial = Simulated::new(&[1e-3, 5e-3, 1e-3, 0.5], 1);
+        let outcomes = race(&[1.0, 1.0, 1.0, 100.0], &mut trial, Effort::Measure, 1.0, &mut |_| ());
+        assert!(trial.runs[1] <= 2, "dropped after its first sample: {:?}", trial.runs);
+        assert!(matches!(&outcomes[3], Outcome::Skipped(reason) if reason.contains("too slow to try")));
+        let mut trial = Simulated::new(&[0.2, 0.2, 0.2, 0.2], 1);
+        let outcomes = race(&[1.0; 4], &mut trial, Effort::Exhaustive, 0.5, &mut |_| ());
+        assert!(trial.clock < 1.5, "a budget of 0.5 s took {} s", trial.clock);
+        assert!(matches!(&outcomes[0], Outcome::Timed(_)));
+        assert!(matches!(&outcomes[3], Outcome::Skipped(reason) if reason.contains("budget")));
+    }
+
+    #[test]
+    fn a_wrong_candidate_is_never_timed() {
+        let mut trial = Simulated { wrong: Some(1), ..Simulated::new(&[1e-3, 1e-5, 2e-3], 1) };
+        let outcomes = race(&[1.0; 3], &mut trial, Effort::Measure, 1.0, &mut |_| ());
+        assert_eq!(outcomes[1], Outcome::Wrong("all zeros".into()));
+        assert_eq!((best(&outcomes), trial.runs[1]), (0, 0));
+    }
+
+    #[test]
+    fn medians() {
+        assert_eq!(median(&[3.0, 1.0, 2.0]), 2.0);
+        assert_eq!(median(&[4.0, 1.0, 2.0, 3.0]), 2.5);
+        assert_eq!(median(&[]), f64::INFINITY);
+    }
+}

@@ -1,0 +1,235 @@
+//! What tuning found out about one problem: every candidate with its times or the reason why it has none.
+
+use serde::{Deserialize, Serialize};
+
+/// One candidate's result.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Candidate {
+    /// Name of the algorithm.
+    pub algorithm: String,
+    /// Its revision when it was measured.
+    pub revision: u32,
+    /// Its times, if it ran and was right.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub times: Option<Times>,
+    /// Scratch memory, in bytes; 0 if it has no plan.
+    pub workspace_bytes: usize,
+    /// Why it was not run, or what was wrong.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub skipped: Option<String>,
+}
+
+/// Measured times of one run, in seconds.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Times {
+    /// What candidates are compared by: the median, or for near ties the winner's times the median ratio of pairs.
+    pub score: f64,
+    /// The shortest run.
+    pub min: f64,
+    /// The median run.
+    pub median: f64,
+    /// The interquartile range.
+    pub spread: f64,
+    /// Number of samples.
+    pub samples: usize,
+    /// Largest difference from the oracle on a sample of elements, relative to the largest value.
+    pub max_relative_error: f64,
+}
+
+impl Times {
+    fn is_sound(&self) -> bool {
+        let positive = [self.score, self.min, self.median].iter().all(|value| *value > 0.0);
+        let finite = [self.score, self.min, self.median, self.spread, self.max_relative_error]
+            .iter()
+            .all(|value| value.is_finite() && *value >= 0.0);
+        positive && finite && self.samples > 0
+    }
+}
+
+/// One problem's tuning result.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Record {
+    /// Version of this form; records of another one are not read.
+    pub version: u32,
+    /// What was tuned for.
+    pub key: Key,
+    /// Name of the algorithm chosen.
+    pub chosen: String,
+    /// Every algorithm that was considered.
+    pub candidates: Vec<Candidate>,
+}
+
+/// Version of [`Record`]'s form.
+pub const RECORD_VERSION: u32 = 1;
+
+/// What a choice depends on, besides the machine.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Key {
+    /// The problem's text, without memory format and element type.
+    pub problem: String,
+    /// The pass: `fwd`, `bwd-data`, `bwd-weights`; for pooling `max-pool-fwd`, `max-pool-bwd`.
+    pub pass: String,
+    /// The memory format: `nchw` or `nhwc`.
+    pub format: String,
+    /// The element type: `f32` or `f64`.
+    pub dtype: String,
+    /// The thread budget.
+    pub threads: usize,
+    /// The class of accuracy: `strict`, `standard` or `relaxed`.
+    pub accuracy: String,
+    /// Whether only algorithms were considered that give the same bits each time.
+    pub deterministic: bool,
+}
+
+impl Key {
+    /// A file name that says it all: letters, digits, `_`, `-` and `.` only.
+    pub fn file_name(&self) -> String {
+        let Key { problem, pass, format, dtype, threads, accuracy, .. } = self;
+        let deterministic = if self.deterministic { "_deterministic" } else { "" };
+        format!("{problem}_{format}_{dtype}_{pass}_t{threads}_{accuracy}{deterministic}.json")
+    }
+
+    /// The batch, and the rest of the problem's text.
+    pub(super) fn split_batch(&self) -> Option<(usize, String)> {
+        let at = self.problem.find("mb")?;
+        let rest = &self.problem[at + 2..];
+        let end = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
+        Some((rest[..end].parse().ok()?, format!("{}{}", &self.problem[..at], &rest[end..])))
+    }
+
+    /// Whether the two differ in nothing but the batch.
+    pub(super) fn same_but_batch(&self, other: &Key) -> bool {
+        let without = |key: &Key| {
+            let problem = key.split_batch().map(|(_, rest)| rest).unwrap_or_default();
+            Key { problem, ..key.clone() }
+        };
+        without(self) == without(other)
+    }
+}
+
+impl std::fmt::Display for Key {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Key { problem, pass, format, dtype, threads, accuracy, .. } = self;
+        write!(f, "{problem} {pass} {format} {dtype}, {threads} threads, {accuracy}")?;
+        if self.deterministic { f.write_str(", deterministic") } else { Ok(()) }
+    }
+}
+
+/// Candidates no more than this behind the fastest count as equally fast.
+const TIE: f64 = 1.03;
+
+impl Record {
+    /// The fastest candidate that `allowed` lets through. Within 3 % of it the incumbent is preferred, then the one
+    /// with the least workspace.
+    pub fn select(
+        &self,
+        allowed: impl Fn(&Candidate) -> bool,
+        incumbent: Option<&str>,
+    ) -> Option<&Candidate> {
+        let timed = || {
+            let candidates = self.candidates.iter().filter(|candidate| allowed(candidate));
+            candidates.filter_map(|candidate| Some((candidate, candidate.times.as_ref()?.score)))
+        };
+        let limit = TIE * timed().map(|(_, score)| score).fold(f64::INFINITY, f64::min);
+        let tied = || timed().filter(|(_, score)| *score <= limit);
+        let kept = tied().find(|(candidate, _)| Some(candidate.algorithm.as_str()) == incumbent);
+        let least = tied().min_by(|(a, score_a), (b, score_b)| {
+            a.workspace_bytes.cmp(&b.workspace_bytes).then(score_a.total_cmp(score_b))
+        });
+        kept.or(least).map(|(candidate, _)| candidate)
+    }
+
+    /// Whether every number makes sense and the choice is one of the candidates that were timed.
+    ///
+    /// # Errors
+    /// What is wrong.
+    pub fn verify(&self) -> Result<(), String> {
+        if self.version != RECORD_VERSION {
+            return Err(format!("form {}, this version reads form {RECORD_VERSION}", self.version));
+        }
+        for candidate in &self.candidates {
+            let name = &candidate.algorithm;
+            match (&candidate.times, &candidate.skipped) {
+                (Some(times), None) if times.is_sound() => {}
+                (Some(_), None) => return Err(format!("the times of {name} make no sense")),
+                (None, Some(_)) => {}
+                _ => return Err(format!("{name} must have either times or a reason for having none")),
+            }
+        }
+        let chosen = self.candidates.iter().find(|candidate| candidate.algorithm == self.chosen);
+        match chosen {
+            Some(Candidate { times: Some(_), .. }) => Ok(()),
+            _ => Err(format!("the chosen algorithm {} has no times", self.chosen)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn candidate(name: &str, score: f64, workspace_bytes: usize) -> Candidate {
+        let times =
+            Times { score, min: score, median: score, spread: 0.0, samples: 5, max_relative_error: 1e-7 };
+        Candidate { algorithm: name.into(), revision: 1, times: Some(times), workspace_bytes, skipped: None }
+    }
+
+    fn key(problem: &str) -> Key {
+        Key {
+            problem: problem.into(),
+            pass: "fwd".into(),
+            format: "nchw".into(),
+            dtype: "f32".into(),
+            threads: 2,
+            accuracy: "standard".into(),
+            deterministic: false,
+        }
+    }
+
+    #[test]
+    fn ties_go_to_the_incumbent_then_to_less_workspace() {
+        let candidates = vec![
+            candidate("a", 1.0, 100),
+            candidate("b", 1.02, 10),
+            candidate("c", 1.025, 50),
+            candidate("d", 1.1, 0),
+        ];
+        let record = Record { version: 1, key: key("mb1"), chosen: "a".into(), candidates };
+        let choose = |incumbent| record.select(|_| true, incumbent).map(|c| c.algorithm.as_str());
+        assert_eq!(choose(None), Some("b"));
+        assert_eq!(choose(Some("c")), Some("c"));
+        assert_eq!(choose(Some("d")), Some("b"), "an incumbent beyond 3 % has lost");
+        assert_eq!(record.select(|c| c.algorithm == "d", None).map(|c| c.algorithm.as_str()), Some("d"));
+        assert!(record.select(|_| false, None).is_none());
+    }
+
+    #[test]
+    fn nonsense_is_found() {
+        let good = Record {
+            version: 1,
+            key: key("mb1"),
+            chosen: "a".into(),
+            candidates: vec![candidate("a", 1.0, 0)],
+        };
+        assert_eq!(good.verify(), Ok(()));
+        assert!(Record { version: 2, ..good.clone() }.verify().is_err());
+        assert!(Record { chosen: "b".into(), ..good.clone() }.verify().is_err());
+        for score in [f64::NAN, -1.0, 0.0, f64::INFINITY] {
+            let bad = Record { candidates: vec![candidate("a", score, 0)], ..good.clone() };
+            assert!(bad.verify().is_err(), "{score}");
+        }
+    }
+
+    #[test]
+    fn the_batch_is_found_in_the_text() {
+        let (a, b) = (key("g2mb32ic4ih5oc6kh3"), key("g2mb7ic4ih5oc6kh3"));
+        assert_eq!(a.split_batch(), Some((32, "g2ic4ih5oc6kh3".into())));
+        assert!(a.same_but_batch(&b));
+        assert!(!a.same_but_batch(&key("g2mb7ic4ih5oc6kh5")));
+        assert!(!a.same_but_batch(&Key { threads: 1, ..b }));
+    }
+}

@@ -1,0 +1,365 @@
+//! The tuner itself: known, cached, a neighbour's, measured or estimated, in this order.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::cache::Cache;
+use super::contest::{Contest, Entrant, State, Subject};
+use super::conv_trial::ConvSubject;
+use super::race::{Outcome, race};
+use super::record::{Key, RECORD_VERSION, Record};
+use super::{Effort, Event, Source, TunerOptions, Tuning};
+use crate::conv::{self, ConvAlgorithm, ConvPlan, ConvProblem, Pass};
+use crate::error::invalid;
+use crate::{Cpu, DType, Isa, MemoryFormat, Result};
+
+/// Chooses algorithms, and remembers. Clones share what they know.
+#[derive(Clone)]
+pub struct Tuner {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    options: TunerOptions,
+    algorithms: Vec<Arc<dyn ConvAlgorithm>>,
+    /// Held during a measurement: two at a time would disturb each other.
+    known: Mutex<Known>,
+}
+
+/// What is known in this process.
+#[derive(Default)]
+struct Known {
+    choices: HashMap<(Key, Isa), String>,
+    plans: HashMap<(ConvProblem, Pass, Cpu), ConvPlan>,
+    /// Time spent on measurements.
+    spent: Duration,
+    /// The cache's results for each instruction set, read when the first neighbour is looked for.
+    stored: HashMap<Isa, Vec<Record>>,
+    /// Whether the observer has been told that results cannot be kept.
+    warned: bool,
+}
+
+impl std::fmt::Debug for Tuner {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let TunerOptions { effort, frozen, accuracy, cache, .. } = &self.inner.options;
+        f.debug_struct("Tuner")
+            .field("effort", effort)
+            .field("frozen", frozen)
+            .field("accuracy", accuracy)
+            .field("cache", cache)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Tuner {
+    /// A tuner that may do what `options` say.
+    ///
+    /// # Errors
+    /// If `only` or `skip` name an algorithm that there is not, or two algorithms have the same name.
+    pub fn new(options: TunerOptions) -> Result<Tuner> {
+        let mut algorithms = conv::algorithms().to_vec();
+        // The reference stays last.
+        let end = algorithms.len() - 1;
+        algorithms.splice(end..end, options.algorithms.iter().cloned());
+        let names: Vec<&str> = algorithms.iter().map(|algorithm| algorithm.name()).collect();
+        if let Some(twice) = (1..names.len()).find(|&index| names[..index].contains(&names[index])) {
+            return Err(invalid("tuner", format!("two algorithms are named {}", names[twice])));
+        }
+        for pattern in options.only.iter().chain(&options.skip) {
+            if !names.iter().any(|name| matches(pattern, name)) {
+                let known = names.join(", ");
+                return Err(invalid("tuner", format!("there is no algorithm {pattern}; there are {known}")));
+            }
+        }
+        Ok(Tuner { inner: Arc::new(Inner { algorithms, options, known: Mutex::default() }) })
+    }
+
+    /// What it may do.
+    pub fn options(&self) -> &TunerOptions {
+        &self.inner.options
+    }
+
+    /// Every algorithm that it knows, whether it may use it or not; the reference is last.
+    pub fn algorithms(&self) -> &[Arc<dyn ConvAlgorithm>] {
+        &self.inner.algorithms
+    }
+
+    /// The plan to run. The first call for a problem and pass chooses, which may take the time budget; the choice then
+    /// holds as long as this tuner lives, so that a repeated computation gives the same bits.
+    pub fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> ConvPlan {
+        let place = (*problem, pass, cpu.clone());
+        let mut known = self.known();
+        if let Some(plan) = known.plans.get(&place) {
+            return plan.clone();
+        }
+        let subject = self.subject(problem, pass, cpu);
+        let chosen = self.choose(&mut known, &subject);
+        let plan = chosen.and_then(|name| subject.into_plan(&name)).unwrap_or_else(|| {
+            let plan = conv::plan(problem, pass, cpu);
+            let text = format!("no algorithm is left for {plan:?}; it is used all the same");
+            self.tell(&Event::Warning(text));
+            plan
+        });
+        known.plans.insert(place, plan.clone());
+        plan
+    }
+
+    /// Measures whatever is known, stores the result in the cache if there is one, and uses it from now on.
+    /// `progress` is told the part of the budget that is spent, from 0 to about 1.
+    ///
+    /// # Errors
+    /// If no algorithm is left to choose from: with the reason of each.
+    pub fn tune(
+        &self,
+        problem: &ConvProblem,
+        pass: Pass,
+        cpu: &Cpu,
+        progress: &mut dyn FnMut(f64),
+    ) -> Result<Tuning> {
+        let mut known = self.known();
+        let subject = self.subject(problem, pass, cpu);
+        let incumbent = self.load(&mut known, &subject.contest).map(|record| record.chosen);
+        let budget = self.inner.options.budget;
+        let tuning = self.measure(&mut known, &subject, budget, incumbent, progress)?;
+        known.plans.retain(|(other, other_pass, _), _| (other, *other_pass) != (problem, pass));
+        self.settle(&mut known, &subject.contest, &tuning);
+        Ok(tuning)
+    }
+
+    /// What the cache knows of this problem, if it is up to date.
+    pub fn cached(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Option<Tuning> {
+        let ConvSubject { contest, .. } = self.subject(problem, pass, cpu);
+        let record = self.load(&mut self.known(), &contest)?;
+        if contest.is_current(&record) { contest.tuning_of(&record, Source::Cached) } else { None }
+    }
+
+    /// The key under which a problem's result is stored.
+    pub fn key(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Key {
+        let text = problem.with(|spec| {
+            spec.dtype = DType::F32;
+            spec.format = MemoryFormat::Contiguous;
+        });
+        Key {
+            problem: text.expect("only type and format differ").to_string(),
+            pass: pass.to_string(),
+            format: match problem.format {
+                MemoryFormat::Contiguous => "nchw".into(),
+                MemoryFormat::ChannelsLast => "nhwc".into(),
+            },
+            dtype: problem.dtype.to_string(),
+            threads: cpu.threads(),
+            accuracy: self.inner.options.accuracy.to_string(),
+            deterministic: self.inner.options.deterministic,
+        }
+    }
+
+    fn known(&self) -> MutexGuard<'_, Known> {
+        // What is known stays true if a panic in a user's algorithm unwound through here.
+        self.inner.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn tell(&self, event: &Event<'_>) {
+        if let Some(observer) = &self.inner.options.observer {
+            observer(event);
+        }
+    }
+
+    fn subject(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> ConvSubject {
+        let mut plans = Vec::new();
+        let mut entrants = Vec::new();
+        for algorithm in &self.inner.algorithms {
+            let (plan, state) = match self.admit(algorithm.as_ref(), problem, pass, cpu) {
+                Ok(plan) => {
+                    let estimate = plan.cost().seconds(cpu);
+                    let workspace_bytes = plan.workspace_len() * problem.dtype.size();
+                    (Some(plan), State::Ready { estimate, workspace_bytes })
+                }
+                Err(state) => (None, state),
+            };
+            plans.push(plan);
+            let (name, revision, accuracy) =
+                (algorithm.name().to_owned(), algorithm.revision(), algorithm.accuracy());
+            entrants.push(Entrant { name, revision, accuracy, state });
+        }
+        let contest = Contest { key: self.key(problem, pass, cpu), cpu: cpu.clone(), entrants };
+        ConvSubject { contest, plans }
+    }
+
+    /// An algorithm's plan, if it has one and the options let it take part.
+    fn admit(
+        &self,
+        algorithm: &dyn ConvAlgorithm,
+        problem: &ConvProblem,
+        pass: Pass,
+        cpu: &Cpu,
+    ) -> std::result::Result<ConvPlan, State> {
+        let options = &self.inner.options;
+        let name = algorithm.name();
+        let named = |patterns: &[String]| patterns.iter().any(|pattern| matches(pattern, name));
+        let filtered = |reason: String| Err(State::Filtered(reason));
+        if named(&options.skip) || !options.only.is_empty() && !named(&options.only) {
+            return filtered("left out by name".into());
+        }
+        if algorithm.accuracy() > options.accuracy {
+            return filtered(format!("its accuracy is {}, not {}", algorithm.accuracy(), options.accuracy));
+        }
+        if options.deterministic && !algorithm.is_deterministic() {
+            return filtered("does not give the same bits each time".into());
+        }
+        let plan =
+            algorithm.plan(problem, pass, cpu).map_err(|reason| State::NotApplicable(reason.to_string()))?;
+        let bytes = plan.workspace_len().saturating_mul(problem.dtype.size());
+        if bytes > options.workspace_limit {
+            let limit = options.workspace_limit;
+            return filtered(format!("needs {bytes} bytes of workspace, the limit is {limit}"));
+        }
+        Ok(plan)
+    }
+
+    /// The name to use from now on; none if nobody can run.
+    fn choose(&self, known: &mut Known, subject: &dyn Subject) -> Option<String> {
+        let contest = subject.contest();
+        let place = (contest.key.clone(), contest.cpu.isa());
+        if let Some(chosen) = known.choices.get(&place) {
+            return Some(chosen.clone());
+        }
+        let tuning = self.decide(known, subject)?;
+        self.settle(known, contest, &tuning);
+        Some(tuning.chosen)
+    }
+
+    fn settle(&self, known: &mut Known, contest: &Contest, tuning: &Tuning) {
+        known.choices.insert((contest.key.clone(), contest.cpu.isa()), tuning.chosen.clone());
+        self.tell(&Event::Chosen(tuning));
+    }
+
+    fn decide(&self, known: &mut Known, subject: &dyn Subject) -> Option<Tuning> {
+        let contest = subject.contest();
+        let options = &self.inner.options;
+        let record = self.load(known, contest);
+        let usable = record.as_ref().filter(|record| options.frozen || contest.is_current(record));
+        if let Some(tuning) = usable.and_then(|record| contest.tuning_of(record, Source::Cached)) {
+            return Some(tuning);
+        }
+        if let Some(tuning) = self.nearest(known, contest) {
+            return Some(tuning);
+        }
+        let left = options.total_budget.saturating_sub(known.spent).min(options.budget);
+        if !options.frozen && options.effort != Effort::Heuristic && !left.is_zero() {
+            let incumbent = record.map(|record| record.chosen);
+            match self.measure(known, subject, left, incumbent, &mut |_| ()) {
+                Ok(tuning) => return Some(tuning),
+                Err(error) => self.tell(&Event::Warning(error.to_string())),
+            }
+        }
+        contest.estimated()
+    }
+
+    /// The choice for a neighbour: the same problem at another batch.
+    ///
+    /// A run's last, smaller batch takes what its others take. A batch of another run must be within a factor of four.
+    fn nearest(&self, known: &mut Known, contest: &Contest) -> Option<Tuning> {
+        let frozen = self.inner.options.frozen;
+        let (batch, _) = contest.key.split_batch()?;
+        let ratio = |key: &Key| {
+            let (other, _) = key.split_batch()?;
+            contest.key.same_but_batch(key).then_some(other as f64 / batch as f64)
+        };
+        let isa = contest.cpu.isa();
+        let stored = known.stored.entry(isa).or_insert_with(|| {
+            let entries = self.cache(isa).and_then(|cache| cache.own_entries().ok()).unwrap_or_default();
+            entries.into_iter().filter_map(|entry| entry.record.ok()).collect()
+        });
+        let here =
+            known.choices.iter().filter(|((_, other), _)| *other == isa).filter_map(|((key, _), chosen)| {
+                let ratio = ratio(key).filter(|&ratio| ratio >= 0.5)?;
+                Some((ratio, key, chosen.clone()))
+            });
+        let stored = stored.iter().filter_map(|record| {
+            let ratio = ratio(&record.key).filter(|ratio| frozen || (0.25..=4.0).contains(ratio))?;
+            let tuning = contest.tuning_of(record, Source::Cached)?;
+            (frozen || contest.is_current(record)).then_some((ratio, &record.key, tuning.chosen))
+        });
+        let neighbours = here.chain(stored).filter(|(_, _, chosen)| contest.can_run(chosen));
+        let distance = |ratio: f64| ratio.ln().abs();
+        let (_, key, chosen) = neighbours.min_by(|a, b| distance(a.0).total_cmp(&distance(b.0)))?;
+        Some(contest.tuning(chosen, Source::Nearest(key.problem.clone()), Vec::new()))
+    }
+
+    fn measure(
+        &self,
+        known: &mut Known,
+        subject: &dyn Subject,
+        budget: Duration,
+        incumbent: Option<String>,
+        progress: &mut dyn FnMut(f64),
+    ) -> Result<Tuning> {
+        let start = Instant::now();
+        let contest = subject.contest();
+        let ready = contest.ready();
+        let outcomes = if ready.is_empty() {
+            Vec::new()
+        } else {
+            let estimates: Vec<f64> = ready.iter().map(|&index| contest.estimate(index)).collect();
+            let mut trial = subject.trial(&ready);
+            race(&estimates, trial.as_mut(), self.inner.options.effort, budget.as_secs_f64(), progress)
+        };
+        known.spent += start.elapsed();
+        for (&index, outcome) in ready.iter().zip(&outcomes) {
+            if let Outcome::Wrong(reason) = outcome {
+                let name = &contest.entrants[index].name;
+                self.tell(&Event::Warning(format!("{name} is not used for {}: {reason}", contest.key)));
+            }
+        }
+        let candidates = contest.candidates(&ready, &outcomes);
+        let key = contest.key.clone();
+        let mut record = Record { version: RECORD_VERSION, key, chosen: String::new(), candidates };
+        let Some(chosen) = record.select(|_| true, incumbent.as_deref()) else {
+            let tuning = contest.tuning(String::new(), Source::Measured, record.candidates);
+            let reason = |candidate: super::Candidate| Some((candidate.algorithm, candidate.skipped?));
+            let reasons = tuning.candidates.into_iter().filter_map(reason);
+            let reasons: Vec<String> = reasons.map(|(name, reason)| format!("{name}: {reason}")).collect();
+            let text = format!("no algorithm is left for {}: {}", contest.key, reasons.join("; "));
+            return Err(invalid("tuner", text));
+        };
+        record.chosen = chosen.algorithm.clone();
+        self.save(known, contest, &record);
+        Ok(contest.tuning(record.chosen, Source::Measured, record.candidates))
+    }
+
+    fn cache(&self, isa: Isa) -> Option<Cache> {
+        Some(Cache::new(self.inner.options.cache.clone()?, isa))
+    }
+
+    /// The stored result; none, with a warning, if it is damaged.
+    fn load(&self, known: &mut Known, contest: &Contest) -> Option<Record> {
+        let loaded = self.cache(contest.cpu.isa())?.load(&contest.key);
+        loaded.unwrap_or_else(|error| {
+            self.warn_of_cache(known, &format!("a stored tuning result is not used: {error}"));
+            None
+        })
+    }
+
+    fn save(&self, known: &mut Known, contest: &Contest, record: &Record) {
+        let saved = self.cache(contest.cpu.isa()).map_or(Ok(()), |cache| cache.save(record));
+        if let Err(error) = saved {
+            self.warn_of_cache(known, &format!("tuning results cannot be kept: {error}"));
+        }
+    }
+
+    /// Says it once: the cause is likely to be the same each time.
+    fn warn_of_cache(&self, known: &mut Known, text: &str) {
+        if !std::mem::replace(&mut known.warned, true) {
+            self.tell(&Event::Warning(text.to_owned()));
+        }
+    }
+}
+
+/// Whether a name is meant by a pattern: the name itself, or its beginning followed by `*`.
+fn matches(pattern: &str, name: &str) -> bool {
+    match pattern.strip_suffix('*') {
+        Some(beginning) => name.starts_with(beginning),
+        None => pattern == name,
+    }
+}
