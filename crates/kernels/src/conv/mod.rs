@@ -7,6 +7,7 @@
 mod gemm_views;
 mod im2col;
 mod notation;
+mod onednn;
 mod plan;
 mod pointwise;
 mod problem;
@@ -14,6 +15,7 @@ mod reference;
 mod winograd;
 
 pub use notation::parse_suite;
+pub use onednn::onednn_version;
 pub use plan::{Accuracy, ConvAlgorithm, ConvKernel, ConvOperands, ConvPlan, Kernel, NotApplicable};
 pub use problem::{ConvAxis, ConvProblem, ConvSpec, Pass};
 
@@ -28,6 +30,7 @@ fn repertoire() -> Vec<Arc<dyn ConvAlgorithm>> {
         Arc::new(im2col::Im2col),
         Arc::new(winograd::Winograd4),
         Arc::new(winograd::Winograd2),
+        Arc::new(onednn::External),
     ]
 }
 
