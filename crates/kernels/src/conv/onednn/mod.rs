@@ -14,7 +14,7 @@ use binding::{OneDnn, onednn};
 use objects::{Geometry, Layout, MemoryDesc, Operand, Primitive, Stream};
 
 use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Kernel, NotApplicable};
-use super::problem::{ConvAxis, ConvProblem, Pass};
+use super::problem::{ConvProblem, Pass};
 use crate::{Cpu, DType, Isa, MemoryFormat};
 
 /// The version, file and threads' runtime of the oneDNN that this process has loaded, such as
@@ -179,33 +179,41 @@ impl Workspace {
     }
 }
 
-/// The convolution on x and y as they lie; with layouts of oneDNN's choice if it is only a GEMM or plain loops on the
-/// former, and more on the latter.
+/// The convolution on x and y as they lie, or on layouts that oneDNN chooses.
+///
+/// The latter, where the former is a GEMM on copied patches (oneDNN has nothing else for NCHW) or plain loops, unless
+/// blocks of channels would be padded to more than twice the size, as few channels are.
 fn choose(onednn: &'static OneDnn, problem: &ConvProblem, pass: Pass) -> Result<Primitive, String> {
-    let [x, _, y] = plain_tensors(onednn, problem)?;
-    let [any_x, any_weight, any_y] = tensors(problem).map(|dims| MemoryDesc::new(onednn, &dims, None));
+    let [x, weight, y] = plain_tensors(onednn, problem)?;
+    let [any_x, any_weight, any_y] = shapes(problem).map(|shape| MemoryDesc::new(onednn, &shape, None));
     let (any_x, any_weight, any_y) = (any_x?, any_weight?, any_y?);
-    let pair = |axis: fn(&ConvAxis) -> usize| [axis(&problem.height), axis(&problem.width)];
+    let axes = [&problem.height, &problem.width];
     let geometry = Geometry {
-        strides: pair(|axis| axis.stride),
-        dilations: pair(|axis| axis.dilation - 1),
-        pad_before: pair(|axis| axis.pad_before),
-        pad_after: pair(|axis| axis.pad_after),
+        strides: axes.map(|axis| axis.stride),
+        dilations: axes.map(|axis| axis.dilation - 1),
+        pad_before: axes.map(|axis| axis.pad_before),
+        pad_after: axes.map(|axis| axis.pad_after),
     };
     let plain = Primitive::convolution(onednn, pass, [&x, &any_weight, &y], &geometry)?;
-    if is_direct(&plain.implementation()?) {
+    let pointwise = problem.groups == 1 && axes.iter().all(|axis| axis.kernel == 1);
+    if pointwise || is_direct(&plain.implementation()?) {
         return Ok(plain);
     }
     let any = Primitive::convolution(onednn, pass, [&any_x, &any_weight, &any_y], &geometry)?;
-    Ok(if is_direct(&any.implementation()?) { any } else { plain })
+    let fits = operands([x, weight, y], pass)
+        .iter()
+        .zip(roles(pass))
+        .all(|(have, (_, query))| any.layout(query).bytes(onednn) / 2 <= have.layout().bytes(onednn));
+    Ok(if fits && is_direct(&any.implementation()?) { any } else { plain })
 }
 
+/// Whether an implementation of this name is neither a GEMM nor plain loops.
 fn is_direct(implementation: &str) -> bool {
     !["gemm", "ref"].iter().any(|slow| implementation.contains(slow))
 }
 
 /// Shapes of x, weight and y; weights of groups have an axis for them.
-fn tensors(p: &ConvProblem) -> [Vec<usize>; 3] {
+fn shapes(p: &ConvProblem) -> [Vec<usize>; 3] {
     let [_, c, r, s] = p.weight_shape();
     let weight = match p.groups {
         1 => p.weight_shape().to_vec(),
@@ -216,7 +224,7 @@ fn tensors(p: &ConvProblem) -> [Vec<usize>; 3] {
 
 /// x, weight and y as the caller has them.
 fn plain_tensors(onednn: &OneDnn, problem: &ConvProblem) -> Result<[MemoryDesc; 3], String> {
-    let [x, weight, y] = tensors(problem);
+    let [x, weight, y] = shapes(problem);
     let plain = |dims: &[usize], format| MemoryDesc::new(onednn, dims, Some(&strides(dims, format)));
     Ok([plain(&x, problem.format)?, plain(&weight, MemoryFormat::Contiguous)?, plain(&y, problem.format)?])
 }
