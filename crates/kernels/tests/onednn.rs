@@ -5,7 +5,7 @@
 mod common;
 
 use common::{ConvCase, FORMATS, cpus, onednn_missing, operands, output_len, problems, properties};
-use convoke_kernels::conv::{self, ConvAlgorithm, ConvPlan, ConvProblem, Pass};
+use convoke_kernels::conv::{self, ConvAlgorithm, ConvPlan, ConvProblem, ConvSpec, Pass};
 use convoke_kernels::{Cpu, DType, Isa};
 use convoke_testkit::{Failures, Random};
 use proptest::prelude::*;
@@ -123,11 +123,23 @@ fn a_plan_runs_at_odd_addresses_and_on_several_threads_at_once() {
     }
 }
 
+/// Problems of any kind, half of them with the channels that blocks of channels need.
+fn varied_problems() -> impl Strategy<Value = ConvProblem> {
+    let widen = |problem: ConvProblem| {
+        let change = |spec: &mut ConvSpec| {
+            spec.in_channels *= 8;
+            spec.out_channels *= 8;
+        };
+        problem.with(change).expect("groups still divide")
+    };
+    prop_oneof![problems(2e6), problems(5e4).prop_map(widen)]
+}
+
 proptest! {
     #![proptest_config(properties(96))]
 
     #[test]
-    fn agrees_with_the_reference(problem in problems(2e6), seed in any::<u64>(), threads in 1usize..=4) {
+    fn agrees_with_the_reference(problem in varied_problems(), seed in any::<u64>(), threads in 1usize..=4) {
         if present() {
             let mut failures = Failures::new(format!("oneDNN on {problem}"));
             let case = ConvCase::new(&problem, seed);

@@ -3,6 +3,7 @@
 //! Versions 2 and 3 share handles, constants and most functions (checked with the headers of 2.0 to 3.13). A memory
 //! descriptor is a struct of the caller in 2 and a handle in 3, but is passed as one address in both.
 
+use std::error::Error;
 use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::ptr::null_mut;
 use std::sync::OnceLock;
@@ -123,7 +124,7 @@ pub(super) enum Dialect {
 unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T, String> {
     // SAFETY: the caller's promise.
     let found = unsafe { library.get::<T>(name.as_bytes()) };
-    found.map(|symbol| *symbol).map_err(|error| format!("it has no {name} ({error})"))
+    found.map(|symbol| *symbol).map_err(|_| format!("it has no {name}"))
 }
 
 pub(super) fn check(what: &str, status: Status) -> Result<(), String> {
@@ -245,21 +246,23 @@ pub(super) fn onednn() -> Result<&'static OneDnn, &'static str> {
 }
 
 impl OneDnn {
-    /// Loads the first of `names` that the dynamic linker finds.
+    /// Loads the first of `names` that the dynamic linker finds and that has what is needed.
     fn load(names: &[&str]) -> Result<OneDnn, String> {
         let mut reason = "oneDNN (libdnnl) is not installed".to_string();
         for &name in names {
             // SAFETY: loading runs the initialisers of the library and of what it is linked with: oneDNN's own and
             // those of its threads' runtime, which ask nothing of the program that loads them.
-            match unsafe { Library::new(name) } {
-                Ok(library) => return OneDnn::of(library, name).map_err(|error| format!("{name}: {error}")),
-                Err(error) => {
-                    // Only a file that is there deserves words; the linker then names what it misses or dislikes.
-                    let text = error.to_string();
-                    if !(text.contains(name) && text.contains("No such file")) {
-                        reason = format!("oneDNN ({name}) cannot be loaded: {text}");
-                    }
-                }
+            let opened = unsafe { Library::new(name) }
+                .map_err(|error| error.source().map_or_else(|| error.to_string(), |cause| cause.to_string()));
+            // Only a file that is there deserves words; the linker then names what it misses or dislikes.
+            let absent =
+                |error: &String| error.contains(name) && error.to_lowercase().contains("no such file");
+            match opened {
+                Err(error) if absent(&error) => {}
+                opened => match opened.and_then(|library| OneDnn::of(library, name)) {
+                    Ok(onednn) => return Ok(onednn),
+                    Err(error) => reason = format!("oneDNN ({name}) cannot be loaded: {error}"),
+                },
             }
         }
         Err(reason)
@@ -356,22 +359,27 @@ impl OneDnn {
 mod tests {
     use super::*;
 
+    fn refused(names: &[&str]) -> String {
+        OneDnn::load(names).err().expect("there is no such library")
+    }
+
+    #[cfg(unix)]
     #[test]
-    fn what_is_absent_or_no_onednn_is_refused_with_a_reason() {
-        let refused = |names: &[&str]| OneDnn::load(names).err().expect("there is no such library");
-        assert_eq!(refused(&["libno-such-dnnl.so.9"]), "oneDNN (libdnnl) is not installed");
-        assert_eq!(refused(&[]), "oneDNN (libdnnl) is not installed");
-        // A file that is no library, beside one that is missing.
-        let manifest = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
-        let reason = refused(&[manifest, "libno-such-dnnl.so.9"]);
-        assert!(reason.contains("cannot be loaded") && reason.contains(manifest), "{reason}");
+    fn an_absent_library_is_not_installed() {
+        for names in [&["libno-such-dnnl.so.9", "libno-such-dnnl.so"][..], &[]] {
+            assert_eq!(refused(names), "oneDNN (libdnnl) is not installed");
+        }
     }
 
     #[cfg(target_os = "linux")]
     #[test]
-    fn a_library_without_the_functions_is_refused() {
-        let reason = OneDnn::load(&["libc.so.6"]).err().expect("it is another library");
-        assert!(reason.contains("libc.so.6: it has no dnnl_version"), "{reason}");
+    fn what_is_no_onednn_is_refused_with_the_reason() {
+        // A file that is no library, beside one that is missing.
+        let manifest = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
+        let reason = refused(&[manifest, "libno-such-dnnl.so.9"]);
+        assert!(reason.contains("cannot be loaded") && reason.contains("invalid ELF header"), "{reason}");
+        let reason = refused(&["libc.so.6"]);
+        assert_eq!(reason, "oneDNN (libc.so.6) cannot be loaded: it has no dnnl_version");
     }
 
     #[test]
