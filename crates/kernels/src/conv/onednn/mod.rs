@@ -2,7 +2,7 @@
 //!
 //! Weights go through a reorder into the layout that oneDNN wants, in every run. So do x and y where oneDNN has
 //! only a plain GEMM for them as they lie, and a kernel for blocked channels. Everything is made in the plan; a run
-//! executes two to four primitives.
+//! executes one to four primitives.
 
 mod binding;
 mod objects;
