@@ -8,6 +8,7 @@ mod adapters;
 mod gemm_views;
 mod im2col;
 mod notation;
+mod onednn;
 mod plan;
 mod pointwise;
 mod problem;
@@ -15,6 +16,7 @@ mod reference;
 mod winograd;
 
 pub use notation::parse_suite;
+pub use onednn::onednn_version;
 pub use plan::{Accuracy, ConvAlgorithm, ConvKernel, ConvOperands, ConvPlan, Cost, Kernel, NotApplicable};
 pub use problem::{ConvAxis, ConvProblem, ConvSpec, Pass};
 pub(crate) use reference::element as reference_element;
@@ -30,6 +32,7 @@ fn repertoire() -> Vec<Arc<dyn ConvAlgorithm>> {
         Arc::new(im2col::Im2col),
         Arc::new(winograd::Winograd4),
         Arc::new(winograd::Winograd2),
+        Arc::new(onednn::External),
     ]
 }
 
