@@ -181,10 +181,8 @@ fn options_leave_algorithms_out() {
     };
     let skip = vec!["own*".to_owned()];
     assert!(left_out(TunerOptions { skip, ..with_own(GOOD, &heard) }, "own+swap").contains("by name"));
-    let deterministic = TunerOptions {
-        deterministic: true,
-        ..with_own(Own { deterministic: false, ..GOOD }, &heard)
-    };
+    let deterministic =
+        TunerOptions { deterministic: true, ..with_own(Own { deterministic: false, ..GOOD }, &heard) };
     assert!(left_out(deterministic, "own").contains("same bits"));
     let limited = TunerOptions { workspace_limit: 16, ..options(&heard) };
     assert!(left_out(limited, "im2col").contains("the limit is 16"));
@@ -287,7 +285,12 @@ fn a_damaged_result_is_a_miss_with_a_warning() {
         let heard = Heard::default();
         let tuner = Tuner::new(cached(folder.path(), &heard)).unwrap();
         tuner.plan(&problem(4), Pass::Forward, &cpu());
-        assert_eq!((heard.sources(), heard.warnings().len()), (vec![expected], warnings), "{:?}", heard.warnings());
+        assert_eq!(
+            (heard.sources(), heard.warnings().len()),
+            (vec![expected], warnings),
+            "{:?}",
+            heard.warnings()
+        );
     };
     run(Source::Measured, 0);
     let cache = Cache::new(folder.path(), Isa::detect());

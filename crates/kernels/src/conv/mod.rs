@@ -7,6 +7,7 @@
 mod adapters;
 mod gemm_views;
 mod im2col;
+mod implicit_gemm;
 mod notation;
 mod onednn;
 mod plan;
@@ -30,6 +31,7 @@ fn repertoire() -> Vec<Arc<dyn ConvAlgorithm>> {
     vec![
         Arc::new(pointwise::Pointwise),
         Arc::new(im2col::Im2col),
+        Arc::new(implicit_gemm::ImplicitGemm),
         Arc::new(winograd::Winograd4),
         Arc::new(winograd::Winograd2),
         Arc::new(onednn::External),
