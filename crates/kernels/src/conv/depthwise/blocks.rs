@@ -7,118 +7,116 @@ use super::gather::{Gather, Phase};
 /// Output pixels that share the loads of weights and inputs.
 pub(super) const BLOCK: usize = 8;
 
-/// What some taps that read neighbouring source elements of one row read.
-pub(super) struct Run {
-    /// Channel 0 of the pixel that output 0 reads through the first tap; may lie outside the row.
+/// What one kernel element reads in one row.
+pub(super) struct RowTap {
+    /// Channel 0 of the pixel that output 0 reads; may lie outside the row.
     pub(super) source: *const f32,
     /// The column of that pixel.
-    pub(super) column: isize,
-    /// Place of the first tap in taps x channels.
-    pub(super) taps: usize,
+    column: isize,
+    /// Place of the kernel element in taps x channels.
+    pub(super) place: usize,
 }
 
-/// The runs through which the outputs of one phase of row `row` read.
-#[inline(always)]
-pub(super) fn list_runs(
-    runs: &mut Vec<Run>,
-    [height, width]: &[Gather; 2],
-    channels: usize,
-    (row, phase): (usize, &Phase),
-    image: &[f32],
-) {
-    runs.clear();
-    let (rows, q) = height.phase(row);
-    for tap in &rows.taps {
-        let Some(index) = height.source_index(q, tap) else { continue };
-        let line = image[index * width.source * channels..].as_ptr();
-        let starts = phase.taps.iter().step_by(run_len(phase, width.scale));
-        runs.extend(starts.map(|start| Run {
-            source: line.wrapping_offset(start.offset * channels as isize),
-            column: start.offset,
-            taps: (tap.kernel * width.kernel + start.kernel) * channels,
-        }));
-    }
+/// One phase of one row of outputs.
+pub(super) struct Line<'a> {
+    pub(super) phase: &'a Phase,
+    /// Floats from one output of the phase to the next in the source, and in the output.
+    pub(super) steps: [usize; 2],
+    pub(super) taps: &'a [RowTap],
 }
 
-/// Taps of a run: all of a phase if there is a kernel for so many, else one.
-fn run_len(phase: &Phase, scale: usize) -> usize {
-    match (phase.taps.len(), scale) {
-        (taps @ (2 | 3 | 5 | 7), 1) | (taps @ (3 | 5), 2) if phase.is_dense() => taps,
-        _ => 1,
-    }
+/// Buffers for the taps of a row and for the inputs of a block at an edge.
+#[derive(Default)]
+pub(super) struct Scratch {
+    taps: Vec<RowTap>,
+    inputs: Vec<[*const f32; BLOCK]>,
 }
 
 /// Where a block lies: outputs from `q` on, one vector of channels from `channel` on.
 #[derive(Clone, Copy)]
-pub(super) struct Place<M> {
+pub(super) struct Place<'a, M> {
     pub(super) q: usize,
     pub(super) channel: usize,
     /// The channels that exist.
     pub(super) mask: MemMask<M>,
-    /// Columns from one input of the block to the next.
-    pub(super) step: usize,
+    /// Channel 0 of what each tap reads, if the block is at an edge.
+    pub(super) inputs: &'a [[*const f32; BLOCK]],
 }
 
 /// What is done for each block of a row.
 pub(super) trait BlockKernel {
-    /// Runs have TAPS taps and outputs read SCALE inputs apart.
+    /// EDGE: inputs are those listed, and outputs may be missing. MASKED: channels may be missing.
     ///
     /// # Safety
-    /// The mask's channels exist. If not `CHECKED`, the mask has all lanes, and the BLOCK outputs exist and read inside
-    /// the row through every tap.
-    unsafe fn block<S: Simd, const TAPS: usize, const SCALE: usize, const CHECKED: bool>(
+    /// The mask's channels exist, all lanes if not MASKED. If not EDGE, the BLOCK outputs exist and read inside the row
+    /// through every tap.
+    unsafe fn block<S: Simd, const EDGE: bool, const MASKED: bool>(
         &mut self,
         simd: S,
-        place: Place<S::m32s>,
+        line: &Line<'_>,
+        place: Place<'_, S::m32s>,
     );
 }
 
-/// Runs the kernel for all blocks of a row of a phase.
+/// Runs `kernel` for all blocks of a phase of output row `row` of an image; pixels outside read as `zeros`.
 #[inline(always)]
 pub(super) fn each_block<S: Simd>(
     simd: S,
-    width: &Gather,
-    phase: &Phase,
-    channels: usize,
-    kernel: impl BlockKernel,
+    Scratch { taps, inputs }: &mut Scratch,
+    [height, width]: &[Gather; 2],
+    (row, phase): (usize, &Phase),
+    (image, zeros): (&[f32], &[f32]),
+    kernel: &mut impl BlockKernel,
 ) {
-    match (run_len(phase, width.scale), width.scale) {
-        (2, _) => blocks::<S, 2, 1>(simd, phase, channels, 1, kernel),
-        (3, 1) => blocks::<S, 3, 1>(simd, phase, channels, 1, kernel),
-        (3, _) => blocks::<S, 3, 2>(simd, phase, channels, 1, kernel),
-        (5, 1) => blocks::<S, 5, 1>(simd, phase, channels, 1, kernel),
-        (5, _) => blocks::<S, 5, 2>(simd, phase, channels, 1, kernel),
-        (7, _) => blocks::<S, 7, 1>(simd, phase, channels, 1, kernel),
-        _ => blocks::<S, 1, 1>(simd, phase, channels, width.scale, kernel),
+    let channels = zeros.len();
+    let (rows, q) = height.phase(row);
+    taps.clear();
+    for r in &rows.taps {
+        let Some(index) = height.source_index(q, r) else { continue };
+        let line = image[index * width.source * channels..].as_ptr();
+        taps.extend(phase.taps.iter().map(|s| RowTap {
+            source: line.wrapping_offset(s.offset * channels as isize),
+            column: s.offset,
+            place: (r.kernel * width.kernel + s.kernel) * channels,
+        }));
     }
-}
-
-#[inline(always)]
-fn blocks<S: Simd, const TAPS: usize, const SCALE: usize>(
-    simd: S,
-    phase: &Phase,
-    channels: usize,
-    step: usize,
-    mut kernel: impl BlockKernel,
-) {
+    let steps = [width.scale * channels, width.phases.len() * channels];
+    let line = Line { phase, steps, taps };
     let lanes = S::F32_LANES;
     let whole = channels - channels % lanes;
-    let mask = |lanes: usize| MemMask::new(simd.mask_between_m32s(0, lanes as u32).mask());
-    let (all, rest) = (mask(lanes), mask(channels - whole));
+    let [all, rest] = [lanes, channels - whole].map(|lanes| simd.mask_between_m32s(0, lanes as u32));
     let [first, end] = phase.interior;
     for q in (0..phase.count).step_by(BLOCK) {
-        let interior = first <= q && q + BLOCK <= end;
-        for channel in (0..channels).step_by(lanes) {
-            let mask = if channel < whole { all } else { rest };
-            let place = Place { q, channel, mask, step };
-            // SAFETY: the mask has the channels that are left: all lanes below `whole`.
+        let edge = q < first || q + BLOCK > end;
+        if edge || whole < channels {
+            inputs.clear();
+            inputs.extend(line.taps.iter().map(|tap| {
+                let mut pixels = [zeros.as_ptr(); BLOCK];
+                for (b, pixel) in pixels.iter_mut().enumerate() {
+                    let column = tap.column + ((q + b) * width.scale) as isize;
+                    if (column as usize) < width.source {
+                        *pixel = tap.source.wrapping_add((q + b) * line.steps[0]);
+                    }
+                }
+                pixels
+            }));
+        }
+        for channel in (0..whole).step_by(lanes) {
+            let place = Place { q, channel, mask: all, inputs };
+            // SAFETY: all lanes lie below `whole`, and a block that is not at an edge reads inside the row.
             unsafe {
-                if interior && channel < whole {
-                    kernel.block::<S, TAPS, SCALE, false>(simd, place);
+                if edge {
+                    kernel.block::<S, true, false>(simd, &line, place);
                 } else {
-                    kernel.block::<S, TAPS, SCALE, true>(simd, place);
+                    kernel.block::<S, false, false>(simd, &line, place);
                 }
             }
+        }
+        if whole < channels {
+            // SAFETY: the mask has the channels that are left.
+            unsafe {
+                kernel.block::<S, true, true>(simd, &line, Place { q, channel: whole, mask: rest, inputs })
+            };
         }
     }
 }
@@ -135,7 +133,12 @@ pub(super) unsafe fn load<S: Simd, const MASKED: bool>(
 ) -> S::f32s {
     // SAFETY: as the caller promises.
     unsafe {
-        if MASKED { simd.mask_load_ptr_f32s(mask, from) } else { from.cast::<S::f32s>().read_unaligned() }
+        if MASKED {
+            // The instruction: unlike masked stores, which AMD's CPUs are slow at, it needs no detour.
+            simd.mask_load_ptr_f32s(MemMask::new(mask.mask()), from)
+        } else {
+            from.cast::<S::f32s>().read_unaligned()
+        }
     }
 }
 

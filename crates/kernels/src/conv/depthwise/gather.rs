@@ -11,7 +11,7 @@ pub(super) struct Tap {
 
 /// Outputs a step apart, which read through the same taps.
 pub(super) struct Phase {
-    /// By ascending offset. Empty where a stride skips source elements: such outputs are 0.
+    /// Empty where a stride skips source elements: such outputs are 0.
     pub(super) taps: Vec<Tap>,
     /// How many outputs there are.
     pub(super) count: usize,
@@ -20,31 +20,14 @@ pub(super) struct Phase {
 }
 
 impl Phase {
-    fn new(mut taps: Vec<Tap>, count: usize, source: usize, scale: usize) -> Phase {
-        taps.sort_by_key(|tap| tap.offset);
-        let mut interior = [0, count];
-        if let [lowest, .., highest] | [lowest @ highest] = &taps[..] {
-            // Outputs whose tap reads below `limit`.
-            let below = |limit: isize, tap: &Tap| {
-                usize::try_from(limit - tap.offset).unwrap_or(0).div_ceil(scale).min(count)
-            };
-            let first = below(0, lowest);
-            interior = [first, below(source as isize, highest).max(first)];
-        }
-        Phase { taps, count, interior }
-    }
-
-    /// Whether the taps read neighbouring source elements.
-    pub(super) fn is_dense(&self) -> bool {
-        self.taps.windows(2).all(|pair| pair[1].offset == pair[0].offset + 1)
-    }
-
-    /// Kernel elements from one tap to the next. It is the same for all: offsets and kernel elements are linear.
-    pub(super) fn kernel_step(&self) -> isize {
-        match self.taps[..] {
-            [a, b, ..] => b.kernel as isize - a.kernel as isize,
-            _ => 0,
-        }
+    fn new(taps: Vec<Tap>, count: usize, source: usize, scale: usize) -> Phase {
+        // How many outputs read below `limit` through the tap.
+        let below = |limit: usize, tap: &Tap| {
+            limit.checked_add_signed(-tap.offset).unwrap_or(0).div_ceil(scale).min(count)
+        };
+        let first = taps.iter().map(|tap| below(0, tap)).max().unwrap_or(0);
+        let end = taps.iter().map(|tap| below(source, tap)).min().unwrap_or(count);
+        Phase { taps, count, interior: [first, end] }
     }
 }
 

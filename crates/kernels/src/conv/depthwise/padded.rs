@@ -1,6 +1,8 @@
 //! A plane copied with its padding, so that vectors along a row may read through every tap without a check.
 
-use super::gather::{Gather, Tap};
+use pulp::Simd;
+
+use super::gather::{Gather, Phase, Tap};
 use crate::conv::plan::NotApplicable;
 
 /// Output rows that a kernel takes at once.
@@ -26,7 +28,7 @@ pub(super) struct Padded {
 fn reach(gather: &Gather, multiple: usize) -> (usize, usize) {
     let taps = || gather.phases.iter().flat_map(|phase| phase.taps.iter().map(move |tap| (phase, tap)));
     let before = taps().map(|(_, tap)| tap.offset.min(0).unsigned_abs()).max().unwrap_or(0);
-    let last = |(phase, tap): (&super::gather::Phase, &Tap)| {
+    let last = |(phase, tap): (&Phase, &Tap)| {
         let outputs = phase.count.next_multiple_of(multiple);
         (before + gather.scale * (outputs - 1)).saturating_add_signed(tap.offset)
     };
@@ -63,26 +65,40 @@ impl Padded {
     }
 
     /// Copies a plane of rows of `width` into the padded one, whose padding is already 0.
-    pub(super) fn fill(&self, plane: &[f32], width: usize, padded: &mut [f32]) {
+    #[inline(always)]
+    pub(super) fn fill<S: Simd>(&self, simd: S, plane: &[f32], width: usize, padded: &mut [f32]) {
         let [top, left] = self.before;
         let rows = padded.chunks_exact_mut(self.row_len()).skip(top);
         for (source, row) in plane.chunks_exact(width).zip(rows) {
-            match self.scale {
-                1 => {
-                    let to = &mut row[left.min(self.pitch)..];
-                    let len = to.len().min(width);
-                    to[..len].copy_from_slice(&source[..len]);
+            if self.scale == 1 {
+                let to = &mut row[left.min(self.pitch)..];
+                let len = to.len().min(width);
+                copy(simd, &source[..len], &mut to[..len]);
+                continue;
+            }
+            for (part, to) in row.chunks_exact_mut(self.pitch).enumerate() {
+                // The part's first column that is not padding, counted with padding.
+                let first = left + (part + self.scale - left % self.scale) % self.scale;
+                let from = source.get(first - left..).unwrap_or(&[]);
+                let to = to.get_mut(first / self.scale..).unwrap_or(&mut []);
+                let whole = from.len() / self.scale;
+                if self.scale == 2 {
+                    to.iter_mut().zip(from.chunks_exact(2)).for_each(|(to, from)| *to = from[0]);
+                } else {
+                    to.iter_mut().zip(from.chunks_exact(self.scale)).for_each(|(to, from)| *to = from[0]);
                 }
-                scale => {
-                    for (part, to) in row.chunks_exact_mut(self.pitch).enumerate() {
-                        // The part's first column that is not padding, counted with padding.
-                        let first = left + (part + scale - left % scale) % scale;
-                        let to = to.iter_mut().skip(first / scale);
-                        let from = source.get(first - left..).unwrap_or(&[]);
-                        to.zip(from.iter().step_by(scale)).for_each(|(to, &from)| *to = from);
-                    }
+                if let (Some(to), Some(&from)) = (to.get_mut(whole), from.get(whole * self.scale)) {
+                    *to = from;
                 }
             }
         }
+    }
+}
+
+/// Copies a short row without the call, which takes longer than copying.
+#[inline(always)]
+pub(super) fn copy<S: Simd>(simd: S, from: &[f32], to: &mut [f32]) {
+    for (from, to) in from.chunks(S::F32_LANES).zip(to.chunks_mut(S::F32_LANES)) {
+        simd.partial_store_f32s(to, simd.partial_load_f32s(&from[..to.len()]));
     }
 }

@@ -2,8 +2,8 @@
 
 use pulp::{Simd, WithSimd};
 
-use super::blocks::{BLOCK, BlockKernel, Place, Run, each_block, list_runs, load, store};
-use super::gather::{Gather, Phase};
+use super::blocks::{BLOCK, BlockKernel, Line, Place, Scratch, each_block, load, store};
+use super::gather::Gather;
 use crate::Cpu;
 use crate::conv::gemm_views::reduce_partials;
 use crate::conv::plan::ConvKernel;
@@ -30,8 +30,9 @@ impl PixelWeights {
         self.gather[0].kernel * self.gather[1].kernel * self.channels
     }
 
+    /// The sums of each worker, and a pixel of zeros.
     pub(super) fn workspace_len(&self) -> usize {
-        self.workers * self.sums_len()
+        self.workers * self.sums_len() + self.channels
     }
 }
 
@@ -39,14 +40,16 @@ impl ConvKernel<f32> for PixelWeights {
     fn run(&self, cpu: &Cpu, [x, dy]: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
         let rows = self.batch * self.gather[0].output;
         let work = dy.len() * (output.len() / self.channels);
-        let parts = workspace.chunks_mut(self.sums_len()).enumerate();
-        cpu.for_each(work, parts, |(worker, sums)| {
+        let (parts, zeros) = workspace.split_at_mut(self.workers * self.sums_len());
+        zeros.fill(0.0);
+        let zeros = &*zeros;
+        cpu.for_each(work, parts.chunks_mut(self.sums_len()).enumerate(), |(worker, sums)| {
             let rows = [worker, worker + 1].map(|worker| rows * worker / self.workers);
-            simd::run(cpu.isa(), Rows { weights: self, x, dy, rows, sums });
+            simd::run(cpu.isa(), Rows { weights: self, x, dy, zeros, rows, sums });
         });
-        reduce_partials(workspace, self.sums_len());
+        reduce_partials(parts, self.sums_len());
         let taps = output.len() / self.channels;
-        transpose(cpu, taps, self.channels, &workspace[..self.sums_len()], output);
+        transpose(cpu, taps, self.channels, &parts[..self.sums_len()], output);
     }
 }
 
@@ -55,6 +58,8 @@ struct Rows<'a> {
     weights: &'a PixelWeights,
     x: &'a [f32],
     dy: &'a [f32],
+    /// A pixel.
+    zeros: &'a [f32],
     rows: [usize; 2],
     sums: &'a mut [f32],
 }
@@ -64,77 +69,72 @@ impl WithSimd for Rows<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Rows { weights, x, dy, rows: [first, end], sums } = self;
+        let Rows { weights, x, dy, zeros, rows: [first, end], sums } = self;
         let [height, width] = &weights.gather;
         let channels = weights.channels;
         let image_len = height.source * width.source * channels;
         let row_len = width.output * channels;
-        let phase = &width.phases[0];
-        let mut runs = Vec::new();
+        let mut scratch = Scratch::default();
         sums.fill(0.0);
         for row in first..end {
-            let image = &x[row / height.output * image_len..][..image_len];
-            list_runs(&mut runs, &weights.gather, channels, (row % height.output, phase), image);
-            let dy = &dy[row * row_len..][..row_len];
-            let line = Line { width, phase, channels, runs: &runs, dy, sums };
-            each_block(simd, width, phase, channels, line);
+            let x = (&x[row / height.output * image_len..][..image_len], zeros);
+            let mut products = Products { dy: &dy[row * row_len..][..row_len], zeros, sums };
+            let phase = (row % height.output, &width.phases[0]);
+            each_block(simd, &mut scratch, &weights.gather, phase, x, &mut products);
         }
     }
 }
 
 /// One row of outputs.
-struct Line<'a> {
-    width: &'a Gather,
-    phase: &'a Phase,
-    channels: usize,
-    runs: &'a [Run],
+struct Products<'a> {
     dy: &'a [f32],
+    /// A pixel.
+    zeros: &'a [f32],
     /// Taps x channels.
     sums: &'a mut [f32],
 }
 
-impl BlockKernel for Line<'_> {
+impl BlockKernel for Products<'_> {
     #[inline(always)]
-    unsafe fn block<S: Simd, const TAPS: usize, const SCALE: usize, const CHECKED: bool>(
+    unsafe fn block<S: Simd, const EDGE: bool, const MASKED: bool>(
         &mut self,
         simd: S,
-        Place { q, channel, mask, step }: Place<S::m32s>,
+        line: &Line<'_>,
+        Place { q, channel, mask, inputs }: Place<'_, S::m32s>,
     ) {
-        let channels = self.channels;
-        let first = q * self.width.scale;
-        let exists = |b: usize| !CHECKED || q + b < self.phase.count;
+        let [source_step, output_step] = line.steps;
         let mut dy = [simd.splat_f32s(0.0); BLOCK];
         for (b, dy) in dy.iter_mut().enumerate() {
-            if exists(b) {
-                let from = self.dy.as_ptr().wrapping_add((q + b) * channels + channel);
-                // SAFETY: output q + b exists, by the check or by the caller's promise.
-                *dy = unsafe { load::<S, CHECKED>(simd, mask, from) };
-            }
+            let missing = EDGE && q + b >= line.phase.count;
+            let pixel = if missing { self.zeros } else { &self.dy[(q + b) * output_step..] };
+            // SAFETY: the pixel has the mask's channels.
+            *dy = unsafe { load::<S, MASKED>(simd, mask, pixel.as_ptr().add(channel)) };
         }
-        for run in self.runs {
-            let source = run.source.wrapping_add(first * channels + channel);
-            let mut sums = [simd.splat_f32s(0.0); TAPS];
-            for i in 0..(BLOCK - 1) * SCALE + TAPS {
-                let column = run.column + (first + i * step) as isize;
-                if i % SCALE >= TAPS || CHECKED && column as usize >= self.width.source {
-                    continue;
-                }
-                // SAFETY: the column is inside, by the check or by the caller's promise.
-                let x = unsafe { load::<S, CHECKED>(simd, mask, source.wrapping_add(i * step * channels)) };
-                for b in 0..BLOCK {
-                    if i >= b * SCALE && i - b * SCALE < TAPS && exists(b) {
-                        sums[i - b * SCALE] = simd.mul_add_f32s(x, dy[b], sums[i - b * SCALE]);
-                    }
-                }
+        for (t, tap) in line.taps.iter().enumerate() {
+            let source = tap.source.wrapping_add(q * source_step + channel);
+            // Two sums, for half the latency.
+            let mut sums = [simd.splat_f32s(0.0); 2];
+            for b in 0..BLOCK {
+                // SAFETY: what is listed may be read; without a list all inputs are inside.
+                let x = unsafe {
+                    let from = match EDGE {
+                        true => inputs.get_unchecked(t)[b].add(channel),
+                        false => source.wrapping_add(b * source_step),
+                    };
+                    load::<S, MASKED>(simd, mask, from)
+                };
+                sums[b % 2] = simd.mul_add_f32s(x, dy[b], sums[b % 2]);
             }
-            for (tap, sum) in sums.into_iter().enumerate() {
-                // In a forward gather a run's taps are neighbours in the kernel.
-                let total = self.sums.as_mut_ptr().wrapping_add(run.taps + tap * channels + channel);
-                // SAFETY: every tap has the mask's channels.
-                unsafe {
-                    let sum = simd.add_f32s(load::<S, CHECKED>(simd, mask, total), sum);
-                    store::<S, CHECKED>(simd, mask, total, sum);
-                }
+            let total = self.sums.as_mut_ptr().wrapping_add(tap.place + channel);
+            // SAFETY: every tap has the mask's channels.
+            unsafe {
+                let sum = simd.add_f32s(sums[0], sums[1]);
+                store::<S, MASKED>(
+                    simd,
+                    mask,
+                    total,
+                    simd.add_f32s(load::<S, MASKED>(simd, mask, total), sum),
+                );
             }
         }
     }

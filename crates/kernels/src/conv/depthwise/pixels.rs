@@ -2,8 +2,8 @@
 
 use pulp::{Simd, WithSimd};
 
-use super::blocks::{BLOCK, BlockKernel, Place, Run, each_block, list_runs, load, store};
-use super::gather::{Gather, Phase};
+use super::blocks::{BLOCK, BlockKernel, Line, Place, Scratch, each_block, load, store};
+use super::gather::Gather;
 use crate::Cpu;
 use crate::conv::plan::ConvKernel;
 use crate::memory_format::transpose;
@@ -24,20 +24,25 @@ impl Pixels {
         Pixels { gather, channels, rows }
     }
 
-    /// The weights as taps x channels.
+    /// The weights as taps x channels, and a pixel of zeros.
     pub(super) fn workspace_len(&self) -> usize {
-        self.gather[0].kernel * self.gather[1].kernel * self.channels
+        (self.gather[0].kernel * self.gather[1].kernel + 1) * self.channels
     }
 }
 
 impl ConvKernel<f32> for Pixels {
     fn run(&self, cpu: &Cpu, [source, weight]: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
-        transpose(cpu, self.channels, weight.len() / self.channels, weight, workspace);
-        let weights = &*workspace;
+        let (weights, zeros) = workspace.split_at_mut(weight.len());
+        transpose(cpu, self.channels, weight.len() / self.channels, weight, weights);
+        zeros.fill(0.0);
+        let (weights, zeros) = (&*weights, &*zeros);
         let row_len = self.gather[1].output * self.channels;
         let work = output.len() * (weight.len() / self.channels);
         cpu.for_each(work, output.chunks_mut(self.rows * row_len).enumerate(), |(task, output)| {
-            simd::run(cpu.isa(), Rows { pixels: self, source, weights, first: task * self.rows, output });
+            simd::run(
+                cpu.isa(),
+                Rows { pixels: self, source, weights, zeros, first: task * self.rows, output },
+            );
         });
     }
 }
@@ -47,6 +52,8 @@ struct Rows<'a> {
     pixels: &'a Pixels,
     source: &'a [f32],
     weights: &'a [f32],
+    /// A pixel.
+    zeros: &'a [f32],
     first: usize,
     output: &'a mut [f32],
 }
@@ -56,79 +63,64 @@ impl WithSimd for Rows<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Rows { pixels, source, weights, first, output } = self;
+        let Rows { pixels, source, weights, zeros, first, output } = self;
         let [height, width] = &pixels.gather;
         let channels = pixels.channels;
         let image_len = height.source * width.source * channels;
-        let mut runs = Vec::new();
+        let mut scratch = Scratch::default();
         for (row, output) in output.chunks_mut(width.output * channels).enumerate() {
             let (image, row) = ((first + row) / height.output, (first + row) % height.output);
-            let image = &source[image * image_len..][..image_len];
+            let source = (&source[image * image_len..][..image_len], zeros);
             for (first, phase) in width.phases.iter().enumerate() {
-                list_runs(&mut runs, &pixels.gather, channels, (row, phase), image);
-                let output = &mut output[first * channels..];
-                let line = Line { width, phase, channels, runs: &runs, weights, output };
-                each_block(simd, width, phase, channels, line);
+                let mut sums = Sums { weights, output: &mut output[first * channels..] };
+                each_block(simd, &mut scratch, &pixels.gather, (row, phase), source, &mut sums);
             }
         }
     }
 }
 
 /// The outputs of one phase of one row.
-struct Line<'a> {
-    width: &'a Gather,
-    phase: &'a Phase,
-    channels: usize,
-    runs: &'a [Run],
+struct Sums<'a> {
     /// Taps x channels.
     weights: &'a [f32],
     /// From the phase's first output on.
     output: &'a mut [f32],
 }
 
-impl BlockKernel for Line<'_> {
+impl BlockKernel for Sums<'_> {
     #[inline(always)]
-    unsafe fn block<S: Simd, const TAPS: usize, const SCALE: usize, const CHECKED: bool>(
+    unsafe fn block<S: Simd, const EDGE: bool, const MASKED: bool>(
         &mut self,
         simd: S,
-        Place { q, channel, mask, step }: Place<S::m32s>,
+        line: &Line<'_>,
+        Place { q, channel, mask, inputs }: Place<'_, S::m32s>,
     ) {
-        let channels = self.channels;
-        let first = q * self.width.scale;
-        let weight_step = self.phase.kernel_step() * channels as isize;
+        let [source_step, output_step] = line.steps;
         let mut sums = [simd.splat_f32s(0.0); BLOCK];
-        for run in self.runs {
-            let source = run.source.wrapping_add(first * channels + channel);
-            let taps = self.weights.as_ptr().wrapping_add(run.taps + channel);
-            let mut weights = [simd.splat_f32s(0.0); TAPS];
-            for (tap, weight) in weights.iter_mut().enumerate() {
-                // SAFETY: every tap has the mask's channels.
-                *weight = unsafe {
-                    load::<S, CHECKED>(simd, mask, taps.wrapping_offset(tap as isize * weight_step))
+        for (t, tap) in line.taps.iter().enumerate() {
+            // SAFETY: every tap has the mask's channels.
+            let weight =
+                unsafe { load::<S, MASKED>(simd, mask, self.weights.as_ptr().add(tap.place + channel)) };
+            let source = tap.source.wrapping_add(q * source_step + channel);
+            for b in 0..BLOCK {
+                // SAFETY: what is listed may be read; without a list all inputs are inside.
+                let x = unsafe {
+                    let from = match EDGE {
+                        true => inputs.get_unchecked(t)[b].add(channel),
+                        false => source.wrapping_add(b * source_step),
+                    };
+                    load::<S, MASKED>(simd, mask, from)
                 };
-            }
-            for i in 0..(BLOCK - 1) * SCALE + TAPS {
-                let column = run.column + (first + i * step) as isize;
-                if i % SCALE >= TAPS || CHECKED && column as usize >= self.width.source {
-                    continue;
-                }
-                // SAFETY: the column is inside, by the check or by the caller's promise.
-                let x = unsafe { load::<S, CHECKED>(simd, mask, source.wrapping_add(i * step * channels)) };
-                for b in 0..BLOCK {
-                    if i >= b * SCALE && i - b * SCALE < TAPS {
-                        sums[b] = simd.mul_add_f32s(x, weights[i - b * SCALE], sums[b]);
-                    }
-                }
+                sums[b] = simd.mul_add_f32s(x, weight, sums[b]);
             }
         }
-        let output_step = self.width.phases.len() * channels;
+        let output = self.output.as_mut_ptr().wrapping_add(q * output_step + channel);
         for (b, sum) in sums.into_iter().enumerate() {
-            if CHECKED && q + b >= self.phase.count {
+            if EDGE && q + b >= line.phase.count {
                 break;
             }
-            let to = self.output.as_mut_ptr().wrapping_add((q + b) * output_step + channel);
             // SAFETY: output q + b exists, by the check or by the caller's promise.
-            unsafe { store::<S, CHECKED>(simd, mask, to, sum) };
+            unsafe { store::<S, MASKED>(simd, mask, output.wrapping_add(b * output_step), sum) };
         }
     }
 }

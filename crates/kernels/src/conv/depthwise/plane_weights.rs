@@ -1,6 +1,6 @@
 //! Backward-weights of contiguous tensors: vectors along the rows of padded planes, sums of several taps at once.
 
-use pulp::{Simd, WithSimd};
+use pulp::{MemMask, Simd, WithSimd};
 
 use super::gather::Gather;
 use super::padded::Padded;
@@ -91,7 +91,7 @@ impl WithSimd for Task<'_> {
             sums.fill(0.0);
             let planes = x.chunks_exact(x_plane).zip(dy.chunks_exact(y_plane));
             for (x, dy) in planes.skip(first + channel).step_by(weights.channels) {
-                weights.padded.fill(x, width.source, padded);
+                weights.padded.fill(simd, x, width.source, padded);
                 for (places, sums) in
                     places.chunks_exact(TAPS).zip(sums.chunks_exact_mut(TAPS * S::F32_LANES))
                 {
@@ -119,12 +119,22 @@ fn add_plane<S: Simd>(
     let row_step = height.scale * weights.padded.row_len();
     let (sums, _) = S::as_mut_simd_f32s(sums);
     let mut totals = [simd.splat_f32s(0.0); TAPS];
+    let whole = width.output - width.output % S::F32_LANES;
+    let rest = MemMask::new(simd.mask_between_m32s(0, (width.output - whole) as u32).mask());
     for (row, dy) in dy.chunks_exact(width.output).enumerate() {
-        for (vector, dy) in dy.chunks(S::F32_LANES).enumerate() {
-            let dy = simd.partial_load_f32s(dy);
-            let start = row * row_step + vector * S::F32_LANES;
-            for (total, place) in totals.iter_mut().zip(places) {
-                let x = &padded[start + place..][..S::F32_LANES];
+        for column in (0..width.output).step_by(S::F32_LANES) {
+            // SAFETY: whole vectors lie inside the row, and the mask has what is left of it.
+            let dy = unsafe {
+                let from = dy.as_ptr().add(column);
+                if column < whole {
+                    from.cast::<S::f32s>().read_unaligned()
+                } else {
+                    simd.mask_load_ptr_f32s(rest, from)
+                }
+            };
+            let source = &padded[row * row_step + column..];
+            for (total, &place) in totals.iter_mut().zip(places) {
+                let x = &source[place..][..S::F32_LANES];
                 // SAFETY: `x` is as long as a vector.
                 let x = unsafe { x.as_ptr().cast::<S::f32s>().read_unaligned() };
                 *total = simd.mul_add_f32s(x, dy, *total);

@@ -3,7 +3,7 @@
 use pulp::{Simd, WithSimd};
 
 use super::gather::{Gather, Phase};
-use super::padded::{Padded, ROWS};
+use super::padded::{Padded, ROWS, copy};
 use crate::Cpu;
 use crate::conv::plan::{ConvKernel, NotApplicable};
 use crate::simd;
@@ -84,7 +84,7 @@ impl WithSimd for Task<'_> {
         let mut places = Vec::new();
         for (plane, (source, target)) in sources.zip(targets).enumerate() {
             let weight = &weight[(first + plane) % planes.channels * taps..][..taps];
-            planes.padded.fill(source, width.source, padded);
+            planes.padded.fill(simd, source, width.source, padded);
             for (row_phase, rows) in height.phases.iter().enumerate() {
                 for q in (0..rows.count).step_by(ROWS) {
                     for (phase, outputs) in
@@ -97,6 +97,7 @@ impl WithSimd for Task<'_> {
                         let row = row_phase + (q + b) * height.phases.len();
                         let line = &mut target[row * width.output..][..width.output];
                         interleave(
+                            simd,
                             &outputs[b * planes.pitch..],
                             ROWS * planes.pitch,
                             width.phases.len(),
@@ -149,23 +150,26 @@ fn gather_rows<S: Simd>(
             }
         }
         for (row, sum) in outputs.chunks_exact_mut(planes.pitch).zip(sums) {
-            simd.partial_store_f32s(&mut row[column..column + S::F32_LANES], sum);
+            let row = &mut row[column..column + S::F32_LANES];
+            // SAFETY: the row is as long as a vector.
+            unsafe { row.as_mut_ptr().cast::<S::f32s>().write_unaligned(sum) };
         }
     }
 }
 
 /// Writes a row from those of its phases, which lie `stride` apart.
 #[inline(always)]
-fn interleave(phases: &[f32], stride: usize, step: usize, row: &mut [f32]) {
+fn interleave<S: Simd>(simd: S, phases: &[f32], stride: usize, step: usize, row: &mut [f32]) {
     match step {
-        1 => row.copy_from_slice(&phases[..row.len()]),
+        1 => copy(simd, &phases[..row.len()], row),
         2 => {
             let (even, odd) = (phases, &phases[stride..]);
-            for ((pair, &a), &b) in row.chunks_mut(2).zip(even).zip(odd) {
-                pair[0] = a;
-                if let [_, last] = pair {
-                    *last = b;
-                }
+            let (pairs, last) = row.as_chunks_mut::<2>();
+            for ((pair, &a), &b) in pairs.iter_mut().zip(even).zip(odd) {
+                *pair = [a, b];
+            }
+            if let [last] = last {
+                *last = even[pairs.len()];
             }
         }
         _ => {
