@@ -59,6 +59,9 @@ pub(super) trait BlockKernel {
 }
 
 /// Runs `kernel` for all blocks of a phase of output row `row` of an image; pixels outside read as `zeros`.
+///
+/// Meanwhile it prefetches what the next row is the first to read, and what follows `next`: blocks touch too many
+/// places at once for the hardware to see that, by and by, all of memory is read in order.
 #[inline(always)]
 pub(super) fn each_block<S: Simd>(
     simd: S,
@@ -66,13 +69,16 @@ pub(super) fn each_block<S: Simd>(
     [height, width]: &[Gather; 2],
     (row, phase): (usize, &Phase),
     (image, zeros): (&[f32], &[f32]),
+    next: *const f32,
     kernel: &mut impl BlockKernel,
 ) {
     let channels = zeros.len();
     let (rows, q) = height.phase(row);
     taps.clear();
+    let mut below = 0;
     for r in &rows.taps {
         let Some(index) = height.source_index(q, r) else { continue };
+        below = below.max(index + 1);
         let line = image[index * width.source * channels..].as_ptr();
         taps.extend(phase.taps.iter().map(|s| RowTap {
             source: line.wrapping_offset(s.offset * channels as isize),
@@ -86,6 +92,16 @@ pub(super) fn each_block<S: Simd>(
     let whole = channels - channels % lanes;
     let [all, rest] = [lanes, channels - whole].map(|lanes| simd.mask_between_m32s(0, lanes as u32));
     let [first, end] = phase.interior;
+    // A block's share of the next rows; strides above 2 skip much of them.
+    let source_share = BLOCK * lanes * (height.scale * width.scale).min(4);
+    let mut source_ahead = image.as_ptr().wrapping_add(below * width.source * channels);
+    let mut ahead = next;
+    let mut prefetch_shares = || {
+        prefetch(source_ahead, source_share);
+        prefetch(ahead, BLOCK * lanes);
+        source_ahead = source_ahead.wrapping_add(source_share);
+        ahead = ahead.wrapping_add(BLOCK * lanes);
+    };
     for q in (0..phase.count).step_by(BLOCK) {
         let edge = q < first || q + BLOCK > end;
         if edge || whole < channels {
@@ -102,6 +118,7 @@ pub(super) fn each_block<S: Simd>(
             }));
         }
         for channel in (0..whole).step_by(lanes) {
+            prefetch_shares();
             let place = Place { q, channel, mask: all, inputs };
             // SAFETY: all lanes lie below `whole`, and a block that is not at an edge reads inside the row.
             unsafe {
@@ -118,6 +135,23 @@ pub(super) fn each_block<S: Simd>(
                 kernel.block::<S, true, true>(simd, &line, Place { q, channel: whole, mask: rest, inputs })
             };
         }
+    }
+}
+
+/// Asks for `len` floats to be brought into the L2 cache. They need not exist.
+#[inline(always)]
+fn prefetch(from: *const f32, len: usize) {
+    /// Floats of a cache line.
+    const LINE: usize = 16;
+    for line in (0..len).step_by(LINE) {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a prefetch accesses nothing that the program could notice.
+        unsafe {
+            use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+            _mm_prefetch::<_MM_HINT_T1>(from.wrapping_add(line).cast());
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = (from, line);
     }
 }
 

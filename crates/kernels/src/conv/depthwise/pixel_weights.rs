@@ -78,9 +78,18 @@ impl WithSimd for Rows<'_> {
         sums.fill(0.0);
         for row in first..end {
             let x = (&x[row / height.output * image_len..][..image_len], zeros);
-            let mut products = Products { dy: &dy[row * row_len..][..row_len], zeros, sums };
+            let dy = &dy[row * row_len..][..row_len];
+            let mut products = Products { dy, zeros, sums };
             let phase = (row % height.output, &width.phases[0]);
-            each_block(simd, &mut scratch, &weights.gather, phase, x, &mut products);
+            each_block(
+                simd,
+                &mut scratch,
+                &weights.gather,
+                phase,
+                x,
+                dy.as_ptr().wrapping_add(row_len),
+                &mut products,
+            );
         }
     }
 }

@@ -72,8 +72,9 @@ impl WithSimd for Rows<'_> {
             let (image, row) = ((first + row) / height.output, (first + row) % height.output);
             let source = (&source[image * image_len..][..image_len], zeros);
             for (first, phase) in width.phases.iter().enumerate() {
+                let next = output.as_ptr().wrapping_add((width.output + first * phase.count) * channels);
                 let mut sums = Sums { weights, output: &mut output[first * channels..] };
-                each_block(simd, &mut scratch, &pixels.gather, (row, phase), source, &mut sums);
+                each_block(simd, &mut scratch, &pixels.gather, (row, phase), source, next, &mut sums);
             }
         }
     }
