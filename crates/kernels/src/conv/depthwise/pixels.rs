@@ -103,7 +103,7 @@ impl BlockKernel for Sums<'_> {
             let weight =
                 unsafe { load::<S, MASKED>(simd, mask, self.weights.as_ptr().add(tap.place + channel)) };
             let source = tap.source.wrapping_add(q * source_step + channel);
-            for b in 0..BLOCK {
+            for (b, sum) in sums.iter_mut().enumerate() {
                 // SAFETY: what is listed may be read; without a list all inputs are inside.
                 let x = unsafe {
                     let from = match EDGE {
@@ -112,7 +112,7 @@ impl BlockKernel for Sums<'_> {
                     };
                     load::<S, MASKED>(simd, mask, from)
                 };
-                sums[b] = simd.mul_add_f32s(x, weight, sums[b]);
+                *sum = simd.mul_add_f32s(x, weight, *sum);
             }
         }
         let output = self.output.as_mut_ptr().wrapping_add(q * output_step + channel);
