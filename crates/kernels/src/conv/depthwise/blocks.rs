@@ -168,7 +168,7 @@ pub(super) unsafe fn load<S: Simd, const MASKED: bool>(
     // SAFETY: as the caller promises.
     unsafe {
         if MASKED {
-            // The instruction: unlike masked stores, which AMD's CPUs are slow at, it needs no detour.
+            // Without pulp's detour around masked instructions: it pays for stores, which some CPUs are slow at.
             simd.mask_load_ptr_f32s(MemMask::new(mask.mask()), from)
         } else {
             from.cast::<S::f32s>().read_unaligned()
