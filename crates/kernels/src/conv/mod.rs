@@ -5,6 +5,7 @@
 //! the table, always applies, sums in f64 and is the oracle that the others are tested against.
 
 mod adapters;
+mod depthwise;
 mod gemm_views;
 mod im2col;
 mod implicit_gemm;
@@ -32,6 +33,7 @@ fn repertoire() -> Vec<Arc<dyn ConvAlgorithm>> {
         Arc::new(pointwise::Pointwise),
         Arc::new(im2col::Im2col),
         Arc::new(implicit_gemm::ImplicitGemm),
+        Arc::new(depthwise::Depthwise),
         Arc::new(winograd::Winograd4),
         Arc::new(winograd::Winograd2),
         Arc::new(onednn::External),
