@@ -11,6 +11,7 @@ mod plan;
 mod pointwise;
 mod problem;
 mod reference;
+mod small_channels;
 mod winograd;
 
 pub use notation::parse_suite;
@@ -26,6 +27,7 @@ fn repertoire() -> Vec<Arc<dyn ConvAlgorithm>> {
     vec![
         Arc::new(pointwise::Pointwise),
         Arc::new(im2col::Im2col),
+        Arc::new(small_channels::SmallChannels),
         Arc::new(winograd::Winograd4),
         Arc::new(winograd::Winograd2),
     ]
