@@ -24,8 +24,8 @@ pub(super) struct BackwardData {
     tile_rows: usize,
     /// From one row of the buffer to the next.
     pitch: usize,
-    /// Offsets of the rows of a block in its left operand: outputs, or taps where contiguous.
-    rows: Vec<usize>,
+    /// From one row of a block to the next in its left operand: outputs, or taps where contiguous.
+    stride: usize,
     /// Offsets of each output channel in the left and the right operand.
     steps: Vec<[usize; 2]>,
 }
@@ -45,7 +45,7 @@ impl BackwardData {
         let row = (t.next_multiple_of(lanes)).checked_mul(ow + lanes).filter(|&row| row <= LARGEST)?;
         let tile_rows = (TILE / row).clamp(1, oh);
         let panel = 2 * lanes;
-        let (pitch, row_step, steps) = match problem.format {
+        let (pitch, stride, steps) = match problem.format {
             MemoryFormat::ChannelsLast => {
                 (t.next_multiple_of(lanes), k, (0..k).map(|k| [k, k * panel]).collect())
             }
@@ -56,9 +56,8 @@ impl BackwardData {
                 (0..k).map(|k| [k * t, k * panel]).collect(),
             ),
         };
-        let rows = (0..block_rows(lanes)).map(|p| p * row_step).collect();
         let workers = cpu.threads().min(problem.batch * problem.height.input);
-        Some(BackwardData { problem: *problem, lanes, workers, tile_rows, pitch, rows, steps })
+        Some(BackwardData { problem: *problem, lanes, workers, tile_rows, pitch, stride, steps })
     }
 
     /// Floats of the packed filters.
@@ -110,7 +109,8 @@ impl BackwardData {
             let top = image * height;
             let workers = top / per_worker..(top + height).div_ceil(per_worker);
             for worker in workers.clone() {
-                let rows = (worker * per_worker).max(top) - top..((worker + 1) * per_worker - top).min(height);
+                let rows =
+                    (worker * per_worker).max(top) - top..((worker + 1) * per_worker - top).min(height);
                 bands[worker].push(Band { image, rows, planes: Vec::with_capacity(planes) });
             }
             for plane in dx.chunks_exact_mut(height * line) {
@@ -204,15 +204,16 @@ impl Bands<'_, '_> {
     /// Fills the buffer, [output][tap], with the products of a tile.
     #[inline(always)]
     fn multiply_pixels<S: Simd>(&mut self, simd: S, dy: &[f32], tile: &Range<usize>) {
-        let BackwardData { problem: p, pitch, rows, steps, .. } = self.backward;
+        let BackwardData { problem: p, pitch, stride, steps, .. } = self.backward;
         let (ow, k) = (p.width.output(), p.out_channels);
         let width = 2 * S::F32_LANES;
         let dy = &dy[tile.start * ow * k..tile.end * ow * k];
-        for outputs in even_runs(tile.len() * ow, rows.len()) {
+        for outputs in even_runs(tile.len() * ow, block_rows(S::F32_LANES)) {
             for (first, panel) in (0..*pitch).step_by(width).zip(self.filters.chunks_exact(k * width)) {
                 simd.vectorize(Block {
                     a: &dy[outputs.start * k..],
-                    rows: &rows[..outputs.len()],
+                    rows: outputs.len(),
+                    stride: *stride,
                     b: panel,
                     steps,
                     out: &mut self.buffer[outputs.start * pitch + first..],
@@ -227,7 +228,7 @@ impl Bands<'_, '_> {
     /// Fills the buffer, [tap][output], with the products of a tile.
     #[inline(always)]
     fn multiply_planes<S: Simd>(&mut self, simd: S, dy: &[f32], tile: &Range<usize>) {
-        let BackwardData { problem: p, pitch, rows, steps, .. } = self.backward;
+        let BackwardData { problem: p, pitch, stride, steps, .. } = self.backward;
         let plane = p.height.output() * p.width.output();
         let (start, end) = (tile.start * p.width.output(), tile.end * p.width.output());
         let width = 2 * S::F32_LANES;
@@ -237,10 +238,11 @@ impl Bands<'_, '_> {
                 to[..columns].copy_from_slice(&dy[first..first + columns]);
                 to[columns..].fill(0.0);
             }
-            for taps in even_runs(taps(p), rows.len()) {
+            for taps in even_runs(taps(p), block_rows(S::F32_LANES)) {
                 simd.vectorize(Block {
                     a: &self.filters[taps.start..],
-                    rows: &rows[..taps.len()],
+                    rows: taps.len(),
+                    stride: *stride,
                     b: self.panel,
                     steps,
                     out: &mut self.buffer[taps.start * pitch + first - start..],

@@ -4,7 +4,7 @@ use pulp::{Simd, WithSimd};
 
 use super::kernel::{Block, block_rows, even_runs};
 use super::rows::InputRows;
-use super::{LINE, aligned, place_in_filter, taps};
+use super::{LINE, aligned, place_in_filter};
 use crate::conv::gemm_views::reduce_partials;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
@@ -14,13 +14,14 @@ use crate::{Cpu, MemoryFormat, simd};
 /// Backward-weights of one problem.
 pub(super) struct BackwardWeights {
     problem: ConvProblem,
-    lanes: usize,
     workers: usize,
     input: InputRows,
     /// Output rows of a strip.
     strip: usize,
     /// From the gradients of one output to those of the next, as the kernel reads them.
     pitch: usize,
+    /// Runs of taps that lie together in the copied input: S * C of them, or C where dilated.
+    run: usize,
     /// Offsets of the taps in the copied input.
     taps: Vec<usize>,
     /// Offsets of each output of a strip in the copied input and in the gradients.
@@ -43,13 +44,15 @@ impl BackwardWeights {
         let pitch = k.next_multiple_of(lanes);
         let steps = (0..strip)
             .flat_map(|row| (0..ow).map(move |column| (row, column)))
-            .map(|(row, column)| {
-                [row * input.len() + column * input.step(), (row * ow + column) * pitch]
-            })
+            .map(|(row, column)| [row * input.len() + column * input.step(), (row * ow + column) * pitch])
             .collect();
         let workers = cpu.threads().min(batch * oh);
         let taps = input.taps();
-        Some(BackwardWeights { problem: *problem, lanes, workers, input, strip, pitch, taps, steps })
+        let run = match problem.width.dilation {
+            1 => problem.width.kernel * problem.in_channels,
+            _ => problem.in_channels,
+        };
+        Some(BackwardWeights { problem: *problem, workers, input, strip, pitch, run, taps, steps })
     }
 
     /// Floats of a worker's sums, T x K with K rounded up to whole vectors.
@@ -140,21 +143,24 @@ impl WithSimd for Strip<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let BackwardWeights { pitch, taps, steps, .. } = self.backward;
+        let BackwardWeights { pitch, run, taps, steps, .. } = self.backward;
         let outputs = self.gradients.len() / pitch;
         let width = 2 * S::F32_LANES;
         for first in (0..*pitch).step_by(width) {
-            for block in even_runs(taps.len(), block_rows(S::F32_LANES)) {
-                simd.vectorize(Block {
-                    a: self.input,
-                    rows: &taps[block.clone()],
-                    b: &self.gradients[first..],
-                    steps: &steps[..outputs],
-                    out: &mut self.sums[block.start * pitch + first..],
-                    pitch: *pitch,
-                    columns: width.min(pitch - first),
-                    update: Update::Add,
-                });
+            for (taps, sums) in taps.chunks_exact(*run).zip(self.sums.chunks_exact_mut(run * pitch)) {
+                for block in even_runs(*run, block_rows(S::F32_LANES)) {
+                    simd.vectorize(Block {
+                        a: &self.input[taps[block.start]..],
+                        rows: block.len(),
+                        stride: 1,
+                        b: &self.gradients[first..],
+                        steps: &steps[..outputs],
+                        out: &mut sums[block.start * pitch + first..],
+                        pitch: *pitch,
+                        columns: width.min(pitch - first),
+                        update: Update::Add,
+                    });
+                }
             }
         }
     }

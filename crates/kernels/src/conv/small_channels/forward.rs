@@ -16,8 +16,8 @@ pub(super) struct Forward {
     lanes: usize,
     workers: usize,
     input: InputRows,
-    /// Offsets of the rows of a block in its left operand: outputs, or output channels where contiguous.
-    rows: Vec<usize>,
+    /// From one row of a block to the next in its left operand: outputs, or output channels where contiguous.
+    stride: usize,
     /// Offsets of each tap in the left and the right operand.
     steps: Vec<[usize; 2]>,
 }
@@ -27,7 +27,7 @@ impl Forward {
         let lanes = simd::lanes(cpu.isa());
         let input = InputRows::new(problem, 2 * lanes)?;
         let places = input.taps().into_iter().enumerate();
-        let (units, row, steps) = match problem.format {
+        let (units, stride, steps) = match problem.format {
             MemoryFormat::ChannelsLast => (
                 problem.batch * problem.height.output(),
                 input.step(),
@@ -39,9 +39,8 @@ impl Forward {
                 places.map(|(tap, place)| [tap, place]).collect(),
             ),
         };
-        let rows = (0..block_rows(lanes)).map(|p| p * row).collect();
         let workers = cpu.threads().min(units);
-        Some(Forward { problem: *problem, lanes, workers, input, rows, steps })
+        Some(Forward { problem: *problem, lanes, workers, input, stride, steps })
     }
 
     /// Floats of the packed filters.
@@ -72,8 +71,7 @@ impl ConvKernel<f32> for Forward {
     fn run(&self, cpu: &Cpu, [x, weight]: [&[f32]; 2], y: &mut [f32], workspace: &mut [f32]) {
         let p = &self.problem;
         let work = p.flops() as usize;
-        let (filters, scratch) =
-            aligned(workspace).split_at_mut(self.filters_len().next_multiple_of(LINE));
+        let (filters, scratch) = aligned(workspace).split_at_mut(self.filters_len().next_multiple_of(LINE));
         let scratch = scratch.chunks_exact_mut(self.worker_len());
         let [batch, k, oh, ow] = p.output_shape();
         match p.format {
@@ -117,7 +115,7 @@ impl WithSimd for Pixels<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Forward { problem: p, input, rows, steps, .. } = self.forward;
+        let Forward { problem: p, input, stride, steps, .. } = self.forward;
         let [_, k, oh, ow] = p.output_shape();
         let panel_width = 2 * S::F32_LANES;
         for (row, y) in (self.first..).zip(self.y.chunks_exact_mut(ow * k)) {
@@ -125,10 +123,11 @@ impl WithSimd for Pixels<'_> {
             for (first, panel) in
                 (0..k).step_by(panel_width).zip(self.filters.chunks_exact(panel_width * steps.len()))
             {
-                for outputs in even_runs(ow, rows.len()) {
+                for outputs in even_runs(ow, block_rows(S::F32_LANES)) {
                     simd.vectorize(Block {
                         a: &self.input[outputs.start * input.step()..],
-                        rows: &rows[..outputs.len()],
+                        rows: outputs.len(),
+                        stride: *stride,
                         b: panel,
                         steps,
                         out: &mut y[outputs.start * k + first..],
@@ -158,7 +157,7 @@ impl WithSimd for Planes<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Forward { problem: p, input, rows, steps, .. } = self.forward;
+        let Forward { problem: p, input, stride, steps, .. } = self.forward;
         let [_, k, oh, ow] = p.output_shape();
         let width = 2 * S::F32_LANES;
         let mut first = self.first;
@@ -171,11 +170,12 @@ impl WithSimd for Planes<'_> {
             let image = self.forward.image(self.x, first / k);
             for row in 0..oh {
                 input.copy(image, row, self.input);
-                for channels in even_runs(planes, rows.len()) {
+                for channels in even_runs(planes, block_rows(S::F32_LANES)) {
                     for column in (0..ow).step_by(width) {
                         simd.vectorize(Block {
                             a: &self.weight[(channel + channels.start) * steps.len()..],
-                            rows: &rows[..channels.len()],
+                            rows: channels.len(),
+                            stride: *stride,
                             b: &self.input[column..],
                             steps,
                             out: &mut y[(channels.start * oh + row) * ow + column..],

@@ -15,12 +15,13 @@ pub(super) fn even_runs(len: usize, most: usize) -> impl Iterator<Item = std::op
     (0..runs).map(move |run| run * len / runs..(run + 1) * len / runs)
 }
 
-/// `out[p][..columns] = sum over (i, j) in steps of a[rows[p] + i] * b[j..j + columns]`, or += that.
+/// `out[p][..columns] = sum over (i, j) in steps of a[p * stride + i] * b[j..j + columns]`, or += that.
 ///
 /// At most [`block_rows`] rows and two vectors of columns. Whole vectors of `b` are read.
 pub(super) struct Block<'a> {
     pub(super) a: &'a [f32],
-    pub(super) rows: &'a [usize],
+    pub(super) rows: usize,
+    pub(super) stride: usize,
     pub(super) b: &'a [f32],
     pub(super) steps: &'a [[usize; 2]],
     pub(super) out: &'a mut [f32],
@@ -47,18 +48,19 @@ impl WithSimd for Block<'_> {
 impl Block<'_> {
     fn is_inside(&self, lanes: usize) -> bool {
         let vectors = self.columns.div_ceil(lanes);
-        let row = self.rows.iter().max().copied().unwrap_or(0);
-        let steps_inside = |&[i, j]: &[usize; 2]| row + i < self.a.len() && j + vectors * lanes <= self.b.len();
+        let row = (self.rows - 1) * self.stride;
+        let steps_inside =
+            |&[i, j]: &[usize; 2]| row + i < self.a.len() && j + vectors * lanes <= self.b.len();
         (1..=2).contains(&vectors)
             && self.steps.iter().all(steps_inside)
-            && (self.rows.len() - 1) * self.pitch + self.columns <= self.out.len()
+            && (self.rows - 1) * self.pitch + self.columns <= self.out.len()
     }
 
     #[inline(always)]
     fn dispatch<S: Simd, const V: usize>(self, simd: S) {
         macro_rules! sized {
             ($($rows:literal)*) => {
-                match self.rows.len() {
+                match self.rows {
                     // SAFETY: the caller's slices hold what is read and written, which tests assert above.
                     $($rows if $rows <= block_rows(S::F32_LANES) => unsafe { self.multiply::<S, $rows, V>(simd) },)*
                     rows => unreachable!("a block of {rows} rows"),
@@ -69,16 +71,11 @@ impl Block<'_> {
     }
 
     /// # Safety
-    /// `rows`, `steps`, `pitch` and `columns` stay inside `a`, `b` and `out`.
+    /// `rows`, `stride`, `steps`, `pitch` and `columns` stay inside `a`, `b` and `out`.
     #[inline(always)]
     unsafe fn multiply<S: Simd, const P: usize, const V: usize>(self, simd: S) {
         let lanes = S::F32_LANES;
         let (a, b) = (self.a.as_ptr(), self.b.as_ptr());
-        let mut rows = [a; P];
-        for p in 0..P {
-            // SAFETY: inside `a`.
-            rows[p] = unsafe { a.add(self.rows[p]) };
-        }
         let zero = simd.splat_f32s(0.0);
         let mut sums = [[zero; V]; P];
         for &[i, j] in self.steps {
@@ -87,11 +84,14 @@ impl Block<'_> {
                 // SAFETY: whole vectors of `b` are inside.
                 vectors[v] = unsafe { b.add(j + v * lanes).cast::<S::f32s>().read_unaligned() };
             }
+            // One pointer that walks down the rows: one for each row would leave the compiler too few registers.
+            let mut value = a.wrapping_add(i);
             for p in 0..P {
                 // SAFETY: inside `a`.
-                let value = simd.splat_f32s(unsafe { *rows[p].add(i) });
+                let row = simd.splat_f32s(unsafe { *value });
+                value = value.wrapping_add(self.stride);
                 for v in 0..V {
-                    sums[p][v] = simd.mul_add_f32s(value, vectors[v], sums[p][v]);
+                    sums[p][v] = simd.mul_add_f32s(row, vectors[v], sums[p][v]);
                 }
             }
         }

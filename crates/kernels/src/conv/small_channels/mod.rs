@@ -90,12 +90,7 @@ fn place_in_filter(problem: &ConvProblem, tap: usize) -> usize {
 
 /// Writes a `depth` x `width` matrix in panels of `panel` columns, the last one filled up with zeros:
 /// `to[column / panel][row][column % panel]`.
-fn pack(
-    to: &mut [f32],
-    panel: usize,
-    [depth, width]: [usize; 2],
-    value: impl Fn(usize, usize) -> f32,
-) {
+fn pack(to: &mut [f32], panel: usize, [depth, width]: [usize; 2], value: impl Fn(usize, usize) -> f32) {
     for (first, to) in (0..width).step_by(panel).zip(to.chunks_exact_mut(depth * panel)) {
         for (row, to) in to.chunks_exact_mut(panel).enumerate() {
             for (column, to) in (first..).zip(to) {
