@@ -6,8 +6,9 @@
 
 use std::ops::Range;
 
-use pulp::{MemMask, Simd, WithSimd};
+use pulp::{Simd, WithSimd};
 
+use super::gather::Gather;
 use super::kernel::{Block, block_rows, even_runs};
 use super::{LINE, aligned, pack, place_in_filter, taps};
 use crate::conv::plan::ConvKernel;
@@ -28,6 +29,7 @@ pub(super) struct BackwardData {
     stride: usize,
     /// Offsets of each output channel in the left and the right operand.
     steps: Vec<[usize; 2]>,
+    gather: Gather,
 }
 
 /// Floats of the buffer that are aimed at: with the filters beside it, it should stay in an L2 cache of 1 MiB.
@@ -57,7 +59,8 @@ impl BackwardData {
             ),
         };
         let workers = cpu.threads().min(problem.batch * problem.height.input);
-        Some(BackwardData { problem: *problem, lanes, workers, tile_rows, pitch, stride, steps })
+        let gather = Gather::new(problem, lanes, pitch);
+        Some(BackwardData { problem: *problem, lanes, workers, tile_rows, pitch, stride, steps, gather })
     }
 
     /// Floats of the packed filters.
@@ -184,16 +187,11 @@ impl WithSimd for Bands<'_, '_> {
             for top in (first..end).step_by(*tile_rows) {
                 let tile = top..(top + tile_rows).min(end);
                 match p.format {
-                    MemoryFormat::ChannelsLast => {
-                        self.multiply_pixels(simd, dy, &tile);
-                        self.gather_pixels(simd, &tile, &rows, planes[0]);
-                    }
-                    MemoryFormat::Contiguous => {
-                        self.multiply_planes(simd, dy, &tile);
-                        for (channel, plane) in planes.iter_mut().enumerate() {
-                            self.gather_plane(simd, &tile, &rows, channel, plane);
-                        }
-                    }
+                    MemoryFormat::ChannelsLast => self.multiply_pixels(simd, dy, &tile),
+                    MemoryFormat::Contiguous => self.multiply_planes(simd, dy, &tile),
+                }
+                for (channel, plane) in planes.iter_mut().enumerate() {
+                    self.gather(simd, &tile, &rows, channel, plane);
                 }
             }
         }
@@ -235,7 +233,13 @@ impl Bands<'_, '_> {
         for first in (start..end).step_by(width) {
             let columns = width.min(end - first);
             for (dy, to) in dy.chunks_exact(plane).zip(self.panel.chunks_exact_mut(width)) {
-                to[..columns].copy_from_slice(&dy[first..first + columns]);
+                let dy = &dy[first..first + columns];
+                let ((from, rest), (whole, _)) = (S::as_simd_f32s(dy), S::as_mut_simd_f32s(to));
+                // Vector by vector: too few for a call of memcpy.
+                for (to, from) in whole.iter_mut().zip(from) {
+                    *to = *from;
+                }
+                to[columns - rest.len()..columns].copy_from_slice(rest);
                 to[columns..].fill(0.0);
             }
             for taps in even_runs(taps(p), block_rows(S::F32_LANES)) {
@@ -265,53 +269,9 @@ impl Bands<'_, '_> {
         })
     }
 
-    /// Adds what the tile sends back to the rows of dx, W x C each.
-    ///
-    /// Through one kernel row, an output reaches S * C elements of a dx row that lie together, or S runs of C where dilated.
+    /// Adds what the tile sends back to rows of dx, those of one channel where contiguous.
     #[inline(always)]
-    fn gather_pixels<S: Simd>(&self, simd: S, tile: &Range<usize>, rows: &Range<usize>, dx: &mut [f32]) {
-        let BackwardData { problem: p, pitch, .. } = self.backward;
-        let (w, c) = (&p.width, p.in_channels);
-        let lanes = S::F32_LANES;
-        let line = w.input * c;
-        let step = w.stride * c;
-        let (runs, run_len) = if w.dilation == 1 { (1, w.kernel * c) } else { (w.kernel, c) };
-        let mut bases = Vec::with_capacity(p.height.kernel);
-        for (row, dx) in rows.clone().zip(dx.chunks_exact_mut(line)) {
-            bases.clear();
-            let base = |(r, output)| output * w.output() * pitch + r * w.kernel * c;
-            bases.extend(self.kernel_rows(row, tile).map(base));
-            if bases.is_empty() {
-                continue;
-            }
-            for (first, dx) in (0..).step_by(lanes).zip(dx.chunks_mut(lanes)) {
-                let mut sum = simd.splat_f32s(0.0);
-                for run in 0..runs {
-                    // Lane l is element `place` + l of what the first output reaches.
-                    let place = (w.pad_before * c + first) as isize - (run * w.dilation * c) as isize;
-                    let from = (place + 1 - run_len as isize).max(0) as usize;
-                    let end = (place + lanes as isize).max(0) as usize;
-                    let outputs = from.div_ceil(step)..end.div_ceil(step).min(w.output());
-                    for output in outputs {
-                        let place = place - (output * step) as isize;
-                        let (start, end) = ((-place).max(0), (run_len as isize - place).min(lanes as isize));
-                        let mask = MemMask::new(simd.mask_between_m32s(start as u32, end as u32).mask());
-                        let offset = (output * pitch + run * run_len) as isize + place;
-                        for &base in &bases {
-                            let from = self.buffer.as_ptr().wrapping_add(base).wrapping_offset(offset);
-                            // SAFETY: the mask leaves the lanes of this run, which is inside the buffer.
-                            sum = simd.add_f32s(sum, unsafe { simd.mask_load_ptr_f32s(mask, from) });
-                        }
-                    }
-                }
-                add(simd, dx, sum);
-            }
-        }
-    }
-
-    /// Adds what the tile sends back to the rows of one channel of dx.
-    #[inline(always)]
-    fn gather_plane<S: Simd>(
+    fn gather<S: Simd>(
         &self,
         simd: S,
         tile: &Range<usize>,
@@ -319,65 +279,22 @@ impl Bands<'_, '_> {
         channel: usize,
         dx: &mut [f32],
     ) {
-        let BackwardData { problem: p, pitch, .. } = self.backward;
-        let (h, w) = (&p.height, &p.width);
-        let lanes = S::F32_LANES;
-        let outputs = w.output() as isize;
-        let mut bases = Vec::with_capacity(h.kernel);
-        for (row, dx) in rows.clone().zip(dx.chunks_exact_mut(w.input)) {
+        let BackwardData { problem: p, pitch, gather, .. } = self.backward;
+        let line = dx.len() / rows.len();
+        let mut bases = Vec::with_capacity(p.height.kernel);
+        for (row, dx) in rows.clone().zip(dx.chunks_exact_mut(line)) {
             bases.clear();
-            let base = |(r, output)| (channel * h.kernel + r) * w.kernel * pitch + output * w.output();
-            bases.extend(self.kernel_rows(row, tile).map(base));
-            if bases.is_empty() {
-                continue;
-            }
-            // Columns that are `phase` modulo the stride are reached by the same taps.
-            for phase in 0..w.stride.min(w.input) {
-                let residue = (phase + w.pad_before) % w.stride;
-                let dx = &mut dx[phase..];
-                for first in (0..dx.len()).step_by(lanes * w.stride) {
-                    let place = ((phase + first + w.pad_before) / w.stride) as isize;
-                    let mut sum = simd.splat_f32s(0.0);
-                    for s in (0..w.kernel).filter(|s| s * w.dilation % w.stride == residue) {
-                        // The output of lane 0.
-                        let place = place - (s * w.dilation / w.stride) as isize;
-                        let (start, end) = ((-place).max(0), (outputs - place).min(lanes as isize));
-                        if start >= end {
-                            continue;
-                        }
-                        let mask = MemMask::new(simd.mask_between_m32s(start as u32, end as u32).mask());
-                        for &base in &bases {
-                            let from =
-                                self.buffer.as_ptr().wrapping_add(base + s * pitch).wrapping_offset(place);
-                            // SAFETY: the mask leaves lanes of an output row, which is inside the buffer.
-                            sum = simd.add_f32s(sum, unsafe { simd.mask_load_ptr_f32s(mask, from) });
-                        }
-                    }
-                    let dx = &mut dx[first..];
-                    if w.stride == 1 {
-                        let len = lanes.min(dx.len());
-                        add(simd, &mut dx[..len], sum);
-                    } else {
-                        let mut values = [0.0; LINE];
-                        simd.partial_store_f32s(&mut values[..lanes], sum);
-                        for (dx, value) in dx.iter_mut().step_by(w.stride).zip(&values[..lanes]) {
-                            *dx += value;
-                        }
-                    }
+            bases.extend(self.kernel_rows(row, tile).map(|(r, output)| match p.format {
+                MemoryFormat::ChannelsLast => {
+                    output * p.width.output() * pitch + r * p.width.kernel * p.in_channels
                 }
+                MemoryFormat::Contiguous => {
+                    (channel * p.height.kernel + r) * p.width.kernel * pitch + output * p.width.output()
+                }
+            }));
+            if !bases.is_empty() {
+                gather.add(simd, self.buffer, &bases, dx);
             }
         }
-    }
-}
-
-/// `to += values` for a slice of at most one vector.
-#[inline(always)]
-fn add<S: Simd>(simd: S, to: &mut [f32], values: S::f32s) {
-    let mask = MemMask::new(simd.mask_between_m32s(0, to.len() as u32).mask());
-    let to = to.as_mut_ptr();
-    // SAFETY: the mask leaves the lanes inside the slice.
-    unsafe {
-        let sum = simd.add_f32s(values, simd.mask_load_ptr_f32s(mask, to));
-        simd.mask_store_ptr_f32s(mask, to, sum);
     }
 }

@@ -1,4 +1,6 @@
-//! Backward-weights: blocks of taps x output channels, summed over the outputs of a strip of rows.
+//! Backward-weights in channels-last: blocks of taps x output channels, summed over the outputs of a strip of rows.
+
+use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
@@ -9,9 +11,9 @@ use crate::conv::gemm_views::reduce_partials;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
 use crate::gemm::Update;
-use crate::{Cpu, MemoryFormat, simd};
+use crate::{Cpu, simd};
 
-/// Backward-weights of one problem.
+/// Backward-weights of one problem in channels-last.
 pub(super) struct BackwardWeights {
     problem: ConvProblem,
     workers: usize,
@@ -34,9 +36,6 @@ const STRIP: usize = 128;
 impl BackwardWeights {
     /// None if one output row reads too much.
     pub(super) fn new(problem: &ConvProblem, cpu: &Cpu) -> Option<BackwardWeights> {
-        if problem.format != MemoryFormat::ChannelsLast {
-            return None;
-        }
         let lanes = simd::lanes(cpu.isa());
         let input = InputRows::new(problem, 0)?;
         let [batch, k, oh, ow] = problem.output_shape();
@@ -85,7 +84,7 @@ impl BackwardWeights {
 impl ConvKernel<f32> for BackwardWeights {
     fn run(&self, cpu: &Cpu, [x, dy]: [&[f32]; 2], dweight: &mut [f32], workspace: &mut [f32]) {
         let p = &self.problem;
-        let [batch, k, oh, ow] = p.output_shape();
+        let [batch, _, oh, _] = p.output_shape();
         let rows = (batch * oh).div_ceil(self.workers);
         let (all_sums, scratch) = aligned(workspace).split_at_mut(self.workers * self.sums_len());
         let tasks = all_sums
@@ -97,14 +96,8 @@ impl ConvKernel<f32> for BackwardWeights {
             let (input, gradients) = scratch.split_at_mut(self.input_len());
             sums.fill(0.0);
             for first in rows.clone().step_by(self.strip) {
-                let strip = first..(first + self.strip).min(rows.end);
-                let dy = &dy[strip.start * ow * k..strip.end * ow * k];
-                let image = p.input_len() / p.batch;
-                for (row, to) in strip.zip(input.chunks_exact_mut(self.input.len())) {
-                    self.input.copy(&x[row / oh * image..][..image], row % oh, to);
-                }
-                let gradients = if self.pitch == k { dy } else { self.whole_vectors(dy, gradients) };
-                simd::run(cpu.isa(), Strip { backward: self, input, gradients, sums });
+                let rows = first..(first + self.strip).min(rows.end);
+                simd::run(cpu.isa(), Strip { backward: self, x, dy, rows, input, gradients, sums });
             }
         });
         reduce_partials(all_sums, self.sums_len());
@@ -132,8 +125,12 @@ impl BackwardWeights {
 /// Adds one strip of rows to the sums.
 struct Strip<'a> {
     backward: &'a BackwardWeights,
-    input: &'a [f32],
-    gradients: &'a [f32],
+    x: &'a [f32],
+    dy: &'a [f32],
+    /// Output rows, counted over all images.
+    rows: Range<usize>,
+    input: &'a mut [f32],
+    gradients: &'a mut [f32],
     /// [tap][K].
     sums: &'a mut [f32],
 }
@@ -143,8 +140,15 @@ impl WithSimd for Strip<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let BackwardWeights { pitch, run, taps, steps, .. } = self.backward;
-        let outputs = self.gradients.len() / pitch;
+        let BackwardWeights { problem: p, input, pitch, run, taps, steps, .. } = self.backward;
+        let [_, k, oh, ow] = p.output_shape();
+        let outputs = self.rows.len() * ow;
+        let dy = &self.dy[self.rows.start * ow * k..][..outputs * k];
+        let gradients = if *pitch == k { dy } else { self.backward.whole_vectors(dy, self.gradients) };
+        let image = p.input_len() / p.batch;
+        for (row, to) in self.rows.zip(self.input.chunks_exact_mut(input.len())) {
+            input.copy(&self.x[row / oh * image..][..image], row % oh, to);
+        }
         let width = 2 * S::F32_LANES;
         for first in (0..*pitch).step_by(width) {
             for (taps, sums) in taps.chunks_exact(*run).zip(self.sums.chunks_exact_mut(run * pitch)) {
@@ -153,7 +157,7 @@ impl WithSimd for Strip<'_> {
                         a: &self.input[taps[block.start]..],
                         rows: block.len(),
                         stride: 1,
-                        b: &self.gradients[first..],
+                        b: &gradients[first..],
                         steps: &steps[..outputs],
                         out: &mut sums[block.start * pitch + first..],
                         pitch: *pitch,

@@ -14,11 +14,18 @@
 
 mod backward_data;
 mod backward_weights;
+mod backward_weights_planes;
 mod forward;
+mod gather;
 mod kernel;
 mod rows;
 
 use std::sync::Arc;
+
+use backward_data::BackwardData;
+use backward_weights::BackwardWeights;
+use backward_weights_planes::BackwardWeightsPlanes;
+use forward::Forward;
 
 use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Kernel, NotApplicable};
 use super::problem::{ConvProblem, Pass};
@@ -56,17 +63,23 @@ impl ConvAlgorithm for SmallChannels {
         let too_large = || not("one output row reads or writes too much");
         let (workspace, kernel): (_, Arc<dyn ConvKernel<f32>>) = match pass {
             Pass::Forward => {
-                let forward = forward::Forward::new(problem, cpu).ok_or_else(too_large)?;
+                let forward = Forward::new(problem, cpu).ok_or_else(too_large)?;
                 (forward.workspace_len(), Arc::new(forward))
             }
             Pass::BackwardData => {
-                let backward = backward_data::BackwardData::new(problem, cpu).ok_or_else(too_large)?;
+                let backward = BackwardData::new(problem, cpu).ok_or_else(too_large)?;
                 (backward.workspace_len(), Arc::new(backward))
             }
-            Pass::BackwardWeights => {
-                let backward = backward_weights::BackwardWeights::new(problem, cpu).ok_or_else(too_large)?;
-                (backward.workspace_len(), Arc::new(backward))
-            }
+            Pass::BackwardWeights => match problem.format {
+                MemoryFormat::ChannelsLast => {
+                    let backward = BackwardWeights::new(problem, cpu).ok_or_else(too_large)?;
+                    (backward.workspace_len(), Arc::new(backward))
+                }
+                MemoryFormat::Contiguous => {
+                    let backward = BackwardWeightsPlanes::new(problem, cpu).ok_or_else(too_large)?;
+                    (backward.workspace_len(), Arc::new(backward))
+                }
+            },
         };
         Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::F32(kernel)))
     }

@@ -83,7 +83,8 @@ impl InputRows {
         }
     }
 
-    /// Copies what output row `row` reads of an image.
+    /// Copies what output row `row` reads of an image. Inlined, to be compiled for the caller's instruction set.
+    #[inline(always)]
     pub(super) fn copy(&self, image: &[f32], row: usize, to: &mut [f32]) {
         let p = &self.problem;
         let (h, w) = (&p.height, &p.width);
@@ -115,6 +116,7 @@ impl InputRows {
     }
 
     /// Every stride-th column of a padded row, from column `residue` on.
+    #[inline(always)]
     fn copy_residue(&self, from: Option<&[f32]>, residue: usize, line: &mut [f32]) {
         let w = &self.problem.width;
         let first = w.pad_before.saturating_sub(residue).div_ceil(w.stride);
@@ -135,6 +137,7 @@ impl InputRows {
 }
 
 /// Every N-th element; a constant stride lets the compiler use vectors.
+#[inline(always)]
 fn every<const N: usize>(from: &[f32], to: &mut [f32]) {
     for (i, to) in to.iter_mut().enumerate() {
         *to = from[i * N];
