@@ -35,16 +35,17 @@ pub(super) struct BackwardData {
 /// Floats of the buffer that are aimed at: with the filters beside it, it should stay in an L2 cache of 1 MiB.
 const TILE: usize = 1 << 17;
 
-/// Floats of the buffer at most, where one output row needs more.
-const LARGEST: usize = 1 << 24;
+/// Floats that one output row may take in the buffer, and elements of a row of dx.
+const LARGEST: usize = 1 << 22;
 
 impl BackwardData {
-    /// None if the buffer of one output row is too large.
+    /// None if one row is too large.
     pub(super) fn new(problem: &ConvProblem, cpu: &Cpu) -> Option<BackwardData> {
         let lanes = simd::lanes(cpu.isa());
         let (t, k) = (taps(problem), problem.out_channels);
         let [oh, ow] = [problem.height.output(), problem.width.output()];
         let row = (t.next_multiple_of(lanes)).checked_mul(ow + lanes).filter(|&row| row <= LARGEST)?;
+        (problem.width.input.checked_mul(problem.in_channels)).filter(|&line| line <= LARGEST)?;
         let tile_rows = (TILE / row).clamp(1, oh);
         let panel = 2 * lanes;
         let (pitch, stride, steps) = match problem.format {
