@@ -12,6 +12,9 @@
 //! Inputs are read from copies of the few rows in use, padded with zeros. Backward-data writes its products to a buffer in the
 //! L2 cache, from which each element of dx then gathers its taps: unlike col2im, no sum goes through memory.
 
+// Register blocks are written with their indices, as the formulas are.
+#![allow(clippy::needless_range_loop)]
+
 mod backward_data;
 mod backward_weights;
 mod backward_weights_planes;
