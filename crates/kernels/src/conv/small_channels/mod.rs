@@ -9,8 +9,8 @@
 //! | backward-data | outputs x taps, over K | taps x outputs, over K |
 //! | backward-weights | taps x K, over the outputs | taps x K, over vectors of outputs |
 //!
-//! Inputs are read from copies of the few rows in use, padded with zeros. Backward-data writes its products to a buffer in the
-//! L2 cache, from which each element of dx then gathers its taps: unlike col2im, no sum goes through memory.
+//! Inputs are read from copies of the few rows in use, padded with zeros. Backward-data writes its products to a buffer in
+//! the L2 cache, from which each element of dx then gathers its taps: sums stay in registers, unlike in col2im.
 
 // Register blocks are written with their indices, as the formulas are.
 #![allow(clippy::needless_range_loop)]
