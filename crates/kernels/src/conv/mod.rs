@@ -15,6 +15,7 @@ mod plan;
 mod pointwise;
 mod problem;
 mod reference;
+mod small_channels;
 mod winograd;
 
 pub use notation::parse_suite;
@@ -34,6 +35,7 @@ fn repertoire() -> Vec<Arc<dyn ConvAlgorithm>> {
         Arc::new(im2col::Im2col),
         Arc::new(implicit_gemm::ImplicitGemm),
         Arc::new(depthwise::Depthwise),
+        Arc::new(small_channels::SmallChannels),
         Arc::new(winograd::Winograd4),
         Arc::new(winograd::Winograd2),
         Arc::new(onednn::External),
