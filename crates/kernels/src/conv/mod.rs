@@ -28,6 +28,7 @@ fn repertoire() -> Vec<Arc<dyn ConvAlgorithm>> {
         Arc::new(im2col::Im2col),
         Arc::new(winograd::Winograd4),
         Arc::new(winograd::Winograd2),
+        Arc::new(winograd::Winograd6),
     ]
 }
 

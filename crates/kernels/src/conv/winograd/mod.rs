@@ -15,15 +15,17 @@
 // Small matrices are written with their indices, as the formulas are.
 #![allow(clippy::needless_range_loop)]
 
+mod filters;
 mod forward;
 mod geometry;
+mod memory;
 mod transforms;
 mod weights;
 
 use std::sync::Arc;
 
 use forward::{Direction, Tiles};
-use transforms::{F2, F4, Filter};
+use transforms::{F2, F4, F6, Filter};
 use weights::Weights;
 
 use super::plan::{Accuracy, ConvAlgorithm, ConvPlan, Kernel, NotApplicable};
@@ -34,6 +36,8 @@ use crate::{Cpu, DType, MemoryFormat};
 pub(super) struct Winograd2;
 /// F(4x4, 3x3).
 pub(super) struct Winograd4;
+/// F(6x6, 3x3).
+pub(super) struct Winograd6;
 
 impl ConvAlgorithm for Winograd2 {
     fn name(&self) -> &'static str {
@@ -71,7 +75,25 @@ impl ConvAlgorithm for Winograd4 {
     }
 }
 
-fn plan<F: Filter + Send + Sync + 'static>(
+impl ConvAlgorithm for Winograd6 {
+    fn name(&self) -> &'static str {
+        "winograd-6x6"
+    }
+
+    fn revision(&self) -> u32 {
+        1
+    }
+
+    fn accuracy(&self) -> Accuracy {
+        Accuracy::Relaxed
+    }
+
+    fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
+        plan::<F6>(self, problem, pass, cpu)
+    }
+}
+
+fn plan<F: Filter>(
     algorithm: &dyn ConvAlgorithm,
     problem: &ConvProblem,
     pass: Pass,
