@@ -1,10 +1,12 @@
 //! Forward and backward-data: tiles transformed, multiplied with the filters, transformed back.
 
+use std::ops::Range;
+
 use pulp::{Simd, WithSimd};
 
 use super::filters::{Filters, TransformFilters};
 use super::geometry::{Geometry, SKEW, Tile};
-use super::memory::{ALIGNMENT, Queue, Shared, aligned, load, store};
+use super::memory::{ALIGNMENT, LANES, Queue, Shared, aligned, load, store};
 use super::transforms::{Filter, Output, Transform};
 use crate::Cpu;
 use crate::conv::plan::ConvKernel;
@@ -19,10 +21,12 @@ pub(super) enum Direction {
     BackwardData,
 }
 
-/// What is transformed for all threads first; each thread then transforms parts of the other and multiplies them.
+/// What is transformed for all threads first. The other is transformed in parts that each thread then multiplies.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum First {
+    /// Then blocks of tiles, of all channels.
     Filters,
+    /// Then panels of filters, some channels at a time, for one block of all tiles.
     Inputs,
 }
 
@@ -35,8 +39,10 @@ pub(super) struct Tiles<F> {
     workers: usize,
     /// Tiles of a block, a multiple of what the matrix kernel takes.
     block: usize,
-    /// Vectors of outputs in a panel, an even number.
-    vectors: usize,
+    /// Channels that are multiplied at once, whole vectors.
+    depth: usize,
+    /// Outputs of a panel, an even number of vectors.
+    width: usize,
 }
 
 /// Tiles that the matrix kernel multiplies at once: with two vectors of outputs, its sums fill the registers.
@@ -55,19 +61,27 @@ impl<F: Filter> Tiles<F> {
             Direction::BackwardData => forward.turned(),
         };
         let lanes = simd::lanes(cpu.isa());
-        let vectors = |outputs: usize| 2 * outputs.div_ceil(2 * lanes);
-        let env = |n: &str, d: usize| std::env::var(n).map_or(d, |v| v.parse().unwrap());
-        let first = if env("FIRST", if geometry.tiles() < geometry.outputs { 1 } else { 0 }) == 1 { First::Inputs } else { First::Filters };
-        let panel = env("PANEL", if geometry.channels < 256 { 32 } else { 64 });
-        let block = env("BLOCK", (4096 / geometry.channels).clamp(16, 64).max(4096 / geometry.channels.max(64)).max(if geometry.channels >= 256 {64} else {16}));
+        let (tiles, c) = (geometry.tiles(), geometry.channels);
+        // Few tiles: filters are the larger part. They are used where they have been transformed, in the L2 cache
+        // beside the products of all tiles.
+        let first = if tiles <= 256.min(geometry.outputs) { First::Inputs } else { First::Filters };
+        let (block, depth, panel) = match first {
+            First::Inputs => (tiles, c.min(64), 32),
+            // A block's inputs and products share the L2 cache with a panel of filters.
+            First::Filters if c < 256 => (24, c, 32),
+            // Neither inputs nor filters fit: larger products read both less often.
+            First::Filters => (64, c, 64),
+        };
+        let block = if first == First::Filters { block.min(tiles.div_ceil(cpu.threads())) } else { block };
         let tiles = Tiles {
             geometry,
             direction,
             first,
             lanes,
             workers: 1,
-            block: block.min(geometry.tiles()).next_multiple_of(rows(lanes)),
-            vectors: vectors(geometry.outputs.min(panel)),
+            block: block.next_multiple_of(rows(lanes)),
+            depth: depth.next_multiple_of(lanes),
+            width: geometry.outputs.min(panel).next_multiple_of(2 * lanes),
         };
         let units = match first {
             First::Filters => tiles.blocks(),
@@ -76,40 +90,44 @@ impl<F: Filter> Tiles<F> {
         Tiles { workers: cpu.threads().min(units), ..tiles }
     }
 
-    /// Channels, filled up to vectors.
-    fn depth(&self) -> usize {
-        self.geometry.channels.next_multiple_of(self.lanes)
+    fn rows(&self) -> usize {
+        rows(self.lanes)
+    }
+
+    fn block_tiles(&self, block: usize) -> Range<usize> {
+        let start = block * self.block;
+        start..(start + self.block).min(self.geometry.tiles())
     }
 
     fn blocks(&self) -> usize {
         self.geometry.tiles().div_ceil(self.block)
     }
 
-    /// Outputs of a panel.
-    fn width(&self) -> usize {
-        self.vectors * self.lanes
+    fn panels(&self) -> usize {
+        self.geometry.outputs.div_ceil(self.width)
     }
 
-    fn panels(&self) -> usize {
-        self.geometry.outputs.div_ceil(self.width())
+    /// Parts of the channels.
+    fn slices(&self) -> usize {
+        self.geometry.channels.div_ceil(self.depth)
     }
 
     /// Floats between two points of a panel's filters.
     fn filter_stride(&self) -> usize {
-        self.depth() * self.width() + SKEW
+        self.depth * self.width + SKEW
     }
 
     /// Floats between two points of a block's inputs.
     fn input_stride(&self) -> usize {
-        self.block * self.depth() + SKEW
+        self.block * self.depth + SKEW
     }
 
     /// Floats between two points of the products of a block with a panel.
     fn product_stride(&self) -> usize {
-        self.block * self.width() + SKEW
+        self.block * self.width + SKEW
     }
 
-    /// Floats of a panel's filters, a block's inputs and the products of both.
+    /// Floats of a panel's filters and of a block's inputs for one slice of channels, and of the products of both.
     fn lens(&self) -> [usize; 3] {
         [self.filter_stride(), self.input_stride(), self.product_stride()]
             .map(|stride| self.geometry.points() * stride)
@@ -120,13 +138,17 @@ impl<F: Filter> Tiles<F> {
         let [filters, inputs, products] = self.lens();
         match self.first {
             First::Filters => [self.panels() * filters, inputs + products],
-            First::Inputs => [self.blocks() * inputs, filters + products],
+            First::Inputs => [self.slices() * inputs, filters + products],
         }
+    }
+
+    fn zeros_len(&self) -> usize {
+        self.geometry.channels.next_multiple_of(LANES)
     }
 
     pub(super) fn workspace_len(&self) -> usize {
         let [first, worker] = self.parts();
-        ALIGNMENT + self.depth() + first + self.workers * worker
+        ALIGNMENT + self.zeros_len() + first + self.workers * worker
     }
 }
 
@@ -135,36 +157,45 @@ impl<F: Filter> ConvKernel<f32> for Tiles<F> {
         let work = output.len() * self.geometry.channels;
         let [first_len, worker_len] = self.parts();
         let [filters_len, inputs_len, _] = self.lens();
-        let (zeros, rest) = aligned(workspace).split_at_mut(self.depth());
+        let (zeros, rest) = aligned(workspace).split_at_mut(self.zeros_len());
         zeros.fill(0.0);
         let (first, scratch) = rest.split_at_mut(first_len);
         let call = Call { tiles: self, cpu, x, zeros, weight, output: Shared::new(output) };
         match self.first {
             First::Filters => {
                 let panels = first.chunks_mut(filters_len).enumerate();
-                cpu.for_each(work, panels, |(panel, filters)| call.transform_filters(panel, filters));
+                cpu.for_each(work, panels, |(panel, filters)| call.transform_filters([panel, 0], filters));
                 let blocks = Queue::new(self.blocks());
                 cpu.for_each(work, scratch.chunks_mut(worker_len), |scratch| {
                     let (inputs, products) = scratch.split_at_mut(inputs_len);
                     for block in blocks.take() {
-                        call.transform_inputs(block, inputs);
+                        let tiles = self.block_tiles(block);
+                        call.transform_inputs(tiles.clone(), tiles.start, Shared::new(inputs));
                         for (panel, filters) in first.chunks(filters_len).enumerate() {
-                            call.multiply([block, panel], [inputs, filters], products);
+                            call.multiply([inputs, filters], products, tiles.len(), 0);
+                            call.transform_outputs(products, tiles.clone(), panel);
                         }
                     }
                 });
             }
             First::Inputs => {
-                let blocks = first.chunks_mut(inputs_len).enumerate();
-                cpu.for_each(work, blocks, |(block, inputs)| call.transform_inputs(block, inputs));
+                let tiles = self.block_tiles(0);
+                let inputs = Shared::new(first);
+                let groups = tiles.clone().step_by(self.rows());
+                cpu.for_each(work, groups, |start| {
+                    // Each group of tiles writes places of its own.
+                    call.transform_inputs(start..(start + self.rows()).min(tiles.end), 0, inputs);
+                });
+                let first = &*first;
                 let panels = Queue::new(self.panels());
                 cpu.for_each(work, scratch.chunks_mut(worker_len), |scratch| {
                     let (filters, products) = scratch.split_at_mut(filters_len);
                     for panel in panels.take() {
-                        call.transform_filters(panel, filters);
-                        for (block, inputs) in first.chunks(inputs_len).enumerate() {
-                            call.multiply([block, panel], [inputs, filters], products);
+                        for (slice, inputs) in first.chunks(inputs_len).enumerate() {
+                            call.transform_filters([panel, slice], filters);
+                            call.multiply([inputs, filters], products, tiles.len(), slice);
                         }
+                        call.transform_outputs(products, tiles.clone(), panel);
                     }
                 });
             }
@@ -183,7 +214,7 @@ struct Call<'a, F> {
 }
 
 impl<F: Filter> Call<'_, F> {
-    fn transform_filters(&self, panel: usize, to: &mut [f32]) {
+    fn transform_filters(&self, [panel, slice]: [usize; 2], to: &mut [f32]) {
         let tiles = self.tiles;
         let filters = Filters {
             weight: self.weight,
@@ -193,8 +224,8 @@ impl<F: Filter> Call<'_, F> {
         };
         let transform = TransformFilters {
             filters,
-            first: panel * tiles.width(),
-            vectors: tiles.vectors,
+            outputs: panel * tiles.width..(panel + 1) * tiles.width,
+            channels: slice * tiles.depth..(slice + 1) * tiles.depth,
             to,
             stride: tiles.filter_stride(),
             filter: tiles.geometry.filter,
@@ -202,20 +233,27 @@ impl<F: Filter> Call<'_, F> {
         simd::run(self.cpu.isa(), transform);
     }
 
-    fn transform_inputs(&self, block: usize, to: &mut [f32]) {
-        simd::run(self.cpu.isa(), TransformInputs { call: self, block, to });
+    fn transform_inputs(&self, tiles: Range<usize>, first: usize, to: Shared<'_>) {
+        simd::run(self.cpu.isa(), TransformInputs { call: self, tiles, first, to });
     }
 
-    fn multiply(&self, [block, panel]: [usize; 2], [inputs, filters]: [&[f32]; 2], products: &mut [f32]) {
-        simd::run(self.cpu.isa(), Multiply { call: self, block, panel, inputs, filters, products });
+    /// Multiplies `count` tiles.
+    fn multiply(&self, [inputs, filters]: [&[f32]; 2], products: &mut [f32], count: usize, slice: usize) {
+        simd::run(self.cpu.isa(), Multiply { tiles: self.tiles, inputs, filters, products, count, slice });
+    }
+
+    fn transform_outputs(&self, products: &[f32], tiles: Range<usize>, panel: usize) {
+        simd::run(self.cpu.isa(), TransformOutputs { call: self, products, tiles, panel });
     }
 }
 
-/// Transforms the tiles of a block: V[point][tile / rows][channel / lanes][tile % rows][lane].
+/// Transforms tiles of a block: V[slice][point][tile / rows][channel / lanes][tile % rows][lane].
 struct TransformInputs<'a, F> {
     call: &'a Call<'a, F>,
-    block: usize,
-    to: &'a mut [f32],
+    tiles: Range<usize>,
+    /// Where the block starts.
+    first: usize,
+    to: Shared<'a>,
 }
 
 impl<F: Filter> WithSimd for TransformInputs<'_, F> {
@@ -223,114 +261,71 @@ impl<F: Filter> WithSimd for TransformInputs<'_, F> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let TransformInputs { call, block, to } = self;
-        let Call { tiles, x, zeros, .. } = *call;
+        let Call { tiles, x, zeros, .. } = *self.call;
         let (lanes, rows) = (S::F32_LANES, rows(S::F32_LANES));
-        let first = block * tiles.block;
-        let to = Shared::new(to);
-        for tile in 0..tiles.block.min(tiles.geometry.tiles() - first) {
-            let group = (tile / rows) * rows * tiles.depth() + (tile % rows) * lanes;
-            let place = |vector| group + vector * rows * lanes;
-            let to = (to, tiles.input_stride());
+        let [_, slice_len, _] = tiles.lens();
+        let vectors = tiles.depth / lanes;
+        for tile in self.tiles {
+            let index = tile - self.first;
+            let group = (index / rows) * rows * tiles.depth + (index % rows) * lanes;
+            let place = |vector| vector / vectors * slice_len + group + vector % vectors * rows * lanes;
+            let to = (self.to, tiles.input_stride());
             // SAFETY: the block has a vector of each point for each of its tiles, and one thread transforms it.
-            unsafe { tiles.geometry.transform_input(simd, [x, zeros], first + tile, to, place) }
+            unsafe { tiles.geometry.transform_input(simd, [x, zeros], tile, to, place) }
         }
     }
 }
 
-/// Multiplies a block of tiles with a panel of filters and transforms the products to outputs.
+/// Multiplies a block's inputs with a panel's filters, M[point][output / 2 lanes][tile][2 lanes] = V U, and adds that
+/// of all but the first slice of channels.
 struct Multiply<'a, F> {
-    call: &'a Call<'a, F>,
-    block: usize,
-    panel: usize,
+    tiles: &'a Tiles<F>,
     inputs: &'a [f32],
     filters: &'a [f32],
-    /// M[point][output / 2 lanes][tile][2 lanes].
     products: &'a mut [f32],
+    /// Tiles of the block.
+    count: usize,
+    slice: usize,
 }
 
 impl<F: Filter> WithSimd for Multiply<'_, F> {
     type Output = ();
 
     #[inline(always)]
-    fn with_simd<S: Simd>(mut self, simd: S) {
-        let tiles = self.call.tiles;
-        let first = self.block * tiles.block;
-        let count = tiles.block.min(tiles.geometry.tiles() - first);
+    fn with_simd<S: Simd>(self, simd: S) {
         match rows(S::F32_LANES) {
-            8 => self.products::<S, 8>(simd, count),
-            _ => self.products::<S, 6>(simd, count),
-        }
-        for tile in 0..count {
-            self.transform_output(simd, tile, tiles.geometry.tile(first + tile));
+            8 => self.blocked::<S, 8>(simd),
+            _ => self.blocked::<S, 6>(simd),
         }
     }
 }
 
 impl<F: Filter> Multiply<'_, F> {
-    /// M[point] = V[point] U[point].
     #[inline(always)]
-    fn products<S: Simd, const ROWS: usize>(&mut self, simd: S, count: usize) {
-        let tiles = self.call.tiles;
-        let depth = tiles.depth();
-        let width = 2 * S::F32_LANES;
-        for point in 0..tiles.geometry.points() {
-            let inputs = &self.inputs[point * tiles.input_stride()..][..tiles.block * depth];
-            let filters = &self.filters[point * tiles.filter_stride()..][..tiles.width() * depth];
-            let products = &mut self.products[point * tiles.product_stride()..][..tiles.block * tiles.width()];
-            let panels = filters.chunks_exact(depth * width);
-            for (filters, products) in panels.zip(products.chunks_exact_mut(tiles.block * width)) {
-                let groups = inputs.chunks_exact(ROWS * depth).zip(products.chunks_exact_mut(ROWS * width));
-                for (inputs, products) in groups.take(count.div_ceil(ROWS)) {
-                    product::<S, ROWS>(simd, inputs, filters, products);
+    fn blocked<S: Simd, const ROWS: usize>(self, simd: S) {
+        let Tiles { block, depth, width, .. } = *self.tiles;
+        let pair = 2 * S::F32_LANES;
+        // The last slice may have fewer channels.
+        let rest = self.tiles.geometry.channels - self.slice * depth;
+        let channels = depth.min(rest.next_multiple_of(S::F32_LANES));
+        for point in 0..self.tiles.geometry.points() {
+            let inputs = &self.inputs[point * self.tiles.input_stride()..][..block * depth];
+            let filters = &self.filters[point * self.tiles.filter_stride()..][..width * depth];
+            let products = &mut self.products[point * self.tiles.product_stride()..][..block * width];
+            let pairs = filters.chunks_exact(depth * pair).zip(products.chunks_exact_mut(block * pair));
+            for (filters, products) in pairs {
+                let groups = inputs.chunks_exact(ROWS * depth).zip(products.chunks_exact_mut(ROWS * pair));
+                for (inputs, products) in groups.take(self.count.div_ceil(ROWS)) {
+                    product::<S, ROWS>(simd, &inputs[..ROWS * channels], filters, products, self.slice == 0);
                 }
             }
         }
     }
-
-    #[inline(always)]
-    fn transform_output<S: Simd>(&mut self, simd: S, index: usize, tile: Tile) {
-        let Call { tiles, output, .. } = self.call;
-        let lanes = S::F32_LANES;
-        let [height, width] = tiles.geometry.output;
-        let k = tiles.geometry.outputs;
-        let (rows, columns) = (height - tile.row, width - tile.column);
-        let corner = ((tile.image * height + tile.row) * width + tile.column) * k;
-        let stride = tiles.product_stride();
-        let points = tiles.geometry.points();
-        for vector in 0..tiles.vectors {
-            let first = self.panel * tiles.width() + vector * lanes;
-            if first >= k {
-                break;
-            }
-            let take = lanes.min(k - first);
-            let place = ((vector / 2 * tiles.block + index) * 2 + vector % 2) * lanes;
-            let products = &self.products[place..place + (points - 1) * stride + lanes];
-            Output::<F>::square(
-                simd,
-                // SAFETY: `products` holds a vector of each point.
-                |i, j| unsafe { load::<S>(products, (i * F::INPUTS + j) * stride) },
-                |i, j, value| {
-                    if i < rows && j < columns {
-                        let place = corner + (i * width + j) * k + first;
-                        // SAFETY: each output belongs to one tile and one panel, which are multiplied once.
-                        let to = unsafe { output.part(place, take) };
-                        if take == lanes {
-                            // SAFETY: it holds all lanes.
-                            unsafe { store::<S>(to, 0, value) };
-                        } else {
-                            simd.partial_store_f32s(to, value);
-                        }
-                    }
-                },
-            );
-        }
-    }
 }
 
-/// ROWS x (2 lanes) of V U: V as [channel / lanes][ROWS][lane], U as [channel][2 lanes].
+/// m = v u, or m += v u: v as [channel / lanes][ROWS][lane], u as [channel][2 lanes], m as [ROWS][2 lanes].
 #[inline(always)]
-fn product<S: Simd, const ROWS: usize>(simd: S, v: &[f32], u: &[f32], m: &mut [f32]) {
+fn product<S: Simd, const ROWS: usize>(simd: S, v: &[f32], u: &[f32], m: &mut [f32], fresh: bool) {
     let lanes = S::F32_LANES;
     let mut sums = [[simd.splat_f32s(0.0); 2]; ROWS];
     for (v, u) in v.chunks_exact(ROWS * lanes).zip(u.chunks_exact(2 * lanes * lanes)) {
@@ -346,6 +341,66 @@ fn product<S: Simd, const ROWS: usize>(simd: S, v: &[f32], u: &[f32], m: &mut [f
     }
     let (m, _) = S::as_mut_simd_f32s(m);
     for (m, sums) in m.chunks_exact_mut(2).zip(sums) {
-        m.copy_from_slice(&sums);
+        for half in 0..2 {
+            m[half] = if fresh { sums[half] } else { simd.add_f32s(m[half], sums[half]) };
+        }
+    }
+}
+
+/// Transforms a block's products with a panel to outputs.
+struct TransformOutputs<'a, F> {
+    call: &'a Call<'a, F>,
+    products: &'a [f32],
+    tiles: Range<usize>,
+    panel: usize,
+}
+
+impl<F: Filter> WithSimd for TransformOutputs<'_, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        for index in 0..self.tiles.len() {
+            self.tile(simd, index);
+        }
+    }
+}
+
+impl<F: Filter> TransformOutputs<'_, F> {
+    #[inline(always)]
+    fn tile<S: Simd>(&self, simd: S, index: usize) {
+        let Call { tiles, output, .. } = self.call;
+        let lanes = S::F32_LANES;
+        let Tile { image, row, column } = tiles.geometry.tile(self.tiles.start + index);
+        let [height, width] = tiles.geometry.output;
+        let k = tiles.geometry.outputs;
+        let (rows, columns) = (height - row, width - column);
+        let corner = ((image * height + row) * width + column) * k;
+        let stride = tiles.product_stride();
+        let points = tiles.geometry.points();
+        let start = self.panel * tiles.width;
+        for (vector, first) in (start..k.min(start + tiles.width)).step_by(lanes).enumerate() {
+            let take = lanes.min(k - first);
+            let place = ((vector / 2 * tiles.block + index) * 2 + vector % 2) * lanes;
+            let products = &self.products[place..place + (points - 1) * stride + lanes];
+            Output::<F>::square(
+                simd,
+                // SAFETY: `products` holds a vector of each point.
+                |i, j| unsafe { load::<S>(products, (i * F::INPUTS + j) * stride) },
+                |i, j, value| {
+                    if i < rows && j < columns {
+                        let place = corner + (i * width + j) * k + first;
+                        // SAFETY: each output belongs to one tile and one panel, which are transformed once.
+                        let to = unsafe { output.part(place, take) };
+                        if take == lanes {
+                            // SAFETY: it holds all lanes.
+                            unsafe { store::<S>(to, 0, value) };
+                        } else {
+                            simd.partial_store_f32s(to, value);
+                        }
+                    }
+                },
+            );
+        }
     }
 }

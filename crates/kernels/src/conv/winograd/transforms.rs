@@ -46,7 +46,7 @@ impl Filter for F4 {
 
 impl Filter for F6 {
     const PAIRS: usize = 3;
-    const PAIR: [f64; 3] = [0.5, 1.0, 1.5];
+    const PAIR: [f64; 3] = [0.5, 1.0, 2.0];
 }
 
 /// A linear map of short columns, applied to every lane. Arrays are as long as the largest needs; the rest is ignored.

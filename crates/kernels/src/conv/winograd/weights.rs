@@ -15,7 +15,6 @@ use crate::simd;
 /// A chunk of tiles of both images is transformed; then blocks of outputs x channels sum the products of its tiles.
 pub(super) struct Weights<F> {
     geometry: Geometry<F>,
-    lanes: usize,
     /// Groups of threads with their own chunks and sums.
     teams: usize,
     /// Threads of a team, which share its chunk and split the blocks.
@@ -30,17 +29,17 @@ impl<F: Filter> Weights<F> {
     pub(super) fn new(problem: &ConvProblem, cpu: &Cpu) -> Self {
         let geometry = Geometry::of(problem);
         let lanes = simd::lanes(cpu.isa());
-        let env = |n: &str, d: usize| std::env::var(n).map_or(d, |v| v.parse().unwrap());
-        let (c, k) = (geometry.channels, geometry.outputs);
-        let private = env("PRIVATE", (c * k <= 8192) as usize) == 1;
-        let (teams, threads) = if private { (cpu.threads(), 1) } else { (1, cpu.threads()) };
-        let tiles = geometry.tiles();
-        let chunk = env("CHUNK", if private { 4096 / c.max(k) } else { 131072 / (c + k) }).clamp(16, 512);
+        let (c, k, tiles) = (geometry.channels, geometry.outputs, geometry.tiles());
+        // Each thread has its own chunks, which stay in its cache, while there is room for as many sums.
+        let (teams, threads, chunk) = match c * k {
+            ..=16384 => (cpu.threads(), 1, 64.min(tiles.div_ceil(cpu.threads()))),
+            _ => (1, cpu.threads(), 128),
+        };
         let chunk = tiles.div_ceil(tiles.div_ceil(chunk));
-        let side = env("SIDE", 64);
-        let block = [k.min(side).next_multiple_of(group(lanes)), c.min(side).next_multiple_of(2 * lanes)];
+        // The sums of a block fit the L2 cache.
+        let block = [k.min(64).next_multiple_of(group(lanes)), c.min(64).next_multiple_of(2 * lanes)];
         let teams = teams.min(tiles.div_ceil(chunk));
-        Weights { geometry, lanes, teams, threads, chunk, block }
+        Weights { geometry, teams, threads, chunk, block }
     }
 
     /// Blocks of outputs and of channels.
@@ -157,7 +156,10 @@ impl<F: Filter> Call<'_, F> {
             }
             let (gradients, inputs) = (&*gradients, &*inputs);
             let add = |block: usize, sums: &mut [f32]| {
-                simd::run(isa, Add { weights: w, block, count, gradients, inputs, sums, fresh: chunk == start });
+                simd::run(
+                    isa,
+                    Add { weights: w, block, count, gradients, inputs, sums, fresh: chunk == start },
+                );
                 if finish && chunk + 1 == end {
                     self.finish(block, &[sums]);
                 }
