@@ -18,6 +18,7 @@
 // Small matrices are written with their indices, as the formulas are.
 #![allow(clippy::needless_range_loop)]
 
+mod block;
 mod filters;
 mod forward;
 mod geometry;
