@@ -9,11 +9,12 @@ use super::geometry::Tile;
 use super::memory::{Shared, load, store};
 use super::transforms::{Filter, Output, Transform};
 
-/// Tiles that the matrix kernel multiplies at once: with two vectors of outputs, its sums fill the registers.
+/// Tiles that the matrix kernel multiplies at once: with two vectors of outputs, enough sums to hide the latency of
+/// multiply-adds, and few enough to stay in registers.
 pub(super) const fn rows(lanes: usize) -> usize {
     match lanes {
         16 => 8,
-        _ => 6,
+        _ => 4,
     }
 }
 
@@ -65,7 +66,7 @@ impl<F: Filter> WithSimd for Multiply<'_, F> {
     fn with_simd<S: Simd>(self, simd: S) {
         match rows(S::F32_LANES) {
             8 => self.blocked::<S, 8>(simd),
-            _ => self.blocked::<S, 6>(simd),
+            _ => self.blocked::<S, 4>(simd),
         }
     }
 }
