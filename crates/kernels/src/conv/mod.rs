@@ -39,6 +39,7 @@ fn repertoire() -> Vec<Arc<dyn ConvAlgorithm>> {
         Arc::new(winograd::Winograd4),
         Arc::new(winograd::Winograd2),
         Arc::new(onednn::External),
+        Arc::new(winograd::Winograd6),
     ]
 }
 
