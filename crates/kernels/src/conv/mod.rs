@@ -4,6 +4,7 @@
 //! [`ConvPlan`], which is the proof that it can run it, or with the reason why not. The plain reference is last in
 //! the table, always applies, sums in f64 and is the oracle that the others are tested against.
 
+mod direct;
 mod gemm_views;
 mod im2col;
 mod notation;
@@ -26,6 +27,7 @@ fn repertoire() -> Vec<Arc<dyn ConvAlgorithm>> {
     vec![
         Arc::new(pointwise::Pointwise),
         Arc::new(im2col::Im2col),
+        Arc::new(direct::Direct),
         Arc::new(winograd::Winograd4),
         Arc::new(winograd::Winograd2),
     ]
