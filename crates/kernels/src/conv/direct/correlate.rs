@@ -185,12 +185,14 @@ fn multiply<S: Simd, const P: usize, const V: usize>(simd: S, product: &Product<
     }
     for (&pixel, sums) in block.targets.iter().zip(sums) {
         let first = pixel * correlate.target_channels + panel.group * panels.width + panel.first;
-        let target = &mut target[first..][..panel.channels];
-        for (target, mut sum) in target.chunks_mut(S::F32_LANES).zip(sums) {
-            if depth.start > 0 {
-                sum = simd.add_f32s(sum, simd.partial_load_f32s(target));
+        let (vectors, rest) = S::as_mut_simd_f32s(&mut target[first..][..panel.channels]);
+        let add = depth.start > 0;
+        for (v, sum) in sums.into_iter().enumerate() {
+            match vectors.get_mut(v) {
+                Some(vector) => *vector = if add { simd.add_f32s(*vector, sum) } else { sum },
+                None if add => simd.partial_store_f32s(rest, simd.add_f32s(simd.partial_load_f32s(rest), sum)),
+                None => simd.partial_store_f32s(rest, sum),
             }
-            simd.partial_store_f32s(target, sum);
         }
     }
 }

@@ -71,33 +71,31 @@ impl Phase {
         number(positions.start)..number(positions.end)
     }
 
-    /// The taps whose source lies inside for target `number`.
-    fn inside(&self, number: usize) -> Range<usize> {
+    /// The taps, first and end, whose source lies inside for target `number`.
+    fn inside(&self, number: usize) -> [u16; 2] {
         let position = (number * self.source_step) as isize;
         let is_inside = |tap: &Tap| ((position + tap.offset) as usize) < self.source;
-        match self.taps.iter().position(is_inside) {
-            Some(first) => first..first + self.taps[first..].iter().take_while(|tap| is_inside(tap)).count(),
-            None => 0..0,
-        }
-    }
-
-    fn source(&self, number: usize, tap: usize) -> usize {
-        ((number * self.source_step) as isize + self.taps[tap].offset) as usize
+        let first = self.taps.iter().position(is_inside).unwrap_or(0);
+        let count = self.taps[first..].iter().take_while(|tap| is_inside(tap)).count();
+        [first, first + count].map(|tap| tap as u16)
     }
 }
 
-/// A target pixel: where it lies, and along each axis its number and the taps that are inside.
-#[derive(Clone)]
+/// A target pixel and what it reads.
 struct Pixel {
+    /// Counted from the run's first.
     target: usize,
-    image: usize,
-    numbers: [usize; 2],
-    inside: [Range<usize>; 2],
+    /// The source pixel that a tap without offset would read, counted over all images.
+    source: isize,
+    /// First and end of the rows' and of the columns' taps that lie inside.
+    inside: [[u16; 2]; 2],
 }
 
 impl Pixel {
+    #[inline]
     fn meets(&self, [r, s]: [usize; 2]) -> bool {
-        self.inside[0].contains(&r) && self.inside[1].contains(&s)
+        let [[r0, r1], [s0, s1]] = self.inside.map(|inside| inside.map(usize::from));
+        (r0..r1).contains(&r) && (s0..s1).contains(&s)
     }
 }
 
@@ -134,14 +132,15 @@ impl Lattice<'_> {
                 continue;
             }
             let rows_inside = self.rows.inside(numbers.start);
+            let source_row = image * self.rows.source + numbers.start * self.rows.source_step;
             let start = run.start.saturating_sub(row * width);
             let end = (run.end - row * width).min(width);
             for column in self.columns.numbers(start..end) {
+                let source = source_row * self.columns.source + column * self.columns.source_step;
                 pixels.push(Pixel {
                     target: row * width + self.columns.first + column * self.columns.step - run.start,
-                    image,
-                    numbers: [numbers.start, column],
-                    inside: [rows_inside.clone(), self.columns.inside(column)],
+                    source: source as isize,
+                    inside: [rows_inside, self.columns.inside(column)],
                 });
             }
         }
@@ -153,20 +152,20 @@ impl Lattice<'_> {
     /// Pixels that miss the same taps, at a border, come to lie in the same blocks, which then leave these taps out.
     pub(super) fn blocks(&self, run: Range<usize>, most: usize, source: &[f32], zeros: &[f32]) -> Vec<Block> {
         let mut pixels = self.pixels(run);
-        pixels.sort_by_key(|pixel| pixel.inside.clone().map(|inside| (inside.start, inside.end)));
+        pixels.sort_by_key(|pixel| pixel.inside);
         super::registers::even_parts(pixels.len(), most)
             .map(|part| self.block(&pixels[part], source, zeros))
             .collect()
     }
 
     /// Channel 0 of the source pixel that the target reads through a tap, unless that is padding.
+    #[inline]
     fn source(&self, pixel: &Pixel, [r, s]: [usize; 2], source: &[f32]) -> Option<*const f32> {
         if !pixel.meets([r, s]) {
             return None;
         }
-        let row = pixel.image * self.rows.source + self.rows.source(pixel.numbers[0], r);
-        let column = self.columns.source(pixel.numbers[1], s);
-        let first = (row * self.columns.source + column) * self.source_channels;
+        let offset = self.rows.taps[r].offset * self.columns.source as isize + self.columns.taps[s].offset;
+        let first = (pixel.source + offset) as usize * self.source_channels;
         Some(source[first..first + self.source_channels].as_ptr())
     }
 

@@ -1,5 +1,7 @@
 //! Weights in panels of one or two vectors of output channels: [group][panel][tap][input channel][lane].
 
+use std::ops::Range;
+
 use crate::Cpu;
 use crate::conv::problem::ConvProblem;
 
@@ -23,6 +25,11 @@ pub(super) struct Panels {
     pub(super) lanes: usize,
     /// Distance in the weight between neighbours along the depth and along the lanes.
     strides: [usize; 2],
+}
+
+/// Runs of channels so short that both a panel's part and the weight's stay in the L1 cache.
+fn blocks(depth: usize) -> impl Iterator<Item = Range<usize>> {
+    (0..depth).step_by(16).map(move |first| first..(first + 16).min(depth))
 }
 
 /// One panel.
@@ -102,13 +109,16 @@ impl Panels {
         cpu.for_each(weight.len(), self.split(panels), |(panel, floats)| {
             let width = panel.vectors * self.lanes;
             let weight = &weight[panel.group * group_len + panel.first * along_lanes..];
-            for channel in 0..self.depth {
-                for tap in 0..self.taps {
-                    let from = weight[channel * along_depth + tap..].iter().step_by(along_lanes);
-                    let (to, beyond) = floats[(tap * self.depth + channel) * width..][..width]
-                        .split_at_mut(panel.channels);
-                    to.iter_mut().zip(from).for_each(|(to, &from)| *to = from);
-                    beyond.fill(0.0);
+            if panel.channels < width {
+                floats.fill(0.0);
+            }
+            for channels in blocks(self.depth) {
+                for lane in 0..panel.channels {
+                    for channel in channels.clone() {
+                        let taps = &weight[lane * along_lanes + channel * along_depth..][..self.taps];
+                        let to = floats[channel * width + lane..].iter_mut().step_by(self.depth * width);
+                        to.zip(taps).for_each(|(to, &tap)| *to = tap);
+                    }
                 }
             }
         });
@@ -122,12 +132,14 @@ impl Panels {
         cpu.for_each(parts.len() * filter * self.width, targets.enumerate(), |(index, filters)| {
             let (panel, offset) = (self.panel(index), self.offset(index));
             let width = panel.vectors * self.lanes;
-            for channel in 0..self.depth {
-                for tap in 0..self.taps {
-                    let place = offset + (tap * self.depth + channel) * width;
-                    let to = filters[channel * self.taps + tap..].iter_mut().step_by(filter);
-                    for (lane, to) in to.enumerate() {
-                        *to = parts.iter().map(|part| part[place + lane]).sum();
+            for channels in blocks(self.depth) {
+                for (lane, filter) in filters.chunks_mut(filter).enumerate() {
+                    for channel in channels.clone() {
+                        let taps = filter[channel * self.taps..][..self.taps].iter_mut().enumerate();
+                        for (tap, to) in taps {
+                            let place = offset + (tap * self.depth + channel) * width + lane;
+                            *to = parts.iter().map(|part| part[place]).sum();
+                        }
                     }
                 }
             }

@@ -40,8 +40,8 @@ impl WeightSums {
         let axes = [&problem.height, &problem.width];
         let output = axes.map(|axis| axis.output());
         let pixels = problem.batch * output.iter().product::<usize>();
-        let tile_pixels = TILE_PIXELS.min(TABLE_LEN / panels.taps).clamp(1, pixels);
-        let tiles = pixels.div_ceil(tile_pixels);
+        let tiles = pixels.div_ceil(TILE_PIXELS.min(TABLE_LEN / panels.taps));
+        let tile_pixels = pixels.div_ceil(tiles);
         // Parts of the panels need no sums of their own; parts of the pixels are there where the panels are too few.
         let time = |panel_parts: usize| {
             let pixel_parts = (cpu.threads() / panel_parts).min(tiles);
@@ -152,10 +152,10 @@ impl WithSimd for Task<'_> {
                 let gradients = &mut self.gradients[gradients..][..all.tile_pixels * width];
                 pack_gradients(simd, dy, all.out_channels, panel.group * panels.width + panel.first, panel, gradients);
                 let sums = &mut self.sums[sums];
-                for (pairs, sums) in taps.iter().zip(sums.chunks_exact_mut(panels.depth * width)) {
-                    for channels in even_parts(panels.depth, most_rows(S::F32_LANES, panel.vectors)) {
-                        let channel = panel.group * panels.depth + channels.start;
-                        let rows = channels.len();
+                for channels in even_parts(panels.depth, most_rows(S::F32_LANES, panel.vectors)) {
+                    let channel = panel.group * panels.depth + channels.start;
+                    let rows = channels.len();
+                    for (pairs, sums) in taps.iter().zip(sums.chunks_exact_mut(panels.depth * width)) {
                         let sums = &mut sums[channels.start * width..][..rows * width];
                         by_block!(rows, panel.vectors, add_products::<S>(simd, pairs, channel, gradients, sums));
                     }
@@ -177,9 +177,11 @@ fn pack_gradients<S: Simd>(
 ) {
     let lanes = S::F32_LANES;
     for (pixel, gradients) in dy.chunks_exact(channels).zip(gradients.chunks_exact_mut(panel.vectors * lanes)) {
-        let pixel = pixel[first..][..panel.channels].chunks(lanes);
-        for (from, to) in pixel.zip(gradients.chunks_exact_mut(lanes)) {
-            simd.partial_store_f32s(to, simd.partial_load_f32s(from));
+        let (from, rest) = S::as_simd_f32s(&pixel[first..][..panel.channels]);
+        let (to, _) = S::as_mut_simd_f32s(gradients);
+        to[..from.len()].copy_from_slice(from);
+        if !rest.is_empty() {
+            to[from.len()] = simd.partial_load_f32s(rest);
         }
     }
 }
@@ -210,7 +212,10 @@ fn add_products<S: Simd, const M: usize, const V: usize>(
         }
     }
     let (sums, _) = S::as_mut_simd_f32s(sums);
-    for (sum, product) in sums.iter_mut().zip(products.as_flattened()) {
-        *sum = simd.add_f32s(*sum, *product);
+    let (sums, _) = sums.as_chunks_mut::<V>();
+    for m in 0..M {
+        for v in 0..V {
+            sums[m][v] = simd.add_f32s(sums[m][v], products[m][v]);
+        }
     }
 }
