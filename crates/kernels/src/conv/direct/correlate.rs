@@ -1,10 +1,10 @@
 //! Forward and backward-data: target pixels in blocks, each the sum over its taps of source channels times weights.
 
-use pulp::{Simd, WithSimd};
+use pulp::{MemMask, Simd, WithSimd};
 
 use super::geometry::{Block, Lattice, Phase};
 use super::panels::{ALIGNMENT, Panel, Panels, aligned};
-use super::registers::{by_block, even_parts, most_rows};
+use super::registers::{by_block, even_parts, last_mask, most_rows};
 use crate::Cpu;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::{ConvProblem, Pass};
@@ -14,6 +14,10 @@ use crate::simd;
 const PANEL_FLOATS: usize = 128 * 1024;
 /// Target pixels of a task, for each phase: enough for a panel from L2 to serve several register blocks.
 const TASK_PIXELS: usize = 168;
+/// The same where all panels together are larger than `PANEL_FLOATS` by far: they come from L3.
+const TASK_PIXELS_OF_LARGE_WEIGHTS: usize = 448;
+/// The same for groups, which each use a part of a pixel's cache lines: what all of them use should stay in L2.
+const TASK_PIXELS_OF_GROUPS: usize = 42;
 /// Entries of a task's indirection tables, at most.
 const TABLE_LEN: usize = 16 * 1024;
 
@@ -63,7 +67,12 @@ impl Correlate {
         let lattices = phases.each_ref().map(Vec::len).iter().product::<usize>().max(1);
         let taps = phases.each_ref().map(|phases| phases.iter().map(Phase::taps).max().unwrap_or(1));
         let table_pixels = TABLE_LEN / taps.iter().product::<usize>();
-        let wanted = TASK_PIXELS.min(table_pixels).max(1) * lattices;
+        let task_pixels = match problem.groups {
+            1 if problem.weight_len() > 2 * PANEL_FLOATS => TASK_PIXELS_OF_LARGE_WEIGHTS,
+            1 => TASK_PIXELS,
+            _ => TASK_PIXELS_OF_GROUPS,
+        };
+        let wanted = task_pixels.min(table_pixels).max(1) * lattices;
         let pixels = problem.batch * target.iter().product::<usize>();
         let tasks = pixels.div_ceil(wanted).next_multiple_of(cpu.threads());
         let tap_floats = panels.taps * panels.vectors().min(2) * lanes;
@@ -173,7 +182,16 @@ fn multiply<S: Simd, const P: usize, const V: usize>(simd: S, product: &Product<
     let panels = &correlate.panels;
     let width = V * S::F32_LANES;
     let channel = panel.group * panels.depth + depth.start;
+    let last = last_mask(simd, panel.channels);
+    let targets: [_; P] = std::array::from_fn(|p| {
+        let first = block.targets[p] * correlate.target_channels + panel.group * panels.width + panel.first;
+        target[first..first + panel.channels].as_mut_ptr()
+    });
     let mut sums = [[simd.splat_f32s(0.0); V]; P];
+    if depth.start > 0 {
+        // SAFETY: each target has the panel's channels, as many as V vectors with the last one's mask.
+        sums = targets.map(|target| unsafe { load(simd, target, last) });
+    }
     for (&tap, sources) in block.taps.iter().zip(block.sources.as_chunks::<P>().0) {
         let weights = &weights[(tap * panels.depth + depth.start) * width..][..depth.len() * width];
         // SAFETY: a source is a pixel of all its channels or the zeros, as long; `channel` and the depth lie in it.
@@ -183,15 +201,52 @@ fn multiply<S: Simd, const P: usize, const V: usize>(simd: S, product: &Product<
             add_products::<S, P, V>(simd, &mut sums, &sources, weights.as_ptr(), depth.len());
         }
     }
-    for (&pixel, sums) in block.targets.iter().zip(sums) {
-        let first = pixel * correlate.target_channels + panel.group * panels.width + panel.first;
-        let (vectors, rest) = S::as_mut_simd_f32s(&mut target[first..][..panel.channels]);
-        let add = depth.start > 0;
-        for (v, sum) in sums.into_iter().enumerate() {
-            match vectors.get_mut(v) {
-                Some(vector) => *vector = if add { simd.add_f32s(*vector, sum) } else { sum },
-                None if add => simd.partial_store_f32s(rest, simd.add_f32s(simd.partial_load_f32s(rest), sum)),
-                None => simd.partial_store_f32s(rest, sum),
+    for p in 0..P {
+        // SAFETY: as for loading.
+        unsafe { store(simd, targets[p], sums[p], last) };
+    }
+}
+
+/// V vectors, of which `last` masks the last one if that is not full.
+///
+/// # Safety
+/// Their floats must be readable.
+#[inline(always)]
+unsafe fn load<S: Simd, const V: usize>(
+    simd: S,
+    from: *const f32,
+    last: Option<MemMask<S::m32s>>,
+) -> [S::f32s; V] {
+    std::array::from_fn(|v| {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let from = from.add(v * S::F32_LANES);
+            match last {
+                Some(mask) if v == V - 1 => simd.mask_load_ptr_f32s(mask, from),
+                _ => from.cast::<S::f32s>().read_unaligned(),
+            }
+        }
+    })
+}
+
+/// The reverse of [`load`].
+///
+/// # Safety
+/// The vectors' floats must be writable.
+#[inline(always)]
+unsafe fn store<S: Simd, const V: usize>(
+    simd: S,
+    to: *mut f32,
+    vectors: [S::f32s; V],
+    last: Option<MemMask<S::m32s>>,
+) {
+    for v in 0..V {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let to = to.add(v * S::F32_LANES);
+            match last {
+                Some(mask) if v == V - 1 => simd.mask_store_ptr_f32s(mask, to, vectors[v]),
+                _ => to.cast::<S::f32s>().write_unaligned(vectors[v]),
             }
         }
     }

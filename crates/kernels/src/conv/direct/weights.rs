@@ -6,7 +6,7 @@ use pulp::{Simd, WithSimd};
 
 use super::geometry::{Lattice, Pair, Phase};
 use super::panels::{ALIGNMENT, Panel, Panels, aligned};
-use super::registers::{by_block, even_parts, most_rows};
+use super::registers::{by_block, even_parts, last_mask, most_rows};
 use crate::Cpu;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
@@ -14,6 +14,10 @@ use crate::simd;
 
 /// Output pixels whose gradients are packed and used together: a panel of them stays in the L1 cache.
 const TILE_PIXELS: usize = 192;
+/// The same where the sums do not fit the L2 cache: they are read and written once a tile.
+const TILE_PIXELS_OF_LARGE_SUMS: usize = 448;
+/// The same for groups, whose sums are small.
+const TILE_PIXELS_OF_GROUPS: usize = 96;
 /// Pixels of all taps of a tile, at most.
 const TABLE_LEN: usize = 16 * 1024;
 
@@ -40,7 +44,12 @@ impl WeightSums {
         let axes = [&problem.height, &problem.width];
         let output = axes.map(|axis| axis.output());
         let pixels = problem.batch * output.iter().product::<usize>();
-        let tiles = pixels.div_ceil(TILE_PIXELS.min(TABLE_LEN / panels.taps));
+        let wanted = match problem.groups {
+            1 if problem.weight_len() > 256 * 1024 => TILE_PIXELS_OF_LARGE_SUMS,
+            1 => TILE_PIXELS,
+            _ => TILE_PIXELS_OF_GROUPS,
+        };
+        let tiles = pixels.div_ceil(wanted.min(TABLE_LEN / panels.taps));
         let tile_pixels = pixels.div_ceil(tiles);
         // Parts of the panels need no sums of their own; parts of the pixels are there where the panels are too few.
         let time = |panel_parts: usize| {
@@ -175,13 +184,16 @@ fn pack_gradients<S: Simd>(
     panel: Panel,
     gradients: &mut [f32],
 ) {
-    let lanes = S::F32_LANES;
-    for (pixel, gradients) in dy.chunks_exact(channels).zip(gradients.chunks_exact_mut(panel.vectors * lanes)) {
+    let last = last_mask(simd, panel.channels);
+    let (gradients, _) = S::as_mut_simd_f32s(gradients);
+    for (pixel, to) in dy.chunks_exact(channels).zip(gradients.chunks_exact_mut(panel.vectors)) {
         let (from, rest) = S::as_simd_f32s(&pixel[first..][..panel.channels]);
-        let (to, _) = S::as_mut_simd_f32s(gradients);
-        to[..from.len()].copy_from_slice(from);
-        if !rest.is_empty() {
-            to[from.len()] = simd.partial_load_f32s(rest);
+        for (to, &from) in to.iter_mut().zip(from) {
+            *to = from;
+        }
+        if let Some(mask) = last {
+            // SAFETY: the mask has as many lanes as the rest has floats.
+            to[from.len()] = unsafe { simd.mask_load_ptr_f32s(mask, rest.as_ptr()) };
         }
     }
 }
