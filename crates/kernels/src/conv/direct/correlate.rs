@@ -148,7 +148,8 @@ impl WithSimd for Task<'_> {
                     let weights = &self.panels[c.panels.offset(index)..c.panels.offset(index + 1)];
                     for depth in even_parts(c.panels.depth, c.depth) {
                         for block in &blocks {
-                            let product = Product { correlate: c, panel, depth: depth.clone(), weights, block };
+                            let product =
+                                Product { correlate: c, panel, depth: depth.clone(), weights, block };
                             product.multiply(simd, self.target);
                         }
                     }
@@ -183,9 +184,11 @@ fn multiply<S: Simd, const P: usize, const V: usize>(simd: S, product: &Product<
     let width = V * S::F32_LANES;
     let channel = panel.group * panels.depth + depth.start;
     let last = last_mask(simd, panel.channels);
+    let target_start = target.as_mut_ptr();
     let targets: [_; P] = std::array::from_fn(|p| {
         let first = block.targets[p] * correlate.target_channels + panel.group * panels.width + panel.first;
-        target[first..first + panel.channels].as_mut_ptr()
+        assert!(first + panel.channels <= target.len());
+        target_start.wrapping_add(first)
     });
     let mut sums = [[simd.splat_f32s(0.0); V]; P];
     if depth.start > 0 {

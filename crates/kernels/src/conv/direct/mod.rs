@@ -12,6 +12,9 @@
 //! Dukhan: "The Indirect Convolution Algorithm", 2019. Georganas et al.: "Anatomy of High-Performance Deep Learning
 //! Convolutions on SIMD Architectures", SC 2018.
 
+// Register blocks are written with their indices, as the formulas are.
+#![allow(clippy::needless_range_loop)]
+
 mod correlate;
 mod geometry;
 mod panels;

@@ -128,7 +128,8 @@ impl Panels {
     pub(super) fn unpack_sum(&self, cpu: &Cpu, parts: &[&[f32]], weight: &mut [f32]) {
         let filter = self.depth * self.taps;
         let panel_filters = filter * 2 * self.lanes;
-        let targets = weight.chunks_mut(filter * self.width).flat_map(|group| group.chunks_mut(panel_filters));
+        let targets =
+            weight.chunks_mut(filter * self.width).flat_map(|group| group.chunks_mut(panel_filters));
         cpu.for_each(parts.len() * filter * self.width, targets.enumerate(), |(index, filters)| {
             let (panel, offset) = (self.panel(index), self.offset(index));
             let width = panel.vectors * self.lanes;

@@ -159,14 +159,25 @@ impl WithSimd for Task<'_> {
                 let gradients = sums.start / (panels.taps * panels.depth) * all.tile_pixels;
                 let width = panel.vectors * S::F32_LANES;
                 let gradients = &mut self.gradients[gradients..][..all.tile_pixels * width];
-                pack_gradients(simd, dy, all.out_channels, panel.group * panels.width + panel.first, panel, gradients);
+                pack_gradients(
+                    simd,
+                    dy,
+                    all.out_channels,
+                    panel.group * panels.width + panel.first,
+                    panel,
+                    gradients,
+                );
                 let sums = &mut self.sums[sums];
                 for channels in even_parts(panels.depth, most_rows(S::F32_LANES, panel.vectors)) {
                     let channel = panel.group * panels.depth + channels.start;
                     let rows = channels.len();
                     for (pairs, sums) in taps.iter().zip(sums.chunks_exact_mut(panels.depth * width)) {
                         let sums = &mut sums[channels.start * width..][..rows * width];
-                        by_block!(rows, panel.vectors, add_products::<S>(simd, pairs, channel, gradients, sums));
+                        by_block!(
+                            rows,
+                            panel.vectors,
+                            add_products::<S>(simd, pairs, channel, gradients, sums)
+                        );
                     }
                 }
             }
