@@ -6,6 +6,7 @@
 
 mod adapters;
 mod depthwise;
+mod direct;
 mod gemm_views;
 mod im2col;
 mod implicit_gemm;
@@ -36,6 +37,7 @@ fn repertoire() -> Vec<Arc<dyn ConvAlgorithm>> {
         Arc::new(implicit_gemm::ImplicitGemm),
         Arc::new(depthwise::Depthwise),
         Arc::new(small_channels::SmallChannels),
+        Arc::new(direct::Direct),
         Arc::new(winograd::Winograd4),
         Arc::new(winograd::Winograd2),
         Arc::new(onednn::External),
