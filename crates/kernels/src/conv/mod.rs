@@ -4,6 +4,7 @@
 //! [`ConvPlan`], which is the proof that it can run it, or with the reason why not. The plain reference is last in
 //! the table, always applies, sums in f64 and is the oracle that the others are tested against.
 
+mod fft;
 mod gemm_views;
 mod im2col;
 mod notation;
@@ -28,6 +29,7 @@ fn repertoire() -> Vec<Arc<dyn ConvAlgorithm>> {
         Arc::new(im2col::Im2col),
         Arc::new(winograd::Winograd4),
         Arc::new(winograd::Winograd2),
+        Arc::new(fft::Fft),
     ]
 }
 
