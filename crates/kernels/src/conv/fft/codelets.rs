@@ -1,7 +1,5 @@
 //! Fourier transforms of a few points on vectors: every lane is a transform of its own.
 
-use std::array::from_fn;
-
 use pulp::Simd;
 
 /// A complex number in every lane.
@@ -128,57 +126,57 @@ const ROOTS: [[f32; 2]; 64] = {
 pub(super) struct Codelet;
 
 pub(super) trait Fft<const N: usize> {
-    /// The unnormalised transform X[k] = sum of x[n] exp(-2 pi i k n / N).
-    fn fft<S: Simd>(s: S, x: [Complex<S>; N]) -> [Complex<S>; N];
+    /// The unnormalised transform y[k] = sum of x[n] exp(-2 pi i k n / N); x is overwritten.
+    fn fft<S: Simd>(s: S, x: &mut [Complex<S>; N], y: &mut [Complex<S>; N]);
 }
 
 impl Fft<1> for Codelet {
     #[inline(always)]
-    fn fft<S: Simd>(_: S, x: [Complex<S>; 1]) -> [Complex<S>; 1] {
-        x
+    fn fft<S: Simd>(_: S, x: &mut [Complex<S>; 1], y: &mut [Complex<S>; 1]) {
+        *y = *x;
     }
 }
 
 impl Fft<2> for Codelet {
     #[inline(always)]
-    fn fft<S: Simd>(s: S, x: [Complex<S>; 2]) -> [Complex<S>; 2] {
-        [x[0].add(s, x[1]), x[0].sub(s, x[1])]
+    fn fft<S: Simd>(s: S, x: &mut [Complex<S>; 2], y: &mut [Complex<S>; 2]) {
+        *y = [x[0].add(s, x[1]), x[0].sub(s, x[1])];
     }
 }
 
 impl Fft<4> for Codelet {
     #[inline(always)]
-    fn fft<S: Simd>(s: S, x: [Complex<S>; 4]) -> [Complex<S>; 4] {
-        let [a, b, c, d] = x;
+    fn fft<S: Simd>(s: S, x: &mut [Complex<S>; 4], y: &mut [Complex<S>; 4]) {
+        let [a, b, c, d] = *x;
         let (even, even_difference) = (a.add(s, c), a.sub(s, c));
         let (odd, odd_difference) = (b.add(s, d), b.sub(s, d));
-        [
+        *y = [
             even.add(s, odd),
             even_difference.sub_rotated(s, odd_difference),
             even.sub(s, odd),
             even_difference.add_rotated(s, odd_difference),
-        ]
+        ];
     }
 }
 
 impl Fft<8> for Codelet {
     #[inline(always)]
-    fn fft<S: Simd>(s: S, x: [Complex<S>; 8]) -> [Complex<S>; 8] {
-        cooley_tukey::<S, 2, 4, 8>(s, x)
+    fn fft<S: Simd>(s: S, x: &mut [Complex<S>; 8], y: &mut [Complex<S>; 8]) {
+        cooley_tukey::<S, 2, 4, 8>(s, x, y);
     }
 }
 
 impl Fft<16> for Codelet {
     #[inline(always)]
-    fn fft<S: Simd>(s: S, x: [Complex<S>; 16]) -> [Complex<S>; 16] {
-        cooley_tukey::<S, 4, 4, 16>(s, x)
+    fn fft<S: Simd>(s: S, x: &mut [Complex<S>; 16], y: &mut [Complex<S>; 16]) {
+        cooley_tukey::<S, 4, 4, 16>(s, x, y);
     }
 }
 
 impl Fft<32> for Codelet {
     #[inline(always)]
-    fn fft<S: Simd>(s: S, x: [Complex<S>; 32]) -> [Complex<S>; 32] {
-        cooley_tukey::<S, 8, 4, 32>(s, x)
+    fn fft<S: Simd>(s: S, x: &mut [Complex<S>; 32], y: &mut [Complex<S>; 32]) {
+        cooley_tukey::<S, 8, 4, 32>(s, x, y);
     }
 }
 
@@ -186,78 +184,91 @@ impl Fft<32> for Codelet {
 #[inline(always)]
 fn cooley_tukey<S: Simd, const A: usize, const B: usize, const N: usize>(
     s: S,
-    x: [Complex<S>; N],
-) -> [Complex<S>; N]
-where
+    x: &mut [Complex<S>; N],
+    y: &mut [Complex<S>; N],
+) where
     Codelet: Fft<A> + Fft<B>,
 {
-    let mut y = x;
+    let mut column = [Complex::zero(s); A];
+    let mut transformed = column;
     for b in 0..B {
-        let column = <Codelet as Fft<A>>::fft(s, from_fn(|a| x[a * B + b]));
         for a in 0..A {
-            y[a * B + b] = column[a].times_root(s, a * b, N);
+            column[a] = x[a * B + b];
+        }
+        Codelet::fft(s, &mut column, &mut transformed);
+        for a in 0..A {
+            x[a * B + b] = transformed[a].times_root(s, a * b, N);
         }
     }
-    let mut z = x;
+    let mut row = [Complex::zero(s); B];
+    let mut transformed = row;
     for a in 0..A {
-        let row = <Codelet as Fft<B>>::fft(s, from_fn(|b| y[a * B + b]));
         for b in 0..B {
-            z[b * A + a] = row[b];
+            row[b] = x[a * B + b];
+        }
+        Codelet::fft(s, &mut row, &mut transformed);
+        for b in 0..B {
+            y[b * A + a] = transformed[b];
         }
     }
-    z
 }
 
 /// The unnormalised inverse of [`Fft::fft`].
 #[inline(always)]
-pub(super) fn inverse_fft<S: Simd, const N: usize>(s: S, x: [Complex<S>; N]) -> [Complex<S>; N]
+pub(super) fn inverse_fft<S: Simd, const N: usize>(s: S, x: &mut [Complex<S>; N], y: &mut [Complex<S>; N])
 where
     Codelet: Fft<N>,
 {
-    Codelet::fft(s, x.map(Complex::swap)).map(Complex::swap)
+    for x in &mut *x {
+        *x = x.swap();
+    }
+    Codelet::fft(s, x, y);
+    for y in y {
+        *y = y.swap();
+    }
 }
 
-/// Twice the transform X of 2M real numbers, given as M pairs (even, odd).
+/// Twice the transform X of 2M real numbers, given as M pairs (even, odd), which are overwritten.
 ///
 /// X[0] and X[M] are real and share the first place; X[1] to X[M - 1] follow; the rest are their conjugates.
 #[inline(always)]
-pub(super) fn real_fft<S: Simd, const M: usize>(s: S, x: [Complex<S>; M]) -> [Complex<S>; M]
+pub(super) fn real_fft<S: Simd, const M: usize>(s: S, pairs: &mut [Complex<S>; M], y: &mut [Complex<S>; M])
 where
     Codelet: Fft<M>,
 {
-    let z = Codelet::fft(s, x);
-    let mut y = z;
-    let (re, im) = (z[0].re, z[0].im);
+    Codelet::fft(s, pairs, y);
+    let Complex { re, im } = y[0];
     y[0] = Complex { re: s.add_f32s(re, im), im: s.sub_f32s(re, im) }.scale(s, 2.0);
     for k in 1..M.div_ceil(2) {
-        let even = z[k].add_conjugate(s, z[M - k]);
-        let odd = z[k].sub_conjugate(s, z[M - k]).times_root(s, k + M / 2, 2 * M);
+        let even = y[k].add_conjugate(s, y[M - k]);
+        let odd = y[k].sub_conjugate(s, y[M - k]).times_root(s, k + M / 2, 2 * M);
         y[k] = even.add(s, odd);
         y[M - k] = even.sub(s, odd).conjugate(s);
     }
     if M > 1 {
-        y[M / 2] = z[M / 2].conjugate(s).scale(s, 2.0);
+        y[M / 2] = y[M / 2].conjugate(s).scale(s, 2.0);
     }
-    y
 }
 
-/// 2M real numbers, times 2M, from the transform that [`real_fft`] describes (not doubled).
+/// 2M real numbers in pairs, times 2M, from the transform that [`real_fft`] describes (not doubled; overwritten).
 #[inline(always)]
-pub(super) fn inverse_real_fft<S: Simd, const M: usize>(s: S, x: [Complex<S>; M]) -> [Complex<S>; M]
-where
+pub(super) fn inverse_real_fft<S: Simd, const M: usize>(
+    s: S,
+    x: &mut [Complex<S>; M],
+    pairs: &mut [Complex<S>; M],
+) where
     Codelet: Fft<M>,
 {
-    let mut z = x;
-    let (re, im) = (x[0].re, x[0].im);
-    z[0] = Complex { re: s.add_f32s(re, im), im: s.sub_f32s(re, im) };
+    let Complex { re, im } = x[0];
+    x[0] = Complex { re: s.add_f32s(re, im), im: s.sub_f32s(re, im) };
     for k in 1..M.div_ceil(2) {
         let even = x[k].add_conjugate(s, x[M - k]);
         let odd = x[k].sub_conjugate(s, x[M - k]).swap().times_root(s, k + M / 2, 2 * M).swap();
-        z[k] = even.add(s, odd);
-        z[M - k] = even.sub(s, odd).conjugate(s);
+        x[k] = even.add(s, odd);
+        x[M - k] = even.sub(s, odd).conjugate(s);
     }
     if M > 1 {
-        z[M / 2] = x[M / 2].conjugate(s).scale(s, 2.0);
+        x[M / 2] = x[M / 2].conjugate(s).scale(s, 2.0);
     }
-    inverse_fft(s, z)
+    inverse_fft(s, x, pairs);
 }

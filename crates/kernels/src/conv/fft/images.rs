@@ -13,6 +13,8 @@ use crate::simd;
 
 /// Tiles that are transformed, multiplied and transformed back together, at most.
 const BLOCK: usize = 12;
+/// Floats of a block's products with two vectors of kernels, at most (half of that is the least block): 768 KiB.
+const PRODUCTS: usize = 3 << 16;
 
 /// A convolution of N x H x W x C images to N x OH x OW x K images.
 pub(super) struct Images {
@@ -37,8 +39,10 @@ impl Images {
     pub(super) fn new(problem: &ConvProblem, pass: Pass, tiling: Tiling, cpu: &Cpu) -> Images {
         let threads = cpu.threads();
         let tiles = tiling.tiles();
-        let blocks = tiles.div_ceil(BLOCK).next_multiple_of(threads).min(tiles);
-        Images { problem: *problem, pass, tiling, lanes: simd::lanes(cpu.isa()), threads, blocks }
+        let lanes = simd::lanes(cpu.isa());
+        let block = (PRODUCTS / (tiling.slots() * 4 * lanes)).clamp(BLOCK / 2, BLOCK);
+        let blocks = tiles.div_ceil(block).next_multiple_of(threads).min(tiles);
+        Images { problem: *problem, pass, tiling, lanes, threads, blocks }
     }
 
     fn padded_channels(&self) -> usize {

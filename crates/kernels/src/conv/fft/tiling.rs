@@ -178,7 +178,8 @@ impl Tiling {
         let vectors = |channels: usize| channels.div_ceil(lanes) as f64;
         let (c, k) = (vectors(self.channels), vectors(self.outputs));
         // A transform does 2.5 points log2(points) operations, about one a cycle with its loads and stores.
-        let transform = 2.5 * points * points.log2();
+        // Larger tiles than 16 x 16 leave the registers and the L1 cache.
+        let transform = 2.5 * points * points.log2() * if points > 256.0 { 1.6 } else { 1.0 };
         let transforms = tiles * (c + k) + channels * k;
         // Four multiply-adds a product, two a cycle.
         let products = 2.0 * slots * tiles * channels * k;

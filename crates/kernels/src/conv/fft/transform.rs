@@ -5,9 +5,7 @@
 //! and middle frequencies, both real, share a complex number: its transform F = A + i B is taken apart into those of
 //! the first (A, slots 1 to H / 2 - 1) and of the middle frequency (B, slots H - 1 down to H / 2 + 1).
 
-use std::array::from_fn;
-
-use pulp::{Simd, WithSimd};
+use pulp::{MemMask, Simd, WithSimd};
 
 use super::codelets::{Codelet, Complex, Fft, inverse_fft, inverse_real_fft, real_fft};
 
@@ -60,6 +58,41 @@ pub(super) struct Slots {
     pub(super) stride: usize,
     pub(super) place: usize,
     pub(super) im: usize,
+}
+
+/// The first lanes of a vector, as many as there are channels.
+///
+/// What pulp's partial loads do, without their call through a table, which costs more than a codelet's arithmetic.
+#[derive(Clone, Copy)]
+struct Lanes<S: Simd> {
+    count: usize,
+    mask: MemMask<S::m32s>,
+}
+
+impl<S: Simd> Lanes<S> {
+    #[inline(always)]
+    fn first(simd: S, count: usize) -> Self {
+        assert!(count <= S::F32_LANES);
+        Lanes { count, mask: MemMask::new(simd.mask_between_m32s(0, count as u32).mask()) }
+    }
+
+    #[inline(always)]
+    fn load(self, simd: S, data: &[f32], place: usize) -> S::f32s {
+        let data = &data[place..place + self.count];
+        // SAFETY: the mask has `count` lanes, and they lie in `data`.
+        unsafe { simd.mask_load_ptr_f32s(self.mask, data.as_ptr()) }
+    }
+
+    #[inline(always)]
+    fn store(self, simd: S, data: &mut [f32], place: usize, value: S::f32s) {
+        // AVX2's masked stores are slow.
+        if self.count == S::F32_LANES {
+            return store::<S>(data, place, value);
+        }
+        let data = &mut data[place..place + self.count];
+        // SAFETY: the mask has `count` lanes, and they lie in `data`.
+        unsafe { simd.mask_store_ptr_f32s(self.mask, data.as_mut_ptr(), value) }
+    }
 }
 
 #[inline(always)]
@@ -154,16 +187,21 @@ where
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let Points { data, rows, columns, take } = *self.points;
+        let take = Lanes::<S>::first(simd, take);
         let lanes = S::F32_LANES;
         let zero = simd.splat_f32s(0.0);
+        let mut pairs = [Complex::zero(simd); M];
+        let mut row = pairs;
         for i in 0..self.height {
-            let mut row = [Complex::zero(simd); M];
             if let Some(start) = rows[i] {
-                let point = |j: usize| match columns[j] {
-                    Some(column) => simd.partial_load_f32s(&data[start + column..][..take]),
-                    None => zero,
-                };
-                row = real_fft(simd, from_fn(|m| Complex { re: point(2 * m), im: point(2 * m + 1) }));
+                let point =
+                    |j: usize| columns[j].map_or(zero, |column| take.load(simd, data, start + column));
+                for m in 0..M {
+                    pairs[m] = Complex { re: point(2 * m), im: point(2 * m + 1) };
+                }
+                real_fft(simd, &mut pairs, &mut row);
+            } else {
+                row = [Complex::zero(simd); M];
             }
             for m in 0..M {
                 let place = m * column_len(self.height, lanes) + i * 2 * lanes;
@@ -190,9 +228,13 @@ where
     fn with_simd<S: Simd>(self, simd: S) {
         let Columns { scratch, output, slots: Slots { stride, place, im } } = self;
         let lanes = S::F32_LANES;
+        let mut points = [Complex::zero(simd); H];
+        let mut f = points;
         for (m, column) in scratch.chunks_exact(column_len(H, lanes)).enumerate() {
-            let mut f =
-                Codelet::fft(simd, from_fn::<_, H, _>(|i| load_complex(column, i * 2 * lanes, lanes)));
+            for i in 0..H {
+                points[i] = load_complex(column, i * 2 * lanes, lanes);
+            }
+            Codelet::fft(simd, &mut points, &mut f);
             if m == 0 {
                 for k in 1..H.div_ceil(2) {
                     let (a, b) = (f[k].add_conjugate(simd, f[H - k]), f[k].sub_conjugate(simd, f[H - k]));
@@ -224,8 +266,12 @@ where
     fn with_simd<S: Simd>(self, simd: S) {
         let InverseColumns { input, slots: Slots { stride, place, im }, scratch } = self;
         let lanes = S::F32_LANES;
+        let mut f = [Complex::zero(simd); H];
+        let mut points = f;
         for (m, column) in scratch.chunks_exact_mut(column_len(H, lanes)).enumerate() {
-            let mut f = from_fn::<_, H, _>(|k| load_complex::<S>(input, (m * H + k) * stride + place, im));
+            for k in 0..H {
+                f[k] = load_complex(input, (m * H + k) * stride + place, im);
+            }
             if m == 0 {
                 for k in 1..H.div_ceil(2) {
                     let (a, b) = (f[k], f[H - k]);
@@ -233,7 +279,7 @@ where
                     f[H - k] = a.sub_rotated(simd, b).conjugate(simd);
                 }
             }
-            let points = inverse_fft(simd, f);
+            inverse_fft(simd, &mut f, &mut points);
             for i in 0..H {
                 store_complex(column, i * 2 * lanes, lanes, points[i]);
             }
@@ -259,14 +305,19 @@ where
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let lanes = S::F32_LANES;
+        let take = Lanes::<S>::first(simd, self.take);
         let column_len = column_len(self.height, lanes);
+        let mut f = [Complex::zero(simd); M];
+        let mut pairs = f;
         for (i, row) in self.rows {
-            let f = from_fn::<_, M, _>(|m| load_complex(self.scratch, m * column_len + i * 2 * lanes, lanes));
-            let points = inverse_real_fft(simd, f);
             for m in 0..M {
-                for (j, point) in [(2 * m, points[m].re), (2 * m + 1, points[m].im)] {
+                f[m] = load_complex(self.scratch, m * column_len + i * 2 * lanes, lanes);
+            }
+            inverse_real_fft(simd, &mut f, &mut pairs);
+            for m in 0..M {
+                for (j, point) in [(2 * m, pairs[m].re), (2 * m + 1, pairs[m].im)] {
                     if let Some(column) = self.columns[j] {
-                        simd.partial_store_f32s(&mut row[column..][..self.take], point);
+                        take.store(simd, row, column, point);
                     }
                 }
             }

@@ -36,10 +36,9 @@ impl Weights {
     pub(super) fn new(problem: &ConvProblem, tiling: Tiling, cpu: &Cpu) -> Weights {
         let (threads, lanes) = (cpu.threads(), simd::lanes(cpu.isa()));
         let mut weights = Weights { problem: *problem, tiling, lanes, threads, pieces: 1 };
-        // Long pieces update the sums less often; short ones stay in the caches.
-        const PIECE: usize = 1 << 21;
+        // Long pieces update the sums less often; short ones, 2 to 8 MiB, stay in the caches.
         let per_tile = weights.slots() * 2 * weights.padded().iter().sum::<usize>();
-        let most = (PIECE / per_tile).clamp(8, 128);
+        let most = ((weights.sums_len() / 2).clamp(1 << 19, 1 << 21) / per_tile).clamp(8, 128);
         weights.pieces = tiling.tiles().div_ceil(most).next_multiple_of(threads).min(tiling.tiles());
         weights
     }
