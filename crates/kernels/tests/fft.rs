@@ -4,7 +4,7 @@ mod common;
 
 use common::{ConvCase, cpus, properties};
 use convoke_kernels::conv::{self, ConvAxis, ConvProblem, ConvSpec, Pass};
-use convoke_kernels::{DType, MemoryFormat};
+use convoke_kernels::{Cpu, DType, MemoryFormat};
 use convoke_testkit::Failures;
 use proptest::prelude::*;
 
@@ -60,4 +60,31 @@ proptest! {
         }
         failures.finish();
     }
+}
+
+#[test]
+fn gives_reasons_for_what_it_cannot_run() {
+    let fft = conv::algorithm("fft").expect("it is in the table");
+    let mut failures = Failures::new("refusals");
+    for (text, part) in [
+        ("mb1ic2ih9oc2kh5sh2", "stride 1"),
+        ("mb1ic2ih9oc2kh1", "larger than 1x1"),
+        ("mb1ic2ih40oc2kh33", "at most 32"),
+        ("mb1ic2ih40oc2kh5dh8", "at most 32"),
+        ("mb1ic4096ih20oc4096kh5ph2", "MiB of workspace"),
+        ("mb1ic524288ih5oc524288kh1kw2", "MiB of workspace"),
+    ] {
+        let problem: ConvProblem = text.parse().unwrap();
+        let last = problem.with(|spec| spec.format = MemoryFormat::ChannelsLast).unwrap();
+        let cases = [(problem, "channels-last"), (last, part)];
+        for (pass, (problem, part)) in Pass::ALL.into_iter().flat_map(|pass| cases.map(|case| (pass, case))) {
+            let result = match fft.plan(&problem, pass, &Cpu::new(2).unwrap()) {
+                Ok(_) => Err("was accepted".into()),
+                Err(reason) if reason.to_string().contains(part) => Ok(()),
+                Err(reason) => Err(format!("{part:?} is missing in {reason}")),
+            };
+            failures.check(format!("{pass} {text}"), result);
+        }
+    }
+    failures.finish();
 }

@@ -91,7 +91,8 @@ impl Images {
     }
 
     pub(super) fn workspace_len(&self) -> usize {
-        super::ALIGNMENT + self.kernels_len() + self.threads * self.worker_len()
+        let workers = self.threads.saturating_mul(self.worker_len());
+        (super::ALIGNMENT + self.kernels_len()).saturating_add(workers)
     }
 
     /// Channels of the images that are read and written.

@@ -32,7 +32,7 @@ use super::plan::{Accuracy, ConvAlgorithm, ConvPlan, Kernel, NotApplicable};
 use super::problem::{ConvProblem, Pass};
 use crate::{Cpu, DType, MemoryFormat};
 
-/// Floats between the matrices of two frequencies beyond their own size, so that they do not fall into the same cache sets.
+/// Floats between the matrices of two frequencies beyond their own size, so that they use different cache sets.
 const SKEW: usize = 48;
 /// Floats of a cache line.
 const ALIGNMENT: usize = 16;

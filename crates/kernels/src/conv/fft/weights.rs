@@ -73,7 +73,8 @@ impl Weights {
     }
 
     pub(super) fn workspace_len(&self) -> usize {
-        super::ALIGNMENT + self.sums_len() + self.threads * (self.piece_len() + self.scratch_len())
+        let workers = self.threads.saturating_mul(self.piece_len() + self.scratch_len());
+        (super::ALIGNMENT + self.sums_len()).saturating_add(workers)
     }
 
     /// First tile and end of a piece.
