@@ -181,16 +181,15 @@ impl WithSimd for Kernel<'_> {
             for lane in 0..lanes.min(images.outputs - first) {
                 let (from, to) = (group * images.channels + channel, group * images.outputs + first + lane);
                 // The kernel that leads from dx to dy is turned round to lead back.
-                if images.pass == Pass::BackwardData {
-                    let taken = &weight[(from * channels_per_group + first + lane) * r * s..][..r * s];
-                    for (taps, &tap) in taps.chunks_exact_mut(lanes).rev().zip(taken) {
-                        taps[lane] = tap * scale;
-                    }
+                let turned = images.pass == Pass::BackwardData;
+                let kernel = if turned {
+                    from * channels_per_group + first + lane
                 } else {
-                    let taken = &weight[(to * channels_per_group + channel) * r * s..][..r * s];
-                    for (taps, &tap) in taps.chunks_exact_mut(lanes).zip(taken) {
-                        taps[lane] = tap * scale;
-                    }
+                    to * channels_per_group + channel
+                };
+                for (tap, &value) in weight[kernel * r * s..][..r * s].iter().enumerate() {
+                    let tap = if turned { r * s - 1 - tap } else { tap };
+                    taps[tap * lanes + lane] = value * scale;
                 }
             }
             let points = Points { data: taps, rows: &rows, columns: &columns, take: lanes };
