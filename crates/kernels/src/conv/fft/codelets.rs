@@ -71,7 +71,7 @@ impl<S: Simd> Complex<S> {
     fn times_root(self, s: S, k: usize, n: usize) -> Self {
         let [cos, sin] = ROOTS[k * (ROOTS.len() / n) % ROOTS.len()];
         match 8 * k % (8 * n) / n {
-            _ if 8 * k % n != 0 => {
+            _ if !(8 * k).is_multiple_of(n) => {
                 let (cos, sin) = (s.splat_f32s(cos), s.splat_f32s(sin));
                 Complex {
                     re: s.negate_mul_add_f32s(self.im, sin, s.mul_f32s(self.re, cos)),
