@@ -7,6 +7,7 @@
 mod adapters;
 mod depthwise;
 mod direct;
+mod fft;
 mod gemm_views;
 mod im2col;
 mod implicit_gemm;
@@ -42,6 +43,7 @@ fn repertoire() -> Vec<Arc<dyn ConvAlgorithm>> {
         Arc::new(winograd::Winograd2),
         Arc::new(onednn::External),
         Arc::new(winograd::Winograd6),
+        Arc::new(fft::Fft),
     ]
 }
 
