@@ -26,7 +26,7 @@ use std::sync::Arc;
 use correlate::Correlate;
 use weights::WeightSums;
 
-use super::plan::{ConvAlgorithm, ConvPlan, Kernel, NotApplicable};
+use super::plan::{ConvAlgorithm, ConvPlan, Cost, Kernel, NotApplicable};
 use super::problem::{ConvProblem, Pass};
 use crate::{Cpu, DType, MemoryFormat};
 
@@ -45,6 +45,10 @@ impl ConvAlgorithm for Direct {
 
     fn revision(&self) -> u32 {
         1
+    }
+
+    fn formats(&self) -> &'static [MemoryFormat] {
+        &[MemoryFormat::ChannelsLast]
     }
 
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
@@ -73,8 +77,19 @@ impl ConvAlgorithm for Direct {
             }
         };
         match workspace.filter(|&len| len <= LARGEST_WORKSPACE) {
-            Some(len) => Ok(ConvPlan::new(self, (problem, pass), cpu, len, kernel)),
+            Some(len) => {
+                let plan = ConvPlan::new(self, (problem, pass), cpu, len, kernel);
+                Ok(plan.with_cost(cost(problem, pass, cpu)))
+            }
             None => not("the workspace is too large"),
         }
     }
+}
+
+/// Short sums and vectors that are not full cost most.
+fn cost(problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Cost {
+    let (c, k) = (problem.group_in_channels(), problem.group_out_channels());
+    let (sum, across) = if pass == Pass::BackwardData { (k, c) } else { (c, k) };
+    let filled = across as f64 / across.next_multiple_of(crate::simd::lanes(cpu.isa())) as f64;
+    Cost::direct(problem, 0.85 * filled * sum as f64 / (sum as f64 + 6.0))
 }

@@ -28,7 +28,7 @@ use tiling::Tiling;
 use transform::MAX_TILE;
 use weights::Weights;
 
-use super::plan::{Accuracy, ConvAlgorithm, ConvPlan, Kernel, NotApplicable};
+use super::plan::{Accuracy, ConvAlgorithm, ConvPlan, Cost, Kernel, NotApplicable};
 use super::problem::{ConvProblem, Pass};
 use crate::{Cpu, DType, MemoryFormat};
 
@@ -55,6 +55,10 @@ impl ConvAlgorithm for Fft {
         Accuracy::Standard
     }
 
+    fn formats(&self) -> &'static [MemoryFormat] {
+        &[MemoryFormat::ChannelsLast]
+    }
+
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
         let not = |reason: String| Err(NotApplicable(reason));
         if problem.dtype != DType::F32 {
@@ -69,7 +73,8 @@ impl ConvAlgorithm for Fft {
         if problem.height.kernel * problem.width.kernel == 1 {
             return not("needs a kernel larger than 1x1".into());
         }
-        let Some(tiling) = Tiling::choose(problem, pass, crate::simd::lanes(cpu.isa())) else {
+        let lanes = crate::simd::lanes(cpu.isa());
+        let Some(tiling) = Tiling::choose(problem, pass, lanes) else {
             return not(format!("needs a kernel that spans at most {MAX_TILE} points each way"));
         };
         let (workspace, kernel): (usize, Kernel) = if pass == Pass::BackwardWeights {
@@ -82,7 +87,10 @@ impl ConvAlgorithm for Fft {
         if workspace > MAX_WORKSPACE {
             return not(format!("would need {} MiB of workspace", workspace >> 18));
         }
-        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, kernel))
+        // A cycle could do two multiply-adds of a vector.
+        let flops = (problem.groups * 4 * lanes) as f64 * tiling.cycles(pass, lanes);
+        let cost = Cost { flops, ..Cost::direct(problem, 0.75) };
+        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, kernel).with_cost(cost))
     }
 }
 

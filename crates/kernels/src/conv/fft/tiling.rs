@@ -147,7 +147,7 @@ impl Tiling {
             let (batch, groups) = (problem.batch, problem.groups);
             columns.iter().map(move |&columns| Tiling { batch, groups, channels, outputs, rows, columns })
         });
-        tilings.min_by(|a, b| a.cost(pass, lanes).total_cmp(&b.cost(pass, lanes)))
+        tilings.min_by(|a, b| a.cycles(pass, lanes).total_cmp(&b.cycles(pass, lanes)))
     }
 
     /// Height and width of a tile.
@@ -172,7 +172,7 @@ impl Tiling {
     }
 
     /// Estimated processor cycles.
-    fn cost(&self, pass: Pass, lanes: usize) -> f64 {
+    pub(super) fn cycles(&self, pass: Pass, lanes: usize) -> f64 {
         let points = self.size().iter().product::<usize>() as f64;
         let [slots, tiles, channels] = [self.slots(), self.tiles(), self.channels].map(|count| count as f64);
         let vectors = |channels: usize| channels.div_ceil(lanes) as f64;

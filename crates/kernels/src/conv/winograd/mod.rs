@@ -29,10 +29,11 @@ mod weights;
 use std::sync::Arc;
 
 use forward::{Direction, Tiles};
+use geometry::Geometry;
 use transforms::{F2, F4, F6, Filter};
 use weights::Weights;
 
-use super::plan::{Accuracy, ConvAlgorithm, ConvPlan, Kernel, NotApplicable};
+use super::plan::{Accuracy, ConvAlgorithm, ConvKernel, ConvPlan, Cost, Kernel, NotApplicable};
 use super::problem::{ConvAxis, ConvProblem, Pass};
 use crate::{Cpu, DType, MemoryFormat};
 
@@ -100,6 +101,10 @@ impl ConvAlgorithm for Winograd6 {
         Accuracy::Relaxed
     }
 
+    fn formats(&self) -> &'static [MemoryFormat] {
+        &[MemoryFormat::ChannelsLast]
+    }
+
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
         plan::<F6>(self, problem, pass, cpu)
     }
@@ -128,19 +133,25 @@ fn plan<F: Filter>(
             Direction::BackwardData
         }
         Pass::BackwardData => return not("backward-data needs a padding of at most 2"),
-        Pass::BackwardWeights => {
-            let weights = Weights::<F>::new(problem, cpu);
-            let workspace = weights.workspace_len();
-            return Ok(ConvPlan::new(
-                algorithm,
-                (problem, pass),
-                cpu,
-                workspace,
-                Kernel::F32(Arc::new(weights)),
-            ));
-        }
+        Pass::BackwardWeights => Direction::Forward,
     };
     let tiles = Tiles::<F>::new(problem, direction, cpu);
-    let workspace = tiles.workspace_len();
-    Ok(ConvPlan::new(algorithm, (problem, pass), cpu, workspace, Kernel::F32(Arc::new(tiles))))
+    let cost = cost(&tiles.geometry, problem);
+    let (workspace, kernel): (usize, Arc<dyn ConvKernel<f32>>) = if pass == Pass::BackwardWeights {
+        let weights = Weights::<F>::new(problem, cpu);
+        (weights.workspace_len(), Arc::new(weights))
+    } else {
+        (tiles.workspace_len(), Arc::new(tiles))
+    };
+    let plan = ConvPlan::new(algorithm, (problem, pass), cpu, workspace, Kernel::F32(kernel));
+    Ok(plan.with_cost(cost))
+}
+
+/// The products, about twenty operations for each point of a transformed tile or filter, and the filters' memory.
+fn cost<F: Filter>(geometry: &Geometry<F>, problem: &ConvProblem) -> Cost {
+    let [tiles, points, c, k] =
+        [geometry.tiles(), geometry.points(), geometry.channels, geometry.outputs].map(|count| count as f64);
+    let flops = 2.0 * points * tiles * c * k + 20.0 * points * (tiles * (c + k) + c * k);
+    let filters = 8.0 * points * c * k;
+    Cost { flops, ..Cost::direct(problem, 0.7) }.moving(filters as usize)
 }
