@@ -29,7 +29,7 @@ use transform::MAX_TILE;
 use weights::Weights;
 
 use super::plan::{Accuracy, ConvAlgorithm, ConvPlan, Cost, Kernel, NotApplicable};
-use super::problem::{ConvProblem, Pass};
+use super::problem::{ConvAxis, ConvProblem, Pass};
 use crate::{Cpu, DType, MemoryFormat};
 
 /// Floats between the matrices of two frequencies beyond their own size, so that they use different cache sets.
@@ -77,6 +77,16 @@ impl ConvAlgorithm for Fft {
         let Some(tiling) = Tiling::choose(problem, pass, lanes) else {
             return not(format!("needs a kernel that spans at most {MAX_TILE} points each way"));
         };
+        let reads = |axis: &ConvAxis| {
+            (0..axis.kernel).all(|k| {
+                let (first, end) = axis.outputs_inside(k);
+                first < end
+            })
+        };
+        if !reads(&problem.height) || !reads(&problem.width) {
+            // What is exactly zero then would be the transforms' rounding errors.
+            return not("needs every kernel element to read more than padding".into());
+        }
         let (workspace, kernel): (usize, Kernel) = if pass == Pass::BackwardWeights {
             let weights = Weights::new(problem, tiling, cpu);
             (weights.workspace_len(), Kernel::F32(Arc::new(weights)))
