@@ -150,7 +150,9 @@ impl Race<'_> {
                     break;
                 }
                 let expected = seconds * estimates[index] / estimates[leader];
-                if estimates[index] > rules.hopeless * estimates[leader] {
+                // The check and the first sample are a run each.
+                let left = self.budget - self.trial.elapsed();
+                if estimates[index] > rules.hopeless * estimates[leader] || 2.0 * expected > left {
                     let reason = format!("too slow to try: about {:.3} ms by estimate", expected * 1e3);
                     outcomes[index] = Outcome::Skipped(reason);
                     continue;
@@ -311,6 +313,10 @@ mod tests {
         let outcomes = race(&[1.0, 1.0, 1.0, 100.0], &mut trial, Effort::Measure, 1.0, &mut |_| ());
         assert!(trial.runs[1] <= 2, "dropped after its first sample: {:?}", trial.runs);
         assert!(matches!(&outcomes[3], Outcome::Skipped(reason) if reason.contains("too slow to try")));
+        let mut trial = Simulated::new(&[1e-3, 0.5], 1);
+        let outcomes = race(&[1.0, 500.0], &mut trial, Effort::Exhaustive, 0.5, &mut |_| ());
+        assert_eq!(trial.runs[1], 0, "a run takes all of the budget");
+        assert!(matches!(&outcomes[1], Outcome::Skipped(reason) if reason.contains("too slow to try")));
         let mut trial = Simulated::new(&[0.2, 0.2, 0.2, 0.2], 1);
         let outcomes = race(&[1.0; 4], &mut trial, Effort::Exhaustive, 0.5, &mut |_| ());
         assert!(trial.clock < 1.5, "a budget of 0.5 s took {} s", trial.clock);
