@@ -4,6 +4,8 @@ use std::sync::Arc;
 
 use bytemuck::Pod;
 use convoke_kernels::Cpu;
+use convoke_kernels::conv::{ConvPlan, ConvProblem, Pass};
+use convoke_kernels::tune::Tuner;
 
 use crate::Result;
 use crate::pool::{Buffer, MemoryStats, Pool, TimelinePoint};
@@ -19,6 +21,7 @@ pub struct Device {
 struct Inner {
     cpu: Cpu,
     pool: Arc<Pool>,
+    tuner: Tuner,
 }
 
 /// How a [`Device`] is made.
@@ -29,25 +32,47 @@ pub struct DeviceOptions {
     /// Fill every buffer with NaN before it is handed out, so that a kernel that reads before it writes shows.
     /// For tests.
     pub poison: bool,
+    /// Chooses the algorithms of convolutions. Devices whose results should agree to the last bit share one.
+    pub tuner: Tuner,
+}
+
+impl DeviceOptions {
+    /// These threads, and algorithms chosen by estimate.
+    pub fn new(cpu: Cpu) -> DeviceOptions {
+        DeviceOptions { cpu, poison: false, tuner: Tuner::by_estimate() }
+    }
 }
 
 impl Device {
-    /// All of this machine's threads.
+    /// All of this machine's threads, and algorithms chosen by estimate.
     ///
     /// # Errors
     /// If threads cannot be started.
     pub fn cpu() -> Result<Device> {
-        Ok(Device::new(DeviceOptions { cpu: Cpu::all()?, poison: false }))
+        Ok(Device::new(DeviceOptions::new(Cpu::all()?)))
     }
 
     /// A device with these options.
     pub fn new(options: DeviceOptions) -> Device {
-        Device { inner: Arc::new(Inner { cpu: options.cpu, pool: Pool::new(options.poison) }) }
+        let DeviceOptions { cpu, poison, tuner } = options;
+        Device { inner: Arc::new(Inner { cpu, pool: Pool::new(poison), tuner }) }
     }
 
     /// What kernels may use.
     pub fn compute(&self) -> &Cpu {
         &self.inner.cpu
+    }
+
+    /// The plan of the algorithm that this device's tuner chooses; the same one each time.
+    ///
+    /// The first call for a problem may measure, on buffers that are not counted.
+    pub fn conv_plan(&self, problem: &ConvProblem, pass: Pass) -> ConvPlan {
+        self.inner.tuner.plan(problem, pass, &self.inner.cpu)
+    }
+
+    /// What chooses the algorithms of convolutions.
+    pub fn tuner(&self) -> &Tuner {
+        &self.inner.tuner
     }
 
     /// A buffer of `len` elements with any content, counted like a tensor. For workspaces and saved values.

@@ -8,8 +8,10 @@ use convoke_autograd::ops::{
     conv_bn2d, conv2d,
 };
 use convoke_autograd::{
-    BackwardOptions, DType, Device, MemoryFormat, Result, Tensor, inference_mode, no_grad,
+    BackwardOptions, Cpu, DType, Device, DeviceOptions, MemoryFormat, Result, Tensor, inference_mode, no_grad,
 };
+
+use convoke_kernels::tune::{Effort, Tuner, TunerOptions};
 
 fn live(device: &Device) -> usize {
     device.memory().live_bytes
@@ -211,7 +213,10 @@ fn everything_is_returned_after_backward() {
 #[test]
 fn fusing_lowers_the_peak_too() {
     for format in FORMATS {
-        let device = device();
+        // Outputs of this size are small beside the workspace of a fast algorithm.
+        let options = TunerOptions { workspace_limit: Block::OUTPUT / 2, ..TunerOptions::default() };
+        let tuner = Tuner::new(TunerOptions { effort: Effort::Heuristic, ..options }).unwrap();
+        let device = Device::new(DeviceOptions { tuner, ..DeviceOptions::new(Cpu::new(2).unwrap()) });
         let block = Block::new(&device, format);
         let baseline = live(&device);
         let [separate, fused] = FORWARDS.map(|(_, forward)| {

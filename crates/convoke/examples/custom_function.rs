@@ -15,7 +15,7 @@
 
 use std::error::Error;
 
-use convoke::kernels::conv::{self, ConvAxis, ConvOperands, ConvProblem, ConvSpec, Pass};
+use convoke::kernels::conv::{ConvAxis, ConvOperands, ConvProblem, ConvSpec, Pass};
 use convoke::kernels::memory_format::Extent;
 use convoke::{
     DType, Device, Element, Function, GradCheck, MemoryFormat, Needs, Result, Tensor, apply, gradcheck,
@@ -96,7 +96,7 @@ fn problem(x: &Tensor, weight: &Tensor) -> Result<ConvProblem> {
 /// (dy, weight) for the gradient of x, (x, dy) for the gradient of the weight.
 fn convolve<T: Element>(pass: Pass, problem: &ConvProblem, a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let device = a.device();
-    let plan = conv::plan(problem, pass, device.compute());
+    let plan = device.conv_plan(problem, pass);
     let mut workspace = device.buffer::<T>(plan.workspace_len())?;
     let shape = match pass {
         Pass::Forward => problem.output_shape(),

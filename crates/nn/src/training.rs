@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use convoke_autograd::ops::{Reduction, nll_loss};
 use convoke_autograd::{Device, MemoryFormat, Tensor, TimelinePoint, inference_mode};
+use convoke_kernels::tune::Choice;
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::{self, CheckpointError, Value};
@@ -118,6 +119,9 @@ struct RunState {
     losses: Vec<f64>,
     optimizer_steps: Vec<(String, i64)>,
     random: GeneratorState,
+    /// The convolution algorithms in use, so that a resumed run computes the same bits.
+    #[serde(default)]
+    convolutions: Vec<Choice>,
 }
 
 const MODEL_FILE: &str = "model.safetensors";
@@ -221,6 +225,7 @@ impl Trainer {
         let slots = checkpoint::from_safetensors(optimizer_file, optimizer_bytes, &expected)?;
         drop(expected);
         // Everything was read and fits: only now does anything change.
+        device.tuner().adopt(device.compute().isa(), state.convolutions);
         checkpoint::set_model(trainer.model.as_ref(), model_values)?;
         let slots = slots.into_iter().filter_map(|slot| match slot {
             Value::Tensor(tensor) => Some(tensor),
@@ -252,6 +257,7 @@ impl Trainer {
             losses: self.losses.clone(),
             optimizer_steps: self.optimizer.state().1,
             random: self.random.state(),
+            convolutions: self.device.tuner().choices(),
         }
     }
 
@@ -461,6 +467,8 @@ fn batch(device: &Device, data: &Dataset, chosen: &[u32]) -> Result<(Tensor, Vec
         }
         Ok(())
     })?;
+    // Convolutions are fastest in channels-last, and every layer keeps the format it is given.
+    let images = images.to_format(MemoryFormat::ChannelsLast)?;
     Ok((images, chosen.iter().map(|&index| i64::from(data.labels()[index as usize])).collect()))
 }
 

@@ -158,7 +158,8 @@ fn fused_and_separate_runs_are_the_same_to_the_last_bit() {
 fn seeds_decide_and_threads_hardly_matter() {
     let data = digits(40, 10);
     let run = |seed: u64, threads: usize| {
-        let device = Device::new(DeviceOptions { cpu: Cpu::new(threads).unwrap(), poison: true });
+        let device =
+            Device::new(DeviceOptions { poison: true, ..DeviceOptions::new(Cpu::new(threads).unwrap()) });
         let config = TrainingConfig { seed, ..config(ConvBnMode::Fused, Rule::sgd(0.01), 16) };
         let mut trainer = Trainer::new(&device, config, data.clone()).unwrap();
         (0..4).for_each(|_| drop(trainer.step().unwrap()));

@@ -1,6 +1,6 @@
 //! 2-D convolution.
 
-use convoke_kernels::conv::{self, ConvAxis, ConvOperands, ConvPlan, ConvProblem, ConvSpec, Pass};
+use convoke_kernels::conv::{ConvAxis, ConvOperands, ConvPlan, ConvProblem, ConvSpec, Pass};
 use convoke_kernels::elementwise;
 
 use super::{check_vector, four_dimensions, same_dtype};
@@ -163,7 +163,7 @@ pub(super) fn forward(
     same_dtype(operation, &operands)?;
     let problem = options.problem(operation, x, weight)?;
     check_vector(operation, "the bias", bias, problem.out_channels)?;
-    let plan = plan(&problem, Pass::Forward, x);
+    let plan = x.device().conv_plan(&problem, Pass::Forward);
     let shape = problem.output_shape();
     dispatch!(x.dtype(), T => Tensor::build(x.device(), &shape, x.format(), |y: &mut [T]| {
         run(&plan, x, ConvOperands::forward(x.data::<T>()?, weight.data::<T>()?, y))?;
@@ -175,7 +175,7 @@ pub(super) fn forward(
 }
 
 pub(super) fn backward_weights(problem: &ConvProblem, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
-    let plan = plan(problem, Pass::BackwardWeights, x);
+    let plan = x.device().conv_plan(problem, Pass::BackwardWeights);
     let shape = problem.weight_shape();
     dispatch!(x.dtype(), T => Tensor::build(x.device(), &shape, MemoryFormat::Contiguous, |dweight: &mut [T]| {
         run(&plan, x, ConvOperands::backward_weights(x.data::<T>()?, dy.data::<T>()?, dweight))
@@ -184,7 +184,7 @@ pub(super) fn backward_weights(problem: &ConvProblem, x: &Tensor, dy: &Tensor) -
 
 /// The gradient of x; `dy` is freed on return.
 pub(super) fn backward_data(problem: &ConvProblem, dy: Tensor, weight: &Tensor) -> Result<Tensor> {
-    let plan = plan(problem, Pass::BackwardData, weight);
+    let plan = dy.device().conv_plan(problem, Pass::BackwardData);
     let shape = problem.input_shape();
     dispatch!(dy.dtype(), T => Tensor::build(dy.device(), &shape, problem.format, |dx: &mut [T]| {
         run(&plan, weight, ConvOperands::backward_data(dy.data::<T>()?, weight.data::<T>()?, dx))
@@ -198,11 +198,6 @@ pub(super) fn bias_gradient(dy: &Tensor) -> Result<Tensor> {
     dispatch!(dy.dtype(), T => Tensor::build(dy.device(), &[extent.channels], format, |sums: &mut [T]| {
         Ok(elementwise::sum_by_channel(dy.device().compute(), &extent, dy.data::<T>()?, sums)?)
     }))
-}
-
-/// The one place where an algorithm is chosen.
-fn plan(problem: &ConvProblem, pass: Pass, like: &Tensor) -> ConvPlan {
-    conv::plan(problem, pass, like.device().compute())
 }
 
 fn run<T: Element>(plan: &ConvPlan, like: &Tensor, operands: ConvOperands<'_, T>) -> Result<()> {

@@ -16,7 +16,7 @@ pub(crate) const FORMATS: [MemoryFormat; 2] = [MemoryFormat::Contiguous, MemoryF
 
 /// Two threads, and buffers that hold NaN when they are handed out.
 pub(crate) fn device() -> Device {
-    Device::new(DeviceOptions { cpu: Cpu::new(2).unwrap(), poison: true })
+    Device::new(DeviceOptions { poison: true, ..DeviceOptions::new(Cpu::new(2).unwrap()) })
 }
 
 /// A constant from elements in N, C, H, W order.

@@ -8,6 +8,8 @@ use convoke::nn::Rule;
 use convoke::nn::models::Model;
 use convoke::nn::modules::ConvBnMode;
 
+use super::tuning::TuningArgs;
+
 /// Train convolutional networks on CPUs, with fused convolution + batch norm that needs a fraction of the memory.
 #[derive(Parser)]
 #[command(version, max_term_width = 110, subcommand_required = true, arg_required_else_help = true)]
@@ -119,6 +121,9 @@ pub(crate) struct RunArgs {
     #[arg(long, help_heading = "Training")]
     pub(crate) continue_on_nan: bool,
 
+    #[command(flatten)]
+    pub(crate) tuning: TuningArgs,
+
     /// Save model, optimizer and position here after each epoch, after the last step, and on Ctrl-C.
     #[arg(long, value_name = "DIR", help_heading = "Output")]
     pub(crate) checkpoint: Option<PathBuf>,
@@ -214,7 +219,7 @@ fn positive(text: &str) -> Result<f64, String> {
     number(text).and_then(|value| if value > 0.0 { Ok(value) } else { Err("must be above 0".into()) })
 }
 
-fn not_negative(text: &str) -> Result<f64, String> {
+pub(crate) fn not_negative(text: &str) -> Result<f64, String> {
     number(text).and_then(|value| if value >= 0.0 { Ok(value) } else { Err("must not be negative".into()) })
 }
 

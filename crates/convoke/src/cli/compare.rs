@@ -17,7 +17,9 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         args.checkpoint.as_ref().map(|folder| folder.join(mode.to_string()))
     };
     // Each has a device of its own, so that their bytes are counted apart.
-    let start = |mode| Session::start(args, mode, &data, folder(mode).as_deref());
+    // The same algorithms for both, so that their values are the same.
+    let tuner = args.tuning.tuner(&console)?;
+    let start = |mode| Session::start(args, mode, &data, &tuner, folder(mode).as_deref());
     let mut sessions = [start(ConvBnMode::Separate)?, start(ConvBnMode::Fused)?];
     // A run that ended between two checkpoints may have left one a step or an epoch behind.
     let behind = usize::from(sessions[1].trainer.steps() < sessions[0].trainer.steps());

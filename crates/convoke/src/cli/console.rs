@@ -68,6 +68,12 @@ impl Console {
         lock(&self.shown).suspend(|| note(text));
     }
 
+    /// What [`Console::line`] does, for whoever outlives the console.
+    pub(crate) fn line_writer(&self) -> impl Fn(&str) + Send + Sync + 'static {
+        let shown = self.shown.clone();
+        move |text| lock(&shown).suspend(|| note(text))
+    }
+
     /// A stage of `total` parts, of which `done` are behind it.
     pub(crate) fn stage(&self, name: &str, done: u64, total: Option<u64>) -> Stage {
         self.stage_of(name, ProgressUnit::Images, done, total)

@@ -14,6 +14,7 @@ mod record;
 mod report;
 mod summary;
 mod train;
+mod tuning;
 
 use std::process::ExitCode;
 

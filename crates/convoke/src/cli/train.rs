@@ -4,6 +4,7 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use convoke::kernels::tune::Tuner;
 use convoke::nn::checkpoint;
 use convoke::nn::data::TrainTest;
 use convoke::nn::modules::ConvBnMode;
@@ -20,7 +21,8 @@ pub(crate) fn run(args: &TrainArgs) -> Result<()> {
     let console = Console::new()?;
     check_output(run)?;
     let data = dataset::load(run, &console)?;
-    let mut session = Session::start(run, args.conv_bn.into(), &data, run.checkpoint.as_deref())?;
+    let tuner = run.tuning.tuner(&console)?;
+    let mut session = Session::start(run, args.conv_bn.into(), &data, &tuner, run.checkpoint.as_deref())?;
     session.show_resumed(run, &console);
     let mut stage = session.stage(run, &console);
     let mut interrupted = false;
@@ -52,13 +54,14 @@ impl Session {
         args: &RunArgs,
         conv_bn: ConvBnMode,
         data: &Arc<TrainTest>,
+        tuner: &Tuner,
         checkpoint: Option<&Path>,
     ) -> Result<Session> {
         let cpu = match args.threads {
             Some(threads) => Cpu::new(threads.into())?,
             None => Cpu::all()?,
         };
-        let device = Device::new(DeviceOptions { cpu, poison: false });
+        let device = Device::new(DeviceOptions { tuner: tuner.clone(), ..DeviceOptions::new(cpu) });
         let config = TrainingConfig {
             model: args.model(),
             conv_bn,

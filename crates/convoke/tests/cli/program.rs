@@ -54,7 +54,11 @@ pub(crate) fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_convoke"));
     let nowhere = Path::new(env!("CARGO_TARGET_TMPDIR")).join("no-home");
     command.args(args).stdin(Stdio::null());
-    command.env("HOME", &nowhere).env("XDG_DATA_HOME", &nowhere).env_remove("COLUMNS");
+    command
+        .env("HOME", &nowhere)
+        .env("XDG_DATA_HOME", &nowhere)
+        .env("XDG_CACHE_HOME", &nowhere)
+        .env_remove("COLUMNS");
     command
 }
 

@@ -5,9 +5,12 @@
 //! the table, always applies, sums in f64 and is the oracle that the others are tested against.
 
 mod adapters;
+mod depthwise;
 mod gemm_views;
 mod im2col;
+mod implicit_gemm;
 mod notation;
+mod onednn;
 mod plan;
 mod pointwise;
 mod problem;
@@ -15,6 +18,7 @@ mod reference;
 mod winograd;
 
 pub use notation::parse_suite;
+pub use onednn::onednn_version;
 pub use plan::{Accuracy, ConvAlgorithm, ConvKernel, ConvOperands, ConvPlan, Cost, Kernel, NotApplicable};
 pub use problem::{ConvAxis, ConvProblem, ConvSpec, Pass};
 pub(crate) use reference::element as reference_element;
@@ -28,8 +32,11 @@ fn repertoire() -> Vec<Arc<dyn ConvAlgorithm>> {
     vec![
         Arc::new(pointwise::Pointwise),
         Arc::new(im2col::Im2col),
+        Arc::new(implicit_gemm::ImplicitGemm),
+        Arc::new(depthwise::Depthwise),
         Arc::new(winograd::Winograd4),
         Arc::new(winograd::Winograd2),
+        Arc::new(onednn::External),
     ]
 }
 

@@ -119,6 +119,15 @@ impl std::fmt::Display for Key {
     }
 }
 
+/// A choice without its reasons.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Choice {
+    /// What was chosen for.
+    pub key: Key,
+    /// Name of the algorithm.
+    pub algorithm: String,
+}
+
 /// Candidates no more than this behind the fastest count as equally fast.
 const TIE: f64 = 1.03;
 

@@ -9,7 +9,7 @@ use super::contest::{Contest, Entrant, State, Subject};
 use super::conv_trial::ConvSubject;
 use super::race::{Outcome, race};
 use super::record::{Key, RECORD_VERSION, Record};
-use super::{Effort, Event, Source, TunerOptions, Tuning};
+use super::{Choice, Effort, Event, Source, TunerOptions, Tuning};
 use crate::conv::{self, ConvAlgorithm, ConvPlan, ConvProblem, Pass};
 use crate::error::invalid;
 use crate::{Cpu, DType, Isa, MemoryFormat, Result};
@@ -75,6 +75,12 @@ impl Tuner {
         Ok(Tuner { inner: Arc::new(Inner { algorithms, options, known: Mutex::default() }) })
     }
 
+    /// A tuner that never runs anything: it chooses by estimate, and remembers nothing.
+    pub fn by_estimate() -> Tuner {
+        let options = TunerOptions { effort: Effort::Heuristic, ..TunerOptions::default() };
+        Tuner::new(options).expect("no names are given, and those of the library differ")
+    }
+
     /// What it may do.
     pub fn options(&self) -> &TunerOptions {
         &self.inner.options
@@ -132,6 +138,26 @@ impl Tuner {
         let ConvSubject { contest, .. } = self.subject(problem, pass, cpu);
         let record = self.load(&mut self.known(), &contest)?;
         if contest.is_current(&record) { contest.tuning_of(&record, Source::Cached) } else { None }
+    }
+
+    /// Every choice made so far, sorted by problem.
+    pub fn choices(&self) -> Vec<Choice> {
+        let known = self.known();
+        let mut choices: Vec<Choice> = known
+            .choices
+            .iter()
+            .map(|((key, _), algorithm)| Choice { key: key.clone(), algorithm: algorithm.clone() })
+            .collect();
+        choices.sort_by_cached_key(|choice| choice.key.file_name());
+        choices
+    }
+
+    /// Makes these choices without measuring, on CPUs with this instruction set. An algorithm that turns out not to
+    /// apply is chosen anew.
+    pub fn adopt(&self, isa: Isa, choices: impl IntoIterator<Item = Choice>) {
+        let mut known = self.known();
+        known.choices.extend(choices.into_iter().map(|Choice { key, algorithm }| ((key, isa), algorithm)));
+        known.plans.clear();
     }
 
     /// The key under which a problem's result is stored.
@@ -221,7 +247,7 @@ impl Tuner {
     fn choose(&self, known: &mut Known, subject: &dyn Subject) -> Option<String> {
         let contest = subject.contest();
         let place = (contest.key.clone(), contest.cpu.isa());
-        if let Some(chosen) = known.choices.get(&place) {
+        if let Some(chosen) = known.choices.get(&place).filter(|chosen| contest.can_run(chosen)) {
             return Some(chosen.clone());
         }
         let tuning = self.decide(known, subject)?;

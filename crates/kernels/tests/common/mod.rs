@@ -239,3 +239,9 @@ pub(crate) fn problems(flops: f64) -> impl Strategy<Value = ConvProblem> {
         })
         .prop_filter("too slow", move |problem| problem.flops() <= flops)
 }
+
+/// Why oneDNN runs nothing here: it is another's library, and may be absent.
+pub(crate) fn onednn_missing() -> Option<NotApplicable> {
+    let onednn = convoke_kernels::conv::algorithm("onednn").expect("it is in the table");
+    onednn.plan(&"mb1ic1ih3oc1kh2".parse().unwrap(), Pass::Forward, &Cpu::single()).err()
+}

@@ -18,7 +18,7 @@ pub(crate) const DTYPES: [DType; 2] = [DType::F32, DType::F64];
 
 /// Two threads, and buffers that hold NaN when they are handed out.
 pub(crate) fn device() -> Device {
-    Device::new(DeviceOptions { cpu: Cpu::new(2).unwrap(), poison: true })
+    Device::new(DeviceOptions { poison: true, ..DeviceOptions::new(Cpu::new(2).unwrap()) })
 }
 
 /// What makes modules of this type from a seed.

@@ -1,0 +1,100 @@
+//! The flags that say how convolution algorithms are chosen, and the tuner made of them.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use bytesize::ByteSize;
+use clap::{Args, ValueEnum};
+use convoke::kernels::tune::{self, Event, Source, Tuner, TunerOptions};
+
+use super::console::Console;
+use super::{Failure, Result};
+
+/// How a training run chooses convolution algorithms.
+#[derive(Args)]
+pub(crate) struct TuningArgs {
+    /// How convolution algorithms are chosen: `heuristic` by estimate, `measure` by timing the likely ones on the first
+    /// steps, `exhaustive` by timing all. Results are kept for later runs.
+    #[arg(long, value_enum, default_value_t = Effort::Measure, help_heading = "Convolutions")]
+    pub(crate) effort: Effort,
+
+    /// Seconds that timing may take in this run; what is left then is chosen by estimate.
+    #[arg(long, value_name = "SECONDS", default_value_t = 30.0, value_parser = super::args::not_negative,
+          help_heading = "Convolutions")]
+    pub(crate) tune_budget: f64,
+
+    /// Time nothing: use what earlier runs found, else estimates.
+    #[arg(long, help_heading = "Convolutions")]
+    pub(crate) frozen: bool,
+
+    /// Use only algorithms that give the same bits each time.
+    #[arg(long, help_heading = "Convolutions")]
+    pub(crate) deterministic: bool,
+
+    /// Most scratch memory that one convolution may use.
+    #[arg(long, value_name = "SIZE", default_value = "256MiB", help_heading = "Convolutions")]
+    pub(crate) workspace_limit: ByteSize,
+
+    /// Folder where results are kept [default: see `convoke info`].
+    #[arg(long, value_name = "DIR", help_heading = "Convolutions")]
+    pub(crate) tuning_cache: Option<PathBuf>,
+
+    /// Show every choice: each candidate with its time or why it was not tried, then `= winner`.
+    #[arg(long, short, help_heading = "Convolutions")]
+    pub(crate) verbose: bool,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Effort {
+    Heuristic,
+    Measure,
+    Exhaustive,
+}
+
+impl From<Effort> for tune::Effort {
+    fn from(effort: Effort) -> tune::Effort {
+        match effort {
+            Effort::Heuristic => tune::Effort::Heuristic,
+            Effort::Measure => tune::Effort::Measure,
+            Effort::Exhaustive => tune::Effort::Exhaustive,
+        }
+    }
+}
+
+impl TuningArgs {
+    /// A tuner that shows what it does on the console.
+    pub(crate) fn tuner(&self, console: &Console) -> Result<Tuner> {
+        let line = console.line_writer();
+        let (verbose, announced) = (self.verbose, AtomicBool::new(false));
+        let observer = move |event: &Event<'_>| match event {
+            Event::Chosen(tuning) => {
+                if tuning.source == Source::Measured && !announced.swap(true, Ordering::Relaxed) {
+                    line("measuring convolutions for this run and later ones (-v shows them)");
+                }
+                if verbose {
+                    line(&tuning.to_string());
+                }
+            }
+            Event::Warning(text) => line(&format!("warning: {text}")),
+            _ => {}
+        };
+        let options = TunerOptions {
+            effort: self.effort.into(),
+            frozen: self.frozen,
+            deterministic: self.deterministic,
+            workspace_limit: usize::try_from(self.workspace_limit.as_u64()).unwrap_or(usize::MAX),
+            total_budget: Duration::from_secs_f64(self.tune_budget.min(1e9)),
+            cache: self.tuning_cache.clone().or_else(default_cache),
+            observer: Some(Arc::new(observer)),
+            ..TunerOptions::default()
+        };
+        Tuner::new(options).map_err(|error| Failure::Usage(error.to_string()))
+    }
+}
+
+/// Where tuning results are kept if nothing else is said.
+pub(crate) fn default_cache() -> Option<PathBuf> {
+    directories::ProjectDirs::from("", "", "convoke").map(|dirs| dirs.cache_dir().join("tuning"))
+}

@@ -1,0 +1,81 @@
+//! One axis of forward and backward-data as the same thing: outputs that gather source elements through taps.
+
+use crate::conv::problem::ConvAxis;
+
+/// A kernel element and where it reads: output q of the phase reads source element `scale * q + offset`.
+#[derive(Clone, Copy)]
+pub(super) struct Tap {
+    pub(super) kernel: usize,
+    pub(super) offset: isize,
+}
+
+/// Outputs a step apart, which read through the same taps.
+pub(super) struct Phase {
+    /// Empty where a stride skips source elements: such outputs are 0.
+    pub(super) taps: Vec<Tap>,
+    /// How many outputs there are.
+    pub(super) count: usize,
+    /// The outputs `[first, end)` whose taps all read inside the source.
+    pub(super) interior: [usize; 2],
+}
+
+impl Phase {
+    fn new(taps: Vec<Tap>, count: usize, source: usize, scale: usize) -> Phase {
+        // How many outputs read below `limit` through the tap.
+        let below = |limit: usize, tap: &Tap| {
+            limit.checked_add_signed(-tap.offset).unwrap_or(0).div_ceil(scale).min(count)
+        };
+        let first = taps.iter().map(|tap| below(0, tap)).max().unwrap_or(0);
+        let end = taps.iter().map(|tap| below(source, tap)).min().unwrap_or(count);
+        Phase { taps, count, interior: [first, end] }
+    }
+}
+
+/// One axis: output i is number `i / phases.len()` of phase `i % phases.len()`.
+pub(super) struct Gather {
+    pub(super) kernel: usize,
+    pub(super) source: usize,
+    pub(super) output: usize,
+    /// Source elements from one output of a phase to the next.
+    pub(super) scale: usize,
+    pub(super) phases: Vec<Phase>,
+}
+
+impl Gather {
+    /// y gathers x: one phase, a stride apart in x.
+    pub(super) fn forward(axis: &ConvAxis) -> Gather {
+        let tap =
+            |kernel| Tap { kernel, offset: (kernel * axis.dilation) as isize - axis.pad_before as isize };
+        let (source, output, scale) = (axis.input, axis.output(), axis.stride);
+        let phase = Phase::new((0..axis.kernel).map(tap).collect(), output, source, scale);
+        Gather { kernel: axis.kernel, source, output, scale, phases: vec![phase] }
+    }
+
+    /// dx gathers dy: x at i met y at o through kernel element k where `i = stride o + dilation k - padding`, so dx at
+    /// i reads dy at `(i + padding - dilation k) / stride` where that is whole. i modulo the stride decides which k.
+    pub(super) fn backward(axis: &ConvAxis) -> Gather {
+        let (source, output) = (axis.output(), axis.input);
+        let stride = axis.stride as isize;
+        let step = axis.stride.min(output);
+        let phase = |first: usize| {
+            let taps = (0..axis.kernel).filter_map(|kernel| {
+                let distance = (first + axis.pad_before) as isize - (kernel * axis.dilation) as isize;
+                (distance % stride == 0).then_some(Tap { kernel, offset: distance / stride })
+            });
+            Phase::new(taps.collect(), (output - first).div_ceil(step), source, 1)
+        };
+        Gather { kernel: axis.kernel, source, output, scale: 1, phases: (0..step).map(phase).collect() }
+    }
+
+    /// The phase of output `i` and its number there.
+    #[inline(always)]
+    pub(super) fn phase(&self, i: usize) -> (&Phase, usize) {
+        (&self.phases[i % self.phases.len()], i / self.phases.len())
+    }
+
+    /// The source element that output `q` of a phase reads through `tap`, unless that lies outside.
+    #[inline(always)]
+    pub(super) fn source_index(&self, q: usize, tap: &Tap) -> Option<usize> {
+        (self.scale * q).checked_add_signed(tap.offset).filter(|&index| index < self.source)
+    }
+}

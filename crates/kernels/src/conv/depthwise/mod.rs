@@ -1,0 +1,81 @@
+//! Depthwise convolution: every channel has a filter of its own, so there is nothing to multiply as matrices.
+//!
+//! ```text
+//! y[q]  = sum over taps k of x[stride q + offset k] w[k]
+//! dx[i] = sum over the taps k of i's phase of dy[q + offset k] w[k]      i = phase + stride q
+//! dw[k] = sum over outputs q of dy[q] x[stride q + offset k]
+//! ```
+//! Forward and backward-data are the same gather, see [`gather`]: each output is written once. Channels-last works on
+//! vectors of channels, contiguous tensors on vectors along a row of a padded copy of the plane. All passes read each
+//! tensor about once from memory, which bounds their speed.
+
+mod blocks;
+mod gather;
+mod padded;
+mod pixel_weights;
+mod pixels;
+mod plane_weights;
+mod planes;
+
+use std::sync::Arc;
+
+use gather::Gather;
+
+use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Cost, Kernel, NotApplicable};
+use super::problem::{ConvProblem, Pass};
+use crate::{Cpu, DType, MemoryFormat};
+
+/// One filter a channel, one output channel a filter.
+pub(super) struct Depthwise;
+
+/// Kernel sizes and strides, at most: plans list their taps and phases.
+const LARGEST: usize = 1 << 10;
+
+impl ConvAlgorithm for Depthwise {
+    fn name(&self) -> &'static str {
+        "depthwise"
+    }
+
+    fn revision(&self) -> u32 {
+        1
+    }
+
+    fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
+        let not = |reason: &str| Err(NotApplicable(reason.into()));
+        if problem.dtype != DType::F32 {
+            return not("for f32 only");
+        }
+        if problem.groups != problem.in_channels || problem.groups != problem.out_channels {
+            return not("needs one input and one output channel a group");
+        }
+        let axes = [problem.height, problem.width];
+        if axes.iter().any(|axis| axis.kernel > LARGEST || axis.stride > LARGEST) {
+            return Err(NotApplicable(format!("needs kernel and stride of at most {LARGEST}")));
+        }
+        let gather = match pass {
+            Pass::Forward | Pass::BackwardWeights => axes.map(|axis| Gather::forward(&axis)),
+            Pass::BackwardData => axes.map(|axis| Gather::backward(&axis)),
+        };
+        let images = [problem.batch, problem.in_channels];
+        let (workspace, kernel): (_, Arc<dyn ConvKernel<f32>>) = match (problem.format, pass) {
+            (MemoryFormat::ChannelsLast, Pass::BackwardWeights) => {
+                let kernel = pixel_weights::PixelWeights::new(gather, images, cpu);
+                (kernel.workspace_len(), Arc::new(kernel))
+            }
+            (MemoryFormat::ChannelsLast, _) => {
+                let kernel = pixels::Pixels::new(gather, images, cpu);
+                (kernel.workspace_len(), Arc::new(kernel))
+            }
+            (MemoryFormat::Contiguous, Pass::BackwardWeights) => {
+                let kernel = plane_weights::PlaneWeights::new(gather, images, cpu)?;
+                (kernel.workspace_len(), Arc::new(kernel))
+            }
+            (MemoryFormat::Contiguous, _) => {
+                let kernel = planes::Planes::new(gather, images, cpu)?;
+                (kernel.workspace_len(), Arc::new(kernel))
+            }
+        };
+        let cost = Cost::direct(problem, 0.2);
+        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::F32(kernel)).with_cost(cost))
+    }
+}

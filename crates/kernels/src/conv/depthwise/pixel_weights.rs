@@ -1,0 +1,150 @@
+//! Backward-weights in channels-last: vectors of channels, several output pixels at once, sums of every tap.
+
+use pulp::{Simd, WithSimd};
+
+use super::blocks::{BLOCK, BlockKernel, Line, Place, Scratch, each_block, load, store};
+use super::gather::Gather;
+use crate::Cpu;
+use crate::conv::gemm_views::reduce_partials;
+use crate::conv::plan::ConvKernel;
+use crate::memory_format::transpose;
+use crate::simd;
+
+/// The weight gradient from N x H x W x C tensors.
+pub(super) struct PixelWeights {
+    /// How y gathers x.
+    gather: [Gather; 2],
+    batch: usize,
+    channels: usize,
+    workers: usize,
+}
+
+impl PixelWeights {
+    pub(super) fn new(gather: [Gather; 2], [batch, channels]: [usize; 2], cpu: &Cpu) -> PixelWeights {
+        let workers = cpu.threads().min(batch * gather[0].output);
+        PixelWeights { gather, batch, channels, workers }
+    }
+
+    /// Sums of taps x channels.
+    fn sums_len(&self) -> usize {
+        self.gather[0].kernel * self.gather[1].kernel * self.channels
+    }
+
+    /// The sums of each worker, and a pixel of zeros.
+    pub(super) fn workspace_len(&self) -> usize {
+        self.workers * self.sums_len() + self.channels
+    }
+}
+
+impl ConvKernel<f32> for PixelWeights {
+    fn run(&self, cpu: &Cpu, [x, dy]: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
+        let rows = self.batch * self.gather[0].output;
+        let work = dy.len() * (output.len() / self.channels);
+        let (parts, zeros) = workspace.split_at_mut(self.workers * self.sums_len());
+        zeros.fill(0.0);
+        let zeros = &*zeros;
+        cpu.for_each(work, parts.chunks_mut(self.sums_len()).enumerate(), |(worker, sums)| {
+            let rows = [worker, worker + 1].map(|worker| rows * worker / self.workers);
+            simd::run(cpu.isa(), Rows { weights: self, x, dy, zeros, rows, sums });
+        });
+        reduce_partials(parts, self.sums_len());
+        let taps = output.len() / self.channels;
+        transpose(cpu, taps, self.channels, &parts[..self.sums_len()], output);
+    }
+}
+
+/// A task: the output rows `[first, end)`, counted over all images.
+struct Rows<'a> {
+    weights: &'a PixelWeights,
+    x: &'a [f32],
+    dy: &'a [f32],
+    /// A pixel.
+    zeros: &'a [f32],
+    rows: [usize; 2],
+    sums: &'a mut [f32],
+}
+
+impl WithSimd for Rows<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Rows { weights, x, dy, zeros, rows: [first, end], sums } = self;
+        let [height, width] = &weights.gather;
+        let channels = weights.channels;
+        let image_len = height.source * width.source * channels;
+        let row_len = width.output * channels;
+        let mut scratch = Scratch::default();
+        sums.fill(0.0);
+        for row in first..end {
+            let x = (&x[row / height.output * image_len..][..image_len], zeros);
+            let dy = &dy[row * row_len..][..row_len];
+            let mut products = Products { dy, zeros, sums };
+            let phase = (row % height.output, &width.phases[0]);
+            each_block(
+                simd,
+                &mut scratch,
+                &weights.gather,
+                phase,
+                x,
+                dy.as_ptr().wrapping_add(row_len),
+                &mut products,
+            );
+        }
+    }
+}
+
+/// One row of outputs.
+struct Products<'a> {
+    dy: &'a [f32],
+    /// A pixel.
+    zeros: &'a [f32],
+    /// Taps x channels.
+    sums: &'a mut [f32],
+}
+
+impl BlockKernel for Products<'_> {
+    #[inline(always)]
+    unsafe fn block<S: Simd, const EDGE: bool, const MASKED: bool>(
+        &mut self,
+        simd: S,
+        line: &Line<'_>,
+        Place { q, channel, mask, inputs }: Place<'_, S::m32s>,
+    ) {
+        let [source_step, output_step] = line.steps;
+        let mut dy = [simd.splat_f32s(0.0); BLOCK];
+        for (b, dy) in dy.iter_mut().enumerate() {
+            let missing = EDGE && q + b >= line.phase.count;
+            let pixel = if missing { self.zeros } else { &self.dy[(q + b) * output_step..] };
+            // SAFETY: the pixel has the mask's channels.
+            *dy = unsafe { load::<S, MASKED>(simd, mask, pixel.as_ptr().add(channel)) };
+        }
+        for (t, tap) in line.taps.iter().enumerate() {
+            let source = tap.source.wrapping_add(q * source_step + channel);
+            // Two sums, for half the latency.
+            let mut sums = [simd.splat_f32s(0.0); 2];
+            for b in 0..BLOCK {
+                // SAFETY: what is listed may be read; without a list all inputs are inside.
+                let x = unsafe {
+                    let from = match EDGE {
+                        true => inputs.get_unchecked(t)[b].add(channel),
+                        false => source.wrapping_add(b * source_step),
+                    };
+                    load::<S, MASKED>(simd, mask, from)
+                };
+                sums[b % 2] = simd.mul_add_f32s(x, dy[b], sums[b % 2]);
+            }
+            let total = self.sums.as_mut_ptr().wrapping_add(tap.place + channel);
+            // SAFETY: every tap has the mask's channels.
+            unsafe {
+                let sum = simd.add_f32s(sums[0], sums[1]);
+                store::<S, MASKED>(
+                    simd,
+                    mask,
+                    total,
+                    simd.add_f32s(load::<S, MASKED>(simd, mask, total), sum),
+                );
+            }
+        }
+    }
+}

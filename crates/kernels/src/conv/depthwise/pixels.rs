@@ -1,0 +1,127 @@
+//! Forward and backward-data in channels-last: vectors of channels, several pixels of a row at once.
+
+use pulp::{Simd, WithSimd};
+
+use super::blocks::{BLOCK, BlockKernel, Line, Place, Scratch, each_block, load, store};
+use super::gather::Gather;
+use crate::Cpu;
+use crate::conv::plan::ConvKernel;
+use crate::memory_format::transpose;
+use crate::simd;
+
+/// The gather of an N x H x W x C tensor.
+pub(super) struct Pixels {
+    gather: [Gather; 2],
+    channels: usize,
+    /// Output rows of a task, over all images.
+    rows: usize,
+}
+
+impl Pixels {
+    pub(super) fn new(gather: [Gather; 2], [batch, channels]: [usize; 2], cpu: &Cpu) -> Pixels {
+        // A few tasks a thread, to even out; each reads its first rows' halo again.
+        let rows = (batch * gather[0].output).div_ceil(4 * cpu.threads());
+        Pixels { gather, channels, rows }
+    }
+
+    /// The weights as taps x channels, and a pixel of zeros.
+    pub(super) fn workspace_len(&self) -> usize {
+        (self.gather[0].kernel * self.gather[1].kernel + 1) * self.channels
+    }
+}
+
+impl ConvKernel<f32> for Pixels {
+    fn run(&self, cpu: &Cpu, [source, weight]: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
+        let (weights, zeros) = workspace.split_at_mut(weight.len());
+        transpose(cpu, self.channels, weight.len() / self.channels, weight, weights);
+        zeros.fill(0.0);
+        let (weights, zeros) = (&*weights, &*zeros);
+        let row_len = self.gather[1].output * self.channels;
+        let work = output.len() * (weight.len() / self.channels);
+        cpu.for_each(work, output.chunks_mut(self.rows * row_len).enumerate(), |(task, output)| {
+            simd::run(
+                cpu.isa(),
+                Rows { pixels: self, source, weights, zeros, first: task * self.rows, output },
+            );
+        });
+    }
+}
+
+/// A task: some rows of the output.
+struct Rows<'a> {
+    pixels: &'a Pixels,
+    source: &'a [f32],
+    weights: &'a [f32],
+    /// A pixel.
+    zeros: &'a [f32],
+    first: usize,
+    output: &'a mut [f32],
+}
+
+impl WithSimd for Rows<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Rows { pixels, source, weights, zeros, first, output } = self;
+        let [height, width] = &pixels.gather;
+        let channels = pixels.channels;
+        let image_len = height.source * width.source * channels;
+        let mut scratch = Scratch::default();
+        for (row, output) in output.chunks_mut(width.output * channels).enumerate() {
+            let (image, row) = ((first + row) / height.output, (first + row) % height.output);
+            let source = (&source[image * image_len..][..image_len], zeros);
+            for (first, phase) in width.phases.iter().enumerate() {
+                let next = output.as_ptr().wrapping_add((width.output + first * phase.count) * channels);
+                let mut sums = Sums { weights, output: &mut output[first * channels..] };
+                each_block(simd, &mut scratch, &pixels.gather, (row, phase), source, next, &mut sums);
+            }
+        }
+    }
+}
+
+/// The outputs of one phase of one row.
+struct Sums<'a> {
+    /// Taps x channels.
+    weights: &'a [f32],
+    /// From the phase's first output on.
+    output: &'a mut [f32],
+}
+
+impl BlockKernel for Sums<'_> {
+    #[inline(always)]
+    unsafe fn block<S: Simd, const EDGE: bool, const MASKED: bool>(
+        &mut self,
+        simd: S,
+        line: &Line<'_>,
+        Place { q, channel, mask, inputs }: Place<'_, S::m32s>,
+    ) {
+        let [source_step, output_step] = line.steps;
+        let mut sums = [simd.splat_f32s(0.0); BLOCK];
+        for (t, tap) in line.taps.iter().enumerate() {
+            // SAFETY: every tap has the mask's channels.
+            let weight =
+                unsafe { load::<S, MASKED>(simd, mask, self.weights.as_ptr().add(tap.place + channel)) };
+            let source = tap.source.wrapping_add(q * source_step + channel);
+            for (b, sum) in sums.iter_mut().enumerate() {
+                // SAFETY: what is listed may be read; without a list all inputs are inside.
+                let x = unsafe {
+                    let from = match EDGE {
+                        true => inputs.get_unchecked(t)[b].add(channel),
+                        false => source.wrapping_add(b * source_step),
+                    };
+                    load::<S, MASKED>(simd, mask, from)
+                };
+                *sum = simd.mul_add_f32s(x, weight, *sum);
+            }
+        }
+        let output = self.output.as_mut_ptr().wrapping_add(q * output_step + channel);
+        for (b, sum) in sums.into_iter().enumerate() {
+            if EDGE && q + b >= line.phase.count {
+                break;
+            }
+            // SAFETY: output q + b exists, by the check or by the caller's promise.
+            unsafe { store::<S, MASKED>(simd, mask, output.wrapping_add(b * output_step), sum) };
+        }
+    }
+}

@@ -1,0 +1,67 @@
+//! Implicit GEMM: im2col's matrix product without the matrix.
+//!
+//! ```text
+//! forward           y  = W columns         tiles of columns are packed from x, block by block
+//! backward-weights  dW = dy columnsᵀ       the same tiles, transposed
+//! ```
+//! A matrix multiplication packs its operands into panels anyway; here the packing reads the input itself, so the
+//! columns never exist. For contiguous tensors, where packing copies runs of pixels.
+//! Chetlur et al.: "cuDNN: Efficient Primitives for Deep Learning", 2014.
+
+mod panels;
+mod passes;
+
+use std::sync::Arc;
+
+use passes::{Forward, Weights};
+
+use super::gemm_views::gemm_efficiency;
+use super::plan::{ConvAlgorithm, ConvPlan, Cost, Kernel, NotApplicable};
+use super::problem::{ConvProblem, Pass};
+use crate::{Cpu, DType, MemoryFormat};
+
+/// Implicit GEMM.
+pub(super) struct ImplicitGemm;
+
+/// Elements of packed weights or sums, at most: as many as a tensor may have.
+const LARGEST: usize = 1 << 40;
+
+impl ConvAlgorithm for ImplicitGemm {
+    fn name(&self) -> &str {
+        "implicit-gemm"
+    }
+
+    fn revision(&self) -> u32 {
+        1
+    }
+
+    fn formats(&self) -> &'static [MemoryFormat] {
+        &[MemoryFormat::Contiguous]
+    }
+
+    fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
+        let not = |reason: &str| Err(NotApplicable(reason.into()));
+        if problem.dtype != DType::F32 {
+            return not("for f32 only");
+        }
+        if problem.format != MemoryFormat::Contiguous {
+            return not("for contiguous tensors only");
+        }
+        if problem.weight_len() > LARGEST / (2 * cpu.threads()) {
+            return not("the weights are too large");
+        }
+        let (workspace, kernel) = match pass {
+            Pass::Forward => {
+                let forward = Forward::new(problem, cpu);
+                (forward.workspace_len(), Kernel::F32(Arc::new(forward)))
+            }
+            Pass::BackwardWeights => {
+                let weights = Weights::new(problem, cpu);
+                (weights.workspace_len(), Kernel::F32(Arc::new(weights)))
+            }
+            Pass::BackwardData => return not("backward-data is its forward: implicit-gemm+swap"),
+        };
+        let cost = Cost::direct(problem, 0.6 * gemm_efficiency(problem, pass));
+        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, kernel).with_cost(cost))
+    }
+}

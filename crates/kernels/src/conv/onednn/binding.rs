@@ -1,0 +1,395 @@
+//! oneDNN's C API, as far as convolution needs it, loaded at run time.
+//!
+//! Versions 2 and 3 share handles, constants and most functions (checked with the headers of 2.0 to 3.13). A memory
+//! descriptor is a struct of the caller in 2 and a handle in 3, but is passed as one address in both.
+
+use std::error::Error;
+use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ptr::null_mut;
+use std::sync::OnceLock;
+
+use libloading::Library;
+
+pub(super) type Status = c_int;
+pub(super) type Handle = *mut c_void;
+pub(super) type Descriptor = *const c_void;
+type Destroy = unsafe extern "C" fn(Handle) -> Status;
+
+/// `dnnl_dims_t`: one number an axis, the rest unused.
+pub(super) type Dims = [i64; 12];
+
+const CPU_ENGINE: c_int = 1;
+const USER_SCRATCHPAD: c_int = 1;
+const STRICT_FPMATH: c_int = 0;
+
+/// `dnnl_version_t`
+#[repr(C)]
+struct RawVersion {
+    major: c_int,
+    minor: c_int,
+    patch: c_int,
+    hash: *const c_char,
+    cpu_runtime: c_uint,
+    gpu_runtime: c_uint,
+}
+
+/// `dnnl_exec_arg_t`
+#[repr(C)]
+pub(super) struct ExecArg {
+    pub(super) arg: c_int,
+    pub(super) memory: Handle,
+}
+
+/// A struct of C functions `dnnl_...`, with a constructor that finds each in the library.
+macro_rules! functions {
+    ($(#[$meta:meta])* struct $table:ident { $($name:ident: fn($($arg:ty),*) -> $ret:ty,)* }) => {
+        $(#[$meta])*
+        pub(super) struct $table {
+            $(pub(super) $name: unsafe extern "C" fn($($arg),*) -> $ret,)*
+        }
+
+        impl $table {
+            fn of(library: &Library) -> Result<$table, String> {
+                // SAFETY: the types are those of oneDNN's headers, and the caller keeps the library loaded.
+                Ok($table { $($name: unsafe { symbol(library, concat!("dnnl_", stringify!($name))) }?,)* })
+            }
+        }
+    };
+}
+
+functions! {
+    /// What versions 2 and 3 have in common.
+    struct Common {
+        engine_create: fn(*mut Handle, c_int, usize) -> Status,
+        engine_destroy: fn(Handle) -> Status,
+        stream_create: fn(*mut Handle, Handle, c_uint) -> Status,
+        stream_wait: fn(Handle) -> Status,
+        stream_destroy: fn(Handle) -> Status,
+        memory_create: fn(*mut Handle, Descriptor, Handle, *mut c_void) -> Status,
+        memory_destroy: fn(Handle) -> Status,
+        memory_desc_get_size: fn(Descriptor) -> usize,
+        memory_desc_equal: fn(Descriptor, Descriptor) -> c_int,
+        primitive_attr_create: fn(*mut Handle) -> Status,
+        primitive_attr_destroy: fn(Handle) -> Status,
+        primitive_attr_set_scratchpad_mode: fn(Handle, c_int) -> Status,
+        reorder_primitive_desc_create: fn(*mut Handle, Descriptor, Handle, Descriptor, Handle, Handle) -> Status,
+        primitive_desc_query: fn(Handle, c_int, c_int, *mut c_void) -> Status,
+        primitive_desc_query_md: fn(Handle, c_int, c_int) -> Descriptor,
+        primitive_desc_destroy: fn(Handle) -> Status,
+        primitive_create: fn(*mut Handle, Handle) -> Status,
+        primitive_execute: fn(Handle, Handle, c_int, *const ExecArg) -> Status,
+        primitive_destroy: fn(Handle) -> Status,
+    }
+}
+
+functions! {
+    /// What only version 2 has: descriptors are structs that the caller owns.
+    struct V2 {
+        memory_desc_init_by_strides: fn(*mut c_void, c_int, *const i64, c_int, *const i64) -> Status,
+        memory_desc_init_by_tag: fn(*mut c_void, c_int, *const i64, c_int, c_int) -> Status,
+        dilated_convolution_forward_desc_init: fn(*mut c_void, c_int, c_int, Descriptor, Descriptor, Descriptor,
+            Descriptor, *const i64, *const i64, *const i64, *const i64) -> Status,
+        dilated_convolution_backward_data_desc_init: fn(*mut c_void, c_int, Descriptor, Descriptor, Descriptor,
+            *const i64, *const i64, *const i64, *const i64) -> Status,
+        dilated_convolution_backward_weights_desc_init: fn(*mut c_void, c_int, Descriptor, Descriptor, Descriptor,
+            Descriptor, *const i64, *const i64, *const i64, *const i64) -> Status,
+        primitive_desc_create: fn(*mut Handle, *const c_void, Handle, Handle, Handle) -> Status,
+    }
+}
+
+functions! {
+    /// What only version 3 has: descriptors are handles.
+    struct V3 {
+        memory_desc_create_with_strides: fn(*mut Handle, c_int, *const i64, c_int, *const i64) -> Status,
+        memory_desc_create_with_tag: fn(*mut Handle, c_int, *const i64, c_int, c_int) -> Status,
+        memory_desc_destroy: fn(Handle) -> Status,
+        convolution_forward_primitive_desc_create: fn(*mut Handle, Handle, c_int, c_int, Descriptor, Descriptor,
+            Descriptor, Descriptor, *const i64, *const i64, *const i64, *const i64, Handle) -> Status,
+        convolution_backward_data_primitive_desc_create: fn(*mut Handle, Handle, c_int, Descriptor, Descriptor,
+            Descriptor, *const i64, *const i64, *const i64, *const i64, Handle, Handle) -> Status,
+        convolution_backward_weights_primitive_desc_create: fn(*mut Handle, Handle, c_int, Descriptor, Descriptor,
+            Descriptor, Descriptor, *const i64, *const i64, *const i64, *const i64, Handle, Handle) -> Status,
+    }
+}
+
+pub(super) enum Dialect {
+    V2(V2),
+    V3(V3),
+}
+
+/// The symbol `name`.
+///
+/// # Safety
+/// `T` must be the type of a pointer to it, which must not be used when the library is gone.
+unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T, String> {
+    // SAFETY: the caller's promise.
+    let found = unsafe { library.get::<T>(name.as_bytes()) };
+    found.map(|symbol| *symbol).map_err(|_| format!("it has no {name}"))
+}
+
+pub(super) fn check(what: &str, status: Status) -> Result<(), String> {
+    let meaning = match status {
+        0 => return Ok(()),
+        1 => "out of memory",
+        2 => "invalid arguments",
+        3 => "unimplemented",
+        5 => "runtime error",
+        _ => "unknown",
+    };
+    Err(format!("oneDNN's {what} failed with status {status} ({meaning})"))
+}
+
+/// An object of the library, destroyed with this value.
+pub(super) struct Owned {
+    pub(super) handle: Handle,
+    destroy: Destroy,
+}
+
+impl Owned {
+    pub(super) fn create(
+        what: &str,
+        destroy: Destroy,
+        create: impl FnOnce(*mut Handle) -> Status,
+    ) -> Result<Owned, String> {
+        let mut handle = null_mut();
+        check(what, create(&mut handle))?;
+        Ok(Owned { handle, destroy })
+    }
+}
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        // SAFETY: `create` made the handle, nothing else destroys it, and the library is never unloaded.
+        let status = unsafe { (self.destroy)(self.handle) };
+        debug_assert_eq!(status, 0, "oneDNN could not destroy an object");
+    }
+}
+
+// SAFETY: oneDNN's objects are not bound to a thread.
+unsafe impl Send for Owned {}
+// SAFETY: after creation engines, primitives and descriptors are only read; executing a primitive whose scratchpad is
+// the caller's is documented as thread-safe. Streams and memory objects never leave the call that makes them.
+unsafe impl Sync for Owned {}
+
+/// How oneDNN's build runs its threads.
+enum Threading {
+    Sequential,
+    OpenMp(OpenMp),
+    /// A runtime whose threads the C API cannot limit.
+    Unlimited(&'static str),
+}
+
+/// The functions of the OpenMP runtime that oneDNN itself is linked with.
+struct OpenMp {
+    get_max_threads: unsafe extern "C" fn() -> c_int,
+    set_num_threads: unsafe extern "C" fn(c_int),
+    get_dynamic: unsafe extern "C" fn() -> c_int,
+    set_dynamic: unsafe extern "C" fn(c_int),
+    get_thread_limit: unsafe extern "C" fn() -> c_int,
+}
+
+impl OpenMp {
+    /// A look-up in a library continues in what it is linked with.
+    fn of(library: &Library) -> Result<OpenMp, String> {
+        // SAFETY: the types are those of omp.h; the library keeps its dependencies loaded.
+        unsafe {
+            Ok(OpenMp {
+                get_max_threads: symbol(library, "omp_get_max_threads")?,
+                set_num_threads: symbol(library, "omp_set_num_threads")?,
+                get_dynamic: symbol(library, "omp_get_dynamic")?,
+                set_dynamic: symbol(library, "omp_set_dynamic")?,
+                get_thread_limit: symbol(library, "omp_get_thread_limit")?,
+            })
+        }
+    }
+}
+
+/// The calling thread's OpenMP settings, put back when this value goes.
+struct Restore<'a> {
+    openmp: &'a OpenMp,
+    threads: c_int,
+    dynamic: c_int,
+}
+
+impl Drop for Restore<'_> {
+    fn drop(&mut self) {
+        // SAFETY: these functions take any number that their counterparts returned.
+        unsafe {
+            (self.openmp.set_num_threads)(self.threads);
+            (self.openmp.set_dynamic)(self.dynamic);
+        }
+    }
+}
+
+/// A loaded oneDNN.
+pub(super) struct OneDnn {
+    pub(super) common: Common,
+    pub(super) dialect: Dialect,
+    threading: Threading,
+    version: String,
+    pub(super) attributes: Owned,
+    pub(super) engine: Owned,
+    /// Last, so that it outlives the objects.
+    _library: Library,
+}
+
+#[cfg(target_os = "macos")]
+const NAMES: [&str; 4] =
+    ["libdnnl.3.dylib", "libdnnl.2.dylib", "libdnnl.dylib", "/opt/homebrew/lib/libdnnl.dylib"];
+#[cfg(not(target_os = "macos"))]
+const NAMES: [&str; 3] = ["libdnnl.so.3", "libdnnl.so.2", "libdnnl.so"];
+
+/// This process's oneDNN, loaded on the first call and kept, or the reason why there is none.
+pub(super) fn onednn() -> Result<&'static OneDnn, &'static str> {
+    static ONEDNN: OnceLock<Result<OneDnn, String>> = OnceLock::new();
+    ONEDNN.get_or_init(|| OneDnn::load(&NAMES)).as_ref().map_err(String::as_str)
+}
+
+impl OneDnn {
+    /// Loads the first of `names` that the dynamic linker finds and that has what is needed.
+    fn load(names: &[&str]) -> Result<OneDnn, String> {
+        let mut reason = "oneDNN (libdnnl) is not installed".to_string();
+        for &name in names {
+            // SAFETY: loading runs the initialisers of the library and of what it is linked with: oneDNN's own and
+            // those of its threads' runtime, which ask nothing of the program that loads them.
+            let opened = unsafe { Library::new(name) }
+                .map_err(|error| error.source().map_or_else(|| error.to_string(), |cause| cause.to_string()));
+            // Only a file that is there deserves words; the linker then names what it misses or dislikes.
+            let absent =
+                |error: &String| error.contains(name) && error.to_lowercase().contains("no such file");
+            match opened {
+                Err(error) if absent(&error) => {}
+                opened => match opened.and_then(|library| OneDnn::of(library, name)) {
+                    Ok(onednn) => return Ok(onednn),
+                    Err(error) => reason = format!("oneDNN ({name}) cannot be loaded: {error}"),
+                },
+            }
+        }
+        Err(reason)
+    }
+
+    fn of(library: Library, name: &str) -> Result<OneDnn, String> {
+        // SAFETY: the type is that of every version's header.
+        let version = unsafe {
+            let version: unsafe extern "C" fn() -> *const RawVersion = symbol(&library, "dnnl_version")?;
+            &*version()
+        };
+        let dialect = match version.major {
+            2 => Dialect::V2(V2::of(&library)?),
+            3 => Dialect::V3(V3::of(&library)?),
+            other => return Err(format!("its version is {other}, known are 2 and 3")),
+        };
+        let (threading, runtime) = match version.cpu_runtime {
+            1 => (Threading::Sequential, "sequential"),
+            2 => (Threading::OpenMp(OpenMp::of(&library)?), "OpenMP"),
+            4 => (Threading::Unlimited("TBB"), "TBB"),
+            8 => (Threading::Unlimited("a thread pool of the program"), "thread pool"),
+            512 => (Threading::Unlimited("SYCL"), "SYCL"),
+            _ => (Threading::Unlimited("an unknown runtime"), "unknown runtime"),
+        };
+        let text = format!("{}.{}.{} ({name}, {runtime})", version.major, version.minor, version.patch);
+        let common = Common::of(&library)?;
+        // Since 2.5 the environment can make oneDNN round f32 to bf16, unless this is called.
+        // SAFETY: the type is that of the headers.
+        let set_fpmath_mode: Option<unsafe extern "C" fn(Handle, c_int) -> Status> =
+            unsafe { symbol(&library, "dnnl_primitive_attr_set_fpmath_mode") }.ok();
+        // SAFETY: each function is called as its header says.
+        let (engine, attributes) = unsafe {
+            let engine = Owned::create("dnnl_engine_create", common.engine_destroy, |engine| {
+                (common.engine_create)(engine, CPU_ENGINE, 0)
+            })?;
+            let attributes =
+                Owned::create("dnnl_primitive_attr_create", common.primitive_attr_destroy, |attributes| {
+                    (common.primitive_attr_create)(attributes)
+                })?;
+            check(
+                "dnnl_primitive_attr_set_scratchpad_mode",
+                (common.primitive_attr_set_scratchpad_mode)(attributes.handle, USER_SCRATCHPAD),
+            )?;
+            if let Some(set) = set_fpmath_mode {
+                check("dnnl_primitive_attr_set_fpmath_mode", set(attributes.handle, STRICT_FPMATH))?;
+            }
+            (engine, attributes)
+        };
+        Ok(OneDnn { common, dialect, threading, version: text, attributes, engine, _library: library })
+    }
+
+    /// Such as "2.6.3 (libdnnl.so.2, OpenMP)".
+    pub(super) fn version(&self) -> &str {
+        &self.version
+    }
+
+    /// Whether [`OneDnn::with_threads`] can keep to a budget of `threads`.
+    pub(super) fn check_threads(&self, threads: usize) -> Result<(), String> {
+        match &self.threading {
+            Threading::Sequential => Ok(()),
+            Threading::OpenMp(openmp) => {
+                // SAFETY: it takes nothing and reads a setting.
+                let limit = unsafe { (openmp.get_thread_limit)() };
+                // Kernels that are split among more threads than OpenMP then starts would wait for the others.
+                match usize::try_from(limit).is_ok_and(|limit| threads <= limit) {
+                    true => Ok(()),
+                    false => Err(format!("OpenMP is limited to {limit} threads")),
+                }
+            }
+            Threading::Unlimited(runtime) => {
+                Err(format!("this oneDNN runs on {runtime}, whose threads cannot be limited"))
+            }
+        }
+    }
+
+    /// Runs `work`, which creates or executes primitives on the calling thread, with `threads` threads.
+    ///
+    /// A primitive must be executed with as many threads as it was created with.
+    pub(super) fn with_threads<R>(&self, threads: usize, work: impl FnOnce() -> R) -> R {
+        let Threading::OpenMp(openmp) = &self.threading else { return work() };
+        // SAFETY: the settings are those of the calling thread, and the number is positive.
+        let _restore = unsafe {
+            let restore =
+                Restore { openmp, threads: (openmp.get_max_threads)(), dynamic: (openmp.get_dynamic)() };
+            (openmp.set_dynamic)(0);
+            (openmp.set_num_threads)(threads as c_int);
+            restore
+        };
+        work()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(names: &[&str]) -> String {
+        OneDnn::load(names).err().expect("there is no such library")
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn an_absent_library_is_not_installed() {
+        for names in [&["libno-such-dnnl.so.9", "libno-such-dnnl.so"][..], &[]] {
+            assert_eq!(refused(names), "oneDNN (libdnnl) is not installed");
+        }
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn what_is_no_onednn_is_refused_with_the_reason() {
+        // A file that is no library, beside one that is missing.
+        let manifest = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
+        let reason = refused(&[manifest, "libno-such-dnnl.so.9"]);
+        assert!(reason.contains("cannot be loaded") && reason.contains("invalid ELF header"), "{reason}");
+        let reason = refused(&["libc.so.6"]);
+        assert_eq!(reason, "oneDNN (libc.so.6) cannot be loaded: it has no dnnl_version");
+    }
+
+    #[test]
+    fn the_callers_openmp_settings_come_back() {
+        let Ok(onednn) = onednn() else { return println!("oneDNN is not installed") };
+        let Threading::OpenMp(openmp) = &onednn.threading else { return println!("{}", onednn.version()) };
+        // SAFETY: it takes nothing and reads a setting.
+        let threads = || unsafe { (openmp.get_max_threads)() };
+        let before = threads();
+        assert_eq!(onednn.with_threads(3, threads), 3);
+        assert_eq!(threads(), before);
+    }
+}

@@ -1,0 +1,282 @@
+//! oneDNN's convolutions, from the library `libdnnl` if the machine has it.
+//!
+//! Weights go through a reorder into the layout that oneDNN wants, in every run. So do x and y where oneDNN has
+//! only a plain GEMM for them as they lie, and a kernel for blocked channels. Everything is made in the plan; a run
+//! executes one to four primitives.
+
+mod binding;
+mod objects;
+
+use std::ffi::c_int;
+use std::sync::Arc;
+
+use binding::{OneDnn, onednn};
+use objects::{Geometry, Layout, MemoryDesc, Operand, Primitive, Stream};
+
+use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Cost, Kernel, NotApplicable};
+use super::problem::{ConvProblem, Pass};
+use crate::{Cpu, DType, Isa, MemoryFormat};
+
+/// The version, file and threads' runtime of the oneDNN that this process has loaded, such as
+/// "2.6.3 (libdnnl.so.2, OpenMP)"; none if the machine has none that works.
+pub fn onednn_version() -> Option<String> {
+    onednn().ok().map(|onednn| onednn.version().to_string())
+}
+
+/// Convolutions of the oneDNN library; applies where that is installed.
+pub(super) struct External;
+
+/// Sizes inside oneDNN are C's `int` in places.
+const LARGEST: usize = i32::MAX as usize;
+
+/// Elements of 64 bytes, which is how oneDNN wants memory aligned.
+const ALIGNMENT: usize = 16;
+
+impl ConvAlgorithm for External {
+    fn name(&self) -> &'static str {
+        "onednn"
+    }
+
+    /// Another library is another algorithm: 2.6.3 is 206031, with this file's own revision as the last digit.
+    fn revision(&self) -> u32 {
+        let version = onednn_version().unwrap_or_default();
+        let numbers = version.split(|c: char| !c.is_ascii_digit()).take(3);
+        let number = numbers.fold(0, |sum, part| 100 * sum + part.parse::<u32>().unwrap_or(0) % 100);
+        10 * number + 1
+    }
+
+    fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
+        if problem.dtype != DType::F32 {
+            return Err(NotApplicable("needs f32".into()));
+        }
+        if cpu.isa() != Isa::detect() {
+            return Err(NotApplicable(format!("chooses the instruction set itself, not {}", cpu.isa())));
+        }
+        if !sizes_fit(problem) {
+            return Err(NotApplicable("a size does not fit 32 bits".into()));
+        }
+        let onednn = onednn().map_err(|reason| NotApplicable(reason.into()))?;
+        let planned = onednn
+            .check_threads(cpu.threads())
+            .and_then(|()| onednn.with_threads(cpu.threads(), || Convolution::new(onednn, problem, pass)));
+        let (convolution, workspace) = planned.map_err(NotApplicable)?;
+        // Low, so that it is used where it was measured to be fastest only: its threads are its own.
+        let cost = Cost::direct(problem, 0.1);
+        let kernel = Kernel::F32(Arc::new(convolution));
+        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, kernel).with_cost(cost))
+    }
+}
+
+fn sizes_fit(p: &ConvProblem) -> bool {
+    let axis = [&p.height, &p.width].map(|a| {
+        let padded = a.pad_before.checked_add(a.input).and_then(|size| size.checked_add(a.pad_after));
+        [padded.unwrap_or(usize::MAX), a.stride, a.dilation]
+    });
+    let tensors = [p.input_len(), p.weight_len(), p.output_len()];
+    tensors.iter().chain(axis.iter().flatten()).all(|&size| size <= LARGEST)
+}
+
+/// Where each tensor of a pass stands: oneDNN's argument, and its query for the layout.
+type Role = (c_int, c_int);
+
+/// The roles of the two inputs and of the output, in the order of a plan's operands.
+fn roles(pass: Pass) -> [Role; 3] {
+    const SRC: Role = (1, 129);
+    const DST: Role = (17, 133);
+    const WEIGHTS: Role = (33, 131);
+    const DIFF_SRC: Role = (129, 130);
+    const DIFF_DST: Role = (145, 134);
+    const DIFF_WEIGHTS: Role = (161, 132);
+    match pass {
+        Pass::Forward => [SRC, WEIGHTS, DST],
+        Pass::BackwardData => [DIFF_DST, WEIGHTS, DIFF_SRC],
+        Pass::BackwardWeights => [SRC, DIFF_DST, DIFF_WEIGHTS],
+    }
+}
+
+/// x, weight, y -> the order of a plan's operands.
+fn operands<T>([x, weight, y]: [T; 3], pass: Pass) -> [T; 3] {
+    match pass {
+        Pass::Forward => [x, weight, y],
+        Pass::BackwardData => [y, weight, x],
+        Pass::BackwardWeights => [x, y, weight],
+    }
+}
+
+/// One tensor: as the caller has it, and how it gets to or from what the primitive needs.
+struct Tensor {
+    role: Role,
+    plain: MemoryDesc,
+    reorder: Option<Reorder>,
+}
+
+struct Reorder {
+    primitive: Primitive,
+    /// Where the reordered tensor lies in the workspace, in elements.
+    offset: usize,
+}
+
+struct Convolution {
+    onednn: &'static OneDnn,
+    primitive: Primitive,
+    inputs: [Tensor; 2],
+    output: Tensor,
+    /// Where the primitives' scratch memory lies in the workspace, in elements.
+    scratch: usize,
+}
+
+impl Convolution {
+    /// The kernel and its workspace in elements.
+    fn new(
+        onednn: &'static OneDnn,
+        problem: &ConvProblem,
+        pass: Pass,
+    ) -> Result<(Convolution, usize), String> {
+        let primitive = choose(onednn, problem, pass)?;
+        let mut workspace = Workspace::default();
+        let [a, b, output] = operands(plain_tensors(onednn, problem)?, pass);
+        let [a_role, b_role, output_role] = roles(pass);
+        let inputs = [(a, a_role), (b, b_role)].map(|(plain, role)| {
+            let (from, to) = (plain.layout(), primitive.layout(role.1));
+            let reorder = workspace.reorder(onednn, [from, to], to)?;
+            Ok::<_, String>(Tensor { role, plain, reorder })
+        });
+        let [a, b] = inputs;
+        let (from, to) = (primitive.layout(output_role.1), output.layout());
+        let reorder = workspace.reorder(onednn, [from, to], from)?;
+        let output = Tensor { role: output_role, plain: output, reorder };
+        let scratch = workspace.place(workspace.scratch_bytes.max(primitive.scratch_bytes()));
+        // The workspace may begin anywhere: up to `ALIGNMENT - 1` elements are skipped.
+        let len = workspace.len + ALIGNMENT - 1;
+        if len > LARGEST {
+            return Err(format!("oneDNN needs a workspace of {len} elements"));
+        }
+        Ok((Convolution { onednn, primitive, inputs: [a?, b?], output, scratch }, len))
+    }
+}
+
+/// Counts the workspace of a plan.
+#[derive(Default)]
+struct Workspace {
+    len: usize,
+    /// The most scratch memory of any reorder.
+    scratch_bytes: usize,
+}
+
+impl Workspace {
+    fn place(&mut self, bytes: usize) -> usize {
+        let offset = self.len;
+        self.len += bytes.div_ceil(size_of::<f32>()).next_multiple_of(ALIGNMENT);
+        offset
+    }
+
+    /// A reorder, unless the layouts are equal, and a place for `kept`, the one of the two that lies in the workspace.
+    fn reorder(
+        &mut self,
+        onednn: &'static OneDnn,
+        [from, to]: [Layout<'_>; 2],
+        kept: Layout<'_>,
+    ) -> Result<Option<Reorder>, String> {
+        if from.equals(to, onednn) {
+            return Ok(None);
+        }
+        let primitive = Primitive::reorder(onednn, from, to)?;
+        self.scratch_bytes = self.scratch_bytes.max(primitive.scratch_bytes());
+        Ok(Some(Reorder { primitive, offset: self.place(kept.bytes(onednn)) }))
+    }
+}
+
+/// The convolution on x and y as they lie, or on layouts that oneDNN chooses.
+///
+/// The latter, where the former is a GEMM on copied patches (oneDNN has nothing else for NCHW) or plain loops, unless
+/// blocks of channels would be padded to more than twice the size, as few channels are.
+fn choose(onednn: &'static OneDnn, problem: &ConvProblem, pass: Pass) -> Result<Primitive, String> {
+    let [x, weight, y] = plain_tensors(onednn, problem)?;
+    let [any_x, any_weight, any_y] = shapes(problem).map(|shape| MemoryDesc::new(onednn, &shape, None));
+    let (any_x, any_weight, any_y) = (any_x?, any_weight?, any_y?);
+    let axes = [&problem.height, &problem.width];
+    let geometry = Geometry {
+        strides: axes.map(|axis| axis.stride),
+        dilations: axes.map(|axis| axis.dilation - 1),
+        pad_before: axes.map(|axis| axis.pad_before),
+        pad_after: axes.map(|axis| axis.pad_after),
+    };
+    let plain = Primitive::convolution(onednn, pass, [&x, &any_weight, &y], &geometry)?;
+    let pointwise = problem.groups == 1 && axes.iter().all(|axis| axis.kernel == 1);
+    if pointwise || is_direct(&plain.implementation()?) {
+        return Ok(plain);
+    }
+    let any = Primitive::convolution(onednn, pass, [&any_x, &any_weight, &any_y], &geometry)?;
+    let fits = operands([x, weight, y], pass)
+        .iter()
+        .zip(roles(pass))
+        .all(|(have, (_, query))| any.layout(query).bytes(onednn) / 2 <= have.layout().bytes(onednn));
+    Ok(if fits && is_direct(&any.implementation()?) { any } else { plain })
+}
+
+/// Whether an implementation of this name is neither a GEMM nor plain loops.
+fn is_direct(implementation: &str) -> bool {
+    !["gemm", "ref"].iter().any(|slow| implementation.contains(slow))
+}
+
+/// Shapes of x, weight and y; weights of groups have an axis for them.
+fn shapes(p: &ConvProblem) -> [Vec<usize>; 3] {
+    let [_, c, r, s] = p.weight_shape();
+    let weight = match p.groups {
+        1 => p.weight_shape().to_vec(),
+        groups => vec![groups, p.group_out_channels(), c, r, s],
+    };
+    [p.input_shape().to_vec(), weight, p.output_shape().to_vec()]
+}
+
+/// x, weight and y as the caller has them.
+fn plain_tensors(onednn: &OneDnn, problem: &ConvProblem) -> Result<[MemoryDesc; 3], String> {
+    let [x, weight, y] = shapes(problem);
+    let plain = |dims: &[usize], format| MemoryDesc::new(onednn, dims, Some(&strides(dims, format)));
+    Ok([plain(&x, problem.format)?, plain(&weight, MemoryFormat::Contiguous)?, plain(&y, problem.format)?])
+}
+
+fn strides(dims: &[usize], format: MemoryFormat) -> Vec<usize> {
+    if format == MemoryFormat::ChannelsLast {
+        let &[_, c, h, w] = dims else { unreachable!("x and y have four axes") };
+        return vec![h * w * c, 1, w * c, c];
+    }
+    (1..=dims.len()).map(|inner| dims[inner..].iter().product()).collect()
+}
+
+impl ConvKernel<f32> for Convolution {
+    fn run(&self, cpu: &Cpu, inputs: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
+        let skipped = workspace.as_ptr().align_offset(ALIGNMENT * size_of::<f32>());
+        let workspace = workspace[skipped..].as_mut_ptr();
+        // SAFETY: `new` counted the offsets into the workspace, skipped elements included.
+        let at = |offset: usize| unsafe { workspace.add(offset) };
+        let scratch = at(self.scratch);
+        let [a, b] = inputs.map(|input| input.as_ptr().cast_mut());
+        let [a, b, output] =
+            [(&self.inputs[0], a), (&self.inputs[1], b), (&self.output, output.as_mut_ptr())].map(
+                |(tensor, data)| {
+                    let needed = self.primitive.layout(tensor.role.1);
+                    let place = tensor.reorder.as_ref().map_or(data, |reorder| at(reorder.offset));
+                    let plain = Operand { layout: tensor.plain.layout(), data };
+                    (tensor, plain, Operand { layout: needed, data: place })
+                },
+            );
+        let work = |stream: &Stream| {
+            // SAFETY: the slices' lengths are those of the layouts, `new` counted every place in the workspace, and
+            // the places are disjoint. Inputs are only read.
+            unsafe {
+                for (tensor, plain, needed) in [a, b] {
+                    if let Some(reorder) = &tensor.reorder {
+                        reorder.primitive.copy(stream, plain, needed, scratch);
+                    }
+                }
+                let operands = [a, b, output].map(|(tensor, _, needed)| (tensor.role.0, needed));
+                self.primitive.execute(stream, operands, scratch);
+                if let (Tensor { reorder: Some(reorder), .. }, plain, needed) = output {
+                    reorder.primitive.copy(stream, needed, plain, scratch);
+                }
+            }
+        };
+        self.onednn.with_threads(cpu.threads(), || Stream::with(self.onednn, work));
+    }
+}

@@ -1,0 +1,383 @@
+//! The tuner: what it may choose, that wrong algorithms never win, and what it remembers.
+
+use std::fs;
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use convoke_kernels::conv::{
+    self, ConvAlgorithm, ConvKernel, ConvPlan, ConvProblem, Kernel, NotApplicable, Pass,
+};
+use convoke_kernels::tune::{Cache, Effort, Event, Source, Tuner, TunerOptions, Tuning};
+use convoke_kernels::{Cpu, Element, Isa};
+
+/// A user's algorithm: im2col behind another name, with faults to order.
+#[derive(Clone, Copy)]
+struct Own {
+    revision: u32,
+    deterministic: bool,
+    fault: Fault,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Fault {
+    None,
+    /// Nothing is computed.
+    Zeros,
+    /// The last element is not written.
+    Short,
+    /// One element in sixteen is off.
+    Rare,
+}
+
+const GOOD: Own = Own { revision: 1, deterministic: true, fault: Fault::None };
+
+struct OwnKernel {
+    plan: ConvPlan,
+    fault: Fault,
+}
+
+impl ConvAlgorithm for Own {
+    fn name(&self) -> &str {
+        "own"
+    }
+
+    fn revision(&self) -> u32 {
+        self.revision
+    }
+
+    fn is_deterministic(&self) -> bool {
+        self.deterministic
+    }
+
+    fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
+        let plan = conv::algorithm("im2col").unwrap().plan(problem, pass, cpu)?;
+        let (workspace, fault) = (plan.workspace_len(), self.fault);
+        let kernel = Kernel::of(problem, OwnKernel { plan, fault });
+        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, kernel))
+    }
+}
+
+impl<T: Element> ConvKernel<T> for OwnKernel {
+    fn run(&self, _: &Cpu, [a, b]: [&[T]; 2], output: &mut [T], workspace: &mut [T]) {
+        if self.fault == Fault::Zeros {
+            return output.fill(T::zero());
+        }
+        let last = output[output.len() - 1];
+        let operands = match self.plan.pass() {
+            Pass::Forward => conv::ConvOperands::forward(a, b, output),
+            Pass::BackwardData => conv::ConvOperands::backward_data(a, b, output),
+            Pass::BackwardWeights => conv::ConvOperands::backward_weights(a, b, output),
+        };
+        self.plan.run(operands, workspace).unwrap();
+        match self.fault {
+            Fault::Short => *output.last_mut().unwrap() = last,
+            Fault::Rare => output.iter_mut().step_by(16).for_each(|value| *value += T::of(0.1)),
+            _ => {}
+        }
+    }
+}
+
+/// What an observer heard.
+#[derive(Clone, Default)]
+struct Heard {
+    chosen: Arc<Mutex<Vec<Tuning>>>,
+    warnings: Arc<Mutex<Vec<String>>>,
+}
+
+impl Heard {
+    fn sources(&self) -> Vec<Source> {
+        self.chosen.lock().unwrap().iter().map(|tuning| tuning.source.clone()).collect()
+    }
+
+    fn warnings(&self) -> Vec<String> {
+        self.warnings.lock().unwrap().clone()
+    }
+}
+
+/// Little time, and everything that happens is heard.
+fn options(heard: &Heard) -> TunerOptions {
+    let Heard { chosen, warnings } = heard.clone();
+    TunerOptions {
+        budget: Duration::from_millis(100),
+        observer: Some(Arc::new(move |event| match event {
+            Event::Chosen(tuning) => chosen.lock().unwrap().push((*tuning).clone()),
+            Event::Warning(text) => warnings.lock().unwrap().push(text.clone()),
+            _ => {}
+        })),
+        ..TunerOptions::default()
+    }
+}
+
+fn with_own(own: Own, heard: &Heard) -> TunerOptions {
+    let mut options = options(heard);
+    options.register(own);
+    options
+}
+
+fn problem(batch: usize) -> ConvProblem {
+    format!("mb{batch}ic5ih9oc6kh3ph1").parse().unwrap()
+}
+
+fn cpu() -> Cpu {
+    Cpu::new(2).unwrap()
+}
+
+fn tune(tuner: &Tuner, problem: &ConvProblem) -> Tuning {
+    tuner.tune(problem, Pass::Forward, &cpu(), &mut |_| ()).unwrap()
+}
+
+/// The times of a candidate, if it was timed; its reason otherwise.
+fn candidate(tuning: &Tuning, name: &str) -> Result<f64, String> {
+    let found = tuning.candidates.iter().find(|candidate| candidate.algorithm == name);
+    let found = found.unwrap_or_else(|| panic!("{name} is not among the candidates of {tuning}"));
+    found.times.as_ref().map(|times| times.score).ok_or_else(|| found.skipped.clone().unwrap())
+}
+
+#[test]
+fn a_users_algorithm_is_tried_with_its_swap_and_can_win() {
+    let heard = Heard::default();
+    let tuner = Tuner::new(TunerOptions { effort: Effort::Exhaustive, ..with_own(GOOD, &heard) }).unwrap();
+    for pass in Pass::ALL {
+        let tuning = tuner.tune(&problem(2), pass, &cpu(), &mut |_| ()).unwrap();
+        assert_eq!(tuning.source, Source::Measured);
+        assert!(candidate(&tuning, "own").is_ok_and(|seconds| seconds > 0.0), "{tuning}");
+        assert!(candidate(&tuning, "own+swap").is_ok(), "{tuning}");
+        assert_eq!(tuner.plan(&problem(2), pass, &cpu()).algorithm(), tuning.chosen);
+    }
+    let only = vec!["own".to_owned()];
+    let tuner = Tuner::new(TunerOptions { only, ..with_own(GOOD, &heard) }).unwrap();
+    assert_eq!(tune(&tuner, &problem(2)).chosen, "own");
+    assert_eq!(heard.warnings(), Vec::<String>::new());
+}
+
+#[test]
+fn a_wrong_algorithm_is_reported_and_never_used() {
+    for fault in [Fault::Zeros, Fault::Short, Fault::Rare] {
+        let heard = Heard::default();
+        let own = with_own(Own { fault, ..GOOD }, &heard);
+        let tuner = Tuner::new(TunerOptions { effort: Effort::Exhaustive, ..own }).unwrap();
+        for pass in Pass::ALL {
+            let tuning = tuner.tune(&problem(8), pass, &cpu(), &mut |_| ()).unwrap();
+            assert_ne!(tuning.chosen, "own");
+            assert!(candidate(&tuning, "own").is_err(), "{tuning}");
+            let warned = heard.warnings().iter().any(|text| text.starts_with("own is not used"));
+            assert!(warned, "{pass}: {:?}", heard.warnings());
+        }
+        // Nothing else is left: it still must not be used.
+        let only = vec!["own".to_owned()];
+        let tuner = Tuner::new(TunerOptions { only, ..with_own(Own { fault, ..GOOD }, &heard) }).unwrap();
+        let error = tuner.tune(&problem(8), Pass::Forward, &cpu(), &mut |_| ()).unwrap_err().to_string();
+        assert!(error.contains("no algorithm is left") && error.contains("own: "), "{error}");
+    }
+}
+
+#[test]
+fn options_leave_algorithms_out() {
+    let heard = Heard::default();
+    let left_out = |options: TunerOptions, name: &str| {
+        let tuner = Tuner::new(TunerOptions { effort: Effort::Exhaustive, ..options }).unwrap();
+        candidate(&tune(&tuner, &problem(2)), name).unwrap_err()
+    };
+    let skip = vec!["own*".to_owned()];
+    assert!(left_out(TunerOptions { skip, ..with_own(GOOD, &heard) }, "own+swap").contains("by name"));
+    let deterministic =
+        TunerOptions { deterministic: true, ..with_own(Own { deterministic: false, ..GOOD }, &heard) };
+    assert!(left_out(deterministic, "own").contains("same bits"));
+    let limited = TunerOptions { workspace_limit: 16, ..options(&heard) };
+    assert!(left_out(limited, "im2col").contains("the limit is 16"));
+    let strict = TunerOptions { accuracy: conv::Accuracy::Strict, ..options(&heard) };
+    assert!(left_out(strict, "winograd-4x4").contains("accuracy"));
+}
+
+#[test]
+fn unknown_and_doubled_names_are_refused() {
+    let heard = Heard::default();
+    let refused = |options: TunerOptions| Tuner::new(options).unwrap_err().to_string();
+    let only = vec!["im2coll".to_owned()];
+    let text = refused(TunerOptions { only, ..options(&heard) });
+    assert!(text.contains("im2coll") && text.contains("im2col+swap"), "{text}");
+    let mut twice = with_own(GOOD, &heard);
+    twice.register(GOOD);
+    assert!(refused(twice).contains("two algorithms are named own"));
+}
+
+#[test]
+fn a_choice_holds_and_a_smaller_batch_takes_it_over() {
+    let heard = Heard::default();
+    let tuner = Tuner::new(options(&heard)).unwrap();
+    let (cpu, pass) = (cpu(), Pass::BackwardData);
+    let first = tuner.plan(&problem(32), pass, &cpu).algorithm().to_owned();
+    for batch in [32, 7, 1, 60] {
+        assert_eq!(tuner.plan(&problem(batch), pass, &cpu).algorithm(), first);
+    }
+    let sources = heard.sources();
+    assert_eq!(sources.len(), 4, "one choice a problem: {sources:?}");
+    assert_eq!(sources[0], Source::Measured);
+    assert!(sources[1..].iter().all(|source| matches!(source, Source::Nearest(_))), "{sources:?}");
+    tuner.plan(&problem(65), pass, &cpu);
+    let other = "mb32ic5ih8oc6kh3ph1".parse().unwrap();
+    tuner.plan(&other, pass, &cpu);
+    assert_eq!(heard.sources()[4..], [Source::Nearest(key_text(&tuner, 60)), Source::Measured]);
+}
+
+fn key_text(tuner: &Tuner, batch: usize) -> String {
+    tuner.key(&problem(batch), Pass::Forward, &cpu()).problem
+}
+
+#[test]
+fn without_budget_or_when_frozen_nothing_is_timed() {
+    let heard = Heard::default();
+    let quiet = [
+        TunerOptions { total_budget: Duration::ZERO, ..options(&heard) },
+        TunerOptions { effort: Effort::Heuristic, ..options(&heard) },
+        TunerOptions { frozen: true, ..options(&heard) },
+    ];
+    for options in quiet {
+        let plan = Tuner::new(options).unwrap().plan(&problem(3), Pass::Forward, &cpu());
+        assert_eq!(plan.algorithm(), conv::plan(&problem(3), Pass::Forward, &cpu()).algorithm());
+    }
+    assert_eq!(heard.sources(), [Source::Estimated, Source::Estimated, Source::Estimated]);
+}
+
+#[test]
+fn the_budget_holds() {
+    let heard = Heard::default();
+    let budget = Duration::from_millis(300);
+    let tuner = Tuner::new(TunerOptions { budget, effort: Effort::Exhaustive, ..options(&heard) }).unwrap();
+    let problem = "mb8ic64ih56oc64kh3ph1".parse().unwrap();
+    let start = Instant::now();
+    tuner.tune(&problem, Pass::Forward, &cpu(), &mut |_| ()).unwrap();
+    // The run that crosses the line is not cut short, and a loaded machine is slow: an order of magnitude.
+    assert!(start.elapsed() < 20 * budget, "{:?}", start.elapsed());
+}
+
+fn cached(folder: &Path, heard: &Heard) -> TunerOptions {
+    TunerOptions { cache: Some(folder.to_owned()), ..options(heard) }
+}
+
+#[test]
+fn results_outlive_the_tuner_until_a_revision_changes() {
+    let folder = tempfile::tempdir().unwrap();
+    let source = |own: Own| {
+        let heard = Heard::default();
+        let mut options = cached(folder.path(), &heard);
+        options.register(own);
+        Tuner::new(options).unwrap().plan(&problem(4), Pass::Forward, &cpu());
+        assert_eq!(heard.warnings(), Vec::<String>::new());
+        heard.sources()
+    };
+    assert_eq!(source(GOOD), [Source::Measured]);
+    assert_eq!(source(GOOD), [Source::Cached]);
+    assert_eq!(source(Own { revision: 2, ..GOOD }), [Source::Measured]);
+    assert_eq!(source(Own { revision: 2, ..GOOD }), [Source::Cached]);
+    let cache = Cache::new(folder.path(), Isa::detect());
+    let entries = cache.own_entries().unwrap();
+    assert_eq!(entries.len(), 1);
+    let record = entries[0].record.as_ref().unwrap();
+    assert!(record.candidates.iter().any(|candidate| candidate.skipped.is_some()), "reasons are kept");
+}
+
+#[test]
+fn a_damaged_result_is_a_miss_with_a_warning() {
+    let folder = tempfile::tempdir().unwrap();
+    let run = |expected: Source, warnings: usize| {
+        let heard = Heard::default();
+        let tuner = Tuner::new(cached(folder.path(), &heard)).unwrap();
+        tuner.plan(&problem(4), Pass::Forward, &cpu());
+        assert_eq!(
+            (heard.sources(), heard.warnings().len()),
+            (vec![expected], warnings),
+            "{:?}",
+            heard.warnings()
+        );
+    };
+    run(Source::Measured, 0);
+    let cache = Cache::new(folder.path(), Isa::detect());
+    let path = cache.own_entries().unwrap().remove(0).path;
+    let good = fs::read_to_string(&path).unwrap();
+    let huge = "x".repeat(2 << 20);
+    let negative = good.replacen("\"min\": ", "\"min\": -", 1);
+    let damages = ["", "{", &good[..good.len() / 2], "\u{0}\u{1}", &huge, &negative];
+    for damage in damages {
+        fs::write(&path, damage).unwrap();
+        assert!(cache.own_entries().unwrap().remove(0).record.is_err());
+        run(Source::Measured, 1);
+        run(Source::Cached, 0);
+    }
+    fs::write(&path, [0xff, 0xfe]).unwrap();
+    run(Source::Measured, 1);
+}
+
+#[test]
+fn a_cache_that_cannot_be_written_costs_a_warning_only() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    fs::write(&file, "in the way").unwrap();
+    let heard = Heard::default();
+    let tuner = Tuner::new(cached(&file.join("cache"), &heard)).unwrap();
+    tuner.plan(&problem(4), Pass::Forward, &cpu());
+    tuner.plan(&problem(4), Pass::BackwardData, &cpu());
+    assert_eq!(heard.sources(), [Source::Measured, Source::Measured]);
+    assert_eq!(heard.warnings().len(), 1, "said once: {:?}", heard.warnings());
+}
+
+#[test]
+fn an_export_is_read_back_and_nothing_is_overwritten() {
+    let [from, to] = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let heard = Heard::default();
+    let tuner = Tuner::new(cached(from.path(), &heard)).unwrap();
+    for pass in Pass::ALL {
+        tuner.plan(&problem(4), pass, &cpu());
+    }
+    let file = from.path().join("export.json");
+    let [source, target] = [&from, &to].map(|folder| Cache::new(folder.path(), Isa::detect()));
+    assert_eq!(source.export(&file).unwrap(), 3);
+    assert_eq!(target.import(&file).unwrap(), [3, 0]);
+    assert_eq!(target.import(&file).unwrap(), [0, 3]);
+    let records = |cache: &Cache| -> Vec<_> {
+        cache.entries().unwrap().into_iter().map(|entry| entry.record.unwrap()).collect()
+    };
+    assert_eq!(records(&source), records(&target));
+    let evil = fs::read_to_string(&file).unwrap().replacen("\"scope\": \"", "\"scope\": \"../../", 1);
+    fs::write(&file, evil).unwrap();
+    assert!(target.import(&file).is_err());
+    assert_eq!(target.prune(|_| true).unwrap(), 3);
+    assert_eq!(target.entries().unwrap().len(), 0);
+}
+
+#[test]
+fn many_writers_of_one_result_leave_a_whole_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let heard = Heard::default();
+    let tuner = Tuner::new(cached(folder.path(), &heard)).unwrap();
+    tuner.plan(&problem(4), Pass::Forward, &cpu());
+    let cache = Cache::new(folder.path(), Isa::detect());
+    let record = cache.own_entries().unwrap().remove(0).record.unwrap();
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..50 {
+                    cache.save(&record).unwrap();
+                    assert_eq!(cache.load(&record.key).unwrap().as_ref(), Some(&record));
+                }
+            });
+        }
+    });
+    assert_eq!(fs::read_dir(folder.path().join(cache.scope())).unwrap().count(), 1, "nothing is left behind");
+}
+
+#[test]
+fn adopted_choices_are_made_again() {
+    let heard = Heard::default();
+    let tuner = Tuner::new(options(&heard)).unwrap();
+    tuner.plan(&problem(4), Pass::Forward, &cpu());
+    let mut choices = tuner.choices();
+    choices[0].algorithm = "reference".into();
+    let other = Tuner::new(options(&heard)).unwrap();
+    other.adopt(Isa::detect(), choices.clone());
+    assert_eq!(other.plan(&problem(4), Pass::Forward, &cpu()).algorithm(), "reference");
+    choices[0].algorithm = "gone".into();
+    other.adopt(Isa::detect(), choices);
+    assert_ne!(other.plan(&problem(4), Pass::Forward, &cpu()).algorithm(), "gone");
+}
