@@ -74,8 +74,13 @@ impl Split {
             let images = batch.div_ceil(cpu.threads());
             Split { workers: batch.div_ceil(images), images, inner: cpu.one_thread() }
         } else {
-            Split { workers: 1, images: batch, inner: cpu.clone() }
+            Split::whole(batch, cpu)
         }
+    }
+
+    /// One worker, whose multiplications all threads share.
+    pub(super) fn whole(batch: usize, cpu: &Cpu) -> Split {
+        Split { workers: 1, images: batch, inner: cpu.clone() }
     }
 }
 

@@ -6,6 +6,8 @@
 
 mod adapters;
 mod depthwise;
+mod direct;
+mod fft;
 mod gemm_views;
 mod im2col;
 mod implicit_gemm;
@@ -15,6 +17,7 @@ mod plan;
 mod pointwise;
 mod problem;
 mod reference;
+mod small_channels;
 mod winograd;
 
 pub use notation::parse_suite;
@@ -27,15 +30,19 @@ use std::sync::{Arc, LazyLock};
 
 use crate::Cpu;
 
-/// The repertoire, in the order in which [`plan`] prefers it. Names are append-only: saved caches hold them.
+/// The repertoire. Names are append-only: saved caches hold them.
 fn repertoire() -> Vec<Arc<dyn ConvAlgorithm>> {
     vec![
         Arc::new(pointwise::Pointwise),
         Arc::new(im2col::Im2col),
         Arc::new(implicit_gemm::ImplicitGemm),
+        Arc::new(direct::Direct),
+        Arc::new(small_channels::SmallChannels),
         Arc::new(depthwise::Depthwise),
         Arc::new(winograd::Winograd4),
         Arc::new(winograd::Winograd2),
+        Arc::new(winograd::Winograd6),
+        Arc::new(fft::Fft),
         Arc::new(onednn::External),
     ]
 }

@@ -1,6 +1,6 @@
 //! 1 x 1 convolution as matrix multiplication on the tensors as they lie: nothing is copied.
 //!
-//! With stride 1 and no padding the columns of im2col are the input itself. In channels-last the whole batch is
+//! With stride 1 and no padding the columns of im2col are the input itself. In channels-last a thread's pixels are
 //! one multiplication; in contiguous format each image is one.
 
 use super::gemm_views::{Images, Split, View, gemm_efficiency, reduce_partials};
@@ -18,7 +18,7 @@ impl ConvAlgorithm for Pointwise {
     }
 
     fn revision(&self) -> u32 {
-        1
+        2
     }
 
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
@@ -29,16 +29,21 @@ impl ConvAlgorithm for Pointwise {
             return Err(NotApplicable("needs a 1x1 kernel, stride 1 and no padding".into()));
         }
         let spatial = problem.height.input * problem.width.input;
-        // Channels-last pixels of all images follow one another: one long image.
-        let (images, pixels) = match problem.format {
+        let pixels = problem.batch * spatial;
+        // Channels-last pixels follow one another through all images: every pixel may be where another thread begins.
+        let (images, spatial) = match problem.format {
             MemoryFormat::Contiguous => (problem.batch, spatial),
-            MemoryFormat::ChannelsLast => (1, problem.batch * spatial),
+            MemoryFormat::ChannelsLast => (pixels, 1),
         };
-        let workspace = match (pass, Split::new(images, cpu).workers) {
-            (Pass::BackwardWeights, workers) if workers > 1 => workers * problem.weight_len(),
-            _ => 0,
-        };
-        let kernel = Gemms { problem: *problem, pass, images, pixels };
+        let weights = pass == Pass::BackwardWeights;
+        // Threads that split the pixels need a sum each, which must not cost more than a fraction of reading x and dy.
+        let sums = cpu.threads() * problem.weight_len();
+        let few = problem.format == MemoryFormat::ChannelsLast && pixels < 96 * cpu.threads();
+        let light = !weights || sums <= pixels * (problem.in_channels + problem.out_channels) / 8;
+        let split_pixels = light && !few;
+        let split = if split_pixels { Split::new(images, cpu) } else { Split::whole(images, cpu) };
+        let workspace = if weights && split.workers > 1 { split.workers * problem.weight_len() } else { 0 };
+        let kernel = Gemms { problem: *problem, pass, images, pixels: spatial, split_pixels };
         let cost = Cost::direct(problem, 0.75 * gemm_efficiency(problem, pass));
         Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, kernel)).with_cost(cost))
     }
@@ -48,22 +53,29 @@ struct Gemms {
     problem: ConvProblem,
     pass: Pass,
     images: usize,
+    /// Pixels of an image.
     pixels: usize,
+    /// Whether threads take pixels of their own, rather than share each multiplication.
+    split_pixels: bool,
 }
 
 impl Gemms {
-    /// Calls `visit` with the views of weight, x and y for each image and group.
+    /// Calls `visit` with the views of weight, x and y for each image and group; for channels-last all images are one.
     fn each(&self, images: usize, mut visit: impl FnMut(View, View, View)) {
         let p = &self.problem;
-        let tensor = |channels| Images { format: p.format, channels, spatial: self.pixels };
+        let (images, pixels) = match p.format {
+            MemoryFormat::Contiguous => (images, self.pixels),
+            MemoryFormat::ChannelsLast => (1, images * self.pixels),
+        };
+        let tensor = |channels| Images { format: p.format, channels, spatial: pixels };
         let (x, y) = (tensor(p.in_channels), tensor(p.out_channels));
         let (c, k) = (p.group_in_channels(), p.group_out_channels());
         for image in 0..images {
             for group in 0..p.groups {
                 visit(
                     View::weight(p, group),
-                    x.view(image, [group * c, c], [0, self.pixels]),
-                    y.view(image, [group * k, k], [0, self.pixels]),
+                    x.view(image, [group * c, c], [0, pixels]),
+                    y.view(image, [group * k, k], [0, pixels]),
                 );
             }
         }
@@ -73,7 +85,8 @@ impl Gemms {
 impl<T: Element> ConvKernel<T> for Gemms {
     fn run(&self, cpu: &Cpu, [a, b]: [&[T]; 2], output: &mut [T], workspace: &mut [T]) {
         let p = &self.problem;
-        let split = Split::new(self.images, cpu);
+        let split =
+            if self.split_pixels { Split::new(self.images, cpu) } else { Split::whole(self.images, cpu) };
         let inner = &split.inner;
         let (x_image, y_image) = (p.in_channels * self.pixels, p.out_channels * self.pixels);
         let (x_chunk, y_chunk) = (x_image * split.images, y_image * split.images);

@@ -1,10 +1,11 @@
-//! Where the tiles of a batch of images lie, and the transform of one input tile.
+//! Where the tiles of a batch of images lie, and the transforms of one tile of an image.
 
 use std::marker::PhantomData;
 
 use pulp::Simd;
 
-use super::transforms::{Filter, POINTS};
+use super::memory::{Shared, load, store};
+use super::transforms::{Filter, Input, OutputGradient, POINTS, Transform};
 use crate::conv::problem::ConvProblem;
 
 /// Floats between the matrices of two points beyond their own size, so that they do not fall into the same cache sets.
@@ -27,6 +28,14 @@ pub(super) struct Geometry<F> {
     pub(super) filter: PhantomData<F>,
 }
 
+/// A tile: its image and the output's row and column where it starts.
+#[derive(Clone, Copy)]
+pub(super) struct Tile {
+    pub(super) image: usize,
+    pub(super) row: usize,
+    pub(super) column: usize,
+}
+
 impl<F: Filter> Geometry<F> {
     /// The tiles of a 3x3 problem's forward pass.
     pub(super) fn of(problem: &ConvProblem) -> Geometry<F> {
@@ -42,17 +51,29 @@ impl<F: Filter> Geometry<F> {
         }
     }
 
-    pub(super) fn tile_rows(&self) -> usize {
-        self.output[0].div_ceil(F::OUTPUTS)
+    /// The same of backward-data: a forward pass of dy with the filters turned round.
+    pub(super) fn turned(self) -> Geometry<F> {
+        Geometry {
+            input: self.output,
+            output: self.input,
+            padding: self.padding.map(|pad| 2 - pad),
+            channels: self.outputs,
+            outputs: self.channels,
+            ..self
+        }
     }
 
-    pub(super) fn tile_columns(&self) -> usize {
-        self.output[1].div_ceil(F::OUTPUTS)
+    /// Tiles of all images.
+    pub(super) fn tiles(&self) -> usize {
+        self.batch * self.output[0].div_ceil(F::OUTPUTS) * self.output[1].div_ceil(F::OUTPUTS)
     }
 
-    /// Rows of tiles in all images.
-    pub(super) fn units(&self) -> usize {
-        self.batch * self.tile_rows()
+    #[inline(always)]
+    pub(super) fn tile(&self, index: usize) -> Tile {
+        let columns = self.output[1].div_ceil(F::OUTPUTS);
+        let rows = self.output[0].div_ceil(F::OUTPUTS);
+        let (line, column) = (index / columns, index % columns);
+        Tile { image: line / rows, row: line % rows * F::OUTPUTS, column: column * F::OUTPUTS }
     }
 
     /// Products of a tile, for each pair of channels.
@@ -60,58 +81,97 @@ impl<F: Filter> Geometry<F> {
         F::INPUTS * F::INPUTS
     }
 
-    /// Transforms the input of tile `column` in row `unit`: vector v of point i goes to `to[i * stride + place(v)]`.
+    /// Transforms the input of a tile: vector v of point i goes to `to.0[i * to.1 + place(v)]`.
+    ///
+    /// `zeros` are at least as many as there are channels.
+    ///
+    /// # Safety
+    /// `to` holds whole vectors in these places, and no other thread uses them.
     #[inline(always)]
-    pub(super) fn transform_input<S: Simd>(
+    pub(super) unsafe fn transform_input<S: Simd>(
         &self,
         simd: S,
-        x: &[f32],
-        [unit, column]: [usize; 2],
-        to: &mut [f32],
-        stride: usize,
+        [x, zeros]: [&[f32]; 2],
+        tile: usize,
+        to: (Shared<'_>, usize),
         place: impl Fn(usize) -> usize,
     ) {
-        let lanes = S::F32_LANES;
-        let (image, row) = (unit / self.tile_rows(), unit % self.tile_rows());
-        let [height, width] = self.input;
-        let c = self.channels;
-        let top = (row * F::OUTPUTS) as isize - self.padding[0] as isize;
-        let left = (column * F::OUTPUTS) as isize - self.padding[1] as isize;
-        let x = &x[image * height * width * c..][..height * width * c];
-        // Where each pixel of the tile starts; none in the padding.
-        let mut pixels = [[None::<usize>; POINTS]; POINTS];
-        for i in 0..F::INPUTS {
-            let h = top + i as isize;
-            for j in 0..F::INPUTS {
-                let w = left + j as isize;
-                if h >= 0 && w >= 0 && (h as usize) < height && (w as usize) < width {
-                    pixels[i][j] = Some((h as usize * width + w as usize) * c);
+        let Tile { image, row, column } = self.tile(tile);
+        let start = [row.wrapping_sub(self.padding[0]), column.wrapping_sub(self.padding[1])];
+        let image = Image { x, zeros, image, size: self.input, channels: self.channels };
+        // SAFETY: as the caller promises.
+        unsafe { image.transform::<S, Input<F>>(simd, start, to, place) }
+    }
+
+    /// Transforms the output's gradient dy of a tile, to places as [`Geometry::transform_input`] does.
+    ///
+    /// `zeros` are at least as many as there are outputs.
+    ///
+    /// # Safety
+    /// As [`Geometry::transform_input`].
+    #[inline(always)]
+    pub(super) unsafe fn transform_gradient<S: Simd>(
+        &self,
+        simd: S,
+        [dy, zeros]: [&[f32]; 2],
+        tile: usize,
+        to: (Shared<'_>, usize),
+        place: impl Fn(usize) -> usize,
+    ) {
+        let Tile { image, row, column } = self.tile(tile);
+        let image = Image { x: dy, zeros, image, size: self.output, channels: self.outputs };
+        // SAFETY: as the caller promises.
+        unsafe { image.transform::<S, OutputGradient<F>>(simd, [row, column], to, place) }
+    }
+}
+
+/// One of N x H x W x C images.
+struct Image<'a> {
+    x: &'a [f32],
+    /// What lies around it.
+    zeros: &'a [f32],
+    image: usize,
+    size: [usize; 2],
+    channels: usize,
+}
+
+impl Image<'_> {
+    /// Transforms the square of pixels from `start`, which may lie outside: what is above or left has wrapped round.
+    ///
+    /// # Safety
+    /// As [`Geometry::transform_input`].
+    #[inline(always)]
+    unsafe fn transform<S: Simd, T: Transform>(
+        &self,
+        simd: S,
+        start: [usize; 2],
+        to: (Shared<'_>, usize),
+        place: impl Fn(usize) -> usize,
+    ) {
+        let ([height, width], c, lanes) = (self.size, self.channels, S::F32_LANES);
+        let x = &self.x[self.image * height * width * c..][..height * width * c];
+        let mut pixels = [[&self.zeros[..c]; POINTS]; POINTS];
+        for i in 0..T::SIDES[0] {
+            let h = start[0].wrapping_add(i);
+            for j in 0..T::SIDES[0] {
+                let w = start[1].wrapping_add(j);
+                if h < height && w < width {
+                    pixels[i][j] = &x[(h * width + w) * c..][..c];
                 }
             }
         }
-        let zero = simd.splat_f32s(0.0);
+        let (to, stride) = to;
         for vector in 0..c.div_ceil(lanes) {
-            let offset = vector * lanes;
-            let take = lanes.min(c - offset);
-            let mut half = [[zero; POINTS]; POINTS];
-            for j in 0..F::INPUTS {
-                let mut d = [zero; POINTS];
-                for i in 0..F::INPUTS {
-                    if let Some(pixel) = pixels[i][j] {
-                        d[i] = simd.partial_load_f32s(&x[pixel + offset..][..take]);
-                    }
-                }
-                let t = F::input(simd, d);
-                for i in 0..F::INPUTS {
-                    half[i][j] = t[i];
-                }
-            }
-            let place = place(vector);
-            for i in 0..F::INPUTS {
-                let t = F::input(simd, half[i]);
-                for j in 0..F::INPUTS {
-                    simd.partial_store_f32s(&mut to[(i * F::INPUTS + j) * stride + place..][..lanes], t[j]);
-                }
+            let (first, place) = (vector * lanes, place(vector));
+            let store = |i: usize, j: usize, value| {
+                // SAFETY: the caller promises a vector here, and that nobody else uses it.
+                unsafe { store::<S>(to.part((i * T::SIDES[1] + j) * stride + place, lanes), 0, value) }
+            };
+            if first + lanes <= c {
+                // SAFETY: a pixel has c channels, which hold the vector.
+                T::square(simd, |i, j| unsafe { load::<S>(pixels[i][j], first) }, store);
+            } else {
+                T::square(simd, |i, j| simd.partial_load_f32s(&pixels[i][j][first..]), store);
             }
         }
     }

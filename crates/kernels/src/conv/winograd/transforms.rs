@@ -1,164 +1,287 @@
-//! The one-dimensional transforms of F(2,3) and F(4,3), on vectors of channels.
+//! The one-dimensional transforms of F(2,3), F(4,3) and F(6,3), on vectors of channels.
+
+use std::marker::PhantomData;
 
 use pulp::Simd;
 
+/// Most outputs of a tile in one dimension.
+const OUTPUTS: usize = 6;
 /// Most points of a transform.
-pub(super) const POINTS: usize = 6;
+pub(super) const POINTS: usize = OUTPUTS + 2;
 
-/// A minimal filtering algorithm F(m, 3): m outputs of a 3-tap filter from m + 2 products.
-///
-/// Arrays are as long as the largest algorithm needs; the rest is ignored. Two-dimensional transforms apply these to
-/// the columns and then to the rows.
-pub(super) trait Filter {
-    /// m: outputs in one dimension.
-    const OUTPUTS: usize;
-    /// m + 2: products in one dimension.
+/// The minimal filtering algorithm F(2n, 3) with the points 0, ±a₁, ..., ±aₙ and infinity: 2n outputs of a 3-tap
+/// filter from 2n + 2 products, in this order of the points.
+pub(super) trait Filter: Copy + Send + Sync + 'static {
+    /// n.
+    const PAIRS: usize;
+    /// a₁, ..., aₙ.
+    const PAIR: [f64; 3];
+    /// Outputs in one dimension.
+    const OUTPUTS: usize = 2 * Self::PAIRS;
+    /// Products in one dimension.
     const INPUTS: usize = Self::OUTPUTS + 2;
-
-    /// Bᵀ d: the input of a tile.
-    fn input<S: Simd>(simd: S, d: [S::f32s; POINTS]) -> [S::f32s; POINTS];
-    /// G g: the filter.
-    fn filter<S: Simd>(simd: S, g: [S::f32s; 3]) -> [S::f32s; POINTS];
-    /// Aᵀ m: the products back to outputs.
-    fn output<S: Simd>(simd: S, m: [S::f32s; POINTS]) -> [S::f32s; 4];
-    /// A y: the gradient of the outputs, to that of the products.
-    fn output_gradient<S: Simd>(simd: S, y: [S::f32s; 4]) -> [S::f32s; POINTS];
-    /// Gᵀ m: the gradient of the transformed filter, to that of the filter.
-    fn filter_gradient<S: Simd>(simd: S, m: [S::f32s; POINTS]) -> [S::f32s; 3];
+    /// What the transforms multiply by.
+    const TABLE: Table = Table::new(Self::PAIR, Self::PAIRS);
 }
 
-/// F(2,3) with the points 0, 1, -1, infinity.
+/// F(2,3).
+#[derive(Clone, Copy)]
 pub(super) struct F2;
+/// F(4,3). ±1/√2 and ±√2 lose less to rounding than the usual ±1 and ±2.
+#[derive(Clone, Copy)]
+pub(super) struct F4;
+/// F(6,3).
+#[derive(Clone, Copy)]
+pub(super) struct F6;
 
 impl Filter for F2 {
-    const OUTPUTS: usize = 2;
+    const PAIRS: usize = 1;
+    const PAIR: [f64; 3] = [1.0, 0.0, 0.0];
+}
 
+impl Filter for F4 {
+    const PAIRS: usize = 2;
+    const PAIR: [f64; 3] = [std::f64::consts::FRAC_1_SQRT_2, std::f64::consts::SQRT_2, 0.0];
+}
+
+impl Filter for F6 {
+    const PAIRS: usize = 3;
+    const PAIR: [f64; 3] = [0.5, 1.0, 2.0];
+}
+
+/// A linear map of short columns, applied to every lane. Arrays are as long as the largest needs; the rest is ignored.
+///
+/// Every polynomial is split into its even and odd part, which the points a and -a share. With N(x) = x (x² - a₁²) ...
+/// the rows of Bᵀ are the coefficients of N(x) / (x - point), those of G the powers of the point over N'(point), and
+/// those of A the powers of the point.
+pub(super) trait Transform {
+    /// Length of the column and of its image.
+    const SIDES: [usize; 2];
+
+    fn apply<S: Simd>(s: S, column: [S::f32s; POINTS]) -> [S::f32s; POINTS];
+
+    /// The map on the columns and then on the rows of a square.
     #[inline(always)]
-    fn input<S: Simd>(s: S, d: [S::f32s; POINTS]) -> [S::f32s; POINTS] {
+    fn square<S: Simd>(
+        s: S,
+        load: impl Fn(usize, usize) -> S::f32s,
+        mut store: impl FnMut(usize, usize, S::f32s),
+    ) {
         let zero = s.splat_f32s(0.0);
-        let sub = |a, b| s.sub_f32s(a, b);
-        [sub(d[0], d[2]), s.add_f32s(d[1], d[2]), sub(d[2], d[1]), sub(d[3], d[1]), zero, zero]
-    }
-
-    #[inline(always)]
-    fn filter<S: Simd>(s: S, g: [S::f32s; 3]) -> [S::f32s; POINTS] {
-        let (zero, half) = (s.splat_f32s(0.0), s.splat_f32s(0.5));
-        let even = s.mul_f32s(half, s.add_f32s(g[0], g[2]));
-        let odd = s.mul_f32s(half, g[1]);
-        [g[0], s.add_f32s(even, odd), s.sub_f32s(even, odd), g[2], zero, zero]
-    }
-
-    #[inline(always)]
-    fn output<S: Simd>(s: S, m: [S::f32s; POINTS]) -> [S::f32s; 4] {
-        let zero = s.splat_f32s(0.0);
-        let (sum, difference) = (s.add_f32s(m[1], m[2]), s.sub_f32s(m[1], m[2]));
-        [s.add_f32s(m[0], sum), s.add_f32s(difference, m[3]), zero, zero]
-    }
-
-    #[inline(always)]
-    fn output_gradient<S: Simd>(s: S, y: [S::f32s; 4]) -> [S::f32s; POINTS] {
-        let zero = s.splat_f32s(0.0);
-        [y[0], s.add_f32s(y[0], y[1]), s.sub_f32s(y[0], y[1]), y[1], zero, zero]
-    }
-
-    #[inline(always)]
-    fn filter_gradient<S: Simd>(s: S, m: [S::f32s; POINTS]) -> [S::f32s; 3] {
-        let half = s.splat_f32s(0.5);
-        let sum = s.mul_f32s(half, s.add_f32s(m[1], m[2]));
-        [s.add_f32s(m[0], sum), s.mul_f32s(half, s.sub_f32s(m[1], m[2])), s.add_f32s(sum, m[3])]
+        let mut half = [[zero; POINTS]; POINTS];
+        for j in 0..Self::SIDES[0] {
+            let mut column = [zero; POINTS];
+            for i in 0..Self::SIDES[0] {
+                column[i] = load(i, j);
+            }
+            let column = Self::apply(s, column);
+            for i in 0..Self::SIDES[1] {
+                half[i][j] = column[i];
+            }
+        }
+        for i in 0..Self::SIDES[1] {
+            let row = Self::apply(s, half[i]);
+            for j in 0..Self::SIDES[1] {
+                store(i, j, row[j]);
+            }
+        }
     }
 }
 
-/// F(4,3) with the points 0, ±1/√2, ±√2, infinity, which cost what the usual 0, ±1, ±2, infinity cost and lose
-/// three to seven times less to rounding.
-pub(super) struct F4;
+/// Bᵀ: the input of a tile, to its factors.
+pub(super) struct Input<F>(PhantomData<F>);
+/// G: the filter, to its factors.
+pub(super) struct Taps<F>(PhantomData<F>);
+/// Aᵀ: the products, to the outputs.
+pub(super) struct Output<F>(PhantomData<F>);
+/// A: the gradient of the outputs, to that of the products.
+pub(super) struct OutputGradient<F>(PhantomData<F>);
+/// Gᵀ: the gradient of the filter's factors, to that of the filter.
+pub(super) struct TapsGradient<F>(PhantomData<F>);
 
-const P: f32 = std::f32::consts::FRAC_1_SQRT_2;
-const Q: f32 = std::f32::consts::SQRT_2;
-/// 1 / (2 p² (p² - q²)) and 1 / (2 q² (q² - p²)), with p² = 1/2 and q² = 2.
-const NP: f32 = -1.0 / 1.5;
-const NQ: f32 = 1.0 / 6.0;
-
-impl Filter for F4 {
-    const OUTPUTS: usize = 4;
-
-    #[inline(always)]
-    fn input<S: Simd>(s: S, d: [S::f32s; POINTS]) -> [S::f32s; POINTS] {
-        let (p, q) = (s.splat_f32s(P), s.splat_f32s(Q));
-        let (half, two, sum) = (s.splat_f32s(-0.5), s.splat_f32s(-2.0), s.splat_f32s(-2.5));
-        let fma = |a, b, c| s.mul_add_f32s(a, b, c);
-        let minus = |a, b, c| s.sub_f32s(c, s.mul_f32s(a, b));
-        let (even_p, odd_p) = (fma(two, d[2], d[4]), fma(two, d[1], d[3]));
-        let (even_q, odd_q) = (fma(half, d[2], d[4]), fma(half, d[1], d[3]));
-        [
-            fma(sum, d[2], s.add_f32s(d[0], d[4])),
-            fma(p, odd_p, even_p),
-            minus(p, odd_p, even_p),
-            fma(q, odd_q, even_q),
-            minus(q, odd_q, even_q),
-            fma(sum, d[3], s.add_f32s(d[1], d[5])),
-        ]
-    }
+impl<F: Filter> Transform for Input<F> {
+    const SIDES: [usize; 2] = [F::INPUTS; 2];
 
     #[inline(always)]
-    fn filter<S: Simd>(s: S, g: [S::f32s; 3]) -> [S::f32s; POINTS] {
-        let mul = |factor: f32, x| s.mul_f32s(s.splat_f32s(factor), x);
-        let even_p = s.mul_add_f32s(s.splat_f32s(NP * 0.5), g[2], mul(NP, g[0]));
-        let even_q = s.mul_add_f32s(s.splat_f32s(NQ * 2.0), g[2], mul(NQ, g[0]));
-        let (odd_p, odd_q) = (mul(NP * P, g[1]), mul(NQ * Q, g[1]));
-        [
-            g[0],
-            s.add_f32s(even_p, odd_p),
-            s.sub_f32s(even_p, odd_p),
-            s.add_f32s(even_q, odd_q),
-            s.sub_f32s(even_q, odd_q),
-            g[2],
-        ]
+    fn apply<S: Simd>(s: S, d: [S::f32s; POINTS]) -> [S::f32s; POINTS] {
+        let n = F::PAIRS;
+        let mut t = [s.splat_f32s(0.0); POINTS];
+        t[0] = polynomial(s, &F::TABLE.zero, n + 1, |k| d[2 * k]);
+        for i in 0..n {
+            let even = polynomial(s, &F::TABLE.others[i], n, |k| d[2 * k + 2]);
+            let odd = polynomial(s, &F::TABLE.others[i], n, |k| d[2 * k + 1]);
+            [t[2 * i + 1], t[2 * i + 2]] = plus_and_minus(s, F::PAIR[i] as f32, odd, even);
+        }
+        t[2 * n + 1] = polynomial(s, &F::TABLE.infinity, n + 1, |k| d[2 * k + 1]);
+        t
     }
+}
+
+impl<F: Filter> Transform for Taps<F> {
+    const SIDES: [usize; 2] = [3, F::INPUTS];
 
     #[inline(always)]
-    fn output<S: Simd>(s: S, m: [S::f32s; POINTS]) -> [S::f32s; 4] {
-        let (p, q) = (s.splat_f32s(P), s.splat_f32s(Q));
-        let (half, two) = (s.splat_f32s(0.5), s.splat_f32s(2.0));
-        let (p3, q3) = (s.splat_f32s(P * 0.5), s.splat_f32s(Q * 2.0));
-        let (sum_p, difference_p) = (s.add_f32s(m[1], m[2]), s.sub_f32s(m[1], m[2]));
-        let (sum_q, difference_q) = (s.add_f32s(m[3], m[4]), s.sub_f32s(m[3], m[4]));
-        [
-            s.add_f32s(s.add_f32s(m[0], sum_p), sum_q),
-            s.mul_add_f32s(p, difference_p, s.mul_f32s(q, difference_q)),
-            s.mul_add_f32s(half, sum_p, s.mul_f32s(two, sum_q)),
-            s.mul_add_f32s(p3, difference_p, s.mul_add_f32s(q3, difference_q, m[5])),
-        ]
+    fn apply<S: Simd>(s: S, g: [S::f32s; POINTS]) -> [S::f32s; POINTS] {
+        let mut t = [s.splat_f32s(0.0); POINTS];
+        t[0] = g[0];
+        for i in 0..F::PAIRS {
+            let [g0, g1, g2] = F::TABLE.taps[i];
+            let even = s.mul_add_f32s(s.splat_f32s(g2), g[2], s.mul_f32s(s.splat_f32s(g0), g[0]));
+            [t[2 * i + 1], t[2 * i + 2]] = plus_and_minus(s, g1, g[1], even);
+        }
+        t[F::INPUTS - 1] = g[2];
+        t
     }
+}
+
+impl<F: Filter> Transform for Output<F> {
+    const SIDES: [usize; 2] = [F::INPUTS, F::OUTPUTS];
 
     #[inline(always)]
-    fn output_gradient<S: Simd>(s: S, y: [S::f32s; 4]) -> [S::f32s; POINTS] {
-        let (half, two) = (s.splat_f32s(0.5), s.splat_f32s(2.0));
-        let (p, q) = (s.splat_f32s(P), s.splat_f32s(Q));
-        let (even_p, odd_p) =
-            (s.mul_add_f32s(half, y[2], y[0]), s.mul_f32s(p, s.mul_add_f32s(half, y[3], y[1])));
-        let (even_q, odd_q) =
-            (s.mul_add_f32s(two, y[2], y[0]), s.mul_f32s(q, s.mul_add_f32s(two, y[3], y[1])));
-        [
-            y[0],
-            s.add_f32s(even_p, odd_p),
-            s.sub_f32s(even_p, odd_p),
-            s.add_f32s(even_q, odd_q),
-            s.sub_f32s(even_q, odd_q),
-            y[3],
-        ]
+    fn apply<S: Simd>(s: S, m: [S::f32s; POINTS]) -> [S::f32s; POINTS] {
+        let mut y = [s.splat_f32s(0.0); POINTS];
+        for i in 0..F::PAIRS {
+            let sum = s.add_f32s(m[2 * i + 1], m[2 * i + 2]);
+            let difference = s.sub_f32s(m[2 * i + 1], m[2 * i + 2]);
+            for j in 0..F::OUTPUTS {
+                let term = if j % 2 == 0 { sum } else { difference };
+                y[j] = s.mul_add_f32s(s.splat_f32s(F::TABLE.powers[i][j]), term, y[j]);
+            }
+        }
+        y[0] = s.add_f32s(y[0], m[0]);
+        y[F::OUTPUTS - 1] = s.add_f32s(y[F::OUTPUTS - 1], m[F::INPUTS - 1]);
+        y
     }
+}
+
+impl<F: Filter> Transform for OutputGradient<F> {
+    const SIDES: [usize; 2] = [F::OUTPUTS, F::INPUTS];
 
     #[inline(always)]
-    fn filter_gradient<S: Simd>(s: S, m: [S::f32s; POINTS]) -> [S::f32s; 3] {
-        let mul = |factor: f32, x| s.mul_f32s(s.splat_f32s(factor), x);
-        let fma = |factor: f32, x, y| s.mul_add_f32s(s.splat_f32s(factor), x, y);
-        let (sum_p, difference_p) = (s.add_f32s(m[1], m[2]), s.sub_f32s(m[1], m[2]));
-        let (sum_q, difference_q) = (s.add_f32s(m[3], m[4]), s.sub_f32s(m[3], m[4]));
-        [
-            s.add_f32s(m[0], fma(NP, sum_p, mul(NQ, sum_q))),
-            fma(NP * P, difference_p, mul(NQ * Q, difference_q)),
-            fma(NP * 0.5, sum_p, fma(NQ * 2.0, sum_q, m[5])),
-        ]
+    fn apply<S: Simd>(s: S, y: [S::f32s; POINTS]) -> [S::f32s; POINTS] {
+        let n = F::PAIRS;
+        let mut t = [s.splat_f32s(0.0); POINTS];
+        t[0] = y[0];
+        for i in 0..n {
+            let even = polynomial(s, &F::TABLE.squares[i], n, |k| y[2 * k]);
+            let odd = polynomial(s, &F::TABLE.squares[i], n, |k| y[2 * k + 1]);
+            [t[2 * i + 1], t[2 * i + 2]] = plus_and_minus(s, F::PAIR[i] as f32, odd, even);
+        }
+        t[F::INPUTS - 1] = y[F::OUTPUTS - 1];
+        t
     }
+}
+
+impl<F: Filter> Transform for TapsGradient<F> {
+    const SIDES: [usize; 2] = [F::INPUTS, 3];
+
+    #[inline(always)]
+    fn apply<S: Simd>(s: S, m: [S::f32s; POINTS]) -> [S::f32s; POINTS] {
+        let mut g = [s.splat_f32s(0.0); POINTS];
+        (g[0], g[2]) = (m[0], m[F::INPUTS - 1]);
+        for i in 0..F::PAIRS {
+            let sum = s.add_f32s(m[2 * i + 1], m[2 * i + 2]);
+            let difference = s.sub_f32s(m[2 * i + 1], m[2 * i + 2]);
+            let factors = F::TABLE.taps[i].map(|factor| s.splat_f32s(factor));
+            for (k, term) in [sum, difference, sum].into_iter().enumerate() {
+                g[k] = s.mul_add_f32s(factors[k], term, g[k]);
+            }
+        }
+        g
+    }
+}
+
+/// `even + a odd` and `even - a odd`.
+#[inline(always)]
+fn plus_and_minus<S: Simd>(s: S, a: f32, odd: S::f32s, even: S::f32s) -> [S::f32s; 2] {
+    [s.mul_add_f32s(s.splat_f32s(a), odd, even), s.mul_add_f32s(s.splat_f32s(-a), odd, even)]
+}
+
+/// The sum of `factors[k] * terms(k)` for k below `n`.
+#[inline(always)]
+fn polynomial<S: Simd>(s: S, factors: &[f32; 4], n: usize, terms: impl Fn(usize) -> S::f32s) -> S::f32s {
+    let mut sum = s.mul_f32s(s.splat_f32s(factors[n - 1]), terms(n - 1));
+    for k in 0..n - 1 {
+        sum = s.mul_add_f32s(s.splat_f32s(factors[k]), terms(k), sum);
+    }
+    sum
+}
+
+/// Coefficients of the transforms in f32, computed in f64.
+pub(super) struct Table {
+    /// Of the product of all (t - a²) in t = x², over its value at 0.
+    zero: [f32; 4],
+    /// Of the product of all (t - a²).
+    infinity: [f32; 4],
+    /// Of the product of (t - a²) of the other pairs.
+    others: [[f32; 4]; 3],
+    /// 1, a, a² over N'(a).
+    taps: [[f32; 3]; 3],
+    /// aʲ.
+    powers: [[f32; OUTPUTS]; 3],
+    /// a²ᵏ.
+    squares: [[f32; 4]; 3],
+}
+
+impl Table {
+    const fn new(pair: [f64; 3], pairs: usize) -> Table {
+        let mut table = Table {
+            zero: [0.0; 4],
+            infinity: [0.0; 4],
+            others: [[0.0; 4]; 3],
+            taps: [[0.0; 3]; 3],
+            powers: [[0.0; OUTPUTS]; 3],
+            squares: [[0.0; 4]; 3],
+        };
+        let all = product(pair, pairs, pairs);
+        let mut i = 0;
+        while i < 4 {
+            table.zero[i] = (all[i] / all[0]) as f32;
+            table.infinity[i] = all[i] as f32;
+            i += 1;
+        }
+        i = 0;
+        while i < pairs {
+            let a = pair[i];
+            let others = product(pair, pairs, i);
+            let (mut power, mut value, mut k) = (1.0, 0.0, 0);
+            while k < 4 {
+                table.others[i][k] = others[k] as f32;
+                table.squares[i][k] = power as f32;
+                value += others[k] * power;
+                power *= a * a;
+                k += 1;
+            }
+            // N'(a) = 2 a² (product of a² - b² of the other pairs).
+            let scale = 1.0 / (2.0 * a * a * value);
+            table.taps[i] = [scale as f32, (scale * a) as f32, (scale * a * a) as f32];
+            (power, k) = (1.0, 0);
+            while k < OUTPUTS {
+                table.powers[i][k] = power as f32;
+                power *= a;
+                k += 1;
+            }
+            i += 1;
+        }
+        table
+    }
+}
+
+/// Coefficients of the product of (t - a²) over the pairs other than `but`, lowest first.
+const fn product(pair: [f64; 3], pairs: usize, but: usize) -> [f64; 4] {
+    let mut product = [1.0, 0.0, 0.0, 0.0];
+    let mut i = 0;
+    while i < pairs {
+        if i != but {
+            let square = pair[i] * pair[i];
+            let mut k = 3;
+            while k > 0 {
+                product[k] = product[k - 1] - square * product[k];
+                k -= 1;
+            }
+            product[0] *= -square;
+        }
+        i += 1;
+    }
+    product
 }

@@ -3,257 +3,306 @@
 use pulp::{Simd, WithSimd};
 
 use super::geometry::{Geometry, SKEW};
-use super::transforms::{Filter, POINTS};
+use super::memory::{ALIGNMENT, LANES, Queue, Shared, aligned, load, store};
+use super::transforms::{Filter, TapsGradient, Transform};
 use crate::Cpu;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
 use crate::simd;
 
-/// Outputs whose gradients are transformed and multiplied together.
-const PANEL: usize = 32;
-/// Outputs that the matrix kernel takes at once.
-const ROWS: usize = 8;
-
 /// The weight gradient of a 3x3 problem by tiles of `F`.
+///
+/// A chunk of tiles of both images is transformed; then blocks of outputs x channels sum the products of its tiles.
 pub(super) struct Weights<F> {
     geometry: Geometry<F>,
-    lanes: usize,
-    workers: usize,
-    /// Rows of tiles that are one block.
-    block_rows: usize,
+    /// Groups of threads with their own chunks and sums.
+    teams: usize,
+    /// Threads of a team, which share its chunk and split the blocks.
+    threads: usize,
+    /// Tiles of a chunk.
+    chunk: usize,
+    /// Outputs and channels of a block.
+    block: [usize; 2],
 }
 
 impl<F: Filter> Weights<F> {
     pub(super) fn new(problem: &ConvProblem, cpu: &Cpu) -> Self {
         let geometry = Geometry::of(problem);
-        // Larger blocks read and write the sums less often; with few channels the block itself should stay in L2.
-        let tiles = if problem.in_channels * problem.out_channels <= 4096 { 32 } else { 112 };
-        let block_rows = (tiles / geometry.tile_columns()).clamp(1, geometry.units());
-        let workers = cpu.threads().min(geometry.units().div_ceil(block_rows));
-        Weights { geometry, lanes: simd::lanes(cpu.isa()), workers, block_rows }
+        let lanes = simd::lanes(cpu.isa());
+        let (c, k, tiles) = (geometry.channels, geometry.outputs, geometry.tiles());
+        // Each thread has its own chunks, which stay in its cache, while there is room for as many sums.
+        let (teams, threads, chunk) = match c * k {
+            ..=16384 => (cpu.threads(), 1, 64.min(tiles.div_ceil(cpu.threads()))),
+            _ => (1, cpu.threads(), 128),
+        };
+        let chunk = tiles.div_ceil(tiles.div_ceil(chunk));
+        // The sums of a block fit the L2 cache.
+        let block = [k.min(64).next_multiple_of(group(lanes)), c.min(64).next_multiple_of(2 * lanes)];
+        let teams = teams.min(tiles.div_ceil(chunk));
+        Weights { geometry, teams, threads, chunk, block }
     }
 
-    fn block_tiles(&self) -> usize {
-        self.block_rows * self.geometry.tile_columns()
+    /// Blocks of outputs and of channels.
+    fn blocks(&self) -> [usize; 2] {
+        [self.geometry.outputs.div_ceil(self.block[0]), self.geometry.channels.div_ceil(self.block[1])]
     }
 
-    /// Channels in vectors of 2 lanes.
-    fn channel_panels(&self) -> usize {
-        self.geometry.channels.div_ceil(2 * self.lanes)
+    fn chunks(&self) -> usize {
+        self.geometry.tiles().div_ceil(self.chunk)
     }
 
-    fn output_panels(&self) -> usize {
-        self.geometry.outputs.div_ceil(PANEL)
+    /// Floats between two points of a chunk's gradients and inputs.
+    fn strides(&self) -> [usize; 2] {
+        [0, 1].map(|side| self.blocks()[side] * self.block[side] * self.chunk + SKEW)
     }
 
-    fn input_stride(&self) -> usize {
-        self.channel_panels() * self.block_tiles() * 2 * self.lanes + SKEW
-    }
-
-    fn gradient_stride(&self) -> usize {
-        self.block_tiles() * PANEL + SKEW
-    }
-
-    /// Floats of the sums of one point.
+    /// Floats between two points of the sums of a block.
     fn sum_stride(&self) -> usize {
-        self.output_panels() * PANEL * self.channel_panels() * 2 * self.lanes + SKEW
+        self.block[0] * self.block[1] + SKEW
     }
 
-    fn worker_len(&self) -> usize {
-        self.geometry.points() * (self.input_stride() + self.gradient_stride() + self.sum_stride())
+    /// Floats of the sums of a block.
+    fn block_len(&self) -> usize {
+        self.geometry.points() * self.sum_stride()
+    }
+
+    /// Blocks whose sums a team holds: where there is one chunk only, each thread finishes one after the other.
+    fn held_blocks(&self) -> usize {
+        let blocks = self.blocks()[0] * self.blocks()[1];
+        if self.chunks() == 1 { blocks.min(self.threads) } else { blocks }
+    }
+
+    /// Floats of a chunk's gradients, of its inputs, and of a team's sums.
+    fn lens(&self) -> [usize; 3] {
+        let points = self.geometry.points();
+        let [gradients, inputs] = self.strides();
+        [points * gradients, points * inputs, self.held_blocks() * self.block_len()]
+    }
+
+    fn zeros_len(&self) -> usize {
+        self.geometry.channels.max(self.geometry.outputs).next_multiple_of(LANES)
     }
 
     pub(super) fn workspace_len(&self) -> usize {
-        self.workers * self.worker_len()
+        ALIGNMENT + self.zeros_len() + self.teams * self.lens().iter().sum::<usize>()
     }
 }
 
-impl<F: Filter + Send + Sync> ConvKernel<f32> for Weights<F> {
+/// Outputs whose gradients lie together.
+const fn group(lanes: usize) -> usize {
+    if lanes < 8 { 8 } else { lanes }
+}
+
+impl<F: Filter> ConvKernel<f32> for Weights<F> {
     fn run(&self, cpu: &Cpu, [x, dy]: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
-        let g = &self.geometry;
-        let work = dy.len() * g.channels;
-        let per_worker = g.units().div_ceil(self.workers);
-        cpu.for_each(work, workspace.chunks_mut(self.worker_len()).enumerate(), |(worker, scratch)| {
-            let (sums, rest) = scratch.split_at_mut(g.points() * self.sum_stride());
-            let (inputs, gradients) = rest.split_at_mut(g.points() * self.input_stride());
-            sums.fill(0.0);
-            let end = ((worker + 1) * per_worker).min(g.units());
-            for first in (worker * per_worker..end).step_by(self.block_rows) {
-                let units = [first, (first + self.block_rows).min(end)];
-                simd::run(cpu.isa(), Block { weights: self, x, dy, units, inputs, gradients, sums });
-            }
+        let work = dy.len() * self.geometry.channels;
+        let (zeros, scratch) = aligned(workspace).split_at_mut(self.zeros_len());
+        zeros.fill(0.0);
+        let call = Call { weights: self, cpu, work, x, dy, zeros, output: Shared::new(output) };
+        let [gradients_len, inputs_len, sums_len] = self.lens();
+        let team_len = gradients_len + inputs_len + sums_len;
+        if self.teams == 1 {
+            return call.sum(cpu, 0..self.chunks(), scratch, true);
+        }
+        let per_team = self.chunks().div_ceil(self.teams);
+        let one = cpu.one_thread();
+        cpu.for_each(work, scratch.chunks_mut(team_len).enumerate(), |(team, scratch)| {
+            let end = ((team + 1) * per_team).min(self.chunks());
+            call.sum(&one, (team * per_team).min(end)..end, scratch, false);
         });
-        let sums: Vec<&[f32]> = workspace.chunks(self.worker_len()).collect();
-        let filter_len = g.channels * 9;
-        cpu.for_each(work, output.chunks_mut(filter_len).enumerate(), |(output, filter)| {
-            simd::run(cpu.isa(), Finish { weights: self, sums: &sums, output, filter });
+        let teams = self.chunks().div_ceil(per_team);
+        let blocks = 0..self.blocks()[0] * self.blocks()[1];
+        cpu.for_each(work, blocks, |block| {
+            let sums = |team: usize| {
+                let at = team * team_len + gradients_len + inputs_len + block * self.block_len();
+                &scratch[at..][..self.block_len()]
+            };
+            call.finish(block, &(0..teams).map(sums).collect::<Vec<_>>());
         });
     }
 }
 
-/// Adds one block of tiles to the sums.
-struct Block<'a, F> {
+/// The operands of one run.
+struct Call<'a, F> {
     weights: &'a Weights<F>,
+    cpu: &'a Cpu,
+    work: usize,
     x: &'a [f32],
     dy: &'a [f32],
-    /// Rows of tiles, first and end.
-    units: [usize; 2],
-    /// [point][channel panel][tile][2 lanes].
-    inputs: &'a mut [f32],
-    /// [point][outputs / ROWS][tile][ROWS], for one panel of outputs.
-    gradients: &'a mut [f32],
-    /// [point][output panel][outputs / ROWS][channel panel][ROWS][2 lanes].
-    sums: &'a mut [f32],
+    zeros: &'a [f32],
+    output: Shared<'a>,
 }
 
-impl<F: Filter> WithSimd for Block<'_, F> {
+impl<F: Filter> Call<'_, F> {
+    /// Sums these chunks with the threads of `cpu`, and transforms the sums back if they are to be finished.
+    fn sum(&self, cpu: &Cpu, chunks: std::ops::Range<usize>, scratch: &mut [f32], finish: bool) {
+        let w = self.weights;
+        let isa = self.cpu.isa();
+        let [gradients_len, inputs_len, sums_len] = w.lens();
+        let (gradients, rest) = scratch.split_at_mut(gradients_len);
+        let (inputs, rest) = rest.split_at_mut(inputs_len);
+        let sums = &mut rest[..sums_len];
+        let (start, end) = (chunks.start, chunks.end);
+        for chunk in chunks {
+            let first = chunk * w.chunk;
+            let count = w.chunk.min(w.geometry.tiles() - first);
+            {
+                let (gradients, inputs) = (Shared::new(gradients), Shared::new(inputs));
+                const STEP: usize = 4;
+                cpu.for_each(self.work, (0..count).step_by(STEP), |tile| {
+                    let tiles = [tile, (tile + STEP).min(count)];
+                    simd::run(isa, TransformTiles { call: self, first, tiles, gradients, inputs });
+                });
+            }
+            let (gradients, inputs) = (&*gradients, &*inputs);
+            let add = |block: usize, sums: &mut [f32]| {
+                simd::run(
+                    isa,
+                    Add { weights: w, block, count, gradients, inputs, sums, fresh: chunk == start },
+                );
+                if finish && chunk + 1 == end {
+                    self.finish(block, &[sums]);
+                }
+            };
+            let blocks = w.blocks()[0] * w.blocks()[1];
+            let held = sums.chunks_mut(w.block_len());
+            if w.held_blocks() == blocks {
+                cpu.for_each(self.work, held.enumerate(), |(block, sums)| add(block, sums));
+            } else {
+                let queue = Queue::new(blocks);
+                cpu.for_each(self.work, held, |sums| queue.take().for_each(|block| add(block, sums)));
+            }
+        }
+    }
+
+    /// Transforms the sums of all teams into the filter gradients of a block.
+    fn finish(&self, block: usize, sums: &[&[f32]]) {
+        simd::run(self.cpu.isa(), Finish { call: self, block, sums });
+    }
+}
+
+/// Transforms tiles of both images.
+struct TransformTiles<'a, F> {
+    call: &'a Call<'a, F>,
+    /// Where the chunk starts.
+    first: usize,
+    /// Tiles of the chunk, first and end.
+    tiles: [usize; 2],
+    /// Z[point][output / group][tile][group].
+    gradients: Shared<'a>,
+    /// V[point][channel / 2 lanes][tile][2 lanes].
+    inputs: Shared<'a>,
+}
+
+impl<F: Filter> WithSimd for TransformTiles<'_, F> {
     type Output = ();
 
     #[inline(always)]
-    fn with_simd<S: Simd>(mut self, simd: S) {
-        let w = self.weights;
-        let g = &w.geometry;
-        let lanes = S::F32_LANES;
-        let columns = g.tile_columns();
-        let count = (self.units[1] - self.units[0]) * columns;
-        let stride = w.input_stride();
-        if !g.channels.is_multiple_of(2 * lanes) {
-            // The last panel's missing channels must not be NaN: they meet numbers in the matrix kernel.
-            let last = (w.channel_panels() - 1) * w.block_tiles() * 2 * lanes;
-            for point in 0..g.points() {
-                self.inputs[point * stride + last..][..w.block_tiles() * 2 * lanes].fill(0.0);
-            }
-        }
-        for tile in 0..count {
-            let place = |vector: usize| {
-                (vector / 2) * w.block_tiles() * 2 * lanes + tile * 2 * lanes + (vector % 2) * lanes
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Call { weights: w, x, dy, zeros, .. } = *self.call;
+        let (g, lanes) = (&w.geometry, S::F32_LANES);
+        let [gradient_stride, input_stride] = w.strides();
+        for tile in self.tiles[0]..self.tiles[1] {
+            let place = |vector: usize, side: usize| {
+                let per_side = side / lanes;
+                (vector / per_side * w.chunk + tile) * side + vector % per_side * lanes
             };
-            let unit = [self.units[0] + tile / columns, tile % columns];
-            g.transform_input(simd, self.x, unit, self.inputs, stride, place);
-        }
-        for panel in 0..w.output_panels() {
-            for tile in 0..count {
-                self.transform_gradient(simd, panel, tile);
+            // SAFETY: the chunk holds this tile's vectors, and no other thread transforms it.
+            unsafe {
+                let (to, stride) = (self.inputs, input_stride);
+                g.transform_input(simd, [x, zeros], self.first + tile, (to, stride), |v| place(v, 2 * lanes));
+                let (to, stride) = (self.gradients, gradient_stride);
+                let side = group(lanes);
+                g.transform_gradient(simd, [dy, zeros], self.first + tile, (to, stride), |v| place(v, side));
             }
-            self.multiply(simd, panel, count);
         }
     }
 }
 
-impl<F: Filter> Block<'_, F> {
-    #[inline(always)]
-    fn transform_gradient<S: Simd>(&mut self, simd: S, panel: usize, tile: usize) {
-        let w = self.weights;
-        let g = &w.geometry;
-        let lanes = S::F32_LANES;
-        let (unit, column) = (self.units[0] + tile / g.tile_columns(), tile % g.tile_columns());
-        let (image, row) = (unit / g.tile_rows(), unit % g.tile_rows());
-        let ([height, width], k) = (g.output, g.outputs);
-        let (top, left) = (row * F::OUTPUTS, column * F::OUTPUTS);
-        let (rows, across) = ((height - top).min(F::OUTPUTS), (width - left).min(F::OUTPUTS));
-        let dy = &self.dy[((image * height + top) * width + left) * k..];
-        let stride = w.gradient_stride();
-        let zero = simd.splat_f32s(0.0);
-        // A vector may be shorter than ROWS (AVX2 has 8 lanes, the portable path 1) or longer (AVX-512).
-        for vector in 0..PANEL / lanes {
-            let first = panel * PANEL + vector * lanes;
-            let take = lanes.min(k.saturating_sub(first));
-            let mut half = [[zero; 4]; POINTS];
-            for j in 0..across {
-                let mut y = [zero; 4];
-                for i in 0..rows {
-                    if take > 0 {
-                        y[i] = simd.partial_load_f32s(&dy[(i * width + j) * k + first..][..take]);
-                    }
-                }
-                let t = F::output_gradient(simd, y);
-                for i in 0..F::INPUTS {
-                    half[i][j] = t[i];
-                }
-            }
-            for i in 0..F::INPUTS {
-                let t = F::output_gradient(simd, half[i]);
-                for j in 0..F::INPUTS {
-                    let point = (i * F::INPUTS + j) * stride;
-                    store_rows(
-                        simd,
-                        &mut self.gradients[point..],
-                        w.block_tiles(),
-                        tile,
-                        vector * lanes,
-                        t[j],
-                    );
-                }
-            }
-        }
-    }
+/// Adds the products of a chunk to the sums of a block.
+struct Add<'a, F> {
+    weights: &'a Weights<F>,
+    block: usize,
+    /// Tiles of the chunk.
+    count: usize,
+    gradients: &'a [f32],
+    inputs: &'a [f32],
+    /// [point][output / group][channel / 2 lanes][output % group][2 lanes].
+    sums: &'a mut [f32],
+    /// The sums hold nothing yet.
+    fresh: bool,
+}
+
+impl<F: Filter> WithSimd for Add<'_, F> {
+    type Output = ();
 
     #[inline(always)]
-    fn multiply<S: Simd>(&mut self, simd: S, panel: usize, count: usize) {
+    fn with_simd<S: Simd>(self, simd: S) {
+        if S::F32_LANES == 16 { self.blocked::<S, 8>(simd) } else { self.blocked::<S, 4>(simd) }
+    }
+}
+
+impl<F: Filter> Add<'_, F> {
+    #[inline(always)]
+    fn blocked<S: Simd, const ROWS: usize>(self, simd: S) {
         let w = self.weights;
-        let g = &w.geometry;
-        let width = 2 * S::F32_LANES;
-        let tiles = w.block_tiles();
-        for point in 0..g.points() {
-            let gradients = &self.gradients[point * w.gradient_stride()..];
-            let inputs = &self.inputs[point * w.input_stride()..];
+        let (group, width) = (group(S::F32_LANES), 2 * S::F32_LANES);
+        let [gradient_stride, input_stride] = w.strides();
+        let blocks = [self.block / w.blocks()[1], self.block % w.blocks()[1]];
+        let [outputs, channels] = [0, 1].map(|side| blocks[side] * w.block[side]);
+        let groups = w.block[0].min(w.geometry.outputs - outputs).div_ceil(group);
+        let panels = w.block[1].min(w.geometry.channels - channels).div_ceil(width);
+        for point in 0..w.geometry.points() {
+            let gradients = &self.gradients[point * gradient_stride + outputs * w.chunk..];
+            let inputs = &self.inputs[point * input_stride + channels * w.chunk..];
             let sums = &mut self.sums[point * w.sum_stride()..];
-            for channel_panel in 0..w.channel_panels() {
-                let v = &inputs[channel_panel * tiles * width..][..count * width];
-                for group in 0..PANEL / ROWS {
-                    if panel * PANEL + group * ROWS >= g.outputs {
-                        break;
+            for i in 0..groups {
+                let z = &gradients[i * w.chunk * group..][..self.count * group];
+                for j in 0..panels {
+                    let v = &inputs[j * w.chunk * width..][..self.count * width];
+                    let sums = &mut sums[(i * w.block[1] / width + j) * group * width..][..group * width];
+                    for (part, sums) in sums.chunks_exact_mut(ROWS * width).enumerate() {
+                        add_product::<S, ROWS>(simd, (z, group, part * ROWS), v, sums, self.fresh);
                     }
-                    let z = &gradients[group * tiles * ROWS..][..count * ROWS];
-                    let place = (panel * (PANEL / ROWS) + group) * w.channel_panels() + channel_panel;
-                    add_product(simd, z, v, &mut sums[place * ROWS * width..][..ROWS * width]);
                 }
             }
         }
     }
 }
 
-/// Stores a vector of outputs as [outputs / ROWS][tile][ROWS].
+/// m += zᵀ v over the tiles, or m = zᵀ v: z as [tile][group], of which ROWS count, v as [tile][2 lanes], m as
+/// [ROWS][2 lanes].
 #[inline(always)]
-fn store_rows<S: Simd>(simd: S, to: &mut [f32], tiles: usize, tile: usize, first: usize, value: S::f32s) {
-    let lanes = S::F32_LANES;
-    if lanes <= ROWS {
-        let place = (first / ROWS) * tiles * ROWS + tile * ROWS + first % ROWS;
-        return simd.partial_store_f32s(&mut to[place..place + lanes], value);
-    }
-    let mut values = [0.0f32; 64];
-    simd.partial_store_f32s(&mut values[..lanes], value);
-    for part in 0..lanes / ROWS {
-        let place = (first / ROWS + part) * tiles * ROWS + tile * ROWS;
-        to[place..place + ROWS].copy_from_slice(&values[part * ROWS..(part + 1) * ROWS]);
-    }
-}
-
-/// m += zᵀ v over the tiles: z as [tile][ROWS], v as [tile][2 lanes], m as [ROWS][2 lanes].
-#[inline(always)]
-fn add_product<S: Simd>(simd: S, z: &[f32], v: &[f32], m: &mut [f32]) {
+fn add_product<S: Simd, const ROWS: usize>(
+    simd: S,
+    (z, group, first): (&[f32], usize, usize),
+    v: &[f32],
+    m: &mut [f32],
+    fresh: bool,
+) {
     let (v, _) = S::as_simd_f32s(v);
-    let (m, _) = S::as_mut_simd_f32s(m);
     let mut sums = [[simd.splat_f32s(0.0); 2]; ROWS];
-    for (z, v) in z.chunks_exact(ROWS).zip(v.chunks_exact(2)) {
+    for (z, v) in z.chunks_exact(group).zip(v.chunks_exact(2)) {
+        let z = &z[first..first + ROWS];
         for row in 0..ROWS {
             let value = simd.splat_f32s(z[row]);
             sums[row][0] = simd.mul_add_f32s(value, v[0], sums[row][0]);
             sums[row][1] = simd.mul_add_f32s(value, v[1], sums[row][1]);
         }
     }
+    let (m, _) = S::as_mut_simd_f32s(m);
     for (m, sums) in m.chunks_exact_mut(2).zip(sums) {
-        m[0] = simd.add_f32s(m[0], sums[0]);
-        m[1] = simd.add_f32s(m[1], sums[1]);
+        for half in 0..2 {
+            m[half] = if fresh { sums[half] } else { simd.add_f32s(m[half], sums[half]) };
+        }
     }
 }
 
-/// Transforms the sums of all workers into one output's filter gradient.
+/// Transforms the sums of all teams into the filter gradients of a block.
 struct Finish<'a, F> {
-    weights: &'a Weights<F>,
+    call: &'a Call<'a, F>,
+    block: usize,
     sums: &'a [&'a [f32]],
-    output: usize,
-    filter: &'a mut [f32],
 }
 
 impl<F: Filter> WithSimd for Finish<'_, F> {
@@ -261,34 +310,39 @@ impl<F: Filter> WithSimd for Finish<'_, F> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Finish { weights: w, sums, output, filter } = self;
+        let Call { weights: w, output, .. } = *self.call;
         let lanes = S::F32_LANES;
-        let zero = simd.splat_f32s(0.0);
-        for (vector, filter) in filter.chunks_mut(9 * lanes).enumerate() {
-            let panel = (output / ROWS) * w.channel_panels() + vector / 2;
-            let place = (panel * ROWS + output % ROWS) * 2 * lanes + (vector % 2) * lanes;
-            let sum = |point: usize| {
-                let parts = sums.iter().map(|sums| &sums[point * w.sum_stride() + place..][..lanes]);
-                parts.fold(zero, |sum, part| simd.add_f32s(sum, simd.partial_load_f32s(part)))
-            };
-            let mut half = [[zero; POINTS]; 3];
-            for j in 0..F::INPUTS {
-                let mut m = [zero; POINTS];
-                for i in 0..F::INPUTS {
-                    m[i] = sum(i * F::INPUTS + j);
-                }
-                let t = F::filter_gradient(simd, m);
-                for i in 0..3 {
-                    half[i][j] = t[i];
-                }
-            }
-            for i in 0..3 {
-                let t = F::filter_gradient(simd, half[i]);
-                for j in 0..3 {
-                    let mut values = [0.0f32; 64];
-                    simd.partial_store_f32s(&mut values[..lanes], t[j]);
-                    for (channel, &value) in filter.chunks_mut(9).zip(&values) {
-                        channel[3 * i + j] = value;
+        let (group, width) = (group(lanes), 2 * lanes);
+        let (k, c) = (w.geometry.outputs, w.geometry.channels);
+        let blocks = [self.block / w.blocks()[1], self.block % w.blocks()[1]];
+        let first = [0, 1].map(|side| blocks[side] * w.block[side]);
+        let stride = w.sum_stride();
+        let (one, others) = self.sums.split_first().expect("there is a team");
+        for row in 0..w.block[0].min(k - first[0]) {
+            for column in (0..w.block[1].min(c - first[1])).step_by(lanes) {
+                let panel = row / group * (w.block[1] / width) + column / width;
+                let place = (panel * group + row % group) * width + column % width;
+                let mut taps = [0.0f32; 9 * LANES];
+                TapsGradient::<F>::square(
+                    simd,
+                    |i, j| {
+                        let at = (i * F::INPUTS + j) * stride + place;
+                        // SAFETY: sums have a whole vector here, of each point and in every block.
+                        unsafe {
+                            let sum = load::<S>(one, at);
+                            others.iter().fold(sum, |sum, other| simd.add_f32s(sum, load::<S>(other, at)))
+                        }
+                    },
+                    // SAFETY: nine vectors of at most LANES fit.
+                    |r, s, value| unsafe { store::<S>(&mut taps, (3 * r + s) * lanes, value) },
+                );
+                let channel = first[1] + column;
+                let take = lanes.min(c - channel);
+                // SAFETY: each filter belongs to one block, which is finished once.
+                let filters = unsafe { output.part(((first[0] + row) * c + channel) * 9, take * 9) };
+                for (lane, filter) in filters.chunks_exact_mut(9).enumerate() {
+                    for (tap, value) in filter.iter_mut().enumerate() {
+                        *value = taps[tap * lanes + lane];
                     }
                 }
             }

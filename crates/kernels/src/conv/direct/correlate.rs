@@ -1,0 +1,299 @@
+//! Forward and backward-data: target pixels in blocks, each the sum over its taps of source channels times weights.
+
+use pulp::{MemMask, Simd, WithSimd};
+
+use super::geometry::{Block, Lattice, Phase};
+use super::panels::{ALIGNMENT, Panel, Panels, aligned};
+use super::registers::{by_block, even_parts, last_mask, most_rows};
+use crate::Cpu;
+use crate::conv::plan::ConvKernel;
+use crate::conv::problem::{ConvProblem, Pass};
+use crate::simd;
+
+/// Floats of a panel that are multiplied before the next channels are: half of a common L2 cache.
+const PANEL_FLOATS: usize = 128 * 1024;
+/// Target pixels of a task, for each phase: enough for a panel from L2 to serve several register blocks.
+const TASK_PIXELS: usize = 168;
+/// The same where all panels together are larger than `PANEL_FLOATS` by far: they come from L3.
+const TASK_PIXELS_OF_LARGE_WEIGHTS: usize = 448;
+/// The same for groups, which each use a part of a pixel's cache lines: what all of them use should stay in L2.
+const TASK_PIXELS_OF_GROUPS: usize = 42;
+/// Entries of a task's indirection tables, at most.
+const TABLE_LEN: usize = 16 * 1024;
+
+/// Forward, or backward-data, of one problem.
+pub(super) struct Correlate {
+    panels: Panels,
+    /// Phases of rows and of columns.
+    phases: [Vec<Phase>; 2],
+    /// Every target pixel belongs to a phase; else some have no tap and are zero.
+    complete: bool,
+    /// Rows and columns of the target.
+    target: [usize; 2],
+    target_channels: usize,
+    source_channels: usize,
+    kernel_columns: usize,
+    /// Target pixels of a task.
+    task_pixels: usize,
+    /// Channels that are summed over at a time.
+    depth: usize,
+    work: usize,
+}
+
+impl Correlate {
+    pub(super) fn new(problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Self {
+        let lanes = simd::lanes(cpu.isa());
+        let axes = [&problem.height, &problem.width];
+        let (panels, phases, target, source_channels, target_channels) = match pass {
+            Pass::Forward => (
+                Panels::of_outputs(problem, lanes),
+                axes.map(Phase::forward),
+                axes.map(|axis| axis.output()),
+                problem.in_channels,
+                problem.out_channels,
+            ),
+            _ => (
+                Panels::of_inputs(problem, lanes),
+                axes.map(Phase::backward_data),
+                axes.map(|axis| axis.input),
+                problem.out_channels,
+                problem.in_channels,
+            ),
+        };
+        let complete = match pass {
+            Pass::Forward => true,
+            _ => axes.iter().zip(&phases).all(|(axis, phases)| phases.len() == axis.stride.min(axis.input)),
+        };
+        let lattices = phases.each_ref().map(Vec::len).iter().product::<usize>().max(1);
+        let taps = phases.each_ref().map(|phases| phases.iter().map(Phase::taps).max().unwrap_or(1));
+        let table_pixels = TABLE_LEN / taps.iter().product::<usize>();
+        let task_pixels = match problem.groups {
+            1 if problem.weight_len() > 2 * PANEL_FLOATS => TASK_PIXELS_OF_LARGE_WEIGHTS,
+            1 => TASK_PIXELS,
+            _ => TASK_PIXELS_OF_GROUPS,
+        };
+        let wanted = task_pixels.min(table_pixels).max(1) * lattices;
+        let pixels = problem.batch * target.iter().product::<usize>();
+        let tasks = pixels.div_ceil(wanted).next_multiple_of(cpu.threads());
+        let tap_floats = panels.taps * panels.vectors().min(2) * lanes;
+        let depth = (PANEL_FLOATS / tap_floats).max(16);
+        Correlate {
+            depth: panels.depth.div_ceil(panels.depth.div_ceil(depth)),
+            panels,
+            phases,
+            complete,
+            target,
+            target_channels,
+            source_channels,
+            kernel_columns: problem.width.kernel,
+            task_pixels: pixels.div_ceil(tasks),
+            work: problem.flops() as usize,
+        }
+    }
+
+    pub(super) fn workspace_len(&self) -> Option<usize> {
+        self.panels.len()?.checked_add(self.source_channels + ALIGNMENT)
+    }
+}
+
+impl ConvKernel<f32> for Correlate {
+    fn run(&self, cpu: &Cpu, [source, weight]: [&[f32]; 2], target: &mut [f32], workspace: &mut [f32]) {
+        let (zeros, workspace) = workspace.split_at_mut(self.source_channels);
+        zeros.fill(0.0);
+        let panels = aligned(workspace);
+        self.panels.pack(cpu, weight, panels);
+        let tasks = target.chunks_mut(self.task_pixels * self.target_channels).enumerate();
+        let (zeros, panels) = (&*zeros, &*panels);
+        cpu.for_each(self.work, tasks, |(task, target)| {
+            let first = task * self.task_pixels;
+            simd::run(cpu.isa(), Task { correlate: self, first, source, zeros, panels, target });
+        });
+    }
+}
+
+/// A run of target pixels.
+struct Task<'a> {
+    correlate: &'a Correlate,
+    /// The first target pixel, counted over all images.
+    first: usize,
+    source: &'a [f32],
+    zeros: &'a [f32],
+    panels: &'a [f32],
+    target: &'a mut [f32],
+}
+
+impl WithSimd for Task<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let c = self.correlate;
+        if !c.complete {
+            self.target.fill(0.0);
+        }
+        let run = self.first..self.first + self.target.len() / c.target_channels;
+        let most = most_rows(S::F32_LANES, c.panels.vectors().min(2));
+        for rows in &c.phases[0] {
+            for columns in &c.phases[1] {
+                let lattice = Lattice {
+                    rows,
+                    columns,
+                    target: c.target,
+                    source_channels: c.source_channels,
+                    kernel_columns: c.kernel_columns,
+                };
+                let blocks = lattice.blocks(run.clone(), most, self.source, self.zeros);
+                for index in 0..c.panels.count() {
+                    let panel = c.panels.panel(index);
+                    let weights = &self.panels[c.panels.offset(index)..c.panels.offset(index + 1)];
+                    for depth in even_parts(c.panels.depth, c.depth) {
+                        for block in &blocks {
+                            let product =
+                                Product { correlate: c, panel, depth: depth.clone(), weights, block };
+                            product.multiply(simd, self.target);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// One block's pixels by one panel's channels, over some of the channels of the source.
+struct Product<'a> {
+    correlate: &'a Correlate,
+    panel: Panel,
+    /// Within the group.
+    depth: std::ops::Range<usize>,
+    weights: &'a [f32],
+    block: &'a Block,
+}
+
+impl Product<'_> {
+    #[inline(always)]
+    fn multiply<S: Simd>(&self, simd: S, target: &mut [f32]) {
+        by_block!(self.block.targets.len(), self.panel.vectors, multiply::<S>(simd, self, target));
+    }
+}
+
+/// Target pixels P by V vectors of channels. Overwrites the target for the first channels, else adds.
+#[inline(always)]
+fn multiply<S: Simd, const P: usize, const V: usize>(simd: S, product: &Product<'_>, target: &mut [f32]) {
+    let Product { correlate, panel, depth, weights, block } = product;
+    let panels = &correlate.panels;
+    let width = V * S::F32_LANES;
+    let channel = panel.group * panels.depth + depth.start;
+    let last = last_mask(simd, panel.channels);
+    let target_start = target.as_mut_ptr();
+    let targets: [_; P] = std::array::from_fn(|p| {
+        let first = block.targets[p] * correlate.target_channels + panel.group * panels.width + panel.first;
+        assert!(first + panel.channels <= target.len());
+        target_start.wrapping_add(first)
+    });
+    let mut sums = [[simd.splat_f32s(0.0); V]; P];
+    if depth.start > 0 {
+        // SAFETY: each target has the panel's channels, as many as V vectors with the last one's mask.
+        sums = targets.map(|target| unsafe { load(simd, target, last) });
+    }
+    for (&tap, sources) in block.taps.iter().zip(block.sources.as_chunks::<P>().0) {
+        let weights = &weights[(tap * panels.depth + depth.start) * width..][..depth.len() * width];
+        // SAFETY: a source is a pixel of all its channels or the zeros, as long; `channel` and the depth lie in it.
+        // The weights are `depth` times V vectors.
+        unsafe {
+            let sources = sources.map(|source| source.add(channel));
+            add_products::<S, P, V>(simd, &mut sums, &sources, weights.as_ptr(), depth.len());
+        }
+    }
+    for p in 0..P {
+        // SAFETY: as for loading.
+        unsafe { store(simd, targets[p], sums[p], last) };
+    }
+}
+
+/// V vectors, of which `last` masks the last one if that is not full.
+///
+/// # Safety
+/// Their floats must be readable.
+#[inline(always)]
+unsafe fn load<S: Simd, const V: usize>(
+    simd: S,
+    from: *const f32,
+    last: Option<MemMask<S::m32s>>,
+) -> [S::f32s; V] {
+    std::array::from_fn(|v| {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let from = from.add(v * S::F32_LANES);
+            match last {
+                Some(mask) if v == V - 1 => simd.mask_load_ptr_f32s(mask, from),
+                _ => from.cast::<S::f32s>().read_unaligned(),
+            }
+        }
+    })
+}
+
+/// The reverse of [`load`].
+///
+/// # Safety
+/// The vectors' floats must be writable.
+#[inline(always)]
+unsafe fn store<S: Simd, const V: usize>(
+    simd: S,
+    to: *mut f32,
+    vectors: [S::f32s; V],
+    last: Option<MemMask<S::m32s>>,
+) {
+    for v in 0..V {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let to = to.add(v * S::F32_LANES);
+            match last {
+                Some(mask) if v == V - 1 => simd.mask_store_ptr_f32s(mask, to, vectors[v]),
+                _ => to.cast::<S::f32s>().write_unaligned(vectors[v]),
+            }
+        }
+    }
+}
+
+/// Channels of the source taken in one turn of the loop.
+const UNROLL: usize = 4;
+
+/// sums[p][v] += sources[p][c] * weights[c][v] over `depth` channels.
+///
+/// # Safety
+/// Each source must be readable for `depth` floats, the weights for `depth * V` vectors.
+#[inline(always)]
+unsafe fn add_products<S: Simd, const P: usize, const V: usize>(
+    simd: S,
+    sums: &mut [[S::f32s; V]; P],
+    sources: &[*const f32; P],
+    weights: *const f32,
+    depth: usize,
+) {
+    let weights = weights.cast::<S::f32s>();
+    let mut c = 0;
+    // SAFETY: `c` stays below `depth`, within what the caller has promised.
+    unsafe {
+        // With one vector, the sources' addresses are too many to stay in registers: four channels for each load of one.
+        while V == 1 && c + UNROLL <= depth {
+            let w: [_; UNROLL] = std::array::from_fn(|u| weights.add(c + u).read_unaligned());
+            for p in 0..P {
+                for u in 0..UNROLL {
+                    let x = simd.splat_f32s(*sources[p].add(c + u));
+                    sums[p][0] = simd.mul_add_f32s(x, w[u], sums[p][0]);
+                }
+            }
+            c += UNROLL;
+        }
+        while c < depth {
+            let w: [_; V] = std::array::from_fn(|v| weights.add(c * V + v).read_unaligned());
+            for p in 0..P {
+                let x = simd.splat_f32s(*sources[p].add(c));
+                for v in 0..V {
+                    sums[p][v] = simd.mul_add_f32s(x, w[v], sums[p][v]);
+                }
+            }
+            c += 1;
+        }
+    }
+}

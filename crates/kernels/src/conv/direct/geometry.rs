@@ -1,0 +1,216 @@
+//! Which source pixels a target pixel reads: the taps of both directions, and the indirection table of a block.
+//!
+//! Forward's target is y and its source x; backward-data's target is dx and its source dy.
+
+use std::ops::Range;
+
+use crate::conv::problem::ConvAxis;
+
+/// A kernel element along one axis, as the targets of one phase meet it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Tap {
+    kernel: usize,
+    /// Target number i of the phase reads source `i * source_step + offset`.
+    offset: isize,
+}
+
+/// The targets `first, first + step, ...` along one axis: they meet the same taps.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Phase {
+    first: usize,
+    step: usize,
+    source_step: usize,
+    /// Size of the source.
+    source: usize,
+    /// By falling or rising offset, so that those that a target finds inside the source are a run.
+    taps: Vec<Tap>,
+}
+
+impl Phase {
+    /// Forward: all outputs are one phase.
+    pub(super) fn forward(axis: &ConvAxis) -> Vec<Phase> {
+        let offset = |kernel| (kernel * axis.dilation) as isize - axis.pad_before as isize;
+        let taps = (0..axis.kernel).map(|kernel| Tap { kernel, offset: offset(kernel) }).collect();
+        vec![Phase { first: 0, step: 1, source_step: axis.stride, source: axis.input, taps }]
+    }
+
+    /// Backward-data: a phase for each residue modulo the stride that any tap meets.
+    ///
+    /// Input `i` receives from output `(i + pad - k * dilation) / stride` through kernel element `k`.
+    pub(super) fn backward_data(axis: &ConvAxis) -> Vec<Phase> {
+        let stride = axis.stride as isize;
+        let mut phases: Vec<Phase> = Vec::new();
+        for kernel in 0..axis.kernel {
+            let shift = axis.pad_before as isize - (kernel * axis.dilation) as isize;
+            let first = (-shift).rem_euclid(stride);
+            if first as usize >= axis.input {
+                continue;
+            }
+            let tap = Tap { kernel, offset: (first + shift) / stride };
+            match phases.iter_mut().find(|phase| phase.first == first as usize) {
+                Some(phase) => phase.taps.push(tap),
+                None => phases.push(Phase {
+                    first: first as usize,
+                    step: axis.stride,
+                    source_step: 1,
+                    source: axis.output(),
+                    taps: vec![tap],
+                }),
+            }
+        }
+        phases
+    }
+
+    pub(super) fn taps(&self) -> usize {
+        self.taps.len()
+    }
+
+    /// The numbers of the targets that lie in `positions`.
+    fn numbers(&self, positions: Range<usize>) -> Range<usize> {
+        let number = |position: usize| position.saturating_sub(self.first).div_ceil(self.step);
+        number(positions.start)..number(positions.end)
+    }
+
+    /// The taps, first and end, whose source lies inside for target `number`.
+    fn inside(&self, number: usize) -> [u16; 2] {
+        let position = (number * self.source_step) as isize;
+        let is_inside = |tap: &Tap| ((position + tap.offset) as usize) < self.source;
+        let first = self.taps.iter().position(is_inside).unwrap_or(0);
+        let count = self.taps[first..].iter().take_while(|tap| is_inside(tap)).count();
+        [first, first + count].map(|tap| tap as u16)
+    }
+}
+
+/// A target pixel and what it reads.
+struct Pixel {
+    /// Counted from the run's first.
+    target: usize,
+    /// The source pixel that a tap without offset would read, counted over all images.
+    source: isize,
+    /// First and end of the rows' and of the columns' taps that lie inside.
+    inside: [[u16; 2]; 2],
+}
+
+impl Pixel {
+    #[inline]
+    fn meets(&self, [r, s]: [usize; 2]) -> bool {
+        let [[r0, r1], [s0, s1]] = self.inside.map(|inside| inside.map(usize::from));
+        (r0..r1).contains(&r) && (s0..s1).contains(&s)
+    }
+}
+
+/// A rows' and a columns' phase with the sizes of the tensors: finds the pixels of a run of targets.
+pub(super) struct Lattice<'a> {
+    pub(super) rows: &'a Phase,
+    pub(super) columns: &'a Phase,
+    /// Target's rows and columns.
+    pub(super) target: [usize; 2],
+    pub(super) source_channels: usize,
+    /// Columns of the whole kernel.
+    pub(super) kernel_columns: usize,
+}
+
+/// A register block's pixels and what they read.
+pub(super) struct Block {
+    /// The target pixels, counted from the run's first.
+    pub(super) targets: Vec<usize>,
+    /// The kernel elements that any of the pixels meets.
+    pub(super) taps: Vec<usize>,
+    /// For each tap in turn, channel 0 of each pixel's source; zeros where that is padding.
+    pub(super) sources: Vec<*const f32>,
+}
+
+impl Lattice<'_> {
+    /// The pixels of the lattice among the targets `run`, counted over all images.
+    fn pixels(&self, run: Range<usize>) -> Vec<Pixel> {
+        let [height, width] = self.target;
+        let mut pixels = Vec::new();
+        for row in run.start / width..run.end.div_ceil(width) {
+            let (image, row_in_image) = (row / height, row % height);
+            let numbers = self.rows.numbers(row_in_image..row_in_image + 1);
+            if numbers.is_empty() {
+                continue;
+            }
+            let rows_inside = self.rows.inside(numbers.start);
+            let source_row = image * self.rows.source + numbers.start * self.rows.source_step;
+            let start = run.start.saturating_sub(row * width);
+            let end = (run.end - row * width).min(width);
+            for column in self.columns.numbers(start..end) {
+                let source = source_row * self.columns.source + column * self.columns.source_step;
+                pixels.push(Pixel {
+                    target: row * width + self.columns.first + column * self.columns.step - run.start,
+                    source: source as isize,
+                    inside: [rows_inside, self.columns.inside(column)],
+                });
+            }
+        }
+        pixels
+    }
+
+    /// Blocks of at most `most` pixels that cover the lattice's part of the targets `run`.
+    ///
+    /// Pixels that miss the same taps, at a border, come to lie in the same blocks, which then leave these taps out.
+    pub(super) fn blocks(&self, run: Range<usize>, most: usize, source: &[f32], zeros: &[f32]) -> Vec<Block> {
+        let mut pixels = self.pixels(run);
+        pixels.sort_by_key(|pixel| pixel.inside);
+        super::registers::even_parts(pixels.len(), most)
+            .map(|part| self.block(&pixels[part], source, zeros))
+            .collect()
+    }
+
+    /// Channel 0 of the source pixel that the target reads through a tap, unless that is padding.
+    #[inline]
+    fn source(&self, pixel: &Pixel, [r, s]: [usize; 2], source: &[f32]) -> Option<*const f32> {
+        if !pixel.meets([r, s]) {
+            return None;
+        }
+        let offset = self.rows.taps[r].offset * self.columns.source as isize + self.columns.taps[s].offset;
+        let first = (pixel.source + offset) as usize * self.source_channels;
+        Some(source[first..first + self.source_channels].as_ptr())
+    }
+
+    fn block(&self, pixels: &[Pixel], source: &[f32], zeros: &[f32]) -> Block {
+        let mut block = Block {
+            targets: pixels.iter().map(|pixel| pixel.target).collect(),
+            taps: Vec::new(),
+            sources: Vec::new(),
+        };
+        for (r, row_tap) in self.rows.taps.iter().enumerate() {
+            for (s, column_tap) in self.columns.taps.iter().enumerate() {
+                if !pixels.iter().any(|pixel| pixel.meets([r, s])) {
+                    continue;
+                }
+                block.taps.push(row_tap.kernel * self.kernel_columns + column_tap.kernel);
+                let sources = pixels.iter().map(|pixel| self.source(pixel, [r, s], source));
+                block.sources.extend(sources.map(|source| source.unwrap_or(zeros.as_ptr())));
+            }
+        }
+        block
+    }
+}
+
+/// A target pixel of a run and the source pixel that it reads through some tap.
+pub(super) struct Pair {
+    /// Counted from the run's first.
+    pub(super) target: usize,
+    /// Its channel 0.
+    pub(super) source: *const f32,
+}
+
+impl Lattice<'_> {
+    /// For each tap in turn, the pairs of the targets `run` that are not padding.
+    pub(super) fn pairs(&self, run: Range<usize>, source: &[f32]) -> Vec<Vec<Pair>> {
+        let pixels = self.pixels(run);
+        let taps = |phase: &Phase| 0..phase.taps();
+        taps(self.rows)
+            .flat_map(|r| taps(self.columns).map(move |s| [r, s]))
+            .map(|tap| {
+                let pair = |pixel: &Pixel| {
+                    let source = self.source(pixel, tap, source)?;
+                    Some(Pair { target: pixel.target, source })
+                };
+                pixels.iter().filter_map(pair).collect()
+            })
+            .collect()
+    }
+}

@@ -1,0 +1,95 @@
+//! Direct convolution: registers hold a block of outputs, and the input is read where it lies. f32, channels-last.
+//!
+//! ```text
+//! forward           y[pixel][k]    = sum over taps and c of x[pixel at tap][c] w[tap][c][k]
+//! backward-data     dx[pixel][c]   = sum over taps and k of dy[pixel at tap][k] w[tap][k][c]
+//! backward-weights  dw[tap][c][k]  = sum over pixels of x[pixel at tap][c] dy[pixel][k]
+//! ```
+//! A tap is a kernel element (r, s). Forward and backward-data are one loop (see [`correlate`]): a block is some target
+//! pixels by two vectors of output channels, and an indirection table says for each tap where the source pixel of each
+//! target pixel lies, so that a block may run on over rows and images. Backward-data with a stride is one such
+//! correlation for each residue of the target's position, with the taps that meet it: every product is a useful one.
+//! Dukhan: "The Indirect Convolution Algorithm", 2019. Georganas et al.: "Anatomy of High-Performance Deep Learning
+//! Convolutions on SIMD Architectures", SC 2018.
+
+// Register blocks are written with their indices, as the formulas are.
+#![allow(clippy::needless_range_loop)]
+
+mod correlate;
+mod geometry;
+mod panels;
+mod registers;
+mod weights;
+
+use std::sync::Arc;
+
+use correlate::Correlate;
+use weights::WeightSums;
+
+use super::plan::{ConvAlgorithm, ConvPlan, Cost, Kernel, NotApplicable};
+use super::problem::{ConvProblem, Pass};
+use crate::{Cpu, DType, MemoryFormat};
+
+/// Direct convolution in registers.
+pub(super) struct Direct;
+
+/// Kernel elements, at most: an indirection table is held for a few hundred pixels.
+const MOST_TAPS: usize = 1 << 14;
+/// Floats of workspace, at most: as many as a tensor may have.
+const LARGEST_WORKSPACE: usize = 1 << 40;
+
+impl ConvAlgorithm for Direct {
+    fn name(&self) -> &'static str {
+        "direct"
+    }
+
+    fn revision(&self) -> u32 {
+        1
+    }
+
+    fn formats(&self) -> &'static [MemoryFormat] {
+        &[MemoryFormat::ChannelsLast]
+    }
+
+    fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
+        let not = |reason: &str| Err(NotApplicable(reason.into()));
+        if problem.dtype != DType::F32 {
+            return not("for f32 only");
+        }
+        if problem.format != MemoryFormat::ChannelsLast {
+            return not("for channels-last only");
+        }
+        if problem.group_in_channels() == 1 && problem.group_out_channels() == 1 {
+            return not("needs more than one channel a group");
+        }
+        let taps = problem.height.kernel.checked_mul(problem.width.kernel);
+        if taps.is_none_or(|taps| taps > MOST_TAPS) {
+            return not("needs a kernel of at most 16384 elements");
+        }
+        let (workspace, kernel) = match pass {
+            Pass::Forward | Pass::BackwardData => {
+                let correlate = Correlate::new(problem, pass, cpu);
+                (correlate.workspace_len(), Kernel::F32(Arc::new(correlate)))
+            }
+            Pass::BackwardWeights => {
+                let sums = WeightSums::new(problem, cpu);
+                (sums.workspace_len(), Kernel::F32(Arc::new(sums)))
+            }
+        };
+        match workspace.filter(|&len| len <= LARGEST_WORKSPACE) {
+            Some(len) => {
+                let plan = ConvPlan::new(self, (problem, pass), cpu, len, kernel);
+                Ok(plan.with_cost(cost(problem, pass, cpu)))
+            }
+            None => not("the workspace is too large"),
+        }
+    }
+}
+
+/// Short sums and vectors that are not full cost most.
+fn cost(problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Cost {
+    let (c, k) = (problem.group_in_channels(), problem.group_out_channels());
+    let (sum, across) = if pass == Pass::BackwardData { (k, c) } else { (c, k) };
+    let filled = across as f64 / across.next_multiple_of(crate::simd::lanes(cpu.isa())) as f64;
+    Cost::direct(problem, 0.85 * filled * sum as f64 / (sum as f64 + 6.0))
+}

@@ -1,0 +1,63 @@
+//! How many values a register block holds, and the choice of the code compiled for a block's size.
+
+use pulp::{MemMask, Simd};
+
+/// Rows of a register block of `vectors` (1 or 2) columns, at most: what leaves registers for the operands.
+pub(super) fn most_rows(lanes: usize, vectors: usize) -> usize {
+    match (lanes, vectors) {
+        (16, 1) => 16,
+        (16, _) => 14,
+        (8, 1) => 12,
+        (8, _) => 6,
+        _ => 4,
+    }
+}
+
+/// The mask of a panel's last vector, unless that is full.
+///
+/// Without pulp's functions for each number of lanes: calling one costs more than a masked instruction.
+#[inline(always)]
+pub(super) fn last_mask<S: Simd>(simd: S, channels: usize) -> Option<MemMask<S::m32s>> {
+    let last = channels % S::F32_LANES;
+    (last > 0).then(|| MemMask::new(simd.mask_between_m32s(0, last as u32).mask()))
+}
+
+/// The parts of `0..len`, each at most `most` long and as even as can be.
+pub(super) fn even_parts(len: usize, most: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
+    let parts = len.div_ceil(most);
+    (0..parts).map(move |part| part * len / parts..(part + 1) * len / parts)
+}
+
+/// Calls `$function::<S, rows, vectors>` for a block of 1 to 16 rows and 1 or 2 vectors.
+macro_rules! by_block {
+    ($rows:expr, $vectors:expr, $function:ident::<$simd:ident>($($argument:expr),*)) => {
+        by_block!(@rows $rows, $vectors, $function, $simd, ($($argument),*), 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16)
+    };
+    (@rows $rows:expr, $vectors:expr, $function:ident, $simd:ident, $arguments:tt, $($count:literal)*) => {
+        match ($rows, $vectors) {
+            $(($count, 1) => by_block!(@call $function, $simd, $count, 1, $arguments),)*
+            $(($count, 2) => by_block!(@call $function, $simd, $count, 2, $arguments),)*
+            (rows, vectors) => unreachable!("no block has {rows} rows of {vectors} vectors"),
+        }
+    };
+    (@call $function:ident, $simd:ident, $rows:literal, $vectors:literal, ($($argument:expr),*)) => {
+        $function::<$simd, $rows, $vectors>($($argument),*)
+    };
+}
+pub(super) use by_block;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn even_parts_cover_and_differ_by_at_most_one() {
+        for (len, most) in [(0, 3), (1, 14), (14, 14), (15, 14), (100, 6), (7, 1)] {
+            let parts: Vec<_> = even_parts(len, most).collect();
+            assert_eq!(parts.iter().cloned().flatten().collect::<Vec<_>>(), (0..len).collect::<Vec<_>>());
+            assert_eq!(parts.len(), len.div_ceil(most));
+            let sizes = || parts.iter().map(|part| part.len());
+            assert!(parts.is_empty() || sizes().max().unwrap() - sizes().min().unwrap() <= 1);
+        }
+    }
+}

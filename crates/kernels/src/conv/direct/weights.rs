@@ -1,0 +1,244 @@
+//! Backward-weights: for each tap, products of source channels and output gradients, summed over the pixels.
+
+use std::ops::Range;
+
+use pulp::{Simd, WithSimd};
+
+use super::geometry::{Lattice, Pair, Phase};
+use super::panels::{ALIGNMENT, Panel, Panels, aligned};
+use super::registers::{by_block, even_parts, last_mask, most_rows};
+use crate::Cpu;
+use crate::conv::plan::ConvKernel;
+use crate::conv::problem::ConvProblem;
+use crate::simd;
+
+/// Output pixels whose gradients are packed and used together: a panel of them stays in the L1 cache.
+const TILE_PIXELS: usize = 192;
+/// The same where the sums do not fit the L2 cache: they are read and written once a tile.
+const TILE_PIXELS_OF_LARGE_SUMS: usize = 448;
+/// The same for groups, whose sums are small.
+const TILE_PIXELS_OF_GROUPS: usize = 96;
+/// Pixels of all taps of a tile, at most.
+const TABLE_LEN: usize = 16 * 1024;
+
+/// The weight gradient of one problem.
+pub(super) struct WeightSums {
+    /// Of the gradient: lanes along K.
+    panels: Panels,
+    phases: [Vec<Phase>; 2],
+    output: [usize; 2],
+    pixels: usize,
+    in_channels: usize,
+    out_channels: usize,
+    kernel_columns: usize,
+    tile_pixels: usize,
+    /// How many parts the pixels, and the panels, are split into; a thread takes one part of both.
+    pixel_parts: usize,
+    panel_parts: usize,
+    work: usize,
+}
+
+impl WeightSums {
+    pub(super) fn new(problem: &ConvProblem, cpu: &Cpu) -> Self {
+        let panels = Panels::of_outputs(problem, simd::lanes(cpu.isa()));
+        let axes = [&problem.height, &problem.width];
+        let output = axes.map(|axis| axis.output());
+        let pixels = problem.batch * output.iter().product::<usize>();
+        let wanted = match problem.groups {
+            1 if problem.weight_len() > 256 * 1024 => TILE_PIXELS_OF_LARGE_SUMS,
+            1 => TILE_PIXELS,
+            _ => TILE_PIXELS_OF_GROUPS,
+        };
+        let tiles = pixels.div_ceil(wanted.min(TABLE_LEN / panels.taps));
+        let tile_pixels = pixels.div_ceil(tiles);
+        // Parts of the panels need no sums of their own; parts of the pixels are there where the panels are too few.
+        let time = |panel_parts: usize| {
+            let pixel_parts = (cpu.threads() / panel_parts).min(tiles);
+            let longest = panels.count().div_ceil(panel_parts) * tiles.div_ceil(pixel_parts);
+            longest + pixel_parts * panels.count() / cpu.threads()
+        };
+        let most = cpu.threads().min(panels.count());
+        let panel_parts = (1..=most).rev().min_by_key(|&parts| time(parts)).expect("there is a panel");
+        WeightSums {
+            panels,
+            phases: axes.map(Phase::forward),
+            output,
+            pixels,
+            in_channels: problem.in_channels,
+            out_channels: problem.out_channels,
+            kernel_columns: problem.width.kernel,
+            tile_pixels,
+            pixel_parts: (cpu.threads() / panel_parts).min(tiles),
+            panel_parts,
+            work: problem.flops() as usize,
+        }
+    }
+
+    /// Floats of the packed gradients of a tile, over all panels.
+    fn gradients_len(&self) -> usize {
+        self.panels.groups * self.panels.vectors() * self.panels.lanes * self.tile_pixels
+    }
+
+    pub(super) fn workspace_len(&self) -> Option<usize> {
+        let part = self.panels.len()?.checked_add(self.gradients_len())?;
+        part.checked_mul(self.pixel_parts)?.checked_add(ALIGNMENT)
+    }
+}
+
+impl ConvKernel<f32> for WeightSums {
+    fn run(&self, cpu: &Cpu, [x, dy]: [&[f32]; 2], dweight: &mut [f32], workspace: &mut [f32]) {
+        let workspace = aligned(workspace);
+        let sums_len = self.panels.offset(self.panels.count());
+        let (sums, gradients) = workspace.split_at_mut(self.pixel_parts * sums_len);
+        let pixel_parts = sums.chunks_mut(sums_len).zip(gradients.chunks_mut(self.gradients_len()));
+        let tasks = pixel_parts.enumerate().flat_map(|(part, (mut sums, mut gradients))| {
+            let tiles = self.pixels.div_ceil(self.tile_pixels);
+            let tiles = part * tiles / self.pixel_parts..(part + 1) * tiles / self.pixel_parts;
+            let most = self.panels.count().div_ceil(self.panel_parts);
+            even_parts(self.panels.count(), most).map(move |panels| {
+                let len = self.panels.offset(panels.end) - self.panels.offset(panels.start);
+                let (task_sums, rest) = std::mem::take(&mut sums).split_at_mut(len);
+                sums = rest;
+                let len = len / (self.panels.taps * self.panels.depth) * self.tile_pixels;
+                let (task_gradients, rest) = std::mem::take(&mut gradients).split_at_mut(len);
+                gradients = rest;
+                Task {
+                    all: self,
+                    x,
+                    dy,
+                    tiles: tiles.clone(),
+                    panels,
+                    sums: task_sums,
+                    gradients: task_gradients,
+                }
+            })
+        });
+        cpu.for_each(self.work, tasks, |task| simd::run(cpu.isa(), task));
+        let parts: Vec<&[f32]> = sums.chunks(sums_len).collect();
+        self.panels.unpack_sum(cpu, &parts, dweight);
+    }
+}
+
+/// Some panels' sums over some tiles of pixels.
+struct Task<'a> {
+    all: &'a WeightSums,
+    x: &'a [f32],
+    dy: &'a [f32],
+    tiles: Range<usize>,
+    panels: Range<usize>,
+    /// The panels, as [`Panels`] has them.
+    sums: &'a mut [f32],
+    /// [panel][pixel of the tile][lane].
+    gradients: &'a mut [f32],
+}
+
+impl WithSimd for Task<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let all = self.all;
+        let panels = &all.panels;
+        let lattice = Lattice {
+            rows: &all.phases[0][0],
+            columns: &all.phases[1][0],
+            target: all.output,
+            source_channels: all.in_channels,
+            kernel_columns: all.kernel_columns,
+        };
+        let start = panels.offset(self.panels.start);
+        self.sums.fill(0.0);
+        for tile in self.tiles.clone() {
+            let first = tile * all.tile_pixels;
+            let run = first..(first + all.tile_pixels).min(all.pixels);
+            let dy = &self.dy[run.start * all.out_channels..run.end * all.out_channels];
+            let taps = lattice.pairs(run, self.x);
+            for index in self.panels.clone() {
+                let panel = panels.panel(index);
+                let sums = panels.offset(index) - start..panels.offset(index + 1) - start;
+                let gradients = sums.start / (panels.taps * panels.depth) * all.tile_pixels;
+                let width = panel.vectors * S::F32_LANES;
+                let gradients = &mut self.gradients[gradients..][..all.tile_pixels * width];
+                pack_gradients(
+                    simd,
+                    dy,
+                    all.out_channels,
+                    panel.group * panels.width + panel.first,
+                    panel,
+                    gradients,
+                );
+                let sums = &mut self.sums[sums];
+                for channels in even_parts(panels.depth, most_rows(S::F32_LANES, panel.vectors)) {
+                    let channel = panel.group * panels.depth + channels.start;
+                    let rows = channels.len();
+                    for (pairs, sums) in taps.iter().zip(sums.chunks_exact_mut(panels.depth * width)) {
+                        let sums = &mut sums[channels.start * width..][..rows * width];
+                        by_block!(
+                            rows,
+                            panel.vectors,
+                            add_products::<S>(simd, pairs, channel, gradients, sums)
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Packs a panel's channels of each pixel as [pixel][lane]; what is beyond the channels is zero.
+#[inline(always)]
+fn pack_gradients<S: Simd>(
+    simd: S,
+    dy: &[f32],
+    channels: usize,
+    first: usize,
+    panel: Panel,
+    gradients: &mut [f32],
+) {
+    let last = last_mask(simd, panel.channels);
+    let (gradients, _) = S::as_mut_simd_f32s(gradients);
+    for (pixel, to) in dy.chunks_exact(channels).zip(gradients.chunks_exact_mut(panel.vectors)) {
+        let (from, rest) = S::as_simd_f32s(&pixel[first..][..panel.channels]);
+        for (to, &from) in to.iter_mut().zip(from) {
+            *to = from;
+        }
+        if let Some(mask) = last {
+            // SAFETY: the mask has as many lanes as the rest has floats.
+            to[from.len()] = unsafe { simd.mask_load_ptr_f32s(mask, rest.as_ptr()) };
+        }
+    }
+}
+
+/// sums[c][v] += the sum over the pairs of x[channel + c] * gradients[pixel][v], for M channels and V vectors.
+#[inline(always)]
+fn add_products<S: Simd, const M: usize, const V: usize>(
+    simd: S,
+    pairs: &[Pair],
+    channel: usize,
+    gradients: &[f32],
+    sums: &mut [f32],
+) {
+    let mut products = [[simd.splat_f32s(0.0); V]; M];
+    let gradients = gradients.as_ptr().cast::<S::f32s>();
+    for pair in pairs {
+        // SAFETY: a pair's source is a pixel of all its channels, among them `channel..channel + M`; its target is a
+        // pixel of the tile, for each of which the gradients hold V vectors.
+        unsafe {
+            let x = pair.source.add(channel);
+            let dy: [_; V] = std::array::from_fn(|v| gradients.add(pair.target * V + v).read_unaligned());
+            for m in 0..M {
+                let x = simd.splat_f32s(*x.add(m));
+                for v in 0..V {
+                    products[m][v] = simd.mul_add_f32s(x, dy[v], products[m][v]);
+                }
+            }
+        }
+    }
+    let (sums, _) = S::as_mut_simd_f32s(sums);
+    let (sums, _) = sums.as_chunks_mut::<V>();
+    for m in 0..M {
+        for v in 0..V {
+            sums[m][v] = simd.add_f32s(sums[m][v], products[m][v]);
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! Convolution by Fourier transforms of small tiles, stride 1, channels-last.
+//!
+//! ```text
+//! U[f] = transform of the kernel      for each pair of channels, once a call
+//! V[f] = transform of an input tile   for each channel
+//! M[f] = V[f] U[f]                    a complex matrix product over the channels for each frequency f
+//! y    = inverse transform of M       of which the outputs that did not wrap round are kept
+//! ```
+//! A block of tiles is transformed, multiplied and transformed back together. Backward-data is forward with the kernels
+//! turned round and channels exchanged; backward-weights multiplies transforms of x and dy and sums over the tiles.
+//! Mathieu, Henaff, LeCun: "Fast Training of Convolutional Networks through FFTs", ICLR 2014; in tiles: Zlateski, Jia,
+//! Li, Durand: "The Anatomy of Efficient FFT and Winograd Convolutions on Modern CPUs", ICS 2019.
+
+// Short fixed-size loops are written with their indices, as the formulas are.
+#![allow(clippy::needless_range_loop)]
+
+mod codelets;
+mod images;
+mod product;
+mod tiling;
+mod transform;
+mod weights;
+
+use std::sync::Arc;
+
+use images::Images;
+use tiling::Tiling;
+use transform::MAX_TILE;
+use weights::Weights;
+
+use super::plan::{Accuracy, ConvAlgorithm, ConvPlan, Cost, Kernel, NotApplicable};
+use super::problem::{ConvProblem, Pass};
+use crate::{Cpu, DType, MemoryFormat};
+
+/// Floats between the matrices of two frequencies beyond their own size, so that they use different cache sets.
+const SKEW: usize = 48;
+/// Floats of a cache line.
+const ALIGNMENT: usize = 16;
+/// Most floats of workspace: 1 GiB.
+const MAX_WORKSPACE: usize = 1 << 28;
+
+/// Tiled FFT convolution.
+pub(super) struct Fft;
+
+impl ConvAlgorithm for Fft {
+    fn name(&self) -> &'static str {
+        "fft"
+    }
+
+    fn revision(&self) -> u32 {
+        1
+    }
+
+    fn accuracy(&self) -> Accuracy {
+        Accuracy::Standard
+    }
+
+    fn formats(&self) -> &'static [MemoryFormat] {
+        &[MemoryFormat::ChannelsLast]
+    }
+
+    fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
+        let not = |reason: String| Err(NotApplicable(reason));
+        if problem.dtype != DType::F32 {
+            return not("for f32 only".into());
+        }
+        if problem.format != MemoryFormat::ChannelsLast {
+            return not("for channels-last only".into());
+        }
+        if problem.height.stride != 1 || problem.width.stride != 1 {
+            return not("needs stride 1".into());
+        }
+        if problem.height.kernel * problem.width.kernel == 1 {
+            return not("needs a kernel larger than 1x1".into());
+        }
+        let lanes = crate::simd::lanes(cpu.isa());
+        let Some(tiling) = Tiling::choose(problem, pass, lanes) else {
+            return not(format!("needs a kernel that spans at most {MAX_TILE} points each way"));
+        };
+        let (workspace, kernel): (usize, Kernel) = if pass == Pass::BackwardWeights {
+            let weights = Weights::new(problem, tiling, cpu);
+            (weights.workspace_len(), Kernel::F32(Arc::new(weights)))
+        } else {
+            let images = Images::new(problem, pass, tiling, cpu);
+            (images.workspace_len(), Kernel::F32(Arc::new(images)))
+        };
+        if workspace > MAX_WORKSPACE {
+            return not(format!("would need {} MiB of workspace", workspace >> 18));
+        }
+        // A cycle could do two multiply-adds of a vector.
+        let flops = (problem.groups * 4 * lanes) as f64 * tiling.cycles(pass, lanes);
+        let cost = Cost { flops, ..Cost::direct(problem, 0.75) };
+        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, kernel).with_cost(cost))
+    }
+}
+
+/// The workspace from its first cache line on; plans ask for [`ALIGNMENT`] floats more than they use.
+fn aligned(workspace: &mut [f32]) -> &mut [f32] {
+    let skip = workspace.as_ptr().align_offset(ALIGNMENT * size_of::<f32>());
+    &mut workspace[skip..]
+}

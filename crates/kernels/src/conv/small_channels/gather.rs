@@ -1,0 +1,133 @@
+//! Backward-data's last step: each element of dx sums what a tile's outputs send back to it through their taps.
+
+use pulp::{MemMask, Simd};
+
+use crate::MemoryFormat;
+use crate::conv::problem::ConvProblem;
+
+/// What each vector of a row of dx reads of the products of one output row through one kernel row.
+///
+/// Lanes of a vector are neighbours in memory, but a stride apart in the contiguous format: those are reached by the same
+/// taps, and by neighbouring outputs.
+pub(super) struct Gather {
+    vectors: Vec<Vector>,
+    reads: Vec<Read>,
+    /// From one lane to the next in a row of dx.
+    spread: usize,
+}
+
+/// A vector of a row of dx.
+struct Vector {
+    /// Place of lane 0.
+    first: usize,
+    /// The end of its reads; they start where those of the vector before end.
+    reads: usize,
+}
+
+/// Lanes [start, end) read the products at `place` + lane.
+struct Read {
+    place: isize,
+    start: u32,
+    end: u32,
+}
+
+impl Gather {
+    /// For products that lie as [output][tap] or, where contiguous, [tap][output], with rows of `pitch`.
+    pub(super) fn new(problem: &ConvProblem, lanes: usize, pitch: usize) -> Gather {
+        let (w, c) = (&problem.width, problem.in_channels);
+        let spread = match problem.format {
+            MemoryFormat::ChannelsLast => 1,
+            MemoryFormat::Contiguous => w.stride,
+        };
+        let mut gather = Gather { vectors: Vec::new(), reads: Vec::new(), spread };
+        match problem.format {
+            MemoryFormat::ChannelsLast => {
+                // Through one kernel row, an output reaches S * C elements that lie together, or S runs of C where dilated.
+                let (runs, run_len) = if w.dilation == 1 { (1, w.kernel * c) } else { (w.kernel, c) };
+                let step = w.stride * c;
+                for first in (0..w.input * c).step_by(lanes) {
+                    for run in 0..runs {
+                        // Where lane 0 lies in the run of output 0.
+                        let place = (w.pad_before * c + first) as isize - (run * w.dilation * c) as isize;
+                        let from = (place + 1 - run_len as isize).max(0) as usize;
+                        let end = (place + lanes as isize).max(0) as usize;
+                        for output in from.div_ceil(step)..end.div_ceil(step).min(w.output()) {
+                            let lane = place - (output * step) as isize;
+                            let place = (output * pitch + run * run_len) as isize + lane;
+                            gather.read(place, [-lane, run_len as isize - lane], lanes);
+                        }
+                    }
+                    gather.end_vector(first);
+                }
+            }
+            MemoryFormat::Contiguous => {
+                for phase in 0..w.stride.min(w.input) {
+                    for first in (phase..w.input).step_by(lanes * w.stride) {
+                        for s in 0..w.kernel {
+                            // The column of the padded input, seen from tap s of output 0.
+                            let column = (first + w.pad_before) as isize - (s * w.dilation) as isize;
+                            if column.rem_euclid(w.stride as isize) == 0 {
+                                let output = column / w.stride as isize;
+                                let place = (s * pitch) as isize + output;
+                                gather.read(place, [-output, w.output() as isize - output], lanes);
+                            }
+                        }
+                        gather.end_vector(first);
+                    }
+                }
+            }
+        }
+        gather
+    }
+
+    /// Notes a read of lanes [start, end), as far as they exist.
+    fn read(&mut self, place: isize, [start, end]: [isize; 2], lanes: usize) {
+        let (start, end) = (start.max(0), end.min(lanes as isize));
+        if start < end {
+            self.reads.push(Read { place, start: start as u32, end: end as u32 });
+        }
+    }
+
+    fn end_vector(&mut self, first: usize) {
+        self.vectors.push(Vector { first, reads: self.reads.len() });
+    }
+
+    /// Adds to a row of dx the products at each of `bases`, where an output row and kernel row begin.
+    #[inline(always)]
+    pub(super) fn add<S: Simd>(&self, simd: S, products: &[f32], bases: &[usize], dx: &mut [f32]) {
+        let lanes = S::F32_LANES;
+        let mut start = 0;
+        for vector in &self.vectors {
+            let reads = &self.reads[start..vector.reads];
+            start = vector.reads;
+            let (mut even, mut odd) = (simd.splat_f32s(0.0), simd.splat_f32s(0.0));
+            for read in reads {
+                let mask = MemMask::new(simd.mask_between_m32s(read.start, read.end).mask());
+                let from = products.as_ptr().wrapping_offset(read.place);
+                // SAFETY: the mask leaves lanes inside the products.
+                let load = |base| unsafe { simd.mask_load_ptr_f32s(mask, from.wrapping_add(base)) };
+                let (pairs, rest) = bases.as_chunks();
+                for &[first, second] in pairs {
+                    even = simd.add_f32s(even, load(first));
+                    odd = simd.add_f32s(odd, load(second));
+                }
+                if let [last] = *rest {
+                    even = simd.add_f32s(even, load(last));
+                }
+            }
+            let sum = simd.add_f32s(even, odd);
+            let dx = &mut dx[vector.first..];
+            if self.spread == 1 && dx.len() >= lanes {
+                let (dx, _) = S::as_mut_simd_f32s(&mut dx[..lanes]);
+                dx[0] = simd.add_f32s(dx[0], sum);
+            } else {
+                let mut values = [0.0; 16];
+                let (whole, _) = S::as_mut_simd_f32s(&mut values[..lanes]);
+                whole[0] = sum;
+                for (dx, value) in dx.iter_mut().step_by(self.spread).zip(&values[..lanes]) {
+                    *dx += value;
+                }
+            }
+        }
+    }
+}

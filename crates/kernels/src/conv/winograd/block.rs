@@ -1,0 +1,177 @@
+//! The three steps from a block of tiles to its outputs: inputs transformed, multiplied with filters, transformed back.
+
+use std::ops::Range;
+
+use pulp::{Simd, WithSimd};
+
+use super::forward::{Call, Tiles};
+use super::geometry::Tile;
+use super::memory::{Shared, load, store};
+use super::transforms::{Filter, Output, Transform};
+
+/// Tiles that the matrix kernel multiplies at once: with two vectors of outputs, enough sums to hide the latency of
+/// multiply-adds, and few enough to stay in registers.
+pub(super) const fn rows(lanes: usize) -> usize {
+    match lanes {
+        16 => 8,
+        _ => 4,
+    }
+}
+
+/// Transforms tiles of a block: V[slice][point][tile / rows][channel / lanes][tile % rows][lane].
+pub(super) struct TransformInputs<'a, F> {
+    pub(super) call: &'a Call<'a, F>,
+    pub(super) tiles: Range<usize>,
+    /// Where the block starts.
+    pub(super) first: usize,
+    pub(super) to: Shared<'a>,
+}
+
+impl<F: Filter> WithSimd for TransformInputs<'_, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Call { tiles, x, zeros, .. } = *self.call;
+        let (lanes, rows) = (S::F32_LANES, rows(S::F32_LANES));
+        let [_, slice_len, _] = tiles.lens();
+        let vectors = tiles.depth / lanes;
+        for tile in self.tiles {
+            let index = tile - self.first;
+            let group = (index / rows) * rows * tiles.depth + (index % rows) * lanes;
+            let place = |vector| vector / vectors * slice_len + group + vector % vectors * rows * lanes;
+            let to = (self.to, tiles.input_stride());
+            // SAFETY: the block has a vector of each point for each of its tiles, and one thread transforms it.
+            unsafe { tiles.geometry.transform_input(simd, [x, zeros], tile, to, place) }
+        }
+    }
+}
+
+/// Multiplies a block's inputs with a panel's filters, M[point][output / 2 lanes][tile][2 lanes] = V U, and adds that
+/// of all but the first slice of channels.
+pub(super) struct Multiply<'a, F> {
+    pub(super) tiles: &'a Tiles<F>,
+    pub(super) inputs: &'a [f32],
+    pub(super) filters: &'a [f32],
+    pub(super) products: &'a mut [f32],
+    /// Tiles of the block.
+    pub(super) count: usize,
+    pub(super) slice: usize,
+}
+
+impl<F: Filter> WithSimd for Multiply<'_, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        match rows(S::F32_LANES) {
+            8 => self.blocked::<S, 8>(simd),
+            _ => self.blocked::<S, 4>(simd),
+        }
+    }
+}
+
+impl<F: Filter> Multiply<'_, F> {
+    #[inline(always)]
+    fn blocked<S: Simd, const ROWS: usize>(self, simd: S) {
+        let Tiles { block, depth, width, .. } = *self.tiles;
+        let pair = 2 * S::F32_LANES;
+        // The last slice may have fewer channels.
+        let rest = self.tiles.geometry.channels - self.slice * depth;
+        let channels = depth.min(rest.next_multiple_of(S::F32_LANES));
+        for point in 0..self.tiles.geometry.points() {
+            let inputs = &self.inputs[point * self.tiles.input_stride()..][..block * depth];
+            let filters = &self.filters[point * self.tiles.filter_stride()..][..width * depth];
+            let products = &mut self.products[point * self.tiles.product_stride()..][..block * width];
+            let pairs = filters.chunks_exact(depth * pair).zip(products.chunks_exact_mut(block * pair));
+            for (filters, products) in pairs {
+                let groups = inputs.chunks_exact(ROWS * depth).zip(products.chunks_exact_mut(ROWS * pair));
+                for (inputs, products) in groups.take(self.count.div_ceil(ROWS)) {
+                    product::<S, ROWS>(simd, &inputs[..ROWS * channels], filters, products, self.slice == 0);
+                }
+            }
+        }
+    }
+}
+
+/// m = v u, or m += v u: v as [channel / lanes][ROWS][lane], u as [channel][2 lanes], m as [ROWS][2 lanes].
+#[inline(always)]
+fn product<S: Simd, const ROWS: usize>(simd: S, v: &[f32], u: &[f32], m: &mut [f32], fresh: bool) {
+    let lanes = S::F32_LANES;
+    let mut sums = [[simd.splat_f32s(0.0); 2]; ROWS];
+    for (v, u) in v.chunks_exact(ROWS * lanes).zip(u.chunks_exact(2 * lanes * lanes)) {
+        for q in 0..lanes {
+            // SAFETY: `u` holds two vectors for each of as many channels as there are lanes.
+            let (low, high) = unsafe { (load::<S>(u, 2 * q * lanes), load::<S>(u, (2 * q + 1) * lanes)) };
+            for row in 0..ROWS {
+                let value = simd.splat_f32s(v[row * lanes + q]);
+                sums[row][0] = simd.mul_add_f32s(value, low, sums[row][0]);
+                sums[row][1] = simd.mul_add_f32s(value, high, sums[row][1]);
+            }
+        }
+    }
+    let (m, _) = S::as_mut_simd_f32s(m);
+    for (m, sums) in m.chunks_exact_mut(2).zip(sums) {
+        for half in 0..2 {
+            m[half] = if fresh { sums[half] } else { simd.add_f32s(m[half], sums[half]) };
+        }
+    }
+}
+
+/// Transforms a block's products with a panel to outputs.
+pub(super) struct TransformOutputs<'a, F> {
+    pub(super) call: &'a Call<'a, F>,
+    pub(super) products: &'a [f32],
+    pub(super) tiles: Range<usize>,
+    pub(super) panel: usize,
+}
+
+impl<F: Filter> WithSimd for TransformOutputs<'_, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        for index in 0..self.tiles.len() {
+            self.tile(simd, index);
+        }
+    }
+}
+
+impl<F: Filter> TransformOutputs<'_, F> {
+    #[inline(always)]
+    fn tile<S: Simd>(&self, simd: S, index: usize) {
+        let Call { tiles, output, .. } = self.call;
+        let lanes = S::F32_LANES;
+        let Tile { image, row, column } = tiles.geometry.tile(self.tiles.start + index);
+        let [height, width] = tiles.geometry.output;
+        let k = tiles.geometry.outputs;
+        let (rows, columns) = (height - row, width - column);
+        let corner = ((image * height + row) * width + column) * k;
+        let stride = tiles.product_stride();
+        let points = tiles.geometry.points();
+        let start = self.panel * tiles.width;
+        for (vector, first) in (start..k.min(start + tiles.width)).step_by(lanes).enumerate() {
+            let take = lanes.min(k - first);
+            let place = ((vector / 2 * tiles.block + index) * 2 + vector % 2) * lanes;
+            let products = &self.products[place..place + (points - 1) * stride + lanes];
+            Output::<F>::square(
+                simd,
+                // SAFETY: `products` holds a vector of each point.
+                |i, j| unsafe { load::<S>(products, (i * F::INPUTS + j) * stride) },
+                |i, j, value| {
+                    if i < rows && j < columns {
+                        let place = corner + (i * width + j) * k + first;
+                        // SAFETY: each output belongs to one tile and one panel, which are transformed once.
+                        let to = unsafe { output.part(place, take) };
+                        if take == lanes {
+                            // SAFETY: it holds all lanes.
+                            unsafe { store::<S>(to, 0, value) };
+                        } else {
+                            simd.partial_store_f32s(to, value);
+                        }
+                    }
+                },
+            );
+        }
+    }
+}

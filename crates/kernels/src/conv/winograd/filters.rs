@@ -1,0 +1,85 @@
+//! The transform of filters, U = G g Gᵀ, for a panel of outputs.
+
+use std::marker::PhantomData;
+use std::ops::Range;
+
+use pulp::{Simd, WithSimd};
+
+use super::memory::{LANES, load, store};
+use super::transforms::{Filter, Taps, Transform};
+
+/// K x C x 3 x 3 filters, or for backward-data C x K x 3 x 3 ones turned round.
+#[derive(Clone, Copy)]
+pub(super) struct Filters<'a> {
+    pub(super) weight: &'a [f32],
+    /// C and K of the pass.
+    pub(super) channels: usize,
+    pub(super) outputs: usize,
+    pub(super) turned: bool,
+}
+
+impl Filters<'_> {
+    /// The taps that lead from `channels` to `outputs`, no more than there are lanes of each: taps[channel][tap][lane].
+    #[inline(always)]
+    fn taps(&self, channels: Range<usize>, outputs: Range<usize>, lanes: usize, taps: &mut [f32]) {
+        for (i, channel) in channels.enumerate() {
+            for (lane, output) in outputs.clone().enumerate() {
+                let to = &mut taps[i * 9 * lanes..][..9 * lanes];
+                let place = match self.turned {
+                    false => output * self.channels + channel,
+                    true => channel * self.outputs + output,
+                };
+                let filter = &self.weight[place * 9..][..9];
+                for tap in 0..9 {
+                    to[tap * lanes + lane] = filter[if self.turned { 8 - tap } else { tap }];
+                }
+            }
+        }
+    }
+}
+
+/// Transforms a panel's filters for some channels: U[point][output / 2 lanes][channel][2 lanes].
+pub(super) struct TransformFilters<'a, F> {
+    pub(super) filters: Filters<'a>,
+    /// Whole vectors of outputs, an even number; what lies beyond K is zero.
+    pub(super) outputs: Range<usize>,
+    /// Whole vectors of channels; what lies beyond C is zero.
+    pub(super) channels: Range<usize>,
+    pub(super) to: &'a mut [f32],
+    /// Floats between two points.
+    pub(super) stride: usize,
+    pub(super) filter: PhantomData<F>,
+}
+
+impl<F: Filter> WithSimd for TransformFilters<'_, F> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let TransformFilters { filters, outputs, channels, to, stride, .. } = self;
+        let lanes = S::F32_LANES;
+        let mut taps = [0.0f32; LANES * 9 * LANES];
+        for vector in 0..outputs.len() / lanes {
+            let output = outputs.start + vector * lanes;
+            for start in channels.clone().step_by(lanes) {
+                let ends = [(start + lanes).min(filters.channels), (output + lanes).min(filters.outputs)];
+                if ends[0] < start + lanes || ends[1] < output + lanes {
+                    taps.fill(0.0);
+                }
+                filters.taps(start..ends[0], output..ends[1], lanes, &mut taps);
+                for channel in 0..lanes {
+                    let row = (vector / 2 * channels.len() + start - channels.start + channel) * 2;
+                    let place = (row + vector % 2) * lanes;
+                    let to = &mut to[place..place + (F::INPUTS * F::INPUTS - 1) * stride + lanes];
+                    Taps::<F>::square(
+                        simd,
+                        // SAFETY: each of at most LANES channels has nine vectors of at most LANES.
+                        |r, s| unsafe { load::<S>(&taps, (channel * 9 + 3 * r + s) * lanes) },
+                        // SAFETY: `to` holds a vector for each point.
+                        |i, j, value| unsafe { store::<S>(to, (i * F::INPUTS + j) * stride, value) },
+                    );
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! Direct convolution on the problems it is for: strides, dilation, groups, channels beside whole vectors, small maps.
+
+mod common;
+
+use common::{ConvCase, cpus, properties};
+use convoke_kernels::conv::{self, ConvAxis, ConvProblem, ConvSpec, Pass};
+use convoke_kernels::{Cpu, DType, MemoryFormat};
+use convoke_testkit::Failures;
+use proptest::prelude::*;
+
+fn axis() -> impl Strategy<Value = ConvAxis> {
+    (1usize..=5, 1usize..=4, 1usize..=3, 0usize..=4, 0usize..=4, 0usize..=18).prop_map(
+        |(kernel, stride, dilation, pad_before, pad_after, extra)| {
+            let input = (kernel * dilation).saturating_sub(pad_before + pad_after).max(1) + extra;
+            ConvAxis { input, kernel, stride, pad_before, pad_after, dilation }
+        },
+    )
+}
+
+/// Channels of a group: each number of vectors of every length, full and not.
+fn channels() -> impl Strategy<Value = usize> {
+    prop_oneof![2 => 2usize..=9, 2 => 13usize..=18, 1 => 31usize..=50, 1 => Just(64)]
+}
+
+fn problems() -> impl Strategy<Value = ConvProblem> {
+    let groups = prop_oneof![3 => Just(1usize), 2 => 2usize..=5];
+    (1usize..=4, groups, channels(), channels(), axis(), axis())
+        .prop_map(|(batch, groups, c, k, height, width)| {
+            let spec = ConvSpec {
+                batch,
+                in_channels: groups * c,
+                out_channels: groups * k,
+                groups,
+                height,
+                width,
+                dtype: DType::F32,
+                format: MemoryFormat::ChannelsLast,
+            };
+            ConvProblem::new(spec).expect("a valid problem")
+        })
+        .prop_filter("too slow", |problem| problem.flops() <= 2e7)
+}
+
+fn check(failures: &mut Failures, problem: &ConvProblem, seed: u64, cpu: &Cpu) {
+    let algorithm = conv::algorithm("direct").expect("it is in the table");
+    let case = ConvCase::new(problem, seed);
+    for pass in Pass::ALL {
+        let expected = case.expected(pass);
+        failures.run(format!("{problem} {pass} {cpu:?}"), || {
+            let checked =
+                case.check(algorithm, pass, MemoryFormat::ChannelsLast, (DType::F32, cpu), &expected);
+            checked.expect("it applies to such problems").map_err(|mismatch| mismatch.to_string())
+        });
+    }
+}
+
+proptest! {
+    #![proptest_config(properties(64))]
+
+    #[test]
+    fn agrees_with_the_reference(problem in problems(), seed in any::<u64>(), cpu in 0..cpus().len()) {
+        let mut failures = Failures::new("direct");
+        check(&mut failures, &problem, seed, &cpus()[cpu]);
+        failures.finish();
+    }
+}
+
+/// Sizes beyond one block of everything that is blocked: channels summed in parts, several tiles, pixels of many images.
+#[test]
+fn agrees_with_the_reference_on_larger_problems() {
+    let problems = [
+        "mb1ic700ih6oc40kh3ph1",       // the channels of a panel are more than L2 holds
+        "mb1ic40ih6oc700kh3ph1",       // the same for backward-data
+        "mb20ic5ih7oc35kh3ph1",        // blocks of many images, borders apart
+        "mb2ic20ih41oc33kh3sh2ph1",    // several tasks of four phases
+        "g16mb1ic128ih30oc128kh3ph1",  // half a vector a group
+        "g3mb2ic51ih20oc144kh3sh2ph1", // panels of two vectors and of one
+        "mb1ic3ih40oc20kh11sh4ph2",    // many taps
+        "mb1ic4ih3oc6kh1ph9sh5",       // targets without a tap, and mostly padding
+    ];
+    let mut failures = Failures::new("direct");
+    for problem in problems {
+        let problem: ConvProblem = problem.parse().unwrap();
+        for cpu in [&cpus()[0], &cpus()[cpus().len() - 1]].into_iter().chain(cpus().iter().rev().nth(4)) {
+            check(&mut failures, &problem, 3, cpu);
+        }
+    }
+    failures.finish();
+}
+
+/// It leaves to others what is not for it, and says why.
+#[test]
+fn refuses_what_is_for_others() {
+    let refused = |text: &str, change: fn(&mut ConvSpec), reason: &str| {
+        let problem: ConvProblem = text.parse().unwrap();
+        let to_channels_last = |spec: &mut ConvSpec| spec.format = MemoryFormat::ChannelsLast;
+        let problem = problem.with(to_channels_last).unwrap().with(change).unwrap();
+        for pass in Pass::ALL {
+            let plan = conv::algorithm("direct").unwrap().plan(&problem, pass, &Cpu::single());
+            let found = plan.expect_err("it does not apply").to_string();
+            assert!(found.contains(reason), "{problem} {pass}: {found}");
+        }
+    };
+    refused("mb1ic4ih9oc4kh3", |spec| spec.format = MemoryFormat::Contiguous, "channels-last");
+    refused("mb1ic4ih9oc4kh3", |spec| spec.dtype = DType::F64, "f32");
+    refused("g4mb1ic4ih9oc4kh3", |_| (), "more than one channel");
+    refused("mb1ic2ih1000oc2kh500", |_| (), "16384");
+    refused("mb1ic1048576ih1oc1048576kh1", |_| (), "too large");
+}
