@@ -3,8 +3,7 @@
 //!
 //! This crate gathers the workspace: tensors and autograd at its root, built-in operations in [`ops`], layers,
 //! optimizers, data and training runs in [`nn`], convolution algorithms in [`conv`], the tuner that picks them in
-//! [`tune`], all bare kernels in [`kernels`]. The program `convoke` is built
-//! with the feature `cli`, on by default.
+//! [`tune`], all bare kernels in [`kernels`]. The program `convoke` is built with the feature `cli`, on by default.
 //!
 //! ```
 //! use convoke::nn::modules::{Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions};

@@ -1,6 +1,7 @@
 //! `convoke info`: what this machine offers.
 
 use convoke::Isa;
+use convoke::conv;
 use convoke::nn::data::mnist;
 use convoke::tune::Cache;
 
@@ -28,7 +29,8 @@ pub(crate) fn run() -> Result<()> {
 
 /// Libraries that convolutions may be computed by, besides our own kernels.
 fn external_libraries() -> String {
-    "none used by this version".into()
+    let version = conv::onednn_version().map(|version| format!("oneDNN {version}"));
+    version.unwrap_or_else(|| "none (oneDNN is used if it is installed)".into())
 }
 
 fn tuning_cache() -> String {
