@@ -20,6 +20,7 @@
 
 use std::error::Error;
 use std::sync::Arc;
+use std::time::Duration;
 
 use convoke::conv::{
     ConvAlgorithm, ConvAxis, ConvKernel, ConvPlan, ConvProblem, Cost, Kernel, NotApplicable, Pass,
@@ -65,7 +66,7 @@ impl ConvAlgorithm for WholeImage {
         }
         let kernel = Kernel::of(problem, Multiplication { problem: *problem, pass });
         // No workspace. The estimate decides who is timed first, and who is chosen when nothing may be timed.
-        Ok(ConvPlan::new(self, (problem, pass), cpu, 0, kernel).with_cost(Cost::direct(problem, 0.5)))
+        Ok(ConvPlan::new(self, (problem, pass), cpu, 0, kernel).with_cost(Cost::direct(problem, 0.8)))
     }
 }
 
@@ -117,6 +118,8 @@ impl<T: Element> ConvKernel<T> for Zeros {
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut options = TunerOptions {
+        // Time for one pass, enough to try everybody.
+        budget: Duration::from_secs(3),
         // Where warnings go: here, to the terminal.
         observer: Some(Arc::new(|event| {
             if let Event::Warning(text) = event {
