@@ -2,8 +2,8 @@
 //! Conv+BN training in a fraction of the memory.
 //!
 //! This crate gathers the workspace: tensors and autograd at its root, built-in operations in [`ops`], layers,
-//! optimizers, data and training runs in [`nn`], the bare kernels in [`kernels`]. The program `convoke` is built
-//! with the feature `cli`, on by default.
+//! optimizers, data and training runs in [`nn`], convolution algorithms in [`conv`], the tuner that picks them in
+//! [`tune`], all bare kernels in [`kernels`]. The program `convoke` is built with the feature `cli`, on by default.
 //!
 //! ```
 //! use convoke::nn::modules::{Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions};
@@ -28,5 +28,6 @@ pub use convoke_autograd::*;
 
 #[doc(inline)]
 pub use convoke_kernels as kernels;
+pub use convoke_kernels::{conv, tune};
 #[doc(inline)]
 pub use convoke_nn as nn;

@@ -1,4 +1,4 @@
-//! The program: `convoke train`, `compare`, `info`.
+//! The program: `convoke train`, `compare`, `bench`, `tune`, `cache`, `info`.
 
 mod cli;
 

@@ -32,6 +32,7 @@ pub mod conv;
 pub mod elementwise;
 pub mod gemm;
 pub mod loss;
+pub mod machine;
 pub mod memory_format;
 pub mod optimizer;
 pub mod pool;

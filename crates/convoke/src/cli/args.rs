@@ -9,6 +9,7 @@ use convoke::nn::models::Model;
 use convoke::nn::modules::ConvBnMode;
 
 use super::tuning::TuningArgs;
+use super::tuning_args::{BenchArgs, CacheArgs, TuneArgs};
 
 /// Train convolutional networks on CPUs, with fused convolution + batch norm that needs a fraction of the memory.
 #[derive(Parser)]
@@ -38,6 +39,31 @@ pub(crate) enum Command {
         convoke compare --steps 20 --batch-size 256\n  \
         convoke compare --data mnist --batch-size 2048 --report compare.html")]
     Compare(RunArgs),
+    /// Time every algorithm on convolutions, and show which is fastest.
+    ///
+    /// Measures afresh and keeps nothing. GFLOP/s count the operations of direct convolution, so an algorithm that
+    /// needs fewer (Winograd, FFT) may exceed the machine's peak. Each result is checked against a plain reference.
+    #[command(after_help = "Examples:\n  \
+        convoke bench mb16ic64ih56oc64kh3ph1\n  \
+        convoke bench i128x36x12,k64x6x3,b256 --pass fwd -v\n  \
+        convoke bench --suite resnet50.txt --threads 1 --report bench.html --json bench.json\n  \
+        convoke bench mb1ic3ih224oc64kh7sh2ph3 --only 'im2col*,winograd*'")]
+    Bench(BenchArgs),
+    /// Measure which algorithm is fastest for convolutions, and keep the results for later runs.
+    ///
+    /// What is known and up to date is not measured again.
+    #[command(after_help = "Examples:\n  \
+        convoke tune --model mnist-cnn --batch-size 128\n  \
+        convoke tune --suite resnet50.txt --budget 60\n  \
+        convoke tune mb16ic64ih56oc64kh3ph1 --effort exhaustive --again -v")]
+    Tune(TuneArgs),
+    /// Look after the tuning results that are kept: list, explain, check, remove, copy.
+    #[command(after_help = "Examples:\n  \
+        convoke cache list\n  \
+        convoke cache show mb16ic64ih56oc64kh3ph1 --pass fwd\n  \
+        convoke cache export tuning.json\n  \
+        convoke cache prune --older-than 365")]
+    Cache(CacheArgs),
     /// Show what this machine offers: CPU, instruction sets, threads, where data lies.
     Info,
 }
@@ -143,8 +169,7 @@ pub(crate) struct RunArgs {
 
 impl RunArgs {
     pub(crate) fn model(&self) -> Model {
-        let named = Model::ALL.into_iter().find(|model| model.name() == self.model);
-        named.expect("clap accepts known names only")
+        model(&self.model)
     }
 
     pub(crate) fn rule(&self) -> Rule {
@@ -207,7 +232,13 @@ pub(crate) enum OptimizerName {
     Adamw,
 }
 
-fn models() -> PossibleValuesParser {
+/// The model of this name.
+pub(crate) fn model(name: &str) -> Model {
+    let named = Model::ALL.into_iter().find(|model| model.name() == name);
+    named.expect("clap accepts known names only")
+}
+
+pub(crate) fn models() -> PossibleValuesParser {
     PossibleValuesParser::new(Model::ALL.map(Model::name))
 }
 
@@ -215,7 +246,7 @@ fn number(text: &str) -> Result<f64, String> {
     text.parse().ok().filter(|value: &f64| value.is_finite()).ok_or_else(|| "expected a number".into())
 }
 
-fn positive(text: &str) -> Result<f64, String> {
+pub(crate) fn positive(text: &str) -> Result<f64, String> {
     number(text).and_then(|value| if value > 0.0 { Ok(value) } else { Err("must be above 0".into()) })
 }
 

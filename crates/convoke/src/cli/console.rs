@@ -74,6 +74,11 @@ impl Console {
         move |text| lock(&shown).suspend(|| note(text))
     }
 
+    /// Text on standard output, above the bar if there is one.
+    pub(crate) fn print(&self, text: &str) -> Result<()> {
+        lock(&self.shown).suspend(|| print(text))
+    }
+
     /// A stage of `total` parts, of which `done` are behind it.
     pub(crate) fn stage(&self, name: &str, done: u64, total: Option<u64>) -> Stage {
         self.stage_of(name, ProgressUnit::Images, done, total)

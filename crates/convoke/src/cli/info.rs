@@ -1,9 +1,11 @@
 //! `convoke info`: what this machine offers.
 
 use convoke::Isa;
+use convoke::conv;
 use convoke::nn::data::mnist;
+use convoke::tune::Cache;
 
-use super::{Result, console, dataset};
+use super::{Result, console, dataset, tuning};
 
 pub(crate) fn run() -> Result<()> {
     let isas = Isa::available().iter().map(Isa::to_string).collect::<Vec<_>>().join(", ");
@@ -17,16 +19,34 @@ pub(crate) fn run() -> Result<()> {
         ("CPU", cpu_name().unwrap_or_else(|| "unknown".into())),
         ("instruction sets", format!("{isas} (used: {})", Isa::detect())),
         ("threads", threads.to_string()),
-        ("external libraries", "none used by this version".into()),
+        ("external libraries", external_libraries()),
         ("MNIST", mnist),
-        ("tuning cache", "none: this version chooses convolutions by shape".into()),
+        ("tuning cache", tuning_cache()),
     ];
     let lines = lines.map(|(name, value)| format!("{name:<20}{value}\n"));
     console::print(&format!("convoke {}\n{}", env!("CARGO_PKG_VERSION"), lines.concat()))
 }
 
+/// Libraries that convolutions may be computed by, besides our own kernels.
+fn external_libraries() -> String {
+    let version = conv::onednn_version().map(|version| format!("oneDNN {version}"));
+    version.unwrap_or_else(|| "none (oneDNN is used if it is installed)".into())
+}
+
+fn tuning_cache() -> String {
+    let Some(folder) = tuning::default_cache() else {
+        return "no default folder on this system; name one with --cache".into();
+    };
+    let count = Cache::new(&folder, Isa::detect()).entries().map_or(0, |entries| entries.len());
+    match count {
+        0 => format!("{} (empty; `convoke tune` fills it)", folder.display()),
+        1 => format!("{} (1 result)", folder.display()),
+        count => format!("{} ({count} results)", folder.display()),
+    }
+}
+
 /// The CPU's name as Linux tells it.
-fn cpu_name() -> Option<String> {
+pub(crate) fn cpu_name() -> Option<String> {
     let text = std::fs::read_to_string("/proc/cpuinfo").ok()?;
     let line = text.lines().find(|line| line.starts_with("model name"))?;
     Some(line.split_once(':')?.1.trim().to_owned())

@@ -18,9 +18,14 @@ pub(crate) fn to_stdout(file: Option<&Path>) -> bool {
     file == Some(Path::new("-"))
 }
 
-/// Writes the runs, with a newline at the end.
+/// Writes the runs.
 pub(crate) fn write(file: &Path, runs: &[RunRecord]) -> Result<()> {
-    let mut text = serde_json::to_string_pretty(&Document { runs })?;
+    write_value(file, &Document { runs })
+}
+
+/// Writes any value, with a newline at the end.
+pub(crate) fn write_value(file: &Path, value: &impl Serialize) -> Result<()> {
+    let mut text = serde_json::to_string_pretty(value)?;
     text.push('\n');
     if to_stdout(Some(file)) { console::print(&text) } else { output::write("--json", file, text.as_bytes()) }
 }

@@ -3,6 +3,8 @@
 //! Exit codes: 0 success, 2 bad usage, 1 anything else.
 
 mod args;
+mod bench;
+mod cache;
 mod chart;
 mod compare;
 mod console;
@@ -10,11 +12,14 @@ mod dataset;
 mod info;
 mod json;
 mod output;
+mod problems;
 mod record;
 mod report;
 mod summary;
 mod train;
+mod tune;
 mod tuning;
+mod tuning_args;
 
 use std::process::ExitCode;
 
@@ -43,6 +48,9 @@ pub(crate) fn main() -> ExitCode {
     let result = match Args::parse().command {
         Command::Train(args) => train::run(&args),
         Command::Compare(args) => compare::run(&args),
+        Command::Bench(args) => bench::run(&args),
+        Command::Tune(args) => tune::run(&args),
+        Command::Cache(args) => cache::run(&args),
         Command::Info => info::run(),
     };
     match result {

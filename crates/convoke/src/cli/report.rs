@@ -16,21 +16,24 @@ pub(crate) fn write(file: &Path, runs: &[RunRecord]) -> Result<()> {
 }
 
 fn page(runs: &[RunRecord]) -> String {
-    let title = escape(&summary::title(&runs[0]));
-    let version = env!("CARGO_PKG_VERSION");
     let table = table(&summary::rows(runs));
-    let loss = loss(runs);
-    let memory = memory(runs);
+    document(&summary::title(&runs[0]), &format!("{table}\n{}{}", loss(runs), memory(runs)))
+}
+
+/// A whole page with this title, style and footer included.
+pub(crate) fn document(title: &str, body: &str) -> String {
+    let title = escape(title);
+    let version = env!("CARGO_PKG_VERSION");
     format!(
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
          <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
          <title>convoke: {title}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n\
-         <h1>{title}</h1>\n{table}\n{loss}{memory}<footer>convoke {version}</footer>\n</body>\n</html>\n"
+         <h1>{title}</h1>\n{body}<footer>convoke {version}</footer>\n</body>\n</html>\n"
     )
 }
 
 /// The cells as HTML; a single run needs no heading.
-fn table(rows: &[Vec<String>]) -> String {
+pub(crate) fn table(rows: &[Vec<String>]) -> String {
     let (head, body) = rows.split_first().expect("a table has a heading");
     let cells = |cells: &[String], tag: &str| -> String {
         // A name like fused/separate may be broken where it is narrow.
@@ -151,6 +154,6 @@ fn up_from_zero(end: f64) -> f64 {
     if end > 0.0 { end } else { 1.0 }
 }
 
-fn escape(text: &str) -> String {
+pub(crate) fn escape(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }

@@ -54,7 +54,8 @@ pub(crate) fn title(run: &RunRecord) -> String {
     )
 }
 
-fn align(rows: &[Vec<String>]) -> String {
+/// Cells in columns: the first to the left, the others to the right.
+pub(crate) fn align(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width =
         |column: usize| rows.iter().filter_map(|row| row.get(column)).map(String::len).max().unwrap_or(0);

@@ -1,9 +1,11 @@
 //! The program as a user meets it: exit codes, messages, files.
 
 mod bad_data;
+mod bench;
 mod json;
 mod outputs;
 mod program;
 mod report;
 mod resume;
+mod tune;
 mod usage;

@@ -15,7 +15,7 @@ fn page(command: &str, args: &[&str]) -> String {
 }
 
 #[track_caller]
-fn assert_self_contained(page: &str) {
+pub(crate) fn assert_self_contained(page: &str) {
     let own = page.replace("http://www.w3.org/2000/svg", "");
     for reference in ["http:", "https:", "//", "src=", "href=", "url(", "@import", "<link", "<script"] {
         assert!(!own.contains(reference), "{reference} in {page}");

@@ -40,7 +40,7 @@ pub enum Effort {
     /// The likely candidates are timed, the slow ones dropped early.
     #[default]
     Measure,
-    /// Every candidate is timed thoroughly, unless it is a hundred times slower than the best.
+    /// Every candidate is timed thoroughly, unless the budget is too short for two runs of it.
     Exhaustive,
 }
 

@@ -45,6 +45,9 @@ const SHORTEST_SAMPLE: f64 = 1e-4;
 /// Within this of the best, candidates are run again in pairs.
 const NEAR_TIE: f64 = 1.08;
 
+/// Estimates are right within a factor like this.
+const HOPELESS: f64 = 15.0;
+
 /// How thorough a race is.
 struct Rules {
     /// Not tried when its estimate exceeds that of the best one so far, times what that one needed, by this factor.
@@ -63,7 +66,7 @@ impl Rules {
             Effort::Exhaustive => {
                 Rules { hopeless: f64::INFINITY, first_cut: 20.0, later_cut: 5.0, rounds: 15, pairs: 15 }
             }
-            _ => Rules { hopeless: 15.0, first_cut: 1.8, later_cut: 1.2, rounds: 7, pairs: 9 },
+            _ => Rules { hopeless: HOPELESS, first_cut: 1.8, later_cut: 1.2, rounds: 7, pairs: 9 },
         }
     }
 }
@@ -150,7 +153,11 @@ impl Race<'_> {
                     break;
                 }
                 let expected = seconds * estimates[index] / estimates[leader];
-                if estimates[index] > rules.hopeless * estimates[leader] {
+                let ratio = estimates[index] / estimates[leader];
+                // The check and the first sample are a run each. Estimates are too rough to leave out anybody near.
+                let left = self.budget - self.trial.elapsed();
+                let too_long = ratio > HOPELESS && 2.0 * expected > left;
+                if ratio > rules.hopeless || too_long {
                     let reason = format!("too slow to try: about {:.3} ms by estimate", expected * 1e3);
                     outcomes[index] = Outcome::Skipped(reason);
                     continue;
@@ -311,6 +318,10 @@ mod tests {
         let outcomes = race(&[1.0, 1.0, 1.0, 100.0], &mut trial, Effort::Measure, 1.0, &mut |_| ());
         assert!(trial.runs[1] <= 2, "dropped after its first sample: {:?}", trial.runs);
         assert!(matches!(&outcomes[3], Outcome::Skipped(reason) if reason.contains("too slow to try")));
+        let mut trial = Simulated::new(&[1e-3, 0.5], 1);
+        let outcomes = race(&[1.0, 500.0], &mut trial, Effort::Exhaustive, 0.5, &mut |_| ());
+        assert_eq!(trial.runs[1], 0, "a run takes all of the budget");
+        assert!(matches!(&outcomes[1], Outcome::Skipped(reason) if reason.contains("too slow to try")));
         let mut trial = Simulated::new(&[0.2, 0.2, 0.2, 0.2], 1);
         let outcomes = race(&[1.0; 4], &mut trial, Effort::Exhaustive, 0.5, &mut |_| ());
         assert!(trial.clock < 1.5, "a budget of 0.5 s took {} s", trial.clock);

@@ -1,0 +1,138 @@
+//! `convoke bench`: every algorithm on every pass of the problems.
+
+mod bars;
+mod gains;
+mod report;
+pub(crate) mod results;
+pub(crate) mod table;
+
+use std::sync::Arc;
+
+use convoke::conv::{ConvProblem, Pass};
+use convoke::kernels::machine;
+use convoke::tune::{Event, Tuner, TunerOptions};
+use convoke::{Cpu, DType};
+
+use super::console::Console;
+use super::tuning_args::BenchArgs;
+use super::{Failure, Result, info, json, output, problems};
+use results::{PassResult, Row};
+
+pub(crate) fn run(args: &BenchArgs) -> Result<()> {
+    let console = Console::new()?;
+    check_output(args)?;
+    let problems = problems::load(&args.problems)?;
+    if problems.is_empty() {
+        return Err(Failure::Usage("name a problem, such as mb16ic64ih56oc64kh3ph1, or a --suite".into()));
+    }
+    let jobs = problems::jobs(&args.problems, &problems);
+    let tuner = tuner(args, &console)?;
+    problems::check_memory(&jobs)?;
+    let cpu = args.candidates.cpu()?;
+    let machine = Machine::measure(&cpu, args.problems.dtype());
+    let say = |text: &str| match json::to_stdout(args.json.as_deref()) {
+        true => {
+            console.line(text.trim_end());
+            Ok(())
+        }
+        false => console.print(text),
+    };
+    say(&format!("{}\n", machine.title()))?;
+
+    let mut results = Vec::with_capacity(jobs.len());
+    let mut stage = console.stage("bench", 0, Some(jobs.len() as u64));
+    for (problem, pass) in &jobs {
+        stage.set(results.len() as u64, &format!("{problem} {pass}"));
+        let result = measure(&tuner, problem, *pass, &cpu);
+        let shown = say(&format!("\n{}", table::of(&result, &machine, args.verbose)));
+        results.push(result);
+        shown?;
+        if console.interrupted() {
+            break;
+        }
+    }
+    stage.end();
+    let summed = if problems.len() > 1 { say(&format!("\n{}", table::summary(&results))) } else { Ok(()) };
+    summed.and(publish(args, &machine, &results))?;
+    if results.len() < jobs.len() {
+        let (done, all) = (results.len(), jobs.len());
+        return Err(Failure::Run(format!("interrupted after {done} of {all} passes")));
+    }
+    Ok(())
+}
+
+/// What results are read against.
+pub(crate) struct Machine {
+    name: String,
+    cpu: Cpu,
+    /// Floating-point operations a second that multiply-adds in registers reach.
+    pub(crate) peak: f64,
+    /// Bytes read and written a second by copying.
+    bandwidth: f64,
+    dtype: DType,
+}
+
+impl Machine {
+    fn measure(cpu: &Cpu, dtype: DType) -> Machine {
+        // A vector holds half as many f64.
+        let part = if dtype == DType::F64 { 0.5 } else { 1.0 };
+        Machine {
+            name: info::cpu_name().unwrap_or_else(|| "unknown CPU".into()),
+            cpu: cpu.clone(),
+            peak: part * machine::peak_flops(cpu),
+            bandwidth: machine::copy_bandwidth(cpu),
+            dtype,
+        }
+    }
+
+    fn title(&self) -> String {
+        let Machine { name, cpu, peak, bandwidth, dtype } = self;
+        let threads =
+            if cpu.threads() == 1 { "1 thread".into() } else { format!("{} threads", cpu.threads()) };
+        format!(
+            "{name}, {threads}, {}: peak {:.0} GFLOP/s ({dtype}), copies {:.1} GB/s, both measured now",
+            cpu.isa(),
+            peak / 1e9,
+            bandwidth / 1e9
+        )
+    }
+}
+
+/// A tuner without a cache; names of algorithms that there are not are bad usage.
+fn tuner(args: &BenchArgs, console: &Console) -> Result<Tuner> {
+    let line = console.line_writer();
+    let options = TunerOptions {
+        budget: args.budget,
+        observer: Some(Arc::new(move |event| {
+            if let Event::Warning(text) = event {
+                line(&format!("warning: {text}"));
+            }
+        })),
+        ..args.candidates.options(args.effort)
+    };
+    Tuner::new(options).map_err(|error| Failure::Usage(error.to_string()))
+}
+
+fn measure(tuner: &Tuner, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> PassResult {
+    match tuner.tune(problem, pass, cpu, &mut |_| ()) {
+        Ok(tuning) => PassResult::of(problem, pass, &tuning),
+        Err(_) => PassResult::without_choice(problem, pass, tuner, cpu),
+    }
+}
+
+/// Fails before any work if the results could not be written after it.
+fn check_output(args: &BenchArgs) -> Result<()> {
+    output::check("--report", args.report.as_deref())?;
+    output::check("--json", args.json.as_deref().filter(|file| !json::to_stdout(Some(file))))
+}
+
+/// Writes what the flags ask for; what cannot be written does not keep the rest from it.
+fn publish(args: &BenchArgs, machine: &Machine, results: &[PassResult]) -> Result<()> {
+    let reported = args
+        .report
+        .as_deref()
+        .map_or(Ok(()), |file| output::write("--report", file, report::page(machine, results).as_bytes()));
+    let rows: Vec<&Row> = results.iter().flat_map(|result| &result.rows).collect();
+    let json = args.json.as_deref().map_or(Ok(()), |file| json::write_value(file, &rows));
+    reported.and(json)
+}

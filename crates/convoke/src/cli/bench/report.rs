@@ -1,0 +1,81 @@
+//! `bench --report`: one HTML file with what choosing gains, and a chart for each problem and pass.
+
+use convoke::conv::{ConvProblem, Pass};
+
+use super::super::report::{document, escape, table};
+use super::Machine;
+use super::bars::{Bar, svg};
+use super::gains::{gains, of_pass};
+use super::results::{BASELINE, PassResult};
+use super::table::{milliseconds, title};
+
+pub(crate) fn page(machine: &Machine, results: &[PassResult]) -> String {
+    let summaries: String = Pass::ALL.iter().map(|&pass| summary(results, pass)).collect();
+    let mut problems: Vec<&ConvProblem> = results.iter().map(|result| &result.problem).collect();
+    problems.dedup();
+    let sections: String = problems.into_iter().map(|problem| section(results, problem)).collect();
+    let body = format!(
+        "<p>{}</p>\n<p>Each convolution is run by the algorithm that is fastest for it. The tables show how many \
+         times as fast these choices are as one algorithm for all problems (geometric mean); where that one does not \
+         apply, {BASELINE} takes its place. GFLOP/s count the operations of direct convolution.</p>\n{summaries}{sections}",
+        escape(&machine.title())
+    );
+    document("Convolutions, by algorithm", &body)
+}
+
+/// How often each algorithm wins a pass, and what choosing gains over it.
+fn summary(results: &[PassResult], pass: Pass) -> String {
+    let measured = of_pass(results, pass);
+    let gains = gains(&measured);
+    if gains.is_empty() {
+        return String::new();
+    }
+    let count = measured.len();
+    let mut rows =
+        vec![["only this algorithm", "chosen", "ran", "gain of choosing"].map(String::from).to_vec()];
+    rows.extend(gains.iter().map(|gain| {
+        let of = |part: usize| format!("{part} of {count}");
+        vec![gain.algorithm.clone(), of(gain.wins), of(gain.ran), format!("{:.2}x", gain.gain)]
+    }));
+    format!("<h2>{}</h2>\n{}\n", name(pass), table(&rows))
+}
+
+/// A chart for each pass of a problem.
+fn section(results: &[PassResult], problem: &ConvProblem) -> String {
+    let charts = results.iter().filter(|result| result.problem == *problem).map(chart);
+    format!("<h2>{problem}</h2>\n{}", charts.collect::<String>())
+}
+
+fn chart(result: &PassResult) -> String {
+    let bars = result.timed().map(|(row, seconds)| Bar {
+        name: row.algorithm.clone(),
+        value: seconds,
+        text: format!("{} ms, {:.1} GFLOP/s", milliseconds(seconds), row.gflops.unwrap_or_default()),
+        chosen: row.chosen,
+    });
+    let bars: Vec<Bar> = bars.collect();
+    let drawing = match bars.is_empty() {
+        true => String::new(),
+        false => format!("<figure>\n{}\n</figure>\n", svg(&title(result), &bars)),
+    };
+    let reasons = result.rows.iter().filter_map(|row| {
+        Some(format!("<li>{}: {}</li>", escape(&row.algorithm), escape(row.skipped.as_ref()?)))
+    });
+    let reasons: Vec<String> = reasons.collect();
+    let skipped = match reasons.len() {
+        0 => String::new(),
+        count => {
+            format!("<details><summary>{count} not timed</summary><ul>{}</ul></details>\n", reasons.concat())
+        }
+    };
+    let verdict = escape(&result.verdict());
+    format!("<h3>{}</h3>\n{drawing}<p>{verdict}</p>\n{skipped}", name(result.pass))
+}
+
+fn name(pass: Pass) -> &'static str {
+    match pass {
+        Pass::Forward => "Forward",
+        Pass::BackwardData => "Backward-data",
+        Pass::BackwardWeights => "Backward-weights",
+    }
+}

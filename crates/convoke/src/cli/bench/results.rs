@@ -1,0 +1,133 @@
+//! What is known of every algorithm on one pass of one problem, as tables, JSON and the report show it.
+
+use std::sync::Arc;
+
+use convoke::Cpu;
+use convoke::conv::{ConvAlgorithm, ConvProblem, Pass};
+use convoke::tune::{Candidate, Tuner, Tuning};
+use serde::Serialize;
+
+use super::table::milliseconds;
+
+/// The algorithm that convolution is usually explained by: others are compared with it.
+pub(crate) const BASELINE: &str = "im2col";
+
+/// One pass of one problem.
+pub(crate) struct PassResult {
+    pub(crate) problem: ConvProblem,
+    pub(crate) pass: Pass,
+    /// The timed ones first, by time.
+    pub(crate) rows: Vec<Row>,
+}
+
+/// One algorithm; the serialized fields are the contract of `--json`. What an algorithm that did not run has no value
+/// for is null.
+#[derive(Clone, Serialize)]
+pub(crate) struct Row {
+    problem: String,
+    pass: String,
+    pub(crate) algorithm: String,
+    seconds_min: Option<f64>,
+    pub(crate) seconds_median: Option<f64>,
+    /// Operations of direct convolution in the median time.
+    pub(crate) gflops: Option<f64>,
+    pub(crate) workspace_bytes: Option<usize>,
+    pub(crate) max_relative_error: Option<f64>,
+    pub(crate) chosen: bool,
+    pub(crate) skipped: Option<String>,
+}
+
+impl PassResult {
+    /// A tuner's choice. One made without measuring has no times.
+    pub(crate) fn of(problem: &ConvProblem, pass: Pass, tuning: &Tuning) -> PassResult {
+        let row = |candidate: &Candidate| {
+            let chosen = candidate.algorithm == tuning.chosen;
+            Row { chosen, ..Row::of(problem, pass, candidate) }
+        };
+        let mut rows: Vec<Row> = tuning.candidates.iter().map(row).collect();
+        if !rows.iter().any(|row| row.chosen) {
+            rows.push(Row { chosen: true, ..Row::empty(problem, pass, &tuning.chosen, None) });
+        }
+        let seconds = |row: &Row| row.seconds_median.unwrap_or(f64::INFINITY);
+        rows.sort_by(|a, b| seconds(a).total_cmp(&seconds(b)));
+        PassResult { problem: *problem, pass, rows }
+    }
+
+    /// Nobody was allowed and able to run.
+    pub(crate) fn without_choice(problem: &ConvProblem, pass: Pass, tuner: &Tuner, cpu: &Cpu) -> PassResult {
+        let row = |algorithm: &Arc<dyn ConvAlgorithm>| {
+            let reason = match algorithm.plan(problem, pass, cpu) {
+                Ok(_) => "left out by the flags, or wrong".into(),
+                Err(reason) => reason.to_string(),
+            };
+            Row::empty(problem, pass, algorithm.name(), Some(reason))
+        };
+        PassResult { problem: *problem, pass, rows: tuner.algorithms().iter().map(row).collect() }
+    }
+
+    pub(crate) fn chosen(&self) -> Option<&Row> {
+        self.rows.iter().find(|row| row.chosen)
+    }
+
+    pub(crate) fn seconds(&self, algorithm: &str) -> Option<f64> {
+        self.rows.iter().find(|row| row.algorithm == algorithm)?.seconds_median
+    }
+
+    /// The timed ones, with their median seconds.
+    pub(crate) fn timed(&self) -> impl Iterator<Item = (&Row, f64)> {
+        self.rows.iter().filter_map(|row| Some((row, row.seconds_median?)))
+    }
+
+    /// What the choice gains: `1.32x as fast as direct, the best of the others; 2.10x as fast as im2col+GEMM`.
+    pub(crate) fn gains(&self) -> String {
+        let Some(chosen) = self.chosen() else { return "no algorithm is left".into() };
+        let Some(seconds) = chosen.seconds_median else { return "by estimate".into() };
+        let next = self.timed().find(|(row, _)| !row.chosen);
+        let next = next.map(|(row, next)| {
+            format!("{:.2}x as fast as {}, the best of the others", next / seconds, row.algorithm)
+        });
+        let baseline = self.seconds(BASELINE).filter(|_| chosen.algorithm != BASELINE);
+        let baseline =
+            baseline.map(|baseline| format!("{:.2}x as fast as {BASELINE}+GEMM", baseline / seconds));
+        let gains: Vec<String> = next.into_iter().chain(baseline).collect();
+        if gains.is_empty() { "the only one timed".into() } else { gains.join("; ") }
+    }
+
+    /// The choice, its time, and what it gains.
+    pub(crate) fn verdict(&self) -> String {
+        let name = self.chosen().map_or("none", |chosen| &chosen.algorithm);
+        let time = self.chosen().and_then(|chosen| chosen.seconds_median);
+        let time = time.map_or_else(String::new, |seconds| format!(", {} ms", milliseconds(seconds)));
+        format!("{name}{time}: {}", self.gains())
+    }
+}
+
+impl Row {
+    fn of(problem: &ConvProblem, pass: Pass, candidate: &Candidate) -> Row {
+        let empty = Row::empty(problem, pass, &candidate.algorithm, candidate.skipped.clone());
+        let Some(times) = &candidate.times else { return empty };
+        Row {
+            seconds_min: Some(times.min),
+            seconds_median: Some(times.median),
+            gflops: Some(problem.flops() / times.median / 1e9),
+            workspace_bytes: Some(candidate.workspace_bytes),
+            max_relative_error: Some(times.max_relative_error),
+            ..empty
+        }
+    }
+
+    fn empty(problem: &ConvProblem, pass: Pass, algorithm: &str, skipped: Option<String>) -> Row {
+        Row {
+            problem: problem.to_string(),
+            pass: pass.to_string(),
+            algorithm: algorithm.to_owned(),
+            seconds_min: None,
+            seconds_median: None,
+            gflops: None,
+            workspace_bytes: None,
+            max_relative_error: None,
+            chosen: false,
+            skipped,
+        }
+    }
+}

@@ -1,0 +1,82 @@
+//! The tables that `convoke bench` prints.
+
+use convoke::MemoryFormat;
+use convoke::conv::Pass;
+
+use super::super::summary::{align, bytes};
+use super::Machine;
+use super::gains::{gains, of_pass};
+use super::results::{BASELINE, PassResult};
+
+/// One pass of one problem: who was timed, who was not if `verbose`, and what the choice gains.
+pub(crate) fn of(result: &PassResult, machine: &Machine, verbose: bool) -> String {
+    let header = ["algorithm", "ms", "GFLOP/s", "% of peak", "workspace", "error", ""];
+    let mut rows = vec![header.map(String::from).to_vec()];
+    for (row, seconds) in result.timed() {
+        let gflops = row.gflops.unwrap_or_default();
+        rows.push(vec![
+            row.algorithm.clone(),
+            milliseconds(seconds),
+            format!("{gflops:.1}"),
+            format!("{:.1}", 1e11 * gflops / machine.peak),
+            workspace(row.workspace_bytes.unwrap_or_default()),
+            format!("{:.1e}", row.max_relative_error.unwrap_or_default()),
+            if row.chosen { "chosen".into() } else { String::new() },
+        ]);
+    }
+    let lines = align(&rows);
+    let lines: String = lines.lines().map(|line| format!("{}\n", line.trim_end())).collect();
+    let skipped = result.rows.iter().filter(|_| verbose).filter_map(|row| {
+        let reason = row.skipped.as_ref()?;
+        Some(format!("  not timed: {}: {reason}\n", row.algorithm))
+    });
+    let skipped: String = skipped.collect();
+    format!("{}\n{lines}{skipped}= {}\n", title(result), result.verdict())
+}
+
+/// `mb...: fwd, nhwc f32, 3.70 GFLOP`.
+pub(crate) fn title(result: &PassResult) -> String {
+    let problem = &result.problem;
+    let format = match problem.format {
+        MemoryFormat::Contiguous => "nchw",
+        MemoryFormat::ChannelsLast => "nhwc",
+    };
+    let gflop = problem.flops() / 1e9;
+    let decimals = if gflop < 0.1 { 5 } else { 2 };
+    format!("{problem}: {}, {format} {}, {gflop:.decimals$} GFLOP", result.pass, problem.dtype)
+}
+
+/// Over a suite: what choosing gains over the best single algorithm, and over im2col+GEMM.
+pub(crate) fn summary(results: &[PassResult]) -> String {
+    let mut text = String::from("What choosing for each problem gains (geometric means):\n");
+    for pass in Pass::ALL {
+        let measured = of_pass(results, pass);
+        let gains = gains(&measured);
+        let Some(best) = gains.first() else { continue };
+        let count = measured.len();
+        let place =
+            if best.ran < count { format!(" ({BASELINE} where it does not apply)") } else { String::new() };
+        text += &format!(
+            "{pass}, {count} problems: {:.2}x over the best single algorithm, {}{place}",
+            best.gain, best.algorithm
+        );
+        if let Some(baseline) =
+            gains.iter().find(|gain| gain.algorithm == BASELINE && gain.algorithm != best.algorithm)
+        {
+            text += &format!("; {:.2}x over {BASELINE}+GEMM", baseline.gain);
+        }
+        text.push('\n');
+    }
+    text
+}
+
+/// Four digits or more.
+pub(crate) fn milliseconds(seconds: f64) -> String {
+    let ms = 1e3 * seconds;
+    let decimals = if ms < 1.0 { 4 } else { 3 };
+    format!("{ms:.decimals$}")
+}
+
+pub(crate) fn workspace(count: usize) -> String {
+    if count == 0 { "none".into() } else { bytes(count as f64) }
+}

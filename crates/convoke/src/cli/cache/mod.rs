@@ -1,0 +1,179 @@
+//! `convoke cache`: the tuning results on disk, for people.
+
+mod explain;
+mod state;
+
+use std::cell::RefCell;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+use convoke::Isa;
+use convoke::tune::{Cache, Entry};
+
+use super::bench::table::milliseconds;
+use super::summary::align;
+use super::tuning::default_cache;
+use super::tuning_args::{CacheArgs, CacheCommand, passes};
+use super::{Failure, Result, console, problems};
+use state::{State, state};
+
+/// The folder that was named, or the default one.
+pub(crate) fn folder(named: Option<&Path>) -> Result<PathBuf> {
+    let folder = named.map(Path::to_owned).or_else(default_cache);
+    folder.ok_or_else(|| Failure::Usage("this system has no folder for caches: name one with --cache".into()))
+}
+
+pub(crate) fn run(args: &CacheArgs) -> Result<()> {
+    let folder = folder(args.cache.as_deref())?;
+    let cache = Cache::new(&folder, Isa::detect());
+    match &args.command {
+        CacheCommand::Path => console::print(&format!("{}\n", folder.display())),
+        CacheCommand::List => list(&cache),
+        CacheCommand::Show { problem, pass } => {
+            let passes: Vec<String> = passes(pass).iter().map(ToString::to_string).collect();
+            explain::show(&cache, &problems::parse(problem)?.to_string(), &passes)
+        }
+        CacheCommand::Verify => verify(&cache),
+        CacheCommand::Prune { all, older_than } => prune(&cache, *all, *older_than),
+        CacheCommand::Export { file } => {
+            let count = cache.export(file)?;
+            console::print(&format!("{} written to {}\n", results(count), file.display()))
+        }
+        CacheCommand::Import { file } => {
+            let [added, present] = cache.import(file)?;
+            let present = if present > 0 { format!("; {present} were there already") } else { String::new() };
+            console::print(&format!("{} added{present}\n", results(added)))
+        }
+    }
+}
+
+fn results(count: usize) -> String {
+    counted(count, "result")
+}
+
+fn counted(count: usize, what: &str) -> String {
+    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
+}
+
+/// What an empty cache says of itself.
+fn empty(cache: &Cache) -> String {
+    format!("no tuning results in {} yet; `convoke tune` makes some\n", cache.root().display())
+}
+
+/// A table for each kind of machine.
+fn list(cache: &Cache) -> Result<()> {
+    let entries = cache.entries()?;
+    if entries.is_empty() {
+        return console::print(&empty(cache));
+    }
+    let mut text = String::new();
+    for of_scope in entries.chunk_by(|a, b| a.scope == b.scope) {
+        let scope = &of_scope[0].scope;
+        let mark = if scope == cache.scope() { " (this machine)" } else { "" };
+        let mut rows =
+            vec![["problem", "pass", "format", "threads", "ms", "algorithm", ""].map(String::from).to_vec()];
+        rows.extend(of_scope.iter().map(row));
+        let table = align(&rows);
+        let lines: String = table.lines().map(|line| format!("{}\n", line.trim_end())).collect();
+        text += &format!("{scope}{mark}: {}\n{lines}", results(of_scope.len()));
+    }
+    console::print(&text)
+}
+
+/// An entry's line in the list.
+fn row(entry: &Entry) -> Vec<String> {
+    let state = state(entry);
+    let Ok(record) = &entry.record else {
+        let name = entry.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let mut row = vec![name];
+        row.resize(6, String::new());
+        row.push("damaged".into());
+        return row;
+    };
+    let key = &record.key;
+    let times = record.candidates.iter().find(|candidate| candidate.algorithm == record.chosen);
+    let times = times.and_then(|candidate| candidate.times.as_ref());
+    let classes = [
+        (key.dtype != "f32").then(|| key.dtype.clone()),
+        (key.accuracy != "standard").then(|| key.accuracy.clone()),
+        key.deterministic.then(|| "deterministic".into()),
+        (!matches!(state, State::Current)).then(|| state.name().into()),
+    ];
+    vec![
+        key.problem.clone(),
+        key.pass.clone(),
+        key.format.clone(),
+        key.threads.to_string(),
+        times.map_or_else(|| "-".into(), |times| milliseconds(times.score)),
+        record.chosen.clone(),
+        classes.into_iter().flatten().collect::<Vec<_>>().join(", "),
+    ]
+}
+
+/// Says what is wrong with which entry.
+fn verify(cache: &Cache) -> Result<()> {
+    let entries = cache.entries()?;
+    if entries.is_empty() {
+        return console::print(&empty(cache));
+    }
+    let states: Vec<State> = entries.iter().map(state).collect();
+    let mut text = String::new();
+    for (entry, state) in entries.iter().zip(&states) {
+        if let Some(reason) = state.reason() {
+            text += &format!("{}: {}: {reason}\n", state.name(), entry.path.display());
+        }
+    }
+    let count = |wanted: fn(&State) -> bool| states.iter().filter(|state| wanted(state)).count();
+    let damaged = count(|state| matches!(state, State::Damaged(_)));
+    let stale = count(|state| matches!(state, State::Stale(_)));
+    let other = count(|state| matches!(state, State::OtherVersion(_)));
+    let sound = entries.len() - damaged - stale - other;
+    text += &format!("{}: {sound} sound", results(entries.len()));
+    for (count, what) in [(stale, "out of date"), (other, "of another version"), (damaged, "damaged")] {
+        if count > 0 {
+            text += &format!(", {count} {what}");
+        }
+    }
+    console::print(&(text + "\n"))?;
+    match damaged {
+        0 => Ok(()),
+        count => Err(Failure::Run(format!("{} damaged; `convoke cache prune` removes them", results(count)))),
+    }
+}
+
+/// Removes what is no longer of use, and says what.
+fn prune(cache: &Cache, all: bool, older_than: Option<u32>) -> Result<()> {
+    let removed = RefCell::new(String::new());
+    let count = cache.prune(|entry| {
+        let old = || {
+            older_than
+                .filter(|days| is_older(&entry.path, *days))
+                .map(|days| format!("older than {days} days"))
+        };
+        let reason = match state(entry) {
+            State::Current if all => Some("current".into()),
+            State::Current => old(),
+            state => Some(state.name().to_owned()),
+        };
+        if let Some(reason) = &reason {
+            *removed.borrow_mut() += &format!("removed: {} ({reason})\n", entry.path.display());
+        }
+        reason.is_some()
+    })?;
+    let removed = removed.into_inner();
+    let unfinished = count - removed.lines().count();
+    let rest = if unfinished > 0 {
+        format!(", {unfinished} of them left by interrupted writers")
+    } else {
+        String::new()
+    };
+    let left = results(cache.entries()?.len());
+    console::print(&format!("{removed}{} removed{rest}; {left} left\n", counted(count, "file")))
+}
+
+fn is_older(path: &Path, days: u32) -> bool {
+    let limit = Duration::from_secs(86_400 * u64::from(days));
+    let written = fs::metadata(path).and_then(|metadata| metadata.modified());
+    written.is_ok_and(|at| SystemTime::now().duration_since(at).is_ok_and(|age| age > limit))
+}

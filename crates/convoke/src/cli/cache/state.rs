@@ -1,0 +1,102 @@
+//! Whether a stored tuning result is still of use.
+
+use convoke::conv::{self, Accuracy};
+use convoke::tune::{Entry, Record, Tuner, TunerOptions, scope};
+use convoke::{Cpu, Isa};
+
+use super::super::problems::of_key;
+
+/// What a stored result is worth.
+pub(crate) enum State {
+    /// A tuner takes it as it is.
+    Current,
+    /// Measured before an algorithm changed or came; a tuner measures again.
+    Stale(String),
+    /// Of another version of this library, which does not read it.
+    OtherVersion(String),
+    /// Not a result; a tuner measures again and replaces it.
+    Damaged(String),
+}
+
+impl State {
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            State::Current => "current",
+            State::Stale(_) => "out of date",
+            State::OtherVersion(_) => "of another version",
+            State::Damaged(_) => "damaged",
+        }
+    }
+
+    /// Why it is not current.
+    pub(crate) fn reason(&self) -> Option<&str> {
+        match self {
+            State::Current => None,
+            State::Stale(reason) | State::OtherVersion(reason) | State::Damaged(reason) => Some(reason),
+        }
+    }
+}
+
+/// Compares an entry with the algorithms of today. Those of other machines are judged by the revisions alone.
+pub(crate) fn state(entry: &Entry) -> State {
+    let version = |scope: &str| scope.split('_').next().unwrap_or_default().to_owned();
+    let (own, its) = (version(&scope(Isa::detect())), version(&entry.scope));
+    if own != its {
+        return State::OtherVersion(format!("of {its}, this is {own}"));
+    }
+    let record = match &entry.record {
+        Ok(record) => record,
+        Err(error) => return State::Damaged(error.to_string()),
+    };
+    let changed = changed(record);
+    let isa = Isa::available().into_iter().find(|isa| scope(*isa) == entry.scope);
+    match (changed, isa) {
+        (Some(reason), _) => State::Stale(reason),
+        (None, Some(isa)) => newcomer(record, isa).map_or(State::Current, State::Stale),
+        (None, None) => State::Current,
+    }
+}
+
+/// A candidate that has another revision now, or is no longer there.
+fn changed(record: &Record) -> Option<String> {
+    record.candidates.iter().find_map(|candidate| {
+        let name = &candidate.algorithm;
+        match conv::algorithm(name).map(|algorithm| algorithm.revision()) {
+            Some(now) if now != candidate.revision => {
+                Some(format!("{name} was measured in revision {}, it now is in {now}", candidate.revision))
+            }
+            // Somebody's own algorithm, which only their program knows, is no reason to measure again.
+            _ => None,
+        }
+    })
+}
+
+/// An algorithm that could run now but was not there to be measured.
+fn newcomer(record: &Record, isa: Isa) -> Option<String> {
+    let (problem, pass) = of_key(&record.key)?;
+    let cpu = Cpu::new(record.key.threads).ok()?.with_isa(isa).ok()?;
+    let options = TunerOptions {
+        accuracy: accuracy(&record.key.accuracy)?,
+        deterministic: record.key.deterministic,
+        ..TunerOptions::default()
+    };
+    let known = |name: &str| record.candidates.iter().any(|candidate| candidate.algorithm == name);
+    let tuner = Tuner::new(options).ok()?;
+    let newcomers = tuner.algorithms().iter().filter(|algorithm| {
+        !known(algorithm.name())
+            && algorithm.accuracy() <= tuner.options().accuracy
+            && (algorithm.is_deterministic() || !record.key.deterministic)
+    });
+    let able = |plan: &convoke::conv::ConvPlan| {
+        plan.workspace_len().saturating_mul(problem.dtype.size()) <= tuner.options().workspace_limit
+    };
+    let mut newcomers =
+        newcomers.filter(|algorithm| algorithm.plan(&problem, pass, &cpu).is_ok_and(|plan| able(&plan)));
+    newcomers.next().map(|algorithm| format!("{} was not there to be measured", algorithm.name()))
+}
+
+fn accuracy(name: &str) -> Option<Accuracy> {
+    [Accuracy::Strict, Accuracy::Standard, Accuracy::Relaxed]
+        .into_iter()
+        .find(|class| class.to_string() == name)
+}

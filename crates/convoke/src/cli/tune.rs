@@ -1,0 +1,176 @@
+//! `convoke tune`: measures what is not known yet, and keeps it.
+
+use std::path::Path;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use convoke::Cpu;
+use convoke::conv::{ConvProblem, Pass};
+use convoke::tune::{Event, Source, Tuner, TunerOptions, Tuning};
+
+use super::bench::results::{PassResult, Row};
+use super::console::Console;
+use super::tuning::Effort;
+use super::tuning_args::{TuneArgs, passes};
+use super::{Failure, Result, cache, json, output, problems};
+
+pub(crate) fn run(args: &TuneArgs) -> Result<()> {
+    let console = Console::new()?;
+    output::check("--json", args.json.as_deref().filter(|file| !json::to_stdout(Some(file))))?;
+    let problems = problems::load(&args.problems)?;
+    let mut jobs = problems::jobs(&args.problems, &problems);
+    let cpu = args.candidates.cpu()?;
+    if let Some(model) = args.model() {
+        let passes = passes(&args.problems.pass);
+        let found = problems::of_model(model, args.batch_size as usize, &cpu)?;
+        jobs.extend(found.into_iter().filter(|(_, pass)| passes.contains(pass)));
+    }
+    if jobs.is_empty() {
+        let text = "name a problem, such as mb16ic64ih56oc64kh3ph1, a --suite, or a --model";
+        return Err(Failure::Usage(text.into()));
+    }
+    let folder = cache::folder(args.cache.as_deref())?;
+    let run = Run::new(args, cpu, &console, &folder)?;
+    problems::check_memory(&jobs)?;
+    let say = |text: &str| match json::to_stdout(args.json.as_deref()) {
+        true => {
+            console.line(text);
+            Ok(())
+        }
+        false => console.print(&format!("{text}\n")),
+    };
+
+    let begin = Instant::now();
+    let mut counts = Counts::default();
+    let mut rows: Vec<Row> = Vec::new();
+    let mut stage = console.stage("tune", 0, Some(jobs.len() as u64));
+    let mut shown = Ok(());
+    for (index, (problem, pass)) in jobs.iter().enumerate() {
+        stage.set(index as u64, &format!("{problem} {pass}"));
+        let in_time = args.budget.is_none_or(|budget| begin.elapsed() < budget);
+        let tuning = match run.choose(problem, *pass, in_time) {
+            Ok(Some(tuning)) => tuning,
+            Ok(None) => {
+                counts.left += 1;
+                continue;
+            }
+            Err(error) => {
+                counts.failed += 1;
+                console.line(&format!("warning: {error}"));
+                continue;
+            }
+        };
+        match tuning.source {
+            Source::Measured => counts.measured += 1,
+            Source::Cached => counts.known += 1,
+            _ => counts.estimated += 1,
+        }
+        let result = PassResult::of(problem, *pass, &tuning);
+        shown = say(&if args.verbose { tuning.to_string() } else { line(&tuning, &result) });
+        rows.extend(result.rows);
+        if shown.is_err() || console.interrupted() {
+            break;
+        }
+    }
+    stage.end();
+    let done = counts.done();
+    shown.and_then(|()| say(&counts.summary(begin.elapsed(), &folder)))?;
+    args.json.as_deref().map_or(Ok(()), |file| json::write_value(file, &rows))?;
+    if console.interrupted() && done < jobs.len() {
+        let all = jobs.len();
+        return Err(Failure::Run(format!("interrupted after {done} of {all} passes; these are kept")));
+    }
+    if counts.failed > 0 && done == counts.failed {
+        return Err(Failure::Run("no algorithm is left for any of the problems".into()));
+    }
+    Ok(())
+}
+
+/// A tuner on the cache, and what it told last.
+struct Run<'a> {
+    args: &'a TuneArgs,
+    tuner: Tuner,
+    cpu: Cpu,
+    told: Arc<Mutex<Option<Tuning>>>,
+}
+
+impl<'a> Run<'a> {
+    fn new(args: &'a TuneArgs, cpu: Cpu, console: &Console, folder: &Path) -> Result<Run<'a>> {
+        let told = Arc::new(Mutex::new(None));
+        let (line, last) = (console.line_writer(), told.clone());
+        let most = Duration::from_secs(if args.effort == Effort::Exhaustive { 2 } else { 1 });
+        let options = TunerOptions {
+            budget: args.budget.map_or(most, |budget| budget.min(most)),
+            cache: Some(folder.to_owned()),
+            observer: Some(Arc::new(move |event| match event {
+                Event::Warning(text) => line(&format!("warning: {text}")),
+                Event::Chosen(tuning) => {
+                    *last.lock().unwrap_or_else(PoisonError::into_inner) = Some((*tuning).clone());
+                }
+                _ => {}
+            })),
+            ..args.candidates.options(args.effort)
+        };
+        let tuner = Tuner::new(options).map_err(|error| Failure::Usage(error.to_string()))?;
+        Ok(Run { args, tuner, cpu, told })
+    }
+
+    /// What the cache knows, else a measurement; none if there is no time for one.
+    fn choose(
+        &self,
+        problem: &ConvProblem,
+        pass: Pass,
+        in_time: bool,
+    ) -> convoke::kernels::Result<Option<Tuning>> {
+        if self.args.effort == Effort::Heuristic {
+            self.tuner.plan(problem, pass, &self.cpu);
+            return Ok(self.told.lock().unwrap_or_else(PoisonError::into_inner).take());
+        }
+        let known = if self.args.again { None } else { self.tuner.cached(problem, pass, &self.cpu) };
+        match known {
+            Some(tuning) => Ok(Some(tuning)),
+            None if !in_time => Ok(None),
+            None => self.tuner.tune(problem, pass, &self.cpu, &mut |_| ()).map(Some),
+        }
+    }
+}
+
+/// `mb... fwd nhwc: winograd-4x4, 1.234 ms: 1.32x as fast as ...`.
+fn line(tuning: &Tuning, result: &PassResult) -> String {
+    let source = if tuning.source == Source::Cached { " (known)" } else { "" };
+    let (problem, key) = (&result.problem, &tuning.key);
+    format!("{problem} {} {}: {}{source}", key.pass, key.format, result.verdict())
+}
+
+/// What became of the passes.
+#[derive(Default)]
+struct Counts {
+    measured: usize,
+    known: usize,
+    estimated: usize,
+    failed: usize,
+    left: usize,
+}
+
+impl Counts {
+    fn done(&self) -> usize {
+        self.measured + self.known + self.estimated + self.failed
+    }
+
+    fn summary(&self, time: Duration, folder: &Path) -> String {
+        let seconds = time.as_secs_f64();
+        let mut parts = vec![format!("{} measured in {seconds:.1} s", self.measured)];
+        let others = [
+            (self.known, "known already"),
+            (self.estimated, "by estimate"),
+            (self.failed, "without an algorithm"),
+            (self.left, "left for lack of time"),
+        ];
+        parts.extend(
+            others.iter().filter(|(count, _)| *count > 0).map(|(count, what)| format!("{count} {what}")),
+        );
+        let place =
+            if folder.is_dir() { format!("; results are in {}", folder.display()) } else { String::new() };
+        format!("{}{place}", parts.join(", "))
+    }
+}
