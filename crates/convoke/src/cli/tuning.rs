@@ -39,7 +39,7 @@ pub(crate) struct TuningArgs {
 
     /// Folder where results are kept [default: see `convoke info`].
     #[arg(long, value_name = "DIR", help_heading = "Convolutions")]
-    pub(crate) tuning_cache: Option<PathBuf>,
+    pub(crate) cache: Option<PathBuf>,
 
     /// Show every choice: each candidate with its time or why it was not tried, then `= winner`.
     #[arg(long, short, help_heading = "Convolutions")]
@@ -86,7 +86,7 @@ impl TuningArgs {
             deterministic: self.deterministic,
             workspace_limit: usize::try_from(self.workspace_limit.as_u64()).unwrap_or(usize::MAX),
             total_budget: Duration::from_secs_f64(self.tune_budget.min(1e9)),
-            cache: self.tuning_cache.clone().or_else(default_cache),
+            cache: self.cache.clone().or_else(default_cache),
             observer: Some(Arc::new(observer)),
             ..TunerOptions::default()
         };

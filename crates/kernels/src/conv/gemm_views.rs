@@ -3,6 +3,7 @@
 //! With `columns` the J x P matrix of input values (J = C/groups * R * S rows, P output pixels), one group's passes
 //! are `y = W columns`, `dcolumns = Wᵀ dy` and `dW = dy columnsᵀ`, where W is (K/groups) x J.
 
+use super::plan::Cost;
 use super::problem::{ConvProblem, Pass};
 use crate::gemm::{Matrix, MatrixMut};
 use crate::{Cpu, Element, MemoryFormat};
@@ -84,7 +85,7 @@ impl Split {
     }
 }
 
-/// The part of its speed on large matrices that multiplication keeps on one group's K and C R S, for [`super::Cost`].
+/// The part of its speed on large matrices that multiplication keeps on one group's K and C R S, for [`Cost`].
 pub(super) fn gemm_efficiency(problem: &ConvProblem, pass: Pass) -> f64 {
     let depth = problem.weight_len() / problem.out_channels;
     let k = problem.group_out_channels();
@@ -96,6 +97,21 @@ pub(super) fn gemm_efficiency(problem: &ConvProblem, pass: Pass) -> f64 {
     };
     let part = |size: usize, half: f64| size as f64 / (size as f64 + half);
     part(sum, 16.0) * part(side, 8.0)
+}
+
+/// What a product with columns costs: the multiplication at `efficiency`, and copying every element of the columns, in
+/// runs along the channels or the width.
+pub(super) fn columns_cost(problem: &ConvProblem, pass: Pass, cpu: &Cpu, efficiency: f64) -> Cost {
+    let run = match problem.format {
+        MemoryFormat::Contiguous => problem.width.output(),
+        MemoryFormat::ChannelsLast => problem.group_in_channels(),
+    };
+    let elements = problem.flops() / (2 * problem.group_out_channels()) as f64;
+    let cycles = elements * (0.3 + 4.0 / run as f64);
+    let direct = Cost::direct(problem, efficiency * gemm_efficiency(problem, pass));
+    // A cycle could do two multiply-adds of a vector.
+    let copying = 4.0 * crate::simd::lanes(cpu.isa()) as f64 * cycles;
+    Cost { flops: direct.flops + copying * direct.efficiency, ..direct }
 }
 
 /// Adds up the workers' weight gradients, which lie one after the other, in their order.

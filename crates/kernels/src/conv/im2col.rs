@@ -9,8 +9,8 @@
 //! Channels-last tensors use columns ordered (r, s, c) and weights reordered likewise.
 //! Chellapilla, Puri, Simard: "High Performance Convolutional Neural Networks for Document Processing", 2006.
 
-use super::gemm_views::{Images, Split, View, gemm_efficiency, reduce_partials};
-use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Cost, Kernel, NotApplicable};
+use super::gemm_views::{Images, Split, View, columns_cost, reduce_partials};
+use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Kernel, NotApplicable};
 use super::problem::{ConvProblem, Pass};
 use crate::gemm::{Update, gemm};
 use crate::memory_format::transpose;
@@ -53,7 +53,7 @@ impl ConvAlgorithm for Im2col {
         };
         let workspace = split.workers * columns + weights;
         let tiles = Tiles { problem: *problem, pass, tile_rows, columns };
-        let cost = Cost::direct(problem, 0.6 * gemm_efficiency(problem, pass));
+        let cost = columns_cost(problem, pass, cpu, 0.7);
         Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, tiles)).with_cost(cost))
     }
 }

@@ -1,9 +1,10 @@
 //! Convolution plans in the race: their buffers, and the check against the oracle.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use super::contest::{Contest, Subject};
-use super::race::Trial;
+use super::race::{Checked, Trial};
 use crate::conv::{Accuracy, ConvOperands, ConvPlan, ConvProblem, Pass, reference_element};
 use crate::{Cpu, DType, Element};
 
@@ -67,7 +68,6 @@ const ORACLE_TERMS: usize = 8 << 20;
 impl<'a, T: Element> ConvTrial<'a, T> {
     /// Buffers are written once here, so that no timed run meets memory for the first time.
     fn new(plans: Vec<(&'a ConvPlan, Accuracy)>) -> Self {
-        let start = Instant::now();
         let (first, _) = plans[0];
         let (problem, pass, cpu) = (first.problem(), first.pass(), first.cpu());
         let (x, weight, y) = (problem.input_len(), problem.weight_len(), problem.output_len());
@@ -86,7 +86,7 @@ impl<'a, T: Element> ConvTrial<'a, T> {
             output: vec![T::nan(); output],
             workspace: vec![T::nan(); workspace],
             oracle,
-            start,
+            start: Instant::now(),
         }
     }
 
@@ -103,11 +103,15 @@ impl<'a, T: Element> ConvTrial<'a, T> {
 }
 
 impl<T: Element> Trial for ConvTrial<'_, T> {
-    fn check(&mut self, index: usize) -> Result<f64, String> {
-        self.output.fill(T::nan());
-        self.workspace[..self.plans[index].0.workspace_len()].fill(T::nan());
+    fn check(&mut self, index: usize) -> Result<Checked, String> {
+        let (plan, accuracy) = self.plans[index];
+        poison(plan.cpu(), &mut self.output);
+        poison(plan.cpu(), &mut self.workspace[..plan.workspace_len()]);
+        let start = Instant::now();
         self.run_once(index);
-        self.oracle.compare(&self.output, self.plans[index].1)
+        let seconds = start.elapsed().as_secs_f64();
+        let error = self.oracle.compare(plan.cpu(), &self.output, accuracy)?;
+        Ok(Checked { error, seconds })
     }
 
     fn run(&mut self, index: usize, repeats: usize) -> f64 {
@@ -149,9 +153,16 @@ impl Oracle {
     }
 
     /// The largest error of the sample relative to the largest value.
-    fn compare<T: Element>(&self, output: &[T], accuracy: Accuracy) -> Result<f64, String> {
-        if let Some(offset) = output.iter().position(|value| !value.is_finite()) {
-            return Err(format!("element {offset} is {} where a number should be", output[offset]));
+    fn compare<T: Element>(&self, cpu: &Cpu, output: &[T], accuracy: Accuracy) -> Result<f64, String> {
+        let bad = AtomicUsize::new(usize::MAX);
+        cpu.for_each(output.len(), output.chunks(CHUNK).enumerate(), |(chunk, values)| {
+            if let Some(offset) = values.iter().position(|value| !value.is_finite()) {
+                bad.fetch_min(chunk * CHUNK + offset, Ordering::Relaxed);
+            }
+        });
+        if let Some(value) = output.get(bad.load(Ordering::Relaxed)) {
+            let offset = bad.load(Ordering::Relaxed);
+            return Err(format!("element {offset} is {value} where a number should be"));
         }
         let errors = self.offsets.iter().zip(&self.expected);
         let error = errors.map(|(&offset, expected)| (output[offset].f64() - expected).abs());
@@ -165,9 +176,16 @@ impl Oracle {
     }
 }
 
+/// Elements that a thread takes at a time.
+const CHUNK: usize = 1 << 16;
+
+/// Fills a buffer with NaN.
+fn poison<T: Element>(cpu: &Cpu, buffer: &mut [T]) {
+    cpu.for_each(buffer.len(), buffer.chunks_mut(CHUNK), |chunk| chunk.fill(T::nan()));
+}
+
 /// Uniform numbers in -1..1.
 fn noise<T: Element>(cpu: &Cpu, len: usize, seed: u64) -> Vec<T> {
-    const CHUNK: usize = 1 << 16;
     let mut values = vec![T::zero(); len];
     cpu.for_each(len, values.chunks_mut(CHUNK).enumerate(), |(chunk, values)| {
         let mut random = Generator::new(seed + 1000 * chunk as u64);

@@ -8,15 +8,26 @@ use super::Effort;
 
 /// What is raced: candidates by index, and the clock.
 pub(super) trait Trial {
-    /// Runs a candidate once on poisoned output and compares it with the oracle: the largest error relative to the
-    /// largest value, or what is wrong.
-    fn check(&mut self, index: usize) -> Result<f64, String>;
+    /// Runs a candidate once on poisoned output and compares it with the oracle.
+    ///
+    /// # Errors
+    /// What is wrong with its output.
+    fn check(&mut self, index: usize) -> Result<Checked, String>;
 
     /// Runs a candidate `repeats` times in a row and returns the seconds of one run.
     fn run(&mut self, index: usize, repeats: usize) -> f64;
 
     /// Seconds since the race began.
     fn elapsed(&self) -> f64;
+}
+
+/// A first run whose output was right.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Checked {
+    /// The largest error relative to the largest value.
+    pub(super) error: f64,
+    /// How long the run took, with everything cold.
+    pub(super) seconds: f64,
 }
 
 /// What became of a candidate.
@@ -47,6 +58,9 @@ const NEAR_TIE: f64 = 1.08;
 
 /// Estimates are right within a factor like this.
 const HOPELESS: f64 = 15.0;
+
+/// As many candidates are tried at least, the cheapest by estimate, unless that takes twice the budget.
+const LIKELY: usize = 4;
 
 /// How thorough a race is.
 struct Rules {
@@ -149,7 +163,9 @@ impl Race<'_> {
         let mut best: Option<(usize, f64)> = None;
         for &index in order {
             if let Some((leader, seconds)) = best {
-                if self.spent() > 0.5 {
+                // Those that are likely to win are tried even where setting up has taken long.
+                let tried = self.times.iter().filter(|times| !times.is_empty()).count();
+                if self.spent() > if tried < LIKELY { 2.0 } else { 0.5 } {
                     break;
                 }
                 let expected = seconds * estimates[index] / estimates[leader];
@@ -164,16 +180,22 @@ impl Race<'_> {
                 }
             }
             match self.trial.check(index) {
-                Ok(error) => {
-                    // The check has warmed code, threads and buffers; a first look tells how often to repeat.
-                    let seconds = self.trial.run(index, 1);
-                    let repeats = (SHORTEST_SAMPLE / seconds.max(1e-9)).ceil() as usize;
-                    self.repeats[index] = repeats.clamp(1, 1000);
-                    let seconds = if self.repeats[index] > 1 {
-                        self.lap(index)
+                Ok(Checked { error, seconds: cold }) => {
+                    let seconds = if best.is_some_and(|(_, best)| cold > 2.0 * rules.first_cut * best) {
+                        // Too far behind for a warm run to change anything.
+                        self.times[index].push(cold);
+                        cold
                     } else {
-                        self.times[index].push(seconds);
-                        seconds
+                        // The check has warmed code, threads and buffers; a first look tells how often to repeat.
+                        let seconds = self.trial.run(index, 1);
+                        let repeats = (SHORTEST_SAMPLE / seconds.max(1e-9)).ceil() as usize;
+                        self.repeats[index] = repeats.clamp(1, 1000);
+                        if self.repeats[index] > 1 {
+                            self.lap(index)
+                        } else {
+                            self.times[index].push(seconds);
+                            seconds
+                        }
                     };
                     if best.is_none_or(|(_, best)| seconds < best) {
                         best = Some((index, seconds));
@@ -266,9 +288,14 @@ mod tests {
     }
 
     impl Trial for Simulated {
-        fn check(&mut self, index: usize) -> Result<f64, String> {
-            self.clock += self.seconds[index];
-            if self.wrong == Some(index) { Err("all zeros".into()) } else { Ok(1e-7) }
+        fn check(&mut self, index: usize) -> Result<Checked, String> {
+            let seconds = 1.3 * self.seconds[index];
+            self.clock += seconds;
+            if self.wrong == Some(index) {
+                Err("all zeros".into())
+            } else {
+                Ok(Checked { error: 1e-7, seconds })
+            }
         }
 
         fn run(&mut self, index: usize, repeats: usize) -> f64 {

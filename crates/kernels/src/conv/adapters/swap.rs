@@ -13,7 +13,9 @@ use std::sync::Arc;
 
 use super::strided::{Axes, copy};
 use super::workspace_sum;
-use crate::conv::plan::{Accuracy, ConvAlgorithm, ConvKernel, ConvOperands, ConvPlan, Kernel, NotApplicable};
+use crate::conv::plan::{
+    Accuracy, ConvAlgorithm, ConvKernel, ConvOperands, ConvPlan, Cost, Kernel, NotApplicable,
+};
 use crate::conv::problem::{ConvAxis, ConvProblem, ConvSpec, Pass};
 use crate::{Cpu, Element, MemoryFormat};
 
@@ -60,6 +62,9 @@ impl ConvAlgorithm for Swap {
         // Transposing reads and writes each element, at a fraction of the speed of a plain copy.
         let copied = 4 * copies.iter().sum::<usize>() * problem.dtype.size();
         let cost = inner.cost().moving(copied);
+        // Kernels of an output's size are nobody's best case.
+        let slower = if pass == Pass::BackwardData { 1.0 } else { 2.0 };
+        let cost = Cost { flops: slower * cost.flops, ..cost };
         let kernel = Swapped { problem: *problem, pass, inner };
         Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, kernel)).with_cost(cost))
     }

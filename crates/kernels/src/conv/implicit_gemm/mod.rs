@@ -15,8 +15,8 @@ use std::sync::Arc;
 
 use passes::{Forward, Weights};
 
-use super::gemm_views::gemm_efficiency;
-use super::plan::{ConvAlgorithm, ConvPlan, Cost, Kernel, NotApplicable};
+use super::gemm_views::columns_cost;
+use super::plan::{ConvAlgorithm, ConvPlan, Kernel, NotApplicable};
 use super::problem::{ConvProblem, Pass};
 use crate::{Cpu, DType, MemoryFormat};
 
@@ -61,7 +61,7 @@ impl ConvAlgorithm for ImplicitGemm {
             }
             Pass::BackwardData => return not("backward-data is its forward: implicit-gemm+swap"),
         };
-        let cost = Cost::direct(problem, 0.6 * gemm_efficiency(problem, pass));
+        let cost = columns_cost(problem, pass, cpu, 0.6);
         Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, kernel).with_cost(cost))
     }
 }
