@@ -63,7 +63,7 @@ impl ConvAlgorithm for Swap {
         let copied = 4 * copies.iter().sum::<usize>() * problem.dtype.size();
         let cost = inner.cost().moving(copied);
         // Kernels of an output's size are nobody's best case.
-        let slower = if pass == Pass::BackwardData { 1.0 } else { 2.0 };
+        let slower = if pass == Pass::BackwardData { 1.0 } else { 3.0 };
         let cost = Cost { flops: slower * cost.flops, ..cost };
         let kernel = Swapped { problem: *problem, pass, inner };
         Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, kernel)).with_cost(cost))
