@@ -16,7 +16,7 @@ impl Heard {
     fn options(&self) -> TunerOptions {
         let heard = self.clone();
         TunerOptions {
-            budget: Duration::from_millis(100),
+            budget: Duration::from_secs(5),
             observer: Some(Arc::new(move |event| match event {
                 Event::Chosen(tuning) => heard.0.lock().unwrap().push((*tuning).clone()),
                 event => panic!("{event:?}"),
