@@ -3,9 +3,7 @@
 //! Neighbours that meet the same window elements form a segment. Along it, up to nine window elements at a time are
 //! taken in one sweep, so that the maximum and its index, or the sum of a gradient, stay in registers.
 
-use std::ops::Range;
-
-use super::runs::{span, strided};
+use super::runs::span;
 use super::{PoolProblem, WindowIndex};
 use crate::conv::ConvAxis;
 use crate::cpu::multiversion;
@@ -160,11 +158,11 @@ fn forward_into<T: Element, I: WindowIndex>(
             y.fill(T::neg_infinity());
             for segment in &segments {
                 window.set(&rows, &segment.taps, width.kernel, width.input, lanes);
-                let range = elements(segment.first, segment.len, lanes);
+                let range = segment.first * lanes..(segment.first + segment.len) * lanes;
                 let (y, indices) = (&mut y[range.clone()], &mut indices[range]);
                 indices.fill(window.elements.first().copied().unwrap_or(I::store(0)));
                 window.each_part(|elements, sources| {
-                    maxima(cpu, elements, sources, width.stride, lanes, x, y, indices);
+                    maxima(cpu, elements, sources, [segment.len, lanes, width.stride], x, y, indices);
                 });
             }
         }
@@ -209,9 +207,8 @@ pub(super) fn backward<T: Element, I: WindowIndex>(
                     false => (segment.first * lanes, width.stride * lanes),
                 };
                 let sums = &mut sums[first..];
-                let count = segment.len;
                 window.each_part(|elements, sources| {
-                    add_taken(cpu, elements, sources, [count, lanes, step], dy, indices, sums);
+                    add_taken(cpu, elements, sources, [segment.len, lanes, step], dy, indices, sums);
                 });
             }
             if interleaved {
@@ -221,41 +218,70 @@ pub(super) fn backward<T: Element, I: WindowIndex>(
     });
 }
 
-fn elements(first: usize, len: usize, lanes: usize) -> Range<usize> {
-    first * lanes..(first + len) * lanes
-}
-
+/// `[count, lanes, stride]`: outputs, elements of each, and inputs from one output to the next.
 #[inline(always)]
 fn maxima_of<const N: usize, T: Element, I: WindowIndex>(
     elements: &[I],
     sources: &[usize],
-    [stride, lanes]: [usize; 2],
+    [count, lanes, stride]: [usize; 3],
     x: &[T],
     y: &mut [T],
     indices: &mut [I],
 ) {
-    let (len, span) = (y.len(), span(stride, lanes, y.len()));
+    let len = count * lanes;
     let elements: [I; N] = std::array::from_fn(|n| elements[n]);
-    let sources: [&[T]; N] = std::array::from_fn(|n| &x[sources[n]..][..span]);
-    let indices = &mut indices[..len];
-    let visit = |to: usize, from: usize| {
-        // SAFETY: `strided` visits places below `len`, which both outputs have, and below `span`.
-        unsafe {
-            let (mut best, mut winner) = (*y.get_unchecked(to), *indices.get_unchecked(to));
-            for n in 0..N {
-                let value = *sources[n].get_unchecked(from);
-                let larger = (value > best) | value.is_nan();
-                best = if larger { value } else { best };
-                winner = if larger { elements[n] } else { winner };
+    let x: [&[T]; N] = std::array::from_fn(|n| &x[sources[n]..][..span(stride, lanes, len)]);
+    let (y, indices) = (&mut y[..len], &mut indices[..len]);
+    // The usual strides as constants, so that the loops vectorise.
+    match (lanes, stride) {
+        (1, 1) => {
+            for to in 0..len {
+                // SAFETY: places below `len`, and, a stride apart, below its span.
+                unsafe { larger(&elements, &x, [to, to], y, indices) };
             }
-            *y.get_unchecked_mut(to) = best;
-            *indices.get_unchecked_mut(to) = winner;
         }
-    };
-    strided(stride, lanes, len, visit);
+        (1, 2) => {
+            for to in 0..len {
+                // SAFETY: as above.
+                unsafe { larger(&elements, &x, [to, 2 * to], y, indices) };
+            }
+        }
+        _ => {
+            for pixel in 0..count {
+                for lane in 0..lanes {
+                    let places = [pixel * lanes + lane, pixel * stride * lanes + lane];
+                    // SAFETY: as above, in pixels of `lanes`.
+                    unsafe { larger(&elements, &x, places, y, indices) };
+                }
+            }
+        }
+    }
 }
 
-/// `[count, lanes, step]`: pixels, elements of each, and elements from one to the next in `sums`.
+/// # Safety
+/// `to` is a place in y and the indices, `from` one in every x.
+#[inline(always)]
+unsafe fn larger<const N: usize, T: Element, I: WindowIndex>(
+    elements: &[I; N],
+    x: &[&[T]; N],
+    [to, from]: [usize; 2],
+    y: &mut [T],
+    indices: &mut [I],
+) {
+    // SAFETY: as promised.
+    let (y, index) = unsafe { (y.get_unchecked_mut(to), indices.get_unchecked_mut(to)) };
+    let (mut best, mut winner) = (*y, *index);
+    for n in 0..N {
+        // SAFETY: as promised.
+        let value = unsafe { *x[n].get_unchecked(from) };
+        let larger = (value > best) | value.is_nan();
+        best = if larger { value } else { best };
+        winner = if larger { elements[n] } else { winner };
+    }
+    (*y, *index) = (best, winner);
+}
+
+/// `[count, lanes, step]`: inputs, elements of each, and elements from one to the next in `sums`.
 #[inline(always)]
 fn add_taken_of<const N: usize, T: Element, I: WindowIndex>(
     elements: &[I],
@@ -265,39 +291,51 @@ fn add_taken_of<const N: usize, T: Element, I: WindowIndex>(
     indices: &[I],
     sums: &mut [T],
 ) {
+    let len = count * lanes;
     let elements: [I; N] = std::array::from_fn(|n| elements[n]);
-    let indices: [&[I]; N] = std::array::from_fn(|n| &indices[sources[n]..][..count * lanes]);
-    let dy: [&[T]; N] = std::array::from_fn(|n| &dy[sources[n]..][..count * lanes]);
+    let indices: [&[I]; N] = std::array::from_fn(|n| &indices[sources[n]..][..len]);
+    let dy: [&[T]; N] = std::array::from_fn(|n| &dy[sources[n]..][..len]);
     let sums = &mut sums[..(count - 1) * step + lanes];
-    let mut visit = |to: usize, from: usize| {
-        // SAFETY: `to` is at most `(count - 1) * step + lanes - 1`, and `from` below `count * lanes`.
-        unsafe {
-            let mut sum = *sums.get_unchecked(to);
-            for n in 0..N {
-                let taken = *indices[n].get_unchecked(from) == elements[n];
-                sum += if taken { *dy[n].get_unchecked(from) } else { T::zero() };
-            }
-            *sums.get_unchecked_mut(to) = sum;
-        }
-    };
-    // One loop in one place: called twice, a body of this size is not inlined and not vectorised.
-    let (pixels, len) = if step == lanes { (1, count * lanes) } else { (count, lanes) };
+    let [pixels, lanes] = if step == lanes { [1, len] } else { [count, lanes] };
     for pixel in 0..pixels {
-        for lane in 0..len {
-            visit(pixel * step + lane, pixel * lanes + lane);
+        for lane in 0..lanes {
+            let places = [pixel * step + lane, pixel * lanes + lane];
+            // SAFETY: at most (count - 1) * step + lanes - 1 in sums, and count * lanes - 1 in the others.
+            unsafe { add(&elements, &indices, &dy, places, sums) };
         }
     }
+}
+
+/// # Safety
+/// `to` is a place in the sums, `from` one in all indices and dy.
+#[inline(always)]
+unsafe fn add<const N: usize, T: Element, I: WindowIndex>(
+    elements: &[I; N],
+    indices: &[&[I]; N],
+    dy: &[&[T]; N],
+    [to, from]: [usize; 2],
+    sums: &mut [T],
+) {
+    // SAFETY: as promised.
+    let result = unsafe { sums.get_unchecked_mut(to) };
+    let mut sum = *result;
+    for n in 0..N {
+        // SAFETY: as promised.
+        let (index, dy) = unsafe { (*indices[n].get_unchecked(from), *dy[n].get_unchecked(from)) };
+        sum += if index == elements[n] { dy } else { T::zero() };
+    }
+    *result = sum;
 }
 
 multiversion! {
     /// The larger of what is known and of these window elements, which the first output finds at `sources`.
     fn maxima<T: Element, I: WindowIndex>(
-        elements: &[I], sources: &[usize], stride: usize, lanes: usize, x: &[T], y: &mut [T], indices: &mut [I],
+        elements: &[I], sources: &[usize], sizes: [usize; 3], x: &[T], y: &mut [T], indices: &mut [I],
     ) {
         match elements.len() {
-            9 => maxima_of::<9, T, I>(elements, sources, [stride, lanes], x, y, indices),
-            4 => maxima_of::<4, T, I>(elements, sources, [stride, lanes], x, y, indices),
-            _ => maxima_of::<1, T, I>(elements, sources, [stride, lanes], x, y, indices),
+            9 => maxima_of::<9, T, I>(elements, sources, sizes, x, y, indices),
+            4 => maxima_of::<4, T, I>(elements, sources, sizes, x, y, indices),
+            _ => maxima_of::<1, T, I>(elements, sources, sizes, x, y, indices),
         }
     }
 
