@@ -102,7 +102,8 @@ impl Function for MaxPool {
         let (device, shape) = (x.device(), self.problem.output_shape());
         let cpu = device.compute();
         let len = shape.iter().product();
-        let algorithm = device.max_pool_algorithm(&self.problem, x.dtype(), MaxPoolPass::Forward);
+        let pass = if needs.any() { MaxPoolPass::Forward } else { MaxPoolPass::Inference };
+        let algorithm = device.max_pool_algorithm(&self.problem, x.dtype(), pass);
         let mut indices = Indices::None;
         let y = dispatch!(x.dtype(), T => Tensor::build(device, &shape, x.format(), |y: &mut [T]| {
             let x = x.data::<T>()?;

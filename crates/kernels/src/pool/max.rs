@@ -21,19 +21,22 @@ pub enum MaxPoolPass {
     Forward,
     /// dx from dy and the indices.
     Backward,
+    /// y from x, without indices.
+    Inference,
 }
 
 impl MaxPoolPass {
-    /// Both passes.
-    pub const ALL: [MaxPoolPass; 2] = [MaxPoolPass::Forward, MaxPoolPass::Backward];
+    /// Every pass.
+    pub const ALL: [MaxPoolPass; 3] = [MaxPoolPass::Forward, MaxPoolPass::Backward, MaxPoolPass::Inference];
 }
 
-/// `max-pool-fwd` or `max-pool-bwd`.
+/// `max-pool-fwd`, `max-pool-bwd` or `max-pool-inference`.
 impl std::fmt::Display for MaxPoolPass {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             MaxPoolPass::Forward => "max-pool-fwd",
             MaxPoolPass::Backward => "max-pool-bwd",
+            MaxPoolPass::Inference => "max-pool-inference",
         })
     }
 }
@@ -61,11 +64,11 @@ impl MaxPoolAlgorithm {
     pub(crate) fn estimate(self, problem: &PoolProblem, pass: MaxPoolPass, cpu: &Cpu) -> f64 {
         let [batch, channels, height, width] = problem.output_shape();
         let reads = (batch * channels * height * width) as f64 * problem.window_len() as f64;
-        // Seen with AVX-512: forward runs take twice as long or more, backward the two are close.
+        // Seen with AVX-512: forward runs take twice as long or more, in other passes the two are close.
         let nanoseconds = match (self, pass) {
             (MaxPoolAlgorithm::Runs, _) => 1.0,
             (MaxPoolAlgorithm::Windows, MaxPoolPass::Forward) => 0.5,
-            (MaxPoolAlgorithm::Windows, MaxPoolPass::Backward) => 1.2,
+            (MaxPoolAlgorithm::Windows, MaxPoolPass::Backward | MaxPoolPass::Inference) => 1.2,
         };
         1e-6 + 1e-9 * nanoseconds * reads / cpu.threads() as f64
     }

@@ -178,7 +178,7 @@ pub(super) fn backward<T: Element, I: WindowIndex>(
 ) {
     let (input, output, lanes) = problem.task();
     let (height, width) = (&problem.height, &problem.width);
-    // Inputs a stride apart are covered in the same way.
+    // Inputs a stride apart are covered in the same way; a stride beyond the input leaves each alone.
     let phases = width.stride.min(width.input);
     let phase = |phase: usize| segments((phase..width.input).step_by(width.stride), |i| outputs(width, i));
     let segments: Vec<Segment> = (0..phases).flat_map(phase).collect();
@@ -204,7 +204,7 @@ pub(super) fn backward<T: Element, I: WindowIndex>(
                 window.set(&rows, &segment.taps, width.kernel, width.output(), lanes);
                 let (first, step) = match interleaved {
                     true => (segment.first % phases * phase_len + segment.first / phases, 1),
-                    false => (segment.first * lanes, width.stride * lanes),
+                    false => (segment.first * lanes, phases * lanes),
                 };
                 let sums = &mut sums[first..];
                 window.each_part(|elements, sources| {

@@ -88,7 +88,7 @@ impl<'a, T: Element, I: WindowIndex> PoolTrial<'a, T, I> {
         let oracle = max_pool_algorithms()[0];
         oracle.forward(cpu, problem, &x, &mut y, Some(&mut indices)).expect("buffers of this problem");
         let (input, expected) = match pass {
-            MaxPoolPass::Forward => (x, y),
+            MaxPoolPass::Forward | MaxPoolPass::Inference => (x, y),
             MaxPoolPass::Backward => {
                 let (dy, mut dx) = (values(y_len, 2), x);
                 oracle.backward(cpu, problem, &dy, &indices, &mut dx).expect("buffers of this problem");
@@ -105,6 +105,7 @@ impl<'a, T: Element, I: WindowIndex> PoolTrial<'a, T, I> {
         let (algorithm, input, output) = (self.algorithms[index], &self.input, &mut self.output);
         match pass {
             MaxPoolPass::Forward => algorithm.forward(cpu, problem, input, output, Some(&mut self.indices)),
+            MaxPoolPass::Inference => algorithm.forward::<T, I>(cpu, problem, input, output, None),
             MaxPoolPass::Backward => algorithm.backward(cpu, problem, input, &self.indices, output),
         }
         .expect("buffers of this problem");

@@ -135,7 +135,7 @@ impl Tuner {
 
     /// The algorithm for a pass of max pooling, chosen in the same way as [`Tuner::plan`].
     ///
-    /// Forward is measured with indices. Names and accuracies in the options do not matter: they speak of convolutions,
+    /// Names and accuracies in the options do not matter: they speak of convolutions,
     /// and all algorithms for max pooling give the same bits.
     pub fn max_pool(
         &self,
