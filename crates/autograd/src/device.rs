@@ -3,9 +3,10 @@
 use std::sync::Arc;
 
 use bytemuck::Pod;
-use convoke_kernels::Cpu;
 use convoke_kernels::conv::{ConvPlan, ConvProblem, Pass};
+use convoke_kernels::pool::{MaxPoolAlgorithm, MaxPoolPass, PoolProblem};
 use convoke_kernels::tune::Tuner;
+use convoke_kernels::{Cpu, DType};
 
 use crate::Result;
 use crate::pool::{Buffer, MemoryStats, Pool, TimelinePoint};
@@ -32,7 +33,7 @@ pub struct DeviceOptions {
     /// Fill every buffer with NaN before it is handed out, so that a kernel that reads before it writes shows.
     /// For tests.
     pub poison: bool,
-    /// Chooses the algorithms of convolutions. Devices whose results should agree to the last bit share one.
+    /// Chooses the algorithms of convolutions and max poolings. Devices whose results should agree to the last bit share one.
     pub tuner: Tuner,
 }
 
@@ -70,7 +71,17 @@ impl Device {
         self.inner.tuner.plan(problem, pass, &self.inner.cpu)
     }
 
-    /// What chooses the algorithms of convolutions.
+    /// The algorithm that this device's tuner chooses for max pooling; the same one each time, as for convolutions.
+    pub fn max_pool_algorithm(
+        &self,
+        problem: &PoolProblem,
+        dtype: DType,
+        pass: MaxPoolPass,
+    ) -> MaxPoolAlgorithm {
+        self.inner.tuner.max_pool(problem, dtype, pass, &self.inner.cpu)
+    }
+
+    /// What chooses the algorithms of convolutions and max poolings.
     pub fn tuner(&self) -> &Tuner {
         &self.inner.tuner
     }

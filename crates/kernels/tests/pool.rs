@@ -4,7 +4,8 @@ mod common;
 
 use common::{FORMATS, Number, cast, check_bits, contiguous, cpus, laid_out, properties};
 use convoke_kernels::pool::{
-    PoolAxis, PoolProblem, WindowIndex, average_pool, average_pool_backward, max_pool, max_pool_backward,
+    MaxPoolAlgorithm, PoolAxis, PoolProblem, WindowIndex, average_pool, average_pool_backward, max_pool,
+    max_pool_algorithms, max_pool_backward,
 };
 use convoke_kernels::{Cpu, MemoryFormat};
 use convoke_testkit::{
@@ -96,6 +97,7 @@ impl Layer {
 
     fn maxima<T: Number, I: WindowIndex>(
         &self,
+        algorithm: MaxPoolAlgorithm,
         cpu: &Cpu,
         format: MemoryFormat,
         x: &[f64],
@@ -106,12 +108,12 @@ impl Layer {
         let x = laid_out::<T>(&x_extent, &cast(x));
         let (mut y, mut dx) = (poisoned(dy.len()), poisoned(x.len()));
         let mut indices = vec![I::store(I::COUNT - 1); dy.len()];
-        max_pool(cpu, &problem, &x, &mut y, Some(&mut indices)).unwrap();
+        algorithm.forward(cpu, &problem, &x, &mut y, Some(&mut indices)).unwrap();
         let mut without: Vec<T> = poisoned(dy.len());
-        max_pool::<T, I>(cpu, &problem, &x, &mut without, None).unwrap();
+        algorithm.forward::<T, I>(cpu, &problem, &x, &mut without, None).unwrap();
         check_close_or_both_nan(&without, &y, Tolerance::EXACT)
             .unwrap_or_else(|error| panic!("without: {error}"));
-        max_pool_backward(cpu, &problem, &laid_out(&y_extent, &cast(dy)), &indices, &mut dx).unwrap();
+        algorithm.backward(cpu, &problem, &laid_out(&y_extent, &cast(dy)), &indices, &mut dx).unwrap();
         // Small integers, so that they can be moved between formats as numbers.
         let taps: Vec<f64> = indices.iter().map(|index| index.load() as f64).collect();
         let indices = contiguous(&y_extent, &taps).into_iter().map(|tap| tap as usize).collect();
@@ -161,11 +163,19 @@ fn check_maxima<T: Number, I: WindowIndex>(
     [x, dy]: [&[f64]; 2],
     expected: &Maxima<f64>,
 ) {
-    let what = |name: &str| format!("{name} {format} {} u{} {cpu:?} {layer:?}", T::DTYPE, I::COUNT.ilog2());
-    let actual = layer.maxima::<T, I>(cpu, format, x, dy);
-    failures.check(what("y"), check_close_or_both_nan(&actual.y, &expected.y, Tolerance::EXACT));
-    failures.check(what("indices"), check_indices(&actual.indices, &expected.indices));
-    failures.check(what("dx"), check_relative_to_max(&actual.dx, &expected.dx, 8.0 * T::epsilon().f64()));
+    let first = layer.maxima::<T, I>(MaxPoolAlgorithm::Runs, cpu, format, x, dy);
+    for &algorithm in max_pool_algorithms() {
+        let bits = I::COUNT.ilog2();
+        let what =
+            |part: &str| format!("{part} {algorithm:?} {format} {} u{bits} {cpu:?} {layer:?}", T::DTYPE);
+        let actual = layer.maxima::<T, I>(algorithm, cpu, format, x, dy);
+        failures.check(what("y"), check_close_or_both_nan(&actual.y, &expected.y, Tolerance::EXACT));
+        failures.check(what("indices"), check_indices(&actual.indices, &expected.indices));
+        failures.check(what("dx"), check_relative_to_max(&actual.dx, &expected.dx, 8.0 * T::epsilon().f64()));
+        // To the bit: -0 is not 0, and sums have one order.
+        failures.check(what("bits of y"), check_bits(&actual.y, &first.y));
+        failures.check(what("bits of dx"), check_bits(&actual.dx, &first.dx));
+    }
 }
 
 fn check_averages<T: Number>(
@@ -232,7 +242,7 @@ fn every_case_agrees_with_pytorch() {
                 taps.push(found.expect("the largest lies in its window").0);
             });
             // Both types round dx's sums of a few dy to the f32 that are stored.
-            let actual = layer.maxima::<f64, u16>(&cpu, format, &x, &dy);
+            let actual = layer.maxima::<f64, u16>(MaxPoolAlgorithm::Runs, &cpu, format, &x, &dy);
             failures
                 .check(format!("{} {format} dx", golden.name), check_relative_to_max(&actual.dx, &dx, 1e-7));
             let expected = Maxima { y: y.clone(), indices: taps, dx: actual.dx };
@@ -278,6 +288,7 @@ proptest! {
             0 => f64::NAN,
             1 => f64::NEG_INFINITY,
             2 => f64::INFINITY,
+            3 => -0.0,
             other => (other % 5) as f64 - 2.0,
         };
         let x: Vec<f64> = (0..layer.input_len()).map(|_| value()).collect();
@@ -320,22 +331,41 @@ fn cpu_configurations_agree_to_the_bit_where_threads_start() {
     let dy: Vec<f64> = random.normal(3 * 17 * layer.outputs(0) * layer.outputs(1), 0.0, 1.0);
     let mut failures = Failures::new("pooling on different CPU configurations");
     for format in FORMATS {
-        let maxima = layer.maxima::<f32, u8>(&cpus()[0], format, &x, &dy);
         let averages = layer.averages::<f32>(&cpus()[0], format, &x, &dy);
+        let maxima = layer.maxima::<f32, u8>(MaxPoolAlgorithm::Runs, &cpus()[0], format, &x, &dy);
         for cpu in cpus() {
-            let (again, means) =
-                (layer.maxima::<f32, u8>(cpu, format, &x, &dy), layer.averages(cpu, format, &x, &dy));
-            for (name, actual, expected) in [
-                ("max y", &again.y, &maxima.y),
-                ("max dx", &again.dx, &maxima.dx),
-                ("average y", &means[0], &averages[0]),
-                ("average dx", &means[1], &averages[1]),
-            ] {
-                failures.check(format!("{name} {format} {cpu:?}"), check_bits(actual, expected));
+            let means = layer.averages(cpu, format, &x, &dy);
+            for (name, actual, expected) in [("y", &means[0], &averages[0]), ("dx", &means[1], &averages[1])]
+            {
+                failures.check(format!("average {name} {format} {cpu:?}"), check_bits(actual, expected));
             }
-            failures
-                .check(format!("indices {format} {cpu:?}"), check_indices(&again.indices, &maxima.indices));
+            for &algorithm in max_pool_algorithms() {
+                let again = layer.maxima::<f32, u8>(algorithm, cpu, format, &x, &dy);
+                let what = |part: &str| format!("{part} {algorithm:?} {format} {cpu:?}");
+                failures.check(what("max y"), check_bits(&again.y, &maxima.y));
+                failures.check(what("max dx"), check_bits(&again.dx, &maxima.dx));
+                failures.check(what("indices"), check_indices(&again.indices, &maxima.indices));
+            }
         }
     }
     failures.finish();
+}
+
+#[test]
+fn the_plain_functions_are_one_of_the_algorithms() {
+    let axis = PoolAxis { input: 5, kernel: 3, stride: 2, padding: 1, dilation: 1 };
+    let layer = Layer { batch: 1, channels: 2, axes: [axis; 2], ceil_mode: false, count_padding: false };
+    let cpu = Cpu::single();
+    let x: Vec<f64> = Random::new(1).normal(layer.input_len(), 0.0, 1.0);
+    let dy: Vec<f64> = Random::new(2).normal(18, 0.0, 1.0);
+    for format in FORMATS {
+        let problem = layer.problem(format);
+        let (mut y, mut indices, mut dx) = (vec![f64::NAN; 18], vec![9u8; 18], vec![f64::NAN; x.len()]);
+        max_pool(&cpu, &problem, &laid_out(&problem.input_extent(), &x), &mut y, Some(&mut indices)).unwrap();
+        let dy_laid_out = laid_out(&problem.output_extent(), &dy);
+        max_pool_backward(&cpu, &problem, &dy_laid_out, &indices, &mut dx).unwrap();
+        let expected = layer.maxima::<f64, u8>(MaxPoolAlgorithm::Runs, &cpu, format, &x, &dy);
+        check_bits(&contiguous(&problem.output_extent(), &y), &expected.y).unwrap();
+        check_bits(&contiguous(&problem.input_extent(), &dx), &expected.dx).unwrap();
+    }
 }

@@ -4,7 +4,8 @@ mod common;
 
 use common::check_refused;
 use convoke_kernels::pool::{
-    PoolAxis, PoolProblem, WindowIndex, average_pool, average_pool_backward, max_pool, max_pool_backward,
+    PoolAxis, PoolProblem, WindowIndex, average_pool, average_pool_backward, max_pool, max_pool_algorithms,
+    max_pool_backward,
 };
 use convoke_kernels::{Cpu, MemoryFormat};
 use convoke_testkit::Failures;
@@ -109,8 +110,10 @@ fn indices_of_another_problem_do_not_panic() {
     let problem = PoolProblem::new([1, 1], [axis; 2], false, MemoryFormat::Contiguous).unwrap();
     let mut dx = [f32::NAN; 9];
     for tap in [0, 3, 4, 255, u16::MAX] {
-        max_pool_backward(&Cpu::single(), &problem, &[1.0; 16], &[tap; 16], &mut dx).unwrap();
-        assert!(dx.iter().all(|dx| *dx >= 0.0) && dx.iter().sum::<f32>() <= 16.0, "{tap}");
+        for algorithm in max_pool_algorithms() {
+            algorithm.backward(&Cpu::single(), &problem, &[1.0; 16], &[tap; 16], &mut dx).unwrap();
+            assert!(dx.iter().all(|dx| *dx >= 0.0) && dx.iter().sum::<f32>() <= 16.0, "{algorithm:?} {tap}");
+        }
     }
 }
 
@@ -121,8 +124,11 @@ fn a_window_of_padding_only_has_no_maximum() {
     for format in [MemoryFormat::Contiguous, MemoryFormat::ChannelsLast] {
         let problem = PoolProblem::new([1, 2], [height, width], false, format).unwrap();
         let (mut y, mut indices, mut dx) = ([f32::NAN; 2], [9u8; 2], [f32::NAN; 4]);
-        max_pool(&Cpu::single(), &problem, &[1.0; 4], &mut y, Some(&mut indices)).unwrap();
-        max_pool_backward(&Cpu::single(), &problem, &[1.0; 2], &indices, &mut dx).unwrap();
-        assert_eq!((y, indices, dx), ([f32::NEG_INFINITY; 2], [0; 2], [0.0; 4]));
+        for algorithm in max_pool_algorithms() {
+            algorithm.forward(&Cpu::single(), &problem, &[1.0; 4], &mut y, Some(&mut indices)).unwrap();
+            algorithm.backward(&Cpu::single(), &problem, &[1.0; 2], &indices, &mut dx).unwrap();
+            assert_eq!((y, indices, dx), ([f32::NEG_INFINITY; 2], [0; 2], [0.0; 4]), "{algorithm:?}");
+            (y, indices, dx) = ([f32::NAN; 2], [9; 2], [f32::NAN; 4]);
+        }
     }
 }

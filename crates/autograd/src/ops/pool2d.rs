@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use convoke_kernels::pool::{self, PoolAxis, PoolProblem};
+use convoke_kernels::pool::{self, MaxPoolPass, PoolAxis, PoolProblem};
 
 use super::four_dimensions;
 use crate::error::invalid;
@@ -102,18 +102,20 @@ impl Function for MaxPool {
         let (device, shape) = (x.device(), self.problem.output_shape());
         let cpu = device.compute();
         let len = shape.iter().product();
+        let pass = if needs.any() { MaxPoolPass::Forward } else { MaxPoolPass::Inference };
+        let algorithm = device.max_pool_algorithm(&self.problem, x.dtype(), pass);
         let mut indices = Indices::None;
         let y = dispatch!(x.dtype(), T => Tensor::build(device, &shape, x.format(), |y: &mut [T]| {
             let x = x.data::<T>()?;
             if !needs.any() {
-                pool::max_pool::<T, u16>(cpu, &self.problem, x, y, None)?;
+                algorithm.forward::<T, u16>(cpu, &self.problem, x, y, None)?;
             } else if self.problem.window_len() <= 256 {
                 let mut taken = device.buffer::<u8>(len)?;
-                pool::max_pool(cpu, &self.problem, x, y, Some(&mut taken))?;
+                algorithm.forward(cpu, &self.problem, x, y, Some(&mut taken))?;
                 indices = Indices::Byte(Arc::new(taken));
             } else {
                 let mut taken = device.buffer::<u16>(len)?;
-                pool::max_pool(cpu, &self.problem, x, y, Some(&mut taken))?;
+                algorithm.forward(cpu, &self.problem, x, y, Some(&mut taken))?;
                 indices = Indices::Short(Arc::new(taken));
             }
             Ok(())
@@ -124,12 +126,13 @@ impl Function for MaxPool {
     fn backward(&self, indices: Indices, upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
         let (device, format) = (upstream.device(), upstream.format());
         let cpu = device.compute();
+        let algorithm = device.max_pool_algorithm(&self.problem, upstream.dtype(), MaxPoolPass::Backward);
         let dx = dispatch!(upstream.dtype(), T => {
             Tensor::build(device, &self.input_shape, format, |dx: &mut [T]| {
                 let dy = upstream.data::<T>()?;
                 match &indices {
-                    Indices::Byte(taken) => pool::max_pool_backward(cpu, &self.problem, dy, taken, dx)?,
-                    Indices::Short(taken) => pool::max_pool_backward(cpu, &self.problem, dy, taken, dx)?,
+                    Indices::Byte(taken) => algorithm.backward(cpu, &self.problem, dy, taken, dx)?,
+                    Indices::Short(taken) => algorithm.backward(cpu, &self.problem, dy, taken, dx)?,
                     Indices::None => unreachable!("backward runs only where forward was told that it would"),
                 }
                 Ok(())

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use super::contest::{Contest, Subject};
+use super::noise::{CHUNK, Generator, noise};
 use super::race::{Checked, Trial};
 use crate::conv::{Accuracy, ConvOperands, ConvPlan, ConvProblem, Pass, reference_element};
 use crate::{Cpu, DType, Element};
@@ -176,45 +177,7 @@ impl Oracle {
     }
 }
 
-/// Elements that a thread takes at a time.
-const CHUNK: usize = 1 << 16;
-
 /// Fills a buffer with NaN.
 fn poison<T: Element>(cpu: &Cpu, buffer: &mut [T]) {
     cpu.for_each(buffer.len(), buffer.chunks_mut(CHUNK), |chunk| chunk.fill(T::nan()));
-}
-
-/// Uniform numbers in -1..1.
-fn noise<T: Element>(cpu: &Cpu, len: usize, seed: u64) -> Vec<T> {
-    let mut values = vec![T::zero(); len];
-    cpu.for_each(len, values.chunks_mut(CHUNK).enumerate(), |(chunk, values)| {
-        let mut random = Generator::new(seed + 1000 * chunk as u64);
-        for value in values {
-            *value = T::of(random.next() as f64 / (1u64 << 31) as f64 - 1.0);
-        }
-    });
-    values
-}
-
-/// SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
-struct Generator {
-    state: u64,
-}
-
-impl Generator {
-    fn new(seed: u64) -> Generator {
-        Generator { state: seed }
-    }
-
-    fn next(&mut self) -> u32 {
-        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.state;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) >> 32) as u32
-    }
-
-    fn below(&mut self, limit: usize) -> usize {
-        ((u128::from(self.next()) * limit as u128) >> 32) as usize
-    }
 }

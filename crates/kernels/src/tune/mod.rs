@@ -18,6 +18,8 @@
 mod cache;
 mod contest;
 mod conv_trial;
+mod noise;
+mod pool_trial;
 mod race;
 mod record;
 mod tuner;
@@ -61,9 +63,9 @@ pub struct TunerOptions {
     pub budget: Duration,
     /// Time for all of this tuner's measurements; when it is spent, choices are made by estimate.
     pub total_budget: Duration,
-    /// If not empty, only these algorithms; `NAME*` stands for every name that begins so.
+    /// If not empty, only these algorithms of convolution; `NAME*` stands for every name that begins so.
     pub only: Vec<String>,
-    /// Not these algorithms; `NAME*` as above.
+    /// Not these algorithms of convolution; `NAME*` as above.
     pub skip: Vec<String>,
     /// Where results are kept between runs.
     pub cache: Option<PathBuf>,

@@ -71,7 +71,8 @@ pub const RECORD_VERSION: u32 = 1;
 pub struct Key {
     /// The problem's text, without memory format and element type.
     pub problem: String,
-    /// The pass: `fwd`, `bwd-data`, `bwd-weights`; for pooling `max-pool-fwd`, `max-pool-bwd`.
+    /// The pass: `fwd`, `bwd-data`, `bwd-weights`; for pooling `max-pool-fwd`, `max-pool-bwd`,
+    /// `max-pool-inference`.
     pub pass: String,
     /// The memory format: `nchw` or `nhwc`.
     pub format: String,

@@ -7,11 +7,13 @@ use std::time::{Duration, Instant};
 use super::cache::Cache;
 use super::contest::{Contest, Entrant, State, Subject};
 use super::conv_trial::ConvSubject;
+use super::pool_trial::PoolSubject;
 use super::race::{Outcome, race};
 use super::record::{Key, RECORD_VERSION, Record};
 use super::{Choice, Effort, Event, Source, TunerOptions, Tuning};
 use crate::conv::{self, ConvAlgorithm, ConvPlan, ConvProblem, Pass};
 use crate::error::invalid;
+use crate::pool::{MaxPoolAlgorithm, MaxPoolPass, PoolProblem, max_pool_algorithms};
 use crate::{Cpu, DType, Isa, MemoryFormat, Result};
 
 /// Chooses algorithms, and remembers. Clones share what they know.
@@ -32,6 +34,7 @@ struct Inner {
 struct Known {
     choices: HashMap<(Key, Isa), String>,
     plans: HashMap<(ConvProblem, Pass, Cpu), ConvPlan>,
+    max_pools: HashMap<(PoolProblem, DType, MaxPoolPass, Cpu), MaxPoolAlgorithm>,
     /// Time spent on measurements.
     spent: Duration,
     /// The cache's results for each instruction set, read when the first neighbour is looked for.
@@ -125,11 +128,55 @@ impl Tuner {
     ) -> Result<Tuning> {
         let mut known = self.known();
         let subject = self.subject(problem, pass, cpu);
-        let incumbent = self.load(&mut known, &subject.contest).map(|record| record.chosen);
-        let budget = self.inner.options.budget;
-        let tuning = self.measure(&mut known, &subject, budget, incumbent, progress)?;
+        let tuning = self.remeasure(&mut known, &subject, progress)?;
         known.plans.retain(|(other, other_pass, _), _| (other, *other_pass) != (problem, pass));
-        self.settle(&mut known, &subject.contest, &tuning);
+        Ok(tuning)
+    }
+
+    /// The algorithm for a pass of max pooling, chosen in the same way as [`Tuner::plan`].
+    ///
+    /// Names and accuracies in the options do not matter: they speak of convolutions,
+    /// and all algorithms for max pooling give the same bits.
+    pub fn max_pool(
+        &self,
+        problem: &PoolProblem,
+        dtype: DType,
+        pass: MaxPoolPass,
+        cpu: &Cpu,
+    ) -> MaxPoolAlgorithm {
+        let place = (*problem, dtype, pass, cpu.clone());
+        let mut known = self.known();
+        if let Some(algorithm) = known.max_pools.get(&place) {
+            return *algorithm;
+        }
+        let subject =
+            PoolSubject::new(self.max_pool_key(problem, dtype, pass, cpu), problem, dtype, pass, cpu);
+        let chosen = self.choose(&mut known, &subject).expect("every algorithm takes every problem");
+        let mut algorithms = max_pool_algorithms().iter();
+        let algorithm = *algorithms.find(|algorithm| algorithm.name() == chosen).expect("one that can run");
+        known.max_pools.insert(place, algorithm);
+        algorithm
+    }
+
+    /// As [`Tuner::tune`], for a pass of max pooling.
+    ///
+    /// # Errors
+    /// If every algorithm is wrong.
+    pub fn tune_max_pool(
+        &self,
+        problem: &PoolProblem,
+        dtype: DType,
+        pass: MaxPoolPass,
+        cpu: &Cpu,
+        progress: &mut dyn FnMut(f64),
+    ) -> Result<Tuning> {
+        let mut known = self.known();
+        let subject =
+            PoolSubject::new(self.max_pool_key(problem, dtype, pass, cpu), problem, dtype, pass, cpu);
+        let tuning = self.remeasure(&mut known, &subject, progress)?;
+        known.max_pools.retain(|(other, other_dtype, other_pass, _), _| {
+            (other, *other_dtype, *other_pass) != (problem, dtype, pass)
+        });
         Ok(tuning)
     }
 
@@ -158,6 +205,7 @@ impl Tuner {
         let mut known = self.known();
         known.choices.extend(choices.into_iter().map(|Choice { key, algorithm }| ((key, isa), algorithm)));
         known.plans.clear();
+        known.max_pools.clear();
     }
 
     /// The key under which a problem's result is stored.
@@ -166,14 +214,21 @@ impl Tuner {
             spec.dtype = DType::F32;
             spec.format = MemoryFormat::Contiguous;
         });
+        let text = text.expect("only type and format differ").to_string();
+        self.key_of(text, pass.to_string(), problem.format, problem.dtype, cpu)
+    }
+
+    /// The key under which a pass of max pooling is stored.
+    pub fn max_pool_key(&self, problem: &PoolProblem, dtype: DType, pass: MaxPoolPass, cpu: &Cpu) -> Key {
+        self.key_of(problem.to_string(), pass.to_string(), problem.format(), dtype, cpu)
+    }
+
+    fn key_of(&self, problem: String, pass: String, format: MemoryFormat, dtype: DType, cpu: &Cpu) -> Key {
         Key {
-            problem: text.expect("only type and format differ").to_string(),
-            pass: pass.to_string(),
-            format: match problem.format {
-                MemoryFormat::Contiguous => "nchw".into(),
-                MemoryFormat::ChannelsLast => "nhwc".into(),
-            },
-            dtype: problem.dtype.to_string(),
+            problem,
+            pass,
+            format: format.to_string(),
+            dtype: dtype.to_string(),
             threads: cpu.threads(),
             accuracy: self.inner.options.accuracy.to_string(),
             deterministic: self.inner.options.deterministic,
@@ -253,6 +308,20 @@ impl Tuner {
         let tuning = self.decide(known, subject)?;
         self.settle(known, contest, &tuning);
         Some(tuning.chosen)
+    }
+
+    /// Measures whatever is known, and uses the result from now on.
+    fn remeasure(
+        &self,
+        known: &mut Known,
+        subject: &dyn Subject,
+        progress: &mut dyn FnMut(f64),
+    ) -> Result<Tuning> {
+        let incumbent = self.load(known, subject.contest()).map(|record| record.chosen);
+        let budget = self.inner.options.budget;
+        let tuning = self.measure(known, subject, budget, incumbent, progress)?;
+        self.settle(known, subject.contest(), &tuning);
+        Ok(tuning)
     }
 
     fn settle(&self, known: &mut Known, contest: &Contest, tuning: &Tuning) {

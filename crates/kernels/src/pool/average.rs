@@ -1,0 +1,113 @@
+//! Average pooling, with its backward.
+
+use super::PoolProblem;
+use super::runs::{span, strided};
+use crate::conv::ConvAxis;
+use crate::cpu::multiversion;
+use crate::error::invalid;
+use crate::{Cpu, Element, Result};
+
+impl PoolProblem {
+    /// One over the divisor of each average, by output pixel.
+    fn shares<T: Element>(&self, count_padding: bool) -> Vec<T> {
+        let extent = |axis: &ConvAxis, padding: usize, o: usize| {
+            let start = (o * axis.stride) as isize - padding as isize;
+            let end = start + axis.kernel as isize;
+            // Padding counts up to the nominal one, not what ceil_mode adds.
+            let (low, high) = match count_padding {
+                true => (start, end.min((axis.input + padding) as isize)),
+                false => (start.max(0), end.min(axis.input as isize)),
+            };
+            (high - low) as f64
+        };
+        let mut shares = Vec::with_capacity(self.output_extent().spatial);
+        for oh in 0..self.height.output() {
+            for ow in 0..self.width.output() {
+                let count =
+                    extent(&self.height, self.padding[0], oh) * extent(&self.width, self.padding[1], ow);
+                shares.push(T::of(1.0 / count));
+            }
+        }
+        shares
+    }
+}
+
+/// The mean of each window; padding counts as zeros in the divisor if `count_padding`.
+///
+/// # Errors
+/// If a length is not the problem's, or the problem has dilation.
+pub fn average_pool<T: Element>(
+    cpu: &Cpu,
+    problem: &PoolProblem,
+    count_padding: bool,
+    x: &[T],
+    y: &mut [T],
+) -> Result<()> {
+    problem.check("average pooling", [("x", x.len()), ("y", y.len())])?;
+    no_dilation(problem)?;
+    let shares = problem.shares::<T>(count_padding);
+    let (input, output, lanes) = problem.task();
+    let stride = problem.width.stride;
+    cpu.for_each(x.len(), x.chunks(input).zip(y.chunks_mut(output)), |(x, y)| {
+        y.fill(T::zero());
+        problem.each_run(|run| {
+            add_run(cpu, stride, lanes, &x[run.input * lanes..], &mut y[run.outputs(lanes)]);
+        });
+        for (y, &share) in y.chunks_mut(lanes).zip(&shares) {
+            y.iter_mut().for_each(|y| *y *= share);
+        }
+    });
+    Ok(())
+}
+
+/// dx of [`average_pool`]: each window's dy is spread evenly.
+///
+/// # Errors
+/// As [`average_pool`].
+pub fn average_pool_backward<T: Element>(
+    cpu: &Cpu,
+    problem: &PoolProblem,
+    count_padding: bool,
+    dy: &[T],
+    dx: &mut [T],
+) -> Result<()> {
+    problem.check("average pooling backward", [("dx", dx.len()), ("dy", dy.len())])?;
+    no_dilation(problem)?;
+    let shares = problem.shares::<T>(count_padding);
+    let (input, output, lanes) = problem.task();
+    let stride = problem.width.stride;
+    cpu.for_each(dx.len(), dx.chunks_mut(input).zip(dy.chunks(output)), |(dx, dy)| {
+        dx.fill(T::zero());
+        problem.each_run(|run| {
+            let (dy, shares) = (&dy[run.outputs(lanes)], &shares[run.output..run.output + run.len]);
+            spread_run(cpu, stride, lanes, dy, shares, &mut dx[run.input * lanes..]);
+        });
+    });
+    Ok(())
+}
+
+fn no_dilation(problem: &PoolProblem) -> Result<()> {
+    if problem.height.dilation != 1 || problem.width.dilation != 1 {
+        return Err(invalid("average pooling", "dilation is not defined for averages"));
+    }
+    Ok(())
+}
+
+multiversion! {
+    fn add_run<T: Element>(stride: usize, lanes: usize, x: &[T], y: &mut [T]) {
+        let x = &x[..span(stride, lanes, y.len())];
+        strided(stride, lanes, y.len(), |to, from| {
+            // SAFETY: `strided` visits places below y's length, and below `span`, x's length.
+            unsafe { *y.get_unchecked_mut(to) += *x.get_unchecked(from) };
+        });
+    }
+
+    fn spread_run<T: Element>(stride: usize, lanes: usize, dy: &[T], shares: &[T], dx: &mut [T]) {
+        let dx = &mut dx[..span(stride, lanes, dy.len())];
+        let shares = &shares[..dy.len() / lanes];
+        strided(stride, lanes, dy.len(), |to, from| {
+            // SAFETY: `strided` visits places below dy's length, a multiple of `lanes`, and below `span`, dx's length.
+            unsafe { *dx.get_unchecked_mut(from) += *dy.get_unchecked(to) * *shares.get_unchecked(to / lanes) };
+        });
+    }
+}

@@ -1,0 +1,113 @@
+//! Max pooling by runs: y, or dx, is swept once for every window element.
+
+use super::runs::{span, strided};
+use super::{PoolProblem, WindowIndex};
+use crate::conv::ConvAxis;
+use crate::cpu::multiversion;
+use crate::{Cpu, Element};
+
+impl PoolProblem {
+    /// The first window element of each output pixel that lies inside the input; 0 for a window of padding only.
+    fn first_taps<I: WindowIndex>(&self) -> Vec<I> {
+        let first = |axis: &ConvAxis| -> Vec<Option<usize>> {
+            let inside = |o: usize| (0..axis.kernel).find(|&k| axis.input_index(o, k).is_some());
+            (0..axis.output()).map(inside).collect()
+        };
+        let (rows, columns) = (first(&self.height), first(&self.width));
+        let tap = |r: Option<usize>, s: Option<usize>| r.zip(s).map_or(0, |(r, s)| r * self.width.kernel + s);
+        rows.iter().flat_map(|&r| columns.iter().map(move |&s| I::store(tap(r, s)))).collect()
+    }
+}
+
+pub(super) fn forward<T: Element, I: WindowIndex>(
+    cpu: &Cpu,
+    problem: &PoolProblem,
+    x: &[T],
+    y: &mut [T],
+    indices: Option<&mut [I]>,
+) {
+    let (input, output, lanes) = problem.task();
+    let stride = problem.width.stride;
+    match indices {
+        Some(indices) => {
+            let first_taps = problem.first_taps::<I>();
+            let items = x.chunks(input).zip(y.chunks_mut(output)).zip(indices.chunks_mut(output));
+            cpu.for_each(x.len(), items, |((x, y), indices)| {
+                y.fill(T::neg_infinity());
+                for (indices, &tap) in indices.chunks_mut(lanes).zip(&first_taps) {
+                    indices.fill(tap);
+                }
+                problem.each_run(|run| {
+                    let (x, range) = (&x[run.input * lanes..], run.outputs(lanes));
+                    let (y, indices) = (&mut y[range.clone()], &mut indices[range]);
+                    max_with_index(cpu, stride, lanes, I::store(run.tap), x, y, indices);
+                });
+            });
+        }
+        None => cpu.for_each(x.len(), x.chunks(input).zip(y.chunks_mut(output)), |(x, y)| {
+            y.fill(T::neg_infinity());
+            problem.each_run(|run| {
+                max_only(cpu, stride, lanes, &x[run.input * lanes..], &mut y[run.outputs(lanes)]);
+            });
+        }),
+    }
+}
+
+pub(super) fn backward<T: Element, I: WindowIndex>(
+    cpu: &Cpu,
+    problem: &PoolProblem,
+    dy: &[T],
+    indices: &[I],
+    dx: &mut [T],
+) {
+    let (input, output, lanes) = problem.task();
+    let (work, stride) = (dx.len(), problem.width.stride);
+    let items = dx.chunks_mut(input).zip(dy.chunks(output)).zip(indices.chunks(output));
+    cpu.for_each(work, items, |((dx, dy), indices)| {
+        dx.fill(T::zero());
+        problem.each_run(|run| {
+            let range = run.outputs(lanes);
+            let (dy, indices) = (&dy[range.clone()], &indices[range]);
+            add_where_taken(cpu, stride, lanes, I::store(run.tap), dy, indices, &mut dx[run.input * lanes..]);
+        });
+    });
+}
+
+multiversion! {
+    fn max_only<T: Element>(stride: usize, lanes: usize, x: &[T], y: &mut [T]) {
+        let x = &x[..span(stride, lanes, y.len())];
+        strided(stride, lanes, y.len(), |to, from| {
+            // SAFETY: `strided` visits places below y's length, and below `span`, x's length.
+            let (y, value) = unsafe { (y.get_unchecked_mut(to), *x.get_unchecked(from)) };
+            *y = if (value > *y) | value.is_nan() { value } else { *y };
+        });
+    }
+
+    fn max_with_index<T: Element, I: WindowIndex>(
+        stride: usize, lanes: usize, tap: I, x: &[T], y: &mut [T], indices: &mut [I],
+    ) {
+        let x = &x[..span(stride, lanes, y.len())];
+        let indices = &mut indices[..y.len()];
+        strided(stride, lanes, y.len(), |to, from| {
+            // SAFETY: as above; there are as many indices as y.
+            let (y, index, value) =
+                unsafe { (y.get_unchecked_mut(to), indices.get_unchecked_mut(to), *x.get_unchecked(from)) };
+            let larger = (value > *y) | value.is_nan();
+            *y = if larger { value } else { *y };
+            *index = if larger { tap } else { *index };
+        });
+    }
+
+    fn add_where_taken<T: Element, I: WindowIndex>(
+        stride: usize, lanes: usize, tap: I, dy: &[T], indices: &[I], dx: &mut [T],
+    ) {
+        let dx = &mut dx[..span(stride, lanes, dy.len())];
+        let indices = &indices[..dy.len()];
+        strided(stride, lanes, dy.len(), |to, from| {
+            // SAFETY: `strided` visits places below dy's length, and below `span`, dx's length.
+            let (dy, index, dx) =
+                unsafe { (*dy.get_unchecked(to), *indices.get_unchecked(to), dx.get_unchecked_mut(from)) };
+            *dx += if index == tap { dy } else { T::zero() };
+        });
+    }
+}

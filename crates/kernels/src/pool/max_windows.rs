@@ -1,0 +1,371 @@
+//! Max pooling by windows: each output looks at its window, each input at the windows that cover it.
+//!
+//! Neighbours that meet the same window elements form a segment. Along it, up to nine window elements at a time are
+//! taken in one sweep, so that the maximum and its index, or the sum of a gradient, stay in registers.
+
+use super::runs::span;
+use super::{PoolProblem, WindowIndex};
+use crate::conv::ConvAxis;
+use crate::cpu::multiversion;
+use crate::memory_format::MemoryFormat;
+use crate::{Cpu, Element};
+
+/// Where two places of an axis meet: an output and an input that its window covers.
+#[derive(Clone, Copy)]
+struct Tap {
+    /// The element of the window.
+    element: usize,
+    /// The input that an output reads there, or the output that reads an input there.
+    other: usize,
+}
+
+/// The inputs of the window of output `o`.
+fn inputs(axis: &ConvAxis, o: usize) -> impl DoubleEndedIterator<Item = Tap> {
+    (0..axis.kernel).filter_map(move |k| axis.input_index(o, k).map(|other| Tap { element: k, other }))
+}
+
+/// The outputs whose windows cover input `i`, the last one first.
+fn outputs(axis: &ConvAxis, i: usize) -> impl DoubleEndedIterator<Item = Tap> {
+    (0..axis.kernel).filter_map(move |k| {
+        let start = (i + axis.pad_before).checked_sub(k * axis.dilation)?;
+        let other = start / axis.stride;
+        (start % axis.stride == 0 && other < axis.output()).then_some(Tap { element: k, other })
+    })
+}
+
+/// Places along the width with the same window elements.
+struct Segment {
+    first: usize,
+    len: usize,
+    /// Those of the first place.
+    taps: Vec<Tap>,
+}
+
+fn segments<Taps: Iterator<Item = Tap>>(
+    places: impl Iterator<Item = usize>,
+    taps: impl Fn(usize) -> Taps,
+) -> Vec<Segment> {
+    let mut segments: Vec<Segment> = Vec::new();
+    for place in places {
+        let elements = taps(place).map(|tap| tap.element);
+        match segments.last_mut() {
+            Some(last) if last.taps.iter().map(|tap| tap.element).eq(elements) => last.len += 1,
+            _ => segments.push(Segment { first: place, len: 1, taps: taps(place).collect() }),
+        }
+    }
+    segments
+}
+
+/// The window elements of a segment of one row.
+struct Window<I> {
+    elements: Vec<I>,
+    /// Where the segment's first place finds each, in the other tensor's image or plane.
+    sources: Vec<usize>,
+}
+
+impl<I: WindowIndex> Window<I> {
+    fn new() -> Window<I> {
+        Window { elements: Vec::new(), sources: Vec::new() }
+    }
+
+    /// Rows by columns; `width` is the other tensor's.
+    fn set(&mut self, rows: &[Tap], columns: &[Tap], kernel_width: usize, width: usize, lanes: usize) {
+        self.elements.clear();
+        self.sources.clear();
+        for row in rows {
+            for column in columns {
+                self.elements.push(I::store(row.element * kernel_width + column.element));
+                self.sources.push((row.other * width + column.other) * lanes);
+            }
+        }
+    }
+
+    /// Calls `visit(elements, sources)` for parts as large as the kernels take.
+    fn each_part(&self, mut visit: impl FnMut(&[I], &[usize])) {
+        let (mut elements, mut sources) = (&self.elements[..], &self.sources[..]);
+        while !elements.is_empty() {
+            let len = PARTS.into_iter().find(|&len| len <= elements.len()).unwrap_or(1);
+            visit(&elements[..len], &sources[..len]);
+            (elements, sources) = (&elements[len..], &sources[len..]);
+        }
+    }
+}
+
+/// Window elements that kernels take at once: 3 x 3, 2 x 2, and what is left.
+const PARTS: [usize; 3] = [9, 4, 1];
+
+/// Elements of a task, at least: planes may be tiny.
+const TASK: usize = 1 << 14;
+
+/// Images or planes of one task.
+fn group(cpu: &Cpu, input: usize, total: usize) -> usize {
+    (TASK / input).clamp(1, (total / input).div_ceil(cpu.threads()))
+}
+
+/// Which element won, for those who do not ask.
+#[derive(Clone, Copy, PartialEq)]
+struct Unrecorded;
+
+impl WindowIndex for Unrecorded {
+    const COUNT: usize = usize::MAX;
+
+    #[inline(always)]
+    fn store(_: usize) -> Unrecorded {
+        Unrecorded
+    }
+
+    #[inline(always)]
+    fn load(self) -> usize {
+        0
+    }
+}
+
+pub(super) fn forward<T: Element, I: WindowIndex>(
+    cpu: &Cpu,
+    problem: &PoolProblem,
+    x: &[T],
+    y: &mut [T],
+    indices: Option<&mut [I]>,
+) {
+    match indices {
+        Some(indices) => forward_into(cpu, problem, x, y, indices),
+        // A vector of these takes no memory.
+        None => forward_into(cpu, problem, x, y, &mut vec![Unrecorded; y.len()]),
+    }
+}
+
+fn forward_into<T: Element, I: WindowIndex>(
+    cpu: &Cpu,
+    problem: &PoolProblem,
+    x: &[T],
+    y: &mut [T],
+    indices: &mut [I],
+) {
+    let (input, output, lanes) = problem.task();
+    let (height, width) = (&problem.height, &problem.width);
+    let segments = segments(0..width.output(), |o| inputs(width, o));
+    let group = group(cpu, input, x.len());
+    let items =
+        x.chunks(group * input).zip(y.chunks_mut(group * output)).zip(indices.chunks_mut(group * output));
+    cpu.for_each(x.len(), items, |((x, y), indices)| {
+        let (mut window, mut rows) = (Window::new(), Vec::new());
+        let row_len = width.output() * lanes;
+        for (place, (y, indices)) in y.chunks_mut(row_len).zip(indices.chunks_mut(row_len)).enumerate() {
+            let (image, oh) = (place / height.output(), place % height.output());
+            let x = &x[image * input..][..input];
+            rows.clear();
+            rows.extend(inputs(height, oh));
+            y.fill(T::neg_infinity());
+            for segment in &segments {
+                window.set(&rows, &segment.taps, width.kernel, width.input, lanes);
+                let range = segment.first * lanes..(segment.first + segment.len) * lanes;
+                let (y, indices) = (&mut y[range.clone()], &mut indices[range]);
+                indices.fill(window.elements.first().copied().unwrap_or(I::store(0)));
+                window.each_part(|elements, sources| {
+                    maxima(cpu, elements, sources, [segment.len, lanes, width.stride], x, y, indices);
+                });
+            }
+        }
+    });
+}
+
+pub(super) fn backward<T: Element, I: WindowIndex>(
+    cpu: &Cpu,
+    problem: &PoolProblem,
+    dy: &[T],
+    indices: &[I],
+    dx: &mut [T],
+) {
+    let (input, output, lanes) = problem.task();
+    let (height, width) = (&problem.height, &problem.width);
+    // Inputs a stride apart are covered in the same way; a stride beyond the input leaves each alone.
+    let phases = width.stride.min(width.input);
+    let phase = |phase: usize| segments((phase..width.input).step_by(width.stride), |i| outputs(width, i));
+    let segments: Vec<Segment> = (0..phases).flat_map(phase).collect();
+    // Contiguous rows are computed phase by phase and then interleaved.
+    let interleaved = problem.format == MemoryFormat::Contiguous && phases > 1;
+    let phase_len = width.input.div_ceil(phases);
+    let group = group(cpu, input, dx.len());
+    let work = dx.len();
+    let items =
+        dx.chunks_mut(group * input).zip(dy.chunks(group * output)).zip(indices.chunks(group * output));
+    cpu.for_each(work, items, |((dx, dy), indices)| {
+        let (mut window, mut rows) = (Window::new(), Vec::new());
+        let mut by_phase = vec![T::zero(); if interleaved { phases * phase_len } else { 0 }];
+        for (place, dx) in dx.chunks_mut(width.input * lanes).enumerate() {
+            let (image, ih) = (place / height.input, place % height.input);
+            let (dy, indices) = (&dy[image * output..][..output], &indices[image * output..][..output]);
+            rows.clear();
+            // Outputs are added from top to bottom and, within a row, from right to left, as runs add them.
+            rows.extend(outputs(height, ih).rev());
+            let sums = if interleaved { &mut by_phase[..] } else { &mut dx[..] };
+            sums.fill(T::zero());
+            for segment in &segments {
+                window.set(&rows, &segment.taps, width.kernel, width.output(), lanes);
+                let (first, step) = match interleaved {
+                    true => (segment.first % phases * phase_len + segment.first / phases, 1),
+                    false => (segment.first * lanes, phases * lanes),
+                };
+                let sums = &mut sums[first..];
+                window.each_part(|elements, sources| {
+                    add_taken(cpu, elements, sources, [segment.len, lanes, step], dy, indices, sums);
+                });
+            }
+            if interleaved {
+                interleave(cpu, phases, &by_phase, dx);
+            }
+        }
+    });
+}
+
+/// `[count, lanes, stride]`: outputs, elements of each, and inputs from one output to the next.
+#[inline(always)]
+fn maxima_of<const N: usize, T: Element, I: WindowIndex>(
+    elements: &[I],
+    sources: &[usize],
+    [count, lanes, stride]: [usize; 3],
+    x: &[T],
+    y: &mut [T],
+    indices: &mut [I],
+) {
+    let len = count * lanes;
+    let elements: [I; N] = std::array::from_fn(|n| elements[n]);
+    let x: [&[T]; N] = std::array::from_fn(|n| &x[sources[n]..][..span(stride, lanes, len)]);
+    let (y, indices) = (&mut y[..len], &mut indices[..len]);
+    // The usual strides as constants, so that the loops vectorise.
+    match (lanes, stride) {
+        (1, 1) => {
+            for to in 0..len {
+                // SAFETY: places below `len`, and, a stride apart, below its span.
+                unsafe { larger(&elements, &x, [to, to], y, indices) };
+            }
+        }
+        (1, 2) => {
+            for to in 0..len {
+                // SAFETY: as above.
+                unsafe { larger(&elements, &x, [to, 2 * to], y, indices) };
+            }
+        }
+        _ => {
+            for pixel in 0..count {
+                for lane in 0..lanes {
+                    let places = [pixel * lanes + lane, pixel * stride * lanes + lane];
+                    // SAFETY: as above, in pixels of `lanes`.
+                    unsafe { larger(&elements, &x, places, y, indices) };
+                }
+            }
+        }
+    }
+}
+
+/// # Safety
+/// `to` is a place in y and the indices, `from` one in every x.
+#[inline(always)]
+unsafe fn larger<const N: usize, T: Element, I: WindowIndex>(
+    elements: &[I; N],
+    x: &[&[T]; N],
+    [to, from]: [usize; 2],
+    y: &mut [T],
+    indices: &mut [I],
+) {
+    // SAFETY: as promised.
+    let (y, index) = unsafe { (y.get_unchecked_mut(to), indices.get_unchecked_mut(to)) };
+    let (mut best, mut winner) = (*y, *index);
+    for n in 0..N {
+        // SAFETY: as promised.
+        let value = unsafe { *x[n].get_unchecked(from) };
+        let larger = (value > best) | value.is_nan();
+        best = if larger { value } else { best };
+        winner = if larger { elements[n] } else { winner };
+    }
+    (*y, *index) = (best, winner);
+}
+
+/// `[count, lanes, step]`: inputs, elements of each, and elements from one to the next in `sums`.
+#[inline(always)]
+fn add_taken_of<const N: usize, T: Element, I: WindowIndex>(
+    elements: &[I],
+    sources: &[usize],
+    [count, lanes, step]: [usize; 3],
+    dy: &[T],
+    indices: &[I],
+    sums: &mut [T],
+) {
+    let len = count * lanes;
+    let elements: [I; N] = std::array::from_fn(|n| elements[n]);
+    let indices: [&[I]; N] = std::array::from_fn(|n| &indices[sources[n]..][..len]);
+    let dy: [&[T]; N] = std::array::from_fn(|n| &dy[sources[n]..][..len]);
+    let sums = &mut sums[..(count - 1) * step + lanes];
+    let [pixels, lanes] = if step == lanes { [1, len] } else { [count, lanes] };
+    for pixel in 0..pixels {
+        for lane in 0..lanes {
+            let places = [pixel * step + lane, pixel * lanes + lane];
+            // SAFETY: at most (count - 1) * step + lanes - 1 in sums, and count * lanes - 1 in the others.
+            unsafe { add(&elements, &indices, &dy, places, sums) };
+        }
+    }
+}
+
+/// # Safety
+/// `to` is a place in the sums, `from` one in all indices and dy.
+#[inline(always)]
+unsafe fn add<const N: usize, T: Element, I: WindowIndex>(
+    elements: &[I; N],
+    indices: &[&[I]; N],
+    dy: &[&[T]; N],
+    [to, from]: [usize; 2],
+    sums: &mut [T],
+) {
+    // SAFETY: as promised.
+    let result = unsafe { sums.get_unchecked_mut(to) };
+    let mut sum = *result;
+    for n in 0..N {
+        // SAFETY: as promised.
+        let (index, dy) = unsafe { (*indices[n].get_unchecked(from), *dy[n].get_unchecked(from)) };
+        sum += if index == elements[n] { dy } else { T::zero() };
+    }
+    *result = sum;
+}
+
+multiversion! {
+    /// The larger of what is known and of these window elements, which the first output finds at `sources`.
+    fn maxima<T: Element, I: WindowIndex>(
+        elements: &[I], sources: &[usize], sizes: [usize; 3], x: &[T], y: &mut [T], indices: &mut [I],
+    ) {
+        match elements.len() {
+            9 => maxima_of::<9, T, I>(elements, sources, sizes, x, y, indices),
+            4 => maxima_of::<4, T, I>(elements, sources, sizes, x, y, indices),
+            _ => maxima_of::<1, T, I>(elements, sources, sizes, x, y, indices),
+        }
+    }
+
+    /// Adds the dy of windows whose maximum was this element, which the first input finds at `sources`.
+    fn add_taken<T: Element, I: WindowIndex>(
+        elements: &[I], sources: &[usize], sizes: [usize; 3], dy: &[T], indices: &[I], sums: &mut [T],
+    ) {
+        match elements.len() {
+            9 => add_taken_of::<9, T, I>(elements, sources, sizes, dy, indices, sums),
+            4 => add_taken_of::<4, T, I>(elements, sources, sizes, dy, indices, sums),
+            _ => add_taken_of::<1, T, I>(elements, sources, sizes, dy, indices, sums),
+        }
+    }
+
+    /// `row` takes its elements from each phase in turn.
+    fn interleave<T: Element>(phases: usize, by_phase: &[T], row: &mut [T]) {
+        let len = by_phase.len() / phases;
+        if let (2, (even, odd)) = (phases, by_phase.split_at(len)) {
+            let whole = row.len() / 2;
+            for ((pair, &even), &odd) in row.chunks_exact_mut(2).zip(&even[..whole]).zip(&odd[..whole]) {
+                pair[0] = even;
+                pair[1] = odd;
+            }
+            if row.len() % 2 == 1 {
+                row[2 * whole] = even[whole];
+            }
+        } else {
+            for (phase, values) in by_phase.chunks_exact(len).enumerate() {
+                row[phase..].iter_mut().step_by(phases).zip(values).for_each(|(to, &value)| *to = value);
+            }
+        }
+    }
+}

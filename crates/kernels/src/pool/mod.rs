@@ -1,0 +1,203 @@
+//! Max and average pooling, each with its backward, in both memory formats.
+
+mod average;
+mod max;
+mod max_runs;
+mod max_windows;
+mod runs;
+
+pub use average::{average_pool, average_pool_backward};
+pub use max::{MaxPoolAlgorithm, MaxPoolPass, max_pool, max_pool_algorithms, max_pool_backward};
+
+use crate::Result;
+use crate::conv::ConvAxis;
+use crate::error::{check_len, invalid};
+use crate::memory_format::{Extent, MemoryFormat};
+
+/// One spatial axis of a pooling layer, as PyTorch describes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PoolAxis {
+    /// Input size.
+    pub input: usize,
+    /// Window size.
+    pub kernel: usize,
+    /// Step between windows.
+    pub stride: usize,
+    /// Padding on both sides, at most half the window. It never wins a maximum.
+    pub padding: usize,
+    /// Step between window elements.
+    pub dilation: usize,
+}
+
+/// A valid 2-D pooling problem.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PoolProblem {
+    batch: usize,
+    channels: usize,
+    format: MemoryFormat,
+    height: ConvAxis,
+    width: ConvAxis,
+    padding: [usize; 2],
+}
+
+impl PoolProblem {
+    /// Validates a pooling of N x C x H x W. With `ceil_mode` a last window that starts inside the input or the
+    /// padding before it counts though it runs over the end.
+    ///
+    /// # Errors
+    /// A size of 0, padding above half the window, a window larger than the padded input, a tensor or a window of
+    /// more than 2^40 elements.
+    pub fn new(
+        [batch, channels]: [usize; 2],
+        [height, width]: [PoolAxis; 2],
+        ceil_mode: bool,
+        format: MemoryFormat,
+    ) -> Result<PoolProblem> {
+        if batch == 0 || channels == 0 {
+            return Err(invalid("pooling", format!("batch {batch} and channels {channels} must not be 0")));
+        }
+        let padding = [height.padding, width.padding];
+        let height = axis("height", &height, ceil_mode)?;
+        let width = axis("width", &width, ceil_mode)?;
+        let problem = PoolProblem { batch, channels, format, height, width, padding };
+        let shapes = [
+            ("input", [batch, channels, height.input, width.input]),
+            ("output", problem.output_shape()),
+            ("window", [1, 1, height.kernel, width.kernel]),
+        ];
+        for (name, shape) in shapes {
+            let len = shape.iter().try_fold(1usize, |len, &size| len.checked_mul(size));
+            if len.is_none_or(|len| len > LIMIT) {
+                return Err(invalid("pooling", format!("the {name} of shape {shape:?} is too large")));
+            }
+        }
+        Ok(problem)
+    }
+
+    /// N, C, OH, OW.
+    pub fn output_shape(&self) -> [usize; 4] {
+        [self.batch, self.channels, self.height.output(), self.width.output()]
+    }
+
+    /// The order of input and output in memory.
+    pub fn format(&self) -> MemoryFormat {
+        self.format
+    }
+
+    /// Elements of a window: what an index must be able to count.
+    pub fn window_len(&self) -> usize {
+        self.height.kernel * self.width.kernel
+    }
+
+    /// The input as N x C x (H W).
+    pub fn input_extent(&self) -> Extent {
+        let spatial = self.height.input * self.width.input;
+        Extent { batch: self.batch, channels: self.channels, spatial, format: self.format }
+    }
+
+    /// The output as N x C x (OH OW).
+    pub fn output_extent(&self) -> Extent {
+        let spatial = self.height.output() * self.width.output();
+        Extent { batch: self.batch, channels: self.channels, spatial, format: self.format }
+    }
+
+    /// Input and output elements of one task: a plane, or an image whose pixels hold `lanes` channels.
+    fn task(&self) -> (usize, usize, usize) {
+        let (input, output) = (self.input_extent().spatial, self.output_extent().spatial);
+        match self.format {
+            MemoryFormat::Contiguous => (input, output, 1),
+            MemoryFormat::ChannelsLast => (input * self.channels, output * self.channels, self.channels),
+        }
+    }
+
+    fn check(&self, operation: &'static str, lens: [(&'static str, usize); 2]) -> Result<()> {
+        check_len(operation, lens[0].0, lens[0].1, self.input_extent().len()?)?;
+        check_len(operation, lens[1].0, lens[1].1, self.output_extent().len()?)
+    }
+}
+
+/// In benchdnn's style, without the memory format: `mb2ic3ih8iw8kh3kw3sh2sw2ph1pw1`. Dilation, zero-based `dh` and `dw`,
+/// and output sizes `oh` and `ow` follow where they do not go without saying.
+impl std::fmt::Display for PoolProblem {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let (h, w) = (&self.height, &self.width);
+        write!(f, "mb{}ic{}ih{}iw{}", self.batch, self.channels, h.input, w.input)?;
+        write!(f, "kh{}kw{}sh{}sw{}", h.kernel, w.kernel, h.stride, w.stride)?;
+        write!(f, "ph{}pw{}", h.pad_before, w.pad_before)?;
+        if (h.dilation, w.dilation) != (1, 1) {
+            write!(f, "dh{}dw{}", h.dilation - 1, w.dilation - 1)?;
+        }
+        // With ceil_mode the padding after the input is another than before it.
+        let plain = |axis: &ConvAxis| ConvAxis { pad_after: axis.pad_before, ..*axis }.output();
+        if (h.output(), w.output()) != (plain(h), plain(w)) {
+            write!(f, "oh{}ow{}", h.output(), w.output())?;
+        }
+        Ok(())
+    }
+}
+
+/// No size and no tensor may be larger than this: 2^40, far above any memory, far below overflow.
+const LIMIT: usize = 1 << 40;
+
+fn axis(name: &str, axis: &PoolAxis, ceil_mode: bool) -> Result<ConvAxis> {
+    let &PoolAxis { input, kernel, stride, padding, dilation } = axis;
+    let bad = |reason: String| Err(invalid("pooling", reason));
+    if input == 0 || kernel == 0 || stride == 0 || dilation == 0 {
+        return bad(format!("a size of the {name} axis is 0: {axis:?}"));
+    }
+    if padding > kernel / 2 {
+        return bad(format!("padding {padding} is more than half of kernel {kernel} along the {name} axis"));
+    }
+    if [input, kernel, stride, dilation].iter().any(|&size| size > LIMIT)
+        || (kernel - 1).checked_mul(dilation).is_none_or(|span| span > LIMIT)
+    {
+        return bad(format!("the {name} axis is too large: {axis:?}"));
+    }
+    let mut result = ConvAxis { input, kernel, stride, pad_before: padding, pad_after: padding, dilation };
+    let span = result.kernel_span();
+    if span > input + 2 * padding {
+        return bad(format!(
+            "the window is larger than the padded input along the {name} axis: kernel {kernel} with dilation \
+             {dilation} spans {span}, input {input} with padding {padding} on both sides has {}",
+            input + 2 * padding
+        ));
+    }
+    if ceil_mode {
+        let mut outputs = (input + 2 * padding - span).div_ceil(stride) + 1;
+        if (outputs - 1) * stride >= input + padding {
+            outputs -= 1;
+        }
+        let read = (outputs - 1) * stride + span;
+        result.pad_after = read.saturating_sub(padding + input);
+    }
+    Ok(result)
+}
+
+/// An integer that stores which element of its window was the largest.
+pub trait WindowIndex: Copy + PartialEq + Send + Sync {
+    /// `index` as this type; it fits, as [`max_pool`] has checked.
+    fn store(index: usize) -> Self;
+    /// The index again.
+    fn load(self) -> usize;
+    /// How many different indices fit.
+    const COUNT: usize;
+}
+
+macro_rules! window_index {
+    ($($type:ty),*) => {$(
+        impl WindowIndex for $type {
+            const COUNT: usize = <$type>::MAX as usize + 1;
+
+            #[inline(always)]
+            fn store(index: usize) -> $type {
+                index as $type
+            }
+
+            #[inline(always)]
+            fn load(self) -> usize {
+                self as usize
+            }
+        }
+    )*};
+}
+window_index!(u8, u16);

@@ -1,0 +1,146 @@
+//! Max pooling in the race: its buffers, and the check against the first algorithm.
+
+use std::time::Instant;
+
+use super::Key;
+use super::contest::{Contest, Entrant, State, Subject};
+use super::noise::noise;
+use super::race::{Checked, Trial};
+use crate::conv::Accuracy;
+use crate::pool::{MaxPoolAlgorithm, MaxPoolPass, PoolProblem, WindowIndex, max_pool_algorithms};
+use crate::{Cpu, DType, Element};
+
+/// One pass of one problem; the entrants are [`max_pool_algorithms`].
+pub(super) struct PoolSubject {
+    contest: Contest,
+    problem: PoolProblem,
+    dtype: DType,
+    pass: MaxPoolPass,
+}
+
+impl PoolSubject {
+    pub(super) fn new(
+        key: Key,
+        problem: &PoolProblem,
+        dtype: DType,
+        pass: MaxPoolPass,
+        cpu: &Cpu,
+    ) -> PoolSubject {
+        let entrant = |algorithm: &MaxPoolAlgorithm| Entrant {
+            name: algorithm.name().into(),
+            revision: algorithm.revision(),
+            accuracy: Accuracy::Strict,
+            state: State::Ready { estimate: algorithm.estimate(problem, pass, cpu), workspace_bytes: 0 },
+        };
+        let entrants = max_pool_algorithms().iter().map(entrant).collect();
+        PoolSubject { contest: Contest { key, cpu: cpu.clone(), entrants }, problem: *problem, dtype, pass }
+    }
+
+    /// With the index type that training takes.
+    fn trial_of<T: Element>(&self, ready: &[usize]) -> Box<dyn Trial + '_> {
+        let algorithms = ready.iter().map(|&index| max_pool_algorithms()[index]).collect();
+        match self.problem.window_len() <= u8::COUNT {
+            true => Box::new(PoolTrial::<T, u8>::new(self, algorithms)),
+            false => Box::new(PoolTrial::<T, u16>::new(self, algorithms)),
+        }
+    }
+}
+
+impl Subject for PoolSubject {
+    fn contest(&self) -> &Contest {
+        &self.contest
+    }
+
+    fn trial(&self, ready: &[usize]) -> Box<dyn Trial + '_> {
+        match self.dtype {
+            DType::F32 => self.trial_of::<f32>(ready),
+            DType::F64 => self.trial_of::<f64>(ready),
+        }
+    }
+}
+
+struct PoolTrial<'a, T, I> {
+    subject: &'a PoolSubject,
+    algorithms: Vec<MaxPoolAlgorithm>,
+    /// x or dy.
+    input: Vec<T>,
+    /// y or dx.
+    output: Vec<T>,
+    /// Written forward, read backward.
+    indices: Vec<I>,
+    expected: Vec<T>,
+    expected_indices: Vec<I>,
+    start: Instant,
+}
+
+impl<'a, T: Element, I: WindowIndex> PoolTrial<'a, T, I> {
+    fn new(subject: &'a PoolSubject, algorithms: Vec<MaxPoolAlgorithm>) -> Self {
+        let start = Instant::now();
+        let PoolSubject { contest: Contest { cpu, .. }, problem, pass, .. } = subject;
+        let [x_len, y_len] = [problem.input_extent(), problem.output_extent()]
+            .map(|extent| extent.len().expect("a problem's tensors have a size"));
+        // Few different values, so that there are ties.
+        let values = |len: usize, seed: u64| -> Vec<T> {
+            noise::<T>(cpu, len, seed).into_iter().map(|value| (value * T::of(8.0)).round()).collect()
+        };
+        let x = values(x_len, 1);
+        let (mut y, mut indices) = (vec![T::nan(); y_len], vec![I::store(0); y_len]);
+        let oracle = max_pool_algorithms()[0];
+        oracle.forward(cpu, problem, &x, &mut y, Some(&mut indices)).expect("buffers of this problem");
+        let (input, expected) = match pass {
+            MaxPoolPass::Forward | MaxPoolPass::Inference => (x, y),
+            MaxPoolPass::Backward => {
+                let (dy, mut dx) = (values(y_len, 2), x);
+                oracle.backward(cpu, problem, &dy, &indices, &mut dx).expect("buffers of this problem");
+                (dy, dx)
+            }
+        };
+        let output = vec![T::nan(); expected.len()];
+        let expected_indices = indices.clone();
+        PoolTrial { subject, algorithms, input, output, indices, expected, expected_indices, start }
+    }
+
+    fn run_once(&mut self, index: usize) {
+        let PoolSubject { contest: Contest { cpu, .. }, problem, pass, .. } = self.subject;
+        let (algorithm, input, output) = (self.algorithms[index], &self.input, &mut self.output);
+        match pass {
+            MaxPoolPass::Forward => algorithm.forward(cpu, problem, input, output, Some(&mut self.indices)),
+            MaxPoolPass::Inference => algorithm.forward::<T, I>(cpu, problem, input, output, None),
+            MaxPoolPass::Backward => algorithm.backward(cpu, problem, input, &self.indices, output),
+        }
+        .expect("buffers of this problem");
+    }
+}
+
+impl<T: Element, I: WindowIndex> Trial for PoolTrial<'_, T, I> {
+    fn check(&mut self, index: usize) -> Result<Checked, String> {
+        self.output.fill(T::nan());
+        if self.subject.pass == MaxPoolPass::Forward {
+            self.indices.fill(I::store(I::COUNT - 1));
+        }
+        let start = Instant::now();
+        self.run_once(index);
+        let seconds = start.elapsed().as_secs_f64();
+        let [output, expected] =
+            [&self.output, &self.expected].map(|values| bytemuck::cast_slice::<T, u8>(values));
+        if output != expected {
+            return Err("wrong: not the same bits".into());
+        }
+        if self.indices != self.expected_indices {
+            return Err("wrong: other indices".into());
+        }
+        Ok(Checked { error: 0.0, seconds })
+    }
+
+    fn run(&mut self, index: usize, repeats: usize) -> f64 {
+        let start = Instant::now();
+        for _ in 0..repeats {
+            self.run_once(index);
+        }
+        start.elapsed().as_secs_f64() / repeats as f64
+    }
+
+    fn elapsed(&self) -> f64 {
+        self.start.elapsed().as_secs_f64()
+    }
+}
