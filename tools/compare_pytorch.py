@@ -6,7 +6,7 @@
 SUITE is a file of problems in benchdnn notation, one a line. For every problem and pass PyTorch is timed before and after
 convoke, in contiguous and in channels-last memory; its better format counts, at the better of both times. Its
 allocator is told to keep memory, as fresh memory costs page faults. convoke is `convoke bench`, whose chosen
-algorithm counts. Printed is PyTorch time / convoke time: above 1 convoke is faster.
+algorithm is timed again alone, as PyTorch is. Printed is PyTorch time / convoke time: above 1 convoke is faster.
 
 Needs Python 3.9 with torch, and `cargo build --release`.
 """
@@ -58,7 +58,7 @@ def main():
             if not problem:
                 continue
             before = time_pytorch(problem, args.seconds)
-            ours = time_convoke(problem, args)
+            ours = {name: time_convoke(problem, name, chosen, args) for name, chosen in choose(problem, args).items()}
             after = time_pytorch(problem, args.seconds)
             for name in PASSES:
                 theirs = min(before[name], after[name])
@@ -137,19 +137,31 @@ def median_seconds(call, seconds):
     return statistics.median(times)
 
 
-def time_convoke(problem, args):
-    """The chosen algorithm and its median seconds, for each pass."""
-    command = [args.convoke, "bench", problem, "--json", "-", "--threads", str(args.threads)]
-    command += ["--format", args.format, "--budget", str(args.budget)]
+def choose(problem, args):
+    """The algorithm that convoke chooses, for each pass."""
+    flags = ["--budget", str(args.budget)]
     for flag in ("only", "skip"):
         if getattr(args, flag):
-            command += [f"--{flag}", getattr(args, flag)]
+            flags += [f"--{flag}", getattr(args, flag)]
+    return {entry["pass"]: entry["algorithm"] for entry in bench(problem, flags, args)}
+
+
+def time_convoke(problem, name, algorithm, args):
+    """The median seconds of this algorithm when it runs alone, as PyTorch's does."""
+    flags = ["--pass", name, "--only", algorithm, "--budget", str(2 * args.seconds)]
+    [entry] = bench(problem, flags, args)
+    return {"convoke": entry["seconds_median"], "algorithm": algorithm}
+
+
+def bench(problem, flags, args):
+    """The chosen entries of `convoke bench`."""
+    command = [args.convoke, "bench", problem, "--json", "-", "--threads", str(args.threads)]
+    command += ["--format", args.format, *flags]
     environment = {name: value for name, value in os.environ.items() if name not in KEEP_MEMORY}
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True)
     if done.returncode != 0:
         sys.exit(f"{' '.join(map(str, command))}\n{done.stderr}")
-    chosen = (entry for entry in json.loads(done.stdout) if entry["chosen"])
-    return {e["pass"]: {"convoke": e["seconds_median"], "algorithm": e["algorithm"]} for e in chosen}
+    return [entry for entry in json.loads(done.stdout) if entry["chosen"]]
 
 
 def kind(problem):

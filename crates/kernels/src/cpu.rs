@@ -130,6 +130,11 @@ impl Cpu {
         Cpu { pool: None, threads: 1, isa: self.isa }
     }
 
+    /// The same budget, so that work is split in the same way, with every part run on the calling thread.
+    pub(crate) fn calling_thread(&self) -> Cpu {
+        Cpu { pool: None, ..self.clone() }
+    }
+
     /// Where its pool lies.
     fn place(&self) -> Option<*const rayon::ThreadPool> {
         self.pool.as_ref().map(Arc::as_ptr)

@@ -77,7 +77,7 @@ pub trait ConvAlgorithm: Send + Sync {
 pub trait ConvKernel<T>: Send + Sync {
     /// Computes `output` from the pass's two inputs, in the order of [`ConvOperands`]'s constructors.
     ///
-    /// Lengths have been checked against the problem. Output and workspace start with any content.
+    /// `cpu` is the plan's. Lengths have been checked against the problem. Output and workspace start with any content.
     fn run(&self, cpu: &Cpu, inputs: [&[T]; 2], output: &mut [T], workspace: &mut [T]);
 }
 
@@ -160,6 +160,9 @@ impl Cost {
         1e-6 + self.flops / (peak * self.efficiency) + self.bytes / (12e9 * threads)
     }
 }
+
+/// Plans that take one thread fewer seconds than this, by estimate, run on the calling thread alone.
+const ALONE_BELOW: f64 = 40e-6;
 
 /// An algorithm made ready for one pass of one problem with one thread budget. Cheap to clone, reusable.
 #[derive(Clone)]
@@ -261,7 +264,10 @@ impl ConvPlan {
         if workspace.len() < self.workspace_len {
             check_len(operation, "the workspace", workspace.len(), self.workspace_len)?;
         }
-        kernel.run(&self.cpu, operands.inputs, operands.output, &mut workspace[..self.workspace_len]);
+        // Waking the other threads takes longer than such a run.
+        let alone = self.cost.seconds(&self.cpu.one_thread()) < ALONE_BELOW;
+        let cpu = if alone { &self.cpu.calling_thread() } else { &self.cpu };
+        kernel.run(cpu, operands.inputs, operands.output, &mut workspace[..self.workspace_len]);
         Ok(())
     }
 }

@@ -1,7 +1,8 @@
 //! 1 x 1 convolution as matrix multiplication on the tensors as they lie: nothing is copied.
 //!
 //! With stride 1 and no padding the columns of im2col are the input itself. In channels-last a thread's pixels are
-//! one multiplication; in contiguous format each image is one.
+//! one multiplication; in contiguous format each image is one. With a stride (channels-last) the pixels that are read
+//! are copied side by side first.
 
 use super::gemm_views::{Images, Split, View, gemm_efficiency, reduce_partials};
 use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Cost, Kernel, NotApplicable};
@@ -22,13 +23,15 @@ impl ConvAlgorithm for Pointwise {
     }
 
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
-        let plain = |axis: &ConvAxis| {
-            axis.kernel == 1 && axis.stride == 1 && axis.pad_before == 0 && axis.pad_after == 0
-        };
+        let plain = |axis: &ConvAxis| axis.kernel == 1 && axis.pad_before == 0 && axis.pad_after == 0;
         if !plain(&problem.height) || !plain(&problem.width) {
-            return Err(NotApplicable("needs a 1x1 kernel, stride 1 and no padding".into()));
+            return Err(NotApplicable("needs a 1x1 kernel and no padding".into()));
         }
-        let spatial = problem.height.input * problem.width.input;
+        let strided = problem.height.stride * problem.width.stride > 1;
+        if strided && problem.format == MemoryFormat::Contiguous {
+            return Err(NotApplicable("needs stride 1, or channels-last".into()));
+        }
+        let spatial = problem.height.output() * problem.width.output();
         let pixels = problem.batch * spatial;
         // Channels-last pixels follow one another through all images: every pixel may be where another thread begins.
         let (images, spatial) = match problem.format {
@@ -42,9 +45,12 @@ impl ConvAlgorithm for Pointwise {
         let light = !weights || sums <= pixels * (problem.in_channels + problem.out_channels) / 8;
         let split_pixels = light && !few;
         let split = if split_pixels { Split::new(images, cpu) } else { Split::whole(images, cpu) };
-        let workspace = if weights && split.workers > 1 { split.workers * problem.weight_len() } else { 0 };
-        let kernel = Gemms { problem: *problem, pass, images, pixels: spatial, split_pixels };
+        let sums = if weights && split.workers > 1 { split.workers * problem.weight_len() } else { 0 };
+        let taken = if strided { pixels * problem.in_channels } else { 0 };
+        let workspace = sums + taken;
+        let kernel = Gemms { problem: *problem, pass, images, pixels: spatial, split_pixels, taken };
         let cost = Cost::direct(problem, 0.75 * gemm_efficiency(problem, pass));
+        let cost = cost.moving(2 * taken * problem.dtype.size());
         Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, kernel)).with_cost(cost))
     }
 }
@@ -57,9 +63,42 @@ struct Gemms {
     pixels: usize,
     /// Whether threads take pixels of their own, rather than share each multiplication.
     split_pixels: bool,
+    /// Elements of x that a strided kernel reads, copied side by side; none without a stride.
+    taken: usize,
 }
 
 impl Gemms {
+    /// Copies the pixels that a strided kernel reads side by side.
+    fn take<T: Element>(&self, cpu: &Cpu, x: &[T], taken: &mut [T]) {
+        let p = &self.problem;
+        let (c, h, w) = (p.in_channels, &p.height, &p.width);
+        cpu.for_each(self.taken, taken.chunks_mut(w.output() * c).enumerate(), |(row, taken)| {
+            let (n, oh) = (row / h.output(), row % h.output());
+            let pixels = x[(n * h.input + oh * h.stride) * w.input * c..].chunks(c).step_by(w.stride);
+            taken.chunks_mut(c).zip(pixels).for_each(|(to, from)| to.copy_from_slice(from));
+        });
+    }
+
+    /// Puts the pixels back to where [`Gemms::take`] reads them, with zeros between.
+    fn put<T: Element>(&self, cpu: &Cpu, taken: &[T], x: &mut [T]) {
+        let p = &self.problem;
+        let (c, h, w) = (p.in_channels, &p.height, &p.width);
+        cpu.for_each(x.len(), x.chunks_mut(w.input * c).enumerate(), |(row, x)| {
+            let (n, ih) = (row / h.input, row % h.input);
+            let oh = ih / h.stride;
+            if ih % h.stride != 0 || oh >= h.output() {
+                return x.fill(T::zero());
+            }
+            let taken = &taken[(n * h.output() + oh) * w.output() * c..][..w.output() * c];
+            for (iw, to) in x.chunks_mut(c).enumerate() {
+                match taken.chunks(c).nth(iw / w.stride).filter(|_| iw % w.stride == 0) {
+                    Some(from) => to.copy_from_slice(from),
+                    None => to.fill(T::zero()),
+                }
+            }
+        });
+    }
+
     /// Calls `visit` with the views of weight, x and y for each image and group; for channels-last all images are one.
     fn each(&self, images: usize, mut visit: impl FnMut(View, View, View)) {
         let p = &self.problem;
@@ -84,6 +123,22 @@ impl Gemms {
 
 impl<T: Element> ConvKernel<T> for Gemms {
     fn run(&self, cpu: &Cpu, [a, b]: [&[T]; 2], output: &mut [T], workspace: &mut [T]) {
+        let (taken, workspace) = workspace.split_at_mut(self.taken);
+        if taken.is_empty() {
+            return self.multiply(cpu, [a, b], output, workspace);
+        }
+        if self.pass == Pass::BackwardData {
+            self.multiply(cpu, [a, b], taken, workspace);
+            return self.put(cpu, taken, output);
+        }
+        self.take(cpu, a, taken);
+        self.multiply(cpu, [taken, b], output, workspace);
+    }
+}
+
+impl Gemms {
+    /// The pass on tensors whose pixels lie side by side.
+    fn multiply<T: Element>(&self, cpu: &Cpu, [a, b]: [&[T]; 2], output: &mut [T], workspace: &mut [T]) {
         let p = &self.problem;
         let split =
             if self.split_pixels { Split::new(self.images, cpu) } else { Split::whole(self.images, cpu) };
