@@ -24,6 +24,7 @@ mod channels;
 mod cpu;
 mod element;
 mod error;
+mod huge_pages;
 mod simd;
 
 pub mod activation;
@@ -41,4 +42,5 @@ pub mod tune;
 pub use cpu::{Cpu, Isa};
 pub use element::{DType, Element};
 pub use error::{Error, Result};
+pub use huge_pages::advise_huge_pages;
 pub use memory_format::MemoryFormat;
