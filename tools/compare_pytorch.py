@@ -5,7 +5,7 @@
 
 SUITE is a file of problems in benchdnn notation, one a line. For every problem and pass PyTorch is timed before and after
 convoke, in contiguous and in channels-last memory; its better format counts, at the better of both times. Its
-allocator is told to keep memory and to use huge pages, as fresh memory costs page faults. convoke is `convoke bench`, whose chosen
+allocator is told to keep memory, as fresh memory costs page faults. convoke is `convoke bench`, whose chosen
 algorithm is timed again alone, as PyTorch is. Printed is PyTorch time / convoke time: above 1 convoke is faster.
 
 Needs Python 3.9 with torch, and `cargo build --release`.
@@ -26,7 +26,6 @@ KEEP_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": "-1",
     "MALLOC_TOP_PAD_": str(64 << 20),
-    "THP_MEM_ALLOC_ENABLE": "1",
 }
 PASSES = ["fwd", "bwd-data", "bwd-weights"]
 

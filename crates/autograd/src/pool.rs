@@ -7,7 +7,6 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
 use bytemuck::Pod;
-use convoke_kernels::advise_huge_pages;
 
 use crate::{Error, Result};
 
@@ -100,12 +99,9 @@ impl Pool {
         let needed = bytes.div_ceil(size_of::<Line>());
         let cached = self.state().reuse(bytes, needed);
         let fresh = if cached.is_some() { 0 } else { needed };
-        let allocate = || {
-            let mut lines = bytemuck::allocation::try_zeroed_slice_box(needed).ok()?;
-            advise_huge_pages(&mut lines);
-            Some(lines)
+        let Some(lines) = cached.or_else(|| bytemuck::allocation::try_zeroed_slice_box(needed).ok()) else {
+            return Err(refused);
         };
-        let Some(lines) = cached.or_else(allocate) else { return Err(refused) };
         self.state().count(bytes, fresh);
         let mut buffer = Buffer { lines, len, pool: self.clone(), element: PhantomData };
         if self.poison {

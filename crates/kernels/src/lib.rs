@@ -24,7 +24,6 @@ mod channels;
 mod cpu;
 mod element;
 mod error;
-mod huge_pages;
 mod simd;
 
 pub mod activation;
@@ -42,5 +41,4 @@ pub mod tune;
 pub use cpu::{Cpu, Isa};
 pub use element::{DType, Element};
 pub use error::{Error, Result};
-pub use huge_pages::advise_huge_pages;
 pub use memory_format::MemoryFormat;

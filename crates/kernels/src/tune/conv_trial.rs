@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use super::contest::{Contest, Subject};
-use super::noise::{CHUNK, Generator, buffer, noise};
+use super::noise::{CHUNK, Generator, noise};
 use super::race::{Checked, Trial};
 use crate::conv::{Accuracy, ConvOperands, ConvPlan, ConvProblem, Pass, reference_element};
 use crate::{Cpu, DType, Element};
@@ -80,19 +80,15 @@ impl<'a, T: Element> ConvTrial<'a, T> {
         let inputs = [noise(cpu, a, 1), noise(cpu, b, 2)];
         let workspace = plans.iter().map(|(plan, _)| plan.workspace_len()).max().unwrap_or(0);
         let oracle = Oracle::new(cpu, problem, pass, [&inputs[0], &inputs[1]], output);
-        let mut trial = ConvTrial {
+        ConvTrial {
             plans,
             pass,
             inputs,
-            output: buffer(output),
-            workspace: buffer(workspace),
+            output: vec![T::nan(); output],
+            workspace: vec![T::nan(); workspace],
             oracle,
             start: Instant::now(),
-        };
-        poison(cpu, &mut trial.output);
-        poison(cpu, &mut trial.workspace);
-        trial.start = Instant::now();
-        trial
+        }
     }
 
     fn run_once(&mut self, index: usize) {

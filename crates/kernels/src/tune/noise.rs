@@ -5,16 +5,9 @@ use crate::{Cpu, Element};
 /// Elements that a thread takes at a time.
 pub(super) const CHUNK: usize = 1 << 16;
 
-/// Memory as tensors have it: not written yet, in huge pages if it is large.
-pub(super) fn buffer<T: Element>(len: usize) -> Vec<T> {
-    let mut buffer = vec![T::zero(); len];
-    crate::advise_huge_pages(&mut buffer);
-    buffer
-}
-
 /// Uniform numbers in -1..1.
 pub(super) fn noise<T: Element>(cpu: &Cpu, len: usize, seed: u64) -> Vec<T> {
-    let mut values = buffer(len);
+    let mut values = vec![T::zero(); len];
     cpu.for_each(len, values.chunks_mut(CHUNK).enumerate(), |(chunk, values)| {
         let mut random = Generator::new(seed + 1000 * chunk as u64);
         for value in values {
