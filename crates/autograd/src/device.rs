@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use bytemuck::Pod;
-use convoke_kernels::conv::{self, ConvPlan, ConvProblem, Pass};
+use convoke_kernels::conv::{ConvPlan, ConvProblem, Pass};
 use convoke_kernels::pool::{MaxPoolAlgorithm, MaxPoolPass, PoolProblem};
-use convoke_kernels::tune::{Effort, Tuner, TunerOptions};
+use convoke_kernels::tune::Tuner;
 use convoke_kernels::{Cpu, DType};
 
 use crate::Result;
@@ -38,14 +38,9 @@ pub struct DeviceOptions {
 }
 
 impl DeviceOptions {
-    /// These threads, and algorithms chosen by estimate from those that copy no whole tensors: without a measurement
-    /// the memory is certain, and the gain is not.
+    /// These threads, and algorithms chosen by estimate: see [`Tuner::by_estimate`].
     pub fn new(cpu: Cpu) -> DeviceOptions {
-        let names = conv::algorithms().iter().map(|algorithm| algorithm.name());
-        let skip = names.filter(|name| name.contains('+')).map(str::to_owned).collect();
-        let options = TunerOptions { effort: Effort::Heuristic, skip, ..TunerOptions::default() };
-        let tuner = Tuner::new(options).expect("every name is in the table");
-        DeviceOptions { cpu, poison: false, tuner }
+        DeviceOptions { cpu, poison: false, tuner: Tuner::by_estimate() }
     }
 }
 

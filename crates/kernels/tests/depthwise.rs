@@ -2,9 +2,9 @@
 
 mod common;
 
-use common::{ConvCase, FORMATS, cpus, properties};
-use convoke_kernels::conv::{self, ConvAxis, ConvProblem, ConvSpec, Pass};
-use convoke_kernels::{Cpu, DType, MemoryFormat};
+use common::{FORMATS, check_algorithms, conv_problem, cpus, properties};
+use convoke_kernels::conv::{self, ConvAxis, ConvProblem, Pass};
+use convoke_kernels::{Cpu, MemoryFormat};
 use convoke_testkit::Failures;
 use proptest::prelude::*;
 
@@ -22,33 +22,17 @@ fn axis() -> impl Strategy<Value = ConvAxis> {
 
 fn problems() -> impl Strategy<Value = ConvProblem> {
     // Channels below, at and above one and two vectors of each instruction set.
-    (1usize..=4, 1usize..=50, axis(), axis()).prop_map(|(batch, channels, height, width)| {
-        let spec = ConvSpec {
-            batch,
-            in_channels: channels,
-            out_channels: channels,
-            groups: channels,
-            height,
-            width,
-            dtype: DType::F32,
-            format: MemoryFormat::ChannelsLast,
-        };
-        ConvProblem::new(spec).expect("a valid problem")
-    })
+    (1usize..=4, 1usize..=50, axis(), axis())
+        .prop_map(|(batch, channels, height, width)| conv_problem(batch, channels, [1, 1], [height, width]))
 }
 
-fn check(failures: &mut Failures, problem: &ConvProblem, seed: u64, cpu: &Cpu) {
-    let depthwise = conv::algorithm("depthwise").expect("it is in the table");
-    let case = ConvCase::new(problem, seed);
-    for pass in Pass::ALL {
-        let expected = case.expected(pass);
-        for format in FORMATS {
-            failures.run(format!("{pass} {problem} {format} {cpu:?}"), || {
-                let checked = case.check(depthwise, pass, format, (DType::F32, cpu), &expected);
-                checked.expect("it applies to such problems").map_err(|mismatch| mismatch.to_string())
-            });
-        }
-    }
+fn check<'a>(
+    failures: &mut Failures,
+    problem: &ConvProblem,
+    seed: u64,
+    cpus: impl Iterator<Item = &'a Cpu> + Clone,
+) {
+    check_algorithms(failures, &["depthwise"], problem, seed, &FORMATS, cpus);
 }
 
 proptest! {
@@ -57,7 +41,7 @@ proptest! {
     #[test]
     fn agrees_with_the_reference(problem in problems(), seed in any::<u64>(), cpu in 0..cpus().len()) {
         let mut failures = Failures::new(format!("depthwise on {problem}"));
-        check(&mut failures, &problem, seed, &cpus()[cpu]);
+        check(&mut failures, &problem, seed, cpus()[cpu..=cpu].iter());
         failures.finish();
     }
 }
@@ -69,9 +53,7 @@ fn layers_of_networks_agree_with_the_reference() {
     for (kernel, stride, size) in [(3, 1, 28), (3, 2, 28), (3, 1, 7), (5, 1, 20), (5, 2, 21), (7, 1, 24)] {
         let padding = kernel / 2;
         let text = format!("g40mb2ic40ih{size}oc40kh{kernel}sh{stride}ph{padding}");
-        for cpu in cpus() {
-            check(&mut failures, &text.parse().expect("a valid problem"), 11, cpu);
-        }
+        check(&mut failures, &text.parse().expect("a valid problem"), 11, cpus().iter());
     }
     failures.finish();
 }

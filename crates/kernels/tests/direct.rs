@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{ConvCase, cpus, properties};
+use common::{check_algorithms, conv_problem, cpus, properties};
 use convoke_kernels::conv::{self, ConvAxis, ConvProblem, ConvSpec, Pass};
 use convoke_kernels::{Cpu, DType, MemoryFormat};
 use convoke_testkit::Failures;
@@ -25,33 +25,17 @@ fn channels() -> impl Strategy<Value = usize> {
 fn problems() -> impl Strategy<Value = ConvProblem> {
     let groups = prop_oneof![3 => Just(1usize), 2 => 2usize..=5];
     (1usize..=4, groups, channels(), channels(), axis(), axis())
-        .prop_map(|(batch, groups, c, k, height, width)| {
-            let spec = ConvSpec {
-                batch,
-                in_channels: groups * c,
-                out_channels: groups * k,
-                groups,
-                height,
-                width,
-                dtype: DType::F32,
-                format: MemoryFormat::ChannelsLast,
-            };
-            ConvProblem::new(spec).expect("a valid problem")
-        })
+        .prop_map(|(batch, groups, c, k, height, width)| conv_problem(batch, groups, [c, k], [height, width]))
         .prop_filter("too slow", |problem| problem.flops() <= 2e7)
 }
 
-fn check(failures: &mut Failures, problem: &ConvProblem, seed: u64, cpu: &Cpu) {
-    let algorithm = conv::algorithm("direct").expect("it is in the table");
-    let case = ConvCase::new(problem, seed);
-    for pass in Pass::ALL {
-        let expected = case.expected(pass);
-        failures.run(format!("{problem} {pass} {cpu:?}"), || {
-            let checked =
-                case.check(algorithm, pass, MemoryFormat::ChannelsLast, (DType::F32, cpu), &expected);
-            checked.expect("it applies to such problems").map_err(|mismatch| mismatch.to_string())
-        });
-    }
+fn check<'a>(
+    failures: &mut Failures,
+    problem: &ConvProblem,
+    seed: u64,
+    cpus: impl Iterator<Item = &'a Cpu> + Clone,
+) {
+    check_algorithms(failures, &["direct"], problem, seed, &[MemoryFormat::ChannelsLast], cpus);
 }
 
 proptest! {
@@ -60,7 +44,7 @@ proptest! {
     #[test]
     fn agrees_with_the_reference(problem in problems(), seed in any::<u64>(), cpu in 0..cpus().len()) {
         let mut failures = Failures::new("direct");
-        check(&mut failures, &problem, seed, &cpus()[cpu]);
+        check(&mut failures, &problem, seed, cpus()[cpu..=cpu].iter());
         failures.finish();
     }
 }
@@ -81,9 +65,8 @@ fn agrees_with_the_reference_on_larger_problems() {
     let mut failures = Failures::new("direct");
     for problem in problems {
         let problem: ConvProblem = problem.parse().unwrap();
-        for cpu in [&cpus()[0], &cpus()[cpus().len() - 1]].into_iter().chain(cpus().iter().rev().nth(4)) {
-            check(&mut failures, &problem, 3, cpu);
-        }
+        let some = [&cpus()[0], &cpus()[cpus().len() - 1]].into_iter().chain(cpus().iter().rev().nth(4));
+        check(&mut failures, &problem, 3, some);
     }
     failures.finish();
 }

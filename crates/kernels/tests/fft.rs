@@ -2,9 +2,9 @@
 
 mod common;
 
-use common::{ConvCase, cpus, properties};
-use convoke_kernels::conv::{self, ConvAxis, ConvProblem, ConvSpec, Pass};
-use convoke_kernels::{Cpu, DType, MemoryFormat};
+use common::{check_algorithms, conv_problem, cpus, properties};
+use convoke_kernels::conv::{self, ConvAxis, ConvProblem, Pass};
+use convoke_kernels::{Cpu, MemoryFormat};
 use convoke_testkit::Failures;
 use proptest::prelude::*;
 
@@ -25,19 +25,7 @@ fn problems() -> impl Strategy<Value = ConvProblem> {
     let groups = prop_oneof![3 => Just(1usize), 1 => 2usize..=3];
     let channels = || prop_oneof![1usize..=9, 10usize..=40];
     (1usize..=3, groups, channels(), channels(), axis(), axis())
-        .prop_map(|(batch, groups, c, k, height, width)| {
-            let spec = ConvSpec {
-                batch,
-                in_channels: groups * c,
-                out_channels: groups * k,
-                groups,
-                height,
-                width,
-                dtype: DType::F32,
-                format: MemoryFormat::ChannelsLast,
-            };
-            ConvProblem::new(spec).expect("a valid problem")
-        })
+        .prop_map(|(batch, groups, c, k, height, width)| conv_problem(batch, groups, [c, k], [height, width]))
         .prop_filter("within seconds for the reference", |problem| problem.flops() < 1e8)
         .prop_filter("more than a pixel", |problem| problem.height.kernel * problem.width.kernel > 1)
         .prop_filter("no kernel element in padding only", |problem| {
@@ -52,16 +40,8 @@ proptest! {
     #[test]
     fn agrees_with_the_reference(problem in problems(), seed in any::<u64>(), cpu in 0..cpus().len()) {
         let mut failures = Failures::new(format!("fft on {problem}"));
-        let case = ConvCase::new(&problem, seed);
-        let fft = conv::algorithm("fft").expect("it is in the table");
-        for pass in Pass::ALL {
-            let expected = case.expected(pass);
-            let how = (DType::F32, &cpus()[cpu]);
-            failures.run(format!("{pass} {:?}", how.1), || {
-                let checked = case.check(fft, pass, MemoryFormat::ChannelsLast, how, &expected);
-                checked.expect("it applies to such problems").map_err(|mismatch| mismatch.to_string())
-            });
-        }
+        let formats = [MemoryFormat::ChannelsLast];
+        check_algorithms(&mut failures, &["fft"], &problem, seed, &formats, cpus()[cpu..=cpu].iter());
         failures.finish();
     }
 }

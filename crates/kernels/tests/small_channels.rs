@@ -3,9 +3,9 @@
 
 mod common;
 
-use common::{ConvCase, FORMATS, cpus, properties};
-use convoke_kernels::conv::{self, ConvAxis, ConvProblem, ConvSpec, Pass};
-use convoke_kernels::{Cpu, DType, MemoryFormat};
+use common::{FORMATS, check_algorithms, conv_problem, cpus, properties};
+use convoke_kernels::Cpu;
+use convoke_kernels::conv::{self, ConvAxis, ConvProblem, Pass};
 use convoke_testkit::Failures;
 use proptest::prelude::*;
 
@@ -24,36 +24,13 @@ fn axis() -> impl Strategy<Value = ConvAxis> {
 fn problems() -> impl Strategy<Value = ConvProblem> {
     let outputs = prop_oneof![2 => 1usize..=70, 1 => Just(13), 1 => Just(16), 1 => Just(32), 1 => Just(96)];
     (1usize..=3, 1usize..=8, outputs, axis(), axis())
-        .prop_map(|(batch, in_channels, out_channels, height, width)| {
-            let spec = ConvSpec {
-                batch,
-                in_channels,
-                out_channels,
-                groups: 1,
-                height,
-                width,
-                dtype: DType::F32,
-                format: MemoryFormat::ChannelsLast,
-            };
-            ConvProblem::new(spec).expect("a valid problem")
-        })
+        .prop_map(|(batch, c, k, height, width)| conv_problem(batch, 1, [c, k], [height, width]))
         .prop_filter("too slow", |problem| problem.flops() < 2e7)
 }
 
 fn check(problem: &ConvProblem, seed: u64, cpus: &[Cpu]) {
-    let algorithm = conv::algorithm("small-channels").expect("it is in the table");
     let mut failures = Failures::new(format!("small-channels on {problem}"));
-    let case = ConvCase::new(problem, seed);
-    for pass in Pass::ALL {
-        let expected = case.expected(pass);
-        for (format, cpu) in FORMATS.into_iter().flat_map(|format| cpus.iter().map(move |cpu| (format, cpu)))
-        {
-            failures.run(format!("{pass} {format} {cpu:?}"), || {
-                let checked = case.check(algorithm, pass, format, (DType::F32, cpu), &expected);
-                checked.expect("it applies to such problems").map_err(|mismatch| mismatch.to_string())
-            });
-        }
-    }
+    check_algorithms(&mut failures, &["small-channels"], problem, seed, &FORMATS, cpus.iter());
     failures.finish();
 }
 

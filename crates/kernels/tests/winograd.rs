@@ -2,9 +2,9 @@
 
 mod common;
 
-use common::{ConvCase, cpus, properties};
-use convoke_kernels::conv::{self, ConvAxis, ConvProblem, ConvSpec, Pass};
-use convoke_kernels::{Cpu, DType, Isa, MemoryFormat};
+use common::{check_algorithms, conv_problem, cpus, properties};
+use convoke_kernels::conv::{ConvAxis, ConvProblem};
+use convoke_kernels::{Cpu, Isa, MemoryFormat};
 use convoke_testkit::Failures;
 use proptest::prelude::*;
 
@@ -16,19 +16,8 @@ fn axis() -> impl Strategy<Value = ConvAxis> {
 }
 
 fn problems() -> impl Strategy<Value = ConvProblem> {
-    (1usize..=4, 1usize..=40, 1usize..=70, axis(), axis()).prop_map(|(batch, c, k, height, width)| {
-        let spec = ConvSpec {
-            batch,
-            in_channels: c,
-            out_channels: k,
-            groups: 1,
-            height,
-            width,
-            dtype: DType::F32,
-            format: MemoryFormat::ChannelsLast,
-        };
-        ConvProblem::new(spec).expect("a valid problem")
-    })
+    (1usize..=4, 1usize..=40, 1usize..=70, axis(), axis())
+        .prop_map(|(batch, c, k, height, width)| conv_problem(batch, 1, [c, k], [height, width]))
 }
 
 const NAMES: [&str; 3] = ["winograd-2x2", "winograd-4x4", "winograd-6x6"];
@@ -36,18 +25,7 @@ const NAMES: [&str; 3] = ["winograd-2x2", "winograd-4x4", "winograd-6x6"];
 /// Every pass of every tile size on one problem.
 fn check<'a>(problem: &ConvProblem, seed: u64, cpus: impl Iterator<Item = &'a Cpu> + Clone) {
     let mut failures = Failures::new(format!("winograd on {problem}"));
-    let case = ConvCase::new(problem, seed);
-    for pass in Pass::ALL {
-        let expected = case.expected(pass);
-        for (name, cpu) in NAMES.into_iter().flat_map(|name| cpus.clone().map(move |cpu| (name, cpu))) {
-            let algorithm = conv::algorithm(name).expect("it is in the table");
-            failures.run(format!("{name} {pass} {cpu:?}"), || {
-                let how = (DType::F32, cpu);
-                let checked = case.check(algorithm, pass, MemoryFormat::ChannelsLast, how, &expected);
-                checked.expect("it applies to such problems").map_err(|mismatch| mismatch.to_string())
-            });
-        }
-    }
+    check_algorithms(&mut failures, &NAMES, problem, seed, &[MemoryFormat::ChannelsLast], cpus);
     failures.finish();
 }
 

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use clap::builder::PossibleValuesParser;
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum, value_parser};
+use convoke::Cpu;
 use convoke::nn::Rule;
 use convoke::nn::models::Model;
 use convoke::nn::modules::ConvBnMode;
@@ -236,6 +237,14 @@ pub(crate) enum OptimizerName {
 pub(crate) fn model(name: &str) -> Model {
     let named = Model::ALL.into_iter().find(|model| model.name() == name);
     named.expect("clap accepts known names only")
+}
+
+/// What `--threads` asks for: all of this machine's threads if it is not given.
+pub(crate) fn cpu(threads: Option<u16>) -> super::Result<Cpu> {
+    Ok(match threads {
+        Some(threads) => Cpu::new(threads.into())?,
+        None => Cpu::all()?,
+    })
 }
 
 pub(crate) fn models() -> PossibleValuesParser {

@@ -9,9 +9,9 @@ use convoke::nn::checkpoint;
 use convoke::nn::data::TrainTest;
 use convoke::nn::modules::ConvBnMode;
 use convoke::nn::training::{Evaluation, StepReport, Trainer, TrainingConfig, TrainingError};
-use convoke::{Cpu, Device, DeviceOptions};
+use convoke::{Device, DeviceOptions};
 
-use super::args::{RunArgs, TrainArgs};
+use super::args::{RunArgs, TrainArgs, cpu};
 use super::console::{Console, Stage, note};
 use super::record::{Recorder, RunRecord};
 use super::{Failure, Result, console, dataset, json, output, report, summary};
@@ -57,10 +57,7 @@ impl Session {
         tuner: &Tuner,
         checkpoint: Option<&Path>,
     ) -> Result<Session> {
-        let cpu = match args.threads {
-            Some(threads) => Cpu::new(threads.into())?,
-            None => Cpu::all()?,
-        };
+        let cpu = cpu(args.threads)?;
         let device = Device::new(DeviceOptions { tuner: tuner.clone(), ..DeviceOptions::new(cpu) });
         let config = TrainingConfig {
             model: args.model(),

@@ -12,7 +12,7 @@ use convoke::tune::TunerOptions;
 use convoke::{Cpu, DType, MemoryFormat};
 
 use super::Result;
-use super::args::{model, models, positive};
+use super::args::{cpu, model, models, positive};
 use super::tuning::Effort;
 
 #[derive(ClapArgs)]
@@ -243,10 +243,7 @@ impl ProblemArgs {
 
 impl CandidateArgs {
     pub(crate) fn cpu(&self) -> Result<Cpu> {
-        Ok(match self.threads {
-            Some(threads) => Cpu::new(threads.into())?,
-            None => Cpu::all()?,
-        })
+        cpu(self.threads)
     }
 
     /// A tuner's options as the flags say, without a cache.

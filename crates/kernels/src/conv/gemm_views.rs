@@ -109,9 +109,7 @@ pub(super) fn columns_cost(problem: &ConvProblem, pass: Pass, cpu: &Cpu, efficie
     let elements = problem.flops() / (2 * problem.group_out_channels()) as f64;
     let cycles = elements * (0.3 + 4.0 / run as f64);
     let direct = Cost::direct(problem, efficiency * gemm_efficiency(problem, pass));
-    // A cycle could do two multiply-adds of a vector.
-    let copying = 4.0 * crate::simd::lanes(cpu.isa()) as f64 * cycles;
-    Cost { flops: direct.flops + copying * direct.efficiency, ..direct }
+    Cost { flops: direct.flops + Cost::flops_of(cycles, cpu) * direct.efficiency, ..direct }
 }
 
 /// Adds up the workers' weight gradients, which lie one after the other, in their order.

@@ -19,6 +19,7 @@ mod problem;
 mod reference;
 mod small_channels;
 mod winograd;
+mod workspace;
 
 pub use notation::parse_suite;
 pub use onednn::onednn_version;
@@ -27,6 +28,8 @@ pub use problem::{ConvAxis, ConvProblem, ConvSpec, Pass};
 pub(crate) use reference::element as reference_element;
 
 use std::sync::{Arc, LazyLock};
+
+use winograd::{F2, F4, F6, Winograd};
 
 use crate::Cpu;
 
@@ -39,9 +42,9 @@ fn repertoire() -> Vec<Arc<dyn ConvAlgorithm>> {
         Arc::new(direct::Direct),
         Arc::new(small_channels::SmallChannels),
         Arc::new(depthwise::Depthwise),
-        Arc::new(winograd::Winograd4),
-        Arc::new(winograd::Winograd2),
-        Arc::new(winograd::Winograd6),
+        Arc::new(Winograd::<F4>::new()),
+        Arc::new(Winograd::<F2>::new()),
+        Arc::new(Winograd::<F6>::new()),
         Arc::new(fft::Fft),
         Arc::new(onednn::External),
     ]

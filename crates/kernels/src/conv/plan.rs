@@ -149,13 +149,18 @@ impl Cost {
         Cost { bytes: self.bytes + bytes as f64, ..self }
     }
 
+    /// Operations that one thread could do in `cycles`: two multiply-adds of a vector in each.
+    pub(crate) fn flops_of(cycles: f64, cpu: &Cpu) -> f64 {
+        cycles * 4.0 * crate::simd::lanes(cpu.isa()) as f64
+    }
+
     /// Seconds on a nominal machine: 3 GHz, two vector multiply-adds a cycle and 12 GB/s a thread.
     ///
     /// Only ratios matter. They were calibrated on a machine with AVX-512; nothing is measured at run time, so the
     /// same problem gets the same answer everywhere.
     pub fn seconds(&self, cpu: &Cpu) -> f64 {
         let threads = cpu.threads() as f64;
-        let peak = 3e9 * 4.0 * crate::simd::lanes(cpu.isa()) as f64 * threads;
+        let peak = Cost::flops_of(3e9, cpu) * threads;
         // A call that does nothing still takes a microsecond.
         1e-6 + self.flops / (peak * self.efficiency) + self.bytes / (12e9 * threads)
     }

@@ -44,11 +44,11 @@ impl ConvAlgorithm for Pointwise {
         let few = problem.format == MemoryFormat::ChannelsLast && pixels < 96 * cpu.threads();
         let light = !weights || sums <= pixels * (problem.in_channels + problem.out_channels) / 8;
         let split_pixels = light && !few;
-        let split = if split_pixels { Split::new(images, cpu) } else { Split::whole(images, cpu) };
-        let sums = if weights && split.workers > 1 { split.workers * problem.weight_len() } else { 0 };
         let taken = if strided { pixels * problem.in_channels } else { 0 };
-        let workspace = sums + taken;
         let kernel = Gemms { problem: *problem, pass, images, pixels: spatial, split_pixels, taken };
+        let workers = kernel.split(cpu).workers;
+        let sums = if weights && workers > 1 { workers * problem.weight_len() } else { 0 };
+        let workspace = sums + taken;
         let cost = Cost::direct(problem, 0.75 * gemm_efficiency(problem, pass));
         let cost = cost.moving(2 * taken * problem.dtype.size());
         Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, kernel)).with_cost(cost))
@@ -68,6 +68,10 @@ struct Gemms {
 }
 
 impl Gemms {
+    fn split(&self, cpu: &Cpu) -> Split {
+        if self.split_pixels { Split::new(self.images, cpu) } else { Split::whole(self.images, cpu) }
+    }
+
     /// Copies the pixels that a strided kernel reads side by side.
     fn take<T: Element>(&self, cpu: &Cpu, x: &[T], taken: &mut [T]) {
         let p = &self.problem;
@@ -140,8 +144,7 @@ impl Gemms {
     /// The pass on tensors whose pixels lie side by side.
     fn multiply<T: Element>(&self, cpu: &Cpu, [a, b]: [&[T]; 2], output: &mut [T], workspace: &mut [T]) {
         let p = &self.problem;
-        let split =
-            if self.split_pixels { Split::new(self.images, cpu) } else { Split::whole(self.images, cpu) };
+        let split = self.split(cpu);
         let inner = &split.inner;
         let (x_image, y_image) = (p.in_channels * self.pixels, p.out_channels * self.pixels);
         let (x_chunk, y_chunk) = (x_image * split.images, y_image * split.images);

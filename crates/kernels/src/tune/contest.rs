@@ -60,13 +60,17 @@ impl Contest {
 
     /// Whether a record knows all who can run now, in their present revisions.
     pub(super) fn is_current(&self, record: &Record) -> bool {
-        self.ready().into_iter().all(|index| {
-            let entrant = &self.entrants[index];
-            let known = |candidate: &&Candidate| {
+        self.unknown_to(record).is_none()
+    }
+
+    /// Somebody who can run now and whom a record does not know in the present revision.
+    pub(super) fn unknown_to(&self, record: &Record) -> Option<&Entrant> {
+        let known = |entrant: &Entrant| {
+            record.candidates.iter().any(|candidate| {
                 candidate.algorithm == entrant.name && candidate.revision == entrant.revision
-            };
-            record.candidates.iter().any(|candidate| known(&candidate))
-        })
+            })
+        };
+        self.ready().into_iter().map(|index| &self.entrants[index]).find(|entrant| !known(entrant))
     }
 
     /// The choice that a record's times lead to among those who can run.

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::contest::{Contest, Subject};
 use super::noise::{CHUNK, Generator, noise};
-use super::race::{Checked, Trial};
+use super::race::{Checked, Trial, seconds_of};
 use crate::conv::{Accuracy, ConvOperands, ConvPlan, ConvProblem, Pass, reference_element};
 use crate::{Cpu, DType, Element};
 
@@ -108,19 +108,13 @@ impl<T: Element> Trial for ConvTrial<'_, T> {
         let (plan, accuracy) = self.plans[index];
         poison(plan.cpu(), &mut self.output);
         poison(plan.cpu(), &mut self.workspace[..plan.workspace_len()]);
-        let start = Instant::now();
-        self.run_once(index);
-        let seconds = start.elapsed().as_secs_f64();
+        let seconds = seconds_of(1, || self.run_once(index));
         let error = self.oracle.compare(plan.cpu(), &self.output, accuracy)?;
         Ok(Checked { error, seconds })
     }
 
     fn run(&mut self, index: usize, repeats: usize) -> f64 {
-        let start = Instant::now();
-        for _ in 0..repeats {
-            self.run_once(index);
-        }
-        start.elapsed().as_secs_f64() / repeats as f64
+        seconds_of(repeats, || self.run_once(index))
     }
 
     fn elapsed(&self) -> f64 {

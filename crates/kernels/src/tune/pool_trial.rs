@@ -5,7 +5,7 @@ use std::time::Instant;
 use super::Key;
 use super::contest::{Contest, Entrant, State, Subject};
 use super::noise::noise;
-use super::race::{Checked, Trial};
+use super::race::{Checked, Trial, seconds_of};
 use crate::conv::Accuracy;
 use crate::pool::{MaxPoolAlgorithm, MaxPoolPass, PoolProblem, WindowIndex, max_pool_algorithms};
 use crate::{Cpu, DType, Element};
@@ -118,9 +118,7 @@ impl<T: Element, I: WindowIndex> Trial for PoolTrial<'_, T, I> {
         if self.subject.pass == MaxPoolPass::Forward {
             self.indices.fill(I::store(I::COUNT - 1));
         }
-        let start = Instant::now();
-        self.run_once(index);
-        let seconds = start.elapsed().as_secs_f64();
+        let seconds = seconds_of(1, || self.run_once(index));
         let [output, expected] =
             [&self.output, &self.expected].map(|values| bytemuck::cast_slice::<T, u8>(values));
         if output != expected {
@@ -133,11 +131,7 @@ impl<T: Element, I: WindowIndex> Trial for PoolTrial<'_, T, I> {
     }
 
     fn run(&mut self, index: usize, repeats: usize) -> f64 {
-        let start = Instant::now();
-        for _ in 0..repeats {
-            self.run_once(index);
-        }
-        start.elapsed().as_secs_f64() / repeats as f64
+        seconds_of(repeats, || self.run_once(index))
     }
 
     fn elapsed(&self) -> f64 {

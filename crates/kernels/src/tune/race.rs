@@ -4,6 +4,8 @@
 //! drop use minima (noise only ever adds), and what is left within a few percent is compared by the median ratio of
 //! paired runs.
 
+use std::time::Instant;
+
 use super::Effort;
 
 /// What is raced: candidates by index, and the clock.
@@ -19,6 +21,15 @@ pub(super) trait Trial {
 
     /// Seconds since the race began.
     fn elapsed(&self) -> f64;
+}
+
+/// The seconds of one of `repeats` runs in a row.
+pub(super) fn seconds_of(repeats: usize, mut run: impl FnMut()) -> f64 {
+    let start = Instant::now();
+    for _ in 0..repeats {
+        run();
+    }
+    start.elapsed().as_secs_f64() / repeats as f64
 }
 
 /// A first run whose output was right.

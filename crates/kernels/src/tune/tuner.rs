@@ -78,10 +78,13 @@ impl Tuner {
         Ok(Tuner { inner: Arc::new(Inner { algorithms, options, known: Mutex::default() }) })
     }
 
-    /// A tuner that never runs anything: it chooses by estimate, and remembers nothing.
+    /// A tuner that never runs anything: it chooses by estimate from the algorithms that copy no whole tensors, since
+    /// without a measurement their memory is certain and their gain is not. It remembers nothing.
     pub fn by_estimate() -> Tuner {
-        let options = TunerOptions { effort: Effort::Heuristic, ..TunerOptions::default() };
-        Tuner::new(options).expect("no names are given, and those of the library differ")
+        let names = conv::algorithms().iter().map(|algorithm| algorithm.name());
+        let skip = names.filter(|name| name.contains('+')).map(str::to_owned).collect();
+        let options = TunerOptions { effort: Effort::Heuristic, skip, ..TunerOptions::default() };
+        Tuner::new(options).expect("every name is in the table, once")
     }
 
     /// What it may do.
@@ -185,6 +188,19 @@ impl Tuner {
         let ConvSubject { contest, .. } = self.subject(problem, pass, cpu);
         let record = self.load(&mut self.known(), &contest)?;
         if contest.is_current(&record) { contest.tuning_of(&record, Source::Cached) } else { None }
+    }
+
+    /// The first algorithm that could take part now and that `record`, of this problem, does not know in its present
+    /// revision: the reason to measure again.
+    pub fn unknown_to(
+        &self,
+        record: &Record,
+        problem: &ConvProblem,
+        pass: Pass,
+        cpu: &Cpu,
+    ) -> Option<String> {
+        let ConvSubject { contest, .. } = self.subject(problem, pass, cpu);
+        contest.unknown_to(record).map(|entrant| entrant.name.clone())
     }
 
     /// Every choice made so far, sorted by problem.

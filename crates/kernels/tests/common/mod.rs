@@ -9,7 +9,7 @@ use convoke_kernels::conv::{
 };
 use convoke_kernels::memory_format::{Extent, convert};
 use convoke_kernels::{Cpu, DType, Isa, MemoryFormat};
-use convoke_testkit::{Mismatch, Random, Tolerance, check_relative_to_max, poisoned};
+use convoke_testkit::{Failures, Mismatch, Random, Tolerance, check_relative_to_max, poisoned};
 use proptest::prelude::*;
 
 /// An element type of both the kernels and the test kit.
@@ -179,6 +179,31 @@ impl ConvCase {
     }
 }
 
+/// Every pass in f32 by algorithms that must apply to the problem, against the reference.
+pub(crate) fn check_algorithms<'a>(
+    failures: &mut Failures,
+    names: &[&str],
+    problem: &ConvProblem,
+    seed: u64,
+    formats: &[MemoryFormat],
+    cpus: impl Iterator<Item = &'a Cpu> + Clone,
+) {
+    let case = ConvCase::new(problem, seed);
+    for pass in Pass::ALL {
+        let expected = case.expected(pass);
+        for (name, &format) in names.iter().flat_map(|name| formats.iter().map(move |format| (name, format)))
+        {
+            let algorithm = convoke_kernels::conv::algorithm(name).expect("it is in the table");
+            for cpu in cpus.clone() {
+                failures.run(format!("{name} {pass} {problem} {format} {cpu:?}"), || {
+                    let checked = case.check(algorithm, pass, format, (DType::F32, cpu), &expected);
+                    checked.expect("it applies to such problems").map_err(|mismatch| mismatch.to_string())
+                });
+            }
+        }
+    }
+}
+
 /// The operands of a pass from x, weight and dy.
 pub(crate) fn operands<'a, T>(
     pass: Pass,
@@ -222,25 +247,33 @@ fn axes() -> impl Strategy<Value = ConvAxis> {
     )
 }
 
+/// An f32 problem of `groups` groups, each of C x K channels.
+pub(crate) fn conv_problem(
+    batch: usize,
+    groups: usize,
+    [c, k]: [usize; 2],
+    [height, width]: [ConvAxis; 2],
+) -> ConvProblem {
+    ConvProblem::new(ConvSpec {
+        batch,
+        in_channels: groups * c,
+        out_channels: groups * k,
+        groups,
+        height,
+        width,
+        dtype: DType::F32,
+        format: MemoryFormat::Contiguous,
+    })
+    .expect("axes are valid and groups divide")
+}
+
 /// Valid problems of any kind with at most `flops` floating-point operations a pass, f32 and contiguous.
 pub(crate) fn problems(flops: f64) -> impl Strategy<Value = ConvProblem> {
     let channels =
         || prop_oneof![4 => 1usize..=9, 1 => Just(13), 1 => Just(16), 1 => Just(33), 1 => Just(65)];
     let groups = prop_oneof![4 => Just(1usize), 1 => 2usize..=5, 1 => Just(17)];
     (1usize..=5, groups, channels(), channels(), axes(), axes())
-        .prop_map(|(batch, groups, c, k, height, width)| {
-            ConvProblem::new(ConvSpec {
-                batch,
-                in_channels: groups * c,
-                out_channels: groups * k,
-                groups,
-                height,
-                width,
-                dtype: DType::F32,
-                format: MemoryFormat::Contiguous,
-            })
-            .expect("axes are valid and groups divide")
-        })
+        .prop_map(|(batch, groups, c, k, height, width)| conv_problem(batch, groups, [c, k], [height, width]))
         .prop_filter("too slow", move |problem| problem.flops() <= flops)
 }
 

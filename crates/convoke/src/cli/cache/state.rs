@@ -80,19 +80,8 @@ fn newcomer(record: &Record, isa: Isa) -> Option<String> {
         deterministic: record.key.deterministic,
         ..TunerOptions::default()
     };
-    let known = |name: &str| record.candidates.iter().any(|candidate| candidate.algorithm == name);
-    let tuner = Tuner::new(options).ok()?;
-    let newcomers = tuner.algorithms().iter().filter(|algorithm| {
-        !known(algorithm.name())
-            && algorithm.accuracy() <= tuner.options().accuracy
-            && (algorithm.is_deterministic() || !record.key.deterministic)
-    });
-    let able = |plan: &convoke::conv::ConvPlan| {
-        plan.workspace_len().saturating_mul(problem.dtype.size()) <= tuner.options().workspace_limit
-    };
-    let mut newcomers =
-        newcomers.filter(|algorithm| algorithm.plan(&problem, pass, &cpu).is_ok_and(|plan| able(&plan)));
-    newcomers.next().map(|algorithm| format!("{} was not there to be measured", algorithm.name()))
+    let newcomer = Tuner::new(options).ok()?.unknown_to(record, &problem, pass, &cpu)?;
+    Some(format!("{newcomer} was not there to be measured"))
 }
 
 fn accuracy(name: &str) -> Option<Accuracy> {

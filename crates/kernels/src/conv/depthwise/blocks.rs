@@ -3,6 +3,7 @@
 use pulp::{MemMask, Simd};
 
 use super::gather::{Gather, Phase};
+use crate::conv::workspace::LINE;
 
 /// Output pixels that share the loads of weights and inputs.
 pub(super) const BLOCK: usize = 8;
@@ -141,8 +142,6 @@ pub(super) fn each_block<S: Simd>(
 /// Asks for `len` floats to be brought into the L2 cache. They need not exist.
 #[inline(always)]
 fn prefetch(from: *const f32, len: usize) {
-    /// Floats of a cache line.
-    const LINE: usize = 16;
     for line in (0..len).step_by(LINE) {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: a prefetch accesses nothing that the program could notice.
@@ -152,6 +151,28 @@ fn prefetch(from: *const f32, len: usize) {
         }
         #[cfg(not(target_arch = "x86_64"))]
         let _ = (from, line);
+    }
+}
+
+/// What tap `t` reads for output `b` of a block; `source` is what it reads for output 0, `step` apart, if all is inside.
+///
+/// # Safety
+/// As [`BlockKernel::block`]; the block has tap `t` and output `b`.
+#[inline(always)]
+pub(super) unsafe fn input<S: Simd, const EDGE: bool, const MASKED: bool>(
+    simd: S,
+    Place { channel, mask, inputs, .. }: Place<'_, S::m32s>,
+    [t, b]: [usize; 2],
+    source: *const f32,
+    step: usize,
+) -> S::f32s {
+    // SAFETY: what is listed may be read; without a list all inputs are inside.
+    unsafe {
+        let from = match EDGE {
+            true => inputs.get_unchecked(t)[b].add(channel),
+            false => source.wrapping_add(b * step),
+        };
+        load::<S, MASKED>(simd, mask, from)
     }
 }
 

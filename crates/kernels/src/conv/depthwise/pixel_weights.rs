@@ -2,7 +2,7 @@
 
 use pulp::{Simd, WithSimd};
 
-use super::blocks::{BLOCK, BlockKernel, Line, Place, Scratch, each_block, load, store};
+use super::blocks::{BLOCK, BlockKernel, Line, Place, Scratch, each_block, input, load, store};
 use super::gather::Gather;
 use crate::Cpu;
 use crate::conv::gemm_views::reduce_partials;
@@ -109,8 +109,9 @@ impl BlockKernel for Products<'_> {
         &mut self,
         simd: S,
         line: &Line<'_>,
-        Place { q, channel, mask, inputs }: Place<'_, S::m32s>,
+        place: Place<'_, S::m32s>,
     ) {
+        let Place { q, channel, mask, .. } = place;
         let [source_step, output_step] = line.steps;
         let mut dy = [simd.splat_f32s(0.0); BLOCK];
         for (b, dy) in dy.iter_mut().enumerate() {
@@ -124,14 +125,8 @@ impl BlockKernel for Products<'_> {
             // Two sums, for half the latency.
             let mut sums = [simd.splat_f32s(0.0); 2];
             for b in 0..BLOCK {
-                // SAFETY: what is listed may be read; without a list all inputs are inside.
-                let x = unsafe {
-                    let from = match EDGE {
-                        true => inputs.get_unchecked(t)[b].add(channel),
-                        false => source.wrapping_add(b * source_step),
-                    };
-                    load::<S, MASKED>(simd, mask, from)
-                };
+                // SAFETY: this block's tap and output.
+                let x = unsafe { input::<S, EDGE, MASKED>(simd, place, [t, b], source, source_step) };
                 sums[b % 2] = simd.mul_add_f32s(x, dy[b], sums[b % 2]);
             }
             let total = self.sums.as_mut_ptr().wrapping_add(tap.place + channel);

@@ -2,7 +2,7 @@
 
 use pulp::{Simd, WithSimd};
 
-use super::blocks::{BLOCK, BlockKernel, Line, Place, Scratch, each_block, load, store};
+use super::blocks::{BLOCK, BlockKernel, Line, Place, Scratch, each_block, input, load, store};
 use super::gather::Gather;
 use crate::Cpu;
 use crate::conv::plan::ConvKernel;
@@ -94,8 +94,9 @@ impl BlockKernel for Sums<'_> {
         &mut self,
         simd: S,
         line: &Line<'_>,
-        Place { q, channel, mask, inputs }: Place<'_, S::m32s>,
+        place: Place<'_, S::m32s>,
     ) {
+        let Place { q, channel, mask, .. } = place;
         let [source_step, output_step] = line.steps;
         let mut sums = [simd.splat_f32s(0.0); BLOCK];
         for (t, tap) in line.taps.iter().enumerate() {
@@ -104,14 +105,8 @@ impl BlockKernel for Sums<'_> {
                 unsafe { load::<S, MASKED>(simd, mask, self.weights.as_ptr().add(tap.place + channel)) };
             let source = tap.source.wrapping_add(q * source_step + channel);
             for (b, sum) in sums.iter_mut().enumerate() {
-                // SAFETY: what is listed may be read; without a list all inputs are inside.
-                let x = unsafe {
-                    let from = match EDGE {
-                        true => inputs.get_unchecked(t)[b].add(channel),
-                        false => source.wrapping_add(b * source_step),
-                    };
-                    load::<S, MASKED>(simd, mask, from)
-                };
+                // SAFETY: this block's tap and output.
+                let x = unsafe { input::<S, EDGE, MASKED>(simd, place, [t, b], source, source_step) };
                 *sum = simd.mul_add_f32s(x, weight, *sum);
             }
         }

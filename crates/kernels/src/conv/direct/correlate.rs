@@ -3,11 +3,12 @@
 use pulp::{MemMask, Simd, WithSimd};
 
 use super::geometry::{Block, Lattice, Phase};
-use super::panels::{ALIGNMENT, Panel, Panels, aligned};
+use super::panels::{Panel, Panels};
 use super::registers::{by_block, even_parts, last_mask, most_rows};
 use crate::Cpu;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::{ConvProblem, Pass};
+use crate::conv::workspace::{LINE, aligned};
 use crate::simd;
 
 /// Floats of a panel that are multiplied before the next channels are: half of a common L2 cache.
@@ -92,7 +93,7 @@ impl Correlate {
     }
 
     pub(super) fn workspace_len(&self) -> Option<usize> {
-        self.panels.len()?.checked_add(self.source_channels + ALIGNMENT)
+        self.panels.len()?.checked_add(self.source_channels + LINE)
     }
 }
 

@@ -5,15 +5,6 @@ use std::ops::Range;
 use crate::Cpu;
 use crate::conv::problem::ConvProblem;
 
-/// Start of the part of a workspace where vectors do not cross cache lines, in floats at most.
-pub(super) const ALIGNMENT: usize = 16;
-
-/// The workspace from its first cache line on; up to [`ALIGNMENT`] floats shorter.
-pub(super) fn aligned(workspace: &mut [f32]) -> &mut [f32] {
-    let skip = workspace.as_ptr().align_offset(ALIGNMENT * size_of::<f32>()).min(ALIGNMENT);
-    &mut workspace[skip..]
-}
-
 /// The panels of a weight of K x C/groups x R x S, with K or C/groups along the lanes.
 pub(super) struct Panels {
     pub(super) groups: usize,

@@ -5,11 +5,12 @@ use std::ops::Range;
 use pulp::{Simd, WithSimd};
 
 use super::geometry::{Lattice, Pair, Phase};
-use super::panels::{ALIGNMENT, Panel, Panels, aligned};
+use super::panels::{Panel, Panels};
 use super::registers::{by_block, even_parts, last_mask, most_rows};
 use crate::Cpu;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
+use crate::conv::workspace::{LINE, aligned};
 use crate::simd;
 
 /// Output pixels whose gradients are packed and used together: a panel of them stays in the L1 cache.
@@ -81,7 +82,7 @@ impl WeightSums {
 
     pub(super) fn workspace_len(&self) -> Option<usize> {
         let part = self.panels.len()?.checked_add(self.gradients_len())?;
-        part.checked_mul(self.pixel_parts)?.checked_add(ALIGNMENT)
+        part.checked_mul(self.pixel_parts)?.checked_add(LINE)
     }
 }
 

@@ -2,13 +2,14 @@
 
 use pulp::{Simd, WithSimd};
 
+use super::SKEW;
 use super::product::{Factor, Product};
 use super::tiling::{AxisTiles, Tiling};
 use super::transform::{self, Points, Slots, is_pair, normalisation};
-use super::{SKEW, aligned};
 use crate::Cpu;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::{ConvProblem, Pass};
+use crate::conv::workspace::{LINE, aligned};
 use crate::simd;
 
 /// Tiles that are transformed, multiplied and transformed back together, at most.
@@ -92,7 +93,7 @@ impl Images {
 
     pub(super) fn workspace_len(&self) -> usize {
         let workers = self.threads.saturating_mul(self.worker_len());
-        (super::ALIGNMENT + self.kernels_len()).saturating_add(workers)
+        (LINE + self.kernels_len()).saturating_add(workers)
     }
 
     /// Channels of the images that are read and written.

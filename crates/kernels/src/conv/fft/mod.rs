@@ -34,8 +34,6 @@ use crate::{Cpu, DType, MemoryFormat};
 
 /// Floats between the matrices of two frequencies beyond their own size, so that they use different cache sets.
 const SKEW: usize = 48;
-/// Floats of a cache line.
-const ALIGNMENT: usize = 16;
 /// Most floats of workspace: 1 GiB.
 const MAX_WORKSPACE: usize = 1 << 28;
 
@@ -97,15 +95,8 @@ impl ConvAlgorithm for Fft {
         if workspace > MAX_WORKSPACE {
             return not(format!("would need {} MiB of workspace", workspace >> 18));
         }
-        // A cycle could do two multiply-adds of a vector.
-        let flops = (problem.groups * 4 * lanes) as f64 * tiling.cycles(pass, lanes);
+        let flops = problem.groups as f64 * Cost::flops_of(tiling.cycles(pass, lanes), cpu);
         let cost = Cost { flops, ..Cost::direct(problem, 0.75) };
         Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, kernel).with_cost(cost))
     }
-}
-
-/// The workspace from its first cache line on; plans ask for [`ALIGNMENT`] floats more than they use.
-fn aligned(workspace: &mut [f32]) -> &mut [f32] {
-    let skip = workspace.as_ptr().align_offset(ALIGNMENT * size_of::<f32>());
-    &mut workspace[skip..]
 }

@@ -2,13 +2,14 @@
 
 use pulp::{Simd, WithSimd};
 
+use super::SKEW;
 use super::product::{Factor, Product};
 use super::tiling::Tiling;
 use super::transform::{self, MAX_TILE, Places, Points, Slots, is_pair, normalisation};
-use super::{SKEW, aligned};
 use crate::Cpu;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
+use crate::conv::workspace::{LINE, aligned};
 use crate::simd;
 
 /// The weight gradient of a problem.
@@ -69,12 +70,12 @@ impl Weights {
 
     fn scratch_len(&self) -> usize {
         let taps = self.problem.height.kernel * self.problem.width.kernel * self.lanes;
-        (taps + transform::scratch_len(self.size(), self.lanes)).next_multiple_of(super::ALIGNMENT)
+        (taps + transform::scratch_len(self.size(), self.lanes)).next_multiple_of(LINE)
     }
 
     pub(super) fn workspace_len(&self) -> usize {
         let workers = self.threads.saturating_mul(self.piece_len() + self.scratch_len());
-        (super::ALIGNMENT + self.sums_len()).saturating_add(workers)
+        (LINE + self.sums_len()).saturating_add(workers)
     }
 
     /// First tile and end of a piece.

@@ -15,6 +15,7 @@ use objects::{Geometry, Layout, MemoryDesc, Operand, Primitive, Stream};
 
 use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Cost, Kernel, NotApplicable};
 use super::problem::{ConvProblem, Pass};
+use super::workspace::{LINE, aligned};
 use crate::{Cpu, DType, Isa, MemoryFormat};
 
 /// The version, file and threads' runtime of the oneDNN that this process has loaded, such as
@@ -28,9 +29,6 @@ pub(super) struct External;
 
 /// Sizes inside oneDNN are C's `int` in places.
 const LARGEST: usize = i32::MAX as usize;
-
-/// Elements of 64 bytes, which is how oneDNN wants memory aligned.
-const ALIGNMENT: usize = 16;
 
 impl ConvAlgorithm for External {
     fn name(&self) -> &'static str {
@@ -146,8 +144,7 @@ impl Convolution {
         let reorder = workspace.reorder(onednn, [from, to], from)?;
         let output = Tensor { role: output_role, plain: output, reorder };
         let scratch = workspace.place(workspace.scratch_bytes.max(primitive.scratch_bytes()));
-        // The workspace may begin anywhere: up to `ALIGNMENT - 1` elements are skipped.
-        let len = workspace.len + ALIGNMENT - 1;
+        let len = workspace.len + LINE;
         if len > LARGEST {
             return Err(format!("oneDNN needs a workspace of {len} elements"));
         }
@@ -166,7 +163,7 @@ struct Workspace {
 impl Workspace {
     fn place(&mut self, bytes: usize) -> usize {
         let offset = self.len;
-        self.len += bytes.div_ceil(size_of::<f32>()).next_multiple_of(ALIGNMENT);
+        self.len += bytes.div_ceil(size_of::<f32>()).next_multiple_of(LINE);
         offset
     }
 
@@ -246,9 +243,9 @@ fn strides(dims: &[usize], format: MemoryFormat) -> Vec<usize> {
 
 impl ConvKernel<f32> for Convolution {
     fn run(&self, cpu: &Cpu, inputs: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
-        let skipped = workspace.as_ptr().align_offset(ALIGNMENT * size_of::<f32>());
-        let workspace = workspace[skipped..].as_mut_ptr();
-        // SAFETY: `new` counted the offsets into the workspace, skipped elements included.
+        // oneDNN wants memory aligned to 64 bytes, a cache line.
+        let workspace = aligned(workspace).as_mut_ptr();
+        // SAFETY: `new` counted the offsets into the workspace.
         let at = |offset: usize| unsafe { workspace.add(offset) };
         let scratch = at(self.scratch);
         let [a, b] = inputs.map(|input| input.as_ptr().cast_mut());

@@ -10,9 +10,10 @@ use pulp::{Simd, WithSimd};
 
 use super::gather::Gather;
 use super::kernel::{Block, block_rows, even_runs};
-use super::{LINE, aligned, pack, place_in_filter, taps};
+use super::{pack, place_in_filter, taps};
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
+use crate::conv::workspace::{LINE, aligned};
 use crate::gemm::Update;
 use crate::{Cpu, MemoryFormat, simd};
 

@@ -5,21 +5,21 @@ use std::ops::Range;
 use pulp::{Simd, WithSimd};
 
 use super::kernel::{Block, block_rows, even_runs};
+use super::place_in_filter;
 use super::rows::InputRows;
-use super::{LINE, aligned, place_in_filter};
-use crate::conv::gemm_views::reduce_partials;
+use super::strips::{Buffers, Strips};
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
+use crate::conv::workspace::LINE;
 use crate::gemm::Update;
 use crate::{Cpu, simd};
 
 /// Backward-weights of one problem in channels-last.
 pub(super) struct BackwardWeights {
     problem: ConvProblem,
-    workers: usize,
+    /// Sums are T x K, K rounded up to whole vectors; gradients are copied where they are not whole vectors.
+    strips: Strips,
     input: InputRows,
-    /// Output rows of a strip.
-    strip: usize,
     /// From the gradients of one output to those of the next, as the kernel reads them.
     pitch: usize,
     /// Runs of taps that lie together in the copied input: S * C of them, or C where dilated.
@@ -45,64 +45,35 @@ impl BackwardWeights {
             .flat_map(|row| (0..ow).map(move |column| (row, column)))
             .map(|(row, column)| [row * input.len() + column * input.step(), (row * ow + column) * pitch])
             .collect();
-        let workers = cpu.threads().min(batch * oh);
         let taps = input.taps();
         let run = match problem.width.dilation {
             1 => problem.width.kernel * problem.in_channels,
             _ => problem.in_channels,
         };
-        Some(BackwardWeights { problem: *problem, workers, input, strip, pitch, run, taps, steps })
-    }
-
-    /// Floats of a worker's sums, T x K with K rounded up to whole vectors.
-    fn sums_len(&self) -> usize {
-        (self.taps.len() * self.pitch).next_multiple_of(LINE)
-    }
-
-    fn input_len(&self) -> usize {
-        (self.strip * self.input.len()).next_multiple_of(LINE)
-    }
-
-    /// Floats of the gradients of a strip, copied to whole vectors.
-    fn gradients_len(&self) -> usize {
-        if self.pitch == self.problem.out_channels {
-            0
-        } else {
-            (self.steps.len() * self.pitch).next_multiple_of(LINE)
-        }
-    }
-
-    fn worker_len(&self) -> usize {
-        self.input_len() + self.gradients_len()
+        let whole_lines = |len: usize| len.next_multiple_of(LINE);
+        let strips = Strips {
+            workers: cpu.threads().min(batch * oh),
+            rows: strip,
+            sums: whole_lines(taps.len() * pitch),
+            input: whole_lines(strip * input.len()),
+            gradients: if pitch == k { 0 } else { whole_lines(strip * ow * pitch) },
+        };
+        Some(BackwardWeights { problem: *problem, strips, input, pitch, run, taps, steps })
     }
 
     pub(super) fn workspace_len(&self) -> usize {
-        LINE + self.workers * (self.sums_len() + self.worker_len())
+        self.strips.workspace_len()
     }
 }
 
 impl ConvKernel<f32> for BackwardWeights {
     fn run(&self, cpu: &Cpu, [x, dy]: [&[f32]; 2], dweight: &mut [f32], workspace: &mut [f32]) {
         let p = &self.problem;
-        let [batch, _, oh, _] = p.output_shape();
-        let rows = (batch * oh).div_ceil(self.workers);
-        let (all_sums, scratch) = aligned(workspace).split_at_mut(self.workers * self.sums_len());
-        let tasks = all_sums
-            .chunks_exact_mut(self.sums_len())
-            .zip(scratch.chunks_exact_mut(self.worker_len()))
-            .enumerate();
-        cpu.for_each(p.flops() as usize, tasks, |(worker, (sums, scratch))| {
-            let rows = worker * rows..((worker + 1) * rows).min(batch * oh);
-            let (input, gradients) = scratch.split_at_mut(self.input_len());
-            sums.fill(0.0);
-            for first in rows.clone().step_by(self.strip) {
-                let rows = first..(first + self.strip).min(rows.end);
-                simd::run(cpu.isa(), Strip { backward: self, x, dy, rows, input, gradients, sums });
-            }
+        let sums = self.strips.sum(cpu, p, workspace, |rows, buffers| {
+            simd::run(cpu.isa(), Strip { backward: self, x, dy, rows, buffers });
         });
-        reduce_partials(all_sums, self.sums_len());
         for (k, filter) in dweight.chunks_exact_mut(self.taps.len()).enumerate() {
-            for (tap, sums) in all_sums.chunks_exact(self.pitch).take(self.taps.len()).enumerate() {
+            for (tap, sums) in sums.chunks_exact(self.pitch).take(self.taps.len()).enumerate() {
                 filter[place_in_filter(p, tap)] = sums[k];
             }
         }
@@ -129,10 +100,8 @@ struct Strip<'a> {
     dy: &'a [f32],
     /// Output rows, counted over all images.
     rows: Range<usize>,
-    input: &'a mut [f32],
-    gradients: &'a mut [f32],
-    /// [tap][K].
-    sums: &'a mut [f32],
+    /// Sums lie as [tap][K].
+    buffers: Buffers<'a>,
 }
 
 impl WithSimd for Strip<'_> {
@@ -141,20 +110,21 @@ impl WithSimd for Strip<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let BackwardWeights { problem: p, input, pitch, run, taps, steps, .. } = self.backward;
+        let Buffers { input: copied, gradients, sums } = self.buffers;
         let [_, k, oh, ow] = p.output_shape();
         let outputs = self.rows.len() * ow;
         let dy = &self.dy[self.rows.start * ow * k..][..outputs * k];
-        let gradients = if *pitch == k { dy } else { self.backward.whole_vectors(dy, self.gradients) };
+        let gradients = if *pitch == k { dy } else { self.backward.whole_vectors(dy, gradients) };
         let image = p.input_len() / p.batch;
-        for (row, to) in self.rows.zip(self.input.chunks_exact_mut(input.len())) {
+        for (row, to) in self.rows.zip(copied.chunks_exact_mut(input.len())) {
             input.copy(&self.x[row / oh * image..][..image], row % oh, to);
         }
         let width = 2 * S::F32_LANES;
         for first in (0..*pitch).step_by(width) {
-            for (taps, sums) in taps.chunks_exact(*run).zip(self.sums.chunks_exact_mut(run * pitch)) {
+            for (taps, sums) in taps.chunks_exact(*run).zip(sums.chunks_exact_mut(run * pitch)) {
                 for block in even_runs(*run, block_rows(S::F32_LANES)) {
                     simd.vectorize(Block {
-                        a: &self.input[taps[block.start]..],
+                        a: &copied[taps[block.start]..],
                         rows: block.len(),
                         stride: 1,
                         b: &gradients[first..],

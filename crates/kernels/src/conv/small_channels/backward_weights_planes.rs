@@ -7,20 +7,22 @@ use pulp::{Simd, WithSimd};
 
 use super::kernel::even_runs;
 use super::rows::InputRows;
-use super::{LINE, aligned};
-use crate::conv::gemm_views::reduce_partials;
+use super::strips::{Buffers, Strips};
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
+use crate::conv::workspace::LINE;
 use crate::{Cpu, simd};
 
 /// Backward-weights of one problem in contiguous format.
 pub(super) struct BackwardWeightsPlanes {
     problem: ConvProblem,
     lanes: usize,
-    workers: usize,
+    /// Sums are K x T vectors.
+    strips: Strips,
+    /// Floats of one channel's gradients in a strip, rows filled up to whole vectors, and a line that keeps channels from
+    /// falling into the same sets of the cache.
+    pitch: usize,
     input: InputRows,
-    /// Output rows of a strip.
-    strip: usize,
     /// Offsets of the taps in the copied input.
     taps: Vec<usize>,
     /// Offsets of each vector of outputs of a strip in the copied input and in the gradients of one channel.
@@ -40,63 +42,37 @@ impl BackwardWeightsPlanes {
     pub(super) fn new(problem: &ConvProblem, cpu: &Cpu) -> Option<BackwardWeightsPlanes> {
         let lanes = simd::lanes(cpu.isa());
         let input = InputRows::new(problem, lanes)?;
-        let [batch, _, oh, ow] = problem.output_shape();
+        let [batch, k, oh, ow] = problem.output_shape();
         let vectors = ow.div_ceil(lanes);
         let strip = (STRIP / vectors).clamp(1, batch * oh);
         let steps = (0..strip)
             .flat_map(|row| (0..vectors).map(move |vector| (row, vector)))
             .map(|(row, vector)| [row * input.len() + vector * lanes, (row * vectors + vector) * lanes])
             .collect();
-        let workers = cpu.threads().min(batch * oh);
         let taps = input.taps();
-        Some(BackwardWeightsPlanes { problem: *problem, lanes, workers, input, strip, taps, steps })
-    }
-
-    /// Floats of a worker's sums: K x T vectors.
-    fn sums_len(&self) -> usize {
-        (self.problem.weight_len() * self.lanes).next_multiple_of(LINE)
-    }
-
-    fn input_len(&self) -> usize {
-        (self.strip * self.input.len()).next_multiple_of(LINE)
-    }
-
-    /// Floats of one channel's gradients in a strip, rows filled up to whole vectors, and a line that keeps channels from
-    /// falling into the same sets of the cache.
-    fn pitch(&self) -> usize {
-        (self.steps.len() * self.lanes).next_multiple_of(LINE) + LINE
-    }
-
-    fn worker_len(&self) -> usize {
-        self.input_len() + self.problem.out_channels * self.pitch()
+        let whole_lines = |len: usize| len.next_multiple_of(LINE);
+        let pitch = whole_lines(strip * vectors * lanes) + LINE;
+        let strips = Strips {
+            workers: cpu.threads().min(batch * oh),
+            rows: strip,
+            sums: whole_lines(problem.weight_len() * lanes),
+            input: whole_lines(strip * input.len()),
+            gradients: k * pitch,
+        };
+        Some(BackwardWeightsPlanes { problem: *problem, lanes, strips, pitch, input, taps, steps })
     }
 
     pub(super) fn workspace_len(&self) -> usize {
-        LINE + self.workers * (self.sums_len() + self.worker_len())
+        self.strips.workspace_len()
     }
 }
 
 impl ConvKernel<f32> for BackwardWeightsPlanes {
     fn run(&self, cpu: &Cpu, [x, dy]: [&[f32]; 2], dweight: &mut [f32], workspace: &mut [f32]) {
-        let p = &self.problem;
-        let [batch, _, oh, _] = p.output_shape();
-        let rows = (batch * oh).div_ceil(self.workers);
-        let (all_sums, scratch) = aligned(workspace).split_at_mut(self.workers * self.sums_len());
-        let tasks = all_sums
-            .chunks_exact_mut(self.sums_len())
-            .zip(scratch.chunks_exact_mut(self.worker_len()))
-            .enumerate();
-        cpu.for_each(p.flops() as usize, tasks, |(worker, (sums, scratch))| {
-            let rows = worker * rows..((worker + 1) * rows).min(batch * oh);
-            let (input, gradients) = scratch.split_at_mut(self.input_len());
-            sums.fill(0.0);
-            for first in rows.clone().step_by(self.strip) {
-                let rows = first..(first + self.strip).min(rows.end);
-                simd::run(cpu.isa(), Strip { backward: self, x, dy, rows, input, gradients, sums });
-            }
+        let sums = self.strips.sum(cpu, &self.problem, workspace, |rows, buffers| {
+            simd::run(cpu.isa(), Strip { backward: self, x, dy, rows, buffers });
         });
-        reduce_partials(all_sums, self.sums_len());
-        for (to, lanes) in dweight.iter_mut().zip(all_sums.chunks_exact(self.lanes)) {
+        for (to, lanes) in dweight.iter_mut().zip(sums.chunks_exact(self.lanes)) {
             *to = lanes.iter().sum();
         }
     }
@@ -109,11 +85,8 @@ struct Strip<'a> {
     dy: &'a [f32],
     /// Output rows, counted over all images.
     rows: Range<usize>,
-    input: &'a mut [f32],
-    /// [channel][row][vector].
-    gradients: &'a mut [f32],
-    /// [channel][tap][lane].
-    sums: &'a mut [f32],
+    /// Gradients lie as [channel][row][vector], sums as [channel][tap][lane].
+    buffers: Buffers<'a>,
 }
 
 impl WithSimd for Strip<'_> {
@@ -121,16 +94,16 @@ impl WithSimd for Strip<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let BackwardWeightsPlanes { problem: p, input, taps, steps, .. } = self.backward;
+        let BackwardWeightsPlanes { problem: p, pitch, input, taps, steps, .. } = self.backward;
+        let Buffers { input: copied, gradients, sums } = self.buffers;
         let [_, k, oh, ow] = p.output_shape();
-        let pitch = self.backward.pitch();
         let padded = ow.next_multiple_of(S::F32_LANES);
         let steps = &steps[..self.rows.len() * padded / S::F32_LANES];
         let image = p.input_len() / p.batch;
-        for (row, to) in self.rows.clone().zip(self.input.chunks_exact_mut(input.len())) {
+        for (row, to) in self.rows.clone().zip(copied.chunks_exact_mut(input.len())) {
             input.copy(&self.x[row / oh * image..][..image], row % oh, to);
         }
-        for (channel, to) in self.gradients.chunks_exact_mut(pitch).enumerate() {
+        for (channel, to) in gradients.chunks_exact_mut(*pitch).enumerate() {
             for (row, to) in self.rows.clone().zip(to.chunks_exact_mut(padded)) {
                 let dy = &self.dy[((row / oh * k + channel) * oh + row % oh) * ow..][..ow];
                 to[..ow].copy_from_slice(dy);
@@ -141,13 +114,13 @@ impl WithSimd for Strip<'_> {
         for block in even_runs(taps.len(), most_taps) {
             for channels in even_runs(k, most_channels) {
                 simd.vectorize(Block {
-                    gradients: &self.gradients[channels.start * pitch..],
+                    gradients: &gradients[channels.start * pitch..],
                     channels: channels.len(),
-                    pitch,
-                    input: self.input,
+                    pitch: *pitch,
+                    input: copied,
                     taps: &taps[block.clone()],
                     steps,
-                    sums: &mut self.sums[(channels.start * taps.len() + block.start) * S::F32_LANES..],
+                    sums: &mut sums[(channels.start * taps.len() + block.start) * S::F32_LANES..],
                     row: taps.len(),
                 });
             }

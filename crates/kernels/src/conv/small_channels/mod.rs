@@ -22,6 +22,7 @@ mod forward;
 mod gather;
 mod kernel;
 mod rows;
+mod strips;
 
 use std::sync::Arc;
 
@@ -115,13 +116,4 @@ fn pack(to: &mut [f32], panel: usize, [depth, width]: [usize; 2], value: impl Fn
             }
         }
     }
-}
-
-/// Floats of a cache line.
-const LINE: usize = 16;
-
-/// The part of a workspace from its first whole cache line on, which costs up to a line.
-fn aligned(workspace: &mut [f32]) -> &mut [f32] {
-    let skip = workspace.as_ptr().align_offset(4 * LINE).min(workspace.len());
-    &mut workspace[skip..]
 }

@@ -5,11 +5,12 @@ use std::ops::Range;
 use super::block::{Multiply, TransformInputs, TransformOutputs, rows};
 use super::filters::{Filters, TransformFilters};
 use super::geometry::{Geometry, SKEW};
-use super::memory::{ALIGNMENT, LANES, Queue, Shared, aligned};
+use super::memory::{LANES, Queue, Shared};
 use super::transforms::Filter;
 use crate::Cpu;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
+use crate::conv::workspace::{LINE, aligned};
 use crate::simd;
 
 /// Which convolution the tiles compute.
@@ -139,7 +140,7 @@ impl<F: Filter> Tiles<F> {
 
     pub(super) fn workspace_len(&self) -> usize {
         let [first, worker] = self.parts();
-        ALIGNMENT + self.zeros_len() + first + self.workers * worker
+        LINE + self.zeros_len() + first + self.workers * worker
     }
 }
 

@@ -30,16 +30,6 @@ pub(super) unsafe fn store<S: Simd>(to: &mut [f32], at: usize, value: S::f32s) {
     unsafe { to.as_mut_ptr().add(at).cast::<S::f32s>().write_unaligned(value) }
 }
 
-/// The part of a workspace that starts on a cache line, with [`ALIGNMENT`] fewer elements.
-pub(super) fn aligned(workspace: &mut [f32]) -> &mut [f32] {
-    let skip = workspace.as_ptr().align_offset(64).min(ALIGNMENT);
-    let len = workspace.len() - ALIGNMENT;
-    &mut workspace[skip..skip + len]
-}
-
-/// Floats of a workspace that may be lost to alignment.
-pub(super) const ALIGNMENT: usize = 16;
-
 /// A slice that several threads write, each in places of its own.
 #[derive(Clone, Copy)]
 pub(super) struct Shared<'a> {

@@ -26,57 +26,40 @@ mod memory;
 mod transforms;
 mod weights;
 
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 use forward::{Direction, Tiles};
 use geometry::Geometry;
-use transforms::{F2, F4, F6, Filter};
+pub(super) use transforms::{F2, F4, F6};
+
+use transforms::Filter;
 use weights::Weights;
 
 use super::plan::{Accuracy, ConvAlgorithm, ConvKernel, ConvPlan, Cost, Kernel, NotApplicable};
 use super::problem::{ConvAxis, ConvProblem, Pass};
 use crate::{Cpu, DType, MemoryFormat};
 
-/// F(2x2, 3x3).
-pub(super) struct Winograd2;
-/// F(4x4, 3x3).
-pub(super) struct Winograd4;
-/// F(6x6, 3x3).
-pub(super) struct Winograd6;
+/// Winograd convolution by tiles of `F`.
+pub(super) struct Winograd<F>(PhantomData<F>);
 
-impl ConvAlgorithm for Winograd2 {
-    fn name(&self) -> &'static str {
-        "winograd-2x2"
-    }
-
-    fn revision(&self) -> u32 {
-        2
-    }
-
-    fn accuracy(&self) -> Accuracy {
-        Accuracy::Standard
-    }
-
-    fn formats(&self) -> &'static [MemoryFormat] {
-        &[MemoryFormat::ChannelsLast]
-    }
-
-    fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
-        plan::<F2>(self, problem, pass, cpu)
+impl<F> Winograd<F> {
+    pub(super) fn new() -> Self {
+        Winograd(PhantomData)
     }
 }
 
-impl ConvAlgorithm for Winograd4 {
-    fn name(&self) -> &'static str {
-        "winograd-4x4"
+impl<F: Filter> ConvAlgorithm for Winograd<F> {
+    fn name(&self) -> &str {
+        F::NAME
     }
 
     fn revision(&self) -> u32 {
-        2
+        F::REVISION
     }
 
     fn accuracy(&self) -> Accuracy {
-        Accuracy::Standard
+        F::ACCURACY
     }
 
     fn formats(&self) -> &'static [MemoryFormat] {
@@ -84,29 +67,7 @@ impl ConvAlgorithm for Winograd4 {
     }
 
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
-        plan::<F4>(self, problem, pass, cpu)
-    }
-}
-
-impl ConvAlgorithm for Winograd6 {
-    fn name(&self) -> &'static str {
-        "winograd-6x6"
-    }
-
-    fn revision(&self) -> u32 {
-        1
-    }
-
-    fn accuracy(&self) -> Accuracy {
-        Accuracy::Relaxed
-    }
-
-    fn formats(&self) -> &'static [MemoryFormat] {
-        &[MemoryFormat::ChannelsLast]
-    }
-
-    fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
-        plan::<F6>(self, problem, pass, cpu)
+        plan::<F>(self, problem, pass, cpu)
     }
 }
 

@@ -4,6 +4,8 @@ use std::marker::PhantomData;
 
 use pulp::Simd;
 
+use crate::conv::plan::Accuracy;
+
 /// Most outputs of a tile in one dimension.
 const OUTPUTS: usize = 6;
 /// Most points of a transform.
@@ -12,6 +14,12 @@ pub(super) const POINTS: usize = OUTPUTS + 2;
 /// The minimal filtering algorithm F(2n, 3) with the points 0, ±a₁, ..., ±aₙ and infinity: 2n outputs of a 3-tap
 /// filter from 2n + 2 products, in this order of the points.
 pub(super) trait Filter: Copy + Send + Sync + 'static {
+    /// Name of the algorithm.
+    const NAME: &'static str;
+    /// Its revision.
+    const REVISION: u32;
+    /// Its class of accuracy.
+    const ACCURACY: Accuracy = Accuracy::Standard;
     /// n.
     const PAIRS: usize;
     /// a₁, ..., aₙ.
@@ -26,25 +34,32 @@ pub(super) trait Filter: Copy + Send + Sync + 'static {
 
 /// F(2,3).
 #[derive(Clone, Copy)]
-pub(super) struct F2;
+pub(in crate::conv) struct F2;
 /// F(4,3). ±1/√2 and ±√2 lose less to rounding than the usual ±1 and ±2.
 #[derive(Clone, Copy)]
-pub(super) struct F4;
+pub(in crate::conv) struct F4;
 /// F(6,3).
 #[derive(Clone, Copy)]
-pub(super) struct F6;
+pub(in crate::conv) struct F6;
 
 impl Filter for F2 {
+    const NAME: &'static str = "winograd-2x2";
+    const REVISION: u32 = 2;
     const PAIRS: usize = 1;
     const PAIR: [f64; 3] = [1.0, 0.0, 0.0];
 }
 
 impl Filter for F4 {
+    const NAME: &'static str = "winograd-4x4";
+    const REVISION: u32 = 2;
     const PAIRS: usize = 2;
     const PAIR: [f64; 3] = [std::f64::consts::FRAC_1_SQRT_2, std::f64::consts::SQRT_2, 0.0];
 }
 
 impl Filter for F6 {
+    const NAME: &'static str = "winograd-6x6";
+    const REVISION: u32 = 1;
+    const ACCURACY: Accuracy = Accuracy::Relaxed;
     const PAIRS: usize = 3;
     const PAIR: [f64; 3] = [0.5, 1.0, 2.0];
 }

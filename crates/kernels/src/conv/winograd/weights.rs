@@ -3,11 +3,12 @@
 use pulp::{Simd, WithSimd};
 
 use super::geometry::{Geometry, SKEW};
-use super::memory::{ALIGNMENT, LANES, Queue, Shared, aligned, load, store};
+use super::memory::{LANES, Queue, Shared, load, store};
 use super::transforms::{Filter, TapsGradient, Transform};
 use crate::Cpu;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
+use crate::conv::workspace::{LINE, aligned};
 use crate::simd;
 
 /// The weight gradient of a 3x3 problem by tiles of `F`.
@@ -84,7 +85,7 @@ impl<F: Filter> Weights<F> {
     }
 
     pub(super) fn workspace_len(&self) -> usize {
-        ALIGNMENT + self.zeros_len() + self.teams * self.lens().iter().sum::<usize>()
+        LINE + self.zeros_len() + self.teams * self.lens().iter().sum::<usize>()
     }
 }
 

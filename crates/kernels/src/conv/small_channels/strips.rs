@@ -1,0 +1,62 @@
+//! How backward-weights is shared: each worker adds strips of output rows to sums of its own.
+
+use std::ops::Range;
+
+use crate::Cpu;
+use crate::conv::gemm_views::reduce_partials;
+use crate::conv::problem::ConvProblem;
+use crate::conv::workspace::{LINE, aligned};
+
+/// Lengths in floats, whole cache lines each.
+pub(super) struct Strips {
+    pub(super) workers: usize,
+    /// Output rows of a strip.
+    pub(super) rows: usize,
+    /// A worker's sums.
+    pub(super) sums: usize,
+    /// The copied input of a strip.
+    pub(super) input: usize,
+    /// The copied gradients of a strip.
+    pub(super) gradients: usize,
+}
+
+/// What a worker adds a strip with.
+pub(super) struct Buffers<'a> {
+    pub(super) input: &'a mut [f32],
+    pub(super) gradients: &'a mut [f32],
+    pub(super) sums: &'a mut [f32],
+}
+
+impl Strips {
+    pub(super) fn workspace_len(&self) -> usize {
+        LINE + self.workers * (self.sums + self.input + self.gradients)
+    }
+
+    /// Calls `add` for every strip of rows, counted over all images, and returns the sums over all workers.
+    pub(super) fn sum<'a>(
+        &self,
+        cpu: &Cpu,
+        problem: &ConvProblem,
+        workspace: &'a mut [f32],
+        add: impl Fn(Range<usize>, Buffers<'_>) + Sync + Send,
+    ) -> &'a [f32] {
+        let [batch, _, height, _] = problem.output_shape();
+        let rows = (batch * height).div_ceil(self.workers);
+        let (all_sums, scratch) = aligned(workspace).split_at_mut(self.workers * self.sums);
+        let tasks = all_sums
+            .chunks_exact_mut(self.sums)
+            .zip(scratch.chunks_exact_mut(self.input + self.gradients))
+            .enumerate();
+        cpu.for_each(problem.flops() as usize, tasks, |(worker, (sums, scratch))| {
+            let rows = worker * rows..((worker + 1) * rows).min(batch * height);
+            let (input, gradients) = scratch.split_at_mut(self.input);
+            sums.fill(0.0);
+            for first in rows.clone().step_by(self.rows) {
+                let strip = first..(first + self.rows).min(rows.end);
+                add(strip, Buffers { input: &mut *input, gradients: &mut *gradients, sums: &mut *sums });
+            }
+        });
+        reduce_partials(all_sums, self.sums);
+        all_sums
+    }
+}
