@@ -1,12 +1,16 @@
 # `make check` is exactly what CI runs.
 
-.PHONY: check test format lint docs smoke goldens
+.PHONY: check test external format lint docs smoke goldens
 
-check: test format lint docs smoke
+check: test external format lint docs smoke
 
 # The README's test command.
 test:
 	cargo test
+
+# What the tests above skip where a library is absent: here it must be present.
+external:
+	CONVOKE_REQUIRE_ONEDNN=1 cargo test -p convoke-kernels --test onednn --test conv_oracle
 
 format:
 	cargo fmt --all --check

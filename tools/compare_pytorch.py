@@ -3,10 +3,11 @@
 
     python tools/compare_pytorch.py SUITE... [--threads 2] [--skip onednn*] [--json FILE]
 
-SUITE is a file of problems in benchdnn notation, one a line. For every problem and pass PyTorch is timed before and after
-convoke, in contiguous and in channels-last memory; its better format counts, at the better of both times. Its
-allocator is told to keep memory, as fresh memory costs page faults. convoke is `convoke bench`, whose chosen
-algorithm is timed again alone, as PyTorch is. Printed is PyTorch time / convoke time: above 1 convoke is faster.
+SUITE is a file of problems in benchdnn notation, one a line. For every problem and pass PyTorch and convoke are timed in turn,
+--rounds times, and the best round of each counts: machines that are shared have seconds at half speed. PyTorch is timed
+in contiguous and in channels-last memory, of which the better counts, and its allocator is told to keep memory, as
+fresh memory costs page faults. convoke is `convoke bench`, whose chosen algorithm is timed again alone, as PyTorch is.
+Printed is PyTorch time / convoke time: above 1 convoke is faster.
 
 Needs Python 3.9 with torch, and `cargo build --release`.
 """
@@ -40,6 +41,7 @@ def main():
     parser.add_argument("suites", nargs="+", type=Path, metavar="SUITE")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=0.15, help="time for each of PyTorch's measurements")
+    parser.add_argument("--rounds", type=int, default=2, help="how often each is timed")
     parser.add_argument("--budget", type=float, default=1.5, help="seconds that convoke may take a pass")
     parser.add_argument("--only", help="algorithms for convoke to choose from")
     parser.add_argument("--skip", help="algorithms that convoke must not use")
@@ -57,16 +59,20 @@ def main():
             problem = line.split("#")[0].strip()
             if not problem:
                 continue
-            before = time_pytorch(problem, args.seconds)
-            ours = {name: time_convoke(problem, name, chosen, args) for name, chosen in choose(problem, args).items()}
-            after = time_pytorch(problem, args.seconds)
+            chosen = choose(problem, args)
+            theirs = dict.fromkeys(PASSES, math.inf)
+            ours = dict.fromkeys(PASSES, math.inf)
+            for _ in range(args.rounds):
+                for name, seconds in time_pytorch(problem, args.seconds).items():
+                    theirs[name] = min(theirs[name], seconds)
+                for name, algorithm in chosen.items():
+                    ours[name] = min(ours[name], time_convoke(problem, name, algorithm, args))
             for name in PASSES:
-                theirs = min(before[name], after[name])
-                row = {"suite": suite.stem, "problem": problem, "pass": name, "pytorch": theirs, **ours[name]}
-                row["ratio"] = theirs / row["convoke"]
+                row = {"suite": suite.stem, "problem": problem, "pass": name, "algorithm": chosen[name]}
+                row |= {"pytorch": theirs[name], "convoke": ours[name], "ratio": theirs[name] / ours[name]}
                 rows.append(row)
                 print(
-                    f"{row['ratio']:6.2f}  {name:<12} {theirs * 1e3:9.3f} ms  {row['convoke'] * 1e3:9.3f} ms  "
+                    f"{row['ratio']:6.2f}  {name:<12} {row['pytorch'] * 1e3:9.3f} ms  {row['convoke'] * 1e3:9.3f} ms  "
                     f"{row['algorithm']:<24} {problem}",
                     flush=True,
                 )
@@ -150,7 +156,7 @@ def time_convoke(problem, name, algorithm, args):
     """The median seconds of this algorithm when it runs alone, as PyTorch's does."""
     flags = ["--pass", name, "--only", algorithm, "--budget", str(2 * args.seconds)]
     [entry] = bench(problem, flags, args)
-    return {"convoke": entry["seconds_median"], "algorithm": algorithm}
+    return entry["seconds_median"]
 
 
 def bench(problem, flags, args):
