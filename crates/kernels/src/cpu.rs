@@ -1,8 +1,6 @@
 //! How kernels may use the processor: a thread budget and an instruction set, both explicit.
 
-use std::sync::Arc;
-
-use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, ParallelIterator};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::{Error, Result};
 
@@ -57,9 +55,11 @@ impl std::fmt::Display for Isa {
 
 /// A thread budget and an instruction set, given to every kernel.
 ///
-/// Clones share one pool of threads. With a budget of one, kernels run on the calling thread.
+/// The calling thread is one of them; clones share a pool of the others. Each thread that calls kernels at the same time
+/// as others adds itself to the budget.
 #[derive(Clone)]
 pub struct Cpu {
+    /// The threads besides the caller's.
     pool: Option<Arc<rayon::ThreadPool>>,
     threads: usize,
     isa: Isa,
@@ -81,7 +81,7 @@ impl Cpu {
             1 => None,
             _ => Some(Arc::new(
                 rayon::ThreadPoolBuilder::new()
-                    .num_threads(threads)
+                    .num_threads(threads - 1)
                     .thread_name(|index| format!("convoke-{index}"))
                     .build()
                     .map_err(|error| Error::Cpu(format!("cannot start {threads} threads: {error}")))?,
@@ -142,20 +142,30 @@ impl Cpu {
 
     /// Runs `task` on every item, in parallel when `work` (elements touched in total) is worth it.
     ///
-    /// Items are taken in any order; tasks must not depend on one another.
+    /// Items are started in order; tasks must not depend on one another. The calling thread takes items too: were it to
+    /// wait for others, another thread would have to be woken, which takes as long as a small kernel, and on the
+    /// processor of one that is busy as often as not.
     pub fn for_each<I: Send>(
         &self,
         work: usize,
         items: impl Iterator<Item = I>,
         task: impl Fn(I) + Sync + Send,
     ) {
-        match &self.pool {
-            Some(pool) if work >= SEQUENTIAL_BELOW => {
-                let items: Vec<I> = items.collect();
-                pool.install(|| items.into_par_iter().with_max_len(1).for_each(task));
+        let Some(pool) = self.pool.as_ref().filter(|_| work >= SEQUENTIAL_BELOW) else {
+            return items.for_each(task);
+        };
+        let items: Vec<I> = items.collect();
+        let helpers = items.len().min(self.threads).saturating_sub(1);
+        let items = Mutex::new(items.into_iter());
+        // A function of its own, so that no task runs under the lock.
+        let next = || items.lock().unwrap_or_else(PoisonError::into_inner).next();
+        let take_items = || std::iter::from_fn(next).for_each(&task);
+        pool.in_place_scope(|scope| {
+            for _ in 0..helpers {
+                scope.spawn(|_| take_items());
             }
-            _ => items.for_each(task),
-        }
+            take_items();
+        });
     }
 }
 
