@@ -18,6 +18,7 @@ mod pointwise;
 mod problem;
 mod reference;
 mod small_channels;
+mod stream;
 mod winograd;
 mod workspace;
 

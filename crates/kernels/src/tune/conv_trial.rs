@@ -3,6 +3,7 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
+use super::buffer::Buffer;
 use super::contest::{Contest, Subject};
 use super::noise::{CHUNK, Generator, noise};
 use super::race::{Checked, Trial, seconds_of};
@@ -46,9 +47,9 @@ struct ConvTrial<'a, T> {
     /// Each with its algorithm's class.
     plans: Vec<(&'a ConvPlan, Accuracy)>,
     pass: Pass,
-    inputs: [Vec<T>; 2],
-    output: Vec<T>,
-    workspace: Vec<T>,
+    inputs: [Buffer<T>; 2],
+    output: Buffer<T>,
+    workspace: Buffer<T>,
     oracle: Oracle,
     start: Instant,
 }
@@ -84,8 +85,8 @@ impl<'a, T: Element> ConvTrial<'a, T> {
             plans,
             pass,
             inputs,
-            output: vec![T::nan(); output],
-            workspace: vec![T::nan(); workspace],
+            output: Buffer::new(output),
+            workspace: Buffer::new(workspace),
             oracle,
             start: Instant::now(),
         }

@@ -81,7 +81,7 @@ impl<'a, T: Element, I: WindowIndex> PoolTrial<'a, T, I> {
             .map(|extent| extent.len().expect("a problem's tensors have a size"));
         // Few different values, so that there are ties.
         let values = |len: usize, seed: u64| -> Vec<T> {
-            noise::<T>(cpu, len, seed).into_iter().map(|value| (value * T::of(8.0)).round()).collect()
+            noise::<T>(cpu, len, seed).iter().map(|&value| (value * T::of(8.0)).round()).collect()
         };
         let x = values(x_len, 1);
         let (mut y, mut indices) = (vec![T::nan(); y_len], vec![I::store(0); y_len]);

@@ -9,7 +9,7 @@ use std::ops::Range;
 use pulp::{Simd, WithSimd};
 
 use super::gather::Gather;
-use super::kernel::{Block, block_rows, even_runs};
+use super::kernel::{Ahead, Block, block_rows, even_runs};
 use super::{pack, place_in_filter, taps};
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
@@ -207,8 +207,11 @@ impl Bands<'_, '_> {
         let BackwardData { problem: p, pitch, stride, steps, .. } = self.backward;
         let (ow, k) = (p.width.output(), p.out_channels);
         let width = 2 * S::F32_LANES;
-        let dy = &dy[tile.start * ow * k..tile.end * ow * k];
+        let dy = &dy[tile.start * ow * k..];
         for outputs in even_runs(tile.len() * ow, block_rows(S::F32_LANES)) {
+            // What the next block reads.
+            let next = &dy[outputs.end * k..];
+            let mut ahead = Ahead([&next[..next.len().min(outputs.len() * k)], &[]]);
             for (first, panel) in (0..*pitch).step_by(width).zip(self.filters.chunks_exact(k * width)) {
                 simd.vectorize(Block {
                     a: &dy[outputs.start * k..],
@@ -220,6 +223,8 @@ impl Bands<'_, '_> {
                     pitch: *pitch,
                     columns: width.min(pitch - first),
                     update: Update::Overwrite,
+                    streams: false,
+                    ahead: ahead.next(k),
                 });
             }
         }
@@ -255,6 +260,8 @@ impl Bands<'_, '_> {
                     pitch: *pitch,
                     columns,
                     update: Update::Overwrite,
+                    streams: false,
+                    ahead: &[],
                 });
             }
         }

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
-use super::kernel::{Block, block_rows, even_runs};
+use super::kernel::{Ahead, Block, block_rows, even_runs};
 use super::place_in_filter;
 use super::rows::InputRows;
 use super::strips::{Buffers, Strips};
@@ -30,8 +30,14 @@ pub(super) struct BackwardWeights {
     steps: Vec<[usize; 2]>,
 }
 
-/// Outputs of a strip that are aimed at: enough to pay for loading and storing the sums, few enough for the L1 cache.
-const STRIP: usize = 128;
+/// Gradients of a strip that are aimed at: few enough for two strips and the sums in the L2 cache.
+const GRADIENTS: usize = 1 << 15;
+
+/// Floats of a strip's copied input that are aimed at, likewise.
+const INPUT: usize = 1 << 16;
+
+/// The fewest and the most outputs of a strip, but for whole rows: enough to pay for loading and storing the sums.
+const STRIP: [usize; 2] = [128, 512];
 
 impl BackwardWeights {
     /// None if one output row reads too much.
@@ -39,7 +45,8 @@ impl BackwardWeights {
         let lanes = simd::lanes(cpu.isa());
         let input = InputRows::new(problem, 0)?;
         let [batch, k, oh, ow] = problem.output_shape();
-        let strip = (STRIP / ow).clamp(1, batch * oh);
+        let outputs = (GRADIENTS / k).clamp(STRIP[0], STRIP[1]);
+        let strip = (outputs / ow).min(INPUT / input.len()).clamp(1, batch * oh);
         let pitch = k.next_multiple_of(lanes);
         let steps = (0..strip)
             .flat_map(|row| (0..ow).map(move |column| (row, column)))
@@ -116,6 +123,10 @@ impl WithSimd for Strip<'_> {
         let dy = &self.dy[self.rows.start * ow * k..][..outputs * k];
         let gradients = if *pitch == k { dy } else { self.backward.whole_vectors(dy, gradients) };
         let image = p.input_len() / p.batch;
+        let next = self.rows.end..self.rows.end + self.rows.len();
+        let dy_after = &self.dy[next.start * ow * k..];
+        let dy_next = &dy_after[..dy_after.len().min(outputs * k)];
+        let mut ahead = Ahead([dy_next, input.fresh(self.x, next)]);
         for (row, to) in self.rows.zip(copied.chunks_exact_mut(input.len())) {
             input.copy(&self.x[row / oh * image..][..image], row % oh, to);
         }
@@ -133,6 +144,8 @@ impl WithSimd for Strip<'_> {
                         pitch: *pitch,
                         columns: width.min(pitch - first),
                         update: Update::Add,
+                        streams: false,
+                        ahead: ahead.next(outputs),
                     });
                 }
             }

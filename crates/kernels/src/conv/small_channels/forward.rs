@@ -2,11 +2,12 @@
 
 use pulp::{Simd, WithSimd};
 
-use super::kernel::{Block, block_rows, even_runs};
+use super::kernel::{Ahead, Block, block_rows, even_runs};
 use super::rows::InputRows;
 use super::{pack, place_in_filter, taps};
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
+use crate::conv::stream;
 use crate::conv::workspace::{LINE, aligned};
 use crate::gemm::Update;
 use crate::{Cpu, MemoryFormat, simd};
@@ -81,10 +82,11 @@ impl ConvKernel<f32> for Forward {
                 pack(filters, 2 * self.lanes, [t, k], |tap, k| weight[k * t + place_in_filter(p, tap)]);
                 let filters = &*filters;
                 let rows = (batch * oh).div_ceil(self.workers);
+                let streams = stream::pays(y, k);
                 let tasks = y.chunks_mut(rows * ow * k).zip(scratch).enumerate();
                 cpu.for_each(work, tasks, |(worker, (y, input))| {
                     let first = worker * rows;
-                    simd::run(cpu.isa(), Pixels { forward: self, x, filters, first, y, input });
+                    simd::run(cpu.isa(), Pixels { forward: self, x, filters, first, y, streams, input });
                 });
             }
             MemoryFormat::Contiguous => {
@@ -108,6 +110,8 @@ struct Pixels<'a> {
     /// The first row, counted over all images.
     first: usize,
     y: &'a mut [f32],
+    /// Whether y is written by streaming stores.
+    streams: bool,
     input: &'a mut [f32],
 }
 
@@ -121,10 +125,12 @@ impl WithSimd for Pixels<'_> {
         let panel_width = 2 * S::F32_LANES;
         for (row, y) in (self.first..).zip(self.y.chunks_exact_mut(ow * k)) {
             input.copy(self.forward.image(self.x, row / oh), row % oh, self.input);
-            for (first, panel) in
-                (0..k).step_by(panel_width).zip(self.filters.chunks_exact(panel_width * steps.len()))
-            {
-                for outputs in even_runs(ow, block_rows(S::F32_LANES)) {
+            let mut ahead = Ahead([input.fresh(self.x, row + 1..row + 2), &[]]);
+            // All channels of an output one after another: y is written in order.
+            for outputs in even_runs(ow, block_rows(S::F32_LANES)) {
+                for (first, panel) in
+                    (0..k).step_by(panel_width).zip(self.filters.chunks_exact(panel_width * steps.len()))
+                {
                     simd.vectorize(Block {
                         a: &self.input[outputs.start * input.step()..],
                         rows: outputs.len(),
@@ -135,9 +141,14 @@ impl WithSimd for Pixels<'_> {
                         pitch: k,
                         columns: panel_width.min(k - first),
                         update: Update::Overwrite,
+                        streams: self.streams,
+                        ahead: ahead.next(steps.len()),
                     });
                 }
             }
+        }
+        if self.streams {
+            stream::fence();
         }
     }
 }
@@ -183,6 +194,8 @@ impl WithSimd for Planes<'_> {
                             pitch: oh * ow,
                             columns: width.min(ow - column),
                             update: Update::Overwrite,
+                            streams: false,
+                            ahead: &[],
                         });
                     }
                 }

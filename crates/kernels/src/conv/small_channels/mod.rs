@@ -50,7 +50,7 @@ impl ConvAlgorithm for SmallChannels {
     }
 
     fn revision(&self) -> u32 {
-        1
+        2
     }
 
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {

@@ -1,5 +1,7 @@
 //! The input rows that one output row reads, copied with their padding, so that no kernel checks borders.
 
+use std::ops::Range;
+
 use crate::MemoryFormat;
 use crate::conv::problem::ConvProblem;
 
@@ -81,6 +83,24 @@ impl InputRows {
             MemoryFormat::ChannelsLast => self.problem.width.stride * self.problem.in_channels,
             MemoryFormat::Contiguous => 1,
         }
+    }
+
+    /// What output rows `rows`, counted over all images, read of `x` and the output row before them does not: as far as it
+    /// lies in the first one's image, in channels-last.
+    pub(super) fn fresh<'a>(&self, x: &'a [f32], rows: Range<usize>) -> &'a [f32] {
+        let p = &self.problem;
+        let h = &p.height;
+        let (image, first) = (rows.start / h.output(), rows.start % h.output());
+        if image >= p.batch || rows.is_empty() {
+            return &[];
+        }
+        let last = (first + rows.len()).min(h.output()) - 1;
+        let read = first.checked_sub(1).map_or(0, |before| before * h.stride + h.kernel_span());
+        let inside = |row: usize| row.saturating_sub(h.pad_before).min(h.input);
+        let end = inside(last * h.stride + h.kernel_span());
+        let start = inside(read.max(first * h.stride)).min(end);
+        let line = p.width.input * p.in_channels;
+        &x[(image * h.input + start) * line..(image * h.input + end) * line]
     }
 
     /// Copies what output row `row` reads of an image. Inlined, to be compiled for the caller's instruction set.

@@ -1,0 +1,60 @@
+//! Hints for memory that no cache holds: stores that pass the caches by, and lines fetched before they are needed.
+//!
+//! An ordinary store reads the cache line that it changes. Where an output is too large to stay in a cache, that is a third
+//! of the traffic for nothing: a streaming store of a whole line does not read it.
+
+use pulp::Simd;
+
+use super::workspace::LINE;
+
+/// Bytes of outputs that are streamed: more than last-level caches hold of it when the next operation reads it.
+const LARGE: usize = 32 << 20;
+
+/// Whether `output` should be written by [`store`], in runs of `run` floats from its start: it must be large, and runs
+/// whole cache lines.
+pub(super) fn pays(output: &[f32], run: usize) -> bool {
+    let line = LINE * size_of::<f32>();
+    size_of_val(output) >= LARGE && run.is_multiple_of(LINE) && output.as_ptr().addr().is_multiple_of(line)
+}
+
+/// Writes a vector past the caches, where the machine can. [`fence`] must follow the last one on each thread.
+///
+/// # Safety
+/// `to` is valid for a vector and aligned to its size.
+#[inline(always)]
+pub(super) unsafe fn store<S: Simd>(_: S, to: *mut f32, value: S::f32s) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_mm256_stream_ps, _mm512_stream_ps};
+        // SAFETY: vectors of these sizes are the ones of AVX-512 and AVX, and `to` is aligned.
+        match size_of::<S::f32s>() {
+            64 => return unsafe { _mm512_stream_ps(to, std::mem::transmute_copy(&value)) },
+            32 => return unsafe { _mm256_stream_ps(to, std::mem::transmute_copy(&value)) },
+            _ => {}
+        }
+    }
+    // SAFETY: as the caller says.
+    unsafe { to.cast::<S::f32s>().write_unaligned(value) }
+}
+
+/// Makes what this thread has streamed visible to others, as its ordinary stores are.
+pub(super) fn fence() {
+    // SAFETY: every CPU of x86-64 has it.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        std::arch::x86_64::_mm_sfence();
+    }
+}
+
+/// Starts to fetch a cache line; the address may be any.
+#[inline(always)]
+pub(super) fn prefetch(line: *const f32) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        // SAFETY: a hint, which no address makes fault.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.cast()) }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = line;
+}
