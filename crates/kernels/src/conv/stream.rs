@@ -46,7 +46,7 @@ pub(super) fn fence() {
     }
 }
 
-/// Starts to fetch a cache line; the address may be any.
+/// Starts to fetch a cache line into the L1 cache; the address may be any.
 #[inline(always)]
 pub(super) fn prefetch(line: *const f32) {
     #[cfg(target_arch = "x86_64")]
@@ -57,4 +57,19 @@ pub(super) fn prefetch(line: *const f32) {
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = line;
+}
+
+/// Starts to fetch `len` floats into the L2 cache; the addresses may be any.
+#[inline(always)]
+pub(super) fn prefetch_to_l2(from: *const f32, len: usize) {
+    for line in (0..len).step_by(LINE) {
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+            // SAFETY: a hint, which no address makes fault.
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(from.wrapping_add(line).cast()) }
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = (from, line);
+    }
 }

@@ -3,7 +3,7 @@
 use pulp::{MemMask, Simd};
 
 use super::gather::{Gather, Phase};
-use crate::conv::workspace::LINE;
+use crate::conv::stream::prefetch_to_l2;
 
 /// Output pixels that share the loads of weights and inputs.
 pub(super) const BLOCK: usize = 8;
@@ -61,7 +61,7 @@ pub(super) trait BlockKernel {
 
 /// Runs `kernel` for all blocks of a phase of output row `row` of an image; pixels outside read as `zeros`.
 ///
-/// Meanwhile it prefetches what the next row is the first to read, and what follows `next`: blocks touch too many
+/// Meanwhile it prefetches what the next row is the first to read, and what follows `next`, if anything: blocks touch too many
 /// places at once for the hardware to see that, by and by, all of memory is read in order.
 #[inline(always)]
 pub(super) fn each_block<S: Simd>(
@@ -70,7 +70,7 @@ pub(super) fn each_block<S: Simd>(
     [height, width]: &[Gather; 2],
     (row, phase): (usize, &Phase),
     (image, zeros): (&[f32], &[f32]),
-    next: *const f32,
+    next: Option<*const f32>,
     kernel: &mut impl BlockKernel,
 ) {
     let channels = zeros.len();
@@ -96,10 +96,12 @@ pub(super) fn each_block<S: Simd>(
     // A block's share of the next rows; strides above 2 skip much of them.
     let source_share = BLOCK * lanes * (height.scale * width.scale).min(4);
     let mut source_ahead = image.as_ptr().wrapping_add(below * width.source * channels);
-    let mut ahead = next;
+    let mut ahead = next.unwrap_or(std::ptr::null());
     let mut prefetch_shares = || {
-        prefetch(source_ahead, source_share);
-        prefetch(ahead, BLOCK * lanes);
+        prefetch_to_l2(source_ahead, source_share);
+        if next.is_some() {
+            prefetch_to_l2(ahead, BLOCK * lanes);
+        }
         source_ahead = source_ahead.wrapping_add(source_share);
         ahead = ahead.wrapping_add(BLOCK * lanes);
     };
@@ -136,21 +138,6 @@ pub(super) fn each_block<S: Simd>(
                 kernel.block::<S, true, true>(simd, &line, Place { q, channel: whole, mask: rest, inputs })
             };
         }
-    }
-}
-
-/// Asks for `len` floats to be brought into the L2 cache. They need not exist.
-#[inline(always)]
-fn prefetch(from: *const f32, len: usize) {
-    for line in (0..len).step_by(LINE) {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: a prefetch accesses nothing that the program could notice.
-        unsafe {
-            use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-            _mm_prefetch::<_MM_HINT_T1>(from.wrapping_add(line).cast());
-        }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = (from, line);
     }
 }
 

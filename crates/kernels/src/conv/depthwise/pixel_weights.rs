@@ -87,7 +87,7 @@ impl WithSimd for Rows<'_> {
                 &weights.gather,
                 phase,
                 x,
-                dy.as_ptr().wrapping_add(row_len),
+                Some(dy.as_ptr().wrapping_add(row_len)),
                 &mut products,
             );
         }

@@ -6,6 +6,7 @@ use super::blocks::{BLOCK, BlockKernel, Line, Place, Scratch, each_block, input,
 use super::gather::Gather;
 use crate::Cpu;
 use crate::conv::plan::ConvKernel;
+use crate::conv::stream;
 use crate::memory_format::transpose;
 use crate::simd;
 
@@ -38,10 +39,11 @@ impl ConvKernel<f32> for Pixels {
         let (weights, zeros) = (&*weights, &*zeros);
         let row_len = self.gather[1].output * self.channels;
         let work = output.len() * (weight.len() / self.channels);
+        let streams = stream::pays(output, self.channels);
         cpu.for_each(work, output.chunks_mut(self.rows * row_len).enumerate(), |(task, output)| {
             simd::run(
                 cpu.isa(),
-                Rows { pixels: self, source, weights, zeros, first: task * self.rows, output },
+                Rows { pixels: self, source, weights, zeros, first: task * self.rows, output, streams },
             );
         });
     }
@@ -56,6 +58,8 @@ struct Rows<'a> {
     zeros: &'a [f32],
     first: usize,
     output: &'a mut [f32],
+    /// Whether the output is written by streaming stores.
+    streams: bool,
 }
 
 impl WithSimd for Rows<'_> {
@@ -63,7 +67,19 @@ impl WithSimd for Rows<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Rows { pixels, source, weights, zeros, first, output } = self;
+        if self.streams {
+            self.run::<S, true>(simd);
+            stream::fence();
+        } else {
+            self.run::<S, false>(simd);
+        }
+    }
+}
+
+impl Rows<'_> {
+    #[inline(always)]
+    fn run<S: Simd, const STREAMS: bool>(self, simd: S) {
+        let Rows { pixels, source, weights, zeros, first, output, .. } = self;
         let [height, width] = &pixels.gather;
         let channels = pixels.channels;
         let image_len = height.source * width.source * channels;
@@ -73,7 +89,8 @@ impl WithSimd for Rows<'_> {
             let source = (&source[image * image_len..][..image_len], zeros);
             for (first, phase) in width.phases.iter().enumerate() {
                 let next = output.as_ptr().wrapping_add((width.output + first * phase.count) * channels);
-                let mut sums = Sums { weights, output: &mut output[first * channels..] };
+                let next = (!STREAMS).then_some(next);
+                let mut sums = Sums::<STREAMS> { weights, output: &mut output[first * channels..] };
                 each_block(simd, &mut scratch, &pixels.gather, (row, phase), source, next, &mut sums);
             }
         }
@@ -81,14 +98,14 @@ impl WithSimd for Rows<'_> {
 }
 
 /// The outputs of one phase of one row.
-struct Sums<'a> {
+struct Sums<'a, const STREAMS: bool> {
     /// Taps x channels.
     weights: &'a [f32],
     /// From the phase's first output on.
     output: &'a mut [f32],
 }
 
-impl BlockKernel for Sums<'_> {
+impl<const STREAMS: bool> BlockKernel for Sums<'_, STREAMS> {
     #[inline(always)]
     unsafe fn block<S: Simd, const EDGE: bool, const MASKED: bool>(
         &mut self,
@@ -115,8 +132,15 @@ impl BlockKernel for Sums<'_> {
             if EDGE && q + b >= line.phase.count {
                 break;
             }
-            // SAFETY: output q + b exists, by the check or by the caller's promise.
-            unsafe { store::<S, MASKED>(simd, mask, output.wrapping_add(b * output_step), sum) };
+            let output = output.wrapping_add(b * output_step);
+            // SAFETY: output q + b exists, by the check or by the caller's promise; streamed pixels are whole cache lines.
+            unsafe {
+                if STREAMS {
+                    stream::store(simd, output, sum);
+                } else {
+                    store::<S, MASKED>(simd, mask, output, sum);
+                }
+            }
         }
     }
 }
