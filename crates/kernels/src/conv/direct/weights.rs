@@ -186,19 +186,15 @@ impl WithSimd for Task<'_> {
                     (panels.offset(to) - panels.offset(from)) / (panels.taps * panels.depth)
                 };
                 for index in indices.clone() {
-                    let gradients = &mut self.gradients[lanes(indices.start, index) * all.tile_pixels..];
-                    let gradients = &mut gradients[..lanes(index, index + 1) * all.tile_pixels];
-                    let panel = panels.panel(index);
-                    let first = panel.group * panels.width + panel.first;
-                    // The first panel asks for what all of these groups will read.
-                    let ahead = if index == indices.start { lanes(index, indices.end) } else { 0 };
-                    pack_gradients(simd, dy, all.out_channels, [first, ahead], panel, gradients);
-                }
-                for index in indices.clone() {
                     let panel = panels.panel(index);
                     let width = panel.vectors * S::F32_LANES;
-                    let gradients = &self.gradients[lanes(indices.start, index) * all.tile_pixels..];
-                    let gradients = &gradients[..all.tile_pixels * width];
+                    // Each panel in turn, while it is in the L1 cache.
+                    let gradients = &mut self.gradients[..all.tile_pixels * width];
+                    // The first panel asks for what all of these groups will read.
+                    let asks = panels.groups > 1 && index == indices.start;
+                    let ahead = if asks { lanes(index, indices.end) } else { 0 };
+                    let channel = panel.group * panels.width + panel.first;
+                    pack_gradients(simd, dy, all.out_channels, [channel, ahead], panel, gradients);
                     let sums = &mut self.sums[panels.offset(index) - start..panels.offset(index + 1) - start];
                     for channels in even_parts(panels.depth, most_rows(S::F32_LANES, panel.vectors)) {
                         let channel = places.group(panel.group - first) + channels.start;
