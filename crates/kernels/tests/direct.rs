@@ -53,14 +53,17 @@ proptest! {
 #[test]
 fn agrees_with_the_reference_on_larger_problems() {
     let problems = [
-        "mb1ic700ih6oc40kh3ph1",       // the channels of a panel are more than L2 holds
-        "mb1ic40ih6oc700kh3ph1",       // the same for backward-data
-        "mb20ic5ih7oc35kh3ph1",        // blocks of many images, borders apart
-        "mb2ic20ih41oc33kh3sh2ph1",    // several tasks of four phases
-        "g16mb1ic128ih30oc128kh3ph1",  // half a vector a group
-        "g3mb2ic51ih20oc144kh3sh2ph1", // panels of two vectors and of one
-        "mb1ic3ih40oc20kh11sh4ph2",    // many taps
-        "mb1ic4ih3oc6kh1ph9sh5",       // targets without a tap, and mostly padding
+        "mb1ic700ih6oc40kh3ph1",         // the channels of a panel are more than L2 holds
+        "mb1ic40ih6oc700kh3ph1",         // the same for backward-data
+        "mb20ic5ih7oc35kh3ph1",          // blocks of many images, borders apart
+        "mb2ic20ih41oc33kh3sh2ph1",      // several tasks of four phases
+        "g16mb1ic128ih30oc128kh3ph1",    // half a vector a group
+        "g3mb2ic51ih20oc144kh3sh2ph1",   // panels of two vectors and of one
+        "g2mb1ic1400ih5iw40oc16kh3ph1",  // a group's channels of three rows are more than is copied at a time
+        "g32mb2ic256ih31oc512kh3sh2ph1", // groups are copied some at a time
+        "g4mb9ic64ih5oc128kh3ph1",       // tasks of several images
+        "mb1ic3ih40oc20kh11sh4ph2",      // many taps
+        "mb1ic4ih3oc6kh1ph9sh5",         // targets without a tap, and mostly padding
     ];
     let mut failures = Failures::new("direct");
     for problem in problems {

@@ -39,6 +39,15 @@ fn agrees_with_the_reference_on_many_channels() {
     }
 }
 
+/// Groups of whole vectors of channels and not, more than threads and fewer; a layer of ResNeXt's.
+#[test]
+fn agrees_with_the_reference_on_groups() {
+    let problems = ["g2mb2ic66ih9iw6oc80kh3ph1", "g5mb1ic160ih7oc175kh3", "g3mb4ic192ih14oc192kh3ph1"];
+    for problem in problems {
+        check(&problem.parse().expect("a valid problem"), 5, cpus().iter());
+    }
+}
+
 proptest! {
     #![proptest_config(properties(48))]
 

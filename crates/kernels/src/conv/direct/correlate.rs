@@ -1,15 +1,17 @@
 //! Forward and backward-data: target pixels in blocks, each the sum over its taps of source channels times weights.
 
+use std::sync::{Mutex, PoisonError};
+
 use pulp::{MemMask, Simd, WithSimd};
 
 use super::geometry::{Block, Lattice, Phase};
 use super::panels::{Panel, Panels};
-use super::registers::{by_block, even_parts, last_mask, most_rows};
-use crate::Cpu;
+use super::registers::{by_block, even_parts, fitting, last_mask, most_rows};
+use super::slab::Reading;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::{ConvProblem, Pass};
 use crate::conv::workspace::{LINE, aligned};
-use crate::simd;
+use crate::{Cpu, Isa, simd};
 
 /// Floats of a panel that are multiplied before the next channels are: half of a common L2 cache.
 const PANEL_FLOATS: usize = 128 * 1024;
@@ -17,14 +19,17 @@ const PANEL_FLOATS: usize = 128 * 1024;
 const TASK_PIXELS: usize = 168;
 /// The same where all panels together are larger than `PANEL_FLOATS` by far: they come from L3.
 const TASK_PIXELS_OF_LARGE_WEIGHTS: usize = 448;
-/// The same for groups, which each use a part of a pixel's cache lines: what all of them use should stay in L2.
+/// The same for groups that are read in place: each uses a part of a pixel's cache lines, and what all of them use
+/// should stay in L2.
 const TASK_PIXELS_OF_GROUPS: usize = 42;
 /// Entries of a task's indirection tables, at most.
 const TABLE_LEN: usize = 16 * 1024;
 
 /// Forward, or backward-data, of one problem.
 pub(super) struct Correlate {
+    isa: Isa,
     panels: Panels,
+    reading: Reading,
     /// Phases of rows and of columns.
     phases: [Vec<Phase>; 2],
     /// Every target pixel belongs to a phase; else some have no tap and are zero.
@@ -36,6 +41,7 @@ pub(super) struct Correlate {
     kernel_columns: usize,
     /// Target pixels of a task.
     task_pixels: usize,
+    tasks: usize,
     /// Channels that are summed over at a time.
     depth: usize,
     work: usize,
@@ -43,7 +49,12 @@ pub(super) struct Correlate {
 
 impl Correlate {
     pub(super) fn new(problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Self {
-        let lanes = simd::lanes(cpu.isa());
+        let across = match pass {
+            Pass::Forward => problem.group_out_channels(),
+            _ => problem.group_in_channels(),
+        };
+        let isa = fitting(cpu.isa(), across);
+        let lanes = simd::lanes(isa);
         let axes = [&problem.height, &problem.width];
         let (panels, phases, target, source_channels, target_channels) = match pass {
             Pass::Forward => (
@@ -68,17 +79,29 @@ impl Correlate {
         let lattices = phases.each_ref().map(Vec::len).iter().product::<usize>().max(1);
         let taps = phases.each_ref().map(|phases| phases.iter().map(Phase::taps).max().unwrap_or(1));
         let table_pixels = TABLE_LEN / taps.iter().product::<usize>();
-        let task_pixels = match problem.groups {
+        let source = match pass {
+            Pass::Forward => axes.map(|axis| axis.input),
+            _ => axes.map(|axis| axis.output()),
+        };
+        let pixels = problem.batch * target.iter().product::<usize>();
+        let source_pixels = problem.batch * source.iter().product::<usize>();
+        let reading = Reading::new(problem, [source_pixels, source_channels], [pixels, target_channels]);
+        let per_lattice = match problem.groups {
             1 if problem.weight_len() > 2 * PANEL_FLOATS => TASK_PIXELS_OF_LARGE_WEIGHTS,
             1 => TASK_PIXELS,
             _ => TASK_PIXELS_OF_GROUPS,
         };
-        let wanted = task_pixels.min(table_pixels).max(1) * lattices;
-        let pixels = problem.batch * target.iter().product::<usize>();
-        let tasks = pixels.div_ceil(wanted).next_multiple_of(cpu.threads());
+        let most = table_pixels.max(1) * lattices;
+        let copied = reading.targets([problem.batch, target[0], target[1]], cpu);
+        let task_pixels = copied.filter(|&wanted| wanted <= most).unwrap_or_else(|| {
+            let tasks = pixels.div_ceil(most.min(per_lattice * lattices)).next_multiple_of(cpu.threads());
+            pixels.div_ceil(tasks)
+        });
         let tap_floats = panels.taps * panels.vectors().min(2) * lanes;
         let depth = (PANEL_FLOATS / tap_floats).max(16);
         Correlate {
+            isa,
+            reading,
             depth: panels.depth.div_ceil(panels.depth.div_ceil(depth)),
             panels,
             phases,
@@ -87,13 +110,20 @@ impl Correlate {
             target_channels,
             source_channels,
             kernel_columns: problem.width.kernel,
-            task_pixels: pixels.div_ceil(tasks),
+            task_pixels,
+            tasks: pixels.div_ceil(task_pixels),
             work: problem.flops() as usize,
         }
     }
 
-    pub(super) fn workspace_len(&self) -> Option<usize> {
-        self.panels.len()?.checked_add(self.source_channels + LINE)
+    /// Threads that have a slab each.
+    fn workers(&self, cpu: &Cpu) -> usize {
+        cpu.threads().min(self.tasks)
+    }
+
+    pub(super) fn workspace_len(&self, cpu: &Cpu) -> Option<usize> {
+        let slabs = self.workers(cpu) * self.reading.slab_len();
+        self.panels.len()?.checked_add(self.source_channels + 2 * LINE + slabs)
     }
 }
 
@@ -101,13 +131,18 @@ impl ConvKernel<f32> for Correlate {
     fn run(&self, cpu: &Cpu, [source, weight]: [&[f32]; 2], target: &mut [f32], workspace: &mut [f32]) {
         let (zeros, workspace) = workspace.split_at_mut(self.source_channels);
         zeros.fill(0.0);
-        let panels = aligned(workspace);
+        let slab_len = self.reading.slab_len();
+        let (slabs, panels) = aligned(workspace).split_at_mut(self.workers(cpu) * slab_len);
         self.panels.pack(cpu, weight, panels);
-        let tasks = target.chunks_mut(self.task_pixels * self.target_channels).enumerate();
+        let tasks = Mutex::new(target.chunks_mut(self.task_pixels * self.target_channels).enumerate());
         let (zeros, panels) = (&*zeros, &*panels);
-        cpu.for_each(self.work, tasks, |(task, target)| {
-            let first = task * self.task_pixels;
-            simd::run(cpu.isa(), Task { correlate: self, first, source, zeros, panels, target });
+        cpu.for_each(self.work, slabs.chunks_mut(slab_len), |slab| {
+            let next = || tasks.lock().unwrap_or_else(PoisonError::into_inner).next();
+            while let Some((task, target)) = next() {
+                let first = task * self.task_pixels;
+                let slab = &mut *slab;
+                simd::run(self.isa, Task { correlate: self, first, source, zeros, slab, panels, target });
+            }
         });
     }
 }
@@ -119,6 +154,7 @@ struct Task<'a> {
     first: usize,
     source: &'a [f32],
     zeros: &'a [f32],
+    slab: &'a mut [f32],
     panels: &'a [f32],
     target: &'a mut [f32],
 }
@@ -134,25 +170,33 @@ impl WithSimd for Task<'_> {
         }
         let run = self.first..self.first + self.target.len() / c.target_channels;
         let most = most_rows(S::F32_LANES, c.panels.vectors().min(2));
-        for rows in &c.phases[0] {
-            for columns in &c.phases[1] {
-                let lattice = Lattice {
-                    rows,
-                    columns,
-                    target: c.target,
-                    source_channels: c.source_channels,
-                    kernel_columns: c.kernel_columns,
-                };
-                let blocks = lattice.blocks(run.clone(), most, self.source, self.zeros);
-                for index in 0..c.panels.count() {
-                    let panel = c.panels.panel(index);
-                    let weights = &self.panels[c.panels.offset(index)..c.panels.offset(index + 1)];
-                    for depth in even_parts(c.panels.depth, c.depth) {
-                        for block in &blocks {
-                            let product =
-                                Product { correlate: c, panel, depth: depth.clone(), weights, block };
-                            product.multiply(simd, self.target);
-                        }
+        let lattice = |rows, columns| {
+            let lattice = Lattice { rows, columns, target: c.target, kernel_columns: c.kernel_columns };
+            let pixels = lattice.pixels(run.clone());
+            (lattice, pixels)
+        };
+        let lattice = &lattice;
+        let lattices: Vec<_> = c.phases[0]
+            .iter()
+            .flat_map(|rows| c.phases[1].iter().map(move |columns| lattice(rows, columns)))
+            .collect();
+        let reach = lattices.iter().fold(None, |reach, (lattice, pixels)| lattice.reach(pixels, reach));
+        let places = c.reading.places(reach.unwrap_or(0..0), self.source, self.zeros, self.slab);
+        let blocks: Vec<Block> = lattices
+            .into_iter()
+            .flat_map(|(lattice, pixels)| lattice.blocks(pixels, most, &places))
+            .collect();
+        for groups in places.groups(0..c.panels.groups) {
+            let first = places.load(simd, groups.clone());
+            for index in c.panels.of_groups(groups) {
+                let panel = c.panels.panel(index);
+                let channel = places.group(panel.group - first);
+                let weights = &self.panels[c.panels.offset(index)..c.panels.offset(index + 1)];
+                for depth in even_parts(c.panels.depth, c.depth) {
+                    for block in &blocks {
+                        let depth = depth.clone();
+                        let product = Product { correlate: c, panel, channel, depth, weights, block };
+                        product.multiply(simd, self.target);
                     }
                 }
             }
@@ -164,6 +208,8 @@ impl WithSimd for Task<'_> {
 struct Product<'a> {
     correlate: &'a Correlate,
     panel: Panel,
+    /// The group's first, from where the block's sources lie.
+    channel: usize,
     /// Within the group.
     depth: std::ops::Range<usize>,
     weights: &'a [f32],
@@ -180,10 +226,10 @@ impl Product<'_> {
 /// Target pixels P by V vectors of channels. Overwrites the target for the first channels, else adds.
 #[inline(always)]
 fn multiply<S: Simd, const P: usize, const V: usize>(simd: S, product: &Product<'_>, target: &mut [f32]) {
-    let Product { correlate, panel, depth, weights, block } = product;
+    let Product { correlate, panel, channel, depth, weights, block } = product;
     let panels = &correlate.panels;
     let width = V * S::F32_LANES;
-    let channel = panel.group * panels.depth + depth.start;
+    let channel = channel + depth.start;
     let last = last_mask(simd, panel.channels);
     let target_start = target.as_mut_ptr();
     let targets: [_; P] = std::array::from_fn(|p| {
@@ -198,7 +244,7 @@ fn multiply<S: Simd, const P: usize, const V: usize>(simd: S, product: &Product<
     }
     for (&tap, sources) in block.taps.iter().zip(block.sources.as_chunks::<P>().0) {
         let weights = &weights[(tap * panels.depth + depth.start) * width..][..depth.len() * width];
-        // SAFETY: a source is a pixel of all its channels or the zeros, as long; `channel` and the depth lie in it.
+        // SAFETY: `channel` leads from a source to the group's channels of a pixel or of zeros, and the depth lies in them.
         // The weights are `depth` times V vectors.
         unsafe {
             let sources = sources.map(|source| source.add(channel));
@@ -256,9 +302,6 @@ unsafe fn store<S: Simd, const V: usize>(
     }
 }
 
-/// Channels of the source taken in one turn of the loop.
-const UNROLL: usize = 4;
-
 /// sums[p][v] += sources[p][c] * weights[c][v] over `depth` channels.
 ///
 /// # Safety
@@ -275,16 +318,15 @@ unsafe fn add_products<S: Simd, const P: usize, const V: usize>(
     let mut c = 0;
     // SAFETY: `c` stays below `depth`, within what the caller has promised.
     unsafe {
-        // With one vector, the sources' addresses are too many to stay in registers: four channels for each load of one.
-        while V == 1 && c + UNROLL <= depth {
-            let w: [_; UNROLL] = std::array::from_fn(|u| weights.add(c + u).read_unaligned());
-            for p in 0..P {
-                for u in 0..UNROLL {
-                    let x = simd.splat_f32s(*sources[p].add(c + u));
-                    sums[p][0] = simd.mul_add_f32s(x, w[u], sums[p][0]);
-                }
-            }
-            c += UNROLL;
+        // With one vector, the sources' addresses are too many to stay in registers: some channels for each load of one,
+        // as many as there are registers for weights.
+        while V == 1 && S::F32_LANES == 16 && c + 4 <= depth {
+            add_turn::<S, P, V, 4>(simd, sums, sources, weights, c);
+            c += 4;
+        }
+        while V == 1 && S::F32_LANES < 16 && c + 2 <= depth {
+            add_turn::<S, P, V, 2>(simd, sums, sources, weights, c);
+            c += 2;
         }
         while c < depth {
             let w: [_; V] = std::array::from_fn(|v| weights.add(c * V + v).read_unaligned());
@@ -295,6 +337,30 @@ unsafe fn add_products<S: Simd, const P: usize, const V: usize>(
                 }
             }
             c += 1;
+        }
+    }
+}
+
+/// sums[p][0] += sources[p][c + u] * weights[c + u][0] over U channels.
+///
+/// # Safety
+/// Each source must be readable for `c + U` floats, the weights for as many vectors.
+#[inline(always)]
+unsafe fn add_turn<S: Simd, const P: usize, const V: usize, const U: usize>(
+    simd: S,
+    sums: &mut [[S::f32s; V]; P],
+    sources: &[*const f32; P],
+    weights: *const S::f32s,
+    c: usize,
+) {
+    // SAFETY: as the caller promises.
+    unsafe {
+        let w: [_; U] = std::array::from_fn(|u| weights.add(c + u).read_unaligned());
+        for p in 0..P {
+            for u in 0..U {
+                let x = simd.splat_f32s(*sources[p].add(c + u));
+                sums[p][0] = simd.mul_add_f32s(x, w[u], sums[p][0]);
+            }
         }
     }
 }

@@ -4,6 +4,7 @@
 
 use std::ops::Range;
 
+use super::slab::Places;
 use crate::conv::problem::ConvAxis;
 
 /// A kernel element along one axis, as the targets of one phase meet it.
@@ -82,7 +83,7 @@ impl Phase {
 }
 
 /// A target pixel and what it reads.
-struct Pixel {
+pub(super) struct Pixel {
     /// Counted from the run's first.
     target: usize,
     /// The source pixel that a tap without offset would read, counted over all images.
@@ -105,7 +106,6 @@ pub(super) struct Lattice<'a> {
     pub(super) columns: &'a Phase,
     /// Target's rows and columns.
     pub(super) target: [usize; 2],
-    pub(super) source_channels: usize,
     /// Columns of the whole kernel.
     pub(super) kernel_columns: usize,
 }
@@ -116,13 +116,13 @@ pub(super) struct Block {
     pub(super) targets: Vec<usize>,
     /// The kernel elements that any of the pixels meets.
     pub(super) taps: Vec<usize>,
-    /// For each tap in turn, channel 0 of each pixel's source; zeros where that is padding.
+    /// For each tap in turn, where each pixel's source lies.
     pub(super) sources: Vec<*const f32>,
 }
 
 impl Lattice<'_> {
     /// The pixels of the lattice among the targets `run`, counted over all images.
-    fn pixels(&self, run: Range<usize>) -> Vec<Pixel> {
+    pub(super) fn pixels(&self, run: Range<usize>) -> Vec<Pixel> {
         let [height, width] = self.target;
         let mut pixels = Vec::new();
         for row in run.start / width..run.end.div_ceil(width) {
@@ -147,29 +147,41 @@ impl Lattice<'_> {
         pixels
     }
 
-    /// Blocks of at most `most` pixels that cover the lattice's part of the targets `run`.
+    /// Joins to `reach` the source pixels that these read.
+    pub(super) fn reach(&self, pixels: &[Pixel], reach: Option<Range<usize>>) -> Option<Range<usize>> {
+        let ends = |[first, end]: [u16; 2]| [first, end.max(1) - 1].map(usize::from);
+        pixels.iter().fold(reach, |reach, pixel| {
+            // Offsets rise or fall with the taps.
+            let [r, s] = pixel.inside.map(ends);
+            let corners = r.map(|r| s.map(|s| self.source(pixel, [r, s])));
+            corners.into_iter().flatten().flatten().fold(reach, |reach, source| {
+                let reach = reach.unwrap_or(source..source);
+                Some(reach.start.min(source)..reach.end.max(source + 1))
+            })
+        })
+    }
+
+    /// Blocks of at most `most` of these pixels.
     ///
     /// Pixels that miss the same taps, at a border, come to lie in the same blocks, which then leave these taps out.
-    pub(super) fn blocks(&self, run: Range<usize>, most: usize, source: &[f32], zeros: &[f32]) -> Vec<Block> {
-        let mut pixels = self.pixels(run);
+    pub(super) fn blocks(&self, mut pixels: Vec<Pixel>, most: usize, places: &Places<'_>) -> Vec<Block> {
         pixels.sort_by_key(|pixel| pixel.inside);
         super::registers::even_parts(pixels.len(), most)
-            .map(|part| self.block(&pixels[part], source, zeros))
+            .map(|part| self.block(&pixels[part], places))
             .collect()
     }
 
-    /// Channel 0 of the source pixel that the target reads through a tap, unless that is padding.
+    /// The source pixel that the target reads through a tap, unless that is padding.
     #[inline]
-    fn source(&self, pixel: &Pixel, [r, s]: [usize; 2], source: &[f32]) -> Option<*const f32> {
+    fn source(&self, pixel: &Pixel, [r, s]: [usize; 2]) -> Option<usize> {
         if !pixel.meets([r, s]) {
             return None;
         }
         let offset = self.rows.taps[r].offset * self.columns.source as isize + self.columns.taps[s].offset;
-        let first = (pixel.source + offset) as usize * self.source_channels;
-        Some(source[first..first + self.source_channels].as_ptr())
+        Some((pixel.source + offset) as usize)
     }
 
-    fn block(&self, pixels: &[Pixel], source: &[f32], zeros: &[f32]) -> Block {
+    fn block(&self, pixels: &[Pixel], places: &Places<'_>) -> Block {
         let mut block = Block {
             targets: pixels.iter().map(|pixel| pixel.target).collect(),
             taps: Vec::new(),
@@ -181,8 +193,7 @@ impl Lattice<'_> {
                     continue;
                 }
                 block.taps.push(row_tap.kernel * self.kernel_columns + column_tap.kernel);
-                let sources = pixels.iter().map(|pixel| self.source(pixel, [r, s], source));
-                block.sources.extend(sources.map(|source| source.unwrap_or(zeros.as_ptr())));
+                block.sources.extend(pixels.iter().map(|pixel| places.of(self.source(pixel, [r, s]))));
             }
         }
         block
@@ -193,21 +204,20 @@ impl Lattice<'_> {
 pub(super) struct Pair {
     /// Counted from the run's first.
     pub(super) target: usize,
-    /// Its channel 0.
+    /// Where it lies.
     pub(super) source: *const f32,
 }
 
 impl Lattice<'_> {
-    /// For each tap in turn, the pairs of the targets `run` that are not padding.
-    pub(super) fn pairs(&self, run: Range<usize>, source: &[f32]) -> Vec<Vec<Pair>> {
-        let pixels = self.pixels(run);
+    /// For each tap in turn, the pairs of these targets that are not padding.
+    pub(super) fn pairs(&self, pixels: &[Pixel], places: &Places<'_>) -> Vec<Vec<Pair>> {
         let taps = |phase: &Phase| 0..phase.taps();
         taps(self.rows)
             .flat_map(|r| taps(self.columns).map(move |s| [r, s]))
             .map(|tap| {
                 let pair = |pixel: &Pixel| {
-                    let source = self.source(pixel, tap, source)?;
-                    Some(Pair { target: pixel.target, source })
+                    let source = self.source(pixel, tap)?;
+                    Some(Pair { target: pixel.target, source: places.of(Some(source)) })
                 };
                 pixels.iter().filter_map(pair).collect()
             })

@@ -9,6 +9,7 @@
 //! pixels by two vectors of output channels, and an indirection table says for each tap where the source pixel of each
 //! target pixel lies, so that a block may run on over rows and images. Backward-data with a stride is one such
 //! correlation for each residue of the target's position, with the taps that meet it: every product is a useful one.
+//! With groups, what a task reads is first copied, a few groups at a time: see [`slab`].
 //! Dukhan: "The Indirect Convolution Algorithm", 2019. Georganas et al.: "Anatomy of High-Performance Deep Learning
 //! Convolutions on SIMD Architectures", SC 2018.
 
@@ -19,6 +20,7 @@ mod correlate;
 mod geometry;
 mod panels;
 mod registers;
+mod slab;
 mod weights;
 
 use std::sync::Arc;
@@ -44,7 +46,7 @@ impl ConvAlgorithm for Direct {
     }
 
     fn revision(&self) -> u32 {
-        1
+        2
     }
 
     fn formats(&self) -> &'static [MemoryFormat] {
@@ -69,7 +71,7 @@ impl ConvAlgorithm for Direct {
         let (workspace, kernel) = match pass {
             Pass::Forward | Pass::BackwardData => {
                 let correlate = Correlate::new(problem, pass, cpu);
-                (correlate.workspace_len(), Kernel::F32(Arc::new(correlate)))
+                (correlate.workspace_len(cpu), Kernel::F32(Arc::new(correlate)))
             }
             Pass::BackwardWeights => {
                 let sums = WeightSums::new(problem, cpu);

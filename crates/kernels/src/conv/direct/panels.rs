@@ -67,6 +67,12 @@ impl Panels {
         self.groups * self.vectors().div_ceil(2)
     }
 
+    /// The panels of some groups.
+    pub(super) fn of_groups(&self, groups: Range<usize>) -> Range<usize> {
+        let of_group = self.vectors().div_ceil(2);
+        groups.start * of_group..groups.end * of_group
+    }
+
     /// Panel `index` of [`Panels::count`].
     pub(super) fn panel(&self, index: usize) -> Panel {
         let of_group = self.vectors().div_ceil(2);

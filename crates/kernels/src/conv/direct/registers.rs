@@ -2,6 +2,17 @@
 
 use pulp::{MemMask, Simd};
 
+use crate::{Isa, simd};
+
+/// The instruction set to use for `channels` along the lanes: half a vector of AVX-512 is a whole one of AVX2, of which
+/// a CPU does as many a cycle, or twice as many.
+pub(super) fn fitting(isa: Isa, channels: usize) -> Isa {
+    match isa {
+        Isa::Avx512 if channels <= simd::lanes(Isa::Avx2) => Isa::Avx2,
+        isa => isa,
+    }
+}
+
 /// Rows of a register block of `vectors` (1 or 2) columns, at most: what leaves registers for the operands.
 pub(super) fn most_rows(lanes: usize, vectors: usize) -> usize {
     match (lanes, vectors) {

@@ -6,30 +6,31 @@ use pulp::{Simd, WithSimd};
 
 use super::geometry::{Lattice, Pair, Phase};
 use super::panels::{Panel, Panels};
-use super::registers::{by_block, even_parts, last_mask, most_rows};
-use crate::Cpu;
+use super::registers::{by_block, even_parts, fitting, last_mask, most_rows};
+use super::slab::{Reading, prefetch};
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
 use crate::conv::workspace::{LINE, aligned};
-use crate::simd;
+use crate::{Cpu, Isa, simd};
 
 /// Output pixels whose gradients are packed and used together: a panel of them stays in the L1 cache.
 const TILE_PIXELS: usize = 192;
 /// The same where the sums do not fit the L2 cache: they are read and written once a tile.
 const TILE_PIXELS_OF_LARGE_SUMS: usize = 448;
-/// The same for groups, whose sums are small.
+/// The same for groups, whose sums are small, that are read in place.
 const TILE_PIXELS_OF_GROUPS: usize = 96;
 /// Pixels of all taps of a tile, at most.
 const TABLE_LEN: usize = 16 * 1024;
 
 /// The weight gradient of one problem.
 pub(super) struct WeightSums {
+    isa: Isa,
+    reading: Reading,
     /// Of the gradient: lanes along K.
     panels: Panels,
     phases: [Vec<Phase>; 2],
     output: [usize; 2],
     pixels: usize,
-    in_channels: usize,
     out_channels: usize,
     kernel_columns: usize,
     tile_pixels: usize,
@@ -41,17 +42,24 @@ pub(super) struct WeightSums {
 
 impl WeightSums {
     pub(super) fn new(problem: &ConvProblem, cpu: &Cpu) -> Self {
-        let panels = Panels::of_outputs(problem, simd::lanes(cpu.isa()));
+        let isa = fitting(cpu.isa(), problem.group_out_channels());
+        let panels = Panels::of_outputs(problem, simd::lanes(isa));
         let axes = [&problem.height, &problem.width];
         let output = axes.map(|axis| axis.output());
         let pixels = problem.batch * output.iter().product::<usize>();
+        let source = problem.batch * problem.height.input * problem.width.input;
+        let reading = Reading::new(problem, [source, problem.in_channels], [pixels, problem.out_channels]);
         let wanted = match problem.groups {
             1 if problem.weight_len() > 256 * 1024 => TILE_PIXELS_OF_LARGE_SUMS,
             1 => TILE_PIXELS,
             _ => TILE_PIXELS_OF_GROUPS,
         };
-        let tiles = pixels.div_ceil(wanted.min(TABLE_LEN / panels.taps));
-        let tile_pixels = pixels.div_ceil(tiles);
+        let most = TABLE_LEN / panels.taps;
+        let copied = reading.targets([problem.batch, output[0], output[1]], cpu);
+        let tile_pixels = copied
+            .filter(|&wanted| wanted <= most)
+            .unwrap_or_else(|| pixels.div_ceil(pixels.div_ceil(wanted.min(most))));
+        let tiles = pixels.div_ceil(tile_pixels);
         // Parts of the panels need no sums of their own; parts of the pixels are there where the panels are too few.
         let time = |panel_parts: usize| {
             let pixel_parts = (cpu.threads() / panel_parts).min(tiles);
@@ -61,11 +69,12 @@ impl WeightSums {
         let most = cpu.threads().min(panels.count());
         let panel_parts = (1..=most).rev().min_by_key(|&parts| time(parts)).expect("there is a panel");
         WeightSums {
+            isa,
+            reading,
             panels,
             phases: axes.map(Phase::forward),
             output,
             pixels,
-            in_channels: problem.in_channels,
             out_channels: problem.out_channels,
             kernel_columns: problem.width.kernel,
             tile_pixels,
@@ -80,9 +89,15 @@ impl WeightSums {
         self.panels.groups * self.panels.vectors() * self.panels.lanes * self.tile_pixels
     }
 
+    /// Floats of the slabs of a part of the pixels.
+    fn slabs_len(&self) -> usize {
+        self.panel_parts * self.reading.slab_len()
+    }
+
     pub(super) fn workspace_len(&self) -> Option<usize> {
         let part = self.panels.len()?.checked_add(self.gradients_len())?;
-        part.checked_mul(self.pixel_parts)?.checked_add(LINE)
+        let slabs = self.slabs_len();
+        part.checked_add(slabs)?.checked_mul(self.pixel_parts)?.checked_add(LINE)
     }
 }
 
@@ -90,13 +105,16 @@ impl ConvKernel<f32> for WeightSums {
     fn run(&self, cpu: &Cpu, [x, dy]: [&[f32]; 2], dweight: &mut [f32], workspace: &mut [f32]) {
         let workspace = aligned(workspace);
         let sums_len = self.panels.offset(self.panels.count());
+        let (slabs, workspace) = workspace.split_at_mut(self.pixel_parts * self.slabs_len());
         let (sums, gradients) = workspace.split_at_mut(self.pixel_parts * sums_len);
         let pixel_parts = sums.chunks_mut(sums_len).zip(gradients.chunks_mut(self.gradients_len()));
-        let tasks = pixel_parts.enumerate().flat_map(|(part, (mut sums, mut gradients))| {
+        let pixel_parts = pixel_parts.zip(slabs.chunks_mut(self.slabs_len()));
+        let tasks = pixel_parts.enumerate().flat_map(|(part, ((mut sums, mut gradients), slabs))| {
             let tiles = self.pixels.div_ceil(self.tile_pixels);
             let tiles = part * tiles / self.pixel_parts..(part + 1) * tiles / self.pixel_parts;
             let most = self.panels.count().div_ceil(self.panel_parts);
-            even_parts(self.panels.count(), most).map(move |panels| {
+            let slabs = slabs.chunks_mut(self.reading.slab_len());
+            even_parts(self.panels.count(), most).zip(slabs).map(move |(panels, slab)| {
                 let len = self.panels.offset(panels.end) - self.panels.offset(panels.start);
                 let (task_sums, rest) = std::mem::take(&mut sums).split_at_mut(len);
                 sums = rest;
@@ -111,10 +129,11 @@ impl ConvKernel<f32> for WeightSums {
                     panels,
                     sums: task_sums,
                     gradients: task_gradients,
+                    slab,
                 }
             })
         });
-        cpu.for_each(self.work, tasks, |task| simd::run(cpu.isa(), task));
+        cpu.for_each(self.work, tasks, |task| simd::run(self.isa, task));
         let parts: Vec<&[f32]> = sums.chunks(sums_len).collect();
         self.panels.unpack_sum(cpu, &parts, dweight);
     }
@@ -131,6 +150,7 @@ struct Task<'a> {
     sums: &'a mut [f32],
     /// [panel][pixel of the tile][lane].
     gradients: &'a mut [f32],
+    slab: &'a mut [f32],
 }
 
 impl WithSimd for Task<'_> {
@@ -144,41 +164,50 @@ impl WithSimd for Task<'_> {
             rows: &all.phases[0][0],
             columns: &all.phases[1][0],
             target: all.output,
-            source_channels: all.in_channels,
             kernel_columns: all.kernel_columns,
         };
         let start = panels.offset(self.panels.start);
         self.sums.fill(0.0);
+        let groups = panels.panel(self.panels.start).group..panels.panel(self.panels.end - 1).group + 1;
         for tile in self.tiles.clone() {
             let first = tile * all.tile_pixels;
             let run = first..(first + all.tile_pixels).min(all.pixels);
             let dy = &self.dy[run.start * all.out_channels..run.end * all.out_channels];
-            let taps = lattice.pairs(run, self.x);
-            for index in self.panels.clone() {
-                let panel = panels.panel(index);
-                let sums = panels.offset(index) - start..panels.offset(index + 1) - start;
-                let gradients = sums.start / (panels.taps * panels.depth) * all.tile_pixels;
-                let width = panel.vectors * S::F32_LANES;
-                let gradients = &mut self.gradients[gradients..][..all.tile_pixels * width];
-                pack_gradients(
-                    simd,
-                    dy,
-                    all.out_channels,
-                    panel.group * panels.width + panel.first,
-                    panel,
-                    gradients,
-                );
-                let sums = &mut self.sums[sums];
-                for channels in even_parts(panels.depth, most_rows(S::F32_LANES, panel.vectors)) {
-                    let channel = panel.group * panels.depth + channels.start;
-                    let rows = channels.len();
-                    for (pairs, sums) in taps.iter().zip(sums.chunks_exact_mut(panels.depth * width)) {
-                        let sums = &mut sums[channels.start * width..][..rows * width];
-                        by_block!(
-                            rows,
-                            panel.vectors,
-                            add_products::<S>(simd, pairs, channel, gradients, sums)
-                        );
+            let pixels = lattice.pixels(run);
+            let reach = lattice.reach(&pixels, None).unwrap_or(0..0);
+            let places = all.reading.places(reach, self.x, &[], self.slab);
+            let taps = lattice.pairs(&pixels, &places);
+            for groups in places.groups(groups.clone()) {
+                let first = places.load(simd, groups.clone());
+                let indices = panels.of_groups(groups);
+                let indices = indices.start.max(self.panels.start)..indices.end.min(self.panels.end);
+                // Lanes of a tile's pixel from one panel to another.
+                let lanes = |from: usize, to: usize| {
+                    (panels.offset(to) - panels.offset(from)) / (panels.taps * panels.depth)
+                };
+                for index in indices.clone() {
+                    let panel = panels.panel(index);
+                    let width = panel.vectors * S::F32_LANES;
+                    // Each panel in turn, while it is in the L1 cache.
+                    let gradients = &mut self.gradients[..all.tile_pixels * width];
+                    // The first panel asks for what all of these groups will read.
+                    let asks = panels.groups > 1 && index == indices.start;
+                    let ahead = if asks { lanes(index, indices.end) } else { 0 };
+                    let channel = panel.group * panels.width + panel.first;
+                    pack_gradients(simd, dy, all.out_channels, [channel, ahead], panel, gradients);
+                    let sums = &mut self.sums[panels.offset(index) - start..panels.offset(index + 1) - start];
+                    for channels in even_parts(panels.depth, most_rows(S::F32_LANES, panel.vectors)) {
+                        let channel = places.group(panel.group - first) + channels.start;
+                        let rows = channels.len();
+                        let sums = sums.chunks_exact_mut(panels.depth * width);
+                        for (pairs, sums) in taps.iter().zip(sums) {
+                            let sums = &mut sums[channels.start * width..][..rows * width];
+                            by_block!(
+                                rows,
+                                panel.vectors,
+                                add_products::<S>(simd, pairs, channel, gradients, sums)
+                            );
+                        }
                     }
                 }
             }
@@ -192,13 +221,14 @@ fn pack_gradients<S: Simd>(
     simd: S,
     dy: &[f32],
     channels: usize,
-    first: usize,
+    [first, ahead]: [usize; 2],
     panel: Panel,
     gradients: &mut [f32],
 ) {
     let last = last_mask(simd, panel.channels);
     let (gradients, _) = S::as_mut_simd_f32s(gradients);
     for (pixel, to) in dy.chunks_exact(channels).zip(gradients.chunks_exact_mut(panel.vectors)) {
+        prefetch(&pixel[first..channels.min(first + ahead)], channels);
         let (from, rest) = S::as_simd_f32s(&pixel[first..][..panel.channels]);
         for (to, &from) in to.iter_mut().zip(from) {
             *to = from;
@@ -222,8 +252,8 @@ fn add_products<S: Simd, const M: usize, const V: usize>(
     let mut products = [[simd.splat_f32s(0.0); V]; M];
     let gradients = gradients.as_ptr().cast::<S::f32s>();
     for pair in pairs {
-        // SAFETY: a pair's source is a pixel of all its channels, among them `channel..channel + M`; its target is a
-        // pixel of the tile, for each of which the gradients hold V vectors.
+        // SAFETY: M channels of a pixel lie `channel` from a pair's source; its target is a pixel of the tile, for each of
+        // which the gradients hold V vectors.
         unsafe {
             let x = pair.source.add(channel);
             let dy: [_; V] = std::array::from_fn(|v| gradients.add(pair.target * V + v).read_unaligned());

@@ -145,8 +145,9 @@ impl<F: Filter> TransformOutputs<'_, F> {
         let Tile { image, row, column } = tiles.geometry.tile(self.tiles.start + index);
         let [height, width] = tiles.geometry.output;
         let k = tiles.geometry.outputs;
+        let pixel = k * tiles.geometry.groups;
         let (rows, columns) = (height - row, width - column);
-        let corner = ((image * height + row) * width + column) * k;
+        let corner = ((image * height + row) * width + column) * pixel + tiles.geometry.group * k;
         let stride = tiles.product_stride();
         let points = tiles.geometry.points();
         let start = self.panel * tiles.width;
@@ -160,8 +161,8 @@ impl<F: Filter> TransformOutputs<'_, F> {
                 |i, j| unsafe { load::<S>(products, (i * F::INPUTS + j) * stride) },
                 |i, j, value| {
                     if i < rows && j < columns {
-                        let place = corner + (i * width + j) * k + first;
-                        // SAFETY: each output belongs to one tile and one panel, which are transformed once.
+                        let place = corner + (i * width + j) * pixel + first;
+                        // SAFETY: each output belongs to one tile and one panel of one group, which are transformed once.
                         let to = unsafe { output.part(place, take) };
                         if take == lanes {
                             // SAFETY: it holds all lanes.

@@ -5,12 +5,11 @@ use std::ops::Range;
 use super::block::{Multiply, TransformInputs, TransformOutputs, rows};
 use super::filters::{Filters, TransformFilters};
 use super::geometry::{Geometry, SKEW};
+use super::groups::GroupKernel;
 use super::memory::{LANES, Queue, Shared};
 use super::transforms::Filter;
 use crate::Cpu;
-use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
-use crate::conv::workspace::{LINE, aligned};
 use crate::simd;
 
 /// Which convolution the tiles compute.
@@ -19,6 +18,16 @@ pub(super) enum Direction {
     Forward,
     /// Forward of dy with the filters turned round and channels exchanged.
     BackwardData,
+}
+
+impl Direction {
+    pub(super) fn geometry<F: Filter>(self, problem: &ConvProblem) -> Geometry<F> {
+        let forward = Geometry::of(problem);
+        match self {
+            Direction::Forward => forward,
+            Direction::BackwardData => forward.turned(),
+        }
+    }
 }
 
 /// What is transformed for all threads first. The other is transformed in parts that each thread then multiplies.
@@ -31,6 +40,7 @@ enum First {
 }
 
 /// A convolution of N x H x W x C images to N x OH x OW x K by tiles of `F`, in blocks of tiles and panels of outputs.
+#[derive(Clone, Copy)]
 pub(super) struct Tiles<F> {
     pub(super) geometry: Geometry<F>,
     direction: Direction,
@@ -47,11 +57,7 @@ pub(super) struct Tiles<F> {
 
 impl<F: Filter> Tiles<F> {
     pub(super) fn new(problem: &ConvProblem, direction: Direction, cpu: &Cpu) -> Self {
-        let forward = Geometry::of(problem);
-        let geometry = match direction {
-            Direction::Forward => forward,
-            Direction::BackwardData => forward.turned(),
-        };
+        let geometry = direction.geometry::<F>(problem);
         let lanes = simd::lanes(cpu.isa());
         let (tiles, c) = (geometry.tiles(), geometry.channels);
         // Few tiles: filters are the larger part. They are used where they have been transformed, in the L2 cache
@@ -137,22 +143,40 @@ impl<F: Filter> Tiles<F> {
     fn zeros_len(&self) -> usize {
         self.geometry.channels.next_multiple_of(LANES)
     }
+}
 
-    pub(super) fn workspace_len(&self) -> usize {
+impl<F: Filter> GroupKernel for Tiles<F> {
+    fn workspace_len(&self) -> usize {
         let [first, worker] = self.parts();
-        LINE + self.zeros_len() + first + self.workers * worker
+        self.zeros_len() + first + self.workers * worker
+    }
+
+    fn run(
+        &self,
+        cpu: &Cpu,
+        group: usize,
+        [x, weight]: [&[f32]; 2],
+        output: Shared<'_>,
+        workspace: &mut [f32],
+    ) {
+        let geometry = Geometry { group, ..self.geometry };
+        let weight_len = weight.len() / geometry.groups;
+        let weight = &weight[group * weight_len..][..weight_len];
+        Tiles { geometry, ..*self }.run_group(cpu, [x, weight], output, workspace);
     }
 }
 
-impl<F: Filter> ConvKernel<f32> for Tiles<F> {
-    fn run(&self, cpu: &Cpu, [x, weight]: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
-        let work = output.len() * self.geometry.channels;
+impl<F: Filter> Tiles<F> {
+    /// Computes the output of the geometry's group with its filters.
+    fn run_group(&self, cpu: &Cpu, [x, weight]: [&[f32]; 2], output: Shared<'_>, workspace: &mut [f32]) {
+        let Geometry { channels, outputs, .. } = self.geometry;
+        let work = self.geometry.tiles() * self.geometry.points() * channels * outputs;
         let [first_len, worker_len] = self.parts();
         let [filters_len, inputs_len, _] = self.lens();
-        let (zeros, rest) = aligned(workspace).split_at_mut(self.zeros_len());
+        let (zeros, rest) = workspace.split_at_mut(self.zeros_len());
         zeros.fill(0.0);
         let (first, scratch) = rest.split_at_mut(first_len);
-        let call = Call { tiles: self, cpu, x, zeros, weight, output: Shared::new(output) };
+        let call = Call { tiles: self, cpu, x, zeros, weight, output };
         match self.first {
             First::Filters => {
                 let panels = first.chunks_mut(filters_len).enumerate();

@@ -11,7 +11,7 @@ use crate::conv::problem::ConvProblem;
 /// Floats between the matrices of two points beyond their own size, so that they do not fall into the same cache sets.
 pub(super) const SKEW: usize = 48;
 
-/// N x H x W x C images, N x OH x OW x K images, and the tiles that cover the latter.
+/// N x H x W x C images, N x OH x OW x K images, and the tiles that cover the latter. C and K are those of one group.
 #[derive(Clone, Copy)]
 pub(super) struct Geometry<F> {
     pub(super) batch: usize,
@@ -25,6 +25,9 @@ pub(super) struct Geometry<F> {
     pub(super) channels: usize,
     /// K.
     pub(super) outputs: usize,
+    /// Of how many groups this is which.
+    pub(super) groups: usize,
+    pub(super) group: usize,
     pub(super) filter: PhantomData<F>,
 }
 
@@ -45,8 +48,10 @@ impl<F: Filter> Geometry<F> {
             input: [h.input, w.input],
             output: [h.output(), w.output()],
             padding: [h.pad_before, w.pad_before],
-            channels: problem.in_channels,
-            outputs: problem.out_channels,
+            channels: problem.group_in_channels(),
+            outputs: problem.group_out_channels(),
+            groups: problem.groups,
+            group: 0,
             filter: PhantomData,
         }
     }
@@ -98,7 +103,8 @@ impl<F: Filter> Geometry<F> {
     ) {
         let Tile { image, row, column } = self.tile(tile);
         let start = [row.wrapping_sub(self.padding[0]), column.wrapping_sub(self.padding[1])];
-        let image = Image { x, zeros, image, size: self.input, channels: self.channels };
+        let channels = [self.channels, self.group, self.groups];
+        let image = Image { x, zeros, image, size: self.input, channels };
         // SAFETY: as the caller promises.
         unsafe { image.transform::<S, Input<F>>(simd, start, to, place) }
     }
@@ -119,7 +125,8 @@ impl<F: Filter> Geometry<F> {
         place: impl Fn(usize) -> usize,
     ) {
         let Tile { image, row, column } = self.tile(tile);
-        let image = Image { x: dy, zeros, image, size: self.output, channels: self.outputs };
+        let channels = [self.outputs, self.group, self.groups];
+        let image = Image { x: dy, zeros, image, size: self.output, channels };
         // SAFETY: as the caller promises.
         unsafe { image.transform::<S, OutputGradient<F>>(simd, [row, column], to, place) }
     }
@@ -132,7 +139,8 @@ struct Image<'a> {
     zeros: &'a [f32],
     image: usize,
     size: [usize; 2],
-    channels: usize,
+    /// Channels of a group, which group, and of how many.
+    channels: [usize; 3],
 }
 
 impl Image<'_> {
@@ -148,15 +156,16 @@ impl Image<'_> {
         to: (Shared<'_>, usize),
         place: impl Fn(usize) -> usize,
     ) {
-        let ([height, width], c, lanes) = (self.size, self.channels, S::F32_LANES);
-        let x = &self.x[self.image * height * width * c..][..height * width * c];
+        let ([height, width], [c, group, groups], lanes) = (self.size, self.channels, S::F32_LANES);
+        let pixel = groups * c;
+        let x = &self.x[self.image * height * width * pixel..][..height * width * pixel];
         let mut pixels = [[&self.zeros[..c]; POINTS]; POINTS];
         for i in 0..T::SIDES[0] {
             let h = start[0].wrapping_add(i);
             for j in 0..T::SIDES[0] {
                 let w = start[1].wrapping_add(j);
                 if h < height && w < width {
-                    pixels[i][j] = &x[(h * width + w) * c..][..c];
+                    pixels[i][j] = &x[(h * width + w) * pixel + group * c..][..c];
                 }
             }
         }

@@ -22,6 +22,7 @@ mod block;
 mod filters;
 mod forward;
 mod geometry;
+mod groups;
 mod memory;
 mod transforms;
 mod weights;
@@ -31,6 +32,7 @@ use std::sync::Arc;
 
 use forward::{Direction, Tiles};
 use geometry::Geometry;
+use groups::Groups;
 pub(super) use transforms::{F2, F4, F6};
 
 use transforms::Filter;
@@ -71,6 +73,9 @@ impl<F: Filter> ConvAlgorithm for Winograd<F> {
     }
 }
 
+/// Channels of one of several groups, at least: with fewer, the matrices are mostly filled up with zeros.
+const LEAST_OF_GROUP: usize = 32;
+
 fn plan<F: Filter>(
     algorithm: &dyn ConvAlgorithm,
     problem: &ConvProblem,
@@ -85,8 +90,12 @@ fn plan<F: Filter>(
     if problem.format != MemoryFormat::ChannelsLast {
         return not("for channels-last only");
     }
-    if !plain(&problem.height) || !plain(&problem.width) || problem.groups != 1 {
-        return not("needs a 3x3 kernel, stride 1, no dilation, one group");
+    if !plain(&problem.height) || !plain(&problem.width) {
+        return not("needs a 3x3 kernel, stride 1, no dilation");
+    }
+    let least = problem.group_in_channels().min(problem.group_out_channels());
+    if problem.groups > 1 && least < LEAST_OF_GROUP {
+        return not("needs 32 channels in a group");
     }
     let direction = match pass {
         Pass::Forward => Direction::Forward,
@@ -96,23 +105,29 @@ fn plan<F: Filter>(
         Pass::BackwardData => return not("backward-data needs a padding of at most 2"),
         Pass::BackwardWeights => Direction::Forward,
     };
-    let tiles = Tiles::<F>::new(problem, direction, cpu);
-    let cost = cost(&tiles.geometry, problem);
     let (workspace, kernel): (usize, Arc<dyn ConvKernel<f32>>) = if pass == Pass::BackwardWeights {
-        let weights = Weights::<F>::new(problem, cpu);
+        let weights = Groups::new(problem, cpu, |cpu| Weights::<F>::new(problem, cpu));
         (weights.workspace_len(), Arc::new(weights))
     } else {
+        let tiles = Groups::new(problem, cpu, |cpu| Tiles::<F>::new(problem, direction, cpu));
         (tiles.workspace_len(), Arc::new(tiles))
     };
+    let cost = cost(&direction.geometry::<F>(problem), problem, cpu);
     let plan = ConvPlan::new(algorithm, (problem, pass), cpu, workspace, Kernel::F32(kernel));
     Ok(plan.with_cost(cost))
 }
 
 /// The products, about twenty operations for each point of a transformed tile or filter, and the filters' memory.
-fn cost<F: Filter>(geometry: &Geometry<F>, problem: &ConvProblem) -> Cost {
-    let [tiles, points, c, k] =
-        [geometry.tiles(), geometry.points(), geometry.channels, geometry.outputs].map(|count| count as f64);
-    let flops = 2.0 * points * tiles * c * k + 20.0 * points * (tiles * (c + k) + c * k);
-    let filters = 8.0 * points * c * k;
+fn cost<F: Filter>(geometry: &Geometry<F>, problem: &ConvProblem, cpu: &Cpu) -> Cost {
+    // Of one group's few channels, whole vectors are multiplied.
+    let lanes = crate::simd::lanes(cpu.isa());
+    let (c, k) = match geometry.groups {
+        1 => (geometry.channels, geometry.outputs),
+        _ => (geometry.channels.next_multiple_of(lanes), geometry.outputs.next_multiple_of(2 * lanes)),
+    };
+    let [groups, tiles, points, c, k] =
+        [geometry.groups, geometry.tiles(), geometry.points(), c, k].map(|count| count as f64);
+    let flops = groups * (2.0 * points * tiles * c * k + 20.0 * points * (tiles * (c + k) + c * k));
+    let filters = 8.0 * groups * points * c * k;
     Cost { flops, ..Cost::direct(problem, 0.7) }.moving(filters as usize)
 }

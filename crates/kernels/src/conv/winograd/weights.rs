@@ -3,17 +3,17 @@
 use pulp::{Simd, WithSimd};
 
 use super::geometry::{Geometry, SKEW};
+use super::groups::GroupKernel;
 use super::memory::{LANES, Queue, Shared, load, store};
 use super::transforms::{Filter, TapsGradient, Transform};
 use crate::Cpu;
-use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
-use crate::conv::workspace::{LINE, aligned};
 use crate::simd;
 
 /// The weight gradient of a 3x3 problem by tiles of `F`.
 ///
 /// A chunk of tiles of both images is transformed; then blocks of outputs x channels sum the products of its tiles.
+#[derive(Clone, Copy)]
 pub(super) struct Weights<F> {
     geometry: Geometry<F>,
     /// Groups of threads with their own chunks and sums.
@@ -83,10 +83,6 @@ impl<F: Filter> Weights<F> {
     fn zeros_len(&self) -> usize {
         self.geometry.channels.max(self.geometry.outputs).next_multiple_of(LANES)
     }
-
-    pub(super) fn workspace_len(&self) -> usize {
-        LINE + self.zeros_len() + self.teams * self.lens().iter().sum::<usize>()
-    }
 }
 
 /// Outputs whose gradients lie together.
@@ -94,12 +90,25 @@ const fn group(lanes: usize) -> usize {
     if lanes < 8 { 8 } else { lanes }
 }
 
-impl<F: Filter> ConvKernel<f32> for Weights<F> {
-    fn run(&self, cpu: &Cpu, [x, dy]: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
-        let work = dy.len() * self.geometry.channels;
-        let (zeros, scratch) = aligned(workspace).split_at_mut(self.zeros_len());
+impl<F: Filter> GroupKernel for Weights<F> {
+    fn workspace_len(&self) -> usize {
+        self.zeros_len() + self.teams * self.lens().iter().sum::<usize>()
+    }
+
+    fn run(&self, cpu: &Cpu, group: usize, inputs: [&[f32]; 2], output: Shared<'_>, workspace: &mut [f32]) {
+        let geometry = Geometry { group, ..self.geometry };
+        Weights { geometry, ..*self }.run_group(cpu, inputs, output, workspace);
+    }
+}
+
+impl<F: Filter> Weights<F> {
+    /// Computes the gradient of the filters of the geometry's group.
+    fn run_group(&self, cpu: &Cpu, [x, dy]: [&[f32]; 2], output: Shared<'_>, workspace: &mut [f32]) {
+        let Geometry { channels, outputs, .. } = self.geometry;
+        let work = self.geometry.tiles() * self.geometry.points() * channels * outputs;
+        let (zeros, scratch) = workspace.split_at_mut(self.zeros_len());
         zeros.fill(0.0);
-        let call = Call { weights: self, cpu, work, x, dy, zeros, output: Shared::new(output) };
+        let call = Call { weights: self, cpu, work, x, dy, zeros, output };
         let [gradients_len, inputs_len, sums_len] = self.lens();
         let team_len = gradients_len + inputs_len + sums_len;
         if self.teams == 1 {
@@ -315,6 +324,7 @@ impl<F: Filter> WithSimd for Finish<'_, F> {
         let lanes = S::F32_LANES;
         let (group, width) = (group(lanes), 2 * lanes);
         let (k, c) = (w.geometry.outputs, w.geometry.channels);
+        let filters = w.geometry.group * k;
         let blocks = [self.block / w.blocks()[1], self.block % w.blocks()[1]];
         let first = [0, 1].map(|side| blocks[side] * w.block[side]);
         let stride = w.sum_stride();
@@ -340,7 +350,8 @@ impl<F: Filter> WithSimd for Finish<'_, F> {
                 let channel = first[1] + column;
                 let take = lanes.min(c - channel);
                 // SAFETY: each filter belongs to one block, which is finished once.
-                let filters = unsafe { output.part(((first[0] + row) * c + channel) * 9, take * 9) };
+                let filters =
+                    unsafe { output.part(((filters + first[0] + row) * c + channel) * 9, take * 9) };
                 for (lane, filter) in filters.chunks_exact_mut(9).enumerate() {
                     for (tap, value) in filter.iter_mut().enumerate() {
                         *value = taps[tap * lanes + lane];

@@ -1,0 +1,207 @@
+//! Where a task reads the source's pixels: in place, or with groups from a copy.
+//!
+//! A group's channels are a short piece of each pixel, and pieces lie all of a pixel apart: often a power of two, so
+//! that they fall into a few sets of the L1 cache, and each on a page of its own. Copied, a few groups at a time, the
+//! pieces of a group are dense, and whole runs of a pixel's cache lines are read at once.
+
+use std::ops::Range;
+
+use pulp::Simd;
+
+use crate::Cpu;
+use crate::conv::problem::ConvProblem;
+use crate::conv::workspace::LINE;
+
+/// Floats of a slab: a quarter of a common L2 cache.
+const SLAB: usize = 64 * 1024;
+/// Source pixels of a task that copies, about, and floats of one group: whichever lets it have more.
+const PIXELS: usize = 448;
+const GROUP: usize = 8 * 1024;
+/// Floats of half a common L2 cache.
+const HALF: usize = 128 * 1024;
+/// Channels of a group, at least, that are copied in any case.
+const LEAST_DEPTH: usize = 32;
+/// How many pixels before they are copied they are asked for.
+const AHEAD: usize = 12;
+
+/// How tasks read the source of a problem.
+#[derive(Clone, Copy)]
+pub(super) struct Reading {
+    /// Channels of a pixel, and of one group of it.
+    channels: usize,
+    depth: usize,
+    /// Pixels of all images.
+    pixels: usize,
+    copies: bool,
+    /// Target pixels of a task, at most.
+    most: usize,
+}
+
+impl Reading {
+    /// Source and target each have so many pixels of so many channels.
+    pub(super) fn new(problem: &ConvProblem, source: [usize; 2], target: [usize; 2]) -> Reading {
+        let ([pixels, channels], depth) = (source, source[1] / problem.groups);
+        // A stride above the kernel leaves out pixels, which would be copied in vain.
+        let dense = [&problem.height, &problem.width].iter().all(|axis| axis.kernel >= axis.stride);
+        // Short pieces are as soon read in place, unless each serves several targets: backward-data with a stride.
+        let pays = depth >= LEAST_DEPTH || target[0] > pixels;
+        let copies = problem.groups > 1 && dense && pays;
+        // Groups share cache lines of the target, which should stay in L2 for the next one; but weights from beyond it
+        // should serve many pixels.
+        let most = if problem.weight_len() <= HALF { HALF / target[1] } else { usize::MAX };
+        Reading { channels, depth, pixels, copies, most }
+    }
+
+    /// How many pixels of batch x rows x columns a task should write, if it copies.
+    ///
+    /// Whole images or rows, as what is copied is used by all neighbours.
+    pub(super) fn targets(&self, target: [usize; 3], cpu: &Cpu) -> Option<usize> {
+        let [batch, rows, columns] = target;
+        let image = rows * columns;
+        let fitting = PIXELS.max(GROUP / self.depth).min(SLAB / 2 / self.depth);
+        let wanted = (fitting * batch * image / self.pixels).min(self.most);
+        let even = |len: usize, most: usize| len.div_ceil(len.div_ceil(most));
+        let pixels = if wanted >= image {
+            let parts = batch.div_ceil(wanted / image).next_multiple_of(cpu.threads());
+            batch.div_ceil(parts) * image
+        } else if wanted >= columns {
+            even(rows, wanted / columns) * columns
+        } else {
+            wanted.max(16)
+        };
+        self.copies.then_some(pixels)
+    }
+
+    /// Floats of a task's slab: some even where nothing is copied.
+    pub(super) fn slab_len(&self) -> usize {
+        let all = (self.pixels + 1).saturating_mul(self.channels);
+        if self.copies { SLAB.min(all).next_multiple_of(LINE) } else { LINE }
+    }
+
+    /// Where a task that reads these pixels finds them: in the slab if there they fit.
+    ///
+    /// `zeros` are as many as a pixel has channels, or none where no padding will be read.
+    pub(super) fn places<'a>(
+        self,
+        pixels: Range<usize>,
+        source: &'a [f32],
+        zeros: &'a [f32],
+        slab: &'a mut [f32],
+    ) -> Places<'a> {
+        let step = (pixels.len() + 1) * self.depth;
+        let fitting = slab.len() / step;
+        if self.copies && fitting > 0 {
+            let start = slab.as_mut_ptr();
+            let pixel = start.wrapping_add(self.depth);
+            let steps = [self.depth, step];
+            Places { reading: self, source, pixels, pixel, zeros: start, steps, slab: Some((start, fitting)) }
+        } else {
+            assert!(zeros.is_empty() || zeros.len() >= self.channels);
+            assert!(source.len() >= self.pixels * self.channels);
+            let (pixel, zeros) = (source.as_ptr(), zeros.as_ptr());
+            let steps = [self.channels, self.depth];
+            Places { reading: self, source, pixels: 0..self.pixels, pixel, zeros, steps, slab: None }
+        }
+    }
+}
+
+/// Where a task's source pixels are: a group's channels of one, or as many zeros, are readable.
+pub(super) struct Places<'a> {
+    reading: Reading,
+    source: &'a [f32],
+    pixels: Range<usize>,
+    /// The first pixel.
+    pixel: *const f32,
+    zeros: *const f32,
+    /// Floats from a pixel to the next, and from a group to the next.
+    steps: [usize; 2],
+    /// The copy as [group][zeros, then each pixel][channel], and how many groups it holds.
+    slab: Option<(*mut f32, usize)>,
+}
+
+impl Places<'_> {
+    /// A source pixel of the first group, or what is read as padding.
+    #[inline(always)]
+    pub(super) fn of(&self, pixel: Option<usize>) -> *const f32 {
+        match pixel {
+            Some(pixel) => {
+                assert!(self.pixels.contains(&pixel));
+                self.pixel.wrapping_add((pixel - self.pixels.start) * self.steps[0])
+            }
+            None => self.zeros,
+        }
+    }
+
+    /// Floats to add for a group.
+    pub(super) fn group(&self, group: usize) -> usize {
+        group * self.steps[1]
+    }
+
+    /// The groups that are worked on together: each time they are first to be loaded.
+    pub(super) fn groups(&self, groups: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+        let most = self.slab.map_or(groups.len(), |(_, most)| most);
+        super::registers::even_parts(groups.len(), most.max(1))
+            .map(move |part| groups.start + part.start..groups.start + part.end)
+    }
+
+    /// Makes the first of `groups` the first group of these places, and returns how they count it.
+    #[inline(always)]
+    pub(super) fn load<S: Simd>(&self, simd: S, groups: Range<usize>) -> usize {
+        let Some((slab, most)) = self.slab else { return 0 };
+        assert!(groups.len() <= most);
+        let Reading { channels, depth, .. } = self.reading;
+        let pixels =
+            self.source[self.pixels.start * channels..self.pixels.end * channels].chunks_exact(channels);
+        for group in 0..groups.len() {
+            // SAFETY: the slab has so many groups, each of which starts with a pixel of zeros.
+            unsafe { slab.add(self.group(group)).write_bytes(0, depth) };
+        }
+        for (slot, pixel) in pixels.enumerate() {
+            let pixel = &pixel[groups.start * depth..groups.end * depth];
+            prefetch(pixel, channels);
+            let mut to = slab.wrapping_add((slot + 1) * depth);
+            for piece in pixel.chunks_exact(depth) {
+                // SAFETY: the slab has a place for each of the pixels after the zeros, in each group.
+                unsafe { copy(simd, piece.as_ptr(), to, depth) };
+                to = to.wrapping_add(self.steps[1]);
+            }
+        }
+        groups.start
+    }
+}
+
+/// Asks for what lies in a pixel further on as `piece` does in its own, of so many channels.
+#[inline(always)]
+pub(super) fn prefetch(piece: &[f32], channels: usize) {
+    for line in (0..piece.len()).step_by(LINE) {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a prefetch accesses nothing that the program could notice.
+        unsafe {
+            use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+            _mm_prefetch::<_MM_HINT_T1>(piece.as_ptr().wrapping_add(AHEAD * channels + line).cast());
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = (line, channels);
+    }
+}
+
+/// Copies a short piece: a call of the system's function costs more.
+///
+/// # Safety
+/// `from` must be readable, and `to` writable, for `len` floats.
+#[inline(always)]
+unsafe fn copy<S: Simd>(_simd: S, from: *const f32, to: *mut f32, len: usize) {
+    let mut done = 0;
+    // SAFETY: `done` and what is copied stay within `len`.
+    unsafe {
+        while done + S::F32_LANES <= len {
+            let vector = from.add(done).cast::<S::f32s>().read_unaligned();
+            to.add(done).cast::<S::f32s>().write_unaligned(vector);
+            done += S::F32_LANES;
+        }
+        while done < len {
+            to.add(done).write(from.add(done).read());
+            done += 1;
+        }
+    }
+}
