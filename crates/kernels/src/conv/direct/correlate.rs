@@ -22,6 +22,10 @@ const TASK_PIXELS_OF_LARGE_WEIGHTS: usize = 448;
 /// The same for groups that are read in place: each uses a part of a pixel's cache lines, and what all of them use
 /// should stay in L2.
 const TASK_PIXELS_OF_GROUPS: usize = 42;
+/// Floats of a way of the L1 cache, on most CPUs.
+const WAY: usize = 1024;
+/// Source pixels that are spread at a time.
+const SPREAD_PIXELS: usize = 64;
 /// Entries of a task's indirection tables, at most.
 const TABLE_LEN: usize = 16 * 1024;
 
@@ -38,6 +42,9 @@ pub(super) struct Correlate {
     target: [usize; 2],
     target_channels: usize,
     source_channels: usize,
+    /// Floats from a source pixel to the next as tasks read them: more than channels if they are spread first.
+    source_step: usize,
+    source_pixels: usize,
     kernel_columns: usize,
     /// Target pixels of a task.
     task_pixels: usize,
@@ -85,7 +92,11 @@ impl Correlate {
         };
         let pixels = problem.batch * target.iter().product::<usize>();
         let source_pixels = problem.batch * source.iter().product::<usize>();
-        let reading = Reading::new(problem, [source_pixels, source_channels], [pixels, target_channels]);
+        let source_step = match pass {
+            Pass::Forward => spread(source_channels, problem.width.stride, problem),
+            _ => spread(source_channels, 1, problem),
+        };
+        let reading = Reading::new(problem, [source_pixels, source_step], [pixels, target_channels]);
         let per_lattice = match problem.groups {
             1 if problem.weight_len() > 2 * PANEL_FLOATS => TASK_PIXELS_OF_LARGE_WEIGHTS,
             1 => TASK_PIXELS,
@@ -109,6 +120,8 @@ impl Correlate {
             target,
             target_channels,
             source_channels,
+            source_step,
+            source_pixels,
             kernel_columns: problem.width.kernel,
             task_pixels,
             tasks: pixels.div_ceil(task_pixels),
@@ -123,14 +136,39 @@ impl Correlate {
 
     pub(super) fn workspace_len(&self, cpu: &Cpu) -> Option<usize> {
         let slabs = self.workers(cpu) * self.reading.slab_len();
-        self.panels.len()?.checked_add(self.source_channels + 2 * LINE + slabs)
+        self.panels.len()?.checked_add(self.source_step + self.spread_len() + 2 * LINE + slabs)
     }
+
+    /// Floats of the spread source.
+    fn spread_len(&self) -> usize {
+        if self.source_step > self.source_channels { self.source_pixels * self.source_step } else { 0 }
+    }
+}
+
+/// Floats from a source pixel to the next, for targets that read pixels `stride` apart: usually its channels.
+///
+/// If these pixels lie a way of the L1 cache apart, all of a register block's fall into one set, which does not hold
+/// them: they are then spread, if there are kernel elements enough to pay for the copy.
+fn spread(channels: usize, stride: usize, problem: &ConvProblem) -> usize {
+    let taps = problem.height.kernel * problem.width.kernel;
+    let crowded = (stride * channels).is_multiple_of(WAY) && channels >= 8 * LINE;
+    if crowded && problem.groups == 1 && taps > 1 { channels + LINE } else { channels }
 }
 
 impl ConvKernel<f32> for Correlate {
     fn run(&self, cpu: &Cpu, [source, weight]: [&[f32]; 2], target: &mut [f32], workspace: &mut [f32]) {
-        let (zeros, workspace) = workspace.split_at_mut(self.source_channels);
+        let (zeros, workspace) = workspace.split_at_mut(self.source_step);
         zeros.fill(0.0);
+        let spread_len = self.spread_len();
+        let (pixels, workspace) = workspace.split_at_mut(spread_len);
+        let apart = source.chunks(SPREAD_PIXELS * self.source_channels);
+        let work = apart.zip(pixels.chunks_mut(SPREAD_PIXELS * self.source_step));
+        cpu.for_each(spread_len, work, |(source, pixels)| {
+            for (from, to) in source.chunks(self.source_channels).zip(pixels.chunks_mut(self.source_step)) {
+                to[..from.len()].copy_from_slice(from);
+            }
+        });
+        let source = if pixels.is_empty() { source } else { &*pixels };
         let slab_len = self.reading.slab_len();
         let (slabs, panels) = aligned(workspace).split_at_mut(self.workers(cpu) * slab_len);
         self.panels.pack(cpu, weight, panels);
