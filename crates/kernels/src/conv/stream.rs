@@ -27,10 +27,12 @@ pub(super) unsafe fn store<S: Simd>(_: S, to: *mut f32, value: S::f32s) {
     {
         use std::arch::x86_64::{_mm256_stream_ps, _mm512_stream_ps};
         // SAFETY: vectors of these sizes are the ones of AVX-512 and AVX, and `to` is aligned.
-        match size_of::<S::f32s>() {
-            64 => return unsafe { _mm512_stream_ps(to, std::mem::transmute_copy(&value)) },
-            32 => return unsafe { _mm256_stream_ps(to, std::mem::transmute_copy(&value)) },
-            _ => {}
+        unsafe {
+            match size_of::<S::f32s>() {
+                64 => return _mm512_stream_ps(to, std::mem::transmute_copy(&value)),
+                32 => return _mm256_stream_ps(to, std::mem::transmute_copy(&value)),
+                _ => {}
+            }
         }
     }
     // SAFETY: as the caller says.
