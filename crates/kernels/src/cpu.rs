@@ -157,9 +157,7 @@ impl Cpu {
         let items: Vec<I> = items.collect();
         let helpers = items.len().min(self.threads).saturating_sub(1);
         let items = Mutex::new(items.into_iter());
-        // A function of its own, so that no task runs under the lock.
-        let next = || items.lock().unwrap_or_else(PoisonError::into_inner).next();
-        let take_items = || std::iter::from_fn(next).for_each(&task);
+        let take_items = || taken(&items).for_each(&task);
         pool.in_place_scope(|scope| {
             for _ in 0..helpers {
                 scope.spawn(|_| take_items());
@@ -167,6 +165,25 @@ impl Cpu {
             take_items();
         });
     }
+
+    /// Runs `task` on every item with a state that no other thread has: as many threads take items as there are states.
+    ///
+    /// Otherwise as [`Cpu::for_each`].
+    pub(crate) fn for_each_with<W: Send, I>(
+        &self,
+        work: usize,
+        states: impl Iterator<Item = W>,
+        items: impl Iterator<Item = I> + Send,
+        task: impl Fn(&mut W, I) + Sync + Send,
+    ) {
+        let items = Mutex::new(items);
+        self.for_each(work, states, |mut state| taken(&items).for_each(|item| task(&mut state, item)));
+    }
+}
+
+/// What is left of items that several threads take, each of them once and in order.
+fn taken<T: Iterator>(items: &Mutex<T>) -> impl Iterator<Item = T::Item> {
+    std::iter::from_fn(|| items.lock().unwrap_or_else(PoisonError::into_inner).next())
 }
 
 impl PartialEq for Cpu {

@@ -1,7 +1,5 @@
 //! Forward and backward-data: target pixels in blocks, each the sum over its taps of source channels times weights.
 
-use std::sync::{Mutex, PoisonError};
-
 use pulp::{MemMask, Simd, WithSimd};
 
 use super::geometry::{Block, Lattice, Phase};
@@ -172,15 +170,11 @@ impl ConvKernel<f32> for Correlate {
         let slab_len = self.reading.slab_len();
         let (slabs, panels) = aligned(workspace).split_at_mut(self.workers(cpu) * slab_len);
         self.panels.pack(cpu, weight, panels);
-        let tasks = Mutex::new(target.chunks_mut(self.task_pixels * self.target_channels).enumerate());
+        let tasks = target.chunks_mut(self.task_pixels * self.target_channels).enumerate();
         let (zeros, panels) = (&*zeros, &*panels);
-        cpu.for_each(self.work, slabs.chunks_mut(slab_len), |slab| {
-            let next = || tasks.lock().unwrap_or_else(PoisonError::into_inner).next();
-            while let Some((task, target)) = next() {
-                let first = task * self.task_pixels;
-                let slab = &mut *slab;
-                simd::run(self.isa, Task { correlate: self, first, source, zeros, slab, panels, target });
-            }
+        cpu.for_each_with(self.work, slabs.chunks_mut(slab_len), tasks, |slab, (task, target)| {
+            let first = task * self.task_pixels;
+            simd::run(self.isa, Task { correlate: self, first, source, zeros, slab, panels, target });
         });
     }
 }

@@ -10,6 +10,7 @@ use pulp::Simd;
 
 use crate::Cpu;
 use crate::conv::problem::ConvProblem;
+use crate::conv::stream::prefetch_to_l2;
 use crate::conv::workspace::LINE;
 
 /// Floats of a slab: a quarter of a common L2 cache.
@@ -173,16 +174,7 @@ impl Places<'_> {
 /// Asks for what lies in a pixel further on as `piece` does in its own, of so many channels.
 #[inline(always)]
 pub(super) fn prefetch(piece: &[f32], channels: usize) {
-    for line in (0..piece.len()).step_by(LINE) {
-        #[cfg(target_arch = "x86_64")]
-        // SAFETY: a prefetch accesses nothing that the program could notice.
-        unsafe {
-            use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-            _mm_prefetch::<_MM_HINT_T1>(piece.as_ptr().wrapping_add(AHEAD * channels + line).cast());
-        }
-        #[cfg(not(target_arch = "x86_64"))]
-        let _ = (line, channels);
-    }
+    prefetch_to_l2(piece.as_ptr().wrapping_add(AHEAD * channels), piece.len());
 }
 
 /// Copies a short piece: a call of the system's function costs more.

@@ -84,20 +84,19 @@ impl WeightSums {
         }
     }
 
-    /// Floats of the packed gradients of a tile, over all panels.
-    fn gradients_len(&self) -> usize {
-        self.panels.groups * self.panels.vectors() * self.panels.lanes * self.tile_pixels
+    /// Floats of a task's slab, and of the packed gradients of one panel of a tile.
+    fn scratch_lens(&self) -> [usize; 2] {
+        [self.reading.slab_len(), self.panels.vectors().min(2) * self.panels.lanes * self.tile_pixels]
     }
 
-    /// Floats of the slabs of a part of the pixels.
-    fn slabs_len(&self) -> usize {
-        self.panel_parts * self.reading.slab_len()
+    /// Floats of the scratch of a part of the pixels.
+    fn scratch_len(&self) -> usize {
+        self.panel_parts * self.scratch_lens().iter().sum::<usize>()
     }
 
     pub(super) fn workspace_len(&self) -> Option<usize> {
-        let part = self.panels.len()?.checked_add(self.gradients_len())?;
-        let slabs = self.slabs_len();
-        part.checked_add(slabs)?.checked_mul(self.pixel_parts)?.checked_add(LINE)
+        let part = self.panels.len()?.checked_add(self.scratch_len())?;
+        part.checked_mul(self.pixel_parts)?.checked_add(LINE)
     }
 }
 
@@ -105,32 +104,21 @@ impl ConvKernel<f32> for WeightSums {
     fn run(&self, cpu: &Cpu, [x, dy]: [&[f32]; 2], dweight: &mut [f32], workspace: &mut [f32]) {
         let workspace = aligned(workspace);
         let sums_len = self.panels.offset(self.panels.count());
-        let (slabs, workspace) = workspace.split_at_mut(self.pixel_parts * self.slabs_len());
-        let (sums, gradients) = workspace.split_at_mut(self.pixel_parts * sums_len);
-        let pixel_parts = sums.chunks_mut(sums_len).zip(gradients.chunks_mut(self.gradients_len()));
-        let pixel_parts = pixel_parts.zip(slabs.chunks_mut(self.slabs_len()));
-        let tasks = pixel_parts.enumerate().flat_map(|(part, ((mut sums, mut gradients), slabs))| {
+        let [slab_len, gradients_len] = self.scratch_lens();
+        let (scratch, sums) = workspace.split_at_mut(self.pixel_parts * self.scratch_len());
+        let sums = &mut sums[..self.pixel_parts * sums_len];
+        let pixel_parts = sums.chunks_mut(sums_len).zip(scratch.chunks_mut(self.scratch_len()));
+        let tasks = pixel_parts.enumerate().flat_map(|(part, (mut sums, scratch))| {
             let tiles = self.pixels.div_ceil(self.tile_pixels);
             let tiles = part * tiles / self.pixel_parts..(part + 1) * tiles / self.pixel_parts;
             let most = self.panels.count().div_ceil(self.panel_parts);
-            let slabs = slabs.chunks_mut(self.reading.slab_len());
-            even_parts(self.panels.count(), most).zip(slabs).map(move |(panels, slab)| {
+            let scratch = scratch.chunks_mut(slab_len + gradients_len);
+            even_parts(self.panels.count(), most).zip(scratch).map(move |(panels, scratch)| {
                 let len = self.panels.offset(panels.end) - self.panels.offset(panels.start);
                 let (task_sums, rest) = std::mem::take(&mut sums).split_at_mut(len);
                 sums = rest;
-                let len = len / (self.panels.taps * self.panels.depth) * self.tile_pixels;
-                let (task_gradients, rest) = std::mem::take(&mut gradients).split_at_mut(len);
-                gradients = rest;
-                Task {
-                    all: self,
-                    x,
-                    dy,
-                    tiles: tiles.clone(),
-                    panels,
-                    sums: task_sums,
-                    gradients: task_gradients,
-                    slab,
-                }
+                let (slab, gradients) = scratch.split_at_mut(slab_len);
+                Task { all: self, x, dy, tiles: tiles.clone(), panels, sums: task_sums, gradients, slab }
             })
         });
         cpu.for_each(self.work, tasks, |task| simd::run(self.isa, task));
@@ -148,7 +136,7 @@ struct Task<'a> {
     panels: Range<usize>,
     /// The panels, as [`Panels`] has them.
     sums: &'a mut [f32],
-    /// [panel][pixel of the tile][lane].
+    /// [pixel of the tile][lane], of one panel at a time.
     gradients: &'a mut [f32],
     slab: &'a mut [f32],
 }

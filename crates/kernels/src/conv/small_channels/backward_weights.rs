@@ -10,7 +10,6 @@ use super::rows::InputRows;
 use super::strips::{Buffers, Strips};
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
-use crate::conv::workspace::LINE;
 use crate::gemm::Update;
 use crate::{Cpu, simd};
 
@@ -57,14 +56,8 @@ impl BackwardWeights {
             1 => problem.width.kernel * problem.in_channels,
             _ => problem.in_channels,
         };
-        let whole_lines = |len: usize| len.next_multiple_of(LINE);
-        let strips = Strips {
-            workers: cpu.threads().min(batch * oh),
-            rows: strip,
-            sums: whole_lines(taps.len() * pitch),
-            input: whole_lines(strip * input.len()),
-            gradients: if pitch == k { 0 } else { whole_lines(strip * ow * pitch) },
-        };
+        let gradients = if pitch == k { 0 } else { strip * ow * pitch };
+        let strips = Strips::new(problem, cpu, strip, [taps.len() * pitch, strip * input.len(), gradients]);
         Some(BackwardWeights { problem: *problem, strips, input, pitch, run, taps, steps })
     }
 

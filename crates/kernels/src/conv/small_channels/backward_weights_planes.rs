@@ -50,15 +50,9 @@ impl BackwardWeightsPlanes {
             .map(|(row, vector)| [row * input.len() + vector * lanes, (row * vectors + vector) * lanes])
             .collect();
         let taps = input.taps();
-        let whole_lines = |len: usize| len.next_multiple_of(LINE);
-        let pitch = whole_lines(strip * vectors * lanes) + LINE;
-        let strips = Strips {
-            workers: cpu.threads().min(batch * oh),
-            rows: strip,
-            sums: whole_lines(problem.weight_len() * lanes),
-            input: whole_lines(strip * input.len()),
-            gradients: k * pitch,
-        };
+        let pitch = (strip * vectors * lanes).next_multiple_of(LINE) + LINE;
+        let lens = [problem.weight_len() * lanes, strip * input.len(), k * pitch];
+        let strips = Strips::new(problem, cpu, strip, lens);
         Some(BackwardWeightsPlanes { problem: *problem, lanes, strips, pitch, input, taps, steps })
     }
 

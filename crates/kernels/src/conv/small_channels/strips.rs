@@ -9,15 +9,15 @@ use crate::conv::workspace::{LINE, aligned};
 
 /// Lengths in floats, whole cache lines each.
 pub(super) struct Strips {
-    pub(super) workers: usize,
+    workers: usize,
     /// Output rows of a strip.
-    pub(super) rows: usize,
+    rows: usize,
     /// A worker's sums.
-    pub(super) sums: usize,
+    sums: usize,
     /// The copied input of a strip.
-    pub(super) input: usize,
+    input: usize,
     /// The copied gradients of a strip.
-    pub(super) gradients: usize,
+    gradients: usize,
 }
 
 /// What a worker adds a strip with.
@@ -28,6 +28,13 @@ pub(super) struct Buffers<'a> {
 }
 
 impl Strips {
+    /// For strips of `rows` rows, with so many floats of sums, input and gradients.
+    pub(super) fn new(problem: &ConvProblem, cpu: &Cpu, rows: usize, lens: [usize; 3]) -> Strips {
+        let [batch, _, height, _] = problem.output_shape();
+        let [sums, input, gradients] = lens.map(|len| len.next_multiple_of(LINE));
+        Strips { workers: cpu.threads().min(batch * height), rows, sums, input, gradients }
+    }
+
     pub(super) fn workspace_len(&self) -> usize {
         LINE + self.workers * (self.sums + self.input + self.gradients)
     }

@@ -6,7 +6,7 @@ use super::block::{Multiply, TransformInputs, TransformOutputs, rows};
 use super::filters::{Filters, TransformFilters};
 use super::geometry::{Geometry, SKEW};
 use super::groups::GroupKernel;
-use super::memory::{LANES, Queue, Shared};
+use super::memory::{LANES, Shared};
 use super::transforms::Filter;
 use crate::Cpu;
 use crate::conv::problem::ConvProblem;
@@ -181,16 +181,14 @@ impl<F: Filter> Tiles<F> {
             First::Filters => {
                 let panels = first.chunks_mut(filters_len).enumerate();
                 cpu.for_each(work, panels, |(panel, filters)| call.transform_filters([panel, 0], filters));
-                let blocks = Queue::new(self.blocks());
-                cpu.for_each(work, scratch.chunks_mut(worker_len), |scratch| {
+                let workers = scratch.chunks_mut(worker_len);
+                cpu.for_each_with(work, workers, 0..self.blocks(), |scratch, block| {
                     let (inputs, products) = scratch.split_at_mut(inputs_len);
-                    for block in blocks.take() {
-                        let tiles = self.block_tiles(block);
-                        call.transform_inputs(tiles.clone(), tiles.start, Shared::new(inputs));
-                        for (panel, filters) in first.chunks(filters_len).enumerate() {
-                            call.multiply([inputs, filters], products, tiles.len(), 0);
-                            call.transform_outputs(products, tiles.clone(), panel);
-                        }
+                    let tiles = self.block_tiles(block);
+                    call.transform_inputs(tiles.clone(), tiles.start, Shared::new(inputs));
+                    for (panel, filters) in first.chunks(filters_len).enumerate() {
+                        call.multiply([inputs, filters], products, tiles.len(), 0);
+                        call.transform_outputs(products, tiles.clone(), panel);
                     }
                 });
             }
@@ -203,16 +201,14 @@ impl<F: Filter> Tiles<F> {
                     call.transform_inputs(start..(start + self.rows()).min(tiles.end), 0, inputs);
                 });
                 let first = &*first;
-                let panels = Queue::new(self.panels());
-                cpu.for_each(work, scratch.chunks_mut(worker_len), |scratch| {
+                let workers = scratch.chunks_mut(worker_len);
+                cpu.for_each_with(work, workers, 0..self.panels(), |scratch, panel| {
                     let (filters, products) = scratch.split_at_mut(filters_len);
-                    for panel in panels.take() {
-                        for (slice, inputs) in first.chunks(inputs_len).enumerate() {
-                            call.transform_filters([panel, slice], filters);
-                            call.multiply([inputs, filters], products, tiles.len(), slice);
-                        }
-                        call.transform_outputs(products, tiles.clone(), panel);
+                    for (slice, inputs) in first.chunks(inputs_len).enumerate() {
+                        call.transform_filters([panel, slice], filters);
+                        call.multiply([inputs, filters], products, tiles.len(), slice);
                     }
+                    call.transform_outputs(products, tiles.clone(), panel);
                 });
             }
         }

@@ -1,6 +1,6 @@
 //! A convolution of groups as one convolution after the other: threads share the groups out, or each group's work.
 
-use super::memory::{Queue, Shared};
+use super::memory::Shared;
 use crate::Cpu;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
@@ -55,11 +55,9 @@ impl<K: GroupKernel> ConvKernel<f32> for Groups<K> {
             }
             return;
         }
-        let groups = Queue::new(self.groups);
-        cpu.for_each(self.work, workspace.chunks_mut(self.team_len()), |workspace| {
-            for group in groups.take() {
-                self.kernel.run(&self.cpu, group, inputs, output, &mut workspace[..len]);
-            }
+        let teams = workspace.chunks_mut(self.team_len());
+        cpu.for_each_with(self.work, teams, 0..self.groups, |workspace, group| {
+            self.kernel.run(&self.cpu, group, inputs, output, &mut workspace[..len]);
         });
     }
 }

@@ -1,7 +1,6 @@
 //! Loads and stores of whole vectors without bounds checks in release builds, and an output that threads share.
 
 use std::marker::PhantomData;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use pulp::Simd;
 
@@ -58,25 +57,5 @@ impl<'a> Shared<'a> {
         debug_assert!(at + len <= self.len);
         // SAFETY: inside the slice and not aliased, as the caller promises.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(at), len) }
-    }
-}
-
-/// Numbers below an end that several threads take, each number once.
-pub(super) struct Queue {
-    next: AtomicUsize,
-    end: usize,
-}
-
-impl Queue {
-    pub(super) fn new(end: usize) -> Queue {
-        Queue { next: AtomicUsize::new(0), end }
-    }
-
-    /// What is left, in ascending order.
-    pub(super) fn take(&self) -> impl Iterator<Item = usize> {
-        std::iter::from_fn(|| {
-            let number = self.next.fetch_add(1, Ordering::Relaxed);
-            (number < self.end).then_some(number)
-        })
     }
 }

@@ -4,7 +4,7 @@ use pulp::{Simd, WithSimd};
 
 use super::geometry::{Geometry, SKEW};
 use super::groups::GroupKernel;
-use super::memory::{LANES, Queue, Shared, load, store};
+use super::memory::{LANES, Shared, load, store};
 use super::transforms::{Filter, TapsGradient, Transform};
 use crate::Cpu;
 use crate::conv::problem::ConvProblem;
@@ -179,8 +179,7 @@ impl<F: Filter> Call<'_, F> {
             if w.held_blocks() == blocks {
                 cpu.for_each(self.work, held.enumerate(), |(block, sums)| add(block, sums));
             } else {
-                let queue = Queue::new(blocks);
-                cpu.for_each(self.work, held, |sums| queue.take().for_each(|block| add(block, sums)));
+                cpu.for_each_with(self.work, held, 0..blocks, |sums, block| add(block, sums));
             }
         }
     }
