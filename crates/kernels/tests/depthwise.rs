@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{FORMATS, check_algorithms, conv_problem, cpus, properties};
+use common::{FORMATS, check_algorithms, check_streamed, conv_problem, cpus, properties};
 use convoke_kernels::conv::{self, ConvAxis, ConvProblem, Pass};
 use convoke_kernels::{Cpu, MemoryFormat};
 use convoke_testkit::Failures;
@@ -44,6 +44,13 @@ proptest! {
         check(&mut failures, &problem, seed, cpus()[cpu..=cpu].iter());
         failures.finish();
     }
+}
+
+#[test]
+fn streamed_outputs() {
+    let mut failures = Failures::new("streamed outputs");
+    check_streamed(&mut failures, "depthwise", "g64mb1ic64ih370oc64kh2", Pass::Forward);
+    failures.finish();
 }
 
 /// The layers of MobileNet, EfficientNet and ConvNeXt, made small, on every CPU configuration.

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{check_algorithms, conv_problem, cpus, properties};
+use common::{check_algorithms, check_streamed, conv_problem, cpus, properties};
 use convoke_kernels::conv::{self, ConvAxis, ConvProblem, ConvSpec, Pass};
 use convoke_kernels::{Cpu, DType, MemoryFormat};
 use convoke_testkit::Failures;
@@ -70,6 +70,21 @@ fn agrees_with_the_reference_on_larger_problems() {
         let problem: ConvProblem = problem.parse().unwrap();
         let some = [&cpus()[0], &cpus()[cpus().len() - 1]].into_iter().chain(cpus().iter().rev().nth(4));
         check(&mut failures, &problem, 3, some);
+    }
+    failures.finish();
+}
+
+/// Whole lines from registers, and lines that groups share, with all targets met by a tap and without.
+#[test]
+fn streamed_outputs() {
+    let mut failures = Failures::new("streamed outputs");
+    for (problem, pass) in [
+        ("mb2ic3ih300iw310oc48kh1", Pass::Forward),
+        ("g64mb1ic512ih131oc512kh1", Pass::Forward),
+        ("g64mb1ic512ih131oc512kh2sh2", Pass::BackwardData),
+        ("g64mb1ic256ih187oc128kh1sh2", Pass::BackwardData),
+    ] {
+        check_streamed(&mut failures, "direct", problem, pass);
     }
     failures.finish();
 }

@@ -3,10 +3,10 @@
 
 mod common;
 
-use common::{FORMATS, check_algorithms, check_bits, conv_problem, cpus, properties};
-use convoke_kernels::conv::{self, ConvAxis, ConvOperands, ConvProblem, Pass};
-use convoke_kernels::{Cpu, MemoryFormat};
-use convoke_testkit::{Failures, Random, poisoned};
+use common::{FORMATS, check_algorithms, check_streamed, conv_problem, cpus, properties};
+use convoke_kernels::Cpu;
+use convoke_kernels::conv::{self, ConvAxis, ConvProblem, Pass};
+use convoke_testkit::Failures;
 use proptest::prelude::*;
 
 fn axis() -> impl Strategy<Value = ConvAxis> {
@@ -53,30 +53,10 @@ fn seams_between_tiles_and_workers() {
     }
 }
 
-/// An output larger than caches is streamed where it starts on a cache line: the same bits as by ordinary stores.
 #[test]
 fn streamed_outputs() {
-    let algorithm = conv::algorithm("small-channels").expect("it is in the table");
-    let problem: ConvProblem = "mb3ic1ih241oc48kh3kw2ph1".parse().unwrap();
-    let problem = problem.with(|spec| spec.format = MemoryFormat::ChannelsLast).unwrap();
-    let mut random = Random::new(6);
-    let [x, weight] = [problem.input_len(), problem.weight_len()].map(|len| random.uniform(len, -1.0, 1.0));
-    let len = problem.output_len();
-    assert!(size_of::<f32>() * len > 32 << 20, "too small to be streamed");
     let mut failures = Failures::new("streamed outputs");
-    for cpu in cpus() {
-        failures.run(format!("{cpu:?}"), || {
-            let plan = algorithm.plan(&problem, Pass::Forward, cpu).unwrap();
-            let [aligned, moved] = [0, 1].map(|shift| {
-                let mut memory: Vec<f32> = poisoned(len + 16 + shift);
-                let start = memory.as_ptr().align_offset(64) + shift;
-                let y = &mut memory[start..][..len];
-                plan.run(ConvOperands::forward(&x, &weight, y), &mut poisoned(plan.workspace_len())).unwrap();
-                y.to_vec()
-            });
-            check_bits(&aligned, &moved)
-        });
-    }
+    check_streamed(&mut failures, "small-channels", "mb3ic1ih241oc48kh3kw2ph1", Pass::Forward);
     failures.finish();
 }
 

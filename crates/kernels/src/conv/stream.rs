@@ -39,6 +39,17 @@ pub(super) unsafe fn store<S: Simd>(_: S, to: *mut f32, value: S::f32s) {
     unsafe { to.cast::<S::f32s>().write_unaligned(value) }
 }
 
+/// Copies a cache line past the caches. [`fence`] must follow the last one on each thread.
+#[inline(always)]
+pub(super) fn copy_line<S: Simd>(simd: S, from: &[f32], to: &mut [f32]) {
+    let line = to.as_mut_ptr();
+    assert!(from.len() == LINE && to.len() == LINE && line.addr().is_multiple_of(LINE * size_of::<f32>()));
+    for (v, &vector) in S::as_simd_f32s(from).0.iter().enumerate() {
+        // SAFETY: `to` is a line, and starts as one.
+        unsafe { store(simd, line.add(v * S::F32_LANES), vector) };
+    }
+}
+
 /// Makes what this thread has streamed visible to others, as its ordinary stores are.
 pub(super) fn fence() {
     // SAFETY: every CPU of x86-64 has it.

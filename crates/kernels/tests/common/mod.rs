@@ -204,6 +204,33 @@ pub(crate) fn check_algorithms<'a>(
     }
 }
 
+/// An output larger than caches is streamed where it starts on a cache line: the same bits as by ordinary stores, on every
+/// CPU configuration. In channels-last.
+pub(crate) fn check_streamed(failures: &mut Failures, name: &str, problem: &str, pass: Pass) {
+    let algorithm = convoke_kernels::conv::algorithm(name).expect("it is in the table");
+    let problem: ConvProblem = problem.parse().expect("a valid problem");
+    let problem = problem.with(|spec| spec.format = MemoryFormat::ChannelsLast).unwrap();
+    let mut random = Random::new(6);
+    let lens = [problem.input_len(), problem.weight_len(), problem.output_len()];
+    let [x, weight, dy] = lens.map(|len| random.uniform(len, -1.0, 1.0));
+    let len = output_len(&problem, pass);
+    assert!(size_of::<f32>() * len > 32 << 20, "too small to be streamed");
+    for cpu in cpus() {
+        failures.run(format!("{name} {pass} {problem} {cpu:?}"), || {
+            let plan = algorithm.plan(&problem, pass, cpu).unwrap();
+            let [aligned, moved] = [0, 1].map(|shift| {
+                let mut memory: Vec<f32> = poisoned(len + 16 + shift);
+                let start = memory.as_ptr().align_offset(64) + shift;
+                let output = &mut memory[start..][..len];
+                let operands = operands(pass, [&x[..], &weight, &dy], output);
+                plan.run(operands, &mut poisoned(plan.workspace_len())).unwrap();
+                output.to_vec()
+            });
+            check_bits(&aligned, &moved)
+        });
+    }
+}
+
 /// The operands of a pass from x, weight and dy.
 pub(crate) fn operands<'a, T>(
     pass: Pass,

@@ -2,12 +2,13 @@
 
 use pulp::{MemMask, Simd, WithSimd};
 
-use super::geometry::{Block, Lattice, Phase};
+use super::geometry::{Block, Blocks, Lattice, Phase};
 use super::panels::{Panel, Panels};
 use super::registers::{by_block, even_parts, fitting, last_mask, most_rows};
 use super::slab::Reading;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::{ConvProblem, Pass};
+use crate::conv::stream;
 use crate::conv::workspace::{LINE, aligned};
 use crate::{Cpu, Isa, simd};
 
@@ -44,11 +45,13 @@ pub(super) struct Correlate {
     source_step: usize,
     source_pixels: usize,
     kernel_columns: usize,
-    /// Target pixels of a task.
+    /// Target pixels, and those of a task.
+    pixels: usize,
     task_pixels: usize,
-    tasks: usize,
     /// Channels that are summed over at a time.
     depth: usize,
+    /// Groups whose targets share a cache line, and are collected before it is streamed; 1 if it is written at once.
+    line_groups: usize,
     work: usize,
 }
 
@@ -91,8 +94,10 @@ impl Correlate {
         let pixels = problem.batch * target.iter().product::<usize>();
         let source_pixels = problem.batch * source.iter().product::<usize>();
         let source_step = match pass {
-            Pass::Forward => spread(source_channels, problem.width.stride, problem),
-            _ => spread(source_channels, 1, problem),
+            Pass::Forward => {
+                spread([source_channels, target_channels], axes.map(|axis| axis.stride), problem)
+            }
+            _ => spread([source_channels, target_channels], [1, 1], problem),
         };
         let reading = Reading::new(problem, [source_pixels, source_step], [pixels, target_channels]);
         let per_lattice = match problem.groups {
@@ -108,8 +113,15 @@ impl Correlate {
         });
         let tap_floats = panels.taps * panels.vectors().min(2) * lanes;
         let depth = (PANEL_FLOATS / tap_floats).max(16);
+        let line_groups = match panels.width {
+            width if LINE.is_multiple_of(width) && problem.groups.is_multiple_of(LINE / width) => {
+                LINE / width
+            }
+            _ => 1,
+        };
         Correlate {
             isa,
+            line_groups,
             reading,
             depth: panels.depth.div_ceil(panels.depth.div_ceil(depth)),
             panels,
@@ -122,19 +134,29 @@ impl Correlate {
             source_pixels,
             kernel_columns: problem.width.kernel,
             task_pixels,
-            tasks: pixels.div_ceil(task_pixels),
+            pixels,
             work: problem.flops() as usize,
         }
     }
 
     /// Threads that have a slab each.
     fn workers(&self, cpu: &Cpu) -> usize {
-        cpu.threads().min(self.tasks)
+        cpu.threads().min(self.pixels.div_ceil(self.task_pixels))
     }
 
     pub(super) fn workspace_len(&self, cpu: &Cpu) -> Option<usize> {
-        let slabs = self.workers(cpu) * self.reading.slab_len();
+        let slabs = self.workers(cpu) * self.slab_len();
         self.panels.len()?.checked_add(self.source_step + self.spread_len() + 2 * LINE + slabs)
+    }
+
+    /// Floats of a task's copied sources and of its collected targets.
+    fn slab_len(&self) -> usize {
+        self.reading.slab_len() + if self.line_groups > 1 { self.task_pixels * LINE } else { 0 }
+    }
+
+    /// Whether products become whole lines of the target at once.
+    fn finishes_lines(&self) -> bool {
+        self.line_groups > 1 || self.panels.width.is_multiple_of(LINE) && self.depth == self.panels.depth
     }
 
     /// Floats of the spread source.
@@ -143,14 +165,14 @@ impl Correlate {
     }
 }
 
-/// Floats from a source pixel to the next, for targets that read pixels `stride` apart: usually its channels.
+/// Floats from a source pixel to the next, for targets that read pixels a stride apart: usually its channels.
 ///
 /// If these pixels lie a way of the L1 cache apart, all of a register block's fall into one set, which does not hold
-/// them: they are then spread, if there are kernel elements enough to pay for the copy.
-fn spread(channels: usize, stride: usize, problem: &ConvProblem) -> usize {
-    let taps = problem.height.kernel * problem.width.kernel;
-    let crowded = (stride * channels).is_multiple_of(WAY) && channels >= 8 * LINE;
-    if crowded && problem.groups == 1 && taps > 1 { channels + LINE } else { channels }
+/// them: they are then spread, if they are used often enough to pay for the copy.
+fn spread([channels, targets]: [usize; 2], [down, across]: [usize; 2], problem: &ConvProblem) -> usize {
+    let uses = problem.height.kernel * problem.width.kernel * targets / (down * across);
+    let crowded = (across * channels).is_multiple_of(WAY) && channels >= 8 * LINE;
+    if crowded && problem.groups == 1 && uses >= 128 { channels + LINE } else { channels }
 }
 
 impl ConvKernel<f32> for Correlate {
@@ -167,14 +189,18 @@ impl ConvKernel<f32> for Correlate {
             }
         });
         let source = if pixels.is_empty() { source } else { &*pixels };
-        let slab_len = self.reading.slab_len();
+        let streams = self.finishes_lines() && stream::pays(target, self.target_channels);
+        let slab_len = self.slab_len();
         let (slabs, panels) = aligned(workspace).split_at_mut(self.workers(cpu) * slab_len);
         self.panels.pack(cpu, weight, panels);
         let tasks = target.chunks_mut(self.task_pixels * self.target_channels).enumerate();
         let (zeros, panels) = (&*zeros, &*panels);
         cpu.for_each_with(self.work, slabs.chunks_mut(slab_len), tasks, |slab, (task, target)| {
             let first = task * self.task_pixels;
-            simd::run(self.isa, Task { correlate: self, first, source, zeros, slab, panels, target });
+            let (slab, collected) = slab.split_at_mut(self.reading.slab_len());
+            let task =
+                Task { correlate: self, first, source, zeros, slab, collected, panels, target, streams };
+            simd::run(self.isa, task);
         });
     }
 }
@@ -187,8 +213,12 @@ struct Task<'a> {
     source: &'a [f32],
     zeros: &'a [f32],
     slab: &'a mut [f32],
+    /// [pixel][line]: the targets of groups that share a line.
+    collected: &'a mut [f32],
     panels: &'a [f32],
     target: &'a mut [f32],
+    /// Whether the target is written by streaming stores.
+    streams: bool,
 }
 
 impl WithSimd for Task<'_> {
@@ -197,9 +227,6 @@ impl WithSimd for Task<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let c = self.correlate;
-        if !c.complete {
-            self.target.fill(0.0);
-        }
         let run = self.first..self.first + self.target.len() / c.target_channels;
         let most = most_rows(S::F32_LANES, c.panels.vectors().min(2));
         let lattice = |rows, columns| {
@@ -212,28 +239,72 @@ impl WithSimd for Task<'_> {
             .iter()
             .flat_map(|rows| c.phases[1].iter().map(move |columns| lattice(rows, columns)))
             .collect();
-        let reach = lattices.iter().fold(None, |reach, (lattice, pixels)| lattice.reach(pixels, reach));
-        let places = c.reading.places(reach.unwrap_or(0..0), self.source, self.zeros, self.slab);
-        let blocks: Vec<Block> = lattices
-            .into_iter()
-            .flat_map(|(lattice, pixels)| lattice.blocks(pixels, most, &places))
-            .collect();
-        for groups in places.groups(0..c.panels.groups) {
+        let reach = || lattices.iter().fold(None, |reach, (lattice, pixels)| lattice.reach(pixels, reach));
+        let places = c.reading.places(reach, self.source, self.zeros, self.slab);
+        let mut blocks = Blocks::default();
+        for (lattice, pixels) in lattices {
+            lattice.add_blocks(pixels, most, &places, &mut blocks);
+        }
+        if !c.complete {
+            self.target.fill(0.0);
+            self.collected.fill(0.0);
+        }
+        // Without groups, the first panel asks for what the others find in the L2 cache then.
+        let asking = if c.panels.groups == 1 { 0 } else { usize::MAX };
+        let line_groups = if self.streams && places.hold(c.line_groups) { c.line_groups } else { 1 };
+        for groups in places.groups(0..c.panels.groups, line_groups) {
             let first = places.load(simd, groups.clone());
-            for index in c.panels.of_groups(groups) {
-                let panel = c.panels.panel(index);
-                let channel = places.group(panel.group - first);
-                let weights = &self.panels[c.panels.offset(index)..c.panels.offset(index + 1)];
-                for depth in even_parts(c.panels.depth, c.depth) {
-                    for block in &blocks {
-                        let depth = depth.clone();
-                        let product = Product { correlate: c, panel, channel, depth, weights, block };
-                        product.multiply(simd, self.target);
+            for line in groups.clone().step_by(line_groups) {
+                let channel_of_line = line * c.panels.width;
+                let mut target = if line_groups > 1 {
+                    Target {
+                        floats: &mut *self.collected,
+                        step: LINE,
+                        first: channel_of_line,
+                        streams: false,
+                    }
+                } else {
+                    let streams = self.streams && c.line_groups == 1;
+                    Target { floats: &mut *self.target, step: c.target_channels, first: 0, streams }
+                };
+                for index in c.panels.of_groups(line..line + line_groups) {
+                    let panel = c.panels.panel(index);
+                    let channel = places.group(panel.group - first);
+                    let weights = &self.panels[c.panels.offset(index)..c.panels.offset(index + 1)];
+                    for depth in even_parts(c.panels.depth, c.depth) {
+                        for (number, block) in blocks.iter().enumerate() {
+                            if let Some(next) = blocks.get(number + 1).filter(|_| index == asking) {
+                                next.prefetch(channel + depth.start, depth.len());
+                            }
+                            let depth = depth.clone();
+                            let product = Product { correlate: c, panel, channel, depth, weights, block };
+                            product.multiply(simd, &mut target);
+                        }
+                    }
+                }
+                if line_groups > 1 {
+                    let pixels = self.target.chunks_exact_mut(c.target_channels);
+                    for (from, to) in self.collected.chunks_exact(LINE).zip(pixels) {
+                        stream::copy_line(simd, from, &mut to[channel_of_line..][..LINE]);
                     }
                 }
             }
         }
+        if self.streams {
+            stream::fence();
+        }
     }
+}
+
+/// Where the products of a run of pixels go.
+struct Target<'a> {
+    floats: &'a mut [f32],
+    /// Floats from a pixel to the next.
+    step: usize,
+    /// The channel that a pixel starts with.
+    first: usize,
+    /// Whether it is written by streaming stores.
+    streams: bool,
 }
 
 /// One block's pixels by one panel's channels, over some of the channels of the source.
@@ -245,29 +316,34 @@ struct Product<'a> {
     /// Within the group.
     depth: std::ops::Range<usize>,
     weights: &'a [f32],
-    block: &'a Block,
+    block: Block<'a>,
 }
 
 impl Product<'_> {
     #[inline(always)]
-    fn multiply<S: Simd>(&self, simd: S, target: &mut [f32]) {
+    fn multiply<S: Simd>(&self, simd: S, target: &mut Target<'_>) {
         by_block!(self.block.targets.len(), self.panel.vectors, multiply::<S>(simd, self, target));
     }
 }
 
 /// Target pixels P by V vectors of channels. Overwrites the target for the first channels, else adds.
 #[inline(always)]
-fn multiply<S: Simd, const P: usize, const V: usize>(simd: S, product: &Product<'_>, target: &mut [f32]) {
+fn multiply<S: Simd, const P: usize, const V: usize>(
+    simd: S,
+    product: &Product<'_>,
+    target: &mut Target<'_>,
+) {
     let Product { correlate, panel, channel, depth, weights, block } = product;
     let panels = &correlate.panels;
     let width = V * S::F32_LANES;
     let channel = channel + depth.start;
     let last = last_mask(simd, panel.channels);
-    let target_start = target.as_mut_ptr();
+    let start = target.floats.as_mut_ptr();
+    let first = panel.group * panels.width + panel.first - target.first;
     let targets: [_; P] = std::array::from_fn(|p| {
-        let first = block.targets[p] * correlate.target_channels + panel.group * panels.width + panel.first;
-        assert!(first + panel.channels <= target.len());
-        target_start.wrapping_add(first)
+        let first = block.targets[p] * target.step + first;
+        assert!(first + panel.channels <= target.floats.len());
+        start.wrapping_add(first)
     });
     let mut sums = [[simd.splat_f32s(0.0); V]; P];
     if depth.start > 0 {
@@ -282,6 +358,15 @@ fn multiply<S: Simd, const P: usize, const V: usize>(simd: S, product: &Product<
             let sources = sources.map(|source| source.add(channel));
             add_products::<S, P, V>(simd, &mut sums, &sources, weights.as_ptr(), depth.len());
         }
+    }
+    if target.streams {
+        for p in 0..P {
+            for v in 0..V {
+                // SAFETY: as for loading; streamed panels are whole vectors, at the start of whole lines.
+                unsafe { stream::store(simd, targets[p].add(v * S::F32_LANES), sums[p][v]) };
+            }
+        }
+        return;
     }
     for p in 0..P {
         // SAFETY: as for loading.

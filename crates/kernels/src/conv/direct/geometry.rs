@@ -6,6 +6,7 @@ use std::ops::Range;
 
 use super::slab::Places;
 use crate::conv::problem::ConvAxis;
+use crate::conv::stream::prefetch_to_l2;
 
 /// A kernel element along one axis, as the targets of one phase meet it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,9 +74,13 @@ impl Phase {
     }
 
     /// The taps, first and end, whose source lies inside for target `number`.
+    #[inline]
     fn inside(&self, number: usize) -> [u16; 2] {
         let position = (number * self.source_step) as isize;
         let is_inside = |tap: &Tap| ((position + tap.offset) as usize) < self.source;
+        if [self.taps.first(), self.taps.last()].into_iter().flatten().all(is_inside) {
+            return [0, self.taps.len() as u16];
+        }
         let first = self.taps.iter().position(is_inside).unwrap_or(0);
         let count = self.taps[first..].iter().take_while(|tap| is_inside(tap)).count();
         [first, first + count].map(|tap| tap as u16)
@@ -110,14 +115,46 @@ pub(super) struct Lattice<'a> {
     pub(super) kernel_columns: usize,
 }
 
+/// The register blocks of a run of targets.
+#[derive(Default)]
+pub(super) struct Blocks {
+    blocks: Vec<[Range<usize>; 3]>,
+    targets: Vec<usize>,
+    taps: Vec<usize>,
+    sources: Vec<*const f32>,
+}
+
 /// A register block's pixels and what they read.
-pub(super) struct Block {
+pub(super) struct Block<'a> {
     /// The target pixels, counted from the run's first.
-    pub(super) targets: Vec<usize>,
-    /// The kernel elements that any of the pixels meets.
-    pub(super) taps: Vec<usize>,
+    pub(super) targets: &'a [usize],
+    /// The kernel elements that the pixels meet.
+    pub(super) taps: &'a [usize],
     /// For each tap in turn, where each pixel's source lies.
-    pub(super) sources: Vec<*const f32>,
+    pub(super) sources: &'a [*const f32],
+}
+
+impl Blocks {
+    pub(super) fn get(&self, index: usize) -> Option<Block<'_>> {
+        let [targets, taps, sources] = self.blocks.get(index)?.clone();
+        Some(Block {
+            targets: &self.targets[targets],
+            taps: &self.taps[taps],
+            sources: &self.sources[sources],
+        })
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = Block<'_>> {
+        (0..self.blocks.len()).map_while(|index| self.get(index))
+    }
+}
+
+impl Block<'_> {
+    /// Asks for these channels of what it reads.
+    #[inline(always)]
+    pub(super) fn prefetch(&self, channel: usize, channels: usize) {
+        self.sources.iter().for_each(|source| prefetch_to_l2(source.wrapping_add(channel), channels));
+    }
 }
 
 impl Lattice<'_> {
@@ -161,42 +198,58 @@ impl Lattice<'_> {
         })
     }
 
-    /// Blocks of at most `most` of these pixels.
+    /// Adds blocks of at most `most` of these pixels.
     ///
     /// Pixels that miss the same taps, at a border, come to lie in the same blocks, which then leave these taps out.
-    pub(super) fn blocks(&self, mut pixels: Vec<Pixel>, most: usize, places: &Places<'_>) -> Vec<Block> {
+    pub(super) fn add_blocks(
+        &self,
+        mut pixels: Vec<Pixel>,
+        most: usize,
+        places: &Places<'_>,
+        blocks: &mut Blocks,
+    ) {
         pixels.sort_by_key(|pixel| pixel.inside);
-        super::registers::even_parts(pixels.len(), most)
-            .map(|part| self.block(&pixels[part], places))
-            .collect()
+        for part in super::registers::even_parts(pixels.len(), most) {
+            self.add_block(&pixels[part], places, blocks);
+        }
     }
 
     /// The source pixel that the target reads through a tap, unless that is padding.
     #[inline]
     fn source(&self, pixel: &Pixel, [r, s]: [usize; 2]) -> Option<usize> {
-        if !pixel.meets([r, s]) {
-            return None;
-        }
-        let offset = self.rows.taps[r].offset * self.columns.source as isize + self.columns.taps[s].offset;
-        Some((pixel.source + offset) as usize)
+        pixel.meets([r, s]).then(|| self.met(pixel, [r, s]))
     }
 
-    fn block(&self, pixels: &[Pixel], places: &Places<'_>) -> Block {
-        let mut block = Block {
-            targets: pixels.iter().map(|pixel| pixel.target).collect(),
-            taps: Vec::new(),
-            sources: Vec::new(),
-        };
-        for (r, row_tap) in self.rows.taps.iter().enumerate() {
-            for (s, column_tap) in self.columns.taps.iter().enumerate() {
-                if !pixels.iter().any(|pixel| pixel.meets([r, s])) {
-                    continue;
-                }
-                block.taps.push(row_tap.kernel * self.kernel_columns + column_tap.kernel);
-                block.sources.extend(pixels.iter().map(|pixel| places.of(self.source(pixel, [r, s]))));
+    /// The same where the tap is known not to meet padding.
+    #[inline]
+    fn met(&self, pixel: &Pixel, [r, s]: [usize; 2]) -> usize {
+        let offset = self.rows.taps[r].offset * self.columns.source as isize + self.columns.taps[s].offset;
+        (pixel.source + offset) as usize
+    }
+
+    fn add_block(&self, pixels: &[Pixel], places: &Places<'_>, blocks: &mut Blocks) {
+        let starts = [blocks.targets.len(), blocks.taps.len(), blocks.sources.len()];
+        blocks.targets.extend(pixels.iter().map(|pixel| pixel.target));
+        let first = pixels[0].inside;
+        let same = pixels.iter().all(|pixel| pixel.inside == first);
+        let joined = pixels.iter().fold(first, |[rows, columns], pixel| {
+            let join = |[first, end]: [u16; 2], with: [u16; 2]| [first.min(with[0]), end.max(with[1])];
+            [join(rows, pixel.inside[0]), join(columns, pixel.inside[1])]
+        });
+        let [rows, columns] = joined.map(|[first, end]| usize::from(first)..usize::from(end));
+        for r in rows {
+            for s in columns.clone() {
+                let (row_tap, column_tap) = (self.rows.taps[r], self.columns.taps[s]);
+                blocks.taps.push(row_tap.kernel * self.kernel_columns + column_tap.kernel);
+                let sources = pixels.iter().map(|pixel| match same {
+                    true => Some(self.met(pixel, [r, s])),
+                    false => self.source(pixel, [r, s]),
+                });
+                blocks.sources.extend(sources.map(|source| places.of(source)));
             }
         }
-        block
+        let ends = [blocks.targets.len(), blocks.taps.len(), blocks.sources.len()];
+        blocks.blocks.push(std::array::from_fn(|part| starts[part]..ends[part]));
     }
 }
 

@@ -46,7 +46,7 @@ impl ConvAlgorithm for Direct {
     }
 
     fn revision(&self) -> u32 {
-        2
+        3
     }
 
     fn formats(&self) -> &'static [MemoryFormat] {

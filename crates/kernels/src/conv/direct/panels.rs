@@ -18,10 +18,10 @@ pub(super) struct Panels {
     strides: [usize; 2],
 }
 
-/// Runs of channels so short that both a panel's part and the weight's stay in the L1 cache.
-fn blocks(depth: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..depth).step_by(16).map(move |first| first..(first + 16).min(depth))
-}
+/// Lanes that are packed together: as many as the L1 cache surely has places for lines that fall into one set.
+const PIECE: usize = 8;
+/// Channels, over all taps, that are packed before the next lanes are: few enough for both sides to stay in the L1 cache.
+const DEPTH: usize = 64;
 
 /// One panel.
 #[derive(Clone, Copy)]
@@ -99,25 +99,45 @@ impl Panels {
         })
     }
 
+    /// Calls `visit(place in the panel, lanes, place in the panel's part of the weight)` for all pieces of rows of lanes.
+    #[inline(always)]
+    fn each_piece(&self, panel: Panel, mut visit: impl FnMut(usize, usize, usize)) {
+        let width = panel.vectors * self.lanes;
+        let [along_depth, along_lanes] = self.strides;
+        let most = (DEPTH / self.taps).max(1);
+        for first in (0..self.depth).step_by(most) {
+            for lane in (0..panel.channels).step_by(PIECE) {
+                let piece = (panel.channels - lane).min(PIECE);
+                for channel in first..(first + most).min(self.depth) {
+                    for tap in 0..self.taps {
+                        let place = (tap * self.depth + channel) * width + lane;
+                        visit(place, piece, lane * along_lanes + channel * along_depth + tap);
+                    }
+                }
+            }
+        }
+    }
+
     /// Fills the panels from the weight.
     pub(super) fn pack(&self, cpu: &Cpu, weight: &[f32], panels: &mut [f32]) {
         let group_len = weight.len() / self.groups;
-        let [along_depth, along_lanes] = self.strides;
+        let [_, along_lanes] = self.strides;
         cpu.for_each(weight.len(), self.split(panels), |(panel, floats)| {
             let width = panel.vectors * self.lanes;
             let weight = &weight[panel.group * group_len + panel.first * along_lanes..];
             if panel.channels < width {
                 floats.fill(0.0);
             }
-            for channels in blocks(self.depth) {
-                for lane in 0..panel.channels {
-                    for channel in channels.clone() {
-                        let taps = &weight[lane * along_lanes + channel * along_depth..][..self.taps];
-                        let to = floats[channel * width + lane..].iter_mut().step_by(self.depth * width);
-                        to.zip(taps).for_each(|(to, &tap)| *to = tap);
-                    }
+            self.each_piece(panel, |place, piece, from| {
+                let row = &mut floats[place..][..piece];
+                let from = &weight[from..];
+                if let Ok(row) = <&mut [f32; PIECE]>::try_from(&mut *row) {
+                    let from = &from[..(PIECE - 1) * along_lanes + 1];
+                    *row = std::array::from_fn(|lane| from[lane * along_lanes]);
+                } else {
+                    row.iter_mut().zip(from.iter().step_by(along_lanes)).for_each(|(to, &from)| *to = from);
                 }
-            }
+            });
         });
     }
 
@@ -129,18 +149,20 @@ impl Panels {
             weight.chunks_mut(filter * self.width).flat_map(|group| group.chunks_mut(panel_filters));
         cpu.for_each(parts.len() * filter * self.width, targets.enumerate(), |(index, filters)| {
             let (panel, offset) = (self.panel(index), self.offset(index));
-            let width = panel.vectors * self.lanes;
-            for channels in blocks(self.depth) {
-                for (lane, filter) in filters.chunks_mut(filter).enumerate() {
-                    for channel in channels.clone() {
-                        let taps = filter[channel * self.taps..][..self.taps].iter_mut().enumerate();
-                        for (tap, to) in taps {
-                            let place = offset + (tap * self.depth + channel) * width + lane;
-                            *to = parts.iter().map(|part| part[place]).sum();
-                        }
-                    }
+            self.each_piece(panel, |place, piece, to| {
+                let mut sums = [0.0; PIECE];
+                for part in parts {
+                    let row = &part[offset + place..][..piece];
+                    sums.iter_mut().zip(row).for_each(|(sum, &value)| *sum += value);
                 }
-            }
+                let to = &mut filters[to..];
+                if piece == PIECE {
+                    let to = &mut to[..(PIECE - 1) * filter + 1];
+                    (0..PIECE).for_each(|lane| to[lane * filter] = sums[lane]);
+                } else {
+                    to.iter_mut().step_by(filter).zip(&sums[..piece]).for_each(|(to, &sum)| *to = sum);
+                }
+            });
         });
     }
 }

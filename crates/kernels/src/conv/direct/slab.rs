@@ -84,11 +84,12 @@ impl Reading {
     /// `zeros` are as many as a pixel has channels, or none where no padding will be read.
     pub(super) fn places<'a>(
         self,
-        pixels: Range<usize>,
+        pixels: impl FnOnce() -> Option<Range<usize>>,
         source: &'a [f32],
         zeros: &'a [f32],
         slab: &'a mut [f32],
     ) -> Places<'a> {
+        let pixels = if self.copies { pixels().unwrap_or(0..0) } else { 0..self.pixels };
         let step = (pixels.len() + 1) * self.depth;
         let fitting = slab.len() / step;
         if self.copies && fitting > 0 {
@@ -138,11 +139,16 @@ impl Places<'_> {
         group * self.steps[1]
     }
 
-    /// The groups that are worked on together: each time they are first to be loaded.
-    pub(super) fn groups(&self, groups: Range<usize>) -> impl Iterator<Item = Range<usize>> {
+    /// Whether so many groups can be worked on together.
+    pub(super) fn hold(&self, groups: usize) -> bool {
+        self.slab.is_none_or(|(_, most)| groups <= most)
+    }
+
+    /// The groups that are worked on together, multiples of `unit`: each time they are first to be loaded.
+    pub(super) fn groups(&self, groups: Range<usize>, unit: usize) -> impl Iterator<Item = Range<usize>> {
         let most = self.slab.map_or(groups.len(), |(_, most)| most);
-        super::registers::even_parts(groups.len(), most.max(1))
-            .map(move |part| groups.start + part.start..groups.start + part.end)
+        super::registers::even_parts(groups.len() / unit, (most / unit).max(1))
+            .map(move |part| groups.start + part.start * unit..groups.start + part.end * unit)
     }
 
     /// Makes the first of `groups` the first group of these places, and returns how they count it.
@@ -161,6 +167,15 @@ impl Places<'_> {
             let pixel = &pixel[groups.start * depth..groups.end * depth];
             prefetch(pixel, channels);
             let mut to = slab.wrapping_add((slot + 1) * depth);
+            if depth == S::F32_LANES {
+                // One vector each.
+                for piece in S::as_simd_f32s(pixel).0 {
+                    // SAFETY: as below.
+                    unsafe { to.cast::<S::f32s>().write_unaligned(*piece) };
+                    to = to.wrapping_add(self.steps[1]);
+                }
+                continue;
+            }
             for piece in pixel.chunks_exact(depth) {
                 // SAFETY: the slab has a place for each of the pixels after the zeros, in each group.
                 unsafe { copy(simd, piece.as_ptr(), to, depth) };

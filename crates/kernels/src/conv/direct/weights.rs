@@ -10,6 +10,7 @@ use super::registers::{by_block, even_parts, fitting, last_mask, most_rows};
 use super::slab::{Reading, prefetch};
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
+use crate::conv::stream;
 use crate::conv::workspace::{LINE, aligned};
 use crate::{Cpu, Isa, simd};
 
@@ -60,11 +61,13 @@ impl WeightSums {
             .filter(|&wanted| wanted <= most)
             .unwrap_or_else(|| pixels.div_ceil(pixels.div_ceil(wanted.min(most))));
         let tiles = pixels.div_ceil(tile_pixels);
-        // Parts of the panels need no sums of their own; parts of the pixels are there where the panels are too few.
+        // Parts of the pixels need sums of their own, which are then added. Parts of one group's panels read all of x,
+        // which may take half as long as a panel's products.
+        let reading_x = usize::from(panels.groups == 1);
         let time = |panel_parts: usize| {
             let pixel_parts = (cpu.threads() / panel_parts).min(tiles);
-            let longest = panels.count().div_ceil(panel_parts) * tiles.div_ceil(pixel_parts);
-            longest + pixel_parts * panels.count() / cpu.threads()
+            let of_tile = 2 * panels.count().div_ceil(panel_parts) + reading_x;
+            tiles.div_ceil(pixel_parts) * of_tile + 2 * pixel_parts * panels.count() / cpu.threads()
         };
         let most = cpu.threads().min(panels.count());
         let panel_parts = (1..=most).rev().min_by_key(|&parts| time(parts)).expect("there is a panel");
@@ -162,10 +165,9 @@ impl WithSimd for Task<'_> {
             let run = first..(first + all.tile_pixels).min(all.pixels);
             let dy = &self.dy[run.start * all.out_channels..run.end * all.out_channels];
             let pixels = lattice.pixels(run);
-            let reach = lattice.reach(&pixels, None).unwrap_or(0..0);
-            let places = all.reading.places(reach, self.x, &[], self.slab);
+            let places = all.reading.places(|| lattice.reach(&pixels, None), self.x, &[], self.slab);
             let taps = lattice.pairs(&pixels, &places);
-            for groups in places.groups(groups.clone()) {
+            for groups in places.groups(groups.clone(), 1) {
                 let first = places.load(simd, groups.clone());
                 let indices = panels.of_groups(groups);
                 let indices = indices.start.max(self.panels.start)..indices.end.min(self.panels.end);
@@ -178,8 +180,9 @@ impl WithSimd for Task<'_> {
                     let width = panel.vectors * S::F32_LANES;
                     // Each panel in turn, while it is in the L1 cache.
                     let gradients = &mut self.gradients[..all.tile_pixels * width];
+                    let first_panel = index == indices.start;
                     // The first panel asks for what all of these groups will read.
-                    let asks = panels.groups > 1 && index == indices.start;
+                    let asks = panels.groups > 1 && first_panel;
                     let ahead = if asks { lanes(index, indices.end) } else { 0 };
                     let channel = panel.group * panels.width + panel.first;
                     pack_gradients(simd, dy, all.out_channels, [channel, ahead], panel, gradients);
@@ -193,7 +196,7 @@ impl WithSimd for Task<'_> {
                             by_block!(
                                 rows,
                                 panel.vectors,
-                                add_products::<S>(simd, pairs, channel, gradients, sums)
+                                add_products::<S>(simd, pairs, channel, first_panel, gradients, sums)
                             );
                         }
                     }
@@ -229,21 +232,27 @@ fn pack_gradients<S: Simd>(
 }
 
 /// sums[c][v] += the sum over the pairs of x[channel + c] * gradients[pixel][v], for M channels and V vectors.
+///
+/// Of a pixel so few channels are read at a time that the hardware cannot foresee the next ones: they are asked for, if
+/// `asks`.
 #[inline(always)]
 fn add_products<S: Simd, const M: usize, const V: usize>(
     simd: S,
     pairs: &[Pair],
     channel: usize,
+    asks: bool,
     gradients: &[f32],
     sums: &mut [f32],
 ) {
     let mut products = [[simd.splat_f32s(0.0); V]; M];
     let gradients = gradients.as_ptr().cast::<S::f32s>();
+    let ahead = if asks { 2 * M - 1 } else { 0 };
     for pair in pairs {
         // SAFETY: M channels of a pixel lie `channel` from a pair's source; its target is a pixel of the tile, for each of
         // which the gradients hold V vectors.
         unsafe {
             let x = pair.source.add(channel);
+            stream::prefetch_to_l2(x.wrapping_add(ahead), 1);
             let dy: [_; V] = std::array::from_fn(|v| gradients.add(pair.target * V + v).read_unaligned());
             for m in 0..M {
                 let x = simd.splat_f32s(*x.add(m));
