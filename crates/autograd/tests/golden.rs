@@ -155,7 +155,12 @@ fn batch_norms_alone_and_after_a_convolution() {
             },
         };
         let activation = if case.flag("relu") { Activation::Relu } else { Activation::Identity };
-        let options = BatchNormOptions { statistics, eps: case.number("eps"), activation };
+        let options = BatchNormOptions {
+            statistics,
+            eps: case.number("eps"),
+            activation,
+            ..BatchNormOptions::default()
+        };
         let (x, gamma, beta) = (run.x(), run.leaf("weight"), run.leaf("bias"));
         let (gamma, beta) = (gamma.as_ref(), beta.as_ref());
         let result = match run.leaf("conv_weight") {

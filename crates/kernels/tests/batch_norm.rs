@@ -6,7 +6,7 @@ mod common;
 use common::{FORMATS, Number, cast, check_bits, contiguous, cpus, extent, laid_out};
 use convoke_kernels::activation::{relu, relu_backward};
 use convoke_kernels::batch_norm::{
-    Activation, BackwardSums, Normalization, backward_elementwise, backward_elementwise_in_place,
+    Activation, BackwardSums, EpsPlace, Normalization, backward_elementwise, backward_elementwise_in_place,
     backward_reduce, inverse_std, moments, normalize, normalize_in_place,
 };
 use convoke_kernels::{Cpu, MemoryFormat};
@@ -104,7 +104,7 @@ impl Case {
         let (x, dy) = (laid_out::<T>(&extent, &cast(&self.x)), laid_out::<T>(&extent, &cast(&self.dy)));
         let (weight, bias) = (cast(&self.weight), cast(&self.bias));
         let statistics = moments(cpu, &extent, &x).unwrap();
-        let inverse_std = inverse_std(&statistics.biased_variance(), EPS);
+        let inverse_std = inverse_std(&statistics.biased_variance(), EPS, EpsPlace::InsideRoot);
         let (mean, weight, bias) = (&statistics.mean[..], Some(&weight[..]), Some(&bias[..]));
         let by = Normalization { mean, inverse_std: &inverse_std, weight, bias, activation };
         let mut y = poisoned(x.len());
@@ -336,7 +336,7 @@ fn gradients_agree_with_finite_differences() {
             // `statistics_of` stays the same where statistics are constants.
             let loss = |x: &[f64], statistics_of: &[f64], weight: &[f64], bias: &[f64]| -> f64 {
                 let statistics = moments(&cpu, &extent, statistics_of).unwrap();
-                let inverse_std = inverse_std(&statistics.biased_variance(), EPS);
+                let inverse_std = inverse_std(&statistics.biased_variance(), EPS, EpsPlace::InsideRoot);
                 let (mean, weight, bias) = (&statistics.mean[..], Some(weight), Some(bias));
                 let by = Normalization { mean, inverse_std: &inverse_std, weight, bias, activation };
                 let mut y = poisoned(x.len());

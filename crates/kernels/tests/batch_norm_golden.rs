@@ -6,8 +6,8 @@ mod common;
 
 use common::{FORMATS, Number, cast, contiguous, laid_out, operands, output_len};
 use convoke_kernels::batch_norm::{
-    Activation, Moments, Normalization, backward_elementwise, backward_reduce, inverse_std, moments,
-    normalize,
+    Activation, Convention, EpsPlace, Moments, Normalization, backward_elementwise, backward_reduce,
+    inverse_std, moments, normalize,
 };
 use convoke_kernels::conv::{self, ConvAxis, ConvProblem, ConvSpec, Pass};
 use convoke_kernels::elementwise::{add_bias, sum_by_channel};
@@ -117,7 +117,8 @@ impl<'a, T: Number> Layer<'a, T> {
             Some(batch) => (batch.mean.clone(), batch.biased_variance()),
             None => (self.vector("running_mean").unwrap(), self.vector("running_var").unwrap()),
         };
-        let saved = Saved { x, before, mean, inverse_std: inverse_std(&variance, eps), batch };
+        let saved =
+            Saved { x, before, mean, inverse_std: inverse_std(&variance, eps, EpsPlace::InsideRoot), batch };
         let mut y = poisoned(saved.before.len());
         normalize(&self.cpu, &extent, &saved.before, &self.by(&saved), &mut y).unwrap();
         (y, saved)
@@ -169,16 +170,12 @@ impl<'a, T: Number> Layer<'a, T> {
         &self,
         failures: &mut Failures,
         [mean, variance]: &mut [Vec<f64>; 2],
-        (batch, batches): (&Moments, f64),
+        (batch, batches): (&Moments, u64),
         suffix: &str,
     ) {
-        let momentum =
-            self.golden.attribute("momentum").map_or(1.0 / batches, |_| self.golden.number("momentum"));
-        for (running, new) in [(&mut *mean, &batch.mean), (&mut *variance, &batch.unbiased_variance())] {
-            for (running, new) in running.iter_mut().zip(new) {
-                *running = (1.0 - momentum) * *running + momentum * new;
-            }
-        }
+        let momentum = self.golden.attribute("momentum").map(|_| self.golden.number("momentum"));
+        let weight = Convention::pytorch().new_weight(momentum, batches);
+        Convention::pytorch().update(weight, batch, mean, variance).unwrap();
         self.check_vector(failures, &format!("running_mean_after{suffix}"), mean, 1e-5);
         self.check_vector(failures, &format!("running_var_after{suffix}"), variance, 1e-5);
     }
@@ -195,15 +192,15 @@ fn check_case<T: Number>(
     layer.check(failures, "output", &y, forward);
     layer.check_backward(failures, &saved, gradient);
     let mut running = layer.vector("running_mean").zip(layer.vector("running_var")).map(|(m, v)| [m, v]);
-    let batches = golden.attribute("num_batches_tracked").map_or(0.0, |count| count.as_f64().unwrap());
+    let batches = golden.attribute("num_batches_tracked").map_or(0, |count| count.as_u64().unwrap());
     if let (Some(running), Some(batch)) = (&mut running, &saved.batch) {
-        layer.check_running(failures, running, (batch, batches + 1.0), "");
+        layer.check_running(failures, running, (batch, batches + 1), "");
     }
     if golden.number("forwards") == 2.0 {
         let (y, saved) = layer.forward(layer.tensor("second_x"));
         layer.check(failures, "second_output", &y, forward);
         let (mut running, batch) = running.zip(saved.batch).unwrap();
-        layer.check_running(failures, &mut running, (&batch, batches + 2.0), "_second");
+        layer.check_running(failures, &mut running, (&batch, batches + 2), "_second");
     }
 }
 

@@ -8,8 +8,8 @@ use common::{
 };
 use convoke_autograd::{DType, Device, Tensor, inference_mode, no_grad};
 use convoke_nn::modules::{
-    Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, Padding, Relu,
-    Sequential,
+    Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, Convention, Padding,
+    Relu, Sequential,
 };
 use convoke_nn::{Init, Module, ModuleExt, Parameter};
 use convoke_testkit::{Case, Failures, Golden, Tolerance, assert_close, check_close, check_relative_to_max};
@@ -25,6 +25,7 @@ fn layer(case: &Case, init: &Init, mode: ConvBnMode) -> Sequential {
         momentum: case.attribute("momentum").map(|momentum| momentum.as_f64().unwrap()),
         affine: case.flag("affine"),
         track_running_stats: case.flag("track_running_stats"),
+        ..BatchNormConfig::default()
     };
     let relu = case.flag("relu");
     let x = case.shape("x").unwrap();
@@ -436,6 +437,37 @@ fn what_a_caller_holds_of_the_statistics_does_not_change() {
     bn.forward(&normal(&device, DType::F32, 1, &[2, 2, 3, 3])).unwrap();
     assert_eq!((values(&mean), values(&var)), (vec![0.0; 2], vec![1.0; 2]));
     assert_ne!(bits(&bn.running_mean().unwrap()), bits(&mean));
+}
+
+/// One channel of 1, 2, 3, 4 under each framework's convention: what training and evaluation give, and what is kept.
+#[test]
+fn a_layer_follows_its_convention() {
+    let device = device();
+    let unbiased = 5.0 / 3.0;
+    for (convention, new_weight, eps, kept) in [
+        (Convention::pytorch(), 0.1, 1e-5, unbiased),
+        (Convention::keras(), 0.01, 1e-3, 1.25),
+        (Convention::tensorflow_fused(), 0.01, 1e-3, unbiased),
+        (Convention::cudnn(), 0.1, 1e-5, unbiased),
+        (Convention::onnx(), 0.1, 1e-5, 1.25),
+    ] {
+        let init = init(&device, DType::F64, 1);
+        let bn = BatchNorm2d::new(&init, 1, BatchNormConfig::of(convention)).unwrap();
+        let x = Tensor::from_slice(&device, &[4, 1, 1, 1], &[1.0f64, 2.0, 3.0, 4.0]).unwrap();
+        let output = |mean: f64, variance: f64| -> Vec<f64> {
+            [1.0, 2.0, 3.0, 4.0].iter().map(|x| (x - mean) / (variance + eps).sqrt()).collect()
+        };
+        let close = |found: &Tensor, expected: &[f64]| {
+            check_close(&values(found), expected, Tolerance::new(0.0, 1e-12))
+                .unwrap_or_else(|mismatch| panic!("{convention:?}: {mismatch}"));
+        };
+        close(&bn.forward(&x).unwrap(), &output(2.5, 1.25));
+        let (mean, variance) = (new_weight * 2.5, (1.0 - new_weight) + new_weight * kept);
+        close(&bn.running_mean().unwrap(), &[mean]);
+        close(&bn.running_var().unwrap(), &[variance]);
+        bn.eval();
+        close(&bn.forward(&x).unwrap(), &output(mean, variance));
+    }
 }
 
 // ---- errors --------------------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use convoke_kernels::Element;
-use convoke_kernels::batch_norm::{self as kernel, Activation, BackwardSums, Moments, Normalization};
+use convoke_kernels::batch_norm::{
+    self as kernel, Activation, BackwardSums, EpsPlace, Moments, Normalization,
+};
 use convoke_kernels::memory_format::Extent;
 
 use super::{check_vector, same_dtype};
@@ -30,8 +32,10 @@ pub enum Statistics {
 pub struct BatchNormOptions {
     /// Which statistics.
     pub statistics: Statistics,
-    /// Added to the variance under the square root.
+    /// Keeps the divisor from 0.
     pub eps: f64,
+    /// Where eps is added.
+    pub eps_place: EpsPlace,
     /// Applied to the result in the same pass over memory.
     pub activation: Activation,
 }
@@ -39,7 +43,12 @@ pub struct BatchNormOptions {
 impl Default for BatchNormOptions {
     /// Batch statistics, eps 1e-5, no activation: PyTorch's training mode.
     fn default() -> BatchNormOptions {
-        BatchNormOptions { statistics: Statistics::Batch, eps: 1e-5, activation: Activation::Identity }
+        BatchNormOptions {
+            statistics: Statistics::Batch,
+            eps: 1e-5,
+            eps_place: EpsPlace::InsideRoot,
+            activation: Activation::Identity,
+        }
     }
 }
 
@@ -166,7 +175,7 @@ impl Normalizer {
         }
         Ok(Normalizer {
             moments,
-            inverse_std: kernel::inverse_std(&variance, options.eps).into(),
+            inverse_std: kernel::inverse_std(&variance, options.eps, options.eps_place).into(),
             mean,
             weight: weight.map(Tensor::detach),
             bias: bias.map(Tensor::detach),

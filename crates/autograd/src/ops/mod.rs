@@ -16,7 +16,7 @@ mod reshape;
 pub use batch_norm::{BatchNormOptions, Statistics, batch_norm};
 pub use conv_bn2d::{ConvBnParameters, conv_bn2d};
 pub use conv2d::{ConvOptions, Padding, conv2d};
-pub use convoke_kernels::batch_norm::{Activation, Moments};
+pub use convoke_kernels::batch_norm::{Activation, Convention, EpsPlace, Moments, Momentum, RunningVariance};
 pub use dropout::dropout;
 pub use linear::linear;
 pub use log_softmax::log_softmax;

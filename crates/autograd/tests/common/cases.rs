@@ -261,7 +261,7 @@ fn add_normalized(
 fn norm_options(draw: &mut Draw, channels: usize, relu: bool, constant: bool) -> BatchNormOptions {
     let statistics = if constant { draw.constant_statistics(channels) } else { Statistics::Batch };
     let activation = if relu { Activation::Relu } else { Activation::Identity };
-    BatchNormOptions { statistics, eps: 1e-2, activation }
+    BatchNormOptions { statistics, eps: 1e-2, activation, ..BatchNormOptions::default() }
 }
 
 fn batch_norm_cases(draw: &mut Draw) {

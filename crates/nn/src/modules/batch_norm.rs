@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use convoke_autograd::ops::{self, Activation, BatchNormOptions, Moments, Statistics};
+use convoke_autograd::ops::{self, Activation, BatchNormOptions, Convention, Moments, Statistics};
 use convoke_autograd::{DType, Error, Result, Tensor};
 
 use crate::{Buffer, Counter, Init, Module, Parameter, State};
@@ -10,9 +10,12 @@ use crate::{Buffer, Counter, Init, Module, Parameter, State};
 /// How a batch norm is made. The default is PyTorch's.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BatchNormConfig {
-    /// Added to the variance under the square root.
+    /// What momentum, running variance and eps mean.
+    pub convention: Convention,
+    /// Keeps the divisor from 0.
     pub eps: f64,
-    /// Weight of the *new* value in the running statistics; `None` is the average over all batches so far.
+    /// Of the new or of the old value in the running statistics, as the convention says; `None` is the average over
+    /// all batches so far.
     pub momentum: Option<f64>,
     /// Whether there are weight and bias.
     pub affine: bool,
@@ -22,14 +25,27 @@ pub struct BatchNormConfig {
 
 impl Default for BatchNormConfig {
     fn default() -> BatchNormConfig {
-        BatchNormConfig { eps: 1e-5, momentum: Some(0.1), affine: true, track_running_stats: true }
+        BatchNormConfig::of(Convention::pytorch())
+    }
+}
+
+impl BatchNormConfig {
+    /// With the defaults of a framework.
+    pub fn of(convention: Convention) -> BatchNormConfig {
+        BatchNormConfig {
+            convention,
+            eps: convention.default_eps,
+            momentum: Some(convention.default_momentum),
+            affine: true,
+            track_running_stats: true,
+        }
     }
 }
 
 /// Batch normalization of N x C x H x W, as PyTorch's `BatchNorm2d`.
 ///
 /// In training each channel is normalised by its batch's mean and biased variance, and the running statistics move
-/// towards the batch's mean and *unbiased* variance, once a forward. In evaluation the running ones normalise.
+/// towards the batch's mean and (by default *unbiased*) variance, once a forward. In evaluation the running ones normalise.
 pub struct BatchNorm2d {
     /// Gamma, C.
     pub weight: Option<Parameter>,
@@ -107,7 +123,8 @@ impl BatchNorm2d {
             },
             _ => Statistics::Batch,
         };
-        Ok(BatchNormOptions { statistics, eps: self.config.eps, activation })
+        let (eps, eps_place) = (self.config.eps, self.config.convention.eps_place);
+        Ok(BatchNormOptions { statistics, eps, eps_place, activation })
     }
 
     /// Moves the running statistics towards a batch's, in training. Once a forward, never in a recomputation.
@@ -119,9 +136,10 @@ impl BatchNorm2d {
             return Ok(());
         }
         running.batches.set(running.batches.value() + 1);
-        let momentum = self.config.momentum.unwrap_or(1.0 / running.batches.value() as f64);
-        move_towards(&running.mean, &moments.mean, momentum)?;
-        move_towards(&running.var, &moments.unbiased_variance(), momentum)
+        let convention = &self.config.convention;
+        let weight = convention.new_weight(self.config.momentum, running.batches.value() as u64);
+        move_towards(&running.mean, &moments.mean, weight)?;
+        move_towards(&running.var, &convention.variance(moments), weight)
     }
 
     /// The layer followed by `activation`.
@@ -174,10 +192,10 @@ fn to_f64(tensor: &Tensor) -> Result<Vec<f64>> {
     })
 }
 
-/// running = (1 - momentum) * running + momentum * new, computed in f64.
-fn move_towards(running: &Buffer, new: &[f64], momentum: f64) -> Result<()> {
+/// running = (1 - weight) * running + weight * new, computed in f64.
+fn move_towards(running: &Buffer, new: &[f64], weight: f64) -> Result<()> {
     let mut value = running.value();
-    let blend = |old: f64, new: f64| (1.0 - momentum) * old + momentum * new;
+    let blend = |old: f64, new: f64| (1.0 - weight) * old + weight * new;
     match value.dtype() {
         DType::F32 => value.update(|data: &mut [f32]| {
             data.iter_mut().zip(new).for_each(|(old, &new)| *old = blend(f64::from(*old), new) as f32);

@@ -11,7 +11,7 @@ mod stateless;
 pub use batch_norm::{BatchNorm2d, BatchNormConfig};
 pub use conv_bn2d::{ConvBn2d, ConvBnMode};
 pub use conv2d::Conv2d;
-pub use convoke_autograd::ops::{Activation, ConvOptions, Padding, PoolOptions};
+pub use convoke_autograd::ops::{Activation, ConvOptions, Convention, Padding, PoolOptions};
 pub use dropout::Dropout;
 pub use linear::Linear;
 pub use sequential::Sequential;

@@ -11,6 +11,10 @@
 //! order that depends on the shape only: results do not change with the number of threads. The mean is subtracted
 //! as two numbers of the element type, so that data of mean 1e4 and standard deviation 0.1 keeps its digits.
 
+mod convention;
+
+pub use convention::{Convention, EpsPlace, Momentum, RunningVariance};
+
 use crate::channels::{Block, LANES, Layout, Merge, Units, lane_sum};
 use crate::cpu::multiversion;
 use crate::error::{check_len, invalid};
@@ -74,9 +78,13 @@ pub struct BackwardSums {
     pub g_centered: Vec<f64>,
 }
 
-/// 1 / sqrt(variance + eps) of each channel.
-pub fn inverse_std(variance: &[f64], eps: f64) -> Vec<f64> {
-    variance.iter().map(|variance| 1.0 / (variance + eps).sqrt()).collect()
+/// 1 / sqrt(variance + eps) of each channel, or with eps outside the root.
+pub fn inverse_std(variance: &[f64], eps: f64, place: EpsPlace) -> Vec<f64> {
+    let of = |variance: f64| match place {
+        EpsPlace::InsideRoot => 1.0 / (variance + eps).sqrt(),
+        EpsPlace::OutsideRoot => 1.0 / (variance.sqrt() + eps),
+    };
+    variance.iter().map(|&variance| of(variance)).collect()
 }
 
 /// Mean and squared deviations of each channel of `x`.
