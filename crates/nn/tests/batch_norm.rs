@@ -8,8 +8,8 @@ use common::{
 };
 use convoke_autograd::{DType, Device, Tensor, inference_mode, no_grad};
 use convoke_nn::modules::{
-    Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, Convention, Padding,
-    Relu, Sequential,
+    Activation, BatchNorm1d, BatchNorm2d, BatchNorm3d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode,
+    ConvOptions, Convention, Padding, Relu, Sequential,
 };
 use convoke_nn::{Init, Module, ModuleExt, Parameter};
 use convoke_testkit::{Case, Failures, Golden, Tolerance, assert_close, check_close, check_relative_to_max};
@@ -467,6 +467,86 @@ fn a_layer_follows_its_convention() {
         close(&bn.running_var().unwrap(), &[variance]);
         bn.eval();
         close(&bn.forward(&x).unwrap(), &output(mean, variance));
+    }
+}
+
+/// A rank is only how the values of a channel are arranged: every layer gives the same numbers for the same values.
+#[test]
+fn ranks_differ_in_shape_only() {
+    let device = device();
+    let init = init(&device, DType::F32, 1);
+    let config = BatchNormConfig::default();
+    let (one, three) =
+        (BatchNorm1d::new(&init, 3, config).unwrap(), BatchNorm3d::new(&init, 3, config).unwrap());
+    let two = BatchNorm2d::new(&init, 3, config).unwrap();
+    let run = |layer: &dyn Module, shape: &[usize]| {
+        let x = normal(&device, DType::F32, 4, shape).with_grad();
+        let upstream = normal(&device, DType::F32, 5, shape);
+        let y = layer.forward(&x).unwrap();
+        let gradients = backward(&y, &upstream, false);
+        let state: Vec<Vec<f64>> =
+            ["running_mean", "running_var"].map(|name| values(&buffer(layer, name).value())).to_vec();
+        (values(&y), values(gradients.get(&x).unwrap()), state)
+    };
+    let expected = run(&two, &[2, 3, 4, 6]);
+    assert_eq!(run(&one, &[2, 3, 24]), expected);
+    assert_eq!(run(&three, &[2, 3, 2, 3, 4]), expected);
+
+    // 2D input of BatchNorm1d is 4D input of one pixel an image.
+    for (layer, shape) in [
+        (Box::new(BatchNorm1d::new(&init, 3, config).unwrap()) as Box<dyn Module>, vec![8, 3]),
+        (Box::new(BatchNorm2d::new(&init, 3, config).unwrap()), vec![8, 3, 1, 1]),
+    ] {
+        let (y, ..) = run(&*layer, &shape);
+        let x = values(&normal(&device, DType::F32, 4, &shape));
+        for channel in 0..3 {
+            let of = |all: &[f64]| -> Vec<f64> { all.iter().skip(channel).step_by(3).copied().collect() };
+            let (x, y) = (of(&x), of(&y));
+            let mean = x.iter().sum::<f64>() / 8.0;
+            let variance = x.iter().map(|x| (x - mean) * (x - mean)).sum::<f64>() / 8.0;
+            let expected: Vec<f64> = x.iter().map(|x| (x - mean) / (variance + 1e-5).sqrt()).collect();
+            check_close(&y, &expected, Tolerance::new(1e-5, 1e-5)).unwrap();
+        }
+    }
+
+    let refused = |layer: &dyn Module, name: &str, expected: &str, shapes: &[&[usize]]| {
+        for shape in shapes {
+            let expected = format!("expected {expected} input (got {}D input)", shape.len());
+            assert_refused(layer.forward(&normal(&device, DType::F32, 1, shape)), &[name, &expected]);
+        }
+    };
+    refused(&one, "BatchNorm1d", "2D or 3D", &[&[3], &[2, 3, 4, 4]]);
+    refused(&three, "BatchNorm3d", "5D", &[&[2, 3], &[2, 3, 4], &[2, 3, 4, 4]]);
+}
+
+/// Training a frozen layer, alone or in a block, is what evaluating it is; freed, it trains again.
+#[test]
+fn a_frozen_layer_evaluates_while_the_model_trains() {
+    let device = device();
+    let shape = [4, 2, 5, 5];
+    let x = normal(&device, DType::F32, 7, &shape);
+    for mode in MODES {
+        let init = init(&device, DType::F32, 1);
+        let conv = Conv2d::new(&init, [2, 2], [1, 1], ConvOptions::default(), false).unwrap();
+        let bn = BatchNorm2d::new(&init, 2, BatchNormConfig::default()).unwrap();
+        let block = ConvBn2d::new(conv, bn, Activation::Relu, mode);
+        block.forward(&x).unwrap();
+        let before = snapshot(&block);
+        block.eval();
+        let evaluated = values(&block.forward(&x).unwrap());
+
+        block.bn.set_frozen(true);
+        block.train();
+        assert!(block.bn.is_frozen());
+        let y = block.forward(&x).unwrap();
+        assert_eq!(values(&y), evaluated);
+        check_same_state(&snapshot(&block), &before).unwrap();
+        let gradients = backward(&y, &normal(&device, DType::F32, 8, &shape), false);
+        assert!(gradients.get(&block.bn.weight.as_ref().unwrap().value()).is_some(), "gamma still trains");
+
+        block.bn.set_frozen(false);
+        block.forward(&x).unwrap();
+        assert_eq!(block.bn.num_batches_tracked(), Some(2));
     }
 }
 

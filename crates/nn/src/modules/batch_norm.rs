@@ -42,11 +42,20 @@ impl BatchNormConfig {
     }
 }
 
-/// Batch normalization of N x C x H x W, as PyTorch's `BatchNorm2d`.
+/// Batch normalization of N x C x H x W, as PyTorch's `BatchNorm2d`: see [`BatchNorm`].
+pub type BatchNorm2d = BatchNorm<2>;
+
+/// Batch normalization of N x C or N x C x L, as PyTorch's `BatchNorm1d`: see [`BatchNorm`].
+pub type BatchNorm1d = BatchNorm<1>;
+
+/// Batch normalization of N x C x D x H x W, as PyTorch's `BatchNorm3d`: see [`BatchNorm`].
+pub type BatchNorm3d = BatchNorm<3>;
+
+/// Batch normalization of N x C x ... with so many spatial dimensions; one may be absent, and is then 1.
 ///
 /// In training each channel is normalised by its batch's mean and biased variance, and the running statistics move
 /// towards the batch's mean and (by default *unbiased*) variance, once a forward. In evaluation the running ones normalise.
-pub struct BatchNorm2d {
+pub struct BatchNorm<const SPATIAL: usize> {
     /// Gamma, C.
     pub weight: Option<Parameter>,
     /// Beta, C.
@@ -55,6 +64,7 @@ pub struct BatchNorm2d {
     channels: usize,
     config: BatchNormConfig,
     training: AtomicBool,
+    frozen: AtomicBool,
 }
 
 struct Running {
@@ -63,14 +73,22 @@ struct Running {
     batches: Counter,
 }
 
-impl BatchNorm2d {
+impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
+    /// The name in messages.
+    const NAME: &'static str = match SPATIAL {
+        1 => "BatchNorm1d",
+        2 => "BatchNorm2d",
+        3 => "BatchNorm3d",
+        _ => panic!("batch norm has 1, 2 or 3 spatial dimensions"),
+    };
+
     /// A batch norm of `channels` channels: weight 1, bias 0, running mean 0, running variance 1.
     ///
     /// # Errors
     /// If there are no channels.
-    pub fn new(init: &Init, channels: usize, config: BatchNormConfig) -> Result<BatchNorm2d> {
+    pub fn new(init: &Init, channels: usize, config: BatchNormConfig) -> Result<Self> {
         if channels == 0 {
-            return Err(Error::Invalid { operation: "BatchNorm2d", reason: "0 channels".into() });
+            return Err(Error::Invalid { operation: Self::NAME, reason: "0 channels".into() });
         }
         let parameter = |value| config.affine.then(|| init.constant(&[channels], value)).transpose();
         let buffer = |value| -> Result<Buffer> {
@@ -80,13 +98,14 @@ impl BatchNorm2d {
             true => Some(Running { mean: buffer(0.0)?, var: buffer(1.0)?, batches: Counter::default() }),
             false => None,
         };
-        Ok(BatchNorm2d {
+        Ok(BatchNorm {
             weight: parameter(1.0)?,
             bias: parameter(0.0)?,
             running,
             channels,
             config,
             training: AtomicBool::new(true),
+            frozen: AtomicBool::new(false),
         })
     }
 
@@ -105,8 +124,21 @@ impl BatchNorm2d {
         self.running.as_ref().map(|running| running.batches.value())
     }
 
+    /// Fixes the statistics, or frees them: a frozen layer evaluates, also while the model trains.
+    ///
+    /// For fine-tuning with batches too small for statistics of their own. Weight and bias still train, unless
+    /// [`Parameter::set_trained`] freezes them too. A layer that keeps no running statistics has none to fix.
+    pub fn set_frozen(&self, frozen: bool) {
+        self.frozen.store(frozen, Ordering::Relaxed);
+    }
+
+    /// Whether [`BatchNorm::set_frozen`] has fixed the statistics.
+    pub fn is_frozen(&self) -> bool {
+        self.frozen.load(Ordering::Relaxed)
+    }
+
     fn is_training(&self) -> bool {
-        self.training.load(Ordering::Relaxed)
+        self.training.load(Ordering::Relaxed) && !self.is_frozen()
     }
 
     /// What the operation needs to know in the present mode, for an input of `channels` channels.
@@ -114,7 +146,7 @@ impl BatchNorm2d {
         if channels != self.channels {
             // Without weight, bias and running statistics nobody else would notice.
             let reason = format!("the layer has {} channels, its input {channels}", self.channels);
-            return Err(Error::Invalid { operation: "BatchNorm2d", reason });
+            return Err(Error::Invalid { operation: Self::NAME, reason });
         }
         let statistics = match &self.running {
             Some(running) if !self.is_training() => Statistics::Constant {
@@ -144,9 +176,11 @@ impl BatchNorm2d {
 
     /// The layer followed by `activation`.
     pub(super) fn forward_with(&self, input: &Tensor, activation: Activation) -> Result<Tensor> {
-        if input.shape().len() != 4 {
-            let reason = format!("expected 4D input (got {}D input)", input.shape().len());
-            return Err(Error::Invalid { operation: "BatchNorm2d", reason });
+        let rank = input.shape().len();
+        if rank != SPATIAL + 2 && (SPATIAL, rank) != (1, 2) {
+            let expected = if SPATIAL == 1 { "2D or 3D".into() } else { format!("{}D", SPATIAL + 2) };
+            let reason = format!("expected {expected} input (got {rank}D input)");
+            return Err(Error::Invalid { operation: Self::NAME, reason });
         }
         let (weight, bias) =
             (self.weight.as_ref().map(Parameter::value), self.bias.as_ref().map(Parameter::value));
@@ -161,7 +195,7 @@ impl BatchNorm2d {
     }
 }
 
-impl Module for BatchNorm2d {
+impl<const SPATIAL: usize> Module for BatchNorm<SPATIAL> {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         self.forward_with(input, Activation::Identity)
     }

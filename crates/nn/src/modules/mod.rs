@@ -8,7 +8,7 @@ mod linear;
 mod sequential;
 mod stateless;
 
-pub use batch_norm::{BatchNorm2d, BatchNormConfig};
+pub use batch_norm::{BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, BatchNormConfig};
 pub use conv_bn2d::{ConvBn2d, ConvBnMode};
 pub use conv2d::Conv2d;
 pub use convoke_autograd::ops::{Activation, ConvOptions, Convention, Padding, PoolOptions};
