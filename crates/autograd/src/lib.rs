@@ -19,6 +19,7 @@
 mod backward;
 mod device;
 mod error;
+mod fold;
 mod function;
 mod gradcheck;
 mod mode;
@@ -30,6 +31,7 @@ pub use backward::{BackwardOptions, Gradients};
 pub use convoke_kernels::{Cpu, DType, Element, Isa, MemoryFormat};
 pub use device::{Device, DeviceOptions};
 pub use error::{Error, Result};
+pub use fold::fold_conv_bn2d;
 pub use function::{Function, Needs, apply, apply_with_saved};
 pub use gradcheck::{GradCheck, GradCheckFailure, GradCheckReport, gradcheck};
 pub use mode::{inference_mode, is_grad_enabled, no_grad};

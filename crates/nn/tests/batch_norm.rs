@@ -550,6 +550,41 @@ fn a_frozen_layer_evaluates_while_the_model_trains() {
     }
 }
 
+/// The folded convolution computes what the block does in evaluation, whatever parts both have.
+#[test]
+fn a_folded_block_computes_the_same() {
+    let device = device();
+    for (dtype, tolerance) in [(DType::F32, 2e-5), (DType::F64, 1e-12)] {
+        for (groups, bias, affine) in [(1, false, true), (2, true, true), (4, true, false), (1, false, false)]
+        {
+            let init = init(&device, dtype, 3);
+            let options = ConvOptions { groups, stride: [2, 1], ..ConvOptions::default() };
+            let conv = Conv2d::new(&init, [4, 8], [3, 2], options, bias).unwrap();
+            let config = BatchNormConfig { affine, ..BatchNormConfig::of(Convention::keras()) };
+            let bn = BatchNorm2d::new(&init, 8, config).unwrap();
+            if let (Some(weight), Some(bias)) = (&bn.weight, &bn.bias) {
+                weight.set(&normal(&device, dtype, 10, &[8])).unwrap();
+                bias.set(&normal(&device, dtype, 11, &[8])).unwrap();
+            }
+            let block = ConvBn2d::new(conv, bn, Activation::Relu, ConvBnMode::Fused);
+            let x = normal(&device, dtype, 12, &[3, 4, 9, 8]);
+            (0..3).for_each(|_| drop(block.forward(&x).unwrap()));
+            let folded = block.fold().unwrap();
+            block.eval();
+            let expected = values(&block.forward(&x).unwrap());
+            let found = values(&folded.forward(&x).unwrap().relu().unwrap());
+            check_close(&found, &expected, Tolerance::new(tolerance, tolerance)).unwrap();
+        }
+    }
+
+    let init = init(&device, DType::F32, 3);
+    let conv = Conv2d::new(&init, [2, 2], [1, 1], ConvOptions::default(), false).unwrap();
+    let config = BatchNormConfig { track_running_stats: false, ..BatchNormConfig::default() };
+    let bn = BatchNorm2d::new(&init, 2, config).unwrap();
+    let block = ConvBn2d::new(conv, bn, Activation::Identity, ConvBnMode::Fused);
+    assert_refused(block.fold(), &["BatchNorm2d", "no running statistics"]);
+}
+
 // ---- errors --------------------------------------------------------------------------------------------------------
 
 #[test]

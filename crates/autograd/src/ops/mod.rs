@@ -35,7 +35,7 @@ fn four_dimensions(operation: &'static str, operand: &str, tensor: &Tensor) -> R
 }
 
 /// All operands must have the element type of the first.
-fn same_dtype(operation: &'static str, tensors: &[&Tensor]) -> Result<()> {
+pub(crate) fn same_dtype(operation: &'static str, tensors: &[&Tensor]) -> Result<()> {
     match tensors.iter().find(|tensor| tensor.dtype() != tensors[0].dtype()) {
         Some(other) => Err(Error::DType { operation, expected: tensors[0].dtype(), found: other.dtype() }),
         None => Ok(()),

@@ -12,8 +12,10 @@
 //! as two numbers of the element type, so that data of mean 1e4 and standard deviation 0.1 keeps its digits.
 
 mod convention;
+mod fold;
 
 pub use convention::{Convention, EpsPlace, Momentum, RunningVariance};
+pub use fold::{FilterOrder, fold};
 
 use crate::channels::{Block, LANES, Layout, Merge, Units, lane_sum};
 use crate::cpu::multiversion;

@@ -73,6 +73,13 @@ struct Running {
     batches: Counter,
 }
 
+impl Running {
+    fn statistics(&self) -> Result<Statistics> {
+        let [mean, variance] = [&self.mean, &self.var].map(|buffer| to_f64(&buffer.value()));
+        Ok(Statistics::Constant { mean: mean?.into(), variance: variance?.into() })
+    }
+}
+
 impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
     /// The name in messages.
     const NAME: &'static str = match SPATIAL {
@@ -149,14 +156,24 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
             return Err(Error::Invalid { operation: Self::NAME, reason });
         }
         let statistics = match &self.running {
-            Some(running) if !self.is_training() => Statistics::Constant {
-                mean: to_f64(&running.mean.value())?.into(),
-                variance: to_f64(&running.var.value())?.into(),
-            },
+            Some(running) if !self.is_training() => running.statistics()?,
             _ => Statistics::Batch,
         };
+        Ok(self.options_with(statistics, activation))
+    }
+
+    /// What the operation needs to know in evaluation, by running statistics.
+    pub(super) fn evaluation(&self) -> Result<BatchNormOptions> {
+        let Some(running) = &self.running else {
+            let reason = "the layer keeps no running statistics".into();
+            return Err(Error::Invalid { operation: Self::NAME, reason });
+        };
+        Ok(self.options_with(running.statistics()?, Activation::Identity))
+    }
+
+    fn options_with(&self, statistics: Statistics, activation: Activation) -> BatchNormOptions {
         let (eps, eps_place) = (self.config.eps, self.config.convention.eps_place);
-        Ok(BatchNormOptions { statistics, eps, eps_place, activation })
+        BatchNormOptions { statistics, eps, eps_place, activation }
     }
 
     /// Moves the running statistics towards a batch's, in training. Once a forward, never in a recomputation.

@@ -45,6 +45,11 @@ impl Conv2d {
         })
     }
 
+    /// A convolution with these parameters, which fit the options.
+    pub(super) fn from_parts(weight: Parameter, bias: Option<Parameter>, options: ConvOptions) -> Conv2d {
+        Conv2d { weight, bias, options }
+    }
+
     /// How it steps over its input.
     pub fn options(&self) -> &ConvOptions {
         &self.options

@@ -1,7 +1,7 @@
 //! Convolution, batch norm and an optional ReLU as one block.
 
 use convoke_autograd::ops::{self, Activation, ConvBnParameters};
-use convoke_autograd::{Result, Tensor};
+use convoke_autograd::{Result, Tensor, fold_conv_bn2d};
 
 use super::{BatchNorm2d, Conv2d};
 use crate::{Module, Parameter};
@@ -41,6 +41,27 @@ impl ConvBn2d {
     pub fn new(conv: Conv2d, bn: BatchNorm2d, activation: Activation, mode: ConvBnMode) -> ConvBn2d {
         ConvBn2d { conv, bn, activation, mode }
     }
+
+    /// The convolution, with a bias, that computes what this block does in evaluation, before its activation.
+    ///
+    /// # Errors
+    /// If the batch norm keeps no running statistics, or has another number of channels than the convolution gives.
+    pub fn fold(&self) -> Result<Conv2d> {
+        let norm = self.bn.evaluation()?;
+        let (weight, bias) = self.with_parameters(|parameters| fold_conv_bn2d(parameters, &norm))?;
+        Ok(Conv2d::from_parts(Parameter::new(&weight), Some(Parameter::new(&bias)), *self.conv.options()))
+    }
+
+    fn with_parameters<R>(&self, run: impl FnOnce(&ConvBnParameters<'_>) -> R) -> R {
+        let [bias, gamma, beta] =
+            [&self.conv.bias, &self.bn.weight, &self.bn.bias].map(|p| p.as_ref().map(Parameter::value));
+        run(&ConvBnParameters {
+            weight: &self.conv.weight.value(),
+            bias: bias.as_ref(),
+            gamma: gamma.as_ref(),
+            beta: beta.as_ref(),
+        })
+    }
 }
 
 impl Module for ConvBn2d {
@@ -52,17 +73,9 @@ impl Module for ConvBn2d {
                 Activation::Relu => normalized.relu(),
             };
         }
-        let [bias, gamma, beta] =
-            [&self.conv.bias, &self.bn.weight, &self.bn.bias].map(|p| p.as_ref().map(Parameter::value));
-        let weight = self.conv.weight.value();
-        let parameters = ConvBnParameters {
-            weight: &weight,
-            bias: bias.as_ref(),
-            gamma: gamma.as_ref(),
-            beta: beta.as_ref(),
-        };
-        let norm = self.bn.options(weight.shape()[0], self.activation)?;
-        let (output, moments) = ops::conv_bn2d(input, &parameters, self.conv.options(), &norm)?;
+        let norm = self.bn.options(self.conv.weight.value().shape()[0], self.activation)?;
+        let (output, moments) =
+            self.with_parameters(|parameters| ops::conv_bn2d(input, parameters, self.conv.options(), &norm))?;
         self.bn.observe(moments.as_ref())?;
         Ok(output)
     }

@@ -1,0 +1,50 @@
+//! Batch norm with constant statistics folded into the convolution before it: for inference, outside any tape.
+
+use convoke_kernels::Element;
+use convoke_kernels::batch_norm as kernel;
+
+use crate::error::invalid;
+use crate::ops::{BatchNormOptions, ConvBnParameters, Statistics, same_dtype};
+use crate::tensor::dispatch;
+use crate::{MemoryFormat, Result, Tensor};
+
+/// Weight and bias of the convolution that alone computes what it and the batch norm behind it do, before the activation.
+///
+/// For inference: both are constants.
+///
+/// # Errors
+/// If the statistics are the batch's, which no constant can stand for; if types or sizes do not fit.
+pub fn fold_conv_bn2d(
+    parameters: &ConvBnParameters<'_>,
+    norm: &BatchNormOptions,
+) -> Result<(Tensor, Tensor)> {
+    let operation = "fold_conv_bn2d";
+    let ConvBnParameters { weight, bias, gamma, beta } = *parameters;
+    let Statistics::Constant { mean, variance } = &norm.statistics else {
+        return Err(invalid(operation, "a batch's own statistics cannot be folded"));
+    };
+    let operands: Vec<&Tensor> = [Some(weight), bias, gamma, beta].into_iter().flatten().collect();
+    same_dtype(operation, &operands)?;
+    let inverse_std = kernel::inverse_std(variance, norm.eps, norm.eps_place);
+    let weight = weight.in_format(MemoryFormat::Contiguous)?;
+    dispatch!(weight.dtype(), T => {
+        let by = kernel::Normalization {
+            mean,
+            inverse_std: &inverse_std,
+            weight: gamma.map(|gamma| gamma.data::<T>()).transpose()?,
+            bias: beta.map(|beta| beta.data::<T>()).transpose()?,
+            activation: kernel::Activation::Identity,
+        };
+        let mut folded = weight.data::<T>()?.to_vec();
+        let mut shift = match bias {
+            Some(bias) => bias.data::<T>()?.to_vec(),
+            None => vec![<T as Element>::of(0.0); mean.len()],
+        };
+        kernel::fold(&by, kernel::FilterOrder::OutputFirst, &mut folded, &mut shift)?;
+        let device = weight.device();
+        Ok((
+            Tensor::from_slice(device, weight.shape(), &folded)?,
+            Tensor::from_slice(device, &[shift.len()], &shift)?,
+        ))
+    })
+}

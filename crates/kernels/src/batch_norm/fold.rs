@@ -1,0 +1,68 @@
+//! Batch norm with constant statistics as a part of the convolution before it.
+
+use super::Normalization;
+use crate::error::{check_len, invalid};
+use crate::{Element, Result};
+
+/// Which way a convolution's filters lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum FilterOrder {
+    /// K x C/groups x R x S: convolutions.
+    OutputFirst,
+    /// C x K/groups x R x S: transposed convolutions.
+    InputFirst {
+        /// Groups, which divide C and K.
+        groups: usize,
+        /// R x S.
+        taps: usize,
+    },
+}
+
+/// Changes a convolution's filters and bias so that it computes what it did with the normalisation behind it:
+///
+/// ```text
+/// scale = gamma inverse_std     weight' = weight scale     bias' = (bias - mean) scale + beta
+/// ```
+/// `bias` holds one number an output channel: zeros where the convolution had none. The activation is not folded.
+///
+/// # Errors
+/// If a length does not fit the number of channels; nothing has changed then.
+pub fn fold<T: Element>(
+    by: &Normalization<'_, T>,
+    order: FilterOrder,
+    weight: &mut [T],
+    bias: &mut [T],
+) -> Result<()> {
+    let operation = "batch norm folding";
+    let channels = by.mean.len();
+    check_len(operation, "the inverse standard deviation", by.inverse_std.len(), channels)?;
+    check_len(operation, "gamma", by.weight.map_or(channels, <[T]>::len), channels)?;
+    check_len(operation, "beta", by.bias.map_or(channels, <[T]>::len), channels)?;
+    check_len(operation, "the convolution's bias", bias.len(), channels)?;
+    // Filters in runs of one output channel, which change from run to run through a group's.
+    let (run, of_group, groups) = match order {
+        FilterOrder::OutputFirst => (weight.len() / channels.max(1), channels, 1),
+        FilterOrder::InputFirst { groups, taps } => (taps, channels / groups.max(1), groups),
+    };
+    let fits = channels.checked_mul(run).is_some_and(|rows| rows > 0 && weight.len().is_multiple_of(rows));
+    if of_group * groups != channels || weight.is_empty() || !fits {
+        let reason =
+            format!("{} weights are not filters of {channels} output channels, {order:?}", weight.len());
+        return Err(invalid(operation, reason));
+    }
+    let scale: Vec<f64> = (0..channels)
+        .map(|channel| by.weight.map_or(1.0, |gamma| gamma[channel].f64()) * by.inverse_std[channel])
+        .collect();
+    let group_len = weight.len() / groups;
+    for (group, weight) in weight.chunks_mut(group_len).enumerate() {
+        for (index, filter) in weight.chunks_mut(run).enumerate() {
+            let scale = scale[group * of_group + index % of_group];
+            filter.iter_mut().for_each(|weight| *weight = T::of(weight.f64() * scale));
+        }
+    }
+    for (channel, bias) in bias.iter_mut().enumerate() {
+        let beta = by.bias.map_or(0.0, |beta| beta[channel].f64());
+        *bias = T::of((bias.f64() - by.mean[channel]) * scale[channel] + beta);
+    }
+    Ok(())
+}
