@@ -4,7 +4,7 @@ use convoke_kernels::Element;
 use convoke_kernels::batch_norm as kernel;
 
 use crate::error::invalid;
-use crate::ops::{BatchNormOptions, ConvBnParameters, Statistics, same_dtype};
+use crate::ops::{BatchNormOptions, ConvBnParameters, Statistics, four_dimensions, same_dtype};
 use crate::tensor::dispatch;
 use crate::{MemoryFormat, Result, Tensor};
 
@@ -25,6 +25,11 @@ pub fn fold_conv_bn2d(
     };
     let operands: Vec<&Tensor> = [Some(weight), bias, gamma, beta].into_iter().flatten().collect();
     same_dtype(operation, &operands)?;
+    let channels = four_dimensions(operation, "weight", weight)?[0];
+    if mean.len() != channels {
+        let reason = format!("the statistics have {} channels, the convolution gives {channels}", mean.len());
+        return Err(invalid(operation, reason));
+    }
     let inverse_std = kernel::inverse_std(variance, norm.eps, norm.eps_place);
     let weight = weight.in_format(MemoryFormat::Contiguous)?;
     dispatch!(weight.dtype(), T => {
@@ -38,7 +43,7 @@ pub fn fold_conv_bn2d(
         let mut folded = weight.data::<T>()?.to_vec();
         let mut shift = match bias {
             Some(bias) => bias.data::<T>()?.to_vec(),
-            None => vec![<T as Element>::of(0.0); mean.len()],
+            None => vec![<T as Element>::of(0.0); channels],
         };
         kernel::fold(&by, kernel::FilterOrder::OutputFirst, &mut folded, &mut shift)?;
         let device = weight.device();

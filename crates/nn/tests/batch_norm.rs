@@ -583,6 +583,11 @@ fn a_folded_block_computes_the_same() {
     let bn = BatchNorm2d::new(&init, 2, config).unwrap();
     let block = ConvBn2d::new(conv, bn, Activation::Identity, ConvBnMode::Fused);
     assert_refused(block.fold(), &["BatchNorm2d", "no running statistics"]);
+
+    let conv = Conv2d::new(&init, [2, 8], [1, 1], ConvOptions::default(), false).unwrap();
+    let bn = BatchNorm2d::new(&init, 4, BatchNormConfig::default()).unwrap();
+    let block = ConvBn2d::new(conv, bn, Activation::Identity, ConvBnMode::Fused);
+    assert_refused(block.fold(), &["fold_conv_bn2d", "4 channels", "gives 8"]);
 }
 
 // ---- errors --------------------------------------------------------------------------------------------------------

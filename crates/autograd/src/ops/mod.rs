@@ -27,7 +27,7 @@ use crate::error::invalid;
 use crate::{Error, Result, Tensor};
 
 /// N, C, H, W of a tensor that must have four dimensions.
-fn four_dimensions(operation: &'static str, operand: &str, tensor: &Tensor) -> Result<[usize; 4]> {
+pub(crate) fn four_dimensions(operation: &'static str, operand: &str, tensor: &Tensor) -> Result<[usize; 4]> {
     tensor.shape().try_into().map_err(|_| {
         let shape = tensor.shape();
         invalid(operation, format!("expected a 4D {operand} (got {}D: {shape:?})", shape.len()))

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use convoke_autograd::ops::{self, Activation, BatchNormOptions, Convention, Moments, Statistics};
-use convoke_autograd::{DType, Error, Result, Tensor};
+use convoke_autograd::{DType, Element, Error, Result, Tensor};
 
 use crate::{Buffer, Counter, Init, Module, Parameter, State};
 
@@ -77,6 +77,20 @@ impl Running {
     fn statistics(&self) -> Result<Statistics> {
         let [mean, variance] = [&self.mean, &self.var].map(|buffer| to_f64(&buffer.value()));
         Ok(Statistics::Constant { mean: mean?.into(), variance: variance?.into() })
+    }
+
+    fn move_towards<T: Element>(
+        &self,
+        convention: &Convention,
+        weight: f64,
+        moments: &Moments,
+    ) -> Result<()> {
+        let (mut mean, mut var) = (self.mean.value(), self.var.value());
+        mean.update(|mean: &mut [T]| {
+            var.update(|var: &mut [T]| Ok(convention.update(weight, moments, mean, var)?))
+        })?;
+        self.mean.set(&mean)?;
+        self.var.set(&var)
     }
 }
 
@@ -187,8 +201,10 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
         running.batches.set(running.batches.value() + 1);
         let convention = &self.config.convention;
         let weight = convention.new_weight(self.config.momentum, running.batches.value() as u64);
-        move_towards(&running.mean, &moments.mean, weight)?;
-        move_towards(&running.var, &convention.variance(moments), weight)
+        match running.mean.value().dtype() {
+            DType::F32 => running.move_towards::<f32>(convention, weight, moments),
+            DType::F64 => running.move_towards::<f64>(convention, weight, moments),
+        }
     }
 
     /// The layer followed by `activation`.
@@ -241,21 +257,4 @@ fn to_f64(tensor: &Tensor) -> Result<Vec<f64>> {
         DType::F32 => tensor.data::<f32>()?.iter().map(|&x| f64::from(x)).collect(),
         DType::F64 => tensor.data::<f64>()?.to_vec(),
     })
-}
-
-/// running = (1 - weight) * running + weight * new, computed in f64.
-fn move_towards(running: &Buffer, new: &[f64], weight: f64) -> Result<()> {
-    let mut value = running.value();
-    let blend = |old: f64, new: f64| (1.0 - weight) * old + weight * new;
-    match value.dtype() {
-        DType::F32 => value.update(|data: &mut [f32]| {
-            data.iter_mut().zip(new).for_each(|(old, &new)| *old = blend(f64::from(*old), new) as f32);
-            Ok(())
-        })?,
-        DType::F64 => value.update(|data: &mut [f64]| {
-            data.iter_mut().zip(new).for_each(|(old, &new)| *old = blend(*old, new));
-            Ok(())
-        })?,
-    }
-    running.set(&value)
 }
