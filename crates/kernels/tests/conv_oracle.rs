@@ -37,6 +37,7 @@ const BUILT_IN: &str = "
     mb1ic16ih14oc16kh1sh14           # a stride as large as the input
     mb2ic3ih6iw5oc4oh4ow6kh3ph0pw2   # padding only after, only before
     mb2ic3ih8oc4oh4kh3sh2ph0         # padding after, strided
+    mb1ic2ih3iw2oc3ow2kh2kw1sw2ph0pw0 # columns that read padding only: dy spread by its stride and cut has its old width
     mb1ic2ih4oc3kh3ph5               # padding wider than the kernel: windows of padding only
     g3mb2ic6ih11iw10oc9oh6ow3kh3kw2sh2sw3ph3pw0dh1dw2 # everything at once
     mb1ic17ih60iw70oc19kh3ph1        # several tiles of columns, and threads inside an image
