@@ -140,6 +140,14 @@ impl Tensor {
         Ok(Tensor::from_buffer(device, shape, format, buffer))
     }
 
+    /// [`Tensor::build`] with this tensor's device, shape and format.
+    pub(crate) fn build_like<T: Element>(
+        &self,
+        write: impl FnOnce(&mut [T]) -> Result<()>,
+    ) -> Result<Tensor> {
+        Tensor::build(self.device(), self.shape(), self.format(), write)
+    }
+
     /// A tensor that takes over `buffer`, whose length must be the shape's.
     pub(crate) fn from_buffer<T: Element>(
         device: &Device,

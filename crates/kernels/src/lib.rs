@@ -24,7 +24,9 @@ mod channels;
 mod cpu;
 mod element;
 mod error;
+mod shared;
 mod simd;
+mod stream;
 
 pub mod activation;
 pub mod batch_norm;

@@ -6,8 +6,9 @@ mod common;
 use common::{FORMATS, Number, cast, check_bits, contiguous, cpus, extent, laid_out};
 use convoke_kernels::activation::{relu, relu_backward};
 use convoke_kernels::batch_norm::{
-    Activation, BackwardSums, EpsPlace, Normalization, backward_elementwise, backward_elementwise_in_place,
-    backward_reduce, inverse_std, moments, normalize, normalize_in_place,
+    Activation, Affine, BackwardSums, EpsPlace, Moments, Normalization, backward_elemt,
+    backward_elemt_in_place, backward_reduce, backward_training, forward_training, inverse_std, normalize,
+    normalize_in_place, stats,
 };
 use convoke_kernels::{Cpu, MemoryFormat};
 use convoke_testkit::{Failures, Random, Tolerance, check_close, poisoned};
@@ -103,7 +104,7 @@ impl Case {
         let extent = extent(self.size, format);
         let (x, dy) = (laid_out::<T>(&extent, &cast(&self.x)), laid_out::<T>(&extent, &cast(&self.dy)));
         let (weight, bias) = (cast(&self.weight), cast(&self.bias));
-        let statistics = moments(cpu, &extent, &x).unwrap();
+        let statistics = stats(cpu, &extent, &x).unwrap();
         let inverse_std = inverse_std(&statistics.biased_variance(), EPS, EpsPlace::InsideRoot);
         let (mean, weight, bias) = (&statistics.mean[..], Some(&weight[..]), Some(&bias[..]));
         let by = Normalization { mean, inverse_std: &inverse_std, weight, bias, activation };
@@ -112,16 +113,31 @@ impl Case {
         let mut in_place = x.clone();
         normalize_in_place(cpu, &extent, &by, &mut in_place).unwrap();
         check_bits(&in_place, &y).map_err(|error| format!("forward in place: {error}"))?;
+        let affine = Affine { weight, bias, eps: EPS, eps_place: EpsPlace::InsideRoot, activation };
+        let mut at_once = poisoned(x.len());
+        let (moments, inverse) = forward_training(cpu, &extent, &x, &affine, &mut at_once).unwrap();
+        check_bits(&at_once, &y).map_err(|error| format!("forward at once: {error}"))?;
+        check_bits(
+            &[moments.mean, moments.m2, inverse].concat(),
+            &[mean, &statistics.m2, &inverse_std].concat(),
+        )
+        .map_err(|error| format!("statistics at once: {error}"))?;
         let sums = backward_reduce(cpu, &extent, &x, &dy, &by).unwrap();
+        let mut at_once = poisoned(x.len());
+        let found = backward_training(cpu, &extent, (&x, &dy), &by, &mut at_once).unwrap();
+        check_bits(&[found.g, found.g_centered].concat(), &[&sums.g[..], &sums.g_centered].concat())
+            .map_err(|error| format!("sums at once: {error}"))?;
         let gradient = |sums: Option<(&BackwardSums, usize)>| {
             let mut dx = poisoned(x.len());
-            backward_elementwise(cpu, &extent, (&x, &dy), &by, sums, &mut dx).unwrap();
+            backward_elemt(cpu, &extent, (&x, &dy), &by, sums, &mut dx).unwrap();
             let mut in_place = x.clone();
-            backward_elementwise_in_place(cpu, &extent, &dy, &by, sums, &mut in_place).unwrap();
+            backward_elemt_in_place(cpu, &extent, &dy, &by, sums, &mut in_place).unwrap();
             check_bits(&in_place, &dx).map_err(|error| format!("backward in place: {error}"))?;
             Ok::<_, String>(contiguous(&extent, &dx))
         };
         let (dx, dx_constant) = (gradient(Some((&sums, statistics.count)))?, gradient(None)?);
+        check_bits(&contiguous(&extent, &at_once), &dx)
+            .map_err(|error| format!("backward at once: {error}"))?;
         let dweight =
             sums.g_centered.iter().zip(&inverse_std).map(|(g, inverse_std)| g * inverse_std).collect();
         let (y, dbias) = (contiguous(&extent, &y), sums.g);
@@ -216,6 +232,53 @@ fn threads_and_instruction_sets_do_not_change_a_bit() {
     same_bits::<f32>(&mut failures);
     same_bits::<f64>(&mut failures);
     failures.finish();
+}
+
+/// Outputs from 32 MiB on are streamed, unless they are written over the input: `run` compares both.
+#[test]
+fn large_outputs_are_the_same() {
+    let mut failures = Failures::new("large outputs");
+    for size in [[3, 40, 70_001], [1, 3, 2_900_017], [2, 1200, 3_600]] {
+        let case = Case::new(size, (0.5, 1.5));
+        for (index, format) in FORMATS.into_iter().enumerate() {
+            // Different threads and instruction sets for different formats: each run takes its time.
+            let [first, second] = [&cpus()[index], &cpus()[cpus().len() - 1 - index]];
+            failures.run(format!("{size:?} {format}"), || {
+                let first = case.run::<f32>(first, format, Activation::Relu)?;
+                case.run::<f32>(second, format, Activation::Relu)?.check_same_bits(&first)
+            });
+        }
+    }
+    failures.finish();
+}
+
+/// Parts of a batch, of different sizes and also empty, have together the statistics of the whole.
+#[test]
+fn gathered_statistics_are_those_of_the_whole() {
+    let (cpu, mut random) = (Cpu::single(), Random::new(3));
+    for (mean, tolerance) in [(0.5, 1e-13), (1e4, 1e-8)] {
+        let x: Vec<f64> = random.normal(11 * 5 * 6, mean, 0.1);
+        let of = |images: std::ops::Range<usize>| {
+            let extent = extent([images.len(), 5, 6], MemoryFormat::Contiguous);
+            stats(&cpu, &extent, &x[images.start * 30..images.end * 30]).unwrap()
+        };
+        let whole = of(0..11);
+        for cuts in [vec![0, 11], vec![0, 0, 4, 4, 5, 11, 11], vec![0, 1, 2, 3, 11]] {
+            let parts: Vec<Moments> = cuts.windows(2).map(|pair| of(pair[0]..pair[1])).collect();
+            let gathered = Moments::gather_stats_with_counts(&parts).unwrap();
+            let close = Tolerance::new(tolerance, tolerance);
+            check_close(&gathered.mean, &whole.mean, Tolerance::new(1e-13, 1e-13)).unwrap();
+            check_close(&gathered.m2, &whole.m2, close).unwrap();
+            assert_eq!(gathered.count, 66);
+        }
+    }
+    let moments = |channels: usize| Moments { mean: vec![0.0; channels], m2: vec![0.0; channels], count: 1 };
+    for (parts, word) in
+        [(vec![], "no statistics"), (vec![moments(2), moments(3)], "has 3 elements, expected 2")]
+    {
+        let error = Moments::gather_stats_with_counts(&parts).unwrap_err().to_string();
+        assert!(error.contains("gather_stats_with_counts") && error.contains(word), "{error}");
+    }
 }
 
 #[test]
@@ -335,7 +398,7 @@ fn gradients_agree_with_finite_differences() {
             let (cpu, x, dy) = (Cpu::single(), laid_out(&extent, &case.x), laid_out(&extent, &case.dy));
             // `statistics_of` stays the same where statistics are constants.
             let loss = |x: &[f64], statistics_of: &[f64], weight: &[f64], bias: &[f64]| -> f64 {
-                let statistics = moments(&cpu, &extent, statistics_of).unwrap();
+                let statistics = stats(&cpu, &extent, statistics_of).unwrap();
                 let inverse_std = inverse_std(&statistics.biased_variance(), EPS, EpsPlace::InsideRoot);
                 let (mean, weight, bias) = (&statistics.mean[..], Some(weight), Some(bias));
                 let by = Normalization { mean, inverse_std: &inverse_std, weight, bias, activation };

@@ -1,8 +1,7 @@
 //! What running statistics become under each framework's convention, by published numbers and by their formulas.
 
 use convoke_kernels::batch_norm::{
-    Activation, Convention, EpsPlace, Moments, Normalization, RunningVariance, inverse_std, moments,
-    normalize,
+    Activation, Convention, EpsPlace, Moments, Normalization, RunningVariance, inverse_std, normalize, stats,
 };
 use convoke_kernels::memory_format::Extent;
 use convoke_kernels::{Cpu, MemoryFormat};
@@ -35,7 +34,7 @@ fn a_keras_layer_unfused_and_fused() {
         0.9757855, 0.43509948, 0.6601019, 0.60489583, 0.6366315, 0.6144488,
     ];
     let (cpu, extent) = (Cpu::single(), channels_last(2, 3, 2));
-    let batch = moments(&cpu, &extent, &x).unwrap();
+    let batch = stats(&cpu, &extent, &x).unwrap();
     check(&batch.mean, &[0.5450896, 0.5662878, 0.63700676]);
     check(&batch.biased_variance(), &[0.08641606, 0.05244513, 0.00027721]);
 
@@ -68,7 +67,7 @@ fn a_keras_layer_unfused_and_fused() {
 /// One channel of 1, 2, 3, 4 with a momentum that takes the new statistics alone.
 #[test]
 fn biased_and_unbiased_running_variance() {
-    let batch = moments(&Cpu::single(), &channels_last(4, 1, 1), &[1.0f64, 2.0, 3.0, 4.0]).unwrap();
+    let batch = stats(&Cpu::single(), &channels_last(4, 1, 1), &[1.0f64, 2.0, 3.0, 4.0]).unwrap();
     for convention in CONVENTIONS {
         let all_new = convention.momentum_from(&Convention::keras(), 0.0);
         let (mut mean, mut variance) = ([9.0f64], [9.0f64]);
@@ -95,7 +94,7 @@ fn running_statistics_follow_the_recurrence() {
             for number in 1..=10u64 {
                 let x: Vec<f32> = random.normal(8 * 3 * 400, 0.5, 2.0);
                 let weight = convention.new_weight(momentum, number);
-                let batch = moments(&cpu, &extent, &x).unwrap();
+                let batch = stats(&cpu, &extent, &x).unwrap();
                 convention.update(weight, &batch, &mut mean, &mut variance).unwrap();
 
                 let new = match momentum {
@@ -131,7 +130,7 @@ fn converted_layers_go_on_alike() {
     let count = 6;
     let batch = |seed| {
         let x: Vec<f64> = Random::new(seed).normal(count * 2, 1.0, 3.0);
-        moments(&Cpu::single(), &channels_last(count, 2, 1), &x).unwrap()
+        stats(&Cpu::single(), &channels_last(count, 2, 1), &x).unwrap()
     };
     let step = |convention: &Convention, momentum, batch: &Moments, [mean, variance]: &mut [[f64; 2]; 2]| {
         let weight = convention.new_weight(Some(momentum), 1);
@@ -155,8 +154,8 @@ fn converted_layers_go_on_alike() {
 #[test]
 fn batches_of_one_value_and_of_none() {
     let convention = Convention::tensorflow_fused();
-    let one = moments(&Cpu::single(), &channels_last(1, 1, 1), &[5.0f64]).unwrap();
-    let none = moments(&Cpu::single(), &channels_last(0, 1, 1), &[] as &[f64]).unwrap();
+    let one = stats(&Cpu::single(), &channels_last(1, 1, 1), &[5.0f64]).unwrap();
+    let none = stats(&Cpu::single(), &channels_last(0, 1, 1), &[] as &[f64]).unwrap();
     let (mut mean, mut variance) = ([1.0f64], [1.0f64]);
     convention.update(0.5, &one, &mut mean, &mut variance).unwrap();
     assert_eq!((mean, variance), ([3.0], [0.5]), "divisor 1, as TensorFlow's kernels take");

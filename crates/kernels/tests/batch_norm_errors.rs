@@ -6,8 +6,8 @@ mod common;
 use common::{FORMATS, check_bits, check_refused, extent};
 use convoke_kernels::Cpu;
 use convoke_kernels::batch_norm::{
-    Activation, BackwardSums, Normalization, backward_elementwise, backward_elementwise_in_place,
-    backward_reduce, moments, normalize, normalize_in_place,
+    Activation, BackwardSums, Normalization, backward_elemt, backward_elemt_in_place, backward_reduce,
+    normalize, normalize_in_place, stats,
 };
 use convoke_kernels::memory_format::Extent;
 use convoke_testkit::{Failures, poisoned, uniform};
@@ -60,9 +60,9 @@ fn wrong_lengths_are_named_and_nothing_is_written() {
         };
         let (whole, long) = (&data[..24], &data[..25]);
         let backward = |x, dy, by, sums| {
-            move |dx: &mut [f32]| backward_elementwise(&Cpu::single(), &extent, (x, dy), by, sums, dx)
+            move |dx: &mut [f32]| backward_elemt(&Cpu::single(), &extent, (x, dy), by, sums, dx)
         };
-        check("x has 25", &|_| moments(&cpu, &extent, long).map(drop), 0);
+        check("x has 25", &|_| stats(&cpu, &extent, long).map(drop), 0);
         check("x has 25", &|y| normalize(&cpu, &extent, long, &good, y), 24);
         check("y has 23", &|y| normalize(&cpu, &extent, whole, &good, y), 23);
         check("x has 23", &|y| normalize_in_place(&cpu, &extent, &good, y), 23);
@@ -71,7 +71,7 @@ fn wrong_lengths_are_named_and_nothing_is_written() {
         check("dy has 25", &backward(whole, long, &good, None), 24);
         check("x has 25", &backward(long, whole, &good, None), 24);
         check("dx has 23", &backward(whole, whole, &good, None), 23);
-        check("dy has 25", &|dx| backward_elementwise_in_place(&cpu, &extent, long, &good, None, dx), 24);
+        check("dy has 25", &|dx| backward_elemt_in_place(&cpu, &extent, long, &good, None, dx), 24);
         check("the sums has 2", &backward(whole, whole, &good, Some((&short, 8))), 24);
         check("over no values", &backward(whole, whole, &good, Some((&sums, 0))), 24);
         for (part, by) in &bad {
@@ -88,13 +88,13 @@ fn wrong_lengths_are_named_and_nothing_is_written() {
 fn empty_tensors_give_empty_results_and_sizes_that_overflow_an_error() {
     for format in FORMATS {
         for size in [[0, 3, 4], [2, 0, 4], [2, 3, 0]] {
-            let statistics = moments::<f32>(&Cpu::single(), &extent(size, format), &[]).unwrap();
+            let statistics = stats::<f32>(&Cpu::single(), &extent(size, format), &[]).unwrap();
             assert_eq!((statistics.count, statistics.mean), (size[0] * size[2], vec![0.0; size[1]]));
         }
         const HUGE: usize = usize::MAX / 2;
         for size in [[HUGE, 0, HUGE], [HUGE, HUGE, 0], [0, HUGE, HUGE], [2, 2, HUGE]] {
             let extent: Extent = extent(size, format);
-            check_refused(moments::<f32>(&Cpu::single(), &extent, &[]), &["overflows"]).unwrap();
+            check_refused(stats::<f32>(&Cpu::single(), &extent, &[]), &["overflows"]).unwrap();
         }
     }
 }

@@ -6,8 +6,8 @@ mod common;
 
 use common::{FORMATS, Number, cast, contiguous, laid_out, operands, output_len};
 use convoke_kernels::batch_norm::{
-    Activation, Convention, EpsPlace, Moments, Normalization, backward_elementwise, backward_reduce,
-    inverse_std, moments, normalize,
+    Activation, Convention, EpsPlace, Moments, Normalization, backward_elemt, backward_reduce, inverse_std,
+    normalize, stats,
 };
 use convoke_kernels::conv::{self, ConvAxis, ConvProblem, ConvSpec, Pass};
 use convoke_kernels::elementwise::{add_bias, sum_by_channel};
@@ -112,7 +112,7 @@ impl<'a, T: Number> Layer<'a, T> {
         );
         // Without running statistics, evaluation too normalizes with the batch's.
         let constant = self.golden.text("mode") == "eval" && self.golden.flag("track_running_stats");
-        let batch = (!constant).then(|| moments(&self.cpu, &extent, &before).unwrap());
+        let batch = (!constant).then(|| stats(&self.cpu, &extent, &before).unwrap());
         let (mean, variance) = match &batch {
             Some(batch) => (batch.mean.clone(), batch.biased_variance()),
             None => (self.vector("running_mean").unwrap(), self.vector("running_var").unwrap()),
@@ -146,7 +146,7 @@ impl<'a, T: Number> Layer<'a, T> {
         }
         let with_sums = saved.batch.as_ref().map(|batch| (&sums, batch.count));
         let mut before: Vec<T> = poisoned(saved.before.len());
-        backward_elementwise(&self.cpu, &extent, (&saved.before, &dy), &by, with_sums, &mut before).unwrap();
+        backward_elemt(&self.cpu, &extent, (&saved.before, &dy), &by, with_sums, &mut before).unwrap();
         let Some(problem) = &self.conv else { return self.check(failures, "grad_x", &before, rtol) };
         let weight: Vec<T> = cast(&self.vector("conv_weight").unwrap());
         let tensors = [&saved.x[..], &weight, &before];

@@ -9,7 +9,8 @@ use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use convoke_autograd::{DType, Device, MemoryFormat, Tensor};
+use convoke_autograd::{DType, Device, Element, MemoryFormat, Tensor};
+use half::{bf16, f16};
 use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorView};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -56,6 +57,14 @@ pub enum CheckpointError {
         /// What was found.
         found: String,
     },
+    /// The names in the file and in the model differ.
+    #[error("{}: the file does not fit the model{keys}", file.display())]
+    Keys {
+        /// The file.
+        file: PathBuf,
+        /// The names.
+        keys: IncompatibleKeys,
+    },
     /// A tensor could not be made or read.
     #[error(transparent)]
     Tensor(#[from] convoke_autograd::Error),
@@ -85,18 +94,82 @@ pub(crate) enum Value {
 /// The file appears whole under its name, or not at all.
 ///
 /// # Errors
-/// If the file cannot be written.
+/// If the file cannot be written, or a lazy layer has no parameters yet.
 pub fn save_model(model: &(impl Module + ?Sized), file: &Path) -> Result<()> {
+    model.check_all_initialized()?;
     write_atomically(file, &to_safetensors(&model_values(model))?)
 }
 
 /// Loads what [`save_model`] (or PyTorch, through safetensors) wrote into a model of the same structure.
 ///
+/// As PyTorch's `load_state_dict`: numbers are converted to the model's type (from F16, BF16, F32 or F64), and a file
+/// without `num_batches_tracked` (PyTorch before 0.4.1) leaves those counters as they are.
+///
 /// # Errors
-/// If the file is damaged, or a name, shape or type differs; the model is then unchanged.
+/// If the file is damaged, or a name or shape differs; the model is then unchanged.
 pub fn load_model(model: &(impl Module + ?Sized), file: &Path) -> Result<()> {
+    load_keys(model, file, true).map(drop)
+}
+
+/// As [`load_model`], but loads what fits by name and returns the rest: PyTorch's `strict=False`.
+///
+/// # Errors
+/// If the file is damaged, or a shape differs under the same name; the model is then unchanged.
+pub fn load_model_non_strict(model: &(impl Module + ?Sized), file: &Path) -> Result<IncompatibleKeys> {
+    load_keys(model, file, false)
+}
+
+/// The names that only one of a model and a file has.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct IncompatibleKeys {
+    /// What the model has and the file lacks: left as it was.
+    pub missing: Vec<String>,
+    /// What the file has and the model lacks: not loaded.
+    pub unexpected: Vec<String>,
+}
+
+impl std::fmt::Display for IncompatibleKeys {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        for (what, names) in [("missing", &self.missing), ("unexpected", &self.unexpected)] {
+            const SHOWN: usize = 8;
+            if !names.is_empty() {
+                let shown = names.iter().take(SHOWN).map(String::as_str).collect::<Vec<_>>().join(", ");
+                let more = if names.len() > SHOWN { ", ..." } else { "" };
+                write!(f, "; {} {what}: {shown}{more}", names.len())?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn load_keys(model: &(impl Module + ?Sized), file: &Path, strict: bool) -> Result<IncompatibleKeys> {
+    model.check_all_initialized()?;
     let bytes = fs::read(file).map_err(io(file, "read"))?;
-    set_model(model, from_safetensors(file, &bytes, &model_values(model))?)
+    let stored = open(file, &bytes)?;
+    let mut values = model_values(model);
+    let names: Vec<&str> = stored.names();
+    let unexpected = names.iter().filter(|name| values.iter().all(|(known, _)| known != *name));
+    let missing = values.iter().map(|(name, _)| name).filter(|name| !names.contains(&name.as_str()));
+    let mut keys = IncompatibleKeys {
+        missing: missing.filter(|name| !may_be_absent(name)).cloned().collect(),
+        unexpected: unexpected.map(|&name| name.to_owned()).collect(),
+    };
+    keys.unexpected.sort_unstable();
+    if strict && keys != IncompatibleKeys::default() {
+        return Err(CheckpointError::Keys { file: file.to_owned(), keys });
+    }
+    for (name, value) in &mut values {
+        if names.contains(&name.as_str()) {
+            *value = read_value(file, &stored, name, value, Conversion::AnyFloat)?;
+        }
+    }
+    set_model(model, values.into_iter().map(|(_, value)| value).collect())?;
+    Ok(keys)
+}
+
+/// PyTorch's batch norm did not count before version 2 of its state dict.
+fn may_be_absent(name: &str) -> bool {
+    name == "num_batches_tracked" || name.ends_with(".num_batches_tracked")
 }
 
 /// Everything that a model holds, by path.
@@ -158,17 +231,21 @@ fn contiguous_bytes(tensor: &Tensor) -> Result<Vec<u8>> {
     })
 }
 
+/// The tensors of a safetensors file.
+fn open<'a>(file: &Path, bytes: &'a [u8]) -> Result<SafeTensors<'a>> {
+    if ends_with_its_tensors(bytes) == Some(false) {
+        return Err(damaged(file, "not whole: its header describes another length"));
+    }
+    SafeTensors::deserialize(bytes).map_err(|error| damaged(file, format!("not whole: {error}")))
+}
+
 /// Reads exactly the values named in `expected`, of their kinds, shapes and types, in their order.
 pub(crate) fn from_safetensors(
     file: &Path,
     bytes: &[u8],
     expected: &[(String, Value)],
 ) -> Result<Vec<Value>> {
-    if ends_with_its_tensors(bytes) == Some(false) {
-        return Err(damaged(file, "not whole: its header describes another length"));
-    }
-    let stored =
-        SafeTensors::deserialize(bytes).map_err(|error| damaged(file, format!("not whole: {error}")))?;
+    let stored = open(file, bytes)?;
     if let Some(name) =
         stored.names().into_iter().find(|name| expected.iter().all(|(known, _)| known != name))
     {
@@ -179,7 +256,7 @@ pub(crate) fn from_safetensors(
             found: "one".into(),
         });
     }
-    expected.iter().map(|(name, like)| read_value(file, &stored, name, like)).collect()
+    expected.iter().map(|(name, like)| read_value(file, &stored, name, like, Conversion::None)).collect()
 }
 
 /// Whether the bytes end where the last tensor does; `None` if the header cannot be read.
@@ -192,7 +269,22 @@ fn ends_with_its_tensors(bytes: &[u8]) -> Option<bool> {
     Some(metadata.data_len() == rest.len() - len)
 }
 
-fn read_value(file: &Path, stored: &SafeTensors<'_>, name: &str, like: &Value) -> Result<Value> {
+/// Which types of numbers may be read into a tensor.
+#[derive(Clone, Copy, PartialEq)]
+enum Conversion {
+    /// Its own.
+    None,
+    /// Every floating-point type.
+    AnyFloat,
+}
+
+fn read_value(
+    file: &Path,
+    stored: &SafeTensors<'_>,
+    name: &str,
+    like: &Value,
+    conversion: Conversion,
+) -> Result<Value> {
     let (wanted_dtype, wanted_shape) = match like {
         Value::Tensor(tensor) => (dtype(tensor.dtype()), tensor.shape().to_vec()),
         Value::Count(_) => (Dtype::I64, Vec::new()),
@@ -205,7 +297,11 @@ fn read_value(file: &Path, stored: &SafeTensors<'_>, name: &str, like: &Value) -
         found,
     };
     let view = stored.tensor(name).map_err(|_| mismatch("no such tensor".into()))?;
-    if view.dtype() != wanted_dtype || view.shape() != wanted_shape {
+    let readable = view.dtype() == wanted_dtype
+        || (conversion == Conversion::AnyFloat
+            && wanted_dtype != Dtype::I64
+            && matches!(view.dtype(), Dtype::F16 | Dtype::BF16 | Dtype::F32 | Dtype::F64));
+    if !readable || view.shape() != wanted_shape {
         return Err(mismatch(describe(view.dtype(), view.shape())));
     }
     Ok(match like {
@@ -215,21 +311,26 @@ fn read_value(file: &Path, stored: &SafeTensors<'_>, name: &str, like: &Value) -
             Value::Count(i64::from_le_bytes(bytes))
         }
         Value::Tensor(tensor) => Value::Tensor(match tensor.dtype() {
-            DType::F32 => decode(tensor.device(), &wanted_shape, view.data(), f32::from_le_bytes)?,
-            DType::F64 => decode(tensor.device(), &wanted_shape, view.data(), f64::from_le_bytes)?,
+            DType::F32 => decode::<f32>(tensor.device(), &view)?,
+            DType::F64 => decode::<f64>(tensor.device(), &view)?,
         }),
     })
 }
 
-fn decode<T: convoke_autograd::Element, const SIZE: usize>(
-    device: &Device,
-    shape: &[usize],
-    bytes: &[u8],
-    number: impl Fn([u8; SIZE]) -> T,
-) -> Result<Tensor> {
-    Ok(Tensor::build(device, shape, MemoryFormat::Contiguous, |data: &mut [T]| {
-        for (value, bytes) in data.iter_mut().zip(bytes.chunks_exact(SIZE)) {
-            *value = number(bytes.try_into().expect("a chunk of this size"));
+/// A tensor of the numbers that `view` holds, whatever their floating-point type.
+fn decode<T: Element>(device: &Device, view: &TensorView<'_>) -> Result<Tensor> {
+    fn fill<T: Element, const SIZE: usize>(data: &mut [T], bytes: &[u8], number: impl Fn([u8; SIZE]) -> f64) {
+        for (value, bytes) in data.iter_mut().zip(bytes.as_chunks().0) {
+            *value = T::of(number(*bytes));
+        }
+    }
+    let bytes = view.data();
+    Ok(Tensor::build(device, view.shape(), MemoryFormat::Contiguous, |data: &mut [T]| {
+        match view.dtype() {
+            Dtype::F16 => fill(data, bytes, |bytes| f16::from_le_bytes(bytes).to_f64()),
+            Dtype::BF16 => fill(data, bytes, |bytes| bf16::from_le_bytes(bytes).to_f64()),
+            Dtype::F32 => fill(data, bytes, |bytes| f32::from_le_bytes(bytes).into()),
+            _ => fill(data, bytes, f64::from_le_bytes),
         }
         Ok(())
     })?)

@@ -1,6 +1,8 @@
 //! The module: a layer or a tree of layers.
 
-use convoke_autograd::{Result, Tensor};
+use std::any::Any;
+
+use convoke_autograd::{Error, Result, Tensor};
 
 use crate::{Buffer, Counter, Parameter};
 
@@ -8,7 +10,7 @@ use crate::{Buffer, Counter, Parameter};
 ///
 /// Forward takes `&self`: what it changes (running statistics, random state) lies behind shared handles, so a
 /// module can be held by a tape or shared.
-pub trait Module: Send + Sync {
+pub trait Module: Any + Send + Sync {
     /// The output for `input`.
     ///
     /// # Errors
@@ -28,6 +30,25 @@ pub trait Module: Send + Sync {
     /// Switches this module itself, not its children, between training and evaluation.
     fn set_training(&self, training: bool) {
         let _ = training;
+    }
+
+    /// Folds the batch norms in this module into the convolutions before them, for inference, and says how many.
+    ///
+    /// Containers fold their children; a batch norm without running statistics stays as it is.
+    ///
+    /// # Errors
+    /// If a batch norm and its convolution have different numbers of channels; batch norms before it are folded then,
+    /// and the module still computes the same.
+    fn fold(&mut self) -> Result<usize> {
+        Ok(0)
+    }
+
+    /// An error if this module itself does not hold its parameters yet.
+    ///
+    /// # Errors
+    /// If it is lazy and has met no input.
+    fn check_initialized(&self) -> Result<()> {
+        Ok(())
     }
 }
 
@@ -65,6 +86,12 @@ pub trait ModuleExt: Module {
         self.parameters().iter().map(|(_, parameter)| parameter.value().len()).sum()
     }
 
+    /// An error naming the path of a lazy layer that has met no input, if there is one.
+    ///
+    /// # Errors
+    /// If there is one.
+    fn check_all_initialized(&self) -> Result<()>;
+
     /// Switches the whole tree to training.
     fn train(&self);
 
@@ -84,6 +111,10 @@ impl<M: Module + ?Sized> ModuleExt for M {
         found
     }
 
+    fn check_all_initialized(&self) -> Result<()> {
+        check_initialized_below(self, "the model")
+    }
+
     fn train(&self) {
         set_training_below(self, true);
     }
@@ -98,4 +129,17 @@ fn set_training_below<M: Module + ?Sized>(module: &M, training: bool) {
     for (_, child) in module.children() {
         set_training_below(child, training);
     }
+}
+
+fn check_initialized_below<M: Module + ?Sized>(module: &M, path: &str) -> Result<()> {
+    module.check_initialized().map_err(|error| match error {
+        Error::Invalid { operation, reason } => {
+            Error::Invalid { operation, reason: format!("{path}: {reason}") }
+        }
+        other => other,
+    })?;
+    module.children().into_iter().try_for_each(|(name, child)| match path {
+        "the model" => check_initialized_below(child, name),
+        path => check_initialized_below(child, &format!("{path}.{name}")),
+    })
 }

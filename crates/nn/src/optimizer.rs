@@ -92,9 +92,10 @@ impl Optimizer {
     /// An optimizer of every parameter in the tree.
     ///
     /// # Errors
-    /// If the rule's numbers are out of range.
+    /// If the rule's numbers are out of range, or a lazy layer has no parameters yet.
     pub fn new(rule: Rule, model: &(impl Module + ?Sized)) -> Result<Optimizer> {
         check(&rule)?;
+        model.check_all_initialized()?;
         let entry = |(name, parameter): (String, Parameter)| -> Result<Entry> {
             let value = parameter.value();
             let zeros = |_: &&str| Tensor::zeros(value.device(), value.shape(), value.dtype());

@@ -93,11 +93,7 @@ impl Function for BatchNorm {
         let x = inputs[0];
         let weight = self.weight.then(|| inputs[1]);
         let bias = self.bias.then(|| inputs[1 + usize::from(self.weight)]);
-        let normalizer = Normalizer::new("batch_norm", &self.options, x, weight, bias)?;
-        let extent = x.extent("batch_norm")?;
-        let y = dispatch!(x.dtype(), T => Tensor::build(x.device(), x.shape(), x.format(), |y: &mut [T]| {
-            Ok(kernel::normalize(x.device().compute(), &extent, x.data::<T>()?, &normalizer.by::<T>()?, y)?)
-        }))?;
+        let (y, normalizer) = Normalizer::forward("batch_norm", &self.options, x, weight, bias)?;
         Ok((y, Saved { x: x.detach(), normalizer }))
     }
 
@@ -107,17 +103,10 @@ impl Function for BatchNorm {
         upstream: Tensor,
         needs: &Needs,
     ) -> Result<Vec<Option<Tensor>>> {
-        let sums = normalizer.backward_sums(&x, &upstream)?;
-        let [weight, bias] = normalizer.parameter_gradients(&x, &sums, [self.weight, self.bias])?;
-        let dx = needs.input(0).then(|| {
-            let extent = x.extent("batch_norm")?;
-            dispatch!(x.dtype(), T => Tensor::build(x.device(), x.shape(), x.format(), |dx: &mut [T]| {
-                let pair = (x.data::<T>()?, upstream.data::<T>()?);
-                let (cpu, by) = (x.device().compute(), normalizer.by::<T>()?);
-                Ok(kernel::backward_elementwise(cpu, &extent, pair, &by, normalizer.through(&sums), dx)?)
-            }))
-        });
-        let mut gradients = vec![dx.transpose()?];
+        let wanted = [self.weight && needs.input(1), self.bias && needs.input(1 + usize::from(self.weight))];
+        let (dx, sums) = normalizer.gradients(&x, &upstream, needs.input(0), wanted)?;
+        let [weight, bias] = normalizer.parameter_gradients(&x, sums.as_ref(), wanted)?;
+        let mut gradients = vec![dx];
         gradients.extend(self.weight.then_some(weight));
         gradients.extend(self.bias.then_some(bias));
         Ok(gradients)
@@ -144,43 +133,75 @@ impl Normalizer {
         weight: Option<&Tensor>,
         bias: Option<&Tensor>,
     ) -> Result<Normalizer> {
-        let extent = x.extent(operation)?;
-        let operands: Vec<&Tensor> = [Some(x), weight, bias].into_iter().flatten().collect();
-        same_dtype(operation, &operands)?;
-        check_vector(operation, "the weight", weight, extent.channels)?;
-        check_vector(operation, "the bias", bias, extent.channels)?;
-        let (moments, mean, variance) = match &options.statistics {
-            Statistics::Batch => {
-                let moments = moments(operation, &extent, x)?;
-                // An empty batch has no variance; 0 in its place keeps NaN out of the gradients of the parameters.
-                let variance = match moments.count {
-                    0 => vec![0.0; extent.channels],
-                    _ => moments.biased_variance(),
-                };
-                let mean = moments.mean.clone();
-                (Some(moments), mean.into(), variance.into())
-            }
-            Statistics::Constant { mean, variance } => (None, mean.clone(), variance.clone()),
+        let extent = check(operation, options, x, weight, bias)?;
+        let Statistics::Constant { mean, variance } = &options.statistics else {
+            let moments = dispatch!(x.dtype(), T => {
+                kernel::stats(x.device().compute(), &extent, x.data::<T>()?)?
+            });
+            let inverse_std = moments.inverse_std(options.eps, options.eps_place);
+            return Ok(Normalizer::of_batch(moments, inverse_std, options, weight, bias));
         };
-        for (what, values) in [("mean", &mean), ("variance", &variance)] {
-            if values.len() != extent.channels {
-                let reason = format!(
-                    "the {what} has {} values, the input {:?} has {} channels",
-                    values.len(),
-                    x.shape(),
-                    extent.channels
-                );
-                return Err(invalid(operation, reason));
-            }
-        }
         Ok(Normalizer {
-            moments,
-            inverse_std: kernel::inverse_std(&variance, options.eps, options.eps_place).into(),
-            mean,
+            moments: None,
+            inverse_std: kernel::inverse_std(variance, options.eps, options.eps_place).into(),
+            mean: mean.clone(),
             weight: weight.map(Tensor::detach),
             bias: bias.map(Tensor::detach),
             activation: options.activation,
         })
+    }
+
+    fn of_batch(
+        moments: Moments,
+        inverse_std: Vec<f64>,
+        options: &BatchNormOptions,
+        weight: Option<&Tensor>,
+        bias: Option<&Tensor>,
+    ) -> Normalizer {
+        Normalizer {
+            mean: moments.mean.clone().into(),
+            moments: Some(moments),
+            inverse_std: inverse_std.into(),
+            weight: weight.map(Tensor::detach),
+            bias: bias.map(Tensor::detach),
+            activation: options.activation,
+        }
+    }
+
+    /// [`Normalizer::new`], and the output.
+    fn forward(
+        operation: &'static str,
+        options: &BatchNormOptions,
+        x: &Tensor,
+        weight: Option<&Tensor>,
+        bias: Option<&Tensor>,
+    ) -> Result<(Tensor, Normalizer)> {
+        let cpu = x.device().compute();
+        if let Statistics::Constant { .. } = options.statistics {
+            let normalizer = Normalizer::new(operation, options, x, weight, bias)?;
+            let extent = x.extent(operation)?;
+            let y = dispatch!(x.dtype(), T => x.build_like(|y: &mut [T]| {
+                Ok(kernel::normalize(cpu, &extent, x.data::<T>()?, &normalizer.by::<T>()?, y)?)
+            }))?;
+            return Ok((y, normalizer));
+        }
+        let extent = check(operation, options, x, weight, bias)?;
+        let mut statistics = None;
+        let y = dispatch!(x.dtype(), T => {
+            let layer = kernel::Affine {
+                weight: weight.map(|weight| weight.data::<T>()).transpose()?,
+                bias: bias.map(|bias| bias.data::<T>()).transpose()?,
+                eps: options.eps,
+                eps_place: options.eps_place,
+                activation: options.activation,
+            };
+            x.build_like(|y: &mut [T]| {
+                statistics = Some(kernel::forward_training(cpu, &extent, x.data::<T>()?, &layer, y)?);
+                Ok(())
+            })
+        })?;
+        let (moments, inverse_std) = statistics.expect("set by what built y");
+        Ok((y, Normalizer::of_batch(moments, inverse_std, options, weight, bias)))
     }
 
     /// What the kernels take.
@@ -194,26 +215,65 @@ impl Normalizer {
         })
     }
 
-    pub(super) fn backward_sums(&self, x: &Tensor, dy: &Tensor) -> Result<BackwardSums> {
+    /// The gradient of x, if `for_x`, and the sums for those `wanted` of weight and bias.
+    fn gradients(
+        &self,
+        x: &Tensor,
+        dy: &Tensor,
+        for_x: bool,
+        wanted: [bool; 2],
+    ) -> Result<(Option<Tensor>, Option<BackwardSums>)> {
         let extent = x.extent("batch_norm backward")?;
+        let cpu = x.device().compute();
         dispatch!(x.dtype(), T => {
-            let cpu = x.device().compute();
-            Ok(kernel::backward_reduce(cpu, &extent, x.data::<T>()?, dy.data::<T>()?, &self.by::<T>()?)?)
+            let (pair, by) = ((x.data::<T>()?, dy.data::<T>()?), self.by::<T>()?);
+            if for_x && self.moments.is_some() {
+                let mut sums = None;
+                let dx = x.build_like(|dx: &mut [T]| {
+                    sums = Some(kernel::backward_training(cpu, &extent, pair, &by, dx)?);
+                    Ok(())
+                })?;
+                return Ok((Some(dx), sums));
+            }
+            let sums = self.backward_sums(x, dy, for_x, wanted)?;
+            let gradient = |dx: &mut [T]| Ok(kernel::backward_elemt(cpu, &extent, pair, &by, None, dx)?);
+            Ok((for_x.then(|| x.build_like(gradient)).transpose()?, sums))
         })
     }
 
-    /// The sums, if gradients flow through the statistics.
-    pub(super) fn through<'a>(&self, sums: &'a BackwardSums) -> Option<(&'a BackwardSums, usize)> {
-        self.moments.as_ref().map(|moments| (sums, moments.count))
+    /// The sums that the gradient of x (if `for_x`) and those `wanted` of weight and bias need, if they need any.
+    pub(super) fn backward_sums(
+        &self,
+        x: &Tensor,
+        dy: &Tensor,
+        for_x: bool,
+        wanted: [bool; 2],
+    ) -> Result<Option<BackwardSums>> {
+        let through_statistics = for_x && self.moments.is_some();
+        if !through_statistics && !wanted.contains(&true) {
+            return Ok(None);
+        }
+        let extent = x.extent("batch_norm backward")?;
+        let sums = dispatch!(x.dtype(), T => {
+            let cpu = x.device().compute();
+            kernel::backward_reduce(cpu, &extent, x.data::<T>()?, dy.data::<T>()?, &self.by::<T>()?)?
+        });
+        Ok(Some(sums))
     }
 
-    /// Gradients of weight and bias, where the layer has them.
+    /// The sums, if gradients flow through the statistics.
+    pub(super) fn through<'a>(&self, sums: Option<&'a BackwardSums>) -> Option<(&'a BackwardSums, usize)> {
+        sums.zip(self.moments.as_ref()).map(|(sums, moments)| (sums, moments.count))
+    }
+
+    /// Those `wanted` of the gradients of weight and bias.
     pub(super) fn parameter_gradients(
         &self,
         like: &Tensor,
-        sums: &BackwardSums,
-        has: [bool; 2],
+        sums: Option<&BackwardSums>,
+        wanted: [bool; 2],
     ) -> Result<[Option<Tensor>; 2]> {
+        let Some(sums) = sums else { return Ok([None, None]) };
         let vector = |value: &dyn Fn(usize) -> f64| {
             let (device, format) = (like.device(), MemoryFormat::Contiguous);
             dispatch!(like.dtype(), T => Tensor::build(device, &[self.mean.len()], format, |out: &mut [T]| {
@@ -221,18 +281,43 @@ impl Normalizer {
                 Ok(())
             }))
         };
-        let weight = has[0].then(|| vector(&|channel| sums.g_centered[channel] * self.inverse_std[channel]));
-        let bias = has[1].then(|| vector(&|channel| sums.g[channel]));
+        let weight =
+            wanted[0].then(|| vector(&|channel| sums.g_centered[channel] * self.inverse_std[channel]));
+        let bias = wanted[1].then(|| vector(&|channel| sums.g[channel]));
         Ok([weight.transpose()?, bias.transpose()?])
     }
 }
 
-/// The batch's moments; PyTorch's error for a single value a channel. No values at all give zeros.
-fn moments(operation: &'static str, extent: &Extent, x: &Tensor) -> Result<Moments> {
-    if extent.batch * extent.spatial == 1 {
-        let reason =
-            format!("Expected more than 1 value per channel when training, got input size {:?}", x.shape());
-        return Err(invalid(operation, reason));
+/// The extent of `x`, if everything fits it; PyTorch's error for a single value a channel in training.
+fn check(
+    operation: &'static str,
+    options: &BatchNormOptions,
+    x: &Tensor,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+) -> Result<Extent> {
+    let extent = x.extent(operation)?;
+    let operands: Vec<&Tensor> = [Some(x), weight, bias].into_iter().flatten().collect();
+    same_dtype(operation, &operands)?;
+    check_vector(operation, "the weight", weight, extent.channels)?;
+    check_vector(operation, "the bias", bias, extent.channels)?;
+    match &options.statistics {
+        Statistics::Batch if extent.batch * extent.spatial == 1 => {
+            let shape = x.shape();
+            let reason =
+                format!("Expected more than 1 value per channel when training, got input size {shape:?}");
+            Err(invalid(operation, reason))
+        }
+        Statistics::Batch => Ok(extent),
+        Statistics::Constant { mean, variance } => {
+            let given = [("mean", mean.len()), ("variance", variance.len())];
+            let Some((what, found)) = given.into_iter().find(|&(_, found)| found != extent.channels) else {
+                return Ok(extent);
+            };
+            let (shape, channels) = (x.shape(), extent.channels);
+            let reason =
+                format!("the {what} has {found} values, the input {shape:?} has {channels} channels");
+            Err(invalid(operation, reason))
+        }
     }
-    dispatch!(x.dtype(), T => Ok(kernel::moments(x.device().compute(), extent, x.data::<T>()?)?))
 }

@@ -97,21 +97,25 @@ impl Function for ConvBn {
 
     fn backward(&self, saved: Saved, upstream: Tensor, needs: &Needs) -> Result<Vec<Option<Tensor>>> {
         let Saved { x, weight, bias, normalizer } = saved;
+        let wanted = self.places().map(|place| place.is_some_and(|place| needs.input(place)));
+        let through_norm = needs.input(0) || needs.input(1) || wanted[0];
         // The same algorithm on the same input: the same bits as in forward, so the ReLU mask is the same too.
         let mut y = conv2d::forward("conv_bn2d", &self.convolution, &x, &weight, bias.as_ref())?;
-        let sums = normalizer.backward_sums(&y, &upstream)?;
-        let [gamma, beta] = normalizer.parameter_gradients(&y, &sums, [self.has[1], self.has[2]])?;
+        let sums = normalizer.backward_sums(&y, &upstream, through_norm, [wanted[1], wanted[2]])?;
+        let [gamma, beta] = normalizer.parameter_gradients(&y, sums.as_ref(), [wanted[1], wanted[2]])?;
         let extent = y.extent("conv_bn2d")?;
         let cpu = x.device().compute();
-        dispatch!(x.dtype(), T => {
-            let (by, through) = (normalizer.by::<T>()?, normalizer.through(&sums));
-            let dy = upstream.data::<T>()?;
-            y.update(|y: &mut [T]| Ok(kernel::backward_elementwise_in_place(cpu, &extent, dy, &by, through, y)?))
-        })?;
+        if through_norm {
+            dispatch!(x.dtype(), T => {
+                let (by, through) = (normalizer.by::<T>()?, normalizer.through(sums.as_ref()));
+                let dy = upstream.data::<T>()?;
+                y.update(|y: &mut [T]| Ok(kernel::backward_elemt_in_place(cpu, &extent, dy, &by, through, y)?))
+            })?;
+        }
         drop(upstream);
         let dy = y;
         let problem = self.convolution.problem("conv_bn2d", &x, &weight)?;
-        let bias = self.has[0].then(|| conv2d::bias_gradient(&dy)).transpose()?;
+        let bias = wanted[0].then(|| conv2d::bias_gradient(&dy)).transpose()?;
         let weight_gradient =
             needs.input(1).then(|| conv2d::backward_weights(&problem, &x, &dy)).transpose()?;
         drop(x);

@@ -10,7 +10,7 @@ use convoke::nn::models::Model;
 use convoke::nn::modules::ConvBnMode;
 
 use super::tuning::TuningArgs;
-use super::tuning_args::{BenchArgs, CacheArgs, TuneArgs};
+use super::tuning_args::{BenchArgs, BenchNormArgs, CacheArgs, TuneArgs};
 
 /// Train convolutional networks on CPUs, with fused convolution + batch norm that needs a fraction of the memory.
 #[derive(Parser)]
@@ -50,6 +50,15 @@ pub(crate) enum Command {
         convoke bench --suite resnet50.txt --threads 1 --report bench.html --json bench.json\n  \
         convoke bench mb1ic3ih224oc64kh7sh2ph3 --only 'im2col*,winograd*'")]
     Bench(BenchArgs),
+    /// Time batch norm's training passes, and show how near they come to the speed at which memory can be copied.
+    ///
+    /// GB/s count what each direction must move: forward reads the input twice and writes the output, backward reads
+    /// input and gradient twice and writes a gradient. Tensors that caches hold exceed the copying of memory.
+    #[command(after_help = "Examples:\n  \
+        convoke bench-norm\n  \
+        convoke bench-norm 64x64x56x56 --relu --format nhwc --threads 1\n  \
+        convoke bench-norm 32x128 32x64x8x28x28 --json -")]
+    BenchNorm(BenchNormArgs),
     /// Measure which algorithm is fastest for convolutions, and keep the results for later runs.
     ///
     /// What is known and up to date is not measured again.

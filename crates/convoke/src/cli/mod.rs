@@ -4,6 +4,7 @@
 
 mod args;
 mod bench;
+mod bench_norm;
 mod cache;
 mod chart;
 mod compare;
@@ -49,6 +50,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Train(args) => train::run(&args),
         Command::Compare(args) => compare::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::BenchNorm(args) => bench_norm::run(&args),
         Command::Tune(args) => tune::run(&args),
         Command::Cache(args) => cache::run(&args),
         Command::Info => info::run(),

@@ -45,6 +45,33 @@ pub(crate) struct BenchArgs {
 }
 
 #[derive(ClapArgs)]
+pub(crate) struct BenchNormArgs {
+    /// Shapes, N x C x ... [default: four of common networks].
+    #[arg(value_name = "SHAPE", default_values = ["256x32x26x26", "64x64x56x56", "64x256x14x14", "64x512x7x7"])]
+    pub(crate) shapes: Vec<String>,
+
+    /// Memory formats of the tensors.
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = [FormatName::Nhwc, FormatName::Nchw])]
+    pub(crate) format: Vec<FormatName>,
+
+    /// With a ReLU in the same operation.
+    #[arg(long)]
+    pub(crate) relu: bool,
+
+    /// Time for one shape in one format.
+    #[arg(long, value_name = "SECONDS", default_value = "0.5", value_parser = positive)]
+    pub(crate) budget: f64,
+
+    /// Threads that kernels use [default: all of this machine's].
+    #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..=1024))]
+    pub(crate) threads: Option<u16>,
+
+    /// Write the results as JSON; `-` is standard output, and then nothing else goes there.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+}
+
+#[derive(ClapArgs)]
 pub(crate) struct TuneArgs {
     #[command(flatten)]
     pub(crate) problems: ProblemArgs,

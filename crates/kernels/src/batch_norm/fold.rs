@@ -35,9 +35,7 @@ pub fn fold<T: Element>(
 ) -> Result<()> {
     let operation = "batch norm folding";
     let channels = by.mean.len();
-    check_len(operation, "the inverse standard deviation", by.inverse_std.len(), channels)?;
-    check_len(operation, "gamma", by.weight.map_or(channels, <[T]>::len), channels)?;
-    check_len(operation, "beta", by.bias.map_or(channels, <[T]>::len), channels)?;
+    by.check(operation, channels)?;
     check_len(operation, "the convolution's bias", bias.len(), channels)?;
     // Filters in runs of one output channel, which change from run to run through a group's.
     let (run, of_group, groups) = match order {
@@ -50,9 +48,7 @@ pub fn fold<T: Element>(
             format!("{} weights are not filters of {channels} output channels, {order:?}", weight.len());
         return Err(invalid(operation, reason));
     }
-    let scale: Vec<f64> = (0..channels)
-        .map(|channel| by.weight.map_or(1.0, |gamma| gamma[channel].f64()) * by.inverse_std[channel])
-        .collect();
+    let scale: Vec<f64> = (0..channels).map(|channel| by.scale(channel)).collect();
     let group_len = weight.len() / groups;
     for (group, weight) in weight.chunks_mut(group_len).enumerate() {
         for (index, filter) in weight.chunks_mut(run).enumerate() {

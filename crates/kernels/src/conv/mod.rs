@@ -18,7 +18,6 @@ mod pointwise;
 mod problem;
 mod reference;
 mod small_channels;
-mod stream;
 mod winograd;
 mod workspace;
 

@@ -17,7 +17,7 @@ pub struct BatchNormConfig {
     /// Of the new or of the old value in the running statistics, as the convention says; `None` is the average over
     /// all batches so far.
     pub momentum: Option<f64>,
-    /// Whether there are weight and bias.
+    /// Whether there are weight and bias. For one of them only, set the other field of the layer to `None`.
     pub affine: bool,
     /// Whether running statistics are kept; without them evaluation uses the batch's.
     pub track_running_stats: bool,
@@ -63,8 +63,30 @@ pub struct BatchNorm<const SPATIAL: usize> {
     running: Option<Running>,
     channels: usize,
     config: BatchNormConfig,
+    mode: NormMode,
+}
+
+/// The switches of a layer.
+#[derive(Debug)]
+struct NormMode {
     training: AtomicBool,
     frozen: AtomicBool,
+    track_running_stats: AtomicBool,
+}
+
+impl NormMode {
+    fn new(config: &BatchNormConfig) -> NormMode {
+        NormMode {
+            training: true.into(),
+            frozen: false.into(),
+            track_running_stats: config.track_running_stats.into(),
+        }
+    }
+
+    /// Whether the batch's statistics normalise and the running ones move.
+    fn uses_batch(&self) -> bool {
+        self.training.load(Ordering::Relaxed) && !self.frozen.load(Ordering::Relaxed)
+    }
 }
 
 struct Running {
@@ -125,9 +147,18 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
             running,
             channels,
             config,
-            training: AtomicBool::new(true),
-            frozen: AtomicBool::new(false),
+            mode: NormMode::new(&config),
         })
+    }
+
+    /// C.
+    pub fn num_features(&self) -> usize {
+        self.channels
+    }
+
+    /// How the layer was made.
+    pub fn config(&self) -> &BatchNormConfig {
+        &self.config
     }
 
     /// Running mean, C, if kept.
@@ -150,16 +181,105 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
     /// For fine-tuning with batches too small for statistics of their own. Weight and bias still train, unless
     /// [`Parameter::set_trained`] freezes them too. A layer that keeps no running statistics has none to fix.
     pub fn set_frozen(&self, frozen: bool) {
-        self.frozen.store(frozen, Ordering::Relaxed);
+        self.mode.frozen.store(frozen, Ordering::Relaxed);
     }
 
     /// Whether [`BatchNorm::set_frozen`] has fixed the statistics.
     pub fn is_frozen(&self) -> bool {
-        self.frozen.load(Ordering::Relaxed)
+        self.mode.frozen.load(Ordering::Relaxed)
     }
 
-    fn is_training(&self) -> bool {
-        self.training.load(Ordering::Relaxed) && !self.is_frozen()
+    /// Stops running statistics from moving in training, or lets them move again, as setting PyTorch's attribute
+    /// `track_running_stats` of a layer that exists.
+    ///
+    /// As there, evaluation still uses the running statistics that the layer has, and a layer that was made without
+    /// them has none whatever is set here: only [`BatchNormConfig::track_running_stats`] decides that.
+    pub fn set_track_running_stats(&self, track: bool) {
+        self.mode.track_running_stats.store(track, Ordering::Relaxed);
+    }
+
+    /// Whether running statistics move in training, if the layer has them.
+    pub fn track_running_stats(&self) -> bool {
+        self.mode.track_running_stats.load(Ordering::Relaxed)
+    }
+
+    /// Running mean 0, running variance 1, no batches seen.
+    ///
+    /// # Errors
+    /// If there is no memory.
+    pub fn reset_running_stats(&self) -> Result<()> {
+        let Some(running) = &self.running else { return Ok(()) };
+        for (buffer, value) in [(&running.mean, 0.0), (&running.var, 1.0)] {
+            let old = buffer.value();
+            buffer.set(&Tensor::full(old.device(), old.shape(), old.dtype(), value)?)?;
+        }
+        running.batches.set(0);
+        Ok(())
+    }
+
+    /// As new: [`BatchNorm::reset_running_stats`], weight 1 and bias 0.
+    ///
+    /// # Errors
+    /// If there is no memory.
+    pub fn reset_parameters(&self) -> Result<()> {
+        self.reset_running_stats()?;
+        for (parameter, value) in [(&self.weight, 1.0), (&self.bias, 0.0)] {
+            let Some(parameter) = parameter else { continue };
+            let old = parameter.value();
+            parameter.set(&Tensor::full(old.device(), old.shape(), old.dtype(), value)?)?;
+        }
+        Ok(())
+    }
+
+    /// The names of what the layer holds in the order of Keras' `get_weights()`: gamma, beta, moving_mean and
+    /// moving_variance, those it has.
+    fn keras_order(&self) -> Vec<(&'static str, Slot<'_>)> {
+        let parameters = [("gamma", &self.weight), ("beta", &self.bias)];
+        let parameters =
+            parameters.into_iter().filter_map(|(name, value)| Some((name, Slot::Parameter(value.as_ref()?))));
+        let running = self.running.iter().flat_map(|running| {
+            [("moving_mean", Slot::Buffer(&running.mean)), ("moving_variance", Slot::Buffer(&running.var))]
+        });
+        parameters.chain(running).collect()
+    }
+
+    /// The arrays of Keras' `layer.get_weights()`: gamma, beta, moving_mean and moving_variance, those the layer has.
+    ///
+    /// # Errors
+    /// None that are known: the arrays are this layer's own.
+    pub fn keras_weights(&self) -> Result<Vec<Vec<f64>>> {
+        self.keras_order().iter().map(|(_, slot)| to_f64(&slot.value())).collect()
+    }
+
+    /// Takes the arrays of Keras' `layer.get_weights()`: gamma, beta, moving_mean and moving_variance. As there, a layer
+    /// without weight (`scale=False`), bias (`center=False`) or running statistics goes without the array.
+    ///
+    /// The moving variance is taken as it is. Where another convention accumulated it, [`Convention::convert_variance`]
+    /// turns it into this layer's.
+    ///
+    /// # Errors
+    /// If there are too few or too many arrays, or one does not hold a number a channel: nothing has changed then.
+    pub fn set_keras_weights(&self, arrays: &[&[f64]]) -> Result<()> {
+        let slots = self.keras_order();
+        let refused = |reason: String| Err(Error::Invalid { operation: "set_keras_weights", reason });
+        if arrays.len() != slots.len() {
+            let names: Vec<_> = slots.iter().map(|(name, _)| *name).collect();
+            return refused(format!("found {} arrays, expected {}: {names:?}", arrays.len(), slots.len()));
+        }
+        let wrong = slots.iter().zip(arrays).find(|(_, array)| array.len() != self.channels);
+        if let Some(((name, _), array)) = wrong {
+            return refused(format!(
+                "{name} has {} values, the layer {} channels",
+                array.len(),
+                self.channels
+            ));
+        }
+        let tensors: Vec<Tensor> = slots
+            .iter()
+            .zip(arrays)
+            .map(|((_, slot), array)| like(&slot.value(), array))
+            .collect::<Result<_>>()?;
+        slots.iter().zip(&tensors).try_for_each(|((_, slot), tensor)| slot.set(tensor))
     }
 
     /// What the operation needs to know in the present mode, for an input of `channels` channels.
@@ -170,19 +290,16 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
             return Err(Error::Invalid { operation: Self::NAME, reason });
         }
         let statistics = match &self.running {
-            Some(running) if !self.is_training() => running.statistics()?,
+            Some(running) if !self.mode.uses_batch() => running.statistics()?,
             _ => Statistics::Batch,
         };
         Ok(self.options_with(statistics, activation))
     }
 
-    /// What the operation needs to know in evaluation, by running statistics.
-    pub(super) fn evaluation(&self) -> Result<BatchNormOptions> {
-        let Some(running) = &self.running else {
-            let reason = "the layer keeps no running statistics".into();
-            return Err(Error::Invalid { operation: Self::NAME, reason });
-        };
-        Ok(self.options_with(running.statistics()?, Activation::Identity))
+    /// What the operation needs to know in evaluation; `None` without running statistics.
+    pub(super) fn evaluation(&self) -> Result<Option<BatchNormOptions>> {
+        let statistics = self.running.as_ref().map(Running::statistics).transpose()?;
+        Ok(statistics.map(|statistics| self.options_with(statistics, Activation::Identity)))
     }
 
     fn options_with(&self, statistics: Statistics, activation: Activation) -> BatchNormOptions {
@@ -192,7 +309,8 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
 
     /// Moves the running statistics towards a batch's, in training. Once a forward, never in a recomputation.
     pub(super) fn observe(&self, moments: Option<&Moments>) -> Result<()> {
-        let (Some(running), Some(moments), true) = (&self.running, moments, self.is_training()) else {
+        let moves = self.mode.uses_batch() && self.track_running_stats();
+        let (Some(running), Some(moments), true) = (&self.running, moments, moves) else {
             return Ok(());
         };
         if moments.count == 0 {
@@ -207,14 +325,23 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
         }
     }
 
-    /// The layer followed by `activation`.
-    pub(super) fn forward_with(&self, input: &Tensor, activation: Activation) -> Result<Tensor> {
+    /// PyTorch's error for an input of the wrong rank.
+    pub(super) fn check_rank(input: &Tensor) -> Result<()> {
         let rank = input.shape().len();
         if rank != SPATIAL + 2 && (SPATIAL, rank) != (1, 2) {
             let expected = if SPATIAL == 1 { "2D or 3D".into() } else { format!("{}D", SPATIAL + 2) };
             let reason = format!("expected {expected} input (got {rank}D input)");
             return Err(Error::Invalid { operation: Self::NAME, reason });
         }
+        Ok(())
+    }
+
+    /// The layer and an activation behind it as one operation, which saves a pass over memory in each direction.
+    ///
+    /// # Errors
+    /// If the input does not fit the layer.
+    pub fn forward_with(&self, input: &Tensor, activation: Activation) -> Result<Tensor> {
+        Self::check_rank(input)?;
         let (weight, bias) =
             (self.weight.as_ref().map(Parameter::value), self.bias.as_ref().map(Parameter::value));
         let (output, moments) = ops::batch_norm(
@@ -248,7 +375,29 @@ impl<const SPATIAL: usize> Module for BatchNorm<SPATIAL> {
     }
 
     fn set_training(&self, training: bool) {
-        self.training.store(training, Ordering::Relaxed);
+        self.mode.training.store(training, Ordering::Relaxed);
+    }
+}
+
+/// A parameter or a buffer.
+enum Slot<'a> {
+    Parameter(&'a Parameter),
+    Buffer(&'a Buffer),
+}
+
+impl Slot<'_> {
+    fn value(&self) -> Tensor {
+        match self {
+            Slot::Parameter(parameter) => parameter.value(),
+            Slot::Buffer(buffer) => buffer.value(),
+        }
+    }
+
+    fn set(&self, value: &Tensor) -> Result<()> {
+        match self {
+            Slot::Parameter(parameter) => parameter.set(value),
+            Slot::Buffer(buffer) => buffer.set(value),
+        }
     }
 }
 
@@ -257,4 +406,16 @@ fn to_f64(tensor: &Tensor) -> Result<Vec<f64>> {
         DType::F32 => tensor.data::<f32>()?.iter().map(|&x| f64::from(x)).collect(),
         DType::F64 => tensor.data::<f64>()?.to_vec(),
     })
+}
+
+/// A vector of these values, of the type and on the device of another tensor.
+fn like(tensor: &Tensor, values: &[f64]) -> Result<Tensor> {
+    let (device, shape) = (tensor.device(), [values.len()]);
+    match tensor.dtype() {
+        DType::F32 => {
+            let values: Vec<f32> = values.iter().map(|&value| value as f32).collect();
+            Tensor::from_slice(device, &shape, &values)
+        }
+        DType::F64 => Tensor::from_slice(device, &shape, values),
+    }
 }

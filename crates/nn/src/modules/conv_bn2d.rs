@@ -30,8 +30,8 @@ impl std::fmt::Display for ConvBnMode {
 pub struct ConvBn2d {
     /// The convolution.
     pub conv: Conv2d,
-    /// The batch norm over its output.
-    pub bn: BatchNorm2d,
+    /// The batch norm over its output; `None` once [`Module::fold`] has made it a part of the convolution.
+    pub bn: Option<BatchNorm2d>,
     activation: Activation,
     mode: ConvBnMode,
 }
@@ -39,48 +39,58 @@ pub struct ConvBn2d {
 impl ConvBn2d {
     /// Joins two layers; `bn` must have as many channels as `conv` gives, which forward checks.
     pub fn new(conv: Conv2d, bn: BatchNorm2d, activation: Activation, mode: ConvBnMode) -> ConvBn2d {
-        ConvBn2d { conv, bn, activation, mode }
+        ConvBn2d { conv, bn: Some(bn), activation, mode }
     }
+}
 
-    /// The convolution, with a bias, that computes what this block does in evaluation, before its activation.
-    ///
-    /// # Errors
-    /// If the batch norm keeps no running statistics, or has another number of channels than the convolution gives.
-    pub fn fold(&self) -> Result<Conv2d> {
-        let norm = self.bn.evaluation()?;
-        let (weight, bias) = self.with_parameters(|parameters| fold_conv_bn2d(parameters, &norm))?;
-        Ok(Conv2d::from_parts(Parameter::new(&weight), Some(Parameter::new(&bias)), *self.conv.options()))
-    }
+/// The convolution, with a bias, that computes what this one and `bn` do in evaluation; `None` without running statistics.
+pub(super) fn folded(conv: &Conv2d, bn: &BatchNorm2d) -> Result<Option<Conv2d>> {
+    let Some(norm) = bn.evaluation()? else { return Ok(None) };
+    let (weight, bias) = with_parameters(conv, bn, |parameters| fold_conv_bn2d(parameters, &norm))?;
+    Ok(Some(Conv2d::from_parts(Parameter::new(&weight), Some(Parameter::new(&bias)), *conv.options())))
+}
 
-    fn with_parameters<R>(&self, run: impl FnOnce(&ConvBnParameters<'_>) -> R) -> R {
-        let [bias, gamma, beta] =
-            [&self.conv.bias, &self.bn.weight, &self.bn.bias].map(|p| p.as_ref().map(Parameter::value));
-        run(&ConvBnParameters {
-            weight: &self.conv.weight.value(),
-            bias: bias.as_ref(),
-            gamma: gamma.as_ref(),
-            beta: beta.as_ref(),
-        })
-    }
+fn with_parameters<R>(conv: &Conv2d, bn: &BatchNorm2d, run: impl FnOnce(&ConvBnParameters<'_>) -> R) -> R {
+    let [bias, gamma, beta] = [&conv.bias, &bn.weight, &bn.bias].map(|p| p.as_ref().map(Parameter::value));
+    run(&ConvBnParameters {
+        weight: &conv.weight.value(),
+        bias: bias.as_ref(),
+        gamma: gamma.as_ref(),
+        beta: beta.as_ref(),
+    })
 }
 
 impl Module for ConvBn2d {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
-        if self.mode == ConvBnMode::Separate {
-            let normalized = self.bn.forward(&self.conv.forward(input)?)?;
+        let Some(bn) = self.bn.as_ref().filter(|_| self.mode == ConvBnMode::Fused) else {
+            let mut y = self.conv.forward(input)?;
+            if let Some(bn) = &self.bn {
+                y = bn.forward(&y)?;
+            }
             return match self.activation {
-                Activation::Identity => Ok(normalized),
-                Activation::Relu => normalized.relu(),
+                Activation::Identity => Ok(y),
+                Activation::Relu => y.relu(),
             };
-        }
-        let norm = self.bn.options(self.conv.weight.value().shape()[0], self.activation)?;
-        let (output, moments) =
-            self.with_parameters(|parameters| ops::conv_bn2d(input, parameters, self.conv.options(), &norm))?;
-        self.bn.observe(moments.as_ref())?;
+        };
+        let norm = bn.options(self.conv.weight.value().shape()[0], self.activation)?;
+        let (output, moments) = with_parameters(&self.conv, bn, |parameters| {
+            ops::conv_bn2d(input, parameters, self.conv.options(), &norm)
+        })?;
+        bn.observe(moments.as_ref())?;
         Ok(output)
     }
 
+    fn fold(&mut self) -> Result<usize> {
+        let Some(conv) = self.bn.as_ref().map(|bn| folded(&self.conv, bn)).transpose()?.flatten() else {
+            return Ok(0);
+        };
+        self.conv = conv;
+        self.bn = None;
+        Ok(1)
+    }
+
     fn children(&self) -> Vec<(&str, &dyn Module)> {
-        vec![("conv", &self.conv), ("bn", &self.bn)]
+        let bn = self.bn.iter().map(|bn| ("bn", bn as &dyn Module));
+        [("conv", &self.conv as &dyn Module)].into_iter().chain(bn).collect()
     }
 }

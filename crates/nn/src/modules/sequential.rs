@@ -1,7 +1,11 @@
 //! Layers one after the other.
 
+use std::any::Any;
+
 use convoke_autograd::{Error, Result, Tensor};
 
+use super::conv_bn2d::folded;
+use super::{BatchNorm2d, Conv2d, LazyBatchNorm2d};
 use crate::Module;
 
 /// Modules that run one after the other, each with a name.
@@ -47,7 +51,33 @@ impl Module for Sequential {
         Ok(x)
     }
 
+    /// Also a `Conv2d` that a `BatchNorm2d` follows: the batch norm is removed, the other names stay.
+    fn fold(&mut self) -> Result<usize> {
+        let mut count = 0;
+        let mut index = 0;
+        while index < self.modules.len() {
+            count += self.modules[index].1.fold()?;
+            if let [(_, first), (_, second), ..] = &mut self.modules[index..]
+                && let Some(conv) = (first.as_mut() as &mut dyn Any).downcast_mut::<Conv2d>()
+                && let Some(bn) = batch_norm(second.as_ref())
+                && let Some(replacement) = folded(conv, bn)?
+            {
+                *conv = replacement;
+                self.modules.remove(index + 1);
+                count += 1;
+            }
+            index += 1;
+        }
+        Ok(count)
+    }
+
     fn children(&self) -> Vec<(&str, &dyn Module)> {
         self.modules.iter().map(|(name, module)| (name.as_str(), module.as_ref())).collect()
     }
+}
+
+/// The batch norm that a module is.
+fn batch_norm(module: &dyn Module) -> Option<&BatchNorm2d> {
+    let module = module as &dyn Any;
+    module.downcast_ref().or_else(|| module.downcast_ref::<LazyBatchNorm2d>()?.layer())
 }

@@ -3,7 +3,7 @@
 use pulp::{MemMask, Simd};
 
 use super::gather::{Gather, Phase};
-use crate::conv::stream::prefetch_to_l2;
+use crate::stream::prefetch_to_l2;
 
 /// Output pixels that share the loads of weights and inputs.
 pub(super) const BLOCK: usize = 8;

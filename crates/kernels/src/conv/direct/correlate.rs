@@ -8,8 +8,8 @@ use super::registers::{by_block, even_parts, fitting, last_mask, most_rows};
 use super::slab::Reading;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::{ConvProblem, Pass};
-use crate::conv::stream;
 use crate::conv::workspace::{LINE, aligned};
+use crate::stream;
 use crate::{Cpu, Isa, simd};
 
 /// Floats of a panel that are multiplied before the next channels are: half of a common L2 cache.

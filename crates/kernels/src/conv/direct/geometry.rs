@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use super::slab::Places;
 use crate::conv::problem::ConvAxis;
-use crate::conv::stream::prefetch_to_l2;
+use crate::stream::prefetch_to_l2;
 
 /// A kernel element along one axis, as the targets of one phase meet it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -10,8 +10,8 @@ use pulp::Simd;
 
 use crate::Cpu;
 use crate::conv::problem::ConvProblem;
-use crate::conv::stream::prefetch_to_l2;
 use crate::conv::workspace::LINE;
+use crate::stream::prefetch_to_l2;
 
 /// Floats of a slab: a quarter of a common L2 cache.
 const SLAB: usize = 64 * 1024;

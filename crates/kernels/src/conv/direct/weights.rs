@@ -10,8 +10,8 @@ use super::registers::{by_block, even_parts, fitting, last_mask, most_rows};
 use super::slab::{Reading, prefetch};
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
-use crate::conv::stream;
 use crate::conv::workspace::{LINE, aligned};
+use crate::stream;
 use crate::{Cpu, Isa, simd};
 
 /// Output pixels whose gradients are packed and used together: a panel of them stays in the L1 cache.

@@ -7,9 +7,9 @@ use super::rows::InputRows;
 use super::{pack, place_in_filter, taps};
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
-use crate::conv::stream;
 use crate::conv::workspace::{LINE, aligned};
 use crate::gemm::Update;
+use crate::stream;
 use crate::{Cpu, MemoryFormat, simd};
 
 /// Forward of one problem.

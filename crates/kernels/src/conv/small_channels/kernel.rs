@@ -2,9 +2,9 @@
 
 use pulp::{MemMask, Simd, WithSimd};
 
-use crate::conv::stream;
 use crate::conv::workspace::LINE;
 use crate::gemm::Update;
+use crate::stream;
 
 /// Rows of the largest block for vectors of this many lanes: what 32 or 16 registers hold beside two vectors of B.
 pub(super) fn block_rows(lanes: usize) -> usize {

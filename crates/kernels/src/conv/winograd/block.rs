@@ -6,8 +6,9 @@ use pulp::{Simd, WithSimd};
 
 use super::forward::{Call, Tiles};
 use super::geometry::Tile;
-use super::memory::{Shared, load, store};
+use super::memory::{load, store};
 use super::transforms::{Filter, Output, Transform};
+use crate::shared::Shared;
 
 /// Tiles that the matrix kernel multiplies at once: with two vectors of outputs, enough sums to hide the latency of
 /// multiply-adds, and few enough to stay in registers.
@@ -24,7 +25,7 @@ pub(super) struct TransformInputs<'a, F> {
     pub(super) tiles: Range<usize>,
     /// Where the block starts.
     pub(super) first: usize,
-    pub(super) to: Shared<'a>,
+    pub(super) to: Shared<'a, f32>,
 }
 
 impl<F: Filter> WithSimd for TransformInputs<'_, F> {

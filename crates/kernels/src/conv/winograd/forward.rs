@@ -6,10 +6,11 @@ use super::block::{Multiply, TransformInputs, TransformOutputs, rows};
 use super::filters::{Filters, TransformFilters};
 use super::geometry::{Geometry, SKEW};
 use super::groups::GroupKernel;
-use super::memory::{LANES, Shared};
+use super::memory::LANES;
 use super::transforms::Filter;
 use crate::Cpu;
 use crate::conv::problem::ConvProblem;
+use crate::shared::Shared;
 use crate::simd;
 
 /// Which convolution the tiles compute.
@@ -156,7 +157,7 @@ impl<F: Filter> GroupKernel for Tiles<F> {
         cpu: &Cpu,
         group: usize,
         [x, weight]: [&[f32]; 2],
-        output: Shared<'_>,
+        output: Shared<'_, f32>,
         workspace: &mut [f32],
     ) {
         let geometry = Geometry { group, ..self.geometry };
@@ -168,7 +169,7 @@ impl<F: Filter> GroupKernel for Tiles<F> {
 
 impl<F: Filter> Tiles<F> {
     /// Computes the output of the geometry's group with its filters.
-    fn run_group(&self, cpu: &Cpu, [x, weight]: [&[f32]; 2], output: Shared<'_>, workspace: &mut [f32]) {
+    fn run_group(&self, cpu: &Cpu, [x, weight]: [&[f32]; 2], output: Shared<'_, f32>, workspace: &mut [f32]) {
         let Geometry { channels, outputs, .. } = self.geometry;
         let work = self.geometry.tiles() * self.geometry.points() * channels * outputs;
         let [first_len, worker_len] = self.parts();
@@ -222,7 +223,7 @@ pub(super) struct Call<'a, F> {
     pub(super) x: &'a [f32],
     pub(super) zeros: &'a [f32],
     weight: &'a [f32],
-    pub(super) output: Shared<'a>,
+    pub(super) output: Shared<'a, f32>,
 }
 
 impl<F: Filter> Call<'_, F> {
@@ -245,7 +246,7 @@ impl<F: Filter> Call<'_, F> {
         simd::run(self.cpu.isa(), transform);
     }
 
-    fn transform_inputs(&self, tiles: Range<usize>, first: usize, to: Shared<'_>) {
+    fn transform_inputs(&self, tiles: Range<usize>, first: usize, to: Shared<'_, f32>) {
         simd::run(self.cpu.isa(), TransformInputs { call: self, tiles, first, to });
     }
 

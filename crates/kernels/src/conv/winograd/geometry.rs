@@ -4,9 +4,10 @@ use std::marker::PhantomData;
 
 use pulp::Simd;
 
-use super::memory::{Shared, load, store};
+use super::memory::{load, store};
 use super::transforms::{Filter, Input, OutputGradient, POINTS, Transform};
 use crate::conv::problem::ConvProblem;
+use crate::shared::Shared;
 
 /// Floats between the matrices of two points beyond their own size, so that they do not fall into the same cache sets.
 pub(super) const SKEW: usize = 48;
@@ -98,7 +99,7 @@ impl<F: Filter> Geometry<F> {
         simd: S,
         [x, zeros]: [&[f32]; 2],
         tile: usize,
-        to: (Shared<'_>, usize),
+        to: (Shared<'_, f32>, usize),
         place: impl Fn(usize) -> usize,
     ) {
         let Tile { image, row, column } = self.tile(tile);
@@ -121,7 +122,7 @@ impl<F: Filter> Geometry<F> {
         simd: S,
         [dy, zeros]: [&[f32]; 2],
         tile: usize,
-        to: (Shared<'_>, usize),
+        to: (Shared<'_, f32>, usize),
         place: impl Fn(usize) -> usize,
     ) {
         let Tile { image, row, column } = self.tile(tile);
@@ -153,7 +154,7 @@ impl Image<'_> {
         &self,
         simd: S,
         start: [usize; 2],
-        to: (Shared<'_>, usize),
+        to: (Shared<'_, f32>, usize),
         place: impl Fn(usize) -> usize,
     ) {
         let ([height, width], [c, group, groups], lanes) = (self.size, self.channels, S::F32_LANES);

@@ -1,10 +1,10 @@
 //! A convolution of groups as one convolution after the other: threads share the groups out, or each group's work.
 
-use super::memory::Shared;
 use crate::Cpu;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
 use crate::conv::workspace::{LINE, aligned};
+use crate::shared::Shared;
 
 /// The convolution of one group, whichever: they differ in where their channels lie.
 pub(super) trait GroupKernel: Send + Sync {
@@ -13,7 +13,14 @@ pub(super) trait GroupKernel: Send + Sync {
 
     /// Computes a group's part of `output` with the threads that the kernel was made for; `workspace` starts on a cache
     /// line and is as long as asked for.
-    fn run(&self, cpu: &Cpu, group: usize, inputs: [&[f32]; 2], output: Shared<'_>, workspace: &mut [f32]);
+    fn run(
+        &self,
+        cpu: &Cpu,
+        group: usize,
+        inputs: [&[f32]; 2],
+        output: Shared<'_, f32>,
+        workspace: &mut [f32],
+    );
 }
 
 /// All groups of a problem.

@@ -4,10 +4,11 @@ use pulp::{Simd, WithSimd};
 
 use super::geometry::{Geometry, SKEW};
 use super::groups::GroupKernel;
-use super::memory::{LANES, Shared, load, store};
+use super::memory::{LANES, load, store};
 use super::transforms::{Filter, TapsGradient, Transform};
 use crate::Cpu;
 use crate::conv::problem::ConvProblem;
+use crate::shared::Shared;
 use crate::simd;
 
 /// The weight gradient of a 3x3 problem by tiles of `F`.
@@ -95,7 +96,14 @@ impl<F: Filter> GroupKernel for Weights<F> {
         self.zeros_len() + self.teams * self.lens().iter().sum::<usize>()
     }
 
-    fn run(&self, cpu: &Cpu, group: usize, inputs: [&[f32]; 2], output: Shared<'_>, workspace: &mut [f32]) {
+    fn run(
+        &self,
+        cpu: &Cpu,
+        group: usize,
+        inputs: [&[f32]; 2],
+        output: Shared<'_, f32>,
+        workspace: &mut [f32],
+    ) {
         let geometry = Geometry { group, ..self.geometry };
         Weights { geometry, ..*self }.run_group(cpu, inputs, output, workspace);
     }
@@ -103,7 +111,7 @@ impl<F: Filter> GroupKernel for Weights<F> {
 
 impl<F: Filter> Weights<F> {
     /// Computes the gradient of the filters of the geometry's group.
-    fn run_group(&self, cpu: &Cpu, [x, dy]: [&[f32]; 2], output: Shared<'_>, workspace: &mut [f32]) {
+    fn run_group(&self, cpu: &Cpu, [x, dy]: [&[f32]; 2], output: Shared<'_, f32>, workspace: &mut [f32]) {
         let Geometry { channels, outputs, .. } = self.geometry;
         let work = self.geometry.tiles() * self.geometry.points() * channels * outputs;
         let (zeros, scratch) = workspace.split_at_mut(self.zeros_len());
@@ -140,7 +148,7 @@ struct Call<'a, F> {
     x: &'a [f32],
     dy: &'a [f32],
     zeros: &'a [f32],
-    output: Shared<'a>,
+    output: Shared<'a, f32>,
 }
 
 impl<F: Filter> Call<'_, F> {
@@ -198,9 +206,9 @@ struct TransformTiles<'a, F> {
     /// Tiles of the chunk, first and end.
     tiles: [usize; 2],
     /// Z[point][output / group][tile][group].
-    gradients: Shared<'a>,
+    gradients: Shared<'a, f32>,
     /// V[point][channel / 2 lanes][tile][2 lanes].
-    inputs: Shared<'a>,
+    inputs: Shared<'a, f32>,
 }
 
 impl<F: Filter> WithSimd for TransformTiles<'_, F> {

@@ -3,16 +3,19 @@
 //! An ordinary store reads the cache line that it changes. Where an output is too large to stay in a cache, that is a third
 //! of the traffic for nothing: a streaming store of a whole line does not read it.
 
-use pulp::Simd;
+use pulp::{Simd, WithSimd};
 
-use super::workspace::LINE;
+use crate::{Cpu, simd};
+
+/// Floats of a cache line.
+const LINE: usize = 16;
 
 /// Bytes of outputs that are streamed: more than last-level caches hold of it when the next operation reads it.
 const LARGE: usize = 32 << 20;
 
 /// Whether `output` should be written by [`store`], in runs of `run` floats from its start: it must be large, and runs
 /// whole cache lines.
-pub(super) fn pays(output: &[f32], run: usize) -> bool {
+pub(crate) fn pays(output: &[f32], run: usize) -> bool {
     let line = LINE * size_of::<f32>();
     size_of_val(output) >= LARGE && run.is_multiple_of(LINE) && output.as_ptr().addr().is_multiple_of(line)
 }
@@ -22,7 +25,7 @@ pub(super) fn pays(output: &[f32], run: usize) -> bool {
 /// # Safety
 /// `to` is valid for a vector and aligned to its size.
 #[inline(always)]
-pub(super) unsafe fn store<S: Simd>(_: S, to: *mut f32, value: S::f32s) {
+pub(crate) unsafe fn store<S: Simd>(_: S, to: *mut f32, value: S::f32s) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_mm256_stream_ps, _mm512_stream_ps};
@@ -41,7 +44,7 @@ pub(super) unsafe fn store<S: Simd>(_: S, to: *mut f32, value: S::f32s) {
 
 /// Copies a cache line past the caches. [`fence`] must follow the last one on each thread.
 #[inline(always)]
-pub(super) fn copy_line<S: Simd>(simd: S, from: &[f32], to: &mut [f32]) {
+pub(crate) fn copy_line<S: Simd>(simd: S, from: &[f32], to: &mut [f32]) {
     let line = to.as_mut_ptr();
     assert!(from.len() == LINE && to.len() == LINE && line.addr().is_multiple_of(LINE * size_of::<f32>()));
     for (v, &vector) in S::as_simd_f32s(from).0.iter().enumerate() {
@@ -50,8 +53,36 @@ pub(super) fn copy_line<S: Simd>(simd: S, from: &[f32], to: &mut [f32]) {
     }
 }
 
+/// Whether `output` should be written by [`copy`]: it must be large.
+pub(crate) fn pays_to_copy<T>(output: &[T]) -> bool {
+    size_of_val(output) >= LARGE
+}
+
+/// Copies past the caches what makes whole cache lines of `to`. [`fence`] must follow the last one on each thread.
+pub(crate) fn copy<T: bytemuck::Pod>(cpu: &Cpu, from: &[T], to: &mut [T]) {
+    struct Lines<'a>(&'a [f32], &'a mut [f32]);
+    impl WithSimd for Lines<'_> {
+        type Output = ();
+
+        #[inline(always)]
+        fn with_simd<S: Simd>(self, simd: S) {
+            for (from, to) in self.0.chunks_exact(LINE).zip(self.1.chunks_exact_mut(LINE)) {
+                copy_line(simd, from, to);
+            }
+        }
+    }
+    let (from, to): (&[f32], &mut [f32]) = (bytemuck::cast_slice(from), bytemuck::cast_slice_mut(to));
+    let head = to.as_ptr().align_offset(LINE * size_of::<f32>()).min(to.len());
+    let (first, to) = to.split_at_mut(head);
+    let (first_from, from) = from.split_at(head);
+    first.copy_from_slice(first_from);
+    let whole = to.len() / LINE * LINE;
+    to[whole..].copy_from_slice(&from[whole..]);
+    simd::run(cpu.isa(), Lines(&from[..whole], &mut to[..whole]));
+}
+
 /// Makes what this thread has streamed visible to others, as its ordinary stores are.
-pub(super) fn fence() {
+pub(crate) fn fence() {
     // SAFETY: every CPU of x86-64 has it.
     #[cfg(target_arch = "x86_64")]
     unsafe {
@@ -61,7 +92,7 @@ pub(super) fn fence() {
 
 /// Starts to fetch a cache line into the L1 cache; the address may be any.
 #[inline(always)]
-pub(super) fn prefetch(line: *const f32) {
+pub(crate) fn prefetch(line: *const f32) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
@@ -74,7 +105,7 @@ pub(super) fn prefetch(line: *const f32) {
 
 /// Starts to fetch `len` floats into the L2 cache; the addresses may be any.
 #[inline(always)]
-pub(super) fn prefetch_to_l2(from: *const f32, len: usize) {
+pub(crate) fn prefetch_to_l2(from: *const f32, len: usize) {
     for line in (0..len).step_by(LINE) {
         #[cfg(target_arch = "x86_64")]
         {

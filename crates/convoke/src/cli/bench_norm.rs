@@ -1,0 +1,182 @@
+//! `convoke bench-norm`: batch norm's passes against the speed at which memory can be copied.
+
+use std::time::{Duration, Instant};
+
+use convoke::kernels::machine;
+use convoke::nn::Init;
+use convoke::nn::modules::{Activation, BatchNorm, BatchNormConfig};
+use convoke::{BackwardOptions, Cpu, DType, Device, DeviceOptions, Gradients, MemoryFormat, Tensor};
+use serde::Serialize;
+
+use super::console::Console;
+use super::summary::align;
+use super::tuning_args::{BenchNormArgs, FormatName};
+use super::{Failure, Result, args, json, output};
+
+/// Fewest runs of each pass.
+const FEWEST: usize = 7;
+
+/// Passes over the data that each direction cannot do without: x read for the statistics, x read and y written; x and dy
+/// read for the sums, x and dy read and dx written.
+const PASSES: [(&str, f64); 2] = [("forward", 3.0), ("backward", 5.0)];
+
+#[derive(Serialize)]
+struct Row {
+    shape: Vec<usize>,
+    format: &'static str,
+    relu: bool,
+    pass: &'static str,
+    seconds_median: f64,
+    bytes_per_second: f64,
+    copy_bytes_per_second: f64,
+}
+
+pub(crate) fn run(args: &BenchNormArgs) -> Result<()> {
+    output::check("--json", args.json.as_deref().filter(|file| !json::to_stdout(Some(file))))?;
+    let console = Console::new()?;
+    let cpu = args::cpu(args.threads)?;
+    let shapes: Vec<Vec<usize>> = args.shapes.iter().map(|text| parse(text)).collect::<Result<_>>()?;
+    let say = |text: &str| match json::to_stdout(args.json.as_deref()) {
+        true => {
+            console.line(text.trim_end());
+            Ok(())
+        }
+        false => console.print(text),
+    };
+    let jobs: Vec<_> =
+        shapes.iter().flat_map(|shape| args.format.iter().map(move |&format| (shape, format))).collect();
+    let mut rows: Vec<Row> = Vec::new();
+    let mut stage = console.stage("bench-norm", 0, Some(jobs.len() as u64));
+    for (done, &(shape, format)) in jobs.iter().enumerate() {
+        stage.set(done as u64, &format!("{shape:?} {}", name(format)));
+        rows.extend(measure(args, &cpu, shape, format)?);
+        if console.interrupted() {
+            break;
+        }
+    }
+    stage.end();
+    let all = rows.len() == PASSES.len() * jobs.len();
+    say(&table(&rows))?;
+    args.json.as_deref().map_or(Ok(()), |file| json::write_value(file, &rows))?;
+    if all { Ok(()) } else { Err(Failure::Run("interrupted: not everything was measured".into())) }
+}
+
+/// A shape written as `64x64x56x56`.
+fn parse(text: &str) -> Result<Vec<usize>> {
+    let sizes: Option<Vec<usize>> =
+        text.split('x').map(|size| size.parse().ok().filter(|&size| size > 0)).collect();
+    let elements =
+        sizes.as_ref().and_then(|sizes| sizes.iter().try_fold(1usize, |all, &size| all.checked_mul(size)));
+    match (sizes, elements) {
+        (Some(sizes), Some(elements)) if (2..=5).contains(&sizes.len()) && elements < 1 << 32 => Ok(sizes),
+        _ => Err(Failure::Usage(format!(
+            "{text:?} is not a shape: write 2 to 5 sizes, N x C first, as 64x64x56x56, below 2^32 elements"
+        ))),
+    }
+}
+
+fn name(format: FormatName) -> &'static str {
+    match format {
+        FormatName::Nchw => "nchw",
+        FormatName::Nhwc => "nhwc",
+    }
+}
+
+/// Forward and backward of one layer in training, in turn.
+fn measure(args: &BenchNormArgs, cpu: &Cpu, shape: &[usize], format: FormatName) -> Result<Vec<Row>> {
+    let device = Device::new(DeviceOptions::new(cpu.clone()));
+    let format_of = match format {
+        FormatName::Nhwc if shape.len() > 2 => MemoryFormat::ChannelsLast,
+        _ => MemoryFormat::Contiguous,
+    };
+    let activation = if args.relu { Activation::Relu } else { Activation::Identity };
+    let init = Init::new(&device, 0);
+    let layer = match shape.len() {
+        2 | 3 => layer::<1>(&init, shape[1], activation)?,
+        4 => layer::<2>(&init, shape[1], activation)?,
+        _ => layer::<3>(&init, shape[1], activation)?,
+    };
+    let [x, dy] = [1, 2].map(|seed| noise(&device, shape, format_of, seed));
+    let (x, dy) = (x?.with_grad(), dy?);
+    let mut times = [Vec::new(), Vec::new()];
+    let budget = Duration::from_secs_f64(args.budget);
+    let begin = Instant::now();
+    // The first run meets fresh memory; those after it the pool's.
+    let mut first = true;
+    while times[0].len() < FEWEST || begin.elapsed() < budget {
+        let start = Instant::now();
+        let y = layer(&x)?;
+        let forward = start.elapsed();
+        let start = Instant::now();
+        let gradients = backward(&y, &dy)?;
+        let both = [forward, start.elapsed()];
+        drop(gradients);
+        if !std::mem::take(&mut first) {
+            times.iter_mut().zip(both).for_each(|(times, time)| times.push(time.as_secs_f64()));
+        }
+    }
+    let copy = machine::copy_bandwidth(cpu);
+    let bytes = (shape.iter().product::<usize>() * DType::F32.size()) as f64;
+    Ok(PASSES
+        .into_iter()
+        .zip(times)
+        .map(|((pass, passes), mut times)| {
+            times.sort_by(f64::total_cmp);
+            let seconds = times[times.len() / 2];
+            Row {
+                shape: shape.to_vec(),
+                format: name(format),
+                relu: args.relu,
+                pass,
+                seconds_median: seconds,
+                bytes_per_second: passes * bytes / seconds,
+                copy_bytes_per_second: copy,
+            }
+        })
+        .collect())
+}
+
+type Forward = Box<dyn Fn(&Tensor) -> convoke::Result<Tensor>>;
+
+/// The forward of a new layer.
+fn layer<const SPATIAL: usize>(
+    init: &Init,
+    channels: usize,
+    activation: Activation,
+) -> convoke::Result<Forward> {
+    let layer = BatchNorm::<SPATIAL>::new(init, channels, BatchNormConfig::default())?;
+    Ok(Box::new(move |x| layer.forward_with(x, activation)))
+}
+
+fn backward(y: &Tensor, dy: &Tensor) -> convoke::Result<Gradients> {
+    y.backward_with(BackwardOptions { upstream: Some(dy.clone()), retain_graph: false })
+}
+
+/// Numbers between -1 and 1.
+fn noise(device: &Device, shape: &[usize], format: MemoryFormat, seed: u32) -> convoke::Result<Tensor> {
+    Tensor::build(device, shape, format, |data: &mut [f32]| {
+        for (index, value) in (seed..).zip(data) {
+            // Knuth's multiplicative hash is noise enough.
+            *value = (index.wrapping_mul(2_654_435_761) >> 8) as f32 / (1 << 23) as f32 - 1.0;
+        }
+        Ok(())
+    })
+}
+
+fn table(rows: &[Row]) -> String {
+    let header = ["shape", "format", "pass", "ms", "GB/s", "copies GB/s", "% of copying"];
+    let mut lines = vec![header.map(String::from).to_vec()];
+    for row in rows {
+        let shape: Vec<String> = row.shape.iter().map(usize::to_string).collect();
+        lines.push(vec![
+            shape.join("x"),
+            row.format.into(),
+            format!("{}{}", row.pass, if row.relu { " +ReLU" } else { "" }),
+            format!("{:.3}", 1e3 * row.seconds_median),
+            format!("{:.1}", row.bytes_per_second / 1e9),
+            format!("{:.1}", row.copy_bytes_per_second / 1e9),
+            format!("{:.0}", 100.0 * row.bytes_per_second / row.copy_bytes_per_second),
+        ]);
+    }
+    align(&lines)
+}

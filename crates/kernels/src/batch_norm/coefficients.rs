@@ -1,0 +1,125 @@
+//! What batch norm does to one element, with a channel's numbers in the element type.
+
+use super::{Activation, Normalization};
+use crate::Element;
+
+/// Channels' coefficients, one slice each so that rows vectorise over channels.
+pub(super) struct Coefficients<T> {
+    pub(super) relu: bool,
+    /// Statistics are constants: no terms from the sums.
+    pub(super) constant: bool,
+    /// The mean, and what its rounding left off times scale and slope, so that it counts in full.
+    pub(super) mean: Vec<T>,
+    /// gamma * inverse_std.
+    pub(super) scale: Vec<T>,
+    /// beta less the mean's rest.
+    pub(super) shift: Vec<T>,
+    /// mean(g).
+    pub(super) mean_g: Vec<T>,
+    /// gamma * inverse_std^3 * mean(g (x - mean)).
+    pub(super) slope: Vec<T>,
+    /// The slope times the mean's rest.
+    pub(super) offset: Vec<T>,
+}
+
+/// One channel's coefficients.
+#[derive(Clone, Copy)]
+pub(super) struct Channel<T> {
+    pub(super) mean: T,
+    pub(super) scale: T,
+    pub(super) shift: T,
+    pub(super) mean_g: T,
+    pub(super) slope: T,
+    pub(super) offset: T,
+}
+
+impl<T: Element> Channel<T> {
+    #[inline(always)]
+    fn normalized(&self, x: T) -> T {
+        (x - self.mean) * self.scale + self.shift
+    }
+
+    #[inline(always)]
+    pub(super) fn forward(&self, x: T, relu: bool) -> T {
+        let y = self.normalized(x);
+        // Written so that NaN passes, as in PyTorch.
+        if relu && y <= T::zero() { T::zero() } else { y }
+    }
+
+    /// The upstream gradient behind the activation, whose sign is recomputed as forward computed it.
+    #[inline(always)]
+    pub(super) fn behind_activation(&self, x: T, dy: T, relu: bool) -> T {
+        if relu && self.normalized(x) <= T::zero() { T::zero() } else { dy }
+    }
+
+    #[inline(always)]
+    pub(super) fn backward(&self, x: T, dy: T, relu: bool, constant: bool) -> T {
+        let g = self.behind_activation(x, dy, relu);
+        if constant {
+            g * self.scale
+        } else {
+            (g - self.mean_g) * self.scale - ((x - self.mean) * self.slope - self.offset)
+        }
+    }
+}
+
+impl<T: Element> Coefficients<T> {
+    /// For forward, and for the sums of backward; lengths have been checked.
+    pub(super) fn forward(by: &Normalization<'_, T>) -> Self {
+        Self::backward(by, None)
+    }
+
+    /// With the sums and the count of values if statistics were the batch's; lengths have been checked.
+    pub(super) fn backward(by: &Normalization<'_, T>, sums: Option<([&[f64]; 2], usize)>) -> Self {
+        let channels = by.mean.len();
+        let mut c = Coefficients {
+            relu: by.activation == Activation::Relu,
+            constant: sums.is_none(),
+            mean: by.mean.iter().map(|&mean| T::of(mean)).collect(),
+            scale: Vec::with_capacity(channels),
+            shift: Vec::with_capacity(channels),
+            mean_g: vec![T::zero(); channels],
+            slope: vec![T::zero(); channels],
+            offset: vec![T::zero(); channels],
+        };
+        for channel in 0..channels {
+            let (scale, inverse_std) = (by.scale(channel), by.inverse_std[channel]);
+            let rest = by.mean[channel] - c.mean[channel].f64();
+            let beta = by.bias.map_or(0.0, |bias| bias[channel].f64());
+            c.scale.push(T::of(scale));
+            // Without a rest beta counts as it is, whatever the scale.
+            c.shift.push(T::of(if rest == 0.0 { beta } else { beta - rest * scale }));
+            if let Some(([g, g_centered], count)) = sums {
+                let count = count as f64;
+                let slope = scale * inverse_std * inverse_std * g_centered[channel] / count;
+                c.mean_g[channel] = T::of(g[channel] / count);
+                c.slope[channel] = T::of(slope);
+                c.offset[channel] = T::of(if rest == 0.0 { 0.0 } else { rest * slope });
+            }
+        }
+        c
+    }
+
+    #[inline(always)]
+    pub(super) fn at(&self, channel: usize) -> Channel<T> {
+        Channel {
+            mean: self.mean[channel],
+            scale: self.scale[channel],
+            shift: self.shift[channel],
+            mean_g: self.mean_g[channel],
+            slope: self.slope[channel],
+            offset: self.offset[channel],
+        }
+    }
+
+    /// Every channel's coefficients so many times over.
+    pub(super) fn repeated(mut self, times: usize) -> Self {
+        if times > 1 {
+            let all = [&mut self.mean, &mut self.scale, &mut self.shift];
+            for values in all.into_iter().chain([&mut self.mean_g, &mut self.slope, &mut self.offset]) {
+                *values = values.repeat(times);
+            }
+        }
+        self
+    }
+}
