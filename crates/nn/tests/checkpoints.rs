@@ -406,7 +406,9 @@ fn hostile_headers_are_refused() {
     let mut bytes = (deep.len() as u64).to_le_bytes().to_vec();
     bytes.extend(deep.as_bytes());
     failures.run("deeply nested", || check_bytes_refused(&bytes, &["not whole"]));
-    failures.run("an empty header", || check_bytes_refused(&file_with(&json!({}), 0), &["8 missing: block.conv.weight"]));
+    failures.run("an empty header", || {
+        check_bytes_refused(&file_with(&json!({}), 0), &["8 missing: block.conv.weight"])
+    });
     failures.finish();
 }
 

@@ -18,7 +18,7 @@ pub type LazyBatchNorm3d = LazyBatchNorm<3>;
 
 /// A [`BatchNorm`] whose number of channels is that of its first input.
 ///
-/// Until then it holds nothing: an optimizer, a checkpoint or [`crate::load_model`] refuse a model with such a layer.
+/// Until then it holds nothing: an optimizer, a checkpoint or [`crate::checkpoint::load_model`] refuse a model with such a layer.
 /// Run one forward first, in [`convoke_autograd::no_grad`] and evaluation, or call [`LazyBatchNorm::initialize`].
 pub struct LazyBatchNorm<const SPATIAL: usize> {
     init: Init,
