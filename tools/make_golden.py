@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Writes the golden files: what PyTorch computes for small problems, for convoke's tests to agree with.
+"""Writes the golden files: what PyTorch, and for batch norm's conventions TensorFlow, Keras and ONNX, compute for small
+problems, for convoke's tests to agree with.
 
-    python3 -m venv venv && venv/bin/pip install torch numpy
+    python3 -m venv venv && venv/bin/pip install torch numpy tensorflow-cpu onnx
     venv/bin/python tools/make_golden.py            # rewrites crates/testkit/golden/*.safetensors
 
 Every input is representable in float32 and stored so; everything expected is computed by PyTorch in *float64*
@@ -20,6 +21,7 @@ other case, and the same PyTorch version writes the same bytes again.
 import argparse
 import json
 import math
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -28,7 +30,7 @@ import numpy
 import torch
 import torch.nn.functional as F
 
-SIZE_LIMIT = 600_000  # bytes, all files together
+SIZE_LIMIT = 700_000  # bytes, all files together
 DTYPE_NAMES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -43,6 +45,7 @@ class GoldenFile:
     def __init__(self, name, seed):
         self.name, self.seed = name, seed
         self.cases, self.tensors = [], {}
+        self.versions = {}  # of other frameworks than PyTorch
 
     def draws(self, case, attempt=0):
         """The random numbers of one case."""
@@ -76,6 +79,7 @@ class GoldenFile:
             "generator": "tools/make_golden.py",
             "seed": str(self.seed),
             "torch": torch.__version__,
+            **self.versions,
         }
         header, blobs, offset = {"__metadata__": metadata}, [], 0
         # Wide elements first keeps every tensor aligned.
@@ -361,6 +365,227 @@ def batch_norm_file(seed):
     for name, (x_shape, options) in BATCH_NORM_CASES.items():
         attempts = (batch_norm_case(file.draws(name, attempt), x_shape, **options) for attempt in range(10_000))
         file.add(name, *next(case for case in attempts if case is not None))
+    return file
+
+
+# name: shape of x, the layer, the memory format besides contiguous, an order in which dimensions may lie in memory
+BATCH_NORM_RANKS = {
+    "1d_2d": ((6, 3), torch.nn.BatchNorm1d, None, (1, 0)),
+    "1d_3d": ((4, 3, 5), torch.nn.BatchNorm1d, None, (0, 2, 1)),
+    "2d": ((3, 3, 4, 2), torch.nn.BatchNorm2d, torch.channels_last, (2, 0, 3, 1)),
+    "3d": ((2, 3, 2, 3, 2), torch.nn.BatchNorm3d, torch.channels_last_3d, (0, 2, 4, 3, 1)),
+}
+BATCH_NORM_AFFINE = {"affine": (True, True), "weight": (True, False), "bias": (False, True), "none": (False, False)}
+BATCH_NORM_MODES = {
+    "train": dict(),
+    "eval": dict(),
+    "no_tracking": dict(track_running_stats=False),
+    "cumulative": dict(momentum=None),
+}
+
+
+def batch_norm_cross_file(seed):
+    """Every rank, with weight and bias or without, in every mode; two forwards, of which the first has a backward.
+
+    PyTorch's results for channels-last and permuted inputs are checked to be those for contiguous ones.
+    """
+    file = GoldenFile("batch_norm_cross", seed)
+    for rank, (shape, layer_of, memory_format, order) in BATCH_NORM_RANKS.items():
+        draws = file.draws(rank)
+        channels = shape[1]
+        inputs = dict(x=draws.normal(*shape, mean=0.5, std=1.5), second_x=draws.normal(*shape, mean=-1.0, std=0.7))
+        inputs.update(grad_output=draws.normal(*shape), weight=draws.uniform(channels, low=0.5, high=1.5))
+        inputs["weight"][-1].neg_()  # a negative scale catches code that assumes gamma > 0
+        inputs.update(bias=draws.normal(channels, std=0.5), running_mean=draws.normal(channels))
+        inputs.update(running_var=draws.uniform(channels, low=0.5, high=2.0))
+        file.add(f"inputs_{rank}", dict(inputs=True), inputs, {})
+
+        def permuted(x):
+            back = [order.index(dimension) for dimension in range(len(order))]
+            return x.permute(order).contiguous().permute(back)
+
+        layouts = [lambda x: x, permuted]
+        if memory_format:
+            layouts.append(lambda x: x.contiguous(memory_format=memory_format))
+        for affine, (has_weight, has_bias) in BATCH_NORM_AFFINE.items():
+            for mode, options in BATCH_NORM_MODES.items():
+                results = [
+                    batch_norm_cross_case(layer_of, inputs, (has_weight, has_bias), mode, options, layout)
+                    for layout in layouts
+                ]
+                for other in results[1:]:
+                    for name, tensor in results[0].items():
+                        if tensor is not None:
+                            torch.testing.assert_close(other[name], tensor, rtol=1e-12, atol=1e-12)
+                attributes = dict(inputs=False, rank=rank, weight=has_weight, bias=has_bias, mode=mode)
+                file.add(f"{rank}_{affine}_{mode}", attributes, {}, results[0])
+    return file
+
+
+def batch_norm_cross_case(layer_of, inputs, has, mode, options, layout):
+    channels = inputs["weight"].numel()
+    layer = layer_of(channels, dtype=torch.float64, **options)
+    layer.weight = torch.nn.Parameter(inputs["weight"].clone()) if has[0] else None
+    layer.bias = torch.nn.Parameter(inputs["bias"].clone()) if has[1] else None
+    layer.train(mode in ("train", "cumulative"))
+    if layer.running_mean is not None:
+        layer.running_mean.copy_(inputs["running_mean"])
+        layer.running_var.copy_(inputs["running_var"])
+    x = leaf(layout(inputs["x"]))
+    output = layer(x)
+    output.backward(layout(inputs["grad_output"]))
+    result = dict(output=output, grad_x=x.grad)
+    result.update(grad_weight=gradient(layer.weight), grad_bias=gradient(layer.bias))
+    with torch.no_grad():
+        result["second_output"] = layer(layout(inputs["second_x"]))
+    if layer.running_mean is not None:
+        result.update(running_mean_after=layer.running_mean, running_var_after=layer.running_var)
+        result["num_batches_tracked_after"] = layer.num_batches_tracked
+    return {name: None if tensor is None else tensor.detach().clone() for name, tensor in result.items()}
+
+
+def batch_norm_frameworks_file(seed):
+    """Two training steps and an evaluation by the frameworks themselves, on N x C x H x W data.
+
+    TensorFlow's fused operation computes in float32; Keras and ONNX's reference implementation in float64.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    import keras
+    import onnx
+    import tensorflow
+    from onnx.reference import ReferenceEvaluator
+
+    file = GoldenFile("batch_norm_frameworks", seed)
+    file.versions = {"keras": keras.__version__, "tensorflow": tensorflow.__version__, "onnx": onnx.__version__}
+    draws = file.draws("inputs")
+    shape, channels = (3, 3, 4, 2), 3
+    inputs = dict(x=draws.normal(*shape, mean=0.5, std=1.5), second_x=draws.normal(*shape, mean=-1.0, std=0.7))
+    inputs.update(grad_output=draws.normal(*shape), weight=draws.uniform(channels, low=0.5, high=1.5))
+    inputs.update(bias=draws.normal(channels, std=0.5), running_mean=draws.normal(channels))
+    inputs.update(running_var=draws.uniform(channels, low=0.5, high=2.0))
+
+    def last(tensor, dtype="float64"):
+        return tensorflow.constant(tensor.permute(0, 2, 3, 1).contiguous().numpy(), dtype=dtype)
+
+    def first(tensor):
+        return torch.from_numpy(numpy.array(tensor, dtype="float64")).permute(0, 3, 1, 2).contiguous()
+
+    def vector(array):
+        return torch.from_numpy(numpy.array(array, dtype="float64"))
+
+    def keras_case(momentum, eps):
+        layer = keras.layers.BatchNormalization(momentum=momentum, epsilon=eps, dtype="float64")
+        layer.build((None, shape[2], shape[3], channels))
+        layer.set_weights([inputs[name].numpy() for name in ("weight", "bias", "running_mean", "running_var")])
+        x = last(inputs["x"])
+        with tensorflow.GradientTape() as tape:
+            tape.watch(x)
+            output = layer(x, training=True)
+        gradients = tape.gradient(output, [x, *layer.trainable_weights], last(inputs["grad_output"]))
+        second = layer(last(inputs["second_x"]), training=True)
+        evaluated = layer(last(inputs["x"]), training=False)
+        statistics = layer.get_weights()[2:]
+        return output, gradients, second, evaluated, statistics
+
+    def tensorflow_fused_case(momentum, eps):
+        weight, bias = (tensorflow.constant(inputs[name].numpy(), dtype="float32") for name in ("weight", "bias"))
+        options = dict(epsilon=eps, exponential_avg_factor=1.0 - momentum, is_training=True)
+        statistics = [inputs[name].numpy().astype("float32") for name in ("running_mean", "running_var")]
+
+        def step(x, statistics):
+            return tensorflow.raw_ops.FusedBatchNormV3(
+                x=x, scale=weight, offset=bias, mean=statistics[0], variance=statistics[1], **options
+            )
+
+        x = last(inputs["x"], "float32")
+        with tensorflow.GradientTape() as tape:
+            tape.watch([x, weight, bias])
+            result = step(x, statistics)
+        gradients = tape.gradient(result.y, [x, weight, bias], last(inputs["grad_output"], "float32"))
+        second = step(last(inputs["second_x"], "float32"), [result.batch_mean, result.batch_variance])
+        statistics = [second.batch_mean, second.batch_variance]
+        evaluated = tensorflow.raw_ops.FusedBatchNormV3(
+            x=x, scale=weight, offset=bias, mean=statistics[0], variance=statistics[1], epsilon=eps, is_training=False
+        ).y
+        return result.y, gradients, second.y, evaluated, statistics
+
+    def add(name, convention, momentum, eps, result):
+        output, gradients, second, evaluated, statistics = result
+        expected = dict(output=first(output), second_output=first(second), evaluated=first(evaluated))
+        if gradients is not None:
+            expected.update(grad_x=first(gradients[0]), grad_weight=vector(gradients[1]), grad_bias=vector(gradients[2]))
+        expected.update(running_mean_after=vector(statistics[0]), running_var_after=vector(statistics[1]))
+        file.add(name, dict(convention=convention, momentum=momentum, eps=eps), inputs, expected)
+
+    for suffix, momentum, eps in (("", 0.99, 1e-3), ("_fast", 0.4, 0.02)):
+        add(f"keras{suffix}", "keras", momentum, eps, keras_case(momentum, eps))
+        add(f"tensorflow_fused{suffix}", "tensorflow_fused", momentum, eps, tensorflow_fused_case(momentum, eps))
+
+    def onnx_case(momentum, eps):
+        names = ["x", "weight", "bias", "running_mean", "running_var"]
+
+        def model(training):
+            outputs = ["y", "mean_after", "var_after"] if training else ["y"]
+            node = onnx.helper.make_node(
+                "BatchNormalization", names, outputs, epsilon=eps, momentum=momentum, training_mode=int(training)
+            )
+            double = onnx.TensorProto.DOUBLE
+            declare = lambda name: onnx.helper.make_tensor_value_info(name, double, None)  # noqa: E731
+            graph = onnx.helper.make_graph([node], "bn", [declare(n) for n in names], [declare(n) for n in outputs])
+            opset = onnx.helper.make_opsetid("", 15)
+            return ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=[opset]))
+
+        feeds = {name: inputs[name].numpy() for name in names}
+        output, mean, variance = model(True).run(None, feeds)
+        feeds.update(x=inputs["second_x"].numpy(), running_mean=mean, running_var=variance)
+        second, mean, variance = model(True).run(None, feeds)
+        feeds.update(x=inputs["x"].numpy(), running_mean=mean, running_var=variance)
+        [evaluated] = model(False).run(None, feeds)
+        back = [array.transpose(0, 2, 3, 1) for array in (output, second, evaluated)]
+        return back[0], None, back[1], back[2], [mean, variance]
+
+    for suffix, momentum, eps in (("", 0.9, 1e-5), ("_fast", 0.4, 0.02)):
+        add(f"onnx{suffix}", "onnx", momentum, eps, onnx_case(momentum, eps))
+    return file
+
+
+def batch_norm_closeness_file(seed):
+    """How far PyTorch's float32 results are from its float64 ones, root mean square, in its better memory format.
+
+    For random shapes and values, which are not stored: x, the gradient, weight and bias are `formula_fill` numbers
+    with the tags tag, tag + 1, ... and the centers and bounds here.
+    """
+    file = GoldenFile("batch_norm_closeness", seed)
+    draws = numpy.random.default_rng(zlib.crc32(f"{seed}/closeness".encode()))
+    for index in range(32):
+        batch, channels = int(draws.integers(1, 33)), int(draws.choice([1, 2, 3, 7, 16, 33, 64, 65, 130]))
+        height, width = (int(size) for size in draws.integers(1, 30, size=2))
+        batch += batch * height * width == 1
+        center = float(numpy.float32(draws.choice([0.0, 0.5, -3.0, 100.0, 1e4])))
+        bound = float(numpy.float32(draws.choice([0.1, 1.0, 30.0])))
+        tag, shape = 5000 + 10 * index, (batch, channels, height, width)
+        x = formula_fill(tag, math.prod(shape), bound, center).reshape(shape)
+        dy = formula_fill(tag + 1, math.prod(shape), 1.0).reshape(shape)
+        weight, bias = formula_fill(tag + 2, channels, 0.5, 1.0), formula_fill(tag + 3, channels, 0.5)
+
+        def run(dtype, layout):
+            leaves = [leaf(t.to(dtype)) for t in (x.contiguous(memory_format=layout), weight, bias)]
+            output = F.batch_norm(leaves[0], None, None, leaves[1], leaves[2], training=True)
+            output.backward(dy.to(dtype).contiguous(memory_format=layout))
+            return [t.detach().double().contiguous() for t in (output, leaves[0].grad)]
+
+        exact = run(torch.float64, torch.contiguous_format)
+        errors = [
+            min(
+                (run(torch.float32, layout)[place] - exact[place]).square().mean().sqrt().item()
+                for layout in (torch.contiguous_format, torch.channels_last)
+            )
+            for place in range(2)
+        ]
+        attributes = dict(shape=list(shape), center=center, bound=bound, tag=tag)
+        attributes.update(output_error=errors[0], grad_x_error=errors[1])
+        file.add(f"{index:02}", attributes, {}, {"output_rms": exact[0].square().mean().sqrt()})
     return file
 
 
@@ -792,6 +1017,9 @@ def mnist_cnn_step_file(seed):
 FILES = {
     "conv": conv_file,
     "batch_norm": batch_norm_file,
+    "batch_norm_cross": batch_norm_cross_file,
+    "batch_norm_frameworks": batch_norm_frameworks_file,
+    "batch_norm_closeness": batch_norm_closeness_file,
     "pool": pool_file,
     "loss": loss_file,
     "optimizer": optimizer_file,

@@ -15,7 +15,7 @@ use crate::{Device, Error, Result};
 /// An n-dimensional array of f32 or f64 on a [`Device`]. Cloning is cheap and shares the elements.
 ///
 /// Elements never change while anyone shares them, so what an operation saved for backward stays as it was.
-/// A tensor of 4 dimensions is N x C x H x W whatever its [`MemoryFormat`].
+/// A tensor of 4 dimensions is N x C x H x W whatever its [`MemoryFormat`]; one of 3 is N x C x L, one of 5 N x C x D x H x W.
 #[derive(Clone)]
 pub struct Tensor {
     inner: Arc<Inner>,
@@ -125,7 +125,7 @@ impl Tensor {
     /// This is how operations make their output.
     ///
     /// # Errors
-    /// If the shape is too large or there is no memory, channels-last is asked for without 4 dimensions, or `write`
+    /// If the shape is too large or there is no memory, channels-last is asked for with fewer than 3 dimensions, or `write`
     /// fails.
     pub fn build<T: Element>(
         device: &Device,
@@ -364,10 +364,13 @@ impl Tensor {
     }
 }
 
-/// Channels-last needs four dimensions.
+/// Channels-last needs channels, and something behind them.
 fn usable_format(shape: &[usize], format: MemoryFormat) -> Result<MemoryFormat> {
-    if format == MemoryFormat::ChannelsLast && shape.len() != 4 {
-        return Err(invalid("memory format", format!("channels-last needs 4 dimensions, got {shape:?}")));
+    if format == MemoryFormat::ChannelsLast && shape.len() < 3 {
+        return Err(invalid(
+            "memory format",
+            format!("channels-last needs 3 dimensions or more, got {shape:?}"),
+        ));
     }
     Ok(format)
 }

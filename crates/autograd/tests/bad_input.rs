@@ -347,8 +347,8 @@ fn arithmetic() {
             refusals.check("reshape", &["reshape", &shape(&to)], |r| r.f32(&[2, 3]).reshape(&to));
         }
         refusals.check("flatten", &["flatten", "[]"], |r| r.f32(&[]).flatten());
-        for sizes in [&[2, 3, 4][..], &[], &[2, 3], &[1, 2, 3, 4, 5]] {
-            let parts = ["memory format", "4 dimensions", &shape(sizes)];
+        for sizes in [&[2][..], &[], &[2, 3]] {
+            let parts = ["memory format", "3 dimensions or more", &shape(sizes)];
             refusals.check("to_format", &parts, |r| r.f32(sizes).to_format(MemoryFormat::ChannelsLast));
         }
         refusals.check("item", &["item", "[2, 1]"], |r| r.f32(&[2, 1]).item());
@@ -374,7 +374,7 @@ fn tensors_that_cannot_be_made() {
             Tensor::zeros(&r.device, &[1 << 47], DType::F64)
         });
         refusals.check("memory", &["out of memory"], |r| r.device.buffer::<f32>(usize::MAX).map(|_| ()));
-        refusals.check("format", &["4 dimensions", "[2, 3]"], |r| {
+        refusals.check("format", &["3 dimensions or more", "[2, 3]"], |r| {
             Tensor::build(&r.device, &[2, 3], MemoryFormat::ChannelsLast, |_: &mut [f32]| Ok(()))
         });
     });

@@ -6,14 +6,16 @@ mod common;
 
 use common::{FORMATS, Number, cast, contiguous, laid_out, operands, output_len};
 use convoke_kernels::batch_norm::{
-    Activation, Convention, EpsPlace, Moments, Normalization, backward_elemt, backward_reduce, inverse_std,
-    normalize, stats,
+    Activation, Affine, Convention, EpsPlace, Moments, Normalization, backward_elemt, backward_reduce,
+    backward_training, forward_training, inverse_std, normalize, stats,
 };
 use convoke_kernels::conv::{self, ConvAxis, ConvProblem, ConvSpec, Pass};
 use convoke_kernels::elementwise::{add_bias, sum_by_channel};
 use convoke_kernels::memory_format::Extent;
 use convoke_kernels::{Cpu, MemoryFormat};
-use convoke_testkit::{Case, Failures, Golden, ToF64, check_relative_to_max, poisoned};
+use convoke_testkit::{
+    Case, Failures, Golden, ToF64, check_relative_to_max, formula_fill, formula_fill_around, poisoned,
+};
 
 /// A golden case in one element type and format. Tensors of four dimensions are in that format.
 struct Layer<'a, T> {
@@ -212,6 +214,60 @@ fn every_case_agrees_with_pytorch_in_both_formats() {
             check_case::<f32>(&mut failures, golden, format, [1e-5, 1e-4]);
             // Expected tensors are stored in f32, correctly rounded.
             check_case::<f64>(&mut failures, golden, format, [1e-7, 1e-7]);
+        }
+    }
+    failures.finish();
+}
+
+/// Results in f32 and f64, contiguous: the output and the gradient of x.
+fn output_and_gradient<T: Number>(golden: &Case, format: MemoryFormat) -> [Vec<f64>; 2] {
+    let shape = golden.sizes("shape");
+    let extent = common::extent_of(&shape, format);
+    let (tag, len, channels) = (golden.number("tag") as u32, shape.iter().product(), shape[1]);
+    let x = formula_fill_around(golden.number("center"), tag, len, golden.number("bound"));
+    let dy = formula_fill(tag + 1, len, 1.0);
+    let (x, dy): (Vec<T>, Vec<T>) = (laid_out(&extent, &cast(&x)), laid_out(&extent, &cast(&dy)));
+    let weight: Vec<T> = cast(&formula_fill_around(1.0, tag + 2, channels, 0.5));
+    let bias: Vec<T> = cast(&formula_fill(tag + 3, channels, 0.5));
+    let (weight, bias, activation) = (Some(&weight[..]), Some(&bias[..]), Activation::Identity);
+    let affine = Affine { weight, bias, eps: 1e-5, eps_place: EpsPlace::InsideRoot, activation };
+    let cpu = Cpu::single();
+    let (mut y, mut dx) = (poisoned::<T>(len), poisoned::<T>(len));
+    let (moments, inverse_std) = forward_training(&cpu, &extent, &x, &affine, &mut y).unwrap();
+    let by = Normalization { mean: &moments.mean, inverse_std: &inverse_std, weight, bias, activation };
+    backward_training(&cpu, &extent, (&x, &dy), &by, &mut dx).unwrap();
+    [y, dx].map(|values| cast(&contiguous(&extent, &values)))
+}
+
+/// Root mean square.
+fn rms(values: impl ExactSizeIterator<Item = f64>) -> f64 {
+    let count = values.len() as f64;
+    (values.map(|value| value * value).sum::<f64>() / count).sqrt()
+}
+
+/// Root mean square errors, for random shapes and values; PyTorch in the better of its formats. 1 % is for the square root of few
+/// values.
+#[test]
+fn results_are_as_close_to_exact_ones_as_pytorchs() {
+    let mut failures = Failures::new("closeness");
+    for golden in Golden::load("batch_norm_closeness").cases() {
+        let exact = output_and_gradient::<f64>(golden, MemoryFormat::Contiguous);
+        let expected = golden.tensor_f64("output_rms").1[0];
+        let found = rms(exact[0].iter().copied());
+        let same = (found - expected).abs() <= 1e-9 * expected;
+        failures.check(format!("{}: exact output", golden.name), if same { Ok(()) } else { Err("differs") });
+        for format in FORMATS {
+            let single = output_and_gradient::<f32>(golden, format);
+            for (place, name) in ["output_error", "grad_x_error"].into_iter().enumerate() {
+                let error = rms(single[place].iter().zip(&exact[place]).map(|(a, b)| a - b));
+                let theirs = golden.number(name);
+                let result = if error <= 1.01 * theirs {
+                    Ok(())
+                } else {
+                    Err(format!("{error:e} against {theirs:e}"))
+                };
+                failures.check(format!("{} {format} {name}", golden.name), result);
+            }
         }
     }
     failures.finish();

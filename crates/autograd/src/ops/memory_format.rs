@@ -6,7 +6,7 @@ impl Tensor {
     /// The same tensor with its elements in another order in memory; shares them if they already lie so.
     ///
     /// # Errors
-    /// If channels-last is asked for and the tensor does not have four dimensions.
+    /// If channels-last is asked for and the tensor has fewer than three dimensions.
     pub fn to_format(&self, format: MemoryFormat) -> Result<Tensor> {
         apply(ToFormat { format }, &[self])
     }

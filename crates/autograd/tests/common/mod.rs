@@ -31,7 +31,7 @@ pub(crate) fn normal<T: Number>(device: &Device, seed: u64, shape: &[usize]) -> 
 
 /// The same values in `format`, where there are four dimensions.
 pub(crate) fn laid_out(tensor: Tensor, format: MemoryFormat) -> Tensor {
-    if tensor.shape().len() != 4 {
+    if tensor.shape().len() < 3 {
         return tensor;
     }
     no_grad(|| tensor.to_format(format)).unwrap()

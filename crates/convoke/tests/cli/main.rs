@@ -2,6 +2,7 @@
 
 mod bad_data;
 mod bench;
+mod bench_norm;
 mod json;
 mod outputs;
 mod program;

@@ -3,12 +3,15 @@
 use super::{Activation, Normalization};
 use crate::Element;
 
+/// Standard deviations up to which a mean is small.
+const SMALL: f64 = 0.25;
+
 /// Channels' coefficients, one slice each so that rows vectorise over channels.
 pub(super) struct Coefficients<T> {
     pub(super) relu: bool,
     /// Statistics are constants: no terms from the sums.
     pub(super) constant: bool,
-    /// The mean, and what its rounding left off times scale and slope, so that it counts in full.
+    /// The mean that is subtracted first; what rounding left off it, the rest, counts in `shift` and `offset`.
     pub(super) mean: Vec<T>,
     /// gamma * inverse_std.
     pub(super) scale: Vec<T>,
@@ -36,7 +39,7 @@ pub(super) struct Channel<T> {
 impl<T: Element> Channel<T> {
     #[inline(always)]
     fn normalized(&self, x: T) -> T {
-        (x - self.mean) * self.scale + self.shift
+        (x - self.mean).mul_add(self.scale, self.shift)
     }
 
     #[inline(always)]
@@ -58,7 +61,7 @@ impl<T: Element> Channel<T> {
         if constant {
             g * self.scale
         } else {
-            (g - self.mean_g) * self.scale - ((x - self.mean) * self.slope - self.offset)
+            (g - self.mean_g).mul_add(self.scale, (x - self.mean).mul_add(-self.slope, self.offset))
         }
     }
 }
@@ -84,7 +87,12 @@ impl<T: Element> Coefficients<T> {
         };
         for channel in 0..channels {
             let (scale, inverse_std) = (by.scale(channel), by.inverse_std[channel]);
-            let rest = by.mean[channel] - c.mean[channel].f64();
+            let mut rest = by.mean[channel] - c.mean[channel].f64();
+            // Where the mean is small, subtracting it first costs more digits than it saves. Without a rest it stays: the
+            // channel may be constant, and then x - mean is 0.
+            if rest != 0.0 && (by.mean[channel] * inverse_std).abs() < SMALL {
+                (c.mean[channel], rest) = (T::zero(), by.mean[channel]);
+            }
             let beta = by.bias.map_or(0.0, |bias| bias[channel].f64());
             c.scale.push(T::of(scale));
             // Without a rest beta counts as it is, whatever the scale.

@@ -3,7 +3,17 @@
 use super::{Case, Golden, folder};
 use crate::{Failures, Tolerance, assert_close, formula_fill_around};
 
-const FILES: [&str; 6] = ["batch_norm", "conv", "loss", "mnist_cnn_step", "optimizer", "pool"];
+const FILES: [&str; 9] = [
+    "batch_norm",
+    "batch_norm_closeness",
+    "batch_norm_cross",
+    "batch_norm_frameworks",
+    "conv",
+    "loss",
+    "mnist_cnn_step",
+    "optimizer",
+    "pool",
+];
 const SIZE_LIMIT: u64 = 1_000_000;
 
 /// What a case must fulfil: says what is wrong otherwise.
@@ -22,7 +32,9 @@ fn check_file(name: &str, least_cases: usize, rule: Rule) {
 
 /// All tensors are finite unless `case` is about values that are not.
 fn finite(case: &Case) -> Result<(), String> {
-    for name in case.tensor_names().filter(|name| *name != "target" && !name.starts_with("ind")) {
+    let whole =
+        |name: &str| ["target", "num_batches_tracked_after"].contains(&name) || name.starts_with("ind");
+    for name in case.tensor_names().filter(|name| !whole(name)) {
         ensure(case.tensor(name).1.iter().all(|value| value.is_finite()), || {
             format!("{name} is not finite")
         })?;
@@ -77,6 +89,21 @@ fn the_folder_holds_these_files_and_is_small() {
     names.sort();
     assert_eq!(names, FILES.map(|name| format!("{name}.safetensors")));
     assert!(total < SIZE_LIMIT, "the golden files take {total} bytes");
+}
+
+#[test]
+fn other_batch_norm_cases_are_finite() {
+    check_file("batch_norm_cross", 4 + 4 * 4 * 4, finite);
+    check_file("batch_norm_frameworks", 6, |case| {
+        same_shape(case, "grad_output", "x")?;
+        same_shape(case, "output", "x")?;
+        finite(case)
+    });
+    check_file("batch_norm_closeness", 32, |case| {
+        let errors = ["output_error", "grad_x_error"].map(|name| case.number(name));
+        ensure(errors.iter().all(|error| (0.0..1e-2).contains(error)), || format!("{errors:?}"))?;
+        finite(case)
+    });
 }
 
 #[test]
