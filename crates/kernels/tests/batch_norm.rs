@@ -324,6 +324,40 @@ fn a_constant_channel_becomes_beta_exactly() {
     failures.finish();
 }
 
+/// Without eps a constant channel is its bias, passes no gradient on and has none for its weight, as in PyTorch 2.15's
+/// `native_batch_norm`; gamma may be 0 or negative.
+#[test]
+fn a_constant_channel_without_eps_stays_finite() {
+    let cpu = Cpu::single();
+    for (format, place) in FORMATS
+        .into_iter()
+        .flat_map(|f| [EpsPlace::InsideRoot, EpsPlace::OutsideRoot].map(|place| (f, place)))
+    {
+        let extent = extent([2, 3, 9], format);
+        let mut random = Random::new(9);
+        let mut contents: Vec<f32> = random.normal(54, 0.0, 1.0);
+        for image in 0..2 {
+            contents[image * 27..][..9].fill(100.0);
+        }
+        let x = laid_out(&extent, &contents);
+        let dy = vec![1.0f32; 54];
+        let (weight, bias) = ([2.0f32, 0.0, -1.5], [0.5f32, 1.0, 0.25]);
+        let (weight, bias, activation) = (Some(&weight[..]), Some(&bias[..]), Activation::Identity);
+        let affine = Affine { weight, bias, eps: 0.0, eps_place: place, activation };
+        let (mut y, mut dx) = (poisoned::<f32>(54), poisoned::<f32>(54));
+        let (moments, inverse_std) = forward_training(&cpu, &extent, &x, &affine, &mut y).unwrap();
+        assert_eq!(inverse_std[0], 0.0);
+        let by = Normalization { mean: &moments.mean, inverse_std: &inverse_std, weight, bias, activation };
+        let sums = backward_training(&cpu, &extent, (&x, &dy), &by, &mut dx).unwrap();
+        let (y, dx) = (contiguous(&extent, &y), contiguous(&extent, &dx));
+        assert!(y[..9].iter().all(|&y| y == 0.5) && y[9..18].iter().all(|&y| y == 1.0), "{y:?}");
+        assert!(dx[..18].iter().all(|&dx| dx == 0.0), "{dx:?}");
+        // A constant upstream gradient moves the mean only, which is taken away again.
+        assert!(dx[18..27].iter().all(|dx| dx.abs() < 1e-6), "{dx:?}");
+        assert_eq!((sums.g_centered[0] * inverse_std[0], &sums.g[..]), (0.0, &[18.0; 3][..]));
+    }
+}
+
 fn fused_relu<T: Number>(case: &Case, format: MemoryFormat) -> Result<(), String> {
     let cpu = Cpu::single();
     let fused = case.run::<T>(&cpu, format, Activation::Relu)?;

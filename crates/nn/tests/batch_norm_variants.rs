@@ -249,6 +249,17 @@ fn a_layer_can_start_anew() {
     assert_eq!((bn.num_features(), bn.config().eps), (3, 1e-5));
 }
 
+#[test]
+fn an_eps_that_makes_no_sense_is_refused() {
+    let init = init(&device(), DType::F32, 1);
+    for (eps, text) in [(-1e-5, "eps is -0.00001"), (f64::NAN, "eps is NaN")] {
+        let config = BatchNormConfig { eps, ..BatchNormConfig::default() };
+        assert_refused(BatchNorm3d::new(&init, 3, config).map(drop), &["BatchNorm3d", text]);
+    }
+    let config = BatchNormConfig { eps: 0.0, ..BatchNormConfig::default() };
+    assert!(BatchNorm3d::new(&init, 3, config).is_ok());
+}
+
 /// Only a weight or only a bias, as PyTorch's layers after `bn.bias = None`, and Keras' `center=False`.
 #[test]
 fn a_layer_may_have_only_one_of_weight_and_bias() {

@@ -151,9 +151,11 @@ pub struct BackwardSums {
     pub g_centered: Vec<f64>,
 }
 
-/// 1 / sqrt(variance + eps) of each channel, or with eps outside the root.
+/// 1 / sqrt(variance + eps) of each channel, or with eps outside the root; 0 where both are 0, as in PyTorch's training:
+/// a constant channel then becomes its bias.
 pub fn inverse_std(variance: &[f64], eps: f64, place: EpsPlace) -> Vec<f64> {
     let of = |variance: f64| match place {
+        _ if variance == 0.0 && eps == 0.0 => 0.0,
         EpsPlace::InsideRoot => 1.0 / (variance + eps).sqrt(),
         EpsPlace::OutsideRoot => 1.0 / (variance.sqrt() + eps),
     };

@@ -128,10 +128,15 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
     /// A batch norm of `channels` channels: weight 1, bias 0, running mean 0, running variance 1.
     ///
     /// # Errors
-    /// If there are no channels.
+    /// If there are no channels, or eps is negative or not a number.
     pub fn new(init: &Init, channels: usize, config: BatchNormConfig) -> Result<Self> {
-        if channels == 0 {
-            return Err(Error::Invalid { operation: Self::NAME, reason: "0 channels".into() });
+        let reason = match config.eps {
+            _ if channels == 0 => Some("0 channels".into()),
+            eps if eps >= 0.0 => None,
+            eps => Some(format!("eps is {eps}, it must be 0 or more")),
+        };
+        if let Some(reason) = reason {
+            return Err(Error::Invalid { operation: Self::NAME, reason });
         }
         let parameter = |value| config.affine.then(|| init.constant(&[channels], value)).transpose();
         let buffer = |value| -> Result<Buffer> {
