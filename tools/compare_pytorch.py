@@ -31,12 +31,15 @@ KEEP_MEMORY = {
 PASSES = ["fwd", "bwd-data", "bwd-weights"]
 
 
-def main():
+def keep_memory():
+    """Starts this program again with an allocator that keeps memory, unless it has: malloc reads its settings at the start."""
     if any(os.environ.get(name) != value for name, value in KEEP_MEMORY.items()):
-        # malloc reads its settings when the process starts.
         os.environ.update(KEEP_MEMORY)
         os.execv(sys.executable, [sys.executable, *sys.argv])
 
+
+def main():
+    keep_memory()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suites", nargs="+", type=Path, metavar="SUITE")
     parser.add_argument("--threads", type=int, default=2)
@@ -163,11 +166,16 @@ def bench(problem, flags, args):
     """The chosen entries of `convoke bench`."""
     command = [args.convoke, "bench", problem, "--json", "-", "--threads", str(args.threads)]
     command += ["--format", args.format, *flags]
+    return [entry for entry in run_convoke(command) if entry["chosen"]]
+
+
+def run_convoke(command):
+    """The JSON that convoke prints, run without malloc's settings."""
     environment = {name: value for name, value in os.environ.items() if name not in KEEP_MEMORY}
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True)
     if done.returncode != 0:
         sys.exit(f"{' '.join(map(str, command))}\n{done.stderr}")
-    return [entry for entry in json.loads(done.stdout) if entry["chosen"]]
+    return json.loads(done.stdout)
 
 
 def kind(problem):
@@ -197,7 +205,7 @@ def summarize(rows):
     print("\nPyTorch time / convoke time: geometric mean, least, number of problems")
     for name, passes in groups.items():
         for which, ratios in passes.items():
-            mean = math.exp(statistics.fmean(map(math.log, ratios)))
+            mean = statistics.geometric_mean(ratios)
             print(f"{name:<30} {which:<12} {mean:6.2f} {min(ratios):6.2f} {len(ratios):4}")
 
 

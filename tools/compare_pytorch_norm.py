@@ -14,15 +14,11 @@ Needs Python 3.9 with torch, and `cargo build --release`.
 
 import argparse
 import json
-import math
-import os
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-from compare_pytorch import KEEP_MEMORY
+from compare_pytorch import keep_memory, run_convoke
 
 SHAPES = ["256x32x26x26", "64x64x56x56", "64x256x14x14", "64x512x7x7"]
 PASSES = ["forward", "backward"]
@@ -30,11 +26,7 @@ FORMATS = ["nchw", "nhwc"]
 
 
 def main():
-    if any(os.environ.get(name) != value for name, value in KEEP_MEMORY.items()):
-        # malloc reads its settings when the process starts.
-        os.environ.update(KEEP_MEMORY)
-        os.execv(sys.executable, [sys.executable, *sys.argv])
-
+    keep_memory()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", default=SHAPES, metavar="SHAPE")
     parser.add_argument("--threads", type=int, default=2)
@@ -73,7 +65,7 @@ def main():
     for relu in (False, True):
         for name in [*PASSES, "both"]:
             ratios = [r["ratio"] for r in rows if r["relu"] == relu and name in (r["pass"], "both")]
-            mean = math.exp(statistics.fmean(map(math.log, ratios)))
+            mean = statistics.geometric_mean(ratios)
             print(f"{name + (' +ReLU' if relu else ''):<20} {mean:6.2f} {min(ratios):6.2f}")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
@@ -116,16 +108,12 @@ def time_convoke(shape, relu, args):
     """Median seconds and part of the copy bandwidth, by format and pass."""
     command = [args.convoke, "bench-norm", shape, "--json", "-", "--threads", str(args.threads)]
     command += ["--budget", str(args.seconds), *(["--relu"] if relu else [])]
-    environment = {name: value for name, value in os.environ.items() if name not in KEEP_MEMORY}
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True)
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(map(str, command))}\n{done.stderr}")
     return {
         (row["format"], row["pass"]): (
             row["seconds_median"],
             row["bytes_per_second"] / row["copy_bytes_per_second"],
         )
-        for row in json.loads(done.stdout)
+        for row in run_convoke(command)
     }
 
 

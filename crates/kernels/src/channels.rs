@@ -1,4 +1,4 @@
-//! Walks a tensor by channel, whatever its memory format: the loops that batch norm and biases share.
+//! Walks a tensor by channel, whatever its memory format: the loops of biases.
 
 use crate::error::check_len;
 use crate::memory_format::Extent;
@@ -85,40 +85,23 @@ impl Units {
         });
     }
 
-    /// Runs `task` on every block and merges its channels, block by block in order.
-    pub(crate) fn reduce<A: Merge>(
-        &self,
-        cpu: &Cpu,
-        task: impl Fn(&Block) -> Vec<A> + Send + Sync,
-    ) -> Vec<A> {
-        let mut parts: Vec<Vec<A>> = (0..self.blocks()).map(|_| Vec::new()).collect();
+    /// Runs `task` on every block and adds up its channels' sums, block by block in order.
+    pub(crate) fn reduce(&self, cpu: &Cpu, task: impl Fn(&Block) -> Vec<f64> + Send + Sync) -> Vec<f64> {
+        let mut parts: Vec<Vec<f64>> = (0..self.blocks()).map(|_| Vec::new()).collect();
         cpu.for_each(self.total, parts.iter_mut().enumerate(), |(index, part)| {
             *part = task(&self.block(index))
         });
-        let mut totals = vec![A::default(); self.channels];
+        let mut totals = vec![0.0; self.channels];
         for (index, part) in parts.iter().enumerate() {
             let first = match self.layout {
                 Layout::Planes { .. } => self.block(index).first_channel,
                 Layout::Rows => 0,
             };
             for (offset, value) in part.iter().enumerate() {
-                totals[(first + offset) % self.channels].merge(value);
+                totals[(first + offset) % self.channels] += value;
             }
         }
         totals
-    }
-}
-
-/// A per-channel value that a reduction builds up.
-pub(crate) trait Merge: Clone + Default + Send {
-    /// Takes `other`, which comes later in the tensor, into this value.
-    fn merge(&mut self, other: &Self);
-}
-
-/// A plain sum.
-impl Merge for f64 {
-    fn merge(&mut self, other: &f64) {
-        *self += other;
     }
 }
 

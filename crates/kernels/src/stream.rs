@@ -8,7 +8,7 @@ use pulp::{Simd, WithSimd};
 use crate::{Cpu, simd};
 
 /// Floats of a cache line.
-const LINE: usize = 16;
+pub(crate) const LINE: usize = 16;
 
 /// Bytes of outputs that are streamed: more than last-level caches hold of it when the next operation reads it.
 const LARGE: usize = 32 << 20;

@@ -112,7 +112,7 @@ impl<M: Module + ?Sized> ModuleExt for M {
     }
 
     fn check_all_initialized(&self) -> Result<()> {
-        check_initialized_below(self, "the model")
+        check_initialized_below(self, "")
     }
 
     fn train(&self) {
@@ -134,12 +134,13 @@ fn set_training_below<M: Module + ?Sized>(module: &M, training: bool) {
 fn check_initialized_below<M: Module + ?Sized>(module: &M, path: &str) -> Result<()> {
     module.check_initialized().map_err(|error| match error {
         Error::Invalid { operation, reason } => {
-            Error::Invalid { operation, reason: format!("{path}: {reason}") }
+            let place = if path.is_empty() { "the model" } else { path };
+            Error::Invalid { operation, reason: format!("{place}: {reason}") }
         }
         other => other,
     })?;
-    module.children().into_iter().try_for_each(|(name, child)| match path {
-        "the model" => check_initialized_below(child, name),
-        path => check_initialized_below(child, &format!("{path}.{name}")),
+    module.children().into_iter().try_for_each(|(name, child)| {
+        let dot = if path.is_empty() { "" } else { "." };
+        check_initialized_below(child, &format!("{path}{dot}{name}"))
     })
 }

@@ -36,13 +36,7 @@ pub(crate) fn run(args: &BenchNormArgs) -> Result<()> {
     let console = Console::new()?;
     let cpu = args::cpu(args.threads)?;
     let shapes: Vec<Vec<usize>> = args.shapes.iter().map(|text| parse(text)).collect::<Result<_>>()?;
-    let say = |text: &str| match json::to_stdout(args.json.as_deref()) {
-        true => {
-            console.line(text.trim_end());
-            Ok(())
-        }
-        false => console.print(text),
-    };
+    let say = |text: &str| console.say(text, args.json.as_deref());
     let jobs: Vec<_> =
         shapes.iter().flat_map(|shape| args.format.iter().map(move |&format| (shape, format))).collect();
     let mut rows: Vec<Row> = Vec::new();

@@ -2,6 +2,7 @@
 
 use std::io::{IsTerminal, Write};
 use std::ops::ControlFlow;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -9,7 +10,7 @@ use std::time::{Duration, Instant};
 use convoke::nn::data::{ProgressEvent, ProgressUnit};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use super::{Failure, Result};
+use super::{Failure, Result, json};
 
 /// Time between two plain lines.
 const LINE_EVERY: Duration = Duration::from_secs(5);
@@ -77,6 +78,15 @@ impl Console {
     /// Text on standard output, above the bar if there is one.
     pub(crate) fn print(&self, text: &str) -> Result<()> {
         lock(&self.shown).suspend(|| print(text))
+    }
+
+    /// Text on standard output; if `json` goes there, as a line that stays.
+    pub(crate) fn say(&self, text: &str, json: Option<&Path>) -> Result<()> {
+        if json::to_stdout(json) {
+            self.line(text.trim_end());
+            return Ok(());
+        }
+        self.print(text)
     }
 
     /// A stage of `total` parts, of which `done` are behind it.

@@ -32,13 +32,7 @@ pub(crate) fn run(args: &TuneArgs) -> Result<()> {
     let folder = cache::folder(args.cache.as_deref())?;
     let run = Run::new(args, cpu, &console, &folder)?;
     problems::check_memory(&jobs)?;
-    let say = |text: &str| match json::to_stdout(args.json.as_deref()) {
-        true => {
-            console.line(text);
-            Ok(())
-        }
-        false => console.print(&format!("{text}\n")),
-    };
+    let say = |text: &str| console.say(&format!("{text}\n"), args.json.as_deref());
 
     let begin = Instant::now();
     let mut counts = Counts::default();

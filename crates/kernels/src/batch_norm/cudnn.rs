@@ -3,7 +3,7 @@
 //! For code that is ported from cuDNN, or written against its semantics. Differences from cuDNN: there are no blending
 //! factors alpha and beta (they are 1 and 0), and statistics that are not saved are recomputed in f64.
 
-use super::{Activation, Convention, EpsPlace, Moments, Normalization, inverse_std, stats};
+use super::{Activation, Affine, Convention, EpsPlace, Normalization, inverse_std, stats};
 use crate::error::{check_len, invalid};
 use crate::memory_format::Extent;
 use crate::{Cpu, Element, Result};
@@ -84,13 +84,19 @@ pub fn forward_training<T: Element>(
             check_len(operation, name, values.len(), extent.channels)?;
         }
     }
-    let batch = Statistics::of(&stats(cpu, &extent, x)?, epsilon);
-    super::normalize(cpu, &extent, x, &batch.by(Some(scale), Some(bias)), y)?;
+    let layer = Affine {
+        weight: Some(scale),
+        bias: Some(bias),
+        eps: epsilon,
+        eps_place: EpsPlace::InsideRoot,
+        activation: Activation::Identity,
+    };
+    let (moments, inverse_std) = super::forward_training(cpu, &extent, x, &layer, y)?;
     if let Some([mean, variance]) = &mut outputs.running {
-        Convention::cudnn().update(exponential_average_factor, &batch.moments, mean, variance)?;
+        Convention::cudnn().update(exponential_average_factor, &moments, mean, variance)?;
     }
     if let Some(saved) = &mut outputs.saved {
-        for (saved, values) in saved.iter_mut().zip([&batch.moments.mean, &batch.inverse_std]) {
+        for (saved, values) in saved.iter_mut().zip([&moments.mean, &inverse_std]) {
             saved.iter_mut().zip(values).for_each(|(saved, &value)| *saved = T::of(value));
         }
     }
@@ -154,42 +160,31 @@ pub fn backward<T: Element>(
     check_len(operation, "dx", dx.len(), extent.len()?)?;
     check_len(operation, "the gradient of the scale", dscale.len(), extent.channels)?;
     check_len(operation, "the gradient of the bias", dbias.len(), extent.channels)?;
-    let count = extent.batch * extent.spatial;
-    let batch = match saved {
-        None => Statistics::of(&stats(cpu, &extent, x)?, epsilon),
+    let (mean, inverse_std) = match saved {
+        None => {
+            let moments = stats(cpu, &extent, x)?;
+            let inverse_std = moments.inverse_std(epsilon, EpsPlace::InsideRoot);
+            (moments.mean, inverse_std)
+        }
         Some([mean, inverse_variance]) => {
             check_len(operation, "the saved mean", mean.len(), extent.channels)?;
             check_len(operation, "the saved inverse variance", inverse_variance.len(), extent.channels)?;
-            let moments = Moments { mean: to_f64(mean), m2: Vec::new(), count };
-            Statistics { moments, inverse_std: to_f64(inverse_variance) }
+            (to_f64(mean), to_f64(inverse_variance))
         }
     };
-    let by = batch.by(Some(scale), None);
-    let sums = super::backward_reduce(cpu, &extent, x, dy, &by)?;
-    super::backward_elemt(cpu, &extent, (x, dy), &by, Some((&sums, count)), dx)?;
+    let by = Normalization {
+        mean: &mean,
+        inverse_std: &inverse_std,
+        weight: Some(scale),
+        bias: None,
+        activation: Activation::Identity,
+    };
+    let sums = super::backward_training(cpu, &extent, (x, dy), &by, dx)?;
     for (channel, (dscale, dbias)) in dscale.iter_mut().zip(dbias).enumerate() {
-        *dscale = T::of(sums.g_centered[channel] * batch.inverse_std[channel]);
+        *dscale = T::of(sums.g_centered[channel] * inverse_std[channel]);
         *dbias = T::of(sums.g[channel]);
     }
     Ok(())
-}
-
-/// A batch's statistics.
-struct Statistics {
-    moments: Moments,
-    inverse_std: Vec<f64>,
-}
-
-impl Statistics {
-    fn of(moments: &Moments, epsilon: f64) -> Statistics {
-        let inverse_std = moments.inverse_std(epsilon, EpsPlace::InsideRoot);
-        Statistics { moments: moments.clone(), inverse_std }
-    }
-
-    fn by<'a, T>(&'a self, weight: Option<&'a [T]>, bias: Option<&'a [T]>) -> Normalization<'a, T> {
-        let (mean, inverse_std) = (&self.moments.mean, &self.inverse_std);
-        Normalization { mean, inverse_std, weight, bias, activation: Activation::Identity }
-    }
 }
 
 fn to_f64<T: Element>(values: &[T]) -> Vec<f64> {

@@ -29,7 +29,7 @@ use rows::Rows;
 
 use crate::error::{check_len, invalid};
 use crate::memory_format::Extent;
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, MemoryFormat, Result};
 
 /// Mean and sum of squared deviations of each channel, and the number of values they were taken over.
 #[derive(Debug, Clone, PartialEq)]
@@ -168,17 +168,10 @@ pub fn inverse_std(variance: &[f64], eps: f64, place: EpsPlace) -> Vec<f64> {
 /// If the length of `x` is not the extent's.
 pub fn stats<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T]) -> Result<Moments> {
     check_tensors("batch norm statistics", extent, &[("x", x.len())])?;
-    let (pilots, sums) = match Walk::of(extent) {
-        Walk::Rows(rows) => {
-            let pilots = rows.pilots(x);
-            let sums = rows.sums(cpu, x, &pilots);
-            (pilots, sums)
-        }
-        Walk::Planes(planes) => {
-            let pilots = planes.pilots(x);
-            let sums = planes.sums(cpu, x, &pilots);
-            (pilots, sums)
-        }
+    let pilots = pilots(extent, x);
+    let sums = match Walk::of(extent) {
+        Walk::Rows(rows) => rows.sums(cpu, x, &pilots),
+        Walk::Planes(planes) => planes.sums(cpu, x, &pilots),
     };
     Ok(sums.moments(&pilots, extent.batch * extent.spatial))
 }
@@ -247,7 +240,9 @@ pub fn forward_training<T: Element>(
     for (name, values) in [("the weight", weight), ("the bias", bias)] {
         check_len("batch norm", name, values.map_or(extent.channels, <[T]>::len), extent.channels)?;
     }
-    if let Walk::Planes(planes) = Walk::of(extent) {
+    if let Walk::Planes(planes) = Walk::of(extent)
+        && planes.stays_cached::<T>(cpu, 1)
+    {
         let coefficients = |channels: Range<usize>, moments: &Moments| {
             let inverse_std = inverse_std_of(moments);
             Coefficients::forward(&Normalization {
@@ -258,10 +253,9 @@ pub fn forward_training<T: Element>(
                 activation,
             })
         };
-        if let Some(moments) = planes.forward(cpu, x, coefficients, y) {
-            let inverse_std = inverse_std_of(&moments);
-            return Ok((moments, inverse_std));
-        }
+        let moments = planes.forward(cpu, x, &pilots(extent, x), coefficients, y);
+        let inverse_std = inverse_std_of(&moments);
+        return Ok((moments, inverse_std));
     }
     let moments = stats(cpu, extent, x)?;
     let inverse_std = inverse_std_of(&moments);
@@ -369,7 +363,9 @@ pub fn backward_training<T: Element>(
     check_tensors(operation, extent, &[("x", x.len()), ("dy", dy.len()), ("dx", dx.len())])?;
     by.check(operation, extent.channels)?;
     let count = extent.batch * extent.spatial;
-    if let Walk::Planes(planes) = Walk::of(extent) {
+    if let Walk::Planes(planes) = Walk::of(extent)
+        && planes.stays_cached::<T>(cpu, 2)
+    {
         let with_sums = |channels: Range<usize>, sums: &PairSums| {
             let some = Normalization {
                 mean: &by.mean[channels.clone()],
@@ -381,9 +377,8 @@ pub fn backward_training<T: Element>(
             Coefficients::backward(&some, Some(([&sums.a, &sums.b], count)))
         };
         let c = Coefficients::forward(by);
-        if let Some(PairSums { a, b }) = planes.backward(cpu, (x, dy), by.mean, &c, with_sums, dx) {
-            return Ok(BackwardSums { g: a, g_centered: b });
-        }
+        let PairSums { a, b } = planes.backward(cpu, (x, dy), by.mean, &c, with_sums, dx);
+        return Ok(BackwardSums { g: a, g_centered: b });
     }
     let sums = backward_reduce(cpu, extent, x, dy, by)?;
     backward_elemt(cpu, extent, (x, dy), by, Some((&sums, count)), dx)?;
@@ -460,24 +455,35 @@ impl PairSums {
     }
 }
 
-/// Evenly spread places among `len`: a power of two of them, `most` at most.
-fn spread(len: usize, most: usize) -> impl Iterator<Item = usize> {
-    let count = if len == 0 { 0 } else { 1 << len.min(most).ilog2() };
-    (0..count).map(move |index| index * len / count)
-}
+/// How many values, evenly spread, make up a pilot, at most.
+const PILOTS: usize = 16;
 
-/// The mean of a power of two of vectors, added in pairs so that the mean of equal values is that value. None of none.
-fn mean_by_halves(values: &mut Vec<Vec<f64>>) -> Option<Vec<f64>> {
-    let count = values.len() as f64;
-    while values.len() > 1 {
-        let upper = values.split_off(values.len() / 2);
-        for (lower, upper) in values.iter_mut().zip(upper) {
+/// A value by channel that is near the channel's others: sums of differences from it keep their digits.
+///
+/// The mean of a power of two of them, added in pairs so that the mean of equal values is that value.
+fn pilots<T: Element>(extent: &Extent, x: &[T]) -> Vec<f64> {
+    let Extent { channels, spatial, format, .. } = *extent;
+    let values = extent.batch * spatial;
+    if values == 0 {
+        return vec![0.0; channels];
+    }
+    let count = 1 << values.min(PILOTS).ilog2();
+    let sample = |index: usize| -> Vec<f64> {
+        let place = index * values / count;
+        let at = |channel: usize| match format {
+            MemoryFormat::Contiguous => (place / spatial * channels + channel) * spatial + place % spatial,
+            MemoryFormat::ChannelsLast => place * channels + channel,
+        };
+        (0..channels).map(|channel| x[at(channel)].f64()).collect()
+    };
+    let mut samples: Vec<Vec<f64>> = (0..count).map(sample).collect();
+    while samples.len() > 1 {
+        let upper = samples.split_off(samples.len() / 2);
+        for (lower, upper) in samples.iter_mut().zip(upper) {
             lower.iter_mut().zip(upper).for_each(|(lower, upper)| *lower += upper);
         }
     }
-    let mut sum = values.pop()?;
-    sum.iter_mut().for_each(|sum| *sum /= count);
-    Some(sum)
+    samples[0].iter().map(|sum| sum / count as f64).collect()
 }
 
 /// Chan, Golub and LeVeque: (count, mean, M2) of two samples together.

@@ -18,8 +18,6 @@ const PARTS: usize = 64;
 const RUN: usize = 1024;
 /// Elements that are computed in cache before they are streamed.
 const STAGED: usize = 4096;
-/// How many values, evenly spread, make up a pilot, at most.
-const PILOTS: usize = 16;
 /// Bytes of a group of channels, on all threads together, that shared caches are trusted to keep from one pass over them
 /// to the next.
 const CACHED: usize = 8 << 20;
@@ -80,23 +78,10 @@ impl Planes {
     }
 
     /// Whether the bytes of a group on each thread stay in a cache between two passes over `tensors` tensors.
-    fn stays_cached<T>(&self, cpu: &Cpu, tensors: usize) -> bool {
+    pub(super) fn stays_cached<T>(&self, cpu: &Cpu, tensors: usize) -> bool {
         let group = self.batch * self.spatial * self.group * size_of::<T>();
         // Fewer groups than threads would leave threads idle.
         group * tensors * cpu.threads() <= CACHED && self.channels.div_ceil(self.group) >= 2 * cpu.threads()
-    }
-
-    /// A value by channel that is near the channel's others: sums of differences from it keep their digits.
-    pub(super) fn pilots<T: Element>(&self, x: &[T]) -> Vec<f64> {
-        let mut samples: Vec<Vec<f64>> = super::spread(self.batch * self.spatial, PILOTS)
-            .map(|place| {
-                let (image, place) = (place / self.spatial, place % self.spatial);
-                let value =
-                    |channel: usize| x[(image * self.channels + channel) * self.spatial + place].f64();
-                (0..self.channels).map(value).collect()
-            })
-            .collect();
-        super::mean_by_halves(&mut samples).unwrap_or_else(|| vec![0.0; self.channels])
     }
 
     /// Sums of x - pilot and of its square.
@@ -222,25 +207,23 @@ impl Planes {
         }
     }
 
-    /// Statistics and y: both passes over a group of channels while caches hold it. `None` where they would not; the
-    /// results are those of one pass after the other.
+    /// Statistics and y: both passes over a group of channels while caches hold it, which [`Planes::stays_cached`] tells.
+    /// The results are those of one pass after the other.
     ///
     /// `coefficients` of some channels follow from their moments.
     pub(super) fn forward<T: Element>(
         &self,
         cpu: &Cpu,
         x: &[T],
+        pilots: &[f64],
         coefficients: impl Fn(Range<usize>, &Moments) -> Coefficients<T> + Send + Sync,
         y: &mut [T],
-    ) -> Option<Moments> {
-        if !self.stays_cached::<T>(cpu, 1) {
-            return None;
-        }
-        let (pilots, count) = (self.pilots(x), self.batch * self.spatial);
+    ) -> Moments {
+        let count = self.batch * self.spatial;
         let streams = stream::pays_to_copy(y);
         let y = Shared::new(y);
         let groups = self.by_group(cpu, |channels| {
-            let sums = self.group_sums(&channels, |tile, lanes| sum_tile(cpu, self, tile, x, &pilots, lanes));
+            let sums = self.group_sums(&channels, |tile, lanes| sum_tile(cpu, self, tile, x, pilots, lanes));
             let moments = sums.moments(&pilots[channels.clone()], count);
             let c = coefficients(channels.clone(), &moments);
             for tile in self.tiles(channels.clone()) {
@@ -250,7 +233,7 @@ impl Planes {
         });
         let [mean, m2] = [|m: &Moments| m.mean.clone(), |m: &Moments| m.m2.clone()]
             .map(|part| groups.iter().flat_map(part).collect());
-        Some(Moments { mean, m2, count })
+        Moments { mean, m2, count }
     }
 
     /// The sums and dx, likewise. `c` holds forward's coefficients of all channels; `with_sums` gives backward's of some.
@@ -262,10 +245,7 @@ impl Planes {
         c: &Coefficients<T>,
         with_sums: impl Fn(Range<usize>, &PairSums) -> Coefficients<T> + Send + Sync,
         dx: &mut [T],
-    ) -> Option<PairSums> {
-        if !self.stays_cached::<T>(cpu, 2) {
-            return None;
-        }
+    ) -> PairSums {
         let streams = stream::pays_to_copy(dx);
         let dx = Shared::new(dx);
         let groups = self.by_group(cpu, |channels| {
@@ -280,7 +260,7 @@ impl Planes {
         });
         let [a, b] = [|sums: &PairSums| sums.a.clone(), |sums: &PairSums| sums.b.clone()]
             .map(|part| groups.iter().flat_map(part).collect());
-        Some(PairSums { a, b })
+        PairSums { a, b }
     }
 
     /// What `task` gives for every group of channels, in order.

@@ -13,13 +13,10 @@ const BLOCKS: usize = 64;
 const SMALLEST: usize = 1 << 13;
 /// Elements that are computed in cache before they are streamed.
 const STAGED: usize = 2048;
-/// How many rows, evenly spread, make up a pilot, at most.
-const PILOTS: usize = 16;
 
 /// A tensor of rows.
 pub(super) struct Rows {
     channels: usize,
-    rows: usize,
     /// Elements of a wide row.
     width: usize,
     /// Elements of a task.
@@ -31,20 +28,12 @@ impl Rows {
         let width = channels * WIDE.div_ceil(channels.max(1));
         let wide_rows = (rows * channels).div_ceil(width.max(1));
         let per_block = wide_rows.div_ceil(BLOCKS).max(SMALLEST.div_ceil(width.max(1)));
-        Rows { channels, rows, width, block: (per_block * width).max(1) }
+        Rows { channels, width, block: (per_block * width).max(1) }
     }
 
     /// How often a wide row holds each channel.
     fn times(&self) -> usize {
         self.width / self.channels.max(1)
-    }
-
-    /// A value by channel that is near the channel's others: sums of differences from it keep their digits.
-    pub(super) fn pilots<T: Element>(&self, x: &[T]) -> Vec<f64> {
-        let mut rows: Vec<Vec<f64>> = (super::spread(self.rows, PILOTS))
-            .map(|row| x[row * self.channels..][..self.channels].iter().map(|x| x.f64()).collect())
-            .collect();
-        super::mean_by_halves(&mut rows).unwrap_or_else(|| vec![0.0; self.channels])
     }
 
     /// Sums of x - pilot and of its square.

@@ -30,13 +30,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     problems::check_memory(&jobs)?;
     let cpu = args.candidates.cpu()?;
     let machine = Machine::measure(&cpu, args.problems.dtype());
-    let say = |text: &str| match json::to_stdout(args.json.as_deref()) {
-        true => {
-            console.line(text.trim_end());
-            Ok(())
-        }
-        false => console.print(text),
-    };
+    let say = |text: &str| console.say(text, args.json.as_deref());
     say(&format!("{}\n", machine.title()))?;
 
     let mut results = Vec::with_capacity(jobs.len());
