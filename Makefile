@@ -28,7 +28,7 @@ smoke:
 	cargo run --release -- compare --steps 3 --batch-size 64
 	cargo run --release --example custom_function
 
-# Makes the PyTorch golden files anew; PYTHON must have torch, numpy and safetensors.
+# Makes the golden files anew; PYTHON must have torch, numpy, tensorflow-cpu and onnx.
 PYTHON ?= python3
 goldens:
 	$(PYTHON) tools/make_golden.py --out crates/testkit/golden
