@@ -444,6 +444,49 @@ def batch_norm_cross_case(layer_of, inputs, has, mode, options, layout):
     return {name: None if tensor is None else tensor.detach().clone() for name, tensor in result.items()}
 
 
+BATCH_NORM_HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
+
+
+def batch_norm_halves_file(seed):
+    """Inputs of 16 bits with parameters and statistics of 32, in training and evaluation.
+
+    PyTorch's own results of that kind are checked to have the types that the tests ask for and to be near these.
+    """
+    file = GoldenFile("batch_norm_halves", seed)
+    for name, dtype in BATCH_NORM_HALVES.items():
+        draws = file.draws(name)
+        shape, channels = (3, 5, 4, 3), 5
+        inputs = dict(x=draws.normal(*shape, mean=3.0, std=0.5), grad_output=draws.normal(*shape))
+        inputs = {key: tensor.to(dtype).double() for key, tensor in inputs.items()}
+        inputs.update(weight=draws.uniform(channels, low=0.5, high=1.5), bias=draws.normal(channels, std=0.5))
+        inputs["weight"][-1].neg_()
+        inputs.update(running_mean=draws.normal(channels), running_var=draws.uniform(channels, low=0.5, high=2.0))
+        for mode in ("train", "eval"):
+
+            def run(x_dtype, parameter_dtype):
+                layer = torch.nn.BatchNorm2d(channels, dtype=parameter_dtype).train(mode == "train")
+                with torch.no_grad():
+                    for key in ("weight", "bias", "running_mean", "running_var"):
+                        getattr(layer, key).copy_(inputs[key])
+                x = leaf(inputs["x"].to(x_dtype))
+                output = layer(x)
+                output.backward(inputs["grad_output"].to(x_dtype))
+                result = dict(output=output, grad_x=x.grad)
+                assert all(tensor.dtype == x_dtype for tensor in result.values())
+                of_channels = dict(grad_weight=layer.weight.grad, grad_bias=layer.bias.grad)
+                of_channels.update(running_mean_after=layer.running_mean, running_var_after=layer.running_var)
+                assert all(tensor.dtype == parameter_dtype for tensor in of_channels.values())
+                return result | of_channels
+
+            expected = run(torch.float64, torch.float64)
+            for key, tensor in run(dtype, torch.float32).items():
+                scale = expected[key].abs().max()
+                error = ((tensor.double() - expected[key]).abs().max() / scale).item()
+                assert error < 0.02, f"PyTorch's {key} of {name} {mode} is off by {error}"
+            file.add(f"{name}_{mode}", dict(dtype=name, mode=mode), inputs, expected)
+    return file
+
+
 def batch_norm_frameworks_file(seed):
     """Two training steps and an evaluation by the frameworks themselves, on N x C x H x W data.
 
@@ -1018,6 +1061,7 @@ FILES = {
     "conv": conv_file,
     "batch_norm": batch_norm_file,
     "batch_norm_cross": batch_norm_cross_file,
+    "batch_norm_halves": batch_norm_halves_file,
     "batch_norm_frameworks": batch_norm_frameworks_file,
     "batch_norm_closeness": batch_norm_closeness_file,
     "pool": pool_file,

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use convoke_kernels::elementwise;
+use convoke_kernels::{DType, elementwise};
 
 use crate::error::invalid;
 use crate::function::{Edge, Node};
@@ -191,6 +191,10 @@ fn add(sum: Tensor, gradient: Tensor) -> Result<Tensor> {
         return Err(invalid("backward", reason));
     }
     let gradient = gradient.in_format(sum.format())?;
+    if !sum.dtype().computes() {
+        let wide = add(sum.in_dtype(DType::F32)?, gradient.in_dtype(DType::F32)?)?;
+        return Ok(wide.in_dtype(sum.dtype())?.with_history(sum.history().clone()));
+    }
     // An update forgets where values come from; a gradient must stay known as one.
     let history = sum.history().clone();
     let mut sum = sum;

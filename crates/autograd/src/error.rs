@@ -27,6 +27,14 @@ pub enum Error {
         /// The type of the tensor.
         found: DType,
     },
+    /// The operation does not compute in this type, which is for storage.
+    #[error("{operation}: {dtype} is a type for storage: convert to f32 with `Tensor::to_dtype` first")]
+    StorageOnly {
+        /// The operation.
+        operation: &'static str,
+        /// The type of the tensor.
+        dtype: DType,
+    },
     /// Tensors of two devices meet in one operation.
     #[error("{operation}: its inputs are on different devices")]
     Device {

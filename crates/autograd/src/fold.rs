@@ -1,12 +1,12 @@
 //! Batch norm with constant statistics folded into the convolution before it: for inference, outside any tape.
 
-use convoke_kernels::Element;
+use convoke_kernels::Stored;
 use convoke_kernels::batch_norm as kernel;
 
 use crate::error::invalid;
 use crate::ops::{BatchNormOptions, ConvBnParameters, Statistics, four_dimensions, same_dtype};
 use crate::tensor::dispatch;
-use crate::{MemoryFormat, Result, Tensor};
+use crate::{Error, MemoryFormat, Result, Tensor};
 
 /// Weight and bias of the convolution that alone computes what it and the batch norm behind it do, before the activation.
 ///
@@ -25,6 +25,9 @@ pub fn fold_conv_bn2d(
     };
     let operands: Vec<&Tensor> = [Some(weight), bias, gamma, beta].into_iter().flatten().collect();
     same_dtype(operation, &operands)?;
+    if let Some(operand) = operands.iter().find(|operand| !operand.dtype().computes()) {
+        return Err(Error::StorageOnly { operation, dtype: operand.dtype() });
+    }
     let channels = four_dimensions(operation, "weight", weight)?[0];
     if mean.len() != channels {
         let reason = format!("the statistics have {} channels, the convolution gives {channels}", mean.len());
@@ -43,7 +46,7 @@ pub fn fold_conv_bn2d(
         let mut folded = weight.data::<T>()?.to_vec();
         let mut shift = match bias {
             Some(bias) => bias.data::<T>()?.to_vec(),
-            None => vec![<T as Element>::of(0.0); channels],
+            None => vec![<T as Stored>::of(0.0); channels],
         };
         kernel::fold(&by, kernel::FilterOrder::OutputFirst, &mut folded, &mut shift)?;
         let device = weight.device();

@@ -59,6 +59,11 @@ pub trait Function: Send + Sync + Sized + 'static {
     /// The name in messages.
     fn name(&self) -> &'static str;
 
+    /// Whether inputs may be of this type: by default, whether kernels compute in it. Others are for storage.
+    fn takes(&self, dtype: DType) -> bool {
+        dtype.computes()
+    }
+
     /// The output, and what backward will need.
     ///
     /// The inputs are constants here; `needs` tells which of them want a gradient. If none does, what is saved is
@@ -120,6 +125,9 @@ pub fn apply_with_saved<F: Function, R>(
     look: impl FnOnce(&F::Saved) -> R,
 ) -> Result<(Tensor, R)> {
     let operation = function.name();
+    if let Some(dtype) = inputs.iter().map(|input| input.dtype()).find(|&dtype| !function.takes(dtype)) {
+        return Err(Error::StorageOnly { operation, dtype });
+    }
     if inputs.windows(2).any(|pair| pair[0].device() != pair[1].device()) {
         return Err(Error::Device { operation });
     }

@@ -28,12 +28,14 @@ mod pool;
 mod tensor;
 
 pub use backward::{BackwardOptions, Gradients};
-pub use convoke_kernels::{Cpu, DType, Element, Isa, MemoryFormat};
+pub use convoke_kernels::{Cpu, DType, Element, Isa, MemoryFormat, Stored};
 pub use device::{Device, DeviceOptions};
 pub use error::{Error, Result};
 pub use fold::fold_conv_bn2d;
 pub use function::{Function, Needs, apply, apply_with_saved};
 pub use gradcheck::{GradCheck, GradCheckFailure, GradCheckReport, gradcheck};
+/// The element types of 16 bits.
+pub use half::{bf16, f16};
 pub use mode::{inference_mode, is_grad_enabled, no_grad};
 pub use pool::{Buffer, MemoryStats, TimelinePoint};
 pub use tensor::{Tensor, format_shape};

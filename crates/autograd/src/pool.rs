@@ -103,11 +103,11 @@ impl Pool {
             return Err(refused);
         };
         self.state().count(bytes, fresh);
-        let mut buffer = Buffer { lines, len, pool: self.clone(), element: PhantomData };
+        let mut taken = Bytes { lines, len: bytes, pool: self.clone() };
         if self.poison {
-            bytemuck::cast_slice_mut::<Line, u8>(&mut buffer.lines).fill(0xff);
+            taken.elements_mut::<u8>().fill(0xff);
         }
-        Ok(buffer)
+        Ok(Buffer { bytes: taken, element: PhantomData })
     }
 
     fn give_back(&self, lines: Box<[Line]>, bytes: usize) {
@@ -180,37 +180,61 @@ impl State {
     }
 }
 
-/// A run of elements that goes back to its device's pool when dropped.
-pub struct Buffer<T: Pod> {
+/// Bytes that go back to their device's pool when dropped.
+pub(crate) struct Bytes {
     lines: Box<[Line]>,
     len: usize,
     pool: Arc<Pool>,
+}
+
+impl Bytes {
+    /// The bytes as elements of any type; what does not fill one at the end is left out.
+    pub(crate) fn elements<T: Pod>(&self) -> &[T] {
+        &bytemuck::cast_slice(&self.lines)[..self.len / size_of::<T>()]
+    }
+
+    /// As [`Bytes::elements`].
+    pub(crate) fn elements_mut<T: Pod>(&mut self) -> &mut [T] {
+        &mut bytemuck::cast_slice_mut(&mut self.lines)[..self.len / size_of::<T>()]
+    }
+}
+
+impl Drop for Bytes {
+    fn drop(&mut self) {
+        self.pool.give_back(std::mem::take(&mut self.lines), self.len);
+    }
+}
+
+/// A run of elements that goes back to its device's pool when dropped.
+pub struct Buffer<T: Pod> {
+    bytes: Bytes,
     element: PhantomData<T>,
+}
+
+impl<T: Pod> Buffer<T> {
+    /// What holds the elements, whatever their type.
+    pub(crate) fn into_bytes(self) -> Bytes {
+        self.bytes
+    }
 }
 
 impl<T: Pod> Deref for Buffer<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        &bytemuck::cast_slice(&self.lines)[..self.len]
+        self.bytes.elements()
     }
 }
 
 impl<T: Pod> DerefMut for Buffer<T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        &mut bytemuck::cast_slice_mut(&mut self.lines)[..self.len]
-    }
-}
-
-impl<T: Pod> Drop for Buffer<T> {
-    fn drop(&mut self) {
-        self.pool.give_back(std::mem::take(&mut self.lines), self.len * size_of::<T>());
+        self.bytes.elements_mut()
     }
 }
 
 impl<T: Pod> std::fmt::Debug for Buffer<T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Buffer of {} x {}", self.len, std::any::type_name::<T>())
+        write!(f, "Buffer of {} x {}", self.len(), std::any::type_name::<T>())
     }
 }
 

@@ -4,15 +4,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use convoke_kernels::memory_format::{self, Extent};
-use convoke_kernels::{DType, Element, MemoryFormat};
+use convoke_kernels::{DType, MemoryFormat, Stored, convert};
 
 use crate::error::invalid;
 use crate::function::Node;
 use crate::mode::{self, Mode};
-use crate::pool::Buffer;
+use crate::pool::Bytes;
 use crate::{Device, Error, Result};
 
-/// An n-dimensional array of f32 or f64 on a [`Device`]. Cloning is cheap and shares the elements.
+/// An n-dimensional array of numbers on a [`Device`]. Cloning is cheap and shares the elements.
+///
+/// Operations compute in f32 and f64. f16 and bf16 are for storage: [`Tensor::to_dtype`] converts, the other operations
+/// that take them say so.
 ///
 /// Elements never change while anyone shares them, so what an operation saved for backward stays as it was.
 /// A tensor of 4 dimensions is N x C x H x W whatever its [`MemoryFormat`]; one of 3 is N x C x L, one of 5 N x C x D x H x W.
@@ -43,12 +46,12 @@ pub(crate) enum History {
     Gradient(&'static str),
 }
 
-pub(crate) enum Storage {
-    F32(Buffer<f32>),
-    F64(Buffer<f64>),
+struct Storage {
+    dtype: DType,
+    bytes: Bytes,
 }
 
-/// Runs code with `$T` the element type of a `DType`.
+/// Runs code with `$T` the element type of a `DType` that kernels compute in; returns an error for the others.
 macro_rules! dispatch {
     ($dtype:expr, $T:ident => $body:expr) => {
         match $dtype {
@@ -60,10 +63,35 @@ macro_rules! dispatch {
                 type $T = f64;
                 $body
             }
+            dtype => return Err($crate::Error::StorageOnly { operation: "kernel", dtype }),
         }
     };
 }
 pub(crate) use dispatch;
+
+/// Runs code with `$T` the element type of any `DType`.
+macro_rules! dispatch_stored {
+    ($dtype:expr, $T:ident => $body:expr) => {
+        match $dtype {
+            convoke_kernels::DType::F32 => {
+                type $T = f32;
+                $body
+            }
+            convoke_kernels::DType::F64 => {
+                type $T = f64;
+                $body
+            }
+            convoke_kernels::DType::F16 => {
+                type $T = half::f16;
+                $body
+            }
+            convoke_kernels::DType::BF16 => {
+                type $T = half::bf16;
+                $body
+            }
+        }
+    };
+}
 
 /// A shape as `[2, 3, 4]`, for messages.
 pub fn format_shape(shape: &[usize]) -> String {
@@ -87,7 +115,7 @@ impl Tensor {
     ///
     /// # Errors
     /// If the number of elements is not the shape's.
-    pub fn from_slice<T: Element>(device: &Device, shape: &[usize], elements: &[T]) -> Result<Tensor> {
+    pub fn from_slice<T: Stored>(device: &Device, shape: &[usize], elements: &[T]) -> Result<Tensor> {
         let len = checked_len("from_slice", shape)?;
         if elements.len() != len {
             return Err(invalid(
@@ -106,7 +134,7 @@ impl Tensor {
     /// # Errors
     /// If the shape is too large.
     pub fn full(device: &Device, shape: &[usize], dtype: DType, value: f64) -> Result<Tensor> {
-        dispatch!(dtype, T => Tensor::build(device, shape, MemoryFormat::Contiguous, |data: &mut [T]| {
+        dispatch_stored!(dtype, T => Tensor::build(device, shape, MemoryFormat::Contiguous, |data: &mut [T]| {
             data.fill(T::of(value));
             Ok(())
         }))
@@ -127,7 +155,7 @@ impl Tensor {
     /// # Errors
     /// If the shape is too large or there is no memory, channels-last is asked for with fewer than 3 dimensions, or `write`
     /// fails.
-    pub fn build<T: Element>(
+    pub fn build<T: Stored>(
         device: &Device,
         shape: &[usize],
         format: MemoryFormat,
@@ -137,40 +165,21 @@ impl Tensor {
         let format = usable_format(shape, format)?;
         let mut buffer = device.buffer::<T>(len)?;
         write(&mut buffer)?;
-        Ok(Tensor::from_buffer(device, shape, format, buffer))
-    }
-
-    /// [`Tensor::build`] with this tensor's device, shape and format.
-    pub(crate) fn build_like<T: Element>(
-        &self,
-        write: impl FnOnce(&mut [T]) -> Result<()>,
-    ) -> Result<Tensor> {
-        Tensor::build(self.device(), self.shape(), self.format(), write)
-    }
-
-    /// A tensor that takes over `buffer`, whose length must be the shape's.
-    pub(crate) fn from_buffer<T: Element>(
-        device: &Device,
-        shape: &[usize],
-        format: MemoryFormat,
-        buffer: Buffer<T>,
-    ) -> Tensor {
-        debug_assert_eq!(buffer.len(), shape.iter().product::<usize>());
-        let any: Box<dyn std::any::Any> = Box::new(buffer);
-        let storage = match any.downcast::<Buffer<f32>>() {
-            Ok(buffer) => Storage::F32(*buffer),
-            Err(any) => Storage::F64(*any.downcast().expect("an Element is f32 or f64")),
-        };
-        Tensor {
+        Ok(Tensor {
             inner: Arc::new(Inner {
-                storage: Arc::new(storage),
+                storage: Arc::new(Storage { dtype: T::DTYPE, bytes: buffer.into_bytes() }),
                 shape: shape.to_vec(),
                 format,
                 device: device.clone(),
                 history: History::None,
                 inference: mode::current() == Mode::Inference,
             }),
-        }
+        })
+    }
+
+    /// [`Tensor::build`] with this tensor's device, shape and format.
+    pub(crate) fn build_like<T: Stored>(&self, write: impl FnOnce(&mut [T]) -> Result<()>) -> Result<Tensor> {
+        Tensor::build(self.device(), self.shape(), self.format(), write)
     }
 
     fn with_inner(&self, change: impl FnOnce(&mut Inner)) -> Tensor {
@@ -257,27 +266,20 @@ impl Tensor {
 
     /// Type of the elements.
     pub fn dtype(&self) -> DType {
-        match *self.inner.storage {
-            Storage::F32(_) => DType::F32,
-            Storage::F64(_) => DType::F64,
-        }
+        self.inner.storage.dtype
     }
 
     /// The elements in the order of [`Tensor::format`].
     ///
     /// # Errors
     /// If they are of another type.
-    pub fn data<T: Element>(&self) -> Result<&[T]> {
+    pub fn data<T: Stored>(&self) -> Result<&[T]> {
         let found = self.dtype();
         let mismatch = Error::DType { operation: "data", expected: T::DTYPE, found };
         if found != T::DTYPE {
             return Err(mismatch);
         }
-        Ok(match &*self.inner.storage {
-            // Casts between equal types, which the compiler cannot see to be equal.
-            Storage::F32(buffer) => bytemuck::cast_slice(buffer),
-            Storage::F64(buffer) => bytemuck::cast_slice(buffer),
-        })
+        Ok(self.inner.storage.bytes.elements())
     }
 
     /// Changes the elements in place where nobody shares them, else in a copy that becomes this tensor.
@@ -286,7 +288,7 @@ impl Tensor {
     ///
     /// # Errors
     /// If the elements are of another type, or `change` fails (the tensor then holds what `change` left).
-    pub fn update<T: Element>(&mut self, change: impl FnOnce(&mut [T]) -> Result<()>) -> Result<()> {
+    pub fn update<T: Stored>(&mut self, change: impl FnOnce(&mut [T]) -> Result<()>) -> Result<()> {
         self.data::<T>()?;
         let shared = match Arc::get_mut(&mut self.inner) {
             Some(inner) => Arc::get_mut(&mut inner.storage).is_none(),
@@ -303,10 +305,7 @@ impl Tensor {
         let inner = Arc::get_mut(&mut self.inner).expect("unshared");
         inner.history = History::None;
         let storage = Arc::get_mut(&mut inner.storage).expect("unshared");
-        let result = match storage {
-            Storage::F32(buffer) => change(bytemuck::cast_slice_mut(buffer)),
-            Storage::F64(buffer) => change(bytemuck::cast_slice_mut(buffer)),
-        };
+        let result = change(storage.bytes.elements_mut());
         if was_leaf {
             *self = self.with_grad();
         }
@@ -317,7 +316,7 @@ impl Tensor {
     ///
     /// # Errors
     /// If they are of another type.
-    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
+    pub fn to_vec<T: Stored>(&self) -> Result<Vec<T>> {
         let contiguous = self.detach().in_format(MemoryFormat::Contiguous)?;
         Ok(contiguous.data::<T>()?.to_vec())
     }
@@ -333,7 +332,7 @@ impl Tensor {
                 format!("a tensor of shape {:?} is not a single number", self.shape()),
             ));
         }
-        dispatch!(self.dtype(), T => Ok(self.data::<T>()?[0].f64()))
+        dispatch_stored!(self.dtype(), T => Ok(self.data::<T>()?[0].f64()))
     }
 
     /// This tensor seen as N x C x (the rest), as kernels that work by channel take it.
@@ -358,9 +357,19 @@ impl Tensor {
             return Ok(self.detach());
         }
         let extent = self.extent("memory format")?;
-        dispatch!(self.dtype(), T => Tensor::build(self.device(), self.shape(), format, |out: &mut [T]| {
+        dispatch_stored!(self.dtype(), T => Tensor::build(self.device(), self.shape(), format, |out: &mut [T]| {
             Ok(memory_format::convert(self.device().compute(), &extent, self.data::<T>()?, out)?)
         }))
+    }
+
+    /// The nearest values of another type, without history; shares the elements if they are of it already.
+    pub(crate) fn in_dtype(&self, dtype: DType) -> Result<Tensor> {
+        if dtype == self.dtype() {
+            return Ok(self.detach());
+        }
+        dispatch_stored!(self.dtype(), From => dispatch_stored!(dtype, To => self.build_like(|out: &mut [To]| {
+            Ok(convert::convert(self.device().compute(), self.data::<From>()?, out)?)
+        })))
     }
 }
 
@@ -385,7 +394,7 @@ impl std::fmt::Debug for Tensor {
             History::Gradient(operation) => write!(f, ", gradient from {operation}")?,
         }
         const SHOWN: usize = 8;
-        let first: Vec<f64> = dispatch!(self.dtype(), T => match self.data::<T>() {
+        let first: Vec<f64> = dispatch_stored!(self.dtype(), T => match self.data::<T>() {
             Ok(data) => data.iter().take(SHOWN).map(|x| x.f64()).collect(),
             Err(_) => Vec::new(),
         });

@@ -338,6 +338,7 @@ macro_rules! by_dtype {
         match $tensor.dtype() {
             DType::F32 => $function::<f32>($($argument),*),
             DType::F64 => $function::<f64>($($argument),*),
+            dtype => unreachable!("`Function::takes` lets no {dtype} in"),
         }
     };
 }
@@ -355,11 +356,5 @@ fn random(device: &Device, dtype: DType, shape: &[usize], seed: u64) -> Result<T
             ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
         })
         .collect();
-    match dtype {
-        DType::F64 => Tensor::from_slice(device, shape, &numbers),
-        DType::F32 => {
-            let numbers: Vec<f32> = numbers.iter().map(|&number| number as f32).collect();
-            Tensor::from_slice(device, shape, &numbers)
-        }
-    }
+    Tensor::from_slice(device, shape, &numbers)?.to_dtype(dtype)
 }

@@ -1,8 +1,11 @@
-//! The number types that kernels compute in.
+//! The number types that tensors store, and those that kernels compute in.
 
 use std::fmt::{Debug, Display};
 use std::iter::Sum;
 use std::ops::{AddAssign, DivAssign, MulAssign, SubAssign};
+
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
 
 /// The type of a tensor's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -11,6 +14,10 @@ pub enum DType {
     F32,
     /// IEEE 754 double precision: for oracles and gradient checks.
     F64,
+    /// IEEE 754 half precision: 11 digits of binary, up to 65504. For storage.
+    F16,
+    /// The upper half of an f32: 8 digits of binary, f32's range. For storage.
+    BF16,
 }
 
 impl DType {
@@ -19,7 +26,13 @@ impl DType {
         match self {
             DType::F32 => 4,
             DType::F64 => 8,
+            DType::F16 | DType::BF16 => 2,
         }
+    }
+
+    /// Whether kernels compute in this type: whether it is an [`Element`]'s. The others are stored and converted.
+    pub fn computes(self) -> bool {
+        matches!(self, DType::F32 | DType::F64)
     }
 }
 
@@ -28,6 +41,8 @@ impl Display for DType {
         f.write_str(match self {
             DType::F32 => "f32",
             DType::F64 => "f64",
+            DType::F16 => "f16",
+            DType::BF16 => "bf16",
         })
     }
 }
@@ -36,52 +51,120 @@ mod sealed {
     pub trait Sealed {}
     impl Sealed for f32 {}
     impl Sealed for f64 {}
+    impl Sealed for half::f16 {}
+    impl Sealed for half::bf16 {}
 }
 
-/// A floating-point type that kernels compute in: `f32` or `f64`.
-pub trait Element:
-    sealed::Sealed
-    + num_traits::Float
-    + AddAssign
-    + SubAssign
-    + MulAssign
-    + DivAssign
-    + Sum
-    + bytemuck::Pod
-    + Default
-    + Debug
-    + Display
-    + Send
-    + Sync
-    + 'static
-{
+/// A floating-point type that tensors can store: `f32`, `f64`, [`half::f16`] or [`half::bf16`].
+pub trait Stored: sealed::Sealed + bytemuck::Pod + Default + Debug + Display + Send + Sync + 'static {
     /// This type as a value.
     const DTYPE: DType;
 
-    /// The nearest value of this type.
+    /// The nearest value of this type, ties to even.
     fn of(value: f64) -> Self;
 
     /// This value as an `f64`; exact.
     fn f64(self) -> f64;
 
+    /// `from` in f32: exact, but for f64's values, which are rounded. Lengths are equal.
+    #[doc(hidden)]
+    fn widen(from: &[Self], to: &mut [f32]);
+
+    /// The nearest values of this type, ties to even. Lengths are equal.
+    #[doc(hidden)]
+    fn narrow(from: &[f32], to: &mut [Self]);
+}
+
+macro_rules! stored {
+    ($type:ty, $dtype:ident, $of:expr, $f64:expr, $widen:expr, $narrow:expr) => {
+        impl Stored for $type {
+            const DTYPE: DType = DType::$dtype;
+
+            #[inline(always)]
+            fn of(value: f64) -> $type {
+                $of(value)
+            }
+
+            #[inline(always)]
+            fn f64(self) -> f64 {
+                $f64(self)
+            }
+
+            #[inline(always)]
+            fn widen(from: &[$type], to: &mut [f32]) {
+                $widen(from, to);
+            }
+
+            #[inline(always)]
+            fn narrow(from: &[f32], to: &mut [$type]) {
+                $narrow(from, to);
+            }
+        }
+    };
+}
+
+/// `value` in f32, rounded to odd: rounding that to 16 bits gives what rounding `value` once would. (`half` converts f64
+/// through the nearest f32, which may round twice.)
+#[inline(always)]
+fn to_odd(value: f64) -> f32 {
+    let nearest = value as f32;
+    let exact = f64::from(nearest);
+    if exact == value || nearest.is_nan() {
+        return nearest;
+    }
+    let towards_zero = nearest.to_bits() - u32::from(exact.abs() > value.abs());
+    f32::from_bits(towards_zero | 1)
+}
+
+/// `to` becomes `from`, each number by `convert`.
+#[inline(always)]
+fn map<A: Copy, B>(from: &[A], to: &mut [B], convert: impl Fn(A) -> B) {
+    for (to, &from) in to.iter_mut().zip(from) {
+        *to = convert(from);
+    }
+}
+
+stored!(
+    f32,
+    F32,
+    |value| value as f32,
+    f64::from,
+    |from: &[f32], to: &mut [f32]| to.copy_from_slice(from),
+    |from: &[f32], to: &mut [f32]| to.copy_from_slice(from)
+);
+stored!(
+    f64,
+    F64,
+    |value| value,
+    |value| value,
+    |from: &[f64], to: &mut [f32]| map(from, to, |x| x as f32),
+    |from: &[f32], to: &mut [f64]| map(from, to, f64::from)
+);
+stored!(
+    f16,
+    F16,
+    |value| f16::from_f32(to_odd(value)),
+    f16::to_f64,
+    |from: &[f16], to: &mut [f32]| from.convert_to_f32_slice(to),
+    |from: &[f32], to: &mut [f16]| to.convert_from_f32_slice(from)
+);
+stored!(
+    bf16,
+    BF16,
+    |value| bf16::from_f32(to_odd(value)),
+    bf16::to_f64,
+    |from: &[bf16], to: &mut [f32]| map(from, to, bf16::to_f32),
+    |from: &[f32], to: &mut [bf16]| map(from, to, bf16::from_f32)
+);
+
+/// A floating-point type that kernels compute in: `f32` or `f64`.
+pub trait Element: Stored + num_traits::Float + AddAssign + SubAssign + MulAssign + DivAssign + Sum {
     /// The variant of a plan's kernel for this type, if that is what the plan was made for.
     #[doc(hidden)]
     fn conv_kernel(kernels: &crate::conv::Kernel) -> Option<&dyn crate::conv::ConvKernel<Self>>;
 }
 
 impl Element for f32 {
-    const DTYPE: DType = DType::F32;
-
-    #[inline(always)]
-    fn of(value: f64) -> f32 {
-        value as f32
-    }
-
-    #[inline(always)]
-    fn f64(self) -> f64 {
-        f64::from(self)
-    }
-
     fn conv_kernel(kernels: &crate::conv::Kernel) -> Option<&dyn crate::conv::ConvKernel<f32>> {
         match kernels {
             crate::conv::Kernel::F32(kernel) => Some(kernel.as_ref()),
@@ -91,18 +174,6 @@ impl Element for f32 {
 }
 
 impl Element for f64 {
-    const DTYPE: DType = DType::F64;
-
-    #[inline(always)]
-    fn of(value: f64) -> f64 {
-        value
-    }
-
-    #[inline(always)]
-    fn f64(self) -> f64 {
-        self
-    }
-
     fn conv_kernel(kernels: &crate::conv::Kernel) -> Option<&dyn crate::conv::ConvKernel<f64>> {
         match kernels {
             crate::conv::Kernel::F32(_) => None,

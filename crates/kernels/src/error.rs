@@ -42,6 +42,14 @@ pub enum Error {
         /// Type of the slices.
         found: crate::DType,
     },
+    /// Numbers of this type are stored and converted, not computed with.
+    #[error("{operation}: {dtype} is a type for storage: convert to f32 first")]
+    StorageOnly {
+        /// The kernel.
+        operation: &'static str,
+        /// The type.
+        dtype: crate::DType,
+    },
     /// This CPU lacks the instruction set asked for, or no threads can be had.
     #[error("{0}")]
     Cpu(String),

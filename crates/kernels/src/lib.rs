@@ -31,6 +31,7 @@ mod stream;
 pub mod activation;
 pub mod batch_norm;
 pub mod conv;
+pub mod convert;
 pub mod elementwise;
 pub mod gemm;
 pub mod loss;
@@ -41,6 +42,6 @@ pub mod pool;
 pub mod tune;
 
 pub use cpu::{Cpu, Isa};
-pub use element::{DType, Element};
+pub use element::{DType, Element, Stored};
 pub use error::{Error, Result};
 pub use memory_format::MemoryFormat;

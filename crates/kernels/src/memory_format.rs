@@ -2,7 +2,7 @@
 
 use crate::cpu::multiversion;
 use crate::error::{check_len, invalid};
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Result, Stored};
 
 /// The order of a tensor's elements in memory; its shape is N, C, H, W (or N, C, ...) either way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -63,7 +63,7 @@ impl Extent {
 
 multiversion! {
     /// Writes the `rows` x `columns` matrix `from` transposed into `to`.
-    pub(crate) fn transpose<T: Element>(rows: usize, columns: usize, from: &[T], to: &mut [T]) {
+    pub(crate) fn transpose<T: Copy>(rows: usize, columns: usize, from: &[T], to: &mut [T]) {
         // Square tiles keep both sides' cache lines in L1.
         const TILE: usize = 16;
         for row in (0..rows).step_by(TILE) {
@@ -83,7 +83,7 @@ multiversion! {
 ///
 /// # Errors
 /// If a length differs from `extent`'s.
-pub fn convert<T: Element>(cpu: &Cpu, extent: &Extent, from: &[T], to: &mut [T]) -> Result<()> {
+pub fn convert<T: Stored>(cpu: &Cpu, extent: &Extent, from: &[T], to: &mut [T]) -> Result<()> {
     let len = extent.len()?;
     check_len("memory format conversion", "the input", from.len(), len)?;
     check_len("memory format conversion", "the output", to.len(), len)?;

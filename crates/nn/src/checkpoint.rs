@@ -9,7 +9,7 @@ use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use convoke_autograd::{DType, Device, Element, MemoryFormat, Tensor};
+use convoke_autograd::{DType, Device, MemoryFormat, Stored, Tensor};
 use half::{bf16, f16};
 use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorView};
 use serde::{Deserialize, Serialize};
@@ -220,6 +220,8 @@ fn dtype(dtype: DType) -> Dtype {
     match dtype {
         DType::F32 => Dtype::F32,
         DType::F64 => Dtype::F64,
+        DType::F16 => Dtype::F16,
+        DType::BF16 => Dtype::BF16,
     }
 }
 
@@ -228,6 +230,8 @@ fn contiguous_bytes(tensor: &Tensor) -> Result<Vec<u8>> {
     Ok(match tensor.dtype() {
         DType::F32 => tensor.to_vec::<f32>()?.iter().flat_map(|x| x.to_le_bytes()).collect(),
         DType::F64 => tensor.to_vec::<f64>()?.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        DType::F16 => tensor.to_vec::<f16>()?.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        DType::BF16 => tensor.to_vec::<bf16>()?.iter().flat_map(|x| x.to_le_bytes()).collect(),
     })
 }
 
@@ -313,13 +317,15 @@ fn read_value(
         Value::Tensor(tensor) => Value::Tensor(match tensor.dtype() {
             DType::F32 => decode::<f32>(tensor.device(), &view)?,
             DType::F64 => decode::<f64>(tensor.device(), &view)?,
+            DType::F16 => decode::<f16>(tensor.device(), &view)?,
+            DType::BF16 => decode::<bf16>(tensor.device(), &view)?,
         }),
     })
 }
 
 /// A tensor of the numbers that `view` holds, whatever their floating-point type.
-fn decode<T: Element>(device: &Device, view: &TensorView<'_>) -> Result<Tensor> {
-    fn fill<T: Element, const SIZE: usize>(data: &mut [T], bytes: &[u8], number: impl Fn([u8; SIZE]) -> f64) {
+fn decode<T: Stored>(device: &Device, view: &TensorView<'_>) -> Result<Tensor> {
+    fn fill<T: Stored, const SIZE: usize>(data: &mut [T], bytes: &[u8], number: impl Fn([u8; SIZE]) -> f64) {
         for (value, bytes) in data.iter_mut().zip(bytes.as_chunks().0) {
             *value = T::of(number(*bytes));
         }

@@ -1,6 +1,6 @@
 //! How parameters start, as PyTorch 2 starts them.
 
-use convoke_autograd::{DType, Device, MemoryFormat, Result, Tensor};
+use convoke_autograd::{DType, Device, Element, Error, MemoryFormat, Result, Tensor};
 
 use crate::{Generator, Parameter};
 
@@ -9,7 +9,7 @@ use crate::{Generator, Parameter};
 pub struct Init {
     /// Where the module's tensors live.
     pub device: Device,
-    /// Their element type.
+    /// Their element type: f32 or f64.
     pub dtype: DType,
     /// Random numbers for starting values and for dropout.
     pub random: Generator,
@@ -24,11 +24,12 @@ impl Init {
     /// A parameter with uniform values in [-bound, bound).
     ///
     /// # Errors
-    /// If the shape is too large.
+    /// If the shape is too large, or the type is for storage only.
     pub fn uniform(&self, shape: &[usize], bound: f64) -> Result<Parameter> {
         let value = match self.dtype {
             DType::F32 => self.build::<f32>(shape, bound)?,
             DType::F64 => self.build::<f64>(shape, bound)?,
+            dtype => return Err(Error::StorageOnly { operation: "parameter", dtype }),
         };
         Ok(Parameter::new(&value))
     }
@@ -45,13 +46,16 @@ impl Init {
     /// A parameter with every element `value`.
     ///
     /// # Errors
-    /// If the shape is too large.
+    /// As [`Init::uniform`].
     pub fn constant(&self, shape: &[usize], value: f64) -> Result<Parameter> {
+        if !self.dtype.computes() {
+            return Err(Error::StorageOnly { operation: "parameter", dtype: self.dtype });
+        }
         Ok(Parameter::new(&Tensor::full(&self.device, shape, self.dtype, value)?))
     }
 
     /// Draws only once there is memory for all of it: a shape that is too large must be an error.
-    fn build<T: convoke_autograd::Element>(&self, shape: &[usize], bound: f64) -> Result<Tensor> {
+    fn build<T: Element>(&self, shape: &[usize], bound: f64) -> Result<Tensor> {
         const DRAWN_AT_ONCE: usize = 4096;
         Tensor::build(&self.device, shape, MemoryFormat::Contiguous, |data: &mut [T]| {
             for chunk in data.chunks_mut(DRAWN_AT_ONCE) {

@@ -128,6 +128,7 @@ impl Optimizer {
             match gradient.dtype() {
                 DType::F32 => entry.step::<f32>(&self.rule, &gradient)?,
                 DType::F64 => entry.step::<f64>(&self.rule, &gradient)?,
+                dtype => return Err(Error::StorageOnly { operation: "optimizer step", dtype }),
             }
         }
         Ok(())

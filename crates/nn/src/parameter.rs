@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, RwLock};
 
-use convoke_autograd::{Element, Error, Result, Tensor};
+use convoke_autograd::{Error, Result, Stored, Tensor};
 
 /// A tensor that an optimizer changes. Clones are the same parameter, so that weights can be tied.
 #[derive(Clone)]
@@ -68,7 +68,7 @@ impl Parameter {
     ///
     /// # Errors
     /// If the elements are not `T`, or `change` fails.
-    pub fn update<T: Element>(&self, change: impl FnOnce(&mut [T]) -> Result<()>) -> Result<()> {
+    pub fn update<T: Stored>(&self, change: impl FnOnce(&mut [T]) -> Result<()>) -> Result<()> {
         self.value.write().unwrap_or_else(|poisoned| poisoned.into_inner()).update(change)
     }
 

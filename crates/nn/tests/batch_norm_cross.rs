@@ -50,11 +50,8 @@ fn check<const SPATIAL: usize>(
     let second = layer.forward(&in_format(of("second_x"))).unwrap();
     assert_eq!((output.format(), &before), (x.format(), &values(&x)), "the input is not touched");
 
-    let [forward, gradient] = match dtype {
-        DType::F32 => [1e-5, 1e-4],
-        // Outputs and gradients of x are stored in f32.
-        DType::F64 => [1e-7, 1e-7],
-    };
+    // Outputs and gradients of x are stored in f32.
+    let [forward, gradient] = if dtype == DType::F32 { [1e-5, 1e-4] } else { [1e-7, 1e-7] };
     let close = |name: &str, found: Option<&Tensor>, rtol: f64| {
         let expected = case.tensor_f64_opt(name);
         match (found, expected) {
@@ -105,6 +102,70 @@ fn every_combination_agrees_with_pytorch() {
     }
     failures.finish();
     assert_eq!(checked, 4 * 4 * 4 * 4, "ranks, affine, modes, types and formats");
+}
+
+/// x, output and their gradients of 16 bits, everything else of 32.
+fn check_halves(case: &Case, format: MemoryFormat) -> Result<(), String> {
+    let device = device();
+    let of = |name: &str, dtype: DType| {
+        let (shape, values) = case.tensor_f64(name);
+        tensor(&device, dtype, &shape, &values)
+    };
+    // One rounding: half a unit in the last of 8 or 11 places.
+    let (dtype, rounding) = match case.text("dtype") {
+        "bf16" => (DType::BF16, 2f64.powi(-8)),
+        _ => (DType::F16, 2f64.powi(-11)),
+    };
+    let channels = case.shape("weight").unwrap()[0];
+    let layer = BatchNorm2d::new(&init(&device, DType::F32, 1), channels, Default::default()).unwrap();
+    let parameters = [layer.weight.as_ref().unwrap(), layer.bias.as_ref().unwrap()];
+    for (name, parameter) in ["weight", "bias"].into_iter().zip(parameters) {
+        parameter.set(&of(name, DType::F32)).unwrap();
+    }
+    for name in ["running_mean", "running_var"] {
+        common::buffer(&layer, name).set(&of(name, DType::F32)).unwrap();
+    }
+    layer.set_training(case.text("mode") == "train");
+    let x = of("x", dtype).to_format(format).unwrap().with_grad();
+    let output = layer.forward(&x).unwrap();
+    let gradients = backward(&output, &of("grad_output", dtype).to_format(format).unwrap(), false);
+    let rounded = |name: &str, found: &Tensor| {
+        let expected = case.tensor_f64(name).1;
+        assert_eq!((found.dtype(), found.format()), (dtype, format), "{name}");
+        let largest = expected.iter().fold(0.0f64, |largest, x| largest.max(x.abs()));
+        for (found, expected) in values(found).into_iter().zip(expected) {
+            let near = (found - expected).abs() <= rounding * expected.abs() + 1e-5 * largest;
+            if !near {
+                return Err(format!("{name}: {found}, PyTorch in f64 {expected}"));
+            }
+        }
+        Ok(())
+    };
+    rounded("output", &output)?;
+    rounded("grad_x", gradients.get(&x).unwrap())?;
+    let single = |name: &str, found: &Tensor, rtol: f64| {
+        assert_eq!(found.dtype(), DType::F32, "{name}");
+        check_relative_to_max(&values(found), &case.tensor_f64(name).1, rtol)
+            .map_err(|error| format!("{name}: {error}"))
+    };
+    for (name, parameter) in ["grad_weight", "grad_bias"].into_iter().zip(parameters) {
+        single(name, gradients.get(&parameter.value()).unwrap(), 1e-4)?;
+    }
+    single("running_mean_after", &layer.running_mean().unwrap(), 1e-5)?;
+    single("running_var_after", &layer.running_var().unwrap(), 1e-5)
+}
+
+#[test]
+fn halves_are_computed_in_f32_and_rounded_once() {
+    let golden = Golden::load("batch_norm_halves");
+    let mut failures = Failures::new("batch norm of f16 and bf16 against PyTorch");
+    for case in golden.cases() {
+        for format in FORMATS {
+            failures.run(format!("{} {format}", case.name), || check_halves(case, format));
+        }
+    }
+    failures.finish();
+    assert_eq!(golden.cases().len(), 4);
 }
 
 /// Two steps and an evaluation as Keras 3, TensorFlow's fused operation and ONNX's reference implementation did them.

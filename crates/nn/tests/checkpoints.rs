@@ -15,7 +15,7 @@ use convoke_nn::modules::{
     Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, Flatten, Linear,
     Sequential,
 };
-use convoke_nn::{Module, ModuleExt};
+use convoke_nn::{Buffer, Module, ModuleExt, State};
 use convoke_testkit::Failures;
 use proptest::prelude::*;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
@@ -344,6 +344,38 @@ fn numbers_of_other_types_are_converted() {
             let found = common::values(&common::parameter(&target, "head.bias").value());
             assert_eq!(found, [1.0, -2.0, 0.5, f64::INFINITY], "{dtype:?}");
         }
+    }
+}
+
+/// A module with a buffer of a type for storage.
+struct Halves(Buffer);
+
+impl Module for Halves {
+    fn forward(&self, input: &Tensor) -> convoke_nn::Result<Tensor> {
+        Ok(input.clone())
+    }
+
+    fn state(&self) -> Vec<(&'static str, State)> {
+        vec![("table", State::Buffer(self.0.clone()))]
+    }
+}
+
+#[test]
+fn types_for_storage_come_back_bit_for_bit() {
+    let folder = tempdir().unwrap();
+    let module = |dtype, values: &[f64]| {
+        let device = device();
+        Halves(Buffer::new(&common::tensor(&device, dtype, &[values.len()], values)))
+    };
+    let values = [1.0 / 3.0, -2e-6, 65504.0, f64::INFINITY];
+    for dtype in [DType::F16, DType::BF16] {
+        let (saved, read) = (module(dtype, &values), module(dtype, &[0.0; 4]));
+        save_model(&saved, &file_in(&folder)).unwrap();
+        load_model(&read, &file_in(&folder)).unwrap();
+        assert_eq!(common::bits(&read.0.value()), common::bits(&saved.0.value()), "{dtype}");
+        let bytes = std::fs::read(file_in(&folder)).unwrap();
+        let stored = SafeTensors::deserialize(&bytes).unwrap().tensor("table").unwrap().dtype();
+        assert_eq!(stored, if dtype == DType::F16 { Dtype::F16 } else { Dtype::BF16 });
     }
 }
 

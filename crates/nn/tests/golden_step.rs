@@ -35,7 +35,7 @@ fn tolerances(dtype: DType) -> Tolerances {
             // Adadelta's first step multiplies small gradients by up to 1, so their errors reach the parameters.
             evaluation: Tolerance::new(1e-4, 1e-4),
         },
-        DType::F64 => Tolerances {
+        _ => Tolerances {
             forward: Tolerance::new(0.0, 1.2e-7),
             loss: 1e-12,
             gradients: 1e-10,

@@ -169,7 +169,7 @@ impl Function for Sum {
         let value = upstream.item()? / self.divisor;
         let dx = dispatch!(upstream.dtype(), T => {
             Tensor::build(upstream.device(), &shape, format, |dx: &mut [T]| {
-                dx.fill(convoke_kernels::Element::of(value));
+                dx.fill(convoke_kernels::Stored::of(value));
                 Ok(())
             })
         })?;

@@ -2,16 +2,16 @@
 
 use std::sync::Arc;
 
-use convoke_kernels::Element;
 use convoke_kernels::batch_norm::{
     self as kernel, Activation, BackwardSums, EpsPlace, Moments, Normalization,
 };
 use convoke_kernels::memory_format::Extent;
+use convoke_kernels::{DType, Element, Stored};
 
 use super::{check_vector, same_dtype};
 use crate::error::invalid;
 use crate::tensor::dispatch;
-use crate::{Function, MemoryFormat, Needs, Result, Tensor, apply_with_saved};
+use crate::{Function, Needs, Result, Tensor, apply_with_saved};
 
 /// Which statistics normalise.
 #[derive(Debug, Clone)]
@@ -57,6 +57,9 @@ impl Default for BatchNormOptions {
 /// Also returns the batch's moments if they were taken, for the caller's running statistics. Saves x and two
 /// numbers a channel; with a ReLU, its mask is recomputed from x.
 ///
+/// An x of f16 or bf16 gives an output of its type. Weight and bias are f32 then, as are the arithmetic and their
+/// gradients, and the statistics are those of the stored values.
+///
 /// # Errors
 /// If weight, bias or statistics do not have one number a channel; if training meets one value a channel.
 pub fn batch_norm(
@@ -89,11 +92,22 @@ impl Function for BatchNorm {
         "batch_norm"
     }
 
+    fn takes(&self, _: DType) -> bool {
+        true
+    }
+
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Saved)> {
         let x = inputs[0];
         let weight = self.weight.then(|| inputs[1]);
         let bias = self.bias.then(|| inputs[1 + usize::from(self.weight)]);
-        let (y, normalizer) = Normalizer::forward("batch_norm", &self.options, x, weight, bias)?;
+        let (y, normalizer) = if x.dtype().computes() {
+            Normalizer::forward("batch_norm", &self.options, x, weight, bias)?
+        } else {
+            let wide = x.in_dtype(DType::F32)?;
+            let (y, normalizer) =
+                Normalizer::forward_in_place("batch_norm", &self.options, wide, weight, bias)?;
+            (y.in_dtype(x.dtype())?, normalizer)
+        };
         Ok((y, Saved { x: x.detach(), normalizer }))
     }
 
@@ -104,8 +118,17 @@ impl Function for BatchNorm {
         needs: &Needs,
     ) -> Result<Vec<Option<Tensor>>> {
         let wanted = [self.weight && needs.input(1), self.bias && needs.input(1 + usize::from(self.weight))];
-        let (dx, sums) = normalizer.gradients(&x, &upstream, needs.input(0), wanted)?;
-        let [weight, bias] = normalizer.parameter_gradients(&x, sums.as_ref(), wanted)?;
+        let for_x = needs.input(0);
+        let dtype = x.dtype();
+        let (dx, sums) = if dtype.computes() {
+            normalizer.gradients(&x, &upstream, for_x, wanted)?
+        } else {
+            let (mut wide, dy) = (x.in_dtype(DType::F32)?, upstream.in_dtype(DType::F32)?);
+            drop((x, upstream));
+            let sums = normalizer.gradients_in_place(&mut wide, &dy, for_x, wanted)?;
+            (for_x.then(|| wide.in_dtype(dtype)).transpose()?, sums)
+        };
+        let [weight, bias] = normalizer.parameter_gradients(sums.as_ref(), wanted)?;
         let mut gradients = vec![dx];
         gradients.extend(self.weight.then_some(weight));
         gradients.extend(self.bias.then_some(bias));
@@ -126,7 +149,7 @@ pub(super) struct Normalizer {
 
 impl Normalizer {
     /// Takes the statistics of `x`, or the given ones.
-    pub(super) fn new(
+    fn new(
         operation: &'static str,
         options: &BatchNormOptions,
         x: &Tensor,
@@ -204,8 +227,26 @@ impl Normalizer {
         Ok((y, Normalizer::of_batch(moments, inverse_std, options, weight, bias)))
     }
 
+    /// [`Normalizer::forward`] of a tensor that is not needed any more: the output takes its buffer.
+    pub(super) fn forward_in_place(
+        operation: &'static str,
+        options: &BatchNormOptions,
+        mut x: Tensor,
+        weight: Option<&Tensor>,
+        bias: Option<&Tensor>,
+    ) -> Result<(Tensor, Normalizer)> {
+        let normalizer = Normalizer::new(operation, options, &x, weight, bias)?;
+        let extent = x.extent(operation)?;
+        let cpu = x.device().compute().clone();
+        dispatch!(x.dtype(), T => {
+            let by = normalizer.by::<T>()?;
+            x.update(|x: &mut [T]| Ok(kernel::normalize_in_place(&cpu, &extent, &by, x)?))
+        })?;
+        Ok((x, normalizer))
+    }
+
     /// What the kernels take.
-    pub(super) fn by<T: Element>(&self) -> Result<Normalization<'_, T>> {
+    fn by<T: Element>(&self) -> Result<Normalization<'_, T>> {
         Ok(Normalization {
             mean: &self.mean,
             inverse_std: &self.inverse_std,
@@ -241,8 +282,31 @@ impl Normalizer {
         })
     }
 
+    /// [`Normalizer::gradients`] in the buffer of x: if `for_x`, x becomes its gradient.
+    pub(super) fn gradients_in_place(
+        &self,
+        x: &mut Tensor,
+        dy: &Tensor,
+        for_x: bool,
+        wanted: [bool; 2],
+    ) -> Result<Option<BackwardSums>> {
+        let sums = self.backward_sums(x, dy, for_x, wanted)?;
+        if for_x {
+            let extent = x.extent("batch_norm backward")?;
+            let cpu = x.device().compute().clone();
+            let through = sums.as_ref().zip(self.moments.as_ref().map(|moments| moments.count));
+            dispatch!(x.dtype(), T => {
+                let (by, dy) = (self.by::<T>()?, dy.data::<T>()?);
+                x.update(|x: &mut [T]| {
+                    Ok(kernel::backward_elemt_in_place(&cpu, &extent, dy, &by, through, x)?)
+                })
+            })?;
+        }
+        Ok(sums)
+    }
+
     /// The sums that the gradient of x (if `for_x`) and those `wanted` of weight and bias need, if they need any.
-    pub(super) fn backward_sums(
+    fn backward_sums(
         &self,
         x: &Tensor,
         dy: &Tensor,
@@ -261,30 +325,26 @@ impl Normalizer {
         Ok(Some(sums))
     }
 
-    /// The sums, if gradients flow through the statistics.
-    pub(super) fn through<'a>(&self, sums: Option<&'a BackwardSums>) -> Option<(&'a BackwardSums, usize)> {
-        sums.zip(self.moments.as_ref()).map(|(sums, moments)| (sums, moments.count))
-    }
-
     /// Those `wanted` of the gradients of weight and bias.
     pub(super) fn parameter_gradients(
         &self,
-        like: &Tensor,
         sums: Option<&BackwardSums>,
         wanted: [bool; 2],
     ) -> Result<[Option<Tensor>; 2]> {
         let Some(sums) = sums else { return Ok([None, None]) };
-        let vector = |value: &dyn Fn(usize) -> f64| {
-            let (device, format) = (like.device(), MemoryFormat::Contiguous);
-            dispatch!(like.dtype(), T => Tensor::build(device, &[self.mean.len()], format, |out: &mut [T]| {
+        let gradient = |of: &Option<Tensor>, wanted: bool, value: &dyn Fn(usize) -> f64| {
+            let Some(of) = of.as_ref().filter(|_| wanted) else { return Ok(None) };
+            let gradient = dispatch!(of.dtype(), T => of.build_like(|out: &mut [T]| {
                 out.iter_mut().enumerate().for_each(|(channel, out)| *out = T::of(value(channel)));
                 Ok(())
-            }))
+            }))?;
+            Ok(Some(gradient))
         };
-        let weight =
-            wanted[0].then(|| vector(&|channel| sums.g_centered[channel] * self.inverse_std[channel]));
-        let bias = wanted[1].then(|| vector(&|channel| sums.g[channel]));
-        Ok([weight.transpose()?, bias.transpose()?])
+        let of_weight = |channel: usize| sums.g_centered[channel] * self.inverse_std[channel];
+        Ok([
+            gradient(&self.weight, wanted[0], &of_weight)?,
+            gradient(&self.bias, wanted[1], &|channel| sums.g[channel])?,
+        ])
     }
 }
 

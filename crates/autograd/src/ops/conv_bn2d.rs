@@ -5,11 +5,10 @@
 //! convolution's output in the recomputed buffer itself. Statistics are taken once, in forward.
 //! After PyTorch's tutorial "Fusing Convolution and Batch Norm using Custom Function".
 
-use convoke_kernels::batch_norm::{self as kernel, Moments};
+use convoke_kernels::batch_norm::Moments;
 
 use super::batch_norm::{BatchNormOptions, Normalizer};
 use super::conv2d::{self, ConvOptions};
-use crate::tensor::dispatch;
 use crate::{Function, MemoryFormat, Needs, Result, Tensor, apply_with_saved};
 
 /// The parameters of [`conv_bn2d`].
@@ -84,14 +83,8 @@ impl Function for ConvBn {
         let x = inputs[0];
         let weight = inputs[1].in_format(MemoryFormat::Contiguous)?;
         let [bias, gamma, beta] = self.places().map(|place| place.map(|place| inputs[place]));
-        let mut y = conv2d::forward("conv_bn2d", &self.convolution, x, &weight, bias)?;
-        let normalizer = Normalizer::new("conv_bn2d", &self.norm, &y, gamma, beta)?;
-        let extent = y.extent("conv_bn2d")?;
-        let cpu = x.device().compute();
-        dispatch!(x.dtype(), T => {
-            let by = normalizer.by::<T>()?;
-            y.update(|y: &mut [T]| Ok(kernel::normalize_in_place(cpu, &extent, &by, y)?))
-        })?;
+        let y = conv2d::forward("conv_bn2d", &self.convolution, x, &weight, bias)?;
+        let (y, normalizer) = Normalizer::forward_in_place("conv_bn2d", &self.norm, y, gamma, beta)?;
         Ok((y, Saved { x: x.detach(), weight, bias: bias.map(Tensor::detach), normalizer }))
     }
 
@@ -101,17 +94,9 @@ impl Function for ConvBn {
         let through_norm = needs.input(0) || needs.input(1) || wanted[0];
         // The same algorithm on the same input: the same bits as in forward, so the ReLU mask is the same too.
         let mut y = conv2d::forward("conv_bn2d", &self.convolution, &x, &weight, bias.as_ref())?;
-        let sums = normalizer.backward_sums(&y, &upstream, through_norm, [wanted[1], wanted[2]])?;
-        let [gamma, beta] = normalizer.parameter_gradients(&y, sums.as_ref(), [wanted[1], wanted[2]])?;
-        let extent = y.extent("conv_bn2d")?;
-        let cpu = x.device().compute();
-        if through_norm {
-            dispatch!(x.dtype(), T => {
-                let (by, through) = (normalizer.by::<T>()?, normalizer.through(sums.as_ref()));
-                let dy = upstream.data::<T>()?;
-                y.update(|y: &mut [T]| Ok(kernel::backward_elemt_in_place(cpu, &extent, dy, &by, through, y)?))
-            })?;
-        }
+        let wanted_by_norm = [wanted[1], wanted[2]];
+        let sums = normalizer.gradients_in_place(&mut y, &upstream, through_norm, wanted_by_norm)?;
+        let [gamma, beta] = normalizer.parameter_gradients(sums.as_ref(), wanted_by_norm)?;
         drop(upstream);
         let dy = y;
         let problem = self.convolution.problem("conv_bn2d", &x, &weight)?;

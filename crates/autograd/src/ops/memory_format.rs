@@ -1,6 +1,6 @@
 //! Changing a tensor's order in memory; its values and shape stay.
 
-use crate::{Function, MemoryFormat, Needs, Result, Tensor, apply};
+use crate::{DType, Function, MemoryFormat, Needs, Result, Tensor, apply};
 
 impl Tensor {
     /// The same tensor with its elements in another order in memory; shares them if they already lie so.
@@ -21,6 +21,10 @@ impl Function for ToFormat {
 
     fn name(&self) -> &'static str {
         "to_format"
+    }
+
+    fn takes(&self, _: DType) -> bool {
+        true
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, MemoryFormat)> {

@@ -5,6 +5,7 @@ mod batch_norm;
 mod conv2d;
 mod conv_bn2d;
 mod dropout;
+mod dtype;
 mod linear;
 mod log_softmax;
 mod memory_format;

@@ -2,7 +2,7 @@
 
 use crate::error::invalid;
 use crate::tensor::checked_len;
-use crate::{Function, MemoryFormat, Needs, Result, Tensor, apply};
+use crate::{DType, Function, MemoryFormat, Needs, Result, Tensor, apply};
 
 impl Tensor {
     /// The elements in N, C, H, W order under another shape of equal length. Shares memory where it can.
@@ -34,6 +34,10 @@ impl Function for Reshape {
 
     fn name(&self) -> &'static str {
         "reshape"
+    }
+
+    fn takes(&self, _: DType) -> bool {
+        true
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {

@@ -5,7 +5,7 @@ use convoke_autograd::ops::{
     avg_pool2d, batch_norm, conv_bn2d, conv2d, cross_entropy, dropout, linear, log_softmax, max_pool2d,
     nll_loss,
 };
-use convoke_autograd::{Device, MemoryFormat, Result, Tensor};
+use convoke_autograd::{DType, Device, MemoryFormat, Result, Tensor};
 use convoke_testkit::Random;
 
 use super::{FORMATS, laid_out, tensor};
@@ -40,7 +40,7 @@ const fn operation(name: &'static str, file: &'static str, cases: fn(&mut Draw))
 }
 
 /// Every public operation and method that can be recorded.
-pub(crate) const OPERATIONS: [Operation; 18] = [
+pub(crate) const OPERATIONS: [Operation; 19] = [
     operation("add", "arithmetic", |draw| two_operands(draw, Tensor::add)),
     operation("mul", "arithmetic", |draw| two_operands(draw, Tensor::mul)),
     operation("scale", "arithmetic", |draw| any_shape(draw, |x| x.scale(-1.7))),
@@ -50,6 +50,7 @@ pub(crate) const OPERATIONS: [Operation; 18] = [
     operation("conv2d", "conv2d", conv2d_cases),
     operation("conv_bn2d", "conv_bn2d", conv_bn2d_cases),
     operation("dropout", "dropout", dropout_cases),
+    operation("to_dtype", "dtype", |draw| any_shape(draw, |x| x.to_dtype(DType::F64))),
     operation("linear", "linear", linear_cases),
     operation("log_softmax", "log_softmax", log_softmax_cases),
     operation("to_format", "memory_format", to_format_cases),

@@ -2,7 +2,7 @@
 
 use crate::error::invalid;
 use crate::memory_format::{Extent, MemoryFormat};
-use crate::{DType, Result};
+use crate::{DType, Error, Result};
 
 /// One spatial axis of a convolution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -123,7 +123,7 @@ pub struct ConvSpec {
     pub height: ConvAxis,
     /// W and S.
     pub width: ConvAxis,
-    /// Element type of input, weight and output.
+    /// Element type of input, weight and output: one that computes.
     pub dtype: DType,
     /// Order of input and output in memory. Weights are always K x C/groups x R x S, contiguous.
     pub format: MemoryFormat,
@@ -160,9 +160,12 @@ impl ConvProblem {
     ///
     /// # Errors
     /// A size of zero, groups that do not divide the channels, a kernel larger than the padded input, a tensor of
-    /// more than 2^40 elements.
+    /// more than 2^40 elements, a type that is for storage only.
     pub fn new(spec: ConvSpec) -> Result<ConvProblem> {
         let bad = |reason: String| Err(invalid("convolution", reason));
+        if !spec.dtype.computes() {
+            return Err(Error::StorageOnly { operation: "convolution", dtype: spec.dtype });
+        }
         let sizes = [
             ("batch", spec.batch),
             ("input channels", spec.in_channels),

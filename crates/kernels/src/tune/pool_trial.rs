@@ -53,8 +53,9 @@ impl Subject for PoolSubject {
 
     fn trial(&self, ready: &[usize]) -> Box<dyn Trial + '_> {
         match self.dtype {
-            DType::F32 => self.trial_of::<f32>(ready),
             DType::F64 => self.trial_of::<f64>(ready),
+            // Types that do not compute are pooled as f32.
+            _ => self.trial_of::<f32>(ready),
         }
     }
 }

@@ -327,6 +327,7 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
         match running.mean.value().dtype() {
             DType::F32 => running.move_towards::<f32>(convention, weight, moments),
             DType::F64 => running.move_towards::<f64>(convention, weight, moments),
+            dtype => Err(Error::StorageOnly { operation: Self::NAME, dtype }),
         }
     }
 
@@ -407,20 +408,10 @@ impl Slot<'_> {
 }
 
 fn to_f64(tensor: &Tensor) -> Result<Vec<f64>> {
-    Ok(match tensor.dtype() {
-        DType::F32 => tensor.data::<f32>()?.iter().map(|&x| f64::from(x)).collect(),
-        DType::F64 => tensor.data::<f64>()?.to_vec(),
-    })
+    tensor.detach().to_dtype(DType::F64)?.to_vec()
 }
 
 /// A vector of these values, of the type and on the device of another tensor.
 fn like(tensor: &Tensor, values: &[f64]) -> Result<Tensor> {
-    let (device, shape) = (tensor.device(), [values.len()]);
-    match tensor.dtype() {
-        DType::F32 => {
-            let values: Vec<f32> = values.iter().map(|&value| value as f32).collect();
-            Tensor::from_slice(device, &shape, &values)
-        }
-        DType::F64 => Tensor::from_slice(device, &shape, values),
-    }
+    Tensor::from_slice(tensor.device(), &[values.len()], values)?.to_dtype(tensor.dtype())
 }

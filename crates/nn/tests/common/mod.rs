@@ -28,13 +28,7 @@ pub(crate) fn init(device: &Device, dtype: DType, seed: u64) -> Init {
 
 /// A constant of this type from elements in N, C, H, W order.
 pub(crate) fn tensor(device: &Device, dtype: DType, shape: &[usize], elements: &[f64]) -> Tensor {
-    match dtype {
-        DType::F32 => {
-            let elements: Vec<f32> = elements.iter().map(|&x| x as f32).collect();
-            Tensor::from_slice(device, shape, &elements).unwrap()
-        }
-        DType::F64 => Tensor::from_slice(device, shape, elements).unwrap(),
-    }
+    Tensor::from_slice(device, shape, elements).unwrap().to_dtype(dtype).unwrap()
 }
 
 /// Normally distributed values.
@@ -44,10 +38,7 @@ pub(crate) fn normal(device: &Device, dtype: DType, seed: u64, shape: &[usize]) 
 
 /// The elements in N, C, H, W order, in f64.
 pub(crate) fn values(tensor: &Tensor) -> Vec<f64> {
-    match tensor.dtype() {
-        DType::F32 => tensor.to_vec::<f32>().unwrap().into_iter().map(f64::from).collect(),
-        DType::F64 => tensor.to_vec::<f64>().unwrap(),
-    }
+    tensor.detach().to_dtype(DType::F64).unwrap().to_vec::<f64>().unwrap()
 }
 
 /// The bits of the elements, in N, C, H, W order.

@@ -1,0 +1,39 @@
+//! Converting a tensor's elements to another type.
+
+use crate::{DType, Function, Needs, Result, Tensor, apply};
+
+impl Tensor {
+    /// The nearest values of another type (ties to even); shares the elements if they are of it already.
+    ///
+    /// The gradient is converted back: sums of gradients are then rounded to the type on this side.
+    ///
+    /// # Errors
+    /// If there is no memory.
+    pub fn to_dtype(&self, dtype: DType) -> Result<Tensor> {
+        apply(ToDType { dtype }, &[self])
+    }
+}
+
+struct ToDType {
+    dtype: DType,
+}
+
+impl Function for ToDType {
+    type Saved = DType;
+
+    fn name(&self) -> &'static str {
+        "to_dtype"
+    }
+
+    fn takes(&self, _: DType) -> bool {
+        true
+    }
+
+    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, DType)> {
+        Ok((inputs[0].in_dtype(self.dtype)?, inputs[0].dtype()))
+    }
+
+    fn backward(&self, dtype: DType, upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
+        Ok(vec![Some(upstream.in_dtype(dtype)?)])
+    }
+}
