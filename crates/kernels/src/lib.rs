@@ -20,10 +20,12 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod buffer;
 mod channels;
 mod cpu;
 mod element;
 mod error;
+mod scratch;
 mod shared;
 mod simd;
 mod stream;

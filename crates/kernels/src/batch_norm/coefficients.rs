@@ -2,6 +2,7 @@
 
 use super::{Activation, Normalization};
 use crate::Element;
+use crate::buffer::Buffer;
 
 /// Standard deviations up to which a mean is small.
 const SMALL: f64 = 0.25;
@@ -12,17 +13,17 @@ pub(super) struct Coefficients<T> {
     /// Statistics are constants: no terms from the sums.
     pub(super) constant: bool,
     /// The mean that is subtracted first; what rounding left off it, the rest, counts in `shift` and `offset`.
-    pub(super) mean: Vec<T>,
+    pub(super) mean: Buffer<T>,
     /// gamma * inverse_std.
-    pub(super) scale: Vec<T>,
+    pub(super) scale: Buffer<T>,
     /// beta less the mean's rest.
-    pub(super) shift: Vec<T>,
+    pub(super) shift: Buffer<T>,
     /// mean(g).
-    pub(super) mean_g: Vec<T>,
+    pub(super) mean_g: Buffer<T>,
     /// gamma * inverse_std^3 * mean(g (x - mean)).
-    pub(super) slope: Vec<T>,
+    pub(super) slope: Buffer<T>,
     /// The slope times the mean's rest.
-    pub(super) offset: Vec<T>,
+    pub(super) offset: Buffer<T>,
 }
 
 /// One channel's coefficients.
@@ -75,17 +76,19 @@ impl<T: Element> Coefficients<T> {
     /// With the sums and the count of values if statistics were the batch's; lengths have been checked.
     pub(super) fn backward(by: &Normalization<'_, T>, sums: Option<([&[f64]; 2], usize)>) -> Self {
         let channels = by.mean.len();
+        let zeros = || Buffer::filled(channels, T::zero());
         let mut c = Coefficients {
             relu: by.activation == Activation::Relu,
             constant: sums.is_none(),
-            mean: by.mean.iter().map(|&mean| T::of(mean)).collect(),
-            scale: Vec::with_capacity(channels),
-            shift: Vec::with_capacity(channels),
-            mean_g: vec![T::zero(); channels],
-            slope: vec![T::zero(); channels],
-            offset: vec![T::zero(); channels],
+            mean: zeros(),
+            scale: zeros(),
+            shift: zeros(),
+            mean_g: zeros(),
+            slope: zeros(),
+            offset: zeros(),
         };
         for channel in 0..channels {
+            c.mean[channel] = T::of(by.mean[channel]);
             let (scale, inverse_std) = (by.scale(channel), by.inverse_std[channel]);
             let mut rest = by.mean[channel] - c.mean[channel].f64();
             // Where the mean is small, subtracting it first costs more digits than it saves. Without a rest it stays: the
@@ -94,9 +97,9 @@ impl<T: Element> Coefficients<T> {
                 (c.mean[channel], rest) = (T::zero(), by.mean[channel]);
             }
             let beta = by.bias.map_or(0.0, |bias| bias[channel].f64());
-            c.scale.push(T::of(scale));
+            c.scale[channel] = T::of(scale);
             // Without a rest beta counts as it is, whatever the scale.
-            c.shift.push(T::of(if rest == 0.0 { beta } else { beta - rest * scale }));
+            c.shift[channel] = T::of(if rest == 0.0 { beta } else { beta - rest * scale });
             if let Some(([g, g_centered], count)) = sums {
                 let count = count as f64;
                 let slope = scale * inverse_std * inverse_std * g_centered[channel] / count;
@@ -125,7 +128,7 @@ impl<T: Element> Coefficients<T> {
         if times > 1 {
             let all = [&mut self.mean, &mut self.scale, &mut self.shift];
             for values in all.into_iter().chain([&mut self.mean_g, &mut self.slope, &mut self.offset]) {
-                *values = values.repeat(times);
+                *values = Buffer::repeat(values, times);
             }
         }
         self

@@ -420,13 +420,14 @@ impl PairSums {
         PairSums { a: vec![0.0; len], b: vec![0.0; len] }
     }
 
-    fn add(&mut self, other: &PairSums) {
-        self.add_at(0, other);
+    /// Adds the sums of the first channels.
+    fn add(&mut self, a: &[f64], b: &[f64]) {
+        self.add_at(0, a, b);
     }
 
-    /// Adds what `other` has summed for the channels from `first` on.
-    fn add_at(&mut self, first: usize, other: &PairSums) {
-        for (sums, others) in [(&mut self.a, &other.a), (&mut self.b, &other.b)] {
+    /// Adds the sums of the channels from `first` on.
+    fn add_at(&mut self, first: usize, a: &[f64], b: &[f64]) {
+        for (sums, others) in [(&mut self.a, a), (&mut self.b, b)] {
             sums[first..].iter_mut().zip(others).for_each(|(sum, other)| *sum += other);
         }
     }
@@ -436,7 +437,7 @@ impl PairSums {
         let mut total = PairSums::zeros(channels);
         let [a, b] = [self.a, self.b];
         for (a, b) in a.chunks(channels.max(1)).zip(b.chunks(channels.max(1))) {
-            total.add(&PairSums { a: a.to_vec(), b: b.to_vec() });
+            total.add(a, b);
         }
         total
     }

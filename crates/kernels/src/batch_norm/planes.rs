@@ -108,7 +108,7 @@ impl Planes {
         });
         let mut total = PairSums::zeros(self.channels);
         for (tile, part) in tiles.iter().zip(&parts) {
-            total.add_at(tile.channels.start, part);
+            total.add_at(tile.channels.start, &part.a, &part.b);
         }
         total
     }
@@ -275,7 +275,10 @@ impl Planes {
     /// The sums of a group's tiles, added in order.
     fn group_sums(&self, channels: &Range<usize>, task: impl Fn(&Tile, &mut [Lanes])) -> PairSums {
         let mut total = PairSums::zeros(channels.len());
-        self.tiles(channels.clone()).for_each(|tile| total.add(&tile_sums(&tile, &task)));
+        for tile in self.tiles(channels.clone()) {
+            let part = tile_sums(&tile, &task);
+            total.add(&part.a, &part.b);
+        }
         total
     }
 }

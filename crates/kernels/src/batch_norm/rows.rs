@@ -2,8 +2,9 @@
 
 use super::PairSums;
 use super::coefficients::{Channel, Coefficients};
+use crate::buffer::Buffer;
 use crate::cpu::multiversion;
-use crate::{Cpu, Element, stream};
+use crate::{Cpu, Element, scratch, stream};
 
 /// Elements of a wide row, at least: neighbouring rows of few channels are taken as one.
 const WIDE: usize = 64;
@@ -12,7 +13,7 @@ const BLOCKS: usize = 64;
 /// Elements of a task, at least.
 const SMALLEST: usize = 1 << 13;
 /// Elements that are computed in cache before they are streamed.
-const STAGED: usize = 2048;
+const STAGED: usize = 512;
 
 /// A tensor of rows.
 pub(super) struct Rows {
@@ -38,8 +39,8 @@ impl Rows {
 
     /// Sums of x - pilot and of its square.
     pub(super) fn sums<T: Element>(&self, cpu: &Cpu, x: &[T], pilots: &[f64]) -> PairSums {
-        let pilots = pilots.repeat(self.times());
-        self.reduce(cpu, x, |_, x, sums| sum_rows(cpu, x, &pilots, &mut sums.a, &mut sums.b))
+        let pilots = Buffer::repeat(pilots, self.times());
+        self.reduce(cpu, x, |_, x, [a, b]| sum_rows(cpu, x, &pilots, a, b))
     }
 
     /// Sums of g and of g (x - mean).
@@ -50,9 +51,9 @@ impl Rows {
         means: &[f64],
         c: Coefficients<T>,
     ) -> PairSums {
-        let (means, c) = (means.repeat(self.times()), c.repeated(self.times()));
-        self.reduce(cpu, x, |start, x, sums| {
-            sum_gradient_rows(cpu, x, &dy[start..][..x.len()], &means, &c, &mut sums.a, &mut sums.b);
+        let (means, c) = (Buffer::repeat(means, self.times()), c.repeated(self.times()));
+        self.reduce(cpu, x, |start, x, [a, b]| {
+            sum_gradient_rows(cpu, x, &dy[start..][..x.len()], &means, &c, a, b);
         })
     }
 
@@ -61,20 +62,22 @@ impl Rows {
         &self,
         cpu: &Cpu,
         x: &[T],
-        task: impl Fn(usize, &[T], &mut PairSums) + Send + Sync,
+        task: impl Fn(usize, &[T], [&mut [f64]; 2]) + Send + Sync,
     ) -> PairSums {
-        let mut parts: Vec<PairSums> = x.chunks(self.block).map(|_| PairSums::default()).collect();
-        cpu.for_each(
-            x.len(),
-            parts.iter_mut().zip(x.chunks(self.block)).enumerate(),
-            |(index, (part, x))| {
-                *part = PairSums::zeros(self.width);
-                task(index * self.block, x, part);
-            },
-        );
-        let mut total = PairSums::zeros(self.width);
-        parts.iter().for_each(|part| total.add(part));
-        total.folded(self.channels)
+        let (blocks, part) = (x.len().div_ceil(self.block), 2 * self.width);
+        scratch::with(blocks * part, |parts| {
+            let items = parts.chunks_mut(part.max(1)).zip(x.chunks(self.block)).enumerate();
+            cpu.for_each(x.len(), items, |(index, (part, x))| {
+                part.fill(0.0);
+                task(index * self.block, x, part.split_at_mut(self.width).into());
+            });
+            let mut total = PairSums::zeros(self.width);
+            parts
+                .chunks(part.max(1))
+                .map(|part| part.split_at(self.width))
+                .for_each(|(a, b)| total.add(a, b));
+            total.folded(self.channels)
+        })
     }
 
     pub(super) fn normalize<T: Element>(&self, cpu: &Cpu, x: Option<&[T]>, c: Coefficients<T>, y: &mut [T]) {
@@ -115,7 +118,7 @@ impl Rows {
                 return task(start, out);
             }
             let piece = self.width * (STAGED / self.width).max(1);
-            let mut staged = vec![T::zero(); piece.min(out.len())];
+            let mut staged = Buffer::filled(piece.min(out.len()), T::zero());
             for (index, out) in out.chunks_mut(piece).enumerate() {
                 let staged = &mut staged[..out.len()];
                 task(start + index * piece, staged);
@@ -126,9 +129,20 @@ impl Rows {
     }
 }
 
-/// Wide rows up to this are summed two at a time in backward; longer ones are too far apart for hardware to foresee what
-/// is read, which costs more than sums that are loaded and stored twice as often.
+/// Wide rows up to this lie so near to each other that hardware foresees what is read when several are read in turn.
 const NARROW: usize = 128;
+/// Channels of a wide row between two looks ahead.
+const STRIP: usize = 64;
+
+/// Fetches what is read after the next of several rows that are read in turn, from one channel of each on: in the order
+/// of memory, where hardware does not.
+#[inline(always)]
+fn fetch_ahead<T, const ROWS: usize>(rows: &[T], start: usize) {
+    if rows.len() > ROWS * NARROW {
+        let there = rows.as_ptr().wrapping_add(2 * rows.len() + ROWS * start);
+        stream::prefetch_to_l2(there.cast(), ROWS * STRIP * size_of::<T>() / size_of::<f32>());
+    }
+}
 
 // Loops over indices, with every slice cut to the same length before, are what the compiler vectorises here.
 multiversion! {
@@ -143,12 +157,15 @@ multiversion! {
             let (b, rest) = rest.split_at(width);
             let (c, d) = rest.split_at(width);
             let (a, b, c, d) = (&a[..width], &b[..width], &c[..width], &d[..width]);
-            for i in 0..width {
-                let pilot = pilots[i];
-                let (a, b) = (a[i].f64() - pilot, b[i].f64() - pilot);
-                let (c, d) = (c[i].f64() - pilot, d[i].f64() - pilot);
-                sums[i] += (a + b) + (c + d);
-                squares[i] += (a * a + b * b) + (c * c + d * d);
+            for start in (0..width).step_by(STRIP) {
+                fetch_ahead::<T, 4>(quad, start);
+                for i in start..(start + STRIP).min(width) {
+                    let pilot = pilots[i];
+                    let (a, b) = (a[i].f64() - pilot, b[i].f64() - pilot);
+                    let (c, d) = (c[i].f64() - pilot, d[i].f64() - pilot);
+                    sums[i] += (a + b) + (c + d);
+                    squares[i] += (a * a + b * b) + (c * c + d * d);
+                }
             }
         }
         for row in quads.remainder().chunks(width) {
@@ -172,17 +189,21 @@ multiversion! {
         let channel = |i: usize| Channel {
             mean: mean[i], scale: scale[i], shift: shift[i], mean_g: zero, slope: zero, offset: zero,
         };
-        let in_pairs = if width <= NARROW { x.len() / (2 * width) * (2 * width) } else { 0 };
+        let in_pairs = x.len() / (2 * width) * (2 * width);
         let pairs = x[..in_pairs].chunks_exact(2 * width).zip(dy[..in_pairs].chunks_exact(2 * width));
         for (x, dy) in pairs {
             let ((x0, x1), (dy0, dy1)) = (x.split_at(width), dy.split_at(width));
             let (x0, x1, dy0, dy1) = (&x0[..width], &x1[..width], &dy0[..width], &dy1[..width]);
-            for i in 0..width {
-                let c = channel(i);
-                let g0 = c.behind_activation(x0[i], dy0[i], relu).f64();
-                let g1 = c.behind_activation(x1[i], dy1[i], relu).f64();
-                sums[i] += g0 + g1;
-                centered[i] += g0 * (x0[i].f64() - means[i]) + g1 * (x1[i].f64() - means[i]);
+            for start in (0..width).step_by(STRIP) {
+                fetch_ahead::<T, 2>(x, start);
+                fetch_ahead::<T, 2>(dy, start);
+                for i in start..(start + STRIP).min(width) {
+                    let c = channel(i);
+                    let g0 = c.behind_activation(x0[i], dy0[i], relu).f64();
+                    let g1 = c.behind_activation(x1[i], dy1[i], relu).f64();
+                    sums[i] += g0 + g1;
+                    centered[i] += g0 * (x0[i].f64() - means[i]) + g1 * (x1[i].f64() - means[i]);
+                }
             }
         }
         for (x, dy) in x[in_pairs..].chunks(width).zip(dy[in_pairs..].chunks(width)) {

@@ -3,10 +3,10 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
-use super::buffer::Buffer;
 use super::contest::{Contest, Subject};
 use super::noise::{CHUNK, Generator, noise};
 use super::race::{Checked, Trial, seconds_of};
+use crate::buffer::Buffer;
 use crate::conv::{Accuracy, ConvOperands, ConvPlan, ConvProblem, Pass, reference_element};
 use crate::{Cpu, DType, Element};
 
@@ -86,8 +86,8 @@ impl<'a, T: Element> ConvTrial<'a, T> {
             plans,
             pass,
             inputs,
-            output: Buffer::new(output),
-            workspace: Buffer::new(workspace),
+            output: Buffer::filled(output, T::nan()),
+            workspace: Buffer::filled(workspace, T::nan()),
             oracle,
             start: Instant::now(),
         }

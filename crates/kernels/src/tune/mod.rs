@@ -15,7 +15,6 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-mod buffer;
 mod cache;
 mod contest;
 mod conv_trial;

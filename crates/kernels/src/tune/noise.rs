@@ -1,6 +1,6 @@
 //! Random inputs of a trial, the same each time.
 
-use super::buffer::Buffer;
+use crate::buffer::Buffer;
 use crate::{Cpu, Element};
 
 /// Elements that a thread takes at a time.
@@ -8,7 +8,7 @@ pub(super) const CHUNK: usize = 1 << 16;
 
 /// Uniform numbers in -1..1.
 pub(super) fn noise<T: Element>(cpu: &Cpu, len: usize, seed: u64) -> Buffer<T> {
-    let mut values = Buffer::new(len);
+    let mut values = Buffer::filled(len, T::nan());
     cpu.for_each(len, values.chunks_mut(CHUNK).enumerate(), |(chunk, values)| {
         let mut random = Generator::new(seed + 1000 * chunk as u64);
         for value in values {

@@ -1,0 +1,46 @@
+//! Elements that start on a cache line, as those of tensors do: a vector that lies across two lines takes twice as long.
+
+use std::ops::{Deref, DerefMut};
+
+use crate::Element;
+
+/// A run of elements that starts on a cache line.
+pub(crate) struct Buffer<T> {
+    memory: Vec<T>,
+    start: usize,
+    len: usize,
+}
+
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
+impl<T: Element> Buffer<T> {
+    /// So many elements of this value; their memory has been met.
+    pub(crate) fn filled(len: usize, value: T) -> Buffer<T> {
+        let slack = LINE / size_of::<T>();
+        let memory = vec![value; len + slack];
+        let start = memory.as_ptr().align_offset(LINE).min(slack);
+        Buffer { memory, start, len }
+    }
+
+    /// A slice so many times over.
+    pub(crate) fn repeat(values: &[T], times: usize) -> Buffer<T> {
+        let mut all = Buffer::filled(values.len() * times, T::zero());
+        all.chunks_exact_mut(values.len().max(1)).for_each(|part| part.copy_from_slice(values));
+        all
+    }
+}
+
+impl<T> Deref for Buffer<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        &self.memory[self.start..][..self.len]
+    }
+}
+
+impl<T> DerefMut for Buffer<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        &mut self.memory[self.start..][..self.len]
+    }
+}
