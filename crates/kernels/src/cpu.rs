@@ -2,6 +2,7 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
+use crate::team::Team;
 use crate::{Error, Result};
 
 /// An instruction set that kernels are compiled for; the best one the CPU has is found at run time.
@@ -55,12 +56,12 @@ impl std::fmt::Display for Isa {
 
 /// A thread budget and an instruction set, given to every kernel.
 ///
-/// The calling thread is one of them; clones share a pool of the others. Each thread that calls kernels at the same time
+/// The calling thread is one of them; clones share the others. Each thread that calls kernels at the same time
 /// as others adds itself to the budget.
 #[derive(Clone)]
 pub struct Cpu {
     /// The threads besides the caller's.
-    pool: Option<Arc<rayon::ThreadPool>>,
+    team: Option<Arc<Team>>,
     threads: usize,
     isa: Isa,
 }
@@ -77,22 +78,14 @@ impl Cpu {
         if threads == 0 || threads > 1024 {
             return Err(Error::Cpu(format!("a thread budget must be 1 to 1024, not {threads}")));
         }
-        let pool = match threads {
-            1 => None,
-            _ => Some(Arc::new(
-                rayon::ThreadPoolBuilder::new()
-                    .num_threads(threads - 1)
-                    .thread_name(|index| format!("convoke-{index}"))
-                    .build()
-                    .map_err(|error| Error::Cpu(format!("cannot start {threads} threads: {error}")))?,
-            )),
-        };
-        Ok(Cpu { pool, threads, isa: Isa::detect() })
+        let team = (threads > 1).then(|| Team::new(threads - 1)).transpose();
+        let team = team.map_err(|error| Error::Cpu(format!("cannot start {threads} threads: {error}")))?;
+        Ok(Cpu { team: team.map(Arc::new), threads, isa: Isa::detect() })
     }
 
     /// One thread, the caller's.
     pub fn single() -> Cpu {
-        Cpu { pool: None, threads: 1, isa: Isa::detect() }
+        Cpu { team: None, threads: 1, isa: Isa::detect() }
     }
 
     /// As many threads as the operating system says are available to this process.
@@ -127,43 +120,37 @@ impl Cpu {
 
     /// The same instruction set on the calling thread only: for work inside a task of [`Cpu::for_each`].
     pub fn one_thread(&self) -> Cpu {
-        Cpu { pool: None, threads: 1, isa: self.isa }
+        Cpu { team: None, threads: 1, isa: self.isa }
     }
 
     /// The same budget, so that work is split in the same way, with every part run on the calling thread.
     pub(crate) fn calling_thread(&self) -> Cpu {
-        Cpu { pool: None, ..self.clone() }
+        Cpu { team: None, ..self.clone() }
     }
 
-    /// Where its pool lies.
-    fn place(&self) -> Option<*const rayon::ThreadPool> {
-        self.pool.as_ref().map(Arc::as_ptr)
+    /// Where its team lies.
+    fn place(&self) -> Option<*const Team> {
+        self.team.as_ref().map(Arc::as_ptr)
     }
 
     /// Runs `task` on every item, in parallel when `work` (elements touched in total) is worth it.
     ///
-    /// Items are started in order; tasks must not depend on one another. The calling thread takes items too: were it to
-    /// wait for others, another thread would have to be woken, which takes as long as a small kernel, and on the
-    /// processor of one that is busy as often as not.
+    /// Items are started in order; tasks must not depend on one another. The calling thread takes items too, all of them if
+    /// no other comes in time. A call while another is under way, within one of its tasks or on another thread, runs on its
+    /// own thread alone.
     pub fn for_each<I: Send>(
         &self,
         work: usize,
         items: impl Iterator<Item = I>,
         task: impl Fn(I) + Sync + Send,
     ) {
-        let Some(pool) = self.pool.as_ref().filter(|_| work >= SEQUENTIAL_BELOW) else {
+        let Some(team) = self.team.as_ref().filter(|_| work >= SEQUENTIAL_BELOW) else {
             return items.for_each(task);
         };
         let items: Vec<I> = items.collect();
         let helpers = items.len().min(self.threads).saturating_sub(1);
         let items = Mutex::new(items.into_iter());
-        let take_items = || taken(&items).for_each(&task);
-        pool.in_place_scope(|scope| {
-            for _ in 0..helpers {
-                scope.spawn(|_| take_items());
-            }
-            take_items();
-        });
+        team.run(helpers, &|| taken(&items).for_each(&task));
     }
 
     /// Runs `task` on every item with a state that no other thread has: as many threads take items as there are states.

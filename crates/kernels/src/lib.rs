@@ -29,6 +29,7 @@ mod scratch;
 mod shared;
 mod simd;
 mod stream;
+mod team;
 
 pub mod activation;
 pub mod batch_norm;
