@@ -1,0 +1,66 @@
+//! What can go wrong between ranks.
+
+use std::time::Duration;
+
+use crate::Call;
+
+/// Why a collective failed. All ranks get the same error, in this and in every later call: the communicator has ended.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// Two ranks do different things.
+    #[error(
+        "rank {rank} calls {call}, rank {other} calls {other_call}: all must make the same calls in the same order"
+    )]
+    Mismatch {
+        /// One rank.
+        rank: usize,
+        /// What it does.
+        call: Box<Call>,
+        /// Another one.
+        other: usize,
+        /// What that does.
+        other_call: Box<Call>,
+    },
+    /// Ranks did not come in time.
+    #[error("rank {rank} waited {:.1} s in {call} for {}", .waited.as_secs_f64(), ranks(.missing))]
+    Timeout {
+        /// Who waited.
+        rank: usize,
+        /// What for.
+        call: Box<Call>,
+        /// How long.
+        waited: Duration,
+        /// The ranks that did not come.
+        missing: Vec<usize>,
+    },
+    /// A rank has ended.
+    #[error("rank {left} ended before it came to {call} of rank {rank}")]
+    Left {
+        /// Who needs it.
+        rank: usize,
+        /// What for.
+        call: Box<Call>,
+        /// The rank that is gone.
+        left: usize,
+    },
+    /// A rank's thread panicked.
+    #[error("rank {rank} panicked: {message}")]
+    Panicked {
+        /// The rank.
+        rank: usize,
+        /// What it said.
+        message: String,
+    },
+    /// A value that makes no sense.
+    #[error("{0}")]
+    Invalid(String),
+}
+
+fn ranks(ranks: &[usize]) -> String {
+    let numbers: Vec<String> = ranks.iter().map(usize::to_string).collect();
+    format!("rank{} {}", if ranks.len() == 1 { "" } else { "s" }, numbers.join(", "))
+}
+
+/// A result with this crate's [`Error`].
+pub type Result<T> = std::result::Result<T, Error>;

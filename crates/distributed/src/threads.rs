@@ -1,0 +1,228 @@
+//! Ranks that are threads of one process.
+
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::communicator::Transport;
+use crate::message::Message;
+use crate::{Call, Communicator, Error, Options, Result};
+
+/// A communicator for each of `world_size` ranks, in their order: each is for one thread.
+///
+/// A rank whose communicator is dropped has ended, for the others.
+///
+/// # Errors
+/// If there are no ranks, or more than 1024.
+pub fn threads(world_size: usize, options: &Options) -> Result<Vec<Communicator>> {
+    if world_size == 0 || world_size > 1024 {
+        return Err(Error::Invalid(format!("a world has 1 to 1024 ranks, not {world_size}")));
+    }
+    let meeting = Arc::new(Meeting::new(world_size));
+    let communicator = |rank| Communicator::new(Box::new(Place { meeting: meeting.clone(), rank }), *options);
+    Ok((0..world_size).map(communicator).collect())
+}
+
+/// Runs `work` on a thread for each rank, and returns what it gave, in the order of the ranks.
+///
+/// # Errors
+/// As [`threads`]; if a rank panics, which the others meet as a rank that has ended.
+pub fn run_threads<R: Send>(
+    world_size: usize,
+    options: &Options,
+    work: impl Fn(Communicator) -> R + Sync,
+) -> Result<Vec<R>> {
+    let communicators = threads(world_size, options)?;
+    let work = &work;
+    let results: Vec<_> = std::thread::scope(|scope| {
+        let spawn = |communicator: Communicator| {
+            let name = format!("rank {}", communicator.rank());
+            let run = move || catch_unwind(AssertUnwindSafe(|| work(communicator)));
+            std::thread::Builder::new().name(name).spawn_scoped(scope, run)
+        };
+        // A thread that cannot be had drops its communicator, so that the others end.
+        let handles: Vec<_> = communicators.into_iter().map(spawn).collect();
+        let joined = |handle: std::io::Result<std::thread::ScopedJoinHandle<'_, _>>| match handle {
+            Ok(handle) => handle.join().and_then(|result| result).map_err(|panic| said(&*panic)),
+            Err(error) => Err(format!("its thread cannot start: {error}")),
+        };
+        handles.into_iter().map(joined).collect()
+    });
+    let known = |(rank, result): (usize, std::result::Result<R, String>)| {
+        result.map_err(|message| Error::Panicked { rank, message })
+    };
+    results.into_iter().enumerate().map(known).collect()
+}
+
+/// What a panic said.
+fn said(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("without a message").to_owned()
+}
+
+/// A rank's place in a meeting.
+struct Place {
+    meeting: Arc<Meeting>,
+    rank: usize,
+}
+
+/// Where ranks bring their messages, one call after the other.
+struct Meeting {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    /// What each rank has brought to the present call.
+    brought: Vec<Option<(Call, Message)>>,
+    /// What all have brought to the last call, until each has taken it.
+    complete: Option<Vec<Message>>,
+    taken: usize,
+    /// Which ranks have ended.
+    ended: Vec<bool>,
+    /// The first failure.
+    failed: Option<Error>,
+    /// Meetings of some of the ranks that are being made, by the call and its lowest rank, and who has yet to come.
+    groups: HashMap<(u64, usize), (Arc<Meeting>, usize)>,
+}
+
+impl Meeting {
+    fn new(world_size: usize) -> Meeting {
+        let state = State {
+            brought: vec![None; world_size],
+            complete: None,
+            taken: 0,
+            ended: vec![false; world_size],
+            failed: None,
+            groups: HashMap::new(),
+        };
+        Meeting { state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Nothing in here panics between two changes that belong together.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Why `rank` cannot get through `call` as things are.
+    fn obstacle(&self, rank: usize, call: &Call) -> Option<Error> {
+        for (other, brought) in self.brought.iter().enumerate() {
+            let (rank, call) = (rank, Box::new(call.clone()));
+            match brought {
+                Some((other_call, _)) if other_call != &*call => {
+                    return Some(Error::Mismatch {
+                        rank,
+                        call,
+                        other,
+                        other_call: Box::new(other_call.clone()),
+                    });
+                }
+                None if self.ended[other] => return Some(Error::Left { rank, call, left: other }),
+                _ => {}
+            }
+        }
+        None
+    }
+
+    /// The ranks that have not come to the present call.
+    fn missing(&self) -> Vec<usize> {
+        (0..self.brought.len()).filter(|&rank| self.brought[rank].is_none()).collect()
+    }
+
+    /// All messages, and an empty table for the next call, once every rank has taken them.
+    fn take(&mut self) -> Option<Vec<Message>> {
+        let messages = self.complete.clone()?;
+        self.taken += 1;
+        if self.taken == messages.len() {
+            (self.complete, self.taken) = (None, 0);
+        }
+        Some(messages)
+    }
+}
+
+impl Place {
+    /// Waits until `ready` gives something; fails if what it waits for cannot come.
+    fn wait<'a, R>(
+        &self,
+        mut state: MutexGuard<'a, State>,
+        call: &Call,
+        (start, timeout): (Instant, Duration),
+        mut ready: impl FnMut(&mut State) -> Option<R>,
+    ) -> Result<(MutexGuard<'a, State>, R)> {
+        loop {
+            if let Some(result) = ready(&mut state) {
+                self.meeting.changed.notify_all();
+                return Ok((state, result));
+            }
+            let waited = start.elapsed();
+            let call = || Box::new(call.clone());
+            let failure = match &state.failed {
+                Some(first) => return Err(first.clone()),
+                None if waited >= timeout => {
+                    Some(Error::Timeout { rank: self.rank, call: call(), waited, missing: state.missing() })
+                }
+                None if state.complete.is_none() => state.obstacle(self.rank, &call()),
+                None => None,
+            };
+            if let Some(failure) = failure {
+                state.failed = Some(failure.clone());
+                self.meeting.changed.notify_all();
+                return Err(failure);
+            }
+            let rest = timeout.saturating_sub(waited);
+            state = self.meeting.changed.wait_timeout(state, rest).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl Transport for Place {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.meeting.state().brought.len()
+    }
+
+    fn exchange(&self, call: &Call, mine: Message, timeout: Duration) -> Result<Vec<Message>> {
+        let time = (Instant::now(), timeout);
+        let state = self.meeting.state();
+        if let Some(first) = &state.failed {
+            return Err(first.clone());
+        }
+        // A rank that is fast comes again before slow ones have taken what was last.
+        let table_is_free = |state: &mut State| state.complete.is_none().then_some(());
+        let (mut state, ()) = self.wait(state, call, time, table_is_free)?;
+        state.brought[self.rank] = Some((call.clone(), mine));
+        if state.obstacle(self.rank, call).is_none() && state.missing().is_empty() {
+            let brought = state.brought.iter_mut().map(Option::take);
+            state.complete = Some(brought.flatten().map(|(_, message)| message).collect());
+        }
+        self.wait(state, call, time, State::take).map(|(_state, messages)| messages)
+    }
+
+    fn among(&self, call: &Call, members: &[usize]) -> Box<dyn Transport> {
+        let mut state = self.meeting.state();
+        let key = (call.number, members[0]);
+        let group = state.groups.entry(key);
+        let (meeting, to_come) =
+            group.or_insert_with(|| (Arc::new(Meeting::new(members.len())), members.len()));
+        *to_come -= 1;
+        let (meeting, last) = (meeting.clone(), *to_come == 0);
+        if last {
+            state.groups.remove(&key);
+        }
+        let rank = members.iter().position(|&rank| rank == self.rank).expect("a member");
+        Box::new(Place { meeting, rank })
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.meeting.state().ended[self.rank] = true;
+        self.meeting.changed.notify_all();
+    }
+}
