@@ -41,6 +41,14 @@ pub enum Error {
         /// The operation.
         operation: &'static str,
     },
+    /// Ranks could not be brought together.
+    #[error("{operation}: {reason}")]
+    Communication {
+        /// The operation.
+        operation: &'static str,
+        /// What the ranks did.
+        reason: String,
+    },
     /// The operating system refused memory, or no machine has as much.
     #[error("out of memory: a buffer of {elements} elements of {element_size} bytes cannot be had")]
     Memory {

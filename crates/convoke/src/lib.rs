@@ -27,6 +27,8 @@
 pub use convoke_autograd::*;
 
 #[doc(inline)]
+pub use convoke_distributed as distributed;
+#[doc(inline)]
 pub use convoke_kernels as kernels;
 pub use convoke_kernels::{conv, tune};
 #[doc(inline)]

@@ -3,6 +3,7 @@
 use std::any::Any;
 
 use convoke_autograd::{Error, Result, Tensor};
+use convoke_distributed::Communicator;
 
 use crate::{Buffer, Counter, Parameter};
 
@@ -30,6 +31,12 @@ pub trait Module: Any + Send + Sync {
     /// Switches this module itself, not its children, between training and evaluation.
     fn set_training(&self, training: bool) {
         let _ = training;
+    }
+
+    /// Makes this module itself, not its children, take statistics over the batches of all ranks of a communicator, or of its
+    /// own batch again. Batch norms do; other modules need not know.
+    fn set_communicator(&self, communicator: Option<&Communicator>) {
+        let _ = communicator;
     }
 
     /// Folds the batch norms in this module into the convolutions before them, for inference, and says how many.
@@ -97,6 +104,12 @@ pub trait ModuleExt: Module {
 
     /// Switches the whole tree to evaluation.
     fn eval(&self);
+
+    /// Synchronizes the batch norms of the whole tree over the ranks of a communicator, as PyTorch's
+    /// `SyncBatchNorm.convert_sync_batchnorm`; `None` takes that back. Parameters, statistics, mode and frozen flags stay.
+    ///
+    /// In training every rank must then run the same layers in the same order, forward and backward.
+    fn convert_sync_batchnorm(&self, communicator: Option<&Communicator>);
 }
 
 impl<M: Module + ?Sized> ModuleExt for M {
@@ -121,6 +134,17 @@ impl<M: Module + ?Sized> ModuleExt for M {
 
     fn eval(&self) {
         set_training_below(self, false);
+    }
+
+    fn convert_sync_batchnorm(&self, communicator: Option<&Communicator>) {
+        set_communicator_below(self, communicator);
+    }
+}
+
+fn set_communicator_below<M: Module + ?Sized>(module: &M, communicator: Option<&Communicator>) {
+    module.set_communicator(communicator);
+    for (_, child) in module.children() {
+        set_communicator_below(child, communicator);
     }
 }
 

@@ -18,6 +18,9 @@ use crate::{Function, Needs, Result, Tensor, apply_with_saved};
 pub enum Statistics {
     /// The mean and biased variance of this batch; gradients flow through them.
     Batch,
+    /// Those of the batches of all ranks together. Gradients flow through them, also those of the other ranks' outputs;
+    /// the gradients of weight and bias are this rank's share.
+    Synchronized(Arc<dyn Synchronize>),
     /// Given ones, by channel, that gradients do not flow through: running statistics in evaluation.
     Constant {
         /// Mean by channel.
@@ -25,6 +28,22 @@ pub enum Statistics {
         /// Variance by channel.
         variance: Arc<[f64]>,
     },
+}
+
+/// Brings what one rank has together with what the others have: each rank calls the same, in the same order, once in forward
+/// and once in backward.
+pub trait Synchronize: std::fmt::Debug + Send + Sync {
+    /// The moments of all ranks' values, from those of this rank's.
+    ///
+    /// # Errors
+    /// If the ranks do not come together.
+    fn moments(&self, mine: &Moments) -> Result<Moments>;
+
+    /// The sums over all ranks' values, from those over this rank's.
+    ///
+    /// # Errors
+    /// If the ranks do not come together.
+    fn sums(&self, mine: &BackwardSums) -> Result<BackwardSums>;
 }
 
 /// How [`batch_norm`] and [`crate::ops::conv_bn2d`] normalise.
@@ -140,6 +159,7 @@ impl Function for BatchNorm {
 #[derive(Clone)]
 pub(super) struct Normalizer {
     pub(super) moments: Option<Moments>,
+    ranks: Option<Arc<dyn Synchronize>>,
     mean: Arc<[f64]>,
     inverse_std: Arc<[f64]>,
     weight: Option<Tensor>,
@@ -158,14 +178,19 @@ impl Normalizer {
     ) -> Result<Normalizer> {
         let extent = check(operation, options, x, weight, bias)?;
         let Statistics::Constant { mean, variance } = &options.statistics else {
-            let moments = dispatch!(x.dtype(), T => {
+            let mut moments = dispatch!(x.dtype(), T => {
                 kernel::stats(x.device().compute(), &extent, x.data::<T>()?)?
             });
+            if let Statistics::Synchronized(ranks) = &options.statistics {
+                moments = ranks.moments(&moments)?;
+                check_count(operation, moments.count, x)?;
+            }
             let inverse_std = moments.inverse_std(options.eps, options.eps_place);
             return Ok(Normalizer::of_batch(moments, inverse_std, options, weight, bias));
         };
         Ok(Normalizer {
             moments: None,
+            ranks: None,
             inverse_std: kernel::inverse_std(variance, options.eps, options.eps_place).into(),
             mean: mean.clone(),
             weight: weight.map(Tensor::detach),
@@ -184,6 +209,10 @@ impl Normalizer {
         Normalizer {
             mean: moments.mean.clone().into(),
             moments: Some(moments),
+            ranks: match &options.statistics {
+                Statistics::Synchronized(ranks) => Some(ranks.clone()),
+                _ => None,
+            },
             inverse_std: inverse_std.into(),
             weight: weight.map(Tensor::detach),
             bias: bias.map(Tensor::detach),
@@ -200,7 +229,7 @@ impl Normalizer {
         bias: Option<&Tensor>,
     ) -> Result<(Tensor, Normalizer)> {
         let cpu = x.device().compute();
-        if let Statistics::Constant { .. } = options.statistics {
+        if !matches!(options.statistics, Statistics::Batch) {
             let normalizer = Normalizer::new(operation, options, x, weight, bias)?;
             let extent = x.extent(operation)?;
             let y = dispatch!(x.dtype(), T => x.build_like(|y: &mut [T]| {
@@ -268,7 +297,7 @@ impl Normalizer {
         let cpu = x.device().compute();
         dispatch!(x.dtype(), T => {
             let (pair, by) = ((x.data::<T>()?, dy.data::<T>()?), self.by::<T>()?);
-            if for_x && self.moments.is_some() {
+            if for_x && self.moments.is_some() && self.ranks.is_none() {
                 let mut sums = None;
                 let dx = x.build_like(|dx: &mut [T]| {
                     sums = Some(kernel::backward_training(cpu, &extent, pair, &by, dx)?);
@@ -277,7 +306,9 @@ impl Normalizer {
                 return Ok((Some(dx), sums));
             }
             let sums = self.backward_sums(x, dy, for_x, wanted)?;
-            let gradient = |dx: &mut [T]| Ok(kernel::backward_elemt(cpu, &extent, pair, &by, None, dx)?);
+            let through = self.through(sums.as_ref().filter(|_| for_x))?;
+            let through = through.as_ref().map(|(sums, count)| (sums, *count));
+            let gradient = |dx: &mut [T]| Ok(kernel::backward_elemt(cpu, &extent, pair, &by, through, dx)?);
             Ok((for_x.then(|| x.build_like(gradient)).transpose()?, sums))
         })
     }
@@ -294,7 +325,8 @@ impl Normalizer {
         if for_x {
             let extent = x.extent("batch_norm backward")?;
             let cpu = x.device().compute().clone();
-            let through = sums.as_ref().zip(self.moments.as_ref().map(|moments| moments.count));
+            let through = self.through(sums.as_ref())?;
+            let through = through.as_ref().map(|(sums, count)| (sums, *count));
             dispatch!(x.dtype(), T => {
                 let (by, dy) = (self.by::<T>()?, dy.data::<T>()?);
                 x.update(|x: &mut [T]| {
@@ -325,6 +357,13 @@ impl Normalizer {
         Ok(Some(sums))
     }
 
+    /// The sums over the batches of all ranks and how many values those have, if gradients flow through the statistics.
+    fn through(&self, sums: Option<&BackwardSums>) -> Result<Option<(BackwardSums, usize)>> {
+        let Some((sums, moments)) = sums.zip(self.moments.as_ref()) else { return Ok(None) };
+        let sums = self.ranks.as_ref().map_or_else(|| Ok(sums.clone()), |ranks| ranks.sums(sums))?;
+        Ok(Some((sums, moments.count)))
+    }
+
     /// Those `wanted` of the gradients of weight and bias.
     pub(super) fn parameter_gradients(
         &self,
@@ -348,7 +387,20 @@ impl Normalizer {
     }
 }
 
-/// The extent of `x`, if everything fits it; PyTorch's error for a single value a channel in training.
+/// PyTorch's error for a single value a channel in training.
+fn check_count(operation: &'static str, count: usize, x: &Tensor) -> Result<()> {
+    match count {
+        1 => {
+            let shape = x.shape();
+            let reason =
+                format!("Expected more than 1 value per channel when training, got input size {shape:?}");
+            Err(invalid(operation, reason))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The extent of `x`, if everything fits it.
 fn check(
     operation: &'static str,
     options: &BatchNormOptions,
@@ -362,13 +414,9 @@ fn check(
     check_vector(operation, "the weight", weight, extent.channels)?;
     check_vector(operation, "the bias", bias, extent.channels)?;
     match &options.statistics {
-        Statistics::Batch if extent.batch * extent.spatial == 1 => {
-            let shape = x.shape();
-            let reason =
-                format!("Expected more than 1 value per channel when training, got input size {shape:?}");
-            Err(invalid(operation, reason))
-        }
-        Statistics::Batch => Ok(extent),
+        Statistics::Batch => check_count(operation, extent.batch * extent.spatial, x).map(|()| extent),
+        // How many values there are is known when all ranks have told theirs.
+        Statistics::Synchronized(_) => Ok(extent),
         Statistics::Constant { mean, variance } => {
             let given = [("mean", mean.len()), ("variance", variance.len())];
             let Some((what, found)) = given.into_iter().find(|&(_, found)| found != extent.channels) else {

@@ -14,10 +14,12 @@ mod pool2d;
 mod relu;
 mod reshape;
 
-pub use batch_norm::{BatchNormOptions, Statistics, batch_norm};
+pub use batch_norm::{BatchNormOptions, Statistics, Synchronize, batch_norm};
 pub use conv_bn2d::{ConvBnParameters, conv_bn2d};
 pub use conv2d::{ConvOptions, Padding, conv2d};
-pub use convoke_kernels::batch_norm::{Activation, Convention, EpsPlace, Moments, Momentum, RunningVariance};
+pub use convoke_kernels::batch_norm::{
+    Activation, BackwardSums, Convention, EpsPlace, Moments, Momentum, RunningVariance,
+};
 pub use dropout::dropout;
 pub use linear::linear;
 pub use log_softmax::log_softmax;

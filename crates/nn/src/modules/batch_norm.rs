@@ -1,10 +1,13 @@
 //! The batch-norm layer: parameters, running statistics, training and evaluation.
 
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use convoke_autograd::ops::{self, Activation, BatchNormOptions, Convention, Moments, Statistics};
 use convoke_autograd::{DType, Element, Error, Result, Tensor};
+use convoke_distributed::Communicator;
 
+use super::sync_batch_norm::Ranks;
 use crate::{Buffer, Counter, Init, Module, Parameter, State};
 
 /// How a batch norm is made. The default is PyTorch's.
@@ -72,6 +75,8 @@ struct NormMode {
     training: AtomicBool,
     frozen: AtomicBool,
     track_running_stats: AtomicBool,
+    /// The ranks whose batches count as one in training.
+    communicator: Mutex<Option<Communicator>>,
 }
 
 impl NormMode {
@@ -80,6 +85,7 @@ impl NormMode {
             training: true.into(),
             frozen: false.into(),
             track_running_stats: config.track_running_stats.into(),
+            communicator: Mutex::new(None),
         }
     }
 
@@ -164,6 +170,11 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
     /// How the layer was made.
     pub fn config(&self) -> &BatchNormConfig {
         &self.config
+    }
+
+    /// The ranks whose batches count as one in training, if there are any: see [`crate::ModuleExt::convert_sync_batchnorm`].
+    pub fn communicator(&self) -> Option<Communicator> {
+        self.mode.communicator.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Running mean, C, if kept.
@@ -296,7 +307,12 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
         }
         let statistics = match &self.running {
             Some(running) if !self.mode.uses_batch() => running.statistics()?,
-            _ => Statistics::Batch,
+            _ => match self.communicator().filter(|ranks| self.mode.uses_batch() && ranks.world_size() > 1) {
+                Some(communicator) => {
+                    Statistics::Synchronized(Arc::new(Ranks { communicator, layer: Self::NAME }))
+                }
+                None => Statistics::Batch,
+            },
         };
         Ok(self.options_with(statistics, activation))
     }
@@ -382,6 +398,11 @@ impl<const SPATIAL: usize> Module for BatchNorm<SPATIAL> {
 
     fn set_training(&self, training: bool) {
         self.mode.training.store(training, Ordering::Relaxed);
+    }
+
+    fn set_communicator(&self, communicator: Option<&Communicator>) {
+        let mut own = self.mode.communicator.lock().unwrap_or_else(PoisonError::into_inner);
+        *own = communicator.cloned();
     }
 }
 

@@ -3,6 +3,7 @@
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use convoke_autograd::{Error, Result, Tensor};
+use convoke_distributed::Communicator;
 
 use super::{BatchNorm, BatchNormConfig};
 use crate::{Init, Module, State};
@@ -24,7 +25,7 @@ pub struct LazyBatchNorm<const SPATIAL: usize> {
     init: Init,
     config: BatchNormConfig,
     layer: OnceLock<BatchNorm<SPATIAL>>,
-    /// Whether it trains and whether it is frozen; also the lock under which the layer is made.
+    /// Whether it trains, whether it is frozen, its ranks; also the lock under which the layer is made.
     before: Mutex<Before>,
 }
 
@@ -32,12 +33,13 @@ pub struct LazyBatchNorm<const SPATIAL: usize> {
 struct Before {
     training: bool,
     frozen: bool,
+    communicator: Option<Communicator>,
 }
 
 impl<const SPATIAL: usize> LazyBatchNorm<SPATIAL> {
     /// A batch norm of a number of channels not known yet.
     pub fn new(init: &Init, config: BatchNormConfig) -> Self {
-        let before = Mutex::new(Before { training: true, frozen: false });
+        let before = Mutex::new(Before { training: true, frozen: false, communicator: None });
         LazyBatchNorm { init: init.clone(), config, layer: OnceLock::new(), before }
     }
 
@@ -58,6 +60,7 @@ impl<const SPATIAL: usize> LazyBatchNorm<SPATIAL> {
         let layer = BatchNorm::new(&self.init, channels, self.config)?;
         layer.set_training(before.training);
         layer.set_frozen(before.frozen);
+        layer.set_communicator(before.communicator.as_ref());
         Ok(self.layer.get_or_init(|| layer))
     }
 
@@ -89,6 +92,14 @@ impl<const SPATIAL: usize> Module for LazyBatchNorm<SPATIAL> {
         before.training = training;
         if let Some(layer) = self.layer.get() {
             layer.set_training(training);
+        }
+    }
+
+    fn set_communicator(&self, communicator: Option<&Communicator>) {
+        let mut before = self.before.lock().unwrap_or_else(PoisonError::into_inner);
+        before.communicator = communicator.cloned();
+        if let Some(layer) = self.layer.get() {
+            layer.set_communicator(communicator);
         }
     }
 

@@ -8,6 +8,7 @@ mod lazy_batch_norm;
 mod linear;
 mod sequential;
 mod stateless;
+mod sync_batch_norm;
 
 pub use batch_norm::{BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, BatchNormConfig};
 pub use conv_bn2d::{ConvBn2d, ConvBnMode};
