@@ -3,6 +3,7 @@
 //! A [`Module`] maps a tensor to a tensor and holds [`Parameter`]s under PyTorch's names. [`training::Trainer`] ties a
 //! model, an [`Optimizer`] and a data set together; it never prints, and tells its caller of every step.
 
+mod all_reduce;
 pub mod checkpoint;
 pub mod data;
 mod float_json;
@@ -15,6 +16,7 @@ mod parameter;
 mod random;
 pub mod training;
 
+pub use all_reduce::all_reduce;
 pub use convoke_autograd::{Error, Result};
 pub use init::Init;
 pub use module::{Module, ModuleExt, State};

@@ -1,0 +1,59 @@
+//! The sum over ranks as an operation with a gradient.
+
+use convoke_autograd::{DType, Element, Error, Function, MemoryFormat, Needs, Result, Tensor, apply};
+use convoke_distributed::{Communicator, Number};
+
+/// The sum of `x` over all ranks, on each of them, in the order of the ranks; for synchronized layers of your own.
+///
+/// Its gradient is the sum of the upstream gradients: what every rank makes of the sum depends on every rank's x. So a rank's
+/// backward waits for the others', and all ranks must run it in the same order. `name` stands in errors.
+///
+/// # Errors
+/// If the shapes differ between ranks, or the ranks do not come together.
+pub fn all_reduce(x: &Tensor, communicator: &Communicator, name: &str) -> Result<Tensor> {
+    apply(AllReduce { communicator: communicator.clone(), name: name.to_owned() }, &[x])
+}
+
+struct AllReduce {
+    communicator: Communicator,
+    name: String,
+}
+
+impl AllReduce {
+    /// The sum over the ranks, in contiguous order on the way: ranks may differ in their memory formats.
+    fn sum(&self, x: &Tensor, direction: &str) -> Result<Tensor> {
+        match x.dtype() {
+            DType::F32 => self.sum_of::<f32>(x, direction),
+            DType::F64 => self.sum_of::<f64>(x, direction),
+            dtype => Err(Error::StorageOnly { operation: "all_reduce", dtype }),
+        }
+    }
+
+    fn sum_of<T: Element + Number>(&self, x: &Tensor, direction: &str) -> Result<Tensor> {
+        let name = format!("{} {direction}, {:?}", self.name, x.shape());
+        let contiguous = x.detach().to_format(MemoryFormat::Contiguous)?;
+        let sum = Tensor::build(x.device(), x.shape(), MemoryFormat::Contiguous, |sum: &mut [T]| {
+            sum.copy_from_slice(contiguous.data::<T>()?);
+            let reduced = self.communicator.all_reduce(&name, sum);
+            reduced
+                .map_err(|error| Error::Communication { operation: "all_reduce", reason: error.to_string() })
+        })?;
+        sum.to_format(x.format())
+    }
+}
+
+impl Function for AllReduce {
+    type Saved = ();
+
+    fn name(&self) -> &'static str {
+        "all_reduce"
+    }
+
+    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {
+        Ok((self.sum(inputs[0], "forward")?, ()))
+    }
+
+    fn backward(&self, (): (), upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
+        Ok(vec![Some(self.sum(&upstream, "backward")?)])
+    }
+}
