@@ -3,7 +3,7 @@
 use convoke_kernels::conv::{ConvAxis, ConvOperands, ConvPlan, ConvProblem, ConvSpec, Pass};
 use convoke_kernels::elementwise;
 
-use super::{check_vector, four_dimensions, same_dtype};
+use super::{check_vector, empty, four_dimensions, same_dtype};
 use crate::error::invalid;
 use crate::tensor::dispatch;
 use crate::{Element, Function, MemoryFormat, Needs, Result, Tensor, apply};
@@ -53,7 +53,7 @@ impl Default for ConvOptions {
 }
 
 impl ConvOptions {
-    /// The problem of convolving `x` with `weight`.
+    /// The problem of convolving `x` with `weight`; of one image where there are none, and then nothing runs.
     pub(super) fn problem(
         &self,
         operation: &'static str,
@@ -74,7 +74,7 @@ impl ConvOptions {
             return Err(invalid(operation, reason));
         }
         let spec = ConvSpec {
-            batch,
+            batch: batch.max(1),
             in_channels,
             out_channels,
             groups: self.groups,
@@ -163,8 +163,11 @@ pub(super) fn forward(
     same_dtype(operation, &operands)?;
     let problem = options.problem(operation, x, weight)?;
     check_vector(operation, "the bias", bias, problem.out_channels)?;
-    let plan = x.device().conv_plan(&problem, Pass::Forward);
     let shape = problem.output_shape();
+    if x.is_empty() {
+        return empty(&shape, x);
+    }
+    let plan = x.device().conv_plan(&problem, Pass::Forward);
     dispatch!(x.dtype(), T => Tensor::build(x.device(), &shape, x.format(), |y: &mut [T]| {
         run(&plan, x, ConvOperands::forward(x.data::<T>()?, weight.data::<T>()?, y))?;
         if let Some(bias) = bias {
@@ -175,8 +178,11 @@ pub(super) fn forward(
 }
 
 pub(super) fn backward_weights(problem: &ConvProblem, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
-    let plan = x.device().conv_plan(problem, Pass::BackwardWeights);
     let shape = problem.weight_shape();
+    if x.is_empty() {
+        return Tensor::zeros(x.device(), &shape, x.dtype());
+    }
+    let plan = x.device().conv_plan(problem, Pass::BackwardWeights);
     dispatch!(x.dtype(), T => Tensor::build(x.device(), &shape, MemoryFormat::Contiguous, |dweight: &mut [T]| {
         run(&plan, x, ConvOperands::backward_weights(x.data::<T>()?, dy.data::<T>()?, dweight))
     }))
@@ -184,8 +190,11 @@ pub(super) fn backward_weights(problem: &ConvProblem, x: &Tensor, dy: &Tensor) -
 
 /// The gradient of x; `dy` is freed on return.
 pub(super) fn backward_data(problem: &ConvProblem, dy: Tensor, weight: &Tensor) -> Result<Tensor> {
-    let plan = dy.device().conv_plan(problem, Pass::BackwardData);
     let shape = problem.input_shape();
+    if dy.is_empty() {
+        return empty(&shape, &dy);
+    }
+    let plan = dy.device().conv_plan(problem, Pass::BackwardData);
     dispatch!(dy.dtype(), T => Tensor::build(dy.device(), &shape, problem.format, |dx: &mut [T]| {
         run(&plan, weight, ConvOperands::backward_data(dy.data::<T>()?, weight.data::<T>()?, dx))
     }))

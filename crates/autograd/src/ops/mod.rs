@@ -37,6 +37,12 @@ pub(crate) fn four_dimensions(operation: &'static str, operand: &str, tensor: &T
     })
 }
 
+/// No images of this shape, like those of another tensor in all else.
+fn empty(shape: &[usize], like: &Tensor) -> Result<Tensor> {
+    let shape = [&[0], &shape[1..]].concat();
+    Tensor::zeros(like.device(), &shape, like.dtype())?.in_format(like.format())
+}
+
 /// All operands must have the element type of the first.
 pub(crate) fn same_dtype(operation: &'static str, tensors: &[&Tensor]) -> Result<()> {
     match tensors.iter().find(|tensor| tensor.dtype() != tensors[0].dtype()) {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use convoke_kernels::pool::{self, MaxPoolPass, PoolAxis, PoolProblem};
 
-use super::four_dimensions;
+use super::{empty, four_dimensions};
 use crate::error::invalid;
 use crate::tensor::dispatch;
 use crate::{Buffer, Function, Needs, Result, Tensor, apply};
@@ -39,6 +39,7 @@ impl PoolOptions {
         }
     }
 
+    /// The problem of pooling `x`; of one image where there are none, and then nothing runs.
     fn problem(&self, operation: &'static str, x: &Tensor) -> Result<PoolProblem> {
         let [batch, channels, height, width] = four_dimensions(operation, "input", x)?;
         let axis = |index: usize, input: usize| PoolAxis {
@@ -49,11 +50,13 @@ impl PoolOptions {
             dilation: self.dilation[index],
         };
         let axes = [axis(0, height), axis(1, width)];
-        PoolProblem::new([batch, channels], axes, self.ceil_mode, x.format()).map_err(|error| match error {
-            convoke_kernels::Error::Invalid { reason, .. } => {
-                invalid(operation, format!("{reason}; the input is {:?}", x.shape()))
+        PoolProblem::new([batch.max(1), channels], axes, self.ceil_mode, x.format()).map_err(|error| {
+            match error {
+                convoke_kernels::Error::Invalid { reason, .. } => {
+                    invalid(operation, format!("{reason}; the input is {:?}", x.shape()))
+                }
+                error => error.into(),
             }
-            error => error.into(),
         })
     }
 }
@@ -99,6 +102,9 @@ impl Function for MaxPool {
 
     fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, Indices)> {
         let x = inputs[0];
+        if x.is_empty() {
+            return Ok((empty(&self.problem.output_shape(), x)?, Indices::None));
+        }
         let (device, shape) = (x.device(), self.problem.output_shape());
         let cpu = device.compute();
         let len = shape.iter().product();
@@ -124,6 +130,9 @@ impl Function for MaxPool {
     }
 
     fn backward(&self, indices: Indices, upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
+        if upstream.is_empty() {
+            return Ok(vec![Some(empty(&self.input_shape, &upstream)?)]);
+        }
         let (device, format) = (upstream.device(), upstream.format());
         let cpu = device.compute();
         let algorithm = device.max_pool_algorithm(&self.problem, upstream.dtype(), MaxPoolPass::Backward);
@@ -157,6 +166,9 @@ impl Function for AveragePool {
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {
         let x = inputs[0];
+        if x.is_empty() {
+            return Ok((empty(&self.problem.output_shape(), x)?, ()));
+        }
         let shape = self.problem.output_shape();
         let y = dispatch!(x.dtype(), T => Tensor::build(x.device(), &shape, x.format(), |y: &mut [T]| {
             let cpu = x.device().compute();
@@ -166,6 +178,9 @@ impl Function for AveragePool {
     }
 
     fn backward(&self, (): (), upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
+        if upstream.is_empty() {
+            return Ok(vec![Some(empty(&self.input_shape, &upstream)?)]);
+        }
         let (device, format) = (upstream.device(), upstream.format());
         let dx = dispatch!(upstream.dtype(), T => {
             Tensor::build(device, &self.input_shape, format, |dx: &mut [T]| {
