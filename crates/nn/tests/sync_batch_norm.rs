@@ -9,7 +9,7 @@ use convoke_autograd::{Cpu, DType, Device, DeviceOptions, MemoryFormat, Tensor};
 use convoke_distributed::{Communicator, Options, run_threads};
 use convoke_nn::modules::{
     Activation, BatchNorm, BatchNorm1d, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode,
-    ConvOptions, LazyBatchNorm1d,
+    ConvOptions, LazyBatchNorm1d, SyncBatchNorm,
 };
 use convoke_nn::{Module, ModuleExt};
 use convoke_testkit::{Failures, check_relative_to_max, normal, uniform};
@@ -262,6 +262,30 @@ fn evaluation_frozen_layers_and_lone_ranks_do_not_communicate() {
     })
     .unwrap();
     assert_eq!(calls, [(0, 1, 0); 2]);
+}
+
+#[test]
+fn the_layer_for_any_number_of_dimensions() {
+    let shapes: [&[usize]; 5] = [&[2, 3], &[2, 3, 4], &[2, 3, 4, 2], &[2, 3, 2, 2, 2], &[2, 3, 2, 1, 2, 2]];
+    let results = run_threads(2, &OPTIONS, |ranks| {
+        let device = device();
+        let make =
+            || SyncBatchNorm::new(&init(&device, DType::F64, 1), 3, BatchNormConfig::default()).unwrap();
+        let layer = make().synchronized(&ranks);
+        for shape in shapes {
+            let len: usize = shape.iter().product();
+            let all = normal::<f64>(11, 2 * len, 1.0, 2.0);
+            let mine = &all[ranks.rank() * len..][..len];
+            let y = layer.forward(&tensor(&device, DType::F64, shape, mine)).unwrap();
+            let whole =
+                make().forward(&tensor(&device, DType::F64, &[&[4], &shape[1..]].concat(), &all)).unwrap();
+            check_relative_to_max(&values(&y), &values(&whole)[ranks.rank() * len..][..len], 1e-12).unwrap();
+        }
+        layer.forward(&tensor(&device, DType::F64, &[3], &[0.0; 3])).map(drop)
+    });
+    for result in results.unwrap() {
+        check_refused(result, &["SyncBatchNorm: expected at least 2D input (got 1D input)"]).unwrap();
+    }
 }
 
 #[test]

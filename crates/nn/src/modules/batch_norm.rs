@@ -54,6 +54,13 @@ pub type BatchNorm1d = BatchNorm<1>;
 /// Batch normalization of N x C x D x H x W, as PyTorch's `BatchNorm3d`: see [`BatchNorm`].
 pub type BatchNorm3d = BatchNorm<3>;
 
+/// Batch normalization of any input from N x C on, as PyTorch's `SyncBatchNorm`: see [`BatchNorm`] and
+/// [`BatchNorm::synchronized`].
+pub type SyncBatchNorm = BatchNorm<ANY>;
+
+/// Stands for any number of spatial dimensions.
+pub const ANY: usize = usize::MAX;
+
 /// Batch normalization of N x C x ... with so many spatial dimensions; one may be absent, and is then 1.
 ///
 /// In training each channel is normalised by its batch's mean and biased variance, and the running statistics move
@@ -128,6 +135,7 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
         1 => "BatchNorm1d",
         2 => "BatchNorm2d",
         3 => "BatchNorm3d",
+        ANY => "SyncBatchNorm",
         _ => panic!("batch norm has 1, 2 or 3 spatial dimensions"),
     };
 
@@ -160,6 +168,14 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
             config,
             mode: NormMode::new(&config),
         })
+    }
+
+    /// This layer with statistics over the ranks of a communicator: in training every rank must run the same layers in the
+    /// same order, forward and backward. For the layers of a model that exists, see
+    /// [`crate::ModuleExt::convert_sync_batchnorm`].
+    pub fn synchronized(self, communicator: &Communicator) -> Self {
+        self.set_communicator(Some(communicator));
+        self
     }
 
     /// C.
@@ -350,6 +366,11 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
     /// PyTorch's error for an input of the wrong rank.
     pub(super) fn check_rank(input: &Tensor) -> Result<()> {
         let rank = input.shape().len();
+        if SPATIAL == ANY {
+            let reason = format!("expected at least 2D input (got {rank}D input)");
+            let fits = (rank >= 2).then_some(());
+            return fits.ok_or(Error::Invalid { operation: Self::NAME, reason });
+        }
         if rank != SPATIAL + 2 && (SPATIAL, rank) != (1, 2) {
             let expected = if SPATIAL == 1 { "2D or 3D".into() } else { format!("{}D", SPATIAL + 2) };
             let reason = format!("expected {expected} input (got {rank}D input)");

@@ -10,7 +10,7 @@ mod sequential;
 mod stateless;
 mod sync_batch_norm;
 
-pub use batch_norm::{BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, BatchNormConfig};
+pub use batch_norm::{ANY, BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, BatchNormConfig, SyncBatchNorm};
 pub use conv_bn2d::{ConvBn2d, ConvBnMode};
 pub use conv2d::Conv2d;
 pub use convoke_autograd::ops::{Activation, ConvOptions, Convention, Padding, PoolOptions};
