@@ -51,20 +51,27 @@ struct Storage {
     bytes: Bytes,
 }
 
+/// Runs code with `$T` the type that stands beside the `DType`.
+macro_rules! by_dtype {
+    ($dtype:expr, $T:ident => $body:expr, { $($variant:ident: $type:ty),* $(; $other:ident => $otherwise:expr)? }) => {
+        match $dtype {
+            $(convoke_kernels::DType::$variant => {
+                type $T = $type;
+                $body
+            })*
+            $($other => $otherwise,)?
+        }
+    };
+}
+pub(crate) use by_dtype;
+
 /// Runs code with `$T` the element type of a `DType` that kernels compute in; returns an error for the others.
 macro_rules! dispatch {
     ($dtype:expr, $T:ident => $body:expr) => {
-        match $dtype {
-            convoke_kernels::DType::F32 => {
-                type $T = f32;
-                $body
-            }
-            convoke_kernels::DType::F64 => {
-                type $T = f64;
-                $body
-            }
-            dtype => return Err($crate::Error::StorageOnly { operation: "kernel", dtype }),
-        }
+        $crate::tensor::by_dtype!($dtype, $T => $body, {
+            F32: f32, F64: f64;
+            dtype => return Err($crate::Error::StorageOnly { operation: "kernel", dtype })
+        })
     };
 }
 pub(crate) use dispatch;
@@ -72,24 +79,7 @@ pub(crate) use dispatch;
 /// Runs code with `$T` the element type of any `DType`.
 macro_rules! dispatch_stored {
     ($dtype:expr, $T:ident => $body:expr) => {
-        match $dtype {
-            convoke_kernels::DType::F32 => {
-                type $T = f32;
-                $body
-            }
-            convoke_kernels::DType::F64 => {
-                type $T = f64;
-                $body
-            }
-            convoke_kernels::DType::F16 => {
-                type $T = half::f16;
-                $body
-            }
-            convoke_kernels::DType::BF16 => {
-                type $T = half::bf16;
-                $body
-            }
-        }
+        by_dtype!($dtype, $T => $body, { F32: f32, F64: f64, F16: half::f16, BF16: half::bf16 })
     };
 }
 

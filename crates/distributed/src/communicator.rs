@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::message::Message;
+use crate::threads::Place;
 use crate::{Call, Collective, Error, Number, Result};
 
 /// How a communicator behaves.
@@ -68,7 +69,7 @@ impl Communicator {
 
     /// A communicator of one rank.
     pub fn solo() -> Communicator {
-        Communicator::new(Box::new(Solo), Options::default())
+        Communicator::new(Box::new(Place::alone()), Options::default())
     }
 
     /// This rank: 0 to the world's size less 1.
@@ -188,26 +189,5 @@ impl Communicator {
 impl std::fmt::Debug for Communicator {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Communicator(rank {} of {})", self.rank(), self.world_size())
-    }
-}
-
-/// One rank alone.
-struct Solo;
-
-impl Transport for Solo {
-    fn rank(&self) -> usize {
-        0
-    }
-
-    fn world_size(&self) -> usize {
-        1
-    }
-
-    fn exchange(&self, _: &Call, mine: Message, _: Duration) -> Result<Vec<Message>> {
-        Ok(vec![mine])
-    }
-
-    fn among(&self, _: &Call, _: &[usize]) -> Box<dyn Transport> {
-        Box::new(Solo)
     }
 }

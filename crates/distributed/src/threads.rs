@@ -62,7 +62,7 @@ fn said(panic: &(dyn std::any::Any + Send)) -> String {
 }
 
 /// A rank's place in a meeting.
-struct Place {
+pub(crate) struct Place {
     meeting: Arc<Meeting>,
     rank: usize,
 }
@@ -144,6 +144,11 @@ impl State {
 }
 
 impl Place {
+    /// In a meeting of one.
+    pub(crate) fn alone() -> Place {
+        Place { meeting: Arc::new(Meeting::new(1)), rank: 0 }
+    }
+
     /// Waits until `ready` gives something; fails if what it waits for cannot come.
     fn wait<'a, R>(
         &self,

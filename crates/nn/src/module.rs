@@ -129,29 +129,26 @@ impl<M: Module + ?Sized> ModuleExt for M {
     }
 
     fn train(&self) {
-        set_training_below(self, true);
+        self.set_training(true);
+        each_below(self.children(), &|module| module.set_training(true));
     }
 
     fn eval(&self) {
-        set_training_below(self, false);
+        self.set_training(false);
+        each_below(self.children(), &|module| module.set_training(false));
     }
 
     fn convert_sync_batchnorm(&self, communicator: Option<&Communicator>) {
-        set_communicator_below(self, communicator);
+        self.set_communicator(communicator);
+        each_below(self.children(), &|module| module.set_communicator(communicator));
     }
 }
 
-fn set_communicator_below<M: Module + ?Sized>(module: &M, communicator: Option<&Communicator>) {
-    module.set_communicator(communicator);
-    for (_, child) in module.children() {
-        set_communicator_below(child, communicator);
-    }
-}
-
-fn set_training_below<M: Module + ?Sized>(module: &M, training: bool) {
-    module.set_training(training);
-    for (_, child) in module.children() {
-        set_training_below(child, training);
+/// Calls something on every module below one.
+fn each_below(children: Vec<(&str, &dyn Module)>, call: &dyn Fn(&dyn Module)) {
+    for (_, child) in children {
+        call(child);
+        each_below(child.children(), call);
     }
 }
 

@@ -177,26 +177,19 @@ impl Normalizer {
         bias: Option<&Tensor>,
     ) -> Result<Normalizer> {
         let extent = check(operation, options, x, weight, bias)?;
-        let Statistics::Constant { mean, variance } = &options.statistics else {
-            let mut moments = dispatch!(x.dtype(), T => {
-                kernel::stats(x.device().compute(), &extent, x.data::<T>()?)?
-            });
-            if let Statistics::Synchronized(ranks) = &options.statistics {
-                moments = ranks.moments(&moments)?;
-                check_count(operation, moments.count, x)?;
-            }
-            let inverse_std = moments.inverse_std(options.eps, options.eps_place);
-            return Ok(Normalizer::of_batch(moments, inverse_std, options, weight, bias));
-        };
-        Ok(Normalizer {
-            moments: None,
-            ranks: None,
-            inverse_std: kernel::inverse_std(variance, options.eps, options.eps_place).into(),
-            mean: mean.clone(),
-            weight: weight.map(Tensor::detach),
-            bias: bias.map(Tensor::detach),
-            activation: options.activation,
-        })
+        if let Statistics::Constant { mean, variance } = &options.statistics {
+            let inverse_std = kernel::inverse_std(variance, options.eps, options.eps_place);
+            return Ok(Normalizer::of(None, mean.clone(), inverse_std, options, weight, bias));
+        }
+        let mut moments = dispatch!(x.dtype(), T => {
+            kernel::stats(x.device().compute(), &extent, x.data::<T>()?)?
+        });
+        if let Statistics::Synchronized(ranks) = &options.statistics {
+            moments = ranks.moments(&moments)?;
+            check_count(operation, moments.count, x)?;
+        }
+        let inverse_std = moments.inverse_std(options.eps, options.eps_place);
+        Ok(Normalizer::of_batch(moments, inverse_std, options, weight, bias))
     }
 
     fn of_batch(
@@ -206,13 +199,25 @@ impl Normalizer {
         weight: Option<&Tensor>,
         bias: Option<&Tensor>,
     ) -> Normalizer {
+        let mean = moments.mean.clone().into();
+        Normalizer::of(Some(moments), mean, inverse_std, options, weight, bias)
+    }
+
+    fn of(
+        moments: Option<Moments>,
+        mean: Arc<[f64]>,
+        inverse_std: Vec<f64>,
+        options: &BatchNormOptions,
+        weight: Option<&Tensor>,
+        bias: Option<&Tensor>,
+    ) -> Normalizer {
         Normalizer {
-            mean: moments.mean.clone().into(),
-            moments: Some(moments),
+            moments,
             ranks: match &options.statistics {
                 Statistics::Synchronized(ranks) => Some(ranks.clone()),
                 _ => None,
             },
+            mean,
             inverse_std: inverse_std.into(),
             weight: weight.map(Tensor::detach),
             bias: bias.map(Tensor::detach),

@@ -366,13 +366,12 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
     /// PyTorch's error for an input of the wrong rank.
     pub(super) fn check_rank(input: &Tensor) -> Result<()> {
         let rank = input.shape().len();
-        if SPATIAL == ANY {
-            let reason = format!("expected at least 2D input (got {rank}D input)");
-            let fits = (rank >= 2).then_some(());
-            return fits.ok_or(Error::Invalid { operation: Self::NAME, reason });
-        }
-        if rank != SPATIAL + 2 && (SPATIAL, rank) != (1, 2) {
-            let expected = if SPATIAL == 1 { "2D or 3D".into() } else { format!("{}D", SPATIAL + 2) };
+        let (fits, expected) = match SPATIAL {
+            ANY => (rank >= 2, "at least 2D".into()),
+            1 => (rank == 2 || rank == 3, "2D or 3D".into()),
+            _ => (rank == SPATIAL + 2, format!("{}D", SPATIAL + 2)),
+        };
+        if !fits {
             let reason = format!("expected {expected} input (got {rank}D input)");
             return Err(Error::Invalid { operation: Self::NAME, reason });
         }

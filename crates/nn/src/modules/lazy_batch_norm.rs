@@ -66,10 +66,15 @@ impl<const SPATIAL: usize> LazyBatchNorm<SPATIAL> {
 
     /// See [`BatchNorm::set_frozen`].
     pub fn set_frozen(&self, frozen: bool) {
+        self.say(|before| before.frozen = frozen, |layer| layer.set_frozen(frozen));
+    }
+
+    /// Says one thing to the layer, and remembers it for one that does not exist yet.
+    fn say(&self, remember: impl FnOnce(&mut Before), say: impl FnOnce(&BatchNorm<SPATIAL>)) {
         let mut before = self.before.lock().unwrap_or_else(PoisonError::into_inner);
-        before.frozen = frozen;
+        remember(&mut before);
         if let Some(layer) = self.layer.get() {
-            layer.set_frozen(frozen);
+            say(layer);
         }
     }
 }
@@ -88,19 +93,14 @@ impl<const SPATIAL: usize> Module for LazyBatchNorm<SPATIAL> {
     }
 
     fn set_training(&self, training: bool) {
-        let mut before = self.before.lock().unwrap_or_else(PoisonError::into_inner);
-        before.training = training;
-        if let Some(layer) = self.layer.get() {
-            layer.set_training(training);
-        }
+        self.say(|before| before.training = training, |layer| layer.set_training(training));
     }
 
     fn set_communicator(&self, communicator: Option<&Communicator>) {
-        let mut before = self.before.lock().unwrap_or_else(PoisonError::into_inner);
-        before.communicator = communicator.cloned();
-        if let Some(layer) = self.layer.get() {
-            layer.set_communicator(communicator);
-        }
+        self.say(
+            |before| before.communicator = communicator.cloned(),
+            |layer| layer.set_communicator(communicator),
+        );
     }
 
     fn check_initialized(&self) -> Result<()> {
