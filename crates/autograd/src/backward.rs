@@ -1,6 +1,6 @@
 //! Running the tape backwards.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
 use convoke_kernels::{DType, elementwise};
@@ -26,6 +26,19 @@ impl Gradients {
     /// Takes the gradient of a leaf out.
     pub fn take(&mut self, leaf: &Tensor) -> Option<Tensor> {
         self.by_leaf.remove(&leaf_id(leaf)?)
+    }
+
+    /// Gives a leaf a gradient, in place of the one it has: one that `operation` made of the gradients of several backwards.
+    ///
+    /// # Errors
+    /// If `leaf` is not a leaf, or the gradient's shape, type or device is not the leaf's.
+    pub fn set(&mut self, leaf: &Tensor, gradient: &Tensor, operation: &'static str) -> Result<()> {
+        let Edge::Leaf(id, described) = Edge::to(leaf) else {
+            return Err(invalid(operation, format!("{leaf:?} is not a leaf: it has no gradient")));
+        };
+        let gradient = described.accept(gradient, operation)?;
+        self.by_leaf.insert(id, gradient.with_history(History::Gradient(operation)));
+        Ok(())
     }
 
     /// How many leaves have a gradient.
@@ -88,6 +101,25 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::backward`]; if the upstream gradient's shape, type or device is not the tensor's.
     pub fn backward_with(&self, options: BackwardOptions) -> Result<Gradients> {
+        self.walk(options, None)
+    }
+
+    /// As [`Tensor::backward_with`], and shows the gradients that are complete to `ready` on the way: those that no operation
+    /// still to come adds to. It may take them out, and is called whenever there are more of them, and once at the end.
+    ///
+    /// # Errors
+    /// As [`Tensor::backward_with`]; if `ready` fails.
+    pub fn backward_with_ready(
+        &self,
+        options: BackwardOptions,
+        mut ready: impl FnMut(&mut Gradients) -> Result<()>,
+    ) -> Result<Gradients> {
+        let mut gradients = self.walk(options, Some(&mut ready))?;
+        ready(&mut gradients)?;
+        Ok(gradients)
+    }
+
+    fn walk(&self, options: BackwardOptions, ready: Option<&mut Ready<'_>>) -> Result<Gradients> {
         if !self.requires_grad() {
             return Err(Error::NoGraph);
         }
@@ -111,14 +143,24 @@ impl Tensor {
                 return Err(invalid("backward", reason));
             }
         };
-        no_grad(|| Walk { retain: options.retain_graph, ..Walk::default() }.run(Edge::to(self), upstream))
+        no_grad(|| {
+            Walk { retain: options.retain_graph, ready, ..Walk::default() }.run(Edge::to(self), upstream)
+        })
     }
 }
 
+/// Who is shown the gradients that are complete.
+type Ready<'a> = dyn FnMut(&mut Gradients) -> Result<()> + 'a;
+
 /// One backward through the tape.
 #[derive(Default)]
-struct Walk {
+struct Walk<'a, 'b> {
     retain: bool,
+    ready: Option<&'a mut Ready<'b>>,
+    /// How often operations still to come may add to each leaf; counted only if someone wants to know.
+    uses: HashMap<u64, usize>,
+    /// The gradients of leaves without such operations.
+    complete: Gradients,
     /// Nodes that have received a gradient, by number: the largest has received all of its own.
     pending: BTreeMap<u64, (Arc<Node>, Tensor)>,
     leaves: HashMap<u64, Tensor>,
@@ -126,8 +168,11 @@ struct Walk {
     sources: HashMap<u64, &'static str>,
 }
 
-impl Walk {
+impl Walk<'_, '_> {
     fn run(mut self, from: Edge, upstream: Tensor) -> Result<Gradients> {
+        if self.ready.is_some() {
+            self.uses = uses(&from);
+        }
         self.deliver("backward", &from, upstream)?;
         drop(from);
         while let Some((_, (node, upstream))) = self.pending.pop_last() {
@@ -145,12 +190,37 @@ impl Walk {
                     self.deliver(node.name, edge, gradient)?;
                 }
             }
+            self.show_complete(&node)?;
         }
-        let known = |(leaf, gradient): (u64, Tensor)| {
-            let history = History::Gradient(self.sources[&leaf]);
-            (leaf, gradient.with_history(history))
-        };
-        Ok(Gradients { by_leaf: self.leaves.into_iter().map(known).collect() })
+        for (leaf, gradient) in std::mem::take(&mut self.leaves) {
+            self.finish(leaf, gradient);
+        }
+        Ok(self.complete)
+    }
+
+    /// Counts the leaves that `node` was the last to add to as complete, and shows them.
+    fn show_complete(&mut self, node: &Node) -> Result<()> {
+        let mut more = false;
+        for edge in &node.edges {
+            let Edge::Leaf(leaf, _) = edge else { continue };
+            let Some(uses) = self.uses.get_mut(leaf) else { continue };
+            *uses -= 1;
+            if *uses == 0
+                && let Some(gradient) = self.leaves.remove(leaf)
+            {
+                self.finish(*leaf, gradient);
+                more = true;
+            }
+        }
+        match &mut self.ready {
+            Some(ready) if more => ready(&mut self.complete),
+            _ => Ok(()),
+        }
+    }
+
+    fn finish(&mut self, leaf: u64, gradient: Tensor) {
+        let gradient = gradient.with_history(History::Gradient(self.sources[&leaf]));
+        self.complete.by_leaf.insert(leaf, gradient);
     }
 
     /// Adds a gradient to what its receiver has so far.
@@ -173,6 +243,19 @@ impl Walk {
             }
         }
     }
+}
+
+/// How often the operations behind an edge take each leaf.
+fn uses(from: &Edge) -> HashMap<u64, usize> {
+    let (mut uses, mut seen, mut rest) = (HashMap::new(), HashSet::new(), vec![from]);
+    while let Some(edge) = rest.pop() {
+        match edge {
+            Edge::Leaf(leaf, _) => *uses.entry(*leaf).or_default() += 1,
+            Edge::Node(node) if seen.insert(node.number) => rest.extend(&node.edges),
+            _ => {}
+        }
+    }
+    uses
 }
 
 fn add_to(sums: &mut HashMap<u64, Tensor>, leaf: u64, gradient: Tensor) -> Result<()> {

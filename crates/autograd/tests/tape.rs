@@ -378,3 +378,51 @@ fn backward_refuses_what_it_cannot_start_from() {
     y.backward_with(with_upstream(&x, false)).expect("a refusal frees nothing");
     failures.finish();
 }
+
+/// x is used by the first and the last operation, w by the middle one, v by none.
+#[test]
+fn complete_gradients_are_shown_on_the_way() {
+    let device = device();
+    let [x, w, v] =
+        [[1.0, -2.0], [3.0, 4.0], [5.0, 6.0]].map(|elements| from(&device, &elements).with_grad());
+    let loss = || {
+        let inner = x.mul(&x).unwrap();
+        let middle = inner.mul(&w).unwrap();
+        middle.mul(&x).unwrap().sum().unwrap()
+    };
+    let expected = loss().backward().unwrap();
+    let mut shown = Vec::new();
+    let ready = |gradients: &mut Gradients| {
+        let leaves = [("x", &x), ("w", &w), ("v", &v)].map(|(name, leaf)| (name, gradients.take(leaf)));
+        shown.push(leaves.map(|(name, gradient)| gradient.map(|gradient| (name, values(&gradient)))));
+        Ok(())
+    };
+    let rest = loss().backward_with_ready(BackwardOptions::default(), ready).unwrap();
+    assert!(rest.is_empty(), "all were taken");
+    let with = |leaf| Some(gradient(&expected, leaf));
+    // w is complete before the operation that uses x first has run, x after it, and then nothing is left.
+    assert_eq!(
+        shown,
+        [
+            [None, with(&w).map(|gradient| ("w", gradient)), None],
+            [with(&x).map(|gradient| ("x", gradient)), None, None],
+            [None, None, None],
+        ]
+    );
+    let refused = loss().backward_with_ready(BackwardOptions::default(), |_| Err(Error::NoGraph));
+    assert!(matches!(refused, Err(Error::NoGraph)));
+}
+
+#[test]
+fn gradients_can_be_replaced() {
+    let device = device();
+    let x = from(&device, &[1.0, 2.0]).with_grad();
+    let mut gradients = x.sum().unwrap().backward().unwrap();
+    gradients.set(&x, &from(&device, &[5.0, 6.0]), "average").unwrap();
+    assert_eq!(gradient(&gradients, &x), [5.0, 6.0]);
+    let again = gradients.get(&x).unwrap().sum().unwrap().backward();
+    assert!(again.unwrap_err().to_string().contains("average"), "a gradient stays known as one");
+    check_refused(gradients.set(&x, &from(&device, &[1.0]), "average"), &["average", "[1]"]).unwrap();
+    check_refused(gradients.set(&x.detach(), &x.detach(), "average"), &["not a leaf"]).unwrap();
+    assert_eq!(gradient(&gradients, &x), [5.0, 6.0], "unchanged");
+}

@@ -74,11 +74,19 @@ pub fn dropout<T: Element>(cpu: &Cpu, x: &[T], p: f64, key: u64, y: &mut [T]) ->
     Ok(())
 }
 
+/// The key whose element 0 is element `elements` of `key`: with it a part of a tensor is dropped as it would be in the whole.
+pub fn dropout_skip(key: u64, elements: u64) -> u64 {
+    key.wrapping_add(elements.wrapping_mul(GAMMA))
+}
+
+/// The step of SplitMix64.
+const GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
+
 /// The `index`-th output of SplitMix64 seeded with `key` (Steele, Lea, Flood: "Fast splittable pseudorandom number
 /// generators", 2014), computed without the ones before it.
 #[inline(always)]
 fn random_bits(key: u64, index: u64) -> u64 {
-    let mut z = key.wrapping_add((index + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    let mut z = key.wrapping_add((index + 1).wrapping_mul(GAMMA));
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)
@@ -117,6 +125,11 @@ mod tests {
             assert!((kept - (1.0 - p)).abs() <= bound, "p {p}: kept {kept}");
             assert!(y.iter().all(|&y| y == 0.0 || y == (1.0 / (1.0 - p)) as f32));
         }
+        let cut = 70_001;
+        dropout(&Cpu::single(), &x, 0.5, 7, &mut y).unwrap();
+        let rest = &mut again[cut..];
+        dropout(&Cpu::single(), &x[cut..], 0.5, dropout_skip(7, cut as u64), rest).unwrap();
+        assert_eq!(y[cut..], *rest, "a part is dropped as in the whole");
         dropout(&Cpu::single(), &x, 1.0, 7, &mut y).unwrap();
         assert!(y.iter().all(|&y| y == 0.0));
         assert!(dropout(&Cpu::single(), &x, f64::NAN, 7, &mut y).is_err());

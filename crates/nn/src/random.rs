@@ -1,5 +1,6 @@
 //! Random numbers whose state can be saved and restored.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use rand::{Rng, RngExt, SeedableRng};
@@ -10,6 +11,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone)]
 pub struct Generator {
     random: Arc<Mutex<ChaCha8Rng>>,
+    first: Arc<AtomicU64>,
 }
 
 /// Where a [`Generator`] stands.
@@ -24,7 +26,20 @@ pub struct GeneratorState {
 impl Generator {
     /// A stream from a seed.
     pub fn new(seed: u64) -> Generator {
-        Generator { random: Arc::new(Mutex::new(ChaCha8Rng::seed_from_u64(seed))) }
+        Generator { random: Arc::new(Mutex::new(ChaCha8Rng::seed_from_u64(seed))), first: Arc::default() }
+    }
+
+    /// Where this rank's samples begin in the batch of all ranks: 0 unless told.
+    ///
+    /// Modules that draw for each sample draw what one rank would for the whole batch, so that the number of ranks changes
+    /// nothing.
+    pub fn first_sample(&self) -> u64 {
+        self.first.load(Ordering::Relaxed)
+    }
+
+    /// Says where this rank's samples begin in the batch of all ranks.
+    pub fn set_first_sample(&self, first: u64) {
+        self.first.store(first, Ordering::Relaxed);
     }
 
     fn lock(&self) -> MutexGuard<'_, ChaCha8Rng> {

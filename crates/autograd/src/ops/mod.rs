@@ -17,6 +17,7 @@ mod reshape;
 pub use batch_norm::{BatchNormOptions, Statistics, Synchronize, batch_norm};
 pub use conv_bn2d::{ConvBnParameters, conv_bn2d};
 pub use conv2d::{ConvOptions, Padding, conv2d};
+pub use convoke_kernels::activation::dropout_skip;
 pub use convoke_kernels::batch_norm::{
     Activation, BackwardSums, Convention, EpsPlace, Moments, Momentum, RunningVariance,
 };

@@ -32,7 +32,9 @@ impl Module for Dropout {
         if !self.training.load(Ordering::Relaxed) {
             return Ok(input.clone());
         }
-        ops::dropout(input, self.p, self.random.key())
+        let sample: usize = input.shape().iter().skip(1).product();
+        let before = self.random.first_sample().wrapping_mul(sample as u64);
+        ops::dropout(input, self.p, ops::dropout_skip(self.random.key(), before))
     }
 
     fn set_training(&self, training: bool) {
