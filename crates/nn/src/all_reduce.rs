@@ -3,6 +3,8 @@
 use convoke_autograd::{DType, Element, Error, Function, MemoryFormat, Needs, Result, Tensor, apply};
 use convoke_distributed::{Communicator, Number};
 
+use crate::data_parallel::failed;
+
 /// The sum of `x` over all ranks, on each of them, in the order of the ranks; for synchronized layers of your own.
 ///
 /// Its gradient is the sum of the upstream gradients: what every rank makes of the sum depends on every rank's x. So a rank's
@@ -34,9 +36,7 @@ impl AllReduce {
         let contiguous = x.detach().to_format(MemoryFormat::Contiguous)?;
         let sum = Tensor::build(x.device(), x.shape(), MemoryFormat::Contiguous, |sum: &mut [T]| {
             sum.copy_from_slice(contiguous.data::<T>()?);
-            let reduced = self.communicator.all_reduce(&name, sum);
-            reduced
-                .map_err(|error| Error::Communication { operation: "all_reduce", reason: error.to_string() })
+            self.communicator.all_reduce(&name, sum).map_err(failed("all_reduce"))
         })?;
         sum.to_format(x.format())
     }

@@ -1,20 +1,24 @@
-//! A training run: a model, an optimizer and a data set, step by step, with checkpoints.
+//! A training run: a model, an optimizer and a data set, step by step, with checkpoints; on one rank or several.
+
+mod ranks;
 
 use std::ops::ControlFlow;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
 use convoke_autograd::ops::{Reduction, nll_loss};
 use convoke_autograd::{Device, MemoryFormat, Tensor, TimelinePoint, inference_mode};
+use convoke_distributed::{Communicator, Traffic};
 use convoke_kernels::tune::Choice;
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::{self, CheckpointError, Value};
 use crate::data::{Dataset, TrainTest};
+use crate::data_parallel::{DataParallel, DataParallelOptions, Sampler, shard};
 use crate::models::Model;
 use crate::modules::ConvBnMode;
-use crate::random::{GeneratorState, permutation};
+use crate::random::GeneratorState;
 use crate::{Generator, Init, Module, ModuleExt, Optimizer, Rule, StepLr};
 
 /// What a run is.
@@ -28,8 +32,11 @@ pub struct TrainingConfig {
     pub rule: Rule,
     /// What the learning rate is multiplied by after each epoch.
     pub lr_gamma: f64,
-    /// Images a step; the last batch of an epoch may be smaller.
+    /// Images a step, of all ranks together; the last batch of an epoch may be smaller.
     pub batch_size: usize,
+    /// Whether batch norms take their statistics over the batches of all ranks, once there are several
+    /// ([`Trainer::join`]).
+    pub sync_bn: bool,
     /// Seed of starting values, data order and dropout.
     pub seed: u64,
     /// Whether a loss that is not finite is an error.
@@ -61,6 +68,19 @@ pub enum TrainingError {
     /// A checkpoint could not be written or read.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// The ranks did not come together.
+    #[error(transparent)]
+    Ranks(#[from] convoke_distributed::Error),
+}
+
+impl TrainingError {
+    /// Whether this rank failed because others did not come: then one of them knows the cause.
+    pub fn is_about_other_ranks(&self) -> bool {
+        matches!(
+            self,
+            TrainingError::Ranks(_) | TrainingError::Tensor(convoke_autograd::Error::Communication { .. })
+        )
+    }
 }
 
 type Result<T> = std::result::Result<T, TrainingError>;
@@ -72,10 +92,14 @@ pub struct StepReport {
     pub step: u64,
     /// Mean loss of the batch, before the update.
     pub loss: f64,
-    /// Images in the batch.
+    /// Images in the batch, of all ranks together.
     pub images: usize,
+    /// This rank's images.
+    pub own_images: usize,
     /// Wall-clock seconds of the whole step.
     pub seconds: f64,
+    /// What this rank sent in the step, and how long it waited for others.
+    pub traffic: Traffic,
     /// Bytes in use when forward had ended: parameters, optimizer state, and what was saved for backward.
     pub bytes_end_of_forward: usize,
     /// The most bytes in use at any moment of the step.
@@ -140,9 +164,11 @@ pub struct Trainer {
     epoch: usize,
     /// Batches of the present epoch finished.
     batch: usize,
-    order: Vec<u32>,
+    sampler: Sampler,
     losses: Vec<f64>,
     record: bool,
+    /// The ranks of the run: this one alone until it joins others.
+    parallel: DataParallel,
 }
 
 impl Trainer {
@@ -179,16 +205,19 @@ impl Trainer {
         }
         let init = Init::new(device, config.seed);
         let model = config.model.build(&init, config.conv_bn)?;
+        let parallel =
+            DataParallel::new(model.as_ref(), &Communicator::solo(), DataParallelOptions::default())?;
         Ok(Trainer {
             optimizer: Optimizer::new(config.rule, model.as_ref())?,
             schedule: StepLr { base: config.rule.learning_rate(), step_size: 1, gamma: config.lr_gamma },
-            order: permutation(config.seed, 0, data.train.len()),
+            sampler: Sampler::new(config.seed, data.train.len(), config.batch_size),
             device: device.clone(),
             random: init.random,
             epoch: 0,
             batch: 0,
             losses: Vec::new(),
             record: false,
+            parallel,
             config,
             data,
             model,
@@ -207,39 +236,47 @@ impl Trainer {
     ) -> Result<Trainer> {
         let mut trainer = Trainer::new(device, config, data)?;
         let loaded = checkpoint::load::<RunState>(folder, &[MODEL_FILE, OPTIMIZER_FILE])?;
-        let state = loaded.state;
-        let file = loaded.path.join("training.json");
-        trainer.check_settings(&file, &state)?;
-        let [(model_file, model_bytes), (optimizer_file, optimizer_bytes)] = &loaded.files[..] else {
-            unreachable!("two files were asked for")
-        };
-        let model_values = checkpoint::model_values(trainer.model.as_ref());
-        let model_values = checkpoint::from_safetensors(model_file, model_bytes, &model_values)?;
-        let (tensors, steps) = trainer.optimizer.state();
+        let state = (loaded.path.join("training.json"), loaded.state);
+        let [model, optimizer] =
+            <[_; 2]>::try_from(loaded.files).unwrap_or_else(|_| unreachable!("two files were asked for"));
+        trainer.restore(state, model, optimizer)?;
+        Ok(trainer)
+    }
+
+    /// Continues where another run stood: its state and its two files, each with the name that errors blame.
+    fn restore(
+        &mut self,
+        (file, state): (PathBuf, RunState),
+        (model_file, model): (PathBuf, Vec<u8>),
+        (optimizer_file, optimizer): (PathBuf, Vec<u8>),
+    ) -> Result<()> {
+        self.check_settings(&file, &state)?;
+        let model_values = checkpoint::model_values(self.model.as_ref());
+        let model_values = checkpoint::from_safetensors(&model_file, &model, &model_values)?;
+        let (tensors, steps) = self.optimizer.state();
         let names: Vec<&String> = steps.iter().map(|(name, _)| name).collect();
         if !state.optimizer_steps.iter().map(|(name, _)| name).eq(names.iter().copied()) {
             return Err(mismatch(&file, "optimizer_steps", &names, &state.optimizer_steps));
         }
         let expected: Vec<_> =
             tensors.into_iter().map(|(name, tensor)| (name, Value::Tensor(tensor))).collect();
-        let slots = checkpoint::from_safetensors(optimizer_file, optimizer_bytes, &expected)?;
+        let slots = checkpoint::from_safetensors(&optimizer_file, &optimizer, &expected)?;
         drop(expected);
         // Everything was read and fits: only now does anything change.
-        device.tuner().adopt(device.compute().isa(), state.convolutions);
-        checkpoint::set_model(trainer.model.as_ref(), model_values)?;
+        self.device.tuner().adopt(self.device.compute().isa(), state.convolutions);
+        checkpoint::set_model(self.model.as_ref(), model_values)?;
         let slots = slots.into_iter().filter_map(|slot| match slot {
             Value::Tensor(tensor) => Some(tensor),
             Value::Count(_) => None,
         });
-        trainer
-            .optimizer
+        self.optimizer
             .restore(slots.collect(), state.optimizer_steps.iter().map(|(_, steps)| *steps).collect());
-        trainer.random.restore(&state.random);
-        trainer.epoch = state.epoch;
-        trainer.batch = state.batch;
-        trainer.losses = state.losses;
-        trainer.order = permutation(trainer.config.seed, trainer.epoch, trainer.data.train.len());
-        Ok(trainer)
+        self.random.restore(&state.random);
+        self.epoch = state.epoch;
+        self.batch = state.batch;
+        self.losses = state.losses;
+        self.sampler.set_epoch(self.epoch);
+        Ok(())
     }
 
     fn state(&self) -> RunState {
@@ -311,14 +348,18 @@ impl Trainer {
     /// # Errors
     /// If it cannot be written; the previous checkpoint is then untouched.
     pub fn save(&self, folder: &Path) -> Result<()> {
+        let [model, optimizer] = self.files()?;
+        let files = [(MODEL_FILE, model), (OPTIMIZER_FILE, optimizer)];
+        Ok(checkpoint::save(folder, self.steps(), &self.state(), &files)?)
+    }
+
+    /// The contents of a checkpoint's two files.
+    fn files(&self) -> Result<[Vec<u8>; 2]> {
         let tensors = self.optimizer.state().0;
         let tensors: Vec<_> =
             tensors.into_iter().map(|(name, tensor)| (name, Value::Tensor(tensor))).collect();
-        let files = [
-            (MODEL_FILE, checkpoint::to_safetensors(&checkpoint::model_values(self.model.as_ref()))?),
-            (OPTIMIZER_FILE, checkpoint::to_safetensors(&tensors)?),
-        ];
-        Ok(checkpoint::save(folder, self.steps(), &self.state(), &files)?)
+        let model = checkpoint::to_safetensors(&checkpoint::model_values(self.model.as_ref()))?;
+        Ok([model, checkpoint::to_safetensors(&tensors)?])
     }
 
     /// The model.
@@ -343,7 +384,7 @@ impl Trainer {
 
     /// Steps in one epoch.
     pub fn batches_per_epoch(&self) -> usize {
-        self.data.train.len().div_ceil(self.config.batch_size)
+        self.sampler.batches()
     }
 
     /// The loss of every step so far, of earlier parts of a resumed run too.
@@ -363,6 +404,7 @@ impl Trainer {
     /// forward has moved running statistics and random state. If an operation fails.
     pub fn step(&mut self) -> Result<StepReport> {
         let start = Instant::now();
+        let before = self.parallel.traffic();
         self.device.reset_peak();
         let record = std::mem::take(&mut self.record);
         if record {
@@ -370,34 +412,43 @@ impl Trainer {
         }
         self.model.train();
         self.optimizer.set_learning_rate(self.schedule.at(self.epoch));
-        let first = self.batch * self.config.batch_size;
-        let end = (first + self.config.batch_size).min(self.order.len());
-        let chosen = &self.order[first..end];
-        let (images, labels) = batch(&self.device, &self.data.train, chosen)?;
-        let loss = nll_loss(&self.model.forward(&images)?, &labels, Reduction::Mean, None)?;
-        drop(images);
+        let ranks = self.parallel.communicator();
+        let shard = self.sampler.batch(self.batch, ranks.rank(), ranks.world_size());
+        self.random.set_first_sample(shard.first as u64);
+        let loss = if shard.samples.is_empty() && !self.config.sync_bn {
+            self.parallel.mean_without_samples()?
+        } else {
+            let (images, labels) = batch(&self.device, &self.data.train, shard.samples)?;
+            let sum = nll_loss(&self.model.forward(&images)?, &labels, Reduction::Sum, None)?;
+            self.parallel.mean(&sum, labels.len())?
+        };
         let bytes_end_of_forward = self.device.memory().live_bytes;
         let end_of_forward = start.elapsed().as_secs_f64();
-        let value = loss.item()?;
+        let value = loss.value();
         let step = self.steps() + 1;
         if !value.is_finite() && self.config.stop_on_nan {
             return Err(TrainingError::NotFinite { step, epoch: self.epoch + 1, loss: value });
         }
-        let gradients = loss.backward()?;
-        drop(loss);
-        self.optimizer.step(gradients)?;
+        let (images, own_images) = (shard.total, shard.samples.len());
+        self.optimizer.step(loss.backward()?)?;
         self.losses.push(value);
         self.batch += 1;
-        let images = chosen.len();
         if self.batch == self.batches_per_epoch() {
             self.batch = 0;
             self.epoch += 1;
-            self.order = permutation(self.config.seed, self.epoch, self.order.len());
+            self.sampler.set_epoch(self.epoch);
         }
+        let after = self.parallel.traffic();
         Ok(StepReport {
             step,
             loss: value,
             images,
+            own_images,
+            traffic: Traffic {
+                calls: after.calls - before.calls,
+                bytes: after.bytes - before.bytes,
+                seconds: after.seconds - before.seconds,
+            },
             seconds: start.elapsed().as_secs_f64(),
             bytes_end_of_forward,
             bytes_peak: self.device.memory().peak_bytes,
@@ -405,7 +456,8 @@ impl Trainer {
         })
     }
 
-    /// Loss and accuracy over the test set, in evaluation mode. `progress` is told (done, total) images and may stop it.
+    /// Loss and accuracy over the test set, in evaluation mode, with rank 0's running statistics; ranks share the images.
+    /// `progress` is told (done, total) images and may stop it, for all ranks.
     ///
     /// # Errors
     /// If an operation fails. `Ok(None)` if it was stopped.
@@ -414,25 +466,36 @@ impl Trainer {
         progress: &mut dyn FnMut(usize, usize) -> ControlFlow<()>,
     ) -> Result<Option<Evaluation>> {
         let test = &self.data.test;
+        let ranks = self.parallel.communicator();
+        self.share_statistics()?;
         self.model.eval();
-        let (mut loss, mut correct) = (0.0, 0);
+        let mut totals = [0.0; 2];
         let order: Vec<u32> = (0..test.len() as u32).collect();
-        let size = self.config.batch_size.min(1000);
+        let size = self.evaluation_batch();
         for (index, chosen) in order.chunks(size).enumerate() {
-            let (images, labels) = batch(&self.device, test, chosen)?;
-            inference_mode(|| -> Result<()> {
-                let output = self.model.forward(&images)?;
-                loss += nll_loss(&output, &labels, Reduction::Sum, None)?.item()?;
-                correct += count_correct(&output, &labels)?;
-                Ok(())
-            })?;
+            let own = &chosen[shard(chosen.len(), ranks.rank(), ranks.world_size())];
+            if !own.is_empty() {
+                let (images, labels) = batch(&self.device, test, own)?;
+                inference_mode(|| -> Result<()> {
+                    let output = self.model.forward(&images)?;
+                    totals[0] += nll_loss(&output, &labels, Reduction::Sum, None)?.item()?;
+                    totals[1] += count_correct(&output, &labels)? as f64;
+                    Ok(())
+                })?;
+            }
             let done = index * size + chosen.len();
-            if progress(done, test.len()).is_break() {
+            if self.agree(progress(done, test.len()).is_break())? {
                 return Ok(None);
             }
         }
-        let images = test.len().max(1) as f64;
-        Ok(Some(Evaluation { loss: loss / images, accuracy: correct as f64 / images }))
+        ranks.all_reduce("evaluation", &mut totals)?;
+        let [loss, accuracy] = totals.map(|total| total / test.len().max(1) as f64);
+        Ok(Some(Evaluation { loss, accuracy }))
+    }
+
+    /// Images a batch of evaluation, of all ranks together.
+    fn evaluation_batch(&self) -> usize {
+        self.config.batch_size.min(1000)
     }
 }
 

@@ -29,7 +29,16 @@ fn data() -> Arc<TrainTest> {
 
 fn config(conv_bn: ConvBnMode, rule: Rule) -> TrainingConfig {
     let model = Model::MnistCnn;
-    TrainingConfig { model, conv_bn, rule, lr_gamma: 0.7, batch_size: BATCH, seed: 5, stop_on_nan: true }
+    TrainingConfig {
+        model,
+        conv_bn,
+        rule,
+        lr_gamma: 0.7,
+        batch_size: BATCH,
+        seed: 5,
+        sync_bn: false,
+        stop_on_nan: true,
+    }
 }
 
 fn fused() -> TrainingConfig {

@@ -19,7 +19,16 @@ const MODES: [ConvBnMode; 2] = [ConvBnMode::Fused, ConvBnMode::Separate];
 
 fn config(conv_bn: ConvBnMode, rule: Rule, batch_size: usize) -> TrainingConfig {
     let model = Model::MnistCnn;
-    TrainingConfig { model, conv_bn, rule, lr_gamma: 0.7, batch_size, seed: 5, stop_on_nan: true }
+    TrainingConfig {
+        model,
+        conv_bn,
+        rule,
+        lr_gamma: 0.7,
+        batch_size,
+        seed: 5,
+        sync_bn: false,
+        stop_on_nan: true,
+    }
 }
 
 fn trainer(conv_bn: ConvBnMode, rule: Rule, batch_size: usize, data: &Arc<TrainTest>) -> Trainer {

@@ -9,6 +9,7 @@ use convoke::nn::Rule;
 use convoke::nn::models::Model;
 use convoke::nn::modules::ConvBnMode;
 
+use super::ranks::RankArgs;
 use super::tuning::TuningArgs;
 use super::tuning_args::{BenchArgs, BenchNormArgs, CacheArgs, TuneArgs};
 
@@ -30,6 +31,7 @@ pub(crate) enum Command {
         convoke train\n  \
         convoke train --data mnist --download --epochs 5 --checkpoint runs/mnist\n  \
         convoke train --data mnist --epochs 10 --checkpoint runs/mnist --resume\n  \
+        convoke train --ranks 2 --sync-bn --batch-size 256\n  \
         convoke train --steps 50 --json - --report report.html")]
     Train(TrainArgs),
     /// Train the same model twice, with separate and with fused Conv+BN, and compare memory, speed and accuracy.
@@ -115,7 +117,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", value_parser = value_parser!(u64).range(1..), help_heading = "Training")]
     pub(crate) steps: Option<u64>,
 
-    /// Images a step; the last one of an epoch takes what is left.
+    /// Images a step, which ranks share; the last step of an epoch takes what is left.
     #[arg(
         long,
         value_name = "N",
@@ -149,13 +151,16 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Training")]
     pub(crate) seed: u64,
 
-    /// Threads that kernels use [default: all of this machine's].
+    /// Threads that kernels use, which the ranks of a process share [default: all of this machine's].
     #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..=1024), help_heading = "Training")]
     pub(crate) threads: Option<u16>,
 
     /// Go on when the loss is NaN or infinite, instead of stopping with the step named.
     #[arg(long, help_heading = "Training")]
     pub(crate) continue_on_nan: bool,
+
+    #[command(flatten)]
+    pub(crate) ranks: RankArgs,
 
     #[command(flatten)]
     pub(crate) tuning: TuningArgs,
@@ -248,12 +253,10 @@ pub(crate) fn model(name: &str) -> Model {
     named.expect("clap accepts known names only")
 }
 
-/// What `--threads` asks for: all of this machine's threads if it is not given.
-pub(crate) fn cpu(threads: Option<u16>) -> super::Result<Cpu> {
-    Ok(match threads {
-        Some(threads) => Cpu::new(threads.into())?,
-        None => Cpu::all()?,
-    })
+/// A rank's part of what `--threads` asks for: of all of this machine's threads if it is not given.
+pub(crate) fn cpu(threads: Option<u16>, ranks: usize) -> super::Result<Cpu> {
+    let all = || std::thread::available_parallelism().map_or(1, |count| count.get().min(1024));
+    Ok(Cpu::new((threads.map_or_else(all, usize::from) / ranks).max(1))?)
 }
 
 pub(crate) fn models() -> PossibleValuesParser {

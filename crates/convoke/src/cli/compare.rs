@@ -4,27 +4,29 @@ use std::path::PathBuf;
 
 use convoke::nn::modules::ConvBnMode;
 
+use super::Result;
 use super::args::RunArgs;
-use super::console::Console;
-use super::train::{Session, check_output, interruption, publish};
-use super::{Result, dataset};
+use super::ranks::{self, Rank};
+use super::train::{Session, interruption, publish};
 
 pub(crate) fn run(args: &RunArgs) -> Result<()> {
-    let console = Console::new()?;
-    check_output(args)?;
-    let data = dataset::load(args, &console)?;
+    ranks::run(args, |rank| on_rank(args, rank))
+}
+
+fn on_rank(args: &RunArgs, rank: &Rank<'_>) -> Result<()> {
+    let console = rank.console;
     let folder = |mode: ConvBnMode| -> Option<PathBuf> {
         args.checkpoint.as_ref().map(|folder| folder.join(mode.to_string()))
     };
     // Each has a device of its own, so that their bytes are counted apart.
     // The same algorithms for both, so that their values are the same.
-    let tuner = args.tuning.tuner(&console)?;
-    let start = |mode| Session::start(args, mode, &data, &tuner, folder(mode).as_deref());
+    let tuner = args.tuning.tuner(console)?;
+    let start = |mode| Session::start(args, mode, rank, &tuner, folder(mode).as_deref());
     let mut sessions = [start(ConvBnMode::Separate)?, start(ConvBnMode::Fused)?];
     // A run that ended between two checkpoints may have left one a step or an epoch behind.
     let behind = usize::from(sessions[1].trainer.steps() < sessions[0].trainer.steps());
-    sessions[behind].show_resumed(args, &console);
-    let mut stage = sessions[behind].stage(args, &console);
+    sessions[behind].show_resumed(args, console);
+    let mut stage = sessions[behind].stage(args, console);
     let mut interrupted = false;
     while sessions[behind].has_more(args) && !interrupted {
         let steps = sessions.each_ref().map(|session| session.trainer.steps());
@@ -34,7 +36,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         }
         let rates = sessions.each_ref().map(|session| session.recorder.recent_rate());
         sessions[behind].show(args, &mut stage, loss, harmonic_mean(rates));
-        interrupted = console.interrupted();
+        interrupted = sessions[behind].agree(console.interrupted())?;
         for (session, before) in sessions.iter().zip(steps) {
             if session.trainer.steps() > before {
                 session.save_if_due(args, interrupted)?;
@@ -44,10 +46,11 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     stage.end();
     let mut finished = !interrupted;
     for session in &mut sessions {
-        finished = finished && session.evaluate(&console)?;
+        finished = finished && session.evaluate(console)?;
     }
     let steps = sessions[behind].trainer.steps();
-    publish(args, &sessions.map(Session::finish))?;
+    let [separate, fused] = sessions.map(Session::finish);
+    publish(args, rank, &[separate?, fused?])?;
     if finished { Ok(()) } else { Err(interruption(args, steps)) }
 }
 

@@ -33,6 +33,8 @@ pub(crate) fn print(text: &str) -> Result<()> {
 /// Where a command shows how far it is.
 pub(crate) struct Console {
     terminal: bool,
+    /// Whether nothing is shown at all.
+    quiet: bool,
     interrupted: Arc<AtomicBool>,
     /// The bar now on the terminal; other text goes above it.
     shown: Arc<Mutex<ProgressBar>>,
@@ -51,7 +53,13 @@ impl Console {
             lock(&bar).suspend(|| note("stopping at the next good moment (Ctrl-C again: at once)"));
         })
         .map_err(|error| Failure::Run(format!("cannot watch for Ctrl-C: {error}")))?;
-        Ok(Console { terminal: std::io::stderr().is_terminal(), interrupted, shown })
+        Ok(Console { terminal: std::io::stderr().is_terminal(), quiet: false, interrupted, shown })
+    }
+
+    /// One that shows nothing and hears no Ctrl-C: for ranks other than the first.
+    pub(crate) fn quiet() -> Console {
+        let shown = Arc::new(Mutex::new(ProgressBar::hidden()));
+        Console { terminal: false, quiet: true, interrupted: Arc::default(), shown }
     }
 
     /// Whether Ctrl-C was pressed.
@@ -66,13 +74,17 @@ impl Console {
 
     /// A line that stays, above the bar if there is one.
     pub(crate) fn line(&self, text: &str) {
-        lock(&self.shown).suspend(|| note(text));
+        self.line_writer()(text);
     }
 
     /// What [`Console::line`] does, for whoever outlives the console.
     pub(crate) fn line_writer(&self) -> impl Fn(&str) + Send + Sync + 'static {
-        let shown = self.shown.clone();
-        move |text| lock(&shown).suspend(|| note(text))
+        let (shown, quiet) = (self.shown.clone(), self.quiet);
+        move |text| {
+            if !quiet {
+                lock(&shown).suspend(|| note(text));
+            }
+        }
     }
 
     /// Text on standard output, above the bar if there is one.
@@ -116,7 +128,7 @@ impl Console {
             began: now,
             first: done,
             total,
-            lines: !self.terminal,
+            lines: !self.terminal && !self.quiet,
             last: Some(now),
         }
     }

@@ -14,6 +14,7 @@ mod info;
 mod json;
 mod output;
 mod problems;
+mod ranks;
 mod record;
 mod report;
 mod summary;
@@ -34,6 +35,20 @@ pub(crate) enum Failure {
     Usage(String),
     /// It was tried and failed: exit code 1.
     Run(String),
+    /// It failed for want of other ranks: exit code 1. One of them knows more.
+    OtherRanks(String),
+}
+
+impl Failure {
+    /// The same, with the rank that met it.
+    fn on_rank(self, rank: usize) -> Failure {
+        let named = |message| format!("rank {rank}: {message}");
+        match self {
+            Failure::Usage(message) => Failure::Usage(named(message)),
+            Failure::Run(message) => Failure::Run(named(message)),
+            Failure::OtherRanks(message) => Failure::OtherRanks(named(message)),
+        }
+    }
 }
 
 impl<E: std::error::Error> From<E> for Failure {
@@ -61,7 +76,7 @@ pub(crate) fn main() -> ExitCode {
             console::note(&format!("error: {message}\n\nFor more information, try '--help'."));
             ExitCode::from(2)
         }
-        Err(Failure::Run(message)) => {
+        Err(Failure::Run(message) | Failure::OtherRanks(message)) => {
             console::note(&format!("error: {message}"));
             ExitCode::from(1)
         }

@@ -63,6 +63,7 @@ pub(crate) fn of_model(model: Model, batch_size: usize, cpu: &Cpu) -> Result<Vec
         rule: Rule::sgd(0.1),
         lr_gamma: 1.0,
         batch_size,
+        sync_bn: false,
         seed: 1,
         stop_on_nan: false,
     };

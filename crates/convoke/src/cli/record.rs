@@ -1,7 +1,7 @@
 //! What a run did, as the summary, the JSON and the report show it.
 
 use convoke::nn::ModuleExt;
-use convoke::nn::training::{Evaluation, StepReport, StepTimeline, Trainer, TrainingConfig};
+use convoke::nn::training::{Evaluation, StepReport, StepTimeline, Trainer, TrainingConfig, TrainingError};
 use serde::Serialize;
 
 /// One run; the serialized fields are the contract of `--json`.
@@ -12,6 +12,7 @@ pub(crate) struct RunRecord {
     pub(crate) model: String,
     pub(crate) batch_size: usize,
     pub(crate) ranks: usize,
+    pub(crate) sync_bn: bool,
     pub(crate) train_loss: Vec<f64>,
     pub(crate) test_loss: Option<f64>,
     pub(crate) test_accuracy: Option<f64>,
@@ -21,6 +22,12 @@ pub(crate) struct RunRecord {
     pub(crate) bytes_end_of_forward: Option<usize>,
     pub(crate) bytes_peak: Option<usize>,
     pub(crate) parameters: usize,
+    /// What the first rank sent to others in a step, the median.
+    pub(crate) bytes_communicated_per_step: Option<u64>,
+    /// How long the first rank waited for others, in all steps together.
+    pub(crate) communication_seconds: f64,
+    /// Each rank's images a second, while it did not wait for others.
+    pub(crate) rank_images_per_second: Vec<Option<f64>>,
     #[serde(skip)]
     pub(crate) timeline: Option<StepTimeline>,
 }
@@ -30,6 +37,10 @@ pub(crate) struct RunRecord {
 pub(crate) struct Recorder {
     seconds: Vec<f64>,
     rates: Vec<f64>,
+    bytes_sent: Vec<f64>,
+    seconds_waited: f64,
+    /// This rank's own images a second, without the time it waited.
+    own_rates: Vec<f64>,
     bytes_end_of_forward: Option<usize>,
     bytes_peak: Option<usize>,
     timeline: Option<StepTimeline>,
@@ -39,6 +50,9 @@ impl Recorder {
     pub(crate) fn add(&mut self, step: &StepReport) {
         self.seconds.push(step.seconds);
         self.rates.push(step.images as f64 / step.seconds);
+        self.bytes_sent.push(step.traffic.bytes as f64);
+        self.seconds_waited += step.traffic.seconds;
+        self.own_rates.push(step.own_images as f64 / (step.seconds - step.traffic.seconds));
         self.bytes_end_of_forward = self.bytes_end_of_forward.max(Some(step.bytes_end_of_forward));
         self.bytes_peak = self.bytes_peak.max(Some(step.bytes_peak));
         if step.timeline.is_some() {
@@ -57,19 +71,25 @@ impl Recorder {
         recent.iter().sum::<f64>() / recent.len().max(1) as f64
     }
 
+    /// The record of the run; all ranks call it together.
     pub(crate) fn finish(
         self,
         config: &TrainingConfig,
         data: &str,
         trainer: &Trainer,
         evaluation: Option<Evaluation>,
-    ) -> RunRecord {
-        RunRecord {
+    ) -> Result<RunRecord, TrainingError> {
+        // NaN travels where a rank has done no step.
+        let own_rate = median(self.own_rates).unwrap_or(f64::NAN);
+        let rates = trainer.communicator().all_gather("throughput", &[own_rate])?;
+        let rates = rates.into_iter().flatten().map(|rate| Some(rate).filter(|rate| rate.is_finite()));
+        Ok(RunRecord {
             conv_bn: config.conv_bn.to_string(),
             data: data.into(),
             model: config.model.to_string(),
             batch_size: config.batch_size,
-            ranks: 1,
+            ranks: trainer.communicator().world_size(),
+            sync_bn: config.sync_bn,
             train_loss: trainer.losses().to_vec(),
             test_loss: evaluation.map(|evaluation| evaluation.loss),
             test_accuracy: evaluation.map(|evaluation| evaluation.accuracy),
@@ -78,8 +98,11 @@ impl Recorder {
             bytes_end_of_forward: self.bytes_end_of_forward,
             bytes_peak: self.bytes_peak,
             parameters: trainer.model().parameter_count(),
+            bytes_communicated_per_step: median(self.bytes_sent).map(|bytes| bytes as u64),
+            communication_seconds: self.seconds_waited,
+            rank_images_per_second: rates.collect(),
             timeline: self.timeline,
-        }
+        })
     }
 }
 

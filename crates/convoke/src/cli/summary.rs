@@ -36,7 +36,27 @@ pub(crate) fn rows(runs: &[RunRecord]) -> Vec<Vec<String>> {
         }
         rows.push(row);
     }
+    if runs[0].ranks > 1 {
+        rows.extend(rank_rows(runs));
+    }
     rows
+}
+
+/// What several ranks cost and did, by run.
+fn rank_rows(runs: &[RunRecord]) -> [Vec<String>; 3] {
+    let row = |name: &str, cell: &dyn Fn(&RunRecord) -> String| {
+        [name.to_owned()].into_iter().chain(runs.iter().map(cell)).collect()
+    };
+    let rate = |rate: &Option<f64>| rate.map_or_else(|| "-".into(), |rate| format!("{rate:.0}"));
+    [
+        row("images a second, by rank", &|run| {
+            run.rank_images_per_second.iter().map(rate).collect::<Vec<String>>().join(" ")
+        }),
+        row("sent a step, each rank", &|run| {
+            run.bytes_communicated_per_step.map_or_else(|| "-".into(), |count| bytes(count as f64))
+        }),
+        row("waited for ranks, all steps", &|run| seconds(run.communication_seconds)),
+    ]
 }
 
 /// What the table is about, in one line.
@@ -44,8 +64,13 @@ pub(crate) fn title(run: &RunRecord) -> String {
     let counted = |count: usize, what: &str| {
         format!("{} {what}{}", thousands(count), if count == 1 { "" } else { "s" })
     };
+    let ranks = match (run.ranks, run.sync_bn) {
+        (1, _) => String::new(),
+        (ranks, false) => format!(", {ranks} ranks"),
+        (ranks, true) => format!(", {ranks} ranks with synchronized batch norm"),
+    };
     format!(
-        "{} on {}, batch {}, {}, {}",
+        "{} on {}, batch {}, {}, {}{ranks}",
         run.model,
         run.data,
         thousands(run.batch_size),

@@ -13,29 +13,31 @@ use convoke::{Device, DeviceOptions};
 
 use super::args::{RunArgs, TrainArgs, cpu};
 use super::console::{Console, Stage, note};
+use super::ranks::{self, Rank};
 use super::record::{Recorder, RunRecord};
-use super::{Failure, Result, console, dataset, json, output, report, summary};
+use super::{Failure, Result, console, json, output, report, summary};
 
 pub(crate) fn run(args: &TrainArgs) -> Result<()> {
-    let run = &args.run;
-    let console = Console::new()?;
-    check_output(run)?;
-    let data = dataset::load(run, &console)?;
-    let tuner = run.tuning.tuner(&console)?;
-    let mut session = Session::start(run, args.conv_bn.into(), &data, &tuner, run.checkpoint.as_deref())?;
-    session.show_resumed(run, &console);
-    let mut stage = session.stage(run, &console);
+    ranks::run(&args.run, |rank| on_rank(args, rank))
+}
+
+fn on_rank(args: &TrainArgs, rank: &Rank<'_>) -> Result<()> {
+    let (run, console) = (&args.run, rank.console);
+    let tuner = run.tuning.tuner(console)?;
+    let mut session = Session::start(run, args.conv_bn.into(), rank, &tuner, run.checkpoint.as_deref())?;
+    session.show_resumed(run, console);
+    let mut stage = session.stage(run, console);
     let mut interrupted = false;
     while session.has_more(run) && !interrupted {
         let report = session.step()?;
         session.show(run, &mut stage, report.loss, session.recorder.recent_rate());
-        interrupted = console.interrupted();
+        interrupted = session.agree(console.interrupted())?;
         session.save_if_due(run, interrupted)?;
     }
     stage.end();
-    let finished = !interrupted && session.evaluate(&console)?;
+    let finished = !interrupted && session.evaluate(console)?;
     let steps = session.trainer.steps();
-    publish(run, &[session.finish()])?;
+    publish(run, rank, &[session.finish()?])?;
     if finished { Ok(()) } else { Err(interruption(run, steps)) }
 }
 
@@ -53,11 +55,11 @@ impl Session {
     pub(crate) fn start(
         args: &RunArgs,
         conv_bn: ConvBnMode,
-        data: &Arc<TrainTest>,
+        rank: &Rank<'_>,
         tuner: &Tuner,
         checkpoint: Option<&Path>,
     ) -> Result<Session> {
-        let cpu = cpu(args.threads)?;
+        let cpu = cpu(args.threads, rank.in_process)?;
         let device = Device::new(DeviceOptions { tuner: tuner.clone(), ..DeviceOptions::new(cpu) });
         let config = TrainingConfig {
             model: args.model(),
@@ -66,26 +68,31 @@ impl Session {
             lr_gamma: args.lr_gamma,
             batch_size: args.batch_size as usize,
             seed: args.seed,
+            sync_bn: args.ranks.sync_bn,
             stop_on_nan: !args.continue_on_nan,
         };
+        // The first rank alone reads and writes: others get the state from it.
+        let checkpoint = checkpoint.filter(|_| rank.is_first());
         let trainer = match checkpoint {
-            Some(folder) if args.resume => Trainer::resume(&device, config.clone(), data.clone(), folder),
+            Some(folder) if args.resume => {
+                Trainer::resume(&device, config.clone(), rank.data.clone(), folder)
+            }
             Some(folder) if checkpoint::exists(folder)? => {
                 return Err(Failure::Usage(format!(
                     "--checkpoint: {} already holds a run: add --resume to continue it, or name another folder",
                     folder.display()
                 )));
             }
-            _ => Trainer::new(&device, config.clone(), data.clone()),
+            _ => Trainer::new(&device, config.clone(), rank.data.clone()),
         };
         let trainer = trainer.map_err(failure)?;
         if let Some(folder) = checkpoint {
             output::check_folder("--checkpoint", folder)?;
         }
         Ok(Session {
-            trainer,
+            trainer: trainer.join(rank.communicator).map_err(failure)?,
             config,
-            data: data.clone(),
+            data: rank.data.clone(),
             recorder: Recorder::default(),
             evaluation: None,
             checkpoint: checkpoint.map(Path::to_owned),
@@ -140,6 +147,11 @@ impl Session {
         Ok(report)
     }
 
+    /// Whether any rank wants something: all get the same answer.
+    pub(crate) fn agree(&self, wish: bool) -> Result<bool> {
+        self.trainer.agree(wish).map_err(failure)
+    }
+
     /// Shows the step just done.
     pub(crate) fn show(&self, args: &RunArgs, stage: &mut Stage, loss: f64, rate: f64) {
         let step = self.trainer.steps();
@@ -172,9 +184,10 @@ impl Session {
         Ok(self.evaluation.is_some())
     }
 
-    pub(crate) fn finish(self) -> RunRecord {
+    /// What the run did, the same on all ranks but for times and bytes, which are each one's own.
+    pub(crate) fn finish(self) -> Result<RunRecord> {
         let data = &self.data.train.info().name;
-        self.recorder.finish(&self.config, data, &self.trainer, self.evaluation)
+        self.recorder.finish(&self.config, data, &self.trainer, self.evaluation).map_err(failure)
     }
 }
 
@@ -186,7 +199,11 @@ pub(crate) fn check_output(args: &RunArgs) -> Result<()> {
 }
 
 /// Prints the summary and writes what the flags ask for; what cannot be written does not keep the rest from it.
-pub(crate) fn publish(args: &RunArgs, runs: &[RunRecord]) -> Result<()> {
+/// The first rank does it for all.
+pub(crate) fn publish(args: &RunArgs, rank: &Rank<'_>, runs: &[RunRecord]) -> Result<()> {
+    if !rank.is_first() {
+        return Ok(());
+    }
     let text = format!("{}\n\n{}", summary::title(&runs[0]), summary::table(runs));
     let printed = if json::to_stdout(args.json.as_deref()) {
         note(&text);
@@ -215,6 +232,7 @@ pub(crate) fn failure(error: TrainingError) -> Failure {
         TrainingError::NotFinite { .. } => {
             Failure::Run(format!("{error}; try a smaller --lr, or --continue-on-nan to go on regardless"))
         }
+        error if error.is_about_other_ranks() => Failure::OtherRanks(error.to_string()),
         error => error.into(),
     }
 }

@@ -270,7 +270,7 @@ impl ProblemArgs {
 
 impl CandidateArgs {
     pub(crate) fn cpu(&self) -> Result<Cpu> {
-        cpu(self.threads)
+        cpu(self.threads, 1)
     }
 
     /// A tuner's options as the flags say, without a cache.

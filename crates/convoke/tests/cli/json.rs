@@ -8,12 +8,13 @@ use serde_json::Value;
 
 use super::program::{contents, losses, run, runs, text};
 
-const FIELDS: [&str; 13] = [
+const FIELDS: [&str; 17] = [
     "conv_bn",
     "data",
     "model",
     "batch_size",
     "ranks",
+    "sync_bn",
     "train_loss",
     "test_loss",
     "test_accuracy",
@@ -22,6 +23,9 @@ const FIELDS: [&str; 13] = [
     "bytes_end_of_forward",
     "bytes_peak",
     "parameters",
+    "bytes_communicated_per_step",
+    "communication_seconds",
+    "rank_images_per_second",
 ];
 
 #[track_caller]

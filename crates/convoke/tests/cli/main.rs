@@ -6,6 +6,7 @@ mod bench_norm;
 mod json;
 mod outputs;
 mod program;
+mod ranks;
 mod report;
 mod resume;
 mod tune;

@@ -1,8 +1,10 @@
 //! Statistics over the batches of all ranks: what synchronizes a batch norm.
 
+use convoke_autograd::Result;
 use convoke_autograd::ops::{BackwardSums, Moments, Synchronize};
-use convoke_autograd::{Error, Result};
 use convoke_distributed::Communicator;
+
+use crate::data_parallel::failed;
 
 /// The ranks of a layer. One message of 2 C + 1 numbers in forward, one of 2 C in backward.
 #[derive(Debug)]
@@ -16,10 +18,6 @@ impl Ranks {
     /// What a call is named: ranks with other channels, or in the other direction, do not match.
     fn name(&self, direction: &str, channels: usize) -> String {
         format!("{} {direction}, {channels} channels", self.layer)
-    }
-
-    fn failed(&self, error: convoke_distributed::Error) -> Error {
-        Error::Communication { operation: self.layer, reason: error.to_string() }
     }
 }
 
@@ -36,7 +34,7 @@ impl Synchronize for Ranks {
             // Counts are whole and far below 2^53.
             Moments { mean: mean.to_vec(), m2: m2.to_vec(), count: count[0] as usize }
         };
-        let all: Vec<Moments> = all.map_err(|error| self.failed(error))?.into_iter().map(of_rank).collect();
+        let all: Vec<Moments> = all.map_err(failed(self.layer))?.into_iter().map(of_rank).collect();
         Ok(Moments::gather_stats_with_counts(&all)?)
     }
 
@@ -44,7 +42,7 @@ impl Synchronize for Ranks {
         let channels = mine.g.len();
         let mut sums = [&mine.g[..], &mine.g_centered].concat();
         let reduced = self.communicator.all_reduce(&self.name("backward", channels), &mut sums);
-        reduced.map_err(|error| self.failed(error))?;
+        reduced.map_err(failed(self.layer))?;
         let g_centered = sums.split_off(channels);
         Ok(BackwardSums { g: sums, g_centered })
     }

@@ -1,0 +1,283 @@
+//! Gradients on their way: in buckets, each sent as soon as backward has completed it.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+use convoke_autograd::{DType, Element, Error, Gradients, MemoryFormat, Result, Tensor};
+use convoke_distributed::{Communicator, Number, Traffic};
+
+use super::{NAME, failed};
+use crate::Parameter;
+
+/// Parameters whose gradients travel together.
+struct Bucket {
+    /// For messages: the first parameter's path, and how many follow it.
+    name: String,
+    dtype: DType,
+    /// Indices of the parameters.
+    members: Vec<usize>,
+}
+
+/// What a backward has given for a parameter so far.
+enum Slot {
+    /// The parameter is not trained.
+    Frozen,
+    /// The leaf whose gradient is waited for.
+    Waiting(Tensor),
+    /// The leaf and its gradient.
+    Ready(Tensor, Tensor),
+    /// The gradient is on its way; the leaf will take what comes back.
+    Sent(Tensor),
+}
+
+/// One bucket's gradients for the thread that sends them, and back.
+struct Job {
+    bucket: Arc<Bucket>,
+    parts: Vec<Part>,
+}
+
+/// A parameter's gradient, if this rank has one.
+struct Part {
+    parameter: usize,
+    /// A tensor like the gradient.
+    like: Tensor,
+    gradient: Option<Tensor>,
+}
+
+/// Sums gradients over the ranks, bucket by bucket, on a thread of its own.
+pub(super) struct Reducer {
+    parameters: Vec<Parameter>,
+    /// In the order in which backward completes them, more or less: last parameters first.
+    buckets: Vec<Arc<Bucket>>,
+    slots: Vec<Slot>,
+    /// The first bucket that has not been sent. All ranks send them in this order.
+    next: usize,
+    /// Jobs that have not come back.
+    under_way: usize,
+    jobs: Option<Sender<Job>>,
+    results: Receiver<Result<Job>>,
+    thread: Option<JoinHandle<()>>,
+    communicator: Communicator,
+    waited: f64,
+}
+
+impl Reducer {
+    pub(super) fn new(
+        parameters: Vec<(String, Parameter)>,
+        communicator: &Communicator,
+        bucket_bytes: usize,
+    ) -> Result<Reducer> {
+        let buckets = buckets(&parameters, bucket_bytes)?;
+        // Gradients and synchronized layers meet at the same time: each in a communicator of its own.
+        let communicator = communicator.split("gradients", 0).map_err(failed(NAME))?;
+        let (jobs, to_do) = channel::<Job>();
+        let (done, results) = channel();
+        let ranks = communicator.clone();
+        let work = move || {
+            for job in to_do {
+                if done.send(job.run(&ranks)).is_err() {
+                    return;
+                }
+            }
+        };
+        let name = format!("gradients {}", communicator.rank());
+        let thread = std::thread::Builder::new().name(name).spawn(work).map_err(|error| {
+            Error::Communication { operation: NAME, reason: format!("no thread for gradients: {error}") }
+        })?;
+        Ok(Reducer {
+            parameters: parameters.into_iter().map(|(_, parameter)| parameter).collect(),
+            buckets,
+            slots: Vec::new(),
+            next: 0,
+            under_way: 0,
+            jobs: Some(jobs),
+            results,
+            thread: Some(thread),
+            communicator,
+            waited: 0.0,
+        })
+    }
+
+    /// What has been sent, and the seconds that backward passes waited for it.
+    pub(super) fn traffic(&self) -> Traffic {
+        Traffic { seconds: self.waited, ..self.communicator.traffic() }
+    }
+
+    /// Expects the gradients of another backward.
+    pub(super) fn begin(&mut self) {
+        let slot = |parameter: &Parameter| match parameter.value() {
+            leaf if leaf.is_leaf() => Slot::Waiting(leaf),
+            _ => Slot::Frozen,
+        };
+        self.slots = self.parameters.iter().map(slot).collect();
+        self.next = 0;
+    }
+
+    /// Takes the gradients that are there, and sends the buckets that are full.
+    pub(super) fn collect(&mut self, gradients: &mut Gradients) -> Result<()> {
+        for slot in &mut self.slots {
+            if let Slot::Waiting(leaf) = slot
+                && let Some(gradient) = gradients.take(leaf)
+            {
+                *slot = Slot::Ready(leaf.clone(), gradient);
+            }
+        }
+        while let Some(bucket) = self.buckets.get(self.next)
+            && bucket.members.iter().all(|&member| !matches!(self.slots[member], Slot::Waiting(_)))
+        {
+            self.send_next()?;
+        }
+        Ok(())
+    }
+
+    fn send_next(&mut self) -> Result<()> {
+        let bucket = self.buckets[self.next].clone();
+        self.next += 1;
+        let mut parts = Vec::with_capacity(bucket.members.len());
+        for &parameter in &bucket.members {
+            let (leaf, gradient) = match std::mem::replace(&mut self.slots[parameter], Slot::Frozen) {
+                Slot::Frozen => continue,
+                Slot::Waiting(leaf) => (leaf, None),
+                Slot::Ready(leaf, gradient) => (leaf, Some(gradient)),
+                Slot::Sent(_) => unreachable!("a bucket is sent once"),
+            };
+            parts.push(Part { parameter, like: leaf.detach(), gradient });
+            self.slots[parameter] = Slot::Sent(leaf);
+        }
+        if parts.is_empty() {
+            return Ok(());
+        }
+        self.under_way += 1;
+        let jobs = self.jobs.as_ref().expect("there until it is dropped");
+        jobs.send(Job { bucket, parts }).map_err(|_| ended())
+    }
+
+    /// Sends what is left, and gives `gradients` what all ranks have.
+    pub(super) fn finish(&mut self, gradients: &mut Gradients) -> Result<()> {
+        self.collect(gradients)?;
+        while self.next < self.buckets.len() {
+            self.send_next()?;
+        }
+        let start = Instant::now();
+        while self.under_way > 0 {
+            let job = self.results.recv().map_err(|_| ended())?;
+            self.under_way -= 1;
+            for part in job?.parts {
+                if let (Slot::Sent(leaf), Some(gradient)) = (&self.slots[part.parameter], part.gradient) {
+                    gradients.set(leaf, &gradient, "all_reduce")?;
+                }
+            }
+        }
+        self.waited += start.elapsed().as_secs_f64();
+        // An optimizer changes parameters in place where nobody else holds them.
+        self.slots.clear();
+        Ok(())
+    }
+}
+
+impl Drop for Reducer {
+    fn drop(&mut self) {
+        self.jobs = None;
+        // A thread that waits for other ranks ends when they do, and must not keep this one from telling them.
+        if self.under_way == 0
+            && let Some(thread) = self.thread.take()
+        {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn ended() -> Error {
+    Error::Communication { operation: NAME, reason: "the thread that sends gradients has ended".into() }
+}
+
+/// Parameters in buckets of one type and about so many bytes, the last ones first.
+fn buckets(parameters: &[(String, Parameter)], bucket_bytes: usize) -> Result<Vec<Arc<Bucket>>> {
+    let mut found: Vec<(Bucket, usize)> = Vec::new();
+    for (index, (name, parameter)) in parameters.iter().enumerate().rev() {
+        let value = parameter.value();
+        let (dtype, bytes) = (value.dtype(), value.len() * value.dtype().size());
+        if !dtype.computes() {
+            return Err(Error::StorageOnly { operation: NAME, dtype });
+        }
+        match found.last_mut() {
+            Some((bucket, held)) if bucket.dtype == dtype && *held + bytes <= bucket_bytes => {
+                bucket.members.push(index);
+                *held += bytes;
+            }
+            _ => found.push((Bucket { name: name.clone(), dtype, members: vec![index] }, bytes)),
+        }
+    }
+    let named = |(mut bucket, _): (Bucket, usize)| {
+        let others = bucket.members.len() - 1;
+        if others > 0 {
+            bucket.name = format!("{} and {others} before it", bucket.name);
+        }
+        Arc::new(bucket)
+    };
+    Ok(found.into_iter().map(named).collect())
+}
+
+impl Job {
+    /// Every gradient becomes its sum over the ranks; one that no rank has stays absent.
+    fn run(mut self, ranks: &Communicator) -> Result<Job> {
+        match self.bucket.dtype {
+            DType::F32 => self.reduce::<f32>(ranks)?,
+            DType::F64 => self.reduce::<f64>(ranks)?,
+            dtype => return Err(Error::StorageOnly { operation: NAME, dtype }),
+        }
+        Ok(self)
+    }
+
+    fn reduce<T: Element + Number>(&mut self, ranks: &Communicator) -> Result<()> {
+        let numbers: usize = self.parts.iter().map(|part| part.like.len()).sum();
+        // Behind the gradients one number a parameter: how many ranks have one.
+        let mut message = self.parts[0].like.device().buffer::<T>(numbers + self.parts.len())?;
+        let (sums, owners) = message.split_at_mut(numbers);
+        let mut rest = &mut *sums;
+        for (part, owners) in self.parts.iter().zip(owners) {
+            let place = rest.split_off_mut(..part.like.len()).expect("room for all");
+            match &part.gradient {
+                // Contiguous on the way: ranks may hold their parameters in different formats.
+                Some(gradient) => {
+                    place.copy_from_slice(gradient.detach().to_format(MemoryFormat::Contiguous)?.data()?);
+                    *owners = T::of(1.0);
+                }
+                None => {
+                    place.fill(T::zero());
+                    *owners = T::zero();
+                }
+            }
+        }
+        let name = format!("gradients of {}", self.bucket.name);
+        ranks.all_reduce(&name, &mut message).map_err(failed(NAME))?;
+        let (mut rest, owners) = message.split_at(numbers);
+        for (part, &owners) in self.parts.iter_mut().zip(owners) {
+            let place = rest.split_off(..part.like.len()).expect("room for all");
+            if owners != T::zero() {
+                part.take(place)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Part {
+    /// Takes the sum, in the buffer of the gradient if there is one.
+    fn take<T: Element>(&mut self, sum: &[T]) -> Result<()> {
+        let gradient = match self.gradient.take() {
+            Some(mut gradient) if gradient.format() == MemoryFormat::Contiguous => {
+                gradient.update(|gradient: &mut [T]| {
+                    gradient.copy_from_slice(sum);
+                    Ok(())
+                })?;
+                gradient
+            }
+            _ => Tensor::from_slice(self.like.device(), self.like.shape(), sum)?,
+        };
+        self.gradient = Some(gradient);
+        Ok(())
+    }
+}

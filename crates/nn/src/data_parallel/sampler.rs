@@ -1,0 +1,136 @@
+//! Which samples a rank takes.
+
+use std::ops::Range;
+
+use crate::random::permutation;
+
+/// The part of `len` things that is a rank's: all parts follow each other and differ by one thing at most.
+pub fn shard(len: usize, rank: usize, world_size: usize) -> Range<usize> {
+    let cut = |rank: usize| {
+        let (whole, rest) = (len / world_size, len % world_size);
+        whole * rank + rest * rank / world_size
+    };
+    cut(rank)..cut(rank + 1)
+}
+
+/// The order in which a run sees its samples: by seed and epoch, the same whatever the number of ranks. Each rank takes its
+/// part of every batch.
+#[derive(Debug, Clone)]
+pub struct Sampler {
+    seed: u64,
+    batch_size: usize,
+    epoch: usize,
+    order: Vec<u32>,
+}
+
+/// A rank's part of a batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shard<'a> {
+    /// The samples.
+    pub samples: &'a [u32],
+    /// How many samples of the batch come before them, on ranks before this one.
+    pub first: usize,
+    /// The samples of all ranks.
+    pub total: usize,
+}
+
+impl Sampler {
+    /// Samples 0 to `len` less 1 in batches of `batch_size`, at the beginning of epoch 0; the last batch of an epoch takes what
+    /// is left.
+    ///
+    /// A batch size of 0 counts as 1.
+    pub fn new(seed: u64, len: usize, batch_size: usize) -> Sampler {
+        Sampler { seed, batch_size: batch_size.max(1), epoch: 0, order: permutation(seed, 0, len) }
+    }
+
+    /// Goes to an epoch.
+    pub fn set_epoch(&mut self, epoch: usize) {
+        if epoch != self.epoch {
+            self.epoch = epoch;
+            self.order = permutation(self.seed, epoch, self.order.len());
+        }
+    }
+
+    /// The epoch, from 0.
+    pub fn epoch(&self) -> usize {
+        self.epoch
+    }
+
+    /// Batches in an epoch.
+    pub fn batches(&self) -> usize {
+        self.order.len().div_ceil(self.batch_size)
+    }
+
+    /// A rank's part of batch `index` of this epoch; empty beyond the last one.
+    pub fn batch(&self, index: usize, rank: usize, world_size: usize) -> Shard<'_> {
+        let len = self.order.len();
+        let start = index.saturating_mul(self.batch_size).min(len);
+        let batch = &self.order[start..start.saturating_add(self.batch_size).min(len)];
+        let part = shard(batch.len(), rank, world_size);
+        Shard { first: part.start, samples: &batch[part], total: batch.len() }
+    }
+
+    /// How many samples ranks take of the batches of an epoch: every number above 0 that occurs.
+    pub(crate) fn shard_sizes(&self, world_size: usize) -> Vec<usize> {
+        shard_sizes(self.order.len(), self.batch_size, world_size)
+    }
+}
+
+/// How many samples ranks take of `len` in batches of `batch_size`: every number above 0 that occurs, falling.
+pub(crate) fn shard_sizes(len: usize, batch_size: usize, world_size: usize) -> Vec<usize> {
+    let batches = [batch_size.min(len), len % batch_size];
+    let parts = |batch: usize| (0..world_size).map(move |rank| shard(batch, rank, world_size).len());
+    let mut sizes: Vec<usize> = batches.into_iter().flat_map(parts).filter(|&size| size > 0).collect();
+    sizes.sort_unstable_by(|a, b| b.cmp(a));
+    sizes.dedup();
+    sizes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn parts_make_the_whole(len in 0usize..5000, world_size in 1usize..70) {
+            let parts: Vec<_> = (0..world_size).map(|rank| shard(len, rank, world_size)).collect();
+            prop_assert!(parts.iter().cloned().flatten().eq(0..len));
+            let sizes = parts.iter().map(ExactSizeIterator::len);
+            prop_assert!(sizes.clone().max().unwrap() - sizes.min().unwrap() <= 1);
+        }
+
+        #[test]
+        fn every_world_sees_the_same_batches(
+            len in 0usize..300, batch_size in 1usize..40, world_size in 1usize..9, epoch in 0usize..3
+        ) {
+            let mut sampler = Sampler::new(3, len, batch_size);
+            sampler.set_epoch(epoch);
+            let mut seen = Vec::new();
+            for index in 0..sampler.batches() {
+                let whole = sampler.batch(index, 0, 1);
+                let shards: Vec<_> =
+                    (0..world_size).map(|rank| sampler.batch(index, rank, world_size)).collect();
+                let mut first = 0;
+                for shard in &shards {
+                    prop_assert_eq!((shard.first, shard.total), (first, whole.samples.len()));
+                    prop_assert!(
+                        shard.samples.is_empty() || sampler.shard_sizes(world_size).contains(&shard.samples.len())
+                    );
+                    first += shard.samples.len();
+                }
+                let together: Vec<u32> = shards.iter().flat_map(|shard| shard.samples).copied().collect();
+                prop_assert_eq!(&together, whole.samples);
+                seen.extend(together);
+            }
+            seen.sort_unstable();
+            prop_assert!(seen.into_iter().eq(0..len as u32), "each sample once an epoch");
+        }
+    }
+
+    #[test]
+    fn sizes_near_the_largest_do_not_overflow() {
+        assert_eq!(shard(usize::MAX, 1, 2).end, usize::MAX);
+        assert_eq!(Sampler::new(1, 5, usize::MAX - 1).batch(0, 0, 1).samples.len(), 5);
+    }
+}

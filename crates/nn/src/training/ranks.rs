@@ -1,0 +1,130 @@
+//! A run as one of several ranks.
+
+use std::path::PathBuf;
+
+use convoke_autograd::inference_mode;
+use convoke_autograd::ops::{Reduction, nll_loss};
+use convoke_distributed::Communicator;
+use convoke_kernels::tune::Choice;
+
+use super::{Result, RunState, Trainer, TrainingError, batch};
+use crate::data_parallel::{DataParallel, DataParallelOptions, shard_sizes, share_bytes, share_state};
+use crate::{Init, ModuleExt};
+
+impl Trainer {
+    /// Makes this run one rank of a run that all ranks of `communicator` share; each calls this with a run of the same
+    /// configuration and data.
+    ///
+    /// Rank 0's state goes to all: model, optimizer, position, random state. So only rank 0 needs to be a resumed run. Rank 0
+    /// also runs the steps to come once on the side, without effect, and all ranks take the algorithms it chose.
+    ///
+    /// # Errors
+    /// If the ranks' configurations or data differ, or they do not come together.
+    pub fn join(mut self, communicator: &Communicator) -> Result<Trainer> {
+        if communicator.world_size() == 1 {
+            return Ok(self);
+        }
+        self.check_same_run(communicator)?;
+        self.share_run(communicator)?;
+        self.parallel = DataParallel::new(self.model.as_ref(), communicator, DataParallelOptions::default())?;
+        self.share_choices(communicator)?;
+        if self.config.sync_bn {
+            self.model.convert_sync_batchnorm(Some(communicator));
+        }
+        Ok(self)
+    }
+
+    /// The ranks of the run.
+    pub fn communicator(&self) -> &Communicator {
+        self.parallel.communicator()
+    }
+
+    /// Whether any rank wants something, such as to stop: all get the same answer.
+    ///
+    /// # Errors
+    /// If the ranks do not come together.
+    pub fn agree(&self, wish: bool) -> Result<bool> {
+        if self.communicator().world_size() == 1 {
+            return Ok(wish);
+        }
+        let wishes = self.communicator().all_gather("wish", &[u8::from(wish)])?;
+        Ok(wishes.into_iter().flatten().any(|wish| wish != 0))
+    }
+
+    /// What must be the same on all ranks for them to train one model.
+    fn check_same_run(&self, communicator: &Communicator) -> Result<()> {
+        let data = [&self.data.train, &self.data.test].map(|set| (set.info(), set.len()));
+        let mine = format!("{:?} on {data:?}", self.config);
+        let all = communicator.all_gather("configuration of the run", mine.as_bytes())?;
+        match all.iter().position(|text| *text != all[0]) {
+            None => Ok(()),
+            Some(rank) => {
+                let [first, other] = [&all[0], &all[rank]].map(|text| String::from_utf8_lossy(text));
+                Err(TrainingError::Config(format!("rank 0 runs {first}, but rank {rank} runs {other}")))
+            }
+        }
+    }
+
+    /// Makes every rank stand where rank 0 does.
+    fn share_run(&mut self, communicator: &Communicator) -> Result<()> {
+        let [model, optimizer] = self.files()?;
+        let state = serde_json::to_vec(&self.state()).map_err(unreadable)?;
+        let state = share_bytes(communicator, "state of the run", state)?;
+        let model = share_bytes(communicator, "model", model)?;
+        let optimizer = share_bytes(communicator, "optimizer", optimizer)?;
+        if communicator.rank() == 0 {
+            return Ok(());
+        }
+        let state: RunState = serde_json::from_slice(&state).map_err(unreadable)?;
+        let name = |what: &str| PathBuf::from(format!("{what} of rank 0"));
+        self.restore((name("state"), state), (name("model"), model), (name("optimizer"), optimizer))
+    }
+
+    /// Lets rank 0 choose the algorithms of the steps to come, for all ranks: results are the same bits on each only so, and
+    /// nobody measures while others compute.
+    fn share_choices(&self, communicator: &Communicator) -> Result<()> {
+        let tuner = self.device.tuner();
+        if communicator.rank() == 0 {
+            // What does not work here fails in the first step, and is told then.
+            let _ = self.rehearse(communicator.world_size());
+        }
+        let choices = serde_json::to_vec(&tuner.choices()).map_err(unreadable)?;
+        let choices = share_bytes(communicator, "choice of algorithms", choices)?;
+        if communicator.rank() > 0 {
+            let choices: Vec<Choice> = serde_json::from_slice(&choices).map_err(unreadable)?;
+            tuner.adopt(self.device.compute().isa(), choices);
+        }
+        Ok(())
+    }
+
+    /// Runs forward and backward of a model of its own, with as many images as ranks will have in their steps, and forward with
+    /// as many as they will have in evaluation.
+    fn rehearse(&self, world_size: usize) -> Result<()> {
+        let model = self.config.model.build(&Init::new(&self.device, 0), self.config.conv_bn)?;
+        for images in self.sampler.shard_sizes(world_size) {
+            let first: Vec<u32> = (0..images as u32).collect();
+            let (images, labels) = batch(&self.device, &self.data.train, &first)?;
+            nll_loss(&model.forward(&images)?, &labels, Reduction::Mean, None)?.backward()?;
+        }
+        model.eval();
+        for images in shard_sizes(self.data.test.len(), self.evaluation_batch(), world_size) {
+            let first: Vec<u32> = (0..images as u32).collect();
+            let (images, _) = batch(&self.device, &self.data.test, &first)?;
+            inference_mode(|| model.forward(&images))?;
+        }
+        Ok(())
+    }
+
+    /// Gives rank 0's running statistics to all: without synchronization each rank has accumulated its own.
+    pub(super) fn share_statistics(&self) -> Result<()> {
+        if self.communicator().world_size() > 1 {
+            share_state(self.model.as_ref(), self.communicator())?;
+        }
+        Ok(())
+    }
+}
+
+/// What serde cannot write or read; not in practice.
+fn unreadable(error: serde_json::Error) -> TrainingError {
+    TrainingError::Config(format!("the state of the run cannot be given to other ranks: {error}"))
+}
