@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use convoke::conv::{ConvProblem, Pass, parse_suite};
 use convoke::nn::Rule;
-use convoke::nn::data::{Dataset, DatasetInfo, TrainTest};
+use convoke::nn::data::{Dataset, DatasetInfo, Targets, TrainTest};
 use convoke::nn::models::Model;
 use convoke::nn::modules::ConvBnMode;
 use convoke::nn::training::{Trainer, TrainingConfig};
@@ -80,6 +80,7 @@ fn noise(model: Model, count: usize) -> Result<Dataset> {
         height,
         width,
         classes: model.classes(),
+        targets: Targets::Image,
         mean: vec![0.5; channels],
         std: vec![0.25; channels],
     };
