@@ -1,5 +1,4 @@
-//! Image data sets in memory: reading and downloading MNIST, generating `digits`, and the checks that both
-//! share.
+//! Image data sets in memory: reading MNIST and CamVid, generating `digits`, and the checks that they share.
 //!
 //! A [`Dataset`] holds bytes exactly as they were stored or drawn; scaling and normalisation happen when a
 //! batch is made, so that the 70,000 images of MNIST take 55 MB and not four times as much.
@@ -7,12 +6,14 @@
 //! Architecture invariant: nothing here prints or reads the environment. Long work reports through
 //! [`Progress`].
 
+pub mod camvid;
 mod dataset;
 pub mod digits;
 pub mod download;
 mod error;
 pub mod idx;
 pub mod mnist;
+mod png_file;
 mod progress;
 
 pub(crate) use dataset::check_labels;
