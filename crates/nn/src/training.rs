@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use convoke_autograd::ops::{Reduction, nll_loss};
-use convoke_autograd::{Device, MemoryFormat, Tensor, TimelinePoint, inference_mode};
+use convoke_autograd::{Device, Tensor, TimelinePoint, inference_mode};
 use convoke_kernels::tune::Choice;
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::{self, CheckpointError, Value};
-use crate::data::{Dataset, TrainTest};
+use crate::data::{TrainTest, batch};
 use crate::models::Model;
 use crate::modules::ConvBnMode;
 use crate::random::{GeneratorState, permutation};
@@ -373,7 +373,7 @@ impl Trainer {
         let first = self.batch * self.config.batch_size;
         let end = (first + self.config.batch_size).min(self.order.len());
         let chosen = &self.order[first..end];
-        let (images, labels) = batch(&self.device, &self.data.train, chosen)?;
+        let (images, labels) = batch(&self.device, &self.data.train, chosen, None)?;
         let loss = nll_loss(&self.model.forward(&images)?, &labels, Reduction::Mean, None)?;
         drop(images);
         let bytes_end_of_forward = self.device.memory().live_bytes;
@@ -419,7 +419,7 @@ impl Trainer {
         let order: Vec<u32> = (0..test.len() as u32).collect();
         let size = self.config.batch_size.min(1000);
         for (index, chosen) in order.chunks(size).enumerate() {
-            let (images, labels) = batch(&self.device, test, chosen)?;
+            let (images, labels) = batch(&self.device, test, chosen, None)?;
             inference_mode(|| -> Result<()> {
                 let output = self.model.forward(&images)?;
                 loss += nll_loss(&output, &labels, Reduction::Sum, None)?.item()?;
@@ -449,27 +449,6 @@ fn mismatch(
         found: format!("{saved:?}"),
     }
     .into()
-}
-
-/// The chosen images, scaled to 0..1 and normalised by channel, and their labels.
-fn batch(device: &Device, data: &Dataset, chosen: &[u32]) -> Result<(Tensor, Vec<i64>)> {
-    let info = data.info();
-    let plane = info.height * info.width;
-    let shape = [chosen.len(), info.channels, info.height, info.width];
-    let scales: Vec<(f32, f32)> =
-        info.mean.iter().zip(&info.std).map(|(mean, std)| (1.0 / (255.0 * std), mean / std)).collect();
-    let images = Tensor::build(device, &shape, MemoryFormat::Contiguous, |out: &mut [f32]| {
-        for (out, &index) in out.chunks_mut(info.image_len().max(1)).zip(chosen) {
-            let planes = out.chunks_mut(plane).zip(data.image(index as usize).chunks(plane));
-            for ((out, pixels), &(scale, shift)) in planes.zip(&scales) {
-                out.iter_mut().zip(pixels).for_each(|(x, &byte)| *x = f32::from(byte) * scale - shift);
-            }
-        }
-        Ok(())
-    })?;
-    // Convolutions are fastest in channels-last, and every layer keeps the format it is given.
-    let images = images.to_format(MemoryFormat::ChannelsLast)?;
-    Ok((images, chosen.iter().map(|&index| i64::from(data.labels()[index as usize])).collect()))
 }
 
 /// How many rows of N x classes have their largest value at the label.

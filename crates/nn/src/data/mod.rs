@@ -1,4 +1,5 @@
-//! Image data sets in memory: reading MNIST and CamVid, generating `digits`, and the checks that they share.
+//! Image data sets in memory: reading MNIST and CamVid, generating `digits`, the checks that they share, and
+//! batches made of them.
 //!
 //! A [`Dataset`] holds bytes exactly as they were stored or drawn; scaling and normalisation happen when a
 //! batch is made, so that the 70,000 images of MNIST take 55 MB and not four times as much.
@@ -6,6 +7,8 @@
 //! Architecture invariant: nothing here prints or reads the environment. Long work reports through
 //! [`Progress`].
 
+mod augmentation;
+mod batch;
 pub mod camvid;
 mod dataset;
 pub mod digits;
@@ -16,6 +19,8 @@ pub mod mnist;
 mod png_file;
 mod progress;
 
+pub use augmentation::{Augmentation, View, Views};
+pub use batch::batch;
 pub(crate) use dataset::check_labels;
 pub use dataset::{Dataset, DatasetInfo, Targets, TrainTest};
 pub use digits::digits;
