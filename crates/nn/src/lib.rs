@@ -8,6 +8,7 @@ pub mod checkpoint;
 pub mod data;
 mod float_json;
 pub mod init;
+pub mod metrics;
 pub mod models;
 mod module;
 pub mod modules;

@@ -6,12 +6,13 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use convoke_autograd::ops::{Reduction, nll_loss};
-use convoke_autograd::{Device, Tensor, TimelinePoint, inference_mode};
+use convoke_autograd::{Device, TimelinePoint, inference_mode};
 use convoke_kernels::tune::Choice;
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::{self, CheckpointError, Value};
 use crate::data::{TrainTest, batch};
+use crate::metrics::Confusion;
 use crate::models::Model;
 use crate::modules::ConvBnMode;
 use crate::random::{GeneratorState, permutation};
@@ -415,7 +416,7 @@ impl Trainer {
     ) -> Result<Option<Evaluation>> {
         let test = &self.data.test;
         self.model.eval();
-        let (mut loss, mut correct) = (0.0, 0);
+        let (mut loss, mut confusion) = (0.0, Confusion::new(test.info().classes)?);
         let order: Vec<u32> = (0..test.len() as u32).collect();
         let size = self.config.batch_size.min(1000);
         for (index, chosen) in order.chunks(size).enumerate() {
@@ -423,7 +424,7 @@ impl Trainer {
             inference_mode(|| -> Result<()> {
                 let output = self.model.forward(&images)?;
                 loss += nll_loss(&output, &labels, Reduction::Sum, None)?.item()?;
-                correct += count_correct(&output, &labels)?;
+                confusion.add(&output, &labels, None)?;
                 Ok(())
             })?;
             let done = index * size + chosen.len();
@@ -432,7 +433,7 @@ impl Trainer {
             }
         }
         let images = test.len().max(1) as f64;
-        Ok(Some(Evaluation { loss: loss / images, accuracy: correct as f64 / images }))
+        Ok(Some(Evaluation { loss: loss / images, accuracy: confusion.accuracy().unwrap_or(0.0) }))
     }
 }
 
@@ -449,16 +450,4 @@ fn mismatch(
         found: format!("{saved:?}"),
     }
     .into()
-}
-
-/// How many rows of N x classes have their largest value at the label.
-fn count_correct(output: &Tensor, labels: &[i64]) -> Result<usize> {
-    let classes = output.shape()[1];
-    let likeliest =
-        |row: &[f32]| (0..classes).reduce(|best, class| if row[class] > row[best] { class } else { best });
-    let rows = output.data::<f32>()?.chunks(classes);
-    Ok(rows
-        .zip(labels)
-        .filter(|(row, label)| likeliest(row).is_some_and(|class| class as i64 == **label))
-        .count())
 }
