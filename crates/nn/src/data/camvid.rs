@@ -100,11 +100,7 @@ fn load_named<const N: usize>(
     let images: usize = pairs.iter().map(Vec::len).sum();
     let size = png_file::read(&pairs[0][0].image, Content::Rgb, None)?.size;
     let mut info = info(size);
-    let image_bytes = info.image_len() + info.label_len();
-    let too_large = || DataError::TooLarge { dataset: NAME.to_owned(), images, image_bytes };
-    if (images as u64).checked_mul(image_bytes as u64).is_none_or(|bytes| bytes > MAX_DATA_BYTES) {
-        return Err(too_large());
-    }
+    check_len(images, &info)?;
     let step = |done: usize| {
         let (done, total) = (done as u64, Some(images as u64));
         report(progress, ProgressEvent { stage: STAGE, done, total, unit: ProgressUnit::Images })
@@ -113,8 +109,8 @@ fn load_named<const N: usize>(
     let mut done = 0;
     let mut read_part = |pairs: &Vec<Pair>| {
         let (mut pixels, mut labels) = (Vec::new(), Vec::new());
-        pixels.try_reserve_exact(pairs.len() * info.image_len()).map_err(|_| too_large())?;
-        labels.try_reserve_exact(pairs.len() * info.label_len()).map_err(|_| too_large())?;
+        pixels.try_reserve_exact(pairs.len() * info.image_len()).map_err(|_| too_large(images, &info))?;
+        labels.try_reserve_exact(pairs.len() * info.label_len()).map_err(|_| too_large(images, &info))?;
         for chunk in pairs.chunks(IMAGES_PER_REPORT) {
             let read: Vec<_> = chunk.par_iter().map(|pair| pair.read(&info)).collect();
             // In order, so that of several errors it is always the first.
@@ -133,6 +129,20 @@ fn load_named<const N: usize>(
     let sets = parts.into_iter().map(|(pixels, labels)| Dataset::new(info.clone(), pixels, labels));
     let sets = sets.collect::<Result<Vec<_>, _>>()?;
     Ok(sets.try_into().expect("one set for each name"))
+}
+
+/// Bounds the memory that a set takes.
+fn check_len(images: usize, info: &DatasetInfo) -> Result<(), DataError> {
+    let bytes = (images as u64).checked_mul((info.image_len() + info.label_len()) as u64);
+    match bytes.is_some_and(|bytes| bytes <= MAX_DATA_BYTES) {
+        true => Ok(()),
+        false => Err(too_large(images, info)),
+    }
+}
+
+fn too_large(images: usize, info: &DatasetInfo) -> DataError {
+    let image_bytes = info.image_len() + info.label_len();
+    DataError::TooLarge { dataset: info.name.clone(), images, image_bytes }
 }
 
 /// What is known before any pixel is.

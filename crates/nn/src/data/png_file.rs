@@ -260,6 +260,20 @@ mod tests {
     }
 
     #[test]
+    fn the_checksum_of_the_pixels_is_compared_too() {
+        let mut file = encode([2, 3], ColorType::Grayscale, BitDepth::Eight, &[1, 2, 3, 4, 5, 6]);
+        // A chunk is its length, its type, its data and its checksum; the pixels' own ends the data.
+        let kind = file.windows(4).position(|bytes| bytes == b"IDAT").unwrap();
+        let len = u32::from_be_bytes(file[kind - 4..kind].try_into().unwrap()) as usize;
+        let end = kind + 4 + len;
+        file[end - 1] ^= 1;
+        let checksum = crc(&file[kind..end]);
+        file[end..end + 4].copy_from_slice(&checksum.to_be_bytes());
+        let error = decoded(&file, Content::Classes, None).unwrap_err();
+        assert!(error.starts_with("x.png: contents: expected a sound PNG, found a damaged one"), "{error}");
+    }
+
+    #[test]
     fn animations_are_refused() {
         let mut file = Vec::new();
         let mut encoder = png::Encoder::new(&mut file, 2, 1);

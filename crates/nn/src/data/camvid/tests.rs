@@ -192,6 +192,17 @@ fn damaged_files_are_refused() {
 }
 
 #[test]
+fn sets_that_take_too_much_memory_are_refused() {
+    // 64 images of the largest size are exactly as much as may be.
+    let largest = info([4096, 4096]);
+    check_len(64, &largest).unwrap();
+    let error = check_len(65, &largest).unwrap_err().to_string();
+    let expected = "data set camvid: size: expected to fit into memory, found 65 images of 67108864 bytes";
+    assert_eq!(error, expected);
+    check_len(usize::MAX, &largest).unwrap_err();
+}
+
+#[test]
 fn progress_counts_up_and_can_cancel() {
     let folder = folder();
     for index in 0..40 {
