@@ -9,6 +9,7 @@ pub mod data;
 pub mod data_parallel;
 mod float_json;
 pub mod init;
+pub mod metrics;
 pub mod models;
 mod module;
 pub mod modules;

@@ -8,14 +8,15 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use convoke_autograd::ops::{Reduction, nll_loss};
-use convoke_autograd::{Device, MemoryFormat, Tensor, TimelinePoint, inference_mode};
+use convoke_autograd::{Device, Tensor, TimelinePoint, inference_mode};
 use convoke_distributed::{Communicator, Traffic};
 use convoke_kernels::tune::Choice;
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::{self, CheckpointError, Value};
-use crate::data::{Dataset, TrainTest};
+use crate::data::{Augmentation, Targets, TrainTest, batch};
 use crate::data_parallel::{DataParallel, DataParallelOptions, Sampler, shard};
+use crate::metrics::Confusion;
 use crate::models::Model;
 use crate::modules::ConvBnMode;
 use crate::random::GeneratorState;
@@ -34,6 +35,8 @@ pub struct TrainingConfig {
     pub lr_gamma: f64,
     /// Images a step, of all ranks together; the last batch of an epoch may be smaller.
     pub batch_size: usize,
+    /// How training images are varied.
+    pub augmentation: Augmentation,
     /// Whether batch norms take their statistics over the batches of all ranks, once there are several
     /// ([`Trainer::join`]).
     pub sync_bn: bool,
@@ -120,10 +123,12 @@ pub struct StepTimeline {
 /// How the model does on the test set.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Evaluation {
-    /// Mean loss.
+    /// Mean loss of what has a label: images, or pixels.
     pub loss: f64,
-    /// Share of images whose likeliest class is the right one.
+    /// Share of these whose likeliest class is the right one.
     pub accuracy: f64,
+    /// Intersection over union, the mean over the classes that occur; where pixels have labels.
+    pub mean_iou: Option<f64>,
 }
 
 /// Where a run stands: everything but tensors that a checkpoint holds.
@@ -137,6 +142,8 @@ struct RunState {
     lr_gamma: f64,
     batch_size: usize,
     seed: u64,
+    #[serde(default)]
+    augmentation: Augmentation,
     epoch: usize,
     batch: usize,
     #[serde(with = "crate::float_json")]
@@ -289,6 +296,7 @@ impl Trainer {
             lr_gamma: self.config.lr_gamma,
             batch_size: self.config.batch_size,
             seed: self.config.seed,
+            augmentation: self.config.augmentation,
             epoch: self.epoch,
             batch: self.batch,
             losses: self.losses.clone(),
@@ -301,11 +309,12 @@ impl Trainer {
     /// A run goes on only as what it was; the Conv+BN mode may change, its values are the same.
     fn check_settings(&self, file: &Path, saved: &RunState) -> Result<()> {
         let own = self.state();
-        let compared: [(&str, String, String); 8] = [
+        let compared: [(&str, String, String); 9] = [
             ("model", own.model.to_string(), saved.model.to_string()),
             ("data", own.data, saved.data.clone()),
             ("train_images", own.train_images.to_string(), saved.train_images.to_string()),
             ("batch_size", own.batch_size.to_string(), saved.batch_size.to_string()),
+            ("augmentation", format!("{:?}", own.augmentation), format!("{:?}", saved.augmentation)),
             ("seed", own.seed.to_string(), saved.seed.to_string()),
             ("learning_rate", own.learning_rate.to_string(), saved.learning_rate.to_string()),
             ("lr_gamma", own.lr_gamma.to_string(), saved.lr_gamma.to_string()),
@@ -418,9 +427,10 @@ impl Trainer {
         let loss = if shard.samples.is_empty() && !self.config.sync_bn {
             self.parallel.mean_without_samples()?
         } else {
-            let (images, labels) = batch(&self.device, &self.data.train, shard.samples)?;
-            let sum = nll_loss(&self.model.forward(&images)?, &labels, Reduction::Sum, None)?;
-            self.parallel.mean(&sum, labels.len())?
+            let views = self.config.augmentation.views(self.config.seed, self.epoch);
+            let (images, labels) = batch(&self.device, &self.data.train, shard.samples, Some(&views))?;
+            let (sum, counted) = self.loss(&self.model.forward(&images)?, &labels)?;
+            self.parallel.mean(&sum, counted)?
         };
         let bytes_end_of_forward = self.device.memory().live_bytes;
         let end_of_forward = start.elapsed().as_secs_f64();
@@ -469,17 +479,17 @@ impl Trainer {
         let ranks = self.parallel.communicator();
         self.share_statistics()?;
         self.model.eval();
-        let mut totals = [0.0; 2];
+        let (mut loss, mut confusion) = (0.0, Confusion::new(test.info().classes)?);
         let order: Vec<u32> = (0..test.len() as u32).collect();
         let size = self.evaluation_batch();
         for (index, chosen) in order.chunks(size).enumerate() {
             let own = &chosen[shard(chosen.len(), ranks.rank(), ranks.world_size())];
             if !own.is_empty() {
-                let (images, labels) = batch(&self.device, test, own)?;
+                let (images, labels) = batch(&self.device, test, own, None)?;
                 inference_mode(|| -> Result<()> {
                     let output = self.model.forward(&images)?;
-                    totals[0] += nll_loss(&output, &labels, Reduction::Sum, None)?.item()?;
-                    totals[1] += count_correct(&output, &labels)? as f64;
+                    loss += self.loss(&output, &labels)?.0.item()?;
+                    confusion.add(&output, &labels, self.ignore())?;
                     Ok(())
                 })?;
             }
@@ -488,9 +498,29 @@ impl Trainer {
                 return Ok(None);
             }
         }
-        ranks.all_reduce("evaluation", &mut totals)?;
-        let [loss, accuracy] = totals.map(|total| total / test.len().max(1) as f64);
-        Ok(Some(Evaluation { loss, accuracy }))
+        let mut loss = [loss];
+        ranks.all_reduce("loss of the evaluation", &mut loss)?;
+        let mut counts = confusion.counts().to_vec();
+        ranks.all_reduce("counts of the evaluation", &mut counts)?;
+        let counted = counts.iter().sum::<u64>().max(1) as f64;
+        let confusion = Confusion::from_counts(confusion.classes(), counts)?;
+        Ok(Some(Evaluation {
+            loss: loss[0] / counted,
+            accuracy: confusion.accuracy().unwrap_or(0.0),
+            mean_iou: confusion.mean_iou().filter(|_| matches!(test.info().targets, Targets::Pixels { .. })),
+        }))
+    }
+
+    /// The sum of the losses at the labels that count, and how many do.
+    fn loss(&self, output: &Tensor, labels: &[i64]) -> Result<(Tensor, usize)> {
+        let ignore = self.ignore();
+        let counted = labels.iter().filter(|&&label| Some(label) != ignore).count();
+        Ok((nll_loss(output, labels, Reduction::Sum, ignore)?, counted))
+    }
+
+    /// The label that does not count.
+    fn ignore(&self) -> Option<i64> {
+        self.data.train.info().ignore().map(i64::from)
     }
 
     /// Images a batch of evaluation, of all ranks together.
@@ -512,37 +542,4 @@ fn mismatch(
         found: format!("{saved:?}"),
     }
     .into()
-}
-
-/// The chosen images, scaled to 0..1 and normalised by channel, and their labels.
-fn batch(device: &Device, data: &Dataset, chosen: &[u32]) -> Result<(Tensor, Vec<i64>)> {
-    let info = data.info();
-    let plane = info.height * info.width;
-    let shape = [chosen.len(), info.channels, info.height, info.width];
-    let scales: Vec<(f32, f32)> =
-        info.mean.iter().zip(&info.std).map(|(mean, std)| (1.0 / (255.0 * std), mean / std)).collect();
-    let images = Tensor::build(device, &shape, MemoryFormat::Contiguous, |out: &mut [f32]| {
-        for (out, &index) in out.chunks_mut(info.image_len().max(1)).zip(chosen) {
-            let planes = out.chunks_mut(plane).zip(data.image(index as usize).chunks(plane));
-            for ((out, pixels), &(scale, shift)) in planes.zip(&scales) {
-                out.iter_mut().zip(pixels).for_each(|(x, &byte)| *x = f32::from(byte) * scale - shift);
-            }
-        }
-        Ok(())
-    })?;
-    // Convolutions are fastest in channels-last, and every layer keeps the format it is given.
-    let images = images.to_format(MemoryFormat::ChannelsLast)?;
-    Ok((images, chosen.iter().map(|&index| i64::from(data.labels()[index as usize])).collect()))
-}
-
-/// How many rows of N x classes have their largest value at the label.
-fn count_correct(output: &Tensor, labels: &[i64]) -> Result<usize> {
-    let classes = output.shape()[1];
-    let likeliest =
-        |row: &[f32]| (0..classes).reduce(|best, class| if row[class] > row[best] { class } else { best });
-    let rows = output.data::<f32>()?.chunks(classes);
-    Ok(rows
-        .zip(labels)
-        .filter(|(row, label)| likeliest(row).is_some_and(|class| class as i64 == **label))
-        .count())
 }

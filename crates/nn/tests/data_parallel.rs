@@ -288,6 +288,7 @@ fn config(batch_size: usize, sync_bn: bool) -> TrainingConfig {
         lr_gamma: 0.7,
         batch_size,
         seed: 5,
+        augmentation: Default::default(),
         sync_bn,
         stop_on_nan: true,
     }

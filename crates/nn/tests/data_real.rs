@@ -1,6 +1,6 @@
-//! The real MNIST, where it lies beside the repository.
+//! The real MNIST and CamVid, where they lie beside the repository.
 
-use convoke_nn::data::{mnist, silent};
+use convoke_nn::data::{Targets, camvid, mnist, silent};
 use convoke_testkit::shared_dir;
 
 #[test]
@@ -37,4 +37,58 @@ fn mnist_is_what_lecun_published() {
     let first = data.train.image(0);
     assert!(first[..5 * 28].iter().all(|&byte| byte == 0));
     assert_eq!(first[5 * 28 + 12..5 * 28 + 24], [3, 18, 18, 18, 126, 136, 175, 26, 166, 255, 247, 127]);
+}
+
+#[test]
+fn camvid_is_what_came_with_segnet() {
+    let Some(folder) = shared_dir("data/camvid") else { return };
+    assert!(camvid::is_present(&folder));
+    let parts = camvid::load_parts(&folder, &silent).unwrap();
+    let info = parts.train.info();
+    assert_eq!((info.name.as_str(), info.channels, info.height, info.width), ("camvid", 3, 120, 160));
+    assert_eq!((info.classes, info.targets), (11, Targets::Pixels { ignore: Some(camvid::VOID) }));
+    for (part, len) in [(&parts.train, 367), (&parts.val, 101), (&parts.test, 233)] {
+        assert_eq!((part.info(), part.len()), (info, len));
+        assert_eq!(part.labels().len(), len * 120 * 160);
+        assert!(part.labels().iter().all(|&label| label <= camvid::VOID));
+        // Every class occurs; the rest is void, a few hundredths.
+        let counts = part.class_counts();
+        assert!(counts.iter().all(|&count| count > 0), "{counts:?}");
+        let void = 1.0 - counts.iter().sum::<usize>() as f64 / part.labels().len() as f64;
+        assert!((0.005..0.1).contains(&void), "{void} void");
+        // Streets, buildings, sky and trees fill these scenes; poles and signs are thin.
+        let mut order: Vec<usize> = (0..11).collect();
+        order.sort_by_key(|&class| std::cmp::Reverse(counts[class]));
+        let mut most: Vec<&str> = order[..4].iter().map(|&class| camvid::CLASSES[class]).collect();
+        most.sort_unstable();
+        assert_eq!(most, ["Building", "Road", "Sky", "Tree"], "{counts:?}");
+    }
+    // Roads are below, skies above.
+    let rows_of = |class: &str, rows: std::ops::Range<usize>| {
+        let class = camvid::CLASSES.iter().position(|name| *name == class).unwrap() as u8;
+        let in_rows = |index| &parts.train.label(index)[rows.start * 160..rows.end * 160];
+        let found = |index| in_rows(index).iter().filter(|&&label| label == class).count();
+        (0..parts.train.len()).map(found).sum::<usize>()
+    };
+    assert!(rows_of("Road", 60..120) > 10 * rows_of("Road", 0..60));
+    assert!(rows_of("Sky", 0..60) > 10 * rows_of("Sky", 60..120));
+
+    // Mean and deviation, computed another way: from squares, which are whole numbers.
+    let squares = |values: &[u8]| values.iter().map(|&byte| u64::from(byte).pow(2)).sum::<u64>();
+    let sums = |values: &[u8]| values.iter().map(|&byte| u64::from(byte)).sum::<u64>();
+    for channel in 0..3 {
+        let plane = |index| &parts.train.image(index)[channel * 120 * 160..][..120 * 160];
+        let (mut sum, mut square) = (0, 0);
+        (0..367).for_each(|index| (sum, square) = (sum + sums(plane(index)), square + squares(plane(index))));
+        let count = f64::from(367 * 120 * 160);
+        let mean = sum as f64 / count;
+        let std = (square as f64 / count - mean * mean).sqrt();
+        for (found, expected) in [(info.mean[channel], mean / 255.0), (info.std[channel], std / 255.0)] {
+            assert!((f64::from(found) - expected).abs() <= 1e-6, "{found} is not {expected}");
+        }
+        assert!((0.2..0.7).contains(&info.mean[channel]) && (0.1..0.5).contains(&info.std[channel]));
+    }
+
+    let two = camvid::load(&folder, &silent).unwrap();
+    assert!(two.train == parts.train && two.test == parts.test);
 }

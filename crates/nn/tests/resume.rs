@@ -36,6 +36,7 @@ fn config(conv_bn: ConvBnMode, rule: Rule) -> TrainingConfig {
         lr_gamma: 0.7,
         batch_size: BATCH,
         seed: 5,
+        augmentation: Default::default(),
         sync_bn: false,
         stop_on_nan: true,
     }

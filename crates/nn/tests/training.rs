@@ -8,7 +8,7 @@ use std::sync::Arc;
 use common::{assert_refused, bits, check_same_state, device, digits, parameter, snapshot};
 use convoke_autograd::{Cpu, Device, DeviceOptions, Tensor};
 use convoke_kernels::optimizer::Sgd;
-use convoke_nn::data::{Dataset, DatasetInfo, TrainTest};
+use convoke_nn::data::{Dataset, DatasetInfo, Targets, TrainTest};
 use convoke_nn::models::Model;
 use convoke_nn::modules::ConvBnMode;
 use convoke_nn::training::{Evaluation, StepReport, Trainer, TrainingConfig, TrainingError};
@@ -26,6 +26,7 @@ fn config(conv_bn: ConvBnMode, rule: Rule, batch_size: usize) -> TrainingConfig 
         lr_gamma: 0.7,
         batch_size,
         seed: 5,
+        augmentation: Default::default(),
         sync_bn: false,
         stop_on_nan: true,
     }
@@ -402,7 +403,8 @@ fn batch_sizes_that_do_not_fit_are_refused() {
 
 fn dataset(name: &str, [channels, height, width]: [usize; 3], classes: usize) -> Arc<TrainTest> {
     let (mean, std) = (vec![0.5; channels], vec![0.5; channels]);
-    let info = DatasetInfo { name: name.into(), channels, height, width, classes, mean, std };
+    let targets = Targets::Image;
+    let info = DatasetInfo { name: name.into(), channels, height, width, classes, targets, mean, std };
     let set = |count: usize| {
         Dataset::new(info.clone(), vec![0; count * channels * height * width], vec![0; count]).unwrap()
     };

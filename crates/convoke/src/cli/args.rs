@@ -105,6 +105,10 @@ pub(crate) struct RunArgs {
     #[arg(long, help_heading = "Data")]
     pub(crate) download: bool,
 
+    /// How training images are varied, by seed, epoch and image.
+    #[arg(long, value_enum, default_value_t = Augment::Auto, help_heading = "Data")]
+    pub(crate) augment: Augment,
+
     /// The model.
     #[arg(long, value_parser = models(), default_value = Model::MnistCnn.name(), help_heading = "Model")]
     pub(crate) model: String,
@@ -223,6 +227,16 @@ pub(crate) enum Data {
     Digits,
     /// Handwritten digits (LeCun, Cortes, Burges).
     Mnist,
+    /// Street scenes with a class for each pixel (Brostow et al.), as PNG files; not downloaded.
+    Camvid,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Augment {
+    /// Camvid: random parts of 96 x 128 pixels, half of them mirrored; others: images as they are.
+    Auto,
+    /// Images as they are.
+    None,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]

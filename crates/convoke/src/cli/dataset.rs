@@ -4,15 +4,27 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use convoke::nn::data::download::DownloadOptions;
-use convoke::nn::data::{DataError, TrainTest, digits, mnist};
+use convoke::nn::data::{Augmentation, DataError, TrainTest, camvid, digits, mnist};
 
-use super::args::{Data, RunArgs};
+use super::args::{Augment, Data, RunArgs};
 use super::console::Console;
 use super::{Failure, Result};
 
 /// Where MNIST lies if no folder is named.
 pub(crate) fn default_mnist_dir() -> Option<PathBuf> {
-    directories::ProjectDirs::from("", "", "convoke").map(|dirs| dirs.data_local_dir().join("mnist"))
+    default_dir("mnist")
+}
+
+fn default_dir(name: &str) -> Option<PathBuf> {
+    directories::ProjectDirs::from("", "", "convoke").map(|dirs| dirs.data_local_dir().join(name))
+}
+
+/// How the flags vary training images.
+pub(crate) fn augmentation(args: &RunArgs) -> Augmentation {
+    match (args.augment, args.data) {
+        (Augment::Auto, Data::Camvid) => Augmentation { flip: true, crop: Some([96, 128]) },
+        _ => Augmentation::default(),
+    }
 }
 
 /// Loads what the flags ask for.
@@ -32,26 +44,37 @@ pub(crate) fn load(args: &RunArgs, console: &Console) -> Result<Arc<TrainTest>> 
             Err(Failure::Usage("--data-dir: digits is generated, it has no files".into()))
         }
         Data::Digits => generate(args, console),
+        Data::Camvid if args.download => Err(Failure::Usage(
+            "--download: camvid cannot be downloaded: name its folder with --data-dir".into(),
+        )),
+        Data::Camvid => {
+            let folder = args.data_dir.clone().or_else(|| default_dir("camvid")).ok_or_else(no_folder)?;
+            let set = camvid::load(&folder, &console.data_progress());
+            set.map(Arc::new).map_err(|error| failure(error, CAMVID_HINT))
+        }
         Data::Auto | Data::Mnist => match folder {
             Some(folder) => load_mnist(&folder, args.download, console),
-            None => {
-                Err(Failure::Usage("this system has no folder for data: name one with --data-dir".into()))
-            }
+            None => Err(no_folder()),
         },
     }
 }
 
+fn no_folder() -> Failure {
+    Failure::Usage("this system has no folder for data: name one with --data-dir".into())
+}
+
 fn generate(args: &RunArgs, console: &Console) -> Result<Arc<TrainTest>> {
     let set = digits(args.seed, digits::TRAIN_LEN, digits::TEST_LEN, &console.data_progress());
-    set.map(Arc::new).map_err(failure)
+    set.map(Arc::new).map_err(|error| failure(error, ""))
 }
 
 fn load_mnist(folder: &Path, download: bool, console: &Console) -> Result<Arc<TrainTest>> {
     if download {
         let options = DownloadOptions { proxy: proxy(), ..DownloadOptions::new(mnist::MIRRORS) };
-        mnist::download(folder, &options, &console.data_progress()).map_err(failure)?;
+        mnist::download(folder, &options, &console.data_progress())
+            .map_err(|error| failure(error, MNIST_HINT))?;
     }
-    mnist::load(folder, &console.data_progress()).map(Arc::new).map_err(failure)
+    mnist::load(folder, &console.data_progress()).map(Arc::new).map_err(|error| failure(error, MNIST_HINT))
 }
 
 /// The proxy that the environment names, as other programs take it.
@@ -60,12 +83,16 @@ fn proxy() -> Option<String> {
     names.iter().find_map(|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
 }
 
-fn failure(error: DataError) -> Failure {
+const MNIST_HINT: &str =
+    "MNIST is not there: add --download to fetch it (11 MB), or name its folder with --data-dir";
+const CAMVID_HINT: &str = "CamVid is not there: name the folder that holds train, trainannot, test and testannot \
+                           with --data-dir (docs/data-parallel.md)";
+
+/// `hint` is for who does not have the data.
+fn failure(error: DataError, hint: &str) -> Failure {
     match error {
         DataError::Cancelled { .. } => Failure::Run("interrupted before the first step".into()),
-        DataError::Missing { .. } => Failure::Run(format!(
-            "MNIST is not there: {error}\nAdd --download to fetch it (11 MB), or name its folder with --data-dir"
-        )),
+        DataError::Missing { .. } => Failure::Run(format!("{error}\n{hint}")),
         error => error.into(),
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use convoke::conv::{ConvProblem, Pass, parse_suite};
 use convoke::nn::Rule;
-use convoke::nn::data::{Dataset, DatasetInfo, TrainTest};
+use convoke::nn::data::{Dataset, DatasetInfo, Targets, TrainTest};
 use convoke::nn::models::Model;
 use convoke::nn::modules::ConvBnMode;
 use convoke::nn::training::{Trainer, TrainingConfig};
@@ -63,6 +63,7 @@ pub(crate) fn of_model(model: Model, batch_size: usize, cpu: &Cpu) -> Result<Vec
         rule: Rule::sgd(0.1),
         lr_gamma: 1.0,
         batch_size,
+        augmentation: Default::default(),
         sync_bn: false,
         seed: 1,
         stop_on_nan: false,
@@ -81,6 +82,7 @@ fn noise(model: Model, count: usize) -> Result<Dataset> {
         height,
         width,
         classes: model.classes(),
+        targets: Targets::Image,
         mean: vec![0.5; channels],
         std: vec![0.25; channels],
     };

@@ -16,6 +16,7 @@ pub(crate) struct RunRecord {
     pub(crate) train_loss: Vec<f64>,
     pub(crate) test_loss: Option<f64>,
     pub(crate) test_accuracy: Option<f64>,
+    pub(crate) test_mean_iou: Option<f64>,
     pub(crate) step_seconds_median: Option<f64>,
     pub(crate) images_per_second: Option<f64>,
     /// The most of any step; none if no step was left to do.
@@ -93,6 +94,7 @@ impl Recorder {
             train_loss: trainer.losses().to_vec(),
             test_loss: evaluation.map(|evaluation| evaluation.loss),
             test_accuracy: evaluation.map(|evaluation| evaluation.accuracy),
+            test_mean_iou: evaluation.and_then(|evaluation| evaluation.mean_iou),
             step_seconds_median: median(self.seconds),
             images_per_second: median(self.rates),
             bytes_end_of_forward: self.bytes_end_of_forward,

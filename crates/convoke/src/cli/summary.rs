@@ -17,16 +17,21 @@ pub(crate) fn rows(runs: &[RunRecord]) -> Vec<Vec<String>> {
     let mut rows = vec![header];
     type Value = fn(&RunRecord) -> Option<f64>;
     type Show = fn(f64) -> String;
-    let values: [(&str, Value, Show); 7] = [
+    let values: [(&str, Value, Show); 8] = [
         ("peak memory", |run| run.bytes_peak.map(|bytes| bytes as f64), bytes),
         ("memory at end of forward", |run| run.bytes_end_of_forward.map(|bytes| bytes as f64), bytes),
         ("test accuracy", |run| run.test_accuracy, |x| format!("{:.2} %", 100.0 * x)),
+        ("test mean IoU", |run| run.test_mean_iou, |x| format!("{:.2} %", 100.0 * x)),
         ("test loss", |run| run.test_loss, |x| format!("{x:.4}")),
         ("last training loss", |run| run.train_loss.last().copied(), |x| format!("{x:.4}")),
         ("step time, median", |run| run.step_seconds_median, seconds),
         ("images a second", |run| run.images_per_second, |x| format!("{x:.0}")),
     ];
     for (name, value, show) in values {
+        // Only where pixels have labels.
+        if name == "test mean IoU" && runs.iter().all(|run| run.test_mean_iou.is_none()) {
+            continue;
+        }
         let mut row = vec![name.to_owned()];
         row.extend(runs.iter().map(|run| value(run).map_or_else(|| "-".into(), show)));
         if let [separate, fused] = runs {

@@ -15,7 +15,7 @@ use super::args::{RunArgs, TrainArgs, cpu};
 use super::console::{Console, Stage, note};
 use super::ranks::{self, Rank};
 use super::record::{Recorder, RunRecord};
-use super::{Failure, Result, console, json, output, report, summary};
+use super::{Failure, Result, console, dataset, json, output, report, summary};
 
 pub(crate) fn run(args: &TrainArgs) -> Result<()> {
     ranks::run(&args.run, |rank| on_rank(args, rank))
@@ -68,6 +68,7 @@ impl Session {
             lr_gamma: args.lr_gamma,
             batch_size: args.batch_size as usize,
             seed: args.seed,
+            augmentation: dataset::augmentation(args),
             sync_bn: args.ranks.sync_bn,
             stop_on_nan: !args.continue_on_nan,
         };

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::program::{contents, losses, run, runs, text};
 
-const FIELDS: [&str; 17] = [
+const FIELDS: [&str; 18] = [
     "conv_bn",
     "data",
     "model",
@@ -18,6 +18,7 @@ const FIELDS: [&str; 17] = [
     "train_loss",
     "test_loss",
     "test_accuracy",
+    "test_mean_iou",
     "step_seconds_median",
     "images_per_second",
     "bytes_end_of_forward",

@@ -28,7 +28,7 @@ use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 
 use super::progress::report;
-use super::{DataError, Dataset, DatasetInfo, Progress, ProgressEvent, ProgressUnit, TrainTest};
+use super::{DataError, Dataset, DatasetInfo, Progress, ProgressEvent, ProgressUnit, Targets, TrainTest};
 use canvas::{Dice, PIXELS, SIDE};
 use glyphs::GLYPHS;
 use hand::draw;
@@ -76,6 +76,7 @@ fn info() -> DatasetInfo {
         height: SIDE,
         width: SIDE,
         classes: CLASSES,
+        targets: Targets::Image,
         mean: vec![MEAN],
         std: vec![STD],
     }

@@ -51,29 +51,36 @@ pub enum DataError {
         /// What it was.
         found: String,
     },
-    /// There is not exactly one label for each image.
-    #[error("{origin}: label count: expected {images}, one for each image, found {labels}")]
+    /// There is not exactly one label for each image, or for each pixel.
+    #[error("{origin}: label count: expected {}, found {labels}", LabelsOf(*images, *label_len))]
     LabelCount {
         /// The label file, or the name of the data set.
         origin: String,
         /// How many images there are.
         images: usize,
+        /// How many labels an image has: 1, or one for each pixel.
+        label_len: usize,
         /// How many labels there are.
         labels: usize,
     },
     /// A label names a class that does not exist.
-    #[error("{origin}: label[{index}]: expected below {classes}, the number of classes, found {label}")]
+    #[error(
+        "{origin}: label{index:?}: expected below {classes}, the number of classes{}, found {label}",
+        OrIgnored(*ignore)
+    )]
     LabelRange {
         /// The label file, or the name of the data set.
         origin: String,
-        /// The position of the first bad label, from 0.
-        index: usize,
+        /// The position of the first bad label, from 0: of the image, or of image, row and column.
+        index: Vec<usize>,
         /// The bad label.
         label: u8,
         /// How many classes there are.
         classes: usize,
+        /// The label that stands for no class, if there is one.
+        ignore: Option<u8>,
     },
-    /// A generated set would not fit into memory.
+    /// A set would not fit into memory, or is larger than what is read.
     #[error(
         "data set {dataset}: size: expected to fit into memory, found {images} images of {image_bytes} bytes"
     )]
@@ -118,6 +125,29 @@ pub struct MirrorFailure {
     pub mirror: String,
     /// What happened, for people to read.
     pub reason: String,
+}
+
+/// Prints how many labels so many images have.
+struct LabelsOf(usize, usize);
+
+impl fmt::Display for LabelsOf {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            LabelsOf(images, 1) => write!(formatter, "{images}, one for each image"),
+            LabelsOf(images, pixels) => {
+                write!(formatter, "{}, one for each pixel of {images} images", images.saturating_mul(pixels))
+            }
+        }
+    }
+}
+
+/// Prints what else a label may be.
+struct OrIgnored(Option<u8>);
+
+impl fmt::Display for OrIgnored {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.map_or(Ok(()), |ignore| write!(formatter, ", or {ignore}, which is ignored"))
+    }
 }
 
 /// Prints each failed mirror on a line of its own.

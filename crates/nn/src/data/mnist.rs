@@ -9,7 +9,7 @@ use super::download::{DownloadOptions, RemoteFile, fetch_files, sha256};
 use super::idx::{self, read_idx};
 use super::progress::report;
 use super::{
-    DataError, Dataset, DatasetInfo, Progress, ProgressEvent, ProgressUnit, TrainTest, check_labels,
+    DataError, Dataset, DatasetInfo, Progress, ProgressEvent, ProgressUnit, Targets, TrainTest, check_labels,
 };
 
 /// Public copies of the files; the last one is their origin and often out of service.
@@ -170,6 +170,7 @@ fn info() -> DatasetInfo {
         height: SIDE,
         width: SIDE,
         classes: CLASSES,
+        targets: Targets::Image,
         mean: vec![MEAN],
         std: vec![STD],
     }
@@ -190,7 +191,7 @@ fn read_labels(file: &Path, images: usize) -> Result<Vec<u8>, DataError> {
     if array.sizes.len() != 1 {
         return Err(wrong_sizes(file, "[N], a label for each image".to_owned(), &array.sizes));
     }
-    check_labels(&file.display().to_string(), &array.data, images, CLASSES)?;
+    check_labels(&file.display().to_string(), &array.data, images, &info())?;
     Ok(array.data)
 }
 

@@ -3,11 +3,11 @@
 use std::path::PathBuf;
 
 use convoke_autograd::inference_mode;
-use convoke_autograd::ops::{Reduction, nll_loss};
 use convoke_distributed::Communicator;
 use convoke_kernels::tune::Choice;
 
-use super::{Result, RunState, Trainer, TrainingError, batch};
+use super::{Result, RunState, Trainer, TrainingError};
+use crate::data::batch;
 use crate::data_parallel::{DataParallel, DataParallelOptions, shard_sizes, share_bytes, share_state};
 use crate::{Init, ModuleExt};
 
@@ -103,13 +103,14 @@ impl Trainer {
         let model = self.config.model.build(&Init::new(&self.device, 0), self.config.conv_bn)?;
         for images in self.sampler.shard_sizes(world_size) {
             let first: Vec<u32> = (0..images as u32).collect();
-            let (images, labels) = batch(&self.device, &self.data.train, &first)?;
-            nll_loss(&model.forward(&images)?, &labels, Reduction::Mean, None)?.backward()?;
+            let views = self.config.augmentation.views(0, 0);
+            let (images, labels) = batch(&self.device, &self.data.train, &first, Some(&views))?;
+            self.loss(&model.forward(&images)?, &labels)?.0.backward()?;
         }
         model.eval();
         for images in shard_sizes(self.data.test.len(), self.evaluation_batch(), world_size) {
             let first: Vec<u32> = (0..images as u32).collect();
-            let (images, _) = batch(&self.device, &self.data.test, &first)?;
+            let (images, _) = batch(&self.device, &self.data.test, &first, None)?;
             inference_mode(|| model.forward(&images))?;
         }
         Ok(())

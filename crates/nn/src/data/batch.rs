@@ -1,0 +1,228 @@
+//! Batches: chosen images of a data set as a normalised tensor, with their labels.
+
+use convoke_autograd::{Device, MemoryFormat, Tensor};
+
+use super::augmentation::{View, Views};
+use super::{Dataset, DatasetInfo, Targets};
+use crate::{Error, Result};
+
+/// The chosen images, scaled to 0..1 and normalised by channel, and their labels.
+///
+/// The tensor is N x C x H x W of f32 in channels-last, where H and W are those of the images or, with `views`, of the
+/// views; N may be 0. Labels are N, or N x H x W if pixels have labels, cut out and mirrored with their images; ignored
+/// ones stay what they are.
+///
+/// # Errors
+/// If the data set has no image of a chosen number, a crop does not fit the images, or there is no memory.
+pub fn batch(
+    device: &Device,
+    data: &Dataset,
+    chosen: &[u32],
+    views: Option<&Views>,
+) -> Result<(Tensor, Vec<i64>)> {
+    let info = data.info();
+    let refused = |reason| Error::Invalid { operation: "batch", reason };
+    if let Some(beyond) = chosen.iter().find(|&&index| index as usize >= data.len()) {
+        return Err(refused(format!("{} has {} images, none has number {beyond}", info.name, data.len())));
+    }
+    let view = |index: u32| match views {
+        Some(views) => views.of(index as usize, info).map_err(|error| refused(error.to_string())),
+        None => Ok(whole(info)),
+    };
+    let [height, width] = match views {
+        Some(views) => views.size(info).map_err(|error| refused(error.to_string()))?,
+        None => [info.height, info.width],
+    };
+    let taken: Vec<View> = chosen.iter().map(|&index| view(index)).collect::<Result<_>>()?;
+    let shape = [chosen.len(), info.channels, height, width];
+    // Convolutions are fastest in channels-last, and every layer keeps the format it is given.
+    let images = Tensor::build(device, &shape, MemoryFormat::ChannelsLast, |out: &mut [f32]| {
+        for ((out, &index), view) in out.chunks_mut(shape[1..].iter().product()).zip(chosen).zip(&taken) {
+            write_image(info, data.image(index as usize), view, out);
+        }
+        Ok(())
+    })?;
+    let mut labels = Vec::new();
+    for (&index, view) in chosen.iter().zip(&taken) {
+        let own = data.label(index as usize);
+        match info.targets {
+            Targets::Image => labels.extend(own.iter().copied().map(i64::from)),
+            Targets::Pixels { .. } => rows(own, info.width, view).for_each(|row| match view.flipped {
+                true => labels.extend(row.iter().rev().copied().map(i64::from)),
+                false => labels.extend(row.iter().copied().map(i64::from)),
+            }),
+        }
+    }
+    Ok((images, labels))
+}
+
+/// The view that is the image itself.
+fn whole(info: &DatasetInfo) -> View {
+    View { top: 0, left: 0, height: info.height, width: info.width, flipped: false }
+}
+
+/// The rows of a view, out of a plane whose rows have `width` elements.
+fn rows<'a>(plane: &'a [u8], width: usize, view: &View) -> impl Iterator<Item = &'a [u8]> {
+    let columns = view.left..view.left + view.width;
+    plane.chunks(width).skip(view.top).take(view.height).map(move |row| &row[columns.clone()])
+}
+
+/// Writes the view of a C x H x W image as h x w x C.
+fn write_image(info: &DatasetInfo, image: &[u8], view: &View, out: &mut [f32]) {
+    let channels = info.channels;
+    let planes = image.chunks(info.height * info.width).zip(info.mean.iter().zip(&info.std));
+    for (channel, (plane, (mean, std))) in planes.enumerate() {
+        let (scale, shift) = (1.0 / (255.0 * std), mean / std);
+        let normalise = |byte: u8| f32::from(byte) * scale - shift;
+        for (out, row) in out.chunks_mut(view.width * channels).zip(rows(plane, info.width, view)) {
+            match channels {
+                // Neighbours in memory can be written several at a time.
+                1 => write_row(out.iter_mut(), row, view.flipped, normalise),
+                _ => {
+                    let out = out.chunks_exact_mut(channels).map(|pixel| &mut pixel[channel]);
+                    write_row(out, row, view.flipped, normalise);
+                }
+            }
+        }
+    }
+}
+
+fn write_row<'a>(
+    out: impl Iterator<Item = &'a mut f32>,
+    row: &[u8],
+    flipped: bool,
+    normalise: impl Fn(u8) -> f32,
+) {
+    match flipped {
+        true => out.zip(row.iter().rev()).for_each(|(x, &byte)| *x = normalise(byte)),
+        false => out.zip(row).for_each(|(x, &byte)| *x = normalise(byte)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use convoke_autograd::DeviceOptions;
+    use convoke_kernels::Cpu;
+    use proptest::prelude::*;
+
+    use super::super::Augmentation;
+    use super::*;
+
+    fn info([channels, height, width]: [usize; 3], targets: Targets) -> DatasetInfo {
+        // With these, a byte comes back as itself: (byte / 255 - mean) / std.
+        let (mean, std) = (vec![0.0; channels], vec![1.0 / 255.0; channels]);
+        DatasetInfo { name: "tiny".into(), channels, height, width, classes: 256, targets, mean, std }
+    }
+
+    /// Images whose pixels differ, each channel by 1 from the one before; labels equal the first channel.
+    fn pixels(count: usize, [channels, height, width]: [usize; 3]) -> Dataset {
+        let plane = height * width;
+        let byte = |image: usize, channel: usize, place: usize| (image * 71 + channel + place * 3) as u8;
+        let planes = (0..count).flat_map(|image| (0..channels).map(move |channel| (image, channel)));
+        let images = planes.flat_map(|(image, channel)| (0..plane).map(move |at| byte(image, channel, at)));
+        let labels = (0..count).flat_map(|image| (0..plane).map(move |at| byte(image, 0, at)));
+        let info = info([channels, height, width], Targets::Pixels { ignore: Some(9) });
+        Dataset::new(info, images.collect(), labels.collect()).unwrap()
+    }
+
+    /// Tensors start as NaN.
+    fn device() -> Device {
+        Device::new(DeviceOptions { poison: true, ..DeviceOptions::new(Cpu::new(1).unwrap()) })
+    }
+
+    #[test]
+    fn images_are_scaled_and_normalised_by_channel() {
+        let (mean, std) = (vec![0.25, 0.5], vec![0.5, 0.125]);
+        let info = DatasetInfo { mean, std, ..info([2, 1, 3], Targets::Image) };
+        let images = vec![0, 51, 255, 255, 0, 102, 1, 1, 1, 2, 2, 2];
+        let data = Dataset::new(info, images, vec![200, 7]).unwrap();
+        let (x, labels) = batch(&device(), &data, &[1, 0, 1], None).unwrap();
+        assert_eq!((x.shape(), x.format()), (&[3, 2, 1, 3][..], MemoryFormat::ChannelsLast));
+        assert_eq!(labels, [7, 200, 7]);
+        let (one, two) = (1.0 / 255.0, 2.0 / 255.0);
+        let other = [[(one - 0.25) * 2.0; 3], [(two - 0.5) * 8.0; 3]].concat();
+        let first: Vec<f64> = vec![-0.5, -0.1, 1.5, 4.0, -4.0, -0.8];
+        let expected = [other.clone(), first, other].concat();
+        let found: Vec<f32> = x.to_vec().unwrap();
+        assert_eq!(found.len(), expected.len());
+        for (found, expected) in found.iter().zip(&expected) {
+            // Two roundings of numbers up to 8.
+            assert!((f64::from(*found) - expected).abs() <= 1e-5, "{found} is not {expected}");
+        }
+    }
+
+    #[test]
+    fn a_choice_of_no_image_is_a_batch_of_none() {
+        let data = pixels(2, [3, 4, 5]);
+        let views = Augmentation { flip: true, crop: Some([2, 3]) }.views(1, 0);
+        for (views, shape) in [(None, [0, 3, 4, 5]), (Some(&views), [0, 3, 2, 3])] {
+            let (x, labels) = batch(&device(), &data, &[], views).unwrap();
+            assert_eq!((x.shape(), labels.len(), x.len()), (&shape[..], 0, 0));
+        }
+        let none = Dataset::new(data.info().clone(), vec![], vec![]).unwrap();
+        assert_eq!(batch(&device(), &none, &[], None).unwrap().0.shape(), [0, 3, 4, 5]);
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        let data = pixels(2, [1, 4, 5]);
+        let error = batch(&device(), &data, &[1, 2], None).unwrap_err().to_string();
+        assert_eq!(error, "batch: tiny has 2 images, none has number 2");
+        for chosen in [&[0][..], &[]] {
+            let views = Augmentation { flip: false, crop: Some([5, 2]) }.views(0, 0);
+            let error = batch(&device(), &data, chosen, Some(&views)).unwrap_err().to_string();
+            assert_eq!(
+                error,
+                "batch: data set tiny: crop: expected 1x1 to 4x5, height x width of the images, found 5x2"
+            );
+        }
+    }
+
+    #[test]
+    fn views_without_augmentation_are_the_images() {
+        let data = pixels(3, [3, 4, 5]);
+        let (plain, labels) = batch(&device(), &data, &[2, 0], None).unwrap();
+        let views = Augmentation::default().views(5, 6);
+        let (viewed, viewed_labels) = batch(&device(), &data, &[2, 0], Some(&views)).unwrap();
+        assert_eq!(plain.to_vec::<f32>().unwrap(), viewed.to_vec::<f32>().unwrap());
+        assert_eq!(labels, viewed_labels);
+    }
+
+    proptest! {
+        /// Every pixel of a batch is the one that its view names, and its label goes with it.
+        #[test]
+        fn pixels_and_labels_are_those_of_the_views(
+            (height, width) in (1_usize..9, 1_usize..9),
+            channels in prop::sample::select(vec![1_usize, 2, 3]),
+            (cut_height, cut_width) in (0_usize..8, 0_usize..8),
+            (crop, flip) in any::<(bool, bool)>(),
+            (seed, epoch) in any::<(u64, usize)>(),
+            chosen in prop::collection::vec(0_u32..5, 0..6),
+        ) {
+            let data = pixels(5, [channels, height, width]);
+            let crop = crop.then(|| [height - cut_height % height, width - cut_width % width]);
+            let views = Augmentation { flip, crop }.views(seed, epoch);
+            let (x, labels) = batch(&device(), &data, &chosen, Some(&views)).unwrap();
+            let [rows, columns] = crop.unwrap_or([height, width]);
+            prop_assert_eq!(x.shape(), [chosen.len(), channels, rows, columns]);
+            prop_assert_eq!(labels.len(), chosen.len() * rows * columns);
+            let found: Vec<f32> = x.to_vec().unwrap();
+            for (number, &index) in chosen.iter().enumerate() {
+                let view = views.of(index as usize, data.info()).unwrap();
+                for (row, column) in (0..rows).flat_map(|row| (0..columns).map(move |column| (row, column))) {
+                    let from = if view.flipped { columns - 1 - column } else { column };
+                    let place = (view.top + row) * width + view.left + from;
+                    let label = labels[(number * rows + row) * columns + column];
+                    prop_assert_eq!(label, i64::from(data.label(index as usize)[place]));
+                    for channel in 0..channels {
+                        let value = found[((number * channels + channel) * rows + row) * columns + column];
+                        let byte = data.image(index as usize)[channel * height * width + place];
+                        prop_assert_eq!(value.round() as u8, byte);
+                        // The label is the first channel, and the others count up from it.
+                        prop_assert_eq!(i64::from(value.round() as u8), (label + channel as i64) % 256);
+                    }
+                }
+            }
+        }
+    }
+}
