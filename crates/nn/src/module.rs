@@ -33,6 +33,12 @@ pub trait Module: Any + Send + Sync {
         let _ = training;
     }
 
+    /// Fixes the statistics of this module itself, not of its children, or lets it take them from batches again. Batch norms
+    /// do; other modules need not know.
+    fn set_frozen_statistics(&self, frozen: bool) {
+        let _ = frozen;
+    }
+
     /// Makes this module itself, not its children, take statistics over the batches of all ranks of a communicator, or of its
     /// own batch again. Batch norms do; other modules need not know.
     fn set_communicator(&self, communicator: Option<&Communicator>) {
@@ -105,6 +111,10 @@ pub trait ModuleExt: Module {
     /// Switches the whole tree to evaluation.
     fn eval(&self);
 
+    /// Fixes the running statistics of all batch norms in the tree while the model trains ("frozen" batch norm), or lets them
+    /// take statistics from batches again. Their weights and biases are trained as before.
+    fn freeze_batchnorm(&self, frozen: bool);
+
     /// Synchronizes the batch norms of the whole tree over the ranks of a communicator, as PyTorch's
     /// `SyncBatchNorm.convert_sync_batchnorm`; `None` takes that back. Parameters, statistics, mode and frozen flags stay.
     ///
@@ -136,6 +146,11 @@ impl<M: Module + ?Sized> ModuleExt for M {
     fn eval(&self) {
         self.set_training(false);
         each_below(self.children(), &|module| module.set_training(false));
+    }
+
+    fn freeze_batchnorm(&self, frozen: bool) {
+        self.set_frozen_statistics(frozen);
+        each_below(self.children(), &|module| module.set_frozen_statistics(frozen));
     }
 
     fn convert_sync_batchnorm(&self, communicator: Option<&Communicator>) {

@@ -420,6 +420,10 @@ impl<const SPATIAL: usize> Module for BatchNorm<SPATIAL> {
         self.mode.training.store(training, Ordering::Relaxed);
     }
 
+    fn set_frozen_statistics(&self, frozen: bool) {
+        self.set_frozen(frozen);
+    }
+
     fn set_communicator(&self, communicator: Option<&Communicator>) {
         let mut own = self.mode.communicator.lock().unwrap_or_else(PoisonError::into_inner);
         *own = communicator.cloned();

@@ -96,6 +96,10 @@ impl<const SPATIAL: usize> Module for LazyBatchNorm<SPATIAL> {
         self.say(|before| before.training = training, |layer| layer.set_training(training));
     }
 
+    fn set_frozen_statistics(&self, frozen: bool) {
+        self.set_frozen(frozen);
+    }
+
     fn set_communicator(&self, communicator: Option<&Communicator>) {
         self.say(
             |before| before.communicator = communicator.cloned(),
