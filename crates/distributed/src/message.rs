@@ -1,5 +1,6 @@
 //! Numbers on their way from one rank to others.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 mod sealed {
@@ -52,21 +53,21 @@ impl Number for u8 {
     }
 }
 
-/// A copy of some numbers, shared by those who read it.
+/// A copy of some numbers, or a part of one, shared by those who read it.
 #[derive(Clone)]
 pub(crate) struct Message {
     /// Aligned for every [`Number`].
-    words: Arc<[u64]>,
-    bytes: usize,
+    words: Arc<Vec<u64>>,
+    /// Where in the words the numbers start and end, in bytes.
+    range: Range<usize>,
 }
 
 impl Message {
     pub(crate) fn new<T: Number>(numbers: &[T]) -> Message {
         let bytes = size_of_val(numbers);
-        let mut words: Arc<[u64]> = std::iter::repeat_n(0, bytes.div_ceil(size_of::<u64>())).collect();
-        let unshared = Arc::get_mut(&mut words).expect("new");
-        bytemuck::cast_slice_mut(unshared)[..numbers.len()].copy_from_slice(numbers);
-        Message { words, bytes }
+        let mut words = vec![0u64; bytes.div_ceil(size_of::<u64>())];
+        bytemuck::cast_slice_mut(&mut words)[..numbers.len()].copy_from_slice(numbers);
+        Message { words: Arc::new(words), range: 0..bytes }
     }
 
     /// Without numbers.
@@ -74,12 +75,49 @@ impl Message {
         Message::new::<u8>(&[])
     }
 
-    pub(crate) fn bytes(&self) -> usize {
-        self.bytes
+    /// The numbers in `range`, not copied; they must be of the type they were made of.
+    pub(crate) fn part<T: Number>(&self, range: Range<usize>) -> Message {
+        let [start, end] = [range.start, range.end].map(|index| self.range.start + index * size_of::<T>());
+        assert!(end <= self.range.end, "a part of what is there");
+        Message { words: self.words.clone(), range: start..end }
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &bytemuck::cast_slice(&self.words)[self.range.clone()]
     }
 
     /// The numbers, which must be of the type they were made of.
     pub(crate) fn numbers<T: Number>(&self) -> &[T] {
-        &bytemuck::cast_slice(&self.words)[..self.bytes / size_of::<T>()]
+        bytemuck::cast_slice(self.bytes())
+    }
+}
+
+/// What a rank gives to all ranks, itself included.
+pub(crate) enum Outgoing {
+    /// To all the same.
+    Same(Message),
+    /// To each its own, in their order.
+    Each(Vec<Message>),
+}
+
+impl Outgoing {
+    /// What `rank` gets.
+    pub(crate) fn to(&self, rank: usize) -> &Message {
+        match self {
+            Outgoing::Same(message) => message,
+            Outgoing::Each(messages) => &messages[rank],
+        }
+    }
+
+    /// The bytes that ranks other than `rank` get, each counted once.
+    pub(crate) fn bytes_beside(&self, rank: usize, world_size: usize) -> usize {
+        match self {
+            Outgoing::Same(_) if world_size == 1 => 0,
+            Outgoing::Same(message) => message.bytes().len(),
+            Outgoing::Each(messages) => {
+                let others = messages.iter().enumerate().filter(|&(other, _)| other != rank);
+                others.map(|(_, message)| message.bytes().len()).sum()
+            }
+        }
     }
 }
