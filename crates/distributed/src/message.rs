@@ -70,6 +70,13 @@ impl Message {
         Message { words: Arc::new(words), range: 0..bytes }
     }
 
+    /// The first `bytes` bytes of these words.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn from_words(words: Vec<u64>, bytes: usize) -> Message {
+        assert!(bytes <= size_of_val(words.as_slice()), "no more than there is");
+        Message { words: Arc::new(words), range: 0..bytes }
+    }
+
     /// Without numbers.
     pub(crate) fn empty() -> Message {
         Message::new::<u8>(&[])
