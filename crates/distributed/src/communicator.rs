@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::message::{Message, Outgoing};
+use crate::message::{Message, Outgoing, sum};
 use crate::threads::Place;
 use crate::{Call, Collective, Error, Number, Result};
 
@@ -106,18 +106,22 @@ impl Communicator {
         let all = Message::new(values);
         if world_size == 1 || size_of_val(values) < SHARED_FROM {
             let all = self.exchange::<T>(reduce, name, elements, Outgoing::Same(all))?;
-            values.iter_mut().zip(sums(&all)).for_each(|(value, sum)| *value = sum);
+            sum(&all, values);
             return Ok(());
         }
         // Every rank sums the part that is its own.
-        let cut = |part: usize| values.len() * part / world_size;
+        let len = values.len();
+        let cut = |part: usize| len * part / world_size;
         let parts = (0..world_size).map(|part| all.part::<T>(cut(part)..cut(part + 1))).collect();
         let parts = self.exchange::<T>(reduce, name, elements, Outgoing::Each(parts))?;
-        let mine: Vec<T> = sums(&parts).collect();
-        let mine = Outgoing::Same(Message::new(&mine));
-        let parts = self.exchange::<T>(reduce, name, elements, mine)?;
-        let sums = parts.iter().flat_map(|part| part.numbers::<T>());
-        values.iter_mut().zip(sums).for_each(|(value, &sum)| *value = sum);
+        let mine = cut(self.rank())..cut(self.rank() + 1);
+        let mut sums = vec![T::zeroed(); mine.len()];
+        sum(&parts, &mut sums);
+        let sums = Outgoing::Same(Message::new(&sums));
+        let all = self.exchange::<T>(reduce, name, elements, sums)?;
+        for (part, sums) in all.iter().enumerate() {
+            values[cut(part)..cut(part + 1)].copy_from_slice(sums.numbers());
+        }
         Ok(())
     }
 
@@ -206,13 +210,6 @@ impl Communicator {
         traffic.seconds += start.elapsed().as_secs_f64();
         Ok((call, result?))
     }
-}
-
-/// The sums of numbers at the same place in each message, in the messages' order.
-fn sums<T: Number>(messages: &[Message]) -> impl Iterator<Item = T> {
-    let all: Vec<&[T]> = messages.iter().map(Message::numbers).collect();
-    let len = all.first().map_or(0, |numbers| numbers.len());
-    (0..len).map(move |index| T::sum(all.iter().map(|numbers| numbers[index])))
 }
 
 impl std::fmt::Debug for Communicator {

@@ -4,52 +4,84 @@ use std::ops::Range;
 use std::sync::Arc;
 
 mod sealed {
-    pub trait Sealed {}
-    impl Sealed for f32 {}
-    impl Sealed for f64 {}
-    impl Sealed for u64 {}
-    impl Sealed for u8 {}
+    /// What sums need to know of a type.
+    pub trait Sealed: Copy {
+        /// What sums are taken in.
+        type Wide: Copy + Default;
+
+        fn widen(self) -> Self::Wide;
+
+        fn add(sum: Self::Wide, number: Self::Wide) -> Self::Wide;
+
+        fn narrow(sum: Self::Wide) -> Self;
+    }
+
+    macro_rules! sealed {
+        ($number:ty, $wide:ty, $add:expr) => {
+            impl Sealed for $number {
+                type Wide = $wide;
+
+                fn widen(self) -> $wide {
+                    self.into()
+                }
+
+                fn add(sum: $wide, number: $wide) -> $wide {
+                    $add(sum, number)
+                }
+
+                fn narrow(sum: $wide) -> $number {
+                    sum as $number
+                }
+            }
+        };
+    }
+
+    sealed!(f32, f64, std::ops::Add::add);
+    sealed!(f64, f64, std::ops::Add::add);
+    sealed!(u64, u64, u64::wrapping_add);
+    sealed!(u8, u8, u8::wrapping_add);
 }
 
 /// A type of numbers that ranks exchange: `f32`, `f64`, `u64` or `u8`.
+///
+/// Sums of f32 are taken in f64 and rounded once; sums of integers wrap around.
 pub trait Number: sealed::Sealed + bytemuck::Pod + Send + Sync {
     /// Its name.
     const DTYPE: &'static str;
-
-    /// The sum of numbers, in their order. Of f32 it is taken in f64 and rounded once; of integers it wraps around.
-    fn sum(numbers: impl Iterator<Item = Self>) -> Self;
 }
 
 impl Number for f32 {
     const DTYPE: &'static str = "f32";
-
-    fn sum(numbers: impl Iterator<Item = f32>) -> f32 {
-        f64::sum(numbers.map(f64::from)) as f32
-    }
 }
 
 impl Number for f64 {
     const DTYPE: &'static str = "f64";
-
-    fn sum(numbers: impl Iterator<Item = f64>) -> f64 {
-        // Not `Iterator::sum`, which starts at -0.0.
-        numbers.reduce(|sum, number| sum + number).unwrap_or(0.0)
-    }
 }
 
 impl Number for u64 {
     const DTYPE: &'static str = "u64";
-
-    fn sum(numbers: impl Iterator<Item = u64>) -> u64 {
-        numbers.fold(0, u64::wrapping_add)
-    }
 }
 
 impl Number for u8 {
     const DTYPE: &'static str = "u8";
+}
 
-    fn sum(numbers: impl Iterator<Item = u8>) -> u8 {
-        numbers.fold(0, u8::wrapping_add)
+/// The sums of the numbers at each place, of all messages in their order, which have at least as many numbers as `sums`.
+pub(crate) fn sum<T: Number>(messages: &[Message], sums: &mut [T]) {
+    /// Block by block, so that one message is read at a time and the wide sums stay near.
+    const BLOCK: usize = 512;
+    let Some((first, others)) = messages.split_first() else { return };
+    let mut wide = [T::Wide::default(); BLOCK];
+    for (block, sums) in sums.chunks_mut(BLOCK).enumerate() {
+        let range = block * BLOCK..block * BLOCK + sums.len();
+        // Not added to zero, which would turn -0.0 to 0.0.
+        let numbers = wide.iter_mut().zip(&first.numbers::<T>()[range.clone()]);
+        numbers.for_each(|(sum, number)| *sum = number.widen());
+        for other in others {
+            let numbers = wide.iter_mut().zip(&other.numbers::<T>()[range.clone()]);
+            numbers.for_each(|(sum, number)| *sum = T::add(*sum, number.widen()));
+        }
+        sums.iter_mut().zip(&wide).for_each(|(sum, &wide)| *sum = T::narrow(wide));
     }
 }
 
