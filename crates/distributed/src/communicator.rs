@@ -115,10 +115,8 @@ impl Communicator {
         let parts = (0..world_size).map(|part| all.part::<T>(cut(part)..cut(part + 1))).collect();
         let parts = self.exchange::<T>(reduce, name, elements, Outgoing::Each(parts))?;
         let mine = cut(self.rank())..cut(self.rank() + 1);
-        let mut sums = vec![T::zeroed(); mine.len()];
-        sum(&parts, &mut sums);
-        let sums = Outgoing::Same(Message::new(&sums));
-        let all = self.exchange::<T>(reduce, name, elements, sums)?;
+        let sums = Message::write(mine.len(), |sums: &mut [T]| sum(&parts, sums));
+        let all = self.exchange::<T>(reduce, name, elements, Outgoing::Same(sums))?;
         for (part, sums) in all.iter().enumerate() {
             values[cut(part)..cut(part + 1)].copy_from_slice(sums.numbers());
         }

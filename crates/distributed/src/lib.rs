@@ -21,6 +21,7 @@
 //! # Ok::<(), convoke_distributed::Error>(())
 //! ```
 
+mod buffers;
 mod call;
 mod communicator;
 mod error;

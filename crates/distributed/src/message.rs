@@ -3,6 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::buffers::Buffer;
+
 mod sealed {
     /// What sums need to know of a type.
     pub trait Sealed: Copy {
@@ -89,23 +91,28 @@ pub(crate) fn sum<T: Number>(messages: &[Message], sums: &mut [T]) {
 #[derive(Clone)]
 pub(crate) struct Message {
     /// Aligned for every [`Number`].
-    words: Arc<Vec<u64>>,
+    words: Arc<Buffer>,
     /// Where in the words the numbers start and end, in bytes.
     range: Range<usize>,
 }
 
 impl Message {
     pub(crate) fn new<T: Number>(numbers: &[T]) -> Message {
-        let bytes = size_of_val(numbers);
-        let mut words = vec![0u64; bytes.div_ceil(size_of::<u64>())];
-        bytemuck::cast_slice_mut(&mut words)[..numbers.len()].copy_from_slice(numbers);
+        Message::write(numbers.len(), |message| message.copy_from_slice(numbers))
+    }
+
+    /// `len` numbers that `write` writes, all of them, over anything.
+    pub(crate) fn write<T: Number>(len: usize, write: impl FnOnce(&mut [T])) -> Message {
+        let bytes = len * size_of::<T>();
+        let mut words = Buffer::with_at_least(bytes.div_ceil(size_of::<u64>()));
+        write(&mut bytemuck::cast_slice_mut(&mut words)[..len]);
         Message { words: Arc::new(words), range: 0..bytes }
     }
 
     /// The first `bytes` bytes of these words.
     #[cfg(feature = "mpi")]
-    pub(crate) fn from_words(words: Vec<u64>, bytes: usize) -> Message {
-        assert!(bytes <= size_of_val(words.as_slice()), "no more than there is");
+    pub(crate) fn from_words(words: Buffer, bytes: usize) -> Message {
+        assert!(bytes <= size_of_val(&words[..]), "no more than there is");
         Message { words: Arc::new(words), range: 0..bytes }
     }
 

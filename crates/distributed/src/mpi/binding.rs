@@ -10,6 +10,7 @@ use ::mpi::request::{Request, StaticScope};
 use ::mpi::topology::SimpleCommunicator;
 use ::mpi::traits::{Communicator as _, Destination as _, Equivalence as _, Source as _};
 
+use crate::buffers::Buffer;
 use crate::message::Message;
 use crate::{Error, Result};
 
@@ -154,7 +155,7 @@ unsafe impl Send for Receiving {}
 impl Receiving {
     /// Takes what has come as the first of `bytes` bytes.
     pub(super) fn start(bytes: usize, arrival: Arrival) -> Receiving {
-        let words = Box::into_raw(vec![0u64; bytes.div_ceil(size_of::<u64>())].into_boxed_slice());
+        let words = Box::into_raw(Buffer::with_at_least(bytes.div_ceil(size_of::<u64>())).into_box());
         let mut receiving = Receiving { words, bytes, filled: 0, request: None };
         receiving.go_on(arrival);
         receiving
@@ -195,7 +196,7 @@ impl Receiving {
         // SAFETY: from `Box::into_raw`, replaced by another, and without a request.
         let words = unsafe { Box::from_raw(words) };
         self.filled = 0;
-        Some(Message::from_words(words.into_vec(), mem::take(&mut self.bytes)))
+        Some(Message::from_words(words.into(), mem::take(&mut self.bytes)))
     }
 }
 
@@ -204,7 +205,7 @@ impl Drop for Receiving {
         match self.request.take() {
             Some(request) => mem::forget(request),
             // SAFETY: from `Box::into_raw`, and not used again.
-            None => drop(unsafe { Box::from_raw(self.words) }),
+            None => drop(Buffer::from(unsafe { Box::from_raw(self.words) })),
         }
     }
 }
