@@ -32,7 +32,8 @@
 //! # What MPI itself reports
 //!
 //! MPI ends the process where it fails itself, for example if a network connection breaks: its default, which the binding relies on.
-//! A process that is killed is found by the timeout, or by `mpirun`.
+//! A process that is killed is found by the timeout, or by `mpirun`, which by default kills the others. Leave it so between machines:
+//! over TCP, Open MPI 4.1 was seen to hang in a call that does not wait, after the process at the other end had been killed.
 
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
