@@ -1,6 +1,6 @@
-# CI runs `make check`, and then `make external` with oneDNN installed.
+# CI runs `make check`, and then `make external` and `make mpi` with oneDNN and Open MPI installed.
 
-.PHONY: check test external format lint docs smoke goldens
+.PHONY: check test external mpi format lint docs smoke goldens
 
 check: test format lint docs smoke
 
@@ -12,6 +12,13 @@ test:
 external:
 	cargo run --release -- info | grep "^external libraries *oneDNN [23]"
 	cargo test -p convoke-kernels --test onednn --test conv_oracle
+
+# Ranks that are processes, which need Open MPI, its headers and libclang; here they must be present.
+mpi:
+	mpirun --version
+	cargo clippy -p convoke-distributed --all-targets --features mpi -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc -p convoke-distributed --no-deps --features mpi
+	cargo test -p convoke-distributed --features mpi
 
 format:
 	cargo fmt --all --check

@@ -57,7 +57,8 @@ struct Curve {
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut arguments = std::env::args().skip(1);
-    let folder = PathBuf::from(arguments.next().ok_or("name the folder of CamVid: see the top of this example")?);
+    let folder =
+        PathBuf::from(arguments.next().ok_or("name the folder of CamVid: see the top of this example")?);
     let epochs: usize = arguments.next().map_or(Ok(10), |epochs| epochs.parse())?;
     let chart = PathBuf::from(arguments.next().unwrap_or_else(|| "camvid-batch-norm.svg".into()));
     let data = Arc::new(camvid::load(&folder, &silent)?);
@@ -128,7 +129,9 @@ fn median(values: &[f64]) -> f64 {
 
 fn print_table(curves: &[Curve], epochs: usize) {
     println!("After {epochs} epochs; the last two columns are medians of all steps.\n");
-    println!("| | training loss, last epoch | test loss | pixel accuracy | mean IoU | step | of it waiting |");
+    println!(
+        "| | training loss, last epoch | test loss | pixel accuracy | mean IoU | step | of it waiting |"
+    );
     println!("|---|---:|---:|---:|---:|---:|---:|");
     for (curve, (_, name)) in curves.iter().zip(RUNS) {
         let last = &curve.losses[curve.losses.len() - curve.losses.len() / epochs.max(1)..];

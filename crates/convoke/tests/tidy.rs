@@ -15,7 +15,12 @@ const DEPENDENCIES: [(&str, &[&str]); 6] = [
     ("convoke", &["convoke-kernels", "convoke-autograd", "convoke-distributed", "convoke-nn"]),
 ];
 /// Where `unsafe` may stand; this file only speaks of it.
-const MAY_BE_UNSAFE: [&str; 2] = ["crates/kernels/", "crates/convoke/tests/tidy.rs"];
+const MAY_BE_UNSAFE: [&str; 3] =
+    ["crates/kernels/", "crates/distributed/src/mpi/binding.rs", "crates/convoke/tests/tidy.rs"];
+/// Manifests that deny `unsafe`, which a file may allow, and do not forbid it.
+const MAY_DENY: [&str; 1] = ["crates/distributed/Cargo.toml"];
+/// Bindings to libraries, each with the one crate that may depend on it.
+const BINDINGS: [(&str, &str); 2] = [("mpi", "convoke-distributed"), ("libloading", "convoke-kernels")];
 /// Where the program's surroundings may be touched, besides tests and examples.
 const MAY_PRINT: [&str; 2] = ["crates/convoke/src/cli/", "crates/testkit/"];
 const MOST_LINES: usize = 600;
@@ -62,7 +67,7 @@ fn check_source(source: &Source, violations: &mut Vec<String>) {
         }
     }
     if !among(&MAY_BE_UNSAFE) && has_word(code, "unsafe") {
-        violated("`unsafe` outside of the kernels");
+        violated("`unsafe` outside of the kernels and the binding to MPI");
     }
     if in_src(path) && !among(&MAY_PRINT) {
         let shipped = code.split("#[cfg(test)]\nmod").next().unwrap_or_default();
@@ -104,26 +109,33 @@ fn dependencies(violations: &mut Vec<String>) {
             violated(format!("{name} is not in the table of crates in {}", file!()));
             continue;
         };
-        for other in depends_on.iter().filter(|other| !allowed.contains(&other.as_str())) {
+        let ours = depends_on.iter().filter(|other| *other == "convoke" || other.starts_with("convoke-"));
+        for other in ours.filter(|other| !allowed.contains(&other.as_str())) {
             violated(format!("{name} must not depend on {other}"));
         }
+        for (binding, user) in BINDINGS {
+            if depends_on.contains(binding) && name != user {
+                violated(format!("{name} must not depend on {binding}"));
+            }
+        }
+        let path = relative(&manifest);
         let inherits = text.contains("[lints]\nworkspace = true");
-        if !inherits && !MAY_BE_UNSAFE.iter().any(|place| relative(&manifest).starts_with(place)) {
+        let denies =
+            MAY_DENY.contains(&path.as_str()) && text.contains("[lints.rust]\nunsafe_code = \"deny\"");
+        if !inherits && !denies && !MAY_BE_UNSAFE.iter().any(|place| path.starts_with(place)) {
             violated("does not take the workspace's lints, which forbid `unsafe`".into());
         }
     }
 }
 
-/// A package's name, and the crates of this workspace that it needs when it is not tested.
+/// A package's name, and the crates that it needs when it is not tested.
 fn parse_manifest(text: &str) -> (String, BTreeSet<String>) {
     let (mut name, mut depends_on) = (String::new(), BTreeSet::new());
     let mut section = "";
     let mut note = |key: &str| {
         // `key.workspace = true` and `key = { ... }`.
         let key = key.trim().trim_matches('"').split('.').next().unwrap_or_default();
-        if key == "convoke" || key.starts_with("convoke-") {
-            depends_on.insert(key.to_owned());
-        }
+        depends_on.insert(key.to_owned());
     };
     for line in text.lines().map(str::trim).filter(|line| !line.starts_with('#')) {
         if let Some(header) = line.strip_prefix('[') {
@@ -231,5 +243,5 @@ fn the_rules_notice_what_they_are_for() {
     "#;
     let (name, depends_on) = parse_manifest(manifest);
     assert_eq!(name, "convoke-x");
-    assert_eq!(depends_on.into_iter().collect::<Vec<_>>(), ["convoke-a", "convoke-b", "convoke-c"]);
+    assert_eq!(depends_on.into_iter().collect::<Vec<_>>(), ["convoke-a", "convoke-b", "convoke-c", "serde"]);
 }

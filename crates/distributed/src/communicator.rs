@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::message::Message;
+use crate::message::{Message, Outgoing, sum};
 use crate::threads::Place;
 use crate::{Call, Collective, Error, Number, Result};
 
@@ -26,7 +26,7 @@ impl Default for Options {
 pub struct Traffic {
     /// Calls of collectives.
     pub calls: u64,
-    /// Bytes that this rank gave to others, each counted once however many others there are.
+    /// Bytes that this rank gave to others, each counted once however many others get it.
     pub bytes: u64,
     /// Seconds in collectives, waiting included.
     pub seconds: f64,
@@ -38,11 +38,15 @@ pub(crate) trait Transport: Send + Sync {
 
     fn world_size(&self) -> usize;
 
-    /// Gives `mine` to all ranks, and takes what each of them gave, in their order.
-    fn exchange(&self, call: &Call, mine: Message, timeout: Duration) -> Result<Vec<Message>>;
+    /// Gives `mine` to all ranks, and takes what each of them gave to this one, in their order.
+    fn exchange(&self, call: &Call, mine: Outgoing, timeout: Duration) -> Result<Vec<Message>>;
 
-    /// The transport between those ranks of this one, of which this rank is one; all of them call it after the same exchange.
-    fn among(&self, call: &Call, members: &[usize]) -> Box<dyn Transport>;
+    /// What others must know of this rank to reach it in a communicator that is about to be made.
+    fn address(&self) -> u64;
+
+    /// The transport between those ranks of this one, in rising order, of which this rank is one; all of them call it after
+    /// they have exchanged their addresses.
+    fn among(&self, call: &Call, members: &[usize], addresses: &[u64]) -> Result<Box<dyn Transport>>;
 }
 
 /// A rank's place among others, and what they do together. Clones are the same place.
@@ -61,6 +65,9 @@ struct Shared {
 
 /// Sums of more bytes are taken in parts, one by each rank.
 const SHARED_FROM: usize = 1 << 16;
+
+/// Names of calls have at most as many bytes.
+const LONGEST_NAME: usize = 1024;
 
 impl Communicator {
     pub(crate) fn new(transport: Box<dyn Transport>, options: Options) -> Communicator {
@@ -90,23 +97,29 @@ impl Communicator {
     /// Each of `values` becomes its sum over all ranks, taken in their order.
     ///
     /// # Errors
-    /// If the ranks' calls, types or lengths differ; if one is gone or does not come in time. `values` are then as before.
+    /// If the ranks' calls, types or lengths differ; if one is gone or does not come in time; if `name` has more than 1024
+    /// bytes. `values` are then as before.
     pub fn all_reduce<T: Number>(&self, name: &str, values: &mut [T]) -> Result<()> {
         let world_size = self.world_size();
         let elements = Some(values.len());
         let reduce = Collective::AllReduce;
-        let all = self.exchange::<T>(reduce, name, elements, Message::new(values))?;
-        let all: Vec<&[T]> = all.iter().map(Message::numbers).collect();
-        let sum = |index: usize| T::sum(all.iter().map(|values| values[index]));
+        let all = Message::new(values);
         if world_size == 1 || size_of_val(values) < SHARED_FROM {
-            values.iter_mut().enumerate().for_each(|(index, value)| *value = sum(index));
+            let all = self.exchange::<T>(reduce, name, elements, Outgoing::Same(all))?;
+            sum(&all, values);
             return Ok(());
         }
-        let cut = |part: usize| values.len() * part / world_size;
-        let mine: Vec<T> = (cut(self.rank())..cut(self.rank() + 1)).map(sum).collect();
-        let parts = self.exchange::<T>(reduce, name, elements, Message::new(&mine))?;
-        let sums = parts.iter().flat_map(|part| part.numbers::<T>());
-        values.iter_mut().zip(sums).for_each(|(value, &sum)| *value = sum);
+        // Every rank sums the part that is its own.
+        let len = values.len();
+        let cut = |part: usize| len * part / world_size;
+        let parts = (0..world_size).map(|part| all.part::<T>(cut(part)..cut(part + 1))).collect();
+        let parts = self.exchange::<T>(reduce, name, elements, Outgoing::Each(parts))?;
+        let mine = cut(self.rank())..cut(self.rank() + 1);
+        let sums = Message::write(mine.len(), |sums: &mut [T]| sum(&parts, sums));
+        let all = self.exchange::<T>(reduce, name, elements, Outgoing::Same(sums))?;
+        for (part, sums) in all.iter().enumerate() {
+            values[cut(part)..cut(part + 1)].copy_from_slice(sums.numbers());
+        }
         Ok(())
     }
 
@@ -115,7 +128,8 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::all_reduce`], lengths apart.
     pub fn all_gather<T: Number>(&self, name: &str, values: &[T]) -> Result<Vec<Vec<T>>> {
-        let all = self.exchange::<T>(Collective::AllGather, name, None, Message::new(values))?;
+        let mine = Outgoing::Same(Message::new(values));
+        let all = self.exchange::<T>(Collective::AllGather, name, None, mine)?;
         Ok(all.iter().map(|message| message.numbers().to_vec()).collect())
     }
 
@@ -131,7 +145,8 @@ impl Communicator {
             )));
         }
         let mine = if self.rank() == root { Message::new(values) } else { Message::empty() };
-        let all = self.exchange::<T>(Collective::Broadcast { root }, name, Some(values.len()), mine)?;
+        let collective = Collective::Broadcast { root };
+        let all = self.exchange::<T>(collective, name, Some(values.len()), Outgoing::Same(mine))?;
         values.copy_from_slice(all[root].numbers());
         Ok(())
     }
@@ -141,7 +156,8 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::all_reduce`].
     pub fn barrier(&self, name: &str) -> Result<()> {
-        self.exchange::<u8>(Collective::Barrier, name, Some(0), Message::empty()).map(drop)
+        let nothing = Outgoing::Same(Message::empty());
+        self.exchange::<u8>(Collective::Barrier, name, Some(0), nothing).map(drop)
     }
 
     /// A communicator of the ranks that give the same color, in their order.
@@ -149,11 +165,13 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::all_reduce`].
     pub fn split(&self, name: &str, color: u64) -> Result<Communicator> {
-        let mine = Message::new(&[color]);
-        let (call, colors) = self.exchange_as::<u64>(Collective::Split, name, Some(1), mine)?;
+        let transport = &self.shared.transport;
+        let mine = Outgoing::Same(Message::new(&[color, transport.address()]));
+        let (call, all) = self.exchange_as::<u64>(Collective::Split, name, Some(2), mine)?;
         let members: Vec<usize> =
-            (0..colors.len()).filter(|&rank| colors[rank].numbers::<u64>() == [color]).collect();
-        Ok(Communicator::new(self.shared.transport.among(&call, &members), self.shared.options))
+            (0..all.len()).filter(|&rank| all[rank].numbers::<u64>()[0] == color).collect();
+        let addresses: Vec<u64> = members.iter().map(|&rank| all[rank].numbers()[1]).collect();
+        Ok(Communicator::new(transport.among(&call, &members, &addresses)?, self.shared.options))
     }
 
     fn exchange<T: Number>(
@@ -161,7 +179,7 @@ impl Communicator {
         collective: Collective,
         name: &str,
         elements: Option<usize>,
-        mine: Message,
+        mine: Outgoing,
     ) -> Result<Vec<Message>> {
         self.exchange_as::<T>(collective, name, elements, mine).map(|(_, messages)| messages)
     }
@@ -172,15 +190,21 @@ impl Communicator {
         collective: Collective,
         name: &str,
         elements: Option<usize>,
-        mine: Message,
+        mine: Outgoing,
     ) -> Result<(Call, Vec<Message>)> {
+        if name.len() > LONGEST_NAME {
+            return Err(Error::Invalid(format!(
+                "a call's name has at most {LONGEST_NAME} bytes, not {}",
+                name.len()
+            )));
+        }
         let mut traffic = self.shared.traffic.lock().unwrap_or_else(PoisonError::into_inner);
         traffic.calls += 1;
         let (name, number) = (name.to_owned(), traffic.calls);
         let call = Call { collective, name, number, dtype: T::DTYPE, elements };
-        let (bytes, start) = (mine.bytes() as u64, Instant::now());
+        let (bytes, start) = (mine.bytes_beside(self.rank(), self.world_size()) as u64, Instant::now());
         let result = self.shared.transport.exchange(&call, mine, self.shared.options.timeout);
-        traffic.bytes += if self.world_size() > 1 { bytes } else { 0 };
+        traffic.bytes += bytes;
         traffic.seconds += start.elapsed().as_secs_f64();
         Ok((call, result?))
     }

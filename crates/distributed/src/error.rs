@@ -55,6 +55,9 @@ pub enum Error {
     /// A value that makes no sense.
     #[error("{0}")]
     Invalid(String),
+    /// What carries messages between ranks is not there, or gave something that is no message.
+    #[error("{0}")]
+    Transport(String),
 }
 
 fn ranks(ranks: &[usize]) -> String {

@@ -7,6 +7,8 @@
 //!
 //! Sums are taken in the order of the ranks: the same bits on every rank and in every run.
 //!
+//! Ranks are threads ([`run_threads`]), or processes that `mpirun` has started (`mpi::world`, with the feature `mpi`).
+//!
 //! ```
 //! use convoke_distributed::{Options, run_threads};
 //!
@@ -19,10 +21,13 @@
 //! # Ok::<(), convoke_distributed::Error>(())
 //! ```
 
+mod buffers;
 mod call;
 mod communicator;
 mod error;
 mod message;
+#[cfg(feature = "mpi")]
+pub mod mpi;
 mod threads;
 
 pub use call::{Call, Collective};

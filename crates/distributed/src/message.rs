@@ -1,72 +1,119 @@
 //! Numbers on their way from one rank to others.
 
+use std::ops::Range;
 use std::sync::Arc;
 
+use crate::buffers::Buffer;
+
 mod sealed {
-    pub trait Sealed {}
-    impl Sealed for f32 {}
-    impl Sealed for f64 {}
-    impl Sealed for u64 {}
-    impl Sealed for u8 {}
+    /// What sums need to know of a type.
+    pub trait Sealed: Copy {
+        /// What sums are taken in.
+        type Wide: Copy + Default;
+
+        fn widen(self) -> Self::Wide;
+
+        fn add(sum: Self::Wide, number: Self::Wide) -> Self::Wide;
+
+        fn narrow(sum: Self::Wide) -> Self;
+    }
+
+    macro_rules! sealed {
+        ($number:ty, $wide:ty, $add:expr) => {
+            impl Sealed for $number {
+                type Wide = $wide;
+
+                fn widen(self) -> $wide {
+                    self.into()
+                }
+
+                fn add(sum: $wide, number: $wide) -> $wide {
+                    $add(sum, number)
+                }
+
+                fn narrow(sum: $wide) -> $number {
+                    sum as $number
+                }
+            }
+        };
+    }
+
+    sealed!(f32, f64, std::ops::Add::add);
+    sealed!(f64, f64, std::ops::Add::add);
+    sealed!(u64, u64, u64::wrapping_add);
+    sealed!(u8, u8, u8::wrapping_add);
 }
 
 /// A type of numbers that ranks exchange: `f32`, `f64`, `u64` or `u8`.
+///
+/// Sums of f32 are taken in f64 and rounded once; sums of integers wrap around.
 pub trait Number: sealed::Sealed + bytemuck::Pod + Send + Sync {
     /// Its name.
     const DTYPE: &'static str;
-
-    /// The sum of numbers, in their order. Of f32 it is taken in f64 and rounded once; of integers it wraps around.
-    fn sum(numbers: impl Iterator<Item = Self>) -> Self;
 }
 
 impl Number for f32 {
     const DTYPE: &'static str = "f32";
-
-    fn sum(numbers: impl Iterator<Item = f32>) -> f32 {
-        f64::sum(numbers.map(f64::from)) as f32
-    }
 }
 
 impl Number for f64 {
     const DTYPE: &'static str = "f64";
-
-    fn sum(numbers: impl Iterator<Item = f64>) -> f64 {
-        // Not `Iterator::sum`, which starts at -0.0.
-        numbers.reduce(|sum, number| sum + number).unwrap_or(0.0)
-    }
 }
 
 impl Number for u64 {
     const DTYPE: &'static str = "u64";
-
-    fn sum(numbers: impl Iterator<Item = u64>) -> u64 {
-        numbers.fold(0, u64::wrapping_add)
-    }
 }
 
 impl Number for u8 {
     const DTYPE: &'static str = "u8";
+}
 
-    fn sum(numbers: impl Iterator<Item = u8>) -> u8 {
-        numbers.fold(0, u8::wrapping_add)
+/// The sums of the numbers at each place, of all messages in their order, which have at least as many numbers as `sums`.
+pub(crate) fn sum<T: Number>(messages: &[Message], sums: &mut [T]) {
+    /// Block by block, so that one message is read at a time and the wide sums stay near.
+    const BLOCK: usize = 512;
+    let Some((first, others)) = messages.split_first() else { return };
+    let mut wide = [T::Wide::default(); BLOCK];
+    for (block, sums) in sums.chunks_mut(BLOCK).enumerate() {
+        let range = block * BLOCK..block * BLOCK + sums.len();
+        // Not added to zero, which would turn -0.0 to 0.0.
+        let numbers = wide.iter_mut().zip(&first.numbers::<T>()[range.clone()]);
+        numbers.for_each(|(sum, number)| *sum = number.widen());
+        for other in others {
+            let numbers = wide.iter_mut().zip(&other.numbers::<T>()[range.clone()]);
+            numbers.for_each(|(sum, number)| *sum = T::add(*sum, number.widen()));
+        }
+        sums.iter_mut().zip(&wide).for_each(|(sum, &wide)| *sum = T::narrow(wide));
     }
 }
 
-/// A copy of some numbers, shared by those who read it.
+/// A copy of some numbers, or a part of one, shared by those who read it.
 #[derive(Clone)]
 pub(crate) struct Message {
     /// Aligned for every [`Number`].
-    words: Arc<[u64]>,
-    bytes: usize,
+    words: Arc<Buffer>,
+    /// Where in the words the numbers start and end, in bytes.
+    range: Range<usize>,
 }
 
 impl Message {
     pub(crate) fn new<T: Number>(numbers: &[T]) -> Message {
-        let bytes = size_of_val(numbers);
-        let mut words: Arc<[u64]> = std::iter::repeat_n(0, bytes.div_ceil(size_of::<u64>())).collect();
-        let unshared = Arc::get_mut(&mut words).expect("new");
-        bytemuck::cast_slice_mut(unshared)[..numbers.len()].copy_from_slice(numbers);
-        Message { words, bytes }
+        Message::write(numbers.len(), |message| message.copy_from_slice(numbers))
+    }
+
+    /// `len` numbers that `write` writes, all of them, over anything.
+    pub(crate) fn write<T: Number>(len: usize, write: impl FnOnce(&mut [T])) -> Message {
+        let bytes = len * size_of::<T>();
+        let mut words = Buffer::with_at_least(bytes.div_ceil(size_of::<u64>()));
+        write(&mut bytemuck::cast_slice_mut(&mut words)[..len]);
+        Message { words: Arc::new(words), range: 0..bytes }
+    }
+
+    /// The first `bytes` bytes of these words.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn from_words(words: Buffer, bytes: usize) -> Message {
+        assert!(bytes <= size_of_val(&words[..]), "no more than there is");
+        Message { words: Arc::new(words), range: 0..bytes }
     }
 
     /// Without numbers.
@@ -74,12 +121,49 @@ impl Message {
         Message::new::<u8>(&[])
     }
 
-    pub(crate) fn bytes(&self) -> usize {
-        self.bytes
+    /// The numbers in `range`, not copied; they must be of the type they were made of.
+    pub(crate) fn part<T: Number>(&self, range: Range<usize>) -> Message {
+        let [start, end] = [range.start, range.end].map(|index| self.range.start + index * size_of::<T>());
+        assert!(end <= self.range.end, "a part of what is there");
+        Message { words: self.words.clone(), range: start..end }
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &bytemuck::cast_slice(&self.words)[self.range.clone()]
     }
 
     /// The numbers, which must be of the type they were made of.
     pub(crate) fn numbers<T: Number>(&self) -> &[T] {
-        &bytemuck::cast_slice(&self.words)[..self.bytes / size_of::<T>()]
+        bytemuck::cast_slice(self.bytes())
+    }
+}
+
+/// What a rank gives to all ranks, itself included.
+pub(crate) enum Outgoing {
+    /// To all the same.
+    Same(Message),
+    /// To each its own, in their order.
+    Each(Vec<Message>),
+}
+
+impl Outgoing {
+    /// What `rank` gets.
+    pub(crate) fn to(&self, rank: usize) -> &Message {
+        match self {
+            Outgoing::Same(message) => message,
+            Outgoing::Each(messages) => &messages[rank],
+        }
+    }
+
+    /// The bytes that ranks other than `rank` get, each counted once.
+    pub(crate) fn bytes_beside(&self, rank: usize, world_size: usize) -> usize {
+        match self {
+            Outgoing::Same(_) if world_size == 1 => 0,
+            Outgoing::Same(message) => message.bytes().len(),
+            Outgoing::Each(messages) => {
+                let others = messages.iter().enumerate().filter(|&(other, _)| other != rank);
+                others.map(|(_, message)| message.bytes().len()).sum()
+            }
+        }
     }
 }

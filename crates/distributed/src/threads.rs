@@ -6,7 +6,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::communicator::Transport;
-use crate::message::Message;
+use crate::message::{Message, Outgoing};
 use crate::{Call, Communicator, Error, Options, Result};
 
 /// A communicator for each of `world_size` ranks, in their order: each is for one thread.
@@ -75,9 +75,9 @@ struct Meeting {
 
 struct State {
     /// What each rank has brought to the present call.
-    brought: Vec<Option<(Call, Message)>>,
+    brought: Vec<Option<(Call, Outgoing)>>,
     /// What all have brought to the last call, until each has taken it.
-    complete: Option<Vec<Message>>,
+    complete: Option<Vec<Outgoing>>,
     taken: usize,
     /// Which ranks have ended.
     ended: Vec<bool>,
@@ -90,7 +90,7 @@ struct State {
 impl Meeting {
     fn new(world_size: usize) -> Meeting {
         let state = State {
-            brought: vec![None; world_size],
+            brought: (0..world_size).map(|_| None).collect(),
             complete: None,
             taken: 0,
             ended: vec![false; world_size],
@@ -132,9 +132,10 @@ impl State {
         (0..self.brought.len()).filter(|&rank| self.brought[rank].is_none()).collect()
     }
 
-    /// All messages, and an empty table for the next call, once every rank has taken them.
-    fn take(&mut self) -> Option<Vec<Message>> {
-        let messages = self.complete.clone()?;
+    /// All messages to `rank`, and an empty table for the next call, once every rank has taken its own.
+    fn take(&mut self, rank: usize) -> Option<Vec<Message>> {
+        let all = self.complete.as_ref()?;
+        let messages: Vec<Message> = all.iter().map(|outgoing| outgoing.to(rank).clone()).collect();
         self.taken += 1;
         if self.taken == messages.len() {
             (self.complete, self.taken) = (None, 0);
@@ -192,7 +193,7 @@ impl Transport for Place {
         self.meeting.state().brought.len()
     }
 
-    fn exchange(&self, call: &Call, mine: Message, timeout: Duration) -> Result<Vec<Message>> {
+    fn exchange(&self, call: &Call, mine: Outgoing, timeout: Duration) -> Result<Vec<Message>> {
         let time = (Instant::now(), timeout);
         let state = self.meeting.state();
         if let Some(first) = &state.failed {
@@ -204,12 +205,18 @@ impl Transport for Place {
         state.brought[self.rank] = Some((call.clone(), mine));
         if state.obstacle(self.rank, call).is_none() && state.missing().is_empty() {
             let brought = state.brought.iter_mut().map(Option::take);
-            state.complete = Some(brought.flatten().map(|(_, message)| message).collect());
+            state.complete = Some(brought.flatten().map(|(_, outgoing)| outgoing).collect());
         }
-        self.wait(state, call, time, State::take).map(|(_state, messages)| messages)
+        let take = |state: &mut State| state.take(self.rank);
+        self.wait(state, call, time, take).map(|(_state, messages)| messages)
     }
 
-    fn among(&self, call: &Call, members: &[usize]) -> Box<dyn Transport> {
+    fn address(&self) -> u64 {
+        // Threads meet by the call.
+        0
+    }
+
+    fn among(&self, call: &Call, members: &[usize], _addresses: &[u64]) -> Result<Box<dyn Transport>> {
         let mut state = self.meeting.state();
         let key = (call.number, members[0]);
         let group = state.groups.entry(key);
@@ -221,7 +228,7 @@ impl Transport for Place {
             state.groups.remove(&key);
         }
         let rank = members.iter().position(|&rank| rank == self.rank).expect("a member");
-        Box::new(Place { meeting, rank })
+        Ok(Box::new(Place { meeting, rank }))
     }
 }
 

@@ -127,6 +127,12 @@ fn traffic_is_counted() {
         assert_eq!((traffic.calls, traffic.bytes), (2, 80));
         assert!(traffic.seconds > 0.0);
     }
+    // In parts: half of the numbers to the other rank, then the sums of one's own half.
+    let large = run(2, |communicator| {
+        communicator.all_reduce("large", &mut vec![0.0f64; 10_000]).unwrap();
+        communicator.traffic().bytes
+    });
+    assert_eq!(large, [80_000, 80_000]);
     let solo = Communicator::solo();
     solo.all_reduce("ten", &mut [0.0f64; 10]).unwrap();
     assert_eq!((solo.traffic().calls, solo.traffic().bytes), (1, 0));
@@ -241,6 +247,15 @@ fn waiting_ends_with_the_names_of_those_who_did_not_come() {
         assert!(error.to_string().contains("in barrier \"late\" (call 1, 0 x u8) for rank 1"), "{error}");
     }
     assert!(matches!(idle.barrier("late").unwrap_err(), Error::Timeout { .. }));
+}
+
+#[test]
+fn names_have_a_sensible_length() {
+    let solo = Communicator::solo();
+    assert_eq!(solo.barrier(&"x".repeat(1024)), Ok(()));
+    let error = solo.barrier(&"x".repeat(1025)).unwrap_err().to_string();
+    assert!(error.contains("1024 bytes"), "{error}");
+    assert_eq!(solo.barrier("short"), Ok(()));
 }
 
 #[test]

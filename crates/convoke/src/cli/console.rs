@@ -41,8 +41,9 @@ pub(crate) struct Console {
 }
 
 impl Console {
-    /// Takes over Ctrl-C: the first one asks to stop at the next good moment, the second ends the process.
-    pub(crate) fn new() -> Result<Console> {
+    /// Takes over Ctrl-C: the first one asks to stop at the next good moment, the second ends the process. Shows nothing at all
+    /// if it is `quiet`: for processes that are ranks other than the first.
+    pub(crate) fn new(quiet: bool) -> Result<Console> {
         let interrupted = Arc::new(AtomicBool::new(false));
         let shown = Arc::new(Mutex::new(ProgressBar::hidden()));
         let (flag, bar) = (interrupted.clone(), shown.clone());
@@ -50,14 +51,17 @@ impl Console {
             if flag.swap(true, Ordering::Relaxed) {
                 std::process::exit(1);
             }
-            lock(&bar).suspend(|| note("stopping at the next good moment (Ctrl-C again: at once)"));
+            if !quiet {
+                lock(&bar).suspend(|| note("stopping at the next good moment (Ctrl-C again: at once)"));
+            }
         })
         .map_err(|error| Failure::Run(format!("cannot watch for Ctrl-C: {error}")))?;
-        Ok(Console { terminal: std::io::stderr().is_terminal(), quiet: false, interrupted, shown })
+        let terminal = !quiet && std::io::stderr().is_terminal();
+        Ok(Console { terminal, quiet, interrupted, shown })
     }
 
-    /// One that shows nothing and hears no Ctrl-C: for ranks other than the first.
-    pub(crate) fn quiet() -> Console {
+    /// One that shows nothing and hears no Ctrl-C: for threads that are ranks other than the first.
+    pub(crate) fn of_thread() -> Console {
         let shown = Arc::new(Mutex::new(ProgressBar::hidden()));
         Console { terminal: false, quiet: true, interrupted: Arc::default(), shown }
     }

@@ -58,7 +58,7 @@ pub(crate) fn run(args: &RunArgs, work: impl Fn(&Rank<'_>) -> Result<()> + Sync)
     }
     let world_size = usize::from(args.ranks.ranks);
     check_batch(args, world_size)?;
-    let (console, quiet) = (Console::new()?, Console::quiet());
+    let (console, quiet) = (Console::new(false)?, Console::of_thread());
     train::check_output(args)?;
     let data = dataset::load(args, &console)?;
     let results = run_threads(world_size, &options, |communicator| {
@@ -77,9 +77,33 @@ pub(crate) fn run(args: &RunArgs, work: impl Fn(&Rank<'_>) -> Result<()> + Sync)
     }
 }
 
+/// This process is one rank. Rank 0 alone prints; the others tell why they end, if they fail.
+#[cfg(feature = "mpi")]
+fn run_mpi(args: &RunArgs, options: &Options, work: impl Fn(&Rank<'_>) -> Result<()>) -> Result<()> {
+    let communicator = convoke::distributed::mpi::world(options)?;
+    let number = communicator.rank();
+    let run = || -> Result<()> {
+        check_batch(args, communicator.world_size())?;
+        let console = Console::new(number > 0)?;
+        if number == 0 {
+            train::check_output(args)?;
+        }
+        // Rank 0 downloads what the others, on the same machine, then read.
+        let data = match number {
+            0 => Some(dataset::load(args, &console)?),
+            _ => None,
+        };
+        communicator.barrier("data").map_err(|error| Failure::OtherRanks(error.to_string()))?;
+        let data = data.map_or_else(|| dataset::load(args, &console), Ok)?;
+        work(&Rank { communicator: &communicator, console: &console, data: &data, in_process: 1 })
+    };
+    run().map_err(|failure| if number == 0 { failure } else { failure.on_rank(number) })
+}
+
+#[cfg(not(feature = "mpi"))]
 fn run_mpi(_: &RunArgs, _: &Options, _: impl Fn(&Rank<'_>) -> Result<()>) -> Result<()> {
     Err(Failure::Usage(
-        "--mpi: this program was built without MPI; with Open MPI or MPICH installed, build it with \
+        "--mpi: this program was built without MPI: with Open MPI or MPICH installed, build it with \
          `--features mpi` (docs/data-parallel.md), or use --ranks for threads"
             .into(),
     ))

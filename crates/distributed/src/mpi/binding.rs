@@ -1,0 +1,211 @@
+//! MPI's hold on memory of ours while messages are on their way: the only unsafe code of this crate.
+#![allow(unsafe_code)]
+
+use std::mem;
+
+use ::mpi::Threading;
+use ::mpi::environment::Universe;
+use ::mpi::point_to_point;
+use ::mpi::request::{Request, StaticScope};
+use ::mpi::topology::SimpleCommunicator;
+use ::mpi::traits::{Communicator as _, Destination as _, Equivalence as _, Source as _};
+
+use crate::buffers::Buffer;
+use crate::message::Message;
+use crate::{Error, Result};
+
+/// A nonblocking operation on bytes that stay where they are until it is complete.
+type Pending = Request<'static, [u8], StaticScope>;
+
+/// Runs `request` a bit further; whether it is complete.
+fn advance(request: &mut Option<Pending>) -> bool {
+    *request = request.take().and_then(|request| request.test().err());
+    request.is_none()
+}
+
+/// The MPI library, initialized, and a communicator of all processes that nobody else uses.
+pub(super) struct Library {
+    all: SimpleCommunicator,
+    universe: Universe,
+}
+
+// SAFETY: MPI gave MPI_THREAD_MULTIPLE, with which any thread may call it, several at once too.
+unsafe impl Send for Library {}
+// SAFETY: as above.
+unsafe impl Sync for Library {}
+
+impl Library {
+    /// Initializes MPI; all processes do. Fails if that has been done, or if it does not let several threads call it.
+    pub(super) fn start() -> Result<Library> {
+        let failed = |said: &str| Err(Error::Transport(format!("MPI cannot be used: {said}")));
+        match ::mpi::initialize_with_threading(Threading::Multiple) {
+            None => failed("it has been initialized before, which can be done once in a process"),
+            Some((universe, Threading::Multiple)) => {
+                Ok(Library { all: universe.world().duplicate(), universe })
+            }
+            // Dropped here, and so finalized, in all processes.
+            Some((_universe, threading)) => {
+                failed(&format!("it was built for {threading:?} threads, not for MPI_THREAD_MULTIPLE"))
+            }
+        }
+    }
+
+    /// This process, and how many there are.
+    pub(super) fn place(&self) -> (usize, usize) {
+        // MPI's are not negative.
+        (self.all.rank().unsigned_abs() as usize, self.all.size().unsigned_abs() as usize)
+    }
+
+    /// Starts to send to a process. `message` has less than 2 GiB.
+    pub(super) fn send(&self, to: usize, tag: i32, message: Message) -> Sending {
+        // SAFETY: the bytes lie behind the `Arc` of `message`, which never changes them and is kept until MPI is done:
+        // `Sending` forgets it if it is dropped before.
+        let bytes: &'static [u8] = unsafe { &*std::ptr::from_ref(message.bytes()) };
+        let request = self.all.process_at_rank(to as i32).immediate_send_with_tag(StaticScope, bytes, tag);
+        Sending { to, request: Some(request), message }
+    }
+
+    /// A message that has come with this tag, or with any.
+    pub(super) fn arrival(&self, tag: Option<i32>) -> Option<Arrival> {
+        let any = self.all.any_process();
+        let (message, status) = match tag {
+            Some(tag) => any.immediate_matched_probe_with_tag(tag),
+            None => any.immediate_matched_probe(),
+        }?;
+        let bytes = status.count(u8::equivalent_datatype());
+        // A message of 2 GiB or more has a negative count; none of ours does.
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+        let from = status.source_rank().unsigned_abs() as usize;
+        Some(Arrival { from, tag: status.tag(), bytes, message: Some(message) })
+    }
+
+    /// Ends MPI, together with all other processes.
+    pub(super) fn finish(self) {
+        let Library { all, universe } = self;
+        drop(all);
+        drop(universe);
+    }
+
+    /// Leaves MPI as it is until the process ends.
+    pub(super) fn abandon(self) {
+        mem::forget(self);
+    }
+}
+
+/// A message on its way to another process.
+pub(super) struct Sending {
+    /// The process.
+    pub(super) to: usize,
+    request: Option<Pending>,
+    message: Message,
+}
+
+// SAFETY: with MPI_THREAD_MULTIPLE a request may be completed by another thread than it was started by.
+unsafe impl Send for Sending {}
+
+impl Sending {
+    /// Whether MPI is done with the message.
+    pub(super) fn done(&mut self) -> bool {
+        advance(&mut self.request)
+    }
+}
+
+impl Drop for Sending {
+    fn drop(&mut self) {
+        if let Some(request) = self.request.take() {
+            mem::forget(request);
+            mem::forget(self.message.clone());
+        }
+    }
+}
+
+/// A message that can be received.
+pub(super) struct Arrival {
+    /// The process that sent it.
+    pub(super) from: usize,
+    /// What for.
+    pub(super) tag: i32,
+    /// How long it is.
+    pub(super) bytes: usize,
+    message: Option<point_to_point::Message>,
+}
+
+// SAFETY: as a request, a matched message may be received by another thread.
+unsafe impl Send for Arrival {}
+
+impl Drop for Arrival {
+    fn drop(&mut self) {
+        // Its own drop panics; one that nobody wants stays with MPI.
+        mem::forget(self.message.take());
+    }
+}
+
+/// Bytes that come from one process, in one message or in several, one after the other.
+pub(super) struct Receiving {
+    /// From `Box::into_raw`; MPI writes to it while there is a request.
+    words: *mut [u64],
+    bytes: usize,
+    filled: usize,
+    request: Option<Pending>,
+}
+
+// SAFETY: it is the only one that has its words, and requests may be completed by any thread.
+unsafe impl Send for Receiving {}
+
+impl Receiving {
+    /// Takes what has come as the first of `bytes` bytes.
+    pub(super) fn start(bytes: usize, arrival: Arrival) -> Receiving {
+        let words = Box::into_raw(Buffer::with_at_least(bytes.div_ceil(size_of::<u64>())).into_box());
+        let mut receiving = Receiving { words, bytes, filled: 0, request: None };
+        receiving.go_on(arrival);
+        receiving
+    }
+
+    /// Takes what has come as the next bytes, once it is idle. There must be room for it.
+    pub(super) fn go_on(&mut self, mut arrival: Arrival) {
+        assert!(
+            self.request.is_none() && arrival.bytes <= self.bytes - self.filled,
+            "as its callers have checked"
+        );
+        if let Some(message) = arrival.message.take() {
+            // SAFETY: the words come from a box of our own, and nothing refers to them: there is no request. They are
+            // neither read nor freed before the request is complete: `Receiving` forgets them if it is dropped before.
+            let words: &'static mut [u64] = unsafe { &mut *self.words };
+            let room = &mut bytemuck::cast_slice_mut(words)[self.filled..][..arrival.bytes];
+            self.request = Some(message.immediate_matched_receive_into(StaticScope, room));
+            self.filled += arrival.bytes;
+        }
+    }
+
+    /// Whether what has come so far is here.
+    pub(super) fn idle(&mut self) -> bool {
+        advance(&mut self.request)
+    }
+
+    /// How many bytes have not come.
+    pub(super) fn missing(&self) -> usize {
+        self.bytes - self.filled
+    }
+
+    /// What was received; `None` before all is here.
+    pub(super) fn message(&mut self) -> Option<Message> {
+        if !self.idle() || self.missing() > 0 {
+            return None;
+        }
+        let words = mem::replace(&mut self.words, Box::into_raw(Box::default()));
+        // SAFETY: from `Box::into_raw`, replaced by another, and without a request.
+        let words = unsafe { Box::from_raw(words) };
+        self.filled = 0;
+        Some(Message::from_words(words.into(), mem::take(&mut self.bytes)))
+    }
+}
+
+impl Drop for Receiving {
+    fn drop(&mut self) {
+        match self.request.take() {
+            Some(request) => mem::forget(request),
+            // SAFETY: from `Box::into_raw`, and not used again.
+            None => drop(Buffer::from(unsafe { Box::from_raw(self.words) })),
+        }
+    }
+}

@@ -1,0 +1,188 @@
+//! Ranks that are processes, started by `mpirun` (feature `mpi`).
+//!
+//! Every process calls [`world`] once and gets the same [`Communicator`] as ranks on threads have, with the same results, bit for
+//! bit. Messages of MPI carry it; its collectives are not used, as they hang where a process is gone.
+//!
+//! ```no_run
+//! use convoke_distributed::{Options, Result, mpi};
+//!
+//! fn train() -> Result<()> {
+//!     let communicator = mpi::world(&Options::default())?;
+//!     communicator.all_reduce("example", &mut [1.0])
+//! } // Dropped here: this waits for the other processes, and ends MPI.
+//!
+//! fn main() -> std::process::ExitCode {
+//!     match train() {
+//!         Ok(()) => std::process::ExitCode::SUCCESS,
+//!         Err(error) => {
+//!             eprintln!("{error}");
+//!             std::process::ExitCode::FAILURE
+//!         }
+//!     }
+//! }
+//! ```
+//!
+//! # How a program ends
+//!
+//! When the last communicator of a process is dropped, it waits for the others to do the same, at most the timeout, and all of
+//! them end MPI (`MPI_Finalize`). If a collective has failed in any of them, if a rank panics, or if one does not come, none ends
+//! MPI, as that could hang: end the program with an error then. `mpirun` sees a process that ends without MPI having ended, and by
+//! default kills the others; so say what went wrong before the program ends.
+//!
+//! # What MPI itself reports
+//!
+//! MPI ends the process where it fails itself, for example if a network connection breaks: its default, which the binding relies on.
+//! A process that is killed is found by the timeout, or by `mpirun`, which by default kills the others. Leave it so between machines:
+//! over TCP, Open MPI 4.1 was seen to hang in a call that does not wait, after the process at the other end had been killed.
+
+use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use binding::{Library, Receiving, Sending};
+use ranks::{Address, Ranks};
+use wire::Frame;
+
+use crate::{Communicator, Options, Result};
+
+mod binding;
+mod inbox;
+mod ranks;
+mod wire;
+
+/// The communicator of all processes. Once in a process; communicators may be used from several threads, each from one at a time.
+///
+/// A process that was not started by `mpirun` is a world of one. The last communicator should be dropped by the thread that has
+/// called this, which is what MPI asks for.
+///
+/// # Errors
+/// If MPI has been initialized before, also by others, or does not provide `MPI_THREAD_MULTIPLE`.
+pub fn world(options: &Options) -> Result<Communicator> {
+    let library = Library::start()?;
+    let (process, processes) = library.place();
+    let world = Arc::new(World {
+        library: Some(library),
+        process,
+        processes,
+        timeout: options.timeout,
+        next_tag: AtomicU16::new(FIRST_TAG + 2),
+        healthy: AtomicBool::new(true),
+        unfinished: Mutex::default(),
+    });
+    let addresses = (0..processes).map(|process| Address { process, tag: i32::from(FIRST_TAG) }).collect();
+    Ok(Communicator::new(Box::new(Ranks::new(world, process, addresses)), *options))
+}
+
+/// Tag of what processes say when they end.
+const GOODBYE_TAG: i32 = 0;
+/// Tag at which all ranks of the world listen.
+const FIRST_TAG: u16 = 2;
+/// The largest tag that every MPI has.
+const LAST_TAG: u16 = 32767;
+/// How long a process that has failed tries to tell so.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+
+/// What all communicators of a process share. It ends MPI.
+struct World {
+    /// Until it is dropped.
+    library: Option<Library>,
+    process: usize,
+    processes: usize,
+    timeout: Duration,
+    next_tag: AtomicU16,
+    /// No communicator has failed.
+    healthy: AtomicBool,
+    /// What communicators that have ended were sending.
+    unfinished: Mutex<Vec<Sending>>,
+}
+
+impl World {
+    fn library(&self) -> &Library {
+        self.library.as_ref().expect("until it is dropped")
+    }
+
+    /// A tag that this process listens at for nothing else, with the next one; there are 16 thousand.
+    fn take_tag(&self) -> Option<u16> {
+        let next = |tag: u16| (tag < LAST_TAG).then(|| tag + 2);
+        self.next_tag.fetch_update(Ordering::SeqCst, Ordering::SeqCst, next).ok()
+    }
+
+    fn finish_later(&self, sendings: Vec<Sending>) {
+        let mut unfinished = self.unfinished.lock().unwrap_or_else(PoisonError::into_inner);
+        unfinished.extend(sendings);
+        unfinished.retain_mut(|sending| !sending.done());
+    }
+
+    /// Tells all processes that this one ends, and hears from all that they do; whether none has failed.
+    fn agree(&self, library: &Library, mut sendings: Vec<Sending>) -> bool {
+        let mut healthy = self.healthy.load(Ordering::SeqCst) && !std::thread::panicking();
+        let goodbye = wire::goodbye(healthy);
+        let others = (0..self.processes).filter(|&process| process != self.process);
+        sendings.extend(others.map(|process| library.send(process, GOODBYE_TAG, goodbye.clone())));
+        let mut awaited = self.processes - 1;
+        let (mut receiving, mut pauses) = (Vec::new(), Pauses::new());
+        loop {
+            // Whatever comes is received: MPI wants that before it ends.
+            while let Some(arrival) = library.arrival(None) {
+                receiving.push((arrival.tag, Receiving::start(arrival.bytes, arrival)));
+            }
+            receiving.retain_mut(|(tag, receiving)| match receiving.message() {
+                Some(message) if *tag == GOODBYE_TAG => {
+                    awaited = awaited.saturating_sub(1);
+                    healthy &= wire::parse(message.bytes()) == Some(Frame::Goodbye(true));
+                    false
+                }
+                message => message.is_none(),
+            });
+            sendings.retain_mut(|sending| !sending.done());
+            if sendings.is_empty() && receiving.is_empty() && (awaited == 0 || !healthy) {
+                return healthy;
+            }
+            if pauses.total() >= if healthy { self.timeout } else { LAST_WORDS } {
+                return false;
+            }
+            pauses.pause(false);
+        }
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        let unfinished = std::mem::take(self.unfinished.get_mut().unwrap_or_else(PoisonError::into_inner));
+        if let Some(library) = self.library.take() {
+            match self.agree(&library, unfinished) {
+                true => library.finish(),
+                false => library.abandon(),
+            }
+        }
+    }
+}
+
+/// How a thread waits that must look for itself: closely at first, and ever less so while nothing changes.
+struct Pauses {
+    start: Instant,
+    changed: Instant,
+}
+
+impl Pauses {
+    fn new() -> Pauses {
+        let start = Instant::now();
+        Pauses { start, changed: start }
+    }
+
+    /// Since the first look.
+    fn total(&self) -> Duration {
+        self.start.elapsed()
+    }
+
+    fn pause(&mut self, changed: bool) {
+        if changed {
+            self.changed = Instant::now();
+        }
+        match self.changed.elapsed().as_micros() {
+            0..20 => std::hint::spin_loop(),
+            20..2000 => std::thread::yield_now(),
+            _ => std::thread::sleep(Duration::from_micros(50)),
+        }
+    }
+}
