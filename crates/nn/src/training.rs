@@ -152,17 +152,7 @@ impl Trainer {
     /// If the model does not take images of this shape or number of classes, or the batch size does not fit.
     pub fn new(device: &Device, config: TrainingConfig, data: Arc<TrainTest>) -> Result<Trainer> {
         let info = data.train.info();
-        let shape = [info.channels, info.height, info.width];
-        if shape != config.model.input() || info.classes != config.model.classes() {
-            return Err(TrainingError::Config(format!(
-                "{} takes images of {:?} in {} classes; {} has {shape:?} in {} classes",
-                config.model,
-                config.model.input(),
-                config.model.classes(),
-                info.name,
-                info.classes
-            )));
-        }
+        config.model.check(info).map_err(TrainingError::Config)?;
         if config.batch_size == 0 || config.batch_size > data.train.len() {
             return Err(TrainingError::Config(format!(
                 "batch size {} must be 1 to {}, the number of training images in {}",
@@ -178,7 +168,7 @@ impl Trainer {
             )));
         }
         let init = Init::new(device, config.seed);
-        let model = config.model.build(&init, config.conv_bn)?;
+        let model = config.model.build(&init, config.conv_bn, info.channels, info.classes)?;
         Ok(Trainer {
             optimizer: Optimizer::new(config.rule, model.as_ref())?,
             schedule: StepLr { base: config.rule.learning_rate(), step_size: 1, gamma: config.lr_gamma },
