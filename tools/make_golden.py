@@ -715,6 +715,57 @@ def pool_file(seed):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Upsampling and joining channels
+
+
+UPSAMPLE_CASES = {
+    "nearest_2": ((2, 3, 3, 4), 2, "nearest"),
+    "nearest_differs_by_axis": ((2, 2, 3, 2), (3, 1), "nearest"),
+    "bilinear_1": ((1, 2, 3, 3), 1, "bilinear"),
+    "bilinear_2": ((2, 3, 3, 4), 2, "bilinear"),
+    "bilinear_3": ((1, 3, 4, 2), 3, "bilinear"),
+    "bilinear_differs_by_axis": ((2, 2, 3, 4), (4, 2), "bilinear"),
+    "bilinear_one_row": ((2, 3, 1, 4), (2, 5), "bilinear"),
+}
+
+
+def upsample_file(seed):
+    file = GoldenFile("upsample", seed)
+    for name, (shape, factor, mode) in UPSAMPLE_CASES.items():
+        draws, factor = file.draws(name), pair(factor)
+        x = leaf(draws.normal(*shape))
+        corners = dict(align_corners=False) if mode == "bilinear" else {}
+        output = F.interpolate(x, scale_factor=tuple(map(float, factor)), mode=mode, **corners)
+        grad_output = draws.like(output)
+        output.backward(grad_output)
+        inputs = dict(x=x, grad_output=grad_output)
+        file.add(name, dict(factor=factor, mode=mode), inputs, dict(output=output, grad_x=x.grad))
+    return file
+
+
+CONCAT_CASES = {
+    "one": ((2, 3, 2, 2),),
+    "two": ((2, 3, 3, 2), (2, 2, 3, 2)),
+    "three": ((3, 1, 2, 4), (3, 4, 2, 4), (3, 2, 2, 4)),
+    "matrices": ((3, 4), (3, 2)),
+}
+
+
+def concat_file(seed):
+    """The tensors are named x, x1, x2 and so on."""
+    file = GoldenFile("concat", seed)
+    for name, shapes in CONCAT_CASES.items():
+        draws = file.draws(name)
+        inputs = {f"x{index or ''}": leaf(draws.normal(*shape)) for index, shape in enumerate(shapes)}
+        output = torch.cat(list(inputs.values()), dim=1)
+        grad_output = draws.like(output)
+        output.backward(grad_output)
+        gradients = {f"grad_{key}": x.grad for key, x in inputs.items()}
+        file.add(name, {}, dict(inputs, grad_output=grad_output), dict(output=output, **gradients))
+    return file
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Linear, ReLU and the losses
 
 
@@ -1065,6 +1116,8 @@ FILES = {
     "batch_norm_frameworks": batch_norm_frameworks_file,
     "batch_norm_closeness": batch_norm_closeness_file,
     "pool": pool_file,
+    "upsample": upsample_file,
+    "concat": concat_file,
     "loss": loss_file,
     "optimizer": optimizer_file,
     "mnist_cnn_step": mnist_cnn_step_file,

@@ -79,9 +79,10 @@ pub(crate) use dispatch;
 /// Runs code with `$T` the element type of any `DType`.
 macro_rules! dispatch_stored {
     ($dtype:expr, $T:ident => $body:expr) => {
-        by_dtype!($dtype, $T => $body, { F32: f32, F64: f64, F16: half::f16, BF16: half::bf16 })
+        $crate::tensor::by_dtype!($dtype, $T => $body, { F32: f32, F64: f64, F16: half::f16, BF16: half::bf16 })
     };
 }
+pub(crate) use dispatch_stored;
 
 /// A shape as `[2, 3, 4]`, for messages.
 pub fn format_shape(shape: &[usize]) -> String {

@@ -5,6 +5,7 @@ mod common;
 use common::{check_refused, device, normal};
 use convoke_autograd::ops::{
     self, BatchNormOptions, ConvBnParameters, ConvOptions, Padding, PoolOptions, Reduction, Statistics,
+    UpsampleMode,
 };
 use convoke_autograd::{DType, Device, MemoryFormat, Result, Tensor, no_grad};
 use convoke_testkit::Failures;
@@ -362,6 +363,50 @@ fn arithmetic() {
 }
 
 #[test]
+fn upsamplings_and_joined_channels() {
+    Refusals::each("upsamplings", |refusals| {
+        let mode = UpsampleMode::Bilinear;
+        ops::upsample2d(&refusals.f32(&[2, 3, 4, 5]), [2, 2], mode).unwrap();
+        let mut check = |name: &str, sizes: &[usize], factor: [usize; 2], parts: &[&str]| {
+            let sizes_text = shape(sizes);
+            let parts = [&["upsample2d: ", &sizes_text], parts].concat();
+            refusals.check(name, &parts, |r| ops::upsample2d(&r.f32(sizes), factor, mode));
+        };
+        for sizes in [&[2, 3, 4][..], &[2, 3, 4, 5, 1], &[]] {
+            check("rank", sizes, [2, 2], &["4D input"]);
+        }
+        for axis in 1..4 {
+            let mut empty = [2, 3, 4, 5];
+            empty[axis] = 0;
+            check("a size of 0", &empty, [2, 2], &["0"]);
+        }
+        for batch in [0, 2] {
+            let sizes = [batch, 3, 4, 5];
+            check("no factor", &sizes, [0, 2], &["[0, 2] must not be 0"]);
+            check("no factor", &sizes, [2, 0], &["[2, 0] must not be 0"]);
+            for huge in HUGE {
+                check("a huge factor", &sizes, [huge, 1], &["too large"]);
+                check("a huge factor", &sizes, [1, huge], &["too large"]);
+            }
+        }
+    });
+    Refusals::each("joined channels", |refusals| {
+        let x = [2, 3, 4, 5];
+        refusals.check("nothing", &["concat", "at least one"], |_| ops::concat(&[]));
+        refusals.check("rank", &["concat", "2 dimensions", "[7]"], |r| ops::concat(&[&r.f32(&[7])]));
+        for other in [&[1, 3, 4, 5][..], &[2, 3, 4, 1], &[2, 3, 5, 5], &[2, 3, 4], &[2, 3, 4, 5, 1], &[2, 60]]
+        {
+            let parts = ["concat", &shape(&x), &shape(other)];
+            refusals.check("shapes", &parts, |r| ops::concat(&[&r.f32(&x), &r.f32(&x), &r.f32(other)]));
+        }
+        refusals.check("rank", &["concat", "[]"], |r| ops::concat(&[&r.f32(&x), &r.f32(&[])]));
+        refusals.check("types", &["concat", "f32", "f64"], |r| {
+            ops::concat(&[&r.f32(&x), &r.tensor(&x, DType::F64)])
+        });
+    });
+}
+
+#[test]
 fn tensors_that_cannot_be_made() {
     Refusals::each("tensors", |refusals| {
         refusals.check("elements", &["from_slice", "[2, 3]", "6 elements, found 5"], |r| {
@@ -410,6 +455,7 @@ fn devices_do_not_mix() {
         ("conv_bn2d", fused(&here_weight, vector, None, None)),
         ("conv_bn2d", fused(&here_weight, None, vector, None)),
         ("conv_bn2d", fused(&here_weight, None, None, vector)),
+        ("concat", ops::concat(&[&at(&here, &[2, 3]), &at(&there, &[2, 3])])),
         ("linear", ops::linear(&at(&here, &[2, 3]), &at(&there, &[2, 3]), None)),
     ];
     for (operation, result) in results {
@@ -433,7 +479,7 @@ fn empty_batches_pass() {
     let parameters =
         ops::ConvBnParameters { weight: &filters, bias: Some(&five), gamma: None, beta: Some(&five) };
     let last = || x.to_format(MemoryFormat::ChannelsLast);
-    let cases: [(&str, Run<'_>, &[&Tensor]); 15] = [
+    let cases: [(&str, Run<'_>, &[&Tensor]); 18] = [
         ("relu", &|| x.relu(), &[]),
         ("add", &|| x.add(&x), &[]),
         ("mul", &|| x.mul(&x), &[]),
@@ -444,6 +490,9 @@ fn empty_batches_pass() {
         ("to_format", &|| x.to_format(MemoryFormat::ChannelsLast), &[]),
         ("max_pool2d", &|| ops::max_pool2d(&x, &PoolOptions::new(2)), &[]),
         ("avg_pool2d", &|| ops::avg_pool2d(&last()?, &PoolOptions::new(2)), &[]),
+        ("upsample2d", &|| ops::upsample2d(&x, [2, 3], UpsampleMode::Nearest), &[]),
+        ("upsample2d nhwc", &|| ops::upsample2d(&last()?, [2, 3], UpsampleMode::Bilinear), &[]),
+        ("concat", &|| ops::concat(&[&last()?, &x, &x]), &[]),
         ("conv2d", &|| ops::conv2d(&x, &filters, Some(&five), &ConvOptions::default()), &[&filters, &five]),
         ("conv2d nhwc", &|| ops::conv2d(&last()?, &filters, None, &ConvOptions::default()), &[&filters]),
         (

@@ -7,7 +7,7 @@ use std::cell::RefCell;
 use common::{FORMATS, device, laid_out, tensor, values};
 use convoke_autograd::ops::{
     self, Activation, BatchNormOptions, ConvBnParameters, ConvOptions, Moments, Padding, PoolOptions,
-    Reduction, Statistics,
+    Reduction, Statistics, UpsampleMode,
 };
 use convoke_autograd::{BackwardOptions, Device, MemoryFormat, Result, Tensor};
 use convoke_testkit::{Case, Failures, Golden, Tolerance, check_close_or_both_nan};
@@ -28,8 +28,8 @@ impl Run<'_> {
     /// The tensor of this name as a leaf, if the case has it.
     fn leaf(&self, name: &str) -> Option<Tensor> {
         let (shape, elements) = self.case.tensor_opt(name)?;
-        // Weights stay contiguous: `x` has the format, what follows from it takes it over.
-        let format = if name == "x" { self.format } else { MemoryFormat::Contiguous };
+        // Weights stay contiguous: `x`, and all that start so, have the format, what follows from them takes it over.
+        let format = if name.starts_with('x') { self.format } else { MemoryFormat::Contiguous };
         let leaf = laid_out(tensor(&self.device, &shape, &elements), format).with_grad();
         self.leaves.borrow_mut().push((name.to_owned(), leaf.clone()));
         Some(leaf)
@@ -196,6 +196,28 @@ fn poolings() {
         };
         let x = run.x();
         Some(if max { ops::max_pool2d(&x, &options) } else { ops::avg_pool2d(&x, &options) })
+    });
+    assert!(declined.is_empty());
+}
+
+#[test]
+fn upsamplings() {
+    let declined = check_file("upsample", |run| {
+        let mode = match run.case.text("mode") {
+            "nearest" => UpsampleMode::Nearest,
+            _ => UpsampleMode::Bilinear,
+        };
+        Some(ops::upsample2d(&run.x(), run.pair("factor"), mode))
+    });
+    assert!(declined.is_empty());
+}
+
+#[test]
+fn joined_channels() {
+    let declined = check_file("concat", |run| {
+        let others = (1..).map_while(|index| run.leaf(&format!("x{index}")));
+        let tensors: Vec<Tensor> = [run.x()].into_iter().chain(others).collect();
+        Some(ops::concat(&tensors.iter().collect::<Vec<_>>()))
     });
     assert!(declined.is_empty());
 }

@@ -33,6 +33,7 @@ mod team;
 
 pub mod activation;
 pub mod batch_norm;
+pub mod concat;
 pub mod conv;
 pub mod convert;
 pub mod elementwise;
@@ -43,6 +44,7 @@ pub mod memory_format;
 pub mod optimizer;
 pub mod pool;
 pub mod tune;
+pub mod upsample;
 
 pub use cpu::{Cpu, Isa};
 pub use element::{DType, Element, Stored};

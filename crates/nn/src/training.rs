@@ -14,7 +14,7 @@ use convoke_kernels::tune::Choice;
 use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::{self, CheckpointError, Value};
-use crate::data::{Augmentation, Targets, TrainTest, batch};
+use crate::data::{Augmentation, DatasetInfo, Targets, TrainTest, batch};
 use crate::data_parallel::{DataParallel, DataParallelOptions, Sampler, shard};
 use crate::metrics::Confusion;
 use crate::models::Model;
@@ -185,17 +185,11 @@ impl Trainer {
     /// If the model does not take images of this shape or number of classes, or the batch size does not fit.
     pub fn new(device: &Device, config: TrainingConfig, data: Arc<TrainTest>) -> Result<Trainer> {
         let info = data.train.info();
-        let shape = [info.channels, info.height, info.width];
-        if shape != config.model.input() || info.classes != config.model.classes() {
-            return Err(TrainingError::Config(format!(
-                "{} takes images of {:?} in {} classes; {} has {shape:?} in {} classes",
-                config.model,
-                config.model.input(),
-                config.model.classes(),
-                info.name,
-                info.classes
-            )));
-        }
+        config.model.check(info).map_err(TrainingError::Config)?;
+        let view =
+            config.augmentation.size(info).map_err(|error| TrainingError::Config(error.to_string()))?;
+        let part = DatasetInfo { height: view[0], width: view[1], ..info.clone() };
+        config.model.check(&part).map_err(TrainingError::Config)?;
         if config.batch_size == 0 || config.batch_size > data.train.len() {
             return Err(TrainingError::Config(format!(
                 "batch size {} must be 1 to {}, the number of training images in {}",
@@ -211,7 +205,7 @@ impl Trainer {
             )));
         }
         let init = Init::new(device, config.seed);
-        let model = config.model.build(&init, config.conv_bn)?;
+        let model = config.model.build(&init, config.conv_bn, info.channels, info.classes)?;
         let parallel =
             DataParallel::new(model.as_ref(), &Communicator::solo(), DataParallelOptions::default())?;
         Ok(Trainer {

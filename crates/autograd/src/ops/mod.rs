@@ -2,6 +2,7 @@
 
 mod arithmetic;
 mod batch_norm;
+mod concat;
 mod conv2d;
 mod conv_bn2d;
 mod dropout;
@@ -13,19 +14,23 @@ mod nll_loss;
 mod pool2d;
 mod relu;
 mod reshape;
+mod upsample2d;
 
 pub use batch_norm::{BatchNormOptions, Statistics, Synchronize, batch_norm};
+pub use concat::concat;
 pub use conv_bn2d::{ConvBnParameters, conv_bn2d};
 pub use conv2d::{ConvOptions, Padding, conv2d};
 pub use convoke_kernels::activation::dropout_skip;
 pub use convoke_kernels::batch_norm::{
     Activation, BackwardSums, Convention, EpsPlace, Moments, Momentum, RunningVariance,
 };
+pub use convoke_kernels::upsample::UpsampleMode;
 pub use dropout::dropout;
 pub use linear::linear;
 pub use log_softmax::log_softmax;
 pub use nll_loss::{Reduction, cross_entropy, nll_loss};
 pub use pool2d::{PoolOptions, avg_pool2d, max_pool2d};
+pub use upsample2d::upsample2d;
 
 use crate::error::invalid;
 use crate::{Error, Result, Tensor};

@@ -2,8 +2,8 @@
 
 use convoke_autograd::ops::{
     Activation, BatchNormOptions, ConvBnParameters, ConvOptions, Padding, PoolOptions, Reduction, Statistics,
-    avg_pool2d, batch_norm, conv_bn2d, conv2d, cross_entropy, dropout, linear, log_softmax, max_pool2d,
-    nll_loss,
+    UpsampleMode, avg_pool2d, batch_norm, concat, conv_bn2d, conv2d, cross_entropy, dropout, linear,
+    log_softmax, max_pool2d, nll_loss, upsample2d,
 };
 use convoke_autograd::{DType, Device, MemoryFormat, Result, Tensor};
 use convoke_testkit::Random;
@@ -40,13 +40,14 @@ const fn operation(name: &'static str, file: &'static str, cases: fn(&mut Draw))
 }
 
 /// Every public operation and method that can be recorded.
-pub(crate) const OPERATIONS: [Operation; 19] = [
+pub(crate) const OPERATIONS: [Operation; 21] = [
     operation("add", "arithmetic", |draw| two_operands(draw, Tensor::add)),
     operation("mul", "arithmetic", |draw| two_operands(draw, Tensor::mul)),
     operation("scale", "arithmetic", |draw| any_shape(draw, |x| x.scale(-1.7))),
     operation("sum", "arithmetic", |draw| any_shape(draw, Tensor::sum)),
     operation("mean", "arithmetic", |draw| any_shape(draw, Tensor::mean)),
     operation("batch_norm", "batch_norm", batch_norm_cases),
+    operation("concat", "concat", concat_cases),
     operation("conv2d", "conv2d", conv2d_cases),
     operation("conv_bn2d", "conv_bn2d", conv_bn2d_cases),
     operation("dropout", "dropout", dropout_cases),
@@ -60,6 +61,7 @@ pub(crate) const OPERATIONS: [Operation; 19] = [
     operation("avg_pool2d", "pool2d", avg_pool2d_cases),
     operation("relu", "relu", relu_cases),
     operation("reshape", "reshape", reshape_cases),
+    operation("upsample2d", "upsample2d", upsample2d_cases),
 ];
 
 /// Methods that are another operation by another name, and so share its cases.
@@ -239,6 +241,32 @@ fn all_flags<const N: usize>() -> impl Iterator<Item = [bool; N]> {
     (0..1 << N).map(|bits| std::array::from_fn(|flag| bits >> flag & 1 == 1))
 }
 
+/// The tensors of a shape with these numbers of channels: all in the draw's format, or every other one in the other.
+fn concat_cases(draw: &mut Draw) {
+    let (shapes, channels): (&[&[usize]], &[&[usize]]) = match draw.size {
+        Size::Small => {
+            (&[&[2, 0, 3, 2], &[3, 0], &[2, 0, 4], &[2, 0, 2, 1, 2]], &[&[2], &[1, 3], &[2, 1, 3]])
+        }
+        Size::Large => (&[&[3, 0, 30, 31]], &[&[5, 17], &[8, 1, 3]]),
+    };
+    for (shape, channels) in shapes.iter().flat_map(|shape| channels.iter().map(move |c| (shape, c))) {
+        for mixed in [false, true] {
+            let mut tensor = |(index, &channels): (usize, &usize)| {
+                let mut shape = shape.to_vec();
+                shape[1] = channels;
+                let tensor = draw.normal(&shape);
+                if mixed { laid_out(tensor, FORMATS[index % 2]) } else { tensor }
+            };
+            let inputs: Vec<Tensor> = channels.iter().enumerate().map(&mut tensor).collect();
+            draw.add(format!("{shape:?} of {channels:?}, mixed formats {mixed}"), inputs, |inputs| {
+                concat(&inputs.iter().collect::<Vec<_>>())
+            });
+        }
+    }
+    let x = draw.normal(&[2, 3, 2, 2]);
+    draw.add("with itself", vec![x], |inputs| concat(&[&inputs[0], &inputs[0]]));
+}
+
 /// Adds `function` at random inputs of `shapes`; with `relu` where no value before it lies near zero.
 fn add_normalized(
     draw: &mut Draw,
@@ -401,6 +429,20 @@ fn avg_pool2d_cases(draw: &mut Draw) {
         draw.add(format!("{name}, padding counts {count_include_pad}"), vec![x], move |inputs| {
             avg_pool2d(&inputs[0], &options)
         });
+    }
+}
+
+fn upsample2d_cases(draw: &mut Draw) {
+    let (shapes, factors): (&[[usize; 4]], &[[usize; 2]]) = match draw.size {
+        Size::Small => (&[[2, 3, 3, 2], [1, 1, 1, 4], [2, 2, 2, 1]], &[[1, 1], [2, 2], [3, 1], [4, 5]]),
+        Size::Large => (&[[3, 8, 21, 20]], &[[2, 2], [3, 2]]),
+    };
+    for (&shape, &factor) in shapes.iter().flat_map(|shape| factors.iter().map(move |by| (shape, by))) {
+        for mode in [UpsampleMode::Nearest, UpsampleMode::Bilinear] {
+            let x = draw.normal(&shape);
+            let name = format!("{mode} {shape:?} by {factor:?}");
+            draw.add(name, vec![x], move |inputs| upsample2d(&inputs[0], factor, mode));
+        }
     }
 }
 

@@ -1,16 +1,13 @@
 //! The convolutions that flags name, and whether this machine can hold them.
 
 use std::fs;
-use std::sync::Arc;
 
 use convoke::conv::{ConvProblem, Pass, parse_suite};
-use convoke::nn::Rule;
-use convoke::nn::data::{Dataset, DatasetInfo, Targets, TrainTest};
+use convoke::nn::Init;
 use convoke::nn::models::Model;
 use convoke::nn::modules::ConvBnMode;
-use convoke::nn::training::{Trainer, TrainingConfig};
 use convoke::tune::{Key, Tuner};
-use convoke::{Cpu, DType, Device, DeviceOptions, MemoryFormat};
+use convoke::{Cpu, DType, Device, DeviceOptions, MemoryFormat, Tensor};
 
 use super::tuning_args::{ProblemArgs, passes};
 use super::{Failure, Result};
@@ -53,44 +50,17 @@ pub(crate) fn jobs(args: &ProblemArgs, problems: &[ConvProblem]) -> Vec<(ConvPro
     problems.iter().flat_map(|&problem| passes.iter().map(move |&pass| (problem, pass))).collect()
 }
 
-/// The convolutions of a training step of a model, found by running one on noise.
+/// The convolutions of a training step of a model, found by running one on blank images.
 pub(crate) fn of_model(model: Model, batch_size: usize, cpu: &Cpu) -> Result<Vec<(ConvProblem, Pass)>> {
     let tuner = Tuner::by_estimate();
     let device = Device::new(DeviceOptions { tuner: tuner.clone(), ..DeviceOptions::new(cpu.clone()) });
-    let config = TrainingConfig {
-        model,
-        conv_bn: ConvBnMode::Fused,
-        rule: Rule::sgd(0.1),
-        lr_gamma: 1.0,
-        batch_size,
-        augmentation: Default::default(),
-        sync_bn: false,
-        seed: 1,
-        stop_on_nan: false,
-    };
-    let data = TrainTest { train: noise(model, batch_size)?, test: noise(model, 1)? };
-    Trainer::new(&device, config, Arc::new(data))?.step()?;
-    Ok(tuner.choices().iter().filter_map(|choice| of_key(&choice.key)).collect())
-}
-
-/// Images of noise that this model takes.
-fn noise(model: Model, count: usize) -> Result<Dataset> {
     let [channels, height, width] = model.input();
-    let info = DatasetInfo {
-        name: "noise".into(),
-        channels,
-        height,
-        width,
-        classes: model.classes(),
-        targets: Targets::Image,
-        mean: vec![0.5; channels],
-        std: vec![0.25; channels],
-    };
-    // Knuth's multiplicative hash is noise enough.
-    let pixels =
-        (0..count * info.image_len()).map(|index| ((index as u32).wrapping_mul(2_654_435_761) >> 24) as u8);
-    let labels = (0..count).map(|index| (index % info.classes) as u8);
-    Ok(Dataset::new(info.clone(), pixels.collect(), labels.collect())?)
+    let network = model.build(&Init::new(&device, 1), ConvBnMode::Fused, channels, model.classes())?;
+    let images = Tensor::zeros(&device, &[batch_size, channels, height, width], DType::F32)?;
+    // As training gives them to a model.
+    let images = images.to_format(MemoryFormat::ChannelsLast)?;
+    network.forward(&images)?.sum()?.backward()?;
+    Ok(tuner.choices().iter().filter_map(|choice| of_key(&choice.key)).collect())
 }
 
 /// The convolution that a stored or told key speaks of; none if it is of another operation.

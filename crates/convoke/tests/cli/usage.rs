@@ -36,7 +36,7 @@ fn bad_usage() {
     let cases: &[(&[&str], &[&str])] = &[
         (&["--fly"], &["'--fly'"]),
         (&["extra"], &["'extra'"]),
-        (&["--model", "resnet9"], &["resnet9", "--model", "[possible values: mnist-cnn]"]),
+        (&["--model", "resnet9"], &["resnet9", "--model", "[possible values: mnist-cnn, segnet]"]),
         (&["--data", "imagenet"], &["imagenet", "--data", "auto, digits, mnist"]),
         (&["--optimizer", "adam"], &["--optimizer", "adadelta, sgd, adamw"]),
         (&["--conv-bn", "half"], &["--conv-bn", "fused, separate"]),

@@ -1,10 +1,12 @@
 //! Ready models.
 
 mod mnist_cnn;
+mod segnet;
 
 use convoke_autograd::Result;
 use serde::{Deserialize, Serialize};
 
+use crate::data::{DatasetInfo, Targets};
 use crate::modules::ConvBnMode;
 use crate::{Init, Module};
 
@@ -14,40 +16,80 @@ pub enum Model {
     /// The small network of PyTorch's fused Conv+BN tutorial, for 1 x 28 x 28 images of ten classes.
     #[serde(rename = "mnist-cnn")]
     MnistCnn,
+    /// A small U-Net, for a class at every pixel.
+    #[serde(rename = "segnet")]
+    Segnet,
 }
 
 impl Model {
     /// All of them.
-    pub const ALL: [Model; 1] = [Model::MnistCnn];
+    pub const ALL: [Model; 2] = [Model::MnistCnn, Model::Segnet];
 
     /// The name on the command line and in files.
     pub fn name(self) -> &'static str {
         match self {
             Model::MnistCnn => "mnist-cnn",
+            Model::Segnet => "segnet",
         }
     }
 
-    /// Channels, height, width of the images it takes.
+    /// Channels, height, width of the images it is made for. Some models take others too: see [`Model::check`].
     pub fn input(self) -> [usize; 3] {
         match self {
             Model::MnistCnn => [1, 28, 28],
+            Model::Segnet => [3, 120, 160],
         }
     }
 
-    /// Classes it tells apart.
+    /// Classes of the data it is made for.
     pub fn classes(self) -> usize {
         match self {
             Model::MnistCnn => 10,
+            Model::Segnet => 11,
         }
     }
 
-    /// A new model with its starting values. It maps N x C x H x W images to N x classes log-probabilities.
+    /// Whether it can be trained on this data.
     ///
     /// # Errors
-    /// If memory for its parameters cannot be described; not in practice.
-    pub fn build(self, init: &Init, mode: ConvBnMode) -> Result<Box<dyn Module>> {
+    /// What it takes and what the data has, if it cannot.
+    pub fn check(self, info: &DatasetInfo) -> std::result::Result<(), String> {
+        let &DatasetInfo { ref name, channels, height, width, classes, .. } = info;
+        let shape = [channels, height, width];
+        let takes = match self {
+            Model::MnistCnn if matches!(info.targets, Targets::Pixels { .. }) => {
+                return Err(format!("{self} takes a label for each image; {name} has one for each pixel"));
+            }
+            Model::MnistCnn if shape == self.input() && classes == self.classes() => return Ok(()),
+            Model::MnistCnn => format!("images of {:?} in {} classes", self.input(), self.classes()),
+            Model::Segnet if [height, width].iter().any(|size| size % segnet::MULTIPLE != 0) => {
+                format!("images whose height and width are multiples of {}", segnet::MULTIPLE)
+            }
+            Model::Segnet if info.targets == Targets::Image => {
+                return Err(format!("{self} takes a label for each pixel; {name} has one for each image"));
+            }
+            Model::Segnet => return Ok(()),
+        };
+        Err(format!("{self} takes {takes}; {name} has {shape:?} in {classes} classes"))
+    }
+
+    /// A new model with its starting values, for images of `channels` channels: N x C x H x W to log-probabilities, N x classes
+    /// or, of a model that labels pixels, N x classes x H x W.
+    ///
+    /// mnist-cnn has one channel and ten classes, whatever is asked for; [`Model::check`] tells.
+    ///
+    /// # Errors
+    /// If `channels` or `classes` is 0 or too large.
+    pub fn build(
+        self,
+        init: &Init,
+        mode: ConvBnMode,
+        channels: usize,
+        classes: usize,
+    ) -> Result<Box<dyn Module>> {
         match self {
             Model::MnistCnn => Ok(Box::new(mnist_cnn::mnist_cnn(init, mode, 0.5)?)),
+            Model::Segnet => Ok(Box::new(segnet::segnet(init, mode, channels, classes)?)),
         }
     }
 }
@@ -59,3 +101,4 @@ impl std::fmt::Display for Model {
 }
 
 pub use mnist_cnn::mnist_cnn;
+pub use segnet::{Segnet, segnet};

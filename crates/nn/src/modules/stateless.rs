@@ -1,6 +1,6 @@
-//! Layers that hold nothing: activations, pooling, reshaping.
+//! Layers that hold nothing: activations, pooling, upsampling, reshaping.
 
-use convoke_autograd::ops::{self, PoolOptions};
+use convoke_autograd::ops::{self, PoolOptions, UpsampleMode};
 use convoke_autograd::{Result, Tensor};
 
 use crate::Module;
@@ -24,6 +24,22 @@ pub struct MaxPool2d(pub PoolOptions);
 /// The mean of each window.
 #[derive(Debug, Clone, Copy)]
 pub struct AvgPool2d(pub PoolOptions);
+
+/// Images of more pixels, by whole factors, as PyTorch's `Upsample` with `align_corners=False`.
+#[derive(Debug, Clone, Copy)]
+pub struct Upsample {
+    /// What height and width are multiplied by.
+    pub factor: [usize; 2],
+    /// What lies between the pixels of the input.
+    pub mode: UpsampleMode,
+}
+
+impl Upsample {
+    /// Height and width times the same factor.
+    pub fn new(factor: usize, mode: UpsampleMode) -> Upsample {
+        Upsample { factor: [factor; 2], mode }
+    }
+}
 
 impl Module for Relu {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
@@ -52,5 +68,11 @@ impl Module for MaxPool2d {
 impl Module for AvgPool2d {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         ops::avg_pool2d(input, &self.0)
+    }
+}
+
+impl Module for Upsample {
+    fn forward(&self, input: &Tensor) -> Result<Tensor> {
+        ops::upsample2d(input, self.factor, self.mode)
     }
 }

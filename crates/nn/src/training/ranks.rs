@@ -100,7 +100,8 @@ impl Trainer {
     /// Runs forward and backward of a model of its own, with as many images as ranks will have in their steps, and forward with
     /// as many as they will have in evaluation.
     fn rehearse(&self, world_size: usize) -> Result<()> {
-        let model = self.config.model.build(&Init::new(&self.device, 0), self.config.conv_bn)?;
+        let (init, info) = (Init::new(&self.device, 0), self.data.train.info());
+        let model = self.config.model.build(&init, self.config.conv_bn, info.channels, info.classes)?;
         for images in self.sampler.shard_sizes(world_size) {
             let first: Vec<u32> = (0..images as u32).collect();
             let views = self.config.augmentation.views(0, 0);

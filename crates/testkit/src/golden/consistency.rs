@@ -3,17 +3,19 @@
 use super::{Case, Golden, folder};
 use crate::{Failures, Tolerance, assert_close, formula_fill_around};
 
-const FILES: [&str; 10] = [
+const FILES: [&str; 12] = [
     "batch_norm",
     "batch_norm_closeness",
     "batch_norm_cross",
     "batch_norm_frameworks",
     "batch_norm_halves",
+    "concat",
     "conv",
     "loss",
     "mnist_cnn_step",
     "optimizer",
     "pool",
+    "upsample",
 ];
 const SIZE_LIMIT: u64 = 1_000_000;
 
@@ -198,6 +200,35 @@ fn pool_cases_are_complete() {
         if ["max_nan", "max_minus_infinity"].contains(&case.name.as_str()) {
             return ensure(finite(case).is_err(), || "everything is finite".into());
         }
+        finite(case)
+    });
+}
+
+#[test]
+fn upsample_cases_are_complete() {
+    check_file("upsample", 7, |case| {
+        let (x, factor) = (case.shape("x").unwrap(), case.sizes("factor"));
+        ensure(["nearest", "bilinear"].contains(&case.text("mode")), || "mode".into())?;
+        has_shape(case, "output", &[x[0], x[1], x[2] * factor[0], x[3] * factor[1]])?;
+        same_shape(case, "grad_output", "output")?;
+        same_shape(case, "grad_x", "x")?;
+        finite(case)
+    });
+}
+
+#[test]
+fn concat_cases_are_complete() {
+    check_file("concat", 4, |case| {
+        let output = case.shape("output").unwrap();
+        let mut channels = 0;
+        for name in case.tensor_names().filter(|name| name.starts_with('x')) {
+            same_shape(case, &format!("grad_{name}"), name)?;
+            let shape = case.shape(name).unwrap();
+            channels += shape[1];
+            has_shape(case, "output", &[&shape[..1], &output[1..2], &shape[2..]].concat())?;
+        }
+        ensure(channels == output[1], || format!("{channels} channels"))?;
+        same_shape(case, "grad_output", "output")?;
         finite(case)
     });
 }

@@ -1,0 +1,107 @@
+//! A small U-Net: a class for every pixel.
+
+use convoke_autograd::ops::{UpsampleMode, concat};
+use convoke_autograd::{Error, Result, Tensor};
+
+use crate::modules::{
+    Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, LogSoftmax,
+    MaxPool2d, Padding, PoolOptions, Sequential, Upsample,
+};
+use crate::{Init, Module};
+
+/// Channels of the three levels of the encoder, from full size down, and of the bottleneck under them.
+const WIDTHS: [usize; 4] = [16, 32, 64, 128];
+
+/// Heights and widths must be a multiple of this: each level halves them.
+pub(super) const MULTIPLE: usize = 1 << (WIDTHS.len() - 1);
+
+/// What [`segnet`] makes.
+pub struct Segnet {
+    /// The encoder's levels, from full size down.
+    down: [Sequential; 3],
+    bottleneck: Sequential,
+    /// The decoder's levels, from an eighth of the size up.
+    up: [Sequential; 3],
+    /// To one number a class, at each pixel.
+    classify: Conv2d,
+}
+
+/// A U-Net (Ronneberger, Fischer, Brox: "U-Net: convolutional networks for biomedical image segmentation", 2015) of three
+/// levels: N x `channels` x H x W images, H and W multiples of 8, to N x `classes` x H x W log-probabilities.
+///
+/// Each level is two blocks of a 3x3 convolution with padding 1, batch norm and ReLU. The encoder (`down1` to `down3`, of 16,
+/// 32 and 64 channels) halves the size behind each level by max-pooling. A `bottleneck` of 128 channels follows. The decoder
+/// (`up1` to `up3`, of 64, 32 and 16) doubles the size before each level (bilinear), and joins what came up with the output of
+/// the encoder's level of this size. A 1x1 convolution, `classify`, and log-softmax end it. Unlike the paper's, convolutions
+/// keep the size, and no convolution follows an upsampling before it is joined.
+///
+/// With three channels and eleven classes it has 488,171 parameters.
+///
+/// # Errors
+/// If `channels` or `classes` is 0 or too large.
+pub fn segnet(init: &Init, mode: ConvBnMode, channels: usize, classes: usize) -> Result<Segnet> {
+    let options = ConvOptions { padding: Padding::symmetric([1, 1]), ..ConvOptions::default() };
+    let block = |channels: [usize; 2]| -> Result<ConvBn2d> {
+        let conv = Conv2d::new(init, channels, [3, 3], options, false)?;
+        let bn = BatchNorm2d::new(init, channels[1], BatchNormConfig::default())?;
+        Ok(ConvBn2d::new(conv, bn, Activation::Relu, mode))
+    };
+    let level = |channels: usize, width: usize| -> Result<Sequential> {
+        Ok(Sequential::new().then("conv1", block([channels, width])?).then("conv2", block([width, width])?))
+    };
+    let [first, second, third, deepest] = WIDTHS;
+    Ok(Segnet {
+        down: [level(channels, first)?, level(first, second)?, level(second, third)?],
+        bottleneck: level(third, deepest)?,
+        up: [level(deepest + third, third)?, level(third + second, second)?, level(second + first, first)?],
+        classify: Conv2d::new(init, [first, classes], [1, 1], ConvOptions::default(), true)?,
+    })
+}
+
+impl Module for Segnet {
+    fn forward(&self, input: &Tensor) -> Result<Tensor> {
+        if let &[_, _, height, width] = input.shape()
+            && (height % MULTIPLE != 0 || width % MULTIPLE != 0)
+        {
+            let reason = format!(
+                "height and width must be multiples of {MULTIPLE}; the input is {height} x {width}: {:?}",
+                input.shape()
+            );
+            return Err(Error::Invalid { operation: "segnet", reason });
+        }
+        let (halve, double) = (MaxPool2d(PoolOptions::new(2)), Upsample::new(2, UpsampleMode::Bilinear));
+        let mut x = input.clone();
+        let mut skipped = Vec::with_capacity(self.down.len());
+        for level in &self.down {
+            let whole = level.forward(&x)?;
+            x = halve.forward(&whole)?;
+            skipped.push(whole);
+        }
+        x = self.bottleneck.forward(&x)?;
+        for level in &self.up {
+            let whole = skipped.pop().expect("one for each level");
+            x = level.forward(&concat(&[&double.forward(&x)?, &whole])?)?;
+        }
+        LogSoftmax.forward(&self.classify.forward(&x)?)
+    }
+
+    fn fold(&mut self) -> Result<usize> {
+        let levels = self.down.iter_mut().chain([&mut self.bottleneck]).chain(&mut self.up);
+        levels.map(Module::fold).sum()
+    }
+
+    fn children(&self) -> Vec<(&str, &dyn Module)> {
+        let [down1, down2, down3] = &self.down;
+        let [up1, up2, up3] = &self.up;
+        vec![
+            ("down1", down1),
+            ("down2", down2),
+            ("down3", down3),
+            ("bottleneck", &self.bottleneck),
+            ("up1", up1),
+            ("up2", up2),
+            ("up3", up3),
+            ("classify", &self.classify),
+        ]
+    }
+}
