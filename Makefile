@@ -19,6 +19,8 @@ mpi:
 	cargo clippy -p convoke-distributed --all-targets --features mpi -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc -p convoke-distributed --no-deps --features mpi
 	cargo test -p convoke-distributed --features mpi
+	cargo clippy --workspace --all-targets --features convoke/mpi -- -D warnings
+	cargo test --workspace --features convoke/mpi --test cli -- mpi::
 
 format:
 	cargo fmt --all --check

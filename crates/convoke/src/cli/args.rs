@@ -32,6 +32,7 @@ pub(crate) enum Command {
         convoke train --data mnist --download --epochs 5 --checkpoint runs/mnist\n  \
         convoke train --data mnist --epochs 10 --checkpoint runs/mnist --resume\n  \
         convoke train --ranks 2 --sync-bn --batch-size 256\n  \
+        convoke train --data camvid --data-dir camvid --batch-size 8 --optimizer adamw --epochs 10\n  \
         convoke train --steps 50 --json - --report report.html")]
     Train(TrainArgs),
     /// Train the same model twice, with separate and with fused Conv+BN, and compare memory, speed and accuracy.
@@ -109,9 +110,9 @@ pub(crate) struct RunArgs {
     #[arg(long, value_enum, default_value_t = Augment::Auto, help_heading = "Data")]
     pub(crate) augment: Augment,
 
-    /// The model.
-    #[arg(long, value_parser = models(), default_value = Model::MnistCnn.name(), help_heading = "Model")]
-    pub(crate) model: String,
+    /// The model [default: segnet for camvid, else mnist-cnn].
+    #[arg(long, value_parser = models(), help_heading = "Model")]
+    pub(crate) model: Option<String>,
 
     /// Times to go through the training images [default: 1, or what --steps needs].
     #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=1_000_000), help_heading = "Training")]
@@ -188,7 +189,11 @@ pub(crate) struct RunArgs {
 
 impl RunArgs {
     pub(crate) fn model(&self) -> Model {
-        model(&self.model)
+        match (&self.model, self.data) {
+            (Some(name), _) => model(name),
+            (None, Data::Camvid) => Model::Segnet,
+            (None, _) => Model::MnistCnn,
+        }
     }
 
     pub(crate) fn rule(&self) -> Rule {

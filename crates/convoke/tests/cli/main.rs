@@ -3,7 +3,9 @@
 mod bad_data;
 mod bench;
 mod bench_norm;
+mod camvid;
 mod json;
+mod mpi;
 mod outputs;
 mod program;
 mod ranks;
