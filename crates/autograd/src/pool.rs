@@ -42,6 +42,8 @@ struct State {
     stats: MemoryStats,
     /// Bytes taken from the operating system, whole lines: of buffers in use and of free ones.
     held_bytes: usize,
+    /// The most bytes ever in use; the peak in `stats` can be reset.
+    most_bytes: usize,
     /// Free buffers by their number of lines.
     free: BTreeMap<usize, Vec<Box<[Line]>>>,
     timeline: Option<(Instant, Vec<TimelinePoint>)>,
@@ -78,6 +80,7 @@ impl Pool {
         state.free.clear();
         state.held_bytes -= state.stats.cached_bytes;
         state.stats.cached_bytes = 0;
+        state.most_bytes = state.stats.live_bytes;
     }
 
     pub(crate) fn start_timeline(&self) {
@@ -129,8 +132,8 @@ impl State {
         // buffers differ in size would free and take some every time if only close sizes served: near the limit,
         // others do. (Measured on mnist-cnn: 2 to 5 fresh buffers a step became none, at 1.25 times the peak.)
         const SLACK: usize = 1 << 20;
-        let peak_bytes = self.stats.peak_bytes.max(self.stats.live_bytes.saturating_add(bytes));
-        let limit = peak_bytes.saturating_add(peak_bytes / 4 + SLACK);
+        let most_bytes = self.most_bytes.max(self.stats.live_bytes.saturating_add(bytes));
+        let limit = most_bytes.saturating_add(most_bytes / 4 + SLACK);
         let after = |held_bytes: usize| held_bytes.saturating_add(needed * size_of::<Line>());
         if after(self.held_bytes) > limit
             && let Some(lines) = self.smallest_free(needed..=2 * needed)
@@ -156,6 +159,7 @@ impl State {
         self.held_bytes += fresh * size_of::<Line>();
         self.stats.live_bytes += bytes;
         self.stats.peak_bytes = self.stats.peak_bytes.max(self.stats.live_bytes);
+        self.most_bytes = self.most_bytes.max(self.stats.live_bytes);
         self.stats.fresh_allocations += usize::from(fresh > 0);
         self.mark();
     }
@@ -269,6 +273,18 @@ mod tests {
         assert_eq!((stats.live_bytes, stats.cached_bytes), (32 << 20, 0), "the large one went");
         assert_eq!(pool.state().held_bytes, 32 << 20);
         drop(small);
+    }
+
+    /// A training step resets the peak at its beginning, when all its buffers are in the cache.
+    #[test]
+    fn a_reset_peak_costs_no_cached_buffer() {
+        let pool = Pool::new(false);
+        drop([8, 4].map(|mib| pool.take::<u8>(mib << 20).unwrap()));
+        pool.reset_peak();
+        let other = pool.take::<u8>(3 << 20).unwrap();
+        let both = [8, 4].map(|mib| pool.take::<u8>(mib << 20).unwrap());
+        assert_eq!(pool.stats().fresh_allocations, 3, "the two served again");
+        drop((other, both));
     }
 
     #[test]
