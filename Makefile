@@ -20,7 +20,7 @@ mpi:
 	RUSTDOCFLAGS="-D warnings" cargo doc -p convoke-distributed --no-deps --features mpi
 	cargo test -p convoke-distributed --features mpi
 	cargo clippy --workspace --all-targets --features convoke/mpi -- -D warnings
-	cargo test --workspace --features convoke/mpi --test cli -- mpi::
+	cargo test --workspace --features convoke/mpi --test cli --test sync_batch_norm -- mpi:: processes_together
 
 format:
 	cargo fmt --all --check
@@ -31,11 +31,13 @@ lint:
 docs:
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
 
-# The README's main command, cut short, and the tutorial.
+# The README's commands, cut short, and the tutorials.
 smoke:
 	cargo run --release -- train --steps 20 --report target/smoke.html --json target/smoke.json
 	cargo run --release -- compare --steps 3 --batch-size 64
+	cargo run --release -- train --steps 5 --ranks 2 --sync-bn
 	cargo run --release --example custom_function
+	cargo run --release --example synchronized_layer
 
 # Makes the golden files anew; PYTHON must have torch, numpy, tensorflow-cpu and onnx.
 PYTHON ?= python3

@@ -10,7 +10,7 @@
 //! and a chart of loss, pixel accuracy and mean intersection over union by step as SVG. Run it with
 //!
 //! ```sh
-//! cargo run --release --example camvid_batch_norm -- DATA_FOLDER [EPOCHS] [CHART.svg]
+//! cargo run --release --example camvid_batch_norm -- DATA_FOLDER [EPOCHS] [CHART.svg] [SEED]
 //! ```
 
 use std::error::Error;
@@ -30,6 +30,8 @@ use plotters::prelude::*;
 
 const RANKS: usize = 4;
 const IMAGES_PER_RANK: usize = 2;
+/// Single epochs scatter: the table has means over so many.
+const LAST: usize = 5;
 
 /// Whence a run's batch norms have their statistics.
 #[derive(Clone, Copy, PartialEq)]
@@ -61,8 +63,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         PathBuf::from(arguments.next().ok_or("name the folder of CamVid: see the top of this example")?);
     let epochs: usize = arguments.next().map_or(Ok(10), |epochs| epochs.parse())?;
     let chart = PathBuf::from(arguments.next().unwrap_or_else(|| "camvid-batch-norm.svg".into()));
+    let seed: u64 = arguments.next().map_or(Ok(1), |seed| seed.parse())?;
     let data = Arc::new(camvid::load(&folder, &silent)?);
-    let curves = run_threads(RANKS, &Options::default(), |ranks| train(&ranks, &data, epochs))?;
+    let curves = run_threads(RANKS, &Options::default(), |ranks| train(&ranks, &data, epochs, seed))?;
     let curves = curves.into_iter().next().expect("there are ranks")?;
     print_table(&curves, epochs);
     draw(&chart, &curves)?;
@@ -70,7 +73,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-fn train(ranks: &Communicator, data: &Arc<TrainTest>, epochs: usize) -> Result<Vec<Curve>, TrainingError> {
+fn train(
+    ranks: &Communicator,
+    data: &Arc<TrainTest>,
+    epochs: usize,
+    seed: u64,
+) -> Result<Vec<Curve>, TrainingError> {
     // All share one choice of algorithms.
     let tuner = Tuner::by_estimate();
     let start = |(statistics, _): (Statistics, &str)| {
@@ -83,7 +91,7 @@ fn train(ranks: &Communicator, data: &Arc<TrainTest>, epochs: usize) -> Result<V
             rule: Rule::adamw(2e-3),
             lr_gamma: 0.93,
             batch_size: RANKS * IMAGES_PER_RANK,
-            seed: 1,
+            seed,
             augmentation: Augmentation { flip: true, crop: Some([96, 128]) },
             sync_bn: statistics == Statistics::OfAll,
             stop_on_nan: true,
@@ -128,17 +136,21 @@ fn median(values: &[f64]) -> f64 {
 }
 
 fn print_table(curves: &[Curve], epochs: usize) {
-    println!("After {epochs} epochs; the last two columns are medians of all steps.\n");
     println!(
-        "| | training loss, last epoch | test loss | pixel accuracy | mean IoU | step | of it waiting |"
+        "Means over the last {} of {epochs} epochs; the last two columns are medians of all steps.\n",
+        LAST.min(epochs)
     );
+    println!("| | training loss | test loss | pixel accuracy | mean IoU | step | of it waiting |");
     println!("|---|---:|---:|---:|---:|---:|---:|");
     for (curve, (_, name)) in curves.iter().zip(RUNS) {
-        let last = &curve.losses[curve.losses.len() - curve.losses.len() / epochs.max(1)..];
-        let Some((_, [loss, accuracy, iou])) = curve.tests.last() else { continue };
+        let last = LAST.min(epochs);
+        let losses = &curve.losses[curve.losses.len() - curve.losses.len() / epochs.max(1) * last..];
+        let tests = &curve.tests[curve.tests.len() - last..];
+        let [loss, accuracy, iou] =
+            [0, 1, 2].map(|index| mean(&tests.iter().map(|(_, values)| values[index]).collect::<Vec<f64>>()));
         println!(
             "| {name} | {:.3} | {loss:.3} | {:.1} % | {:.1} % | {:.0} ms | {:.0} ms |",
-            mean(last),
+            mean(losses),
             100.0 * accuracy,
             100.0 * iou,
             1e3 * median(&curve.seconds),

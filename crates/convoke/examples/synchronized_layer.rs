@@ -56,8 +56,8 @@ fn sums<T: Element>(x: &Tensor) -> Result<Tensor> {
         let (sum, squares) = sums.split_at_mut(channels);
         for row in x.data::<T>()?.chunks(channels) {
             for ((sum, squares), &x) in sum.iter_mut().zip(&mut *squares).zip(row) {
-                *sum = *sum + x;
-                *squares = *squares + x * x;
+                *sum += x;
+                *squares += x * x;
             }
         }
         Ok(())
@@ -151,8 +151,8 @@ impl Normalise {
                 let [mean, inverse] = self.moments(sums, channel);
                 let (mut total, mut centered) = (T::zero(), T::zero());
                 for (x, dy) in x_data.chunks(channels).zip(dy_data.chunks(channels)) {
-                    total = total + dy[channel];
-                    centered = centered + dy[channel] * (x[channel] - mean);
+                    total += dy[channel];
+                    centered += dy[channel] * (x[channel] - mean);
                 }
                 let dvariance = centered * T::of(-0.5) * inverse * inverse * inverse;
                 let dmean = -(total * inverse) - dvariance * T::of(2.0) * mean;

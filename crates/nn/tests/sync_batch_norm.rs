@@ -30,6 +30,14 @@ struct Problem {
     dy: Vec<f64>,
 }
 
+/// Runs something on all ranks, and gives what each of them found.
+type OnRanks<'a> = dyn Fn(&(dyn Fn(&Communicator) -> Found + Sync)) -> Vec<Found> + 'a;
+
+/// On threads.
+fn on_threads(world_size: usize) -> impl Fn(&(dyn Fn(&Communicator) -> Found + Sync)) -> Vec<Found> {
+    move |work| run_threads(world_size, &OPTIONS, |ranks| work(&ranks)).unwrap()
+}
+
 /// What a layer gives for images `[from, to)`: output, gradient of x, of weight and bias, running statistics.
 struct Found {
     y: Vec<f64>,
@@ -77,16 +85,15 @@ impl Problem {
     }
 
     /// The ranks have images up to the next of `cuts`.
-    fn check<const SPATIAL: usize>(&self, cuts: &[usize]) -> Result<(), String> {
-        let (world_size, all) = (cuts.len(), self.shape[0]);
+    fn check<const SPATIAL: usize>(&self, cuts: &[usize], on_ranks: &OnRanks<'_>) -> Result<(), String> {
+        let all = self.shape[0];
         assert_eq!(cuts.last(), Some(&all));
         let whole = self.run::<SPATIAL>((0, all), None);
         let run = || {
-            run_threads(world_size, &OPTIONS, |ranks| {
+            on_ranks(&|ranks| {
                 let from = if ranks.rank() == 0 { 0 } else { cuts[ranks.rank() - 1] };
-                self.run::<SPATIAL>((from, cuts[ranks.rank()]), Some(&ranks))
+                self.run::<SPATIAL>((from, cuts[ranks.rank()]), Some(ranks))
             })
-            .unwrap()
         };
         let (found, again) = (run(), run());
         let [near, near_gradient] = if self.dtype == DType::F64 { [1e-12, 1e-12] } else { [1e-5, 1e-5] };
@@ -119,34 +126,43 @@ impl Problem {
     }
 }
 
+/// Up to which image each rank has them, and how many there are.
+const SPLITS: [(&[usize], usize); 9] = [
+    (&[8], 8),
+    (&[4, 8], 8),
+    (&[1, 8], 8),
+    // Empty ranks: at the start, in the middle, at the end.
+    (&[0, 3, 3, 8, 8], 8),
+    (&[0, 8], 8),
+    (&[1, 2, 3, 4, 5, 6, 7, 8], 8),
+    (&[0, 0, 2], 2),
+    (&[2, 4, 4, 6], 6),
+    (&[0, 1, 7, 7], 7),
+];
+
+/// Every shape, type and format, split in one way.
+fn check_split(failures: &mut Failures, (cuts, batch): (&[usize], usize), on_ranks: &OnRanks<'_>) {
+    for dtype in common::DTYPES {
+        for format in [MemoryFormat::Contiguous, MemoryFormat::ChannelsLast] {
+            let shapes: [&[usize]; 4] = [&[3], &[65, 7], &[5, 4, 6], &[4, 2, 3, 5]];
+            for rest in shapes {
+                let shape = [&[batch], rest].concat();
+                let problem = Problem::new(&shape, dtype, format);
+                failures.run(format!("{cuts:?} {shape:?} {dtype} {format}"), || match rest.len() {
+                    1 | 2 => problem.check::<1>(cuts, on_ranks),
+                    3 => problem.check::<2>(cuts, on_ranks),
+                    _ => problem.check::<3>(cuts, on_ranks),
+                });
+            }
+        }
+    }
+}
+
 #[test]
 fn ranks_together_are_one_batch() {
     let mut failures = Failures::new("synchronized batch norm");
-    let splits: [(&[usize], usize); 7] = [
-        (&[8], 8),
-        (&[4, 8], 8),
-        (&[1, 8], 8),
-        // Empty ranks: at the start, in the middle, at the end.
-        (&[0, 3, 3, 8, 8], 8),
-        (&[1, 2, 3, 4, 5, 6, 7, 8], 8),
-        (&[0, 0, 2], 2),
-        (&[2, 4, 4, 6], 6),
-    ];
-    for (cuts, batch) in splits {
-        for dtype in common::DTYPES {
-            for format in [MemoryFormat::Contiguous, MemoryFormat::ChannelsLast] {
-                let shapes: [&[usize]; 4] = [&[3], &[65, 7], &[5, 4, 6], &[4, 2, 3, 5]];
-                for rest in shapes {
-                    let shape = [&[batch], rest].concat();
-                    let problem = Problem::new(&shape, dtype, format);
-                    failures.run(format!("{cuts:?} {shape:?} {dtype} {format}"), || match rest.len() {
-                        1 | 2 => problem.check::<1>(cuts),
-                        3 => problem.check::<2>(cuts),
-                        _ => problem.check::<3>(cuts),
-                    });
-                }
-            }
-        }
+    for split in SPLITS {
+        check_split(&mut failures, split, &on_threads(split.0.len()));
     }
     failures.finish();
 }
@@ -165,27 +181,26 @@ fn data_with_a_large_mean_keeps_its_digits() {
 }
 
 /// Rank i feeds 2 x 2 x 2^(i+1) values, 0.1^(i-1) in one channel, 0.3^(i-1) in the other.
+fn check_worked_case(ranks: &Communicator) {
+    let device = device();
+    let config = BatchNormConfig { momentum: Some(0.99), ..BatchNormConfig::default() };
+    let layer = BatchNorm1d::new(&init(&device, DType::F64, 1), 2, config).unwrap();
+    layer.convert_sync_batchnorm(Some(ranks));
+    let (len, power) = (2 << ranks.rank(), ranks.rank() as i32 - 1);
+    let row = |base: f64| vec![base.powi(power); len];
+    let image = [row(0.1), row(0.3)].concat();
+    let x = tensor(&device, DType::F64, &[2, 2, len], &[image.clone(), image].concat());
+    for _ in 0..100 {
+        layer.forward(&x).unwrap();
+    }
+    let [mean, variance] = [layer.running_mean().unwrap(), layer.running_var().unwrap()];
+    check_relative_to_max(&values(&mean), &[4.0, 1.7777778], 1e-7).unwrap();
+    check_relative_to_max(&values(&variance), &[19.6363636, 1.3198653], 1e-7).unwrap();
+}
+
 #[test]
 fn the_worked_case_comes_out() {
-    let statistics = run_threads(2, &OPTIONS, |ranks| {
-        let device = device();
-        let config = BatchNormConfig { momentum: Some(0.99), ..BatchNormConfig::default() };
-        let layer = BatchNorm1d::new(&init(&device, DType::F64, 1), 2, config).unwrap();
-        layer.convert_sync_batchnorm(Some(&ranks));
-        let (len, power) = (2 << ranks.rank(), ranks.rank() as i32 - 1);
-        let row = |base: f64| vec![base.powi(power); len];
-        let image = [row(0.1), row(0.3)].concat();
-        let x = tensor(&device, DType::F64, &[2, 2, len], &[image.clone(), image].concat());
-        for _ in 0..100 {
-            layer.forward(&x).unwrap();
-        }
-        [layer.running_mean().unwrap(), layer.running_var().unwrap()].map(|tensor| values(&tensor))
-    })
-    .unwrap();
-    for [mean, variance] in statistics {
-        check_relative_to_max(&mean, &[4.0, 1.7777778], 1e-7).unwrap();
-        check_relative_to_max(&variance, &[19.6363636, 1.3198653], 1e-7).unwrap();
-    }
+    run_threads(2, &OPTIONS, |ranks| check_worked_case(&ranks)).unwrap();
 }
 
 #[test]
@@ -332,5 +347,62 @@ fn layers_that_differ_between_ranks_are_an_error() {
     for result in results {
         check_refused(result, &["BatchNorm1d forward, 3 channels", "BatchNorm1d forward, 4 channels"])
             .unwrap();
+    }
+}
+
+// ---- processes ------------------------------------------------------------------------------------------------------
+
+#[cfg(not(feature = "mpi"))]
+#[test]
+fn processes_together_are_one_batch() {
+    eprintln!(
+        "not tested: synchronized batch norm over MPI, as the feature mpi is off (`make mpi` has it on)"
+    );
+}
+
+#[cfg(feature = "mpi")]
+mod tests {
+    use convoke_testkit::mpirun::{Start, run, run_if_asked};
+
+    use super::*;
+
+    /// What all ranks found, as each tells the others.
+    fn gathered(ranks: &Communicator, mine: Found) -> Vec<Found> {
+        let [mean, variance] = &mine.running;
+        let parts: Vec<Vec<Vec<f64>>> = [&mine.y, &mine.dx, &mine.dweight, &mine.dbias, mean, variance]
+            .map(|part| ranks.all_gather("found", part).unwrap())
+            .into();
+        let of_rank = |rank: usize| {
+            let [y, dx, dweight, dbias, mean, variance] =
+                [0, 1, 2, 3, 4, 5].map(|part| parts[part][rank].clone());
+            Found { y, dx, dweight, dbias, running: [mean, variance] }
+        };
+        (0..ranks.world_size()).map(of_rank).collect()
+    }
+
+    /// Not a test of its own: what the processes run that the next test starts.
+    #[test]
+    fn rank() {
+        run_if_asked(|_, report| {
+            let ranks = convoke_distributed::mpi::world(&OPTIONS).unwrap();
+            let mut failures = Failures::new("synchronized batch norm over MPI");
+            for split in SPLITS.into_iter().filter(|(cuts, _)| cuts.len() == ranks.world_size()) {
+                check_split(&mut failures, split, &|work| gathered(&ranks, work(&ranks)));
+            }
+            failures.finish();
+            if ranks.world_size() == 2 {
+                check_worked_case(&ranks);
+            }
+            report(ranks.rank(), "well");
+        });
+    }
+
+    #[test]
+    fn processes_together_are_one_batch() {
+        for processes in [2, 4] {
+            let Some(found) = run("sync", processes, Start::Strict) else { return };
+            let well = found.reports.iter().all(|report| report.as_deref() == Some("well"));
+            assert!(well && found.ended_well, "{processes} processes: {:?}, {}", found.reports, found.output);
+        }
     }
 }

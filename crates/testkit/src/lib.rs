@@ -20,6 +20,7 @@ mod closeness;
 mod failures;
 mod formula;
 mod golden;
+pub mod mpirun;
 mod random;
 mod shared;
 

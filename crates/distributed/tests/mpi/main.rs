@@ -4,17 +4,15 @@
 
 #[cfg(feature = "mpi")]
 mod cases;
-#[cfg(feature = "mpi")]
-mod launch;
 
 #[cfg(feature = "mpi")]
 mod tests {
-    use super::launch::{Run, Start, run};
+    use convoke_testkit::mpirun::{Run, Start, run};
 
     /// Not a test of its own: what the processes run that the tests start.
     #[test]
     fn rank() {
-        super::launch::run_if_asked(super::cases::case);
+        convoke_testkit::mpirun::run_if_asked(super::cases::case);
     }
 
     /// All ranks of 2 and of 4 report that all is well, and their processes end well.

@@ -1,4 +1,6 @@
-//! Starting this test's own program as ranks, with time limits, and reading what they report.
+//! Starting a test's own program as ranks under `mpirun`, with time limits, and reading what they report.
+//!
+//! The program's test `tests::rank` calls [`run_if_asked`]; its other tests call [`run`].
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -16,7 +18,7 @@ const REPORTS: &str = "CONVOKE_MPI_TEST_REPORTS";
 
 /// How ranks are started.
 #[derive(Clone, Copy, PartialEq)]
-pub(crate) enum Start {
+pub enum Start {
     /// By `mpirun`, which kills all when one fails, as it does unless told otherwise.
     Strict,
     /// By an `mpirun` that lets the others go on.
@@ -26,18 +28,23 @@ pub(crate) enum Start {
 }
 
 /// How a run went.
-pub(crate) struct Run {
+pub struct Run {
     /// What each rank reported, if it did.
-    pub(crate) reports: Vec<Option<String>>,
-    pub(crate) ended_well: bool,
-    pub(crate) output: String,
+    pub reports: Vec<Option<String>>,
+    /// Whether `mpirun` was content.
+    pub ended_well: bool,
+    /// What was written to standard output and standard error.
+    pub output: String,
 }
 
 /// One run at a time: they would fight for the processors.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-/// Runs a case; `None` after saying that there is no `mpirun`. Fails if it takes too long.
-pub(crate) fn run(case: &str, ranks: usize, start: Start) -> Option<Run> {
+/// Runs a case on so many ranks; `None` after saying that there is no `mpirun`.
+///
+/// # Panics
+/// If it takes too long, or cannot be started.
+pub fn run(case: &str, ranks: usize, start: Start) -> Option<Run> {
     if let Err(error) = Command::new("mpirun").arg("--version").stdout(Stdio::null()).status() {
         // Past the harness's capture; a closed standard error must not fail the test.
         let _ = writeln!(std::io::stderr(), "not tested: MPI, as there is no mpirun: {error}");
@@ -85,8 +92,12 @@ fn wait(mut child: Child) -> Option<ExitStatus> {
     }
 }
 
-/// Runs a case if this process is a rank. Ends it after a while whatever it does.
-pub(crate) fn run_if_asked(case: impl Fn(&str, &dyn Fn(usize, &str))) {
+/// Runs a case if this process is a rank: gives `case` its name, and what writes the report of a rank. Ends the process after a
+/// while whatever it does.
+///
+/// # Panics
+/// If a report cannot be written.
+pub fn run_if_asked(case: impl Fn(&str, &dyn Fn(usize, &str))) {
     let (Ok(name), Some(folder)) = (std::env::var(CASE), std::env::var_os(REPORTS)) else { return };
     std::thread::spawn(|| {
         std::thread::sleep(LIMIT);
