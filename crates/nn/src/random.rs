@@ -64,6 +64,16 @@ impl Generator {
         GeneratorState { key: random.get_seed(), position: random.get_word_pos() as u64 }
     }
 
+    /// Numbers drawn so far, in 32-bit words.
+    pub(crate) fn position(&self) -> u64 {
+        self.state().position
+    }
+
+    /// Goes to where so many numbers have been drawn.
+    pub(crate) fn set_position(&self, position: u64) {
+        self.restore(&GeneratorState { position, ..self.state() });
+    }
+
     /// Continues from where another stream stood.
     pub fn restore(&self, state: &GeneratorState) {
         let mut random = ChaCha8Rng::from_seed(state.key);

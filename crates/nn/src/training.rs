@@ -435,6 +435,9 @@ impl Trainer {
         }
         let (images, own_images) = (shard.total, shard.samples.len());
         self.optimizer.step(loss.backward()?)?;
+        if images < self.communicator().world_size() {
+            self.share_random_position()?;
+        }
         self.losses.push(value);
         self.batch += 1;
         if self.batch == self.batches_per_epoch() {

@@ -350,6 +350,26 @@ fn without_synchronization_losses_differ_and_ranks_agree() {
     }
 }
 
+/// The last batch of an epoch has 4 images: with six ranks, two have none, and run no forward.
+#[test]
+fn ranks_without_images_draw_the_same_random_numbers_afterwards() {
+    let data = digits(40, 30);
+    let states = run_threads(6, &OPTIONS, |ranks| {
+        let trainer = Trainer::new(&device(), config(18, false), data.clone()).unwrap();
+        let mut trainer = trainer.join(&ranks).unwrap();
+        let images: Vec<usize> = (0..4).map(|_| trainer.step().unwrap().own_images).collect();
+        let folder = tempfile::tempdir().unwrap();
+        trainer.save(folder.path()).unwrap();
+        let state = std::fs::read_to_string(folder.path().join("step-0000000004/training.json")).unwrap();
+        let state: serde_json::Value = serde_json::from_str(&state).unwrap();
+        (images, state["state"]["random"].clone())
+    })
+    .unwrap();
+    assert_eq!(states[0].0, [3, 3, 0, 3]);
+    assert!(states[0].1["position"].as_u64().is_some_and(|position| position > 0));
+    assert!(states.iter().all(|(_, random)| *random == states[0].1), "{states:?}");
+}
+
 #[test]
 fn only_rank_0_needs_the_checkpoint() {
     let folder = tempfile::tempdir().unwrap();

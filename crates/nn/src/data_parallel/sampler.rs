@@ -4,7 +4,8 @@ use std::ops::Range;
 
 use crate::random::permutation;
 
-/// The part of `len` things that is a rank's: all parts follow each other and differ by one thing at most.
+/// The part of `len` things that is a rank's: all parts follow each other and differ by one thing at most. The last rank's is
+/// as large as any.
 pub fn shard(len: usize, rank: usize, world_size: usize) -> Range<usize> {
     let cut = |rank: usize| {
         let (whole, rest) = (len / world_size, len % world_size);
@@ -97,6 +98,7 @@ mod tests {
             let parts: Vec<_> = (0..world_size).map(|rank| shard(len, rank, world_size)).collect();
             prop_assert!(parts.iter().cloned().flatten().eq(0..len));
             let sizes = parts.iter().map(ExactSizeIterator::len);
+            prop_assert_eq!(parts[world_size - 1].len(), sizes.clone().max().unwrap());
             prop_assert!(sizes.clone().max().unwrap() - sizes.min().unwrap() <= 1);
         }
 

@@ -117,6 +117,16 @@ impl Trainer {
         Ok(())
     }
 
+    /// Brings ranks that had no image, and may have drawn no random numbers, to where the others are. The last rank has images
+    /// whenever one has.
+    pub(super) fn share_random_position(&self) -> Result<()> {
+        let last = self.communicator().world_size() - 1;
+        let mut position = [self.random.position()];
+        self.communicator().broadcast("position of random numbers", last, &mut position)?;
+        self.random.set_position(position[0]);
+        Ok(())
+    }
+
     /// Gives rank 0's running statistics to all: without synchronization each rank has accumulated its own.
     pub(super) fn share_statistics(&self) -> Result<()> {
         if self.communicator().world_size() > 1 {
