@@ -15,6 +15,11 @@ pub(crate) fn default_mnist_dir() -> Option<PathBuf> {
     default_dir("mnist")
 }
 
+/// Where CamVid lies if no folder is named.
+pub(crate) fn default_camvid_dir() -> Option<PathBuf> {
+    default_dir("camvid")
+}
+
 fn default_dir(name: &str) -> Option<PathBuf> {
     directories::ProjectDirs::from("", "", "convoke").map(|dirs| dirs.data_local_dir().join(name))
 }
@@ -48,7 +53,7 @@ pub(crate) fn load(args: &RunArgs, console: &Console) -> Result<Arc<TrainTest>> 
             "--download: camvid cannot be downloaded: name its folder with --data-dir".into(),
         )),
         Data::Camvid => {
-            let folder = args.data_dir.clone().or_else(|| default_dir("camvid")).ok_or_else(no_folder)?;
+            let folder = args.data_dir.clone().or_else(default_camvid_dir).ok_or_else(no_folder)?;
             let set = camvid::load(&folder, &console.data_progress());
             set.map(Arc::new).map_err(|error| failure(error, CAMVID_HINT))
         }

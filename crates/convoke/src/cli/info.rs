@@ -2,7 +2,7 @@
 
 use convoke::Isa;
 use convoke::conv;
-use convoke::nn::data::mnist;
+use convoke::nn::data::{camvid, mnist};
 use convoke::tune::Cache;
 
 use super::{Result, console, dataset, tuning};
@@ -14,13 +14,24 @@ pub(crate) fn run() -> Result<()> {
         Some(folder) => format!("{} (not there; `train --data mnist --download`)", folder.display()),
         None => "no default folder on this system; name one with --data-dir".into(),
     };
+    let camvid = match dataset::default_camvid_dir() {
+        Some(folder) if camvid::is_present(&folder) => format!("{} (there)", folder.display()),
+        Some(folder) => format!("{} (not there; cannot be downloaded, see --data-dir)", folder.display()),
+        None => "no default folder on this system; name one with --data-dir".into(),
+    };
+    let ranks = match cfg!(feature = "mpi") {
+        true => "threads (--ranks), processes (--mpi)",
+        false => "threads (--ranks); processes with a build that has `--features mpi`",
+    };
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let lines = [
         ("CPU", cpu_name().unwrap_or_else(|| "unknown".into())),
         ("instruction sets", format!("{isas} (used: {})", Isa::detect())),
         ("threads", threads.to_string()),
         ("external libraries", external_libraries()),
+        ("ranks", ranks.into()),
         ("MNIST", mnist),
+        ("CamVid", camvid),
         ("tuning cache", tuning_cache()),
     ];
     let lines = lines.map(|(name, value)| format!("{name:<20}{value}\n"));

@@ -157,9 +157,17 @@ fn help_explains_every_flag() {
 fn info_tells_about_the_machine() {
     let outcome = convoke(&["info"]).exits(0);
     assert_eq!(outcome.stderr, "");
-    for needle in
-        ["CPU ", "instruction sets ", "portable", "threads ", "external libraries ", "MNIST ", "not there"]
-    {
+    for needle in [
+        "CPU ",
+        "instruction sets ",
+        "portable",
+        "threads ",
+        "external libraries ",
+        "ranks ",
+        "MNIST ",
+        "CamVid ",
+        "not there",
+    ] {
         assert!(outcome.stdout.contains(needle), "{needle} is not in {}", outcome.stdout);
     }
 }
