@@ -33,7 +33,7 @@ struct Row {
 
 pub(crate) fn run(args: &BenchNormArgs) -> Result<()> {
     output::check("--json", args.json.as_deref().filter(|file| !json::to_stdout(Some(file))))?;
-    let console = Console::new(false)?;
+    let console = Console::new()?;
     let cpu = args::cpu(args.threads, 1)?;
     let shapes: Vec<Vec<usize>> = args.shapes.iter().map(|text| parse(text)).collect::<Result<_>>()?;
     let say = |text: &str| console.say(text, args.json.as_deref());

@@ -51,7 +51,8 @@ fn on_rank(args: &RunArgs, rank: &Rank<'_>) -> Result<()> {
     let steps = sessions[behind].trainer.steps();
     let [separate, fused] = sessions.map(Session::finish);
     publish(args, rank, &[separate?, fused?])?;
-    if finished { Ok(()) } else { Err(interruption(args, steps)) }
+    // The first rank says it for all.
+    if finished || !rank.is_first() { Ok(()) } else { Err(interruption(args, steps)) }
 }
 
 /// The rate of doing both by turns; the other one alone while one is ahead and waits.

@@ -41,19 +41,26 @@ pub(crate) struct Console {
 }
 
 impl Console {
-    /// Takes over Ctrl-C: the first one asks to stop at the next good moment, the second ends the process. Shows nothing at all
-    /// if it is `quiet`: for processes that are ranks other than the first.
-    pub(crate) fn new(quiet: bool) -> Result<Console> {
+    /// Takes over Ctrl-C: the first one asks to stop at the next good moment, the second ends the process.
+    pub(crate) fn new() -> Result<Console> {
+        Console::of(false, || std::process::exit(1))
+    }
+
+    /// Of a process that is a rank, which shows something only if it is the first one. `mpirun` passes Ctrl-C on more than once,
+    /// and ends processes that take too long itself.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn of_process(rank: usize) -> Result<Console> {
+        Console::of(rank > 0, || ())
+    }
+
+    fn of(quiet: bool, again: impl Fn() + Send + 'static) -> Result<Console> {
         let interrupted = Arc::new(AtomicBool::new(false));
         let shown = Arc::new(Mutex::new(ProgressBar::hidden()));
         let (flag, bar) = (interrupted.clone(), shown.clone());
-        ctrlc::set_handler(move || {
-            if flag.swap(true, Ordering::Relaxed) {
-                std::process::exit(1);
-            }
-            if !quiet {
-                lock(&bar).suspend(|| note("stopping at the next good moment (Ctrl-C again: at once)"));
-            }
+        ctrlc::set_handler(move || match flag.swap(true, Ordering::Relaxed) {
+            true => again(),
+            false if quiet => {}
+            false => lock(&bar).suspend(|| note("stopping at the next good moment (Ctrl-C again: at once)")),
         })
         .map_err(|error| Failure::Run(format!("cannot watch for Ctrl-C: {error}")))?;
         let terminal = !quiet && std::io::stderr().is_terminal();

@@ -58,7 +58,7 @@ pub(crate) fn run(args: &RunArgs, work: impl Fn(&Rank<'_>) -> Result<()> + Sync)
     }
     let world_size = usize::from(args.ranks.ranks);
     check_batch(args, world_size)?;
-    let (console, quiet) = (Console::new(false)?, Console::of_thread());
+    let (console, quiet) = (Console::new()?, Console::of_thread());
     train::check_output(args)?;
     let data = dataset::load(args, &console)?;
     let results = run_threads(world_size, &options, |communicator| {
@@ -84,7 +84,7 @@ fn run_mpi(args: &RunArgs, options: &Options, work: impl Fn(&Rank<'_>) -> Result
     let number = communicator.rank();
     let run = || -> Result<()> {
         check_batch(args, communicator.world_size())?;
-        let console = Console::new(number > 0)?;
+        let console = Console::of_process(number)?;
         if number == 0 {
             train::check_output(args)?;
         }

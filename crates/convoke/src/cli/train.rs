@@ -38,7 +38,8 @@ fn on_rank(args: &TrainArgs, rank: &Rank<'_>) -> Result<()> {
     let finished = !interrupted && session.evaluate(console)?;
     let steps = session.trainer.steps();
     publish(run, rank, &[session.finish()?])?;
-    if finished { Ok(()) } else { Err(interruption(run, steps)) }
+    // The first rank says it for all.
+    if finished || !rank.is_first() { Ok(()) } else { Err(interruption(run, steps)) }
 }
 
 /// One run with what it has recorded: `train` has one, `compare` two.

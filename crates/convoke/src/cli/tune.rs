@@ -15,7 +15,7 @@ use super::tuning_args::{TuneArgs, passes};
 use super::{Failure, Result, cache, json, output, problems};
 
 pub(crate) fn run(args: &TuneArgs) -> Result<()> {
-    let console = Console::new(false)?;
+    let console = Console::new()?;
     output::check("--json", args.json.as_deref().filter(|file| !json::to_stdout(Some(file))))?;
     let problems = problems::load(&args.problems)?;
     let mut jobs = problems::jobs(&args.problems, &problems);

@@ -19,7 +19,7 @@ use super::{Failure, Result, info, json, output, problems};
 use results::{PassResult, Row};
 
 pub(crate) fn run(args: &BenchArgs) -> Result<()> {
-    let console = Console::new(false)?;
+    let console = Console::new()?;
     check_output(args)?;
     let problems = problems::load(&args.problems)?;
     if problems.is_empty() {
