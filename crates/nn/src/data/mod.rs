@@ -26,3 +26,27 @@ pub use dataset::{Dataset, DatasetInfo, Targets, TrainTest};
 pub use digits::digits;
 pub use error::{DataError, MirrorFailure};
 pub use progress::{Progress, ProgressEvent, ProgressUnit, silent};
+
+/// What the tests of readers share.
+#[cfg(test)]
+mod testing {
+    use std::fs;
+    use std::path::Path;
+
+    use super::{DataError, Progress, TrainTest, silent};
+
+    /// The error's text after one of the files of a sound folder was replaced; it must name that file.
+    #[track_caller]
+    pub(super) fn refusal(
+        folder: &Path,
+        load: impl Fn(&Path, &Progress<'_>) -> Result<TrainTest, DataError>,
+        name: &str,
+        bytes: &[u8],
+    ) -> String {
+        let file = folder.join(name);
+        fs::write(&file, bytes).unwrap();
+        let message = load(folder, &silent).expect_err("must be refused").to_string();
+        let rest = message.strip_prefix(&format!("{}: ", file.display()));
+        rest.unwrap_or_else(|| panic!("expected {} named first, found {message}", file.display())).to_owned()
+    }
+}

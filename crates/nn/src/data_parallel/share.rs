@@ -18,12 +18,14 @@ pub(crate) fn share_state(model: &(impl Module + ?Sized), communicator: &Communi
     check_structure(&structure(&model_values(model)), communicator)?;
     let mine = to_safetensors(&model_values(model)).map_err(refused)?;
     let theirs = share_bytes(communicator, "model of rank 0", mine.clone()).map_err(failed(NAME))?;
-    if mine != theirs {
+    let held = if mine == theirs {
+        mine
+    } else {
         let from = Path::new("model of rank 0");
         let values = from_safetensors(from, &theirs, &model_values(model)).map_err(refused)?;
         set_model(model, values).map_err(refused)?;
-    }
-    let held = to_safetensors(&model_values(model)).map_err(refused)?;
+        to_safetensors(&model_values(model)).map_err(refused)?
+    };
     let hashes =
         communicator.all_gather("hash of the model", &Sha256::digest(&held)).map_err(failed(NAME))?;
     match hashes.iter().position(|hash| *hash != hashes[0]) {

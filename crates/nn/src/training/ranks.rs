@@ -65,12 +65,11 @@ impl Trainer {
         }
     }
 
-    /// Makes every rank stand where rank 0 does.
+    /// Makes every rank stand where rank 0 does; they have its model already.
     fn share_run(&mut self, communicator: &Communicator) -> Result<()> {
         let [model, optimizer] = self.files()?;
         let state = serde_json::to_vec(&self.state()).map_err(unreadable)?;
         let state = share_bytes(communicator, "state of the run", state)?;
-        let model = share_bytes(communicator, "model", model)?;
         let optimizer = share_bytes(communicator, "optimizer", optimizer)?;
         if communicator.rank() == 0 {
             return Ok(());

@@ -7,7 +7,7 @@ use std::ops::ControlFlow;
 use png::{BitDepth, ColorType};
 
 use super::super::png_file::testing::encode;
-use super::super::silent;
+use super::super::{silent, testing};
 use super::*;
 
 const SIZE: [usize; 2] = [2, 3];
@@ -47,12 +47,7 @@ fn folder() -> tempfile::TempDir {
 /// The error's text after one of the files of a sound folder was replaced; it must name that file.
 #[track_caller]
 fn refusal(name: &str, bytes: &[u8]) -> String {
-    let folder = folder();
-    let file = folder.path().join(name);
-    fs::write(&file, bytes).unwrap();
-    let message = load(folder.path(), &silent).expect_err("must be refused").to_string();
-    let rest = message.strip_prefix(&format!("{}: ", file.display()));
-    rest.unwrap_or_else(|| panic!("expected {} named first, found {message}", file.display())).to_owned()
+    testing::refusal(folder().path(), load, name, bytes)
 }
 
 #[test]

@@ -8,7 +8,7 @@ use std::ops::ControlFlow;
 use flate2::Compression;
 use flate2::write::GzEncoder;
 
-use super::super::silent;
+use super::super::{silent, testing};
 use super::*;
 
 fn idx(sizes: &[usize], data: &[u8]) -> Vec<u8> {
@@ -47,12 +47,7 @@ fn folder() -> tempfile::TempDir {
 /// Replaces one of the files of a sound folder and gives the error's text, which must name that file.
 #[track_caller]
 fn refusal(name: &str, bytes: &[u8]) -> String {
-    let folder = folder();
-    let file = folder.path().join(name);
-    fs::write(&file, bytes).unwrap();
-    let message = load(folder.path(), &silent).expect_err("must be refused").to_string();
-    let rest = message.strip_prefix(&format!("{}: ", file.display()));
-    rest.unwrap_or_else(|| panic!("expected {} named first, found {message}", file.display())).to_owned()
+    testing::refusal(folder().path(), load, name, bytes)
 }
 
 #[test]
