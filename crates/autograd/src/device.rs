@@ -1,6 +1,7 @@
 //! Where tensors live and kernels run: a CPU's threads and a pool of buffers.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use bytemuck::Pod;
 use convoke_kernels::conv::{ConvPlan, ConvProblem, Pass};
@@ -109,9 +110,9 @@ impl Device {
         self.inner.pool.trim();
     }
 
-    /// Starts recording the bytes in use at every allocation and release.
-    pub fn start_timeline(&self) {
-        self.inner.pool.start_timeline();
+    /// Starts recording the bytes in use at every allocation and release, and returns the moment from which it counts seconds.
+    pub fn start_timeline(&self) -> Instant {
+        self.inner.pool.start_timeline()
     }
 
     /// Ends the recording and returns it; empty if there was none.

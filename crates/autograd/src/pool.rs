@@ -83,10 +83,12 @@ impl Pool {
         state.most_bytes = state.stats.live_bytes;
     }
 
-    pub(crate) fn start_timeline(&self) {
+    pub(crate) fn start_timeline(&self) -> Instant {
         let mut state = self.state();
         let first = TimelinePoint { seconds: 0.0, live_bytes: state.stats.live_bytes };
-        state.timeline = Some((Instant::now(), vec![first]));
+        let start = Instant::now();
+        state.timeline = Some((start, vec![first]));
+        start
     }
 
     pub(crate) fn take_timeline(&self) -> Vec<TimelinePoint> {

@@ -409,10 +409,7 @@ impl Trainer {
         let start = Instant::now();
         let before = self.parallel.traffic();
         self.device.reset_peak();
-        let record = std::mem::take(&mut self.record);
-        if record {
-            self.device.start_timeline();
-        }
+        let recording = std::mem::take(&mut self.record).then(|| self.device.start_timeline());
         self.model.train();
         self.optimizer.set_learning_rate(self.schedule.at(self.epoch));
         let ranks = self.parallel.communicator();
@@ -427,7 +424,8 @@ impl Trainer {
             self.parallel.mean(&sum, counted)?
         };
         let bytes_end_of_forward = self.device.memory().live_bytes;
-        let end_of_forward = start.elapsed().as_secs_f64();
+        // By the clock of the points: what backward allocates comes later by it too.
+        let end_of_forward = recording.map(|start| start.elapsed().as_secs_f64());
         let value = loss.value();
         let step = self.steps() + 1;
         if !value.is_finite() && self.config.stop_on_nan {
@@ -459,7 +457,8 @@ impl Trainer {
             seconds: start.elapsed().as_secs_f64(),
             bytes_end_of_forward,
             bytes_peak: self.device.memory().peak_bytes,
-            timeline: record.then(|| StepTimeline { points: self.device.take_timeline(), end_of_forward }),
+            timeline: end_of_forward
+                .map(|end_of_forward| StepTimeline { points: self.device.take_timeline(), end_of_forward }),
         })
     }
 
