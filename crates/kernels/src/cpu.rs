@@ -64,6 +64,8 @@ pub struct Cpu {
     team: Option<Arc<Team>>,
     threads: usize,
     isa: Isa,
+    /// Whether nothing runs.
+    dry: bool,
 }
 
 /// Below this many elements of work, starting other threads costs more than it saves.
@@ -80,12 +82,12 @@ impl Cpu {
         }
         let team = (threads > 1).then(|| Team::new(threads - 1)).transpose();
         let team = team.map_err(|error| Error::Cpu(format!("cannot start {threads} threads: {error}")))?;
-        Ok(Cpu { team: team.map(Arc::new), threads, isa: Isa::detect() })
+        Ok(Cpu { team: team.map(Arc::new), threads, isa: Isa::detect(), dry: false })
     }
 
     /// One thread, the caller's.
     pub fn single() -> Cpu {
-        Cpu { team: None, threads: 1, isa: Isa::detect() }
+        Cpu { team: None, threads: 1, isa: Isa::detect(), dry: false }
     }
 
     /// As many threads as the operating system says are available to this process.
@@ -108,6 +110,24 @@ impl Cpu {
         Ok(self)
     }
 
+    /// The same threads and instruction set on which nothing runs: kernels check what they are given and leave their
+    /// outputs as they are.
+    ///
+    /// It is equal to the one that runs, since the same is chosen for both; see [`Cpu::is_dry`].
+    pub fn dry(&self) -> Cpu {
+        Cpu { dry: true, ..self.clone() }
+    }
+
+    /// Whether this is a [`Cpu::dry`].
+    pub fn is_dry(&self) -> bool {
+        self.dry
+    }
+
+    /// The one that runs.
+    pub(crate) fn running(&self) -> Cpu {
+        Cpu { dry: false, ..self.clone() }
+    }
+
     /// The thread budget.
     pub fn threads(&self) -> usize {
         self.threads
@@ -120,7 +140,7 @@ impl Cpu {
 
     /// The same instruction set on the calling thread only: for work inside a task of [`Cpu::for_each`].
     pub fn one_thread(&self) -> Cpu {
-        Cpu { team: None, threads: 1, isa: self.isa }
+        Cpu { team: None, threads: 1, ..self.clone() }
     }
 
     /// The same budget, so that work is split in the same way, with every part run on the calling thread.
@@ -137,13 +157,16 @@ impl Cpu {
     ///
     /// Items are started in order; tasks must not depend on one another. The calling thread takes items too, all of them if
     /// no other comes in time. A call while another is under way, within one of its tasks or on another thread, runs on its
-    /// own thread alone.
+    /// own thread alone. On a [`Cpu::dry`] nothing runs.
     pub fn for_each<I: Send>(
         &self,
         work: usize,
         items: impl Iterator<Item = I>,
         task: impl Fn(I) + Sync + Send,
     ) {
+        if self.dry {
+            return;
+        }
         let Some(team) = self.team.as_ref().filter(|_| work >= SEQUENTIAL_BELOW) else {
             return items.for_each(task);
         };
@@ -247,6 +270,21 @@ mod tests {
                 counts[item].fetch_add(1, Ordering::Relaxed);
             });
             assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1));
+        }
+    }
+
+    #[test]
+    fn nothing_runs_dry() {
+        for cpu in [Cpu::single(), Cpu::new(3).unwrap()] {
+            let dry = cpu.dry();
+            assert_eq!(dry, cpu);
+            assert!(dry.is_dry() && !cpu.is_dry() && !dry.running().is_dry());
+            for dry in
+                [dry.one_thread(), dry.calling_thread(), dry.clone().with_isa(Isa::Portable).unwrap(), dry]
+            {
+                dry.for_each(usize::MAX, 0..10, |item: usize| panic!("{item} ran"));
+                dry.for_each_with(0, 0..2, 0..10, |_, item: usize| panic!("{item} ran"));
+            }
         }
     }
 

@@ -381,3 +381,25 @@ fn adopted_choices_are_made_again() {
     other.adopt(Isa::detect(), choices);
     assert_ne!(other.plan(&problem(4), Pass::Forward, &cpu()).algorithm(), "gone");
 }
+
+#[test]
+fn for_a_dry_cpu_the_one_that_runs_is_measured() {
+    let heard = Heard::default();
+    let tuner = Tuner::new(options(&heard)).unwrap();
+    let (cpu, pass, problem) = (cpu(), Pass::Forward, problem(4));
+    let dry = tuner.plan(&problem, pass, &cpu.dry());
+    let plan = tuner.plan(&problem, pass, &cpu);
+    assert_eq!(heard.sources(), [Source::Measured], "one choice for both");
+    assert_eq!(heard.warnings(), Vec::<String>::new(), "what does not run would be wrong");
+    assert_eq!((dry.algorithm(), dry.workspace_len()), (plan.algorithm(), plan.workspace_len()));
+    assert!(tuner.plan(&problem, pass, &cpu.dry()).cpu().is_dry() && !plan.cpu().is_dry());
+
+    let (x, weight) = (vec![1.0; problem.input_len()], vec![1.0; problem.weight_len()]);
+    for (plan, writes) in [(dry, false), (plan, true)] {
+        let (mut y, mut workspace) = (vec![0.0f32; problem.output_len()], vec![0.0; plan.workspace_len()]);
+        plan.run(conv::ConvOperands::forward(&x, &weight, &mut y), &mut workspace).unwrap();
+        assert!(y.iter().all(|&y| (y != 0.0) == writes), "{plan:?}");
+        let short = plan.run(conv::ConvOperands::forward(&x, &weight, &mut y[1..]), &mut workspace);
+        assert!(short.is_err(), "operands are checked all the same");
+    }
+}

@@ -80,6 +80,10 @@ impl Planes {
     /// Whether the bytes of a group on each thread stay in a cache between two passes over `tensors` tensors.
     pub(super) fn stays_cached<T>(&self, cpu: &Cpu, tensors: usize) -> bool {
         let group = self.batch * self.spatial * self.group * size_of::<T>();
+        // What goes group by group needs results, and a dry CPU gives none.
+        if cpu.is_dry() {
+            return false;
+        }
         // Fewer groups than threads would leave threads idle.
         group * tensors * cpu.threads() <= CACHED && self.channels.div_ceil(self.group) >= 2 * cpu.threads()
     }

@@ -207,6 +207,12 @@ impl ConvPlan {
         ConvPlan { cost, ..self }
     }
 
+    /// The same plan, which runs nothing if `asked` is a dry CPU.
+    pub(crate) fn for_cpu(self, asked: &Cpu) -> ConvPlan {
+        let cpu = if asked.is_dry() { self.cpu.dry() } else { self.cpu };
+        ConvPlan { cpu, ..self }
+    }
+
     /// What running it costs, by estimate.
     pub fn cost(&self) -> Cost {
         self.cost
@@ -237,7 +243,7 @@ impl ConvPlan {
         self.workspace_len
     }
 
-    /// Computes the output. The workspace may be longer than needed; its content is lost.
+    /// Computes the output. The workspace may be longer than needed; its content is lost. On a [`Cpu::dry`] nothing runs.
     ///
     /// # Errors
     /// If the operands are of another pass, another element type, or of lengths other than the problem's.
@@ -269,6 +275,9 @@ impl ConvPlan {
         }
         if workspace.len() < self.workspace_len {
             check_len(operation, "the workspace", workspace.len(), self.workspace_len)?;
+        }
+        if self.cpu.is_dry() {
+            return Ok(());
         }
         // Waking the other threads takes longer than such a run.
         let alone = self.cost.seconds(&self.cpu.one_thread()) < ALONE_BELOW;

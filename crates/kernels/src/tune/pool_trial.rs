@@ -33,7 +33,7 @@ impl PoolSubject {
             state: State::Ready { estimate: algorithm.estimate(problem, pass, cpu), workspace_bytes: 0 },
         };
         let entrants = max_pool_algorithms().iter().map(entrant).collect();
-        PoolSubject { contest: Contest { key, cpu: cpu.clone(), entrants }, problem: *problem, dtype, pass }
+        PoolSubject { contest: Contest { key, cpu: cpu.running(), entrants }, problem: *problem, dtype, pass }
     }
 
     /// With the index type that training takes.

@@ -98,12 +98,15 @@ impl Tuner {
     }
 
     /// The plan to run. The first call for a problem and pass chooses, which may take the time budget; the choice then
-    /// holds as long as this tuner lives, so that a repeated computation gives the same bits.
+    /// holds as long as this tuner lives, so that a repeated computation gives the same bits. For a [`Cpu::dry`] it is what
+    /// it is for the CPU that runs, on which it is measured.
     pub fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> ConvPlan {
+        // What is measured and kept is what runs.
+        let (asked, cpu) = (cpu, &cpu.running());
         let place = (*problem, pass, cpu.clone());
         let mut known = self.known();
         if let Some(plan) = known.plans.get(&place) {
-            return plan.clone();
+            return plan.clone().for_cpu(asked);
         }
         let subject = self.subject(problem, pass, cpu);
         let chosen = self.choose(&mut known, &subject);
@@ -114,7 +117,7 @@ impl Tuner {
             plan
         });
         known.plans.insert(place, plan.clone());
-        plan
+        plan.for_cpu(asked)
     }
 
     /// Measures whatever is known, stores the result in the cache if there is one, and uses it from now on.
@@ -263,6 +266,7 @@ impl Tuner {
     }
 
     fn subject(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> ConvSubject {
+        let cpu = &cpu.running();
         let mut plans = Vec::new();
         let mut entrants = Vec::new();
         for algorithm in &self.inner.algorithms {
