@@ -60,6 +60,22 @@ impl Device {
         Device { inner: Arc::new(Inner { cpu, pool: Pool::new(poison), tuner }) }
     }
 
+    /// A device on which everything happens but the computing: buffers are taken, counted and given back, in a pool of its own,
+    /// and algorithms are chosen as on this one, by the same tuner, so that their workspaces are the same. But no kernel runs,
+    /// no element is written, and memory that nobody writes is never had.
+    ///
+    /// So a step of training tells how many bytes it takes here, in no time and no memory. Values mean nothing. An operation of
+    /// your own that computes in plain loops makes its tensors by [`crate::Tensor::written`], which does not run them here.
+    pub fn dry(&self) -> Device {
+        let Inner { cpu, tuner, .. } = &*self.inner;
+        Device::new(DeviceOptions { cpu: cpu.dry(), poison: false, tuner: tuner.clone() })
+    }
+
+    /// Whether nothing runs here: see [`Device::dry`].
+    pub fn is_dry(&self) -> bool {
+        self.inner.cpu.is_dry()
+    }
+
     /// What kernels may use.
     pub fn compute(&self) -> &Cpu {
         &self.inner.cpu

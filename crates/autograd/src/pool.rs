@@ -15,6 +15,35 @@ use crate::{Error, Result};
 #[repr(C, align(64))]
 struct Line([u8; 64]);
 
+/// Lines as they come from the operating system: zeros that take no memory until they are written.
+///
+/// Asked for in bytes, with room to align them: zeros of a larger alignment the allocator would write one by one.
+#[derive(Default)]
+struct Lines {
+    room: Box<[u8]>,
+}
+
+impl Lines {
+    /// So many lines of zeros, if there is memory.
+    fn new(count: usize) -> Option<Lines> {
+        let slack = if count == 0 { 0 } else { size_of::<Line>() - 1 };
+        let room = count.checked_mul(size_of::<Line>())?.checked_add(slack)?;
+        Some(Lines { room: bytemuck::allocation::try_zeroed_slice_box(room).ok()? })
+    }
+
+    fn len(&self) -> usize {
+        self.room.len() / size_of::<Line>()
+    }
+
+    fn get(&self) -> &[Line] {
+        bytemuck::pod_align_to(&self.room).1
+    }
+
+    fn get_mut(&mut self) -> &mut [Line] {
+        bytemuck::pod_align_to_mut(&mut self.room).1
+    }
+}
+
 /// Bytes held by a device's buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MemoryStats {
@@ -45,7 +74,7 @@ struct State {
     /// The most bytes ever in use; the peak in `stats` can be reset.
     most_bytes: usize,
     /// Free buffers by their number of lines.
-    free: BTreeMap<usize, Vec<Box<[Line]>>>,
+    free: BTreeMap<usize, Vec<Lines>>,
     timeline: Option<(Instant, Vec<TimelinePoint>)>,
 }
 
@@ -104,7 +133,7 @@ impl Pool {
         let needed = bytes.div_ceil(size_of::<Line>());
         let cached = self.state().reuse(bytes, needed);
         let fresh = if cached.is_some() { 0 } else { needed };
-        let Some(lines) = cached.or_else(|| bytemuck::allocation::try_zeroed_slice_box(needed).ok()) else {
+        let Some(lines) = cached.or_else(|| Lines::new(needed)) else {
             return Err(refused);
         };
         self.state().count(bytes, fresh);
@@ -115,7 +144,7 @@ impl Pool {
         Ok(Buffer { bytes: taken, element: PhantomData })
     }
 
-    fn give_back(&self, lines: Box<[Line]>, bytes: usize) {
+    fn give_back(&self, lines: Lines, bytes: usize) {
         let mut state = self.state();
         state.stats.live_bytes -= bytes;
         state.stats.cached_bytes += lines.len() * size_of::<Line>();
@@ -126,7 +155,7 @@ impl Pool {
 
 impl State {
     /// A cached buffer, if one fits; else makes room for a fresh one of `bytes`, which take `needed` lines.
-    fn reuse(&mut self, bytes: usize, needed: usize) -> Option<Box<[Line]>> {
+    fn reuse(&mut self, bytes: usize, needed: usize) -> Option<Lines> {
         if let Some(lines) = self.smallest_free(needed..=needed + needed / 8) {
             return self.pop(lines);
         }
@@ -166,7 +195,7 @@ impl State {
         self.mark();
     }
 
-    fn pop(&mut self, lines: usize) -> Option<Box<[Line]>> {
+    fn pop(&mut self, lines: usize) -> Option<Lines> {
         let buffers = self.free.get_mut(&lines)?;
         let buffer = buffers.pop();
         if buffers.is_empty() {
@@ -188,7 +217,7 @@ impl State {
 
 /// Bytes that go back to their device's pool when dropped.
 pub(crate) struct Bytes {
-    lines: Box<[Line]>,
+    lines: Lines,
     len: usize,
     pool: Arc<Pool>,
 }
@@ -196,12 +225,12 @@ pub(crate) struct Bytes {
 impl Bytes {
     /// The bytes as elements of any type; what does not fill one at the end is left out.
     pub(crate) fn elements<T: Pod>(&self) -> &[T] {
-        &bytemuck::cast_slice(&self.lines)[..self.len / size_of::<T>()]
+        &bytemuck::cast_slice(self.lines.get())[..self.len / size_of::<T>()]
     }
 
     /// As [`Bytes::elements`].
     pub(crate) fn elements_mut<T: Pod>(&mut self) -> &mut [T] {
-        &mut bytemuck::cast_slice_mut(&mut self.lines)[..self.len / size_of::<T>()]
+        &mut bytemuck::cast_slice_mut(self.lines.get_mut())[..self.len / size_of::<T>()]
     }
 }
 
@@ -264,6 +293,21 @@ mod tests {
         assert_eq!(pool.stats().peak_bytes, 0);
         pool.trim();
         assert_eq!(pool.stats().cached_bytes, 0);
+    }
+
+    #[test]
+    fn fresh_buffers_are_zeros_that_start_on_a_line() {
+        let pool = Pool::new(false);
+        let lens = [1, 16, 17, 1000, 1 << 16, (1 << 16) + 1, 1 << 22];
+        let buffers = lens.map(|len| pool.take::<f32>(len).unwrap());
+        for (buffer, len) in buffers.iter().zip(lens) {
+            assert_eq!((buffer.len(), buffer.as_ptr().align_offset(64)), (len, 0));
+            assert!(buffer.iter().all(|&x| x.to_bits() == 0));
+        }
+        let lines: usize = lens.iter().map(|len| (4 * len).div_ceil(64)).sum();
+        assert_eq!(pool.state().held_bytes, 64 * lines, "whole lines count, room to align them does not");
+        drop(buffers);
+        assert_eq!(pool.stats().cached_bytes, 64 * lines);
     }
 
     #[test]

@@ -114,7 +114,7 @@ impl Tensor {
                 format!("the shape {shape:?} needs {len} elements, found {}", elements.len()),
             ));
         }
-        Tensor::build(device, shape, MemoryFormat::Contiguous, |data: &mut [T]| {
+        Tensor::written(device, shape, MemoryFormat::Contiguous, |data: &mut [T]| {
             data.copy_from_slice(elements);
             Ok(())
         })
@@ -125,7 +125,7 @@ impl Tensor {
     /// # Errors
     /// If the shape is too large.
     pub fn full(device: &Device, shape: &[usize], dtype: DType, value: f64) -> Result<Tensor> {
-        dispatch_stored!(dtype, T => Tensor::build(device, shape, MemoryFormat::Contiguous, |data: &mut [T]| {
+        dispatch_stored!(dtype, T => Tensor::written(device, shape, MemoryFormat::Contiguous, |data: &mut [T]| {
             data.fill(T::of(value));
             Ok(())
         }))
@@ -166,6 +166,20 @@ impl Tensor {
                 inference: mode::current() == Mode::Inference,
             }),
         })
+    }
+
+    /// As [`Tensor::build`], for a `write` that runs no kernel and takes no buffer: on a [dry](Device::dry) device it is not
+    /// called, and the elements are not touched.
+    ///
+    /// # Errors
+    /// As [`Tensor::build`].
+    pub fn written<T: Stored>(
+        device: &Device,
+        shape: &[usize],
+        format: MemoryFormat,
+        write: impl FnOnce(&mut [T]) -> Result<()>,
+    ) -> Result<Tensor> {
+        Tensor::build(device, shape, format, |data| if device.is_dry() { Ok(()) } else { write(data) })
     }
 
     /// [`Tensor::build`] with this tensor's device, shape and format.
@@ -286,7 +300,7 @@ impl Tensor {
             None => true,
         };
         if shared {
-            let copy = Tensor::build(self.device(), self.shape(), self.format(), |data: &mut [T]| {
+            let copy = Tensor::written(self.device(), self.shape(), self.format(), |data: &mut [T]| {
                 data.copy_from_slice(self.data::<T>()?);
                 Ok(())
             })?;

@@ -57,7 +57,7 @@ impl Init {
     /// Draws only once there is memory for all of it: a shape that is too large must be an error.
     fn build<T: Element>(&self, shape: &[usize], bound: f64) -> Result<Tensor> {
         const DRAWN_AT_ONCE: usize = 4096;
-        Tensor::build(&self.device, shape, MemoryFormat::Contiguous, |data: &mut [T]| {
+        Tensor::written(&self.device, shape, MemoryFormat::Contiguous, |data: &mut [T]| {
             for chunk in data.chunks_mut(DRAWN_AT_ONCE) {
                 let values = self.random.uniform(chunk.len(), bound);
                 chunk.iter_mut().zip(values).for_each(|(x, value)| *x = T::of(value));

@@ -168,7 +168,7 @@ impl Function for Sum {
     ) -> Result<Vec<Option<Tensor>>> {
         let value = upstream.item()? / self.divisor;
         let dx = dispatch!(upstream.dtype(), T => {
-            Tensor::build(upstream.device(), &shape, format, |dx: &mut [T]| {
+            Tensor::written(upstream.device(), &shape, format, |dx: &mut [T]| {
                 dx.fill(convoke_kernels::Stored::of(value));
                 Ok(())
             })

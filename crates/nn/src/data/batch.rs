@@ -36,7 +36,7 @@ pub fn batch(
     let taken: Vec<View> = chosen.iter().map(|&index| view(index)).collect::<Result<_>>()?;
     let shape = [chosen.len(), info.channels, height, width];
     // Convolutions are fastest in channels-last, and every layer keeps the format it is given.
-    let images = Tensor::build(device, &shape, MemoryFormat::ChannelsLast, |out: &mut [f32]| {
+    let images = Tensor::written(device, &shape, MemoryFormat::ChannelsLast, |out: &mut [f32]| {
         for ((out, &index), view) in out.chunks_mut(shape[1..].iter().product()).zip(chosen).zip(&taken) {
             write_image(info, data.image(index as usize), view, out);
         }
