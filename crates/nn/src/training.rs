@@ -1,5 +1,6 @@
 //! A training run: a model, an optimizer and a data set, step by step, with checkpoints; on one rank or several.
 
+mod memory;
 mod ranks;
 
 use std::ops::ControlFlow;
@@ -21,6 +22,8 @@ use crate::models::Model;
 use crate::modules::ConvBnMode;
 use crate::random::GeneratorState;
 use crate::{Generator, Init, Module, ModuleExt, Optimizer, Rule, StepLr};
+
+pub use memory::{MemoryPrediction, predict_memory};
 
 /// What a run is.
 #[derive(Debug, Clone, PartialEq)]

@@ -10,7 +10,7 @@ use crate::{Error, Result};
 ///
 /// The tensor is N x C x H x W of f32 in channels-last, where H and W are those of the images or, with `views`, of the
 /// views; N may be 0. Labels are N, or N x H x W if pixels have labels, cut out and mirrored with their images; ignored
-/// ones stay what they are.
+/// ones stay what they are. On a dry device the images are not written.
 ///
 /// # Errors
 /// If the data set has no image of a chosen number, a crop does not fit the images, or there is no memory.

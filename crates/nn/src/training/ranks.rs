@@ -96,21 +96,22 @@ impl Trainer {
         Ok(())
     }
 
-    /// Runs forward and backward of a model of its own, with as many images as ranks will have in their steps, and forward with
+    /// Runs, dry, forward and backward of a model of its own, with as many images as ranks will have in their steps, and forward with
     /// as many as they will have in evaluation.
     fn rehearse(&self, world_size: usize) -> Result<()> {
-        let (init, info) = (Init::new(&self.device, 0), self.data.train.info());
+        let device = self.device.dry();
+        let (init, info) = (Init::new(&device, 0), self.data.train.info());
         let model = self.config.model.build(&init, self.config.conv_bn, info.channels, info.classes)?;
         for images in self.sampler.shard_sizes(world_size) {
             let first: Vec<u32> = (0..images as u32).collect();
             let views = self.config.augmentation.views(0, 0);
-            let (images, labels) = batch(&self.device, &self.data.train, &first, Some(&views))?;
+            let (images, labels) = batch(&device, &self.data.train, &first, Some(&views))?;
             self.loss(&model.forward(&images)?, &labels)?.0.backward()?;
         }
         model.eval();
         for images in shard_sizes(self.data.test.len(), self.evaluation_batch(), world_size) {
             let first: Vec<u32> = (0..images as u32).collect();
-            let (images, _) = batch(&self.device, &self.data.test, &first, None)?;
+            let (images, _) = batch(&device, &self.data.test, &first, None)?;
             inference_mode(|| model.forward(&images))?;
         }
         Ok(())

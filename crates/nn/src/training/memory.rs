@@ -1,0 +1,56 @@
+//! How much memory a run's steps take, without computing one.
+
+use std::sync::Arc;
+
+use convoke_autograd::Device;
+
+use super::{Result, Trainer, TrainingConfig};
+use crate::data::TrainTest;
+use crate::data_parallel::shard;
+
+/// The bytes that a step's [`StepReport`](super::StepReport) will tell.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryPrediction {
+    /// Bytes in use when forward has ended.
+    pub bytes_end_of_forward: usize,
+    /// The most bytes in use at any moment of the step.
+    pub bytes_peak: usize,
+}
+
+/// The bytes of the steps of such a run, alone on `device`, from its second step on and with whole batches: exactly what they
+/// will report.
+///
+/// The steps of such a run are gone through on a [dry](Device::dry) device: algorithms are chosen, perhaps by measuring, as the
+/// run itself would choose them, but nothing is computed.
+///
+/// # Errors
+/// As [`Trainer::new`]; if an operation fails.
+pub fn predict_memory(
+    device: &Device,
+    config: TrainingConfig,
+    data: Arc<TrainTest>,
+) -> Result<MemoryPrediction> {
+    // No loss means anything.
+    let config = TrainingConfig { stop_on_nan: false, ..config };
+    let mut dry = Trainer::new(&device.dry(), config, data)?;
+    dry.step()?;
+    // The next batch may be what is left of an epoch.
+    dry.batch = 0;
+    let report = dry.step()?;
+    Ok(MemoryPrediction { bytes_end_of_forward: report.bytes_end_of_forward, bytes_peak: report.bytes_peak })
+}
+
+impl Trainer {
+    /// The bytes of this run's steps, as [`predict_memory`] tells them. The run stays as it is.
+    ///
+    /// On one of several ranks they are those of its part of a whole batch, without the gradients on their way to others.
+    ///
+    /// # Errors
+    /// As [`predict_memory`].
+    pub fn predict_memory(&self) -> Result<MemoryPrediction> {
+        let ranks = self.communicator();
+        let own = shard(self.config.batch_size, ranks.rank(), ranks.world_size()).len();
+        let config = TrainingConfig { batch_size: own.max(1), ..self.config.clone() };
+        predict_memory(&self.device, config, self.data.clone())
+    }
+}
