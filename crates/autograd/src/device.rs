@@ -57,7 +57,9 @@ impl Device {
     /// A device with these options.
     pub fn new(options: DeviceOptions) -> Device {
         let DeviceOptions { cpu, poison, tuner } = options;
-        Device { inner: Arc::new(Inner { cpu, pool: Pool::new(poison), tuner }) }
+        // What nobody writes and nobody reads needs no NaN.
+        let pool = Pool::new(poison && !cpu.is_dry());
+        Device { inner: Arc::new(Inner { cpu, pool, tuner }) }
     }
 
     /// A device on which everything happens but the computing: buffers are taken, counted and given back, in a pool of its own,

@@ -31,7 +31,7 @@ use crate::{Device, Error, Result, Tensor};
 ///
 ///     fn forward(&self, inputs: &[&Tensor], _needs: &Needs) -> Result<(Tensor, Tensor)> {
 ///         let x = inputs[0];
-///         let y = Tensor::build(x.device(), x.shape(), x.format(), |y: &mut [f64]| {
+///         let y = Tensor::written(x.device(), x.shape(), x.format(), |y: &mut [f64]| {
 ///             y.iter_mut().zip(x.data::<f64>()?).for_each(|(y, x)| *y = x * x * x);
 ///             Ok(())
 ///         })?;
@@ -39,7 +39,7 @@ use crate::{Device, Error, Result, Tensor};
 ///     }
 ///
 ///     fn backward(&self, x: Tensor, upstream: Tensor, _needs: &Needs) -> Result<Vec<Option<Tensor>>> {
-///         let dx = Tensor::build(x.device(), x.shape(), x.format(), |dx: &mut [f64]| {
+///         let dx = Tensor::written(x.device(), x.shape(), x.format(), |dx: &mut [f64]| {
 ///             let pairs = x.data::<f64>()?.iter().zip(upstream.data::<f64>()?);
 ///             dx.iter_mut().zip(pairs).for_each(|(dx, (x, dy))| *dx = 3.0 * x * x * dy);
 ///             Ok(())

@@ -141,7 +141,7 @@ impl Tensor {
 
     /// A tensor whose elements `write` fills; they start with any content and lie in the order of `format`.
     ///
-    /// This is how operations make their output.
+    /// This is how operations make their output; those of plain loops better by [`Tensor::written`].
     ///
     /// # Errors
     /// If the shape is too large or there is no memory, channels-last is asked for with fewer than 3 dimensions, or `write`

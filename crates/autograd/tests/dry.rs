@@ -61,11 +61,12 @@ fn every_operation_takes_the_same_bytes_and_computes_nothing() {
 
 #[test]
 fn plain_loops_are_left_out() {
+    // Of a poisoned device too, whose own buffers start as NaN.
     let dry = device().dry();
     let one = tensor(&dry, &[2, 3], &[1.0f32; 6]);
     let mut full = Tensor::full(&dry, &[2, 3], DType::F32, 1.0).unwrap();
     let shared = full.clone();
-    full.update(|data: &mut [f32]| Ok(assert_eq!(data.len(), 6))).unwrap();
+    full.update::<f32>(|_| Ok(())).unwrap();
     let written = |_: &mut [f32]| panic!("called");
     let other = Tensor::written(&dry, &[2, 3], MemoryFormat::Contiguous, written).unwrap();
     assert_eq!(dry.memory().live_bytes, 4 * 24);
