@@ -27,7 +27,7 @@ fn default_dir(name: &str) -> Option<PathBuf> {
 /// How the flags vary training images.
 pub(crate) fn augmentation(args: &RunArgs) -> Augmentation {
     match (args.augment, args.data) {
-        (Augment::Auto, Data::Camvid) => Augmentation { flip: true, crop: Some([96, 128]) },
+        (Augment::Auto, Data::Camvid) => Augmentation { flip: true, crop: Some([96, 128]), padding: 0 },
         _ => Augmentation::default(),
     }
 }
