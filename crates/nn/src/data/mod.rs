@@ -1,4 +1,4 @@
-//! Image data sets in memory: reading MNIST, CIFAR-10 and CamVid, generating `digits`, the checks that they
+//! Image data sets in memory: reading MNIST, CIFAR-10 and CamVid, generating `digits` and noise, the checks that they
 //! share, and batches made of them.
 //!
 //! A [`Dataset`] holds bytes exactly as they were stored or drawn; scaling and normalisation happen when a
@@ -17,6 +17,7 @@ pub mod download;
 mod error;
 pub mod idx;
 pub mod mnist;
+mod noise;
 mod png_file;
 mod progress;
 mod tar;
@@ -27,6 +28,7 @@ pub(crate) use dataset::check_labels;
 pub use dataset::{Dataset, DatasetInfo, Targets, TrainTest};
 pub use digits::digits;
 pub use error::{DataError, MirrorFailure};
+pub use noise::noise;
 pub use progress::{Progress, ProgressEvent, ProgressUnit, silent};
 
 /// What the tests of readers share.
