@@ -30,7 +30,7 @@ import numpy
 import torch
 import torch.nn.functional as F
 
-SIZE_LIMIT = 700_000  # bytes, all files together
+SIZE_LIMIT = 800_000  # bytes, all files together
 DTYPE_NAMES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -1108,6 +1108,148 @@ def mnist_cnn_step_file(seed):
     return file
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# Residual networks: one step of the 20-layer one, and of single blocks
+
+
+RESNET_BATCH, RESNET_IMAGE, RESNET_CLASSES = 3, (3, 12, 10), 5
+RESNET_SAMPLES = 16  # of each gradient
+
+
+class ConvBn(torch.nn.Module):
+    """A convolution without bias that keeps the size at stride 1, and batch norm; `margin` is that of its pre-activations."""
+
+    def __init__(self, inputs, outputs, kernel, stride):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=False)
+        self.bn = torch.nn.BatchNorm2d(outputs)
+
+    def forward(self, x, residual=None, relu=True):
+        y = self.bn(self.conv(x))
+        y = y if residual is None else y + residual
+        self.margin = y.abs().min() if relu else torch.inf
+        return F.relu(y) if relu else y
+
+
+class ResidualBlock(torch.nn.Module):
+    """Two 3x3 convolutions, or (`bottleneck`) 1x1 to a quarter, 3x3 with the stride, 1x1; past it 1x1 where the shape changes."""
+
+    def __init__(self, inputs, outputs, stride, bottleneck):
+        super().__init__()
+        width = outputs // 4
+        sizes = [(inputs, outputs, 3, stride), (outputs, outputs, 3, 1)]
+        if bottleneck:
+            sizes = [(inputs, width, 1, 1), (width, width, 3, stride), (width, outputs, 1, 1)]
+        for number, size in enumerate(sizes, 1):
+            self.add_module(f"conv{number}", ConvBn(*size))
+        self.depth = len(sizes)
+        if stride != 1 or inputs != outputs:
+            self.downsample = ConvBn(inputs, outputs, 1, stride)
+
+    def forward(self, x):
+        residual = self.downsample(x, relu=False) if hasattr(self, "downsample") else x
+        for number in range(1, self.depth):
+            x = self.get_submodule(f"conv{number}")(x)
+        return self.get_submodule(f"conv{self.depth}")(x, residual)
+
+
+class Resnet20(torch.nn.Module):
+    """He et al.'s network for CIFAR, with 1x1 convolutions past the blocks that change the shape (option B)."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, inputs = ConvBn(RESNET_IMAGE[0], 16, 3, 1), 16
+        for number, width in enumerate((16, 32, 64), 1):
+            blocks = [ResidualBlock(inputs, width, 1 if number == 1 else 2, False)]
+            blocks += [ResidualBlock(width, width, 1, False) for _ in range(2)]
+            self.add_module(f"layer{number}", torch.nn.Sequential(*blocks))
+            inputs = width
+        self.fc = torch.nn.Linear(inputs, RESNET_CLASSES)
+
+    def forward(self, x):
+        x = self.layer3(self.layer2(self.layer1(self.conv1(x))))
+        return F.log_softmax(self.fc(x.mean((2, 3))), 1)
+
+
+def fill_by_formula(model):
+    """Fills the parameters by formula, and lists how: the tag is the position in the list, from 1."""
+    fills = []
+    for tag, (name, parameter) in enumerate(model.named_parameters(), 1):
+        if parameter.dim() > 1:
+            # The standard deviation of Kaiming's start by fan_in.
+            center, bound = 0.0, math.sqrt(6 / math.prod(parameter.shape[1:]))
+        else:
+            center, bound = (1.0, 0.25) if name.endswith("bn.weight") else (0.0, 0.25)
+        filled = formula_fill(tag, parameter.numel(), bound, center)
+        fills.append(dict(name=name, tag=tag, shape=list(parameter.shape), center=center, bound=bound))
+        with torch.no_grad():
+            parameter.copy_(filled.view(parameter.shape))
+    return fills
+
+
+def residual_step(build, shape, dtype, tag, loss_of):
+    """Forward and backward; everything computed by name, or None when an activation is too close to call."""
+    model = build()
+    fills = fill_by_formula(model)
+    model.to(dtype)
+    x = leaf(formula_fill(tag, math.prod(shape), 1.0).view(shape).to(dtype))
+    output = model(x)
+    if min(module.margin for module in model.modules() if isinstance(module, ConvBn)) < STEP_MARGIN:
+        return None
+    loss = loss_of(output)
+    loss.backward()
+    expected = dict(loss=loss, output=output)
+    gradients = {"x": x.grad, **{name: parameter.grad for name, parameter in model.named_parameters()}}
+    for name, gradient in gradients.items():
+        flat, name = gradient.flatten(), f"grad.{name}"
+        indices = torch.from_numpy(mix(numpy.arange(RESNET_SAMPLES)).astype(numpy.int64)) % flat.numel()
+        expected.update(
+            {f"sum.{name}": flat.sum(), f"norm.{name}": flat.norm(), f"indices.{name}": indices, name: flat[indices]}
+        )
+    for name, statistic in model.named_buffers():
+        if name.endswith(("running_mean", "running_var")):
+            expected[f"sum.{name}"] = statistic.sum()
+    with torch.no_grad():
+        expected["eval_output"] = model.eval()(x)
+    return fills, {name: tensor.detach() for name, tensor in expected.items()}
+
+
+def resnet_step_file(seed):
+    """Parameters and inputs are filled by formula, as the attributes say. The loss of a block is the mean of its output times
+    what `upstream` fills; that of the network is the mean NLL of `target`."""
+    file = GoldenFile("resnet_step", seed)
+    target = torch.arange(RESNET_BATCH) * 7 % RESNET_CLASSES
+    blocks = [("basic", 8, 8, 1, False), ("basic_past", 6, 8, 2, False), ("bottleneck", 8, 8, 1, True)]
+    blocks.append(("bottleneck_past", 6, 16, 2, True))
+    cases = [("resnet20", Resnet20, (RESNET_BATCH, *RESNET_IMAGE), {}, lambda y: F.nll_loss(y, target))]
+    for name, inputs, outputs, stride, bottleneck in blocks:
+        upstream = formula_fill(77, 2 * outputs * (6 // stride) * -(-5 // stride), 1.0)
+        shape, block = (2, inputs, 6, 5), dict(inputs=inputs, outputs=outputs, stride=stride, bottleneck=bottleneck)
+        cases.append(
+            (
+                name,
+                lambda block=block: ResidualBlock(**block),
+                shape,
+                dict(block=block, upstream=dict(tag=77, shape=[upstream.numel()], center=0.0, bound=1.0)),
+                lambda y, upstream=upstream: (y.flatten() * upstream.to(y.dtype)).mean(),
+            )
+        )
+    for name, build, shape, attributes, loss_of in cases:
+        tag = next(t for t in range(1000, 11_000) if residual_step(build, shape, torch.float64, t, loss_of))
+        fills, expected = residual_step(build, shape, torch.float64, tag, loss_of)
+        attributes |= dict(x=dict(tag=tag, shape=list(shape), center=0.0, bound=1.0), parameters=fills)
+        file.add(name, attributes, dict(target=target) if name == "resnet20" else {}, expected)
+        single = residual_step(build, shape, torch.float32, tag, loss_of)
+        if single is None:
+            print(f"resnet_step: {name}: input tag {tag}; PyTorch's own float32 comes nearer to a ReLU's edge")
+            continue
+        relative = lambda key: ((single[1][key].double() - expected[key]).abs().max() / expected[key].abs().max()).item()
+        worst = max((key for key in expected if key.startswith("grad.")), key=relative)
+        print(f"resnet_step: {name}: input tag {tag}; PyTorch's own float32 differs by {relative('loss'):.1e} in the loss")
+        print(f"    and by {relative(worst):.1e} of the largest element in {worst}, the worst gradient")
+    return file
+
+
 FILES = {
     "conv": conv_file,
     "batch_norm": batch_norm_file,
@@ -1121,6 +1263,7 @@ FILES = {
     "loss": loss_file,
     "optimizer": optimizer_file,
     "mnist_cnn_step": mnist_cnn_step_file,
+    "resnet_step": resnet_step_file,
 }
 
 

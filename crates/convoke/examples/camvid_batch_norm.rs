@@ -92,7 +92,7 @@ fn train(
             lr_gamma: 0.93,
             batch_size: RANKS * IMAGES_PER_RANK,
             seed,
-            augmentation: Augmentation { flip: true, crop: Some([96, 128]) },
+            augmentation: Augmentation { flip: true, crop: Some([96, 128]), padding: 0 },
             sync_bn: statistics == Statistics::OfAll,
             stop_on_nan: true,
         };

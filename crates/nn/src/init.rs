@@ -26,12 +26,24 @@ impl Init {
     /// # Errors
     /// If the shape is too large, or the type is for storage only.
     pub fn uniform(&self, shape: &[usize], bound: f64) -> Result<Parameter> {
-        let value = match self.dtype {
-            DType::F32 => self.build::<f32>(shape, bound)?,
-            DType::F64 => self.build::<f64>(shape, bound)?,
-            dtype => return Err(Error::StorageOnly { operation: "parameter", dtype }),
-        };
-        Ok(Parameter::new(&value))
+        self.drawn(shape, |random, len| random.uniform(len, bound))
+    }
+
+    /// A parameter with normally distributed values of mean 0.
+    ///
+    /// # Errors
+    /// As [`Init::uniform`].
+    pub fn normal(&self, shape: &[usize], std: f64) -> Result<Parameter> {
+        self.drawn(shape, |random, len| random.normal(len, std))
+    }
+
+    /// He et al.'s start of a layer before a ReLU ("Delving deep into rectifiers", 2015), as PyTorch's `kaiming_normal_`: the
+    /// standard deviation is sqrt(2 / fan). torchvision's residual networks give it fan_out, K x R x S of a convolution.
+    ///
+    /// # Errors
+    /// As [`Init::uniform`].
+    pub fn kaiming_normal(&self, shape: &[usize], fan: usize) -> Result<Parameter> {
+        self.normal(shape, if fan == 0 { 0.0 } else { (2.0 / fan as f64).sqrt() })
     }
 
     /// PyTorch's start of convolutions and linear layers: `kaiming_uniform_` with a = sqrt(5), whose bound is
@@ -54,12 +66,26 @@ impl Init {
         Ok(Parameter::new(&Tensor::full(&self.device, shape, self.dtype, value)?))
     }
 
+    /// A parameter of values that `draw` gives, so many at a time.
+    fn drawn(&self, shape: &[usize], draw: impl Fn(&Generator, usize) -> Vec<f64>) -> Result<Parameter> {
+        let value = match self.dtype {
+            DType::F32 => self.build::<f32>(shape, draw)?,
+            DType::F64 => self.build::<f64>(shape, draw)?,
+            dtype => return Err(Error::StorageOnly { operation: "parameter", dtype }),
+        };
+        Ok(Parameter::new(&value))
+    }
+
     /// Draws only once there is memory for all of it: a shape that is too large must be an error.
-    fn build<T: Element>(&self, shape: &[usize], bound: f64) -> Result<Tensor> {
+    fn build<T: Element>(
+        &self,
+        shape: &[usize],
+        draw: impl Fn(&Generator, usize) -> Vec<f64>,
+    ) -> Result<Tensor> {
         const DRAWN_AT_ONCE: usize = 4096;
         Tensor::written(&self.device, shape, MemoryFormat::Contiguous, |data: &mut [T]| {
             for chunk in data.chunks_mut(DRAWN_AT_ONCE) {
-                let values = self.random.uniform(chunk.len(), bound);
+                let values = draw(&self.random, chunk.len());
                 chunk.iter_mut().zip(values).for_each(|(x, value)| *x = T::of(value));
             }
             Ok(())

@@ -6,7 +6,7 @@ use convoke_kernels::{DType, Stored};
 use crate::{Error, Result};
 
 /// The most classes that are counted.
-const MAX_CLASSES: usize = 4096;
+pub(crate) const MAX_CLASSES: usize = 4096;
 
 /// How often each class was taken for each: counts of images or pixels, classes x classes.
 ///

@@ -57,6 +57,17 @@ impl Generator {
         (0..len).map(|_| (random.random::<f64>() * 2.0 - 1.0) * bound).collect()
     }
 
+    /// `len` numbers, normally distributed around 0 with this standard deviation; the stream moves on by two numbers each.
+    pub fn normal(&self, len: usize, std: f64) -> Vec<f64> {
+        let mut random = self.lock();
+        // Box, Muller, 1958; of each pair one is used, so that how many are drawn at once changes nothing.
+        let mut one = || {
+            let (u, v) = (1.0 - random.random::<f64>(), random.random::<f64>());
+            (-2.0 * u.ln()).sqrt() * (std::f64::consts::TAU * v).cos() * std
+        };
+        (0..len).map(|_| one()).collect()
+    }
+
     /// Where the stream stands.
     pub fn state(&self) -> GeneratorState {
         let random = self.lock();
@@ -106,6 +117,20 @@ mod tests {
         let other = Generator::new(0);
         other.restore(&serde_json::from_str(&serde_json::to_string(&state).unwrap()).unwrap());
         assert_eq!(other.key(), next);
+    }
+
+    #[test]
+    fn normal_numbers_have_the_moments_they_should() {
+        let count = 200_000;
+        let values = Generator::new(3).normal(count, 2.0);
+        let moment = |power: i32| values.iter().map(|x| (x / 2.0).powi(power)).sum::<f64>() / count as f64;
+        // The standard errors are sqrt(1, 2, 15, 96) / sqrt(count).
+        for (power, expected, error) in [(1, 0.0, 1.0_f64), (2, 1.0, 2.0), (3, 0.0, 15.0), (4, 3.0, 96.0)] {
+            let allowed = 5.0 * (error / count as f64).sqrt();
+            assert!((moment(power) - expected).abs() <= allowed, "{power}: {}", moment(power));
+        }
+        let random = Generator::new(3);
+        assert_eq!([random.normal(7, 2.0), random.normal(4, 2.0)].concat(), values[..11]);
     }
 
     #[test]

@@ -1,6 +1,6 @@
-//! The real MNIST and CamVid, where they lie beside the repository.
+//! The real MNIST, CIFAR-10 and CamVid, where they lie beside the repository.
 
-use convoke_nn::data::{Targets, camvid, mnist, silent};
+use convoke_nn::data::{Targets, camvid, cifar10, mnist, silent};
 use convoke_testkit::shared_dir;
 
 #[test]
@@ -37,6 +37,44 @@ fn mnist_is_what_lecun_published() {
     let first = data.train.image(0);
     assert!(first[..5 * 28].iter().all(|&byte| byte == 0));
     assert_eq!(first[5 * 28 + 12..5 * 28 + 24], [3, 18, 18, 18, 126, 136, 175, 26, 166, 255, 247, 127]);
+}
+
+#[test]
+fn cifar10_is_what_krizhevsky_published() {
+    let Some(folder) = shared_dir("data/cifar10") else { return };
+    assert!(cifar10::is_present(&folder));
+    let data = cifar10::load(&folder, &silent).unwrap();
+    let info = data.train.info();
+    assert_eq!((info.name.as_str(), info.classes, info.image_len()), ("cifar10", 10, 3 * 32 * 32));
+    assert_eq!((data.test.info(), data.test.len()), (info, 10_000));
+    // As many of the five batches as are there.
+    let batches = data.train.len() / 10_000;
+    assert!((1..=5).contains(&batches) && data.train.len() == batches * 10_000, "{}", data.train.len());
+    assert_eq!(data.test.class_counts(), [1000; 10]);
+    // Balanced over all five batches, nearly so in each.
+    let counts = data.train.class_counts();
+    assert!(counts.iter().all(|&count| count.abs_diff(batches * 1000) < batches * 100), "{counts:?}");
+    // Ships lie on water and under skies, frogs on the ground: the former have more blue than red, the latter do not.
+    let mean = |class: &str, channel: usize| {
+        let class = cifar10::CLASSES.iter().position(|name| *name == class).unwrap() as u8;
+        let of_class = (0..data.test.len()).filter(|&index| data.test.label(index) == [class]);
+        let bytes = of_class.flat_map(|index| &data.test.image(index)[channel * 1024..][..1024]);
+        bytes.map(|&byte| f64::from(byte)).sum::<f64>() / (1000.0 * 1024.0)
+    };
+    assert!(mean("ship", 2) > mean("ship", 0) + 5.0 && mean("frog", 2) < mean("frog", 0) - 5.0);
+    // The customary means and deviations are those of five batches; fewer have nearly the same.
+    for channel in 0..3 {
+        let plane = |index| &data.train.image(index)[channel * 1024..][..1024];
+        let bytes = (0..data.train.len()).flat_map(|index| plane(index).iter().map(|&byte| u64::from(byte)));
+        let (sum, square) = bytes.fold((0, 0), |(sum, square), byte| (sum + byte, square + byte * byte));
+        let count = (data.train.len() * 1024) as f64;
+        let mean = sum as f64 / count;
+        let std = (square as f64 / count - mean * mean).sqrt();
+        for (measured, stated) in [(mean, info.mean[channel]), (std, info.std[channel])] {
+            let measured = measured / 255.0;
+            assert!((measured - f64::from(stated)).abs() <= 5e-3, "measured {measured}, stated {stated}");
+        }
+    }
 }
 
 #[test]

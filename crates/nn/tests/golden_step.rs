@@ -2,15 +2,13 @@
 
 mod common;
 
-use common::{DTYPES, buffer, counter, device, init, parameter, tensor, values};
+use common::{DTYPES, buffer, counter, device, filled, init, parameter, tensor, values};
 use convoke_autograd::ops::{Reduction, nll_loss};
 use convoke_autograd::{DType, inference_mode};
 use convoke_nn::models::mnist_cnn;
 use convoke_nn::modules::ConvBnMode;
 use convoke_nn::{Module, ModuleExt, Optimizer, Rule};
-use convoke_testkit::{
-    Case, Failures, Golden, Tolerance, check_close, check_relative_to_max, formula_fill_around,
-};
+use convoke_testkit::{Failures, Golden, Tolerance, check_close, check_relative_to_max};
 
 /// How far results may lie from PyTorch's, which were computed in f64.
 struct Tolerances {
@@ -53,15 +51,6 @@ fn path(name: &str) -> String {
         "conv2" | "bn2" => format!("block2.{}.{rest}", layer.trim_end_matches('2')),
         _ => name.to_owned(),
     }
-}
-
-/// Shape and values of what the case fills by formula at `attribute`.
-fn filled(case: &Case, attribute: &str) -> (Vec<usize>, Vec<f64>) {
-    let shape = case.sizes(&format!("{attribute}/shape"));
-    let number = |key: &str| case.number(&format!("{attribute}/{key}"));
-    let len = shape.iter().product();
-    let values = formula_fill_around(number("center"), number("tag") as u32, len, number("bound"));
-    (shape, values.into_iter().map(f64::from).collect())
 }
 
 fn check_step(failures: &mut Failures, dtype: DType, mode: ConvBnMode) {

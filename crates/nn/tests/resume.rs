@@ -11,7 +11,7 @@ use convoke_autograd::Tensor;
 use convoke_kernels::optimizer::{Adadelta, AdamW, Sgd};
 use convoke_nn::Rule;
 use convoke_nn::checkpoint::{self, CheckpointError};
-use convoke_nn::data::{Dataset, DatasetInfo, TrainTest};
+use convoke_nn::data::{Augmentation, Dataset, DatasetInfo, TrainTest};
 use convoke_nn::models::Model;
 use convoke_nn::modules::ConvBnMode;
 use convoke_nn::training::{Trainer, TrainingConfig, TrainingError};
@@ -108,6 +108,28 @@ fn losses_go_on_bit_for_bit_from_any_step() {
                 }
             }
         }
+    }
+}
+
+/// Models whose blocks have branches go on as well, whatever size the images are.
+#[test]
+fn other_models_go_on_bit_for_bit() {
+    for mode in [ConvBnMode::Fused, ConvBnMode::Separate] {
+        let folder = tempdir().unwrap();
+        let augmentation = Augmentation { flip: true, crop: Some([28, 28]), padding: 4 };
+        let config = TrainingConfig { model: Model::Resnet20, augmentation, ..config(mode, Rule::sgd(0.05)) };
+        let mut whole = start(config.clone());
+        run(&mut whole, 3);
+        whole.save(folder.path()).unwrap();
+        run(&mut whole, 3);
+        let mut part = resume(config.clone(), folder.path()).unwrap();
+        run(&mut part, 3);
+        assert_eq!(loss_bits(&part), loss_bits(&whole));
+        check_same_state(&snapshot(part.model()), &snapshot(whole.model())).unwrap();
+        // Other views would be another run.
+        let augmentation = Augmentation { padding: 3, ..augmentation };
+        let other = resume(TrainingConfig { augmentation, ..config }, folder.path());
+        assert_refused(other.map(|_| ()), &["augmentation", "padding: 3", "padding: 4"]);
     }
 }
 

@@ -178,8 +178,8 @@ fn data_that_a_model_does_not_take_is_refused() {
     let parts = ["mnist-cnn takes images of [1, 28, 28] in 10 classes; some has [1, 28, 28] in 11 classes"];
     assert_refused(Model::MnistCnn.check(&data(1, 28, 28, 11)), &parts);
     let parts = ["segnet takes", "multiples of 8", "some has [3, 120, 161]"];
-    assert_refused(Model::Segnet.check(&data(3, 120, 161, 11)), &parts);
-    assert_refused(Model::Segnet.check(&data(1, 28, 32, 10)), &["multiples of 8", "[1, 28, 32]"]);
+    assert_refused(Model::Segnet.check(&pixels(3, 120, 161, 11)), &parts);
+    assert_refused(Model::Segnet.check(&pixels(1, 28, 36, 10)), &["multiples of 8", "[1, 28, 36]"]);
     assert_refused(Model::Segnet.check(&data(3, 120, 160, 11)), &["segnet", "label for each pixel", "some"]);
     assert_refused(
         Model::MnistCnn.check(&pixels(1, 28, 28, 10)),

@@ -33,6 +33,8 @@ pub(crate) enum Command {
         convoke train --data mnist --epochs 10 --checkpoint runs/mnist --resume\n  \
         convoke train --ranks 2 --sync-bn --batch-size 256\n  \
         convoke train --data camvid --data-dir camvid --batch-size 8 --optimizer adamw --epochs 10\n  \
+        convoke train --data cifar10 --download --optimizer sgd --lr 0.1 --weight-decay 1e-4 --epochs 10\n  \
+        convoke train --data random --model resnet50 --batch-size 32 --steps 8\n  \
         convoke train --steps 50 --json - --report report.html")]
     Train(TrainArgs),
     /// Train the same model twice, with separate and with fused Conv+BN, and compare memory, speed and accuracy.
@@ -102,7 +104,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "DIR", help_heading = "Data")]
     pub(crate) data_dir: Option<PathBuf>,
 
-    /// Fetch the data set's files if they are not there (MNIST: 11 MB, checked by SHA-256; HTTPS_PROXY is used).
+    /// Fetch the data set's files if they are not there (MNIST: 11 MB, CIFAR-10: 170 MB; checked by SHA-256; HTTPS_PROXY is
+    /// used).
     #[arg(long, help_heading = "Data")]
     pub(crate) download: bool,
 
@@ -110,7 +113,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_enum, default_value_t = Augment::Auto, help_heading = "Data")]
     pub(crate) augment: Augment,
 
-    /// The model [default: segnet for camvid, else mnist-cnn].
+    /// The model [default: segnet for camvid, resnet20 for cifar10, else mnist-cnn].
     #[arg(long, value_parser = models(), help_heading = "Model")]
     pub(crate) model: Option<String>,
 
@@ -152,7 +155,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "X", value_parser = not_negative, help_heading = "Training")]
     pub(crate) weight_decay: Option<f64>,
 
-    /// Seed of starting values, data order, dropout, and of the generated data set.
+    /// Seed of starting values, data order, dropout, and of generated data sets.
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Training")]
     pub(crate) seed: u64,
 
@@ -192,6 +195,7 @@ impl RunArgs {
         match (&self.model, self.data) {
             (Some(name), _) => model(name),
             (None, Data::Camvid) => Model::Segnet,
+            (None, Data::Cifar10) => Model::Resnet20,
             (None, _) => Model::MnistCnn,
         }
     }
@@ -234,11 +238,17 @@ pub(crate) enum Data {
     Mnist,
     /// Street scenes with a class for each pixel (Brostow et al.), as PNG files; not downloaded.
     Camvid,
+    /// Small photographs of ten kinds of things (Krizhevsky); as many training batches as are there.
+    Cifar10,
+    /// Noise with random labels in the model's own shape, from the seed: to measure speed and memory, not to learn from. Four
+    /// batches to train, one to test.
+    Random,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Augment {
-    /// Camvid: random parts of 96 x 128 pixels, half of them mirrored; others: images as they are.
+    /// Camvid: random parts of 96 x 128 pixels, half of them mirrored. Cifar10: random parts of 32 x 32 pixels of images that 4
+    /// pixels of zeros surround, half of them mirrored. Others: images as they are.
     Auto,
     /// Images as they are.
     None,

@@ -1,24 +1,21 @@
 //! `convoke info`: what this machine offers.
 
+use std::path::{Path, PathBuf};
+
 use convoke::Isa;
 use convoke::conv;
-use convoke::nn::data::{camvid, mnist};
+use convoke::nn::data::{camvid, cifar10, mnist};
 use convoke::tune::Cache;
 
 use super::{Result, console, dataset, tuning};
 
 pub(crate) fn run() -> Result<()> {
     let isas = Isa::available().iter().map(Isa::to_string).collect::<Vec<_>>().join(", ");
-    let mnist = match dataset::default_mnist_dir() {
-        Some(folder) if mnist::is_present(&folder) => format!("{} (there)", folder.display()),
-        Some(folder) => format!("{} (not there; `train --data mnist --download`)", folder.display()),
-        None => "no default folder on this system; name one with --data-dir".into(),
-    };
-    let camvid = match dataset::default_camvid_dir() {
-        Some(folder) if camvid::is_present(&folder) => format!("{} (there)", folder.display()),
-        Some(folder) => format!("{} (not there; cannot be downloaded, see --data-dir)", folder.display()),
-        None => "no default folder on this system; name one with --data-dir".into(),
-    };
+    let mnist = place(dataset::default_mnist_dir(), mnist::is_present, "`train --data mnist --download`");
+    let cifar10 =
+        place(dataset::default_cifar10_dir(), cifar10::is_present, "`train --data cifar10 --download`");
+    let camvid =
+        place(dataset::default_camvid_dir(), camvid::is_present, "cannot be downloaded, see --data-dir");
     let ranks = match cfg!(feature = "mpi") {
         true => "threads (--ranks), processes (--mpi)",
         false => "threads (--ranks); processes with a build that has `--features mpi`",
@@ -31,11 +28,21 @@ pub(crate) fn run() -> Result<()> {
         ("external libraries", external_libraries()),
         ("ranks", ranks.into()),
         ("MNIST", mnist),
+        ("CIFAR-10", cifar10),
         ("CamVid", camvid),
         ("tuning cache", tuning_cache()),
     ];
     let lines = lines.map(|(name, value)| format!("{name:<20}{value}\n"));
     console::print(&format!("convoke {}\n{}", env!("CARGO_PKG_VERSION"), lines.concat()))
+}
+
+/// Where a data set lies or would lie, and how to get it.
+fn place(folder: Option<PathBuf>, is_present: fn(&Path) -> bool, otherwise: &str) -> String {
+    match folder {
+        Some(folder) if is_present(&folder) => format!("{} (there)", folder.display()),
+        Some(folder) => format!("{} (not there; {otherwise})", folder.display()),
+        None => "no default folder on this system; name one with --data-dir".into(),
+    }
 }
 
 /// Libraries that convolutions may be computed by, besides our own kernels.

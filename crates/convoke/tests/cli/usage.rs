@@ -36,7 +36,10 @@ fn bad_usage() {
     let cases: &[(&[&str], &[&str])] = &[
         (&["--fly"], &["'--fly'"]),
         (&["extra"], &["'extra'"]),
-        (&["--model", "resnet9"], &["resnet9", "--model", "[possible values: mnist-cnn, segnet]"]),
+        (
+            &["--model", "resnet9"],
+            &["resnet9", "--model", "[possible values: mnist-cnn, segnet, resnet20, resnet50]"],
+        ),
         (&["--data", "imagenet"], &["imagenet", "--data", "auto, digits, mnist"]),
         (&["--optimizer", "adam"], &["--optimizer", "adadelta, sgd, adamw"]),
         (&["--conv-bn", "half"], &["--conv-bn", "fused, separate"]),
@@ -66,6 +69,8 @@ fn bad_usage() {
         (&["--resume"], &["--checkpoint <DIR>"]),
         (&["--data", "digits", "--download"], &["--download", "digits is generated"]),
         (&["--data", "digits", "--data-dir", "x"], &["--data-dir", "digits is generated"]),
+        (&["--data", "random", "--download"], &["--download", "random is generated"]),
+        (&["--data", "random", "--data-dir", "x"], &["--data-dir", "random is generated"]),
     ];
     let mut failures = Failures::new("train with bad usage");
     for (args, needles) in cases {
@@ -165,6 +170,7 @@ fn info_tells_about_the_machine() {
         "external libraries ",
         "ranks ",
         "MNIST ",
+        "CIFAR-10 ",
         "CamVid ",
         "not there",
     ] {

@@ -3,11 +3,13 @@
 //! A view is a pure function of these numbers, so the number of ranks, the size of batches and the order of the
 //! images change nothing, and a resumed run goes on with the same views.
 
+use std::ops::Range;
+
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
-use super::{DataError, DatasetInfo};
+use super::{DataError, DatasetInfo, Targets};
 
 /// How images of a training set are varied. The default leaves them as they are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -16,15 +18,19 @@ pub struct Augmentation {
     pub flip: bool,
     /// Height and width of a part of the image, at a random place, that is taken in its stead.
     pub crop: Option<[usize; 2]>,
+    /// Pixels that are added on all four sides before the part is taken: 0 after normalisation, without a class. At most
+    /// the smaller side of the image.
+    #[serde(default)]
+    pub padding: usize,
 }
 
 /// The part of an image that is taken, and whether it is mirrored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct View {
-    /// The first row.
-    pub top: usize,
-    /// The first column.
-    pub left: usize,
+    /// The first row; rows above the image or below it are padding.
+    pub top: isize,
+    /// The first column, likewise.
+    pub left: isize,
     /// Number of rows.
     pub height: usize,
     /// Number of columns.
@@ -44,26 +50,50 @@ pub struct Views {
 /// Begins the keys of the random streams, so that they are unlike those of other uses of the same seed.
 const DOMAIN: [u8; 16] = *b"augmentation/1\0\0";
 
+impl View {
+    /// The rows and columns of the view that lie in an image of this height and width.
+    pub(super) fn inside(&self, height: usize, width: usize) -> [Range<usize>; 2] {
+        let within = |first: isize, count: usize, size: usize| {
+            let start = first.min(0).unsigned_abs().min(count);
+            let end = size.saturating_add_signed(first.saturating_neg()).min(count);
+            start..end.max(start)
+        };
+        [within(self.top, self.height, height), within(self.left, self.width, width)]
+    }
+}
+
 impl Augmentation {
     /// The views in an epoch.
     pub fn views(self, seed: u64, epoch: usize) -> Views {
         Views { augmentation: self, seed, epoch }
     }
 
-    /// Height and width of every view.
+    /// Height and width of every view: those of the crop or, without one, of the image with its padding.
     ///
     /// # Errors
-    /// [`DataError::Inconsistent`] if the crop is empty or larger than the images.
+    /// [`DataError::Inconsistent`] if the crop is empty or larger than the padded images, the padding is larger than they are,
+    /// or pixels have labels and none stands for no class, which padding needs.
     pub fn size(&self, info: &DatasetInfo) -> Result<[usize; 2], DataError> {
-        let whole = [info.height, info.width];
+        let wrong = |field, expected: String, found: String| {
+            Err(DataError::Inconsistent { dataset: info.name.clone(), field, expected, found })
+        };
+        let (most, padding) = (info.height.min(info.width), self.padding);
+        if padding > most {
+            return wrong(
+                "padding",
+                format!("at most {most}, the images' smaller side"),
+                padding.to_string(),
+            );
+        }
+        if padding > 0 && info.targets == (Targets::Pixels { ignore: None }) {
+            return wrong("padding", "0, as every pixel has a class".into(), padding.to_string());
+        }
+        let whole = [info.height + 2 * padding, info.width + 2 * padding];
         let Some(crop) = self.crop else { return Ok(whole) };
         if crop.contains(&0) || crop[0] > whole[0] || crop[1] > whole[1] {
-            return Err(DataError::Inconsistent {
-                dataset: info.name.clone(),
-                field: "crop",
-                expected: format!("1x1 to {}x{}, height x width of the images", whole[0], whole[1]),
-                found: format!("{}x{}", crop[0], crop[1]),
-            });
+            let padded = if padding > 0 { " with their padding" } else { "" };
+            let expected = format!("1x1 to {}x{}, height x width of the images{padded}", whole[0], whole[1]);
+            return wrong("crop", expected, format!("{}x{}", crop[0], crop[1]));
         }
         Ok(crop)
     }
@@ -95,8 +125,12 @@ impl Views {
         let heads = random.next_u64() >> 63 == 1;
         // By hand, as the libraries' own way may change with their versions; the bias is below count / 2^64.
         let mut below = |count: usize| ((u128::from(random.next_u64()) * count as u128) >> 64) as usize;
-        let top = below(info.height - height + 1);
-        let left = below(info.width - width + 1);
+        let padding = self.augmentation.padding;
+        let mut first = |size: usize, part: usize| {
+            // No image in memory is larger than an isize can tell.
+            below(size + 2 * padding - part + 1) as isize - padding as isize
+        };
+        let (top, left) = (first(info.height, height), first(info.width, width));
         Ok(View { top, left, height, width, flipped: self.augmentation.flip && heads })
     }
 }
@@ -129,30 +163,38 @@ mod tests {
             (height, width) in (1_usize..400, 1_usize..400),
             (cut_height, cut_width) in any::<(usize, usize)>(),
             (seed, epoch, index) in any::<(u64, usize, usize)>(),
-            flip in any::<bool>(),
+            (flip, padding) in (any::<bool>(), 0_usize..400),
         ) {
             let info = info(height, width);
+            let padding = padding % (height.min(width) + 1);
             let crop = [height - cut_height % height, width - cut_width % width];
-            let views = Augmentation { flip, crop: Some(crop) }.views(seed, epoch);
+            let augmentation = Augmentation { flip, crop: Some(crop), padding };
+            let views = augmentation.views(seed, epoch);
             let view = views.of(index, &info).unwrap();
             prop_assert_eq!([view.height, view.width], crop);
-            prop_assert!(view.top + view.height <= height && view.left + view.width <= width);
+            for (first, part, size) in [(view.top, view.height, height), (view.left, view.width, width)] {
+                let (first, padding) = (first as i64, padding as i64);
+                prop_assert!(-padding <= first && first + part as i64 <= size as i64 + padding);
+            }
             prop_assert!(flip || !view.flipped);
             prop_assert_eq!(views.of(index, &info).unwrap(), view);
             // The place does not depend on flipping, nor flipping on the crop.
-            let other = Augmentation { flip: !flip, crop: Some(crop) }.views(seed, epoch);
+            let other = Augmentation { flip: !flip, ..augmentation }.views(seed, epoch);
             let other = other.of(index, &info).unwrap();
             prop_assert_eq!((other.top, other.left), (view.top, view.left));
-            let whole = Augmentation { flip, crop: None }.views(seed, epoch).of(index, &info).unwrap();
-            prop_assert_eq!(whole, View { top: 0, left: 0, height, width, flipped: view.flipped });
+            let whole = Augmentation { crop: None, ..augmentation }.views(seed, epoch).of(index, &info).unwrap();
+            let start = -(padding as isize);
+            let [height, width] = [height, width].map(|size| size + 2 * padding);
+            prop_assert_eq!(whole, View { top: start, left: start, height, width, flipped: view.flipped });
         }
     }
 
     #[test]
     fn all_views_are_equally_likely() {
         let (draws, places) = (30_000, 3 * 5 * 2);
-        let views = |seed, epoch| Augmentation { flip: true, crop: Some([4, 2]) }.views(seed, epoch);
-        let info = info(6, 6);
+        let info = info(4, 4);
+        let views =
+            |seed, epoch| Augmentation { flip: true, crop: Some([4, 2]), padding: 1 }.views(seed, epoch);
         // Each of the three numbers alone must spread the views.
         let over_images: Vec<View> = (0..draws).map(|i| views(3, 1).of(i, &info).unwrap()).collect();
         let over_epochs: Vec<View> = (0..draws).map(|i| views(3, i).of(1, &info).unwrap()).collect();
@@ -171,22 +213,79 @@ mod tests {
     /// Fails when a view changes: resumed runs would no longer be the runs that they resume.
     #[test]
     fn views_are_the_same_on_every_machine() {
-        let views = Augmentation { flip: true, crop: Some([90, 120]) }.views(7, 2);
+        let views = Augmentation { flip: true, crop: Some([90, 120]), padding: 0 }.views(7, 2);
         let drawn: Vec<_> = (0..4).map(|index| views.of(index, &info(120, 160)).unwrap()).collect();
         let drawn: Vec<_> = drawn.iter().map(|view| (view.top, view.left, view.flipped)).collect();
         assert_eq!(drawn, [(18, 10, false), (0, 18, true), (9, 1, false), (29, 11, true)]);
+        // Those of an image that is larger by the padding, moved by it.
+        let padded = Augmentation { flip: true, crop: Some([90, 120]), padding: 20 }.views(7, 2);
+        let view = padded.of(3, &info(80, 120)).unwrap();
+        assert_eq!((view.top, view.left, view.flipped), (29 - 20, 11 - 20, true));
     }
 
     #[test]
     fn crops_that_do_not_fit_are_refused() {
         for crop in [[0, 1], [1, 0], [7, 1], [1, 9], [usize::MAX, usize::MAX]] {
-            let augmentation = Augmentation { flip: true, crop: Some(crop) };
+            let augmentation = Augmentation { flip: true, crop: Some(crop), padding: 0 };
             let error = augmentation.views(0, 0).of(0, &info(6, 8)).unwrap_err().to_string();
             let expected = "data set tiny: crop: expected 1x1 to 6x8, height x width of the images, found ";
             assert_eq!(error, format!("{expected}{}x{}", crop[0], crop[1]));
             assert_eq!(augmentation.size(&info(6, 8)).unwrap_err().to_string(), error);
         }
-        let whole = Augmentation { flip: false, crop: Some([6, 8]) }.views(0, 0).of(0, &info(6, 8)).unwrap();
+        let whole = Augmentation { flip: false, crop: Some([6, 8]), padding: 0 };
+        let whole = whole.views(0, 0).of(0, &info(6, 8)).unwrap();
         assert_eq!(whole, View { top: 0, left: 0, height: 6, width: 8, flipped: false });
+    }
+
+    #[test]
+    fn padding_that_does_not_fit_is_refused() {
+        let size = |padding, crop, targets| {
+            let info = DatasetInfo { targets, ..info(6, 8) };
+            Augmentation { flip: false, crop, padding }.size(&info).map_err(|error| error.to_string())
+        };
+        assert_eq!(size(6, Some([18, 20]), Targets::Image), Ok([18, 20]));
+        assert_eq!(size(2, None, Targets::Pixels { ignore: Some(9) }), Ok([10, 12]));
+        for (padding, crop, targets, message) in [
+            (7, None, Targets::Image, "padding: expected at most 6, the images' smaller side, found 7"),
+            (
+                usize::MAX,
+                None,
+                Targets::Image,
+                "padding: expected at most 6, the images' smaller side, found 1844",
+            ),
+            (
+                2,
+                Some([11, 12]),
+                Targets::Image,
+                "crop: expected 1x1 to 10x12, height x width of the images with their padding, found 11x12",
+            ),
+            (
+                1,
+                None,
+                Targets::Pixels { ignore: None },
+                "padding: expected 0, as every pixel has a class, found 1",
+            ),
+        ] {
+            let error = size(padding, crop, targets).unwrap_err();
+            assert!(error.starts_with(&format!("data set tiny: {message}")), "{error}");
+        }
+    }
+
+    /// Against asking each row and column.
+    #[test]
+    fn the_part_of_a_view_that_lies_in_the_image() {
+        let sides = |first: isize| {
+            (0..8_usize).flat_map(move |count| (1..6_usize).map(move |size| (first, count, size)))
+        };
+        for (first, count, size) in (-9..9).flat_map(sides) {
+            let view = View { top: first, left: first, height: count, width: count, flipped: false };
+            let expected: Vec<usize> =
+                (0..count).filter(|&row| (0..size as isize).contains(&(first + row as isize))).collect();
+            for found in view.inside(size, size) {
+                assert!(found.end <= count && found.eq(expected.iter().copied()), "{view:?} of {size}");
+            }
+        }
+        let far = View { top: isize::MIN, left: isize::MAX, height: 3, width: 3, flipped: false };
+        assert!(far.inside(5, 5).iter().all(|range| range.is_empty() && range.end <= 3));
     }
 }

@@ -10,10 +10,11 @@ use crate::{Error, Result};
 ///
 /// The tensor is N x C x H x W of f32 in channels-last, where H and W are those of the images or, with `views`, of the
 /// views; N may be 0. Labels are N, or N x H x W if pixels have labels, cut out and mirrored with their images; ignored
-/// ones stay what they are. On a dry device the images are not written.
+/// ones stay what they are. Where a view goes beyond its image there are zeros, with the label of no class. On a dry device the
+/// images are not written.
 ///
 /// # Errors
-/// If the data set has no image of a chosen number, a crop does not fit the images, or there is no memory.
+/// If the data set has no image of a chosen number, a crop or padding does not fit the images, or there is no memory.
 pub fn batch(
     device: &Device,
     data: &Dataset,
@@ -47,10 +48,12 @@ pub fn batch(
         let own = data.label(index as usize);
         match info.targets {
             Targets::Image => labels.extend(own.iter().copied().map(i64::from)),
-            Targets::Pixels { .. } => rows(own, info.width, view).for_each(|row| match view.flipped {
-                true => labels.extend(row.iter().rev().copied().map(i64::from)),
-                false => labels.extend(row.iter().copied().map(i64::from)),
-            }),
+            Targets::Pixels { ignore } => {
+                let start = labels.len();
+                // Without such a label there is no padding.
+                labels.resize(start + height * width, ignore.map_or(0, i64::from));
+                write_plane(own, info, view, &mut labels[start..], 1, i64::from);
+            }
         }
     }
     Ok((images, labels))
@@ -61,41 +64,56 @@ fn whole(info: &DatasetInfo) -> View {
     View { top: 0, left: 0, height: info.height, width: info.width, flipped: false }
 }
 
-/// The rows of a view, out of a plane whose rows have `width` elements.
-fn rows<'a>(plane: &'a [u8], width: usize, view: &View) -> impl Iterator<Item = &'a [u8]> {
-    let columns = view.left..view.left + view.width;
-    plane.chunks(width).skip(view.top).take(view.height).map(move |row| &row[columns.clone()])
-}
-
 /// Writes the view of a C x H x W image as h x w x C.
 fn write_image(info: &DatasetInfo, image: &[u8], view: &View, out: &mut [f32]) {
     let channels = info.channels;
+    let [rows, columns] = view.inside(info.height, info.width);
+    if (rows.len(), columns.len()) != (view.height, view.width) {
+        out.fill(0.0);
+    }
     let planes = image.chunks(info.height * info.width).zip(info.mean.iter().zip(&info.std));
     for (channel, (plane, (mean, std))) in planes.enumerate() {
         let (scale, shift) = (1.0 / (255.0 * std), mean / std);
-        let normalise = |byte: u8| f32::from(byte) * scale - shift;
-        for (out, row) in out.chunks_mut(view.width * channels).zip(rows(plane, info.width, view)) {
-            match channels {
-                // Neighbours in memory can be written several at a time.
-                1 => write_row(out.iter_mut(), row, view.flipped, normalise),
-                _ => {
-                    let out = out.chunks_exact_mut(channels).map(|pixel| &mut pixel[channel]);
-                    write_row(out, row, view.flipped, normalise);
-                }
-            }
+        write_plane(plane, info, view, &mut out[channel..], channels, |byte| f32::from(byte) * scale - shift);
+    }
+}
+
+/// Writes what of a view lies in an H x W plane; neighbours are `step` elements apart in `out`, rows w * `step`.
+fn write_plane<T>(
+    plane: &[u8],
+    info: &DatasetInfo,
+    view: &View,
+    out: &mut [T],
+    step: usize,
+    convert: impl Fn(u8) -> T,
+) {
+    let [rows, columns] = view.inside(info.height, info.width);
+    if columns.is_empty() {
+        return;
+    }
+    let first = view.left.saturating_add_unsigned(columns.start).unsigned_abs();
+    let place = if view.flipped { view.width - columns.end } else { columns.start };
+    for row in rows {
+        let from = view.top.saturating_add_unsigned(row).unsigned_abs() * info.width + first;
+        let from = &plane[from..from + columns.len()];
+        let out = &mut out[(row * view.width + place) * step..];
+        match step {
+            // Neighbours in memory can be written several at a time.
+            1 => write_row(out.iter_mut(), from, view.flipped, &convert),
+            _ => write_row(out.chunks_mut(step).map(|group| &mut group[0]), from, view.flipped, &convert),
         }
     }
 }
 
-fn write_row<'a>(
-    out: impl Iterator<Item = &'a mut f32>,
+fn write_row<'a, T: 'a>(
+    out: impl Iterator<Item = &'a mut T>,
     row: &[u8],
     flipped: bool,
-    normalise: impl Fn(u8) -> f32,
+    convert: impl Fn(u8) -> T,
 ) {
     match flipped {
-        true => out.zip(row.iter().rev()).for_each(|(x, &byte)| *x = normalise(byte)),
-        false => out.zip(row).for_each(|(x, &byte)| *x = normalise(byte)),
+        true => out.zip(row.iter().rev()).for_each(|(x, &byte)| *x = convert(byte)),
+        false => out.zip(row).for_each(|(x, &byte)| *x = convert(byte)),
     }
 }
 
@@ -154,7 +172,7 @@ mod tests {
     #[test]
     fn a_choice_of_no_image_is_a_batch_of_none() {
         let data = pixels(2, [3, 4, 5]);
-        let views = Augmentation { flip: true, crop: Some([2, 3]) }.views(1, 0);
+        let views = Augmentation { flip: true, crop: Some([2, 3]), padding: 0 }.views(1, 0);
         for (views, shape) in [(None, [0, 3, 4, 5]), (Some(&views), [0, 3, 2, 3])] {
             let (x, labels) = batch(&device(), &data, &[], views).unwrap();
             assert_eq!((x.shape(), labels.len(), x.len()), (&shape[..], 0, 0));
@@ -169,7 +187,7 @@ mod tests {
         let error = batch(&device(), &data, &[1, 2], None).unwrap_err().to_string();
         assert_eq!(error, "batch: tiny has 2 images, none has number 2");
         for chosen in [&[0][..], &[]] {
-            let views = Augmentation { flip: false, crop: Some([5, 2]) }.views(0, 0);
+            let views = Augmentation { flip: false, crop: Some([5, 2]), padding: 0 }.views(0, 0);
             let error = batch(&device(), &data, chosen, Some(&views)).unwrap_err().to_string();
             assert_eq!(
                 error,
@@ -197,13 +215,14 @@ mod tests {
             (cut_height, cut_width) in (0_usize..8, 0_usize..8),
             (crop, flip) in any::<(bool, bool)>(),
             (seed, epoch) in any::<(u64, usize)>(),
-            chosen in prop::collection::vec(0_u32..5, 0..6),
+            (chosen, padding) in (prop::collection::vec(0_u32..5, 0..6), 0_usize..9),
         ) {
             let data = pixels(5, [channels, height, width]);
             let crop = crop.then(|| [height - cut_height % height, width - cut_width % width]);
-            let views = Augmentation { flip, crop }.views(seed, epoch);
+            let padding = padding % (height.min(width) + 1);
+            let views = Augmentation { flip, crop, padding }.views(seed, epoch);
             let (x, labels) = batch(&device(), &data, &chosen, Some(&views)).unwrap();
-            let [rows, columns] = crop.unwrap_or([height, width]);
+            let [rows, columns] = crop.unwrap_or([height, width].map(|size| size + 2 * padding));
             prop_assert_eq!(x.shape(), [chosen.len(), channels, rows, columns]);
             prop_assert_eq!(labels.len(), chosen.len() * rows * columns);
             let found: Vec<f32> = x.to_vec().unwrap();
@@ -211,8 +230,19 @@ mod tests {
                 let view = views.of(index as usize, data.info()).unwrap();
                 for (row, column) in (0..rows).flat_map(|row| (0..columns).map(move |column| (row, column))) {
                     let from = if view.flipped { columns - 1 - column } else { column };
-                    let place = (view.top + row) * width + view.left + from;
                     let label = labels[(number * rows + row) * columns + column];
+                    let within = |first: isize, step: usize, size: usize| {
+                        usize::try_from(first + step as isize).ok().filter(|&place| place < size)
+                    };
+                    let place = within(view.top, row, height).zip(within(view.left, from, width));
+                    let Some(place) = place.map(|(row, column)| row * width + column) else {
+                        // Black, as these images are normalised, and of no class.
+                        let value = |channel: usize| {
+                            found[((number * channels + channel) * rows + row) * columns + column]
+                        };
+                        prop_assert!((0..channels).all(|channel| value(channel) == 0.0) && label == 9);
+                        continue;
+                    };
                     prop_assert_eq!(label, i64::from(data.label(index as usize)[place]));
                     for channel in 0..channels {
                         let value = found[((number * channels + channel) * rows + row) * columns + column];

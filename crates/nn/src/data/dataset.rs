@@ -1,6 +1,7 @@
 //! The data set itself: images of one shape with their classes, checked when made.
 
 use super::DataError;
+use crate::metrics::MAX_CLASSES;
 
 /// What the labels of a data set speak of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,7 +26,7 @@ pub struct DatasetInfo {
     pub height: usize,
     /// Width of an image in pixels, W.
     pub width: usize,
-    /// Number of classes; labels are `0..classes`.
+    /// Number of classes; labels are `0..classes`. As labels are bytes, only the first 256 classes can occur.
     pub classes: usize,
     /// Whether images or pixels have labels.
     pub targets: Targets,
@@ -71,8 +72,8 @@ impl DatasetInfo {
         if pixels.is_none_or(|pixels| pixels == 0) {
             return wrong("image shape", "sizes above 0 whose product fits a usize", format!("{shape:?}"));
         }
-        if !(1..=256).contains(&self.classes) {
-            return wrong("classes", "1 to 256, as labels are bytes", self.classes.to_string());
+        if !(1..=MAX_CLASSES).contains(&self.classes) {
+            return wrong("classes", &format!("1 to {MAX_CLASSES}"), self.classes.to_string());
         }
         if self.mean.len() != self.channels || !self.mean.iter().all(|mean| mean.is_finite()) {
             return wrong("mean", "one finite number per channel", format!("{:?}", self.mean));
@@ -167,14 +168,15 @@ impl Dataset {
 
     /// How many images each class has, or how many pixels; ignored ones count for none.
     pub fn class_counts(&self) -> Vec<usize> {
-        let mut of_byte = [0; 256];
+        let mut of_byte = vec![0; self.info.classes.max(256)];
         for &label in &self.labels {
             of_byte[usize::from(label)] += 1;
         }
         if let Some(ignore) = self.info.ignore() {
             of_byte[usize::from(ignore)] = 0;
         }
-        of_byte[..self.info.classes].to_vec()
+        of_byte.truncate(self.info.classes);
+        of_byte
     }
 }
 
@@ -185,6 +187,18 @@ pub struct TrainTest {
     pub train: Dataset,
     /// What it is judged on.
     pub test: Dataset,
+}
+
+/// `each` zeros for each of so many images, or an error instead of an abort where that is more than memory or than a number
+/// can hold.
+pub(super) fn zeroed(info: &DatasetInfo, images: usize, each: usize) -> Result<Vec<u8>, DataError> {
+    let too_large =
+        || DataError::TooLarge { dataset: info.name.clone(), images, image_bytes: info.image_len() };
+    let size = images.checked_mul(each).ok_or_else(too_large)?;
+    let mut bytes = Vec::new();
+    bytes.try_reserve_exact(size).map_err(|_| too_large())?;
+    bytes.resize(size, 0);
+    Ok(bytes)
 }
 
 /// Checks that there is one label for each image or pixel and that each names a class; `origin` is what errors
@@ -248,6 +262,10 @@ mod tests {
         assert_eq!(set.class_counts(), [1, 0, 0, 2]);
         assert_eq!(set.info(), &info());
         assert!(Dataset::new(info(), vec![], vec![]).unwrap().is_empty());
+        // More classes than labels can name.
+        let set = Dataset::new(DatasetInfo { classes: 300, ..info() }, vec![0; 6], vec![255]).unwrap();
+        let counts = set.class_counts();
+        assert_eq!((counts.len(), counts[255], counts.iter().sum::<usize>()), (300, 1, 1));
     }
 
     #[test]
@@ -312,7 +330,7 @@ mod tests {
             let info = DatasetInfo { channels, height, width, ..info() };
             assert!(message(Dataset::new(info, vec![], vec![])).contains("image shape"));
         }
-        for classes in [0, 257] {
+        for classes in [0, 4097] {
             assert!(
                 message(Dataset::new(DatasetInfo { classes, ..info() }, vec![], vec![])).contains("classes")
             );

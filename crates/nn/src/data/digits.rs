@@ -27,6 +27,7 @@ use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 
+use super::dataset::zeroed;
 use super::progress::report;
 use super::{DataError, Dataset, DatasetInfo, Progress, ProgressEvent, ProgressUnit, Targets, TrainTest};
 use canvas::{Dice, PIXELS, SIDE};
@@ -101,8 +102,9 @@ fn generate(seed: u64, split: Split, len: usize, progress: &Progress<'_>) -> Res
         Split::Train => "digits: train",
         Split::Test => "digits: test",
     };
-    let mut images = zeroed(len.checked_mul(PIXELS), len)?;
-    let mut labels = zeroed(Some(len), len)?;
+    let info = info();
+    let mut images = zeroed(&info, len, PIXELS)?;
+    let mut labels = zeroed(&info, len, 1)?;
     let event = |done: usize| ProgressEvent {
         stage,
         done: done as u64,
@@ -123,17 +125,7 @@ fn generate(seed: u64, split: Split, len: usize, progress: &Progress<'_>) -> Res
         done += label_chunk.len();
         report(progress, event(done))?;
     }
-    Dataset::new(info(), images, labels)
-}
-
-/// `size` zeros, or an error instead of an abort where that is more than memory or than a number can hold.
-fn zeroed(size: Option<usize>, images: usize) -> Result<Vec<u8>, DataError> {
-    let too_large = || DataError::TooLarge { dataset: NAME.to_owned(), images, image_bytes: PIXELS };
-    let size = size.ok_or_else(too_large)?;
-    let mut bytes = Vec::new();
-    bytes.try_reserve_exact(size).map_err(|_| too_large())?;
-    bytes.resize(size, 0);
-    Ok(bytes)
+    Dataset::new(info, images, labels)
 }
 
 /// The random stream of one item. Streams of different seeds, splits, purposes and indices are unrelated.

@@ -56,7 +56,7 @@ pub(super) fn open(file: &Path) -> Result<Box<dyn Read>, DataError> {
         .map_err(|error| read_error(file, "contents", error))
 }
 
-fn decompressed(mut reader: impl BufRead + 'static) -> io::Result<Box<dyn Read>> {
+pub(super) fn decompressed(mut reader: impl BufRead + 'static) -> io::Result<Box<dyn Read>> {
     let mut start = Vec::with_capacity(GZIP_MAGIC.len());
     reader.by_ref().take(GZIP_MAGIC.len() as u64).read_to_end(&mut start)?;
     let compressed = start == GZIP_MAGIC;

@@ -1,5 +1,5 @@
-//! Image data sets in memory: reading MNIST and CamVid, generating `digits`, the checks that they share, and
-//! batches made of them.
+//! Image data sets in memory: reading MNIST, CIFAR-10 and CamVid, generating `digits` and noise, the checks that they
+//! share, and batches made of them.
 //!
 //! A [`Dataset`] holds bytes exactly as they were stored or drawn; scaling and normalisation happen when a
 //! batch is made, so that the 70,000 images of MNIST take 55 MB and not four times as much.
@@ -10,14 +10,17 @@
 mod augmentation;
 mod batch;
 pub mod camvid;
+pub mod cifar10;
 mod dataset;
 pub mod digits;
 pub mod download;
 mod error;
 pub mod idx;
 pub mod mnist;
+mod noise;
 mod png_file;
 mod progress;
+mod tar;
 
 pub use augmentation::{Augmentation, View, Views};
 pub use batch::batch;
@@ -25,6 +28,7 @@ pub(crate) use dataset::check_labels;
 pub use dataset::{Dataset, DatasetInfo, Targets, TrainTest};
 pub use digits::digits;
 pub use error::{DataError, MirrorFailure};
+pub use noise::noise;
 pub use progress::{Progress, ProgressEvent, ProgressUnit, silent};
 
 /// What the tests of readers share.

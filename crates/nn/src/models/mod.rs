@@ -1,6 +1,7 @@
 //! Ready models.
 
 mod mnist_cnn;
+mod resnet;
 mod segnet;
 
 use convoke_autograd::Result;
@@ -19,17 +20,25 @@ pub enum Model {
     /// A small U-Net, for a class at every pixel.
     #[serde(rename = "segnet")]
     Segnet,
+    /// The residual network of 20 layers for small images.
+    #[serde(rename = "resnet20")]
+    Resnet20,
+    /// The residual network of 50 layers, for large images.
+    #[serde(rename = "resnet50")]
+    Resnet50,
 }
 
 impl Model {
     /// All of them.
-    pub const ALL: [Model; 2] = [Model::MnistCnn, Model::Segnet];
+    pub const ALL: [Model; 4] = [Model::MnistCnn, Model::Segnet, Model::Resnet20, Model::Resnet50];
 
     /// The name on the command line and in files.
     pub fn name(self) -> &'static str {
         match self {
             Model::MnistCnn => "mnist-cnn",
             Model::Segnet => "segnet",
+            Model::Resnet20 => "resnet20",
+            Model::Resnet50 => "resnet50",
         }
     }
 
@@ -38,14 +47,25 @@ impl Model {
         match self {
             Model::MnistCnn => [1, 28, 28],
             Model::Segnet => [3, 120, 160],
+            Model::Resnet20 => [3, 32, 32],
+            Model::Resnet50 => [3, 224, 224],
         }
     }
 
     /// Classes of the data it is made for.
     pub fn classes(self) -> usize {
         match self {
-            Model::MnistCnn => 10,
+            Model::MnistCnn | Model::Resnet20 => 10,
             Model::Segnet => 11,
+            Model::Resnet50 => 1000,
+        }
+    }
+
+    /// What its labels speak of.
+    pub fn targets(self) -> Targets {
+        match self {
+            Model::Segnet => Targets::Pixels { ignore: None },
+            Model::MnistCnn | Model::Resnet20 | Model::Resnet50 => Targets::Image,
         }
     }
 
@@ -56,20 +76,32 @@ impl Model {
     pub fn check(self, info: &DatasetInfo) -> std::result::Result<(), String> {
         let &DatasetInfo { ref name, channels, height, width, classes, .. } = info;
         let shape = [channels, height, width];
-        let takes = match self {
-            Model::MnistCnn if matches!(info.targets, Targets::Pixels { .. }) => {
+        match (self.targets(), info.targets) {
+            (Targets::Image, Targets::Pixels { .. }) => {
                 return Err(format!("{self} takes a label for each image; {name} has one for each pixel"));
             }
-            Model::MnistCnn if shape == self.input() && classes == self.classes() => return Ok(()),
-            Model::MnistCnn => format!("images of {:?} in {} classes", self.input(), self.classes()),
-            Model::Segnet if [height, width].iter().any(|size| size % segnet::MULTIPLE != 0) => {
-                format!("images whose height and width are multiples of {}", segnet::MULTIPLE)
-            }
-            Model::Segnet if info.targets == Targets::Image => {
+            (Targets::Pixels { .. }, Targets::Image) => {
                 return Err(format!("{self} takes a label for each pixel; {name} has one for each image"));
             }
-            Model::Segnet => return Ok(()),
+            _ => {}
+        }
+        let least = |least| height.min(width) >= least;
+        let images = |least| format!("images of {least} x {least} pixels or more");
+        let (fits, takes) = match self {
+            Model::MnistCnn => (
+                shape == self.input() && classes == self.classes(),
+                format!("images of {:?} in {} classes", self.input(), self.classes()),
+            ),
+            Model::Segnet => (
+                [height, width].iter().all(|size| size % segnet::MULTIPLE == 0),
+                format!("images whose height and width are multiples of {}", segnet::MULTIPLE),
+            ),
+            Model::Resnet20 => (least(resnet::RESNET20_LEAST), images(resnet::RESNET20_LEAST)),
+            Model::Resnet50 => (least(resnet::RESNET50_LEAST), images(resnet::RESNET50_LEAST)),
         };
+        if fits {
+            return Ok(());
+        }
         Err(format!("{self} takes {takes}; {name} has {shape:?} in {classes} classes"))
     }
 
@@ -90,6 +122,8 @@ impl Model {
         match self {
             Model::MnistCnn => Ok(Box::new(mnist_cnn::mnist_cnn(init, mode, 0.5)?)),
             Model::Segnet => Ok(Box::new(segnet::segnet(init, mode, channels, classes)?)),
+            Model::Resnet20 => Ok(Box::new(resnet::resnet20(init, mode, channels, classes)?)),
+            Model::Resnet50 => Ok(Box::new(resnet::resnet50(init, mode, channels, classes)?)),
         }
     }
 }
@@ -101,4 +135,5 @@ impl std::fmt::Display for Model {
 }
 
 pub use mnist_cnn::mnist_cnn;
+pub use resnet::{BasicBlock, Bottleneck, resnet20, resnet50};
 pub use segnet::{Segnet, segnet};

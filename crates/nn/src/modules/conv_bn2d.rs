@@ -41,6 +41,38 @@ impl ConvBn2d {
     pub fn new(conv: Conv2d, bn: BatchNorm2d, activation: Activation, mode: ConvBnMode) -> ConvBn2d {
         ConvBn2d { conv, bn: Some(bn), activation, mode }
     }
+
+    /// activation(bn(conv(input)) + residual): the end of a residual block (He, Zhang, Ren, Sun: "Deep residual learning for
+    /// image recognition", 2015).
+    ///
+    /// # Errors
+    /// As forward, and if `residual` has another shape or type than the convolution's output.
+    pub fn forward_added(&self, input: &Tensor, residual: &Tensor) -> Result<Tensor> {
+        let sum = self.forward_with(input, Activation::Identity)?.add(residual)?;
+        match self.activation {
+            Activation::Identity => Ok(sum),
+            Activation::Relu => sum.relu(),
+        }
+    }
+
+    fn forward_with(&self, input: &Tensor, activation: Activation) -> Result<Tensor> {
+        let Some(bn) = self.bn.as_ref().filter(|_| self.mode == ConvBnMode::Fused) else {
+            let mut y = self.conv.forward(input)?;
+            if let Some(bn) = &self.bn {
+                y = bn.forward(&y)?;
+            }
+            return match activation {
+                Activation::Identity => Ok(y),
+                Activation::Relu => y.relu(),
+            };
+        };
+        let norm = bn.options(self.conv.weight.value().shape()[0], activation)?;
+        let (output, moments) = with_parameters(&self.conv, bn, |parameters| {
+            ops::conv_bn2d(input, parameters, self.conv.options(), &norm)
+        })?;
+        bn.observe(moments.as_ref())?;
+        Ok(output)
+    }
 }
 
 /// The convolution, with a bias, that computes what this one and `bn` do in evaluation; `None` without running statistics.
@@ -62,22 +94,7 @@ fn with_parameters<R>(conv: &Conv2d, bn: &BatchNorm2d, run: impl FnOnce(&ConvBnP
 
 impl Module for ConvBn2d {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
-        let Some(bn) = self.bn.as_ref().filter(|_| self.mode == ConvBnMode::Fused) else {
-            let mut y = self.conv.forward(input)?;
-            if let Some(bn) = &self.bn {
-                y = bn.forward(&y)?;
-            }
-            return match self.activation {
-                Activation::Identity => Ok(y),
-                Activation::Relu => y.relu(),
-            };
-        };
-        let norm = bn.options(self.conv.weight.value().shape()[0], self.activation)?;
-        let (output, moments) = with_parameters(&self.conv, bn, |parameters| {
-            ops::conv_bn2d(input, parameters, self.conv.options(), &norm)
-        })?;
-        bn.observe(moments.as_ref())?;
-        Ok(output)
+        self.forward_with(input, self.activation)
     }
 
     fn fold(&mut self) -> Result<usize> {

@@ -18,4 +18,4 @@ pub use dropout::Dropout;
 pub use lazy_batch_norm::{LazyBatchNorm, LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d};
 pub use linear::Linear;
 pub use sequential::Sequential;
-pub use stateless::{AvgPool2d, Flatten, LogSoftmax, MaxPool2d, Relu, Upsample};
+pub use stateless::{AvgPool2d, Flatten, GlobalAvgPool2d, LogSoftmax, MaxPool2d, Relu, Upsample};

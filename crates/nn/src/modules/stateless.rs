@@ -25,6 +25,10 @@ pub struct MaxPool2d(pub PoolOptions);
 #[derive(Debug, Clone, Copy)]
 pub struct AvgPool2d(pub PoolOptions);
 
+/// The mean of each channel of each image: N x C x H x W to N x C x 1 x 1, as PyTorch's `AdaptiveAvgPool2d(1)`.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct GlobalAvgPool2d;
+
 /// Images of more pixels, by whole factors, as PyTorch's `Upsample` with `align_corners=False`.
 #[derive(Debug, Clone, Copy)]
 pub struct Upsample {
@@ -68,6 +72,14 @@ impl Module for MaxPool2d {
 impl Module for AvgPool2d {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         ops::avg_pool2d(input, &self.0)
+    }
+}
+
+impl Module for GlobalAvgPool2d {
+    fn forward(&self, input: &Tensor) -> Result<Tensor> {
+        // What has other dimensions is refused by the operation.
+        let window = if let &[_, _, height, width] = input.shape() { [height, width] } else { [1; 2] };
+        ops::avg_pool2d(input, &PoolOptions { kernel: window, stride: window, ..PoolOptions::new(1) })
     }
 }
 

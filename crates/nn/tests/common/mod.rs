@@ -7,6 +7,7 @@ use std::sync::{Arc, LazyLock};
 use convoke_autograd::{BackwardOptions, Cpu, DType, Device, DeviceOptions, Gradients, Tensor};
 use convoke_nn::data::{self, TrainTest};
 use convoke_nn::{Buffer, Counter, Init, Module, ModuleExt, Parameter, State};
+use convoke_testkit::{Case, formula_fill_around};
 
 /// An element type of both the library and the test kit.
 pub(crate) trait Number: convoke_autograd::Element + convoke_testkit::Element {}
@@ -136,4 +137,13 @@ pub(crate) fn digits(train: usize, test: usize) -> Arc<TrainTest> {
         data::Dataset::new(part.info().clone(), images.to_vec(), labels.to_vec()).unwrap()
     };
     Arc::new(TrainTest { train: first(&ALL.train, train), test: first(&ALL.test, test) })
+}
+
+/// Shape and values of what the case fills by formula at `attribute`.
+pub(crate) fn filled(case: &Case, attribute: &str) -> (Vec<usize>, Vec<f64>) {
+    let shape = case.sizes(&format!("{attribute}/shape"));
+    let number = |key: &str| case.number(&format!("{attribute}/{key}"));
+    let len = shape.iter().product();
+    let values = formula_fill_around(number("center"), number("tag") as u32, len, number("bound"));
+    (shape, values.into_iter().map(f64::from).collect())
 }

@@ -3,7 +3,7 @@
 use super::{Case, Golden, folder};
 use crate::{Failures, Tolerance, assert_close, formula_fill_around};
 
-const FILES: [&str; 12] = [
+const FILES: [&str; 13] = [
     "batch_norm",
     "batch_norm_closeness",
     "batch_norm_cross",
@@ -15,6 +15,7 @@ const FILES: [&str; 12] = [
     "mnist_cnn_step",
     "optimizer",
     "pool",
+    "resnet_step",
     "upsample",
 ];
 const SIZE_LIMIT: u64 = 1_000_000;
@@ -330,4 +331,25 @@ fn the_mnist_step_is_complete_and_its_formula_agrees() {
             }
         }
     }
+}
+
+#[test]
+fn residual_steps_are_complete() {
+    check_file("resnet_step", 5, |case| {
+        has_shape(case, "loss", &[])?;
+        same_shape(case, "eval_output", "output")?;
+        let parameters = case.attribute("parameters").unwrap().as_array().unwrap().len();
+        let names = (0..parameters).map(|index| case.text(&format!("parameters/{index}/name")).to_owned());
+        for name in names.chain(["x".to_owned()]) {
+            let name = format!("grad.{name}");
+            has_shape(case, &name, &[16])?;
+            has_shape(case, &format!("indices.{name}"), &[16])?;
+            has_shape(case, &format!("sum.{name}"), &[])?;
+            has_shape(case, &format!("norm.{name}"), &[])?;
+            ensure(case.tensor_f64(&format!("norm.{name}")).1[0] > 1e-6, || {
+                format!("{name} is nearly zero")
+            })?;
+        }
+        finite(case)
+    });
 }

@@ -1,0 +1,169 @@
+//! Noise: images of random bytes with random labels, in any shape, for measuring where no data of that shape is at hand.
+
+use rand::{Rng, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use rayon::prelude::*;
+
+use super::dataset::zeroed;
+use super::progress::report;
+use super::{DataError, Dataset, DatasetInfo, Progress, ProgressEvent, ProgressUnit, Targets, TrainTest};
+
+/// Begins the keys of the random streams, so that they are unlike those of other uses of the same seed.
+const DOMAIN: [u8; 16] = *b"noise/1\0\0\0\0\0\0\0\0\0";
+/// Images drawn between two reports of progress.
+const IMAGES_PER_REPORT: usize = 64;
+
+/// A data set of `lens` images to train and to test: every byte is random, and labels are, below the number of classes and 256.
+/// There is nothing to learn in it.
+///
+/// An image and its labels depend on the seed, the part, their place in it and the shape alone: a shorter part is the
+/// beginning of a longer one. The work is spread over the current rayon pool.
+///
+/// # Errors
+/// [`DataError::Inconsistent`] for an impossible `info`, [`DataError::TooLarge`] if the images do not fit into memory,
+/// [`DataError::Cancelled`] if `progress` says so.
+pub fn noise(
+    info: &DatasetInfo,
+    seed: u64,
+    lens: [usize; 2],
+    progress: &Progress<'_>,
+) -> Result<TrainTest, DataError> {
+    // Checks the shape before it is computed with.
+    Dataset::new(info.clone(), vec![], vec![])?;
+    let [train, test] = lens;
+    Ok(TrainTest {
+        train: part(info, seed, (0, "noise: train", train), progress)?,
+        test: part(info, seed, (1, "noise: test", test), progress)?,
+    })
+}
+
+/// One part: its number, its name and how many images it has.
+fn part(
+    info: &DatasetInfo,
+    seed: u64,
+    (number, stage, len): (u8, &str, usize),
+    progress: &Progress<'_>,
+) -> Result<Dataset, DataError> {
+    let (image_len, label_len) = (info.image_len(), info.label_len());
+    let (mut images, mut labels) = (zeroed(info, len, image_len)?, zeroed(info, len, label_len)?);
+    let mut key = [0; 32];
+    key[..16].copy_from_slice(&DOMAIN);
+    key[16..24].copy_from_slice(&seed.to_le_bytes());
+    key[24] = number;
+    let draw = |index: usize, image: &mut [u8], label: &mut [u8]| {
+        let mut random = ChaCha8Rng::from_seed(key);
+        random.set_stream(index as u64);
+        random.fill_bytes(label);
+        // A byte times the number of classes, over 256: some classes come a little more often.
+        label.iter_mut().for_each(|label| *label = (usize::from(*label) * info.classes.min(256) / 256) as u8);
+        random.fill_bytes(image);
+    };
+    let mut done = 0;
+    let event = |done: usize| {
+        let (done, total) = (done as u64, Some(len as u64));
+        report(progress, ProgressEvent { stage, done, total, unit: ProgressUnit::Images })
+    };
+    event(0)?;
+    let chunks = images
+        .chunks_mut(IMAGES_PER_REPORT * image_len)
+        .zip(labels.chunks_mut(IMAGES_PER_REPORT * label_len));
+    for (images, labels) in chunks {
+        let pairs = images.par_chunks_mut(image_len).zip(labels.par_chunks_mut(label_len)).enumerate();
+        pairs.for_each(|(offset, (image, label))| draw(done + offset, image, label));
+        done += images.len() / image_len;
+        event(done)?;
+    }
+    Dataset::new(info.clone(), images, labels)
+}
+
+impl DatasetInfo {
+    /// What [`noise`] needs to know: images of C x H x W in so many classes, normalised as uniformly distributed bytes are.
+    pub fn of_noise(
+        name: &str,
+        [channels, height, width]: [usize; 3],
+        classes: usize,
+        targets: Targets,
+    ) -> DatasetInfo {
+        // Of a uniform distribution over 0..1.
+        let (mean, std) = (vec![0.5; channels], vec![(1.0_f32 / 12.0).sqrt(); channels]);
+        DatasetInfo { name: name.to_owned(), channels, height, width, classes, targets, mean, std }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+    use std::ops::ControlFlow;
+
+    use super::super::silent;
+    use super::*;
+
+    fn made(shape: [usize; 3], classes: usize, targets: Targets, seed: u64, lens: [usize; 2]) -> TrainTest {
+        noise(&DatasetInfo::of_noise("random", shape, classes, targets), seed, lens, &silent).unwrap()
+    }
+
+    #[test]
+    fn bytes_and_labels_are_uniform() {
+        let set = made([3, 20, 30], 10, Targets::Image, 1, [500, 40]);
+        assert_eq!((set.train.len(), set.test.len()), (500, 40));
+        let bytes = set.train.images();
+        let moment =
+            |power| bytes.iter().map(|&byte| (f64::from(byte) / 255.0).powi(power)).sum::<f64>() / 9e5;
+        let (mean, std) = (moment(1), (moment(2) - moment(1).powi(2)).sqrt());
+        let info = set.train.info();
+        // The standard errors are below 4e-4.
+        assert!((mean - f64::from(info.mean[0])).abs() < 2e-3 && (std - f64::from(info.std[2])).abs() < 2e-3);
+        // 50 each, with a standard error of 7.
+        assert!(set.train.class_counts().iter().all(|count| (15..=85).contains(count)));
+
+        let pixels = made([1, 8, 16], 11, Targets::Pixels { ignore: None }, 1, [20, 3]);
+        assert_eq!(pixels.train.labels().len(), 20 * 8 * 16);
+        assert!(pixels.train.class_counts().iter().all(|&count| count > 100));
+        // Labels are bytes.
+        let many = made([3, 8, 8], 1000, Targets::Image, 1, [2000, 0]);
+        let counts = many.train.class_counts();
+        assert!(counts.len() == 1000 && counts[256..].iter().all(|&count| count == 0));
+        assert!(counts[..256].iter().filter(|&&count| count > 0).count() > 250);
+    }
+
+    #[test]
+    fn an_image_depends_on_seed_part_and_place_alone() {
+        let make = |seed, lens| made([2, 5, 7], 4, Targets::Image, seed, lens);
+        let (set, longer) = (make(1, [70, 70]), make(1, [200, 0]));
+        assert_eq!(set.train.images(), &longer.train.images()[..70 * 70]);
+        assert_eq!(set.train.labels(), &longer.train.labels()[..70]);
+        assert_ne!(set.train.images(), set.test.images());
+        assert_ne!(set.train.images(), make(2, [70, 70]).train.images());
+        assert_ne!(set.train.image(0), set.train.image(1));
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(1).build().unwrap();
+        assert_eq!(pool.install(|| make(1, [70, 70])), set);
+    }
+
+    #[test]
+    fn impossible_sets_are_refused() {
+        let refused = |shape, classes, len| {
+            let info = DatasetInfo::of_noise("random", shape, classes, Targets::Image);
+            noise(&info, 0, [len, 0], &silent).unwrap_err().to_string()
+        };
+        assert!(refused([3, 0, 4], 2, 1).starts_with("data set random: image shape"));
+        assert!(refused([3, 4, 4], 0, 1).starts_with("data set random: classes"));
+        for len in [usize::MAX, usize::MAX / 48] {
+            assert!(refused([3, 4, 4], 2, len).starts_with("data set random: size"), "{len}");
+        }
+    }
+
+    #[test]
+    fn progress_counts_images_and_can_cancel() {
+        let seen = RefCell::new(Vec::new());
+        let watch = |event: ProgressEvent<'_>| {
+            seen.borrow_mut().push((event.stage.to_owned(), event.done));
+            if event.done == 64 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
+        };
+        let info = DatasetInfo::of_noise("random", [1, 2, 2], 2, Targets::Image);
+        noise(&info, 0, [3, 4], &watch).unwrap();
+        let expected = [("train", 0), ("train", 3), ("test", 0), ("test", 4)];
+        assert_eq!(seen.take(), expected.map(|(part, done)| (format!("noise: {part}"), done)));
+        let error = noise(&info, 0, [65, 4], &watch).unwrap_err().to_string();
+        assert_eq!(error, "cancelled during noise: train");
+    }
+}
