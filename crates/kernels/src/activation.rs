@@ -1,21 +1,133 @@
-//! ReLU and dropout, each with its backward.
+//! Activations, a sum with one behind it, and dropout, each with its backward.
 
 use crate::cpu::multiversion;
 use crate::elementwise::{chunks, chunks_mut};
 use crate::error::{check_len, invalid};
 use crate::{Cpu, Element, Result};
 
+/// What follows a normalisation or a sum in the same pass over memory.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub enum Activation {
+    /// Nothing.
+    #[default]
+    Identity,
+    /// max(0, y).
+    Relu,
+    /// y where it is positive, else slope * y: PyTorch's `leaky_relu`.
+    LeakyRelu {
+        /// Above 0 and finite, in the element type too.
+        slope: f64,
+    },
+}
+
+impl Activation {
+    /// Whether it can be applied to numbers of type T.
+    ///
+    /// # Errors
+    /// If the slope of a leaky ReLU is not above 0 and finite as a T.
+    pub fn check<T: Element>(self, operation: &'static str) -> Result<()> {
+        match self {
+            Activation::LeakyRelu { slope } if !(T::of(slope) > T::zero() && T::of(slope).is_finite()) => {
+                let dtype = T::DTYPE;
+                Err(invalid(
+                    operation,
+                    format!("the slope must be above 0 and finite in {dtype}, not {slope}"),
+                ))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// What an [`Activation`] does to numbers of type T: a type for each, so that loops are compiled for each of them.
+///
+/// NaN passes, as in PyTorch. `y` of backward is the input or the output: both have the same sign.
+pub(crate) trait Activate<T>: Copy + Send + Sync {
+    fn forward(self, y: T) -> T;
+    fn backward(self, y: T, dy: T) -> T;
+}
+
+#[derive(Clone, Copy)]
+pub(crate) struct Identity;
+#[derive(Clone, Copy)]
+pub(crate) struct Relu;
+/// With the slope, or, to undo one, with the slope's inverse.
+#[derive(Clone, Copy)]
+pub(crate) struct LeakyRelu<T>(pub(crate) T);
+
+impl<T: Element> Activate<T> for Identity {
+    #[inline(always)]
+    fn forward(self, y: T) -> T {
+        y
+    }
+
+    #[inline(always)]
+    fn backward(self, _: T, dy: T) -> T {
+        dy
+    }
+}
+
+impl<T: Element> Activate<T> for Relu {
+    #[inline(always)]
+    fn forward(self, y: T) -> T {
+        if y <= T::zero() { T::zero() } else { y }
+    }
+
+    #[inline(always)]
+    fn backward(self, y: T, dy: T) -> T {
+        if y <= T::zero() { T::zero() } else { dy }
+    }
+}
+
+impl<T: Element> Activate<T> for LeakyRelu<T> {
+    #[inline(always)]
+    fn forward(self, y: T) -> T {
+        if y > T::zero() { y } else { y * self.0 }
+    }
+
+    #[inline(always)]
+    fn backward(self, y: T, dy: T) -> T {
+        if y > T::zero() { dy } else { dy * self.0 }
+    }
+}
+
+/// `$body` with `$act` the [`Activate`] that belongs to an [`Activation`], which has been checked.
+macro_rules! with_act {
+    ($activation:expr, $act:ident => $body:expr) => {
+        match $activation {
+            $crate::activation::Activation::Identity => {
+                let $act = $crate::activation::Identity;
+                $body
+            }
+            $crate::activation::Activation::Relu => {
+                let $act = $crate::activation::Relu;
+                $body
+            }
+            $crate::activation::Activation::LeakyRelu { slope } => {
+                let $act = $crate::activation::LeakyRelu($crate::Stored::of(slope));
+                $body
+            }
+        }
+    };
+}
+pub(crate) use with_act;
+
 multiversion! {
-    fn relu_chunk<T: Element>(x: &[T], y: &mut [T]) {
+    fn activate_chunk<T: Element, A: Activate<T>>(act: A, x: &[T], y: &mut [T]) {
         for (y, &x) in y.iter_mut().zip(x) {
-            // Written so that NaN passes, as in PyTorch.
-            *y = if x <= T::zero() { T::zero() } else { x };
+            *y = act.forward(x);
         }
     }
 
-    fn relu_backward_chunk<T: Element>(y: &[T], dy: &[T], dx: &mut [T]) {
-        for ((dx, &y), &dy) in dx.iter_mut().zip(y).zip(dy) {
-            *dx = if y <= T::zero() { T::zero() } else { dy };
+    fn add_activated_chunk<T: Element, A: Activate<T>>(residual: &[T], act: A, z: &mut [T]) {
+        for (z, &residual) in z.iter_mut().zip(residual) {
+            *z = act.forward(*z + residual);
+        }
+    }
+
+    fn activation_backward_chunk<T: Element, A: Activate<T>>(act: A, z: &[T], dz: &[T], g: &mut [T]) {
+        for ((g, &z), &dz) in g.iter_mut().zip(z).zip(dz) {
+            *g = act.backward(z, dz);
         }
     }
 
@@ -30,14 +142,60 @@ multiversion! {
     }
 }
 
+/// y = act(x); NaN stays NaN.
+///
+/// # Errors
+/// If the lengths differ, or a slope is not above 0 and finite.
+pub fn activate<T: Element>(cpu: &Cpu, activation: Activation, x: &[T], y: &mut [T]) -> Result<()> {
+    activate_as("activation", cpu, activation, x, y)
+}
+
+/// z = act(z + residual): the end of a residual block.
+///
+/// # Errors
+/// If the lengths differ, or a slope is not above 0 and finite.
+pub fn add_activated_in_place<T: Element>(
+    cpu: &Cpu,
+    residual: &[T],
+    activation: Activation,
+    z: &mut [T],
+) -> Result<()> {
+    let operation = "add with activation";
+    check_len(operation, "z", z.len(), residual.len())?;
+    activation.check::<T>(operation)?;
+    let items = chunks(residual).zip(chunks_mut(z));
+    with_act!(activation, act => {
+        cpu.for_each(residual.len(), items, |(residual, z)| add_activated_chunk(cpu, residual, act, z));
+    });
+    Ok(())
+}
+
+/// g = the gradient in front of the activation: dz where it passed, else 0 or slope * dz. Judged by its output `z`, whose
+/// sign is the input's.
+///
+/// # Errors
+/// If the lengths differ, or a slope is not above 0 and finite.
+pub fn activation_backward<T: Element>(
+    cpu: &Cpu,
+    activation: Activation,
+    z: &[T],
+    dz: &[T],
+    g: &mut [T],
+) -> Result<()> {
+    let operation = "activation backward";
+    check_len(operation, "dz", dz.len(), z.len())?;
+    check_len(operation, "g", g.len(), z.len())?;
+    activation.check::<T>(operation)?;
+    activation_backward_unchecked(cpu, activation, z, dz, g);
+    Ok(())
+}
+
 /// y = max(0, x); NaN stays NaN.
 ///
 /// # Errors
 /// If the lengths differ.
 pub fn relu<T: Element>(cpu: &Cpu, x: &[T], y: &mut [T]) -> Result<()> {
-    check_len("relu", "y", y.len(), x.len())?;
-    cpu.for_each(x.len(), chunks(x).zip(chunks_mut(y)), |(x, y)| relu_chunk(cpu, x, y));
-    Ok(())
+    activate_as("relu", cpu, Activation::Relu, x, y)
 }
 
 /// dx = dy where `y`, the output (or the input) of [`relu`], is positive, else 0.
@@ -47,9 +205,37 @@ pub fn relu<T: Element>(cpu: &Cpu, x: &[T], y: &mut [T]) -> Result<()> {
 pub fn relu_backward<T: Element>(cpu: &Cpu, y: &[T], dy: &[T], dx: &mut [T]) -> Result<()> {
     check_len("relu backward", "dy", dy.len(), y.len())?;
     check_len("relu backward", "dx", dx.len(), y.len())?;
-    let items = chunks(y).zip(chunks(dy)).zip(chunks_mut(dx));
-    cpu.for_each(y.len(), items, |((y, dy), dx)| relu_backward_chunk(cpu, y, dy, dx));
+    activation_backward_unchecked(cpu, Activation::Relu, y, dy, dx);
     Ok(())
+}
+
+fn activate_as<T: Element>(
+    operation: &'static str,
+    cpu: &Cpu,
+    activation: Activation,
+    x: &[T],
+    y: &mut [T],
+) -> Result<()> {
+    check_len(operation, "y", y.len(), x.len())?;
+    activation.check::<T>(operation)?;
+    let items = chunks(x).zip(chunks_mut(y));
+    with_act!(activation, act => {
+        cpu.for_each(x.len(), items, |(x, y)| activate_chunk(cpu, act, x, y));
+    });
+    Ok(())
+}
+
+fn activation_backward_unchecked<T: Element>(
+    cpu: &Cpu,
+    activation: Activation,
+    z: &[T],
+    dz: &[T],
+    g: &mut [T],
+) {
+    let items = chunks(z).zip(chunks(dz)).zip(chunks_mut(g));
+    with_act!(activation, act => {
+        cpu.for_each(z.len(), items, |((z, dz), g)| activation_backward_chunk(cpu, act, z, dz, g));
+    });
 }
 
 /// Inverted dropout: each element is dropped with probability `p`, the others are divided by 1 - p.

@@ -1,7 +1,7 @@
 //! Convolution, batch norm and an optional ReLU as one block.
 
 use convoke_autograd::ops::{self, Activation, ConvBnParameters};
-use convoke_autograd::{Result, Tensor, fold_conv_bn2d};
+use convoke_autograd::{Error, Result, Tensor, fold_conv_bn2d};
 
 use super::{BatchNorm2d, Conv2d};
 use crate::{Module, Parameter};
@@ -70,6 +70,10 @@ impl Module for ConvBn2d {
             return match self.activation {
                 Activation::Identity => Ok(y),
                 Activation::Relu => y.relu(),
+                Activation::LeakyRelu { .. } => {
+                    let reason = "a leaky ReLU has no operation of its own: use the fused mode".into();
+                    Err(Error::Invalid { operation: "ConvBn2d", reason })
+                }
             };
         };
         let norm = bn.options(self.conv.weight.value().shape()[0], self.activation)?;
