@@ -296,6 +296,94 @@ mod tests {
         assert!(relu(&Cpu::single(), &x, &mut [0.0; 4]).is_err());
     }
 
+    /// Inputs of either sign, zeros, infinities and NaN, in more than one chunk.
+    fn values<T: Element>() -> Vec<T> {
+        let some = [-2.5, -0.0, 0.0, 1.5, f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1e-300, -1e-40, 7.0];
+        some.iter().cycle().take(40_003).map(|&value| T::of(value)).collect()
+    }
+
+    /// The definitions, as PyTorch writes them.
+    fn defined<T: Element>(activation: Activation, y: T, dy: T) -> (T, T) {
+        let zero = T::zero();
+        match activation {
+            Activation::Identity => (y, dy),
+            Activation::Relu => (if y <= zero { zero } else { y }, if y <= zero { zero } else { dy }),
+            Activation::LeakyRelu { slope } => {
+                let slope = T::of(slope);
+                (if y > zero { y } else { slope * y }, if y > zero { dy } else { slope * dy })
+            }
+        }
+    }
+
+    fn same<T: Element>(found: &[T], expected: impl Iterator<Item = T>) -> bool {
+        // NaN's sign is nobody's business.
+        let bits = |value: T| if value.is_nan() { f64::NAN.to_bits() } else { value.f64().to_bits() };
+        let expected: Vec<T> = expected.collect();
+        found.len() == expected.len() && found.iter().zip(&expected).all(|(&a, &b)| bits(a) == bits(b))
+    }
+
+    fn follow_their_definitions<T: Element>() {
+        let nan = T::of(f64::NAN);
+        let (x, dz): (Vec<T>, Vec<T>) = (values(), values::<T>().into_iter().rev().collect());
+        let isas = crate::Isa::available();
+        let cpus =
+            isas.into_iter().flat_map(|isa| [1, 3].map(|n| Cpu::new(n).unwrap().with_isa(isa).unwrap()));
+        for cpu in cpus {
+            for activation in [Activation::Identity, Activation::Relu, Activation::LeakyRelu { slope: 0.01 }]
+            {
+                let mut z = vec![nan; x.len()];
+                activate(&cpu, activation, &x, &mut z).unwrap();
+                assert!(same(&z, x.iter().map(|&x| defined(activation, x, x).0)), "{activation:?}");
+                let mut g = vec![nan; x.len()];
+                activation_backward(&cpu, activation, &z, &dz, &mut g).unwrap();
+                // By the input, which has the sign of the output.
+                let expected = x.iter().zip(&dz).map(|(&x, &dz)| defined(activation, x, dz).1);
+                assert!(same(&g, expected), "{activation:?} backward");
+                let mut sum = x.clone();
+                add_activated_in_place(&cpu, &dz, activation, &mut sum).unwrap();
+                let expected = x.iter().zip(&dz).map(|(&x, &dz)| defined(activation, x + dz, x).0);
+                assert!(same(&sum, expected), "{activation:?} of a sum");
+                if activation == Activation::Relu {
+                    let mut again = vec![nan; x.len()];
+                    relu(&cpu, &x, &mut again).unwrap();
+                    assert!(same(&again, z.iter().copied()));
+                    relu_backward(&cpu, &z, &dz, &mut again).unwrap();
+                    assert!(same(&again, g.iter().copied()));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn activations_follow_their_definitions() {
+        follow_their_definitions::<f32>();
+        follow_their_definitions::<f64>();
+    }
+
+    #[test]
+    fn lengths_and_slopes_are_checked() {
+        let cpu = Cpu::single();
+        let (x, mut y) = ([1.0f32; 3], [7.0f32; 3]);
+        for slope in [0.0, -0.1, f64::NAN, f64::INFINITY, 1e-60, 1e60] {
+            let leaky = Activation::LeakyRelu { slope };
+            let errors = [
+                activate(&cpu, leaky, &x, &mut y),
+                add_activated_in_place(&cpu, &x, leaky, &mut y),
+                activation_backward(&cpu, leaky, &x, &x, &mut y),
+            ];
+            for error in errors {
+                let error = error.unwrap_err().to_string();
+                assert!(error.contains("above 0 and finite in f32"), "{error}");
+            }
+        }
+        assert!(activate(&cpu, Activation::LeakyRelu { slope: 1e-60 }, &[1.0f64], &mut [0.0]).is_ok());
+        assert!(activate(&cpu, Activation::Identity, &x[1..], &mut y).is_err());
+        assert!(add_activated_in_place(&cpu, &x[1..], Activation::Relu, &mut y).is_err());
+        assert!(activation_backward(&cpu, Activation::Relu, &x, &x[1..], &mut y).is_err());
+        assert!(activation_backward(&cpu, Activation::Relu, &x[1..], &x[1..], &mut y).is_err());
+        assert_eq!(y, [7.0; 3]);
+    }
+
     #[test]
     fn dropout_keeps_the_mean_and_repeats_itself() {
         let x = vec![1.0f32; 100_003];
