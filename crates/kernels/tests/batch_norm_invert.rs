@@ -78,16 +78,16 @@ fn comes_back<T: Number>(failures: &mut Failures, seed: u64) {
         normalize(&Cpu::single(), &extent, &x, &by, &mut z).unwrap();
         let mut back = poisoned::<T>(x.len());
         invert(&Cpu::single(), &extent, &z, &by, &mut back).unwrap();
-        let far = |i: usize| {
+        let near = |i: usize| {
             let (c, was) = (channel(i), x[i].f64());
             let inverse_std = numbers.inverse_std[c];
             let error = (back[i].f64() - was).abs() * inverse_std;
             let sizes = ((was - numbers.mean[c]) * inverse_std).abs()
                 + (numbers.bias[c].f64() / numbers.weight[c].f64()).abs()
                 + (numbers.mean[c] * inverse_std).abs();
-            !(error <= 4.0 * T::epsilon().f64() * (sizes + 1.0))
+            error <= 4.0 * T::epsilon().f64() * (sizes + 1.0)
         };
-        match (0..x.len()).find(|&i| far(i)) {
+        match (0..x.len()).find(|&i| !near(i)) {
             Some(i) => {
                 let c = channel(i);
                 let numbers = (numbers.mean[c], numbers.inverse_std[c], numbers.weight[c], numbers.bias[c]);
