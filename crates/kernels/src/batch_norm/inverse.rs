@@ -51,7 +51,7 @@ impl<T: Element> Normalization<'_, T> {
     }
 }
 
-/// x = mean + (act^-1(z) - beta) / (gamma * inverse_std): what [`normalize`] made `z` of, up to rounding.
+/// x = mean + (act^-1(z) - beta) / (gamma * inverse_std): what [`super::normalize`] made `z` of, up to rounding.
 /// [`Normalization::is_invertible`] says how far off.
 ///
 /// Where x is meant for backward, the activation's part must be judged by z ([`crate::activation::activation_backward`]),

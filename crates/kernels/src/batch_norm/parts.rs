@@ -63,7 +63,7 @@ impl Cut {
             // Threads have channels to share too.
             MemoryFormat::Contiguous => PARTS.div_ceil(batch.max(1)).min(spatial / RUN),
             MemoryFormat::ChannelsLast => {
-                (2 * PARTS).div_ceil(batch.max(1)).min(spatial / PIXELS).min(image / SMALLEST)
+                PARTS.div_ceil(batch.max(1)).min(spatial / PIXELS).min(image / SMALLEST)
             }
         };
         Cut { images, pieces: pieces.max(1) }
