@@ -1,21 +1,133 @@
-//! ReLU and dropout, each with its backward.
+//! Activations, a sum with one behind it, and dropout, each with its backward.
 
 use crate::cpu::multiversion;
 use crate::elementwise::{chunks, chunks_mut};
 use crate::error::{check_len, invalid};
 use crate::{Cpu, Element, Result};
 
+/// What follows a normalisation or a sum in the same pass over memory.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub enum Activation {
+    /// Nothing.
+    #[default]
+    Identity,
+    /// max(0, y).
+    Relu,
+    /// y where it is positive, else slope * y: PyTorch's `leaky_relu`.
+    LeakyRelu {
+        /// Above 0 and finite, in the element type too.
+        slope: f64,
+    },
+}
+
+impl Activation {
+    /// Whether it can be applied to numbers of type T.
+    ///
+    /// # Errors
+    /// If the slope of a leaky ReLU is not above 0 and finite as a T.
+    pub fn check<T: Element>(self, operation: &'static str) -> Result<()> {
+        match self {
+            Activation::LeakyRelu { slope } if !(T::of(slope) > T::zero() && T::of(slope).is_finite()) => {
+                let dtype = T::DTYPE;
+                Err(invalid(
+                    operation,
+                    format!("the slope must be above 0 and finite in {dtype}, not {slope}"),
+                ))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// What an [`Activation`] does to numbers of type T: a type for each, so that loops are compiled for each of them.
+///
+/// NaN passes, as in PyTorch. `y` of backward is the input or the output: both have the same sign.
+pub(crate) trait Activate<T>: Copy + Send + Sync {
+    fn forward(self, y: T) -> T;
+    fn backward(self, y: T, dy: T) -> T;
+}
+
+#[derive(Clone, Copy)]
+pub(crate) struct Identity;
+#[derive(Clone, Copy)]
+pub(crate) struct Relu;
+/// With the slope, or, to undo one, with the slope's inverse.
+#[derive(Clone, Copy)]
+pub(crate) struct LeakyRelu<T>(pub(crate) T);
+
+impl<T: Element> Activate<T> for Identity {
+    #[inline(always)]
+    fn forward(self, y: T) -> T {
+        y
+    }
+
+    #[inline(always)]
+    fn backward(self, _: T, dy: T) -> T {
+        dy
+    }
+}
+
+impl<T: Element> Activate<T> for Relu {
+    #[inline(always)]
+    fn forward(self, y: T) -> T {
+        if y <= T::zero() { T::zero() } else { y }
+    }
+
+    #[inline(always)]
+    fn backward(self, y: T, dy: T) -> T {
+        if y <= T::zero() { T::zero() } else { dy }
+    }
+}
+
+impl<T: Element> Activate<T> for LeakyRelu<T> {
+    #[inline(always)]
+    fn forward(self, y: T) -> T {
+        if y > T::zero() { y } else { y * self.0 }
+    }
+
+    #[inline(always)]
+    fn backward(self, y: T, dy: T) -> T {
+        if y > T::zero() { dy } else { dy * self.0 }
+    }
+}
+
+/// `$body` with `$act` the [`Activate`] that belongs to an [`Activation`], which has been checked.
+macro_rules! with_act {
+    ($activation:expr, $act:ident => $body:expr) => {
+        match $activation {
+            $crate::activation::Activation::Identity => {
+                let $act = $crate::activation::Identity;
+                $body
+            }
+            $crate::activation::Activation::Relu => {
+                let $act = $crate::activation::Relu;
+                $body
+            }
+            $crate::activation::Activation::LeakyRelu { slope } => {
+                let $act = $crate::activation::LeakyRelu($crate::Stored::of(slope));
+                $body
+            }
+        }
+    };
+}
+pub(crate) use with_act;
+
 multiversion! {
-    fn relu_chunk<T: Element>(x: &[T], y: &mut [T]) {
+    fn activate_chunk<T: Element, A: Activate<T>>(act: A, x: &[T], y: &mut [T]) {
         for (y, &x) in y.iter_mut().zip(x) {
-            // Written so that NaN passes, as in PyTorch.
-            *y = if x <= T::zero() { T::zero() } else { x };
+            *y = act.forward(x);
         }
     }
 
-    fn relu_backward_chunk<T: Element>(y: &[T], dy: &[T], dx: &mut [T]) {
-        for ((dx, &y), &dy) in dx.iter_mut().zip(y).zip(dy) {
-            *dx = if y <= T::zero() { T::zero() } else { dy };
+    fn add_activated_chunk<T: Element, A: Activate<T>>(residual: &[T], act: A, z: &mut [T]) {
+        for (z, &residual) in z.iter_mut().zip(residual) {
+            *z = act.forward(*z + residual);
+        }
+    }
+
+    fn activation_backward_chunk<T: Element, A: Activate<T>>(act: A, z: &[T], dz: &[T], g: &mut [T]) {
+        for ((g, &z), &dz) in g.iter_mut().zip(z).zip(dz) {
+            *g = act.backward(z, dz);
         }
     }
 
@@ -30,14 +142,60 @@ multiversion! {
     }
 }
 
+/// y = act(x); NaN stays NaN.
+///
+/// # Errors
+/// If the lengths differ, or a slope is not above 0 and finite.
+pub fn activate<T: Element>(cpu: &Cpu, activation: Activation, x: &[T], y: &mut [T]) -> Result<()> {
+    activate_as("activation", cpu, activation, x, y)
+}
+
+/// z = act(z + residual): the end of a residual block.
+///
+/// # Errors
+/// If the lengths differ, or a slope is not above 0 and finite.
+pub fn add_activated_in_place<T: Element>(
+    cpu: &Cpu,
+    residual: &[T],
+    activation: Activation,
+    z: &mut [T],
+) -> Result<()> {
+    let operation = "add with activation";
+    check_len(operation, "z", z.len(), residual.len())?;
+    activation.check::<T>(operation)?;
+    let items = chunks(residual).zip(chunks_mut(z));
+    with_act!(activation, act => {
+        cpu.for_each(residual.len(), items, |(residual, z)| add_activated_chunk(cpu, residual, act, z));
+    });
+    Ok(())
+}
+
+/// g = the gradient in front of the activation: dz where it passed, else 0 or slope * dz. Judged by its output `z`, whose
+/// sign is the input's.
+///
+/// # Errors
+/// If the lengths differ, or a slope is not above 0 and finite.
+pub fn activation_backward<T: Element>(
+    cpu: &Cpu,
+    activation: Activation,
+    z: &[T],
+    dz: &[T],
+    g: &mut [T],
+) -> Result<()> {
+    let operation = "activation backward";
+    check_len(operation, "dz", dz.len(), z.len())?;
+    check_len(operation, "g", g.len(), z.len())?;
+    activation.check::<T>(operation)?;
+    activation_backward_unchecked(cpu, activation, z, dz, g);
+    Ok(())
+}
+
 /// y = max(0, x); NaN stays NaN.
 ///
 /// # Errors
 /// If the lengths differ.
 pub fn relu<T: Element>(cpu: &Cpu, x: &[T], y: &mut [T]) -> Result<()> {
-    check_len("relu", "y", y.len(), x.len())?;
-    cpu.for_each(x.len(), chunks(x).zip(chunks_mut(y)), |(x, y)| relu_chunk(cpu, x, y));
-    Ok(())
+    activate_as("relu", cpu, Activation::Relu, x, y)
 }
 
 /// dx = dy where `y`, the output (or the input) of [`relu`], is positive, else 0.
@@ -47,9 +205,37 @@ pub fn relu<T: Element>(cpu: &Cpu, x: &[T], y: &mut [T]) -> Result<()> {
 pub fn relu_backward<T: Element>(cpu: &Cpu, y: &[T], dy: &[T], dx: &mut [T]) -> Result<()> {
     check_len("relu backward", "dy", dy.len(), y.len())?;
     check_len("relu backward", "dx", dx.len(), y.len())?;
-    let items = chunks(y).zip(chunks(dy)).zip(chunks_mut(dx));
-    cpu.for_each(y.len(), items, |((y, dy), dx)| relu_backward_chunk(cpu, y, dy, dx));
+    activation_backward_unchecked(cpu, Activation::Relu, y, dy, dx);
     Ok(())
+}
+
+fn activate_as<T: Element>(
+    operation: &'static str,
+    cpu: &Cpu,
+    activation: Activation,
+    x: &[T],
+    y: &mut [T],
+) -> Result<()> {
+    check_len(operation, "y", y.len(), x.len())?;
+    activation.check::<T>(operation)?;
+    let items = chunks(x).zip(chunks_mut(y));
+    with_act!(activation, act => {
+        cpu.for_each(x.len(), items, |(x, y)| activate_chunk(cpu, act, x, y));
+    });
+    Ok(())
+}
+
+fn activation_backward_unchecked<T: Element>(
+    cpu: &Cpu,
+    activation: Activation,
+    z: &[T],
+    dz: &[T],
+    g: &mut [T],
+) {
+    let items = chunks(z).zip(chunks(dz)).zip(chunks_mut(g));
+    with_act!(activation, act => {
+        cpu.for_each(z.len(), items, |((z, dz), g)| activation_backward_chunk(cpu, act, z, dz, g));
+    });
 }
 
 /// Inverted dropout: each element is dropped with probability `p`, the others are divided by 1 - p.
@@ -108,6 +294,94 @@ mod tests {
         relu_backward(&Cpu::single(), &y, &[5.0; 5], &mut dx).unwrap();
         assert_eq!(dx, [0.0, 0.0, 5.0, 5.0, 0.0]);
         assert!(relu(&Cpu::single(), &x, &mut [0.0; 4]).is_err());
+    }
+
+    /// Inputs of either sign, zeros, infinities and NaN, in more than one chunk.
+    fn values<T: Element>() -> Vec<T> {
+        let some = [-2.5, -0.0, 0.0, 1.5, f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1e-300, -1e-40, 7.0];
+        some.iter().cycle().take(40_003).map(|&value| T::of(value)).collect()
+    }
+
+    /// The definitions, as PyTorch writes them.
+    fn defined<T: Element>(activation: Activation, y: T, dy: T) -> (T, T) {
+        let zero = T::zero();
+        match activation {
+            Activation::Identity => (y, dy),
+            Activation::Relu => (if y <= zero { zero } else { y }, if y <= zero { zero } else { dy }),
+            Activation::LeakyRelu { slope } => {
+                let slope = T::of(slope);
+                (if y > zero { y } else { slope * y }, if y > zero { dy } else { slope * dy })
+            }
+        }
+    }
+
+    fn same<T: Element>(found: &[T], expected: impl Iterator<Item = T>) -> bool {
+        // NaN's sign is nobody's business.
+        let bits = |value: T| if value.is_nan() { f64::NAN.to_bits() } else { value.f64().to_bits() };
+        let expected: Vec<T> = expected.collect();
+        found.len() == expected.len() && found.iter().zip(&expected).all(|(&a, &b)| bits(a) == bits(b))
+    }
+
+    fn follow_their_definitions<T: Element>() {
+        let nan = T::of(f64::NAN);
+        let (x, dz): (Vec<T>, Vec<T>) = (values(), values::<T>().into_iter().rev().collect());
+        let isas = crate::Isa::available();
+        let cpus =
+            isas.into_iter().flat_map(|isa| [1, 3].map(|n| Cpu::new(n).unwrap().with_isa(isa).unwrap()));
+        for cpu in cpus {
+            for activation in [Activation::Identity, Activation::Relu, Activation::LeakyRelu { slope: 0.01 }]
+            {
+                let mut z = vec![nan; x.len()];
+                activate(&cpu, activation, &x, &mut z).unwrap();
+                assert!(same(&z, x.iter().map(|&x| defined(activation, x, x).0)), "{activation:?}");
+                let mut g = vec![nan; x.len()];
+                activation_backward(&cpu, activation, &z, &dz, &mut g).unwrap();
+                // By the input, which has the sign of the output.
+                let expected = x.iter().zip(&dz).map(|(&x, &dz)| defined(activation, x, dz).1);
+                assert!(same(&g, expected), "{activation:?} backward");
+                let mut sum = x.clone();
+                add_activated_in_place(&cpu, &dz, activation, &mut sum).unwrap();
+                let expected = x.iter().zip(&dz).map(|(&x, &dz)| defined(activation, x + dz, x).0);
+                assert!(same(&sum, expected), "{activation:?} of a sum");
+                if activation == Activation::Relu {
+                    let mut again = vec![nan; x.len()];
+                    relu(&cpu, &x, &mut again).unwrap();
+                    assert!(same(&again, z.iter().copied()));
+                    relu_backward(&cpu, &z, &dz, &mut again).unwrap();
+                    assert!(same(&again, g.iter().copied()));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn activations_follow_their_definitions() {
+        follow_their_definitions::<f32>();
+        follow_their_definitions::<f64>();
+    }
+
+    #[test]
+    fn lengths_and_slopes_are_checked() {
+        let cpu = Cpu::single();
+        let (x, mut y) = ([1.0f32; 3], [7.0f32; 3]);
+        for slope in [0.0, -0.1, f64::NAN, f64::INFINITY, 1e-60, 1e60] {
+            let leaky = Activation::LeakyRelu { slope };
+            let errors = [
+                activate(&cpu, leaky, &x, &mut y),
+                add_activated_in_place(&cpu, &x, leaky, &mut y),
+                activation_backward(&cpu, leaky, &x, &x, &mut y),
+            ];
+            for error in errors {
+                let error = error.unwrap_err().to_string();
+                assert!(error.contains("above 0 and finite in f32"), "{error}");
+            }
+        }
+        assert!(activate(&cpu, Activation::LeakyRelu { slope: 1e-60 }, &[1.0f64], &mut [0.0]).is_ok());
+        assert!(activate(&cpu, Activation::Identity, &x[1..], &mut y).is_err());
+        assert!(add_activated_in_place(&cpu, &x[1..], Activation::Relu, &mut y).is_err());
+        assert!(activation_backward(&cpu, Activation::Relu, &x, &x[1..], &mut y).is_err());
+        assert!(activation_backward(&cpu, Activation::Relu, &x[1..], &x[1..], &mut y).is_err());
+        assert_eq!(y, [7.0; 3]);
     }
 
     #[test]

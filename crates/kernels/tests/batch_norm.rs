@@ -4,7 +4,7 @@
 mod common;
 
 use common::{FORMATS, Number, cast, check_bits, contiguous, cpus, extent, laid_out};
-use convoke_kernels::activation::{relu, relu_backward};
+use convoke_kernels::activation::{activate, activation_backward};
 use convoke_kernels::batch_norm::{
     Activation, Affine, BackwardSums, EpsPlace, Moments, Normalization, backward_elemt,
     backward_elemt_in_place, backward_reduce, backward_training, forward_training, inverse_std, normalize,
@@ -14,6 +14,7 @@ use convoke_kernels::{Cpu, MemoryFormat};
 use convoke_testkit::{Failures, Random, Tolerance, check_close, poisoned};
 
 const EPS: f64 = 1e-5;
+const LEAKY: Activation = Activation::LeakyRelu { slope: 0.2 };
 
 /// N x C x (spatial) sizes, from one value a channel to several pieces of a plane and several blocks of rows.
 fn sizes() -> Vec<[usize; 3]> {
@@ -214,7 +215,7 @@ fn same_bits<T: Number>(failures: &mut Failures) {
         let case = Case::new(size, (0.5, 1.5));
         for (format, activation) in FORMATS
             .into_iter()
-            .flat_map(|f| [Activation::Identity, Activation::Relu].map(|activation| (f, activation)))
+            .flat_map(|f| [Activation::Identity, Activation::Relu, LEAKY].map(|activation| (f, activation)))
         {
             let first = case.run::<T>(&cpus()[0], format, activation).unwrap();
             for cpu in &cpus()[1..] {
@@ -358,15 +359,15 @@ fn a_constant_channel_without_eps_stays_finite() {
     }
 }
 
-fn fused_relu<T: Number>(case: &Case, format: MemoryFormat) -> Result<(), String> {
+fn fused<T: Number>(case: &Case, format: MemoryFormat, activation: Activation) -> Result<(), String> {
     let cpu = Cpu::single();
-    let fused = case.run::<T>(&cpu, format, Activation::Relu)?;
+    let fused = case.run::<T>(&cpu, format, activation)?;
     let plain = case.run::<T>(&cpu, format, Activation::Identity)?;
     let mut y: Vec<T> = poisoned(plain.y.len());
-    relu(&cpu, &plain.y, &mut y).unwrap();
+    activate(&cpu, activation, &plain.y, &mut y).unwrap();
     check_bits(&fused.y, &y).map_err(|error| format!("y: {error}"))?;
     let mut behind: Vec<T> = poisoned(y.len());
-    relu_backward(&cpu, &y, &cast(&case.dy), &mut behind).unwrap();
+    activation_backward(&cpu, activation, &y, &cast(&case.dy), &mut behind).unwrap();
     let separate = Case {
         dy: cast(&behind),
         x: case.x.clone(),
@@ -379,8 +380,8 @@ fn fused_relu<T: Number>(case: &Case, format: MemoryFormat) -> Result<(), String
 }
 
 #[test]
-fn fused_relu_equals_a_separate_one_to_the_bit() {
-    let mut failures = Failures::new("fused ReLU");
+fn fused_activations_equal_separate_ones_to_the_bit() {
+    let mut failures = Failures::new("fused activations");
     for size in sizes() {
         let mut case = Case::new(size, (0.5, 1.5));
         for zeros in [false, true] {
@@ -391,8 +392,14 @@ fn fused_relu_equals_a_separate_one_to_the_bit() {
             }
             for format in FORMATS {
                 let what = format!("{size:?} {format}, zeros: {zeros}");
-                failures.run(format!("{what} f32"), || fused_relu::<f32>(&case, format));
-                failures.run(format!("{what} f64"), || fused_relu::<f64>(&case, format));
+                for activation in [Activation::Relu, LEAKY] {
+                    failures.run(format!("{what} {activation:?} f32"), || {
+                        fused::<f32>(&case, format, activation)
+                    });
+                    failures.run(format!("{what} {activation:?} f64"), || {
+                        fused::<f64>(&case, format, activation)
+                    });
+                }
             }
         }
         let results = case.run::<f32>(&Cpu::single(), FORMATS[0], Activation::Relu).unwrap();
@@ -424,7 +431,7 @@ fn gradients_agree_with_finite_differences() {
     let mut failures = Failures::new("finite differences");
     for (size, activation) in [[3, 2, 5], [2, 5, 3], [7, 4, 1], [1, 1, 12]]
         .into_iter()
-        .flat_map(|size| [Activation::Identity, Activation::Relu].map(|activation| (size, activation)))
+        .flat_map(|size| [Activation::Identity, Activation::Relu, LEAKY].map(|activation| (size, activation)))
     {
         let case = Case::new(size, (0.5, 1.5));
         for format in FORMATS {
@@ -466,12 +473,14 @@ fn gradients_agree_with_finite_differences() {
 }
 
 #[test]
-fn nan_stays_in_its_channel_and_is_not_hidden_by_relu() {
-    for format in FORMATS {
+fn nan_stays_in_its_channel_and_is_not_hidden_by_activations() {
+    for (format, activation) in
+        FORMATS.into_iter().flat_map(|f| [Activation::Relu, LEAKY].map(|activation| (f, activation)))
+    {
         let mut case = Case::new([3, 4, 50], (0.5, 1.5));
         let place = case.channel(2).nth(70).unwrap();
         case.x[place] = f64::NAN;
-        let results = case.run::<f32>(&Cpu::single(), format, Activation::Relu).unwrap();
+        let results = case.run::<f32>(&Cpu::single(), format, activation).unwrap();
         for c in 0..4 {
             assert!(case.channel(c).all(|i| results.y[i].is_nan() == (c == 2)), "{format} channel {c}");
             assert!(case.channel(c).all(|i| results.dx[i].is_nan() == (c == 2)), "{format} channel {c}");

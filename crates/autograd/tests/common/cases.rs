@@ -279,7 +279,7 @@ fn add_normalized(
     let identity = BatchNormOptions { activation: Activation::Identity, ..options.clone() };
     let inputs = match options.activation {
         Activation::Identity => inputs(draw),
-        Activation::Relu => {
+        Activation::Relu | Activation::LeakyRelu { .. } => {
             let function = function.clone();
             draw.away_from_zero(inputs, &move |inputs: &[Tensor]| function(inputs, &identity))
         }

@@ -1,15 +1,18 @@
 //! What batch norm does to one element, with a channel's numbers in the element type.
 
-use super::{Activation, Normalization};
+use super::{BackwardSums, Normalization};
 use crate::Element;
+use crate::Result;
+use crate::activation::{Activate, Activation};
 use crate::buffer::Buffer;
+use crate::error::invalid;
 
 /// Standard deviations up to which a mean is small.
 const SMALL: f64 = 0.25;
 
 /// Channels' coefficients, one slice each so that rows vectorise over channels.
 pub(super) struct Coefficients<T> {
-    pub(super) relu: bool,
+    pub(super) activation: Activation,
     /// Statistics are constants: no terms from the sums.
     pub(super) constant: bool,
     /// The mean that is subtracted first; what rounding left off it, the rest, counts in `shift` and `offset`.
@@ -43,27 +46,47 @@ impl<T: Element> Channel<T> {
         (x - self.mean).mul_add(self.scale, self.shift)
     }
 
-    #[inline(always)]
-    pub(super) fn forward(&self, x: T, relu: bool) -> T {
-        let y = self.normalized(x);
-        // Written so that NaN passes, as in PyTorch.
-        if relu && y <= T::zero() { T::zero() } else { y }
-    }
-
     /// The upstream gradient behind the activation, whose sign is recomputed as forward computed it.
     #[inline(always)]
-    pub(super) fn behind_activation(&self, x: T, dy: T, relu: bool) -> T {
-        if relu && self.normalized(x) <= T::zero() { T::zero() } else { dy }
+    pub(super) fn behind_activation(&self, x: T, dy: T, act: impl Activate<T>) -> T {
+        act.backward(self.normalized(x), dy)
     }
 
     #[inline(always)]
-    pub(super) fn backward(&self, x: T, dy: T, relu: bool, constant: bool) -> T {
-        let g = self.behind_activation(x, dy, relu);
+    pub(super) fn backward(&self, x: T, dy: T, act: impl Activate<T>, constant: bool) -> T {
+        let g = self.behind_activation(x, dy, act);
         if constant {
             g * self.scale
         } else {
             (g - self.mean_g).mul_add(self.scale, (x - self.mean).mul_add(-self.slope, self.offset))
         }
+    }
+}
+
+/// What is done to every element of one tensor.
+pub(super) trait Map<T>: Copy + Send + Sync {
+    fn map(self, c: Channel<T>, x: T, act: impl Activate<T>) -> T;
+}
+
+/// With the coefficients of [`Coefficients::forward`].
+#[derive(Clone, Copy)]
+pub(super) struct Normalize;
+
+/// With the coefficients of [`Coefficients::inverse`].
+#[derive(Clone, Copy)]
+pub(super) struct Invert;
+
+impl<T: Element> Map<T> for Normalize {
+    #[inline(always)]
+    fn map(self, c: Channel<T>, x: T, act: impl Activate<T>) -> T {
+        act.forward(c.normalized(x))
+    }
+}
+
+impl<T: Element> Map<T> for Invert {
+    #[inline(always)]
+    fn map(self, c: Channel<T>, z: T, act: impl Activate<T>) -> T {
+        (act.forward(z) - c.shift).mul_add(c.scale, c.mean)
     }
 }
 
@@ -74,11 +97,11 @@ impl<T: Element> Coefficients<T> {
     }
 
     /// With the sums and the count of values if statistics were the batch's; lengths have been checked.
-    pub(super) fn backward(by: &Normalization<'_, T>, sums: Option<([&[f64]; 2], usize)>) -> Self {
+    pub(super) fn backward(by: &Normalization<'_, T>, sums: Option<(&BackwardSums, usize)>) -> Self {
         let channels = by.mean.len();
         let zeros = || Buffer::filled(channels, T::zero());
         let mut c = Coefficients {
-            relu: by.activation == Activation::Relu,
+            activation: by.activation,
             constant: sums.is_none(),
             mean: zeros(),
             scale: zeros(),
@@ -100,7 +123,7 @@ impl<T: Element> Coefficients<T> {
             c.scale[channel] = T::of(scale);
             // Without a rest beta counts as it is, whatever the scale.
             c.shift[channel] = T::of(if rest == 0.0 { beta } else { beta - rest * scale });
-            if let Some(([g, g_centered], count)) = sums {
+            if let Some((BackwardSums { g, g_centered }, count)) = sums {
                 let count = count as f64;
                 let slope = scale * inverse_std * inverse_std * g_centered[channel] / count;
                 c.mean_g[channel] = T::of(g[channel] / count);
@@ -109,6 +132,26 @@ impl<T: Element> Coefficients<T> {
             }
         }
         c
+    }
+
+    /// Those that undo [`Coefficients::forward`]: scale and slope are inverses, which must be finite.
+    pub(super) fn inverse(operation: &'static str, by: &Normalization<'_, T>) -> Result<Self> {
+        let mut c = Self::forward(by);
+        c.activation = match by.activation {
+            Activation::Identity => Activation::Identity,
+            Activation::Relu => return Err(invalid(operation, "a ReLU cannot be undone")),
+            Activation::LeakyRelu { slope } => Activation::LeakyRelu { slope: 1.0 / T::of(slope).f64() },
+        };
+        c.activation.check::<T>(operation)?;
+        for (channel, scale) in c.scale.iter_mut().enumerate() {
+            let inverse = T::of(1.0 / scale.f64());
+            if !(inverse.is_finite() && inverse != T::zero()) {
+                let reason = format!("channel {channel} is scaled by {scale}, which cannot be undone");
+                return Err(invalid(operation, reason));
+            }
+            *scale = inverse;
+        }
+        Ok(c)
     }
 
     #[inline(always)]

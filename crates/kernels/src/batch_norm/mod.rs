@@ -7,7 +7,7 @@
 //!           evaluation dx = gamma inverse_std g
 //! ```
 //! Statistics are sums in f64 of differences from a value near the mean, in an order that depends on the shape only:
-//! results do not change with the number of threads. x - mean comes first, in the element type, and what the mean's
+//! results do not change with the number of threads, nor with the tiles that a batch comes in ([`StatsInParts`]). x - mean comes first, in the element type, and what the mean's
 //! rounding left off goes into the shift, so that data of mean 1e4 and standard deviation 0.1 keeps its digits.
 //! docs/batch-norm.md has the reasons.
 
@@ -15,21 +15,27 @@ mod coefficients;
 mod convention;
 pub mod cudnn;
 mod fold;
+mod inverse;
+mod parts;
 mod planes;
 mod rows;
 
+pub use crate::activation::Activation;
 pub use convention::{Convention, EpsPlace, Momentum, RunningVariance};
 pub use fold::{FilterOrder, fold};
+pub use inverse::{invert, invert_in_place};
+pub use parts::{BackwardSumsInParts, StatsInParts, images_per_group};
 
 use std::ops::Range;
 
-use coefficients::Coefficients;
+use coefficients::{Coefficients, Map, Normalize};
+use parts::all_parts;
 use planes::Planes;
 use rows::Rows;
 
 use crate::error::{check_len, invalid};
 use crate::memory_format::Extent;
-use crate::{Cpu, Element, MemoryFormat, Result};
+use crate::{Cpu, Element, Result};
 
 /// Mean and sum of squared deviations of each channel, and the number of values they were taken over.
 #[derive(Debug, Clone, PartialEq)]
@@ -88,16 +94,6 @@ impl Moments {
     }
 }
 
-/// What follows the normalisation in the same pass over memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum Activation {
-    /// Nothing.
-    #[default]
-    Identity,
-    /// max(0, y).
-    Relu,
-}
-
 /// What to normalise with: statistics and, where the layer has them, gamma (`weight`) and beta (`bias`).
 #[derive(Debug, Clone, Copy)]
 pub struct Normalization<'a, T> {
@@ -118,7 +114,8 @@ impl<T: Element> Normalization<'_, T> {
         check_len(operation, "the mean", self.mean.len(), channels)?;
         check_len(operation, "the inverse standard deviation", self.inverse_std.len(), channels)?;
         check_len(operation, "the weight", self.weight.map_or(channels, <[T]>::len), channels)?;
-        check_len(operation, "the bias", self.bias.map_or(channels, <[T]>::len), channels)
+        check_len(operation, "the bias", self.bias.map_or(channels, <[T]>::len), channels)?;
+        self.activation.check::<T>(operation)
     }
 
     /// gamma * inverse_std.
@@ -168,12 +165,9 @@ pub fn inverse_std(variance: &[f64], eps: f64, place: EpsPlace) -> Vec<f64> {
 /// If the length of `x` is not the extent's.
 pub fn stats<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T]) -> Result<Moments> {
     check_tensors("batch norm statistics", extent, &[("x", x.len())])?;
-    let pilots = pilots(extent, x);
-    let sums = match Walk::of(extent) {
-        Walk::Rows(rows) => rows.sums(cpu, x, &pilots),
-        Walk::Planes(planes) => planes.sums(cpu, x, &pilots),
-    };
-    Ok(sums.moments(&pilots, extent.batch * extent.spatial))
+    let mut parts = StatsInParts::new(extent)?;
+    parts.add(cpu, x)?;
+    parts.finish()
 }
 
 /// y = act((x - mean) * gamma * inverse_std + beta): PyTorch's `batch_norm_elemt`.
@@ -213,12 +207,22 @@ fn normalize_from<T: Element>(
     y: &mut [T],
 ) -> Result<()> {
     by.check("batch norm", extent.channels)?;
-    let c = Coefficients::forward(by);
-    match Walk::of(extent) {
-        Walk::Rows(rows) => rows.normalize(cpu, x, c, y),
-        Walk::Planes(planes) => planes.normalize(cpu, x, c, y),
-    }
+    map_from(cpu, extent, Normalize, Coefficients::forward(by), x, y);
     Ok(())
+}
+
+fn map_from<T: Element>(
+    cpu: &Cpu,
+    extent: &Extent,
+    map: impl Map<T>,
+    c: Coefficients<T>,
+    x: Option<&[T]>,
+    y: &mut [T],
+) {
+    match Walk::of(extent) {
+        Walk::Rows(rows) => rows.map(cpu, map, x, c, y),
+        Walk::Planes(planes) => planes.map(cpu, map, x, c, y),
+    }
 }
 
 /// [`stats`], and [`normalize`] by them, in one call: contiguous tensors come from memory once where caches allow.
@@ -237,6 +241,7 @@ pub fn forward_training<T: Element>(
     check_tensors("batch norm", extent, &[("x", x.len()), ("y", y.len())])?;
     let inverse_std_of = |moments: &Moments| moments.inverse_std(layer.eps, layer.eps_place);
     let Affine { weight, bias, activation, .. } = *layer;
+    activation.check::<T>("batch norm")?;
     for (name, values) in [("the weight", weight), ("the bias", bias)] {
         check_len("batch norm", name, values.map_or(extent.channels, <[T]>::len), extent.channels)?;
     }
@@ -253,7 +258,7 @@ pub fn forward_training<T: Element>(
                 activation,
             })
         };
-        let moments = planes.forward(cpu, x, &pilots(extent, x), coefficients, y);
+        let moments = planes.forward(cpu, &all_parts(extent), x, coefficients, y);
         let inverse_std = inverse_std_of(&moments);
         return Ok((moments, inverse_std));
     }
@@ -278,12 +283,9 @@ pub fn backward_reduce<T: Element>(
     let operation = "batch norm backward";
     check_tensors(operation, extent, &[("x", x.len()), ("dy", dy.len())])?;
     by.check(operation, extent.channels)?;
-    let c = Coefficients::forward(by);
-    let PairSums { a, b } = match Walk::of(extent) {
-        Walk::Rows(rows) => rows.gradient_sums(cpu, (x, dy), by.mean, c),
-        Walk::Planes(planes) => planes.gradient_sums(cpu, (x, dy), by.mean, c),
-    };
-    Ok(BackwardSums { g: a, g_centered: b })
+    let mut parts = BackwardSumsInParts::new(extent)?;
+    parts.add(cpu, x, dy, by)?;
+    parts.finish()
 }
 
 /// The gradient of x, on x's own buffer: `data` holds x before and dx after.
@@ -339,7 +341,7 @@ fn gradient_from<T: Element>(
             return Err(invalid(operation, "statistics over no values"));
         }
     }
-    let c = Coefficients::backward(by, sums.map(|(sums, count)| ([&sums.g[..], &sums.g_centered], count)));
+    let c = Coefficients::backward(by, sums);
     match Walk::of(extent) {
         Walk::Rows(rows) => rows.gradient(cpu, tensors, c, dx),
         Walk::Planes(planes) => planes.gradient(cpu, tensors, c, dx),
@@ -366,7 +368,7 @@ pub fn backward_training<T: Element>(
     if let Walk::Planes(planes) = Walk::of(extent)
         && planes.stays_cached::<T>(cpu, 2)
     {
-        let with_sums = |channels: Range<usize>, sums: &PairSums| {
+        let with_sums = |channels: Range<usize>, sums: &BackwardSums| {
             let some = Normalization {
                 mean: &by.mean[channels.clone()],
                 inverse_std: &by.inverse_std[channels.clone()],
@@ -374,11 +376,10 @@ pub fn backward_training<T: Element>(
                 bias: by.bias.map(|bias| &bias[channels]),
                 activation: by.activation,
             };
-            Coefficients::backward(&some, Some(([&sums.a, &sums.b], count)))
+            Coefficients::backward(&some, Some((sums, count)))
         };
         let c = Coefficients::forward(by);
-        let PairSums { a, b } = planes.backward(cpu, (x, dy), by.mean, &c, with_sums, dx);
-        return Ok(BackwardSums { g: a, g_centered: b });
+        return Ok(planes.backward(cpu, &all_parts(extent), (x, dy), by.mean, &c, with_sums, dx));
     }
     let sums = backward_reduce(cpu, extent, x, dy, by)?;
     backward_elemt(cpu, extent, (x, dy), by, Some((&sums, count)), dx)?;
@@ -402,89 +403,10 @@ impl Walk {
     fn of(extent: &Extent) -> Walk {
         match extent.around_channels() {
             // One channel alone is the same in both.
-            (outer, 1) if extent.channels > 1 => Walk::Rows(Rows::new(extent.channels, outer)),
+            (_, 1) if extent.channels > 1 => Walk::Rows(Rows::new(extent)),
             _ => Walk::Planes(Planes::new(extent)),
         }
     }
-}
-
-/// Two sums by channel: of x - pilot and its square, or of g and g (x - mean).
-#[derive(Default)]
-struct PairSums {
-    a: Vec<f64>,
-    b: Vec<f64>,
-}
-
-impl PairSums {
-    fn zeros(len: usize) -> PairSums {
-        PairSums { a: vec![0.0; len], b: vec![0.0; len] }
-    }
-
-    /// Adds the sums of the first channels.
-    fn add(&mut self, a: &[f64], b: &[f64]) {
-        self.add_at(0, a, b);
-    }
-
-    /// Adds the sums of the channels from `first` on.
-    fn add_at(&mut self, first: usize, a: &[f64], b: &[f64]) {
-        for (sums, others) in [(&mut self.a, a), (&mut self.b, b)] {
-            sums[first..].iter_mut().zip(others).for_each(|(sum, other)| *sum += other);
-        }
-    }
-
-    /// Sums of columns that repeat the channels, added up by channel.
-    fn folded(self, channels: usize) -> PairSums {
-        let mut total = PairSums::zeros(channels);
-        let [a, b] = [self.a, self.b];
-        for (a, b) in a.chunks(channels.max(1)).zip(b.chunks(channels.max(1))) {
-            total.add(a, b);
-        }
-        total
-    }
-
-    /// The moments of `count` values that these are the sums of x - pilot and of its square of.
-    fn moments(&self, pilots: &[f64], count: usize) -> Moments {
-        if count == 0 {
-            return Moments { mean: vec![0.0; pilots.len()], m2: vec![0.0; pilots.len()], count };
-        }
-        let n = count as f64;
-        let mean = pilots.iter().zip(&self.a).map(|(pilot, sum)| pilot + sum / n).collect();
-        // Rounding may leave less than nothing; NaN stays.
-        let positive = |m2: f64| if m2 < 0.0 { 0.0 } else { m2 };
-        let m2 = self.a.iter().zip(&self.b).map(|(sum, square)| positive(square - sum * (sum / n))).collect();
-        Moments { mean, m2, count }
-    }
-}
-
-/// How many values, evenly spread, make up a pilot, at most.
-const PILOTS: usize = 16;
-
-/// A value by channel that is near the channel's others: sums of differences from it keep their digits.
-///
-/// The mean of a power of two of them, added in pairs so that the mean of equal values is that value.
-fn pilots<T: Element>(extent: &Extent, x: &[T]) -> Vec<f64> {
-    let Extent { channels, spatial, format, .. } = *extent;
-    let values = extent.batch * spatial;
-    if values == 0 {
-        return vec![0.0; channels];
-    }
-    let count = 1 << values.min(PILOTS).ilog2();
-    let sample = |index: usize| -> Vec<f64> {
-        let place = index * values / count;
-        let at = |channel: usize| match format {
-            MemoryFormat::Contiguous => (place / spatial * channels + channel) * spatial + place % spatial,
-            MemoryFormat::ChannelsLast => place * channels + channel,
-        };
-        (0..channels).map(|channel| x[at(channel)].f64()).collect()
-    };
-    let mut samples: Vec<Vec<f64>> = (0..count).map(sample).collect();
-    while samples.len() > 1 {
-        let upper = samples.split_off(samples.len() / 2);
-        for (lower, upper) in samples.iter_mut().zip(upper) {
-            lower.iter_mut().zip(upper).for_each(|(lower, upper)| *lower += upper);
-        }
-    }
-    samples[0].iter().map(|sum| sum / count as f64).collect()
 }
 
 /// Chan, Golub and LeVeque: (count, mean, M2) of two samples together.

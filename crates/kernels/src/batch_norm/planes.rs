@@ -2,17 +2,18 @@
 
 use std::ops::Range;
 
-use super::coefficients::Coefficients;
-use super::{Moments, PairSums};
+use super::coefficients::{Coefficients, Map, Normalize};
+use super::parts::{Pair, Part, Totals, moments, pilot, pilot_places};
+use super::{BackwardSums, Moments};
+use crate::activation::{Activate, with_act};
 use crate::channels::LANES;
 use crate::cpu::multiversion;
 use crate::memory_format::Extent;
 use crate::shared::Shared;
-use crate::{Cpu, Element, stream};
+use crate::{Cpu, Element, scratch, stream};
 
-/// Parts that all channels together are cut into, at least, where there is enough in them: depends on nothing else, so
-/// that sums do not change with the number of threads.
-const PARTS: usize = 64;
+/// Tasks that all channels together are cut into, at least, where there is enough in them.
+const TASKS: usize = 64;
 /// Elements of an image's part of a tile, at least: neighbouring channels with small planes share a tile, so that
 /// threads seldom write the same cache line.
 const RUN: usize = 1024;
@@ -29,8 +30,8 @@ pub(super) struct Planes {
     spatial: usize,
     /// Channels of a tile.
     group: usize,
-    /// How many parts the images, and the planes, are cut into.
-    parts: [usize; 2],
+    /// How many tiles the images, and the planes, are cut into.
+    cuts: [usize; 2],
 }
 
 /// Some places of some channels in some images.
@@ -44,12 +45,12 @@ impl Planes {
     pub(super) fn new(extent: &Extent) -> Planes {
         let Extent { batch, channels, spatial, .. } = *extent;
         let group = RUN.div_ceil(spatial.max(1)).min(channels).max(1);
-        let wanted = PARTS.div_ceil(channels.div_ceil(group).max(1));
-        let parts = match batch >= wanted {
+        let wanted = TASKS.div_ceil(channels.div_ceil(group).max(1));
+        let cuts = match batch >= wanted {
             true => [wanted, 1],
             false => [batch.max(1), (spatial / RUN).clamp(1, wanted.div_ceil(batch.max(1)))],
         };
-        Planes { batch, channels, spatial, group, parts }
+        Planes { batch, channels, spatial, group, cuts }
     }
 
     fn len(&self) -> usize {
@@ -63,12 +64,12 @@ impl Planes {
 
     /// The tiles of these channels.
     fn tiles(&self, channels: Range<usize>) -> impl Iterator<Item = Tile> + use<'_> {
-        let [images, planes] = self.parts;
-        let cut = |len: usize, parts: usize, part: usize| len * part / parts..len * (part + 1) / parts;
-        (0..images * planes).map(move |part| Tile {
+        let [images, planes] = self.cuts;
+        let cut = |len: usize, cuts: usize, cut: usize| len * cut / cuts..len * (cut + 1) / cuts;
+        (0..images * planes).map(move |tile| Tile {
             channels: channels.clone(),
-            images: cut(self.batch, images, part / planes),
-            places: cut(self.spatial, planes, part % planes),
+            images: cut(self.batch, images, tile / planes),
+            places: cut(self.spatial, planes, tile % planes),
         })
     }
 
@@ -88,55 +89,109 @@ impl Planes {
         group * tensors * cpu.threads() <= CACHED && self.channels.div_ceil(self.group) >= 2 * cpu.threads()
     }
 
-    /// Sums of x - pilot and of its square.
-    pub(super) fn sums<T: Element>(&self, cpu: &Cpu, x: &[T], pilots: &[f64]) -> PairSums {
-        self.reduce(cpu, |tile, lanes| sum_tile(cpu, self, tile, x, pilots, lanes))
+    /// Joins the moments of each part of `x`.
+    pub(super) fn moments<T: Element>(&self, cpu: &Cpu, parts: &[Part], x: &[T], totals: &mut Totals) {
+        self.reduce(cpu, parts, totals, |part, channels, cells, a, b| {
+            sum_part(cpu, self, part, channels.start, x, cells);
+            moments_of_cells(part, cells, a, b);
+        });
     }
 
-    /// Sums of g and of g (x - mean).
+    /// Joins the sums of g and of g (x - mean) over each part.
     pub(super) fn gradient_sums<T: Element>(
         &self,
         cpu: &Cpu,
+        parts: &[Part],
         (x, dy): (&[T], &[T]),
         means: &[f64],
         c: Coefficients<T>,
-    ) -> PairSums {
-        self.reduce(cpu, |tile, lanes| sum_gradient_tile(cpu, self, tile, x, dy, means, &c, lanes))
-    }
-
-    fn reduce(&self, cpu: &Cpu, task: impl Fn(&Tile, &mut [Lanes]) + Send + Sync) -> PairSums {
-        let tiles: Vec<Tile> = self.all_tiles().collect();
-        let mut parts: Vec<PairSums> = tiles.iter().map(|_| PairSums::default()).collect();
-        cpu.for_each(self.len(), tiles.iter().zip(&mut parts), |(tile, part)| {
-            *part = tile_sums(tile, &task);
+        totals: &mut Totals,
+    ) {
+        self.reduce(cpu, parts, totals, |part, channels, cells, a, b| {
+            with_act!(c.activation, act => {
+                sum_gradient_part(cpu, self, part, channels.start, x, dy, means, &c, act, cells);
+            });
+            sums_of_cells(cells, a, b);
         });
-        let mut total = PairSums::zeros(self.channels);
-        for (tile, part) in tiles.iter().zip(&parts) {
-            total.add_at(tile.channels.start, &part.a, &part.b);
-        }
-        total
     }
 
-    pub(super) fn normalize<T: Element>(&self, cpu: &Cpu, x: Option<&[T]>, c: Coefficients<T>, y: &mut [T]) {
+    /// Joins, in order, two numbers by channel that `task` gives for each part and group of channels.
+    fn reduce(&self, cpu: &Cpu, parts: &[Part], totals: &mut Totals, task: impl PartTask) {
+        // Runs of parts, so that there are enough tasks.
+        let runs = TASKS.div_ceil(self.channels.div_ceil(self.group).max(1));
+        let run = parts.len().div_ceil(runs).max(1);
+        let of_group = 2 * self.group * parts.len();
+        scratch::with(2 * self.channels * parts.len(), |results| {
+            let groups = self.groups().zip(results.chunks_mut(of_group.max(1)));
+            let items = groups.flat_map(|(channels, results)| {
+                let results = results.chunks_mut(2 * channels.len() * run);
+                parts.chunks(run).zip(results).map(move |(parts, results)| (channels.clone(), parts, results))
+            });
+            cpu.for_each(self.len(), items, |(channels, parts, results)| {
+                let mut cells = vec![Cell::default(); channels.len()];
+                for (part, result) in parts.iter().zip(results.chunks_mut(2 * channels.len())) {
+                    let (a, b) = result.split_at_mut(channels.len());
+                    task(part, channels.clone(), &mut cells, a, b);
+                }
+            });
+            for (channels, results) in self.groups().zip(results.chunks(of_group.max(1))) {
+                for (part, result) in parts.iter().zip(results.chunks(2 * channels.len())) {
+                    totals.join(cpu, channels.start, part, result.split_at(channels.len()));
+                }
+            }
+        });
+    }
+
+    /// The numbers of a group of channels over all parts, joined in order.
+    fn group_totals(
+        &self,
+        cpu: &Cpu,
+        parts: &[Part],
+        pair: Pair,
+        channels: &Range<usize>,
+        task: impl PartTask,
+    ) -> Totals {
+        let mut totals = Totals::new(pair, channels.len());
+        let mut cells = vec![Cell::default(); channels.len()];
+        let (mut a, mut b) = (vec![0.0; channels.len()], vec![0.0; channels.len()]);
+        for part in parts {
+            task(part, channels.clone(), &mut cells, &mut a, &mut b);
+            totals.join(cpu, 0, part, (&a, &b));
+        }
+        totals
+    }
+
+    /// y = map(x), or of what y holds.
+    pub(super) fn map<T: Element>(
+        &self,
+        cpu: &Cpu,
+        map: impl Map<T>,
+        x: Option<&[T]>,
+        c: Coefficients<T>,
+        y: &mut [T],
+    ) {
         let streams = x.is_some() && stream::pays_to_copy(y);
         let y = Shared::new(y);
         cpu.for_each(self.len(), self.all_tiles(), |tile| {
-            self.normalize_tile(cpu, &tile, x, (&c, 0), y, streams);
+            self.map_tile(cpu, &tile, map, x, (&c, 0), y, streams);
         });
     }
 
     /// With the coefficients of all channels from one on.
-    fn normalize_tile<T: Element>(
+    #[allow(clippy::too_many_arguments)]
+    fn map_tile<T: Element>(
         &self,
         cpu: &Cpu,
         tile: &Tile,
+        map: impl Map<T>,
         x: Option<&[T]>,
         (c, from): (&Coefficients<T>, usize),
         y: Shared<'_, T>,
         streams: bool,
     ) {
         self.write_tile(cpu, tile, y, streams, |first, start, y| {
-            normalize_planes(cpu, self.spatial, x.map(|x| &x[start..][..y.len()]), y, c, first - from);
+            let x = x.map(|x| &x[start..][..y.len()]);
+            with_act!(c.activation, act => map_planes(cpu, self.spatial, map, act, x, y, c, first - from));
         });
     }
 
@@ -164,8 +219,10 @@ impl Planes {
         streams: bool,
     ) {
         self.write_tile(cpu, tile, dx, streams, |first, start, dx| {
-            let x = x.map(|x| &x[start..][..dx.len()]);
-            gradient_planes(cpu, self.spatial, x, &dy[start..][..dx.len()], dx, c, first - from);
+            let (x, dy) = (x.map(|x| &x[start..][..dx.len()]), &dy[start..][..dx.len()]);
+            with_act!(c.activation, act => {
+                gradient_planes(cpu, self.spatial, x, dy, act, dx, c, first - from);
+            });
         });
     }
 
@@ -218,8 +275,8 @@ impl Planes {
     pub(super) fn forward<T: Element>(
         &self,
         cpu: &Cpu,
+        parts: &[Part],
         x: &[T],
-        pilots: &[f64],
         coefficients: impl Fn(Range<usize>, &Moments) -> Coefficients<T> + Send + Sync,
         y: &mut [T],
     ) -> Moments {
@@ -227,11 +284,16 @@ impl Planes {
         let streams = stream::pays_to_copy(y);
         let y = Shared::new(y);
         let groups = self.by_group(cpu, |channels| {
-            let sums = self.group_sums(&channels, |tile, lanes| sum_tile(cpu, self, tile, x, pilots, lanes));
-            let moments = sums.moments(&pilots[channels.clone()], count);
+            let task =
+                |part: &Part, channels: Range<usize>, cells: &mut [Cell], a: &mut [f64], b: &mut [f64]| {
+                    sum_part(cpu, self, part, channels.start, x, cells);
+                    moments_of_cells(part, cells, a, b);
+                };
+            let Totals { a: mean, b: m2, .. } = self.group_totals(cpu, parts, Pair::Moments, &channels, task);
+            let moments = Moments { mean, m2, count };
             let c = coefficients(channels.clone(), &moments);
             for tile in self.tiles(channels.clone()) {
-                self.normalize_tile(cpu, &tile, Some(x), (&c, channels.start), y, streams);
+                self.map_tile(cpu, &tile, Normalize, Some(x), (&c, channels.start), y, streams);
             }
             moments
         });
@@ -241,30 +303,39 @@ impl Planes {
     }
 
     /// The sums and dx, likewise. `c` holds forward's coefficients of all channels; `with_sums` gives backward's of some.
+    #[allow(clippy::too_many_arguments)]
     pub(super) fn backward<T: Element>(
         &self,
         cpu: &Cpu,
+        parts: &[Part],
         (x, dy): (&[T], &[T]),
         means: &[f64],
         c: &Coefficients<T>,
-        with_sums: impl Fn(Range<usize>, &PairSums) -> Coefficients<T> + Send + Sync,
+        with_sums: impl Fn(Range<usize>, &BackwardSums) -> Coefficients<T> + Send + Sync,
         dx: &mut [T],
-    ) -> PairSums {
+    ) -> BackwardSums {
         let streams = stream::pays_to_copy(dx);
         let dx = Shared::new(dx);
         let groups = self.by_group(cpu, |channels| {
-            let sums = self.group_sums(&channels, |tile, lanes| {
-                sum_gradient_tile(cpu, self, tile, x, dy, means, c, lanes);
-            });
+            let task =
+                |part: &Part, channels: Range<usize>, cells: &mut [Cell], a: &mut [f64], b: &mut [f64]| {
+                    with_act!(c.activation, act => {
+                        sum_gradient_part(cpu, self, part, channels.start, x, dy, means, c, act, cells);
+                    });
+                    sums_of_cells(cells, a, b);
+                };
+            let Totals { a, b, .. } = self.group_totals(cpu, parts, Pair::Sums, &channels, task);
+            let sums = BackwardSums { g: a, g_centered: b };
             let c = with_sums(channels.clone(), &sums);
             for tile in self.tiles(channels.clone()) {
                 self.gradient_tile(cpu, &tile, (Some(x), dy), (&c, channels.start), dx, streams);
             }
             sums
         });
-        let [a, b] = [|sums: &PairSums| sums.a.clone(), |sums: &PairSums| sums.b.clone()]
-            .map(|part| groups.iter().flat_map(part).collect());
-        PairSums { a, b }
+        let [g, g_centered] =
+            [|sums: &BackwardSums| sums.g.clone(), |sums: &BackwardSums| sums.g_centered.clone()]
+                .map(|part| groups.iter().flat_map(part).collect());
+        BackwardSums { g, g_centered }
     }
 
     /// What `task` gives for every group of channels, in order.
@@ -275,113 +346,169 @@ impl Planes {
         });
         results.into_iter().map(|result| result.expect("every task ran")).collect()
     }
+}
 
-    /// The sums of a group's tiles, added in order.
-    fn group_sums(&self, channels: &Range<usize>, task: impl Fn(&Tile, &mut [Lanes])) -> PairSums {
-        let mut total = PairSums::zeros(channels.len());
-        for tile in self.tiles(channels.clone()) {
-            let part = tile_sums(&tile, &task);
-            total.add(&part.a, &part.b);
-        }
-        total
+/// Gives two numbers for each channel of a part, with cells to work in.
+trait PartTask: Fn(&Part, Range<usize>, &mut [Cell], &mut [f64], &mut [f64]) + Send + Sync {}
+impl<F: Fn(&Part, Range<usize>, &mut [Cell], &mut [f64], &mut [f64]) + Send + Sync> PartTask for F {}
+
+/// Two sums of a channel, of differences from a centre, in interleaved lanes so that adding vectorises.
+#[derive(Clone, Default)]
+struct Cell {
+    centre: f64,
+    a: [f64; LANES],
+    b: [f64; LANES],
+}
+
+impl Cell {
+    #[inline(always)]
+    fn new(centre: f64) -> Cell {
+        Cell { centre, a: [0.0; LANES], b: [0.0; LANES] }
     }
 }
 
-/// Two sums of a channel, in interleaved parts so that adding vectorises.
-type Lanes = [[f64; LANES]; 2];
+// Both are compiled for the portable set: with others, compilers gather the lanes of several cells, which takes longer.
 
-fn tile_sums(tile: &Tile, task: &impl Fn(&Tile, &mut [Lanes])) -> PairSums {
-    let mut lanes = vec![[[0.0; LANES]; 2]; tile.channels.len()];
-    task(tile, &mut lanes);
-    let sum = |index: usize| lanes.iter().map(|lanes| lanes[index].iter().sum()).collect();
-    PairSums { a: sum(0), b: sum(1) }
+/// The moments of a part, from the sums of differences from the pilots and of their squares.
+#[inline(never)]
+fn moments_of_cells(part: &Part, cells: &[Cell], means: &mut [f64], m2: &mut [f64]) {
+    let count = part.count() as f64;
+    for ((cell, mean), m2) in cells.iter().zip(means).zip(m2) {
+        (*mean, *m2) = moments(cell.centre, halved(cell.a), halved(cell.b), count);
+    }
+}
+
+#[inline(never)]
+fn sums_of_cells(cells: &[Cell], a: &mut [f64], b: &mut [f64]) {
+    for ((cell, a), b) in cells.iter().zip(a).zip(b) {
+        (*a, *b) = (halved(cell.a), halved(cell.b));
+    }
+}
+
+/// The sum of the lanes, the upper half added to the lower one until one is left.
+#[inline(always)]
+fn halved(mut lanes: [f64; LANES]) -> f64 {
+    let mut half = LANES / 2;
+    while half > 0 {
+        for lane in 0..half {
+            lanes[lane] += lanes[lane + half];
+        }
+        half /= 2;
+    }
+    lanes[0]
 }
 
 multiversion! {
-    fn sum_tile<T: Element>(planes: &Planes, tile: &Tile, x: &[T], pilots: &[f64], lanes: &mut [Lanes]) {
-        for image in tile.images.clone() {
-            for (lanes, channel) in lanes.iter_mut().zip(tile.channels.clone()) {
-                let plane = &x[(image * planes.channels + channel) * planes.spatial..][tile.places.clone()];
-                let pilot = pilots[channel];
-                let [mut sums, mut squares] = *lanes;
+    /// Sums of x - pilot, the centre, and of its square.
+    fn sum_part<T: Element>(planes: &Planes, part: &Part, first: usize, x: &[T], cells: &mut [Cell]) {
+        let start = part.images.start * planes.channels + first;
+        for (index, cell) in cells.iter_mut().enumerate() {
+            let plane = &x[(start + index) * planes.spatial..][part.places.clone()];
+            *cell = Cell::new(pilot(pilot_places(plane.len()).map(|place| plane[place])));
+        }
+        for image in part.images.clone() {
+            for (index, cell) in cells.iter_mut().enumerate() {
+                let plane = &x[(image * planes.channels + first + index) * planes.spatial..][part.places.clone()];
+                let Some(last) = plane.last_chunk::<LANES>() else {
+                    for ((sum, square), x) in cell.a.iter_mut().zip(&mut cell.b).zip(plane) {
+                        let d = x.f64() - cell.centre;
+                        *sum += d;
+                        *square += d * d;
+                    }
+                    continue;
+                };
+                let Cell { centre, a: mut sums, b: mut squares } = *cell;
                 let mut chunks = plane.chunks_exact(LANES);
                 for chunk in &mut chunks {
                     for lane in 0..LANES {
-                        let d = chunk[lane].f64() - pilot;
+                        let d = chunk[lane].f64() - centre;
                         sums[lane] += d;
                         squares[lane] += d * d;
                     }
                 }
-                for (lane, x) in chunks.remainder().iter().enumerate() {
-                    let d = x.f64() - pilot;
+                // What has been counted adds nothing once more.
+                let counted = LANES - plane.len() % LANES;
+                for lane in 0..LANES {
+                    let d = last[lane].f64() - centre;
+                    let d = if lane < counted { 0.0 } else { d };
                     sums[lane] += d;
                     squares[lane] += d * d;
                 }
-                *lanes = [sums, squares];
+                (cell.a, cell.b) = (sums, squares);
             }
         }
     }
 
-    fn sum_gradient_tile<T: Element>(
-        planes: &Planes, tile: &Tile, x: &[T], dy: &[T], means: &[f64], c: &Coefficients<T>, lanes: &mut [Lanes],
+    /// Sums of g and of g (x - mean), which is the centre.
+    fn sum_gradient_part<T: Element, A: Activate<T>>(
+        planes: &Planes, part: &Part, first: usize, x: &[T], dy: &[T], means: &[f64], c: &Coefficients<T>, act: A,
+        cells: &mut [Cell],
     ) {
-        let relu = c.relu;
-        for image in tile.images.clone() {
-            for (lanes, channel) in lanes.iter_mut().zip(tile.channels.clone()) {
-                let start = (image * planes.channels + channel) * planes.spatial;
-                let (x, dy) = (&x[start..][tile.places.clone()], &dy[start..][tile.places.clone()]);
-                let (c, mean) = (c.at(channel), means[channel]);
-                let [mut sums, mut centered] = *lanes;
+        cells.iter_mut().zip(&means[first..]).for_each(|(cell, &mean)| *cell = Cell::new(mean));
+        for image in part.images.clone() {
+            for (index, cell) in cells.iter_mut().enumerate() {
+                let start = (image * planes.channels + first + index) * planes.spatial;
+                let (x, dy) = (&x[start..][part.places.clone()], &dy[start..][part.places.clone()]);
+                let c = c.at(first + index);
+                let (Some(last_x), Some(last_dy)) = (x.last_chunk::<LANES>(), dy.last_chunk::<LANES>()) else {
+                    for ((sum, centered), (&x, &dy)) in cell.a.iter_mut().zip(&mut cell.b).zip(x.iter().zip(dy)) {
+                        let g = c.behind_activation(x, dy, act).f64();
+                        *sum += g;
+                        *centered += g * (x.f64() - cell.centre);
+                    }
+                    continue;
+                };
+                let Cell { centre, a: mut sums, b: mut centered } = *cell;
                 let mut chunks = x.chunks_exact(LANES).zip(dy.chunks_exact(LANES));
                 for (x, dy) in &mut chunks {
                     for lane in 0..LANES {
-                        let g = c.behind_activation(x[lane], dy[lane], relu).f64();
+                        let g = c.behind_activation(x[lane], dy[lane], act).f64();
                         sums[lane] += g;
-                        centered[lane] += g * (x[lane].f64() - mean);
+                        centered[lane] += g * (x[lane].f64() - centre);
                     }
                 }
-                let done = x.len() / LANES * LANES;
-                for (lane, (&x, &dy)) in x[done..].iter().zip(&dy[done..]).enumerate() {
-                    let g = c.behind_activation(x, dy, relu).f64();
-                    sums[lane] += g;
-                    centered[lane] += g * (x.f64() - mean);
+                let counted = LANES - x.len() % LANES;
+                for lane in 0..LANES {
+                    let g = c.behind_activation(last_x[lane], last_dy[lane], act).f64();
+                    let d = g * (last_x[lane].f64() - centre);
+                    sums[lane] += if lane < counted { 0.0 } else { g };
+                    centered[lane] += if lane < counted { 0.0 } else { d };
                 }
-                *lanes = [sums, centered];
+                (cell.a, cell.b) = (sums, centered);
             }
         }
     }
 
-    fn normalize_planes<T: Element>(
-        spatial: usize, x: Option<&[T]>, y: &mut [T], c: &Coefficients<T>, first: usize,
+    fn map_planes<T: Element, M: Map<T>, A: Activate<T>>(
+        spatial: usize, map: M, act: A, x: Option<&[T]>, y: &mut [T], c: &Coefficients<T>, first: usize,
     ) {
-        let relu = c.relu;
         for (index, y) in y.chunks_mut(spatial).enumerate() {
             let c = c.at(first + index);
             match x {
                 Some(x) => {
                     let x = &x[index * spatial..][..y.len()];
-                    y.iter_mut().zip(x).for_each(|(y, &x)| *y = c.forward(x, relu));
+                    y.iter_mut().zip(x).for_each(|(y, &x)| *y = map.map(c, x, act));
                 }
-                None => y.iter_mut().for_each(|y| *y = c.forward(*y, relu)),
+                None => y.iter_mut().for_each(|y| *y = map.map(c, *y, act)),
             }
         }
     }
 
-    fn gradient_planes<T: Element>(
-        spatial: usize, x: Option<&[T]>, dy: &[T], dx: &mut [T], c: &Coefficients<T>, first: usize,
+    fn gradient_planes<T: Element, A: Activate<T>>(
+        spatial: usize, x: Option<&[T]>, dy: &[T], act: A, dx: &mut [T], c: &Coefficients<T>, first: usize,
     ) {
-        let (relu, constant) = (c.relu, c.constant);
+        let constant = c.constant;
         for (index, (dx, dy)) in dx.chunks_mut(spatial).zip(dy.chunks(spatial)).enumerate() {
             let c = c.at(first + index);
             match x {
                 Some(x) => {
                     let x = &x[index * spatial..][..dx.len()];
                     for ((dx, &x), &dy) in dx.iter_mut().zip(x).zip(dy) {
-                        *dx = c.backward(x, dy, relu, constant);
+                        *dx = c.backward(x, dy, act, constant);
                     }
                 }
                 None => for (dx, &dy) in dx.iter_mut().zip(dy) {
-                    *dx = c.backward(*dx, dy, relu, constant);
+                    *dx = c.backward(*dx, dy, act, constant);
                 },
             }
         }

@@ -1,14 +1,16 @@
 //! Batch norm over rows that hold every channel once: channels-last memory, or N x C.
 
-use super::PairSums;
-use super::coefficients::{Channel, Coefficients};
+use super::coefficients::{Channel, Coefficients, Map};
+use super::parts::{Part, Totals, moments, pilot, pilot_places};
+use crate::activation::{Activate, with_act};
 use crate::buffer::Buffer;
 use crate::cpu::multiversion;
+use crate::memory_format::Extent;
 use crate::{Cpu, Element, scratch, stream};
 
 /// Elements of a wide row, at least: neighbouring rows of few channels are taken as one.
 const WIDE: usize = 64;
-/// Tasks that a tensor is cut into: depends on nothing else, so that sums do not change with the number of threads.
+/// Tasks that a tensor is cut into where no sums are taken.
 const BLOCKS: usize = 64;
 /// Elements of a task, at least.
 const SMALLEST: usize = 1 << 13;
@@ -18,6 +20,8 @@ const STAGED: usize = 512;
 /// A tensor of rows.
 pub(super) struct Rows {
     channels: usize,
+    /// Rows of an image.
+    spatial: usize,
     /// Elements of a wide row.
     width: usize,
     /// Elements of a task.
@@ -25,11 +29,13 @@ pub(super) struct Rows {
 }
 
 impl Rows {
-    pub(super) fn new(channels: usize, rows: usize) -> Rows {
+    pub(super) fn new(extent: &Extent) -> Rows {
+        let Extent { batch, channels, spatial, .. } = *extent;
+        let rows = batch * spatial;
         let width = channels * WIDE.div_ceil(channels.max(1));
         let wide_rows = (rows * channels).div_ceil(width.max(1));
         let per_block = wide_rows.div_ceil(BLOCKS).max(SMALLEST.div_ceil(width.max(1)));
-        Rows { channels, width, block: (per_block * width).max(1) }
+        Rows { channels, spatial, width, block: (per_block * width).max(1) }
     }
 
     /// How often a wide row holds each channel.
@@ -37,53 +43,77 @@ impl Rows {
         self.width / self.channels.max(1)
     }
 
-    /// Sums of x - pilot and of its square.
-    pub(super) fn sums<T: Element>(&self, cpu: &Cpu, x: &[T], pilots: &[f64]) -> PairSums {
-        let pilots = Buffer::repeat(pilots, self.times());
-        self.reduce(cpu, x, |_, x, [a, b]| sum_rows(cpu, x, &pilots, a, b))
+    /// Joins the moments of each part of `x`.
+    pub(super) fn moments<T: Element>(&self, cpu: &Cpu, parts: &[Part], x: &[T], totals: &mut Totals) {
+        self.reduce(cpu, parts, x, totals, |_, x, [mean, m2]| {
+            scratch::with(3 * self.width, |memory| {
+                let (pilots, sums) = memory.split_at_mut(self.width);
+                let [a, b] = zeros(sums);
+                pilot_rows(cpu, x, self.channels, pilots);
+                sum_rows(cpu, x, pilots, a, b);
+                fold(a, mean);
+                fold(b, m2);
+                moments_of_sums(cpu, (x.len() / self.channels) as f64, pilots, mean, m2);
+            });
+        });
     }
 
-    /// Sums of g and of g (x - mean).
+    /// Joins the sums of g and of g (x - mean) over each part.
     pub(super) fn gradient_sums<T: Element>(
         &self,
         cpu: &Cpu,
+        parts: &[Part],
         (x, dy): (&[T], &[T]),
         means: &[f64],
         c: Coefficients<T>,
-    ) -> PairSums {
+        totals: &mut Totals,
+    ) {
         let (means, c) = (Buffer::repeat(means, self.times()), c.repeated(self.times()));
-        self.reduce(cpu, x, |start, x, [a, b]| {
-            sum_gradient_rows(cpu, x, &dy[start..][..x.len()], &means, &c, a, b);
-        })
+        self.reduce(cpu, parts, x, totals, |start, x, [g, g_centered]| {
+            let dy = &dy[start..][..x.len()];
+            scratch::with(2 * self.width, |sums| {
+                let [a, b] = zeros(sums);
+                with_act!(c.activation, act => sum_gradient_rows(cpu, x, dy, &means, &c, act, a, b));
+                fold(a, g);
+                fold(b, g_centered);
+            });
+        });
     }
 
-    /// Sums that `task` takes of each block and of what starts at the same place in others, added in order.
+    /// Joins, in order, two numbers by channel that `task` gives for each part from its start and its elements of `x`.
     fn reduce<T: Element>(
         &self,
         cpu: &Cpu,
+        parts: &[Part],
         x: &[T],
+        totals: &mut Totals,
         task: impl Fn(usize, &[T], [&mut [f64]; 2]) + Send + Sync,
-    ) -> PairSums {
-        let (blocks, part) = (x.len().div_ceil(self.block), 2 * self.width);
-        scratch::with(blocks * part, |parts| {
-            let items = parts.chunks_mut(part.max(1)).zip(x.chunks(self.block)).enumerate();
-            cpu.for_each(x.len(), items, |(index, (part, x))| {
-                part.fill(0.0);
-                task(index * self.block, x, part.split_at_mut(self.width).into());
+    ) {
+        let channels = self.channels;
+        scratch::with(2 * channels * parts.len(), |results| {
+            cpu.for_each(x.len(), parts.iter().zip(results.chunks_mut(2 * channels)), |(part, result)| {
+                let elements = part.elements(channels, self.spatial);
+                task(elements.start, &x[elements], result.split_at_mut(channels).into());
             });
-            let mut total = PairSums::zeros(self.width);
-            parts
-                .chunks(part.max(1))
-                .map(|part| part.split_at(self.width))
-                .for_each(|(a, b)| total.add(a, b));
-            total.folded(self.channels)
-        })
+            for (part, result) in parts.iter().zip(results.chunks(2 * channels)) {
+                totals.join(cpu, 0, part, result.split_at(channels));
+            }
+        });
     }
 
-    pub(super) fn normalize<T: Element>(&self, cpu: &Cpu, x: Option<&[T]>, c: Coefficients<T>, y: &mut [T]) {
+    /// y = map(x), or of what y holds.
+    pub(super) fn map<T: Element>(
+        &self,
+        cpu: &Cpu,
+        map: impl Map<T>,
+        x: Option<&[T]>,
+        c: Coefficients<T>,
+        y: &mut [T],
+    ) {
         let c = c.repeated(self.times());
         self.each(cpu, x.is_some(), y, |start, y| {
-            normalize_rows(cpu, x.map(|x| &x[start..][..y.len()]), y, &c);
+            let x = x.map(|x| &x[start..][..y.len()]);
+            with_act!(c.activation, act => map_rows(cpu, map, act, x, y, &c));
         });
     }
 
@@ -96,7 +126,8 @@ impl Rows {
     ) {
         let c = c.repeated(self.times());
         self.each(cpu, x.is_some(), dx, |start, dx| {
-            gradient_rows(cpu, x.map(|x| &x[start..][..dx.len()]), &dy[start..][..dx.len()], dx, &c);
+            let (x, dy) = (x.map(|x| &x[start..][..dx.len()]), &dy[start..][..dx.len()]);
+            with_act!(c.activation, act => gradient_rows(cpu, x, dy, act, dx, &c));
         });
     }
 
@@ -144,8 +175,41 @@ fn fetch_ahead<T, const ROWS: usize>(rows: &[T], start: usize) {
     }
 }
 
+/// The two halves, zero.
+fn zeros(sums: &mut [f64]) -> [&mut [f64]; 2] {
+    sums.fill(0.0);
+    sums.split_at_mut(sums.len() / 2).into()
+}
+
+/// The sums of a wide row, which repeats the channels, by channel.
+fn fold(wide: &[f64], sums: &mut [f64]) {
+    let (first, others) = wide.split_at(sums.len());
+    sums.copy_from_slice(first);
+    for other in others.chunks_exact(sums.len()) {
+        sums.iter_mut().zip(other).for_each(|(sum, other)| *sum += other);
+    }
+}
+
 // Loops over indices, with every slice cut to the same length before, are what the compiler vectorises here.
 multiversion! {
+    /// The channels' pilots, for a wide row.
+    fn pilot_rows<T: Element>(rows: &[T], channels: usize, pilots: &mut [f64]) {
+        let places = pilot_places(rows.len() / channels);
+        let [a, b, c, d] = places.map(|place| &rows[place * channels..][..channels]);
+        let (first, others) = pilots.split_at_mut(channels);
+        for (((p, &a), &b), (&c, &d)) in first.iter_mut().zip(a).zip(b).zip(c.iter().zip(d)) {
+            *p = pilot([a, b, c, d]);
+        }
+        others.chunks_exact_mut(channels).for_each(|other| other.copy_from_slice(first));
+    }
+
+    /// In the place of the sums of differences from the pilots and of their squares.
+    fn moments_of_sums<>(count: f64, pilots: &[f64], sums: &mut [f64], squares: &mut [f64]) {
+        for ((sum, square), &pilot) in sums.iter_mut().zip(squares).zip(pilots) {
+            (*sum, *square) = moments(pilot, *sum, *square, count);
+        }
+    }
+
     #[allow(clippy::needless_range_loop)]
     fn sum_rows<T: Element>(rows: &[T], pilots: &[f64], sums: &mut [f64], squares: &mut [f64]) {
         let width = pilots.len();
@@ -178,13 +242,12 @@ multiversion! {
     }
 
     #[allow(clippy::needless_range_loop)]
-    fn sum_gradient_rows<T: Element>(
-        x: &[T], dy: &[T], means: &[f64], c: &Coefficients<T>, sums: &mut [f64], centered: &mut [f64],
+    fn sum_gradient_rows<T: Element, A: Activate<T>>(
+        x: &[T], dy: &[T], means: &[f64], c: &Coefficients<T>, act: A, sums: &mut [f64], centered: &mut [f64],
     ) {
         let width = means.len();
         let (sums, centered) = (&mut sums[..width], &mut centered[..width]);
         let (mean, scale, shift) = (&c.mean[..width], &c.scale[..width], &c.shift[..width]);
-        let relu = c.relu;
         let zero = T::zero();
         let channel = |i: usize| Channel {
             mean: mean[i], scale: scale[i], shift: shift[i], mean_g: zero, slope: zero, offset: zero,
@@ -199,8 +262,8 @@ multiversion! {
                 fetch_ahead::<T, 2>(dy, start);
                 for i in start..(start + STRIP).min(width) {
                     let c = channel(i);
-                    let g0 = c.behind_activation(x0[i], dy0[i], relu).f64();
-                    let g1 = c.behind_activation(x1[i], dy1[i], relu).f64();
+                    let g0 = c.behind_activation(x0[i], dy0[i], act).f64();
+                    let g1 = c.behind_activation(x1[i], dy1[i], act).f64();
                     sums[i] += g0 + g1;
                     centered[i] += g0 * (x0[i].f64() - means[i]) + g1 * (x1[i].f64() - means[i]);
                 }
@@ -211,7 +274,7 @@ multiversion! {
             let (x, dy) = (&x[..len], &dy[..len]);
             let (means, sums, centered) = (&means[..len], &mut sums[..len], &mut centered[..len]);
             for i in 0..len {
-                let g = channel(i).behind_activation(x[i], dy[i], relu).f64();
+                let g = channel(i).behind_activation(x[i], dy[i], act).f64();
                 sums[i] += g;
                 centered[i] += g * (x[i].f64() - means[i]);
             }
@@ -219,9 +282,11 @@ multiversion! {
     }
 
     #[allow(clippy::needless_range_loop)]
-    fn normalize_rows<T: Element>(x: Option<&[T]>, y: &mut [T], c: &Coefficients<T>) {
+    fn map_rows<T: Element, M: Map<T>, A: Activate<T>>(
+        map: M, act: A, x: Option<&[T]>, y: &mut [T], c: &Coefficients<T>,
+    ) {
         let all = c.mean.len();
-        let (relu, zero) = (c.relu, T::zero());
+        let zero = T::zero();
         for (row, y) in y.chunks_mut(all).enumerate() {
             let width = y.len();
             let (mean, scale, shift) = (&c.mean[..width], &c.scale[..width], &c.shift[..width]);
@@ -232,20 +297,22 @@ multiversion! {
                 Some(x) => {
                     let x = &x[row * all..][..width];
                     for i in 0..width {
-                        y[i] = channel(i).forward(x[i], relu);
+                        y[i] = map.map(channel(i), x[i], act);
                     }
                 }
                 None => for i in 0..width {
-                    y[i] = channel(i).forward(y[i], relu);
+                    y[i] = map.map(channel(i), y[i], act);
                 },
             }
         }
     }
 
     #[allow(clippy::needless_range_loop)]
-    fn gradient_rows<T: Element>(x: Option<&[T]>, dy: &[T], dx: &mut [T], c: &Coefficients<T>) {
+    fn gradient_rows<T: Element, A: Activate<T>>(
+        x: Option<&[T]>, dy: &[T], act: A, dx: &mut [T], c: &Coefficients<T>,
+    ) {
         let all = c.mean.len();
-        let (relu, constant) = (c.relu, c.constant);
+        let constant = c.constant;
         for (row, (dx, dy)) in dx.chunks_mut(all).zip(dy.chunks(all)).enumerate() {
             let width = dx.len();
             let dy = &dy[..width];
@@ -258,11 +325,11 @@ multiversion! {
                 Some(x) => {
                     let x = &x[row * all..][..width];
                     for i in 0..width {
-                        dx[i] = channel(i).backward(x[i], dy[i], relu, constant);
+                        dx[i] = channel(i).backward(x[i], dy[i], act, constant);
                     }
                 }
                 None => for i in 0..width {
-                    dx[i] = channel(i).backward(dx[i], dy[i], relu, constant);
+                    dx[i] = channel(i).backward(dx[i], dy[i], act, constant);
                 },
             }
         }

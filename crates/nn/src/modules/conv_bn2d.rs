@@ -52,6 +52,10 @@ impl ConvBn2d {
         match self.activation {
             Activation::Identity => Ok(sum),
             Activation::Relu => sum.relu(),
+            Activation::LeakyRelu { .. } => {
+                let reason = "a leaky ReLU has no operation of its own: use the fused mode".into();
+                Err(convoke_autograd::Error::Invalid { operation: "ConvBn2d", reason })
+            }
         }
     }
 
@@ -64,6 +68,10 @@ impl ConvBn2d {
             return match activation {
                 Activation::Identity => Ok(y),
                 Activation::Relu => y.relu(),
+                Activation::LeakyRelu { .. } => {
+                    let reason = "a leaky ReLU has no operation of its own: use the fused mode".into();
+                    Err(convoke_autograd::Error::Invalid { operation: "ConvBn2d", reason })
+                }
             };
         };
         let norm = bn.options(self.conv.weight.value().shape()[0], activation)?;

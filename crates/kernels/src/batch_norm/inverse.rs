@@ -1,0 +1,97 @@
+//! Normalisation undone: x from the output, where nothing was lost.
+
+use super::coefficients::{Coefficients, Invert};
+use super::{Activation, Normalization, check_tensors, map_from};
+use crate::memory_format::Extent;
+use crate::{Cpu, Element, Result};
+
+/// The largest |beta / gamma| and |mean| * inverse_std of a normalisation that counts as invertible.
+const FAR: f64 = 64.0;
+/// 1 / smallest and the largest size of gamma, and of gamma times a slope: what outputs are made of stays far from the
+/// ends of f32's range.
+const SIZE: f64 = (1u64 << 40) as f64;
+
+impl<T: Element> Normalization<'_, T> {
+    /// Whether [`invert`] gives back x with the digits that backward needs.
+    ///
+    /// It does if there is no ReLU, and every channel has 2^-40 <= |gamma| <= 2^40 (also times a leaky ReLU's slope),
+    /// |beta / gamma| <= 64 and |mean| inverse_std <= 64, with an inverse_std above 0 and gamma * inverse_std neither too
+    /// large nor too small for T. NaN is never invertible, nor are slices of different lengths.
+    ///
+    /// Then, with n = (x - mean) inverse_std, the normalised value, and m = |mean| inverse_std,
+    ///
+    /// ```text
+    /// |n of the x that comes back - n of the x that was| <= 4 epsilon (|n| + |beta / gamma| + m + 1)
+    /// ```
+    /// with T's machine epsilon: below 1e-4 in f32 and 2e-13 in f64 for |n| <= 64. The inverse uses the same rounded numbers
+    /// of a channel as [`super::normalize`], so what counts is the rounding of y, which is epsilon / 2 of it and thus of
+    /// |n| + |beta / gamma| in n, that of each step back, and of x itself.
+    pub fn is_invertible(&self) -> bool {
+        let channels = self.mean.len();
+        let slope = match self.activation {
+            Activation::Identity => 1.0,
+            Activation::Relu => return false,
+            Activation::LeakyRelu { slope } => slope,
+        };
+        let near = |value: f64| value.abs() <= FAR;
+        let sized = |value: f64| (1.0 / SIZE..=SIZE).contains(&value.abs());
+        let safe = |channel: usize| {
+            let gamma = self.weight.map_or(1.0, |weight| weight[channel].f64());
+            let beta = self.bias.map_or(0.0, |bias| bias[channel].f64());
+            let scale = T::of(self.scale(channel));
+            sized(gamma)
+                && sized(gamma * slope)
+                && near(beta / gamma)
+                && near(self.mean[channel] * self.inverse_std[channel])
+                && self.inverse_std[channel] > 0.0
+                && scale.is_normal()
+                && scale.recip().is_normal()
+        };
+        self.check("batch norm inversion", channels).is_ok() && (0..channels).all(safe)
+    }
+}
+
+/// x = mean + (act^-1(z) - beta) / (gamma * inverse_std): what [`super::normalize`] made `z` of, up to rounding.
+/// [`Normalization::is_invertible`] says how far off.
+///
+/// Where x is meant for backward, the activation's part must be judged by z ([`crate::activation::activation_backward`]),
+/// not by this x: next to 0 its sign may be the other.
+///
+/// # Errors
+/// If a length is not the extent's, for a ReLU, and where gamma * inverse_std or a slope has no finite inverse.
+pub fn invert<T: Element>(
+    cpu: &Cpu,
+    extent: &Extent,
+    z: &[T],
+    by: &Normalization<'_, T>,
+    x: &mut [T],
+) -> Result<()> {
+    check_tensors("batch norm inversion", extent, &[("z", z.len()), ("x", x.len())])?;
+    invert_from(cpu, extent, Some(z), by, x)
+}
+
+/// As [`invert`], on one buffer: `data` holds z before and x after.
+///
+/// # Errors
+/// As [`invert`].
+pub fn invert_in_place<T: Element>(
+    cpu: &Cpu,
+    extent: &Extent,
+    by: &Normalization<'_, T>,
+    data: &mut [T],
+) -> Result<()> {
+    check_tensors("batch norm inversion", extent, &[("z", data.len())])?;
+    invert_from(cpu, extent, None, by, data)
+}
+
+fn invert_from<T: Element>(
+    cpu: &Cpu,
+    extent: &Extent,
+    z: Option<&[T]>,
+    by: &Normalization<'_, T>,
+    x: &mut [T],
+) -> Result<()> {
+    by.check("batch norm inversion", extent.channels)?;
+    map_from(cpu, extent, Invert, Coefficients::inverse("batch norm inversion", by)?, z, x);
+    Ok(())
+}
