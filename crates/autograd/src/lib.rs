@@ -25,6 +25,7 @@ mod gradcheck;
 mod mode;
 pub mod ops;
 mod pool;
+mod storage;
 mod tensor;
 
 pub use backward::{BackwardOptions, Gradients};
@@ -36,6 +37,6 @@ pub use function::{Function, Needs, apply, apply_with_saved};
 pub use gradcheck::{GradCheck, GradCheckFailure, GradCheckReport, gradcheck};
 /// The element types of 16 bits.
 pub use half::{bf16, f16};
-pub use mode::{inference_mode, is_grad_enabled, no_grad};
+pub use mode::{enable_grad, inference_mode, is_grad_enabled, no_grad};
 pub use pool::{Buffer, MemoryStats, TimelinePoint};
 pub use tensor::{Tensor, format_shape};

@@ -28,6 +28,12 @@ pub fn no_grad<R>(work: impl FnOnce() -> R) -> R {
     with_mode(if current() == Mode::Inference { Mode::Inference } else { Mode::NoGrad }, work)
 }
 
+/// Runs `work` with recording, also within [`no_grad`]: for a backward that runs a part of forward again. Inside
+/// [`inference_mode`] nothing is recorded.
+pub fn enable_grad<R>(work: impl FnOnce() -> R) -> R {
+    with_mode(if current() == Mode::Inference { Mode::Inference } else { Mode::Grad }, work)
+}
+
 /// Runs `work` without recording, and marks what it makes: such tensors can never enter a recorded operation.
 ///
 /// As PyTorch's `inference_mode`: for evaluation, where a mistaken later use in training shall be an error.

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use bytemuck::Pod;
 
-use crate::{Error, Result};
+use crate::{Device, Error, Result};
 
 /// The unit of allocation: a cache line, so that every buffer starts on one.
 #[derive(Clone, Copy, bytemuck::Zeroable, bytemuck::Pod)]
@@ -251,6 +251,20 @@ impl<T: Pod> Buffer<T> {
     pub(crate) fn into_bytes(self) -> Bytes {
         self.bytes
     }
+}
+
+/// The first `len` elements of the buffer in `scratch`, which is taken anew if it is too short.
+pub(crate) fn at_least<'a, T: Pod>(
+    scratch: &'a mut Option<Buffer<T>>,
+    device: &Device,
+    len: usize,
+) -> Result<&'a mut [T]> {
+    if scratch.as_ref().is_none_or(|buffer| buffer.len() < len) {
+        // The old one goes first.
+        *scratch = None;
+        *scratch = Some(device.buffer(len)?);
+    }
+    Ok(&mut scratch.as_mut().expect("taken above")[..len])
 }
 
 impl<T: Pod> Deref for Buffer<T> {

@@ -1,5 +1,6 @@
 //! The tensor: an immutable array with a shape, a memory format and, if recorded, the operation it came from.
 
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -9,8 +10,8 @@ use convoke_kernels::{DType, MemoryFormat, Stored, convert};
 use crate::error::invalid;
 use crate::function::Node;
 use crate::mode::{self, Mode};
-use crate::pool::Bytes;
-use crate::{Device, Error, Result};
+use crate::storage::{Recipe, Storage};
+use crate::{Buffer, Device, Error, Result};
 
 /// An n-dimensional array of numbers on a [`Device`]. Cloning is cheap and shares the elements.
 ///
@@ -44,11 +45,6 @@ pub(crate) enum History {
     Node(Arc<Node>),
     /// A gradient that the backward of this operation gave: a derivative of it is an error.
     Gradient(&'static str),
-}
-
-struct Storage {
-    dtype: DType,
-    bytes: Bytes,
 }
 
 /// Runs code with `$T` the type that stands beside the `DType`.
@@ -153,12 +149,24 @@ impl Tensor {
         write: impl FnOnce(&mut [T]) -> Result<()>,
     ) -> Result<Tensor> {
         let len = checked_len("tensor", shape)?;
-        let format = usable_format(shape, format)?;
+        usable_format(shape, format)?;
         let mut buffer = device.buffer::<T>(len)?;
         write(&mut buffer)?;
+        Tensor::of_buffer(device, shape, format, buffer)
+    }
+
+    /// A tensor of the elements in `buffer`, in the order of `format`.
+    pub(crate) fn of_buffer<T: Stored>(
+        device: &Device,
+        shape: &[usize],
+        format: MemoryFormat,
+        buffer: Buffer<T>,
+    ) -> Result<Tensor> {
+        let (len, format) = (buffer.len(), usable_format(shape, format)?);
+        debug_assert_eq!(len, shape.iter().product::<usize>());
         Ok(Tensor {
             inner: Arc::new(Inner {
-                storage: Arc::new(Storage { dtype: T::DTYPE, bytes: buffer.into_bytes() }),
+                storage: Arc::new(Storage::new(T::DTYPE, len, buffer.into_bytes())),
                 shape: shape.to_vec(),
                 format,
                 device: device.clone(),
@@ -284,7 +292,66 @@ impl Tensor {
         if found != T::DTYPE {
             return Err(mismatch);
         }
-        Ok(self.inner.storage.bytes.elements())
+        self.inner.storage.elements(self.device())
+    }
+
+    /// The elements of some images (indices of the first dimension), as [`Tensor::data`]: where they lie, or, if they are not
+    /// there (see [`Tensor::keep`]), made in `scratch`, which may be used again and again.
+    ///
+    /// # Errors
+    /// If they are of another type, there are no such images, or there is no memory.
+    pub fn images<'a, T: Stored>(
+        &'a self,
+        images: Range<usize>,
+        scratch: &'a mut Option<Buffer<T>>,
+    ) -> Result<&'a [T]> {
+        let (expected, found) = (T::DTYPE, self.dtype());
+        if found != expected {
+            return Err(Error::DType { operation: "images", expected, found });
+        }
+        let total = self.shape().first().copied().unwrap_or(0);
+        if images.start > images.end || images.end > total {
+            return Err(invalid("images", format!("{images:?} of {total} images")));
+        }
+        self.inner.storage.images(self.device(), images, total, scratch)
+    }
+
+    /// This tensor, for a [`crate::Function`] to save: a constant. Where its elements can be made again from what other
+    /// operations keep, it is without them, and makes them when they are read.
+    ///
+    /// The elements are the same to the last bit; they cost memory from the first reading until this tensor is dropped.
+    pub fn keep(&self) -> Tensor {
+        match self.inner.storage.without_elements() {
+            Some(storage) => self.with_inner(|inner| {
+                inner.history = History::None;
+                inner.storage = Arc::new(storage);
+            }),
+            None => self.detach(),
+        }
+    }
+
+    /// A tensor that `recipe` makes when it is read.
+    pub(crate) fn deferred(like: &Tensor, recipe: Arc<dyn Recipe>) -> Tensor {
+        like.with_inner(|inner| {
+            inner.history = History::None;
+            inner.storage = Arc::new(Storage::deferred(like.dtype(), like.len(), recipe));
+        })
+    }
+
+    /// The same elements, which `recipe` can make again. Nobody else may hold them.
+    pub(crate) fn with_recipe(self, recipe: Arc<dyn Recipe>) -> Tensor {
+        let mut inner = Arc::into_inner(self.inner).expect("unshared");
+        let storage = Arc::into_inner(inner.storage).expect("unshared");
+        inner.storage = Arc::new(storage.with_recipe(recipe));
+        Tensor { inner: Arc::new(inner) }
+    }
+
+    /// The elements to be changed, if they are there and nobody shares them.
+    pub(crate) fn unshared<T: Stored>(&mut self) -> Option<&mut [T]> {
+        if self.dtype() != T::DTYPE {
+            return None;
+        }
+        Arc::get_mut(&mut Arc::get_mut(&mut self.inner)?.storage)?.elements_mut()
     }
 
     /// Changes the elements in place where nobody shares them, else in a copy that becomes this tensor.
@@ -310,7 +377,7 @@ impl Tensor {
         let inner = Arc::get_mut(&mut self.inner).expect("unshared");
         inner.history = History::None;
         let storage = Arc::get_mut(&mut inner.storage).expect("unshared");
-        let result = change(storage.bytes.elements_mut());
+        let result = change(storage.elements_mut().expect("read above"));
         if was_leaf {
             *self = self.with_grad();
         }

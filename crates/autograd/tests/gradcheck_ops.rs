@@ -68,7 +68,8 @@ fn operations_in_source() -> BTreeSet<(String, String)> {
     for entry in std::fs::read_dir(&folder).unwrap() {
         let path = entry.unwrap().path();
         let file = path.file_stem().unwrap().to_str().unwrap().to_owned();
-        let source = std::fs::read_to_string(&path).unwrap();
+        let source = if path.is_dir() { path.join("mod.rs") } else { path };
+        let source = std::fs::read_to_string(source).unwrap();
         let before = found.len();
         for function in source.split("pub fn ").skip(1) {
             let signature = function.split('{').next().unwrap();

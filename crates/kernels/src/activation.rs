@@ -131,6 +131,12 @@ multiversion! {
         }
     }
 
+    fn activation_backward_in_place_chunk<T: Element, A: Activate<T>>(act: A, z: &[T], g: &mut [T]) {
+        for (g, &z) in g.iter_mut().zip(z) {
+            *g = act.backward(z, *g);
+        }
+    }
+
     fn dropout_chunk<T: Element>(first: usize, key: u64, p: f64, x: &[T], y: &mut [T]) {
         // The probability as a threshold on 32 random bits; a p of 1 drops every element.
         let threshold = (p * 4294967296.0) as u64;
@@ -187,6 +193,27 @@ pub fn activation_backward<T: Element>(
     check_len(operation, "g", g.len(), z.len())?;
     activation.check::<T>(operation)?;
     activation_backward_unchecked(cpu, activation, z, dz, g);
+    Ok(())
+}
+
+/// As [`activation_backward`], on one buffer: `g` holds dz before.
+///
+/// # Errors
+/// As [`activation_backward`].
+pub fn activation_backward_in_place<T: Element>(
+    cpu: &Cpu,
+    activation: Activation,
+    z: &[T],
+    g: &mut [T],
+) -> Result<()> {
+    let operation = "activation backward";
+    check_len(operation, "g", g.len(), z.len())?;
+    activation.check::<T>(operation)?;
+    with_act!(activation, act => {
+        cpu.for_each(z.len(), chunks(z).zip(chunks_mut(g)), |(z, g)| {
+            activation_backward_in_place_chunk(cpu, act, z, g);
+        });
+    });
     Ok(())
 }
 
@@ -339,6 +366,9 @@ mod tests {
                 // By the input, which has the sign of the output.
                 let expected = x.iter().zip(&dz).map(|(&x, &dz)| defined(activation, x, dz).1);
                 assert!(same(&g, expected), "{activation:?} backward");
+                let mut in_place = dz.clone();
+                activation_backward_in_place(&cpu, activation, &z, &mut in_place).unwrap();
+                assert!(same(&in_place, g.iter().copied()), "{activation:?} backward in place");
                 let mut sum = x.clone();
                 add_activated_in_place(&cpu, &dz, activation, &mut sum).unwrap();
                 let expected = x.iter().zip(&dz).map(|(&x, &dz)| defined(activation, x + dz, x).0);

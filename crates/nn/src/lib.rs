@@ -15,6 +15,7 @@ mod module;
 pub mod modules;
 mod optimizer;
 mod parameter;
+pub mod planner;
 mod random;
 pub mod training;
 

@@ -5,7 +5,7 @@ use std::any::Any;
 use convoke_autograd::{Error, Result, Tensor};
 use convoke_distributed::Communicator;
 
-use crate::{Buffer, Counter, Parameter};
+use crate::{Buffer, Counter, Generator, Parameter};
 
 /// A layer, or a tree of layers, that maps a tensor to a tensor.
 ///
@@ -25,6 +25,12 @@ pub trait Module: Any + Send + Sync {
 
     /// The modules below this one, by name.
     fn children(&self) -> Vec<(&str, &dyn Module)> {
+        Vec::new()
+    }
+
+    /// The sources of the random numbers that this module itself draws in forward, not those of its children: what must stand
+    /// where it stood for forward to be repeated.
+    fn generators(&self) -> Vec<Generator> {
         Vec::new()
     }
 

@@ -20,9 +20,11 @@ use crate::data_parallel::{DataParallel, DataParallelOptions, Sampler, shard};
 use crate::metrics::Confusion;
 use crate::models::Model;
 use crate::modules::ConvBnMode;
+use crate::planner::MemoryPlan;
 use crate::random::GeneratorState;
 use crate::{Generator, Init, Module, ModuleExt, Optimizer, Rule, StepLr};
 
+pub(crate) use memory::DrySteps;
 pub use memory::{MemoryPrediction, predict_memory};
 
 /// What a run is.
@@ -68,6 +70,26 @@ pub enum TrainingError {
         /// The loss.
         loss: f64,
     },
+    /// No memory plan fits the budget.
+    #[error(
+        "{model} needs at least {:.1} MB at batch size {batch_size}, {:.1} MB more than the budget of {:.1} MB{}",
+        megabytes(*needed),
+        megabytes(needed.saturating_sub(*budget)),
+        megabytes(*budget),
+        fits.map_or(String::new(), |fits| format!("; batch size {fits} would fit"))
+    )]
+    Budget {
+        /// The model.
+        model: Model,
+        /// Images a step.
+        batch_size: usize,
+        /// Bytes allowed.
+        budget: usize,
+        /// The peak of the smallest plan.
+        needed: usize,
+        /// The largest batch size that would fit, if one does.
+        fits: Option<usize>,
+    },
     /// A tensor operation failed.
     #[error(transparent)]
     Tensor(#[from] convoke_autograd::Error),
@@ -87,6 +109,10 @@ impl TrainingError {
             TrainingError::Ranks(_) | TrainingError::Tensor(convoke_autograd::Error::Communication { .. })
         )
     }
+}
+
+fn megabytes(bytes: usize) -> f64 {
+    bytes as f64 / 1e6
 }
 
 type Result<T> = std::result::Result<T, TrainingError>;
@@ -368,6 +394,14 @@ impl Trainer {
         Ok([model, checkpoint::to_safetensors(&tensors)?])
     }
 
+    /// Makes the model's blocks keep what a plan says, from the next step on; joining others, rank 0's plan is for all.
+    ///
+    /// # Errors
+    /// If the plan is for another model, or blocks run as separate layers.
+    pub fn set_memory_plan(&mut self, plan: &MemoryPlan) -> Result<()> {
+        plan.apply(self.model.as_ref()).map_err(TrainingError::Config)
+    }
+
     /// The model.
     pub fn model(&self) -> &dyn Module {
         self.model.as_ref()
@@ -396,6 +430,11 @@ impl Trainer {
     /// The loss of every step so far, of earlier parts of a resumed run too.
     pub fn losses(&self) -> &[f64] {
         &self.losses
+    }
+
+    /// Gives buffers that are not in use back to the system: the next steps may need others, after [`Trainer::set_memory_plan`].
+    pub fn trim(&self) {
+        self.device.trim();
     }
 
     /// Records the bytes in use over the next step, for its report.

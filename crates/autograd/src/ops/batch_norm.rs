@@ -176,14 +176,31 @@ impl Normalizer {
         weight: Option<&Tensor>,
         bias: Option<&Tensor>,
     ) -> Result<Normalizer> {
+        if matches!(options.statistics, Statistics::Constant { .. }) {
+            return Normalizer::of_moments(operation, options, x, weight, bias, None);
+        }
         let extent = check(operation, options, x, weight, bias)?;
+        let moments = dispatch!(x.dtype(), T => {
+            kernel::stats(x.device().compute(), &extent, x.data::<T>()?)?
+        });
+        Normalizer::of_moments(operation, options, x, weight, bias, Some(moments))
+    }
+
+    /// Takes the statistics of `x` from its moments, or the given ones.
+    pub(super) fn of_moments(
+        operation: &'static str,
+        options: &BatchNormOptions,
+        x: &Tensor,
+        weight: Option<&Tensor>,
+        bias: Option<&Tensor>,
+        moments: Option<Moments>,
+    ) -> Result<Normalizer> {
+        check(operation, options, x, weight, bias)?;
         if let Statistics::Constant { mean, variance } = &options.statistics {
             let inverse_std = kernel::inverse_std(variance, options.eps, options.eps_place);
             return Ok(Normalizer::of(None, mean.clone(), inverse_std, options, weight, bias));
         }
-        let mut moments = dispatch!(x.dtype(), T => {
-            kernel::stats(x.device().compute(), &extent, x.data::<T>()?)?
-        });
+        let mut moments = moments.expect("the caller takes them, but for constant statistics");
         if let Statistics::Synchronized(ranks) = &options.statistics {
             moments = ranks.moments(&moments)?;
             check_count(operation, moments.count, x)?;
@@ -279,8 +296,28 @@ impl Normalizer {
         Ok((x, normalizer))
     }
 
+    /// x - mean, and nothing else.
+    pub(super) fn centering(&self) -> Normalizer {
+        Normalizer {
+            inverse_std: vec![1.0; self.mean.len()].into(),
+            weight: None,
+            bias: None,
+            activation: Activation::Identity,
+            ..self.clone()
+        }
+    }
+
+    /// The same of values that have been centered, without the activation.
+    pub(super) fn of_centered(&self) -> Normalizer {
+        Normalizer { mean: vec![0.0; self.mean.len()].into(), ..self.without_activation() }
+    }
+
+    pub(super) fn without_activation(&self) -> Normalizer {
+        Normalizer { activation: Activation::Identity, ..self.clone() }
+    }
+
     /// What the kernels take.
-    fn by<T: Element>(&self) -> Result<Normalization<'_, T>> {
+    pub(super) fn by<T: Element>(&self) -> Result<Normalization<'_, T>> {
         Ok(Normalization {
             mean: &self.mean,
             inverse_std: &self.inverse_std,
@@ -342,6 +379,11 @@ impl Normalizer {
         Ok(sums)
     }
 
+    /// Whether the gradient of x (if `for_x`) or those `wanted` of weight and bias need sums over the batch.
+    pub(super) fn needs_sums(&self, for_x: bool, wanted: [bool; 2]) -> bool {
+        (for_x && self.moments.is_some()) || wanted.contains(&true)
+    }
+
     /// The sums that the gradient of x (if `for_x`) and those `wanted` of weight and bias need, if they need any.
     fn backward_sums(
         &self,
@@ -350,8 +392,7 @@ impl Normalizer {
         for_x: bool,
         wanted: [bool; 2],
     ) -> Result<Option<BackwardSums>> {
-        let through_statistics = for_x && self.moments.is_some();
-        if !through_statistics && !wanted.contains(&true) {
+        if !self.needs_sums(for_x, wanted) {
             return Ok(None);
         }
         let extent = x.extent("batch_norm backward")?;
@@ -363,7 +404,7 @@ impl Normalizer {
     }
 
     /// The sums over the batches of all ranks and how many values those have, if gradients flow through the statistics.
-    fn through(&self, sums: Option<&BackwardSums>) -> Result<Option<(BackwardSums, usize)>> {
+    pub(super) fn through(&self, sums: Option<&BackwardSums>) -> Result<Option<(BackwardSums, usize)>> {
         let Some((sums, moments)) = sums.zip(self.moments.as_ref()) else { return Ok(None) };
         let sums = self.ranks.as_ref().map_or_else(|| Ok(sums.clone()), |ranks| ranks.sums(sums))?;
         Ok(Some((sums, moments.count)))

@@ -1,12 +1,16 @@
 //! 2-D convolution.
 
+use std::ops::Range;
+
+use convoke_kernels::batch_norm::images_per_group;
 use convoke_kernels::conv::{ConvAxis, ConvOperands, ConvPlan, ConvProblem, ConvSpec, Pass};
 use convoke_kernels::elementwise;
+use convoke_kernels::memory_format::Extent;
 
-use super::{check_vector, empty, four_dimensions, same_dtype};
+use super::{check_vector, four_dimensions, same_dtype};
 use crate::error::invalid;
 use crate::tensor::dispatch;
-use crate::{Element, Function, MemoryFormat, Needs, Result, Tensor, apply};
+use crate::{Buffer, Device, Element, Function, MemoryFormat, Needs, Result, Tensor, apply};
 
 /// Zeros around the input, each side on its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -129,10 +133,10 @@ impl Function for Conv2d {
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {
-        let (x, weight, bias) = (inputs[0], inputs[1], inputs.get(2).copied());
-        let weight = weight.in_format(MemoryFormat::Contiguous)?;
-        let y = forward("conv2d", &self.options, x, &weight, bias)?;
-        Ok((y, (x.detach(), weight)))
+        let (x, weight, bias) = (inputs[0], inputs[1].in_format(MemoryFormat::Contiguous)?, inputs.get(2));
+        let convolution = Convolution::new("conv2d", &self.options, x, &weight, bias.copied())?;
+        let y = convolution.forward(x, &weight, bias.copied())?;
+        Ok((y, (x.keep(), weight)))
     }
 
     fn backward(
@@ -141,75 +145,259 @@ impl Function for Conv2d {
         upstream: Tensor,
         needs: &Needs,
     ) -> Result<Vec<Option<Tensor>>> {
-        let problem = self.options.problem("conv2d", &x, &weight)?;
-        let bias = (needs.len() == 3).then(|| needs.input(2).then(|| bias_gradient(&upstream)).transpose());
+        let convolution = Convolution::new("conv2d", &self.options, &x, &weight, None)?;
+        let bias = (needs.len() == 3)
+            .then(|| needs.input(2).then(|| convolution.gradient_of_bias(&upstream)).transpose());
         let weight_gradient =
-            needs.input(1).then(|| backward_weights(&problem, &x, &upstream)).transpose()?;
+            needs.input(1).then(|| convolution.gradient_of_weight(&x, &upstream)).transpose()?;
         drop(x);
-        let gradient = needs.input(0).then(|| backward_data(&problem, upstream, &weight)).transpose()?;
+        let gradient =
+            needs.input(0).then(|| convolution.gradient_of_input(upstream, &weight)).transpose()?;
         Ok([gradient, weight_gradient].into_iter().chain(bias.transpose()?).collect())
     }
 }
 
-/// y = conv(x, weight) + bias.
-pub(super) fn forward(
-    operation: &'static str,
-    options: &ConvOptions,
-    x: &Tensor,
-    weight: &Tensor,
-    bias: Option<&Tensor>,
-) -> Result<Tensor> {
-    let operands: Vec<&Tensor> = [x, weight].into_iter().chain(bias).collect();
-    same_dtype(operation, &operands)?;
-    let problem = options.problem(operation, x, weight)?;
-    check_vector(operation, "the bias", bias, problem.out_channels)?;
-    let shape = problem.output_shape();
-    if x.is_empty() {
-        return empty(&shape, x);
+/// A convolution that runs over its batch in tiles: runs of whole images that caches hold.
+///
+/// What cuts the batch depends on the shapes only, so each way to run it, whole or tile by tile, adds up in the same order.
+#[derive(Clone)]
+pub(super) struct Convolution {
+    device: Device,
+    problem: ConvProblem,
+    /// Images of a tile, but for the last.
+    tile: usize,
+    /// Whether there are no images at all: then nothing runs.
+    empty: bool,
+}
+
+/// Bytes of input and output that make a tile: they should stay in the caches of the threads.
+const TILE_BYTES: usize = 4 << 20;
+
+impl Convolution {
+    /// Of `x` with a contiguous `weight`.
+    pub(super) fn new(
+        operation: &'static str,
+        options: &ConvOptions,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+    ) -> Result<Convolution> {
+        let operands: Vec<&Tensor> = [x, weight].into_iter().chain(bias).collect();
+        same_dtype(operation, &operands)?;
+        let problem = options.problem(operation, x, weight)?;
+        check_vector(operation, "the bias", bias, problem.out_channels)?;
+        Ok(Convolution {
+            device: x.device().clone(),
+            problem,
+            tile: tile_images(&problem),
+            empty: x.is_empty(),
+        })
     }
-    let plan = x.device().conv_plan(&problem, Pass::Forward);
-    dispatch!(x.dtype(), T => Tensor::build(x.device(), &shape, x.format(), |y: &mut [T]| {
-        run(&plan, x, ConvOperands::forward(x.data::<T>()?, weight.data::<T>()?, y))?;
+
+    pub(super) fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// Images of a tile, but for the last.
+    pub(super) fn tile_images(&self) -> usize {
+        self.tile
+    }
+
+    pub(super) fn problem(&self) -> &ConvProblem {
+        &self.problem
+    }
+
+    /// The tiles of the batch, in order; none if there are no images.
+    pub(super) fn tiles(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        let (batch, tile) = (if self.empty { 0 } else { self.problem.batch }, self.tile);
+        (0..batch).step_by(tile).map(move |start| start..(start + tile).min(batch))
+    }
+
+    /// N x K x OH x OW, also where there are no images.
+    pub(super) fn output_shape(&self) -> [usize; 4] {
+        let [batch, rest @ ..] = self.problem.output_shape();
+        let batch = if self.empty { 0 } else { batch };
+        [batch, rest[0], rest[1], rest[2]]
+    }
+
+    /// Elements of an image of the input.
+    pub(super) fn input_image(&self) -> usize {
+        self.problem.input_len() / self.problem.batch
+    }
+
+    /// Elements of an image of the output.
+    pub(super) fn output_image(&self) -> usize {
+        self.problem.output_len() / self.problem.batch
+    }
+
+    /// Some images of the output, seen as N x K x (OH OW).
+    pub(super) fn output_extent(&self, images: usize) -> Extent {
+        Extent { batch: images, ..self.problem.output_extent() }
+    }
+
+    fn plan(&self, pass: Pass, images: usize) -> Result<ConvPlan> {
+        let part = self.problem.with(|spec| spec.batch = images)?;
+        Ok(self.device.conv_plan(&part, pass))
+    }
+
+    fn run<T: Element>(&self, plan: &ConvPlan, operands: ConvOperands<'_, T>) -> Result<()> {
+        let mut workspace = self.device.buffer::<T>(plan.workspace_len())?;
+        Ok(plan.run(operands, &mut workspace)?)
+    }
+
+    /// y = conv(x, weight) + bias.
+    pub(super) fn forward(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+        let shape = self.output_shape();
+        dispatch!(x.dtype(), T => Tensor::build(&self.device, &shape, x.format(), |y: &mut [T]| {
+            let mut scratch = None;
+            let image = self.output_image();
+            for images in self.tiles() {
+                let y = &mut y[images.start * image..images.end * image];
+                self.forward_tile(images.len(), x.images(images, &mut scratch)?, weight, bias, y)?;
+            }
+            Ok(())
+        }))
+    }
+
+    /// The same of some images.
+    pub(super) fn forward_tile<T: Element>(
+        &self,
+        images: usize,
+        x: &[T],
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        y: &mut [T],
+    ) -> Result<()> {
+        let plan = self.plan(Pass::Forward, images)?;
+        self.run(&plan, ConvOperands::forward(x, weight.data::<T>()?, y))?;
         if let Some(bias) = bias {
-            elementwise::add_bias(x.device().compute(), &problem.output_extent(), bias.data::<T>()?, y)?;
+            elementwise::add_bias(self.device.compute(), &self.output_extent(images), bias.data::<T>()?, y)?;
         }
         Ok(())
-    }))
-}
-
-pub(super) fn backward_weights(problem: &ConvProblem, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
-    let shape = problem.weight_shape();
-    if x.is_empty() {
-        return Tensor::zeros(x.device(), &shape, x.dtype());
     }
-    let plan = x.device().conv_plan(problem, Pass::BackwardWeights);
-    dispatch!(x.dtype(), T => Tensor::build(x.device(), &shape, MemoryFormat::Contiguous, |dweight: &mut [T]| {
-        run(&plan, x, ConvOperands::backward_weights(x.data::<T>()?, dy.data::<T>()?, dweight))
-    }))
-}
 
-/// The gradient of x; `dy` is freed on return.
-pub(super) fn backward_data(problem: &ConvProblem, dy: Tensor, weight: &Tensor) -> Result<Tensor> {
-    let shape = problem.input_shape();
-    if dy.is_empty() {
-        return empty(&shape, &dy);
+    pub(super) fn gradient_of_weight(&self, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
+        dispatch!(x.dtype(), T => {
+            let mut sum = WeightGradient::<T>::new(self)?;
+            let (mut x_scratch, mut dy_scratch) = (None, None);
+            for images in self.tiles() {
+                let dy = dy.images(images.clone(), &mut dy_scratch)?;
+                sum.add(self, images.len(), x.images(images, &mut x_scratch)?, dy)?;
+            }
+            sum.finish(self)
+        })
     }
-    let plan = dy.device().conv_plan(problem, Pass::BackwardData);
-    dispatch!(dy.dtype(), T => Tensor::build(dy.device(), &shape, problem.format, |dx: &mut [T]| {
-        run(&plan, weight, ConvOperands::backward_data(dy.data::<T>()?, weight.data::<T>()?, dx))
-    }))
+
+    /// The gradient of x; `dy` is freed on return.
+    pub(super) fn gradient_of_input(&self, dy: Tensor, weight: &Tensor) -> Result<Tensor> {
+        let shape = self.input_shape();
+        dispatch!(dy.dtype(), T => Tensor::build(&self.device, &shape, self.problem.format, |dx: &mut [T]| {
+            let mut scratch = None;
+            let image = self.input_image();
+            for images in self.tiles() {
+                let dx = &mut dx[images.start * image..images.end * image];
+                self.input_gradient_tile(images.len(), dy.images(images, &mut scratch)?, weight, dx)?;
+            }
+            Ok(())
+        }))
+    }
+
+    /// N x C x H x W, also where there are no images.
+    pub(super) fn input_shape(&self) -> [usize; 4] {
+        let [batch, rest @ ..] = self.problem.input_shape();
+        let batch = if self.empty { 0 } else { batch };
+        [batch, rest[0], rest[1], rest[2]]
+    }
+
+    /// The gradient of some images of x.
+    pub(super) fn input_gradient_tile<T: Element>(
+        &self,
+        images: usize,
+        dy: &[T],
+        weight: &Tensor,
+        dx: &mut [T],
+    ) -> Result<()> {
+        let plan = self.plan(Pass::BackwardData, images)?;
+        self.run(&plan, ConvOperands::backward_data(dy, weight.data::<T>()?, dx))
+    }
+
+    /// The sum of each channel of `dy`.
+    pub(super) fn gradient_of_bias(&self, dy: &Tensor) -> Result<Tensor> {
+        dispatch!(dy.dtype(), T => {
+            let mut sum = BiasGradient::<T>::new(self)?;
+            let mut scratch = None;
+            for images in self.tiles() {
+                sum.add(self, images.len(), dy.images(images, &mut scratch)?)?;
+            }
+            sum.finish(self)
+        })
+    }
 }
 
-/// The sum of each channel of `dy`.
-pub(super) fn bias_gradient(dy: &Tensor) -> Result<Tensor> {
-    let extent = dy.extent("bias backward")?;
-    let format = MemoryFormat::Contiguous;
-    dispatch!(dy.dtype(), T => Tensor::build(dy.device(), &[extent.channels], format, |sums: &mut [T]| {
-        Ok(elementwise::sum_by_channel(dy.device().compute(), &extent, dy.data::<T>()?, sums)?)
-    }))
+/// The gradient of a convolution's weight, added up tile by tile.
+pub(super) struct WeightGradient<T: Element> {
+    sum: Buffer<T>,
+    /// Whether `sum` holds anything yet.
+    begun: bool,
 }
 
-fn run<T: Element>(plan: &ConvPlan, like: &Tensor, operands: ConvOperands<'_, T>) -> Result<()> {
-    let mut workspace = like.device().buffer::<T>(plan.workspace_len())?;
-    Ok(plan.run(operands, &mut workspace)?)
+impl<T: Element> WeightGradient<T> {
+    pub(super) fn new(of: &Convolution) -> Result<WeightGradient<T>> {
+        Ok(WeightGradient { sum: of.device.buffer(of.problem.weight_len())?, begun: false })
+    }
+
+    /// Adds what `images` images give.
+    pub(super) fn add(&mut self, of: &Convolution, images: usize, x: &[T], dy: &[T]) -> Result<()> {
+        let plan = of.plan(Pass::BackwardWeights, images)?;
+        if !std::mem::replace(&mut self.begun, true) {
+            return of.run(&plan, ConvOperands::backward_weights(x, dy, &mut self.sum));
+        }
+        let mut part = of.device.buffer::<T>(self.sum.len())?;
+        of.run(&plan, ConvOperands::backward_weights(x, dy, &mut part))?;
+        Ok(elementwise::add_assign(of.device.compute(), &part, &mut self.sum)?)
+    }
+
+    pub(super) fn finish(mut self, of: &Convolution) -> Result<Tensor> {
+        if !self.begun {
+            self.sum.fill(T::zero());
+        }
+        Tensor::of_buffer(&of.device, &of.problem.weight_shape(), MemoryFormat::Contiguous, self.sum)
+    }
+}
+
+/// The gradient of a convolution's bias, added up tile by tile.
+pub(super) struct BiasGradient<T: Element> {
+    sum: Buffer<T>,
+}
+
+impl<T: Element> BiasGradient<T> {
+    pub(super) fn new(of: &Convolution) -> Result<BiasGradient<T>> {
+        let mut sum = of.device.buffer(of.problem.out_channels)?;
+        sum.fill(T::zero());
+        Ok(BiasGradient { sum })
+    }
+
+    /// Adds what `images` images give.
+    pub(super) fn add(&mut self, of: &Convolution, images: usize, dy: &[T]) -> Result<()> {
+        let mut part = of.device.buffer::<T>(self.sum.len())?;
+        elementwise::sum_by_channel(of.device.compute(), &of.output_extent(images), dy, &mut part)?;
+        Ok(elementwise::add_assign(of.device.compute(), &part, &mut self.sum)?)
+    }
+
+    pub(super) fn finish(self, of: &Convolution) -> Result<Tensor> {
+        Tensor::of_buffer(&of.device, &[of.problem.out_channels], MemoryFormat::Contiguous, self.sum)
+    }
+}
+
+/// Images of a tile: so many that input and output are about [`TILE_BYTES`], and that adding up the weight's gradient for each
+/// tile costs little beside.
+fn tile_images(problem: &ConvProblem) -> usize {
+    let size = problem.dtype.size();
+    let image = (problem.input_len() + problem.output_len()) / problem.batch * size;
+    let wanted = TILE_BYTES.max(4 * problem.weight_len() * size);
+    let group = images_per_group(&problem.output_extent());
+    let tile = wanted.div_ceil(image.max(1)).next_multiple_of(group);
+    // Tiles of about the same size.
+    let tiles = problem.batch.div_ceil(tile);
+    problem.batch.div_ceil(tiles).next_multiple_of(group)
 }

@@ -88,10 +88,19 @@ impl Function for Linear {
         let dweight = needs.input(1).then(|| product(shape(&weight), &x, (&upstream, true), (&x, false)));
         let mut gradients = vec![dx.transpose()?, dweight.transpose()?];
         if needs.input(2) {
-            gradients.push(Some(super::conv2d::bias_gradient(&upstream)?));
+            gradients.push(Some(sum_of_rows(&upstream)?));
         } else if needs.len() == 3 {
             gradients.push(None);
         }
         Ok(gradients)
     }
+}
+
+/// The sum of each column.
+fn sum_of_rows(dy: &Tensor) -> Result<Tensor> {
+    let extent = dy.extent("bias backward")?;
+    let format = MemoryFormat::Contiguous;
+    dispatch!(dy.dtype(), T => Tensor::build(dy.device(), &[extent.channels], format, |sums: &mut [T]| {
+        Ok(elementwise::sum_by_channel(dy.device().compute(), &extent, dy.data::<T>()?, sums)?)
+    }))
 }

@@ -1,5 +1,6 @@
 //! The built-in operations. Each file holds one, with its backward; each is a [`crate::Function`] like yours.
 
+mod activate;
 mod arithmetic;
 mod batch_norm;
 mod concat;
@@ -12,13 +13,13 @@ mod log_softmax;
 mod memory_format;
 mod nll_loss;
 mod pool2d;
-mod relu;
 mod reshape;
 mod upsample2d;
 
+pub use activate::activate;
 pub use batch_norm::{BatchNormOptions, Statistics, Synchronize, batch_norm};
 pub use concat::concat;
-pub use conv_bn2d::{ConvBnParameters, conv_bn2d};
+pub use conv_bn2d::{ConvBnBlock, ConvBnParameters, Keep, conv_bn_block2d, conv_bn2d};
 pub use conv2d::{ConvOptions, Padding, conv2d};
 pub use convoke_kernels::activation::dropout_skip;
 pub use convoke_kernels::batch_norm::{

@@ -7,7 +7,7 @@ use convoke_kernels::pool::{self, MaxPoolPass, PoolAxis, PoolProblem};
 use super::{empty, four_dimensions};
 use crate::error::invalid;
 use crate::tensor::dispatch;
-use crate::{Buffer, Function, Needs, Result, Tensor, apply};
+use crate::{Buffer, Function, MemoryFormat, Needs, Result, Tensor, apply};
 
 /// The windows of a pooling, height before width, as PyTorch's `max_pool2d` and `avg_pool2d` take them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,8 +40,13 @@ impl PoolOptions {
     }
 
     /// The problem of pooling `x`; of one image where there are none, and then nothing runs.
-    fn problem(&self, operation: &'static str, x: &Tensor) -> Result<PoolProblem> {
-        let [batch, channels, height, width] = four_dimensions(operation, "input", x)?;
+    pub(super) fn problem(
+        &self,
+        operation: &'static str,
+        shape: [usize; 4],
+        format: MemoryFormat,
+    ) -> Result<PoolProblem> {
+        let [batch, channels, height, width] = shape;
         let axis = |index: usize, input: usize| PoolAxis {
             input,
             kernel: self.kernel[index],
@@ -50,14 +55,14 @@ impl PoolOptions {
             dilation: self.dilation[index],
         };
         let axes = [axis(0, height), axis(1, width)];
-        PoolProblem::new([batch.max(1), channels], axes, self.ceil_mode, x.format()).map_err(|error| {
-            match error {
+        PoolProblem::new([batch.max(1), channels], axes, self.ceil_mode, format).map_err(
+            |error| match error {
                 convoke_kernels::Error::Invalid { reason, .. } => {
-                    invalid(operation, format!("{reason}; the input is {:?}", x.shape()))
+                    invalid(operation, format!("{reason}; the input is {shape:?}"))
                 }
                 error => error.into(),
-            }
-        })
+            },
+        )
     }
 }
 
@@ -66,7 +71,8 @@ impl PoolOptions {
 /// # Errors
 /// If the windows do not fit the input.
 pub fn max_pool2d(x: &Tensor, options: &PoolOptions) -> Result<Tensor> {
-    let problem = options.problem("max_pool2d", x)?;
+    let shape = four_dimensions("max_pool2d", "input", x)?;
+    let problem = options.problem("max_pool2d", shape, x.format())?;
     apply(MaxPool { problem, input_shape: x.shape().to_vec() }, &[x])
 }
 
@@ -75,7 +81,8 @@ pub fn max_pool2d(x: &Tensor, options: &PoolOptions) -> Result<Tensor> {
 /// # Errors
 /// If the windows do not fit the input, or have dilation.
 pub fn avg_pool2d(x: &Tensor, options: &PoolOptions) -> Result<Tensor> {
-    let problem = options.problem("avg_pool2d", x)?;
+    let shape = four_dimensions("avg_pool2d", "input", x)?;
+    let problem = options.problem("avg_pool2d", shape, x.format())?;
     let count_padding = options.count_include_pad;
     apply(AveragePool { problem, input_shape: x.shape().to_vec(), count_padding }, &[x])
 }

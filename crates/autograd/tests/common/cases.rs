@@ -1,9 +1,9 @@
 //! Every operation with problems to check its gradients on. A new operation needs a line in [`OPERATIONS`].
 
 use convoke_autograd::ops::{
-    Activation, BatchNormOptions, ConvBnParameters, ConvOptions, Padding, PoolOptions, Reduction, Statistics,
-    UpsampleMode, avg_pool2d, batch_norm, concat, conv_bn2d, conv2d, cross_entropy, dropout, linear,
-    log_softmax, max_pool2d, nll_loss, upsample2d,
+    Activation, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, Keep, Padding, PoolOptions,
+    Reduction, Statistics, UpsampleMode, activate, avg_pool2d, batch_norm, concat, conv_bn_block2d,
+    conv_bn2d, conv2d, cross_entropy, dropout, linear, log_softmax, max_pool2d, nll_loss, upsample2d,
 };
 use convoke_autograd::{DType, Device, MemoryFormat, Result, Tensor};
 use convoke_testkit::Random;
@@ -40,7 +40,7 @@ const fn operation(name: &'static str, file: &'static str, cases: fn(&mut Draw))
 }
 
 /// Every public operation and method that can be recorded.
-pub(crate) const OPERATIONS: [Operation; 21] = [
+pub(crate) const OPERATIONS: [Operation; 23] = [
     operation("add", "arithmetic", |draw| two_operands(draw, Tensor::add)),
     operation("mul", "arithmetic", |draw| two_operands(draw, Tensor::mul)),
     operation("scale", "arithmetic", |draw| any_shape(draw, |x| x.scale(-1.7))),
@@ -50,6 +50,7 @@ pub(crate) const OPERATIONS: [Operation; 21] = [
     operation("concat", "concat", concat_cases),
     operation("conv2d", "conv2d", conv2d_cases),
     operation("conv_bn2d", "conv_bn2d", conv_bn2d_cases),
+    operation("conv_bn_block2d", "conv_bn2d", conv_bn_block2d_cases),
     operation("dropout", "dropout", dropout_cases),
     operation("to_dtype", "dtype", |draw| any_shape(draw, |x| x.to_dtype(DType::F64))),
     operation("linear", "linear", linear_cases),
@@ -59,7 +60,8 @@ pub(crate) const OPERATIONS: [Operation; 21] = [
     operation("cross_entropy", "nll_loss", |draw| loss_cases(draw, cross_entropy)),
     operation("max_pool2d", "pool2d", max_pool2d_cases),
     operation("avg_pool2d", "pool2d", avg_pool2d_cases),
-    operation("relu", "relu", relu_cases),
+    operation("relu", "activate", relu_cases),
+    operation("activate", "activate", activate_cases),
     operation("reshape", "reshape", reshape_cases),
     operation("upsample2d", "upsample2d", upsample2d_cases),
 ];
@@ -314,6 +316,60 @@ fn batch_norm_cases(draw: &mut Draw) {
     }
 }
 
+/// What may follow a block's normalisation.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Follows {
+    Nothing,
+    Residual,
+    Pool(PoolOptions),
+}
+
+/// Every way to keep, with everything that may follow. Rounding to bf16 has no gradient to check.
+fn conv_bn_block2d_cases(draw: &mut Draw) {
+    let overlapping = PoolOptions { stride: [2, 1], padding: [1, 1], ..PoolOptions::new(3) };
+    let follows =
+        [Follows::Nothing, Follows::Residual, Follows::Pool(PoolOptions::new(2)), Follows::Pool(overlapping)];
+    let keeps = Keep::ALL.into_iter().filter(|&keep| keep != Keep::Compact);
+    let cases: Vec<_> = keeps.flat_map(|keep| follows.map(|follows| (keep, follows))).collect();
+    let count = if draw.size == Size::Small { 3 } else { 1 };
+    for (name, x, weight, bias, convolution) in convolutions(draw.size).into_iter().take(count) {
+        for (&(keep, follows), relu) in cases.iter().flat_map(|case| [false, true].map(|relu| (case, relu))) {
+            let options = norm_options(draw, weight[0], relu, false);
+            let channels = vec![weight[0]];
+            let mut shapes = vec![x.to_vec(), weight.to_vec(), channels.clone(), channels.clone()];
+            shapes.extend(bias.then_some(channels));
+            let output = conv2d(
+                &Tensor::zeros(&draw.device, &x, DType::F64).unwrap(),
+                &Tensor::zeros(&draw.device, &weight, DType::F64).unwrap(),
+                None,
+                &convolution,
+            );
+            let output = output.unwrap().shape().to_vec();
+            if follows != Follows::Nothing && output[2..].iter().any(|&size| size < 2) {
+                continue;
+            }
+            shapes.extend((follows == Follows::Residual).then_some(output));
+            let name = format!("{name}, {keep}, {follows:?}, relu {relu}");
+            add_normalized(draw, name, &shapes, options, move |inputs, options| {
+                let parameters = ConvBnParameters {
+                    weight: &inputs[1],
+                    bias: bias.then(|| &inputs[4]),
+                    gamma: Some(&inputs[2]),
+                    beta: Some(&inputs[3]),
+                };
+                let block = ConvBnBlock {
+                    convolution,
+                    norm: options.clone(),
+                    residual: (follows == Follows::Residual).then(|| inputs.last().unwrap()),
+                    pool: if let Follows::Pool(pool) = follows { Some(pool) } else { None },
+                    keep,
+                };
+                Ok(conv_bn_block2d(&inputs[0], &parameters, &block)?.0)
+            });
+        }
+    }
+}
+
 fn conv_bn2d_cases(draw: &mut Draw) {
     let full = [true; 3];
     let mut problems: Vec<(ConvCase, [bool; 3])> =
@@ -451,6 +507,14 @@ fn relu_cases(draw: &mut Draw) {
     for shape in shapes {
         let inputs = draw.away_from_zero(|draw| vec![draw.normal(shape)], &|inputs| Ok(inputs[0].clone()));
         draw.add(format!("{shape:?}"), inputs, |inputs| inputs[0].relu());
+    }
+}
+
+fn activate_cases(draw: &mut Draw) {
+    let shape: &[usize] = if draw.is_large() { &[3, 8, 30, 30] } else { &[2, 3, 4, 3] };
+    for activation in [Activation::Identity, Activation::Relu, Activation::LeakyRelu { slope: 0.1 }] {
+        let inputs = draw.away_from_zero(|draw| vec![draw.normal(shape)], &|inputs| Ok(inputs[0].clone()));
+        draw.add(format!("{activation:?}"), inputs, move |inputs| activate(&inputs[0], activation));
     }
 }
 

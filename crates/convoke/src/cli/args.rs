@@ -9,6 +9,8 @@ use convoke::nn::Rule;
 use convoke::nn::models::Model;
 use convoke::nn::modules::ConvBnMode;
 
+use super::memory_args::MemoryArgs;
+use super::plan::PlanArgs;
 use super::ranks::RankArgs;
 use super::tuning::TuningArgs;
 use super::tuning_args::{BenchArgs, BenchNormArgs, CacheArgs, TuneArgs};
@@ -72,6 +74,16 @@ pub(crate) enum Command {
         convoke tune --suite resnet50.txt --budget 60\n  \
         convoke tune mb16ic64ih56oc64kh3ph1 --effort exhaustive --again -v")]
     Tune(TuneArgs),
+    /// Find what each block of a model should keep for backward, and what memory costs in time.
+    ///
+    /// Blocks of convolution and batch norm can keep their tensors, or make them again in backward: by normalising, by
+    /// convolving, whole or tile by tile. Blocks are timed; bytes are exact. Gradients are the same to the last bit.
+    #[command(after_help = "Examples:\n  \
+        convoke plan --model mnist-cnn --batch-size 2048 --memory-budget 650MB\n  \
+        convoke plan --model resnet50 --batch-size 16 --curve --steps 5 --report plan.html\n  \
+        convoke plan --model resnet20 --memory-budget 200MB --json plan.json\n  \
+        convoke train --data cifar10 --memory-plan plan.json")]
+    Plan(PlanArgs),
     /// Look after the tuning results that are kept: list, explain, check, remove, copy.
     #[command(after_help = "Examples:\n  \
         convoke cache list\n  \
@@ -88,8 +100,8 @@ pub(crate) struct TrainArgs {
     #[command(flatten)]
     pub(crate) run: RunArgs,
 
-    /// How convolution + batch norm blocks run: `fused` saves only the convolution's input for backward and convolves
-    /// again; `separate` saves every layer's. The values are the same.
+    /// How convolution + batch norm blocks run: `fused` keeps one tensor a block for backward and makes the rest
+    /// again; `separate` keeps every layer's. The values are the same.
     #[arg(long, value_enum, default_value_t = ConvBn::Fused, help_heading = "Model")]
     pub(crate) conv_bn: ConvBn,
 }
@@ -169,6 +181,9 @@ pub(crate) struct RunArgs {
 
     #[command(flatten)]
     pub(crate) ranks: RankArgs,
+
+    #[command(flatten)]
+    pub(crate) memory: MemoryArgs,
 
     #[command(flatten)]
     pub(crate) tuning: TuningArgs,
@@ -274,6 +289,15 @@ pub(crate) enum OptimizerName {
     Adadelta,
     Sgd,
     Adamw,
+}
+
+/// An optimizer as it is without flags.
+pub(crate) fn rule(optimizer: OptimizerName) -> Rule {
+    match optimizer {
+        OptimizerName::Adadelta => Rule::adadelta(1.0),
+        OptimizerName::Sgd => Rule::sgd(0.01),
+        OptimizerName::Adamw => Rule::adamw(0.001),
+    }
 }
 
 /// The model of this name.

@@ -12,7 +12,9 @@ mod console;
 mod dataset;
 mod info;
 mod json;
+mod memory_args;
 mod output;
+mod plan;
 mod problems;
 mod ranks;
 mod record;
@@ -66,6 +68,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Compare(args) => compare::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::BenchNorm(args) => bench_norm::run(&args),
+        Command::Plan(args) => plan::run(&args),
         Command::Tune(args) => tune::run(&args),
         Command::Cache(args) => cache::run(&args),
         Command::Info => info::run(),

@@ -1,6 +1,7 @@
 //! What a run did, as the summary, the JSON and the report show it.
 
 use convoke::nn::ModuleExt;
+use convoke::nn::planner::MemoryPlan;
 use convoke::nn::training::{Evaluation, StepReport, StepTimeline, Trainer, TrainingConfig, TrainingError};
 use serde::Serialize;
 
@@ -29,6 +30,10 @@ pub(crate) struct RunRecord {
     pub(crate) communication_seconds: f64,
     /// Each rank's images a second, while it did not wait for others.
     pub(crate) rank_images_per_second: Vec<Option<f64>>,
+    /// What the blocks kept, if that was planned.
+    pub(crate) memory_plan: Option<MemoryPlan>,
+    /// The most memory that the process had resident so far, whatever it was for; where the system tells.
+    pub(crate) process_peak_bytes: Option<u64>,
     #[serde(skip)]
     pub(crate) timeline: Option<StepTimeline>,
 }
@@ -79,6 +84,7 @@ impl Recorder {
         data: &str,
         trainer: &Trainer,
         evaluation: Option<Evaluation>,
+        memory_plan: Option<MemoryPlan>,
     ) -> Result<RunRecord, TrainingError> {
         // NaN travels where a rank has done no step.
         let own_rate = median(self.own_rates).unwrap_or(f64::NAN);
@@ -103,13 +109,22 @@ impl Recorder {
             bytes_communicated_per_step: median(self.bytes_sent).map(|bytes| bytes as u64),
             communication_seconds: self.seconds_waited,
             rank_images_per_second: rates.collect(),
+            memory_plan,
+            process_peak_bytes: process_peak_bytes(),
             timeline: self.timeline,
         })
     }
 }
 
+/// The most memory that this process has had resident, as Linux tells it.
+fn process_peak_bytes() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.saturating_mul(1024))
+}
+
 /// The middle value; the mean of the two middle ones of an even number.
-fn median(mut values: Vec<f64>) -> Option<f64> {
+pub(crate) fn median(mut values: Vec<f64>) -> Option<f64> {
     values.sort_by(f64::total_cmp);
     let middle = values.len() / 2;
     match values.len() {

@@ -41,6 +41,12 @@ pub(crate) fn rows(runs: &[RunRecord]) -> Vec<Vec<String>> {
         }
         rows.push(row);
     }
+    // Two runs share the process.
+    if let [run] = runs
+        && let Some(peak) = run.process_peak_bytes
+    {
+        rows.push(vec!["process, resident at most".to_owned(), bytes(peak as f64)]);
+    }
     if runs[0].ranks > 1 {
         rows.extend(rank_rows(runs));
     }

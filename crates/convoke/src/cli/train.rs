@@ -8,10 +8,11 @@ use convoke::kernels::tune::Tuner;
 use convoke::nn::checkpoint;
 use convoke::nn::data::TrainTest;
 use convoke::nn::modules::ConvBnMode;
+use convoke::nn::planner::MemoryPlan;
 use convoke::nn::training::{Evaluation, StepReport, Trainer, TrainingConfig, TrainingError};
 use convoke::{Device, DeviceOptions};
 
-use super::args::{RunArgs, TrainArgs, cpu};
+use super::args::{ConvBn, RunArgs, TrainArgs, cpu};
 use super::console::{Console, Stage, note};
 use super::ranks::{self, Rank};
 use super::record::{Recorder, RunRecord};
@@ -23,6 +24,11 @@ pub(crate) fn run(args: &TrainArgs) -> Result<()> {
 
 fn on_rank(args: &TrainArgs, rank: &Rank<'_>) -> Result<()> {
     let (run, console) = (&args.run, rank.console);
+    if run.memory.is_planned() && args.conv_bn == ConvBn::Separate {
+        return Err(Failure::Usage(
+            "--memory-budget and --memory-plan are for fused blocks, not --conv-bn separate".into(),
+        ));
+    }
     let tuner = run.tuning.tuner(console)?;
     let mut session = Session::start(run, args.conv_bn.into(), rank, &tuner, run.checkpoint.as_deref())?;
     session.show_resumed(run, console);
@@ -49,6 +55,7 @@ pub(crate) struct Session {
     data: Arc<TrainTest>,
     pub(crate) recorder: Recorder,
     evaluation: Option<Evaluation>,
+    plan: Option<MemoryPlan>,
     checkpoint: Option<PathBuf>,
 }
 
@@ -87,9 +94,19 @@ impl Session {
             }
             _ => Trainer::new(&device, config.clone(), rank.data.clone()),
         };
-        let trainer = trainer.map_err(failure)?;
+        let mut trainer = trainer.map_err(failure)?;
         if let Some(folder) = checkpoint {
             output::check_folder("--checkpoint", folder)?;
+        }
+        let mut plan = None;
+        if conv_bn == ConvBnMode::Fused && rank.is_first() {
+            // Of a batch, the first rank has as many images as any.
+            let images = config.batch_size.div_ceil(rank.communicator.world_size());
+            let own = TrainingConfig { batch_size: images, ..config.clone() };
+            plan = args.memory.plan(&device, &own, rank.data, rank.console)?;
+            if let Some(plan) = &plan {
+                trainer.set_memory_plan(plan).map_err(failure)?;
+            }
         }
         Ok(Session {
             trainer: trainer.join(rank.communicator).map_err(failure)?,
@@ -97,6 +114,7 @@ impl Session {
             data: rank.data.clone(),
             recorder: Recorder::default(),
             evaluation: None,
+            plan,
             checkpoint: checkpoint.map(Path::to_owned),
         })
     }
@@ -189,7 +207,7 @@ impl Session {
     /// What the run did, the same on all ranks but for times and bytes, which are each one's own.
     pub(crate) fn finish(self) -> Result<RunRecord> {
         let data = &self.data.train.info().name;
-        self.recorder.finish(&self.config, data, &self.trainer, self.evaluation).map_err(failure)
+        self.recorder.finish(&self.config, data, &self.trainer, self.evaluation, self.plan).map_err(failure)
     }
 }
 

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::program::{contents, losses, run, runs, text};
 
-const FIELDS: [&str; 18] = [
+const FIELDS: [&str; 20] = [
     "conv_bn",
     "data",
     "model",
@@ -27,6 +27,8 @@ const FIELDS: [&str; 18] = [
     "bytes_communicated_per_step",
     "communication_seconds",
     "rank_images_per_second",
+    "memory_plan",
+    "process_peak_bytes",
 ];
 
 #[track_caller]

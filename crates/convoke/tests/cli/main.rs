@@ -8,6 +8,7 @@ mod images;
 mod json;
 mod mpi;
 mod outputs;
+mod plan;
 mod program;
 mod ranks;
 mod report;

@@ -10,7 +10,7 @@ const FLAGS: [(&str, &str); 21] = [
     ("--data-dir <DIR>", "Folder with the data set's files"),
     ("--download", "Fetch the data set's files"),
     ("--model <MODEL>", "mnist-cnn"),
-    ("--conv-bn <CONV_BN>", "saves only the convolution's input"),
+    ("--conv-bn <CONV_BN>", "keeps one tensor a block"),
     ("--epochs <N>", "[default: 1, or what --steps needs]"),
     ("--steps <N>", "Stop after this many steps"),
     ("--batch-size <N>", "Images a step"),

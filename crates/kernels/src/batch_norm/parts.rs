@@ -11,8 +11,11 @@ use crate::error::{check_len, invalid};
 use crate::memory_format::Extent;
 use crate::{Cpu, Element, MemoryFormat, Result};
 
-/// Groups, or pieces, that a large batch is cut into, about.
+/// Groups, or pieces, that a large batch is cut into, about: at least, where groups of [`MANY`] values a channel remain.
 const PARTS: usize = 64;
+/// Values a channel of a group, beside which putting it together with others costs nothing: more of a huge batch would keep the
+/// groups of a tile too few for threads to share.
+const MANY: usize = 2048;
 /// Elements of a part, at least, where the batch has them.
 const SMALLEST: usize = 1 << 13;
 /// Values a channel of a group, at least, while [`FEW`] groups remain: each costs as much as some values.
@@ -55,6 +58,7 @@ impl Cut {
         let image = channels.saturating_mul(spatial).max(1);
         let images = batch
             .div_ceil(PARTS)
+            .min(MANY.div_ceil(spatial.max(1)))
             .max(SMALLEST.div_ceil(image))
             .max(VALUES.div_ceil(spatial.max(1)).min(batch.div_ceil(FEW)))
             .clamp(1, batch.max(1));

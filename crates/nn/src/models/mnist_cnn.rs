@@ -5,7 +5,7 @@ use convoke_autograd::Result;
 use crate::Init;
 use crate::modules::{
     Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, Dropout, Flatten,
-    Linear, LogSoftmax, MaxPool2d, PoolOptions, Relu, Sequential,
+    Linear, LogSoftmax, PoolOptions, Relu, Sequential,
 };
 
 /// conv 1->32 3x3, BN, ReLU, conv 32->64 3x3, BN, ReLU, max-pool 2, flatten, linear 9216->128, dropout, ReLU,
@@ -21,8 +21,7 @@ pub fn mnist_cnn(init: &Init, mode: ConvBnMode, dropout: f64) -> Result<Sequenti
     };
     Ok(Sequential::new()
         .then("block1", block([1, 32])?)
-        .then("block2", block([32, 64])?)
-        .then("pool", MaxPool2d(PoolOptions::new(2)))
+        .then("block2", block([32, 64])?.with_pool(PoolOptions::new(2)))
         .then("flatten", Flatten)
         .then("linear1", Linear::new(init, [64 * 12 * 12, 128], true)?)
         .then("dropout", Dropout::new(init, dropout)?)

@@ -6,7 +6,7 @@ use convoke_autograd::{Result, Tensor};
 
 use crate::modules::{
     Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, Flatten,
-    GlobalAvgPool2d, Linear, LogSoftmax, MaxPool2d, Padding, PoolOptions, Sequential,
+    GlobalAvgPool2d, Linear, LogSoftmax, Padding, PoolOptions, Sequential,
 };
 use crate::{Init, Module};
 
@@ -190,8 +190,7 @@ pub fn resnet50(init: &Init, mode: ConvBnMode, channels: usize, classes: usize) 
     let first = STAGES[0].0;
     let pool = PoolOptions { stride: [2; 2], padding: [1; 2], ..PoolOptions::new(3) };
     let mut network = Sequential::new()
-        .then("conv1", block((init, mode), [channels, first], 7, 2, Activation::Relu)?)
-        .then("pool", MaxPool2d(pool));
+        .then("conv1", block((init, mode), [channels, first], 7, 2, Activation::Relu)?.with_pool(pool));
     let mut inputs = first;
     for (index, (width, blocks)) in STAGES.into_iter().enumerate() {
         let mut stage = Sequential::new();

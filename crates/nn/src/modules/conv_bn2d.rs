@@ -1,16 +1,19 @@
-//! Convolution, batch norm and an optional ReLU as one block.
+//! Convolution, batch norm and what may follow as one block.
 
-use convoke_autograd::ops::{self, Activation, ConvBnParameters};
+use std::sync::{Mutex, PoisonError};
+
+use convoke_autograd::ops::{self, Activation, ConvBnBlock, ConvBnParameters, Keep, PoolOptions};
 use convoke_autograd::{Result, Tensor, fold_conv_bn2d};
 
 use super::{BatchNorm2d, Conv2d};
+use crate::planner::BlockKind;
 use crate::{Module, Parameter};
 
 /// How a [`ConvBn2d`] block runs. Values, gradients and running statistics are the same either way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ConvBnMode {
-    /// One operation that saves only the convolution's input and convolves again in backward.
+    /// One operation that makes again in backward what it did not keep: see [`Keep`].
     #[default]
     Fused,
     /// Convolution, batch norm and ReLU one after the other, each saving what it needs.
@@ -26,60 +29,113 @@ impl std::fmt::Display for ConvBnMode {
     }
 }
 
-/// A convolution, its batch norm and an activation: children `conv` and `bn`, in either [`ConvBnMode`].
+/// A convolution, its batch norm, an activation and perhaps a max pool: children `conv` and `bn`, in either [`ConvBnMode`].
 pub struct ConvBn2d {
     /// The convolution.
     pub conv: Conv2d,
     /// The batch norm over its output; `None` once [`Module::fold`] has made it a part of the convolution.
     pub bn: Option<BatchNorm2d>,
     activation: Activation,
+    pool: Option<PoolOptions>,
     mode: ConvBnMode,
+    keep: Mutex<Keep>,
+    /// What it last ran on, for the planner.
+    kind: Mutex<Option<BlockKind>>,
 }
 
 impl ConvBn2d {
     /// Joins two layers; `bn` must have as many channels as `conv` gives, which forward checks.
     pub fn new(conv: Conv2d, bn: BatchNorm2d, activation: Activation, mode: ConvBnMode) -> ConvBn2d {
-        ConvBn2d { conv, bn: Some(bn), activation, mode }
-    }
-
-    /// activation(bn(conv(input)) + residual): the end of a residual block (He, Zhang, Ren, Sun: "Deep residual learning for
-    /// image recognition", 2015).
-    ///
-    /// # Errors
-    /// As forward, and if `residual` has another shape or type than the convolution's output.
-    pub fn forward_added(&self, input: &Tensor, residual: &Tensor) -> Result<Tensor> {
-        let sum = self.forward_with(input, Activation::Identity)?.add(residual)?;
-        match self.activation {
-            Activation::Identity => Ok(sum),
-            Activation::Relu => sum.relu(),
-            Activation::LeakyRelu { .. } => {
-                let reason = "a leaky ReLU has no operation of its own: use the fused mode".into();
-                Err(convoke_autograd::Error::Invalid { operation: "ConvBn2d", reason })
-            }
+        ConvBn2d {
+            conv,
+            bn: Some(bn),
+            activation,
+            pool: None,
+            mode,
+            keep: Mutex::default(),
+            kind: Mutex::default(),
         }
     }
 
-    fn forward_with(&self, input: &Tensor, activation: Activation) -> Result<Tensor> {
+    /// The same block with a max pool behind the activation.
+    #[must_use]
+    pub fn with_pool(self, pool: PoolOptions) -> ConvBn2d {
+        ConvBn2d { pool: Some(pool), ..self }
+    }
+
+    /// What the fused block keeps for backward.
+    pub fn keep(&self) -> Keep {
+        *self.keep.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sets what the fused block keeps for backward, from the next forward on; a block of separate layers need not know.
+    pub fn set_keep(&self, keep: Keep) {
+        *self.keep.lock().unwrap_or_else(PoisonError::into_inner) = keep;
+    }
+
+    /// What it last ran on as a fused block.
+    pub(crate) fn kind(&self) -> Option<BlockKind> {
+        self.kind.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// How it runs.
+    pub fn mode(&self) -> ConvBnMode {
+        self.mode
+    }
+
+    /// activation(bn(conv(input)) + residual): the end of a residual block (He, Zhang, Ren, Sun: "Deep residual learning for
+    /// image recognition", 2015). A fused block with a pool takes none.
+    ///
+    /// # Errors
+    /// If the input or the residual does not fit.
+    pub fn forward_added(&self, input: &Tensor, residual: &Tensor) -> Result<Tensor> {
+        self.run(input, Some(residual))
+    }
+
+    fn run(&self, input: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
+        // A window of more elements than a byte counts is pooled on its own.
+        let fused_pool = self.pool.filter(|pool| pool.kernel.iter().product::<usize>() <= 256);
         let Some(bn) = self.bn.as_ref().filter(|_| self.mode == ConvBnMode::Fused) else {
             let mut y = self.conv.forward(input)?;
             if let Some(bn) = &self.bn {
                 y = bn.forward(&y)?;
             }
-            return match activation {
-                Activation::Identity => Ok(y),
-                Activation::Relu => y.relu(),
-                Activation::LeakyRelu { .. } => {
-                    let reason = "a leaky ReLU has no operation of its own: use the fused mode".into();
-                    Err(convoke_autograd::Error::Invalid { operation: "ConvBn2d", reason })
-                }
-            };
+            if let Some(residual) = residual {
+                y = y.add(residual)?;
+            }
+            return pooled(ops::activate(&y, self.activation)?, self.pool);
         };
-        let norm = bn.options(self.conv.weight.value().shape()[0], activation)?;
-        let (output, moments) = with_parameters(&self.conv, bn, |parameters| {
-            ops::conv_bn2d(input, parameters, self.conv.options(), &norm)
-        })?;
+        *self.kind.lock().unwrap_or_else(PoisonError::into_inner) = Some(BlockKind {
+            input: input.shape().to_vec(),
+            format: input.format(),
+            dtype: input.dtype(),
+            weight: self.conv.weight.value().shape().to_vec(),
+            convolution: *self.conv.options(),
+            bias: self.conv.bias.is_some(),
+            affine: bn.weight.is_some(),
+            activation: self.activation,
+            pool: fused_pool,
+            residual: residual.is_some(),
+            for_input: input.requires_grad(),
+        });
+        let block = ConvBnBlock {
+            convolution: *self.conv.options(),
+            norm: bn.options(self.conv.weight.value().shape()[0], self.activation)?,
+            residual,
+            pool: fused_pool,
+            keep: self.keep(),
+        };
+        let (output, moments) =
+            with_parameters(&self.conv, bn, |parameters| ops::conv_bn_block2d(input, parameters, &block))?;
         bn.observe(moments.as_ref())?;
-        Ok(output)
+        pooled(output, self.pool.filter(|_| fused_pool.is_none()))
+    }
+}
+
+fn pooled(y: Tensor, pool: Option<PoolOptions>) -> Result<Tensor> {
+    match pool {
+        Some(pool) => ops::max_pool2d(&y, &pool),
+        None => Ok(y),
     }
 }
 
@@ -102,7 +158,7 @@ fn with_parameters<R>(conv: &Conv2d, bn: &BatchNorm2d, run: impl FnOnce(&ConvBnP
 
 impl Module for ConvBn2d {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
-        self.forward_with(input, self.activation)
+        self.run(input, None)
     }
 
     fn fold(&mut self) -> Result<usize> {

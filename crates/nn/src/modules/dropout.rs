@@ -37,6 +37,10 @@ impl Module for Dropout {
         ops::dropout(input, self.p, ops::dropout_skip(self.random.key(), before))
     }
 
+    fn generators(&self) -> Vec<Generator> {
+        vec![self.random.clone()]
+    }
+
     fn set_training(&self, training: bool) {
         self.training.store(training, Ordering::Relaxed);
     }

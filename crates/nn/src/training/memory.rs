@@ -4,9 +4,11 @@ use std::sync::Arc;
 
 use convoke_autograd::Device;
 
-use super::{Result, Trainer, TrainingConfig};
+use super::{Result, StepReport, Trainer, TrainingConfig, TrainingError};
 use crate::data::TrainTest;
 use crate::data_parallel::shard;
+use crate::modules::ConvBnMode;
+use crate::{Module, planner};
 
 /// The bytes that a step's [`StepReport`](super::StepReport) will tell.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,14 +32,35 @@ pub fn predict_memory(
     config: TrainingConfig,
     data: Arc<TrainTest>,
 ) -> Result<MemoryPrediction> {
-    // No loss means anything.
-    let config = TrainingConfig { stop_on_nan: false, ..config };
-    let mut dry = Trainer::new(&device.dry(), config, data)?;
+    let mut dry = DrySteps::new(device, config, data)?;
     dry.step()?;
-    // The next batch may be what is left of an epoch.
-    dry.batch = 0;
-    let report = dry.step()?;
-    Ok(MemoryPrediction { bytes_end_of_forward: report.bytes_end_of_forward, bytes_peak: report.bytes_peak })
+    dry.step()
+}
+
+/// A run on a [dry](Device::dry) device, for the bytes of its steps.
+pub(crate) struct DrySteps {
+    trainer: Trainer,
+}
+
+impl DrySteps {
+    /// A run from its beginning; algorithms are chosen as for `device`.
+    pub(crate) fn new(device: &Device, config: TrainingConfig, data: Arc<TrainTest>) -> Result<DrySteps> {
+        // No loss means anything.
+        let config = TrainingConfig { stop_on_nan: false, ..config };
+        Ok(DrySteps { trainer: Trainer::new(&device.dry(), config, data)? })
+    }
+
+    pub(crate) fn model(&self) -> &dyn Module {
+        self.trainer.model()
+    }
+
+    /// The bytes of a step with a whole batch; from the second one on they stay the same.
+    pub(crate) fn step(&mut self) -> Result<MemoryPrediction> {
+        // The next batch may be what is left of an epoch.
+        self.trainer.batch = 0;
+        let StepReport { bytes_end_of_forward, bytes_peak, .. } = self.trainer.step()?;
+        Ok(MemoryPrediction { bytes_end_of_forward, bytes_peak })
+    }
 }
 
 impl Trainer {
@@ -51,6 +74,11 @@ impl Trainer {
         let ranks = self.communicator();
         let own = shard(self.config.batch_size, ranks.rank(), ranks.world_size()).len();
         let config = TrainingConfig { batch_size: own.max(1), ..self.config.clone() };
-        predict_memory(&self.device, config, self.data.clone())
+        let mut dry = DrySteps::new(&self.device, config, self.data.clone())?;
+        if self.config.conv_bn == ConvBnMode::Fused {
+            planner::apply(&planner::keeps(self.model()), dry.model()).map_err(TrainingError::Config)?;
+        }
+        dry.step()?;
+        dry.step()
     }
 }

@@ -1,5 +1,6 @@
 //! A run as one of several ranks.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use convoke_autograd::inference_mode;
@@ -9,7 +10,8 @@ use convoke_kernels::tune::Choice;
 use super::{Result, RunState, Trainer, TrainingError};
 use crate::data::batch;
 use crate::data_parallel::{DataParallel, DataParallelOptions, shard_sizes, share_bytes, share_state};
-use crate::{Init, ModuleExt};
+use crate::modules::{ConvBnMode, Keep};
+use crate::{Init, ModuleExt, planner};
 
 impl Trainer {
     /// Makes this run one rank of a run that all ranks of `communicator` share; each calls this with a run of the same
@@ -27,6 +29,7 @@ impl Trainer {
         self.check_same_run(communicator)?;
         self.share_run(communicator)?;
         self.parallel = DataParallel::new(self.model.as_ref(), communicator, DataParallelOptions::default())?;
+        self.share_keeps(communicator)?;
         self.share_choices(communicator)?;
         if self.config.sync_bn {
             self.model.convert_sync_batchnorm(Some(communicator));
@@ -79,6 +82,21 @@ impl Trainer {
         self.restore((name("state"), state), (name("model"), model), (name("optimizer"), optimizer))
     }
 
+    /// Makes the blocks of all ranks keep what rank 0's keep: recomputation must meet the same layers in the same order.
+    fn share_keeps(&self, communicator: &Communicator) -> Result<()> {
+        let keeps: BTreeMap<String, Keep> = planner::keeps(self.model.as_ref());
+        let names: BTreeMap<&String, &str> = keeps.iter().map(|(path, keep)| (path, keep.name())).collect();
+        let names = serde_json::to_vec(&names).map_err(unreadable)?;
+        let names = share_bytes(communicator, "memory plan", names)?;
+        if communicator.rank() > 0 && self.config.conv_bn == ConvBnMode::Fused {
+            let names: BTreeMap<String, String> = serde_json::from_slice(&names).map_err(unreadable)?;
+            let keep = |name: &String| Keep::ALL.into_iter().find(|keep| keep.name() == name);
+            let keeps = names.iter().filter_map(|(path, name)| Some((path.clone(), keep(name)?))).collect();
+            planner::apply(&keeps, self.model.as_ref()).map_err(TrainingError::Config)?;
+        }
+        Ok(())
+    }
+
     /// Lets rank 0 choose the algorithms of the steps to come, for all ranks: results are the same bits on each only so, and
     /// nobody measures while others compute.
     fn share_choices(&self, communicator: &Communicator) -> Result<()> {
@@ -102,6 +120,10 @@ impl Trainer {
         let device = self.device.dry();
         let (init, info) = (Init::new(&device, 0), self.data.train.info());
         let model = self.config.model.build(&init, self.config.conv_bn, info.channels, info.classes)?;
+        if self.config.conv_bn == ConvBnMode::Fused {
+            planner::apply(&planner::keeps(self.model.as_ref()), model.as_ref())
+                .map_err(TrainingError::Config)?;
+        }
         for images in self.sampler.shard_sizes(world_size) {
             let first: Vec<u32> = (0..images as u32).collect();
             let views = self.config.augmentation.views(0, 0);

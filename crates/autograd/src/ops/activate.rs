@@ -1,6 +1,6 @@
-//! ReLU: y = max(0, x).
+//! Activations: ReLU and leaky ReLU.
 
-use convoke_kernels::activation;
+use convoke_kernels::activation::{self, Activation};
 
 use crate::tensor::dispatch;
 use crate::{Function, Needs, Result, Tensor, apply};
@@ -11,32 +11,48 @@ impl Tensor {
     /// # Errors
     /// None for now; the signature is that of every operation.
     pub fn relu(&self) -> Result<Tensor> {
-        apply(Relu, &[self])
+        activate(self, Activation::Relu)
     }
 }
 
-struct Relu;
+/// The activation of every element. Saves its output; the identity is `x` itself.
+///
+/// # Errors
+/// If a leaky ReLU's slope is not above 0 and finite.
+pub fn activate(x: &Tensor, activation: Activation) -> Result<Tensor> {
+    match activation {
+        Activation::Identity => Ok(x.clone()),
+        _ => apply(Activate { activation }, &[x]),
+    }
+}
 
-impl Function for Relu {
+struct Activate {
+    activation: Activation,
+}
+
+impl Function for Activate {
     /// The output: the operation after it saves it too, so that it costs nothing more.
     type Saved = Tensor;
 
     fn name(&self) -> &'static str {
-        "relu"
+        match self.activation {
+            Activation::Relu => "relu",
+            _ => "activate",
+        }
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Tensor)> {
         let x = inputs[0];
         let y = dispatch!(x.dtype(), T => Tensor::build(x.device(), x.shape(), x.format(), |y: &mut [T]| {
-            Ok(activation::relu(x.device().compute(), x.data::<T>()?, y)?)
+            Ok(activation::activate(x.device().compute(), self.activation, x.data::<T>()?, y)?)
         }))?;
         Ok((y.clone(), y))
     }
 
     fn backward(&self, y: Tensor, upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
         let dx = dispatch!(y.dtype(), T => Tensor::build(y.device(), y.shape(), y.format(), |dx: &mut [T]| {
-            let cpu = y.device().compute();
-            Ok(activation::relu_backward(cpu, y.data::<T>()?, upstream.data::<T>()?, dx)?)
+            let (cpu, y, dy) = (y.device().compute(), y.data::<T>()?, upstream.data::<T>()?);
+            Ok(activation::activation_backward(cpu, self.activation, y, dy, dx)?)
         }))?;
         Ok(vec![Some(dx)])
     }

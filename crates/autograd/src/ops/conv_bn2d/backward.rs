@@ -1,0 +1,226 @@
+//! Backward of the block: the gradient of the convolution's output exists a tile at a time.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use convoke_kernels::Element;
+use convoke_kernels::activation::activation_backward_in_place;
+use convoke_kernels::batch_norm::{
+    BackwardSums, BackwardSumsInParts, backward_elemt, backward_elemt_in_place,
+};
+use convoke_kernels::pool::MaxPoolPass;
+
+use super::super::batch_norm::Normalizer;
+use super::super::conv2d::{BiasGradient, WeightGradient};
+use super::again::{Convolved, Kept, Tiles};
+use super::epilogue::Epilogue;
+use super::{ConvBn, Saved};
+use crate::pool::at_least;
+use crate::{Buffer, Needs, Result, Tensor};
+
+impl ConvBn {
+    pub(super) fn run_backward<T: Element>(
+        &self,
+        saved: Saved,
+        upstream: Tensor,
+        needs: &Needs,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let Saved { convolved, kept, epilogue, output, taken } = saved;
+        let wants = |place: Option<usize>| place.is_some_and(|place| needs.input(place));
+        let [for_bias, for_gamma, for_beta, for_residual] = self.places().map(wants);
+        let (for_x, for_weight) = (needs.input(0), needs.input(1));
+        let through_norm = for_x || for_weight || for_bias;
+
+        let upstream = match output {
+            Some(output) => self.behind_activation::<T>(&epilogue, upstream, &output)?,
+            None => upstream,
+        };
+        let residual_gradient = for_residual.then(|| upstream.clone());
+        let kept = match kept {
+            Kept::Whole => Kept::Stored(convolved.take_output()?),
+            kept => kept,
+        };
+        let (convolution, x, weight, bias) = Convolved::into_parts(convolved);
+        let normalizer = &epilogue.normalizer;
+        let mut y =
+            Tiles { kept, convolution: &convolution, weight: &weight, bias: bias.as_ref(), scratch: None };
+        let mut x = Input::<T>::new(x);
+        let mut dz = Upstream { upstream: &upstream, epilogue: &epilogue, taken, scratch: None };
+
+        let wanted = [for_gamma, for_beta];
+        let sums = match normalizer.needs_sums(through_norm, wanted) {
+            true => Some(sums(normalizer, &mut x, &mut y, &mut dz)?),
+            false => None,
+        };
+        let [gamma, beta] = normalizer.parameter_gradients(sums.as_ref(), wanted)?;
+        let mut gradients = Gradients { x: None, weight: None, bias: None };
+        if through_norm {
+            let through = normalizer.through(sums.as_ref())?;
+            let wanted = [for_x, for_weight, for_bias];
+            gradients = gradients_of_convolution(normalizer, through, wanted, x, y, dz)?;
+        }
+        let optional = [gradients.bias, gamma, beta, residual_gradient];
+        let optional =
+            optional.into_iter().zip(self.has).filter(|(_, has)| *has).map(|(gradient, _)| gradient);
+        Ok([gradients.x, gradients.weight].into_iter().chain(optional).collect())
+    }
+
+    /// The upstream gradient where the activation behind a residual passed it, in its buffer if nobody else holds it.
+    fn behind_activation<T: Element>(
+        &self,
+        epilogue: &Epilogue,
+        mut upstream: Tensor,
+        output: &Tensor,
+    ) -> Result<Tensor> {
+        let device = epilogue.device.clone();
+        let image = epilogue.output_image()?;
+        upstream.update(|g: &mut [T]| {
+            let mut scratch = None;
+            for images in epilogue.tiles(0..epilogue.images()) {
+                let g = &mut g[images.start * image..images.end * image];
+                let z = output.images::<T>(images, &mut scratch)?;
+                activation_backward_in_place(device.compute(), self.norm.activation, z, g)?;
+            }
+            Ok(())
+        })?;
+        Ok(upstream)
+    }
+}
+
+/// The sums over the batch that batch norm's gradients need.
+fn sums<T: Element>(
+    normalizer: &Normalizer,
+    x: &mut Input<T>,
+    y: &mut Tiles<'_, T>,
+    dz: &mut Upstream<'_, T>,
+) -> Result<BackwardSums> {
+    let convolution = y.convolution;
+    let [images, ..] = convolution.output_shape();
+    let mut sums = BackwardSumsInParts::new(&convolution.output_extent(images))?;
+    let by = normalizer.by::<T>()?;
+    for images in convolution.tiles() {
+        let y = y.get(images.clone(), || x.images(images.clone()))?;
+        sums.add(convolution.device().compute(), y, dz.get(images)?, &by)?;
+    }
+    Ok(sums.finish()?)
+}
+
+struct Gradients {
+    x: Option<Tensor>,
+    weight: Option<Tensor>,
+    bias: Option<Tensor>,
+}
+
+/// Forms the gradient of the convolution's output tile by tile, and takes from each what the convolution's gradients need.
+fn gradients_of_convolution<T: Element>(
+    normalizer: &Normalizer,
+    through: Option<(BackwardSums, usize)>,
+    [for_x, for_weight, for_bias]: [bool; 3],
+    mut x: Input<T>,
+    mut y: Tiles<'_, T>,
+    mut dz: Upstream<'_, T>,
+) -> Result<Gradients> {
+    let (convolution, weight) = (y.convolution, y.weight);
+    let (device, format) = (convolution.device(), convolution.problem().format);
+    let through = through.as_ref().map(|(sums, count)| (sums, *count));
+    let by = normalizer.by::<T>()?;
+    let mut of_weight = for_weight.then(|| WeightGradient::<T>::new(convolution)).transpose()?;
+    let mut of_bias = for_bias.then(|| BiasGradient::<T>::new(convolution)).transpose()?;
+    let mut dx = match for_x && !x.can_be_overwritten() {
+        true => Some(device.buffer::<T>(convolution.input_shape().iter().product())?),
+        false => None,
+    };
+    let image = convolution.input_image();
+    let all = 0..convolution.output_shape()[0];
+    let mut scratch = None;
+    for images in convolution.tiles() {
+        let (count, extent) = (images.len(), convolution.output_extent(images.len()));
+        // A batch of one tile needs no more than the buffer that is there.
+        let in_place = images == all && y.unshared().is_some();
+        let dy = if in_place && let Some(y) = y.unshared() {
+            backward_elemt_in_place(device.compute(), &extent, dz.get(images.clone())?, &by, through, y)?;
+            y
+        } else {
+            let dy = at_least(&mut scratch, device, extent.len()?)?;
+            let value = y.get(images.clone(), || x.images(images.clone()))?;
+            backward_elemt(device.compute(), &extent, (value, dz.get(images.clone())?), &by, through, dy)?;
+            dy
+        };
+        // What dy was made of is not needed beside what the convolutions need.
+        dz.scratch = None;
+        if let Some(sum) = &mut of_bias {
+            sum.add(convolution, count, dy)?;
+        }
+        if let Some(sum) = &mut of_weight {
+            sum.add(convolution, count, x.images(images.clone())?, dy)?;
+        }
+        if for_x {
+            let place = images.start * image..images.end * image;
+            let dx = match &mut dx {
+                Some(dx) => &mut dx[place],
+                None => x.overwrite(place),
+            };
+            convolution.input_gradient_tile(count, dy, weight, dx)?;
+        }
+    }
+    let x_gradient = match dx {
+        Some(dx) => Some(Tensor::of_buffer(device, &convolution.input_shape(), format, dx)?),
+        None => for_x.then_some(x.tensor),
+    };
+    Ok(Gradients {
+        x: x_gradient,
+        weight: of_weight.map(|sum| sum.finish(convolution)).transpose()?,
+        bias: of_bias.map(|sum| sum.finish(convolution)).transpose()?,
+    })
+}
+
+/// The convolution's input. Where nobody else holds it, its gradient takes its place, tile by tile.
+struct Input<T: Element> {
+    tensor: Tensor,
+    mine: bool,
+    scratch: Option<Buffer<T>>,
+}
+
+impl<T: Element> Input<T> {
+    fn new(mut tensor: Tensor) -> Input<T> {
+        let mine = tensor.unshared::<T>().is_some();
+        Input { tensor, mine, scratch: None }
+    }
+
+    fn images(&mut self, images: Range<usize>) -> Result<&[T]> {
+        self.tensor.images(images, &mut self.scratch)
+    }
+
+    fn can_be_overwritten(&self) -> bool {
+        self.mine
+    }
+
+    fn overwrite(&mut self, place: Range<usize>) -> &mut [T] {
+        &mut self.tensor.unshared().expect("it was, and nobody could begin to share it")[place]
+    }
+}
+
+/// The gradient of the activation's output: the upstream one, or what pooling makes of that.
+struct Upstream<'a, T: Element> {
+    upstream: &'a Tensor,
+    epilogue: &'a Epilogue,
+    taken: Option<Arc<Buffer<u8>>>,
+    scratch: Option<Buffer<T>>,
+}
+
+impl<T: Element> Upstream<'_, T> {
+    fn get(&mut self, images: Range<usize>) -> Result<&[T]> {
+        let image = self.epilogue.output_image()?;
+        let place = images.start * image..images.end * image;
+        let dy = &self.upstream.data::<T>()?[place.clone()];
+        let Some((problem, taken)) = self.epilogue.pool_problem(images.len())?.zip(self.taken.as_ref())
+        else {
+            return Ok(dy);
+        };
+        let device = &self.epilogue.device;
+        let out = at_least(&mut self.scratch, device, problem.input_extent().len()?)?;
+        let algorithm = device.max_pool_algorithm(&problem, T::DTYPE, MaxPoolPass::Backward);
+        algorithm.backward(device.compute(), &problem, dy, &taken[place], out)?;
+        Ok(out)
+    }
+}

@@ -1,0 +1,314 @@
+//! What a block keeps changes its memory, and not a bit of its values and gradients.
+
+mod common;
+
+use common::{FORMATS, Number, device, laid_out, normal, values};
+use convoke_autograd::ops::{
+    Activation, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, Keep, Moments, Padding,
+    PoolOptions, batch_norm, conv_bn_block2d, conv2d, max_pool2d,
+};
+use convoke_autograd::{BackwardOptions, Device, MemoryFormat, Result, Tensor, no_grad};
+use convoke_testkit::{Failures, Tolerance, check_close};
+
+/// Two blocks, the second of which takes the first one's output twice where it has a residual.
+#[derive(Debug, Clone, Copy)]
+struct Net {
+    x: [usize; 4],
+    channels: usize,
+    kernel: usize,
+    activation: Activation,
+    residual: bool,
+    pool: Option<PoolOptions>,
+}
+
+const NETS: [Net; 7] = {
+    let plain = Net {
+        x: [5, 3, 9, 8],
+        channels: 6,
+        kernel: 3,
+        activation: Activation::Relu,
+        residual: false,
+        pool: None,
+    };
+    [
+        plain,
+        Net { activation: Activation::Identity, ..plain },
+        Net { residual: true, ..plain },
+        Net { residual: true, activation: Activation::Identity, x: [1, 4, 7, 7], ..plain },
+        Net { kernel: 1, x: [33, 5, 4, 4], ..plain },
+        // Several tiles, the last of which is short.
+        Net { x: [37, 16, 40, 40], channels: 32, residual: true, ..plain },
+        Net { x: [130, 2, 28, 28], channels: 16, ..plain },
+    ]
+};
+
+struct Leaves {
+    x: Tensor,
+    weights: [Tensor; 2],
+    gammas: [Tensor; 2],
+    betas: [Tensor; 2],
+}
+
+impl Leaves {
+    fn new<T: Number>(device: &Device, net: &Net, format: MemoryFormat) -> Leaves {
+        let leaf = |seed, shape: &[usize]| normal::<T>(device, seed, shape).with_grad();
+        let Net { x, channels, kernel, .. } = *net;
+        Leaves {
+            x: laid_out(normal::<T>(device, 1, &x), format).with_grad(),
+            weights: [leaf(2, &[channels, x[1], kernel, kernel]), leaf(3, &[channels, channels, 3, 3])],
+            gammas: [leaf(4, &[channels]), leaf(5, &[channels])],
+            betas: [leaf(6, &[channels]), leaf(7, &[channels])],
+        }
+    }
+
+    fn all(&self) -> Vec<(&'static str, &Tensor)> {
+        let [w1, w2] = &self.weights;
+        let [g1, g2] = &self.gammas;
+        let [b1, b2] = &self.betas;
+        vec![
+            ("x", &self.x),
+            ("weight1", w1),
+            ("weight2", w2),
+            ("gamma1", g1),
+            ("gamma2", g2),
+            ("beta1", b1),
+            ("beta2", b2),
+        ]
+    }
+
+    fn same(kernel: usize) -> ConvOptions {
+        ConvOptions { padding: Padding::all(kernel / 2), ..ConvOptions::default() }
+    }
+
+    /// The output, and the moments of both blocks.
+    fn fused(&self, net: &Net, keep: Keep) -> Result<(Tensor, Vec<Moments>)> {
+        let norm = BatchNormOptions { activation: net.activation, ..BatchNormOptions::default() };
+        let parameters = |block: usize| ConvBnParameters {
+            weight: &self.weights[block],
+            bias: None,
+            gamma: Some(&self.gammas[block]),
+            beta: Some(&self.betas[block]),
+        };
+        let first = ConvBnBlock {
+            convolution: Leaves::same(net.kernel),
+            norm: norm.clone(),
+            keep,
+            ..Default::default()
+        };
+        let (hidden, one) = conv_bn_block2d(&self.x, &parameters(0), &first)?;
+        let second = ConvBnBlock {
+            convolution: Leaves::same(3),
+            norm,
+            residual: net.residual.then_some(&hidden),
+            pool: net.pool,
+            keep,
+        };
+        let (output, two) = conv_bn_block2d(&hidden, &parameters(1), &second)?;
+        Ok((output, [one, two].into_iter().flatten().collect()))
+    }
+
+    fn separate(&self, net: &Net) -> Result<(Tensor, Vec<Moments>)> {
+        let activate = |y: Tensor| match net.activation {
+            Activation::Relu => y.relu(),
+            _ => Ok(y),
+        };
+        let norm = |y: &Tensor, block: usize| {
+            batch_norm(y, Some(&self.gammas[block]), Some(&self.betas[block]), &BatchNormOptions::default())
+        };
+        let (y, one) = norm(&conv2d(&self.x, &self.weights[0], None, &Leaves::same(net.kernel))?, 0)?;
+        let hidden = activate(y)?;
+        let (mut y, two) = norm(&conv2d(&hidden, &self.weights[1], None, &Leaves::same(3))?, 1)?;
+        if net.residual {
+            y = y.add(&hidden)?;
+        }
+        y = activate(y)?;
+        if let Some(pool) = &net.pool {
+            y = max_pool2d(&y, pool)?;
+        }
+        Ok((y, [one, two].into_iter().flatten().collect()))
+    }
+}
+
+fn nets() -> Vec<Net> {
+    let pooled = Net { pool: Some(PoolOptions::new(2)), ..NETS[0] };
+    let overlapping = PoolOptions { stride: [2, 1], padding: [1, 1], ..PoolOptions::new(3) };
+    let more = [pooled, Net { pool: Some(overlapping), x: [40, 8, 31, 30], channels: 24, ..pooled }];
+    NETS.into_iter().chain(more).collect()
+}
+
+type Results = (Tensor, Vec<Moments>, Vec<(&'static str, Tensor)>);
+
+fn run<T: Number>(
+    leaves: &Leaves,
+    forward: impl FnOnce(&Leaves) -> Result<(Tensor, Vec<Moments>)>,
+) -> Result<Results> {
+    let (output, moments) = forward(leaves)?;
+    let upstream = laid_out(normal::<T>(output.device(), 8, output.shape()), output.format());
+    let options = BackwardOptions { upstream: Some(upstream), retain_graph: false };
+    let gradients = output.backward_with(options)?;
+    let gradients = leaves.all().into_iter().map(|(name, leaf)| (name, gradients.get(leaf).unwrap().clone()));
+    Ok((output.clone(), moments, gradients.collect()))
+}
+
+fn bits<T: Number>(tensor: &Tensor) -> Vec<u64> {
+    values::<T>(tensor).iter().map(|value| value.f64().to_bits()).collect()
+}
+
+/// An error unless both are the same to the last bit.
+fn same_bits<T: Number>(actual: &Results, expected: &Results) -> std::result::Result<(), String> {
+    if bits::<T>(&actual.0) != bits::<T>(&expected.0) {
+        return Err(String::from("outputs differ"));
+    }
+    if actual.1 != expected.1 {
+        return Err("moments differ".into());
+    }
+    for ((name, actual), (_, expected)) in actual.2.iter().zip(&expected.2) {
+        if bits::<T>(actual) != bits::<T>(expected) {
+            let (actual, expected) = (values::<T>(actual), values::<T>(expected));
+            let first = actual.iter().zip(&expected).position(|(a, b)| a.f64() != b.f64());
+            return Err(format!("gradients of {name} differ, first at {first:?} of {}", actual.len()));
+        }
+    }
+    Ok(())
+}
+
+fn check<T: Number>(net: &Net, format: MemoryFormat, failures: &mut Failures) {
+    let device = device();
+    let leaves = Leaves::new::<T>(&device, net, format);
+    let stored = run::<T>(&leaves, |leaves| leaves.fused(net, Keep::Store)).unwrap();
+    assert!(values::<T>(&stored.0).iter().all(|value| value.f64().is_finite()));
+    for keep in Keep::ALL.into_iter().filter(|keep| keep.is_exact()) {
+        failures.run(format!("{keep} {format} {net:?}"), || {
+            let kept =
+                run::<T>(&leaves, |leaves| leaves.fused(net, keep)).map_err(|error| error.to_string())?;
+            same_bits::<T>(&kept, &stored)
+        });
+    }
+    failures.run(format!("separate {format} {net:?}"), || {
+        let separate = run::<T>(&leaves, |leaves| leaves.separate(net)).map_err(|error| error.to_string())?;
+        same_bits::<T>(&stored, &separate)
+    });
+}
+
+#[test]
+fn what_is_kept_changes_no_bit() {
+    let mut failures = Failures::new("ways to keep");
+    for net in nets() {
+        for format in FORMATS {
+            check::<f32>(&net, format, &mut failures);
+            check::<f64>(&net, format, &mut failures);
+        }
+    }
+    failures.finish();
+}
+
+/// bf16 has 8 digits of 2: each value of the convolution's output is off by up to 2^-9 of itself.
+#[test]
+fn rounded_and_inverted_gradients_are_as_far_off_as_stated() {
+    let mut failures = Failures::new("compact and inverted");
+    for net in nets() {
+        for (keep, allowed) in [(Keep::Compact, 1e-2), (Keep::Invert, 1e-4)] {
+            failures.run(format!("{keep} {net:?}"), || {
+                let device = device();
+                let leaves = Leaves::new::<f32>(&device, &net, FORMATS[1]);
+                let run =
+                    |keep| run::<f32>(&leaves, |leaves| leaves.fused(&net, keep)).map_err(|e| e.to_string());
+                let (actual, expected) = (run(keep)?, run(Keep::Store)?);
+                if bits::<f32>(&actual.0) != bits::<f32>(&expected.0) {
+                    return Err(String::from("forward is exact"));
+                }
+                for ((name, actual), (_, expected)) in actual.2.iter().zip(&expected.2) {
+                    let of = |tensor: &Tensor| -> Vec<f64> {
+                        values::<f32>(tensor).iter().map(|&v| f64::from(v)).collect()
+                    };
+                    let (actual, expected) = (of(actual), of(expected));
+                    let norm =
+                        |values: &mut dyn Iterator<Item = f64>| values.map(|v| v * v).sum::<f64>().sqrt();
+                    let off = norm(&mut actual.iter().zip(&expected).map(|(a, b)| a - b));
+                    let all = norm(&mut expected.iter().copied());
+                    check_close(&[off / all], &[0.0], Tolerance::new(allowed, 0.0))
+                        .map_err(|e| format!("{name}: {e}"))?;
+                }
+                Ok(())
+            });
+        }
+    }
+    failures.finish();
+}
+
+/// Bytes in use while the second block's output is all that is held, over those of the leaves.
+#[test]
+fn each_way_keeps_the_bytes_it_says() {
+    for format in FORMATS {
+        let device = device();
+        let net = Net { x: [8, 4, 12, 12], channels: 8, ..NETS[0] };
+        let leaves = Leaves::new::<f32>(&device, &net, format);
+        let before = device.memory().live_bytes;
+        // Both blocks give as much.
+        let output = 4 * 8 * 8 * 12 * 12;
+        // The last output is held here, so that a way to make it again saves nothing but the first block's.
+        let expected = [
+            (Keep::Store, 4 * output),
+            (Keep::Renormalize, 2 * output),
+            (Keep::Compact, 3 * output),
+            (Keep::Recompute, 2 * output),
+            (Keep::RecomputeInTiles, 2 * output),
+            (Keep::RecomputeBoth, output),
+            (Keep::Invert, 2 * output),
+        ];
+        for (keep, bytes) in expected {
+            let held = leaves.fused(&net, keep).unwrap().0;
+            assert_eq!(device.memory().live_bytes - before, bytes, "{keep} {format}");
+            drop(held);
+            assert_eq!(device.memory().live_bytes, before, "{keep} {format}");
+            let held = no_grad(|| leaves.fused(&net, keep)).unwrap().0;
+            assert_eq!(device.memory().live_bytes - before, output, "{keep} {format}: no gradient is wanted");
+            drop(held);
+        }
+    }
+}
+
+#[test]
+fn a_second_backward_gives_the_same_bits() {
+    for keep in Keep::ALL {
+        let device = device();
+        let net = Net { residual: true, ..NETS[0] };
+        let leaves = Leaves::new::<f32>(&device, &net, FORMATS[1]);
+        let output = leaves.fused(&net, keep).unwrap().0;
+        let upstream = laid_out(normal::<f32>(&device, 8, output.shape()), output.format());
+        let backward = |retain_graph| {
+            let options = BackwardOptions { upstream: Some(upstream.clone()), retain_graph };
+            let gradients = output.backward_with(options).unwrap();
+            leaves.all().iter().map(|(_, leaf)| bits::<f32>(gradients.get(leaf).unwrap())).collect::<Vec<_>>()
+        };
+        assert_eq!(backward(true), backward(false), "{keep}");
+        assert_eq!(
+            bits::<f32>(&upstream),
+            bits::<f32>(&normal_again(&upstream)),
+            "{keep}: upstream is untouched"
+        );
+    }
+}
+
+fn normal_again(like: &Tensor) -> Tensor {
+    laid_out(normal::<f32>(like.device(), 8, like.shape()), like.format())
+}
+
+#[test]
+fn what_does_not_fit_is_refused_with_its_shape() {
+    let device = device();
+    let net = NETS[0];
+    let leaves = Leaves::new::<f32>(&device, &net, FORMATS[0]);
+    let parameters = ConvBnParameters { weight: &leaves.weights[0], bias: None, gamma: None, beta: None };
+    let wrong = normal::<f32>(&device, 1, &[5, 6, 7, 7]);
+    let run =
+        |block: &ConvBnBlock<'_>| conv_bn_block2d(&leaves.x, &parameters, block).err().unwrap().to_string();
+    let error = run(&ConvBnBlock { residual: Some(&wrong), ..Default::default() });
+    assert!(error.contains("[5, 6, 7, 7]") && error.contains("[5, 6, 7, 6]"), "{error}");
+    let fits = normal::<f32>(&device, 1, &[5, 6, 7, 6]);
+    let pool = Some(PoolOptions::new(2));
+    let error = run(&ConvBnBlock { residual: Some(&fits), pool, ..Default::default() });
+    assert!(error.contains("not both"), "{error}");
+    let error = run(&ConvBnBlock { pool: Some(PoolOptions::new(17)), ..Default::default() });
+    assert!(error.contains("256"), "{error}");
+}

@@ -1,0 +1,137 @@
+//! The flags that say how much memory training may take, and the plan made of them.
+
+use std::fs;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use bytesize::ByteSize;
+use clap::Args;
+use convoke::Device;
+use convoke::nn::data::TrainTest;
+use convoke::nn::modules::Keep;
+use convoke::nn::planner::{MemoryPlan, Planner, PlannerOptions};
+use convoke::nn::training::TrainingConfig;
+
+use super::console::Console;
+use super::summary;
+use super::train::failure;
+use super::{Failure, Result};
+
+/// How the fused blocks of a run choose what they keep for backward.
+#[derive(Args)]
+pub(crate) struct MemoryArgs {
+    /// Most memory that a step may have in use, on each rank: 650MB, 2GiB. Fused blocks are timed with each way to keep what
+    /// backward needs, and the fastest plan that fits is taken. Without it, each block keeps its output only.
+    #[arg(long, value_name = "SIZE", conflicts_with = "memory_plan", help_heading = "Memory")]
+    pub(crate) memory_budget: Option<ByteSize>,
+
+    /// Take a plan that `convoke plan --json` wrote.
+    #[arg(long, value_name = "FILE", help_heading = "Memory")]
+    pub(crate) memory_plan: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) planner: PlannerArgs,
+}
+
+/// How plans are made.
+#[derive(Args)]
+pub(crate) struct PlannerArgs {
+    /// Allow plans to keep rounded values (bf16), or to undo normalisations: gradients are then off by some thousandths, or by
+    /// rounding.
+    #[arg(long, help_heading = "Memory")]
+    pub(crate) inexact_memory: bool,
+
+    /// Seconds for timing the blocks of the model; then each kind left is timed once.
+    #[arg(long, value_name = "SECONDS", default_value_t = 60.0, value_parser = super::args::not_negative,
+          help_heading = "Memory")]
+    pub(crate) plan_time: f64,
+}
+
+impl PlannerArgs {
+    pub(crate) fn options(&self) -> PlannerOptions {
+        PlannerOptions {
+            time_budget: Duration::from_secs_f64(self.plan_time.min(1e9)),
+            inexact: self.inexact_memory,
+        }
+    }
+}
+
+impl MemoryArgs {
+    /// Whether the flags ask for a plan.
+    pub(crate) fn is_planned(&self) -> bool {
+        self.memory_budget.is_some() || self.memory_plan.is_some()
+    }
+
+    /// The plan for a run, if the flags ask for one.
+    pub(crate) fn plan(
+        &self,
+        device: &Device,
+        config: &TrainingConfig,
+        data: &Arc<TrainTest>,
+        console: &Console,
+    ) -> Result<Option<MemoryPlan>> {
+        if let Some(file) = &self.memory_plan {
+            return read(file, config).map(Some);
+        }
+        let Some(budget) = self.memory_budget else { return Ok(None) };
+        let budget = usize::try_from(budget.as_u64()).unwrap_or(usize::MAX);
+        let mut planner = planner(device, config, data, &self.planner, console)?;
+        let plan = planner.within(budget).map_err(failure)?;
+        console.line(&format!(
+            "memory plan: {} at most, {} when forward has ended; blocks {}",
+            summary::bytes(plan.bytes_peak as f64),
+            summary::bytes(plan.bytes_end_of_forward as f64),
+            counts(&plan)
+        ));
+        Ok(Some(plan))
+    }
+}
+
+/// A planner that has timed the blocks of a run's model, with progress.
+pub(crate) fn planner(
+    device: &Device,
+    config: &TrainingConfig,
+    data: &Arc<TrainTest>,
+    args: &PlannerArgs,
+    console: &Console,
+) -> Result<Planner> {
+    let mut stage = None;
+    let mut progress = |at: convoke::nn::planner::PlannerProgress| -> ControlFlow<()> {
+        let stage = stage.get_or_insert_with(|| console.plain_stage("timing blocks", at.total as u64));
+        stage.set(at.done as u64, "");
+        console.control()
+    };
+    let planner = Planner::new(device, config, data, &args.options(), &mut progress).map_err(failure)?;
+    if let Some(stage) = stage {
+        stage.end();
+    }
+    planner.ok_or_else(|| Failure::Run("interrupted while blocks were timed".into()))
+}
+
+/// `3 recompute, 1 store`.
+pub(crate) fn counts(plan: &MemoryPlan) -> String {
+    let count = |keep: Keep| plan.blocks.iter().filter(|block| block.keep == keep).count();
+    let parts = Keep::ALL.into_iter().map(|keep| (count(keep), keep)).filter(|(count, _)| *count > 0);
+    parts.map(|(count, keep)| format!("{count} {keep}")).collect::<Vec<String>>().join(", ")
+}
+
+/// Most bytes that a file of a plan may have.
+const LARGEST: u64 = 16 << 20;
+
+fn read(file: &Path, config: &TrainingConfig) -> Result<MemoryPlan> {
+    let failed = |reason: String| Failure::Run(format!("--memory-plan: {}: {reason}", file.display()));
+    let len = fs::metadata(file).map_err(|error| failed(error.to_string()))?.len();
+    if len > LARGEST {
+        return Err(failed(format!("{len} bytes are too many for a plan")));
+    }
+    let text = fs::read_to_string(file).map_err(|error| failed(error.to_string()))?;
+    let document: super::plan::Document =
+        serde_json::from_str(&text).map_err(|error| failed(format!("no plan: {error}")))?;
+    let plan = document.plan.ok_or_else(|| failed("it holds no plan".into()))?;
+    if plan.model != config.model {
+        return Err(failed(format!("the plan is for {}, the run trains {}", plan.model, config.model)));
+    }
+    Ok(plan)
+}

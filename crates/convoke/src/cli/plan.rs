@@ -1,0 +1,404 @@
+//! `convoke plan`: what each block of a model should keep, and what memory costs in time.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use bytesize::ByteSize;
+use clap::{Args, value_parser};
+use convoke::nn::data::{Augmentation, DatasetInfo, TrainTest, noise};
+use convoke::nn::models::Model;
+use convoke::nn::modules::ConvBnMode;
+use convoke::nn::planner::{MemoryPlan, Planner};
+use convoke::nn::training::{Trainer, TrainingConfig};
+use convoke::{Device, DeviceOptions};
+use serde::{Deserialize, Serialize};
+
+use super::args::{OptimizerName, cpu, model, models, rule};
+use super::chart::{Axis, Chart, Line};
+use super::console::Console;
+use super::memory_args::{PlannerArgs, counts, planner};
+use super::train::failure;
+use super::tuning::TuningArgs;
+use super::{Failure, Result, json, output, report, summary};
+
+/// Which model, and what to find out about it.
+#[derive(Args)]
+pub(crate) struct PlanArgs {
+    /// The model; images of its own size, of noise.
+    #[arg(long, value_parser = models(), default_value = "mnist-cnn", help_heading = "Model")]
+    pub(crate) model: String,
+
+    /// Images a step.
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = value_parser!(u32).range(1..),
+          help_heading = "Model")]
+    pub(crate) batch_size: u32,
+
+    /// How parameters follow their gradients: this decides how many numbers are kept for each.
+    #[arg(long, value_enum, default_value_t = OptimizerName::Adadelta, help_heading = "Model")]
+    pub(crate) optimizer: OptimizerName,
+
+    /// Threads that kernels use [default: all of this machine's].
+    #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..=1024), help_heading = "Model")]
+    pub(crate) threads: Option<u16>,
+
+    /// Find the fastest plan whose steps have at most so much in use: 650MB, 2GiB [default: the fastest plan of all].
+    #[arg(long, value_name = "SIZE", help_heading = "Memory")]
+    pub(crate) memory_budget: Option<ByteSize>,
+
+    /// Show the whole curve of memory against time, from the fastest plan to the smallest.
+    #[arg(long, help_heading = "Memory")]
+    pub(crate) curve: bool,
+
+    /// Train so many steps with each plan shown, and with separate layers, by turns, and show the median of their times.
+    #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Memory")]
+    pub(crate) steps: u32,
+
+    /// Find the largest batches that fit --memory-budget: with separate layers, unplanned, and with the smallest plan.
+    #[arg(long, requires = "memory_budget", help_heading = "Memory")]
+    pub(crate) largest_batch: bool,
+
+    #[command(flatten)]
+    pub(crate) planner: PlannerArgs,
+
+    #[command(flatten)]
+    pub(crate) tuning: TuningArgs,
+
+    /// Write a page with the table and the curve; one file that needs no other.
+    #[arg(long, value_name = "FILE.html", help_heading = "Output")]
+    pub(crate) report: Option<PathBuf>,
+
+    /// Write the plan and the curve as JSON, for `--memory-plan`; `-` is standard output, and then nothing else goes there.
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub(crate) json: Option<PathBuf>,
+}
+
+/// What `--json` writes.
+#[derive(Serialize, Deserialize)]
+pub(crate) struct Document {
+    /// The plan for the budget, or the fastest.
+    pub(crate) plan: Option<MemoryPlan>,
+    #[serde(default)]
+    curve: Vec<Point>,
+    #[serde(default)]
+    largest_batch: Option<LargestBatches>,
+}
+
+/// A plan, or separate layers, with what they take.
+#[derive(Clone, Serialize, Deserialize)]
+struct Point {
+    /// `separate`, `unplanned` or the number of the plan.
+    name: String,
+    bytes_end_of_forward: usize,
+    bytes_peak: usize,
+    /// The sum of what the blocks took alone.
+    block_seconds: Option<f64>,
+    /// The median of whole steps, if steps were asked for.
+    step_seconds: Option<f64>,
+    /// What its blocks keep.
+    plan: Option<MemoryPlan>,
+}
+
+#[derive(Clone, Copy, Serialize, Deserialize)]
+struct LargestBatches {
+    separate: Option<usize>,
+    unplanned: Option<usize>,
+    planned: Option<usize>,
+}
+
+pub(crate) fn run(args: &PlanArgs) -> Result<()> {
+    let console = Console::new()?;
+    output::check("--report", args.report.as_deref())?;
+    output::check("--json", args.json.as_deref().filter(|file| !json::to_stdout(Some(file))))?;
+    let tuner = args.tuning.tuner(&console)?;
+    let options = DeviceOptions { tuner, ..DeviceOptions::new(cpu(args.threads, 1)?) };
+    let device = Device::new(options.clone());
+    let (config, data) = job(args, &console)?;
+    let budget = args.memory_budget.map(|budget| usize::try_from(budget.as_u64()).unwrap_or(usize::MAX));
+    let mut planner = planner(&device, &config, &data, &args.planner, &console)?;
+
+    let mut points = vec![separate(&planner)?, point("unplanned", planner.unplanned().map_err(failure)?)];
+    let curve = planner.curve().map_err(failure)?;
+    let plan = match budget {
+        Some(budget) => planner.within(budget).map_err(failure)?,
+        None => curve.first().expect("a model has a plan").clone(),
+    };
+    if args.curve {
+        points.extend(
+            thinned(&curve)
+                .into_iter()
+                .enumerate()
+                .map(|(index, plan)| point(&format!("plan {}", index + 1), plan.clone())),
+        );
+    }
+    if budget.is_some() || !args.curve {
+        points.push(point("chosen", plan.clone()));
+    }
+    if args.steps > 0 {
+        time_steps(&mut points, (&config, &data), &options, args.steps, &console)?;
+    }
+    let largest_batch = match budget.filter(|_| args.largest_batch) {
+        Some(budget) => Some(largest(&mut planner, budget, &config, &console)?),
+        None => None,
+    };
+
+    let title = format!("{} at batch size {}", plan.model, plan.batch_size);
+    let rows = rows(&points);
+    let mut text = format!("{title}\n\n{}\n{}", summary::align(&rows), summary::align(&blocks(&plan)));
+    if let Some(batches) = &largest_batch {
+        let show = |batch: Option<usize>| batch.map_or_else(|| "none".into(), |batch| batch.to_string());
+        text += &format!(
+            "\nlargest batch in {}: separate {}, unplanned {}, planned {}\n",
+            summary::bytes(budget.unwrap_or(0) as f64),
+            show(batches.separate),
+            show(batches.unplanned),
+            show(batches.planned)
+        );
+    }
+    console.say(&text, args.json.as_deref())?;
+    if let Some(file) = &args.report {
+        let body = format!("{}\n{}{}", report::table(&rows), chart(&points), report::table(&blocks(&plan)));
+        output::write(
+            "--report",
+            file,
+            report::document(&format!("memory plans of {title}"), &body).as_bytes(),
+        )?;
+    }
+    let document = Document { plan: Some(plan), curve: points, largest_batch };
+    args.json.as_deref().map_or(Ok(()), |file| json::write_value(file, &document))
+}
+
+/// A run of the model on noise of its own shape.
+fn job(args: &PlanArgs, console: &Console) -> Result<(TrainingConfig, Arc<TrainTest>)> {
+    let (model, batch_size) = (model(&args.model), args.batch_size as usize);
+    let data = random_images(model, batch_size, console)?;
+    let config = TrainingConfig {
+        model,
+        conv_bn: ConvBnMode::Fused,
+        rule: rule(args.optimizer),
+        lr_gamma: 1.0,
+        batch_size,
+        augmentation: Augmentation::default(),
+        sync_bn: false,
+        seed: 1,
+        // There is nothing to learn from noise, and nothing to stop for.
+        stop_on_nan: false,
+    };
+    Ok((config, Arc::new(data)))
+}
+
+fn point(name: &str, plan: MemoryPlan) -> Point {
+    Point {
+        name: name.into(),
+        bytes_end_of_forward: plan.bytes_end_of_forward,
+        bytes_peak: plan.bytes_peak,
+        block_seconds: Some(plan.block_seconds),
+        step_seconds: None,
+        plan: Some(plan),
+    }
+}
+
+fn separate(planner: &Planner) -> Result<Point> {
+    let bytes = planner.separate().map_err(failure)?;
+    Ok(Point {
+        name: "separate".into(),
+        bytes_end_of_forward: bytes.bytes_end_of_forward,
+        bytes_peak: bytes.bytes_peak,
+        block_seconds: None,
+        step_seconds: None,
+        plan: None,
+    })
+}
+
+/// Most plans of a curve that are shown.
+const MOST_PLANS: usize = 12;
+
+/// The curve, with plans left out between others that are evenly spread over memory.
+fn thinned(curve: &[MemoryPlan]) -> Vec<&MemoryPlan> {
+    let (Some(first), Some(last)) = (curve.first(), curve.last()) else { return Vec::new() };
+    let (most, least) = (first.bytes_peak as f64, last.bytes_peak as f64);
+    let mut shown: Vec<&MemoryPlan> = Vec::new();
+    for step in 0..MOST_PLANS {
+        let wanted = most + (least - most) * step as f64 / (MOST_PLANS - 1) as f64;
+        let nearest = curve.iter().min_by(|a, b| {
+            let away = |plan: &MemoryPlan| (plan.bytes_peak as f64 - wanted).abs();
+            away(a).total_cmp(&away(b))
+        });
+        if let Some(nearest) = nearest
+            && shown.last().is_none_or(|last| *last != nearest)
+        {
+            shown.push(nearest);
+        }
+    }
+    shown
+}
+
+/// Times whole steps of each point by turns, so that a machine whose speed changes treats all alike.
+fn time_steps(
+    points: &mut [Point],
+    (config, data): (&TrainingConfig, &Arc<TrainTest>),
+    options: &DeviceOptions,
+    steps: u32,
+    console: &Console,
+) -> Result<()> {
+    let trainer = |conv_bn| {
+        // Each has a device of its own, so that one's buffers do not serve the other.
+        let config = TrainingConfig { conv_bn, ..config.clone() };
+        Trainer::new(&Device::new(options.clone()), config, data.clone()).map_err(failure)
+    };
+    let mut separate = trainer(ConvBnMode::Separate)?;
+    let mut planned = trainer(ConvBnMode::Fused)?;
+    let rounds = u64::from(steps) + 1;
+    let mut stage = console.plain_stage("timing steps", rounds * points.len() as u64);
+    let mut times: Vec<Vec<f64>> = vec![Vec::new(); points.len()];
+    for round in 0..rounds {
+        for (index, point) in points.iter().enumerate() {
+            stage.set(round * points.len() as u64 + index as u64, &point.name);
+            let trainer = match &point.plan {
+                Some(plan) => {
+                    planned.set_memory_plan(plan).map_err(failure)?;
+                    &mut planned
+                }
+                None => &mut separate,
+            };
+            // The steps before it may have left other buffers than this one needs.
+            trainer.trim();
+            trainer.step().map_err(failure)?;
+            trainer.step().map_err(failure)?;
+            let report = trainer.step().map_err(failure)?;
+            if report.bytes_peak != point.bytes_peak {
+                let [found, told] = [report.bytes_peak, point.bytes_peak];
+                let name = &point.name;
+                return Err(Failure::Run(format!(
+                    "{name}: a step took {found} bytes, not {told} as predicted"
+                )));
+            }
+            if round > 0 {
+                times[index].push(report.seconds);
+            }
+            if console.interrupted() {
+                return Err(Failure::Run("interrupted while steps were timed".into()));
+            }
+        }
+    }
+    stage.end();
+    for (point, times) in points.iter_mut().zip(times) {
+        point.step_seconds = super::record::median(times);
+    }
+    Ok(())
+}
+
+/// The largest batches of three kinds of runs.
+fn largest(
+    planner: &mut Planner,
+    budget: usize,
+    config: &TrainingConfig,
+    console: &Console,
+) -> Result<LargestBatches> {
+    let smallest = planner.smallest().map_err(failure)?;
+    let unplanned = planner.unplanned().map_err(failure)?;
+    let find = |plan: Option<&MemoryPlan>| -> Result<Option<usize>> {
+        let mut images = config.batch_size;
+        loop {
+            images *= 2;
+            let data = Arc::new(random_images(config.model, images, console)?);
+            let found = planner.largest_batch(budget, plan, &data).map_err(failure)?;
+            // One that takes all images may not be the largest.
+            if found != Some(images) {
+                return Ok(found);
+            }
+        }
+    };
+    Ok(LargestBatches {
+        separate: find(None)?,
+        unplanned: find(Some(&unplanned))?,
+        planned: find(Some(&smallest))?,
+    })
+}
+
+fn random_images(model: Model, images: usize, console: &Console) -> Result<TrainTest> {
+    let info = DatasetInfo::of_noise("random", model.input(), model.classes(), model.targets());
+    Ok(noise(&info, 1, [images, 1], &console.data_progress())?)
+}
+
+fn milliseconds(seconds: f64) -> String {
+    format!("{:.1} ms", 1000.0 * seconds)
+}
+
+/// The table of points: a row of headings, then one a point, compared with the first, which is separate layers.
+fn rows(points: &[Point]) -> Vec<Vec<String>> {
+    let timed = points.iter().any(|point| point.step_seconds.is_some());
+    let mut head = vec!["", "peak", "of separate", "end of forward", "blocks alone"];
+    if timed {
+        head.extend(["step", "of separate"]);
+    }
+    let mut rows = vec![head.into_iter().map(str::to_owned).collect::<Vec<String>>()];
+    let base = &points[0];
+    for point in points {
+        let ratio = |value: f64, base: f64| format!("{:.3}", value / base);
+        let mut row = vec![
+            point.name.clone(),
+            summary::bytes(point.bytes_peak as f64),
+            ratio(point.bytes_peak as f64, base.bytes_peak as f64),
+            summary::bytes(point.bytes_end_of_forward as f64),
+            point.block_seconds.map_or_else(|| "-".into(), milliseconds),
+        ];
+        if timed {
+            row.push(point.step_seconds.map_or_else(|| "-".into(), milliseconds));
+            let ratio = point.step_seconds.zip(base.step_seconds).map(|(step, base)| ratio(step, base));
+            row.push(ratio.unwrap_or_else(|| "-".into()));
+        }
+        if let Some(plan) = &point.plan {
+            row.push(counts(plan));
+        }
+        rows.push(row);
+    }
+    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
+    rows[0].resize(columns, "blocks".into());
+    rows.iter_mut().for_each(|row| row.resize(columns, String::new()));
+    rows
+}
+
+/// What each block of a plan keeps.
+fn blocks(plan: &MemoryPlan) -> Vec<Vec<String>> {
+    let head = ["block", "keeps", "saves", "forward and backward"].map(str::to_owned).to_vec();
+    let row = |block: &convoke::nn::planner::PlannedBlock| {
+        vec![
+            block.path.clone(),
+            block.keep.to_string(),
+            summary::bytes(block.bytes_saved as f64),
+            milliseconds(block.seconds),
+        ]
+    };
+    [head].into_iter().chain(plan.blocks.iter().map(row)).collect()
+}
+
+/// Time against memory.
+fn chart(points: &[Point]) -> String {
+    let time = |point: &Point| point.step_seconds.or(point.block_seconds);
+    let places: Vec<(f64, f64)> = points
+        .iter()
+        .filter_map(|point| Some((point.bytes_peak as f64 / 1e6, 1000.0 * time(point)?)))
+        .collect();
+    let most = |of: fn(&(f64, f64)) -> f64| places.iter().map(of).fold(0.0, f64::max);
+    let mut line: Vec<(f64, f64)> = points
+        .iter()
+        .filter(|point| point.name.starts_with("plan"))
+        .filter_map(|point| Some((point.bytes_peak as f64 / 1e6, 1000.0 * time(point)?)))
+        .collect();
+    line.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let dots = points.iter().filter_map(|point| {
+        let place = (point.bytes_peak as f64 / 1e6, 1000.0 * time(point)?);
+        let class = if point.plan.is_some() { "fused" } else { "separate" };
+        Some((class, place, point.name.clone()))
+    });
+    let dots = dots.collect();
+    Chart {
+        title: "Time against memory",
+        x: Axis { name: "peak memory, MB", from: 0.0, to: 1.05 * most(|place| place.0), logarithmic: false },
+        y: Axis { name: "time, ms", from: 0.0, to: 1.1 * most(|place| place.1), logarithmic: false },
+        lines: vec![Line { class: "fused".into(), points: line, dots }],
+        filled: false,
+        divide: None,
+    }
+    .svg()
+}

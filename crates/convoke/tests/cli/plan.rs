@@ -1,0 +1,111 @@
+//! Memory budgets and plans.
+
+use std::fs;
+
+use serde_json::Value;
+
+use super::program::{convoke, losses, run, runs, text};
+
+/// The fastest way to a plan: estimates, and each kind of block timed once.
+const QUICK: [&str; 4] = ["--effort", "heuristic", "--plan-time", "0"];
+
+fn plan(args: &[&str]) -> super::program::Outcome {
+    convoke(&[&["plan", "--batch-size", "16"], args, &QUICK].concat())
+}
+
+#[test]
+fn a_budget_is_kept_and_changes_no_loss() {
+    let plain = &runs("train", &[&["--steps", "4"][..], &QUICK].concat())[0];
+    let peak = plain["bytes_peak"].as_u64().unwrap();
+    assert_eq!(plain["memory_plan"], Value::Null);
+    let budget = format!("{}B", peak - 1);
+    let outcome =
+        run("train", &[&["--steps", "4", "--memory-budget", &budget, "--json", "-"][..], &QUICK].concat());
+    let outcome = outcome.exits(0);
+    assert!(outcome.stderr.contains("memory plan: "), "{}", outcome.stderr);
+    let planned = &outcome.json()["runs"][0];
+    let found = planned["bytes_peak"].as_u64().unwrap();
+    assert!(found < peak, "{found} of {peak}");
+    assert_eq!(planned["memory_plan"]["bytes_peak"].as_u64(), Some(found), "as predicted");
+    assert_eq!(losses(planned), losses(plain));
+}
+
+#[test]
+fn compare_plans_the_fused_run_only() {
+    let args = ["--steps", "3", "--memory-budget", "1GB"];
+    let runs = runs("compare", &[&args[..], &QUICK].concat());
+    assert_eq!((&runs[0]["conv_bn"], &runs[0]["memory_plan"]), (&Value::from("separate"), &Value::Null));
+    let peaks = [&runs[0], &runs[1]].map(|run| run["bytes_peak"].as_u64().unwrap());
+    assert!(peaks[1] < peaks[0], "{peaks:?}");
+    assert_eq!(losses(&runs[0]), losses(&runs[1]));
+}
+
+#[test]
+fn a_budget_that_nothing_fits_says_what_would() {
+    let outcome = run("train", &[&["--memory-budget", "100kB"][..], &QUICK].concat()).exits(1);
+    let error = outcome.stderr;
+    assert!(error.contains("mnist-cnn needs at least") && error.contains("the budget of 0.1 MB"), "{error}");
+    assert!(!error.contains("would fit"), "{error}");
+    let error = convoke(&[&["plan", "--batch-size", "64", "--memory-budget", "30MB"][..], &QUICK].concat())
+        .exits(1)
+        .stderr;
+    assert!(error.contains("batch size") && error.contains("would fit"), "{error}");
+}
+
+#[test]
+fn budgets_are_for_fused_blocks() {
+    let args = ["--conv-bn", "separate", "--memory-budget", "1GB"];
+    let error = run("train", &args).exits(2).stderr;
+    assert!(error.contains("--memory-budget") && error.contains("separate"), "{error}");
+}
+
+#[test]
+fn plans_are_shown_written_and_taken() {
+    let folder = tempfile::tempdir().unwrap();
+    let (file, page) = (folder.path().join("plan.json"), folder.path().join("plan.html"));
+    let shown = plan(&["--curve", "--json", text(&file), "--report", text(&page)]).exits(0).stdout;
+    for part in ["mnist-cnn at batch size 16", "separate", "unplanned", "plan 1", "block2", "saves"] {
+        assert!(shown.contains(part), "{part}: {shown}");
+    }
+    let page = fs::read_to_string(&page).unwrap();
+    assert!(page.contains("<svg") && page.contains("peak memory, MB"), "{page}");
+    let outcome =
+        run("train", &["--steps", "3", "--batch-size", "16", "--memory-plan", text(&file), "--json", "-"]);
+    let taken = &outcome.exits(0).json()["runs"][0];
+    let planned: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
+    assert_eq!(taken["memory_plan"], planned["plan"]);
+    assert_eq!(taken["bytes_peak"], planned["plan"]["bytes_peak"]);
+    // Damaged, of another model, not there.
+    fs::write(&file, "{}").unwrap();
+    let take =
+        |args: &[&str]| run("train", &[&["--memory-plan", text(&file)], args].concat()).exits(1).stderr;
+    assert!(take(&[]).contains("it holds no plan") || take(&[]).contains("no plan"), "{}", take(&[]));
+    let other = planned.to_string().replace("mnist-cnn", "segnet");
+    fs::write(&file, other).unwrap();
+    assert!(take(&[]).contains("the plan is for segnet"), "{}", take(&[]));
+    fs::remove_file(&file).unwrap();
+    assert!(take(&[]).contains("plan.json"), "{}", take(&[]));
+}
+
+#[test]
+fn steps_of_plans_are_timed_by_turns_and_take_what_was_predicted() {
+    let outcome = plan(&["--curve", "--steps", "1", "--json", "-"]).exits(0);
+    let curve = outcome.json()["curve"].clone();
+    let points = curve.as_array().unwrap();
+    assert_eq!(points[0]["name"], "separate");
+    assert!(points.iter().all(|point| point["step_seconds"].as_f64().is_some_and(|seconds| seconds > 0.0)));
+    let peaks =
+        |name: &str| points.iter().find(|point| point["name"] == name).unwrap()["bytes_peak"].as_u64();
+    assert!(peaks("plan 1") < peaks("separate"));
+}
+
+#[test]
+fn the_largest_batches_of_a_budget_are_found() {
+    let args = ["--memory-budget", "60MB", "--largest-batch", "--json", "-"];
+    let outcome = plan(&args).exits(0);
+    let batches = &outcome.json()["largest_batch"];
+    let [separate, unplanned, planned] =
+        ["separate", "unplanned", "planned"].map(|name| batches[name].as_u64().unwrap());
+    assert!(0 < separate && separate < unplanned && unplanned <= planned, "{batches}");
+    assert!(outcome.stderr.contains("largest batch in 60.0 MB"), "{}", outcome.stderr);
+}

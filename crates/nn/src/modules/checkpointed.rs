@@ -1,0 +1,180 @@
+//! Modules that keep their input only, and run again in backward.
+
+use std::sync::Arc;
+
+use convoke_autograd::{BackwardOptions, Error, Function, Needs, Result, Tensor, apply, enable_grad};
+
+use crate::random::GeneratorState;
+use crate::{Buffer, Counter, Generator, Module, ModuleExt, Parameter, State};
+
+/// The output of `module`, without keeping what its operations need for backward, but the input alone: backward runs the module
+/// again. As PyTorch's `torch.utils.checkpoint` ("Training deep nets with sublinear memory cost", Chen et al., 2016).
+///
+/// Values and gradients are the same to the last bit. The second run changes nothing: running statistics and counters move once,
+/// dropout drops what it dropped in forward. A module with random numbers of its own must name their source in
+/// [`Module::generators`]. Between forward and backward the module must stay as it is: in training mode or not, parameters as
+/// they are. A synchronized batch norm inside communicates again in backward, on all ranks alike; [`super::ConvBn2d`] alone does
+/// not.
+///
+/// # Errors
+/// Those of the module; a lazy layer in it that has met no input.
+pub fn checkpoint(module: Arc<dyn Module>, input: &Tensor) -> Result<Tensor> {
+    module.check_all_initialized()?;
+    let parameters: Vec<Parameter> =
+        module.parameters().into_iter().map(|(_, parameter)| parameter).collect();
+    let leaves: Vec<Tensor> = parameters.iter().map(Parameter::value).collect();
+    let inputs: Vec<&Tensor> = [input].into_iter().chain(&leaves).collect();
+    apply(Checkpoint { module, leaves: leaves.clone() }, &inputs)
+}
+
+struct Checkpoint {
+    module: Arc<dyn Module>,
+    /// The parameters, as they were in forward.
+    leaves: Vec<Tensor>,
+}
+
+/// The input, and where random numbers stood before forward.
+type Saved = (Tensor, Vec<GeneratorState>);
+
+impl Function for Checkpoint {
+    type Saved = Saved;
+
+    fn name(&self) -> &'static str {
+        "checkpoint"
+    }
+
+    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Saved)> {
+        let random = generators(self.module.as_ref()).iter().map(Generator::state).collect();
+        Ok((self.module.forward(inputs[0])?, (inputs[0].keep(), random)))
+    }
+
+    fn backward(
+        &self,
+        (input, random): Saved,
+        upstream: Tensor,
+        needs: &Needs,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let input = if needs.input(0) { input.with_grad() } else { input };
+        let output = {
+            let _after = Snapshot::take(self.module.as_ref());
+            generators(self.module.as_ref())
+                .iter()
+                .zip(&random)
+                .for_each(|(generator, state)| generator.restore(state));
+            enable_grad(|| self.module.forward(&input))?
+        };
+        if !output.requires_grad() {
+            return Err(Error::Invalid {
+                operation: "checkpoint",
+                reason: "the module gave an output without history when it ran again".into(),
+            });
+        }
+        let mut gradients =
+            output.backward_with(BackwardOptions { upstream: Some(upstream), retain_graph: false })?;
+        drop(output);
+        Ok([&input].into_iter().chain(&self.leaves).map(|leaf| gradients.take(leaf)).collect())
+    }
+}
+
+/// What a run of a module may change; put back when dropped.
+struct Snapshot {
+    buffers: Vec<(Buffer, Tensor)>,
+    counters: Vec<(Counter, i64)>,
+    random: Vec<(Generator, GeneratorState)>,
+}
+
+impl Snapshot {
+    fn take(module: &dyn Module) -> Snapshot {
+        let mut snapshot = Snapshot { buffers: Vec::new(), counters: Vec::new(), random: Vec::new() };
+        for (_, state) in module.named_state() {
+            match state {
+                State::Parameter(_) => {}
+                State::Buffer(buffer) => {
+                    let value = buffer.value();
+                    snapshot.buffers.push((buffer, value));
+                }
+                State::Counter(counter) => {
+                    let value = counter.value();
+                    snapshot.counters.push((counter, value));
+                }
+            }
+        }
+        snapshot.random = generators(module)
+            .into_iter()
+            .map(|generator| {
+                let state = generator.state();
+                (generator, state)
+            })
+            .collect();
+        snapshot
+    }
+}
+
+impl Drop for Snapshot {
+    fn drop(&mut self) {
+        for (buffer, value) in &self.buffers {
+            buffer.set(value).expect("its own value fits it");
+        }
+        self.counters.iter().for_each(|(counter, value)| counter.set(*value));
+        self.random.iter().for_each(|(generator, state)| generator.restore(state));
+    }
+}
+
+/// The sources of random numbers in a tree.
+fn generators(module: &dyn Module) -> Vec<Generator> {
+    let below = module.children().into_iter().flat_map(|(_, child)| generators(child));
+    module.generators().into_iter().chain(below).collect()
+}
+
+/// A module that runs by [`checkpoint`]: with the same state under the same names.
+pub struct Checkpointed {
+    module: Arc<dyn Module>,
+}
+
+impl Checkpointed {
+    /// Makes `module` keep its input only.
+    pub fn new(module: impl Module) -> Checkpointed {
+        Checkpointed { module: Arc::new(module) }
+    }
+}
+
+impl Module for Checkpointed {
+    fn forward(&self, input: &Tensor) -> Result<Tensor> {
+        checkpoint(self.module.clone(), input)
+    }
+
+    fn state(&self) -> Vec<(&'static str, State)> {
+        self.module.state()
+    }
+
+    fn children(&self) -> Vec<(&str, &dyn Module)> {
+        self.module.children()
+    }
+
+    fn generators(&self) -> Vec<Generator> {
+        self.module.generators()
+    }
+
+    fn set_training(&self, training: bool) {
+        self.module.set_training(training);
+    }
+
+    fn set_frozen_statistics(&self, frozen: bool) {
+        self.module.set_frozen_statistics(frozen);
+    }
+
+    fn set_communicator(&self, communicator: Option<&convoke_distributed::Communicator>) {
+        self.module.set_communicator(communicator);
+    }
+
+    fn fold(&mut self) -> Result<usize> {
+        let held = "checkpoint: a backward that is still to come holds the module";
+        let module = Arc::get_mut(&mut self.module)
+            .ok_or_else(|| Error::Invalid { operation: "fold", reason: held.into() })?;
+        module.fold()
+    }
+
+    fn check_initialized(&self) -> Result<()> {
+        self.module.check_initialized()
+    }
+}

@@ -1,0 +1,437 @@
+//! Looking for the plan with the least time within a budget.
+
+use std::collections::BTreeMap;
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use convoke_autograd::Device;
+use convoke_autograd::ops::Keep;
+
+use super::blocks::{self, BlockKind};
+use super::timing::Trial;
+use super::{MemoryPlan, PlannedBlock};
+use crate::data::TrainTest;
+use crate::modules::ConvBnMode;
+use crate::training::{DrySteps, MemoryPrediction, TrainingConfig, TrainingError};
+
+/// How a [`Planner`] works.
+#[derive(Debug, Clone)]
+pub struct PlannerOptions {
+    /// Time for timing blocks. When it is over, each kind left is timed once with each way to keep.
+    pub time_budget: Duration,
+    /// Whether ways to keep that change gradients, within their stated errors, are allowed.
+    pub inexact: bool,
+}
+
+impl Default for PlannerOptions {
+    /// One minute, exact gradients.
+    fn default() -> PlannerOptions {
+        PlannerOptions { time_budget: Duration::from_secs(60), inexact: false }
+    }
+}
+
+/// How far a planner has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PlannerProgress {
+    /// Kinds of blocks timed.
+    pub done: usize,
+    /// Kinds of blocks in the model.
+    pub total: usize,
+}
+
+/// Plans what the blocks of one model keep, for one batch size.
+pub struct Planner {
+    device: Device,
+    config: TrainingConfig,
+    data: Arc<TrainTest>,
+    dry: DrySteps,
+    blocks: Vec<Block>,
+    /// Exact bytes of the plans that were asked about, by what blocks keep.
+    known: BTreeMap<Vec<Keep>, MemoryPrediction>,
+}
+
+/// One block of the model.
+struct Block {
+    path: String,
+    /// The ways to keep, from the fastest to the smallest; none takes more of both than another.
+    choices: Vec<Choice>,
+}
+
+/// One way for a block to keep.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Choice {
+    keep: Keep,
+    seconds: f64,
+    /// Bytes at the end of forward, less than with [`Keep::Store`].
+    saved: usize,
+}
+
+type Result<T> = std::result::Result<T, TrainingError>;
+
+/// Plans that are gone through dry when all combinations are few.
+const ALL_BELOW: usize = 300;
+/// Runs of a block that are timed, of each way to keep.
+const ROUNDS: usize = 5;
+
+impl Planner {
+    /// Times the blocks of a run's model on `device`. `progress` may stop that.
+    ///
+    /// The run's Conv+BN blocks are taken to be fused.
+    ///
+    /// # Errors
+    /// If the run could not start, or an operation fails. `Ok(None)` if it was stopped.
+    pub fn new(
+        device: &Device,
+        config: &TrainingConfig,
+        data: &Arc<TrainTest>,
+        options: &PlannerOptions,
+        progress: &mut dyn FnMut(PlannerProgress) -> ControlFlow<()>,
+    ) -> Result<Option<Planner>> {
+        let config = TrainingConfig { conv_bn: ConvBnMode::Fused, ..config.clone() };
+        let mut dry = DrySteps::new(device, config.clone(), data.clone())?;
+        dry.step()?;
+        let found: Vec<(String, Option<BlockKind>)> =
+            blocks::find(dry.model()).into_iter().map(|(path, block)| (path, block.kind())).collect();
+        let mut kinds: Vec<BlockKind> = Vec::new();
+        for kind in found.iter().filter_map(|(_, kind)| kind.as_ref()) {
+            if !kinds.contains(kind) {
+                kinds.push(kind.clone());
+            }
+        }
+        let Some(times) = time_kinds(device, &kinds, options, progress)? else { return Ok(None) };
+        let mut planner = Planner {
+            device: device.clone(),
+            config,
+            data: data.clone(),
+            dry,
+            blocks: Vec::new(),
+            known: BTreeMap::new(),
+        };
+        planner.blocks = found
+            .iter()
+            .map(|(path, kind)| {
+                let of_kind = kind.as_ref().and_then(|kind| kinds.iter().position(|known| known == kind));
+                let store = Choice { keep: Keep::Store, seconds: 0.0, saved: 0 };
+                let choices = of_kind.map_or_else(|| vec![store], |index| times[index].clone());
+                Block { path: path.clone(), choices }
+            })
+            .collect();
+        planner.find_bytes()?;
+        Ok(Some(planner))
+    }
+
+    /// Learns from dry steps what each choice saves, and drops those that are worse than others in all.
+    fn find_bytes(&mut self) -> Result<()> {
+        let store = vec![Keep::Store; self.blocks.len()];
+        let all = self.bytes(&store)?.bytes_end_of_forward;
+        for index in 0..self.blocks.len() {
+            let mut choices = self.blocks[index].choices.clone();
+            for choice in &mut choices {
+                let mut keeps = store.clone();
+                keeps[index] = choice.keep;
+                choice.saved = all.saturating_sub(self.bytes(&keeps)?.bytes_end_of_forward);
+            }
+            self.blocks[index].choices = choices;
+        }
+        Ok(())
+    }
+
+    /// The exact bytes of steps in which blocks keep these.
+    fn bytes(&mut self, keeps: &[Keep]) -> Result<MemoryPrediction> {
+        if let Some(known) = self.known.get(keeps) {
+            return Ok(*known);
+        }
+        for ((_, block), keep) in blocks::find(self.dry.model()).into_iter().zip(keeps) {
+            block.set_keep(*keep);
+        }
+        let bytes = self.dry.step()?;
+        self.known.insert(keeps.to_vec(), bytes);
+        Ok(bytes)
+    }
+
+    fn seconds(&self, keeps: &[Keep]) -> f64 {
+        self.blocks.iter().zip(keeps).map(|(block, keep)| block.choice(*keep).seconds).sum()
+    }
+
+    fn plan(&mut self, keeps: &[Keep]) -> Result<MemoryPlan> {
+        let bytes = self.bytes(keeps)?;
+        let blocks = self.blocks.iter().zip(keeps).map(|(block, &keep)| {
+            let Choice { seconds, saved, .. } = block.choice(keep);
+            PlannedBlock { path: block.path.clone(), keep, bytes_saved: saved, seconds }
+        });
+        Ok(MemoryPlan {
+            model: self.config.model,
+            batch_size: self.config.batch_size,
+            threads: self.device.compute().threads(),
+            blocks: blocks.collect(),
+            bytes_end_of_forward: bytes.bytes_end_of_forward,
+            bytes_peak: bytes.bytes_peak,
+            block_seconds: self.seconds(keeps),
+        })
+    }
+
+    /// Plans worth a look: for each price of a byte, the least of time and price together; all, where they are few.
+    fn candidates(&self) -> Vec<Vec<Keep>> {
+        let combinations = self.blocks.iter().try_fold(1usize, |count, block| {
+            count.checked_mul(block.choices.len()).filter(|&count| count <= ALL_BELOW)
+        });
+        if combinations.is_some() {
+            let mut all = vec![Vec::new()];
+            for block in &self.blocks {
+                all = all
+                    .into_iter()
+                    .flat_map(|keeps: Vec<Keep>| {
+                        block.choices.iter().map(move |choice| [&keeps[..], &[choice.keep]].concat())
+                    })
+                    .collect();
+            }
+            return all;
+        }
+        // The prices at which some block changes its mind.
+        let mut prices = vec![0.0];
+        for block in &self.blocks {
+            for (a, b) in block.choices.iter().flat_map(|a| block.choices.iter().map(move |b| (a, b))) {
+                if b.saved > a.saved && b.seconds > a.seconds {
+                    prices.push((b.seconds - a.seconds) / (b.saved - a.saved) as f64 * 1.000_001);
+                }
+            }
+        }
+        prices.sort_by(f64::total_cmp);
+        let mut found: Vec<Vec<Keep>> = Vec::new();
+        for price in prices {
+            let keeps: Vec<Keep> = self.blocks.iter().map(|block| block.cheapest(price)).collect();
+            if !found.contains(&keeps) {
+                found.push(keeps);
+            }
+        }
+        found
+    }
+
+    /// Plans from the fastest to the smallest, none of which takes more time and more memory than another.
+    ///
+    /// # Errors
+    /// If a dry step fails.
+    pub fn curve(&mut self) -> Result<Vec<MemoryPlan>> {
+        let mut plans = Vec::new();
+        for keeps in self.candidates() {
+            plans.push(self.plan(&keeps)?);
+        }
+        plans.sort_by(|a, b| {
+            a.block_seconds.total_cmp(&b.block_seconds).then(a.bytes_peak.cmp(&b.bytes_peak))
+        });
+        let mut least = usize::MAX;
+        plans.retain(|plan| {
+            let better = plan.bytes_peak < least;
+            least = least.min(plan.bytes_peak);
+            better
+        });
+        Ok(plans)
+    }
+
+    /// The plan with the least time whose steps never have more than `budget` bytes in use.
+    ///
+    /// # Errors
+    /// If there is none: by how much the smallest misses, and which batch size would fit.
+    pub fn within(&mut self, budget: usize) -> Result<MemoryPlan> {
+        let curve = self.curve()?;
+        let start = curve.iter().find(|plan| plan.bytes_peak <= budget).or(curve.last());
+        let start = start.expect("there is at least one combination");
+        let mut keeps: Vec<Keep> = start.blocks.iter().map(|block| block.keep).collect();
+        while self.bytes(&keeps)?.bytes_peak > budget {
+            if !self.make_smaller(&mut keeps)? {
+                return Err(self.nothing_fits(budget, &keeps));
+            }
+        }
+        self.make_faster(&mut keeps, budget)?;
+        self.plan(&keeps)
+    }
+
+    /// Changes the block that lowers the peak most; whether any does.
+    fn make_smaller(&mut self, keeps: &mut Vec<Keep>) -> Result<bool> {
+        let mut best = (self.bytes(keeps)?.bytes_peak, keeps.clone());
+        let now = best.0;
+        for index in 0..self.blocks.len() {
+            for choice in self.blocks[index].choices.clone() {
+                let mut other = keeps.clone();
+                other[index] = choice.keep;
+                let peak = self.bytes(&other)?.bytes_peak;
+                if peak < best.0 {
+                    best = (peak, other);
+                }
+            }
+        }
+        *keeps = best.1;
+        Ok(best.0 < now)
+    }
+
+    /// Lets blocks take less time, where the plan still fits: those first that gain most.
+    fn make_faster(&mut self, keeps: &mut [Keep], budget: usize) -> Result<()> {
+        let mut gains: Vec<(f64, usize, Keep)> = Vec::new();
+        for (index, (block, keep)) in self.blocks.iter().zip(keeps.iter()).enumerate() {
+            let now = block.choice(*keep).seconds;
+            let faster = block.choices.iter().filter(|choice| choice.seconds < now);
+            gains.extend(faster.map(|choice| (now - choice.seconds, index, choice.keep)));
+        }
+        gains.sort_by(|a, b| b.0.total_cmp(&a.0));
+        for (_, index, keep) in gains {
+            let block = &self.blocks[index];
+            if block.choice(keep).seconds >= block.choice(keeps[index]).seconds {
+                continue;
+            }
+            let before = std::mem::replace(&mut keeps[index], keep);
+            if self.bytes(keeps)?.bytes_peak > budget {
+                keeps[index] = before;
+            }
+        }
+        Ok(())
+    }
+
+    fn nothing_fits(&mut self, budget: usize, keeps: &[Keep]) -> TrainingError {
+        let needed = match self.bytes(keeps) {
+            Ok(bytes) => bytes.bytes_peak,
+            Err(error) => return error,
+        };
+        let keeps: BTreeMap<String, Keep> =
+            self.blocks.iter().map(|block| block.path.clone()).zip(keeps.iter().copied()).collect();
+        let at_most = self.config.batch_size;
+        let fits = largest_batch(&self.device, &self.config, &self.data, budget, Some(&keeps), at_most);
+        TrainingError::Budget {
+            model: self.config.model,
+            batch_size: self.config.batch_size,
+            budget,
+            needed,
+            fits: fits.ok().flatten(),
+        }
+    }
+
+    /// The largest batch size whose steps fit a budget, with blocks that keep what `plan` says, or with separate layers; at most
+    /// all images of `data`, which is of the run's kind. `None` if not even one image fits.
+    ///
+    /// # Errors
+    /// If a dry step fails.
+    pub fn largest_batch(
+        &self,
+        budget: usize,
+        plan: Option<&MemoryPlan>,
+        data: &Arc<TrainTest>,
+    ) -> Result<Option<usize>> {
+        let keeps =
+            plan.map(|plan| plan.blocks.iter().map(|block| (block.path.clone(), block.keep)).collect());
+        largest_batch(&self.device, &self.config, data, budget, keeps.as_ref(), data.train.len())
+    }
+
+    /// The plan with the lowest peak that is found: it takes no look at time.
+    ///
+    /// # Errors
+    /// If a dry step fails.
+    pub fn smallest(&mut self) -> Result<MemoryPlan> {
+        let curve = self.curve()?;
+        let last = curve.last().expect("there is at least one combination");
+        let mut keeps: Vec<Keep> = last.blocks.iter().map(|block| block.keep).collect();
+        while self.make_smaller(&mut keeps)? {}
+        self.plan(&keeps)
+    }
+
+    /// The bytes of this run with separate layers.
+    ///
+    /// # Errors
+    /// If a dry step fails.
+    pub fn separate(&self) -> Result<MemoryPrediction> {
+        let config = TrainingConfig { conv_bn: ConvBnMode::Separate, ..self.config.clone() };
+        let mut dry = DrySteps::new(&self.device, config, self.data.clone())?;
+        dry.step()?;
+        dry.step()
+    }
+
+    /// What the blocks keep if nothing is planned.
+    ///
+    /// # Errors
+    /// If a dry step fails.
+    pub fn unplanned(&mut self) -> Result<MemoryPlan> {
+        let keeps = vec![Keep::default(); self.blocks.len()];
+        self.plan(&keeps)
+    }
+}
+
+impl Block {
+    fn choice(&self, keep: Keep) -> Choice {
+        let known = self.choices.iter().find(|choice| choice.keep == keep);
+        *known.unwrap_or(&self.choices[0])
+    }
+
+    /// What costs least if a byte that is not saved costs `price` seconds.
+    fn cheapest(&self, price: f64) -> Keep {
+        let cost = |choice: &Choice| choice.seconds - price * choice.saved as f64;
+        let best = self.choices.iter().min_by(|a, b| cost(a).total_cmp(&cost(b)));
+        best.map_or(Keep::default(), |choice| choice.keep)
+    }
+}
+
+/// The largest batch size, at most `at_most`, whose steps fit a budget: of separate layers without `keeps`.
+fn largest_batch(
+    device: &Device,
+    config: &TrainingConfig,
+    data: &Arc<TrainTest>,
+    budget: usize,
+    keeps: Option<&BTreeMap<String, Keep>>,
+    at_most: usize,
+) -> Result<Option<usize>> {
+    let conv_bn = if keeps.is_some() { ConvBnMode::Fused } else { ConvBnMode::Separate };
+    let fits = |batch_size: usize| -> Result<bool> {
+        let config = TrainingConfig { batch_size, conv_bn, ..config.clone() };
+        let mut dry = DrySteps::new(device, config, data.clone())?;
+        if let Some(keeps) = keeps {
+            super::apply(keeps, dry.model()).map_err(TrainingError::Config)?;
+        }
+        dry.step()?;
+        Ok(dry.step()?.bytes_peak <= budget)
+    };
+    let (mut fitting, mut too_large) = (0, at_most + 1);
+    while too_large - fitting > 1 {
+        let middle = fitting + (too_large - fitting) / 2;
+        match fits(middle)? {
+            true => fitting = middle,
+            false => too_large = middle,
+        }
+    }
+    Ok((fitting > 0).then_some(fitting))
+}
+
+/// The choices of each kind with their seconds; `None` if `progress` stopped it.
+fn time_kinds(
+    device: &Device,
+    kinds: &[BlockKind],
+    options: &PlannerOptions,
+    progress: &mut dyn FnMut(PlannerProgress) -> ControlFlow<()>,
+) -> Result<Option<Vec<Vec<Choice>>>> {
+    let start = Instant::now();
+    let mut all = Vec::new();
+    for (done, kind) in kinds.iter().enumerate() {
+        if progress(PlannerProgress { done, total: kinds.len() }).is_break() {
+            return Ok(None);
+        }
+        let trial = Trial::new(device, kind)?;
+        let mut choices: Vec<Choice> = kind
+            .candidates(options.inexact)
+            .into_iter()
+            .map(|keep| Choice { keep, seconds: f64::INFINITY, saved: 0 })
+            .collect();
+        for round in 0..=ROUNDS {
+            for choice in &mut choices {
+                let seconds = trial.run(choice.keep)?;
+                // The first round meets cold caches and fresh memory.
+                if round > 0 {
+                    choice.seconds = choice.seconds.min(seconds);
+                }
+            }
+            if round > 0 && start.elapsed() > options.time_budget {
+                break;
+            }
+        }
+        all.push(choices);
+    }
+    device.trim();
+    let _ = progress(PlannerProgress { done: kinds.len(), total: kinds.len() });
+    Ok(Some(all))
+}

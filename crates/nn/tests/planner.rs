@@ -1,0 +1,216 @@
+//! Plans: bytes exactly as predicted, within the budget, and not a bit of training changed.
+
+mod common;
+
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::time::Duration;
+
+use common::{check_same_state, snapshot};
+use convoke_autograd::{Cpu, Device, DeviceOptions};
+use convoke_distributed::{Options, run_threads};
+use convoke_nn::data::{Augmentation, DatasetInfo, TrainTest, noise, silent};
+use convoke_nn::models::Model;
+use convoke_nn::modules::{ConvBn2d, ConvBnMode, Keep};
+use convoke_nn::planner::{MemoryPlan, Planner, PlannerOptions};
+use convoke_nn::training::{Trainer, TrainingConfig};
+use convoke_nn::{Module, ModuleExt, Rule};
+
+fn device() -> Device {
+    Device::new(DeviceOptions::new(Cpu::new(2).unwrap()))
+}
+
+fn config(model: Model, batch_size: usize) -> TrainingConfig {
+    TrainingConfig {
+        model,
+        conv_bn: ConvBnMode::Fused,
+        rule: Rule::adamw(1e-3),
+        lr_gamma: 0.7,
+        batch_size,
+        seed: 5,
+        augmentation: Augmentation::default(),
+        sync_bn: false,
+        stop_on_nan: true,
+    }
+}
+
+/// Noise in a shape that the model takes, small where it can be.
+fn data(model: Model, images: usize) -> Arc<TrainTest> {
+    let shape = match model {
+        Model::MnistCnn => [1, 28, 28],
+        Model::Segnet => [3, 24, 32],
+        Model::Resnet20 => [3, 16, 16],
+        Model::Resnet50 => [3, 32, 32],
+    };
+    let info = DatasetInfo::of_noise("noise", shape, model.classes().min(10), model.targets());
+    Arc::new(noise(&info, 1, [images, 2], &silent).unwrap())
+}
+
+/// The models and a batch size for each.
+const MODELS: [(Model, usize); 4] =
+    [(Model::MnistCnn, 12), (Model::Segnet, 3), (Model::Resnet20, 6), (Model::Resnet50, 2)];
+
+fn planner(device: &Device, model: Model, batch_size: usize) -> Planner {
+    let options = PlannerOptions { time_budget: Duration::from_millis(1), inexact: false };
+    let (config, data) = (config(model, batch_size), data(model, batch_size));
+    let mut go_on = |_| ControlFlow::Continue(());
+    Planner::new(device, &config, &data, &options, &mut go_on).unwrap().unwrap()
+}
+
+/// Trains two steps by a plan: the second takes what the plan says.
+fn check_bytes(device: &Device, plan: &MemoryPlan) {
+    let data = data(plan.model, plan.batch_size);
+    let mut trainer = Trainer::new(device, config(plan.model, plan.batch_size), data).unwrap();
+    trainer.set_memory_plan(plan).unwrap();
+    trainer.step().unwrap();
+    let report = trainer.step().unwrap();
+    let found = [report.bytes_end_of_forward, report.bytes_peak];
+    assert_eq!(found, [plan.bytes_end_of_forward, plan.bytes_peak], "{:?}", plan.blocks);
+    let predicted = trainer.predict_memory().unwrap();
+    assert_eq!(found, [predicted.bytes_end_of_forward, predicted.bytes_peak]);
+}
+
+#[test]
+fn steps_take_the_bytes_that_plans_say() {
+    for (model, batch_size) in MODELS {
+        let device = device();
+        let mut planner = planner(&device, model, batch_size);
+        let curve = planner.curve().unwrap();
+        assert!(curve.len() > 1, "{model}: a choice");
+        assert!(curve.windows(2).all(|pair| pair[0].bytes_peak > pair[1].bytes_peak));
+        assert!(curve.windows(2).all(|pair| pair[0].block_seconds <= pair[1].block_seconds));
+        let separate = planner.separate().unwrap();
+        let smallest = planner.smallest().unwrap();
+        let all = [planner.unplanned().unwrap(), smallest.clone()];
+        for plan in &all {
+            let peaks = [plan.bytes_peak, separate.bytes_peak];
+            assert!(peaks[0] < peaks[1], "{model}: {peaks:?}");
+        }
+        for plan in curve.iter().step_by(1 + curve.len() / 3).chain(&all) {
+            check_bytes(&device, plan);
+        }
+        let between = (smallest.bytes_peak + curve[0].bytes_peak) / 2;
+        for budget in [usize::MAX, curve[0].bytes_peak, between, smallest.bytes_peak] {
+            let plan = planner.within(budget).unwrap();
+            assert!(plan.bytes_peak <= budget, "{model}: {} in {budget}", plan.bytes_peak);
+            check_bytes(&device, &plan);
+        }
+        let error = planner.within(smallest.bytes_peak - 1).unwrap_err().to_string();
+        assert!(error.contains(model.name()) && error.contains("the budget of"), "{error}");
+    }
+}
+
+#[test]
+fn a_budget_that_a_smaller_batch_fits_names_it() {
+    let device = device();
+    let mut small = planner(&device, Model::MnistCnn, 24);
+    let budget = small.smallest().unwrap().bytes_peak;
+    let mut large = planner(&device, Model::MnistCnn, 40);
+    let error = large.within(budget).unwrap_err().to_string();
+    assert!(error.contains("batch size 24 would fit"), "{error}");
+    let error = large.within(1000).unwrap_err().to_string();
+    assert!(!error.contains("would fit"), "{error}");
+    let many = data(Model::MnistCnn, 80);
+    let plan = large.smallest().unwrap();
+    assert_eq!(large.largest_batch(budget, Some(&plan), &many).unwrap(), Some(24));
+    let separate = large.largest_batch(budget, None, &many).unwrap().unwrap();
+    assert!(separate < 24, "{separate}");
+}
+
+/// Losses and everything a model holds, after some steps.
+fn train(
+    model: Model,
+    batch_size: usize,
+    mode: ConvBnMode,
+    keep: impl Fn(usize) -> Keep,
+) -> (Vec<u64>, Snapshot) {
+    let device = device();
+    let config = TrainingConfig { conv_bn: mode, ..config(model, batch_size) };
+    let mut trainer = Trainer::new(&device, config, data(model, 2 * batch_size + 2)).unwrap();
+    if mode == ConvBnMode::Fused {
+        blocks(trainer.model())
+            .into_iter()
+            .enumerate()
+            .for_each(|(index, block)| block.set_keep(keep(index)));
+    }
+    (0..5).for_each(|_| drop(trainer.step().unwrap()));
+    (trainer.losses().iter().map(|loss| loss.to_bits()).collect(), snapshot(trainer.model()))
+}
+
+type Snapshot = Vec<(String, Vec<u64>)>;
+
+fn blocks(module: &dyn Module) -> Vec<&ConvBn2d> {
+    match (module as &dyn std::any::Any).downcast_ref::<ConvBn2d>() {
+        Some(block) => vec![block],
+        None => module.children().into_iter().flat_map(|(_, child)| blocks(child)).collect(),
+    }
+}
+
+#[test]
+fn what_blocks_keep_changes_no_bit_of_training() {
+    let exact: Vec<Keep> = Keep::ALL.into_iter().filter(|keep| keep.is_exact()).collect();
+    for (model, batch_size) in MODELS {
+        let expected = train(model, batch_size, ConvBnMode::Separate, |_| Keep::Store);
+        for &keep in &exact {
+            let (losses, state) = train(model, batch_size, ConvBnMode::Fused, |_| keep);
+            assert_eq!(losses, expected.0, "{model} {keep}");
+            check_same_state(&state, &expected.1).unwrap_or_else(|error| panic!("{model} {keep}: {error}"));
+        }
+        // Each block its own way.
+        let mixed = train(model, batch_size, ConvBnMode::Fused, |index| exact[(index * 7 + 3) % exact.len()]);
+        assert_eq!(mixed.0, expected.0, "{model}");
+        check_same_state(&mixed.1, &expected.1).unwrap_or_else(|error| panic!("{model}: {error}"));
+    }
+}
+
+#[test]
+fn plans_are_files_for_one_model_of_fused_blocks() {
+    let device = device();
+    let plan = planner(&device, Model::MnistCnn, 4).smallest().unwrap();
+    let text = serde_json::to_string(&plan).unwrap();
+    assert_eq!(serde_json::from_str::<MemoryPlan>(&text).unwrap(), plan);
+    let keep = plan.blocks[0].keep.name();
+    let wrong = serde_json::from_str::<MemoryPlan>(&text.replace(keep, "forget")).unwrap_err().to_string();
+    assert!(wrong.contains("\"forget\" is not one of store,"), "{wrong}");
+    let apply = |config: TrainingConfig, plan: &MemoryPlan| {
+        let data = data(config.model, config.batch_size);
+        let mut trainer = Trainer::new(&device, config, data).unwrap();
+        trainer.set_memory_plan(plan).unwrap_err().to_string()
+    };
+    let error = apply(config(Model::Resnet20, 4), &plan);
+    assert!(error.contains("conv1"), "{error}");
+    let separate = TrainingConfig { conv_bn: ConvBnMode::Separate, ..config(Model::MnistCnn, 4) };
+    let error = apply(separate, &plan);
+    assert!(error.contains("separate"), "{error}");
+    let mut more = plan.clone();
+    more.blocks.push(convoke_nn::planner::PlannedBlock { path: "block9".into(), ..plan.blocks[0].clone() });
+    let error = apply(config(Model::MnistCnn, 4), &more);
+    assert!(error.contains("block9"), "{error}");
+}
+
+#[test]
+fn all_ranks_take_the_first_ones_plan() {
+    let data = data(Model::MnistCnn, 16);
+    let kept = run_threads(2, &Options::default(), |communicator| {
+        let device = Device::new(DeviceOptions::new(Cpu::single()));
+        let trainer = Trainer::new(&device, config(Model::MnistCnn, 8), data.clone()).unwrap();
+        if communicator.rank() == 0 {
+            blocks(trainer.model()).iter().for_each(|block| block.set_keep(Keep::RecomputeInTiles));
+        }
+        let trainer = trainer.join(&communicator).unwrap();
+        blocks(trainer.model()).iter().map(|block| block.keep()).collect::<Vec<_>>()
+    });
+    let all = vec![Keep::RecomputeInTiles; 2];
+    assert_eq!(kept.unwrap(), [all.clone(), all]);
+}
+
+#[test]
+fn a_planner_can_be_stopped() {
+    let device = device();
+    let (config, data) = (config(Model::MnistCnn, 4), data(Model::MnistCnn, 4));
+    let mut stop = |_| ControlFlow::Break(());
+    let planner = Planner::new(&device, &config, &data, &PlannerOptions::default(), &mut stop).unwrap();
+    assert!(planner.is_none());
+    assert!(config.model.name() == "mnist-cnn" && !data.train.is_empty());
+    let _ = Trainer::new(&device, config, data).unwrap().model().parameters();
+}
