@@ -236,6 +236,26 @@ fn rounded_and_inverted_gradients_are_as_far_off_as_stated() {
     failures.finish();
 }
 
+/// Where a gamma is 0, the output says nothing of the convolution's: it is convolved again, for the whole block.
+#[test]
+fn a_gamma_of_zero_is_not_inverted() {
+    for zero in [0.0f32, -0.0, f32::MIN_POSITIVE] {
+        let device = device();
+        let net = NETS[1];
+        let mut leaves = Leaves::new::<f32>(&device, &net, FORMATS[1]);
+        let gamma = [0.5, zero, -1.5, 1.0, 2.0, -0.25];
+        leaves.gammas[0] = Tensor::from_slice(&device, &[6], &gamma).unwrap().with_grad();
+        let run = |keep| run::<f32>(&leaves, |leaves| leaves.fused(&net, keep)).unwrap();
+        let (inverted, stored) = (run(Keep::Invert), run(Keep::Store));
+        // Of x and of the first gamma, which the channel's values decide.
+        assert!(values::<f32>(&inverted.2[0].1).iter().all(|value| value.is_finite()));
+        let all = |results: &Results| {
+            values::<f32>(&results.2[3].1).iter().map(|&v| f64::from(v)).collect::<Vec<_>>()
+        };
+        check_close(&all(&inverted), &all(&stored), Tolerance::new(1e-3, 1e-4)).unwrap();
+    }
+}
+
 /// Bytes in use while the second block's output is all that is held, over those of the leaves.
 #[test]
 fn each_way_keeps_the_bytes_it_says() {
