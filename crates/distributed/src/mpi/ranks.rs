@@ -11,7 +11,7 @@ use crate::communicator::Transport;
 use crate::message::{Message, Outgoing};
 use crate::{Call, Error, Result};
 
-/// How long a rank that fails waits for what the others in its call say, so that all give the same error.
+/// How long a rank that fails waits for what the others say, so that all give the same error.
 const GRACE: Duration = Duration::from_secs(1);
 
 /// A rank among processes, which all know where each of them listens.
@@ -145,9 +145,8 @@ impl Ranks {
         let mut pauses = Pauses::new();
         loop {
             let changed = self.advance(state);
-            // Who has come to the call waits in it, and so will answer.
-            let answered =
-                |inbox: &Inbox| inbox.failed().is_some() || inbox.has_left() || inbox.call().is_none();
+            // Also who has not come as far as this rank knows: that may be on its way.
+            let answered = |inbox: &Inbox| inbox.failed().is_some() || inbox.has_left();
             if self.others().all(|other| answered(&state.inboxes[other])) || pauses.total() >= GRACE {
                 break;
             }
