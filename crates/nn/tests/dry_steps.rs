@@ -5,7 +5,7 @@ mod common;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{bits, check_same_state, digits, snapshot};
+use common::{bits, check_same_state, config, digits, snapshot};
 use convoke_autograd::{Cpu, Device, DeviceOptions, Tensor};
 use convoke_kernels::optimizer::Sgd;
 use convoke_kernels::tune::{Tuner, TunerOptions};
@@ -22,20 +22,6 @@ fn rules() -> [Rule; 4] {
         Sgd { learning_rate: 0.01, momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false };
     let momentum = Rule::Sgd(Sgd { momentum: 0.9, ..plain });
     [Rule::adadelta(1.0), momentum, Rule::adamw(1e-3), Rule::Sgd(plain)]
-}
-
-fn config(model: Model, conv_bn: ConvBnMode, rule: Rule, batch_size: usize) -> TrainingConfig {
-    TrainingConfig {
-        model,
-        conv_bn,
-        rule,
-        lr_gamma: 0.7,
-        batch_size,
-        seed: 5,
-        augmentation: Augmentation::default(),
-        sync_bn: false,
-        stop_on_nan: true,
-    }
 }
 
 /// Images of 24 x 32 with three classes at their pixels; some pixels have no label.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use common::{check_same_state, snapshot};
 use convoke_autograd::{Cpu, Device, DeviceOptions};
 use convoke_distributed::{Options, run_threads};
-use convoke_nn::data::{Augmentation, DatasetInfo, TrainTest, noise, silent};
+use convoke_nn::data::{DatasetInfo, TrainTest, noise, silent};
 use convoke_nn::models::Model;
 use convoke_nn::modules::{ConvBn2d, ConvBnMode, Keep};
 use convoke_nn::planner::{MemoryPlan, Planner, PlannerOptions};
@@ -21,17 +21,7 @@ fn device() -> Device {
 }
 
 fn config(model: Model, batch_size: usize) -> TrainingConfig {
-    TrainingConfig {
-        model,
-        conv_bn: ConvBnMode::Fused,
-        rule: Rule::adamw(1e-3),
-        lr_gamma: 0.7,
-        batch_size,
-        seed: 5,
-        augmentation: Augmentation::default(),
-        sync_bn: false,
-        stop_on_nan: true,
-    }
+    common::config(model, ConvBnMode::Fused, Rule::adamw(1e-3), batch_size)
 }
 
 /// Noise in a shape that the model takes, small where it can be.

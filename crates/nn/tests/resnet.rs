@@ -192,12 +192,7 @@ fn both_modes_give_the_same_and_reach_every_parameter() {
         let model = small(&device, mode);
         let output = model.forward(&x).unwrap();
         let gradients = backward(&output, &upstream, false);
-        let of = |(path, parameter): (String, convoke_nn::Parameter)| {
-            let gradient =
-                gradients.get(&parameter.value()).unwrap_or_else(|| panic!("no gradient of {path}"));
-            (path, values(gradient))
-        };
-        let gradients: Vec<(String, Vec<f64>)> = model.parameters().into_iter().map(of).collect();
+        let gradients = common::gradients_by_path(&model, &gradients);
         (values(&output), gradients)
     };
     let (fused, separate) = (run(ConvBnMode::Fused), run(ConvBnMode::Separate));

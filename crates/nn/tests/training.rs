@@ -18,18 +18,7 @@ use convoke_testkit::{Tolerance, assert_close};
 const MODES: [ConvBnMode; 2] = [ConvBnMode::Fused, ConvBnMode::Separate];
 
 fn config(conv_bn: ConvBnMode, rule: Rule, batch_size: usize) -> TrainingConfig {
-    let model = Model::MnistCnn;
-    TrainingConfig {
-        model,
-        conv_bn,
-        rule,
-        lr_gamma: 0.7,
-        batch_size,
-        seed: 5,
-        augmentation: Default::default(),
-        sync_bn: false,
-        stop_on_nan: true,
-    }
+    common::config(Model::MnistCnn, conv_bn, rule, batch_size)
 }
 
 fn trainer(conv_bn: ConvBnMode, rule: Rule, batch_size: usize, data: &Arc<TrainTest>) -> Trainer {

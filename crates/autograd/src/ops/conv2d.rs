@@ -198,19 +198,19 @@ impl Convolution {
         &self.device
     }
 
-    /// Images of a tile, but for the last.
-    pub(super) fn tile_images(&self) -> usize {
-        self.tile
-    }
-
     pub(super) fn problem(&self) -> &ConvProblem {
         &self.problem
     }
 
     /// The tiles of the batch, in order; none if there are no images.
     pub(super) fn tiles(&self) -> impl Iterator<Item = Range<usize>> + use<> {
-        let (batch, tile) = (if self.empty { 0 } else { self.problem.batch }, self.tile);
-        (0..batch).step_by(tile).map(move |start| start..(start + tile).min(batch))
+        self.tiles_of(0..if self.empty { 0 } else { self.problem.batch })
+    }
+
+    /// Some images cut into tiles.
+    pub(super) fn tiles_of(&self, images: Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
+        let (end, tile) = (images.end, self.tile);
+        images.step_by(tile).map(move |start| start..(start + tile).min(end))
     }
 
     /// N x K x OH x OW, also where there are no images.

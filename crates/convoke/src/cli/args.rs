@@ -216,30 +216,17 @@ impl RunArgs {
     }
 
     pub(crate) fn rule(&self) -> Rule {
-        match self.optimizer {
-            OptimizerName::Adadelta => {
-                let mut rule = Rule::adadelta(self.lr.unwrap_or(1.0));
-                if let Rule::Adadelta(rule) = &mut rule {
-                    rule.weight_decay = self.weight_decay.unwrap_or(rule.weight_decay);
-                }
-                rule
+        let mut rule = rule(self.optimizer, self.lr);
+        let weight_decay = match &mut rule {
+            Rule::Adadelta(rule) => &mut rule.weight_decay,
+            Rule::Sgd(rule) => {
+                rule.momentum = self.momentum;
+                &mut rule.weight_decay
             }
-            OptimizerName::Sgd => {
-                let mut rule = Rule::sgd(self.lr.unwrap_or(0.01));
-                if let Rule::Sgd(rule) = &mut rule {
-                    rule.momentum = self.momentum;
-                    rule.weight_decay = self.weight_decay.unwrap_or(rule.weight_decay);
-                }
-                rule
-            }
-            OptimizerName::Adamw => {
-                let mut rule = Rule::adamw(self.lr.unwrap_or(0.001));
-                if let Rule::AdamW(rule) = &mut rule {
-                    rule.weight_decay = self.weight_decay.unwrap_or(rule.weight_decay);
-                }
-                rule
-            }
-        }
+            Rule::AdamW(rule) => &mut rule.weight_decay,
+        };
+        *weight_decay = self.weight_decay.unwrap_or(*weight_decay);
+        rule
     }
 }
 
@@ -291,12 +278,12 @@ pub(crate) enum OptimizerName {
     Adamw,
 }
 
-/// An optimizer as it is without flags.
-pub(crate) fn rule(optimizer: OptimizerName) -> Rule {
+/// An optimizer with the learning rate that is asked for, else its own, and as it is without more flags.
+pub(crate) fn rule(optimizer: OptimizerName, learning_rate: Option<f64>) -> Rule {
     match optimizer {
-        OptimizerName::Adadelta => Rule::adadelta(1.0),
-        OptimizerName::Sgd => Rule::sgd(0.01),
-        OptimizerName::Adamw => Rule::adamw(0.001),
+        OptimizerName::Adadelta => Rule::adadelta(learning_rate.unwrap_or(1.0)),
+        OptimizerName::Sgd => Rule::sgd(learning_rate.unwrap_or(0.01)),
+        OptimizerName::Adamw => Rule::adamw(learning_rate.unwrap_or(0.001)),
     }
 }
 

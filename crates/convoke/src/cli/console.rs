@@ -117,11 +117,6 @@ impl Console {
         self.stage_of(name, ProgressUnit::Images, done, total)
     }
 
-    /// A stage of `total` parts, none of which is behind it.
-    pub(crate) fn plain_stage(&self, name: &str, total: u64) -> Stage {
-        self.stage(name, 0, Some(total))
-    }
-
     fn stage_of(&self, name: &str, unit: ProgressUnit, done: u64, total: Option<u64>) -> Stage {
         let target = if self.terminal { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
         let bar = ProgressBar::with_draw_target(total, target);

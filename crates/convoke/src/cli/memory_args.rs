@@ -99,7 +99,7 @@ pub(crate) fn planner(
 ) -> Result<Planner> {
     let mut stage = None;
     let mut progress = |at: convoke::nn::planner::PlannerProgress| -> ControlFlow<()> {
-        let stage = stage.get_or_insert_with(|| console.plain_stage("timing blocks", at.total as u64));
+        let stage = stage.get_or_insert_with(|| console.stage("timing blocks", 0, Some(at.total as u64)));
         stage.set(at.done as u64, "");
         console.control()
     };

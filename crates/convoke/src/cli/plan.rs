@@ -174,7 +174,7 @@ fn job(args: &PlanArgs, console: &Console) -> Result<(TrainingConfig, Arc<TrainT
     let config = TrainingConfig {
         model,
         conv_bn: ConvBnMode::Fused,
-        rule: rule(args.optimizer),
+        rule: rule(args.optimizer, None),
         lr_gamma: 1.0,
         batch_size,
         augmentation: Augmentation::default(),
@@ -248,7 +248,7 @@ fn time_steps(
     let mut separate = trainer(ConvBnMode::Separate)?;
     let mut planned = trainer(ConvBnMode::Fused)?;
     let rounds = u64::from(steps) + 1;
-    let mut stage = console.plain_stage("timing steps", rounds * points.len() as u64);
+    let mut stage = console.stage("timing steps", 0, Some(rounds * points.len() as u64));
     let mut times: Vec<Vec<f64>> = vec![Vec::new(); points.len()];
     for round in 0..rounds {
         for (index, point) in points.iter().enumerate() {

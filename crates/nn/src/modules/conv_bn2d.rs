@@ -94,7 +94,7 @@ impl ConvBn2d {
 
     fn run(&self, input: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
         // A window of more elements than a byte counts is pooled on its own.
-        let fused_pool = self.pool.filter(|pool| pool.kernel.iter().product::<usize>() <= 256);
+        let fused_pool = self.pool.filter(ConvBnBlock::can_pool);
         let Some(bn) = self.bn.as_ref().filter(|_| self.mode == ConvBnMode::Fused) else {
             let mut y = self.conv.forward(input)?;
             if let Some(bn) = &self.bn {

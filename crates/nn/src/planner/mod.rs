@@ -85,6 +85,12 @@ pub(crate) fn apply(keeps: &BTreeMap<String, Keep>, model: &dyn Module) -> std::
     Ok(())
 }
 
+/// Makes the blocks of `model` keep what those of another of the same kind keep; separate layers keep what they must.
+pub(crate) fn copy(from: &dyn Module, model: &dyn Module) -> std::result::Result<(), String> {
+    let fused = blocks::find(from).iter().all(|(_, block)| block.mode() == ConvBnMode::Fused);
+    if fused { apply(&keeps(from), model) } else { Ok(()) }
+}
+
 /// A [`Keep`] as its name.
 mod keep_name {
     use convoke_autograd::ops::Keep;
@@ -96,8 +102,7 @@ mod keep_name {
 
     pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Keep, D::Error> {
         let name = String::deserialize(from)?;
-        let known = Keep::ALL.into_iter().find(|keep| keep.name() == name);
-        known.ok_or_else(|| {
+        Keep::named(&name).ok_or_else(|| {
             let names = Keep::ALL.map(Keep::name).join(", ");
             serde::de::Error::custom(format!("{name:?} is not one of {names}"))
         })

@@ -54,7 +54,7 @@ pub struct Planner {
 /// One block of the model.
 struct Block {
     path: String,
-    /// The ways to keep, from the fastest to the smallest; none takes more of both than another.
+    /// The ways to keep.
     choices: Vec<Choice>,
 }
 
@@ -89,8 +89,7 @@ impl Planner {
         progress: &mut dyn FnMut(PlannerProgress) -> ControlFlow<()>,
     ) -> Result<Option<Planner>> {
         let config = TrainingConfig { conv_bn: ConvBnMode::Fused, ..config.clone() };
-        let mut dry = DrySteps::new(device, config.clone(), data.clone())?;
-        dry.step()?;
+        let dry = DrySteps::new(device, config.clone(), data.clone())?;
         let found: Vec<(String, Option<BlockKind>)> =
             blocks::find(dry.model()).into_iter().map(|(path, block)| (path, block.kind())).collect();
         let mut kinds: Vec<BlockKind> = Vec::new();
@@ -121,7 +120,7 @@ impl Planner {
         Ok(Some(planner))
     }
 
-    /// Learns from dry steps what each choice saves, and drops those that are worse than others in all.
+    /// Learns from dry steps what each choice saves.
     fn find_bytes(&mut self) -> Result<()> {
         let store = vec![Keep::Store; self.blocks.len()];
         let all = self.bytes(&store)?.bytes_end_of_forward;
@@ -339,9 +338,7 @@ impl Planner {
     /// If a dry step fails.
     pub fn separate(&self) -> Result<MemoryPrediction> {
         let config = TrainingConfig { conv_bn: ConvBnMode::Separate, ..self.config.clone() };
-        let mut dry = DrySteps::new(&self.device, config, self.data.clone())?;
-        dry.step()?;
-        dry.step()
+        DrySteps::new(&self.device, config, self.data.clone())?.step()
     }
 
     /// What the blocks keep if nothing is planned.
@@ -384,7 +381,6 @@ fn largest_batch(
         if let Some(keeps) = keeps {
             super::apply(keeps, dry.model()).map_err(TrainingError::Config)?;
         }
-        dry.step()?;
         Ok(dry.step()?.bytes_peak <= budget)
     };
     let (mut fitting, mut too_large) = (0, at_most + 1);

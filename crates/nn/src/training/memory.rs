@@ -7,7 +7,6 @@ use convoke_autograd::Device;
 use super::{Result, StepReport, Trainer, TrainingConfig, TrainingError};
 use crate::data::TrainTest;
 use crate::data_parallel::shard;
-use crate::modules::ConvBnMode;
 use crate::{Module, planner};
 
 /// The bytes that a step's [`StepReport`](super::StepReport) will tell.
@@ -32,9 +31,7 @@ pub fn predict_memory(
     config: TrainingConfig,
     data: Arc<TrainTest>,
 ) -> Result<MemoryPrediction> {
-    let mut dry = DrySteps::new(device, config, data)?;
-    dry.step()?;
-    dry.step()
+    DrySteps::new(device, config, data)?.step()
 }
 
 /// A run on a [dry](Device::dry) device, for the bytes of its steps.
@@ -43,18 +40,21 @@ pub(crate) struct DrySteps {
 }
 
 impl DrySteps {
-    /// A run from its beginning; algorithms are chosen as for `device`.
+    /// A run after its first step; algorithms are chosen as for `device`.
     pub(crate) fn new(device: &Device, config: TrainingConfig, data: Arc<TrainTest>) -> Result<DrySteps> {
         // No loss means anything.
         let config = TrainingConfig { stop_on_nan: false, ..config };
-        Ok(DrySteps { trainer: Trainer::new(&device.dry(), config, data)? })
+        let mut dry = DrySteps { trainer: Trainer::new(&device.dry(), config, data)? };
+        // The first step makes the optimizer's state.
+        dry.step()?;
+        Ok(dry)
     }
 
     pub(crate) fn model(&self) -> &dyn Module {
         self.trainer.model()
     }
 
-    /// The bytes of a step with a whole batch; from the second one on they stay the same.
+    /// The bytes of a step with a whole batch.
     pub(crate) fn step(&mut self) -> Result<MemoryPrediction> {
         // The next batch may be what is left of an epoch.
         self.trainer.batch = 0;
@@ -75,10 +75,7 @@ impl Trainer {
         let own = shard(self.config.batch_size, ranks.rank(), ranks.world_size()).len();
         let config = TrainingConfig { batch_size: own.max(1), ..self.config.clone() };
         let mut dry = DrySteps::new(&self.device, config, self.data.clone())?;
-        if self.config.conv_bn == ConvBnMode::Fused {
-            planner::apply(&planner::keeps(self.model()), dry.model()).map_err(TrainingError::Config)?;
-        }
-        dry.step()?;
+        planner::copy(self.model(), dry.model()).map_err(TrainingError::Config)?;
         dry.step()
     }
 }

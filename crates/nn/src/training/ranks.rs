@@ -90,8 +90,8 @@ impl Trainer {
         let names = share_bytes(communicator, "memory plan", names)?;
         if communicator.rank() > 0 && self.config.conv_bn == ConvBnMode::Fused {
             let names: BTreeMap<String, String> = serde_json::from_slice(&names).map_err(unreadable)?;
-            let keep = |name: &String| Keep::ALL.into_iter().find(|keep| keep.name() == name);
-            let keeps = names.iter().filter_map(|(path, name)| Some((path.clone(), keep(name)?))).collect();
+            let keeps =
+                names.into_iter().filter_map(|(path, name)| Some((path, Keep::named(&name)?))).collect();
             planner::apply(&keeps, self.model.as_ref()).map_err(TrainingError::Config)?;
         }
         Ok(())
@@ -120,10 +120,7 @@ impl Trainer {
         let device = self.device.dry();
         let (init, info) = (Init::new(&device, 0), self.data.train.info());
         let model = self.config.model.build(&init, self.config.conv_bn, info.channels, info.classes)?;
-        if self.config.conv_bn == ConvBnMode::Fused {
-            planner::apply(&planner::keeps(self.model.as_ref()), model.as_ref())
-                .map_err(TrainingError::Config)?;
-        }
+        planner::copy(self.model.as_ref(), model.as_ref()).map_err(TrainingError::Config)?;
         for images in self.sampler.shard_sizes(world_size) {
             let first: Vec<u32> = (0..images as u32).collect();
             let views = self.config.augmentation.views(0, 0);

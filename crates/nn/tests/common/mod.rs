@@ -6,7 +6,10 @@ use std::sync::{Arc, LazyLock};
 
 use convoke_autograd::{BackwardOptions, Cpu, DType, Device, DeviceOptions, Gradients, Tensor};
 use convoke_nn::data::{self, TrainTest};
-use convoke_nn::{Buffer, Counter, Init, Module, ModuleExt, Parameter, State};
+use convoke_nn::models::Model;
+use convoke_nn::modules::ConvBnMode;
+use convoke_nn::training::TrainingConfig;
+use convoke_nn::{Buffer, Counter, Init, Module, ModuleExt, Parameter, Rule, State};
 use convoke_testkit::{Case, formula_fill_around};
 
 /// An element type of both the library and the test kit.
@@ -99,6 +102,33 @@ pub(crate) fn check_same_state(
         Some(((path, _), (other, _))) => Err(format!("{path} differs (expected {other})")),
         None => Ok(()),
     }
+}
+
+/// A run from seed 5, with images as they are.
+pub(crate) fn config(model: Model, conv_bn: ConvBnMode, rule: Rule, batch_size: usize) -> TrainingConfig {
+    TrainingConfig {
+        model,
+        conv_bn,
+        rule,
+        lr_gamma: 0.7,
+        batch_size,
+        seed: 5,
+        augmentation: Default::default(),
+        sync_bn: false,
+        stop_on_nan: true,
+    }
+}
+
+/// The gradient of every parameter, with its path.
+pub(crate) fn gradients_by_path(
+    model: &(impl Module + ?Sized),
+    gradients: &Gradients,
+) -> Vec<(String, Vec<f64>)> {
+    let of = |(path, parameter): (String, Parameter)| {
+        let gradient = gradients.get(&parameter.value()).unwrap_or_else(|| panic!("no gradient of {path}"));
+        (path, values(gradient))
+    };
+    model.parameters().into_iter().map(of).collect()
 }
 
 /// Backward from any tensor with a given upstream gradient.

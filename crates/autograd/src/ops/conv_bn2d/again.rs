@@ -147,7 +147,7 @@ pub(super) enum Source {
 
 impl Recipe for Again {
     fn images(&self) -> usize {
-        self.epilogue.images()
+        self.epilogue.convolution.output_shape()[0]
     }
 
     fn write(&self, images: Range<usize>, out: &mut [u8]) -> Result<()> {
@@ -160,7 +160,7 @@ impl Recipe for Again {
             let image = self.epilogue.output_image()?;
             let out = bytemuck::cast_slice_mut::<u8, T>(out);
             // A whole tensor is written tile by tile too: the order does not matter, what caches hold does.
-            for tile in self.epilogue.tiles(images.clone()) {
+            for tile in self.epilogue.convolution.tiles_of(images.clone()) {
                 let place = (tile.start - images.start) * image..(tile.end - images.start) * image;
                 let y = y.images::<T>(tile.clone(), &mut scratch)?;
                 self.epilogue.run(tile, y, &mut out[place], None)?;

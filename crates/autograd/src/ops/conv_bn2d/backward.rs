@@ -72,11 +72,11 @@ impl ConvBn {
         mut upstream: Tensor,
         output: &Tensor,
     ) -> Result<Tensor> {
-        let device = epilogue.device.clone();
+        let device = epilogue.convolution.device();
         let image = epilogue.output_image()?;
         upstream.update(|g: &mut [T]| {
             let mut scratch = None;
-            for images in epilogue.tiles(0..epilogue.images()) {
+            for images in epilogue.convolution.tiles() {
                 let g = &mut g[images.start * image..images.end * image];
                 let z = output.images::<T>(images, &mut scratch)?;
                 activation_backward_in_place(device.compute(), self.norm.activation, z, g)?;
@@ -217,7 +217,7 @@ impl<T: Element> Upstream<'_, T> {
         else {
             return Ok(dy);
         };
-        let device = &self.epilogue.device;
+        let device = self.epilogue.convolution.device();
         let out = at_least(&mut self.scratch, device, problem.input_extent().len()?)?;
         let algorithm = device.max_pool_algorithm(&problem, T::DTYPE, MaxPoolPass::Backward);
         algorithm.backward(device.compute(), &problem, dy, &taken[place], out)?;

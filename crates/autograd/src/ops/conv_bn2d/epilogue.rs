@@ -5,23 +5,19 @@ use std::ops::Range;
 use convoke_kernels::Element;
 use convoke_kernels::activation::add_activated_in_place;
 use convoke_kernels::batch_norm::{Activation, normalize, normalize_in_place};
-use convoke_kernels::memory_format::Extent;
 use convoke_kernels::pool::{MaxPoolPass, PoolProblem};
 
 use super::super::batch_norm::Normalizer;
+use super::super::conv2d::Convolution;
 use super::super::pool2d::PoolOptions;
 use super::NAME;
-use crate::{Buffer, Device, MemoryFormat, Result, Tensor};
+use crate::{Buffer, Result, Tensor};
 
 /// pool(activation(normalise(y) + residual)) of a convolution's output y.
 #[derive(Clone)]
 pub(super) struct Epilogue {
-    pub(super) device: Device,
-    /// N, K, OH, OW of y.
-    pub(super) shape: [usize; 4],
-    pub(super) format: MemoryFormat,
-    /// Images of a tile.
-    pub(super) tile: usize,
+    /// What gives y.
+    pub(super) convolution: Convolution,
     /// With the activation, unless there is a residual.
     pub(super) normalizer: Normalizer,
     /// With the activation behind the addition.
@@ -30,34 +26,19 @@ pub(super) struct Epilogue {
 }
 
 impl Epilogue {
-    pub(super) fn images(&self) -> usize {
-        self.shape[0]
-    }
-
-    /// `images` cut into tiles.
-    pub(super) fn tiles(&self, images: Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
-        let (end, tile) = (images.end, self.tile);
-        images.step_by(tile).map(move |start| start..(start + tile).min(end))
-    }
-
-    pub(super) fn extent(&self, images: usize) -> Extent {
-        let [_, channels, height, width] = self.shape;
-        Extent { batch: images, channels, spatial: height * width, format: self.format }
-    }
-
     /// Pooling of `images` images, at least one.
     pub(super) fn pool_problem(&self, images: usize) -> Result<Option<PoolProblem>> {
-        let [_, channels, height, width] = self.shape;
-        let problem =
-            |pool: &PoolOptions| pool.problem(NAME, [images.max(1), channels, height, width], self.format);
+        let [_, channels, height, width] = self.convolution.output_shape();
+        let (shape, format) = ([images.max(1), channels, height, width], self.convolution.problem().format);
+        let problem = |pool: &PoolOptions| pool.problem(NAME, shape, format);
         self.pool.as_ref().map(problem).transpose()
     }
 
     /// The shape of the output.
     pub(super) fn output_shape(&self) -> Result<[usize; 4]> {
-        let [images, ..] = self.shape;
+        let whole = self.convolution.output_shape();
         let pooled = self.pool_problem(1)?.map(|problem| problem.output_shape());
-        let [_, channels, height, width] = pooled.unwrap_or(self.shape);
+        let ([images, ..], [_, channels, height, width]) = (whole, pooled.unwrap_or(whole));
         Ok([images, channels, height, width])
     }
 
@@ -74,23 +55,25 @@ impl Epilogue {
         out: &mut [T],
         taken: Option<&mut [u8]>,
     ) -> Result<()> {
-        let (cpu, extent) = (self.device.compute(), self.extent(images.len()));
+        let device = self.convolution.device();
+        let (cpu, extent) = (device.compute(), self.convolution.output_extent(images.len()));
         let by = self.normalizer.by::<T>()?;
         let Some(problem) = self.pool_problem(images.len())? else {
             normalize(cpu, &extent, y, &by, out)?;
             return self.add_residual(images, out);
         };
-        let mut normalized: Buffer<T> = self.device.buffer(y.len())?;
+        let mut normalized: Buffer<T> = device.buffer(y.len())?;
         normalize(cpu, &extent, y, &by, &mut normalized)?;
         let pass = if taken.is_some() { MaxPoolPass::Forward } else { MaxPoolPass::Inference };
-        let algorithm = self.device.max_pool_algorithm(&problem, T::DTYPE, pass);
+        let algorithm = device.max_pool_algorithm(&problem, T::DTYPE, pass);
         Ok(algorithm.forward(cpu, &problem, &normalized, out, taken)?)
     }
 
     /// [`Epilogue::run`] in the buffer of y. There is no pool.
     pub(super) fn run_in_place<T: Element>(&self, images: Range<usize>, y: &mut [T]) -> Result<()> {
         let by = self.normalizer.by::<T>()?;
-        normalize_in_place(self.device.compute(), &self.extent(images.len()), &by, y)?;
+        let cpu = self.convolution.device().compute();
+        normalize_in_place(cpu, &self.convolution.output_extent(images.len()), &by, y)?;
         self.add_residual(images, y)
     }
 
@@ -98,6 +81,6 @@ impl Epilogue {
         let Some((residual, activation)) = &self.residual else { return Ok(()) };
         let mut scratch = None;
         let residual = residual.images::<T>(images, &mut scratch)?;
-        Ok(add_activated_in_place(self.device.compute(), residual, *activation, z)?)
+        Ok(add_activated_in_place(self.convolution.device().compute(), residual, *activation, z)?)
     }
 }

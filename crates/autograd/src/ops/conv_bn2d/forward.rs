@@ -9,7 +9,7 @@ use super::super::batch_norm::{BatchNormOptions, Normalizer, Statistics};
 use super::super::conv2d::Convolution;
 use super::again::{Again, Convolved, Kept, Source};
 use super::epilogue::Epilogue;
-use super::{ConvBn, Keep, NAME, Saved};
+use super::{ConvBn, ConvBnBlock, Keep, NAME, Saved};
 use crate::error::invalid;
 use crate::pool::at_least;
 use crate::{Buffer, MemoryFormat, Needs, Result, Tensor, bf16};
@@ -32,10 +32,7 @@ impl ConvBn {
         let norm = if residual.is_some() { &alone } else { &self.norm };
         let normalizer = Normalizer::of_moments(NAME, norm, &y, gamma, beta, moments)?;
         let mut epilogue = Epilogue {
-            device: x.device().clone(),
-            shape: convolution.output_shape(),
-            format: y.format(),
-            tile: convolution.tile_images(),
+            convolution: convolution.clone(),
             normalizer,
             residual: residual.map(|residual| (residual, self.norm.activation)),
             pool: self.pool,
@@ -123,8 +120,8 @@ impl ConvBn {
         epilogue: &Epilogue,
         mut taken: Option<&mut Buffer<u8>>,
     ) -> Result<Tensor> {
-        let all = epilogue.tiles(0..epilogue.images());
-        let image = epilogue.shape[1..].iter().product::<usize>();
+        let all = epilogue.convolution.tiles();
+        let image = epilogue.convolution.output_image();
         if epilogue.pool.is_none()
             && let Some(y) = y.unshared::<T>()
         {
@@ -179,25 +176,27 @@ impl ConvBn {
         if residual {
             return Err(invalid(NAME, "a block has a residual or a pool, not both"));
         }
-        match pool.kernel.iter().try_fold(1usize, |len, &size| len.checked_mul(size)) {
-            Some(..=256) => Ok(()),
-            _ => Err(invalid(NAME, format!("a pool of {:?}: at most 256 elements a window", pool.kernel))),
+        match ConvBnBlock::can_pool(pool) {
+            true => Ok(()),
+            false => {
+                Err(invalid(NAME, format!("a pool of {:?}: at most 256 elements a window", pool.kernel)))
+            }
         }
     }
 }
 
 /// y - mean, rounded to bf16: its rounding errors do not grow with the mean.
 fn compact(y: &Tensor, epilogue: &Epilogue) -> Result<Tensor> {
-    let device = &epilogue.device;
+    let (convolution, device) = (&epilogue.convolution, epilogue.convolution.device());
     let centering = epilogue.normalizer.centering();
     let (y, by) = (y.data::<f32>()?, centering.by::<f32>()?);
-    let image = epilogue.shape[1..].iter().product::<usize>();
-    Tensor::build(device, &epilogue.shape, epilogue.format, |out: &mut [bf16]| {
+    let (image, shape) = (convolution.output_image(), convolution.output_shape());
+    Tensor::build(device, &shape, convolution.problem().format, |out: &mut [bf16]| {
         let mut scratch = None;
-        for images in epilogue.tiles(0..epilogue.images()) {
+        for images in convolution.tiles() {
             let place = images.start * image..images.end * image;
             let centered = at_least(&mut scratch, device, place.len())?;
-            let extent = epilogue.extent(images.len());
+            let extent = convolution.output_extent(images.len());
             normalize(device.compute(), &extent, &y[place.clone()], &by, centered)?;
             convert::convert(device.compute(), centered, &mut out[place])?;
         }

@@ -85,6 +85,11 @@ impl Keep {
         }
     }
 
+    /// The one of this name.
+    pub fn named(name: &str) -> Option<Keep> {
+        Keep::ALL.into_iter().find(|keep| keep.name() == name)
+    }
+
     /// Whether gradients are those of [`Keep::Store`], to the last bit.
     pub fn is_exact(self) -> bool {
         !matches!(self, Keep::Compact | Keep::Invert)
@@ -110,6 +115,14 @@ pub struct ConvBnBlock<'a> {
     pub pool: Option<PoolOptions>,
     /// What is kept for backward.
     pub keep: Keep,
+}
+
+impl ConvBnBlock<'_> {
+    /// Whether a block can have this pool: whether a byte counts the elements of a window.
+    pub fn can_pool(pool: &PoolOptions) -> bool {
+        let elements = pool.kernel.iter().try_fold(1usize, |len, &size| len.checked_mul(size));
+        elements.is_some_and(|elements| elements <= 256)
+    }
 }
 
 /// Exactly [`super::batch_norm`] of [`super::conv2d`], in value, saving only `x` and two numbers a channel.
