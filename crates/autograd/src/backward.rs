@@ -6,7 +6,7 @@ use std::sync::Arc;
 use convoke_kernels::{DType, elementwise};
 
 use crate::error::invalid;
-use crate::function::{Edge, Node};
+use crate::function::{Edge, Node, operation_span};
 use crate::mode::no_grad;
 use crate::tensor::{History, dispatch};
 use crate::{Error, Result, Tensor};
@@ -178,7 +178,10 @@ impl Walk<'_, '_> {
         while let Some((_, (node, upstream))) = self.pending.pop_last() {
             let call = node.call.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
             let call = call.ok_or(Error::GraphFreed { operation: node.name })?;
-            let (gradients, again) = call.backward(upstream, self.retain)?;
+            let (gradients, again) = {
+                let _span = operation_span(node.name, "backward");
+                call.backward(upstream, self.retain)?
+            };
             *node.call.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = again;
             if gradients.len() != node.edges.len() {
                 let reason =

@@ -139,7 +139,9 @@ pub fn apply_with_saved<F: Function, R>(
     // Forward sees constants: what it saves or returns of its inputs must not hold the tape behind them.
     let constants: Vec<Tensor> = inputs.iter().map(|input| input.detach()).collect();
     let constants: Vec<&Tensor> = constants.iter().collect();
+    let span = operation_span(operation, "forward");
     let (output, saved) = mode::no_grad(|| function.forward(&constants, &needs))?;
+    drop(span);
     let extra = look(&saved);
     if !recording {
         return Ok((output, extra));
@@ -148,6 +150,11 @@ pub fn apply_with_saved<F: Function, R>(
     let node =
         Node::new(operation, Box::new(call), inputs.iter().map(|&input| Edge::to(input)).collect(), &output);
     Ok((output.with_history(History::Node(Arc::new(node))), extra))
+}
+
+/// A span of `tracing` for an operation's pass, until it is dropped.
+pub(crate) fn operation_span(operation: &'static str, pass: &'static str) -> tracing::span::EnteredSpan {
+    tracing::trace_span!(target: convoke_kernels::profile::TARGET, "operation", operation, pass).entered()
 }
 
 /// A recorded operation.

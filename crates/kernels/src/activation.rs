@@ -3,6 +3,7 @@
 use crate::cpu::multiversion;
 use crate::elementwise::{chunks, chunks_mut};
 use crate::error::{check_len, invalid};
+use crate::profile::span;
 use crate::{Cpu, Element, Result};
 
 /// What follows a normalisation or a sum in the same pass over memory.
@@ -166,6 +167,7 @@ pub fn add_activated_in_place<T: Element>(
     activation: Activation,
     z: &mut [T],
 ) -> Result<()> {
+    span!("add with activation", residual, z, z);
     let operation = "add with activation";
     check_len(operation, "z", z.len(), residual.len())?;
     activation.check::<T>(operation)?;
@@ -206,6 +208,7 @@ pub fn activation_backward_in_place<T: Element>(
     z: &[T],
     g: &mut [T],
 ) -> Result<()> {
+    span!("activation backward", z, g, g);
     let operation = "activation backward";
     check_len(operation, "g", g.len(), z.len())?;
     activation.check::<T>(operation)?;
@@ -243,6 +246,7 @@ fn activate_as<T: Element>(
     x: &[T],
     y: &mut [T],
 ) -> Result<()> {
+    span!("activation", x, y);
     check_len(operation, "y", y.len(), x.len())?;
     activation.check::<T>(operation)?;
     let items = chunks(x).zip(chunks_mut(y));
@@ -259,6 +263,7 @@ fn activation_backward_unchecked<T: Element>(
     dz: &[T],
     g: &mut [T],
 ) {
+    span!("activation backward", z, dz, g);
     let items = chunks(z).zip(chunks(dz)).zip(chunks_mut(g));
     with_act!(activation, act => {
         cpu.for_each(z.len(), items, |((z, dz), g)| activation_backward_chunk(cpu, act, z, dz, g));
@@ -273,6 +278,7 @@ fn activation_backward_unchecked<T: Element>(
 /// # Errors
 /// If the lengths differ or `p` is not in [0, 1].
 pub fn dropout<T: Element>(cpu: &Cpu, x: &[T], p: f64, key: u64, y: &mut [T]) -> Result<()> {
+    span!("dropout", x, y);
     check_len("dropout", "y", y.len(), x.len())?;
     if !(0.0..=1.0).contains(&p) {
         return Err(invalid("dropout", format!("the probability must lie in [0, 1], not {p}")));

@@ -2,6 +2,7 @@
 
 use crate::error::{check_len, invalid};
 use crate::memory_format::Extent;
+use crate::profile::span;
 use crate::{Cpu, Result, Stored};
 
 /// Elements of one task, about.
@@ -14,6 +15,7 @@ const TASK: usize = 1 << 15;
 /// # Errors
 /// If a part's length is no number of channels, or all of them are not the extent's channels.
 pub fn concat<T: Stored>(cpu: &Cpu, extent: &Extent, parts: &[&[T]], y: &mut [T]) -> Result<()> {
+    span!("concat", y, y);
     check_len("concat", "y", y.len(), extent.len()?)?;
     let (outer, _) = extent.around_channels();
     let parts = parts.iter().map(|&part| Ok((part, run("concat", extent, part.len())?)));
@@ -47,6 +49,7 @@ pub fn take_channels<T: Stored>(
     x: &[T],
     y: &mut [T],
 ) -> Result<()> {
+    span!("take channels", y, y);
     check_len("taking channels", "x", x.len(), extent.len()?)?;
     let run = run("taking channels", extent, y.len())?;
     if y.is_empty() {

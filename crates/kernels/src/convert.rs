@@ -3,6 +3,7 @@
 use crate::cpu::multiversion;
 use crate::elementwise::{chunks, chunks_mut};
 use crate::error::check_len;
+use crate::profile::span;
 use crate::{Cpu, DType, Result, Stored};
 
 multiversion! {
@@ -27,6 +28,7 @@ multiversion! {
 /// # Errors
 /// If the lengths differ.
 pub fn convert<A: Stored, B: Stored>(cpu: &Cpu, from: &[A], to: &mut [B]) -> Result<()> {
+    span!("type conversion", from, to);
     check_len("conversion", "the output", to.len(), from.len())?;
     cpu.for_each(from.len(), chunks(from).zip(chunks_mut(to)), |(from, to)| match (A::DTYPE, B::DTYPE) {
         (_, DType::F32) => widen(cpu, from, bytemuck::cast_slice_mut(to)),

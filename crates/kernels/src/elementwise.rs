@@ -4,6 +4,7 @@ use crate::channels::{Layout, Units, lane_sum};
 use crate::cpu::multiversion;
 use crate::error::check_len;
 use crate::memory_format::Extent;
+use crate::profile::span;
 use crate::{Cpu, Element, Result};
 
 /// Elements of one task of an element-wise kernel.
@@ -76,6 +77,7 @@ multiversion! {
 /// # Errors
 /// If the lengths differ.
 pub fn add<T: Element>(cpu: &Cpu, a: &[T], b: &[T], y: &mut [T]) -> Result<()> {
+    span!("add", a, b, y);
     check_len("add", "b", b.len(), a.len())?;
     check_len("add", "y", y.len(), a.len())?;
     let items = chunks(a).zip(chunks(b)).zip(chunks_mut(y));
@@ -88,6 +90,7 @@ pub fn add<T: Element>(cpu: &Cpu, a: &[T], b: &[T], y: &mut [T]) -> Result<()> {
 /// # Errors
 /// If the lengths differ.
 pub fn add_assign<T: Element>(cpu: &Cpu, x: &[T], y: &mut [T]) -> Result<()> {
+    span!("add", x, y, y);
     check_len("add", "y", y.len(), x.len())?;
     cpu.for_each(x.len(), chunks(x).zip(chunks_mut(y)), |(x, y)| add_assign_chunk(cpu, x, y));
     Ok(())
@@ -98,6 +101,7 @@ pub fn add_assign<T: Element>(cpu: &Cpu, x: &[T], y: &mut [T]) -> Result<()> {
 /// # Errors
 /// If the lengths differ.
 pub fn multiply<T: Element>(cpu: &Cpu, a: &[T], b: &[T], y: &mut [T]) -> Result<()> {
+    span!("multiply", a, b, y);
     check_len("multiply", "b", b.len(), a.len())?;
     check_len("multiply", "y", y.len(), a.len())?;
     let items = chunks(a).zip(chunks(b)).zip(chunks_mut(y));
@@ -110,6 +114,7 @@ pub fn multiply<T: Element>(cpu: &Cpu, a: &[T], b: &[T], y: &mut [T]) -> Result<
 /// # Errors
 /// If the lengths differ.
 pub fn scale<T: Element>(cpu: &Cpu, x: &[T], factor: f64, y: &mut [T]) -> Result<()> {
+    span!("scale", x, y);
     check_len("scale", "y", y.len(), x.len())?;
     let factor = T::of(factor);
     cpu.for_each(x.len(), chunks(x).zip(chunks_mut(y)), |(x, y)| scale_chunk(cpu, factor, x, y));
@@ -118,6 +123,7 @@ pub fn scale<T: Element>(cpu: &Cpu, x: &[T], factor: f64, y: &mut [T]) -> Result
 
 /// The sum of all elements, in f64, in an order that depends on the length only.
 pub fn sum<T: Element>(cpu: &Cpu, x: &[T]) -> f64 {
+    span!("sum", x);
     let mut parts = vec![0.0; x.len().div_ceil(CHUNK)];
     cpu.for_each(x.len(), chunks(x).zip(&mut parts), |(x, part)| *part = sum_chunk(cpu, x));
     parts.iter().sum()
@@ -128,6 +134,7 @@ pub fn sum<T: Element>(cpu: &Cpu, x: &[T]) -> f64 {
 /// # Errors
 /// If a length is not the extent's.
 pub fn add_bias<T: Element>(cpu: &Cpu, extent: &Extent, bias: &[T], y: &mut [T]) -> Result<()> {
+    span!("bias", y, y);
     check_len("bias", "the bias", bias.len(), extent.channels)?;
     let units = Units::new("bias", extent, &[("y", y.len())])?;
     units.each(cpu, y, |block, y| match units.layout {
@@ -146,6 +153,7 @@ pub fn add_bias<T: Element>(cpu: &Cpu, extent: &Extent, bias: &[T], y: &mut [T])
 /// # Errors
 /// If a length is not the extent's.
 pub fn sum_by_channel<T: Element>(cpu: &Cpu, extent: &Extent, dy: &[T], sums: &mut [T]) -> Result<()> {
+    span!("bias backward", dy);
     check_len("bias backward", "the gradient", sums.len(), extent.channels)?;
     let units = Units::new("bias backward", extent, &[("dy", dy.len())])?;
     let totals = units.reduce(cpu, |block| {

@@ -43,6 +43,7 @@ pub mod machine;
 pub mod memory_format;
 pub mod optimizer;
 pub mod pool;
+pub mod profile;
 pub mod tune;
 pub mod upsample;
 

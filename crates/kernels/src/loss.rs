@@ -2,6 +2,7 @@
 
 use crate::error::{check_len, invalid};
 use crate::memory_format::Extent;
+use crate::profile::span;
 use crate::{Cpu, Element, Error, Result};
 
 /// y = x - log(sum over channels of exp(x)), for each position; stable for large values.
@@ -9,6 +10,7 @@ use crate::{Cpu, Element, Error, Result};
 /// # Errors
 /// If a length is not the extent's.
 pub fn log_softmax<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T], y: &mut [T]) -> Result<()> {
+    span!("log_softmax", x, y);
     let len = extent.len()?;
     check_len("log_softmax", "x", x.len(), len)?;
     check_len("log_softmax", "y", y.len(), len)?;
@@ -48,6 +50,7 @@ pub fn log_softmax_backward<T: Element>(
     dy: &[T],
     dx: &mut [T],
 ) -> Result<()> {
+    span!("log_softmax backward", y, dy, dx);
     let len = extent.len()?;
     check_len("log_softmax backward", "y", y.len(), len)?;
     check_len("log_softmax backward", "dy", dy.len(), len)?;

@@ -2,6 +2,7 @@
 
 use crate::cpu::multiversion;
 use crate::error::{check_len, invalid};
+use crate::profile::span;
 use crate::{Cpu, Result, Stored};
 
 /// The order of a tensor's elements in memory; its shape is N, C, H, W (or N, C, ...) either way.
@@ -84,6 +85,7 @@ multiversion! {
 /// # Errors
 /// If a length differs from `extent`'s.
 pub fn convert<T: Stored>(cpu: &Cpu, extent: &Extent, from: &[T], to: &mut [T]) -> Result<()> {
+    span!("memory format conversion", from, to);
     let len = extent.len()?;
     check_len("memory format conversion", "the input", from.len(), len)?;
     check_len("memory format conversion", "the output", to.len(), len)?;

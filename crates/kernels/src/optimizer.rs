@@ -3,6 +3,7 @@
 use crate::cpu::multiversion;
 use crate::elementwise::{chunks, chunks_mut};
 use crate::error::{check_len, invalid};
+use crate::profile::span;
 use crate::{Cpu, Element, Result};
 
 /// Stochastic gradient descent: see [`sgd`].
@@ -105,6 +106,7 @@ pub fn sgd<T: Element>(
     gradient: &[T],
     velocity: Option<(&mut [T], bool)>,
 ) -> Result<()> {
+    span!("sgd", parameter, parameter, gradient);
     let len = parameter.len();
     check_len("sgd", "the gradient", gradient.len(), len)?;
     let Some((velocity, first)) = velocity else {
@@ -134,6 +136,16 @@ pub fn adadelta<T: Element>(
     gradient: &[T],
     [average_square, average_step]: [&mut [T]; 2],
 ) -> Result<()> {
+    span!(
+        "adadelta",
+        parameter,
+        parameter,
+        gradient,
+        average_square,
+        average_square,
+        average_step,
+        average_step
+    );
     let len = parameter.len();
     check_len("adadelta", "the gradient", gradient.len(), len)?;
     check_len("adadelta", "the state", average_square.len(), len)?;
@@ -157,6 +169,7 @@ pub fn adamw<T: Element>(
     gradient: &[T],
     [average, average_square]: [&mut [T]; 2],
 ) -> Result<()> {
+    span!("adamw", parameter, parameter, gradient, average, average, average_square, average_square);
     let len = parameter.len();
     check_len("adamw", "the gradient", gradient.len(), len)?;
     check_len("adamw", "the state", average.len(), len)?;

@@ -7,6 +7,7 @@
 use crate::cpu::multiversion;
 use crate::error::{check_len, invalid};
 use crate::memory_format::{Extent, MemoryFormat};
+use crate::profile::span;
 use crate::{Cpu, Element, Result};
 
 /// What lies between the pixels of the input.
@@ -177,6 +178,7 @@ const TASK: usize = 1 << 14;
 /// # Errors
 /// If a length is not the problem's.
 pub fn upsample<T: Element>(cpu: &Cpu, problem: &UpsampleProblem, x: &[T], y: &mut [T]) -> Result<()> {
+    span!("upsample", x, y);
     problem.check("upsampling", [("x", x.len()), ("y", y.len())])?;
     let lanes = problem.lanes();
     let (rows, columns) = (problem.reads::<T>(0), problem.reads::<T>(1));
@@ -211,6 +213,7 @@ pub fn upsample_backward<T: Element>(
     dy: &[T],
     dx: &mut [T],
 ) -> Result<()> {
+    span!("upsample backward", dy, dx);
     problem.check("upsampling backward", [("dx", dx.len()), ("dy", dy.len())])?;
     let lanes = problem.lanes();
     let (rows, columns) = (problem.readers::<T>(0), problem.readers::<T>(1));

@@ -111,6 +111,11 @@ impl TrainingError {
     }
 }
 
+/// A part of a step, for whoever listens to `tracing`, until it is dropped.
+fn span(part: &'static str) -> tracing::span::EnteredSpan {
+    tracing::trace_span!(target: convoke_kernels::profile::TARGET, "training", part).entered()
+}
+
 fn megabytes(bytes: usize) -> f64 {
     bytes as f64 / 1e6
 }
@@ -448,6 +453,7 @@ impl Trainer {
     /// If the loss is not finite and the run is to stop then: parameters and optimizer are as before the step, while
     /// forward has moved running statistics and random state. If an operation fails.
     pub fn step(&mut self) -> Result<StepReport> {
+        let _step = span("step");
         let start = Instant::now();
         let before = self.parallel.traffic();
         self.device.reset_peak();
@@ -461,7 +467,10 @@ impl Trainer {
             self.parallel.mean_without_samples()?
         } else {
             let views = self.config.augmentation.views(self.config.seed, self.epoch);
+            let loading = span("data");
             let (images, labels) = batch(&self.device, &self.data.train, shard.samples, Some(&views))?;
+            drop(loading);
+            let _forward = span("forward");
             let (sum, counted) = self.loss(&self.model.forward(&images)?, &labels)?;
             self.parallel.mean(&sum, counted)?
         };
@@ -474,7 +483,12 @@ impl Trainer {
             return Err(TrainingError::NotFinite { step, epoch: self.epoch + 1, loss: value });
         }
         let (images, own_images) = (shard.total, shard.samples.len());
-        self.optimizer.step(loss.backward()?)?;
+        let backward = span("backward");
+        let gradients = loss.backward()?;
+        drop(backward);
+        let optimizer = span("optimizer");
+        self.optimizer.step(gradients)?;
+        drop(optimizer);
         if images < self.communicator().world_size() {
             self.share_random_position()?;
         }

@@ -104,6 +104,11 @@ pub(crate) struct TrainArgs {
     /// again; `separate` keeps every layer's. The values are the same.
     #[arg(long, value_enum, default_value_t = ConvBn::Fused, help_heading = "Model")]
     pub(crate) conv_bn: ConvBn,
+
+    /// Show where the time of a step goes, and write a trace of it: open it in ui.perfetto.dev or chrome://tracing. The first
+    /// step, which measures algorithms, is in the trace but not in the table.
+    #[arg(long, value_name = "FILE.json", help_heading = "Output")]
+    pub(crate) profile: Option<PathBuf>,
 }
 
 #[derive(ClapArgs)]

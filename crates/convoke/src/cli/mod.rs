@@ -16,6 +16,7 @@ mod memory_args;
 mod output;
 mod plan;
 mod problems;
+mod profile;
 mod ranks;
 mod record;
 mod report;

@@ -4,6 +4,7 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use convoke::kernels::Cpu;
 use convoke::kernels::tune::Tuner;
 use convoke::nn::checkpoint;
 use convoke::nn::data::TrainTest;
@@ -14,11 +15,13 @@ use convoke::{Device, DeviceOptions};
 
 use super::args::{ConvBn, RunArgs, TrainArgs, cpu};
 use super::console::{Console, Stage, note};
+use super::profile::Profile;
 use super::ranks::{self, Rank};
 use super::record::{Recorder, RunRecord};
 use super::{Failure, Result, console, dataset, json, output, report, summary};
 
 pub(crate) fn run(args: &TrainArgs) -> Result<()> {
+    output::check("--profile", args.profile.as_deref())?;
     ranks::run(&args.run, |rank| on_rank(args, rank))
 }
 
@@ -34,16 +37,25 @@ fn on_rank(args: &TrainArgs, rank: &Rank<'_>) -> Result<()> {
     session.show_resumed(run, console);
     let mut stage = session.stage(run, console);
     let mut interrupted = false;
+    let profile = args.profile.as_deref().filter(|_| rank.is_first()).map(Profile::start);
     while session.has_more(run) && !interrupted {
+        if let Some(profile) = profile.as_ref().filter(|_| session.recorder.steps() == 1) {
+            profile.forget_warm_up();
+        }
         let report = session.step()?;
         session.show(run, &mut stage, report.loss, session.recorder.recent_rate());
         interrupted = session.agree(console.interrupted())?;
         session.save_if_due(run, interrupted)?;
     }
     stage.end();
+    // Before testing, which is no part of a step.
+    let profile = profile.map(|profile| profile.finish(&session.cpu)).transpose()?;
     let finished = !interrupted && session.evaluate(console)?;
     let steps = session.trainer.steps();
     publish(run, rank, &[session.finish()?])?;
+    if let Some(table) = profile {
+        show(run, &format!("\n{table}"))?;
+    }
     // The first rank says it for all.
     if finished || !rank.is_first() { Ok(()) } else { Err(interruption(run, steps)) }
 }
@@ -51,6 +63,7 @@ fn on_rank(args: &TrainArgs, rank: &Rank<'_>) -> Result<()> {
 /// One run with what it has recorded: `train` has one, `compare` two.
 pub(crate) struct Session {
     pub(crate) trainer: Trainer,
+    cpu: Cpu,
     config: TrainingConfig,
     data: Arc<TrainTest>,
     pub(crate) recorder: Recorder,
@@ -68,7 +81,7 @@ impl Session {
         checkpoint: Option<&Path>,
     ) -> Result<Session> {
         let cpu = cpu(args.threads, rank.in_process)?;
-        let device = Device::new(DeviceOptions { tuner: tuner.clone(), ..DeviceOptions::new(cpu) });
+        let device = Device::new(DeviceOptions { tuner: tuner.clone(), ..DeviceOptions::new(cpu.clone()) });
         let config = TrainingConfig {
             model: args.model(),
             conv_bn,
@@ -110,6 +123,7 @@ impl Session {
         }
         Ok(Session {
             trainer: trainer.join(rank.communicator).map_err(failure)?,
+            cpu,
             config,
             data: rank.data.clone(),
             recorder: Recorder::default(),
@@ -225,15 +239,19 @@ pub(crate) fn publish(args: &RunArgs, rank: &Rank<'_>, runs: &[RunRecord]) -> Re
         return Ok(());
     }
     let text = format!("{}\n\n{}", summary::title(&runs[0]), summary::table(runs));
-    let printed = if json::to_stdout(args.json.as_deref()) {
-        note(&text);
-        Ok(())
-    } else {
-        console::print(&text)
-    };
+    let printed = show(args, &text);
     let reported = args.report.as_deref().map_or(Ok(()), |file| report::write(file, runs));
     let json = args.json.as_deref().map_or(Ok(()), |file| json::write(file, runs));
     printed.and(reported).and(json)
+}
+
+/// Prints to standard output, unless that is for the JSON alone.
+fn show(args: &RunArgs, text: &str) -> Result<()> {
+    if json::to_stdout(args.json.as_deref()) {
+        note(text);
+        return Ok(());
+    }
+    console::print(text)
 }
 
 /// What a run that Ctrl-C ended says last.

@@ -40,6 +40,30 @@ fn steps_and_epochs() {
     }
 }
 
+/// The trace holds every level, from the step down to the kernel; the table says what they cost.
+#[test]
+fn a_profile_is_a_table_and_a_trace() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("trace.json");
+    let outcome = run("train", &["--steps", "3", "--profile", text(&file)]).exits(0);
+    for part in ["a step of ", "kind of work", "convolution fwd ", "fwd mb25ic", "GFLOP/s", "limit: "] {
+        assert!(outcome.stdout.contains(part), "no {part:?} in {}", outcome.stdout);
+    }
+    let trace: serde_json::Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let named = |name: &str| events.iter().filter(|event| event["name"] == name).count();
+    for name in ["step", "data", "forward", "backward", "optimizer"] {
+        assert_eq!(named(name), 3, "{name}");
+    }
+    assert!(named("conv_bn2d forward") >= 3 && named("conv_bn2d backward") >= 3);
+    let convolution = events.iter().find(|event| event["cat"] == "convolution").unwrap();
+    assert!(convolution["args"]["flops"].as_f64() > Some(0.0) && convolution["args"]["bytes"].as_u64() > Some(0));
+    // Whatever asks for standard output for itself has it.
+    let outcome = run("train", &["--steps", "1", "--profile", text(&file), "--json", "-"]).exits(0);
+    assert!(serde_json::from_str::<serde_json::Value>(&outcome.stdout).is_ok());
+    assert!(outcome.stderr.contains("kind of work"));
+}
+
 /// What cannot be written is found out before the training, not after it.
 #[test]
 fn unwritable_files() {
@@ -54,6 +78,7 @@ fn unwritable_files() {
         ("--json", &below_file, "cannot write"),
         ("--report", &nowhere, "No such file"),
         ("--report", folder.path(), "it is a folder"),
+        ("--profile", &nowhere, "No such file"),
         ("--checkpoint", &file, "cannot read"),
     ];
     for (flag, path, why) in cases {

@@ -3,6 +3,7 @@
 use super::coefficients::{Coefficients, Invert};
 use super::{Activation, Normalization, check_tensors, map_from};
 use crate::memory_format::Extent;
+use crate::profile::span;
 use crate::{Cpu, Element, Result};
 
 /// The largest |beta / gamma| and |mean| * inverse_std of a normalisation that counts as invertible.
@@ -66,6 +67,7 @@ pub fn invert<T: Element>(
     by: &Normalization<'_, T>,
     x: &mut [T],
 ) -> Result<()> {
+    span!("invert batch norm", z, x);
     check_tensors("batch norm inversion", extent, &[("z", z.len()), ("x", x.len())])?;
     invert_from(cpu, extent, Some(z), by, x)
 }
@@ -80,6 +82,7 @@ pub fn invert_in_place<T: Element>(
     by: &Normalization<'_, T>,
     data: &mut [T],
 ) -> Result<()> {
+    span!("invert batch norm", data, data);
     check_tensors("batch norm inversion", extent, &[("z", data.len())])?;
     invert_from(cpu, extent, None, by, data)
 }

@@ -35,6 +35,7 @@ use rows::Rows;
 
 use crate::error::{check_len, invalid};
 use crate::memory_format::Extent;
+use crate::profile::span;
 use crate::{Cpu, Element, Result};
 
 /// Mean and sum of squared deviations of each channel, and the number of values they were taken over.
@@ -181,6 +182,7 @@ pub fn normalize<T: Element>(
     by: &Normalization<'_, T>,
     y: &mut [T],
 ) -> Result<()> {
+    span!("normalize", x, y);
     check_tensors("batch norm", extent, &[("x", x.len()), ("y", y.len())])?;
     normalize_from(cpu, extent, Some(x), by, y)
 }
@@ -195,6 +197,7 @@ pub fn normalize_in_place<T: Element>(
     by: &Normalization<'_, T>,
     data: &mut [T],
 ) -> Result<()> {
+    span!("normalize", data, data);
     check_tensors("batch norm", extent, &[("x", data.len())])?;
     normalize_from(cpu, extent, None, by, data)
 }
@@ -238,6 +241,7 @@ pub fn forward_training<T: Element>(
     layer: &Affine<'_, T>,
     y: &mut [T],
 ) -> Result<(Moments, Vec<f64>)> {
+    span!("batch norm", x, x, y);
     check_tensors("batch norm", extent, &[("x", x.len()), ("y", y.len())])?;
     let inverse_std_of = |moments: &Moments| moments.inverse_std(layer.eps, layer.eps_place);
     let Affine { weight, bias, activation, .. } = *layer;
@@ -303,6 +307,7 @@ pub fn backward_elemt_in_place<T: Element>(
     sums: Option<(&BackwardSums, usize)>,
     data: &mut [T],
 ) -> Result<()> {
+    span!("batch norm gradient", data, dy, data);
     check_tensors("batch norm backward", extent, &[("x", data.len()), ("dy", dy.len())])?;
     gradient_from(cpu, extent, (None, dy), by, sums, data)
 }
@@ -319,6 +324,7 @@ pub fn backward_elemt<T: Element>(
     sums: Option<(&BackwardSums, usize)>,
     dx: &mut [T],
 ) -> Result<()> {
+    span!("batch norm gradient", x, dy, dx);
     let tensors = [("x", x.len()), ("dy", dy.len()), ("dx", dx.len())];
     check_tensors("batch norm backward", extent, &tensors)?;
     gradient_from(cpu, extent, (Some(x), dy), by, sums, dx)
@@ -361,6 +367,7 @@ pub fn backward_training<T: Element>(
     by: &Normalization<'_, T>,
     dx: &mut [T],
 ) -> Result<BackwardSums> {
+    span!("batch norm backward", x, dy, x, dy, dx);
     let operation = "batch norm backward";
     check_tensors(operation, extent, &[("x", x.len()), ("dy", dy.len()), ("dx", dx.len())])?;
     by.check(operation, extent.channels)?;

@@ -9,6 +9,7 @@ use super::{BackwardSums, Coefficients, Moments, Normalization, Walk, merge_mome
 use crate::cpu::multiversion;
 use crate::error::{check_len, invalid};
 use crate::memory_format::Extent;
+use crate::profile::span;
 use crate::{Cpu, Element, MemoryFormat, Result};
 
 /// Groups, or pieces, that a large batch is cut into, about: at least, where groups of [`MANY`] values a channel remain.
@@ -237,6 +238,7 @@ impl StatsInParts {
     /// If they are not whole images, too many, or no multiple of [`images_per_group`] and not the last. Nothing has been
     /// added then.
     pub fn add<T: Element>(&mut self, cpu: &Cpu, x: &[T]) -> Result<()> {
+        span!("batch norm statistics", x);
         let (extent, parts) = self.progress.next(x.len())?;
         match Walk::of(&extent) {
             Walk::Rows(rows) => rows.moments(cpu, &parts, x, &mut self.totals),
@@ -279,6 +281,7 @@ impl BackwardSumsInParts {
     /// # Errors
     /// As [`StatsInParts::add`], and if `dy` or what `by` holds do not fit.
     pub fn add<T: Element>(&mut self, cpu: &Cpu, x: &[T], dy: &[T], by: &Normalization<'_, T>) -> Result<()> {
+        span!("batch norm gradient sums", x, dy);
         let operation = self.progress.operation;
         let (extent, parts) = self.progress.next(x.len())?;
         check_len(operation, "dy", dy.len(), x.len())?;

@@ -279,6 +279,17 @@ impl ConvPlan {
         if self.cpu.is_dry() {
             return Ok(());
         }
+        let bytes = operands.inputs.map(<[T]>::len).iter().sum::<usize>() + operands.output.len();
+        let _span = tracing::trace_span!(
+            target: crate::profile::TARGET,
+            "convolution",
+            pass = %self.pass,
+            %problem,
+            algorithm = &*self.algorithm,
+            flops = problem.flops(),
+            bytes = (bytes * size_of::<T>()) as u64,
+        )
+        .entered();
         // Waking the other threads takes longer than such a run.
         let alone = self.cost.seconds(&self.cpu.one_thread()) < ALONE_BELOW;
         let cpu = if alone { &self.cpu.calling_thread() } else { &self.cpu };

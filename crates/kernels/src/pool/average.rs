@@ -43,6 +43,7 @@ pub fn average_pool<T: Element>(
     x: &[T],
     y: &mut [T],
 ) -> Result<()> {
+    crate::profile::span!("average pooling", x, y);
     problem.check("average pooling", [("x", x.len()), ("y", y.len())])?;
     no_dilation(problem)?;
     let shares = problem.shares::<T>(count_padding);
@@ -71,6 +72,7 @@ pub fn average_pool_backward<T: Element>(
     dy: &[T],
     dx: &mut [T],
 ) -> Result<()> {
+    crate::profile::span!("average pooling backward", dy, dx);
     problem.check("average pooling backward", [("dx", dx.len()), ("dy", dy.len())])?;
     no_dilation(problem)?;
     let shares = problem.shares::<T>(count_padding);

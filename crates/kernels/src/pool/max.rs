@@ -2,6 +2,7 @@
 
 use super::{PoolProblem, WindowIndex, max_runs, max_windows};
 use crate::error::{check_len, invalid};
+use crate::profile::span;
 use crate::{Cpu, Element, Result};
 
 /// A way to compute max pooling. All of them take every problem and give the same bits.
@@ -85,6 +86,7 @@ impl MaxPoolAlgorithm {
         y: &mut [T],
         indices: Option<&mut [I]>,
     ) -> Result<()> {
+        span!("max pooling", x, y);
         problem.check("max pooling", [("x", x.len()), ("y", y.len())])?;
         check_index::<I>("max pooling", problem)?;
         if let Some(indices) = &indices {
@@ -109,6 +111,7 @@ impl MaxPoolAlgorithm {
         indices: &[I],
         dx: &mut [T],
     ) -> Result<()> {
+        span!("max pooling backward", dy, indices, dx);
         problem.check("max pooling backward", [("dx", dx.len()), ("dy", dy.len())])?;
         check_len("max pooling backward", "the indices", indices.len(), dy.len())?;
         check_index::<I>("max pooling backward", problem)?;

@@ -412,6 +412,8 @@ impl Tuner {
     ) -> Result<Tuning> {
         let start = Instant::now();
         let contest = subject.contest();
+        let _span =
+            tracing::trace_span!(target: crate::profile::TARGET, "tuning", problem = %contest.key).entered();
         let ready = contest.ready();
         let outcomes = if ready.is_empty() {
             Vec::new()

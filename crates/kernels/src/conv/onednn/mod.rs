@@ -16,7 +16,7 @@ use objects::{Geometry, Layout, MemoryDesc, Operand, Primitive, Stream};
 use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Cost, Kernel, NotApplicable};
 use super::problem::{ConvProblem, Pass};
 use super::workspace::{LINE, aligned};
-use crate::{Cpu, DType, Isa, MemoryFormat};
+use crate::{Cpu, DType, Isa, MemoryFormat, elementwise};
 
 /// The version, file and threads' runtime of the oneDNN that this process has loaded, such as
 /// "2.6.3 (libdnnl.so.2, OpenMP)"; none if the machine has none that works.
@@ -40,7 +40,7 @@ impl ConvAlgorithm for External {
         let version = onednn_version().unwrap_or_default();
         let numbers = version.split(|c: char| !c.is_ascii_digit()).take(3);
         let number = numbers.fold(0, |sum, part| 100 * sum + part.parse::<u32>().unwrap_or(0) % 100);
-        10 * number + 1
+        10 * number + 2
     }
 
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
@@ -54,14 +54,11 @@ impl ConvAlgorithm for External {
             return Err(NotApplicable("a size does not fit 32 bits".into()));
         }
         let onednn = onednn().map_err(|reason| NotApplicable(reason.into()))?;
-        let planned = onednn
-            .check_threads(cpu.threads())
-            .and_then(|()| onednn.with_threads(cpu.threads(), || Convolution::new(onednn, problem, pass)));
-        let (convolution, workspace) = planned.map_err(NotApplicable)?;
-        // Low, so that it is used where it was measured to be fastest only: its threads are its own.
+        let parts = Parts::new(onednn, problem, pass, cpu.threads()).map_err(NotApplicable)?;
+        let workspace = parts.workspace_len();
+        // Low, so that it is used where it was measured to be fastest only: other versions of it may be slow.
         let cost = Cost::direct(problem, 0.1);
-        let kernel = Kernel::F32(Arc::new(convolution));
-        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, kernel).with_cost(cost))
+        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::F32(Arc::new(parts))).with_cost(cost))
     }
 }
 
@@ -114,6 +111,106 @@ struct Reorder {
     offset: usize,
 }
 
+/// The batch in parts, each for one of our threads: oneDNN's own would spin for some milliseconds after each call, waiting
+/// for the next, and take the processor from ours. Where there are fewer images than threads, oneDNN has to thread itself.
+struct Parts {
+    onednn: &'static OneDnn,
+    pass: Pass,
+    parts: Vec<Part>,
+    /// OpenMP threads that each part runs with.
+    threads: usize,
+    /// Elements of the weight.
+    weight_len: usize,
+}
+
+struct Part {
+    /// Parts of equally many images share it.
+    convolution: Arc<Convolution>,
+    /// Elements of this part's x and y.
+    lens: [usize; 2],
+}
+
+impl Parts {
+    fn new(
+        onednn: &'static OneDnn,
+        problem: &ConvProblem,
+        pass: Pass,
+        threads: usize,
+    ) -> Result<Parts, String> {
+        let count = if problem.batch < threads { 1 } else { threads };
+        let threads = threads / count;
+        onednn.check_threads(threads)?;
+        let make = |images: usize| {
+            let part = problem.with(|spec| spec.batch = images).map_err(|error| error.to_string())?;
+            let convolution = onednn.with_threads(threads, || Convolution::new(onednn, &part, pass))?;
+            let lens = [part.input_len(), part.output_len()];
+            Ok::<_, String>(Part { convolution: Arc::new(convolution), lens })
+        };
+        let (fewer, longer) = (problem.batch / count, problem.batch % count);
+        let mut parts = Vec::with_capacity(count);
+        for (images, count) in [(fewer + 1, longer), (fewer, count - longer)] {
+            if count > 0 {
+                let Part { convolution, lens } = make(images)?;
+                parts.extend((0..count).map(|_| Part { convolution: convolution.clone(), lens }));
+            }
+        }
+        let made = Parts { onednn, pass, parts, threads, weight_len: problem.weight_len() };
+        match made.workspace_len() {
+            len if len > LARGEST => Err(format!("oneDNN needs a workspace of {len} elements")),
+            _ => Ok(made),
+        }
+    }
+
+    fn workspace_len(&self) -> usize {
+        let own: usize = self.parts.iter().map(|part| part.convolution.workspace_len).sum();
+        own + self.sums_len()
+    }
+
+    /// Elements of the weight gradients of all parts but the first.
+    fn sums_len(&self) -> usize {
+        if self.pass == Pass::BackwardWeights { (self.parts.len() - 1) * self.weight_len } else { 0 }
+    }
+
+    /// What each part takes, `[x, y]` elements a part, of an operand.
+    fn split<'a>(&self, operand: &'a [f32], len: impl Fn(&Part) -> usize) -> Vec<&'a [f32]> {
+        let mut rest = operand;
+        let part = |part| rest.split_off(..len(part)).expect("the parts make up the batch");
+        self.parts.iter().map(part).collect()
+    }
+
+    /// As [`Parts::split`].
+    fn split_mut<'a>(&self, operand: &'a mut [f32], len: impl Fn(&Part) -> usize) -> Vec<&'a mut [f32]> {
+        let mut rest = operand;
+        let part = |part| rest.split_off_mut(..len(part)).expect("the parts make up the batch");
+        self.parts.iter().map(part).collect()
+    }
+}
+
+impl ConvKernel<f32> for Parts {
+    fn run(&self, cpu: &Cpu, [a, b]: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
+        let (sums, workspace) = workspace.split_at_mut(self.sums_len());
+        let same = |operand| vec![operand; self.parts.len()];
+        let ([x, y], weight) = ([|part: &Part| part.lens[0], |part: &Part| part.lens[1]], self.weight_len);
+        let (a, b, outputs) = match self.pass {
+            Pass::Forward => (self.split(a, x), same(b), self.split_mut(output, y)),
+            Pass::BackwardData => (self.split(a, y), same(b), self.split_mut(output, x)),
+            Pass::BackwardWeights => {
+                let outputs = [&mut *output].into_iter().chain(sums.chunks_mut(weight));
+                (self.split(a, x), self.split(b, y), outputs.collect())
+            }
+        };
+        let workspaces = self.split_mut(workspace, |part| part.convolution.workspace_len);
+        let inputs = a.into_iter().zip(b);
+        let parts = self.parts.iter().zip(inputs).zip(outputs.into_iter().zip(workspaces));
+        cpu.for_each(usize::MAX, parts, |((part, (a, b)), (output, workspace))| {
+            self.onednn.with_threads(self.threads, || part.convolution.run([a, b], output, workspace));
+        });
+        for sum in sums.chunks(weight) {
+            elementwise::add_assign(cpu, sum, output).expect("both are weights");
+        }
+    }
+}
+
 struct Convolution {
     onednn: &'static OneDnn,
     primitive: Primitive,
@@ -121,15 +218,12 @@ struct Convolution {
     output: Tensor,
     /// Where the primitives' scratch memory lies in the workspace, in elements.
     scratch: usize,
+    /// Elements of the workspace.
+    workspace_len: usize,
 }
 
 impl Convolution {
-    /// The kernel and its workspace in elements.
-    fn new(
-        onednn: &'static OneDnn,
-        problem: &ConvProblem,
-        pass: Pass,
-    ) -> Result<(Convolution, usize), String> {
+    fn new(onednn: &'static OneDnn, problem: &ConvProblem, pass: Pass) -> Result<Convolution, String> {
         let primitive = choose(onednn, problem, pass)?;
         let mut workspace = Workspace::default();
         let [a, b, output] = operands(plain_tensors(onednn, problem)?, pass);
@@ -144,11 +238,8 @@ impl Convolution {
         let reorder = workspace.reorder(onednn, [from, to], from)?;
         let output = Tensor { role: output_role, plain: output, reorder };
         let scratch = workspace.place(workspace.scratch_bytes.max(primitive.scratch_bytes()));
-        let len = workspace.len + LINE;
-        if len > LARGEST {
-            return Err(format!("oneDNN needs a workspace of {len} elements"));
-        }
-        Ok((Convolution { onednn, primitive, inputs: [a?, b?], output, scratch }, len))
+        let workspace_len = workspace.len + LINE;
+        Ok(Convolution { onednn, primitive, inputs: [a?, b?], output, scratch, workspace_len })
     }
 }
 
@@ -241,8 +332,9 @@ fn strides(dims: &[usize], format: MemoryFormat) -> Vec<usize> {
     (1..=dims.len()).map(|inner| dims[inner..].iter().product()).collect()
 }
 
-impl ConvKernel<f32> for Convolution {
-    fn run(&self, cpu: &Cpu, inputs: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
+impl Convolution {
+    /// Runs on the calling thread, with as many OpenMP threads as the plan was made with.
+    fn run(&self, inputs: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
         // oneDNN wants memory aligned to 64 bytes, a cache line.
         let workspace = aligned(workspace).as_mut_ptr();
         // SAFETY: `new` counted the offsets into the workspace.
@@ -274,6 +366,6 @@ impl ConvKernel<f32> for Convolution {
                 }
             }
         };
-        self.onednn.with_threads(cpu.threads(), || Stream::with(self.onednn, work));
+        Stream::with(self.onednn, work);
     }
 }
