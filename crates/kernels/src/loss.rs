@@ -1,5 +1,6 @@
 //! Log-softmax over channels and the negative log-likelihood, each with its backward.
 
+use crate::cpu::multiversion;
 use crate::error::{check_len, invalid};
 use crate::memory_format::Extent;
 use crate::profile::span;
@@ -14,26 +15,11 @@ pub fn log_softmax<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T], y: &mut [T])
     let len = extent.len()?;
     check_len("log_softmax", "x", x.len(), len)?;
     check_len("log_softmax", "y", y.len(), len)?;
-    let (_, inner) = extent.around_channels();
-    let slab = (extent.channels * inner).max(1);
-    cpu.for_each(4 * len, x.chunks(slab).zip(y.chunks_mut(slab)), |(x, y)| {
-        let mut largest = vec![T::neg_infinity(); inner];
-        for row in x.chunks(inner) {
-            for (largest, &x) in largest.iter_mut().zip(row) {
-                // NaN is kept: a comparison alone would drop it.
-                *largest = if x > *largest || x.is_nan() { x } else { *largest };
-            }
-        }
-        let mut sums = vec![0.0f64; inner];
-        for row in x.chunks(inner) {
-            for ((sum, &largest), &x) in sums.iter_mut().zip(&largest).zip(row) {
-                *sum += (x - largest).exp().f64();
-            }
-        }
-        for (row, out) in x.chunks(inner).zip(y.chunks_mut(inner)) {
-            for (((y, &x), &largest), sum) in out.iter_mut().zip(row).zip(&largest).zip(&sums) {
-                *y = (x - largest) - T::of(sum.ln());
-            }
+    let slabs = Slabs::of(extent);
+    cpu.for_each(4 * len, x.chunks(slabs.task).zip(y.chunks_mut(slabs.task)), |(x, y)| {
+        let mut scratch = slabs.scratch();
+        for (x, y) in x.chunks(slabs.block).zip(y.chunks_mut(slabs.block)) {
+            log_softmax_block(cpu, slabs, x, y, &mut scratch);
         }
     });
     Ok(())
@@ -55,23 +41,134 @@ pub fn log_softmax_backward<T: Element>(
     check_len("log_softmax backward", "y", y.len(), len)?;
     check_len("log_softmax backward", "dy", dy.len(), len)?;
     check_len("log_softmax backward", "dx", dx.len(), len)?;
-    let (_, inner) = extent.around_channels();
-    let slab = (extent.channels * inner).max(1);
-    let items = y.chunks(slab).zip(dy.chunks(slab)).zip(dx.chunks_mut(slab));
+    let slabs = Slabs::of(extent);
+    let items = y.chunks(slabs.task).zip(dy.chunks(slabs.task)).zip(dx.chunks_mut(slabs.task));
     cpu.for_each(4 * len, items, |((y, dy), dx)| {
-        let mut sums = vec![0.0f64; inner];
-        for row in dy.chunks(inner) {
-            for (sum, dy) in sums.iter_mut().zip(row) {
-                *sum += dy.f64();
-            }
-        }
-        for ((dx, y), dy) in dx.chunks_mut(inner).zip(y.chunks(inner)).zip(dy.chunks(inner)) {
-            for (((dx, &y), &dy), &sum) in dx.iter_mut().zip(y).zip(dy).zip(&sums) {
-                *dx = dy - y.exp() * T::of(sum);
-            }
+        let mut scratch = slabs.scratch();
+        let blocks = y.chunks(slabs.block).zip(dy.chunks(slabs.block)).zip(dx.chunks_mut(slabs.block));
+        for ((y, dy), dx) in blocks {
+            log_softmax_backward_block(cpu, slabs, y, dy, dx, &mut scratch);
         }
     });
     Ok(())
+}
+
+/// Elements of one task, about.
+const TASK: usize = 1 << 14;
+/// Elements of a block, about: what first-level caches hold beside others.
+const BLOCK: usize = 1 << 10;
+
+/// How a tensor is walked through: a slab holds every channel of some positions once, channel by channel.
+#[derive(Clone, Copy)]
+struct Slabs {
+    channels: usize,
+    /// Positions of a slab: the elements of a run of one channel. One in channels-last.
+    inner: usize,
+    /// Elements of a block: whole slabs.
+    block: usize,
+    /// Elements of a task: whole blocks.
+    task: usize,
+}
+
+impl Slabs {
+    fn of(extent: &Extent) -> Slabs {
+        let (_, inner) = extent.around_channels();
+        let slab = (extent.channels * inner).max(1);
+        let block = slab * BLOCK.div_ceil(slab);
+        Slabs { channels: extent.channels, inner, block, task: block * TASK.div_ceil(block) }
+    }
+
+    fn scratch<T: Element>(self) -> Scratch<T> {
+        // As many as positions of a block.
+        let positions = self.block / self.channels.max(1);
+        Scratch {
+            largest: vec![T::zero(); positions],
+            sums: vec![0.0; positions],
+            values: vec![T::zero(); self.block],
+        }
+    }
+}
+
+/// What a block needs beside its operands.
+struct Scratch<T> {
+    largest: Vec<T>,
+    sums: Vec<f64>,
+    values: Vec<T>,
+}
+
+multiversion! {
+    fn log_softmax_block<T: Element>(slabs: Slabs, x: &[T], y: &mut [T], scratch: &mut Scratch<T>) {
+        let Slabs { channels, inner, .. } = slabs;
+        let Scratch { largest, sums, values } = scratch;
+        let (values, slab) = (&mut values[..x.len()], channels * inner);
+        // Less the largest, so that no exponential overflows.
+        for ((x, y), largest) in x.chunks(slab).zip(y.chunks_mut(slab)).zip(largest.chunks_mut(inner)) {
+            largest.fill(T::neg_infinity());
+            for row in x.chunks(inner) {
+                for (largest, &x) in largest.iter_mut().zip(row) {
+                    // NaN is kept: a comparison alone would drop it.
+                    *largest = if x > *largest || x.is_nan() { x } else { *largest };
+                }
+            }
+            for (x, y) in x.chunks(inner).zip(y.chunks_mut(inner)) {
+                for ((y, &x), &largest) in y.iter_mut().zip(x).zip(&*largest) {
+                    *y = x - largest;
+                }
+            }
+        }
+        for (value, &y) in values.iter_mut().zip(&*y) {
+            *value = y.vector_exp();
+        }
+        sum_channels(slabs, values, sums);
+        for (y, sums) in y.chunks_mut(slab).zip(sums.chunks_mut(inner)) {
+            for sum in sums.iter_mut() {
+                *sum = sum.ln();
+            }
+            for y in y.chunks_mut(inner) {
+                for (y, &sum) in y.iter_mut().zip(&*sums) {
+                    *y -= T::of(sum);
+                }
+            }
+        }
+    }
+
+    fn log_softmax_backward_block<T: Element>(
+        slabs: Slabs,
+        y: &[T],
+        dy: &[T],
+        dx: &mut [T],
+        scratch: &mut Scratch<T>
+    ) {
+        let Slabs { channels, inner, .. } = slabs;
+        let Scratch { sums, values, .. } = scratch;
+        let (values, slab) = (&mut values[..y.len()], channels * inner);
+        for (value, &y) in values.iter_mut().zip(y) {
+            *value = y.vector_exp();
+        }
+        sum_channels(slabs, dy, sums);
+        let slabs = dx.chunks_mut(slab).zip(dy.chunks(slab)).zip(values.chunks(slab)).zip(sums.chunks(inner));
+        for (((dx, dy), values), sums) in slabs {
+            for ((dx, dy), values) in dx.chunks_mut(inner).zip(dy.chunks(inner)).zip(values.chunks(inner)) {
+                for (((dx, &dy), &value), &sum) in dx.iter_mut().zip(dy).zip(values).zip(sums) {
+                    *dx = dy - value * T::of(sum);
+                }
+            }
+        }
+    }
+}
+
+/// The sum over the channels at each position.
+#[inline(always)]
+fn sum_channels<T: Element>(slabs: Slabs, values: &[T], sums: &mut [f64]) {
+    let Slabs { channels, inner, .. } = slabs;
+    for (values, sums) in values.chunks(channels * inner).zip(sums.chunks_mut(inner)) {
+        sums.fill(0.0);
+        for row in values.chunks(inner) {
+            for (sum, value) in sums.iter_mut().zip(row) {
+                *sum += value.f64();
+            }
+        }
+    }
 }
 
 /// The sum of -log_probabilities at the targets, and how many targets counted.

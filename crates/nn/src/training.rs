@@ -399,12 +399,15 @@ impl Trainer {
         Ok([model, checkpoint::to_safetensors(&tensors)?])
     }
 
-    /// Makes the model's blocks keep what a plan says, from the next step on; joining others, rank 0's plan is for all.
+    /// Makes the model's blocks keep what a plan says, from the next step on; joining others, rank 0's plan is for all. A limit of
+    /// workspaces goes to the device's tuner.
     ///
     /// # Errors
     /// If the plan is for another model, or blocks run as separate layers.
     pub fn set_memory_plan(&mut self, plan: &MemoryPlan) -> Result<()> {
-        plan.apply(self.model.as_ref()).map_err(TrainingError::Config)
+        plan.apply(self.model.as_ref()).map_err(TrainingError::Config)?;
+        self.device.tuner().limit_workspace(plan.workspace_limit);
+        Ok(())
     }
 
     /// The model.

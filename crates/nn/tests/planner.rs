@@ -91,6 +91,35 @@ fn steps_take_the_bytes_that_plans_say() {
     }
 }
 
+/// Where nothing else fits, convolutions that need less memory run; the step takes what was predicted, and other plans are as
+/// they were.
+#[test]
+fn tight_budgets_limit_workspaces() {
+    let device = device();
+    let mut planner = planner(&device, Model::Resnet20, 8);
+    let before = device.tuner().choices();
+    let smallest = planner.smallest().unwrap();
+    let limit = smallest.workspace_limit.expect("workspaces are at the peak of such small batches");
+    let unlimited = MemoryPlan { workspace_limit: None, ..smallest.clone() };
+    let predicted = |plan: &MemoryPlan| {
+        let data = data(plan.model, plan.batch_size);
+        let mut trainer = Trainer::new(&device, config(plan.model, plan.batch_size), data).unwrap();
+        trainer.set_memory_plan(plan).unwrap();
+        let predicted = trainer.predict_memory().unwrap();
+        assert!(plan.workspace_limit.is_none() || device.tuner().largest_workspace() <= limit);
+        device.tuner().limit_workspace(None);
+        predicted.bytes_peak
+    };
+    assert_eq!(predicted(&smallest), smallest.bytes_peak);
+    assert!(predicted(&unlimited) > smallest.bytes_peak);
+    check_bytes(&device, &smallest);
+    device.tuner().limit_workspace(None);
+    assert_eq!(device.tuner().choices(), before);
+    let plan = planner.within(smallest.bytes_peak).unwrap();
+    assert!(plan.workspace_limit >= Some(limit) && plan.bytes_peak <= smallest.bytes_peak);
+    assert_eq!(planner.within(usize::MAX).unwrap().workspace_limit, None);
+}
+
 #[test]
 fn a_budget_that_a_smaller_batch_fits_names_it() {
     let device = device();
@@ -164,7 +193,7 @@ fn plans_are_files_for_one_model_of_fused_blocks() {
     assert_eq!(serde_json::from_str::<MemoryPlan>(&text).unwrap(), plan);
     let keep = plan.blocks[0].keep.name();
     let wrong = serde_json::from_str::<MemoryPlan>(&text.replace(keep, "forget")).unwrap_err().to_string();
-    assert!(wrong.contains("\"forget\" is not one of store,"), "{wrong}");
+    assert!(wrong.contains("\"forget\" is not one of auto, store,"), "{wrong}");
     let apply = |config: TrainingConfig, plan: &MemoryPlan| {
         let data = data(config.model, config.batch_size);
         let mut trainer = Trainer::new(&device, config, data).unwrap();

@@ -80,10 +80,13 @@ impl MemoryArgs {
         let mut planner = planner(device, config, data, &self.planner, console)?;
         let plan = planner.within(budget).map_err(failure)?;
         console.line(&format!(
-            "memory plan: {} at most, {} when forward has ended; blocks {}",
+            "memory plan: {} at most, {} when forward has ended; blocks {}{}",
             summary::bytes(plan.bytes_peak as f64),
             summary::bytes(plan.bytes_end_of_forward as f64),
-            counts(&plan)
+            counts(&plan),
+            plan.workspace_limit.map_or_else(String::new, |limit| {
+                format!("; convolutions with at most {} of workspace", summary::bytes(limit as f64))
+            })
         ));
         Ok(Some(plan))
     }

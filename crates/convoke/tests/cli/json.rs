@@ -91,9 +91,11 @@ fn compare_has_two_runs_that_differ_in_memory_only() {
     assert_eq!(losses(separate).len(), 4);
     // 1e-3 is the contract; the two modes sum in different orders.
     assert_close("train_loss", &losses(fused), &losses(separate), Tolerance { atol: 0.0, rtol: 1e-3 });
-    let ratio = |field: &str| fused[field].as_f64().unwrap() / separate[field].as_f64().unwrap();
-    assert!(ratio("bytes_end_of_forward") <= 0.62, "{}", ratio("bytes_end_of_forward"));
-    assert!(ratio("bytes_peak") <= 1.0, "{}", ratio("bytes_peak"));
+    // Parameters and Adadelta's two averages are the same in both, and matter less at larger batches.
+    let number = |run: &Value, field: &str| run[field].as_f64().unwrap();
+    let kept = |run: &Value| number(run, "bytes_end_of_forward") - 12.0 * number(run, "parameters");
+    assert!(kept(fused) / kept(separate) <= 0.62, "{} of {}", kept(fused), kept(separate));
+    assert!(number(fused, "bytes_peak") <= 0.7 * number(separate, "bytes_peak"));
 }
 
 #[test]

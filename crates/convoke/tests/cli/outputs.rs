@@ -57,7 +57,9 @@ fn a_profile_is_a_table_and_a_trace() {
     }
     assert!(named("conv_bn2d forward") >= 3 && named("conv_bn2d backward") >= 3);
     let convolution = events.iter().find(|event| event["cat"] == "convolution").unwrap();
-    assert!(convolution["args"]["flops"].as_f64() > Some(0.0) && convolution["args"]["bytes"].as_u64() > Some(0));
+    assert!(
+        convolution["args"]["flops"].as_f64() > Some(0.0) && convolution["args"]["bytes"].as_u64() > Some(0)
+    );
     // Whatever asks for standard output for itself has it.
     let outcome = run("train", &["--steps", "1", "--profile", text(&file), "--json", "-"]).exits(0);
     assert!(serde_json::from_str::<serde_json::Value>(&outcome.stdout).is_ok());

@@ -33,6 +33,10 @@ struct Inner {
 #[derive(Default)]
 struct Known {
     choices: HashMap<(Key, Isa), String>,
+    /// Bytes of workspace that plans may need for now: see [`Tuner::limit_workspace`].
+    workspace_limit: Option<usize>,
+    /// Choices that this limit made, in place of those above.
+    limited: HashMap<(Key, Isa), String>,
     plans: HashMap<(ConvProblem, Pass, Cpu), ConvPlan>,
     max_pools: HashMap<(PoolProblem, DType, MaxPoolPass, Cpu), MaxPoolAlgorithm>,
     /// Time spent on measurements.
@@ -108,7 +112,7 @@ impl Tuner {
         if let Some(plan) = known.plans.get(&place) {
             return plan.clone().for_cpu(asked);
         }
-        let subject = self.subject(problem, pass, cpu);
+        let subject = self.subject(&known, problem, pass, cpu);
         let chosen = self.choose(&mut known, &subject);
         let plan = chosen.and_then(|name| subject.into_plan(&name)).unwrap_or_else(|| {
             let plan = conv::plan(problem, pass, cpu);
@@ -133,7 +137,7 @@ impl Tuner {
         progress: &mut dyn FnMut(f64),
     ) -> Result<Tuning> {
         let mut known = self.known();
-        let subject = self.subject(problem, pass, cpu);
+        let subject = self.subject(&known, problem, pass, cpu);
         let tuning = self.remeasure(&mut known, &subject, progress)?;
         known.plans.retain(|(other, other_pass, _), _| (other, *other_pass) != (problem, pass));
         Ok(tuning)
@@ -188,8 +192,9 @@ impl Tuner {
 
     /// What the cache knows of this problem, if it is up to date.
     pub fn cached(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Option<Tuning> {
-        let ConvSubject { contest, .. } = self.subject(problem, pass, cpu);
-        let record = self.load(&mut self.known(), &contest)?;
+        let mut known = self.known();
+        let ConvSubject { contest, .. } = self.subject(&known, problem, pass, cpu);
+        let record = self.load(&mut known, &contest)?;
         if contest.is_current(&record) { contest.tuning_of(&record, Source::Cached) } else { None }
     }
 
@@ -202,7 +207,7 @@ impl Tuner {
         pass: Pass,
         cpu: &Cpu,
     ) -> Option<String> {
-        let ConvSubject { contest, .. } = self.subject(problem, pass, cpu);
+        let ConvSubject { contest, .. } = self.subject(&self.known(), problem, pass, cpu);
         contest.unknown_to(record).map(|entrant| entrant.name.clone())
     }
 
@@ -212,6 +217,8 @@ impl Tuner {
         let mut choices: Vec<Choice> = known
             .choices
             .iter()
+            .filter(|(place, _)| !known.limited.contains_key(place))
+            .chain(&known.limited)
             .map(|((key, _), algorithm)| Choice { key: key.clone(), algorithm: algorithm.clone() })
             .collect();
         choices.sort_by_cached_key(|choice| choice.key.file_name());
@@ -225,6 +232,23 @@ impl Tuner {
         known.choices.extend(choices.into_iter().map(|Choice { key, algorithm }| ((key, isa), algorithm)));
         known.plans.clear();
         known.max_pools.clear();
+    }
+
+    /// Lets plans need at most `bytes` of workspace from now on, or what the options say if `None`. Where a choice made so far
+    /// needs more, the next best takes its place, until the limit changes again: for a while, memory may be dearer than time.
+    pub fn limit_workspace(&self, bytes: Option<usize>) {
+        let mut known = self.known();
+        if known.workspace_limit != bytes {
+            known.workspace_limit = bytes;
+            known.limited.clear();
+            known.plans.clear();
+        }
+    }
+
+    /// The most bytes of workspace that a plan given so far needs.
+    pub fn largest_workspace(&self) -> usize {
+        let bytes = |plan: &ConvPlan| plan.workspace_len() * plan.problem().dtype.size();
+        self.known().plans.values().map(bytes).max().unwrap_or(0)
     }
 
     /// The key under which a problem's result is stored.
@@ -265,12 +289,13 @@ impl Tuner {
         }
     }
 
-    fn subject(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> ConvSubject {
+    fn subject(&self, known: &Known, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> ConvSubject {
         let cpu = &cpu.running();
+        let limit = self.inner.options.workspace_limit.min(known.workspace_limit.unwrap_or(usize::MAX));
         let mut plans = Vec::new();
         let mut entrants = Vec::new();
         for algorithm in &self.inner.algorithms {
-            let (plan, state) = match self.admit(algorithm.as_ref(), problem, pass, cpu) {
+            let (plan, state) = match self.admit(algorithm.as_ref(), (problem, pass), cpu, limit) {
                 Ok(plan) => {
                     let estimate = plan.cost().seconds(cpu);
                     let workspace_bytes = plan.workspace_len() * problem.dtype.size();
@@ -291,9 +316,9 @@ impl Tuner {
     fn admit(
         &self,
         algorithm: &dyn ConvAlgorithm,
-        problem: &ConvProblem,
-        pass: Pass,
+        (problem, pass): (&ConvProblem, Pass),
         cpu: &Cpu,
+        workspace_limit: usize,
     ) -> std::result::Result<ConvPlan, State> {
         let options = &self.inner.options;
         let name = algorithm.name();
@@ -311,9 +336,8 @@ impl Tuner {
         let plan =
             algorithm.plan(problem, pass, cpu).map_err(|reason| State::NotApplicable(reason.to_string()))?;
         let bytes = plan.workspace_len().saturating_mul(problem.dtype.size());
-        if bytes > options.workspace_limit {
-            let limit = options.workspace_limit;
-            return filtered(format!("needs {bytes} bytes of workspace, the limit is {limit}"));
+        if bytes > workspace_limit {
+            return filtered(format!("needs {bytes} bytes of workspace, the limit is {workspace_limit}"));
         }
         Ok(plan)
     }
@@ -322,7 +346,8 @@ impl Tuner {
     fn choose(&self, known: &mut Known, subject: &dyn Subject) -> Option<String> {
         let contest = subject.contest();
         let place = (contest.key.clone(), contest.cpu.isa());
-        if let Some(chosen) = known.choices.get(&place).filter(|chosen| contest.can_run(chosen)) {
+        let made = [known.limited.get(&place), known.choices.get(&place)];
+        if let Some(chosen) = made.into_iter().flatten().find(|chosen| contest.can_run(chosen)) {
             return Some(chosen.clone());
         }
         let tuning = self.decide(known, subject)?;
@@ -345,7 +370,8 @@ impl Tuner {
     }
 
     fn settle(&self, known: &mut Known, contest: &Contest, tuning: &Tuning) {
-        known.choices.insert((contest.key.clone(), contest.cpu.isa()), tuning.chosen.clone());
+        let choices = if known.workspace_limit.is_some() { &mut known.limited } else { &mut known.choices };
+        choices.insert((contest.key.clone(), contest.cpu.isa()), tuning.chosen.clone());
         self.tell(&Event::Chosen(tuning));
     }
 

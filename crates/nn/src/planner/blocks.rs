@@ -51,6 +51,7 @@ impl BlockKind {
     pub(crate) fn candidates(&self, inexact: bool) -> Vec<Keep> {
         let invertible = self.pool.is_none() && !self.residual && self.activation != Activation::Relu;
         let worth = |keep: &Keep| match keep {
+            Keep::Auto => false,
             Keep::Invert => inexact && invertible,
             Keep::Compact => inexact && self.dtype == DType::F32,
             _ => true,

@@ -37,6 +37,9 @@ pub struct MemoryPlan {
     pub bytes_peak: usize,
     /// Seconds of all blocks, forward and backward: the sum of what each took alone.
     pub block_seconds: f64,
+    /// Bytes of workspace that a convolution may need, if nothing fitted without a limit. Times are without it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub workspace_limit: Option<usize>,
 }
 
 /// One block of a plan.

@@ -47,13 +47,19 @@ pub struct Planner {
     data: Arc<TrainTest>,
     dry: DrySteps,
     blocks: Vec<Block>,
-    /// Exact bytes of the plans that were asked about, by what blocks keep.
-    known: BTreeMap<Vec<Keep>, MemoryPrediction>,
+    /// Exact bytes of the plans that were asked about, by the limit of workspaces and by what blocks keep.
+    known: BTreeMap<(Option<usize>, Vec<Keep>), MemoryPrediction>,
+    /// Bytes of workspace that convolutions may need in the plans that are looked at.
+    workspace_limit: Option<usize>,
+    /// What they need without a limit, at most.
+    largest_workspace: usize,
 }
 
 /// One block of the model.
 struct Block {
     path: String,
+    /// What it keeps if nothing is planned.
+    unplanned: Keep,
     /// The ways to keep.
     choices: Vec<Choice>,
 }
@@ -106,6 +112,8 @@ impl Planner {
             dry,
             blocks: Vec::new(),
             known: BTreeMap::new(),
+            workspace_limit: None,
+            largest_workspace: 0,
         };
         planner.blocks = found
             .iter()
@@ -113,10 +121,13 @@ impl Planner {
                 let of_kind = kind.as_ref().and_then(|kind| kinds.iter().position(|known| known == kind));
                 let store = Choice { keep: Keep::Store, seconds: 0.0, saved: 0 };
                 let choices = of_kind.map_or_else(|| vec![store], |index| times[index].clone());
-                Block { path: path.clone(), choices }
+                let (residual, pool) =
+                    kind.as_ref().map_or((false, false), |kind| (kind.residual, kind.pool.is_some()));
+                Block { path: path.clone(), unplanned: Keep::default().resolved(residual, pool), choices }
             })
             .collect();
         planner.find_bytes()?;
+        planner.largest_workspace = device.tuner().largest_workspace();
         Ok(Some(planner))
     }
 
@@ -138,14 +149,18 @@ impl Planner {
 
     /// The exact bytes of steps in which blocks keep these.
     fn bytes(&mut self, keeps: &[Keep]) -> Result<MemoryPrediction> {
-        if let Some(known) = self.known.get(keeps) {
+        let place = (self.workspace_limit, keeps.to_vec());
+        if let Some(known) = self.known.get(&place) {
             return Ok(*known);
         }
         for ((_, block), keep) in blocks::find(self.dry.model()).into_iter().zip(keeps) {
             block.set_keep(*keep);
         }
-        let bytes = self.dry.step()?;
-        self.known.insert(keeps.to_vec(), bytes);
+        self.device.tuner().limit_workspace(self.workspace_limit);
+        let bytes = self.dry.step();
+        self.device.tuner().limit_workspace(None);
+        let bytes = bytes?;
+        self.known.insert(place, bytes);
         Ok(bytes)
     }
 
@@ -167,6 +182,7 @@ impl Planner {
             bytes_end_of_forward: bytes.bytes_end_of_forward,
             bytes_peak: bytes.bytes_peak,
             block_seconds: self.seconds(keeps),
+            workspace_limit: self.workspace_limit,
         })
     }
 
@@ -228,7 +244,8 @@ impl Planner {
         Ok(plans)
     }
 
-    /// The plan with the least time whose steps never have more than `budget` bytes in use.
+    /// The plan with the least time whose steps never have more than `budget` bytes in use. If there is none, convolutions with
+    /// less workspace are tried.
     ///
     /// # Errors
     /// If there is none: by how much the smallest misses, and which batch size would fit.
@@ -237,13 +254,32 @@ impl Planner {
         let start = curve.iter().find(|plan| plan.bytes_peak <= budget).or(curve.last());
         let start = start.expect("there is at least one combination");
         let mut keeps: Vec<Keep> = start.blocks.iter().map(|block| block.keep).collect();
-        while self.bytes(&keeps)?.bytes_peak > budget {
-            if !self.make_smaller(&mut keeps)? {
-                return Err(self.nothing_fits(budget, &keeps));
+        let mut fits = true;
+        while fits && self.bytes(&keeps)?.bytes_peak > budget {
+            fits = self.make_smaller(&mut keeps)?;
+        }
+        if !fits {
+            for limit in self.workspace_limits() {
+                self.workspace_limit = Some(limit);
+                fits = self.bytes(&keeps)?.bytes_peak <= budget;
+                if fits {
+                    break;
+                }
             }
         }
-        self.make_faster(&mut keeps, budget)?;
-        self.plan(&keeps)
+        let plan = match fits {
+            true => self.make_faster(&mut keeps, budget).and_then(|()| self.plan(&keeps)),
+            false => Err(self.nothing_fits(budget, &keeps)),
+        };
+        self.workspace_limit = None;
+        plan
+    }
+
+    /// Limits of workspaces worth a try, largest first: halves of what is needed without one.
+    fn workspace_limits(&self) -> impl Iterator<Item = usize> + use<> {
+        const LEAST: usize = 1 << 16;
+        std::iter::successors(Some(self.largest_workspace / 2), |limit| Some(limit / 2))
+            .take_while(|&limit| limit >= LEAST)
     }
 
     /// Changes the block that lowers the peak most; whether any does.
@@ -287,14 +323,17 @@ impl Planner {
     }
 
     fn nothing_fits(&mut self, budget: usize, keeps: &[Keep]) -> TrainingError {
-        let needed = match self.bytes(keeps) {
-            Ok(bytes) => bytes.bytes_peak,
+        let needed = match self.least(keeps) {
+            Ok((needed, limit)) => {
+                self.workspace_limit = limit;
+                needed
+            }
             Err(error) => return error,
         };
         let keeps: BTreeMap<String, Keep> =
             self.blocks.iter().map(|block| block.path.clone()).zip(keeps.iter().copied()).collect();
         let at_most = self.config.batch_size;
-        let fits = largest_batch(&self.device, &self.config, &self.data, budget, Some(&keeps), at_most);
+        let fits = self.largest_fitting(budget, &self.data, Some(&keeps), at_most, self.workspace_limit);
         TrainingError::Budget {
             model: self.config.model,
             batch_size: self.config.batch_size,
@@ -317,7 +356,37 @@ impl Planner {
     ) -> Result<Option<usize>> {
         let keeps =
             plan.map(|plan| plan.blocks.iter().map(|block| (block.path.clone(), block.keep)).collect());
-        largest_batch(&self.device, &self.config, data, budget, keeps.as_ref(), data.train.len())
+        let limit = plan.and_then(|plan| plan.workspace_limit);
+        self.largest_fitting(budget, data, keeps.as_ref(), data.train.len(), limit)
+    }
+
+    fn largest_fitting(
+        &self,
+        budget: usize,
+        data: &Arc<TrainTest>,
+        keeps: Option<&BTreeMap<String, Keep>>,
+        at_most: usize,
+        workspace_limit: Option<usize>,
+    ) -> Result<Option<usize>> {
+        self.device.tuner().limit_workspace(workspace_limit);
+        let found = largest_batch(&self.device, &self.config, data, budget, keeps, at_most);
+        self.device.tuner().limit_workspace(None);
+        found
+    }
+
+    /// The lowest peak of a plan with any limit of workspaces, and the largest limit that has it.
+    fn least(&mut self, keeps: &[Keep]) -> Result<(usize, Option<usize>)> {
+        self.workspace_limit = None;
+        let mut least = (self.bytes(keeps)?.bytes_peak, None);
+        for limit in self.workspace_limits() {
+            self.workspace_limit = Some(limit);
+            let peak = self.bytes(keeps)?.bytes_peak;
+            if peak < least.0 {
+                least = (peak, Some(limit));
+            }
+        }
+        self.workspace_limit = None;
+        Ok(least)
     }
 
     /// The plan with the lowest peak that is found: it takes no look at time.
@@ -329,7 +398,10 @@ impl Planner {
         let last = curve.last().expect("there is at least one combination");
         let mut keeps: Vec<Keep> = last.blocks.iter().map(|block| block.keep).collect();
         while self.make_smaller(&mut keeps)? {}
-        self.plan(&keeps)
+        self.workspace_limit = self.least(&keeps)?.1;
+        let plan = self.plan(&keeps);
+        self.workspace_limit = None;
+        plan
     }
 
     /// The bytes of this run with separate layers.
@@ -346,7 +418,7 @@ impl Planner {
     /// # Errors
     /// If a dry step fails.
     pub fn unplanned(&mut self) -> Result<MemoryPlan> {
-        let keeps = vec![Keep::default(); self.blocks.len()];
+        let keeps: Vec<Keep> = self.blocks.iter().map(|block| block.unplanned).collect();
         self.plan(&keeps)
     }
 }

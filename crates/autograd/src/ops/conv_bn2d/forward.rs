@@ -74,6 +74,7 @@ impl ConvBn {
             }
             Keep::Recompute | Keep::RecomputeBoth => Kept::Whole,
             Keep::RecomputeInTiles => Kept::Tiles,
+            Keep::Auto => unreachable!("resolved when the function was made"),
             Keep::Invert => Kept::Inverted(output.keep(), epilogue.normalizer.clone()),
         };
         epilogue.residual = None;

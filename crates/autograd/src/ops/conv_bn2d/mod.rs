@@ -41,6 +41,10 @@ pub struct ConvBnParameters<'a> {
 /// Values and gradients are the same to the last bit for all but [`Keep::Compact`] and [`Keep::Invert`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub enum Keep {
+    /// About what is fastest: [`Keep::Renormalize`], or [`Keep::Store`] with a residual or a pool, whose output costs more to make
+    /// again.
+    #[default]
+    Auto,
     /// The convolution's output and its own: nothing is made again.
     Store,
     /// The convolution's output. Its own output is normalised again where a later operation kept it.
@@ -49,7 +53,6 @@ pub enum Keep {
     /// thousandths of their size. [`Keep::Store`] for f64.
     Compact,
     /// Its own output. The convolution's is convolved again, whole.
-    #[default]
     Recompute,
     /// Its own output. The convolution's is convolved again twice, tile by tile, and never exists as a whole in backward.
     RecomputeInTiles,
@@ -62,7 +65,8 @@ pub enum Keep {
 
 impl Keep {
     /// All of them.
-    pub const ALL: [Keep; 7] = [
+    pub const ALL: [Keep; 8] = [
+        Keep::Auto,
         Keep::Store,
         Keep::Renormalize,
         Keep::Compact,
@@ -75,6 +79,7 @@ impl Keep {
     /// The name in plans and files.
     pub fn name(self) -> &'static str {
         match self {
+            Keep::Auto => "auto",
             Keep::Store => "store",
             Keep::Renormalize => "renormalize",
             Keep::Compact => "compact",
@@ -88,6 +93,15 @@ impl Keep {
     /// The one of this name.
     pub fn named(name: &str) -> Option<Keep> {
         Keep::ALL.into_iter().find(|keep| keep.name() == name)
+    }
+
+    /// What [`Keep::Auto`] is in a block with a residual, with a pool; others are what they are.
+    pub fn resolved(self, residual: bool, pool: bool) -> Keep {
+        match self {
+            Keep::Auto if residual || pool => Keep::Store,
+            Keep::Auto => Keep::Renormalize,
+            keep => keep,
+        }
     }
 
     /// Whether gradients are those of [`Keep::Store`], to the last bit.
@@ -125,7 +139,8 @@ impl ConvBnBlock<'_> {
     }
 }
 
-/// Exactly [`super::batch_norm`] of [`super::conv2d`], in value, saving only `x` and two numbers a channel.
+/// Exactly [`super::batch_norm`] of [`super::conv2d`], in value, saving one tensor beside `x` rather than two;
+/// [`conv_bn_block2d`] can save less.
 ///
 /// Also returns the batch's moments if they were taken, for the caller's running statistics.
 ///
@@ -156,7 +171,7 @@ pub fn conv_bn_block2d(
         convolution: block.convolution,
         norm: block.norm.clone(),
         pool: block.pool,
-        keep: block.keep,
+        keep: block.keep.resolved(block.residual.is_some(), block.pool.is_some()),
         has: optional.map(|input| input.is_some()),
     };
     let inputs: Vec<&Tensor> = [x, weight].into_iter().chain(optional.into_iter().flatten()).collect();
