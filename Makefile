@@ -1,6 +1,6 @@
 # CI runs `make check`, and then `make external` and `make mpi` with oneDNN and Open MPI installed.
 
-.PHONY: check test external mpi format lint docs smoke goldens
+.PHONY: check test external mpi format lint docs smoke goldens bench-peers
 
 check: test format lint docs smoke
 
@@ -43,3 +43,13 @@ smoke:
 PYTHON ?= python3
 goldens:
 	$(PYTHON) tools/make_golden.py --out crates/testkit/golden
+
+# Ratios to PyTorch, side by side: whole steps, batch norm, and the convolutions of SUITES, files of problems in benchdnn notation.
+# PYTHON must have torch. Takes half an hour, and a machine that has nothing else to do.
+SUITES ?=
+THREADS ?= 2
+bench-peers:
+	cargo build --release
+	$(PYTHON) tools/peers/steps.py --threads $(THREADS) --markdown
+	$(PYTHON) tools/peers/batch_norm.py --threads $(THREADS)
+	$(if $(SUITES),$(PYTHON) tools/peers/convolutions.py $(SUITES) --threads $(THREADS))

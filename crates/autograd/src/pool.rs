@@ -1,48 +1,14 @@
 //! Buffers that are reused, and the exact count of their bytes.
 
-use std::collections::BTreeMap;
 use std::marker::PhantomData;
-use std::ops::{Deref, DerefMut, RangeBounds};
+use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
 use bytemuck::Pod;
+use convoke_kernels::arena::{Arena, Block};
 
 use crate::{Device, Error, Result};
-
-/// The unit of allocation: a cache line, so that every buffer starts on one.
-#[derive(Clone, Copy, bytemuck::Zeroable, bytemuck::Pod)]
-#[repr(C, align(64))]
-struct Line([u8; 64]);
-
-/// Lines as they come from the operating system: zeros that take no memory until they are written.
-///
-/// Asked for in bytes, with room to align them: zeros of a larger alignment the allocator would write one by one.
-#[derive(Default)]
-struct Lines {
-    room: Box<[u8]>,
-}
-
-impl Lines {
-    /// So many lines of zeros, if there is memory.
-    fn new(count: usize) -> Option<Lines> {
-        let slack = if count == 0 { 0 } else { size_of::<Line>() - 1 };
-        let room = count.checked_mul(size_of::<Line>())?.checked_add(slack)?;
-        Some(Lines { room: bytemuck::allocation::try_zeroed_slice_box(room).ok()? })
-    }
-
-    fn len(&self) -> usize {
-        self.room.len() / size_of::<Line>()
-    }
-
-    fn get(&self) -> &[Line] {
-        bytemuck::pod_align_to(&self.room).1
-    }
-
-    fn get_mut(&mut self) -> &mut [Line] {
-        bytemuck::pod_align_to_mut(&mut self.room).1
-    }
-}
 
 /// Bytes held by a device's buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -53,7 +19,7 @@ pub struct MemoryStats {
     pub peak_bytes: usize,
     /// Bytes of freed buffers that are kept to be used again.
     pub cached_bytes: usize,
-    /// How many times memory was taken from the operating system rather than from the cache.
+    /// How many buffers were made of memory, or reached into memory, that no buffer had before.
     pub fresh_allocations: usize,
 }
 
@@ -69,17 +35,12 @@ pub struct TimelinePoint {
 #[derive(Default)]
 struct State {
     stats: MemoryStats,
-    /// Bytes taken from the operating system, whole lines: of buffers in use and of free ones.
-    held_bytes: usize,
-    /// The most bytes ever in use; the peak in `stats` can be reset.
-    most_bytes: usize,
-    /// Free buffers by their number of lines.
-    free: BTreeMap<usize, Vec<Lines>>,
     timeline: Option<(Instant, Vec<TimelinePoint>)>,
 }
 
 /// The buffers of one device.
 pub(crate) struct Pool {
+    arena: Arena,
     state: Mutex<State>,
     /// Fill buffers with NaN before they are handed out: shows who reads before writing.
     poison: bool,
@@ -87,7 +48,7 @@ pub(crate) struct Pool {
 
 impl Pool {
     pub(crate) fn new(poison: bool) -> Arc<Pool> {
-        Arc::new(Pool { state: Mutex::default(), poison })
+        Arc::new(Pool { arena: Arena::default(), state: Mutex::default(), poison })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -96,7 +57,8 @@ impl Pool {
     }
 
     pub(crate) fn stats(&self) -> MemoryStats {
-        self.state().stats
+        let live = self.state().stats;
+        MemoryStats { cached_bytes: self.arena.reached().saturating_sub(live.live_bytes), ..live }
     }
 
     pub(crate) fn reset_peak(&self) {
@@ -105,11 +67,7 @@ impl Pool {
     }
 
     pub(crate) fn trim(&self) {
-        let mut state = self.state();
-        state.free.clear();
-        state.held_bytes -= state.stats.cached_bytes;
-        state.stats.cached_bytes = 0;
-        state.most_bytes = state.stats.live_bytes;
+        self.arena.trim();
     }
 
     pub(crate) fn start_timeline(&self) -> Instant {
@@ -130,81 +88,26 @@ impl Pool {
         // No allocation is larger than isize::MAX; whole lines of such a size still count without overflow.
         let bytes = len.checked_mul(size_of::<T>()).filter(|&bytes| bytes <= isize::MAX as usize);
         let Some(bytes) = bytes else { return Err(refused) };
-        let needed = bytes.div_ceil(size_of::<Line>());
-        let cached = self.state().reuse(bytes, needed);
-        let fresh = if cached.is_some() { 0 } else { needed };
-        let Some(lines) = cached.or_else(|| Lines::new(needed)) else {
-            return Err(refused);
-        };
-        self.state().count(bytes, fresh);
-        let mut taken = Bytes { lines, len: bytes, pool: self.clone() };
+        let mut state = self.state();
+        let before = self.arena.reached();
+        let Some(block) = self.arena.take(bytes) else { return Err(refused) };
+        state.count(bytes, self.arena.reached() > before);
+        drop(state);
+        let mut taken = Bytes { block, len: bytes, pool: self.clone() };
         if self.poison {
             taken.elements_mut::<u8>().fill(0xff);
         }
         Ok(Buffer { bytes: taken, element: PhantomData })
     }
-
-    fn give_back(&self, lines: Lines, bytes: usize) {
-        let mut state = self.state();
-        state.stats.live_bytes -= bytes;
-        state.stats.cached_bytes += lines.len() * size_of::<Line>();
-        state.free.entry(lines.len()).or_default().push(lines);
-        state.mark();
-    }
 }
 
 impl State {
-    /// A cached buffer, if one fits; else makes room for a fresh one of `bytes`, which take `needed` lines.
-    fn reuse(&mut self, bytes: usize, needed: usize) -> Option<Lines> {
-        if let Some(lines) = self.smallest_free(needed..=needed + needed / 8) {
-            return self.pop(lines);
-        }
-        // What is cached must not make the process much larger than the tensors ever were. A training step whose
-        // buffers differ in size would free and take some every time if only close sizes served: near the limit,
-        // others do. (Measured on mnist-cnn: 2 to 5 fresh buffers a step became none, at 1.25 times the peak.)
-        const SLACK: usize = 1 << 20;
-        let most_bytes = self.most_bytes.max(self.stats.live_bytes.saturating_add(bytes));
-        let limit = most_bytes.saturating_add(most_bytes / 4 + SLACK);
-        let after = |held_bytes: usize| held_bytes.saturating_add(needed * size_of::<Line>());
-        if after(self.held_bytes) > limit
-            && let Some(lines) = self.smallest_free(needed..=2 * needed)
-        {
-            return self.pop(lines);
-        }
-        while after(self.held_bytes) > limit {
-            let excess = (after(self.held_bytes) - limit).div_ceil(size_of::<Line>());
-            let largest = self.free.last_key_value().map(|(&lines, _)| lines);
-            let Some(lines) = self.smallest_free(excess..).or(largest) else { break };
-            drop(self.pop(lines));
-            self.held_bytes -= lines * size_of::<Line>();
-        }
-        None
-    }
-
-    fn smallest_free(&self, lines: impl RangeBounds<usize>) -> Option<usize> {
-        self.free.range(lines).next().map(|(&lines, _)| lines)
-    }
-
-    /// Counts a buffer that is handed out, `fresh` lines of it taken from the operating system.
-    fn count(&mut self, bytes: usize, fresh: usize) {
-        self.held_bytes += fresh * size_of::<Line>();
+    /// Counts a buffer that is handed out.
+    fn count(&mut self, bytes: usize, fresh: bool) {
         self.stats.live_bytes += bytes;
         self.stats.peak_bytes = self.stats.peak_bytes.max(self.stats.live_bytes);
-        self.most_bytes = self.most_bytes.max(self.stats.live_bytes);
-        self.stats.fresh_allocations += usize::from(fresh > 0);
+        self.stats.fresh_allocations += usize::from(fresh);
         self.mark();
-    }
-
-    fn pop(&mut self, lines: usize) -> Option<Lines> {
-        let buffers = self.free.get_mut(&lines)?;
-        let buffer = buffers.pop();
-        if buffers.is_empty() {
-            self.free.remove(&lines);
-        }
-        if buffer.is_some() {
-            self.stats.cached_bytes -= lines * size_of::<Line>();
-        }
-        buffer
     }
 
     fn mark(&mut self) {
@@ -217,7 +120,7 @@ impl State {
 
 /// Bytes that go back to their device's pool when dropped.
 pub(crate) struct Bytes {
-    lines: Lines,
+    block: Block,
     len: usize,
     pool: Arc<Pool>,
 }
@@ -225,18 +128,22 @@ pub(crate) struct Bytes {
 impl Bytes {
     /// The bytes as elements of any type; what does not fill one at the end is left out.
     pub(crate) fn elements<T: Pod>(&self) -> &[T] {
-        &bytemuck::cast_slice(self.lines.get())[..self.len / size_of::<T>()]
+        let size = size_of::<T>();
+        bytemuck::cast_slice(&self.block.bytes()[..self.len / size * size])
     }
 
     /// As [`Bytes::elements`].
     pub(crate) fn elements_mut<T: Pod>(&mut self) -> &mut [T] {
-        &mut bytemuck::cast_slice_mut(self.lines.get_mut())[..self.len / size_of::<T>()]
+        let size = size_of::<T>();
+        bytemuck::cast_slice_mut(&mut self.block.bytes_mut()[..self.len / size * size])
     }
 }
 
 impl Drop for Bytes {
     fn drop(&mut self) {
-        self.pool.give_back(std::mem::take(&mut self.lines), self.len);
+        let mut state = self.pool.state();
+        state.stats.live_bytes -= self.len;
+        state.mark();
     }
 }
 
@@ -310,41 +217,18 @@ mod tests {
     }
 
     #[test]
-    fn fresh_buffers_are_zeros_that_start_on_a_line() {
-        let pool = Pool::new(false);
-        let lens = [1, 16, 17, 1000, 1 << 16, (1 << 16) + 1, 1 << 22];
-        let buffers = lens.map(|len| pool.take::<f32>(len).unwrap());
-        for (buffer, len) in buffers.iter().zip(lens) {
-            assert_eq!((buffer.len(), buffer.as_ptr().align_offset(64)), (len, 0));
-            assert!(buffer.iter().all(|&x| x.to_bits() == 0));
-        }
-        let lines: usize = lens.iter().map(|len| (4 * len).div_ceil(64)).sum();
-        assert_eq!(pool.state().held_bytes, 64 * lines, "whole lines count, room to align them does not");
-        drop(buffers);
-        assert_eq!(pool.stats().cached_bytes, 64 * lines);
-    }
-
-    #[test]
-    fn the_cache_never_makes_the_process_much_larger_than_its_peak() {
+    fn what_was_freed_serves_buffers_of_other_sizes() {
         let pool = Pool::new(false);
         drop(pool.take::<u8>(64 << 20).unwrap());
         let small: Vec<_> = (0..8).map(|_| pool.take::<u8>(4 << 20).unwrap()).collect();
         let stats = pool.stats();
-        assert_eq!((stats.live_bytes, stats.cached_bytes), (32 << 20, 0), "the large one went");
-        assert_eq!(pool.state().held_bytes, 32 << 20);
+        assert_eq!((stats.live_bytes, stats.cached_bytes), (32 << 20, 32 << 20));
+        assert_eq!(stats.fresh_allocations, 1);
         drop(small);
-    }
-
-    /// A training step resets the peak at its beginning, when all its buffers are in the cache.
-    #[test]
-    fn a_reset_peak_costs_no_cached_buffer() {
-        let pool = Pool::new(false);
-        drop([8, 4].map(|mib| pool.take::<u8>(mib << 20).unwrap()));
-        pool.reset_peak();
-        let other = pool.take::<u8>(3 << 20).unwrap();
-        let both = [8, 4].map(|mib| pool.take::<u8>(mib << 20).unwrap());
-        assert_eq!(pool.stats().fresh_allocations, 3, "the two served again");
-        drop((other, both));
+        assert_eq!(pool.stats().cached_bytes, 64 << 20);
+        let larger = pool.take::<u8>(65 << 20).unwrap();
+        assert_eq!((pool.stats().fresh_allocations, pool.stats().cached_bytes), (2, 64 << 20));
+        drop(larger);
     }
 
     #[test]

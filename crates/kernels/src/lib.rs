@@ -32,6 +32,7 @@ mod stream;
 mod team;
 
 pub mod activation;
+pub mod arena;
 pub mod batch_norm;
 pub mod concat;
 pub mod conv;

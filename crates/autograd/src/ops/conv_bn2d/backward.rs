@@ -45,7 +45,7 @@ impl ConvBn {
         let mut y =
             Tiles { kept, convolution: &convolution, weight: &weight, bias: bias.as_ref(), scratch: None };
         let mut x = Input::<T>::new(x);
-        let mut dz = Upstream { upstream: &upstream, epilogue: &epilogue, taken, scratch: None };
+        let mut dz = Upstream { upstream, epilogue: &epilogue, taken, scratch: None };
 
         let wanted = [for_gamma, for_beta];
         let sums = match normalizer.needs_sums(through_norm, wanted) {
@@ -118,7 +118,7 @@ fn gradients_of_convolution<T: Element>(
     [for_x, for_weight, for_bias]: [bool; 3],
     mut x: Input<T>,
     mut y: Tiles<'_, T>,
-    mut dz: Upstream<'_, T>,
+    dz: Upstream<'_, T>,
 ) -> Result<Gradients> {
     let (convolution, weight) = (y.convolution, y.weight);
     let (device, format) = (convolution.device(), convolution.problem().format);
@@ -126,36 +126,43 @@ fn gradients_of_convolution<T: Element>(
     let by = normalizer.by::<T>()?;
     let mut of_weight = for_weight.then(|| WeightGradient::<T>::new(convolution)).transpose()?;
     let mut of_bias = for_bias.then(|| BiasGradient::<T>::new(convolution)).transpose()?;
-    let mut dx = match for_x && !x.can_be_overwritten() {
-        true => Some(device.buffer::<T>(convolution.input_shape().iter().product())?),
-        false => None,
-    };
+    // Taken when it is first written: what comes before may need the memory.
+    let mut dx: Option<Buffer<T>> = None;
+    let dx_elsewhere = for_x && !x.can_be_overwritten();
+    let new_dx = || device.buffer::<T>(convolution.input_shape().iter().product());
     let image = convolution.input_image();
     let all = 0..convolution.output_shape()[0];
-    let mut scratch = None;
+    let (mut scratch, mut dz) = (None, Some(dz));
     for images in convolution.tiles() {
         let (count, extent) = (images.len(), convolution.output_extent(images.len()));
+        let mut of_tile = dz.take().expect("it goes with the last tile");
+        let upstream = of_tile.get(images.clone())?;
         // A batch of one tile needs no more than the buffer that is there.
         let in_place = images == all && y.unshared().is_some();
         let dy = if in_place && let Some(y) = y.unshared() {
-            backward_elemt_in_place(device.compute(), &extent, dz.get(images.clone())?, &by, through, y)?;
+            backward_elemt_in_place(device.compute(), &extent, upstream, &by, through, y)?;
             y
         } else {
             let dy = at_least(&mut scratch, device, extent.len()?)?;
             let value = y.get(images.clone(), || x.images(images.clone()))?;
-            backward_elemt(device.compute(), &extent, (value, dz.get(images.clone())?), &by, through, dy)?;
+            backward_elemt(device.compute(), &extent, (value, upstream), &by, through, dy)?;
             dy
         };
         // What dy was made of is not needed beside what the convolutions need.
-        dz.scratch = None;
+        of_tile.scratch = None;
+        dz = Some(of_tile).filter(|_| images.end < all.end);
         if let Some(sum) = &mut of_bias {
             sum.add(convolution, count, dy)?;
         }
         if let Some(sum) = &mut of_weight {
             sum.add(convolution, count, x.images(images.clone())?, dy)?;
         }
+        x.scratch = None;
         if for_x {
             let place = images.start * image..images.end * image;
+            if dx_elsewhere && dx.is_none() {
+                dx = Some(new_dx()?);
+            }
             let dx = match &mut dx {
                 Some(dx) => &mut dx[place],
                 None => x.overwrite(place),
@@ -163,6 +170,7 @@ fn gradients_of_convolution<T: Element>(
             convolution.input_gradient_tile(count, dy, weight, dx)?;
         }
     }
+    let dx = if dx_elsewhere && dx.is_none() { Some(new_dx()?) } else { dx };
     let x_gradient = match dx {
         Some(dx) => Some(Tensor::of_buffer(device, &convolution.input_shape(), format, dx)?),
         None => for_x.then_some(x.tensor),
@@ -202,7 +210,7 @@ impl<T: Element> Input<T> {
 
 /// The gradient of the activation's output: the upstream one, or what pooling makes of that.
 struct Upstream<'a, T: Element> {
-    upstream: &'a Tensor,
+    upstream: Tensor,
     epilogue: &'a Epilogue,
     taken: Option<Arc<Buffer<u8>>>,
     scratch: Option<Buffer<T>>,

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time PyTorch's CPU batch norm and convoke's side by side.
 
-    python tools/compare_pytorch_norm.py [SHAPE...] [--threads 2] [--rounds 5] [--json FILE]
+    python tools/peers/batch_norm.py [SHAPE...] [--threads 2] [--rounds 5] [--json FILE]
 
 Forward and backward of a layer in training, alone and with a ReLU behind it (two operations in PyTorch, one in convoke).
 Both are timed in turn, --rounds times; the medians of a round are compared, and the median of those ratios counts.
@@ -18,7 +18,7 @@ import statistics
 import time
 from pathlib import Path
 
-from compare_pytorch import keep_memory, run_convoke
+from convolutions import keep_memory, run_convoke
 
 SHAPES = ["256x32x26x26", "64x64x56x56", "64x256x14x14", "64x512x7x7"]
 PASSES = ["forward", "backward"]
@@ -32,7 +32,7 @@ def main():
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.3, help="time for each measurement")
-    parser.add_argument("--convoke", default=Path(__file__).parent.parent / "target/release/convoke", type=Path)
+    parser.add_argument("--convoke", default=Path(__file__).parents[2] / "target/release/convoke", type=Path)
     parser.add_argument("--json", type=Path, help="write every time here")
     args = parser.parse_args()
 

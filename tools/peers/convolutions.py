@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time PyTorch's CPU convolutions and convoke's tuned ones side by side, problem by problem.
 
-    python tools/compare_pytorch.py SUITE... [--threads 2] [--skip onednn*] [--json FILE]
+    python tools/peers/convolutions.py SUITE... [--threads 2] [--skip onednn*] [--json FILE]
 
 SUITE is a file of problems in benchdnn notation, one a line. For every problem and pass PyTorch and convoke are timed in turn,
 --rounds times, and the best round of each counts: machines that are shared have seconds at half speed. PyTorch is timed
@@ -49,7 +49,7 @@ def main():
     parser.add_argument("--only", help="algorithms for convoke to choose from")
     parser.add_argument("--skip", help="algorithms that convoke must not use")
     parser.add_argument("--format", default="nhwc", choices=["nhwc", "nchw"], help="convoke's memory format")
-    parser.add_argument("--convoke", default=Path(__file__).parent.parent / "target/release/convoke", type=Path)
+    parser.add_argument("--convoke", default=Path(__file__).parents[2] / "target/release/convoke", type=Path)
     parser.add_argument("--json", type=Path, help="write every time here")
     args = parser.parse_args()
 

@@ -1,0 +1,370 @@
+//! Memory that is taken in blocks of any size and given back: free neighbours become one again.
+//!
+//! A program that takes and frees the same blocks in the same order, as the steps of a training run do, gets the same addresses
+//! each time, and no fresh memory after the first: fresh memory costs page faults.
+
+use std::collections::BTreeMap;
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Bytes that blocks are multiples of, and start at multiples of: a cache line.
+const LINE: usize = 64;
+/// Blocks of at most so many bytes lie apart from larger ones, whose holes they would cut.
+const SMALL: usize = 256 << 10;
+/// Bytes of a chunk, at least: address space, which is no memory until it is written.
+const CHUNK: [usize; 2] = [4 << 20, 64 << 20];
+
+/// Where blocks come from. Clones share the memory, which lives as long as they or any block.
+#[derive(Clone, Default)]
+pub struct Arena {
+    chunks: Arc<Mutex<Chunks>>,
+}
+
+/// Bytes that start on a cache line: zeros where nobody wrote before, else any.
+pub struct Block {
+    place: Place,
+    address: NonNull<u8>,
+    arena: Arc<Mutex<Chunks>>,
+}
+
+// SAFETY: a block is the only one that has its bytes, as a `Box` would be.
+unsafe impl Send for Block {}
+// SAFETY: as above; what is shared is only read.
+unsafe impl Sync for Block {}
+
+/// Where a block lies.
+#[derive(Clone, Copy)]
+struct Place {
+    /// Which chunk; none has a block without bytes.
+    chunk: usize,
+    start: usize,
+    len: usize,
+}
+
+#[derive(Default)]
+struct Chunks {
+    /// A chunk that went leaves its place.
+    all: Vec<Option<Chunk>>,
+}
+
+/// A run of address space. What lies beyond `reached` has never been part of a block.
+struct Chunk {
+    memory: Memory,
+    small: bool,
+    /// Free bytes by where they begin, up to `reached`; no two touch.
+    free: BTreeMap<usize, usize>,
+    reached: usize,
+}
+
+impl Arena {
+    /// A block of `len` bytes, in the smallest hole that it fits, or in fresh memory; `None` if the operating system has none.
+    pub fn take(&self, len: usize) -> Option<Block> {
+        let place = |place, address| Block { place, address, arena: self.chunks.clone() };
+        if len == 0 {
+            return Some(place(
+                Place { chunk: usize::MAX, start: 0, len: 0 },
+                NonNull::<Line>::dangling().cast(),
+            ));
+        }
+        let lines = len.checked_next_multiple_of(LINE)?;
+        let mut chunks = self.chunks();
+        let (chunk, start) = chunks.hole(lines).or_else(|| chunks.fresh(lines))?;
+        let memory = chunks.all[chunk].as_mut().expect("it has this hole");
+        memory.occupy(start, lines);
+        // SAFETY: `occupy` found `start..start + lines` within the chunk.
+        let address = unsafe { memory.memory.base.add(start) };
+        Some(place(Place { chunk, start, len: lines }, address))
+    }
+
+    /// Bytes that blocks have or had: what may be resident.
+    pub fn reached(&self) -> usize {
+        self.chunks().all.iter().flatten().map(|chunk| chunk.reached).sum()
+    }
+
+    /// Gives memory back to the operating system: of chunks without blocks, all of it.
+    pub fn trim(&self) {
+        for place in &mut self.chunks().all {
+            if place.as_ref().is_some_and(Chunk::is_free) {
+                *place = None;
+            }
+        }
+    }
+
+    fn chunks(&self) -> MutexGuard<'_, Chunks> {
+        lock(&self.chunks)
+    }
+}
+
+fn lock(chunks: &Mutex<Chunks>) -> MutexGuard<'_, Chunks> {
+    // Nothing panics between two changes that belong together.
+    chunks.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Chunks {
+    fn of_size(&self, len: usize) -> impl Iterator<Item = (usize, &Chunk)> {
+        let chunks = self.all.iter().enumerate().filter_map(|(index, chunk)| Some((index, chunk.as_ref()?)));
+        chunks.filter(move |(_, chunk)| chunk.small == (len <= SMALL))
+    }
+
+    /// The chunk and the start of the smallest hole of at least `len` bytes, the first of several.
+    fn hole(&self, len: usize) -> Option<(usize, usize)> {
+        let holes = self
+            .of_size(len)
+            .flat_map(|(index, chunk)| chunk.free.iter().map(move |(&start, &hole)| (hole, index, start)));
+        holes.filter(|&(hole, ..)| hole >= len).min().map(|(_, index, start)| (index, start))
+    }
+
+    /// The chunk and the start of a run of `len` bytes whose end is fresh: behind what was reached, in a new chunk if need be.
+    fn fresh(&mut self, len: usize) -> Option<(usize, usize)> {
+        let behind = self.of_size(len).filter_map(|(index, chunk)| {
+            let start = chunk.end_of_blocks();
+            (chunk.memory.len - start >= len).then_some((start + len - chunk.reached, index, start))
+        });
+        if let Some((_, index, start)) = behind.min() {
+            return Some((index, start));
+        }
+        let small = len <= SMALL;
+        let so_far: usize = self.of_size(len).map(|(_, chunk)| chunk.memory.len).sum();
+        // Few large chunks have few boundaries. Where address space is short, just what is needed.
+        let wanted = so_far.max(CHUNK[usize::from(!small)]).max(len);
+        let memory = Memory::zeros(wanted).or_else(|| Memory::zeros(len))?;
+        let chunk = Chunk { memory, small, free: BTreeMap::new(), reached: 0 };
+        let vacant = self.all.iter().position(Option::is_none);
+        let index = vacant.unwrap_or_else(|| {
+            self.all.push(None);
+            self.all.len() - 1
+        });
+        self.all[index] = Some(chunk);
+        Some((index, 0))
+    }
+}
+
+impl Chunk {
+    /// Where the last block ends: free bytes from there on go on behind `reached`.
+    fn end_of_blocks(&self) -> usize {
+        match self.free.last_key_value() {
+            Some((&start, &len)) if start + len == self.reached => start,
+            _ => self.reached,
+        }
+    }
+
+    fn is_free(&self) -> bool {
+        self.end_of_blocks() == 0
+    }
+
+    /// Takes `start..start + len`, which begins a hole or at `reached`, out of what is free.
+    fn occupy(&mut self, start: usize, len: usize) {
+        let end = start + len;
+        assert!(end <= self.memory.len, "a block beyond its chunk");
+        let hole = self.free.remove(&start).map_or(start, |hole| start + hole);
+        assert!(hole >= end || hole == self.reached, "a block in the way of another");
+        if hole > end {
+            self.free.insert(end, hole - end);
+        }
+        self.reached = self.reached.max(end);
+    }
+
+    /// Makes `start..start + len` free again, together with free neighbours.
+    fn release(&mut self, mut start: usize, len: usize) {
+        let mut end = start + len;
+        if let Some(next) = self.free.remove(&end) {
+            end += next;
+        }
+        if let Some((&before, &hole)) = self.free.range(..start).next_back()
+            && before + hole == start
+        {
+            start = before;
+        }
+        self.free.insert(start, end - start);
+    }
+}
+
+impl Block {
+    /// Its bytes: as many as were asked for, up to the end of a cache line.
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: the arena gave these bytes, which were initialised as zeros, to this block alone, and the chunk stays until the
+        // block goes: it holds the arena, which frees chunks without blocks only.
+        unsafe { std::slice::from_raw_parts(self.address.as_ptr(), self.place.len) }
+    }
+
+    /// As [`Block::bytes`].
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `bytes`.
+        unsafe { std::slice::from_raw_parts_mut(self.address.as_ptr(), self.place.len) }
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        let Place { chunk, start, len } = self.place;
+        if len > 0
+            && let Some(chunk) = &mut lock(&self.arena).all[chunk]
+        {
+            chunk.release(start, len);
+        }
+    }
+}
+
+/// What an address is aligned to.
+#[repr(align(64))]
+struct Line;
+
+/// Zeros as they come from the operating system: they take no memory until they are written.
+struct Memory {
+    /// On a cache line.
+    base: NonNull<u8>,
+    len: usize,
+    /// What was allocated, with room to align it: zeros of a larger alignment the allocator would write one by one.
+    room: NonNull<[u8]>,
+}
+
+// SAFETY: it is the only owner of its bytes.
+unsafe impl Send for Memory {}
+
+impl Memory {
+    /// `len` bytes, a multiple of a cache line, if there are so many.
+    fn zeros(len: usize) -> Option<Memory> {
+        let room = bytemuck::allocation::try_zeroed_slice_box::<u8>(len.checked_add(LINE - 1)?).ok()?;
+        let room = NonNull::from(Box::leak(room));
+        let first = room.cast::<u8>();
+        // SAFETY: `room` has LINE - 1 bytes more than `len`, and the next line begins at most so far away.
+        let base = unsafe { first.add(first.as_ptr().align_offset(LINE)) };
+        Some(Memory { base, len, room })
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        // SAFETY: `zeros` leaked this box, and a chunk goes only when no block has any of its bytes.
+        drop(unsafe { Box::from_raw(self.room.as_ptr()) });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: usize = 1 << 20;
+
+    #[test]
+    fn blocks_are_lines_of_zeros_at_first() {
+        let arena = Arena::default();
+        let lens = [0, 1, 64, 65, 1000, SMALL, SMALL + 1, 3 * MIB];
+        let blocks = lens.map(|len| arena.take(len).unwrap());
+        for (block, len) in blocks.iter().zip(lens) {
+            assert_eq!(
+                (block.bytes().len(), block.bytes().as_ptr().align_offset(64)),
+                (len.next_multiple_of(64), 0)
+            );
+            assert!(block.bytes().iter().all(|&byte| byte == 0));
+        }
+        assert_eq!(arena.reached(), lens.iter().map(|len| len.next_multiple_of(64)).sum::<usize>());
+    }
+
+    #[test]
+    fn free_neighbours_become_one() {
+        let arena = Arena::default();
+        let take = |mib: usize| arena.take(mib * MIB).unwrap();
+        let [a, b, c, d] = [1, 2, 3, 4].map(take);
+        // In any order.
+        drop(c);
+        drop(a);
+        drop(b);
+        let six = take(6);
+        assert_eq!(arena.reached(), 10 * MIB, "the three serve as one");
+        drop((six, d));
+        let [first, second] = [5, 5].map(take);
+        assert_eq!(arena.reached(), 10 * MIB);
+        drop((first, second));
+        // The last hole grows into fresh memory.
+        let all = take(12);
+        assert_eq!(arena.reached(), 12 * MIB);
+        drop(all);
+        arena.trim();
+        assert_eq!(arena.reached(), 0);
+    }
+
+    #[test]
+    fn the_smallest_hole_serves() {
+        let arena = Arena::default();
+        let take = |mib: usize| arena.take(mib * MIB).unwrap();
+        let blocks = [3, 1, 2, 1].map(take);
+        let [three, between, two, end] = blocks;
+        let place = two.bytes().as_ptr();
+        drop((three, two));
+        assert_eq!(take(2).bytes().as_ptr(), place);
+        drop((between, end));
+    }
+
+    #[test]
+    fn small_blocks_do_not_cut_the_holes_of_large_ones() {
+        let arena = Arena::default();
+        let large = arena.take(8 * MIB).unwrap();
+        let place = large.bytes().as_ptr();
+        drop(large);
+        let small = arena.take(100).unwrap();
+        assert_eq!(arena.take(8 * MIB).unwrap().bytes().as_ptr(), place);
+        drop(small);
+    }
+
+    #[test]
+    fn memory_that_nobody_has_is_refused() {
+        let arena = Arena::default();
+        for len in [usize::MAX, usize::MAX - 63, isize::MAX as usize, 1 << 47] {
+            assert!(arena.take(len).is_none());
+        }
+        assert_eq!(arena.reached(), 0);
+    }
+
+    /// Blocks taken and given back in random order never overlap, keep what was written, and leave nothing behind.
+    #[test]
+    fn blocks_are_apart_and_keep_their_values() {
+        let arena = Arena::default();
+        let mut blocks: Vec<(u8, Block)> = Vec::new();
+        let mut random = 1u64;
+        let mut draw = |below: usize| {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (random >> 33) as usize % below
+        };
+        for round in 0..3000 {
+            if blocks.len() < 40 && draw(2) == 0 {
+                let below = if draw(3) == 0 { 2 * SMALL } else { 4000 };
+                let len = 1 + draw(below);
+                let mut block = arena.take(len).unwrap();
+                let mark = (round % 251) as u8;
+                block.bytes_mut().fill(mark);
+                blocks.push((mark, block));
+            } else if !blocks.is_empty() {
+                let (mark, block) = blocks.swap_remove(draw(blocks.len()));
+                assert!(block.bytes().iter().all(|&byte| byte == mark), "round {round}");
+            }
+        }
+        let reached = arena.reached();
+        drop(blocks);
+        assert!(lock(&arena.chunks).all.iter().flatten().all(Chunk::is_free));
+        assert!(reached < 40 * 2 * SMALL, "{reached}");
+    }
+
+    #[test]
+    fn the_same_order_gives_the_same_addresses() {
+        let arena = Arena::default();
+        let kept: Vec<Block> = (1..4).map(|mib| arena.take(mib * MIB).unwrap()).collect();
+        let step = || {
+            let mut held: Vec<Block> = (1..20).map(|index| arena.take(index * 70_000).unwrap()).collect();
+            let scratch = arena.take(5 * MIB).unwrap();
+            held.retain(|block| block.bytes().len() % 3 != 0);
+            let late = arena.take(2 * MIB).unwrap();
+            let address = |block: &Block| block.bytes().as_ptr() as usize;
+            let mut places: Vec<usize> = held.iter().map(address).collect();
+            places.extend([address(&scratch), address(&late)]);
+            places
+        };
+        let first = step();
+        let reached = arena.reached();
+        // From the second on nothing is fresh, so that best fits are the same.
+        let second = step();
+        assert_eq!((step(), arena.reached()), (second.clone(), reached));
+        assert_eq!(first.len(), second.len());
+        drop(kept);
+    }
+}

@@ -1,0 +1,44 @@
+"""Times training steps of one of convoke's models in PyTorch: prints seconds and memory as JSON. Run by steps.py.
+
+    python tools/peers/pytorch_steps.py MODEL BATCH default|channels-last|kept|compiled THREADS WARM_UP STEPS
+"""
+
+import json
+import resource
+import statistics
+import sys
+import time
+
+import torch
+from torch.nn import functional as F
+
+from models import MODELS
+
+
+def main():
+    name, batch, how, threads, warm_up, steps = sys.argv[1:]
+    torch.set_num_threads(int(threads))
+    torch.manual_seed(1)
+    make, shape, classes, pixels, optimizer = MODELS[name]
+    model = make().train()
+    layout = torch.contiguous_format if how == "default" else torch.channels_last
+    model = model.to(memory_format=layout)
+    optimizer = optimizer(model.parameters())
+    images = torch.randn(int(batch), *shape).to(memory_format=layout)
+    labels = torch.randint(classes, (int(batch), *(shape[1:] if pixels else ())))
+    forward = torch.compile(model) if how == "compiled" else model
+    seconds = []
+    for _ in range(int(warm_up) + int(steps)):
+        start = time.perf_counter()
+        optimizer.zero_grad(set_to_none=True)
+        loss = F.nll_loss(forward(images), labels)
+        loss.backward()
+        optimizer.step()
+        loss.item()
+        seconds.append(time.perf_counter() - start)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"seconds": statistics.median(seconds[int(warm_up) :]), "bytes": peak}))
+
+
+if __name__ == "__main__":
+    main()
