@@ -46,7 +46,7 @@ def main():
         action="append",
         default=[],
         metavar="NAME=PROGRAM",
-        help="also time mnist-cnn in this program, built from tools/peers/candle or tools/peers/burn; once, with 2 steps",
+        help="also time mnist-cnn in this program, called with BATCH WARM_UP STEPS, such as tools/peers/candle; once, with 2 steps",
     )
     parser.add_argument("--budget", help="--memory-budget of convoke's planned run")
     parser.add_argument("--convoke", default=Path(__file__).parents[2] / "target/release/convoke", type=Path)
@@ -75,9 +75,9 @@ def compare(model, batch, args):
     contenders |= {f"convoke, {how}": lambda flags=flags: convoke(model, batch, flags, args) for how, flags in ours.items()}
     runs = {name: [] for name in contenders}
     for done in range(args.rounds):
-        for name, run in contenders.items():
+        for name, measure in contenders.items():
             print(f"{model}: round {done + 1} of {args.rounds}, {name}          ", end="\r", file=sys.stderr, flush=True)
-            runs[name].append(run())
+            runs[name].append(measure())
     for peer in args.peer if model == "mnist-cnn" else []:
         name, _, program = peer.partition("=")
         environment = dict(os.environ, RAYON_NUM_THREADS=str(args.threads), **KEEP_MEMORY)
