@@ -171,7 +171,7 @@ impl Parts {
         if self.pass == Pass::BackwardWeights { (self.parts.len() - 1) * self.weight_len } else { 0 }
     }
 
-    /// What each part takes, `[x, y]` elements a part, of an operand.
+    /// What each part has of an operand of the whole batch: `len` elements.
     fn split<'a>(&self, operand: &'a [f32], len: impl Fn(&Part) -> usize) -> Vec<&'a [f32]> {
         let mut rest = operand;
         let part = |part| rest.split_off(..len(part)).expect("the parts make up the batch");
