@@ -171,10 +171,15 @@ def bench(problem, flags, args):
 
 def run_convoke(command):
     """The JSON that convoke prints, run without malloc's settings."""
-    environment = {name: value for name, value in os.environ.items() if name not in KEEP_MEMORY}
+    return run_json(command, {name: value for name, value in os.environ.items() if name not in KEEP_MEMORY})
+
+
+def run_json(command, environment):
+    """The JSON that a command prints."""
+    command = list(map(str, command))
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True)
     if done.returncode != 0:
-        sys.exit(f"{' '.join(map(str, command))}\n{done.stderr}")
+        sys.exit(f"{' '.join(command)}\n{done.stderr}")
     return json.loads(done.stdout)
 
 

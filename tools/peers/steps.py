@@ -23,12 +23,12 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "-1", "MALLOC_TOP_PAD_": str(64 << 20)}
+from convolutions import KEEP_MEMORY, run_convoke, run_json
+
 BATCHES = {"mnist-cnn": 2048, "resnet20": 128, "resnet50": 16, "segnet": 16}
 BUDGETS = {"mnist-cnn": "650MB"}
 WARM_UP = 2
@@ -81,7 +81,7 @@ def compare(model, batch, args):
     for peer in args.peer if model == "mnist-cnn" else []:
         name, _, program = peer.partition("=")
         environment = dict(os.environ, RAYON_NUM_THREADS=str(args.threads), **KEEP_MEMORY)
-        runs[name] = [run([program, str(batch), "1", "2"], environment)]
+        runs[name] = [run_json([program, batch, 1, 2], environment)]
     rows = {
         name: {
             "seconds": statistics.median(run["seconds"] for run in found),
@@ -97,22 +97,15 @@ def pytorch(model, batch, how, args):
     environment = dict(os.environ, **(KEEP_MEMORY if how in ("kept", "compiled") else {}))
     worker = Path(__file__).with_name("pytorch_steps.py")
     command = [sys.executable, worker, model, batch, how, args.threads, WARM_UP, args.steps]
-    return run(list(map(str, command)), environment)
+    return run_json(command, environment)
 
 
 def convoke(model, batch, flags, args):
     optimizer = "adadelta" if model == "mnist-cnn" else "sgd"
     command = [args.convoke, "train", "--model", model, "--data", "random", "--batch-size", batch, "--json", "-"]
     command += ["--optimizer", optimizer, "--threads", args.threads, "--steps", WARM_UP + args.steps, "--continue-on-nan"]
-    [result] = run(list(map(str, command + flags)), os.environ)["runs"]
+    [result] = run_convoke(command + flags)["runs"]
     return {"seconds": result["step_seconds_median"], "bytes": result["process_peak_bytes"]}
-
-
-def run(command, environment):
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True)
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(command)}\n{done.stderr}")
-    return json.loads(done.stdout)
 
 
 def table(result, markdown):
@@ -135,9 +128,10 @@ def table(result, markdown):
 
 
 def machine():
-    names = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")] if Path(
-        "/proc/cpuinfo"
-    ).exists() else []
+    """The processor's name, where Linux tells it, and the date."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else platform.processor()}, {time.strftime('%Y-%m-%d')}"
 
 

@@ -34,7 +34,8 @@ pub struct TimelinePoint {
 
 #[derive(Default)]
 struct State {
-    stats: MemoryStats,
+    live_bytes: usize,
+    peak_bytes: usize,
     timeline: Option<(Instant, Vec<TimelinePoint>)>,
 }
 
@@ -57,13 +58,18 @@ impl Pool {
     }
 
     pub(crate) fn stats(&self) -> MemoryStats {
-        let live = self.state().stats;
-        MemoryStats { cached_bytes: self.arena.reached().saturating_sub(live.live_bytes), ..live }
+        let State { live_bytes, peak_bytes, .. } = *self.state();
+        MemoryStats {
+            live_bytes,
+            peak_bytes,
+            cached_bytes: self.arena.reached().saturating_sub(live_bytes),
+            fresh_allocations: self.arena.fresh(),
+        }
     }
 
     pub(crate) fn reset_peak(&self) {
         let mut state = self.state();
-        state.stats.peak_bytes = state.stats.live_bytes;
+        state.peak_bytes = state.live_bytes;
     }
 
     pub(crate) fn trim(&self) {
@@ -72,7 +78,7 @@ impl Pool {
 
     pub(crate) fn start_timeline(&self) -> Instant {
         let mut state = self.state();
-        let first = TimelinePoint { seconds: 0.0, live_bytes: state.stats.live_bytes };
+        let first = TimelinePoint { seconds: 0.0, live_bytes: state.live_bytes };
         let start = Instant::now();
         state.timeline = Some((start, vec![first]));
         start
@@ -88,11 +94,8 @@ impl Pool {
         // No allocation is larger than isize::MAX; whole lines of such a size still count without overflow.
         let bytes = len.checked_mul(size_of::<T>()).filter(|&bytes| bytes <= isize::MAX as usize);
         let Some(bytes) = bytes else { return Err(refused) };
-        let mut state = self.state();
-        let before = self.arena.reached();
         let Some(block) = self.arena.take(bytes) else { return Err(refused) };
-        state.count(bytes, self.arena.reached() > before);
-        drop(state);
+        self.state().count(bytes);
         let mut taken = Bytes { block, len: bytes, pool: self.clone() };
         if self.poison {
             taken.elements_mut::<u8>().fill(0xff);
@@ -103,15 +106,14 @@ impl Pool {
 
 impl State {
     /// Counts a buffer that is handed out.
-    fn count(&mut self, bytes: usize, fresh: bool) {
-        self.stats.live_bytes += bytes;
-        self.stats.peak_bytes = self.stats.peak_bytes.max(self.stats.live_bytes);
-        self.stats.fresh_allocations += usize::from(fresh);
+    fn count(&mut self, bytes: usize) {
+        self.live_bytes += bytes;
+        self.peak_bytes = self.peak_bytes.max(self.live_bytes);
         self.mark();
     }
 
     fn mark(&mut self) {
-        let live_bytes = self.stats.live_bytes;
+        let live_bytes = self.live_bytes;
         if let Some((start, points)) = &mut self.timeline {
             points.push(TimelinePoint { seconds: start.elapsed().as_secs_f64(), live_bytes });
         }
@@ -142,7 +144,7 @@ impl Bytes {
 impl Drop for Bytes {
     fn drop(&mut self) {
         let mut state = self.pool.state();
-        state.stats.live_bytes -= self.len;
+        state.live_bytes -= self.len;
         state.mark();
     }
 }
@@ -214,6 +216,33 @@ mod tests {
         assert_eq!(pool.stats().peak_bytes, 0);
         pool.trim();
         assert_eq!(pool.stats().cached_bytes, 0);
+    }
+
+    #[test]
+    fn fresh_buffers_are_zeros_that_start_on_a_line() {
+        let pool = Pool::new(false);
+        let lens = [1, 16, 17, 1000, 1 << 16, (1 << 16) + 1, 1 << 22];
+        let buffers = lens.map(|len| pool.take::<f32>(len).unwrap());
+        for (buffer, len) in buffers.iter().zip(lens) {
+            assert_eq!((buffer.len(), buffer.as_ptr().align_offset(64)), (len, 0));
+            assert!(buffer.iter().all(|&x| x.to_bits() == 0));
+        }
+        let lines: usize = lens.iter().map(|len| (4 * len).div_ceil(64)).sum();
+        assert_eq!(pool.arena.reached(), 64 * lines, "whole lines count, room to align them does not");
+        drop(buffers);
+        assert_eq!(pool.stats().cached_bytes, 64 * lines);
+    }
+
+    /// A training step resets the peak at its beginning, when all its buffers are in the cache.
+    #[test]
+    fn a_reset_peak_costs_no_cached_buffer() {
+        let pool = Pool::new(false);
+        drop([8, 4].map(|mib| pool.take::<u8>(mib << 20).unwrap()));
+        pool.reset_peak();
+        let other = pool.take::<u8>(3 << 20).unwrap();
+        let both = [8, 4].map(|mib| pool.take::<u8>(mib << 20).unwrap());
+        assert_eq!(pool.stats().fresh_allocations, 3, "the two served again");
+        drop((other, both));
     }
 
     #[test]

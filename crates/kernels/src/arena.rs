@@ -7,8 +7,8 @@ use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Bytes that blocks are multiples of, and start at multiples of: a cache line.
-const LINE: usize = 64;
+use crate::buffer::LINE;
+
 /// Blocks of at most so many bytes lie apart from larger ones, whose holes they would cut.
 const SMALL: usize = 256 << 10;
 /// Bytes of a chunk, at least: address space, which is no memory until it is written.
@@ -45,6 +45,8 @@ struct Place {
 struct Chunks {
     /// A chunk that went leaves its place.
     all: Vec<Option<Chunk>>,
+    /// Blocks that went beyond what was reached.
+    fresh: usize,
 }
 
 /// A run of address space. What lies beyond `reached` has never been part of a block.
@@ -79,6 +81,11 @@ impl Arena {
     /// Bytes that blocks have or had: what may be resident.
     pub fn reached(&self) -> usize {
         self.chunks().all.iter().flatten().map(|chunk| chunk.reached).sum()
+    }
+
+    /// How many blocks had memory that no block had before.
+    pub fn fresh(&self) -> usize {
+        self.chunks().fresh
     }
 
     /// Gives memory back to the operating system: of chunks without blocks, all of it.
@@ -116,13 +123,22 @@ impl Chunks {
 
     /// The chunk and the start of a run of `len` bytes whose end is fresh: behind what was reached, in a new chunk if need be.
     fn fresh(&mut self, len: usize) -> Option<(usize, usize)> {
+        let place = self.behind(len).or_else(|| Some((self.new_chunk(len)?, 0)))?;
+        self.fresh += 1;
+        Some(place)
+    }
+
+    /// Of [`Chunks::fresh`], behind what was reached where that grows least.
+    fn behind(&self, len: usize) -> Option<(usize, usize)> {
         let behind = self.of_size(len).filter_map(|(index, chunk)| {
             let start = chunk.end_of_blocks();
             (chunk.memory.len - start >= len).then_some((start + len - chunk.reached, index, start))
         });
-        if let Some((_, index, start)) = behind.min() {
-            return Some((index, start));
-        }
+        behind.min().map(|(_, index, start)| (index, start))
+    }
+
+    /// The place of a new chunk with room for `len` bytes.
+    fn new_chunk(&mut self, len: usize) -> Option<usize> {
         let small = len <= SMALL;
         let so_far: usize = self.of_size(len).map(|(_, chunk)| chunk.memory.len).sum();
         // Few large chunks have few boundaries. Where address space is short, just what is needed.
@@ -135,7 +151,7 @@ impl Chunks {
             self.all.len() - 1
         });
         self.all[index] = Some(chunk);
-        Some((index, 0))
+        Some(index)
     }
 }
 
@@ -278,7 +294,7 @@ mod tests {
         drop((first, second));
         // The last hole grows into fresh memory.
         let all = take(12);
-        assert_eq!(arena.reached(), 12 * MIB);
+        assert_eq!((arena.reached(), arena.fresh()), (12 * MIB, 5));
         drop(all);
         arena.trim();
         assert_eq!(arena.reached(), 0);

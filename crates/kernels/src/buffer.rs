@@ -12,7 +12,7 @@ pub(crate) struct Buffer<T> {
 }
 
 /// Bytes of a cache line.
-const LINE: usize = 64;
+pub(crate) const LINE: usize = 64;
 
 impl<T: Element> Buffer<T> {
     /// So many elements of this value; their memory has been met.

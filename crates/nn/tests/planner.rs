@@ -6,15 +6,15 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{check_same_state, snapshot};
+use common::{blocks, check_same_state, snapshot};
 use convoke_autograd::{Cpu, Device, DeviceOptions};
 use convoke_distributed::{Options, run_threads};
 use convoke_nn::data::{DatasetInfo, TrainTest, noise, silent};
 use convoke_nn::models::Model;
-use convoke_nn::modules::{ConvBn2d, ConvBnMode, Keep};
+use convoke_nn::modules::{ConvBnMode, Keep};
 use convoke_nn::planner::{MemoryPlan, Planner, PlannerOptions};
 use convoke_nn::training::{Trainer, TrainingConfig};
-use convoke_nn::{Module, ModuleExt, Rule};
+use convoke_nn::{ModuleExt, Rule};
 
 fn device() -> Device {
     Device::new(DeviceOptions::new(Cpu::new(2).unwrap()))
@@ -160,13 +160,6 @@ fn train(
 }
 
 type Snapshot = Vec<(String, Vec<u64>)>;
-
-fn blocks(module: &dyn Module) -> Vec<&ConvBn2d> {
-    match (module as &dyn std::any::Any).downcast_ref::<ConvBn2d>() {
-        Some(block) => vec![block],
-        None => module.children().into_iter().flat_map(|(_, child)| blocks(child)).collect(),
-    }
-}
 
 #[test]
 fn what_blocks_keep_changes_no_bit_of_training() {

@@ -236,13 +236,15 @@ impl Tuner {
 
     /// Lets plans need at most `bytes` of workspace from now on, or what the options say if `None`. Where a choice made so far
     /// needs more, the next best takes its place, until the limit changes again: for a while, memory may be dearer than time.
-    pub fn limit_workspace(&self, bytes: Option<usize>) {
+    /// Returns the limit until now.
+    pub fn limit_workspace(&self, bytes: Option<usize>) -> Option<usize> {
         let mut known = self.known();
-        if known.workspace_limit != bytes {
-            known.workspace_limit = bytes;
+        let before = std::mem::replace(&mut known.workspace_limit, bytes);
+        if before != bytes {
             known.limited.clear();
             known.plans.clear();
         }
+        before
     }
 
     /// The most bytes of workspace that a plan given so far needs.

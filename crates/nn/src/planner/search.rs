@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use convoke_autograd::Device;
 use convoke_autograd::ops::Keep;
+use convoke_kernels::tune::Tuner;
 
 use super::blocks::{self, BlockKind};
 use super::timing::Trial;
@@ -49,9 +50,7 @@ pub struct Planner {
     blocks: Vec<Block>,
     /// Exact bytes of the plans that were asked about, by the limit of workspaces and by what blocks keep.
     known: BTreeMap<(Option<usize>, Vec<Keep>), MemoryPrediction>,
-    /// Bytes of workspace that convolutions may need in the plans that are looked at.
-    workspace_limit: Option<usize>,
-    /// What they need without a limit, at most.
+    /// Bytes of workspace that convolutions need without a limit, at most.
     largest_workspace: usize,
 }
 
@@ -112,7 +111,6 @@ impl Planner {
             dry,
             blocks: Vec::new(),
             known: BTreeMap::new(),
-            workspace_limit: None,
             largest_workspace: 0,
         };
         planner.blocks = found
@@ -127,39 +125,42 @@ impl Planner {
             })
             .collect();
         planner.find_bytes()?;
-        planner.largest_workspace = device.tuner().largest_workspace();
         Ok(Some(planner))
     }
 
     /// Learns from dry steps what each choice saves.
     fn find_bytes(&mut self) -> Result<()> {
         let store = vec![Keep::Store; self.blocks.len()];
-        let all = self.bytes(&store)?.bytes_end_of_forward;
+        let all = self.bytes(&store, None)?.bytes_end_of_forward;
         for index in 0..self.blocks.len() {
             let mut choices = self.blocks[index].choices.clone();
             for choice in &mut choices {
                 let mut keeps = store.clone();
                 keeps[index] = choice.keep;
-                choice.saved = all.saturating_sub(self.bytes(&keeps)?.bytes_end_of_forward);
+                choice.saved = all.saturating_sub(self.bytes(&keeps, None)?.bytes_end_of_forward);
             }
             self.blocks[index].choices = choices;
         }
         Ok(())
     }
 
-    /// The exact bytes of steps in which blocks keep these.
-    fn bytes(&mut self, keeps: &[Keep]) -> Result<MemoryPrediction> {
-        let place = (self.workspace_limit, keeps.to_vec());
+    /// The exact bytes of steps in which blocks keep these and convolutions need no more workspace than this.
+    fn bytes(&mut self, keeps: &[Keep], workspace_limit: Option<usize>) -> Result<MemoryPrediction> {
+        let place = (workspace_limit, keeps.to_vec());
         if let Some(known) = self.known.get(&place) {
             return Ok(*known);
         }
         for ((_, block), keep) in blocks::find(self.dry.model()).into_iter().zip(keeps) {
             block.set_keep(*keep);
         }
-        self.device.tuner().limit_workspace(self.workspace_limit);
-        let bytes = self.dry.step();
-        self.device.tuner().limit_workspace(None);
-        let bytes = bytes?;
+        let (tuner, dry, largest) = (self.device.tuner(), &mut self.dry, &mut self.largest_workspace);
+        let bytes = limited(tuner, workspace_limit, || {
+            let bytes = dry.step();
+            if workspace_limit.is_none() {
+                *largest = tuner.largest_workspace().max(*largest);
+            }
+            bytes
+        })?;
         self.known.insert(place, bytes);
         Ok(bytes)
     }
@@ -168,8 +169,8 @@ impl Planner {
         self.blocks.iter().zip(keeps).map(|(block, keep)| block.choice(*keep).seconds).sum()
     }
 
-    fn plan(&mut self, keeps: &[Keep]) -> Result<MemoryPlan> {
-        let bytes = self.bytes(keeps)?;
+    fn plan(&mut self, keeps: &[Keep], workspace_limit: Option<usize>) -> Result<MemoryPlan> {
+        let bytes = self.bytes(keeps, workspace_limit)?;
         let blocks = self.blocks.iter().zip(keeps).map(|(block, &keep)| {
             let Choice { seconds, saved, .. } = block.choice(keep);
             PlannedBlock { path: block.path.clone(), keep, bytes_saved: saved, seconds }
@@ -182,7 +183,7 @@ impl Planner {
             bytes_end_of_forward: bytes.bytes_end_of_forward,
             bytes_peak: bytes.bytes_peak,
             block_seconds: self.seconds(keeps),
-            workspace_limit: self.workspace_limit,
+            workspace_limit,
         })
     }
 
@@ -230,7 +231,7 @@ impl Planner {
     pub fn curve(&mut self) -> Result<Vec<MemoryPlan>> {
         let mut plans = Vec::new();
         for keeps in self.candidates() {
-            plans.push(self.plan(&keeps)?);
+            plans.push(self.plan(&keeps, None)?);
         }
         plans.sort_by(|a, b| {
             a.block_seconds.total_cmp(&b.block_seconds).then(a.bytes_peak.cmp(&b.bytes_peak))
@@ -254,25 +255,28 @@ impl Planner {
         let start = curve.iter().find(|plan| plan.bytes_peak <= budget).or(curve.last());
         let start = start.expect("there is at least one combination");
         let mut keeps: Vec<Keep> = start.blocks.iter().map(|block| block.keep).collect();
-        let mut fits = true;
-        while fits && self.bytes(&keeps)?.bytes_peak > budget {
-            fits = self.make_smaller(&mut keeps)?;
-        }
-        if !fits {
-            for limit in self.workspace_limits() {
-                self.workspace_limit = Some(limit);
-                fits = self.bytes(&keeps)?.bytes_peak <= budget;
-                if fits {
-                    break;
-                }
+        let mut limit = None;
+        while self.bytes(&keeps, limit)?.bytes_peak > budget {
+            if self.make_smaller(&mut keeps)? {
+                continue;
+            }
+            limit = self.limit_that_fits(&keeps, budget)?;
+            if limit.is_none() {
+                return Err(self.nothing_fits(budget, &keeps));
             }
         }
-        let plan = match fits {
-            true => self.make_faster(&mut keeps, budget).and_then(|()| self.plan(&keeps)),
-            false => Err(self.nothing_fits(budget, &keeps)),
-        };
-        self.workspace_limit = None;
-        plan
+        self.make_faster(&mut keeps, limit, budget)?;
+        self.plan(&keeps, limit)
+    }
+
+    /// The largest limit of workspaces with which these fit a budget, if any does.
+    fn limit_that_fits(&mut self, keeps: &[Keep], budget: usize) -> Result<Option<usize>> {
+        for limit in self.workspace_limits() {
+            if self.bytes(keeps, Some(limit))?.bytes_peak <= budget {
+                return Ok(Some(limit));
+            }
+        }
+        Ok(None)
     }
 
     /// Limits of workspaces worth a try, largest first: halves of what is needed without one.
@@ -284,13 +288,13 @@ impl Planner {
 
     /// Changes the block that lowers the peak most; whether any does.
     fn make_smaller(&mut self, keeps: &mut Vec<Keep>) -> Result<bool> {
-        let mut best = (self.bytes(keeps)?.bytes_peak, keeps.clone());
+        let mut best = (self.bytes(keeps, None)?.bytes_peak, keeps.clone());
         let now = best.0;
         for index in 0..self.blocks.len() {
             for choice in self.blocks[index].choices.clone() {
                 let mut other = keeps.clone();
                 other[index] = choice.keep;
-                let peak = self.bytes(&other)?.bytes_peak;
+                let peak = self.bytes(&other, None)?.bytes_peak;
                 if peak < best.0 {
                     best = (peak, other);
                 }
@@ -301,7 +305,7 @@ impl Planner {
     }
 
     /// Lets blocks take less time, where the plan still fits: those first that gain most.
-    fn make_faster(&mut self, keeps: &mut [Keep], budget: usize) -> Result<()> {
+    fn make_faster(&mut self, keeps: &mut [Keep], limit: Option<usize>, budget: usize) -> Result<()> {
         let mut gains: Vec<(f64, usize, Keep)> = Vec::new();
         for (index, (block, keep)) in self.blocks.iter().zip(keeps.iter()).enumerate() {
             let now = block.choice(*keep).seconds;
@@ -315,7 +319,7 @@ impl Planner {
                 continue;
             }
             let before = std::mem::replace(&mut keeps[index], keep);
-            if self.bytes(keeps)?.bytes_peak > budget {
+            if self.bytes(keeps, limit)?.bytes_peak > budget {
                 keeps[index] = before;
             }
         }
@@ -323,17 +327,16 @@ impl Planner {
     }
 
     fn nothing_fits(&mut self, budget: usize, keeps: &[Keep]) -> TrainingError {
-        let needed = match self.least(keeps) {
-            Ok((needed, limit)) => {
-                self.workspace_limit = limit;
-                needed
-            }
+        let (needed, limit) = match self.least(keeps) {
+            Ok(least) => least,
             Err(error) => return error,
         };
         let keeps: BTreeMap<String, Keep> =
             self.blocks.iter().map(|block| block.path.clone()).zip(keeps.iter().copied()).collect();
         let at_most = self.config.batch_size;
-        let fits = self.largest_fitting(budget, &self.data, Some(&keeps), at_most, self.workspace_limit);
+        let fits = limited(self.device.tuner(), limit, || {
+            largest_batch(&self.device, &self.config, &self.data, budget, Some(&keeps), at_most)
+        });
         TrainingError::Budget {
             model: self.config.model,
             batch_size: self.config.batch_size,
@@ -357,35 +360,20 @@ impl Planner {
         let keeps =
             plan.map(|plan| plan.blocks.iter().map(|block| (block.path.clone(), block.keep)).collect());
         let limit = plan.and_then(|plan| plan.workspace_limit);
-        self.largest_fitting(budget, data, keeps.as_ref(), data.train.len(), limit)
-    }
-
-    fn largest_fitting(
-        &self,
-        budget: usize,
-        data: &Arc<TrainTest>,
-        keeps: Option<&BTreeMap<String, Keep>>,
-        at_most: usize,
-        workspace_limit: Option<usize>,
-    ) -> Result<Option<usize>> {
-        self.device.tuner().limit_workspace(workspace_limit);
-        let found = largest_batch(&self.device, &self.config, data, budget, keeps, at_most);
-        self.device.tuner().limit_workspace(None);
-        found
+        limited(self.device.tuner(), limit, || {
+            largest_batch(&self.device, &self.config, data, budget, keeps.as_ref(), data.train.len())
+        })
     }
 
     /// The lowest peak of a plan with any limit of workspaces, and the largest limit that has it.
     fn least(&mut self, keeps: &[Keep]) -> Result<(usize, Option<usize>)> {
-        self.workspace_limit = None;
-        let mut least = (self.bytes(keeps)?.bytes_peak, None);
+        let mut least = (self.bytes(keeps, None)?.bytes_peak, None);
         for limit in self.workspace_limits() {
-            self.workspace_limit = Some(limit);
-            let peak = self.bytes(keeps)?.bytes_peak;
+            let peak = self.bytes(keeps, Some(limit))?.bytes_peak;
             if peak < least.0 {
                 least = (peak, Some(limit));
             }
         }
-        self.workspace_limit = None;
         Ok(least)
     }
 
@@ -398,10 +386,8 @@ impl Planner {
         let last = curve.last().expect("there is at least one combination");
         let mut keeps: Vec<Keep> = last.blocks.iter().map(|block| block.keep).collect();
         while self.make_smaller(&mut keeps)? {}
-        self.workspace_limit = self.least(&keeps)?.1;
-        let plan = self.plan(&keeps);
-        self.workspace_limit = None;
-        plan
+        let limit = self.least(&keeps)?.1;
+        self.plan(&keeps, limit)
     }
 
     /// The bytes of this run with separate layers.
@@ -419,7 +405,7 @@ impl Planner {
     /// If a dry step fails.
     pub fn unplanned(&mut self) -> Result<MemoryPlan> {
         let keeps: Vec<Keep> = self.blocks.iter().map(|block| block.unplanned).collect();
-        self.plan(&keeps)
+        self.plan(&keeps, None)
     }
 }
 
@@ -435,6 +421,14 @@ impl Block {
         let best = self.choices.iter().min_by(|a, b| cost(a).total_cmp(&cost(b)));
         best.map_or(Keep::default(), |choice| choice.keep)
     }
+}
+
+/// Does `work` while plans may need at most so much workspace; the limit that was comes back.
+fn limited<R>(tuner: &Tuner, limit: Option<usize>, work: impl FnOnce() -> R) -> R {
+    let before = tuner.limit_workspace(limit);
+    let result = work();
+    tuner.limit_workspace(before);
+    result
 }
 
 /// The largest batch size, at most `at_most`, whose steps fit a budget: of separate layers without `keeps`.

@@ -7,7 +7,7 @@ use std::sync::{Arc, LazyLock};
 use convoke_autograd::{BackwardOptions, Cpu, DType, Device, DeviceOptions, Gradients, Tensor};
 use convoke_nn::data::{self, TrainTest};
 use convoke_nn::models::Model;
-use convoke_nn::modules::ConvBnMode;
+use convoke_nn::modules::{ConvBn2d, ConvBnMode};
 use convoke_nn::training::TrainingConfig;
 use convoke_nn::{Buffer, Counter, Init, Module, ModuleExt, Parameter, Rule, State};
 use convoke_testkit::{Case, formula_fill_around};
@@ -176,4 +176,12 @@ pub(crate) fn filled(case: &Case, attribute: &str) -> (Vec<usize>, Vec<f64>) {
     let len = shape.iter().product();
     let values = formula_fill_around(number("center"), number("tag") as u32, len, number("bound"));
     (shape, values.into_iter().map(f64::from).collect())
+}
+
+/// The blocks of a tree.
+pub(crate) fn blocks(module: &dyn Module) -> Vec<&ConvBn2d> {
+    match (module as &dyn std::any::Any).downcast_ref::<ConvBn2d>() {
+        Some(block) => vec![block],
+        None => module.children().into_iter().flat_map(|(_, child)| blocks(child)).collect(),
+    }
 }

@@ -129,7 +129,7 @@ fn gradients_of_convolution<T: Element>(
     // Taken when it is first written: what comes before may need the memory.
     let mut dx: Option<Buffer<T>> = None;
     let dx_elsewhere = for_x && !x.can_be_overwritten();
-    let new_dx = || device.buffer::<T>(convolution.input_shape().iter().product());
+    let dx_len = convolution.input_shape().iter().product();
     let image = convolution.input_image();
     let all = 0..convolution.output_shape()[0];
     let (mut scratch, mut dz) = (None, Some(dz));
@@ -160,17 +160,17 @@ fn gradients_of_convolution<T: Element>(
         x.scratch = None;
         if for_x {
             let place = images.start * image..images.end * image;
-            if dx_elsewhere && dx.is_none() {
-                dx = Some(new_dx()?);
-            }
-            let dx = match &mut dx {
-                Some(dx) => &mut dx[place],
-                None => x.overwrite(place),
+            let dx = match dx_elsewhere {
+                true => &mut at_least(&mut dx, device, dx_len)?[place],
+                false => x.overwrite(place),
             };
             convolution.input_gradient_tile(count, dy, weight, dx)?;
         }
     }
-    let dx = if dx_elsewhere && dx.is_none() { Some(new_dx()?) } else { dx };
+    if dx_elsewhere {
+        // Without images nothing has asked for it.
+        at_least(&mut dx, device, dx_len)?;
+    }
     let x_gradient = match dx {
         Some(dx) => Some(Tensor::of_buffer(device, &convolution.input_shape(), format, dx)?),
         None => for_x.then_some(x.tensor),

@@ -123,6 +123,7 @@ struct Parts {
     weight_len: usize,
 }
 
+#[derive(Clone)]
 struct Part {
     /// Parts of equally many images share it.
     convolution: Arc<Convolution>,
@@ -150,8 +151,7 @@ impl Parts {
         let mut parts = Vec::with_capacity(count);
         for (images, count) in [(fewer + 1, longer), (fewer, count - longer)] {
             if count > 0 {
-                let Part { convolution, lens } = make(images)?;
-                parts.extend((0..count).map(|_| Part { convolution: convolution.clone(), lens }));
+                parts.extend(std::iter::repeat_n(make(images)?, count));
             }
         }
         let made = Parts { onednn, pass, parts, threads, weight_len: problem.weight_len() };
