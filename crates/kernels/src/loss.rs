@@ -2,7 +2,7 @@
 
 use crate::cpu::multiversion;
 use crate::error::{check_len, invalid};
-use crate::memory_format::Extent;
+use crate::memory_format::{Extent, transpose};
 use crate::profile::span;
 use crate::{Cpu, Element, Error, Result};
 
@@ -17,9 +17,11 @@ pub fn log_softmax<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T], y: &mut [T])
     check_len("log_softmax", "y", y.len(), len)?;
     let slabs = Slabs::of(extent);
     cpu.for_each(4 * len, x.chunks(slabs.task).zip(y.chunks_mut(slabs.task)), |(x, y)| {
-        let mut scratch = slabs.scratch();
+        let (mut scratch, mut turned) = (slabs.scratch(), slabs.turned::<T, 2>());
         for (x, y) in x.chunks(slabs.block).zip(y.chunks_mut(slabs.block)) {
-            log_softmax_block(cpu, slabs, x, y, &mut scratch);
+            slabs.with_runs(cpu, [x], y, &mut turned, |slabs, [x], y| {
+                log_softmax_block(cpu, slabs, x, y, &mut scratch)
+            });
         }
     });
     Ok(())
@@ -44,10 +46,12 @@ pub fn log_softmax_backward<T: Element>(
     let slabs = Slabs::of(extent);
     let items = y.chunks(slabs.task).zip(dy.chunks(slabs.task)).zip(dx.chunks_mut(slabs.task));
     cpu.for_each(4 * len, items, |((y, dy), dx)| {
-        let mut scratch = slabs.scratch();
+        let (mut scratch, mut turned) = (slabs.scratch(), slabs.turned::<T, 3>());
         let blocks = y.chunks(slabs.block).zip(dy.chunks(slabs.block)).zip(dx.chunks_mut(slabs.block));
         for ((y, dy), dx) in blocks {
-            log_softmax_backward_block(cpu, slabs, y, dy, dx, &mut scratch);
+            slabs.with_runs(cpu, [y, dy], dx, &mut turned, |slabs, [y, dy], dx| {
+                log_softmax_backward_block(cpu, slabs, y, dy, dx, &mut scratch)
+            });
         }
     });
     Ok(())
@@ -57,6 +61,8 @@ pub fn log_softmax_backward<T: Element>(
 const TASK: usize = 1 << 14;
 /// Elements of a block, about: what first-level caches hold beside others.
 const BLOCK: usize = 1 << 10;
+/// Positions of a block, at least, where it is turned for them to be side by side.
+const RUN: usize = 16;
 
 /// How a tensor is walked through: a slab holds every channel of some positions once, channel by channel.
 #[derive(Clone, Copy)]
@@ -74,8 +80,36 @@ impl Slabs {
     fn of(extent: &Extent) -> Slabs {
         let (_, inner) = extent.around_channels();
         let slab = (extent.channels * inner).max(1);
-        let block = slab * BLOCK.div_ceil(slab);
+        let least = if inner == 1 { RUN } else { 1 };
+        let block = slab * BLOCK.div_ceil(slab).max(least);
         Slabs { channels: extent.channels, inner, block, task: block * TASK.div_ceil(block) }
+    }
+
+    /// Room for N turned blocks, if blocks are turned.
+    fn turned<T: Element, const N: usize>(self) -> [Vec<T>; N] {
+        std::array::from_fn(|_| vec![T::zero(); if self.inner == 1 { self.block } else { 0 }])
+    }
+
+    /// Calls `run` with a block in which positions follow one another in runs: turned there and back in channels-last.
+    fn with_runs<T: Element, const N: usize, const M: usize>(
+        self,
+        cpu: &Cpu,
+        inputs: [&[T]; N],
+        output: &mut [T],
+        turned: &mut [Vec<T>; M],
+        run: impl FnOnce(Slabs, [&[T]; N], &mut [T]),
+    ) {
+        if self.inner > 1 {
+            return run(self, inputs, output);
+        }
+        let (len, positions) = (output.len(), output.len() / self.channels.max(1));
+        let (to, from) = turned.split_last_mut().expect("there is room for the output");
+        for (input, turned) in inputs.iter().zip(&mut *from) {
+            transpose(cpu, positions, self.channels, input, &mut turned[..len]);
+        }
+        let inputs = std::array::from_fn(|index| &from[index][..len]);
+        run(Slabs { inner: positions, ..self }, inputs, &mut to[..len]);
+        transpose(cpu, self.channels, positions, &to[..len], output);
     }
 
     fn scratch<T: Element>(self) -> Scratch<T> {
