@@ -10,11 +10,19 @@ use super::memory::{load, store};
 use super::transforms::{Filter, Output, Transform};
 use crate::shared::Shared;
 
-/// Tiles that the matrix kernel multiplies at once: with two vectors of outputs, enough sums to hide the latency of
-/// multiply-adds, and few enough to stay in registers.
-pub(super) const fn rows(lanes: usize) -> usize {
-    match lanes {
-        16 => 8,
+/// Vectors of a side of the products that are multiplied at once: two, unless one of few would be filled up with zeros.
+pub(super) fn vectors(channels: usize, lanes: usize) -> usize {
+    match channels.div_ceil(lanes) {
+        1 | 3 => 1,
+        _ => 2,
+    }
+}
+
+/// Rows of the other side: with these vectors, enough sums to hide the latency of multiply-adds, and few enough to stay in
+/// registers.
+pub(super) const fn rows(lanes: usize, vectors: usize) -> usize {
+    match (lanes, vectors) {
+        (16, _) | (_, 1) => 8,
         _ => 4,
     }
 }
@@ -34,7 +42,7 @@ impl<F: Filter> WithSimd for TransformInputs<'_, F> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let Call { tiles, x, zeros, .. } = *self.call;
-        let (lanes, rows) = (S::F32_LANES, rows(S::F32_LANES));
+        let (lanes, rows) = (S::F32_LANES, tiles.rows());
         let [_, slice_len, _] = tiles.lens();
         let vectors = tiles.depth / lanes;
         for tile in self.tiles {
@@ -48,8 +56,8 @@ impl<F: Filter> WithSimd for TransformInputs<'_, F> {
     }
 }
 
-/// Multiplies a block's inputs with a panel's filters, M[point][output / 2 lanes][tile][2 lanes] = V U, and adds that
-/// of all but the first slice of channels.
+/// Multiplies a block's inputs with a panel's filters, M[point][output / pair][tile][pair] = V U, and adds that of all but the
+/// first slice of channels. A pair is one vector or two.
 pub(super) struct Multiply<'a, F> {
     pub(super) tiles: &'a Tiles<F>,
     pub(super) inputs: &'a [f32],
@@ -65,18 +73,19 @@ impl<F: Filter> WithSimd for Multiply<'_, F> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        match rows(S::F32_LANES) {
-            8 => self.blocked::<S, 8>(simd),
-            _ => self.blocked::<S, 4>(simd),
+        match (self.tiles.rows(), self.tiles.vectors) {
+            (_, 1) => self.blocked::<S, 8, 1>(simd),
+            (8, _) => self.blocked::<S, 8, 2>(simd),
+            _ => self.blocked::<S, 4, 2>(simd),
         }
     }
 }
 
 impl<F: Filter> Multiply<'_, F> {
     #[inline(always)]
-    fn blocked<S: Simd, const ROWS: usize>(self, simd: S) {
+    fn blocked<S: Simd, const ROWS: usize, const V: usize>(self, simd: S) {
         let Tiles { block, depth, width, .. } = *self.tiles;
-        let pair = 2 * S::F32_LANES;
+        let pair = V * S::F32_LANES;
         // The last slice may have fewer channels.
         let rest = self.tiles.geometry.channels - self.slice * depth;
         let channels = depth.min(rest.next_multiple_of(S::F32_LANES));
@@ -88,32 +97,56 @@ impl<F: Filter> Multiply<'_, F> {
             for (filters, products) in pairs {
                 let groups = inputs.chunks_exact(ROWS * depth).zip(products.chunks_exact_mut(ROWS * pair));
                 for (inputs, products) in groups.take(self.count.div_ceil(ROWS)) {
-                    product::<S, ROWS>(simd, &inputs[..ROWS * channels], filters, products, self.slice == 0);
+                    product::<S, ROWS, V>(
+                        simd,
+                        &inputs[..ROWS * channels],
+                        filters,
+                        products,
+                        self.slice == 0,
+                    );
                 }
             }
         }
     }
 }
 
-/// m = v u, or m += v u: v as [channel / lanes][ROWS][lane], u as [channel][2 lanes], m as [ROWS][2 lanes].
+/// m = v u, or m += v u: v as [channel / lanes][ROWS][lane], u as [channel][V vectors], m as [ROWS][V vectors].
 #[inline(always)]
-fn product<S: Simd, const ROWS: usize>(simd: S, v: &[f32], u: &[f32], m: &mut [f32], fresh: bool) {
+fn product<S: Simd, const ROWS: usize, const V: usize>(
+    simd: S,
+    v: &[f32],
+    u: &[f32],
+    m: &mut [f32],
+    fresh: bool,
+) {
     let lanes = S::F32_LANES;
-    let mut sums = [[simd.splat_f32s(0.0); 2]; ROWS];
-    for (v, u) in v.chunks_exact(ROWS * lanes).zip(u.chunks_exact(2 * lanes * lanes)) {
+    let mut sums = [[simd.splat_f32s(0.0); V]; ROWS];
+    for (v, u) in v.chunks_exact(ROWS * lanes).zip(u.chunks_exact(V * lanes * lanes)) {
         for q in 0..lanes {
-            // SAFETY: `u` holds two vectors for each of as many channels as there are lanes.
-            let (low, high) = unsafe { (load::<S>(u, 2 * q * lanes), load::<S>(u, (2 * q + 1) * lanes)) };
+            // SAFETY: `u` holds V vectors for each of as many channels as there are lanes.
+            let u: [_; V] = std::array::from_fn(|half| unsafe { load::<S>(u, (V * q + half) * lanes) });
             for row in 0..ROWS {
                 let value = simd.splat_f32s(v[row * lanes + q]);
-                sums[row][0] = simd.mul_add_f32s(value, low, sums[row][0]);
-                sums[row][1] = simd.mul_add_f32s(value, high, sums[row][1]);
+                for half in 0..V {
+                    sums[row][half] = simd.mul_add_f32s(value, u[half], sums[row][half]);
+                }
             }
         }
     }
+    add_to(simd, sums, m, fresh);
+}
+
+/// m = sums, or m += sums: m as [ROWS][V vectors].
+#[inline(always)]
+pub(super) fn add_to<S: Simd, const ROWS: usize, const V: usize>(
+    simd: S,
+    sums: [[S::f32s; V]; ROWS],
+    m: &mut [f32],
+    fresh: bool,
+) {
     let (m, _) = S::as_mut_simd_f32s(m);
-    for (m, sums) in m.chunks_exact_mut(2).zip(sums) {
-        for half in 0..2 {
+    for (m, sums) in m.as_chunks_mut::<V>().0.iter_mut().zip(sums) {
+        for half in 0..V {
             m[half] = if fresh { sums[half] } else { simd.add_f32s(m[half], sums[half]) };
         }
     }
@@ -154,7 +187,8 @@ impl<F: Filter> TransformOutputs<'_, F> {
         let start = self.panel * tiles.width;
         for (vector, first) in (start..k.min(start + tiles.width)).step_by(lanes).enumerate() {
             let take = lanes.min(k - first);
-            let place = ((vector / 2 * tiles.block + index) * 2 + vector % 2) * lanes;
+            let v = tiles.vectors;
+            let place = ((vector / v * tiles.block + index) * v + vector % v) * lanes;
             let products = &self.products[place..place + (points - 1) * stride + lanes];
             Output::<F>::square(
                 simd,

@@ -38,11 +38,12 @@ impl Filters<'_> {
     }
 }
 
-/// Transforms a panel's filters for some channels: U[point][output / 2 lanes][channel][2 lanes].
+/// Transforms a panel's filters for some channels: U[point][output / pair][channel][pair], a pair being `vectors`.
 pub(super) struct TransformFilters<'a, F> {
     pub(super) filters: Filters<'a>,
-    /// Whole vectors of outputs, an even number; what lies beyond K is zero.
+    /// Whole pairs of outputs; what lies beyond K is zero.
     pub(super) outputs: Range<usize>,
+    pub(super) vectors: usize,
     /// Whole vectors of channels; what lies beyond C is zero.
     pub(super) channels: Range<usize>,
     pub(super) to: &'a mut [f32],
@@ -56,7 +57,7 @@ impl<F: Filter> WithSimd for TransformFilters<'_, F> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let TransformFilters { filters, outputs, channels, to, stride, .. } = self;
+        let TransformFilters { filters, outputs, vectors, channels, to, stride, .. } = self;
         let lanes = S::F32_LANES;
         let mut taps = [0.0f32; LANES * 9 * LANES];
         for vector in 0..outputs.len() / lanes {
@@ -68,8 +69,9 @@ impl<F: Filter> WithSimd for TransformFilters<'_, F> {
                 }
                 filters.taps(start..ends[0], output..ends[1], lanes, &mut taps);
                 for channel in 0..lanes {
-                    let row = (vector / 2 * channels.len() + start - channels.start + channel) * 2;
-                    let place = (row + vector % 2) * lanes;
+                    let row =
+                        (vector / vectors * channels.len() + start - channels.start + channel) * vectors;
+                    let place = (row + vector % vectors) * lanes;
                     let to = &mut to[place..place + (F::INPUTS * F::INPUTS - 1) * stride + lanes];
                     Taps::<F>::square(
                         simd,

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::block::{Multiply, TransformInputs, TransformOutputs, rows};
+use super::block::{Multiply, TransformInputs, TransformOutputs, rows, vectors};
 use super::filters::{Filters, TransformFilters};
 use super::geometry::{Geometry, SKEW};
 use super::groups::GroupKernel;
@@ -52,8 +52,10 @@ pub(super) struct Tiles<F> {
     pub(super) block: usize,
     /// Channels that are multiplied at once, whole vectors.
     pub(super) depth: usize,
-    /// Outputs of a panel, an even number of vectors.
+    /// Outputs of a panel, in whole pairs.
     pub(super) width: usize,
+    /// Vectors of a pair of outputs, which are multiplied at once: 1 or 2.
+    pub(super) vectors: usize,
 }
 
 impl<F: Filter> Tiles<F> {
@@ -61,6 +63,7 @@ impl<F: Filter> Tiles<F> {
         let geometry = direction.geometry::<F>(problem);
         let lanes = simd::lanes(cpu.isa());
         let (tiles, c) = (geometry.tiles(), geometry.channels);
+        let vectors = vectors(geometry.outputs, lanes);
         // Few tiles: filters are the larger part. They are used where they have been transformed, in the L2 cache
         // beside the products of all tiles.
         let first = if tiles <= 256.min(geometry.outputs) { First::Inputs } else { First::Filters };
@@ -72,15 +75,17 @@ impl<F: Filter> Tiles<F> {
             First::Filters => (64, c, 64),
         };
         let block = if first == First::Filters { block.min(tiles.div_ceil(cpu.threads())) } else { block };
+        let panel = if vectors == 1 { geometry.outputs } else { panel };
         let tiles = Tiles {
             geometry,
             direction,
             first,
             lanes,
             workers: 1,
-            block: block.next_multiple_of(rows(lanes)),
+            block: block.next_multiple_of(rows(lanes, vectors)),
             depth: depth.next_multiple_of(lanes),
-            width: geometry.outputs.min(panel).next_multiple_of(2 * lanes),
+            width: geometry.outputs.min(panel).next_multiple_of(vectors * lanes),
+            vectors,
         };
         let units = match first {
             First::Filters => tiles.blocks(),
@@ -89,8 +94,8 @@ impl<F: Filter> Tiles<F> {
         Tiles { workers: cpu.threads().min(units), ..tiles }
     }
 
-    fn rows(&self) -> usize {
-        rows(self.lanes)
+    pub(super) fn rows(&self) -> usize {
+        rows(self.lanes, self.vectors)
     }
 
     fn block_tiles(&self, block: usize) -> Range<usize> {
@@ -238,6 +243,7 @@ impl<F: Filter> Call<'_, F> {
         let transform = TransformFilters {
             filters,
             outputs: panel * tiles.width..(panel + 1) * tiles.width,
+            vectors: tiles.vectors,
             channels: slice * tiles.depth..(slice + 1) * tiles.depth,
             to,
             stride: tiles.filter_stride(),

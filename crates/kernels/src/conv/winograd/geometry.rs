@@ -160,10 +160,32 @@ impl Image<'_> {
         let ([height, width], [c, group, groups], lanes) = (self.size, self.channels, S::F32_LANES);
         let pixel = groups * c;
         let x = &self.x[self.image * height * width * pixel..][..height * width * pixel];
+        let side = T::SIDES[0];
+        let inside =
+            start[0] < height && start[0] + side <= height && start[1] < width && start[1] + side <= width;
+        if inside && c.is_multiple_of(lanes) {
+            let x = &x[(start[0] * width + start[1]) * pixel + group * c..];
+            let x = &x[..((side - 1) * width + side - 1) * pixel + c];
+            for vector in 0..c / lanes {
+                let (first, place) = (vector * lanes, place(vector));
+                T::square(
+                    simd,
+                    // SAFETY: `x` ends with the channels of the square's last pixel.
+                    |i, j| unsafe { load::<S>(x, (i * width + j) * pixel + first) },
+                    |i, j, value| {
+                        // SAFETY: as the caller promises.
+                        unsafe {
+                            store::<S>(to.0.part((i * T::SIDES[1] + j) * to.1 + place, lanes), 0, value)
+                        }
+                    },
+                );
+            }
+            return;
+        }
         let mut pixels = [[&self.zeros[..c]; POINTS]; POINTS];
-        for i in 0..T::SIDES[0] {
+        for i in 0..side {
             let h = start[0].wrapping_add(i);
-            for j in 0..T::SIDES[0] {
+            for j in 0..side {
                 let w = start[1].wrapping_add(j);
                 if h < height && w < width {
                     pixels[i][j] = &x[(h * width + w) * pixel + group * c..][..c];

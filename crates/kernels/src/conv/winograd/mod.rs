@@ -123,7 +123,10 @@ fn cost<F: Filter>(geometry: &Geometry<F>, problem: &ConvProblem, cpu: &Cpu) -> 
     let lanes = crate::simd::lanes(cpu.isa());
     let (c, k) = match geometry.groups {
         1 => (geometry.channels, geometry.outputs),
-        _ => (geometry.channels.next_multiple_of(lanes), geometry.outputs.next_multiple_of(2 * lanes)),
+        _ => {
+            let pair = block::vectors(geometry.outputs, lanes) * lanes;
+            (geometry.channels.next_multiple_of(lanes), geometry.outputs.next_multiple_of(pair))
+        }
     };
     let [groups, tiles, points, c, k] =
         [geometry.groups, geometry.tiles(), geometry.points(), c, k].map(|count| count as f64);

@@ -2,6 +2,7 @@
 
 use pulp::{Simd, WithSimd};
 
+use super::block::{add_to, rows, vectors};
 use super::geometry::{Geometry, SKEW};
 use super::groups::GroupKernel;
 use super::memory::{LANES, load, store};
@@ -25,6 +26,8 @@ pub(super) struct Weights<F> {
     chunk: usize,
     /// Outputs and channels of a block.
     block: [usize; 2],
+    /// Vectors of a pair of channels, which are multiplied at once: 1 or 2.
+    vectors: usize,
 }
 
 impl<F: Filter> Weights<F> {
@@ -38,10 +41,11 @@ impl<F: Filter> Weights<F> {
             _ => (1, cpu.threads(), 128),
         };
         let chunk = tiles.div_ceil(tiles.div_ceil(chunk));
+        let vectors = vectors(c, lanes);
         // The sums of a block fit the L2 cache.
-        let block = [k.min(64).next_multiple_of(group(lanes)), c.min(64).next_multiple_of(2 * lanes)];
+        let block = [k.min(64).next_multiple_of(group(lanes)), c.min(64).next_multiple_of(vectors * lanes)];
         let teams = teams.min(tiles.div_ceil(chunk));
-        Weights { geometry, teams, threads, chunk, block }
+        Weights { geometry, teams, threads, chunk, block, vectors }
     }
 
     /// Blocks of outputs and of channels.
@@ -207,7 +211,7 @@ struct TransformTiles<'a, F> {
     tiles: [usize; 2],
     /// Z[point][output / group][tile][group].
     gradients: Shared<'a, f32>,
-    /// V[point][channel / 2 lanes][tile][2 lanes].
+    /// V[point][channel / pair][tile][pair].
     inputs: Shared<'a, f32>,
 }
 
@@ -227,7 +231,9 @@ impl<F: Filter> WithSimd for TransformTiles<'_, F> {
             // SAFETY: the chunk holds this tile's vectors, and no other thread transforms it.
             unsafe {
                 let (to, stride) = (self.inputs, input_stride);
-                g.transform_input(simd, [x, zeros], self.first + tile, (to, stride), |v| place(v, 2 * lanes));
+                g.transform_input(simd, [x, zeros], self.first + tile, (to, stride), |v| {
+                    place(v, w.vectors * lanes)
+                });
                 let (to, stride) = (self.gradients, gradient_stride);
                 let side = group(lanes);
                 g.transform_gradient(simd, [dy, zeros], self.first + tile, (to, stride), |v| place(v, side));
@@ -244,7 +250,7 @@ struct Add<'a, F> {
     count: usize,
     gradients: &'a [f32],
     inputs: &'a [f32],
-    /// [point][output / group][channel / 2 lanes][output % group][2 lanes].
+    /// [point][output / group][channel / pair][output % group][pair].
     sums: &'a mut [f32],
     /// The sums hold nothing yet.
     fresh: bool,
@@ -255,15 +261,20 @@ impl<F: Filter> WithSimd for Add<'_, F> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        if S::F32_LANES == 16 { self.blocked::<S, 8>(simd) } else { self.blocked::<S, 4>(simd) }
+        let vectors = self.weights.vectors;
+        match (rows(S::F32_LANES, vectors), vectors) {
+            (_, 1) => self.blocked::<S, 8, 1>(simd),
+            (8, _) => self.blocked::<S, 8, 2>(simd),
+            _ => self.blocked::<S, 4, 2>(simd),
+        }
     }
 }
 
 impl<F: Filter> Add<'_, F> {
     #[inline(always)]
-    fn blocked<S: Simd, const ROWS: usize>(self, simd: S) {
+    fn blocked<S: Simd, const ROWS: usize, const V: usize>(self, simd: S) {
         let w = self.weights;
-        let (group, width) = (group(S::F32_LANES), 2 * S::F32_LANES);
+        let (group, width) = (group(S::F32_LANES), V * S::F32_LANES);
         let [gradient_stride, input_stride] = w.strides();
         let blocks = [self.block / w.blocks()[1], self.block % w.blocks()[1]];
         let [outputs, channels] = [0, 1].map(|side| blocks[side] * w.block[side]);
@@ -279,7 +290,7 @@ impl<F: Filter> Add<'_, F> {
                     let v = &inputs[j * w.chunk * width..][..self.count * width];
                     let sums = &mut sums[(i * w.block[1] / width + j) * group * width..][..group * width];
                     for (part, sums) in sums.chunks_exact_mut(ROWS * width).enumerate() {
-                        add_product::<S, ROWS>(simd, (z, group, part * ROWS), v, sums, self.fresh);
+                        add_product::<S, ROWS, V>(simd, (z, group, part * ROWS), v, sums, self.fresh);
                     }
                 }
             }
@@ -287,10 +298,10 @@ impl<F: Filter> Add<'_, F> {
     }
 }
 
-/// m += zᵀ v over the tiles, or m = zᵀ v: z as [tile][group], of which ROWS count, v as [tile][2 lanes], m as
-/// [ROWS][2 lanes].
+/// m += zᵀ v over the tiles, or m = zᵀ v: z as [tile][group], of which ROWS count, v as [tile][V vectors], m as
+/// [ROWS][V vectors].
 #[inline(always)]
-fn add_product<S: Simd, const ROWS: usize>(
+fn add_product<S: Simd, const ROWS: usize, const V: usize>(
     simd: S,
     (z, group, first): (&[f32], usize, usize),
     v: &[f32],
@@ -298,21 +309,17 @@ fn add_product<S: Simd, const ROWS: usize>(
     fresh: bool,
 ) {
     let (v, _) = S::as_simd_f32s(v);
-    let mut sums = [[simd.splat_f32s(0.0); 2]; ROWS];
-    for (z, v) in z.chunks_exact(group).zip(v.chunks_exact(2)) {
+    let mut sums = [[simd.splat_f32s(0.0); V]; ROWS];
+    for (z, v) in z.chunks_exact(group).zip(v.as_chunks::<V>().0) {
         let z = &z[first..first + ROWS];
         for row in 0..ROWS {
             let value = simd.splat_f32s(z[row]);
-            sums[row][0] = simd.mul_add_f32s(value, v[0], sums[row][0]);
-            sums[row][1] = simd.mul_add_f32s(value, v[1], sums[row][1]);
+            for half in 0..V {
+                sums[row][half] = simd.mul_add_f32s(value, v[half], sums[row][half]);
+            }
         }
     }
-    let (m, _) = S::as_mut_simd_f32s(m);
-    for (m, sums) in m.chunks_exact_mut(2).zip(sums) {
-        for half in 0..2 {
-            m[half] = if fresh { sums[half] } else { simd.add_f32s(m[half], sums[half]) };
-        }
-    }
+    add_to(simd, sums, m, fresh);
 }
 
 /// Transforms the sums of all teams into the filter gradients of a block.
@@ -329,7 +336,7 @@ impl<F: Filter> WithSimd for Finish<'_, F> {
     fn with_simd<S: Simd>(self, simd: S) {
         let Call { weights: w, output, .. } = *self.call;
         let lanes = S::F32_LANES;
-        let (group, width) = (group(lanes), 2 * lanes);
+        let (group, width) = (group(lanes), w.vectors * lanes);
         let (k, c) = (w.geometry.outputs, w.geometry.channels);
         let filters = w.geometry.group * k;
         let blocks = [self.block / w.blocks()[1], self.block % w.blocks()[1]];
