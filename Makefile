@@ -1,6 +1,6 @@
 # CI runs `make check`, and then `make external` and `make mpi` with oneDNN and Open MPI installed.
 
-.PHONY: check test external mpi format lint docs smoke goldens bench-peers
+.PHONY: check test external mpi format lint docs smoke goldens bench-peers accuracy-peers
 
 check: test format lint docs smoke
 
@@ -53,3 +53,8 @@ bench-peers:
 	$(PYTHON) tools/peers/steps.py --threads $(THREADS) --markdown
 	$(PYTHON) tools/peers/batch_norm.py --threads $(THREADS)
 	$(if $(SUITES),$(PYTHON) tools/peers/convolutions.py $(SUITES) --threads $(THREADS))
+
+# Test accuracies of PyTorch and convoke over three seeds; MNIST and CIFAR10 are folders with these data sets. A quarter of an hour.
+accuracy-peers:
+	cargo build --release
+	$(PYTHON) tools/peers/accuracy.py $(MNIST) $(CIFAR10) --threads $(THREADS)

@@ -39,6 +39,14 @@ fn agrees_with_the_reference_on_many_channels() {
     }
 }
 
+/// Of one vector of channels and of three, one is multiplied at a time; tiles lie inside the image and across its border.
+#[test]
+fn agrees_with_the_reference_on_odd_vectors() {
+    for problem in ["mb2ic16ih20oc48kh3ph1", "mb2ic48ih13iw21oc16kh3ph1", "mb3ic8ih16oc24kh3"] {
+        check(&problem.parse().expect("a valid problem"), 4, cpus().iter());
+    }
+}
+
 /// Groups of whole vectors of channels and not, more than threads and fewer; a layer of ResNeXt's.
 #[test]
 fn agrees_with_the_reference_on_groups() {
