@@ -61,7 +61,12 @@ def residual(stem, block, channels, widths, counts, classes):
             stages.append(block(channels, width, 2 if stage > 0 and index == 0 else 1))
             channels = width * block.expansion
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes), nn.LogSoftmax(1)]
-    return nn.Sequential(stem, *stages, *head)
+    model = nn.Sequential(stem, *stages, *head)
+    # As torchvision's ResNets start, and convoke's.
+    for layer in model.modules():
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+    return model
 
 
 def resnet20():
