@@ -160,25 +160,23 @@ impl Image<'_> {
         let ([height, width], [c, group, groups], lanes) = (self.size, self.channels, S::F32_LANES);
         let pixel = groups * c;
         let x = &self.x[self.image * height * width * pixel..][..height * width * pixel];
+        let (to, stride) = to;
+        let store = |place: usize, i: usize, j: usize, value| {
+            // SAFETY: the caller promises a vector here, and that nobody else uses it.
+            unsafe { store::<S>(to.part((i * T::SIDES[1] + j) * stride + place, lanes), 0, value) }
+        };
         let side = T::SIDES[0];
         let inside =
             start[0] < height && start[0] + side <= height && start[1] < width && start[1] + side <= width;
+        // With few channels, finding each pixel takes as long as transforming it: most squares are read where they lie.
         if inside && c.is_multiple_of(lanes) {
             let x = &x[(start[0] * width + start[1]) * pixel + group * c..];
             let x = &x[..((side - 1) * width + side - 1) * pixel + c];
             for vector in 0..c / lanes {
                 let (first, place) = (vector * lanes, place(vector));
-                T::square(
-                    simd,
-                    // SAFETY: `x` ends with the channels of the square's last pixel.
-                    |i, j| unsafe { load::<S>(x, (i * width + j) * pixel + first) },
-                    |i, j, value| {
-                        // SAFETY: as the caller promises.
-                        unsafe {
-                            store::<S>(to.0.part((i * T::SIDES[1] + j) * to.1 + place, lanes), 0, value)
-                        }
-                    },
-                );
+                // SAFETY: `x` ends with the channels of the square's last pixel.
+                let load = |i, j| unsafe { load::<S>(x, (i * width + j) * pixel + first) };
+                T::square(simd, load, |i, j, value| store(place, i, j, value));
             }
             return;
         }
@@ -192,13 +190,9 @@ impl Image<'_> {
                 }
             }
         }
-        let (to, stride) = to;
         for vector in 0..c.div_ceil(lanes) {
             let (first, place) = (vector * lanes, place(vector));
-            let store = |i: usize, j: usize, value| {
-                // SAFETY: the caller promises a vector here, and that nobody else uses it.
-                unsafe { store::<S>(to.part((i * T::SIDES[1] + j) * stride + place, lanes), 0, value) }
-            };
+            let store = |i, j, value| store(place, i, j, value);
             if first + lanes <= c {
                 // SAFETY: a pixel has c channels, which hold the vector.
                 T::square(simd, |i, j| unsafe { load::<S>(pixels[i][j], first) }, store);
