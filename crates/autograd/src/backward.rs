@@ -178,10 +178,16 @@ impl Walk<'_, '_> {
         while let Some((_, (node, upstream))) = self.pending.pop_last() {
             let call = node.call.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
             let call = call.ok_or(Error::GraphFreed { operation: node.name })?;
+            let mut sums: Vec<_> = node.edges.iter().map(|edge| self.take(edge)).collect();
             let (gradients, again) = {
                 let _span = operation_span(node.name, "backward");
-                call.backward(upstream, self.retain)?
+                call.backward(upstream, &mut sums, self.retain)?
             };
+            for (edge, sum) in node.edges.iter().zip(sums) {
+                if let (Edge::Node(node), Some(sum)) = (edge, sum) {
+                    self.pending.insert(node.number, (node.clone(), sum));
+                }
+            }
             *node.call.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = again;
             if gradients.len() != node.edges.len() {
                 let reason =
@@ -226,6 +232,12 @@ impl Walk<'_, '_> {
         self.complete.by_leaf.insert(leaf, gradient);
     }
 
+    /// What an operation has received so far, taken out.
+    fn take(&mut self, edge: &Edge) -> Option<Tensor> {
+        let Edge::Node(node) = edge else { return None };
+        self.pending.remove(&node.number).map(|(_, sum)| sum)
+    }
+
     /// Adds a gradient to what its receiver has so far.
     fn deliver(&mut self, source: &'static str, edge: &Edge, gradient: Tensor) -> Result<()> {
         match edge {
@@ -237,8 +249,8 @@ impl Walk<'_, '_> {
             }
             Edge::Node(node) => {
                 let gradient = node.output.accept(&gradient, source)?;
-                let sum = match self.pending.remove(&node.number) {
-                    Some((_, sum)) => add(sum, gradient)?,
+                let sum = match self.take(edge) {
+                    Some(sum) => add(sum, gradient)?,
                     None => gradient,
                 };
                 self.pending.insert(node.number, (node.clone(), sum));

@@ -81,6 +81,24 @@ pub trait Function: Send + Sync + Sized + 'static {
     /// # Errors
     /// If a kernel fails.
     fn backward(&self, saved: Self::Saved, upstream: Tensor, needs: &Needs) -> Result<Vec<Option<Tensor>>>;
+
+    /// As [`Function::backward`], for functions that can add to a gradient while caches hold what they add: what runs in its
+    /// place, and by default calls it.
+    ///
+    /// `sums` has an entry for each input: what other operations gave it so far, if any did. Who takes one out
+    /// returns the sum in the place of that input's gradient.
+    ///
+    /// # Errors
+    /// As [`Function::backward`].
+    fn backward_onto(
+        &self,
+        saved: Self::Saved,
+        upstream: Tensor,
+        needs: &Needs,
+        _sums: &mut [Option<Tensor>],
+    ) -> Result<Vec<Option<Tensor>>> {
+        self.backward(saved, upstream, needs)
+    }
 }
 
 /// Which inputs of a function want a gradient.
@@ -248,7 +266,12 @@ impl Drop for Node {
 /// A [`Function`] with what it saved, whatever its type.
 pub(crate) trait AnyCall: Send + Sync {
     /// Runs backward; the saved values go unless `retain` asks for another round.
-    fn backward(self: Box<Self>, upstream: Tensor, retain: bool) -> Result<Backward>;
+    fn backward(
+        self: Box<Self>,
+        upstream: Tensor,
+        sums: &mut [Option<Tensor>],
+        retain: bool,
+    ) -> Result<Backward>;
 }
 
 /// Gradients by input, and the call again if it was to be kept.
@@ -261,10 +284,15 @@ struct Call<F: Function> {
 }
 
 impl<F: Function> AnyCall for Call<F> {
-    fn backward(self: Box<Self>, upstream: Tensor, retain: bool) -> Result<Backward> {
+    fn backward(
+        self: Box<Self>,
+        upstream: Tensor,
+        sums: &mut [Option<Tensor>],
+        retain: bool,
+    ) -> Result<Backward> {
         let Call { function, saved, needs } = *self;
         let kept = retain.then(|| saved.clone());
-        let gradients = function.backward(saved, upstream, &needs)?;
+        let gradients = function.backward_onto(saved, upstream, &needs, sums)?;
         let again = kept.map(|saved| Box::new(Call { function, saved, needs }) as Box<dyn AnyCall>);
         Ok((gradients, again))
     }

@@ -48,6 +48,11 @@ impl Storage {
         Storage { recipe: Some(recipe), ..self }
     }
 
+    /// Whether they are there.
+    pub(crate) fn has_elements(&self) -> bool {
+        self.bytes.get().is_some()
+    }
+
     pub(crate) fn elements<T: Pod>(&self, device: &Device) -> Result<&[T]> {
         if self.bytes.get().is_none()
             && let Some(recipe) = &self.recipe

@@ -330,6 +330,11 @@ impl Tensor {
         }
     }
 
+    /// Whether the elements are there, and need not be made first.
+    pub(crate) fn has_elements(&self) -> bool {
+        self.inner.storage.has_elements()
+    }
+
     /// A tensor that `recipe` makes when it is read.
     pub(crate) fn deferred(like: &Tensor, recipe: Arc<dyn Recipe>) -> Tensor {
         like.with_inner(|inner| {

@@ -9,7 +9,7 @@ use convoke_autograd::{
     BackwardOptions, Device, Error, Function, Gradients, Needs, Result, Tensor, apply, inference_mode,
     is_grad_enabled, no_grad,
 };
-use convoke_testkit::Failures;
+use convoke_testkit::{Failures, Tolerance, check_close};
 
 fn from(device: &Device, elements: &[f64]) -> Tensor {
     tensor(device, &[elements.len()], elements)
@@ -186,6 +186,103 @@ fn gradients_add_up_over_every_use() {
     let long = (0..5).fold(x.clone(), |x, _| x.scale(2.0).unwrap());
     let diamond = long.mul(&x).unwrap().sum().unwrap();
     assert_eq!(gradient(&diamond.backward().unwrap(), &x), [64.0, 128.0]);
+}
+
+/// An operation that adds to what its inputs have so far gives the sum that would be taken after it, also where it may not
+/// write to what it is given.
+#[test]
+fn operations_add_to_what_others_gave() {
+    let device = device();
+    let mut failures = Failures::new("sums of gradients");
+    for operation in &OPERATIONS {
+        for (format, size) in FORMATS.into_iter().zip([Size::Small, Size::Large]) {
+            for case in operation.cases(&device, format, size) {
+                failures.run(format!("{} {format} {}", operation.name, case.name), || {
+                    let leaves: Vec<Tensor> = case.inputs.iter().map(Tensor::with_grad).collect();
+                    let inputs: Vec<Tensor> = leaves.iter().map(|leaf| leaf.scale(1.0).unwrap()).collect();
+                    let output = (case.function)(&inputs).map_err(|error| error.to_string())?;
+                    let upstream = laid_out(normal::<f64>(&device, 5, output.shape()), output.format());
+                    let alone = output.mul(&upstream).unwrap().sum().unwrap();
+                    // Later uses of the inputs, whose gradients come first. The second of each passes its own on as it is.
+                    let zero = tensor(&device, &[], &[0.0]);
+                    let later = inputs.iter().fold(zero, |sum, input| {
+                        let input = input.scale(-0.7).unwrap().add(input).unwrap();
+                        sum.add(&input.sum().unwrap()).unwrap()
+                    });
+                    let keep = |loss: &Tensor| {
+                        let options = BackwardOptions { retain_graph: true, ..BackwardOptions::default() };
+                        loss.backward_with(options).unwrap()
+                    };
+                    let [alone, both, again] =
+                        [&alone, &alone.add(&later).unwrap(), &alone.add(&later).unwrap()].map(keep);
+                    for (index, leaf) in leaves.iter().enumerate() {
+                        let alone = values::<f64>(alone.get(leaf).unwrap());
+                        let expected: Vec<f64> = alone.iter().map(|g| (1.0 - 0.7) + g).collect();
+                        for both in [&both, &again] {
+                            // An input that is taken twice is added to twice, which rounds differently.
+                            check_close(
+                                &values::<f64>(both.get(leaf).unwrap()),
+                                &expected,
+                                Tolerance::new(1e-14, 1e-14),
+                            )
+                            .map_err(|mismatch| format!("input {index}: {mismatch}"))?;
+                        }
+                    }
+                    Ok::<_, String>(())
+                });
+            }
+        }
+    }
+    failures.finish();
+}
+
+/// A function that takes the sums it is shown, and gives them back with its gradient.
+struct Onto;
+
+impl Function for Onto {
+    type Saved = ();
+
+    fn name(&self) -> &'static str {
+        "onto"
+    }
+
+    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {
+        Ok((inputs[0].add(inputs[1])?, ()))
+    }
+
+    fn backward(&self, (): (), upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
+        Ok(vec![Some(upstream.clone()), Some(upstream)])
+    }
+
+    fn backward_onto(
+        &self,
+        (): (),
+        upstream: Tensor,
+        _: &Needs,
+        sums: &mut [Option<Tensor>],
+    ) -> Result<Vec<Option<Tensor>>> {
+        let gradient = |sum: Option<Tensor>| match sum {
+            Some(sum) => sum.add(&upstream),
+            None => Ok(upstream.clone()),
+        };
+        sums.iter_mut().map(|sum| gradient(sum.take()).map(Some)).collect()
+    }
+}
+
+#[test]
+fn a_function_sees_each_sum_once() {
+    let device = device();
+    let x = from(&device, &[1.0, 2.0]).with_grad();
+    let gradient_of = |y: Tensor| gradient(&y.sum().unwrap().backward().unwrap(), &x);
+    // A leaf's gradients are added up by the tape.
+    assert_eq!(gradient_of(apply(Onto, &[&x, &x]).unwrap().add(&x).unwrap()), [3.0, 3.0]);
+    // Twice the same input: only one of its gradients can be added to what came before.
+    let y = x.scale(2.0).unwrap();
+    let sum = apply(Onto, &[&y, &y]).unwrap().add(&y.scale(5.0).unwrap()).unwrap();
+    assert_eq!(gradient_of(sum), [14.0, 14.0]);
+    let (y, z) = (x.scale(2.0).unwrap(), x.scale(3.0).unwrap());
+    let sum = apply(Onto, &[&y, &z]).unwrap().add(&y).unwrap().add(&z.scale(7.0).unwrap()).unwrap();
+    assert_eq!(gradient_of(sum), [4.0 + 24.0; 2]);
 }
 
 #[test]

@@ -4,11 +4,11 @@
 mod common;
 
 use common::{FORMATS, Number, cast, check_bits, contiguous, cpus, extent, laid_out};
-use convoke_kernels::activation::{activate, activation_backward};
+use convoke_kernels::activation::{activate, activation_backward, add_activated_in_place};
 use convoke_kernels::batch_norm::{
     Activation, Affine, BackwardSums, EpsPlace, Moments, Normalization, backward_elemt,
     backward_elemt_in_place, backward_reduce, backward_training, forward_training, inverse_std, normalize,
-    normalize_in_place, stats,
+    normalize_added, normalize_in_place, stats,
 };
 use convoke_kernels::{Cpu, MemoryFormat};
 use convoke_testkit::{Failures, Random, Tolerance, check_close, poisoned};
@@ -114,6 +114,12 @@ impl Case {
         let mut in_place = x.clone();
         normalize_in_place(cpu, &extent, &by, &mut in_place).unwrap();
         check_bits(&in_place, &y).map_err(|error| format!("forward in place: {error}"))?;
+        let plain = Normalization { activation: Activation::Identity, ..by };
+        let (mut added, mut in_place) = (poisoned(x.len()), x.clone());
+        normalize_added(cpu, &extent, (&x, &dy), &by, &mut added).unwrap();
+        normalize_in_place(cpu, &extent, &plain, &mut in_place).unwrap();
+        add_activated_in_place(cpu, &dy, activation, &mut in_place).unwrap();
+        check_bits(&added, &in_place).map_err(|error| format!("forward with a residual: {error}"))?;
         let affine = Affine { weight, bias, eps: EPS, eps_place: EpsPlace::InsideRoot, activation };
         let mut at_once = poisoned(x.len());
         let (moments, inverse) = forward_training(cpu, &extent, &x, &affine, &mut at_once).unwrap();

@@ -9,6 +9,7 @@ use convoke_kernels::memory_format::Extent;
 
 use super::{check_vector, four_dimensions, same_dtype};
 use crate::error::invalid;
+use crate::pool::at_least;
 use crate::tensor::dispatch;
 use crate::{Buffer, Device, Element, Function, MemoryFormat, Needs, Result, Tensor, apply};
 
@@ -139,11 +140,16 @@ impl Function for Conv2d {
         Ok((y, (x.keep(), weight)))
     }
 
-    fn backward(
+    fn backward(&self, saved: Self::Saved, upstream: Tensor, needs: &Needs) -> Result<Vec<Option<Tensor>>> {
+        self.backward_onto(saved, upstream, needs, &mut [])
+    }
+
+    fn backward_onto(
         &self,
         (x, weight): Self::Saved,
         upstream: Tensor,
         needs: &Needs,
+        sums: &mut [Option<Tensor>],
     ) -> Result<Vec<Option<Tensor>>> {
         let convolution = Convolution::new("conv2d", &self.options, &x, &weight, None)?;
         let bias = (needs.len() == 3)
@@ -151,8 +157,9 @@ impl Function for Conv2d {
         let weight_gradient =
             needs.input(1).then(|| convolution.gradient_of_weight(&x, &upstream)).transpose()?;
         drop(x);
+        let sum = sums.first_mut().and_then(Option::take);
         let gradient =
-            needs.input(0).then(|| convolution.gradient_of_input(upstream, &weight)).transpose()?;
+            needs.input(0).then(|| convolution.gradient_of_input(upstream, &weight, sum)).transpose()?;
         Ok([gradient, weight_gradient].into_iter().chain(bias.transpose()?).collect())
     }
 }
@@ -288,18 +295,16 @@ impl Convolution {
         })
     }
 
-    /// The gradient of x; `dy` is freed on return.
-    pub(super) fn gradient_of_input(&self, dy: Tensor, weight: &Tensor) -> Result<Tensor> {
-        let shape = self.input_shape();
-        dispatch!(dy.dtype(), T => Tensor::build(&self.device, &shape, self.problem.format, |dx: &mut [T]| {
-            let mut scratch = None;
-            let image = self.input_image();
+    /// The gradient of x, and what x has so far; `dy` is freed on return.
+    fn gradient_of_input(&self, dy: Tensor, weight: &Tensor, sum: Option<Tensor>) -> Result<Tensor> {
+        dispatch!(dy.dtype(), T => {
+            let (mut gradient, mut scratch) = (InputGradient::<T>::new(sum), None);
             for images in self.tiles() {
-                let dx = &mut dx[images.start * image..images.end * image];
-                self.input_gradient_tile(images.len(), dy.images(images, &mut scratch)?, weight, dx)?;
+                let dy = dy.images(images.clone(), &mut scratch)?;
+                gradient.add(self, images, dy, weight)?;
             }
-            Ok(())
-        }))
+            gradient.finish(self)
+        })
     }
 
     /// N x C x H x W, also where there are no images.
@@ -331,6 +336,51 @@ impl Convolution {
             }
             sum.finish(self)
         })
+    }
+}
+
+/// The gradient of a convolution's input, written tile by tile or added to what the input has so far.
+pub(super) struct InputGradient<T: Element> {
+    sum: Option<Tensor>,
+    /// Taken when it is first written: what comes before may need the memory.
+    alone: Option<Buffer<T>>,
+    scratch: Option<Buffer<T>>,
+}
+
+impl<T: Element> InputGradient<T> {
+    /// Added to `sum`, which nobody else should hold.
+    pub(super) fn new(sum: Option<Tensor>) -> InputGradient<T> {
+        InputGradient { sum, alone: None, scratch: None }
+    }
+
+    /// What these images give.
+    pub(super) fn add(
+        &mut self,
+        of: &Convolution,
+        images: Range<usize>,
+        dy: &[T],
+        weight: &Tensor,
+    ) -> Result<()> {
+        let (count, image) = (images.len(), of.input_image());
+        let place = images.start * image..images.end * image;
+        let Some(sum) = &mut self.sum else {
+            let all = at_least(&mut self.alone, &of.device, of.input_shape().iter().product())?;
+            return of.input_gradient_tile(count, dy, weight, &mut all[place]);
+        };
+        let part = at_least(&mut self.scratch, &of.device, place.len())?;
+        of.input_gradient_tile(count, dy, weight, part)?;
+        let cpu = of.device.compute();
+        sum.update(|sum: &mut [T]| Ok(elementwise::add_assign(cpu, part, &mut sum[place])?))
+    }
+
+    pub(super) fn finish(mut self, of: &Convolution) -> Result<Tensor> {
+        if let Some(sum) = self.sum {
+            return Ok(sum);
+        }
+        let shape = of.input_shape();
+        // Without images nothing has asked for it.
+        at_least(&mut self.alone, &of.device, shape.iter().product())?;
+        Tensor::of_buffer(&of.device, &shape, of.problem.format, self.alone.expect("taken above"))
     }
 }
 

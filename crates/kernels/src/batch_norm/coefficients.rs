@@ -63,14 +63,18 @@ impl<T: Element> Channel<T> {
     }
 }
 
-/// What is done to every element of one tensor.
+/// What is done to every element of one tensor, with the element of another where it takes one.
 pub(super) trait Map<T>: Copy + Send + Sync {
-    fn map(self, c: Channel<T>, x: T, act: impl Activate<T>) -> T;
+    fn map(self, c: Channel<T>, x: T, residual: T, act: impl Activate<T>) -> T;
 }
 
 /// With the coefficients of [`Coefficients::forward`].
 #[derive(Clone, Copy)]
 pub(super) struct Normalize;
+
+/// The same, with a residual added in front of the activation.
+#[derive(Clone, Copy)]
+pub(super) struct NormalizeAdded;
 
 /// With the coefficients of [`Coefficients::inverse`].
 #[derive(Clone, Copy)]
@@ -78,14 +82,21 @@ pub(super) struct Invert;
 
 impl<T: Element> Map<T> for Normalize {
     #[inline(always)]
-    fn map(self, c: Channel<T>, x: T, act: impl Activate<T>) -> T {
+    fn map(self, c: Channel<T>, x: T, _: T, act: impl Activate<T>) -> T {
         act.forward(c.normalized(x))
+    }
+}
+
+impl<T: Element> Map<T> for NormalizeAdded {
+    #[inline(always)]
+    fn map(self, c: Channel<T>, x: T, residual: T, act: impl Activate<T>) -> T {
+        act.forward(c.normalized(x) + residual)
     }
 }
 
 impl<T: Element> Map<T> for Invert {
     #[inline(always)]
-    fn map(self, c: Channel<T>, z: T, act: impl Activate<T>) -> T {
+    fn map(self, c: Channel<T>, z: T, _: T, act: impl Activate<T>) -> T {
         (act.forward(z) - c.shift).mul_add(c.scale, c.mean)
     }
 }

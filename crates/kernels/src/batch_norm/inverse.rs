@@ -95,6 +95,6 @@ fn invert_from<T: Element>(
     x: &mut [T],
 ) -> Result<()> {
     by.check("batch norm inversion", extent.channels)?;
-    map_from(cpu, extent, Invert, Coefficients::inverse("batch norm inversion", by)?, z, x);
+    map_from(cpu, extent, Invert, Coefficients::inverse("batch norm inversion", by)?, z.map(|z| [z, z]), x);
     Ok(())
 }

@@ -28,7 +28,7 @@ pub use parts::{BackwardSumsInParts, StatsInParts, images_per_group};
 
 use std::ops::Range;
 
-use coefficients::{Coefficients, Map, Normalize};
+use coefficients::{Coefficients, Map, Normalize, NormalizeAdded};
 use parts::all_parts;
 use planes::Planes;
 use rows::Rows;
@@ -187,6 +187,26 @@ pub fn normalize<T: Element>(
     normalize_from(cpu, extent, Some(x), by, y)
 }
 
+/// y = act((x - mean) * gamma * inverse_std + beta + residual), to the last bit what [`normalize`] without the activation and
+/// [`add_activated_in_place`](crate::activation::add_activated_in_place) give, in one pass over memory.
+///
+/// # Errors
+/// If a length is not the extent's.
+pub fn normalize_added<T: Element>(
+    cpu: &Cpu,
+    extent: &Extent,
+    (x, residual): (&[T], &[T]),
+    by: &Normalization<'_, T>,
+    y: &mut [T],
+) -> Result<()> {
+    span!("normalize and add", x, residual, y);
+    let tensors = [("x", x.len()), ("the residual", residual.len()), ("y", y.len())];
+    check_tensors("batch norm", extent, &tensors)?;
+    by.check("batch norm", extent.channels)?;
+    map_from(cpu, extent, NormalizeAdded, Coefficients::forward(by), Some([x, residual]), y);
+    Ok(())
+}
+
 /// As [`normalize`], on one buffer: `data` holds x before and y after.
 ///
 /// # Errors
@@ -210,7 +230,7 @@ fn normalize_from<T: Element>(
     y: &mut [T],
 ) -> Result<()> {
     by.check("batch norm", extent.channels)?;
-    map_from(cpu, extent, Normalize, Coefficients::forward(by), x, y);
+    map_from(cpu, extent, Normalize, Coefficients::forward(by), x.map(|x| [x, x]), y);
     Ok(())
 }
 
@@ -219,7 +239,7 @@ fn map_from<T: Element>(
     extent: &Extent,
     map: impl Map<T>,
     c: Coefficients<T>,
-    x: Option<&[T]>,
+    x: Option<[&[T]; 2]>,
     y: &mut [T],
 ) {
     match Walk::of(extent) {

@@ -161,12 +161,12 @@ impl Planes {
         totals
     }
 
-    /// y = map(x), or of what y holds.
+    /// y = map(x, residual), or of what y holds.
     pub(super) fn map<T: Element>(
         &self,
         cpu: &Cpu,
         map: impl Map<T>,
-        x: Option<&[T]>,
+        x: Option<[&[T]; 2]>,
         c: Coefficients<T>,
         y: &mut [T],
     ) {
@@ -184,13 +184,13 @@ impl Planes {
         cpu: &Cpu,
         tile: &Tile,
         map: impl Map<T>,
-        x: Option<&[T]>,
+        x: Option<[&[T]; 2]>,
         (c, from): (&Coefficients<T>, usize),
         y: Shared<'_, T>,
         streams: bool,
     ) {
         self.write_tile(cpu, tile, y, streams, |first, start, y| {
-            let x = x.map(|x| &x[start..][..y.len()]);
+            let x = x.map(|both| both.map(|x| &x[start..][..y.len()]));
             with_act!(c.activation, act => map_planes(cpu, self.spatial, map, act, x, y, c, first - from));
         });
     }
@@ -293,7 +293,7 @@ impl Planes {
             let moments = Moments { mean, m2, count };
             let c = coefficients(channels.clone(), &moments);
             for tile in self.tiles(channels.clone()) {
-                self.map_tile(cpu, &tile, Normalize, Some(x), (&c, channels.start), y, streams);
+                self.map_tile(cpu, &tile, Normalize, Some([x, x]), (&c, channels.start), y, streams);
             }
             moments
         });
@@ -480,16 +480,18 @@ multiversion! {
     }
 
     fn map_planes<T: Element, M: Map<T>, A: Activate<T>>(
-        spatial: usize, map: M, act: A, x: Option<&[T]>, y: &mut [T], c: &Coefficients<T>, first: usize,
+        spatial: usize, map: M, act: A, x: Option<[&[T]; 2]>, y: &mut [T], c: &Coefficients<T>, first: usize,
     ) {
         for (index, y) in y.chunks_mut(spatial).enumerate() {
             let c = c.at(first + index);
             match x {
-                Some(x) => {
-                    let x = &x[index * spatial..][..y.len()];
-                    y.iter_mut().zip(x).for_each(|(y, &x)| *y = map.map(c, x, act));
+                Some(both) => {
+                    let [x, residual] = both.map(|x| &x[index * spatial..][..y.len()]);
+                    for ((y, &x), &residual) in y.iter_mut().zip(x).zip(residual) {
+                        *y = map.map(c, x, residual, act);
+                    }
                 }
-                None => y.iter_mut().for_each(|y| *y = map.map(c, *y, act)),
+                None => y.iter_mut().for_each(|y| *y = map.map(c, *y, T::zero(), act)),
             }
         }
     }

@@ -101,18 +101,18 @@ impl Rows {
         });
     }
 
-    /// y = map(x), or of what y holds.
+    /// y = map(x, residual), or of what y holds.
     pub(super) fn map<T: Element>(
         &self,
         cpu: &Cpu,
         map: impl Map<T>,
-        x: Option<&[T]>,
+        x: Option<[&[T]; 2]>,
         c: Coefficients<T>,
         y: &mut [T],
     ) {
         let c = c.repeated(self.times());
         self.each(cpu, x.is_some(), y, |start, y| {
-            let x = x.map(|x| &x[start..][..y.len()]);
+            let x = x.map(|both| both.map(|x| &x[start..][..y.len()]));
             with_act!(c.activation, act => map_rows(cpu, map, act, x, y, &c));
         });
     }
@@ -283,7 +283,7 @@ multiversion! {
 
     #[allow(clippy::needless_range_loop)]
     fn map_rows<T: Element, M: Map<T>, A: Activate<T>>(
-        map: M, act: A, x: Option<&[T]>, y: &mut [T], c: &Coefficients<T>,
+        map: M, act: A, x: Option<[&[T]; 2]>, y: &mut [T], c: &Coefficients<T>,
     ) {
         let all = c.mean.len();
         let zero = T::zero();
@@ -294,14 +294,14 @@ multiversion! {
                 mean: mean[i], scale: scale[i], shift: shift[i], mean_g: zero, slope: zero, offset: zero,
             };
             match x {
-                Some(x) => {
-                    let x = &x[row * all..][..width];
+                Some(both) => {
+                    let [x, residual] = both.map(|x| &x[row * all..][..width]);
                     for i in 0..width {
-                        y[i] = map.map(channel(i), x[i], act);
+                        y[i] = map.map(channel(i), x[i], residual[i], act);
                     }
                 }
                 None => for i in 0..width {
-                    y[i] = map.map(channel(i), y[i], act);
+                    y[i] = map.map(channel(i), y[i], zero, act);
                 },
             }
         }

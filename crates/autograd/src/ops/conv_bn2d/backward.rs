@@ -6,12 +6,12 @@ use std::sync::Arc;
 use convoke_kernels::Element;
 use convoke_kernels::activation::activation_backward_in_place;
 use convoke_kernels::batch_norm::{
-    BackwardSums, BackwardSumsInParts, backward_elemt, backward_elemt_in_place,
+    Activation, BackwardSums, BackwardSumsInParts, backward_elemt, backward_elemt_in_place,
 };
 use convoke_kernels::pool::MaxPoolPass;
 
 use super::super::batch_norm::Normalizer;
-use super::super::conv2d::{BiasGradient, WeightGradient};
+use super::super::conv2d::{BiasGradient, InputGradient, WeightGradient};
 use super::again::{Convolved, Kept, Tiles};
 use super::epilogue::Epilogue;
 use super::{ConvBn, Saved};
@@ -24,6 +24,7 @@ impl ConvBn {
         saved: Saved,
         upstream: Tensor,
         needs: &Needs,
+        sum: Option<Tensor>,
     ) -> Result<Vec<Option<Tensor>>> {
         let Saved { convolved, kept, epilogue, output, taken } = saved;
         let wants = |place: Option<usize>| place.is_some_and(|place| needs.input(place));
@@ -31,59 +32,38 @@ impl ConvBn {
         let (for_x, for_weight) = (needs.input(0), needs.input(1));
         let through_norm = for_x || for_weight || for_bias;
 
-        let upstream = match output {
-            Some(output) => self.behind_activation::<T>(&epilogue, upstream, &output)?,
-            None => upstream,
-        };
-        let residual_gradient = for_residual.then(|| upstream.clone());
+        let normalizer = &epilogue.normalizer;
+        let wanted = [for_gamma, for_beta];
+        let needs_sums = normalizer.needs_sums(through_norm, wanted);
+        let behind = output.map(|output| (self.norm.activation, output));
+        let mut dz = Upstream { upstream, epilogue: &epilogue, behind, taken, scratch: None };
+        // The block's output need not exist beside a convolution's that is made again.
+        if !(needs_sums && matches!(kept, Kept::Stored(_))) {
+            convolved.convolution.tiles().try_for_each(|images| dz.pass(images))?;
+            dz.behind = None;
+        }
+
         let kept = match kept {
             Kept::Whole => Kept::Stored(convolved.take_output()?),
             kept => kept,
         };
         let (convolution, x, weight, bias) = Convolved::into_parts(convolved);
-        let normalizer = &epilogue.normalizer;
         let mut y =
             Tiles { kept, convolution: &convolution, weight: &weight, bias: bias.as_ref(), scratch: None };
         let mut x = Input::<T>::new(x);
-        let mut dz = Upstream { upstream, epilogue: &epilogue, taken, scratch: None };
-
-        let wanted = [for_gamma, for_beta];
-        let sums = match normalizer.needs_sums(through_norm, wanted) {
-            true => Some(sums(normalizer, &mut x, &mut y, &mut dz)?),
-            false => None,
-        };
+        let sums = needs_sums.then(|| sums(normalizer, &mut x, &mut y, &mut dz)).transpose()?;
+        let residual_gradient = for_residual.then(|| dz.upstream.clone());
         let [gamma, beta] = normalizer.parameter_gradients(sums.as_ref(), wanted)?;
         let mut gradients = Gradients { x: None, weight: None, bias: None };
         if through_norm {
             let through = normalizer.through(sums.as_ref())?;
             let wanted = [for_x, for_weight, for_bias];
-            gradients = gradients_of_convolution(normalizer, through, wanted, x, y, dz)?;
+            gradients = gradients_of_convolution(normalizer, through, wanted, (x, sum), y, dz)?;
         }
         let optional = [gradients.bias, gamma, beta, residual_gradient];
         let optional =
             optional.into_iter().zip(self.has).filter(|(_, has)| *has).map(|(gradient, _)| gradient);
         Ok([gradients.x, gradients.weight].into_iter().chain(optional).collect())
-    }
-
-    /// The upstream gradient where the activation behind a residual passed it, in its buffer if nobody else holds it.
-    fn behind_activation<T: Element>(
-        &self,
-        epilogue: &Epilogue,
-        mut upstream: Tensor,
-        output: &Tensor,
-    ) -> Result<Tensor> {
-        let device = epilogue.convolution.device();
-        let image = epilogue.output_image()?;
-        upstream.update(|g: &mut [T]| {
-            let mut scratch = None;
-            for images in epilogue.convolution.tiles() {
-                let g = &mut g[images.start * image..images.end * image];
-                let z = output.images::<T>(images, &mut scratch)?;
-                activation_backward_in_place(device.compute(), self.norm.activation, z, g)?;
-            }
-            Ok(())
-        })?;
-        Ok(upstream)
     }
 }
 
@@ -100,8 +80,10 @@ fn sums<T: Element>(
     let by = normalizer.by::<T>()?;
     for images in convolution.tiles() {
         let y = y.get(images.clone(), || x.images(images.clone()))?;
+        dz.pass(images.clone())?;
         sums.add(convolution.device().compute(), y, dz.get(images)?, &by)?;
     }
+    dz.behind = None;
     Ok(sums.finish()?)
 }
 
@@ -116,20 +98,18 @@ fn gradients_of_convolution<T: Element>(
     normalizer: &Normalizer,
     through: Option<(BackwardSums, usize)>,
     [for_x, for_weight, for_bias]: [bool; 3],
-    mut x: Input<T>,
+    (mut x, sum): (Input<T>, Option<Tensor>),
     mut y: Tiles<'_, T>,
     dz: Upstream<'_, T>,
 ) -> Result<Gradients> {
     let (convolution, weight) = (y.convolution, y.weight);
-    let (device, format) = (convolution.device(), convolution.problem().format);
+    let device = convolution.device();
     let through = through.as_ref().map(|(sums, count)| (sums, *count));
     let by = normalizer.by::<T>()?;
     let mut of_weight = for_weight.then(|| WeightGradient::<T>::new(convolution)).transpose()?;
     let mut of_bias = for_bias.then(|| BiasGradient::<T>::new(convolution)).transpose()?;
-    // Taken when it is first written: what comes before may need the memory.
-    let mut dx: Option<Buffer<T>> = None;
-    let dx_elsewhere = for_x && !x.can_be_overwritten();
-    let dx_len = convolution.input_shape().iter().product();
+    let dx_elsewhere = sum.is_some() || !x.can_be_overwritten();
+    let mut of_x = (for_x && dx_elsewhere).then(|| InputGradient::<T>::new(sum));
     let image = convolution.input_image();
     let all = 0..convolution.output_shape()[0];
     let (mut scratch, mut dz) = (None, Some(dz));
@@ -158,21 +138,17 @@ fn gradients_of_convolution<T: Element>(
             sum.add(convolution, count, x.images(images.clone())?, dy)?;
         }
         x.scratch = None;
-        if for_x {
-            let place = images.start * image..images.end * image;
-            let dx = match dx_elsewhere {
-                true => &mut at_least(&mut dx, device, dx_len)?[place],
-                false => x.overwrite(place),
-            };
-            convolution.input_gradient_tile(count, dy, weight, dx)?;
+        match &mut of_x {
+            Some(gradient) => gradient.add(convolution, images, dy, weight)?,
+            None if for_x => {
+                let place = images.start * image..images.end * image;
+                convolution.input_gradient_tile(count, dy, weight, x.overwrite(place))?;
+            }
+            None => {}
         }
     }
-    if dx_elsewhere {
-        // Without images nothing has asked for it.
-        at_least(&mut dx, device, dx_len)?;
-    }
-    let x_gradient = match dx {
-        Some(dx) => Some(Tensor::of_buffer(device, &convolution.input_shape(), format, dx)?),
+    let x_gradient = match of_x {
+        Some(gradient) => Some(gradient.finish(convolution)?),
         None => for_x.then_some(x.tensor),
     };
     Ok(Gradients {
@@ -212,11 +188,25 @@ impl<T: Element> Input<T> {
 struct Upstream<'a, T: Element> {
     upstream: Tensor,
     epilogue: &'a Epilogue,
+    /// The activation behind a residual that the upstream gradient has still to pass, judged by the block's output.
+    behind: Option<(Activation, Tensor)>,
     taken: Option<Arc<Buffer<u8>>>,
     scratch: Option<Buffer<T>>,
 }
 
 impl<T: Element> Upstream<'_, T> {
+    /// Takes some images through the activation behind the residual, in the upstream gradient's buffer if nobody else holds it.
+    fn pass(&mut self, images: Range<usize>) -> Result<()> {
+        let Some((activation, output)) = &self.behind else { return Ok(()) };
+        let image = self.epilogue.output_image()?;
+        let place = images.start * image..images.end * image;
+        let cpu = self.epilogue.convolution.device().compute();
+        let mut scratch = None;
+        let z = output.images::<T>(images, &mut scratch)?;
+        self.upstream
+            .update(|g: &mut [T]| Ok(activation_backward_in_place(cpu, *activation, z, &mut g[place])?))
+    }
+
     fn get(&mut self, images: Range<usize>) -> Result<&[T]> {
         let image = self.epilogue.output_image()?;
         let place = images.start * image..images.end * image;

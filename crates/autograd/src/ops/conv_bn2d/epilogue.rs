@@ -4,7 +4,9 @@ use std::ops::Range;
 
 use convoke_kernels::Element;
 use convoke_kernels::activation::add_activated_in_place;
-use convoke_kernels::batch_norm::{Activation, normalize, normalize_in_place};
+use convoke_kernels::batch_norm::{
+    Activation, Normalization, normalize, normalize_added, normalize_in_place,
+};
 use convoke_kernels::pool::{MaxPoolPass, PoolProblem};
 
 use super::super::batch_norm::Normalizer;
@@ -47,6 +49,11 @@ impl Epilogue {
         Ok(self.output_shape()?[1..].iter().product())
     }
 
+    /// Whether each element is read and written once: then there is nothing for caches to hold, and whole tensors may pass them by.
+    pub(super) fn is_one_pass(&self) -> bool {
+        self.pool.is_none() && self.residual.as_ref().is_none_or(|(residual, _)| residual.has_elements())
+    }
+
     /// The output of some images, and the winners of the windows if anyone wants them.
     pub(super) fn run<T: Element>(
         &self,
@@ -58,9 +65,14 @@ impl Epilogue {
         let device = self.convolution.device();
         let (cpu, extent) = (device.compute(), self.convolution.output_extent(images.len()));
         let by = self.normalizer.by::<T>()?;
+        if let Some((residual, activation)) = &self.residual {
+            let mut scratch = None;
+            let residual = residual.images::<T>(images, &mut scratch)?;
+            let by = Normalization { activation: *activation, ..by };
+            return Ok(normalize_added(cpu, &extent, (y, residual), &by, out)?);
+        }
         let Some(problem) = self.pool_problem(images.len())? else {
-            normalize(cpu, &extent, y, &by, out)?;
-            return self.add_residual(images, out);
+            return Ok(normalize(cpu, &extent, y, &by, out)?);
         };
         let mut normalized: Buffer<T> = device.buffer(y.len())?;
         normalize(cpu, &extent, y, &by, &mut normalized)?;
@@ -74,13 +86,9 @@ impl Epilogue {
         let by = self.normalizer.by::<T>()?;
         let cpu = self.convolution.device().compute();
         normalize_in_place(cpu, &self.convolution.output_extent(images.len()), &by, y)?;
-        self.add_residual(images, y)
-    }
-
-    fn add_residual<T: Element>(&self, images: Range<usize>, z: &mut [T]) -> Result<()> {
         let Some((residual, activation)) = &self.residual else { return Ok(()) };
         let mut scratch = None;
         let residual = residual.images::<T>(images, &mut scratch)?;
-        Ok(add_activated_in_place(self.convolution.device().compute(), residual, *activation, z)?)
+        Ok(add_activated_in_place(cpu, residual, *activation, y)?)
     }
 }

@@ -225,6 +225,17 @@ impl Function for ConvBn {
     }
 
     fn backward(&self, saved: Saved, upstream: Tensor, needs: &Needs) -> Result<Vec<Option<Tensor>>> {
-        dispatch!(upstream.dtype(), T => self.run_backward::<T>(saved, upstream, needs))
+        self.backward_onto(saved, upstream, needs, &mut [])
+    }
+
+    fn backward_onto(
+        &self,
+        saved: Saved,
+        upstream: Tensor,
+        needs: &Needs,
+        sums: &mut [Option<Tensor>],
+    ) -> Result<Vec<Option<Tensor>>> {
+        let sum = sums.first_mut().and_then(Option::take);
+        dispatch!(upstream.dtype(), T => self.run_backward::<T>(saved, upstream, needs, sum))
     }
 }
