@@ -46,7 +46,7 @@ def main():
         action="append",
         default=[],
         metavar="NAME=PROGRAM",
-        help="also time mnist-cnn in this program, called with BATCH WARM_UP STEPS, such as tools/peers/candle; once, with 2 steps",
+        help="also time mnist-cnn in this program, called with BATCH WARM_UP STEPS, such as those of tools/peers/candle and burn; once, with 2 steps",
     )
     parser.add_argument("--budget", help="--memory-budget of convoke's planned run")
     parser.add_argument("--convoke", default=Path(__file__).parents[2] / "target/release/convoke", type=Path)
