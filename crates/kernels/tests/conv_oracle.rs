@@ -29,6 +29,10 @@ const BUILT_IN: &str = "
     mb2ic4ih5oc3kh1ph1               # pointwise, padded: neither
     mb1ic2ih4oc3oh6kh1               # pointwise, padded after the input only
     mb1ic4ih10iw13oc6kh3ph3dh2       # dilated
+    mb3ic8ih13iw10oc6kh3ph2pw1dh1dw0 # dilated along one axis
+    mb3ic8ih13iw10oc6kh3ph2pw1sw2dh1 # and strided along the other
+    mb2ic5ih4iw31oc7kh3ph7dh4dw2     # dilations that differ
+    mb2ic4ih3oc5kh3ph6dh5            # fewer outputs than phases
     mb5ic2ih6iw7oc3kh6kw7            # kernel = input
     mb5ic1ih1iw1oc1kh1               # one of everything
     mb1ic3ih1iw40oc5kh1kw3           # one row

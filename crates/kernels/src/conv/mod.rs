@@ -51,7 +51,7 @@ fn repertoire() -> Vec<Arc<dyn ConvAlgorithm>> {
 }
 
 /// Every algorithm: the repertoire, each of it through the other memory format and through another pass
-/// (`NAME+relayout`, `NAME+swap`), and last the reference.
+/// (`NAME+relayout`, `NAME+swap`, `NAME+phases`), and last the reference.
 pub fn algorithms() -> &'static [Arc<dyn ConvAlgorithm>] {
     static ALGORITHMS: LazyLock<Vec<Arc<dyn ConvAlgorithm>>> = LazyLock::new(|| {
         let mut algorithms: Vec<_> = repertoire().into_iter().flat_map(with_derived).collect();
@@ -67,7 +67,7 @@ pub fn algorithm(name: &str) -> Option<&'static dyn ConvAlgorithm> {
 }
 
 /// `algorithm` followed by what can be made of it: `NAME+relayout` runs it on tensors of the other memory format,
-/// `NAME+swap` computes each pass through another one.
+/// `NAME+swap` computes each pass through another one, `NAME+phases` a dilated convolution without dilation.
 pub(crate) fn with_derived(algorithm: Arc<dyn ConvAlgorithm>) -> Vec<Arc<dyn ConvAlgorithm>> {
     let derived = adapters::derived(&algorithm);
     [algorithm].into_iter().chain(derived).collect()

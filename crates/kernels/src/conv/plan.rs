@@ -61,6 +61,11 @@ pub trait ConvAlgorithm: Send + Sync {
         &[MemoryFormat::Contiguous, MemoryFormat::ChannelsLast]
     }
 
+    /// Whether [`ConvAlgorithm::plan`] takes dilated problems; if not, they are reached in phases (`NAME+phases`).
+    fn takes_dilation(&self) -> bool {
+        true
+    }
+
     /// A plan for `pass` of `problem` with `cpu`'s threads and instruction set.
     ///
     /// # Errors

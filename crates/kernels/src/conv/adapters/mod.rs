@@ -1,17 +1,21 @@
-//! Algorithms made of other algorithms: a pass run through another pass, a format through the other format.
+//! Algorithms made of other algorithms: a pass run through another pass, a format through the other format, a dilated
+//! convolution through one that is not.
 
+mod phases;
 mod relayout;
 mod strided;
 mod swap;
 
 use std::sync::Arc;
 
+use phases::Phases;
 use relayout::Relayout;
 use swap::Swap;
 
 use super::plan::{ConvAlgorithm, NotApplicable};
 
-/// What can be made of `algorithm`: `NAME+swap`, and `NAME+relayout` if it takes one memory format only.
+/// What can be made of `algorithm`: `NAME+swap`, `NAME+phases` if it takes no dilation, and `NAME+relayout` if it takes one memory
+/// format only.
 pub(super) fn derived(algorithm: &Arc<dyn ConvAlgorithm>) -> Vec<Arc<dyn ConvAlgorithm>> {
     let mut derived: Vec<Arc<dyn ConvAlgorithm>> = Vec::new();
     if algorithm.formats().len() == 1 {
@@ -20,6 +24,10 @@ pub(super) fn derived(algorithm: &Arc<dyn ConvAlgorithm>) -> Vec<Arc<dyn ConvAlg
     }
     let inner = [algorithm].into_iter().chain(&derived).map(Arc::clone).collect();
     derived.push(Arc::new(Swap { name: format!("{}+swap", algorithm.name()), inner }));
+    if !algorithm.takes_dilation() {
+        let name = format!("{}+phases", algorithm.name());
+        derived.push(Arc::new(Phases { name, inner: Arc::clone(algorithm) }));
+    }
     derived
 }
 

@@ -68,6 +68,10 @@ impl<F: Filter> ConvAlgorithm for Winograd<F> {
         &[MemoryFormat::ChannelsLast]
     }
 
+    fn takes_dilation(&self) -> bool {
+        false
+    }
+
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
         plan::<F>(self, problem, pass, cpu)
     }

@@ -1,0 +1,189 @@
+//! A dilated convolution computed as one without dilation.
+//!
+//! ```text
+//! y[o] = sum over k of x[o + d k - pad] * w[k]        o = a + d t:   y_a[t] = sum over k of x_a[t + k] * w[k]
+//! ```
+//! The outputs of one phase a, every d-th, read the inputs of one phase only. So each image falls into as many small images as
+//! there are phases, and algorithms that know no dilation, such as Winograd's, apply.
+
+use std::sync::Arc;
+
+use super::strided::{Axes, copy};
+use super::workspace_sum;
+use crate::conv::plan::{Accuracy, ConvAlgorithm, ConvKernel, ConvOperands, ConvPlan, Kernel, NotApplicable};
+use crate::conv::problem::{ConvAxis, ConvProblem, ConvSpec, Pass};
+use crate::{Cpu, Element, MemoryFormat};
+
+/// `inner`, which takes no dilation, on the phases; in a format that it takes.
+pub(super) struct Phases {
+    pub(super) name: String,
+    pub(super) inner: Arc<dyn ConvAlgorithm>,
+}
+
+impl ConvAlgorithm for Phases {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn revision(&self) -> u32 {
+        self.inner.revision()
+    }
+
+    fn accuracy(&self) -> Accuracy {
+        self.inner.accuracy()
+    }
+
+    fn is_deterministic(&self) -> bool {
+        self.inner.is_deterministic()
+    }
+
+    fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
+        let axes = [&problem.height, &problem.width];
+        if axes.iter().all(|axis| axis.dilation == 1) {
+            return Err(NotApplicable("there is no dilation".into()));
+        }
+        if axes.iter().any(|axis| axis.dilation > 1 && axis.stride > 1) {
+            return Err(NotApplicable("needs stride 1 where there is a dilation".into()));
+        }
+        let formats = self.inner.formats();
+        let format = if formats.contains(&problem.format) { problem.format } else { formats[0] };
+        let related = of_phases(problem, format)?;
+        let inner = self.inner.plan(&related, pass, cpu)?;
+        let copies = [related.input_len(), related.output_len()];
+        let workspace = workspace_sum(&[copies[0], copies[1], inner.workspace_len()])?;
+        // Places that lie apart are copied at a fraction of the speed of a plain copy.
+        let cost = inner.cost().moving(4 * copies.iter().sum::<usize>() * problem.dtype.size());
+        let kernel = InPhases { problem: *problem, pass, inner };
+        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, kernel)).with_cost(cost))
+    }
+}
+
+/// The phases of all images as images: every first phase, then every second, and so on.
+fn of_phases(p: &ConvProblem, format: MemoryFormat) -> Result<ConvProblem, NotApplicable> {
+    let axis = |axis: &ConvAxis| match axis.dilation {
+        1 => *axis,
+        // What is padding in one phase is input in another: it becomes zeros of the copy.
+        dilation => ConvAxis::new(axis.output().div_ceil(dilation) + axis.kernel - 1, axis.kernel),
+    };
+    let unfit = || NotApplicable("the phases do not fit any memory".into());
+    let phases = p.height.dilation.checked_mul(p.width.dilation).ok_or_else(unfit)?;
+    let batch = p.batch.checked_mul(phases).ok_or_else(unfit)?;
+    let spec = ConvSpec { batch, height: axis(&p.height), width: axis(&p.width), format, ..**p };
+    ConvProblem::new(spec).map_err(|error| NotApplicable(format!("the phases: {error}")))
+}
+
+/// Places of an axis that belong to one phase: `count` of them from `first` on, which are those from `start` on there.
+struct Places {
+    first: usize,
+    start: usize,
+    count: usize,
+}
+
+/// The inputs of a phase.
+fn inputs(axis: &ConvAxis, phase: usize) -> Places {
+    if axis.dilation == 1 {
+        return Places { first: 0, start: 0, count: axis.input };
+    }
+    let start = axis.pad_before.saturating_sub(phase).div_ceil(axis.dilation);
+    let first = phase + axis.dilation * start - axis.pad_before;
+    Places { first, start, count: axis.input.saturating_sub(first).div_ceil(axis.dilation) }
+}
+
+/// The outputs of a phase.
+fn outputs(axis: &ConvAxis, phase: usize) -> Places {
+    let count = axis.output().saturating_sub(phase).div_ceil(axis.dilation);
+    Places { first: phase, start: 0, count }
+}
+
+struct InPhases {
+    problem: ConvProblem,
+    pass: Pass,
+    /// The plan of the phases.
+    inner: ConvPlan,
+}
+
+/// One tensor as it is and in phases.
+struct Side {
+    whole: [usize; 4],
+    phased: [usize; 4],
+    places: fn(&ConvAxis, usize) -> Places,
+}
+
+impl InPhases {
+    fn input(&self) -> Side {
+        Side { whole: self.problem.input_shape(), phased: self.inner.problem().input_shape(), places: inputs }
+    }
+
+    fn output(&self) -> Side {
+        Side {
+            whole: self.problem.output_shape(),
+            phased: self.inner.problem().output_shape(),
+            places: outputs,
+        }
+    }
+
+    /// Calls `each` with the elements of each phase, in the whole tensor and among the phases: where they begin, and how they lie.
+    fn for_each_phase(&self, side: &Side, mut each: impl FnMut((usize, Axes), (usize, Axes))) {
+        let p = &self.problem;
+        let [height, width] = [&p.height, &p.width];
+        let [_, channels, rows, columns] = side.phased;
+        let phased = Axes::dense(self.inner.problem().format, [p.batch, channels, rows, columns]);
+        let whole = Axes::dense(p.format, side.whole);
+        let begin = |axes: &Axes, h: usize, w: usize| h * axes.strides[2] + w * axes.strides[3];
+        for index in 0..height.dilation * width.dilation {
+            let h = (side.places)(height, index / width.dilation);
+            let w = (side.places)(width, index % width.dilation);
+            let sizes = [h.count, w.count];
+            if sizes.contains(&0) {
+                continue;
+            }
+            let image = channels * rows * columns;
+            let there = index * p.batch * image + begin(&phased, h.start, w.start);
+            let apart = whole.spread([height.dilation, width.dilation]).cropped(sizes);
+            each((begin(&whole, h.first, w.first), apart), (there, phased.cropped(sizes)));
+        }
+    }
+
+    /// The phases of `whole`, with zeros where it has no elements.
+    fn gather<T: Element>(&self, cpu: &Cpu, side: &Side, whole: &[T], phased: &mut [T]) {
+        phased.fill(T::zero());
+        self.for_each_phase(side, |(from, source), (to, target)| {
+            copy(cpu, source, &whole[from..], target, &mut phased[to..]);
+        });
+    }
+
+    /// The whole tensor, each element of which is in one phase.
+    fn scatter<T: Element>(&self, cpu: &Cpu, side: &Side, phased: &[T], whole: &mut [T]) {
+        self.for_each_phase(side, |(to, target), (from, source)| {
+            copy(cpu, source, &phased[from..], target, &mut whole[to..]);
+        });
+    }
+}
+
+impl<T: Element> ConvKernel<T> for InPhases {
+    fn run(&self, cpu: &Cpu, [a, b]: [&[T]; 2], output: &mut [T], workspace: &mut [T]) {
+        let related = self.inner.problem();
+        let (x, rest) = workspace.split_at_mut(related.input_len());
+        let (y, scratch) = rest.split_at_mut(related.output_len());
+        let run = |operands: ConvOperands<'_, T>, scratch: &mut [T]| {
+            self.inner.run(operands, scratch).expect("planned for these operands");
+        };
+        match self.pass {
+            Pass::Forward => {
+                self.gather(cpu, &self.input(), a, x);
+                run(ConvOperands::forward(x, b, y), scratch);
+                self.scatter(cpu, &self.output(), y, output);
+            }
+            Pass::BackwardData => {
+                self.gather(cpu, &self.output(), a, y);
+                run(ConvOperands::backward_data(y, b, x), scratch);
+                self.scatter(cpu, &self.input(), x, output);
+            }
+            Pass::BackwardWeights => {
+                self.gather(cpu, &self.input(), a, x);
+                self.gather(cpu, &self.output(), b, y);
+                run(ConvOperands::backward_weights(x, y, output), scratch);
+            }
+        }
+    }
+}
