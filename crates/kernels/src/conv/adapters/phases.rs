@@ -9,8 +9,8 @@
 use std::sync::Arc;
 
 use super::strided::{Axes, copy};
-use super::workspace_sum;
-use crate::conv::plan::{Accuracy, ConvAlgorithm, ConvKernel, ConvOperands, ConvPlan, Kernel, NotApplicable};
+use super::{on_copies, workspace_sum};
+use crate::conv::plan::{Accuracy, ConvAlgorithm, ConvKernel, ConvPlan, Kernel, NotApplicable};
 use crate::conv::problem::{ConvAxis, ConvProblem, ConvSpec, Pass};
 use crate::{Cpu, Element, MemoryFormat};
 
@@ -53,7 +53,7 @@ impl ConvAlgorithm for Phases {
         let workspace = workspace_sum(&[copies[0], copies[1], inner.workspace_len()])?;
         // Places that lie apart are copied at a fraction of the speed of a plain copy.
         let cost = inner.cost().moving(4 * copies.iter().sum::<usize>() * problem.dtype.size());
-        let kernel = InPhases { problem: *problem, pass, inner };
+        let kernel = InPhases { problem: *problem, inner };
         Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, kernel)).with_cost(cost))
     }
 }
@@ -97,7 +97,6 @@ fn outputs(axis: &ConvAxis, phase: usize) -> Places {
 
 struct InPhases {
     problem: ConvProblem,
-    pass: Pass,
     /// The plan of the phases.
     inner: ConvPlan,
 }
@@ -130,6 +129,7 @@ impl InPhases {
         let phased = Axes::dense(self.inner.problem().format, [p.batch, channels, rows, columns]);
         let whole = Axes::dense(p.format, side.whole);
         let begin = |axes: &Axes, h: usize, w: usize| h * axes.strides[2] + w * axes.strides[3];
+        let image = channels * rows * columns;
         for index in 0..height.dilation * width.dilation {
             let h = (side.places)(height, index / width.dilation);
             let w = (side.places)(width, index % width.dilation);
@@ -137,7 +137,6 @@ impl InPhases {
             if sizes.contains(&0) {
                 continue;
             }
-            let image = channels * rows * columns;
             let there = index * p.batch * image + begin(&phased, h.start, w.start);
             let apart = whole.spread([height.dilation, width.dilation]).cropped(sizes);
             each((begin(&whole, h.first, w.first), apart), (there, phased.cropped(sizes)));
@@ -161,29 +160,10 @@ impl InPhases {
 }
 
 impl<T: Element> ConvKernel<T> for InPhases {
-    fn run(&self, cpu: &Cpu, [a, b]: [&[T]; 2], output: &mut [T], workspace: &mut [T]) {
-        let related = self.inner.problem();
-        let (x, rest) = workspace.split_at_mut(related.input_len());
-        let (y, scratch) = rest.split_at_mut(related.output_len());
-        let run = |operands: ConvOperands<'_, T>, scratch: &mut [T]| {
-            self.inner.run(operands, scratch).expect("planned for these operands");
-        };
-        match self.pass {
-            Pass::Forward => {
-                self.gather(cpu, &self.input(), a, x);
-                run(ConvOperands::forward(x, b, y), scratch);
-                self.scatter(cpu, &self.output(), y, output);
-            }
-            Pass::BackwardData => {
-                self.gather(cpu, &self.output(), a, y);
-                run(ConvOperands::backward_data(y, b, x), scratch);
-                self.scatter(cpu, &self.input(), x, output);
-            }
-            Pass::BackwardWeights => {
-                self.gather(cpu, &self.input(), a, x);
-                self.gather(cpu, &self.output(), b, y);
-                run(ConvOperands::backward_weights(x, y, output), scratch);
-            }
-        }
+    fn run(&self, cpu: &Cpu, inputs: [&[T]; 2], output: &mut [T], workspace: &mut [T]) {
+        let sides = [self.input(), self.output()];
+        let gather = |side: &Side, whole: &[T], phased: &mut [T]| self.gather(cpu, side, whole, phased);
+        let scatter = |side: &Side, phased: &[T], whole: &mut [T]| self.scatter(cpu, side, phased, whole);
+        on_copies(&self.inner, &sides, inputs, output, workspace, gather, scatter);
     }
 }

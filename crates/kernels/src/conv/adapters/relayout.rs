@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use super::workspace_sum;
-use crate::conv::plan::{Accuracy, ConvAlgorithm, ConvKernel, ConvOperands, ConvPlan, Kernel, NotApplicable};
+use super::{on_copies, workspace_sum};
+use crate::conv::plan::{Accuracy, ConvAlgorithm, ConvKernel, ConvPlan, Kernel, NotApplicable};
 use crate::conv::problem::{ConvProblem, Pass};
 use crate::memory_format::{Extent, convert};
 use crate::{Cpu, Element, MemoryFormat};
@@ -49,7 +49,7 @@ impl ConvAlgorithm for Relayout {
         let other = problem.with(|spec| spec.format = format).map_err(|e| NotApplicable(e.to_string()))?;
         let inner = self.inner.plan(&other, pass, cpu)?;
         let workspace = workspace_sum(&[problem.input_len(), problem.output_len(), inner.workspace_len()])?;
-        let kernel = Copies { problem: *problem, pass, inner };
+        let kernel = Copies { problem: *problem, inner };
         let copied = 2 * (problem.input_len() + problem.output_len()) * problem.dtype.size();
         let cost = kernel.inner.cost().moving(copied);
         Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, kernel)).with_cost(cost))
@@ -58,45 +58,22 @@ impl ConvAlgorithm for Relayout {
 
 struct Copies {
     problem: ConvProblem,
-    pass: Pass,
     /// The plan in the other format.
     inner: ConvPlan,
 }
 
 impl<T: Element> ConvKernel<T> for Copies {
-    fn run(&self, cpu: &Cpu, [a, b]: [&[T]; 2], output: &mut [T], workspace: &mut [T]) {
+    fn run(&self, cpu: &Cpu, inputs: [&[T]; 2], output: &mut [T], workspace: &mut [T]) {
         let p = &self.problem;
         let [batch, channels, h, w] = p.input_shape();
-        let x_extent = Extent { batch, channels, spatial: h * w, format: p.format };
-        let y_extent = p.output_extent();
-        let (x, rest) = workspace.split_at_mut(p.input_len());
-        let (y, scratch) = rest.split_at_mut(p.output_len());
-        let there = |extent: &Extent, from: &[T], to: &mut [T]| {
+        let sides = [Extent { batch, channels, spatial: h * w, format: p.format }, p.output_extent()];
+        let gather = |extent: &Extent, from: &[T], to: &mut [T]| {
             convert(cpu, extent, from, to).expect("lengths of the problem");
         };
-        let back = |extent: &Extent, from: &[T], to: &mut [T]| {
+        let scatter = |extent: &Extent, from: &[T], to: &mut [T]| {
             let extent = Extent { format: self.inner.problem().format, ..*extent };
             convert(cpu, &extent, from, to).expect("lengths of the problem");
         };
-        let run = |operands: ConvOperands<'_, T>, scratch: &mut [T]| {
-            self.inner.run(operands, scratch).expect("planned for these operands");
-        };
-        match self.pass {
-            Pass::Forward => {
-                there(&x_extent, a, x);
-                run(ConvOperands::forward(x, b, y), scratch);
-                back(&y_extent, y, output);
-            }
-            Pass::BackwardData => {
-                there(&y_extent, a, y);
-                run(ConvOperands::backward_data(y, b, x), scratch);
-                back(&x_extent, x, output);
-            }
-            Pass::BackwardWeights => {
-                there(&x_extent, a, x);
-                there(&y_extent, b, y);
-                run(ConvOperands::backward_weights(x, y, output), scratch);
-            }
-        }
+        on_copies(&self.inner, &sides, inputs, output, workspace, gather, scatter);
     }
 }
