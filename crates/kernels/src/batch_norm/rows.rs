@@ -294,8 +294,9 @@ multiversion! {
                 mean: mean[i], scale: scale[i], shift: shift[i], mean_g: zero, slope: zero, offset: zero,
             };
             match x {
-                Some(both) => {
-                    let [x, residual] = both.map(|x| &x[row * all..][..width]);
+                // Each cut in sight of the loop: with lengths that the compiler loses, the end of a row is not vectorised.
+                Some([x, residual]) => {
+                    let (x, residual) = (&x[row * all..][..width], &residual[row * all..][..width]);
                     for i in 0..width {
                         y[i] = map.map(channel(i), x[i], residual[i], act);
                     }
