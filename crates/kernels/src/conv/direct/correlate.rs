@@ -1,10 +1,12 @@
 //! Forward and backward-data: target pixels in blocks, each the sum over its taps of source channels times weights.
 
-use pulp::{MemMask, Simd, WithSimd};
+use std::ops::Range;
+
+use pulp::{Simd, WithSimd};
 
 use super::geometry::{Block, Blocks, Lattice, Phase};
 use super::panels::{Panel, Panels};
-use super::registers::{by_block, even_parts, fitting, last_mask, most_rows};
+use super::registers::{by_block, even_parts, fitting, last_mask, load, most_rows, most_vectors, store};
 use super::slab::Reading;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::{ConvProblem, Pass};
@@ -14,17 +16,14 @@ use crate::{Cpu, Isa, simd};
 
 /// Floats of a panel that are multiplied before the next channels are: half of a common L2 cache.
 const PANEL_FLOATS: usize = 128 * 1024;
-/// Target pixels of a task, for each phase: enough for a panel from L2 to serve several register blocks.
+/// Register blocks that each panel is multiplied with before the next is: so many that a panel is not read too often, so few
+/// that their sources stay in caches meanwhile.
+const BLOCKS: usize = 4;
+/// Target pixels of a task, for each phase.
 const TASK_PIXELS: usize = 168;
-/// The same where all panels together are larger than `PANEL_FLOATS` by far: they come from L3.
-const TASK_PIXELS_OF_LARGE_WEIGHTS: usize = 448;
 /// The same for groups that are read in place: each uses a part of a pixel's cache lines, and what all of them use
 /// should stay in L2.
 const TASK_PIXELS_OF_GROUPS: usize = 42;
-/// Floats of a way of the L1 cache, on most CPUs.
-const WAY: usize = 1024;
-/// Source pixels that are spread at a time.
-const SPREAD_PIXELS: usize = 64;
 /// Entries of a task's indirection tables, at most.
 const TABLE_LEN: usize = 16 * 1024;
 
@@ -41,9 +40,6 @@ pub(super) struct Correlate {
     target: [usize; 2],
     target_channels: usize,
     source_channels: usize,
-    /// Floats from a source pixel to the next as tasks read them: more than channels if they are spread first.
-    source_step: usize,
-    source_pixels: usize,
     kernel_columns: usize,
     /// Target pixels, and those of a task.
     pixels: usize,
@@ -63,17 +59,18 @@ impl Correlate {
         };
         let isa = fitting(cpu.isa(), across);
         let lanes = simd::lanes(isa);
+        let most = most_vectors(lanes);
         let axes = [&problem.height, &problem.width];
         let (panels, phases, target, source_channels, target_channels) = match pass {
             Pass::Forward => (
-                Panels::of_outputs(problem, lanes),
+                Panels::of_outputs(problem, lanes, most),
                 axes.map(Phase::forward),
                 axes.map(|axis| axis.output()),
                 problem.in_channels,
                 problem.out_channels,
             ),
             _ => (
-                Panels::of_inputs(problem, lanes),
+                Panels::of_inputs(problem, lanes, most),
                 axes.map(Phase::backward_data),
                 axes.map(|axis| axis.input),
                 problem.out_channels,
@@ -93,15 +90,8 @@ impl Correlate {
         };
         let pixels = problem.batch * target.iter().product::<usize>();
         let source_pixels = problem.batch * source.iter().product::<usize>();
-        let source_step = match pass {
-            Pass::Forward => {
-                spread([source_channels, target_channels], axes.map(|axis| axis.stride), problem)
-            }
-            _ => spread([source_channels, target_channels], [1, 1], problem),
-        };
-        let reading = Reading::new(problem, [source_pixels, source_step], [pixels, target_channels]);
+        let reading = Reading::new(problem, [source_pixels, source_channels], [pixels, target_channels]);
         let per_lattice = match problem.groups {
-            1 if problem.weight_len() > 2 * PANEL_FLOATS => TASK_PIXELS_OF_LARGE_WEIGHTS,
             1 => TASK_PIXELS,
             _ => TASK_PIXELS_OF_GROUPS,
         };
@@ -111,7 +101,7 @@ impl Correlate {
             let tasks = pixels.div_ceil(most.min(per_lattice * lattices)).next_multiple_of(cpu.threads());
             pixels.div_ceil(tasks)
         });
-        let tap_floats = panels.taps * panels.vectors().min(2) * lanes;
+        let tap_floats = panels.taps * panels.most_vectors() * lanes;
         let depth = (PANEL_FLOATS / tap_floats).max(16);
         let line_groups = match panels.width {
             width if LINE.is_multiple_of(width) && problem.groups.is_multiple_of(LINE / width) => {
@@ -130,8 +120,6 @@ impl Correlate {
             target,
             target_channels,
             source_channels,
-            source_step,
-            source_pixels,
             kernel_columns: problem.width.kernel,
             task_pixels,
             pixels,
@@ -146,7 +134,7 @@ impl Correlate {
 
     pub(super) fn workspace_len(&self, cpu: &Cpu) -> Option<usize> {
         let slabs = self.workers(cpu) * self.slab_len();
-        self.panels.len()?.checked_add(self.source_step + self.spread_len() + 2 * LINE + slabs)
+        self.panels.len()?.checked_add(self.source_channels + 2 * LINE + slabs)
     }
 
     /// Floats of a task's copied sources and of its collected targets.
@@ -158,37 +146,12 @@ impl Correlate {
     fn finishes_lines(&self) -> bool {
         self.line_groups > 1 || self.panels.width.is_multiple_of(LINE) && self.depth == self.panels.depth
     }
-
-    /// Floats of the spread source.
-    fn spread_len(&self) -> usize {
-        if self.source_step > self.source_channels { self.source_pixels * self.source_step } else { 0 }
-    }
-}
-
-/// Floats from a source pixel to the next, for targets that read pixels a stride apart: usually its channels.
-///
-/// If these pixels lie a way of the L1 cache apart, all of a register block's fall into one set, which does not hold
-/// them: they are then spread, if they are used often enough to pay for the copy.
-fn spread([channels, targets]: [usize; 2], [down, across]: [usize; 2], problem: &ConvProblem) -> usize {
-    let uses = problem.height.kernel * problem.width.kernel * targets / (down * across);
-    let crowded = (across * channels).is_multiple_of(WAY) && channels >= 8 * LINE;
-    if crowded && problem.groups == 1 && uses >= 128 { channels + LINE } else { channels }
 }
 
 impl ConvKernel<f32> for Correlate {
     fn run(&self, cpu: &Cpu, [source, weight]: [&[f32]; 2], target: &mut [f32], workspace: &mut [f32]) {
-        let (zeros, workspace) = workspace.split_at_mut(self.source_step);
+        let (zeros, workspace) = workspace.split_at_mut(self.source_channels);
         zeros.fill(0.0);
-        let spread_len = self.spread_len();
-        let (pixels, workspace) = workspace.split_at_mut(spread_len);
-        let apart = source.chunks(SPREAD_PIXELS * self.source_channels);
-        let work = apart.zip(pixels.chunks_mut(SPREAD_PIXELS * self.source_step));
-        cpu.for_each(spread_len, work, |(source, pixels)| {
-            for (from, to) in source.chunks(self.source_channels).zip(pixels.chunks_mut(self.source_step)) {
-                to[..from.len()].copy_from_slice(from);
-            }
-        });
-        let source = if pixels.is_empty() { source } else { &*pixels };
         let streams = self.finishes_lines() && stream::pays(target, self.target_channels);
         let slab_len = self.slab_len();
         let (slabs, panels) = aligned(workspace).split_at_mut(self.workers(cpu) * slab_len);
@@ -228,7 +191,7 @@ impl WithSimd for Task<'_> {
     fn with_simd<S: Simd>(self, simd: S) {
         let c = self.correlate;
         let run = self.first..self.first + self.target.len() / c.target_channels;
-        let most = most_rows(S::F32_LANES, c.panels.vectors().min(2));
+        let most = most_rows(S::F32_LANES, c.panels.most_vectors());
         let lattice = |rows, columns| {
             let lattice = Lattice { rows, columns, target: c.target, kernel_columns: c.kernel_columns };
             let pixels = lattice.pixels(run.clone());
@@ -249,8 +212,6 @@ impl WithSimd for Task<'_> {
             self.target.fill(0.0);
             self.collected.fill(0.0);
         }
-        // Without groups, the first panel asks for what the others find in the L2 cache then.
-        let asking = if c.panels.groups == 1 { 0 } else { usize::MAX };
         let line_groups = if self.streams && places.hold(c.line_groups) { c.line_groups } else { 1 };
         for groups in places.groups(0..c.panels.groups, line_groups) {
             let first = places.load(simd, groups.clone());
@@ -267,21 +228,9 @@ impl WithSimd for Task<'_> {
                     let streams = self.streams && c.line_groups == 1;
                     Target { floats: &mut *self.target, step: c.target_channels, first: 0, streams }
                 };
-                for index in c.panels.of_groups(line..line + line_groups) {
-                    let panel = c.panels.panel(index);
-                    let channel = places.group(panel.group - first);
-                    let weights = &self.panels[c.panels.offset(index)..c.panels.offset(index + 1)];
-                    for depth in even_parts(c.panels.depth, c.depth) {
-                        for (number, block) in blocks.iter().enumerate() {
-                            if let Some(next) = blocks.get(number + 1).filter(|_| index == asking) {
-                                next.prefetch(channel + depth.start, depth.len());
-                            }
-                            let depth = depth.clone();
-                            let product = Product { correlate: c, panel, channel, depth, weights, block };
-                            product.multiply(simd, &mut target);
-                        }
-                    }
-                }
+                let indices = c.panels.of_groups(line..line + line_groups);
+                let products = Products { correlate: c, panels: self.panels, blocks: &blocks };
+                products.add(simd, indices, |group| places.group(group - first), &mut target);
                 if line_groups > 1 {
                     let pixels = self.target.chunks_exact_mut(c.target_channels);
                     for (from, to) in self.collected.chunks_exact(LINE).zip(pixels) {
@@ -292,6 +241,47 @@ impl WithSimd for Task<'_> {
         }
         if self.streams {
             stream::fence();
+        }
+    }
+}
+
+/// What a run of pixels multiplies.
+struct Products<'a> {
+    correlate: &'a Correlate,
+    panels: &'a [f32],
+    blocks: &'a Blocks,
+}
+
+impl Products<'_> {
+    /// All blocks by these panels; `channel` tells where the channels of a group start.
+    #[inline(always)]
+    fn add<S: Simd>(
+        &self,
+        simd: S,
+        indices: Range<usize>,
+        channel: impl Fn(usize) -> usize,
+        target: &mut Target<'_>,
+    ) {
+        let Products { correlate, blocks, .. } = *self;
+        let panels = &correlate.panels;
+        // Without groups, the first panel asks for what the others find in the L2 cache then.
+        let asks = |index: usize| panels.groups == 1 && index == 0;
+        for part in even_parts(blocks.len(), BLOCKS) {
+            for index in indices.clone() {
+                let panel = panels.panel(index);
+                let channel = channel(panel.group);
+                let weights = &self.panels[panels.offset(index)..panels.offset(index + 1)];
+                for depth in even_parts(panels.depth, correlate.depth) {
+                    for (number, block) in part.clone().zip(blocks.of(part.clone())) {
+                        if let Some(next) = blocks.get(number + 1).filter(|_| asks(index)) {
+                            next.prefetch(channel + depth.start, depth.len());
+                        }
+                        let depth = depth.clone();
+                        let product = Product { correlate, panel, channel, depth, weights, block };
+                        product.multiply(simd, target);
+                    }
+                }
+            }
         }
     }
 }
@@ -314,7 +304,7 @@ struct Product<'a> {
     /// The group's first, from where the block's sources lie.
     channel: usize,
     /// Within the group.
-    depth: std::ops::Range<usize>,
+    depth: Range<usize>,
     weights: &'a [f32],
     block: Block<'a>,
 }
@@ -371,51 +361,6 @@ fn multiply<S: Simd, const P: usize, const V: usize>(
     for p in 0..P {
         // SAFETY: as for loading.
         unsafe { store(simd, targets[p], sums[p], last) };
-    }
-}
-
-/// V vectors, of which `last` masks the last one if that is not full.
-///
-/// # Safety
-/// Their floats must be readable.
-#[inline(always)]
-unsafe fn load<S: Simd, const V: usize>(
-    simd: S,
-    from: *const f32,
-    last: Option<MemMask<S::m32s>>,
-) -> [S::f32s; V] {
-    std::array::from_fn(|v| {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let from = from.add(v * S::F32_LANES);
-            match last {
-                Some(mask) if v == V - 1 => simd.mask_load_ptr_f32s(mask, from),
-                _ => from.cast::<S::f32s>().read_unaligned(),
-            }
-        }
-    })
-}
-
-/// The reverse of [`load`].
-///
-/// # Safety
-/// The vectors' floats must be writable.
-#[inline(always)]
-unsafe fn store<S: Simd, const V: usize>(
-    simd: S,
-    to: *mut f32,
-    vectors: [S::f32s; V],
-    last: Option<MemMask<S::m32s>>,
-) {
-    for v in 0..V {
-        // SAFETY: the caller's promise.
-        unsafe {
-            let to = to.add(v * S::F32_LANES);
-            match last {
-                Some(mask) if v == V - 1 => simd.mask_store_ptr_f32s(mask, to, vectors[v]),
-                _ => to.cast::<S::f32s>().write_unaligned(vectors[v]),
-            }
-        }
     }
 }
 

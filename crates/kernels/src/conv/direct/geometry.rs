@@ -144,8 +144,13 @@ impl Blocks {
         })
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = Block<'_>> {
-        (0..self.blocks.len()).map_while(|index| self.get(index))
+    pub(super) fn len(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// Some of them.
+    pub(super) fn of(&self, part: Range<usize>) -> impl Iterator<Item = Block<'_>> {
+        part.map_while(|index| self.get(index))
     }
 }
 

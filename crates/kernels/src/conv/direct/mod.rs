@@ -6,10 +6,11 @@
 //! backward-weights  dw[tap][c][k]  = sum over pixels of x[pixel at tap][c] dy[pixel][k]
 //! ```
 //! A tap is a kernel element (r, s). Forward and backward-data are one loop (see [`correlate`]): a block is some target
-//! pixels by two vectors of output channels, and an indirection table says for each tap where the source pixel of each
+//! pixels by a few vectors of output channels, and an indirection table says for each tap where the source pixel of each
 //! target pixel lies, so that a block may run on over rows and images. Backward-data with a stride is one such
 //! correlation for each residue of the target's position, with the taps that meet it: every product is a useful one.
-//! With groups, what a task reads is first copied, a few groups at a time: see [`slab`].
+//! With groups, what a task reads is first copied, a few groups at a time: see [`slab`]. Backward-weights of 1 x 1 kernels
+//! packs both tensors: see [`pointwise_weights`].
 //! Dukhan: "The Indirect Convolution Algorithm", 2019. Georganas et al.: "Anatomy of High-Performance Deep Learning
 //! Convolutions on SIMD Architectures", SC 2018.
 
@@ -19,6 +20,7 @@
 mod correlate;
 mod geometry;
 mod panels;
+mod pointwise_weights;
 mod registers;
 mod slab;
 mod weights;
@@ -26,6 +28,7 @@ mod weights;
 use std::sync::Arc;
 
 use correlate::Correlate;
+use pointwise_weights::PointwiseSums;
 use weights::WeightSums;
 
 use super::plan::{ConvAlgorithm, ConvPlan, Cost, Kernel, NotApplicable};
@@ -46,7 +49,7 @@ impl ConvAlgorithm for Direct {
     }
 
     fn revision(&self) -> u32 {
-        3
+        4
     }
 
     fn formats(&self) -> &'static [MemoryFormat] {
@@ -72,6 +75,10 @@ impl ConvAlgorithm for Direct {
             Pass::Forward | Pass::BackwardData => {
                 let correlate = Correlate::new(problem, pass, cpu);
                 (correlate.workspace_len(cpu), Kernel::F32(Arc::new(correlate)))
+            }
+            Pass::BackwardWeights if PointwiseSums::takes(problem) => {
+                let sums = PointwiseSums::new(problem, cpu);
+                (sums.workspace_len(), Kernel::F32(Arc::new(sums)))
             }
             Pass::BackwardWeights => {
                 let sums = WeightSums::new(problem, cpu);

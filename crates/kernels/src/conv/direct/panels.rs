@@ -1,4 +1,4 @@
-//! Weights in panels of one or two vectors of output channels: [group][panel][tap][input channel][lane].
+//! Weights in panels of a few vectors of output channels: [group][panel][tap][input channel][lane].
 
 use std::ops::Range;
 
@@ -14,6 +14,8 @@ pub(super) struct Panels {
     pub(super) width: usize,
     pub(super) taps: usize,
     pub(super) lanes: usize,
+    /// Vectors of a panel, at most.
+    most: usize,
     /// Distance in the weight between neighbours along the depth and along the lanes.
     strides: [usize; 2],
 }
@@ -31,21 +33,20 @@ pub(super) struct Panel {
     pub(super) first: usize,
     /// How many channels it has; the lanes beyond hold zeros.
     pub(super) channels: usize,
-    /// 1 or 2.
     pub(super) vectors: usize,
 }
 
 impl Panels {
-    /// Lanes along K: for forward and backward-weights.
-    pub(super) fn of_outputs(problem: &ConvProblem, lanes: usize) -> Panels {
+    /// Lanes along K: for forward and backward-weights. A panel has at most so many vectors.
+    pub(super) fn of_outputs(problem: &ConvProblem, lanes: usize, most: usize) -> Panels {
         let taps = problem.height.kernel * problem.width.kernel;
         let (depth, width) = (problem.group_in_channels(), problem.group_out_channels());
-        Panels { groups: problem.groups, depth, width, taps, lanes, strides: [taps, depth * taps] }
+        Panels { groups: problem.groups, depth, width, taps, lanes, most, strides: [taps, depth * taps] }
     }
 
     /// Lanes along C: for backward-data.
-    pub(super) fn of_inputs(problem: &ConvProblem, lanes: usize) -> Panels {
-        let p = Panels::of_outputs(problem, lanes);
+    pub(super) fn of_inputs(problem: &ConvProblem, lanes: usize, most: usize) -> Panels {
+        let p = Panels::of_outputs(problem, lanes, most);
         let [c, k] = p.strides;
         Panels { depth: p.width, width: p.depth, strides: [k, c], ..p }
     }
@@ -53,6 +54,16 @@ impl Panels {
     /// Vectors of one group.
     pub(super) fn vectors(&self) -> usize {
         self.width.div_ceil(self.lanes)
+    }
+
+    /// Vectors of a group's first panel, which no other exceeds.
+    pub(super) fn most_vectors(&self) -> usize {
+        self.vectors().min(self.most)
+    }
+
+    /// Panels of one group.
+    fn of_group(&self) -> usize {
+        self.vectors().div_ceil(self.most)
     }
 
     /// Floats of all panels, unless that overflows.
@@ -64,28 +75,28 @@ impl Panels {
 
     /// Panels of all groups.
     pub(super) fn count(&self) -> usize {
-        self.groups * self.vectors().div_ceil(2)
+        self.groups * self.of_group()
     }
 
     /// The panels of some groups.
     pub(super) fn of_groups(&self, groups: Range<usize>) -> Range<usize> {
-        let of_group = self.vectors().div_ceil(2);
+        let of_group = self.of_group();
         groups.start * of_group..groups.end * of_group
     }
 
     /// Panel `index` of [`Panels::count`].
     pub(super) fn panel(&self, index: usize) -> Panel {
-        let of_group = self.vectors().div_ceil(2);
-        let (group, vector) = (index / of_group, index % of_group * 2);
-        let vectors = (self.vectors() - vector).min(2);
+        let of_group = self.of_group();
+        let (group, vector) = (index / of_group, index % of_group * self.most);
+        let vectors = (self.vectors() - vector).min(self.most);
         let first = vector * self.lanes;
         Panel { group, first, channels: (vectors * self.lanes).min(self.width - first), vectors }
     }
 
     /// Where panel `index` starts; for [`Panels::count`], where the last ends.
     pub(super) fn offset(&self, index: usize) -> usize {
-        let of_group = self.vectors().div_ceil(2);
-        let vectors = index / of_group * self.vectors() + index % of_group * 2;
+        let of_group = self.of_group();
+        let vectors = index / of_group * self.vectors() + index % of_group * self.most;
         vectors * self.lanes * self.taps * self.depth
     }
 
@@ -144,7 +155,7 @@ impl Panels {
     /// Fills the weight, whose filters lie along the lanes, with the sum of the panels of all `parts`.
     pub(super) fn unpack_sum(&self, cpu: &Cpu, parts: &[&[f32]], weight: &mut [f32]) {
         let filter = self.depth * self.taps;
-        let panel_filters = filter * 2 * self.lanes;
+        let panel_filters = filter * self.most * self.lanes;
         let targets =
             weight.chunks_mut(filter * self.width).flat_map(|group| group.chunks_mut(panel_filters));
         cpu.for_each(parts.len() * filter * self.width, targets.enumerate(), |(index, filters)| {

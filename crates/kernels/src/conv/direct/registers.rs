@@ -13,9 +13,18 @@ pub(super) fn fitting(isa: Isa, channels: usize) -> Isa {
     }
 }
 
-/// Rows of a register block of `vectors` (1 or 2) columns, at most: what leaves registers for the operands.
+/// Vectors of a register block, at most.
+///
+/// Of blocks that fill the registers, those nearest to a square load least for each product; and few rows stay apart in the
+/// L1 cache where they lie a power of two from each other.
+pub(super) fn most_vectors(lanes: usize) -> usize {
+    if lanes == 16 { 4 } else { 2 }
+}
+
+/// Rows of a register block of `vectors` columns, at most: what leaves registers for the operands.
 pub(super) fn most_rows(lanes: usize, vectors: usize) -> usize {
     match (lanes, vectors) {
+        (16, 3..) => 6,
         (16, 1) => 16,
         (16, _) => 14,
         (8, 1) => 12,
@@ -33,22 +42,72 @@ pub(super) fn last_mask<S: Simd>(simd: S, channels: usize) -> Option<MemMask<S::
     (last > 0).then(|| MemMask::new(simd.mask_between_m32s(0, last as u32).mask()))
 }
 
+/// V vectors, of which `last` masks the last one if that is not full.
+///
+/// # Safety
+/// Their floats must be readable.
+#[inline(always)]
+pub(super) unsafe fn load<S: Simd, const V: usize>(
+    simd: S,
+    from: *const f32,
+    last: Option<MemMask<S::m32s>>,
+) -> [S::f32s; V] {
+    std::array::from_fn(|v| {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let from = from.add(v * S::F32_LANES);
+            match last {
+                Some(mask) if v == V - 1 => simd.mask_load_ptr_f32s(mask, from),
+                _ => from.cast::<S::f32s>().read_unaligned(),
+            }
+        }
+    })
+}
+
+/// The reverse of [`load`].
+///
+/// # Safety
+/// The vectors' floats must be writable.
+#[inline(always)]
+pub(super) unsafe fn store<S: Simd, const V: usize>(
+    simd: S,
+    to: *mut f32,
+    vectors: [S::f32s; V],
+    last: Option<MemMask<S::m32s>>,
+) {
+    for v in 0..V {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let to = to.add(v * S::F32_LANES);
+            match last {
+                Some(mask) if v == V - 1 => simd.mask_store_ptr_f32s(mask, to, vectors[v]),
+                _ => to.cast::<S::f32s>().write_unaligned(vectors[v]),
+            }
+        }
+    }
+}
+
 /// The parts of `0..len`, each at most `most` long and as even as can be.
 pub(super) fn even_parts(len: usize, most: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
     let parts = len.div_ceil(most);
     (0..parts).map(move |part| part * len / parts..(part + 1) * len / parts)
 }
 
-/// Calls `$function::<S, rows, vectors>` for a block of 1 to 16 rows and 1 or 2 vectors.
+/// Calls `$function::<S, rows, vectors>` for a block of 1 to 16 rows and 1 or 2 vectors, or 1 to 6 rows and 3 or 4 vectors.
 macro_rules! by_block {
     ($rows:expr, $vectors:expr, $function:ident::<$simd:ident>($($argument:expr),*)) => {
-        by_block!(@rows $rows, $vectors, $function, $simd, ($($argument),*), 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16)
+        match $vectors {
+            1 => by_block!(@rows $rows, 1, $function, $simd, ($($argument),*), 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16),
+            2 => by_block!(@rows $rows, 2, $function, $simd, ($($argument),*), 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16),
+            3 => by_block!(@rows $rows, 3, $function, $simd, ($($argument),*), 1 2 3 4 5 6),
+            4 => by_block!(@rows $rows, 4, $function, $simd, ($($argument),*), 1 2 3 4 5 6),
+            vectors => unreachable!("no block has {vectors} vectors"),
+        }
     };
-    (@rows $rows:expr, $vectors:expr, $function:ident, $simd:ident, $arguments:tt, $($count:literal)*) => {
-        match ($rows, $vectors) {
-            $(($count, 1) => by_block!(@call $function, $simd, $count, 1, $arguments),)*
-            $(($count, 2) => by_block!(@call $function, $simd, $count, 2, $arguments),)*
-            (rows, vectors) => unreachable!("no block has {rows} rows of {vectors} vectors"),
+    (@rows $rows:expr, $vectors:literal, $function:ident, $simd:ident, $arguments:tt, $($count:literal)*) => {
+        match $rows {
+            $($count => by_block!(@call $function, $simd, $count, $vectors, $arguments),)*
+            rows => unreachable!("no block has {rows} rows of {} vectors", $vectors),
         }
     };
     (@call $function:ident, $simd:ident, $rows:literal, $vectors:literal, ($($argument:expr),*)) => {

@@ -14,6 +14,8 @@ use crate::conv::workspace::{LINE, aligned};
 use crate::stream;
 use crate::{Cpu, Isa, simd};
 
+/// Vectors of a panel, at most: few enough for many input channels, of which a pixel's cache line holds 16.
+const MOST_VECTORS: usize = 2;
 /// Output pixels whose gradients are packed and used together: a panel of them stays in the L1 cache.
 const TILE_PIXELS: usize = 192;
 /// The same where the sums do not fit the L2 cache: they are read and written once a tile.
@@ -22,6 +24,22 @@ const TILE_PIXELS_OF_LARGE_SUMS: usize = 448;
 const TILE_PIXELS_OF_GROUPS: usize = 96;
 /// Pixels of all taps of a tile, at most.
 const TABLE_LEN: usize = 16 * 1024;
+
+/// How many parts the pixels, in tiles, and the panels of the sums are split into; a thread takes one part of both.
+///
+/// Parts of the pixels need sums of their own, which are then added. Parts of the panels may each have to read a tensor that
+/// all panels are multiplied with, which may take half as long as a panel's products.
+pub(super) fn parts(cpu: &Cpu, tiles: usize, panels: usize, all_read: bool) -> [usize; 2] {
+    let pixel_parts = |panel_parts: usize| (cpu.threads() / panel_parts).min(tiles);
+    let time = |panel_parts: usize| {
+        let pixel_parts = pixel_parts(panel_parts);
+        let of_tile = 2 * panels.div_ceil(panel_parts) + usize::from(all_read);
+        tiles.div_ceil(pixel_parts) * of_tile + 2 * pixel_parts * panels / cpu.threads()
+    };
+    let most = cpu.threads().min(panels);
+    let panel_parts = (1..=most).rev().min_by_key(|&parts| time(parts)).expect("there is a panel");
+    [pixel_parts(panel_parts), panel_parts]
+}
 
 /// The weight gradient of one problem.
 pub(super) struct WeightSums {
@@ -35,7 +53,7 @@ pub(super) struct WeightSums {
     out_channels: usize,
     kernel_columns: usize,
     tile_pixels: usize,
-    /// How many parts the pixels, and the panels, are split into; a thread takes one part of both.
+    /// See [`parts`].
     pixel_parts: usize,
     panel_parts: usize,
     work: usize,
@@ -44,7 +62,7 @@ pub(super) struct WeightSums {
 impl WeightSums {
     pub(super) fn new(problem: &ConvProblem, cpu: &Cpu) -> Self {
         let isa = fitting(cpu.isa(), problem.group_out_channels());
-        let panels = Panels::of_outputs(problem, simd::lanes(isa));
+        let panels = Panels::of_outputs(problem, simd::lanes(isa), MOST_VECTORS);
         let axes = [&problem.height, &problem.width];
         let output = axes.map(|axis| axis.output());
         let pixels = problem.batch * output.iter().product::<usize>();
@@ -61,16 +79,7 @@ impl WeightSums {
             .filter(|&wanted| wanted <= most)
             .unwrap_or_else(|| pixels.div_ceil(pixels.div_ceil(wanted.min(most))));
         let tiles = pixels.div_ceil(tile_pixels);
-        // Parts of the pixels need sums of their own, which are then added. Parts of one group's panels read all of x,
-        // which may take half as long as a panel's products.
-        let reading_x = usize::from(panels.groups == 1);
-        let time = |panel_parts: usize| {
-            let pixel_parts = (cpu.threads() / panel_parts).min(tiles);
-            let of_tile = 2 * panels.count().div_ceil(panel_parts) + reading_x;
-            tiles.div_ceil(pixel_parts) * of_tile + 2 * pixel_parts * panels.count() / cpu.threads()
-        };
-        let most = cpu.threads().min(panels.count());
-        let panel_parts = (1..=most).rev().min_by_key(|&parts| time(parts)).expect("there is a panel");
+        let [pixel_parts, panel_parts] = parts(cpu, tiles, panels.count(), panels.groups == 1);
         WeightSums {
             isa,
             reading,
@@ -81,7 +90,7 @@ impl WeightSums {
             out_channels: problem.out_channels,
             kernel_columns: problem.width.kernel,
             tile_pixels,
-            pixel_parts: (cpu.threads() / panel_parts).min(tiles),
+            pixel_parts,
             panel_parts,
             work: problem.flops() as usize,
         }
@@ -89,7 +98,7 @@ impl WeightSums {
 
     /// Floats of a task's slab, and of the packed gradients of one panel of a tile.
     fn scratch_lens(&self) -> [usize; 2] {
-        [self.reading.slab_len(), self.panels.vectors().min(2) * self.panels.lanes * self.tile_pixels]
+        [self.reading.slab_len(), self.panels.most_vectors() * self.panels.lanes * self.tile_pixels]
     }
 
     /// Floats of the scratch of a part of the pixels.
