@@ -109,8 +109,8 @@ impl ConvKernel<f32> for PointwiseSums {
         let (scratch, others) = aligned(workspace).split_at_mut(scratch_len);
         let others = &mut others[..(self.pixel_parts - 1) * dweight.len()];
         // The first part's sums take the place of the result.
-        let parts =
-            [&mut *dweight].into_iter().chain(others.chunks_exact_mut(self.in_channels * self.out_channels));
+        let len = dweight.len();
+        let parts = [&mut *dweight].into_iter().chain(others.chunks_exact_mut(len));
         let parts: Vec<_> = parts.map(Shared::new).collect();
         let (tiles, panels) = (self.pixels.div_ceil(self.tile_pixels), self.in_channels.div_ceil(self.width));
         let tasks = parts.iter().enumerate().flat_map(|(part, &sums)| {
@@ -123,14 +123,12 @@ impl ConvKernel<f32> for PointwiseSums {
             let (packed_dy, packed_x) = scratch.split_at_mut(dy_len);
             simd::run(self.isa, Task { all: self, x, dy, tiles, panels, sums, packed_dy, packed_x });
         });
-        let of_all = dweight.len();
-        let rows = dweight.chunks_mut(self.in_channels).enumerate();
-        cpu.for_each(others.len(), rows.filter(|_| !others.is_empty()), |(k, row)| {
-            for other in others.chunks_exact(of_all) {
-                let other = &other[k * self.in_channels..][..self.in_channels];
+        for other in others.chunks_exact(len) {
+            let rows = dweight.chunks_mut(self.in_channels).zip(other.chunks(self.in_channels));
+            cpu.for_each(other.len(), rows, |(row, other)| {
                 row.iter_mut().zip(other).for_each(|(sum, &value)| *sum += value);
-            }
-        });
+            });
+        }
     }
 }
 
