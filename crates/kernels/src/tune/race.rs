@@ -1,8 +1,8 @@
-//! The race: candidates timed in turn, the hopeless dropped early, near ties run again in pairs.
+//! The race: candidates timed in turn, the hopeless dropped early, near ties run most often.
 //!
-//! Timings of a shared machine are noisy and drift. So every comparison is between runs that alternate, decisions to
-//! drop use minima (noise only ever adds), and what is left within a few percent is compared by the median ratio of
-//! paired runs.
+//! Timings of a shared machine are noisy and drift. So every comparison is between runs of the same rounds, in which
+//! candidates alternate, and by lower quartiles, since noise only ever adds; whom it drops gets stricter round by round,
+//! and what is left runs on until the budget or the rounds are over.
 
 use std::time::Instant;
 
@@ -55,7 +55,7 @@ pub(super) enum Outcome {
 /// Times of a candidate, in seconds of one run.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Times {
-    /// What candidates are compared by: the median, corrected by the paired runs.
+    /// What candidates are compared by: the leader's lower quartile, times the ratio to it in the rounds they shared.
     pub(super) score: f64,
     pub(super) samples: Vec<f64>,
     /// Largest error relative to the largest value.
@@ -64,9 +64,6 @@ pub(super) struct Times {
 
 /// Shortest time that one sample should take: shorter runs are repeated.
 const SHORTEST_SAMPLE: f64 = 1e-4;
-/// Within this of the best, candidates are run again in pairs.
-const NEAR_TIE: f64 = 1.08;
-
 /// Estimates are right within a factor like this.
 const HOPELESS: f64 = 15.0;
 
@@ -77,22 +74,28 @@ const LIKELY: usize = 4;
 struct Rules {
     /// Not tried when its estimate exceeds that of the best one so far, times what that one needed, by this factor.
     hopeless: f64,
-    /// Dropped after the first sample when slower than the best by this factor.
-    first_cut: f64,
-    /// Dropped after three rounds when slower than the best by this factor.
-    later_cut: f64,
+    /// Dropped after so many rounds when behind the leader by this factor; the last holds for all further rounds.
+    cuts: &'static [f64],
     rounds: usize,
-    pairs: usize,
 }
 
 impl Rules {
     fn of(effort: Effort) -> Rules {
         match effort {
             Effort::Exhaustive => {
-                Rules { hopeless: f64::INFINITY, first_cut: 20.0, later_cut: 5.0, rounds: 15, pairs: 15 }
+                Rules { hopeless: f64::INFINITY, cuts: &[20.0, 10.0, 5.0, 5.0, 5.0, 2.0], rounds: 31 }
             }
-            _ => Rules { hopeless: HOPELESS, first_cut: 1.8, later_cut: 1.2, rounds: 7, pairs: 9 },
+            // One sample may be off by any factor, and a busy neighbour slows a few in a row.
+            _ => Rules {
+                hopeless: HOPELESS,
+                cuts: &[3.0, 2.0, 1.6, 1.5, 1.4, 1.3, 1.25, 1.2, 1.2, 1.15],
+                rounds: 25,
+            },
         }
+    }
+
+    fn cut(&self, rounds: usize) -> f64 {
+        self.cuts[rounds.clamp(1, self.cuts.len()) - 1]
     }
 }
 
@@ -113,24 +116,23 @@ pub(super) fn race(
     order.sort_by(|&a, &b| estimates[a].total_cmp(&estimates[b]));
     let mut outcomes = race.first_laps(&order, estimates, &rules, progress);
 
-    let mut alive: Vec<usize> = race.within(rules.first_cut);
+    let mut alive: Vec<usize> = (0..estimates.len()).filter(|&index| !race.times[index].is_empty()).collect();
     for round in 1..rules.rounds {
-        if alive.len() < 2 && round >= 3 || race.spent() > 0.7 {
+        let near = race.within(rules.cut(round));
+        alive.retain(|index| near.contains(index));
+        if alive.len() < 2 && round >= 3 {
             break;
         }
-        if round >= 3 {
-            let near = race.within(rules.later_cut);
-            alive.retain(|index| near.contains(index));
-        }
         // Another one starts each round, so that nobody always runs after the same neighbour.
-        let offset = round % alive.len().max(1);
         for turn in 0..alive.len() {
-            race.lap(alive[(turn + offset) % alive.len()]);
+            if race.spent() > 0.95 {
+                break;
+            }
+            race.lap(alive[(turn + round) % alive.len()]);
             progress(race.spent());
         }
     }
-    let mut scores: Vec<f64> = race.times.iter().map(|times| median(times)).collect();
-    race.pairs(&mut scores, rules.pairs, progress);
+    let scores = race.scores(&alive);
     for (index, outcome) in outcomes.iter_mut().enumerate() {
         if let Outcome::Timed(times) = outcome {
             *times = Times {
@@ -192,7 +194,7 @@ impl Race<'_> {
             }
             match self.trial.check(index) {
                 Ok(Checked { error, seconds: cold }) => {
-                    let seconds = if best.is_some_and(|(_, best)| cold > 2.0 * rules.first_cut * best) {
+                    let seconds = if best.is_some_and(|(_, best)| cold > 2.0 * rules.cut(1) * best) {
                         // Too far behind for a warm run to change anything.
                         self.times[index].push(cold);
                         cold
@@ -220,40 +222,35 @@ impl Race<'_> {
         outcomes
     }
 
-    /// The timed candidates whose best time is within `factor` of the best.
+    /// The timed candidates within `factor` of the best.
     fn within(&self, factor: f64) -> Vec<usize> {
-        let bests: Vec<f64> = self.times.iter().map(|times| minimum(times)).collect();
+        let bests: Vec<f64> = self.times.iter().map(|times| lower_quartile(times)).collect();
         let limit = factor * minimum(&bests);
         (0..bests.len()).filter(|&index| bests[index] <= limit).collect()
     }
 
-    /// Runs near ties against the leader in turn, and scores them by the median ratio.
-    fn pairs(&mut self, scores: &mut [f64], pairs: usize, progress: &mut dyn FnMut(f64)) {
-        let Some(leader) = (0..scores.len()).min_by(|&a, &b| scores[a].total_cmp(&scores[b])) else { return };
-        let near: Vec<usize> = (0..scores.len())
-            .filter(|&index| index != leader && scores[index] <= NEAR_TIE * scores[leader])
-            .collect();
-        for index in near {
-            let mut ratios = Vec::with_capacity(pairs);
-            for pair in 0..pairs {
-                if self.spent() >= 1.0 {
-                    break;
-                }
-                let (ours, theirs) = if pair % 2 == 0 {
-                    let ours = self.lap(index);
-                    (ours, self.lap(leader))
-                } else {
-                    let theirs = self.lap(leader);
-                    (self.lap(index), theirs)
-                };
-                ratios.push(ours / theirs);
-                progress(self.spent());
-            }
-            if ratios.len() >= 3 {
-                scores[index] = scores[leader] * median(&ratios);
-            }
-        }
+    /// What candidates are compared by. Those that dropped out early ran on a machine that may have been faster or slower
+    /// than later; each is compared with the leader, the best of those `alive` to the end, in the rounds that both ran.
+    fn scores(&self, alive: &[usize]) -> Vec<f64> {
+        let quartiles = self.times.iter().map(|times| lower_quartile(times));
+        let quartiles: Vec<f64> = quartiles.collect();
+        let Some(&leader) = alive.iter().min_by(|&&a, &&b| quartiles[a].total_cmp(&quartiles[b])) else {
+            return quartiles;
+        };
+        let score = |times: &Vec<f64>| {
+            let shared = times.len().min(self.times[leader].len());
+            let [ours, leaders] = [times, &self.times[leader]].map(|times| lower_quartile(&times[..shared]));
+            quartiles[leader] * ours / leaders
+        };
+        self.times.iter().map(score).collect()
     }
+}
+
+/// A quarter of the values is no larger; of few values, the least. Infinite for no values.
+fn lower_quartile(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted.get(values.len().saturating_sub(1) / 4).copied().unwrap_or(f64::INFINITY)
 }
 
 /// The median; infinite for no values.
@@ -282,13 +279,21 @@ mod tests {
         wrong: Option<usize>,
         clock: f64,
         state: u64,
+        neighbour: u64,
         runs: Vec<usize>,
     }
 
     impl Simulated {
         fn new(seconds: &[f64], seed: u64) -> Simulated {
             let runs = vec![0; seconds.len()];
-            Simulated { seconds: seconds.to_vec(), wrong: None, clock: 0.0, state: seed, runs }
+            Simulated {
+                seconds: seconds.to_vec(),
+                wrong: None,
+                clock: 0.0,
+                state: seed,
+                neighbour: seed << 32,
+                runs,
+            }
         }
 
         /// Uniform in 0..1: a linear congruential generator is noise enough.
@@ -311,9 +316,12 @@ mod tests {
 
         fn run(&mut self, index: usize, repeats: usize) -> f64 {
             self.runs[index] += 1;
-            // Often nothing, sometimes twice the time; and a machine that slows down by half over a second.
+            // Often nothing, sometimes twice the time; a neighbour that takes a third of it for one in four spans of
+            // 20 ms; and a machine that slows down by half over a second.
             let noise = 1.0 + self.noise().powi(8) + 0.02 * self.noise() + 0.5 * self.clock;
-            let seconds = self.seconds[index] * noise;
+            let span = (self.clock / 0.02) as u64 ^ self.neighbour;
+            let disturbed = span.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 62 == 0;
+            let seconds = self.seconds[index] * noise * if disturbed { 1.5 } else { 1.0 };
             self.clock += seconds * repeats as f64;
             seconds
         }
@@ -337,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn noise_and_drift_cost_less_than_five_percent() {
+    fn noise_drift_and_neighbours_cost_less_than_five_percent() {
         let seconds = [1.3e-3, 1.0e-3, 1.04e-3, 2e-3, 1.0e-2, 1.1e-3];
         for effort in [Effort::Measure, Effort::Exhaustive] {
             let regrets = (0..200).map(|seed| {

@@ -24,7 +24,8 @@ pub struct Candidate {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Times {
-    /// What candidates are compared by: the median, or for near ties the winner's times the median ratio of pairs.
+    /// What candidates are compared by: the winner's lower quartile, times the ratio of lower quartiles in the rounds
+    /// that both ran.
     pub score: f64,
     /// The shortest run.
     pub min: f64,
