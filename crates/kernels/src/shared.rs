@@ -31,4 +31,15 @@ impl<'a, T> Shared<'a, T> {
         // SAFETY: inside the slice and not aliased, as the caller promises.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(at), len) }
     }
+
+    /// Where the element at `at` lies.
+    ///
+    /// # Safety
+    /// It lies inside.
+    #[inline(always)]
+    pub(crate) unsafe fn pointer(&self, at: usize) -> *mut T {
+        debug_assert!(at < self.len);
+        // SAFETY: inside the slice, as the caller promises.
+        unsafe { self.start.add(at) }
+    }
 }

@@ -6,8 +6,8 @@ use pulp::{Simd, WithSimd};
 
 use super::forward::{Call, Tiles};
 use super::geometry::Tile;
-use super::memory::{load, store};
-use super::transforms::{Filter, Output, Transform};
+use super::memory::{Grid, load};
+use super::transforms::{Filter, Output, Transform, column_of};
 use crate::shared::Shared;
 
 /// Vectors of a side of the products that are multiplied at once: two, unless one of few would be filled up with zeros.
@@ -182,32 +182,34 @@ impl<F: Filter> TransformOutputs<'_, F> {
         let pixel = k * tiles.geometry.groups;
         let (rows, columns) = (height - row, width - column);
         let corner = ((image * height + row) * width + column) * pixel + tiles.geometry.group * k;
-        let stride = tiles.product_stride();
-        let points = tiles.geometry.points();
+        let points = Grid::of_points(F::INPUTS, tiles.product_stride());
+        let pixels = Grid { row: width * pixel, column: pixel };
         let start = self.panel * tiles.width;
+        let whole = rows >= F::OUTPUTS && columns >= F::OUTPUTS;
         for (vector, first) in (start..k.min(start + tiles.width)).step_by(lanes).enumerate() {
             let take = lanes.min(k - first);
             let v = tiles.vectors;
             let place = ((vector / v * tiles.block + index) * v + vector % v) * lanes;
-            let products = &self.products[place..place + (points - 1) * stride + lanes];
-            Output::<F>::square(
-                simd,
+            let products = &self.products[place..];
+            let column = |j| {
                 // SAFETY: `products` holds a vector of each point.
-                |i, j| unsafe { load::<S>(products, (i * F::INPUTS + j) * stride) },
-                |i, j, value| {
+                column_of(simd, F::INPUTS, |i| unsafe { points.load::<S>(products, [i, j]) })
+            };
+            let corner = corner + first;
+            if whole && take == lanes {
+                Output::<F>::square(simd, column, |i, j, value| {
+                    // SAFETY: each output belongs to one tile and one panel of one group, which are transformed once.
+                    unsafe { pixels.store::<S>((*output, corner), [i, j], value) }
+                });
+            } else {
+                Output::<F>::square(simd, column, |i, j, value| {
                     if i < rows && j < columns {
-                        let place = corner + (i * width + j) * pixel + first;
-                        // SAFETY: each output belongs to one tile and one panel of one group, which are transformed once.
-                        let to = unsafe { output.part(place, take) };
-                        if take == lanes {
-                            // SAFETY: it holds all lanes.
-                            unsafe { store::<S>(to, 0, value) };
-                        } else {
-                            simd.partial_store_f32s(to, value);
-                        }
+                        // SAFETY: as above.
+                        let to = unsafe { output.part(corner + pixels.place([i, j]), take) };
+                        simd.partial_store_f32s(to, value);
                     }
-                },
-            );
+                });
+            }
         }
     }
 }

@@ -5,8 +5,9 @@ use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
-use super::memory::{LANES, load, store};
-use super::transforms::{Filter, Taps, Transform};
+use super::memory::{Grid, LANES, load};
+use super::transforms::{Filter, Taps, Transform, column_of};
+use crate::shared::Shared;
 
 /// K x C x 3 x 3 filters, or for backward-data C x K x 3 x 3 ones turned round.
 #[derive(Clone, Copy)]
@@ -59,6 +60,8 @@ impl<F: Filter> WithSimd for TransformFilters<'_, F> {
     fn with_simd<S: Simd>(self, simd: S) {
         let TransformFilters { filters, outputs, vectors, channels, to, stride, .. } = self;
         let lanes = S::F32_LANES;
+        let points = Grid::of_points(F::INPUTS, stride);
+        let to = Shared::new(to);
         let mut taps = [0.0f32; LANES * 9 * LANES];
         for vector in 0..outputs.len() / lanes {
             let output = outputs.start + vector * lanes;
@@ -72,13 +75,15 @@ impl<F: Filter> WithSimd for TransformFilters<'_, F> {
                     let row =
                         (vector / vectors * channels.len() + start - channels.start + channel) * vectors;
                     let place = (row + vector % vectors) * lanes;
-                    let to = &mut to[place..place + (F::INPUTS * F::INPUTS - 1) * stride + lanes];
+                    let load = |r, s| {
+                        // SAFETY: each of at most LANES channels has nine vectors of at most LANES.
+                        unsafe { load::<S>(&taps, (channel * 9 + 3 * r + s) * lanes) }
+                    };
                     Taps::<F>::square(
                         simd,
-                        // SAFETY: each of at most LANES channels has nine vectors of at most LANES.
-                        |r, s| unsafe { load::<S>(&taps, (channel * 9 + 3 * r + s) * lanes) },
+                        |s| column_of(simd, 3, |r| load(r, s)),
                         // SAFETY: `to` holds a vector for each point.
-                        |i, j, value| unsafe { store::<S>(to, (i * F::INPUTS + j) * stride, value) },
+                        |i, j, value| unsafe { points.store::<S>((to, place), [i, j], value) },
                     );
                 }
             }

@@ -6,7 +6,6 @@ use super::block::{Multiply, TransformInputs, TransformOutputs, rows, vectors};
 use super::filters::{Filters, TransformFilters};
 use super::geometry::{Geometry, SKEW};
 use super::groups::GroupKernel;
-use super::memory::LANES;
 use super::transforms::Filter;
 use crate::Cpu;
 use crate::conv::problem::ConvProblem;
@@ -147,7 +146,7 @@ impl<F: Filter> Tiles<F> {
     }
 
     fn zeros_len(&self) -> usize {
-        self.geometry.channels.next_multiple_of(LANES)
+        self.geometry.zeros_len(self.geometry.channels)
     }
 }
 

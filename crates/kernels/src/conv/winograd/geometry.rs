@@ -1,11 +1,12 @@
 //! Where the tiles of a batch of images lie, and the transforms of one tile of an image.
 
 use std::marker::PhantomData;
+use std::ops::Range;
 
 use pulp::Simd;
 
-use super::memory::{load, store};
-use super::transforms::{Filter, Input, OutputGradient, POINTS, Transform};
+use super::memory::{Grid, LANES, load};
+use super::transforms::{Filter, Input, OutputGradient, POINTS, Transform, column_of};
 use crate::conv::problem::ConvProblem;
 use crate::shared::Shared;
 
@@ -82,6 +83,11 @@ impl<F: Filter> Geometry<F> {
         Tile { image: line / rows, row: line % rows * F::OUTPUTS, column: column * F::OUTPUTS }
     }
 
+    /// Floats of a square's row of pixels with so many channels in each group, in whole cache lines.
+    pub(super) fn zeros_len(&self, channels: usize) -> usize {
+        (F::INPUTS * self.groups * channels).next_multiple_of(LANES)
+    }
+
     /// Products of a tile, for each pair of channels.
     pub(super) fn points(&self) -> usize {
         F::INPUTS * F::INPUTS
@@ -89,7 +95,7 @@ impl<F: Filter> Geometry<F> {
 
     /// Transforms the input of a tile: vector v of point i goes to `to.0[i * to.1 + place(v)]`.
     ///
-    /// `zeros` are at least as many as there are channels.
+    /// `zeros` are at least [`Geometry::zeros_len`] of the channels.
     ///
     /// # Safety
     /// `to` holds whole vectors in these places, and no other thread uses them.
@@ -112,7 +118,7 @@ impl<F: Filter> Geometry<F> {
 
     /// Transforms the output's gradient dy of a tile, to places as [`Geometry::transform_input`] does.
     ///
-    /// `zeros` are at least as many as there are outputs.
+    /// `zeros` are at least [`Geometry::zeros_len`] of the outputs.
     ///
     /// # Safety
     /// As [`Geometry::transform_input`].
@@ -160,45 +166,64 @@ impl Image<'_> {
         let ([height, width], [c, group, groups], lanes) = (self.size, self.channels, S::F32_LANES);
         let pixel = groups * c;
         let x = &self.x[self.image * height * width * pixel..][..height * width * pixel];
+        let [rows, columns] = [(start[0], height), (start[1], width)].map(|(start, size)| {
+            let (start, side) = (start as isize, T::SIDES[0] as isize);
+            let first = (-start).clamp(0, side);
+            first as usize..(size as isize - start).clamp(first, side) as usize
+        });
+        // The channels of a row's pixels inside the image, from the first one's to the last one's.
+        let extent = columns.len().saturating_sub(1) * pixel + c;
+        let mut lines = [&self.zeros[..extent]; POINTS];
+        if !columns.is_empty() {
+            for i in rows {
+                let first =
+                    (start[0].wrapping_add(i) * width).wrapping_add(start[1]).wrapping_add(columns.start);
+                lines[i] = &x[first * pixel + group * c..][..extent];
+            }
+        }
         let (to, stride) = to;
-        let store = |place: usize, i: usize, j: usize, value| {
-            // SAFETY: the caller promises a vector here, and that nobody else uses it.
-            unsafe { store::<S>(to.part((i * T::SIDES[1] + j) * stride + place, lanes), 0, value) }
-        };
-        let side = T::SIDES[0];
-        let inside =
-            start[0] < height && start[0] + side <= height && start[1] < width && start[1] + side <= width;
-        // With few channels, finding each pixel takes as long as transforming it: most squares are read where they lie.
-        if inside && c.is_multiple_of(lanes) {
-            let x = &x[(start[0] * width + start[1]) * pixel + group * c..];
-            let x = &x[..((side - 1) * width + side - 1) * pixel + c];
-            for vector in 0..c / lanes {
-                let (first, place) = (vector * lanes, place(vector));
-                // SAFETY: `x` ends with the channels of the square's last pixel.
-                let load = |i, j| unsafe { load::<S>(x, (i * width + j) * pixel + first) };
-                T::square(simd, load, |i, j, value| store(place, i, j, value));
-            }
-            return;
-        }
-        let mut pixels = [[&self.zeros[..c]; POINTS]; POINTS];
-        for i in 0..side {
-            let h = start[0].wrapping_add(i);
-            for j in 0..side {
-                let w = start[1].wrapping_add(j);
-                if h < height && w < width {
-                    pixels[i][j] = &x[(h * width + w) * pixel + group * c..][..c];
-                }
-            }
-        }
+        let points = Grid::of_points(T::SIDES[1], stride);
         for vector in 0..c.div_ceil(lanes) {
             let (first, place) = (vector * lanes, place(vector));
-            let store = |i, j, value| store(place, i, j, value);
+            // SAFETY: the caller promises a vector here, and that nobody else uses it.
+            let store = |i, j, value| unsafe { points.store::<S>((to, place), [i, j], value) };
+            let line = Line { columns: columns.clone(), pixel, first };
             if first + lanes <= c {
-                // SAFETY: a pixel has c channels, which hold the vector.
-                T::square(simd, |i, j| unsafe { load::<S>(pixels[i][j], first) }, store);
+                // SAFETY: a line ends with the channels of its last pixel, which hold the vector.
+                let load = |line: &[f32], at| unsafe { load::<S>(line, at) };
+                T::square(simd, |j| line.column(simd, &lines[..T::SIDES[0]], j, load), store);
             } else {
-                T::square(simd, |i, j| simd.partial_load_f32s(&pixels[i][j][first..]), store);
+                let load = |line: &[f32], at| simd.partial_load_f32s(&line[at..][..c - first]);
+                T::square(simd, |j| line.column(simd, &lines[..T::SIDES[0]], j, load), store);
             }
         }
+    }
+}
+
+/// Where a square's pixels lie in its lines.
+struct Line {
+    /// Columns of the square that lie inside the image, where the lines begin.
+    columns: Range<usize>,
+    /// Floats from one pixel to the next.
+    pixel: usize,
+    /// First channel of a vector.
+    first: usize,
+}
+
+impl Line {
+    /// The vectors of column `j`; zeros if it lies outside.
+    #[inline(always)]
+    fn column<S: Simd>(
+        &self,
+        simd: S,
+        lines: &[&[f32]],
+        j: usize,
+        load: impl Fn(&[f32], usize) -> S::f32s,
+    ) -> [S::f32s; POINTS] {
+        if !self.columns.contains(&j) {
+            return [simd.splat_f32s(0.0); POINTS];
+        }
+        let at = (j - self.columns.start) * self.pixel + self.first;
+        column_of(simd, lines.len(), |i| load(lines[i], at))
     }
 }

@@ -2,6 +2,8 @@
 
 use pulp::Simd;
 
+use crate::shared::Shared;
+
 /// Most floats of a vector.
 pub(super) const LANES: usize = 16;
 
@@ -25,4 +27,56 @@ pub(super) unsafe fn store<S: Simd>(to: &mut [f32], at: usize, value: S::f32s) {
     debug_assert!(at + S::F32_LANES <= to.len());
     // SAFETY: inside the slice, as the caller promises.
     unsafe { to.as_mut_ptr().add(at).cast::<S::f32s>().write_unaligned(value) }
+}
+
+/// Vectors in memory as a square: so many floats from one row to the next, and from one column to the next.
+///
+/// An address is a sum of two terms that whole lines share; multiplied out for each vector, addresses take as long as the
+/// vectors' own arithmetic.
+#[derive(Clone, Copy)]
+pub(super) struct Grid {
+    pub(super) row: usize,
+    pub(super) column: usize,
+}
+
+impl Grid {
+    /// Rows of `side` vectors, of which one follows another after so many floats.
+    pub(super) fn of_points(side: usize, stride: usize) -> Grid {
+        Grid { row: side * stride, column: stride }
+    }
+
+    /// Floats from the first vector to that in row `i` and column `j`.
+    #[inline(always)]
+    pub(super) fn place(self, [i, j]: [usize; 2]) -> usize {
+        i * self.row + j * self.column
+    }
+
+    /// The vector in row `i` and column `j`.
+    ///
+    /// # Safety
+    /// `from` holds a whole vector there.
+    #[inline(always)]
+    pub(super) unsafe fn load<S: Simd>(self, from: &[f32], [i, j]: [usize; 2]) -> S::f32s {
+        debug_assert!(self.place([i, j]) + S::F32_LANES <= from.len());
+        // SAFETY: inside the slice, as the caller promises; every bit pattern is a vector.
+        unsafe { from.as_ptr().add(i * self.row).add(j * self.column).cast::<S::f32s>().read_unaligned() }
+    }
+
+    /// Writes the vector in row `i` and column `j`, counted from `to[at..]`.
+    ///
+    /// # Safety
+    /// `to` holds a whole vector there, and nobody else uses it.
+    #[inline(always)]
+    pub(super) unsafe fn store<S: Simd>(
+        self,
+        (to, at): (Shared<'_, f32>, usize),
+        [i, j]: [usize; 2],
+        value: S::f32s,
+    ) {
+        // SAFETY: inside the slice and used by nobody else, as the caller promises.
+        unsafe {
+            let row = to.pointer(at + i * self.row);
+            row.add(j * self.column).cast::<S::f32s>().write_unaligned(value);
+        }
+    }
 }

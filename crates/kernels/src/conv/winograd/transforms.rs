@@ -1,6 +1,7 @@
 //! The one-dimensional transforms of F(2,3), F(4,3) and F(6,3), on vectors of channels.
 
 use std::marker::PhantomData;
+use std::mem::MaybeUninit;
 
 use pulp::Simd;
 
@@ -44,21 +45,21 @@ pub(in crate::conv) struct F6;
 
 impl Filter for F2 {
     const NAME: &'static str = "winograd-2x2";
-    const REVISION: u32 = 4;
+    const REVISION: u32 = 5;
     const PAIRS: usize = 1;
     const PAIR: [f64; 3] = [1.0, 0.0, 0.0];
 }
 
 impl Filter for F4 {
     const NAME: &'static str = "winograd-4x4";
-    const REVISION: u32 = 4;
+    const REVISION: u32 = 5;
     const PAIRS: usize = 2;
     const PAIR: [f64; 3] = [std::f64::consts::FRAC_1_SQRT_2, std::f64::consts::SQRT_2, 0.0];
 }
 
 impl Filter for F6 {
     const NAME: &'static str = "winograd-6x6";
-    const REVISION: u32 = 3;
+    const REVISION: u32 = 4;
     const ACCURACY: Accuracy = Accuracy::Relaxed;
     const PAIRS: usize = 3;
     const PAIR: [f64; 3] = [0.5, 1.0, 2.0];
@@ -75,32 +76,44 @@ pub(super) trait Transform {
 
     fn apply<S: Simd>(s: S, column: [S::f32s; POINTS]) -> [S::f32s; POINTS];
 
-    /// The map on the columns and then on the rows of a square.
+    /// The map on the columns of a square, which `column` gives by number, and then on the rows.
     #[inline(always)]
     fn square<S: Simd>(
         s: S,
-        load: impl Fn(usize, usize) -> S::f32s,
+        column: impl Fn(usize) -> [S::f32s; POINTS],
         mut store: impl FnMut(usize, usize, S::f32s),
     ) {
         let zero = s.splat_f32s(0.0);
-        let mut half = [[zero; POINTS]; POINTS];
+        // Not filled with zeros, which would take as long as the map.
+        let mut half = [[MaybeUninit::uninit(); POINTS]; POINTS];
         for j in 0..Self::SIDES[0] {
-            let mut column = [zero; POINTS];
-            for i in 0..Self::SIDES[0] {
-                column[i] = load(i, j);
-            }
-            let column = Self::apply(s, column);
+            let column = Self::apply(s, column(j));
             for i in 0..Self::SIDES[1] {
-                half[i][j] = column[i];
+                half[i][j].write(column[i]);
             }
         }
         for i in 0..Self::SIDES[1] {
-            let row = Self::apply(s, half[i]);
+            let mut row = [zero; POINTS];
+            for j in 0..Self::SIDES[0] {
+                // SAFETY: written above, in all columns and rows of these sides.
+                row[j] = unsafe { half[i][j].assume_init() };
+            }
+            let row = Self::apply(s, row);
             for j in 0..Self::SIDES[1] {
                 store(i, j, row[j]);
             }
         }
     }
+}
+
+/// A column of `len` vectors.
+#[inline(always)]
+pub(super) fn column_of<S: Simd>(s: S, len: usize, load: impl Fn(usize) -> S::f32s) -> [S::f32s; POINTS] {
+    let mut column = [s.splat_f32s(0.0); POINTS];
+    for i in 0..len {
+        column[i] = load(i);
+    }
+    column
 }
 
 /// Bᵀ: the input of a tile, to its factors.

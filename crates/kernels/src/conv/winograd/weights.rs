@@ -5,8 +5,8 @@ use pulp::{Simd, WithSimd};
 use super::block::{add_to, rows, vectors};
 use super::geometry::{Geometry, SKEW};
 use super::groups::GroupKernel;
-use super::memory::{LANES, load, store};
-use super::transforms::{Filter, TapsGradient, Transform};
+use super::memory::{Grid, LANES, store};
+use super::transforms::{Filter, TapsGradient, Transform, column_of};
 use crate::Cpu;
 use crate::conv::problem::ConvProblem;
 use crate::shared::Shared;
@@ -86,7 +86,7 @@ impl<F: Filter> Weights<F> {
     }
 
     fn zeros_len(&self) -> usize {
-        self.geometry.channels.max(self.geometry.outputs).next_multiple_of(LANES)
+        self.geometry.zeros_len(self.geometry.channels.max(self.geometry.outputs))
     }
 }
 
@@ -341,7 +341,7 @@ impl<F: Filter> WithSimd for Finish<'_, F> {
         let filters = w.geometry.group * k;
         let blocks = [self.block / w.blocks()[1], self.block % w.blocks()[1]];
         let first = [0, 1].map(|side| blocks[side] * w.block[side]);
-        let stride = w.sum_stride();
+        let points = Grid::of_points(F::INPUTS, w.sum_stride());
         let (one, others) = self.sums.split_first().expect("there is a team");
         for row in 0..w.block[0].min(k - first[0]) {
             for column in (0..w.block[1].min(c - first[1])).step_by(lanes) {
@@ -350,13 +350,12 @@ impl<F: Filter> WithSimd for Finish<'_, F> {
                 let mut taps = [0.0f32; 9 * LANES];
                 TapsGradient::<F>::square(
                     simd,
-                    |i, j| {
-                        let at = (i * F::INPUTS + j) * stride + place;
-                        // SAFETY: sums have a whole vector here, of each point and in every block.
-                        unsafe {
-                            let sum = load::<S>(one, at);
-                            others.iter().fold(sum, |sum, other| simd.add_f32s(sum, load::<S>(other, at)))
-                        }
+                    |j| {
+                        column_of(simd, F::INPUTS, |i| {
+                            // SAFETY: sums have a whole vector here, of each point and in every block.
+                            let sum = |team: &[f32]| unsafe { points.load::<S>(&team[place..], [i, j]) };
+                            others.iter().fold(sum(one), |all, other| simd.add_f32s(all, sum(other)))
+                        })
                     },
                     // SAFETY: nine vectors of at most LANES fit.
                     |r, s, value| unsafe { store::<S>(&mut taps, (3 * r + s) * lanes, value) },
