@@ -58,7 +58,10 @@ impl MaxPoolAlgorithm {
 
     /// Goes up when the algorithm gets faster or slower, so that old measurements do not count.
     pub fn revision(self) -> u32 {
-        1
+        match self {
+            MaxPoolAlgorithm::Runs => 2,
+            MaxPoolAlgorithm::Windows => 1,
+        }
     }
 
     /// Seconds of a pass by estimate; only the ratio between algorithms matters.

@@ -17,6 +17,18 @@ impl PoolProblem {
         let tap = |r: Option<usize>, s: Option<usize>| r.zip(s).map_or(0, |(r, s)| r * self.width.kernel + s);
         rows.iter().flat_map(|&r| columns.iter().map(move |&s| I::store(tap(r, s)))).collect()
     }
+
+    /// Whether windows cover every input, and whether they have none in common.
+    fn windows(&self) -> [bool; 2] {
+        let axes = [&self.height, &self.width];
+        let covered = |axis: &&ConvAxis| {
+            axis.dilation == 1
+                && axis.stride <= axis.kernel
+                && (axis.output() - 1) * axis.stride + axis.kernel >= axis.input + axis.pad_before
+        };
+        let disjoint = |axis: &&ConvAxis| axis.stride > (axis.kernel - 1) * axis.dilation;
+        [axes.iter().all(covered), axes.iter().all(disjoint)]
+    }
 }
 
 pub(super) fn forward<T: Element, I: WindowIndex>(
@@ -62,13 +74,20 @@ pub(super) fn backward<T: Element, I: WindowIndex>(
 ) {
     let (input, output, lanes) = problem.task();
     let (work, stride) = (dx.len(), problem.width.stride);
+    let [covered, disjoint] = problem.windows();
     let items = dx.chunks_mut(input).zip(dy.chunks(output)).zip(indices.chunks(output));
     cpu.for_each(work, items, |((dx, dy), indices)| {
-        dx.fill(T::zero());
+        if !(covered && disjoint) {
+            dx.fill(T::zero());
+        }
         problem.each_run(|run| {
             let range = run.outputs(lanes);
-            let (dy, indices) = (&dy[range.clone()], &indices[range]);
-            add_where_taken(cpu, stride, lanes, I::store(run.tap), dy, indices, &mut dx[run.input * lanes..]);
+            let (tap, dy, indices) = (I::store(run.tap), &dy[range.clone()], &indices[range]);
+            let dx = &mut dx[run.input * lanes..];
+            match disjoint {
+                true => write_where_taken(cpu, stride, lanes, tap, dy, indices, dx),
+                false => add_where_taken(cpu, stride, lanes, tap, dy, indices, dx),
+            }
         });
     });
 }
@@ -95,6 +114,20 @@ multiversion! {
             let larger = (value > *y) | value.is_nan();
             *y = if larger { value } else { *y };
             *index = if larger { tap } else { *index };
+        });
+    }
+
+    fn write_where_taken<T: Element, I: WindowIndex>(
+        stride: usize, lanes: usize, tap: I, dy: &[T], indices: &[I], dx: &mut [T],
+    ) {
+        let dx = &mut dx[..span(stride, lanes, dy.len())];
+        let indices = &indices[..dy.len()];
+        strided(stride, lanes, dy.len(), |to, from| {
+            // SAFETY: as below.
+            let (dy, index, dx) =
+                unsafe { (*dy.get_unchecked(to), *indices.get_unchecked(to), dx.get_unchecked_mut(from)) };
+            // The bits of a sum, where a zero has no sign.
+            *dx = T::zero() + if index == tap { dy } else { T::zero() };
         });
     }
 
