@@ -30,6 +30,7 @@ mod shared;
 mod simd;
 mod stream;
 mod team;
+mod transpose;
 
 pub mod activation;
 pub mod arena;

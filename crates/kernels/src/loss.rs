@@ -2,8 +2,9 @@
 
 use crate::cpu::multiversion;
 use crate::error::{check_len, invalid};
-use crate::memory_format::{Extent, transpose};
+use crate::memory_format::Extent;
 use crate::profile::span;
+use crate::transpose::transpose;
 use crate::{Cpu, Element, Error, Result};
 
 /// y = x - log(sum over channels of exp(x)), for each position; stable for large values.

@@ -1,8 +1,8 @@
 //! The two orders in which a tensor's elements lie in memory, and the conversion between them.
 
-use crate::cpu::multiversion;
 use crate::error::{check_len, invalid};
 use crate::profile::span;
+use crate::transpose::transpose;
 use crate::{Cpu, Result, Stored};
 
 /// The order of a tensor's elements in memory; its shape is N, C, H, W (or N, C, ...) either way.
@@ -58,24 +58,6 @@ impl Extent {
         match self.format {
             MemoryFormat::Contiguous => (self.batch, self.spatial),
             MemoryFormat::ChannelsLast => (self.batch * self.spatial, 1),
-        }
-    }
-}
-
-multiversion! {
-    /// Writes the `rows` x `columns` matrix `from` transposed into `to`.
-    pub(crate) fn transpose<T: Copy>(rows: usize, columns: usize, from: &[T], to: &mut [T]) {
-        // Square tiles keep both sides' cache lines in L1.
-        const TILE: usize = 16;
-        for row in (0..rows).step_by(TILE) {
-            for column in (0..columns).step_by(TILE) {
-                for c in column..(column + TILE).min(columns) {
-                    let line = &mut to[c * rows + row..c * rows + (row + TILE).min(rows)];
-                    for (r, value) in line.iter_mut().enumerate() {
-                        *value = from[(row + r) * columns + c];
-                    }
-                }
-            }
         }
     }
 }

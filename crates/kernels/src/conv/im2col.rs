@@ -13,7 +13,7 @@ use super::gemm_views::{Images, Split, View, columns_cost, reduce_partials};
 use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Kernel, NotApplicable};
 use super::problem::{ConvProblem, Pass};
 use crate::gemm::{Update, gemm};
-use crate::memory_format::transpose;
+use crate::transpose::transpose;
 use crate::{Cpu, Element, MemoryFormat};
 
 /// im2col + GEMM; applies to every problem that fits a machine.

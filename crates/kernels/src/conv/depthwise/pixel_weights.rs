@@ -7,8 +7,8 @@ use super::gather::Gather;
 use crate::Cpu;
 use crate::conv::gemm_views::reduce_partials;
 use crate::conv::plan::ConvKernel;
-use crate::memory_format::transpose;
 use crate::simd;
+use crate::transpose::transpose;
 
 /// The weight gradient from N x H x W x C tensors.
 pub(super) struct PixelWeights {

@@ -6,9 +6,9 @@ use super::blocks::{BLOCK, BlockKernel, Line, Place, Scratch, each_block, input,
 use super::gather::Gather;
 use crate::Cpu;
 use crate::conv::plan::ConvKernel;
-use crate::memory_format::transpose;
 use crate::simd;
 use crate::stream;
+use crate::transpose::transpose;
 
 /// The gather of an N x H x W x C tensor.
 pub(super) struct Pixels {
