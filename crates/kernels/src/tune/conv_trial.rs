@@ -6,7 +6,7 @@ use std::time::Instant;
 use super::contest::{Contest, Subject};
 use super::noise::{CHUNK, Generator, noise};
 use super::race::{Checked, Trial, seconds_of};
-use crate::buffer::{Buffer, LINE};
+use crate::buffer::Buffer;
 use crate::conv::{Accuracy, ConvOperands, ConvPlan, ConvProblem, Pass, reference_element};
 use crate::{Cpu, DType, Element};
 
@@ -48,28 +48,12 @@ struct ConvTrial<'a, T> {
     /// Each with its algorithm's class.
     plans: Vec<(&'a ConvPlan, Accuracy)>,
     pass: Pass,
-    first: Stock<T>,
-    second: Buffer<T>,
-    /// How often a candidate has run.
-    turn: usize,
+    inputs: [Buffer<T>; 2],
     output: Buffer<T>,
     workspace: Buffer<T>,
     oracle: Oracle,
     start: Instant,
 }
-
-/// A pass's first input as often as it takes for a run to find it in memory rather than in cache, each with other values.
-struct Stock<T> {
-    values: Buffer<T>,
-    /// Elements of one, and from one to the next: each starts on a cache line.
-    len: usize,
-    stride: usize,
-}
-
-/// Bytes of a stock: more than most caches hold.
-const STOCK: usize = 64 << 20;
-/// An input of fewer bytes may have stayed in the cache since it was written.
-const COLD: usize = 256 << 10;
 
 /// What a sample of the output should be.
 struct Oracle {
@@ -95,17 +79,13 @@ impl<'a, T: Element> ConvTrial<'a, T> {
             Pass::BackwardData => [y, weight, x],
             Pass::BackwardWeights => [x, y, weight],
         };
-        // In training x of backward-weights was written in the forward pass; all else by the operation just before.
-        let first = Stock::new(cpu, a, pass == Pass::BackwardWeights);
-        let second = noise(cpu, b, 2);
+        let inputs = [noise(cpu, a, 1), noise(cpu, b, 2)];
         let workspace = plans.iter().map(|(plan, _)| plan.workspace_len()).max().unwrap_or(0);
-        let oracle = Oracle::new(cpu, problem, pass, [first.take(0), &second], output);
+        let oracle = Oracle::new(cpu, problem, pass, [&inputs[0], &inputs[1]], output);
         ConvTrial {
             plans,
             pass,
-            first,
-            second,
-            turn: 0,
+            inputs,
             output: Buffer::filled(output, T::nan()),
             workspace: Buffer::filled(workspace, T::nan()),
             oracle,
@@ -113,8 +93,8 @@ impl<'a, T: Element> ConvTrial<'a, T> {
         }
     }
 
-    fn run_once(&mut self, index: usize, turn: usize) {
-        let (a, b) = (self.first.take(turn), &self.second[..]);
+    fn run_once(&mut self, index: usize) {
+        let [a, b] = &self.inputs;
         let output = &mut self.output[..];
         let operands = match self.pass {
             Pass::Forward => ConvOperands::forward(a, b, output),
@@ -130,35 +110,17 @@ impl<T: Element> Trial for ConvTrial<'_, T> {
         let (plan, accuracy) = self.plans[index];
         poison(plan.cpu(), &mut self.output);
         poison(plan.cpu(), &mut self.workspace[..plan.workspace_len()]);
-        let seconds = seconds_of(1, || self.run_once(index, 0));
+        let seconds = seconds_of(1, || self.run_once(index));
         let error = self.oracle.compare(plan.cpu(), &self.output, accuracy)?;
         Ok(Checked { error, seconds })
     }
 
     fn run(&mut self, index: usize, repeats: usize) -> f64 {
-        seconds_of(repeats, || {
-            self.turn += 1;
-            self.run_once(index, self.turn);
-        })
+        seconds_of(repeats, || self.run_once(index))
     }
 
     fn elapsed(&self) -> f64 {
         self.start.elapsed().as_secs_f64()
-    }
-}
-
-impl<T: Element> Stock<T> {
-    fn new(cpu: &Cpu, len: usize, cold: bool) -> Self {
-        let bytes = len * size_of::<T>();
-        let count = if cold && bytes >= COLD { STOCK.div_ceil(bytes) } else { 1 };
-        let stride = len.next_multiple_of(LINE / size_of::<T>());
-        Stock { values: noise(cpu, count * stride, 1), len, stride }
-    }
-
-    /// The input of this turn; turn 0 is what the oracle computes with.
-    fn take(&self, turn: usize) -> &[T] {
-        let count = self.values.len() / self.stride;
-        &self.values[turn % count * self.stride..][..self.len]
     }
 }
 
