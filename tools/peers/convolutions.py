@@ -46,6 +46,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=0.15, help="time for each of PyTorch's measurements")
     parser.add_argument("--rounds", type=int, default=2, help="how often each is timed")
     parser.add_argument("--budget", type=float, default=1.5, help="seconds that convoke may take a pass")
+    parser.add_argument("--passes", default=",".join(PASSES), help="with commas between them")
     parser.add_argument("--only", help="algorithms for convoke to choose from")
     parser.add_argument("--skip", help="algorithms that convoke must not use")
     parser.add_argument("--format", default="nhwc", choices=["nhwc", "nchw"], help="convoke's memory format")
@@ -55,6 +56,9 @@ def main():
 
     import torch
 
+    passes = args.passes.split(",")
+    if unknown := set(passes) - set(PASSES):
+        parser.error(f"--passes knows {', '.join(PASSES)}, not {', '.join(sorted(unknown))}")
     torch.set_num_threads(args.threads)
     rows = []
     for suite in args.suites:
@@ -68,9 +72,9 @@ def main():
             for _ in range(args.rounds):
                 for name, seconds in time_pytorch(problem, args.seconds).items():
                     theirs[name] = min(theirs[name], seconds)
-                for name, algorithm in chosen.items():
-                    ours[name] = min(ours[name], time_convoke(problem, name, algorithm, args))
-            for name in PASSES:
+                for name in passes:
+                    ours[name] = min(ours[name], time_convoke(problem, name, chosen[name], args))
+            for name in passes:
                 row = {"suite": suite.stem, "problem": problem, "pass": name, "algorithm": chosen[name]}
                 row |= {"pytorch": theirs[name], "convoke": ours[name], "ratio": theirs[name] / ours[name]}
                 rows.append(row)

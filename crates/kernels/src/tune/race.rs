@@ -118,8 +118,7 @@ pub(super) fn race(
 
     let mut alive: Vec<usize> = (0..estimates.len()).filter(|&index| !race.times[index].is_empty()).collect();
     for round in 1..rules.rounds {
-        let near = race.within(rules.cut(round));
-        alive.retain(|index| near.contains(index));
+        race.drop_slow(&mut alive, rules.cut(round));
         if alive.len() < 2 && round >= 3 {
             break;
         }
@@ -222,11 +221,11 @@ impl Race<'_> {
         outcomes
     }
 
-    /// The timed candidates within `factor` of the best.
-    fn within(&self, factor: f64) -> Vec<usize> {
-        let bests: Vec<f64> = self.times.iter().map(|times| lower_quartile(times)).collect();
-        let limit = factor * minimum(&bests);
-        (0..bests.len()).filter(|&index| bests[index] <= limit).collect()
+    /// Leaves those of `alive`, who have run in the same rounds, that are within `factor` of the best of them.
+    fn drop_slow(&self, alive: &mut Vec<usize>, factor: f64) {
+        let time = |index: usize| lower_quartile(&self.times[index]);
+        let best = alive.iter().map(|&index| time(index)).fold(f64::INFINITY, f64::min);
+        alive.retain(|&index| time(index) <= factor * best);
     }
 
     /// What candidates are compared by. Those that dropped out early ran on a machine that may have been faster or slower
@@ -280,6 +279,8 @@ mod tests {
         clock: f64,
         state: u64,
         neighbour: u64,
+        /// When the machine falls to a third of its speed.
+        slow_from: f64,
         runs: Vec<usize>,
     }
 
@@ -292,6 +293,7 @@ mod tests {
                 clock: 0.0,
                 state: seed,
                 neighbour: seed << 32,
+                slow_from: f64::INFINITY,
                 runs,
             }
         }
@@ -321,7 +323,8 @@ mod tests {
             let noise = 1.0 + self.noise().powi(8) + 0.02 * self.noise() + 0.5 * self.clock;
             let span = (self.clock / 0.02) as u64 ^ self.neighbour;
             let disturbed = span.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 62 == 0;
-            let seconds = self.seconds[index] * noise * if disturbed { 1.5 } else { 1.0 };
+            let slow = if self.clock >= self.slow_from { 3.0 } else { 1.0 };
+            let seconds = self.seconds[index] * noise * slow * if disturbed { 1.5 } else { 1.0 };
             self.clock += seconds * repeats as f64;
             seconds
         }
@@ -355,6 +358,16 @@ mod tests {
             });
             let bad = regrets.filter(|&regret| regret > 1.05).count();
             assert!(bad <= 2, "{effort:?}: {bad} of 200 races ended with a choice more than 5 % off");
+        }
+    }
+
+    /// Who dropped out while the machine was fast must not win by the times of then.
+    #[test]
+    fn a_machine_that_becomes_slow_changes_nothing() {
+        for slow_from in [1.4e-2, 2e-2, 2.5e-2, 3e-2, 4e-2] {
+            let mut trial = Simulated { slow_from, ..Simulated::new(&[1.5e-3, 1e-3, 2e-3, 1.6e-3], 1) };
+            let outcomes = race(&[1.0; 4], &mut trial, Effort::Measure, 1.0, &mut |_| ());
+            assert_eq!(best(&outcomes), 1, "slow from {slow_from}: {:?}", scores(&outcomes));
         }
     }
 
