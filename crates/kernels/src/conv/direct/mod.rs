@@ -49,7 +49,7 @@ impl ConvAlgorithm for Direct {
     }
 
     fn revision(&self) -> u32 {
-        4
+        5
     }
 
     fn formats(&self) -> &'static [MemoryFormat] {
