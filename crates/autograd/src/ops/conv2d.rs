@@ -177,8 +177,9 @@ pub(super) struct Convolution {
     empty: bool,
 }
 
-/// Bytes of input and output that make a tile: they should stay in the caches of the threads.
-const TILE_BYTES: usize = 4 << 20;
+/// Bytes of input and output that make a tile, at least: they should stay in the caches of the threads. A tile has more where
+/// the weight, which each packs and whose gradient each adds to, is large beside, but then not enough to cost much memory.
+const TILE_BYTES: [usize; 2] = [4 << 20, 32 << 20];
 
 impl Convolution {
     /// Of `x` with a contiguous `weight`.
@@ -439,12 +440,12 @@ impl<T: Element> BiasGradient<T> {
     }
 }
 
-/// Images of a tile: so many that input and output are about [`TILE_BYTES`], and that adding up the weight's gradient for each
-/// tile costs little beside.
+/// Images of a tile: so many that what the tile does with the weight costs little beside, within [`TILE_BYTES`] as far as can be.
 fn tile_images(problem: &ConvProblem) -> usize {
     let size = problem.dtype.size();
     let image = (problem.input_len() + problem.output_len()) / problem.batch * size;
-    let wanted = TILE_BYTES.max(4 * problem.weight_len() * size);
+    let weight = problem.weight_len() * size;
+    let wanted = (56 * weight).clamp(TILE_BYTES[0], TILE_BYTES[1]).max(4 * weight);
     let group = images_per_group(&problem.output_extent());
     let tile = wanted.div_ceil(image.max(1)).next_multiple_of(group);
     // Tiles of about the same size.
