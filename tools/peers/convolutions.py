@@ -153,8 +153,8 @@ def median_seconds(call, seconds):
 def choose(problem, args):
     """The algorithm that convoke chooses, for each pass."""
     flags = ["--budget", str(args.budget)]
-    if "," not in args.passes:
-        flags += ["--pass", args.passes]
+    for name in args.passes.split(","):
+        flags += ["--pass", name]
     for flag in ("only", "skip"):
         if getattr(args, flag):
             flags += [f"--{flag}", getattr(args, flag)]

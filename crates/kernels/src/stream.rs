@@ -90,30 +90,35 @@ pub(crate) fn fence() {
     }
 }
 
-/// Starts to fetch a cache line into the L1 cache; the address may be any.
+/// Starts to fetch `len` floats into the L1 cache; the addresses may be any.
 #[inline(always)]
-pub(crate) fn prefetch(line: *const f32) {
-    #[cfg(target_arch = "x86_64")]
-    {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        // SAFETY: a hint, which no address makes fault.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.cast()) }
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = line;
+pub(crate) fn prefetch(from: *const f32, len: usize) {
+    fetch::<true>(from, len);
 }
 
 /// Starts to fetch `len` floats into the L2 cache; the addresses may be any.
 #[inline(always)]
 pub(crate) fn prefetch_to_l2(from: *const f32, len: usize) {
+    fetch::<false>(from, len);
+}
+
+/// Into the L1 cache, or else into L2 only.
+#[inline(always)]
+fn fetch<const L1: bool>(from: *const f32, len: usize) {
     for line in (0..len).step_by(LINE) {
+        let line = from.wrapping_add(line);
         #[cfg(target_arch = "x86_64")]
         {
-            use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+            use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
             // SAFETY: a hint, which no address makes fault.
-            unsafe { _mm_prefetch::<_MM_HINT_T1>(from.wrapping_add(line).cast()) }
+            unsafe {
+                match L1 {
+                    true => _mm_prefetch::<_MM_HINT_T0>(line.cast()),
+                    false => _mm_prefetch::<_MM_HINT_T1>(line.cast()),
+                }
+            }
         }
         #[cfg(not(target_arch = "x86_64"))]
-        let _ = (from, line);
+        let _ = line;
     }
 }

@@ -177,9 +177,14 @@ pub(super) struct Convolution {
     empty: bool,
 }
 
-/// Bytes of input and output that make a tile, at least: they should stay in the caches of the threads. A tile has more where
-/// the weight, which each packs and whose gradient each adds to, is large beside, but then not enough to cost much memory.
-const TILE_BYTES: [usize; 2] = [4 << 20, 32 << 20];
+/// Bytes of input and output that make a tile beside a small weight: they should stay in the caches of the threads.
+const TILE_BYTES: usize = 4 << 20;
+/// Bytes that make a tile beside a large weight, which each tile packs, and to whose gradient it adds: so many times the weight,
+/// but not enough to cost much memory.
+const TILE_WEIGHTS: usize = 56;
+const LARGE_TILE_BYTES: usize = 32 << 20;
+/// However large the weight is, a tile has so many times its bytes.
+const LEAST_TILE_WEIGHTS: usize = 4;
 
 impl Convolution {
     /// Of `x` with a contiguous `weight`.
@@ -440,12 +445,12 @@ impl<T: Element> BiasGradient<T> {
     }
 }
 
-/// Images of a tile: so many that what the tile does with the weight costs little beside, within [`TILE_BYTES`] as far as can be.
+/// Images of a tile: so many that their input and output stay in caches, and that what the tile does with the weight costs little.
 fn tile_images(problem: &ConvProblem) -> usize {
     let size = problem.dtype.size();
     let image = (problem.input_len() + problem.output_len()) / problem.batch * size;
     let weight = problem.weight_len() * size;
-    let wanted = (56 * weight).clamp(TILE_BYTES[0], TILE_BYTES[1]).max(4 * weight);
+    let wanted = (TILE_WEIGHTS * weight).clamp(TILE_BYTES, LARGE_TILE_BYTES).max(LEAST_TILE_WEIGHTS * weight);
     let group = images_per_group(&problem.output_extent());
     let tile = wanted.div_ceil(image.max(1)).next_multiple_of(group);
     // Tiles of about the same size.

@@ -335,16 +335,13 @@ fn multiply<S: Simd, const P: usize, const V: usize>(
         assert!(first + panel.channels <= target.floats.len());
         start.wrapping_add(first)
     });
-    // Stores to lines in no cache would wait for each; small groups have too little to do meanwhile.
-    if !target.streams && panels.groups == 1 {
-        for target in targets {
-            (0..width).step_by(LINE).for_each(|line| stream::prefetch(target.wrapping_add(line)));
-        }
-    }
     let mut sums = [[simd.splat_f32s(0.0); V]; P];
     if depth.start > 0 {
         // SAFETY: each target has the panel's channels, as many as V vectors with the last one's mask.
         sums = targets.map(|target| unsafe { load(simd, target, last) });
+    } else if !target.streams && panels.groups == 1 {
+        // Stores to lines in no cache would wait for each; small groups have too little to do meanwhile.
+        targets.iter().for_each(|target| stream::prefetch(target.cast_const(), width));
     }
     for (&tap, sources) in block.taps.iter().zip(block.sources.as_chunks::<P>().0) {
         let weights = &weights[(tap * panels.depth + depth.start) * width..][..depth.len() * width];

@@ -263,9 +263,7 @@ fn add_products<S: Simd, const M: usize, const V: usize>(simd: S, block: &Block<
     // SAFETY: the task has these channels of each row to itself.
     let sums: [_; M] =
         std::array::from_fn(|m| unsafe { sums.part(first + m * row_len, channels) }.as_mut_ptr());
-    for sums in sums {
-        (0..V * S::F32_LANES).step_by(LINE).for_each(|line| stream::prefetch(sums.wrapping_add(line)));
-    }
+    sums.iter().for_each(|sums| stream::prefetch(sums.cast_const(), V * S::F32_LANES));
     let mut products = [[simd.splat_f32s(0.0); V]; M];
     assert!(M <= rows && x.len() >= pixels * V * S::F32_LANES && dy.len() >= pixels * rows);
     let (mut x, mut dy) = (x.as_ptr().cast::<S::f32s>(), dy.as_ptr());

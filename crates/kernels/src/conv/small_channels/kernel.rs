@@ -111,7 +111,7 @@ impl Block<'_> {
         let zero = simd.splat_f32s(0.0);
         let mut sums = [[zero; V]; P];
         for &[i, j] in self.steps {
-            stream::prefetch(ahead);
+            stream::prefetch(ahead, 1);
             ahead = ahead.wrapping_add(line);
             let mut vectors = [zero; V];
             for v in 0..V {
