@@ -23,9 +23,13 @@ fn channels() -> impl Strategy<Value = usize> {
 }
 
 fn problems() -> impl Strategy<Value = ConvProblem> {
-    let groups = prop_oneof![3 => Just(1usize), 2 => 2usize..=5];
-    (1usize..=4, groups, channels(), channels(), axis(), axis())
-        .prop_map(|(batch, groups, c, k, height, width)| conv_problem(batch, groups, [c, k], [height, width]))
+    let wide = (prop_oneof![3 => Just(1usize), 2 => 2usize..=5], channels(), channels());
+    // Groups of which some fit a vector.
+    let narrow = (2usize..=12, 1usize..=5, 1usize..=5).prop_filter("depthwise", |&(_, c, k)| c * k > 1);
+    (1usize..=4, prop_oneof![3 => wide, 1 => narrow], axis(), axis())
+        .prop_map(|(batch, (groups, c, k), height, width)| {
+            conv_problem(batch, groups, [c, k], [height, width])
+        })
         .prop_filter("too slow", |problem| problem.flops() <= 2e7)
 }
 
@@ -58,6 +62,10 @@ fn agrees_with_the_reference_on_larger_problems() {
         "mb20ic5ih7oc35kh3ph1",          // blocks of many images, borders apart
         "mb2ic20ih41oc33kh3sh2ph1",      // several tasks of four phases
         "g16mb1ic128ih30oc128kh3ph1",    // half a vector a group
+        "g16mb1ic128ih30oc128kh3sh2ph1", // two such groups taken as one for backward-data
+        "g12mb2ic24ih33oc36kh3ph1",      // two groups or four taken as one
+        "g32mb2ic32ih41oc64kh3sh2ph1",   // four groups or all lanes of as many
+        "g6mb3ic108ih19oc6kh3ph1",       // panels of one channel, of many that they sum over
         "g3mb2ic51ih20oc144kh3sh2ph1",   // panels of two vectors and of one
         "g2mb1ic1400ih5iw40oc16kh3ph1",  // a group's channels of three rows are more than is copied at a time
         "g32mb2ic256ih31oc512kh3sh2ph1", // groups are copied some at a time
@@ -86,6 +94,7 @@ fn streamed_outputs() {
         ("g64mb1ic512ih131oc512kh1", Pass::Forward),
         ("g64mb1ic512ih131oc512kh2sh2", Pass::BackwardData),
         ("g64mb1ic256ih187oc128kh1sh2", Pass::BackwardData),
+        ("g64mb1ic512ih187oc512kh3sh2ph1", Pass::BackwardData),
     ] {
         check_streamed(&mut failures, "direct", problem, pass);
     }

@@ -156,6 +156,11 @@ impl std::ops::Deref for ConvProblem {
 const MAX_ELEMENTS: usize = 1 << 40;
 
 impl ConvProblem {
+    /// The same tensors with another number of groups, one that divides the channels.
+    pub(super) fn with_groups(&self, groups: usize) -> ConvProblem {
+        ConvProblem { spec: ConvSpec { groups, ..self.spec } }
+    }
+
     /// Validates sizes. Padding after the input that no output reads is dropped.
     ///
     /// # Errors

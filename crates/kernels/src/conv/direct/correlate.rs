@@ -6,7 +6,9 @@ use pulp::{Simd, WithSimd};
 
 use super::geometry::{Block, Blocks, Lattice, Phase};
 use super::panels::{Panel, Panels};
-use super::registers::{by_block, even_parts, fitting, last_mask, load, most_rows, most_vectors, store};
+use super::registers::{
+    by_block, even_parts, fitting, joined, last_mask, load, most_rows, most_vectors, store,
+};
 use super::slab::Reading;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::{ConvProblem, Pass};
@@ -57,20 +59,24 @@ impl Correlate {
             Pass::Forward => problem.group_out_channels(),
             _ => problem.group_in_channels(),
         };
-        let isa = fitting(cpu.isa(), across);
+        // With a stride, backward-data has few taps for what else a block costs.
+        let few_taps = pass == Pass::BackwardData && problem.height.stride * problem.width.stride > 1;
+        let joined = joined(cpu.isa(), problem.groups, across, few_taps);
+        let (problem, of_groups) = (&problem.with_groups(problem.groups / joined), problem);
+        let isa = fitting(cpu.isa(), across * joined);
         let lanes = simd::lanes(isa);
         let most = most_vectors(lanes);
         let axes = [&problem.height, &problem.width];
         let (panels, phases, target, source_channels, target_channels) = match pass {
             Pass::Forward => (
-                Panels::of_outputs(problem, lanes, most),
+                Panels::of_outputs(of_groups, lanes, most).joining(joined),
                 axes.map(Phase::forward),
                 axes.map(|axis| axis.output()),
                 problem.in_channels,
                 problem.out_channels,
             ),
             _ => (
-                Panels::of_inputs(problem, lanes, most),
+                Panels::of_inputs(of_groups, lanes, most).joining(joined),
                 axes.map(Phase::backward_data),
                 axes.map(|axis| axis.input),
                 problem.out_channels,

@@ -9,8 +9,9 @@
 //! pixels by a few vectors of output channels, and an indirection table says for each tap where the source pixel of each
 //! target pixel lies, so that a block may run on over rows and images. Backward-data with a stride is one such
 //! correlation for each residue of the target's position, with the taps that meet it: every product is a useful one.
-//! With groups, what a task reads is first copied, a few groups at a time: see [`slab`]. Backward-weights of 1 x 1 kernels
-//! packs both tensors: see [`pointwise_weights`].
+//! With groups, what a task reads is first copied, a few groups at a time: see [`slab`]. Groups that are too narrow for a vector
+//! are taken as one, with weights of zero where two of them meet (so infinities and NaNs of one reach the others). Backward-weights
+//! of 1 x 1 kernels packs both tensors: see [`pointwise_weights`].
 //! Dukhan: "The Indirect Convolution Algorithm", 2019. Georganas et al.: "Anatomy of High-Performance Deep Learning
 //! Convolutions on SIMD Architectures", SC 2018.
 
@@ -49,7 +50,7 @@ impl ConvAlgorithm for Direct {
     }
 
     fn revision(&self) -> u32 {
-        5
+        6
     }
 
     fn formats(&self) -> &'static [MemoryFormat] {
@@ -100,5 +101,6 @@ fn cost(problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Cost {
     let (c, k) = (problem.group_in_channels(), problem.group_out_channels());
     let (sum, across) = if pass == Pass::BackwardData { (k, c) } else { (c, k) };
     let filled = across as f64 / across.next_multiple_of(crate::simd::lanes(cpu.isa())) as f64;
+    let sum = sum * registers::joined(cpu.isa(), problem.groups, across, false);
     Cost::direct(problem, 0.85 * filled * sum as f64 / (sum as f64 + 6.0))
 }

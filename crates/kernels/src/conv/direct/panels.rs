@@ -6,7 +6,12 @@ use crate::Cpu;
 use crate::conv::problem::ConvProblem;
 
 /// The panels of a weight of K x C/groups x R x S, with K or C/groups along the lanes.
+///
+/// Some groups may be taken as one: panels have zeros where channels of two of them meet.
 pub(super) struct Panels {
+    /// Groups that are taken as one.
+    joined: usize,
+    /// How many there are, joined, and of what sizes.
     pub(super) groups: usize,
     /// Channels of a group that are summed over, or walked, beside the lanes.
     pub(super) depth: usize,
@@ -41,7 +46,8 @@ impl Panels {
     pub(super) fn of_outputs(problem: &ConvProblem, lanes: usize, most: usize) -> Panels {
         let taps = problem.height.kernel * problem.width.kernel;
         let (depth, width) = (problem.group_in_channels(), problem.group_out_channels());
-        Panels { groups: problem.groups, depth, width, taps, lanes, most, strides: [taps, depth * taps] }
+        let strides = [taps, depth * taps];
+        Panels { joined: 1, groups: problem.groups, depth, width, taps, lanes, most, strides }
     }
 
     /// Lanes along C: for backward-data.
@@ -49,6 +55,13 @@ impl Panels {
         let p = Panels::of_outputs(problem, lanes, most);
         let [c, k] = p.strides;
         Panels { depth: p.width, width: p.depth, strides: [k, c], ..p }
+    }
+
+    /// So many groups at a time as one, which must divide them and fit one vector.
+    pub(super) fn joining(self, joined: usize) -> Panels {
+        assert!(joined == 1 || self.groups.is_multiple_of(joined) && self.width * joined <= self.lanes);
+        let [groups, depth, width] = [self.groups / joined, self.depth * joined, self.width * joined];
+        Panels { joined, groups, depth, width, ..self }
     }
 
     /// Vectors of one group.
@@ -116,13 +129,18 @@ impl Panels {
         let width = panel.vectors * self.lanes;
         let [along_depth, along_lanes] = self.strides;
         let most = (DEPTH / self.taps).max(1);
-        for first in (0..self.depth).step_by(most) {
-            for lane in (0..panel.channels).step_by(PIECE) {
-                let piece = (panel.channels - lane).min(PIECE);
-                for channel in first..(first + most).min(self.depth) {
-                    for tap in 0..self.taps {
-                        let place = (tap * self.depth + channel) * width + lane;
-                        visit(place, piece, lane * along_lanes + channel * along_depth + tap);
+        let [depth, channels] = [self.depth, panel.channels].map(|channels| channels / self.joined);
+        for member in 0..self.joined {
+            let start = member * (depth * width + channels);
+            let weight = member * depth * channels * self.taps;
+            for first in (0..depth).step_by(most) {
+                for lane in (0..channels).step_by(PIECE) {
+                    let piece = (channels - lane).min(PIECE);
+                    for channel in first..(first + most).min(depth) {
+                        for tap in 0..self.taps {
+                            let place = start + (tap * self.depth + channel) * width + lane;
+                            visit(place, piece, weight + lane * along_lanes + channel * along_depth + tap);
+                        }
                     }
                 }
             }
@@ -136,7 +154,7 @@ impl Panels {
         cpu.for_each(weight.len(), self.split(panels), |(panel, floats)| {
             let width = panel.vectors * self.lanes;
             let weight = &weight[panel.group * group_len + panel.first * along_lanes..];
-            if panel.channels < width {
+            if panel.channels < width || self.joined > 1 {
                 floats.fill(0.0);
             }
             self.each_piece(panel, |place, piece, from| {
@@ -154,7 +172,7 @@ impl Panels {
 
     /// Fills the weight, whose filters lie along the lanes, with the sum of the panels of all `parts`.
     pub(super) fn unpack_sum(&self, cpu: &Cpu, parts: &[&[f32]], weight: &mut [f32]) {
-        let filter = self.depth * self.taps;
+        let filter = self.depth / self.joined * self.taps;
         let panel_filters = filter * self.most * self.lanes;
         let targets =
             weight.chunks_mut(filter * self.width).flat_map(|group| group.chunks_mut(panel_filters));

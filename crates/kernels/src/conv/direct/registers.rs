@@ -13,6 +13,16 @@ pub(super) fn fitting(isa: Isa, channels: usize) -> Isa {
     }
 }
 
+/// How many groups of so many channels along the lanes are taken as one: as many as one vector holds.
+///
+/// Zeros are multiplied where two of them meet, which costs nothing, as a product fills its vector only so. A vector of AVX-512
+/// is filled if `wide`, with twice the products: for groups of 8 channels, which fill one of AVX2, that pays rarely.
+pub(super) fn joined(isa: Isa, groups: usize, channels: usize, wide: bool) -> usize {
+    let lanes = simd::lanes(isa);
+    let lanes = if wide { lanes } else { lanes.min(simd::lanes(Isa::Avx2)) };
+    (1..=lanes / channels).rev().find(|&joined| groups.is_multiple_of(joined)).unwrap_or(1)
+}
+
 /// Vectors of a register block, at most.
 ///
 /// Of blocks that fill the registers, those nearest to a square load least for each product; and few rows stay apart in the

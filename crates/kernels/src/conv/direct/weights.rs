@@ -6,7 +6,7 @@ use pulp::{Simd, WithSimd};
 
 use super::geometry::{Lattice, Pair, Phase};
 use super::panels::{Panel, Panels};
-use super::registers::{by_block, even_parts, fitting, last_mask, most_rows};
+use super::registers::{by_block, even_parts, fitting, joined, last_mask, most_rows};
 use super::slab::{Reading, prefetch};
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
@@ -61,8 +61,11 @@ pub(super) struct WeightSums {
 
 impl WeightSums {
     pub(super) fn new(problem: &ConvProblem, cpu: &Cpu) -> Self {
-        let isa = fitting(cpu.isa(), problem.group_out_channels());
-        let panels = Panels::of_outputs(problem, simd::lanes(isa), MOST_VECTORS);
+        let across = problem.group_out_channels();
+        let joined = joined(cpu.isa(), problem.groups, across, false);
+        let isa = fitting(cpu.isa(), across * joined);
+        let panels = Panels::of_outputs(problem, simd::lanes(isa), MOST_VECTORS).joining(joined);
+        let problem = &problem.with_groups(panels.groups);
         let axes = [&problem.height, &problem.width];
         let output = axes.map(|axis| axis.output());
         let pixels = problem.batch * output.iter().product::<usize>();
