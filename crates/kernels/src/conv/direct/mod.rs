@@ -50,7 +50,7 @@ impl ConvAlgorithm for Direct {
     }
 
     fn revision(&self) -> u32 {
-        6
+        7
     }
 
     fn formats(&self) -> &'static [MemoryFormat] {

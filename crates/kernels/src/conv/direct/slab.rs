@@ -21,7 +21,7 @@ const GROUP: usize = 8 * 1024;
 /// Floats of half a common L2 cache.
 const HALF: usize = 128 * 1024;
 /// Channels of a group, at least, that are copied in any case.
-const LEAST_DEPTH: usize = 32;
+const LEAST_DEPTH: usize = 8;
 /// How many pixels before they are copied they are asked for.
 const AHEAD: usize = 12;
 
@@ -145,8 +145,15 @@ impl Places<'_> {
     }
 
     /// The groups that are worked on together, multiples of `unit`: each time they are first to be loaded.
+    ///
+    /// If possible those whose channels share cache lines, so that each line is read once.
     pub(super) fn groups(&self, groups: Range<usize>, unit: usize) -> impl Iterator<Item = Range<usize>> {
         let most = self.slab.map_or(groups.len(), |(_, most)| most);
+        let sharing = (LINE / self.reading.depth).max(1);
+        let possible = LINE.is_multiple_of(self.reading.depth)
+            && sharing.is_multiple_of(unit)
+            && groups.len().is_multiple_of(sharing);
+        let unit = if possible && sharing <= most { sharing } else { unit };
         super::registers::even_parts(groups.len() / unit, (most / unit).max(1))
             .map(move |part| groups.start + part.start * unit..groups.start + part.end * unit)
     }
