@@ -8,29 +8,41 @@ use crate::stream::prefetch_to_l2;
 /// Output pixels that share the loads of weights and inputs.
 pub(super) const BLOCK: usize = 8;
 
-/// What one kernel element reads in one row.
-pub(super) struct RowTap {
-    /// Channel 0 of the pixel that output 0 reads; may lie outside the row.
-    pub(super) source: *const f32,
-    /// The column of that pixel.
-    column: isize,
-    /// Place of the kernel element in taps x channels.
-    pub(super) place: usize,
+/// A row of the kernel, and the row of the source that it reads.
+struct KernelRow {
+    /// Channel 0 of the source row's first pixel.
+    source: *const f32,
+    /// Its place in taps x channels.
+    place: usize,
+}
+
+/// A column of the kernel.
+struct KernelColumn {
+    /// The pixel that output 0 reads; may lie outside the row.
+    offset: isize,
+    /// Its place from that of its row.
+    place: usize,
 }
 
 /// One phase of one row of outputs.
 pub(super) struct Line<'a> {
     pub(super) phase: &'a Phase,
-    /// Floats from one output of the phase to the next in the source, and in the output.
-    pub(super) steps: [usize; 2],
-    pub(super) taps: &'a [RowTap],
+    rows: &'a [KernelRow],
+    columns: &'a [KernelColumn],
+    channels: usize,
+    /// Pixels of a source row, and those from what one output reads to what the next does.
+    source: usize,
+    scale: usize,
+    /// Floats from one output of the phase to the next.
+    pub(super) output_step: usize,
 }
 
-/// Buffers for the taps of a row and for the inputs of a block at an edge.
+/// Buffers for what a row reads and for the inputs of a block at an edge.
 #[derive(Default)]
 pub(super) struct Scratch {
-    taps: Vec<RowTap>,
-    inputs: Vec<[*const f32; BLOCK]>,
+    rows: Vec<KernelRow>,
+    columns: Vec<KernelColumn>,
+    inputs: Vec<*const f32>,
 }
 
 /// Where a block lies: outputs from `q` on, one vector of channels from `channel` on.
@@ -40,18 +52,24 @@ pub(super) struct Place<'a, M> {
     pub(super) channel: usize,
     /// The channels that exist.
     pub(super) mask: MemMask<M>,
-    /// Channel 0 of what each tap reads, if the block is at an edge.
-    pub(super) inputs: &'a [[*const f32; BLOCK]],
+    /// Channel 0 of each kernel row's inputs, if the block is at an edge.
+    inputs: &'a [*const f32],
 }
 
 /// What is done for each block of a row.
 pub(super) trait BlockKernel {
+    /// Kernel columns that share inputs, at most, with 16 registers: with more the compiler stores some and reads them again.
+    const MOST_TAPS: usize;
+
     /// EDGE: inputs are those listed, and outputs may be missing. MASKED: channels may be missing.
+    ///
+    /// TAPS: so many kernel columns, which read pixels next to each other, so that outputs share some of a block's INPUTS of each
+    /// source row. Both are 0 for kernels of other widths, where that is not known or not so.
     ///
     /// # Safety
     /// The mask's channels exist, all lanes if not MASKED. If not EDGE, the BLOCK outputs exist and read inside the row
     /// through every tap.
-    unsafe fn block<S: Simd, const EDGE: bool, const MASKED: bool>(
+    unsafe fn block<S: Simd, const EDGE: bool, const MASKED: bool, const TAPS: usize, const INPUTS: usize>(
         &mut self,
         simd: S,
         line: &Line<'_>,
@@ -60,106 +78,176 @@ pub(super) trait BlockKernel {
 }
 
 /// Runs `kernel` for all blocks of a phase of output row `row` of an image; pixels outside read as `zeros`.
-///
-/// Meanwhile it prefetches what the next row is the first to read, and what follows `next`, if anything: blocks touch too many
-/// places at once for the hardware to see that, by and by, all of memory is read in order.
 #[inline(always)]
-pub(super) fn each_block<S: Simd>(
+pub(super) fn each_block<S: Simd, K: BlockKernel>(
     simd: S,
-    Scratch { taps, inputs }: &mut Scratch,
+    Scratch { rows, columns, inputs: list }: &mut Scratch,
     [height, width]: &[Gather; 2],
     (row, phase): (usize, &Phase),
     (image, zeros): (&[f32], &[f32]),
     next: Option<*const f32>,
-    kernel: &mut impl BlockKernel,
+    kernel: &mut K,
 ) {
     let channels = zeros.len();
-    let (rows, q) = height.phase(row);
-    taps.clear();
+    let row_len = width.source * channels;
+    let (vertical, q) = height.phase(row);
+    rows.clear();
     let mut below = 0;
-    for r in &rows.taps {
+    for r in &vertical.taps {
         let Some(index) = height.source_index(q, r) else { continue };
         below = below.max(index + 1);
-        let line = image[index * width.source * channels..].as_ptr();
-        taps.extend(phase.taps.iter().map(|s| RowTap {
-            source: line.wrapping_offset(s.offset * channels as isize),
-            column: s.offset,
-            place: (r.kernel * width.kernel + s.kernel) * channels,
-        }));
+        let source = image[index * row_len..].as_ptr();
+        rows.push(KernelRow { source, place: r.kernel * width.kernel * channels });
     }
-    let steps = [width.scale * channels, width.phases.len() * channels];
-    let line = Line { phase, steps, taps };
-    let lanes = S::F32_LANES;
-    let whole = channels - channels % lanes;
-    let [all, rest] = [lanes, channels - whole].map(|lanes| simd.mask_between_m32s(0, lanes as u32));
-    let [first, end] = phase.interior;
-    // A block's share of the next rows; strides above 2 skip much of them.
-    let source_share = BLOCK * lanes * (height.scale * width.scale).min(4);
-    let mut source_ahead = image.as_ptr().wrapping_add(below * width.source * channels);
-    let mut ahead = next.unwrap_or(std::ptr::null());
-    let mut prefetch_shares = || {
-        prefetch_to_l2(source_ahead, source_share);
-        if next.is_some() {
-            prefetch_to_l2(ahead, BLOCK * lanes);
-        }
-        source_ahead = source_ahead.wrapping_add(source_share);
-        ahead = ahead.wrapping_add(BLOCK * lanes);
-    };
-    for q in (0..phase.count).step_by(BLOCK) {
-        let edge = q < first || q + BLOCK > end;
-        if edge || whole < channels {
-            inputs.clear();
-            inputs.extend(line.taps.iter().map(|tap| {
-                let mut pixels = [zeros.as_ptr(); BLOCK];
-                for (b, pixel) in pixels.iter_mut().enumerate() {
-                    let column = tap.column + ((q + b) * width.scale) as isize;
-                    if (column as usize) < width.source {
-                        *pixel = tap.source.wrapping_add((q + b) * line.steps[0]);
-                    }
-                }
-                pixels
-            }));
-        }
-        for channel in (0..whole).step_by(lanes) {
-            prefetch_shares();
-            let place = Place { q, channel, mask: all, inputs };
-            // SAFETY: all lanes lie below `whole`, and a block that is not at an edge reads inside the row.
-            unsafe {
-                if edge {
-                    kernel.block::<S, true, false>(simd, &line, place);
-                } else {
-                    kernel.block::<S, false, false>(simd, &line, place);
+    columns.clear();
+    columns.extend(phase.taps.iter().map(|s| KernelColumn { offset: s.offset, place: s.kernel * channels }));
+    let output_step = width.phases.len() * channels;
+    let line = Line { phase, rows, columns, channels, source: width.source, scale: width.scale, output_step };
+    let below = image.as_ptr().wrapping_add(below * row_len);
+    let row = Row { line, zeros, ahead: [Some(below), next] };
+    let neighbours = columns.is_sorted_by(|left, right| left.offset + 1 == right.offset);
+    let fit = S::F32_LANES == 16 || columns.len() <= K::MOST_TAPS;
+    match (if neighbours && fit { columns.len() } else { 0 }, width.scale) {
+        (2, 1) => row.each_block::<S, 2, { inputs(2, 1) }>(simd, list, kernel),
+        (3, 1) => row.each_block::<S, 3, { inputs(3, 1) }>(simd, list, kernel),
+        (5, 1) => row.each_block::<S, 5, { inputs(5, 1) }>(simd, list, kernel),
+        (7, 1) => row.each_block::<S, 7, { inputs(7, 1) }>(simd, list, kernel),
+        (3, 2) => row.each_block::<S, 3, { inputs(3, 2) }>(simd, list, kernel),
+        (5, 2) => row.each_block::<S, 5, { inputs(5, 2) }>(simd, list, kernel),
+        _ => row.each_block::<S, 0, 0>(simd, list, kernel),
+    }
+}
+
+/// Pixels of a source row that a block reads, where so many kernel columns read pixels next to each other.
+const fn inputs(taps: usize, scale: usize) -> usize {
+    (BLOCK - 1) * scale + taps
+}
+
+/// A line, and what else its blocks need.
+struct Row<'a> {
+    line: Line<'a>,
+    /// A pixel.
+    zeros: &'a [f32],
+    /// What the next row is the first to read, and to write.
+    ahead: [Option<*const f32>; 2],
+}
+
+impl Row<'_> {
+    /// Prefetches what lies ahead meanwhile: blocks touch too many places at once for the hardware to see that, by and by, all
+    /// of memory is read in order.
+    #[inline(always)]
+    fn each_block<S: Simd, const TAPS: usize, const INPUTS: usize>(
+        self,
+        simd: S,
+        inputs: &mut Vec<*const f32>,
+        kernel: &mut impl BlockKernel,
+    ) {
+        let Row { line, zeros, ahead } = self;
+        let Line { phase, channels, scale, .. } = line;
+        let lanes = S::F32_LANES;
+        let whole = channels - channels % lanes;
+        let [all, rest] = [lanes, channels - whole].map(|lanes| simd.mask_between_m32s(0, lanes as u32));
+        let [first, end] = phase.interior;
+        // A block's share of the rows ahead; strides above 2 skip much of them.
+        let shares = [BLOCK * lanes * (scale * scale).min(4), BLOCK * lanes];
+        let mut ahead = std::array::from_fn::<_, 2, _>(|i| (ahead[i], shares[i]));
+        let mut prefetch_shares = || {
+            for (ahead, share) in &mut ahead {
+                if let Some(ahead) = ahead {
+                    prefetch_to_l2(*ahead, *share);
+                    *ahead = ahead.wrapping_add(*share);
                 }
             }
-        }
-        if whole < channels {
-            // SAFETY: the mask has the channels that are left.
-            unsafe {
-                kernel.block::<S, true, true>(simd, &line, Place { q, channel: whole, mask: rest, inputs })
-            };
+        };
+        for q in (0..phase.count).step_by(BLOCK) {
+            let edge = q < first || q + BLOCK > end;
+            if edge || whole < channels {
+                inputs.clear();
+                for row in line.rows {
+                    let mut list = |first: isize, step: usize, count: usize| {
+                        inputs.extend((0..count).map(|i| {
+                            match ((q * scale + i * step) as isize + first) as usize {
+                                column if column < line.source => row.source.wrapping_add(column * channels),
+                                _ => zeros.as_ptr(),
+                            }
+                        }))
+                    };
+                    match TAPS {
+                        0 => line.columns.iter().for_each(|column| list(column.offset, scale, BLOCK)),
+                        _ => list(line.columns[0].offset, 1, INPUTS),
+                    }
+                }
+            }
+            for channel in (0..whole).step_by(lanes) {
+                prefetch_shares();
+                let place = Place { q, channel, mask: all, inputs };
+                // SAFETY: all lanes lie below `whole`, and a block that is not at an edge reads inside the row.
+                unsafe {
+                    if edge {
+                        kernel.block::<S, true, false, TAPS, INPUTS>(simd, &line, place);
+                    } else {
+                        kernel.block::<S, false, false, TAPS, INPUTS>(simd, &line, place);
+                    }
+                }
+            }
+            if whole < channels {
+                let place = Place { q, channel: whole, mask: rest, inputs };
+                // SAFETY: the mask has the channels that are left.
+                unsafe { kernel.block::<S, true, true, TAPS, INPUTS>(simd, &line, place) };
+            }
         }
     }
 }
 
-/// What tap `t` reads for output `b` of a block; `source` is what it reads for output 0, `step` apart, if all is inside.
-///
-/// # Safety
-/// As [`BlockKernel::block`]; the block has tap `t` and output `b`.
-#[inline(always)]
-pub(super) unsafe fn input<S: Simd, const EDGE: bool, const MASKED: bool>(
-    simd: S,
-    Place { channel, mask, inputs, .. }: Place<'_, S::m32s>,
-    [t, b]: [usize; 2],
-    source: *const f32,
-    step: usize,
-) -> S::f32s {
-    // SAFETY: what is listed may be read; without a list all inputs are inside.
-    unsafe {
-        let from = match EDGE {
-            true => inputs.get_unchecked(t)[b].add(channel),
-            false => source.wrapping_add(b * step),
-        };
-        load::<S, MASKED>(simd, mask, from)
+impl Line<'_> {
+    /// Calls `add(place in taps x channels, what the block's outputs read there)` for all taps.
+    ///
+    /// # Safety
+    /// As [`BlockKernel::block`].
+    #[inline(always)]
+    pub(super) unsafe fn each_tap<
+        S: Simd,
+        const EDGE: bool,
+        const MASKED: bool,
+        const TAPS: usize,
+        const INPUTS: usize,
+    >(
+        &self,
+        simd: S,
+        Place { q, channel, mask, inputs }: Place<'_, S::m32s>,
+        mut add: impl FnMut(usize, [S::f32s; BLOCK]),
+    ) {
+        let listed = if TAPS > 0 { INPUTS } else { self.columns.len() * BLOCK };
+        for (r, row) in self.rows.iter().enumerate() {
+            // What lies so many pixels from the block's place, or is listed there.
+            let input = |pixel: isize, place: usize| {
+                // SAFETY: what is listed may be read; without a list all inputs are inside.
+                unsafe {
+                    let from = match EDGE {
+                        true => *inputs.get_unchecked(r * listed + place),
+                        false => {
+                            let column = (q * self.scale) as isize + pixel;
+                            row.source.offset(column * self.channels as isize)
+                        }
+                    };
+                    load::<S, MASKED>(simd, mask, from.add(channel))
+                }
+            };
+            if TAPS > 0 {
+                // Each input once; the scale is then a constant.
+                let scale = (INPUTS - TAPS) / (BLOCK - 1);
+                let first = self.columns[0].offset;
+                let inputs: [_; INPUTS] = std::array::from_fn(|i| input(first + i as isize, i));
+                for s in 0..TAPS {
+                    add(row.place + self.columns[s].place, std::array::from_fn(|b| inputs[s + b * scale]));
+                }
+            } else {
+                for (s, column) in self.columns.iter().enumerate() {
+                    let input = |b| input(column.offset + (b * self.scale) as isize, s * BLOCK + b);
+                    add(row.place + column.place, std::array::from_fn(input));
+                }
+            }
+        }
     }
 }
 

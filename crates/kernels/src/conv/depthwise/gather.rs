@@ -11,7 +11,7 @@ pub(super) struct Tap {
 
 /// Outputs a step apart, which read through the same taps.
 pub(super) struct Phase {
-    /// Empty where a stride skips source elements: such outputs are 0.
+    /// From left to right. Empty where a stride skips source elements: such outputs are 0.
     pub(super) taps: Vec<Tap>,
     /// How many outputs there are.
     pub(super) count: usize,
@@ -20,7 +20,8 @@ pub(super) struct Phase {
 }
 
 impl Phase {
-    fn new(taps: Vec<Tap>, count: usize, source: usize, scale: usize) -> Phase {
+    fn new(mut taps: Vec<Tap>, count: usize, source: usize, scale: usize) -> Phase {
+        taps.sort_by_key(|tap| tap.offset);
         // How many outputs read below `limit` through the tap.
         let below = |limit: usize, tap: &Tap| {
             limit.checked_add_signed(-tap.offset).unwrap_or(0).div_ceil(scale).min(count)

@@ -37,7 +37,7 @@ impl ConvAlgorithm for Depthwise {
     }
 
     fn revision(&self) -> u32 {
-        2
+        3
     }
 
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {

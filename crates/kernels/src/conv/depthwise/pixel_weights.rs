@@ -2,7 +2,7 @@
 
 use pulp::{Simd, WithSimd};
 
-use super::blocks::{BLOCK, BlockKernel, Line, Place, Scratch, each_block, input, load, store};
+use super::blocks::{BLOCK, BlockKernel, Line, Place, Scratch, each_block, load, store};
 use super::gather::Gather;
 use crate::Cpu;
 use crate::conv::gemm_views::reduce_partials;
@@ -79,7 +79,7 @@ impl WithSimd for Rows<'_> {
         for row in first..end {
             let x = (&x[row / height.output * image_len..][..image_len], zeros);
             let dy = &dy[row * row_len..][..row_len];
-            let mut products = Products { dy, zeros, sums };
+            let mut products = Products { dy, sums };
             let phase = (row % height.output, &width.phases[0]);
             each_block(
                 simd,
@@ -97,49 +97,45 @@ impl WithSimd for Rows<'_> {
 /// One row of outputs.
 struct Products<'a> {
     dy: &'a [f32],
-    /// A pixel.
-    zeros: &'a [f32],
     /// Taps x channels.
     sums: &'a mut [f32],
 }
 
 impl BlockKernel for Products<'_> {
+    const MOST_TAPS: usize = 3;
+
     #[inline(always)]
-    unsafe fn block<S: Simd, const EDGE: bool, const MASKED: bool>(
+    unsafe fn block<S: Simd, const EDGE: bool, const MASKED: bool, const TAPS: usize, const INPUTS: usize>(
         &mut self,
         simd: S,
         line: &Line<'_>,
         place: Place<'_, S::m32s>,
     ) {
         let Place { q, channel, mask, .. } = place;
-        let [source_step, output_step] = line.steps;
         let mut dy = [simd.splat_f32s(0.0); BLOCK];
         for (b, dy) in dy.iter_mut().enumerate() {
-            let missing = EDGE && q + b >= line.phase.count;
-            let pixel = if missing { self.zeros } else { &self.dy[(q + b) * output_step..] };
+            if EDGE && q + b >= line.phase.count {
+                break;
+            }
+            let pixel = &self.dy[(q + b) * line.output_step + channel..];
             // SAFETY: the pixel has the mask's channels.
-            *dy = unsafe { load::<S, MASKED>(simd, mask, pixel.as_ptr().add(channel)) };
+            *dy = unsafe { load::<S, MASKED>(simd, mask, pixel.as_ptr()) };
         }
-        for (t, tap) in line.taps.iter().enumerate() {
-            let source = tap.source.wrapping_add(q * source_step + channel);
+        let add = |tap: usize, inputs: [S::f32s; BLOCK]| {
             // Two sums, for half the latency.
             let mut sums = [simd.splat_f32s(0.0); 2];
             for b in 0..BLOCK {
-                // SAFETY: this block's tap and output.
-                let x = unsafe { input::<S, EDGE, MASKED>(simd, place, [t, b], source, source_step) };
-                sums[b % 2] = simd.mul_add_f32s(x, dy[b], sums[b % 2]);
+                sums[b % 2] = simd.mul_add_f32s(inputs[b], dy[b], sums[b % 2]);
             }
-            let total = self.sums.as_mut_ptr().wrapping_add(tap.place + channel);
+            let total = self.sums.as_mut_ptr().wrapping_add(tap + channel);
             // SAFETY: every tap has the mask's channels.
             unsafe {
                 let sum = simd.add_f32s(sums[0], sums[1]);
-                store::<S, MASKED>(
-                    simd,
-                    mask,
-                    total,
-                    simd.add_f32s(load::<S, MASKED>(simd, mask, total), sum),
-                );
+                let sum = simd.add_f32s(load::<S, MASKED>(simd, mask, total), sum);
+                store::<S, MASKED>(simd, mask, total, sum);
             }
-        }
+        };
+        // SAFETY: the caller's promise.
+        unsafe { line.each_tap::<S, EDGE, MASKED, TAPS, INPUTS>(simd, place, add) };
     }
 }

@@ -2,7 +2,7 @@
 
 use pulp::{Simd, WithSimd};
 
-use super::blocks::{BLOCK, BlockKernel, Line, Place, Scratch, each_block, input, load, store};
+use super::blocks::{BLOCK, BlockKernel, Line, Place, Scratch, each_block, load, store};
 use super::gather::Gather;
 use crate::Cpu;
 use crate::conv::plan::ConvKernel;
@@ -106,33 +106,33 @@ struct Sums<'a, const STREAMS: bool> {
 }
 
 impl<const STREAMS: bool> BlockKernel for Sums<'_, STREAMS> {
+    const MOST_TAPS: usize = 7;
+
     #[inline(always)]
-    unsafe fn block<S: Simd, const EDGE: bool, const MASKED: bool>(
+    unsafe fn block<S: Simd, const EDGE: bool, const MASKED: bool, const TAPS: usize, const INPUTS: usize>(
         &mut self,
         simd: S,
         line: &Line<'_>,
         place: Place<'_, S::m32s>,
     ) {
         let Place { q, channel, mask, .. } = place;
-        let [source_step, output_step] = line.steps;
         let mut sums = [simd.splat_f32s(0.0); BLOCK];
-        for (t, tap) in line.taps.iter().enumerate() {
+        let add = |tap: usize, inputs: [S::f32s; BLOCK]| {
             // SAFETY: every tap has the mask's channels.
             let weight =
-                unsafe { load::<S, MASKED>(simd, mask, self.weights.as_ptr().add(tap.place + channel)) };
-            let source = tap.source.wrapping_add(q * source_step + channel);
-            for (b, sum) in sums.iter_mut().enumerate() {
-                // SAFETY: this block's tap and output.
-                let x = unsafe { input::<S, EDGE, MASKED>(simd, place, [t, b], source, source_step) };
-                *sum = simd.mul_add_f32s(x, weight, *sum);
+                unsafe { load::<S, MASKED>(simd, mask, self.weights.as_ptr().wrapping_add(tap + channel)) };
+            for b in 0..BLOCK {
+                sums[b] = simd.mul_add_f32s(inputs[b], weight, sums[b]);
             }
-        }
-        let output = self.output.as_mut_ptr().wrapping_add(q * output_step + channel);
+        };
+        // SAFETY: the caller's promise.
+        unsafe { line.each_tap::<S, EDGE, MASKED, TAPS, INPUTS>(simd, place, add) };
+        let output = self.output.as_mut_ptr().wrapping_add(q * line.output_step + channel);
         for (b, sum) in sums.into_iter().enumerate() {
             if EDGE && q + b >= line.phase.count {
                 break;
             }
-            let output = output.wrapping_add(b * output_step);
+            let output = output.wrapping_add(b * line.output_step);
             // SAFETY: output q + b exists, by the check or by the caller's promise; streamed pixels are whole cache lines.
             unsafe {
                 if STREAMS {
