@@ -444,6 +444,55 @@ def batch_norm_cross_case(layer_of, inputs, has, mode, options, layout):
     return {name: None if tensor is None else tensor.detach().clone() for name, tensor in result.items()}
 
 
+def batch_norm_conventions_file(seed):
+    """A convolution and a batch norm of every convention: what it takes statistics of, where eps is added, what is affine.
+
+    PyTorch's layers know one convention: others are the definition, differentiated by PyTorch. Where both can, they are
+    checked to agree. Running statistics depend on nothing but the batch, so each convention for them has one case.
+    """
+    file = GoldenFile("batch_norm_conventions", seed)
+    draws, channels, eps, momentum = file.draws("inputs"), 3, 0.3, 0.2
+    inputs = dict(x=draws.normal(3, 2, 4, 4), conv_weight=draws.normal(channels, 2, 3, 3, std=0.4))
+    inputs.update(grad_output=draws.normal(3, channels, 2, 2), weight=draws.uniform(channels, low=0.5, high=1.5))
+    inputs["weight"][-1].neg_()
+    inputs.update(bias=draws.normal(channels, std=0.5), running_mean=draws.normal(channels))
+    inputs.update(running_var=draws.uniform(channels, low=0.5, high=2.0))
+    file.add("inputs", dict(eps=eps, momentum=momentum), inputs, {})
+    wide = (1, channels, 1, 1)
+    for place in ("inside", "outside"):
+        for affine, has in BATCH_NORM_AFFINE.items():
+            for constant in (False, True):
+                leaves = {key: leaf(inputs[key]) for key in ("x", "conv_weight", "weight", "bias")}
+                gamma = leaves["weight"] if has[0] else None
+                beta = leaves["bias"] if has[1] else None
+                y = F.conv2d(leaves["x"], leaves["conv_weight"])
+                mean, variance = y.mean((0, 2, 3)), y.var((0, 2, 3), unbiased=False)
+                if constant:
+                    mean, variance = inputs["running_mean"], inputs["running_var"]
+                divisor = (variance + eps).sqrt() if place == "inside" else variance.sqrt() + eps
+                output = (y - mean.view(wide)) / divisor.view(wide)
+                output = output if gamma is None else output * gamma.view(wide)
+                output = output if beta is None else output + beta.view(wide)
+                if place == "inside":
+                    known = [inputs["running_mean"].clone(), inputs["running_var"].clone()]
+                    layer = F.batch_norm(y, *known, gamma, beta, training=not constant, eps=eps)
+                    torch.testing.assert_close(layer, output, rtol=1e-12, atol=1e-12)
+                output.backward(inputs["grad_output"])
+                result = dict(output=output, grad_x=leaves["x"].grad, grad_conv_weight=leaves["conv_weight"].grad)
+                result.update(grad_weight=gradient(gamma), grad_bias=gradient(beta))
+                attributes = dict(eps_place=place, weight=has[0], bias=has[1], constant=constant)
+                file.add(f"{place}_{affine}_{'constant' if constant else 'batch'}", attributes, {}, result)
+    y = F.conv2d(inputs["x"], inputs["conv_weight"])
+    for of in ("new", "old"):
+        for unbiased in (False, True):
+            weight = momentum if of == "new" else 1 - momentum
+            batch = dict(running_mean=y.mean((0, 2, 3)), running_var=y.var((0, 2, 3), unbiased=unbiased))
+            after = {f"{key}_after": torch.lerp(inputs[key], new, weight) for key, new in batch.items()}
+            attributes = dict(running=True, momentum_of=of, unbiased=unbiased)
+            file.add(f"running_{of}_{'unbiased' if unbiased else 'biased'}", attributes, {}, after)
+    return file
+
+
 BATCH_NORM_HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
 
 
@@ -646,6 +695,11 @@ MAX_POOL_CASES = {
     "max_ceil_mode": ((2, 2, 7, 6), "normal", dict(kernel=3, stride=2, ceil_mode=True)),
     # The last window would start inside the right padding, so PyTorch drops it even in ceil mode.
     "max_ceil_mode_drops_last": ((1, 2, 5, 5), "normal", dict(kernel=2, stride=3, padding=1, ceil_mode=True)),
+    # The only window is larger than the input: a last window need not be whole.
+    "max_ceil_mode_over_the_end": ((1, 2, 2, 3), "normal", dict(kernel=3, stride=(2, 4), ceil_mode=True)),
+    "max_ceil_mode_over_the_padding": (
+        (1, 2, 1, 3), "normal", dict(kernel=(4, 3), stride=3, padding=(1, 0), dilation=(1, 2), ceil_mode=True)
+    ),
     "max_ties": ((2, 2, 6, 6), "ties", dict(kernel=3, stride=2, padding=1)),
     "max_all_equal": ((1, 2, 4, 4), "constant", dict(kernel=2)),
     "max_nan": ((1, 2, 6, 6), "nan", dict(kernel=3, stride=2, padding=1)),
@@ -666,6 +720,13 @@ AVG_POOL_CASES = {
         dict(kernel=3, stride=2, padding=1, ceil_mode=True, count_include_pad=False),
     ),
     "avg_ceil_mode_no_padding": ((1, 2, 7, 6), "normal", dict(kernel=(2, 4), stride=(2, 3), ceil_mode=True)),
+    "avg_ceil_mode_over_the_end": ((1, 2, 2, 3), "normal", dict(kernel=3, stride=(2, 4), ceil_mode=True)),
+    "avg_ceil_mode_over_the_padding_counted": (
+        (1, 2, 1, 3), "normal", dict(kernel=(4, 5), stride=3, padding=(1, 0), ceil_mode=True)
+    ),
+    "avg_ceil_mode_over_the_padding_not_counted": (
+        (1, 2, 1, 3), "normal", dict(kernel=(4, 5), stride=3, padding=(1, 0), ceil_mode=True, count_include_pad=False)
+    ),
     "avg_whole_input": ((3, 4, 4, 3), "normal", dict(kernel=(4, 3))),
 }
 
@@ -1254,6 +1315,7 @@ FILES = {
     "conv": conv_file,
     "batch_norm": batch_norm_file,
     "batch_norm_cross": batch_norm_cross_file,
+    "batch_norm_conventions": batch_norm_conventions_file,
     "batch_norm_halves": batch_norm_halves_file,
     "batch_norm_frameworks": batch_norm_frameworks_file,
     "batch_norm_closeness": batch_norm_closeness_file,

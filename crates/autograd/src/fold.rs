@@ -13,7 +13,7 @@ use crate::{Error, MemoryFormat, Result, Tensor};
 /// For inference: both are constants.
 ///
 /// # Errors
-/// If the statistics are the batch's, which no constant can stand for; if types or sizes do not fit.
+/// If the statistics are the batch's, which no constant can stand for; if types or sizes do not fit; if eps is negative.
 pub fn fold_conv_bn2d(
     parameters: &ConvBnParameters<'_>,
     norm: &BatchNormOptions,
@@ -33,12 +33,14 @@ pub fn fold_conv_bn2d(
         let reason = format!("the statistics have {} channels, the convolution gives {channels}", mean.len());
         return Err(invalid(operation, reason));
     }
+    kernel::check_eps(operation, norm.eps)?;
     let inverse_std = kernel::inverse_std(variance, norm.eps, norm.eps_place);
     let weight = weight.in_format(MemoryFormat::Contiguous)?;
     dispatch!(weight.dtype(), T => {
         let by = kernel::Normalization {
             mean,
             inverse_std: &inverse_std,
+            inverse_root: None,
             weight: gamma.map(|gamma| gamma.data::<T>()).transpose()?,
             bias: beta.map(|beta| beta.data::<T>()).transpose()?,
             activation: kernel::Activation::Identity,

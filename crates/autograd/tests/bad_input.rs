@@ -4,10 +4,10 @@ mod common;
 
 use common::{check_refused, device, normal};
 use convoke_autograd::ops::{
-    self, BatchNormOptions, ConvBnParameters, ConvOptions, Padding, PoolOptions, Reduction, Statistics,
-    UpsampleMode,
+    self, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, EpsPlace, Keep, Padding, PoolOptions,
+    Reduction, Statistics, UpsampleMode,
 };
-use convoke_autograd::{DType, Device, MemoryFormat, Result, Tensor, no_grad};
+use convoke_autograd::{DType, Device, MemoryFormat, Result, Tensor, fold_conv_bn2d, no_grad};
 use convoke_testkit::Failures;
 
 /// The largest size there is, and one whose tensors are too large though the size itself is not.
@@ -165,6 +165,19 @@ fn constants(channels: usize) -> BatchNormOptions {
     BatchNormOptions { statistics, ..BatchNormOptions::default() }
 }
 
+/// Every eps that makes no sense, with either kind of statistics, of 3 channels, and either place.
+fn bad_eps() -> Vec<(String, BatchNormOptions)> {
+    let mut found = Vec::new();
+    for eps in [-1e-5, -1.0, f64::NEG_INFINITY, f64::NAN] {
+        for eps_place in [EpsPlace::InsideRoot, EpsPlace::OutsideRoot] {
+            for norm in [BatchNormOptions::default(), constants(3)] {
+                found.push((format!("eps is {eps}"), BatchNormOptions { eps, eps_place, ..norm }));
+            }
+        }
+    }
+    found
+}
+
 #[test]
 fn batch_norms() {
     Refusals::each("batch norms", |refusals| {
@@ -191,6 +204,10 @@ fn batch_norms() {
         refusals.check("types", &["batch_norm", "f32", "f64"], |r| {
             ops::batch_norm(&r.f32(&[4, 3]), Some(&r.tensor(&[3], DType::F64)), None, &batch)
         });
+        for (eps, norm) in bad_eps() {
+            let parts = ["batch_norm", &eps, "0 or more"];
+            refusals.check("eps", &parts, |r| ops::batch_norm(&r.f32(&[4, 3]), None, None, &norm));
+        }
     });
 }
 
@@ -217,6 +234,28 @@ fn batch_norms_after_a_convolution() {
             let parameters = ConvBnParameters { weight: &weight, bias: None, gamma: None, beta: None };
             ops::conv_bn2d(&x, &parameters, &ConvOptions::default(), &BatchNormOptions::default())
         });
+        for (eps, norm) in bad_eps() {
+            let parts = [&eps, "0 or more"];
+            refusals.check("eps", &parts, |r| run(r, None, None, norm.clone()));
+            for keep in Keep::ALL {
+                refusals.check(&format!("eps, {keep}"), &parts, |r| {
+                    let (x, weight) = (r.f32(&[2, 3, 4, 4]), r.f32(&[5, 3, 3, 3]));
+                    let parameters =
+                        ConvBnParameters { weight: &weight, bias: None, gamma: None, beta: None };
+                    let block = ConvBnBlock { norm: norm.clone(), keep, ..ConvBnBlock::default() };
+                    ops::conv_bn_block2d(&x, &parameters, &block)
+                });
+            }
+            if matches!(norm.statistics, Statistics::Constant { .. }) {
+                refusals.check("eps, folded", &parts, |r| {
+                    let weight = r.f32(&[5, 3, 3, 3]);
+                    let parameters =
+                        ConvBnParameters { weight: &weight, bias: None, gamma: None, beta: None };
+                    let statistics = constants(5).statistics;
+                    fold_conv_bn2d(&parameters, &BatchNormOptions { statistics, ..norm.clone() })
+                });
+            }
+        }
     });
 }
 

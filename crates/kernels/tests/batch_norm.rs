@@ -108,7 +108,8 @@ impl Case {
         let statistics = stats(cpu, &extent, &x).unwrap();
         let inverse_std = inverse_std(&statistics.biased_variance(), EPS, EpsPlace::InsideRoot);
         let (mean, weight, bias) = (&statistics.mean[..], Some(&weight[..]), Some(&bias[..]));
-        let by = Normalization { mean, inverse_std: &inverse_std, weight, bias, activation };
+        let by =
+            Normalization { mean, inverse_std: &inverse_std, inverse_root: None, weight, bias, activation };
         let mut y = poisoned(x.len());
         normalize(cpu, &extent, &x, &by, &mut y).unwrap();
         let mut in_place = x.clone();
@@ -354,7 +355,15 @@ fn a_constant_channel_without_eps_stays_finite() {
         let (mut y, mut dx) = (poisoned::<f32>(54), poisoned::<f32>(54));
         let (moments, inverse_std) = forward_training(&cpu, &extent, &x, &affine, &mut y).unwrap();
         assert_eq!(inverse_std[0], 0.0);
-        let by = Normalization { mean: &moments.mean, inverse_std: &inverse_std, weight, bias, activation };
+        let inverse_root = moments.inverse_root(place);
+        let by = Normalization {
+            mean: &moments.mean,
+            inverse_std: &inverse_std,
+            inverse_root: inverse_root.as_deref(),
+            weight,
+            bias,
+            activation,
+        };
         let sums = backward_training(&cpu, &extent, (&x, &dy), &by, &mut dx).unwrap();
         let (y, dx) = (contiguous(&extent, &y), contiguous(&extent, &dx));
         assert!(y[..9].iter().all(|&y| y == 0.5) && y[9..18].iter().all(|&y| y == 1.0), "{y:?}");
@@ -448,7 +457,14 @@ fn gradients_agree_with_finite_differences() {
                 let statistics = stats(&cpu, &extent, statistics_of).unwrap();
                 let inverse_std = inverse_std(&statistics.biased_variance(), EPS, EpsPlace::InsideRoot);
                 let (mean, weight, bias) = (&statistics.mean[..], Some(weight), Some(bias));
-                let by = Normalization { mean, inverse_std: &inverse_std, weight, bias, activation };
+                let by = Normalization {
+                    mean,
+                    inverse_std: &inverse_std,
+                    inverse_root: None,
+                    weight,
+                    bias,
+                    activation,
+                };
                 let mut y = poisoned(x.len());
                 normalize(&cpu, &extent, x, &by, &mut y).unwrap();
                 y.iter().zip(&dy).map(|(y, dy)| y * dy).sum()

@@ -54,6 +54,7 @@ fn a_keras_layer_unfused_and_fused() {
     let by = Normalization {
         mean: &batch.mean,
         inverse_std: &saved,
+        inverse_root: None,
         weight: None,
         bias: None,
         activation: Activation::Identity,

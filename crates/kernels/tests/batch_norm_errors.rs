@@ -6,8 +6,8 @@ mod common;
 use common::{FORMATS, check_bits, check_refused, extent};
 use convoke_kernels::Cpu;
 use convoke_kernels::batch_norm::{
-    Activation, BackwardSums, Normalization, backward_elemt, backward_elemt_in_place, backward_reduce,
-    normalize, normalize_in_place, stats,
+    Activation, Affine, BackwardSums, EpsPlace, Normalization, backward_elemt, backward_elemt_in_place,
+    backward_reduce, forward_training, normalize, normalize_in_place, stats,
 };
 use convoke_kernels::memory_format::Extent;
 use convoke_testkit::{Failures, poisoned, uniform};
@@ -19,8 +19,14 @@ fn absent_weight_and_bias_are_one_and_zero() {
     for format in FORMATS {
         let extent = extent([3, 5, 7], format);
         let activation = Activation::Identity;
-        let absent =
-            Normalization { mean: &mean, inverse_std: &inverse_std, weight: None, bias: None, activation };
+        let absent = Normalization {
+            mean: &mean,
+            inverse_std: &inverse_std,
+            inverse_root: None,
+            weight: None,
+            bias: None,
+            activation,
+        };
         let present = Normalization { weight: Some(&ones), bias: Some(&zeros), ..absent };
         let [mut a, mut b] = [poisoned::<f32>(x.len()), poisoned(x.len())];
         normalize(&cpu, &extent, &x, &absent, &mut a).unwrap();
@@ -41,6 +47,7 @@ fn wrong_lengths_are_named_and_nothing_is_written() {
         let good = Normalization {
             mean: &zeros[..3],
             inverse_std: &ones[..3],
+            inverse_root: None,
             weight: None,
             bias: None,
             activation: Activation::Identity,
@@ -48,6 +55,7 @@ fn wrong_lengths_are_named_and_nothing_is_written() {
         let bad = [
             ("the mean has 4 elements, expected 3", Normalization { mean: &zeros, ..good }),
             ("the inverse standard deviation has 2", Normalization { inverse_std: &ones[..2], ..good }),
+            ("the inverse root has 4", Normalization { inverse_root: Some(&ones), ..good }),
             ("the weight has 4", Normalization { weight: Some(&[1.0f32; 4]), ..good }),
             ("the bias has 2", Normalization { bias: Some(&[1.0f32; 2]), ..good }),
         ];
@@ -74,6 +82,17 @@ fn wrong_lengths_are_named_and_nothing_is_written() {
         check("dy has 25", &|dx| backward_elemt_in_place(&cpu, &extent, long, &good, None, dx), 24);
         check("the sums has 2", &backward(whole, whole, &good, Some((&short, 8))), 24);
         check("over no values", &backward(whole, whole, &good, Some((&sums, 0))), 24);
+        let layer = |eps| Affine {
+            weight: None,
+            bias: None,
+            eps,
+            eps_place: EpsPlace::InsideRoot,
+            activation: Activation::Identity,
+        };
+        for eps in [-1e-5, f64::NAN] {
+            let run = |y: &mut [f32]| forward_training(&cpu, &extent, whole, &layer(eps), y).map(drop);
+            check(&format!("eps is {eps}"), &run, 24);
+        }
         for (part, by) in &bad {
             check(part, &|y| normalize(&cpu, &extent, whole, by, y), 24);
             check(part, &|y| normalize_in_place(&cpu, &extent, by, y), 24);

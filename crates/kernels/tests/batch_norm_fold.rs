@@ -35,6 +35,7 @@ fn check(problem: &str, pass: Pass, [gamma, beta, had_bias]: [bool; 3]) -> Resul
     let by = Normalization {
         mean: &mean,
         inverse_std: &inverse_std,
+        inverse_root: None,
         weight: gamma.then_some(&gamma_values[..]),
         bias: beta.then_some(&beta_values[..]),
         activation: Activation::Identity,
@@ -84,6 +85,7 @@ fn what_does_not_fit_is_refused_and_nothing_changes() {
     let by = Normalization::<f64> {
         mean: &mean,
         inverse_std: &inverse_std,
+        inverse_root: None,
         weight: None,
         bias: None,
         activation: Activation::Identity,

@@ -93,6 +93,7 @@ impl<'a, T: Number> Layer<'a, T> {
         Normalization {
             mean: &saved.mean,
             inverse_std: &saved.inverse_std,
+            inverse_root: None,
             weight: self.weight.as_deref(),
             bias: self.bias.as_deref(),
             activation: if relu { Activation::Relu } else { Activation::Identity },
@@ -234,7 +235,14 @@ fn output_and_gradient<T: Number>(golden: &Case, format: MemoryFormat) -> [Vec<f
     let cpu = Cpu::single();
     let (mut y, mut dx) = (poisoned::<T>(len), poisoned::<T>(len));
     let (moments, inverse_std) = forward_training(&cpu, &extent, &x, &affine, &mut y).unwrap();
-    let by = Normalization { mean: &moments.mean, inverse_std: &inverse_std, weight, bias, activation };
+    let by = Normalization {
+        mean: &moments.mean,
+        inverse_std: &inverse_std,
+        inverse_root: None,
+        weight,
+        bias,
+        activation,
+    };
     backward_training(&cpu, &extent, (&x, &dy), &by, &mut dx).unwrap();
     [y, dx].map(|values| cast(&contiguous(&extent, &values)))
 }

@@ -25,7 +25,7 @@ impl<T: Number> Numbers<T> {
     fn by(&self) -> Normalization<'_, T> {
         let Numbers { mean, inverse_std, weight, bias, activation } = self;
         let (weight, bias) = (Some(&weight[..]), Some(&bias[..]));
-        Normalization { mean, inverse_std, weight, bias, activation: *activation }
+        Normalization { mean, inverse_std, inverse_root: None, weight, bias, activation: *activation }
     }
 
     /// Anything that may be inverted, up to its limits.
@@ -156,6 +156,7 @@ fn what_loses_digits_is_not_invertible() {
     let plain = Normalization::<f32> {
         mean: &mean,
         inverse_std: &inverse_std,
+        inverse_root: None,
         weight: None,
         bias: None,
         activation: IDENTITY,
@@ -199,8 +200,14 @@ fn slopes_are_checked_wherever_they_are_given() {
     for slope in [0.0, -0.1, f64::NAN, f64::INFINITY, 1e-60] {
         let activation = Activation::LeakyRelu { slope };
         let (mean, inverse_std) = ([0.0; 2], [1.0; 2]);
-        let by =
-            Normalization { mean: &mean, inverse_std: &inverse_std, weight: None, bias: None, activation };
+        let by = Normalization {
+            mean: &mean,
+            inverse_std: &inverse_std,
+            inverse_root: None,
+            weight: None,
+            bias: None,
+            activation,
+        };
         let layer =
             Affine { weight: None, bias: None, eps: 1e-5, eps_place: EpsPlace::InsideRoot, activation };
         let x = [0.5f32; 12];

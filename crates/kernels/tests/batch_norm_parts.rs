@@ -94,7 +94,7 @@ impl<T: Number> Layer<T> {
 
     fn by<'a>(&'a self, mean: &'a [f64], inverse_std: &'a [f64]) -> Normalization<'a, T> {
         let (weight, bias, activation) = (Some(&self.weight[..]), Some(&self.bias[..]), self.activation);
-        Normalization { mean, inverse_std, weight, bias, activation }
+        Normalization { mean, inverse_std, inverse_root: None, weight, bias, activation }
     }
 
     /// With one call for each of the four steps.

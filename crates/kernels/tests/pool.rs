@@ -266,10 +266,23 @@ fn axes(dilations: std::ops::RangeInclusive<usize>) -> impl Strategy<Value = Poo
     })
 }
 
+/// With ceil mode, an only window that runs over the padded input by less than a stride.
+fn over_the_end(dilations: std::ops::RangeInclusive<usize>) -> impl Strategy<Value = PoolAxis> {
+    (axes(dilations), 1usize..=4).prop_map(|(axis, missing)| {
+        let span = (axis.kernel - 1) * axis.dilation + 1;
+        let input = span.saturating_sub(2 * axis.padding + missing.min(axis.stride - 1)).max(1);
+        PoolAxis { input, ..axis }
+    })
+}
+
 fn layers(dilations: std::ops::RangeInclusive<usize>) -> impl Strategy<Value = Layer> {
     let channels = prop_oneof![1usize..=4, Just(17)];
-    (1usize..=3, channels, [axes(dilations.clone()), axes(dilations)], any::<bool>(), any::<bool>()).prop_map(
-        |(batch, channels, axes, ceil_mode, count_padding)| Layer {
+    let fitting = || axes(dilations.clone());
+    let floor = ([fitting(), fitting()], Just(false));
+    let either = || prop_oneof![fitting(), over_the_end(dilations.clone())];
+    let ceil = ([either(), either()], Just(true));
+    (1usize..=3, channels, prop_oneof![floor, ceil], any::<bool>()).prop_map(
+        |(batch, channels, (axes, ceil_mode), count_padding)| Layer {
             batch,
             channels,
             axes,

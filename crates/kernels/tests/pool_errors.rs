@@ -54,8 +54,8 @@ fn sizes_that_are_no_pooling_are_refused_with_the_reason() {
         ([2, 3], PoolAxis { padding: HUGE, ..good }, &["padding"]),
         (
             [2, 3],
-            PoolAxis { kernel: 9, padding: 1, ..good },
-            &["larger than the padded input", "spans 9", "has 8"],
+            PoolAxis { kernel: 11, padding: 1, ..good },
+            &["larger than the padded input by a stride", "spans 11", "has 8", "stride is 3"],
         ),
         ([2, 3], PoolAxis { dilation: 4, ..good }, &["spans 9"]),
         ([2, 3], PoolAxis { input: HUGE, ..good }, &["too large"]),

@@ -250,12 +250,14 @@ fn a_layer_can_start_anew() {
 }
 
 #[test]
-fn an_eps_that_makes_no_sense_is_refused() {
+fn numbers_that_make_no_sense_are_refused() {
     let init = init(&device(), DType::F32, 1);
     for (eps, text) in [(-1e-5, "eps is -0.00001"), (f64::NAN, "eps is NaN")] {
         let config = BatchNormConfig { eps, ..BatchNormConfig::default() };
         assert_refused(BatchNorm3d::new(&init, 3, config).map(drop), &["BatchNorm3d", text]);
     }
+    let config = BatchNormConfig { momentum: Some(f64::NAN), ..BatchNormConfig::default() };
+    assert_refused(BatchNorm3d::new(&init, 3, config).map(drop), &["BatchNorm3d", "momentum"]);
     let config = BatchNormConfig { eps: 0.0, ..BatchNormConfig::default() };
     assert!(BatchNorm3d::new(&init, 3, config).is_ok());
 }

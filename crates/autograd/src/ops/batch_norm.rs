@@ -21,7 +21,8 @@ pub enum Statistics {
     /// Those of the batches of all ranks together. Gradients flow through them, also those of the other ranks' outputs;
     /// the gradients of weight and bias are this rank's share.
     Synchronized(Arc<dyn Synchronize>),
-    /// Given ones, by channel, that gradients do not flow through: running statistics in evaluation.
+    /// Given ones, by channel, that gradients do not flow through: running statistics in evaluation. A variance of 0 with
+    /// eps 0 gives NaN.
     Constant {
         /// Mean by channel.
         mean: Arc<[f64]>,
@@ -80,7 +81,8 @@ impl Default for BatchNormOptions {
 /// gradients, and the statistics are those of the stored values.
 ///
 /// # Errors
-/// If weight, bias or statistics do not have one number a channel; if training meets one value a channel.
+/// If weight, bias or statistics do not have one number a channel; if training meets one value a channel; if eps is
+/// negative or not a number.
 pub fn batch_norm(
     x: &Tensor,
     weight: Option<&Tensor>,
@@ -162,6 +164,8 @@ pub(super) struct Normalizer {
     ranks: Option<Arc<dyn Synchronize>>,
     mean: Arc<[f64]>,
     inverse_std: Arc<[f64]>,
+    /// See [`Normalization::inverse_root`].
+    inverse_root: Option<Arc<[f64]>>,
     weight: Option<Tensor>,
     bias: Option<Tensor>,
     activation: Activation,
@@ -228,8 +232,10 @@ impl Normalizer {
         weight: Option<&Tensor>,
         bias: Option<&Tensor>,
     ) -> Normalizer {
+        let inverse_root = moments.as_ref().and_then(|moments| moments.inverse_root(options.eps_place));
         Normalizer {
             moments,
+            inverse_root: inverse_root.map(Arc::from),
             ranks: match &options.statistics {
                 Statistics::Synchronized(ranks) => Some(ranks.clone()),
                 _ => None,
@@ -300,6 +306,7 @@ impl Normalizer {
     pub(super) fn centering(&self) -> Normalizer {
         Normalizer {
             inverse_std: vec![1.0; self.mean.len()].into(),
+            inverse_root: None,
             weight: None,
             bias: None,
             activation: Activation::Identity,
@@ -321,6 +328,7 @@ impl Normalizer {
         Ok(Normalization {
             mean: &self.mean,
             inverse_std: &self.inverse_std,
+            inverse_root: self.inverse_root.as_deref(),
             weight: self.weight.as_ref().map(|weight| weight.data::<T>()).transpose()?,
             bias: self.bias.as_ref().map(|bias| bias.data::<T>()).transpose()?,
             activation: self.activation,
@@ -455,6 +463,7 @@ fn check(
     bias: Option<&Tensor>,
 ) -> Result<Extent> {
     let extent = x.extent(operation)?;
+    kernel::check_eps(operation, options.eps)?;
     let operands: Vec<&Tensor> = [Some(x), weight, bias].into_iter().flatten().collect();
     same_dtype(operation, &operands)?;
     check_vector(operation, "the weight", weight, extent.channels)?;

@@ -1,9 +1,10 @@
 //! Every operation with problems to check its gradients on. A new operation needs a line in [`OPERATIONS`].
 
 use convoke_autograd::ops::{
-    Activation, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, Keep, Padding, PoolOptions,
-    Reduction, Statistics, UpsampleMode, activate, avg_pool2d, batch_norm, concat, conv_bn_block2d,
-    conv_bn2d, conv2d, cross_entropy, dropout, linear, log_softmax, max_pool2d, nll_loss, upsample2d,
+    Activation, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, EpsPlace, Keep, Padding,
+    PoolOptions, Reduction, Statistics, UpsampleMode, activate, avg_pool2d, batch_norm, concat,
+    conv_bn_block2d, conv_bn2d, conv2d, cross_entropy, dropout, linear, log_softmax, max_pool2d, nll_loss,
+    upsample2d,
 };
 use convoke_autograd::{DType, Device, MemoryFormat, Result, Tensor};
 use convoke_testkit::Random;
@@ -91,6 +92,40 @@ struct Draw {
 
 /// No ReLU is checked nearer to its kink: a step of a difference, 1e-5 at most, must not cross it.
 const RELU_MARGIN: f64 = 1e-4;
+/// By how much the largest value of a window leads, so that no step of a difference changes which one that is: steps of large
+/// inputs move an output by up to 5e-4.
+const WINNER_MARGIN: [f64; 2] = [1e-4, 1e-3];
+
+fn is_away_from_zero(values: &Tensor) -> bool {
+    values.to_vec::<f64>().unwrap().iter().all(|value| value.abs() > RELU_MARGIN)
+}
+
+/// Whether the largest value of each window of an N x C x H x W tensor leads by `margin`.
+fn has_clear_winners(values: &Tensor, pool: &PoolOptions, margin: f64) -> bool {
+    let &[batch, channels, height, width] = values.shape() else { panic!("4D") };
+    let (elements, planes) = (values.to_vec::<f64>().unwrap(), batch * channels);
+    let outputs = max_pool2d(values, pool).unwrap().shape()[2..].to_vec();
+    let elements = &elements[..];
+    let window = |plane: usize, output: [usize; 2]| {
+        let place = |axis: usize, tap: usize, size: usize| {
+            let place = output[axis] * pool.stride[axis] + tap * pool.dilation[axis];
+            place.checked_sub(pool.padding[axis]).filter(|&place| place < size)
+        };
+        let rows: Vec<usize> = (0..pool.kernel[0]).filter_map(|tap| place(0, tap, height)).collect();
+        let columns: Vec<usize> = (0..pool.kernel[1]).filter_map(|tap| place(1, tap, width)).collect();
+        let columns = &columns[..];
+        let row =
+            |row: usize| columns.iter().map(move |column| elements[(plane * height + row) * width + column]);
+        rows.into_iter().flat_map(row).collect::<Vec<_>>()
+    };
+    (0..planes).all(|plane| {
+        (0..outputs[0] * outputs[1]).all(|output| {
+            let mut values = window(plane, [output / outputs[1], output % outputs[1]]);
+            values.sort_by(f64::total_cmp);
+            values.len() < 2 || values[values.len() - 1] - values[values.len() - 2] > margin
+        })
+    })
+}
 
 impl Draw {
     fn add(
@@ -137,20 +172,23 @@ impl Draw {
             .collect()
     }
 
+    /// Draws inputs until `fit` takes them.
+    fn until(
+        &mut self,
+        mut inputs: impl FnMut(&mut Draw) -> Vec<Tensor>,
+        fit: impl Fn(&[Tensor]) -> bool,
+    ) -> Vec<Tensor> {
+        let drawn = (0..1000).map(|_| inputs(self)).find(|inputs| fit(inputs));
+        drawn.expect("some inputs keep every value away from kinks")
+    }
+
     /// Draws inputs until `before_relu` of them lies away from zero everywhere.
     fn away_from_zero(
         &mut self,
-        mut inputs: impl FnMut(&mut Draw) -> Vec<Tensor>,
+        inputs: impl FnMut(&mut Draw) -> Vec<Tensor>,
         before_relu: &Call,
     ) -> Vec<Tensor> {
-        for _ in 0..1000 {
-            let inputs = inputs(self);
-            let values: Vec<f64> = before_relu(&inputs).unwrap().to_vec().unwrap();
-            if values.iter().all(|value| value.abs() > RELU_MARGIN) {
-                return inputs;
-            }
-        }
-        panic!("no inputs keep every value away from zero");
+        self.until(inputs, |inputs| is_away_from_zero(&before_relu(inputs).unwrap()))
     }
 
     /// Constant statistics for `channels` channels.
@@ -269,30 +307,39 @@ fn concat_cases(draw: &mut Draw) {
     draw.add("with itself", vec![x], |inputs| concat(&[&inputs[0], &inputs[0]]));
 }
 
-/// Adds `function` at random inputs of `shapes`; with `relu` where no value before it lies near zero.
+/// Adds `function` at random inputs of `shapes` that `fit` takes; with an activation where no value before it lies near zero.
 fn add_normalized(
     draw: &mut Draw,
     name: String,
     shapes: &[Vec<usize>],
     options: BatchNormOptions,
-    function: impl Fn(&[Tensor], &BatchNormOptions) -> Result<Tensor> + Clone + 'static,
+    (function, fit): (
+        impl Fn(&[Tensor], &BatchNormOptions) -> Result<Tensor> + 'static,
+        impl Fn(&[Tensor], &BatchNormOptions) -> bool,
+    ),
 ) {
     let inputs = |draw: &mut Draw| shapes.iter().map(|shape| draw.normal(shape)).collect();
     let identity = BatchNormOptions { activation: Activation::Identity, ..options.clone() };
-    let inputs = match options.activation {
-        Activation::Identity => inputs(draw),
-        Activation::Relu | Activation::LeakyRelu { .. } => {
-            let function = function.clone();
-            draw.away_from_zero(inputs, &move |inputs: &[Tensor]| function(inputs, &identity))
-        }
-    };
+    let smooth = options.activation == Activation::Identity;
+    let inputs = draw.until(inputs, |inputs| {
+        fit(inputs, &identity) && (smooth || is_away_from_zero(&function(inputs, &identity).unwrap()))
+    });
     draw.add(name, inputs, move |inputs| function(inputs, &options));
 }
 
-fn norm_options(draw: &mut Draw, channels: usize, relu: bool, constant: bool) -> BatchNormOptions {
-    let statistics = if constant { draw.constant_statistics(channels) } else { Statistics::Batch };
-    let activation = if relu { Activation::Relu } else { Activation::Identity };
-    BatchNormOptions { statistics, eps: 1e-2, activation, ..BatchNormOptions::default() }
+/// Where there are no kinks but the activation's.
+fn anywhere(_: &[Tensor], _: &BatchNormOptions) -> bool {
+    true
+}
+
+/// With an eps large enough that its place counts.
+fn norm_options(draw: &mut Draw, channels: usize, [relu, constant, outside]: [bool; 3]) -> BatchNormOptions {
+    BatchNormOptions {
+        statistics: if constant { draw.constant_statistics(channels) } else { Statistics::Batch },
+        eps: 0.1,
+        eps_place: if outside { EpsPlace::OutsideRoot } else { EpsPlace::InsideRoot },
+        activation: if relu { Activation::Relu } else { Activation::Identity },
+    }
 }
 
 fn batch_norm_cases(draw: &mut Draw) {
@@ -300,19 +347,21 @@ fn batch_norm_cases(draw: &mut Draw) {
         Size::Small => &[&[5, 3], &[3, 2, 4], &[2, 3, 3, 2], &[2, 2, 2, 3, 2], &[4, 1, 3, 1]],
         Size::Large => &[&[3, 6, 32, 32]],
     };
-    for (shape, [weight, bias, relu, constant]) in
+    for (shape, [weight, bias, relu, constant, outside]) in
         shapes.iter().flat_map(|shape| all_flags().map(move |flags| (shape, flags)))
     {
-        let name = format!("{shape:?} weight {weight} bias {bias} relu {relu} constant {constant}");
-        let options = norm_options(draw, shape[1], relu, constant);
+        let flags = format!("relu {relu} constant {constant} eps outside {outside}");
+        let name = format!("{shape:?} weight {weight} bias {bias} {flags}");
+        let options = norm_options(draw, shape[1], [relu, constant, outside]);
         let mut shapes = vec![shape.to_vec()];
         shapes.extend(std::iter::repeat_n(vec![shape[1]], usize::from(weight) + usize::from(bias)));
-        add_normalized(draw, name, &shapes, options, move |inputs, options| {
+        let function = move |inputs: &[Tensor], options: &BatchNormOptions| {
             let mut rest = inputs[1..].iter();
             let weight = weight.then(|| rest.next().unwrap());
             let bias = bias.then(|| rest.next().unwrap());
             Ok(batch_norm(&inputs[0], weight, bias, options)?.0)
-        });
+        };
+        add_normalized(draw, name, &shapes, options, (function, anywhere));
     }
 }
 
@@ -324,48 +373,80 @@ enum Follows {
     Pool(PoolOptions),
 }
 
-/// Every way to keep, with everything that may follow. Rounding to bf16 has no gradient to check.
+/// A block of [`conv_bn_block2d`], but for its batch norm's options.
+#[derive(Clone, Copy)]
+struct Block {
+    x: [usize; 4],
+    weight: [usize; 4],
+    /// Whether there are a bias, a gamma and a beta.
+    has: [bool; 3],
+    convolution: ConvOptions,
+    follows: Follows,
+    keep: Keep,
+}
+
+/// Adds a block, unless its output is too small for what follows.
+fn add_block(draw: &mut Draw, name: String, block: Block, options: BatchNormOptions) {
+    let Block { x, weight, has, convolution, follows, keep } = block;
+    let zeros = |shape: &[usize]| Tensor::zeros(&draw.device, shape, DType::F64).unwrap();
+    let output = conv2d(&zeros(&x), &zeros(&weight), None, &convolution).unwrap().shape().to_vec();
+    if follows != Follows::Nothing && output[2..].iter().any(|&size| size < 2) {
+        return;
+    }
+    let mut shapes = vec![x.to_vec(), weight.to_vec()];
+    shapes.extend(std::iter::repeat_n(vec![weight[0]], has.iter().filter(|&&has| has).count()));
+    shapes.extend((follows == Follows::Residual).then_some(output));
+    let margin = WINNER_MARGIN[usize::from(draw.is_large())];
+    let function = move |inputs: &[Tensor], options: &BatchNormOptions, pool: Option<PoolOptions>| {
+        let mut rest = inputs[2..].iter();
+        let [bias, gamma, beta] = has.map(|has| has.then(|| rest.next().unwrap()));
+        let block = ConvBnBlock {
+            convolution,
+            norm: options.clone(),
+            residual: (follows == Follows::Residual).then(|| rest.next().unwrap()),
+            pool,
+            keep,
+        };
+        let parameters = ConvBnParameters { weight: &inputs[1], bias, gamma, beta };
+        Ok(conv_bn_block2d(&inputs[0], &parameters, &block)?.0)
+    };
+    let pool = if let Follows::Pool(pool) = follows { Some(pool) } else { None };
+    let fit = |inputs: &[Tensor], identity: &BatchNormOptions| {
+        pool.is_none_or(|pool| has_clear_winners(&function(inputs, identity, None).unwrap(), &pool, margin))
+    };
+    let pooled = move |inputs: &[Tensor], options: &BatchNormOptions| function(inputs, options, pool);
+    add_normalized(draw, name, &shapes, options, (pooled, fit));
+}
+
+/// Every way to keep, with everything that may follow. [`Keep::Compact`] is exact in f64.
 fn conv_bn_block2d_cases(draw: &mut Draw) {
     let overlapping = PoolOptions { stride: [2, 1], padding: [1, 1], ..PoolOptions::new(3) };
     let follows =
         [Follows::Nothing, Follows::Residual, Follows::Pool(PoolOptions::new(2)), Follows::Pool(overlapping)];
-    let keeps = Keep::ALL.into_iter().filter(|&keep| keep != Keep::Compact);
-    let cases: Vec<_> = keeps.flat_map(|keep| follows.map(|follows| (keep, follows))).collect();
+    let cases: Vec<_> =
+        Keep::ALL.into_iter().flat_map(|keep| follows.map(|follows| (keep, follows))).collect();
     let count = if draw.size == Size::Small { 3 } else { 1 };
     for (name, x, weight, bias, convolution) in convolutions(draw.size).into_iter().take(count) {
         for (&(keep, follows), relu) in cases.iter().flat_map(|case| [false, true].map(|relu| (case, relu))) {
-            let options = norm_options(draw, weight[0], relu, false);
-            let channels = vec![weight[0]];
-            let mut shapes = vec![x.to_vec(), weight.to_vec(), channels.clone(), channels.clone()];
-            shapes.extend(bias.then_some(channels));
-            let output = conv2d(
-                &Tensor::zeros(&draw.device, &x, DType::F64).unwrap(),
-                &Tensor::zeros(&draw.device, &weight, DType::F64).unwrap(),
-                None,
-                &convolution,
-            );
-            let output = output.unwrap().shape().to_vec();
-            if follows != Follows::Nothing && output[2..].iter().any(|&size| size < 2) {
-                continue;
-            }
-            shapes.extend((follows == Follows::Residual).then_some(output));
-            let name = format!("{name}, {keep}, {follows:?}, relu {relu}");
-            add_normalized(draw, name, &shapes, options, move |inputs, options| {
-                let parameters = ConvBnParameters {
-                    weight: &inputs[1],
-                    bias: bias.then(|| &inputs[4]),
-                    gamma: Some(&inputs[2]),
-                    beta: Some(&inputs[3]),
-                };
-                let block = ConvBnBlock {
-                    convolution,
-                    norm: options.clone(),
-                    residual: (follows == Follows::Residual).then(|| inputs.last().unwrap()),
-                    pool: if let Follows::Pool(pool) = follows { Some(pool) } else { None },
-                    keep,
-                };
-                Ok(conv_bn_block2d(&inputs[0], &parameters, &block)?.0)
-            });
+            let options = norm_options(draw, weight[0], [relu, false, false]);
+            let block = Block { x, weight, has: [bias, true, true], convolution, follows, keep };
+            add_block(draw, format!("{name}, {keep}, {follows:?}, relu {relu}"), block, options);
+        }
+    }
+    if draw.is_large() {
+        return;
+    }
+    // Every combination of options, on the smallest convolution that has windows to pool.
+    let (x, weight, convolution) = ([2, 1, 3, 3], [2, 1, 2, 2], ConvOptions::default());
+    let activations = [Activation::Identity, Activation::Relu, Activation::LeakyRelu { slope: 0.3 }];
+    for (&(keep, follows), activation) in cases.iter().flat_map(|case| activations.map(|kind| (case, kind))) {
+        for [bias, gamma, beta, constant, outside] in all_flags() {
+            let options = norm_options(draw, 2, [false, constant, outside]);
+            let options = BatchNormOptions { activation, ..options };
+            let has = [bias, gamma, beta];
+            let flags = format!("bias, gamma, beta {has:?} constant {constant} eps outside {outside}");
+            let block = Block { x, weight, has, convolution, follows, keep };
+            add_block(draw, format!("{keep}, {follows:?}, {activation:?}, {flags}"), block, options);
         }
     }
 }
@@ -378,20 +459,22 @@ fn conv_bn2d_cases(draw: &mut Draw) {
         let case = ("flags", [3, 2, 4, 3], [3, 2, 2, 2], true, ConvOptions::default());
         problems.extend(all_flags().filter(|&has| has != full).map(|has| (case, has)));
     }
-    for ((case, has), [relu, constant]) in
+    for ((case, has), [relu, constant, outside]) in
         problems.iter().flat_map(|problem| all_flags().map(move |flags| (*problem, flags)))
     {
         let (name, x, weight, _, convolution) = case;
-        let name = format!("{name}, bias, gamma, beta {has:?} relu {relu} constant {constant}");
-        let options = norm_options(draw, weight[0], relu, constant);
+        let flags = format!("relu {relu} constant {constant} eps outside {outside}");
+        let name = format!("{name}, bias, gamma, beta {has:?} {flags}");
+        let options = norm_options(draw, weight[0], [relu, constant, outside]);
         let mut shapes = vec![x.to_vec(), weight.to_vec()];
         shapes.extend(std::iter::repeat_n(vec![weight[0]], has.iter().filter(|&&has| has).count()));
-        add_normalized(draw, name, &shapes, options, move |inputs, options| {
+        let function = move |inputs: &[Tensor], options: &BatchNormOptions| {
             let mut rest = inputs[2..].iter();
             let [bias, gamma, beta] = has.map(|has| has.then(|| rest.next().unwrap()));
             let parameters = ConvBnParameters { weight: &inputs[1], bias, gamma, beta };
             Ok(conv_bn2d(&inputs[0], &parameters, &convolution, options)?.0)
-        });
+        };
+        add_normalized(draw, name, &shapes, options, (function, anywhere));
     }
 }
 

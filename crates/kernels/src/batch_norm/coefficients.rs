@@ -21,12 +21,11 @@ pub(super) struct Coefficients<T> {
     pub(super) scale: Buffer<T>,
     /// beta less the mean's rest.
     pub(super) shift: Buffer<T>,
-    /// mean(g).
+    /// mean(g), less what the slope takes off for the mean's rest.
     pub(super) mean_g: Buffer<T>,
-    /// gamma * inverse_std^3 * mean(g (x - mean)).
+    /// inverse_std * inverse_root * mean(g (x - mean)): without the scale it has about the size of g / x, so that it fits
+    /// the element type where dx does.
     pub(super) slope: Buffer<T>,
-    /// The slope times the mean's rest.
-    pub(super) offset: Buffer<T>,
 }
 
 /// One channel's coefficients.
@@ -37,7 +36,6 @@ pub(super) struct Channel<T> {
     pub(super) shift: T,
     pub(super) mean_g: T,
     pub(super) slope: T,
-    pub(super) offset: T,
 }
 
 impl<T: Element> Channel<T> {
@@ -58,7 +56,7 @@ impl<T: Element> Channel<T> {
         if constant {
             g * self.scale
         } else {
-            (g - self.mean_g).mul_add(self.scale, (x - self.mean).mul_add(-self.slope, self.offset))
+            (x - self.mean).mul_add(-self.slope, g - self.mean_g) * self.scale
         }
     }
 }
@@ -119,11 +117,11 @@ impl<T: Element> Coefficients<T> {
             shift: zeros(),
             mean_g: zeros(),
             slope: zeros(),
-            offset: zeros(),
         };
         for channel in 0..channels {
             c.mean[channel] = T::of(by.mean[channel]);
             let (scale, inverse_std) = (by.scale(channel), by.inverse_std[channel]);
+            let inverse_root = by.inverse_root.map_or(inverse_std, |inverse_root| inverse_root[channel]);
             let mut rest = by.mean[channel] - c.mean[channel].f64();
             // Where the mean is small, subtracting it first costs more digits than it saves. Without a rest it stays: the
             // channel may be constant, and then x - mean is 0.
@@ -136,10 +134,10 @@ impl<T: Element> Coefficients<T> {
             c.shift[channel] = T::of(if rest == 0.0 { beta } else { beta - rest * scale });
             if let Some((BackwardSums { g, g_centered }, count)) = sums {
                 let count = count as f64;
-                let slope = scale * inverse_std * inverse_std * g_centered[channel] / count;
-                c.mean_g[channel] = T::of(g[channel] / count);
+                let (mean_g, slope) =
+                    (g[channel] / count, g_centered[channel] / count * inverse_std * inverse_root);
+                c.mean_g[channel] = T::of(if rest == 0.0 { mean_g } else { mean_g - rest * slope });
                 c.slope[channel] = T::of(slope);
-                c.offset[channel] = T::of(if rest == 0.0 { 0.0 } else { rest * slope });
             }
         }
         c
@@ -173,7 +171,6 @@ impl<T: Element> Coefficients<T> {
             shift: self.shift[channel],
             mean_g: self.mean_g[channel],
             slope: self.slope[channel],
-            offset: self.offset[channel],
         }
     }
 
@@ -181,7 +178,7 @@ impl<T: Element> Coefficients<T> {
     pub(super) fn repeated(mut self, times: usize) -> Self {
         if times > 1 {
             let all = [&mut self.mean, &mut self.scale, &mut self.shift];
-            for values in all.into_iter().chain([&mut self.mean_g, &mut self.slope, &mut self.offset]) {
+            for values in all.into_iter().chain([&mut self.mean_g, &mut self.slope]) {
                 *values = Buffer::repeat(values, times);
             }
         }

@@ -128,6 +128,7 @@ pub fn forward_inference<T: Element>(
     let by = Normalization {
         mean: &mean,
         inverse_std: &inverse_std,
+        inverse_root: None,
         weight: Some(scale),
         bias: Some(bias),
         activation: Activation::Identity,
@@ -175,6 +176,7 @@ pub fn backward<T: Element>(
     let by = Normalization {
         mean: &mean,
         inverse_std: &inverse_std,
+        inverse_root: None,
         weight: Some(scale),
         bias: None,
         activation: Activation::Identity,

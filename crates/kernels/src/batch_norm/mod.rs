@@ -3,9 +3,11 @@
 //! ```text
 //! forward   mean, var = stats(x)                 y  = act((x - mean) * gamma / sqrt(var + eps) + beta)
 //! backward  g = dy where act passed, else 0      dbeta = sum g       dgamma = sum g (x - mean) * inverse_std
-//!           training   dx = gamma inverse_std (g - mean(g) - (x - mean) inverse_std^2 mean(g (x - mean)))
+//!           training   dx = gamma inverse_std (g - mean(g) - (x - mean) inverse_std inverse_root mean(g (x - mean)))
 //!           evaluation dx = gamma inverse_std g
 //! ```
+//! `inverse_root`, the inverse of the root itself, is `inverse_std` but where eps is added outside the root: there it is
+//! 1 / sqrt(var).
 //! Statistics are sums in f64 of differences from a value near the mean, in an order that depends on the shape only:
 //! results do not change with the number of threads, nor with the tiles that a batch comes in ([`StatsInParts`]). x - mean comes first, in the element type, and what the mean's
 //! rounding left off goes into the shift, so that data of mean 1e4 and standard deviation 0.1 keeps its digits.
@@ -55,12 +57,27 @@ impl Moments {
         self.m2.iter().map(|m2| m2 / self.count as f64).collect()
     }
 
-    /// 1 / sqrt(biased variance + eps), or with eps outside the root. For no values as if their variance were 0, which keeps
-    /// NaN out of the gradients of the parameters.
+    /// 1 / sqrt(biased variance + eps), or with eps outside the root; 0 where both are 0, as in PyTorch's training: a
+    /// constant channel then becomes its bias. For no values as if their variance were 0, which keeps NaN out of the
+    /// gradients of the parameters.
     pub fn inverse_std(&self, eps: f64, place: EpsPlace) -> Vec<f64> {
-        match self.count {
-            0 => inverse_std(&self.m2, eps, place),
-            _ => inverse_std(&self.biased_variance(), eps, place),
+        let variance = if self.count == 0 { self.m2.clone() } else { self.biased_variance() };
+        let mut inverse = inverse_std(&variance, eps, place);
+        for (inverse, variance) in inverse.iter_mut().zip(variance) {
+            if variance == 0.0 && eps == 0.0 {
+                *inverse = 0.0;
+            }
+        }
+        inverse
+    }
+
+    /// 1 / sqrt(biased variance), for [`Normalization::inverse_root`]; `None` where eps is inside the root.
+    ///
+    /// 0 for a variance of 0: the root has no slope there, but x - mean is 0 for all values and moves nothing to first order.
+    pub fn inverse_root(&self, place: EpsPlace) -> Option<Vec<f64>> {
+        match place {
+            EpsPlace::InsideRoot => None,
+            EpsPlace::OutsideRoot => Some(self.inverse_std(0.0, place)),
         }
     }
 
@@ -102,6 +119,9 @@ pub struct Normalization<'a, T> {
     pub mean: &'a [f64],
     /// 1 / sqrt(variance + eps) by channel.
     pub inverse_std: &'a [f64],
+    /// 1 / sqrt(variance) by channel, where the statistics were a batch's and eps was added outside the root: see
+    /// [`Moments::inverse_root`]. Only the gradient of x needs it. If absent, the root is all of the divisor.
+    pub inverse_root: Option<&'a [f64]>,
     /// Gamma by channel; 1 if absent.
     pub weight: Option<&'a [T]>,
     /// Beta by channel; 0 if absent.
@@ -114,6 +134,7 @@ impl<T: Element> Normalization<'_, T> {
     fn check(&self, operation: &'static str, channels: usize) -> Result<()> {
         check_len(operation, "the mean", self.mean.len(), channels)?;
         check_len(operation, "the inverse standard deviation", self.inverse_std.len(), channels)?;
+        check_len(operation, "the inverse root", self.inverse_root.map_or(channels, <[f64]>::len), channels)?;
         check_len(operation, "the weight", self.weight.map_or(channels, <[T]>::len), channels)?;
         check_len(operation, "the bias", self.bias.map_or(channels, <[T]>::len), channels)?;
         self.activation.check::<T>(operation)
@@ -149,11 +170,14 @@ pub struct BackwardSums {
     pub g_centered: Vec<f64>,
 }
 
-/// 1 / sqrt(variance + eps) of each channel, or with eps outside the root; 0 where both are 0, as in PyTorch's training:
-/// a constant channel then becomes its bias.
+/// 1 / sqrt(variance + eps) of given statistics, by channel, or with eps outside the root.
+///
+/// NaN where both are 0: nothing can be scaled to a variance of 1 by constants then. PyTorch's evaluation divides by 0
+/// there and gives NaN too, or for some signs of x and the mean an infinity; it is never the bias, as in training
+/// ([`Moments::inverse_std`]), where x - mean is known to be 0.
 pub fn inverse_std(variance: &[f64], eps: f64, place: EpsPlace) -> Vec<f64> {
     let of = |variance: f64| match place {
-        _ if variance == 0.0 && eps == 0.0 => 0.0,
+        _ if variance == 0.0 && eps == 0.0 => f64::NAN,
         EpsPlace::InsideRoot => 1.0 / (variance + eps).sqrt(),
         EpsPlace::OutsideRoot => 1.0 / (variance.sqrt() + eps),
     };
@@ -263,6 +287,7 @@ pub fn forward_training<T: Element>(
 ) -> Result<(Moments, Vec<f64>)> {
     span!("batch norm", x, x, y);
     check_tensors("batch norm", extent, &[("x", x.len()), ("y", y.len())])?;
+    check_eps("batch norm", layer.eps)?;
     let inverse_std_of = |moments: &Moments| moments.inverse_std(layer.eps, layer.eps_place);
     let Affine { weight, bias, activation, .. } = *layer;
     activation.check::<T>("batch norm")?;
@@ -277,6 +302,7 @@ pub fn forward_training<T: Element>(
             Coefficients::forward(&Normalization {
                 mean: &moments.mean,
                 inverse_std: &inverse_std,
+                inverse_root: None,
                 weight: weight.map(|weight| &weight[channels.clone()]),
                 bias: bias.map(|bias| &bias[channels]),
                 activation,
@@ -288,7 +314,8 @@ pub fn forward_training<T: Element>(
     }
     let moments = stats(cpu, extent, x)?;
     let inverse_std = inverse_std_of(&moments);
-    let by = Normalization { mean: &moments.mean, inverse_std: &inverse_std, weight, bias, activation };
+    let mean = &moments.mean;
+    let by = Normalization { mean, inverse_std: &inverse_std, inverse_root: None, weight, bias, activation };
     normalize(cpu, extent, x, &by, y)?;
     Ok((moments, inverse_std))
 }
@@ -399,6 +426,7 @@ pub fn backward_training<T: Element>(
             let some = Normalization {
                 mean: &by.mean[channels.clone()],
                 inverse_std: &by.inverse_std[channels.clone()],
+                inverse_root: by.inverse_root.map(|inverse_root| &inverse_root[channels.clone()]),
                 weight: by.weight.map(|weight| &weight[channels.clone()]),
                 bias: by.bias.map(|bias| &bias[channels]),
                 activation: by.activation,
@@ -411,6 +439,17 @@ pub fn backward_training<T: Element>(
     let sums = backward_reduce(cpu, extent, x, dy, by)?;
     backward_elemt(cpu, extent, (x, dy), by, Some((&sums, count)), dx)?;
     Ok(sums)
+}
+
+/// Whether eps is 0 or more.
+///
+/// # Errors
+/// If it is negative or not a number.
+pub fn check_eps(operation: &'static str, eps: f64) -> Result<()> {
+    match eps >= 0.0 {
+        true => Ok(()),
+        false => Err(invalid(operation, format!("eps is {eps}, it must be 0 or more"))),
+    }
 }
 
 fn check_tensors(operation: &'static str, extent: &Extent, lens: &[(&'static str, usize)]) -> Result<()> {

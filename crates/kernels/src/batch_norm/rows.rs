@@ -250,7 +250,7 @@ multiversion! {
         let (mean, scale, shift) = (&c.mean[..width], &c.scale[..width], &c.shift[..width]);
         let zero = T::zero();
         let channel = |i: usize| Channel {
-            mean: mean[i], scale: scale[i], shift: shift[i], mean_g: zero, slope: zero, offset: zero,
+            mean: mean[i], scale: scale[i], shift: shift[i], mean_g: zero, slope: zero,
         };
         let in_pairs = x.len() / (2 * width) * (2 * width);
         let pairs = x[..in_pairs].chunks_exact(2 * width).zip(dy[..in_pairs].chunks_exact(2 * width));
@@ -291,7 +291,7 @@ multiversion! {
             let width = y.len();
             let (mean, scale, shift) = (&c.mean[..width], &c.scale[..width], &c.shift[..width]);
             let channel = |i: usize| Channel {
-                mean: mean[i], scale: scale[i], shift: shift[i], mean_g: zero, slope: zero, offset: zero,
+                mean: mean[i], scale: scale[i], shift: shift[i], mean_g: zero, slope: zero,
             };
             match x {
                 // Each cut in sight of the loop: with lengths that the compiler loses, the end of a row is not vectorised.
@@ -318,9 +318,9 @@ multiversion! {
             let width = dx.len();
             let dy = &dy[..width];
             let (mean, scale, shift) = (&c.mean[..width], &c.scale[..width], &c.shift[..width]);
-            let (mean_g, slope, offset) = (&c.mean_g[..width], &c.slope[..width], &c.offset[..width]);
+            let (mean_g, slope) = (&c.mean_g[..width], &c.slope[..width]);
             let channel = |i: usize| Channel {
-                mean: mean[i], scale: scale[i], shift: shift[i], mean_g: mean_g[i], slope: slope[i], offset: offset[i],
+                mean: mean[i], scale: scale[i], shift: shift[i], mean_g: mean_g[i], slope: slope[i],
             };
             match x {
                 Some(x) => {

@@ -42,11 +42,12 @@ pub struct PoolProblem {
 
 impl PoolProblem {
     /// Validates a pooling of N x C x H x W. With `ceil_mode` a last window that starts inside the input or the
-    /// padding before it counts though it runs over the end.
+    /// padding before it counts though it runs over the end, by less than a step: PyTorch's rule. So the only window may be
+    /// larger than the padded input.
     ///
     /// # Errors
-    /// A size of 0, padding above half the window, a window larger than the padded input, a tensor or a window of
-    /// more than 2^40 elements.
+    /// A size of 0, padding above half the window, windows that do not fit the padded input, a tensor or a window of more
+    /// than 2^40 elements.
     pub fn new(
         [batch, channels]: [usize; 2],
         [height, width]: [PoolAxis; 2],
@@ -127,8 +128,11 @@ impl std::fmt::Display for PoolProblem {
         if (h.dilation, w.dilation) != (1, 1) {
             write!(f, "dh{}dw{}", h.dilation - 1, w.dilation - 1)?;
         }
-        // With ceil_mode the padding after the input is another than before it.
-        let plain = |axis: &ConvAxis| ConvAxis { pad_after: axis.pad_before, ..*axis }.output();
+        // With ceil_mode the padding after the input is another than before it, and there may be no plain output.
+        let plain = |axis: &ConvAxis| {
+            let padded = axis.input + 2 * axis.pad_before;
+            padded.checked_sub(axis.kernel_span()).map_or(0, |room| room / axis.stride + 1)
+        };
         if (h.output(), w.output()) != (plain(h), plain(w)) {
             write!(f, "oh{}ow{}", h.output(), w.output())?;
         }
@@ -153,24 +157,31 @@ fn axis(name: &str, axis: &PoolAxis, ceil_mode: bool) -> Result<ConvAxis> {
     {
         return bad(format!("the {name} axis is too large: {axis:?}"));
     }
-    let mut result = ConvAxis { input, kernel, stride, pad_before: padding, pad_after: padding, dilation };
-    let span = result.kernel_span();
-    if span > input + 2 * padding {
+    let axis = ConvAxis { input, kernel, stride, pad_before: padding, pad_after: padding, dilation };
+    let (span, padded) = (axis.kernel_span(), input + 2 * padding);
+    if !ceil_mode && span > padded {
         return bad(format!(
             "the window is larger than the padded input along the {name} axis: kernel {kernel} with dilation \
-             {dilation} spans {span}, input {input} with padding {padding} on both sides has {}",
-            input + 2 * padding
+             {dilation} spans {span}, input {input} with padding {padding} on both sides has {padded}"
         ));
     }
-    if ceil_mode {
-        let mut outputs = (input + 2 * padding - span).div_ceil(stride) + 1;
-        if (outputs - 1) * stride >= input + padding {
-            outputs -= 1;
-        }
-        let read = (outputs - 1) * stride + span;
-        result.pad_after = read.saturating_sub(padding + input);
+    if !ceil_mode {
+        return Ok(axis);
     }
-    Ok(result)
+    // How many windows begin before the end, where the last may run over it by less than a step.
+    let Some(room) = (padded + stride).checked_sub(span).filter(|&room| room > 0) else {
+        return bad(format!(
+            "the window is larger than the padded input by a stride or more along the {name} axis: kernel {kernel} with \
+             dilation {dilation} spans {span}, input {input} with padding {padding} on both sides has {padded}, the \
+             stride is {stride}"
+        ));
+    };
+    let mut outputs = room.div_ceil(stride);
+    if (outputs - 1) * stride >= input + padding {
+        outputs -= 1;
+    }
+    let read = (outputs - 1) * stride + span;
+    Ok(ConvAxis { pad_after: read.saturating_sub(padding + input), ..axis })
 }
 
 /// An integer that stores which element of its window was the largest.

@@ -142,12 +142,13 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
     /// A batch norm of `channels` channels: weight 1, bias 0, running mean 0, running variance 1.
     ///
     /// # Errors
-    /// If there are no channels, or eps is negative or not a number.
+    /// If there are no channels, eps is negative or not a number, or the momentum is not a number.
     pub fn new(init: &Init, channels: usize, config: BatchNormConfig) -> Result<Self> {
         let reason = match config.eps {
             _ if channels == 0 => Some("0 channels".into()),
-            eps if eps >= 0.0 => None,
-            eps => Some(format!("eps is {eps}, it must be 0 or more")),
+            eps if eps.is_nan() || eps < 0.0 => Some(format!("eps is {eps}, it must be 0 or more")),
+            _ if config.momentum.is_some_and(f64::is_nan) => Some("the momentum is not a number".into()),
+            _ => None,
         };
         if let Some(reason) = reason {
             return Err(Error::Invalid { operation: Self::NAME, reason });

@@ -3,9 +3,10 @@
 use super::{Case, Golden, folder};
 use crate::{Failures, Tolerance, assert_close, formula_fill_around};
 
-const FILES: [&str; 13] = [
+const FILES: [&str; 14] = [
     "batch_norm",
     "batch_norm_closeness",
+    "batch_norm_conventions",
     "batch_norm_cross",
     "batch_norm_frameworks",
     "batch_norm_halves",
@@ -98,6 +99,7 @@ fn the_folder_holds_these_files_and_is_small() {
 #[test]
 fn other_batch_norm_cases_are_finite() {
     check_file("batch_norm_cross", 4 + 4 * 4 * 4, finite);
+    check_file("batch_norm_conventions", 1 + 2 * 4 * 2 + 4, finite);
     check_file("batch_norm_halves", 4, finite);
     check_file("batch_norm_frameworks", 6, |case| {
         same_shape(case, "grad_output", "x")?;
