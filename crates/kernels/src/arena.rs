@@ -27,9 +27,10 @@ pub struct Block {
     arena: Arc<Mutex<Chunks>>,
 }
 
-// SAFETY: a block is the only one that has its bytes, as a `Box` would be.
+// SAFETY: a block is the only one that has its bytes, which any thread may use, and the arena that it gives them back to is behind
+// a lock.
 unsafe impl Send for Block {}
-// SAFETY: as above; what is shared is only read.
+// SAFETY: of a shared block bytes can only be read, which any number of threads may do at once.
 unsafe impl Sync for Block {}
 
 /// Where a block lies.
@@ -73,7 +74,8 @@ impl Arena {
         let (chunk, start) = chunks.hole(lines).or_else(|| chunks.fresh(lines))?;
         let memory = chunks.all[chunk].as_mut().expect("it has this hole");
         memory.occupy(start, lines);
-        // SAFETY: `occupy` found `start..start + lines` within the chunk.
+        // SAFETY: `occupy` asserts that `start..start + lines` ends within the chunk's memory, which has `memory.len` bytes from
+        // `base` on.
         let address = unsafe { memory.memory.base.add(start) };
         Some(place(Place { chunk, start, len: lines }, address))
     }
@@ -205,7 +207,9 @@ impl Block {
 
     /// As [`Block::bytes`].
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `bytes`.
+        // SAFETY: the arena gave these bytes, which were initialised as zeros, to this block alone, and the chunk stays until the
+        // block goes: it holds the arena, which frees chunks without blocks only. The block is borrowed mutably, so that nobody
+        // has its bytes from it meanwhile.
         unsafe { std::slice::from_raw_parts_mut(self.address.as_ptr(), self.place.len) }
     }
 }
@@ -234,7 +238,7 @@ struct Memory {
     room: NonNull<[u8]>,
 }
 
-// SAFETY: it is the only owner of its bytes.
+// SAFETY: it is the only owner of its allocation, which any thread may use and free.
 unsafe impl Send for Memory {}
 
 impl Memory {
@@ -243,7 +247,8 @@ impl Memory {
         let room = bytemuck::allocation::try_zeroed_slice_box::<u8>(len.checked_add(LINE - 1)?).ok()?;
         let room = NonNull::from(Box::leak(room));
         let first = room.cast::<u8>();
-        // SAFETY: `room` has LINE - 1 bytes more than `len`, and the next line begins at most so far away.
+        // SAFETY: `room` has LINE - 1 bytes more than `len`, and the next line begins at most so many bytes from its start:
+        // `align_offset` of bytes gives that number, as no allocation is as large as it would be otherwise.
         let base = unsafe { first.add(first.as_ptr().align_offset(LINE)) };
         Some(Memory { base, len, room })
     }

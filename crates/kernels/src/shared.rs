@@ -10,9 +10,10 @@ pub(crate) struct Shared<'a, T> {
     slice: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: it only lets its holders write elements, and `part` asks them to keep to different places.
+// SAFETY: it stands for the `&mut [T]` that it was made of, which may go to another thread if `T` may.
 unsafe impl<T: Send> Send for Shared<'_, T> {}
-// SAFETY: as above.
+// SAFETY: what several threads can do with one are calls of `part` and `pointer`, which ask them to keep to different elements.
+// Each element is then used by one thread at a time, as if it had been sent there: `T: Send` is enough.
 unsafe impl<T: Send> Sync for Shared<'_, T> {}
 
 impl<'a, T> Shared<'a, T> {
@@ -20,15 +21,23 @@ impl<'a, T> Shared<'a, T> {
         Shared { start: slice.as_mut_ptr(), len: slice.len(), slice: PhantomData }
     }
 
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
     /// Elements `at..at + len`.
     ///
+    /// # Panics
+    /// If they do not lie inside.
+    ///
     /// # Safety
-    /// They lie inside, and nobody else has a reference to any of them while this one lives.
+    /// Nobody else reads or writes any of them while this reference lives.
     #[inline(always)]
     #[allow(clippy::mut_from_ref)]
     pub(crate) unsafe fn part(&self, at: usize, len: usize) -> &mut [T] {
-        debug_assert!(at + len <= self.len);
-        // SAFETY: inside the slice and not aliased, as the caller promises.
+        assert!(at <= self.len && len <= self.len - at, "elements {at} to {at} + {len} of {}", self.len);
+        // SAFETY: `at..at + len` are elements of the slice that this was made of, which is borrowed for as long as this lives,
+        // and the caller promises that nobody else uses them meanwhile.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(at), len) }
     }
 
@@ -39,7 +48,7 @@ impl<'a, T> Shared<'a, T> {
     #[inline(always)]
     pub(crate) unsafe fn pointer(&self, at: usize) -> *mut T {
         debug_assert!(at < self.len);
-        // SAFETY: inside the slice, as the caller promises.
+        // SAFETY: the caller promises that `at` is below the length of the slice that this was made of.
         unsafe { self.start.add(at) }
     }
 }

@@ -3,6 +3,8 @@
 //! An ordinary store reads the cache line that it changes. Where an output is too large to stay in a cache, that is a third
 //! of the traffic for nothing: a streaming store of a whole line does not read it.
 
+use std::marker::PhantomData;
+
 use pulp::{Simd, WithSimd};
 
 use crate::{Cpu, simd};
@@ -20,16 +22,40 @@ pub(crate) fn pays(output: &[f32], run: usize) -> bool {
     size_of_val(output) >= LARGE && run.is_multiple_of(LINE) && output.as_ptr().addr().is_multiple_of(line)
 }
 
-/// Writes a vector past the caches, where the machine can. [`fence`] must follow the last one on each thread.
+/// What a thread streams under, and what ends it: when it goes, be it in a panic, all that the thread has streamed is visible
+/// to others, as its ordinary stores are.
+pub(crate) struct Streaming(PhantomData<*mut ()>);
+
+impl Streaming {
+    pub(crate) fn begin() -> Streaming {
+        Streaming(PhantomData)
+    }
+}
+
+impl Drop for Streaming {
+    fn drop(&mut self) {
+        // SAFETY: it is an instruction of SSE, which every CPU of x86-64 has.
+        #[cfg(target_arch = "x86_64")]
+        unsafe {
+            std::arch::x86_64::_mm_sfence();
+        }
+        #[cfg(test)]
+        tests::FENCES.set(tests::FENCES.get() + 1);
+    }
+}
+
+/// Writes a vector past the caches, where the machine can.
 ///
 /// # Safety
-/// `to` is valid for a vector and aligned to its size.
+/// `to` is valid for a vector and aligned to its size. `S` is one of those that [`simd::run`] uses: where its vectors have the
+/// size of AVX's or AVX-512's, the CPU has that.
 #[inline(always)]
-pub(crate) unsafe fn store<S: Simd>(_: S, to: *mut f32, value: S::f32s) {
+pub(crate) unsafe fn store<S: Simd>(_: S, _: &Streaming, to: *mut f32, value: S::f32s) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_mm256_stream_ps, _mm512_stream_ps};
-        // SAFETY: vectors of these sizes are the ones of AVX-512 and AVX, and `to` is aligned.
+        // SAFETY: the caller promises that the CPU has these instructions where vectors have these sizes, that `to` may be
+        // written for as many bytes, and that it is aligned to them. Both sides of the transmutation are floats of that size.
         unsafe {
             match size_of::<S::f32s>() {
                 64 => return _mm512_stream_ps(to, std::mem::transmute_copy(&value)),
@@ -38,18 +64,22 @@ pub(crate) unsafe fn store<S: Simd>(_: S, to: *mut f32, value: S::f32s) {
             }
         }
     }
-    // SAFETY: as the caller says.
+    // SAFETY: the caller promises that `to` may be written for a vector.
     unsafe { to.cast::<S::f32s>().write_unaligned(value) }
 }
 
-/// Copies a cache line past the caches. [`fence`] must follow the last one on each thread.
+/// Copies a cache line past the caches.
+///
+/// # Safety
+/// `S` is one of those that [`simd::run`] uses.
 #[inline(always)]
-pub(crate) fn copy_line<S: Simd>(simd: S, from: &[f32], to: &mut [f32]) {
+pub(crate) unsafe fn copy_line<S: Simd>(simd: S, streaming: &Streaming, from: &[f32], to: &mut [f32]) {
     let line = to.as_mut_ptr();
     assert!(from.len() == LINE && to.len() == LINE && line.addr().is_multiple_of(LINE * size_of::<f32>()));
     for (v, &vector) in S::as_simd_f32s(from).0.iter().enumerate() {
-        // SAFETY: `to` is a line, and starts as one.
-        unsafe { store(simd, line.add(v * S::F32_LANES), vector) };
+        // SAFETY: vector v of `from`'s line lies as far from its start as this place from the start of `to`, which is a line
+        // as well. It starts as one, and vectors divide lines, so that each is aligned. `S` is as the caller promises.
+        unsafe { store(simd, streaming, line.add(v * S::F32_LANES), vector) };
     }
 }
 
@@ -58,16 +88,17 @@ pub(crate) fn pays_to_copy<T>(output: &[T]) -> bool {
     size_of_val(output) >= LARGE
 }
 
-/// Copies past the caches what makes whole cache lines of `to`. [`fence`] must follow the last one on each thread.
-pub(crate) fn copy<T: bytemuck::Pod>(cpu: &Cpu, from: &[T], to: &mut [T]) {
-    struct Lines<'a>(&'a [f32], &'a mut [f32]);
+/// Copies past the caches what makes whole cache lines of `to`.
+pub(crate) fn copy<T: bytemuck::Pod>(cpu: &Cpu, streaming: &Streaming, from: &[T], to: &mut [T]) {
+    struct Lines<'a>(&'a Streaming, &'a [f32], &'a mut [f32]);
     impl WithSimd for Lines<'_> {
         type Output = ();
 
         #[inline(always)]
         fn with_simd<S: Simd>(self, simd: S) {
-            for (from, to) in self.0.chunks_exact(LINE).zip(self.1.chunks_exact_mut(LINE)) {
-                copy_line(simd, from, to);
+            for (from, to) in self.1.chunks_exact(LINE).zip(self.2.chunks_exact_mut(LINE)) {
+                // SAFETY: it is `simd::run` that calls this.
+                unsafe { copy_line(simd, self.0, from, to) };
             }
         }
     }
@@ -78,16 +109,7 @@ pub(crate) fn copy<T: bytemuck::Pod>(cpu: &Cpu, from: &[T], to: &mut [T]) {
     first.copy_from_slice(first_from);
     let whole = to.len() / LINE * LINE;
     to[whole..].copy_from_slice(&from[whole..]);
-    simd::run(cpu.isa(), Lines(&from[..whole], &mut to[..whole]));
-}
-
-/// Makes what this thread has streamed visible to others, as its ordinary stores are.
-pub(crate) fn fence() {
-    // SAFETY: every CPU of x86-64 has it.
-    #[cfg(target_arch = "x86_64")]
-    unsafe {
-        std::arch::x86_64::_mm_sfence();
-    }
+    simd::run(cpu.isa(), Lines(streaming, &from[..whole], &mut to[..whole]));
 }
 
 /// Starts to fetch `len` floats into the L1 cache; the addresses may be any.
@@ -120,5 +142,70 @@ fn fetch<const L1: bool>(from: *const f32, len: usize) {
         }
         #[cfg(not(target_arch = "x86_64"))]
         let _ = line;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+    use crate::conv::{self, ConvOperands, ConvProblem, Pass};
+
+    thread_local! {
+        /// How often this thread has ended streaming.
+        pub(super) static FENCES: Cell<usize> = const { Cell::new(0) };
+    }
+
+    #[test]
+    fn a_task_that_panics_ends_its_streaming() {
+        for threads in [1, 2] {
+            let cpu = Cpu::new(threads).unwrap();
+            let (begun, ended) = (AtomicUsize::new(0), AtomicUsize::new(0));
+            let mut to = vec![0.0f32; 4 * LINE * 100];
+            let result = catch_unwind(AssertUnwindSafe(|| {
+                cpu.for_each(usize::MAX, to.chunks_mut(LINE * 100), |to| {
+                    let before = FENCES.get();
+                    begun.fetch_add(1, Ordering::Relaxed);
+                    let result = catch_unwind(AssertUnwindSafe(|| {
+                        let streaming = Streaming::begin();
+                        copy(&cpu, &streaming, &[1.0; LINE * 100], to);
+                        panic!("out of a task");
+                    }));
+                    ended.fetch_add(FENCES.get() - before, Ordering::Relaxed);
+                    std::panic::resume_unwind(result.unwrap_err());
+                });
+            }));
+            assert_eq!(result.unwrap_err().downcast_ref::<&str>(), Some(&"out of a task"));
+            assert!(begun.load(Ordering::Relaxed) >= 1);
+            assert_eq!(begun.into_inner(), ended.into_inner());
+        }
+    }
+
+    /// What streams its large outputs, and ends that; what does not stream has nothing to end.
+    #[test]
+    fn convolutions_that_stream_end_it() {
+        let cpu = Cpu::single();
+        for (algorithm, text, streams) in [
+            ("depthwise", "g16mb1ic16ih728oc16kh3ph1", true),
+            ("small-channels", "mb1ic1ih728oc16kh1", true),
+            ("direct", "mb1ic2ih728oc16kh1", true),
+            ("small-channels", "mb1ic1ih28oc16kh1", false),
+        ] {
+            let problem: ConvProblem = text.parse().unwrap();
+            let problem = problem.with(|spec| spec.format = crate::MemoryFormat::ChannelsLast).unwrap();
+            let plan = conv::algorithm(algorithm).unwrap().plan(&problem, Pass::Forward, &cpu).unwrap();
+            let (x, weight) = (vec![1.0f32; problem.input_len()], vec![1.0f32; problem.weight_len()]);
+            let mut y = vec![f32::NAN; problem.output_len() + LINE];
+            let skip = y.as_ptr().align_offset(LINE * size_of::<f32>());
+            let y = &mut y[skip..][..problem.output_len()];
+            let before = FENCES.get();
+            let mut workspace = vec![f32::NAN; plan.workspace_len()];
+            plan.run(ConvOperands::forward(&x, &weight, y), &mut workspace).unwrap();
+            assert_eq!(FENCES.get() > before, streams, "{algorithm} {text}");
+            assert!(y.iter().all(|y| !y.is_nan()), "{algorithm} {text}");
+        }
     }
 }

@@ -94,7 +94,8 @@ mod avx2 {
             let ([rows, columns], avx) = (self.size, self.simd.avx);
             let from = &self.from[row * columns + column..][..(SIDE - 1) * columns + SIDE];
             let to = &mut self.to[column * rows + row..][..(SIDE - 1) * rows + SIDE];
-            // SAFETY: `from` holds eight elements of each of eight rows.
+            // SAFETY: `from` has been cut to (SIDE - 1) * columns + SIDE elements, so that eight follow the start of each row i
+            // below SIDE, i * columns. These are as many bytes as a vector, and any bits are floats.
             let lines: [__m256; SIDE] = std::array::from_fn(|i| unsafe {
                 from.as_ptr().add(i * columns).cast::<__m256>().read_unaligned()
             });
@@ -117,7 +118,8 @@ mod avx2 {
                     [avx._mm256_permute2f128_ps::<0x20>(a, b), avx._mm256_permute2f128_ps::<0x31>(a, b)];
                 for (half, column) in columns.into_iter().enumerate() {
                     let place = (i + half * SIDE / 2) * rows;
-                    // SAFETY: `to` holds eight elements of each of eight columns.
+                    // SAFETY: `to` has been cut to (SIDE - 1) * rows + SIDE elements, so that eight follow the start of each
+                    // column below SIDE, of which `place` is one: i is below SIDE / 2 and half below 2.
                     unsafe { to.as_mut_ptr().add(place).cast::<__m256>().write_unaligned(column) };
                 }
             }

@@ -31,7 +31,7 @@ pub(super) struct Library {
 
 // SAFETY: MPI gave MPI_THREAD_MULTIPLE, with which any thread may call it, several at once too.
 unsafe impl Send for Library {}
-// SAFETY: as above.
+// SAFETY: a shared one is used by calls of MPI only, and with MPI_THREAD_MULTIPLE several threads may be in them at the same time.
 unsafe impl Sync for Library {}
 
 impl Library {
@@ -204,7 +204,7 @@ impl Drop for Receiving {
     fn drop(&mut self) {
         match self.request.take() {
             Some(request) => mem::forget(request),
-            // SAFETY: from `Box::into_raw`, and not used again.
+            // SAFETY: from `Box::into_raw`; without a request MPI does not write to it, and it is not used again.
             None => drop(Buffer::from(unsafe { Box::from_raw(self.words) })),
         }
     }

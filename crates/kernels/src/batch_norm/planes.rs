@@ -10,7 +10,8 @@ use crate::channels::LANES;
 use crate::cpu::multiversion;
 use crate::memory_format::Extent;
 use crate::shared::Shared;
-use crate::{Cpu, Element, scratch, stream};
+use crate::stream::{self, Streaming};
+use crate::{Cpu, Element, scratch};
 
 /// Tasks that all channels together are cut into, at least, where there is enough in them.
 const TASKS: usize = 64;
@@ -239,16 +240,18 @@ impl Planes {
         let whole = tile.places.len() == self.spatial;
         let run = if whole { tile.channels.len() * self.spatial } else { tile.places.len() };
         let mut staged = vec![T::zero(); if streams { run.min(STAGED) } else { 0 }];
+        let streaming = streams.then(Streaming::begin);
         let mut write = |channel: usize, start: usize, len: usize| {
-            // SAFETY: tiles have no places in common, and this is the only reference to these of this one.
+            // SAFETY: tiles of one `Planes` differ in their channels, images or places, so that they have no elements in common.
+            // Each tile is written by one task, and this reference, the only one to these elements, ends with this call.
             let out = unsafe { out.part(start, len) };
-            match streams {
-                true => {
+            match &streaming {
+                Some(streaming) => {
                     let staged = &mut staged[..len];
                     task(channel, start, staged);
-                    stream::copy(cpu, staged, out);
+                    stream::copy(cpu, streaming, staged, out);
                 }
-                false => task(channel, start, out),
+                None => task(channel, start, out),
             }
         };
         for image in tile.images.clone() {
@@ -262,9 +265,6 @@ impl Planes {
                     write(channel, place(channel) + done, STAGED.min(tile.places.len() - done));
                 }
             }
-        }
-        if streams {
-            stream::fence();
         }
     }
 

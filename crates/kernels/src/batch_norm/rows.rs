@@ -6,7 +6,8 @@ use crate::activation::{Activate, with_act};
 use crate::buffer::Buffer;
 use crate::cpu::multiversion;
 use crate::memory_format::Extent;
-use crate::{Cpu, Element, scratch, stream};
+use crate::stream::{self, Streaming};
+use crate::{Cpu, Element, scratch};
 
 /// Elements of a wide row, at least: neighbouring rows of few channels are taken as one.
 const WIDE: usize = 64;
@@ -150,12 +151,12 @@ impl Rows {
             }
             let piece = self.width * (STAGED / self.width).max(1);
             let mut staged = Buffer::filled(piece.min(out.len()), T::zero());
+            let streaming = Streaming::begin();
             for (index, out) in out.chunks_mut(piece).enumerate() {
                 let staged = &mut staged[..out.len()];
                 task(start + index * piece, staged);
-                stream::copy(cpu, staged, out);
+                stream::copy(cpu, &streaming, staged, out);
             }
-            stream::fence();
         });
     }
 }

@@ -108,7 +108,7 @@ multiversion! {
         let x = &x[..span(stride, lanes, y.len())];
         let indices = &mut indices[..y.len()];
         strided(stride, lanes, y.len(), |to, from| {
-            // SAFETY: as above; there are as many indices as y.
+            // SAFETY: `strided` visits places below y's length, of which there are as many indices, and below `span`, x's length.
             let (y, index, value) =
                 unsafe { (y.get_unchecked_mut(to), indices.get_unchecked_mut(to), *x.get_unchecked(from)) };
             let larger = (value > *y) | value.is_nan();
@@ -123,7 +123,7 @@ multiversion! {
         let dx = &mut dx[..span(stride, lanes, dy.len())];
         let indices = &indices[..dy.len()];
         strided(stride, lanes, dy.len(), |to, from| {
-            // SAFETY: as below.
+            // SAFETY: `strided` visits places below dy's length, of which there are as many indices, and below `span`, dx's length.
             let (dy, index, dx) =
                 unsafe { (*dy.get_unchecked(to), *indices.get_unchecked(to), dx.get_unchecked_mut(from)) };
             // The bits of a sum, where a zero has no sign.

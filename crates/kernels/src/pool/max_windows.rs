@@ -236,13 +236,14 @@ fn maxima_of<const N: usize, T: Element, I: WindowIndex>(
     match (lanes, stride) {
         (1, 1) => {
             for to in 0..len {
-                // SAFETY: places below `len`, and, a stride apart, below its span.
+                // SAFETY: `to` is below `len`, which y and the indices have, and so has each x: the span of a stride of 1.
                 unsafe { larger(&elements, &x, [to, to], y, indices) };
             }
         }
         (1, 2) => {
             for to in 0..len {
-                // SAFETY: as above.
+                // SAFETY: `to` is below `len`, which y and the indices have; 2 * `to` is at most 2 * (len - 1), below the span
+                // that each x has.
                 unsafe { larger(&elements, &x, [to, 2 * to], y, indices) };
             }
         }
@@ -250,7 +251,8 @@ fn maxima_of<const N: usize, T: Element, I: WindowIndex>(
             for pixel in 0..count {
                 for lane in 0..lanes {
                     let places = [pixel * lanes + lane, pixel * stride * lanes + lane];
-                    // SAFETY: as above, in pixels of `lanes`.
+                    // SAFETY: `pixel` is below `count` and `lane` below `lanes`: the first place is below `len`, which y and the
+                    // indices have. The second is at most (count - 1) * stride * lanes + lanes - 1, below the span that each x has.
                     unsafe { larger(&elements, &x, places, y, indices) };
                 }
             }
@@ -268,11 +270,11 @@ unsafe fn larger<const N: usize, T: Element, I: WindowIndex>(
     y: &mut [T],
     indices: &mut [I],
 ) {
-    // SAFETY: as promised.
+    // SAFETY: the caller promises that `to` is a place in y and in the indices.
     let (y, index) = unsafe { (y.get_unchecked_mut(to), indices.get_unchecked_mut(to)) };
     let (mut best, mut winner) = (*y, *index);
     for n in 0..N {
-        // SAFETY: as promised.
+        // SAFETY: the caller promises that `from` is a place in every x.
         let value = unsafe { *x[n].get_unchecked(from) };
         let larger = (value > best) | value.is_nan();
         best = if larger { value } else { best };
@@ -300,7 +302,9 @@ fn add_taken_of<const N: usize, T: Element, I: WindowIndex>(
     for pixel in 0..pixels {
         for lane in 0..lanes {
             let places = [pixel * step + lane, pixel * lanes + lane];
-            // SAFETY: at most (count - 1) * step + lanes - 1 in sums, and count * lanes - 1 in the others.
+            // SAFETY: the last place in the sums is (count - 1) * step + lanes - 1, or, where all is one pixel of `len` lanes and
+            // `step` is the pixels' own, len - 1, which is the same. The last one in the others is len - 1. They have been cut
+            // to end there.
             unsafe { add(&elements, &indices, &dy, places, sums) };
         }
     }
@@ -316,11 +320,11 @@ unsafe fn add<const N: usize, T: Element, I: WindowIndex>(
     [to, from]: [usize; 2],
     sums: &mut [T],
 ) {
-    // SAFETY: as promised.
+    // SAFETY: the caller promises that `to` is a place in the sums.
     let result = unsafe { sums.get_unchecked_mut(to) };
     let mut sum = *result;
     for n in 0..N {
-        // SAFETY: as promised.
+        // SAFETY: the caller promises that `from` is a place in all indices and dy.
         let (index, dy) = unsafe { (*indices[n].get_unchecked(from), *dy[n].get_unchecked(from)) };
         sum += if index == elements[n] { dy } else { T::zero() };
     }

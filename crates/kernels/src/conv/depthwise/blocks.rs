@@ -67,8 +67,13 @@ pub(super) trait BlockKernel {
     /// source row. Both are 0 for kernels of other widths, where that is not known or not so.
     ///
     /// # Safety
-    /// The mask's channels exist, all lanes if not MASKED. If not EDGE, the BLOCK outputs exist and read inside the row
-    /// through every tap.
+    /// - `place.channel` and the lanes from there on, those of `place.mask` if MASKED, are channels of `line`.
+    /// - If not EDGE, outputs `place.q..place.q + BLOCK` of the phase exist and read inside the row through every tap. If EDGE,
+    ///   `place.q` exists, and `place.inputs` has, for each kernel row, INPUTS places, or if TAPS is 0, BLOCK for each column,
+    ///   from each of which all channels are readable.
+    /// - If TAPS is not 0, there are TAPS columns, whose offsets follow each other by one, and INPUTS is [`inputs`] of TAPS and
+    ///   the line's scale.
+    /// - The kernel's own slices have all channels of each tap and of each output of the phase.
     unsafe fn block<S: Simd, const EDGE: bool, const MASKED: bool, const TAPS: usize, const INPUTS: usize>(
         &mut self,
         simd: S,
@@ -78,8 +83,11 @@ pub(super) trait BlockKernel {
 }
 
 /// Runs `kernel` for all blocks of a phase of output row `row` of an image; pixels outside read as `zeros`.
+///
+/// # Safety
+/// The kernel's own slices have all channels, as many as `zeros`, of each tap, [row][column], and of each output of the phase.
 #[inline(always)]
-pub(super) fn each_block<S: Simd, K: BlockKernel>(
+pub(super) unsafe fn each_block<S: Simd, K: BlockKernel>(
     simd: S,
     Scratch { rows, columns, inputs: list }: &mut Scratch,
     [height, width]: &[Gather; 2],
@@ -96,7 +104,7 @@ pub(super) fn each_block<S: Simd, K: BlockKernel>(
     for r in &vertical.taps {
         let Some(index) = height.source_index(q, r) else { continue };
         below = below.max(index + 1);
-        let source = image[index * row_len..].as_ptr();
+        let source = image[index * row_len..][..row_len].as_ptr();
         rows.push(KernelRow { source, place: r.kernel * width.kernel * channels });
     }
     columns.clear();
@@ -105,16 +113,28 @@ pub(super) fn each_block<S: Simd, K: BlockKernel>(
     let line = Line { phase, rows, columns, channels, source: width.source, scale: width.scale, output_step };
     let below = image.as_ptr().wrapping_add(below * row_len);
     let row = Row { line, zeros, ahead: [Some(below), next] };
+    // Between the outputs of the interior, those of the ends read furthest, through the first and the last tap.
+    let [first, end] = phase.interior;
+    let inside = |q: usize, column: &KernelColumn| {
+        (width.scale * q).checked_add_signed(column.offset).is_some_and(|pixel| pixel < width.source)
+    };
+    assert!(end <= phase.count && columns.is_sorted_by_key(|column| column.offset));
+    assert!(first >= end || columns.iter().all(|column| inside(first, column) && inside(end - 1, column)));
     let neighbours = columns.is_sorted_by(|left, right| left.offset + 1 == right.offset);
     let fit = S::F32_LANES == 16 || columns.len() <= K::MOST_TAPS;
-    match (if neighbours && fit { columns.len() } else { 0 }, width.scale) {
-        (2, 1) => row.each_block::<S, 2, { inputs(2, 1) }>(simd, list, kernel),
-        (3, 1) => row.each_block::<S, 3, { inputs(3, 1) }>(simd, list, kernel),
-        (5, 1) => row.each_block::<S, 5, { inputs(5, 1) }>(simd, list, kernel),
-        (7, 1) => row.each_block::<S, 7, { inputs(7, 1) }>(simd, list, kernel),
-        (3, 2) => row.each_block::<S, 3, { inputs(3, 2) }>(simd, list, kernel),
-        (5, 2) => row.each_block::<S, 5, { inputs(5, 2) }>(simd, list, kernel),
-        _ => row.each_block::<S, 0, 0>(simd, list, kernel),
+    let count = if neighbours && fit { columns.len() } else { 0 };
+    // SAFETY: where there are TAPS columns, they are neighbours, and INPUTS is what they read at this scale. The outputs of the
+    // interior have been seen to read inside the row through every tap. The slices of `kernel` are as the caller promises.
+    unsafe {
+        match (count, width.scale) {
+            (2, 1) => row.each_block::<S, 2, { inputs(2, 1) }>(simd, list, kernel),
+            (3, 1) => row.each_block::<S, 3, { inputs(3, 1) }>(simd, list, kernel),
+            (5, 1) => row.each_block::<S, 5, { inputs(5, 1) }>(simd, list, kernel),
+            (7, 1) => row.each_block::<S, 7, { inputs(7, 1) }>(simd, list, kernel),
+            (3, 2) => row.each_block::<S, 3, { inputs(3, 2) }>(simd, list, kernel),
+            (5, 2) => row.each_block::<S, 5, { inputs(5, 2) }>(simd, list, kernel),
+            _ => row.each_block::<S, 0, 0>(simd, list, kernel),
+        }
     }
 }
 
@@ -135,8 +155,12 @@ struct Row<'a> {
 impl Row<'_> {
     /// Prefetches what lies ahead meanwhile: blocks touch too many places at once for the hardware to see that, by and by, all
     /// of memory is read in order.
+    ///
+    /// # Safety
+    /// What [`BlockKernel::block`] asks for of TAPS and INPUTS and of the kernel's own slices. The outputs of the phase's interior
+    /// exist and read inside the row through every tap.
     #[inline(always)]
-    fn each_block<S: Simd, const TAPS: usize, const INPUTS: usize>(
+    unsafe fn each_block<S: Simd, const TAPS: usize, const INPUTS: usize>(
         self,
         simd: S,
         inputs: &mut Vec<*const f32>,
@@ -181,7 +205,9 @@ impl Row<'_> {
             for channel in (0..whole).step_by(lanes) {
                 prefetch_shares();
                 let place = Place { q, channel, mask: all, inputs };
-                // SAFETY: all lanes lie below `whole`, and a block that is not at an edge reads inside the row.
+                // SAFETY: all lanes from `channel` on lie below `whole`, so that they are channels. A block that is not at an edge
+                // lies in the interior; for one at an edge the inputs have been listed just now, pixels of a source row or of
+                // zeros. The rest is what the caller promises.
                 unsafe {
                     if edge {
                         kernel.block::<S, true, false, TAPS, INPUTS>(simd, &line, place);
@@ -192,7 +218,8 @@ impl Row<'_> {
             }
             if whole < channels {
                 let place = Place { q, channel: whole, mask: rest, inputs };
-                // SAFETY: the mask has the channels that are left.
+                // SAFETY: the mask has the channels from `whole` on. EDGE holds, and the inputs have been listed just now, pixels
+                // of a source row or of zeros. The rest is what the caller promises.
                 unsafe { kernel.block::<S, true, true, TAPS, INPUTS>(simd, &line, place) };
             }
         }
@@ -203,7 +230,7 @@ impl Line<'_> {
     /// Calls `add(place in taps x channels, what the block's outputs read there)` for all taps.
     ///
     /// # Safety
-    /// As [`BlockKernel::block`].
+    /// As for [`BlockKernel::block`], but for the kernel's own slices.
     #[inline(always)]
     pub(super) unsafe fn each_tap<
         S: Simd,
@@ -221,7 +248,10 @@ impl Line<'_> {
         for (r, row) in self.rows.iter().enumerate() {
             // What lies so many pixels from the block's place, or is listed there.
             let input = |pixel: isize, place: usize| {
-                // SAFETY: what is listed may be read; without a list all inputs are inside.
+                // SAFETY: if EDGE, the caller promises a list of `listed` places for each kernel row, `place` is below that, and
+                // all channels are readable there. Else it promises that outputs q to q + BLOCK - 1 read inside the row through
+                // every tap, which `pixel` counts from output q's column 0 on. The lanes from `channel` on, those of the mask
+                // if MASKED, are channels.
                 unsafe {
                     let from = match EDGE {
                         true => *inputs.get_unchecked(r * listed + place),
@@ -254,14 +284,14 @@ impl Line<'_> {
 /// A vector, or what the mask has of it.
 ///
 /// # Safety
-/// `from` must be readable for it.
+/// From `from` on, the floats of a vector must be readable, if MASKED those that the mask has.
 #[inline(always)]
 pub(super) unsafe fn load<S: Simd, const MASKED: bool>(
     simd: S,
     mask: MemMask<S::m32s>,
     from: *const f32,
 ) -> S::f32s {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller promises the floats of a vector, or those that the mask has, and a masked load reads no others.
     unsafe {
         if MASKED {
             // Without pulp's detour around masked instructions: it pays for stores, which some CPUs are slow at.
@@ -275,7 +305,7 @@ pub(super) unsafe fn load<S: Simd, const MASKED: bool>(
 /// Writes a vector, or what the mask has of it.
 ///
 /// # Safety
-/// `to` must be writable for it.
+/// From `to` on, the floats of a vector must be writable, if MASKED those that the mask has.
 #[inline(always)]
 pub(super) unsafe fn store<S: Simd, const MASKED: bool>(
     simd: S,
@@ -283,7 +313,7 @@ pub(super) unsafe fn store<S: Simd, const MASKED: bool>(
     to: *mut f32,
     value: S::f32s,
 ) {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller promises the floats of a vector, or those that the mask has, and a masked store writes no others.
     unsafe {
         if MASKED {
             simd.mask_store_ptr_f32s(mask, to, value);

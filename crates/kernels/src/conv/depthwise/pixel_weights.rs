@@ -76,20 +76,17 @@ impl WithSimd for Rows<'_> {
         let row_len = width.output * channels;
         let mut scratch = Scratch::default();
         sums.fill(0.0);
+        assert!(sums.len() >= height.kernel * width.kernel * channels, "sums of each tap");
         for row in first..end {
             let x = (&x[row / height.output * image_len..][..image_len], zeros);
             let dy = &dy[row * row_len..][..row_len];
             let mut products = Products { dy, sums };
             let phase = (row % height.output, &width.phases[0]);
-            each_block(
-                simd,
-                &mut scratch,
-                &weights.gather,
-                phase,
-                x,
-                Some(dy.as_ptr().wrapping_add(row_len)),
-                &mut products,
-            );
+            let next = Some(dy.as_ptr().wrapping_add(row_len));
+            // SAFETY: `sums` have all channels of each tap, and `dy` those of a row's outputs, which are one phase.
+            unsafe {
+                each_block(simd, &mut scratch, &weights.gather, phase, x, next, &mut products);
+            }
         }
     }
 }
@@ -118,7 +115,8 @@ impl BlockKernel for Products<'_> {
                 break;
             }
             let pixel = &self.dy[(q + b) * line.output_step + channel..];
-            // SAFETY: the pixel has the mask's channels.
+            // SAFETY: output q + b exists, by the check if EDGE, else by the caller's promise, and so does its pixel, which is of all
+            // channels: from `channel` on it has a vector's, or the mask's.
             *dy = unsafe { load::<S, MASKED>(simd, mask, pixel.as_ptr()) };
         }
         let add = |tap: usize, inputs: [S::f32s; BLOCK]| {
@@ -128,14 +126,15 @@ impl BlockKernel for Products<'_> {
                 sums[b % 2] = simd.mul_add_f32s(inputs[b], dy[b], sums[b % 2]);
             }
             let total = self.sums.as_mut_ptr().wrapping_add(tap + channel);
-            // SAFETY: every tap has the mask's channels.
+            // SAFETY: the sums have all channels of each tap, which the caller promises; those from `channel` on, less what the
+            // mask leaves out, are some of them.
             unsafe {
                 let sum = simd.add_f32s(sums[0], sums[1]);
                 let sum = simd.add_f32s(load::<S, MASKED>(simd, mask, total), sum);
                 store::<S, MASKED>(simd, mask, total, sum);
             }
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises what `each_tap` asks for.
         unsafe { line.each_tap::<S, EDGE, MASKED, TAPS, INPUTS>(simd, place, add) };
     }
 }

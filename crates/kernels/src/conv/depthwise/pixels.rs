@@ -7,7 +7,7 @@ use super::gather::Gather;
 use crate::Cpu;
 use crate::conv::plan::ConvKernel;
 use crate::simd;
-use crate::stream;
+use crate::stream::{self, Streaming};
 use crate::transpose::transpose;
 
 /// The gather of an N x H x W x C tensor.
@@ -68,30 +68,38 @@ impl WithSimd for Rows<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         if self.streams {
-            self.run::<S, true>(simd);
-            stream::fence();
+            let streaming = Streaming::begin();
+            self.run::<S, true>(simd, Some(&streaming));
         } else {
-            self.run::<S, false>(simd);
+            self.run::<S, false>(simd, None);
         }
     }
 }
 
 impl Rows<'_> {
     #[inline(always)]
-    fn run<S: Simd, const STREAMS: bool>(self, simd: S) {
+    fn run<S: Simd, const STREAMS: bool>(self, simd: S, streaming: Option<&Streaming>) {
         let Rows { pixels, source, weights, zeros, first, output, .. } = self;
         let [height, width] = &pixels.gather;
         let channels = pixels.channels;
         let image_len = height.source * width.source * channels;
         let mut scratch = Scratch::default();
+        assert!(weights.len() >= height.kernel * width.kernel * channels, "weights of each tap");
         for (row, output) in output.chunks_mut(width.output * channels).enumerate() {
             let (image, row) = ((first + row) / height.output, (first + row) % height.output);
             let source = (&source[image * image_len..][..image_len], zeros);
             for (first, phase) in width.phases.iter().enumerate() {
                 let next = output.as_ptr().wrapping_add((width.output + first * phase.count) * channels);
                 let next = (!STREAMS).then_some(next);
-                let mut sums = Sums::<STREAMS> { weights, output: &mut output[first * channels..] };
-                each_block(simd, &mut scratch, &pixels.gather, (row, phase), source, next, &mut sums);
+                let output = &mut output[first * channels..];
+                let mut sums = Sums::<STREAMS> { weights, output, streaming };
+                let reach = phase.count.saturating_sub(1) * width.phases.len() * channels + channels;
+                assert!(phase.count == 0 || reach <= sums.output.len(), "outputs beyond their row");
+                // SAFETY: `weights` have all channels of each tap, and the outputs from this phase's first one on those of each
+                // of its outputs.
+                unsafe {
+                    each_block(simd, &mut scratch, &pixels.gather, (row, phase), source, next, &mut sums);
+                }
             }
         }
     }
@@ -103,6 +111,8 @@ struct Sums<'a, const STREAMS: bool> {
     weights: &'a [f32],
     /// From the phase's first output on.
     output: &'a mut [f32],
+    /// There if STREAMS.
+    streaming: Option<&'a Streaming>,
 }
 
 impl<const STREAMS: bool> BlockKernel for Sums<'_, STREAMS> {
@@ -118,14 +128,15 @@ impl<const STREAMS: bool> BlockKernel for Sums<'_, STREAMS> {
         let Place { q, channel, mask, .. } = place;
         let mut sums = [simd.splat_f32s(0.0); BLOCK];
         let add = |tap: usize, inputs: [S::f32s; BLOCK]| {
-            // SAFETY: every tap has the mask's channels.
+            // SAFETY: the weights have all channels of each tap, which the caller promises; those from `channel` on, less what the
+            // mask leaves out, are some of them.
             let weight =
                 unsafe { load::<S, MASKED>(simd, mask, self.weights.as_ptr().wrapping_add(tap + channel)) };
             for b in 0..BLOCK {
                 sums[b] = simd.mul_add_f32s(inputs[b], weight, sums[b]);
             }
         };
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises what `each_tap` asks for.
         unsafe { line.each_tap::<S, EDGE, MASKED, TAPS, INPUTS>(simd, place, add) };
         let output = self.output.as_mut_ptr().wrapping_add(q * line.output_step + channel);
         for (b, sum) in sums.into_iter().enumerate() {
@@ -133,13 +144,14 @@ impl<const STREAMS: bool> BlockKernel for Sums<'_, STREAMS> {
                 break;
             }
             let output = output.wrapping_add(b * line.output_step);
-            // SAFETY: output q + b exists, by the check or by the caller's promise; streamed pixels are whole cache lines.
-            unsafe {
-                if STREAMS {
-                    stream::store(simd, output, sum);
-                } else {
-                    store::<S, MASKED>(simd, mask, output, sum);
-                }
+            if let (true, Some(streaming)) = (STREAMS, self.streaming) {
+                // SAFETY: output q + b exists, by the check if EDGE, else by the caller's promise, and has the mask's channels:
+                // all of a vector, as `stream::pays` lets only pixels of whole cache lines be streamed, from an aligned start.
+                // `simd::run` calls the task, with its vectors.
+                unsafe { stream::store(simd, streaming, output, sum) };
+            } else {
+                // SAFETY: output q + b exists, by the check if EDGE, else by the caller's promise, and has the mask's channels.
+                unsafe { store::<S, MASKED>(simd, mask, output, sum) };
             }
         }
     }

@@ -123,7 +123,8 @@ fn add_plane<S: Simd>(
     let rest = MemMask::new(simd.mask_between_m32s(0, (width.output - whole) as u32).mask());
     for (row, dy) in dy.chunks_exact(width.output).enumerate() {
         for column in (0..width.output).step_by(S::F32_LANES) {
-            // SAFETY: whole vectors lie inside the row, and the mask has what is left of it.
+            // SAFETY: `dy` is a row of `width.output` floats. Below `whole`, a multiple of the lanes, a vector from `column` on ends
+            // at `whole` or before; from there on the mask has the rest of the row.
             let dy = unsafe {
                 let from = dy.as_ptr().add(column);
                 if column < whole {
@@ -135,7 +136,7 @@ fn add_plane<S: Simd>(
             let source = &padded[row * row_step + column..];
             for (total, &place) in totals.iter_mut().zip(places) {
                 let x = &source[place..][..S::F32_LANES];
-                // SAFETY: `x` is as long as a vector.
+                // SAFETY: `x` has been cut to as many floats as a vector has, and any bits are floats.
                 let x = unsafe { x.as_ptr().cast::<S::f32s>().read_unaligned() };
                 *total = simd.mul_add_f32s(x, dy, *total);
             }

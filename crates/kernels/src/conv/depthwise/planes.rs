@@ -144,14 +144,14 @@ fn gather_rows<S: Simd>(
             let weight = simd.splat_f32s(weight[tap]);
             let source = &padded[place + column..][..(ROWS - 1) * row_step + S::F32_LANES];
             for (b, sum) in sums.iter_mut().enumerate() {
-                // SAFETY: `source` holds a vector at each of its ROWS rows.
+                // SAFETY: `source` has been cut to (ROWS - 1) * row_step and a vector, and b is below ROWS.
                 let x = unsafe { source.as_ptr().add(b * row_step).cast::<S::f32s>().read_unaligned() };
                 *sum = simd.mul_add_f32s(x, weight, *sum);
             }
         }
         for (row, sum) in outputs.chunks_exact_mut(planes.pitch).zip(sums) {
             let row = &mut row[column..column + S::F32_LANES];
-            // SAFETY: the row is as long as a vector.
+            // SAFETY: `row` has been cut to as many floats as a vector has.
             unsafe { row.as_mut_ptr().cast::<S::f32s>().write_unaligned(sum) };
         }
     }

@@ -13,7 +13,7 @@ use super::slab::Reading;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::{ConvProblem, Pass};
 use crate::conv::workspace::{LINE, aligned};
-use crate::stream;
+use crate::stream::{self, Streaming};
 use crate::{Cpu, Isa, simd};
 
 /// Floats of a panel that are multiplied before the next channels are: half of a common L2 cache.
@@ -60,7 +60,7 @@ impl Correlate {
             _ => problem.group_in_channels(),
         };
         // With a stride, backward-data has few taps for what else a block costs.
-        let few_taps = pass == Pass::BackwardData && problem.height.stride * problem.width.stride > 1;
+        let few_taps = pass == Pass::BackwardData && [problem.height.stride, problem.width.stride] != [1, 1];
         let joined = joined(cpu.isa(), problem.groups, across, few_taps);
         let (problem, of_groups) = (&problem.with_groups(problem.groups / joined), problem);
         let isa = fitting(cpu.isa(), across * joined);
@@ -196,6 +196,7 @@ impl WithSimd for Task<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let c = self.correlate;
+        let streaming = self.streams.then(Streaming::begin);
         let run = self.first..self.first + self.target.len() / c.target_channels;
         let most = most_rows(S::F32_LANES, c.panels.most_vectors());
         let lattice = |rows, columns| {
@@ -228,25 +229,26 @@ impl WithSimd for Task<'_> {
                         floats: &mut *self.collected,
                         step: LINE,
                         first: channel_of_line,
-                        streams: false,
+                        streaming: None,
                     }
                 } else {
-                    let streams = self.streams && c.line_groups == 1;
-                    Target { floats: &mut *self.target, step: c.target_channels, first: 0, streams }
+                    let streaming = streaming.as_ref().filter(|_| c.line_groups == 1);
+                    Target { floats: &mut *self.target, step: c.target_channels, first: 0, streaming }
                 };
                 let indices = c.panels.of_groups(line..line + line_groups);
                 let products = Products { correlate: c, panels: self.panels, blocks: &blocks };
-                products.add(simd, indices, |group| places.group(group - first), &mut target);
-                if line_groups > 1 {
+                // SAFETY: the blocks' sources come from `places`, which have the channels of each group that `load` has just
+                // loaded, `places.group` from there. The panels are those of these groups. `simd::run` calls this.
+                unsafe { products.add(simd, indices, |group| places.group(group - first), &mut target) };
+                if let Some(streaming) = streaming.as_ref().filter(|_| line_groups > 1) {
                     let pixels = self.target.chunks_exact_mut(c.target_channels);
                     for (from, to) in self.collected.chunks_exact(LINE).zip(pixels) {
-                        stream::copy_line(simd, from, &mut to[channel_of_line..][..LINE]);
+                        let to = &mut to[channel_of_line..][..LINE];
+                        // SAFETY: `simd::run` calls this with its vectors.
+                        unsafe { stream::copy_line(simd, streaming, from, to) };
                     }
                 }
             }
-        }
-        if self.streams {
-            stream::fence();
         }
     }
 }
@@ -260,8 +262,12 @@ struct Products<'a> {
 
 impl Products<'_> {
     /// All blocks by these panels; `channel` tells where the channels of a group start.
+    ///
+    /// # Safety
+    /// For the group of each of these panels, as many floats as a group has channels to sum over are readable from `channel`
+    /// floats after each source of each block. `S` is one of those that [`simd::run`] uses.
     #[inline(always)]
-    fn add<S: Simd>(
+    unsafe fn add<S: Simd>(
         &self,
         simd: S,
         indices: Range<usize>,
@@ -284,7 +290,9 @@ impl Products<'_> {
                         }
                         let depth = depth.clone();
                         let product = Product { correlate, panel, channel, depth, weights, block };
-                        product.multiply(simd, target);
+                        // SAFETY: the depth lies within the group's channels, which the caller promises to be readable from
+                        // `channel` on.
+                        unsafe { product.multiply(simd, target) };
                     }
                 }
             }
@@ -300,7 +308,7 @@ struct Target<'a> {
     /// The channel that a pixel starts with.
     first: usize,
     /// Whether it is written by streaming stores.
-    streams: bool,
+    streaming: Option<&'a Streaming>,
 }
 
 /// One block's pixels by one panel's channels, over some of the channels of the source.
@@ -316,15 +324,22 @@ struct Product<'a> {
 }
 
 impl Product<'_> {
+    /// # Safety
+    /// As for [`multiply`].
     #[inline(always)]
-    fn multiply<S: Simd>(&self, simd: S, target: &mut Target<'_>) {
-        by_block!(self.block.targets.len(), self.panel.vectors, multiply::<S>(simd, self, target));
+    unsafe fn multiply<S: Simd>(&self, simd: S, target: &mut Target<'_>) {
+        // SAFETY: the caller promises what `multiply` asks for.
+        unsafe { by_block!(self.block.targets.len(), self.panel.vectors, multiply::<S>(simd, self, target)) };
     }
 }
 
 /// Target pixels P by V vectors of channels. Overwrites the target for the first channels, else adds.
+///
+/// # Safety
+/// Of each of the block's sources, the floats from `channel + depth.start` to `channel + depth.end` are readable. `S` is one of
+/// those that [`simd::run`] uses.
 #[inline(always)]
-fn multiply<S: Simd, const P: usize, const V: usize>(
+unsafe fn multiply<S: Simd, const P: usize, const V: usize>(
     simd: S,
     product: &Product<'_>,
     target: &mut Target<'_>,
@@ -334,6 +349,7 @@ fn multiply<S: Simd, const P: usize, const V: usize>(
     let width = V * S::F32_LANES;
     let channel = channel + depth.start;
     let last = last_mask(simd, panel.channels);
+    assert!(V == panel.channels.div_ceil(S::F32_LANES), "{} channels in {V} vectors", panel.channels);
     let start = target.floats.as_mut_ptr();
     let first = panel.group * panels.width + panel.first - target.first;
     let targets: [_; P] = std::array::from_fn(|p| {
@@ -343,32 +359,36 @@ fn multiply<S: Simd, const P: usize, const V: usize>(
     });
     let mut sums = [[simd.splat_f32s(0.0); V]; P];
     if depth.start > 0 {
-        // SAFETY: each target has the panel's channels, as many as V vectors with the last one's mask.
+        // SAFETY: each target has been found inside for the panel's channels, which are V vectors, or with `last` as the last
+        // one's mask.
         sums = targets.map(|target| unsafe { load(simd, target, last) });
-    } else if !target.streams && panels.groups == 1 {
+    } else if target.streaming.is_none() && panels.groups == 1 {
         // Stores to lines in no cache would wait for each; small groups have too little to do meanwhile.
         targets.iter().for_each(|target| stream::prefetch(target.cast_const(), width));
     }
     for (&tap, sources) in block.taps.iter().zip(block.sources.as_chunks::<P>().0) {
         let weights = &weights[(tap * panels.depth + depth.start) * width..][..depth.len() * width];
-        // SAFETY: `channel` leads from a source to the group's channels of a pixel or of zeros, and the depth lies in them.
-        // The weights are `depth` times V vectors.
+        // SAFETY: the caller promises `depth` floats from `channel` on after each source. The weights have just been cut to `depth`
+        // times V vectors.
         unsafe {
             let sources = sources.map(|source| source.add(channel));
             add_products::<S, P, V>(simd, &mut sums, &sources, weights.as_ptr(), depth.len());
         }
     }
-    if target.streams {
+    if let Some(streaming) = target.streaming {
         for p in 0..P {
             for v in 0..V {
-                // SAFETY: as for loading; streamed panels are whole vectors, at the start of whole lines.
-                unsafe { stream::store(simd, targets[p].add(v * S::F32_LANES), sums[p][v]) };
+                // SAFETY: the target has been found inside for the panel's channels. Streamed ones are whole lines from a line's
+                // start, by `finishes_lines` and `stream::pays`: so the panel's are V whole vectors, each aligned. The caller
+                // promises that `S` is as it should be.
+                unsafe { stream::store(simd, streaming, targets[p].add(v * S::F32_LANES), sums[p][v]) };
             }
         }
         return;
     }
     for p in 0..P {
-        // SAFETY: as for loading.
+        // SAFETY: the target has been found inside for the panel's channels, which are V vectors, or with `last` as the last one's
+        // mask.
         unsafe { store(simd, targets[p], sums[p], last) };
     }
 }
@@ -387,7 +407,8 @@ unsafe fn add_products<S: Simd, const P: usize, const V: usize>(
 ) {
     let weights = weights.cast::<S::f32s>();
     let mut c = 0;
-    // SAFETY: `c` stays below `depth`, within what the caller has promised.
+    // SAFETY: `c`, with what a turn takes from there on, stays below `depth`: so many floats of each source, and V vectors of
+    // weights for each, are what the caller promises.
     unsafe {
         // With one vector, the sources' addresses are too many to stay in registers: some channels for each load of one,
         // as many as there are registers for weights.
@@ -424,7 +445,7 @@ unsafe fn add_turn<S: Simd, const P: usize, const V: usize, const U: usize>(
     weights: *const S::f32s,
     c: usize,
 ) {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller promises the vectors of weights and the floats of each source that `c + u` stands for, with u below U.
     unsafe {
         let w: [_; U] = std::array::from_fn(|u| weights.add(c + u).read_unaligned());
         for p in 0..P {

@@ -209,12 +209,14 @@ fn pack_dy<S: Simd, const M: usize, const V: usize>(_: S, dy: &[f32], channels: 
         let (whole, rest) = dy.as_chunks::<M>();
         let mut to = packed.as_mut_ptr().wrapping_add(pixel * M);
         for channels in whole {
-            // SAFETY: each block has a place for M channels of each pixel.
+            // SAFETY: `to` is `pixel * M` floats from the start of a block, of which there are channels / M, rounded up. A block has
+            // M floats for each pixel, so that M follow, in what the assertion has found in `packed`.
             unsafe { to.cast::<[f32; M]>().write_unaligned(*channels) };
             to = to.wrapping_add(block);
         }
         if !rest.is_empty() {
-            // SAFETY: so has the last, and these are fewer.
+            // SAFETY: `to` is `pixel * M` floats from the start of the last block, which has M floats for each pixel, too, and the
+            // rest are fewer. `packed` is borrowed mutably, so that the two do not overlap.
             unsafe { to.copy_from_nonoverlapping(rest.as_ptr(), rest.len()) };
         }
     }
@@ -230,10 +232,11 @@ fn pack_x<S: Simd, const M: usize, const V: usize>(
     packed: &mut [f32],
 ) {
     let last = last_mask(simd, channels);
+    assert!(V == channels.div_ceil(S::F32_LANES), "{channels} channels in {V} vectors");
     let (packed, _) = S::as_mut_simd_f32s(packed);
     for (place, to) in places.zip(packed.as_chunks_mut::<V>().0) {
         let x = &x[place..][..channels];
-        // SAFETY: these channels are V vectors, of which the mask has the last one's.
+        // SAFETY: `x` has been cut to the channels, which are V vectors, or with `last` as the last one's mask.
         *to = unsafe { load::<S, V>(simd, x.as_ptr(), last) };
     }
 }
@@ -260,7 +263,7 @@ struct Block<'a> {
 #[inline(always)]
 fn add_products<S: Simd, const M: usize, const V: usize>(simd: S, block: &Block<'_>) {
     let &Block { pixels, x, dy, rows, sums: (sums, first), row_len, channels, fresh } = block;
-    // SAFETY: the task has these channels of each row to itself.
+    // SAFETY: tasks that share sums have different panels, and so different channels of each row: nobody else uses these.
     let sums: [_; M] =
         std::array::from_fn(|m| unsafe { sums.part(first + m * row_len, channels) }.as_mut_ptr());
     sums.iter().for_each(|sums| stream::prefetch(sums.cast_const(), V * S::F32_LANES));
@@ -268,7 +271,8 @@ fn add_products<S: Simd, const M: usize, const V: usize>(simd: S, block: &Block<
     assert!(M <= rows && x.len() >= pixels * V * S::F32_LANES && dy.len() >= pixels * rows);
     let (mut x, mut dy) = (x.as_ptr().cast::<S::f32s>(), dy.as_ptr());
     for _ in 0..pixels {
-        // SAFETY: of each pixel, x has V vectors and dy as many rows, M or more.
+        // SAFETY: the assertion has found V vectors of x and `rows` floats of dy, M or more, for each of `pixels`; both pointers
+        // step over one pixel's a turn.
         unsafe {
             let x: [_; V] = std::array::from_fn(|v| x.add(v).read_unaligned());
             for m in 0..M {
@@ -281,8 +285,9 @@ fn add_products<S: Simd, const M: usize, const V: usize>(simd: S, block: &Block<
         (x, dy) = (x.wrapping_add(V), dy.wrapping_add(rows));
     }
     let last = last_mask(simd, channels);
+    assert!(V == channels.div_ceil(S::F32_LANES), "{channels} channels in {V} vectors");
     for m in 0..M {
-        // SAFETY: a row has these channels, as many as V vectors with the last one's mask.
+        // SAFETY: `part` has found `channels` floats of each row inside, which are V vectors, or with `last` as the last one's mask.
         unsafe {
             if !fresh {
                 let before = load::<S, V>(simd, sums[m], last);

@@ -55,7 +55,7 @@ pub(super) fn last_mask<S: Simd>(simd: S, channels: usize) -> Option<MemMask<S::
 /// V vectors, of which `last` masks the last one if that is not full.
 ///
 /// # Safety
-/// Their floats must be readable.
+/// From `from` on, the floats of V vectors must be readable, less those that `last` masks.
 #[inline(always)]
 pub(super) unsafe fn load<S: Simd, const V: usize>(
     simd: S,
@@ -63,7 +63,8 @@ pub(super) unsafe fn load<S: Simd, const V: usize>(
     last: Option<MemMask<S::m32s>>,
 ) -> [S::f32s; V] {
     std::array::from_fn(|v| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that the floats of V vectors are readable, but for those that `last` masks in the last one,
+        // and a masked load reads none of those.
         unsafe {
             let from = from.add(v * S::F32_LANES);
             match last {
@@ -77,7 +78,7 @@ pub(super) unsafe fn load<S: Simd, const V: usize>(
 /// The reverse of [`load`].
 ///
 /// # Safety
-/// The vectors' floats must be writable.
+/// From `to` on, the floats of V vectors must be writable, less those that `last` masks, by this caller alone.
 #[inline(always)]
 pub(super) unsafe fn store<S: Simd, const V: usize>(
     simd: S,
@@ -86,7 +87,8 @@ pub(super) unsafe fn store<S: Simd, const V: usize>(
     last: Option<MemMask<S::m32s>>,
 ) {
     for v in 0..V {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises that the floats of V vectors are writable, but for those that `last` masks in the last one,
+        // and a masked store writes none of those.
         unsafe {
             let to = to.add(v * S::F32_LANES);
             match last {

@@ -167,7 +167,8 @@ impl Places<'_> {
         let pixels =
             self.source[self.pixels.start * channels..self.pixels.end * channels].chunks_exact(channels);
         for group in 0..groups.len() {
-            // SAFETY: the slab has so many groups, each of which starts with a pixel of zeros.
+            // SAFETY: `places` found room for `most` groups, each of `steps[1]` floats, and `group` is below that. A group has
+            // `depth` floats for each of its pixels and one pixel more, the zeros, with which it starts.
             unsafe { slab.add(self.group(group)).write_bytes(0, depth) };
         }
         for (slot, pixel) in pixels.enumerate() {
@@ -177,14 +178,16 @@ impl Places<'_> {
             if depth == S::F32_LANES {
                 // One vector each.
                 for piece in S::as_simd_f32s(pixel).0 {
-                    // SAFETY: as below.
+                    // SAFETY: a vector is the `depth` floats of one pixel. The slab has these, at `slot + 1` pixels from the start
+                    // of each group, for each of `pixels` and each of at most `most` groups; pieces are as many as groups.
                     unsafe { to.cast::<S::f32s>().write_unaligned(*piece) };
                     to = to.wrapping_add(self.steps[1]);
                 }
                 continue;
             }
             for piece in pixel.chunks_exact(depth) {
-                // SAFETY: the slab has a place for each of the pixels after the zeros, in each group.
+                // SAFETY: a piece is `depth` floats. The slab has room for these, at `slot + 1` pixels from the start of each
+                // group, for each of `pixels` and each of at most `most` groups; pieces are as many as groups.
                 unsafe { copy(simd, piece.as_ptr(), to, depth) };
                 to = to.wrapping_add(self.steps[1]);
             }
@@ -206,7 +209,7 @@ pub(super) fn prefetch(piece: &[f32], channels: usize) {
 #[inline(always)]
 unsafe fn copy<S: Simd>(_simd: S, from: *const f32, to: *mut f32, len: usize) {
     let mut done = 0;
-    // SAFETY: `done` and what is copied stay within `len`.
+    // SAFETY: `done`, with what is then copied, is at most `len`: as many floats as the caller promises at both places.
     unsafe {
         while done + S::F32_LANES <= len {
             let vector = from.add(done).cast::<S::f32s>().read_unaligned();

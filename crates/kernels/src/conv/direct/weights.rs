@@ -205,11 +205,16 @@ impl WithSimd for Task<'_> {
                         let sums = sums.chunks_exact_mut(panels.depth * width);
                         for (pairs, sums) in taps.iter().zip(sums) {
                             let sums = &mut sums[channels.start * width..][..rows * width];
-                            by_block!(
-                                rows,
-                                panel.vectors,
-                                add_products::<S>(simd, pairs, channel, first_panel, gradients, sums)
-                            );
+                            // SAFETY: the pairs' sources come from `places`, which have the channels of each group that `load`
+                            // has just loaded, `places.group` from there: `rows` of them lie from `channel` on. Their targets
+                            // are pixels of the tile, and the gradients hold the panel's vectors for each of these.
+                            unsafe {
+                                by_block!(
+                                    rows,
+                                    panel.vectors,
+                                    add_products::<S>(simd, pairs, channel, first_panel, gradients, sums)
+                                );
+                            }
                         }
                     }
                 }
@@ -237,7 +242,7 @@ fn pack_gradients<S: Simd>(
             *to = from;
         }
         if let Some(mask) = last {
-            // SAFETY: the mask has as many lanes as the rest has floats.
+            // SAFETY: the rest are the floats of the panel's channels beyond whole vectors, as many as the mask has lanes.
             to[from.len()] = unsafe { simd.mask_load_ptr_f32s(mask, rest.as_ptr()) };
         }
     }
@@ -247,8 +252,12 @@ fn pack_gradients<S: Simd>(
 ///
 /// Of a pixel so few channels are read at a time that the hardware cannot foresee the next ones: they are asked for, if
 /// `asks`.
+///
+/// # Safety
+/// Of each pair, M floats are readable from `channel` floats after the source, and the gradients have V vectors for each pixel up
+/// to the target.
 #[inline(always)]
-fn add_products<S: Simd, const M: usize, const V: usize>(
+unsafe fn add_products<S: Simd, const M: usize, const V: usize>(
     simd: S,
     pairs: &[Pair],
     channel: usize,
@@ -260,8 +269,7 @@ fn add_products<S: Simd, const M: usize, const V: usize>(
     let gradients = gradients.as_ptr().cast::<S::f32s>();
     let ahead = if asks { 2 * M - 1 } else { 0 };
     for pair in pairs {
-        // SAFETY: M channels of a pixel lie `channel` from a pair's source; its target is a pixel of the tile, for each of
-        // which the gradients hold V vectors.
+        // SAFETY: the caller promises M floats from `channel` on after the source, and V vectors of gradients for the target.
         unsafe {
             let x = pair.source.add(channel);
             stream::prefetch_to_l2(x.wrapping_add(ahead), 1);

@@ -57,6 +57,7 @@ impl WithSimd for Write<'_> {
         assert!(last(&left, rows) < left.data.len());
         assert!(last(&right, vectors) + lanes <= right.data.len());
         assert!((rows - 1) * out_next + vectors * 2 * lanes <= out.len());
+        // What lies before these ends is inside as well.
         // Sums of 6 rows take 24 of AVX-512's 32 registers, of 2 rows 8 of 16.
         let most = if lanes == 16 { 6 } else { 2 };
         let mut vector = 0;
@@ -65,7 +66,9 @@ impl WithSimd for Write<'_> {
             let mut row = 0;
             while row < rows {
                 let count = (rows - row).min(most);
-                // SAFETY: the assertions above hold for all rows below `rows` and vectors below `vectors`.
+                // SAFETY: rows `row..row + count` are below `rows`, and vectors `vector..vector + across` below `vectors`. For
+                // the last of these and the last term, the assertions have found real and imaginary parts inside both factors
+                // and the sums inside `out`, and all others lie before them.
                 unsafe {
                     let block = Block {
                         left: left.data.as_ptr().add(row * left.next),
@@ -105,10 +108,11 @@ struct Block<'a> {
 
 impl Block<'_> {
     /// # Safety
-    /// ROWS rows of the left factor, VECTORS vectors of the right one, and as many of `out` must be there.
+    /// For each of `product.depth` terms, ROWS rows of the left factor and VECTORS vectors of the right one must be readable, their
+    /// imaginary parts too, and `out` writable for real and imaginary vectors of ROWS rows by VECTORS, by this caller alone.
     #[inline(always)]
     unsafe fn multiply<S: Simd, const ROWS: usize, const VECTORS: usize>(self, simd: S) {
-        // SAFETY: as this function's.
+        // SAFETY: the caller promises ROWS rows, VECTORS vectors and as many sums, which is what `sum` asks for.
         unsafe {
             match self.product.pair {
                 true => self.sum::<S, ROWS, VECTORS, true>(simd),
@@ -118,7 +122,7 @@ impl Block<'_> {
     }
 
     /// # Safety
-    /// As [`Block::multiply`].
+    /// As for [`Block::multiply`].
     #[inline(always)]
     unsafe fn sum<S: Simd, const ROWS: usize, const VECTORS: usize, const PAIR: bool>(self, simd: S) {
         let Product { left, right, depth, out_next, accumulate, .. } = self.product;
@@ -127,7 +131,9 @@ impl Block<'_> {
         let mut re = [[zero; VECTORS]; ROWS];
         let mut im = [[zero; VECTORS]; ROWS];
         let (mut x, mut y) = (self.left, self.right);
-        // SAFETY: `Product::with_simd` asserts that all terms lie inside the factors; vectors need no alignment.
+        // SAFETY: the caller promises that for each of `depth` terms the real and imaginary parts of ROWS rows and VECTORS vectors
+        // are inside the factors, `step` after `step`, and the sums inside `out`. x and y leave them after the last term only, when
+        // they are not read any more. Vectors are read and written without alignment.
         unsafe {
             let vector = |place: *const f32| place.cast::<S::f32s>().read_unaligned();
             for _ in 0..depth {

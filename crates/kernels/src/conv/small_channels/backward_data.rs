@@ -9,7 +9,7 @@ use std::ops::Range;
 use pulp::{Simd, WithSimd};
 
 use super::gather::Gather;
-use super::kernel::{Ahead, Block, block_rows, even_runs};
+use super::kernel::{Ahead, Block, Steps, block_rows, even_runs};
 use super::{pack, place_in_filter, taps};
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
@@ -29,7 +29,7 @@ pub(super) struct BackwardData {
     /// From one row of a block to the next in its left operand: outputs, or taps where contiguous.
     stride: usize,
     /// Offsets of each output channel in the left and the right operand.
-    steps: Vec<[usize; 2]>,
+    steps: Steps,
     gather: Gather,
 }
 
@@ -51,13 +51,13 @@ impl BackwardData {
         let panel = 2 * lanes;
         let (pitch, stride, steps) = match problem.format {
             MemoryFormat::ChannelsLast => {
-                (t.next_multiple_of(lanes), k, (0..k).map(|k| [k, k * panel]).collect())
+                (t.next_multiple_of(lanes), k, Steps::new((0..k).map(|k| [k, k * panel])))
             }
             // The line more keeps the rows of neighbouring taps from falling into the same sets of the cache.
             MemoryFormat::Contiguous => (
                 (tile_rows * ow).next_multiple_of(LINE) + LINE,
                 1,
-                (0..k).map(|k| [k * t, k * panel]).collect(),
+                Steps::new((0..k).map(|k| [k * t, k * panel])),
             ),
         };
         let workers = cpu.threads().min(problem.batch * problem.height.input);
@@ -218,12 +218,12 @@ impl Bands<'_, '_> {
                     rows: outputs.len(),
                     stride: *stride,
                     b: panel,
-                    steps,
+                    steps: steps.all(),
                     out: &mut self.buffer[outputs.start * pitch + first..],
                     pitch: *pitch,
                     columns: width.min(pitch - first),
                     update: Update::Overwrite,
-                    streams: false,
+                    streaming: None,
                     ahead: ahead.next(k),
                 });
             }
@@ -255,12 +255,12 @@ impl Bands<'_, '_> {
                     rows: taps.len(),
                     stride: *stride,
                     b: self.panel,
-                    steps,
+                    steps: steps.all(),
                     out: &mut self.buffer[taps.start * pitch + first - start..],
                     pitch: *pitch,
                     columns,
                     update: Update::Overwrite,
-                    streams: false,
+                    streaming: None,
                     ahead: &[],
                 });
             }

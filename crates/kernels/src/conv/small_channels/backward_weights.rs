@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
-use super::kernel::{Ahead, Block, block_rows, even_runs};
+use super::kernel::{Ahead, Block, Steps, block_rows, even_runs};
 use super::place_in_filter;
 use super::rows::InputRows;
 use super::strips::{Buffers, Strips};
@@ -26,7 +26,7 @@ pub(super) struct BackwardWeights {
     /// Offsets of the taps in the copied input.
     taps: Vec<usize>,
     /// Offsets of each output of a strip in the copied input and in the gradients.
-    steps: Vec<[usize; 2]>,
+    steps: Steps,
 }
 
 /// Gradients of a strip that are aimed at: few enough for two strips and the sums in the L2 cache.
@@ -49,8 +49,8 @@ impl BackwardWeights {
         let pitch = k.next_multiple_of(lanes);
         let steps = (0..strip)
             .flat_map(|row| (0..ow).map(move |column| (row, column)))
-            .map(|(row, column)| [row * input.len() + column * input.step(), (row * ow + column) * pitch])
-            .collect();
+            .map(|(row, column)| [row * input.len() + column * input.step(), (row * ow + column) * pitch]);
+        let steps = Steps::new(steps);
         let taps = input.taps();
         let run = match problem.width.dilation {
             1 => problem.width.kernel * problem.in_channels,
@@ -132,12 +132,12 @@ impl WithSimd for Strip<'_> {
                         rows: block.len(),
                         stride: 1,
                         b: &gradients[first..],
-                        steps: &steps[..outputs],
+                        steps: steps.first(outputs),
                         out: &mut sums[block.start * pitch + first..],
                         pitch: *pitch,
                         columns: width.min(pitch - first),
                         update: Update::Add,
-                        streams: false,
+                        streaming: None,
                         ahead: ahead.next(outputs),
                     });
                 }

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
-use super::kernel::even_runs;
+use super::kernel::{Places, Reads, Steps, even_runs};
 use super::rows::InputRows;
 use super::strips::{Buffers, Strips};
 use crate::conv::plan::ConvKernel;
@@ -26,7 +26,7 @@ pub(super) struct BackwardWeightsPlanes {
     /// Offsets of the taps in the copied input.
     taps: Vec<usize>,
     /// Offsets of each vector of outputs of a strip in the copied input and in the gradients of one channel.
-    steps: Vec<[usize; 2]>,
+    steps: Steps,
 }
 
 /// Vectors of outputs of a strip that are aimed at: enough to pay for loading and storing the sums.
@@ -47,8 +47,8 @@ impl BackwardWeightsPlanes {
         let strip = (STRIP / vectors).clamp(1, batch * oh);
         let steps = (0..strip)
             .flat_map(|row| (0..vectors).map(move |vector| (row, vector)))
-            .map(|(row, vector)| [row * input.len() + vector * lanes, (row * vectors + vector) * lanes])
-            .collect();
+            .map(|(row, vector)| [row * input.len() + vector * lanes, (row * vectors + vector) * lanes]);
+        let steps = Steps::new(steps);
         let taps = input.taps();
         let pitch = (strip * vectors * lanes).next_multiple_of(LINE) + LINE;
         let lens = [problem.weight_len() * lanes, strip * input.len(), k * pitch];
@@ -92,7 +92,7 @@ impl WithSimd for Strip<'_> {
         let Buffers { input: copied, gradients, sums } = self.buffers;
         let [_, k, oh, ow] = p.output_shape();
         let padded = ow.next_multiple_of(S::F32_LANES);
-        let steps = &steps[..self.rows.len() * padded / S::F32_LANES];
+        let steps = steps.first(self.rows.len() * padded / S::F32_LANES);
         let image = p.input_len() / p.batch;
         for (row, to) in self.rows.clone().zip(copied.chunks_exact_mut(input.len())) {
             input.copy(&self.x[row / oh * image..][..image], row % oh, to);
@@ -130,7 +130,7 @@ struct Block<'a> {
     pitch: usize,
     input: &'a [f32],
     taps: &'a [usize],
-    steps: &'a [[usize; 2]],
+    steps: Places<'a>,
     sums: &'a mut [f32],
     /// Vectors from one channel's sums to the next's.
     row: usize,
@@ -141,12 +141,15 @@ impl WithSimd for Block<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
+        assert!(self.is_inside(S::F32_LANES), "a block reads beyond its slices");
         let most = block(S::F32_LANES);
         macro_rules! sized {
             ($($channels:literal: $($taps:literal)*;)*) => {
                 match [self.channels, self.taps.len()] {
                     $($([$channels, $taps] if $channels <= most[0] && $taps <= most[1] => {
-                        self.multiply::<S, $channels, $taps>(simd);
+                        // SAFETY: there are so many channels and taps, and `is_inside` has found a vector of each at the
+                        // largest places of all steps, and so at each.
+                        unsafe { self.multiply::<S, $channels, $taps>(simd) };
                     })*)*
                     sizes => unreachable!("a block of {sizes:?}"),
                 }
@@ -157,31 +160,34 @@ impl WithSimd for Block<'_> {
 }
 
 impl Block<'_> {
+    /// Whether what is read lies in the slices: looked at once a block, outside of its loops.
+    #[inline(always)]
     fn is_inside(&self, lanes: usize) -> bool {
         let last_tap = self.taps.iter().max().copied().unwrap_or(0);
-        let last_channel = (self.channels - 1) * self.pitch;
-        let inside = |&[i, j]: &[usize; 2]| {
-            last_tap + i + lanes <= self.input.len() && last_channel + j + lanes <= self.gradients.len()
-        };
-        self.steps.iter().all(inside)
+        // Two vectors, those of the first and of the last tap.
+        let input = Reads { count: 2, pitch: last_tap, lanes, len: self.input.len() };
+        let gradients = Reads { count: self.channels, pitch: self.pitch, lanes, len: self.gradients.len() };
+        self.steps.are_inside([input, gradients])
     }
 
+    /// # Safety
+    /// There are P taps. For each step (i, j), `input` has a vector at each tap + i, and `gradients` one at `q * pitch + j` for
+    /// each q below Q.
     #[inline(always)]
-    fn multiply<S: Simd, const Q: usize, const P: usize>(self, simd: S) {
-        debug_assert!(self.is_inside(S::F32_LANES));
+    unsafe fn multiply<S: Simd, const Q: usize, const P: usize>(self, simd: S) {
         let (gradients, input) = (self.gradients.as_ptr(), self.input.as_ptr());
         let taps: [usize; P] = std::array::from_fn(|p| self.taps[p]);
         let zero = simd.splat_f32s(0.0);
         let mut sums = [[zero; P]; Q];
-        for &[i, j] in self.steps {
+        for &[i, j] in self.steps.iter() {
             let mut values = [zero; P];
             for p in 0..P {
-                // SAFETY: each step of each tap is a vector inside the input, which tests assert above.
+                // SAFETY: the caller promises a vector of the input at each tap + i.
                 values[p] = unsafe { input.add(taps[p] + i).cast::<S::f32s>().read_unaligned() };
             }
             let mut channel = gradients.wrapping_add(j);
             for q in 0..Q {
-                // SAFETY: likewise of each channel inside the gradients.
+                // SAFETY: `channel` is q times the pitch from j, where the caller promises a vector of the gradients.
                 let gradient = unsafe { channel.cast::<S::f32s>().read_unaligned() };
                 channel = channel.wrapping_add(self.pitch);
                 for p in 0..P {
@@ -194,6 +200,76 @@ impl Block<'_> {
             for p in 0..P {
                 let to = &mut to[q * self.row + p];
                 *to = simd.add_f32s(*to, sums[q][p]);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::catch_unwind;
+
+    use super::*;
+    use crate::Isa;
+
+    /// Sums of a block of ones, of so many channels at a pitch, a tap, a step, and lengths of the input and the gradients.
+    fn run(
+        isa: Isa,
+        channels: usize,
+        pitch: usize,
+        tap: usize,
+        step: [usize; 2],
+        lens: [usize; 2],
+    ) -> Vec<f32> {
+        let lanes = simd::lanes(isa);
+        let [input, gradients] = lens.map(|len| vec![1.0; len]);
+        let mut sums = vec![0.0; 4 * 2 * lanes];
+        let steps = Steps::new([[0, 0], step].into_iter());
+        let (taps, steps) = (&[0, tap][..], steps.all());
+        let block = Block {
+            gradients: &gradients,
+            channels,
+            pitch,
+            input: &input,
+            taps,
+            steps,
+            sums: &mut sums,
+            row: 2,
+        };
+        simd::run(isa, block);
+        sums
+    }
+
+    #[test]
+    fn a_block_beyond_its_slices_is_refused() {
+        for isa in Isa::available() {
+            let lanes = simd::lanes(isa);
+            let lens = [7 + 4 + lanes, 2 * 30 + 9 + lanes];
+            let sums = run(isa, 3, 30, 7, [4, 9], lens);
+            assert!(sums[..3 * 2 * lanes].iter().all(|&sum| sum == 2.0), "{isa}");
+            let [input, gradients] = lens;
+            for (channels, pitch, tap, step, lens) in [
+                (4, 30, 7, [4, 9], lens),
+                (0, 30, 7, [4, 9], lens),
+                (3, 31, 7, [4, 9], lens),
+                (3, 1 << 63, 7, [4, 9], lens),
+                (3, usize::MAX, 7, [4, 9], lens),
+                (3, 30, 8, [4, 9], lens),
+                (3, 30, usize::MAX, [4, 9], lens),
+                (3, 30, 7, [5, 9], lens),
+                (3, 30, 7, [usize::MAX, 9], lens),
+                (3, 30, 7, [4, 10], lens),
+                (3, 30, 7, [4, usize::MAX], lens),
+                (3, 30, 7, [4, 9], [input - 1, gradients]),
+                (3, 30, 7, [4, 9], [input, gradients - 1]),
+            ] {
+                let refusal = catch_unwind(|| run(isa, channels, pitch, tap, step, lens));
+                let refusal = refusal.expect_err("it must be refused");
+                let reason = refusal.downcast_ref::<&str>().copied().unwrap_or("another reason");
+                assert!(
+                    reason.contains("beyond its slices"),
+                    "{isa} {channels} {pitch} {tap} {step:?}: {reason}"
+                );
             }
         }
     }

@@ -2,14 +2,14 @@
 
 use pulp::{Simd, WithSimd};
 
-use super::kernel::{Ahead, Block, block_rows, even_runs};
+use super::kernel::{Ahead, Block, Steps, block_rows, even_runs};
 use super::rows::InputRows;
 use super::{pack, place_in_filter, taps};
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
 use crate::conv::workspace::{LINE, aligned};
 use crate::gemm::Update;
-use crate::stream;
+use crate::stream::{self, Streaming};
 use crate::{Cpu, MemoryFormat, simd};
 
 /// Forward of one problem.
@@ -21,7 +21,7 @@ pub(super) struct Forward {
     /// From one row of a block to the next in its left operand: outputs, or output channels where contiguous.
     stride: usize,
     /// Offsets of each tap in the left and the right operand.
-    steps: Vec<[usize; 2]>,
+    steps: Steps,
 }
 
 impl Forward {
@@ -33,12 +33,12 @@ impl Forward {
             MemoryFormat::ChannelsLast => (
                 problem.batch * problem.height.output(),
                 input.step(),
-                places.map(|(tap, place)| [place, tap * 2 * lanes]).collect(),
+                Steps::new(places.map(|(tap, place)| [place, tap * 2 * lanes])),
             ),
             MemoryFormat::Contiguous => (
                 problem.batch * problem.out_channels,
                 taps(problem),
-                places.map(|(tap, place)| [tap, place]).collect(),
+                Steps::new(places.map(|(tap, place)| [tap, place])),
             ),
         };
         let workers = cpu.threads().min(units);
@@ -123,6 +123,7 @@ impl WithSimd for Pixels<'_> {
         let Forward { problem: p, input, stride, steps, .. } = self.forward;
         let [_, k, oh, ow] = p.output_shape();
         let panel_width = 2 * S::F32_LANES;
+        let streaming = self.streams.then(Streaming::begin);
         for (row, y) in (self.first..).zip(self.y.chunks_exact_mut(ow * k)) {
             input.copy(self.forward.image(self.x, row / oh), row % oh, self.input);
             let mut ahead = Ahead([input.fresh(self.x, row + 1..row + 2), &[]]);
@@ -136,19 +137,16 @@ impl WithSimd for Pixels<'_> {
                         rows: outputs.len(),
                         stride: *stride,
                         b: panel,
-                        steps,
+                        steps: steps.all(),
                         out: &mut y[outputs.start * k + first..],
                         pitch: k,
                         columns: panel_width.min(k - first),
                         update: Update::Overwrite,
-                        streams: self.streams,
+                        streaming: streaming.as_ref(),
                         ahead: ahead.next(steps.len()),
                     });
                 }
             }
-        }
-        if self.streams {
-            stream::fence();
         }
     }
 }
@@ -189,12 +187,12 @@ impl WithSimd for Planes<'_> {
                             rows: channels.len(),
                             stride: *stride,
                             b: &self.input[column..],
-                            steps,
+                            steps: steps.all(),
                             out: &mut y[(channels.start * oh + row) * ow + column..],
                             pitch: oh * ow,
                             columns: width.min(ow - column),
                             update: Update::Overwrite,
-                            streams: false,
+                            streaming: None,
                             ahead: &[],
                         });
                     }

@@ -1,5 +1,7 @@
 //! Backward-data's last step: each element of dx sums what a tile's outputs send back to it through their taps.
 
+use std::ops::Range;
+
 use pulp::{MemMask, Simd};
 
 use crate::MemoryFormat;
@@ -12,6 +14,8 @@ use crate::conv::problem::ConvProblem;
 pub(super) struct Gather {
     vectors: Vec<Vector>,
     reads: Vec<Read>,
+    /// The first place that any of them reads, and the end of the last one: none without reads.
+    reach: Option<Range<isize>>,
     /// From one lane to the next in a row of dx.
     spread: usize,
 }
@@ -39,7 +43,7 @@ impl Gather {
             MemoryFormat::ChannelsLast => 1,
             MemoryFormat::Contiguous => w.stride,
         };
-        let mut gather = Gather { vectors: Vec::new(), reads: Vec::new(), spread };
+        let mut gather = Gather { vectors: Vec::new(), reads: Vec::new(), reach: None, spread };
         match problem.format {
             MemoryFormat::ChannelsLast => {
                 // Through one kernel row, an output reaches S * C elements that lie together, or S runs of C where dilated.
@@ -62,7 +66,7 @@ impl Gather {
             }
             MemoryFormat::Contiguous => {
                 for phase in 0..w.stride.min(w.input) {
-                    for first in (phase..w.input).step_by(lanes * w.stride) {
+                    for first in (phase..w.input).step_by(lanes.saturating_mul(w.stride)) {
                         for s in 0..w.kernel {
                             // The column of the padded input, seen from tap s of output 0.
                             let column = (first + w.pad_before) as isize - (s * w.dilation) as isize;
@@ -84,6 +88,8 @@ impl Gather {
     fn read(&mut self, place: isize, [start, end]: [isize; 2], lanes: usize) {
         let (start, end) = (start.max(0), end.min(lanes as isize));
         if start < end {
+            let reach = self.reach.get_or_insert(place + start..place + end);
+            *reach = reach.start.min(place + start)..reach.end.max(place + end);
             self.reads.push(Read { place, start: start as u32, end: end as u32 });
         }
     }
@@ -93,9 +99,19 @@ impl Gather {
     }
 
     /// Adds to a row of dx the products at each of `bases`, where an output row and kernel row begin.
+    ///
+    /// # Panics
+    /// If any of them lies outside.
     #[inline(always)]
     pub(super) fn add<S: Simd>(&self, simd: S, products: &[f32], bases: &[usize], dx: &mut [f32]) {
         let lanes = S::F32_LANES;
+        let is_inside = |&base: &usize| {
+            self.reach.as_ref().is_none_or(|reach| {
+                let (first, end) = (base.checked_add_signed(reach.start), base.checked_add_signed(reach.end));
+                first.is_some() && end.is_some_and(|end| end <= products.len())
+            })
+        };
+        assert!(bases.iter().all(is_inside), "a row of dx reads beyond its products");
         let mut start = 0;
         for vector in &self.vectors {
             let reads = &self.reads[start..vector.reads];
@@ -104,7 +120,8 @@ impl Gather {
             for read in reads {
                 let mask = MemMask::new(simd.mask_between_m32s(read.start, read.end).mask());
                 let from = products.as_ptr().wrapping_offset(read.place);
-                // SAFETY: the mask leaves lanes inside the products.
+                // SAFETY: the mask leaves lanes `start..end` of what lies at `place` + `base`. All of these are within
+                // `reach`, of which each base has been seen to lead to places inside the products.
                 let load = |base| unsafe { simd.mask_load_ptr_f32s(mask, from.wrapping_add(base)) };
                 let (pairs, rest) = bases.as_chunks();
                 for &[first, second] in pairs {
@@ -126,6 +143,57 @@ impl Gather {
                 whole[0] = sum;
                 for (dx, value) in dx.iter_mut().step_by(self.spread).zip(&values[..lanes]) {
                     *dx += value;
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::catch_unwind;
+
+    use super::*;
+    use crate::{Isa, simd};
+
+    /// Gathers a row of dx of a 5 x 5 image from these products.
+    struct Row<'a> {
+        gather: &'a Gather,
+        products: &'a [f32],
+        base: usize,
+    }
+
+    impl pulp::WithSimd for Row<'_> {
+        type Output = [f32; 10];
+
+        #[inline(always)]
+        fn with_simd<S: Simd>(self, simd: S) -> [f32; 10] {
+            let mut dx = [0.0; 10];
+            self.gather.add(simd, self.products, &[self.base], &mut dx);
+            dx
+        }
+    }
+
+    #[test]
+    fn products_that_are_not_there_are_refused() {
+        for format in [MemoryFormat::Contiguous, MemoryFormat::ChannelsLast] {
+            for isa in Isa::available() {
+                let problem: ConvProblem = "mb1ic2ih5oc1kh3ph1".parse().unwrap();
+                let problem = problem.with(|spec| spec.format = format).unwrap();
+                let lanes = simd::lanes(isa);
+                let pitch = 18usize.next_multiple_of(lanes);
+                let gather = Gather::new(&problem, lanes, pitch);
+                let reach = gather.reach.clone().expect("a padded kernel reads");
+                let needed = usize::try_from(reach.end).unwrap();
+                let run = |len: usize, base: usize| {
+                    let products = vec![1.0; len];
+                    simd::run(isa, Row { gather: &gather, products: &products, base })
+                };
+                assert!(reach.start >= 0 && run(needed, 0).iter().any(|&dx| dx > 0.0), "{isa} {format}");
+                for (len, base) in
+                    [(needed - 1, 0), (needed, 1), (needed, usize::MAX), (needed, 1 << 63), (0, 0)]
+                {
+                    assert!(catch_unwind(|| run(len, base)).is_err(), "{isa} {format} {len} {base}");
                 }
             }
         }

@@ -4,7 +4,7 @@ use pulp::{MemMask, Simd, WithSimd};
 
 use crate::conv::workspace::LINE;
 use crate::gemm::Update;
-use crate::stream;
+use crate::stream::{self, Streaming};
 
 /// Rows of the largest block for vectors of this many lanes: what 32 or 16 registers hold beside two vectors of B.
 pub(super) fn block_rows(lanes: usize) -> usize {
@@ -30,6 +30,80 @@ impl<'a> Ahead<'a> {
     }
 }
 
+/// Places in the two operands of a product, a pair for each step, and the largest of each up to any step.
+pub(super) struct Steps {
+    places: Vec<[usize; 2]>,
+    /// At each step, of all up to that one.
+    most: Vec<[usize; 2]>,
+}
+
+/// The first of some [`Steps`]: no place is beyond `most`.
+#[derive(Clone, Copy)]
+pub(super) struct Places<'a> {
+    places: &'a [[usize; 2]],
+    most: [usize; 2],
+}
+
+impl Steps {
+    pub(super) fn new(places: impl Iterator<Item = [usize; 2]>) -> Steps {
+        let places: Vec<[usize; 2]> = places.collect();
+        let most = places.iter().scan([0, 0], |[left, right], &[i, j]| {
+            (*left, *right) = (i.max(*left), j.max(*right));
+            Some([*left, *right])
+        });
+        Steps { most: most.collect(), places }
+    }
+
+    /// The first `count` steps, 1 or more.
+    pub(super) fn first(&self, count: usize) -> Places<'_> {
+        Places { places: &self.places[..count], most: self.most[count - 1] }
+    }
+
+    pub(super) fn all(&self) -> Places<'_> {
+        self.first(self.len())
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.places.len()
+    }
+}
+
+impl<'a> Places<'a> {
+    #[inline(always)]
+    pub(super) fn iter(self) -> std::slice::Iter<'a, [usize; 2]> {
+        self.places.iter()
+    }
+
+    /// Whether each place of the left operand and of the right one is followed by so many elements, of so many in all.
+    ///
+    /// The elements that follow are those from the place itself to `lanes` elements from the last of `count` places, each a
+    /// `pitch` on.
+    #[inline(always)]
+    pub(super) fn are_inside(self, reads: [Reads; 2]) -> bool {
+        let [left, right] = self.most;
+        reads[0].is_inside(left) && reads[1].is_inside(right)
+    }
+}
+
+/// What is read from a place: `lanes` elements each of `count` times, `pitch` elements apart, of a slice of `len`.
+#[derive(Clone, Copy)]
+pub(super) struct Reads {
+    pub(super) count: usize,
+    pub(super) pitch: usize,
+    pub(super) lanes: usize,
+    pub(super) len: usize,
+}
+
+impl Reads {
+    /// A size that overflows is outside, as is nothing at all.
+    #[inline(always)]
+    pub(super) fn is_inside(self, place: usize) -> bool {
+        let last = self.count.checked_sub(1).and_then(|last| last.checked_mul(self.pitch));
+        let end = last.and_then(|last| last.checked_add(place)?.checked_add(self.lanes));
+        end.is_some_and(|end| end <= self.len)
+    }
+}
+
 /// `out[p][..columns] = sum over (i, j) in steps of a[p * stride + i] * b[j..j + columns]`, or += that.
 ///
 /// At most [`block_rows`] rows and two vectors of columns. Whole vectors of `b` are read. Where `out` is streamed, its rows
@@ -39,14 +113,14 @@ pub(super) struct Block<'a> {
     pub(super) rows: usize,
     pub(super) stride: usize,
     pub(super) b: &'a [f32],
-    pub(super) steps: &'a [[usize; 2]],
+    pub(super) steps: Places<'a>,
     pub(super) out: &'a mut [f32],
     /// From one row of `out` to the next.
     pub(super) pitch: usize,
     pub(super) columns: usize,
     pub(super) update: Update,
-    /// Whether `out` is written by streaming stores.
-    pub(super) streams: bool,
+    /// There if `out` is written by streaming stores.
+    pub(super) streaming: Option<&'a Streaming>,
     /// What is fetched into the caches meanwhile, a line in each step.
     pub(super) ahead: &'a [f32],
 }
@@ -56,29 +130,40 @@ impl WithSimd for Block<'_> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        debug_assert!(self.is_inside(S::F32_LANES));
-        match (self.columns <= S::F32_LANES, self.streams) {
-            (true, false) => self.dispatch::<S, 1, false>(simd),
-            (true, true) => self.dispatch::<S, 1, true>(simd),
-            (false, false) => self.dispatch::<S, 2, false>(simd),
-            (false, true) => self.dispatch::<S, 2, true>(simd),
+        assert!(self.is_inside(S::F32_LANES), "a block reads or writes beyond its slices");
+        match (self.columns <= S::F32_LANES, self.streaming.is_some()) {
+            // SAFETY: `is_inside` has found one vector of columns or part of it, what is read of `a` and `b` at the largest
+            // places of all steps and so at each, and what is written of `out`; streamed, `out` is whole vectors. Blocks are
+            // run by tasks that `simd::run` calls, with the task's vectors.
+            (true, false) => unsafe { self.dispatch::<S, 1, false>(simd) },
+            // SAFETY: as for one vector that is not streamed, and `is_inside` has called `is_in_vectors` here.
+            (true, true) => unsafe { self.dispatch::<S, 1, true>(simd) },
+            // SAFETY: more than one vector of columns and at most two; `is_inside` has found the rest.
+            (false, false) => unsafe { self.dispatch::<S, 2, false>(simd) },
+            // SAFETY: more than one vector of columns and at most two; `is_inside` has found the rest, and has called
+            // `is_in_vectors`.
+            (false, true) => unsafe { self.dispatch::<S, 2, true>(simd) },
         }
     }
 }
 
 impl Block<'_> {
+    /// Whether all that [`Block::multiply`] asks for is so: looked at once a block, outside of its loops.
+    #[inline(always)]
     fn is_inside(&self, lanes: usize) -> bool {
-        let vectors = self.columns.div_ceil(lanes);
-        let row = (self.rows - 1) * self.stride;
-        let steps_inside =
-            |&[i, j]: &[usize; 2]| row + i < self.a.len() && j + vectors * lanes <= self.b.len();
+        let Block { rows, stride, pitch, columns, .. } = *self;
+        let vectors = columns.div_ceil(lanes);
+        let a = Reads { count: rows, pitch: stride, lanes: 1, len: self.a.len() };
+        let b = Reads { count: 1, pitch: 0, lanes: vectors.min(2) * lanes, len: self.b.len() };
+        let out = Reads { count: rows, pitch, lanes: columns, len: self.out.len() };
         (1..=2).contains(&vectors)
-            && self.steps.iter().all(steps_inside)
-            && (self.rows - 1) * self.pitch + self.columns <= self.out.len()
-            && (!self.streams || self.is_in_vectors(lanes))
+            && self.steps.are_inside([a, b])
+            && out.is_inside(0)
+            && (self.streaming.is_none() || self.is_in_vectors(lanes))
     }
 
     /// Whether whole vectors overwrite `out`.
+    #[inline(always)]
     fn is_in_vectors(&self, lanes: usize) -> bool {
         self.update == Update::Overwrite
             && self.columns.is_multiple_of(lanes)
@@ -86,12 +171,14 @@ impl Block<'_> {
             && self.out.as_ptr().addr().is_multiple_of(lanes * size_of::<f32>())
     }
 
+    /// # Safety
+    /// As [`Block::multiply`], but for the number of rows.
     #[inline(always)]
-    fn dispatch<S: Simd, const V: usize, const STREAMS: bool>(self, simd: S) {
+    unsafe fn dispatch<S: Simd, const V: usize, const STREAMS: bool>(self, simd: S) {
         macro_rules! sized {
             ($($rows:literal)*) => {
                 match self.rows {
-                    // SAFETY: the caller's slices hold what is read and written, which tests assert above.
+                    // SAFETY: there are so many rows, and the rest is what the caller promises.
                     $($rows if $rows <= block_rows(S::F32_LANES) => unsafe { self.multiply::<S, $rows, V, STREAMS>(simd) },)*
                     rows => unreachable!("a block of {rows} rows"),
                 }
@@ -101,7 +188,11 @@ impl Block<'_> {
     }
 
     /// # Safety
-    /// `rows`, `stride`, `steps`, `pitch` and `columns` stay inside `a`, `b` and `out`.
+    /// - `rows` is P, and `columns` more than V - 1 vectors and at most V.
+    /// - For each step (i, j), `a` has an element at `p * stride + i` for each p below P, and `b` has V vectors at j.
+    /// - `out` has `columns` elements at `p * pitch` for each p below P.
+    /// - If STREAMS, `streaming` is there, `out` starts at a multiple of a vector's size, `pitch` and `columns` are whole
+    ///   vectors, and `S` is one of those that [`crate::simd::run`] uses.
     #[inline(always)]
     unsafe fn multiply<S: Simd, const P: usize, const V: usize, const STREAMS: bool>(self, simd: S) {
         let lanes = S::F32_LANES;
@@ -110,18 +201,18 @@ impl Block<'_> {
         let (mut ahead, line) = if self.ahead.is_empty() { (b, 0) } else { (self.ahead.as_ptr(), LINE) };
         let zero = simd.splat_f32s(0.0);
         let mut sums = [[zero; V]; P];
-        for &[i, j] in self.steps {
+        for &[i, j] in self.steps.iter() {
             stream::prefetch(ahead, 1);
             ahead = ahead.wrapping_add(line);
             let mut vectors = [zero; V];
             for v in 0..V {
-                // SAFETY: whole vectors of `b` are inside.
+                // SAFETY: the caller promises V vectors of `b` at j.
                 vectors[v] = unsafe { b.add(j + v * lanes).cast::<S::f32s>().read_unaligned() };
             }
             // One pointer that walks down the rows: one for each row would leave the compiler too few registers.
             let mut value = a.wrapping_add(i);
             for p in 0..P {
-                // SAFETY: inside `a`.
+                // SAFETY: `value` is p strides from i, where the caller promises an element of `a`.
                 let row = simd.splat_f32s(unsafe { *value });
                 value = value.wrapping_add(self.stride);
                 for v in 0..V {
@@ -137,8 +228,9 @@ impl Block<'_> {
                 for p in 0..P {
                     for $v in 0..V {
                         let ($place, $sum) = (row.wrapping_add($v * lanes), sums[p][$v]);
-                        // SAFETY: rows of `columns` elements at `pitch` are inside `out`, masks leave out the rest, and
-                        // where streamed they start at whole vectors.
+                        // SAFETY: row p of `out` has `columns` elements, which are V vectors less what the last mask leaves
+                        // out. Where streamed there is no mask, and each vector is aligned: the start of `out`, `pitch`
+                        // and v vectors are multiples of its size.
                         unsafe { $write };
                     }
                     row = row.wrapping_add(self.pitch);
@@ -147,8 +239,8 @@ impl Block<'_> {
         }
         let last = self.columns - (V - 1) * lanes;
         let add = self.update == Update::Add;
-        if STREAMS {
-            write!(|place, sum, v| stream::store(simd, place, sum));
+        if let (true, Some(streaming)) = (STREAMS, self.streaming) {
+            write!(|place, sum, v| stream::store(simd, streaming, place, sum));
         } else if last == lanes {
             if add {
                 write!(|place, sum, v| {
@@ -168,6 +260,91 @@ impl Block<'_> {
                 });
             } else {
                 write!(|place, sum, v| simd.mask_store_ptr_f32s(masks[v], place, sum));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::catch_unwind;
+
+    use super::*;
+    use crate::{Isa, simd};
+
+    /// Sizes of a block; every one fits by itself.
+    #[derive(Debug, Clone, Copy)]
+    struct Sizes {
+        rows: usize,
+        stride: usize,
+        pitch: usize,
+        columns: usize,
+        /// Of a, b and out.
+        lens: [usize; 3],
+        place: [usize; 2],
+        streams: bool,
+    }
+
+    /// out of a block of ones, which a test in release mode must not read or write beyond its slices either.
+    fn run(isa: Isa, sizes: Sizes) -> Vec<f32> {
+        let Sizes { rows, stride, pitch, columns, lens: [a, b, out], place, streams } = sizes;
+        let (a, b, mut out) = (vec![1.0; a], vec![1.0; b], vec![0.0; out]);
+        let steps = Steps::new([[0, 0], place, [0, 0]].into_iter());
+        let streaming = streams.then(Streaming::begin);
+        let block = Block {
+            a: &a,
+            rows,
+            stride,
+            b: &b,
+            steps: steps.all(),
+            out: &mut out,
+            pitch,
+            columns,
+            update: Update::Overwrite,
+            streaming: streaming.as_ref(),
+            ahead: &[],
+        };
+        simd::run(isa, block);
+        out
+    }
+
+    #[test]
+    fn a_block_beyond_its_slices_is_refused() {
+        for isa in Isa::available() {
+            let lanes = simd::lanes(isa);
+            // The last row's last element, and the second step's last vector, are the slices' last ones.
+            let columns = 2 * lanes;
+            let lens = [2 * 10 + 3 + 1, 5 + columns, 2 * 40 + columns];
+            let fits = Sizes { rows: 3, stride: 10, pitch: 40, columns, lens, place: [3, 5], streams: false };
+            let out = run(isa, fits);
+            assert!((0..3).all(|row| out[row * 40..][..columns].iter().all(|&sum| sum == 3.0)), "{isa}");
+            let half = 1 << 63;
+            let refused = [
+                Sizes { rows: 4, ..fits },
+                Sizes { rows: 0, ..fits },
+                Sizes { stride: 11, ..fits },
+                Sizes { stride: half, ..fits },
+                Sizes { stride: usize::MAX, ..fits },
+                Sizes { pitch: 41, ..fits },
+                Sizes { pitch: half, ..fits },
+                Sizes { columns: 0, ..fits },
+                Sizes { columns: columns + 1, ..fits },
+                Sizes { columns: usize::MAX, ..fits },
+                Sizes { place: [4, 5], ..fits },
+                Sizes { place: [3, 6], ..fits },
+                Sizes { place: [usize::MAX, 5], ..fits },
+                Sizes { place: [3, usize::MAX], ..fits },
+                Sizes { lens: [lens[0] - 1, lens[1], lens[2]], ..fits },
+                Sizes { lens: [lens[0], lens[1] - 1, lens[2]], ..fits },
+                Sizes { lens: [lens[0], lens[1], lens[2] - 1], ..fits },
+                Sizes { lens: [0; 3], ..fits },
+                // Streamed are whole vectors only, of which a portable one is a float.
+                Sizes { columns: columns - 1, pitch: 39, streams: true, ..fits },
+            ];
+            for sizes in refused.into_iter().take(if lanes == 1 { 18 } else { 19 }) {
+                let refusal = catch_unwind(|| run(isa, sizes)).expect_err("it must be refused");
+                let reason = refusal.downcast_ref::<&str>().copied().unwrap_or("another reason");
+                assert!(reason.contains("beyond its slices"), "{isa} {sizes:?}: {reason}");
             }
         }
     }

@@ -50,7 +50,8 @@ impl<F: Filter> WithSimd for TransformInputs<'_, F> {
             let group = (index / rows) * rows * tiles.depth + (index % rows) * lanes;
             let place = |vector| vector / vectors * slice_len + group + vector % vectors * rows * lanes;
             let to = (self.to, tiles.input_stride());
-            // SAFETY: the block has a vector of each point for each of its tiles, and one thread transforms it.
+            // SAFETY: places of different tiles of a block differ: by their group of rows, or by the row in it. Each block, or
+            // group of rows of one, is transformed by one task with a buffer that no other one writes (`Tiles::run_group`).
             unsafe { tiles.geometry.transform_input(simd, [x, zeros], tile, to, place) }
         }
     }
@@ -123,7 +124,7 @@ fn product<S: Simd, const ROWS: usize, const V: usize>(
     let mut sums = [[simd.splat_f32s(0.0); V]; ROWS];
     for (v, u) in v.chunks_exact(ROWS * lanes).zip(u.chunks_exact(V * lanes * lanes)) {
         for q in 0..lanes {
-            // SAFETY: `u` holds V vectors for each of as many channels as there are lanes.
+            // SAFETY: `u` is a chunk of V vectors for each of as many channels as there are lanes; q is below `lanes` and half below V.
             let u: [_; V] = std::array::from_fn(|half| unsafe { load::<S>(u, (V * q + half) * lanes) });
             for row in 0..ROWS {
                 let value = simd.splat_f32s(v[row * lanes + q]);
@@ -191,20 +192,27 @@ impl<F: Filter> TransformOutputs<'_, F> {
             let v = tiles.vectors;
             let place = ((vector / v * tiles.block + index) * v + vector % v) * lanes;
             let products = &self.products[place..];
+            assert!(points.fits::<S>(F::INPUTS, 0, products.len()), "a tile's products beyond their block");
             let column = |j| {
-                // SAFETY: `products` holds a vector of each point.
+                // SAFETY: `fits` has found the vector of the last point inside, which no other one's is behind; `square` and
+                // `column_of` ask for points of this side.
                 column_of(simd, F::INPUTS, |i| unsafe { points.load::<S>(products, [i, j]) })
             };
             let corner = corner + first;
             if whole && take == lanes {
+                assert!(pixels.fits::<S>(F::OUTPUTS, corner, output.len()), "a tile beyond the output");
                 Output::<F>::square(simd, column, |i, j, value| {
-                    // SAFETY: each output belongs to one tile and one panel of one group, which are transformed once.
+                    // SAFETY: `fits` has found the vector of the tile's last pixel inside, which no other one's is behind.
+                    // Each output belongs to one tile and, with its channel, to one panel of one group; each tile's products
+                    // with a panel are transformed once, so that nobody else writes this.
                     unsafe { pixels.store::<S>((*output, corner), [i, j], value) }
                 });
             } else {
                 Output::<F>::square(simd, column, |i, j, value| {
                     if i < rows && j < columns {
-                        // SAFETY: as above.
+                        // SAFETY: the pixel is inside of the output and of this tile, to which alone it belongs; `take` channels
+                        // from `first` on are those of this vector. Each tile's products with a panel are transformed once, so
+                        // that nobody else writes this.
                         let to = unsafe { output.part(corner + pixels.place([i, j]), take) };
                         simd.partial_store_f32s(to, value);
                     }

@@ -75,14 +75,17 @@ impl<F: Filter> WithSimd for TransformFilters<'_, F> {
                     let row =
                         (vector / vectors * channels.len() + start - channels.start + channel) * vectors;
                     let place = (row + vector % vectors) * lanes;
+                    assert!(points.fits::<S>(F::INPUTS, place, to.len()), "a filter beyond its panel");
                     let load = |r, s| {
-                        // SAFETY: each of at most LANES channels has nine vectors of at most LANES.
+                        // SAFETY: `channel` is below `lanes`, r and s are below 3: a vector ends at 9 * lanes * lanes or before,
+                        // and `taps` has 9 * LANES * LANES floats. No vector has more than LANES.
                         unsafe { load::<S>(&taps, (channel * 9 + 3 * r + s) * lanes) }
                     };
                     Taps::<F>::square(
                         simd,
                         |s| column_of(simd, 3, |r| load(r, s)),
-                        // SAFETY: `to` holds a vector for each point.
+                        // SAFETY: `fits` has found the vector of the last point inside, which no other one's is behind. `to` was
+                        // made of a slice that this call has for itself.
                         |i, j, value| unsafe { points.store::<S>((to, place), [i, j], value) },
                     );
                 }

@@ -97,8 +97,11 @@ impl<F: Filter> Geometry<F> {
     ///
     /// `zeros` are at least [`Geometry::zeros_len`] of the channels.
     ///
+    /// # Panics
+    /// If one of these places is not inside.
+    ///
     /// # Safety
-    /// `to` holds whole vectors in these places, and no other thread uses them.
+    /// Nobody else uses whole vectors in these places meanwhile.
     #[inline(always)]
     pub(super) unsafe fn transform_input<S: Simd>(
         &self,
@@ -112,7 +115,7 @@ impl<F: Filter> Geometry<F> {
         let start = [row.wrapping_sub(self.padding[0]), column.wrapping_sub(self.padding[1])];
         let channels = [self.channels, self.group, self.groups];
         let image = Image { x, zeros, image, size: self.input, channels };
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller promises that nobody else uses the places in `to`, which are the same.
         unsafe { image.transform::<S, Input<F>>(simd, start, to, place) }
     }
 
@@ -134,7 +137,7 @@ impl<F: Filter> Geometry<F> {
         let Tile { image, row, column } = self.tile(tile);
         let channels = [self.outputs, self.group, self.groups];
         let image = Image { x: dy, zeros, image, size: self.output, channels };
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller promises that nobody else uses the places in `to`, which are the same.
         unsafe { image.transform::<S, OutputGradient<F>>(simd, [row, column], to, place) }
     }
 }
@@ -185,11 +188,14 @@ impl Image<'_> {
         let points = Grid::of_points(T::SIDES[1], stride);
         for vector in 0..c.div_ceil(lanes) {
             let (first, place) = (vector * lanes, place(vector));
-            // SAFETY: the caller promises a vector here, and that nobody else uses it.
+            assert!(points.fits::<S>(T::SIDES[1], place, to.len()), "a tile's vectors beyond their block");
+            // SAFETY: `fits` has found the vector of the last point inside, which no other one's is behind; `square` stores
+            // points of this side. The caller promises that nobody else uses them.
             let store = |i, j, value| unsafe { points.store::<S>((to, place), [i, j], value) };
             let line = Line { columns: columns.clone(), pixel, first };
             if first + lanes <= c {
-                // SAFETY: a line ends with the channels of its last pixel, which hold the vector.
+                // SAFETY: `column` asks for `at` = pixel * (a column inside, less the first) + `first`. A line has `extent`
+                // floats, up to the c channels of the last such pixel, and `first + lanes` is at most c.
                 let load = |line: &[f32], at| unsafe { load::<S>(line, at) };
                 T::square(simd, |j| line.column(simd, &lines[..T::SIDES[0]], j, load), store);
             } else {

@@ -14,7 +14,7 @@ pub(super) const LANES: usize = 16;
 #[inline(always)]
 pub(super) unsafe fn load<S: Simd>(from: &[f32], at: usize) -> S::f32s {
     debug_assert!(at + S::F32_LANES <= from.len());
-    // SAFETY: inside the slice, as the caller promises; every bit pattern is a vector.
+    // SAFETY: the caller promises that a vector's floats from `at` on are in the slice; every bit pattern is a vector.
     unsafe { from.as_ptr().add(at).cast::<S::f32s>().read_unaligned() }
 }
 
@@ -25,7 +25,7 @@ pub(super) unsafe fn load<S: Simd>(from: &[f32], at: usize) -> S::f32s {
 #[inline(always)]
 pub(super) unsafe fn store<S: Simd>(to: &mut [f32], at: usize, value: S::f32s) {
     debug_assert!(at + S::F32_LANES <= to.len());
-    // SAFETY: inside the slice, as the caller promises.
+    // SAFETY: the caller promises that a vector's floats from `at` on are in the slice.
     unsafe { to.as_mut_ptr().add(at).cast::<S::f32s>().write_unaligned(value) }
 }
 
@@ -51,6 +51,12 @@ impl Grid {
         i * self.row + j * self.column
     }
 
+    /// Whether a slice of `len` has whole vectors in all of `side` rows and columns from `at` on.
+    #[inline(always)]
+    pub(super) fn fits<S: Simd>(self, side: usize, at: usize, len: usize) -> bool {
+        at + self.place([side - 1, side - 1]) + S::F32_LANES <= len
+    }
+
     /// The vector in row `i` and column `j`.
     ///
     /// # Safety
@@ -58,7 +64,8 @@ impl Grid {
     #[inline(always)]
     pub(super) unsafe fn load<S: Simd>(self, from: &[f32], [i, j]: [usize; 2]) -> S::f32s {
         debug_assert!(self.place([i, j]) + S::F32_LANES <= from.len());
-        // SAFETY: inside the slice, as the caller promises; every bit pattern is a vector.
+        // SAFETY: the caller promises that a vector's floats from `place([i, j])` on, which is the sum of these two terms, are in
+        // the slice; every bit pattern is a vector.
         unsafe { from.as_ptr().add(i * self.row).add(j * self.column).cast::<S::f32s>().read_unaligned() }
     }
 
@@ -73,7 +80,8 @@ impl Grid {
         [i, j]: [usize; 2],
         value: S::f32s,
     ) {
-        // SAFETY: inside the slice and used by nobody else, as the caller promises.
+        // SAFETY: the caller promises that a vector's floats from `at + place([i, j])` on, which is the sum of these terms, are in
+        // the slice, and that nobody else uses them.
         unsafe {
             let row = to.pointer(at + i * self.row);
             row.add(j * self.column).cast::<S::f32s>().write_unaligned(value);

@@ -95,7 +95,7 @@ pub(super) trait Transform {
         for i in 0..Self::SIDES[1] {
             let mut row = [zero; POINTS];
             for j in 0..Self::SIDES[0] {
-                // SAFETY: written above, in all columns and rows of these sides.
+                // SAFETY: the loop above has written `half[i][j]` for all i below SIDES[1] and j below SIDES[0], as these are.
                 row[j] = unsafe { half[i][j].assume_init() };
             }
             let row = Self::apply(s, row);

@@ -228,7 +228,8 @@ impl<F: Filter> WithSimd for TransformTiles<'_, F> {
                 let per_side = side / lanes;
                 (vector / per_side * w.chunk + tile) * side + vector % per_side * lanes
             };
-            // SAFETY: the chunk holds this tile's vectors, and no other thread transforms it.
+            // SAFETY: `place` differs for each tile of the chunk, and each tile is transformed by one task only (`tiles` of the
+            // tasks do not overlap), while nobody reads the chunk.
             unsafe {
                 let (to, stride) = (self.inputs, input_stride);
                 g.transform_input(simd, [x, zeros], self.first + tile, (to, stride), |v| {
@@ -348,21 +349,25 @@ impl<F: Filter> WithSimd for Finish<'_, F> {
                 let panel = row / group * (w.block[1] / width) + column / width;
                 let place = (panel * group + row % group) * width + column % width;
                 let mut taps = [0.0f32; 9 * LANES];
+                let fits = |team: &[f32]| points.fits::<S>(F::INPUTS, place, team.len());
+                assert!(self.sums.iter().all(|team| fits(team)), "a filter's sums beyond their block");
                 TapsGradient::<F>::square(
                     simd,
                     |j| {
                         column_of(simd, F::INPUTS, |i| {
-                            // SAFETY: sums have a whole vector here, of each point and in every block.
+                            // SAFETY: `fits` has found the vector of the last point inside of each team's sums, which no
+                            // other one's is behind; `square` and `column_of` ask for points of this side.
                             let sum = |team: &[f32]| unsafe { points.load::<S>(&team[place..], [i, j]) };
                             others.iter().fold(sum(one), |all, other| simd.add_f32s(all, sum(other)))
                         })
                     },
-                    // SAFETY: nine vectors of at most LANES fit.
+                    // SAFETY: `square` stores 3 x 3 vectors, of at most LANES: `taps` has room for nine of these.
                     |r, s, value| unsafe { store::<S>(&mut taps, (3 * r + s) * lanes, value) },
                 );
                 let channel = first[1] + column;
                 let take = lanes.min(c - channel);
-                // SAFETY: each filter belongs to one block, which is finished once.
+                // SAFETY: each filter and channel belongs to one block of one group, and each block is finished by one task. So
+                // nobody else writes these filters' taps.
                 let filters =
                     unsafe { output.part(((filters + first[0] + row) * c + channel) * 9, take * 9) };
                 for (lane, filter) in filters.chunks_exact_mut(9).enumerate() {
