@@ -1,9 +1,9 @@
 //! How kernels may use the processor: a thread budget and an instruction set, both explicit.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use crate::team::Team;
-use crate::{Error, Result};
+use crate::{Error, Result, simd};
 
 /// An instruction set that kernels are compiled for; the best one the CPU has is found at run time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -11,33 +11,63 @@ use crate::{Error, Result};
 pub enum Isa {
     /// What every CPU of the target has.
     Portable,
-    /// x86-64 with AVX2 and FMA.
+    /// x86-64-v3: AVX2 and FMA with BMI1, BMI2, LZCNT and all that came before.
     Avx2,
-    /// x86-64 with AVX-512 F, BW, DQ and VL.
+    /// x86-64-v4: that and AVX-512 F, BW, CD, DQ and VL.
     Avx512,
 }
+
+/// Names of CPU features, each with the look whether this CPU has it.
+#[cfg(target_arch = "x86_64")]
+type Features = &'static [(&'static str, fn() -> bool)];
+
+#[cfg(target_arch = "x86_64")]
+macro_rules! features {
+    ($($feature:tt)*) => { &[$(($feature, || is_x86_feature_detected!($feature))),*] };
+}
+
+/// What [`Isa::Avx2`] stands for: all that pulp's `V3` needs. The `gemm` crate and [`multiversion`] need less.
+#[cfg(target_arch = "x86_64")]
+const V3: Features = features!(
+    "sse" "sse2" "fxsr" "sse3" "ssse3" "sse4.1" "sse4.2" "popcnt" "avx" "avx2" "bmi1" "bmi2" "fma" "lzcnt"
+);
+
+/// What [`Isa::Avx512`] stands for beyond that: pulp's `V4`.
+#[cfg(target_arch = "x86_64")]
+const V4: Features = features!("avx512f" "avx512bw" "avx512cd" "avx512dq" "avx512vl");
 
 impl Isa {
     /// The best instruction set of this CPU.
     pub fn detect() -> Isa {
-        *Isa::available().last().expect("the portable path is always there")
+        *Isa::found().last().expect("the portable path is always there")
     }
 
     /// Every instruction set that this CPU can run, worst first.
     pub fn available() -> Vec<Isa> {
-        #[allow(unused_mut)]
+        Isa::found().to_vec()
+    }
+
+    fn found() -> &'static [Isa] {
+        static FOUND: LazyLock<Vec<Isa>> = LazyLock::new(|| {
+            #[cfg(target_arch = "x86_64")]
+            let found = Isa::among(|_, has| has());
+            #[cfg(not(target_arch = "x86_64"))]
+            let found = vec![Isa::Portable];
+            // Asked itself, too: another version of pulp may need more.
+            found.into_iter().filter(|&isa| simd::has(isa)).collect()
+        });
+        &FOUND
+    }
+
+    /// The instruction sets of a CPU that `has` these features.
+    #[cfg(target_arch = "x86_64")]
+    fn among(has: impl Fn(&str, fn() -> bool) -> bool) -> Vec<Isa> {
+        let all = |features: Features| features.iter().all(|&(name, look)| has(name, look));
         let mut found = vec![Isa::Portable];
-        #[cfg(target_arch = "x86_64")]
-        {
-            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-                found.push(Isa::Avx2);
-                let avx512 = is_x86_feature_detected!("avx512f")
-                    && is_x86_feature_detected!("avx512bw")
-                    && is_x86_feature_detected!("avx512dq")
-                    && is_x86_feature_detected!("avx512vl");
-                if avx512 {
-                    found.push(Isa::Avx512);
-                }
+        if all(V3) {
+            found.push(Isa::Avx2);
+            if all(V4) {
+                found.push(Isa::Avx512);
             }
         }
         found
@@ -242,9 +272,11 @@ macro_rules! multiversion {
                 fn avx512<$($generic: $bound),*>($($arg: $type),*) $(-> $ret)? { body($($arg),*) }
 
                 match cpu.isa() {
-                    // SAFETY: a `Cpu` holds an instruction set only after `Isa::available` found it on this machine.
+                    // SAFETY: a `Cpu` holds `Avx512` only after `Isa::found` has seen the features of `V3` and `V4` on this
+                    // machine, and `avx512` is compiled for some of those.
                     $crate::Isa::Avx512 => return unsafe { avx512($($arg),*) },
-                    // SAFETY: as above.
+                    // SAFETY: a `Cpu` holds `Avx2` only after `Isa::found` has seen the features of `V3` on this machine,
+                    // of which `avx2` is compiled for two.
                     $crate::Isa::Avx2 => return unsafe { avx2($($arg),*) },
                     $crate::Isa::Portable => {}
                 }
@@ -294,5 +326,34 @@ mod tests {
         for isa in [Isa::Portable, Isa::Avx2, Isa::Avx512] {
             assert_eq!(Cpu::single().with_isa(isa).is_ok(), Isa::available().contains(&isa));
         }
+    }
+
+    /// pulp's lists, by name: a feature more in a later version does not compile.
+    #[cfg(target_arch = "x86_64")]
+    macro_rules! names {
+        ($level:ident: $($field:ident)*) => {{
+            fn _all(level: pulp::x86::$level) {
+                let pulp::x86::$level { $($field: _),* } = level;
+            }
+            [$(stringify!($field).replace("sse4_", "sse4.")),*]
+        }};
+    }
+
+    #[test]
+    #[cfg(target_arch = "x86_64")]
+    fn an_instruction_set_asks_for_all_that_its_vectors_need() {
+        let v3 = names!(V3: sse sse2 fxsr sse3 ssse3 sse4_1 sse4_2 popcnt avx avx2 bmi1 bmi2 fma lzcnt);
+        let v4 = names!(V4: sse sse2 fxsr sse3 ssse3 sse4_1 sse4_2 popcnt avx avx2 bmi1 bmi2 fma lzcnt
+                            avx512f avx512bw avx512cd avx512dq avx512vl);
+        assert_eq!(Isa::among(|_, _| true), [Isa::Portable, Isa::Avx2, Isa::Avx512]);
+        assert_eq!(Isa::among(|_, _| false), [Isa::Portable]);
+        for lacking in &v4 {
+            let expected: &[Isa] =
+                if v3.contains(lacking) { &[Isa::Portable] } else { &[Isa::Portable, Isa::Avx2] };
+            assert_eq!(Isa::among(|name, _| name != lacking), expected, "a CPU without {lacking}");
+        }
+        // And no more than that: what pulp runs on, this machine's kernels run on.
+        assert_eq!(Isa::available().contains(&Isa::Avx2), simd::has(Isa::Avx2));
+        assert_eq!(Isa::available().contains(&Isa::Avx512), simd::has(Isa::Avx512));
     }
 }

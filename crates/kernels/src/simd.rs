@@ -13,25 +13,74 @@ pub(crate) fn lanes(isa: Isa) -> usize {
     }
 }
 
-/// Runs `op` with the vectors of `isa`, which a [`crate::Cpu`] has found on this machine.
+/// Runs `op` with the vectors of `isa`, of which there are [`lanes`].
+///
+/// # Panics
+/// If this machine lacks `isa`, which no [`crate::Cpu`] holds then: code that counts on so many lanes must not meet others.
 #[inline]
 pub(crate) fn run<O: WithSimd>(isa: Isa, op: O) -> O::Output {
-    #[cfg(target_arch = "x86_64")]
-    {
-        use pulp::Simd;
-        match isa {
-            Isa::Avx512 => {
-                if let Some(simd) = pulp::x86::V4::try_new() {
-                    return Simd::vectorize(simd, op);
-                }
-            }
-            Isa::Avx2 => {
-                if let Some(simd) = pulp::x86::V3::try_new() {
-                    return Simd::vectorize(simd, op);
-                }
-            }
-            Isa::Portable => {}
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => match pulp::x86::V4::try_new() {
+            Some(simd) => pulp::Simd::vectorize(simd, op),
+            None => lacking(isa),
+        },
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => match pulp::x86::V3::try_new() {
+            Some(simd) => pulp::Simd::vectorize(simd, op),
+            None => lacking(isa),
+        },
+        #[cfg(not(target_arch = "x86_64"))]
+        Isa::Avx512 | Isa::Avx2 => lacking(isa),
+        Isa::Portable => op.with_simd(pulp::Scalar::new()),
+    }
+}
+
+#[cold]
+fn lacking(isa: Isa) -> ! {
+    panic!("this CPU has no vectors of {isa}, which `Isa::available` has found")
+}
+
+/// Whether [`run`] finds the vectors of `isa`.
+pub(crate) fn has(isa: Isa) -> bool {
+    match isa {
+        Isa::Portable => true,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => pulp::x86::V3::try_new().is_some(),
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => pulp::x86::V4::try_new().is_some(),
+        #[cfg(not(target_arch = "x86_64"))]
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Lanes of the vectors that it is run with.
+    struct Lanes;
+
+    impl WithSimd for Lanes {
+        type Output = usize;
+
+        fn with_simd<S: pulp::Simd>(self, _: S) -> usize {
+            S::F32_LANES
         }
     }
-    op.with_simd(pulp::Scalar::new())
+
+    #[test]
+    fn code_runs_with_as_many_lanes_as_are_told_or_not_at_all() {
+        for isa in [Isa::Portable, Isa::Avx2, Isa::Avx512] {
+            if Isa::available().contains(&isa) {
+                assert_eq!(run(isa, Lanes), lanes(isa), "{isa}");
+            } else {
+                assert!(!has(isa) || isa > Isa::detect(), "{isa}");
+            }
+            if !has(isa) {
+                let refusal = std::panic::catch_unwind(|| run(isa, Lanes)).expect_err("no scalar code");
+                assert!(refusal.downcast_ref::<String>().unwrap().contains(&isa.to_string()));
+            }
+        }
+    }
 }
