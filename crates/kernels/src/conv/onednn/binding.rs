@@ -50,7 +50,8 @@ macro_rules! functions {
 
         impl $table {
             fn of(library: &Library) -> Result<$table, String> {
-                // SAFETY: the types are those of oneDNN's headers, and the caller keeps the library loaded.
+                // SAFETY: the types are those that oneDNN's headers declare for these names. The table is used through
+                // `OneDnn` only, which keeps the library loaded.
                 Ok($table { $($name: unsafe { symbol(library, concat!("dnnl_", stringify!($name))) }?,)* })
             }
         }
@@ -112,6 +113,27 @@ functions! {
     }
 }
 
+/// Which functions a version has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Api {
+    V2,
+    V3,
+}
+
+impl Api {
+    /// The functions of the version of these numbers, major and minor.
+    ///
+    /// Version 2 writes to structs of the caller, whose sizes in its headers have been compared: 2.0 to 2.7, the last one.
+    /// Another may write more. Version 3 writes to its own.
+    fn of(version: [c_int; 2]) -> Result<Api, String> {
+        match version {
+            [2, 0..=7] => Ok(Api::V2),
+            [3, 0..=c_int::MAX] => Ok(Api::V3),
+            [major, minor] => Err(format!("its version is {major}.{minor}, known are 2.0 to 2.7 and 3")),
+        }
+    }
+}
+
 pub(super) enum Dialect {
     V2(V2),
     V3(V3),
@@ -122,7 +144,7 @@ pub(super) enum Dialect {
 /// # Safety
 /// `T` must be the type of a pointer to it, which must not be used when the library is gone.
 unsafe fn symbol<T: Copy>(library: &Library, name: &str) -> Result<T, String> {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller promises that `T` is the type of a pointer to what has this name, and to keep the library loaded.
     let found = unsafe { library.get::<T>(name.as_bytes()) };
     found.map(|symbol| *symbol).map_err(|_| format!("it has no {name}"))
 }
@@ -159,13 +181,15 @@ impl Owned {
 
 impl Drop for Owned {
     fn drop(&mut self) {
-        // SAFETY: `create` made the handle, nothing else destroys it, and the library is never unloaded.
+        // SAFETY: `create` took the handle and the function that destroys its kind of object from the same library. Nothing else
+        // destroys it. The library is loaded: fields of `OneDnn` are dropped in order, `_library` last, and all other objects
+        // belong to plans, which hold the `OneDnn` that `onednn` keeps for the whole process.
         let status = unsafe { (self.destroy)(self.handle) };
         debug_assert_eq!(status, 0, "oneDNN could not destroy an object");
     }
 }
 
-// SAFETY: oneDNN's objects are not bound to a thread.
+// SAFETY: oneDNN's documentation binds none of its objects to the thread that made it.
 unsafe impl Send for Owned {}
 // SAFETY: after creation engines, primitives and descriptors are only read; executing a primitive whose scratchpad is
 // the caller's is documented as thread-safe. Streams and memory objects never leave the call that makes them.
@@ -191,7 +215,8 @@ struct OpenMp {
 impl OpenMp {
     /// A look-up in a library continues in what it is linked with.
     fn of(library: &Library) -> Result<OpenMp, String> {
-        // SAFETY: the types are those of omp.h; the library keeps its dependencies loaded.
+        // SAFETY: the types are those that omp.h declares for these names. The table is kept in `OneDnn`, with the library, which
+        // keeps what it is linked with loaded.
         unsafe {
             Ok(OpenMp {
                 get_max_threads: symbol(library, "omp_get_max_threads")?,
@@ -213,7 +238,7 @@ struct Restore<'a> {
 
 impl Drop for Restore<'_> {
     fn drop(&mut self) {
-        // SAFETY: these functions take any number that their counterparts returned.
+        // SAFETY: they set the calling thread's numbers, to what the same runtime has told before.
         unsafe {
             (self.openmp.set_num_threads)(self.threads);
             (self.openmp.set_dynamic)(self.dynamic);
@@ -269,16 +294,20 @@ impl OneDnn {
     }
 
     fn of(library: Library, name: &str) -> Result<OneDnn, String> {
-        // SAFETY: the type is that of every version's header.
+        // SAFETY: every version's header declares it without arguments, and with a pointer to a struct of the library's own as
+        // its result, which the library keeps.
         let version = unsafe {
             let version: unsafe extern "C" fn() -> *const RawVersion = symbol(&library, "dnnl_version")?;
-            &*version()
+            version()
         };
-        let dialect = match version.major {
-            2 => Dialect::V2(V2::of(&library)?),
-            3 => Dialect::V3(V3::of(&library)?),
-            other => return Err(format!("its version is {other}, known are 2 and 3")),
+        // SAFETY: in every version the struct begins with these two numbers, and nobody writes to it.
+        let numbers = unsafe { [(&raw const (*version).major).read(), (&raw const (*version).minor).read()] };
+        let dialect = match Api::of(numbers)? {
+            Api::V2 => Dialect::V2(V2::of(&library)?),
+            Api::V3 => Dialect::V3(V3::of(&library)?),
         };
+        // SAFETY: the versions that `Api::of` knows have all of the struct, which lives as long as the library is loaded.
+        let version = unsafe { &*version };
         let (threading, runtime) = match version.cpu_runtime {
             1 => (Threading::Sequential, "sequential"),
             2 => (Threading::OpenMp(OpenMp::of(&library)?), "OpenMP"),
@@ -290,10 +319,12 @@ impl OneDnn {
         let text = format!("{}.{}.{} ({name}, {runtime})", version.major, version.minor, version.patch);
         let common = Common::of(&library)?;
         // Since 2.5 the environment can make oneDNN round f32 to bf16, unless this is called.
-        // SAFETY: the type is that of the headers.
+        // SAFETY: the type is that of the headers of 2.5 and later; before, the name is not found. The library stays loaded while
+        // the function is called, below.
         let set_fpmath_mode: Option<unsafe extern "C" fn(Handle, c_int) -> Status> =
             unsafe { symbol(&library, "dnnl_primitive_attr_set_fpmath_mode") }.ok();
-        // SAFETY: each function is called as its header says.
+        // SAFETY: the functions have the headers' types. The first two write a handle to the address that `Owned::create` gives
+        // them; the others get the handle of attributes that are alive, and a number that the headers name.
         let (engine, attributes) = unsafe {
             let engine = Owned::create("dnnl_engine_create", common.engine_destroy, |engine| {
                 (common.engine_create)(engine, CPU_ENGINE, 0)
@@ -343,7 +374,8 @@ impl OneDnn {
     /// A primitive must be executed with as many threads as it was created with.
     pub(super) fn with_threads<R>(&self, threads: usize, work: impl FnOnce() -> R) -> R {
         let Threading::OpenMp(openmp) = &self.threading else { return work() };
-        // SAFETY: the settings are those of the calling thread, and the number is positive.
+        // SAFETY: these functions read and set numbers of the calling thread. `threads` is positive, as thread budgets are, and no
+        // more than 1024.
         let _restore = unsafe {
             let restore =
                 Restore { openmp, threads: (openmp.get_max_threads)(), dynamic: (openmp.get_dynamic)() };
@@ -380,6 +412,28 @@ mod tests {
         assert!(reason.contains("cannot be loaded") && reason.contains("invalid ELF header"), "{reason}");
         let reason = refused(&["libc.so.6"]);
         assert_eq!(reason, "oneDNN (libc.so.6) cannot be loaded: it has no dnnl_version");
+    }
+
+    #[test]
+    fn a_version_whose_structs_are_unknown_is_refused() {
+        for minor in 0..=7 {
+            assert_eq!(Api::of([2, minor]), Ok(Api::V2));
+        }
+        for minor in [0, 1, 13, 99] {
+            assert_eq!(Api::of([3, minor]), Ok(Api::V3));
+        }
+        for (version, text) in [
+            ([2, 8], "2.8"),
+            ([2, 99], "2.99"),
+            ([2, -1], "2.-1"),
+            ([3, -1], "3.-1"),
+            ([1, 7], "1.7"),
+            ([4, 0], "4.0"),
+            ([0, 21], "0.21"),
+        ] {
+            let reason = format!("its version is {text}, known are 2.0 to 2.7 and 3");
+            assert_eq!(Api::of(version), Err(reason));
+        }
     }
 
     #[test]

@@ -335,9 +335,16 @@ fn strides(dims: &[usize], format: MemoryFormat) -> Vec<usize> {
 impl Convolution {
     /// Runs on the calling thread, with as many OpenMP threads as the plan was made with.
     fn run(&self, inputs: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
+        assert!(workspace.len() >= self.workspace_len, "oneDNN's workspace is too short");
+        let lens = [inputs[0].len(), inputs[1].len(), output.len()];
+        for (tensor, len) in [&self.inputs[0], &self.inputs[1], &self.output].into_iter().zip(lens) {
+            let bytes = tensor.plain.layout().bytes(self.onednn);
+            assert!(bytes <= len * size_of::<f32>(), "oneDNN uses {bytes} bytes of {len} floats");
+        }
         // oneDNN wants memory aligned to 64 bytes, a cache line.
         let workspace = aligned(workspace).as_mut_ptr();
-        // SAFETY: `new` counted the offsets into the workspace.
+        // SAFETY: `new` counted `workspace_len` as LINE more than the end of the last place that it gave out, and the aligned
+        // part of a workspace is LINE shorter.
         let at = |offset: usize| unsafe { workspace.add(offset) };
         let scratch = at(self.scratch);
         let [a, b] = inputs.map(|input| input.as_ptr().cast_mut());
@@ -351,8 +358,10 @@ impl Convolution {
                 },
             );
         let work = |stream: &Stream| {
-            // SAFETY: the slices' lengths are those of the layouts, `new` counted every place in the workspace, and
-            // the places are disjoint. Inputs are only read.
+            // SAFETY: the slices hold as many bytes as their plain layouts have. Where a tensor is reordered, its place in the
+            // workspace is as large as the primitive's layout of it (`Workspace::reorder`), else both layouts are equal; the
+            // scratch memory is as large as the most that any of these needs. These places follow each other, so none overlaps
+            // another, and what is written is in places of ours or in `output`, which is borrowed mutably. Inputs are only read.
             unsafe {
                 for (tensor, plain, needed) in [a, b] {
                     if let Some(reorder) = &tensor.reorder {

@@ -39,13 +39,18 @@ impl MemoryDesc {
         dims: &[usize],
         strides: Option<&[usize]>,
     ) -> Result<MemoryDesc, String> {
+        assert!(
+            dims.len() <= Dims::default().len() && strides.is_none_or(|strides| strides.len() == dims.len())
+        );
         let (axes, sizes) = (dims.len() as c_int, to_dims(dims));
         let strides = strides.map(to_dims);
         let storage = match &onednn.dialect {
             Dialect::V2(v2) => {
                 let mut desc: Box<MemoryDesc2> = Box::new([0; _]);
                 let at = desc.as_mut_ptr().cast();
-                // SAFETY: the functions fill the struct from `axes` numbers of each array.
+                // SAFETY: in the versions that have these functions, 2.0 to 2.7, they write one `dnnl_memory_desc_t` to `at`,
+                // where `desc` has as many bytes, aligned to 8. They read `axes` numbers of each array, of which
+                // there are so many.
                 let status = unsafe {
                     match &strides {
                         Some(strides) => {
@@ -59,7 +64,8 @@ impl MemoryDesc {
             }
             Dialect::V3(v3) => {
                 let create = |desc| {
-                    // SAFETY: as above; the handle is written when it succeeds.
+                    // SAFETY: `desc` is where `Owned::create` wants the handle. `axes` numbers are read of each array, of
+                    // which there are so many.
                     unsafe {
                         match &strides {
                             Some(strides) => (v3.memory_desc_create_with_strides)(
@@ -108,12 +114,12 @@ pub(super) struct Layout<'a> {
 impl Layout<'_> {
     /// Memory that a tensor takes, padding of blocks included.
     pub(super) fn bytes(self, onednn: &OneDnn) -> usize {
-        // SAFETY: the descriptor is alive.
+        // SAFETY: the address is that of a descriptor, which lives as long as its owner, borrowed by this layout.
         unsafe { (onednn.common.memory_desc_get_size)(self.address) }
     }
 
     pub(super) fn equals(self, other: Layout<'_>, onednn: &OneDnn) -> bool {
-        // SAFETY: the descriptors are alive.
+        // SAFETY: both addresses are those of descriptors, which live as long as their owners, borrowed by these layouts.
         unsafe { (onednn.common.memory_desc_equal)(self.address, other.address) != 0 }
     }
 }
@@ -157,7 +163,8 @@ impl Primitive {
     ) -> Result<Primitive, String> {
         let (common, engine) = (&onednn.common, onednn.engine.handle);
         let create = |desc| {
-            // SAFETY: every object is alive; the handle is written when it succeeds.
+            // SAFETY: `desc` is where `Owned::create` wants the handle. The layouts borrow their descriptors' owners, and engine
+            // and attributes live as long as `onednn`.
             unsafe {
                 (common.reorder_primitive_desc_create)(
                     desc,
@@ -176,7 +183,7 @@ impl Primitive {
     fn new(onednn: &'static OneDnn, desc: Owned) -> Result<Primitive, String> {
         let common = &onednn.common;
         let create = |primitive| {
-            // SAFETY: the descriptor is alive; the handle is written when it succeeds.
+            // SAFETY: `primitive` is where `Owned::create` wants the handle; `desc` owns the descriptor.
             unsafe { (common.primitive_create)(primitive, desc.handle) }
         };
         let primitive = Owned::create("dnnl_primitive_create", common.primitive_destroy, create)?;
@@ -186,7 +193,8 @@ impl Primitive {
     /// oneDNN's name of the implementation, such as "jit:avx512_core".
     pub(super) fn implementation(&self) -> Result<String, String> {
         let mut name: *const c_char = null();
-        // SAFETY: this query writes the address of a string that lives as long as the descriptor.
+        // SAFETY: this query writes a `const char *` to `result`, which is the address of one. It leads to a string with an end,
+        // which lives as long as the descriptor, of which `self` is the owner.
         unsafe {
             let result = (&raw mut name).cast();
             let status =
@@ -198,8 +206,8 @@ impl Primitive {
 
     /// How the tensor that `query` asks for has to lie.
     pub(super) fn layout(&self, query: c_int) -> Layout<'_> {
-        // SAFETY: the result is a descriptor that lives as long as the primitive's, or null for a tensor that the
-        // primitive does not have.
+        // SAFETY: the handle is that of a descriptor of a primitive, of which `self` is the owner. The result lives as long; it is
+        // null for a tensor that the primitive does not have.
         let address = unsafe { (self.onednn.common.primitive_desc_query_md)(self.desc.handle, query, 0) };
         assert!(!address.is_null(), "oneDNN has no layout {query}");
         Layout { address, owner: PhantomData }
@@ -215,7 +223,7 @@ impl Primitive {
     /// # Safety
     /// As for [`Primitive::execute`].
     pub(super) unsafe fn copy(&self, stream: &Stream, from: Operand<'_>, to: Operand<'_>, scratch: *mut f32) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller promises for these operands and the scratch what `execute` asks for.
         unsafe { self.execute(stream, [(ARG_FROM, from), (ARG_TO, to)], scratch) }
     }
 
@@ -239,7 +247,8 @@ impl Primitive {
         let memory = |operand: &Operand<'_>| {
             let engine = self.onednn.engine.handle;
             let create = |memory| {
-                // SAFETY: descriptor and engine are alive; the handle is written when it succeeds.
+                // SAFETY: `memory` is where `Owned::create` wants the handle. The operand's layout borrows its descriptor's owner,
+                // and the engine lives as long as `onednn`. The data's address is only stored.
                 unsafe { (common.memory_create)(memory, operand.layout.address, engine, operand.data.cast()) }
             };
             Owned::create("dnnl_memory_create", common.memory_destroy, create)
@@ -249,7 +258,9 @@ impl Primitive {
             operands.iter().chain(&scratch).map(|(arg, operand)| (*arg, memory(operand))).collect();
         let args: Vec<ExecArg> =
             memories.iter().map(|(arg, memory)| ExecArg { arg: *arg, memory: memory.handle }).collect();
-        // SAFETY: the memory objects are alive, and the caller promises that what they describe is.
+        // SAFETY: the primitive, the stream and the memory objects are alive, and `args` has `count` entries. The memory that they
+        // describe is as large and as little shared as the caller promises; no one else has the stream, which never leaves the
+        // thread that made it.
         let status = unsafe {
             let count = args.len() as c_int;
             (common.primitive_execute)(self.primitive.handle, stream.0.handle, count, args.as_ptr())
@@ -276,13 +287,13 @@ impl Stream {
     pub(super) fn with(onednn: &OneDnn, work: impl FnOnce(&Stream)) {
         let common = &onednn.common;
         let create = |stream| {
-            // SAFETY: the engine is alive; the handle is written when it succeeds.
+            // SAFETY: `stream` is where `Owned::create` wants the handle; the engine lives as long as `onednn`.
             unsafe { (common.stream_create)(stream, onednn.engine.handle, IN_ORDER) }
         };
         let stream = Owned::create("dnnl_stream_create", common.stream_destroy, create);
         let stream = Stream(stream.unwrap_or_else(|error| panic!("{error}")));
         work(&stream);
-        // SAFETY: the stream is alive.
+        // SAFETY: the handle is that of a stream, of which `stream` is the owner.
         let status = unsafe { (common.stream_wait)(stream.0.handle) };
         check("dnnl_stream_wait", status).unwrap_or_else(|error| panic!("{error}"));
     }
@@ -307,8 +318,10 @@ fn convolution_desc(
         Dialect::V2(v2) => {
             let mut operation: Box<ConvolutionDesc2> = Box::new([0; _]);
             let to = operation.as_mut_ptr().cast();
-            // SAFETY: `operation` is as large as the struct that is written, descriptors and arrays are alive. The
-            // missing bias is null.
+            // SAFETY: in the versions that have these functions, 2.0 to 2.7, the first three write one
+            // `dnnl_convolution_desc_t` to `to`, where `operation` has as many bytes, aligned to 8; the last one reads it and
+            // writes the handle where `Owned::create` wants it. `tensors` own the descriptors, the arrays have 12 numbers, more
+            // than are read, `hint` is null or of an object that the caller owns. The missing bias is null, as it may be.
             unsafe {
                 let status = match pass {
                     Pass::Forward => (v2.dilated_convolution_forward_desc_init)(
@@ -346,7 +359,9 @@ fn convolution_desc(
                 }
             }
         }
-        // SAFETY: as above.
+        // SAFETY: these functions write the handle where `Owned::create` wants it. `tensors` own the descriptors, the arrays have 12
+        // numbers, more than are read, `hint` is null or of an object that the caller owns; engine and attributes live as long
+        // as `onednn`. The missing bias is null, as it may be.
         Dialect::V3(v3) => unsafe {
             match pass {
                 Pass::Forward => (v3.convolution_forward_primitive_desc_create)(
