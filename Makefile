@@ -1,12 +1,16 @@
 # CI runs `make check`, and then `make external` and `make mpi` with oneDNN and Open MPI installed.
 
-.PHONY: check test external mpi format lint docs smoke goldens bench-peers accuracy-peers
+.PHONY: check test wrapping external mpi format lint docs smoke goldens bench-peers accuracy-peers
 
-check: test format lint docs smoke
+check: test wrapping format lint docs smoke
 
 # The README's test command.
 test:
 	cargo test
+
+# Hostile sizes where arithmetic wraps instead of panicking.
+wrapping:
+	cargo test --release -p convoke-kernels -p convoke-autograd -p convoke-nn --test hostile_sizes
 
 # What the tests above skip where oneDNN is absent; here it must be present.
 external:

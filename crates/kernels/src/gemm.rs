@@ -4,6 +4,7 @@
 //! our own, so that a test can tell the two apart on any machine.
 
 use crate::cpu::multiversion;
+use crate::shared::Shared;
 use crate::{Cpu, Element, Isa};
 
 /// A matrix in a slice, with the distance between neighbours in a column and in a row.
@@ -29,17 +30,42 @@ struct Layout {
 }
 
 impl Layout {
+    /// Of a matrix in a slice of `len` elements.
+    ///
+    /// # Panics
+    /// If the slice is too short, as every slice is where the number of elements that it would need overflows.
     fn new(len: usize, [rows, columns]: [usize; 2], [row_stride, column_stride]: [usize; 2]) -> Layout {
         let layout = Layout { rows, columns, row_stride, column_stride };
-        if let Some(last) = layout.last() {
-            assert!(last < len, "a matrix of {layout:?} needs {} elements, the slice has {len}", last + 1);
+        match layout.span() {
+            Some(needed) => {
+                assert!(needed <= len, "a matrix of {layout:?} needs {needed} elements, the slice has {len}");
+            }
+            None => panic!("the size of a matrix of {layout:?} overflows, the slice has {len} elements"),
         }
         layout
     }
 
-    fn last(&self) -> Option<usize> {
-        let row = self.rows.checked_sub(1)?.checked_mul(self.row_stride)?;
-        self.columns.checked_sub(1)?.checked_mul(self.column_stride)?.checked_add(row)
+    /// Elements from the first to the last one; 0 without rows or columns, `None` if that overflows.
+    fn span(&self) -> Option<usize> {
+        if self.rows == 0 || self.columns == 0 {
+            return Some(0);
+        }
+        let row = (self.rows - 1).checked_mul(self.row_stride)?;
+        (self.columns - 1).checked_mul(self.column_stride)?.checked_add(row)?.checked_add(1)
+    }
+
+    /// Whether each element has a place of its own.
+    fn is_apart(&self) -> bool {
+        let Layout { rows, columns, row_stride, column_stride } = *self;
+        // Rows that lie in one another's gaps are not asked for: a row ends before the next begins, or a column does. A row
+        // whose end overflows ends before none.
+        let ends_before = |count: usize, step: usize, next: usize| {
+            step > 0 && count.checked_mul(step).is_some_and(|end| end <= next)
+        };
+        ends_before(columns, column_stride, row_stride)
+            || ends_before(rows, row_stride, column_stride)
+            || rows <= 1 && column_stride > 0
+            || columns <= 1 && row_stride > 0
     }
 
     fn transposed(self) -> Layout {
@@ -53,10 +79,10 @@ impl Layout {
 }
 
 impl<'a, T> Matrix<'a, T> {
-    /// `shape` is rows x columns; `strides` are the distances to the next row and to the next column.
+    /// `shape` is rows x columns, each of which may be 0; `strides` are the distances to the next row and to the next column.
     ///
     /// # Panics
-    /// If the slice is too short.
+    /// If the slice is too short, or the number of elements that it would need overflows.
     pub fn new(data: &'a [T], shape: [usize; 2], strides: [usize; 2]) -> Self {
         Matrix { layout: Layout::new(data.len(), shape, strides), data }
     }
@@ -74,11 +100,7 @@ impl<'a, T> MatrixMut<'a, T> {
     /// If the slice is too short or elements overlap.
     pub fn new(data: &'a mut [T], shape: [usize; 2], strides: [usize; 2]) -> Self {
         let layout = Layout::new(data.len(), shape, strides);
-        let by_row = layout.row_stride >= layout.columns * layout.column_stride && layout.column_stride > 0;
-        let by_column = layout.column_stride >= layout.rows * layout.row_stride && layout.row_stride > 0;
-        let single =
-            layout.rows <= 1 && layout.column_stride > 0 || layout.columns <= 1 && layout.row_stride > 0;
-        assert!(by_row || by_column || single, "the elements of a matrix of {layout:?} overlap");
+        assert!(layout.is_apart(), "the elements of a matrix of {layout:?} overlap");
         MatrixMut { data, layout }
     }
 }
@@ -127,42 +149,49 @@ fn by_columns<T: Element>(
     }
     // Whole registers a thread; 96 columns or fewer are not worth splitting.
     let width = n.div_ceil(cpu.threads()).next_multiple_of(48).max(96);
-    let c_data = SharedMut { data: c.data.as_mut_ptr() };
-    cpu.for_each(m * n * k.max(1), (0..n).step_by(width), |column| {
+    // A stride that leads from the only row or column to no other may be any number, too large to be signed: the length
+    // serves as well. Others lead from one element of a slice to another, so that they fit.
+    let strides = |layout: Layout, len: usize| {
+        [(layout.columns, layout.column_stride), (layout.rows, layout.row_stride)]
+            .map(|(count, stride)| if count <= 1 { stride.min(len) } else { stride } as isize)
+    };
+    let strides_a = strides(a.layout, a.data.len());
+    let strides_b = strides(b.layout, b.data.len());
+    let strides_c = strides(c.layout, c.data.len());
+    let (layout_c, c_data) = (c.layout, Shared::new(c.data));
+    let work = m.saturating_mul(n).saturating_mul(k.max(1));
+    cpu.for_each(work, (0..n).step_by(width), |column| {
         let columns = width.min(n - column);
-        let b_offset = (column * b.layout.column_stride).min(b.data.len());
-        let c_offset = column * c.layout.column_stride;
-        if cpu.isa() == Isa::Portable {
-            // SAFETY: tasks write disjoint columns of C, whose elements `MatrixMut::new` found in bounds and apart.
-            unsafe {
-                portable(
-                    a,
-                    b.layout,
-                    &b.data[b_offset..],
-                    c.layout,
-                    c_data.at(c_offset),
-                    [m, columns, k],
-                    update,
-                )
-            }
+        // Without an inner dimension, A and B have no elements, and strides of any size.
+        let b_offset = if k == 0 { 0 } else { column * b.layout.column_stride };
+        // SAFETY: C has a row, so that its element (0, column) is in its slice, by `MatrixMut::new`.
+        let c_first = unsafe { c_data.pointer(column * layout_c.column_stride) };
+        if cpu.isa() == Isa::Portable || k == 0 {
+            let b_data = &b.data[b_offset..];
+            // SAFETY: columns [column, column + columns) of C are inside its slice and share no place with the others, by
+            // `MatrixMut::new`; no other task writes them, as each takes a run of columns of its own, and `c` is borrowed
+            // until all have ended.
+            unsafe { portable(a, b.layout, b_data, layout_c, c_first, [m, columns, k], update) }
         } else {
-            // SAFETY: `Matrix::new` and `MatrixMut::new` checked that every element addressed by these strides lies
-            // in its slice; columns [column, column + columns) of C are written by this task only.
+            // SAFETY: m, n and k are not 0, so `Matrix::new` and `MatrixMut::new` have found every element that these shapes
+            // and strides address inside its slice, and those of C at places of their own; `strides` has changed only such
+            // strides as no element is addressed by. No other task writes columns [column, column + columns) of C, as each
+            // takes a run of its own, and `c` is borrowed until all have ended.
             unsafe {
                 gemm::gemm(
                     m,
                     columns,
                     k,
-                    c_data.at(c_offset),
-                    c.layout.column_stride as isize,
-                    c.layout.row_stride as isize,
+                    c_first,
+                    strides_c[0],
+                    strides_c[1],
                     update == Update::Add,
                     a.data.as_ptr(),
-                    a.layout.column_stride as isize,
-                    a.layout.row_stride as isize,
+                    strides_a[0],
+                    strides_a[1],
                     b.data.as_ptr().add(b_offset),
-                    b.layout.column_stride as isize,
-                    b.layout.row_stride as isize,
+                    strides_b[0],
+                    strides_b[1],
                     T::one(),
                     T::one(),
                     false,
@@ -175,27 +204,11 @@ fn by_columns<T: Element>(
     });
 }
 
-/// A pointer that tasks on several threads write disjoint elements through.
-struct SharedMut<T> {
-    data: *mut T,
-}
-
-impl<T> SharedMut<T> {
-    /// # Safety
-    /// `offset` must lie in the allocation.
-    unsafe fn at(&self, offset: usize) -> *mut T {
-        // SAFETY: as the caller promises.
-        unsafe { self.data.add(offset) }
-    }
-}
-
-// SAFETY: the only use, in `by_columns`, hands disjoint elements to its tasks.
-unsafe impl<T: Send> Sync for SharedMut<T> {}
-
 /// Plain loops, a row of C at a time.
 ///
 /// # Safety
-/// `c` must be writable at every element of `layout_c`'s first `columns` columns, by this caller alone.
+/// From `c` on, elements lie as in `layout_c`: those of the first `m` rows and `columns` columns must be inside of one
+/// allocation, and nobody else may read or write them during the call.
 unsafe fn portable<T: Element>(
     a: Matrix<'_, T>,
     layout_b: Layout,
@@ -220,7 +233,7 @@ unsafe fn portable<T: Element>(
             }
         }
         for (column, &sum) in sums.iter().enumerate() {
-            // SAFETY: as the caller promises.
+            // SAFETY: row < m and column < columns, of which the caller promises that they are inside and ours alone.
             let place = unsafe { &mut *c.add(row * layout_c.row_stride + column * layout_c.column_stride) };
             *place = if update == Update::Add { *place + sum } else { sum };
         }
@@ -287,5 +300,99 @@ mod tests {
     #[should_panic(expected = "overlap")]
     fn overlapping_output_is_refused() {
         let _ = MatrixMut::new(&mut [0.0f32; 9], [2, 3], [1, 1]);
+    }
+
+    const HUGE: usize = 1 << 62;
+
+    /// Shapes and strides whose last place wraps, to a small number or any other.
+    const OVERFLOWING: [([usize; 2], [usize; 2]); 8] = [
+        ([5, 1], [HUGE + (1 << 20), 1]),
+        ([5, 1], [HUGE, 1]),
+        ([1, 5], [1, HUGE]),
+        ([2, 2], [usize::MAX, 1]),
+        ([2, 1], [usize::MAX, 1]),
+        ([usize::MAX, 2], [1, 2]),
+        ([usize::MAX, usize::MAX], [1, 1]),
+        ([1 << 33, 1 << 33], [1 << 33, 1]),
+    ];
+
+    #[test]
+    fn a_size_that_overflows_is_too_short() {
+        let refused = |shape: [usize; 2], strides: [usize; 2]| {
+            let matrix = std::panic::catch_unwind(|| {
+                let _ = Matrix::new(&[0.0f32; 8], shape, strides);
+            });
+            let output = std::panic::catch_unwind(|| drop(MatrixMut::new(&mut [0.0f32; 8], shape, strides)));
+            for refusal in [matrix, output] {
+                let reason = refusal.expect_err("it must be refused");
+                let reason = reason.downcast_ref::<String>().expect("a reason with values");
+                assert!(
+                    reason.contains("a matrix of Layout") && reason.contains("the slice has 8"),
+                    "{reason}"
+                );
+            }
+        };
+        for ([rows, columns], [row_stride, column_stride]) in OVERFLOWING {
+            refused([rows, columns], [row_stride, column_stride]);
+            refused([columns, rows], [column_stride, row_stride]);
+        }
+    }
+
+    #[test]
+    fn elements_are_apart_only_if_no_product_wraps() {
+        let overlaps = |shape: [usize; 2], strides: [usize; 2]| {
+            std::panic::catch_unwind(|| drop(MatrixMut::new(&mut [0.0f32; 8], shape, strides))).is_err()
+        };
+        let apart = |[rows, columns]: [usize; 2], [row_stride, column_stride]: [usize; 2]| {
+            Layout { rows, columns, row_stride, column_stride }.is_apart()
+        };
+        assert!(apart([8, 4], [1, HUGE]) && apart([4, 8], [HUGE, 1]));
+        // Four columns of HUGE, or a wrapped product of any other sizes, would end at 0, before the next row.
+        assert!(!apart([2, 4], [0, HUGE]) && !apart([4, 2], [HUGE, 0]));
+        assert!(!apart([2, 1 << 33], [0, 1 << 31]) && !apart([2, 1 << 33], [1, (1 << 31) + 1]));
+        assert!(!overlaps([2, 4], [4, 1]) && !overlaps([4, 2], [1, 4]) && !overlaps([1, 4], [usize::MAX, 2]));
+        assert!(overlaps([2, 4], [1, 1]) && overlaps([2, 4], [4, 0]) && overlaps([1, 4], [1, 0]));
+    }
+
+    /// Nothing may lie between the rows of a matrix that has none; a single row may be any stride from the next.
+    #[test]
+    fn strides_that_lead_nowhere_may_be_any() {
+        let any = [0, 1, HUGE, isize::MAX as usize, isize::MAX as usize + 1, usize::MAX];
+        for isa in [Isa::Portable, Isa::detect()] {
+            let cpu = Cpu::new(2).unwrap().with_isa(isa).unwrap();
+            for stride in any {
+                let one = Matrix::new(&[3.0f64, 4.0], [1, 2], [stride, 1]);
+                let other = Matrix::new(&[5.0f64, 6.0], [2, 1], [1, stride]);
+                let mut c = [f64::NAN];
+                gemm(&cpu, one, other, MatrixMut::new(&mut c, [1, 1], [stride.max(1); 2]), Update::Overwrite);
+                assert_eq!(c, [39.0]);
+                for (a, b) in [(one, other), (other.t(), one.t())] {
+                    gemm(&cpu, a.t(), b.t(), MatrixMut::new(&mut [0.0; 4], [2, 2], [2, 1]), Update::Add);
+                }
+                // No inner dimension, no rows, no columns.
+                let empty = |shape| Matrix::new(&[] as &[f64], shape, [stride, stride]);
+                let mut c = vec![f64::NAN; 600];
+                gemm(
+                    &cpu,
+                    empty([2, 0]),
+                    empty([0, 300]),
+                    MatrixMut::new(&mut c, [2, 300], [300, 1]),
+                    Update::Overwrite,
+                );
+                assert!(c.iter().all(|&c| c == 0.0));
+                gemm(
+                    &cpu,
+                    empty([300, 0]),
+                    empty([0, 2]),
+                    MatrixMut::new(&mut c, [300, 2], [2, 1]),
+                    Update::Add,
+                );
+                assert!(c.iter().all(|&c| c == 0.0));
+                let none = MatrixMut::new(&mut [], [0, usize::MAX], [stride.max(1), 1]);
+                gemm(&cpu, empty([0, 0]), empty([0, usize::MAX]), none, Update::Overwrite);
+                let none = MatrixMut::new(&mut [], [usize::MAX, 0], [stride.max(1), 1]);
+                gemm(&cpu, empty([usize::MAX, 0]), empty([0, 0]), none, Update::Overwrite);
+            }
+        }
     }
 }

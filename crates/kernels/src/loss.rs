@@ -16,6 +16,9 @@ pub fn log_softmax<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T], y: &mut [T])
     let len = extent.len()?;
     check_len("log_softmax", "x", x.len(), len)?;
     check_len("log_softmax", "y", y.len(), len)?;
+    if len == 0 {
+        return Ok(());
+    }
     let slabs = Slabs::of(extent);
     cpu.for_each(4 * len, x.chunks(slabs.task).zip(y.chunks_mut(slabs.task)), |(x, y)| {
         let (mut scratch, mut turned) = (slabs.scratch(), slabs.turned::<T, 2>());
@@ -44,6 +47,9 @@ pub fn log_softmax_backward<T: Element>(
     check_len("log_softmax backward", "y", y.len(), len)?;
     check_len("log_softmax backward", "dy", dy.len(), len)?;
     check_len("log_softmax backward", "dx", dx.len(), len)?;
+    if len == 0 {
+        return Ok(());
+    }
     let slabs = Slabs::of(extent);
     let items = y.chunks(slabs.task).zip(dy.chunks(slabs.task)).zip(dx.chunks_mut(slabs.task));
     cpu.for_each(4 * len, items, |((y, dy), dx)| {

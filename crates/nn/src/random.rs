@@ -52,12 +52,18 @@ impl Generator {
     }
 
     /// `len` numbers, uniform in [-bound, bound).
+    ///
+    /// # Panics
+    /// If there is no memory for so many.
     pub fn uniform(&self, len: usize, bound: f64) -> Vec<f64> {
         let mut random = self.lock();
         (0..len).map(|_| (random.random::<f64>() * 2.0 - 1.0) * bound).collect()
     }
 
     /// `len` numbers, normally distributed around 0 with this standard deviation; the stream moves on by two numbers each.
+    ///
+    /// # Panics
+    /// If there is no memory for so many.
     pub fn normal(&self, len: usize, std: f64) -> Vec<f64> {
         let mut random = self.lock();
         // Box, Muller, 1958; of each pair one is used, so that how many are drawn at once changes nothing.
@@ -94,11 +100,15 @@ impl Generator {
 }
 
 /// The numbers 0..len in an order that depends on seed and epoch only.
+///
+/// # Panics
+/// If `len` does not fit 32 bits.
 pub(crate) fn permutation(seed: u64, epoch: usize, len: usize) -> Vec<u32> {
     use rand::seq::SliceRandom;
     let mut random = ChaCha8Rng::seed_from_u64(seed);
-    random.set_stream(1 + epoch as u64);
-    let mut order: Vec<u32> = (0..len as u32).collect();
+    random.set_stream((epoch as u64).wrapping_add(1));
+    let len = u32::try_from(len).unwrap_or_else(|_| panic!("{len} samples are more than 32 bits can number"));
+    let mut order: Vec<u32> = (0..len).collect();
     order.shuffle(&mut random);
     order
 }

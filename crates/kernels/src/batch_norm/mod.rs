@@ -101,7 +101,9 @@ impl Moments {
                 let new = (part.count as f64, part.mean[channel], part.m2[channel]);
                 (_, *mean, *m2) = merge_moments(known, new);
             }
-            total.count += part.count;
+            total.count = total.count.checked_add(part.count).ok_or_else(|| {
+                invalid(operation, format!("{} and {} values are too many to count", total.count, part.count))
+            })?;
         }
         Ok(total)
     }
@@ -266,6 +268,10 @@ fn map_from<T: Element>(
     x: Option<[&[T]; 2]>,
     y: &mut [T],
 ) {
+    // Sizes that make nothing may be as large as they like: what they are cut into is not.
+    if y.is_empty() {
+        return;
+    }
     match Walk::of(extent) {
         Walk::Rows(rows) => rows.map(cpu, map, x, c, y),
         Walk::Planes(planes) => planes.map(cpu, map, x, c, y),
@@ -294,7 +300,8 @@ pub fn forward_training<T: Element>(
     for (name, values) in [("the weight", weight), ("the bias", bias)] {
         check_len("batch norm", name, values.map_or(extent.channels, <[T]>::len), extent.channels)?;
     }
-    if let Walk::Planes(planes) = Walk::of(extent)
+    if !x.is_empty()
+        && let Walk::Planes(planes) = Walk::of(extent)
         && planes.stays_cached::<T>(cpu, 1)
     {
         let coefficients = |channels: Range<usize>, moments: &Moments| {
@@ -394,6 +401,9 @@ fn gradient_from<T: Element>(
             return Err(invalid(operation, "statistics over no values"));
         }
     }
+    if dx.is_empty() {
+        return Ok(());
+    }
     let c = Coefficients::backward(by, sums);
     match Walk::of(extent) {
         Walk::Rows(rows) => rows.gradient(cpu, tensors, c, dx),
@@ -419,7 +429,8 @@ pub fn backward_training<T: Element>(
     check_tensors(operation, extent, &[("x", x.len()), ("dy", dy.len()), ("dx", dx.len())])?;
     by.check(operation, extent.channels)?;
     let count = extent.batch * extent.spatial;
-    if let Walk::Planes(planes) = Walk::of(extent)
+    if !x.is_empty()
+        && let Walk::Planes(planes) = Walk::of(extent)
         && planes.stays_cached::<T>(cpu, 2)
     {
         let with_sums = |channels: Range<usize>, sums: &BackwardSums| {

@@ -5,6 +5,8 @@
 
 use std::ops::Range;
 
+use bytemuck::allocation::try_zeroed_vec;
+
 use super::{BackwardSums, Coefficients, Moments, Normalization, Walk, merge_moments};
 use crate::cpu::multiversion;
 use crate::error::{check_len, invalid};
@@ -123,6 +125,15 @@ impl Totals {
         Totals { pair, a: vec![0.0; channels], b: vec![0.0; channels] }
     }
 
+    /// The same, where nothing has told that there is memory for so many channels: a batch without values takes any number.
+    fn fallible(operation: &'static str, pair: Pair, channels: usize) -> Result<Totals> {
+        let zeros = || {
+            try_zeroed_vec(channels)
+                .map_err(|()| invalid(operation, format!("no memory for the numbers of {channels} channels")))
+        };
+        Ok(Totals { pair, a: zeros()?, b: zeros()? })
+    }
+
     /// Joins the next part's numbers, of the channels from `first` on.
     pub(super) fn join(&mut self, cpu: &Cpu, first: usize, part: &Part, (a, b): (&[f64], &[f64])) {
         let (to_a, to_b) = (&mut self.a[first..][..a.len()], &mut self.b[first..][..b.len()]);
@@ -226,10 +237,11 @@ impl StatsInParts {
     /// For a batch of this extent, of which nothing has come yet.
     ///
     /// # Errors
-    /// If the size of the batch overflows.
+    /// If the size of the batch overflows, or there is no memory for two numbers a channel.
     pub fn new(whole: &Extent) -> Result<StatsInParts> {
         let progress = Progress::new("batch norm statistics in parts", whole)?;
-        Ok(StatsInParts { progress, totals: Totals::new(Pair::Moments, whole.channels) })
+        let totals = Totals::fallible(progress.operation, Pair::Moments, whole.channels)?;
+        Ok(StatsInParts { progress, totals })
     }
 
     /// The values of the next images, which lie as in a tensor of their own.
@@ -240,6 +252,9 @@ impl StatsInParts {
     pub fn add<T: Element>(&mut self, cpu: &Cpu, x: &[T]) -> Result<()> {
         span!("batch norm statistics", x);
         let (extent, parts) = self.progress.next(x.len())?;
+        if parts.is_empty() {
+            return Ok(());
+        }
         match Walk::of(&extent) {
             Walk::Rows(rows) => rows.moments(cpu, &parts, x, &mut self.totals),
             Walk::Planes(planes) => planes.moments(cpu, &parts, x, &mut self.totals),
@@ -270,10 +285,11 @@ impl BackwardSumsInParts {
     /// For a batch of this extent, of which nothing has come yet.
     ///
     /// # Errors
-    /// If the size of the batch overflows.
+    /// If the size of the batch overflows, or there is no memory for two numbers a channel.
     pub fn new(whole: &Extent) -> Result<BackwardSumsInParts> {
         let progress = Progress::new("batch norm backward in parts", whole)?;
-        Ok(BackwardSumsInParts { progress, totals: Totals::new(Pair::Sums, whole.channels) })
+        let totals = Totals::fallible(progress.operation, Pair::Sums, whole.channels)?;
+        Ok(BackwardSumsInParts { progress, totals })
     }
 
     /// The values and upstream gradients of the next images; `by` is the same for all of a batch.
@@ -286,6 +302,9 @@ impl BackwardSumsInParts {
         let (extent, parts) = self.progress.next(x.len())?;
         check_len(operation, "dy", dy.len(), x.len())?;
         by.check(operation, extent.channels)?;
+        if parts.is_empty() {
+            return Ok(());
+        }
         let c = Coefficients::forward(by);
         match Walk::of(&extent) {
             Walk::Rows(rows) => rows.gradient_sums(cpu, &parts, (x, dy), by.mean, c, &mut self.totals),

@@ -27,7 +27,7 @@ impl ConvAlgorithm for Pointwise {
         if !plain(&problem.height) || !plain(&problem.width) {
             return Err(NotApplicable("needs a 1x1 kernel and no padding".into()));
         }
-        let strided = problem.height.stride * problem.width.stride > 1;
+        let strided = [problem.height.stride, problem.width.stride] != [1, 1];
         if strided && problem.format == MemoryFormat::Contiguous {
             return Err(NotApplicable("needs stride 1, or channels-last".into()));
         }

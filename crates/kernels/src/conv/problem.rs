@@ -42,30 +42,35 @@ impl ConvAxis {
         ConvAxis { dilation, ..self }
     }
 
-    /// The size that a dilated kernel spans: (kernel - 1) * dilation + 1.
+    /// The size that a dilated kernel spans: (kernel - 1) * dilation + 1; `usize::MAX` where that is larger.
     pub fn kernel_span(&self) -> usize {
-        (self.kernel - 1) * self.dilation + 1
+        self.kernel.saturating_sub(1).saturating_mul(self.dilation).saturating_add(1)
     }
 
-    /// Output size: (padded input - kernel span) / stride + 1, rounded down.
+    /// Output size: (padded input - kernel span) / stride + 1, rounded down. 0 where the kernel does not fit.
     ///
-    /// Meaningful for an axis that passed [`ConvProblem::new`].
+    /// Not 0 for an axis that passed [`ConvProblem::new`].
     pub fn output(&self) -> usize {
-        (self.pad_before + self.input + self.pad_after - self.kernel_span()) / self.stride + 1
+        let padded = self.pad_before.saturating_add(self.input).saturating_add(self.pad_after);
+        // A stride of 0, which is no problem's, counts as 1.
+        padded
+            .checked_sub(self.kernel_span())
+            .map_or(0, |steps| (steps / self.stride.max(1)).saturating_add(1))
     }
 
-    /// The input index that output `o` reads through kernel element `k`, unless that is padding.
+    /// The input index that output `o` reads through kernel element `k`, unless that is padding or behind it.
     #[inline(always)]
     pub fn input_index(&self, o: usize, k: usize) -> Option<usize> {
-        (o * self.stride + k * self.dilation).checked_sub(self.pad_before).filter(|&i| i < self.input)
+        let place = o.checked_mul(self.stride)?.checked_add(k.checked_mul(self.dilation)?)?;
+        place.checked_sub(self.pad_before).filter(|&i| i < self.input)
     }
 
     /// The outputs `[first, end)` that read the input, not padding, through kernel element `k`.
     #[inline(always)]
     pub fn outputs_inside(&self, k: usize) -> (usize, usize) {
-        let offset = k * self.dilation;
-        let first = self.pad_before.saturating_sub(offset).div_ceil(self.stride);
-        let end = (self.pad_before + self.input).saturating_sub(offset).div_ceil(self.stride);
+        let (offset, stride) = (k.saturating_mul(self.dilation), self.stride.max(1));
+        let first = self.pad_before.saturating_sub(offset).div_ceil(stride);
+        let end = self.pad_before.saturating_add(self.input).saturating_sub(offset).div_ceil(stride);
         (first.min(self.output()), end.min(self.output()))
     }
 
@@ -100,11 +105,14 @@ impl ConvAxis {
     }
 
     /// Drops what has no effect, padding that no output reads and the dilation of one element, so that such problems
-    /// compare equal.
+    /// compare equal. Of strides that lead beyond all padding, where there is one output, those that algorithms could not
+    /// multiply any more become as large as the axis.
     fn canonical(self) -> ConvAxis {
         let read = (self.output() - 1) * self.stride + self.kernel_span();
         let dilation = if self.kernel == 1 { 1 } else { self.dilation };
-        ConvAxis { pad_after: read.saturating_sub(self.pad_before + self.input), dilation, ..self }
+        let pad_after = read.saturating_sub(self.pad_before + self.input);
+        let stride = self.stride.min(MAX_ELEMENTS.max(self.pad_before + self.input + pad_after));
+        ConvAxis { pad_after, dilation, stride, ..self }
     }
 }
 
@@ -154,6 +162,8 @@ impl std::ops::Deref for ConvProblem {
 
 /// No tensor of a problem may have more elements than this: 2^40, far above any memory, far below overflow.
 const MAX_ELEMENTS: usize = 1 << 40;
+/// Nor may the input have more with its padding, which algorithms multiply with the other sizes, a few at a time.
+const MAX_PADDED: usize = 1 << 61;
 
 impl ConvProblem {
     /// The same tensors with another number of groups, one that divides the channels.
@@ -165,7 +175,7 @@ impl ConvProblem {
     ///
     /// # Errors
     /// A size of zero, groups that do not divide the channels, a kernel larger than the padded input, a tensor of
-    /// more than 2^40 elements, a type that is for storage only.
+    /// more than 2^40 elements, an input that has more than 2^61 with its padding, a type that is for storage only.
     pub fn new(spec: ConvSpec) -> Result<ConvProblem> {
         let bad = |reason: String| Err(invalid("convolution", reason));
         if !spec.dtype.computes() {
@@ -203,6 +213,12 @@ impl ConvProblem {
             if len.is_none_or(|len| len > MAX_ELEMENTS) {
                 return bad(format!("the {name} of shape {shape:?} is too large"));
             }
+        }
+        let padded = [spec.height, spec.width].map(|axis| axis.pad_before + axis.input + axis.pad_after);
+        let shape = [spec.batch, spec.in_channels, padded[0], padded[1]];
+        let len = shape.iter().try_fold(1usize, |len, &size| len.checked_mul(size));
+        if len.is_none_or(|len| len > MAX_PADDED) {
+            return bad(format!("the padded input of shape {shape:?} is too large"));
         }
         Ok(ConvProblem { spec })
     }

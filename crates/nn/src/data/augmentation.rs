@@ -71,12 +71,13 @@ impl Augmentation {
     /// Height and width of every view: those of the crop or, without one, of the image with its padding.
     ///
     /// # Errors
-    /// [`DataError::Inconsistent`] if the crop is empty or larger than the padded images, the padding is larger than they are,
-    /// or pixels have labels and none stands for no class, which padding needs.
+    /// [`DataError::Inconsistent`] if `info` is impossible, the crop is empty or larger than the padded images, the padding is
+    /// larger than they are, or pixels have labels and none stands for no class, which padding needs.
     pub fn size(&self, info: &DatasetInfo) -> Result<[usize; 2], DataError> {
         let wrong = |field, expected: String, found: String| {
             Err(DataError::Inconsistent { dataset: info.name.clone(), field, expected, found })
         };
+        info.check()?;
         let (most, padding) = (info.height.min(info.width), self.padding);
         if padding > most {
             return wrong(
@@ -88,7 +89,7 @@ impl Augmentation {
         if padding > 0 && info.targets == (Targets::Pixels { ignore: None }) {
             return wrong("padding", "0, as every pixel has a class".into(), padding.to_string());
         }
-        let whole = [info.height + 2 * padding, info.width + 2 * padding];
+        let whole = [info.height, info.width].map(|size| size.saturating_add(2 * padding));
         let Some(crop) = self.crop else { return Ok(whole) };
         if crop.contains(&0) || crop[0] > whole[0] || crop[1] > whole[1] {
             let padded = if padding > 0 { " with their padding" } else { "" };
@@ -127,8 +128,9 @@ impl Views {
         let mut below = |count: usize| ((u128::from(random.next_u64()) * count as u128) >> 64) as usize;
         let padding = self.augmentation.padding;
         let mut first = |size: usize, part: usize| {
-            // No image in memory is larger than an isize can tell.
-            below(size + 2 * padding - part + 1) as isize - padding as isize
+            // A part has a row or more, and no more than the image with its padding. No image in memory is larger than an isize
+            // can tell.
+            (below(size.saturating_add(2 * padding) - part + 1) as isize).wrapping_sub(padding as isize)
         };
         let (top, left) = (first(info.height, height), first(info.width, width));
         Ok(View { top, left, height, width, flipped: self.augmentation.flip && heads })

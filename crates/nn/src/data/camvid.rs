@@ -133,7 +133,7 @@ fn load_named<const N: usize>(
 
 /// Bounds the memory that a set takes.
 fn check_len(images: usize, info: &DatasetInfo) -> Result<(), DataError> {
-    let bytes = (images as u64).checked_mul((info.image_len() + info.label_len()) as u64);
+    let bytes = (images as u64).checked_mul(info.image_len().saturating_add(info.label_len()) as u64);
     match bytes.is_some_and(|bytes| bytes <= MAX_DATA_BYTES) {
         true => Ok(()),
         false => Err(too_large(images, info)),
@@ -141,7 +141,7 @@ fn check_len(images: usize, info: &DatasetInfo) -> Result<(), DataError> {
 }
 
 fn too_large(images: usize, info: &DatasetInfo) -> DataError {
-    let image_bytes = info.image_len() + info.label_len();
+    let image_bytes = info.image_len().saturating_add(info.label_len());
     DataError::TooLarge { dataset: info.name.clone(), images, image_bytes }
 }
 

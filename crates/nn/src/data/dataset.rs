@@ -37,16 +37,16 @@ pub struct DatasetInfo {
 }
 
 impl DatasetInfo {
-    /// Bytes of one image, C x H x W.
+    /// Bytes of one image, C x H x W; `usize::MAX`, of which there are none, where that is larger.
     pub fn image_len(&self) -> usize {
-        self.channels * self.height * self.width
+        self.channels.saturating_mul(self.height).saturating_mul(self.width)
     }
 
-    /// Labels of one image: 1, or H x W.
+    /// Labels of one image: 1, or H x W, or `usize::MAX` where that is larger.
     pub fn label_len(&self) -> usize {
         match self.targets {
             Targets::Image => 1,
-            Targets::Pixels { .. } => self.height * self.width,
+            Targets::Pixels { .. } => self.height.saturating_mul(self.width),
         }
     }
 
@@ -58,7 +58,7 @@ impl DatasetInfo {
         }
     }
 
-    fn check(&self) -> Result<(), DataError> {
+    pub(super) fn check(&self) -> Result<(), DataError> {
         let wrong = |field, expected: &str, found: String| {
             Err(DataError::Inconsistent {
                 dataset: self.name.clone(),

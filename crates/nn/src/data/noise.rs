@@ -10,6 +10,8 @@ use super::{DataError, Dataset, DatasetInfo, Progress, ProgressEvent, ProgressUn
 
 /// Begins the keys of the random streams, so that they are unlike those of other uses of the same seed.
 const DOMAIN: [u8; 16] = *b"noise/1\0\0\0\0\0\0\0\0\0";
+/// See [`DatasetInfo::of_noise`].
+const MOST_CHANNELS: usize = 1 << 20;
 /// Images drawn between two reports of progress.
 const IMAGES_PER_REPORT: usize = 64;
 
@@ -65,8 +67,8 @@ fn part(
     };
     event(0)?;
     let chunks = images
-        .chunks_mut(IMAGES_PER_REPORT * image_len)
-        .zip(labels.chunks_mut(IMAGES_PER_REPORT * label_len));
+        .chunks_mut(IMAGES_PER_REPORT.saturating_mul(image_len))
+        .zip(labels.chunks_mut(IMAGES_PER_REPORT.saturating_mul(label_len)));
     for (images, labels) in chunks {
         let pairs = images.par_chunks_mut(image_len).zip(labels.par_chunks_mut(label_len)).enumerate();
         pairs.for_each(|(offset, (image, label))| draw(done + offset, image, label));
@@ -78,6 +80,8 @@ fn part(
 
 impl DatasetInfo {
     /// What [`noise`] needs to know: images of C x H x W in so many classes, normalised as uniformly distributed bytes are.
+    ///
+    /// Of more than 2^20 channels no mean and deviation are told, so that such a set is refused.
     pub fn of_noise(
         name: &str,
         [channels, height, width]: [usize; 3],
@@ -85,7 +89,8 @@ impl DatasetInfo {
         targets: Targets,
     ) -> DatasetInfo {
         // Of a uniform distribution over 0..1.
-        let (mean, std) = (vec![0.5; channels], vec![(1.0_f32 / 12.0).sqrt(); channels]);
+        let told = if channels > MOST_CHANNELS { 0 } else { channels };
+        let (mean, std) = (vec![0.5; told], vec![(1.0_f32 / 12.0).sqrt(); told]);
         DatasetInfo { name: name.to_owned(), channels, height, width, classes, targets, mean, std }
     }
 }

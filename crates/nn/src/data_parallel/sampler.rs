@@ -5,13 +5,12 @@ use std::ops::Range;
 use crate::random::permutation;
 
 /// The part of `len` things that is a rank's: all parts follow each other and differ by one thing at most. The last rank's is
-/// as large as any.
+/// as large as any. A rank beyond the last one has nothing, and in a world of no ranks there is one.
 pub fn shard(len: usize, rank: usize, world_size: usize) -> Range<usize> {
-    let cut = |rank: usize| {
-        let (whole, rest) = (len / world_size, len % world_size);
-        whole * rank + rest * rank / world_size
-    };
-    cut(rank)..cut(rank + 1)
+    let world_size = world_size.max(1);
+    // A product of two numbers of 64 bits has 128; the quotient is at most `len`.
+    let cut = |rank: usize| (len as u128 * rank.min(world_size) as u128 / world_size as u128) as usize;
+    cut(rank)..cut(rank.saturating_add(1))
 }
 
 /// The order in which a run sees its samples: by seed and epoch, the same whatever the number of ranks. Each rank takes its
@@ -40,6 +39,9 @@ impl Sampler {
     /// is left.
     ///
     /// A batch size of 0 counts as 1.
+    ///
+    /// # Panics
+    /// If there are more than 2^32 - 1 samples, or there is no memory for the number of each.
     pub fn new(seed: u64, len: usize, batch_size: usize) -> Sampler {
         Sampler { seed, batch_size: batch_size.max(1), epoch: 0, order: permutation(seed, 0, len) }
     }
