@@ -6,13 +6,14 @@ use std::path::{Path, PathBuf};
 
 /// The crates, each with the crates of this workspace that it may depend on. Those stand above it, so that
 /// dependencies point one way.
-const DEPENDENCIES: [(&str, &[&str]); 6] = [
+const DEPENDENCIES: [(&str, &[&str]); 7] = [
     ("convoke-testkit", &[]),
-    ("convoke-kernels", &[]),
+    ("convoke-files", &[]),
+    ("convoke-kernels", &["convoke-files"]),
     ("convoke-distributed", &[]),
     ("convoke-autograd", &["convoke-kernels"]),
-    ("convoke-nn", &["convoke-kernels", "convoke-autograd", "convoke-distributed"]),
-    ("convoke", &["convoke-kernels", "convoke-autograd", "convoke-distributed", "convoke-nn"]),
+    ("convoke-nn", &["convoke-files", "convoke-kernels", "convoke-autograd", "convoke-distributed"]),
+    ("convoke", &["convoke-files", "convoke-kernels", "convoke-autograd", "convoke-distributed", "convoke-nn"]),
 ];
 /// Where `unsafe` may stand; this file only speaks of it.
 const MAY_BE_UNSAFE: [&str; 3] =

@@ -1,0 +1,300 @@
+//! Writing a folder of files that appears whole under its name, in place of an older one if need be.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+
+use tempfile::TempDir;
+
+use crate::leftovers::new_folder;
+use crate::write::{create_folders, folder_of, sync_folder};
+
+/// A folder in the making, under a random name that is its own; dropped before it is finished, it disappears.
+#[derive(Debug)]
+pub struct NewFolder {
+    folder: TempDir,
+    /// Holds the lock that tells others that somebody is at work.
+    _lock: Option<File>,
+}
+
+/// Makes a folder and those above it that are missing.
+///
+/// # Errors
+/// Those of the system.
+pub fn create_folder(folder: &Path) -> io::Result<()> {
+    create_folders(folder)
+}
+
+impl NewFolder {
+    /// Begins a folder beside what it will be.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn new_in(parent: &Path) -> io::Result<NewFolder> {
+        let (folder, lock) = new_folder(parent)?;
+        #[cfg(test)]
+        let folder = crash::without_cleaning(folder);
+        Ok(NewFolder { folder, _lock: lock })
+    }
+
+    /// Writes a file in it, and makes sure that it is on disk.
+    ///
+    /// # Errors
+    /// Those of the system.
+    pub fn write(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
+        use io::Write;
+        crash::point()?;
+        let mut file = File::create_new(self.folder.path().join(name))?;
+        crash::point()?;
+        let (first, second) = bytes.split_at(bytes.len() / 2);
+        file.write_all(first)?;
+        crash::point()?;
+        file.write_all(second)?;
+        crash::point()?;
+        file.sync_all()
+    }
+
+    /// Gives it its name, beside it. What has the name is replaced, in one step where the system can exchange names: at every
+    /// moment either the old or the new is whole under the name. Elsewhere the old one is moved aside first, under a name from
+    /// which [`moved_aside_from`] tells the first.
+    ///
+    /// # Errors
+    /// Those of the system; what had the name still has it.
+    pub fn finish(self, target: &Path) -> io::Result<()> {
+        let made = self.folder.path().to_owned();
+        let parent = folder_of(target);
+        crash::point()?;
+        sync_folder(&made)?;
+        crash::point()?;
+        // Only a name that is free, or an empty folder's, is taken so.
+        let renamed = fs::rename(&made, target);
+        if renamed.is_ok() || fs::symlink_metadata(target).is_err() {
+            renamed?;
+            // Nothing has its random name any more.
+            let _ = self.folder.keep();
+            crash::point()?;
+            return sync_folder(parent);
+        }
+        let old = match exchange(&made, target) {
+            Ok(()) => made,
+            Err(_) => {
+                let aside = aside(target, &made);
+                fs::rename(target, &aside)?;
+                crash::point()?;
+                if let Err(error) = fs::rename(&made, target) {
+                    // The error that matters is the first one.
+                    let _ = fs::rename(&aside, target);
+                    return Err(error);
+                }
+                aside
+            }
+        };
+        let _ = self.folder.keep();
+        crash::point()?;
+        sync_folder(parent)?;
+        crash::point()?;
+        // What is left of it does no harm.
+        let _ = fs::remove_dir_all(&old).or_else(|_| fs::remove_file(&old));
+        crash::point()
+    }
+}
+
+/// Lets two names change places in one step.
+fn exchange(one: &Path, other: &Path) -> io::Result<()> {
+    #[cfg(test)]
+    crash::may_exchange()?;
+    #[cfg(any(target_os = "linux", target_os = "android", target_vendor = "apple"))]
+    return Ok(rustix::fs::renameat_with(
+        rustix::fs::CWD,
+        one,
+        rustix::fs::CWD,
+        other,
+        rustix::fs::RenameFlags::EXCHANGE,
+    )?);
+    #[cfg(not(any(target_os = "linux", target_os = "android", target_vendor = "apple")))]
+    {
+        let _ = (one, other);
+        Err(io::ErrorKind::Unsupported.into())
+    }
+}
+
+/// Where the folder of this name is moved while another takes its place: as random a name as that one's.
+fn aside(target: &Path, made: &Path) -> PathBuf {
+    let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let made = name(made);
+    let random = made.trim_start_matches(".convoke-").trim_end_matches(".tmp");
+    target.with_file_name(format!(".{}.{random}.old", name(target)))
+}
+
+/// The name that a folder had before [`NewFolder::finish`] moved it aside, if this is the name of such a one: after a crash in
+/// between, it is the only whole one.
+pub fn moved_aside_from(name: &str) -> Option<&str> {
+    let (name, _random) = name.strip_prefix('.')?.strip_suffix(".old")?.rsplit_once('.')?;
+    Some(name).filter(|name| !name.is_empty())
+}
+
+/// Places where tests stop as a crash would.
+#[cfg(not(test))]
+mod crash {
+    pub(super) fn point() -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod crash {
+    use std::cell::Cell;
+    use std::io;
+
+    thread_local! {
+        static LEFT: Cell<usize> = const { Cell::new(usize::MAX) };
+        static EXCHANGES: Cell<bool> = const { Cell::new(true) };
+    }
+
+    /// Crashes at the place of this number from now on.
+    pub(super) fn at(place: usize, exchanges: bool) {
+        LEFT.set(place);
+        EXCHANGES.set(exchanges);
+    }
+
+    /// Nobody cleans up after a crash.
+    pub(super) fn without_cleaning(mut folder: tempfile::TempDir) -> tempfile::TempDir {
+        folder.disable_cleanup(LEFT.get() < usize::MAX / 2);
+        folder
+    }
+
+    /// An error that leaves everything as it is.
+    pub(super) fn point() -> io::Result<()> {
+        let left = LEFT.get();
+        LEFT.set(left.wrapping_sub(1));
+        if left == 0 { Err(io::Error::other("crash")) } else { Ok(()) }
+    }
+
+    pub(super) fn may_exchange() -> io::Result<()> {
+        if EXCHANGES.get() { Ok(()) } else { Err(io::ErrorKind::Unsupported.into()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::remove_leftovers;
+
+    const FILES: [&str; 3] = ["model", "optimizer", "state"];
+
+    fn save(target: &Path, text: &str) -> io::Result<()> {
+        remove_leftovers(folder_of(target));
+        let made = NewFolder::new_in(folder_of(target))?;
+        for name in FILES {
+            made.write(name, format!("{text} {name}").as_bytes())?;
+        }
+        made.finish(target)
+    }
+
+    /// The text of each whole folder of this name, as it is or moved aside.
+    fn whole(target: &Path) -> Vec<String> {
+        let name = target.file_name().unwrap().to_str().unwrap();
+        let mut found = BTreeMap::new();
+        for entry in fs::read_dir(folder_of(target)).unwrap() {
+            let entry = entry.unwrap();
+            let own = entry.file_name().into_string().unwrap();
+            let original = moved_aside_from(&own).unwrap_or(&own);
+            if original == name {
+                let texts = FILES.map(|file| {
+                    let text = fs::read_to_string(entry.path().join(file)).unwrap();
+                    text.strip_suffix(file).expect("whole").trim_end().to_owned()
+                });
+                assert!(texts.iter().all(|text| *text == texts[0]), "{texts:?}");
+                found.insert(own != name, texts[0].clone());
+            }
+        }
+        found.into_values().collect()
+    }
+
+    /// Stops at every place of the sequence, when a name is new and when it is taken; with and without exchanging names.
+    #[test]
+    fn a_crash_at_any_place_leaves_a_whole_folder() {
+        for (exchanges, taken) in [(true, false), (true, true), (false, true)] {
+            let mut crashes = 0;
+            loop {
+                let folder = tempfile::tempdir().unwrap();
+                let target = folder.path().join("step-0000000002");
+                if taken {
+                    save(&target, "old").unwrap();
+                }
+                crash::at(crashes, exchanges);
+                let result = save(&target, "new");
+                crash::at(usize::MAX, true);
+                let found = whole(&target);
+                match found.first().map(String::as_str) {
+                    Some("new") => {}
+                    Some("old") => assert!(taken && result.is_err()),
+                    other => assert!(!taken && result.is_err(), "crash {crashes}: {other:?}"),
+                }
+                assert!(!exchanges || !taken || target.join("state").exists(), "crash {crashes}");
+                // The next one goes over it and takes away what was left, but for what was moved aside, which is its reader's.
+                save(&target, "next").unwrap();
+                assert_eq!(whole(&target)[0], "next");
+                let others = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
+                let others: Vec<_> = others.filter(|name| *name != "step-0000000002").collect();
+                assert!(
+                    others.iter().all(|name| moved_aside_from(name.to_str().unwrap()).is_some()),
+                    "{others:?}"
+                );
+                assert!(others.is_empty() || !exchanges);
+                if result.is_ok() {
+                    break;
+                }
+                crashes += 1;
+            }
+            assert!(crashes >= 3 * 4 + 3, "{crashes} places only");
+        }
+    }
+
+    #[test]
+    fn whatever_has_the_name_is_replaced_and_what_is_not_finished_disappears() {
+        let folder = tempfile::tempdir().unwrap();
+        let target = folder.path().join("name");
+        for exchanges in [true, false] {
+            fs::write(&target, "a file").unwrap();
+            crash::at(usize::MAX, exchanges);
+            for text in ["first", "second"] {
+                save(&target, text).unwrap();
+                assert_eq!(whole(&target), [text]);
+                assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+            }
+            fs::remove_dir_all(&target).unwrap();
+            #[cfg(unix)]
+            {
+                let victim = tempfile::tempdir().unwrap();
+                fs::write(victim.path().join("state"), "precious").unwrap();
+                std::os::unix::fs::symlink(victim.path(), &target).unwrap();
+                save(&target, "over a link").unwrap();
+                assert_eq!(fs::read_to_string(victim.path().join("state")).unwrap(), "precious");
+                assert_eq!(
+                    (whole(&target), fs::read_dir(victim.path()).unwrap().count()),
+                    (vec!["over a link".into()], 1)
+                );
+                fs::remove_dir_all(&target).unwrap();
+            }
+        }
+        let unfinished = NewFolder::new_in(folder.path()).unwrap();
+        unfinished.write("file", b"x").unwrap();
+        assert_eq!(unfinished.write("file", b"x").unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+        drop(unfinished);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+        let nowhere = NewFolder::new_in(folder.path()).unwrap().finish(&folder.path().join("no/where"));
+        assert_eq!(nowhere.unwrap_err().kind(), io::ErrorKind::NotFound);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn names_of_what_was_moved_aside() {
+        assert_eq!(moved_aside_from(".step-0000000002.77.old"), Some("step-0000000002"));
+        for name in ["step-0000000002", ".step-2.tmp", ".old", "..old", "...old", ".a.old"] {
+            assert_eq!(moved_aside_from(name), None, "{name}");
+        }
+    }
+}
