@@ -1,5 +1,7 @@
 //! Optimizer steps, each one pass over the parameter, its gradient and its state. Formulas are PyTorch 2's.
 
+use serde::{Deserialize, Serialize};
+
 use crate::cpu::multiversion;
 use crate::elementwise::{chunks, chunks_mut};
 use crate::error::{check_len, invalid};
@@ -7,7 +9,8 @@ use crate::profile::span;
 use crate::{Cpu, Element, Result};
 
 /// Stochastic gradient descent: see [`sgd`].
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Sgd {
     /// Step size.
     pub learning_rate: f64,
@@ -22,7 +25,8 @@ pub struct Sgd {
 }
 
 /// Adadelta (Zeiler, 2012): see [`adadelta`].
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Adadelta {
     /// Factor of the step; 1 in the paper.
     pub learning_rate: f64,
@@ -35,7 +39,8 @@ pub struct Adadelta {
 }
 
 /// Adam with decoupled weight decay (Loshchilov, Hutter, 2019): see [`adamw`].
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct AdamW {
     /// Step size.
     pub learning_rate: f64,

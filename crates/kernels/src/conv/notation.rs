@@ -79,7 +79,7 @@ fn number(digits: &str, key: &str) -> std::result::Result<usize, String> {
     if digits.is_empty() {
         return Err(format!("no number after `{key}`"));
     }
-    digits.parse().map_err(|_| format!("the number after `{key}` is too large: {digits}"))
+    digits.parse().map_err(|_| format!("the number after `{key}` is too large: {}", shorten(digits)))
 }
 
 fn is_article(text: &str) -> bool {

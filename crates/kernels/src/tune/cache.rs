@@ -6,11 +6,12 @@
 //! A result is written to a temporary name and renamed, so any number of processes may write at once, the last one
 //! to write a result wins, and a damaged file harms itself only.
 
-use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::ffi::OsStr;
+use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
 
+use convoke_files::{create_folder, escaped, read_text, remove_leftovers, write_out, write_whole};
 use serde::{Deserialize, Serialize};
 
 use super::record::{Key, Record};
@@ -20,8 +21,9 @@ use crate::Isa;
 const LARGEST_RECORD: u64 = 1 << 20;
 /// An export may have this many bytes.
 const LARGEST_EXPORT: u64 = 1 << 28;
-/// Endings of a result's file and of one that is being written.
+/// Ending of a result's file.
 const ENDING: &str = ".json";
+/// Ending of a file that an earlier version was writing.
 const UNFINISHED: &str = ".tmp";
 
 /// Why a cache could not be read or written.
@@ -29,7 +31,7 @@ const UNFINISHED: &str = ".tmp";
 #[non_exhaustive]
 pub enum CacheError {
     /// The file system refused.
-    #[error("{}: {error}", path.display())]
+    #[error("{}: {}", escaped(path.display()), escaped(error))]
     Io {
         /// The file or folder.
         path: PathBuf,
@@ -37,7 +39,7 @@ pub enum CacheError {
         error: io::Error,
     },
     /// A file's content is not a result.
-    #[error("{}: {reason}", path.display())]
+    #[error("{}: {}", escaped(path.display()), escaped(reason))]
     Damaged {
         /// The file.
         path: PathBuf,
@@ -116,6 +118,10 @@ fn is_safe_name(name: &str) -> bool {
     !name.is_empty() && name.len() <= 240 && !name.starts_with('.') && name.chars().all(known)
 }
 
+fn is_safe_os_name(name: &OsStr) -> bool {
+    name.to_str().is_some_and(is_safe_name)
+}
+
 impl Cache {
     /// The cache in this folder, which need not exist yet, for this machine with this instruction set.
     pub fn new(root: impl Into<PathBuf>, isa: Isa) -> Cache {
@@ -165,8 +171,17 @@ impl Cache {
         if !is_safe_name(scope) || !is_safe_name(&record.key.file_name()) {
             return Err(CacheError::Damaged { path, reason: "no usable file name".into() });
         }
+        record.verify().map_err(|reason| CacheError::Damaged { path: path.clone(), reason })?;
         let text = serde_json::to_string_pretty(record).expect("a record is plain data");
-        write_whole(&path, &text)
+        create_folder(&self.root.join(scope))
+            .and_then(|()| write_whole(&path, text.as_bytes()))
+            .map_err(|error| io_error(&path, error))
+    }
+
+    /// The folders of all kinds of machines; what has a name that this cache gives none is not its own.
+    fn folders(&self) -> Result<impl Iterator<Item = PathBuf>> {
+        let own = |path: &PathBuf| path.is_dir() && path.file_name().is_some_and(is_safe_os_name);
+        Ok(list(&self.root)?.into_iter().filter(own))
     }
 
     /// Every file of every kind of machine, sorted by path.
@@ -175,7 +190,7 @@ impl Cache {
     /// If a folder cannot be listed. A cache that does not exist has no entries.
     pub fn entries(&self) -> Result<Vec<Entry>> {
         let mut entries = Vec::new();
-        for folder in list(&self.root)?.into_iter().filter(|path| path.is_dir()) {
+        for folder in self.folders()? {
             entries.extend(self.entries_in(&name_of(&folder))?);
         }
         Ok(entries)
@@ -198,22 +213,26 @@ impl Cache {
     /// Deletes the files that `unwanted` names, and what interrupted writers left behind. Returns how many.
     ///
     /// # Errors
-    /// If the file system refuses.
+    /// If the file system refuses, of the first; the others are deleted all the same.
     pub fn prune(&self, unwanted: impl Fn(&Entry) -> bool) -> Result<usize> {
         let mut doomed: Vec<PathBuf> =
             self.entries()?.into_iter().filter(&unwanted).map(|entry| entry.path).collect();
-        for folder in list(&self.root)?.into_iter().filter(|path| path.is_dir()) {
+        let mut count = 0;
+        for folder in self.folders()? {
+            count += remove_leftovers(&folder);
             let files = list(&folder)?;
             doomed
                 .extend(files.into_iter().filter(|path| name_of(path).ends_with(UNFINISHED) && is_old(path)));
         }
+        let mut refused = None;
         for path in &doomed {
             match fs::remove_file(path) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(io_error(path, error)),
-                _ => {}
+                Ok(()) => count += 1,
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => drop(refused.get_or_insert_with(|| io_error(path, error))),
             }
         }
-        Ok(doomed.len())
+        refused.map_or(Ok(count), Err)
     }
 
     /// Writes every sound result to one file. Returns how many.
@@ -229,7 +248,7 @@ impl Cache {
         let count = entries.len();
         let text = serde_json::to_string_pretty(&Export { convoke_tuning: 1, entries })
             .expect("records are plain data");
-        write_whole(path, &text)?;
+        write_out(path, text.as_bytes()).map_err(|error| io_error(path, error))?;
         Ok(count)
     }
 
@@ -238,7 +257,7 @@ impl Cache {
     /// # Errors
     /// If the file cannot be read, is not an export, or holds a result that makes no sense: then nothing is added.
     pub fn import(&self, path: &Path) -> Result<[usize; 2]> {
-        let text = read_bounded(path, LARGEST_EXPORT)?;
+        let text = read(path, LARGEST_EXPORT)?;
         let damaged = |reason: String| CacheError::Damaged { path: path.to_owned(), reason };
         let export: Export = serde_json::from_str(&text)
             .map_err(|error| damaged(format!("not an exported cache: {error}")))?;
@@ -293,50 +312,21 @@ fn list(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
-fn read_bounded(path: &Path, limit: u64) -> Result<String> {
-    let mut text = String::new();
-    let read = File::open(path).and_then(|file| file.take(limit + 1).read_to_string(&mut text));
-    match read {
-        Ok(length) if length as u64 > limit => {
-            Err(CacheError::Damaged { path: path.to_owned(), reason: format!("more than {limit} bytes") })
+fn read(path: &Path, limit: u64) -> Result<String> {
+    read_text(path, limit).map_err(|error| match error.kind() {
+        io::ErrorKind::InvalidData | io::ErrorKind::FileTooLarge => {
+            CacheError::Damaged { path: path.to_owned(), reason: error.to_string() }
         }
-        Ok(_) => Ok(text),
-        Err(error) if error.kind() == io::ErrorKind::InvalidData => {
-            Err(CacheError::Damaged { path: path.to_owned(), reason: "not text".into() })
-        }
-        Err(error) => Err(io_error(path, error)),
-    }
+        _ => io_error(path, error),
+    })
 }
 
 fn read_record(path: &Path) -> Result<Record> {
-    let text = read_bounded(path, LARGEST_RECORD)?;
+    let text = read(path, LARGEST_RECORD)?;
     let record = serde_json::from_str(&text).map_err(|error| error.to_string());
     record
         .and_then(|record: Record| record.verify().map(|()| record))
         .map_err(|reason| CacheError::Damaged { path: path.to_owned(), reason })
-}
-
-/// Writes a file under a temporary name in the same folder and renames it.
-fn write_whole(path: &Path, text: &str) -> Result<()> {
-    static COUNTER: AtomicUsize = AtomicUsize::new(0);
-    let count = COUNTER.fetch_add(1, Ordering::Relaxed);
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    let temporary =
-        path.with_file_name(format!("{}.{}-{count}{UNFINISHED}", name_of(path), std::process::id()));
-    let write = || -> io::Result<()> {
-        if let Some(folder) = folder {
-            fs::create_dir_all(folder)?;
-        }
-        let mut file = File::create_new(&temporary)?;
-        file.write_all(text.as_bytes())?;
-        file.sync_all()?;
-        fs::rename(&temporary, path)
-    };
-    write().map_err(|error| {
-        // A second error says nothing new.
-        let _ = fs::remove_file(&temporary);
-        io_error(path, error)
-    })
 }
 
 #[cfg(test)]

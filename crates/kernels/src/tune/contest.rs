@@ -1,5 +1,7 @@
 //! Who takes part in a choice, and what came of it, whatever the operation is.
 
+use convoke_files::escaped;
+
 use super::race::{Outcome, Trial, median, minimum};
 use super::record::{Candidate, Key, Record, Times};
 use super::{Source, Tuning};
@@ -141,7 +143,8 @@ impl Entrant {
             revision: self.revision,
             times: None,
             workspace_bytes,
-            skipped: Some(reason.to_owned()),
+            // A user's own algorithm may say anything; records are shown.
+            skipped: Some(escaped(reason).to_string()),
         }
     }
 }

@@ -1,5 +1,6 @@
 //! What tuning found out about one problem: every candidate with its times or the reason why it has none.
 
+use convoke_files::escaped;
 use serde::{Deserialize, Serialize};
 
 /// One candidate's result.
@@ -154,13 +155,27 @@ impl Record {
         kept.or(least).map(|(candidate, _)| candidate)
     }
 
-    /// Whether every number makes sense and the choice is one of the candidates that were timed.
+    /// Everything that people are shown, and files are named after.
+    fn texts(&self) -> impl Iterator<Item = &String> {
+        let Key { problem, pass, format, dtype, accuracy, .. } = &self.key;
+        let candidates = self.candidates.iter();
+        let of_candidates = candidates
+            .flat_map(|candidate| [Some(&candidate.algorithm), candidate.skipped.as_ref()])
+            .flatten();
+        [problem, pass, format, dtype, accuracy, &self.chosen].into_iter().chain(of_candidates)
+    }
+
+    /// Whether every number makes sense, the choice is one of the candidates that were timed, and no text has characters that
+    /// a terminal would obey.
     ///
     /// # Errors
     /// What is wrong.
     pub fn verify(&self) -> Result<(), String> {
         if self.version != RECORD_VERSION {
             return Err(format!("form {}, this version reads form {RECORD_VERSION}", self.version));
+        }
+        if let Some(text) = self.texts().find(|text| escaped(text).to_string() != **text) {
+            return Err(format!("{text:?} has characters that do not show, or is too long"));
         }
         for candidate in &self.candidates {
             let name = &candidate.algorithm;
