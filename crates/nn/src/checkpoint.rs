@@ -1,19 +1,22 @@
 //! Saving and loading: a model's state as safetensors under PyTorch's key names, and whole training runs.
 //!
 //! A run's folder holds one folder a checkpoint, `step-0000000938`, with `model.safetensors`, `optimizer.safetensors`
-//! and `training.json`. It is written under a temporary name and renamed when it is whole and on disk, so that a crash at
-//! any moment leaves the previous checkpoint untouched; the two newest are kept. Loading reads and checks everything
-//! (checksums, names, shapes, types) before it changes anything.
+//! and `training.json`. It is written under a temporary name and renamed when it is whole and on disk, so that at any moment
+//! a crash leaves a whole checkpoint; the two newest are kept. Loading reads and checks everything (checksums, names, shapes,
+//! types) before it changes anything. Files must be regular, and how long they are is known before memory is taken.
 
-use std::fs;
-use std::io::Write;
+mod run;
+
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use convoke_autograd::{DType, Device, MemoryFormat, Stored, Tensor};
+use convoke_files::{escaped, open_regular, reserve, write_out};
 use half::{bf16, f16};
 use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorView};
-use serde::{Deserialize, Serialize};
-use sha2::{Digest, Sha256};
+
+pub use run::exists;
+pub(crate) use run::{load, save};
 
 use crate::{Module, ModuleExt, State};
 
@@ -22,23 +25,23 @@ use crate::{Module, ModuleExt, State};
 #[non_exhaustive]
 pub enum CheckpointError {
     /// The operating system refused.
-    #[error("cannot {action} {}: {source}", file.display())]
+    #[error("cannot {action} {}: {}", escaped(file.display()), escaped(source))]
     Io {
         /// The file or folder.
         file: PathBuf,
         /// What was tried, as a verb.
         action: &'static str,
         /// What the system said.
-        source: std::io::Error,
+        source: io::Error,
     },
     /// There is no checkpoint in the folder.
-    #[error("{}: no checkpoint here (expected a folder named step-...)", folder.display())]
+    #[error("{}: no checkpoint here (expected a folder named step-...)", escaped(folder.display()))]
     Missing {
         /// The folder.
         folder: PathBuf,
     },
     /// A file is cut off, damaged or not of this format.
-    #[error("{}: {reason}", file.display())]
+    #[error("{}: {}", escaped(file.display()), escaped(reason))]
     Damaged {
         /// The file.
         file: PathBuf,
@@ -46,7 +49,13 @@ pub enum CheckpointError {
         reason: String,
     },
     /// The checkpoint is whole, but of something else.
-    #[error("{}: {field}: the checkpoint has {found}, this run needs {expected}", file.display())]
+    #[error(
+        "{}: {}: the checkpoint has {}, this run needs {}",
+        escaped(file.display()),
+        escaped(field),
+        escaped(found),
+        escaped(expected)
+    )]
     Mismatch {
         /// The file.
         file: PathBuf,
@@ -58,7 +67,7 @@ pub enum CheckpointError {
         found: String,
     },
     /// The names in the file and in the model differ.
-    #[error("{}: the file does not fit the model{keys}", file.display())]
+    #[error("{}: the file does not fit the model{keys}", escaped(file.display()))]
     Keys {
         /// The file.
         file: PathBuf,
@@ -72,7 +81,7 @@ pub enum CheckpointError {
 
 type Result<T> = std::result::Result<T, CheckpointError>;
 
-fn io(file: &Path, action: &'static str) -> impl FnOnce(std::io::Error) -> CheckpointError {
+fn failed(file: &Path, action: &'static str) -> impl FnOnce(io::Error) -> CheckpointError {
     let file = file.to_owned();
     move |source| CheckpointError::Io { file, action, source }
 }
@@ -91,13 +100,13 @@ pub(crate) enum Value {
 
 /// Writes the state of every module in the tree, with PyTorch's key names, as a safetensors file.
 ///
-/// The file appears whole under its name, or not at all.
+/// The file appears whole under its name, or not at all; a link of this name is replaced, not followed.
 ///
 /// # Errors
 /// If the file cannot be written, or a lazy layer has no parameters yet.
 pub fn save_model(model: &(impl Module + ?Sized), file: &Path) -> Result<()> {
     model.check_all_initialized()?;
-    write_atomically(file, &to_safetensors(&model_values(model))?)
+    write_out(file, &to_safetensors(&model_values(model))?).map_err(failed(file, "write"))
 }
 
 /// Loads what [`save_model`] (or PyTorch, through safetensors) wrote into a model of the same structure.
@@ -133,7 +142,8 @@ impl std::fmt::Display for IncompatibleKeys {
         for (what, names) in [("missing", &self.missing), ("unexpected", &self.unexpected)] {
             const SHOWN: usize = 8;
             if !names.is_empty() {
-                let shown = names.iter().take(SHOWN).map(String::as_str).collect::<Vec<_>>().join(", ");
+                let shown: Vec<_> = names.iter().take(SHOWN).map(|name| escaped(name).to_string()).collect();
+                let shown = shown.join(", ");
                 let more = if names.len() > SHOWN { ", ..." } else { "" };
                 write!(f, "; {} {what}: {shown}{more}", names.len())?;
             }
@@ -144,7 +154,7 @@ impl std::fmt::Display for IncompatibleKeys {
 
 fn load_keys(model: &(impl Module + ?Sized), file: &Path, strict: bool) -> Result<IncompatibleKeys> {
     model.check_all_initialized()?;
-    let bytes = fs::read(file).map_err(io(file, "read"))?;
+    let bytes = read(file)?;
     let stored = open(file, &bytes)?;
     let mut values = model_values(model);
     let names: Vec<&str> = stored.names();
@@ -269,8 +279,44 @@ pub(crate) fn from_safetensors(
 fn ends_with_its_tensors(bytes: &[u8]) -> Option<bool> {
     let (len, rest) = bytes.split_first_chunk()?;
     let len = usize::try_from(u64::from_le_bytes(*len)).ok()?;
-    let metadata: Metadata = serde_json::from_slice(rest.get(..len)?).ok()?;
-    Some(metadata.data_len() == rest.len() - len)
+    Some(data_len(rest.get(..len)?)? == (rest.len() - len) as u64)
+}
+
+/// Bytes of all tensors that a header speaks of.
+fn data_len(header: &[u8]) -> Option<u64> {
+    serde_json::from_slice::<Metadata>(header).ok().map(|metadata| metadata.data_len() as u64)
+}
+
+/// More bytes of header are refused, as the format's own library does.
+const LARGEST_HEADER: u64 = 100_000_000;
+
+/// The bytes of a safetensors file; they are read when its header accounts for all of them, so that a sparse file costs no
+/// memory.
+fn read(file: &Path) -> Result<Vec<u8>> {
+    let mut opened = open_regular(file).map_err(failed(file, "read"))?;
+    let mut left = opened.metadata().map_err(failed(file, "read"))?.len();
+    let mut bytes = Vec::new();
+    let mut read = |bytes: &mut Vec<u8>, more: u64| {
+        let more = more.min(left);
+        left -= more;
+        reserve(bytes, more)
+            .and_then(|()| opened.by_ref().take(more).read_to_end(bytes))
+            .map_err(failed(file, "read"))
+            .map(|_| left)
+    };
+    read(&mut bytes, 8)?;
+    let len = bytes.first_chunk().map_or(0, |len| u64::from_le_bytes(*len));
+    if len > LARGEST_HEADER {
+        return Err(damaged(file, format!("not whole: a header of {len} bytes")));
+    }
+    let left = read(&mut bytes, len)?;
+    match data_len(bytes.get(8..).unwrap_or_default()) {
+        Some(len) if len == left => drop(read(&mut bytes, left)?),
+        Some(_) => return Err(damaged(file, "not whole: its header describes another length")),
+        None => {}
+    }
+    // Of a header that cannot be read, the reader says why.
+    Ok(bytes)
 }
 
 /// Which types of numbers may be read into a tensor.
@@ -340,188 +386,4 @@ fn decode<T: Stored>(device: &Device, view: &TensorView<'_>) -> Result<Tensor> {
         }
         Ok(())
     })?)
-}
-
-/// Writes a file under a temporary name beside it, makes sure it is on disk, and renames it.
-///
-/// # Errors
-/// If the file cannot be written; what was there before is untouched.
-pub fn write_atomically(file: &Path, bytes: &[u8]) -> Result<()> {
-    let mut temporary = file.as_os_str().to_owned();
-    temporary.push(format!(".{}.tmp", std::process::id()));
-    let temporary = PathBuf::from(temporary);
-    let result = write_synced(&temporary, bytes)
-        .and_then(|()| fs::rename(&temporary, file).map_err(io(file, "rename to")));
-    if result.is_err() {
-        // The error that matters is the one above.
-        let _ = fs::remove_file(&temporary);
-    }
-    result
-}
-
-fn write_synced(file: &Path, bytes: &[u8]) -> Result<()> {
-    let mut out = fs::File::create(file).map_err(io(file, "create"))?;
-    out.write_all(bytes).map_err(io(file, "write"))?;
-    out.sync_all().map_err(io(file, "write"))
-}
-
-/// A file of a checkpoint, as `training.json` records it.
-#[derive(Serialize, Deserialize)]
-struct FileRecord {
-    name: String,
-    sha256: String,
-}
-
-/// `training.json`: what the run was and where it stood, and the checksums of the other files.
-#[derive(Serialize, Deserialize)]
-struct Manifest<S> {
-    format: String,
-    files: Vec<FileRecord>,
-    state: S,
-}
-
-const FORMAT: &str = "convoke training checkpoint 1";
-const MANIFEST: &str = "training.json";
-const KEPT: usize = 2;
-
-fn sha256(bytes: &[u8]) -> String {
-    Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
-/// Writes the checkpoint of `step` into `folder`, and removes all but the newest two.
-///
-/// A later step in the folder is an error: it belongs to another run, and would outlive what is saved now.
-pub(crate) fn save<S: Serialize>(
-    folder: &Path,
-    step: u64,
-    state: &S,
-    files: &[(&str, Vec<u8>)],
-) -> Result<()> {
-    if let Some((newest, path)) = checkpoints(folder)?.pop().filter(|(newest, _)| *newest > step) {
-        return Err(CheckpointError::Mismatch {
-            file: path,
-            field: "step".into(),
-            expected: format!("at most {step}"),
-            found: newest.to_string(),
-        });
-    }
-    let target = folder.join(format!("step-{step:010}"));
-    let hidden = |end: &str| folder.join(format!(".step-{step:010}.{}.{end}", std::process::id()));
-    let (temporary, replaced) = (hidden("tmp"), hidden("old"));
-    fs::create_dir_all(&temporary).map_err(io(&temporary, "create"))?;
-    let records = files
-        .iter()
-        .map(|(name, bytes)| FileRecord { name: (*name).into(), sha256: sha256(bytes) })
-        .collect();
-    let manifest = Manifest { format: FORMAT.into(), files: records, state };
-    let json = serde_json::to_vec_pretty(&manifest).map_err(|error| damaged(&target, error))?;
-    let write_all = || -> Result<()> {
-        for (name, bytes) in files {
-            write_synced(&temporary.join(name), bytes)?;
-        }
-        write_synced(&temporary.join(MANIFEST), &json)?;
-        if !target.exists() {
-            return fs::rename(&temporary, &target).map_err(io(&target, "rename to"));
-        }
-        // The same step again: a run that was resumed and stopped at once. The old one is moved out of the way
-        // first, for a crash while it is being removed would leave half a checkpoint under its name.
-        remove(&replaced);
-        fs::rename(&target, &replaced).map_err(io(&target, "replace"))?;
-        if let Err(error) = fs::rename(&temporary, &target) {
-            // The error that matters is the first one.
-            let _ = fs::rename(&replaced, &target);
-            return Err(io(&target, "rename to")(error));
-        }
-        remove(&replaced);
-        Ok(())
-    };
-    let result = write_all();
-    if result.is_err() {
-        // The error that matters is the one above.
-        let _ = fs::remove_dir_all(&temporary);
-    }
-    result?;
-    if let Some((oldest, _)) = checkpoints(folder)?.into_iter().rev().nth(KEPT - 1) {
-        let old = step_folders(folder)?.into_iter().filter(|(step, _)| *step < oldest);
-        old.for_each(|(_, path)| remove(&path));
-    }
-    Ok(())
-}
-
-/// Removes what is no longer needed; if that cannot be done, it does no harm.
-fn remove(path: &Path) {
-    let _ = fs::remove_dir_all(path).or_else(|_| fs::remove_file(path));
-}
-
-/// The checkpoints in a folder, oldest first. What has no manifest is what a crash left of one.
-fn checkpoints(folder: &Path) -> Result<Vec<(u64, PathBuf)>> {
-    let mut found = step_folders(folder)?;
-    found.retain(|(_, path)| path.join(MANIFEST).is_file());
-    Ok(found)
-}
-
-/// What is named like a checkpoint, in the order of steps.
-fn step_folders(folder: &Path) -> Result<Vec<(u64, PathBuf)>> {
-    let entries = match fs::read_dir(folder) {
-        Ok(entries) => entries,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(error) => return Err(io(folder, "read")(error)),
-    };
-    let mut found = Vec::new();
-    for entry in entries {
-        let path = entry.map_err(io(folder, "read"))?.path();
-        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        if let Some(step) = name.strip_prefix("step-").and_then(|step| step.parse().ok()) {
-            found.push((step, path));
-        }
-    }
-    found.sort();
-    Ok(found)
-}
-
-/// Whether the folder holds a checkpoint.
-///
-/// # Errors
-/// If the folder cannot be read.
-pub fn exists(folder: &Path) -> Result<bool> {
-    Ok(!checkpoints(folder)?.is_empty())
-}
-
-/// The newest checkpoint of a folder: its path, its state, and its other files with their checksums compared.
-pub(crate) struct Loaded<S> {
-    pub(crate) path: PathBuf,
-    pub(crate) state: S,
-    pub(crate) files: Vec<(PathBuf, Vec<u8>)>,
-}
-
-pub(crate) fn load<S: for<'a> Deserialize<'a>>(folder: &Path, names: &[&str]) -> Result<Loaded<S>> {
-    let (_, path) =
-        checkpoints(folder)?.pop().ok_or_else(|| CheckpointError::Missing { folder: folder.to_owned() })?;
-    let manifest_path = path.join(MANIFEST);
-    let json = fs::read(&manifest_path).map_err(io(&manifest_path, "read"))?;
-    // The format is compared first: a later one may have another state.
-    let any: Manifest<serde_json::Value> =
-        serde_json::from_slice(&json).map_err(|error| damaged(&manifest_path, error))?;
-    if any.format != FORMAT {
-        return Err(CheckpointError::Mismatch {
-            file: manifest_path,
-            field: "format".into(),
-            expected: FORMAT.into(),
-            found: any.format,
-        });
-    }
-    let manifest: Manifest<S> =
-        serde_json::from_slice(&json).map_err(|error| damaged(&manifest_path, error))?;
-    let mut files = Vec::with_capacity(names.len());
-    for name in names {
-        let file = path.join(name);
-        let record = manifest.files.iter().find(|record| record.name == *name);
-        let record = record.ok_or_else(|| damaged(&manifest_path, format!("files: {name} is not listed")))?;
-        let bytes = fs::read(&file).map_err(io(&file, "read"))?;
-        if sha256(&bytes) != record.sha256 {
-            return Err(damaged(&file, "its SHA-256 is not the one in training.json: cut off or changed"));
-        }
-        files.push((file, bytes));
-    }
-    Ok(Loaded { path, state: manifest.state, files })
 }

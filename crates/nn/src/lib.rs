@@ -7,6 +7,7 @@ mod all_reduce;
 pub mod checkpoint;
 pub mod data;
 pub mod data_parallel;
+mod difference;
 mod float_json;
 pub mod init;
 pub mod metrics;

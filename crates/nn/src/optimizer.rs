@@ -2,11 +2,13 @@
 
 use convoke_autograd::{DType, Element, Error, Gradients, Result, Tensor};
 use convoke_kernels::optimizer as kernel;
+use serde::{Deserialize, Serialize};
 
 use crate::{Module, ModuleExt, Parameter};
 
 /// How a parameter follows its gradient. Formulas and defaults are PyTorch 2's.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Rule {
     /// Stochastic gradient descent with momentum, dampening, Nesterov and weight decay.
     Sgd(kernel::Sgd),

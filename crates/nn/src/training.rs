@@ -2,33 +2,31 @@
 
 mod memory;
 mod ranks;
+mod resume;
 
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
 use convoke_autograd::ops::{Reduction, nll_loss};
 use convoke_autograd::{Device, Tensor, TimelinePoint, inference_mode};
 use convoke_distributed::{Communicator, Traffic};
-use convoke_kernels::tune::Choice;
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
-use crate::checkpoint::{self, CheckpointError, Value};
+use crate::checkpoint::CheckpointError;
 use crate::data::{Augmentation, DatasetInfo, Targets, TrainTest, batch};
 use crate::data_parallel::{DataParallel, DataParallelOptions, Sampler, shard};
 use crate::metrics::Confusion;
 use crate::models::Model;
 use crate::modules::ConvBnMode;
 use crate::planner::MemoryPlan;
-use crate::random::GeneratorState;
 use crate::{Generator, Init, Module, ModuleExt, Optimizer, Rule, StepLr};
 
 pub(crate) use memory::DrySteps;
 pub use memory::{MemoryPrediction, predict_memory};
 
 /// What a run is.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TrainingConfig {
     /// The model.
     pub model: Model,
@@ -69,6 +67,19 @@ pub enum TrainingError {
         epoch: usize,
         /// The loss.
         loss: f64,
+    },
+    /// No pixel of a batch has a label that counts.
+    #[error(
+        "no pixel has a label in the batch of step {step} (epoch {epoch}): all are {ignore}, which stands for no class; there is \
+         nothing to learn from it"
+    )]
+    NoLabel {
+        /// The step, from 1.
+        step: u64,
+        /// The epoch, from 1.
+        epoch: usize,
+        /// The label that does not count.
+        ignore: i64,
     },
     /// No memory plan fits the budget.
     #[error(
@@ -165,33 +176,6 @@ pub struct Evaluation {
     pub mean_iou: Option<f64>,
 }
 
-/// Where a run stands: everything but tensors that a checkpoint holds.
-#[derive(Debug, Clone, Serialize, Deserialize)]
-struct RunState {
-    model: Model,
-    data: String,
-    train_images: usize,
-    optimizer: String,
-    learning_rate: f64,
-    lr_gamma: f64,
-    batch_size: usize,
-    seed: u64,
-    #[serde(default)]
-    augmentation: Augmentation,
-    epoch: usize,
-    batch: usize,
-    #[serde(with = "crate::float_json")]
-    losses: Vec<f64>,
-    optimizer_steps: Vec<(String, i64)>,
-    random: GeneratorState,
-    /// The convolution algorithms in use, so that a resumed run computes the same bits.
-    #[serde(default)]
-    convolutions: Vec<Choice>,
-}
-
-const MODEL_FILE: &str = "model.safetensors";
-const OPTIMIZER_FILE: &str = "optimizer.safetensors";
-
 /// A run in progress.
 pub struct Trainer {
     device: Device,
@@ -259,146 +243,6 @@ impl Trainer {
         })
     }
 
-    /// The run whose newest checkpoint is in `folder`, from where it stopped: its losses go on bit for bit.
-    ///
-    /// # Errors
-    /// As [`Trainer::new`]; if the checkpoint is damaged, or its model, data, batch size, seed or optimizer is another.
-    pub fn resume(
-        device: &Device,
-        config: TrainingConfig,
-        data: Arc<TrainTest>,
-        folder: &Path,
-    ) -> Result<Trainer> {
-        let mut trainer = Trainer::new(device, config, data)?;
-        let loaded = checkpoint::load::<RunState>(folder, &[MODEL_FILE, OPTIMIZER_FILE])?;
-        let state = (loaded.path.join("training.json"), loaded.state);
-        let [model, optimizer] =
-            <[_; 2]>::try_from(loaded.files).unwrap_or_else(|_| unreachable!("two files were asked for"));
-        trainer.restore(state, model, optimizer)?;
-        Ok(trainer)
-    }
-
-    /// Continues where another run stood: its state and its two files, each with the name that errors blame.
-    fn restore(
-        &mut self,
-        (file, state): (PathBuf, RunState),
-        (model_file, model): (PathBuf, Vec<u8>),
-        (optimizer_file, optimizer): (PathBuf, Vec<u8>),
-    ) -> Result<()> {
-        self.check_settings(&file, &state)?;
-        let model_values = checkpoint::model_values(self.model.as_ref());
-        let model_values = checkpoint::from_safetensors(&model_file, &model, &model_values)?;
-        let (tensors, steps) = self.optimizer.state();
-        let names: Vec<&String> = steps.iter().map(|(name, _)| name).collect();
-        if !state.optimizer_steps.iter().map(|(name, _)| name).eq(names.iter().copied()) {
-            return Err(mismatch(&file, "optimizer_steps", &names, &state.optimizer_steps));
-        }
-        let expected: Vec<_> =
-            tensors.into_iter().map(|(name, tensor)| (name, Value::Tensor(tensor))).collect();
-        let slots = checkpoint::from_safetensors(&optimizer_file, &optimizer, &expected)?;
-        drop(expected);
-        // Everything was read and fits: only now does anything change.
-        self.device.tuner().adopt(self.device.compute().isa(), state.convolutions);
-        checkpoint::set_model(self.model.as_ref(), model_values)?;
-        let slots = slots.into_iter().filter_map(|slot| match slot {
-            Value::Tensor(tensor) => Some(tensor),
-            Value::Count(_) => None,
-        });
-        self.optimizer
-            .restore(slots.collect(), state.optimizer_steps.iter().map(|(_, steps)| *steps).collect());
-        self.random.restore(&state.random);
-        self.epoch = state.epoch;
-        self.batch = state.batch;
-        self.losses = state.losses;
-        self.sampler.set_epoch(self.epoch);
-        Ok(())
-    }
-
-    fn state(&self) -> RunState {
-        RunState {
-            model: self.config.model,
-            data: self.data.train.info().name.clone(),
-            train_images: self.data.train.len(),
-            optimizer: format!("{:?}", self.config.rule),
-            learning_rate: self.schedule.base,
-            lr_gamma: self.config.lr_gamma,
-            batch_size: self.config.batch_size,
-            seed: self.config.seed,
-            augmentation: self.config.augmentation,
-            epoch: self.epoch,
-            batch: self.batch,
-            losses: self.losses.clone(),
-            optimizer_steps: self.optimizer.state().1,
-            random: self.random.state(),
-            convolutions: self.device.tuner().choices(),
-        }
-    }
-
-    /// A run goes on only as what it was; the Conv+BN mode may change, its values are the same.
-    fn check_settings(&self, file: &Path, saved: &RunState) -> Result<()> {
-        let own = self.state();
-        let compared: [(&str, String, String); 9] = [
-            ("model", own.model.to_string(), saved.model.to_string()),
-            ("data", own.data, saved.data.clone()),
-            ("train_images", own.train_images.to_string(), saved.train_images.to_string()),
-            ("batch_size", own.batch_size.to_string(), saved.batch_size.to_string()),
-            ("augmentation", format!("{:?}", own.augmentation), format!("{:?}", saved.augmentation)),
-            ("seed", own.seed.to_string(), saved.seed.to_string()),
-            ("learning_rate", own.learning_rate.to_string(), saved.learning_rate.to_string()),
-            ("lr_gamma", own.lr_gamma.to_string(), saved.lr_gamma.to_string()),
-            ("optimizer", own.optimizer, saved.optimizer.clone()),
-        ];
-        match compared.into_iter().find(|(_, own, saved)| own != saved) {
-            Some((field, own, saved)) => Err(CheckpointError::Mismatch {
-                file: file.to_owned(),
-                field: field.into(),
-                expected: own,
-                found: saved,
-            }
-            .into()),
-            None => self
-                .check_position(saved)
-                .map_err(|reason| CheckpointError::Damaged { file: file.to_owned(), reason }.into()),
-        }
-    }
-
-    /// Epoch, batch, losses and the optimizer's counts must be those of one moment of a run.
-    fn check_position(&self, saved: &RunState) -> std::result::Result<(), String> {
-        let (batches, losses) = (self.batches_per_epoch(), saved.losses.len());
-        if saved.batch >= batches {
-            return Err(format!("batch {} of {batches}", saved.batch));
-        }
-        let steps = saved.epoch.checked_mul(batches).and_then(|steps| steps.checked_add(saved.batch));
-        if steps != Some(losses) {
-            let (epoch, batch) = (saved.epoch, saved.batch);
-            return Err(format!("epoch {epoch} and batch {batch} do not fit {losses} losses"));
-        }
-        let in_range = |steps: i64| usize::try_from(steps).is_ok_and(|steps| steps <= losses);
-        match saved.optimizer_steps.iter().find(|(_, steps)| !in_range(*steps)) {
-            Some((name, steps)) => Err(format!("optimizer_steps: {name} has {steps} after {losses} steps")),
-            None => Ok(()),
-        }
-    }
-
-    /// Saves model, optimizer, random state and position into `folder`, atomically.
-    ///
-    /// # Errors
-    /// If it cannot be written; the previous checkpoint is then untouched.
-    pub fn save(&self, folder: &Path) -> Result<()> {
-        let [model, optimizer] = self.files()?;
-        let files = [(MODEL_FILE, model), (OPTIMIZER_FILE, optimizer)];
-        Ok(checkpoint::save(folder, self.steps(), &self.state(), &files)?)
-    }
-
-    /// The contents of a checkpoint's two files.
-    fn files(&self) -> Result<[Vec<u8>; 2]> {
-        let tensors = self.optimizer.state().0;
-        let tensors: Vec<_> =
-            tensors.into_iter().map(|(name, tensor)| (name, Value::Tensor(tensor))).collect();
-        let model = checkpoint::to_safetensors(&checkpoint::model_values(self.model.as_ref()))?;
-        Ok([model, checkpoint::to_safetensors(&tensors)?])
-    }
-
     /// Makes the model's blocks keep what a plan says, from the next step on; joining others, rank 0's plan is for all. A limit of
     /// workspaces goes to the device's tuner.
     ///
@@ -453,7 +297,7 @@ impl Trainer {
     /// Trains on the next batch; after the last one of an epoch the next epoch begins.
     ///
     /// # Errors
-    /// If the loss is not finite and the run is to stop then: parameters and optimizer are as before the step, while
+    /// If the loss is not finite, or no pixel has a label, and the run is to stop then: parameters and optimizer are as before the step, while
     /// forward has moved running statistics and random state. If an operation fails.
     pub fn step(&mut self) -> Result<StepReport> {
         let _step = span("step");
@@ -482,6 +326,9 @@ impl Trainer {
         let end_of_forward = recording.map(|start| start.elapsed().as_secs_f64());
         let value = loss.value();
         let step = self.steps() + 1;
+        if let Some(ignore) = self.ignore().filter(|_| loss.samples() == 0 && self.config.stop_on_nan) {
+            return Err(TrainingError::NoLabel { step, epoch: self.epoch + 1, ignore });
+        }
         if !value.is_finite() && self.config.stop_on_nan {
             return Err(TrainingError::NotFinite { step, epoch: self.epoch + 1, loss: value });
         }
@@ -582,19 +429,4 @@ impl Trainer {
     fn evaluation_batch(&self) -> usize {
         self.config.batch_size.min(1000)
     }
-}
-
-fn mismatch(
-    file: &Path,
-    field: &str,
-    own: &dyn std::fmt::Debug,
-    saved: &dyn std::fmt::Debug,
-) -> TrainingError {
-    CheckpointError::Mismatch {
-        file: file.to_owned(),
-        field: field.into(),
-        expected: format!("{own:?}"),
-        found: format!("{saved:?}"),
-    }
-    .into()
 }

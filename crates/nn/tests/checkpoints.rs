@@ -9,7 +9,7 @@ use std::sync::LazyLock;
 
 use common::{assert_refused, check_same_state, counter, device, init, normal, snapshot};
 use convoke_autograd::{DType, Tensor};
-use convoke_nn::checkpoint::{load_model, load_model_non_strict, save_model, write_atomically};
+use convoke_nn::checkpoint::{load_model, load_model_non_strict, save_model};
 use convoke_nn::models::mnist_cnn;
 use convoke_nn::modules::{
     Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, Flatten, Linear,
@@ -182,7 +182,7 @@ fn tied_weights_come_back_tied() {
 fn a_file_that_is_not_there_is_named() {
     let file = Path::new("no/such/file.safetensors");
     assert_refused(load_model(&model(DType::F32, 1), file), &["cannot read no/such/file.safetensors"]);
-    assert_refused(save_model(&model(DType::F32, 1), file), &["cannot create no/such/file.safetensors"]);
+    assert_refused(save_model(&model(DType::F32, 1), file), &["cannot write no/such/file.safetensors"]);
 }
 
 #[test]
@@ -509,23 +509,83 @@ fn names(folder: &Path) -> Vec<String> {
 
 #[test]
 fn files_appear_whole_or_not_at_all() {
+    // A folder in the way.
     let folder = tempdir().unwrap();
-    let file = folder.path().join("file");
-    write_atomically(&file, b"one").unwrap();
-    write_atomically(&file, b"two, longer").unwrap();
-    assert_eq!(fs::read(&file).unwrap(), b"two, longer");
-    write_atomically(&file, b"").unwrap();
-    assert_eq!(fs::read(&file).unwrap(), b"");
-    assert_eq!(names(folder.path()), ["file"], "no temporary files are left");
-
-    // A folder in the way: the rename fails.
-    let taken = folder.path().join("taken");
+    let taken = file_in(&folder);
     fs::create_dir(&taken).unwrap();
     fs::write(taken.join("inside"), "kept").unwrap();
-    assert_refused(write_atomically(&taken, b"three"), &["cannot rename to", taken.to_str().unwrap()]);
-    assert_eq!(names(folder.path()), ["file", "taken"]);
+    let model = model(DType::F32, 1);
+    assert_refused(save_model(&model, &taken), &["cannot write", taken.to_str().unwrap(), "folder"]);
+    assert_eq!(names(folder.path()), ["model.safetensors"]);
     assert_eq!(fs::read(taken.join("inside")).unwrap(), b"kept");
-    assert_refused(write_atomically(&folder.path().join("none/file"), b"four"), &["cannot create"]);
+    assert_refused(save_model(&model, &folder.path().join("none/file")), &["cannot write"]);
+}
+
+/// A link that somebody put where the file is going to be, or where earlier versions wrote first, leads nowhere.
+#[cfg(unix)]
+#[test]
+fn planted_links_are_not_written_through() {
+    use std::os::unix::fs::symlink;
+    let folder = tempdir().unwrap();
+    let victim = folder.path().join("victim");
+    fs::write(&victim, "precious").unwrap();
+    let file = file_in(&folder);
+    symlink(&victim, &file).unwrap();
+    symlink(&victim, folder.path().join(format!("model.safetensors.{}.tmp", std::process::id()))).unwrap();
+    save_model(&model(DType::F32, 1), &file).unwrap();
+    assert_eq!(fs::read(&victim).unwrap(), b"precious");
+    assert!(fs::symlink_metadata(&file).unwrap().is_file());
+    load_model(&model(DType::F32, 2), &file).unwrap();
+}
+
+/// Reading these would wait for ever, or never end.
+#[cfg(unix)]
+#[test]
+fn only_regular_files_are_read() {
+    let folder = tempdir().unwrap();
+    let pipe = folder.path().join("pipe");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    for (path, what) in
+        [(pipe.as_path(), "a named pipe"), (Path::new("/dev/zero"), "a device"), (folder.path(), "a folder")]
+    {
+        let path = path.to_owned();
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let named = path.to_str().unwrap().to_owned();
+        std::thread::spawn(move || sender.send(load_model(&model(DType::F32, 1), &path)));
+        let result = receiver.recv_timeout(std::time::Duration::from_secs(60)).expect("it ends");
+        assert_refused(result, &["cannot read", &named, what]);
+    }
+}
+
+/// A file of holes says nothing about its bytes, so they are not read.
+#[test]
+fn a_sparse_file_costs_no_memory() {
+    let folder = tempdir().unwrap();
+    for header in [json!({}), json!({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}})] {
+        fs::write(file_in(&folder), file_with(&header, 0)).unwrap();
+        fs::File::options().write(true).open(file_in(&folder)).unwrap().set_len(1 << 42).unwrap();
+        assert_refused(load_model(&model(DType::F32, 1), &file_in(&folder)), &["not whole"]);
+    }
+    fs::write(file_in(&folder), u64::MAX.to_le_bytes()).unwrap();
+    fs::File::options().write(true).open(file_in(&folder)).unwrap().set_len(1 << 42).unwrap();
+    assert_refused(load_model(&model(DType::F32, 1), &file_in(&folder)), &["not whole", "header"]);
+}
+
+/// Names out of a file must not command a terminal.
+#[test]
+fn names_are_shown_and_not_obeyed() {
+    for name in ["\x1b]0;x\x07", "\x1b[2J", "\nerror: all is well", "\u{202e}gnp", "\u{9b}31m"] {
+        let (_folder, file) =
+            changed(|stored| drop(stored.insert(name.into(), (Dtype::F32, vec![1], vec![0; 4]))));
+        let error = load_model(&model(DType::F32, 2), &file).unwrap_err().to_string();
+        assert!(error.contains("1 unexpected"), "{error:?}");
+        assert!(!error.contains(|c: char| c.is_control() || c == '\u{202e}'), "{error:?}");
+    }
+    let header = json!({"\u{1b}[2J": {"dtype": "\u{1b}[2J", "shape": [1], "data_offsets": [0, 4]}});
+    let folder = tempdir().unwrap();
+    fs::write(file_in(&folder), file_with(&header, 4)).unwrap();
+    let error = load_model(&model(DType::F32, 2), &file_in(&folder)).unwrap_err().to_string();
+    assert!(!error.contains(char::is_control), "{error:?}");
 }
 
 #[test]

@@ -409,7 +409,7 @@ fn runs_that_differ_do_not_join() {
     })
     .unwrap();
     for error in errors {
-        check_refused(error, &["rank 0 runs", "batch_size: 18", "rank 1 runs", "batch_size: 19"]).unwrap();
+        check_refused(error, &["run.batch_size: rank 0 has 18, but rank 1 has 19"]).unwrap();
     }
 }
 

@@ -4,7 +4,9 @@ mod common;
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
+use std::time::Duration;
 
 use common::{assert_refused, check_same_state, device, digits, parameter, snapshot};
 use convoke_autograd::Tensor;
@@ -17,6 +19,7 @@ use convoke_nn::modules::ConvBnMode;
 use convoke_nn::training::{Trainer, TrainingConfig, TrainingError};
 use convoke_testkit::Failures;
 use serde_json::{Value, json};
+use sha2::{Digest, Sha256};
 use tempfile::{TempDir, tempdir};
 
 /// Batches of 7, 7, 7 and 3 images an epoch.
@@ -129,7 +132,10 @@ fn other_models_go_on_bit_for_bit() {
         // Other views would be another run.
         let augmentation = Augmentation { padding: 3, ..augmentation };
         let other = resume(TrainingConfig { augmentation, ..config }, folder.path());
-        assert_refused(other.map(|_| ()), &["augmentation", "padding: 3", "padding: 4"]);
+        assert_refused(
+            other.map(|_| ()),
+            &["augmentation.padding", "the checkpoint has 4", "this run needs 3"],
+        );
     }
 }
 
@@ -195,14 +201,20 @@ fn another_run_is_refused_by_the_setting_that_differs() {
         (TrainingConfig { rule: Rule::sgd(0.02), ..fused() }, &["learning_rate", "0.01", "0.02"]),
         (
             TrainingConfig { rule: Rule::Sgd(sgd), ..fused() },
-            &["optimizer", "momentum: 0.5", "momentum: 0.0"],
+            &["optimizer.sgd.momentum: the checkpoint has 0, this run needs 0.5"],
         ),
         (
             TrainingConfig { rule: Rule::Sgd(Sgd { momentum: 0.0, weight_decay: 0.1, ..sgd }), ..fused() },
-            &["optimizer", "weight_decay: 0.1", "weight_decay: 0.0"],
+            &["optimizer.sgd.weight_decay: the checkpoint has 0, this run needs 0.1"],
         ),
-        (TrainingConfig { rule: Rule::AdamW(adamw), ..fused() }, &["optimizer", "AdamW", "Sgd"]),
-        (TrainingConfig { rule: Rule::Adadelta(adadelta), ..fused() }, &["optimizer", "Adadelta", "Sgd"]),
+        (
+            TrainingConfig { rule: Rule::AdamW(adamw), ..fused() },
+            &["optimizer: ", "{\"sgd\":{", "{\"adamw\":{"],
+        ),
+        (
+            TrainingConfig { rule: Rule::Adadelta(adadelta), ..fused() },
+            &["optimizer: ", "{\"sgd\":{", "{\"adadelta\":{"],
+        ),
     ];
     let mut failures = Failures::new("resuming another run");
     for (config, parts) in others {
@@ -226,7 +238,13 @@ fn other_data_is_refused() {
     };
     let digits = data();
     let letters = TrainTest { train: renamed(&digits.train), test: renamed(&digits.test) };
-    assert_refused(resume(Arc::new(letters)), &["training.json", "data", "digits", "letters"]);
+    assert_refused(resume(Arc::new(letters)), &["training.json", "data.name", "digits", "letters"]);
+    let brighter = |part: &Dataset| {
+        let info = DatasetInfo { mean: vec![0.25], ..part.info().clone() };
+        Dataset::new(info, part.images().to_vec(), part.labels().to_vec()).unwrap()
+    };
+    let brighter = TrainTest { train: brighter(&digits.train), test: brighter(&digits.test) };
+    assert_refused(resume(Arc::new(brighter)), &["training.json", "data.mean", "this run needs [0.25]"]);
 }
 
 #[test]
@@ -269,20 +287,97 @@ fn a_cut_off_manifest_is_refused() {
     resume(fused(), folder.path()).unwrap();
 }
 
+/// The text of a manifest, with the checksum that it needs.
+fn sealed(manifest: &Value) -> String {
+    let mut manifest = manifest.clone();
+    manifest.as_object_mut().unwrap().remove("sha256");
+    let rest = serde_json::to_string_pretty(&manifest).unwrap();
+    let sum: String = Sha256::digest(&rest).iter().map(|byte| format!("{byte:02x}")).collect();
+    rest.replacen("{\n", &format!("{{\n  \"sha256\": \"{sum}\",\n"), 1)
+}
+
+/// Every byte of a checkpoint counts: flipped, taken out or put in, none passes.
+#[test]
+fn changed_bytes_are_refused() {
+    let folder = saved(config(ConvBnMode::Fused, Rule::sgd(0.01)), 2);
+    let step = step_folder(folder.path());
+    let mut failures = Failures::new("changed bytes of a checkpoint");
+    for name in ["training.json", "model.safetensors", "optimizer.safetensors"] {
+        let file = step.join(name);
+        let whole = fs::read(&file).unwrap();
+        let places = if name == "training.json" { 250 } else { 10 };
+        let check = |bytes: &[u8]| {
+            fs::write(&file, bytes).unwrap();
+            common::check_refused(resume(fused(), folder.path()).map(drop), &[name])
+        };
+        for index in 0..places.min(whole.len()) {
+            let place = index * (whole.len() - 1) / (places - 1);
+            let (mut flipped, mut shorter, mut longer) = (whole.clone(), whole.clone(), whole.clone());
+            flipped[place] ^= 1 << (index % 8);
+            shorter.remove(place);
+            longer.insert(place, b" 0\n}"[index % 4]);
+            for (what, bytes) in [("flipped", flipped), ("without", shorter), ("one more at", longer)] {
+                failures.check(format!("{name}: {what} byte {place}"), check(&bytes));
+            }
+        }
+        failures.check(format!("{name} with a line end"), check(&[&whole[..], b"\n"].concat()));
+        fs::write(&file, &whole).unwrap();
+    }
+    // The same data in another spelling is not what was written.
+    let file = step.join("training.json");
+    let text = fs::read_to_string(&file).unwrap();
+    let compact = serde_json::from_str::<Value>(&text).unwrap().to_string();
+    for other in [compact, text.replace('\n', "\r\n")] {
+        fs::write(&file, other).unwrap();
+        failures
+            .check("spelling", common::check_refused(resume(fused(), folder.path()).map(drop), &["SHA-256"]));
+    }
+    failures.finish();
+    assert_eq!(
+        sealed(&serde_json::from_str(&text).unwrap()).len(),
+        text.len(),
+        "the sum covers all the rest"
+    );
+    fs::write(&file, text).unwrap();
+    resume(fused(), folder.path()).unwrap();
+}
+
+#[test]
+fn a_checkpoint_of_an_earlier_format_is_refused_by_its_format() {
+    let folder = saved(fused(), 1);
+    let file = step_folder(folder.path()).join("training.json");
+    let old = json!({"format": "convoke training checkpoint 1", "files": [], "state": {}});
+    fs::write(&file, serde_json::to_string_pretty(&old).unwrap()).unwrap();
+    let parts = ["format: the checkpoint has convoke training checkpoint 1", "convoke training checkpoint 2"];
+    assert_refused(resume(fused(), folder.path()).map(drop), &parts);
+}
+
+#[test]
+fn a_checkpoint_keeps_the_name_of_its_step() {
+    let folder = saved(fused(), 1);
+    let (old, new) = (step_folder(folder.path()), folder.path().join("step-0000000005"));
+    fs::rename(&old, &new).unwrap();
+    let parts = ["training.json", "named for step 5", "checkpoint of step 1"];
+    assert_refused(resume(fused(), folder.path()).map(drop), &parts);
+    fs::rename(&new, &old).unwrap();
+    resume(fused(), folder.path()).unwrap();
+}
+
 #[test]
 fn manifests_that_lie_are_refused() {
     let folder = saved(fused(), 6);
     let file = step_folder(folder.path()).join("training.json");
     let whole: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
     let changes: Vec<(&str, Value, &[&str])> = vec![
-        ("/format", json!("convoke training checkpoint 2"), &["format", "convoke training checkpoint 1"]),
+        ("/format", json!("convoke training checkpoint 3"), &["format", "convoke training checkpoint 2"]),
+        ("/files/0/bytes", json!(7), &["model.safetensors", "at most 7"]),
         ("/format", json!(1), &[]),
         ("/files", json!([]), &["model.safetensors"]),
         ("/files/0/sha256", json!("00"), &["model.safetensors", "SHA-256"]),
         ("/files/1/sha256", json!("00"), &["optimizer.safetensors", "SHA-256"]),
         ("/files/1/name", json!("../../x"), &["optimizer.safetensors"]),
-        ("/state/model", json!("alexnet"), &["alexnet"]),
-        ("/state/seed", json!(-1), &[]),
+        ("/state/settings/model", json!("alexnet"), &["alexnet"]),
+        ("/state/settings/seed", json!(-1), &[]),
         ("/state/batch", json!(4), &["batch 4 of 4"]),
         ("/state/batch", json!(1), &["losses"]),
         ("/state/batch", json!(u64::MAX), &[]),
@@ -300,6 +395,10 @@ fn manifests_that_lie_are_refused() {
         ("/state/optimizer_steps", json!([]), &["optimizer_steps"]),
         ("/state/random/key", json!([1, 2, 3]), &[]),
         ("/state", json!(null), &[]),
+        ("/format", json!("\u{1b}]0;x\u{7}"), &["format", "\\u{1b}]0;x\\u{7}"]),
+        ("/state/settings/model", json!("\u{1b}[2J\nx"), &["\\u{1b}[2J\\nx"]),
+        ("/state/settings/data/name", json!("\u{202e}\u{1b}[2J"), &["data.name", "\\u{202e}\\u{1b}[2J"]),
+        ("/state/optimizer_steps/0/0", json!("\u{9b}2J"), &["optimizer_steps", "\\u{9b}2J"]),
     ];
     let place_of_all = file.parent().unwrap().to_str().unwrap();
     let mut failures = Failures::new("changed training.json");
@@ -307,9 +406,15 @@ fn manifests_that_lie_are_refused() {
         let mut changed = whole.clone();
         let what = format!("{place} = {value}");
         *changed.pointer_mut(place).unwrap_or_else(|| panic!("no {place}")) = value;
-        fs::write(&file, serde_json::to_vec(&changed).unwrap()).unwrap();
+        fs::write(&file, sealed(&changed)).unwrap();
         let parts: Vec<&str> = parts.iter().copied().chain([place_of_all]).collect();
-        failures.run(what, || common::check_refused(resume(fused(), folder.path()).map(drop), &parts));
+        failures.run(what, || -> Result<(), String> {
+            let result = resume(fused(), folder.path()).map(drop);
+            let shown = result.as_ref().err().map(ToString::to_string).unwrap_or_default();
+            common::check_refused(result, &parts)?;
+            let bad = shown.contains(|c: char| c.is_control() || c == '\u{202e}');
+            if bad { Err(format!("control characters in {shown:?}")) } else { Ok(()) }
+        });
     }
     failures.finish();
 }
@@ -343,7 +448,6 @@ fn damaged_or_missing_files_are_refused_by_name() {
 /// A model file that fits its checksum, but is of another model.
 #[test]
 fn a_checksum_does_not_make_another_model_fit() {
-    use sha2::{Digest, Sha256};
     let folder = saved(fused(), 1);
     let step = step_folder(folder.path());
     let device = device();
@@ -354,8 +458,8 @@ fn a_checksum_does_not_make_another_model_fit() {
     let sum: String = Sha256::digest(&bytes).iter().map(|byte| format!("{byte:02x}")).collect();
     let file = step.join("training.json");
     let mut manifest: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
-    manifest["files"][0]["sha256"] = json!(sum);
-    fs::write(&file, manifest.to_string()).unwrap();
+    manifest["files"][0] = json!({"name": "model.safetensors", "bytes": bytes.len(), "sha256": sum});
+    fs::write(&file, sealed(&manifest)).unwrap();
     assert_refused(resume(fused(), folder.path()).map(drop), &["model.safetensors", "no such tensor"]);
 }
 
@@ -431,7 +535,8 @@ fn what_a_crash_leaves_does_not_hide_the_good_checkpoint() {
             resumed.save(folder.path()).map_err(|error| error.to_string())?;
             let again = resume(fused(), folder.path()).map_err(|error| error.to_string())?;
             assert_eq!(again.steps(), 3);
-            Ok(())
+            let left = names(folder.path()).into_iter().find(|name| name.ends_with(".tmp"));
+            left.map_or(Ok(()), |name| Err(format!("{name} stays for ever")))
         });
     }
     failures.finish();
@@ -497,4 +602,118 @@ fn a_folder_that_cannot_be_written_is_an_error_and_the_old_checkpoint_stays() {
     #[allow(clippy::permissions_set_readonly_false)] // a temporary folder that must be removable again
     permissions.set_readonly(false);
     fs::set_permissions(folder.path(), permissions).unwrap();
+}
+
+/// Where the system cannot exchange two names, the old checkpoint is moved aside for a moment.
+#[test]
+fn what_was_moved_aside_is_found_and_later_removed() {
+    let folder = tempdir().unwrap();
+    let mut trainer = start(fused());
+    run(&mut trainer, 2);
+    trainer.save(folder.path()).unwrap();
+    let aside = folder.path().join(".step-0000000002.77.old");
+    fs::rename(step_folder(folder.path()), &aside).unwrap();
+    assert!(checkpoint::exists(folder.path()).unwrap());
+    let mut resumed = resume(fused(), folder.path()).unwrap();
+    assert_eq!(loss_bits(&resumed), loss_bits(&trainer));
+    // It counts among the newest two until its step has a folder of its own.
+    run(&mut resumed, 1);
+    resumed.save(folder.path()).unwrap();
+    assert_eq!(names(folder.path()), [".step-0000000002.77.old", "step-0000000003"]);
+    fs::remove_dir_all(folder.path().join("step-0000000003")).unwrap();
+    trainer.save(folder.path()).unwrap();
+    assert_eq!(names(folder.path()), ["step-0000000002"]);
+}
+
+/// Folders that somebody planted where earlier versions put theirs, and links in the place of a checkpoint.
+#[cfg(unix)]
+#[test]
+fn planted_links_are_not_written_through() {
+    use std::os::unix::fs::symlink;
+    let (folder, victim) = (tempdir().unwrap(), tempdir().unwrap());
+    let mut trainer = start(fused());
+    for step in 0..2 {
+        let planted = format!(".step-{step:010}.{}.tmp", std::process::id());
+        symlink(victim.path(), folder.path().join(planted)).unwrap();
+        symlink(victim.path(), folder.path().join(format!("step-{step:010}"))).unwrap();
+        trainer.save(folder.path()).unwrap();
+        assert_eq!(names(victim.path()), [] as [&str; 0]);
+        assert_eq!(resume(fused(), folder.path()).unwrap().steps(), step);
+        trainer.step().unwrap();
+    }
+}
+
+/// Reading these would wait for ever, or never end.
+#[cfg(unix)]
+#[test]
+fn only_regular_files_are_read() {
+    for name in ["training.json", "model.safetensors", "optimizer.safetensors"] {
+        let folder = saved(fused(), 1);
+        let file = step_folder(folder.path()).join(name);
+        for what in ["a named pipe", "a device", "a folder"] {
+            fs::remove_file(&file).unwrap();
+            match what {
+                "a named pipe" => assert!(Command::new("mkfifo").arg(&file).status().unwrap().success()),
+                "a device" => std::os::unix::fs::symlink("/dev/zero", &file).unwrap(),
+                _ => fs::create_dir(&file).unwrap(),
+            }
+            let (sender, receiver) = std::sync::mpsc::channel();
+            let path = folder.path().to_owned();
+            std::thread::spawn(move || sender.send(resume(fused(), &path).map(drop)));
+            let result = receiver.recv_timeout(Duration::from_secs(60)).expect("it ends");
+            assert_refused(result, &[file.to_str().unwrap(), what]);
+        }
+    }
+}
+
+/// The folder of a child that saves until it is killed.
+const CHILD: &str = "CONVOKE_TEST_SAVES_INTO";
+
+/// Does nothing in a run of the tests: [`a_run_that_is_killed_while_it_saves_can_always_be_resumed`] runs it.
+#[test]
+fn saves_until_it_is_killed() {
+    let Some(folder) = std::env::var_os(CHILD).map(PathBuf::from) else { return };
+    let mut trainer =
+        if checkpoint::exists(&folder).unwrap() { resume(fused(), &folder).unwrap() } else { start(fused()) };
+    loop {
+        // A new step, and twice the same again.
+        for _ in 0..3 {
+            trainer.save(&folder).unwrap();
+            println!("\nsaved {}", trainer.steps());
+        }
+        trainer.step().unwrap();
+    }
+}
+
+/// Kills a run at times that nobody chose: what it said was saved is there, and whole.
+#[cfg(unix)]
+#[test]
+fn a_run_that_is_killed_while_it_saves_can_always_be_resumed() {
+    use std::io::{BufRead, BufReader};
+    let folder = tempdir().unwrap();
+    for round in 0..12_u64 {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "saves_until_it_is_killed", "--nocapture"])
+            .env(CHILD, folder.path())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let mut saved =
+            lines.map_while(Result::ok).filter_map(|line| line.strip_prefix("saved ")?.parse().ok());
+        let mut last: u64 = saved.next().expect("it saves");
+        std::thread::sleep(Duration::from_micros(round * 7919 % 83_000));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        last = saved.last().unwrap_or(last);
+        let resumed = resume(fused(), folder.path()).unwrap();
+        // It may have been killed after saving, before saying so.
+        assert!((last..=last + 1).contains(&resumed.steps()), "round {round}: {last}, {}", resumed.steps());
+        if round % 4 == 3 {
+            resumed.save(folder.path()).unwrap();
+            let left = names(folder.path());
+            assert!(left.len() <= 2 && left.iter().all(|name| name.starts_with("step-")), "{left:?}");
+        }
+    }
 }

@@ -2,16 +2,18 @@
 
 mod common;
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use common::{assert_refused, backward, init, normal, parameter, tensor, values};
 use convoke_autograd::ops::{UpsampleMode, concat, log_softmax, max_pool2d, upsample2d};
 use convoke_autograd::{Cpu, DType, Device, DeviceOptions, MemoryFormat, Tensor, inference_mode};
 use convoke_distributed::{Options, run_threads};
-use convoke_nn::data::{DatasetInfo, Targets};
+use convoke_nn::data::{Dataset, DatasetInfo, Targets, TrainTest};
 use convoke_nn::models::{Model, Segnet, segnet};
 use convoke_nn::modules::{ConvBnMode, PoolOptions};
-use convoke_nn::{Init, Module, ModuleExt};
+use convoke_nn::training::{Trainer, TrainingConfig, TrainingError};
+use convoke_nn::{Init, Module, ModuleExt, Rule};
 use convoke_testkit::{Tolerance, assert_close, check_relative_to_max};
 
 const CLASSES: usize = 5;
@@ -190,6 +192,52 @@ fn data_that_a_model_does_not_take_is_refused() {
         let x = Tensor::zeros(&device, &[1, channels, height, width], DType::F32).unwrap();
         let y = inference_mode(|| network.forward(&x)).unwrap();
         assert_eq!(y.shape()[..2], [1, model.classes()], "{model} runs on what it is made for");
+    }
+}
+
+/// The mean over no pixel is no number; the run has not diverged.
+#[test]
+fn a_batch_without_labels_is_named_as_such() {
+    let info = DatasetInfo {
+        name: "blank".into(),
+        channels: 3,
+        height: 8,
+        width: 8,
+        classes: CLASSES,
+        targets: Targets::Pixels { ignore: Some(255) },
+        mean: vec![0.5; 3],
+        std: vec![0.5; 3],
+    };
+    // Of the second image alone some pixels have a class.
+    let labels = [[255; 64].as_slice(), &[1; 64]].concat();
+    let set = |range: std::ops::Range<usize>| {
+        let labels = labels[64 * range.start..64 * range.end].to_vec();
+        Dataset::new(info.clone(), vec![7; 3 * labels.len()], labels).unwrap()
+    };
+    for (images, learns) in [(0..1, false), (1..2, true)] {
+        let data = Arc::new(TrainTest { train: set(images), test: set(1..2) });
+        let config = TrainingConfig {
+            model: Model::Segnet,
+            conv_bn: ConvBnMode::Fused,
+            rule: Rule::sgd(0.1),
+            lr_gamma: 1.0,
+            batch_size: 1,
+            augmentation: Default::default(),
+            sync_bn: false,
+            seed: 1,
+            stop_on_nan: true,
+        };
+        let mut trainer = Trainer::new(&device(), config, data).unwrap();
+        match trainer.step() {
+            Ok(report) => assert!(learns && report.loss.is_finite()),
+            Err(error) => {
+                assert!(
+                    !learns && matches!(error, TrainingError::NoLabel { step: 1, epoch: 1, ignore: 255 })
+                );
+                let text = error.to_string();
+                assert!(text.contains("no pixel has a label") && !text.contains("diverged"), "{text}");
+            }
+        }
     }
 }
 

@@ -1,10 +1,9 @@
 //! Files that the flags ask for: tried before the work starts, written whole at its end.
 
-use std::fs::{self, OpenOptions};
-use std::io::Write;
+use std::fs;
 use std::path::Path;
 
-use convoke::nn::checkpoint::write_atomically;
+use convoke_files::{create_folder, escaped, probe, write_out};
 
 use super::{Failure, Result};
 
@@ -12,7 +11,7 @@ use super::{Failure, Result};
 pub(crate) fn check(flag: &str, file: Option<&Path>) -> Result<()> {
     let Some(file) = file else { return Ok(()) };
     let refused = |reason: &dyn std::fmt::Display| {
-        Err(Failure::Run(format!("{flag}: cannot write {}: {reason}", file.display())))
+        Err(Failure::Run(format!("{flag}: cannot write {}: {reason}", escaped(file.display()))))
     };
     match fs::metadata(file) {
         Ok(found) if found.is_dir() => refused(&"it is a folder"),
@@ -26,30 +25,15 @@ pub(crate) fn check(flag: &str, file: Option<&Path>) -> Result<()> {
 
 /// Makes sure that `flag`'s folder exists and that files can be made in it.
 pub(crate) fn check_folder(flag: &str, folder: &Path) -> Result<()> {
-    fs::create_dir_all(folder)
-        .and_then(|()| probe(folder))
-        .map_err(|error| Failure::Run(format!("{flag}: cannot write into {}: {error}", folder.display())))
-}
-
-/// Makes a file in the folder and takes it away again.
-fn probe(folder: &Path) -> std::io::Result<()> {
-    let file = folder.join(format!(".convoke.{}.tmp", std::process::id()));
-    OpenOptions::new().write(true).create_new(true).open(&file)?;
-    fs::remove_file(&file)
+    create_folder(folder).and_then(|()| probe(folder)).map_err(|error| {
+        Failure::Run(format!("{flag}: cannot write into {}: {error}", escaped(folder.display())))
+    })
 }
 
 /// Writes a file that appears whole or not at all; a pipe or a device, which cannot, is written to as it is.
 pub(crate) fn write(flag: &str, file: &Path, bytes: &[u8]) -> Result<()> {
-    let special = fs::metadata(file).is_ok_and(|found| !found.is_file());
-    let written = match special {
-        true => OpenOptions::new()
-            .write(true)
-            .open(file)
-            .and_then(|mut out| out.write_all(bytes))
-            .map_err(|error| format!("cannot write {}: {error}", file.display())),
-        false => write_atomically(file, bytes).map_err(|error| error.to_string()),
-    };
-    written.map_err(|error| Failure::Run(format!("{flag}: {error}")))
+    write_out(file, bytes)
+        .map_err(|error| Failure::Run(format!("{flag}: cannot write {}: {error}", escaped(file.display()))))
 }
 
 #[cfg(test)]

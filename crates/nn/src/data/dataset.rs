@@ -1,10 +1,13 @@
 //! The data set itself: images of one shape with their classes, checked when made.
 
+use serde::{Deserialize, Serialize};
+
 use super::DataError;
 use crate::metrics::MAX_CLASSES;
 
 /// What the labels of a data set speak of.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Targets {
     /// Each image has one class: classification.
     Image,
@@ -16,7 +19,7 @@ pub enum Targets {
 }
 
 /// What is common to all images of a data set.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DatasetInfo {
     /// The name as users type it, such as `mnist`.
     pub name: String,

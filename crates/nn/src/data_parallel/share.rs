@@ -4,6 +4,7 @@ use std::path::Path;
 
 use convoke_autograd::{Error, Result};
 use convoke_distributed::Communicator;
+use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::{NAME, failed};
@@ -50,30 +51,47 @@ pub(crate) fn share_bytes(
     Ok(bytes)
 }
 
-/// Names, types and shapes, a line each.
-fn structure(values: &[(String, Value)]) -> String {
-    let line = |(name, value): &(String, Value)| match value {
-        Value::Tensor(tensor) => format!("{name}: {} of shape {:?}\n", tensor.dtype(), tensor.shape()),
-        Value::Count(_) => format!("{name}: a counter\n"),
-    };
-    values.iter().map(line).collect()
+/// A named value of a model, without its numbers.
+#[derive(Serialize, Deserialize, PartialEq)]
+struct Entry {
+    name: String,
+    /// The element type of a tensor; a counter has none.
+    dtype: Option<String>,
+    shape: Vec<usize>,
 }
 
-/// All ranks must have the same lines.
-fn check_structure(mine: &str, communicator: &Communicator) -> Result<()> {
-    let all = communicator.all_gather("structure of the model", mine.as_bytes()).map_err(failed(NAME))?;
-    let Some(rank) = all.iter().position(|text| *text != all[0]) else { return Ok(()) };
-    let [first, other] = [&all[0], &all[rank]].map(|text| String::from_utf8_lossy(text));
-    let (mut first, mut other) = (first.lines(), other.lines());
-    loop {
-        let lines = [first.next(), other.next()];
-        if lines[0] != lines[1] {
-            let [expected, found] = lines.map(|line| line.unwrap_or("nothing more"));
-            return Err(different(format!(
-                "rank {rank} has another model than rank 0: {found}, where rank 0 has {expected}"
-            )));
+impl std::fmt::Display for Entry {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match &self.dtype {
+            Some(dtype) => write!(f, "{}: {dtype} of shape {:?}", self.name, self.shape),
+            None => write!(f, "{}: a counter", self.name),
         }
     }
+}
+
+fn structure(values: &[(String, Value)]) -> Vec<Entry> {
+    let entry = |(name, value): &(String, Value)| {
+        let (dtype, shape) = match value {
+            Value::Tensor(tensor) => (Some(tensor.dtype().to_string()), tensor.shape().to_vec()),
+            Value::Count(_) => (None, Vec::new()),
+        };
+        Entry { name: name.clone(), dtype, shape }
+    };
+    values.iter().map(entry).collect()
+}
+
+/// All ranks must have the same entries.
+fn check_structure(mine: &[Entry], communicator: &Communicator) -> Result<()> {
+    let unreadable = |error: serde_json::Error| different(format!("the structure of a model: {error}"));
+    let mine = serde_json::to_vec(mine).map_err(unreadable)?;
+    let all = communicator.all_gather("structure of the model", &mine).map_err(failed(NAME))?;
+    let Some(rank) = all.iter().position(|text| *text != all[0]) else { return Ok(()) };
+    let parse = |json: &[u8]| serde_json::from_slice::<Vec<Entry>>(json).map_err(unreadable);
+    let (first, other) = (parse(&all[0])?, parse(&all[rank])?);
+    let pairs = (0..first.len().max(other.len())).map(|index| [first.get(index), other.get(index)]);
+    let differing = pairs.into_iter().find(|[first, other]| first != other).unwrap_or_default();
+    let [expected, found] = differing.map(|entry| entry.map_or("nothing more".into(), Entry::to_string));
+    Err(different(format!("rank {rank} has another model than rank 0: {found}, where rank 0 has {expected}")))
 }
 
 fn different(reason: String) -> Error {

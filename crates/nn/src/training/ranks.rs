@@ -7,9 +7,13 @@ use convoke_autograd::inference_mode;
 use convoke_distributed::Communicator;
 use convoke_kernels::tune::Choice;
 
-use super::{Result, RunState, Trainer, TrainingError};
-use crate::data::batch;
+use serde::Serialize;
+
+use super::resume::RunState;
+use super::{Result, Trainer, TrainingConfig, TrainingError};
+use crate::data::{DatasetInfo, batch};
 use crate::data_parallel::{DataParallel, DataParallelOptions, shard_sizes, share_bytes, share_state};
+use crate::difference::{self, Difference};
 use crate::modules::{ConvBnMode, Keep};
 use crate::{Init, ModuleExt, planner};
 
@@ -56,16 +60,22 @@ impl Trainer {
 
     /// What must be the same on all ranks for them to train one model.
     fn check_same_run(&self, communicator: &Communicator) -> Result<()> {
-        let data = [&self.data.train, &self.data.test].map(|set| (set.info(), set.len()));
-        let mine = format!("{:?} on {data:?}", self.config);
-        let all = communicator.all_gather("configuration of the run", mine.as_bytes())?;
-        match all.iter().position(|text| *text != all[0]) {
-            None => Ok(()),
-            Some(rank) => {
-                let [first, other] = [&all[0], &all[rank]].map(|text| String::from_utf8_lossy(text));
-                Err(TrainingError::Config(format!("rank 0 runs {first}, but rank {rank} runs {other}")))
+        let [train, test] = [&self.data.train, &self.data.test].map(|set| (set.info(), set.len()));
+        let mine = SameOnAll { run: &self.config, train, test };
+        let mine = serde_json::to_vec(&mine).map_err(unreadable)?;
+        let all = communicator.all_gather("configuration of the run", &mine)?;
+        let parse = |json: &Vec<u8>| serde_json::from_slice(json).map_err(unreadable);
+        let all: Vec<serde_json::Value> = all.iter().map(parse).collect::<Result<_>>()?;
+        for (rank, other) in all.iter().enumerate() {
+            if let Some(Difference { field, values: [first, other] }) =
+                difference::first([&all[0], other]).map_err(unreadable)?
+            {
+                return Err(TrainingError::Config(format!(
+                    "{field}: rank 0 has {first}, but rank {rank} has {other}: all ranks must run the same"
+                )));
             }
         }
+        Ok(())
     }
 
     /// Makes every rank stand where rank 0 does; they have its model already.
@@ -153,6 +163,15 @@ impl Trainer {
         }
         Ok(())
     }
+}
+
+/// What ranks compare before they train together.
+#[derive(Serialize)]
+struct SameOnAll<'a> {
+    run: &'a TrainingConfig,
+    /// What is known of the images, and how many there are.
+    train: (&'a DatasetInfo, usize),
+    test: (&'a DatasetInfo, usize),
 }
 
 /// What serde cannot write or read; not in practice.

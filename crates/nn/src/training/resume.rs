@@ -1,0 +1,197 @@
+//! Saving a run and going on with it: what it is, where it stands, and whether the two fit.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use convoke_autograd::Device;
+use convoke_kernels::tune::Choice;
+use serde::{Deserialize, Serialize};
+
+use super::{Result, Trainer, TrainingConfig};
+use crate::checkpoint::{self, CheckpointError, Value};
+use crate::data::{Augmentation, DatasetInfo, TrainTest};
+use crate::models::Model;
+use crate::random::GeneratorState;
+use crate::{Rule, difference};
+
+/// What must be the same for a run to be the same; the Conv+BN mode may change, its values are the same.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Settings {
+    model: Model,
+    data: DatasetInfo,
+    train_images: usize,
+    optimizer: Rule,
+    lr_gamma: f64,
+    batch_size: usize,
+    seed: u64,
+    augmentation: Augmentation,
+}
+
+/// What a run is and where it stands: everything but tensors that a checkpoint holds.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct RunState {
+    settings: Settings,
+    epoch: usize,
+    batch: usize,
+    #[serde(with = "crate::float_json")]
+    losses: Vec<f64>,
+    optimizer_steps: Vec<(String, i64)>,
+    random: GeneratorState,
+    /// The convolution algorithms in use, so that a resumed run computes the same bits.
+    convolutions: Vec<Choice>,
+}
+
+const MODEL_FILE: &str = "model.safetensors";
+const OPTIMIZER_FILE: &str = "optimizer.safetensors";
+
+impl Trainer {
+    /// The run whose newest checkpoint is in `folder`, from where it stopped: its losses go on bit for bit.
+    ///
+    /// # Errors
+    /// As [`Trainer::new`]; if the checkpoint is damaged, is not of the step that its folder is named for, or its model, data,
+    /// batch size, augmentation, seed or optimizer is another.
+    pub fn resume(
+        device: &Device,
+        config: TrainingConfig,
+        data: Arc<TrainTest>,
+        folder: &Path,
+    ) -> Result<Trainer> {
+        let mut trainer = Trainer::new(device, config, data)?;
+        let loaded = checkpoint::load::<RunState>(folder, &[MODEL_FILE, OPTIMIZER_FILE])?;
+        let (file, step, done) = (loaded.manifest, loaded.step, loaded.state.losses.len());
+        if step != done as u64 {
+            let reason = format!(
+                "step: its folder is named for step {step}, but it is the checkpoint of step {done}, of which it has the losses: a \
+                 folder keeps the name that it was saved under"
+            );
+            return Err(CheckpointError::Damaged { file, reason }.into());
+        }
+        let [model, optimizer] =
+            <[_; 2]>::try_from(loaded.files).unwrap_or_else(|_| unreachable!("two files were asked for"));
+        trainer.restore((file, loaded.state), model, optimizer)?;
+        Ok(trainer)
+    }
+
+    /// Continues where another run stood: its state and its two files, each with the name that errors blame.
+    pub(super) fn restore(
+        &mut self,
+        (file, state): (PathBuf, RunState),
+        (model_file, model): (PathBuf, Vec<u8>),
+        (optimizer_file, optimizer): (PathBuf, Vec<u8>),
+    ) -> Result<()> {
+        self.check_settings(&file, &state)?;
+        let model_values = checkpoint::model_values(self.model.as_ref());
+        let model_values = checkpoint::from_safetensors(&model_file, &model, &model_values)?;
+        let (tensors, steps) = self.optimizer.state();
+        check_names(&file, &steps, &state.optimizer_steps)?;
+        let expected: Vec<_> =
+            tensors.into_iter().map(|(name, tensor)| (name, Value::Tensor(tensor))).collect();
+        let slots = checkpoint::from_safetensors(&optimizer_file, &optimizer, &expected)?;
+        drop(expected);
+        // Everything was read and fits: only now does anything change.
+        self.device.tuner().adopt(self.device.compute().isa(), state.convolutions);
+        checkpoint::set_model(self.model.as_ref(), model_values)?;
+        let slots = slots.into_iter().filter_map(|slot| match slot {
+            Value::Tensor(tensor) => Some(tensor),
+            Value::Count(_) => None,
+        });
+        self.optimizer
+            .restore(slots.collect(), state.optimizer_steps.iter().map(|(_, steps)| *steps).collect());
+        self.random.restore(&state.random);
+        self.epoch = state.epoch;
+        self.batch = state.batch;
+        self.losses = state.losses;
+        self.sampler.set_epoch(self.epoch);
+        Ok(())
+    }
+
+    fn settings(&self) -> Settings {
+        Settings {
+            model: self.config.model,
+            data: self.data.train.info().clone(),
+            train_images: self.data.train.len(),
+            optimizer: self.config.rule,
+            lr_gamma: self.config.lr_gamma,
+            batch_size: self.config.batch_size,
+            seed: self.config.seed,
+            augmentation: self.config.augmentation,
+        }
+    }
+
+    pub(super) fn state(&self) -> RunState {
+        RunState {
+            settings: self.settings(),
+            epoch: self.epoch,
+            batch: self.batch,
+            losses: self.losses.clone(),
+            optimizer_steps: self.optimizer.state().1,
+            random: self.random.state(),
+            convolutions: self.device.tuner().choices(),
+        }
+    }
+
+    /// A run goes on only as what it was.
+    fn check_settings(&self, file: &Path, saved: &RunState) -> Result<()> {
+        let damaged = |reason: String| CheckpointError::Damaged { file: file.to_owned(), reason };
+        match difference::first([&self.settings(), &saved.settings]) {
+            Err(error) => Err(damaged(error.to_string()).into()),
+            Ok(Some(difference)) => {
+                let [expected, found] = difference.values;
+                let (file, field) = (file.to_owned(), difference.field);
+                Err(CheckpointError::Mismatch { file, field, expected, found }.into())
+            }
+            Ok(None) => self.check_position(saved).map_err(|reason| damaged(reason).into()),
+        }
+    }
+
+    /// Epoch, batch, losses and the optimizer's counts must be those of one moment of a run.
+    fn check_position(&self, saved: &RunState) -> std::result::Result<(), String> {
+        let (batches, losses) = (self.batches_per_epoch(), saved.losses.len());
+        if saved.batch >= batches {
+            return Err(format!("batch {} of {batches}", saved.batch));
+        }
+        let steps = saved.epoch.checked_mul(batches).and_then(|steps| steps.checked_add(saved.batch));
+        if steps != Some(losses) {
+            let (epoch, batch) = (saved.epoch, saved.batch);
+            return Err(format!("epoch {epoch} and batch {batch} do not fit {losses} losses"));
+        }
+        let in_range = |steps: i64| usize::try_from(steps).is_ok_and(|steps| steps <= losses);
+        match saved.optimizer_steps.iter().find(|(_, steps)| !in_range(*steps)) {
+            Some((name, steps)) => Err(format!("optimizer_steps: {name} has {steps} after {losses} steps")),
+            None => Ok(()),
+        }
+    }
+
+    /// Saves model, optimizer, random state and position into `folder`, atomically.
+    ///
+    /// # Errors
+    /// If it cannot be written; the previous checkpoint is then untouched.
+    pub fn save(&self, folder: &Path) -> Result<()> {
+        let [model, optimizer] = self.files()?;
+        let files = [(MODEL_FILE, model), (OPTIMIZER_FILE, optimizer)];
+        Ok(checkpoint::save(folder, self.steps(), &self.state(), &files)?)
+    }
+
+    /// The contents of a checkpoint's two files.
+    pub(super) fn files(&self) -> Result<[Vec<u8>; 2]> {
+        let tensors = self.optimizer.state().0;
+        let tensors: Vec<_> =
+            tensors.into_iter().map(|(name, tensor)| (name, Value::Tensor(tensor))).collect();
+        let model = checkpoint::to_safetensors(&checkpoint::model_values(self.model.as_ref()))?;
+        Ok([model, checkpoint::to_safetensors(&tensors)?])
+    }
+}
+
+/// The optimizer must have counted the steps of the same parameters.
+fn check_names(file: &Path, own: &[(String, i64)], saved: &[(String, i64)]) -> Result<()> {
+    let name = |all: &[(String, i64)], index: usize| all.get(index).map(|(name, _)| name.clone());
+    let names = |index: usize| [name(own, index), name(saved, index)];
+    match (0..own.len().max(saved.len())).map(names).find(|[own, saved]| own != saved) {
+        None => Ok(()),
+        Some(names) => {
+            let [expected, found] = names.map(|name| name.unwrap_or_else(|| "nothing more".into()));
+            let (file, field) = (file.to_owned(), "optimizer_steps".into());
+            Err(CheckpointError::Mismatch { file, field, expected, found }.into())
+        }
+    }
+}
