@@ -72,7 +72,8 @@ pub fn is_present(folder: &Path) -> bool {
 /// # Errors
 /// [`DataError::Missing`] if a folder is not there or has no PNG file, or an image has no annotation or an annotation no
 /// image; [`DataError::Malformed`] or [`DataError::Io`] if a file cannot be read, is no 8-bit RGB image or no annotation
-/// (8-bit grey, or palette indices), or has not the size of the first image; [`DataError::LabelRange`] for a label that is
+/// (8-bit grey, or palette indices), or has not the size of the first image, or no pixel of
+/// a part has a label; [`DataError::LabelRange`] for a label that is
 /// neither a class nor [`VOID`]; [`DataError::TooLarge`] beyond [`MAX_DATA_BYTES`]; [`DataError::Cancelled`] if `progress`
 /// says so.
 pub fn load(folder: &Path, progress: &Progress<'_>) -> Result<TrainTest, DataError> {
@@ -125,6 +126,16 @@ fn load_named<const N: usize>(
         Ok((pixels, labels))
     };
     let parts = pairs.iter().map(&mut read_part).collect::<Result<Vec<_>, DataError>>()?;
+    for (name, (_, labels)) in names.iter().zip(&parts) {
+        if labels.iter().all(|&label| label == VOID) {
+            return Err(DataError::Malformed {
+                file: folder.join(format!("{name}annot")),
+                field: "labels",
+                expected: "a class for at least one pixel of all images".into(),
+                found: format!("{VOID}, which stands for no class, everywhere: no pixel has a label"),
+            });
+        }
+    }
     (info.mean, info.std) = moments(&parts[0].0, info.height * info.width);
     let sets = parts.into_iter().map(|(pixels, labels)| Dataset::new(info.clone(), pixels, labels));
     let sets = sets.collect::<Result<Vec<_>, _>>()?;

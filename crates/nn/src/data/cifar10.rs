@@ -15,6 +15,8 @@ use std::io::{self, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
+use convoke_files::{open_regular, reserve};
+
 use super::download::{DownloadOptions, RemoteFile, fetch_files};
 use super::idx::{decompressed, read_error};
 use super::progress::report;
@@ -34,8 +36,8 @@ pub const FOLDER: &str = "cifar-10-batches-bin";
 pub const MEAN: [f32; 3] = [0.4914, 0.4822, 0.4465];
 /// Standard deviations of the channels, likewise.
 pub const STD: [f32; 3] = [0.2470, 0.2435, 0.2616];
-/// Files, and archives when decompressed, are refused beyond this.
-pub const MAX_DATA_BYTES: u64 = 1 << 30;
+/// Files, and archives when decompressed, are refused beyond this: nearly three times what the whole set takes.
+pub const MAX_DATA_BYTES: u64 = 1 << 29;
 
 const CHANNELS: usize = 3;
 const SIDE: usize = 32;
@@ -75,12 +77,13 @@ impl Source {
     /// The archive is taken first, so that a download heals a folder that also holds damaged files.
     fn find(folder: &Path) -> Result<Source, DataError> {
         let archive = folder.join(ARCHIVE);
-        if archive.is_file() {
+        if archive.exists() && !archive.is_dir() {
             return Ok(Source::Archive(archive));
         }
         let places = [folder.join(FOLDER), folder.to_owned()];
         for place in places {
-            let files = FILES.map(|name| Some(place.join(name)).filter(|file| file.is_file()));
+            let files =
+                FILES.map(|name| Some(place.join(name)).filter(|file| file.exists() && !file.is_dir()));
             if files.iter().any(Option::is_some) {
                 check_all(&place, &files)?;
                 return Ok(Source::Files(files));
@@ -144,6 +147,8 @@ pub fn load(folder: &Path, progress: &Progress<'_>) -> Result<TrainTest, DataErr
     let test = batches.pop().flatten().unwrap_or_default();
     let mut train = Batch::default();
     for mut batch in batches.into_iter().flatten() {
+        let more = batch.images.len() as u64;
+        reserve(&mut train.images, more).map_err(DataError::io(folder, "read"))?;
         train.images.append(&mut batch.images);
         train.labels.append(&mut batch.labels);
     }
@@ -199,7 +204,7 @@ impl Loading<'_> {
     }
 
     fn open(&self, file: &Path) -> Result<BufReader<Counted>, DataError> {
-        let opened = File::open(file).map_err(DataError::io(file, "open"))?;
+        let opened = open_regular(file).map_err(DataError::io(file, "open"))?;
         Ok(BufReader::with_capacity(1 << 16, Counted { file: opened, done: self.done.clone() }))
     }
 
@@ -238,8 +243,9 @@ impl Loading<'_> {
         if len == 0 || !len.is_multiple_of(RECORD as u64) || len > MAX_DATA_BYTES {
             return Err(wrong_len(file, len.to_string()));
         }
-        // Both grow with what is really there.
         let (mut batch, mut record) = (Batch::default(), [0; RECORD]);
+        reserve(&mut batch.images, len / RECORD as u64 * IMAGE as u64)
+            .map_err(DataError::io(file, "read"))?;
         for index in 0..len / RECORD as u64 {
             let start = index * RECORD as u64;
             let read = fill(reader, &mut record).map_err(|error| read_error(file, "record", error))?;
@@ -258,7 +264,6 @@ impl Loading<'_> {
                 self.report()?;
             }
         }
-        batch.images.shrink_to_fit();
         Ok(batch)
     }
 }

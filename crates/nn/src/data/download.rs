@@ -4,11 +4,12 @@
 //! that has its name can be trusted. What is left of an interrupted download is continued, from the same
 //! mirror or another one.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use convoke_files::{append, create_anew, create_folder, open_regular, sync_folder};
 use sha2::{Digest, Sha256};
 use ureq::http::{StatusCode, header};
 use ureq::{Agent, Proxy};
@@ -88,7 +89,7 @@ pub fn fetch_files(
     progress: &Progress<'_>,
 ) -> Result<(), DataError> {
     let agent = options.agent()?;
-    fs::create_dir_all(folder).map_err(DataError::io(folder, "create folder"))?;
+    create_folder(folder).map_err(DataError::io(folder, "create folder"))?;
     for file in files {
         let target = folder.join(file.name);
         if is_right(&target, file)? {
@@ -97,7 +98,9 @@ pub fn fetch_files(
         let part = folder.join(format!("{}.part", file.name));
         let download = Download { file, part, agent: &agent, progress };
         download.try_mirrors(&options.mirrors)?;
-        fs::rename(&download.part, &target).map_err(DataError::io(&target, "create"))?;
+        fs::rename(&download.part, &target)
+            .and_then(|()| sync_folder(folder))
+            .map_err(DataError::io(&target, "create"))?;
     }
     Ok(())
 }
@@ -107,17 +110,17 @@ fn is_right(path: &Path, file: &RemoteFile<'_>) -> Result<bool, DataError> {
     Ok(length(path)? == Some(file.size) && sha256_of_file(path)? == file.sha256)
 }
 
-/// The length of a file, `None` if it does not exist.
+/// The length of a regular file, `None` if there is none.
 fn length(path: &Path) -> Result<Option<u64>, DataError> {
     match fs::metadata(path) {
-        Ok(metadata) => Ok(Some(metadata.len())),
+        Ok(metadata) => Ok(Some(metadata.len()).filter(|_| metadata.is_file())),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(DataError::io(path, "examine")(error)),
     }
 }
 
 fn sha256_of_file(path: &Path) -> Result<String, DataError> {
-    let mut file = File::open(path).map_err(DataError::io(path, "open"))?;
+    let mut file = open_regular(path).map_err(DataError::io(path, "open"))?;
     sha256(&mut file).map_err(DataError::io(path, "read"))
 }
 
@@ -183,7 +186,9 @@ impl Download<'_> {
     /// Asks for what is missing, appends it to the part file, and checks that file if it is complete then.
     fn request(&self, address: &str) -> Result<Outcome, DataError> {
         let size = self.file.size;
-        let mut have = length(&self.part)?.unwrap_or(0);
+        // A part that is a link, or has another name too, is somebody else's file: it is not continued, but replaced.
+        let own = append(&self.part).is_ok();
+        let mut have = length(&self.part)?.filter(|_| own).unwrap_or(0);
         if have > size {
             self.remove_part()?;
             have = 0;
@@ -246,11 +251,9 @@ impl Download<'_> {
             unit: ProgressUnit::Bytes,
         };
         report(self.progress, event(start))?;
-        let mut options = File::options();
-        // What is there is either continued (append) or replaced (truncate); never partly overwritten.
-        let options =
-            if start > 0 { options.append(true) } else { options.write(true).create(true).truncate(true) };
-        let mut part = options.open(&self.part).map_err(DataError::io(&self.part, "open"))?;
+        // What is there is either continued or replaced by a new file; never partly overwritten.
+        let part = if start > 0 { append(&self.part) } else { create_anew(&self.part) };
+        let mut part = part.map_err(DataError::io(&self.part, "open"))?;
         let mut buffer = vec![0; 1 << 16];
         let mut have = start;
         let mut reported = Instant::now();

@@ -4,13 +4,15 @@ use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use convoke_files::escaped;
+
 /// Why a data set could not be had. Nothing is half-loaded: an error means that no part of the set was
 /// returned.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DataError {
     /// The operating system refused to read or write a file.
-    #[error("cannot {action} {}: {source}", file.display())]
+    #[error("cannot {action} {}: {}", escaped(file.display()), escaped(source))]
     Io {
         /// The file or folder.
         file: PathBuf,
@@ -20,7 +22,7 @@ pub enum DataError {
         source: io::Error,
     },
     /// A file's contents contradict its format.
-    #[error("{}: {field}: expected {expected}, found {found}", file.display())]
+    #[error("{}: {field}: expected {}, found {}", escaped(file.display()), escaped(expected), escaped(found))]
     Malformed {
         /// The file.
         file: PathBuf,
@@ -32,7 +34,7 @@ pub enum DataError {
         found: String,
     },
     /// None of the accepted names of a file exists.
-    #[error("{}: no file named {}", folder.display(), names.join(" or "))]
+    #[error("{}: no file named {}", escaped(folder.display()), escaped(names.join(" or ")))]
     Missing {
         /// Where it was looked for.
         folder: PathBuf,
@@ -40,7 +42,12 @@ pub enum DataError {
         names: Vec<String>,
     },
     /// The parts of a data set do not fit together.
-    #[error("data set {dataset}: {field}: expected {expected}, found {found}")]
+    #[error(
+        "data set {}: {field}: expected {}, found {}",
+        escaped(dataset),
+        escaped(expected),
+        escaped(found)
+    )]
     Inconsistent {
         /// The name of the data set.
         dataset: String,
@@ -52,7 +59,7 @@ pub enum DataError {
         found: String,
     },
     /// There is not exactly one label for each image, or for each pixel.
-    #[error("{origin}: label count: expected {}, found {labels}", LabelsOf(*images, *label_len))]
+    #[error("{}: label count: expected {}, found {labels}", escaped(origin), LabelsOf(*images, *label_len))]
     LabelCount {
         /// The label file, or the name of the data set.
         origin: String,
@@ -65,7 +72,8 @@ pub enum DataError {
     },
     /// A label names a class that does not exist.
     #[error(
-        "{origin}: label{index:?}: expected below {classes}, the number of classes{}, found {label}",
+        "{}: label{index:?}: expected below {classes}, the number of classes{}, found {label}",
+        escaped(origin),
         OrIgnored(*ignore)
     )]
     LabelRange {
@@ -82,7 +90,8 @@ pub enum DataError {
     },
     /// A set would not fit into memory, or is larger than what is read.
     #[error(
-        "data set {dataset}: size: expected to fit into memory, found {images} images of {image_bytes} bytes"
+        "data set {}: size: expected to fit into memory, found {images} images of {image_bytes} bytes",
+        escaped(dataset)
     )]
     TooLarge {
         /// The name of the data set.
@@ -159,7 +168,7 @@ impl fmt::Display for Attempts<'_> {
             return formatter.write_str(" (the list of mirrors is empty)");
         }
         for MirrorFailure { mirror, reason } in self.0 {
-            write!(formatter, "\n  {mirror}: {reason}")?;
+            write!(formatter, "\n  {}: {}", escaped(mirror), escaped(reason))?;
         }
         Ok(())
     }

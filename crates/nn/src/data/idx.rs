@@ -10,25 +10,27 @@
 //! Format: Y. LeCun, C. Cortes, C. Burges, "The MNIST database of handwritten digits", section "file
 //! formats".
 //!
-//! A header is a claim, not a fact: sizes are multiplied with care, memory grows with the bytes that are
-//! really there, and a file must end where its header says.
+//! A header is a claim, not a fact: sizes are multiplied with care, compared with what the reader wants and with what a file
+//! of this length can hold before memory is taken, and a file must end where its header says.
 
-use std::fs::File;
 use std::io::{self, BufRead, BufReader, Cursor, Read};
 use std::path::Path;
 
+use convoke_files::{open_regular, reserve};
 use flate2::bufread::MultiGzDecoder;
 
 use super::DataError;
 
 /// More data than this is refused, whatever the header says, so that a small gzip file cannot fill the
 /// memory.
-pub const MAX_DATA_BYTES: u64 = 4 << 30;
+pub const MAX_DATA_BYTES: u64 = 1 << 30;
 /// More dimensions than this are refused.
 pub const MAX_DIMENSIONS: u8 = 4;
 
 const UNSIGNED_BYTE: u8 = 0x08;
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
+/// Deflate makes at most so many bytes of one: two bits stand for 258 bytes (RFC 1951).
+const MOST_OF_ONE_BYTE: u64 = 1032;
 
 /// The contents of an IDX file of unsigned bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -46,14 +48,21 @@ pub struct IdxArray {
 /// after its last element, is damaged (gzip checksum), or has a header that is wrong or of a kind not read
 /// here.
 pub fn read_idx(file: &Path) -> Result<IdxArray, DataError> {
-    parse_idx(open(file)?, file)
+    IdxReader::open(file)?.finish()
 }
 
-/// The bytes of a file, decompressed if they start like gzip.
-pub(super) fn open(file: &Path) -> Result<Box<dyn Read>, DataError> {
-    let opened = File::open(file).map_err(DataError::io(file, "open"))?;
-    decompressed(BufReader::with_capacity(1 << 16, opened))
-        .map_err(|error| read_error(file, "contents", error))
+/// The bytes of a file, decompressed if they start like gzip; and how many there can be.
+fn open(file: &Path) -> Result<(Box<dyn Read>, u64), DataError> {
+    let opened = open_regular(file).map_err(DataError::io(file, "open"))?;
+    let len = opened.metadata().map_err(DataError::io(file, "examine"))?.len();
+    let reader = decompressed(BufReader::with_capacity(1 << 16, opened))
+        .map_err(|error| read_error(file, "contents", error))?;
+    Ok((reader, len.saturating_mul(MOST_OF_ONE_BYTE)))
+}
+
+/// At most [`MAX_DATA_BYTES`] of a file's bytes, decompressed if they start like gzip.
+pub(super) fn contents(file: &Path) -> Result<impl Read + use<>, DataError> {
+    Ok(open(file)?.0.take(MAX_DATA_BYTES))
 }
 
 pub(super) fn decompressed(mut reader: impl BufRead + 'static) -> io::Result<Box<dyn Read>> {
@@ -64,58 +73,86 @@ pub(super) fn decompressed(mut reader: impl BufRead + 'static) -> io::Result<Box
     Ok(if compressed { Box::new(MultiGzDecoder::new(whole)) } else { Box::new(whole) })
 }
 
-/// Parses an IDX file from decompressed bytes; `file` is what errors blame.
-fn parse_idx(mut reader: impl Read, file: &Path) -> Result<IdxArray, DataError> {
-    let malformed = |field, expected: String, found: String| DataError::Malformed {
-        file: file.to_owned(),
-        field,
-        expected,
-        found,
-    };
-    let mut magic = [0; 4];
-    read_header(&mut reader, &mut magic, file, "magic")?;
-    let [zero, zero_too, element, dimensions] = magic;
-    if (zero, zero_too) != (0, 0) {
-        return Err(malformed("magic", "two bytes of 0 first".into(), format!("{magic:02x?}")));
-    }
-    if element != UNSIGNED_BYTE {
-        let found = format!("{element:#04x} ({})", element_name(element));
-        return Err(malformed("element type", "0x08 (unsigned byte)".into(), found));
-    }
-    if !(1..=MAX_DIMENSIONS).contains(&dimensions) {
-        return Err(malformed("dimensions", format!("1 to {MAX_DIMENSIONS}"), dimensions.to_string()));
+/// An IDX file whose header has been read, and whose data has not.
+pub(super) struct IdxReader<'a> {
+    reader: Box<dyn Read>,
+    file: &'a Path,
+    sizes: Vec<u32>,
+    /// The product of the sizes.
+    len: u64,
+    /// Bytes that can follow.
+    most: u64,
+}
+
+impl<'a> IdxReader<'a> {
+    /// Opens a file and reads its header; errors are those of [`read_idx`].
+    pub(super) fn open(file: &'a Path) -> Result<Self, DataError> {
+        let (reader, most) = open(file)?;
+        Self::new(reader, most, file)
     }
 
-    let mut sizes = Vec::with_capacity(usize::from(dimensions));
-    for _ in 0..dimensions {
-        let mut size = [0; 4];
-        read_header(&mut reader, &mut size, file, "sizes")?;
-        sizes.push(u32::from_be_bytes(size));
+    /// Reads the header from decompressed bytes, of which there are at most so many; `file` is what errors blame.
+    fn new(mut reader: Box<dyn Read>, most: u64, file: &'a Path) -> Result<Self, DataError> {
+        let mut magic = [0; 4];
+        read_header(&mut reader, &mut magic, file, "magic")?;
+        let [zero, zero_too, element, dimensions] = magic;
+        if (zero, zero_too) != (0, 0) {
+            return Err(malformed(file, "magic", "two bytes of 0 first".into(), format!("{magic:02x?}")));
+        }
+        if element != UNSIGNED_BYTE {
+            let found = format!("{element:#04x} ({})", element_name(element));
+            return Err(malformed(file, "element type", "0x08 (unsigned byte)".into(), found));
+        }
+        if !(1..=MAX_DIMENSIONS).contains(&dimensions) {
+            let expected = format!("1 to {MAX_DIMENSIONS}");
+            return Err(malformed(file, "dimensions", expected, dimensions.to_string()));
+        }
+        let mut sizes = Vec::with_capacity(usize::from(dimensions));
+        for _ in 0..dimensions {
+            let mut size = [0; 4];
+            read_header(&mut reader, &mut size, file, "sizes")?;
+            sizes.push(u32::from_be_bytes(size));
+        }
+        let product = sizes.iter().try_fold(1_u64, |product, &size| product.checked_mul(u64::from(size)));
+        match product.filter(|&product| product <= MAX_DATA_BYTES) {
+            Some(len) => Ok(Self { reader, file, sizes, len, most }),
+            None => {
+                let product = product.map_or("more than 64 bits".into(), |product| product.to_string());
+                let found = format!("{sizes:?}, a product of {product}");
+                Err(malformed(file, "sizes", format!("a product of at most {MAX_DATA_BYTES}"), found))
+            }
+        }
     }
-    let product = sizes.iter().try_fold(1_u64, |product, &size| product.checked_mul(u64::from(size)));
-    let Some(len) = product.filter(|&product| product <= MAX_DATA_BYTES) else {
-        let found = format!(
-            "{sizes:?}, a product of {}",
-            product.map_or("more than 64 bits".into(), |p| p.to_string())
-        );
-        return Err(malformed("sizes", format!("a product of at most {MAX_DATA_BYTES}"), found));
-    };
 
-    // `read_to_end` grows its buffer with what it has read: a lying header costs no memory.
-    let mut data = Vec::new();
-    reader.by_ref().take(len).read_to_end(&mut data).map_err(|error| read_error(file, "data", error))?;
-    let claim = || format!("{len} bytes, the product of the sizes {sizes:?}");
-    if data.len() as u64 != len {
-        return Err(malformed("data", claim(), format!("{} bytes (the file is cut off)", data.len())));
+    /// The size of each dimension, as the header claims.
+    pub(super) fn sizes(&self) -> Vec<usize> {
+        self.sizes.iter().map(|&size| size as usize).collect()
     }
-    // Reading on to the end also makes the decoder compare the gzip checksum.
-    let rest =
-        reader.take(1).read_to_end(&mut Vec::new()).map_err(|error| read_error(file, "data", error))?;
-    if rest != 0 {
-        return Err(malformed("data", claim(), "more bytes after those".into()));
+
+    /// Reads the data, to the end of the file.
+    pub(super) fn finish(mut self) -> Result<IdxArray, DataError> {
+        let Self { file, len, .. } = self;
+        let failed = |error| read_error(file, "data", error);
+        let claim = || format!("{len} bytes, the product of the sizes {:?}", self.sizes);
+        let mut data = Vec::new();
+        // No more than can be there: a lying header costs no memory.
+        reserve(&mut data, len.min(self.most)).map_err(failed)?;
+        self.reader.by_ref().take(len).read_to_end(&mut data).map_err(failed)?;
+        if data.len() as u64 != len {
+            let found = format!("{} bytes (the file is cut off)", data.len());
+            return Err(malformed(file, "data", claim(), found));
+        }
+        // Reading on to the end also makes the decoder compare the gzip checksum.
+        let rest = self.reader.by_ref().take(1).read_to_end(&mut Vec::new()).map_err(failed)?;
+        if rest != 0 {
+            return Err(malformed(file, "data", claim(), "more bytes after those".into()));
+        }
+        Ok(IdxArray { sizes: self.sizes(), data })
     }
-    data.shrink_to_fit();
-    Ok(IdxArray { sizes: sizes.into_iter().map(|size| size as usize).collect(), data })
+}
+
+fn malformed(file: &Path, field: &'static str, expected: String, found: String) -> DataError {
+    DataError::Malformed { file: file.to_owned(), field, expected, found }
 }
 
 /// Fills one field of the header.
@@ -129,12 +166,8 @@ fn read_header(
     let wanted = bytes.len();
     reader.take(wanted as u64).read_to_end(&mut read).map_err(|error| read_error(file, field, error))?;
     if read.len() != wanted {
-        return Err(DataError::Malformed {
-            file: file.to_owned(),
-            field,
-            expected: format!("{wanted} bytes"),
-            found: format!("{} bytes (the file is cut off)", read.len()),
-        });
+        let found = format!("{} bytes (the file is cut off)", read.len());
+        return Err(malformed(file, field, format!("{wanted} bytes"), found));
     }
     bytes.copy_from_slice(&read);
     Ok(())
@@ -249,12 +282,12 @@ mod tests {
         let most = u32::MAX;
         assert_eq!(
             refusal(&idx(&[most, most, most], &[1, 2])),
-            "sizes: expected a product of at most 4294967296, found [4294967295, 4294967295, 4294967295], \
+            "sizes: expected a product of at most 1073741824, found [4294967295, 4294967295, 4294967295], \
              a product of more than 64 bits"
         );
         assert!(refusal(&idx(&[65_536, 65_537], &[])).contains("a product of 4295032832"));
-        // 4 GiB minus 1 is allowed, but only two bytes are there.
-        assert!(refusal(&idx(&[most], &[1, 2])).contains("found 2 bytes"));
+        // 1 GiB is allowed, but only two bytes are there.
+        assert!(refusal(&idx(&[1 << 30], &[1, 2])).contains("found 2 bytes"));
     }
 
     #[test]
@@ -296,7 +329,7 @@ mod tests {
             }
             let bytes = if compress { gzip(&bytes) } else { bytes };
             let reader = decompressed(Cursor::new(bytes)).unwrap();
-            let _ = parse_idx(reader, Path::new("random"));
+            let _ = IdxReader::new(reader, 1 << 20, Path::new("random")).and_then(IdxReader::finish);
         }
 
         #[test]
@@ -305,7 +338,8 @@ mod tests {
             let bytes = if compress { gzip(&bytes) } else { bytes };
             let kept = (bytes.len() as f64 * keep) as usize;
             let reader = decompressed(Cursor::new(bytes[..kept].to_vec())).unwrap();
-            prop_assert!(parse_idx(reader, Path::new("cut")).is_err());
+            let read = IdxReader::new(reader, 1 << 20, Path::new("cut")).and_then(IdxReader::finish);
+            prop_assert!(read.is_err());
         }
     }
 }

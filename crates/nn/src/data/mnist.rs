@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 
 use super::download::{DownloadOptions, RemoteFile, fetch_files, sha256};
-use super::idx::{self, read_idx};
+use super::idx::{self, IdxReader};
 use super::progress::report;
 use super::{
     DataError, Dataset, DatasetInfo, Progress, ProgressEvent, ProgressUnit, Targets, TrainTest, check_labels,
@@ -26,6 +26,8 @@ pub const STD: f32 = 0.3081;
 
 const SIDE: usize = 28;
 const CLASSES: usize = 10;
+/// A part of more images is refused, so that a small compressed file cannot fill the memory: with images, 822 MB.
+pub const MAX_IMAGES: usize = 1 << 20;
 
 /// One of the four files, in the form that is downloaded and in the form that is read.
 struct Source<'a> {
@@ -92,16 +94,16 @@ impl Source<'_> {
         spellings.into_iter().flat_map(|name| [format!("{name}.gz"), name]).collect()
     }
 
-    /// The first of the accepted names that is a file.
+    /// The first of the accepted names that is there and no folder; what else it is, opening it says.
     fn find(&self, folder: &Path) -> Result<PathBuf, DataError> {
         let names = self.names();
-        let found = names.iter().map(|name| folder.join(name)).find(|file| file.is_file());
+        let found = names.iter().map(|name| folder.join(name)).find(|file| file.exists() && !file.is_dir());
         found.ok_or_else(|| DataError::Missing { folder: folder.to_owned(), names })
     }
 
     /// Whether the file that would be loaded holds what it should. One that cannot be read does not.
     fn is_right(&self, folder: &Path) -> bool {
-        let contents = self.find(folder).and_then(|file| idx::open(&file));
+        let contents = self.find(folder).and_then(|file| idx::contents(&file));
         contents
             .is_ok_and(|mut contents| sha256(&mut contents).is_ok_and(|found| found == self.contents_sha256))
     }
@@ -131,9 +133,14 @@ pub fn load(folder: &Path, progress: &Progress<'_>) -> Result<TrainTest, DataErr
     for (index, pair) in files.chunks(2).enumerate() {
         let done = 2 * index as u64;
         step(done)?;
-        let images = read_images(&pair[0])?;
+        // Both headers come before any data, so that what does not fit takes no memory.
+        let (images, labels) = (IdxReader::open(&pair[0])?, IdxReader::open(&pair[1])?);
+        let count = check_images(&pair[0], &images.sizes())?;
+        check_label_count(&pair[1], &labels.sizes(), count)?;
+        let images = images.finish()?.data;
         step(done + 1)?;
-        let labels = read_labels(&pair[1], images.len() / (SIDE * SIDE))?;
+        let labels = labels.finish()?.data;
+        check_labels(&pair[1].display().to_string(), &labels, count, &info())?;
         parts.push(Dataset::new(info(), images, labels)?);
     }
     step(SOURCES.len() as u64)?;
@@ -176,23 +183,26 @@ fn info() -> DatasetInfo {
     }
 }
 
-/// The pixels of an image file, N x 28 x 28.
-fn read_images(file: &Path) -> Result<Vec<u8>, DataError> {
-    let array = read_idx(file)?;
-    match array.sizes[..] {
-        [count, SIDE, SIDE] if count > 0 => Ok(array.data),
-        _ => Err(wrong_sizes(file, format!("[N, {SIDE}, {SIDE}] with N above 0"), &array.sizes)),
+/// The number of images that a header claims, if its sizes are those of images.
+fn check_images(file: &Path, sizes: &[usize]) -> Result<usize, DataError> {
+    match *sizes {
+        [count @ 1..=MAX_IMAGES, SIDE, SIDE] => Ok(count),
+        [count, SIDE, SIDE] if count > MAX_IMAGES => {
+            Err(wrong_sizes(file, format!("[N, {SIDE}, {SIDE}] with N at most {MAX_IMAGES}"), sizes))
+        }
+        _ => Err(wrong_sizes(file, format!("[N, {SIDE}, {SIDE}] with N above 0"), sizes)),
     }
 }
 
-/// The labels of a label file, as many as there are images and below 10 each.
-fn read_labels(file: &Path, images: usize) -> Result<Vec<u8>, DataError> {
-    let array = read_idx(file)?;
-    if array.sizes.len() != 1 {
-        return Err(wrong_sizes(file, "[N], a label for each image".to_owned(), &array.sizes));
+/// There must be a label for each image.
+fn check_label_count(file: &Path, sizes: &[usize], images: usize) -> Result<(), DataError> {
+    match *sizes {
+        [labels] if labels == images => Ok(()),
+        [labels] => {
+            Err(DataError::LabelCount { origin: file.display().to_string(), images, label_len: 1, labels })
+        }
+        _ => Err(wrong_sizes(file, "[N], a label for each image".to_owned(), sizes)),
     }
-    check_labels(&file.display().to_string(), &array.data, images, &info())?;
-    Ok(array.data)
 }
 
 fn wrong_sizes(file: &Path, expected: String, found: &[usize]) -> DataError {

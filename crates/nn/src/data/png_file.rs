@@ -3,10 +3,10 @@
 //! Format: W3C Recommendation, "Portable Network Graphics (PNG) Specification (Third Edition)", 2025. The header is a claim:
 //! sizes are checked before memory is taken, checksums are compared, and a file must go on to its last chunk.
 
-use std::fs::File;
 use std::io::{self, BufRead, BufReader, Seek};
 use std::path::Path;
 
+use convoke_files::{open_regular, reserve};
 use png::{BitDepth, ColorType, Decoder, DecodingError, Limits, Reader};
 
 use super::DataError;
@@ -36,7 +36,7 @@ pub(super) struct Raster {
 
 /// Reads a file; `size` is what its height and width have to be, if that is known.
 pub(super) fn read(file: &Path, content: Content, size: Option<[usize; 2]>) -> Result<Raster, DataError> {
-    let opened = File::open(file).map_err(DataError::io(file, "open"))?;
+    let opened = open_regular(file).map_err(DataError::io(file, "open"))?;
     decode(BufReader::new(opened), file, content, size)
 }
 
@@ -99,7 +99,10 @@ fn decode(
 /// The rows as they are stored.
 fn read_image(reader: &mut Reader<impl BufRead + Seek>) -> Result<Vec<u8>, DecodingError> {
     // Bounded, as the sides are.
-    let mut bytes = vec![0; reader.output_buffer_size().ok_or(DecodingError::LimitsExceeded)?];
+    let len = reader.output_buffer_size().ok_or(DecodingError::LimitsExceeded)?;
+    let mut bytes = Vec::new();
+    reserve(&mut bytes, len as u64).map_err(DecodingError::IoError)?;
+    bytes.resize(len, 0);
     reader.next_frame(&mut bytes)?;
     Ok(bytes)
 }

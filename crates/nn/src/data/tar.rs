@@ -44,6 +44,8 @@ impl<R: Read> Archive<R> {
         loop {
             self.skip(self.left + self.padding)?;
             (self.left, self.padding) = (0, 0);
+            // Headers alone can go on for ever.
+            self.check_limit()?;
             let start = self.offset;
             let mut header = [0; BLOCK];
             match self.read(&mut header)? {
@@ -277,6 +279,22 @@ mod tests {
             files(&endless, 3000).unwrap_err(),
             "x.tar: size: expected at most 3000 bytes, found more"
         );
+    }
+
+    /// Empty files have headers too, which a small compressed archive can hold by the million.
+    #[test]
+    fn headers_are_bounded_as_well() {
+        let headers = entry("empty", b'0', &[]).repeat(20);
+        let error = files(&headers, 3000).unwrap_err();
+        assert_eq!(error, "x.tar: size: expected at most 3000 bytes, found more");
+    }
+
+    #[test]
+    fn fields_are_shown_and_not_obeyed() {
+        let mut bytes = entry("a", b'0', &[]);
+        bytes[148..156].copy_from_slice(b"\x1b[2J\x07\n\r\x7f");
+        let error = files(&bytes, u64::MAX).unwrap_err();
+        assert!(error.ends_with("found \\u{1b}[2J\\u{7}\\n\\r\\u{7f} at byte 148"), "{error:?}");
     }
 
     #[test]

@@ -220,3 +220,28 @@ fn progress_counts_up_and_can_cancel() {
     let error = load(folder.path(), &stop).unwrap_err();
     assert_eq!(error.to_string(), "cancelled during loading camvid");
 }
+
+/// A loss over no pixel is no number, which would look like a run that diverges.
+#[test]
+fn a_part_without_any_label_is_refused() {
+    let folder = folder();
+    for name in ["trainannot/a.PNG", "trainannot/b.png"] {
+        fs::write(folder.path().join(name), annotation(&[VOID; 6])).unwrap();
+    }
+    let error = load(folder.path(), &silent).unwrap_err().to_string();
+    assert!(error.contains("trainannot: labels: ") && error.contains("no pixel has a label"), "{error}");
+    fs::write(folder.path().join("trainannot/a.PNG"), annotation(&[11, 11, 11, 11, 11, 0])).unwrap();
+    load(folder.path(), &silent).unwrap();
+    fs::write(folder.path().join("testannot/t.png"), annotation(&[VOID; 6])).unwrap();
+    let error = load(folder.path(), &silent).unwrap_err().to_string();
+    assert!(error.contains("testannot: labels: ") && error.contains("no pixel has a label"), "{error}");
+}
+
+#[cfg(unix)]
+#[test]
+fn names_are_shown_and_not_obeyed() {
+    let folder = folder();
+    fs::write(folder.path().join("train/\x1b]0;x\x07\n\u{202e}.png"), image(SIZE, 0)).unwrap();
+    let error = load(folder.path(), &silent).unwrap_err().to_string();
+    assert!(error.ends_with("no file named \\u{1b}]0;x\\u{7}\\n\\u{202e}.png"), "{error:?}");
+}

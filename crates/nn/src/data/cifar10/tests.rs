@@ -126,9 +126,9 @@ fn wrong_contents_are_named_with_their_place() {
         (label, "label: expected 0 to 9, found 10 at byte 6146, in image 2"),
         (
             records(2, 0)[..RECORD + 5].to_vec(),
-            "size: expected a multiple of 3073 bytes, above 0 and at most 1073741824, found 3078",
+            "size: expected a multiple of 3073 bytes, above 0 and at most 536870912, found 3078",
         ),
-        (vec![], "size: expected a multiple of 3073 bytes, above 0 and at most 1073741824, found 0"),
+        (vec![], "size: expected a multiple of 3073 bytes, above 0 and at most 536870912, found 0"),
     ];
     for (bytes, expected) in cases {
         for name in ["data_batch_1.bin", "test_batch.bin"] {

@@ -416,3 +416,24 @@ fn content_ranges() {
         assert_eq!(range_fits(header, 5, 10), fits, "{header:?}");
     }
 }
+
+/// A part that leads elsewhere, or is no file, is not written to.
+#[cfg(unix)]
+#[test]
+fn a_planted_part_is_replaced() {
+    let plants: [fn(&Path, &Path); 3] = [
+        |victim, part| std::os::unix::fs::symlink(victim, part).unwrap(),
+        |victim, part| fs::hard_link(victim, part).unwrap(),
+        |_, part| assert!(std::process::Command::new("mkfifo").arg(part).status().unwrap().success()),
+    ];
+    for plant in plants {
+        let server = Server::start(|_, start| start.map_or_else(whole, rest));
+        let place = Place::new();
+        let victim = tempfile::NamedTempFile::new_in(place.0.path()).unwrap();
+        fs::write(&victim, &contents()[..70_000]).unwrap();
+        plant(victim.path(), &place.0.path().join(format!("{NAME}.part")));
+        place.fetch(&[&server]).unwrap();
+        assert_eq!(fs::read(place.target()).unwrap(), contents());
+        assert_eq!(fs::read(&victim).unwrap(), contents()[..70_000]);
+    }
+}

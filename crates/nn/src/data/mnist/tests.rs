@@ -172,3 +172,31 @@ fn the_table_of_files_is_well_formed() {
         }
     }
 }
+
+/// Both headers are compared before data is read: here none is there, and nobody misses it.
+#[test]
+fn headers_that_do_not_fit_cost_no_memory() {
+    let [images, labels] = ["train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte"];
+    let many = MAX_IMAGES + 1;
+    let message = refusal(images, &gzip(&idx(&[many, 28, 28], &[])));
+    assert_eq!(
+        message,
+        format!("sizes: expected [N, 28, 28] with N at most {MAX_IMAGES}, found [{many}, 28, 28]")
+    );
+    let folder = folder();
+    fs::write(folder.path().join(images), gzip(&idx(&[MAX_IMAGES, 28, 28], &[]))).unwrap();
+    let message = testing::refusal(folder.path(), load, labels, &idx(&[2], &[9, 0]));
+    assert_eq!(message, format!("label count: expected {MAX_IMAGES}, one for each image, found 2"));
+}
+
+/// Reading it would wait for ever.
+#[cfg(unix)]
+#[test]
+fn a_pipe_is_no_file() {
+    let folder = folder();
+    let pipe = folder.path().join("train-labels-idx1-ubyte");
+    fs::remove_file(&pipe).unwrap();
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let error = load(folder.path(), &silent).unwrap_err().to_string();
+    assert_eq!(error, format!("cannot open {}: it is a named pipe, not a regular file", pipe.display()));
+}
