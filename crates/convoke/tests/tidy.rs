@@ -13,7 +13,10 @@ const DEPENDENCIES: [(&str, &[&str]); 7] = [
     ("convoke-distributed", &[]),
     ("convoke-autograd", &["convoke-kernels"]),
     ("convoke-nn", &["convoke-files", "convoke-kernels", "convoke-autograd", "convoke-distributed"]),
-    ("convoke", &["convoke-files", "convoke-kernels", "convoke-autograd", "convoke-distributed", "convoke-nn"]),
+    (
+        "convoke",
+        &["convoke-files", "convoke-kernels", "convoke-autograd", "convoke-distributed", "convoke-nn"],
+    ),
 ];
 /// Where `unsafe` may stand; this file only speaks of it.
 const MAY_BE_UNSAFE: [&str; 3] =

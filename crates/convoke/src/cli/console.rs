@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use convoke::nn::data::{ProgressEvent, ProgressUnit};
+use convoke_files::escaped_lines;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use super::{Failure, Result, json};
@@ -19,12 +20,19 @@ const LINE_EVERY: Duration = Duration::from_secs(5);
 const ROOM: &str = "  \x1b[2D";
 
 /// A line on standard error. That nobody may be reading there is no reason to stop.
+///
+/// Where text comes from a file it is escaped there; this is for what comes another way, such as a name out of the system.
 pub(crate) fn note(text: &str) {
-    let _ = writeln!(std::io::stderr(), "{text}");
+    let _ = writeln!(std::io::stderr(), "{}", escaped_lines(text));
 }
 
-/// Text on standard output, whole.
+/// Text on standard output, whole, escaped as in [`note`].
 pub(crate) fn print(text: &str) -> Result<()> {
+    print_exactly(&escaped_lines(text).to_string())
+}
+
+/// Text on standard output as it is: JSON, which has rules of its own.
+pub(crate) fn print_exactly(text: &str) -> Result<()> {
     let mut out = std::io::stdout().lock();
     let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
     written.map_err(|error| Failure::Run(format!("cannot write to standard output: {error}")))

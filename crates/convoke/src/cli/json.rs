@@ -27,5 +27,9 @@ pub(crate) fn write(file: &Path, runs: &[RunRecord]) -> Result<()> {
 pub(crate) fn write_value(file: &Path, value: &impl Serialize) -> Result<()> {
     let mut text = serde_json::to_string_pretty(value)?;
     text.push('\n');
-    if to_stdout(Some(file)) { console::print(&text) } else { output::write("--json", file, text.as_bytes()) }
+    if to_stdout(Some(file)) {
+        console::print_exactly(&text)
+    } else {
+        output::write("--json", file, text.as_bytes())
+    }
 }

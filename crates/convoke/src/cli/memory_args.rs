@@ -1,6 +1,5 @@
 //! The flags that say how much memory training may take, and the plan made of them.
 
-use std::fs;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,6 +12,7 @@ use convoke::nn::data::TrainTest;
 use convoke::nn::modules::Keep;
 use convoke::nn::planner::{MemoryPlan, Planner, PlannerOptions};
 use convoke::nn::training::TrainingConfig;
+use convoke_files::{escaped, read_text};
 
 use super::console::Console;
 use super::summary;
@@ -124,12 +124,10 @@ pub(crate) fn counts(plan: &MemoryPlan) -> String {
 const LARGEST: u64 = 16 << 20;
 
 fn read(file: &Path, config: &TrainingConfig) -> Result<MemoryPlan> {
-    let failed = |reason: String| Failure::Run(format!("--memory-plan: {}: {reason}", file.display()));
-    let len = fs::metadata(file).map_err(|error| failed(error.to_string()))?.len();
-    if len > LARGEST {
-        return Err(failed(format!("{len} bytes are too many for a plan")));
-    }
-    let text = fs::read_to_string(file).map_err(|error| failed(error.to_string()))?;
+    let failed = |reason: String| {
+        Failure::Run(format!("--memory-plan: {}: {}", escaped(file.display()), escaped(reason)))
+    };
+    let text = read_text(file, LARGEST).map_err(|error| failed(error.to_string()))?;
     let document: super::plan::Document =
         serde_json::from_str(&text).map_err(|error| failed(format!("no plan: {error}")))?;
     let plan = document.plan.ok_or_else(|| failed("it holds no plan".into()))?;

@@ -9,8 +9,13 @@ use convoke::nn::modules::ConvBnMode;
 use convoke::tune::{Key, Tuner};
 use convoke::{Cpu, DType, Device, DeviceOptions, MemoryFormat, Tensor};
 
+use convoke_files::{escaped, read_text};
+
 use super::tuning_args::{ProblemArgs, passes};
 use super::{Failure, Result};
+
+/// Most bytes that a suite may have.
+const LARGEST_SUITE: u64 = 16 << 20;
 
 /// Each problem once, in the order given: the named ones, then those of the suites.
 pub(crate) fn load(args: &ProblemArgs) -> Result<Vec<ConvProblem>> {
@@ -26,11 +31,11 @@ pub(crate) fn load(args: &ProblemArgs) -> Result<Vec<ConvProblem>> {
         add(parse(text)?)?;
     }
     for file in &args.suite {
-        let name = file.display();
-        let text = fs::read_to_string(file)
+        let name = escaped(file.display());
+        let text = read_text(file, LARGEST_SUITE)
             .map_err(|error| Failure::Run(format!("--suite: cannot read {name}: {error}")))?;
-        let problems =
-            parse_suite(&text).map_err(|error| Failure::Usage(format!("--suite {name}: {error}")))?;
+        let problems = parse_suite(&text)
+            .map_err(|error| Failure::Usage(format!("--suite {name}: {}", escaped(error))))?;
         if problems.is_empty() {
             return Err(Failure::Usage(format!("--suite {name}: there is no problem in it")));
         }

@@ -2,6 +2,8 @@
 
 use std::path::Path;
 
+use convoke_files::escaped;
+
 use super::chart::{Axis, Chart, Line};
 use super::record::RunRecord;
 use super::{Result, output, summary};
@@ -154,6 +156,8 @@ fn up_from_zero(end: f64) -> f64 {
     if end > 0.0 { end } else { 1.0 }
 }
 
+/// Text for HTML; what browsers would not show is written out.
 pub(crate) fn escape(text: &str) -> String {
+    let text = escaped(text).to_string();
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }

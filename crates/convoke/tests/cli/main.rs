@@ -4,6 +4,7 @@ mod bad_data;
 mod bench;
 mod bench_norm;
 mod camvid;
+mod hostile_files;
 mod images;
 mod json;
 mod mpi;

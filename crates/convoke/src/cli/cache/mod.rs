@@ -10,6 +10,7 @@ use std::time::{Duration, SystemTime};
 
 use convoke::Isa;
 use convoke::tune::{Cache, Entry};
+use convoke_files::escaped;
 
 use super::bench::table::milliseconds;
 use super::summary::align;
@@ -85,8 +86,8 @@ fn list(cache: &Cache) -> Result<()> {
 fn row(entry: &Entry) -> Vec<String> {
     let state = state(entry);
     let Ok(record) = &entry.record else {
-        let name = entry.path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let mut row = vec![name];
+        let name = entry.path.file_name().unwrap_or_default().to_string_lossy();
+        let mut row = vec![escaped(name).to_string()];
         row.resize(6, String::new());
         row.push("damaged".into());
         return row;
@@ -121,7 +122,7 @@ fn verify(cache: &Cache) -> Result<()> {
     let mut text = String::new();
     for (entry, state) in entries.iter().zip(&states) {
         if let Some(reason) = state.reason() {
-            text += &format!("{}: {}: {reason}\n", state.name(), entry.path.display());
+            text += &format!("{}: {}: {reason}\n", state.name(), escaped(entry.path.display()));
         }
     }
     let count = |wanted: fn(&State) -> bool| states.iter().filter(|state| wanted(state)).count();
@@ -157,7 +158,7 @@ fn prune(cache: &Cache, all: bool, older_than: Option<u32>) -> Result<()> {
             state => Some(state.name().to_owned()),
         };
         if let Some(reason) = &reason {
-            *removed.borrow_mut() += &format!("removed: {} ({reason})\n", entry.path.display());
+            *removed.borrow_mut() += &format!("removed: {} ({reason})\n", escaped(entry.path.display()));
         }
         reason.is_some()
     })?;
