@@ -201,17 +201,17 @@ fn a_batch_without_labels_is_named_as_such() {
     let info = DatasetInfo {
         name: "blank".into(),
         channels: 3,
-        height: 8,
-        width: 8,
+        height: 16,
+        width: 16,
         classes: CLASSES,
         targets: Targets::Pixels { ignore: Some(255) },
         mean: vec![0.5; 3],
         std: vec![0.5; 3],
     };
     // Of the second image alone some pixels have a class.
-    let labels = [[255; 64].as_slice(), &[1; 64]].concat();
+    let labels = [[255; 256].as_slice(), &[1; 256]].concat();
     let set = |range: std::ops::Range<usize>| {
-        let labels = labels[64 * range.start..64 * range.end].to_vec();
+        let labels = labels[256 * range.start..256 * range.end].to_vec();
         Dataset::new(info.clone(), vec![7; 3 * labels.len()], labels).unwrap()
     };
     for (images, learns) in [(0..1, false), (1..2, true)] {
