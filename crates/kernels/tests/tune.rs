@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use convoke_kernels::conv::{
     self, ConvAlgorithm, ConvKernel, ConvPlan, ConvProblem, Kernel, NotApplicable, Pass,
 };
-use convoke_kernels::tune::{Cache, Effort, Event, Source, Tuner, TunerOptions, Tuning};
+use convoke_kernels::tune::{Cache, Effort, Event, Source, TIE, Tuner, TunerOptions, Tuning};
 use convoke_kernels::{Cpu, Element, Isa};
 
 /// A user's algorithm: im2col behind another name, with faults to order.
@@ -276,6 +276,46 @@ fn results_outlive_the_tuner_until_a_revision_changes() {
     assert_eq!(entries.len(), 1);
     let record = entries[0].record.as_ref().unwrap();
     assert!(record.candidates.iter().any(|candidate| candidate.skipped.is_some()), "reasons are kept");
+}
+
+/// The choice has the least time of its own table, but for ties, whoever may run: times of somebody who is no longer there,
+/// or left out, are not shown beside it.
+#[test]
+fn nobody_in_the_table_is_faster_than_the_choice() {
+    let folder = tempfile::tempdir().unwrap();
+    let heard = Heard::default();
+    let check = |tuning: &Tuning| {
+        let times = tuning.candidates.iter().filter_map(|candidate| candidate.times.as_ref());
+        let least = times.clone().map(|times| times.score).fold(f64::INFINITY, f64::min);
+        let chosen = candidate(tuning, &tuning.chosen).unwrap();
+        assert!(chosen <= TIE * least, "{chosen} s, the least is {least} s: {tuning}");
+        for times in times {
+            assert!(times.min <= times.score && times.score <= times.median, "{times:?}");
+        }
+    };
+    let mut with_own = cached(folder.path(), &heard);
+    with_own.register(GOOD);
+    let first = Tuner::new(TunerOptions { effort: Effort::Exhaustive, ..with_own }).unwrap();
+    for batch in 1..4 {
+        check(&tune(&first, &problem(batch)));
+    }
+    // As if "own" had been by far the fastest.
+    let cache = Cache::new(folder.path(), Isa::detect());
+    for entry in cache.own_entries().unwrap() {
+        let mut record = entry.record.unwrap();
+        record.chosen = "own".into();
+        let own = record.candidates.iter_mut().find(|candidate| candidate.algorithm == "own").unwrap();
+        own.times.as_mut().unwrap().score /= 1e3;
+        cache.save(&record).unwrap();
+    }
+    for skip in [vec![], vec!["im2col*".to_owned()]] {
+        let later = Tuner::new(TunerOptions { skip, ..cached(folder.path(), &heard) }).unwrap();
+        for batch in 1..4 {
+            let tuning = later.cached(&problem(batch), Pass::Forward, &cpu()).unwrap();
+            check(&tuning);
+            assert_eq!(candidate(&tuning, "own").unwrap_err(), "it is not there any more");
+        }
+    }
 }
 
 #[test]

@@ -40,19 +40,20 @@ fn check_row(row: &Value, flops: f64) -> Result<(), String> {
         "max_relative_error",
         "pass",
         "problem",
+        "seconds",
         "seconds_median",
         "seconds_min",
         "skipped",
         "workspace_bytes",
     ];
-    let measured = ["seconds_min", "seconds_median", "gflops", "workspace_bytes", "max_relative_error"];
+    let measured =
+        ["seconds", "seconds_min", "seconds_median", "gflops", "workspace_bytes", "max_relative_error"];
     let numbers: Vec<Option<f64>> = measured.iter().map(|name| row[name].as_f64()).collect();
     let sound = match numbers[..] {
-        [Some(least), Some(median), Some(gflops), Some(_), Some(error)] => {
-            let rate = flops / median / 1e9;
-            let holds =
-                0.0 < least && least <= median && (gflops - rate).abs() <= 1e-9 * rate && error < 1e-4;
-            holds && row["skipped"].is_null()
+        [Some(seconds), Some(least), Some(median), Some(gflops), Some(_), Some(error)] => {
+            let rate = flops / seconds / 1e9;
+            let ordered = 0.0 < least && least <= seconds && seconds <= median;
+            ordered && (gflops - rate).abs() <= 1e-9 * rate && error < 1e-4 && row["skipped"].is_null()
         }
         _ => {
             let none = measured.iter().all(|name| row[name].is_null());
@@ -60,6 +61,23 @@ fn check_row(row: &Value, flops: f64) -> Result<(), String> {
         }
     };
     if sound && names == expected { Ok(()) } else { Err(format!("{row}")) }
+}
+
+/// The choice has the least `seconds` of the rows; within 3 % the least workspace, and then the least time.
+#[track_caller]
+pub(crate) fn check_choice(rows: &[Value]) {
+    let timed: Vec<(f64, f64, bool)> = rows
+        .iter()
+        .filter_map(|row| {
+            let number = |name: &str| row[name].as_f64();
+            Some((number("workspace_bytes")?, number("seconds")?, row["chosen"].as_bool()?))
+        })
+        .collect();
+    let least = timed.iter().map(|row| row.1).fold(f64::INFINITY, f64::min);
+    let mut equals: Vec<_> = timed.iter().filter(|row| row.1 <= 1.03 * least).collect();
+    equals.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.total_cmp(&b.1)));
+    assert!(equals[0].2, "{equals:?} of {timed:?}");
+    assert_eq!(timed.iter().filter(|row| row.2).count(), 1, "{timed:?}");
 }
 
 #[test]
@@ -81,10 +99,40 @@ fn json_holds_every_algorithm_and_one_choice() {
         names.sort_unstable();
         known.sort_unstable();
         assert_eq!(names, known, "{problem} {pass}");
-        let seconds = rows.iter().map(|row| row["seconds_median"].as_f64().unwrap_or(f64::INFINITY));
+        let seconds = rows.iter().map(|row| row["seconds"].as_f64().unwrap_or(f64::INFINITY));
         assert!(seconds.is_sorted(), "{problem} {pass}");
+        check_choice(rows);
     }
     failures.finish();
+}
+
+/// The same in the text, whatever the effort; and nobody does more than the machine can.
+#[test]
+fn tables_agree_with_the_choice() {
+    for effort in ["measure", "exhaustive"] {
+        let args = [SMALL, STRIDED, "mb4ic16ih14oc16kh3ph1", "mb2ic32ih7oc32kh3ph1g32", "--effort", effort];
+        let text = bench(&args).exits(0).stdout;
+        let tables: Vec<&str> = text.split("\n\n").filter(|part| part.contains("% of peak")).collect();
+        assert_eq!(tables.len(), 12, "{text}");
+        for table in tables {
+            let mut lines = table.lines().skip(2).take_while(|line| !line.starts_with("= "));
+            let cells: Vec<Vec<&str>> =
+                lines.by_ref().map(|line| line.split_whitespace().collect()).collect();
+            let number = |row: &[&str], column: usize| row[column].parse::<f64>().unwrap();
+            let times: Vec<f64> = cells.iter().map(|row| number(row, 1)).collect();
+            assert!(times.is_sorted(), "{table}");
+            let chosen: Vec<usize> =
+                (0..cells.len()).filter(|&row| cells[row].last() == Some(&"chosen")).collect();
+            assert_eq!(chosen.len(), 1, "{table}");
+            // To the digits shown.
+            assert!(times[chosen[0]] <= 1.031 * times[0] + 1e-4, "{table}");
+            let told = table.lines().find(|line| line.starts_with("= ")).unwrap();
+            assert!(told.contains("within 3 % of") || times[chosen[0]] <= times[0], "{table}");
+            for row in &cells {
+                assert!((0.0..=100.0).contains(&number(row, 3)), "{table}");
+            }
+        }
+    }
 }
 
 #[test]

@@ -60,6 +60,9 @@ fn json_names_the_choices() {
     assert_eq!(first, second, "the cache gives back what was measured");
     let rows = first.as_array().unwrap();
     assert_eq!(rows.iter().filter(|row| row["chosen"] == true).count(), 3);
+    for rows in rows.chunk_by(|a, b| a["pass"] == b["pass"]) {
+        super::bench::check_choice(rows);
+    }
     // By estimate, which is not stored.
     let empty = tempfile::tempdir().unwrap();
     let rows = tune(empty.path(), &[SMALL, "--effort", "heuristic", "--json", "-"]).exits(0).json();

@@ -184,6 +184,7 @@ pub struct ConvPlan {
     cpu: Cpu,
     workspace_len: usize,
     cost: Cost,
+    operations: f64,
     kernel: Kernel,
 }
 
@@ -203,6 +204,7 @@ impl ConvPlan {
             cpu: cpu.clone(),
             workspace_len,
             cost: Cost::direct(problem, 0.5),
+            operations: problem.flops_inside(),
             kernel,
         }
     }
@@ -210,6 +212,12 @@ impl ConvPlan {
     /// The same plan with an estimate of its cost; without one it is direct convolution at half of the peak.
     pub fn with_cost(self, cost: Cost) -> ConvPlan {
         ConvPlan { cost, ..self }
+    }
+
+    /// The same plan of an algorithm that does so many floating-point operations at least; without this, they are those of direct
+    /// convolution that are not on padding.
+    pub fn with_operations(self, operations: f64) -> ConvPlan {
+        ConvPlan { operations, ..self }
     }
 
     /// The same plan, which runs nothing if `asked` is a dry CPU.
@@ -221,6 +229,12 @@ impl ConvPlan {
     /// What running it costs, by estimate.
     pub fn cost(&self) -> Cost {
         self.cost
+    }
+
+    /// Floating-point operations that a run really does, those of transforms and copies not counted: what can be held against
+    /// the machine's peak. [`ConvProblem::flops`] are what direct convolution would do.
+    pub fn operations(&self) -> f64 {
+        self.operations
     }
 
     /// The threads and instruction set planned for.
@@ -292,6 +306,7 @@ impl ConvPlan {
             %problem,
             algorithm = &*self.algorithm,
             flops = problem.flops(),
+            operations = self.operations,
             bytes = (bytes * size_of::<T>()) as u64,
         )
         .entered();

@@ -288,6 +288,16 @@ impl ConvProblem {
         2.0 * self.output_len() as f64
             * (self.group_in_channels() * self.height.kernel * self.width.kernel) as f64
     }
+
+    /// As [`flops`](Self::flops), without the products with padding, which many algorithms leave out.
+    pub fn flops_inside(&self) -> f64 {
+        let products = |axis: &ConvAxis| -> f64 {
+            let inside = (0..axis.kernel).map(|k| axis.outputs_inside(k));
+            inside.map(|(first, end)| end.saturating_sub(first) as f64).sum()
+        };
+        let pairs = (self.batch * self.out_channels) as f64 * self.group_in_channels() as f64;
+        2.0 * pairs * products(&self.height) * products(&self.width)
+    }
 }
 
 /// The three convolutions of a training step.

@@ -88,7 +88,8 @@ impl Contest {
         Some(self.tuning(self.entrants[best].name.clone(), Source::Estimated, Vec::new()))
     }
 
-    /// A choice, with whom the options left out added to the candidates.
+    /// A choice, with whom the options left out added to the candidates. Only those that could have been chosen have times:
+    /// a record may know times of others, from when they could run.
     pub(super) fn tuning(&self, chosen: String, source: Source, mut candidates: Vec<Candidate>) -> Tuning {
         let left_out = self.entrants.iter().filter_map(|entrant| match &entrant.state {
             State::Filtered(reason) => Some(entrant.without_times(reason)),
@@ -99,6 +100,19 @@ impl Contest {
                 entrant.name != candidate.algorithm || !matches!(entrant.state, State::Filtered(_))
             })
         });
+        for candidate in &mut candidates {
+            if candidate.times.is_some() && !self.can_run(&candidate.algorithm) {
+                let entrant = self.entrants.iter().find(|entrant| entrant.name == candidate.algorithm);
+                *candidate = match entrant.map(|entrant| (entrant, &entrant.state)) {
+                    Some((entrant, State::NotApplicable(reason))) => entrant.without_times(reason),
+                    _ => Candidate {
+                        times: None,
+                        skipped: Some("it is not there any more".into()),
+                        ..candidate.clone()
+                    },
+                };
+            }
+        }
         candidates.extend(left_out);
         Tuning { key: self.key.clone(), source, chosen, candidates }
     }
@@ -111,11 +125,11 @@ impl Contest {
             match outcome {
                 Outcome::Timed(times) => Candidate {
                     times: Some(Times {
-                        score: times.score,
+                        score: times.score(),
                         min: minimum(&times.samples),
                         median: median(&times.samples),
                         spread: spread(&times.samples),
-                        samples: times.samples.len(),
+                        samples: times.measured,
                         max_relative_error: times.error,
                     }),
                     skipped: None,

@@ -29,7 +29,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 pub use cache::{Cache, CacheError, Entry, scope};
-pub use record::{Candidate, Choice, Key, RECORD_VERSION, Record, Times};
+pub use record::{Candidate, Choice, Key, RECORD_VERSION, Record, TIE, Times};
 pub use tuner::Tuner;
 
 use crate::conv::{self, Accuracy, ConvAlgorithm};

@@ -2,7 +2,8 @@
 //!
 //! Timings of a shared machine are noisy and drift. So every comparison is between runs of the same rounds, in which
 //! candidates alternate, and by lower quartiles, since noise only ever adds; whom it drops gets stricter round by round,
-//! and what is left runs on until the budget or the rounds are over.
+//! and what is left runs on until the budget or the rounds are over. In the end all times are made those of the same
+//! rounds, so that whatever is told of them, the choice too, is of the same measurements.
 
 use std::time::Instant;
 
@@ -52,14 +53,22 @@ pub(super) enum Outcome {
     Skipped(String),
 }
 
-/// Times of a candidate, in seconds of one run.
+/// Times of a candidate.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Times {
-    /// What candidates are compared by: the leader's lower quartile, times the ratio to it in the rounds they shared.
-    pub(super) score: f64,
+    /// Seconds of one run in each of the leader's rounds: see [`Race::of_same_rounds`].
     pub(super) samples: Vec<f64>,
+    /// How many samples were really taken.
+    pub(super) measured: usize,
     /// Largest error relative to the largest value.
     pub(super) error: f64,
+}
+
+impl Times {
+    /// What candidates are compared by.
+    pub(super) fn score(&self) -> f64 {
+        lower_quartile(&self.samples)
+    }
 }
 
 /// Shortest time that one sample should take: shorter runs are repeated.
@@ -131,14 +140,9 @@ pub(super) fn race(
             progress(race.spent());
         }
     }
-    let scores = race.scores(&alive);
-    for (index, outcome) in outcomes.iter_mut().enumerate() {
-        if let Outcome::Timed(times) = outcome {
-            *times = Times {
-                score: scores[index],
-                samples: std::mem::take(&mut race.times[index]),
-                error: times.error,
-            };
+    for (index, samples) in race.of_same_rounds(&alive).into_iter().enumerate() {
+        if let Outcome::Timed(times) = &mut outcomes[index] {
+            (times.samples, times.measured) = (samples, race.times[index].len());
         }
     }
     outcomes
@@ -212,7 +216,7 @@ impl Race<'_> {
                     if best.is_none_or(|(_, best)| seconds < best) {
                         best = Some((index, seconds));
                     }
-                    outcomes[index] = Outcome::Timed(Times { score: seconds, samples: Vec::new(), error });
+                    outcomes[index] = Outcome::Timed(Times { samples: Vec::new(), measured: 0, error });
                 }
                 Err(reason) => outcomes[index] = Outcome::Wrong(reason),
             }
@@ -228,20 +232,24 @@ impl Race<'_> {
         alive.retain(|&index| time(index) <= factor * best);
     }
 
-    /// What candidates are compared by. Those that dropped out early ran on a machine that may have been faster or slower
-    /// than later; each is compared with the leader, the best of those `alive` to the end, in the rounds that both ran.
-    fn scores(&self, alive: &[usize]) -> Vec<f64> {
-        let quartiles = self.times.iter().map(|times| lower_quartile(times));
-        let quartiles: Vec<f64> = quartiles.collect();
-        let Some(&leader) = alive.iter().min_by(|&&a, &&b| quartiles[a].total_cmp(&quartiles[b])) else {
-            return quartiles;
+    /// The times of all as they are compared, shown and recorded: in the rounds of the leader, the best of those `alive` to the
+    /// end. Those that dropped out early ran on a machine that may have been faster or slower than later. They are
+    /// compared with the leader in the rounds that both ran, and taken to be slower than it by as much in every round.
+    fn of_same_rounds(&self, alive: &[usize]) -> Vec<Vec<f64>> {
+        let quartile = |index: usize| lower_quartile(&self.times[index]);
+        let Some(&leader) = alive.iter().min_by(|&&a, &&b| quartile(a).total_cmp(&quartile(b))) else {
+            return self.times.clone();
         };
-        let score = |times: &Vec<f64>| {
-            let shared = times.len().min(self.times[leader].len());
-            let [ours, leaders] = [times, &self.times[leader]].map(|times| lower_quartile(&times[..shared]));
-            quartiles[leader] * ours / leaders
+        let leaders = &self.times[leader];
+        let in_its_rounds = |times: &Vec<f64>| -> Vec<f64> {
+            if times.len() >= leaders.len() {
+                // The budget may end within a round, which the leader then lacks.
+                return times[..leaders.len()].to_vec();
+            }
+            let ratio = lower_quartile(times) / lower_quartile(&leaders[..times.len()]);
+            leaders.iter().map(|seconds| ratio * seconds).collect()
         };
-        self.times.iter().map(score).collect()
+        self.times.iter().map(in_its_rounds).collect()
     }
 }
 
@@ -336,7 +344,7 @@ mod tests {
 
     fn scores(outcomes: &[Outcome]) -> Vec<f64> {
         let score = |outcome: &Outcome| match outcome {
-            Outcome::Timed(times) => times.score,
+            Outcome::Timed(times) => times.score(),
             _ => f64::INFINITY,
         };
         outcomes.iter().map(score).collect()
@@ -368,6 +376,38 @@ mod tests {
             let mut trial = Simulated { slow_from, ..Simulated::new(&[1.5e-3, 1e-3, 2e-3, 1.6e-3], 1) };
             let outcomes = race(&[1.0; 4], &mut trial, Effort::Measure, 1.0, &mut |_| ());
             assert_eq!(best(&outcomes), 1, "slow from {slow_from}: {:?}", scores(&outcomes));
+        }
+    }
+
+    /// Whoever is told least and median of a candidate's times, and not what decided, must find the same winner: times of
+    /// whom was dropped while the machine was fast would make it look faster than the choice.
+    #[test]
+    fn least_and_median_are_of_the_rounds_that_decided() {
+        for slow_from in [1.4e-2, 2e-2, 2.5e-2, 3e-2, 4e-2, 0.1] {
+            for seed in 0..50 {
+                let mut trial =
+                    Simulated { slow_from, ..Simulated::new(&[1.5e-3, 1e-3, 2e-3, 1.6e-3], seed) };
+                let outcomes = race(&[1.0; 4], &mut trial, Effort::Measure, 1.0, &mut |_| ());
+                let times = |index: usize| match &outcomes[index] {
+                    Outcome::Timed(times) => times,
+                    other => panic!("{other:?}"),
+                };
+                let chosen = times(best(&outcomes));
+                for index in 0..4 {
+                    let Times { samples, measured, .. } = times(index);
+                    let told = [minimum(samples), times(index).score(), median(samples)];
+                    assert!(told.is_sorted() && samples.len() == chosen.samples.len(), "{told:?}");
+                    let of_chosen = [minimum(&chosen.samples), chosen.score(), median(&chosen.samples)];
+                    let ratios = [0, 1, 2].map(|of| of_chosen[of] / told[of]);
+                    // Of two that both ran to the end, noise may turn the median around.
+                    let ran_to_the_end = measured + 1 >= chosen.samples.len();
+                    assert!(ratios[1] <= 1.0, "from {slow_from}, seed {seed}: {ratios:?}");
+                    assert!(
+                        ran_to_the_end || ratios.iter().all(|ratio| *ratio <= 1.0 + 1e-12),
+                        "from {slow_from}, seed {seed}: {ratios:?}"
+                    );
+                }
+            }
         }
     }
 

@@ -21,12 +21,12 @@ pub struct Candidate {
     pub skipped: Option<String>,
 }
 
-/// Measured times of one run, in seconds.
+/// Measured times of one run, in seconds. All numbers are of the same rounds for all candidates: of whom was dropped early they
+/// are the winner's, multiplied by the ratio of lower quartiles in the rounds that both ran.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Times {
-    /// What candidates are compared by: the winner's lower quartile, times the ratio of lower quartiles in the rounds
-    /// that both ran.
+    /// What candidates are compared by, and what is shown as their time: the lower quartile, since noise only ever adds.
     pub score: f64,
     /// The shortest run.
     pub min: f64,
@@ -34,7 +34,7 @@ pub struct Times {
     pub median: f64,
     /// The interquartile range.
     pub spread: f64,
-    /// Number of samples.
+    /// Number of samples that were taken.
     pub samples: usize,
     /// Largest difference from the oracle on a sample of elements, relative to the largest value.
     pub max_relative_error: f64,
@@ -131,8 +131,8 @@ pub struct Choice {
     pub algorithm: String,
 }
 
-/// Candidates no more than this behind the fastest count as equally fast.
-const TIE: f64 = 1.03;
+/// Candidates whose [`score`](Times::score) is at most so many times that of the fastest count as equally fast.
+pub const TIE: f64 = 1.03;
 
 impl Record {
     /// The fastest candidate that `allowed` lets through. Within 3 % of it the incumbent is preferred, then the one
@@ -165,8 +165,8 @@ impl Record {
         [problem, pass, format, dtype, accuracy, &self.chosen].into_iter().chain(of_candidates)
     }
 
-    /// Whether every number makes sense, the choice is one of the candidates that were timed, and no text has characters that
-    /// a terminal would obey.
+    /// Whether every number makes sense, the choice is one of the candidates that were timed, none of which is faster by more
+    /// than [`TIE`], and no text has characters that a terminal would obey.
     ///
     /// # Errors
     /// What is wrong.
@@ -187,9 +187,14 @@ impl Record {
             }
         }
         let chosen = self.candidates.iter().find(|candidate| candidate.algorithm == self.chosen);
-        match chosen {
-            Some(Candidate { times: Some(_), .. }) => Ok(()),
-            _ => Err(format!("the chosen algorithm {} has no times", self.chosen)),
+        let Some(Candidate { times: Some(chosen), .. }) = chosen else {
+            return Err(format!("the chosen algorithm {} has no times", self.chosen));
+        };
+        let times = self.candidates.iter().filter_map(|candidate| candidate.times.as_ref());
+        let least = times.map(|times| times.score).fold(f64::INFINITY, f64::min);
+        match chosen.score <= TIE * least {
+            true => Ok(()),
+            false => Err(format!("the chosen algorithm {} is not the fastest", self.chosen)),
         }
     }
 }
@@ -244,6 +249,12 @@ mod tests {
         assert_eq!(good.verify(), Ok(()));
         assert!(Record { version: 2, ..good.clone() }.verify().is_err());
         assert!(Record { chosen: "b".into(), ..good.clone() }.verify().is_err());
+        let slower = |score| Record {
+            candidates: vec![candidate("a", score, 0), candidate("b", 1.0, 0)],
+            ..good.clone()
+        };
+        assert_eq!(slower(1.03).verify(), Ok(()));
+        assert!(slower(1.04).verify().unwrap_err().contains("not the fastest"));
         for score in [f64::NAN, -1.0, 0.0, f64::INFINITY] {
             let bad = Record { candidates: vec![candidate("a", score, 0)], ..good.clone() };
             assert!(bad.verify().is_err(), "{score}");

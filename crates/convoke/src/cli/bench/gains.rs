@@ -19,7 +19,7 @@ pub(crate) struct Gain {
 /// The results of one pass that have measured choices.
 pub(crate) fn of_pass(results: &[PassResult], pass: Pass) -> Vec<&PassResult> {
     let measured = |result: &&PassResult| {
-        result.pass == pass && result.chosen().is_some_and(|row| row.seconds_median.is_some())
+        result.pass == pass && result.chosen().is_some_and(|row| row.seconds.is_some())
     };
     results.iter().filter(measured).collect()
 }
@@ -40,7 +40,7 @@ pub(crate) fn gains(results: &[&PassResult]) -> Vec<Gain> {
 fn gain(results: &[&PassResult], name: &str) -> Gain {
     let ratios = results.iter().filter_map(|result| {
         let seconds = result.seconds(name).or_else(|| result.seconds(BASELINE))?;
-        Some(seconds / result.chosen()?.seconds_median?)
+        Some(seconds / result.chosen()?.seconds?)
     });
     let logarithms: Vec<f64> = ratios.map(f64::ln).collect();
     Gain {

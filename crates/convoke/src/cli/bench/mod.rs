@@ -29,7 +29,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     let tuner = tuner(args, &console)?;
     problems::check_memory(&jobs)?;
     let cpu = args.candidates.cpu()?;
-    let machine = Machine::measure(&cpu, args.problems.dtype());
+    let mut machine = Machine::measure(&cpu, args.problems.dtype());
     let say = |text: &str| console.say(text, args.json.as_deref());
     say(&format!("{}\n", machine.title()))?;
 
@@ -38,7 +38,8 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     for (problem, pass) in &jobs {
         stage.set(results.len() as u64, &format!("{problem} {pass}"));
         let result = measure(&tuner, problem, *pass, &cpu);
-        let shown = say(&format!("\n{}", table::of(&result, &machine, args.verbose)));
+        let reached = machine.learn(&result).map(|text| format!("{text}\n")).unwrap_or_default();
+        let shown = say(&format!("\n{}{reached}", table::of(&result, &machine, args.verbose)));
         results.push(result);
         shown?;
         if console.interrupted() {
@@ -59,7 +60,8 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
 pub(crate) struct Machine {
     name: String,
     cpu: Cpu,
-    /// Floating-point operations a second that multiply-adds in registers reach.
+    /// Floating-point operations a second that multiply-adds in registers reached, or a convolution if it did more: others
+    /// may have used the machine when it was measured.
     pub(crate) peak: f64,
     /// Bytes read and written a second by copying.
     bandwidth: f64,
@@ -77,6 +79,14 @@ impl Machine {
             bandwidth: machine::copy_bandwidth(cpu),
             dtype,
         }
+    }
+
+    /// Raises the peak to what a convolution reached; says so if it did.
+    fn learn(&mut self, result: &PassResult) -> Option<String> {
+        let rates = result.timed().filter_map(|(row, seconds)| Some((row, row.operations? / seconds)));
+        let (row, rate) = rates.max_by(|a, b| a.1.total_cmp(&b.1)).filter(|(_, rate)| *rate > self.peak)?;
+        self.peak = rate;
+        Some(format!("the peak is {:.0} GFLOP/s at least: {} reached it", rate / 1e9, row.algorithm))
     }
 
     fn title(&self) -> String {
@@ -109,7 +119,11 @@ fn tuner(args: &BenchArgs, console: &Console) -> Result<Tuner> {
 
 fn measure(tuner: &Tuner, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> PassResult {
     match tuner.tune(problem, pass, cpu, &mut |_| ()) {
-        Ok(tuning) => PassResult::of(problem, pass, &tuning),
+        Ok(tuning) => {
+            let mut result = PassResult::of(problem, pass, &tuning);
+            result.count_operations(tuner, cpu);
+            result
+        }
         Err(_) => PassResult::without_choice(problem, pass, tuner, cpu),
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use convoke::Cpu;
 use convoke::conv::{ConvAlgorithm, ConvProblem, Pass};
-use convoke::tune::{Candidate, Tuner, Tuning};
+use convoke::tune::{Candidate, TIE, Tuner, Tuning};
 use serde::Serialize;
 
 use super::table::milliseconds;
@@ -27,14 +27,19 @@ pub(crate) struct Row {
     problem: String,
     pass: String,
     pub(crate) algorithm: String,
+    /// The time that choices are made by, the lower quartile of the samples: tables, rates and gains are of it.
+    pub(crate) seconds: Option<f64>,
     seconds_min: Option<f64>,
-    pub(crate) seconds_median: Option<f64>,
-    /// Operations of direct convolution in the median time.
+    seconds_median: Option<f64>,
+    /// Operations of direct convolution in `seconds`.
     pub(crate) gflops: Option<f64>,
     pub(crate) workspace_bytes: Option<usize>,
     pub(crate) max_relative_error: Option<f64>,
     pub(crate) chosen: bool,
     pub(crate) skipped: Option<String>,
+    /// Floating-point operations that it really does, of those that [`PassResult::count_operations`] has counted.
+    #[serde(skip)]
+    pub(crate) operations: Option<f64>,
 }
 
 impl PassResult {
@@ -48,7 +53,7 @@ impl PassResult {
         if !rows.iter().any(|row| row.chosen) {
             rows.push(Row { chosen: true, ..Row::empty(problem, pass, &tuning.chosen, None) });
         }
-        let seconds = |row: &Row| row.seconds_median.unwrap_or(f64::INFINITY);
+        let seconds = |row: &Row| row.seconds.unwrap_or(f64::INFINITY);
         rows.sort_by(|a, b| seconds(a).total_cmp(&seconds(b)));
         PassResult { problem: *problem, pass, rows }
     }
@@ -65,26 +70,47 @@ impl PassResult {
         PassResult { problem: *problem, pass, rows: tuner.algorithms().iter().map(row).collect() }
     }
 
+    /// Finds out how many operations those that were timed do.
+    pub(crate) fn count_operations(&mut self, tuner: &Tuner, cpu: &Cpu) {
+        for row in self.rows.iter_mut().filter(|row| row.seconds.is_some()) {
+            let algorithm = tuner.algorithms().iter().find(|algorithm| algorithm.name() == row.algorithm);
+            let plan = algorithm.and_then(|algorithm| algorithm.plan(&self.problem, self.pass, cpu).ok());
+            row.operations = plan.map(|plan| plan.operations());
+        }
+    }
+
     pub(crate) fn chosen(&self) -> Option<&Row> {
         self.rows.iter().find(|row| row.chosen)
     }
 
     pub(crate) fn seconds(&self, algorithm: &str) -> Option<f64> {
-        self.rows.iter().find(|row| row.algorithm == algorithm)?.seconds_median
+        self.rows.iter().find(|row| row.algorithm == algorithm)?.seconds
     }
 
-    /// The timed ones, with their median seconds.
+    /// The timed ones, the fastest first, with their seconds.
     pub(crate) fn timed(&self) -> impl Iterator<Item = (&Row, f64)> {
-        self.rows.iter().filter_map(|row| Some((row, row.seconds_median?)))
+        self.rows.iter().filter_map(|row| Some((row, row.seconds?)))
     }
 
-    /// What the choice gains: `1.32x as fast as direct, the best of the others; 2.10x as fast as im2col+GEMM`.
+    /// What the choice gains: `1.32x as fast as direct, the best of the others; 2.10x as fast as im2col+GEMM`. If others are
+    /// faster by no more than counts, why it was chosen.
     pub(crate) fn gains(&self) -> String {
         let Some(chosen) = self.chosen() else { return "no algorithm is left".into() };
-        let Some(seconds) = chosen.seconds_median else { return "by estimate".into() };
+        let Some(seconds) = chosen.seconds else { return "by estimate".into() };
         let next = self.timed().find(|(row, _)| !row.chosen);
-        let next = next.map(|(row, next)| {
-            format!("{:.2}x as fast as {}, the best of the others", next / seconds, row.algorithm)
+        let next = next.map(|(row, next)| match next < seconds {
+            true => format!(
+                "within {:.0} % of {} ({:+.1} %), and {}",
+                100.0 * (TIE - 1.0),
+                row.algorithm,
+                100.0 * (seconds / next - 1.0),
+                if chosen.workspace_bytes < row.workspace_bytes {
+                    "needs less workspace"
+                } else {
+                    "was chosen before"
+                }
+            ),
+            false => format!("{:.2}x as fast as {}, the best of the others", next / seconds, row.algorithm),
         });
         let baseline = self.seconds(BASELINE).filter(|_| chosen.algorithm != BASELINE);
         let baseline =
@@ -96,7 +122,7 @@ impl PassResult {
     /// The choice, its time, and what it gains.
     pub(crate) fn verdict(&self) -> String {
         let name = self.chosen().map_or("none", |chosen| &chosen.algorithm);
-        let time = self.chosen().and_then(|chosen| chosen.seconds_median);
+        let time = self.chosen().and_then(|chosen| chosen.seconds);
         let time = time.map_or_else(String::new, |seconds| format!(", {} ms", milliseconds(seconds)));
         format!("{name}{time}: {}", self.gains())
     }
@@ -107,9 +133,10 @@ impl Row {
         let empty = Row::empty(problem, pass, &candidate.algorithm, candidate.skipped.clone());
         let Some(times) = &candidate.times else { return empty };
         Row {
+            seconds: Some(times.score),
             seconds_min: Some(times.min),
             seconds_median: Some(times.median),
-            gflops: Some(problem.flops() / times.median / 1e9),
+            gflops: Some(problem.flops() / times.score / 1e9),
             workspace_bytes: Some(candidate.workspace_bytes),
             max_relative_error: Some(times.max_relative_error),
             ..empty
@@ -121,6 +148,7 @@ impl Row {
             problem: problem.to_string(),
             pass: pass.to_string(),
             algorithm: algorithm.to_owned(),
+            seconds: None,
             seconds_min: None,
             seconds_median: None,
             gflops: None,
@@ -128,6 +156,7 @@ impl Row {
             max_relative_error: None,
             chosen: false,
             skipped,
+            operations: None,
         }
     }
 }

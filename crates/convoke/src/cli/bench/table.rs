@@ -8,7 +8,7 @@ use super::Machine;
 use super::gains::{gains, of_pass};
 use super::results::{BASELINE, PassResult};
 
-/// One pass of one problem: who was timed, who was not if `verbose`, and what the choice gains.
+/// One pass of one problem: who was timed, who was not if `verbose`, and what the choice gains. `machine` knows this result.
 pub(crate) fn of(result: &PassResult, machine: &Machine, verbose: bool) -> String {
     let header = ["algorithm", "ms", "GFLOP/s", "% of peak", "workspace", "error", ""];
     let mut rows = vec![header.map(String::from).to_vec()];
@@ -18,7 +18,8 @@ pub(crate) fn of(result: &PassResult, machine: &Machine, verbose: bool) -> Strin
             row.algorithm.clone(),
             milliseconds(seconds),
             format!("{gflops:.1}"),
-            format!("{:.1}", 1e11 * gflops / machine.peak),
+            row.operations
+                .map_or_else(|| "-".into(), |count| format!("{:.1}", 100.0 * count / seconds / machine.peak)),
             workspace(row.workspace_bytes.unwrap_or_default()),
             format!("{:.1e}", row.max_relative_error.unwrap_or_default()),
             if row.chosen { "chosen".into() } else { String::new() },

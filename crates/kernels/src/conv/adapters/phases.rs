@@ -53,8 +53,10 @@ impl ConvAlgorithm for Phases {
         let workspace = workspace_sum(&[copies[0], copies[1], inner.workspace_len()])?;
         // Places that lie apart are copied at a fraction of the speed of a plain copy.
         let cost = inner.cost().moving(4 * copies.iter().sum::<usize>() * problem.dtype.size());
+        let operations = inner.operations();
         let kernel = InPhases { problem: *problem, inner };
-        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, kernel)).with_cost(cost))
+        let plan = ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, kernel));
+        Ok(plan.with_cost(cost).with_operations(operations))
     }
 }
 

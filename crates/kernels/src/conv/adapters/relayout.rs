@@ -49,10 +49,12 @@ impl ConvAlgorithm for Relayout {
         let other = problem.with(|spec| spec.format = format).map_err(|e| NotApplicable(e.to_string()))?;
         let inner = self.inner.plan(&other, pass, cpu)?;
         let workspace = workspace_sum(&[problem.input_len(), problem.output_len(), inner.workspace_len()])?;
+        let operations = inner.operations();
         let kernel = Copies { problem: *problem, inner };
         let copied = 2 * (problem.input_len() + problem.output_len()) * problem.dtype.size();
         let cost = kernel.inner.cost().moving(copied);
-        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, kernel)).with_cost(cost))
+        let plan = ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, kernel));
+        Ok(plan.with_cost(cost).with_operations(operations))
     }
 }
 

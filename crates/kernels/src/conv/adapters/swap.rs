@@ -65,8 +65,10 @@ impl ConvAlgorithm for Swap {
         // Kernels of an output's size are nobody's best case.
         let slower = if pass == Pass::BackwardData { 1.0 } else { 3.0 };
         let cost = Cost { flops: slower * cost.flops, ..cost };
+        let operations = inner.operations();
         let kernel = Swapped { problem: *problem, pass, inner };
-        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, kernel)).with_cost(cost))
+        let plan = ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, kernel));
+        Ok(plan.with_cost(cost).with_operations(operations))
     }
 }
 

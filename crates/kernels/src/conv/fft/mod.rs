@@ -97,6 +97,7 @@ impl ConvAlgorithm for Fft {
         }
         let flops = problem.groups as f64 * Cost::flops_of(tiling.cycles(pass, lanes), cpu);
         let cost = Cost { flops, ..Cost::direct(problem, 0.75) };
-        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, kernel).with_cost(cost))
+        let plan = ConvPlan::new(self, (problem, pass), cpu, workspace, kernel);
+        Ok(plan.with_cost(cost).with_operations(tiling.product_flops()))
     }
 }

@@ -171,6 +171,12 @@ impl Tiling {
         [tile / per_image, tile % per_image / self.columns.count, tile % self.columns.count]
     }
 
+    /// Operations of the products of transforms: four multiply-adds each.
+    pub(super) fn product_flops(&self) -> f64 {
+        let counts = [self.groups, self.slots(), self.tiles(), self.channels, self.outputs];
+        8.0 * counts.map(|count| count as f64).iter().product::<f64>()
+    }
+
     /// Estimated processor cycles.
     pub(super) fn cycles(&self, pass: Pass, lanes: usize) -> f64 {
         let points = self.size().iter().product::<usize>() as f64;

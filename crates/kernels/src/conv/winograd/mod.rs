@@ -116,9 +116,16 @@ fn plan<F: Filter>(
         let tiles = Groups::new(problem, cpu, |cpu| Tiles::<F>::new(problem, direction, cpu));
         (tiles.workspace_len(), Arc::new(tiles))
     };
-    let cost = cost(&direction.geometry::<F>(problem), problem, cpu);
+    let geometry = direction.geometry::<F>(problem);
     let plan = ConvPlan::new(algorithm, (problem, pass), cpu, workspace, Kernel::F32(kernel));
-    Ok(plan.with_cost(cost))
+    Ok(plan.with_cost(cost(&geometry, problem, cpu)).with_operations(products(&geometry)))
+}
+
+/// Operations of the products of transformed tiles and filters.
+fn products<F: Filter>(geometry: &Geometry<F>) -> f64 {
+    let Geometry { groups, channels, outputs, .. } = *geometry;
+    let counts = [groups, geometry.points(), geometry.tiles(), channels, outputs];
+    2.0 * counts.map(|count| count as f64).iter().product::<f64>()
 }
 
 /// The products, about twenty operations for each point of a transformed tile or filter, and the filters' memory.
