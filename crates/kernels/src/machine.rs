@@ -37,14 +37,52 @@ pub fn copy_bandwidth(cpu: &Cpu) -> f64 {
         })
 }
 
+/// Bytes that `cpu` moves in a second at most, when it goes through `bytes` of memory again and again: by copying one half to
+/// the other, or by only reading, whichever is faster. What caches hold moves faster than what they do not.
+pub fn bandwidth(cpu: &Cpu, bytes: usize) -> f64 {
+    let threads = cpu.threads();
+    // A part for each thread, of at least a cache line on either side of a copy.
+    let len = (bytes / size_of::<f32>() / (2 * threads)).max(16);
+    let mut halves: Vec<[Vec<f32>; 2]> = (0..threads).map(|_| [vec![1.0; len], vec![0.0; len]]).collect();
+    // A sample takes some time even where the bytes are few: waking threads is not what is measured.
+    let repeats = (SAMPLE / (2 * size_of::<f32>() * len * threads)).max(1);
+    let moved = (2 * size_of::<f32>() * len * threads * repeats) as f64;
+    let time = TIME / 10;
+    let copying = shortest_within(time, || {
+        cpu.for_each(usize::MAX, halves.iter_mut(), |[from, to]| {
+            for _ in 0..repeats {
+                to.copy_from_slice(std::hint::black_box(from));
+                std::hint::black_box(&mut *to);
+            }
+        });
+    });
+    let reading = shortest_within(time, || {
+        cpu.for_each(usize::MAX, halves.iter(), |halves| {
+            for _ in 0..repeats {
+                for half in halves {
+                    simd::run(cpu.isa(), Read(std::hint::black_box(half)));
+                }
+            }
+        });
+    });
+    moved / copying.min(reading)
+}
+
+/// Bytes of a sample of [`bandwidth`].
+const SAMPLE: usize = 4 << 20;
+
 /// Seconds of the fastest run: whatever else runs on the machine only ever adds.
-fn shortest(mut run: impl FnMut()) -> f64 {
+fn shortest(run: impl FnMut()) -> f64 {
+    shortest_within(TIME, run)
+}
+
+fn shortest_within(time: Duration, mut run: impl FnMut()) -> f64 {
     // The first run meets threads and memory for the first time.
     run();
     let begin = Instant::now();
     let mut best = f64::INFINITY;
     let mut runs = 0;
-    while begin.elapsed() < TIME || runs < FEWEST {
+    while begin.elapsed() < time || runs < FEWEST {
         let start = Instant::now();
         run();
         best = best.min(start.elapsed().as_secs_f64());
@@ -75,6 +113,30 @@ impl WithSimd for MultiplyAdds {
     }
 }
 
+/// Reads every number.
+struct Read<'a>(&'a [f32]);
+
+impl WithSimd for Read<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let (vectors, rest) = S::as_simd_f32s(self.0);
+        // Independent sums, so that no addition waits for another.
+        let mut sums = [simd.splat_f32s(0.0); 8];
+        let groups = vectors.chunks_exact(sums.len());
+        for &vector in groups.remainder() {
+            sums[0] = simd.add_f32s(sums[0], vector);
+        }
+        for group in groups {
+            for (sum, &vector) in sums.iter_mut().zip(group) {
+                *sum = simd.add_f32s(*sum, vector);
+            }
+        }
+        std::hint::black_box((sums, rest.iter().sum::<f32>()));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -88,6 +150,16 @@ mod tests {
             // A machine whose 512-bit operations take two cycles gains nothing from them.
             assert!(peak > 0.8 * before && peak < 1e13, "{isa}: {peak:.3e}");
             before = peak;
+        }
+    }
+
+    #[test]
+    fn few_and_many_bytes_move_at_some_speed() {
+        for cpu in [Cpu::single(), Cpu::new(3).unwrap()] {
+            for bytes in [0, 1, 1000, 1 << 16, 1 << 20, 1 << 24] {
+                let bandwidth = bandwidth(&cpu, bytes);
+                assert!((1e8..1e14).contains(&bandwidth), "{bytes} bytes: {bandwidth:.3e}");
+            }
         }
     }
 

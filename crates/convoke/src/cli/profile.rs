@@ -3,25 +3,27 @@
 //! Kernels, operations and parts of a step are spans of `tracing`. This is the subscriber that listens to them on the
 //! thread that trains; what other threads do for a kernel is within its span.
 
-use std::collections::HashMap;
+mod table;
+
+use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use convoke::kernels::Cpu;
 use convoke::kernels::profile::TARGET;
-use convoke::kernels::{Cpu, machine};
 use serde::Serialize;
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::subscriber::DefaultGuard;
 use tracing::{Event, Metadata, Subscriber};
 
-use super::{Result, output, summary};
+use super::{Result, output};
 
 /// Spans that a trace holds at most, about 50 MB: the first ones. The table counts all.
 const MOST_SPANS: usize = 200_000;
-/// Rows of each part of the table.
-const ROWS: usize = 16;
+/// The shortest time that a span can have, in seconds: clocks do not tell less.
+const SHORTEST: f64 = 1e-9;
 
 /// A recording in progress of what the calling thread does.
 pub(crate) struct Profile {
@@ -42,12 +44,25 @@ impl Profile {
         self.listener.state().totals.clear();
     }
 
-    /// Writes the trace, and returns the table. `cpu` is measured for what it can do at most.
+    /// Ends the recording.
+    pub(crate) fn stop(self) -> Recording {
+        Recording { state: std::mem::take(&mut *self.listener.state()), file: self.file }
+    }
+}
+
+/// What a [`Profile`] has recorded.
+pub(crate) struct Recording {
+    state: State,
+    file: PathBuf,
+}
+
+impl Recording {
+    /// Writes the trace, and returns the table. `cpu` is measured for what it can do at most, which takes memory too.
     pub(crate) fn finish(self, cpu: &Cpu) -> Result<String> {
-        let state = std::mem::take(&mut *self.listener.state());
-        let trace = Trace { events: &state.events, display_time_unit: "ms", spans_left_out: state.left_out };
+        let State { events, left_out, totals, .. } = self.state;
+        let trace = Trace { events: &events, display_time_unit: "ms", spans_left_out: left_out };
         output::write("--profile", &self.file, &serde_json::to_vec(&trace)?)?;
-        Ok(table(&state.totals, machine::peak_flops(cpu), machine::copy_bandwidth(cpu)))
+        Ok(table::of(&totals, &table::Limits::measured(&totals, cpu)))
     }
 }
 
@@ -77,8 +92,13 @@ struct Complete {
 /// What a span did.
 #[derive(Clone, Copy, Default, Serialize)]
 struct Work {
+    /// Floating-point operations as they are told: a convolution's are those of direct convolution.
     #[serde(skip_serializing_if = "Option::is_none")]
     flops: Option<f64>,
+    /// Those that it really did.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    operations: Option<f64>,
+    /// What it had to read and write.
     #[serde(skip_serializing_if = "Option::is_none")]
     bytes: Option<u64>,
 }
@@ -122,15 +142,50 @@ struct Total {
     own: f64,
     flops: f64,
     bytes: f64,
+    /// What was done, by [`size_of`] the bytes of a call.
+    loads: BTreeMap<u32, Load>,
+}
+
+/// What calls on about as many bytes did.
+#[derive(Clone, Copy, Default)]
+struct Load {
+    operations: f64,
+    bytes: f64,
+    /// The most operations and bytes a second of any call.
+    fastest: [f64; 2],
+}
+
+/// The power of two below a call's bytes: 4 KiB at least, and 128 MiB at most, which is more than caches hold.
+fn size_of(bytes: u64) -> u32 {
+    bytes.max(1).ilog2().clamp(12, 27)
 }
 
 impl Total {
+    /// One call of `seconds`, of which spans within take account of `within`.
+    fn of_call(seconds: f64, within: f64, work: &Work) -> Total {
+        let [flops, bytes] = [work.flops.unwrap_or(0.0), work.bytes.unwrap_or(0) as f64];
+        let operations = work.operations.unwrap_or(flops);
+        let fastest = [operations, bytes].map(|amount| amount / seconds);
+        let load = Load { operations, bytes, fastest };
+        let loads = match operations + bytes > 0.0 {
+            true => BTreeMap::from([(size_of(work.bytes.unwrap_or(0)), load)]),
+            false => BTreeMap::new(),
+        };
+        Total { calls: 1, seconds, own: seconds - within, flops, bytes, loads }
+    }
+
     fn add(&mut self, other: &Total) {
         self.calls += other.calls;
         self.seconds += other.seconds;
         self.own += other.own;
         self.flops += other.flops;
         self.bytes += other.bytes;
+        for (size, load) in &other.loads {
+            let sum = self.loads.entry(*size).or_default();
+            sum.operations += load.operations;
+            sum.bytes += load.bytes;
+            sum.fastest = [0, 1].map(|of| sum.fastest[of].max(load.fastest[of]));
+        }
     }
 }
 
@@ -174,18 +229,12 @@ impl Subscriber for Listener {
         let now = self.start.elapsed().as_secs_f64();
         let state = &mut *self.state();
         let Some(entered) = state.entered.pop_if(|entered| entered.id == span.into_u64()) else { return };
-        let seconds = now - entered.start;
+        let seconds = (now - entered.start).max(SHORTEST);
         if let Some(outer) = state.entered.last_mut() {
             outer.within += seconds;
         }
         let Some(Described { kind, name, work }) = state.spans.get(&entered.id) else { return };
-        state.totals.entry(name.clone()).or_default().add(&Total {
-            calls: 1,
-            seconds,
-            own: seconds - entered.within,
-            flops: work.flops.unwrap_or(0.0),
-            bytes: work.bytes.unwrap_or(0) as f64,
-        });
+        state.totals.entry(name.clone()).or_default().add(&Total::of_call(seconds, entered.within, work));
         if state.events.len() == MOST_SPANS {
             state.left_out += 1;
             return;
@@ -218,6 +267,7 @@ impl Visit for Reader {
     fn record_f64(&mut self, field: &Field, value: f64) {
         match field.name() {
             "flops" => self.work.flops = Some(value),
+            "operations" => self.work.operations = Some(value),
             _ => self.words.push(value.to_string()),
         }
     }
@@ -238,112 +288,9 @@ impl Visit for Reader {
     }
 }
 
-/// The whole of a step, as the spans call it.
-const STEP: &str = "step";
-const PARTS: [&str; 4] = ["data", "forward", "backward", "optimizer"];
-/// The spans of convolutions: their names begin with the pass.
-const CONVOLUTION: &str = "convolution";
-
-/// What takes most of the time, by kinds of work and by convolutions, against what the machine can do at most: `peak`
-/// operations and `bandwidth` bytes a second.
-fn table(totals: &HashMap<String, Total>, peak: f64, bandwidth: f64) -> String {
-    let Some(step) = totals.get(STEP).filter(|step| step.calls > 0) else {
-        return "no step to profile\n".to_owned();
-    };
-    let steps = step.calls as f64;
-    let milliseconds = |seconds: f64| format!("{:.1}", 1e3 * seconds / steps);
-    let parts = PARTS.iter().filter_map(|&part| Some((part, totals.get(part)?.seconds)));
-    let parts: Vec<String> =
-        parts.map(|(part, seconds)| format!("{part} {} ms", milliseconds(seconds))).collect();
-    let rows = |totals: &HashMap<String, Total>| -> Vec<Vec<String>> {
-        let mut sorted: Vec<(&String, &Total)> = totals.iter().collect();
-        sorted.sort_by(|a, b| b.1.own.total_cmp(&a.1.own).then(a.0.cmp(b.0)));
-        let rest = sorted.split_off(sorted.len().min(ROWS));
-        let share = |part: f64| format!("{:.1} %", 100.0 * part);
-        let row = |name: &str, total: &Total| {
-            let rate = |amount: f64| match amount {
-                0.0 => "-".to_owned(),
-                amount => format!("{:.1}", amount / total.seconds / 1e9),
-            };
-            let limit = (total.flops / peak).max(total.bytes / bandwidth) / total.seconds;
-            vec![
-                name.to_owned(),
-                format!("{:.0}", total.calls as f64 / steps),
-                milliseconds(total.own),
-                share(total.own / step.seconds),
-                rate(total.flops),
-                rate(total.bytes),
-                if limit == 0.0 { "-".into() } else { share(limit) },
-            ]
-        };
-        let mut rows: Vec<Vec<String>> = sorted.into_iter().map(|(name, total)| row(name, total)).collect();
-        if !rest.is_empty() {
-            let mut others = Total::default();
-            rest.iter().for_each(|(_, total)| others.add(total));
-            rows.push(row(&format!("{} others", rest.len()), &Total { flops: 0.0, bytes: 0.0, ..others }));
-        }
-        rows
-    };
-    let (mut kinds, mut convolutions) = (HashMap::<String, Total>::new(), HashMap::new());
-    for (name, total) in totals {
-        let kind = match name.split_once(' ') {
-            Some((CONVOLUTION, problem)) => {
-                convolutions.insert(problem.to_owned(), total.clone());
-                name.split(' ').take(2).collect::<Vec<&str>>().join(" ")
-            }
-            _ => name.clone(),
-        };
-        kinds.entry(kind).or_default().add(total);
-    }
-    let header = |first: &str| {
-        [first, "calls", "ms", "share", "GFLOP/s", "GB/s", "of limit"].map(str::to_owned).to_vec()
-    };
-    let mut cells = vec![header("kind of work")];
-    cells.extend(rows(&kinds));
-    cells.push(header("convolution"));
-    cells.extend(rows(&convolutions));
-    format!(
-        "a step of {} ms: {}\n{}calls and ms are those of a step, without what is within and has a row of its own;\n\
-         limit: {:.0} GFLOP/s and {:.0} GB/s copied, measured just now\n",
-        milliseconds(step.seconds),
-        parts.join(", "),
-        summary::align(&cells),
-        peak / 1e9,
-        bandwidth / 1e9
-    )
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// A step of 10 ms with two convolutions and what is around them.
-    fn totals() -> HashMap<String, Total> {
-        let total = |calls, seconds, own, flops, bytes| Total { calls, seconds, own, flops, bytes };
-        HashMap::from([
-            ("step".to_owned(), total(2, 20e-3, 1e-3, 0.0, 0.0)),
-            ("forward".to_owned(), total(2, 16e-3, 3e-3, 0.0, 0.0)),
-            ("convolution fwd mb1 direct".to_owned(), total(4, 8e-3, 8e-3, 4e6, 1e3)),
-            ("convolution fwd mb2 fft".to_owned(), total(2, 2e-3, 2e-3, 1e6, 1e3)),
-            ("normalize".to_owned(), total(2, 3e-3, 3e-3, 0.0, 6e6)),
-        ])
-    }
-
-    #[test]
-    fn the_table_has_kinds_and_convolutions_and_how_far_from_the_limit() {
-        let text = table(&totals(), 1e9, 4e9);
-        let row = |name: &str| {
-            let line =
-                text.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("{name}: {text}"));
-            line[name.len()..].split_whitespace().map(str::to_owned).collect::<Vec<_>>()
-        };
-        assert!(text.starts_with("a step of 10.0 ms: forward 8.0 ms\n"), "{text}");
-        assert_eq!(row("convolution fwd"), ["3", "5.0", "50.0", "%", "0.5", "0.0", "50.0", "%"]);
-        assert_eq!(row("fwd mb1 direct"), ["2", "4.0", "40.0", "%", "0.5", "0.0", "50.0", "%"]);
-        assert_eq!(row("normalize"), ["1", "1.5", "15.0", "%", "-", "2.0", "50.0", "%"]);
-        assert_eq!(row("forward"), ["1", "1.5", "15.0", "%", "-", "-", "-"]);
-        assert!(table(&HashMap::new(), 1e9, 4e9).contains("no step"));
-    }
 
     #[test]
     fn time_within_is_not_counted_twice_and_the_trace_is_whole() {
@@ -366,7 +313,7 @@ mod tests {
             assert!((step.own + kernel.own - step.seconds).abs() < 1e-9);
             assert!(state.spans.is_empty() && state.entered.is_empty());
         }
-        let Ok(table) = profile.finish(&Cpu::single()) else { panic!("the trace was not written") };
+        let Ok(table) = profile.stop().finish(&Cpu::single()) else { panic!("the trace was not written") };
         assert!(table.contains("normalize"), "{table}");
         let trace: serde_json::Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
         let events = trace["traceEvents"].as_array().unwrap();

@@ -48,13 +48,14 @@ fn on_rank(args: &TrainArgs, rank: &Rank<'_>) -> Result<()> {
         session.save_if_due(run, interrupted)?;
     }
     stage.end();
-    // Before testing, which is no part of a step.
-    let profile = profile.map(|profile| profile.finish(&session.cpu)).transpose()?;
+    // Testing is no part of a step.
+    let recording = profile.map(Profile::stop);
     let finished = !interrupted && session.evaluate(console)?;
-    let steps = session.trainer.steps();
+    let (steps, cpu) = (session.trainer.steps(), session.cpu.clone());
     publish(run, rank, &[session.finish()?])?;
-    if let Some(table) = profile {
-        show(run, &format!("\n{table}"))?;
+    // After the record, since measuring limits takes memory that the run did not.
+    if let Some(recording) = recording {
+        show(run, &format!("\n{}", recording.finish(&cpu)?))?;
     }
     // The first rank says it for all.
     if finished || !rank.is_first() { Ok(()) } else { Err(interruption(run, steps)) }

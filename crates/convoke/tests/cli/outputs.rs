@@ -49,6 +49,10 @@ fn a_profile_is_a_table_and_a_trace() {
     for part in ["a step of ", "kind of work", "convolution fwd ", "fwd mb25ic", "GFLOP/s", "limit: "] {
         assert!(outcome.stdout.contains(part), "no {part:?} in {}", outcome.stdout);
     }
+    // No work is done faster than the machine can.
+    let shares = outcome.stdout.lines().filter_map(|line| line.strip_suffix(" %")?.rsplit(' ').next());
+    let shares: Vec<f64> = shares.filter_map(|share| share.parse().ok()).collect();
+    assert!(shares.len() > 10 && shares.iter().all(|share| (0.0..=100.0).contains(share)), "{shares:?}");
     let trace: serde_json::Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
     let events = trace["traceEvents"].as_array().unwrap();
     let named = |name: &str| events.iter().filter(|event| event["name"] == name).count();
