@@ -49,8 +49,10 @@ pub(crate) enum Command {
     Compare(RunArgs),
     /// Time every algorithm on convolutions, and show which is fastest.
     ///
-    /// Measures afresh and keeps nothing. GFLOP/s count the operations of direct convolution, so an algorithm that
-    /// needs fewer (Winograd, FFT) may exceed the machine's peak. Each result is checked against a plain reference.
+    /// Measures afresh and keeps nothing. Times are lower quartiles, which choices are made by; within 3 % of the fastest
+    /// the least workspace is chosen. GFLOP/s count the operations of direct convolution, so an algorithm that needs
+    /// fewer (Winograd, FFT) may exceed the machine's peak; % of peak counts those that it does. Each result is checked
+    /// against a plain reference.
     #[command(after_help = "Examples:\n  \
         convoke bench mb16ic64ih56oc64kh3ph1\n  \
         convoke bench i128x36x12,k64x6x3,b256 --pass fwd -v\n  \
@@ -105,15 +107,16 @@ pub(crate) struct TrainArgs {
     #[arg(long, value_enum, default_value_t = ConvBn::Fused, help_heading = "Model")]
     pub(crate) conv_bn: ConvBn,
 
-    /// Show where the time of a step goes, and write a trace of it: open it in ui.perfetto.dev or chrome://tracing. The first
-    /// step, which measures algorithms, is in the trace but not in the table.
+    /// Show where the time of a step goes and how near that is to the machine's limits, and write a trace of it: open it in
+    /// ui.perfetto.dev or chrome://tracing. The first step, which measures algorithms, is in the trace but not in the table.
     #[arg(long, value_name = "FILE.json", help_heading = "Output")]
     pub(crate) profile: Option<PathBuf>,
 }
 
 #[derive(ClapArgs)]
 pub(crate) struct RunArgs {
-    /// What to train on. `auto` is MNIST if its files are there, else `digits`.
+    /// What to train on. `auto` is MNIST if its files are there, else `digits`. Of the models, mnist-cnn takes mnist and digits,
+    /// segnet camvid, resnet50 cifar10, resnet20 all but camvid; random fits each.
     #[arg(long, value_enum, default_value_t = Data::Auto, help_heading = "Data")]
     pub(crate) data: Data,
 
@@ -176,7 +179,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Training")]
     pub(crate) seed: u64,
 
-    /// Threads that kernels use, which the ranks of a process share [default: all of this machine's].
+    /// Threads that kernels use, which the ranks of a process share [default: all of this machine's]. More than there are
+    /// processors wait for each other.
     #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..=1024), help_heading = "Training")]
     pub(crate) threads: Option<u16>,
 
@@ -252,6 +256,20 @@ pub(crate) enum Data {
     Random,
 }
 
+impl Data {
+    /// The name on the command line.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Data::Auto => "auto",
+            Data::Digits => "digits",
+            Data::Mnist => "mnist",
+            Data::Camvid => "camvid",
+            Data::Cifar10 => "cifar10",
+            Data::Random => "random",
+        }
+    }
+}
+
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Augment {
     /// Camvid: random parts of 96 x 128 pixels, half of them mirrored. Cifar10: random parts of 32 x 32 pixels of images that 4
@@ -298,6 +316,34 @@ pub(crate) fn model(name: &str) -> Model {
     named.expect("clap accepts known names only")
 }
 
+/// Warns if kernels will have more threads than there are processors for them, in `ranks` ranks of this process.
+pub(crate) fn warn_of_threads(console: &super::console::Console, threads: Option<u16>, ranks: usize) {
+    let processors = std::thread::available_parallelism().map_or(usize::MAX, usize::from);
+    if let Some(text) = too_many(threads.map(usize::from), ranks, processors) {
+        console.line(&format!("warning: {text}"));
+    }
+}
+
+/// What is amiss with this many threads for kernels, if anything is.
+fn too_many(threads: Option<usize>, ranks: usize, processors: usize) -> Option<String> {
+    let there = match processors {
+        1 => "there is 1 processor".to_owned(),
+        _ => format!("there are {processors} processors"),
+    };
+    let there = format!("{there} for this process, so they will wait for each other");
+    match threads {
+        // Each rank has a thread at least.
+        threads if ranks > threads.unwrap_or(processors) && ranks > processors => {
+            Some(format!("--ranks {ranks}: each takes a thread, and {there}"))
+        }
+        Some(threads) if threads > processors => Some(format!("--threads {threads}: {there}")),
+        Some(threads) if ranks > threads => Some(format!(
+            "--threads {threads} is less than --ranks {ranks}: each rank takes a thread, {ranks} in all"
+        )),
+        _ => None,
+    }
+}
+
 /// A rank's part of what `--threads` asks for: of all of this machine's threads if it is not given.
 pub(crate) fn cpu(threads: Option<u16>, ranks: usize) -> super::Result<Cpu> {
     let all = || std::thread::available_parallelism().map_or(1, |count| count.get().min(1024));
@@ -323,6 +369,27 @@ pub(crate) fn not_negative(text: &str) -> Result<f64, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn threads_beyond_the_processors_are_told() {
+        let told = |threads, ranks, processors| too_many(threads, ranks, processors).unwrap_or_default();
+        for (threads, ranks, processors) in
+            [(None, 1, 1), (None, 1, 8), (Some(8), 1, 8), (Some(1), 1, 8), (None, 8, 8), (Some(4), 4, 8)]
+        {
+            assert_eq!(told(threads, ranks, processors), "", "{threads:?} {ranks} {processors}");
+        }
+        for (threads, ranks, processors, expected) in [
+            (Some(999), 1, 2, "--threads 999: there are 2 processors"),
+            (Some(2), 1, 1, "--threads 2: there is 1 processor "),
+            (Some(9), 3, 8, "--threads 9: there are 8 processors"),
+            (None, 9, 8, "--ranks 9: each takes a thread, and there are 8 processors"),
+            (Some(2), 9, 8, "--ranks 9: each takes a thread, and there are 8 processors"),
+            (Some(2), 3, 8, "--threads 2 is less than --ranks 3"),
+        ] {
+            let found = told(threads, ranks, processors);
+            assert!(found.starts_with(expected), "{found}");
+        }
+    }
 
     #[test]
     fn flags_are_consistent() {

@@ -34,8 +34,9 @@ struct Row {
 pub(crate) fn run(args: &BenchNormArgs) -> Result<()> {
     output::check("--json", args.json.as_deref().filter(|file| !json::to_stdout(Some(file))))?;
     let console = Console::new()?;
-    let cpu = args::cpu(args.threads, 1)?;
     let shapes: Vec<Vec<usize>> = args.shapes.iter().map(|text| parse(text)).collect::<Result<_>>()?;
+    args::warn_of_threads(&console, args.threads, 1);
+    let cpu = args::cpu(args.threads, 1)?;
     let say = |text: &str| console.say(text, args.json.as_deref());
     let jobs: Vec<_> =
         shapes.iter().flat_map(|shape| args.format.iter().map(move |&format| (shape, format))).collect();

@@ -10,7 +10,7 @@ use convoke::nn::data::{
 
 use super::args::{Augment, Data, RunArgs};
 use super::console::Console;
-use super::{Failure, Result};
+use super::{Failure, Result, fits};
 
 /// Where MNIST lies if no folder is named.
 pub(crate) fn default_mnist_dir() -> Option<PathBuf> {
@@ -41,12 +41,24 @@ pub(crate) fn augmentation(args: &RunArgs) -> Augmentation {
     }
 }
 
-/// Loads what the flags ask for.
-pub(crate) fn load(args: &RunArgs, console: &Console) -> Result<Arc<TrainTest>> {
+/// Whether `--data auto` is MNIST.
+pub(crate) fn takes_mnist(args: &RunArgs) -> bool {
     let folder = args.data_dir.clone().or_else(default_mnist_dir);
-    let present = folder.as_deref().is_some_and(mnist::is_present);
+    args.download || folder.as_deref().is_some_and(mnist::is_present)
+}
+
+/// Loads what the flags ask for, if the model can be trained on it.
+pub(crate) fn load(args: &RunArgs, console: &Console) -> Result<Arc<TrainTest>> {
+    fits::check_names(args)?;
+    let data = find(args, console)?;
+    fits::check(args.model(), data.train.info())?;
+    Ok(data)
+}
+
+fn find(args: &RunArgs, console: &Console) -> Result<Arc<TrainTest>> {
+    let folder = args.data_dir.clone().or_else(default_mnist_dir);
     match args.data {
-        Data::Auto if !present && !args.download => {
+        Data::Auto if !takes_mnist(args) => {
             let place = folder.map_or_else(String::new, |folder| format!(" in {}", folder.display()));
             console.line(&format!("no MNIST{place}: training on digits, generated from seed {}", args.seed));
             generate(args, console)

@@ -132,7 +132,10 @@ fn read(file: &Path, config: &TrainingConfig) -> Result<MemoryPlan> {
         serde_json::from_str(&text).map_err(|error| failed(format!("no plan: {error}")))?;
     let plan = document.plan.ok_or_else(|| failed("it holds no plan".into()))?;
     if plan.model != config.model {
-        return Err(failed(format!("the plan is for {}, the run trains {}", plan.model, config.model)));
+        let (model, other) = (plan.model, config.model);
+        return Err(failed(format!(
+            "the plan is for {model}, the run trains {other}: add --model {model}, or make a plan with `convoke plan --model {other}`"
+        )));
     }
     Ok(plan)
 }

@@ -10,6 +10,7 @@ mod chart;
 mod compare;
 mod console;
 mod dataset;
+mod fits;
 mod info;
 mod json;
 mod memory_args;

@@ -13,7 +13,7 @@ use convoke::nn::training::{Trainer, TrainingConfig};
 use convoke::{Device, DeviceOptions};
 use serde::{Deserialize, Serialize};
 
-use super::args::{OptimizerName, cpu, model, models, rule};
+use super::args::{OptimizerName, cpu, model, models, rule, warn_of_threads};
 use super::chart::{Axis, Chart, Line};
 use super::console::Console;
 use super::memory_args::{PlannerArgs, counts, planner};
@@ -37,7 +37,7 @@ pub(crate) struct PlanArgs {
     #[arg(long, value_enum, default_value_t = OptimizerName::Adadelta, help_heading = "Model")]
     pub(crate) optimizer: OptimizerName,
 
-    /// Threads that kernels use [default: all of this machine's].
+    /// Threads that kernels use [default: all of this machine's]. More than there are processors wait for each other.
     #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..=1024), help_heading = "Model")]
     pub(crate) threads: Option<u16>,
 
@@ -109,6 +109,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     let console = Console::new()?;
     output::check("--report", args.report.as_deref())?;
     output::check("--json", args.json.as_deref().filter(|file| !json::to_stdout(Some(file))))?;
+    warn_of_threads(&console, args.threads, 1);
     let tuner = args.tuning.tuner(&console)?;
     let options = DeviceOptions { tuner, ..DeviceOptions::new(cpu(args.threads, 1)?) };
     let device = Device::new(options.clone());

@@ -7,7 +7,7 @@ use clap::{Args, value_parser};
 use convoke::distributed::{Communicator, Options, run_threads};
 use convoke::nn::data::TrainTest;
 
-use super::args::RunArgs;
+use super::args::{RunArgs, warn_of_threads};
 use super::console::Console;
 use super::{Failure, Result, dataset, train};
 
@@ -60,6 +60,7 @@ pub(crate) fn run(args: &RunArgs, work: impl Fn(&Rank<'_>) -> Result<()> + Sync)
     check_batch(args, world_size)?;
     let (console, quiet) = (Console::new()?, Console::of_thread());
     train::check_output(args)?;
+    warn_of_threads(&console, args.threads, world_size);
     let data = dataset::load(args, &console)?;
     let results = run_threads(world_size, &options, |communicator| {
         let console = if communicator.rank() == 0 { &console } else { &quiet };
@@ -87,6 +88,7 @@ fn run_mpi(args: &RunArgs, options: &Options, work: impl Fn(&Rank<'_>) -> Result
         let console = Console::of_process(number)?;
         if number == 0 {
             train::check_output(args)?;
+            warn_of_threads(&console, args.threads, 1);
         }
         // Rank 0 downloads what the others, on the same machine, then read.
         let data = match number {

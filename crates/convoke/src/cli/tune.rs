@@ -19,6 +19,7 @@ pub(crate) fn run(args: &TuneArgs) -> Result<()> {
     output::check("--json", args.json.as_deref().filter(|file| !json::to_stdout(Some(file))))?;
     let problems = problems::load(&args.problems)?;
     let mut jobs = problems::jobs(&args.problems, &problems);
+    args.candidates.warn_of_threads(&console);
     let cpu = args.candidates.cpu()?;
     if let Some(model) = args.model() {
         let passes = passes(&args.problems.pass);

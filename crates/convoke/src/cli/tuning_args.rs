@@ -13,6 +13,7 @@ use convoke::{Cpu, DType, MemoryFormat};
 
 use super::Result;
 use super::args::{cpu, model, models, positive};
+use super::console::Console;
 use super::tuning::Effort;
 
 #[derive(ClapArgs)]
@@ -62,7 +63,7 @@ pub(crate) struct BenchNormArgs {
     #[arg(long, value_name = "SECONDS", default_value = "0.5", value_parser = positive)]
     pub(crate) budget: f64,
 
-    /// Threads that kernels use [default: all of this machine's].
+    /// Threads that kernels use [default: all of this machine's]. More than there are processors wait for each other.
     #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..=1024))]
     pub(crate) threads: Option<u16>,
 
@@ -168,7 +169,7 @@ pub(crate) struct CandidateArgs {
     #[arg(long, value_name = "SIZE", default_value = "1GiB", help_heading = "Candidates")]
     pub(crate) workspace_limit: ByteSize,
 
-    /// Threads that kernels use [default: all of this machine's].
+    /// Threads that kernels use [default: all of this machine's]. More than there are processors wait for each other.
     #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..=1024), help_heading = "Candidates")]
     pub(crate) threads: Option<u16>,
 }
@@ -271,6 +272,10 @@ impl ProblemArgs {
 impl CandidateArgs {
     pub(crate) fn cpu(&self) -> Result<Cpu> {
         cpu(self.threads, 1)
+    }
+
+    pub(crate) fn warn_of_threads(&self, console: &Console) {
+        super::args::warn_of_threads(console, self.threads, 1);
     }
 
     /// A tuner's options as the flags say, without a cache.

@@ -106,6 +106,94 @@ fn batch_larger_than_the_data() {
     outcome.check(2, &["no MNIST in", "digits", "batch size 60001", "1 to 60000"]).unwrap();
 }
 
+/// What fits instead is told, in either direction, before anything is read, generated or measured.
+#[test]
+fn models_and_data_that_do_not_fit() {
+    let mut failures = Failures::new("models and data that do not fit");
+    let cases: &[(&[&str], &[&str])] = &[
+        (
+            &["--model", "resnet50"],
+            &["resnet50 takes images of 32 x 32", "digits has", "--data that fits resnet50: cifar10, random"],
+        ),
+        (&["--model", "resnet50", "--data", "digits"], &["--model that fits digits: mnist-cnn, resnet20"]),
+        (&["--model", "segnet"], &["label for each pixel", "--data that fits segnet: camvid, random"]),
+        (&["--model", "mnist-cnn", "--data", "cifar10"], &["fits mnist-cnn: digits, mnist, random"]),
+        (
+            &["--model", "resnet20", "--data", "camvid"],
+            &["--model that fits camvid: segnet", "fits resnet20: digits"],
+        ),
+        (&["--model", "segnet", "--data", "cifar10"], &["--model that fits cifar10: resnet20, resnet50"]),
+    ];
+    for command in ["train", "compare"] {
+        for (args, needles) in cases {
+            let outcome = convoke(&[&[command], *args].concat());
+            failures.check(format!("{command} {args:?}"), outcome.check(2, needles));
+            let first = outcome.stderr.starts_with("error: ");
+            let silent = if first { Ok(()) } else { Err(outcome.stderr) };
+            failures.check(format!("{command} {args:?} at once"), silent);
+        }
+    }
+    failures.finish();
+}
+
+/// More threads than processors are no mistake, but seldom what is wanted. Nothing goes to standard output.
+#[test]
+fn threads_beyond_the_processors_are_warned_of() {
+    let folder = tempfile::tempdir().unwrap();
+    let processors = std::thread::available_parallelism().unwrap().get();
+    let (many, few) = ((processors + 3).to_string(), processors.to_string());
+    let words = [format!("warning: --threads {many}: "), format!("{few} processor")];
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let conv = "mb1ic1ih4oc1kh1";
+    let cache = text(folder.path());
+    let commands: [&[&str]; 6] = [
+        &[
+            "train",
+            "--data",
+            "random",
+            "--batch-size",
+            "4",
+            "--steps",
+            "1",
+            "--effort",
+            "heuristic",
+            "--json",
+            "-",
+        ],
+        &[
+            "compare",
+            "--data",
+            "random",
+            "--batch-size",
+            "4",
+            "--steps",
+            "1",
+            "--effort",
+            "heuristic",
+            "--json",
+            "-",
+        ],
+        &["bench", conv, "--budget", "0.01", "--json", "-"],
+        &["bench-norm", "2x3", "--budget", "0.01", "--json", "-"],
+        &["tune", conv, "--effort", "heuristic", "--cache", cache, "--json", "-"],
+        &["plan", "--batch-size", "2", "--plan-time", "0", "--effort", "heuristic", "--json", "-"],
+    ];
+    for command in commands {
+        let warned = convoke(&[command, &["--threads", &many]].concat());
+        warned.check(0, &words).unwrap();
+        assert_eq!(warned.stderr.matches("warning:").count(), 1, "{command:?}: {}", warned.stderr);
+        warned.json();
+        let outcome = convoke(&[command, &["--threads", "1"]].concat()).exits(0);
+        assert!(!outcome.stderr.contains("warning:"), "{command:?}: {}", outcome.stderr);
+        convoke(&[command, &["--threads", "0"]].concat())
+            .check(2, &["--threads", "'0'", "1..=1024"])
+            .unwrap();
+    }
+    let ranks = convoke(&[commands[0], &["--threads", "1", "--ranks", "2"]].concat());
+    ranks.check(0, &["warning: --"]).unwrap();
+    assert!(ranks.stderr.contains("--ranks 2"), "{}", ranks.stderr);
+}
+
 #[test]
 fn a_checkpoint_is_not_overwritten() {
     let folder = tempfile::tempdir().unwrap();

@@ -156,8 +156,8 @@ fn too_large(images: usize, info: &DatasetInfo) -> DataError {
     DataError::TooLarge { dataset: info.name.clone(), images, image_bytes }
 }
 
-/// What is known before any pixel is.
-fn info([height, width]: [usize; 2]) -> DatasetInfo {
+/// What is known of a set of images of this height and width before any pixel is.
+pub fn info([height, width]: [usize; 2]) -> DatasetInfo {
     DatasetInfo {
         name: NAME.to_owned(),
         channels: CHANNELS,

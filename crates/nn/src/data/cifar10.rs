@@ -169,7 +169,8 @@ pub fn download(folder: &Path, options: &DownloadOptions, progress: &Progress<'_
     fetch_files(folder, &[REMOTE], options, progress)
 }
 
-fn info() -> DatasetInfo {
+/// What is known of the set before any file is read.
+pub fn info() -> DatasetInfo {
     DatasetInfo {
         name: "cifar10".to_owned(),
         channels: CHANNELS,

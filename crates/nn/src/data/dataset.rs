@@ -18,6 +18,13 @@ pub enum Targets {
     },
 }
 
+impl Targets {
+    /// Whether each pixel has a class, not each image.
+    pub fn are_of_pixels(self) -> bool {
+        matches!(self, Targets::Pixels { .. })
+    }
+}
+
 /// What is common to all images of a data set.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DatasetInfo {

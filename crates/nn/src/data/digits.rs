@@ -70,7 +70,7 @@ pub fn digits(
 }
 
 /// Name, shape and normalisation of the set.
-fn info() -> DatasetInfo {
+pub fn info() -> DatasetInfo {
     DatasetInfo {
         name: NAME.to_owned(),
         channels: 1,

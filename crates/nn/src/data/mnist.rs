@@ -170,7 +170,8 @@ fn download_sources(
     if files.is_empty() { Ok(()) } else { fetch_files(folder, &files, options, progress) }
 }
 
-fn info() -> DatasetInfo {
+/// What is known of the set before any file is read.
+pub fn info() -> DatasetInfo {
     DatasetInfo {
         name: "mnist".to_owned(),
         channels: 1,

@@ -28,6 +28,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     let jobs = problems::jobs(&args.problems, &problems);
     let tuner = tuner(args, &console)?;
     problems::check_memory(&jobs)?;
+    args.candidates.warn_of_threads(&console);
     let cpu = args.candidates.cpu()?;
     let mut machine = Machine::measure(&cpu, args.problems.dtype());
     let say = |text: &str| console.say(text, args.json.as_deref());
