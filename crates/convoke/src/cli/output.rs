@@ -5,7 +5,7 @@ use std::path::Path;
 
 use convoke_files::{create_folder, escaped, probe, write_out};
 
-use super::{Failure, Result};
+use super::{Failure, Result, console};
 
 /// Finds out now, not after hours of training, that `flag`'s file cannot be written.
 pub(crate) fn check(flag: &str, file: Option<&Path>) -> Result<()> {
@@ -30,10 +30,17 @@ pub(crate) fn check_folder(flag: &str, folder: &Path) -> Result<()> {
     })
 }
 
-/// Writes a file that appears whole or not at all; a pipe or a device, which cannot, is written to as it is.
+/// Writes a file that appears whole or not at all, and says where it is; a pipe or a device, which cannot, is written to as it is.
 pub(crate) fn write(flag: &str, file: &Path, bytes: &[u8]) -> Result<()> {
     write_out(file, bytes)
-        .map_err(|error| Failure::Run(format!("{flag}: cannot write {}: {error}", escaped(file.display()))))
+        .map_err(|error| Failure::Run(format!("{flag}: cannot write {}: {error}", escaped(file.display()))))?;
+    announce(flag, file);
+    Ok(())
+}
+
+/// Tells on standard error where what `flag` asks for has been written.
+pub(crate) fn announce(flag: &str, place: &Path) {
+    console::note(&format!("{}: {}", flag.trim_start_matches('-'), escaped(place.display())));
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! `convoke train`: one run, from data to summary.
 
+use std::cell::Cell;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -71,6 +72,8 @@ pub(crate) struct Session {
     evaluation: Option<Evaluation>,
     plan: Option<MemoryPlan>,
     checkpoint: Option<PathBuf>,
+    /// Whether anything has been saved there.
+    saved: Cell<bool>,
 }
 
 impl Session {
@@ -131,6 +134,7 @@ impl Session {
             evaluation: None,
             plan,
             checkpoint: checkpoint.map(Path::to_owned),
+            saved: Cell::new(false),
         })
     }
 
@@ -201,10 +205,12 @@ impl Session {
     pub(crate) fn save_if_due(&self, args: &RunArgs, interrupted: bool) -> Result<()> {
         match &self.checkpoint {
             Some(folder) if interrupted || self.trainer.batch() == 0 || !self.has_more(args) => {
-                self.trainer.save(folder).map_err(failure)
+                self.trainer.save(folder).map_err(failure)?;
+                self.saved.set(true);
             }
-            _ => Ok(()),
+            _ => {}
         }
+        Ok(())
     }
 
     /// Finds loss and accuracy on the test set; false if Ctrl-C came.
@@ -221,6 +227,9 @@ impl Session {
 
     /// What the run did, the same on all ranks but for times and bytes, which are each one's own.
     pub(crate) fn finish(self) -> Result<RunRecord> {
+        if let Some(folder) = self.checkpoint.as_deref().filter(|_| self.saved.get()) {
+            output::announce("--checkpoint", folder);
+        }
         let data = &self.data.train.info().name;
         self.recorder.finish(&self.config, data, &self.trainer, self.evaluation, self.plan).map_err(failure)
     }

@@ -5,7 +5,7 @@ use std::io;
 
 use convoke_testkit::Failures;
 
-use super::program::{command, contents, losses, on_tiny_data, outcome, run, runs, text};
+use super::program::{command, contents, convoke, losses, on_tiny_data, outcome, run, runs, text};
 
 #[test]
 fn plain_lines_and_a_table() {
@@ -68,6 +68,56 @@ fn a_profile_is_a_table_and_a_trace() {
     let outcome = run("train", &["--steps", "1", "--profile", text(&file), "--json", "-"]).exits(0);
     assert!(serde_json::from_str::<serde_json::Value>(&outcome.stdout).is_ok());
     assert!(outcome.stderr.contains("kind of work"));
+}
+
+/// Whoever asked for a file is told where it is, in a line each, and nothing else where JSON goes.
+#[test]
+fn what_is_written_is_announced() {
+    let folder = tempfile::tempdir().unwrap();
+    let place = |name: &str| folder.path().join(name).to_string_lossy().into_owned();
+    let (report, json, trace, saved) = (place("a.html"), place("b.json"), place("c.json"), place("run"));
+    let told = |outcome: &super::program::Outcome, what: &str, place: &str| {
+        let line = format!("{what}: {place}");
+        assert_eq!(
+            outcome.stderr.lines().filter(|told| **told == line).count(),
+            1,
+            "{line}: {}",
+            outcome.stderr
+        );
+        assert!(!outcome.stdout.contains(place), "{}", outcome.stdout);
+        assert!(std::path::Path::new(place).exists(), "{place}");
+    };
+    let files = ["--report", &report, "--json", &json];
+    let training =
+        run("train", &[&files[..], &["--epochs", "2", "--profile", &trace, "--checkpoint", &saved]].concat());
+    let training = training.exits(0);
+    for (what, place) in [("report", &report), ("json", &json), ("profile", &trace), ("checkpoint", &saved)] {
+        told(&training, what, place);
+    }
+    let both = place("both");
+    let compared =
+        run("compare", &["--steps", "1", "--report", &report, "--json", "-", "--checkpoint", &both]).exits(0);
+    told(&compared, "report", &report);
+    told(&compared, "checkpoint", &format!("{both}/fused"));
+    told(&compared, "checkpoint", &format!("{both}/separate"));
+    compared.json();
+    let conv = "mb1ic1ih4oc1kh1";
+    let bench = convoke(&[&["bench", conv, "--budget", "0.01"], &files[..]].concat()).exits(0);
+    told(&bench, "report", &report);
+    told(&bench, "json", &json);
+    told(&convoke(&["bench-norm", "2x3", "--budget", "0.01", "--json", &json]).exits(0), "json", &json);
+    let cache = place("cache");
+    told(
+        &convoke(&["tune", conv, "--effort", "heuristic", "--cache", &cache, "--json", &json]).exits(0),
+        "json",
+        &json,
+    );
+    let quick = ["plan", "--batch-size", "2", "--plan-time", "0", "--effort", "heuristic"];
+    let plan = convoke(&[&quick[..], &files].concat()).exits(0);
+    told(&plan, "report", &report);
+    told(&plan, "json", &json);
+    // Nothing was written, and nothing is told.
+    assert!(!run("train", &["--steps", "1"]).exits(0).stderr.contains(": /"));
 }
 
 /// What cannot be written is found out before the training, not after it.
