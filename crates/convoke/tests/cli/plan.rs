@@ -87,6 +87,50 @@ fn plans_are_shown_written_and_taken() {
     assert!(take(&[]).contains("plan.json"), "{}", take(&[]));
 }
 
+/// Plans are chosen by the time of their blocks: of all points of a table that fit, the chosen one has the least.
+#[test]
+fn no_plan_that_fits_is_faster_than_the_chosen_one() {
+    for (model, batch, budgets) in
+        [("mnist-cnn", "16", ["24MB", "27MB", "1GB"]), ("resnet20", "4", ["16MB", "20MB", "1GB"])]
+    {
+        for budget in budgets {
+            let args = [
+                "plan",
+                "--model",
+                model,
+                "--batch-size",
+                batch,
+                "--curve",
+                "--memory-budget",
+                budget,
+                "--json",
+                "-",
+            ];
+            let outcome = convoke(&[&args[..], &QUICK].concat());
+            if outcome.code == Some(1) {
+                outcome.check(1, &["needs at least"]).unwrap();
+                continue;
+            }
+            let curve = outcome.exits(0).json()["curve"].clone();
+            let points = curve.as_array().unwrap();
+            let chosen = points.iter().find(|point| point["name"] == "chosen").unwrap();
+            let limit = budget.trim_end_matches("MB").trim_end_matches("GB").parse::<f64>().unwrap()
+                * if budget.ends_with("GB") { 1e9 } else { 1e6 };
+            let number = |point: &Value, name: &str| point[name].as_f64();
+            let time = number(chosen, "block_seconds").unwrap();
+            assert!(number(chosen, "bytes_peak").unwrap() <= limit, "{chosen}");
+            for point in points.iter().filter(|point| number(point, "bytes_peak").unwrap() <= limit) {
+                let other = number(point, "block_seconds");
+                assert!(
+                    other.is_none_or(|other| time <= other * (1.0 + 1e-12)),
+                    "{}: {curve}",
+                    point["name"]
+                );
+            }
+        }
+    }
+}
+
 #[test]
 fn steps_of_plans_are_timed_by_turns_and_take_what_was_predicted() {
     let outcome = plan(&["--curve", "--steps", "1", "--json", "-"]).exits(0);

@@ -187,7 +187,8 @@ impl Planner {
         })
     }
 
-    /// Plans worth a look: for each price of a byte, the least of time and price together; all, where they are few.
+    /// Plans worth a look: for each price of a byte, the least of time and price together, and what blocks keep without a plan, so
+    /// that no plan for a budget is slower than that; all, where they are few.
     fn candidates(&self) -> Vec<Vec<Keep>> {
         let combinations = self.blocks.iter().try_fold(1usize, |count, block| {
             count.checked_mul(block.choices.len()).filter(|&count| count <= ALL_BELOW)
@@ -221,6 +222,7 @@ impl Planner {
                 found.push(keeps);
             }
         }
+        found.push(self.blocks.iter().map(|block| block.unplanned).collect());
         found
     }
 
