@@ -1,6 +1,6 @@
-# CI runs `make check`, and then `make external` and `make mpi` with oneDNN and Open MPI installed.
+# CI runs `make check`, and then `make browser`, `make external` and `make mpi` with Chromium, oneDNN and Open MPI installed.
 
-.PHONY: check test wrapping external mpi format lint docs smoke goldens bench-peers accuracy-peers
+.PHONY: check test wrapping browser external mpi format lint docs smoke goldens bench-peers accuracy-peers
 
 check: test wrapping format lint docs smoke
 
@@ -11,6 +11,11 @@ test:
 # Hostile sizes where arithmetic wraps instead of panicking.
 wrapping:
 	cargo test --release -p convoke-kernels -p convoke-autograd -p convoke-nn --test hostile_sizes
+
+# The pages of --report as a browser shows them, which tests skip where there is none; here it must be present.
+browser:
+	chromium --version
+	CONVOKE_NEEDS_BROWSER=1 cargo test -p convoke --test cli -- pages::
 
 # What the tests above skip where oneDNN is absent; here it must be present.
 external:

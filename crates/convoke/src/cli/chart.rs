@@ -146,7 +146,9 @@ impl Chart<'_> {
                     "<path class=\"area {class}\" d=\"M{first:.1} {base}{outline}L{last:.1} {base}\"/>"
                 ));
             }
-            put(format_args!("<path class=\"line {class}\" d=\"{}\"/>", path(&points)));
+            if !points.is_empty() {
+                put(format_args!("<path class=\"line {class}\" d=\"{}\"/>", path(&points)));
+            }
         }
         for line in &self.lines {
             for (kind, (x, y), text) in &line.dots {

@@ -105,6 +105,9 @@ struct LargestBatches {
     planned: Option<usize>,
 }
 
+/// What is said below the table of plans.
+const CHOSEN_BY: &str = "Plans are chosen by the time of their blocks alone.";
+
 pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     let console = Console::new()?;
     output::check("--report", args.report.as_deref())?;
@@ -144,7 +147,8 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
 
     let title = format!("{} at batch size {}", plan.model, plan.batch_size);
     let rows = rows(&points);
-    let mut text = format!("{title}\n\n{}\n{}", summary::align(&rows), summary::align(&blocks(&plan)));
+    let mut text =
+        format!("{title}\n\n{}{CHOSEN_BY}\n\n{}", summary::align(&rows), summary::align(&blocks(&plan)));
     if let Some(batches) = &largest_batch {
         let show = |batch: Option<usize>| batch.map_or_else(|| "none".into(), |batch| batch.to_string());
         text += &format!(
@@ -157,7 +161,12 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     }
     console.say(&text, args.json.as_deref())?;
     if let Some(file) = &args.report {
-        let body = format!("{}\n{}{}", report::table(&rows), chart(&points), report::table(&blocks(&plan)));
+        let body = format!(
+            "{}\n<p>{CHOSEN_BY}</p>\n<h2>Time against memory</h2>\n{}<h2>What each block keeps</h2>\n{}\n",
+            report::table(&rows),
+            chart(&points),
+            report::table(&blocks(&plan))
+        );
         output::write(
             "--report",
             file,
@@ -373,33 +382,40 @@ fn blocks(plan: &MemoryPlan) -> Vec<Vec<String>> {
     [head].into_iter().chain(plan.blocks.iter().map(row)).collect()
 }
 
-/// Time against memory.
+/// Time against memory: a line through the plans of the curve, and a dot for each point.
 fn chart(points: &[Point]) -> String {
-    let time = |point: &Point| point.step_seconds.or(point.block_seconds);
-    let places: Vec<(f64, f64)> = points
-        .iter()
-        .filter_map(|point| Some((point.bytes_peak as f64 / 1e6, 1000.0 * time(point)?)))
-        .collect();
-    let most = |of: fn(&(f64, f64)) -> f64| places.iter().map(of).fold(0.0, f64::max);
-    let mut line: Vec<(f64, f64)> = points
-        .iter()
-        .filter(|point| point.name.starts_with("plan"))
-        .filter_map(|point| Some((point.bytes_peak as f64 / 1e6, 1000.0 * time(point)?)))
-        .collect();
-    line.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let dots = points.iter().filter_map(|point| {
-        let place = (point.bytes_peak as f64 / 1e6, 1000.0 * time(point)?);
-        let class = if point.plan.is_some() { "fused" } else { "separate" };
-        Some((class, place, point.name.clone()))
-    });
-    let dots = dots.collect();
-    Chart {
+    let place = |point: &Point| {
+        let time = point.step_seconds.or(point.block_seconds)?;
+        Some((point.bytes_peak as f64 / 1e6, 1000.0 * time))
+    };
+    let most = |of: fn((f64, f64)) -> f64| points.iter().filter_map(place).map(of).fold(0.0, f64::max);
+    let is_of_curve = |point: &&Point| point.name.starts_with("plan");
+    let dots = |planned: bool| {
+        let dots = points.iter().filter(move |point| point.plan.is_some() == planned);
+        let dots = dots.filter_map(|point| {
+            let kind = if is_of_curve(&point) || !planned { "dot" } else { "ring" };
+            Some((kind, place(point)?, point.name.clone()))
+        });
+        dots.collect::<Vec<_>>()
+    };
+    let mut curve: Vec<(f64, f64)> = points.iter().filter(is_of_curve).filter_map(place).collect();
+    curve.sort_by(|a, b| a.0.total_cmp(&b.0));
+    let mut lines = vec![Line { class: "fused".into(), points: curve, dots: dots(true) }];
+    let mut names = vec![("fused", "fused blocks; open dots: unplanned, and the plan that was chosen")];
+    let separate = dots(false);
+    // Blocks that run as separate layers have no time of their own.
+    if !separate.is_empty() {
+        lines.push(Line { class: "separate".into(), points: Vec::new(), dots: separate });
+        names.push(("separate", "separate layers"));
+    }
+    let chart = Chart {
         title: "Time against memory",
         x: Axis { name: "peak memory, MB", from: 0.0, to: 1.05 * most(|place| place.0), logarithmic: false },
         y: Axis { name: "time, ms", from: 0.0, to: 1.1 * most(|place| place.1), logarithmic: false },
-        lines: vec![Line { class: "fused".into(), points: line, dots }],
+        lines,
         filled: false,
         divide: None,
-    }
-    .svg()
+    };
+    let names = names.into_iter().map(|(class, text)| (class.to_owned(), text.to_owned()));
+    format!("{}\n<figure>\n{}\n</figure>\n", report::legend(names), chart.svg())
 }

@@ -34,12 +34,15 @@ pub(crate) fn document(title: &str, body: &str) -> String {
     )
 }
 
-/// The cells as HTML; a single run needs no heading.
+/// The cells as HTML; a single run needs no heading. Cells that list something may take several lines.
 pub(crate) fn table(rows: &[Vec<String>]) -> String {
     let (head, body) = rows.split_first().expect("a table has a heading");
     let cells = |cells: &[String], tag: &str| -> String {
         // A name like fused/separate may be broken where it is narrow.
-        let cell = |cell: &String| format!("<{tag}>{}</{tag}>", escape(cell).replace('/', "/<wbr>"));
+        let cell = |cell: &String| {
+            let list = if tag == "td" && cell.contains(", ") { " class=\"list\"" } else { "" };
+            format!("<{tag}{list}>{}</{tag}>", escape(cell).replace('/', "/<wbr>"))
+        };
         cells.iter().map(cell).collect()
     };
     let head = match head.len() {
@@ -47,10 +50,12 @@ pub(crate) fn table(rows: &[Vec<String>]) -> String {
         _ => format!("<thead><tr>{}</tr></thead>\n", cells(head, "th")),
     };
     let row = |row: &Vec<String>| format!("<tr>{}{}</tr>\n", cells(&row[..1], "th"), cells(&row[1..], "td"));
-    format!("<table>\n{head}<tbody>\n{}</tbody>\n</table>", body.iter().map(row).collect::<String>())
+    let body: String = body.iter().map(row).collect();
+    // Keys can scroll what has the focus.
+    format!("<div class=\"table\" tabindex=\"0\"><table>\n{head}<tbody>\n{body}</tbody>\n</table></div>")
 }
 
-fn legend(entries: impl Iterator<Item = (String, String)>) -> String {
+pub(crate) fn legend(entries: impl Iterator<Item = (String, String)>) -> String {
     let entry = |(class, text)| format!("<li><i class=\"{class}\"></i>{text}</li>");
     format!("<ul>{}</ul>", entries.map(entry).collect::<String>())
 }
@@ -87,12 +92,9 @@ fn loss(runs: &[RunRecord]) -> String {
         (1, true) => "<p>Gaps: the loss was not finite.</p>\n".into(),
         (every, _) => format!("<p>Each point is the mean of {every} steps.</p>\n"),
     };
-    let pair = if runs.len() > 1 { " pair" } else { "" };
+    let pair = if runs.len() > 1 { " class=\"pair\"" } else { "" };
     let names = legend(runs.iter().map(|run| (escape(&run.conv_bn), escape(&run.conv_bn))));
-    format!(
-        "<h2>Training loss</h2>\n{names}\n<figure class=\"loss{pair}\">\n{}\n</figure>\n{note}",
-        chart.svg()
-    )
+    format!("<h2>Training loss</h2>\n{names}\n<figure{pair}>\n{}\n</figure>\n{note}", chart.svg())
 }
 
 /// The bytes in use over one step; runs lie over each other where their forward passes end.
@@ -143,7 +145,7 @@ fn memory(runs: &[RunRecord]) -> String {
         divide: Some((0.0, ["forward", "backward, update"])),
     };
     format!(
-        "<h2>Memory over one step</h2>\n{}\n<figure class=\"memory\">\n{}\n</figure>\n\
+        "<h2>Memory over one step</h2>\n{}\n<figure>\n{}\n</figure>\n\
          <p>Tensors, values saved for backward, workspaces, parameters and optimizer state, counted at every \
          allocation and release. Full dots: the end of forward. Open dots: the peak.</p>\n",
         legend(entries.into_iter()),

@@ -9,6 +9,7 @@ mod images;
 mod json;
 mod mpi;
 mod outputs;
+mod pages;
 mod plan;
 mod program;
 mod ranks;

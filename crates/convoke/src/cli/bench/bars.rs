@@ -4,10 +4,11 @@ use std::fmt::Write;
 
 use super::super::report::escape;
 
-/// Width of the drawing; where bars begin and where the longest ends, with room for a value on either side.
+/// Width of the drawing; where bars begin and where the longest ends, with room for the name and the value on either side, in the
+/// large letters of narrow screens too.
 const WIDTH: f64 = 720.0;
-const LEFT: f64 = 210.0;
-const RIGHT: f64 = 500.0;
+const LEFT: f64 = 250.0;
+const RIGHT: f64 = 490.0;
 /// Height of a bar with the gap to the next.
 const STEP: f64 = 22.0;
 const THICKNESS: f64 = 15.0;
@@ -17,8 +18,10 @@ const LONGEST: f64 = 10.0;
 pub(crate) struct Bar {
     pub(crate) name: String,
     pub(crate) value: f64,
-    /// The value as text, with whatever else is worth saying.
+    /// The value as text.
     pub(crate) text: String,
+    /// What else is worth saying where there is room for it.
+    pub(crate) more: String,
     pub(crate) chosen: bool,
 }
 
@@ -28,7 +31,7 @@ pub(crate) fn svg(title: &str, bars: &[Bar]) -> String {
     let longest = bars.iter().map(|bar| bar.value).fold(0.0, f64::max).min(LONGEST * shortest);
     let height = STEP * bars.len() as f64;
     let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" aria-label=\"{}\">\n",
+        "<svg class=\"bars\" xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" aria-label=\"{}\">\n",
         escape(title)
     );
     for (index, bar) in bars.iter().enumerate() {
@@ -56,9 +59,10 @@ pub(crate) fn svg(title: &str, bars: &[Bar]) -> String {
         }
         let _ = writeln!(
             svg,
-            "<text x=\"{:.1}\" y=\"{base:.1}\">{}</text>",
+            "<text x=\"{:.1}\" y=\"{base:.1}\">{}<tspan class=\"more\">{}</tspan></text>",
             LEFT + length + 8.0,
-            escape(&bar.text)
+            escape(&bar.text),
+            escape(&bar.more)
         );
     }
     svg.push_str("</svg>");
@@ -71,11 +75,16 @@ mod tests {
 
     #[test]
     fn long_bars_are_cut_and_names_escaped() {
-        let bar =
-            |name: &str, value, chosen| Bar { name: name.into(), value, text: format!("{value} ms"), chosen };
+        let bar = |name: &str, value, chosen| Bar {
+            name: name.into(),
+            value,
+            text: format!("{value} ms"),
+            more: String::new(),
+            chosen,
+        };
         let svg = svg("a & b", &[bar("<x>", 1.0, true), bar("y", 5.0, false), bar("z", 1000.0, false)]);
         assert!(svg.contains("aria-label=\"a &amp; b\"") && svg.contains(">&lt;x&gt;</text>"), "{svg}");
-        for width in ["width=\"29.0\"", "width=\"145.0\"", "width=\"290.0\""] {
+        for width in ["width=\"24.0\"", "width=\"120.0\"", "width=\"240.0\""] {
             assert!(svg.contains(width), "{width} in {svg}");
         }
         assert_eq!(svg.matches("class=\"cut\"").count(), 1);

@@ -17,7 +17,8 @@ pub(crate) fn page(machine: &Machine, results: &[PassResult]) -> String {
     let body = format!(
         "<p>{}</p>\n<p>Each convolution is run by the algorithm that is fastest for it. The tables show how many \
          times as fast these choices are as one algorithm for all problems (geometric mean); where that one does not \
-         apply, {BASELINE} takes its place. GFLOP/s count the operations of direct convolution.</p>\n{summaries}{sections}",
+         apply, {BASELINE} takes its place. Times are lower quartiles, by which choices are made. GFLOP/s count the operations \
+         of direct convolution.</p>\n{summaries}{sections}",
         escape(&machine.title())
     );
     document("Convolutions, by algorithm", &body)
@@ -50,7 +51,8 @@ fn chart(result: &PassResult) -> String {
     let bars = result.timed().map(|(row, seconds)| Bar {
         name: row.algorithm.clone(),
         value: seconds,
-        text: format!("{} ms, {:.1} GFLOP/s", milliseconds(seconds), row.gflops.unwrap_or_default()),
+        text: format!("{} ms", milliseconds(seconds)),
+        more: format!(", {:.1} GFLOP/s", row.gflops.unwrap_or_default()),
         chosen: row.chosen,
     });
     let bars: Vec<Bar> = bars.collect();
