@@ -5,9 +5,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use convoke_autograd::Device;
 use convoke_autograd::ops::ConvOptions;
+use convoke_nn::Init;
 use convoke_nn::data::{self, Augmentation, Dataset, DatasetInfo, Targets};
 use convoke_nn::data_parallel::{Sampler, shard};
-use convoke_nn::{BatchNorm2d, BatchNormConfig, Conv2d, Init, Linear};
+use convoke_nn::modules::{BatchNorm2d, BatchNormConfig, Conv2d, Linear};
 use convoke_testkit::Failures;
 
 const HUGE: [usize; 9] =

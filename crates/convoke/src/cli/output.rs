@@ -32,8 +32,9 @@ pub(crate) fn check_folder(flag: &str, folder: &Path) -> Result<()> {
 
 /// Writes a file that appears whole or not at all, and says where it is; a pipe or a device, which cannot, is written to as it is.
 pub(crate) fn write(flag: &str, file: &Path, bytes: &[u8]) -> Result<()> {
-    write_out(file, bytes)
-        .map_err(|error| Failure::Run(format!("{flag}: cannot write {}: {error}", escaped(file.display()))))?;
+    write_out(file, bytes).map_err(|error| {
+        Failure::Run(format!("{flag}: cannot write {}: {error}", escaped(file.display())))
+    })?;
     announce(flag, file);
     Ok(())
 }
