@@ -1,6 +1,7 @@
 //! The error of this crate: which operation, and the shapes or types that do not fit.
 
 use convoke_kernels::DType;
+use convoke_memory::OutOfMemory;
 
 /// Why an operation on tensors was refused.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
@@ -91,6 +92,12 @@ pub enum Error {
         /// What is wrong.
         reason: String,
     },
+}
+
+impl From<OutOfMemory> for Error {
+    fn from(OutOfMemory { bytes }: OutOfMemory) -> Error {
+        Error::Memory { elements: bytes, element_size: 1 }
+    }
 }
 
 /// A result with this crate's [`Error`].

@@ -45,7 +45,7 @@ pub fn fold_conv_bn2d(
             bias: beta.map(|beta| beta.data::<T>()).transpose()?,
             activation: kernel::Activation::Identity,
         };
-        let mut folded = weight.data::<T>()?.to_vec();
+        let mut folded = convoke_memory::copied(weight.data::<T>()?)?;
         let mut shift = match bias {
             Some(bias) => bias.data::<T>()?.to_vec(),
             None => vec![<T as Stored>::of(0.0); channels],

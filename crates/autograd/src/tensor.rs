@@ -392,10 +392,10 @@ impl Tensor {
     /// The elements in contiguous (N, C, H, W) order.
     ///
     /// # Errors
-    /// If they are of another type.
+    /// If they are of another type, or there is no memory for them.
     pub fn to_vec<T: Stored>(&self) -> Result<Vec<T>> {
         let contiguous = self.detach().in_format(MemoryFormat::Contiguous)?;
-        Ok(contiguous.data::<T>()?.to_vec())
+        Ok(convoke_memory::copied(contiguous.data::<T>()?)?)
     }
 
     /// The only element.

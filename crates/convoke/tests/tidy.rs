@@ -6,16 +6,27 @@ use std::path::{Path, PathBuf};
 
 /// The crates, each with the crates of this workspace that it may depend on. Those stand above it, so that
 /// dependencies point one way.
-const DEPENDENCIES: [(&str, &[&str]); 7] = [
+const DEPENDENCIES: [(&str, &[&str]); 8] = [
     ("convoke-testkit", &[]),
-    ("convoke-files", &[]),
-    ("convoke-kernels", &["convoke-files"]),
-    ("convoke-distributed", &[]),
-    ("convoke-autograd", &["convoke-kernels"]),
-    ("convoke-nn", &["convoke-files", "convoke-kernels", "convoke-autograd", "convoke-distributed"]),
+    ("convoke-memory", &[]),
+    ("convoke-files", &["convoke-memory"]),
+    ("convoke-kernels", &["convoke-memory", "convoke-files"]),
+    ("convoke-distributed", &["convoke-memory"]),
+    ("convoke-autograd", &["convoke-memory", "convoke-kernels"]),
+    (
+        "convoke-nn",
+        &["convoke-memory", "convoke-files", "convoke-kernels", "convoke-autograd", "convoke-distributed"],
+    ),
     (
         "convoke",
-        &["convoke-files", "convoke-kernels", "convoke-autograd", "convoke-distributed", "convoke-nn"],
+        &[
+            "convoke-memory",
+            "convoke-files",
+            "convoke-kernels",
+            "convoke-autograd",
+            "convoke-distributed",
+            "convoke-nn",
+        ],
     ),
 ];
 /// Where `unsafe` may stand; this file only speaks of it.

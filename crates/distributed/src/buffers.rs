@@ -3,6 +3,8 @@
 use std::ops::{Deref, DerefMut};
 use std::sync::{Mutex, PoisonError};
 
+use convoke_memory::{OutOfMemory, attempt};
+
 /// Smaller buffers are left to the allocator, which keeps them itself.
 const SMALLEST: usize = 1 << 13;
 /// How many words are kept, in this process: 128 MiB. The oldest go first.
@@ -15,14 +17,22 @@ pub(crate) struct Buffer(Vec<u64>);
 
 impl Buffer {
     /// At least `len` words, with anything in them.
-    pub(crate) fn with_at_least(len: usize) -> Buffer {
+    pub(crate) fn with_at_least(len: usize) -> Result<Buffer, OutOfMemory> {
         let mut spare = SPARE.lock().unwrap_or_else(PoisonError::into_inner);
-        let fits = |words: &&Vec<u64>| len >= SMALLEST && (len..=2 * len).contains(&words.len());
+        let fits =
+            |words: &&Vec<u64>| len >= SMALLEST && (len..=len.saturating_mul(2)).contains(&words.len());
         let best = spare.iter().filter(fits).map(Vec::len).min();
         let found = best.and_then(|best| spare.iter().position(|words| words.len() == best));
         let found = found.map(|index| spare.remove(index));
         drop(spare);
-        Buffer(found.unwrap_or_else(|| vec![0; len]))
+        match found {
+            Some(words) => Ok(Buffer(words)),
+            // Zeros that nobody has touched: a length that a peer only claims takes no memory.
+            None => match attempt(|| bytemuck::allocation::try_zeroed_slice_box(len)) {
+                Ok(words) => Ok(Buffer(words.into_vec())),
+                Err(()) => Err(OutOfMemory::of::<u64>(len)),
+            },
+        }
     }
 
     /// The words, which are then the caller's.
@@ -36,6 +46,12 @@ impl Buffer {
 impl From<Box<[u64]>> for Buffer {
     fn from(words: Box<[u64]>) -> Buffer {
         Buffer(words.into_vec())
+    }
+}
+
+impl From<Vec<u64>> for Buffer {
+    fn from(words: Vec<u64>) -> Buffer {
+        Buffer(words)
     }
 }
 
@@ -82,17 +98,22 @@ mod tests {
     #[test]
     fn buffers_come_again_and_not_too_many_are_kept() {
         // No other test of this program has buffers of these sizes.
-        let mut buffer = Buffer::with_at_least(50_000);
+        let at_least = |len| Buffer::with_at_least(len).unwrap();
+        let mut buffer = at_least(50_000);
         buffer[49_999] = 7;
         drop(buffer);
-        let again = Buffer::with_at_least(40_000);
+        let again = at_least(40_000);
         assert_eq!((again.len(), again[49_999]), (50_000, 7), "the same memory");
-        assert_eq!(Buffer::with_at_least(40_000).len(), 40_000, "it is in use");
+        assert_eq!(at_least(40_000).len(), 40_000, "it is in use");
         drop(again);
-        assert_eq!(Buffer::with_at_least(19_000).len(), 19_000, "too large for that");
-        drop([MOST / 2, MOST / 2, MOST / 2].map(Buffer::with_at_least));
+        assert_eq!(at_least(19_000).len(), 19_000, "too large for that");
+        drop([MOST / 2, MOST / 2, MOST / 2].map(at_least));
         assert!((MOST / 2..=MOST).contains(&kept()), "{}", kept());
-        drop(Buffer::with_at_least(MOST + 1));
+        drop(at_least(MOST + 1));
         assert!(kept() <= MOST, "{}", kept());
+        for len in [usize::MAX, 1 << 60, 1 << 47] {
+            let bytes = len.saturating_mul(8);
+            assert_eq!(Buffer::with_at_least(len).map(drop), Err(OutOfMemory { bytes }));
+        }
     }
 }

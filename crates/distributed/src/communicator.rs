@@ -1,7 +1,10 @@
 //! The communicator: collectives in terms of one exchange.
 
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
+
+use convoke_memory::OutOfMemory;
 
 use crate::message::{Message, Outgoing, sum};
 use crate::threads::Place;
@@ -10,12 +13,13 @@ use crate::{Call, Collective, Error, Number, Result};
 /// How a communicator behaves.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Options {
-    /// How long a rank waits for others in a collective before that is an error.
+    /// How long a rank waits for others in a collective before that is an error; from the last sign of life on where one of
+    /// them is [`Communicator::at_work`].
     pub timeout: Duration,
 }
 
 impl Default for Options {
-    /// Five minutes: more than the slowest part of a step, also while one rank measures convolutions.
+    /// Five minutes: more than the slowest part of a step.
     fn default() -> Options {
         Options { timeout: Duration::from_secs(300) }
     }
@@ -44,6 +48,12 @@ pub(crate) trait Transport: Send + Sync {
     /// What others must know of this rank to reach it in a communicator that is about to be made.
     fn address(&self) -> u64;
 
+    /// Tells the others that this rank is alive and will come, for those that wait for it.
+    fn tell_alive(&self);
+
+    /// Ends the communicator for all ranks, before this one has come to its next call; the error that all get.
+    fn fail(&self, error: Error) -> Error;
+
     /// The transport between those ranks of this one, in rising order, of which this rank is one; all of them call it after
     /// they have exchanged their addresses.
     fn among(&self, call: &Call, members: &[usize], addresses: &[u64]) -> Result<Box<dyn Transport>>;
@@ -65,6 +75,9 @@ struct Shared {
 
 /// Sums of more bytes are taken in parts, one by each rank.
 const SHARED_FROM: usize = 1 << 16;
+
+/// The shortest and the longest time between two signs of life of a rank at work.
+const SIGNS: [Duration; 2] = [Duration::from_millis(1), Duration::from_secs(5)];
 
 /// Names of calls have at most as many bytes.
 const LONGEST_NAME: usize = 1024;
@@ -97,13 +110,13 @@ impl Communicator {
     /// Each of `values` becomes its sum over all ranks, taken in their order.
     ///
     /// # Errors
-    /// If the ranks' calls, types or lengths differ; if one is gone or does not come in time; if `name` has more than 1024
-    /// bytes. `values` are then as before.
+    /// If the ranks' calls, types or lengths differ; if one is gone, does not come in time or has no memory; if `name` has more
+    /// than 1024 bytes. `values` are then as before.
     pub fn all_reduce<T: Number>(&self, name: &str, values: &mut [T]) -> Result<()> {
         let world_size = self.world_size();
         let elements = Some(values.len());
         let reduce = Collective::AllReduce;
-        let all = Message::new(values);
+        let all = self.held(name, Message::new(values))?;
         if world_size == 1 || size_of_val(values) < SHARED_FROM {
             let all = self.exchange::<T>(reduce, name, elements, Outgoing::Same(all))?;
             sum(&all, values);
@@ -115,7 +128,7 @@ impl Communicator {
         let parts = (0..world_size).map(|part| all.part::<T>(cut(part)..cut(part + 1))).collect();
         let parts = self.exchange::<T>(reduce, name, elements, Outgoing::Each(parts))?;
         let mine = cut(self.rank())..cut(self.rank() + 1);
-        let sums = Message::write(mine.len(), |sums: &mut [T]| sum(&parts, sums));
+        let sums = self.held(name, Message::write(mine.len(), |sums: &mut [T]| sum(&parts, sums)))?;
         let all = self.exchange::<T>(reduce, name, elements, Outgoing::Same(sums))?;
         for (part, sums) in all.iter().enumerate() {
             values[cut(part)..cut(part + 1)].copy_from_slice(sums.numbers());
@@ -128,9 +141,9 @@ impl Communicator {
     /// # Errors
     /// As [`Communicator::all_reduce`], lengths apart.
     pub fn all_gather<T: Number>(&self, name: &str, values: &[T]) -> Result<Vec<Vec<T>>> {
-        let mine = Outgoing::Same(Message::new(values));
+        let mine = Outgoing::Same(self.held(name, Message::new(values))?);
         let all = self.exchange::<T>(Collective::AllGather, name, None, mine)?;
-        Ok(all.iter().map(|message| message.numbers().to_vec()).collect())
+        all.iter().map(|message| self.held(name, convoke_memory::copied(message.numbers()))).collect()
     }
 
     /// `values` become those of rank `root`.
@@ -144,11 +157,87 @@ impl Communicator {
                 "broadcast {name:?} from rank {root}, of {world_size} ranks"
             )));
         }
-        let mine = if self.rank() == root { Message::new(values) } else { Message::empty() };
+        let mine = match self.rank() == root {
+            true => self.held(name, Message::new(values))?,
+            false => Message::empty(),
+        };
         let collective = Collective::Broadcast { root };
         let all = self.exchange::<T>(collective, name, Some(values.len()), Outgoing::Same(mine))?;
         values.copy_from_slice(all[root].numbers());
         Ok(())
+    }
+
+    /// `values` become those of rank `root`, as many as they are.
+    ///
+    /// # Errors
+    /// As [`Communicator::broadcast`].
+    pub fn share<T: Number>(&self, name: &str, root: usize, values: &mut Vec<T>) -> Result<()> {
+        let mut len = [values.len() as u64];
+        self.broadcast(name, root, &mut len)?;
+        let len = usize::try_from(len[0]).unwrap_or(usize::MAX);
+        self.held(name, convoke_memory::resize(values, len, T::zeroed()))?;
+        self.broadcast(name, root, values)
+    }
+
+    /// Whether all ranks have the same settings, each a name and a value.
+    ///
+    /// # Errors
+    /// As [`Communicator::all_reduce`]; [`Error::Setting`], the same on all ranks, with the first one that differs.
+    pub fn check_settings(&self, name: &str, settings: &[(&str, String)]) -> Result<()> {
+        let own: Vec<&str> = settings.iter().flat_map(|(name, value)| [name, value.as_str()]).collect();
+        let all = self.all_gather(name, own.join("\0").as_bytes())?;
+        let texts: Vec<_> = all.iter().map(|text| String::from_utf8_lossy(text)).collect();
+        let of = |rank: usize| texts[rank].split('\0').collect::<Vec<&str>>();
+        let first = of(0);
+        for other in 1..texts.len() {
+            let found = of(other);
+            let pair = |settings: &[&str], index: usize| {
+                let at = |index: usize| {
+                    settings.get(index).map_or("not there".to_owned(), |text| (*text).to_owned())
+                };
+                (at(2 * index), at(2 * index + 1))
+            };
+            let count = first.len().max(found.len()).div_ceil(2);
+            if let Some(index) = (0..count).find(|&index| pair(&first, index) != pair(&found, index)) {
+                let ((name, value), (other_name, other_value)) = (pair(&first, index), pair(&found, index));
+                // Programs of different versions may not even have the same settings.
+                let other_value = if name == other_name { other_value } else { "not there".into() };
+                return Err(Error::Setting { name, value, other, other_value });
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs `work`, which others wait for and which may take longer than they would: this rank tells them all the while that it
+    /// is alive, and they wait on. A rank that is killed or paused in its work is an error on them as ever.
+    ///
+    /// # Errors
+    /// If there is no thread to tell it on; `work` has not been run then.
+    pub fn at_work<R>(&self, work: impl FnOnce() -> R) -> Result<R> {
+        if self.world_size() == 1 {
+            return Ok(work());
+        }
+        let every = (self.shared.options.timeout / 4).clamp(SIGNS[0], SIGNS[1]);
+        std::thread::scope(|scope| {
+            let (at_work, ended) = channel::<()>();
+            let tell = move || {
+                loop {
+                    self.shared.transport.tell_alive();
+                    if ended.recv_timeout(every) != Err(RecvTimeoutError::Timeout) {
+                        return;
+                    }
+                }
+            };
+            let no_thread = |reason: String| {
+                Error::Transport(format!("rank {} cannot tell that it is alive: {reason}", self.rank()))
+            };
+            convoke_memory::check_threads(1).map_err(|error| no_thread(error.to_string()))?;
+            let thread = std::thread::Builder::new().name("alive".into()).spawn_scoped(scope, tell);
+            thread.map_err(|error| no_thread(format!("no memory for a thread, or too many: {error}")))?;
+            // Dropped behind the work, or by its panic.
+            let _at_work = at_work;
+            Ok(work())
+        })
     }
 
     /// Returns when all ranks have called it.
@@ -166,12 +255,21 @@ impl Communicator {
     /// As [`Communicator::all_reduce`].
     pub fn split(&self, name: &str, color: u64) -> Result<Communicator> {
         let transport = &self.shared.transport;
-        let mine = Outgoing::Same(Message::new(&[color, transport.address()]));
+        let mine = Outgoing::Same(self.held(name, Message::new(&[color, transport.address()]))?);
         let (call, all) = self.exchange_as::<u64>(Collective::Split, name, Some(2), mine)?;
         let members: Vec<usize> =
             (0..all.len()).filter(|&rank| all[rank].numbers::<u64>()[0] == color).collect();
         let addresses: Vec<u64> = members.iter().map(|&rank| all[rank].numbers()[1]).collect();
         Ok(Communicator::new(transport.among(&call, &members, &addresses)?, self.shared.options))
+    }
+
+    /// What there is memory for, or the end of the communicator, which the others must hear of.
+    fn held<R>(&self, name: &str, found: std::result::Result<R, OutOfMemory>) -> Result<R> {
+        let failed = |OutOfMemory { bytes }| {
+            let (rank, name) = (self.rank(), name.to_owned());
+            self.shared.transport.fail(Error::Memory { rank, name, bytes })
+        };
+        found.map_err(failed)
     }
 
     fn exchange<T: Number>(
@@ -213,5 +311,25 @@ impl Communicator {
 impl std::fmt::Debug for Communicator {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Communicator(rank {} of {})", self.rank(), self.world_size())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::run_threads;
+
+    #[test]
+    fn a_rank_without_memory_is_an_error_on_all() {
+        let options = Options { timeout: Duration::from_secs(60) };
+        let results = run_threads(3, &options, |communicator| match communicator.rank() {
+            1 => communicator.held("gradients", Err(OutOfMemory { bytes: 1 << 40 })),
+            _ => communicator.barrier("wait"),
+        });
+        let expected = Error::Memory { rank: 1, name: "gradients".into(), bytes: 1 << 40 };
+        assert!(expected.to_string().contains("rank 1 is out of memory"), "{expected}");
+        for result in results.unwrap() {
+            assert_eq!(result, Err(expected.clone()));
+        }
     }
 }

@@ -52,6 +52,28 @@ pub enum Error {
         /// What it said.
         message: String,
     },
+    /// A rank has no memory for what it gives to others or gets from them.
+    #[error("rank {rank} is out of memory: {bytes} bytes for {name:?} cannot be had")]
+    Memory {
+        /// The rank.
+        rank: usize,
+        /// The call's name.
+        name: String,
+        /// How many bytes were asked for.
+        bytes: usize,
+    },
+    /// Ranks were started with different settings.
+    #[error("{name} is {value} on rank 0 and {other_value} on rank {other}: all ranks must have the same")]
+    Setting {
+        /// The first setting that differs.
+        name: String,
+        /// What it is on rank 0.
+        value: String,
+        /// The first rank where it is something else.
+        other: usize,
+        /// What it is there.
+        other_value: String,
+    },
     /// A value that makes no sense.
     #[error("{0}")]
     Invalid(String),

@@ -3,6 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use convoke_memory::OutOfMemory;
+
 use crate::buffers::Buffer;
 
 mod sealed {
@@ -97,16 +99,24 @@ pub(crate) struct Message {
 }
 
 impl Message {
-    pub(crate) fn new<T: Number>(numbers: &[T]) -> Message {
+    pub(crate) fn new<T: Number>(numbers: &[T]) -> Result<Message, OutOfMemory> {
         Message::write(numbers.len(), |message| message.copy_from_slice(numbers))
     }
 
+    /// As [`Message::new`], of a few kilobytes at most.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn small(bytes: &[u8]) -> Message {
+        let mut words = vec![0; bytes.len().div_ceil(size_of::<u64>())];
+        bytemuck::cast_slice_mut(&mut words)[..bytes.len()].copy_from_slice(bytes);
+        Message { words: Arc::new(words.into()), range: 0..bytes.len() }
+    }
+
     /// `len` numbers that `write` writes, all of them, over anything.
-    pub(crate) fn write<T: Number>(len: usize, write: impl FnOnce(&mut [T])) -> Message {
-        let bytes = len * size_of::<T>();
-        let mut words = Buffer::with_at_least(bytes.div_ceil(size_of::<u64>()));
+    pub(crate) fn write<T: Number>(len: usize, write: impl FnOnce(&mut [T])) -> Result<Message, OutOfMemory> {
+        let bytes = len.checked_mul(size_of::<T>()).ok_or(OutOfMemory::of::<T>(len))?;
+        let mut words = Buffer::with_at_least(bytes.div_ceil(size_of::<u64>()))?;
         write(&mut bytemuck::cast_slice_mut(&mut words)[..len]);
-        Message { words: Arc::new(words), range: 0..bytes }
+        Ok(Message { words: Arc::new(words), range: 0..bytes })
     }
 
     /// The first `bytes` bytes of these words.
@@ -118,7 +128,7 @@ impl Message {
 
     /// Without numbers.
     pub(crate) fn empty() -> Message {
-        Message::new::<u8>(&[])
+        Message { words: Arc::new(Vec::new().into()), range: 0..0 }
     }
 
     /// The numbers in `range`, not copied; they must be of the type they were made of.

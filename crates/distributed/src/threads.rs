@@ -34,6 +34,7 @@ pub fn run_threads<R: Send>(
     work: impl Fn(Communicator) -> R + Sync,
 ) -> Result<Vec<R>> {
     let communicators = threads(world_size, options)?;
+    convoke_memory::check_threads(world_size).map_err(|error| no_thread(0, &error))?;
     let work = &work;
     let results: Vec<_> = std::thread::scope(|scope| {
         let spawn = |communicator: Communicator| {
@@ -44,15 +45,22 @@ pub fn run_threads<R: Send>(
         // A thread that cannot be had drops its communicator, so that the others end.
         let handles: Vec<_> = communicators.into_iter().map(spawn).collect();
         let joined = |handle: std::io::Result<std::thread::ScopedJoinHandle<'_, _>>| match handle {
-            Ok(handle) => handle.join().and_then(|result| result).map_err(|panic| said(&*panic)),
-            Err(error) => Err(format!("its thread cannot start: {error}")),
+            Ok(handle) => handle.join().and_then(|result| result).map_err(|panic| Ok(said(&*panic))),
+            Err(error) => Err(Err(error)),
         };
         handles.into_iter().map(joined).collect()
     });
-    let known = |(rank, result): (usize, std::result::Result<R, String>)| {
-        result.map_err(|message| Error::Panicked { rank, message })
+    let known = |(rank, result): (usize, std::result::Result<R, std::io::Result<String>>)| {
+        result.map_err(|cause| match cause {
+            Ok(message) => Error::Panicked { rank, message },
+            Err(error) => no_thread(rank, &error),
+        })
     };
     results.into_iter().enumerate().map(known).collect()
+}
+
+fn no_thread(rank: usize, error: &dyn std::error::Error) -> Error {
+    Error::Transport(format!("no thread for rank {rank}, for want of memory or of threads: {error}"))
 }
 
 /// What a panic said.
@@ -81,6 +89,8 @@ struct State {
     taken: usize,
     /// Which ranks have ended.
     ended: Vec<bool>,
+    /// When each rank last told that it is at work.
+    alive: Vec<Option<Instant>>,
     /// The first failure.
     failed: Option<Error>,
     /// Meetings of some of the ranks that are being made, by the call and its lowest rank, and who has yet to come.
@@ -94,6 +104,7 @@ impl Meeting {
             complete: None,
             taken: 0,
             ended: vec![false; world_size],
+            alive: vec![None; world_size],
             failed: None,
             groups: HashMap::new(),
         };
@@ -132,6 +143,13 @@ impl State {
         (0..self.brought.len()).filter(|&rank| self.brought[rank].is_none()).collect()
     }
 
+    /// How long one of those ranks has given no sign of life to somebody who waits since `start`.
+    fn quiet(&self, start: Instant) -> Duration {
+        let missing =
+            self.missing().into_iter().map(|rank| self.alive[rank].map_or(start, |alive| alive.max(start)));
+        missing.min().unwrap_or(start).elapsed()
+    }
+
     /// All messages to `rank`, and an empty table for the next call, once every rank has taken its own.
     fn take(&mut self, rank: usize) -> Option<Vec<Message>> {
         let all = self.complete.as_ref()?;
@@ -164,10 +182,12 @@ impl Place {
                 return Ok((state, result));
             }
             let waited = start.elapsed();
+            // Signs of life matter only where time would be over without them.
+            let quiet = if waited < timeout { waited } else { state.quiet(start) };
             let call = || Box::new(call.clone());
             let failure = match &state.failed {
                 Some(first) => return Err(first.clone()),
-                None if waited >= timeout => {
+                None if quiet >= timeout => {
                     Some(Error::Timeout { rank: self.rank, call: call(), waited, missing: state.missing() })
                 }
                 None if state.complete.is_none() => state.obstacle(self.rank, &call()),
@@ -178,7 +198,7 @@ impl Place {
                 self.meeting.changed.notify_all();
                 return Err(failure);
             }
-            let rest = timeout.saturating_sub(waited);
+            let rest = timeout.saturating_sub(quiet);
             state = self.meeting.changed.wait_timeout(state, rest).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
@@ -209,6 +229,16 @@ impl Transport for Place {
         }
         let take = |state: &mut State| state.take(self.rank);
         self.wait(state, call, time, take).map(|(_state, messages)| messages)
+    }
+
+    fn tell_alive(&self) {
+        self.meeting.state().alive[self.rank] = Some(Instant::now());
+    }
+
+    fn fail(&self, error: Error) -> Error {
+        let first = self.meeting.state().failed.get_or_insert(error).clone();
+        self.meeting.changed.notify_all();
+        first
     }
 
     fn address(&self) -> u64 {

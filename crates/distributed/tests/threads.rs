@@ -250,6 +250,84 @@ fn waiting_ends_with_the_names_of_those_who_did_not_come() {
 }
 
 #[test]
+fn a_rank_at_work_is_waited_for_as_long_as_it_lives() {
+    let options = Options { timeout: Duration::from_millis(200) };
+    let results = run_threads(3, &options, |communicator| {
+        if communicator.rank() == 0 {
+            communicator.at_work(|| std::thread::sleep(5 * options.timeout))?;
+        }
+        communicator.barrier("measured")
+    });
+    assert_eq!(results.unwrap(), vec![Ok(()); 3]);
+    // Afterwards it is waited for like any other; what it gives is passed on, and so is its panic.
+    let error = run_threads(2, &options, |communicator| {
+        if communicator.rank() == 0 {
+            assert_eq!(communicator.at_work(|| 7), Ok(7));
+            std::thread::sleep(5 * options.timeout);
+        }
+        communicator.barrier("late").unwrap_err()
+    });
+    assert!(error.unwrap().iter().all(|error| matches!(error, Error::Timeout { .. })));
+    let panicked = run_threads(2, &options, |communicator| match communicator.rank() {
+        0 => communicator.at_work(|| panic!("no disk")).map(drop),
+        _ => communicator.barrier("wait"),
+    });
+    assert_eq!(panicked, Err(Error::Panicked { rank: 0, message: "no disk".into() }));
+}
+
+#[test]
+fn one_rank_at_work_does_not_hide_another_that_does_not_come() {
+    let options = Options { timeout: Duration::from_millis(200) };
+    let results = run_threads(3, &options, |communicator| match communicator.rank() {
+        0 => communicator.at_work(|| std::thread::sleep(8 * options.timeout)),
+        1 => {
+            std::thread::sleep(8 * options.timeout);
+            Ok(())
+        }
+        _ => communicator.barrier("wait"),
+    });
+    let error = results.unwrap()[2].clone().unwrap_err();
+    assert!(matches!(&error, Error::Timeout { missing, .. } if missing == &[0, 1]), "{error}");
+}
+
+#[test]
+fn settings_that_differ_are_named_on_all_ranks() {
+    let check = |change: fn(usize, &mut Vec<(&'static str, String)>)| {
+        run(3, |communicator| {
+            let mut settings = vec![("--steps", "3".to_owned()), ("--model", "mnist-cnn".to_owned())];
+            change(communicator.rank(), &mut settings);
+            communicator.check_settings("flags", &settings)
+        })
+    };
+    assert_eq!(check(|_, _| ()), vec![Ok(()); 3]);
+    let texts = |results: Vec<Result<()>>| -> Vec<String> {
+        results.into_iter().map(|result| result.unwrap_err().to_string()).collect()
+    };
+    let steps = texts(check(|rank, settings| {
+        if rank == 2 {
+            settings[0].1 = "5".into();
+        }
+    }));
+    assert_eq!(steps, ["--steps is 3 on rank 0 and 5 on rank 2: all ranks must have the same"; 3]);
+    let more = texts(check(|rank, settings| {
+        if rank == 1 {
+            settings.push(("--new", "1".into()));
+        }
+    }));
+    assert!(more.iter().all(|text| text.contains("rank 1") && text.contains("not there")), "{more:?}");
+}
+
+#[test]
+fn what_one_rank_has_is_shared_whatever_its_length() {
+    for found in run(3, |communicator| {
+        let mut values = vec![communicator.rank() as u64; 1000 * communicator.rank()];
+        communicator.share("values", 1, &mut values).map(|()| values)
+    }) {
+        assert_eq!(found, Ok(vec![1; 1000]));
+    }
+}
+
+#[test]
 fn names_have_a_sensible_length() {
     let solo = Communicator::solo();
     assert_eq!(solo.barrier(&"x".repeat(1024)), Ok(()));

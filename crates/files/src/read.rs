@@ -1,9 +1,10 @@
 //! Reading: what is opened is a regular file, and how much it holds is known before memory is taken.
 
-use std::collections::TryReserveError;
 use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, ErrorKind, Read};
 use std::path::Path;
+
+use convoke_memory::OutOfMemory;
 
 /// Opens a regular file for reading; links are followed.
 ///
@@ -52,10 +53,10 @@ pub fn read_text(path: &Path, limit: u64) -> io::Result<String> {
 /// # Errors
 /// `OutOfMemory`.
 pub fn reserve(bytes: &mut Vec<u8>, more: u64) -> io::Result<()> {
-    let refused = |_: TryReserveError| {
+    let refused = |_: OutOfMemory| {
         io::Error::new(ErrorKind::OutOfMemory, format!("there is no memory for {more} bytes"))
     };
-    bytes.try_reserve_exact(usize::try_from(more).unwrap_or(usize::MAX)).map_err(refused)
+    convoke_memory::reserve(bytes, usize::try_from(more).unwrap_or(usize::MAX)).map_err(refused)
 }
 
 /// Fails, saying what it is, unless it is a regular file.

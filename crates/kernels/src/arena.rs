@@ -244,7 +244,9 @@ unsafe impl Send for Memory {}
 impl Memory {
     /// `len` bytes, a multiple of a cache line, if there are so many.
     fn zeros(len: usize) -> Option<Memory> {
-        let room = bytemuck::allocation::try_zeroed_slice_box::<u8>(len.checked_add(LINE - 1)?).ok()?;
+        let bytes = len.checked_add(LINE - 1)?;
+        let room =
+            convoke_memory::attempt(|| bytemuck::allocation::try_zeroed_slice_box::<u8>(bytes)).ok()?;
         let room = NonNull::from(Box::leak(room));
         let first = room.cast::<u8>();
         // SAFETY: `room` has LINE - 1 bytes more than `len`, and the next line begins at most so many bytes from its start:

@@ -2,6 +2,8 @@
 
 use std::ops::{Deref, DerefMut};
 
+use convoke_memory::OutOfMemory;
+
 use crate::Element;
 
 /// A run of elements that starts on a cache line.
@@ -15,11 +17,21 @@ pub(crate) struct Buffer<T> {
 pub(crate) const LINE: usize = 64;
 
 impl<T: Element> Buffer<T> {
-    /// So many elements of this value; their memory has been met.
+    /// So many elements of this value; their memory has been met. For what is as small as a row of a tensor.
     pub(crate) fn filled(len: usize, value: T) -> Buffer<T> {
         let slack = LINE / size_of::<T>();
-        let memory = vec![value; len + slack];
-        let start = memory.as_ptr().align_offset(LINE).min(slack);
+        Buffer::of(vec![value; len + slack], len)
+    }
+
+    /// As [`Buffer::filled`], for what is as large as a tensor.
+    pub(crate) fn try_filled(len: usize, value: T) -> Result<Buffer<T>, OutOfMemory> {
+        let slack = LINE / size_of::<T>();
+        Ok(Buffer::of(convoke_memory::filled(len.saturating_add(slack), value)?, len))
+    }
+
+    /// `len` elements of a memory that has a cache line more.
+    fn of(memory: Vec<T>, len: usize) -> Buffer<T> {
+        let start = memory.as_ptr().align_offset(LINE).min(memory.len() - len);
         Buffer { memory, start, len }
     }
 

@@ -111,7 +111,10 @@ impl Cpu {
             return Err(Error::Cpu(format!("a thread budget must be 1 to 1024, not {threads}")));
         }
         let team = (threads > 1).then(|| Team::new(threads - 1)).transpose();
-        let team = team.map_err(|error| Error::Cpu(format!("cannot start {threads} threads: {error}")))?;
+        let no_team = |error| {
+            Error::Cpu(format!("cannot start {threads} threads, for want of memory or of threads: {error}"))
+        };
+        let team = team.map_err(no_team)?;
         Ok(Cpu { team: team.map(Arc::new), threads, isa: Isa::detect(), dry: false })
     }
 

@@ -50,6 +50,9 @@ pub enum Error {
         /// The type.
         dtype: crate::DType,
     },
+    /// There is no memory for what a kernel or the tuner needs beside its operands.
+    #[error(transparent)]
+    Memory(#[from] convoke_memory::OutOfMemory),
     /// This CPU lacks the instruction set asked for, or no threads can be had.
     #[error("{0}")]
     Cpu(String),

@@ -34,6 +34,7 @@ mod transpose;
 
 pub mod activation;
 pub mod arena;
+pub mod backstop;
 pub mod batch_norm;
 pub mod concat;
 pub mod conv;

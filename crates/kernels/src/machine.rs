@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use pulp::{Simd, WithSimd};
 
-use crate::{Cpu, simd};
+use crate::{Cpu, Result, simd};
 
 /// Independent chains of multiply-adds: enough to hide a latency of 4 to 5 cycles on two units, few enough for the 16
 /// registers of AVX2 with the two factors.
@@ -25,25 +25,32 @@ pub fn peak_flops(cpu: &Cpu) -> f64 {
 }
 
 /// Bytes that `cpu` reads and writes in a second when it copies what no cache holds.
-pub fn copy_bandwidth(cpu: &Cpu) -> f64 {
-    let from = vec![1.0f32; COPIED];
-    let mut to = vec![0.0f32; COPIED];
+///
+/// # Errors
+/// If there is no memory for that: 192 MiB.
+pub fn copy_bandwidth(cpu: &Cpu) -> Result<f64> {
+    let from = convoke_memory::filled(COPIED, 1.0f32)?;
+    let mut to = convoke_memory::filled(COPIED, 0.0f32)?;
     let part = COPIED.div_ceil(4 * cpu.threads());
     let bytes = (2 * COPIED * size_of::<f32>()) as f64;
-    bytes
-        / shortest(|| {
-            let parts = to.chunks_mut(part).zip(from.chunks(part));
-            cpu.for_each(usize::MAX, parts, |(to, from)| to.copy_from_slice(from));
-        })
+    let seconds = shortest(|| {
+        let parts = to.chunks_mut(part).zip(from.chunks(part));
+        cpu.for_each(usize::MAX, parts, |(to, from)| to.copy_from_slice(from));
+    });
+    Ok(bytes / seconds)
 }
 
 /// Bytes that `cpu` moves in a second at most, when it goes through `bytes` of memory again and again: by copying one half to
 /// the other, or by only reading, whichever is faster. What caches hold moves faster than what they do not.
-pub fn bandwidth(cpu: &Cpu, bytes: usize) -> f64 {
+///
+/// # Errors
+/// If there is no memory for so many bytes.
+pub fn bandwidth(cpu: &Cpu, bytes: usize) -> Result<f64> {
     let threads = cpu.threads();
     // A part for each thread, of at least a cache line on either side of a copy.
     let len = (bytes / size_of::<f32>() / (2 * threads)).max(16);
-    let mut halves: Vec<[Vec<f32>; 2]> = (0..threads).map(|_| [vec![1.0; len], vec![0.0; len]]).collect();
+    let pair = |_| Ok([convoke_memory::filled(len, 1.0)?, convoke_memory::filled(len, 0.0)?]);
+    let mut halves: Vec<[Vec<f32>; 2]> = (0..threads).map(pair).collect::<Result<_>>()?;
     // A sample takes some time even where the bytes are few: waking threads is not what is measured.
     let repeats = (SAMPLE / (2 * size_of::<f32>() * len * threads)).max(1);
     let moved = (2 * size_of::<f32>() * len * threads * repeats) as f64;
@@ -65,7 +72,7 @@ pub fn bandwidth(cpu: &Cpu, bytes: usize) -> f64 {
             }
         });
     });
-    moved / copying.min(reading)
+    Ok(moved / copying.min(reading))
 }
 
 /// Bytes of a sample of [`bandwidth`].
@@ -157,7 +164,7 @@ mod tests {
     fn few_and_many_bytes_move_at_some_speed() {
         for cpu in [Cpu::single(), Cpu::new(3).unwrap()] {
             for bytes in [0, 1, 1000, 1 << 16, 1 << 20, 1 << 24] {
-                let bandwidth = bandwidth(&cpu, bytes);
+                let bandwidth = bandwidth(&cpu, bytes).unwrap();
                 assert!((1e8..1e14).contains(&bandwidth), "{bytes} bytes: {bandwidth:.3e}");
             }
         }
@@ -165,7 +172,7 @@ mod tests {
 
     #[test]
     fn memory_is_copied_at_some_speed() {
-        let bandwidth = copy_bandwidth(&Cpu::single());
+        let bandwidth = copy_bandwidth(&Cpu::single()).unwrap();
         assert!((1e8..1e13).contains(&bandwidth), "{bandwidth:.3e}");
     }
 }

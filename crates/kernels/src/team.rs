@@ -6,6 +6,7 @@
 
 use std::any::Any;
 use std::cell::UnsafeCell;
+use std::io::ErrorKind;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -90,6 +91,8 @@ impl Team {
                 wake: Condvar::new(),
             }),
         };
+        convoke_memory::check_threads(helpers)
+            .map_err(|error| std::io::Error::new(ErrorKind::OutOfMemory, error))?;
         for index in 1..=helpers {
             let shared = team.shared.clone();
             std::thread::Builder::new().name(format!("convoke-{index}")).spawn(move || shared.help())?;

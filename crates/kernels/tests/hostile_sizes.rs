@@ -63,6 +63,7 @@ fn with_extent(failures: &mut Failures, extent: &Extent, len: usize) {
     let by = Normalization {
         mean: &numbers,
         inverse_std: &numbers,
+        inverse_root: None,
         weight: None,
         bias: None,
         activation: activation::Activation::Identity,
@@ -479,6 +480,7 @@ fn counts_and_filters_that_overflow_are_errors() {
     let by = Normalization {
         mean: &numbers,
         inverse_std: &numbers,
+        inverse_root: None,
         weight: None,
         bias: None,
         activation: activation::Activation::Identity,

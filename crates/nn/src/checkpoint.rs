@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use convoke_autograd::{DType, Device, MemoryFormat, Stored, Tensor};
 use convoke_files::{escaped, open_regular, reserve, write_out};
 use half::{bf16, f16};
-use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorView};
+use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorInfo, TensorView};
 
 pub use run::exists;
 pub(crate) use run::{load, save};
@@ -205,25 +205,54 @@ pub(crate) fn set_model(model: &(impl Module + ?Sized), values: Vec<Value>) -> R
     Ok(())
 }
 
-/// The bytes of a safetensors file with these values.
+/// The bytes of a safetensors file with these values, in the order that the format asks for: larger types first, then by name.
 pub(crate) fn to_safetensors(values: &[(String, Value)]) -> Result<Vec<u8>> {
-    let mut stored = Vec::with_capacity(values.len());
-    for (name, value) in values {
-        stored.push((
-            name,
-            match value {
-                Value::Tensor(tensor) => {
-                    (dtype(tensor.dtype()), tensor.shape().to_vec(), contiguous_bytes(tensor)?)
-                }
-                Value::Count(count) => (Dtype::I64, Vec::new(), count.to_le_bytes().to_vec()),
-            },
-        ));
+    let described = |(name, value): &'_ (String, Value)| match value {
+        Value::Tensor(tensor) => (dtype(tensor.dtype()), name.clone(), tensor.shape().to_vec()),
+        Value::Count(_) => (Dtype::I64, name.clone(), Vec::new()),
+    };
+    let mut order: Vec<_> = values.iter().map(|named| (described(named), &named.1)).collect();
+    order.sort_by(|((left, name, _), _), ((right, other, _), _)| right.cmp(left).then(name.cmp(other)));
+    let (mut infos, mut end) = (Vec::with_capacity(order.len()), 0);
+    for ((dtype, name, shape), value) in &order {
+        let start = end;
+        end += match value {
+            Value::Tensor(tensor) => tensor.len() * tensor.dtype().size(),
+            Value::Count(_) => size_of::<i64>(),
+        };
+        let (name, shape) = (name.clone(), shape.clone());
+        infos.push((name, TensorInfo { dtype: *dtype, shape, data_offsets: (start, end) }));
     }
-    let views = stored.iter().map(|(name, (dtype, shape, bytes))| {
-        let view = TensorView::new(*dtype, shape.clone(), bytes).expect("the bytes are the shape's");
-        (name.as_str(), view)
-    });
-    Ok(safetensors::serialize(views, None).expect("names and sizes are in order"))
+    let metadata = Metadata::new(None, infos).expect("names and sizes are in order");
+    let mut header = serde_json::to_vec(&metadata).expect("names and numbers");
+    header.resize(header.len().next_multiple_of(size_of::<u64>()), b' ');
+    let mut bytes = convoke_memory::with_capacity(size_of::<u64>() + header.len() + end)
+        .map_err(convoke_autograd::Error::from)?;
+    bytes.extend_from_slice(&(header.len() as u64).to_le_bytes());
+    bytes.extend_from_slice(&header);
+    for (_, value) in order {
+        match value {
+            Value::Count(count) => bytes.extend_from_slice(&count.to_le_bytes()),
+            Value::Tensor(tensor) => match tensor.dtype() {
+                DType::F32 => put(tensor, f32::to_le_bytes, &mut bytes)?,
+                DType::F64 => put(tensor, f64::to_le_bytes, &mut bytes)?,
+                DType::F16 => put(tensor, f16::to_le_bytes, &mut bytes)?,
+                DType::BF16 => put(tensor, bf16::to_le_bytes, &mut bytes)?,
+            },
+        }
+    }
+    Ok(bytes)
+}
+
+/// Writes the elements in N, C, H, W order behind what is there; there is room.
+fn put<T: Stored, const SIZE: usize>(
+    tensor: &Tensor,
+    number: impl Fn(T) -> [u8; SIZE],
+    bytes: &mut Vec<u8>,
+) -> Result<()> {
+    let contiguous = tensor.detach().to_format(MemoryFormat::Contiguous)?;
+    contiguous.data::<T>()?.iter().for_each(|&x| bytes.extend_from_slice(&number(x)));
+    Ok(())
 }
 
 fn dtype(dtype: DType) -> Dtype {
@@ -233,16 +262,6 @@ fn dtype(dtype: DType) -> Dtype {
         DType::F16 => Dtype::F16,
         DType::BF16 => Dtype::BF16,
     }
-}
-
-/// The elements in N, C, H, W order, little-endian.
-fn contiguous_bytes(tensor: &Tensor) -> Result<Vec<u8>> {
-    Ok(match tensor.dtype() {
-        DType::F32 => tensor.to_vec::<f32>()?.iter().flat_map(|x| x.to_le_bytes()).collect(),
-        DType::F64 => tensor.to_vec::<f64>()?.iter().flat_map(|x| x.to_le_bytes()).collect(),
-        DType::F16 => tensor.to_vec::<f16>()?.iter().flat_map(|x| x.to_le_bytes()).collect(),
-        DType::BF16 => tensor.to_vec::<bf16>()?.iter().flat_map(|x| x.to_le_bytes()).collect(),
-    })
 }
 
 /// The tensors of a safetensors file.

@@ -3,12 +3,14 @@
 mod common;
 
 use std::ops::ControlFlow;
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use common::{check_refused, digits, init, parameter, snapshot, tensor, values};
 use convoke_autograd::ops::{Reduction, nll_loss};
 use convoke_autograd::{Cpu, DType, Device, DeviceOptions, Gradients, Tensor};
 use convoke_distributed::{Communicator, Options, run_threads};
+use convoke_kernels::tune::{Effort, Event, Observer, Tuner, TunerOptions};
 use convoke_nn::data_parallel::{DataParallel, DataParallelOptions, shard};
 use convoke_nn::models::Model;
 use convoke_nn::modules::{
@@ -397,6 +399,32 @@ fn only_rank_0_needs_the_checkpoint() {
     })
     .unwrap();
     assert_eq!(resumed, saved, "bit for bit");
+}
+
+#[test]
+fn ranks_wait_while_rank_0_measures() {
+    let data = digits(40, 30);
+    let options = Options { timeout: Duration::from_secs(4) };
+    let took = run_threads(2, &options, |ranks| {
+        let first = ranks.rank() == 0;
+        // Each choice takes rank 0 a second, as slow algorithms would.
+        let observer: Observer = Arc::new(move |event| {
+            if first && matches!(event, Event::Chosen(_)) {
+                std::thread::sleep(Duration::from_secs(1));
+            }
+        });
+        let effort = Effort::Heuristic;
+        let tuner = Tuner::new(TunerOptions { effort, observer: Some(observer), ..TunerOptions::default() });
+        let device =
+            Device::new(DeviceOptions { tuner: tuner.unwrap(), ..DeviceOptions::new(Cpu::single()) });
+        let trainer = Trainer::new(&device, config(18, true), data.clone()).unwrap();
+        let start = Instant::now();
+        let mut trainer = trainer.join(&ranks).unwrap();
+        trainer.step().unwrap();
+        start.elapsed()
+    });
+    let took = took.unwrap();
+    assert!(took[1] > options.timeout, "rank 1 never waited longer than it may: {took:?}");
 }
 
 #[test]

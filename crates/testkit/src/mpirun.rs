@@ -23,6 +23,8 @@ pub enum Start {
     Strict,
     /// By an `mpirun` that lets the others go on.
     Lenient,
+    /// By `mpirun`, with one more process, of this program and its arguments.
+    Beside(&'static [&'static str]),
     /// Without it.
     Alone,
 }
@@ -62,6 +64,9 @@ pub fn run(case: &str, ranks: usize, start: Start) -> Option<Run> {
         command.args(["--allow-run-as-root", "--oversubscribe", "-n", &ranks.to_string()]).arg(program);
     }
     command.args(["tests::rank", "--exact", "--nocapture"]);
+    if let Start::Beside(other) = start {
+        command.args([":", "-n", "1"]).args(other);
+    }
     command.env(CASE, case).env(REPORTS, folder.path());
     let output = folder.path().join("output");
     let file = File::create(&output).unwrap();

@@ -110,7 +110,7 @@ fn measure(args: &BenchNormArgs, cpu: &Cpu, shape: &[usize], format: FormatName)
             times.iter_mut().zip(both).for_each(|(times, time)| times.push(time.as_secs_f64()));
         }
     }
-    let copy = machine::copy_bandwidth(cpu);
+    let copy = machine::copy_bandwidth(cpu)?;
     let bytes = (shape.iter().product::<usize>() * DType::F32.size()) as f64;
     Ok(PASSES
         .into_iter()

@@ -10,7 +10,7 @@ use super::ranks::{self, Rank};
 use super::train::{Session, interruption, publish};
 
 pub(crate) fn run(args: &RunArgs) -> Result<()> {
-    ranks::run(args, |rank| on_rank(args, rank))
+    ranks::run(args, &[("command", "compare".into())], |rank| on_rank(args, rank))
 }
 
 fn on_rank(args: &RunArgs, rank: &Rank<'_>) -> Result<()> {
@@ -39,7 +39,7 @@ fn on_rank(args: &RunArgs, rank: &Rank<'_>) -> Result<()> {
         interrupted = sessions[behind].agree(console.interrupted())?;
         for (session, before) in sessions.iter().zip(steps) {
             if session.trainer.steps() > before {
-                session.save_if_due(args, interrupted)?;
+                session.save_if_due(args, rank, interrupted)?;
             }
         }
     }

@@ -70,7 +70,9 @@ impl Console {
             false if quiet => {}
             false => lock(&bar).suspend(|| note("stopping at the next good moment (Ctrl-C again: at once)")),
         })
-        .map_err(|error| Failure::Run(format!("cannot watch for Ctrl-C: {error}")))?;
+        .map_err(|error| {
+            Failure::Run(format!("cannot watch for Ctrl-C, for want of memory or of threads: {error}"))
+        })?;
         let terminal = !quiet && std::io::stderr().is_terminal();
         Ok(Console { terminal, quiet, interrupted, shown })
     }

@@ -27,6 +27,7 @@ mod tune;
 mod tuning;
 mod tuning_args;
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -63,7 +64,34 @@ impl<E: std::error::Error> From<E> for Failure {
 
 pub(crate) type Result<T> = std::result::Result<T, Failure>;
 
+/// Ends the process for want of memory that nobody takes an error for: small things, of which there are too many to look after
+/// each. What is large says what it was for, on other ways.
+pub(crate) extern "C" fn out_of_memory(bytes: usize) -> ! {
+    // Written without memory.
+    let _ = writeln!(std::io::stderr(), "error: out of memory: {bytes} bytes cannot be had");
+    std::process::exit(1)
+}
+
+/// Bytes of the main thread's stack that are mapped before there is anything else.
+const STACK: usize = 1 << 20;
+
+/// Maps the main thread's stack: it grows as it is used, and where no memory is left to grow into, the process is killed without
+/// a word. Other threads have theirs from the start.
+fn map_stack() -> Result<()> {
+    fn touch(pages: usize) -> u8 {
+        let page = std::hint::black_box([pages as u8; 4096]);
+        if pages > 0 { touch(pages - 1) ^ page[pages % 4096] } else { page[0] }
+    }
+    drop(convoke_memory::with_capacity::<u8>(2 * STACK)?);
+    std::hint::black_box(touch(STACK / 4096));
+    Ok(())
+}
+
 pub(crate) fn main() -> ExitCode {
+    if let Err(Failure::Usage(message) | Failure::Run(message) | Failure::OtherRanks(message)) = map_stack() {
+        console::note(&format!("error: {message}"));
+        return ExitCode::from(1);
+    }
     // clap ends the process itself: with 2 for bad usage, 0 for --help and --version.
     let result = match Args::parse().command {
         Command::Train(args) => train::run(&args),

@@ -62,7 +62,7 @@ impl Recording {
         let State { events, left_out, totals, .. } = self.state;
         let trace = Trace { events: &events, display_time_unit: "ms", spans_left_out: left_out };
         output::write("--profile", &self.file, &serde_json::to_vec(&trace)?)?;
-        Ok(table::of(&totals, &table::Limits::measured(&totals, cpu)))
+        Ok(table::of(&totals, &table::Limits::measured(&totals, cpu)?))
     }
 }
 

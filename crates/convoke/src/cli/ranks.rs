@@ -3,12 +3,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use clap::{Args, value_parser};
+use clap::{Args, ValueEnum, value_parser};
+#[cfg(feature = "mpi")]
+use convoke::distributed::Error;
 use convoke::distributed::{Communicator, Options, run_threads};
 use convoke::nn::data::TrainTest;
 
 use super::args::{RunArgs, warn_of_threads};
 use super::console::Console;
+use super::memory_args::{MemoryArgs, PlannerArgs};
 use super::{Failure, Result, dataset, train};
 
 /// Who takes part in a training run.
@@ -27,7 +30,7 @@ pub(crate) struct RankArgs {
     #[arg(long, help_heading = "Ranks")]
     pub(crate) sync_bn: bool,
 
-    /// Seconds that a rank waits for others before it gives up.
+    /// Seconds that a rank waits for others before it gives up: for others that say nothing, not for one that measures or loads.
     #[arg(long, value_name = "SECONDS", default_value_t = 300.0, value_parser = super::args::positive,
           help_heading = "Ranks")]
     pub(crate) rank_timeout: f64,
@@ -50,11 +53,27 @@ impl Rank<'_> {
     }
 }
 
-/// Does `work` on every rank that the flags ask for; what it may write to is tried first, and the data is loaded.
-pub(crate) fn run(args: &RunArgs, work: impl Fn(&Rank<'_>) -> Result<()> + Sync) -> Result<()> {
+impl Rank<'_> {
+    /// Does what the first rank alone does while the others wait for it, however long it takes.
+    pub(crate) fn while_others_wait<R>(&self, work: impl FnOnce() -> R) -> Result<R> {
+        match self.is_first() {
+            true => Ok(self.communicator.at_work(work)?),
+            false => Ok(work()),
+        }
+    }
+}
+
+/// Does `work` on every rank that the flags ask for; what it may write to is tried first, and the data is loaded. `own` are the
+/// settings of the command beside the flags of all runs.
+pub(crate) fn run(
+    args: &RunArgs,
+    own: &[(&'static str, String)],
+    work: impl Fn(&Rank<'_>) -> Result<()> + Sync,
+) -> Result<()> {
     let options = Options { timeout: Duration::from_secs_f64(args.ranks.rank_timeout.min(1e9)) };
     if args.ranks.mpi {
-        return run_mpi(args, &options, work);
+        let settings: Vec<_> = own.iter().cloned().chain(settings(args)).collect();
+        return run_mpi(args, &options, &settings, work);
     }
     let world_size = usize::from(args.ranks.ranks);
     check_batch(args, world_size)?;
@@ -80,10 +99,19 @@ pub(crate) fn run(args: &RunArgs, work: impl Fn(&Rank<'_>) -> Result<()> + Sync)
 
 /// This process is one rank. Rank 0 alone prints; the others tell why they end, if they fail.
 #[cfg(feature = "mpi")]
-fn run_mpi(args: &RunArgs, options: &Options, work: impl Fn(&Rank<'_>) -> Result<()>) -> Result<()> {
+fn run_mpi(
+    args: &RunArgs,
+    options: &Options,
+    settings: &[(&str, String)],
+    work: impl Fn(&Rank<'_>) -> Result<()>,
+) -> Result<()> {
     let communicator = convoke::distributed::mpi::world(options)?;
     let number = communicator.rank();
     let run = || -> Result<()> {
+        communicator.check_settings("flags", settings).map_err(|error| match error {
+            Error::Setting { .. } => Failure::Usage(error.to_string()),
+            error => Failure::OtherRanks(error.to_string()),
+        })?;
         check_batch(args, communicator.world_size())?;
         let console = Console::of_process(number)?;
         if number == 0 {
@@ -92,7 +120,7 @@ fn run_mpi(args: &RunArgs, options: &Options, work: impl Fn(&Rank<'_>) -> Result
         }
         // Rank 0 downloads what the others, on the same machine, then read.
         let data = match number {
-            0 => Some(dataset::load(args, &console)?),
+            0 => Some(communicator.at_work(|| dataset::load(args, &console))??),
             _ => None,
         };
         communicator.barrier("data").map_err(|error| Failure::OtherRanks(error.to_string()))?;
@@ -103,12 +131,76 @@ fn run_mpi(args: &RunArgs, options: &Options, work: impl Fn(&Rank<'_>) -> Result
 }
 
 #[cfg(not(feature = "mpi"))]
-fn run_mpi(_: &RunArgs, _: &Options, _: impl Fn(&Rank<'_>) -> Result<()>) -> Result<()> {
+fn run_mpi(
+    _: &RunArgs,
+    _: &Options,
+    _: &[(&str, String)],
+    _: impl Fn(&Rank<'_>) -> Result<()>,
+) -> Result<()> {
     Err(Failure::Usage(
         "--mpi: this program was built without MPI: with Open MPI or MPICH installed, build it with \
          `--features mpi` (docs/data-parallel.md), or use --ranks for threads"
             .into(),
     ))
+}
+
+/// What must be the same on processes that train one model, by the names of the flags. What is not, such as threads, places of
+/// files, what is shown and how the first rank chooses convolutions for all, is left out.
+fn settings(args: &RunArgs) -> Vec<(&'static str, String)> {
+    let RunArgs {
+        data,
+        data_dir: _,
+        download: _,
+        augment,
+        model: _,
+        epochs,
+        steps,
+        batch_size,
+        optimizer,
+        lr: _,
+        lr_gamma,
+        momentum,
+        weight_decay,
+        seed,
+        threads: _,
+        continue_on_nan,
+        ranks: RankArgs { ranks: _, mpi: _, sync_bn, rank_timeout },
+        memory:
+            MemoryArgs { memory_budget, memory_plan, planner: PlannerArgs { inexact_memory, plan_time: _ } },
+        tuning: _,
+        checkpoint,
+        resume,
+        report: _,
+        json: _,
+    } = args;
+    fn given(value: &Option<impl ToString>) -> String {
+        value.as_ref().map_or_else(|| "not given".into(), ToString::to_string)
+    }
+    fn name(value: &impl ValueEnum) -> String {
+        value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+    }
+    vec![
+        ("--data", name(data)),
+        ("--augment", name(augment)),
+        ("--model", args.model().to_string()),
+        ("--epochs", given(epochs)),
+        ("--steps", given(steps)),
+        ("--batch-size", batch_size.to_string()),
+        ("--optimizer", name(optimizer)),
+        ("--lr", args.rule().learning_rate().to_string()),
+        ("--lr-gamma", lr_gamma.to_string()),
+        ("--momentum", momentum.to_string()),
+        ("--weight-decay", given(weight_decay)),
+        ("--seed", seed.to_string()),
+        ("--continue-on-nan", continue_on_nan.to_string()),
+        ("--sync-bn", sync_bn.to_string()),
+        ("--rank-timeout", rank_timeout.to_string()),
+        ("--memory-budget", given(memory_budget)),
+        ("--memory-plan", given(&memory_plan.as_ref().map(|file| file.display()))),
+        ("--inexact-memory", inexact_memory.to_string()),
+        ("--checkpoint", given(&checkpoint.as_ref().map(|folder| folder.display()))),
+        ("--resume", resume.to_string()),
+    ]
 }
 
 /// Each rank must have an image of every whole batch.

@@ -23,7 +23,12 @@ use super::{Failure, Result, console, dataset, json, output, report, summary};
 
 pub(crate) fn run(args: &TrainArgs) -> Result<()> {
     output::check("--profile", args.profile.as_deref())?;
-    ranks::run(&args.run, |rank| on_rank(args, rank))
+    let conv_bn = match args.conv_bn {
+        ConvBn::Fused => "fused",
+        ConvBn::Separate => "separate",
+    };
+    let own = [("command", "train".into()), ("--conv-bn", conv_bn.into())];
+    ranks::run(&args.run, &own, |rank| on_rank(args, rank))
 }
 
 fn on_rank(args: &TrainArgs, rank: &Rank<'_>) -> Result<()> {
@@ -46,7 +51,7 @@ fn on_rank(args: &TrainArgs, rank: &Rank<'_>) -> Result<()> {
         let report = session.step()?;
         session.show(run, &mut stage, report.loss, session.recorder.recent_rate());
         interrupted = session.agree(console.interrupted())?;
-        session.save_if_due(run, interrupted)?;
+        session.save_if_due(run, rank, interrupted)?;
     }
     stage.end();
     // Testing is no part of a step.
@@ -99,32 +104,34 @@ impl Session {
         };
         // The first rank alone reads and writes: others get the state from it.
         let checkpoint = checkpoint.filter(|_| rank.is_first());
-        let trainer = match checkpoint {
+        let new = || match checkpoint {
             Some(folder) if args.resume => {
-                Trainer::resume(&device, config.clone(), rank.data.clone(), folder)
+                Trainer::resume(&device, config.clone(), rank.data.clone(), folder).map_err(failure)
             }
-            Some(folder) if checkpoint::exists(folder)? => {
-                return Err(Failure::Usage(format!(
-                    "--checkpoint: {} already holds a run: add --resume to continue it, or name another folder",
-                    folder.display()
-                )));
-            }
-            _ => Trainer::new(&device, config.clone(), rank.data.clone()),
+            Some(folder) if checkpoint::exists(folder)? => Err(Failure::Usage(format!(
+                "--checkpoint: {} already holds a run: add --resume to continue it, or name another folder",
+                folder.display()
+            ))),
+            _ => Trainer::new(&device, config.clone(), rank.data.clone()).map_err(failure),
         };
-        let mut trainer = trainer.map_err(failure)?;
-        if let Some(folder) = checkpoint {
-            output::check_folder("--checkpoint", folder)?;
-        }
-        let mut plan = None;
-        if conv_bn == ConvBnMode::Fused && rank.is_first() {
-            // Of a batch, the first rank has as many images as any.
-            let images = config.batch_size.div_ceil(rank.communicator.world_size());
-            let own = TrainingConfig { batch_size: images, ..config.clone() };
-            plan = args.memory.plan(&device, &own, rank.data, rank.console)?;
-            if let Some(plan) = &plan {
-                trainer.set_memory_plan(plan).map_err(failure)?;
+        // Reading a run, and timing blocks for a plan, may take longer than others wait.
+        let (trainer, plan) = rank.while_others_wait(|| -> Result<_> {
+            let mut trainer = new()?;
+            if let Some(folder) = checkpoint {
+                output::check_folder("--checkpoint", folder)?;
             }
-        }
+            let mut plan = None;
+            if conv_bn == ConvBnMode::Fused && rank.is_first() {
+                // Of a batch, the first rank has as many images as any.
+                let images = config.batch_size.div_ceil(rank.communicator.world_size());
+                let own = TrainingConfig { batch_size: images, ..config.clone() };
+                plan = args.memory.plan(&device, &own, rank.data, rank.console)?;
+                if let Some(plan) = &plan {
+                    trainer.set_memory_plan(plan).map_err(failure)?;
+                }
+            }
+            Ok((trainer, plan))
+        })??;
         Ok(Session {
             trainer: trainer.join(rank.communicator).map_err(failure)?,
             cpu,
@@ -202,10 +209,10 @@ impl Session {
     }
 
     /// Saves a checkpoint after each epoch, after the last step, and when the run is cut short.
-    pub(crate) fn save_if_due(&self, args: &RunArgs, interrupted: bool) -> Result<()> {
+    pub(crate) fn save_if_due(&self, args: &RunArgs, rank: &Rank<'_>, interrupted: bool) -> Result<()> {
         match &self.checkpoint {
             Some(folder) if interrupted || self.trainer.batch() == 0 || !self.has_more(args) => {
-                self.trainer.save(folder).map_err(failure)?;
+                rank.while_others_wait(|| self.trainer.save(folder))?.map_err(failure)?;
                 self.saved.set(true);
             }
             _ => {}

@@ -39,7 +39,7 @@ pub(crate) fn run(args: &TuneArgs) -> Result<()> {
     let mut counts = Counts::default();
     let mut rows: Vec<Row> = Vec::new();
     let mut stage = console.stage("tune", 0, Some(jobs.len() as u64));
-    let mut shown = Ok(());
+    let (mut shown, mut cause) = (Ok(()), String::new());
     for (index, (problem, pass)) in jobs.iter().enumerate() {
         stage.set(index as u64, &format!("{problem} {pass}"));
         let in_time = args.budget.is_none_or(|budget| begin.elapsed() < budget);
@@ -52,6 +52,7 @@ pub(crate) fn run(args: &TuneArgs) -> Result<()> {
             Err(error) => {
                 counts.failed += 1;
                 console.line(&format!("warning: {error}"));
+                cause = format!("; the last one: {error}");
                 continue;
             }
         };
@@ -76,7 +77,7 @@ pub(crate) fn run(args: &TuneArgs) -> Result<()> {
         return Err(Failure::Run(format!("interrupted after {done} of {all} passes; these are kept")));
     }
     if counts.failed > 0 && done == counts.failed {
-        return Err(Failure::Run("no algorithm is left for any of the problems".into()));
+        return Err(Failure::Run(format!("no algorithm is left for any of the problems{cause}")));
     }
     Ok(())
 }

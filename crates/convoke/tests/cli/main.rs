@@ -7,6 +7,8 @@ mod camvid;
 mod hostile_files;
 mod images;
 mod json;
+#[cfg(target_os = "linux")]
+mod memory;
 mod mpi;
 mod outputs;
 mod pages;

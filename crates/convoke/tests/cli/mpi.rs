@@ -46,6 +46,18 @@ fn launch(processes: usize, flags: &[&str]) -> Child {
     mpirun.spawn().expect("mpirun starts")
 }
 
+/// `mpirun` of two programs, each with its arguments, one process of each.
+fn launch_both(first: &[&str], second: &[&str]) -> Child {
+    let program = command(&[]);
+    let mut mpirun = Command::new("mpirun");
+    mpirun.args(["-n", "1", "--oversubscribe", "--allow-run-as-root", "--bind-to", "none"]);
+    mpirun.args(["--enable-recovery", "--mca", "orte_abort_on_non_zero_status", "0"]);
+    mpirun.args(first).args([":", "-n", "1"]).args(second);
+    mpirun.envs(program.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    mpirun.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    mpirun.spawn().expect("mpirun starts")
+}
+
 /// What it leaves behind, within two minutes.
 fn finish(mut child: Child) -> Outcome {
     let start = Instant::now();
@@ -134,4 +146,78 @@ fn a_failure_of_one_rank_ends_all() {
     for rank in ["rank 1: ", "rank 2: "] {
         assert!(outcome.stderr.contains(&format!("error: {rank}")), "{}", outcome.stderr);
     }
+}
+
+#[test]
+fn flags_that_differ_are_named_before_anything_is_done() {
+    if !available() {
+        return;
+    }
+    let program = command(&[]).get_program().to_str().expect("UTF-8").to_owned();
+    let with = |flags: &[&'static str]| {
+        let train = train(&["--mpi", "--threads", "1", "--rank-timeout", "60"]);
+        let mut all = vec![program.clone()];
+        all.extend([&train[..], flags].concat().into_iter().map(str::to_owned));
+        all
+    };
+    for (first, second, said) in [
+        (&["--steps", "3"][..], &["--steps", "5"][..], "--steps is 3 on rank 0 and 5 on rank 1"),
+        (&["--epochs", "2"], &[], "--epochs is 2 on rank 0 and not given on rank 1"),
+        (&["--seed", "3"], &["--seed", "4"], "--seed is 3 on rank 0 and 4 on rank 1"),
+        (&["--conv-bn", "separate"], &[], "--conv-bn is separate on rank 0 and fused on rank 1"),
+        (
+            &["--optimizer", "sgd"],
+            &["--optimizer", "adamw"],
+            "--optimizer is sgd on rank 0 and adamw on rank 1",
+        ),
+        (&["--checkpoint", "somewhere"], &[], "--checkpoint is somewhere on rank 0 and not given on rank 1"),
+    ] {
+        let [first, second] = [with(first), with(second)];
+        let text = |args: &[String]| args.iter().map(String::as_str).collect::<Vec<_>>().join("\n");
+        let [first, second] = [text(&first), text(&second)];
+        let [first, second] = [&first, &second].map(|args| args.split('\n').collect::<Vec<&str>>());
+        let outcome = finish(launch_both(&first, &second));
+        assert_eq!(outcome.stderr.matches(said).count(), 2, "{said}: {}", outcome.stderr);
+    }
+}
+
+#[test]
+fn a_program_that_never_uses_mpi_is_an_error_not_a_hang() {
+    if !available() {
+        return;
+    }
+    let train = train(&["--mpi", "--steps", "2", "--rank-timeout", "5"]);
+    let program = command(&[]).get_program().to_str().expect("UTF-8").to_owned();
+    let outcome = finish(launch_both(&[&[&program[..]], &train[..]].concat(), &["sleep", "30"]));
+    assert!(
+        outcome.stderr.contains("error: MPI cannot be used: waited 10.0 s in MPI_Init"),
+        "{}",
+        outcome.stderr
+    );
+}
+
+/// A rank that is stopped, and not killed, says nothing either.
+#[cfg(target_os = "linux")]
+#[test]
+fn a_paused_process_ends_the_others() {
+    if !available() {
+        return;
+    }
+    let child = launch(2, &["--epochs", "100000", "--rank-timeout", "3"]);
+    std::thread::sleep(Duration::from_secs(6));
+    let paused = second_rank(child.id()).expect("mpirun has two children");
+    assert!(Command::new("kill").args(["-STOP", &paused]).status().unwrap().success());
+    let outcome = std::thread::scope(|scope| {
+        // `mpirun` waits for it, and lets nobody else end.
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_secs(20));
+            let _ = Command::new("kill").args(["-9", &paused]).status();
+        });
+        finish(child)
+    });
+    assert!(
+        outcome.stderr.contains("error: ") && outcome.stderr.contains("for rank 1"),
+        "{}",
+        outcome.stderr
+    );
 }

@@ -2,13 +2,17 @@
 #![allow(unsafe_code)]
 
 use std::mem;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 use ::mpi::Threading;
-use ::mpi::environment::Universe;
 use ::mpi::point_to_point;
 use ::mpi::request::{Request, StaticScope};
 use ::mpi::topology::SimpleCommunicator;
 use ::mpi::traits::{Communicator as _, Destination as _, Equivalence as _, Source as _};
+
+use convoke_memory::OutOfMemory;
 
 use crate::buffers::Buffer;
 use crate::message::Message;
@@ -23,37 +27,56 @@ fn advance(request: &mut Option<Pending>) -> bool {
     request.is_none()
 }
 
+/// A communicator of all processes that nobody else uses.
+struct All(SimpleCommunicator);
+
+// SAFETY: MPI gave MPI_THREAD_MULTIPLE before one of these was made, with which any thread may call it, several at once too; the
+// handle is a number or an address that MPI gave and that is only passed to MPI.
+unsafe impl Send for All {}
+// SAFETY: a shared one is used by calls of MPI only, and with MPI_THREAD_MULTIPLE several threads may be in them at once.
+unsafe impl Sync for All {}
+
 /// The MPI library, initialized, and a communicator of all processes that nobody else uses.
+///
+/// The thread that has initialized MPI waits until it is to end it, which MPI asks of the same thread. So a call of MPI in which
+/// all processes must take part, and which hangs where one does not, keeps that thread only.
 pub(super) struct Library {
-    all: SimpleCommunicator,
-    universe: Universe,
+    all: All,
+    /// Ends MPI. Where this is dropped instead, MPI stays as it is until the process ends.
+    end: Sender<All>,
+    ended: Mutex<Receiver<()>>,
+    timeout: Duration,
 }
 
-// SAFETY: MPI gave MPI_THREAD_MULTIPLE, with which any thread may call it, several at once too.
-unsafe impl Send for Library {}
-// SAFETY: a shared one is used by calls of MPI only, and with MPI_THREAD_MULTIPLE several threads may be in them at the same time.
-unsafe impl Sync for Library {}
-
 impl Library {
-    /// Initializes MPI; all processes do. Fails if that has been done, or if it does not let several threads call it.
-    pub(super) fn start() -> Result<Library> {
-        let failed = |said: &str| Err(Error::Transport(format!("MPI cannot be used: {said}")));
-        match ::mpi::initialize_with_threading(Threading::Multiple) {
-            None => failed("it has been initialized before, which can be done once in a process"),
-            Some((universe, Threading::Multiple)) => {
-                Ok(Library { all: universe.world().duplicate(), universe })
-            }
-            // Dropped here, and so finalized, in all processes.
-            Some((_universe, threading)) => {
-                failed(&format!("it was built for {threading:?} threads, not for MPI_THREAD_MULTIPLE"))
-            }
+    /// Initializes MPI; all processes do, within `patience`. Fails if that has been done before, or if it does not let several
+    /// threads call it. Ending it may take `timeout`.
+    pub(super) fn start(patience: Duration, timeout: Duration) -> Result<Library> {
+        let failed = |said: String| Error::Transport(format!("MPI cannot be used: {said}"));
+        let no_thread = |reason: &dyn std::fmt::Display| {
+            failed(format!("no thread for it, for want of memory or of threads: {reason}"))
+        };
+        let (start, started) = channel();
+        let (end, to_end) = channel();
+        let (has_ended, ended) = channel();
+        let work = move || hold(&start, &to_end, &has_ended);
+        convoke_memory::check_threads(1).map_err(|error| no_thread(&error))?;
+        std::thread::Builder::new().name("MPI".into()).spawn(work).map_err(|error| no_thread(&error))?;
+        match started.recv_timeout(patience) {
+            Ok(Ok(all)) => Ok(Library { all, end, ended: Mutex::new(ended), timeout }),
+            Ok(Err(said)) => Err(failed(said)),
+            Err(RecvTimeoutError::Timeout) => Err(failed(format!(
+                "waited {:.1} s in MPI_Init for the other processes that were started with this one: does one of them not use MPI?",
+                patience.as_secs_f64()
+            ))),
+            Err(RecvTimeoutError::Disconnected) => Err(failed("initializing it panicked".into())),
         }
     }
 
     /// This process, and how many there are.
     pub(super) fn place(&self) -> (usize, usize) {
         // MPI's are not negative.
-        (self.all.rank().unsigned_abs() as usize, self.all.size().unsigned_abs() as usize)
+        (self.all.0.rank().unsigned_abs() as usize, self.all.0.size().unsigned_abs() as usize)
     }
 
     /// Starts to send to a process. `message` has less than 2 GiB.
@@ -61,13 +84,13 @@ impl Library {
         // SAFETY: the bytes lie behind the `Arc` of `message`, which never changes them and is kept until MPI is done:
         // `Sending` forgets it if it is dropped before.
         let bytes: &'static [u8] = unsafe { &*std::ptr::from_ref(message.bytes()) };
-        let request = self.all.process_at_rank(to as i32).immediate_send_with_tag(StaticScope, bytes, tag);
+        let request = self.all.0.process_at_rank(to as i32).immediate_send_with_tag(StaticScope, bytes, tag);
         Sending { to, request: Some(request), message }
     }
 
     /// A message that has come with this tag, or with any.
     pub(super) fn arrival(&self, tag: Option<i32>) -> Option<Arrival> {
-        let any = self.all.any_process();
+        let any = self.all.0.any_process();
         let (message, status) = match tag {
             Some(tag) => any.immediate_matched_probe_with_tag(tag),
             None => any.immediate_matched_probe(),
@@ -79,16 +102,50 @@ impl Library {
         Some(Arrival { from, tag: status.tag(), bytes, message: Some(message) })
     }
 
-    /// Ends MPI, together with all other processes.
+    /// Ends MPI, together with all other processes; gives up after the timeout, where one of them is killed or paused meanwhile.
     pub(super) fn finish(self) {
-        let Library { all, universe } = self;
-        drop(all);
-        drop(universe);
+        if self.end.send(self.all).is_ok() {
+            let ended = self.ended.into_inner().unwrap_or_else(PoisonError::into_inner);
+            let _ = ended.recv_timeout(self.timeout);
+        }
     }
 
     /// Leaves MPI as it is until the process ends.
     pub(super) fn abandon(self) {
-        mem::forget(self);
+        mem::forget(self.all);
+    }
+}
+
+/// The life of the thread that initializes MPI: it gives the communicator, and ends MPI when it comes back.
+fn hold(start: &Sender<std::result::Result<All, String>>, to_end: &Receiver<All>, has_ended: &Sender<()>) {
+    let universe = match ::mpi::initialize_with_threading(Threading::Multiple) {
+        Some((universe, Threading::Multiple)) => universe,
+        None => {
+            let said = "it has been initialized before, which can be done once in a process";
+            let _ = start.send(Err(said.into()));
+            return;
+        }
+        // Dropped here, and so finalized, in all processes.
+        Some((_universe, threading)) => {
+            let said = format!("it was built for {threading:?} threads, not for MPI_THREAD_MULTIPLE");
+            let _ = start.send(Err(said));
+            return;
+        }
+    };
+    match start.send(Ok(All(universe.world().duplicate()))) {
+        Ok(()) => match to_end.recv() {
+            Ok(all) => {
+                drop(all);
+                drop(universe);
+                let _ = has_ended.send(());
+            }
+            Err(_) => mem::forget(universe),
+        },
+        // Nobody waits any more, here or elsewhere: what all processes take part in would hang.
+        Err(unheard) => {
+            mem::forget(unheard);
+            mem::forget(universe);
+        }
     }
 }
 
@@ -154,11 +211,12 @@ unsafe impl Send for Receiving {}
 
 impl Receiving {
     /// Takes what has come as the first of `bytes` bytes.
-    pub(super) fn start(bytes: usize, arrival: Arrival) -> Receiving {
-        let words = Box::into_raw(Buffer::with_at_least(bytes.div_ceil(size_of::<u64>())).into_box());
+    pub(super) fn start(bytes: usize, arrival: Arrival) -> std::result::Result<Receiving, OutOfMemory> {
+        let words = Buffer::with_at_least(bytes.div_ceil(size_of::<u64>()))?;
+        let words = Box::into_raw(words.into_box());
         let mut receiving = Receiving { words, bytes, filled: 0, request: None };
         receiving.go_on(arrival);
-        receiving
+        Ok(receiving)
     }
 
     /// Takes what has come as the next bytes, once it is idle. There must be room for it.

@@ -1,6 +1,9 @@
 //! What one rank gets from one other: frames, and numbers that follow them in pieces.
 
 use std::collections::VecDeque;
+use std::time::Instant;
+
+use convoke_memory::OutOfMemory;
 
 use super::binding::{Arrival, Receiving};
 use super::wire::{self, Frame, Numbers};
@@ -22,8 +25,12 @@ pub(super) struct Inbox {
     left: Option<u64>,
     /// In which call it has failed, and why.
     failed: Option<(u64, Error)>,
+    /// When it last told that it is at work.
+    alive: Option<Instant>,
     /// Something came that is no frame.
     garbled: bool,
+    /// Something came that there is no memory for.
+    refused: Option<OutOfMemory>,
 }
 
 /// Messages of one sender and tag, in the order in which they were sent.
@@ -46,12 +53,13 @@ impl Inbox {
     pub(super) fn advance(&mut self) -> bool {
         let mut changed = false;
         for is_notice in [false, true] {
-            while !self.garbled {
+            while !self.garbled && self.refused.is_none() {
                 let stream = if is_notice { &mut self.notices } else { &mut self.calls };
                 match stream.step() {
                     Step::Nothing => break,
                     Step::Went => {}
                     Step::Garbled => self.garbled = true,
+                    Step::Refused(error) => self.refused = Some(error),
                     Step::Complete(message) => self.sort(message, is_notice),
                 }
                 changed = true;
@@ -70,6 +78,7 @@ impl Inbox {
                 self.came.push_back((call, message.part::<u8>(range)));
             }
             Some(Frame::Came(call, Numbers::Follow(bytes))) => stream.expected = Some((call, bytes)),
+            Some(Frame::Alive) => self.alive = Some(Instant::now()),
             Some(Frame::Left(calls)) => self.left = Some(calls),
             Some(Frame::Failed(number, error)) => self.failed = Some((number, error)),
             Some(Frame::Goodbye(_)) | None => self.garbled = true,
@@ -112,6 +121,16 @@ impl Inbox {
         self.failed.as_ref().filter(|&&(failed, _)| failed <= number).map(|(_, error)| error)
     }
 
+    /// When the rank last told that it is at work.
+    pub(super) fn alive(&self) -> Option<Instant> {
+        self.alive
+    }
+
+    /// What came and there was no memory for.
+    pub(super) fn refused(&self) -> Option<OutOfMemory> {
+        self.refused
+    }
+
     /// Whether the rank does not speak this version's language.
     pub(super) fn is_garbled(&self) -> bool {
         self.garbled
@@ -123,6 +142,7 @@ enum Step {
     Went,
     Complete(Message),
     Garbled,
+    Refused(OutOfMemory),
 }
 
 impl Stream {
@@ -135,8 +155,13 @@ impl Stream {
                 None if arrival.bytes <= wire::LONGEST_FRAME => arrival.bytes,
                 _ => return Step::Garbled,
             };
-            self.receiving = Some(Receiving::start(bytes, arrival));
-            return Step::Went;
+            return match Receiving::start(bytes, arrival) {
+                Ok(receiving) => {
+                    self.receiving = Some(receiving);
+                    Step::Went
+                }
+                Err(error) => Step::Refused(error),
+            };
         };
         if !receiving.idle() {
             return Step::Nothing;

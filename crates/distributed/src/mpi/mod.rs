@@ -43,7 +43,9 @@ use binding::{Library, Receiving, Sending};
 use ranks::{Address, Ranks};
 use wire::Frame;
 
-use crate::{Communicator, Options, Result};
+use crate::communicator::Transport;
+use crate::message::{Message, Outgoing};
+use crate::{Call, Collective, Communicator, Number, Options, Result};
 
 mod binding;
 mod inbox;
@@ -52,13 +54,17 @@ mod wire;
 
 /// The communicator of all processes. Once in a process; communicators may be used from several threads, each from one at a time.
 ///
-/// A process that was not started by `mpirun` is a world of one. The last communicator should be dropped by the thread that has
-/// called this, which is what MPI asks for.
+/// A process that was not started by `mpirun` is a world of one. MPI is initialized and
+/// ended on a thread of its own, so that no call of it can keep this one waiting.
 ///
 /// # Errors
-/// If MPI has been initialized before, also by others, or does not provide `MPI_THREAD_MULTIPLE`.
+/// If MPI has been initialized before, also by others, or does not provide `MPI_THREAD_MULTIPLE`; if the other processes do not
+/// initialize MPI and meet this one within the timeout (initializing takes seconds of itself: it may take ten, even if the timeout
+/// is shorter), as programs do not that never use MPI; if one of them is another program, or of another version.
 pub fn world(options: &Options) -> Result<Communicator> {
-    let library = Library::start()?;
+    let start = Instant::now();
+    let patience = options.timeout.max(SHORTEST_START);
+    let library = Library::start(patience, options.timeout)?;
     let (process, processes) = library.place();
     let world = Arc::new(World {
         library: Some(library),
@@ -70,7 +76,13 @@ pub fn world(options: &Options) -> Result<Communicator> {
         unfinished: Mutex::default(),
     });
     let addresses = (0..processes).map(|process| Address { process, tag: i32::from(FIRST_TAG) }).collect();
-    Ok(Communicator::new(Box::new(Ranks::new(world, process, addresses)), *options))
+    let ranks = Ranks::new(world, process, addresses);
+    // The first meeting: whoever speaks another language, or another version of it, is found here.
+    let name = concat!("start of convoke ", env!("CARGO_PKG_VERSION")).to_owned();
+    let call = Call { collective: Collective::Barrier, name, number: 0, dtype: u8::DTYPE, elements: Some(0) };
+    let rest = patience.saturating_sub(start.elapsed()).max(LAST_WORDS);
+    ranks.exchange(&call, Outgoing::Same(Message::empty()), rest)?;
+    Ok(Communicator::new(Box::new(ranks), *options))
 }
 
 /// Tag of what processes say when they end.
@@ -79,6 +91,8 @@ const GOODBYE_TAG: i32 = 0;
 const FIRST_TAG: u16 = 2;
 /// The largest tag that every MPI has.
 const LAST_TAG: u16 = 32767;
+/// How long MPI may take to be initialized in all processes, at least.
+const SHORTEST_START: Duration = Duration::from_secs(10);
 /// How long a process that has failed tries to tell so.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
@@ -124,7 +138,11 @@ impl World {
         loop {
             // Whatever comes is received: MPI wants that before it ends.
             while let Some(arrival) = library.arrival(None) {
-                receiving.push((arrival.tag, Receiving::start(arrival.bytes, arrival)));
+                match (arrival.tag, Receiving::start(arrival.bytes, arrival)) {
+                    (tag, Ok(started)) => receiving.push((tag, started)),
+                    // What is not received keeps MPI from ending.
+                    (_, Err(_)) => healthy = false,
+                }
             }
             receiving.retain_mut(|(tag, receiving)| match receiving.message() {
                 Some(message) if *tag == GOODBYE_TAG => {

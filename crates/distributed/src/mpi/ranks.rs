@@ -4,6 +4,8 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use convoke_memory::OutOfMemory;
+
 use super::binding::Sending;
 use super::inbox::{Inbox, PIECE};
 use super::{Pauses, World, wire};
@@ -125,6 +127,9 @@ impl Ranks {
         if let Some((left, _)) = inboxes().find(|(_, inbox)| inbox.left_before(call.number)) {
             return Some(Error::Left { rank: self.rank, call: Box::new(call.clone()), left });
         }
+        if let Some(OutOfMemory { bytes }) = state.inboxes.iter().find_map(Inbox::refused) {
+            return Some(Error::Memory { rank: self.rank, name: call.name.clone(), bytes });
+        }
         let (other, _) = inboxes().find(|(_, inbox)| inbox.is_garbled())?;
         let said = format!("rank {other} sends what rank {} cannot read: is it another program?", self.rank);
         Some(Error::Transport(said))
@@ -137,8 +142,14 @@ impl Ranks {
         self.others().filter(|&other| !state.inboxes[other].is_complete() || sends(other)).collect()
     }
 
+    /// How long one of those ranks has given no sign of life to this one, which waits since `start`.
+    fn quiet(&self, state: &State, start: Instant) -> Duration {
+        let last = |rank: usize| state.inboxes[rank].alive().map_or(start, |alive| alive.max(start));
+        self.missing(state).into_iter().map(last).min().unwrap_or(start).elapsed()
+    }
+
     /// Ends the communicator: tells the others, hears what they say, and gives the error that the lowest rank gave.
-    fn fail(&self, state: &mut State, error: Error) -> Error {
+    fn end(&self, state: &mut State, error: Error) -> Error {
         self.world.healthy.store(false, Ordering::SeqCst);
         let notice = wire::failed(state.calls, &error);
         self.tell(state, &notice);
@@ -191,19 +202,40 @@ impl Transport for Ranks {
             let failure = match (notice, obstacle) {
                 (Some(notice), _) => Some(notice.clone()),
                 (None, Some(obstacle)) => Some(obstacle),
-                (None, None) if waited >= timeout => {
+                // Not asked before it may matter: this is done over and over.
+                (None, None) if waited >= timeout && self.quiet(state, start) >= timeout => {
                     let (call, missing) = (Box::new(call.clone()), self.missing(state));
                     Some(Error::Timeout { rank: self.rank, call, waited, missing })
                 }
                 (None, None) => None,
             };
             if let Some(failure) = failure {
-                return Err(self.fail(state, failure));
+                return Err(self.end(state, failure));
             }
             pauses.pause(changed);
         }
         let own = |inbox: &mut Inbox, rank| inbox.pop().unwrap_or_else(|| mine.to(rank).clone());
         Ok(state.inboxes.iter_mut().enumerate().map(|(rank, inbox)| own(inbox, rank)).collect())
+    }
+
+    fn tell_alive(&self) {
+        let state = &mut *self.state();
+        state.sendings.retain_mut(|sending| !sending.done());
+        if state.failed.is_none() {
+            self.tell(state, &wire::alive());
+        }
+    }
+
+    fn fail(&self, error: Error) -> Error {
+        let state = &mut *self.state();
+        match &state.failed {
+            Some(first) => first.clone(),
+            None => {
+                // In the call that this rank does not come to.
+                state.calls += 1;
+                self.end(state, error)
+            }
+        }
     }
 
     fn address(&self) -> u64 {

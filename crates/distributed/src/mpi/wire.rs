@@ -25,6 +25,8 @@ pub(super) enum Frame {
     Failed(u64, Error),
     /// Its process ends, without having met an error or not.
     Goodbye(bool),
+    /// It is alive, and will come.
+    Alive,
 }
 
 /// What a rank brings to a call.
@@ -62,6 +64,11 @@ pub(super) fn goodbye(healthy: bool) -> Message {
     frame(3, &u64::from(healthy).to_le_bytes(), 0, &[])
 }
 
+/// The frame of a rank that is at work.
+pub(super) fn alive() -> Message {
+    frame(4, &[], 0, &[])
+}
+
 fn frame(kind: u64, text: &[u8], numbers: usize, inline: &[u8]) -> Message {
     let padded = text.len().next_multiple_of(size_of::<u64>());
     let preamble = [MAGIC, kind, text.len() as u64, numbers as u64];
@@ -70,7 +77,7 @@ fn frame(kind: u64, text: &[u8], numbers: usize, inline: &[u8]) -> Message {
     bytes.extend_from_slice(text);
     bytes.resize(size_of_val(&preamble) + padded, 0);
     bytes.extend_from_slice(inline);
-    Message::new(&bytes)
+    Message::small(&bytes)
 }
 
 /// The frame in these bytes, if it is one of this version.
@@ -83,7 +90,10 @@ pub(super) fn parse(bytes: &[u8]) -> Option<Frame> {
     let frame = match kind {
         0 => {
             let call = rest.call()?;
-            if numbers % size(call.dtype)? != 0 {
+            let size = size(call.dtype)?;
+            // A rank brings no more than the call is of, where that is known: a claim of more would be waited and paid for.
+            let most = call.elements.map_or(usize::MAX, |elements| elements.saturating_mul(size));
+            if numbers % size != 0 || numbers > most {
                 return None;
             }
             let inline = start + text.next_multiple_of(size_of::<u64>());
@@ -97,6 +107,7 @@ pub(super) fn parse(bytes: &[u8]) -> Option<Frame> {
         1 => Frame::Left(rest.number()?),
         2 => Frame::Failed(rest.number()?, rest.error()?),
         3 => Frame::Goodbye(rest.number()? == 1),
+        4 => Frame::Alive,
         _ => return None,
     };
     rest.0.is_empty().then_some(frame)
@@ -158,6 +169,14 @@ fn put_error(text: &mut Vec<u8>, error: &Error) {
         Error::Panicked { rank, message } => {
             put(text, &[3, *rank as u64]);
             put_text(text, message);
+        }
+        Error::Memory { rank, name, bytes } => {
+            put(text, &[6, *rank as u64, *bytes as u64]);
+            put_text(text, name);
+        }
+        Error::Setting { name, value, other, other_value } => {
+            put(text, &[7, *other as u64]);
+            [name, value, other_value].into_iter().for_each(|said| put_text(text, said));
         }
         Error::Invalid(said) => {
             put(text, &[4]);
@@ -230,6 +249,15 @@ impl<'a> Reader<'a> {
             3 => Error::Panicked { rank: self.index()?, message: self.text()? },
             4 => Error::Invalid(self.text()?),
             5 => Error::Transport(self.text()?),
+            6 => {
+                let (rank, bytes) = (self.index()?, self.index()?);
+                Error::Memory { rank, name: self.text()?, bytes }
+            }
+            7 => {
+                let other = self.index()?;
+                let (name, value) = (self.text()?, self.text()?);
+                Error::Setting { name, value, other, other_value: self.text()? }
+            }
             _ => return None,
         })
     }
@@ -247,12 +275,15 @@ mod tests {
         let root = Collective::Broadcast { root: 3 };
         let kinds =
             [Collective::AllReduce, Collective::AllGather, root, Collective::Barrier, Collective::Split];
-        let mut frames = vec![(left(7), Frame::Left(7)), (goodbye(true), Frame::Goodbye(true))];
+        let mut frames =
+            vec![(left(7), Frame::Left(7)), (goodbye(true), Frame::Goodbye(true)), (alive(), Frame::Alive)];
         frames.push((goodbye(false), Frame::Goodbye(false)));
-        for (kind, elements) in kinds.into_iter().zip([None, Some(0), Some(usize::MAX), None, Some(1)]) {
+        for (kind, elements) in
+            kinds.into_iter().zip([None, Some(5000), Some(usize::MAX), None, Some(usize::MAX / 4)])
+        {
             for len in [0, 1, 7, INLINE / 4, INLINE / 4 + 1] {
                 let call = call(kind, elements);
-                let (frame, follow) = came(&call, &Message::new(&vec![0.5f32; len]));
+                let (frame, follow) = came(&call, &Message::new(&vec![0.5f32; len]).unwrap());
                 let all = frame.bytes().len();
                 let numbers = match follow {
                     true => Numbers::Follow(4 * len),
@@ -270,6 +301,8 @@ mod tests {
             Error::Panicked { rank: 5, message: "no disk".into() },
             Error::Invalid(String::new()),
             Error::Transport("gone".into()),
+            Error::Memory { rank: 1, name: "layer1".into(), bytes: 1 << 40 },
+            Error::Setting { name: "--steps".into(), value: "3".into(), other: 1, other_value: "5".into() },
         ] {
             frames.push((failed(3, &error), Frame::Failed(3, error)));
         }
@@ -280,6 +313,18 @@ mod tests {
     fn frames_are_read_as_they_were_written() {
         for (written, frame) in frames() {
             assert_eq!(parse(written.bytes()).as_ref(), Some(&frame));
+        }
+    }
+
+    #[test]
+    fn a_claim_of_more_numbers_than_the_call_is_of_is_refused() {
+        let call = call(Collective::AllReduce, Some(1000));
+        let (frame, _) = came(&call, &Message::new(&[0.5f32; 1000]).unwrap());
+        let mut bytes = frame.bytes().to_vec();
+        assert_eq!(parse(&bytes), Some(Frame::Came(call, Numbers::Follow(4000))));
+        for claimed in [4004u64, 1 << 40, u64::MAX - 3] {
+            bytes[24..32].copy_from_slice(&claimed.to_le_bytes());
+            assert_eq!(parse(&bytes), None, "{claimed}");
         }
     }
 

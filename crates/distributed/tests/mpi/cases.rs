@@ -12,8 +12,12 @@ const SHORT: Options = Options { timeout: Duration::from_secs(3) };
 
 /// Runs a case as one of its ranks.
 pub(crate) fn case(name: &str, report: &dyn Fn(usize, &str)) {
-    let options = if matches!(name, "late" | "kill") { SHORT } else { PATIENT };
-    let world = mpi::world(&options).unwrap();
+    let options =
+        if matches!(name, "late" | "kill" | "pause" | "work" | "foreign") { SHORT } else { PATIENT };
+    let world = match mpi::world(&options) {
+        Err(error) if name == "foreign" => return report(0, &error.to_string()),
+        world => world.unwrap(),
+    };
     let rank = world.rank();
     let said = match name {
         "sums" => sums(&world),
@@ -30,6 +34,10 @@ pub(crate) fn case(name: &str, report: &dyn Fn(usize, &str)) {
         "left" => left(&world),
         "panic" => panics(&world),
         "kill" => kill(&world),
+        "pause" => pause(&world),
+        "work" => work(&world),
+        "settings" => settings(&world),
+        "memory" => memory(&world),
         _ => panic!("no case {name:?}"),
     };
     let said = said.map_or_else(|error| error.to_string(), |said| said.unwrap_or("well".into()));
@@ -285,5 +293,54 @@ fn kill(world: &Communicator) -> Said {
     }
     // Longer than what goes by itself: sends are pending too.
     world.all_reduce("second", &mut vec![1.0; 1_000_000])?;
+    Ok(None)
+}
+
+/// Stops this process until somebody lets it go on, which nobody does for a minute.
+fn stop() {
+    let own = std::process::id().to_string();
+    let _ = std::process::Command::new("sh")
+        .args(["-c", &format!("kill -STOP {own}; (sleep 60; kill -CONT {own}) >/dev/null 2>&1 &")])
+        .status();
+}
+
+fn pause(world: &Communicator) -> Said {
+    world.barrier("first")?;
+    if world.rank() == 1 {
+        stop();
+    }
+    world.all_reduce("second", &mut vec![1.0; 1_000_000])?;
+    Ok(None)
+}
+
+/// Rank 0 measures for longer than the others would wait, and is waited for; then it is late without a word.
+fn work(world: &Communicator) -> Said {
+    if world.rank() == 0 {
+        world.at_work(|| std::thread::sleep(3 * SHORT.timeout))?;
+    }
+    world.barrier("measured")?;
+    if world.rank() == 0 {
+        std::thread::sleep(2 * SHORT.timeout);
+    }
+    world.barrier("late")?;
+    Ok(None)
+}
+
+fn settings(world: &Communicator) -> Said {
+    let settings = |steps: usize| [("--model", "mnist-cnn".to_owned()), ("--steps", steps.to_string())];
+    world.check_settings("flags", &settings(3))?;
+    world.check_settings("flags", &settings(3 + 2 * (world.rank() % 2)))?;
+    Ok(None)
+}
+
+/// Rank 0 claims to share more than any machine has.
+fn memory(world: &Communicator) -> Said {
+    let ranks = world.split("for a failure", 0)?;
+    if world.rank() == 0 {
+        ranks.broadcast("claim", 0, &mut [1u64 << 60])?;
+        ranks.barrier("wait")?;
+    } else {
+        ranks.share("claim", 0, &mut vec![0u64])?;
+    }
     Ok(None)
 }

@@ -133,6 +133,49 @@ mod tests {
     }
 
     #[test]
+    fn a_rank_that_is_paused_does_not_leave_others_waiting_for_ever() {
+        wrong("pause", |reports, context| {
+            same(reports, Some(1), &["waited", "in all_reduce \"second\" (call 2, ", " for rank 1"], context);
+        });
+    }
+
+    #[test]
+    fn a_rank_at_work_is_waited_for_as_long_as_it_lives() {
+        wrong("work", |reports, context| {
+            same(reports, None, &["barrier \"late\" (call 2, 0 x u8) for rank 0"], context);
+        });
+    }
+
+    #[test]
+    fn settings_that_differ_are_named_on_all_ranks() {
+        wrong("settings", |reports, context| {
+            same(reports, None, &["--steps is 3 on rank 0 and 5 on rank 1"], context);
+        });
+    }
+
+    #[test]
+    fn a_rank_without_memory_is_an_error_on_all() {
+        wrong("memory", |reports, context| {
+            same(reports, None, &["out of memory", "bytes for \"claim\""], context);
+        });
+    }
+
+    #[test]
+    fn programs_that_never_use_mpi_are_an_error_not_a_hang() {
+        for other in [&["sleep", "1000"][..], &["true"], &["false"]] {
+            let Some(Run { reports, ended_well, output }) = run("foreign", 1, Start::Beside(other)) else {
+                return;
+            };
+            // Of a program that has ended, `mpirun` itself may tell, and end the others.
+            let told = reports[0].as_ref().is_some_and(|report| {
+                report.contains("in MPI_Init for the other processes")
+                    && report.contains("does one of them not use MPI?")
+            });
+            assert!(told || (other[0] != "sleep" && !ended_well), "{other:?}: {reports:?}, {output}");
+        }
+    }
+
+    #[test]
     fn programs_that_fail_end() {
         let Some(Run { reports, ended_well, output }) = run("mismatch", 4, Start::Strict) else { return };
         assert!(!ended_well && reports.iter().any(Option::is_some), "{reports:?}, {output}");

@@ -5,8 +5,8 @@ use convoke_files::escaped;
 use super::race::{Outcome, Trial, median, minimum};
 use super::record::{Candidate, Key, Record, Times};
 use super::{Source, Tuning};
-use crate::Cpu;
 use crate::conv::Accuracy;
+use crate::{Cpu, Result};
 
 /// An operation on one problem with everybody who may compute it.
 pub(super) struct Contest {
@@ -39,7 +39,10 @@ pub(super) trait Subject {
     fn contest(&self) -> &Contest;
 
     /// Buffers and the oracle for these entrants, all of them ready.
-    fn trial(&self, ready: &[usize]) -> Box<dyn Trial + '_>;
+    ///
+    /// # Errors
+    /// If there is no memory for them.
+    fn trial(&self, ready: &[usize]) -> Result<Box<dyn Trial + '_>>;
 }
 
 impl Contest {
@@ -136,6 +139,7 @@ impl Contest {
                     ..entrant.without_times("")
                 },
                 Outcome::Wrong(reason) | Outcome::Skipped(reason) => entrant.without_times(reason),
+                Outcome::NoMemory(error) => entrant.without_times(&error.to_string()),
             }
         });
         let others = self.entrants.iter().filter_map(|entrant| match &entrant.state {

@@ -3,12 +3,14 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
+use convoke_memory::OutOfMemory;
+
 use super::contest::{Contest, Subject};
 use super::noise::{CHUNK, Generator, noise};
-use super::race::{Checked, Trial, seconds_of};
+use super::race::{Checked, Refusal, Trial, seconds_of};
 use crate::buffer::Buffer;
 use crate::conv::{Accuracy, ConvOperands, ConvPlan, ConvProblem, Pass, reference_element};
-use crate::{Cpu, DType, Element};
+use crate::{Cpu, DType, Element, Result};
 
 /// One pass of one problem, and each entrant's plan for it.
 pub(super) struct ConvSubject {
@@ -29,17 +31,17 @@ impl Subject for ConvSubject {
         &self.contest
     }
 
-    fn trial(&self, ready: &[usize]) -> Box<dyn Trial + '_> {
+    fn trial(&self, ready: &[usize]) -> Result<Box<dyn Trial + '_>> {
         let plan = |&index: &usize| {
             let plan = self.plans[index].as_ref().expect("an entrant that is ready has a plan");
             (plan, self.contest.entrants[index].accuracy)
         };
         let plans: Vec<_> = ready.iter().map(plan).collect();
-        match plans[0].0.problem().dtype {
-            DType::F64 => Box::new(ConvTrial::<f64>::new(plans)),
+        Ok(match plans[0].0.problem().dtype {
+            DType::F64 => Box::new(ConvTrial::<f64>::new(plans)?),
             // No problem has a type that does not compute.
-            _ => Box::new(ConvTrial::<f32>::new(plans)),
-        }
+            _ => Box::new(ConvTrial::<f32>::new(plans)?),
+        })
     }
 }
 
@@ -70,7 +72,9 @@ const ORACLE_TERMS: usize = 8 << 20;
 
 impl<'a, T: Element> ConvTrial<'a, T> {
     /// Buffers are written once here, so that no timed run meets memory for the first time.
-    fn new(plans: Vec<(&'a ConvPlan, Accuracy)>) -> Self {
+    ///
+    /// A plan whose workspace cannot be had does not keep the others from being timed.
+    fn new(plans: Vec<(&'a ConvPlan, Accuracy)>) -> Result<Self> {
         let (first, _) = plans[0];
         let (problem, pass, cpu) = (first.problem(), first.pass(), first.cpu());
         let (x, weight, y) = (problem.input_len(), problem.weight_len(), problem.output_len());
@@ -79,18 +83,11 @@ impl<'a, T: Element> ConvTrial<'a, T> {
             Pass::BackwardData => [y, weight, x],
             Pass::BackwardWeights => [x, y, weight],
         };
-        let inputs = [noise(cpu, a, 1), noise(cpu, b, 2)];
-        let workspace = plans.iter().map(|(plan, _)| plan.workspace_len()).max().unwrap_or(0);
+        let inputs = [noise(cpu, a, 1)?, noise(cpu, b, 2)?];
         let oracle = Oracle::new(cpu, problem, pass, [&inputs[0], &inputs[1]], output);
-        ConvTrial {
-            plans,
-            pass,
-            inputs,
-            output: Buffer::filled(output, T::nan()),
-            workspace: Buffer::filled(workspace, T::nan()),
-            oracle,
-            start: Instant::now(),
-        }
+        let output = Buffer::try_filled(output, T::nan())?;
+        let workspace = largest_workspace(&plans)?;
+        Ok(ConvTrial { plans, pass, inputs, output, workspace, oracle, start: Instant::now() })
     }
 
     fn run_once(&mut self, index: usize) {
@@ -106,12 +103,15 @@ impl<'a, T: Element> ConvTrial<'a, T> {
 }
 
 impl<T: Element> Trial for ConvTrial<'_, T> {
-    fn check(&mut self, index: usize) -> Result<Checked, String> {
+    fn check(&mut self, index: usize) -> std::result::Result<Checked, Refusal> {
         let (plan, accuracy) = self.plans[index];
+        if plan.workspace_len() > self.workspace.len() {
+            return Err(Refusal::NoMemory(OutOfMemory::of::<T>(plan.workspace_len())));
+        }
         poison(plan.cpu(), &mut self.output);
         poison(plan.cpu(), &mut self.workspace[..plan.workspace_len()]);
         let seconds = seconds_of(1, || self.run_once(index));
-        let error = self.oracle.compare(plan.cpu(), &self.output, accuracy)?;
+        let error = self.oracle.compare(plan.cpu(), &self.output, accuracy).map_err(Refusal::Wrong)?;
         Ok(Checked { error, seconds })
     }
 
@@ -150,7 +150,12 @@ impl Oracle {
     }
 
     /// The largest error of the sample relative to the largest value.
-    fn compare<T: Element>(&self, cpu: &Cpu, output: &[T], accuracy: Accuracy) -> Result<f64, String> {
+    fn compare<T: Element>(
+        &self,
+        cpu: &Cpu,
+        output: &[T],
+        accuracy: Accuracy,
+    ) -> std::result::Result<f64, String> {
         let bad = AtomicUsize::new(usize::MAX);
         cpu.for_each(output.len(), output.chunks(CHUNK).enumerate(), |(chunk, values)| {
             if let Some(offset) = values.iter().position(|value| !value.is_finite()) {
@@ -169,6 +174,20 @@ impl Oracle {
             Ok(error)
         } else {
             Err(format!("wrong: the error relative to the largest value is {error:.1e}"))
+        }
+    }
+}
+
+/// Room for the largest workspace that there is memory for.
+fn largest_workspace<T: Element>(plans: &[(&ConvPlan, Accuracy)]) -> Result<Buffer<T>> {
+    let mut lens: Vec<usize> = plans.iter().map(|(plan, _)| plan.workspace_len()).collect();
+    lens.sort_unstable();
+    loop {
+        let len = lens.pop().unwrap_or(0);
+        match Buffer::try_filled(len, T::nan()) {
+            Ok(workspace) => return Ok(workspace),
+            Err(error) if lens.is_empty() => return Err(error.into()),
+            Err(_) => {}
         }
     }
 }

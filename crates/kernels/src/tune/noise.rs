@@ -1,21 +1,21 @@
 //! Random inputs of a trial, the same each time.
 
 use crate::buffer::Buffer;
-use crate::{Cpu, Element};
+use crate::{Cpu, Element, Result};
 
 /// Elements that a thread takes at a time.
 pub(super) const CHUNK: usize = 1 << 16;
 
 /// Uniform numbers in -1..1.
-pub(super) fn noise<T: Element>(cpu: &Cpu, len: usize, seed: u64) -> Buffer<T> {
-    let mut values = Buffer::filled(len, T::nan());
+pub(super) fn noise<T: Element>(cpu: &Cpu, len: usize, seed: u64) -> Result<Buffer<T>> {
+    let mut values = Buffer::try_filled(len, T::nan())?;
     cpu.for_each(len, values.chunks_mut(CHUNK).enumerate(), |(chunk, values)| {
         let mut random = Generator::new(seed + 1000 * chunk as u64);
         for value in values {
             *value = T::of(random.next() as f64 / (1u64 << 31) as f64 - 1.0);
         }
     });
-    values
+    Ok(values)
 }
 
 /// SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).

@@ -2,13 +2,15 @@
 
 use std::time::Instant;
 
+use convoke_memory::{collected, copied, filled};
+
 use super::Key;
 use super::contest::{Contest, Entrant, State, Subject};
 use super::noise::noise;
-use super::race::{Checked, Trial, seconds_of};
+use super::race::{Checked, Refusal, Trial, seconds_of};
 use crate::conv::Accuracy;
 use crate::pool::{MaxPoolAlgorithm, MaxPoolPass, PoolProblem, WindowIndex, max_pool_algorithms};
-use crate::{Cpu, DType, Element};
+use crate::{Cpu, DType, Element, Result};
 
 /// One pass of one problem; the entrants are [`max_pool_algorithms`].
 pub(super) struct PoolSubject {
@@ -37,12 +39,12 @@ impl PoolSubject {
     }
 
     /// With the index type that training takes.
-    fn trial_of<T: Element>(&self, ready: &[usize]) -> Box<dyn Trial + '_> {
+    fn trial_of<T: Element>(&self, ready: &[usize]) -> Result<Box<dyn Trial + '_>> {
         let algorithms = ready.iter().map(|&index| max_pool_algorithms()[index]).collect();
-        match self.problem.window_len() <= u8::COUNT {
-            true => Box::new(PoolTrial::<T, u8>::new(self, algorithms)),
-            false => Box::new(PoolTrial::<T, u16>::new(self, algorithms)),
-        }
+        Ok(match self.problem.window_len() <= u8::COUNT {
+            true => Box::new(PoolTrial::<T, u8>::new(self, algorithms)?),
+            false => Box::new(PoolTrial::<T, u16>::new(self, algorithms)?),
+        })
     }
 }
 
@@ -51,7 +53,7 @@ impl Subject for PoolSubject {
         &self.contest
     }
 
-    fn trial(&self, ready: &[usize]) -> Box<dyn Trial + '_> {
+    fn trial(&self, ready: &[usize]) -> Result<Box<dyn Trial + '_>> {
         match self.dtype {
             DType::F64 => self.trial_of::<f64>(ready),
             // Types that do not compute are pooled as f32.
@@ -75,30 +77,31 @@ struct PoolTrial<'a, T, I> {
 }
 
 impl<'a, T: Element, I: WindowIndex> PoolTrial<'a, T, I> {
-    fn new(subject: &'a PoolSubject, algorithms: Vec<MaxPoolAlgorithm>) -> Self {
+    fn new(subject: &'a PoolSubject, algorithms: Vec<MaxPoolAlgorithm>) -> Result<Self> {
         let start = Instant::now();
         let PoolSubject { contest: Contest { cpu, .. }, problem, pass, .. } = subject;
         let [x_len, y_len] = [problem.input_extent(), problem.output_extent()]
             .map(|extent| extent.len().expect("a problem's tensors have a size"));
         // Few different values, so that there are ties.
-        let values = |len: usize, seed: u64| -> Vec<T> {
-            noise::<T>(cpu, len, seed).iter().map(|&value| (value * T::of(8.0)).round()).collect()
+        let values = |len: usize, seed: u64| -> Result<Vec<T>> {
+            let noise = noise::<T>(cpu, len, seed)?;
+            Ok(collected(noise.iter().map(|&value| (value * T::of(8.0)).round()))?)
         };
-        let x = values(x_len, 1);
-        let (mut y, mut indices) = (vec![T::nan(); y_len], vec![I::store(0); y_len]);
+        let x = values(x_len, 1)?;
+        let (mut y, mut indices) = (filled(y_len, T::nan())?, filled(y_len, I::store(0))?);
         let oracle = max_pool_algorithms()[0];
         oracle.forward(cpu, problem, &x, &mut y, Some(&mut indices)).expect("buffers of this problem");
         let (input, expected) = match pass {
             MaxPoolPass::Forward | MaxPoolPass::Inference => (x, y),
             MaxPoolPass::Backward => {
-                let (dy, mut dx) = (values(y_len, 2), x);
+                let (dy, mut dx) = (values(y_len, 2)?, x);
                 oracle.backward(cpu, problem, &dy, &indices, &mut dx).expect("buffers of this problem");
                 (dy, dx)
             }
         };
-        let output = vec![T::nan(); expected.len()];
-        let expected_indices = indices.clone();
-        PoolTrial { subject, algorithms, input, output, indices, expected, expected_indices, start }
+        let output = filled(expected.len(), T::nan())?;
+        let expected_indices = copied(&indices)?;
+        Ok(PoolTrial { subject, algorithms, input, output, indices, expected, expected_indices, start })
     }
 
     fn run_once(&mut self, index: usize) {
@@ -114,7 +117,7 @@ impl<'a, T: Element, I: WindowIndex> PoolTrial<'a, T, I> {
 }
 
 impl<T: Element, I: WindowIndex> Trial for PoolTrial<'_, T, I> {
-    fn check(&mut self, index: usize) -> Result<Checked, String> {
+    fn check(&mut self, index: usize) -> std::result::Result<Checked, Refusal> {
         self.output.fill(T::nan());
         if self.subject.pass == MaxPoolPass::Forward {
             self.indices.fill(I::store(I::COUNT - 1));
@@ -123,10 +126,10 @@ impl<T: Element, I: WindowIndex> Trial for PoolTrial<'_, T, I> {
         let [output, expected] =
             [&self.output, &self.expected].map(|values| bytemuck::cast_slice::<T, u8>(values));
         if output != expected {
-            return Err("wrong: not the same bits".into());
+            return Err(Refusal::Wrong("wrong: not the same bits".into()));
         }
         if self.indices != self.expected_indices {
-            return Err("wrong: other indices".into());
+            return Err(Refusal::Wrong("wrong: other indices".into()));
         }
         Ok(Checked { error: 0.0, seconds })
     }

@@ -7,6 +7,8 @@
 
 use std::time::Instant;
 
+use convoke_memory::OutOfMemory;
+
 use super::Effort;
 
 /// What is raced: candidates by index, and the clock.
@@ -14,8 +16,8 @@ pub(super) trait Trial {
     /// Runs a candidate once on poisoned output and compares it with the oracle.
     ///
     /// # Errors
-    /// What is wrong with its output.
-    fn check(&mut self, index: usize) -> Result<Checked, String>;
+    /// Why it is not used.
+    fn check(&mut self, index: usize) -> Result<Checked, Refusal>;
 
     /// Runs a candidate `repeats` times in a row and returns the seconds of one run.
     fn run(&mut self, index: usize, repeats: usize) -> f64;
@@ -42,6 +44,15 @@ pub(super) struct Checked {
     pub(super) seconds: f64,
 }
 
+/// Why a candidate is not used.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Refusal {
+    /// What is wrong with its output.
+    Wrong(String),
+    /// There is no memory for its workspace.
+    NoMemory(OutOfMemory),
+}
+
 /// What became of a candidate.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Outcome {
@@ -51,6 +62,18 @@ pub(super) enum Outcome {
     Wrong(String),
     /// It was not run, and why.
     Skipped(String),
+    /// It could not be run for want of memory, of which there may be more another time.
+    NoMemory(OutOfMemory),
+}
+
+impl Outcome {
+    /// The memory that was not there.
+    pub(super) fn no_memory(&self) -> Option<OutOfMemory> {
+        match self {
+            Outcome::NoMemory(error) => Some(*error),
+            _ => None,
+        }
+    }
 }
 
 /// Times of a candidate.
@@ -218,7 +241,8 @@ impl Race<'_> {
                     }
                     outcomes[index] = Outcome::Timed(Times { samples: Vec::new(), measured: 0, error });
                 }
-                Err(reason) => outcomes[index] = Outcome::Wrong(reason),
+                Err(Refusal::Wrong(reason)) => outcomes[index] = Outcome::Wrong(reason),
+                Err(Refusal::NoMemory(error)) => outcomes[index] = Outcome::NoMemory(error),
             }
             progress(self.spent());
         }
@@ -314,11 +338,11 @@ mod tests {
     }
 
     impl Trial for Simulated {
-        fn check(&mut self, index: usize) -> Result<Checked, String> {
+        fn check(&mut self, index: usize) -> Result<Checked, Refusal> {
             let seconds = 1.3 * self.seconds[index];
             self.clock += seconds;
             if self.wrong == Some(index) {
-                Err("all zeros".into())
+                Err(Refusal::Wrong("all zeros".into()))
             } else {
                 Ok(Checked { error: 1e-7, seconds })
             }

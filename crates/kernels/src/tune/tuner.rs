@@ -447,7 +447,7 @@ impl Tuner {
             Vec::new()
         } else {
             let estimates: Vec<f64> = ready.iter().map(|&index| contest.estimate(index)).collect();
-            let mut trial = subject.trial(&ready);
+            let mut trial = subject.trial(&ready)?;
             race(&estimates, trial.as_mut(), self.inner.options.effort, budget.as_secs_f64(), progress)
         };
         known.spent += start.elapsed();
@@ -461,6 +461,9 @@ impl Tuner {
         let key = contest.key.clone();
         let mut record = Record { version: RECORD_VERSION, key, chosen: String::new(), candidates };
         let Some(chosen) = record.select(|_| true, incumbent.as_deref()) else {
+            if let Some(error) = outcomes.iter().find_map(Outcome::no_memory) {
+                return Err(error.into());
+            }
             let tuning = contest.tuning(String::new(), Source::Measured, record.candidates);
             let reason = |candidate: super::Candidate| Some((candidate.algorithm, candidate.skipped?));
             let reasons = tuning.candidates.into_iter().filter_map(reason);
@@ -469,7 +472,10 @@ impl Tuner {
             return Err(invalid("tuner", text));
         };
         record.chosen = chosen.algorithm.clone();
-        self.save(known, contest, &record);
+        // What found no memory now may find it in another run, which must not take it for known.
+        if !outcomes.iter().any(|outcome| outcome.no_memory().is_some()) {
+            self.save(known, contest, &record);
+        }
         Ok(contest.tuning(record.chosen, Source::Measured, record.candidates))
     }
 

@@ -34,7 +34,10 @@ pub fn batch(
         Some(views) => views.size(info).map_err(|error| refused(error.to_string()))?,
         None => [info.height, info.width],
     };
-    let taken: Vec<View> = chosen.iter().map(|&index| view(index)).collect::<Result<_>>()?;
+    let mut taken: Vec<View> = convoke_memory::with_capacity(chosen.len())?;
+    for &index in chosen {
+        taken.push(view(index)?);
+    }
     let shape = [chosen.len(), info.channels, height, width];
     // Convolutions are fastest in channels-last, and every layer keeps the format it is given.
     let images = Tensor::written(device, &shape, MemoryFormat::ChannelsLast, |out: &mut [f32]| {
@@ -43,7 +46,11 @@ pub fn batch(
         }
         Ok(())
     })?;
-    let mut labels = Vec::new();
+    let label_len = match info.targets {
+        Targets::Image => 1,
+        Targets::Pixels { .. } => height * width,
+    };
+    let mut labels = convoke_memory::with_capacity(chosen.len().saturating_mul(label_len))?;
     for (&index, view) in chosen.iter().zip(&taken) {
         let own = data.label(index as usize);
         match info.targets {

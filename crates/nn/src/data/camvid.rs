@@ -20,6 +20,7 @@ use rayon::prelude::*;
 
 use super::png_file::{self, Content, Raster};
 use super::progress::report;
+use super::threads::threads;
 use super::{
     DataError, Dataset, DatasetInfo, Progress, ProgressEvent, ProgressUnit, Targets, TrainTest, check_labels,
 };
@@ -96,6 +97,7 @@ fn load_named<const N: usize>(
     names: [&str; N],
     progress: &Progress<'_>,
 ) -> Result<[Dataset; N], DataError> {
+    threads()?;
     // Listed first, so that a missing file is reported before seconds are spent on the others.
     let pairs = names.iter().map(|name| pairs(folder, name)).collect::<Result<Vec<_>, _>>()?;
     let images: usize = pairs.iter().map(Vec::len).sum();
@@ -109,9 +111,10 @@ fn load_named<const N: usize>(
     step(0)?;
     let mut done = 0;
     let mut read_part = |pairs: &Vec<Pair>| {
-        let (mut pixels, mut labels) = (Vec::new(), Vec::new());
-        pixels.try_reserve_exact(pairs.len() * info.image_len()).map_err(|_| too_large(images, &info))?;
-        labels.try_reserve_exact(pairs.len() * info.label_len()).map_err(|_| too_large(images, &info))?;
+        let room = |each: usize| {
+            convoke_memory::with_capacity(pairs.len() * each).map_err(|_| too_large(images, &info))
+        };
+        let (mut pixels, mut labels) = (room(info.image_len())?, room(info.label_len())?);
         for chunk in pairs.chunks(IMAGES_PER_REPORT) {
             let read: Vec<_> = chunk.par_iter().map(|pair| pair.read(&info)).collect();
             // In order, so that of several errors it is always the first.

@@ -259,8 +259,8 @@ impl Loading<'_> {
                 let found = format!("{label} at byte {start}, in image {index}");
                 return Err(wrong(file, "label", format!("0 to {}", CLASSES.len() - 1), found));
             }
-            batch.labels.push(*label);
-            batch.images.extend_from_slice(pixels);
+            convoke_memory::append(&mut batch.labels, &[*label])?;
+            convoke_memory::append(&mut batch.images, pixels)?;
             if batch.labels.len().is_multiple_of(IMAGES_PER_REPORT) {
                 self.report()?;
             }

@@ -205,10 +205,7 @@ pub(super) fn zeroed(info: &DatasetInfo, images: usize, each: usize) -> Result<V
     let too_large =
         || DataError::TooLarge { dataset: info.name.clone(), images, image_bytes: info.image_len() };
     let size = images.checked_mul(each).ok_or_else(too_large)?;
-    let mut bytes = Vec::new();
-    bytes.try_reserve_exact(size).map_err(|_| too_large())?;
-    bytes.resize(size, 0);
-    Ok(bytes)
+    convoke_memory::filled(size, 0).map_err(|_| too_large())
 }
 
 /// Checks that there is one label for each image or pixel and that each names a class; `origin` is what errors

@@ -29,6 +29,7 @@ use rayon::prelude::*;
 
 use super::dataset::zeroed;
 use super::progress::report;
+use super::threads::threads;
 use super::{DataError, Dataset, DatasetInfo, Progress, ProgressEvent, ProgressUnit, Targets, TrainTest};
 use canvas::{Dice, PIXELS, SIDE};
 use glyphs::GLYPHS;
@@ -63,6 +64,7 @@ pub fn digits(
     test_len: usize,
     progress: &Progress<'_>,
 ) -> Result<TrainTest, DataError> {
+    threads()?;
     Ok(TrainTest {
         train: generate(seed, Split::Train, train_len, progress)?,
         test: generate(seed, Split::Test, test_len, progress)?,

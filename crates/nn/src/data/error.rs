@@ -5,6 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use convoke_files::escaped;
+use convoke_memory::OutOfMemory;
 
 /// Why a data set could not be had. Nothing is half-loaded: an error means that no part of the set was
 /// returned.
@@ -100,6 +101,15 @@ pub enum DataError {
         images: usize,
         /// The size of one image.
         image_bytes: usize,
+    },
+    /// The operating system refused memory for a part of a set.
+    #[error(transparent)]
+    Memory(#[from] OutOfMemory),
+    /// There are no threads to read or draw a set with.
+    #[error("no threads for data sets: {reason}; each needs memory for its stack")]
+    Threads {
+        /// What the system said.
+        reason: String,
     },
     /// No mirror gave a file with the expected contents.
     #[error("cannot download {file}: every mirror failed{}", Attempts(attempts))]

@@ -21,6 +21,7 @@ mod noise;
 mod png_file;
 mod progress;
 mod tar;
+mod threads;
 
 pub use augmentation::{Augmentation, View, Views};
 pub use batch::batch;

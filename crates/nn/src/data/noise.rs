@@ -6,6 +6,7 @@ use rayon::prelude::*;
 
 use super::dataset::zeroed;
 use super::progress::report;
+use super::threads::threads;
 use super::{DataError, Dataset, DatasetInfo, Progress, ProgressEvent, ProgressUnit, Targets, TrainTest};
 
 /// Begins the keys of the random streams, so that they are unlike those of other uses of the same seed.
@@ -30,6 +31,7 @@ pub fn noise(
     lens: [usize; 2],
     progress: &Progress<'_>,
 ) -> Result<TrainTest, DataError> {
+    threads()?;
     // Checks the shape before it is computed with.
     Dataset::new(info.clone(), vec![], vec![])?;
     let [train, test] = lens;

@@ -6,7 +6,7 @@
 use std::io::{self, BufRead, BufReader, Seek};
 use std::path::Path;
 
-use convoke_files::{open_regular, reserve};
+use convoke_files::open_regular;
 use png::{BitDepth, ColorType, Decoder, DecodingError, Limits, Reader};
 
 use super::DataError;
@@ -89,7 +89,7 @@ fn decode(
     if reader.info().is_animated() {
         return Err(malformed("frames", "one image".into(), "an animation".into()));
     }
-    let bytes = read_image(&mut reader).map_err(failed)?;
+    let bytes = read_image(&mut reader, failed)?;
     // Only now is it known that the file is not cut off behind the last pixel.
     reader.finish().map_err(failed)?;
     let bytes = if depth == BitDepth::Eight { bytes } else { unpack(&bytes, width, depth) };
@@ -97,13 +97,14 @@ fn decode(
 }
 
 /// The rows as they are stored.
-fn read_image(reader: &mut Reader<impl BufRead + Seek>) -> Result<Vec<u8>, DecodingError> {
+fn read_image(
+    reader: &mut Reader<impl BufRead + Seek>,
+    failed: impl Fn(DecodingError) -> DataError,
+) -> Result<Vec<u8>, DataError> {
     // Bounded, as the sides are.
-    let len = reader.output_buffer_size().ok_or(DecodingError::LimitsExceeded)?;
-    let mut bytes = Vec::new();
-    reserve(&mut bytes, len as u64).map_err(DecodingError::IoError)?;
-    bytes.resize(len, 0);
-    reader.next_frame(&mut bytes)?;
+    let len = reader.output_buffer_size().ok_or_else(|| failed(DecodingError::LimitsExceeded))?;
+    let mut bytes = convoke_memory::filled(len, 0)?;
+    reader.next_frame(&mut bytes).map_err(failed)?;
     Ok(bytes)
 }
 

@@ -82,9 +82,11 @@ impl Reducer {
                 }
             }
         };
+        convoke_memory::check_threads(1)?;
         let name = format!("gradients {}", communicator.rank());
         let thread = std::thread::Builder::new().name(name).spawn(work).map_err(|error| {
-            Error::Communication { operation: NAME, reason: format!("no thread for gradients: {error}") }
+            let reason = format!("no thread for gradients, for want of memory or of threads: {error}");
+            Error::Communication { operation: NAME, reason }
         })?;
         Ok(Reducer {
             parameters: parameters.into_iter().map(|(_, parameter)| parameter).collect(),

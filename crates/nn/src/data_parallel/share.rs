@@ -18,7 +18,8 @@ use crate::checkpoint::{CheckpointError, Value, from_safetensors, model_values, 
 pub(crate) fn share_state(model: &(impl Module + ?Sized), communicator: &Communicator) -> Result<()> {
     check_structure(&structure(&model_values(model)), communicator)?;
     let mine = to_safetensors(&model_values(model)).map_err(refused)?;
-    let theirs = share_bytes(communicator, "model of rank 0", mine.clone()).map_err(failed(NAME))?;
+    let mut theirs = convoke_memory::copied(&mine)?;
+    communicator.share("model of rank 0", 0, &mut theirs).map_err(failed(NAME))?;
     let held = if mine == theirs {
         mine
     } else {
@@ -43,11 +44,7 @@ pub(crate) fn share_bytes(
     name: &str,
     mut bytes: Vec<u8>,
 ) -> convoke_distributed::Result<Vec<u8>> {
-    let mut len = [bytes.len() as u64];
-    communicator.broadcast(name, 0, &mut len)?;
-    // Rank 0 holds as many, so this is no claim out of thin air.
-    bytes.resize(len[0] as usize, 0);
-    communicator.broadcast(name, 0, &mut bytes)?;
+    communicator.share(name, 0, &mut bytes)?;
     Ok(bytes)
 }
 

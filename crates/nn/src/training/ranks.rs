@@ -6,7 +6,6 @@ use std::path::PathBuf;
 use convoke_autograd::inference_mode;
 use convoke_distributed::Communicator;
 use convoke_kernels::tune::Choice;
-
 use serde::Serialize;
 
 use super::resume::RunState;
@@ -112,8 +111,8 @@ impl Trainer {
     fn share_choices(&self, communicator: &Communicator) -> Result<()> {
         let tuner = self.device.tuner();
         if communicator.rank() == 0 {
-            // What does not work here fails in the first step, and is told then.
-            let _ = self.rehearse(communicator.world_size());
+            // What does not work here fails in the first step, and is told then. Measuring may take longer than others wait.
+            let _ = communicator.at_work(|| self.rehearse(communicator.world_size()))?;
         }
         let choices = serde_json::to_vec(&tuner.choices()).map_err(unreadable)?;
         let choices = share_bytes(communicator, "choice of algorithms", choices)?;

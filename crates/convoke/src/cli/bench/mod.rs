@@ -9,7 +9,7 @@ pub(crate) mod table;
 use std::sync::Arc;
 
 use convoke::conv::{ConvProblem, Pass};
-use convoke::kernels::machine;
+use convoke::kernels::{Error, machine};
 use convoke::tune::{Event, Tuner, TunerOptions};
 use convoke::{Cpu, DType};
 
@@ -30,7 +30,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     problems::check_memory(&jobs)?;
     args.candidates.warn_of_threads(&console);
     let cpu = args.candidates.cpu()?;
-    let mut machine = Machine::measure(&cpu, args.problems.dtype());
+    let mut machine = Machine::measure(&cpu, args.problems.dtype())?;
     let say = |text: &str| console.say(text, args.json.as_deref());
     say(&format!("{}\n", machine.title()))?;
 
@@ -38,7 +38,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     let mut stage = console.stage("bench", 0, Some(jobs.len() as u64));
     for (problem, pass) in &jobs {
         stage.set(results.len() as u64, &format!("{problem} {pass}"));
-        let result = measure(&tuner, problem, *pass, &cpu);
+        let result = measure(&tuner, problem, *pass, &cpu)?;
         let reached = machine.learn(&result).map(|text| format!("{text}\n")).unwrap_or_default();
         let shown = say(&format!("\n{}{reached}", table::of(&result, &machine, args.verbose)));
         results.push(result);
@@ -70,16 +70,16 @@ pub(crate) struct Machine {
 }
 
 impl Machine {
-    fn measure(cpu: &Cpu, dtype: DType) -> Machine {
+    fn measure(cpu: &Cpu, dtype: DType) -> Result<Machine> {
         // A vector holds half as many f64.
         let part = if dtype == DType::F64 { 0.5 } else { 1.0 };
-        Machine {
+        Ok(Machine {
             name: info::cpu_name().unwrap_or_else(|| "unknown CPU".into()),
             cpu: cpu.clone(),
             peak: part * machine::peak_flops(cpu),
-            bandwidth: machine::copy_bandwidth(cpu),
+            bandwidth: machine::copy_bandwidth(cpu)?,
             dtype,
-        }
+        })
     }
 
     /// Raises the peak to what a convolution reached; says so if it did.
@@ -118,14 +118,15 @@ fn tuner(args: &BenchArgs, console: &Console) -> Result<Tuner> {
     Tuner::new(options).map_err(|error| Failure::Usage(error.to_string()))
 }
 
-fn measure(tuner: &Tuner, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> PassResult {
+fn measure(tuner: &Tuner, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<PassResult> {
     match tuner.tune(problem, pass, cpu, &mut |_| ()) {
         Ok(tuning) => {
             let mut result = PassResult::of(problem, pass, &tuning);
             result.count_operations(tuner, cpu);
-            result
+            Ok(result)
         }
-        Err(_) => PassResult::without_choice(problem, pass, tuner, cpu),
+        Err(error @ Error::Memory(_)) => Err(error.into()),
+        Err(_) => Ok(PassResult::without_choice(problem, pass, tuner, cpu)),
     }
 }
 

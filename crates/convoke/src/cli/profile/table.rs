@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use convoke::kernels::{Cpu, machine};
 
-use super::super::summary;
+use super::super::{Result, summary};
 use super::Total;
 
 /// Rows of each part of the table.
@@ -35,8 +35,8 @@ const UNCACHED: usize = 192 << 20;
 
 impl Limits {
     /// The best of measurements made now with `cpu` and of the calls themselves.
-    pub(super) fn measured(totals: &HashMap<String, Total>, cpu: &Cpu) -> Limits {
-        Limits::of(totals, machine::peak_flops(cpu), machine::bandwidth(cpu, UNCACHED))
+    pub(super) fn measured(totals: &HashMap<String, Total>, cpu: &Cpu) -> Result<Limits> {
+        Ok(Limits::of(totals, machine::peak_flops(cpu), machine::bandwidth(cpu, UNCACHED)?))
     }
 
     fn of(totals: &HashMap<String, Total>, peak: f64, memory: f64) -> Limits {

@@ -1,0 +1,86 @@
+//! Little memory: whatever the limit of the address space, a command succeeds or says that memory is short.
+
+use std::process::{Command, Stdio};
+
+use super::program::{Outcome, command, on_tiny_data, outcome};
+
+/// The program with so many kilobytes of address space.
+fn within(kilobytes: u64, args: &[&str]) -> Outcome {
+    let program = command(args);
+    let mut shell = Command::new("sh");
+    shell.args(["-c", "ulimit -v \"$0\" && exec \"$@\"", &kilobytes.to_string()]);
+    shell.arg(program.get_program()).args(program.get_args()).stdin(Stdio::null());
+    shell.envs(program.get_envs().filter_map(|(name, value)| Some((name, value?))));
+    outcome(shell)
+}
+
+/// Of the limits from one at which the program only just starts to one at which the command succeeds, so many: at each the command
+/// must succeed, or fail with exit code 1 and a message about memory.
+fn sweep(args: &[&str], limits: u64) {
+    // Limits count address space, of which libraries and the heaps of threads take some, more than is ever written.
+    let starts = (1..).map(|step| 4096 * step).find(|&limit| within(limit, &["--version"]).code == Some(0));
+    let starts = starts.expect("some limit is enough");
+    let enough =
+        (0..12).map(|power| starts + (65_536 << power)).find(|&limit| within(limit, args).code == Some(0));
+    let enough = enough.expect("some limit is enough");
+    let mut failures = 0;
+    for index in 0..limits {
+        // Odd ones, which no allocation is a multiple of.
+        let limit = starts + 1024 + (enough - starts) * index / limits + 12 * index;
+        let Outcome { code, stdout, stderr } = within(limit, args);
+        let says_so = stderr.lines().any(|line| line.starts_with("error: ") && line.contains("memory"));
+        assert!(
+            code == Some(0) || code == Some(1) && says_so,
+            "{args:?} within {limit} kB ended with {code:?}:\n{stdout}\n{stderr}"
+        );
+        assert!(!stderr.contains("panicked"), "{args:?} within {limit} kB: {stderr}");
+        failures += usize::from(code == Some(1));
+    }
+    assert!(failures > 0, "{args:?}: {starts} kB were enough");
+}
+
+#[test]
+fn training_with_little_memory_succeeds_or_says_so() {
+    for flags in [&[][..], &["--ranks", "2", "--sync-bn"], &["--memory-budget", "70MB", "--plan-time", "0"]] {
+        let flags = [&["--steps", "2", "--tune-budget", "0.1", "--batch-size", "100"], flags].concat();
+        sweep(&on_tiny_data("train", &flags), 12);
+    }
+}
+
+#[test]
+fn comparing_with_little_memory_succeeds_or_says_so() {
+    sweep(&on_tiny_data("compare", &["--steps", "2", "--batch-size", "100", "--effort", "heuristic"]), 12);
+}
+
+#[test]
+fn generated_data_with_little_memory_succeeds_or_says_so() {
+    let flags = ["--data", "random", "--steps", "1", "--effort", "heuristic", "--batch-size", "500"];
+    sweep(&[&["train"], &flags[..]].concat(), 12);
+}
+
+#[test]
+fn benchmarks_with_little_memory_succeed_or_say_so() {
+    for problem in ["mb8ic16ih56oc32kh3ph1", "i64x64x20,k64x5x1,b32"] {
+        for pass in ["fwd", "bwd-data", "bwd-weights"] {
+            sweep(&["bench", problem, "--pass", pass, "--budget", "0.01", "--threads", "2"], 8);
+        }
+    }
+    sweep(&["bench-norm", "64x32x28x28", "--budget", "0.01", "--threads", "2"], 12);
+}
+
+#[test]
+fn tuning_with_little_memory_succeeds_or_says_so() {
+    let cache = tempfile::tempdir().expect("a folder");
+    let cache = cache.path().to_str().expect("UTF-8");
+    sweep(
+        &["tune", "mb16ic16ih56oc32kh3ph1", "--again", "--budget", "0.1", "--cache", cache, "--threads", "2"],
+        12,
+    );
+}
+
+#[test]
+fn planning_with_little_memory_succeeds_or_says_so() {
+    let flags =
+        ["--batch-size", "64", "--plan-time", "0", "--effort", "heuristic", "--curve", "--threads", "2"];
+    sweep(&[&["plan"], &flags[..]].concat(), 12);
+}
