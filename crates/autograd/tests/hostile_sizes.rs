@@ -2,12 +2,17 @@
 //! sizes answers with an error, or with a tensor that is as large as it says. Run in release mode too, where arithmetic wraps
 //! silently.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::AssertUnwindSafe;
 
 use convoke_autograd::ops::{self, ConvOptions, Padding, PoolOptions};
 use convoke_autograd::{DType, Device, MemoryFormat, Result, Tensor};
 use convoke_kernels::upsample::UpsampleMode;
 use convoke_testkit::Failures;
+
+/// What a call gives, or its panic; what it has half written is not looked at.
+fn catch_unwind<R>(call: impl FnOnce() -> R) -> std::thread::Result<R> {
+    std::panic::catch_unwind(AssertUnwindSafe(call))
+}
 
 /// Powers of two whose products wrap to 0 or to small numbers, and numbers beside the largest.
 const HUGE: [usize; 9] =
@@ -19,7 +24,7 @@ fn sizes() -> impl Iterator<Item = usize> + Clone {
 
 /// Whether a call came back with an error or a tensor of as many elements as its shape says, which are few.
 fn answers(call: impl FnOnce() -> Result<Tensor>) -> std::result::Result<(), String> {
-    match catch_unwind(AssertUnwindSafe(call)) {
+    match catch_unwind(call) {
         Err(_) => Err("panicked".into()),
         Ok(Err(error)) if error.to_string().contains(": ") || error.to_string().contains("memory") => Ok(()),
         Ok(Err(error)) => Err(format!("an error that does not name the operation: {error}")),

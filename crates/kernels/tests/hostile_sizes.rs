@@ -4,7 +4,7 @@
 
 mod common;
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::AssertUnwindSafe;
 use std::sync::LazyLock;
 
 use convoke_kernels::batch_norm::{self, BackwardSums, EpsPlace, FilterOrder, Moments, Normalization, cudnn};
@@ -15,6 +15,11 @@ use convoke_kernels::pool::{self, PoolAxis, PoolProblem};
 use convoke_kernels::upsample::{UpsampleMode, UpsampleProblem};
 use convoke_kernels::{Cpu, DType, Result, activation, concat, elementwise, loss};
 use convoke_testkit::Failures;
+
+/// What a call gives, or its panic; what it has half written is not looked at.
+fn catch_unwind<R>(call: impl FnOnce() -> R) -> std::thread::Result<R> {
+    std::panic::catch_unwind(AssertUnwindSafe(call))
+}
 
 /// Powers of two whose products wrap to 0 or to small numbers, and numbers beside the largest.
 const HUGE: [usize; 9] =
@@ -40,7 +45,7 @@ fn true_len(sizes: &[usize]) -> Option<u128> {
 
 /// Whether a call came back: with an error, or, where `fits` says that its slices are right, with a result.
 fn answers<R>(fits: bool, call: impl FnOnce() -> Result<R>) -> std::result::Result<(), String> {
-    match catch_unwind(AssertUnwindSafe(call)) {
+    match catch_unwind(call) {
         Ok(Err(error)) if error.to_string().contains(": ") => Ok(()),
         Ok(Err(error)) => Err(format!("an error that does not name the operation: {error}")),
         Ok(Ok(_)) if fits => Ok(()),
@@ -417,7 +422,7 @@ fn check_plans(failures: &mut Failures, problem: &ConvProblem) {
             let mut expected: Option<Vec<f32>> = None;
             for algorithm in conv::algorithms().iter().rev() {
                 let name = format!("{} {pass} {problem} {format}", algorithm.name());
-                let planned = catch_unwind(AssertUnwindSafe(|| algorithm.plan(&problem, pass, cpu)));
+                let planned = catch_unwind(|| algorithm.plan(&problem, pass, cpu));
                 let Ok(planned) = planned else {
                     failures.check(name, Err("planning panicked".to_string()));
                     continue;
@@ -428,9 +433,9 @@ fn check_plans(failures: &mut Failures, problem: &ConvProblem) {
                 }
                 let mut y = vec![f32::NAN; output_len];
                 let mut workspace = vec![f32::NAN; plan.workspace_len()];
-                let ran = catch_unwind(AssertUnwindSafe(|| {
+                let ran = catch_unwind(|| {
                     plan.run(common::operands(pass, [&x, &weight, &dy], &mut y), &mut workspace)
-                }));
+                });
                 let reference = expected.get_or_insert_with(|| y.clone());
                 let agrees = y.iter().zip(&*reference).all(|(y, r)| (y - r).abs() <= 1e-3 * (1.0 + r.abs()));
                 failures.check(

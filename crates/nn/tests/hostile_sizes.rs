@@ -1,7 +1,7 @@
 //! Counts and sizes that no memory holds, or whose products wrap: what takes them answers with an error, or with nothing more
 //! than there is. Run in release mode too, where arithmetic wraps silently.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::AssertUnwindSafe;
 
 use convoke_autograd::Device;
 use convoke_autograd::ops::ConvOptions;
@@ -10,6 +10,11 @@ use convoke_nn::data::{self, Augmentation, Dataset, DatasetInfo, Targets};
 use convoke_nn::data_parallel::{Sampler, shard};
 use convoke_nn::modules::{BatchNorm2d, BatchNormConfig, Conv2d, Linear};
 use convoke_testkit::Failures;
+
+/// What a call gives, or its panic; what it has half written is not looked at.
+fn catch_unwind<R>(call: impl FnOnce() -> R) -> std::thread::Result<R> {
+    std::panic::catch_unwind(AssertUnwindSafe(call))
+}
 
 const HUGE: [usize; 9] =
     [1 << 21, 1 << 32, 1 << 43, 1 << 61, (1 << 62) + 1, 1 << 63, usize::MAX / 3, usize::MAX - 1, usize::MAX];
@@ -20,7 +25,7 @@ fn sizes() -> impl Iterator<Item = usize> + Clone {
 
 /// Whether a call comes back, with an error unless the sizes are `small`.
 fn refused<R, E: std::fmt::Display>(small: bool, call: impl FnOnce() -> Result<R, E>) -> Result<(), String> {
-    match catch_unwind(AssertUnwindSafe(call)) {
+    match catch_unwind(call) {
         Err(_) => Err("panicked".into()),
         Ok(Ok(_)) if !small => Err("accepted".into()),
         Ok(_) => Ok(()),

@@ -162,7 +162,7 @@ impl std::ops::Deref for ConvProblem {
 
 /// No tensor of a problem may have more elements than this: 2^40, far above any memory, far below overflow.
 const MAX_ELEMENTS: usize = 1 << 40;
-/// Nor may the input have more with its padding, which algorithms multiply with the other sizes, a few at a time.
+/// Nor may images and channels by one axis with its padding be more, which algorithms multiply with strides and lanes.
 const MAX_PADDED: usize = 1 << 61;
 
 impl ConvProblem {
@@ -175,7 +175,7 @@ impl ConvProblem {
     ///
     /// # Errors
     /// A size of zero, groups that do not divide the channels, a kernel larger than the padded input, a tensor of
-    /// more than 2^40 elements, an input that has more than 2^61 with its padding, a type that is for storage only.
+    /// more than 2^40 elements, more than 2^61 images x channels x size of one padded axis, a type that is for storage only.
     pub fn new(spec: ConvSpec) -> Result<ConvProblem> {
         let bad = |reason: String| Err(invalid("convolution", reason));
         if !spec.dtype.computes() {
@@ -214,11 +214,12 @@ impl ConvProblem {
                 return bad(format!("the {name} of shape {shape:?} is too large"));
             }
         }
-        let padded = [spec.height, spec.width].map(|axis| axis.pad_before + axis.input + axis.pad_after);
-        let shape = [spec.batch, spec.in_channels, padded[0], padded[1]];
-        let len = shape.iter().try_fold(1usize, |len, &size| len.checked_mul(size));
-        if len.is_none_or(|len| len > MAX_PADDED) {
-            return bad(format!("the padded input of shape {shape:?} is too large"));
+        for (name, axis) in [("height", &spec.height), ("width", &spec.width)] {
+            let sizes = [spec.batch, spec.in_channels, axis.pad_before + axis.input + axis.pad_after];
+            let len = sizes.iter().try_fold(1usize, |len, &size| len.checked_mul(size));
+            if len.is_none_or(|len| len > MAX_PADDED) {
+                return bad(format!("the padded {name} axis of N x C x {name} = {sizes:?} is too large"));
+            }
         }
         Ok(ConvProblem { spec })
     }
