@@ -1,12 +1,13 @@
 //! The communicator: collectives in terms of one exchange.
 
+use std::sync::PoisonError;
 use std::sync::mpsc::{RecvTimeoutError, channel};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use convoke_memory::OutOfMemory;
 
 use crate::message::{Message, Outgoing, sum};
+use crate::sync::{Arc, Mutex};
 use crate::threads::Place;
 use crate::{Call, Collective, Error, Number, Result};
 

@@ -28,6 +28,7 @@ mod error;
 mod message;
 #[cfg(feature = "mpi")]
 pub mod mpi;
+mod sync;
 mod threads;
 
 pub use call::{Call, Collective};

@@ -1,12 +1,14 @@
 //! Ranks that are threads of one process.
 
+use std::any::Any;
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use crate::communicator::Transport;
 use crate::message::{Message, Outgoing};
+use crate::sync::{Arc, Condvar, Mutex, MutexGuard};
 use crate::{Call, Communicator, Error, Options, Result};
 
 /// A communicator for each of `world_size` ranks, in their order: each is for one thread.
@@ -39,13 +41,15 @@ pub fn run_threads<R: Send>(
     let results: Vec<_> = std::thread::scope(|scope| {
         let spawn = |communicator: Communicator| {
             let name = format!("rank {}", communicator.rank());
-            let run = move || catch_unwind(AssertUnwindSafe(|| work(communicator)));
+            let run = move || catch_unwind(AssertUnwindSafe(|| work(communicator))).map_err(said);
             std::thread::Builder::new().name(name).spawn_scoped(scope, run)
         };
         // A thread that cannot be had drops its communicator, so that the others end.
         let handles: Vec<_> = communicators.into_iter().map(spawn).collect();
         let joined = |handle: std::io::Result<std::thread::ScopedJoinHandle<'_, _>>| match handle {
-            Ok(handle) => handle.join().and_then(|result| result).map_err(|panic| Ok(said(&*panic))),
+            Ok(handle) => {
+                handle.join().map_err(|panic| Ok(said(panic))).and_then(|result| result.map_err(Ok))
+            }
             Err(error) => Err(Err(error)),
         };
         handles.into_iter().map(joined).collect()
@@ -64,9 +68,15 @@ fn no_thread(rank: usize, error: &dyn std::error::Error) -> Error {
 }
 
 /// What a panic said.
-fn said(panic: &(dyn std::any::Any + Send)) -> String {
+fn said(panic: Box<dyn Any + Send>) -> String {
     let text = panic.downcast_ref::<String>().map(String::as_str);
-    text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("without a message").to_owned()
+    let text =
+        text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("without a message").to_owned();
+    // A payload's drop may panic too. What that throws is leaked, since its own drop may do so again.
+    if let Err(another) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
+        std::mem::forget(another);
+    }
+    text
 }
 
 /// A rank's place in a meeting.

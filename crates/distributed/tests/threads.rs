@@ -229,6 +229,29 @@ fn a_rank_that_ends_or_panics_does_not_leave_others_waiting() {
     assert_eq!(error, Error::Panicked { rank: 1, message: "no disk".into() });
 }
 
+/// A panic's payload that throws another one when it is dropped.
+struct Bomb(usize);
+
+impl Drop for Bomb {
+    fn drop(&mut self) {
+        if self.0 > 0 {
+            std::panic::resume_unwind(Box::new(Bomb(self.0 - 1)));
+        }
+    }
+}
+
+#[test]
+fn a_panic_whose_payload_panics_when_dropped_is_an_error_too() {
+    let error = run_threads(3, &PATIENT, |communicator| {
+        if communicator.rank() == 1 {
+            std::panic::panic_any(Bomb(3));
+        }
+        communicator.barrier("wait").unwrap_err()
+    })
+    .unwrap_err();
+    assert_eq!(error, Error::Panicked { rank: 1, message: "without a message".into() });
+}
+
 #[test]
 fn waiting_ends_with_the_names_of_those_who_did_not_come() {
     let options = Options { timeout: Duration::from_millis(200) };

@@ -4,16 +4,18 @@
 //! does not give. A helper looks out for the next job for a moment before it sleeps: waking it takes as long as a small
 //! kernel. And nobody waits for a helper that has not begun: the caller alone finishes what a late one would have taken.
 
-use std::any::Any;
-use std::cell::UnsafeCell;
-use std::io::ErrorKind;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+pub(crate) mod sync;
 
-/// How long a helper looks out for the next job before it sleeps.
-const WATCH: Duration = Duration::from_micros(200);
+use std::any::Any;
+use std::io::ErrorKind;
+use std::mem::forget;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::PoisonError;
+
+use sync::{
+    Arc, AtomicBool, AtomicU64, AtomicUsize, Builder, Condvar, Mutex, Ordering, Shelf, Watch, spin_loop,
+    yield_now,
+};
 
 /// A team of helpers; they end when it is dropped.
 pub(crate) struct Team {
@@ -21,18 +23,20 @@ pub(crate) struct Team {
 }
 
 type Job = *const (dyn Fn() + Sync);
+/// What a panic throws.
+type Payload = Box<dyn Any + Send>;
 
 struct Shared {
     /// A [`State`].
     state: AtomicU64,
     /// The job; helpers read it between entering and leaving only.
-    job: UnsafeCell<Option<Job>>,
+    job: Shelf<Option<Job>>,
     /// How many helpers have left the job.
     left: AtomicUsize,
     /// Whether a caller has a job, which keeps others from opening theirs.
     taken: AtomicBool,
     /// The first panic in a helper.
-    panic: Mutex<Option<Box<dyn Any + Send>>>,
+    panic: Mutex<Option<Payload>>,
     /// How many helpers sleep, or are about to.
     sleeping: AtomicUsize,
     asleep: Mutex<()>,
@@ -82,7 +86,7 @@ impl Team {
         let team = Team {
             shared: Arc::new(Shared {
                 state: AtomicU64::new(0),
-                job: UnsafeCell::new(None),
+                job: Shelf::new(None),
                 left: AtomicUsize::new(0),
                 taken: AtomicBool::new(false),
                 panic: Mutex::new(None),
@@ -95,7 +99,7 @@ impl Team {
             .map_err(|error| std::io::Error::new(ErrorKind::OutOfMemory, error))?;
         for index in 1..=helpers {
             let shared = team.shared.clone();
-            std::thread::Builder::new().name(format!("convoke-{index}")).spawn(move || shared.help())?;
+            Builder::new().name(format!("convoke-{index}")).spawn(move || shared.help())?;
         }
         Ok(team)
     }
@@ -110,19 +114,24 @@ impl Team {
         }
         shared.open(helpers, job);
         // The caller must not leave before the helpers, by a panic neither.
-        let result = catch_unwind(AssertUnwindSafe(job));
+        let own = catch_unwind(AssertUnwindSafe(job)).err();
         shared.close();
-        let panic = shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let helpers = shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
         shared.taken.store(false, Ordering::Release);
-        if let Some(panic) = result.err().or(panic) {
-            resume_unwind(panic);
+        match (own, helpers) {
+            (Some(own), surplus) => {
+                surplus.into_iter().for_each(discard);
+                resume_unwind(own)
+            }
+            (None, Some(panic)) => resume_unwind(panic),
+            (None, None) => {}
         }
     }
 }
 
 impl Drop for Team {
     fn drop(&mut self) {
-        self.shared.state.fetch_or(State::ENDED, Ordering::SeqCst);
+        self.shared.state.fetch_or(State::ENDED, Ordering::Release);
         self.shared.wake_up(usize::MAX);
     }
 }
@@ -135,10 +144,9 @@ impl Shared {
         let job = unsafe { std::mem::transmute::<*const (dyn Fn() + Sync + '_), Job>(job) };
         self.left.store(0, Ordering::Relaxed);
         // SAFETY: `taken` is held, and the last job was left by all who entered it: nobody else looks at it.
-        unsafe { *self.job.get() = Some(job) };
+        self.job.with_mut(|place| unsafe { *place = Some(job) });
         let state = State(self.state.load(Ordering::Relaxed));
-        // Before the look at who sleeps, as helpers count themselves asleep before their last look at the state.
-        self.state.store(state.next(helpers).0, Ordering::SeqCst);
+        self.state.store(state.next(helpers).0, Ordering::Release);
         self.wake_up(helpers);
     }
 
@@ -151,9 +159,11 @@ impl Shared {
         }
     }
 
-    /// Wakes up to so many of those that sleep.
+    /// Wakes up to so many of those that sleep, after the state has changed.
     fn wake_up(&self, helpers: usize) {
-        let sleeping = self.sleeping.load(Ordering::SeqCst).min(helpers);
+        // An exchange that adds nothing: it and that of a helper which falls asleep are one after the other. Either this one
+        // finds the helper counted, or the helper's comes later and shows it the state as it is now.
+        let sleeping = self.sleeping.fetch_add(0, Ordering::AcqRel).min(helpers);
         if sleeping > 0 {
             // Who counts as asleep and does not wait yet holds this until it does.
             drop(self.asleep.lock().unwrap_or_else(PoisonError::into_inner));
@@ -166,23 +176,33 @@ impl Shared {
         let mut last = 0;
         while let Some(number) = self.enter_next(last) {
             last = number;
-            // SAFETY: this thread has entered: the caller wrote the job before and waits until this thread has left.
-            let job = unsafe { (*self.job.get()).map(|job| &*job) };
+            let _leaves = Leaves(&self.left);
+            // SAFETY: this thread has entered: the caller wrote the job before, and writes the next one, and ends the borrow
+            // behind it, only when this thread has left, which it does at the end of this round.
+            let job = self.job.with(|job| unsafe { (*job).map(|job| &*job) });
             if let Some(job) = job
                 && let Err(panic) = catch_unwind(AssertUnwindSafe(job))
             {
-                self.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(panic);
+                self.keep(panic);
             }
-            self.left.fetch_add(1, Ordering::Release);
         }
+    }
+
+    /// Keeps a helper's panic for the caller if it is the job's first.
+    fn keep(&self, panic: Payload) {
+        let mut first = self.panic.lock().unwrap_or_else(PoisonError::into_inner);
+        let surplus = if first.is_none() { first.replace(panic) } else { Some(panic) };
+        // A payload's drop may run anything, and takes as long as it likes.
+        drop(first);
+        surplus.into_iter().for_each(discard);
     }
 
     /// Enters the next job after number `last`; `None` when the team has ended.
     fn enter_next(&self, last: u32) -> Option<u32> {
         let mut pause = Pause::default();
-        let mut idle_since = None;
+        let mut watch = Watch::default();
         loop {
-            let state = State(self.state.load(Ordering::SeqCst));
+            let state = State(self.state.load(Ordering::Acquire));
             if state.is(State::ENDED) {
                 return None;
             }
@@ -196,9 +216,9 @@ impl Shared {
                 continue;
             }
             pause.wait();
-            if idle_since.get_or_insert_with(Instant::now).elapsed() > WATCH {
+            if watch.is_over() {
                 self.sleep_until_another(state);
-                idle_since = None;
+                watch = Watch::default();
             }
         }
     }
@@ -206,12 +226,27 @@ impl Shared {
     /// Sleeps unless the state is another already.
     fn sleep_until_another(&self, known: State) {
         let guard = self.asleep.lock().unwrap_or_else(PoisonError::into_inner);
-        self.sleeping.fetch_add(1, Ordering::SeqCst);
-        let same = |known: State| self.state.load(Ordering::SeqCst) == known.0;
-        if same(known) {
+        self.sleeping.fetch_add(1, Ordering::AcqRel);
+        if self.state.load(Ordering::Acquire) == known.0 {
             drop(self.wake.wait(guard).unwrap_or_else(PoisonError::into_inner));
         }
-        self.sleeping.fetch_sub(1, Ordering::SeqCst);
+        self.sleeping.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// Counts a helper as having left its job, whatever happens to it.
+struct Leaves<'a>(&'a AtomicUsize);
+
+impl Drop for Leaves<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::Release);
+    }
+}
+
+/// Drops what nobody will be told of. What that drop throws itself is leaked: dropping it could throw again.
+fn discard(panic: Payload) {
+    if let Err(another) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
+        forget(another);
     }
 }
 
@@ -225,127 +260,12 @@ impl Pause {
     fn wait(&mut self) {
         self.rounds = self.rounds.wrapping_add(1);
         if self.rounds.is_multiple_of(32) {
-            std::thread::yield_now();
+            yield_now();
         } else {
-            std::hint::spin_loop();
+            spin_loop();
         }
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::collections::HashSet;
-    use std::sync::atomic::AtomicU32;
-    use std::thread;
-
-    /// Runs a job until so many threads have been in it together.
-    fn meet(team: &Team, helpers: usize, expected: usize) -> HashSet<thread::ThreadId> {
-        let met = Mutex::new(HashSet::new());
-        let deadline = Instant::now() + Duration::from_secs(60);
-        team.run(helpers, &|| {
-            met.lock().unwrap().insert(thread::current().id());
-            while met.lock().unwrap().len() < expected && Instant::now() < deadline {
-                thread::yield_now();
-            }
-        });
-        met.into_inner().unwrap()
-    }
-
-    #[test]
-    fn helpers_take_part_awake_and_asleep_and_no_more_than_may() {
-        let team = Team::new(3).unwrap();
-        assert_eq!(meet(&team, 3, 4).len(), 4);
-        for pause in [0, 1, 20] {
-            thread::sleep(Duration::from_millis(pause));
-            assert_eq!(meet(&team, 3, 4).len(), 4);
-            thread::sleep(Duration::from_millis(pause));
-            assert_eq!(meet(&team, 1, 2).len(), 2);
-        }
-    }
-
-    #[test]
-    fn nothing_is_lost_in_many_short_jobs() {
-        let team = Team::new(2).unwrap();
-        for round in 0..20_000 {
-            let left = AtomicUsize::new(10);
-            let done = AtomicUsize::new(0);
-            team.run(2, &|| {
-                while left.try_update(Ordering::Relaxed, Ordering::Relaxed, |n| n.checked_sub(1)).is_ok() {
-                    done.fetch_add(1, Ordering::Relaxed);
-                }
-            });
-            assert_eq!(done.into_inner(), 10);
-            if round % 1000 == 0 {
-                thread::sleep(2 * WATCH);
-            }
-        }
-    }
-
-    #[test]
-    fn jobs_in_jobs_and_of_other_threads_run_on_their_caller() {
-        let team = Team::new(2).unwrap();
-        let inner = AtomicU32::new(0);
-        meet(&team, 2, 3);
-        team.run(2, &|| {
-            let here = thread::current().id();
-            team.run(2, &|| {
-                assert_eq!(thread::current().id(), here);
-                inner.fetch_add(1, Ordering::Relaxed);
-            });
-        });
-        assert!((1..=3).contains(&inner.load(Ordering::Relaxed)));
-        let runs = AtomicU32::new(0);
-        thread::scope(|scope| {
-            for _ in 0..8 {
-                scope.spawn(|| {
-                    for _ in 0..500 {
-                        team.run(0, &|| {
-                            runs.fetch_add(1, Ordering::Relaxed);
-                        });
-                    }
-                });
-            }
-        });
-        assert_eq!(runs.into_inner(), 4000);
-    }
-
-    #[test]
-    fn a_panic_reaches_the_caller_and_the_team_goes_on() {
-        let team = Team::new(2).unwrap();
-        let caller = thread::current().id();
-        for in_caller in [false, true] {
-            let together = AtomicUsize::new(0);
-            let result = catch_unwind(AssertUnwindSafe(|| {
-                team.run(2, &|| {
-                    together.fetch_add(1, Ordering::SeqCst);
-                    while together.load(Ordering::SeqCst) < 3 {
-                        thread::yield_now();
-                    }
-                    // The caller alone, or both helpers.
-                    if (thread::current().id() == caller) == in_caller {
-                        panic!("out of a job");
-                    }
-                });
-            }));
-            let panic = result.expect_err("it must arrive");
-            assert_eq!(panic.downcast_ref::<&str>(), Some(&"out of a job"));
-            assert_eq!(meet(&team, 2, 3).len(), 3);
-        }
-    }
-
-    #[test]
-    fn helpers_end_with_their_team() {
-        for pause in [Duration::ZERO, 10 * WATCH] {
-            let team = Team::new(3).unwrap();
-            let shared = Arc::downgrade(&team.shared);
-            thread::sleep(pause);
-            drop(team);
-            let deadline = Instant::now() + Duration::from_secs(60);
-            while shared.strong_count() > 0 {
-                assert!(Instant::now() < deadline, "helpers still run");
-                thread::yield_now();
-            }
-        }
-    }
-}
+#[cfg(all(test, not(loom)))]
+mod tests;

@@ -1,0 +1,6 @@
+//! What ranks on threads meet by: the standard library's locks, or in `model/` those of the model checker `loom`.
+
+#[cfg(loom)]
+pub(crate) use loom::sync::{Arc, Condvar, Mutex, MutexGuard};
+#[cfg(not(loom))]
+pub(crate) use std::sync::{Arc, Condvar, Mutex, MutexGuard};

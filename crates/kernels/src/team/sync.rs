@@ -1,0 +1,91 @@
+//! What the team is made of: the standard library's threads, or in `model/` those of the model checker `loom`.
+
+#[cfg(not(loom))]
+pub(crate) use std::{
+    hint::spin_loop,
+    sync::{
+        Arc, Condvar, Mutex,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    },
+    thread::{Builder, yield_now},
+};
+
+#[cfg(loom)]
+pub(crate) use loom::{
+    cell::UnsafeCell as Shelf,
+    hint::spin_loop,
+    sync::{
+        Arc, Condvar, Mutex,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    },
+    thread::{Builder, yield_now},
+};
+
+#[cfg(all(test, not(loom)))]
+pub(crate) use real::WATCH;
+#[cfg(not(loom))]
+pub(crate) use real::{Shelf, Watch};
+
+#[cfg(loom)]
+pub(crate) use modelled::{LOOKS, Watch};
+
+#[cfg(not(loom))]
+mod real {
+    use std::cell::UnsafeCell;
+    use std::time::{Duration, Instant};
+
+    /// How long a helper looks out for the next job before it sleeps.
+    pub(crate) const WATCH: Duration = Duration::from_micros(200);
+
+    /// A helper's time at the look-out.
+    #[derive(Default)]
+    pub(crate) struct Watch {
+        since: Option<Instant>,
+    }
+
+    impl Watch {
+        /// Whether it has lasted long enough, from the first call on.
+        pub(crate) fn is_over(&mut self) -> bool {
+            self.since.get_or_insert_with(Instant::now).elapsed() > WATCH
+        }
+    }
+
+    /// An `UnsafeCell` with the face of loom's.
+    pub(crate) struct Shelf<T>(UnsafeCell<T>);
+
+    impl<T> Shelf<T> {
+        pub(crate) fn new(value: T) -> Shelf<T> {
+            Shelf(UnsafeCell::new(value))
+        }
+
+        pub(crate) fn with<R>(&self, look: impl FnOnce(*const T) -> R) -> R {
+            look(self.0.get())
+        }
+
+        pub(crate) fn with_mut<R>(&self, change: impl FnOnce(*mut T) -> R) -> R {
+            change(self.0.get())
+        }
+    }
+}
+
+#[cfg(loom)]
+mod modelled {
+    use std::cell::Cell;
+
+    thread_local! {
+        /// How often a helper looks out for a job before it sleeps: a model has no time. All threads of a model are one thread.
+        pub(crate) static LOOKS: Cell<usize> = const { Cell::new(1) };
+    }
+
+    #[derive(Default)]
+    pub(crate) struct Watch {
+        looks: usize,
+    }
+
+    impl Watch {
+        pub(crate) fn is_over(&mut self) -> bool {
+            self.looks += 1;
+            self.looks >= LOOKS.get()
+        }
+    }
+}
