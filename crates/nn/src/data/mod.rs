@@ -32,6 +32,40 @@ pub use error::{DataError, MirrorFailure};
 pub use noise::noise;
 pub use progress::{Progress, ProgressEvent, ProgressUnit, silent};
 
+/// Doors for the fuzz targets to readers of bytes that are private.
+#[cfg(fuzzing)]
+#[doc(hidden)]
+#[allow(missing_docs)]
+pub mod fuzzing {
+    use std::io::{Cursor, Read};
+    use std::path::Path;
+
+    use super::DataError;
+
+    pub fn read_tar(bytes: &[u8], limit: u64) -> Result<Vec<(String, Vec<u8>)>, DataError> {
+        let mut archive = super::tar::Archive::new(bytes, Path::new("x.tar"), limit);
+        let mut files = Vec::new();
+        while let Some(mut file) = archive.next_file()? {
+            let mut contents = Vec::new();
+            let failed = DataError::io(Path::new("x.tar"), "read");
+            file.read_to_end(&mut contents).map_err(failed)?;
+            files.push((file.name().to_owned(), contents));
+        }
+        Ok(files)
+    }
+
+    pub fn read_png(
+        bytes: &[u8],
+        classes: bool,
+        size: Option<[usize; 2]>,
+    ) -> Result<([usize; 2], Vec<u8>), DataError> {
+        use super::png_file::{Content, decode};
+        let content = if classes { Content::Classes } else { Content::Rgb };
+        let raster = decode(Cursor::new(bytes), Path::new("x.png"), content, size)?;
+        Ok((raster.size, raster.bytes))
+    }
+}
+
 /// What the tests of readers share.
 #[cfg(test)]
 mod testing {

@@ -41,7 +41,7 @@ pub(super) fn read(file: &Path, content: Content, size: Option<[usize; 2]>) -> R
 }
 
 /// Decodes a file's bytes; `file` is what errors blame.
-fn decode(
+pub(super) fn decode(
     bytes: impl BufRead + Seek,
     file: &Path,
     content: Content,

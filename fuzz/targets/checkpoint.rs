@@ -1,0 +1,136 @@
+//! A run's folder, changed here and there: the run goes on or says why not.
+//!
+//! The input is a list of changes to the three files of a sound checkpoint: the file, what to do, where, and with how many of
+//! the bytes that follow. Checksums are put right, so that what they guard is reached.
+
+#![no_main]
+
+use std::fs;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use convoke_autograd::{Cpu, Device, DeviceOptions};
+use convoke_fuzz::{check_quoted, folder};
+use convoke_kernels::tune::Tuner;
+use convoke_nn::Rule;
+use convoke_nn::data::{Augmentation, DatasetInfo, Targets, TrainTest, noise, silent};
+use convoke_nn::models::Model;
+use convoke_nn::modules::ConvBnMode;
+use convoke_nn::training::{Trainer, TrainingConfig};
+use libfuzzer_sys::fuzz_target;
+use sha2::{Digest, Sha256};
+
+const MANIFEST: &str = "training.json";
+/// A list with more changes than this says nothing new.
+const MOST_CHANGES: usize = 16;
+
+struct Run {
+    device: Device,
+    data: Arc<TrainTest>,
+    /// Where the checkpoint lies, and its files: names and sound contents.
+    step: PathBuf,
+    files: Vec<(String, Vec<u8>)>,
+}
+
+fn config() -> TrainingConfig {
+    TrainingConfig {
+        model: Model::Resnet20,
+        conv_bn: ConvBnMode::Fused,
+        rule: Rule::sgd(0.1),
+        lr_gamma: 0.7,
+        batch_size: 2,
+        augmentation: Augmentation::default(),
+        sync_bn: false,
+        seed: 1,
+        stop_on_nan: false,
+    }
+}
+
+impl Run {
+    fn new() -> Run {
+        let options = DeviceOptions::new(Cpu::single());
+        let device = Device::new(DeviceOptions { tuner: Tuner::by_estimate(), ..options });
+        let info = DatasetInfo {
+            name: "noise".into(),
+            channels: 3,
+            height: 8,
+            width: 8,
+            classes: 10,
+            targets: Targets::Image,
+            mean: vec![0.5; 3],
+            std: vec![0.5; 3],
+        };
+        let data = Arc::new(noise(&info, 1, [4, 2], &silent).expect("data"));
+        let mut trainer = Trainer::new(&device, config(), data.clone()).expect("a run");
+        trainer.step().expect("a step");
+        let run = folder().join("run");
+        trainer.save(&run).expect("a checkpoint");
+        let step = run.join("step-0000000001");
+        let names = fs::read_dir(&step).expect("its folder").map(|entry| entry.expect("a file").file_name());
+        let mut files: Vec<_> = names.map(|name| name.into_string().expect("a plain name")).collect();
+        files.sort();
+        let files = files.into_iter().map(|name| (name.clone(), fs::read(step.join(name)).expect("a file")));
+        let files = files.collect();
+        Run { device, data, step, files }
+    }
+
+    /// The files after the changes.
+    fn changed(&self, mut changes: &[u8]) -> Vec<Vec<u8>> {
+        let mut files: Vec<Vec<u8>> = self.files.iter().map(|(_, bytes)| bytes.clone()).collect();
+        for _ in 0..MOST_CHANGES {
+            let Some((head, rest)) = changes.split_first_chunk::<5>() else { break };
+            let [which, how, high, low, count] = head.map(usize::from);
+            let file = &mut files[which % self.files.len()];
+            let at = (high << 8 | low) % (file.len() + 1);
+            let (with, rest) = rest.split_at(count.min(rest.len()));
+            changes = rest;
+            let end = (at + with.len().max(1)).min(file.len());
+            match how % 4 {
+                0 => drop(file.splice(at..end, with.iter().copied())),
+                1 => drop(file.splice(at..at, with.iter().copied())),
+                2 => drop(file.drain(at..end)),
+                _ => file.truncate(at),
+            }
+        }
+        files
+    }
+
+    /// Puts the files' checksums right, which the manifest holds as text.
+    fn seal(&self, files: &mut [Vec<u8>]) {
+        let hex =
+            |bytes: &[u8]| Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        let sums: Vec<_> =
+            self.files.iter().zip(&*files).map(|((_, sound), bytes)| (hex(sound), hex(bytes))).collect();
+        let place = self.files.iter().position(|(name, _)| name == MANIFEST).expect("a manifest");
+        let manifest = &mut files[place];
+        for (sound, now) in sums {
+            let found = manifest.windows(sound.len()).position(|part| part == sound.as_bytes());
+            if let Some(at) = found {
+                manifest[at..at + now.len()].copy_from_slice(now.as_bytes());
+            }
+        }
+    }
+}
+
+thread_local! {
+    static RUN: Run = Run::new();
+}
+
+fuzz_target!(|changes: &[u8]| {
+    RUN.with(|run| {
+        let mut files = run.changed(changes);
+        run.seal(&mut files);
+        for ((name, _), bytes) in run.files.iter().zip(files) {
+            fs::write(run.step.join(name), bytes).expect("a file");
+        }
+        let folder = run.step.parent().expect("the run's folder");
+        match Trainer::resume(&run.device, config(), run.data.clone(), folder) {
+            Ok(mut trainer) => {
+                if let Err(error) = trainer.step() {
+                    check_quoted(error);
+                }
+            }
+            Err(error) => check_quoted(error),
+        }
+    });
+});

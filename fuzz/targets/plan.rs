@@ -1,0 +1,31 @@
+//! A memory plan: what is read comes back from what is printed, and a model takes it wholly or not at all.
+
+#![no_main]
+
+use convoke_autograd::Device;
+use convoke_fuzz::check_quoted;
+use convoke_nn::models::Model;
+use convoke_nn::modules::ConvBnMode;
+use convoke_nn::planner::MemoryPlan;
+use convoke_nn::{Init, Module};
+use libfuzzer_sys::fuzz_target;
+
+thread_local! {
+    static MODEL: Box<dyn Module> = {
+        let init = Init::new(&Device::cpu().unwrap(), 1);
+        Model::MnistCnn.build(&init, ConvBnMode::Fused, 1, 10).unwrap()
+    };
+}
+
+fuzz_target!(|text: &str| {
+    let plan: MemoryPlan = match serde_json::from_str(text) {
+        Ok(plan) => plan,
+        Err(error) => return check_quoted(error),
+    };
+    let printed = serde_json::to_string_pretty(&plan).expect("plain data");
+    let again: MemoryPlan = serde_json::from_str(&printed).expect("what is printed is read");
+    assert_eq!(again, plan);
+    if let Err(error) = MODEL.with(|model| plan.apply(model.as_ref())) {
+        check_quoted(error);
+    }
+});

@@ -1,0 +1,56 @@
+//! A model's file: it is loaded wholly, and then comes back, or the model is as it was.
+
+#![no_main]
+
+use std::fs;
+
+use convoke_autograd::Device;
+use convoke_fuzz::{check_quoted, file, folder};
+use convoke_nn::Init;
+use convoke_nn::checkpoint::{load_model, load_model_non_strict, save_model};
+use convoke_nn::modules::{BatchNorm2d, BatchNormConfig, Conv2d, ConvOptions, Sequential};
+use libfuzzer_sys::fuzz_target;
+
+fn model() -> Sequential {
+    let init = Init::new(&Device::cpu().unwrap(), 1);
+    let conv = Conv2d::new(&init, [1, 2], [2, 2], ConvOptions::default(), true).unwrap();
+    let bn = BatchNorm2d::new(&init, 2, BatchNormConfig::default()).unwrap();
+    Sequential::new().then("conv", conv).then("bn", bn)
+}
+
+thread_local! {
+    static MODEL: Sequential = model();
+}
+
+/// All that the model holds, as it is saved.
+fn state(model: &Sequential) -> Vec<u8> {
+    let saved = folder().join("state.safetensors");
+    save_model(model, &saved).expect("it can be saved");
+    fs::read(saved).expect("it was saved")
+}
+
+fuzz_target!(|bytes: &[u8]| {
+    MODEL.with(|model| {
+        let given = file("given.safetensors", bytes);
+        let before = state(model);
+        match load_model(model, &given) {
+            Ok(()) => {
+                let loaded = state(model);
+                load_model(model, &file("again.safetensors", &loaded)).expect("what was saved is loaded");
+                assert!(state(model) == loaded, "another model came back");
+            }
+            Err(error) => {
+                check_quoted(error);
+                assert!(state(model) == before, "a refused file changed the model");
+            }
+        }
+        let before = state(model);
+        match load_model_non_strict(model, &given) {
+            Ok(keys) => check_quoted(keys),
+            Err(error) => {
+                check_quoted(error);
+                assert!(state(model) == before, "a refused file changed the model");
+            }
+        }
+    });
+});
