@@ -76,7 +76,8 @@ pub trait Function: Send + Sync + Sized + 'static {
     /// One gradient for each input, `None` where there is none or `needs` does not ask for it.
     ///
     /// `upstream` has the output's shape and memory format. It and `saved` are given by value: dropping them as
-    /// soon as they have served lowers the peak of memory.
+    /// soon as they have served lowers the peak of memory. Others may hold `upstream` too: [`Tensor::update`] writes to its
+    /// elements where nobody does, and to a copy otherwise.
     ///
     /// # Errors
     /// If a kernel fails.
