@@ -1,6 +1,7 @@
-# CI runs `make check`, and then `make browser`, `make external` and `make mpi` with Chromium, oneDNN and Open MPI installed.
+# CI runs `make check`, `make model` and `make fuzz SECONDS=60`, and then `make browser`, `make external` and `make mpi` with
+# Chromium, oneDNN and Open MPI installed.
 
-.PHONY: check test wrapping browser external mpi format lint docs smoke goldens bench-peers accuracy-peers
+.PHONY: check test wrapping browser external mpi format lint docs smoke model fuzz sanitize goldens bench-peers accuracy-peers
 
 check: test wrapping format lint docs smoke
 
@@ -47,6 +48,33 @@ smoke:
 	cargo run --release -- train --steps 5 --ranks 2 --sync-bn
 	cargo run --release --example custom_function
 	cargo run --release --example synchronized_layer
+
+# Every interleaving of the thread team and of ranks on threads, up to a number of preemptions: model/.
+model:
+	cd model && cargo fmt --check && cargo clippy --all-targets -- -D warnings
+	cd model && cargo test
+
+# Hostile text and files, SECONDS for each target of fuzz/, two at a time; TARGETS names some of them. Needs `cargo install
+# cargo-fuzz`, and a C++ compiler for libFuzzer.
+SECONDS ?= 600
+TARGETS ?=
+fuzz:
+	cd fuzz && cargo fmt --check
+	tools/fuzz.sh $(SECONDS) $(TARGETS)
+
+# Memory errors in kernels, ranks and checkpoints, and data races between threads, by checks that the compiler adds. The
+# standard library comes without those of ThreadSanitizer: tools/thread-sanitizer.txt names what looks like a race for that
+# reason, and tests run one at a time without the harness's threads.
+HOST = $(shell rustc -vV | sed -n 's/^host: //p')
+SANITIZED = RUSTC_BOOTSTRAP=1 CARGO_INCREMENTAL=0 RUSTFLAGS="-Zsanitizer=$(1) -Cunsafe-allow-abi-mismatch=sanitizer" \
+	TSAN_OPTIONS="suppressions=$(CURDIR)/tools/thread-sanitizer.txt" \
+	cargo test --target $(HOST) --target-dir target/$(1) --config profile.dev.package.convoke-kernels.opt-level=1
+sanitize:
+	$(call SANITIZED,address) -p convoke-distributed --test threads
+	$(call SANITIZED,address) -p convoke-kernels --lib --tests
+	$(call SANITIZED,address) -p convoke-nn --test checkpoints
+	$(call SANITIZED,thread) -p convoke-distributed --test threads -- --test-threads 1 --nocapture
+	$(call SANITIZED,thread) -p convoke-kernels --lib --test batch_norm --test pool -- --test-threads 1 --nocapture
 
 # Makes the golden files anew; PYTHON must have torch, numpy, tensorflow-cpu and onnx.
 PYTHON ?= python3
