@@ -28,11 +28,3 @@ pub fn check_said(error: impl Display) {
     let control = |c: &char| c.is_control() && *c != '\n';
     assert!(!text.chars().any(|c| control(&c)), "a control character in {text:?}");
 }
-
-/// As [`check_said`], for errors that quote files: only once all of those are escaped.
-pub fn check_quoted(error: impl Display) {
-    const ESCAPED: bool = false;
-    if ESCAPED {
-        check_said(error);
-    }
-}

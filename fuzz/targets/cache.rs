@@ -5,7 +5,7 @@
 
 use std::fs;
 
-use convoke_fuzz::{check_quoted, file, folder};
+use convoke_fuzz::{check_said, file, folder};
 use convoke_kernels::Isa;
 use convoke_kernels::tune::{Cache, Record};
 use libfuzzer_sys::fuzz_target;
@@ -18,7 +18,7 @@ fuzz_target!(|input: (bool, &[u8])| {
     let [first, second] = ["first", "second"].map(|name| Cache::new(place.join(name), Isa::Portable));
     if import {
         if let Err(error) = first.import(&file("import.json", bytes)) {
-            check_quoted(error);
+            check_said(error);
             assert!(!first.root().exists(), "a refused import left something");
             return;
         }
@@ -31,7 +31,7 @@ fuzz_target!(|input: (bool, &[u8])| {
     // What is stored is found under its key again.
     for record in &records {
         if let Err(error) = second.save(record) {
-            check_quoted(error);
+            check_said(error);
         } else {
             assert_eq!(second.load(&record.key).expect("it was stored").as_ref(), Some(record));
         }
@@ -50,6 +50,6 @@ fuzz_target!(|input: (bool, &[u8])| {
 
 fn sound(cache: &Cache) -> Vec<Record> {
     let entries = cache.entries().expect("it can be listed");
-    let record = |entry: convoke_kernels::tune::Entry| entry.record.map_err(check_quoted).ok();
+    let record = |entry: convoke_kernels::tune::Entry| entry.record.map_err(check_said).ok();
     entries.into_iter().filter_map(record).collect()
 }

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use convoke_autograd::{Cpu, Device, DeviceOptions};
-use convoke_fuzz::{check_quoted, folder};
+use convoke_fuzz::{check_said, folder};
 use convoke_kernels::tune::Tuner;
 use convoke_nn::Rule;
 use convoke_nn::data::{Augmentation, DatasetInfo, Targets, TrainTest, noise, silent};
@@ -95,20 +95,41 @@ impl Run {
         files
     }
 
-    /// Puts the files' checksums right, which the manifest holds as text.
+    /// Puts the files' checksums and lengths right, which the manifest holds as text, and then the manifest's own checksum, its
+    /// second line.
     fn seal(&self, files: &mut [Vec<u8>]) {
-        let hex =
-            |bytes: &[u8]| Sha256::digest(bytes).iter().map(|byte| format!("{byte:02x}")).collect::<String>();
-        let sums: Vec<_> =
-            self.files.iter().zip(&*files).map(|((_, sound), bytes)| (hex(sound), hex(bytes))).collect();
         let place = self.files.iter().position(|(name, _)| name == MANIFEST).expect("a manifest");
-        let manifest = &mut files[place];
-        for (sound, now) in sums {
-            let found = manifest.windows(sound.len()).position(|part| part == sound.as_bytes());
-            if let Some(at) = found {
-                manifest[at..at + now.len()].copy_from_slice(now.as_bytes());
-            }
+        let mut manifest = std::mem::take(&mut files[place]);
+        for ((_, sound), now) in self.files.iter().zip(&*files) {
+            replace(
+                &mut manifest,
+                &format!("\"bytes\": {},", sound.len()),
+                &format!("\"bytes\": {},", now.len()),
+            );
+            replace(&mut manifest, &hex(&[sound]), &hex(&[now]));
         }
+        let mut lines = manifest.split_inclusive(|byte| *byte == b'\n');
+        if let (Some(first), Some(second)) = (lines.next(), lines.next()) {
+            let rest = &manifest[first.len() + second.len()..];
+            let sum = format!("  \"sha256\": \"{}\",\n", hex(&[first, rest]));
+            manifest = [first, sum.as_bytes(), rest].concat();
+        }
+        files[place] = manifest;
+    }
+}
+
+/// The SHA-256 of these parts, one after the other.
+fn hex(parts: &[&[u8]]) -> String {
+    let mut hash = Sha256::new();
+    parts.iter().for_each(|part| hash.update(part));
+    hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Puts a text in the first place of another, if it is there.
+fn replace(bytes: &mut Vec<u8>, text: &str, by: &str) {
+    let found = bytes.windows(text.len()).position(|part| part == text.as_bytes());
+    if let Some(at) = found {
+        bytes.splice(at..at + text.len(), by.bytes());
     }
 }
 
@@ -127,10 +148,10 @@ fuzz_target!(|changes: &[u8]| {
         match Trainer::resume(&run.device, config(), run.data.clone(), folder) {
             Ok(mut trainer) => {
                 if let Err(error) = trainer.step() {
-                    check_quoted(error);
+                    check_said(error);
                 }
             }
-            Err(error) => check_quoted(error),
+            Err(error) => check_said(error),
         }
     });
 });

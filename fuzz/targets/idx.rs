@@ -4,7 +4,7 @@
 
 use std::io::Write;
 
-use convoke_fuzz::{check_quoted, file};
+use convoke_fuzz::{check_said, file};
 use convoke_nn::data::idx::read_idx;
 use flate2::Compression;
 use flate2::write::GzEncoder;
@@ -32,7 +32,7 @@ fn read(bytes: &[u8]) -> Option<(Vec<usize>, Vec<u8>)> {
             Some((array.sizes, array.data))
         }
         Err(error) => {
-            check_quoted(error);
+            check_said(error);
             None
         }
     }

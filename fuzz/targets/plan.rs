@@ -3,7 +3,7 @@
 #![no_main]
 
 use convoke_autograd::Device;
-use convoke_fuzz::check_quoted;
+use convoke_fuzz::check_said;
 use convoke_nn::models::Model;
 use convoke_nn::modules::ConvBnMode;
 use convoke_nn::planner::MemoryPlan;
@@ -20,12 +20,12 @@ thread_local! {
 fuzz_target!(|text: &str| {
     let plan: MemoryPlan = match serde_json::from_str(text) {
         Ok(plan) => plan,
-        Err(error) => return check_quoted(error),
+        Err(error) => return check_said(error),
     };
     let printed = serde_json::to_string_pretty(&plan).expect("plain data");
     let again: MemoryPlan = serde_json::from_str(&printed).expect("what is printed is read");
     assert_eq!(again, plan);
     if let Err(error) = MODEL.with(|model| plan.apply(model.as_ref())) {
-        check_quoted(error);
+        check_said(error);
     }
 });

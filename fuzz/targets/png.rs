@@ -2,7 +2,7 @@
 
 #![no_main]
 
-use convoke_fuzz::check_quoted;
+use convoke_fuzz::check_said;
 use convoke_nn::data::fuzzing::read_png;
 use libfuzzer_sys::fuzz_target;
 
@@ -14,6 +14,6 @@ fuzz_target!(|input: (bool, Option<[u8; 2]>, &[u8])| {
             assert_eq!(pixels.len(), height * width * if classes { 1 } else { 3 });
             assert!(size.is_none_or(|size| size == [height, width]));
         }
-        Err(error) => check_quoted(error),
+        Err(error) => check_said(error),
     }
 });

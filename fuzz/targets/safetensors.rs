@@ -5,7 +5,7 @@
 use std::fs;
 
 use convoke_autograd::Device;
-use convoke_fuzz::{check_quoted, file, folder};
+use convoke_fuzz::{check_said, file, folder};
 use convoke_nn::Init;
 use convoke_nn::checkpoint::{load_model, load_model_non_strict, save_model};
 use convoke_nn::modules::{BatchNorm2d, BatchNormConfig, Conv2d, ConvOptions, Sequential};
@@ -40,15 +40,15 @@ fuzz_target!(|bytes: &[u8]| {
                 assert!(state(model) == loaded, "another model came back");
             }
             Err(error) => {
-                check_quoted(error);
+                check_said(error);
                 assert!(state(model) == before, "a refused file changed the model");
             }
         }
         let before = state(model);
         match load_model_non_strict(model, &given) {
-            Ok(keys) => check_quoted(keys),
+            Ok(keys) => check_said(keys),
             Err(error) => {
-                check_quoted(error);
+                check_said(error);
                 assert!(state(model) == before, "a refused file changed the model");
             }
         }

@@ -2,7 +2,7 @@
 
 #![no_main]
 
-use convoke_fuzz::check_quoted;
+use convoke_fuzz::check_said;
 use convoke_nn::data::fuzzing::read_tar;
 use libfuzzer_sys::fuzz_target;
 
@@ -20,7 +20,7 @@ fuzz_target!(|input: (bool, &[u8])| {
             let total: usize = files.iter().map(|(_, contents)| contents.len() + BLOCK).sum();
             assert!(total <= bytes.len(), "{total} bytes out of {}", bytes.len());
         }
-        Err(error) => check_quoted(error),
+        Err(error) => check_said(error),
     }
 });
 

@@ -315,7 +315,7 @@ impl std::fmt::Debug for Communicator {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
     use crate::run_threads;

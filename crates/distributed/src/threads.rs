@@ -47,9 +47,7 @@ pub fn run_threads<R: Send>(
         // A thread that cannot be had drops its communicator, so that the others end.
         let handles: Vec<_> = communicators.into_iter().map(spawn).collect();
         let joined = |handle: std::io::Result<std::thread::ScopedJoinHandle<'_, _>>| match handle {
-            Ok(handle) => {
-                handle.join().map_err(|panic| Ok(said(panic))).and_then(|result| result.map_err(Ok))
-            }
+            Ok(handle) => handle.join().map_err(said).flatten().map_err(Ok),
             Err(error) => Err(Err(error)),
         };
         handles.into_iter().map(joined).collect()

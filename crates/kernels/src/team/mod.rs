@@ -13,7 +13,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::PoisonError;
 
 use sync::{
-    Arc, AtomicBool, AtomicU64, AtomicUsize, Builder, Condvar, Mutex, Ordering, Shelf, Watch, spin_loop,
+    Arc, AtomicBool, AtomicU64, AtomicUsize, Builder, Condvar, Mutex, Ordering, UnsafeCell, Watch, spin_loop,
     yield_now,
 };
 
@@ -30,7 +30,7 @@ struct Shared {
     /// A [`State`].
     state: AtomicU64,
     /// The job; helpers read it between entering and leaving only.
-    job: Shelf<Option<Job>>,
+    job: UnsafeCell<Option<Job>>,
     /// How many helpers have left the job.
     left: AtomicUsize,
     /// Whether a caller has a job, which keeps others from opening theirs.
@@ -86,7 +86,7 @@ impl Team {
         let team = Team {
             shared: Arc::new(Shared {
                 state: AtomicU64::new(0),
-                job: Shelf::new(None),
+                job: UnsafeCell::new(None),
                 left: AtomicUsize::new(0),
                 taken: AtomicBool::new(false),
                 panic: Mutex::new(None),

@@ -12,7 +12,7 @@ pub(crate) use std::{
 
 #[cfg(loom)]
 pub(crate) use loom::{
-    cell::UnsafeCell as Shelf,
+    cell::UnsafeCell,
     hint::spin_loop,
     sync::{
         Arc, Condvar, Mutex,
@@ -24,14 +24,13 @@ pub(crate) use loom::{
 #[cfg(all(test, not(loom)))]
 pub(crate) use real::WATCH;
 #[cfg(not(loom))]
-pub(crate) use real::{Shelf, Watch};
+pub(crate) use real::{UnsafeCell, Watch};
 
 #[cfg(loom)]
 pub(crate) use modelled::{LOOKS, Watch};
 
 #[cfg(not(loom))]
 mod real {
-    use std::cell::UnsafeCell;
     use std::time::{Duration, Instant};
 
     /// How long a helper looks out for the next job before it sleeps.
@@ -51,11 +50,11 @@ mod real {
     }
 
     /// An `UnsafeCell` with the face of loom's.
-    pub(crate) struct Shelf<T>(UnsafeCell<T>);
+    pub(crate) struct UnsafeCell<T>(std::cell::UnsafeCell<T>);
 
-    impl<T> Shelf<T> {
-        pub(crate) fn new(value: T) -> Shelf<T> {
-            Shelf(UnsafeCell::new(value))
+    impl<T> UnsafeCell<T> {
+        pub(crate) fn new(value: T) -> UnsafeCell<T> {
+            UnsafeCell(std::cell::UnsafeCell::new(value))
         }
 
         pub(crate) fn with<R>(&self, look: impl FnOnce(*const T) -> R) -> R {
