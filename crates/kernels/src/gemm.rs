@@ -322,7 +322,9 @@ mod tests {
             let matrix = std::panic::catch_unwind(|| {
                 let _ = Matrix::new(&[0.0f32; 8], shape, strides);
             });
-            let output = std::panic::catch_unwind(|| drop(MatrixMut::new(&mut [0.0f32; 8], shape, strides)));
+            let output = std::panic::catch_unwind(|| {
+                let _ = MatrixMut::new(&mut [0.0f32; 8], shape, strides);
+            });
             for refusal in [matrix, output] {
                 let reason = refusal.expect_err("it must be refused");
                 let reason = reason.downcast_ref::<String>().expect("a reason with values");
@@ -341,7 +343,10 @@ mod tests {
     #[test]
     fn elements_are_apart_only_if_no_product_wraps() {
         let overlaps = |shape: [usize; 2], strides: [usize; 2]| {
-            std::panic::catch_unwind(|| drop(MatrixMut::new(&mut [0.0f32; 8], shape, strides))).is_err()
+            std::panic::catch_unwind(|| {
+                let _ = MatrixMut::new(&mut [0.0f32; 8], shape, strides);
+            })
+            .is_err()
         };
         let apart = |[rows, columns]: [usize; 2], [row_stride, column_stride]: [usize; 2]| {
             Layout { rows, columns, row_stride, column_stride }.is_apart()
