@@ -36,7 +36,7 @@ fn config() -> TrainingConfig {
     TrainingConfig {
         model: Model::Resnet20,
         conv_bn: ConvBnMode::Fused,
-        rule: Rule::sgd(0.1),
+        rule: Rule::adadelta(1.0),
         lr_gamma: 0.7,
         batch_size: 2,
         augmentation: Augmentation::default(),
