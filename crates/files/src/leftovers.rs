@@ -41,9 +41,12 @@ pub(crate) fn new_file(folder: &Path) -> io::Result<NamedTempFile> {
 pub(crate) fn new_folder(parent: &Path) -> io::Result<(TempDir, Option<File>)> {
     for _ in 0..TRIES {
         let folder = Builder::new().prefix(START).suffix(END).rand_bytes(RANDOM).tempdir_in(parent)?;
-        let Ok(handle) = File::open(folder.path()) else { return Ok((folder, None)) };
-        if lock(&handle, folder.path()) {
-            return Ok((folder, Some(handle)));
+        match File::open(folder.path()) {
+            Ok(handle) if lock(&handle, folder.path()) => return Ok((folder, Some(handle))),
+            Ok(_) => {}
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            // Folders cannot be opened here.
+            Err(_) => return Ok((folder, None)),
         }
     }
     Err(removed())
