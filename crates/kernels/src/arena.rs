@@ -249,7 +249,7 @@ impl Memory {
             convoke_memory::attempt(|| bytemuck::allocation::try_zeroed_slice_box::<u8>(bytes)).ok()?;
         let room = NonNull::from(Box::leak(room));
         let first = room.cast::<u8>();
-        // SAFETY: `room` has LINE - 1 bytes more than `len`, and the next line begins at most so many bytes from its start:
+        // SAFETY: `room` has LINE - 1 bytes more than `len`, and the next line begins at most LINE - 1 bytes from its start:
         // `align_offset` of bytes gives that number, as no allocation is as large as it would be otherwise.
         let base = unsafe { first.add(first.as_ptr().align_offset(LINE)) };
         Some(Memory { base, len, room })

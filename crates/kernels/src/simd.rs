@@ -16,7 +16,7 @@ pub(crate) fn lanes(isa: Isa) -> usize {
 /// Runs `op` with the vectors of `isa`, of which there are [`lanes`].
 ///
 /// # Panics
-/// If this machine lacks `isa`, which no [`crate::Cpu`] holds then: code that counts on so many lanes must not meet others.
+/// If this machine lacks `isa`, which no [`crate::Cpu`] holds then: code that counts on the lanes of `isa` must not run with others.
 #[inline]
 pub(crate) fn run<O: WithSimd>(isa: Isa, op: O) -> O::Output {
     match isa {

@@ -15,7 +15,7 @@ pub struct OutOfMemory {
 }
 
 impl OutOfMemory {
-    /// So many elements of this type were asked for.
+    /// `len` elements of this type were asked for.
     pub fn of<T>(len: usize) -> OutOfMemory {
         OutOfMemory { bytes: len.saturating_mul(size_of::<T>()) }
     }
@@ -99,17 +99,6 @@ pub fn copied<T: Clone>(from: &[T]) -> Result<Vec<T>> {
     Ok(values)
 }
 
-/// Appends a slice to what may grow further, with room for more than is needed now, as `Vec::extend_from_slice` does.
-///
-/// # Errors
-/// If there is no memory for it; nothing has been appended then.
-pub fn append<T: Clone>(values: &mut Vec<T>, more: &[T]) -> Result<()> {
-    attempt(|| values.try_reserve(more.len()))
-        .map_err(|_| OutOfMemory::of::<T>(values.len().saturating_add(more.len())))?;
-    values.extend_from_slice(more);
-    Ok(())
-}
-
 /// What an iterator of known length gives.
 ///
 /// # Errors
@@ -120,7 +109,7 @@ pub fn collected<T>(from: impl ExactSizeIterator<Item = T>) -> Result<Vec<T>> {
     Ok(values)
 }
 
-/// Whether so many threads would find memory for their stacks now. A thread that has its stack and no room for what it maps next
+/// Whether `count` threads would find memory for their stacks now. A thread that has its stack and no room for what it maps next
 /// ends the process, so this is asked before threads are started.
 ///
 /// # Errors
@@ -153,7 +142,6 @@ mod tests {
         let mut values = vec![1, 2, 3];
         assert_eq!((resize(&mut values, 5, 9), &values[..]), (Ok(()), &[1, 2, 3, 9, 9][..]));
         assert_eq!((resize(&mut values, 1, 9), &values[..]), (Ok(()), &[1][..]));
-        assert_eq!((append(&mut values, &[4, 5]), &values[..]), (Ok(()), &[1, 4, 5][..]));
         assert_eq!(check_threads(1), Ok(()));
     }
 

@@ -256,20 +256,6 @@ pub(crate) enum Data {
     Random,
 }
 
-impl Data {
-    /// The name on the command line.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Data::Auto => "auto",
-            Data::Digits => "digits",
-            Data::Mnist => "mnist",
-            Data::Camvid => "camvid",
-            Data::Cifar10 => "cifar10",
-            Data::Random => "random",
-        }
-    }
-}
-
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Augment {
     /// Camvid: random parts of 96 x 128 pixels, half of them mirrored. Cifar10: random parts of 32 x 32 pixels of images that 4
@@ -314,6 +300,11 @@ pub(crate) fn rule(optimizer: OptimizerName, learning_rate: Option<f64>) -> Rule
 pub(crate) fn model(name: &str) -> Model {
     let named = Model::ALL.into_iter().find(|model| model.name() == name);
     named.expect("clap accepts known names only")
+}
+
+/// The name of a flag's value on the command line.
+pub(crate) fn name(value: impl ValueEnum) -> String {
+    value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
 }
 
 /// Warns if kernels will have more threads than there are processors for them, in `ranks` ranks of this process.

@@ -3,7 +3,7 @@
 use convoke::nn::data::{DatasetInfo, camvid, cifar10, digits, mnist};
 use convoke::nn::models::Model;
 
-use super::args::{Data, RunArgs};
+use super::args::{Data, RunArgs, name};
 use super::{Failure, Result, dataset};
 
 /// Height and width of CamVid's images, as it is distributed for segmentation by SegNet's authors.
@@ -44,7 +44,7 @@ pub(crate) fn check(model: Model, info: &DatasetInfo) -> Result<()> {
     let Err(error) = model.check(info) else { return Ok(()) };
     let data = [Data::Digits, Data::Mnist, Data::Camvid, Data::Cifar10, Data::Random];
     let data = data.into_iter().filter(|&data| usual(data).is_none_or(|info| model.check(&info).is_ok()));
-    let data: Vec<&str> = data.map(Data::name).collect();
+    let data: Vec<String> = data.map(name).collect();
     let models = Model::ALL.into_iter().filter(|model| model.check(info).is_ok());
     let models: Vec<&str> = models.map(Model::name).collect();
     let models = if models.is_empty() { "none".into() } else { models.join(", ") };

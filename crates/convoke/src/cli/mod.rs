@@ -88,12 +88,8 @@ fn map_stack() -> Result<()> {
 }
 
 pub(crate) fn main() -> ExitCode {
-    if let Err(Failure::Usage(message) | Failure::Run(message) | Failure::OtherRanks(message)) = map_stack() {
-        console::note(&format!("error: {message}"));
-        return ExitCode::from(1);
-    }
     // clap ends the process itself: with 2 for bad usage, 0 for --help and --version.
-    let result = match Args::parse().command {
+    let result = map_stack().and_then(|()| match Args::parse().command {
         Command::Train(args) => train::run(&args),
         Command::Compare(args) => compare::run(&args),
         Command::Bench(args) => bench::run(&args),
@@ -102,7 +98,7 @@ pub(crate) fn main() -> ExitCode {
         Command::Tune(args) => tune::run(&args),
         Command::Cache(args) => cache::run(&args),
         Command::Info => info::run(),
-    };
+    });
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(Failure::Usage(message)) => {

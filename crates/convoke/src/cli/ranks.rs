@@ -3,13 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use clap::{Args, ValueEnum, value_parser};
+use clap::{Args, value_parser};
 #[cfg(feature = "mpi")]
 use convoke::distributed::Error;
 use convoke::distributed::{Communicator, Options, run_threads};
 use convoke::nn::data::TrainTest;
 
-use super::args::{RunArgs, warn_of_threads};
+use super::args::{RunArgs, name, warn_of_threads};
 use super::console::Console;
 use super::memory_args::{MemoryArgs, PlannerArgs};
 use super::{Failure, Result, dataset, train};
@@ -176,17 +176,14 @@ fn settings(args: &RunArgs) -> Vec<(&'static str, String)> {
     fn given(value: &Option<impl ToString>) -> String {
         value.as_ref().map_or_else(|| "not given".into(), ToString::to_string)
     }
-    fn name(value: &impl ValueEnum) -> String {
-        value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
-    }
     vec![
-        ("--data", name(data)),
-        ("--augment", name(augment)),
+        ("--data", name(*data)),
+        ("--augment", name(*augment)),
         ("--model", args.model().to_string()),
         ("--epochs", given(epochs)),
         ("--steps", given(steps)),
         ("--batch-size", batch_size.to_string()),
-        ("--optimizer", name(optimizer)),
+        ("--optimizer", name(*optimizer)),
         ("--lr", args.rule().learning_rate().to_string()),
         ("--lr-gamma", lr_gamma.to_string()),
         ("--momentum", momentum.to_string()),

@@ -14,7 +14,7 @@ use convoke::nn::planner::MemoryPlan;
 use convoke::nn::training::{Evaluation, StepReport, Trainer, TrainingConfig, TrainingError};
 use convoke::{Device, DeviceOptions};
 
-use super::args::{ConvBn, RunArgs, TrainArgs, cpu};
+use super::args::{ConvBn, RunArgs, TrainArgs, cpu, name};
 use super::console::{Console, Stage, note};
 use super::profile::Profile;
 use super::ranks::{self, Rank};
@@ -23,11 +23,7 @@ use super::{Failure, Result, console, dataset, json, output, report, summary};
 
 pub(crate) fn run(args: &TrainArgs) -> Result<()> {
     output::check("--profile", args.profile.as_deref())?;
-    let conv_bn = match args.conv_bn {
-        ConvBn::Fused => "fused",
-        ConvBn::Separate => "separate",
-    };
-    let own = [("command", "train".into()), ("--conv-bn", conv_bn.into())];
+    let own = [("command", "train".into()), ("--conv-bn", name(args.conv_bn))];
     ranks::run(&args.run, &own, |rank| on_rank(args, rank))
 }
 

@@ -4,7 +4,7 @@ use std::process::{Command, Stdio};
 
 use super::program::{Outcome, command, on_tiny_data, outcome};
 
-/// The program with so many kilobytes of address space.
+/// The program, whose address space is limited to this many kilobytes.
 fn within(kilobytes: u64, args: &[&str]) -> Outcome {
     let program = command(args);
     let mut shell = Command::new("sh");
@@ -14,8 +14,8 @@ fn within(kilobytes: u64, args: &[&str]) -> Outcome {
     outcome(shell)
 }
 
-/// Of the limits from one at which the program only just starts to one at which the command succeeds, so many: at each the command
-/// must succeed, or fail with exit code 1 and a message about memory.
+/// Runs the command at `limits` limits, spread from one at which the program only just starts to one at which the command
+/// succeeds. At each it must succeed, or fail with exit code 1 and a message about memory.
 fn sweep(args: &[&str], limits: u64) {
     // Limits count address space, of which libraries and the heaps of threads take some, more than is ever written.
     let starts = (1..).map(|step| 4096 * step).find(|&limit| within(limit, &["--version"]).code == Some(0));

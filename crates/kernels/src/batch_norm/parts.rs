@@ -6,6 +6,7 @@
 use std::ops::Range;
 
 use bytemuck::allocation::try_zeroed_vec;
+use convoke_memory::attempt;
 
 use super::{BackwardSums, Coefficients, Moments, Normalization, Walk, merge_moments};
 use crate::cpu::multiversion;
@@ -125,10 +126,10 @@ impl Totals {
         Totals { pair, a: vec![0.0; channels], b: vec![0.0; channels] }
     }
 
-    /// The same, where nothing has told that there is memory for so many channels: a batch without values takes any number.
+    /// The same, where nothing has told that there is memory for these channels: a batch without values takes any number.
     fn fallible(operation: &'static str, pair: Pair, channels: usize) -> Result<Totals> {
         let zeros = || {
-            try_zeroed_vec(channels)
+            attempt(|| try_zeroed_vec(channels))
                 .map_err(|()| invalid(operation, format!("no memory for the numbers of {channels} channels")))
         };
         Ok(Totals { pair, a: zeros()?, b: zeros()? })

@@ -214,7 +214,7 @@ impl ConvPlan {
         ConvPlan { cost, ..self }
     }
 
-    /// The same plan of an algorithm that does so many floating-point operations at least; without this, they are those of direct
+    /// The same plan of an algorithm that does at least this many floating-point operations; without this, they are those of direct
     /// convolution that are not on padding.
     pub fn with_operations(self, operations: f64) -> ConvPlan {
         ConvPlan { operations, ..self }

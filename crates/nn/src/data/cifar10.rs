@@ -245,9 +245,11 @@ impl Loading<'_> {
             return Err(wrong_len(file, len.to_string()));
         }
         let (mut batch, mut record) = (Batch::default(), [0; RECORD]);
-        reserve(&mut batch.images, len / RECORD as u64 * IMAGE as u64)
-            .map_err(DataError::io(file, "read"))?;
-        for index in 0..len / RECORD as u64 {
+        let records = len / RECORD as u64;
+        for (bytes, each) in [(&mut batch.labels, 1), (&mut batch.images, IMAGE as u64)] {
+            reserve(bytes, records * each).map_err(DataError::io(file, "read"))?;
+        }
+        for index in 0..records {
             let start = index * RECORD as u64;
             let read = fill(reader, &mut record).map_err(|error| read_error(file, "record", error))?;
             if read < RECORD {
@@ -259,8 +261,8 @@ impl Loading<'_> {
                 let found = format!("{label} at byte {start}, in image {index}");
                 return Err(wrong(file, "label", format!("0 to {}", CLASSES.len() - 1), found));
             }
-            convoke_memory::append(&mut batch.labels, &[*label])?;
-            convoke_memory::append(&mut batch.images, pixels)?;
+            batch.labels.push(*label);
+            batch.images.extend_from_slice(pixels);
             if batch.labels.len().is_multiple_of(IMAGES_PER_REPORT) {
                 self.report()?;
             }

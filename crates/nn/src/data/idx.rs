@@ -91,7 +91,7 @@ impl<'a> IdxReader<'a> {
         Self::new(reader, most, file)
     }
 
-    /// Reads the header from decompressed bytes, of which there are at most so many; `file` is what errors blame.
+    /// Reads the header from decompressed bytes, of which there are at most `most`; `file` is what errors blame.
     fn new(mut reader: Box<dyn Read>, most: u64, file: &'a Path) -> Result<Self, DataError> {
         let mut magic = [0; 4];
         read_header(&mut reader, &mut magic, file, "magic")?;

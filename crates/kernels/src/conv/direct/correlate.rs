@@ -407,8 +407,8 @@ unsafe fn add_products<S: Simd, const P: usize, const V: usize>(
 ) {
     let weights = weights.cast::<S::f32s>();
     let mut c = 0;
-    // SAFETY: `c`, with what a turn takes from there on, stays below `depth`: so many floats of each source, and V vectors of
-    // weights for each, are what the caller promises.
+    // SAFETY: `c`, with what a turn takes from there on, stays below `depth`. The caller promises `depth` floats of each
+    // source, and V vectors of weights for each of them.
     unsafe {
         // With one vector, the sources' addresses are too many to stay in registers: some channels for each load of one,
         // as many as there are registers for weights.

@@ -49,8 +49,8 @@ impl MemoryDesc {
                 let mut desc: Box<MemoryDesc2> = Box::new([0; _]);
                 let at = desc.as_mut_ptr().cast();
                 // SAFETY: in the versions that have these functions, 2.0 to 2.7, they write one `dnnl_memory_desc_t` to `at`,
-                // where `desc` has as many bytes, aligned to 8. They read `axes` numbers of each array, of which
-                // there are so many.
+                // where `desc` has as many bytes, aligned to 8. They read `axes` numbers of each array, which
+                // is how many each has.
                 let status = unsafe {
                     match &strides {
                         Some(strides) => {
@@ -64,8 +64,8 @@ impl MemoryDesc {
             }
             Dialect::V3(v3) => {
                 let create = |desc| {
-                    // SAFETY: `desc` is where `Owned::create` wants the handle. `axes` numbers are read of each array, of
-                    // which there are so many.
+                    // SAFETY: `desc` is where `Owned::create` wants the handle. `axes` numbers are read of each array,
+                    // which is how many each has.
                     unsafe {
                         match &strides {
                             Some(strides) => (v3.memory_desc_create_with_strides)(

@@ -74,7 +74,7 @@ impl<'a> Places<'a> {
         self.places.iter()
     }
 
-    /// Whether each place of the left operand and of the right one is followed by so many elements, of so many in all.
+    /// Whether the elements that follow each place of the left operand, and of the right one, lie inside of that operand.
     ///
     /// The elements that follow are those from the place itself to `lanes` elements from the last of `count` places, each a
     /// `pitch` on.
@@ -178,7 +178,7 @@ impl Block<'_> {
         macro_rules! sized {
             ($($rows:literal)*) => {
                 match self.rows {
-                    // SAFETY: there are so many rows, and the rest is what the caller promises.
+                    // SAFETY: `$rows` is the number of rows, and the rest is what the caller promises.
                     $($rows if $rows <= block_rows(S::F32_LANES) => unsafe { self.multiply::<S, $rows, V, STREAMS>(simd) },)*
                     rows => unreachable!("a block of {rows} rows"),
                 }
