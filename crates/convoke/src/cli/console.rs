@@ -19,11 +19,13 @@ const LINE_EVERY: Duration = Duration::from_secs(5);
 /// otherwise begin a new line and leave the bar behind on the old one.
 const ROOM: &str = "  \x1b[2D";
 
-/// A line on standard error. That nobody may be reading there is no reason to stop.
+/// A line on standard error. That nobody may be reading there is no reason to stop. It is written at once, or the lines of
+/// several ranks mix where `mpirun` joins them.
 ///
 /// Where text comes from a file it is escaped there; this is for what comes another way, such as a name out of the system.
 pub(crate) fn note(text: &str) {
-    let _ = writeln!(std::io::stderr(), "{}", escaped_lines(text));
+    let line = format!("{}\n", escaped_lines(text));
+    let _ = std::io::stderr().write_all(line.as_bytes());
 }
 
 /// Text on standard output, whole, escaped as in [`note`].
