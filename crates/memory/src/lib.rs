@@ -109,13 +109,22 @@ pub fn collected<T>(from: impl ExactSizeIterator<Item = T>) -> Result<Vec<T>> {
     Ok(values)
 }
 
+/// Whether the system has `bytes` to give now, for what takes memory without a look at whether it gets it. What the allocator has
+/// in stock does not count: stacks and machine code do not come from it.
+///
+/// # Errors
+/// If it has not.
+pub fn check(bytes: usize) -> Result<()> {
+    memmap2::MmapMut::map_anon(bytes.max(1)).map(drop).map_err(|_| OutOfMemory { bytes })
+}
+
 /// Whether `count` threads would find memory for their stacks now. A thread that has its stack and no room for what it maps next
 /// ends the process, so this is asked before threads are started.
 ///
 /// # Errors
 /// If they would not.
 pub fn check_threads(count: usize) -> Result<()> {
-    with_capacity::<u8>(count.saturating_mul(OF_A_THREAD)).map(drop)
+    check(count.saturating_mul(OF_A_THREAD))
 }
 
 #[cfg(test)]
@@ -130,6 +139,7 @@ mod tests {
             assert_eq!(filled(len, 1.0f64), Err(OutOfMemory { bytes }));
             assert_eq!(resize(&mut vec![1u64], len, 0).map_err(|error| error.bytes), Err(bytes));
         }
+        assert_eq!(check(1 << 60), Err(OutOfMemory { bytes: 1 << 60 }));
         assert_eq!(check_threads(usize::MAX), Err(OutOfMemory { bytes: usize::MAX }));
         assert!(OutOfMemory { bytes: 7 }.to_string().contains("out of memory: 7 bytes"));
     }

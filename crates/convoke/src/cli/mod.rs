@@ -82,7 +82,7 @@ fn map_stack() -> Result<()> {
         let page = std::hint::black_box([pages as u8; 4096]);
         if pages > 0 { touch(pages - 1) ^ page[pages % 4096] } else { page[0] }
     }
-    drop(convoke_memory::with_capacity::<u8>(2 * STACK)?);
+    convoke_memory::check(2 * STACK)?;
     std::hint::black_box(touch(STACK / 4096));
     Ok(())
 }

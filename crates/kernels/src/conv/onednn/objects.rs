@@ -17,6 +17,9 @@ const ARG_FROM: c_int = 1;
 const ARG_TO: c_int = 17;
 const ARG_SCRATCHPAD: c_int = 80;
 const IN_ORDER: c_uint = 1;
+/// What must be free where a primitive is made: oneDNN generates machine code into memory without a look at whether it got it,
+/// and crashes where it did not.
+const FREE: usize = 32 << 20;
 
 /// `dnnl_memory_desc_t` of version 2: 696 bytes in 2.0 to 2.7.
 type MemoryDesc2 = [u64; 696 / 8];
@@ -181,6 +184,7 @@ impl Primitive {
     }
 
     fn new(onednn: &'static OneDnn, desc: Owned) -> Result<Primitive, String> {
+        convoke_memory::check(FREE).map_err(|error| format!("oneDNN's dnnl_primitive_create: {error}"))?;
         let common = &onednn.common;
         let create = |primitive| {
             // SAFETY: `primitive` is where `Owned::create` wants the handle; `desc` owns the descriptor.
