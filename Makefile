@@ -11,7 +11,7 @@ test:
 
 # Hostile sizes where arithmetic wraps instead of panicking.
 wrapping:
-	cargo test --release -p convoke-kernels -p convoke-autograd -p convoke-nn --test hostile_sizes
+	cargo test --release -p convoke-kernels -p convoke-autograd -p convoke-nn --test it -- hostile_sizes::
 
 # The pages of --report as a browser shows them, which tests skip where there is none; here it must be present.
 browser:
@@ -21,7 +21,7 @@ browser:
 # What the tests above skip where oneDNN is absent; here it must be present.
 external:
 	cargo run --release -- info | grep "^external libraries *oneDNN [23]"
-	cargo test -p convoke-kernels --test onednn --test conv_oracle
+	cargo test -p convoke-kernels --test it -- onednn:: conv_oracle::
 
 # Ranks that are processes, which need Open MPI, its headers and libclang; here they must be present.
 mpi:
@@ -30,7 +30,7 @@ mpi:
 	RUSTDOCFLAGS="-D warnings" cargo doc -p convoke-distributed --no-deps --features mpi
 	cargo test -p convoke-distributed --features mpi
 	cargo clippy --workspace --all-targets --features convoke/mpi -- -D warnings
-	cargo test --workspace --features convoke/mpi --test cli --test sync_batch_norm -- mpi:: processes_together
+	cargo test -p convoke -p convoke-nn --features convoke/mpi --test cli --test it -- mpi:: sync_batch_norm::
 
 format:
 	cargo fmt --all --check
@@ -64,17 +64,19 @@ fuzz:
 
 # Memory errors in kernels, ranks and checkpoints, and data races between threads, by checks that the compiler adds. The
 # standard library comes without those of ThreadSanitizer: tools/thread-sanitizer.txt names what looks like a race for that
-# reason, and tests run one at a time without the harness's threads.
+# reason, and tests run one at a time without the harness's threads. Leaks are not looked for: what panics again when it is
+# dropped is leaked on purpose.
 HOST = $(shell rustc -vV | sed -n 's/^host: //p')
 SANITIZED = RUSTC_BOOTSTRAP=1 CARGO_INCREMENTAL=0 RUSTFLAGS="-Zsanitizer=$(1) -Cunsafe-allow-abi-mismatch=sanitizer" \
-	TSAN_OPTIONS="suppressions=$(CURDIR)/tools/thread-sanitizer.txt" \
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 TSAN_OPTIONS="suppressions=$(CURDIR)/tools/thread-sanitizer.txt" \
 	cargo test --target $(HOST) --target-dir target/$(1) --config profile.dev.package.convoke-kernels.opt-level=1
 sanitize:
 	$(call SANITIZED,address) -p convoke-distributed --test threads
 	$(call SANITIZED,address) -p convoke-kernels --lib --tests
-	$(call SANITIZED,address) -p convoke-nn --test checkpoints
+	$(call SANITIZED,address) -p convoke-nn --test it -- checkpoints::
 	$(call SANITIZED,thread) -p convoke-distributed --test threads -- --test-threads 1 --nocapture
-	$(call SANITIZED,thread) -p convoke-kernels --lib --test batch_norm --test pool -- --test-threads 1 --nocapture
+	$(call SANITIZED,thread) -p convoke-kernels --lib -- --test-threads 1 --nocapture
+	$(call SANITIZED,thread) -p convoke-kernels --test it -- --test-threads 1 --nocapture batch_norm:: pool::
 
 # Makes the golden files anew; PYTHON must have torch, numpy, tensorflow-cpu and onnx.
 PYTHON ?= python3

@@ -1,6 +1,6 @@
 //! Starting a test's own program as ranks under `mpirun`, with time limits, and reading what they report.
 //!
-//! The program's test `tests::rank` calls [`run_if_asked`]; its other tests call [`run`].
+//! One test of the program calls [`run_if_asked`]; others give its path to [`run`].
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -42,11 +42,12 @@ pub struct Run {
 /// One run at a time: they would fight for the processors.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-/// Runs a case on so many ranks; `None` after saying that there is no `mpirun`.
+/// Runs a case on `ranks` ranks, each of which runs the test `rank` of this program; `None` after saying that there is no
+/// `mpirun`.
 ///
 /// # Panics
 /// If it takes too long, or cannot be started.
-pub fn run(case: &str, ranks: usize, start: Start) -> Option<Run> {
+pub fn run(rank: &str, case: &str, ranks: usize, start: Start) -> Option<Run> {
     if let Err(error) = Command::new("mpirun").arg("--version").stdout(Stdio::null()).status() {
         // Past the harness's capture; a closed standard error must not fail the test.
         let _ = writeln!(std::io::stderr(), "not tested: MPI, as there is no mpirun: {error}");
@@ -63,7 +64,7 @@ pub fn run(case: &str, ranks: usize, start: Start) -> Option<Run> {
     if start != Start::Alone {
         command.args(["--allow-run-as-root", "--oversubscribe", "-n", &ranks.to_string()]).arg(program);
     }
-    command.args(["tests::rank", "--exact", "--nocapture"]);
+    command.args([rank, "--exact", "--nocapture"]);
     if let Start::Beside(other) = start {
         command.args([":", "-n", "1"]).args(other);
     }

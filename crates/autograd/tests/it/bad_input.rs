@@ -1,8 +1,6 @@
 //! What operations refuse: an error that names the operation and the shapes, and never a panic.
 
-mod common;
-
-use common::{check_refused, device, normal};
+use crate::common::{check_refused, device, normal};
 use convoke_autograd::ops::{
     self, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, EpsPlace, Keep, Padding, PoolOptions,
     Reduction, Statistics, UpsampleMode,

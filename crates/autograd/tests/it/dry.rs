@@ -1,9 +1,7 @@
 //! A dry device: every operation takes and gives back the same bytes there, in the same order, and computes nothing.
 
-mod common;
-
-use common::cases::{Case, OPERATIONS, Size};
-use common::{FORMATS, device, laid_out, tensor};
+use crate::common::cases::{Case, OPERATIONS, Size};
+use crate::common::{FORMATS, device, laid_out, tensor};
 use convoke_autograd::{BackwardOptions, DType, Device, MemoryFormat, Result, Tensor};
 use convoke_testkit::Failures;
 

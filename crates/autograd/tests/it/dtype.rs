@@ -1,8 +1,6 @@
 //! Tensors of f16 and bf16: stored, converted, normalised; what does not take them says so.
 
-mod common;
-
-use common::{FORMATS, check_refused, device, laid_out, normal};
+use crate::common::{FORMATS, check_refused, device, laid_out, normal};
 use convoke_autograd::ops::{
     Activation, BatchNormOptions, ConvBnParameters, ConvOptions, PoolOptions, Reduction, Statistics,
     batch_norm, conv_bn2d, conv2d, cross_entropy, max_pool2d,

@@ -1,8 +1,6 @@
 //! conv_bn2d is batch_norm of conv2d and then ReLU: the same values, the same moments, the same gradients.
 
-mod common;
-
-use common::{FORMATS, Number, bits, device, laid_out, normal, tensor, values};
+use crate::common::{FORMATS, Number, bits, device, laid_out, normal, tensor, values};
 use convoke_autograd::ops::{
     Activation, BatchNormOptions, ConvBnParameters, ConvOptions, Moments, Padding, Statistics, batch_norm,
     conv_bn2d, conv2d,

@@ -1,10 +1,8 @@
 //! Forward and backward agree with PyTorch, in both memory formats: see `tools/make_golden.py`.
 
-mod common;
-
 use std::cell::RefCell;
 
-use common::{FORMATS, device, laid_out, tensor, values};
+use crate::common::{FORMATS, device, laid_out, tensor, values};
 use convoke_autograd::ops::{
     self, Activation, BatchNormOptions, ConvBnParameters, ConvOptions, Moments, Padding, PoolOptions,
     Reduction, Statistics, UpsampleMode,

@@ -1,12 +1,10 @@
 //! The gradients of every operation agree with central differences, in both memory formats, on buffers of NaN.
 
-mod common;
-
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use common::cases::{ALIASES, OPERATIONS, Size};
-use common::{FORMATS, device};
+use crate::common::cases::{ALIASES, OPERATIONS, Size};
+use crate::common::{FORMATS, device};
 use convoke_autograd::{GradCheck, MemoryFormat, gradcheck};
 use convoke_testkit::Failures;
 

@@ -1,11 +1,9 @@
 //! gradcheck finds wrong gradients of every kind, says where they are, and refuses what it cannot check.
 
-mod common;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use common::{FORMATS, device, laid_out, normal, tensor, values};
+use crate::common::{FORMATS, device, laid_out, normal, tensor, values};
 use convoke_autograd::{
     BackwardOptions, DType, Device, Error, Function, GradCheck, GradCheckFailure, GradCheckReport,
     MemoryFormat, Needs, Result, Tensor, apply, gradcheck, ops,

@@ -1,8 +1,6 @@
 //! What a block keeps changes its memory, and not a bit of its values and gradients.
 
-mod common;
-
-use common::{FORMATS, Number, device, laid_out, normal, values};
+use crate::common::{FORMATS, Number, device, laid_out, normal, values};
 use convoke_autograd::ops::{
     Activation, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, Keep, Moments, Padding,
     PoolOptions, batch_norm, conv_bn_block2d, conv2d, max_pool2d,

@@ -1,8 +1,6 @@
 //! The count of bytes is exact, operations keep what they say, and a repeated step reuses its buffers.
 
-mod common;
-
-use common::{FORMATS, device, laid_out, normal};
+use crate::common::{FORMATS, device, laid_out, normal};
 use convoke_autograd::ops::{
     self, Activation, BatchNormOptions, ConvBnParameters, ConvOptions, PoolOptions, Reduction, batch_norm,
     conv_bn2d, conv2d,

@@ -1,9 +1,8 @@
 //! What is recorded and how gradients flow: leaves, modes, fan-out, freeing, updates, depth.
 
-mod common;
-
-use common::cases::{OPERATIONS, Size};
-use common::{FORMATS, bits, check_refused, device, laid_out, normal, tensor, values};
+use crate::common;
+use crate::common::cases::{OPERATIONS, Size};
+use crate::common::{FORMATS, bits, check_refused, device, laid_out, normal, tensor, values};
 use convoke_autograd::ops::{self, ConvOptions};
 use convoke_autograd::{
     BackwardOptions, Device, Error, Function, Gradients, Needs, Result, Tensor, apply, inference_mode,

@@ -9,6 +9,8 @@ mod cases;
 mod tests {
     use convoke_testkit::mpirun::{Run, Start, run};
 
+    const RANK: &str = "tests::rank";
+
     /// Not a test of its own: what the processes run that the tests start.
     #[test]
     fn rank() {
@@ -18,7 +20,9 @@ mod tests {
     /// All ranks of 2 and of 4 report that all is well, and their processes end well.
     fn well(case: &str) {
         for ranks in [2, 4] {
-            let Some(Run { reports, ended_well, output }) = run(case, ranks, Start::Strict) else { return };
+            let Some(Run { reports, ended_well, output }) = run(RANK, case, ranks, Start::Strict) else {
+                return;
+            };
             let well = reports.iter().all(|report| report.as_deref() == Some("well"));
             assert!(well && ended_well, "{case}, {ranks} ranks: {reports:?}, {output}");
         }
@@ -27,7 +31,7 @@ mod tests {
     /// What each of 2 and of 4 ranks reports of a run in which something goes wrong.
     fn wrong(case: &str, check: impl Fn(&[Option<String>], &str)) {
         for ranks in [2, 4] {
-            let Some(Run { reports, output, .. }) = run(case, ranks, Start::Lenient) else { return };
+            let Some(Run { reports, output, .. }) = run(RANK, case, ranks, Start::Lenient) else { return };
             check(&reports, &format!("{case}, {ranks} ranks: {reports:?}, {output}"));
         }
     }
@@ -77,7 +81,7 @@ mod tests {
 
     #[test]
     fn a_process_alone_is_a_world_of_one() {
-        let Some(Run { reports, ended_well, output }) = run("alone", 1, Start::Alone) else { return };
+        let Some(Run { reports, ended_well, output }) = run(RANK, "alone", 1, Start::Alone) else { return };
         assert!(reports == [Some("well".to_owned())] && ended_well, "{reports:?}, {output}");
     }
 
@@ -163,7 +167,8 @@ mod tests {
     #[test]
     fn programs_that_never_use_mpi_are_an_error_not_a_hang() {
         for other in [&["sleep", "1000"][..], &["true"], &["false"]] {
-            let Some(Run { reports, ended_well, output }) = run("foreign", 1, Start::Beside(other)) else {
+            let Some(Run { reports, ended_well, output }) = run(RANK, "foreign", 1, Start::Beside(other))
+            else {
                 return;
             };
             // Of a program that has ended, `mpirun` itself may tell, and end the others.
@@ -177,7 +182,9 @@ mod tests {
 
     #[test]
     fn programs_that_fail_end() {
-        let Some(Run { reports, ended_well, output }) = run("mismatch", 4, Start::Strict) else { return };
+        let Some(Run { reports, ended_well, output }) = run(RANK, "mismatch", 4, Start::Strict) else {
+            return;
+        };
         assert!(!ended_well && reports.iter().any(Option::is_some), "{reports:?}, {output}");
     }
 }

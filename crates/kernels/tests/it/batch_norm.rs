@@ -1,9 +1,7 @@
 //! Batch norm against plain f64 loops: statistics, normalisation and gradients, in both formats, to the last bit on
 //! every CPU configuration. PyTorch's results are in `batch_norm_golden.rs`.
 
-mod common;
-
-use common::{FORMATS, Number, cast, check_bits, contiguous, cpus, extent, laid_out};
+use crate::common::{FORMATS, Number, cast, check_bits, contiguous, cpus, extent, laid_out};
 use convoke_kernels::activation::{activate, activation_backward, add_activated_in_place};
 use convoke_kernels::batch_norm::{
     Activation, Affine, BackwardSums, EpsPlace, Moments, Normalization, backward_elemt,

@@ -1,9 +1,7 @@
 //! What batch norm refuses, naming the operand and leaving the output untouched; absent operands, empty tensors and
 //! sizes that overflow.
 
-mod common;
-
-use common::{FORMATS, check_bits, check_refused, extent};
+use crate::common::{FORMATS, check_bits, check_refused, extent};
 use convoke_kernels::Cpu;
 use convoke_kernels::batch_norm::{
     Activation, Affine, BackwardSums, EpsPlace, Normalization, backward_elemt, backward_elemt_in_place,

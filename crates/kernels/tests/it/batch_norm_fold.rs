@@ -1,8 +1,6 @@
 //! A convolution with its batch norm folded in computes what both did one after the other.
 
-mod common;
-
-use common::{operands, output_len};
+use crate::common::{operands, output_len};
 use convoke_kernels::batch_norm::{
     Activation, EpsPlace, FilterOrder, Normalization, fold, inverse_std, normalize,
 };

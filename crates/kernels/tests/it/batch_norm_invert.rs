@@ -1,8 +1,6 @@
 //! Normalisation undone: how near x comes back where it may, and what may not be undone.
 
-mod common;
-
-use common::{FORMATS, Number, check_bits, check_refused, cpus, extent};
+use crate::common::{FORMATS, Number, check_bits, check_refused, cpus, extent};
 use convoke_kernels::Cpu;
 use convoke_kernels::batch_norm::{
     Activation, Affine, BackwardSums, EpsPlace, Normalization, backward_elemt, backward_reduce,

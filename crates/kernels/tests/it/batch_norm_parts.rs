@@ -1,8 +1,6 @@
 //! Batch norm tile by tile: to the last bit what it is over the whole batch, for random shapes in both formats.
 
-mod common;
-
-use common::{FORMATS, Number, cast, check_bits, check_refused, cpus, extent};
+use crate::common::{FORMATS, Number, cast, check_bits, check_refused, cpus, extent};
 use convoke_kernels::batch_norm::{
     Activation, Affine, BackwardSumsInParts, EpsPlace, Normalization, StatsInParts, backward_elemt,
     backward_reduce, backward_training, forward_training, images_per_group, normalize, stats,

@@ -1,8 +1,6 @@
 //! Joining channels and taking them out against plain indexing, in both formats; what is refused.
 
-mod common;
-
-use common::{
+use crate::common::{
     FORMATS, Number, cast, check_bits, check_refused, contiguous, cpus, extent, laid_out, properties,
 };
 use convoke_kernels::concat::{concat, take_channels};

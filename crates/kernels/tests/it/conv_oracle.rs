@@ -3,11 +3,9 @@
 //! Outputs and workspaces start as NaN, so that what is read before it is written shows. The same numbers go through
 //! every algorithm, pass, memory format and element type; expected is what the reference computes in f64.
 
-mod common;
-
 use std::collections::{BTreeMap, HashSet};
 
-use common::{ConvCase, FORMATS, cpus, onednn_missing, problems, properties};
+use crate::common::{ConvCase, FORMATS, cpus, onednn_missing, problems, properties};
 use convoke_kernels::conv::{self, ConvAxis, ConvProblem, Pass, parse_suite};
 use convoke_kernels::{Cpu, DType, MemoryFormat};
 use convoke_testkit::{Failures, shared_dir};

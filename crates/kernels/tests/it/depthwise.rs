@@ -1,8 +1,6 @@
 //! Depthwise convolution on the problems it is for: every kernel, stride, padding and dilation, both memory formats.
 
-mod common;
-
-use common::{FORMATS, check_algorithms, check_streamed, conv_problem, cpus, properties};
+use crate::common::{FORMATS, check_algorithms, check_streamed, conv_problem, cpus, properties};
 use convoke_kernels::conv::{self, ConvAxis, ConvProblem, Pass};
 use convoke_kernels::{Cpu, MemoryFormat};
 use convoke_testkit::Failures;

@@ -1,8 +1,6 @@
 //! Direct convolution on the problems it is for: strides, dilation, groups, channels beside whole vectors, small maps.
 
-mod common;
-
-use common::{check_algorithms, check_streamed, conv_problem, cpus, properties};
+use crate::common::{check_algorithms, check_streamed, conv_problem, cpus, properties};
 use convoke_kernels::conv::{self, ConvAxis, ConvProblem, ConvSpec, Pass};
 use convoke_kernels::{Cpu, DType, MemoryFormat};
 use convoke_testkit::Failures;

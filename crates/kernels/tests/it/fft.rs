@@ -1,8 +1,6 @@
 //! FFT convolution on the problems it is for: stride 1, kernels of every shape, dilated or not, any padding and channels.
 
-mod common;
-
-use common::{check_algorithms, conv_problem, cpus, properties};
+use crate::common::{check_algorithms, conv_problem, cpus, properties};
 use convoke_kernels::conv::{self, ConvAxis, ConvProblem, Pass};
 use convoke_kernels::{Cpu, MemoryFormat};
 use convoke_testkit::Failures;

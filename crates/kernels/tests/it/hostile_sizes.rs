@@ -2,8 +2,7 @@
 //! takes sizes answers with an error, or, where nothing is asked for, with nothing. Run in release mode too, where arithmetic
 //! wraps silently.
 
-mod common;
-
+use crate::common;
 use std::collections::HashSet;
 use std::panic::AssertUnwindSafe;
 use std::sync::LazyLock;

@@ -1,8 +1,6 @@
 //! Linear (through gemm), ReLU, log-softmax and the losses against PyTorch, in both formats where there are two.
 
-mod common;
-
-use common::{
+use crate::common::{
     FORMATS, Number, cast, check_bits, check_refused, contiguous, cpus, extent, extent_of, laid_out,
 };
 use convoke_kernels::activation::{relu, relu_backward};

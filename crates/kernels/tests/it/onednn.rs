@@ -2,9 +2,7 @@
 //!
 //! Without it these tests check that every plan says so, and pass.
 
-mod common;
-
-use common::{ConvCase, FORMATS, cpus, onednn_missing, operands, output_len, problems, properties};
+use crate::common::{ConvCase, FORMATS, cpus, onednn_missing, operands, output_len, problems, properties};
 use convoke_kernels::conv::{self, ConvAlgorithm, ConvPlan, ConvProblem, ConvSpec, Pass};
 use convoke_kernels::{Cpu, DType, Isa};
 use convoke_testkit::{Failures, Random};

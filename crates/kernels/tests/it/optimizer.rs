@@ -1,8 +1,6 @@
 //! Optimizer steps against PyTorch, on every CPU configuration to the last bit, and what they refuse.
 
-mod common;
-
-use common::{Number, cast, check_bits, check_refused, cpus};
+use crate::common::{Number, cast, check_bits, check_refused, cpus};
 use convoke_kernels::Cpu;
 use convoke_kernels::optimizer::{Adadelta, AdamW, Sgd, adadelta, adamw, sgd};
 use convoke_testkit::{Case, Failures, Golden, Random, check_relative_to_max};

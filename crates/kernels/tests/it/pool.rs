@@ -1,8 +1,6 @@
 //! Pooling against PyTorch and against plain loops over windows, in both formats and with both index types.
 
-mod common;
-
-use common::{FORMATS, Number, cast, check_bits, contiguous, cpus, laid_out, properties};
+use crate::common::{FORMATS, Number, cast, check_bits, contiguous, cpus, laid_out, properties};
 use convoke_kernels::pool::{
     MaxPoolAlgorithm, PoolAxis, PoolProblem, WindowIndex, average_pool, average_pool_backward, max_pool,
     max_pool_algorithms, max_pool_backward,

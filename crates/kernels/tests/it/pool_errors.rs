@@ -1,8 +1,6 @@
 //! What pooling refuses, naming the size or the operand and leaving the output untouched; the limits of index types.
 
-mod common;
-
-use common::check_refused;
+use crate::common::check_refused;
 use convoke_kernels::pool::{
     PoolAxis, PoolProblem, WindowIndex, average_pool, average_pool_backward, max_pool, max_pool_algorithms,
     max_pool_backward,

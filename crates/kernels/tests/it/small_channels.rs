@@ -1,9 +1,7 @@
 //! Direct convolution of few input channels on what it is for: any kernel, stride, padding and dilation, and output channels
 //! and widths on either side of whole vectors and blocks.
 
-mod common;
-
-use common::{FORMATS, check_algorithms, check_streamed, conv_problem, cpus, properties};
+use crate::common::{FORMATS, check_algorithms, check_streamed, conv_problem, cpus, properties};
 use convoke_kernels::Cpu;
 use convoke_kernels::conv::{self, ConvAxis, ConvProblem, Pass};
 use convoke_testkit::Failures;

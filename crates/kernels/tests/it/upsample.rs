@@ -1,8 +1,8 @@
 //! Upsampling against its definition, place by place, and backward as the transpose of forward; what is refused.
 
-mod common;
-
-use common::{FORMATS, Number, cast, check_bits, check_refused, contiguous, cpus, laid_out, properties};
+use crate::common::{
+    FORMATS, Number, cast, check_bits, check_refused, contiguous, cpus, laid_out, properties,
+};
 use convoke_kernels::upsample::{UpsampleMode, UpsampleProblem, upsample, upsample_backward};
 use convoke_kernels::{Cpu, MemoryFormat};
 use convoke_testkit::{Failures, Random, check_relative_to_max, poisoned};

@@ -1,8 +1,6 @@
 //! Winograd convolution on the problems it is for: 3x3 kernels, stride 1, of every size of image, padding and channels.
 
-mod common;
-
-use common::{check_algorithms, conv_problem, cpus, properties};
+use crate::common::{check_algorithms, conv_problem, cpus, properties};
 use convoke_kernels::conv::{ConvAxis, ConvProblem};
 use convoke_kernels::{Cpu, Isa, MemoryFormat};
 use convoke_testkit::Failures;

@@ -1,10 +1,8 @@
 //! The sum over ranks in a tape, and what a synchronized layer built of it can and cannot do.
 
-mod common;
-
 use std::time::Duration;
 
-use common::{backward, check_refused, init, normal, tensor, values};
+use crate::common::{backward, check_refused, init, normal, tensor, values};
 use convoke_autograd::{Cpu, DType, Device, DeviceOptions, MemoryFormat, Tensor};
 use convoke_distributed::{Communicator, Options, run_threads};
 use convoke_nn::modules::{BatchNorm1d, BatchNormConfig};

@@ -1,9 +1,7 @@
 //! Batch norm under every combination of its conventions, apart and in every kind of block: against PyTorch and by central
 //! differences.
 
-mod common;
-
-use common::{backward, buffer, device, init, parameter, tensor, values};
+use crate::common::{backward, buffer, device, init, parameter, tensor, values};
 use convoke_autograd::ops::{EpsPlace, Momentum, RunningVariance};
 use convoke_autograd::{DType, Device, GradCheck, MemoryFormat, Tensor, gradcheck};
 use convoke_nn::modules::{

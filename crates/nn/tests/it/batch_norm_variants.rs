@@ -1,8 +1,8 @@
 //! Batch norm as layers of other conventions and ranks, with fixed statistics, and folded into a convolution.
 
-mod common;
-
-use common::{assert_refused, backward, buffer, check_same_state, device, init, normal, snapshot, values};
+use crate::common::{
+    assert_refused, backward, buffer, check_same_state, device, init, normal, snapshot, values,
+};
 use convoke_autograd::{DType, Tensor};
 use convoke_nn::modules::{
     Activation, BatchNorm1d, BatchNorm2d, BatchNorm3d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode,

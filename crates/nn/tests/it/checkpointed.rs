@@ -1,10 +1,8 @@
 //! A checkpointed module is the module: the same values, gradients, statistics and random numbers, in less memory.
 
-mod common;
-
 use std::sync::Arc;
 
-use common::{bits, device, normal};
+use crate::common::{bits, device, normal};
 use convoke_autograd::{BackwardOptions, DType, Device, Gradients, Tensor, no_grad};
 use convoke_nn::modules::{
     Activation, BatchNorm2d, BatchNormConfig, Checkpointed, Conv2d, ConvBn2d, ConvBnMode, ConvOptions,

@@ -1,12 +1,10 @@
 //! Data parallelism: gradients of several ranks against those of one that sees everything, and whole runs.
 
-mod common;
-
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{check_refused, digits, init, parameter, snapshot, tensor, values};
+use crate::common::{check_refused, digits, init, parameter, snapshot, tensor, values};
 use convoke_autograd::ops::{Reduction, nll_loss};
 use convoke_autograd::{Cpu, DType, Device, DeviceOptions, Gradients, Tensor};
 use convoke_distributed::{Communicator, Options, run_threads};

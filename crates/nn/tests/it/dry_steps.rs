@@ -1,11 +1,10 @@
 //! Steps on a dry device: the bytes of real ones, exactly, without a kernel or a change of the run.
 
-mod common;
-
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{bits, check_same_state, config, digits, snapshot};
+use crate::common;
+use crate::common::{bits, check_same_state, config, digits, snapshot};
 use convoke_autograd::{Cpu, Device, DeviceOptions, Tensor};
 use convoke_kernels::optimizer::Sgd;
 use convoke_kernels::tune::{Tuner, TunerOptions};

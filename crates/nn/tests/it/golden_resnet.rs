@@ -1,8 +1,6 @@
 //! One training step of residual blocks and of `resnet20` against PyTorch: forward, gradients, running statistics.
 
-mod common;
-
-use common::{DTYPES, buffer, device, filled, init, parameter, tensor, values};
+use crate::common::{DTYPES, buffer, device, filled, init, parameter, tensor, values};
 use convoke_autograd::ops::{Reduction, nll_loss};
 use convoke_autograd::{DType, Tensor, inference_mode};
 use convoke_nn::models::{BasicBlock, Bottleneck, resnet20};

@@ -1,8 +1,6 @@
 //! One whole training step of `mnist-cnn` against PyTorch: forward, every gradient, Adadelta, running statistics.
 
-mod common;
-
-use common::{DTYPES, buffer, counter, device, filled, init, parameter, tensor, values};
+use crate::common::{DTYPES, buffer, counter, device, filled, init, parameter, tensor, values};
 use convoke_autograd::ops::{Reduction, nll_loss};
 use convoke_autograd::{DType, inference_mode};
 use convoke_nn::models::mnist_cnn;

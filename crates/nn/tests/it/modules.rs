@@ -1,11 +1,10 @@
 //! Layers by hand computation, the tree of modules and its names, starting values, freezing and tying parameters.
 
-mod common;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use common::{
+use crate::common;
+use crate::common::{
     DTYPES, assert_refused, backward, bits, check_same_state, device, init, normal, parameter, snapshot,
     tensor, values,
 };

@@ -1,8 +1,8 @@
 //! Optimizers over modules: PyTorch's steps and schedules, refused numbers, missing gradients, memory.
 
-mod common;
-
-use common::{DTYPES, assert_refused, bits, check_refused, device, init, normal, parameter, tensor, values};
+use crate::common::{
+    DTYPES, assert_refused, bits, check_refused, device, init, normal, parameter, tensor, values,
+};
 use convoke_autograd::{DType, Device, Gradients, Result, Tensor};
 use convoke_kernels::optimizer::{Adadelta, AdamW, Sgd};
 use convoke_nn::modules::{Linear, Sequential};

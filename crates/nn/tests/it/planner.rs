@@ -1,12 +1,11 @@
 //! Plans: bytes exactly as predicted, within the budget, and not a bit of training changed.
 
-mod common;
-
 use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{blocks, check_same_state, snapshot};
+use crate::common;
+use crate::common::{blocks, check_same_state, snapshot};
 use convoke_autograd::{Cpu, Device, DeviceOptions};
 use convoke_distributed::{Options, run_threads};
 use convoke_nn::data::{DatasetInfo, TrainTest, noise, silent};

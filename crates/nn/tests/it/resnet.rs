@@ -1,8 +1,7 @@
 //! The residual networks: their trees, their blocks put together by hand, both modes, folding, sizes, a run that is resumed.
 
-mod common;
-
-use common::{assert_refused, backward, bits, init, normal, parameter, values};
+use crate::common;
+use crate::common::{assert_refused, backward, bits, init, normal, parameter, values};
 use convoke_autograd::{DType, Device, MemoryFormat, Tensor, inference_mode};
 use convoke_nn::data::{DatasetInfo, Targets};
 use convoke_nn::models::{BasicBlock, Bottleneck, Model, resnet20, resnet50};

@@ -1,14 +1,13 @@
 //! Resumed runs go on bit for bit: any step, any optimizer, either mode; and nothing else is resumed.
 
-mod common;
-
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{assert_refused, check_same_state, device, digits, parameter, snapshot};
+use crate::common;
+use crate::common::{assert_refused, check_same_state, device, digits, parameter, snapshot};
 use convoke_autograd::Tensor;
 use convoke_kernels::optimizer::{Adadelta, AdamW, Sgd};
 use convoke_nn::Rule;
@@ -693,7 +692,7 @@ fn a_run_that_is_killed_while_it_saves_can_always_be_resumed() {
     let folder = tempdir().unwrap();
     for round in 0..12_u64 {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "saves_until_it_is_killed", "--nocapture"])
+            .args(["--exact", "resume::saves_until_it_is_killed", "--nocapture"])
             .env(CHILD, folder.path())
             .stdout(Stdio::piped())
             .stderr(Stdio::null())

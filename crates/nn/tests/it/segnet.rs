@@ -1,11 +1,10 @@
 //! The segmentation network: its tree, its skips, gradients in both modes, folding, sizes that do not fit, no images.
 
-mod common;
-
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{assert_refused, backward, init, normal, parameter, tensor, values};
+use crate::common;
+use crate::common::{assert_refused, backward, init, normal, parameter, tensor, values};
 use convoke_autograd::ops::{UpsampleMode, concat, log_softmax, max_pool2d, upsample2d};
 use convoke_autograd::{Cpu, DType, Device, DeviceOptions, MemoryFormat, Tensor, inference_mode};
 use convoke_distributed::{Options, run_threads};

@@ -1,10 +1,9 @@
 //! Batch norm over the batches of several ranks against batch norm over all of them at once.
 
-mod common;
-
 use std::time::Duration;
 
-use common::{backward, check_refused, init, tensor, values};
+use crate::common;
+use crate::common::{backward, check_refused, init, tensor, values};
 use convoke_autograd::{Cpu, DType, Device, DeviceOptions, MemoryFormat, Tensor};
 use convoke_distributed::{Communicator, Options, run_threads};
 use convoke_nn::modules::{
@@ -400,7 +399,9 @@ mod tests {
     #[test]
     fn processes_together_are_one_batch() {
         for processes in [2, 4] {
-            let Some(found) = run("sync", processes, Start::Strict) else { return };
+            let Some(found) = run("sync_batch_norm::tests::rank", "sync", processes, Start::Strict) else {
+                return;
+            };
             let well = found.reports.iter().all(|report| report.as_deref() == Some("well"));
             assert!(well && found.ended_well, "{processes} processes: {:?}, {}", found.reports, found.output);
         }

@@ -1,11 +1,10 @@
 //! Training runs: learning, fused against separate, memory to the byte, learning rates, losses that are not finite, errors.
 
-mod common;
-
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
-use common::{assert_refused, bits, blocks, check_same_state, device, digits, parameter, snapshot};
+use crate::common;
+use crate::common::{assert_refused, bits, blocks, check_same_state, device, digits, parameter, snapshot};
 use convoke_autograd::{Cpu, Device, DeviceOptions, Tensor};
 use convoke_kernels::optimizer::Sgd;
 use convoke_nn::data::{Dataset, DatasetInfo, Targets, TrainTest};

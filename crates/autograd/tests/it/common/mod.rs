@@ -1,7 +1,5 @@
 //! What the integration tests share: a device, tensors from a seed, and a table of every operation.
 
-#![allow(dead_code)] // every test binary compiles this file and uses its part of it
-
 pub(crate) mod cases;
 
 use convoke_autograd::{Cpu, Device, DeviceOptions, MemoryFormat, Result, Tensor, no_grad};

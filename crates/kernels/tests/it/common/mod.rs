@@ -1,7 +1,5 @@
 //! What the integration tests share: every CPU configuration, tensors in either format, running any convolution.
 
-#![allow(dead_code)] // every test binary compiles this file and uses its part of it
-
 use std::sync::LazyLock;
 
 use convoke_kernels::conv::{

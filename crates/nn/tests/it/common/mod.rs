@@ -1,7 +1,5 @@
 //! What the integration tests share: a device, tensors and modules by seed, and reading a model's state bit by bit.
 
-#![allow(dead_code)] // every test binary compiles this file and uses its part of it
-
 use std::sync::{Arc, LazyLock};
 
 use convoke_autograd::{BackwardOptions, Cpu, DType, Device, DeviceOptions, Gradients, Tensor};
@@ -11,11 +9,6 @@ use convoke_nn::modules::{ConvBn2d, ConvBnMode};
 use convoke_nn::training::TrainingConfig;
 use convoke_nn::{Buffer, Counter, Init, Module, ModuleExt, Parameter, Rule, State};
 use convoke_testkit::{Case, formula_fill_around};
-
-/// An element type of both the library and the test kit.
-pub(crate) trait Number: convoke_autograd::Element + convoke_testkit::Element {}
-
-impl<T: convoke_autograd::Element + convoke_testkit::Element> Number for T {}
 
 /// Both element types.
 pub(crate) const DTYPES: [DType; 2] = [DType::F32, DType::F64];

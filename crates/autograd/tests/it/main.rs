@@ -1,0 +1,14 @@
+//! Tensors, operations and the tape through their public functions. One program, because each test program links the kernels.
+
+mod bad_input;
+mod common;
+mod dry;
+mod dtype;
+mod fused;
+mod golden;
+mod gradcheck_ops;
+mod gradcheck_tool;
+mod hostile_sizes;
+mod keep;
+mod memory;
+mod tape;

@@ -1,0 +1,31 @@
+//! The kernels through their public functions. One program, because each test program links the kernels.
+
+mod batch_norm;
+mod batch_norm_conventions;
+mod batch_norm_cudnn;
+mod batch_norm_definition;
+mod batch_norm_errors;
+mod batch_norm_fold;
+mod batch_norm_golden;
+mod batch_norm_invert;
+mod batch_norm_parts;
+mod common;
+mod concat;
+mod conv_errors;
+mod conv_oracle;
+mod conv_reference;
+mod depthwise;
+mod direct;
+mod fft;
+mod formats;
+mod hostile_sizes;
+mod loss;
+mod onednn;
+mod optimizer;
+mod pool;
+mod pool_errors;
+mod small_channels;
+mod tune;
+mod tune_pool;
+mod upsample;
+mod winograd;

@@ -1,0 +1,24 @@
+//! Modules, training and planning through their public functions. One program, because each test program links the kernels.
+
+mod all_reduce;
+mod batch_norm;
+mod batch_norm_conventions;
+mod batch_norm_cross;
+mod batch_norm_variants;
+mod checkpointed;
+mod checkpoints;
+mod common;
+mod data_parallel;
+mod data_real;
+mod dry_steps;
+mod golden_resnet;
+mod golden_step;
+mod hostile_sizes;
+mod modules;
+mod optimizers;
+mod planner;
+mod resnet;
+mod resume;
+mod segnet;
+mod sync_batch_norm;
+mod training;
