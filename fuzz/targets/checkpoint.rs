@@ -14,7 +14,7 @@ use convoke_fuzz::{check_said, folder};
 use convoke_kernels::tune::Tuner;
 use convoke_nn::Rule;
 use convoke_nn::data::{Augmentation, DatasetInfo, Targets, TrainTest, noise, silent};
-use convoke_nn::models::Model;
+use convoke_nn::models::Models;
 use convoke_nn::modules::ConvBnMode;
 use convoke_nn::training::{Trainer, TrainingConfig};
 use libfuzzer_sys::fuzz_target;
@@ -34,7 +34,7 @@ struct Run {
 
 fn config() -> TrainingConfig {
     TrainingConfig {
-        model: Model::Resnet20,
+        model: Models::builtin().get("resnet20").expect("it is built in"),
         conv_bn: ConvBnMode::Fused,
         rule: Rule::adadelta(1.0),
         lr_gamma: 0.7,

@@ -4,7 +4,7 @@
 
 use convoke_autograd::Device;
 use convoke_fuzz::check_said;
-use convoke_nn::models::Model;
+use convoke_nn::models::Models;
 use convoke_nn::modules::ConvBnMode;
 use convoke_nn::planner::MemoryPlan;
 use convoke_nn::{Init, Module};
@@ -13,7 +13,8 @@ use libfuzzer_sys::fuzz_target;
 thread_local! {
     static MODEL: Box<dyn Module> = {
         let init = Init::new(&Device::cpu().unwrap(), 1);
-        Model::MnistCnn.build(&init, ConvBnMode::Fused, 1, 10).unwrap()
+        let model = Models::builtin().get("mnist-cnn").expect("it is built in");
+        model.build(&init, &model.options(ConvBnMode::Fused)).unwrap()
     };
 }
 

@@ -20,7 +20,7 @@ use std::sync::Arc;
 
 use convoke::distributed::{Communicator, Options, run_threads};
 use convoke::nn::data::{Augmentation, TrainTest, camvid, silent};
-use convoke::nn::models::Model;
+use convoke::nn::models::Models;
 use convoke::nn::modules::ConvBnMode;
 use convoke::nn::training::{Trainer, TrainingConfig, TrainingError};
 use convoke::nn::{ModuleExt, Rule};
@@ -86,7 +86,7 @@ fn train(
         let cpu = Cpu::new((threads / RANKS).max(1)).map_err(convoke::Error::from)?;
         let device = Device::new(DeviceOptions { tuner: tuner.clone(), ..DeviceOptions::new(cpu) });
         let config = TrainingConfig {
-            model: Model::Segnet,
+            model: Models::builtin().get("segnet").expect("it is built in"),
             conv_bn: ConvBnMode::Fused,
             rule: Rule::adamw(2e-3),
             lr_gamma: 0.93,

@@ -94,7 +94,7 @@ impl Optimizer {
     /// An optimizer of every parameter in the tree.
     ///
     /// # Errors
-    /// If the rule's numbers are out of range, or a lazy layer has no parameters yet.
+    /// If the rule's numbers are out of range, a lazy layer has no parameters yet, or there is no parameter in the whole tree.
     pub fn new(rule: Rule, model: &(impl Module + ?Sized)) -> Result<Optimizer> {
         check(&rule)?;
         model.check_all_initialized()?;
@@ -104,7 +104,13 @@ impl Optimizer {
             let slots = rule.slots().iter().map(zeros).collect::<Result<_>>()?;
             Ok(Entry { name, parameter, steps: 0, slots })
         };
-        Ok(Optimizer { rule, entries: model.parameters().into_iter().map(entry).collect::<Result<_>>()? })
+        let parameters = model.parameters();
+        if parameters.is_empty() {
+            let reason = "the model has no parameters, so there is nothing to train: a module must name the modules in it in \
+                          `Module::children`, and what it holds itself in `Module::state`";
+            return Err(Error::Invalid { operation: "optimizer", reason: reason.into() });
+        }
+        Ok(Optimizer { rule, entries: parameters.into_iter().map(entry).collect::<Result<_>>()? })
     }
 
     /// The rule, with the present learning rate.

@@ -17,7 +17,7 @@ use crate::checkpoint::CheckpointError;
 use crate::data::{Augmentation, DatasetInfo, Targets, TrainTest, batch};
 use crate::data_parallel::{DataParallel, DataParallelOptions, Sampler, shard};
 use crate::metrics::Confusion;
-use crate::models::Model;
+use crate::models::{ModelOptions, ModelSpec};
 use crate::modules::ConvBnMode;
 use crate::planner::MemoryPlan;
 use crate::{Generator, Init, Module, ModuleExt, Optimizer, Rule, StepLr};
@@ -29,7 +29,7 @@ pub use memory::{MemoryPrediction, predict_memory};
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TrainingConfig {
     /// The model.
-    pub model: Model,
+    pub model: ModelSpec,
     /// How its Conv+BN blocks run.
     pub conv_bn: ConvBnMode,
     /// The optimizer, with the learning rate of the first epoch.
@@ -47,6 +47,22 @@ pub struct TrainingConfig {
     pub seed: u64,
     /// Whether a loss that is not finite is an error.
     pub stop_on_nan: bool,
+}
+
+impl TrainingConfig {
+    /// What the model is trained on: images of the data set, or the parts of them that augmentation takes.
+    fn seen(&self, info: &DatasetInfo) -> Result<DatasetInfo> {
+        let [height, width] =
+            self.augmentation.size(info).map_err(|error| TrainingError::Config(error.to_string()))?;
+        Ok(DatasetInfo { height, width, ..info.clone() })
+    }
+
+    /// A new model for such data.
+    fn build(&self, init: &Init, info: &DatasetInfo) -> Result<Box<dyn Module>> {
+        let seen = self.seen(info)?;
+        let options = ModelOptions { conv_bn: self.conv_bn, image: seen.shape(), classes: seen.classes };
+        Ok(self.model.build(init, &options)?)
+    }
 }
 
 /// Why a run could not start or go on.
@@ -91,7 +107,7 @@ pub enum TrainingError {
     )]
     Budget {
         /// The model.
-        model: Model,
+        model: String,
         /// Images a step.
         batch_size: usize,
         /// Bytes allowed.
@@ -204,10 +220,7 @@ impl Trainer {
     pub fn new(device: &Device, config: TrainingConfig, data: Arc<TrainTest>) -> Result<Trainer> {
         let info = data.train.info();
         config.model.check(info).map_err(TrainingError::Config)?;
-        let view =
-            config.augmentation.size(info).map_err(|error| TrainingError::Config(error.to_string()))?;
-        let part = DatasetInfo { height: view[0], width: view[1], ..info.clone() };
-        config.model.check(&part).map_err(TrainingError::Config)?;
+        config.model.check(&config.seen(info)?).map_err(TrainingError::Config)?;
         if config.batch_size == 0 || config.batch_size > data.train.len() {
             return Err(TrainingError::Config(format!(
                 "batch size {} must be 1 to {}, the number of training images in {}",
@@ -223,7 +236,7 @@ impl Trainer {
             )));
         }
         let init = Init::new(device, config.seed);
-        let model = config.model.build(&init, config.conv_bn, info.channels, info.classes)?;
+        let model = config.build(&init, info)?;
         let parallel =
             DataParallel::new(model.as_ref(), &Communicator::solo(), DataParallelOptions::default())?;
         Ok(Trainer {

@@ -2,16 +2,16 @@
 
 use std::path::PathBuf;
 
-use clap::builder::PossibleValuesParser;
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum, value_parser};
 use convoke::Cpu;
 use convoke::nn::Rule;
-use convoke::nn::models::Model;
+use convoke::nn::models::ModelSpec;
 use convoke::nn::modules::ConvBnMode;
 
 use super::memory_args::MemoryArgs;
 use super::plan::PlanArgs;
 use super::ranks::RankArgs;
+use super::registry::{model, model_parser};
 use super::tuning::TuningArgs;
 use super::tuning_args::{BenchArgs, BenchNormArgs, CacheArgs, TuneArgs};
 
@@ -134,8 +134,8 @@ pub(crate) struct RunArgs {
     pub(crate) augment: Augment,
 
     /// The model [default: segnet for camvid, resnet20 for cifar10, else mnist-cnn].
-    #[arg(long, value_parser = models(), help_heading = "Model")]
-    pub(crate) model: Option<String>,
+    #[arg(long, value_parser = model_parser(), help_heading = "Model")]
+    pub(crate) model: Option<ModelSpec>,
 
     /// Times to go through the training images [default: 1, or what --steps needs].
     #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=1_000_000), help_heading = "Training")]
@@ -215,13 +215,13 @@ pub(crate) struct RunArgs {
 }
 
 impl RunArgs {
-    pub(crate) fn model(&self) -> Model {
-        match (&self.model, self.data) {
-            (Some(name), _) => model(name),
-            (None, Data::Camvid) => Model::Segnet,
-            (None, Data::Cifar10) => Model::Resnet20,
-            (None, _) => Model::MnistCnn,
-        }
+    pub(crate) fn model(&self) -> ModelSpec {
+        let usual = || match self.data {
+            Data::Camvid => model("segnet"),
+            Data::Cifar10 => model("resnet20"),
+            _ => model("mnist-cnn"),
+        };
+        self.model.clone().unwrap_or_else(usual)
     }
 
     pub(crate) fn rule(&self) -> Rule {
@@ -296,12 +296,6 @@ pub(crate) fn rule(optimizer: OptimizerName, learning_rate: Option<f64>) -> Rule
     }
 }
 
-/// The model of this name.
-pub(crate) fn model(name: &str) -> Model {
-    let named = Model::ALL.into_iter().find(|model| model.name() == name);
-    named.expect("clap accepts known names only")
-}
-
 /// The name of a flag's value on the command line.
 pub(crate) fn name(value: impl ValueEnum) -> String {
     value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
@@ -339,10 +333,6 @@ fn too_many(threads: Option<usize>, ranks: usize, processors: usize) -> Option<S
 pub(crate) fn cpu(threads: Option<u16>, ranks: usize) -> super::Result<Cpu> {
     let all = || std::thread::available_parallelism().map_or(1, |count| count.get().min(1024));
     Ok(Cpu::new((threads.map_or_else(all, usize::from) / ranks).max(1))?)
-}
-
-pub(crate) fn models() -> PossibleValuesParser {
-    PossibleValuesParser::new(Model::ALL.map(Model::name))
 }
 
 fn number(text: &str) -> Result<f64, String> {

@@ -51,7 +51,7 @@ pub(crate) fn takes_mnist(args: &RunArgs) -> bool {
 pub(crate) fn load(args: &RunArgs, console: &Console) -> Result<Arc<TrainTest>> {
     fits::check_names(args)?;
     let data = find(args, console)?;
-    fits::check(args.model(), data.train.info())?;
+    fits::check(&args.model(), data.train.info())?;
     Ok(data)
 }
 

@@ -1,9 +1,10 @@
 //! Which models train on which data sets: for who asks for two that do not go together.
 
 use convoke::nn::data::{DatasetInfo, camvid, cifar10, digits, mnist};
-use convoke::nn::models::Model;
+use convoke::nn::models::ModelSpec;
 
 use super::args::{Data, RunArgs, name};
+use super::registry::models;
 use super::{Failure, Result, dataset};
 
 /// Height and width of CamVid's images, as it is distributed for segmentation by SegNet's authors.
@@ -34,19 +35,19 @@ pub(crate) fn check_names(args: &RunArgs) -> Result<()> {
         {
             Ok(())
         }
-        (_, Some(info)) => check(args.model(), &info),
+        (_, Some(info)) => check(&args.model(), &info),
         (_, None) => Ok(()),
     }
 }
 
 /// Fails if the model cannot be trained on this data, and tells what could.
-pub(crate) fn check(model: Model, info: &DatasetInfo) -> Result<()> {
+pub(crate) fn check(model: &ModelSpec, info: &DatasetInfo) -> Result<()> {
     let Err(error) = model.check(info) else { return Ok(()) };
     let data = [Data::Digits, Data::Mnist, Data::Camvid, Data::Cifar10, Data::Random];
     let data = data.into_iter().filter(|&data| usual(data).is_none_or(|info| model.check(&info).is_ok()));
     let data: Vec<String> = data.map(name).collect();
-    let models = Model::ALL.into_iter().filter(|model| model.check(info).is_ok());
-    let models: Vec<&str> = models.map(Model::name).collect();
+    let models = models().iter().filter(|model| model.check(info).is_ok());
+    let models: Vec<&str> = models.map(ModelSpec::name).collect();
     let models = if models.is_empty() { "none".into() } else { models.join(", ") };
     Err(Failure::Usage(format!(
         "{error}\n--data that fits {model}: {}\n--model that fits {}: {models}",

@@ -131,8 +131,8 @@ fn read(file: &Path, config: &TrainingConfig) -> Result<MemoryPlan> {
     let document: super::plan::Document =
         serde_json::from_str(&text).map_err(|error| failed(format!("no plan: {error}")))?;
     let plan = document.plan.ok_or_else(|| failed("it holds no plan".into()))?;
-    if plan.model != config.model {
-        let (model, other) = (plan.model, config.model);
+    if plan.model != config.model.name() {
+        let (model, other) = (plan.model, &config.model);
         return Err(failed(format!(
             "the plan is for {model}, the run trains {other}: add --model {model}, or make a plan with `convoke plan --model {other}`"
         )));

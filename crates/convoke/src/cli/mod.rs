@@ -20,6 +20,7 @@ mod problems;
 mod profile;
 mod ranks;
 mod record;
+mod registry;
 mod report;
 mod summary;
 mod train;

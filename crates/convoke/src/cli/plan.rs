@@ -6,17 +6,18 @@ use std::sync::Arc;
 use bytesize::ByteSize;
 use clap::{Args, value_parser};
 use convoke::nn::data::{Augmentation, DatasetInfo, TrainTest, noise};
-use convoke::nn::models::Model;
+use convoke::nn::models::ModelSpec;
 use convoke::nn::modules::ConvBnMode;
 use convoke::nn::planner::{MemoryPlan, Planner};
 use convoke::nn::training::{Trainer, TrainingConfig};
 use convoke::{Device, DeviceOptions};
 use serde::{Deserialize, Serialize};
 
-use super::args::{OptimizerName, cpu, model, models, rule, warn_of_threads};
+use super::args::{OptimizerName, cpu, rule, warn_of_threads};
 use super::chart::{Axis, Chart, Line};
 use super::console::Console;
 use super::memory_args::{PlannerArgs, counts, planner};
+use super::registry::model_parser;
 use super::train::failure;
 use super::tuning::TuningArgs;
 use super::{Failure, Result, json, output, report, summary};
@@ -25,8 +26,8 @@ use super::{Failure, Result, json, output, report, summary};
 #[derive(Args)]
 pub(crate) struct PlanArgs {
     /// The model; images of its own size, of noise.
-    #[arg(long, value_parser = models(), default_value = "mnist-cnn", help_heading = "Model")]
-    pub(crate) model: String,
+    #[arg(long, value_parser = model_parser(), default_value = "mnist-cnn", help_heading = "Model")]
+    pub(crate) model: ModelSpec,
 
     /// Images a step.
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = value_parser!(u32).range(1..),
@@ -179,8 +180,8 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
 
 /// A run of the model on noise of its own shape.
 fn job(args: &PlanArgs, console: &Console) -> Result<(TrainingConfig, Arc<TrainTest>)> {
-    let (model, batch_size) = (model(&args.model), args.batch_size as usize);
-    let data = random_images(model, batch_size, console)?;
+    let (model, batch_size) = (args.model.clone(), args.batch_size as usize);
+    let data = random_images(&model, batch_size, console)?;
     let config = TrainingConfig {
         model,
         conv_bn: ConvBnMode::Fused,
@@ -310,7 +311,7 @@ fn largest(
         let mut images = config.batch_size;
         loop {
             images *= 2;
-            let data = Arc::new(random_images(config.model, images, console)?);
+            let data = Arc::new(random_images(&config.model, images, console)?);
             let found = planner.largest_batch(budget, plan, &data).map_err(failure)?;
             // One that takes all images may not be the largest.
             if found != Some(images) {
@@ -325,7 +326,7 @@ fn largest(
     })
 }
 
-fn random_images(model: Model, images: usize, console: &Console) -> Result<TrainTest> {
+fn random_images(model: &ModelSpec, images: usize, console: &Console) -> Result<TrainTest> {
     let info = DatasetInfo::of_noise("random", model.input(), model.classes(), model.targets());
     Ok(noise(&info, 1, [images, 1], &console.data_progress())?)
 }

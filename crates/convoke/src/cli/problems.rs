@@ -4,7 +4,7 @@ use std::fs;
 
 use convoke::conv::{ConvProblem, Pass, parse_suite};
 use convoke::nn::Init;
-use convoke::nn::models::Model;
+use convoke::nn::models::ModelSpec;
 use convoke::nn::modules::ConvBnMode;
 use convoke::tune::{Key, Tuner};
 use convoke::{Cpu, DType, Device, DeviceOptions, MemoryFormat, Tensor};
@@ -56,11 +56,11 @@ pub(crate) fn jobs(args: &ProblemArgs, problems: &[ConvProblem]) -> Vec<(ConvPro
 }
 
 /// The convolutions of a training step of a model, found by running one on blank images.
-pub(crate) fn of_model(model: Model, batch_size: usize, cpu: &Cpu) -> Result<Vec<(ConvProblem, Pass)>> {
+pub(crate) fn of_model(model: &ModelSpec, batch_size: usize, cpu: &Cpu) -> Result<Vec<(ConvProblem, Pass)>> {
     let tuner = Tuner::by_estimate();
     let device = Device::new(DeviceOptions { tuner: tuner.clone(), ..DeviceOptions::new(cpu.clone()) });
     let [channels, height, width] = model.input();
-    let network = model.build(&Init::new(&device, 1), ConvBnMode::Fused, channels, model.classes())?;
+    let network = model.build(&Init::new(&device, 1), &model.options(ConvBnMode::Fused))?;
     let images = Tensor::zeros(&device, &[batch_size, channels, height, width], DType::F32)?;
     // As training gives them to a model.
     let images = images.to_format(MemoryFormat::ChannelsLast)?;

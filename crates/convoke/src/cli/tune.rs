@@ -21,7 +21,7 @@ pub(crate) fn run(args: &TuneArgs) -> Result<()> {
     let mut jobs = problems::jobs(&args.problems, &problems);
     args.candidates.warn_of_threads(&console);
     let cpu = args.candidates.cpu()?;
-    if let Some(model) = args.model() {
+    if let Some(model) = &args.model {
         let passes = passes(&args.problems.pass);
         let found = problems::of_model(model, args.batch_size as usize, &cpu)?;
         jobs.extend(found.into_iter().filter(|(_, pass)| passes.contains(pass)));

@@ -7,13 +7,14 @@ use bytesize::ByteSize;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args as ClapArgs, Subcommand, ValueEnum, value_parser};
 use convoke::conv::{Accuracy, Pass};
-use convoke::nn::models::Model;
+use convoke::nn::models::ModelSpec;
 use convoke::tune::TunerOptions;
 use convoke::{Cpu, DType, MemoryFormat};
 
 use super::Result;
-use super::args::{cpu, model, models, positive};
+use super::args::{cpu, positive};
 use super::console::Console;
+use super::registry::model_parser;
 use super::tuning::Effort;
 
 #[derive(ClapArgs)]
@@ -78,8 +79,8 @@ pub(crate) struct TuneArgs {
     pub(crate) problems: ProblemArgs,
 
     /// Tune the convolutions of a training step of this model.
-    #[arg(long, value_parser = models(), conflicts_with_all = ["format", "dtype"], help_heading = "Problems")]
-    pub(crate) model: Option<String>,
+    #[arg(long, value_parser = model_parser(), conflicts_with_all = ["format", "dtype"], help_heading = "Problems")]
+    pub(crate) model: Option<ModelSpec>,
 
     /// Images a step of --model.
     #[arg(
@@ -245,12 +246,6 @@ pub(crate) enum AccuracyName {
     Strict,
     Standard,
     Relaxed,
-}
-
-impl TuneArgs {
-    pub(crate) fn model(&self) -> Option<Model> {
-        self.model.as_deref().map(model)
-    }
 }
 
 impl ProblemArgs {

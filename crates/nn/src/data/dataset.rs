@@ -47,6 +47,11 @@ pub struct DatasetInfo {
 }
 
 impl DatasetInfo {
+    /// Channels, height and width of an image.
+    pub fn shape(&self) -> [usize; 3] {
+        [self.channels, self.height, self.width]
+    }
+
     /// Bytes of one image, C x H x W; `usize::MAX`, of which there are none, where that is larger.
     pub fn image_len(&self) -> usize {
         self.channels.saturating_mul(self.height).saturating_mul(self.width)
@@ -77,7 +82,7 @@ impl DatasetInfo {
                 found,
             })
         };
-        let shape = [self.channels, self.height, self.width];
+        let shape = self.shape();
         let pixels = shape.iter().try_fold(1_usize, |product, &size| product.checked_mul(size));
         if pixels.is_none_or(|pixels| pixels == 0) {
             return wrong("image shape", "sizes above 0 whose product fits a usize", format!("{shape:?}"));

@@ -2,11 +2,16 @@
 
 use convoke_autograd::Result;
 
+use super::ModelSpec;
 use crate::Init;
 use crate::modules::{
     Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, Dropout, Flatten,
     Linear, LogSoftmax, PoolOptions, Relu, Sequential,
 };
+
+pub(super) fn spec() -> ModelSpec {
+    ModelSpec::new("mnist-cnn", [1, 28, 28], 10, |init, options| mnist_cnn(init, options.conv_bn, 0.5))
+}
 
 /// conv 1->32 3x3, BN, ReLU, conv 32->64 3x3, BN, ReLU, max-pool 2, flatten, linear 9216->128, dropout, ReLU,
 /// linear 128->10, log-softmax; for N x 1 x 28 x 28 images. The tutorial drops out with probability 0.5.

@@ -1,82 +1,131 @@
-//! Ready models.
+//! Models by name: what one is, those that come ready, and a place for the user's own.
 
 mod mnist_cnn;
 mod resnet;
 mod segnet;
 
+use std::fmt;
+use std::sync::Arc;
+
 use convoke_autograd::Result;
-use serde::{Deserialize, Serialize};
+use serde::{Serialize, Serializer};
 
 use crate::data::{DatasetInfo, Targets};
 use crate::modules::ConvBnMode;
 use crate::{Init, Module};
 
-/// The models that can be asked for by name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub enum Model {
-    /// The small network of PyTorch's fused Conv+BN tutorial, for 1 x 28 x 28 images of ten classes.
-    #[serde(rename = "mnist-cnn")]
-    MnistCnn,
-    /// A small U-Net, for a class at every pixel.
-    #[serde(rename = "segnet")]
-    Segnet,
-    /// The residual network of 20 layers for small images.
-    #[serde(rename = "resnet20")]
-    Resnet20,
-    /// The residual network of 50 layers, for large images.
-    #[serde(rename = "resnet50")]
-    Resnet50,
+/// What a model is built for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ModelOptions {
+    /// How its Conv+BN blocks run.
+    pub conv_bn: ConvBnMode,
+    /// Channels, height and width of the images that it is trained on.
+    pub image: [usize; 3],
+    /// Number of classes.
+    pub classes: usize,
 }
 
-impl Model {
-    /// All of them.
-    pub const ALL: [Model; 4] = [Model::MnistCnn, Model::Segnet, Model::Resnet20, Model::Resnet50];
+type Build = dyn Fn(&Init, &ModelOptions) -> Result<Box<dyn Module>> + Send + Sync;
+type Fits = dyn Fn(&DatasetInfo) -> bool + Send + Sync;
 
-    /// The name on the command line and in files.
-    pub fn name(self) -> &'static str {
-        match self {
-            Model::MnistCnn => "mnist-cnn",
-            Model::Segnet => "segnet",
-            Model::Resnet20 => "resnet20",
-            Model::Resnet50 => "resnet50",
+/// What a model is: its name, the data that it takes, and how it is built. Everything that trains a model takes one of these, the
+/// user's own as well as those of [`Models::builtin`].
+///
+/// Checkpoints and memory plans hold the name, and it alone decides whether two specs are equal.
+///
+/// ```
+/// use convoke_nn::models::{ModelOptions, ModelSpec};
+/// use convoke_nn::modules::{Conv2d, ConvOptions, Flatten, GlobalAvgPool2d, LogSoftmax, Sequential};
+/// use convoke_nn::Init;
+///
+/// let spec = ModelSpec::new("one-layer", [3, 32, 32], 10, |init: &Init, options: &ModelOptions| {
+///     let channels = [options.image[0], options.classes];
+///     Ok(Sequential::new()
+///         .then("conv", Conv2d::new(init, channels, [3, 3], ConvOptions::default(), true)?)
+///         .then("average", GlobalAvgPool2d)
+///         .then("flatten", Flatten)
+///         .then("log_softmax", LogSoftmax))
+/// })
+/// .takes("images of 3 x 3 pixels or more", |info| info.height.min(info.width) >= 3);
+/// assert_eq!(spec.to_string(), "one-layer");
+/// ```
+#[derive(Clone)]
+pub struct ModelSpec {
+    name: Arc<str>,
+    input: [usize; 3],
+    classes: usize,
+    targets: Targets,
+    /// What it takes, in words.
+    takes: Arc<str>,
+    fits: Arc<Fits>,
+    build: Arc<Build>,
+}
+
+impl ModelSpec {
+    /// A model that gives each image a class: it maps N x C x H x W to log-probabilities, N x classes. `input` is C, H, W of the images
+    /// that it is made for, and `classes` the number of their classes: it takes no others unless [`ModelSpec::takes`] says so.
+    ///
+    /// `build` makes a new model with its starting values.
+    pub fn new<M: Module>(
+        name: &str,
+        input: [usize; 3],
+        classes: usize,
+        build: impl Fn(&Init, &ModelOptions) -> Result<M> + Send + Sync + 'static,
+    ) -> ModelSpec {
+        let fits = move |info: &DatasetInfo| info.shape() == input && info.classes == classes;
+        ModelSpec {
+            name: name.into(),
+            input,
+            classes,
+            targets: Targets::Image,
+            takes: format!("images of {input:?} in {classes} classes").into(),
+            fits: Arc::new(fits),
+            build: Arc::new(move |init, options| Ok(Box::new(build(init, options)?))),
         }
     }
 
-    /// Channels, height, width of the images it is made for. Some models take others too: see [`Model::check`].
-    pub fn input(self) -> [usize; 3] {
-        match self {
-            Model::MnistCnn => [1, 28, 28],
-            Model::Segnet => [3, 120, 160],
-            Model::Resnet20 => [3, 32, 32],
-            Model::Resnet50 => [3, 224, 224],
-        }
+    /// The same for a model that gives each pixel a class: it maps to log-probabilities, N x classes x H x W.
+    pub fn of_pixels(self) -> ModelSpec {
+        ModelSpec { targets: Targets::Pixels { ignore: None }, ..self }
+    }
+
+    /// The same for a model that takes all images that `fits` accepts, in any number of classes unless `fits` looks at it. `what` says
+    /// in words which these are, such as "images of 8 x 8 pixels or more": errors tell it.
+    pub fn takes(
+        self,
+        what: impl Into<String>,
+        fits: impl Fn(&DatasetInfo) -> bool + Send + Sync + 'static,
+    ) -> ModelSpec {
+        ModelSpec { takes: what.into().into(), fits: Arc::new(fits), ..self }
+    }
+
+    /// The name on the command line and in files.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Channels, height, width of the images it is made for. Some models take others too: see [`ModelSpec::check`].
+    pub fn input(&self) -> [usize; 3] {
+        self.input
     }
 
     /// Classes of the data it is made for.
-    pub fn classes(self) -> usize {
-        match self {
-            Model::MnistCnn | Model::Resnet20 => 10,
-            Model::Segnet => 11,
-            Model::Resnet50 => 1000,
-        }
+    pub fn classes(&self) -> usize {
+        self.classes
     }
 
     /// What its labels speak of.
-    pub fn targets(self) -> Targets {
-        match self {
-            Model::Segnet => Targets::Pixels { ignore: None },
-            Model::MnistCnn | Model::Resnet20 | Model::Resnet50 => Targets::Image,
-        }
+    pub fn targets(&self) -> Targets {
+        self.targets
     }
 
     /// Whether it can be trained on this data.
     ///
     /// # Errors
     /// What it takes and what the data has, if it cannot.
-    pub fn check(self, info: &DatasetInfo) -> std::result::Result<(), String> {
-        let &DatasetInfo { ref name, channels, height, width, classes, .. } = info;
-        let shape = [channels, height, width];
-        match (self.targets(), info.targets) {
+    pub fn check(&self, info: &DatasetInfo) -> std::result::Result<(), String> {
+        let name = &info.name;
+        match (self.targets, info.targets) {
             (Targets::Image, Targets::Pixels { .. }) => {
                 return Err(format!("{self} takes a label for each image; {name} has one for each pixel"));
             }
@@ -85,52 +134,105 @@ impl Model {
             }
             _ => {}
         }
-        let least = |least| height.min(width) >= least;
-        let images = |least| format!("images of {least} x {least} pixels or more");
-        let (fits, takes) = match self {
-            Model::MnistCnn => (
-                shape == self.input() && classes == self.classes(),
-                format!("images of {:?} in {} classes", self.input(), self.classes()),
-            ),
-            Model::Segnet => (
-                [height, width].iter().all(|size| size % segnet::MULTIPLE == 0),
-                format!("images whose height and width are multiples of {}", segnet::MULTIPLE),
-            ),
-            Model::Resnet20 => (least(resnet::RESNET20_LEAST), images(resnet::RESNET20_LEAST)),
-            Model::Resnet50 => (least(resnet::RESNET50_LEAST), images(resnet::RESNET50_LEAST)),
-        };
-        if fits {
+        if (self.fits)(info) {
             return Ok(());
         }
-        Err(format!("{self} takes {takes}; {name} has {shape:?} in {classes} classes"))
+        let (shape, classes) = (info.shape(), info.classes);
+        Err(format!("{self} takes {}; {name} has {shape:?} in {classes} classes", self.takes))
     }
 
-    /// A new model with its starting values, for images of `channels` channels: N x C x H x W to log-probabilities, N x classes
-    /// or, of a model that labels pixels, N x classes x H x W.
+    /// A new model with its starting values.
     ///
-    /// mnist-cnn has one channel and ten classes, whatever is asked for; [`Model::check`] tells.
+    /// mnist-cnn has one channel and ten classes, whatever is asked for; [`ModelSpec::check`] tells.
     ///
     /// # Errors
-    /// If `channels` or `classes` is 0 or too large.
-    pub fn build(
-        self,
-        init: &Init,
-        mode: ConvBnMode,
-        channels: usize,
-        classes: usize,
-    ) -> Result<Box<dyn Module>> {
-        match self {
-            Model::MnistCnn => Ok(Box::new(mnist_cnn::mnist_cnn(init, mode, 0.5)?)),
-            Model::Segnet => Ok(Box::new(segnet::segnet(init, mode, channels, classes)?)),
-            Model::Resnet20 => Ok(Box::new(resnet::resnet20(init, mode, channels, classes)?)),
-            Model::Resnet50 => Ok(Box::new(resnet::resnet50(init, mode, channels, classes)?)),
-        }
+    /// If channels or classes are 0 or too many, or for the model's own reasons.
+    pub fn build(&self, init: &Init, options: &ModelOptions) -> Result<Box<dyn Module>> {
+        (self.build)(init, options)
+    }
+
+    /// How it is built for the images and classes that it is made for.
+    pub fn options(&self, conv_bn: ConvBnMode) -> ModelOptions {
+        ModelOptions { conv_bn, image: self.input, classes: self.classes }
     }
 }
 
-impl std::fmt::Display for Model {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(self.name())
+impl PartialEq for ModelSpec {
+    fn eq(&self, other: &ModelSpec) -> bool {
+        self.name == other.name
+    }
+}
+
+impl Eq for ModelSpec {}
+
+impl fmt::Display for ModelSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)
+    }
+}
+
+impl fmt::Debug for ModelSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "ModelSpec({:?})", self.name)
+    }
+}
+
+impl Serialize for ModelSpec {
+    fn serialize<S: Serializer>(&self, to: S) -> std::result::Result<S::Ok, S::Error> {
+        to.serialize_str(&self.name)
+    }
+}
+
+/// The models that can be asked for by name.
+#[derive(Debug, Clone)]
+pub struct Models(Vec<ModelSpec>);
+
+impl Models {
+    /// Those that come with this crate.
+    pub fn builtin() -> Models {
+        Models(vec![mnist_cnn::spec(), segnet::spec(), resnet::resnet20_spec(), resnet::resnet50_spec()])
+    }
+
+    /// The same, and one more.
+    ///
+    /// # Errors
+    /// If its name is taken, or is not made of small ASCII letters, digits, `-`, `_` and `.`, as a word on the command line is.
+    pub fn with(mut self, model: ModelSpec) -> std::result::Result<Models, String> {
+        let name = model.name();
+        let plain = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"-_.".contains(&byte);
+        if name.is_empty() || name.starts_with('-') || !name.bytes().all(plain) {
+            return Err(format!(
+                "a model cannot be named {name:?}: small letters, digits, '-', '_' and '.' make a name, and it does not begin with '-'"
+            ));
+        }
+        if self.names().any(|known| known == name) {
+            return Err(format!("there are two models named {name:?}"));
+        }
+        self.0.push(model);
+        Ok(self)
+    }
+
+    /// The model of this name.
+    ///
+    /// # Errors
+    /// The names that there are, if it is none of them.
+    pub fn get(&self, name: &str) -> std::result::Result<ModelSpec, String> {
+        self.0.iter().find(|model| model.name() == name).cloned().ok_or_else(|| {
+            format!(
+                "there is no model {name:?}: the models are {}",
+                self.names().collect::<Vec<_>>().join(", ")
+            )
+        })
+    }
+
+    /// The names, in the order in which the models were added.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.0.iter().map(ModelSpec::name)
+    }
+
+    /// The models, in that order.
+    pub fn iter(&self) -> impl Iterator<Item = &ModelSpec> {
+        self.0.iter()
     }
 }
 

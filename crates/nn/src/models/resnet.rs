@@ -4,6 +4,7 @@
 
 use convoke_autograd::{Result, Tensor};
 
+use super::ModelSpec;
 use crate::modules::{
     Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, Flatten,
     GlobalAvgPool2d, Linear, LogSoftmax, Padding, PoolOptions, Sequential,
@@ -11,9 +12,30 @@ use crate::modules::{
 use crate::{Init, Module};
 
 /// The least height and width that [`resnet20`] is meant for: its last stage sees a quarter of them.
-pub(super) const RESNET20_LEAST: usize = 8;
+const RESNET20_LEAST: usize = 8;
 /// The least height and width that [`resnet50`] is meant for: its last stage sees a 32nd of them.
-pub(super) const RESNET50_LEAST: usize = 32;
+const RESNET50_LEAST: usize = 32;
+
+pub(super) fn resnet20_spec() -> ModelSpec {
+    let spec = ModelSpec::new("resnet20", [3, 32, 32], 10, |init, options| {
+        resnet20(init, options.conv_bn, options.image[0], options.classes)
+    });
+    of_size(spec, RESNET20_LEAST)
+}
+
+pub(super) fn resnet50_spec() -> ModelSpec {
+    let spec = ModelSpec::new("resnet50", [3, 224, 224], 1000, |init, options| {
+        resnet50(init, options.conv_bn, options.image[0], options.classes)
+    });
+    of_size(spec, RESNET50_LEAST)
+}
+
+/// For images of at least this height and width.
+fn of_size(spec: ModelSpec, least: usize) -> ModelSpec {
+    spec.takes(format!("images of {least} x {least} pixels or more"), move |info| {
+        info.height.min(info.width) >= least
+    })
+}
 
 /// A square convolution of this stride that keeps the size at stride 1, its batch norm, and an activation. The convolution has
 /// no bias, and starts as torchvision's: Kaiming normal by fan_out.

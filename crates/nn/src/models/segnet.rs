@@ -3,6 +3,7 @@
 use convoke_autograd::ops::{UpsampleMode, concat};
 use convoke_autograd::{Error, Result, Tensor};
 
+use super::ModelSpec;
 use crate::modules::{
     Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, LogSoftmax,
     MaxPool2d, Padding, PoolOptions, Sequential, Upsample,
@@ -13,7 +14,17 @@ use crate::{Init, Module};
 const WIDTHS: [usize; 4] = [16, 32, 64, 128];
 
 /// Heights and widths must be a multiple of this: each level halves them.
-pub(super) const MULTIPLE: usize = 1 << (WIDTHS.len() - 1);
+const MULTIPLE: usize = 1 << (WIDTHS.len() - 1);
+
+pub(super) fn spec() -> ModelSpec {
+    ModelSpec::new("segnet", [3, 120, 160], 11, |init, options| {
+        segnet(init, options.conv_bn, options.image[0], options.classes)
+    })
+    .of_pixels()
+    .takes(format!("images whose height and width are multiples of {MULTIPLE}"), |info| {
+        [info.height, info.width].iter().all(|size| size % MULTIPLE == 0)
+    })
+}
 
 /// What [`segnet`] makes.
 pub struct Segnet {

@@ -14,7 +14,6 @@ use convoke_autograd::ops::Keep;
 use serde::{Deserialize, Serialize};
 
 use crate::Module;
-use crate::models::Model;
 use crate::modules::ConvBnMode;
 
 pub(crate) use blocks::BlockKind;
@@ -23,8 +22,8 @@ pub use search::{Planner, PlannerOptions, PlannerProgress};
 /// What every fused block of a model keeps, and what that costs.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct MemoryPlan {
-    /// The model.
-    pub model: Model,
+    /// The model's name.
+    pub model: String,
     /// Images a step.
     pub batch_size: usize,
     /// Threads that the times are for.

@@ -176,7 +176,7 @@ impl Planner {
             PlannedBlock { path: block.path.clone(), keep, bytes_saved: saved, seconds }
         });
         Ok(MemoryPlan {
-            model: self.config.model,
+            model: self.config.model.to_string(),
             batch_size: self.config.batch_size,
             threads: self.device.compute().threads(),
             blocks: blocks.collect(),
@@ -340,7 +340,7 @@ impl Planner {
             largest_batch(&self.device, &self.config, &self.data, budget, Some(&keeps), at_most)
         });
         TrainingError::Budget {
-            model: self.config.model,
+            model: self.config.model.to_string(),
             batch_size: self.config.batch_size,
             budget,
             needed,

@@ -128,7 +128,7 @@ impl Trainer {
     fn rehearse(&self, world_size: usize) -> Result<()> {
         let device = self.device.dry();
         let (init, info) = (Init::new(&device, 0), self.data.train.info());
-        let model = self.config.model.build(&init, self.config.conv_bn, info.channels, info.classes)?;
+        let model = self.config.build(&init, info)?;
         planner::copy(self.model.as_ref(), model.as_ref()).map_err(TrainingError::Config)?;
         for images in self.sampler.shard_sizes(world_size) {
             let first: Vec<u32> = (0..images as u32).collect();

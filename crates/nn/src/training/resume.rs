@@ -10,14 +10,13 @@ use serde::{Deserialize, Serialize};
 use super::{Result, Trainer, TrainingConfig};
 use crate::checkpoint::{self, CheckpointError, Value};
 use crate::data::{Augmentation, DatasetInfo, TrainTest};
-use crate::models::Model;
 use crate::random::GeneratorState;
 use crate::{Rule, difference};
 
 /// What must be the same for a run to be the same; the Conv+BN mode may change, its values are the same.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Settings {
-    model: Model,
+    model: String,
     data: DatasetInfo,
     train_images: usize,
     optimizer: Rule,
@@ -107,7 +106,7 @@ impl Trainer {
 
     fn settings(&self) -> Settings {
         Settings {
-            model: self.config.model,
+            model: self.config.model.to_string(),
             data: self.data.train.info().clone(),
             train_images: self.data.train.len(),
             optimizer: self.config.rule,

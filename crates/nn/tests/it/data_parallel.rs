@@ -4,13 +4,12 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::common::{check_refused, digits, init, parameter, snapshot, tensor, values};
+use crate::common::{check_refused, digits, init, parameter, snapshot, spec, tensor, values};
 use convoke_autograd::ops::{Reduction, nll_loss};
 use convoke_autograd::{Cpu, DType, Device, DeviceOptions, Gradients, Tensor};
 use convoke_distributed::{Communicator, Options, run_threads};
 use convoke_kernels::tune::{Effort, Event, Observer, Tuner, TunerOptions};
 use convoke_nn::data_parallel::{DataParallel, DataParallelOptions, shard};
-use convoke_nn::models::Model;
 use convoke_nn::modules::{
     Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, Flatten, Linear,
     LogSoftmax, Relu, Sequential,
@@ -282,7 +281,7 @@ fn a_failed_backward_ends_the_ranks() {
 
 fn config(batch_size: usize, sync_bn: bool) -> TrainingConfig {
     TrainingConfig {
-        model: Model::MnistCnn,
+        model: spec("mnist-cnn"),
         conv_bn: ConvBnMode::Fused,
         rule: Rule::sgd(0.05),
         lr_gamma: 0.7,

@@ -4,12 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::common;
-use crate::common::{bits, check_same_state, config, digits, snapshot};
+use crate::common::{bits, check_same_state, config, digits, snapshot, spec};
 use convoke_autograd::{Cpu, Device, DeviceOptions, Tensor};
 use convoke_kernels::optimizer::Sgd;
 use convoke_kernels::tune::{Tuner, TunerOptions};
 use convoke_nn::data::{Augmentation, Dataset, DatasetInfo, Targets, TrainTest};
-use convoke_nn::models::Model;
 use convoke_nn::modules::ConvBnMode;
 use convoke_nn::training::{MemoryPrediction, Trainer, TrainingConfig, predict_memory};
 use convoke_nn::{ModuleExt, Rule};
@@ -81,12 +80,12 @@ fn mnist_cnn_takes_what_was_predicted() {
     for (batch_size, rule) in [1, 3, 16, 59, 60].into_iter().zip(rules().into_iter().cycle()) {
         for mode in MODES {
             let device = device(2, Tuner::by_estimate());
-            check(&device, config(Model::MnistCnn, mode, rule, batch_size), &digits(60, 10));
+            check(&device, config(spec("mnist-cnn"), mode, rule, batch_size), &digits(60, 10));
         }
     }
     for rule in rules() {
         let device = device(1, Tuner::by_estimate());
-        check(&device, config(Model::MnistCnn, ConvBnMode::Fused, rule, 7), &digits(60, 10));
+        check(&device, config(spec("mnist-cnn"), ConvBnMode::Fused, rule, 7), &digits(60, 10));
     }
 }
 
@@ -95,7 +94,7 @@ fn segnet_takes_what_was_predicted() {
     for (batch_size, rule) in [1, 2, 5].into_iter().zip(rules()) {
         for (mode, crop) in MODES.into_iter().zip([None, Some([16, 24])]) {
             let device = device(2, Tuner::by_estimate());
-            let config = config(Model::Segnet, mode, rule, batch_size);
+            let config = config(spec("segnet"), mode, rule, batch_size);
             check(
                 &device,
                 TrainingConfig { augmentation: Augmentation { flip: true, crop, padding: 0 }, ..config },
@@ -110,9 +109,9 @@ fn a_tuner_that_measures_chooses_once_for_both() {
     for mode in MODES {
         let options = TunerOptions { budget: Duration::from_millis(20), ..TunerOptions::default() };
         let device = device(2, Tuner::new(options).unwrap());
-        check(&device, config(Model::MnistCnn, mode, Rule::adadelta(1.0), 8), &digits(20, 10));
+        check(&device, config(spec("mnist-cnn"), mode, Rule::adadelta(1.0), 8), &digits(20, 10));
         let chosen = device.tuner().choices();
-        predict_memory(&device, config(Model::MnistCnn, mode, Rule::adadelta(1.0), 8), digits(20, 10))
+        predict_memory(&device, config(spec("mnist-cnn"), mode, Rule::adadelta(1.0), 8), digits(20, 10))
             .unwrap();
         assert_eq!(device.tuner().choices(), chosen);
     }
@@ -123,7 +122,7 @@ fn a_run_goes_on_as_if_nothing_had_been_predicted() {
     let data = digits(20, 10);
     let run = |predicts: bool| {
         let device = device(2, Tuner::by_estimate());
-        let config = config(Model::MnistCnn, ConvBnMode::Fused, Rule::adamw(1e-3), 8);
+        let config = config(spec("mnist-cnn"), ConvBnMode::Fused, Rule::adamw(1e-3), 8);
         let mut trainer = Trainer::new(&device, config, data.clone()).unwrap();
         for _ in 0..5 {
             if predicts {
@@ -148,7 +147,7 @@ fn a_run_goes_on_as_if_nothing_had_been_predicted() {
 fn nothing_is_computed_on_a_dry_device() {
     let device = device(2, Tuner::by_estimate()).dry();
     for mode in MODES {
-        let config = config(Model::Segnet, mode, Rule::adamw(1e-3), 2);
+        let config = config(spec("segnet"), mode, Rule::adamw(1e-3), 2);
         let mut trainer = Trainer::new(&device, config, scenes(4)).unwrap();
         trainer.record_next_step();
         let report = trainer.step().unwrap();
@@ -171,7 +170,7 @@ fn nothing_is_computed_on_a_dry_device() {
 #[test]
 fn what_a_run_would_refuse_is_refused() {
     let device = device(1, Tuner::by_estimate());
-    let config = config(Model::MnistCnn, ConvBnMode::Fused, Rule::sgd(0.1), 21);
+    let config = config(spec("mnist-cnn"), ConvBnMode::Fused, Rule::sgd(0.1), 21);
     let error = predict_memory(&device, config, digits(20, 10)).unwrap_err().to_string();
     assert!(error.contains("batch size 21"), "{error}");
 }

@@ -16,6 +16,7 @@ mod golden_step;
 mod hostile_sizes;
 mod modules;
 mod optimizers;
+mod own_model;
 mod planner;
 mod resnet;
 mod resume;

@@ -6,10 +6,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use crate::common;
 use crate::common::{
     DTYPES, assert_refused, backward, bits, check_same_state, device, init, normal, parameter, snapshot,
-    tensor, values,
+    spec, tensor, values,
 };
 use convoke_autograd::{DType, Result, Tensor};
-use convoke_nn::models::{Model, mnist_cnn};
+use convoke_nn::models::mnist_cnn;
 use convoke_nn::modules::{
     Activation, AvgPool2d, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, Dropout,
     Flatten, Linear, LogSoftmax, MaxPool2d, Padding, PoolOptions, Relu, Sequential, Upsample, UpsampleMode,
@@ -188,9 +188,9 @@ fn parameters_of_mnist_cnn_are_counted() {
     let bn = |channels: usize| 2 * channels;
     let expected = conv(1, 32) + bn(32) + conv(32, 64) + bn(64) + linear(64 * 12 * 12, 128) + linear(128, 10);
     assert_eq!(expected, 1_199_978);
-    let model = Model::MnistCnn;
+    let model = spec("mnist-cnn");
     assert_eq!(model.to_string(), "mnist-cnn");
-    let model = model.build(&Init::new(&device, 0), ConvBnMode::Separate, 1, 10).unwrap();
+    let model = model.build(&Init::new(&device, 0), &model.options(ConvBnMode::Separate)).unwrap();
     assert_eq!(model.parameter_count(), expected);
     assert_eq!(model.parameters().len(), 10);
 }

@@ -5,11 +5,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::common;
-use crate::common::{blocks, check_same_state, snapshot};
+use crate::common::{blocks, check_same_state, snapshot, spec};
 use convoke_autograd::{Cpu, Device, DeviceOptions};
 use convoke_distributed::{Options, run_threads};
 use convoke_nn::data::{DatasetInfo, TrainTest, noise, silent};
-use convoke_nn::models::Model;
 use convoke_nn::modules::{ConvBnMode, Keep};
 use convoke_nn::planner::{MemoryPlan, Planner, PlannerOptions};
 use convoke_nn::training::{Trainer, TrainingConfig};
@@ -19,27 +18,28 @@ fn device() -> Device {
     Device::new(DeviceOptions::new(Cpu::new(2).unwrap()))
 }
 
-fn config(model: Model, batch_size: usize) -> TrainingConfig {
-    common::config(model, ConvBnMode::Fused, Rule::adamw(1e-3), batch_size)
+fn config(model: &str, batch_size: usize) -> TrainingConfig {
+    common::config(spec(model), ConvBnMode::Fused, Rule::adamw(1e-3), batch_size)
 }
 
 /// Noise in a shape that the model takes, small where it can be.
-fn data(model: Model, images: usize) -> Arc<TrainTest> {
+fn data(model: &str, images: usize) -> Arc<TrainTest> {
     let shape = match model {
-        Model::MnistCnn => [1, 28, 28],
-        Model::Segnet => [3, 24, 32],
-        Model::Resnet20 => [3, 16, 16],
-        Model::Resnet50 => [3, 32, 32],
+        "mnist-cnn" => [1, 28, 28],
+        "segnet" => [3, 24, 32],
+        "resnet20" => [3, 16, 16],
+        "resnet50" => [3, 32, 32],
+        other => panic!("no shape for {other}"),
     };
+    let model = spec(model);
     let info = DatasetInfo::of_noise("noise", shape, model.classes().min(10), model.targets());
     Arc::new(noise(&info, 1, [images, 2], &silent).unwrap())
 }
 
 /// The models and a batch size for each.
-const MODELS: [(Model, usize); 4] =
-    [(Model::MnistCnn, 12), (Model::Segnet, 3), (Model::Resnet20, 6), (Model::Resnet50, 2)];
+const MODELS: [(&str, usize); 4] = [("mnist-cnn", 12), ("segnet", 3), ("resnet20", 6), ("resnet50", 2)];
 
-fn planner(device: &Device, model: Model, batch_size: usize) -> Planner {
+fn planner(device: &Device, model: &str, batch_size: usize) -> Planner {
     let options = PlannerOptions { time_budget: Duration::from_millis(1), inexact: false };
     let (config, data) = (config(model, batch_size), data(model, batch_size));
     let mut go_on = |_| ControlFlow::Continue(());
@@ -48,8 +48,8 @@ fn planner(device: &Device, model: Model, batch_size: usize) -> Planner {
 
 /// Trains two steps by a plan: the second takes what the plan says.
 fn check_bytes(device: &Device, plan: &MemoryPlan) {
-    let data = data(plan.model, plan.batch_size);
-    let mut trainer = Trainer::new(device, config(plan.model, plan.batch_size), data).unwrap();
+    let data = data(&plan.model, plan.batch_size);
+    let mut trainer = Trainer::new(device, config(&plan.model, plan.batch_size), data).unwrap();
     trainer.set_memory_plan(plan).unwrap();
     trainer.step().unwrap();
     let report = trainer.step().unwrap();
@@ -86,7 +86,7 @@ fn steps_take_the_bytes_that_plans_say() {
             check_bytes(&device, &plan);
         }
         let error = planner.within(smallest.bytes_peak - 1).unwrap_err().to_string();
-        assert!(error.contains(model.name()) && error.contains("the budget of"), "{error}");
+        assert!(error.contains(model) && error.contains("the budget of"), "{error}");
     }
 }
 
@@ -95,14 +95,14 @@ fn steps_take_the_bytes_that_plans_say() {
 #[test]
 fn tight_budgets_limit_workspaces() {
     let device = device();
-    let mut planner = planner(&device, Model::Resnet20, 8);
+    let mut planner = planner(&device, "resnet20", 8);
     let before = device.tuner().choices();
     let smallest = planner.smallest().unwrap();
     let limit = smallest.workspace_limit.expect("workspaces are at the peak of such small batches");
     let unlimited = MemoryPlan { workspace_limit: None, ..smallest.clone() };
     let predicted = |plan: &MemoryPlan| {
-        let data = data(plan.model, plan.batch_size);
-        let mut trainer = Trainer::new(&device, config(plan.model, plan.batch_size), data).unwrap();
+        let data = data(&plan.model, plan.batch_size);
+        let mut trainer = Trainer::new(&device, config(&plan.model, plan.batch_size), data).unwrap();
         trainer.set_memory_plan(plan).unwrap();
         let predicted = trainer.predict_memory().unwrap();
         assert!(plan.workspace_limit.is_none() || device.tuner().largest_workspace() <= limit);
@@ -122,16 +122,16 @@ fn tight_budgets_limit_workspaces() {
 #[test]
 fn a_budget_that_a_smaller_batch_fits_names_it() {
     let device = device();
-    let mut small = planner(&device, Model::MnistCnn, 24);
+    let mut small = planner(&device, "mnist-cnn", 24);
     let budget = small.smallest().unwrap().bytes_peak;
-    let mut large = planner(&device, Model::MnistCnn, 40);
+    let mut large = planner(&device, "mnist-cnn", 40);
     let error = large.within(budget).unwrap_err().to_string();
     // Of plans that are equally small at 40 images, one may be a little larger at 24.
     let named: usize = error.split("batch size ").nth(2).unwrap().split(' ').next().unwrap().parse().unwrap();
     assert!((20..=24).contains(&named) && error.ends_with("would fit"), "{error}");
     let error = large.within(1000).unwrap_err().to_string();
     assert!(!error.contains("would fit"), "{error}");
-    let many = data(Model::MnistCnn, 80);
+    let many = data("mnist-cnn", 80);
     let plan = large.smallest().unwrap();
     let planned = large.largest_batch(budget, Some(&plan), &many).unwrap().unwrap();
     let separate = large.largest_batch(budget, None, &many).unwrap().unwrap();
@@ -140,7 +140,7 @@ fn a_budget_that_a_smaller_batch_fits_names_it() {
 
 /// Losses and everything a model holds, after some steps.
 fn train(
-    model: Model,
+    model: &str,
     batch_size: usize,
     mode: ConvBnMode,
     keep: impl Fn(usize) -> Keep,
@@ -180,34 +180,34 @@ fn what_blocks_keep_changes_no_bit_of_training() {
 #[test]
 fn plans_are_files_for_one_model_of_fused_blocks() {
     let device = device();
-    let plan = planner(&device, Model::MnistCnn, 4).smallest().unwrap();
+    let plan = planner(&device, "mnist-cnn", 4).smallest().unwrap();
     let text = serde_json::to_string(&plan).unwrap();
     assert_eq!(serde_json::from_str::<MemoryPlan>(&text).unwrap(), plan);
     let keep = plan.blocks[0].keep.name();
     let wrong = serde_json::from_str::<MemoryPlan>(&text.replace(keep, "forget")).unwrap_err().to_string();
     assert!(wrong.contains("\"forget\" is not one of auto, store,"), "{wrong}");
     let apply = |config: TrainingConfig, plan: &MemoryPlan| {
-        let data = data(config.model, config.batch_size);
+        let data = data(config.model.name(), config.batch_size);
         let mut trainer = Trainer::new(&device, config, data).unwrap();
         trainer.set_memory_plan(plan).unwrap_err().to_string()
     };
-    let error = apply(config(Model::Resnet20, 4), &plan);
+    let error = apply(config("resnet20", 4), &plan);
     assert!(error.contains("conv1"), "{error}");
-    let separate = TrainingConfig { conv_bn: ConvBnMode::Separate, ..config(Model::MnistCnn, 4) };
+    let separate = TrainingConfig { conv_bn: ConvBnMode::Separate, ..config("mnist-cnn", 4) };
     let error = apply(separate, &plan);
     assert!(error.contains("separate"), "{error}");
     let mut more = plan.clone();
     more.blocks.push(convoke_nn::planner::PlannedBlock { path: "block9".into(), ..plan.blocks[0].clone() });
-    let error = apply(config(Model::MnistCnn, 4), &more);
+    let error = apply(config("mnist-cnn", 4), &more);
     assert!(error.contains("block9"), "{error}");
 }
 
 #[test]
 fn all_ranks_take_the_first_ones_plan() {
-    let data = data(Model::MnistCnn, 16);
+    let data = data("mnist-cnn", 16);
     let kept = run_threads(2, &Options::default(), |communicator| {
         let device = Device::new(DeviceOptions::new(Cpu::single()));
-        let trainer = Trainer::new(&device, config(Model::MnistCnn, 8), data.clone()).unwrap();
+        let trainer = Trainer::new(&device, config("mnist-cnn", 8), data.clone()).unwrap();
         if communicator.rank() == 0 {
             blocks(trainer.model()).iter().for_each(|block| block.set_keep(Keep::RecomputeInTiles));
         }
@@ -221,7 +221,7 @@ fn all_ranks_take_the_first_ones_plan() {
 #[test]
 fn a_planner_can_be_stopped() {
     let device = device();
-    let (config, data) = (config(Model::MnistCnn, 4), data(Model::MnistCnn, 4));
+    let (config, data) = (config("mnist-cnn", 4), data("mnist-cnn", 4));
     let mut stop = |_| ControlFlow::Break(());
     let planner = Planner::new(&device, &config, &data, &PlannerOptions::default(), &mut stop).unwrap();
     assert!(planner.is_none());

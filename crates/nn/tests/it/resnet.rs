@@ -1,10 +1,10 @@
 //! The residual networks: their trees, their blocks put together by hand, both modes, folding, sizes, a run that is resumed.
 
 use crate::common;
-use crate::common::{assert_refused, backward, bits, init, normal, parameter, values};
+use crate::common::{assert_refused, backward, bits, init, normal, parameter, spec, values};
 use convoke_autograd::{DType, Device, MemoryFormat, Tensor, inference_mode};
 use convoke_nn::data::{DatasetInfo, Targets};
-use convoke_nn::models::{BasicBlock, Bottleneck, Model, resnet20, resnet50};
+use convoke_nn::models::{BasicBlock, Bottleneck, ModelOptions, ModelSpec, resnet20, resnet50};
 use convoke_nn::modules::{
     Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, GlobalAvgPool2d,
     Padding, Sequential,
@@ -34,18 +34,19 @@ fn child<'a>(module: &'a (impl Module + ?Sized), name: &str) -> &'a dyn Module {
 #[test]
 fn parameters_are_as_many_as_published() {
     let device = device();
-    let count = |model: Model, channels, classes| {
-        let model = model.build(&Init::new(&device, 0), ConvBnMode::Fused, channels, classes).unwrap();
+    let count = |model: ModelSpec, channels, classes| {
+        let options = ModelOptions { image: [channels, 32, 32], classes, ..model.options(ConvBnMode::Fused) };
+        let model = model.build(&Init::new(&device, 0), &options).unwrap();
         model.parameter_count()
     };
     // The paper's 269,722 and its three 1x1 convolutions, for option B.
     let shortcuts = (16 * 32 + 2 * 32) + (32 * 64 + 2 * 64);
-    assert_eq!(count(Model::Resnet20, 3, 10), 269_722 + shortcuts);
-    assert_eq!(count(Model::Resnet20, 3, 10), 272_474, "as the documentation says");
-    assert_eq!(count(Model::Resnet20, 1, 7), 272_474 - 2 * 16 * 9 - 3 * 65);
+    assert_eq!(count(spec("resnet20"), 3, 10), 269_722 + shortcuts);
+    assert_eq!(count(spec("resnet20"), 3, 10), 272_474, "as the documentation says");
+    assert_eq!(count(spec("resnet20"), 1, 7), 272_474 - 2 * 16 * 9 - 3 * 65);
     // torchvision's.
-    assert_eq!(count(Model::Resnet50, 3, 1000), 25_557_032);
-    assert_eq!(count(Model::Resnet50, 3, 10), 25_557_032 - 990 * 2049);
+    assert_eq!(count(spec("resnet50"), 3, 1000), 25_557_032);
+    assert_eq!(count(spec("resnet50"), 3, 10), 25_557_032 - 990 * 2049);
 }
 
 #[test]
@@ -81,7 +82,7 @@ fn trees_have_their_names() {
     }
     assert_eq!(convolutions(&model), expected);
     assert_eq!(expected.len(), 53);
-    assert_eq!((Model::Resnet20.to_string(), Model::Resnet50.name()), ("resnet20".into(), "resnet50"));
+    assert_eq!((spec("resnet20").to_string(), spec("resnet50").name()), ("resnet20".into(), "resnet50"));
 }
 
 /// As torchvision's: normal with variance 2 / (K R S), ones, zeros.
@@ -280,7 +281,7 @@ fn data_that_a_model_does_not_take_is_refused() {
     let data = |[channels, height, width]: [usize; 3], classes: usize, targets: Targets| {
         DatasetInfo::of_noise("some", [channels, height, width], classes, targets)
     };
-    for (model, least) in [(Model::Resnet20, 8), (Model::Resnet50, 32)] {
+    for (model, least) in [(spec("resnet20"), 8), (spec("resnet50"), 32)] {
         for classes in [1, 10, 1000] {
             model.check(&data([5, least, least + 1], classes, Targets::Image)).unwrap();
         }

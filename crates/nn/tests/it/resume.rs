@@ -7,13 +7,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::common;
-use crate::common::{assert_refused, check_same_state, device, digits, parameter, snapshot};
+use crate::common::{assert_refused, check_same_state, device, digits, parameter, snapshot, spec};
 use convoke_autograd::Tensor;
 use convoke_kernels::optimizer::{Adadelta, AdamW, Sgd};
 use convoke_nn::Rule;
 use convoke_nn::checkpoint::{self, CheckpointError};
 use convoke_nn::data::{Augmentation, Dataset, DatasetInfo, TrainTest};
-use convoke_nn::models::Model;
 use convoke_nn::modules::ConvBnMode;
 use convoke_nn::training::{Trainer, TrainingConfig, TrainingError};
 use convoke_testkit::Failures;
@@ -30,7 +29,7 @@ fn data() -> Arc<TrainTest> {
 }
 
 fn config(conv_bn: ConvBnMode, rule: Rule) -> TrainingConfig {
-    let model = Model::MnistCnn;
+    let model = spec("mnist-cnn");
     TrainingConfig {
         model,
         conv_bn,
@@ -119,7 +118,8 @@ fn other_models_go_on_bit_for_bit() {
     for mode in [ConvBnMode::Fused, ConvBnMode::Separate] {
         let folder = tempdir().unwrap();
         let augmentation = Augmentation { flip: true, crop: Some([28, 28]), padding: 4 };
-        let config = TrainingConfig { model: Model::Resnet20, augmentation, ..config(mode, Rule::sgd(0.05)) };
+        let config =
+            TrainingConfig { model: spec("resnet20"), augmentation, ..config(mode, Rule::sgd(0.05)) };
         let mut whole = start(config.clone());
         run(&mut whole, 3);
         whole.save(folder.path()).unwrap();

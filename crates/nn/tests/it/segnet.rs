@@ -4,12 +4,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::common;
-use crate::common::{assert_refused, backward, init, normal, parameter, tensor, values};
+use crate::common::{assert_refused, backward, init, normal, parameter, spec, tensor, values};
 use convoke_autograd::ops::{UpsampleMode, concat, log_softmax, max_pool2d, upsample2d};
 use convoke_autograd::{Cpu, DType, Device, DeviceOptions, MemoryFormat, Tensor, inference_mode};
 use convoke_distributed::{Options, run_threads};
 use convoke_nn::data::{Dataset, DatasetInfo, Targets, TrainTest};
-use convoke_nn::models::{Model, Segnet, segnet};
+use convoke_nn::models::{Models, Segnet, segnet};
 use convoke_nn::modules::{ConvBnMode, PoolOptions};
 use convoke_nn::training::{Trainer, TrainingConfig, TrainingError};
 use convoke_nn::{Init, Module, ModuleExt, Rule};
@@ -50,10 +50,11 @@ fn the_tree_has_its_names_and_parameters() {
     let count = level(3, 16) + level(16, 32) + level(32, 64) + level(64, 128);
     let count = count + level(128 + 64, 64) + level(64 + 32, 32) + level(32 + 16, 16) + (16 + 1) * 11;
     assert_eq!(count, 488_171, "as the documentation says");
-    let model = Model::Segnet.build(&Init::new(&device, 0), ConvBnMode::Fused, 3, 11).unwrap();
+    let model = spec("segnet");
+    let model = model.build(&Init::new(&device, 0), &model.options(ConvBnMode::Fused)).unwrap();
     assert_eq!(model.parameter_count(), count);
     assert_eq!(model.parameters().len(), 7 * 2 * 3 + 2);
-    assert_eq!(Model::Segnet.to_string(), "segnet");
+    assert_eq!(spec("segnet").to_string(), "segnet");
 }
 
 /// The same layers, put together by hand.
@@ -170,23 +171,22 @@ fn data_that_a_model_does_not_take_is_refused() {
         targets: Targets::Pixels { ignore: Some(255) },
         ..data(channels, height, width, classes)
     };
-    Model::MnistCnn.check(&data(1, 28, 28, 10)).unwrap();
+    spec("mnist-cnn").check(&data(1, 28, 28, 10)).unwrap();
     let parts = ["mnist-cnn takes images of [1, 28, 28] in 10 classes; some has [1, 28, 28] in 11 classes"];
-    assert_refused(Model::MnistCnn.check(&data(1, 28, 28, 11)), &parts);
+    assert_refused(spec("mnist-cnn").check(&data(1, 28, 28, 11)), &parts);
     let parts = ["segnet takes", "multiples of 8", "some has [3, 120, 161]"];
-    assert_refused(Model::Segnet.check(&pixels(3, 120, 161, 11)), &parts);
-    assert_refused(Model::Segnet.check(&pixels(1, 28, 36, 10)), &["multiples of 8", "[1, 28, 36]"]);
-    assert_refused(Model::Segnet.check(&data(3, 120, 160, 11)), &["segnet", "label for each pixel", "some"]);
+    assert_refused(spec("segnet").check(&pixels(3, 120, 161, 11)), &parts);
+    assert_refused(spec("segnet").check(&pixels(1, 28, 36, 10)), &["multiples of 8", "[1, 28, 36]"]);
+    assert_refused(spec("segnet").check(&data(3, 120, 160, 11)), &["segnet", "label for each pixel", "some"]);
     assert_refused(
-        Model::MnistCnn.check(&pixels(1, 28, 28, 10)),
+        spec("mnist-cnn").check(&pixels(1, 28, 28, 10)),
         &["mnist-cnn", "label for each image", "some"],
     );
-    Model::Segnet.check(&pixels(1, 8, 32, 3)).unwrap();
-    for model in Model::ALL {
+    spec("segnet").check(&pixels(1, 8, 32, 3)).unwrap();
+    for model in Models::builtin().iter() {
         let [channels, height, width] = model.input();
         let device = device();
-        let network =
-            model.build(&Init::new(&device, 1), ConvBnMode::Fused, channels, model.classes()).unwrap();
+        let network = model.build(&Init::new(&device, 1), &model.options(ConvBnMode::Fused)).unwrap();
         network.eval();
         let x = Tensor::zeros(&device, &[1, channels, height, width], DType::F32).unwrap();
         let y = inference_mode(|| network.forward(&x)).unwrap();
@@ -216,7 +216,7 @@ fn a_batch_without_labels_is_named_as_such() {
     for (images, learns) in [(0..1, false), (1..2, true)] {
         let data = Arc::new(TrainTest { train: set(images), test: set(1..2) });
         let config = TrainingConfig {
-            model: Model::Segnet,
+            model: spec("segnet"),
             conv_bn: ConvBnMode::Fused,
             rule: Rule::sgd(0.1),
             lr_gamma: 1.0,

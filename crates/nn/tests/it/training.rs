@@ -4,11 +4,12 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use crate::common;
-use crate::common::{assert_refused, bits, blocks, check_same_state, device, digits, parameter, snapshot};
+use crate::common::{
+    assert_refused, bits, blocks, check_same_state, device, digits, parameter, snapshot, spec,
+};
 use convoke_autograd::{Cpu, Device, DeviceOptions, Tensor};
 use convoke_kernels::optimizer::Sgd;
 use convoke_nn::data::{Dataset, DatasetInfo, Targets, TrainTest};
-use convoke_nn::models::Model;
 use convoke_nn::modules::{ConvBnMode, Keep};
 use convoke_nn::training::{Evaluation, StepReport, Trainer, TrainingConfig, TrainingError};
 use convoke_nn::{ModuleExt, Rule};
@@ -17,7 +18,7 @@ use convoke_testkit::{Tolerance, assert_close};
 const MODES: [ConvBnMode; 2] = [ConvBnMode::Fused, ConvBnMode::Separate];
 
 fn config(conv_bn: ConvBnMode, rule: Rule, batch_size: usize) -> TrainingConfig {
-    common::config(Model::MnistCnn, conv_bn, rule, batch_size)
+    common::config(spec("mnist-cnn"), conv_bn, rule, batch_size)
 }
 
 fn trainer(conv_bn: ConvBnMode, rule: Rule, batch_size: usize, data: &Arc<TrainTest>) -> Trainer {

@@ -4,7 +4,7 @@ use std::sync::{Arc, LazyLock};
 
 use convoke_autograd::{BackwardOptions, Cpu, DType, Device, DeviceOptions, Gradients, Tensor};
 use convoke_nn::data::{self, TrainTest};
-use convoke_nn::models::Model;
+use convoke_nn::models::{ModelSpec, Models};
 use convoke_nn::modules::{ConvBn2d, ConvBnMode};
 use convoke_nn::training::TrainingConfig;
 use convoke_nn::{Buffer, Counter, Init, Module, ModuleExt, Parameter, Rule, State};
@@ -97,8 +97,13 @@ pub(crate) fn check_same_state(
     }
 }
 
+/// The model of this name.
+pub(crate) fn spec(name: &str) -> ModelSpec {
+    Models::builtin().get(name).unwrap()
+}
+
 /// A run from seed 5, with images as they are.
-pub(crate) fn config(model: Model, conv_bn: ConvBnMode, rule: Rule, batch_size: usize) -> TrainingConfig {
+pub(crate) fn config(model: ModelSpec, conv_bn: ConvBnMode, rule: Rule, batch_size: usize) -> TrainingConfig {
     TrainingConfig {
         model,
         conv_bn,

@@ -1,0 +1,165 @@
+//! A user's own model gets what the built-in ones get: training, resuming, plans to the byte, ranks; and what is wrong with it is
+//! said.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use convoke_autograd::ops::{UpsampleMode, concat};
+use convoke_autograd::{Device, Result, Tensor};
+use convoke_distributed::{Options, run_threads};
+use convoke_nn::data::{DatasetInfo, Targets, TrainTest, noise, silent};
+use convoke_nn::models::{ModelOptions, ModelSpec, Models};
+use convoke_nn::modules::{
+    Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, LogSoftmax,
+    MaxPool2d, Padding, PoolOptions, Upsample,
+};
+use convoke_nn::planner::{Planner, PlannerOptions};
+use convoke_nn::training::{Trainer, TrainingConfig, predict_memory};
+use convoke_nn::{Init, Module, Rule};
+
+use crate::common::{self, assert_refused, check_same_state, device, snapshot};
+
+/// A U-Net of one level with a residual block.
+struct Small {
+    first: ConvBn2d,
+    residual: ConvBn2d,
+    last: Conv2d,
+}
+
+impl Small {
+    fn new(init: &Init, options: &ModelOptions) -> Result<Small> {
+        let same = ConvOptions { padding: Padding::symmetric([1, 1]), ..ConvOptions::default() };
+        let block = |channels: [usize; 2]| -> Result<ConvBn2d> {
+            let conv = Conv2d::new(init, channels, [3, 3], same, false)?;
+            let bn = BatchNorm2d::new(init, channels[1], BatchNormConfig::default())?;
+            Ok(ConvBn2d::new(conv, bn, Activation::Relu, options.conv_bn))
+        };
+        Ok(Small {
+            first: block([options.image[0], 6])?,
+            residual: block([6, 6])?,
+            last: Conv2d::new(init, [12, options.classes], [1, 1], ConvOptions::default(), true)?,
+        })
+    }
+}
+
+impl Module for Small {
+    fn forward(&self, input: &Tensor) -> Result<Tensor> {
+        let whole = self.first.forward(input)?;
+        let half = MaxPool2d(PoolOptions::new(2)).forward(&whole)?;
+        let half = self.residual.forward_added(&half, &half)?;
+        let joined = concat(&[&Upsample::new(2, UpsampleMode::Nearest).forward(&half)?, &whole])?;
+        LogSoftmax.forward(&self.last.forward(&joined)?)
+    }
+
+    fn children(&self) -> Vec<(&str, &dyn Module)> {
+        vec![("first", &self.first), ("residual", &self.residual), ("last", &self.last)]
+    }
+}
+
+fn small() -> ModelSpec {
+    let even = |info: &DatasetInfo| info.height.is_multiple_of(2) && info.width.is_multiple_of(2);
+    ModelSpec::new("small", [2, 8, 12], 3, Small::new).of_pixels().takes("images of even sides", even)
+}
+
+fn config(batch_size: usize) -> TrainingConfig {
+    common::config(small(), ConvBnMode::Fused, Rule::sgd(0.05), batch_size)
+}
+
+fn data(images: usize) -> Arc<TrainTest> {
+    let info = DatasetInfo::of_noise("noise", [2, 8, 12], 3, Targets::Pixels { ignore: None });
+    Arc::new(noise(&info, 1, [images, 4], &silent).unwrap())
+}
+
+#[test]
+fn it_trains_and_resumes_to_the_same_bits() {
+    let (device, folder) = (device(), tempfile::tempdir().unwrap());
+    let mut whole = Trainer::new(&device, config(4), data(10)).unwrap();
+    let mut begun = Trainer::new(&device, config(4), data(10)).unwrap();
+    (0..7).for_each(|_| drop(whole.step().unwrap()));
+    (0..3).for_each(|_| drop(begun.step().unwrap()));
+    begun.save(folder.path()).unwrap();
+    let mut resumed = Trainer::resume(&device, config(4), data(10), folder.path()).unwrap();
+    (0..4).for_each(|_| drop(resumed.step().unwrap()));
+    assert_eq!(resumed.losses(), whole.losses());
+    check_same_state(&snapshot(resumed.model()), &snapshot(whole.model())).unwrap();
+    assert!(whole.losses().iter().all(|loss| loss.is_finite()));
+    // Its name is that of the run.
+    let same = ModelSpec::new("other", [2, 8, 12], 3, Small::new).of_pixels();
+    let other = TrainingConfig { model: same, ..config(4) };
+    assert_refused(Trainer::resume(&device, other, data(10), folder.path()).map(drop), &["model", "small"]);
+}
+
+#[test]
+fn its_plans_take_the_bytes_that_they_say() {
+    let device = device();
+    let options = PlannerOptions { time_budget: Duration::from_millis(1), inexact: false };
+    let mut go_on = |_| std::ops::ControlFlow::Continue(());
+    let mut planner = Planner::new(&device, &config(4), &data(8), &options, &mut go_on).unwrap().unwrap();
+    let unplanned = predict_memory(&device, config(4), data(8)).unwrap();
+    for plan in [planner.smallest().unwrap(), planner.unplanned().unwrap()] {
+        assert!(plan.model == "small" && plan.blocks.len() == 2 && plan.bytes_peak <= unplanned.bytes_peak);
+        let mut trainer = Trainer::new(&device, config(4), data(8)).unwrap();
+        trainer.set_memory_plan(&plan).unwrap();
+        trainer.step().unwrap();
+        let report = trainer.step().unwrap();
+        let found = [report.bytes_end_of_forward, report.bytes_peak];
+        assert_eq!(found, [plan.bytes_end_of_forward, plan.bytes_peak]);
+    }
+    assert_refused(planner.within(1000).map(drop), &["small needs at least", "the budget of"]);
+}
+
+#[test]
+fn ranks_train_it_as_one_does() {
+    let synchronized = || TrainingConfig { sync_bn: true, ..config(6) };
+    let losses = |ranks: usize| {
+        let run = run_threads(ranks, &Options::default(), |ranks| {
+            let mut trainer =
+                Trainer::new(&device(), synchronized(), data(12)).unwrap().join(&ranks).unwrap();
+            (0..5).map(|_| trainer.step().unwrap().loss).collect::<Vec<f64>>()
+        });
+        run.unwrap()
+    };
+    let alone = losses(1).remove(0);
+    for together in losses(2) {
+        assert!(
+            alone.iter().zip(&together).all(|(one, two)| (one - two).abs() <= 1e-5 * one.abs()),
+            "{alone:?} and {together:?}"
+        );
+    }
+}
+
+#[test]
+fn what_is_wrong_is_said() {
+    let device = device();
+    let odd = DatasetInfo::of_noise("odd", [2, 7, 12], 3, Targets::Pixels { ignore: None });
+    let odd = Arc::new(noise(&odd, 1, [8, 2], &silent).unwrap());
+    let parts = ["small takes images of even sides; odd has [2, 7, 12] in 3 classes"];
+    assert_refused(Trainer::new(&device, config(4), odd).map(drop), &parts);
+    assert_refused(Models::builtin().get("no-net"), &["no-net", "mnist-cnn, segnet, resnet20, resnet50"]);
+    assert_refused(Models::builtin().with(small()).unwrap().with(small()), &["two models", "small"]);
+    for name in ["", "a b", "-x", "Net", "n\u{e9}t"] {
+        let named = ModelSpec::new(name, [2, 8, 12], 3, Small::new);
+        assert_refused(Models::builtin().with(named), &["cannot be named", &format!("{name:?}")]);
+    }
+    let names = Models::builtin().with(small()).unwrap();
+    assert_eq!(names.names().last(), Some("small"));
+}
+
+/// Whoever forgets to name the modules within gets an error, and no run that learns nothing.
+#[test]
+fn a_model_without_parameters_is_refused() {
+    struct Forgetful(Small);
+
+    impl Module for Forgetful {
+        fn forward(&self, input: &Tensor) -> Result<Tensor> {
+            self.0.forward(input)
+        }
+    }
+
+    let forgetful =
+        ModelSpec::new("forgetful", [2, 8, 12], 3, |init, options| Ok(Forgetful(Small::new(init, options)?)))
+            .of_pixels();
+    let config = TrainingConfig { model: forgetful, ..config(4) };
+    let result = Trainer::new(&Device::cpu().unwrap(), config, data(8));
+    assert_refused(result.map(drop), &["no parameters", "Module::children"]);
+}
