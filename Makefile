@@ -47,6 +47,8 @@ smoke:
 	cargo run --release -- compare --steps 3 --batch-size 64
 	cargo run --release -- train --steps 5 --ranks 2 --sync-bn
 	cargo run --release --example custom_function
+	cargo run --release --example own_model -- train --model residual --steps 5 --ranks 2
+	cargo run --release --example own_model -- plan --model residual --plan-time 0 --effort heuristic --batch-size 8
 	cargo run --release --example synchronized_layer
 
 # Every interleaving of the thread team and of ranks on threads, up to a number of preemptions: model/.
@@ -69,7 +71,7 @@ fuzz:
 # dropped is leaked on purpose.
 HOST = $(shell rustc -vV | sed -n 's/^host: //p')
 SANITIZED = RUSTC_BOOTSTRAP=1 CARGO_INCREMENTAL=0 RUSTFLAGS="-Zsanitizer=$(1) -Cunsafe-allow-abi-mismatch=sanitizer" \
-	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 TSAN_OPTIONS="suppressions=$(CURDIR)/tools/thread-sanitizer.txt" \
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 TSAN_OPTIONS="allocator_may_return_null=1:suppressions=$(CURDIR)/tools/thread-sanitizer.txt" \
 	cargo test --target $(HOST) --target-dir target/$(1) --config profile.dev.package.convoke-kernels.opt-level=1
 sanitize:
 	$(call SANITIZED,address) -p convoke-distributed --test threads

@@ -24,6 +24,9 @@
 //! # Ok::<(), convoke::Error>(())
 //! ```
 
+#[cfg(feature = "cli")]
+pub mod cli;
+
 pub use convoke_autograd::*;
 
 #[doc(inline)]

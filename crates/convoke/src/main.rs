@@ -1,14 +1,14 @@
-//! The program: `convoke train`, `compare`, `bench`, `tune`, `cache`, `info`.
-
-mod cli;
+//! The program: `convoke train`, `compare`, `bench`, `bench-norm`, `tune`, `plan`, `cache`, `info`.
 
 use std::process::ExitCode;
 
+use convoke::cli;
 use convoke::kernels::backstop::Backstop;
+use convoke::nn::models::Models;
 
 #[global_allocator]
 static ALLOCATOR: Backstop = Backstop::new(cli::out_of_memory);
 
 fn main() -> ExitCode {
-    cli::main()
+    cli::main(Models::builtin())
 }

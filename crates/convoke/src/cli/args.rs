@@ -2,11 +2,11 @@
 
 use std::path::PathBuf;
 
+use crate::Cpu;
+use crate::nn::Rule;
+use crate::nn::models::ModelSpec;
+use crate::nn::modules::ConvBnMode;
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum, value_parser};
-use convoke::Cpu;
-use convoke::nn::Rule;
-use convoke::nn::models::ModelSpec;
-use convoke::nn::modules::ConvBnMode;
 
 use super::memory_args::MemoryArgs;
 use super::plan::PlanArgs;

@@ -2,10 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use convoke::kernels::machine;
-use convoke::nn::Init;
-use convoke::nn::modules::{Activation, BatchNorm, BatchNormConfig};
-use convoke::{BackwardOptions, Cpu, DType, Device, DeviceOptions, Gradients, MemoryFormat, Tensor};
+use crate::kernels::machine;
+use crate::nn::Init;
+use crate::nn::modules::{Activation, BatchNorm, BatchNormConfig};
+use crate::{BackwardOptions, Cpu, DType, Device, DeviceOptions, Gradients, MemoryFormat, Tensor};
 use serde::Serialize;
 
 use super::console::Console;
@@ -131,24 +131,24 @@ fn measure(args: &BenchNormArgs, cpu: &Cpu, shape: &[usize], format: FormatName)
         .collect())
 }
 
-type Forward = Box<dyn Fn(&Tensor) -> convoke::Result<Tensor>>;
+type Forward = Box<dyn Fn(&Tensor) -> crate::Result<Tensor>>;
 
 /// The forward of a new layer.
 fn layer<const SPATIAL: usize>(
     init: &Init,
     channels: usize,
     activation: Activation,
-) -> convoke::Result<Forward> {
+) -> crate::Result<Forward> {
     let layer = BatchNorm::<SPATIAL>::new(init, channels, BatchNormConfig::default())?;
     Ok(Box::new(move |x| layer.forward_with(x, activation)))
 }
 
-fn backward(y: &Tensor, dy: &Tensor) -> convoke::Result<Gradients> {
+fn backward(y: &Tensor, dy: &Tensor) -> crate::Result<Gradients> {
     y.backward_with(BackwardOptions { upstream: Some(dy.clone()), retain_graph: false })
 }
 
 /// Numbers between -1 and 1.
-fn noise(device: &Device, shape: &[usize], format: MemoryFormat, seed: u32) -> convoke::Result<Tensor> {
+fn noise(device: &Device, shape: &[usize], format: MemoryFormat, seed: u32) -> crate::Result<Tensor> {
     Tensor::build(device, shape, format, |data: &mut [f32]| {
         for (index, value) in (seed..).zip(data) {
             // Knuth's multiplicative hash is noise enough.

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use convoke::nn::modules::ConvBnMode;
+use crate::nn::modules::ConvBnMode;
 
 use super::Result;
 use super::args::RunArgs;

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use convoke::nn::data::{ProgressEvent, ProgressUnit};
+use crate::nn::data::{ProgressEvent, ProgressUnit};
 use convoke_files::escaped_lines;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 

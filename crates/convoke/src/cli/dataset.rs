@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use convoke::nn::data::download::DownloadOptions;
-use convoke::nn::data::{
+use crate::nn::data::download::DownloadOptions;
+use crate::nn::data::{
     Augmentation, DataError, DatasetInfo, TrainTest, camvid, cifar10, digits, mnist, noise,
 };
 

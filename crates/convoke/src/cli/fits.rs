@@ -1,7 +1,7 @@
 //! Which models train on which data sets: for who asks for two that do not go together.
 
-use convoke::nn::data::{DatasetInfo, camvid, cifar10, digits, mnist};
-use convoke::nn::models::ModelSpec;
+use crate::nn::data::{DatasetInfo, camvid, cifar10, digits, mnist};
+use crate::nn::models::ModelSpec;
 
 use super::args::{Data, RunArgs, name};
 use super::registry::models;

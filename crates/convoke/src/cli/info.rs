@@ -2,10 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use convoke::Isa;
-use convoke::conv;
-use convoke::nn::data::{camvid, cifar10, mnist};
-use convoke::tune::Cache;
+use crate::Isa;
+use crate::conv;
+use crate::nn::data::{camvid, cifar10, mnist};
+use crate::tune::Cache;
 
 use super::{Result, console, dataset, tuning};
 

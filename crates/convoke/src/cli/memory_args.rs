@@ -5,13 +5,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::Device;
+use crate::nn::data::TrainTest;
+use crate::nn::modules::Keep;
+use crate::nn::planner::{MemoryPlan, Planner, PlannerOptions};
+use crate::nn::training::TrainingConfig;
 use bytesize::ByteSize;
 use clap::Args;
-use convoke::Device;
-use convoke::nn::data::TrainTest;
-use convoke::nn::modules::Keep;
-use convoke::nn::planner::{MemoryPlan, Planner, PlannerOptions};
-use convoke::nn::training::TrainingConfig;
 use convoke_files::{escaped, read_text};
 
 use super::console::Console;
@@ -101,7 +101,7 @@ pub(crate) fn planner(
     console: &Console,
 ) -> Result<Planner> {
     let mut stage = None;
-    let mut progress = |at: convoke::nn::planner::PlannerProgress| -> ControlFlow<()> {
+    let mut progress = |at: crate::nn::planner::PlannerProgress| -> ControlFlow<()> {
         let stage = stage.get_or_insert_with(|| console.stage("timing blocks", 0, Some(at.total as u64)));
         stage.set(at.done as u64, "");
         console.control()

@@ -1,6 +1,25 @@
-//! The command line. Only these files print, read the environment or end the process.
+//! The program as a library: a `main` of your own that has all its commands, for your own models too.
 //!
-//! Exit codes: 0 success, 2 bad usage, 1 anything else.
+//! ```no_run
+//! use std::process::ExitCode;
+//!
+//! use convoke::nn::models::{ModelSpec, Models};
+//! use convoke::nn::modules::{Conv2d, ConvOptions, Flatten, GlobalAvgPool2d, LogSoftmax, Sequential};
+//!
+//! fn main() -> ExitCode {
+//!     let model = ModelSpec::new("one-layer", [1, 28, 28], 10, |init, _| {
+//!         Ok(Sequential::new()
+//!             .then("conv", Conv2d::new(init, [1, 10], [5, 5], ConvOptions::default(), true)?)
+//!             .then("average", GlobalAvgPool2d)
+//!             .then("flatten", Flatten)
+//!             .then("log_softmax", LogSoftmax))
+//!     });
+//!     // `my-program train --model one-layer`, `my-program plan --model one-layer` and so on.
+//!     convoke::cli::main(Models::builtin().with(model).expect("the name is free"))
+//! }
+//! ```
+//!
+//! Only these files print, read the environment or end the process. Exit codes: 0 success, 2 bad usage, 1 anything else.
 
 mod args;
 mod bench;
@@ -32,6 +51,8 @@ use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
+
+use crate::nn::models::Models;
 
 use args::{Args, Command};
 
@@ -65,9 +86,12 @@ impl<E: std::error::Error> From<E> for Failure {
 
 pub(crate) type Result<T> = std::result::Result<T, Failure>;
 
-/// Ends the process for want of memory that nobody takes an error for: small things, of which there are too many to look after
-/// each. What is large says what it was for, on other ways.
-pub(crate) extern "C" fn out_of_memory(bytes: usize) -> ! {
+/// Ends the process with a message and exit code 1: for want of memory that nobody takes an error for.
+///
+/// These are small things, of which there are too many to look after each; what is large is an error that says what it was for. A
+/// program that wants the message takes it as [`Backstop`](crate::kernels::backstop::Backstop) in its `#[global_allocator]`, as
+/// `convoke` does; without it the process aborts.
+pub extern "C" fn out_of_memory(bytes: usize) -> ! {
     // Written without memory.
     let _ = writeln!(std::io::stderr(), "error: out of memory: {bytes} bytes cannot be had");
     std::process::exit(1)
@@ -88,7 +112,12 @@ fn map_stack() -> Result<()> {
     Ok(())
 }
 
-pub(crate) fn main() -> ExitCode {
+/// The whole program: reads the command line and does what it says, with these models for `--model`.
+///
+/// # Panics
+/// If it is called twice.
+pub fn main(models: Models) -> ExitCode {
+    registry::set(models);
     // clap ends the process itself: with 2 for bad usage, 0 for --help and --version.
     let result = map_stack().and_then(|()| match Args::parse().command {
         Command::Train(args) => train::run(&args),

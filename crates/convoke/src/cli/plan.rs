@@ -3,14 +3,14 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use crate::nn::data::{Augmentation, DatasetInfo, TrainTest, noise};
+use crate::nn::models::ModelSpec;
+use crate::nn::modules::ConvBnMode;
+use crate::nn::planner::{MemoryPlan, Planner};
+use crate::nn::training::{Trainer, TrainingConfig};
+use crate::{Device, DeviceOptions};
 use bytesize::ByteSize;
 use clap::{Args, value_parser};
-use convoke::nn::data::{Augmentation, DatasetInfo, TrainTest, noise};
-use convoke::nn::models::ModelSpec;
-use convoke::nn::modules::ConvBnMode;
-use convoke::nn::planner::{MemoryPlan, Planner};
-use convoke::nn::training::{Trainer, TrainingConfig};
-use convoke::{Device, DeviceOptions};
 use serde::{Deserialize, Serialize};
 
 use super::args::{OptimizerName, cpu, rule, warn_of_threads};
@@ -372,7 +372,7 @@ fn rows(points: &[Point]) -> Vec<Vec<String>> {
 /// What each block of a plan keeps.
 fn blocks(plan: &MemoryPlan) -> Vec<Vec<String>> {
     let head = ["block", "keeps", "saves", "forward and backward"].map(str::to_owned).to_vec();
-    let row = |block: &convoke::nn::planner::PlannedBlock| {
+    let row = |block: &crate::nn::planner::PlannedBlock| {
         vec![
             block.path.clone(),
             block.keep.to_string(),

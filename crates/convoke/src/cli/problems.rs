@@ -2,12 +2,12 @@
 
 use std::fs;
 
-use convoke::conv::{ConvProblem, Pass, parse_suite};
-use convoke::nn::Init;
-use convoke::nn::models::ModelSpec;
-use convoke::nn::modules::ConvBnMode;
-use convoke::tune::{Key, Tuner};
-use convoke::{Cpu, DType, Device, DeviceOptions, MemoryFormat, Tensor};
+use crate::conv::{ConvProblem, Pass, parse_suite};
+use crate::nn::Init;
+use crate::nn::models::ModelSpec;
+use crate::nn::modules::ConvBnMode;
+use crate::tune::{Key, Tuner};
+use crate::{Cpu, DType, Device, DeviceOptions, MemoryFormat, Tensor};
 
 use convoke_files::{escaped, read_text};
 
@@ -46,7 +46,7 @@ pub(crate) fn load(args: &ProblemArgs) -> Result<Vec<ConvProblem>> {
 
 /// A problem that was named as an argument.
 pub(crate) fn parse(text: &str) -> Result<ConvProblem> {
-    text.parse().map_err(|error: convoke::kernels::Error| Failure::Usage(error.to_string()))
+    text.parse().map_err(|error: crate::kernels::Error| Failure::Usage(error.to_string()))
 }
 
 /// Every pass that was asked for of every problem.

@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use convoke::kernels::Cpu;
-use convoke::kernels::profile::TARGET;
+use crate::kernels::Cpu;
+use crate::kernels::profile::TARGET;
 use serde::Serialize;
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use clap::{Args, value_parser};
 #[cfg(feature = "mpi")]
-use convoke::distributed::Error;
-use convoke::distributed::{Communicator, Options, run_threads};
-use convoke::nn::data::TrainTest;
+use crate::distributed::Error;
+use crate::distributed::{Communicator, Options, run_threads};
+use crate::nn::data::TrainTest;
+use clap::{Args, value_parser};
 
 use super::args::{RunArgs, name, warn_of_threads};
 use super::console::Console;
@@ -105,7 +105,7 @@ fn run_mpi(
     settings: &[(&str, String)],
     work: impl Fn(&Rank<'_>) -> Result<()>,
 ) -> Result<()> {
-    let communicator = convoke::distributed::mpi::world(options)?;
+    let communicator = crate::distributed::mpi::world(options)?;
     let number = communicator.rank();
     let run = || -> Result<()> {
         communicator.check_settings("flags", settings).map_err(|error| match error {

@@ -1,8 +1,8 @@
 //! What a run did, as the summary, the JSON and the report show it.
 
-use convoke::nn::ModuleExt;
-use convoke::nn::planner::MemoryPlan;
-use convoke::nn::training::{Evaluation, StepReport, StepTimeline, Trainer, TrainingConfig, TrainingError};
+use crate::nn::ModuleExt;
+use crate::nn::planner::MemoryPlan;
+use crate::nn::training::{Evaluation, StepReport, StepTimeline, Trainer, TrainingConfig, TrainingError};
 use serde::Serialize;
 
 /// One run; the serialized fields are the contract of `--json`.

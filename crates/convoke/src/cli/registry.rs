@@ -2,11 +2,19 @@
 
 use std::sync::OnceLock;
 
+use crate::nn::models::{ModelSpec, Models};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use convoke::nn::models::{ModelSpec, Models};
 
 /// A process has one command line, which is read once.
 static MODELS: OnceLock<Models> = OnceLock::new();
+
+/// Says which there are, before anything asks.
+///
+/// # Panics
+/// If they have been said.
+pub(crate) fn set(models: Models) {
+    assert!(MODELS.set(models).is_ok(), "the models of a process are set once");
+}
 
 /// All of them.
 pub(crate) fn models() -> &'static Models {

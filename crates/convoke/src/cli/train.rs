@@ -5,14 +5,14 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use convoke::kernels::Cpu;
-use convoke::kernels::tune::Tuner;
-use convoke::nn::checkpoint;
-use convoke::nn::data::TrainTest;
-use convoke::nn::modules::ConvBnMode;
-use convoke::nn::planner::MemoryPlan;
-use convoke::nn::training::{Evaluation, StepReport, Trainer, TrainingConfig, TrainingError};
-use convoke::{Device, DeviceOptions};
+use crate::kernels::Cpu;
+use crate::kernels::tune::Tuner;
+use crate::nn::checkpoint;
+use crate::nn::data::TrainTest;
+use crate::nn::modules::ConvBnMode;
+use crate::nn::planner::MemoryPlan;
+use crate::nn::training::{Evaluation, StepReport, Trainer, TrainingConfig, TrainingError};
+use crate::{Device, DeviceOptions};
 
 use super::args::{ConvBn, RunArgs, TrainArgs, cpu, name};
 use super::console::{Console, Stage, note};

@@ -4,9 +4,9 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use convoke::Cpu;
-use convoke::conv::{ConvProblem, Pass};
-use convoke::tune::{Event, Source, Tuner, TunerOptions, Tuning};
+use crate::Cpu;
+use crate::conv::{ConvProblem, Pass};
+use crate::tune::{Event, Source, Tuner, TunerOptions, Tuning};
 
 use super::bench::results::{PassResult, Row};
 use super::console::Console;
@@ -117,7 +117,7 @@ impl<'a> Run<'a> {
         problem: &ConvProblem,
         pass: Pass,
         in_time: bool,
-    ) -> convoke::kernels::Result<Option<Tuning>> {
+    ) -> crate::kernels::Result<Option<Tuning>> {
         if self.args.effort == Effort::Heuristic {
             self.tuner.plan(problem, pass, &self.cpu);
             return Ok(self.told.lock().unwrap_or_else(PoisonError::into_inner).take());

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use crate::kernels::tune::{self, Event, Source, Tuner, TunerOptions};
 use bytesize::ByteSize;
 use clap::{Args, ValueEnum};
-use convoke::kernels::tune::{self, Event, Source, Tuner, TunerOptions};
 
 use super::console::Console;
 use super::{Failure, Result};

@@ -3,13 +3,13 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::conv::{Accuracy, Pass};
+use crate::nn::models::ModelSpec;
+use crate::tune::TunerOptions;
+use crate::{Cpu, DType, MemoryFormat};
 use bytesize::ByteSize;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args as ClapArgs, Subcommand, ValueEnum, value_parser};
-use convoke::conv::{Accuracy, Pass};
-use convoke::nn::models::ModelSpec;
-use convoke::tune::TunerOptions;
-use convoke::{Cpu, DType, MemoryFormat};
 
 use super::Result;
 use super::args::{cpu, positive};

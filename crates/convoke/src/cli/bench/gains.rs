@@ -1,6 +1,6 @@
 //! What choosing for every problem gains over one algorithm for all of them ("cherry-picking").
 
-use convoke::conv::Pass;
+use crate::conv::Pass;
 
 use super::results::{BASELINE, PassResult};
 
@@ -56,7 +56,7 @@ fn gain(results: &[&PassResult], name: &str) -> Gain {
 
 #[cfg(test)]
 mod tests {
-    use convoke::tune::{Candidate, Key, Source, Times, Tuning};
+    use crate::tune::{Candidate, Key, Source, Times, Tuning};
 
     use super::*;
 

@@ -8,10 +8,10 @@ pub(crate) mod table;
 
 use std::sync::Arc;
 
-use convoke::conv::{ConvProblem, Pass};
-use convoke::kernels::{Error, machine};
-use convoke::tune::{Event, Tuner, TunerOptions};
-use convoke::{Cpu, DType};
+use crate::conv::{ConvProblem, Pass};
+use crate::kernels::{Error, machine};
+use crate::tune::{Event, Tuner, TunerOptions};
+use crate::{Cpu, DType};
 
 use super::console::Console;
 use super::tuning_args::BenchArgs;

@@ -1,6 +1,6 @@
 //! `bench --report`: one HTML file with what choosing gains, and a chart for each problem and pass.
 
-use convoke::conv::{ConvProblem, Pass};
+use crate::conv::{ConvProblem, Pass};
 
 use super::super::report::{document, escape, table};
 use super::Machine;

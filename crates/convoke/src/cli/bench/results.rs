@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use convoke::Cpu;
-use convoke::conv::{ConvAlgorithm, ConvProblem, Pass};
-use convoke::tune::{Candidate, TIE, Tuner, Tuning};
+use crate::Cpu;
+use crate::conv::{ConvAlgorithm, ConvProblem, Pass};
+use crate::tune::{Candidate, TIE, Tuner, Tuning};
 use serde::Serialize;
 
 use super::table::milliseconds;

@@ -1,7 +1,7 @@
 //! The tables that `convoke bench` prints.
 
-use convoke::MemoryFormat;
-use convoke::conv::Pass;
+use crate::MemoryFormat;
+use crate::conv::Pass;
 
 use super::super::summary::{align, bytes};
 use super::Machine;

@@ -1,6 +1,6 @@
 //! `cache show`: every candidate's times, and why the winner won.
 
-use convoke::tune::{Cache, Candidate, Entry, Record, Times};
+use crate::tune::{Cache, Candidate, Entry, Record, Times};
 
 use super::super::bench::table::{milliseconds, workspace};
 use super::super::summary::align;

@@ -8,8 +8,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use convoke::Isa;
-use convoke::tune::{Cache, Entry};
+use crate::Isa;
+use crate::tune::{Cache, Entry};
 use convoke_files::escaped;
 
 use super::bench::table::milliseconds;

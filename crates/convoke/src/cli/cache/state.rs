@@ -1,8 +1,8 @@
 //! Whether a stored tuning result is still of use.
 
-use convoke::conv::{self, Accuracy};
-use convoke::tune::{Entry, Record, Tuner, TunerOptions, scope};
-use convoke::{Cpu, Isa};
+use crate::conv::{self, Accuracy};
+use crate::tune::{Entry, Record, Tuner, TunerOptions, scope};
+use crate::{Cpu, Isa};
 
 use super::super::problems::of_key;
 

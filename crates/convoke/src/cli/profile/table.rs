@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use convoke::kernels::{Cpu, machine};
+use crate::kernels::{Cpu, machine};
 
 use super::super::{Result, summary};
 use super::Total;
