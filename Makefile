@@ -78,7 +78,6 @@ sanitize:
 	$(call SANITIZED,address) -p convoke-kernels --lib --tests
 	$(call SANITIZED,address) -p convoke-nn --test it -- checkpoints::
 	$(call SANITIZED,thread) -p convoke-kernels --lib -- --test-threads 1 --nocapture
-	$(call SANITIZED,thread) -p convoke-kernels --test it -- --test-threads 1 --nocapture batch_norm:: pool::
 
 # Makes the golden files anew; PYTHON must have torch, numpy, tensorflow-cpu and onnx.
 PYTHON ?= python3
