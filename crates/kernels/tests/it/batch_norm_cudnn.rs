@@ -1,7 +1,6 @@
 //! Batch norm in the shape of cuDNN's calls, by their documented formulas in plain f64 loops.
 
-use crate::common;
-use crate::common::{FORMATS, Number, cast, check_refused, cpus, extent};
+use crate::common::{self, FORMATS, Number, cast, check_refused, cpus, extent};
 use convoke_kernels::Cpu;
 use convoke_kernels::batch_norm::cudnn::{
     Mode, TrainingOutputs, backward, forward_inference, forward_training,

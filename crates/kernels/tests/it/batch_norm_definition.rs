@@ -1,8 +1,7 @@
 //! Batch norm's values and gradients in f64 against their definition, over random shapes and every combination of options;
 //! and in f32 at the ends of its range.
 
-use crate::common;
-use crate::common::{FORMATS, Number, cast, contiguous, cpus, extent, laid_out};
+use crate::common::{self, FORMATS, Number, cast, contiguous, cpus, extent, laid_out};
 use convoke_kernels::batch_norm::{
     Activation, Affine, BackwardSums, EpsPlace, Moments, Normalization, backward_elemt,
     backward_elemt_in_place, backward_reduce, backward_training, forward_training, inverse_std, normalize,

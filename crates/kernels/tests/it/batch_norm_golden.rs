@@ -2,8 +2,7 @@
 //!
 //! A layer's state (which statistics to use, the running averages) is spelled out here; modules wrap it later.
 
-use crate::common;
-use crate::common::{FORMATS, Number, cast, contiguous, laid_out, operands, output_len};
+use crate::common::{self, FORMATS, Number, cast, contiguous, laid_out, operands, output_len};
 use convoke_kernels::batch_norm::{
     Activation, Affine, Convention, EpsPlace, Moments, Normalization, backward_elemt, backward_reduce,
     backward_training, forward_training, inverse_std, normalize, stats,

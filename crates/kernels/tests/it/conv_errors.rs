@@ -1,7 +1,6 @@
 //! What convolution refuses: operands that do not fit a plan, sizes that are no problem, text that names none.
 
-use crate::common;
-use crate::common::{check_refused, operands, output_len, problems, properties};
+use crate::common::{self, check_refused, operands, output_len, problems, properties};
 use convoke_kernels::conv::{self, ConvAxis, ConvProblem, ConvSpec, Pass};
 use convoke_kernels::{Cpu, DType, MemoryFormat};
 use convoke_testkit::Failures;

@@ -1,7 +1,6 @@
 //! The reference itself against an implementation that shares nothing with it, and every algorithm against PyTorch.
 
-use crate::common;
-use crate::common::{ConvCase, FORMATS, Number, cast, extent_of, problems, properties};
+use crate::common::{self, ConvCase, FORMATS, Number, cast, extent_of, problems, properties};
 use convoke_kernels::conv::{self, ConvAlgorithm, ConvAxis, ConvProblem, ConvSpec, Pass, parse_suite};
 use convoke_kernels::elementwise::{add_bias, sum_by_channel};
 use convoke_kernels::{Cpu, DType, MemoryFormat};

@@ -1,7 +1,6 @@
 //! Conversion between the memory formats: where each element goes, there and back, and what is refused.
 
-use crate::common;
-use crate::common::{check_bits, check_refused, cpus, extent, properties};
+use crate::common::{self, check_bits, check_refused, cpus, extent, properties};
 use convoke_kernels::memory_format::{Extent, convert};
 use convoke_kernels::{Cpu, MemoryFormat};
 use convoke_testkit::poisoned;

@@ -1,8 +1,7 @@
 //! Batch norm as a layer, alone and after a convolution: PyTorch's results, running statistics by hand, errors.
 
-use crate::common;
 use crate::common::{
-    DTYPES, assert_refused, backward, bits, buffer, check_same_state, counter, device, init, normal,
+    self, DTYPES, assert_refused, backward, bits, buffer, check_same_state, counter, device, init, normal,
     snapshot, tensor, values,
 };
 use convoke_autograd::{DType, Device, Tensor, inference_mode, no_grad};

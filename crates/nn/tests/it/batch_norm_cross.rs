@@ -1,8 +1,7 @@
 //! Batch norm against PyTorch: every rank, with weight and bias or without, in every mode and memory format; and against the
 //! frameworks whose conventions differ from PyTorch's.
 
-use crate::common;
-use crate::common::{DTYPES, backward, device, init, tensor, values};
+use crate::common::{self, DTYPES, backward, device, init, tensor, values};
 use convoke_autograd::{DType, MemoryFormat, Tensor};
 use convoke_nn::modules::{BatchNorm, BatchNorm2d, BatchNormConfig, Convention};
 use convoke_nn::{Module, ModuleExt};

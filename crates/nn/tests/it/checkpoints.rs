@@ -5,8 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
 
-use crate::common;
-use crate::common::{assert_refused, check_same_state, counter, device, init, normal, snapshot};
+use crate::common::{self, assert_refused, check_same_state, counter, device, init, normal, snapshot};
 use convoke_autograd::{DType, Tensor};
 use convoke_nn::checkpoint::{load_model, load_model_non_strict, save_model};
 use convoke_nn::models::mnist_cnn;

@@ -3,8 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::common;
-use crate::common::{bits, check_same_state, config, digits, snapshot, spec};
+use crate::common::{self, bits, check_same_state, config, digits, snapshot, spec};
 use convoke_autograd::{Cpu, Device, DeviceOptions, Tensor};
 use convoke_kernels::optimizer::Sgd;
 use convoke_kernels::tune::{Tuner, TunerOptions};

@@ -3,10 +3,9 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::common;
 use crate::common::{
-    DTYPES, assert_refused, backward, bits, check_same_state, device, init, normal, parameter, snapshot,
-    spec, tensor, values,
+    self, DTYPES, assert_refused, backward, bits, check_same_state, device, init, normal, parameter,
+    snapshot, spec, tensor, values,
 };
 use convoke_autograd::{DType, Result, Tensor};
 use convoke_nn::models::mnist_cnn;

@@ -4,8 +4,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::common;
-use crate::common::{blocks, check_same_state, snapshot, spec};
+use crate::common::{self, blocks, check_same_state, snapshot, spec};
 use convoke_autograd::{Cpu, Device, DeviceOptions};
 use convoke_distributed::{Options, run_threads};
 use convoke_nn::data::{DatasetInfo, TrainTest, noise, silent};

@@ -1,7 +1,6 @@
 //! The residual networks: their trees, their blocks put together by hand, both modes, folding, sizes, a run that is resumed.
 
-use crate::common;
-use crate::common::{assert_refused, backward, bits, init, normal, parameter, spec, values};
+use crate::common::{self, assert_refused, backward, bits, init, normal, parameter, spec, values};
 use convoke_autograd::{DType, Device, MemoryFormat, Tensor, inference_mode};
 use convoke_nn::data::{DatasetInfo, Targets};
 use convoke_nn::models::{BasicBlock, Bottleneck, ModelOptions, ModelSpec, resnet20, resnet50};

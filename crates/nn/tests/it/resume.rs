@@ -6,8 +6,7 @@ use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::common;
-use crate::common::{assert_refused, check_same_state, device, digits, parameter, snapshot, spec};
+use crate::common::{self, assert_refused, check_same_state, device, digits, parameter, snapshot, spec};
 use convoke_autograd::Tensor;
 use convoke_kernels::optimizer::{Adadelta, AdamW, Sgd};
 use convoke_nn::Rule;
@@ -29,18 +28,7 @@ fn data() -> Arc<TrainTest> {
 }
 
 fn config(conv_bn: ConvBnMode, rule: Rule) -> TrainingConfig {
-    let model = spec("mnist-cnn");
-    TrainingConfig {
-        model,
-        conv_bn,
-        rule,
-        lr_gamma: 0.7,
-        batch_size: BATCH,
-        seed: 5,
-        augmentation: Default::default(),
-        sync_bn: false,
-        stop_on_nan: true,
-    }
+    common::config(spec("mnist-cnn"), conv_bn, rule, BATCH)
 }
 
 fn fused() -> TrainingConfig {

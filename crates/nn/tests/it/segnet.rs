@@ -3,8 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::common;
-use crate::common::{assert_refused, backward, init, normal, parameter, spec, tensor, values};
+use crate::common::{self, assert_refused, backward, init, normal, parameter, spec, tensor, values};
 use convoke_autograd::ops::{UpsampleMode, concat, log_softmax, max_pool2d, upsample2d};
 use convoke_autograd::{Cpu, DType, Device, DeviceOptions, MemoryFormat, Tensor, inference_mode};
 use convoke_distributed::{Options, run_threads};

@@ -2,8 +2,7 @@
 
 use std::time::Duration;
 
-use crate::common;
-use crate::common::{backward, check_refused, init, tensor, values};
+use crate::common::{self, backward, check_refused, init, tensor, values};
 use convoke_autograd::{Cpu, DType, Device, DeviceOptions, MemoryFormat, Tensor};
 use convoke_distributed::{Communicator, Options, run_threads};
 use convoke_nn::modules::{

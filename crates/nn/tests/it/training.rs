@@ -3,9 +3,8 @@
 use std::ops::ControlFlow;
 use std::sync::Arc;
 
-use crate::common;
 use crate::common::{
-    assert_refused, bits, blocks, check_same_state, device, digits, parameter, snapshot, spec,
+    self, assert_refused, bits, blocks, check_same_state, device, digits, parameter, snapshot, spec,
 };
 use convoke_autograd::{Cpu, Device, DeviceOptions, Tensor};
 use convoke_kernels::optimizer::Sgd;
