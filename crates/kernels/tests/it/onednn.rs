@@ -21,6 +21,28 @@ fn present() -> bool {
     missing.is_none()
 }
 
+/// oneDNN would generate code for each tap and each step: gigabytes, in minutes, for some of these.
+#[test]
+fn what_no_network_has_is_not_asked_of_it() {
+    for (text, refused) in [
+        ("mb2ic8ih32oc8kh1kw4096pw2048", false),
+        ("mb2ic8ih32iw8192oc8kh1kw4097", true),
+        ("mb2ic8ih8192iw4oc8kh4097kw1", true),
+        ("mb2ic8ih3oc8kh2sh4097sw1", true),
+        ("mb2ic8ih9000oc8kh2kw1sw2000000", true),
+        ("mb2ic8ih3oc8kh2ph4097pw0dh4096dw0", true),
+        ("mb2ic8ih3oc8kh2ph0pw3000000dh0dw2999999", true),
+    ] {
+        let problem: ConvProblem = text.parse().unwrap();
+        for (pass, format) in Pass::ALL.into_iter().flat_map(|pass| FORMATS.map(|format| (pass, format))) {
+            let problem = problem.with(|spec| spec.format = format).unwrap();
+            let reason = onednn().plan(&problem, pass, &Cpu::single()).err();
+            let is_too_large = reason.is_some_and(|reason| reason.0.contains("more than 4096"));
+            assert_eq!(is_too_large, refused, "{problem} {pass} {format}");
+        }
+    }
+}
+
 #[test]
 fn what_keeps_it_from_running_has_a_reason() {
     match (conv::onednn_version(), onednn_missing()) {

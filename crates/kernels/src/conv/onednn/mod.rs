@@ -30,6 +30,10 @@ pub(super) struct External;
 /// Sizes inside oneDNN are C's `int` in places.
 const LARGEST: usize = i32::MAX as usize;
 
+/// The largest kernel, stride and dilation that it is asked for, which is beyond any network's. Its generators write code for each
+/// tap and each step between them: for a stride of two million that takes seconds and 130 MB, which it then keeps.
+const LONGEST: usize = 4096;
+
 impl ConvAlgorithm for External {
     fn name(&self) -> &'static str {
         "onednn"
@@ -53,6 +57,11 @@ impl ConvAlgorithm for External {
         if !sizes_fit(problem) {
             return Err(NotApplicable("a size does not fit 32 bits".into()));
         }
+        if let Some(size) = longest(problem).filter(|&size| size > LONGEST) {
+            return Err(NotApplicable(format!(
+                "a kernel, stride or dilation of {size}, more than {LONGEST}"
+            )));
+        }
         let onednn = onednn().map_err(|reason| NotApplicable(reason.into()))?;
         let parts = Parts::new(onednn, problem, pass, cpu.threads()).map_err(NotApplicable)?;
         let workspace = parts.workspace_len();
@@ -69,6 +78,11 @@ fn sizes_fit(p: &ConvProblem) -> bool {
     });
     let tensors = [p.input_len(), p.weight_len(), p.output_len()];
     tensors.iter().chain(axis.iter().flatten()).all(|&size| size <= LARGEST)
+}
+
+/// The largest of what code is generated for.
+fn longest(p: &ConvProblem) -> Option<usize> {
+    [&p.height, &p.width].into_iter().flat_map(|axis| [axis.kernel, axis.stride, axis.dilation]).max()
 }
 
 /// Where each tensor of a pass stands: oneDNN's argument, and its query for the layout.
