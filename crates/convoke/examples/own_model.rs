@@ -13,10 +13,11 @@ use convoke::nn::modules::{
     Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvOptions, GlobalAvgPool2d, Linear,
     LogSoftmax, Padding,
 };
-use convoke::nn::{Init, Module};
+use convoke::nn::{Forward, Init, Module};
 use convoke::{Result, Tensor};
 
 /// A block that halves the size, one with a way around it, and a classifier of the mean of each channel.
+#[derive(Module)]
 struct Residual {
     first: ConvBn2d,
     around: ConvBn2d,
@@ -41,17 +42,12 @@ impl Residual {
     }
 }
 
-impl Module for Residual {
+impl Forward for Residual {
     fn forward(&self, images: &Tensor) -> Result<Tensor> {
         let x = self.first.forward(images)?;
         let x = GlobalAvgPool2d.forward(&self.around.forward_added(&x, &x)?)?;
         let x = x.reshape(&[x.shape()[0], 32])?;
         LogSoftmax.forward(&self.classify.forward(&x)?)
-    }
-
-    /// What is not named here is neither trained nor saved. The names are those of the parameters in files.
-    fn children(&self) -> Vec<(&str, &dyn Module)> {
-        vec![("first", &self.first), ("around", &self.around), ("classify", &self.classify)]
     }
 }
 

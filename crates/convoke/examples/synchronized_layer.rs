@@ -17,7 +17,7 @@ use std::error::Error;
 
 use convoke::distributed::{Communicator, Options, run_threads};
 use convoke::nn::modules::{BatchNorm1d, BatchNormConfig};
-use convoke::nn::{Init, Module, all_reduce};
+use convoke::nn::{Forward, Init, all_reduce};
 use convoke::{BackwardOptions, Cpu, DType, Device, DeviceOptions, Element, MemoryFormat};
 use convoke::{Function, Needs, Result, Tensor, apply};
 

@@ -7,7 +7,7 @@
 //!
 //! ```
 //! use convoke::nn::modules::{Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions};
-//! use convoke::nn::{Init, Module, ModuleExt, Optimizer, Rule};
+//! use convoke::nn::{Forward, Init, ModuleExt, Optimizer, Rule};
 //! use convoke::{DType, Device, Tensor};
 //!
 //! let device = Device::cpu()?;
@@ -34,5 +34,11 @@ pub use convoke_distributed as distributed;
 #[doc(inline)]
 pub use convoke_kernels as kernels;
 pub use convoke_kernels::{conv, tune};
-#[doc(inline)]
-pub use convoke_nn as nn;
+
+/// Modules, initialisers, optimizers, data sets, models, training runs and checkpoints.
+pub mod nn {
+    // Derived code names this crate, as whoever depends on it does.
+    pub use convoke_derive::FacadeModule as Module;
+    #[doc(inline)]
+    pub use convoke_nn::*;
+}

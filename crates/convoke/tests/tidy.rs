@@ -6,16 +6,24 @@ use std::path::{Path, PathBuf};
 
 /// The crates, each with the crates of this workspace that it may depend on. Those stand above it, so that
 /// dependencies point one way.
-const DEPENDENCIES: [(&str, &[&str]); 8] = [
+const DEPENDENCIES: [(&str, &[&str]); 9] = [
     ("convoke-testkit", &[]),
     ("convoke-memory", &[]),
     ("convoke-files", &["convoke-memory"]),
     ("convoke-kernels", &["convoke-memory", "convoke-files"]),
     ("convoke-distributed", &["convoke-memory"]),
     ("convoke-autograd", &["convoke-memory", "convoke-kernels"]),
+    ("convoke-derive", &[]),
     (
         "convoke-nn",
-        &["convoke-memory", "convoke-files", "convoke-kernels", "convoke-autograd", "convoke-distributed"],
+        &[
+            "convoke-memory",
+            "convoke-files",
+            "convoke-kernels",
+            "convoke-autograd",
+            "convoke-derive",
+            "convoke-distributed",
+        ],
     ),
     (
         "convoke",
@@ -24,6 +32,7 @@ const DEPENDENCIES: [(&str, &[&str]); 8] = [
             "convoke-files",
             "convoke-kernels",
             "convoke-autograd",
+            "convoke-derive",
             "convoke-distributed",
             "convoke-nn",
         ],

@@ -1,6 +1,6 @@
 //! Modules, initialisers, optimizers, data sets, models, training runs and checkpoints.
 //!
-//! A [`Module`] maps a tensor to a tensor and holds [`Parameter`]s under PyTorch's names. [`training::Trainer`] ties a
+//! A [`Module`] maps a tensor to a tensor and holds [`Parameter`]s under PyTorch's names; `#[derive(Module)]` makes one. [`training::Trainer`] ties a
 //! model, an [`Optimizer`] and a data set together; it never prints, and tells its caller of every step.
 
 mod all_reduce;
@@ -21,9 +21,13 @@ mod random;
 pub mod training;
 
 pub use all_reduce::all_reduce;
+// The derived code names this crate as users do.
+extern crate self as convoke_nn;
+
 pub use convoke_autograd::{Error, Result};
+pub use convoke_derive::Module;
 pub use init::Init;
-pub use module::{Module, ModuleExt, State};
+pub use module::{Field, Forward, Module, ModuleExt, Part, Parts, State, TrainingMode};
 pub use optimizer::{Optimizer, Rule, StepLr};
 pub use parameter::{Buffer, Counter, Parameter};
 pub use random::Generator;

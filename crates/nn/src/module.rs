@@ -1,59 +1,96 @@
 //! The module: a layer or a tree of layers.
 
 use std::any::Any;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use convoke_autograd::{Error, Result, Tensor};
 use convoke_distributed::Communicator;
 
+use crate::modules::NormMode;
 use crate::{Buffer, Counter, Generator, Parameter};
 
-/// A layer, or a tree of layers, that maps a tensor to a tensor.
-///
-/// Forward takes `&self`: what it changes (running statistics, random state) lies behind shared handles, so a
-/// module can be held by a tape or shared.
-pub trait Module: Any + Send + Sync {
+/// What maps a tensor to a tensor.
+pub trait Forward {
     /// The output for `input`.
     ///
+    /// It takes `&self`: what it changes (running statistics, random state) lies behind shared handles, so a module can be held by a
+    /// tape or shared.
+    ///
     /// # Errors
-    /// If the input does not fit the module.
+    /// If the input does not fit.
     fn forward(&self, input: &Tensor) -> Result<Tensor>;
+}
 
-    /// What this module itself holds, by PyTorch's names; not what its children hold.
-    fn state(&self) -> Vec<(&'static str, State)> {
-        Vec::new()
-    }
-
-    /// The modules below this one, by name.
-    fn children(&self) -> Vec<(&str, &dyn Module)> {
-        Vec::new()
-    }
-
-    /// The sources of the random numbers that this module itself draws in forward, not those of its children: what must stand
-    /// where it stood for forward to be repeated.
-    fn generators(&self) -> Vec<Generator> {
-        Vec::new()
-    }
-
-    /// Switches this module itself, not its children, between training and evaluation.
-    fn set_training(&self, training: bool) {
-        let _ = training;
-    }
-
-    /// Fixes the statistics of this module itself, not of its children, or lets it take them from batches again. Batch norms
-    /// do; other modules need not know.
-    fn set_frozen_statistics(&self, frozen: bool) {
-        let _ = frozen;
-    }
-
-    /// Makes this module itself, not its children, take statistics over the batches of all ranks of a communicator, or of its
-    /// own batch again. Batch norms do; other modules need not know.
-    fn set_communicator(&self, communicator: Option<&Communicator>) {
-        let _ = communicator;
-    }
+/// A layer, or a tree of layers: [`Forward`], and the parts that it is made of. An optimizer trains the parameters among them, a
+/// checkpoint saves them, and everything else that is done with a whole tree reaches it through them ([`ModuleExt`]).
+///
+/// It is derived. Each field is a [`Field`]: a module, a [`Parameter`], a [`Buffer`], a [`Counter`], a [`Generator`], a
+/// [`TrainingMode`], or an `Option`, `Vec` or array of these. The field's name is the part's, as in PyTorch: `first.weight`,
+/// `blocks.0.weight`. A field that is nothing of the kind is marked `#[module(skip)]`; one that files know by another name,
+/// `#[module(name = "...")]`.
+///
+/// ```
+/// use convoke_nn::modules::{Conv2d, ConvOptions};
+/// use convoke_nn::{Forward, Init, Module, ModuleExt, Parameter, Result};
+/// use convoke_autograd::{Device, Tensor};
+///
+/// /// x + scale * convolution(x)
+/// #[derive(Module)]
+/// struct Residual {
+///     convolution: Conv2d,
+///     scale: Parameter,
+///     #[module(skip)]
+///     times: usize,
+/// }
+///
+/// impl Forward for Residual {
+///     fn forward(&self, input: &Tensor) -> Result<Tensor> {
+///         let mut x = input.clone();
+///         for _ in 0..self.times {
+///             x = x.add(&self.convolution.forward(&x)?.mul(&self.scale.value())?)?;
+///         }
+///         Ok(x)
+///     }
+/// }
+///
+/// let init = Init::new(&Device::cpu()?, 0);
+/// let module = Residual {
+///     convolution: Conv2d::new(&init, [3, 3], [1, 1], ConvOptions::default(), false)?,
+///     scale: init.constant(&[2, 3, 4, 4], 0.1)?,
+///     times: 2,
+/// };
+/// let names: Vec<String> = module.parameters().into_iter().map(|(name, _)| name).collect();
+/// assert_eq!(names, ["scale", "convolution.weight"]);
+/// # Ok::<(), convoke_nn::Error>(())
+/// ```
+///
+/// A field that nobody marked does not compile, so that nothing is left untrained in silence:
+///
+/// ```compile_fail,E0277
+/// # use convoke_nn::{Forward, Module, Result};
+/// # use convoke_autograd::Tensor;
+/// #[derive(Module)]
+/// struct Scaled {
+///     factor: f64,
+/// }
+/// # impl Forward for Scaled {
+/// #     fn forward(&self, input: &Tensor) -> Result<Tensor> {
+/// #         Ok(input.clone())
+/// #     }
+/// # }
+/// ```
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a module",
+    note = "`#[derive(Module)]` makes a struct one, `impl Forward` says what it computes"
+)]
+pub trait Module: Forward + Any + Send + Sync {
+    /// Adds what this module is made of, in order, under PyTorch's names: its own state, and the modules below it, not their parts.
+    fn parts<'a>(&'a self, parts: &mut Parts<'a>);
 
     /// Folds the batch norms in this module into the convolutions before them, for inference, and says how many.
     ///
-    /// Containers fold their children; a batch norm without running statistics stays as it is.
+    /// What is derived folds each field. A batch norm without running statistics stays as it is.
     ///
     /// # Errors
     /// If a batch norm and its convolution have different numbers of channels; batch norms before it are folded then,
@@ -61,17 +98,179 @@ pub trait Module: Any + Send + Sync {
     fn fold(&mut self) -> Result<usize> {
         Ok(0)
     }
+}
 
-    /// An error if this module itself does not hold its parameters yet.
-    ///
-    /// # Errors
-    /// If it is lazy and has met no input.
-    fn check_initialized(&self) -> Result<()> {
-        Ok(())
+/// One thing that a module is made of.
+#[derive(Clone, Copy)]
+#[non_exhaustive]
+pub enum Part<'a> {
+    /// A module below this one.
+    Module(&'a dyn Module),
+    /// Trained.
+    Parameter(&'a Parameter),
+    /// A tensor that is saved and not trained.
+    Buffer(&'a Buffer),
+    /// A whole number that is saved.
+    Counter(&'a Counter),
+    /// Random numbers that forward draws.
+    Generator(&'a Generator),
+    /// Training or evaluation.
+    Training(&'a TrainingMode),
+    /// How a batch norm gets its statistics.
+    Statistics(&'a NormMode),
+    /// A layer of this name will have parameters, and has none before its first input.
+    Uninitialized(&'static str),
+}
+
+/// The parts of a module, by name.
+#[derive(Default)]
+pub struct Parts<'a> {
+    parts: Vec<(String, Part<'a>)>,
+}
+
+impl<'a> Parts<'a> {
+    /// Adds what a field holds.
+    pub fn add(&mut self, name: &str, field: &'a (impl Field + ?Sized)) {
+        field.add_to(name, self);
+    }
+
+    /// Adds one part.
+    pub fn push(&mut self, name: &str, part: Part<'a>) {
+        self.parts.push((name.to_owned(), part));
     }
 }
 
-/// One thing that a module holds.
+/// What a field of a module may be.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is neither a module nor anything else that a module is made of",
+    label = "mark this field with `#[module(skip)]`, if it is neither trained nor saved",
+    note = "fields are modules, `Parameter`, `Buffer`, `Counter`, `Generator`, `TrainingMode`, and `Option`, `Vec` and arrays of these; a module is what has `#[derive(Module)]` and `impl Forward`"
+)]
+pub trait Field {
+    /// Adds the parts of this field, under its name or names that begin with it.
+    fn add_to<'a>(&'a self, name: &str, parts: &mut Parts<'a>);
+
+    /// See [`Module::fold`].
+    ///
+    /// # Errors
+    /// As [`Module::fold`].
+    fn fold(&mut self) -> Result<usize> {
+        Ok(0)
+    }
+}
+
+impl<M: Module> Field for M {
+    fn add_to<'a>(&'a self, name: &str, parts: &mut Parts<'a>) {
+        parts.push(name, Part::Module(self));
+    }
+
+    fn fold(&mut self) -> Result<usize> {
+        Module::fold(self)
+    }
+}
+
+impl Field for Box<dyn Module> {
+    fn add_to<'a>(&'a self, name: &str, parts: &mut Parts<'a>) {
+        parts.push(name, Part::Module(self.as_ref()));
+    }
+
+    fn fold(&mut self) -> Result<usize> {
+        self.as_mut().fold()
+    }
+}
+
+impl Field for Arc<dyn Module> {
+    fn add_to<'a>(&'a self, name: &str, parts: &mut Parts<'a>) {
+        parts.push(name, Part::Module(self.as_ref()));
+    }
+
+    /// An error if another holds the module.
+    fn fold(&mut self) -> Result<usize> {
+        let held = "the module is shared, by a backward that is still to come or by another module";
+        let module =
+            Arc::get_mut(self).ok_or_else(|| Error::Invalid { operation: "fold", reason: held.into() })?;
+        module.fold()
+    }
+}
+
+impl<F: Field> Field for Option<F> {
+    fn add_to<'a>(&'a self, name: &str, parts: &mut Parts<'a>) {
+        self.iter().for_each(|field| parts.add(name, field));
+    }
+
+    fn fold(&mut self) -> Result<usize> {
+        self.iter_mut().map(Field::fold).sum()
+    }
+}
+
+impl<F: Field> Field for [F] {
+    fn add_to<'a>(&'a self, name: &str, parts: &mut Parts<'a>) {
+        self.iter().enumerate().for_each(|(index, field)| parts.add(&format!("{name}.{index}"), field));
+    }
+
+    fn fold(&mut self) -> Result<usize> {
+        self.iter_mut().map(Field::fold).sum()
+    }
+}
+
+impl<F: Field> Field for Vec<F> {
+    fn add_to<'a>(&'a self, name: &str, parts: &mut Parts<'a>) {
+        self.as_slice().add_to(name, parts);
+    }
+
+    fn fold(&mut self) -> Result<usize> {
+        self.as_mut_slice().fold()
+    }
+}
+
+impl<F: Field, const N: usize> Field for [F; N] {
+    fn add_to<'a>(&'a self, name: &str, parts: &mut Parts<'a>) {
+        self.as_slice().add_to(name, parts);
+    }
+
+    fn fold(&mut self) -> Result<usize> {
+        self.as_mut_slice().fold()
+    }
+}
+
+macro_rules! leaf_fields {
+    ($($leaf:ident => $part:ident),*) => {
+        $(impl Field for $leaf {
+            fn add_to<'a>(&'a self, name: &str, parts: &mut Parts<'a>) {
+                parts.push(name, Part::$part(self));
+            }
+        })*
+    };
+}
+
+leaf_fields!(
+    Parameter => Parameter, Buffer => Buffer, Counter => Counter, Generator => Generator, TrainingMode => Training
+);
+
+/// Whether a module trains or evaluates, if that makes a difference to it: [`ModuleExt::train`] and [`ModuleExt::eval`] switch it.
+/// It begins in training. Clones are the same switch.
+#[derive(Debug, Clone)]
+pub struct TrainingMode(Arc<AtomicBool>);
+
+impl Default for TrainingMode {
+    fn default() -> TrainingMode {
+        TrainingMode(Arc::new(true.into()))
+    }
+}
+
+impl TrainingMode {
+    /// Whether it trains.
+    pub fn is_training(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    /// Switches to training, or to evaluation.
+    pub fn set(&self, training: bool) {
+        self.0.store(training, Ordering::Relaxed);
+    }
+}
+
+/// One thing that a checkpoint saves.
 #[derive(Clone)]
 pub enum State {
     /// Trained.
@@ -84,19 +283,43 @@ pub enum State {
 
 /// What can be done with every [`Module`], over its whole tree.
 pub trait ModuleExt: Module {
-    /// Everything in the tree, by path: `block1.conv.weight`.
-    fn named_state(&self) -> Vec<(String, State)>;
+    /// Shows every part of the tree with its path (`block1.conv.weight`): of each module first its own, then the modules below
+    /// it, each followed by its parts.
+    fn visit<'a>(&'a self, visit: &mut dyn FnMut(&str, Part<'a>));
+
+    /// The modules right below this one, by name.
+    fn children(&self) -> Vec<(String, &dyn Module)> {
+        let mut parts = Parts::default();
+        self.parts(&mut parts);
+        let module = |(name, part)| if let Part::Module(module) = part { Some((name, module)) } else { None };
+        parts.parts.into_iter().filter_map(module).collect()
+    }
+
+    /// Everything in the tree that a checkpoint saves, by path.
+    fn named_state(&self) -> Vec<(String, State)> {
+        let mut found = Vec::new();
+        self.visit(&mut |path, part| {
+            let state = match part {
+                Part::Parameter(parameter) => State::Parameter(parameter.clone()),
+                Part::Buffer(buffer) => State::Buffer(buffer.clone()),
+                Part::Counter(counter) => State::Counter(counter.clone()),
+                _ => return,
+            };
+            found.push((path.to_owned(), state));
+        });
+        found
+    }
 
     /// The parameters in the tree, by path; a tied one once, under its first path.
     fn parameters(&self) -> Vec<(String, Parameter)> {
         let mut found: Vec<(String, Parameter)> = Vec::new();
-        for (name, state) in self.named_state() {
-            if let State::Parameter(parameter) = state
-                && !found.iter().any(|(_, known)| known.is(&parameter))
+        self.visit(&mut |path, part| {
+            if let Part::Parameter(parameter) = part
+                && !found.iter().any(|(_, known)| known.is(parameter))
             {
-                found.push((name, parameter));
+                found.push((path.to_owned(), parameter.clone()));
             }
-        }
+        });
         found
     }
 
@@ -105,84 +328,98 @@ pub trait ModuleExt: Module {
         self.parameters().iter().map(|(_, parameter)| parameter.value().len()).sum()
     }
 
+    /// The sources of the random numbers that forward draws: with each where it stood, forward can be repeated.
+    fn generators(&self) -> Vec<Generator> {
+        let mut found = Vec::new();
+        self.visit(&mut |_, part| {
+            if let Part::Generator(generator) = part {
+                found.push(generator.clone());
+            }
+        });
+        found
+    }
+
     /// An error naming the path of a lazy layer that has met no input, if there is one.
     ///
     /// # Errors
     /// If there is one.
-    fn check_all_initialized(&self) -> Result<()>;
+    fn check_all_initialized(&self) -> Result<()> {
+        let mut result = Ok(());
+        self.visit(&mut |path, part| {
+            if let (Part::Uninitialized(operation), true) = (part, result.is_ok()) {
+                let place = if path.is_empty() { "the model" } else { path };
+                let reason = format!(
+                    "{place}: a lazy layer has no parameters before its first input: run one forward first"
+                );
+                result = Err(Error::Invalid { operation, reason });
+            }
+        });
+        result
+    }
 
     /// Switches the whole tree to training.
-    fn train(&self);
+    fn train(&self) {
+        set_training(self, true);
+    }
 
     /// Switches the whole tree to evaluation.
-    fn eval(&self);
+    fn eval(&self) {
+        set_training(self, false);
+    }
 
     /// Fixes the running statistics of all batch norms in the tree while the model trains ("frozen" batch norm), or lets them
     /// take statistics from batches again. Their weights and biases are trained as before.
-    fn freeze_batchnorm(&self, frozen: bool);
+    fn freeze_batchnorm(&self, frozen: bool) {
+        self.visit(&mut |_, part| {
+            if let Part::Statistics(mode) = part {
+                mode.set_frozen(frozen);
+            }
+        });
+    }
 
     /// Synchronizes the batch norms of the whole tree over the ranks of a communicator, as PyTorch's
     /// `SyncBatchNorm.convert_sync_batchnorm`; `None` takes that back. Parameters, statistics, mode and frozen flags stay.
     ///
     /// In training every rank must then run the same layers in the same order, forward and backward.
-    fn convert_sync_batchnorm(&self, communicator: Option<&Communicator>);
+    fn convert_sync_batchnorm(&self, communicator: Option<&Communicator>) {
+        self.visit(&mut |_, part| {
+            if let Part::Statistics(mode) = part {
+                mode.set_communicator(communicator);
+            }
+        });
+    }
 }
 
 impl<M: Module + ?Sized> ModuleExt for M {
-    fn named_state(&self) -> Vec<(String, State)> {
-        let mut found: Vec<_> =
-            self.state().into_iter().map(|(name, state)| (name.to_owned(), state)).collect();
-        for (child, module) in self.children() {
-            found.extend(
-                module.named_state().into_iter().map(|(name, state)| (format!("{child}.{name}"), state)),
-            );
-        }
-        found
-    }
-
-    fn check_all_initialized(&self) -> Result<()> {
-        check_initialized_below(self, "")
-    }
-
-    fn train(&self) {
-        self.set_training(true);
-        each_below(self.children(), &|module| module.set_training(true));
-    }
-
-    fn eval(&self) {
-        self.set_training(false);
-        each_below(self.children(), &|module| module.set_training(false));
-    }
-
-    fn freeze_batchnorm(&self, frozen: bool) {
-        self.set_frozen_statistics(frozen);
-        each_below(self.children(), &|module| module.set_frozen_statistics(frozen));
-    }
-
-    fn convert_sync_batchnorm(&self, communicator: Option<&Communicator>) {
-        self.set_communicator(communicator);
-        each_below(self.children(), &|module| module.set_communicator(communicator));
+    fn visit<'a>(&'a self, visit: &mut dyn FnMut(&str, Part<'a>)) {
+        visit_below(self, "", visit);
     }
 }
 
-/// Calls something on every module below one.
-fn each_below(children: Vec<(&str, &dyn Module)>, call: &dyn Fn(&dyn Module)) {
-    for (_, child) in children {
-        call(child);
-        each_below(child.children(), call);
-    }
+fn set_training(module: &(impl Module + ?Sized), training: bool) {
+    module.visit(&mut |_, part| {
+        if let Part::Training(mode) = part {
+            mode.set(training);
+        }
+    });
 }
 
-fn check_initialized_below<M: Module + ?Sized>(module: &M, path: &str) -> Result<()> {
-    module.check_initialized().map_err(|error| match error {
-        Error::Invalid { operation, reason } => {
-            let place = if path.is_empty() { "the model" } else { path };
-            Error::Invalid { operation, reason: format!("{place}: {reason}") }
+fn visit_below<'a>(module: &'a (impl Module + ?Sized), path: &str, visit: &mut dyn FnMut(&str, Part<'a>)) {
+    let mut parts = Parts::default();
+    module.parts(&mut parts);
+    let (below, own): (Vec<_>, Vec<_>) =
+        parts.parts.into_iter().partition(|(_, part)| matches!(part, Part::Module(_)));
+    let within = |name: &str| if path.is_empty() { name.to_owned() } else { format!("{path}.{name}") };
+    for (name, part) in own {
+        // What has no name of its own belongs to the module itself.
+        let path = if name.is_empty() { path.to_owned() } else { within(&name) };
+        visit(&path, part);
+    }
+    for (name, part) in below {
+        let path = within(&name);
+        visit(&path, part);
+        if let Part::Module(module) = part {
+            visit_below(module, &path, visit);
         }
-        other => other,
-    })?;
-    module.children().into_iter().try_for_each(|(name, child)| {
-        let dot = if path.is_empty() { "" } else { "." };
-        check_initialized_below(child, &format!("{path}{dot}{name}"))
-    })
+    }
 }

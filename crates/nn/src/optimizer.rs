@@ -106,8 +106,8 @@ impl Optimizer {
         };
         let parameters = model.parameters();
         if parameters.is_empty() {
-            let reason = "the model has no parameters, so there is nothing to train: a module must name the modules in it in \
-                          `Module::children`, and what it holds itself in `Module::state`";
+            let reason = "the model has no parameters, so there is nothing to train: a module's parameters, and the modules in \
+                          it, must be among its parts (`#[derive(Module)]` takes all fields but those that are skipped)";
             return Err(Error::Invalid { operation: "optimizer", reason: reason.into() });
         }
         Ok(Optimizer { rule, entries: parameters.into_iter().map(entry).collect::<Result<_>>()? })

@@ -44,7 +44,7 @@ impl Default for DataParallelOptions {
 /// use convoke_distributed::{Options, run_threads};
 /// use convoke_nn::data_parallel::{DataParallel, DataParallelOptions};
 /// use convoke_nn::modules::Linear;
-/// use convoke_nn::{Init, Module, Optimizer, Rule};
+/// use convoke_nn::{Forward, Init, Module, Optimizer, Rule};
 ///
 /// let weights = run_threads(2, &Options::default(), |communicator| {
 ///     let device = Device::cpu()?;

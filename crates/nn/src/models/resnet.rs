@@ -9,7 +9,7 @@ use crate::modules::{
     Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, Flatten,
     GlobalAvgPool2d, Linear, LogSoftmax, Padding, PoolOptions, Sequential,
 };
-use crate::{Init, Module};
+use crate::{Forward, Init, Module};
 
 /// The least height and width that [`resnet20`] is meant for: its last stage sees a quarter of them.
 const RESNET20_LEAST: usize = 8;
@@ -66,18 +66,10 @@ fn past(downsample: Option<&ConvBn2d>, input: &Tensor) -> Result<Tensor> {
     downsample.map_or_else(|| Ok(input.clone()), |downsample| downsample.forward(input))
 }
 
-/// The children of a block.
-fn named<'a>(
-    convolutions: impl IntoIterator<Item = (&'static str, &'a ConvBn2d)>,
-    downsample: Option<&'a ConvBn2d>,
-) -> Vec<(&'a str, &'a dyn Module)> {
-    let all = convolutions.into_iter().chain(downsample.map(|downsample| ("downsample", downsample)));
-    all.map(|(name, module)| (name, module as &dyn Module)).collect()
-}
-
 /// A residual block of two 3x3 convolutions, each with batch norm and ReLU; the second ReLU follows the addition.
 ///
 /// Children `conv1`, `conv2` and, where the shape changes, `downsample`: a 1x1 convolution with batch norm on the way past.
+#[derive(Module)]
 pub struct BasicBlock {
     conv1: ConvBn2d,
     conv2: ConvBn2d,
@@ -99,18 +91,10 @@ impl BasicBlock {
     }
 }
 
-impl Module for BasicBlock {
+impl Forward for BasicBlock {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         let inner = self.conv1.forward(input)?;
         self.conv2.forward_added(&inner, &past(self.downsample.as_ref(), input)?)
-    }
-
-    fn fold(&mut self) -> Result<usize> {
-        [&mut self.conv1, &mut self.conv2].into_iter().chain(&mut self.downsample).map(Module::fold).sum()
-    }
-
-    fn children(&self) -> Vec<(&str, &dyn Module)> {
-        named([("conv1", &self.conv1), ("conv2", &self.conv2)], self.downsample.as_ref())
     }
 }
 
@@ -119,6 +103,7 @@ impl Module for BasicBlock {
 ///
 /// Children `conv1`, `conv2`, `conv3` and, where the shape changes, `downsample`. The 3x3 convolution has the stride, as in
 /// torchvision's "v1.5"; the paper gave it to the first.
+#[derive(Module)]
 pub struct Bottleneck {
     conv1: ConvBn2d,
     conv2: ConvBn2d,
@@ -150,20 +135,10 @@ impl Bottleneck {
     }
 }
 
-impl Module for Bottleneck {
+impl Forward for Bottleneck {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         let inner = self.conv2.forward(&self.conv1.forward(input)?)?;
         self.conv3.forward_added(&inner, &past(self.downsample.as_ref(), input)?)
-    }
-
-    fn fold(&mut self) -> Result<usize> {
-        let own = [&mut self.conv1, &mut self.conv2, &mut self.conv3];
-        own.into_iter().chain(&mut self.downsample).map(Module::fold).sum()
-    }
-
-    fn children(&self) -> Vec<(&str, &dyn Module)> {
-        let own = [("conv1", &self.conv1), ("conv2", &self.conv2), ("conv3", &self.conv3)];
-        named(own, self.downsample.as_ref())
     }
 }
 

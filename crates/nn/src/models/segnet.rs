@@ -8,7 +8,7 @@ use crate::modules::{
     Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, LogSoftmax,
     MaxPool2d, Padding, PoolOptions, Sequential, Upsample,
 };
-use crate::{Init, Module};
+use crate::{Forward, Init, Module};
 
 /// Channels of the three levels of the encoder, from full size down, and of the bottleneck under them.
 const WIDTHS: [usize; 4] = [16, 32, 64, 128];
@@ -27,12 +27,17 @@ pub(super) fn spec() -> ModelSpec {
 }
 
 /// What [`segnet`] makes.
+#[derive(Module)]
 pub struct Segnet {
     /// The encoder's levels, from full size down.
-    down: [Sequential; 3],
+    down1: Sequential,
+    down2: Sequential,
+    down3: Sequential,
     bottleneck: Sequential,
     /// The decoder's levels, from an eighth of the size up.
-    up: [Sequential; 3],
+    up1: Sequential,
+    up2: Sequential,
+    up3: Sequential,
     /// To one number a class, at each pixel.
     classify: Conv2d,
 }
@@ -62,14 +67,18 @@ pub fn segnet(init: &Init, mode: ConvBnMode, channels: usize, classes: usize) ->
     };
     let [first, second, third, deepest] = WIDTHS;
     Ok(Segnet {
-        down: [level(channels, first)?, level(first, second)?, level(second, third)?],
+        down1: level(channels, first)?,
+        down2: level(first, second)?,
+        down3: level(second, third)?,
         bottleneck: level(third, deepest)?,
-        up: [level(deepest + third, third)?, level(third + second, second)?, level(second + first, first)?],
+        up1: level(deepest + third, third)?,
+        up2: level(third + second, second)?,
+        up3: level(second + first, first)?,
         classify: Conv2d::new(init, [first, classes], [1, 1], ConvOptions::default(), true)?,
     })
 }
 
-impl Module for Segnet {
+impl Forward for Segnet {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         if let &[_, _, height, width] = input.shape()
             && (height % MULTIPLE != 0 || width % MULTIPLE != 0)
@@ -82,37 +91,17 @@ impl Module for Segnet {
         }
         let (halve, double) = (MaxPool2d(PoolOptions::new(2)), Upsample::new(2, UpsampleMode::Bilinear));
         let mut x = input.clone();
-        let mut skipped = Vec::with_capacity(self.down.len());
-        for level in &self.down {
+        let mut skipped = Vec::new();
+        for level in [&self.down1, &self.down2, &self.down3] {
             let whole = level.forward(&x)?;
             x = halve.forward(&whole)?;
             skipped.push(whole);
         }
         x = self.bottleneck.forward(&x)?;
-        for level in &self.up {
+        for level in [&self.up1, &self.up2, &self.up3] {
             let whole = skipped.pop().expect("one for each level");
             x = level.forward(&concat(&[&double.forward(&x)?, &whole])?)?;
         }
         LogSoftmax.forward(&self.classify.forward(&x)?)
-    }
-
-    fn fold(&mut self) -> Result<usize> {
-        let levels = self.down.iter_mut().chain([&mut self.bottleneck]).chain(&mut self.up);
-        levels.map(Module::fold).sum()
-    }
-
-    fn children(&self) -> Vec<(&str, &dyn Module)> {
-        let [down1, down2, down3] = &self.down;
-        let [up1, up2, up3] = &self.up;
-        vec![
-            ("down1", down1),
-            ("down2", down2),
-            ("down3", down3),
-            ("bottleneck", &self.bottleneck),
-            ("up1", up1),
-            ("up2", up2),
-            ("up3", up3),
-            ("classify", &self.classify),
-        ]
     }
 }

@@ -1,14 +1,14 @@
 //! The batch-norm layer: parameters, running statistics, training and evaluation.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use convoke_autograd::ops::{self, Activation, BatchNormOptions, Convention, Moments, Statistics};
 use convoke_autograd::{DType, Element, Error, Result, Tensor};
 use convoke_distributed::Communicator;
 
+use super::NormMode;
 use super::sync_batch_norm::Ranks;
-use crate::{Buffer, Counter, Init, Module, Parameter, State};
+use crate::{Buffer, Counter, Forward, Init, Module, Parameter, Parts};
 
 /// How a batch norm is made. The default is PyTorch's.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -74,32 +74,6 @@ pub struct BatchNorm<const SPATIAL: usize> {
     channels: usize,
     config: BatchNormConfig,
     mode: NormMode,
-}
-
-/// The switches of a layer.
-#[derive(Debug)]
-struct NormMode {
-    training: AtomicBool,
-    frozen: AtomicBool,
-    track_running_stats: AtomicBool,
-    /// The ranks whose batches count as one in training.
-    communicator: Mutex<Option<Communicator>>,
-}
-
-impl NormMode {
-    fn new(config: &BatchNormConfig) -> NormMode {
-        NormMode {
-            training: true.into(),
-            frozen: false.into(),
-            track_running_stats: config.track_running_stats.into(),
-            communicator: Mutex::new(None),
-        }
-    }
-
-    /// Whether the batch's statistics normalise and the running ones move.
-    fn uses_batch(&self) -> bool {
-        self.training.load(Ordering::Relaxed) && !self.frozen.load(Ordering::Relaxed)
-    }
 }
 
 struct Running {
@@ -175,8 +149,18 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
     /// same order, forward and backward. For the layers of a model that exists, see
     /// [`crate::ModuleExt::convert_sync_batchnorm`].
     pub fn synchronized(self, communicator: &Communicator) -> Self {
-        self.set_communicator(Some(communicator));
+        self.mode.set_communicator(Some(communicator));
         self
+    }
+
+    /// This layer with switches that another holds too.
+    pub(super) fn with_mode(self, mode: &NormMode) -> Self {
+        BatchNorm { mode: mode.clone(), ..self }
+    }
+
+    /// Switches this layer to training, or to evaluation; [`crate::ModuleExt::train`] does so in a whole model.
+    pub fn set_training(&self, training: bool) {
+        self.mode.training().set(training);
     }
 
     /// C.
@@ -191,7 +175,7 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
 
     /// The ranks whose batches count as one in training, if there are any: see [`crate::ModuleExt::convert_sync_batchnorm`].
     pub fn communicator(&self) -> Option<Communicator> {
-        self.mode.communicator.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.mode.communicator()
     }
 
     /// Running mean, C, if kept.
@@ -214,12 +198,12 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
     /// For fine-tuning with batches too small for statistics of their own. Weight and bias still train, unless
     /// [`Parameter::set_trained`] freezes them too. A layer that keeps no running statistics has none to fix.
     pub fn set_frozen(&self, frozen: bool) {
-        self.mode.frozen.store(frozen, Ordering::Relaxed);
+        self.mode.set_frozen(frozen);
     }
 
     /// Whether [`BatchNorm::set_frozen`] has fixed the statistics.
     pub fn is_frozen(&self) -> bool {
-        self.mode.frozen.load(Ordering::Relaxed)
+        self.mode.is_frozen()
     }
 
     /// Stops running statistics from moving in training, or lets them move again, as setting PyTorch's attribute
@@ -228,12 +212,12 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
     /// As there, evaluation still uses the running statistics that the layer has, and a layer that was made without
     /// them has none whatever is set here: only [`BatchNormConfig::track_running_stats`] decides that.
     pub fn set_track_running_stats(&self, track: bool) {
-        self.mode.track_running_stats.store(track, Ordering::Relaxed);
+        self.mode.set_track_running_stats(track);
     }
 
     /// Whether running statistics move in training, if the layer has them.
     pub fn track_running_stats(&self) -> bool {
-        self.mode.track_running_stats.load(Ordering::Relaxed)
+        self.mode.track_running_stats()
     }
 
     /// Running mean 0, running variance 1, no batches seen.
@@ -398,36 +382,22 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
     }
 }
 
-impl<const SPATIAL: usize> Module for BatchNorm<SPATIAL> {
+impl<const SPATIAL: usize> Forward for BatchNorm<SPATIAL> {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         self.forward_with(input, Activation::Identity)
     }
+}
 
-    fn state(&self) -> Vec<(&'static str, State)> {
-        let parameters = [("weight", &self.weight), ("bias", &self.bias)];
-        let mut state: Vec<_> = parameters
-            .into_iter()
-            .filter_map(|(name, parameter)| Some((name, State::Parameter(parameter.clone()?))))
-            .collect();
+impl<const SPATIAL: usize> Module for BatchNorm<SPATIAL> {
+    fn parts<'a>(&'a self, parts: &mut Parts<'a>) {
+        parts.add("", &self.mode);
+        parts.add("weight", &self.weight);
+        parts.add("bias", &self.bias);
         if let Some(running) = &self.running {
-            state.push(("running_mean", State::Buffer(running.mean.clone())));
-            state.push(("running_var", State::Buffer(running.var.clone())));
-            state.push(("num_batches_tracked", State::Counter(running.batches.clone())));
+            parts.add("running_mean", &running.mean);
+            parts.add("running_var", &running.var);
+            parts.add("num_batches_tracked", &running.batches);
         }
-        state
-    }
-
-    fn set_training(&self, training: bool) {
-        self.mode.training.store(training, Ordering::Relaxed);
-    }
-
-    fn set_frozen_statistics(&self, frozen: bool) {
-        self.set_frozen(frozen);
-    }
-
-    fn set_communicator(&self, communicator: Option<&Communicator>) {
-        let mut own = self.mode.communicator.lock().unwrap_or_else(PoisonError::into_inner);
-        *own = communicator.cloned();
     }
 }
 

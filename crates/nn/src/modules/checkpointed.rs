@@ -5,14 +5,13 @@ use std::sync::Arc;
 use convoke_autograd::{BackwardOptions, Error, Function, Needs, Result, Tensor, apply, enable_grad};
 
 use crate::random::GeneratorState;
-use crate::{Buffer, Counter, Generator, Module, ModuleExt, Parameter, State};
+use crate::{Buffer, Counter, Field, Forward, Generator, Module, ModuleExt, Parameter, Parts, State};
 
 /// The output of `module`, without keeping what its operations need for backward, but the input alone: backward runs the module
 /// again. As PyTorch's `torch.utils.checkpoint` ("Training deep nets with sublinear memory cost", Chen et al., 2016).
 ///
 /// Values and gradients are the same to the last bit. The second run changes nothing: running statistics and counters move once,
-/// dropout drops what it dropped in forward. A module with random numbers of its own must name their source in
-/// [`Module::generators`]. Between forward and backward the module must stay as it is: in training mode or not, parameters as
+/// dropout drops what it dropped in forward. The source of a module's random numbers must be one of its parts. Between forward and backward the module must stay as it is: in training mode or not, parameters as
 /// they are. A synchronized batch norm inside communicates again in backward, on all ranks alike; [`super::ConvBn2d`] alone does
 /// not.
 ///
@@ -44,7 +43,7 @@ impl Function for Checkpoint {
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Saved)> {
-        let random = generators(self.module.as_ref()).iter().map(Generator::state).collect();
+        let random = self.module.generators().iter().map(Generator::state).collect();
         Ok((self.module.forward(inputs[0])?, (inputs[0].keep(), random)))
     }
 
@@ -57,7 +56,8 @@ impl Function for Checkpoint {
         let input = if needs.input(0) { input.with_grad() } else { input };
         let output = {
             let _after = Snapshot::take(self.module.as_ref());
-            generators(self.module.as_ref())
+            self.module
+                .generators()
                 .iter()
                 .zip(&random)
                 .for_each(|(generator, state)| generator.restore(state));
@@ -99,7 +99,8 @@ impl Snapshot {
                 }
             }
         }
-        snapshot.random = generators(module)
+        snapshot.random = module
+            .generators()
             .into_iter()
             .map(|generator| {
                 let state = generator.state();
@@ -120,12 +121,6 @@ impl Drop for Snapshot {
     }
 }
 
-/// The sources of random numbers in a tree.
-fn generators(module: &dyn Module) -> Vec<Generator> {
-    let below = module.children().into_iter().flat_map(|(_, child)| generators(child));
-    module.generators().into_iter().chain(below).collect()
-}
-
 /// A module that runs by [`checkpoint`]: with the same state under the same names.
 pub struct Checkpointed {
     module: Arc<dyn Module>,
@@ -138,43 +133,18 @@ impl Checkpointed {
     }
 }
 
-impl Module for Checkpointed {
+impl Forward for Checkpointed {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         checkpoint(self.module.clone(), input)
     }
+}
 
-    fn state(&self) -> Vec<(&'static str, State)> {
-        self.module.state()
-    }
-
-    fn children(&self) -> Vec<(&str, &dyn Module)> {
-        self.module.children()
-    }
-
-    fn generators(&self) -> Vec<Generator> {
-        self.module.generators()
-    }
-
-    fn set_training(&self, training: bool) {
-        self.module.set_training(training);
-    }
-
-    fn set_frozen_statistics(&self, frozen: bool) {
-        self.module.set_frozen_statistics(frozen);
-    }
-
-    fn set_communicator(&self, communicator: Option<&convoke_distributed::Communicator>) {
-        self.module.set_communicator(communicator);
+impl Module for Checkpointed {
+    fn parts<'a>(&'a self, parts: &mut Parts<'a>) {
+        self.module.parts(parts);
     }
 
     fn fold(&mut self) -> Result<usize> {
-        let held = "checkpoint: a backward that is still to come holds the module";
-        let module = Arc::get_mut(&mut self.module)
-            .ok_or_else(|| Error::Invalid { operation: "fold", reason: held.into() })?;
-        module.fold()
-    }
-
-    fn check_initialized(&self) -> Result<()> {
-        self.module.check_initialized()
+        Field::fold(&mut self.module)
     }
 }

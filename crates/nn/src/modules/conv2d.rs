@@ -3,14 +3,16 @@
 use convoke_autograd::ops::{self, ConvOptions};
 use convoke_autograd::{Error, Result, Tensor};
 
-use crate::{Init, Module, Parameter, State};
+use crate::{Forward, Init, Module, Parameter};
 
 /// 2-D convolution, as PyTorch's `Conv2d`: N x C x H x W to N x K x OH x OW.
+#[derive(Module)]
 pub struct Conv2d {
     /// K x C/groups x R x S.
     pub weight: Parameter,
     /// K, if there is one.
     pub bias: Option<Parameter>,
+    #[module(skip)]
     options: ConvOptions,
 }
 
@@ -56,14 +58,9 @@ impl Conv2d {
     }
 }
 
-impl Module for Conv2d {
+impl Forward for Conv2d {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         let bias = self.bias.as_ref().map(Parameter::value);
         ops::conv2d(input, &self.weight.value(), bias.as_ref(), &self.options)
-    }
-
-    fn state(&self) -> Vec<(&'static str, State)> {
-        let bias = self.bias.iter().map(|bias| ("bias", State::Parameter(bias.clone())));
-        [("weight", State::Parameter(self.weight.clone()))].into_iter().chain(bias).collect()
     }
 }

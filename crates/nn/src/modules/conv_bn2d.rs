@@ -7,7 +7,7 @@ use convoke_autograd::{Result, Tensor, fold_conv_bn2d};
 
 use super::{BatchNorm2d, Conv2d};
 use crate::planner::BlockKind;
-use crate::{Module, Parameter};
+use crate::{Forward, Module, Parameter, Parts};
 
 /// How a [`ConvBn2d`] block runs. Values, gradients and running statistics are the same either way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, serde::Serialize, serde::Deserialize)]
@@ -156,9 +156,16 @@ fn with_parameters<R>(conv: &Conv2d, bn: &BatchNorm2d, run: impl FnOnce(&ConvBnP
     })
 }
 
-impl Module for ConvBn2d {
+impl Forward for ConvBn2d {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         self.run(input, None)
+    }
+}
+
+impl Module for ConvBn2d {
+    fn parts<'a>(&'a self, parts: &mut Parts<'a>) {
+        parts.add("conv", &self.conv);
+        parts.add("bn", &self.bn);
     }
 
     fn fold(&mut self) -> Result<usize> {
@@ -168,10 +175,5 @@ impl Module for ConvBn2d {
         self.conv = conv;
         self.bn = None;
         Ok(1)
-    }
-
-    fn children(&self) -> Vec<(&str, &dyn Module)> {
-        let bn = self.bn.iter().map(|bn| ("bn", bn as &dyn Module));
-        [("conv", &self.conv as &dyn Module)].into_iter().chain(bn).collect()
     }
 }

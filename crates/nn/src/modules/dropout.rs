@@ -1,16 +1,16 @@
 //! The dropout layer.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-
 use convoke_autograd::{Error, Result, Tensor, ops};
 
-use crate::{Generator, Init, Module};
+use crate::{Forward, Generator, Init, Module, TrainingMode};
 
 /// Drops elements at random in training, as PyTorch's `Dropout`; the identity in evaluation.
+#[derive(Module)]
 pub struct Dropout {
+    #[module(skip)]
     p: f64,
     random: Generator,
-    training: AtomicBool,
+    training: TrainingMode,
 }
 
 impl Dropout {
@@ -23,25 +23,17 @@ impl Dropout {
             let reason = format!("the probability must lie in [0, 1], not {p}");
             return Err(Error::Invalid { operation: "Dropout", reason });
         }
-        Ok(Dropout { p, random: init.random.clone(), training: AtomicBool::new(true) })
+        Ok(Dropout { p, random: init.random.clone(), training: TrainingMode::default() })
     }
 }
 
-impl Module for Dropout {
+impl Forward for Dropout {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
-        if !self.training.load(Ordering::Relaxed) {
+        if !self.training.is_training() {
             return Ok(input.clone());
         }
         let sample: usize = input.shape().iter().skip(1).product();
         let before = self.random.first_sample().wrapping_mul(sample as u64);
         ops::dropout(input, self.p, ops::dropout_skip(self.random.key(), before))
-    }
-
-    fn generators(&self) -> Vec<Generator> {
-        vec![self.random.clone()]
-    }
-
-    fn set_training(&self, training: bool) {
-        self.training.store(training, Ordering::Relaxed);
     }
 }

@@ -1,12 +1,11 @@
 //! Batch norm that learns its number of channels from its first input.
 
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::OnceLock;
 
-use convoke_autograd::{Error, Result, Tensor};
-use convoke_distributed::Communicator;
+use convoke_autograd::{Result, Tensor};
 
-use super::{BatchNorm, BatchNormConfig};
-use crate::{Init, Module, State};
+use super::{BatchNorm, BatchNormConfig, NormMode};
+use crate::{Forward, Init, Module, Part, Parts};
 
 /// As PyTorch's `LazyBatchNorm1d`: see [`LazyBatchNorm`].
 pub type LazyBatchNorm1d = LazyBatchNorm<1>;
@@ -24,23 +23,15 @@ pub type LazyBatchNorm3d = LazyBatchNorm<3>;
 pub struct LazyBatchNorm<const SPATIAL: usize> {
     init: Init,
     config: BatchNormConfig,
+    /// The switches of the layer, before it exists too.
+    mode: NormMode,
     layer: OnceLock<BatchNorm<SPATIAL>>,
-    /// Whether it trains, whether it is frozen, its ranks; also the lock under which the layer is made.
-    before: Mutex<Before>,
-}
-
-/// What is said to the layer before it exists.
-struct Before {
-    training: bool,
-    frozen: bool,
-    communicator: Option<Communicator>,
 }
 
 impl<const SPATIAL: usize> LazyBatchNorm<SPATIAL> {
     /// A batch norm of a number of channels not known yet.
     pub fn new(init: &Init, config: BatchNormConfig) -> Self {
-        let before = Mutex::new(Before { training: true, frozen: false, communicator: None });
-        LazyBatchNorm { init: init.clone(), config, layer: OnceLock::new(), before }
+        LazyBatchNorm { init: init.clone(), config, mode: NormMode::new(&config), layer: OnceLock::new() }
     }
 
     /// The layer, if it has met its first input.
@@ -53,33 +44,20 @@ impl<const SPATIAL: usize> LazyBatchNorm<SPATIAL> {
     /// # Errors
     /// If there are no channels.
     pub fn initialize(&self, channels: usize) -> Result<&BatchNorm<SPATIAL>> {
-        let before = self.before.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(layer) = self.layer.get() {
             return Ok(layer);
         }
-        let layer = BatchNorm::new(&self.init, channels, self.config)?;
-        layer.set_training(before.training);
-        layer.set_frozen(before.frozen);
-        layer.set_communicator(before.communicator.as_ref());
+        let layer = BatchNorm::new(&self.init, channels, self.config)?.with_mode(&self.mode);
         Ok(self.layer.get_or_init(|| layer))
     }
 
     /// See [`BatchNorm::set_frozen`].
     pub fn set_frozen(&self, frozen: bool) {
-        self.say(|before| before.frozen = frozen, |layer| layer.set_frozen(frozen));
-    }
-
-    /// Says one thing to the layer, and remembers it for one that does not exist yet.
-    fn say(&self, remember: impl FnOnce(&mut Before), say: impl FnOnce(&BatchNorm<SPATIAL>)) {
-        let mut before = self.before.lock().unwrap_or_else(PoisonError::into_inner);
-        remember(&mut before);
-        if let Some(layer) = self.layer.get() {
-            say(layer);
-        }
+        self.mode.set_frozen(frozen);
     }
 }
 
-impl<const SPATIAL: usize> Module for LazyBatchNorm<SPATIAL> {
+impl<const SPATIAL: usize> Forward for LazyBatchNorm<SPATIAL> {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         if let Some(layer) = self.layer.get() {
             return layer.forward(input);
@@ -87,31 +65,16 @@ impl<const SPATIAL: usize> Module for LazyBatchNorm<SPATIAL> {
         BatchNorm::<SPATIAL>::check_rank(input)?;
         self.initialize(input.shape()[1])?.forward(input)
     }
+}
 
-    fn state(&self) -> Vec<(&'static str, State)> {
-        self.layer.get().map(|layer| layer.state()).unwrap_or_default()
-    }
-
-    fn set_training(&self, training: bool) {
-        self.say(|before| before.training = training, |layer| layer.set_training(training));
-    }
-
-    fn set_frozen_statistics(&self, frozen: bool) {
-        self.set_frozen(frozen);
-    }
-
-    fn set_communicator(&self, communicator: Option<&Communicator>) {
-        self.say(
-            |before| before.communicator = communicator.cloned(),
-            |layer| layer.set_communicator(communicator),
-        );
-    }
-
-    fn check_initialized(&self) -> Result<()> {
-        if self.layer.get().is_some() {
-            return Ok(());
+impl<const SPATIAL: usize> Module for LazyBatchNorm<SPATIAL> {
+    fn parts<'a>(&'a self, parts: &mut Parts<'a>) {
+        match self.layer.get() {
+            Some(layer) => layer.parts(parts),
+            None => {
+                parts.add("", &self.mode);
+                parts.push("", Part::Uninitialized("LazyBatchNorm"));
+            }
         }
-        let reason = "a lazy layer has no parameters before its first input: run one forward first".into();
-        Err(Error::Invalid { operation: "LazyBatchNorm", reason })
     }
 }

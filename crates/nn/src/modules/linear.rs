@@ -2,9 +2,10 @@
 
 use convoke_autograd::{Error, Result, Tensor, ops};
 
-use crate::{Init, Module, Parameter, State};
+use crate::{Forward, Init, Module, Parameter};
 
 /// y = x Wᵀ + b, as PyTorch's `Linear`: N x inputs to N x outputs.
+#[derive(Module)]
 pub struct Linear {
     /// Outputs x inputs.
     pub weight: Parameter,
@@ -29,14 +30,9 @@ impl Linear {
     }
 }
 
-impl Module for Linear {
+impl Forward for Linear {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         let bias = self.bias.as_ref().map(Parameter::value);
         ops::linear(input, &self.weight.value(), bias.as_ref())
-    }
-
-    fn state(&self) -> Vec<(&'static str, State)> {
-        let bias = self.bias.iter().map(|bias| ("bias", State::Parameter(bias.clone())));
-        [("weight", State::Parameter(self.weight.clone()))].into_iter().chain(bias).collect()
     }
 }

@@ -7,6 +7,7 @@ mod conv_bn2d;
 mod dropout;
 mod lazy_batch_norm;
 mod linear;
+mod norm_mode;
 mod sequential;
 mod stateless;
 mod sync_batch_norm;
@@ -20,5 +21,6 @@ pub use convoke_autograd::ops::{Activation, ConvOptions, Convention, Padding, Po
 pub use dropout::Dropout;
 pub use lazy_batch_norm::{LazyBatchNorm, LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d};
 pub use linear::Linear;
+pub use norm_mode::NormMode;
 pub use sequential::Sequential;
 pub use stateless::{AvgPool2d, Flatten, GlobalAvgPool2d, LogSoftmax, MaxPool2d, Relu, Upsample};

@@ -6,7 +6,7 @@ use convoke_autograd::{Error, Result, Tensor};
 
 use super::conv_bn2d::folded;
 use super::{BatchNorm2d, Conv2d, LazyBatchNorm2d};
-use crate::Module;
+use crate::{Forward, Module, Parts};
 
 /// Modules that run one after the other, each with a name.
 #[derive(Default)]
@@ -39,7 +39,7 @@ impl Sequential {
     }
 }
 
-impl Module for Sequential {
+impl Forward for Sequential {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         if let Some(reason) = &self.mistake {
             return Err(Error::Invalid { operation: "Sequential", reason: reason.clone() });
@@ -49,6 +49,12 @@ impl Module for Sequential {
             x = module.forward(&x)?;
         }
         Ok(x)
+    }
+}
+
+impl Module for Sequential {
+    fn parts<'a>(&'a self, parts: &mut Parts<'a>) {
+        self.modules.iter().for_each(|(name, module)| parts.add(name, module));
     }
 
     /// Also a `Conv2d` that a `BatchNorm2d` follows: the batch norm is removed, the other names stay.
@@ -69,10 +75,6 @@ impl Module for Sequential {
             index += 1;
         }
         Ok(count)
-    }
-
-    fn children(&self) -> Vec<(&str, &dyn Module)> {
-        self.modules.iter().map(|(name, module)| (name.as_str(), module.as_ref())).collect()
     }
 }
 

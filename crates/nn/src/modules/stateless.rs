@@ -3,38 +3,40 @@
 use convoke_autograd::ops::{self, PoolOptions, UpsampleMode};
 use convoke_autograd::{Result, Tensor};
 
-use crate::Module;
+use crate::{Forward, Module};
 
 /// max(0, x).
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Module, Debug, Clone, Copy, Default)]
 pub struct Relu;
 
 /// Joins all dimensions but the first.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Module, Debug, Clone, Copy, Default)]
 pub struct Flatten;
 
 /// Log-softmax over the channels.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Module, Debug, Clone, Copy, Default)]
 pub struct LogSoftmax;
 
 /// The largest value of each window.
-#[derive(Debug, Clone, Copy)]
-pub struct MaxPool2d(pub PoolOptions);
+#[derive(Module, Debug, Clone, Copy)]
+pub struct MaxPool2d(#[module(skip)] pub PoolOptions);
 
 /// The mean of each window.
-#[derive(Debug, Clone, Copy)]
-pub struct AvgPool2d(pub PoolOptions);
+#[derive(Module, Debug, Clone, Copy)]
+pub struct AvgPool2d(#[module(skip)] pub PoolOptions);
 
 /// The mean of each channel of each image: N x C x H x W to N x C x 1 x 1, as PyTorch's `AdaptiveAvgPool2d(1)`.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Module, Debug, Clone, Copy, Default)]
 pub struct GlobalAvgPool2d;
 
 /// Images of more pixels, by whole factors, as PyTorch's `Upsample` with `align_corners=False`.
-#[derive(Debug, Clone, Copy)]
+#[derive(Module, Debug, Clone, Copy)]
 pub struct Upsample {
     /// What height and width are multiplied by.
+    #[module(skip)]
     pub factor: [usize; 2],
     /// What lies between the pixels of the input.
+    #[module(skip)]
     pub mode: UpsampleMode,
 }
 
@@ -45,37 +47,37 @@ impl Upsample {
     }
 }
 
-impl Module for Relu {
+impl Forward for Relu {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         input.relu()
     }
 }
 
-impl Module for Flatten {
+impl Forward for Flatten {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         input.flatten()
     }
 }
 
-impl Module for LogSoftmax {
+impl Forward for LogSoftmax {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         ops::log_softmax(input)
     }
 }
 
-impl Module for MaxPool2d {
+impl Forward for MaxPool2d {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         ops::max_pool2d(input, &self.0)
     }
 }
 
-impl Module for AvgPool2d {
+impl Forward for AvgPool2d {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         ops::avg_pool2d(input, &self.0)
     }
 }
 
-impl Module for GlobalAvgPool2d {
+impl Forward for GlobalAvgPool2d {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         // What has other dimensions is refused by the operation.
         let window = if let &[_, _, height, width] = input.shape() { [height, width] } else { [1; 2] };
@@ -83,7 +85,7 @@ impl Module for GlobalAvgPool2d {
     }
 }
 
-impl Module for Upsample {
+impl Forward for Upsample {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         ops::upsample2d(input, self.factor, self.mode)
     }

@@ -5,28 +5,23 @@ use std::any::Any;
 use convoke_autograd::ops::{Activation, ConvOptions, Keep, PoolOptions};
 use convoke_autograd::{DType, MemoryFormat};
 
-use crate::Module;
 use crate::modules::ConvBn2d;
+use crate::{Module, ModuleExt, Part};
 
 /// All blocks in a tree, with their paths.
 pub(super) fn find(model: &dyn Module) -> Vec<(String, &ConvBn2d)> {
-    let mut found = Vec::new();
-    add(model, "", &mut found);
+    let mut found: Vec<_> = block(model).map(|block| (String::new(), block)).into_iter().collect();
+    model.visit(&mut |path, part| {
+        if let Part::Module(module) = part {
+            found.extend(block(module).map(|block| (path.to_owned(), block)));
+        }
+    });
     found
 }
 
-fn add<'a>(module: &'a dyn Module, path: &str, found: &mut Vec<(String, &'a ConvBn2d)>) {
-    if let Some(block) = (module as &dyn Any).downcast_ref::<ConvBn2d>() {
-        // One that has been folded keeps nothing.
-        if block.bn.is_some() {
-            found.push((path.to_owned(), block));
-        }
-        return;
-    }
-    for (name, child) in module.children() {
-        let path = if path.is_empty() { name.to_owned() } else { format!("{path}.{name}") };
-        add(child, &path, found);
-    }
+/// The block that a module is. One that has been folded keeps nothing, and is none.
+fn block(module: &dyn Module) -> Option<&ConvBn2d> {
+    (module as &dyn Any).downcast_ref::<ConvBn2d>().filter(|block| block.bn.is_some())
 }
 
 /// Everything that decides what a block costs: blocks of one kind are timed once.

@@ -6,7 +6,7 @@ use crate::common::{backward, check_refused, init, normal, tensor, values};
 use convoke_autograd::{Cpu, DType, Device, DeviceOptions, MemoryFormat, Tensor};
 use convoke_distributed::{Communicator, Options, run_threads};
 use convoke_nn::modules::{BatchNorm1d, BatchNormConfig};
-use convoke_nn::{Module, ModuleExt, all_reduce};
+use convoke_nn::{Forward, ModuleExt, all_reduce};
 use convoke_testkit::check_relative_to_max;
 
 const OPTIONS: Options = Options { timeout: Duration::from_secs(60) };

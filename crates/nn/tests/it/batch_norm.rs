@@ -9,7 +9,7 @@ use convoke_nn::modules::{
     Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, Padding, Relu,
     Sequential,
 };
-use convoke_nn::{Init, Module, ModuleExt, Parameter};
+use convoke_nn::{Forward, Init, Module, ModuleExt, Parameter};
 use convoke_testkit::{Case, Failures, Golden, Tolerance, assert_close, check_close, check_relative_to_max};
 
 const MODES: [ConvBnMode; 2] = [ConvBnMode::Fused, ConvBnMode::Separate];

@@ -7,7 +7,7 @@ use convoke_autograd::{DType, Device, GradCheck, MemoryFormat, Tensor, gradcheck
 use convoke_nn::modules::{
     Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, Convention, Keep,
 };
-use convoke_nn::{Module, ModuleExt};
+use convoke_nn::{Forward, Module, ModuleExt};
 use convoke_testkit::{Case, Failures, Golden, check_relative_to_max};
 
 /// Separate layers, or a fused block that keeps this.

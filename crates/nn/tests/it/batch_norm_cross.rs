@@ -4,7 +4,7 @@
 use crate::common::{self, DTYPES, backward, device, init, tensor, values};
 use convoke_autograd::{DType, MemoryFormat, Tensor};
 use convoke_nn::modules::{BatchNorm, BatchNorm2d, BatchNormConfig, Convention};
-use convoke_nn::{Module, ModuleExt};
+use convoke_nn::{Forward, ModuleExt};
 use convoke_testkit::{Case, Failures, Golden, check_relative_to_max};
 
 const FORMATS: [MemoryFormat; 2] = [MemoryFormat::Contiguous, MemoryFormat::ChannelsLast];

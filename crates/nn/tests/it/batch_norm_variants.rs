@@ -8,7 +8,7 @@ use convoke_nn::modules::{
     Activation, BatchNorm1d, BatchNorm2d, BatchNorm3d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode,
     ConvOptions, Convention, LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d, Relu, Sequential,
 };
-use convoke_nn::{Module, ModuleExt};
+use convoke_nn::{Forward, Module, ModuleExt};
 use convoke_testkit::{Tolerance, check_close};
 
 /// One channel of 1, 2, 3, 4 under each framework's convention: what training and evaluation give, and what is kept.

@@ -8,7 +8,7 @@ use convoke_nn::modules::{
     Activation, BatchNorm2d, BatchNormConfig, Checkpointed, Conv2d, ConvBn2d, ConvBnMode, ConvOptions,
     Dropout, Flatten, LazyBatchNorm2d, Linear, Padding, Relu, Sequential, checkpoint,
 };
-use convoke_nn::{Init, Module, ModuleExt, State};
+use convoke_nn::{Forward, Init, Module, ModuleExt, State};
 
 /// Everything that a second run could disturb: batch norms, fused and not, and dropout.
 fn body(init: &Init) -> Sequential {

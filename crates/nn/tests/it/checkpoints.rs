@@ -13,7 +13,7 @@ use convoke_nn::modules::{
     Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, Flatten, Linear,
     Sequential,
 };
-use convoke_nn::{Buffer, Module, ModuleExt, State};
+use convoke_nn::{Buffer, Forward, Module, ModuleExt};
 use convoke_testkit::Failures;
 use proptest::prelude::*;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
@@ -346,15 +346,12 @@ fn numbers_of_other_types_are_converted() {
 }
 
 /// A module with a buffer of a type for storage.
-struct Halves(Buffer);
+#[derive(Module)]
+struct Halves(#[module(name = "table")] Buffer);
 
-impl Module for Halves {
+impl Forward for Halves {
     fn forward(&self, input: &Tensor) -> convoke_nn::Result<Tensor> {
         Ok(input.clone())
-    }
-
-    fn state(&self) -> Vec<(&'static str, State)> {
-        vec![("table", State::Buffer(self.0.clone()))]
     }
 }
 

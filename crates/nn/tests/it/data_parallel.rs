@@ -15,7 +15,7 @@ use convoke_nn::modules::{
     LogSoftmax, Relu, Sequential,
 };
 use convoke_nn::training::{Evaluation, Trainer, TrainingConfig, TrainingError};
-use convoke_nn::{Module, ModuleExt, Optimizer, Rule};
+use convoke_nn::{Forward, Module, ModuleExt, Optimizer, Rule};
 use convoke_testkit::{Failures, check_relative_to_max, normal};
 
 const OPTIONS: Options = Options { timeout: Duration::from_secs(60) };

@@ -5,7 +5,7 @@ use convoke_autograd::ops::{Reduction, nll_loss};
 use convoke_autograd::{DType, inference_mode};
 use convoke_nn::models::mnist_cnn;
 use convoke_nn::modules::ConvBnMode;
-use convoke_nn::{Module, ModuleExt, Optimizer, Rule};
+use convoke_nn::{Forward, ModuleExt, Optimizer, Rule};
 use convoke_testkit::{Failures, Golden, Tolerance, check_close, check_relative_to_max};
 
 /// How far results may lie from PyTorch's, which were computed in f64.

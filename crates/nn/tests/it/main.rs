@@ -10,6 +10,7 @@ mod checkpoints;
 mod common;
 mod data_parallel;
 mod data_real;
+mod derive;
 mod dry_steps;
 mod golden_resnet;
 mod golden_step;

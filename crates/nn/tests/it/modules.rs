@@ -1,8 +1,5 @@
 //! Layers by hand computation, the tree of modules and its names, starting values, freezing and tying parameters.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-
 use crate::common::{
     self, DTYPES, assert_refused, backward, bits, check_same_state, device, init, normal, parameter,
     snapshot, spec, tensor, values,
@@ -13,7 +10,7 @@ use convoke_nn::modules::{
     Activation, AvgPool2d, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, Dropout,
     Flatten, Linear, LogSoftmax, MaxPool2d, Padding, PoolOptions, Relu, Sequential, Upsample, UpsampleMode,
 };
-use convoke_nn::{Init, Module, ModuleExt, Optimizer, Parameter, Rule, State};
+use convoke_nn::{Forward, Init, Module, ModuleExt, Optimizer, Parameter, Rule, TrainingMode};
 use convoke_testkit::{Failures, Tolerance, assert_close};
 
 fn paths(model: &(impl Module + ?Sized)) -> Vec<String> {
@@ -195,15 +192,12 @@ fn parameters_of_mnist_cnn_are_counted() {
 }
 
 /// Notes what it was told.
-struct Probe(Arc<AtomicBool>);
+#[derive(Module)]
+struct Probe(TrainingMode);
 
-impl Module for Probe {
+impl Forward for Probe {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         Ok(input.clone())
-    }
-
-    fn set_training(&self, training: bool) {
-        self.0.store(training, Ordering::Relaxed);
     }
 }
 
@@ -211,7 +205,7 @@ impl Module for Probe {
 fn train_and_eval_reach_the_whole_tree() {
     let device = device();
     let init = init(&device, DType::F64, 1);
-    let told: Vec<Arc<AtomicBool>> = (0..3).map(|_| Arc::default()).collect();
+    let told: Vec<TrainingMode> = (0..3).map(|_| TrainingMode::default()).collect();
     let probe = |index: usize| Probe(told[index].clone());
     let block = |mode| {
         let conv = Conv2d::new(&init, [2, 2], [1, 1], ConvOptions::default(), false).unwrap();
@@ -236,7 +230,7 @@ fn train_and_eval_reach_the_whole_tree() {
         } else {
             model.eval();
         }
-        assert!(told.iter().all(|told| told.load(Ordering::Relaxed) == training));
+        assert!(told.iter().all(|told| told.is_training() == training));
         let before = batches();
         let [first, second] = [0, 1].map(|_| bits(&model.forward(&x).unwrap()));
         assert_eq!(first != second, training, "round {round}: dropout and batch statistics");
@@ -445,22 +439,15 @@ fn values_are_set_only_in_shape_and_type() {
 }
 
 /// Two layers that share one weight.
+#[derive(Module)]
 struct Tied {
     first: Linear,
     second: Linear,
 }
 
-impl Module for Tied {
+impl Forward for Tied {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         self.second.forward(&self.first.forward(input)?)
-    }
-
-    fn state(&self) -> Vec<(&'static str, State)> {
-        Vec::new()
-    }
-
-    fn children(&self) -> Vec<(&str, &dyn Module)> {
-        vec![("first", &self.first), ("second", &self.second)]
     }
 }
 

@@ -6,19 +6,16 @@ use crate::common::{
 use convoke_autograd::{DType, Device, Gradients, Result, Tensor};
 use convoke_kernels::optimizer::{Adadelta, AdamW, Sgd};
 use convoke_nn::modules::{Linear, Sequential};
-use convoke_nn::{Module, Optimizer, Parameter, Rule, State, StepLr};
+use convoke_nn::{Forward, Module, Optimizer, Parameter, Rule, StepLr};
 use convoke_testkit::{Case, Failures, Golden, Tolerance, check_close, check_relative_to_max};
 
 /// A module that is nothing but one parameter.
-struct Tiny(Parameter);
+#[derive(Module)]
+struct Tiny(#[module(name = "parameter")] Parameter);
 
-impl Module for Tiny {
+impl Forward for Tiny {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         input.mul(&self.0.value())
-    }
-
-    fn state(&self) -> Vec<(&'static str, State)> {
-        vec![("parameter", State::Parameter(self.0.clone()))]
     }
 }
 
@@ -293,5 +290,5 @@ fn nothing_is_refused_quietly() {
     let model = Tiny(Parameter::new(&normal(&device, DType::F32, 1, &[10])));
     assert_refused(model.forward(&normal(&device, DType::F32, 1, &[9])), &["mul", "[9]", "[10]"]);
     let empty = Optimizer::new(Rule::adadelta(1.0), &Sequential::new());
-    assert_refused(empty.map(drop), &["no parameters", "Module::children"]);
+    assert_refused(empty.map(drop), &["no parameters", "parts"]);
 }

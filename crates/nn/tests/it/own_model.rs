@@ -15,11 +15,12 @@ use convoke_nn::modules::{
 };
 use convoke_nn::planner::{Planner, PlannerOptions};
 use convoke_nn::training::{Trainer, TrainingConfig, predict_memory};
-use convoke_nn::{Init, Module, Rule};
+use convoke_nn::{Forward, Init, Module, Rule};
 
 use crate::common::{self, assert_refused, check_same_state, device, snapshot};
 
 /// A U-Net of one level with a residual block.
+#[derive(Module)]
 struct Small {
     first: ConvBn2d,
     residual: ConvBn2d,
@@ -42,17 +43,13 @@ impl Small {
     }
 }
 
-impl Module for Small {
+impl Forward for Small {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         let whole = self.first.forward(input)?;
         let half = MaxPool2d(PoolOptions::new(2)).forward(&whole)?;
         let half = self.residual.forward_added(&half, &half)?;
         let joined = concat(&[&Upsample::new(2, UpsampleMode::Nearest).forward(&half)?, &whole])?;
         LogSoftmax.forward(&self.last.forward(&joined)?)
-    }
-
-    fn children(&self) -> Vec<(&str, &dyn Module)> {
-        vec![("first", &self.first), ("residual", &self.residual), ("last", &self.last)]
     }
 }
 
@@ -148,9 +145,10 @@ fn what_is_wrong_is_said() {
 /// Whoever forgets to name the modules within gets an error, and no run that learns nothing.
 #[test]
 fn a_model_without_parameters_is_refused() {
-    struct Forgetful(Small);
+    #[derive(Module)]
+    struct Forgetful(#[module(skip)] Small);
 
-    impl Module for Forgetful {
+    impl Forward for Forgetful {
         fn forward(&self, input: &Tensor) -> Result<Tensor> {
             self.0.forward(input)
         }
@@ -161,5 +159,5 @@ fn a_model_without_parameters_is_refused() {
             .of_pixels();
     let config = TrainingConfig { model: forgetful, ..config(4) };
     let result = Trainer::new(&Device::cpu().unwrap(), config, data(8));
-    assert_refused(result.map(drop), &["no parameters", "Module::children"]);
+    assert_refused(result.map(drop), &["no parameters", "parts"]);
 }

@@ -8,7 +8,7 @@ use convoke_nn::modules::{
     Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, GlobalAvgPool2d,
     Padding, Sequential,
 };
-use convoke_nn::{Init, Module, ModuleExt};
+use convoke_nn::{Forward, Init, Module, ModuleExt};
 use convoke_testkit::{Tolerance, assert_close, check_relative_to_max};
 
 const MODES: [ConvBnMode; 2] = [ConvBnMode::Fused, ConvBnMode::Separate];
@@ -65,7 +65,7 @@ fn trees_have_their_names() {
     }
     assert_eq!(convolutions(&model), expected);
     assert_eq!(model.parameters().len(), 21 * 3 + 2);
-    let names: Vec<&str> = model.children().into_iter().map(|(name, _)| name).collect();
+    let names: Vec<String> = model.children().into_iter().map(|(name, _)| name).collect();
     let ends = ["average", "flatten", "fc", "log_softmax"];
     assert_eq!(names, [&["conv1", "layer1", "layer2", "layer3"][..], &ends].concat());
 

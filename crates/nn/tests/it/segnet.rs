@@ -11,7 +11,7 @@ use convoke_nn::data::{Dataset, DatasetInfo, Targets, TrainTest};
 use convoke_nn::models::{Models, Segnet, segnet};
 use convoke_nn::modules::{ConvBnMode, PoolOptions};
 use convoke_nn::training::{Trainer, TrainingConfig, TrainingError};
-use convoke_nn::{Init, Module, ModuleExt, Rule};
+use convoke_nn::{Forward, Init, Module, ModuleExt, Rule};
 use convoke_testkit::{Tolerance, assert_close, check_relative_to_max};
 
 const CLASSES: usize = 5;

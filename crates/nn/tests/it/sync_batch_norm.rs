@@ -9,7 +9,7 @@ use convoke_nn::modules::{
     Activation, BatchNorm, BatchNorm1d, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode,
     ConvOptions, LazyBatchNorm1d, SyncBatchNorm,
 };
-use convoke_nn::{Module, ModuleExt};
+use convoke_nn::{Forward, Module, ModuleExt};
 use convoke_testkit::{Failures, check_relative_to_max, normal, uniform};
 
 const OPTIONS: Options = Options { timeout: Duration::from_secs(60) };

@@ -1,0 +1,86 @@
+//! How a batch norm gets its statistics.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use convoke_distributed::Communicator;
+
+use super::BatchNormConfig;
+use crate::{Field, Part, Parts, TrainingMode};
+
+/// How a batch norm gets its statistics: whether it trains, whether they are frozen, over which ranks they are taken. Clones are
+/// the same switches. A field of this type makes a module one of those that [`crate::ModuleExt::freeze_batchnorm`] and
+/// [`crate::ModuleExt::convert_sync_batchnorm`] speak to.
+#[derive(Debug, Clone)]
+pub struct NormMode {
+    training: TrainingMode,
+    switches: Arc<Switches>,
+}
+
+#[derive(Debug)]
+struct Switches {
+    frozen: AtomicBool,
+    track_running_stats: AtomicBool,
+    communicator: Mutex<Option<Communicator>>,
+}
+
+impl NormMode {
+    /// In training, not frozen, without other ranks.
+    pub fn new(config: &BatchNormConfig) -> NormMode {
+        NormMode {
+            training: TrainingMode::default(),
+            switches: Arc::new(Switches {
+                frozen: false.into(),
+                track_running_stats: config.track_running_stats.into(),
+                communicator: Mutex::default(),
+            }),
+        }
+    }
+
+    /// Training or evaluation.
+    pub fn training(&self) -> &TrainingMode {
+        &self.training
+    }
+
+    /// Whether the batch's statistics normalise and the running ones move.
+    pub fn uses_batch(&self) -> bool {
+        self.training.is_training() && !self.is_frozen()
+    }
+
+    /// Whether statistics are fixed, also in training.
+    pub fn is_frozen(&self) -> bool {
+        self.switches.frozen.load(Ordering::Relaxed)
+    }
+
+    /// Fixes the statistics, or frees them.
+    pub fn set_frozen(&self, frozen: bool) {
+        self.switches.frozen.store(frozen, Ordering::Relaxed);
+    }
+
+    /// Whether running statistics move in training.
+    pub fn track_running_stats(&self) -> bool {
+        self.switches.track_running_stats.load(Ordering::Relaxed)
+    }
+
+    /// Stops running statistics from moving in training, or lets them move again.
+    pub fn set_track_running_stats(&self, track: bool) {
+        self.switches.track_running_stats.store(track, Ordering::Relaxed);
+    }
+
+    /// The ranks whose batches count as one in training, if there are any.
+    pub fn communicator(&self) -> Option<Communicator> {
+        self.switches.communicator.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Takes statistics over the batches of these ranks in training, or of its own batch again.
+    pub fn set_communicator(&self, communicator: Option<&Communicator>) {
+        *self.switches.communicator.lock().unwrap_or_else(PoisonError::into_inner) = communicator.cloned();
+    }
+}
+
+impl Field for NormMode {
+    fn add_to<'a>(&'a self, name: &str, parts: &mut Parts<'a>) {
+        parts.add(name, &self.training);
+        parts.push(name, Part::Statistics(self));
+    }
+}
