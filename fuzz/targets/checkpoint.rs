@@ -7,7 +7,6 @@
 
 use std::fs;
 use std::path::PathBuf;
-use std::sync::Arc;
 
 use convoke_autograd::{Cpu, Device, DeviceOptions};
 use convoke_fuzz::{check_said, folder};
@@ -26,7 +25,7 @@ const MOST_CHANGES: usize = 16;
 
 struct Run {
     device: Device,
-    data: Arc<TrainTest>,
+    data: TrainTest,
     /// Where the checkpoint lies, and its files: names and sound contents.
     step: PathBuf,
     files: Vec<(String, Vec<u8>)>,
@@ -60,7 +59,7 @@ impl Run {
             mean: vec![0.5; 3],
             std: vec![0.5; 3],
         };
-        let data = Arc::new(noise(&info, 1, [4, 2], &silent).expect("data"));
+        let data = noise(&info, 1, [4, 2], &silent).expect("data");
         let mut trainer = Trainer::new(&device, config(), data.clone()).expect("a run");
         trainer.step().expect("a step");
         let run = folder().join("run");

@@ -75,7 +75,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
 fn train(
     ranks: &Communicator,
-    data: &Arc<TrainTest>,
+    data: &TrainTest,
     epochs: usize,
     seed: u64,
 ) -> Result<Vec<Curve>, TrainingError> {

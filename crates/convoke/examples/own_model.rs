@@ -8,7 +8,8 @@
 
 use std::process::ExitCode;
 
-use convoke::nn::models::{ModelOptions, ModelSpec, Models};
+use convoke::cli::Registry;
+use convoke::nn::models::{ModelOptions, ModelSpec};
 use convoke::nn::modules::{
     Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvOptions, GlobalAvgPool2d, Linear,
     LogSoftmax, Padding,
@@ -54,5 +55,5 @@ impl Forward for Residual {
 fn main() -> ExitCode {
     let residual = ModelSpec::new("residual", [1, 28, 28], 10, Residual::new)
         .takes("images of 2 x 2 pixels or more", |info| info.height.min(info.width) >= 2);
-    convoke::cli::main(Models::builtin().with(residual).expect("the name is free"))
+    convoke::cli::main(Registry::builtin().with_model(residual).expect("the name is free"))
 }

@@ -4,11 +4,10 @@ use std::process::ExitCode;
 
 use convoke::cli;
 use convoke::kernels::backstop::Backstop;
-use convoke::nn::models::Models;
 
 #[global_allocator]
 static ALLOCATOR: Backstop = Backstop::new(cli::out_of_memory);
 
 fn main() -> ExitCode {
-    cli::main(Models::builtin())
+    cli::main(cli::Registry::builtin())
 }

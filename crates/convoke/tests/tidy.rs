@@ -6,13 +6,14 @@ use std::path::{Path, PathBuf};
 
 /// The crates, each with the crates of this workspace that it may depend on. Those stand above it, so that
 /// dependencies point one way.
-const DEPENDENCIES: [(&str, &[&str]); 9] = [
+const DEPENDENCIES: [(&str, &[&str]); 10] = [
     ("convoke-testkit", &[]),
     ("convoke-memory", &[]),
     ("convoke-files", &["convoke-memory"]),
     ("convoke-kernels", &["convoke-memory", "convoke-files"]),
     ("convoke-distributed", &["convoke-memory"]),
     ("convoke-autograd", &["convoke-memory", "convoke-kernels"]),
+    ("convoke-data", &["convoke-memory", "convoke-files"]),
     ("convoke-derive", &[]),
     (
         "convoke-nn",
@@ -21,6 +22,7 @@ const DEPENDENCIES: [(&str, &[&str]); 9] = [
             "convoke-files",
             "convoke-kernels",
             "convoke-autograd",
+            "convoke-data",
             "convoke-derive",
             "convoke-distributed",
         ],
@@ -32,6 +34,7 @@ const DEPENDENCIES: [(&str, &[&str]); 9] = [
             "convoke-files",
             "convoke-kernels",
             "convoke-autograd",
+            "convoke-data",
             "convoke-derive",
             "convoke-distributed",
             "convoke-nn",

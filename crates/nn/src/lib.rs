@@ -1,11 +1,12 @@
 //! Modules, initialisers, optimizers, data sets, models, training runs and checkpoints.
 //!
-//! A [`Module`] maps a tensor to a tensor and holds [`Parameter`]s under PyTorch's names; `#[derive(Module)]` makes one. [`training::Trainer`] ties a
-//! model, an [`Optimizer`] and a data set together; it never prints, and tells its caller of every step.
+//! A [`Module`] maps a tensor to a tensor and holds [`Parameter`]s under PyTorch's names; `#[derive(Module)]` makes one.
+//! [`training::Trainer`] ties a model, an [`Optimizer`] and a data set together; it never prints, and tells its caller of every
+//! step.
 
 mod all_reduce;
+mod batch;
 pub mod checkpoint;
-pub mod data;
 pub mod data_parallel;
 mod difference;
 mod float_json;
@@ -20,11 +21,14 @@ pub mod planner;
 mod random;
 pub mod training;
 
-pub use all_reduce::all_reduce;
 // The derived code names this crate as users do.
 extern crate self as convoke_nn;
 
+pub use all_reduce::all_reduce;
+pub use batch::batch;
 pub use convoke_autograd::{Error, Result};
+#[doc(inline)]
+pub use convoke_data as data;
 pub use convoke_derive::Module;
 pub use init::Init;
 pub use module::{Field, Forward, Module, ModuleExt, Part, Parts, State, TrainingMode};

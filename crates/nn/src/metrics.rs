@@ -3,10 +3,8 @@
 use convoke_autograd::{MemoryFormat, Tensor};
 use convoke_kernels::{DType, Stored};
 
+use crate::data::MAX_CLASSES;
 use crate::{Error, Result};
-
-/// The most classes that are counted.
-pub(crate) const MAX_CLASSES: usize = 4096;
 
 /// How often each class was taken for each: counts of images or pixels, classes x classes.
 ///

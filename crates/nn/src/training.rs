@@ -14,13 +14,13 @@ use convoke_distributed::{Communicator, Traffic};
 use serde::Serialize;
 
 use crate::checkpoint::CheckpointError;
-use crate::data::{Augmentation, DatasetInfo, Targets, TrainTest, batch};
+use crate::data::{Augmentation, Dataset, DatasetInfo, Datasets, Loader, Request, TargetBatch, Targets};
 use crate::data_parallel::{DataParallel, DataParallelOptions, Sampler, shard};
 use crate::metrics::Confusion;
 use crate::models::{ModelOptions, ModelSpec};
 use crate::modules::ConvBnMode;
 use crate::planner::MemoryPlan;
-use crate::{Generator, Init, Module, ModuleExt, Optimizer, Rule, StepLr};
+use crate::{Generator, Init, Module, ModuleExt, Optimizer, Rule, StepLr, batch};
 
 pub(crate) use memory::DrySteps;
 pub use memory::{MemoryPrediction, predict_memory};
@@ -196,7 +196,9 @@ pub struct Evaluation {
 pub struct Trainer {
     device: Device,
     config: TrainingConfig,
-    data: Arc<TrainTest>,
+    data: Datasets,
+    train_loader: Loader,
+    test_loader: Loader,
     model: Box<dyn Module>,
     optimizer: Optimizer,
     schedule: StepLr,
@@ -217,7 +219,8 @@ impl Trainer {
     ///
     /// # Errors
     /// If the model does not take images of this shape or number of classes, or the batch size does not fit.
-    pub fn new(device: &Device, config: TrainingConfig, data: Arc<TrainTest>) -> Result<Trainer> {
+    pub fn new(device: &Device, config: TrainingConfig, data: impl Into<Datasets>) -> Result<Trainer> {
+        let data = data.into();
         let info = data.train.info();
         config.model.check(info).map_err(TrainingError::Config)?;
         config.model.check(&config.seen(info)?).map_err(TrainingError::Config)?;
@@ -237,6 +240,7 @@ impl Trainer {
         }
         let init = Init::new(device, config.seed);
         let model = config.build(&init, info)?;
+        let workers = default_workers(device, &data);
         let parallel =
             DataParallel::new(model.as_ref(), &Communicator::solo(), DataParallelOptions::default())?;
         Ok(Trainer {
@@ -250,6 +254,8 @@ impl Trainer {
             losses: Vec::new(),
             record: false,
             parallel,
+            train_loader: loader(&data.train, workers)?,
+            test_loader: loader(&data.test, workers)?,
             config,
             data,
             model,
@@ -264,6 +270,17 @@ impl Trainer {
     pub fn set_memory_plan(&mut self, plan: &MemoryPlan) -> Result<()> {
         plan.apply(self.model.as_ref()).map_err(TrainingError::Config)?;
         self.device.tuner().limit_workspace(plan.workspace_limit);
+        Ok(())
+    }
+
+    /// Lets so many threads make batches while the steps before them run; with none, each step makes its own. Batches are the same
+    /// either way. A run begins with none if its data is in memory, else with one for each thread of the device, up to four.
+    ///
+    /// # Errors
+    /// If the system has no threads.
+    pub fn set_workers(&mut self, workers: usize) -> Result<()> {
+        self.train_loader = loader(&self.data.train, workers)?;
+        self.test_loader = loader(&self.data.test, workers)?;
         Ok(())
     }
 
@@ -326,12 +343,15 @@ impl Trainer {
         let loss = if shard.samples.is_empty() && !self.config.sync_bn {
             self.parallel.mean_without_samples()?
         } else {
-            let views = self.config.augmentation.views(self.config.seed, self.epoch);
             let loading = span("data");
-            let (images, labels) = batch(&self.device, &self.data.train, shard.samples, Some(&views))?;
+            // In the order in which they are needed.
+            for ahead in 0..=AHEAD {
+                self.train_loader.load_ahead(&self.request(ahead));
+            }
+            let (images, targets) = batch(&self.device, &self.train_loader, &self.request(0))?;
             drop(loading);
             let _forward = span("forward");
-            let (sum, counted) = self.loss(&self.model.forward(&images)?, &labels)?;
+            let (sum, counted) = self.loss(&self.model.forward(&images)?, &targets)?;
             self.parallel.mean(&sum, counted)?
         };
         let bytes_end_of_forward = self.device.memory().live_bytes;
@@ -397,18 +417,23 @@ impl Trainer {
         let (mut loss, mut confusion) = (0.0, Confusion::new(test.info().classes)?);
         let order: Vec<u32> = (0..test.len() as u32).collect();
         let size = self.evaluation_batch();
-        for (index, chosen) in order.chunks(size).enumerate() {
-            let own = &chosen[shard(chosen.len(), ranks.rank(), ranks.world_size())];
-            if !own.is_empty() {
-                let (images, labels) = batch(&self.device, test, own, None)?;
+        let own = |chosen: &[u32]| {
+            let own = shard(chosen.len(), ranks.rank(), ranks.world_size());
+            Request { samples: chosen[own].to_vec(), views: None }
+        };
+        let requests: Vec<Request> = order.chunks(size).map(own).collect();
+        for (index, request) in requests.iter().enumerate() {
+            if !request.samples.is_empty() {
+                requests[index..].iter().take(1 + AHEAD).for_each(|ahead| self.test_loader.load_ahead(ahead));
+                let (images, targets) = batch(&self.device, &self.test_loader, request)?;
                 inference_mode(|| -> Result<()> {
                     let output = self.model.forward(&images)?;
-                    loss += self.loss(&output, &labels)?.0.item()?;
-                    confusion.add(&output, &labels, self.ignore())?;
+                    loss += self.loss(&output, &targets)?.0.item()?;
+                    confusion.add(&output, labels(&targets), self.ignore())?;
                     Ok(())
                 })?;
             }
-            let done = index * size + chosen.len();
+            let done = ((index + 1) * size).min(test.len());
             if self.agree(progress(done, test.len()).is_break())? {
                 return Ok(None);
             }
@@ -426,20 +451,57 @@ impl Trainer {
         }))
     }
 
+    /// This rank's part of the batch that comes so many after the present one, perhaps in the next epoch.
+    fn request(&self, ahead: usize) -> Request {
+        let (rank, world_size) = (self.communicator().rank(), self.communicator().world_size());
+        let (batch, batches) = (self.batch + ahead, self.batches_per_epoch());
+        let epoch = self.epoch + batch / batches;
+        let samples = match epoch == self.sampler.epoch() {
+            true => self.sampler.batch(batch, rank, world_size).samples.to_vec(),
+            false => {
+                let mut sampler = self.sampler.clone();
+                sampler.set_epoch(epoch);
+                sampler.batch(batch % batches, rank, world_size).samples.to_vec()
+            }
+        };
+        Request { samples, views: Some(self.config.augmentation.views(self.config.seed, epoch)) }
+    }
+
     /// The sum of the losses at the labels that count, and how many do.
-    fn loss(&self, output: &Tensor, labels: &[i64]) -> Result<(Tensor, usize)> {
-        let ignore = self.ignore();
+    fn loss(&self, output: &Tensor, targets: &TargetBatch) -> Result<(Tensor, usize)> {
+        let (labels, ignore) = (labels(targets), self.ignore());
         let counted = labels.iter().filter(|&&label| Some(label) != ignore).count();
         Ok((nll_loss(output, labels, Reduction::Sum, ignore)?, counted))
     }
 
     /// The label that does not count.
     fn ignore(&self) -> Option<i64> {
-        self.data.train.info().ignore().map(i64::from)
+        self.data.train.info().ignore()
     }
 
     /// Images a batch of evaluation, of all ranks together.
     fn evaluation_batch(&self) -> usize {
         self.config.batch_size.min(1000)
+    }
+}
+
+/// Batches that are made ahead of the one that is asked for.
+const AHEAD: usize = 2;
+
+/// See [`Trainer::set_workers`].
+fn default_workers(device: &Device, data: &Datasets) -> usize {
+    let in_memory = data.train.is_in_memory() && data.test.is_in_memory();
+    if in_memory || device.is_dry() { 0 } else { device.compute().threads().min(4) }
+}
+
+fn loader(data: &Arc<dyn Dataset>, workers: usize) -> Result<Loader> {
+    Loader::new(data.clone(), workers).map_err(|error| TrainingError::Config(error.to_string()))
+}
+
+/// The labels of a batch; models of which no label is known are refused before.
+fn labels(targets: &TargetBatch) -> &[i64] {
+    match targets {
+        TargetBatch::Labels(labels) => labels,
+        TargetBatch::Values(_) => unreachable!("a model is refused that does not take the data's targets"),
     }
 }

@@ -11,7 +11,7 @@ use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum, value_parser};
 use super::memory_args::MemoryArgs;
 use super::plan::PlanArgs;
 use super::ranks::RankArgs;
-use super::registry::{model, model_parser};
+use super::registry::{Data, data_parser, model, model_parser};
 use super::tuning::TuningArgs;
 use super::tuning_args::{BenchArgs, BenchNormArgs, CacheArgs, TuneArgs};
 
@@ -117,7 +117,7 @@ pub(crate) struct TrainArgs {
 pub(crate) struct RunArgs {
     /// What to train on. `auto` is MNIST if its files are there, else `digits`. Of the models, mnist-cnn takes mnist and digits,
     /// segnet camvid, resnet50 cifar10, resnet20 all but camvid; random fits each.
-    #[arg(long, value_enum, default_value_t = Data::Auto, help_heading = "Data")]
+    #[arg(long, value_parser = data_parser(), default_value = "auto", help_heading = "Data")]
     pub(crate) data: Data,
 
     /// Folder with the data set's files [default: see `convoke info`].
@@ -132,6 +132,11 @@ pub(crate) struct RunArgs {
     /// How training images are varied, by seed, epoch and image.
     #[arg(long, value_enum, default_value_t = Augment::Auto, help_heading = "Data")]
     pub(crate) augment: Augment,
+
+    /// Threads that load images ahead of the steps, for data sets that are not held in memory [default: one for each of --threads,
+    /// up to 4]. They change nothing but speed.
+    #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(0..=256), help_heading = "Data")]
+    pub(crate) workers: Option<u16>,
 
     /// The model [default: segnet for camvid, resnet20 for cifar10, else mnist-cnn].
     #[arg(long, value_parser = model_parser(), help_heading = "Model")]
@@ -217,9 +222,8 @@ pub(crate) struct RunArgs {
 impl RunArgs {
     pub(crate) fn model(&self) -> ModelSpec {
         let usual = || match self.data {
-            Data::Camvid => model("segnet"),
-            Data::Cifar10 => model("resnet20"),
-            _ => model("mnist-cnn"),
+            Data::Named(spec) => model(spec.model().unwrap_or("mnist-cnn")),
+            Data::Auto | Data::Random => model("mnist-cnn"),
         };
         self.model.clone().unwrap_or_else(usual)
     }
@@ -237,23 +241,6 @@ impl RunArgs {
         *weight_decay = self.weight_decay.unwrap_or(*weight_decay);
         rule
     }
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Data {
-    /// MNIST if its files are there, else digits.
-    Auto,
-    /// 60,000 + 10,000 drawn digits, generated from the seed.
-    Digits,
-    /// Handwritten digits (LeCun, Cortes, Burges).
-    Mnist,
-    /// Street scenes with a class for each pixel (Brostow et al.), as PNG files; not downloaded.
-    Camvid,
-    /// Small photographs of ten kinds of things (Krizhevsky); as many training batches as are there.
-    Cifar10,
-    /// Noise with random labels in the model's own shape, from the seed: to measure speed and memory, not to learn from. Four
-    /// batches to train, one to test.
-    Random,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]

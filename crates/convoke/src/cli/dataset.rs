@@ -1,115 +1,109 @@
 //! Finding, downloading or generating the data set.
 
-use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::path::PathBuf;
 
-use crate::nn::data::download::DownloadOptions;
 use crate::nn::data::{
-    Augmentation, DataError, DatasetInfo, TrainTest, camvid, cifar10, digits, mnist, noise,
+    Augmentation, DataError, DatasetInfo, DatasetSpec, Datasets, LoadError, LoadOptions, noise,
 };
 
-use super::args::{Augment, Data, RunArgs};
+use super::args::{Augment, RunArgs};
 use super::console::Console;
+use super::registry::{Data, RANDOM, datasets};
 use super::{Failure, Result, fits};
 
-/// Where MNIST lies if no folder is named.
-pub(crate) fn default_mnist_dir() -> Option<PathBuf> {
-    default_dir("mnist")
-}
-
-/// Where CamVid lies if no folder is named.
-pub(crate) fn default_camvid_dir() -> Option<PathBuf> {
-    default_dir("camvid")
-}
-
-/// Where CIFAR-10 lies if no folder is named.
-pub(crate) fn default_cifar10_dir() -> Option<PathBuf> {
-    default_dir("cifar10")
-}
-
-fn default_dir(name: &str) -> Option<PathBuf> {
+/// Where a data set's files lie if no folder is named.
+pub(crate) fn default_dir(name: &str) -> Option<PathBuf> {
     directories::ProjectDirs::from("", "", "convoke").map(|dirs| dirs.data_local_dir().join(name))
 }
 
 /// How the flags vary training images.
 pub(crate) fn augmentation(args: &RunArgs) -> Augmentation {
     match (args.augment, args.data) {
-        (Augment::Auto, Data::Camvid) => Augmentation { flip: true, crop: Some([96, 128]), padding: 0 },
-        // As in the paper of the residual networks.
-        (Augment::Auto, Data::Cifar10) => Augmentation { flip: true, crop: Some([32, 32]), padding: 4 },
+        (Augment::Auto, Data::Named(spec)) => spec.augmentation(),
         _ => Augmentation::default(),
     }
 }
 
-/// Whether `--data auto` is MNIST.
-pub(crate) fn takes_mnist(args: &RunArgs) -> bool {
-    let folder = args.data_dir.clone().or_else(default_mnist_dir);
-    args.download || folder.as_deref().is_some_and(mnist::is_present)
+/// The data set that the flags name; none for noise.
+pub(crate) fn named(args: &RunArgs) -> Option<&'static DatasetSpec> {
+    match args.data {
+        Data::Named(spec) => Some(spec),
+        Data::Random => None,
+        Data::Auto => {
+            let builtin = |name| datasets().get(name).expect("it is built in");
+            let mnist = builtin("mnist");
+            let folder = folder(args, mnist);
+            let there = args.download || folder.is_some_and(|folder| mnist.is_present(&folder));
+            Some(if there { mnist } else { builtin("digits") })
+        }
+    }
+}
+
+fn folder(args: &RunArgs, spec: &DatasetSpec) -> Option<PathBuf> {
+    args.data_dir.clone().or_else(|| default_dir(spec.name()))
 }
 
 /// Loads what the flags ask for, if the model can be trained on it.
-pub(crate) fn load(args: &RunArgs, console: &Console) -> Result<Arc<TrainTest>> {
+pub(crate) fn load(args: &RunArgs, console: &Console) -> Result<Datasets> {
     fits::check_names(args)?;
-    let data = find(args, console)?;
+    let data = match named(args) {
+        None => {
+            check_generated(args, RANDOM)?;
+            generate_noise(args, console)?
+        }
+        Some(spec) => {
+            if matches!(args.data, Data::Auto) && !spec.has_files() {
+                let place = args.data_dir.clone().or_else(|| default_dir("mnist"));
+                let place = place.map_or_else(String::new, |folder| format!(" in {}", folder.display()));
+                let seed = args.seed;
+                console.line(&format!("no MNIST{place}: training on digits, generated from seed {seed}"));
+            } else if !spec.has_files() {
+                check_generated(args, spec.name())?;
+            }
+            load_named(spec, args, console)?
+        }
+    };
     fits::check(&args.model(), data.train.info())?;
     Ok(data)
 }
 
-fn find(args: &RunArgs, console: &Console) -> Result<Arc<TrainTest>> {
-    let folder = args.data_dir.clone().or_else(default_mnist_dir);
-    match args.data {
-        Data::Auto if !takes_mnist(args) => {
-            let place = folder.map_or_else(String::new, |folder| format!(" in {}", folder.display()));
-            console.line(&format!("no MNIST{place}: training on digits, generated from seed {}", args.seed));
-            generate(args, console)
-        }
-        Data::Digits | Data::Random if args.download => {
-            let name = generated(args.data);
-            Err(Failure::Usage(format!("--download: {name} is generated; --data mnist can be downloaded")))
-        }
-        Data::Digits | Data::Random if args.data_dir.is_some() => {
-            let name = generated(args.data);
-            Err(Failure::Usage(format!("--data-dir: {name} is generated, it has no files")))
-        }
-        Data::Digits => generate(args, console),
-        Data::Random => generate_noise(args, console),
-        Data::Cifar10 => {
-            let folder = args.data_dir.clone().or_else(default_cifar10_dir).ok_or_else(no_folder)?;
-            load_cifar10(&folder, args.download, console)
-        }
-        Data::Camvid if args.download => Err(Failure::Usage(
-            "--download: camvid cannot be downloaded: name its folder with --data-dir".into(),
-        )),
-        Data::Camvid => {
-            let folder = args.data_dir.clone().or_else(default_camvid_dir).ok_or_else(no_folder)?;
-            let set = camvid::load(&folder, &console.data_progress());
-            set.map(Arc::new).map_err(|error| failure(error, CAMVID_HINT))
-        }
-        Data::Auto | Data::Mnist => match folder {
-            Some(folder) => load_mnist(&folder, args.download, console),
-            None => Err(no_folder()),
-        },
+/// Fails where flags speak of files of a data set that has none.
+fn check_generated(args: &RunArgs, name: &str) -> Result<()> {
+    if args.download {
+        let message = format!("--download: {name} is generated; --data mnist can be downloaded");
+        return Err(Failure::Usage(message));
+    }
+    match args.data_dir {
+        Some(_) => Err(Failure::Usage(format!("--data-dir: {name} is generated, it has no files"))),
+        None => Ok(()),
     }
 }
 
-fn no_folder() -> Failure {
-    Failure::Usage("this system has no folder for data: name one with --data-dir".into())
+fn load_named(spec: &DatasetSpec, args: &RunArgs, console: &Console) -> Result<Datasets> {
+    let progress = console.data_progress();
+    let failure = |error| failure(error, spec.hint().unwrap_or_default());
+    let mut folder = None;
+    if spec.has_files() {
+        let own = self::folder(args, spec).ok_or_else(|| {
+            Failure::Usage("this system has no folder for data: name one with --data-dir".into())
+        })?;
+        if args.download {
+            if !spec.can_be_downloaded() {
+                let message =
+                    format!("--download: {spec} cannot be downloaded: name its folder with --data-dir");
+                return Err(Failure::Usage(message));
+            }
+            spec.download(&own, proxy(), &progress).map_err(failure)?;
+        }
+        folder = Some(own);
+    }
+    let mut options = LoadOptions::new(&progress);
+    (options.folder, options.seed) = (folder.as_deref(), args.seed);
+    spec.load(&options).map_err(failure)
 }
-
-fn generate(args: &RunArgs, console: &Console) -> Result<Arc<TrainTest>> {
-    let set = digits(args.seed, digits::TRAIN_LEN, digits::TEST_LEN, &console.data_progress());
-    set.map(Arc::new).map_err(|error| failure(error, ""))
-}
-
-/// The name of a data set that has no files.
-fn generated(data: Data) -> &'static str {
-    if data == Data::Random { RANDOM } else { "digits" }
-}
-
-const RANDOM: &str = "random";
 
 /// Four batches of noise to train, and one to test.
-fn generate_noise(args: &RunArgs, console: &Console) -> Result<Arc<TrainTest>> {
+fn generate_noise(args: &RunArgs, console: &Console) -> Result<Datasets> {
     let (model, batch) = (args.model(), args.batch_size as usize);
     let (shape, classes) = (model.input(), model.classes());
     let [channels, height, width] = shape;
@@ -119,27 +113,7 @@ fn generate_noise(args: &RunArgs, console: &Console) -> Result<Arc<TrainTest>> {
     ));
     let info = DatasetInfo::of_noise(RANDOM, shape, classes, model.targets());
     let set = noise(&info, args.seed, [batch.saturating_mul(4), batch], &console.data_progress());
-    set.map(Arc::new).map_err(|error| failure(error, ""))
-}
-
-fn load_cifar10(folder: &Path, download: bool, console: &Console) -> Result<Arc<TrainTest>> {
-    if download {
-        let options = DownloadOptions { proxy: proxy(), ..DownloadOptions::new(cifar10::MIRRORS) };
-        cifar10::download(folder, &options, &console.data_progress())
-            .map_err(|error| failure(error, CIFAR10_HINT))?;
-    }
-    cifar10::load(folder, &console.data_progress())
-        .map(Arc::new)
-        .map_err(|error| failure(error, CIFAR10_HINT))
-}
-
-fn load_mnist(folder: &Path, download: bool, console: &Console) -> Result<Arc<TrainTest>> {
-    if download {
-        let options = DownloadOptions { proxy: proxy(), ..DownloadOptions::new(mnist::MIRRORS) };
-        mnist::download(folder, &options, &console.data_progress())
-            .map_err(|error| failure(error, MNIST_HINT))?;
-    }
-    mnist::load(folder, &console.data_progress()).map(Arc::new).map_err(|error| failure(error, MNIST_HINT))
+    set.map(Datasets::from).map_err(|error| failure(error.into(), ""))
 }
 
 /// The proxy that the environment names, as other programs take it.
@@ -148,19 +122,11 @@ fn proxy() -> Option<String> {
     names.iter().find_map(|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
 }
 
-const MNIST_HINT: &str =
-    "MNIST is not there: add --download to fetch it (11 MB), or name its folder with --data-dir";
-const CAMVID_HINT: &str = "CamVid is not there: name the folder that holds train, trainannot, test and testannot \
-                           with --data-dir (docs/data-parallel.md)";
-
-const CIFAR10_HINT: &str = "CIFAR-10 is not there, or not all of it: add --download to fetch it (170 MB), or name its \
-                            folder with --data-dir";
-
 /// `hint` is for who does not have the data.
-fn failure(error: DataError, hint: &str) -> Failure {
-    match error {
-        DataError::Cancelled { .. } => Failure::Run("interrupted before the first step".into()),
-        DataError::Missing { .. } => Failure::Run(format!("{error}\n{hint}")),
-        error => error.into(),
+fn failure(error: LoadError, hint: &str) -> Failure {
+    match error.downcast_ref() {
+        Some(DataError::Cancelled { .. }) => Failure::Run("interrupted before the first step".into()),
+        Some(DataError::Missing { .. }) => Failure::Run(format!("{error}\n{hint}")),
+        _ => Failure::Run(error.to_string()),
     }
 }

@@ -1,21 +1,15 @@
 //! `convoke info`: what this machine offers.
 
-use std::path::{Path, PathBuf};
-
 use crate::Isa;
 use crate::conv;
-use crate::nn::data::{camvid, cifar10, mnist};
+use crate::nn::data::DatasetSpec;
 use crate::tune::Cache;
 
+use super::registry::datasets;
 use super::{Result, console, dataset, tuning};
 
 pub(crate) fn run() -> Result<()> {
     let isas = Isa::available().iter().map(Isa::to_string).collect::<Vec<_>>().join(", ");
-    let mnist = place(dataset::default_mnist_dir(), mnist::is_present, "`train --data mnist --download`");
-    let cifar10 =
-        place(dataset::default_cifar10_dir(), cifar10::is_present, "`train --data cifar10 --download`");
-    let camvid =
-        place(dataset::default_camvid_dir(), camvid::is_present, "cannot be downloaded, see --data-dir");
     let ranks = match cfg!(feature = "mpi") {
         true => "threads (--ranks), processes (--mpi)",
         false => "threads (--ranks); processes with a build that has `--features mpi`",
@@ -27,19 +21,23 @@ pub(crate) fn run() -> Result<()> {
         ("threads", threads.to_string()),
         ("external libraries", external_libraries()),
         ("ranks", ranks.into()),
-        ("MNIST", mnist),
-        ("CIFAR-10", cifar10),
-        ("CamVid", camvid),
         ("tuning cache", tuning_cache()),
     ];
-    let lines = lines.map(|(name, value)| format!("{name:<20}{value}\n"));
-    console::print(&format!("convoke {}\n{}", env!("CARGO_PKG_VERSION"), lines.concat()))
+    let lines = lines.map(|(name, value)| (name.to_owned(), value));
+    let places = datasets().iter().filter(|spec| spec.has_files());
+    let places = places.map(|spec| (format!("data set {spec}"), place(spec)));
+    let lines = lines.into_iter().chain(places).map(|(name, value)| format!("{name:<20}{value}\n"));
+    console::print(&format!("convoke {}\n{}", env!("CARGO_PKG_VERSION"), lines.collect::<String>()))
 }
 
 /// Where a data set lies or would lie, and how to get it.
-fn place(folder: Option<PathBuf>, is_present: fn(&Path) -> bool, otherwise: &str) -> String {
-    match folder {
-        Some(folder) if is_present(&folder) => format!("{} (there)", folder.display()),
+fn place(spec: &DatasetSpec) -> String {
+    let otherwise = match spec.can_be_downloaded() {
+        true => format!("`train --data {spec} --download`"),
+        false => "cannot be downloaded, see --data-dir".into(),
+    };
+    match dataset::default_dir(spec.name()) {
+        Some(folder) if spec.is_present(&folder) => format!("{} (there)", folder.display()),
         Some(folder) => format!("{} (not there; {otherwise})", folder.display()),
         None => "no default folder on this system; name one with --data-dir".into(),
     }

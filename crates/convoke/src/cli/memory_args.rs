@@ -2,11 +2,10 @@
 
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 
 use crate::Device;
-use crate::nn::data::TrainTest;
+use crate::nn::data::Datasets;
 use crate::nn::modules::Keep;
 use crate::nn::planner::{MemoryPlan, Planner, PlannerOptions};
 use crate::nn::training::TrainingConfig;
@@ -69,7 +68,7 @@ impl MemoryArgs {
         &self,
         device: &Device,
         config: &TrainingConfig,
-        data: &Arc<TrainTest>,
+        data: &Datasets,
         console: &Console,
     ) -> Result<Option<MemoryPlan>> {
         if let Some(file) = &self.memory_plan {
@@ -96,7 +95,7 @@ impl MemoryArgs {
 pub(crate) fn planner(
     device: &Device,
     config: &TrainingConfig,
-    data: &Arc<TrainTest>,
+    data: &Datasets,
     args: &PlannerArgs,
     console: &Console,
 ) -> Result<Planner> {

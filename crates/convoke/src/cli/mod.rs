@@ -1,9 +1,10 @@
-//! The program as a library: a `main` of your own that has all its commands, for your own models too.
+//! The program as a library: a `main` of your own that has all its commands, for your own models and data sets too.
 //!
 //! ```no_run
 //! use std::process::ExitCode;
 //!
-//! use convoke::nn::models::{ModelSpec, Models};
+//! use convoke::cli::Registry;
+//! use convoke::nn::models::ModelSpec;
 //! use convoke::nn::modules::{Conv2d, ConvOptions, Flatten, GlobalAvgPool2d, LogSoftmax, Sequential};
 //!
 //! fn main() -> ExitCode {
@@ -15,7 +16,7 @@
 //!             .then("log_softmax", LogSoftmax))
 //!     });
 //!     // `my-program train --model one-layer`, `my-program plan --model one-layer` and so on.
-//!     convoke::cli::main(Models::builtin().with(model).expect("the name is free"))
+//!     convoke::cli::main(Registry::builtin().with_model(model).expect("the name is free"))
 //! }
 //! ```
 //!
@@ -52,9 +53,9 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-use crate::nn::models::Models;
-
 use args::{Args, Command};
+
+pub use registry::Registry;
 
 /// Why a command ended without success.
 pub(crate) enum Failure {
@@ -112,12 +113,12 @@ fn map_stack() -> Result<()> {
     Ok(())
 }
 
-/// The whole program: reads the command line and does what it says, with these models for `--model`.
+/// The whole program: reads the command line and does what it says, with these models for `--model` and data sets for `--data`.
 ///
 /// # Panics
 /// If it is called twice.
-pub fn main(models: Models) -> ExitCode {
-    registry::set(models);
+pub fn main(registry: Registry) -> ExitCode {
+    registry::set(registry);
     // clap ends the process itself: with 2 for bad usage, 0 for --help and --version.
     let result = map_stack().and_then(|()| match Args::parse().command {
         Command::Train(args) => train::run(&args),

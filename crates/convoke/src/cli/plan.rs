@@ -1,9 +1,8 @@
 //! `convoke plan`: what each block of a model should keep, and what memory costs in time.
 
 use std::path::PathBuf;
-use std::sync::Arc;
 
-use crate::nn::data::{Augmentation, DatasetInfo, TrainTest, noise};
+use crate::nn::data::{Augmentation, DatasetInfo, Datasets, noise};
 use crate::nn::models::ModelSpec;
 use crate::nn::modules::ConvBnMode;
 use crate::nn::planner::{MemoryPlan, Planner};
@@ -179,7 +178,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
 }
 
 /// A run of the model on noise of its own shape.
-fn job(args: &PlanArgs, console: &Console) -> Result<(TrainingConfig, Arc<TrainTest>)> {
+fn job(args: &PlanArgs, console: &Console) -> Result<(TrainingConfig, Datasets)> {
     let (model, batch_size) = (args.model.clone(), args.batch_size as usize);
     let data = random_images(&model, batch_size, console)?;
     let config = TrainingConfig {
@@ -194,7 +193,7 @@ fn job(args: &PlanArgs, console: &Console) -> Result<(TrainingConfig, Arc<TrainT
         // There is nothing to learn from noise, and nothing to stop for.
         stop_on_nan: false,
     };
-    Ok((config, Arc::new(data)))
+    Ok((config, data))
 }
 
 fn point(name: &str, plan: MemoryPlan) -> Point {
@@ -246,7 +245,7 @@ fn thinned(curve: &[MemoryPlan]) -> Vec<&MemoryPlan> {
 /// Times whole steps of each point by turns, so that a machine whose speed changes treats all alike.
 fn time_steps(
     points: &mut [Point],
-    (config, data): (&TrainingConfig, &Arc<TrainTest>),
+    (config, data): (&TrainingConfig, &Datasets),
     options: &DeviceOptions,
     steps: u32,
     console: &Console,
@@ -311,7 +310,7 @@ fn largest(
         let mut images = config.batch_size;
         loop {
             images *= 2;
-            let data = Arc::new(random_images(&config.model, images, console)?);
+            let data = random_images(&config.model, images, console)?;
             let found = planner.largest_batch(budget, plan, &data).map_err(failure)?;
             // One that takes all images may not be the largest.
             if found != Some(images) {
@@ -326,9 +325,9 @@ fn largest(
     })
 }
 
-fn random_images(model: &ModelSpec, images: usize, console: &Console) -> Result<TrainTest> {
+fn random_images(model: &ModelSpec, images: usize, console: &Console) -> Result<Datasets> {
     let info = DatasetInfo::of_noise("random", model.input(), model.classes(), model.targets());
-    Ok(noise(&info, 1, [images, 1], &console.data_progress())?)
+    Ok(noise(&info, 1, [images, 1], &console.data_progress())?.into())
 }
 
 fn milliseconds(seconds: f64) -> String {

@@ -1,12 +1,11 @@
 //! Runs on several ranks: threads of this process, or processes that MPI started.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 #[cfg(feature = "mpi")]
 use crate::distributed::Error;
 use crate::distributed::{Communicator, Options, run_threads};
-use crate::nn::data::TrainTest;
+use crate::nn::data::Datasets;
 use clap::{Args, value_parser};
 
 use super::args::{RunArgs, name, warn_of_threads};
@@ -41,7 +40,7 @@ pub(crate) struct Rank<'a> {
     pub(crate) communicator: &'a Communicator,
     /// Shows something on rank 0 only.
     pub(crate) console: &'a Console,
-    pub(crate) data: &'a Arc<TrainTest>,
+    pub(crate) data: &'a Datasets,
     /// Ranks that share this process's threads.
     pub(crate) in_process: usize,
 }
@@ -151,6 +150,7 @@ fn settings(args: &RunArgs) -> Vec<(&'static str, String)> {
         data,
         data_dir: _,
         download: _,
+        workers: _,
         augment,
         model: _,
         epochs,
@@ -177,7 +177,7 @@ fn settings(args: &RunArgs) -> Vec<(&'static str, String)> {
         value.as_ref().map_or_else(|| "not given".into(), ToString::to_string)
     }
     vec![
-        ("--data", name(*data)),
+        ("--data", data.to_string()),
         ("--augment", name(*augment)),
         ("--model", args.model().to_string()),
         ("--epochs", given(epochs)),

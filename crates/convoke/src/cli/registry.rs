@@ -1,24 +1,74 @@
-//! The models that flags may name: those of [`Models::builtin`], and what whoever calls [`super::main`] adds.
+//! The models and data sets that flags may name: those that come ready, and what whoever calls [`super::main`] adds.
 
+use std::fmt;
 use std::sync::OnceLock;
 
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+
+use crate::nn::data::{DatasetSpec, DatasetSpecs};
 use crate::nn::models::{ModelSpec, Models};
-use clap::builder::{PossibleValuesParser, TypedValueParser};
 
-/// A process has one command line, which is read once.
-static MODELS: OnceLock<Models> = OnceLock::new();
-
-/// Says which there are, before anything asks.
-///
-/// # Panics
-/// If they have been said.
-pub(crate) fn set(models: Models) {
-    assert!(MODELS.set(models).is_ok(), "the models of a process are set once");
+/// What the program knows by name.
+#[derive(Debug, Clone)]
+pub struct Registry {
+    models: Models,
+    datasets: DatasetSpecs,
 }
 
-/// All of them.
+impl Registry {
+    /// The models and data sets that come ready.
+    pub fn builtin() -> Registry {
+        Registry { models: Models::builtin(), datasets: DatasetSpecs::builtin() }
+    }
+
+    /// The same, and one more model, for `--model`.
+    ///
+    /// # Errors
+    /// If its name is taken, or is no word.
+    pub fn with_model(self, model: ModelSpec) -> Result<Registry, String> {
+        Ok(Registry { models: self.models.with(model)?, ..self })
+    }
+
+    /// The same, and one more data set, for `--data`.
+    ///
+    /// # Errors
+    /// If its name is taken, or is no word.
+    pub fn with_dataset(self, dataset: DatasetSpec) -> Result<Registry, String> {
+        if [AUTO, RANDOM].contains(&dataset.name()) {
+            return Err(format!("there are two data sets named {:?}", dataset.name()));
+        }
+        Ok(Registry { datasets: self.datasets.with(dataset)?, ..self })
+    }
+}
+
+/// MNIST if its files are there, else digits.
+const AUTO: &str = "auto";
+/// Noise in the model's own shape.
+pub(crate) const RANDOM: &str = "random";
+
+/// A process has one command line, which is read once.
+static REGISTRY: OnceLock<Registry> = OnceLock::new();
+
+/// Says what there is, before anything asks.
+///
+/// # Panics
+/// If it has been said.
+pub(crate) fn set(registry: Registry) {
+    assert!(REGISTRY.set(registry).is_ok(), "the registry of a process is set once");
+}
+
+fn registry() -> &'static Registry {
+    REGISTRY.get_or_init(Registry::builtin)
+}
+
+/// All models.
 pub(crate) fn models() -> &'static Models {
-    MODELS.get_or_init(Models::builtin)
+    &registry().models
+}
+
+/// All data sets.
+pub(crate) fn datasets() -> &'static DatasetSpecs {
+    &registry().datasets
 }
 
 /// The model of this name.
@@ -32,4 +82,48 @@ pub(crate) fn model(name: &str) -> ModelSpec {
 /// Reads `--model`.
 pub(crate) fn model_parser() -> impl TypedValueParser<Value = ModelSpec> {
     PossibleValuesParser::new(models().names()).map(|name| model(&name))
+}
+
+/// What `--data` asks for.
+#[derive(Clone, Copy)]
+pub(crate) enum Data {
+    /// MNIST if its files are there, else digits.
+    Auto,
+    /// Noise with random labels in the model's own shape, from the seed: to measure speed and memory, not to learn from. Four batches
+    /// to train, one to test.
+    Random,
+    /// A data set of the registry.
+    Named(&'static DatasetSpec),
+}
+
+impl Data {
+    fn of(name: &str) -> Data {
+        match (name, datasets().get(name)) {
+            (AUTO, _) => Data::Auto,
+            (_, Some(spec)) => Data::Named(spec),
+            (_, None) => Data::Random,
+        }
+    }
+}
+
+impl fmt::Display for Data {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Data::Auto => AUTO,
+            Data::Random => RANDOM,
+            Data::Named(spec) => spec.name(),
+        })
+    }
+}
+
+/// Reads `--data`.
+pub(crate) fn data_parser() -> impl TypedValueParser<Value = Data> {
+    let auto = PossibleValue::new(AUTO).help("MNIST if its files are there, else digits");
+    let random = PossibleValue::new(RANDOM).help(
+        "Noise with random labels in the model's own shape, from the seed: to measure speed and memory, not to learn from. Four \
+         batches to train, one to test",
+    );
+    let named = datasets().iter().map(|spec| PossibleValue::new(spec.name()).help(spec.about()));
+    let values: Vec<PossibleValue> = [auto].into_iter().chain(named).chain([random]).collect();
+    PossibleValuesParser::new(values).map(|name| Data::of(&name))
 }

@@ -3,12 +3,11 @@
 use std::cell::Cell;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use crate::kernels::Cpu;
 use crate::kernels::tune::Tuner;
 use crate::nn::checkpoint;
-use crate::nn::data::TrainTest;
+use crate::nn::data::Datasets;
 use crate::nn::modules::ConvBnMode;
 use crate::nn::planner::MemoryPlan;
 use crate::nn::training::{Evaluation, StepReport, Trainer, TrainingConfig, TrainingError};
@@ -68,7 +67,7 @@ pub(crate) struct Session {
     pub(crate) trainer: Trainer,
     cpu: Cpu,
     config: TrainingConfig,
-    data: Arc<TrainTest>,
+    data: Datasets,
     pub(crate) recorder: Recorder,
     evaluation: Option<Evaluation>,
     plan: Option<MemoryPlan>,
@@ -113,6 +112,9 @@ impl Session {
         // Reading a run, and timing blocks for a plan, may take longer than others wait.
         let (trainer, plan) = rank.while_others_wait(|| -> Result<_> {
             let mut trainer = new()?;
+            if let Some(workers) = args.workers {
+                trainer.set_workers(workers.into()).map_err(failure)?;
+            }
             if let Some(folder) = checkpoint {
                 output::check_folder("--checkpoint", folder)?;
             }

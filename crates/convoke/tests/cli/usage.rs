@@ -257,9 +257,9 @@ fn info_tells_about_the_machine() {
         "threads ",
         "external libraries ",
         "ranks ",
-        "MNIST ",
-        "CIFAR-10 ",
-        "CamVid ",
+        "data set mnist ",
+        "data set cifar10 ",
+        "data set camvid ",
         "not there",
     ] {
         assert!(outcome.stdout.contains(needle), "{needle} is not in {}", outcome.stdout);

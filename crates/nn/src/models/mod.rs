@@ -10,7 +10,7 @@ use std::sync::Arc;
 use convoke_autograd::Result;
 use serde::{Serialize, Serializer};
 
-use crate::data::{DatasetInfo, Targets};
+use crate::data::{DatasetInfo, Targets, check_name};
 use crate::modules::ConvBnMode;
 use crate::{Init, Module};
 
@@ -124,21 +124,29 @@ impl ModelSpec {
     /// # Errors
     /// What it takes and what the data has, if it cannot.
     pub fn check(&self, info: &DatasetInfo) -> std::result::Result<(), String> {
-        let name = &info.name;
-        match (self.targets, info.targets) {
-            (Targets::Image, Targets::Pixels { .. }) => {
-                return Err(format!("{self} takes a label for each image; {name} has one for each pixel"));
-            }
-            (Targets::Pixels { .. }, Targets::Image) => {
-                return Err(format!("{self} takes a label for each pixel; {name} has one for each image"));
-            }
-            _ => {}
-        }
+        self.check_targets(info)?;
         if (self.fits)(info) {
             return Ok(());
         }
-        let (shape, classes) = (info.shape(), info.classes);
+        let (name, shape, classes) = (&info.name, info.shape(), info.classes);
         Err(format!("{self} takes {}; {name} has {shape:?} in {classes} classes", self.takes))
+    }
+
+    /// Whether the data has the kind of targets that it takes, whatever size the images have.
+    ///
+    /// # Errors
+    /// What it takes and what the data has, if it is another kind.
+    pub fn check_targets(&self, info: &DatasetInfo) -> std::result::Result<(), String> {
+        let kind = |targets: Targets| match targets {
+            Targets::Image => "a label for each image",
+            Targets::Pixels { .. } => "a label for each pixel",
+            Targets::Values { .. } => "values",
+        };
+        let [takes, has] = [self.targets, info.targets].map(kind);
+        if takes != has {
+            return Err(format!("{self} takes {takes}; {} has {has}", info.name));
+        }
+        Ok(())
     }
 
     /// A new model with its starting values.
@@ -199,12 +207,7 @@ impl Models {
     /// If its name is taken, or is not made of small ASCII letters, digits, `-`, `_` and `.`, as a word on the command line is.
     pub fn with(mut self, model: ModelSpec) -> std::result::Result<Models, String> {
         let name = model.name();
-        let plain = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"-_.".contains(&byte);
-        if name.is_empty() || name.starts_with('-') || !name.bytes().all(plain) {
-            return Err(format!(
-                "a model cannot be named {name:?}: small letters, digits, '-', '_' and '.' make a name, and it does not begin with '-'"
-            ));
-        }
+        check_name("a model", name)?;
         if self.names().any(|known| known == name) {
             return Err(format!("there are two models named {name:?}"));
         }

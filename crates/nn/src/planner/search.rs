@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use convoke_autograd::Device;
@@ -12,7 +11,7 @@ use convoke_kernels::tune::Tuner;
 use super::blocks::{self, BlockKind};
 use super::timing::Trial;
 use super::{MemoryPlan, PlannedBlock};
-use crate::data::TrainTest;
+use crate::data::Datasets;
 use crate::modules::ConvBnMode;
 use crate::training::{DrySteps, MemoryPrediction, TrainingConfig, TrainingError};
 
@@ -45,7 +44,7 @@ pub struct PlannerProgress {
 pub struct Planner {
     device: Device,
     config: TrainingConfig,
-    data: Arc<TrainTest>,
+    data: Datasets,
     dry: DrySteps,
     blocks: Vec<Block>,
     /// Exact bytes of the plans that were asked about, by the limit of workspaces and by what blocks keep.
@@ -89,7 +88,7 @@ impl Planner {
     pub fn new(
         device: &Device,
         config: &TrainingConfig,
-        data: &Arc<TrainTest>,
+        data: &Datasets,
         options: &PlannerOptions,
         progress: &mut dyn FnMut(PlannerProgress) -> ControlFlow<()>,
     ) -> Result<Option<Planner>> {
@@ -357,7 +356,7 @@ impl Planner {
         &self,
         budget: usize,
         plan: Option<&MemoryPlan>,
-        data: &Arc<TrainTest>,
+        data: &Datasets,
     ) -> Result<Option<usize>> {
         let keeps =
             plan.map(|plan| plan.blocks.iter().map(|block| (block.path.clone(), block.keep)).collect());
@@ -437,7 +436,7 @@ fn limited<R>(tuner: &Tuner, limit: Option<usize>, work: impl FnOnce() -> R) -> 
 fn largest_batch(
     device: &Device,
     config: &TrainingConfig,
-    data: &Arc<TrainTest>,
+    data: &Datasets,
     budget: usize,
     keeps: Option<&BTreeMap<String, Keep>>,
     at_most: usize,

@@ -1,11 +1,9 @@
 //! How much memory a run's steps take, without computing one.
 
-use std::sync::Arc;
-
 use convoke_autograd::Device;
 
 use super::{Result, StepReport, Trainer, TrainingConfig, TrainingError};
-use crate::data::TrainTest;
+use crate::data::Datasets;
 use crate::data_parallel::shard;
 use crate::{Module, planner};
 
@@ -29,7 +27,7 @@ pub struct MemoryPrediction {
 pub fn predict_memory(
     device: &Device,
     config: TrainingConfig,
-    data: Arc<TrainTest>,
+    data: impl Into<Datasets>,
 ) -> Result<MemoryPrediction> {
     DrySteps::new(device, config, data)?.step()
 }
@@ -41,7 +39,11 @@ pub(crate) struct DrySteps {
 
 impl DrySteps {
     /// A run after its first step; algorithms are chosen as for `device`.
-    pub(crate) fn new(device: &Device, config: TrainingConfig, data: Arc<TrainTest>) -> Result<DrySteps> {
+    pub(crate) fn new(
+        device: &Device,
+        config: TrainingConfig,
+        data: impl Into<Datasets>,
+    ) -> Result<DrySteps> {
         // No loss means anything.
         let config = TrainingConfig { stop_on_nan: false, ..config };
         let mut dry = DrySteps { trainer: Trainer::new(&device.dry(), config, data)? };

@@ -10,11 +10,11 @@ use serde::Serialize;
 
 use super::resume::RunState;
 use super::{Result, Trainer, TrainingConfig, TrainingError};
-use crate::data::{DatasetInfo, batch};
+use crate::data::{DatasetInfo, Request};
 use crate::data_parallel::{DataParallel, DataParallelOptions, shard_sizes, share_bytes, share_state};
 use crate::difference::{self, Difference};
 use crate::modules::{ConvBnMode, Keep};
-use crate::{Init, ModuleExt, planner};
+use crate::{Init, ModuleExt, batch, planner};
 
 impl Trainer {
     /// Makes this run one rank of a run that all ranks of `communicator` share; each calls this with a run of the same
@@ -131,15 +131,15 @@ impl Trainer {
         let model = self.config.build(&init, info)?;
         planner::copy(self.model.as_ref(), model.as_ref()).map_err(TrainingError::Config)?;
         for images in self.sampler.shard_sizes(world_size) {
-            let first: Vec<u32> = (0..images as u32).collect();
             let views = self.config.augmentation.views(0, 0);
-            let (images, labels) = batch(&device, &self.data.train, &first, Some(&views))?;
-            self.loss(&model.forward(&images)?, &labels)?.0.backward()?;
+            let request = Request { samples: (0..images as u32).collect(), views: Some(views) };
+            let (images, targets) = batch(&device, &self.train_loader, &request)?;
+            self.loss(&model.forward(&images)?, &targets)?.0.backward()?;
         }
         model.eval();
         for images in shard_sizes(self.data.test.len(), self.evaluation_batch(), world_size) {
-            let first: Vec<u32> = (0..images as u32).collect();
-            let (images, _) = batch(&device, &self.data.test, &first, None)?;
+            let request = Request { samples: (0..images as u32).collect(), views: None };
+            let (images, _) = batch(&device, &self.test_loader, &request)?;
             inference_mode(|| model.forward(&images))?;
         }
         Ok(())

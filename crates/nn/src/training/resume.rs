@@ -1,7 +1,6 @@
 //! Saving a run and going on with it: what it is, where it stands, and whether the two fit.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use convoke_autograd::Device;
 use convoke_kernels::tune::Choice;
@@ -9,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Result, Trainer, TrainingConfig};
 use crate::checkpoint::{self, CheckpointError, Value};
-use crate::data::{Augmentation, DatasetInfo, TrainTest};
+use crate::data::{Augmentation, DatasetInfo, Datasets};
 use crate::random::GeneratorState;
 use crate::{Rule, difference};
 
@@ -52,7 +51,7 @@ impl Trainer {
     pub fn resume(
         device: &Device,
         config: TrainingConfig,
-        data: Arc<TrainTest>,
+        data: impl Into<Datasets>,
         folder: &Path,
     ) -> Result<Trainer> {
         let mut trainer = Trainer::new(device, config, data)?;

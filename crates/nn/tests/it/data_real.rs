@@ -84,7 +84,7 @@ fn camvid_is_what_came_with_segnet() {
     let parts = camvid::load_parts(&folder, &silent).unwrap();
     let info = parts.train.info();
     assert_eq!((info.name.as_str(), info.channels, info.height, info.width), ("camvid", 3, 120, 160));
-    assert_eq!((info.classes, info.targets), (11, Targets::Pixels { ignore: Some(camvid::VOID) }));
+    assert_eq!((info.classes, info.targets), (11, Targets::Pixels { ignore: Some(camvid::VOID.into()) }));
     for (part, len) in [(&parts.train, 367), (&parts.val, 101), (&parts.test, 233)] {
         assert_eq!((part.info(), part.len()), (info, len));
         assert_eq!(part.labels().len(), len * 120 * 160);
@@ -128,5 +128,5 @@ fn camvid_is_what_came_with_segnet() {
     }
 
     let two = camvid::load(&folder, &silent).unwrap();
-    assert!(two.train == parts.train && two.test == parts.test);
+    assert!(*two.train == parts.train && *two.test == parts.test);
 }

@@ -1,13 +1,12 @@
 //! Steps on a dry device: the bytes of real ones, exactly, without a kernel or a change of the run.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use crate::common::{self, bits, check_same_state, config, digits, snapshot, spec};
 use convoke_autograd::{Cpu, Device, DeviceOptions, Tensor};
 use convoke_kernels::optimizer::Sgd;
 use convoke_kernels::tune::{Tuner, TunerOptions};
-use convoke_nn::data::{Augmentation, Dataset, DatasetInfo, Targets, TrainTest};
+use convoke_nn::data::{Augmentation, DatasetInfo, InMemory, Targets, TrainTest};
 use convoke_nn::modules::ConvBnMode;
 use convoke_nn::training::{MemoryPrediction, Trainer, TrainingConfig, predict_memory};
 use convoke_nn::{ModuleExt, Rule};
@@ -22,7 +21,7 @@ fn rules() -> [Rule; 4] {
 }
 
 /// Images of 24 x 32 with three classes at their pixels; some pixels have no label.
-fn scenes(count: usize) -> Arc<TrainTest> {
+fn scenes(count: usize) -> TrainTest {
     let (mean, std) = (vec![0.5; 3], vec![0.25; 3]);
     let targets = Targets::Pixels { ignore: Some(255) };
     let info = DatasetInfo {
@@ -38,9 +37,9 @@ fn scenes(count: usize) -> Arc<TrainTest> {
     let set = |count: usize| {
         let images = (0..count * info.image_len()).map(|place| (place * 7 % 251) as u8).collect();
         let labels = (0..count * 24 * 32).map(|place| [0, 1, 2, 255][place / 5 % 4]).collect();
-        Dataset::new(info.clone(), images, labels).unwrap()
+        InMemory::new(info.clone(), images, labels).unwrap()
     };
-    Arc::new(TrainTest { train: set(count), test: set(2) })
+    TrainTest::new(set(count), set(2))
 }
 
 fn device(threads: usize, tuner: Tuner) -> Device {
@@ -48,7 +47,7 @@ fn device(threads: usize, tuner: Tuner) -> Device {
 }
 
 /// Steps with whole batches, from the second on, take what was predicted.
-fn check(device: &Device, config: TrainingConfig, data: &Arc<TrainTest>) {
+fn check(device: &Device, config: TrainingConfig, data: &TrainTest) {
     let context = format!("{config:?}");
     let batch_size = config.batch_size;
     let predicted = predict_memory(device, config.clone(), data.clone()).unwrap();

@@ -6,7 +6,7 @@ use std::panic::AssertUnwindSafe;
 use convoke_autograd::Device;
 use convoke_autograd::ops::ConvOptions;
 use convoke_nn::Init;
-use convoke_nn::data::{self, Augmentation, Dataset, DatasetInfo, Targets};
+use convoke_nn::data::{self, Augmentation, DatasetInfo, InMemory, Targets};
 use convoke_nn::data_parallel::{Sampler, shard};
 use convoke_nn::modules::{BatchNorm2d, BatchNormConfig, Conv2d, Linear};
 use convoke_testkit::Failures;
@@ -68,7 +68,7 @@ fn layers_and_data_sets_of_any_size_are_made_or_refused() {
                     (other, _) => Err(format!("{other:?}")),
                 },
             );
-            check("Dataset", refused(fits, || Dataset::new(info.clone(), vec![], vec![])));
+            check("Dataset", refused(fits, || InMemory::new(info.clone(), vec![], vec![])));
             check(
                 "noise",
                 refused(small, || match small || !fits {

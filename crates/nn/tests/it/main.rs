@@ -19,6 +19,7 @@ mod modules;
 mod optimizers;
 mod own_model;
 mod planner;
+mod recorded;
 mod resnet;
 mod resume;
 mod segnet;

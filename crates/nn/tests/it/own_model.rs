@@ -1,13 +1,12 @@
 //! A user's own model gets what the built-in ones get: training, resuming, plans to the byte, ranks; and what is wrong with it is
 //! said.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use convoke_autograd::ops::{UpsampleMode, concat};
 use convoke_autograd::{Device, Result, Tensor};
 use convoke_distributed::{Options, run_threads};
-use convoke_nn::data::{DatasetInfo, Targets, TrainTest, noise, silent};
+use convoke_nn::data::{DatasetInfo, Datasets, Targets, noise, silent};
 use convoke_nn::models::{ModelOptions, ModelSpec, Models};
 use convoke_nn::modules::{
     Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, LogSoftmax,
@@ -62,9 +61,9 @@ fn config(batch_size: usize) -> TrainingConfig {
     common::config(small(), ConvBnMode::Fused, Rule::sgd(0.05), batch_size)
 }
 
-fn data(images: usize) -> Arc<TrainTest> {
+fn data(images: usize) -> Datasets {
     let info = DatasetInfo::of_noise("noise", [2, 8, 12], 3, Targets::Pixels { ignore: None });
-    Arc::new(noise(&info, 1, [images, 4], &silent).unwrap())
+    noise(&info, 1, [images, 4], &silent).unwrap().into()
 }
 
 #[test]
@@ -129,7 +128,7 @@ fn ranks_train_it_as_one_does() {
 fn what_is_wrong_is_said() {
     let device = device();
     let odd = DatasetInfo::of_noise("odd", [2, 7, 12], 3, Targets::Pixels { ignore: None });
-    let odd = Arc::new(noise(&odd, 1, [8, 2], &silent).unwrap());
+    let odd = noise(&odd, 1, [8, 2], &silent).unwrap();
     let parts = ["small takes images of even sides; odd has [2, 7, 12] in 3 classes"];
     assert_refused(Trainer::new(&device, config(4), odd).map(drop), &parts);
     assert_refused(Models::builtin().get("no-net"), &["no-net", "mnist-cnn, segnet, resnet20, resnet50"]);

@@ -1,13 +1,12 @@
 //! Plans: bytes exactly as predicted, within the budget, and not a bit of training changed.
 
 use std::ops::ControlFlow;
-use std::sync::Arc;
 use std::time::Duration;
 
 use crate::common::{self, blocks, check_same_state, snapshot, spec};
 use convoke_autograd::{Cpu, Device, DeviceOptions};
 use convoke_distributed::{Options, run_threads};
-use convoke_nn::data::{DatasetInfo, TrainTest, noise, silent};
+use convoke_nn::data::{DatasetInfo, Datasets, noise, silent};
 use convoke_nn::modules::{ConvBnMode, Keep};
 use convoke_nn::planner::{MemoryPlan, Planner, PlannerOptions};
 use convoke_nn::training::{Trainer, TrainingConfig};
@@ -22,7 +21,7 @@ fn config(model: &str, batch_size: usize) -> TrainingConfig {
 }
 
 /// Noise in a shape that the model takes, small where it can be.
-fn data(model: &str, images: usize) -> Arc<TrainTest> {
+fn data(model: &str, images: usize) -> Datasets {
     let shape = match model {
         "mnist-cnn" => [1, 28, 28],
         "segnet" => [3, 24, 32],
@@ -32,7 +31,7 @@ fn data(model: &str, images: usize) -> Arc<TrainTest> {
     };
     let model = spec(model);
     let info = DatasetInfo::of_noise("noise", shape, model.classes().min(10), model.targets());
-    Arc::new(noise(&info, 1, [images, 2], &silent).unwrap())
+    noise(&info, 1, [images, 2], &silent).unwrap().into()
 }
 
 /// The models and a batch size for each.

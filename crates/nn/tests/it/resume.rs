@@ -3,7 +3,6 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::Arc;
 use std::time::Duration;
 
 use crate::common::{self, assert_refused, check_same_state, device, digits, parameter, snapshot, spec};
@@ -11,7 +10,7 @@ use convoke_autograd::Tensor;
 use convoke_kernels::optimizer::{Adadelta, AdamW, Sgd};
 use convoke_nn::Rule;
 use convoke_nn::checkpoint::{self, CheckpointError};
-use convoke_nn::data::{Augmentation, Dataset, DatasetInfo, TrainTest};
+use convoke_nn::data::{Augmentation, DatasetInfo, InMemory, TrainTest};
 use convoke_nn::modules::ConvBnMode;
 use convoke_nn::training::{Trainer, TrainingConfig, TrainingError};
 use convoke_testkit::Failures;
@@ -23,7 +22,7 @@ use tempfile::{TempDir, tempdir};
 const IMAGES: usize = 24;
 const BATCH: usize = 7;
 
-fn data() -> Arc<TrainTest> {
+fn data() -> TrainTest {
     digits(IMAGES, 10)
 }
 
@@ -219,19 +218,19 @@ fn other_data_is_refused() {
     let folder = saved(fused(), 1);
     let resume = |data| Trainer::resume(&device(), fused(), data, folder.path()).map(drop);
     assert_refused(resume(digits(IMAGES + 1, 10)), &["training.json", "train_images", "24", "25"]);
-    let renamed = |part: &Dataset| {
+    let renamed = |part: &InMemory| {
         let info = DatasetInfo { name: "letters".into(), ..part.info().clone() };
-        Dataset::new(info, part.images().to_vec(), part.labels().to_vec()).unwrap()
+        InMemory::new(info, part.images().to_vec(), part.labels().to_vec()).unwrap()
     };
     let digits = data();
-    let letters = TrainTest { train: renamed(&digits.train), test: renamed(&digits.test) };
-    assert_refused(resume(Arc::new(letters)), &["training.json", "data.name", "digits", "letters"]);
-    let brighter = |part: &Dataset| {
+    let letters = TrainTest::new(renamed(&digits.train), renamed(&digits.test));
+    assert_refused(resume(letters), &["training.json", "data.name", "digits", "letters"]);
+    let brighter = |part: &InMemory| {
         let info = DatasetInfo { mean: vec![0.25], ..part.info().clone() };
-        Dataset::new(info, part.images().to_vec(), part.labels().to_vec()).unwrap()
+        InMemory::new(info, part.images().to_vec(), part.labels().to_vec()).unwrap()
     };
-    let brighter = TrainTest { train: brighter(&digits.train), test: brighter(&digits.test) };
-    assert_refused(resume(Arc::new(brighter)), &["training.json", "data.mean", "this run needs [0.25]"]);
+    let brighter = TrainTest::new(brighter(&digits.train), brighter(&digits.test));
+    assert_refused(resume(brighter), &["training.json", "data.mean", "this run needs [0.25]"]);
 }
 
 #[test]

@@ -1,13 +1,12 @@
 //! The segmentation network: its tree, its skips, gradients in both modes, folding, sizes that do not fit, no images.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use crate::common::{self, assert_refused, backward, init, normal, parameter, spec, tensor, values};
 use convoke_autograd::ops::{UpsampleMode, concat, log_softmax, max_pool2d, upsample2d};
 use convoke_autograd::{Cpu, DType, Device, DeviceOptions, MemoryFormat, Tensor, inference_mode};
 use convoke_distributed::{Options, run_threads};
-use convoke_nn::data::{Dataset, DatasetInfo, Targets, TrainTest};
+use convoke_nn::data::{DatasetInfo, InMemory, Targets, TrainTest};
 use convoke_nn::models::{Models, Segnet, segnet};
 use convoke_nn::modules::{ConvBnMode, PoolOptions};
 use convoke_nn::training::{Trainer, TrainingConfig, TrainingError};
@@ -210,10 +209,10 @@ fn a_batch_without_labels_is_named_as_such() {
     let labels = [[255; 256].as_slice(), &[1; 256]].concat();
     let set = |range: std::ops::Range<usize>| {
         let labels = labels[256 * range.start..256 * range.end].to_vec();
-        Dataset::new(info.clone(), vec![7; 3 * labels.len()], labels).unwrap()
+        InMemory::new(info.clone(), vec![7; 3 * labels.len()], labels).unwrap()
     };
     for (images, learns) in [(0..1, false), (1..2, true)] {
-        let data = Arc::new(TrainTest { train: set(images), test: set(1..2) });
+        let data = TrainTest::new(set(images), set(1..2));
         let config = TrainingConfig {
             model: spec("segnet"),
             conv_bn: ConvBnMode::Fused,

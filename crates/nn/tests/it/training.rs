@@ -1,14 +1,13 @@
 //! Training runs: learning, fused against separate, memory to the byte, learning rates, losses that are not finite, errors.
 
 use std::ops::ControlFlow;
-use std::sync::Arc;
 
 use crate::common::{
     self, assert_refused, bits, blocks, check_same_state, device, digits, parameter, snapshot, spec,
 };
 use convoke_autograd::{Cpu, Device, DeviceOptions, Tensor};
 use convoke_kernels::optimizer::Sgd;
-use convoke_nn::data::{Dataset, DatasetInfo, Targets, TrainTest};
+use convoke_nn::data::{DatasetInfo, InMemory, Targets, TrainTest};
 use convoke_nn::modules::{ConvBnMode, Keep};
 use convoke_nn::training::{Evaluation, StepReport, Trainer, TrainingConfig, TrainingError};
 use convoke_nn::{ModuleExt, Rule};
@@ -20,7 +19,7 @@ fn config(conv_bn: ConvBnMode, rule: Rule, batch_size: usize) -> TrainingConfig 
     common::config(spec("mnist-cnn"), conv_bn, rule, batch_size)
 }
 
-fn trainer(conv_bn: ConvBnMode, rule: Rule, batch_size: usize, data: &Arc<TrainTest>) -> Trainer {
+fn trainer(conv_bn: ConvBnMode, rule: Rule, batch_size: usize, data: &TrainTest) -> Trainer {
     Trainer::new(&device(), config(conv_bn, rule, batch_size), data.clone()).unwrap()
 }
 
@@ -387,7 +386,7 @@ fn with_the_flag_a_loss_that_is_not_finite_is_a_step_like_others() {
 
 // ---- what is refused -----------------------------------------------------------------------------------------------
 
-fn refused(config: TrainingConfig, data: Arc<TrainTest>, parts: &[&str]) {
+fn refused(config: TrainingConfig, data: TrainTest, parts: &[&str]) {
     match Trainer::new(&device(), config, data) {
         Err(error @ TrainingError::Config(_)) => assert_refused(Err::<(), _>(error), parts),
         Err(other) => panic!("another error: {other}"),
@@ -409,14 +408,14 @@ fn batch_sizes_that_do_not_fit_are_refused() {
     }
 }
 
-fn dataset(name: &str, [channels, height, width]: [usize; 3], classes: usize) -> Arc<TrainTest> {
+fn dataset(name: &str, [channels, height, width]: [usize; 3], classes: usize) -> TrainTest {
     let (mean, std) = (vec![0.5; channels], vec![0.5; channels]);
     let targets = Targets::Image;
     let info = DatasetInfo { name: name.into(), channels, height, width, classes, targets, mean, std };
     let set = |count: usize| {
-        Dataset::new(info.clone(), vec![0; count * channels * height * width], vec![0; count]).unwrap()
+        InMemory::new(info.clone(), vec![0; count * channels * height * width], vec![0; count]).unwrap()
     };
-    Arc::new(TrainTest { train: set(4), test: set(2) })
+    TrainTest::new(set(4), set(2))
 }
 
 #[test]

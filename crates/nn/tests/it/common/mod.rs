@@ -1,6 +1,6 @@
 //! What the integration tests share: a device, tensors and modules by seed, and reading a model's state bit by bit.
 
-use std::sync::{Arc, LazyLock};
+use std::sync::LazyLock;
 
 use convoke_autograd::{BackwardOptions, Cpu, DType, Device, DeviceOptions, Gradients, Tensor};
 use convoke_nn::data::{self, TrainTest};
@@ -158,13 +158,13 @@ pub(crate) fn assert_refused<T, E: std::fmt::Display>(result: Result<T, E>, part
 }
 
 /// The first `train` and `test` images of a small `digits`.
-pub(crate) fn digits(train: usize, test: usize) -> Arc<TrainTest> {
+pub(crate) fn digits(train: usize, test: usize) -> TrainTest {
     static ALL: LazyLock<TrainTest> = LazyLock::new(|| data::digits(7, 600, 100, &data::silent).unwrap());
-    let first = |part: &data::Dataset, count: usize| {
+    let first = |part: &data::InMemory, count: usize| {
         let (images, labels) = (&part.images()[..count * part.info().image_len()], &part.labels()[..count]);
-        data::Dataset::new(part.info().clone(), images.to_vec(), labels.to_vec()).unwrap()
+        data::InMemory::new(part.info().clone(), images.to_vec(), labels.to_vec()).unwrap()
     };
-    Arc::new(TrainTest { train: first(&ALL.train, train), test: first(&ALL.test, test) })
+    TrainTest::new(first(&ALL.train, train), first(&ALL.test, test))
 }
 
 /// Shape and values of what the case fills by formula at `attribute`.

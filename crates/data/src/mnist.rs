@@ -5,11 +5,15 @@
 
 use std::path::{Path, PathBuf};
 
+#[cfg(feature = "download")]
 use super::download::{DownloadOptions, RemoteFile, fetch_files, sha256};
-use super::idx::{self, IdxReader};
+#[cfg(feature = "download")]
+use super::idx;
+use super::idx::IdxReader;
 use super::progress::report;
 use super::{
-    DataError, Dataset, DatasetInfo, Progress, ProgressEvent, ProgressUnit, Targets, TrainTest, check_labels,
+    DataError, DatasetInfo, DatasetSpec, InMemory, LoadOptions, Progress, ProgressEvent, ProgressUnit,
+    Targets, TrainTest, check_labels,
 };
 
 /// Public copies of the files; the last one is their origin and often out of service.
@@ -36,8 +40,10 @@ struct Source<'a> {
     /// The `idx3` or `idx1` of the name.
     kind: &'a str,
     /// The compressed file on the mirrors.
+    #[cfg(feature = "download")]
     remote: RemoteFile<'a>,
     /// SHA-256 of what the compressed file holds; a copy compressed by another program is right too.
+    #[cfg(feature = "download")]
     contents_sha256: &'a str,
 }
 
@@ -46,41 +52,49 @@ struct Source<'a> {
 const TRAIN_IMAGES: Source<'static> = Source {
     stem: "train-images",
     kind: "idx3",
+    #[cfg(feature = "download")]
     remote: RemoteFile {
         name: "train-images-idx3-ubyte.gz",
         size: 9_912_422,
         sha256: "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
     },
+    #[cfg(feature = "download")]
     contents_sha256: "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
 };
 const TRAIN_LABELS: Source<'static> = Source {
     stem: "train-labels",
     kind: "idx1",
+    #[cfg(feature = "download")]
     remote: RemoteFile {
         name: "train-labels-idx1-ubyte.gz",
         size: 28_881,
         sha256: "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
     },
+    #[cfg(feature = "download")]
     contents_sha256: "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
 };
 const TEST_IMAGES: Source<'static> = Source {
     stem: "t10k-images",
     kind: "idx3",
+    #[cfg(feature = "download")]
     remote: RemoteFile {
         name: "t10k-images-idx3-ubyte.gz",
         size: 1_648_877,
         sha256: "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
     },
+    #[cfg(feature = "download")]
     contents_sha256: "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
 };
 const TEST_LABELS: Source<'static> = Source {
     stem: "t10k-labels",
     kind: "idx1",
+    #[cfg(feature = "download")]
     remote: RemoteFile {
         name: "t10k-labels-idx1-ubyte.gz",
         size: 4_542,
         sha256: "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
     },
+    #[cfg(feature = "download")]
     contents_sha256: "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
 };
 const SOURCES: [Source<'static>; 4] = [TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS];
@@ -102,6 +116,7 @@ impl Source<'_> {
     }
 
     /// Whether the file that would be loaded holds what it should. One that cannot be read does not.
+    #[cfg(feature = "download")]
     fn is_right(&self, folder: &Path) -> bool {
         let contents = self.find(folder).and_then(|file| idx::contents(&file));
         contents
@@ -141,11 +156,11 @@ pub fn load(folder: &Path, progress: &Progress<'_>) -> Result<TrainTest, DataErr
         step(done + 1)?;
         let labels = labels.finish()?.data;
         check_labels(&pair[1].display().to_string(), &labels, count, &info())?;
-        parts.push(Dataset::new(info(), images, labels)?);
+        parts.push(InMemory::new(info(), images, labels)?);
     }
     step(SOURCES.len() as u64)?;
     let [train, test] = parts.try_into().expect("four files make two parts");
-    Ok(TrainTest { train, test })
+    Ok(TrainTest::new(train, test))
 }
 
 /// Brings the four files into `folder`; those that are there in any accepted form and right are not
@@ -155,10 +170,12 @@ pub fn load(folder: &Path, progress: &Progress<'_>) -> Result<TrainTest, DataErr
 ///
 /// # Errors
 /// Those of [`fetch_files`].
+#[cfg(feature = "download")]
 pub fn download(folder: &Path, options: &DownloadOptions, progress: &Progress<'_>) -> Result<(), DataError> {
     download_sources(folder, &SOURCES, options, progress)
 }
 
+#[cfg(feature = "download")]
 fn download_sources(
     folder: &Path,
     sources: &[Source<'_>],
@@ -168,6 +185,24 @@ fn download_sources(
     let wrong = sources.iter().filter(|source| !source.is_right(folder));
     let files: Vec<RemoteFile<'_>> = wrong.map(|source| source.remote).collect();
     if files.is_empty() { Ok(()) } else { fetch_files(folder, &files, options, progress) }
+}
+
+/// The data set by name.
+pub(super) fn spec() -> DatasetSpec {
+    let load =
+        |options: &LoadOptions<'_>| Ok(load(options.folder.unwrap_or(Path::new(".")), options.progress)?);
+    let spec = DatasetSpec::new("mnist", "Handwritten digits (LeCun, Cortes, Burges)", load)
+        .with_info(info())
+        .with_files(
+            is_present,
+            "MNIST is not there: add --download to fetch it (11 MB), or name its folder with --data-dir",
+        );
+    #[cfg(feature = "download")]
+    let spec = spec.with_download(|folder, proxy, progress| {
+        let options = DownloadOptions { proxy, ..DownloadOptions::new(MIRRORS) };
+        Ok(download(folder, &options, progress)?)
+    });
+    spec
 }
 
 /// What is known of the set before any file is read.

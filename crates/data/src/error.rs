@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use convoke_files::escaped;
 use convoke_memory::OutOfMemory;
@@ -83,11 +83,21 @@ pub enum DataError {
         /// The position of the first bad label, from 0: of the image, or of image, row and column.
         index: Vec<usize>,
         /// The bad label.
-        label: u8,
+        label: i64,
         /// How many classes there are.
         classes: usize,
         /// The label that stands for no class, if there is one.
-        ignore: Option<u8>,
+        ignore: Option<i64>,
+    },
+    /// A data set could not give a sample, or gave one that does not fit what it tells of itself.
+    #[error("data set {}: sample {index}: {}", escaped(dataset), escaped(reason))]
+    Sample {
+        /// The name of the data set.
+        dataset: String,
+        /// The sample.
+        index: usize,
+        /// What is wrong.
+        reason: String,
     },
     /// A set would not fit into memory, or is larger than what is read.
     #[error(
@@ -161,7 +171,7 @@ impl fmt::Display for LabelsOf {
 }
 
 /// Prints what else a label may be.
-struct OrIgnored(Option<u8>);
+struct OrIgnored(Option<i64>);
 
 impl fmt::Display for OrIgnored {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -186,7 +196,8 @@ impl fmt::Display for Attempts<'_> {
 
 impl DataError {
     /// A constructor for `map_err`: wraps the system's error about a file.
-    pub(super) fn io(file: &Path, action: &'static str) -> impl FnOnce(io::Error) -> Self {
+    #[cfg(any(feature = "gzip", feature = "png"))]
+    pub(super) fn io(file: &std::path::Path, action: &'static str) -> impl FnOnce(io::Error) -> Self {
         let file = file.to_owned();
         move |source| Self::Io { file, action, source }
     }

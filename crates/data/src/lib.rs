@@ -1,39 +1,57 @@
-//! Image data sets in memory: reading MNIST, CIFAR-10 and CamVid, generating `digits` and noise, the checks that they
-//! share, and batches made of them.
+//! Data sets of images: a trait for your own, readers of MNIST, CIFAR-10 and CamVid, generated digits and noise, random crops and
+//! flips, and batches that threads load ahead. No tensor is known here.
 //!
-//! A [`Dataset`] holds bytes exactly as they were stored or drawn; scaling and normalisation happen when a
-//! batch is made, so that the 70,000 images of MNIST take 55 MB and not four times as much.
+//! A [`Dataset`] gives samples by index, and need not hold them in memory. Those that come with this crate are [`InMemory`]: bytes
+//! exactly as they were stored or drawn. Scaling and normalisation happen when a batch is made ([`Loader`]), so that the 70,000
+//! images of MNIST take 55 MB and not four times as much.
 //!
-//! Architecture invariant: nothing here prints or reads the environment. Long work reports through
-//! [`Progress`].
+//! What reads compressed files (feature `gzip`: MNIST, CIFAR-10), PNG files (`png`: CamVid) or the network (`download`) is compiled
+//! when it is asked for.
+//!
+//! Architecture invariant: nothing here prints or reads the environment. Long work reports through [`Progress`].
 
 mod augmentation;
-mod batch;
+#[cfg(feature = "png")]
 pub mod camvid;
+#[cfg(feature = "gzip")]
 pub mod cifar10;
 mod dataset;
 pub mod digits;
+#[cfg(feature = "download")]
 pub mod download;
 mod error;
+#[cfg(feature = "gzip")]
 pub mod idx;
+mod in_memory;
+mod loader;
+#[cfg(feature = "gzip")]
 pub mod mnist;
 mod noise;
+#[cfg(feature = "png")]
 mod png_file;
 mod progress;
+mod sample;
+mod spec;
+#[cfg(feature = "gzip")]
 mod tar;
 mod threads;
 
 pub use augmentation::{Augmentation, View, Views};
-pub use batch::batch;
-pub(crate) use dataset::check_labels;
-pub use dataset::{Dataset, DatasetInfo, Targets, TrainTest};
+pub use dataset::{Dataset, DatasetInfo, Datasets, MAX_CLASSES, Targets, TrainTest, from_fn};
 pub use digits::digits;
 pub use error::{DataError, MirrorFailure};
+pub use in_memory::InMemory;
+pub use loader::{Loader, Request};
 pub use noise::noise;
 pub use progress::{Progress, ProgressEvent, ProgressUnit, silent};
+pub use sample::{Pixels, Sample, Target, TargetBatch};
+pub use spec::{DatasetSpec, DatasetSpecs, LoadError, LoadOptions, check_name};
+
+#[cfg(any(feature = "gzip", feature = "png"))]
+pub(crate) use in_memory::check_labels;
 
 /// Doors for the fuzz targets to readers of bytes that are private.
-#[cfg(fuzzing)]
+#[cfg(all(fuzzing, feature = "gzip", feature = "png"))]
 #[doc(hidden)]
 #[allow(missing_docs)]
 pub mod fuzzing {
@@ -67,7 +85,7 @@ pub mod fuzzing {
 }
 
 /// What the tests of readers share.
-#[cfg(test)]
+#[cfg(all(test, any(feature = "gzip", feature = "png")))]
 mod testing {
     use std::fs;
     use std::path::Path;

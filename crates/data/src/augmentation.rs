@@ -49,6 +49,7 @@ pub struct Views {
 
 /// Begins the keys of the random streams, so that they are unlike those of other uses of the same seed.
 const DOMAIN: [u8; 16] = *b"augmentation/1\0\0";
+const SAMPLE_DOMAIN: [u8; 16] = *b"sample/1\0\0\0\0\0\0\0\0";
 
 impl View {
     /// The rows and columns of the view that lie in an image of this height and width.
@@ -86,8 +87,13 @@ impl Augmentation {
                 padding.to_string(),
             );
         }
-        if padding > 0 && info.targets == (Targets::Pixels { ignore: None }) {
-            return wrong("padding", "0, as every pixel has a class".into(), padding.to_string());
+        let needed = match info.targets {
+            Targets::Pixels { ignore: None } => Some("a class"),
+            Targets::Values { .. } if info.targets.are_of_pixels() => Some("values"),
+            _ => None,
+        };
+        if let Some(needed) = needed.filter(|_| padding > 0) {
+            return wrong("padding", format!("0, as every pixel has {needed}"), padding.to_string());
         }
         let whole = [info.height, info.width].map(|size| size.saturating_add(2 * padding));
         let Some(crop) = self.crop else { return Ok(whole) };
@@ -101,6 +107,23 @@ impl Augmentation {
 }
 
 impl Views {
+    /// What the sample at `index` is to be varied by, beyond its view: see [`crate::Dataset::sample`].
+    pub(super) fn sample_seed(&self, index: usize) -> u64 {
+        let mut random = self.random(SAMPLE_DOMAIN, index);
+        random.next_u64()
+    }
+
+    /// The numbers of one image in one epoch; what they are for has a key of its own.
+    fn random(&self, domain: [u8; 16], index: usize) -> ChaCha8Rng {
+        let mut key = [0; 32];
+        key[..16].copy_from_slice(&domain);
+        key[16..24].copy_from_slice(&self.seed.to_le_bytes());
+        key[24..].copy_from_slice(&(self.epoch as u64).to_le_bytes());
+        let mut random = ChaCha8Rng::from_seed(key);
+        random.set_stream(index as u64);
+        random
+    }
+
     /// Height and width of every view.
     ///
     /// # Errors
@@ -117,12 +140,7 @@ impl Views {
     /// As [`Augmentation::size`].
     pub fn of(&self, index: usize, info: &DatasetInfo) -> Result<View, DataError> {
         let [height, width] = self.size(info)?;
-        let mut key = [0; 32];
-        key[..16].copy_from_slice(&DOMAIN);
-        key[16..24].copy_from_slice(&self.seed.to_le_bytes());
-        key[24..].copy_from_slice(&(self.epoch as u64).to_le_bytes());
-        let mut random = ChaCha8Rng::from_seed(key);
-        random.set_stream(index as u64);
+        let mut random = self.random(DOMAIN, index);
         let heads = random.next_u64() >> 63 == 1;
         // By hand, as the libraries' own way may change with their versions; the bias is below count / 2^64.
         let mut below = |count: usize| ((u128::from(random.next_u64()) * count as u128) >> 64) as usize;

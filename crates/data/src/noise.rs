@@ -4,10 +4,10 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 
-use super::dataset::zeroed;
+use super::in_memory::zeroed;
 use super::progress::report;
 use super::threads::threads;
-use super::{DataError, Dataset, DatasetInfo, Progress, ProgressEvent, ProgressUnit, Targets, TrainTest};
+use super::{DataError, DatasetInfo, InMemory, Progress, ProgressEvent, ProgressUnit, Targets, TrainTest};
 
 /// Begins the keys of the random streams, so that they are unlike those of other uses of the same seed.
 const DOMAIN: [u8; 16] = *b"noise/1\0\0\0\0\0\0\0\0\0";
@@ -33,12 +33,12 @@ pub fn noise(
 ) -> Result<TrainTest, DataError> {
     threads()?;
     // Checks the shape before it is computed with.
-    Dataset::new(info.clone(), vec![], vec![])?;
+    InMemory::new(info.clone(), vec![], vec![])?;
     let [train, test] = lens;
-    Ok(TrainTest {
-        train: part(info, seed, (0, "noise: train", train), progress)?,
-        test: part(info, seed, (1, "noise: test", test), progress)?,
-    })
+    Ok(TrainTest::new(
+        part(info, seed, (0, "noise: train", train), progress)?,
+        part(info, seed, (1, "noise: test", test), progress)?,
+    ))
 }
 
 /// One part: its number, its name and how many images it has.
@@ -47,7 +47,7 @@ fn part(
     seed: u64,
     (number, stage, len): (u8, &str, usize),
     progress: &Progress<'_>,
-) -> Result<Dataset, DataError> {
+) -> Result<InMemory, DataError> {
     let (image_len, label_len) = (info.image_len(), info.label_len());
     let (mut images, mut labels) = (zeroed(info, len, image_len)?, zeroed(info, len, label_len)?);
     let mut key = [0; 32];
@@ -77,7 +77,7 @@ fn part(
         done += images.len() / image_len;
         event(done)?;
     }
-    Dataset::new(info.clone(), images, labels)
+    InMemory::new(info.clone(), images, labels)
 }
 
 impl DatasetInfo {

@@ -22,7 +22,8 @@ use super::png_file::{self, Content, Raster};
 use super::progress::report;
 use super::threads::threads;
 use super::{
-    DataError, Dataset, DatasetInfo, Progress, ProgressEvent, ProgressUnit, Targets, TrainTest, check_labels,
+    Augmentation, DataError, DatasetInfo, DatasetSpec, InMemory, LoadOptions, Progress, ProgressEvent,
+    ProgressUnit, Targets, TrainTest, check_labels,
 };
 
 /// The classes; a label is a place in this list.
@@ -44,6 +45,9 @@ pub const VOID: u8 = 11;
 /// Sets of more bytes are refused, images and labels together.
 pub const MAX_DATA_BYTES: u64 = 4 << 30;
 
+/// Height and width of the images, as they are distributed for segmentation by SegNet's authors.
+const USUAL_SIZE: [usize; 2] = [360, 480];
+
 const NAME: &str = "camvid";
 const STAGE: &str = "loading camvid";
 const CHANNELS: usize = 3;
@@ -54,11 +58,11 @@ const IMAGES_PER_REPORT: usize = 16;
 #[derive(Clone, Debug, PartialEq)]
 pub struct Parts {
     /// What a model learns from.
-    pub train: Dataset,
+    pub train: InMemory,
     /// What settings are chosen by.
-    pub val: Dataset,
+    pub val: InMemory,
     /// What a model is judged on.
-    pub test: Dataset,
+    pub test: InMemory,
 }
 
 /// Whether the folders that [`load`] reads lie in `folder`; they are not opened.
@@ -79,7 +83,26 @@ pub fn is_present(folder: &Path) -> bool {
 /// says so.
 pub fn load(folder: &Path, progress: &Progress<'_>) -> Result<TrainTest, DataError> {
     let [train, test] = load_named(folder, ["train", "test"], progress)?;
-    Ok(TrainTest { train, test })
+    Ok(TrainTest::new(train, test))
+}
+
+/// The data set by name.
+pub(super) fn spec() -> DatasetSpec {
+    let load =
+        |options: &LoadOptions<'_>| Ok(load(options.folder.unwrap_or(Path::new(".")), options.progress)?);
+    DatasetSpec::new(
+        "camvid",
+        "Street scenes with a class for each pixel (Brostow et al.), as PNG files; not downloaded",
+        load,
+    )
+    .with_info_of_any_size(info(USUAL_SIZE))
+    .with_model("segnet")
+    .with_augmentation(Augmentation { flip: true, crop: Some([96, 128]), padding: 0 })
+    .with_files(
+        is_present,
+        "CamVid is not there: name the folder that holds train, trainannot, test and testannot with --data-dir \
+         (docs/data-parallel.md)",
+    )
 }
 
 /// As [`load`], with the validation set.
@@ -96,7 +119,7 @@ fn load_named<const N: usize>(
     folder: &Path,
     names: [&str; N],
     progress: &Progress<'_>,
-) -> Result<[Dataset; N], DataError> {
+) -> Result<[InMemory; N], DataError> {
     threads()?;
     // Listed first, so that a missing file is reported before seconds are spent on the others.
     let pairs = names.iter().map(|name| pairs(folder, name)).collect::<Result<Vec<_>, _>>()?;
@@ -140,7 +163,7 @@ fn load_named<const N: usize>(
         }
     }
     (info.mean, info.std) = moments(&parts[0].0, info.height * info.width);
-    let sets = parts.into_iter().map(|(pixels, labels)| Dataset::new(info.clone(), pixels, labels));
+    let sets = parts.into_iter().map(|(pixels, labels)| InMemory::new(info.clone(), pixels, labels));
     let sets = sets.collect::<Result<Vec<_>, _>>()?;
     Ok(sets.try_into().expect("one set for each name"))
 }
@@ -167,7 +190,7 @@ pub fn info([height, width]: [usize; 2]) -> DatasetInfo {
         height,
         width,
         classes: CLASSES.len(),
-        targets: Targets::Pixels { ignore: Some(VOID) },
+        targets: Targets::Pixels { ignore: Some(VOID as i64) },
         mean: vec![0.0; CHANNELS],
         std: vec![1.0; CHANNELS],
     }

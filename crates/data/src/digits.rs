@@ -27,10 +27,13 @@ use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 use rayon::prelude::*;
 
-use super::dataset::zeroed;
+use super::in_memory::zeroed;
 use super::progress::report;
 use super::threads::threads;
-use super::{DataError, Dataset, DatasetInfo, Progress, ProgressEvent, ProgressUnit, Targets, TrainTest};
+use super::{
+    DataError, DatasetInfo, DatasetSpec, InMemory, LoadOptions, Progress, ProgressEvent, ProgressUnit,
+    Targets, TrainTest,
+};
 use canvas::{Dice, PIXELS, SIDE};
 use glyphs::GLYPHS;
 use hand::draw;
@@ -65,10 +68,10 @@ pub fn digits(
     progress: &Progress<'_>,
 ) -> Result<TrainTest, DataError> {
     threads()?;
-    Ok(TrainTest {
-        train: generate(seed, Split::Train, train_len, progress)?,
-        test: generate(seed, Split::Test, test_len, progress)?,
-    })
+    Ok(TrainTest::new(
+        generate(seed, Split::Train, train_len, progress)?,
+        generate(seed, Split::Test, test_len, progress)?,
+    ))
 }
 
 /// Name, shape and normalisation of the set.
@@ -85,6 +88,13 @@ pub fn info() -> DatasetInfo {
     }
 }
 
+/// The data set by name.
+pub(super) fn spec() -> DatasetSpec {
+    let load = |options: &LoadOptions<'_>| Ok(digits(options.seed, TRAIN_LEN, TEST_LEN, options.progress)?);
+    DatasetSpec::new("digits", "60,000 + 10,000 drawn digits, generated from the seed", load)
+        .with_info(info())
+}
+
 /// The numbers are part of the random streams: changing one changes the images.
 #[derive(Clone, Copy)]
 enum Split {
@@ -99,7 +109,7 @@ enum Purpose {
     Label = 1,
 }
 
-fn generate(seed: u64, split: Split, len: usize, progress: &Progress<'_>) -> Result<Dataset, DataError> {
+fn generate(seed: u64, split: Split, len: usize, progress: &Progress<'_>) -> Result<InMemory, DataError> {
     let stage = match split {
         Split::Train => "digits: train",
         Split::Test => "digits: test",
@@ -127,7 +137,7 @@ fn generate(seed: u64, split: Split, len: usize, progress: &Progress<'_>) -> Res
         done += label_chunk.len();
         report(progress, event(done))?;
     }
-    Dataset::new(info, images, labels)
+    InMemory::new(info, images, labels)
 }
 
 /// The random stream of one item. Streams of different seeds, splits, purposes and indices are unrelated.

@@ -58,8 +58,8 @@ fn the_parts_are_loaded_in_the_order_of_their_names() {
     let info = parts.train.info();
     assert_eq!((info.name.as_str(), info.channels, info.height, info.width), ("camvid", 3, 2, 3));
     assert_eq!((info.classes, info.targets), (11, Targets::Pixels { ignore: Some(11) }));
-    assert_eq!([&parts.val, &parts.test].map(Dataset::info), [info; 2]);
-    assert_eq!([&parts.train, &parts.val, &parts.test].map(Dataset::len), [2, 1, 1]);
+    assert_eq!([&parts.val, &parts.test].map(InMemory::info), [info; 2]);
+    assert_eq!([&parts.train, &parts.val, &parts.test].map(InMemory::len), [2, 1, 1]);
     // Stored as planes: every third byte of the file is red.
     let planes = [0, 3, 6, 9, 12, 15, 1, 4, 7, 10, 13, 16, 2, 5, 8, 11, 14, 17];
     assert_eq!(parts.train.image(0), planes);
@@ -71,7 +71,7 @@ fn the_parts_are_loaded_in_the_order_of_their_names() {
     // The validation set is not needed to train.
     fs::remove_dir_all(folder.path().join("val")).unwrap();
     let TrainTest { train, test } = load(folder.path(), &silent).unwrap();
-    assert!(train == parts.train && test == parts.test);
+    assert!(*train == parts.train && *test == parts.test);
     let error = load_parts(folder.path(), &silent).unwrap_err().to_string();
     assert_eq!(error, format!("{}: no file named val", folder.path().display()));
 }

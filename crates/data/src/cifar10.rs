@@ -17,11 +17,15 @@ use std::rc::Rc;
 
 use convoke_files::{open_regular, reserve};
 
+#[cfg(feature = "download")]
 use super::download::{DownloadOptions, RemoteFile, fetch_files};
 use super::idx::{decompressed, read_error};
 use super::progress::report;
 use super::tar::{Archive, fill};
-use super::{DataError, Dataset, DatasetInfo, Progress, ProgressEvent, ProgressUnit, Targets, TrainTest};
+use super::{
+    Augmentation, DataError, DatasetInfo, DatasetSpec, InMemory, LoadOptions, Progress, ProgressEvent,
+    ProgressUnit, Targets, TrainTest,
+};
 
 /// The classes; a label is a place in this list.
 pub const CLASSES: [&str; 10] =
@@ -60,6 +64,7 @@ const TEST: usize = FILES.len() - 1;
 
 /// Size and SHA-256 as several libraries state them (gomlx, torchvision for Ruby); the origin's page has the MD5 sum of the
 /// same file, c32a1d4ab5d03f1284b67883e8d87530.
+#[cfg(feature = "download")]
 const REMOTE: RemoteFile<'static> = RemoteFile {
     name: ARCHIVE,
     size: 170_052_171,
@@ -152,8 +157,8 @@ pub fn load(folder: &Path, progress: &Progress<'_>) -> Result<TrainTest, DataErr
         train.images.append(&mut batch.images);
         train.labels.append(&mut batch.labels);
     }
-    let set = |batch: Batch| Dataset::new(info(), batch.images, batch.labels);
-    let sets = TrainTest { train: set(train)?, test: set(test)? };
+    let set = |batch: Batch| InMemory::new(info(), batch.images, batch.labels);
+    let sets = TrainTest::new(set(train)?, set(test)?);
     loading.done.set(loading.total);
     loading.report()?;
     Ok(sets)
@@ -165,8 +170,34 @@ pub fn load(folder: &Path, progress: &Progress<'_>) -> Result<TrainTest, DataErr
 ///
 /// # Errors
 /// Those of [`fetch_files`].
+#[cfg(feature = "download")]
 pub fn download(folder: &Path, options: &DownloadOptions, progress: &Progress<'_>) -> Result<(), DataError> {
     fetch_files(folder, &[REMOTE], options, progress)
+}
+
+/// The data set by name.
+pub(super) fn spec() -> DatasetSpec {
+    let load =
+        |options: &LoadOptions<'_>| Ok(load(options.folder.unwrap_or(Path::new(".")), options.progress)?);
+    let spec = DatasetSpec::new(
+        "cifar10",
+        "Small photographs of ten kinds of things (Krizhevsky); as many training batches as are there",
+        load,
+    )
+    .with_info(info())
+    .with_model("resnet20")
+    // As in the paper of the residual networks.
+    .with_augmentation(Augmentation { flip: true, crop: Some([SIDE, SIDE]), padding: 4 })
+    .with_files(
+        is_present,
+        "CIFAR-10 is not there, or not all of it: add --download to fetch it (170 MB), or name its folder with --data-dir",
+    );
+    #[cfg(feature = "download")]
+    let spec = spec.with_download(|folder, proxy, progress| {
+        let options = DownloadOptions { proxy, ..DownloadOptions::new(MIRRORS) };
+        Ok(download(folder, &options, progress)?)
+    });
+    spec
 }
 
 /// What is known of the set before any file is read.

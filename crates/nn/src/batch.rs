@@ -1,127 +1,51 @@
-//! Batches: chosen images of a data set as a normalised tensor, with their labels.
+//! Batches: chosen samples of a data set as a normalised tensor, with what is to be learnt of them.
 
 use convoke_autograd::{Device, MemoryFormat, Tensor};
 
-use super::augmentation::{View, Views};
-use super::{Dataset, DatasetInfo, Targets};
+use crate::data::{DatasetInfo, Loader, Request, TargetBatch, Targets};
 use crate::{Error, Result};
 
-/// The chosen images, scaled to 0..1 and normalised by channel, and their labels.
+/// The samples that a request names, scaled and normalised by channel, and their targets.
 ///
-/// The tensor is N x C x H x W of f32 in channels-last, where H and W are those of the images or, with `views`, of the
-/// views; N may be 0. Labels are N, or N x H x W if pixels have labels, cut out and mirrored with their images; ignored
-/// ones stay what they are. Where a view goes beyond its image there are zeros, with the label of no class. On a dry device the
-/// images are not written.
+/// The tensor is N x C x H x W of f32 in channels-last, where H and W are those of the images or of the request's views; N may
+/// be 0. Labels are N, or N x H x W if pixels have labels, cut out and mirrored with their images; ignored
+/// ones stay what they are. Where a view goes beyond its image there are zeros, with the label of no class. On a dry device no
+/// sample is asked for, and targets are those of no sample in particular.
 ///
 /// # Errors
-/// If the data set has no image of a chosen number, a crop or padding does not fit the images, or there is no memory.
-pub fn batch(
-    device: &Device,
-    data: &Dataset,
-    chosen: &[u32],
-    views: Option<&Views>,
-) -> Result<(Tensor, Vec<i64>)> {
-    let info = data.info();
-    let refused = |reason| Error::Invalid { operation: "batch", reason };
-    if let Some(beyond) = chosen.iter().find(|&&index| index as usize >= data.len()) {
-        return Err(refused(format!("{} has {} images, none has number {beyond}", info.name, data.len())));
-    }
-    let view = |index: u32| match views {
-        Some(views) => views.of(index as usize, info).map_err(|error| refused(error.to_string())),
-        None => Ok(whole(info)),
+/// If the data set has no sample of a chosen number, or cannot give it, a crop or padding does not fit the images, or there is no
+/// memory.
+pub fn batch(device: &Device, loader: &Loader, request: &Request) -> Result<(Tensor, TargetBatch)> {
+    let refused = |error: crate::data::DataError| match error {
+        crate::data::DataError::Memory(error) => Error::from(error),
+        error => Error::Invalid { operation: "batch", reason: error.to_string() },
     };
-    let [height, width] = match views {
-        Some(views) => views.size(info).map_err(|error| refused(error.to_string()))?,
-        None => [info.height, info.width],
-    };
-    let mut taken: Vec<View> = convoke_memory::with_capacity(chosen.len())?;
-    for &index in chosen {
-        taken.push(view(index)?);
+    let shape = loader.shape(request).map_err(refused)?;
+    if device.is_dry() {
+        // Convolutions are fastest in channels-last, and every layer keeps the format it is given.
+        let images = Tensor::written(device, &shape, MemoryFormat::ChannelsLast, |_: &mut [f32]| Ok(()))?;
+        return Ok((images, any_targets(loader.data().info(), &shape)?));
     }
-    let shape = [chosen.len(), info.channels, height, width];
-    // Convolutions are fastest in channels-last, and every layer keeps the format it is given.
+    let mut targets = None;
     let images = Tensor::written(device, &shape, MemoryFormat::ChannelsLast, |out: &mut [f32]| {
-        for ((out, &index), view) in out.chunks_mut(shape[1..].iter().product()).zip(chosen).zip(&taken) {
-            write_image(info, data.image(index as usize), view, out);
-        }
+        targets = Some(loader.load(request, out).map_err(refused)?);
         Ok(())
     })?;
-    let label_len = match info.targets {
-        Targets::Image => 1,
-        Targets::Pixels { .. } => height * width,
-    };
-    let mut labels = convoke_memory::with_capacity(chosen.len().saturating_mul(label_len))?;
-    for (&index, view) in chosen.iter().zip(&taken) {
-        let own = data.label(index as usize);
-        match info.targets {
-            Targets::Image => labels.extend(own.iter().copied().map(i64::from)),
-            Targets::Pixels { ignore } => {
-                let start = labels.len();
-                // Without such a label there is no padding.
-                labels.resize(start + height * width, ignore.map_or(0, i64::from));
-                write_plane(own, info, view, &mut labels[start..], 1, i64::from);
-            }
+    Ok((images, targets.expect("the batch was written")))
+}
+
+/// Targets of a batch of this shape, for a device on which nothing is computed: a class that counts, if there is one.
+fn any_targets(info: &DatasetInfo, &[batch, _, height, width]: &[usize; 4]) -> Result<TargetBatch> {
+    let pixels = if info.targets.are_of_pixels() { height * width } else { 1 };
+    Ok(match info.targets {
+        Targets::Values { shape } => {
+            TargetBatch::Values(convoke_memory::filled(batch.saturating_mul(shape[0] * pixels), 0.0)?)
         }
-    }
-    Ok((images, labels))
-}
-
-/// The view that is the image itself.
-fn whole(info: &DatasetInfo) -> View {
-    View { top: 0, left: 0, height: info.height, width: info.width, flipped: false }
-}
-
-/// Writes the view of a C x H x W image as h x w x C.
-fn write_image(info: &DatasetInfo, image: &[u8], view: &View, out: &mut [f32]) {
-    let channels = info.channels;
-    let [rows, columns] = view.inside(info.height, info.width);
-    if (rows.len(), columns.len()) != (view.height, view.width) {
-        out.fill(0.0);
-    }
-    let planes = image.chunks(info.height * info.width).zip(info.mean.iter().zip(&info.std));
-    for (channel, (plane, (mean, std))) in planes.enumerate() {
-        let (scale, shift) = (1.0 / (255.0 * std), mean / std);
-        write_plane(plane, info, view, &mut out[channel..], channels, |byte| f32::from(byte) * scale - shift);
-    }
-}
-
-/// Writes what of a view lies in an H x W plane; neighbours are `step` elements apart in `out`, rows w * `step`.
-fn write_plane<T>(
-    plane: &[u8],
-    info: &DatasetInfo,
-    view: &View,
-    out: &mut [T],
-    step: usize,
-    convert: impl Fn(u8) -> T,
-) {
-    let [rows, columns] = view.inside(info.height, info.width);
-    if columns.is_empty() {
-        return;
-    }
-    let first = view.left.saturating_add_unsigned(columns.start).unsigned_abs();
-    let place = if view.flipped { view.width - columns.end } else { columns.start };
-    for row in rows {
-        let from = view.top.saturating_add_unsigned(row).unsigned_abs() * info.width + first;
-        let from = &plane[from..from + columns.len()];
-        let out = &mut out[(row * view.width + place) * step..];
-        match step {
-            // Neighbours in memory can be written several at a time.
-            1 => write_row(out.iter_mut(), from, view.flipped, &convert),
-            _ => write_row(out.chunks_mut(step).map(|group| &mut group[0]), from, view.flipped, &convert),
+        Targets::Image | Targets::Pixels { .. } => {
+            let class = i64::from(info.ignore() == Some(0));
+            TargetBatch::Labels(convoke_memory::filled(batch.saturating_mul(pixels), class)?)
         }
-    }
-}
-
-fn write_row<'a, T: 'a>(
-    out: impl Iterator<Item = &'a mut T>,
-    row: &[u8],
-    flipped: bool,
-    convert: impl Fn(u8) -> T,
-) {
-    match flipped {
-        true => out.zip(row.iter().rev()).for_each(|(x, &byte)| *x = convert(byte)),
-        false => out.zip(row).for_each(|(x, &byte)| *x = convert(byte)),
-    }
+    })
 }
 
 #[cfg(test)]
@@ -130,8 +54,10 @@ mod tests {
     use convoke_kernels::Cpu;
     use proptest::prelude::*;
 
-    use super::super::Augmentation;
+    use std::sync::Arc;
+
     use super::*;
+    use crate::data::{Augmentation, InMemory, Views};
 
     fn info([channels, height, width]: [usize; 3], targets: Targets) -> DatasetInfo {
         // With these, a byte comes back as itself: (byte / 255 - mean) / std.
@@ -140,14 +66,43 @@ mod tests {
     }
 
     /// Images whose pixels differ, each channel by 1 from the one before; labels equal the first channel.
-    fn pixels(count: usize, [channels, height, width]: [usize; 3]) -> Dataset {
+    fn pixels(count: usize, [channels, height, width]: [usize; 3]) -> InMemory {
         let plane = height * width;
         let byte = |image: usize, channel: usize, place: usize| (image * 71 + channel + place * 3) as u8;
         let planes = (0..count).flat_map(|image| (0..channels).map(move |channel| (image, channel)));
         let images = planes.flat_map(|(image, channel)| (0..plane).map(move |at| byte(image, channel, at)));
         let labels = (0..count).flat_map(|image| (0..plane).map(move |at| byte(image, 0, at)));
         let info = info([channels, height, width], Targets::Pixels { ignore: Some(9) });
-        Dataset::new(info, images.collect(), labels.collect()).unwrap()
+        InMemory::new(info, images.collect(), labels.collect()).unwrap()
+    }
+
+    /// Images and labels of a data set, by any number of workers the same.
+    fn batch(
+        device: &Device,
+        data: &InMemory,
+        chosen: &[u32],
+        views: Option<&Views>,
+    ) -> Result<(Tensor, Vec<i64>)> {
+        let request = Request { samples: chosen.to_vec(), views: views.copied() };
+        let made = [0, 1, 3].map(|workers| {
+            let loader = Loader::new(Arc::new(data.clone()), workers).unwrap();
+            super::batch(device, &loader, &request)
+        });
+        let [first, others @ ..] = made;
+        for other in others {
+            match (&first, other) {
+                (Ok((images, targets)), Ok((other, same))) => {
+                    assert_eq!(targets, &same);
+                    assert_eq!(images.to_vec::<f32>().unwrap(), other.to_vec::<f32>().unwrap());
+                }
+                (Err(error), Err(other)) => assert_eq!(error.to_string(), other.to_string()),
+                (first, other) => panic!("{:?} and {:?}", first.as_ref().err(), other.err()),
+            }
+        }
+        first.map(|(images, targets)| match targets {
+            TargetBatch::Labels(labels) => (images, labels),
+            TargetBatch::Values(values) => panic!("{values:?} are no labels"),
+        })
     }
 
     /// Tensors start as NaN.
@@ -160,7 +115,7 @@ mod tests {
         let (mean, std) = (vec![0.25, 0.5], vec![0.5, 0.125]);
         let info = DatasetInfo { mean, std, ..info([2, 1, 3], Targets::Image) };
         let images = vec![0, 51, 255, 255, 0, 102, 1, 1, 1, 2, 2, 2];
-        let data = Dataset::new(info, images, vec![200, 7]).unwrap();
+        let data = InMemory::new(info, images, vec![200, 7]).unwrap();
         let (x, labels) = batch(&device(), &data, &[1, 0, 1], None).unwrap();
         assert_eq!((x.shape(), x.format()), (&[3, 2, 1, 3][..], MemoryFormat::ChannelsLast));
         assert_eq!(labels, [7, 200, 7]);
@@ -184,7 +139,7 @@ mod tests {
             let (x, labels) = batch(&device(), &data, &[], views).unwrap();
             assert_eq!((x.shape(), labels.len(), x.len()), (&shape[..], 0, 0));
         }
-        let none = Dataset::new(data.info().clone(), vec![], vec![]).unwrap();
+        let none = InMemory::new(data.info().clone(), vec![], vec![]).unwrap();
         assert_eq!(batch(&device(), &none, &[], None).unwrap().0.shape(), [0, 3, 4, 5]);
     }
 
@@ -192,7 +147,7 @@ mod tests {
     fn what_does_not_fit_is_refused() {
         let data = pixels(2, [1, 4, 5]);
         let error = batch(&device(), &data, &[1, 2], None).unwrap_err().to_string();
-        assert_eq!(error, "batch: tiny has 2 images, none has number 2");
+        assert_eq!(error, "batch: data set tiny: sample 2: there are 2 samples");
         for chosen in [&[0][..], &[]] {
             let views = Augmentation { flip: false, crop: Some([5, 2]), padding: 0 }.views(0, 0);
             let error = batch(&device(), &data, chosen, Some(&views)).unwrap_err().to_string();

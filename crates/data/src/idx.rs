@@ -61,6 +61,7 @@ fn open(file: &Path) -> Result<(Box<dyn Read>, u64), DataError> {
 }
 
 /// At most [`MAX_DATA_BYTES`] of a file's bytes, decompressed if they start like gzip.
+#[cfg(feature = "download")]
 pub(super) fn contents(file: &Path) -> Result<impl Read + use<>, DataError> {
     Ok(open(file)?.0.take(MAX_DATA_BYTES))
 }

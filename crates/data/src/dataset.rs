@@ -1,0 +1,271 @@
+//! What a data set is: samples by index, and what is common to all of them.
+
+use std::error::Error;
+use std::fmt;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::{DataError, InMemory, Sample};
+
+/// The most classes that a data set may have: metrics count how often each was taken for each.
+pub const MAX_CLASSES: usize = 4096;
+
+/// What is to be learnt of each image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Targets {
+    /// Each image has one class: classification.
+    Image,
+    /// Each pixel has one: semantic segmentation.
+    Pixels {
+        /// The label of pixels without a class (void), which count neither in a loss nor in a metric.
+        ignore: Option<i64>,
+    },
+    /// Each image has numbers: regression, or several classes at once (0 or 1 for each).
+    Values {
+        /// Their shape for one image: \[n, 1, 1] for n numbers, \[n, H, W] for n numbers a pixel.
+        shape: [usize; 3],
+    },
+}
+
+impl Targets {
+    /// Whether each pixel has a class or values, not each image.
+    pub fn are_of_pixels(self) -> bool {
+        match self {
+            Targets::Image => false,
+            Targets::Pixels { .. } => true,
+            Targets::Values { shape } => shape[1..] != [1, 1],
+        }
+    }
+}
+
+/// What is common to all images of a data set.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DatasetInfo {
+    /// The name as users type it, such as `mnist`.
+    pub name: String,
+    /// Channels of an image, C.
+    pub channels: usize,
+    /// Height of an image in pixels, H.
+    pub height: usize,
+    /// Width of an image in pixels, W.
+    pub width: usize,
+    /// Number of classes; labels are `0..classes`. Where targets are values, how many an image or a pixel has.
+    pub classes: usize,
+    /// Whether images or pixels have labels, or values.
+    pub targets: Targets,
+    /// Per channel, the mean of the training pixels after scaling bytes to `0.0..=1.0`.
+    pub mean: Vec<f32>,
+    /// Per channel, the standard deviation of the training pixels, in the same unit.
+    pub std: Vec<f32>,
+}
+
+impl DatasetInfo {
+    /// Channels, height and width of an image.
+    pub fn shape(&self) -> [usize; 3] {
+        [self.channels, self.height, self.width]
+    }
+
+    /// Bytes of one image, C x H x W; `usize::MAX`, of which there are none, where that is larger.
+    pub fn image_len(&self) -> usize {
+        self.channels.saturating_mul(self.height).saturating_mul(self.width)
+    }
+
+    /// Labels or values of one image: 1, or H x W, or what the shape of values says; `usize::MAX` where that is larger.
+    pub fn label_len(&self) -> usize {
+        match self.targets {
+            Targets::Image => 1,
+            Targets::Pixels { .. } => self.height.saturating_mul(self.width),
+            Targets::Values { shape: [n, height, width] } => n.saturating_mul(height).saturating_mul(width),
+        }
+    }
+
+    /// The label that stands for no class, if there is one.
+    pub fn ignore(&self) -> Option<i64> {
+        match self.targets {
+            Targets::Image | Targets::Values { .. } => None,
+            Targets::Pixels { ignore } => ignore,
+        }
+    }
+
+    /// Whether images of this kind can be.
+    ///
+    /// # Errors
+    /// [`DataError::Inconsistent`] for a size of 0, sizes whose product no memory holds, more than [`MAX_CLASSES`] classes, or a mean
+    /// or standard deviation that is not one number a channel.
+    pub fn check(&self) -> Result<(), DataError> {
+        let wrong = |field, expected: &str, found: String| {
+            Err(DataError::Inconsistent {
+                dataset: self.name.clone(),
+                field,
+                expected: expected.to_owned(),
+                found,
+            })
+        };
+        let shape = self.shape();
+        let pixels = shape.iter().try_fold(1_usize, |product, &size| product.checked_mul(size));
+        if pixels.is_none_or(|pixels| pixels == 0) {
+            return wrong("image shape", "sizes above 0 whose product fits a usize", format!("{shape:?}"));
+        }
+        if !(1..=MAX_CLASSES).contains(&self.classes) {
+            return wrong("classes", &format!("1 to {MAX_CLASSES}"), self.classes.to_string());
+        }
+        if let Targets::Values { shape } = self.targets {
+            let whole = [self.height, self.width];
+            let fits = shape[0] == self.classes && (shape[1..] == [1, 1] || shape[1..] == whole);
+            if !fits || self.label_len() == usize::MAX {
+                let expected = format!(
+                    "[{}, 1, 1] or [{}, {}, {}]: values of an image or of each pixel",
+                    self.classes, self.classes, self.height, self.width
+                );
+                return wrong("targets", &expected, format!("{shape:?}"));
+            }
+        }
+        if self.mean.len() != self.channels || !self.mean.iter().all(|mean| mean.is_finite()) {
+            return wrong("mean", "one finite number per channel", format!("{:?}", self.mean));
+        }
+        if self.std.len() != self.channels || !self.std.iter().all(|std| std.is_finite() && *std > 0.0) {
+            return wrong("std", "one positive number per channel", format!("{:?}", self.std));
+        }
+        Ok(())
+    }
+}
+
+/// What [`Dataset::sample`] gives: the sample, or why there is none, in words that [`DataError::Sample`] repeats.
+pub(crate) type SampleResult<'a> = Result<Sample<'a>, Box<dyn Error + Send + Sync>>;
+
+/// Images with what is to be learnt of each, by index. They need not be in memory: [`Dataset::sample`] may read and decode a file.
+///
+/// ```
+/// use convoke_data::{Dataset, DatasetInfo, Pixels, Sample, Target, Targets};
+///
+/// /// Squares and circles, drawn when they are asked for.
+/// struct Shapes(DatasetInfo);
+///
+/// impl Dataset for Shapes {
+///     fn info(&self) -> &DatasetInfo {
+///         &self.0
+///     }
+///
+///     fn len(&self) -> usize {
+///         10_000
+///     }
+///
+///     fn sample(
+///         &self,
+///         index: usize,
+///         seed: Option<u64>,
+///     ) -> Result<Sample<'_>, Box<dyn std::error::Error + Send + Sync>> {
+///         let [_, height, width] = self.0.shape();
+///         // Training shows each shape in another size in every epoch.
+///         let radius = 3 + seed.unwrap_or(2) as usize % 4;
+///         let inked = |row: usize, column: usize| {
+///             let (down, right) = (row.abs_diff(height / 2), column.abs_diff(width / 2));
+///             if index % 2 == 0 { down.max(right) < radius } else { down * down + right * right < radius * radius }
+///         };
+///         let pixels = (0..height * width).map(|place| 255 * u8::from(inked(place / width, place % width)));
+///         Ok(Sample { image: Pixels::Bytes(pixels.collect()), target: Target::Class(index as i64 % 2) })
+///     }
+/// }
+///
+/// let info = DatasetInfo::of_noise("shapes", [1, 16, 16], 2, Targets::Image);
+/// assert_eq!(Shapes(info).sample(3, None)?.target, Target::Class(1));
+/// # Ok::<(), Box<dyn std::error::Error + Send + Sync>>(())
+/// ```
+pub trait Dataset: Send + Sync {
+    /// What is common to all samples.
+    fn info(&self) -> &DatasetInfo;
+
+    /// How many there are.
+    fn len(&self) -> usize;
+
+    /// Whether there are none.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Whether a sample costs no more than reading memory, so that loading ahead would gain nothing.
+    fn is_in_memory(&self) -> bool {
+        false
+    }
+
+    /// The sample of this index, below [`Dataset::len`]: its image in the shape that [`Dataset::info`] tells, C x H x W, whatever it was
+    /// stored as.
+    ///
+    /// In training there is a seed, which is another for each index in each epoch: what varies the image at random depends on it
+    /// alone, so that the same call gives the same sample. Several threads call this at once.
+    ///
+    /// # Errors
+    /// If it cannot be had. The error is told with the data set's name and the index.
+    fn sample(&self, index: usize, seed: Option<u64>) -> SampleResult<'_>;
+}
+
+/// A data set whose samples a function makes.
+///
+/// # Errors
+/// As [`DatasetInfo::check`].
+pub fn from_fn<F>(info: DatasetInfo, len: usize, sample: F) -> Result<impl Dataset, DataError>
+where
+    F: Fn(usize, Option<u64>) -> SampleResult<'static> + Send + Sync,
+{
+    info.check()?;
+    Ok(FromFn { info, len, sample })
+}
+
+struct FromFn<F> {
+    info: DatasetInfo,
+    len: usize,
+    sample: F,
+}
+
+impl<F: Fn(usize, Option<u64>) -> SampleResult<'static> + Send + Sync> Dataset for FromFn<F> {
+    fn info(&self) -> &DatasetInfo {
+        &self.info
+    }
+
+    fn len(&self) -> usize {
+        self.len
+    }
+
+    fn sample(&self, index: usize, seed: Option<u64>) -> SampleResult<'_> {
+        (self.sample)(index, seed)
+    }
+}
+
+/// A data set in its two customary parts; both have the same [`DatasetInfo`]. Clones share them.
+#[derive(Debug, PartialEq)]
+pub struct TrainTest<D: ?Sized = InMemory> {
+    /// What the model learns from.
+    pub train: Arc<D>,
+    /// What it is judged on.
+    pub test: Arc<D>,
+}
+
+/// What a run learns from and what it is judged on, whatever they are.
+pub type Datasets = TrainTest<dyn Dataset>;
+
+impl<D> TrainTest<D> {
+    /// The two parts.
+    pub fn new(train: D, test: D) -> TrainTest<D> {
+        TrainTest { train: Arc::new(train), test: Arc::new(test) }
+    }
+}
+
+impl<D: ?Sized> Clone for TrainTest<D> {
+    fn clone(&self) -> TrainTest<D> {
+        TrainTest { train: self.train.clone(), test: self.test.clone() }
+    }
+}
+
+impl<D: Dataset + 'static> From<TrainTest<D>> for Datasets {
+    fn from(parts: TrainTest<D>) -> Datasets {
+        TrainTest { train: parts.train, test: parts.test }
+    }
+}
+
+impl fmt::Debug for dyn Dataset {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} samples of {:?}", self.len(), self.info())
+    }
+}

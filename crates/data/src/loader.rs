@@ -1,0 +1,294 @@
+//! Batches of a data set, made on the caller's thread or ahead of it on threads of the loader's own.
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+use super::augmentation::{View, Views};
+use super::sample::{TargetBatch, check, target, target_len, whole, write_image};
+use super::{DataError, Dataset, DatasetInfo};
+
+/// Which samples make a batch, and how they are seen.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// The samples, by index, in the order of the batch.
+    pub samples: Vec<u32>,
+    /// How training varies them; `None` shows them as they are, for evaluation.
+    pub views: Option<Views>,
+}
+
+/// Makes batches of a data set: each image cut out and mirrored as its view says, normalised by channel, in channels-last.
+///
+/// With workers, [`Loader::load_ahead`] lets threads make batches while the caller does something else. A batch is the same with any
+/// number of workers: samples depend on their index and seed alone, and each has its place.
+///
+/// ```
+/// use convoke_data::{Augmentation, DataError, Loader, Request, TargetBatch, digits, silent};
+/// use std::sync::Arc;
+///
+/// let data = digits(1, 100, 10, &silent)?;
+/// let loader = Loader::new(data.train, 2)?;
+/// let views = Augmentation::default().views(7, 0);
+/// let batch = |first: u32| Request { samples: (first..first + 10).collect(), views: Some(views) };
+/// loader.load_ahead(&batch(0));
+/// let mut images = vec![0.0; 10 * 28 * 28];
+/// for first in (0..100).step_by(10) {
+///     loader.load_ahead(&batch(first + 10));
+///     let targets = loader.load(&batch(first), &mut images)?;
+///     assert!(matches!(targets, TargetBatch::Labels(labels) if labels.len() == 10));
+/// }
+/// # Ok::<(), DataError>(())
+/// ```
+pub struct Loader {
+    data: Arc<dyn Dataset>,
+    shared: Arc<Shared>,
+    workers: Vec<JoinHandle<()>>,
+}
+
+impl Loader {
+    /// Batches of `data`, made by `workers` threads; by none, the caller makes them.
+    ///
+    /// # Errors
+    /// [`DataError::Inconsistent`] if what the data set tells of itself cannot be, [`DataError::Threads`] if the system has no threads.
+    pub fn new(data: Arc<dyn Dataset>, workers: usize) -> Result<Loader, DataError> {
+        data.info().check()?;
+        let no_threads = |reason: String| DataError::Threads { reason };
+        convoke_memory::check_threads(workers).map_err(|error| no_threads(error.to_string()))?;
+        let mut loader = Loader { data, shared: Arc::default(), workers: Vec::new() };
+        for _ in 0..workers {
+            let (shared, data) = (loader.shared.clone(), loader.data.clone());
+            let worker = std::thread::Builder::new()
+                .name("convoke-data".into())
+                .spawn(move || shared.work(data.as_ref()))
+                .map_err(|error| no_threads(error.to_string()))?;
+            loader.workers.push(worker);
+        }
+        Ok(loader)
+    }
+
+    /// The data set.
+    pub fn data(&self) -> &dyn Dataset {
+        self.data.as_ref()
+    }
+
+    /// N, C, H, W of a batch.
+    ///
+    /// # Errors
+    /// If the data set has no sample of a chosen number, or a crop or padding does not fit the images.
+    pub fn shape(&self, request: &Request) -> Result<[usize; 4], DataError> {
+        let (info, len) = (self.data.info(), self.data.len());
+        if let Some(&index) = request.samples.iter().find(|&&index| index as usize >= len) {
+            let reason = format!("there are {len} samples");
+            return Err(wrong_sample(info, index, reason));
+        }
+        let [height, width] = match &request.views {
+            Some(views) => views.size(info)?,
+            None => [info.height, info.width],
+        };
+        Ok([request.samples.len(), info.channels, height, width])
+    }
+
+    /// Lets the workers make this batch, for a later [`Loader::load`]; nothing without workers. What is asked for first is made first.
+    pub fn load_ahead(&self, request: &Request) {
+        if self.workers.is_empty() || self.shape(request).is_err() {
+            return;
+        }
+        let mut state = self.shared.lock();
+        if !state.batches.iter().any(|batch| batch.request == *request) {
+            state.batches.push_back(Pending::new(request.clone()));
+            drop(state);
+            self.shared.work.notify_all();
+        }
+    }
+
+    /// Writes a batch into `images`, N x H x W x C, and gives its targets.
+    ///
+    /// What was to be made ahead of this batch and was not asked for is forgotten.
+    ///
+    /// # Errors
+    /// Those of [`Loader::shape`]; [`DataError::Sample`], naming the first sample that cannot be had or does not fit; if there is no
+    /// memory.
+    ///
+    /// # Panics
+    /// Unless `images` has as many elements as the batch.
+    pub fn load(&self, request: &Request, images: &mut [f32]) -> Result<TargetBatch, DataError> {
+        let shape = self.shape(request)?;
+        let image_len: usize = shape[1..].iter().product();
+        assert_eq!(images.len(), shape[0] * image_len, "a batch of {shape:?}");
+        let info = self.data.info();
+        let mut targets = TargetBatch::empty(info);
+        targets.reserve(shape[0], target_len(info, [shape[2], shape[3]]))?;
+        // No chunk where an image has no element; such a data set was refused.
+        let places = images.chunks_mut(image_len.max(1)).zip(&request.samples);
+        if self.workers.is_empty() {
+            for (out, &index) in places {
+                targets.append(write(self.data.as_ref(), index, request.views.as_ref(), out)?);
+            }
+            return Ok(targets);
+        }
+        for ((out, _), made) in places.zip(self.shared.take(request)) {
+            let made = made?;
+            out.copy_from_slice(&made.image);
+            targets.append(made.target);
+        }
+        Ok(targets)
+    }
+}
+
+impl Drop for Loader {
+    fn drop(&mut self) {
+        self.shared.lock().stop = true;
+        self.shared.work.notify_all();
+        for worker in self.workers.drain(..) {
+            // It catches what a data set throws.
+            let _ = worker.join();
+        }
+    }
+}
+
+/// Writes one sample into its place.
+fn write(
+    data: &dyn Dataset,
+    index: u32,
+    views: Option<&Views>,
+    out: &mut [f32],
+) -> Result<TargetBatch, DataError> {
+    let info = data.info();
+    let view = view(info, index, views)?;
+    let seed = views.map(|views| views.sample_seed(index as usize));
+    let sample =
+        data.sample(index as usize, seed).map_err(|error| wrong_sample(info, index, error.to_string()))?;
+    check(info, &sample).map_err(|reason| wrong_sample(info, index, reason))?;
+    write_image(info, &sample.image, &view, out);
+    Ok(target(info, &sample.target, &view))
+}
+
+fn view(info: &DatasetInfo, index: u32, views: Option<&Views>) -> Result<View, DataError> {
+    views.map_or_else(|| Ok(whole(info)), |views| views.of(index as usize, info))
+}
+
+fn wrong_sample(info: &DatasetInfo, index: u32, reason: String) -> DataError {
+    DataError::Sample { dataset: info.name.clone(), index: index as usize, reason }
+}
+
+/// A sample that a worker made.
+struct Made {
+    image: Vec<f32>,
+    target: TargetBatch,
+}
+
+type MadeResult = Result<Made, DataError>;
+
+/// A batch in the making.
+struct Pending {
+    request: Request,
+    /// How many samples workers have begun.
+    begun: usize,
+    /// What has come of each.
+    made: Vec<Option<MadeResult>>,
+    /// How many are still missing.
+    missing: usize,
+}
+
+impl Pending {
+    fn new(request: Request) -> Pending {
+        let len = request.samples.len();
+        Pending { request, begun: 0, made: (0..len).map(|_| None).collect(), missing: len }
+    }
+}
+
+#[derive(Default)]
+struct State {
+    /// The number of the first batch: all that were before it are gone.
+    first: u64,
+    batches: VecDeque<Pending>,
+    stop: bool,
+}
+
+/// What the caller and the workers share.
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    /// There is something to begin, or the end.
+    work: Condvar,
+    /// A batch is whole.
+    whole: Condvar,
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Nothing panics while it is locked.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A worker, until the end.
+    fn work(&self, data: &dyn Dataset) {
+        let mut state = self.lock();
+        while !state.stop {
+            let open = state.batches.iter().position(|batch| batch.begun < batch.request.samples.len());
+            let Some(place) = open else {
+                state = self.work.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            };
+            let number = state.first + place as u64;
+            let batch = &mut state.batches[place];
+            let (sample, views) = (batch.begun, batch.request.views);
+            let index = batch.request.samples[sample];
+            batch.begun += 1;
+            drop(state);
+            let made = make(data, index, views.as_ref());
+            state = self.lock();
+            // Unless the caller has given the batch up meanwhile.
+            let batch =
+                number.checked_sub(state.first).and_then(|place| state.batches.get_mut(place as usize));
+            if let Some(batch) = batch {
+                batch.made[sample] = Some(made);
+                batch.missing -= 1;
+                if batch.missing == 0 {
+                    self.whole.notify_all();
+                }
+            }
+        }
+    }
+
+    /// Waits for a batch, and takes it.
+    fn take(&self, request: &Request) -> impl Iterator<Item = MadeResult> + use<> {
+        let mut state = self.lock();
+        let place = state.batches.iter().position(|batch| batch.request == *request);
+        let given_up = place.unwrap_or(state.batches.len());
+        state.batches.drain(..given_up);
+        state.first += given_up as u64;
+        if place.is_none() {
+            state.batches.push_back(Pending::new(request.clone()));
+            self.work.notify_all();
+        }
+        while state.batches[0].missing > 0 {
+            state = self.whole.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        state.first += 1;
+        let batch = state.batches.pop_front().expect("it was waited for");
+        batch.made.into_iter().map(|made| made.expect("none is missing"))
+    }
+}
+
+/// What a worker makes of a sample; a panic of the data set's becomes an error.
+fn make(data: &dyn Dataset, index: u32, views: Option<&Views>) -> MadeResult {
+    let attempt = || {
+        let info = data.info();
+        let view = view(info, index, views)?;
+        let len = info.channels.saturating_mul(view.height).saturating_mul(view.width);
+        let mut image = convoke_memory::filled(len, 0.0)?;
+        let target = write(data, index, views, &mut image)?;
+        Ok(Made { image, target })
+    };
+    catch_unwind(AssertUnwindSafe(attempt)).unwrap_or_else(|payload| {
+        let text = payload.downcast_ref::<String>().map(String::as_str);
+        let text = text.or_else(|| payload.downcast_ref::<&str>().copied()).unwrap_or("no message");
+        Err(DataError::Sample {
+            dataset: data.info().name.clone(),
+            index: index as usize,
+            reason: format!("the data set panicked: {text}"),
+        })
+    })
+}

@@ -1,0 +1,216 @@
+//! One sample, and how it is written into a batch: cut out, mirrored, scaled and normalised.
+
+use std::borrow::Cow;
+
+use super::augmentation::View;
+use super::{DatasetInfo, Targets};
+
+/// One image with what is to be learnt of it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sample<'a> {
+    /// The image, C x H x W in C order.
+    pub image: Pixels<'a>,
+    /// What is to be learnt of it.
+    pub target: Target<'a>,
+}
+
+/// The pixels of an image, C x H x W in C order.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Pixels<'a> {
+    /// They are scaled to 0..1 before mean and standard deviation are applied.
+    Bytes(Cow<'a, [u8]>),
+    /// Mean and standard deviation are applied to them as they are.
+    Floats(Cow<'a, [f32]>),
+}
+
+/// What is to be learnt of one image.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Target<'a> {
+    /// Its class.
+    Class(i64),
+    /// The class of each pixel, H x W in C order.
+    Classes(Cow<'a, [i64]>),
+    /// The same in bytes; one byte is the class of an image too.
+    Bytes(Cow<'a, [u8]>),
+    /// Values in the shape that [`Targets::Values`] tells, in C order.
+    Values(Cow<'a, [f32]>),
+}
+
+/// What is to be learnt of the images of a batch.
+#[derive(Clone, Debug, PartialEq)]
+pub enum TargetBatch {
+    /// N classes, or N x H x W.
+    Labels(Vec<i64>),
+    /// N x n values, or N x n x H x W.
+    Values(Vec<f32>),
+}
+
+impl TargetBatch {
+    /// Without samples, for those of such a data set.
+    pub(super) fn empty(info: &DatasetInfo) -> TargetBatch {
+        match info.targets {
+            Targets::Image | Targets::Pixels { .. } => TargetBatch::Labels(Vec::new()),
+            Targets::Values { .. } => TargetBatch::Values(Vec::new()),
+        }
+    }
+
+    /// Adds those of another sample of the same data set.
+    pub(super) fn append(&mut self, mut other: TargetBatch) {
+        match (self, &mut other) {
+            (TargetBatch::Labels(all), TargetBatch::Labels(more)) => all.append(more),
+            (TargetBatch::Values(all), TargetBatch::Values(more)) => all.append(more),
+            _ => unreachable!("the targets of a data set are of one kind"),
+        }
+    }
+
+    /// Room for what so many samples have, each `len`.
+    pub(super) fn reserve(&mut self, samples: usize, len: usize) -> convoke_memory::Result<()> {
+        let more = samples.saturating_mul(len);
+        match self {
+            TargetBatch::Labels(labels) => convoke_memory::reserve(labels, more),
+            TargetBatch::Values(values) => convoke_memory::reserve(values, more),
+        }
+    }
+}
+
+/// Labels or values of one view.
+pub(super) fn target_len(info: &DatasetInfo, [height, width]: [usize; 2]) -> usize {
+    match info.targets {
+        Targets::Image => 1,
+        Targets::Pixels { .. } => height.saturating_mul(width),
+        Targets::Values { shape } if info.targets.are_of_pixels() => {
+            shape[0].saturating_mul(height).saturating_mul(width)
+        }
+        Targets::Values { shape } => shape[0],
+    }
+}
+
+/// What does not fit what the data set tells of itself.
+pub(super) fn check(info: &DatasetInfo, sample: &Sample<'_>) -> Result<(), String> {
+    let len = match &sample.image {
+        Pixels::Bytes(bytes) => bytes.len(),
+        Pixels::Floats(values) => values.len(),
+    };
+    if len != info.image_len() {
+        let [channels, height, width] = info.shape();
+        return Err(format!("the image has {len} values, expected {channels} x {height} x {width}"));
+    }
+    let label = |label: i64| usize::try_from(label).is_ok_and(|label| label < info.classes);
+    let known = |&value: &i64| label(value) || Some(value) == info.ignore();
+    let (len, wrong) = match (&sample.target, info.targets) {
+        (Target::Values(values), Targets::Values { .. }) => (values.len(), None),
+        (Target::Values(_), _) => return Err("it has values, expected classes".into()),
+        (_, Targets::Values { .. }) => return Err("it has classes, expected values".into()),
+        (Target::Class(class), _) => (1, Some(*class).filter(|class| !known(class))),
+        (Target::Classes(classes), _) => (classes.len(), classes.iter().copied().find(|class| !known(class))),
+        (Target::Bytes(bytes), _) => {
+            (bytes.len(), bytes.iter().map(|&byte| i64::from(byte)).find(|class| !known(class)))
+        }
+    };
+    if len != info.label_len() {
+        return Err(format!("it has {len} labels or values, expected {}", info.label_len()));
+    }
+    match (wrong, info.ignore()) {
+        (None, _) => Ok(()),
+        (Some(class), None) => Err(format!("class {class} is none of {}", info.classes)),
+        (Some(class), Some(ignore)) => {
+            Err(format!("class {class} is none of {} and not {ignore}, which is ignored", info.classes))
+        }
+    }
+}
+
+/// The view that is the image itself.
+pub(super) fn whole(info: &DatasetInfo) -> View {
+    View { top: 0, left: 0, height: info.height, width: info.width, flipped: false }
+}
+
+/// Writes the view of an image that has been checked as h x w x C, normalised.
+pub(super) fn write_image(info: &DatasetInfo, image: &Pixels<'_>, view: &View, out: &mut [f32]) {
+    let channels = info.channels;
+    let [rows, columns] = view.inside(info.height, info.width);
+    if (rows.len(), columns.len()) != (view.height, view.width) {
+        out.fill(0.0);
+    }
+    let plane_len = info.height * info.width;
+    for (channel, (mean, std)) in info.mean.iter().zip(&info.std).enumerate() {
+        let (plane, out) = (channel * plane_len..(channel + 1) * plane_len, &mut out[channel..]);
+        match image {
+            Pixels::Bytes(bytes) => {
+                let (scale, shift) = (1.0 / (255.0 * std), mean / std);
+                write_plane(&bytes[plane], info, view, out, channels, |byte| f32::from(byte) * scale - shift);
+            }
+            Pixels::Floats(values) => {
+                write_plane(&values[plane], info, view, out, channels, |value| (value - mean) / std);
+            }
+        }
+    }
+}
+
+/// What is to be learnt of a view of a sample that has been checked.
+pub(super) fn target(info: &DatasetInfo, target: &Target<'_>, view: &View) -> TargetBatch {
+    let len = target_len(info, [view.height, view.width]);
+    // Where a view goes beyond its image there is no class; without such a label there is no padding.
+    let of_pixels = || vec![info.ignore().unwrap_or(0); len];
+    match (target, info.targets) {
+        (Target::Class(class), _) => TargetBatch::Labels(vec![*class]),
+        (Target::Classes(classes), Targets::Pixels { .. }) => {
+            let mut labels = of_pixels();
+            write_plane(classes, info, view, &mut labels, 1, |class| class);
+            TargetBatch::Labels(labels)
+        }
+        (Target::Bytes(bytes), Targets::Pixels { .. }) => {
+            let mut labels = of_pixels();
+            write_plane(bytes, info, view, &mut labels, 1, i64::from);
+            TargetBatch::Labels(labels)
+        }
+        (Target::Classes(classes), _) => TargetBatch::Labels(classes.to_vec()),
+        (Target::Bytes(bytes), _) => TargetBatch::Labels(bytes.iter().map(|&byte| i64::from(byte)).collect()),
+        (Target::Values(values), targets) if targets.are_of_pixels() => {
+            let mut cut = vec![0.0; len];
+            let planes =
+                values.chunks(info.height * info.width).zip(cut.chunks_mut(view.height * view.width));
+            planes.for_each(|(plane, out)| write_plane(plane, info, view, out, 1, |value| value));
+            TargetBatch::Values(cut)
+        }
+        (Target::Values(values), _) => TargetBatch::Values(values.to_vec()),
+    }
+}
+
+/// Writes what of a view lies in an H x W plane; neighbours are `step` elements apart in `out`, rows w * `step`.
+fn write_plane<S: Copy, T>(
+    plane: &[S],
+    info: &DatasetInfo,
+    view: &View,
+    out: &mut [T],
+    step: usize,
+    convert: impl Fn(S) -> T,
+) {
+    let [rows, columns] = view.inside(info.height, info.width);
+    if columns.is_empty() {
+        return;
+    }
+    let first = view.left.saturating_add_unsigned(columns.start).unsigned_abs();
+    let place = if view.flipped { view.width - columns.end } else { columns.start };
+    for row in rows {
+        let from = view.top.saturating_add_unsigned(row).unsigned_abs() * info.width + first;
+        let from = &plane[from..from + columns.len()];
+        let out = &mut out[(row * view.width + place) * step..];
+        match step {
+            // Neighbours in memory can be written several at a time.
+            1 => write_row(out.iter_mut(), from, view.flipped, &convert),
+            _ => write_row(out.chunks_mut(step).map(|group| &mut group[0]), from, view.flipped, &convert),
+        }
+    }
+}
+
+fn write_row<'a, S: Copy, T: 'a>(
+    out: impl Iterator<Item = &'a mut T>,
+    row: &[S],
+    flipped: bool,
+    convert: impl Fn(S) -> T,
+) {
+    match flipped {
+        true => out.zip(row.iter().rev()).for_each(|(x, &value)| *x = convert(value)),
+        false => out.zip(row).for_each(|(x, &value)| *x = convert(value)),
+    }
+}

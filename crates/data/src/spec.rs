@@ -1,0 +1,295 @@
+//! Data sets by name: what one is, those that come ready, and a place for your own.
+
+use std::error::Error;
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+
+use super::{Augmentation, DatasetInfo, Datasets, Progress};
+
+/// Why a data set could not be had: a [`super::DataError`], or a reason of its own.
+pub type LoadError = Box<dyn Error + Send + Sync>;
+
+/// What a data set is loaded with.
+#[derive(Clone, Copy)]
+#[non_exhaustive]
+pub struct LoadOptions<'a> {
+    /// Where its files lie, if it has files.
+    pub folder: Option<&'a Path>,
+    /// For what is drawn at random.
+    pub seed: u64,
+    /// Is told how far loading is, and may stop it.
+    pub progress: &'a Progress<'a>,
+}
+
+impl<'a> LoadOptions<'a> {
+    /// Without a folder, and from seed 1.
+    pub fn new(progress: &'a Progress<'a>) -> LoadOptions<'a> {
+        LoadOptions { folder: None, seed: 1, progress }
+    }
+}
+
+type Load = dyn Fn(&LoadOptions<'_>) -> Result<Datasets, LoadError> + Send + Sync;
+type Download = dyn Fn(&Path, Option<String>, &Progress<'_>) -> Result<(), LoadError> + Send + Sync;
+
+/// What a data set is: its name, how it is loaded, and what is usual with it. Commands take the user's own as well as those of
+/// [`DatasetSpecs::builtin`].
+///
+/// ```
+/// use convoke_data::{DatasetInfo, DatasetSpec, Pixels, Sample, Target, Targets, TrainTest, from_fn};
+///
+/// let spec = DatasetSpec::new("stripes", "Stripes, upright and level", |options| {
+///     let seed = options.seed as usize;
+///     let part = move |len, first: usize| {
+///         let info = DatasetInfo::of_noise("stripes", [1, 8, 8], 2, Targets::Image);
+///         from_fn(info, len, move |index, _| {
+///             let upright = (first + index).is_multiple_of(2);
+///             let place = move |at: usize| if upright { at % 8 } else { at / 8 };
+///             let pixels = (0..64).map(|at| if (place(at) + seed).is_multiple_of(2) { 255 } else { 0 });
+///             Ok(Sample { image: Pixels::Bytes(pixels.collect()), target: Target::Class(upright.into()) })
+///         })
+///     };
+///     Ok(TrainTest::new(part(1000, 0)?, part(100, 1000)?))
+/// });
+/// assert_eq!(spec.to_string(), "stripes");
+/// ```
+#[derive(Clone)]
+pub struct DatasetSpec {
+    name: Arc<str>,
+    about: Arc<str>,
+    load: Arc<Load>,
+    usual: Option<Usual>,
+    augmentation: Augmentation,
+    model: Option<Arc<str>>,
+    files: Option<Files>,
+    download: Option<Arc<Download>>,
+}
+
+/// What a data set has as it is usually distributed.
+#[derive(Clone)]
+struct Usual {
+    info: DatasetInfo,
+    /// Whether its files may have images of another size.
+    any_size: bool,
+}
+
+/// A data set's files.
+#[derive(Clone)]
+struct Files {
+    are_there: Arc<dyn Fn(&Path) -> bool + Send + Sync>,
+    hint: Arc<str>,
+}
+
+impl DatasetSpec {
+    /// A data set that `load` makes. `about` is a line of help.
+    pub fn new<D: Into<Datasets>>(
+        name: &str,
+        about: &str,
+        load: impl Fn(&LoadOptions<'_>) -> Result<D, LoadError> + Send + Sync + 'static,
+    ) -> DatasetSpec {
+        DatasetSpec {
+            name: name.into(),
+            about: about.into(),
+            load: Arc::new(move |options| Ok(load(options)?.into())),
+            usual: None,
+            augmentation: Augmentation::default(),
+            model: None,
+            files: None,
+            download: None,
+        }
+    }
+
+    /// The same with what it has as it is usually distributed: a model that does not take it is refused before anything is read.
+    #[must_use]
+    pub fn with_info(self, info: DatasetInfo) -> DatasetSpec {
+        DatasetSpec { usual: Some(Usual { info, any_size: false }), ..self }
+    }
+
+    /// The same, where the files decide what size images have.
+    #[must_use]
+    pub fn with_info_of_any_size(self, info: DatasetInfo) -> DatasetSpec {
+        DatasetSpec { usual: Some(Usual { info, any_size: true }), ..self }
+    }
+
+    /// The same with what usually varies its training images.
+    #[must_use]
+    pub fn with_augmentation(self, augmentation: Augmentation) -> DatasetSpec {
+        DatasetSpec { augmentation, ..self }
+    }
+
+    /// The same with the model that is trained on it unless another is named.
+    #[must_use]
+    pub fn with_model(self, name: &str) -> DatasetSpec {
+        DatasetSpec { model: Some(name.into()), ..self }
+    }
+
+    /// The same for a data set of files, which [`LoadOptions::folder`] names. `are_there` tells whether a folder has them, without opening
+    /// one; `hint` says how to get them, for who does not have them.
+    #[must_use]
+    pub fn with_files(
+        self,
+        are_there: impl Fn(&Path) -> bool + Send + Sync + 'static,
+        hint: &str,
+    ) -> DatasetSpec {
+        DatasetSpec { files: Some(Files { are_there: Arc::new(are_there), hint: hint.into() }), ..self }
+    }
+
+    /// The same for files that can be fetched into a folder; the second argument is a proxy's address.
+    #[must_use]
+    pub fn with_download(
+        self,
+        download: impl Fn(&Path, Option<String>, &Progress<'_>) -> Result<(), LoadError> + Send + Sync + 'static,
+    ) -> DatasetSpec {
+        DatasetSpec { download: Some(Arc::new(download)), ..self }
+    }
+
+    /// The name on the command line.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// A line of help.
+    pub fn about(&self) -> &str {
+        &self.about
+    }
+
+    /// What it has as it is usually distributed, if that is known.
+    pub fn usual(&self) -> Option<&DatasetInfo> {
+        self.usual.as_ref().map(|usual| &usual.info)
+    }
+
+    /// Whether its files may have images of another size than the usual.
+    pub fn has_any_size(&self) -> bool {
+        self.usual.as_ref().is_none_or(|usual| usual.any_size)
+    }
+
+    /// What usually varies its training images.
+    pub fn augmentation(&self) -> Augmentation {
+        self.augmentation
+    }
+
+    /// The model that is trained on it unless another is named.
+    pub fn model(&self) -> Option<&str> {
+        self.model.as_deref()
+    }
+
+    /// Whether it is made of files.
+    pub fn has_files(&self) -> bool {
+        self.files.is_some()
+    }
+
+    /// Whether its files lie in a folder; they are not opened.
+    pub fn is_present(&self, folder: &Path) -> bool {
+        self.files.as_ref().is_some_and(|files| (files.are_there)(folder))
+    }
+
+    /// How to get its files.
+    pub fn hint(&self) -> Option<&str> {
+        self.files.as_ref().map(|files| &*files.hint)
+    }
+
+    /// Whether its files can be fetched.
+    pub fn can_be_downloaded(&self) -> bool {
+        self.download.is_some()
+    }
+
+    /// Fetches its files into a folder.
+    ///
+    /// # Errors
+    /// If they cannot be fetched.
+    pub fn download(
+        &self,
+        folder: &Path,
+        proxy: Option<String>,
+        progress: &Progress<'_>,
+    ) -> Result<(), LoadError> {
+        match &self.download {
+            Some(download) => download(folder, proxy, progress),
+            None => Err(format!("{self} cannot be downloaded").into()),
+        }
+    }
+
+    /// Loads it.
+    ///
+    /// # Errors
+    /// If it cannot be had.
+    pub fn load(&self, options: &LoadOptions<'_>) -> Result<Datasets, LoadError> {
+        (self.load)(options)
+    }
+}
+
+impl PartialEq for DatasetSpec {
+    fn eq(&self, other: &DatasetSpec) -> bool {
+        self.name == other.name
+    }
+}
+
+impl Eq for DatasetSpec {}
+
+impl fmt::Display for DatasetSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)
+    }
+}
+
+impl fmt::Debug for DatasetSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "DatasetSpec({:?})", self.name)
+    }
+}
+
+/// The data sets that can be asked for by name.
+#[derive(Clone, Debug)]
+pub struct DatasetSpecs(Vec<DatasetSpec>);
+
+impl DatasetSpecs {
+    /// Those that come with this crate, as far as its features go.
+    pub fn builtin() -> DatasetSpecs {
+        DatasetSpecs(vec![
+            super::digits::spec(),
+            #[cfg(feature = "gzip")]
+            super::mnist::spec(),
+            #[cfg(feature = "png")]
+            super::camvid::spec(),
+            #[cfg(feature = "gzip")]
+            super::cifar10::spec(),
+        ])
+    }
+
+    /// The same, and one more.
+    ///
+    /// # Errors
+    /// If its name is taken, or is not made of small ASCII letters, digits, `-`, `_` and `.`, as a word on the command line is.
+    pub fn with(mut self, spec: DatasetSpec) -> Result<DatasetSpecs, String> {
+        check_name("a data set", spec.name())?;
+        if self.get(spec.name()).is_some() {
+            return Err(format!("there are two data sets named {:?}", spec.name()));
+        }
+        self.0.push(spec);
+        Ok(self)
+    }
+
+    /// The one of this name.
+    pub fn get(&self, name: &str) -> Option<&DatasetSpec> {
+        self.0.iter().find(|spec| spec.name() == name)
+    }
+
+    /// All of them, in the order in which they were added.
+    pub fn iter(&self) -> impl Iterator<Item = &DatasetSpec> {
+        self.0.iter()
+    }
+}
+
+/// Whether a name is a word on the command line and in files; `what` it is to name, for the error.
+///
+/// # Errors
+/// What makes a name, if it is none.
+pub fn check_name(what: &str, name: &str) -> Result<(), String> {
+    let plain = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"-_.".contains(&byte);
+    if name.is_empty() || name.starts_with('-') || !name.bytes().all(plain) {
+        return Err(format!(
+            "{what} cannot be named {name:?}: small letters, digits, '-', '_' and '.' make a name, and it does not begin with '-'"
+        ));
+    }
+    Ok(())
+}
