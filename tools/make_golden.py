@@ -904,6 +904,16 @@ def target_cases(file):
         ("cross_entropy_mean_ignored", "cross_entropy", (7, 5), dict(ignored=3)),
         ("cross_entropy_large", "cross_entropy", (4, 5), dict(std=1e4)),
         ("cross_entropy_images_mean_ignored_255", "cross_entropy", (2, 4, 3, 3), dict(ignore_index=255, ignored=5)),
+        ("cross_entropy_smoothed", "cross_entropy", (6, 5), dict(smoothing=0.1, ignored=2)),
+        ("cross_entropy_smoothed_whole_sum", "cross_entropy", (4, 3), dict(smoothing=1.0, reduction="sum")),
+        ("cross_entropy_smoothed_class_weight", "cross_entropy", (6, 4), dict(smoothing=0.3, class_weight=True, ignored=1)),
+        (
+            "cross_entropy_images_smoothed_sum_class_weight",
+            "cross_entropy",
+            (2, 4, 3, 3),
+            dict(smoothing=0.2, class_weight=True, reduction="sum", ignore_index=255, ignored=5),
+        ),
+        ("cross_entropy_images_class_weight", "cross_entropy", (2, 4, 3, 3), dict(class_weight=True, ignored=4)),
     ):
         draws = file.draws(name)
         ignore_index, reduction = options.get("ignore_index", -100), options.get("reduction", "mean")
@@ -917,14 +927,39 @@ def target_cases(file):
         )
         class_weight = draws.uniform(shape[1], low=0.5, high=2.0) if options.get("class_weight") else None
         function = F.nll_loss if operation == "nll_loss" else F.cross_entropy
-        output = function(x, target, class_weight, ignore_index=ignore_index, reduction=reduction)
+        smoothing = dict(label_smoothing=options["smoothing"]) if "smoothing" in options else {}
+        output = function(x, target, class_weight, ignore_index=ignore_index, reduction=reduction, **smoothing)
         grad_output = draws.like(output)
         output.backward(grad_output)
         file.add(
             name,
-            dict(operation=operation, reduction=reduction, ignore_index=ignore_index),
+            dict(operation=operation, reduction=reduction, ignore_index=ignore_index, **smoothing),
             dict(x=x, target=target, class_weight=class_weight, grad_output=grad_output),
             dict(output=output, grad_x=x.grad),
+        )
+
+
+def value_cases(file):
+    """mse_loss and binary_cross_entropy_with_logits against targets of x's shape, which have a gradient too."""
+    for name, operation, shape, options in (
+        ("mse_mean", "mse_loss", (5, 3), {}),
+        ("mse_sum_images", "mse_loss", (2, 3, 4, 3), dict(reduction="sum")),
+        ("bce_mean", "binary_cross_entropy_with_logits", (6, 4), {}),
+        ("bce_sum_images", "binary_cross_entropy_with_logits", (2, 3, 4, 3), dict(reduction="sum")),
+        ("bce_large", "binary_cross_entropy_with_logits", (4, 5), dict(std=1e4)),
+    ):
+        draws = file.draws(name)
+        reduction = options.get("reduction", "mean")
+        x = leaf(draws.normal(*shape, std=options.get("std", 2.0)))
+        target = leaf(draws.uniform(*shape, low=0.0, high=1.0))
+        output = getattr(F, operation)(x, target, reduction=reduction)
+        grad_output = draws.like(output)
+        output.backward(grad_output)
+        file.add(
+            name,
+            dict(operation=operation, reduction=reduction),
+            dict(x=x, x_target=target, grad_output=grad_output),
+            dict(output=output, grad_x=x.grad, grad_x_target=target.grad),
         )
 
 
@@ -933,6 +968,7 @@ def loss_file(seed):
     linear_cases(file)
     elementwise_cases(file)
     target_cases(file)
+    value_cases(file)
     return file
 
 

@@ -11,10 +11,8 @@ use std::path::PathBuf;
 use convoke_autograd::{Cpu, Device, DeviceOptions};
 use convoke_fuzz::{check_said, folder};
 use convoke_kernels::tune::Tuner;
-use convoke_nn::Rule;
-use convoke_nn::data::{Augmentation, DatasetInfo, Targets, TrainTest, noise, silent};
+use convoke_nn::data::{DatasetInfo, Targets, TrainTest, noise, silent};
 use convoke_nn::models::Models;
-use convoke_nn::modules::ConvBnMode;
 use convoke_nn::training::{Trainer, TrainingConfig};
 use libfuzzer_sys::fuzz_target;
 use sha2::{Digest, Sha256};
@@ -33,15 +31,10 @@ struct Run {
 
 fn config() -> TrainingConfig {
     TrainingConfig {
-        model: Models::builtin().get("resnet20").expect("it is built in"),
-        conv_bn: ConvBnMode::Fused,
-        rule: Rule::adadelta(1.0),
         lr_gamma: 0.7,
         batch_size: 2,
-        augmentation: Augmentation::default(),
-        sync_bn: false,
-        seed: 1,
         stop_on_nan: false,
+        ..TrainingConfig::new(Models::builtin().get("resnet20").expect("it is built in"))
     }
 }
 

@@ -21,7 +21,6 @@ use std::sync::Arc;
 use convoke::distributed::{Communicator, Options, run_threads};
 use convoke::nn::data::{Augmentation, TrainTest, camvid, silent};
 use convoke::nn::models::Models;
-use convoke::nn::modules::ConvBnMode;
 use convoke::nn::training::{Trainer, TrainingConfig, TrainingError};
 use convoke::nn::{ModuleExt, Rule};
 use convoke::tune::Tuner;
@@ -86,15 +85,13 @@ fn train(
         let cpu = Cpu::new((threads / RANKS).max(1)).map_err(convoke::Error::from)?;
         let device = Device::new(DeviceOptions { tuner: tuner.clone(), ..DeviceOptions::new(cpu) });
         let config = TrainingConfig {
-            model: Models::builtin().get("segnet").expect("it is built in"),
-            conv_bn: ConvBnMode::Fused,
             rule: Rule::adamw(2e-3),
             lr_gamma: 0.93,
             batch_size: RANKS * IMAGES_PER_RANK,
             seed,
             augmentation: Augmentation { flip: true, crop: Some([96, 128]), padding: 0 },
             sync_bn: statistics == Statistics::OfAll,
-            stop_on_nan: true,
+            ..TrainingConfig::new(Models::builtin().get("segnet").expect("it is built in"))
         };
         Trainer::new(&device, config, data.clone())?.join(ranks)
     };
@@ -111,7 +108,8 @@ fn train(
         }
         for ((trainer, curve), (statistics, name)) in trainers.iter().zip(&mut curves).zip(RUNS) {
             if let Some(test) = trainer.evaluate(&mut |_, _| ControlFlow::Continue(()))? {
-                let values = [test.loss, test.accuracy, test.mean_iou.unwrap_or(f64::NAN)];
+                let values =
+                    [Some(test.loss), test.accuracy, test.mean_iou].map(|value| value.unwrap_or(f64::NAN));
                 curve.tests.push((trainer.steps() as f64, values));
                 if ranks.rank() == 0 {
                     eprintln!("epoch {epoch}/{epochs}, {name}: loss, accuracy, mean IoU {values:.4?}");

@@ -14,7 +14,7 @@ pub struct InMemory {
 
 impl InMemory {
     /// Puts a data set together from `images`, N x C x H x W bytes in C order, and `labels`: N bytes, or
-    /// N x H x W if pixels have labels.
+    /// N x H x W if pixels have labels. Where targets are values, bytes stand for 0 to 1.
     ///
     /// # Errors
     /// [`DataError::Inconsistent`] for an impossible `info` or an image size that does not divide `images`,
@@ -113,10 +113,13 @@ impl Dataset for InMemory {
     }
 
     fn sample(&self, index: usize, _: Option<u64>) -> super::dataset::SampleResult<'_> {
-        Ok(Sample {
-            image: Pixels::Bytes(Cow::Borrowed(self.image(index))),
-            target: Target::Bytes(Cow::Borrowed(self.label(index))),
-        })
+        let target = match self.info.targets {
+            Targets::Values { .. } => {
+                Target::Values(self.label(index).iter().map(|&byte| f32::from(byte) / 255.0).collect())
+            }
+            Targets::Image | Targets::Pixels { .. } => Target::Bytes(Cow::Borrowed(self.label(index))),
+        };
+        Ok(Sample { image: Pixels::Bytes(Cow::Borrowed(self.image(index))), target })
     }
 }
 
@@ -142,6 +145,9 @@ pub(crate) fn check_labels(
     if labels.len() != images * label_len {
         let labels = labels.len();
         return Err(DataError::LabelCount { origin: origin.to_owned(), images, label_len, labels });
+    }
+    if matches!(info.targets, Targets::Values { .. }) {
+        return Ok(());
     }
     let (classes, ignore) = (info.classes, info.ignore());
     match labels.iter().position(|&label| usize::from(label) >= classes && Some(i64::from(label)) != ignore) {

@@ -36,6 +36,7 @@ pub mod activation;
 pub mod arena;
 pub mod backstop;
 pub mod batch_norm;
+pub mod class_loss;
 pub mod concat;
 pub mod conv;
 pub mod convert;
@@ -49,6 +50,7 @@ pub mod pool;
 pub mod profile;
 pub mod tune;
 pub mod upsample;
+pub mod value_loss;
 
 pub use cpu::{Cpu, Isa};
 pub use element::{DType, Element, Stored};

@@ -252,7 +252,7 @@ pub fn nll_backward<T: Element>(
     for_each_target(extent, targets, ignore, |place| dx[place] = T::of(-factor))
 }
 
-fn for_each_target(
+pub(crate) fn for_each_target(
     extent: &Extent,
     targets: &[i64],
     ignore: Option<i64>,

@@ -15,6 +15,7 @@ pub mod metrics;
 pub mod models;
 mod module;
 pub mod modules;
+pub mod objective;
 mod optimizer;
 mod parameter;
 pub mod planner;

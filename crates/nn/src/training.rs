@@ -8,7 +8,6 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::Instant;
 
-use convoke_autograd::ops::{Reduction, nll_loss};
 use convoke_autograd::{Device, Tensor, TimelinePoint, inference_mode};
 use convoke_distributed::{Communicator, Traffic};
 use serde::Serialize;
@@ -19,6 +18,7 @@ use crate::data_parallel::{DataParallel, DataParallelOptions, Sampler, shard};
 use crate::metrics::Confusion;
 use crate::models::{ModelOptions, ModelSpec};
 use crate::modules::ConvBnMode;
+use crate::objective::{self, ACCURACY, LossSum, Objective};
 use crate::planner::MemoryPlan;
 use crate::{Generator, Init, Module, ModuleExt, Optimizer, Rule, StepLr, batch};
 
@@ -32,6 +32,8 @@ pub struct TrainingConfig {
     pub model: ModelSpec,
     /// How its Conv+BN blocks run.
     pub conv_bn: ConvBnMode,
+    /// What is minimised, and what evaluation tells beside it.
+    pub objective: Objective,
     /// The optimizer, with the learning rate of the first epoch.
     pub rule: Rule,
     /// What the learning rate is multiplied by after each epoch.
@@ -50,6 +52,23 @@ pub struct TrainingConfig {
 }
 
 impl TrainingConfig {
+    /// A run of a model with what is usual: its usual objective, fused blocks, Adadelta with the learning rate 1, batches of 128 images
+    /// as they are, seed 1.
+    pub fn new(model: ModelSpec) -> TrainingConfig {
+        TrainingConfig {
+            objective: model.objective(),
+            model,
+            conv_bn: ConvBnMode::default(),
+            rule: Rule::adadelta(1.0),
+            lr_gamma: 1.0,
+            batch_size: 128,
+            augmentation: Augmentation::default(),
+            sync_bn: false,
+            seed: 1,
+            stop_on_nan: true,
+        }
+    }
+
     /// What the model is trained on: images of the data set, or the parts of them that augmentation takes.
     fn seen(&self, info: &DatasetInfo) -> Result<DatasetInfo> {
         let [height, width] =
@@ -182,14 +201,17 @@ pub struct StepTimeline {
 }
 
 /// How the model does on the test set.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct Evaluation {
-    /// Mean loss of what has a label: images, or pixels.
+    /// Mean loss.
     pub loss: f64,
-    /// Share of these whose likeliest class is the right one.
-    pub accuracy: f64,
+    /// Share of what has a label, images or pixels, whose likeliest class is the right one; where there are labels, and one counts.
+    pub accuracy: Option<f64>,
     /// Intersection over union, the mean over the classes that occur; where pixels have labels.
     pub mean_iou: Option<f64>,
+    /// What the objective tells beside these, by name.
+    pub metrics: Vec<(String, f64)>,
 }
 
 /// A run in progress.
@@ -224,6 +246,7 @@ impl Trainer {
         let info = data.train.info();
         config.model.check(info).map_err(TrainingError::Config)?;
         config.model.check(&config.seen(info)?).map_err(TrainingError::Config)?;
+        config.objective.check(info).map_err(TrainingError::Config)?;
         if config.batch_size == 0 || config.batch_size > data.train.len() {
             return Err(TrainingError::Config(format!(
                 "batch size {} must be 1 to {}, the number of training images in {}",
@@ -351,15 +374,15 @@ impl Trainer {
             let (images, targets) = batch(&self.device, &self.train_loader, &self.request(0))?;
             drop(loading);
             let _forward = span("forward");
-            let (sum, counted) = self.loss(&self.model.forward(&images)?, &targets)?;
-            self.parallel.mean(&sum, counted)?
+            let loss = self.loss(&self.output(self.model.as_ref(), &images)?, &targets)?;
+            self.parallel.weighted_mean(&loss.sum, loss.weight)?
         };
         let bytes_end_of_forward = self.device.memory().live_bytes;
         // By the clock of the points: what backward allocates comes later by it too.
         let end_of_forward = recording.map(|start| start.elapsed().as_secs_f64());
         let value = loss.value();
         let step = self.steps() + 1;
-        if let Some(ignore) = self.ignore().filter(|_| loss.samples() == 0 && self.config.stop_on_nan) {
+        if let Some(ignore) = self.ignore().filter(|_| loss.weight() == 0.0 && self.config.stop_on_nan) {
             return Err(TrainingError::NoLabel { step, epoch: self.epoch + 1, ignore });
         }
         if !value.is_finite() && self.config.stop_on_nan {
@@ -414,7 +437,11 @@ impl Trainer {
         let ranks = self.parallel.communicator();
         self.share_statistics()?;
         self.model.eval();
-        let (mut loss, mut confusion) = (0.0, Confusion::new(test.info().classes)?);
+        let names = self.config.objective.metrics();
+        // Of the loss and each metric, the sum and what it is divided by.
+        let (mut loss, mut sums) = ([0.0; 2], vec![0.0; 2 * names.len()]);
+        let has_labels = !matches!(test.info().targets, Targets::Values { .. });
+        let mut confusion = Confusion::new(if has_labels { test.info().classes } else { 1 })?;
         let order: Vec<u32> = (0..test.len() as u32).collect();
         let size = self.evaluation_batch();
         let own = |chosen: &[u32]| {
@@ -427,10 +454,14 @@ impl Trainer {
                 requests[index..].iter().take(1 + AHEAD).for_each(|ahead| self.test_loader.load_ahead(ahead));
                 let (images, targets) = batch(&self.device, &self.test_loader, request)?;
                 inference_mode(|| -> Result<()> {
-                    let output = self.model.forward(&images)?;
-                    loss += self.loss(&output, &targets)?.0.item()?;
-                    confusion.add(&output, labels(&targets), self.ignore())?;
-                    Ok(())
+                    let output = self.output(self.model.as_ref(), &images)?;
+                    let own = self.loss(&output, &targets)?;
+                    loss[0] += own.sum.item()?;
+                    loss[1] += own.weight;
+                    if let TargetBatch::Labels(labels) = &targets {
+                        confusion.add(&output, labels, self.ignore())?;
+                    }
+                    Ok(self.config.objective.measure(&output, &targets, &mut sums)?)
                 })?;
             }
             let done = ((index + 1) * size).min(test.len());
@@ -438,16 +469,22 @@ impl Trainer {
                 return Ok(None);
             }
         }
-        let mut loss = [loss];
         ranks.all_reduce("loss of the evaluation", &mut loss)?;
+        ranks.all_reduce("metrics of the evaluation", &mut sums)?;
         let mut counts = confusion.counts().to_vec();
         ranks.all_reduce("counts of the evaluation", &mut counts)?;
-        let counted = counts.iter().sum::<u64>().max(1) as f64;
         let confusion = Confusion::from_counts(confusion.classes(), counts)?;
+        let mut metrics: Vec<(String, f64)> =
+            names.into_iter().map(str::to_owned).zip(sums.chunks_exact(2).map(|of| of[0] / of[1])).collect();
+        let own = metrics.iter().position(|(name, _)| name == ACCURACY && !has_labels);
         Ok(Some(Evaluation {
-            loss: loss[0] / counted,
-            accuracy: confusion.accuracy().unwrap_or(0.0),
+            loss: loss[0] / loss[1].max(f64::MIN_POSITIVE),
+            accuracy: match own {
+                Some(place) => Some(metrics.remove(place).1),
+                None => confusion.accuracy().filter(|_| has_labels),
+            },
             mean_iou: confusion.mean_iou().filter(|_| matches!(test.info().targets, Targets::Pixels { .. })),
+            metrics,
         }))
     }
 
@@ -467,11 +504,17 @@ impl Trainer {
         Request { samples, views: Some(self.config.augmentation.views(self.config.seed, epoch)) }
     }
 
-    /// The sum of the losses at the labels that count, and how many do.
-    fn loss(&self, output: &Tensor, targets: &TargetBatch) -> Result<(Tensor, usize)> {
-        let (labels, ignore) = (labels(targets), self.ignore());
-        let counted = labels.iter().filter(|&&label| Some(label) != ignore).count();
-        Ok((nll_loss(output, labels, Reduction::Sum, ignore)?, counted))
+    /// What a model gives for images, as the objective takes it.
+    fn output(&self, model: &dyn Module, images: &Tensor) -> Result<Tensor> {
+        let output = model.forward(images)?;
+        match self.config.model.gives_logits() && self.config.objective.takes_log_probabilities() {
+            true => Ok(objective::log_probabilities(&output)?),
+            false => Ok(output),
+        }
+    }
+
+    fn loss(&self, output: &Tensor, targets: &TargetBatch) -> Result<LossSum> {
+        Ok(self.config.objective.loss(output, targets, self.ignore())?)
     }
 
     /// The label that does not count.
@@ -496,12 +539,4 @@ fn default_workers(device: &Device, data: &Datasets) -> usize {
 
 fn loader(data: &Arc<dyn Dataset>, workers: usize) -> Result<Loader> {
     Loader::new(data.clone(), workers).map_err(|error| TrainingError::Config(error.to_string()))
-}
-
-/// The labels of a batch; models of which no label is known are refused before.
-fn labels(targets: &TargetBatch) -> &[i64] {
-    match targets {
-        TargetBatch::Labels(labels) => labels,
-        TargetBatch::Values(_) => unreachable!("a model is refused that does not take the data's targets"),
-    }
 }

@@ -15,6 +15,7 @@ mod nll_loss;
 mod pool2d;
 mod reshape;
 mod upsample2d;
+mod value_loss;
 
 pub use activate::activate;
 pub use batch_norm::{BatchNormOptions, Statistics, Synchronize, batch_norm};
@@ -29,9 +30,10 @@ pub use convoke_kernels::upsample::UpsampleMode;
 pub use dropout::dropout;
 pub use linear::linear;
 pub use log_softmax::log_softmax;
-pub use nll_loss::{Reduction, cross_entropy, nll_loss};
+pub use nll_loss::{ClassOptions, Reduction, cross_entropy, nll_loss, weighted_nll_loss};
 pub use pool2d::{PoolOptions, avg_pool2d, max_pool2d};
 pub use upsample2d::upsample2d;
+pub use value_loss::{binary_cross_entropy_with_logits, mse_loss};
 
 use crate::error::invalid;
 use crate::{Error, Result, Tensor};

@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
+use convoke_kernels::class_loss::{ClassLoss, class_loss, class_loss_backward};
 use convoke_kernels::loss;
+use convoke_kernels::memory_format::Extent;
 
 use super::log_softmax;
 use crate::tensor::dispatch;
@@ -46,6 +48,111 @@ pub fn cross_entropy(
     nll_loss(&log_softmax(x)?, targets, reduction, ignore)
 }
 
+/// How classes count in [`weighted_nll_loss`]. The default is that of [`nll_loss`].
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct ClassOptions {
+    /// The target that does not count.
+    pub ignore: Option<i64>,
+    /// What each class weighs, C; 1 without.
+    pub weights: Option<Arc<[f64]>>,
+    /// What part of each target is spread over all classes: 0 to 1.
+    pub label_smoothing: f64,
+}
+
+impl ClassOptions {
+    fn kernel(&self) -> ClassLoss<'_> {
+        let ClassOptions { ignore, weights, label_smoothing } = self;
+        ClassLoss { ignore: *ignore, weights: weights.as_deref(), label_smoothing: *label_smoothing }
+    }
+}
+
+/// [`nll_loss`] with weights of classes and smoothed labels, as PyTorch's `cross_entropy` of logits whose log-softmax this is given;
+/// and what the weights of all targets sum up to, by which the mean is divided.
+///
+/// # Errors
+/// As [`nll_loss`]; if there is not a weight a class, or smoothing is not 0 to 1.
+pub fn weighted_nll_loss(
+    log_probabilities: &Tensor,
+    targets: &[i64],
+    reduction: Reduction,
+    options: &ClassOptions,
+) -> Result<(Tensor, f64)> {
+    let weight = total_weight(targets, options);
+    let y = match options.weights.is_none() && options.label_smoothing == 0.0 {
+        true => nll_loss(log_probabilities, targets, reduction, options.ignore)?,
+        false => {
+            let loss = WeightedNllLoss { targets: targets.into(), reduction, options: options.clone() };
+            apply(loss, &[log_probabilities])?
+        }
+    };
+    Ok((y, weight))
+}
+
+/// The weights of all targets that count; a target that is no class has none, and is refused when the loss is computed.
+fn total_weight(targets: &[i64], options: &ClassOptions) -> f64 {
+    let counted = targets.iter().filter(|&&target| Some(target) != options.ignore);
+    match &options.weights {
+        None => counted.count() as f64,
+        Some(weights) => {
+            let weight = |&target: &i64| usize::try_from(target).ok().and_then(|class| weights.get(class));
+            counted.filter_map(weight).sum()
+        }
+    }
+}
+
+struct WeightedNllLoss {
+    targets: Arc<[i64]>,
+    reduction: Reduction,
+    options: ClassOptions,
+}
+
+impl Function for WeightedNllLoss {
+    /// The input's shape and format, and the divisor.
+    type Saved = (Vec<usize>, MemoryFormat, f64);
+
+    fn name(&self) -> &'static str {
+        "nll_loss"
+    }
+
+    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {
+        let x = inputs[0];
+        let extent = x.extent("nll_loss")?;
+        let (total, weight) = match x.device().is_dry() {
+            true => (0.0, 1.0),
+            false => dispatch!(x.dtype(), T => {
+                class_loss(&extent, x.data::<T>()?, &self.targets, &self.options.kernel())
+            })?,
+        };
+        let divisor = match self.reduction {
+            Reduction::Mean => weight,
+            Reduction::Sum => 1.0,
+        };
+        let y = Tensor::full(x.device(), &[], x.dtype(), total / divisor)?;
+        Ok((y, (x.shape().to_vec(), x.format(), divisor)))
+    }
+
+    fn backward(
+        &self,
+        (shape, format, divisor): Self::Saved,
+        upstream: Tensor,
+        _: &Needs,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let factor = upstream.item()? / divisor;
+        let dx = dispatch!(upstream.dtype(), T => {
+            Tensor::written(upstream.device(), &shape, format, |dx: &mut [T]| {
+                let options = self.options.kernel();
+                Ok(class_loss_backward(&extent_of(&shape, format), &self.targets, &options, factor, dx)?)
+            })
+        })?;
+        Ok(vec![Some(dx)])
+    }
+}
+
+/// The extent of an N x C x ... tensor.
+fn extent_of(shape: &[usize], format: MemoryFormat) -> Extent {
+    Extent { batch: shape[0], channels: shape[1], spatial: shape[2..].iter().product(), format }
+}
+
 struct NllLoss {
     targets: Arc<[i64]>,
     reduction: Reduction,
@@ -86,12 +193,7 @@ impl Function for NllLoss {
         let factor = upstream.item()? / divisor;
         let dx = dispatch!(upstream.dtype(), T => {
             Tensor::written(upstream.device(), &shape, format, |dx: &mut [T]| {
-                let extent = convoke_kernels::memory_format::Extent {
-                    batch: shape[0],
-                    channels: shape[1],
-                    spatial: shape[2..].iter().product(),
-                    format,
-                };
+                let extent = extent_of(&shape, format);
                 Ok(loss::nll_backward(&extent, &self.targets, self.ignore, factor, dx)?)
             })
         })?;

@@ -2,8 +2,8 @@
 
 use crate::common::{check_refused, device, normal};
 use convoke_autograd::ops::{
-    self, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, EpsPlace, Keep, Padding, PoolOptions,
-    Reduction, Statistics, UpsampleMode,
+    self, BatchNormOptions, ClassOptions, ConvBnBlock, ConvBnParameters, ConvOptions, EpsPlace, Keep,
+    Padding, PoolOptions, Reduction, Statistics, UpsampleMode,
 };
 use convoke_autograd::{DType, Device, MemoryFormat, Result, Tensor, fold_conv_bn2d, no_grad};
 use convoke_testkit::Failures;
@@ -361,6 +361,40 @@ fn losses() {
                 refusals.check("target", &parts, |r| {
                     loss(&r.f32(&[4, 3]), &[0, 2, target, 1], Reduction::Mean, Some(-100))
                 });
+            }
+        }
+    });
+}
+
+#[test]
+fn weighted_and_value_losses() {
+    Refusals::each("weighted and value losses", |refusals| {
+        let loss = |r: &Refusals, targets: &[i64], options: &ClassOptions| {
+            Ok(ops::weighted_nll_loss(&r.f32(&[4, 3]), targets, Reduction::Mean, options)?.0)
+        };
+        let smoothed = |label_smoothing| ClassOptions { label_smoothing, ..ClassOptions::default() };
+        for smoothing in [-0.1, 1.1, f64::NAN, f64::INFINITY] {
+            let parts = ["nll_loss", "label smoothing is", "0 to 1"];
+            refusals.check("smoothing", &parts, |r| loss(r, &[0; 4], &smoothed(smoothing)));
+        }
+        for count in [0, 2, 4] {
+            let options = ClassOptions { weights: Some(vec![1.0; count].into()), ..ClassOptions::default() };
+            let parts =
+                ["nll_loss", "the weights of the classes", &format!("{count} elements"), "expected 3"];
+            refusals.check("weights", &parts, |r| loss(r, &[0; 4], &options));
+        }
+        for target in [-1, 3, i64::MAX] {
+            let parts = ["nll_loss", &format!("target {target} at index 2"), "0..3"];
+            refusals.check("target", &parts, |r| loss(r, &[0, 1, target, 2], &smoothed(0.1)));
+        }
+        refusals.check("targets", &["nll_loss", "targets"], |r| loss(r, &[0; 5], &smoothed(0.1)));
+        for (name, loss) in [
+            ("mse_loss", ops::mse_loss as fn(&Tensor, &Tensor, Reduction) -> Result<Tensor>),
+            ("binary_cross_entropy_with_logits", ops::binary_cross_entropy_with_logits),
+        ] {
+            for other in [&[4, 2][..], &[3, 4], &[12], &[4, 3, 1]] {
+                let parts = [name, "x is [4, 3]", &format!("the targets are {other:?}")];
+                refusals.check("shapes", &parts, |r| loss(&r.f32(&[4, 3]), &r.f32(other), Reduction::Sum));
             }
         }
     });

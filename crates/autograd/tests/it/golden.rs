@@ -4,8 +4,8 @@ use std::cell::RefCell;
 
 use crate::common::{FORMATS, device, laid_out, tensor, values};
 use convoke_autograd::ops::{
-    self, Activation, BatchNormOptions, ConvBnParameters, ConvOptions, Moments, Padding, PoolOptions,
-    Reduction, Statistics, UpsampleMode,
+    self, Activation, BatchNormOptions, ClassOptions, ConvBnParameters, ConvOptions, Moments, Padding,
+    PoolOptions, Reduction, Statistics, UpsampleMode,
 };
 use convoke_autograd::{BackwardOptions, Device, MemoryFormat, Result, Tensor};
 use convoke_testkit::{Case, Failures, Golden, Tolerance, check_close_or_both_nan};
@@ -242,16 +242,36 @@ fn linear_relu_and_losses() {
                     "sum" => Reduction::Sum,
                     _ => return None,
                 };
-                if case.shape("class_weight").is_some() {
-                    return None;
+                let value_loss = match operation {
+                    "mse_loss" => Some(ops::mse_loss as fn(&_, &_, _) -> _),
+                    "binary_cross_entropy_with_logits" => Some(ops::binary_cross_entropy_with_logits as _),
+                    _ => None,
+                };
+                if let Some(loss) = value_loss {
+                    return Some(loss(&run.x(), &run.leaf("x_target").unwrap(), reduction));
                 }
-                let loss = if operation == "nll_loss" { ops::nll_loss } else { ops::cross_entropy };
                 let (_, targets) = case.integers("target");
-                Some(loss(&run.x(), &targets, reduction, Some(case.number("ignore_index") as i64)))
+                let ignore = Some(case.number("ignore_index") as i64);
+                let (weights, smoothing) =
+                    (case.tensor_f64_opt("class_weight"), case.attribute("label_smoothing"));
+                if weights.is_none() && smoothing.is_none() {
+                    let loss = if operation == "nll_loss" { ops::nll_loss } else { ops::cross_entropy };
+                    return Some(loss(&run.x(), &targets, reduction, ignore));
+                }
+                let options = ClassOptions {
+                    ignore,
+                    weights: weights.map(|(_, weights)| weights.into()),
+                    label_smoothing: smoothing.map_or(0.0, |_| case.number("label_smoothing")),
+                };
+                let x = match operation {
+                    "nll_loss" => Ok(run.x()),
+                    _ => ops::log_softmax(&run.x()),
+                };
+                Some(x.and_then(|x| Ok(ops::weighted_nll_loss(&x, &targets, reduction, &options)?.0)))
             }
         }
     });
-    // Losses of single positions and class weights are not offered.
-    let not_offered = |name: &String| name.starts_with("nll_none") || name.ends_with("class_weight");
-    assert!(declined.len() == 5 && declined.iter().all(not_offered), "{declined:?}");
+    // Losses of single positions are not offered.
+    let not_offered = |name: &String| name.starts_with("nll_none");
+    assert!(declined.len() == 2 && declined.iter().all(not_offered), "{declined:?}");
 }

@@ -6,6 +6,7 @@ use crate::Cpu;
 use crate::nn::Rule;
 use crate::nn::models::ModelSpec;
 use crate::nn::modules::ConvBnMode;
+use crate::nn::objective::{CrossEntropy, Objective};
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum, value_parser};
 
 use super::memory_args::MemoryArgs;
@@ -180,6 +181,10 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "X", value_parser = not_negative, help_heading = "Training")]
     pub(crate) weight_decay: Option<f64>,
 
+    /// What part of each label is spread over all classes: 0 to 1.
+    #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = not_negative, help_heading = "Training")]
+    pub(crate) label_smoothing: f64,
+
     /// Seed of starting values, data order, dropout, and of generated data sets.
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Training")]
     pub(crate) seed: u64,
@@ -226,6 +231,16 @@ impl RunArgs {
             Data::Auto | Data::Random => model("mnist-cnn"),
         };
         self.model.clone().unwrap_or_else(usual)
+    }
+
+    /// The model's own, with smoothed labels if that is asked for.
+    pub(crate) fn objective(&self) -> Objective {
+        match self.label_smoothing {
+            0.0 => self.model().objective(),
+            label_smoothing => {
+                Objective::cross_entropy(CrossEntropy { label_smoothing, ..CrossEntropy::default() })
+            }
+        }
     }
 
     pub(crate) fn rule(&self) -> Rule {

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::nn::data::{Augmentation, DatasetInfo, Datasets, noise};
+use crate::nn::data::{DatasetInfo, Datasets, noise};
 use crate::nn::models::ModelSpec;
 use crate::nn::modules::ConvBnMode;
 use crate::nn::planner::{MemoryPlan, Planner};
@@ -182,16 +182,11 @@ fn job(args: &PlanArgs, console: &Console) -> Result<(TrainingConfig, Datasets)>
     let (model, batch_size) = (args.model.clone(), args.batch_size as usize);
     let data = random_images(&model, batch_size, console)?;
     let config = TrainingConfig {
-        model,
-        conv_bn: ConvBnMode::Fused,
         rule: rule(args.optimizer, None),
-        lr_gamma: 1.0,
         batch_size,
-        augmentation: Augmentation::default(),
-        sync_bn: false,
-        seed: 1,
         // There is nothing to learn from noise, and nothing to stop for.
         stop_on_nan: false,
+        ..TrainingConfig::new(model)
     };
     Ok((config, data))
 }

@@ -1,5 +1,7 @@
 //! What a run did, as the summary, the JSON and the report show it.
 
+use std::collections::BTreeMap;
+
 use crate::nn::ModuleExt;
 use crate::nn::planner::MemoryPlan;
 use crate::nn::training::{Evaluation, StepReport, StepTimeline, Trainer, TrainingConfig, TrainingError};
@@ -18,6 +20,8 @@ pub(crate) struct RunRecord {
     pub(crate) test_loss: Option<f64>,
     pub(crate) test_accuracy: Option<f64>,
     pub(crate) test_mean_iou: Option<f64>,
+    /// What the objective tells beside these.
+    pub(crate) test_metrics: BTreeMap<String, f64>,
     pub(crate) step_seconds_median: Option<f64>,
     pub(crate) images_per_second: Option<f64>,
     /// The most of any step; none if no step was left to do.
@@ -98,9 +102,11 @@ impl Recorder {
             ranks: trainer.communicator().world_size(),
             sync_bn: config.sync_bn,
             train_loss: trainer.losses().to_vec(),
-            test_loss: evaluation.map(|evaluation| evaluation.loss),
-            test_accuracy: evaluation.map(|evaluation| evaluation.accuracy),
-            test_mean_iou: evaluation.and_then(|evaluation| evaluation.mean_iou),
+            test_loss: evaluation.as_ref().map(|evaluation| evaluation.loss),
+            test_accuracy: evaluation.as_ref().and_then(|evaluation| evaluation.accuracy),
+            test_mean_iou: evaluation.as_ref().and_then(|evaluation| evaluation.mean_iou),
+            test_metrics: evaluation
+                .map_or_else(BTreeMap::new, |evaluation| evaluation.metrics.into_iter().collect()),
             step_seconds_median: median(self.seconds),
             images_per_second: median(self.rates),
             bytes_end_of_forward: self.bytes_end_of_forward,

@@ -28,8 +28,10 @@ pub(crate) fn rows(runs: &[RunRecord]) -> Vec<Vec<String>> {
         ("images a second", |run| run.images_per_second, |x| format!("{x:.0}")),
     ];
     for (name, value, show) in values {
-        // Only where pixels have labels.
-        if name == "test mean IoU" && runs.iter().all(|run| run.test_mean_iou.is_none()) {
+        // Only where pixels have labels, and where there are any.
+        let tested = runs.iter().any(|run| run.test_loss.is_some());
+        let optional = name == "test mean IoU" || (name == "test accuracy" && tested);
+        if optional && runs.iter().all(|run| value(run).is_none()) {
             continue;
         }
         let mut row = vec![name.to_owned()];
@@ -40,6 +42,12 @@ pub(crate) fn rows(runs: &[RunRecord]) -> Vec<Vec<String>> {
             row.push(ratio.map_or_else(|| "-".into(), |ratio| format!("{ratio:.3}")));
         }
         rows.push(row);
+    }
+    for name in runs[0].test_metrics.keys() {
+        let cell =
+            |run: &RunRecord| run.test_metrics.get(name).map_or_else(|| "-".into(), |x| format!("{x:.4}"));
+        let row = [format!("test {name}")].into_iter().chain(runs.iter().map(cell));
+        rows.push(row.chain((runs.len() == 2).then(|| "-".to_owned())).collect());
     }
     // Two runs share the process.
     if let [run] = runs

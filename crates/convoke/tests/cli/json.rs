@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::program::{contents, losses, run, runs, text};
 
-const FIELDS: [&str; 20] = [
+const FIELDS: [&str; 21] = [
     "conv_bn",
     "data",
     "model",
@@ -19,6 +19,7 @@ const FIELDS: [&str; 20] = [
     "test_loss",
     "test_accuracy",
     "test_mean_iou",
+    "test_metrics",
     "step_seconds_median",
     "images_per_second",
     "bytes_end_of_forward",

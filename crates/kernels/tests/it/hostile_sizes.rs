@@ -8,6 +8,7 @@ use std::panic::AssertUnwindSafe;
 use std::sync::LazyLock;
 
 use convoke_kernels::batch_norm::{self, BackwardSums, EpsPlace, FilterOrder, Moments, Normalization, cudnn};
+use convoke_kernels::class_loss::{ClassLoss, class_loss, class_loss_backward};
 use convoke_kernels::conv::{self, ConvAxis, ConvProblem, ConvSpec, Pass};
 use convoke_kernels::gemm::{Matrix, MatrixMut, Update, gemm};
 use convoke_kernels::memory_format::{self, Extent};
@@ -88,6 +89,12 @@ fn with_extent(failures: &mut Failures, extent: &Extent, len: usize) {
     check("log_softmax_backward", answers(fits, || loss::log_softmax_backward(cpu, extent, &x, &dy, &mut y)));
     for targets in [&[][..], &[0][..]] {
         let fits = fits && true_len(&[extent.batch, extent.spatial]) == Some(targets.len() as u128);
+        let classes = ClassLoss { label_smoothing: 0.5, ..ClassLoss::default() };
+        check("class_loss", answers(fits, || class_loss(extent, &x, targets, &classes)));
+        check(
+            "class_loss_backward",
+            answers(fits, || class_loss_backward(extent, targets, &classes, 1.0, &mut y)),
+        );
         check("nll", answers(fits, || loss::nll(extent, &x, targets, None)));
         check("nll_backward", answers(fits, || loss::nll_backward(extent, targets, None, 1.0, &mut y)));
     }

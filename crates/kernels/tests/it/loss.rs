@@ -4,10 +4,12 @@ use crate::common::{
     FORMATS, Number, cast, check_bits, check_refused, contiguous, cpus, extent, extent_of, laid_out,
 };
 use convoke_kernels::activation::{relu, relu_backward};
+use convoke_kernels::class_loss::{ClassLoss, class_loss, class_loss_backward};
 use convoke_kernels::elementwise::{add_bias, sum_by_channel};
 use convoke_kernels::gemm::{Matrix, MatrixMut, Update, gemm};
 use convoke_kernels::loss::{log_softmax, log_softmax_backward, nll, nll_backward};
 use convoke_kernels::memory_format::Extent;
+use convoke_kernels::value_loss::{ValueLoss, value_loss, value_loss_backward, value_loss_backward_targets};
 use convoke_kernels::{Cpu, MemoryFormat};
 use convoke_testkit::{
     Case, Failures, Golden, Random, Tolerance, check_close, check_close_or_both_nan, check_relative_to_max,
@@ -152,9 +154,26 @@ fn loss_of<T: Number>(golden: &Case, extent: &Extent, log_probabilities: &[T]) -
         });
         return (losses.collect(), dx);
     }
+    let mean = golden.text("reduction") == "mean";
+    let (weights, smoothing) = (golden.tensor_f64_opt("class_weight"), golden.attribute("label_smoothing"));
+    let options = ClassLoss {
+        ignore,
+        weights: weights.as_ref().map(|(_, weights)| &weights[..]),
+        label_smoothing: smoothing.map_or(0.0, |_| golden.number("label_smoothing")),
+    };
+    let (total, weight) = class_loss(extent, log_probabilities, &targets, &options).unwrap();
+    let divisor = if mean { weight } else { 1.0 };
+    class_loss_backward(extent, &targets, &options, upstream[0] / divisor, &mut dx).unwrap();
+    if options != (ClassLoss { ignore, ..ClassLoss::default() }) {
+        return (vec![total / divisor], dx);
+    }
+    // The plain loss is this one too, to the last bit.
+    let general = (vec![total / divisor], dx.clone());
     let (total, count) = nll(extent, log_probabilities, &targets, ignore).unwrap();
-    let divisor = if golden.text("reduction") == "mean" { count as f64 } else { 1.0 };
+    let divisor = if mean { count as f64 } else { 1.0 };
     nll_backward(extent, &targets, ignore, upstream[0] / divisor, &mut dx).unwrap();
+    let same = |(a, b): (&f64, &f64)| a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan();
+    assert!(same((&general.0[0], &(total / divisor))) && general.1 == dx, "{}", golden.name);
     (vec![total / divisor], dx)
 }
 
@@ -183,14 +202,72 @@ fn check_loss<T: Number>(failures: &mut Failures, golden: &Case, format: MemoryF
 fn losses_agree_with_pytorch() {
     for operation in ["nll_loss", "cross_entropy"] {
         each_case(operation, operation, |failures, golden| {
-            if golden.shape("class_weight").is_some() {
-                return println!("{}: the kernels have no class weights", golden.name);
-            }
             for format in FORMATS {
                 check_loss::<f32>(failures, golden, format);
                 check_loss::<f64>(failures, golden, format);
             }
         });
+    }
+}
+
+#[test]
+fn value_losses_agree_with_pytorch() {
+    for (operation, loss) in [
+        ("mse_loss", ValueLoss::SquaredError),
+        ("binary_cross_entropy_with_logits", ValueLoss::BinaryCrossEntropyWithLogits),
+    ] {
+        each_case(operation, operation, |failures, golden| {
+            check_value_loss::<f32>(failures, golden, loss);
+            check_value_loss::<f64>(failures, golden, loss);
+        });
+    }
+}
+
+fn check_value_loss<T: Number>(failures: &mut Failures, golden: &Case, loss: ValueLoss) {
+    let (x, target) = (values::<T>(golden, "x"), values::<T>(golden, "x_target"));
+    let divisor = if golden.text("reduction") == "mean" { x.len() as f64 } else { 1.0 };
+    let factor = golden.tensor_f64("grad_output").1[0] / divisor;
+    let [forward, gradient] = tolerances::<T>();
+    for cpu in cpus() {
+        let what = |name: &str| format!("{} {name} {cpu:?} {}", golden.name, T::DTYPE);
+        let total = value_loss(cpu, loss, &x, &target).unwrap();
+        let expected = &golden.tensor_f64("output").1;
+        failures
+            .check(what("output"), check_close(&[total / divisor], expected, Tolerance::new(0.0, forward)));
+        let (mut dx, mut dt) = (poisoned(x.len()), poisoned(x.len()));
+        value_loss_backward(cpu, loss, [&x, &target], factor, &mut dx).unwrap();
+        value_loss_backward_targets(cpu, loss, [&x, &target], factor, &mut dt).unwrap();
+        for (name, actual) in [("grad_x", &dx), ("grad_x_target", &dt)] {
+            failures.check(what(name), check_relative_to_max(actual, &golden.tensor_f64(name).1, gradient));
+        }
+    }
+}
+
+/// Where sigmoid and logarithm would overflow, and on more elements than a task has: threads change nothing.
+#[test]
+fn value_losses_at_their_ends() {
+    let bce = ValueLoss::BinaryCrossEntropyWithLogits;
+    let cpu = Cpu::single();
+    for (x, t, expected) in
+        [(1e30f64, 0.0, 1e30), (-1e30, 1.0, 1e30), (1e30, 1.0, 0.0), (0.0, 0.5, 2f64.ln())]
+    {
+        assert_eq!(value_loss(&cpu, bce, &[x], &[t]).unwrap(), expected);
+    }
+    let mut dx = [f64::NAN; 2];
+    value_loss_backward(&cpu, bce, [&[1e30, -1e30], &[0.0, 1.0]], 1.0, &mut dx).unwrap();
+    assert_eq!(dx, [1.0, -1.0]);
+    for loss in [bce, ValueLoss::SquaredError] {
+        assert!(value_loss(&cpu, loss, &[1.0, f64::NAN], &[0.0; 2]).unwrap().is_nan());
+        let x: Vec<f32> = Random::new(5).normal(30_001, 0.0, 3.0);
+        let t: Vec<f32> = Random::new(6).normal(x.len(), 0.0, 1.0);
+        let totals: Vec<u64> = (1..=3)
+            .map(|threads| value_loss(&Cpu::new(threads).unwrap(), loss, &x, &t).unwrap().to_bits())
+            .collect();
+        assert!(totals.iter().all(|total| *total == totals[0]));
+        check_refused(value_loss(&cpu, loss, &x, &t[1..]), &["value_loss", "the targets"]).unwrap();
+        let short = &mut [0.0f32; 3];
+        check_refused(value_loss_backward(&cpu, loss, [&x, &t], 1.0, short), &["the gradient"]).unwrap();
+        value_loss(&cpu, loss, &[0.0f32; 0], &[]).unwrap();
     }
 }
 

@@ -98,7 +98,15 @@ impl DataParallel {
     /// # Errors
     /// If `sum` is not a single number, or the ranks do not come together.
     pub fn mean(&self, sum: &Tensor, count: usize) -> Result<MeanLoss<'_>> {
-        self.mean_of(Some(sum), count)
+        self.weighted_mean(sum, count as f64)
+    }
+
+    /// The same for losses that weigh differently: `weight` is what this rank's weigh together.
+    ///
+    /// # Errors
+    /// As [`DataParallel::mean`].
+    pub fn weighted_mean(&self, sum: &Tensor, weight: f64) -> Result<MeanLoss<'_>> {
+        self.mean_of(Some(sum), weight)
     }
 
     /// What [`DataParallel::mean`] is on a rank that has no samples and did not run forward. The model must then have no layers
@@ -107,15 +115,14 @@ impl DataParallel {
     /// # Errors
     /// If the ranks do not come together.
     pub fn mean_without_samples(&self) -> Result<MeanLoss<'_>> {
-        self.mean_of(None, 0)
+        self.mean_of(None, 0.0)
     }
 
-    fn mean_of(&self, sum: Option<&Tensor>, count: usize) -> Result<MeanLoss<'_>> {
-        // Counts are whole and far below 2^53.
-        let mut totals = [sum.map_or(Ok(0.0), Tensor::item)?, count as f64];
+    fn mean_of(&self, sum: Option<&Tensor>, weight: f64) -> Result<MeanLoss<'_>> {
+        let mut totals = [sum.map_or(Ok(0.0), Tensor::item)?, weight];
         self.communicator.all_reduce("mean loss", &mut totals).map_err(failed(NAME))?;
-        let [total, samples] = totals;
-        Ok(MeanLoss { parallel: self, sum: sum.cloned(), value: total / samples, samples })
+        let [total, weight] = totals;
+        Ok(MeanLoss { parallel: self, sum: sum.cloned(), value: total / weight, weight })
     }
 
     /// The sum over the ranks of gradients that each took alone: of several batches, accumulated after
@@ -171,7 +178,7 @@ pub struct MeanLoss<'a> {
     parallel: &'a DataParallel,
     sum: Option<Tensor>,
     value: f64,
-    samples: f64,
+    weight: f64,
 }
 
 impl MeanLoss<'_> {
@@ -180,9 +187,9 @@ impl MeanLoss<'_> {
         self.value
     }
 
-    /// The samples of all ranks.
-    pub fn samples(&self) -> usize {
-        self.samples as usize
+    /// What the samples of all ranks weigh: how many there are, unless they weigh differently.
+    pub fn weight(&self) -> f64 {
+        self.weight
     }
 
     /// The gradients of the mean, the same bits on all ranks.
@@ -207,7 +214,7 @@ impl MeanLoss<'_> {
 
     fn walk(self, ready: &mut dyn FnMut(&mut Gradients) -> Result<()>) -> Result<Gradients> {
         let Some(sum) = self.sum else { return Ok(Gradients::default()) };
-        let upstream = Tensor::full(sum.device(), sum.shape(), sum.dtype(), 1.0 / self.samples)?;
+        let upstream = Tensor::full(sum.device(), sum.shape(), sum.dtype(), 1.0 / self.weight)?;
         sum.backward_with_ready(
             BackwardOptions { upstream: Some(upstream), ..BackwardOptions::default() },
             ready,

@@ -12,6 +12,7 @@ use serde::{Serialize, Serializer};
 
 use crate::data::{DatasetInfo, Targets, check_name};
 use crate::modules::ConvBnMode;
+use crate::objective::Objective;
 use crate::{Init, Module};
 
 /// What a model is built for.
@@ -55,6 +56,8 @@ pub struct ModelSpec {
     input: [usize; 3],
     classes: usize,
     targets: Targets,
+    logits: bool,
+    objective: Option<Objective>,
     /// What it takes, in words.
     takes: Arc<str>,
     fits: Arc<Fits>,
@@ -78,6 +81,8 @@ impl ModelSpec {
             input,
             classes,
             targets: Targets::Image,
+            logits: false,
+            objective: None,
             takes: format!("images of {input:?} in {classes} classes").into(),
             fits: Arc::new(fits),
             build: Arc::new(move |init, options| Ok(Box::new(build(init, options)?))),
@@ -87,6 +92,31 @@ impl ModelSpec {
     /// The same for a model that gives each pixel a class: it maps to log-probabilities, N x classes x H x W.
     pub fn of_pixels(self) -> ModelSpec {
         ModelSpec { targets: Targets::Pixels { ignore: None }, ..self }
+    }
+
+    /// The same for a model that gives logits where it would give log-probabilities: what PyTorch's `CrossEntropyLoss` takes.
+    #[must_use]
+    pub fn of_logits(self) -> ModelSpec {
+        ModelSpec { logits: true, ..self }
+    }
+
+    /// The same with what is minimised unless a run says otherwise.
+    #[must_use]
+    pub fn with_objective(self, objective: Objective) -> ModelSpec {
+        ModelSpec { objective: Some(objective), ..self }
+    }
+
+    /// The same for a model that gives each image values, N x classes: `classes` says how many.
+    #[must_use]
+    pub fn of_values(self) -> ModelSpec {
+        ModelSpec { targets: Targets::Values { shape: [self.classes, 1, 1] }, ..self }
+    }
+
+    /// The same for a model that gives each pixel values, N x classes x H x W.
+    #[must_use]
+    pub fn of_pixel_values(self) -> ModelSpec {
+        let [_, height, width] = self.input;
+        ModelSpec { targets: Targets::Values { shape: [self.classes, height, width] }, ..self }
     }
 
     /// The same for a model that takes all images that `fits` accepts, in any number of classes unless `fits` looks at it. `what` says
@@ -114,9 +144,20 @@ impl ModelSpec {
         self.classes
     }
 
-    /// What its labels speak of.
+    /// What it gives: a class for each image or pixel, or values.
     pub fn targets(&self) -> Targets {
         self.targets
+    }
+
+    /// What is minimised unless a run says otherwise: [`Objective::usual`] for its targets, or what
+    /// [`ModelSpec::with_objective`] said.
+    pub fn objective(&self) -> Objective {
+        self.objective.clone().unwrap_or_else(|| Objective::usual(self.targets))
+    }
+
+    /// Whether it gives logits, not log-probabilities.
+    pub fn gives_logits(&self) -> bool {
+        self.logits
     }
 
     /// Whether it can be trained on this data.
@@ -140,7 +181,8 @@ impl ModelSpec {
         let kind = |targets: Targets| match targets {
             Targets::Image => "a label for each image",
             Targets::Pixels { .. } => "a label for each pixel",
-            Targets::Values { .. } => "values",
+            Targets::Values { .. } if targets.are_of_pixels() => "values for each pixel",
+            Targets::Values { .. } => "values for each image",
         };
         let [takes, has] = [self.targets, info.targets].map(kind);
         if takes != has {

@@ -134,13 +134,13 @@ impl Trainer {
             let views = self.config.augmentation.views(0, 0);
             let request = Request { samples: (0..images as u32).collect(), views: Some(views) };
             let (images, targets) = batch(&device, &self.train_loader, &request)?;
-            self.loss(&model.forward(&images)?, &targets)?.0.backward()?;
+            self.loss(&self.output(model.as_ref(), &images)?, &targets)?.sum.backward()?;
         }
         model.eval();
         for images in shard_sizes(self.data.test.len(), self.evaluation_batch(), world_size) {
             let request = Request { samples: (0..images as u32).collect(), views: None };
             let (images, _) = batch(&device, &self.test_loader, &request)?;
-            inference_mode(|| model.forward(&images))?;
+            inference_mode(|| self.output(model.as_ref(), &images))?;
         }
         Ok(())
     }

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::{Result, Trainer, TrainingConfig};
 use crate::checkpoint::{self, CheckpointError, Value};
 use crate::data::{Augmentation, DatasetInfo, Datasets};
+use crate::objective::ObjectiveRecord;
 use crate::random::GeneratorState;
 use crate::{Rule, difference};
 
@@ -18,6 +19,9 @@ struct Settings {
     model: String,
     data: DatasetInfo,
     train_images: usize,
+    /// Absent from checkpoints of before there was a choice.
+    #[serde(default)]
+    objective: ObjectiveRecord,
     optimizer: Rule,
     lr_gamma: f64,
     batch_size: usize,
@@ -108,6 +112,7 @@ impl Trainer {
             model: self.config.model.to_string(),
             data: self.data.train.info().clone(),
             train_images: self.data.train.len(),
+            objective: (&self.config.objective).into(),
             optimizer: self.config.rule,
             lr_gamma: self.config.lr_gamma,
             batch_size: self.config.batch_size,

@@ -148,7 +148,7 @@ fn accumulated_gradients_meet_once() {
             (parallel.mean(&sum, labels.len()).unwrap(), to - from)
         };
         let (first, second) = (micro(0).0, micro(1).0);
-        assert_eq!([first.samples(), second.samples()], [5, 5]);
+        assert_eq!([first.weight(), second.weight()], [5.0, 5.0]);
         let calls = parallel.traffic().calls;
         let mut sum = first.backward_no_sync().unwrap();
         sum.accumulate(second.backward_no_sync().unwrap()).unwrap();
@@ -198,7 +198,7 @@ fn parameters_without_gradients() {
             2 => parallel.mean_without_samples().unwrap(),
             _ => parallel.mean(&sum, 1).unwrap(),
         };
-        assert_eq!(loss.samples(), 2);
+        assert_eq!(loss.weight(), 2.0);
         let found = loss.backward().unwrap();
         // Two numbers for the loss; each gradient and whether there is one.
         let sent = parallel.traffic().bytes - before;
@@ -280,17 +280,8 @@ fn a_failed_backward_ends_the_ranks() {
 // ---- whole runs -----------------------------------------------------------------------------------------------------
 
 fn config(batch_size: usize, sync_bn: bool) -> TrainingConfig {
-    TrainingConfig {
-        model: spec("mnist-cnn"),
-        conv_bn: ConvBnMode::Fused,
-        rule: Rule::sgd(0.05),
-        lr_gamma: 0.7,
-        batch_size,
-        seed: 5,
-        augmentation: Default::default(),
-        sync_bn,
-        stop_on_nan: true,
-    }
+    let run = crate::common::config(spec("mnist-cnn"), ConvBnMode::Fused, Rule::sgd(0.05), batch_size);
+    TrainingConfig { sync_bn, ..run }
 }
 
 /// What a rank of a run has at its end.

@@ -16,6 +16,7 @@ mod golden_resnet;
 mod golden_step;
 mod hostile_sizes;
 mod modules;
+mod objectives;
 mod optimizers;
 mod own_model;
 mod planner;

@@ -213,17 +213,8 @@ fn a_batch_without_labels_is_named_as_such() {
     };
     for (images, learns) in [(0..1, false), (1..2, true)] {
         let data = TrainTest::new(set(images), set(1..2));
-        let config = TrainingConfig {
-            model: spec("segnet"),
-            conv_bn: ConvBnMode::Fused,
-            rule: Rule::sgd(0.1),
-            lr_gamma: 1.0,
-            batch_size: 1,
-            augmentation: Default::default(),
-            sync_bn: false,
-            seed: 1,
-            stop_on_nan: true,
-        };
+        let new = TrainingConfig::new(spec("segnet"));
+        let config = TrainingConfig { rule: Rule::sgd(0.1), batch_size: 1, ..new };
         let mut trainer = Trainer::new(&device(), config, data).unwrap();
         match trainer.step() {
             Ok(report) => assert!(learns && report.loss.is_finite()),

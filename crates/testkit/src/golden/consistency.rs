@@ -261,6 +261,11 @@ fn loss_cases_are_complete() {
                 let valid = |&class: &i64| class == ignored || (0..x[1] as i64).contains(&class);
                 ensure(case.integers("target").1.iter().all(valid), || "a target is out of range".into())?;
             }
+            "mse_loss" | "binary_cross_entropy_with_logits" => {
+                same_shape(case, "x_target", "x")?;
+                same_shape(case, "grad_x_target", "x")?;
+                has_shape(case, "output", &[])?;
+            }
             other => return Err(format!("unknown operation {other}")),
         }
         if ["relu_special_values", "nll_mean_all_ignored"].contains(&case.name.as_str()) {

@@ -1,10 +1,10 @@
 //! Every operation with problems to check its gradients on. A new operation needs a line in [`OPERATIONS`].
 
 use convoke_autograd::ops::{
-    Activation, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, EpsPlace, Keep, Padding,
-    PoolOptions, Reduction, Statistics, UpsampleMode, activate, avg_pool2d, batch_norm, concat,
-    conv_bn_block2d, conv_bn2d, conv2d, cross_entropy, dropout, linear, log_softmax, max_pool2d, nll_loss,
-    upsample2d,
+    Activation, BatchNormOptions, ClassOptions, ConvBnBlock, ConvBnParameters, ConvOptions, EpsPlace, Keep,
+    Padding, PoolOptions, Reduction, Statistics, UpsampleMode, activate, avg_pool2d, batch_norm,
+    binary_cross_entropy_with_logits, concat, conv_bn_block2d, conv_bn2d, conv2d, cross_entropy, dropout,
+    linear, log_softmax, max_pool2d, mse_loss, nll_loss, upsample2d, weighted_nll_loss,
 };
 use convoke_autograd::{DType, Device, MemoryFormat, Result, Tensor};
 use convoke_testkit::Random;
@@ -41,7 +41,7 @@ const fn operation(name: &'static str, file: &'static str, cases: fn(&mut Draw))
 }
 
 /// Every public operation and method that can be recorded.
-pub(crate) const OPERATIONS: [Operation; 23] = [
+pub(crate) const OPERATIONS: [Operation; 26] = [
     operation("add", "arithmetic", |draw| two_operands(draw, Tensor::add)),
     operation("mul", "arithmetic", |draw| two_operands(draw, Tensor::mul)),
     operation("scale", "arithmetic", |draw| any_shape(draw, |x| x.scale(-1.7))),
@@ -59,6 +59,11 @@ pub(crate) const OPERATIONS: [Operation; 23] = [
     operation("to_format", "memory_format", to_format_cases),
     operation("nll_loss", "nll_loss", |draw| loss_cases(draw, nll_loss)),
     operation("cross_entropy", "nll_loss", |draw| loss_cases(draw, cross_entropy)),
+    operation("weighted_nll_loss", "nll_loss", weighted_loss_cases),
+    operation("mse_loss", "value_loss", |draw| value_loss_cases(draw, mse_loss)),
+    operation("binary_cross_entropy_with_logits", "value_loss", |draw| {
+        value_loss_cases(draw, binary_cross_entropy_with_logits)
+    }),
     operation("max_pool2d", "pool2d", max_pool2d_cases),
     operation("avg_pool2d", "pool2d", avg_pool2d_cases),
     operation("relu", "activate", relu_cases),
@@ -534,6 +539,40 @@ fn loss_cases(draw: &mut Draw, loss: fn(&Tensor, &[i64], Reduction, Option<i64>)
             let targets = draw.targets(shape, ignore.is_some());
             draw.add(format!("{shape:?} {reduction:?} ignore {ignore:?}"), vec![x], move |inputs| {
                 loss(&inputs[0], &targets, reduction, ignore)
+            });
+        }
+    }
+}
+
+/// Every combination of an ignored class, weights, smoothing and reduction.
+fn weighted_loss_cases(draw: &mut Draw) {
+    for shape in class_shapes(draw.size) {
+        let weights: Vec<f64> = (0..shape[1]).map(|class| 0.5 + (class % 4) as f64).collect();
+        for (reduction, ignore) in [Reduction::Mean, Reduction::Sum]
+            .into_iter()
+            .flat_map(|reduction| [None, Some(255)].map(|ignore| (reduction, ignore)))
+        {
+            for (weighted, label_smoothing) in
+                [(true, 0.0), (false, 0.2), (true, 0.2), (true, 1.0), (false, 0.0)]
+            {
+                let weights = weighted.then(|| weights.clone().into());
+                let options = ClassOptions { ignore, weights, label_smoothing };
+                let x = draw.scaled(shape, 2.0);
+                let targets = draw.targets(shape, ignore.is_some());
+                draw.add(format!("{shape:?} {reduction:?} {options:?}"), vec![x], move |inputs| {
+                    Ok(weighted_nll_loss(&inputs[0], &targets, reduction, &options)?.0)
+                });
+            }
+        }
+    }
+}
+
+fn value_loss_cases(draw: &mut Draw, loss: fn(&Tensor, &Tensor, Reduction) -> Result<Tensor>) {
+    for shape in class_shapes(draw.size) {
+        for reduction in [Reduction::Mean, Reduction::Sum] {
+            let inputs = vec![draw.scaled(shape, 2.0), draw.scaled(shape, 1.0)];
+            draw.add(format!("{shape:?} {reduction:?}"), inputs, move |inputs| {
+                loss(&inputs[0], &inputs[1], reduction)
             });
         }
     }

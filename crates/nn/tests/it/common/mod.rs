@@ -104,17 +104,7 @@ pub(crate) fn spec(name: &str) -> ModelSpec {
 
 /// A run from seed 5, with images as they are.
 pub(crate) fn config(model: ModelSpec, conv_bn: ConvBnMode, rule: Rule, batch_size: usize) -> TrainingConfig {
-    TrainingConfig {
-        model,
-        conv_bn,
-        rule,
-        lr_gamma: 0.7,
-        batch_size,
-        seed: 5,
-        augmentation: Default::default(),
-        sync_bn: false,
-        stop_on_nan: true,
-    }
+    TrainingConfig { conv_bn, rule, lr_gamma: 0.7, batch_size, seed: 5, ..TrainingConfig::new(model) }
 }
 
 /// The gradient of every parameter, with its path.
