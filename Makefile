@@ -47,8 +47,8 @@ smoke:
 	cargo run --release -- compare --steps 3 --batch-size 64
 	cargo run --release -- train --steps 5 --ranks 2 --sync-bn
 	cargo run --release --example custom_function
-	cargo run --release --example own_model -- train --model residual --steps 5 --ranks 2
-	cargo run --release --example own_model -- plan --model residual --plan-time 0 --effort heuristic --batch-size 8
+	cargo run --release --example own_model -- train --data scenes --batch-size 16 --steps 5 --ranks 2 --sync-bn
+	cargo run --release --example own_model -- plan --model gated-unet --plan-time 0 --effort heuristic --batch-size 8
 	cargo run --release --example synchronized_layer
 
 # Every interleaving of the thread team and of ranks on threads, up to a number of preemptions: model/.
