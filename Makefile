@@ -1,9 +1,9 @@
 # CI runs `make check`, `make model` and `make fuzz SECONDS=60`, and then `make browser`, `make external` and `make mpi` with
 # Chromium, oneDNN and Open MPI installed.
 
-.PHONY: check test wrapping browser external mpi format lint docs smoke model fuzz sanitize goldens bench-peers accuracy-peers
+.PHONY: check test wrapping browser external mpi format lint docs light package smoke model fuzz sanitize goldens bench-peers accuracy-peers
 
-check: test wrapping format lint docs smoke
+check: test wrapping format lint docs light smoke
 
 # The README's test command.
 test:
@@ -40,6 +40,16 @@ lint:
 
 docs:
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
+
+# Whoever uses the library alone compiles no program, network or codecs.
+HEAVY = clap|indicatif|ureq|rustls|ring|flate2|png|image
+light:
+	cargo build -p convoke --no-default-features
+	! cargo tree -p convoke --no-default-features --edges normal | grep -E ' ($(HEAVY)) v'
+
+# What would be published, without publishing it; asks the registry.
+package:
+	cargo publish --workspace --dry-run --no-verify
 
 # The README's commands, cut short, and the tutorials.
 smoke:
