@@ -44,7 +44,7 @@ docs:
 # Whoever uses the library alone compiles no program, network or codecs.
 HEAVY = clap|indicatif|ureq|rustls|ring|flate2|png|image
 light:
-	cargo build -p convoke --no-default-features
+	cargo check -p convoke --no-default-features
 	! cargo tree -p convoke --no-default-features --edges normal | grep -E ' ($(HEAVY)) v'
 
 # What would be published, without publishing it; asks the registry.
