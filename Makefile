@@ -1,5 +1,5 @@
-# CI runs `make check`, `make model` and `make fuzz SECONDS=60`, and then `make browser`, `make external` and `make mpi` with
-# Chromium, oneDNN and Open MPI installed.
+# CI runs `make check`, `make package`, `make model` and `make fuzz SECONDS=60`, and then `make browser`, `make external` and
+# `make mpi` with Chromium, oneDNN and Open MPI installed.
 
 .PHONY: check test wrapping browser external mpi format lint docs light package smoke model fuzz sanitize goldens bench-peers accuracy-peers
 
@@ -9,21 +9,21 @@ check: test wrapping format lint docs light smoke
 test:
 	cargo test
 
-# Hostile sizes where arithmetic wraps instead of panicking.
+# The tests of hostile sizes in release mode, where arithmetic wraps instead of panicking.
 wrapping:
 	cargo test --release -p convoke-kernels -p convoke-autograd -p convoke-nn --test it -- hostile_sizes::
 
-# The pages of --report as a browser shows them, which tests skip where there is none; here it must be present.
+# The pages of --report in a browser. Other targets skip these tests without a browser; here it must be installed.
 browser:
 	chromium --version
 	CONVOKE_NEEDS_BROWSER=1 cargo test -p convoke --test cli -- pages::
 
-# What the tests above skip where oneDNN is absent; here it must be present.
+# The tests that other targets skip without oneDNN; here it must be installed.
 external:
 	cargo run --release -- info | grep "^external libraries *oneDNN [23]"
 	cargo test -p convoke-kernels --test it -- onednn:: conv_oracle::
 
-# Ranks that are processes, which need Open MPI, its headers and libclang; here they must be present.
+# Ranks that are processes: needs Open MPI, its headers and libclang installed.
 mpi:
 	mpirun --version
 	cargo clippy -p convoke-distributed --all-targets --features mpi -- -D warnings
@@ -41,17 +41,17 @@ lint:
 docs:
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
 
-# Whoever uses the library alone compiles no program, network or codecs.
+# Users of the library alone must not compile the dependencies of the program, the network or the codecs.
 HEAVY = clap|indicatif|ureq|rustls|ring|flate2|png|image
 light:
 	cargo check -p convoke --no-default-features
 	! cargo tree -p convoke --no-default-features --edges normal | grep -E ' ($(HEAVY)) v'
 
-# What would be published, without publishing it; asks the registry.
+# A dry run of publishing; it contacts the registry.
 package:
 	cargo publish --workspace --dry-run --no-verify
 
-# The README's commands, cut short, and the tutorials.
+# The README's commands, with fewer steps, and the tutorials.
 smoke:
 	cargo run --release -- train --steps 20 --report target/smoke.html --json target/smoke.json
 	cargo run --release -- compare --steps 3 --batch-size 64
@@ -61,24 +61,24 @@ smoke:
 	cargo run --release --example own_model -- plan --model gated-unet --plan-time 0 --effort heuristic --batch-size 8
 	cargo run --release --example synchronized_layer
 
-# Every interleaving of the thread team and of ranks on threads, up to a number of preemptions: model/.
+# Runs model/: every interleaving of the thread team and of ranks on threads, up to a number of preemptions.
 model:
 	cd model && cargo fmt --check && cargo clippy --all-targets -- -D warnings
 	cd model && cargo test
 
-# Hostile text and files, SECONDS for each target of fuzz/, two at a time; TARGETS names some of them. Needs `cargo install
-# cargo-fuzz`, and a C++ compiler for libFuzzer.
+# Feeds hostile text and files to each target of fuzz/ for SECONDS, two targets at a time; TARGETS selects some. Needs `cargo
+# install cargo-fuzz`, and a C++ compiler for libFuzzer.
 SECONDS ?= 600
 TARGETS ?=
 fuzz:
 	cd fuzz && cargo fmt --check
 	tools/fuzz.sh $(SECONDS) $(TARGETS)
 
-# Memory errors in kernels, ranks and checkpoints, and data races between the threads of a team, by checks that the compiler
-# adds. The standard library comes without those of ThreadSanitizer: tools/thread-sanitizer.txt names what looks like a race for
-# that reason, and tests run one at a time without the harness's threads. Ranks on threads wait in the library's locks, so all
-# that they share looks like a race; `make model` goes through them. Leaks are not looked for: what panics again when it is
-# dropped is leaked on purpose.
+# Finds memory errors in kernels, ranks and checkpoints, and data races between the threads of a team, with checks that the
+# compiler adds. The standard library is not compiled with ThreadSanitizer's checks, so some correct accesses look like races:
+# tools/thread-sanitizer.txt lists them, and tests run one at a time without the harness's threads. Ranks on threads wait in the
+# library's locks, so everything they share looks like a race; `make model` checks them instead. Leaks are not checked: values
+# that panic again when dropped are leaked on purpose.
 HOST = $(shell rustc -vV | sed -n 's/^host: //p')
 SANITIZED = RUSTC_BOOTSTRAP=1 CARGO_INCREMENTAL=0 RUSTFLAGS="-Zsanitizer=$(1) -Cunsafe-allow-abi-mismatch=sanitizer" \
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 TSAN_OPTIONS="allocator_may_return_null=1:suppressions=$(CURDIR)/tools/thread-sanitizer.txt" \
@@ -89,13 +89,13 @@ sanitize:
 	$(call SANITIZED,address) -p convoke-nn --test it -- checkpoints::
 	$(call SANITIZED,thread) -p convoke-kernels --lib -- --test-threads 1 --nocapture
 
-# Makes the golden files anew; PYTHON must have torch, numpy, tensorflow-cpu and onnx.
+# Rewrites the golden files; PYTHON must have torch, numpy, tensorflow-cpu and onnx.
 PYTHON ?= python3
 goldens:
 	$(PYTHON) tools/make_golden.py --out crates/testkit/golden
 
-# Ratios to PyTorch, side by side: whole steps, batch norm, and the convolutions of SUITES, files of problems in benchdnn notation.
-# PYTHON must have torch. Takes half an hour, and a machine that has nothing else to do.
+# Ratios to PyTorch, side by side: whole steps, batch norm, and the convolutions of SUITES (files of problems in benchdnn
+# notation). PYTHON must have torch. Takes half an hour, on a machine without other work.
 SUITES ?=
 THREADS ?= 2
 bench-peers:
@@ -104,7 +104,8 @@ bench-peers:
 	$(PYTHON) tools/peers/batch_norm.py --threads $(THREADS)
 	$(if $(SUITES),$(PYTHON) tools/peers/convolutions.py $(SUITES) --threads $(THREADS))
 
-# Test accuracies of PyTorch and convoke over three seeds; MNIST and CIFAR10 are folders with these data sets. A quarter of an hour.
+# Test accuracies of PyTorch and convoke over three seeds; MNIST and CIFAR10 are folders with these data sets. Takes a quarter
+# of an hour.
 accuracy-peers:
 	cargo build --release
 	$(PYTHON) tools/peers/accuracy.py $(MNIST) $(CIFAR10) --threads $(THREADS)

@@ -1,4 +1,4 @@
-//! Compiles the sources that are modelled with loom's threads in place of the standard library's.
+//! Sets `cfg(loom)`, with which the modelled sources use loom's threads instead of the standard library's.
 
 fn main() {
     println!("cargo::rustc-check-cfg=cfg(loom)");

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Writes the golden files: what PyTorch, and for batch norm's conventions TensorFlow, Keras and ONNX, compute for small
-problems, for convoke's tests to agree with.
+"""Writes the golden files: results of PyTorch, and for batch norm's conventions of TensorFlow, Keras and ONNX, on small
+problems. convoke's tests compare their results with them.
 
     python3 -m venv venv && venv/bin/pip install torch numpy tensorflow-cpu onnx
     venv/bin/python tools/make_golden.py            # rewrites crates/testkit/golden/*.safetensors
@@ -242,7 +242,7 @@ BATCH_NORM_CASES = {
     "train_one_channel": ((4, 1, 5, 5), {}),
     "train_one_image": ((1, 5, 4, 6), {}),
     "train_one_pixel": ((6, 4, 1, 1), {}),
-    # With two values and a small eps the input gradient cancels to nothing but rounding errors.
+    # With two values and a small eps the terms of the input gradient cancel, and only rounding errors are left.
     "train_two_values": ((2, 3, 1, 1), dict(eps=0.5)),
     "train_eps_and_momentum": ((3, 4, 4, 4), dict(eps=1e-3, momentum=0.3)),
     "train_momentum_zero": ((2, 3, 3, 3), dict(momentum=0.0)),
@@ -294,7 +294,7 @@ def batch_norm_case(
     std=1.5,
     constant_channel=None,
 ):
-    """One case as (attributes, inputs, expected), or None when a pre-activation falls too near to zero.
+    """One case as (attributes, inputs, expected), or None when a pre-activation is too near to zero.
 
     `fresh` starts from PyTorch's initial running statistics, zeros and ones, in place of random ones. With two
     `forwards`, the gradients belong to the first, and the second uses the same parameters.
@@ -368,7 +368,7 @@ def batch_norm_file(seed):
     return file
 
 
-# name: shape of x, the layer, the memory format besides contiguous, an order in which dimensions may lie in memory
+# name: shape of x, the layer, the memory format besides contiguous, an order of the dimensions in memory
 BATCH_NORM_RANKS = {
     "1d_2d": ((6, 3), torch.nn.BatchNorm1d, None, (1, 0)),
     "1d_3d": ((4, 3, 5), torch.nn.BatchNorm1d, None, (0, 2, 1)),
@@ -385,9 +385,9 @@ BATCH_NORM_MODES = {
 
 
 def batch_norm_cross_file(seed):
-    """Every rank, with weight and bias or without, in every mode; two forwards, of which the first has a backward.
+    """Every number of dimensions, with weight and bias or without, in every mode; two forwards, the first with a backward.
 
-    PyTorch's results for channels-last and permuted inputs are checked to be those for contiguous ones.
+    Checks that PyTorch's results for channels-last and permuted inputs are those for contiguous ones.
     """
     file = GoldenFile("batch_norm_cross", seed)
     for rank, (shape, layer_of, memory_format, order) in BATCH_NORM_RANKS.items():
@@ -445,10 +445,11 @@ def batch_norm_cross_case(layer_of, inputs, has, mode, options, layout):
 
 
 def batch_norm_conventions_file(seed):
-    """A convolution and a batch norm of every convention: what it takes statistics of, where eps is added, what is affine.
+    """A convolution and a batch norm of every convention: batch or running statistics, the place of eps, weight and bias.
 
-    PyTorch's layers know one convention: others are the definition, differentiated by PyTorch. Where both can, they are
-    checked to agree. Running statistics depend on nothing but the batch, so each convention for them has one case.
+    PyTorch's layers know one convention: the others use the definition, differentiated by PyTorch. Where PyTorch has the
+    convention, the two are checked to agree. Running statistics depend on the batch only, so each convention for them has
+    one case.
     """
     file = GoldenFile("batch_norm_conventions", seed)
     draws, channels, eps, momentum = file.draws("inputs"), 3, 0.3, 0.2
@@ -499,7 +500,7 @@ BATCH_NORM_HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
 def batch_norm_halves_file(seed):
     """Inputs of 16 bits with parameters and statistics of 32, in training and evaluation.
 
-    PyTorch's own results of that kind are checked to have the types that the tests ask for and to be near these.
+    Checks that PyTorch's own results in these types have the types that the tests ask for, and are near the float64 ones.
     """
     file = GoldenFile("batch_norm_halves", seed)
     for name, dtype in BATCH_NORM_HALVES.items():
@@ -643,9 +644,9 @@ def batch_norm_frameworks_file(seed):
 
 
 def batch_norm_closeness_file(seed):
-    """How far PyTorch's float32 results are from its float64 ones, root mean square, in its better memory format.
+    """The root mean square error of PyTorch's float32 results against its float64 ones, in its better memory format.
 
-    For random shapes and values, which are not stored: x, the gradient, weight and bias are `formula_fill` numbers
+    Shapes and values are random. The values are not stored: x, the gradient, weight and bias are `formula_fill` numbers
     with the tags tag, tag + 1, ... and the centers and bounds here.
     """
     file = GoldenFile("batch_norm_closeness", seed)
@@ -695,7 +696,7 @@ MAX_POOL_CASES = {
     "max_ceil_mode": ((2, 2, 7, 6), "normal", dict(kernel=3, stride=2, ceil_mode=True)),
     # The last window would start inside the right padding, so PyTorch drops it even in ceil mode.
     "max_ceil_mode_drops_last": ((1, 2, 5, 5), "normal", dict(kernel=2, stride=3, padding=1, ceil_mode=True)),
-    # The only window is larger than the input: a last window need not be whole.
+    # The only window is larger than the input: a last window may be incomplete.
     "max_ceil_mode_over_the_end": ((1, 2, 2, 3), "normal", dict(kernel=3, stride=(2, 4), ceil_mode=True)),
     "max_ceil_mode_over_the_padding": (
         (1, 2, 1, 3), "normal", dict(kernel=(4, 3), stride=3, padding=(1, 0), dilation=(1, 2), ceil_mode=True)
@@ -712,7 +713,7 @@ AVG_POOL_CASES = {
     "avg_padding_counted": ((2, 3, 7, 6), "normal", dict(kernel=3, stride=2, padding=1)),
     "avg_padding_not_counted": ((2, 3, 7, 6), "normal", dict(kernel=3, stride=2, padding=1, count_include_pad=False)),
     "avg_differs_by_axis": ((2, 2, 7, 8), "normal", dict(kernel=(3, 2), stride=(2, 3), padding=(1, 0))),
-    # In ceil mode the last window is cut at the *padded* edge: what lies beyond counts in neither convention.
+    # In ceil mode the last window is cut at the *padded* edge: elements beyond it count in neither convention.
     "avg_ceil_mode_counted": ((2, 2, 6, 7), "normal", dict(kernel=3, stride=2, padding=1, ceil_mode=True)),
     "avg_ceil_mode_not_counted": (
         (2, 2, 6, 7),
@@ -743,7 +744,7 @@ def pool_input(draws, shape, kind):
         # In the second channel one window holds two NaNs.
         x[0, 0, 2, 2] = x[0, 1, 4, 2] = x[0, 1, 4, 3] = math.nan
     elif kind == "minus_infinity":
-        # One window is -inf throughout, another all but its last element.
+        # One window is -inf everywhere, another everywhere except for its last element.
         x[0, 0, :2, :2] = -math.inf
         x[0, 1, :2, :2] = -math.inf
         x[0, 1, 1, 1] = -3.0
@@ -1097,7 +1098,7 @@ MNIST_CNN_PARAMETERS = [
 BATCH = 8
 WHOLE_UP_TO = 2048  # larger parameters are stored as samples
 SAMPLES = 64
-STEP_MARGIN = 1e-5  # of every ReLU from zero, and of a pooling maximum from its runner-up
+STEP_MARGIN = 1e-5  # least distance of a ReLU's input from zero, and of a pooling maximum from the second largest
 
 
 class MnistCnn(torch.nn.Module):
@@ -1135,7 +1136,7 @@ def runner_up_distance(before_relu):
 
 
 def mnist_cnn_step(dtype, input_tag):
-    """One Adadelta step; returns everything computed by name, or None when an activation is too close to call."""
+    """One Adadelta step; returns everything computed, by name, or None when an activation is within STEP_MARGIN."""
     model = MnistCnn(dtype)
     x = formula_fill(input_tag, BATCH * 28 * 28, 1.0).view(BATCH, 1, 28, 28).to(dtype)
     target = torch.arange(BATCH) * 7 % 10
@@ -1214,7 +1215,7 @@ RESNET_SAMPLES = 16  # of each gradient
 
 
 class ConvBn(torch.nn.Module):
-    """A convolution without bias that keeps the size at stride 1, and batch norm; `margin` is that of its pre-activations."""
+    """A convolution without bias that keeps the size at stride 1, and batch norm; `margin` is the least |pre-activation|."""
 
     def __init__(self, inputs, outputs, kernel, stride):
         super().__init__()
@@ -1229,7 +1230,7 @@ class ConvBn(torch.nn.Module):
 
 
 class ResidualBlock(torch.nn.Module):
-    """Two 3x3 convolutions, or (`bottleneck`) 1x1 to a quarter, 3x3 with the stride, 1x1; past it 1x1 where the shape changes."""
+    """Two 3x3 convolutions, or (`bottleneck`) 1x1 to a quarter, 3x3 with the stride, 1x1; a 1x1 shortcut if the shape changes."""
 
     def __init__(self, inputs, outputs, stride, bottleneck):
         super().__init__()
@@ -1251,7 +1252,7 @@ class ResidualBlock(torch.nn.Module):
 
 
 class Resnet20(torch.nn.Module):
-    """He et al.'s network for CIFAR, with 1x1 convolutions past the blocks that change the shape (option B)."""
+    """He et al.'s network for CIFAR, with 1x1 convolutions as shortcuts of the blocks that change the shape (option B)."""
 
     def __init__(self):
         super().__init__()
@@ -1273,7 +1274,7 @@ def fill_by_formula(model):
     fills = []
     for tag, (name, parameter) in enumerate(model.named_parameters(), 1):
         if parameter.dim() > 1:
-            # The standard deviation of Kaiming's start by fan_in.
+            # The standard deviation of Kaiming initialization by fan_in.
             center, bound = 0.0, math.sqrt(6 / math.prod(parameter.shape[1:]))
         else:
             center, bound = (1.0, 0.25) if name.endswith("bn.weight") else (0.0, 0.25)
@@ -1285,7 +1286,7 @@ def fill_by_formula(model):
 
 
 def residual_step(build, shape, dtype, tag, loss_of):
-    """Forward and backward; everything computed by name, or None when an activation is too close to call."""
+    """Forward and backward; everything computed, by name, or None when a pre-activation is too near to zero."""
     model = build()
     fills = fill_by_formula(model)
     model.to(dtype)
@@ -1313,7 +1314,7 @@ def residual_step(build, shape, dtype, tag, loss_of):
 
 def resnet_step_file(seed):
     """Parameters and inputs are filled by formula, as the attributes say. The loss of a block is the mean of its output times
-    what `upstream` fills; that of the network is the mean NLL of `target`."""
+    the values filled as `upstream` says; that of the network is the mean NLL of `target`."""
     file = GoldenFile("resnet_step", seed)
     target = torch.arange(RESNET_BATCH) * 7 % RESNET_CLASSES
     blocks = [("basic", 8, 8, 1, False), ("basic_past", 6, 8, 2, False), ("bottleneck", 8, 8, 1, True)]

@@ -1,5 +1,5 @@
-//! Tuning results of others, an export or one result: what is sound comes back from what is written, and nothing is written
-//! outside of the cache's folder.
+//! Reads hostile tuning results, an export or a single result: sound results survive being written and read again, and nothing is
+//! written outside the cache's folder.
 
 #![no_main]
 
@@ -28,7 +28,7 @@ fuzz_target!(|input: (bool, &[u8])| {
         fs::write(scope.join("given.json"), bytes).expect("a file");
     }
     let records = sound(&first);
-    // What is stored is found under its key again.
+    // A stored result is found again under its key.
     for record in &records {
         if let Err(error) = second.save(record) {
             check_said(error);
@@ -38,7 +38,7 @@ fuzz_target!(|input: (bool, &[u8])| {
     }
     let names = fs::read_dir(&place).expect("a folder").map(|entry| entry.expect("an entry").file_name());
     assert!(names.into_iter().all(|name| name == "first" || name == "second"));
-    // An export is imported wholly.
+    // An export is imported completely.
     if import {
         let export = folder().join("export.json");
         let count = first.export(&export).expect("it can be written");

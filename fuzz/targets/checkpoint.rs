@@ -1,7 +1,7 @@
-//! A run's folder, changed here and there: the run goes on or says why not.
+//! Changes a run's folder in places: the run either continues or says why not.
 //!
-//! The input is a list of changes to the three files of a sound checkpoint: the file, what to do, where, and with how many of
-//! the bytes that follow. Checksums are put right, so that what they guard is reached.
+//! The input is a list of changes to the three files of a sound checkpoint: the file, the kind of change, the position, and how
+//! many of the following bytes to use. Checksums are then corrected, so that the code behind the checksum tests is reached.
 
 #![no_main]
 
@@ -18,13 +18,13 @@ use libfuzzer_sys::fuzz_target;
 use sha2::{Digest, Sha256};
 
 const MANIFEST: &str = "training.json";
-/// A list with more changes than this says nothing new.
+/// More changes than this would test nothing new.
 const MOST_CHANGES: usize = 16;
 
 struct Run {
     device: Device,
     data: TrainTest,
-    /// Where the checkpoint lies, and its files: names and sound contents.
+    /// The checkpoint's folder, and its files: names and sound contents.
     step: PathBuf,
     files: Vec<(String, Vec<u8>)>,
 }
@@ -87,7 +87,7 @@ impl Run {
         files
     }
 
-    /// Puts the files' checksums and lengths right, which the manifest holds as text, and then the manifest's own checksum, its
+    /// Corrects the files' checksums and lengths, which the manifest holds as text, and then the manifest's own checksum, its
     /// second line.
     fn seal(&self, files: &mut [Vec<u8>]) {
         let place = self.files.iter().position(|(name, _)| name == MANIFEST).expect("a manifest");
@@ -117,7 +117,7 @@ fn hex(parts: &[&[u8]]) -> String {
     hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Puts a text in the first place of another, if it is there.
+/// Replaces the first occurrence of `text` by `by`, if there is one.
 fn replace(bytes: &mut Vec<u8>, text: &str, by: &str) {
     let found = bytes.windows(text.len()).position(|part| part == text.as_bytes());
     if let Some(at) = found {

@@ -1,4 +1,4 @@
-//! An IDX file, plain or compressed: it has as many elements as its sizes say, or is refused.
+//! Reads an IDX file, plain or compressed: it has as many elements as its sizes say, or is refused.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! A memory plan: what is read comes back from what is printed, and a model takes it wholly or not at all.
+//! Reads a memory plan: it survives being printed and read again, and if a model refuses it, the error is safe to print.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! An image of a data set: it has as many bytes as its sides say, or is refused.
+//! Reads a data set's image: it has as many bytes as its height and width say, or is refused.
 
 #![no_main]
 

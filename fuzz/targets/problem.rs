@@ -1,4 +1,4 @@
-//! Text of a convolution problem: what is read comes back from what is printed, and every algorithm answers.
+//! Reads the text of a convolution problem: it survives being printed and read again, and no algorithm's `plan` panics.
 
 #![no_main]
 
@@ -16,7 +16,7 @@ fuzz_target!(|text: &str| {
     let cpu = Cpu::single();
     for algorithm in algorithms() {
         for pass in Pass::ALL {
-            // A plan is arithmetic: nothing of the problem's size is made.
+            // To plan is only arithmetic: it allocates nothing of the problem's size.
             let _ = algorithm.plan(&problem, pass, &cpu);
         }
     }

@@ -1,4 +1,4 @@
-//! A model's file: it is loaded wholly, and then comes back, or the model is as it was.
+//! Loads a model's file: either all of it is loaded, and saving and loading again gives the same, or the model does not change.
 
 #![no_main]
 
@@ -22,7 +22,7 @@ thread_local! {
     static MODEL: Sequential = model();
 }
 
-/// All that the model holds, as it is saved.
+/// The model's complete state, as it is saved.
 fn state(model: &Sequential) -> Vec<u8> {
     let saved = folder().join("state.safetensors");
     save_model(model, &saved).expect("it can be saved");

@@ -1,4 +1,4 @@
-//! A file of convolution problems: what is read comes back from what is printed.
+//! Reads a file of convolution problems: the problems survive being printed and read again.
 
 #![no_main]
 

@@ -1,4 +1,4 @@
-//! An archive: its files lie in it one behind the other, and none is longer than it claims.
+//! Reads an archive: its files follow one another, and together with their headers they fit in its bytes.
 
 #![no_main]
 
@@ -24,7 +24,7 @@ fuzz_target!(|input: (bool, &[u8])| {
     }
 });
 
-/// Puts the checksums of headers right, so that what they guard is reached.
+/// Corrects the checksums of headers, so that the code behind the checksum tests is reached.
 fn seal(bytes: &mut [u8]) {
     let mut at = 0;
     while let Some(header) = bytes.get_mut(at..at + BLOCK) {

@@ -1,18 +1,18 @@
-//! Models of ranks that meet: nobody waits for ever, whatever the others do.
+//! Models of ranks in collective calls: no rank waits for ever, whatever the others do.
 
 use std::time::Duration;
 
 use crate::threads::threads;
 use crate::{Communicator, Error, Options, Result, THREE_THREADS, TWO_THREADS, explore};
 
-/// Runs a rank each in threads, the last one in this, and gives what they found in the order of the ranks.
+/// Runs each rank in its own thread, the last one in this thread, and returns their results in the order of the ranks.
 ///
-/// loom has no time: a wait never times out, so that a wake-up that is lost is a deadlock.
+/// loom has no time: a wait never times out, so a lost wake-up is a deadlock.
 fn ranks<R: 'static>(world_size: usize, work: impl Fn(Communicator) -> R + Copy + 'static) -> Vec<R> {
     ranks_with(Duration::MAX, world_size, work)
 }
 
-/// As [`ranks`]; with a timeout of zero whoever would have to wait gives up.
+/// As [`ranks`]; with a timeout of zero, a rank that would have to wait gives up.
 fn ranks_with<R: 'static>(
     timeout: Duration,
     world_size: usize,

@@ -1,4 +1,4 @@
-//! The team's models: who enters a job, who has left it, who sleeps and is woken.
+//! Models of the thread team: which helpers enter a job, have left it, sleep and are woken.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
@@ -9,13 +9,13 @@ use crate::team::Team;
 use crate::team::sync::LOOKS;
 use crate::{THREE_THREADS, TWO_THREADS, explore};
 
-/// What jobs borrow of their caller. Everything is `Relaxed`: a thread sees what another wrote only if the team has put the
-/// one after the other, or finds anything that was ever there.
+/// The data that jobs borrow from their caller. All accesses are `Relaxed`: a thread is sure to see another's write only if the
+/// team has ordered the two; otherwise it may see any value that was ever there.
 struct Borrowed {
-    /// Written by the caller before a job, read in it, and written again at once after it.
+    /// Written by the caller before a job, read in the job, and written again right after it.
     number: AtomicUsize,
     entered: AtomicUsize,
-    /// What each run of the job wrote.
+    /// Written by each run of the job, at its own place.
     written: [AtomicUsize; 3],
 }
 
@@ -28,7 +28,7 @@ impl Borrowed {
         }
     }
 
-    /// Runs a job that expects `round` (above 0, rising), and what it wrote must be there afterwards.
+    /// Runs a job that expects `round` (above 0, rising); the job's writes must be visible afterwards.
     fn run(&self, team: &Team, helpers: usize, round: usize) {
         self.number.store(round, Ordering::Relaxed);
         self.entered.store(0, Ordering::Relaxed);
@@ -46,7 +46,7 @@ impl Borrowed {
     }
 }
 
-/// Explores a model whose helpers fall asleep after so many vain looks at the state.
+/// Explores a model whose helpers fall asleep after looking at the state `looks` times in vain.
 fn explore_with(looks: usize, preemptions: usize, model: impl Fn() + Send + Sync + 'static) {
     LOOKS.set(looks);
     explore(preemptions, model);
@@ -111,7 +111,7 @@ fn a_job_in_a_job_runs_on_its_caller() {
     });
 }
 
-/// A payload whose drop throws again.
+/// A panic payload whose drop panics again.
 struct Bomb;
 
 impl Drop for Bomb {
@@ -132,7 +132,7 @@ fn panics_of_helpers_keep_nobody_waiting() {
                 }
             });
         }));
-        // It is open whether a helper came in time.
+        // A helper may or may not have entered the job in time.
         if let Err(panic) = result {
             assert!(panic.is::<Bomb>());
             std::mem::forget(panic);

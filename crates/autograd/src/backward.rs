@@ -1,4 +1,4 @@
-//! Running the tape backwards.
+//! Runs the tape backwards.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
@@ -28,7 +28,7 @@ impl Gradients {
         self.by_leaf.remove(&leaf_id(leaf)?)
     }
 
-    /// Gives a leaf a gradient, in place of the one it has: one that `operation` made of the gradients of several backwards.
+    /// Replaces a leaf's gradient by one that `operation` computed, for example from the gradients of several backwards.
     ///
     /// # Errors
     /// If `leaf` is not a leaf, or the gradient's shape, type or device is not the leaf's.
@@ -46,12 +46,12 @@ impl Gradients {
         self.by_leaf.len()
     }
 
-    /// Whether there is none.
+    /// Whether no leaf has a gradient.
     pub fn is_empty(&self) -> bool {
         self.by_leaf.is_empty()
     }
 
-    /// Adds the gradients of another backward: for accumulation over several batches.
+    /// Adds the gradients of another backward, to accumulate them over several batches.
     ///
     /// # Errors
     /// If a leaf's gradients do not have the same shape.
@@ -79,7 +79,7 @@ fn leaf_id(tensor: &Tensor) -> Option<u64> {
 /// How [`Tensor::backward_with`] runs.
 #[derive(Debug, Clone, Default)]
 pub struct BackwardOptions {
-    /// The gradient to start from, of the tensor's shape; 1 if absent, for a tensor of one element.
+    /// The gradient to start from, of the tensor's shape. If absent, it is 1; the tensor must then have one element.
     pub upstream: Option<Tensor>,
     /// Keep what was saved, so that backward can run through the same graph again.
     pub retain_graph: bool,
@@ -88,10 +88,10 @@ pub struct BackwardOptions {
 impl Tensor {
     /// The gradients of this single number with respect to every leaf it was computed from.
     ///
-    /// What the operations saved is freed on the way.
+    /// The saved values of each operation are freed after its backward.
     ///
     /// # Errors
-    /// If the tensor has more than one element, was not recorded, or was already gone through.
+    /// If the tensor has more than one element, was not recorded, or an earlier backward has already freed its graph.
     pub fn backward(&self) -> Result<Gradients> {
         self.backward_with(BackwardOptions::default())
     }
@@ -104,8 +104,8 @@ impl Tensor {
         self.walk(options, None)
     }
 
-    /// As [`Tensor::backward_with`], and shows the gradients that are complete to `ready` on the way: those that no operation
-    /// still to come adds to. It may take them out, and is called whenever there are more of them, and once at the end.
+    /// As [`Tensor::backward_with`], but passes complete gradients to `ready` while backward runs: those that no remaining
+    /// operation adds to. `ready` may take them out. It is called whenever there are new ones, and once at the end.
     ///
     /// # Errors
     /// As [`Tensor::backward_with`]; if `ready` fails.
@@ -149,7 +149,7 @@ impl Tensor {
     }
 }
 
-/// Who is shown the gradients that are complete.
+/// The callback that gets the complete gradients.
 type Ready<'a> = dyn FnMut(&mut Gradients) -> Result<()> + 'a;
 
 /// One backward through the tape.
@@ -157,11 +157,11 @@ type Ready<'a> = dyn FnMut(&mut Gradients) -> Result<()> + 'a;
 struct Walk<'a, 'b> {
     retain: bool,
     ready: Option<&'a mut Ready<'b>>,
-    /// How often operations still to come may add to each leaf; counted only if someone wants to know.
+    /// How often remaining operations may add to each leaf; counted only if there is a `ready`.
     uses: HashMap<u64, usize>,
-    /// The gradients of leaves without such operations.
+    /// The gradients of leaves to which no remaining operation adds.
     complete: Gradients,
-    /// Nodes that have received a gradient, by number: the largest has received all of its own.
+    /// Nodes that have received a gradient, by number. The node with the largest number has received all of its gradient.
     pending: BTreeMap<u64, (Arc<Node>, Tensor)>,
     leaves: HashMap<u64, Tensor>,
     /// The operation that last added to each leaf.
@@ -207,7 +207,7 @@ impl Walk<'_, '_> {
         Ok(self.complete)
     }
 
-    /// Counts the leaves that `node` was the last to add to as complete, and shows them.
+    /// Marks the leaves as complete for which `node` was the last operation to add, and passes them to `ready`.
     fn show_complete(&mut self, node: &Node) -> Result<()> {
         let mut more = false;
         for edge in &node.edges {
@@ -232,13 +232,13 @@ impl Walk<'_, '_> {
         self.complete.by_leaf.insert(leaf, gradient);
     }
 
-    /// What an operation has received so far, taken out.
+    /// Takes out the gradient that an operation has received so far.
     fn take(&mut self, edge: &Edge) -> Option<Tensor> {
         let Edge::Node(node) = edge else { return None };
         self.pending.remove(&node.number).map(|(_, sum)| sum)
     }
 
-    /// Adds a gradient to what its receiver has so far.
+    /// Adds a gradient to what its receiver has received so far.
     fn deliver(&mut self, source: &'static str, edge: &Edge, gradient: Tensor) -> Result<()> {
         match edge {
             Edge::None => Ok(()),
@@ -260,7 +260,7 @@ impl Walk<'_, '_> {
     }
 }
 
-/// How often the operations behind an edge take each leaf.
+/// How often each leaf is an input of the operations that are reached from an edge.
 fn uses(from: &Edge) -> HashMap<u64, usize> {
     let (mut uses, mut seen, mut rest) = (HashMap::new(), HashSet::new(), vec![from]);
     while let Some(edge) = rest.pop() {
@@ -282,7 +282,7 @@ fn add_to(sums: &mut HashMap<u64, Tensor>, leaf: u64, gradient: Tensor) -> Resul
     Ok(())
 }
 
-/// `sum + gradient`, in the buffer of `sum` if nobody else holds it.
+/// `sum + gradient`, in the buffer of `sum` if it has no other owner.
 fn add(sum: Tensor, gradient: Tensor) -> Result<Tensor> {
     if sum.shape() != gradient.shape() || sum.dtype() != gradient.dtype() {
         let reason = format!("gradients of shapes {:?} and {:?} meet", sum.shape(), gradient.shape());
@@ -293,7 +293,7 @@ fn add(sum: Tensor, gradient: Tensor) -> Result<Tensor> {
         let wide = add(sum.in_dtype(DType::F32)?, gradient.in_dtype(DType::F32)?)?;
         return Ok(wide.in_dtype(sum.dtype())?.with_history(sum.history().clone()));
     }
-    // An update forgets where values come from; a gradient must stay known as one.
+    // `update` drops the history, but a gradient must stay marked as one.
     let history = sum.history().clone();
     let mut sum = sum;
     dispatch!(sum.dtype(), T => {

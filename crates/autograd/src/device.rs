@@ -1,4 +1,4 @@
-//! Where tensors live and kernels run: a CPU's threads and a pool of buffers.
+//! The device on which tensors live and kernels run: a CPU's threads and a pool of buffers.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -12,9 +12,9 @@ use convoke_kernels::{Cpu, DType};
 use crate::Result;
 use crate::pool::{Buffer, MemoryStats, Pool, TimelinePoint};
 
-/// A place for tensors: its threads, its instruction set and its own buffer pool. Clones are the same device.
+/// A place for tensors and kernels, with its threads, its instruction set and its own buffer pool. Clones share one device.
 ///
-/// Each rank of a data-parallel run has a device of its own; tensors of two devices do not mix.
+/// Each rank of a data-parallel run has its own device. One operation cannot use tensors of two devices.
 #[derive(Clone)]
 pub struct Device {
     inner: Arc<Inner>,
@@ -26,15 +26,16 @@ struct Inner {
     tuner: Tuner,
 }
 
-/// How a [`Device`] is made.
+/// The options of a [`Device`].
 #[derive(Debug, Clone)]
 pub struct DeviceOptions {
     /// Threads and instruction set.
     pub cpu: Cpu,
-    /// Fill every buffer with NaN before it is handed out, so that a kernel that reads before it writes shows.
+    /// Fill every buffer with NaN before it is handed out, to expose a kernel that reads before it writes.
     /// For tests.
     pub poison: bool,
-    /// Chooses the algorithms of convolutions and max poolings. Devices whose results should agree to the last bit share one.
+    /// Chooses the algorithms of convolutions and max poolings. Devices whose results should agree to the last bit must share
+    /// one.
     pub tuner: Tuner,
 }
 
@@ -57,35 +58,35 @@ impl Device {
     /// A device with these options.
     pub fn new(options: DeviceOptions) -> Device {
         let DeviceOptions { cpu, poison, tuner } = options;
-        // What nobody writes and nobody reads needs no NaN.
+        // On a dry device no kernel reads or writes buffers, so they need no NaN.
         let pool = Pool::new(poison && !cpu.is_dry());
         Device { inner: Arc::new(Inner { cpu, pool, tuner }) }
     }
 
-    /// A device on which everything happens but the computing: buffers are taken, counted and given back, in a pool of its own,
-    /// and algorithms are chosen as on this one, by the same tuner, so that their workspaces are the same. But no kernel runs,
-    /// no element is written, and memory that nobody writes is never had.
+    /// A device on which everything happens except computing. Buffers are allocated, counted and freed in a pool of its own, and
+    /// the same tuner chooses algorithms as on this device, so that their workspaces are the same. But no kernel runs and no
+    /// element is written, and the operating system provides no memory for what is never written.
     ///
-    /// So a step of training tells how many bytes it takes here, in no time and no memory. Values mean nothing. An operation of
-    /// your own that computes in plain loops makes its tensors by [`crate::Tensor::written`], which does not run them here.
+    /// So a training step on it tells how many bytes it needs, almost without time and memory. Values are meaningless. If your
+    /// own operation computes in plain loops, create its tensors with [`crate::Tensor::written`], which skips the loops here.
     pub fn dry(&self) -> Device {
         let Inner { cpu, tuner, .. } = &*self.inner;
         Device::new(DeviceOptions { cpu: cpu.dry(), poison: false, tuner: tuner.clone() })
     }
 
-    /// Whether nothing runs here: see [`Device::dry`].
+    /// Whether kernels do not run here: see [`Device::dry`].
     pub fn is_dry(&self) -> bool {
         self.inner.cpu.is_dry()
     }
 
-    /// What kernels may use.
+    /// The threads and instruction set that kernels may use.
     pub fn compute(&self) -> &Cpu {
         &self.inner.cpu
     }
 
     /// The plan of the algorithm that this device's tuner chooses; the same one each time.
     ///
-    /// The first call for a problem may measure, on buffers that are not counted.
+    /// The first call for a problem may measure algorithms, on buffers that are not counted.
     pub fn conv_plan(&self, problem: &ConvProblem, pass: Pass) -> ConvPlan {
         self.inner.tuner.plan(problem, pass, &self.inner.cpu)
     }
@@ -100,12 +101,12 @@ impl Device {
         self.inner.tuner.max_pool(problem, dtype, pass, &self.inner.cpu)
     }
 
-    /// What chooses the algorithms of convolutions and max poolings.
+    /// The tuner, which chooses the algorithms of convolutions and max poolings.
     pub fn tuner(&self) -> &Tuner {
         &self.inner.tuner
     }
 
-    /// A buffer of `len` elements with any content, counted like a tensor. For workspaces and saved values.
+    /// A buffer of `len` elements with arbitrary content, counted like a tensor. For workspaces and saved values.
     ///
     /// # Errors
     /// If the operating system does not have the memory.
@@ -113,22 +114,22 @@ impl Device {
         self.inner.pool.take(len)
     }
 
-    /// Bytes in use now and at most.
+    /// Bytes in use now and at the peak.
     pub fn memory(&self) -> MemoryStats {
         self.inner.pool.stats()
     }
 
-    /// Forgets the peak: from here on it counts anew.
+    /// Resets the peak to the bytes in use now.
     pub fn reset_peak(&self) {
         self.inner.pool.reset_peak();
     }
 
-    /// Gives cached buffers back to the operating system.
+    /// Returns cached memory to the operating system.
     pub fn trim(&self) {
         self.inner.pool.trim();
     }
 
-    /// Starts recording the bytes in use at every allocation and release, and returns the moment from which it counts seconds.
+    /// Starts recording the bytes in use at every allocation and release. Returns the time from which its seconds count.
     pub fn start_timeline(&self) -> Instant {
         self.inner.pool.start_timeline()
     }

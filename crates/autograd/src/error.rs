@@ -1,4 +1,4 @@
-//! The error of this crate: which operation, and the shapes or types that do not fit.
+//! The error of this crate: it names the operation, and the shapes or types that do not fit.
 
 use convoke_kernels::DType;
 use convoke_memory::OutOfMemory;
@@ -36,21 +36,21 @@ pub enum Error {
         /// The type of the tensor.
         dtype: DType,
     },
-    /// Tensors of two devices meet in one operation.
+    /// The inputs of an operation are on different devices.
     #[error("{operation}: its inputs are on different devices")]
     Device {
         /// The operation.
         operation: &'static str,
     },
-    /// Ranks could not be brought together.
+    /// Communication between ranks failed.
     #[error("{operation}: {reason}")]
     Communication {
         /// The operation.
         operation: &'static str,
-        /// What the ranks did.
+        /// What went wrong.
         reason: String,
     },
-    /// The operating system refused memory, or no machine has as much.
+    /// The operating system refused the memory, or the size is larger than any machine has.
     #[error("out of memory: a buffer of {elements} elements of {element_size} bytes cannot be had")]
     Memory {
         /// Elements of the buffer.
@@ -58,7 +58,7 @@ pub enum Error {
         /// Bytes of each.
         element_size: usize,
     },
-    /// `backward` on a tensor that nothing was recorded for.
+    /// `backward` on a tensor for which nothing was recorded.
     #[error("backward: the tensor does not require gradients (a constant, detached, or computed in no_grad)")]
     NoGraph,
     /// `backward` a second time through the same tape.
@@ -67,7 +67,7 @@ pub enum Error {
          pass `retain_graph` to the first one to go through the same graph twice"
     )]
     GraphFreed {
-        /// The first operation met.
+        /// The first such operation.
         operation: &'static str,
     },
     /// A derivative of a gradient was asked for.
@@ -84,7 +84,7 @@ pub enum Error {
         /// The operation.
         operation: &'static str,
     },
-    /// A custom function returned something else than one gradient an input, or one of another shape.
+    /// A custom function returned the wrong number of gradients (it must be one per input), or one that does not fit its input.
     #[error("backward of `{operation}`: {reason}")]
     BadGradient {
         /// The function.

@@ -1,4 +1,4 @@
-//! Batch norm with constant statistics folded into the convolution before it: for inference, outside any tape.
+//! Folds a batch norm with constant statistics into the convolution before it: for inference, outside any tape.
 
 use convoke_kernels::Stored;
 use convoke_kernels::batch_norm as kernel;
@@ -8,12 +8,13 @@ use crate::ops::{BatchNormOptions, ConvBnParameters, Statistics, four_dimensions
 use crate::tensor::dispatch;
 use crate::{Error, MemoryFormat, Result, Tensor};
 
-/// Weight and bias of the convolution that alone computes what it and the batch norm behind it do, before the activation.
+/// Weight and bias of a single convolution that computes the same as this convolution and the batch norm after it, before the
+/// activation.
 ///
 /// For inference: both are constants.
 ///
 /// # Errors
-/// If the statistics are the batch's, which no constant can stand for; if types or sizes do not fit; if eps is negative.
+/// If the statistics are those of each batch, which are not constant; if types or sizes do not fit; if eps is negative.
 pub fn fold_conv_bn2d(
     parameters: &ConvBnParameters<'_>,
     norm: &BatchNormOptions,

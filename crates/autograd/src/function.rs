@@ -9,12 +9,12 @@ use crate::mode::{self, Mode};
 use crate::tensor::History;
 use crate::{Device, Error, Result, Tensor};
 
-/// A differentiable operation: built-in ones and yours are made alike. Run it with [`apply`].
+/// A differentiable operation. Built-in operations and yours implement it alike. Run it with [`apply`].
 ///
 /// The value itself holds the options of the operation (a stride, a probability); [`Function::Saved`] holds what
 /// backward needs and forward chooses to keep. Saved tensors count as memory in use until backward has run.
 ///
-/// Functions are once differentiable: backward is not recorded, and a derivative of a gradient is an error.
+/// Functions can be differentiated once: backward is not recorded, and a derivative of a gradient is an error.
 ///
 /// ```
 /// use convoke_autograd::{Device, Function, GradCheck, MemoryFormat, Needs, Result, Tensor, apply, gradcheck};
@@ -59,14 +59,14 @@ pub trait Function: Send + Sync + Sized + 'static {
     /// The name in messages.
     fn name(&self) -> &'static str;
 
-    /// Whether inputs may be of this type: by default, whether kernels compute in it. Others are for storage.
+    /// Whether inputs may have this type. By default, those are the types in which kernels compute; the others are for storage.
     fn takes(&self, dtype: DType) -> bool {
         dtype.computes()
     }
 
     /// The output, and what backward will need.
     ///
-    /// The inputs are constants here; `needs` tells which of them want a gradient. If none does, what is saved is
+    /// The inputs are constants here; `needs` tells which of them need a gradient. If none does, what is saved is
     /// dropped at once.
     ///
     /// # Errors
@@ -75,19 +75,19 @@ pub trait Function: Send + Sync + Sized + 'static {
 
     /// One gradient for each input, `None` where there is none or `needs` does not ask for it.
     ///
-    /// `upstream` has the output's shape and memory format. It and `saved` are given by value: dropping them as
-    /// soon as they have served lowers the peak of memory. Others may hold `upstream` too: [`Tensor::update`] writes to its
-    /// elements where nobody does, and to a copy otherwise.
+    /// `upstream` has the output's shape and memory format. It and `saved` are passed by value: drop them as soon as they are no
+    /// longer needed, to lower the memory peak. `upstream` may have other owners: [`Tensor::update`] writes to its elements if it
+    /// has none, else to a copy.
     ///
     /// # Errors
     /// If a kernel fails.
     fn backward(&self, saved: Self::Saved, upstream: Tensor, needs: &Needs) -> Result<Vec<Option<Tensor>>>;
 
-    /// As [`Function::backward`], for functions that can add to a gradient while caches hold what they add: what runs in its
-    /// place, and by default calls it.
+    /// Runs in place of [`Function::backward`], and by default calls it. Implement it for functions that can add to an existing
+    /// gradient while the caches hold what they add.
     ///
-    /// `sums` has an entry for each input: what other operations gave it so far, if any did. Who takes one out
-    /// returns the sum in the place of that input's gradient.
+    /// `sums` has an entry for each input: the gradients that other operations have given it so far, summed up, if there are any.
+    /// If you take an entry out, return it with your gradient added as that input's gradient.
     ///
     /// # Errors
     /// As [`Function::backward`].
@@ -102,14 +102,14 @@ pub trait Function: Send + Sync + Sized + 'static {
     }
 }
 
-/// Which inputs of a function want a gradient.
+/// Which inputs of a function need a gradient.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Needs {
     inputs: Vec<bool>,
 }
 
 impl Needs {
-    /// Whether input `index` wants a gradient; an input that the call did not have does not.
+    /// Whether input `index` needs a gradient; false if the call had no such input.
     pub fn input(&self, index: usize) -> bool {
         self.inputs.get(index).copied().unwrap_or(false)
     }
@@ -120,7 +120,7 @@ impl Needs {
         self.inputs.len()
     }
 
-    /// Whether any input does: whether backward will run.
+    /// Whether any input needs a gradient, so that backward may run.
     pub fn any(&self) -> bool {
         self.inputs.contains(&true)
     }
@@ -134,7 +134,7 @@ pub fn apply<F: Function>(function: F, inputs: &[&Tensor]) -> Result<Tensor> {
     apply_with_saved(function, inputs, |_| ()).map(|(output, ())| output)
 }
 
-/// As [`apply`], and shows what forward saved to `look`: how batch norm hands out its batch statistics.
+/// As [`apply`], but also passes what forward saved to `look`. Batch norm uses this to return its batch statistics.
 ///
 /// # Errors
 /// As [`apply`].
@@ -155,7 +155,7 @@ pub fn apply_with_saved<F: Function, R>(
         return Err(Error::InferenceTensor { operation });
     }
     let needs = Needs { inputs: inputs.iter().map(|input| recording && input.requires_grad()).collect() };
-    // Forward sees constants: what it saves or returns of its inputs must not hold the tape behind them.
+    // Forward gets constants, so that inputs which it saves or returns do not keep the tape behind them alive.
     let constants: Vec<Tensor> = inputs.iter().map(|input| input.detach()).collect();
     let constants: Vec<&Tensor> = constants.iter().collect();
     let span = operation_span(operation, "forward");
@@ -171,7 +171,7 @@ pub fn apply_with_saved<F: Function, R>(
     Ok((output.with_history(History::Node(Arc::new(node))), extra))
 }
 
-/// A span of `tracing` for an operation's pass, until it is dropped.
+/// Opens a `tracing` span for an operation's pass; dropping it ends the span.
 pub(crate) fn operation_span(operation: &'static str, pass: &'static str) -> tracing::span::EnteredSpan {
     tracing::trace_span!(target: convoke_kernels::profile::TARGET, "operation", operation, pass).entered()
 }
@@ -181,13 +181,13 @@ pub(crate) struct Node {
     /// Later operations have larger numbers: backward runs from large to small.
     pub(crate) number: u64,
     pub(crate) name: &'static str,
-    /// What to run; gone once backward has been through.
+    /// The call to run in backward; `None` after backward has run it.
     pub(crate) call: Mutex<Option<Box<dyn AnyCall>>>,
     pub(crate) edges: Vec<Edge>,
     pub(crate) output: Described,
 }
 
-/// What a tensor looks like, so that its gradient can be checked and brought into the same format.
+/// A description of a tensor, to check its gradient and convert it to the same format.
 #[derive(Clone)]
 pub(crate) struct Described {
     shape: Vec<usize>,
@@ -206,7 +206,7 @@ impl Described {
         }
     }
 
-    /// `gradient` in this format, if it has this shape and type.
+    /// `gradient` in this format, if it has this shape, type and device.
     pub(crate) fn accept(&self, gradient: &Tensor, operation: &'static str) -> Result<Tensor> {
         let fits = gradient.shape() == self.shape && gradient.dtype() == self.dtype;
         if !fits || *gradient.device() != self.device {
@@ -250,7 +250,7 @@ impl Node {
     }
 }
 
-/// Frees a chain of nodes in a loop: by recursion, a deep network would overflow the stack.
+/// Frees a chain of nodes in a loop: with recursion, a deep network would overflow the stack.
 impl Drop for Node {
     fn drop(&mut self) {
         let mut edges = std::mem::take(&mut self.edges);
@@ -264,9 +264,9 @@ impl Drop for Node {
     }
 }
 
-/// A [`Function`] with what it saved, whatever its type.
+/// A [`Function`] with its saved values, with the type erased.
 pub(crate) trait AnyCall: Send + Sync {
-    /// Runs backward; the saved values go unless `retain` asks for another round.
+    /// Runs backward; it drops the saved values unless `retain` is set.
     fn backward(
         self: Box<Self>,
         upstream: Tensor,
@@ -275,7 +275,7 @@ pub(crate) trait AnyCall: Send + Sync {
     ) -> Result<Backward>;
 }
 
-/// Gradients by input, and the call again if it was to be kept.
+/// The gradients by input, and the call itself if it was retained.
 pub(crate) type Backward = (Vec<Option<Tensor>>, Option<Box<dyn AnyCall>>);
 
 struct Call<F: Function> {

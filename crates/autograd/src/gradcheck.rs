@@ -8,14 +8,14 @@ use crate::{BackwardOptions, DType, Error, Result, Tensor, no_grad};
 /// How [`gradcheck`] compares.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GradCheck {
-    /// Half the distance of the two points of a difference.
+    /// Half the distance between the two points of a central difference.
     pub eps: f64,
     /// Absolute error allowed.
     pub atol: f64,
     /// Error allowed relative to the numeric gradient.
     pub rtol: f64,
-    /// Compare this many (at least one) random projections of each input's gradient instead of every element: two
-    /// evaluations a projection rather than two an element. A wrong gradient escapes only by chance.
+    /// Compare this many (at least one) random projections of each input's gradient instead of every element: two evaluations per
+    /// projection rather than two per element. A wrong gradient passes only by chance.
     pub projections: Option<usize>,
     /// Seed of the random upstream gradient and of the projections.
     pub seed: u64,
@@ -35,7 +35,7 @@ impl GradCheck {
     }
 }
 
-/// What a passed [`gradcheck`] saw.
+/// The result of a passed [`gradcheck`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GradCheckReport {
     /// Derivatives compared.
@@ -44,7 +44,7 @@ pub struct GradCheckReport {
     pub largest_error: f64,
 }
 
-/// Why a [`gradcheck`] failed: the first derivative that differs, or what went wrong before.
+/// Why a [`gradcheck`] failed: the first derivative that differs, or an earlier error.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum GradCheckFailure {
@@ -82,7 +82,7 @@ pub enum GradCheckFailure {
         /// What central differences say.
         numeric: f64,
     },
-    /// Differences need double precision.
+    /// An input is not f64: differences need double precision.
     #[error("input {input} is {found}: central differences need f64")]
     Precision {
         /// Which input, from 0.
@@ -100,9 +100,9 @@ pub enum GradCheckFailure {
 
 /// Compares the gradients of `function` with central differences, in f64, for every input.
 ///
-/// The upstream gradient is random: with a sum, errors that cancel over the output would pass (batch norm's input
-/// gradient is zero then). NaN anywhere fails. An input that backward gives no gradient counts as having zeros.
-/// The function must be deterministic, so a dropout needs a fixed key.
+/// The upstream gradient is random. If it were all ones, errors that cancel in the sum of the output would pass (batch norm's
+/// input gradient is then zero). NaN anywhere fails. If backward gives an input no gradient, zeros are compared. The function
+/// must be deterministic, so a dropout needs a fixed key.
 ///
 /// ```
 /// use convoke_autograd::{Device, GradCheck, Tensor, gradcheck};
@@ -129,7 +129,7 @@ pub fn gradcheck(
     let inputs: Vec<Tensor> = inputs.iter().map(Tensor::detach).collect();
     let output = no_grad(|| function(&inputs))?;
     let upstream = Tensor::build(output.device(), output.shape(), output.format(), |data: &mut [f64]| {
-        // Away from zero, so that no output goes unchecked.
+        // Away from zero, so that every output is checked.
         data.iter_mut()
             .for_each(|x| *x = random.random_range(0.5..1.5) * if random.random() { 1.0 } else { -1.0 });
         Ok(())
@@ -184,7 +184,7 @@ struct Check<F> {
 }
 
 impl<F: Fn(&[Tensor]) -> Result<Tensor>> Check<F> {
-    /// d(sum of upstream * output) along `direction` of one input.
+    /// The numeric derivative of sum(upstream * output) along `direction` of one input.
     fn numeric(&self, input: usize, direction: impl Fn(&mut [f64], f64)) -> Result<f64> {
         let at = |step: f64| -> Result<Tensor> {
             let mut inputs = self.inputs.clone();
@@ -201,7 +201,7 @@ impl<F: Fn(&[Tensor]) -> Result<Tensor>> Check<F> {
         Ok(difference / (2.0 * self.options.eps))
     }
 
-    /// Whether two derivatives agree; written so that NaN does not.
+    /// Whether two derivatives agree; the comparison is false for NaN.
     fn agree(&self, analytic: f64, numeric: f64, report: &mut GradCheckReport) -> bool {
         let error = (analytic - numeric).abs();
         report.compared += 1;
@@ -258,7 +258,7 @@ impl<F: Fn(&[Tensor]) -> Result<Tensor>> Check<F> {
         Ok(())
     }
 
-    /// The place in each dimension of an element given by its place in memory.
+    /// An element's index in each dimension, from its index in memory.
     fn place(&self, input: usize, element: usize) -> Vec<usize> {
         let tensor = &self.inputs[input];
         let mut sizes = tensor.shape().to_vec();

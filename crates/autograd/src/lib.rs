@@ -1,7 +1,7 @@
 //! A small autograd for convolutional networks: tensors, a dynamic tape, custom functions, gradcheck.
 //!
 //! * A [`Tensor`] is an immutable value on a [`Device`]; its buffer comes from the device's pool, which counts bytes.
-//! * A [`Function`] is an operation with its backward. Built-in operations ([`ops`]) and yours are made alike.
+//! * A [`Function`] is an operation with its backward. Built-in operations ([`ops`]) and yours are implemented in the same way.
 //! * [`Tensor::backward`] returns the [`Gradients`] of the leaves.
 //! * [`gradcheck`] compares a function's gradients with central differences in f64.
 //!
@@ -35,7 +35,7 @@ pub use error::{Error, Result};
 pub use fold::fold_conv_bn2d;
 pub use function::{Function, Needs, apply, apply_with_saved};
 pub use gradcheck::{GradCheck, GradCheckFailure, GradCheckReport, gradcheck};
-/// The element types of 16 bits.
+/// The 16-bit element types.
 pub use half::{bf16, f16};
 pub use mode::{enable_grad, inference_mode, is_grad_enabled, no_grad};
 pub use pool::{Buffer, MemoryStats, TimelinePoint};

@@ -28,15 +28,15 @@ pub fn no_grad<R>(work: impl FnOnce() -> R) -> R {
     with_mode(if current() == Mode::Inference { Mode::Inference } else { Mode::NoGrad }, work)
 }
 
-/// Runs `work` with recording, also within [`no_grad`]: for a backward that runs a part of forward again. Inside
+/// Runs `work` with recording, even inside [`no_grad`]: for a backward that reruns a part of forward. Inside
 /// [`inference_mode`] nothing is recorded.
 pub fn enable_grad<R>(work: impl FnOnce() -> R) -> R {
     with_mode(if current() == Mode::Inference { Mode::Inference } else { Mode::Grad }, work)
 }
 
-/// Runs `work` without recording, and marks what it makes: such tensors can never enter a recorded operation.
+/// Runs `work` without recording, and marks the tensors that it makes: using them in a recorded operation is an error.
 ///
-/// As PyTorch's `inference_mode`: for evaluation, where a mistaken later use in training shall be an error.
+/// As PyTorch's `inference_mode`: for evaluation, where using a result in training by mistake should be an error.
 pub fn inference_mode<R>(work: impl FnOnce() -> R) -> R {
     with_mode(Mode::Inference, work)
 }

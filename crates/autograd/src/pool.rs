@@ -1,4 +1,4 @@
-//! Buffers that are reused, and the exact count of their bytes.
+//! A pool of reusable buffers, which counts their bytes exactly.
 
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
@@ -15,11 +15,11 @@ use crate::{Device, Error, Result};
 pub struct MemoryStats {
     /// Bytes of buffers in use: tensors, saved values, workspaces. Exact: elements times their size.
     pub live_bytes: usize,
-    /// The most that `live_bytes` has been since the device was made or [`crate::Device::reset_peak`].
+    /// The largest `live_bytes` since the device was made or since [`crate::Device::reset_peak`].
     pub peak_bytes: usize,
-    /// Bytes of freed buffers that are kept to be used again.
+    /// Bytes of freed buffers that are kept for reuse.
     pub cached_bytes: usize,
-    /// How many buffers were made of memory, or reached into memory, that no buffer had before.
+    /// How many buffers were allocated, at least in part, in memory that no earlier buffer had used.
     pub fresh_allocations: usize,
 }
 
@@ -43,7 +43,7 @@ struct State {
 pub(crate) struct Pool {
     arena: Arena,
     state: Mutex<State>,
-    /// Fill buffers with NaN before they are handed out: shows who reads before writing.
+    /// Fill buffers with NaN before they are handed out, to expose code that reads before it writes.
     poison: bool,
 }
 
@@ -88,10 +88,10 @@ impl Pool {
         self.state().timeline.take().map_or_else(Vec::new, |(_, points)| points)
     }
 
-    /// A buffer of `len` elements with any content.
+    /// A buffer of `len` elements with arbitrary content.
     pub(crate) fn take<T: Pod>(self: &Arc<Self>, len: usize) -> Result<Buffer<T>> {
         let refused = Error::Memory { elements: len, element_size: size_of::<T>() };
-        // No allocation is larger than isize::MAX; whole lines of such a size still count without overflow.
+        // No allocation is larger than isize::MAX; rounding such a size up to whole lines does not overflow.
         let bytes = len.checked_mul(size_of::<T>()).filter(|&bytes| bytes <= isize::MAX as usize);
         let Some(bytes) = bytes else { return Err(refused) };
         let Some(block) = self.arena.take(bytes) else { return Err(refused) };
@@ -120,7 +120,7 @@ impl State {
     }
 }
 
-/// Bytes that go back to their device's pool when dropped.
+/// Bytes that return to their device's pool when dropped.
 pub(crate) struct Bytes {
     block: Block,
     len: usize,
@@ -128,7 +128,7 @@ pub(crate) struct Bytes {
 }
 
 impl Bytes {
-    /// The bytes as elements of any type; what does not fill one at the end is left out.
+    /// The bytes as elements of any type, without an incomplete element at the end.
     pub(crate) fn elements<T: Pod>(&self) -> &[T] {
         let size = size_of::<T>();
         bytemuck::cast_slice(&self.block.bytes()[..self.len / size * size])
@@ -149,27 +149,27 @@ impl Drop for Bytes {
     }
 }
 
-/// A run of elements that goes back to its device's pool when dropped.
+/// A run of elements whose memory returns to its device's pool when dropped.
 pub struct Buffer<T: Pod> {
     bytes: Bytes,
     element: PhantomData<T>,
 }
 
 impl<T: Pod> Buffer<T> {
-    /// What holds the elements, whatever their type.
+    /// The bytes of the elements, without their type.
     pub(crate) fn into_bytes(self) -> Bytes {
         self.bytes
     }
 }
 
-/// The first `len` elements of the buffer in `scratch`, which is taken anew if it is too short.
+/// The first `len` elements of the buffer in `scratch`, which is replaced by a larger one if it is too short.
 pub(crate) fn at_least<'a, T: Pod>(
     scratch: &'a mut Option<Buffer<T>>,
     device: &Device,
     len: usize,
 ) -> Result<&'a mut [T]> {
     if scratch.as_ref().is_none_or(|buffer| buffer.len() < len) {
-        // The old one goes first.
+        // Free the old buffer first.
         *scratch = None;
         *scratch = Some(device.buffer(len)?);
     }

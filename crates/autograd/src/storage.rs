@@ -1,4 +1,4 @@
-//! The elements of a tensor: there, or to be made again when somebody reads them.
+//! The elements of a tensor: in memory, or recomputed when they are read.
 
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
@@ -9,21 +9,21 @@ use convoke_kernels::DType;
 use crate::pool::Bytes;
 use crate::{Device, Result};
 
-/// How elements are made again from what an operation keeps anyway, such as a normalisation from its input.
+/// Recomputes elements from what an operation keeps anyway, such as the output of a normalisation from its input.
 ///
-/// It gives the same bits every time.
+/// It must give the same bits every time.
 pub(crate) trait Recipe: Send + Sync {
-    /// The images (or rows: the first dimension) of the tensor.
+    /// The number of images of the tensor (the size of the first dimension).
     fn images(&self) -> usize;
 
-    /// Writes the elements of these images, of the type of the tensor.
+    /// Writes the elements of these images, in the type of the tensor.
     fn write(&self, images: Range<usize>, out: &mut [u8]) -> Result<()>;
 }
 
 pub(crate) struct Storage {
     pub(crate) dtype: DType,
     len: usize,
-    /// Absent until somebody reads elements that `recipe` makes.
+    /// If `recipe` computes the elements, absent until they are first read as a whole.
     bytes: OnceLock<Bytes>,
     recipe: Option<Arc<dyn Recipe>>,
 }
@@ -33,22 +33,22 @@ impl Storage {
         Storage { dtype, len, bytes: OnceLock::from(bytes), recipe: None }
     }
 
-    /// Elements that are not there yet.
+    /// Elements that are not computed yet.
     pub(crate) fn deferred(dtype: DType, len: usize, recipe: Arc<dyn Recipe>) -> Storage {
         Storage { dtype, len, bytes: OnceLock::new(), recipe: Some(recipe) }
     }
 
-    /// The same elements, to be made again when they are read; `None` if nothing says how.
+    /// The same elements, to be recomputed when they are read; `None` if there is no recipe.
     pub(crate) fn without_elements(&self) -> Option<Storage> {
         Some(Storage::deferred(self.dtype, self.len, self.recipe.clone()?))
     }
 
-    /// The elements, which can be made again by `recipe`.
+    /// The elements, which `recipe` can recompute.
     pub(crate) fn with_recipe(self, recipe: Arc<dyn Recipe>) -> Storage {
         Storage { recipe: Some(recipe), ..self }
     }
 
-    /// Whether they are there.
+    /// Whether the elements are in memory.
     pub(crate) fn has_elements(&self) -> bool {
         self.bytes.get().is_some()
     }
@@ -59,20 +59,21 @@ impl Storage {
         {
             let mut buffer = device.buffer::<T>(self.len)?;
             recipe.write(0..recipe.images(), bytemuck::cast_slice_mut(&mut buffer))?;
-            // Another thread may have been first: its elements are the same.
+            // If another thread was first, its elements are the same.
             let _ = self.bytes.set(buffer.into_bytes());
         }
         Ok(self.bytes.get().expect("made above, or there from the start").elements())
     }
 
-    /// The elements to be changed, if they are there; they cannot be made again then.
+    /// Mutable access to the elements, if they are in memory. The recipe is dropped, as it would not give the changed elements.
     pub(crate) fn elements_mut<T: Pod>(&mut self) -> Option<&mut [T]> {
         let bytes = self.bytes.get_mut()?;
         self.recipe = None;
         Some(bytes.elements_mut())
     }
 
-    /// The elements of some of `total` images: where they lie, or made in `scratch`, which keeps its memory for the next call.
+    /// The elements of some of `total` images: a part of the elements in memory, or recomputed in `scratch`, which keeps its
+    /// memory for the next call.
     pub(crate) fn images<'a, T: Pod>(
         &'a self,
         device: &Device,

@@ -15,10 +15,10 @@ use crate::{Buffer, Device, Error, Result};
 
 /// An n-dimensional array of numbers on a [`Device`]. Cloning is cheap and shares the elements.
 ///
-/// Operations compute in f32 and f64. f16 and bf16 are for storage: [`Tensor::to_dtype`] converts, the other operations
-/// that take them say so.
+/// Operations compute in f32 and f64. f16 and bf16 are for storage: convert them with [`Tensor::to_dtype`]. Other operations that
+/// accept them say so.
 ///
-/// Elements never change while anyone shares them, so what an operation saved for backward stays as it was.
+/// Elements never change while they are shared, so what an operation saved for backward stays as it was.
 /// A tensor of 4 dimensions is N x C x H x W whatever its [`MemoryFormat`]; one of 3 is N x C x L, one of 5 N x C x D x H x W.
 #[derive(Clone)]
 pub struct Tensor {
@@ -34,20 +34,20 @@ struct Inner {
     inference: bool,
 }
 
-/// Where a tensor came from, as far as backward is concerned.
+/// The origin of a tensor, as far as backward needs it.
 #[derive(Clone)]
 pub(crate) enum History {
     /// A constant.
     None,
-    /// A value whose gradient is wanted.
+    /// A value whose gradient `backward` gives.
     Leaf(u64),
     /// The output of a recorded operation.
     Node(Arc<Node>),
-    /// A gradient that the backward of this operation gave: a derivative of it is an error.
+    /// A gradient computed by the backward of this operation: a derivative of it is an error.
     Gradient(&'static str),
 }
 
-/// Runs code with `$T` the type that stands beside the `DType`.
+/// Runs code with `$T` as the type that is listed for the `DType`.
 macro_rules! by_dtype {
     ($dtype:expr, $T:ident => $body:expr, { $($variant:ident: $type:ty),* $(; $other:ident => $otherwise:expr)? }) => {
         match $dtype {
@@ -61,7 +61,7 @@ macro_rules! by_dtype {
 }
 pub(crate) use by_dtype;
 
-/// Runs code with `$T` the element type of a `DType` that kernels compute in; returns an error for the others.
+/// Runs code with `$T` as the element type of a `DType` that kernels compute in; returns an error for the others.
 macro_rules! dispatch {
     ($dtype:expr, $T:ident => $body:expr) => {
         $crate::tensor::by_dtype!($dtype, $T => $body, {
@@ -72,7 +72,7 @@ macro_rules! dispatch {
 }
 pub(crate) use dispatch;
 
-/// Runs code with `$T` the element type of any `DType`.
+/// Runs code with `$T` as the element type of any `DType`.
 macro_rules! dispatch_stored {
     ($dtype:expr, $T:ident => $body:expr) => {
         $crate::tensor::by_dtype!($dtype, $T => $body, { F32: f32, F64: f64, F16: half::f16, BF16: half::bf16 })
@@ -101,7 +101,7 @@ impl Tensor {
     /// A tensor in contiguous order from its elements.
     ///
     /// # Errors
-    /// If the number of elements is not the shape's.
+    /// If the number of elements does not fit the shape.
     pub fn from_slice<T: Stored>(device: &Device, shape: &[usize], elements: &[T]) -> Result<Tensor> {
         let len = checked_len("from_slice", shape)?;
         if elements.len() != len {
@@ -135,9 +135,9 @@ impl Tensor {
         Tensor::full(device, shape, dtype, 0.0)
     }
 
-    /// A tensor whose elements `write` fills; they start with any content and lie in the order of `format`.
+    /// A tensor whose elements `write` fills. They start with arbitrary content, and are in the order of `format`.
     ///
-    /// This is how operations make their output; those of plain loops better by [`Tensor::written`].
+    /// Operations use this for their output. If `write` is a plain loop, prefer [`Tensor::written`].
     ///
     /// # Errors
     /// If the shape is too large or there is no memory, channels-last is asked for with fewer than 3 dimensions, or `write`
@@ -176,7 +176,7 @@ impl Tensor {
         })
     }
 
-    /// As [`Tensor::build`], for a `write` that runs no kernel and takes no buffer: on a [dry](Device::dry) device it is not
+    /// As [`Tensor::build`], for a `write` that runs no kernel and allocates no buffer: on a [dry](Device::dry) device it is not
     /// called, and the elements are not touched.
     ///
     /// # Errors
@@ -295,8 +295,8 @@ impl Tensor {
         self.inner.storage.elements(self.device())
     }
 
-    /// The elements of some images (indices of the first dimension), as [`Tensor::data`]: where they lie, or, if they are not
-    /// there (see [`Tensor::keep`]), made in `scratch`, which may be used again and again.
+    /// The elements of some images (indices of the first dimension), as in [`Tensor::data`]. If the elements are not in memory
+    /// (see [`Tensor::keep`]), those of these images are recomputed in `scratch`, which may be reused for further calls.
     ///
     /// # Errors
     /// If they are of another type, there are no such images, or there is no memory.
@@ -316,10 +316,11 @@ impl Tensor {
         self.inner.storage.images(self.device(), images, total, scratch)
     }
 
-    /// This tensor, for a [`crate::Function`] to save: a constant. Where its elements can be made again from what other
-    /// operations keep, it is without them, and makes them when they are read.
+    /// This tensor as a constant, for a [`crate::Function`] to save. If its elements can be recomputed from what other operations
+    /// keep, the result does not hold them, and recomputes them when they are read.
     ///
-    /// The elements are the same to the last bit; they cost memory from the first reading until this tensor is dropped.
+    /// The recomputed elements are the same to the last bit. Once they have been read as a whole, they take memory until the
+    /// result is dropped.
     pub fn keep(&self) -> Tensor {
         match self.inner.storage.without_elements() {
             Some(storage) => self.with_inner(|inner| {
@@ -330,12 +331,12 @@ impl Tensor {
         }
     }
 
-    /// Whether the elements are there, and need not be made first.
+    /// Whether the elements are in memory and need not be recomputed.
     pub(crate) fn has_elements(&self) -> bool {
         self.inner.storage.has_elements()
     }
 
-    /// A tensor that `recipe` makes when it is read.
+    /// A tensor whose elements `recipe` computes when they are read.
     pub(crate) fn deferred(like: &Tensor, recipe: Arc<dyn Recipe>) -> Tensor {
         like.with_inner(|inner| {
             inner.history = History::None;
@@ -343,7 +344,7 @@ impl Tensor {
         })
     }
 
-    /// The same elements, which `recipe` can make again. Nobody else may hold them.
+    /// The same elements, which `recipe` can recompute. They must not be shared.
     pub(crate) fn with_recipe(self, recipe: Arc<dyn Recipe>) -> Tensor {
         let mut inner = Arc::into_inner(self.inner).expect("unshared");
         let storage = Arc::into_inner(inner.storage).expect("unshared");
@@ -351,7 +352,7 @@ impl Tensor {
         Tensor { inner: Arc::new(inner) }
     }
 
-    /// The elements to be changed, if they are there and nobody shares them.
+    /// Mutable access to the elements, if they are in memory and not shared.
     pub(crate) fn unshared<T: Stored>(&mut self) -> Option<&mut [T]> {
         if self.dtype() != T::DTYPE {
             return None;
@@ -359,9 +360,9 @@ impl Tensor {
         Arc::get_mut(&mut Arc::get_mut(&mut self.inner)?.storage)?.elements_mut()
     }
 
-    /// Changes the elements in place where nobody shares them, else in a copy that becomes this tensor.
+    /// Changes the elements in place if they are not shared, else in a copy that becomes this tensor.
     ///
-    /// The history goes: the changed values are a constant, or a new leaf if this was one. For optimizers.
+    /// The history is lost: the changed values are a constant, or a new leaf if this was a leaf. This is for optimizers.
     ///
     /// # Errors
     /// If the elements are of another type, or `change` fails (the tensor then holds what `change` left).
@@ -412,7 +413,7 @@ impl Tensor {
         dispatch_stored!(self.dtype(), T => Ok(self.data::<T>()?[0].f64()))
     }
 
-    /// This tensor seen as N x C x (the rest), as kernels that work by channel take it.
+    /// This tensor's shape as N x C x (the rest), for kernels that work by channel.
     ///
     /// # Errors
     /// If it has fewer than two dimensions.
@@ -427,7 +428,7 @@ impl Tensor {
         }
     }
 
-    /// The same values in another memory format, without history; shares the elements if it has it already.
+    /// The same values in another memory format, without history; shares the elements if they already have that format.
     pub(crate) fn in_format(&self, format: MemoryFormat) -> Result<Tensor> {
         let format = usable_format(self.shape(), format)?;
         if format == self.format() {
@@ -439,7 +440,7 @@ impl Tensor {
         }))
     }
 
-    /// The nearest values of another type, without history; shares the elements if they are of it already.
+    /// The nearest values of another type, without history; shares the elements if they already have that type.
     pub(crate) fn in_dtype(&self, dtype: DType) -> Result<Tensor> {
         if dtype == self.dtype() {
             return Ok(self.detach());
@@ -450,7 +451,7 @@ impl Tensor {
     }
 }
 
-/// Channels-last needs channels, and something behind them.
+/// Checks that the shape can have the format: channels-last needs channels, and at least one dimension after them.
 fn usable_format(shape: &[usize], format: MemoryFormat) -> Result<MemoryFormat> {
     if format == MemoryFormat::ChannelsLast && shape.len() < 3 {
         return Err(invalid(

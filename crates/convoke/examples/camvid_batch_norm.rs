@@ -1,13 +1,13 @@
-//! What batch norm's statistics are worth where a rank has few images: street scenes, two images a rank, four ranks.
+//! How much batch norm's statistics matter if a rank has few images: street scenes, two images a rank, four ranks.
 //!
-//! The same network is trained on CamVid three times, from the same values and on the same batches of eight, with batch norms
-//! that take their statistics
+//! The same network is trained on CamVid three times, from the same values and on the same batches of eight. Its batch norms take
+//! their statistics:
 //! - over the two images of each rank,
 //! - over the eight images of all ranks (synchronized),
-//! - nowhere: frozen after the first epoch, at what it accumulated.
+//! - from no batch: after the first epoch they are frozen at the statistics accumulated so far.
 //!
-//! The steps of the three take turns, so that a machine whose speed changes treats them alike. Writes a table to standard output,
-//! and a chart of loss, pixel accuracy and mean intersection over union by step as SVG. Run it with
+//! The three take turns step by step, so that changes in the machine's speed affect them alike. Writes a table to standard
+//! output, and a chart of loss, pixel accuracy and mean intersection over union by step as SVG. Run it with
 //!
 //! ```sh
 //! cargo run --release --example camvid_batch_norm -- DATA_FOLDER [EPOCHS] [CHART.svg] [SEED]
@@ -29,10 +29,10 @@ use plotters::prelude::*;
 
 const RANKS: usize = 4;
 const IMAGES_PER_RANK: usize = 2;
-/// Single epochs scatter: the table has means over so many.
+/// Results of single epochs scatter, so the table has means over this many last epochs.
 const LAST: usize = 5;
 
-/// Whence a run's batch norms have their statistics.
+/// Where a run's batch norms take their statistics from.
 #[derive(Clone, Copy, PartialEq)]
 enum Statistics {
     OfRank,
@@ -46,7 +46,7 @@ const RUNS: [(Statistics, &str); 3] = [
     (Statistics::Frozen, "BN frozen after an epoch"),
 ];
 
-/// What a run has shown so far.
+/// What was measured in a run so far.
 #[derive(Default, Clone)]
 struct Curve {
     losses: Vec<f64>,
@@ -164,7 +164,7 @@ fn draw(file: &Path, curves: &[Curve]) -> Result<(), Box<dyn Error>> {
     let panels = area.split_evenly((3, 1));
     let colors = [RGBColor(0xc4, 0x4e, 0x52), RGBColor(0x2f, 0x6d, 0xb5), RGBColor(0x80, 0x80, 0x80)];
     let steps = curves.iter().map(|curve| curve.losses.len()).max().unwrap_or(1);
-    // Single batches scatter: a point is the mean of so many.
+    // Losses of single batches scatter, so a point is the mean of this many.
     let every = steps.div_ceil(150).max(1);
     for (panel, title) in panels.iter().zip(["training loss", "test pixel accuracy", "test mean IoU"]) {
         let index = ["test pixel accuracy", "test mean IoU"].iter().position(|name| *name == title);

@@ -8,9 +8,9 @@
 //! cargo run --release --example custom_algorithm
 //! ```
 //!
-//! Classifiers often end in a convolution whose kernel is as large as what is left of the image, so that its output is
-//! one pixel. General algorithms work image by image and read all weights for each. But then nothing slides, and the
-//! convolution of the whole batch is one multiplication of matrices, of the tensors as they lie:
+//! Classifiers often end in a convolution whose kernel is as large as what is left of the image, so that its output is one pixel.
+//! General algorithms work image by image and read all weights for each. But here the kernel does not slide, so the convolution
+//! of the whole batch is one matrix multiplication of the tensors as they lie in memory:
 //!
 //! ```text
 //! forward           y  = x Wᵀ        x and dx: N x J      J = C R S terms, the pixels of an image
@@ -33,7 +33,7 @@ use convoke::{Cpu, Element, MemoryFormat};
 struct WholeImage;
 
 impl ConvAlgorithm for WholeImage {
-    /// The name is what results are stored under: choose one that nobody else takes, and never change it.
+    /// The name is what results are stored under: choose one that no other algorithm has, and never change it.
     fn name(&self) -> &str {
         "whole-image"
     }
@@ -43,8 +43,8 @@ impl ConvAlgorithm for WholeImage {
         1
     }
 
-    /// Weights lie as K x C x R x S, so the terms are in the same order only if x lies as N x C x H x W. For
-    /// channels-last tensors, a `whole-image+relayout` that copies them comes with registering.
+    /// Weights lie as K x C x R x S, so the terms are in the same order only if x lies as N x C x H x W. For channels-last
+    /// tensors, registering also adds a `whole-image+relayout`, which copies them.
     fn formats(&self) -> &'static [MemoryFormat] {
         &[MemoryFormat::Contiguous]
     }
@@ -65,7 +65,8 @@ impl ConvAlgorithm for WholeImage {
             return needs("contiguous tensors");
         }
         let kernel = Kernel::of(problem, Multiplication { problem: *problem, pass });
-        // No workspace. The estimate decides who is timed first, and who is chosen when nothing may be timed.
+        // It needs no workspace. The estimate decides which algorithm is timed first, and which is chosen when nothing may be
+        // timed.
         Ok(ConvPlan::new(self, (problem, pass), cpu, 0, kernel).with_cost(Cost::direct(problem, 0.8)))
     }
 }
@@ -118,7 +119,7 @@ impl<T: Element> ConvKernel<T> for Zeros {
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut options = TunerOptions {
-        // Time for one pass, enough to try everybody.
+        // Time for one pass, enough to try every algorithm.
         budget: Duration::from_secs(3),
         // Where warnings go: here, to the terminal.
         observer: Some(Arc::new(|event| {

@@ -1,9 +1,9 @@
 //! Operations of your own: a convolution, a batch norm, and both as one operation that keeps one large tensor less.
 //!
-//! Convolution and batch norm each keep their input for backward, so a pair of them keeps two large tensors. One
-//! operation can do both, keep only the input of the convolution, and convolve a second time in backward to have the
-//! input of batch norm again. This is PyTorch's tutorial "Fusing Convolution and Batch Norm using Custom Function" in
-//! Rust, to be read from top to bottom. Run it with
+//! Convolution and batch norm each keep their input for backward, so a pair of them keeps two large tensors. One operation can do
+//! both, keep only the input of the convolution, and convolve a second time in backward to recompute the input of batch norm.
+//! This is PyTorch's tutorial "Fusing Convolution and Batch Norm using Custom Function" in Rust, to be read from top to bottom.
+//! Run it with
 //!
 //! ```sh
 //! cargo run --release --example custom_function
@@ -132,7 +132,7 @@ fn convolve<T: Element>(pass: Pass, problem: &ConvProblem, a: &Tensor, b: &Tenso
 /// dy_i = (dx_i - mean(dx)) / d - c_i / d^2 * sum_j c_j dx_j / ((m - 1) std)
 /// ```
 ///
-/// The loss moves by sum g_i dy_i, with g the upstream gradient. What stands beside dx_j in it is the gradient:
+/// The loss moves by sum g_i dy_i, with g the upstream gradient. The factor of dx_j in that sum is the gradient:
 ///
 /// ```text
 /// gradient_j = (g_j - mean(g)) / d - c_j * sum_i g_i c_i / (d^2 (m - 1) std)
@@ -174,12 +174,12 @@ fn channel<'a, T>(data: &'a [T], extent: &Extent, channel: usize) -> impl Iterat
     data.chunks(extent.spatial.max(1)).skip(channel).step_by(extent.channels).flatten()
 }
 
-/// As [`channel`], to be changed.
+/// As [`channel`], but mutable.
 fn channel_mut<'a, T>(data: &'a mut [T], extent: &Extent, channel: usize) -> impl Iterator<Item = &'a mut T> {
     data.chunks_mut(extent.spatial.max(1)).skip(channel).step_by(extent.channels).flatten()
 }
 
-/// y and the statistics. [`Tensor::update`] writes y over x if nobody else holds x, and into a copy if somebody does.
+/// y and the statistics. [`Tensor::update`] writes y over x if nothing else holds x, and into a copy otherwise.
 fn normalized<T: Element>(mut x: Tensor, eps: f64) -> Result<(Tensor, Vec<Statistics>)> {
     let extent = x.extent("tutorial_batch_norm")?;
     let count = (extent.batch * extent.spatial) as f64;
@@ -197,7 +197,7 @@ fn normalized<T: Element>(mut x: Tensor, eps: f64) -> Result<(Tensor, Vec<Statis
     Ok((x, statistics))
 }
 
-/// The gradient of x, written over x if nobody else holds it.
+/// The gradient of x, written over x if nothing else holds it.
 fn batch_norm_backward<T: Element>(
     mut x: Tensor,
     dy: &Tensor,
@@ -226,7 +226,7 @@ fn batch_norm_backward<T: Element>(
 // ---------------------------------------------------------------------------------------------------------------------
 // Both as one operation
 
-/// [`BatchNorm`] of [`Conv2d`], keeping x, the weight and two numbers a channel, but not what lies between the two.
+/// [`BatchNorm`] of [`Conv2d`], keeping x, the weight and two numbers a channel, but not the tensor between the two.
 struct FusedConvBn {
     eps: f64,
 }
@@ -241,7 +241,7 @@ impl Function for FusedConvBn {
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {
         let (x, weight) = contiguous_pair(inputs)?;
         let convolved = by_dtype!(x, convolve(Pass::Forward, &problem(&x, &weight)?, &x, &weight))?;
-        // Nobody else holds the convolution's output, so batch norm overwrites it.
+        // Nothing else holds the convolution's output, so batch norm overwrites it.
         let (y, statistics) = by_dtype!(x, normalized(convolved, self.eps))?;
         Ok((y, (x, weight, statistics)))
     }
@@ -252,10 +252,10 @@ impl Function for FusedConvBn {
         dy: Tensor,
         needs: &Needs,
     ) -> Result<Vec<Option<Tensor>>> {
-        // The input of batch norm again: the price of not keeping it is this convolution.
+        // Recompute the input of batch norm: this convolution is the price of not keeping it.
         let convolved = by_dtype!(x, convolve(Pass::Forward, &problem(&x, &weight)?, &x, &weight))?;
         let dconvolved = by_dtype!(x, batch_norm_backward(convolved, &dy, &statistics, self.eps))?;
-        // Not needed any more. Freeing it before the next tensors are made keeps the peak low.
+        // Not needed any more. Freeing it before the next tensors are allocated keeps the peak low.
         drop(dy);
         by_dtype!(x, convolution_backward(&x, &weight, &dconvolved, needs))
     }

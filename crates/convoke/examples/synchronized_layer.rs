@@ -1,17 +1,17 @@
-//! A layer of your own whose ranks meet in forward and in backward: batch norm over the batches of all ranks.
+//! A layer of your own whose ranks communicate in forward and in backward: batch norm over the batches of all ranks.
 //!
 //! Each rank sums x and x^2 by channel, the ranks add these sums up, and each normalises its own part with the mean and the
-//! variance that follow. Between the two lies [`all_reduce`], an operation with a gradient: what every rank makes of the sums
-//! depends on every rank's x, so its gradient is again a sum over the ranks. Nothing else in the layer knows of other ranks.
-//! This is how the first synchronized batch norms were written. Run it with
+//! variance that follow. The sums are added up by [`all_reduce`], an operation with a gradient: every rank's output depends on
+//! the sums and so on every rank's x, so the gradient of the sums is again a sum over the ranks. Nothing else in the layer knows
+//! of other ranks. This is how the first synchronized batch norms were written. Run it with
 //!
 //! ```sh
 //! cargo run --release --example synchronized_layer
 //! ```
 //!
-//! The last part shows why the built-in layer (`convert_sync_batchnorm`) is not written so: the variance as a difference,
-//! sum(x^2) / n - mean^2, has no digits left where the mean is large. The built-in one merges each rank's mean and sum of squared
-//! deviations, in one message where this one needs as many numbers, and keeps them.
+//! The last part shows why the built-in layer (`convert_sync_batchnorm`) is not written this way: the variance as a difference,
+//! sum(x^2) / n - mean^2, has no digits left where the mean is large. The built-in layer keeps the digits: it merges each rank's
+//! mean and sum of squared deviations, which are as many numbers, and sends them with the count in one message.
 
 use std::error::Error;
 
@@ -180,7 +180,7 @@ fn device() -> Device {
     Device::new(DeviceOptions::new(Cpu::single()))
 }
 
-/// Any numbers that repeat seldom, of about this mean and deviation 0.3.
+/// Numbers that repeat seldom, with about this mean and a standard deviation of 0.3.
 fn numbers(count: usize, mean: f64) -> Vec<f64> {
     (0..count).map(|index| mean + ((index * 7919 % 1009) as f64 / 1009.0 - 0.5)).collect()
 }
@@ -190,7 +190,7 @@ fn difference(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, |most, next| if next <= most { most } else { next })
 }
 
-/// x's output and gradient from rows `[from, to)` of a batch, by this layer, or by the built-in one for a lone rank.
+/// The output and the gradient of x, for rows `[from, to)` of a batch: by this layer, or without ranks by the built-in one.
 fn run(
     dtype: DType,
     mean: f64,
@@ -222,7 +222,7 @@ const ROWS: usize = 32;
 
 fn main() -> std::result::Result<(), Box<dyn Error>> {
     for (dtype, mean) in [(DType::F64, 1.0), (DType::F32, 1.0), (DType::F32, 1e4)] {
-        // The whole batch on one rank, in f64: what all should come near.
+        // The whole batch on one rank, in f64: the reference that all should come near.
         let [y, dx] = run(DType::F64, mean, [0, ROWS], None)?;
         let cuts = [[0, 10], [10, ROWS]];
         let parts =

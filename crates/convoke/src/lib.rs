@@ -1,9 +1,9 @@
-//! Train convolutional networks on CPUs: convolution picked by measurement, batch norm done exactly right, and fused
+//! Train convolutional networks on CPUs: convolution algorithms chosen by measurement, batch norm done exactly right, and fused
 //! Conv+BN training in a fraction of the memory.
 //!
-//! This crate gathers the workspace: tensors and autograd at its root, built-in operations in [`ops`], layers,
-//! optimizers, data and training runs in [`nn`], convolution algorithms in [`conv`], the tuner that picks them in
-//! [`tune`], all bare kernels in [`kernels`]. The program `convoke` is built with the feature `cli`, on by default.
+//! This crate re-exports the crates of the workspace: tensors and autograd at its root, built-in operations in [`ops`], layers,
+//! optimizers, data and training runs in [`nn`], convolution algorithms in [`conv`], the tuner that chooses them in [`tune`], the
+//! bare kernels in [`kernels`]. The program `convoke` is built with the feature `cli`, which is on by default.
 //!
 //! ```
 //! use convoke::nn::modules::{Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions};
@@ -37,7 +37,7 @@ pub use convoke_kernels::{conv, tune};
 
 /// Modules, initialisers, optimizers, data sets, models, training runs and checkpoints.
 pub mod nn {
-    // Derived code names this crate, as whoever depends on it does.
+    // The derived code uses paths of this crate (`convoke::nn`), which are the ones that its users have.
     pub use convoke_derive::FacadeModule as Module;
     #[doc(inline)]
     pub use convoke_nn::*;

@@ -16,10 +16,10 @@ use super::{DataError, DatasetInfo, Targets};
 pub struct Augmentation {
     /// Whether half of the images, chosen at random, are mirrored left to right.
     pub flip: bool,
-    /// Height and width of a part of the image, at a random place, that is taken in its stead.
+    /// Height and width of a part of the image, at a random place, that replaces the image.
     pub crop: Option<[usize; 2]>,
-    /// Pixels that are added on all four sides before the part is taken: 0 after normalisation, without a class. At most
-    /// the smaller side of the image.
+    /// Pixels that are added on all four sides before the part is taken. They are 0 after normalisation, and have no class. At
+    /// most the smaller side of the image.
     #[serde(default)]
     pub padding: usize,
 }
@@ -47,7 +47,7 @@ pub struct Views {
     epoch: usize,
 }
 
-/// Begins the keys of the random streams, so that they are unlike those of other uses of the same seed.
+/// The first bytes of the keys of the random streams, so that these differ from other uses of the same seed.
 const DOMAIN: [u8; 16] = *b"augmentation/1\0\0";
 const SAMPLE_DOMAIN: [u8; 16] = *b"sample/1\0\0\0\0\0\0\0\0";
 
@@ -73,7 +73,7 @@ impl Augmentation {
     ///
     /// # Errors
     /// [`DataError::Inconsistent`] if `info` is impossible, the crop is empty or larger than the padded images, the padding is
-    /// larger than they are, or pixels have labels and none stands for no class, which padding needs.
+    /// larger than their smaller side, or there is padding but every pixel must have a class or values.
     pub fn size(&self, info: &DatasetInfo) -> Result<[usize; 2], DataError> {
         let wrong = |field, expected: String, found: String| {
             Err(DataError::Inconsistent { dataset: info.name.clone(), field, expected, found })
@@ -107,13 +107,13 @@ impl Augmentation {
 }
 
 impl Views {
-    /// What the sample at `index` is to be varied by, beyond its view: see [`crate::Dataset::sample`].
+    /// The seed that varies the sample at `index` beyond its view: see [`crate::Dataset::sample`].
     pub(super) fn sample_seed(&self, index: usize) -> u64 {
         let mut random = self.random(SAMPLE_DOMAIN, index);
         random.next_u64()
     }
 
-    /// The numbers of one image in one epoch; what they are for has a key of its own.
+    /// The random numbers of one image in one epoch; each use has its own `domain` in the key.
     fn random(&self, domain: [u8; 16], index: usize) -> ChaCha8Rng {
         let mut key = [0; 32];
         key[..16].copy_from_slice(&domain);
@@ -142,12 +142,12 @@ impl Views {
         let [height, width] = self.size(info)?;
         let mut random = self.random(DOMAIN, index);
         let heads = random.next_u64() >> 63 == 1;
-        // By hand, as the libraries' own way may change with their versions; the bias is below count / 2^64.
+        // Written by hand, because a library's way may change between versions; the bias is below count / 2^64.
         let mut below = |count: usize| ((u128::from(random.next_u64()) * count as u128) >> 64) as usize;
         let padding = self.augmentation.padding;
         let mut first = |size: usize, part: usize| {
-            // A part has a row or more, and no more than the image with its padding. No image in memory is larger than an isize
-            // can tell.
+            // A part has at least one row, and fits the image with its padding. No image in memory is larger than an isize can
+            // hold.
             (below(size.saturating_add(2 * padding) - part + 1) as isize).wrapping_sub(padding as isize)
         };
         let (top, left) = (first(info.height, height), first(info.width, width));
@@ -237,7 +237,7 @@ mod tests {
         let drawn: Vec<_> = (0..4).map(|index| views.of(index, &info(120, 160)).unwrap()).collect();
         let drawn: Vec<_> = drawn.iter().map(|view| (view.top, view.left, view.flipped)).collect();
         assert_eq!(drawn, [(18, 10, false), (0, 18, true), (9, 1, false), (29, 11, true)]);
-        // Those of an image that is larger by the padding, moved by it.
+        // These are the views of an image that is larger by the padding, moved by the padding.
         let padded = Augmentation { flip: true, crop: Some([90, 120]), padding: 20 }.views(7, 2);
         let view = padded.of(3, &info(80, 120)).unwrap();
         assert_eq!((view.top, view.left, view.flipped), (29 - 20, 11 - 20, true));
@@ -291,7 +291,7 @@ mod tests {
         }
     }
 
-    /// Against asking each row and column.
+    /// Compared with testing each row and column.
     #[test]
     fn the_part_of_a_view_that_lies_in_the_image() {
         let sides = |first: isize| {

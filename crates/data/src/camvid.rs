@@ -59,7 +59,7 @@ const IMAGES_PER_REPORT: usize = 16;
 pub struct Parts {
     /// What a model learns from.
     pub train: InMemory,
-    /// What settings are chosen by.
+    /// What settings are chosen on.
     pub val: InMemory,
     /// What a model is judged on.
     pub test: InMemory,
@@ -140,7 +140,7 @@ fn load_named<const N: usize>(
         let (mut pixels, mut labels) = (room(info.image_len())?, room(info.label_len())?);
         for chunk in pairs.chunks(IMAGES_PER_REPORT) {
             let read: Vec<_> = chunk.par_iter().map(|pair| pair.read(&info)).collect();
-            // In order, so that of several errors it is always the first.
+            // In order, so that of several errors the first is always returned.
             for pair in read {
                 let (image, classes) = pair?;
                 pixels.extend(image);
@@ -182,7 +182,7 @@ fn too_large(images: usize, info: &DatasetInfo) -> DataError {
     DataError::TooLarge { dataset: info.name.clone(), images, image_bytes }
 }
 
-/// What is known of a set of images of this height and width before any pixel is.
+/// The info of a set of images of this height and width, before any pixel is read.
 pub fn info([height, width]: [usize; 2]) -> DatasetInfo {
     DatasetInfo {
         name: NAME.to_owned(),

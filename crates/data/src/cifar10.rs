@@ -5,7 +5,7 @@
 //! cifar-10-batches-bin/data_batch_1.bin    what it holds: 10,000 images a file, 1 to 5 for training
 //! cifar-10-batches-bin/test_batch.bin      to test
 //! ```
-//! A record is a byte of class and 3 x 32 x 32 bytes of pixels: red, green, blue. Fewer training batches will do.
+//! A record is a byte of class and 3 x 32 x 32 bytes of pixels: red, green, blue. Some of the training batches may be missing.
 //!
 //! A. Krizhevsky, "Learning multiple layers of features from tiny images", 2009.
 
@@ -30,7 +30,7 @@ use super::{
 /// The classes; a label is a place in this list.
 pub const CLASSES: [&str; 10] =
     ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"];
-/// Where the archive can be had.
+/// Where the archive can be downloaded.
 pub const MIRRORS: [&str; 1] = ["https://www.cs.toronto.edu/~kriz/"];
 /// The archive.
 pub const ARCHIVE: &str = "cifar-10-binary.tar.gz";
@@ -40,7 +40,7 @@ pub const FOLDER: &str = "cifar-10-batches-bin";
 pub const MEAN: [f32; 3] = [0.4914, 0.4822, 0.4465];
 /// Standard deviations of the channels, likewise.
 pub const STD: [f32; 3] = [0.2470, 0.2435, 0.2616];
-/// Files, and archives when decompressed, are refused beyond this: nearly three times what the whole set takes.
+/// Files, and decompressed archives, of more bytes are refused: this is nearly three times the size of the whole set.
 pub const MAX_DATA_BYTES: u64 = 1 << 29;
 
 const CHANNELS: usize = 3;
@@ -79,7 +79,7 @@ enum Source {
 }
 
 impl Source {
-    /// The archive is taken first, so that a download heals a folder that also holds damaged files.
+    /// The archive is taken first, so that a download repairs a folder that also holds damaged files.
     fn find(folder: &Path) -> Result<Source, DataError> {
         let archive = folder.join(ARCHIVE);
         if archive.exists() && !archive.is_dir() {
@@ -125,8 +125,8 @@ pub fn is_present(folder: &Path) -> bool {
     Source::find(folder).is_ok()
 }
 
-/// Loads the training and the test set from a folder with the archive, with the unpacked folder, or with the files themselves;
-/// an archive comes before files. Of the five training batches those that are there are taken, in their order.
+/// Loads the training and the test set from a folder with the archive, with the unpacked folder, or with the files themselves; an
+/// archive comes before files. Those of the five training batches that are there are used, in their order.
 ///
 /// # Errors
 /// [`DataError::Missing`] if there is no training batch or no test batch; [`DataError::Malformed`] or [`DataError::Io`] if a
@@ -164,7 +164,7 @@ pub fn load(folder: &Path, progress: &Progress<'_>) -> Result<TrainTest, DataErr
     Ok(sets)
 }
 
-/// Brings the whole archive (170 MB) into `folder`, unless it is there and right. [`load`] then reads it.
+/// Downloads the whole archive (170 MB) into `folder`, unless it is there with the right contents. [`load`] then reads it.
 ///
 /// The customary mirrors are [`MIRRORS`]. Size and SHA-256 are checked; see [`fetch_files`].
 ///
@@ -186,7 +186,7 @@ pub(super) fn spec() -> DatasetSpec {
     )
     .with_info(info())
     .with_model("resnet20")
-    // As in the paper of the residual networks.
+    // As in the paper on residual networks.
     .with_augmentation(Augmentation { flip: true, crop: Some([SIDE, SIDE]), padding: 4 })
     .with_files(
         is_present,
@@ -221,7 +221,7 @@ struct Batch {
     labels: Vec<u8>,
 }
 
-/// How far loading is, in bytes of the files as they lie there.
+/// How far loading is, in bytes of the files as they are stored.
 struct Loading<'a> {
     progress: &'a Progress<'a>,
     done: Rc<Cell<u64>>,
@@ -230,7 +230,7 @@ struct Loading<'a> {
 
 impl Loading<'_> {
     fn report(&self) -> Result<(), DataError> {
-        // A file that grows while it is read is no reason to tell nonsense.
+        // A file may grow while it is read; the report must still make sense.
         let (done, total) = (self.done.get().min(self.total), Some(self.total));
         report(self.progress, ProgressEvent { stage: STAGE, done, total, unit: ProgressUnit::Bytes })
     }
@@ -244,7 +244,7 @@ impl Loading<'_> {
         let len = file.metadata().map_err(DataError::io(file, "examine"))?.len();
         let mut reader = self.open(file)?;
         let batch = self.records(&mut reader, len, file)?;
-        // It may have grown since.
+        // The file may have grown since.
         match reader.read(&mut [0]) {
             Ok(0) => Ok(batch),
             Ok(_) => Err(wrong_len(file, "more".into())),
@@ -270,7 +270,7 @@ impl Loading<'_> {
         check_all(file, batches)
     }
 
-    /// The records in the next `len` bytes of a reader; `file` is what errors blame.
+    /// The records in the next `len` bytes of a reader; errors name `file`.
     fn records(&self, reader: &mut impl Read, len: u64, file: &Path) -> Result<Batch, DataError> {
         if len == 0 || !len.is_multiple_of(RECORD as u64) || len > MAX_DATA_BYTES {
             return Err(wrong_len(file, len.to_string()));

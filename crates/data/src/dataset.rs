@@ -8,10 +8,10 @@ use serde::{Deserialize, Serialize};
 
 use super::{DataError, InMemory, Sample};
 
-/// The most classes that a data set may have: metrics count how often each was taken for each.
+/// The most classes that a data set may have: metrics count every pair of true and predicted class.
 pub const MAX_CLASSES: usize = 4096;
 
-/// What is to be learnt of each image.
+/// What is to be learnt about each image: its target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Targets {
@@ -51,7 +51,7 @@ pub struct DatasetInfo {
     pub height: usize,
     /// Width of an image in pixels, W.
     pub width: usize,
-    /// Number of classes; labels are `0..classes`. Where targets are values, how many an image or a pixel has.
+    /// Number of classes; labels are `0..classes`. If targets are values, how many values an image or a pixel has.
     pub classes: usize,
     /// Whether images or pixels have labels, or values.
     pub targets: Targets,
@@ -67,12 +67,12 @@ impl DatasetInfo {
         [self.channels, self.height, self.width]
     }
 
-    /// Bytes of one image, C x H x W; `usize::MAX`, of which there are none, where that is larger.
+    /// Bytes of one image, C x H x W; `usize::MAX` if that overflows, as no image is that large.
     pub fn image_len(&self) -> usize {
         self.channels.saturating_mul(self.height).saturating_mul(self.width)
     }
 
-    /// Labels or values of one image: 1, or H x W, or what the shape of values says; `usize::MAX` where that is larger.
+    /// How many labels or values one image has: 1, H x W, or the product of the shape of values; `usize::MAX` if that overflows.
     pub fn label_len(&self) -> usize {
         match self.targets {
             Targets::Image => 1,
@@ -89,11 +89,12 @@ impl DatasetInfo {
         }
     }
 
-    /// Whether images of this kind can be.
+    /// Checks that there can be images of this kind.
     ///
     /// # Errors
-    /// [`DataError::Inconsistent`] for a size of 0, sizes whose product no memory holds, more than [`MAX_CLASSES`] classes, or a mean
-    /// or standard deviation that is not one number a channel.
+    /// [`DataError::Inconsistent`] for a size of 0, sizes whose product overflows, no class or more than [`MAX_CLASSES`] classes,
+    /// values whose shape does not fit the classes and the image, or a mean or standard deviation that is not one number a
+    /// channel.
     pub fn check(&self) -> Result<(), DataError> {
         let wrong = |field, expected: &str, found: String| {
             Err(DataError::Inconsistent {
@@ -132,10 +133,10 @@ impl DatasetInfo {
     }
 }
 
-/// What [`Dataset::sample`] gives: the sample, or why there is none, in words that [`DataError::Sample`] repeats.
+/// What [`Dataset::sample`] gives: the sample, or an error whose text [`DataError::Sample`] repeats.
 pub(crate) type SampleResult<'a> = Result<Sample<'a>, Box<dyn Error + Send + Sync>>;
 
-/// Images with what is to be learnt of each, by index. They need not be in memory: [`Dataset::sample`] may read and decode a file.
+/// Images with their targets, by index. They need not be in memory: [`Dataset::sample`] may read and decode a file.
 ///
 /// ```
 /// use convoke_data::{Dataset, DatasetInfo, Pixels, Sample, Target, Targets};
@@ -177,7 +178,7 @@ pub trait Dataset: Send + Sync {
     /// What is common to all samples.
     fn info(&self) -> &DatasetInfo;
 
-    /// How many there are.
+    /// How many samples there are.
     fn len(&self) -> usize;
 
     /// Whether there are none.
@@ -190,14 +191,14 @@ pub trait Dataset: Send + Sync {
         false
     }
 
-    /// The sample of this index, below [`Dataset::len`]: its image in the shape that [`Dataset::info`] tells, C x H x W, whatever it was
-    /// stored as.
+    /// The sample of this index, which is below [`Dataset::len`]. Its image has the shape of [`Dataset::info`], C x H x W,
+    /// however it was stored.
     ///
-    /// In training there is a seed, which is another for each index in each epoch: what varies the image at random depends on it
-    /// alone, so that the same call gives the same sample. Several threads call this at once.
+    /// In training there is a seed, which differs for each index and each epoch. All random variation of the image must depend on
+    /// it alone, so that the same call gives the same sample. Several threads may call this at once.
     ///
     /// # Errors
-    /// If it cannot be had. The error is told with the data set's name and the index.
+    /// If the sample cannot be read or made. The data set's name and the index are added to the error.
     fn sample(&self, index: usize, seed: Option<u64>) -> SampleResult<'_>;
 }
 
@@ -242,7 +243,7 @@ pub struct TrainTest<D: ?Sized = InMemory> {
     pub test: Arc<D>,
 }
 
-/// What a run learns from and what it is judged on, whatever they are.
+/// What a run learns from and what it is judged on, as data sets of any type.
 pub type Datasets = TrainTest<dyn Dataset>;
 
 impl<D> TrainTest<D> {

@@ -1,6 +1,6 @@
 //! `digits`: a ten-class set of 28x28 images, drawn from a seed, for training where no data set is at hand.
 //!
-//! Each image is a digit written by a pen that is sloppy to a degree drawn for the image:
+//! Each image is a digit written by a pen, with a sloppiness that is drawn at random for the image:
 //!
 //! ```text
 //! choose one of the ways to write the digit              (glyphs.rs)
@@ -243,8 +243,7 @@ mod tests {
         }
     }
 
-    /// The mean image of each class must be its own best match more often than chance: the labels mean
-    /// something.
+    /// Images must match the mean image of their own class best, more often than by chance: the labels mean something.
     #[test]
     fn classes_can_be_told_apart() {
         let set = digits(1, 2_000, 500, &silent).unwrap();

@@ -1,8 +1,7 @@
 //! Downloads of files whose size and SHA-256 are known beforehand: several mirrors, resumable, atomic.
 //!
-//! A file grows under the name `NAME.part` and takes its own name only when its SHA-256 is right, so a file
-//! that has its name can be trusted. What is left of an interrupted download is continued, from the same
-//! mirror or another one.
+//! A file grows under the name `NAME.part` and takes its own name only when its SHA-256 is right, so a file that has its name can
+//! be trusted. An interrupted download is continued, from the same mirror or another one.
 
 use std::fs;
 use std::io::{self, Read, Write};
@@ -33,12 +32,12 @@ pub struct RemoteFile<'a> {
     pub sha256: &'a str,
 }
 
-/// Where to download from, and how patiently.
+/// Where to download from, and how long to wait.
 #[derive(Clone, Debug)]
 pub struct DownloadOptions {
     /// Addresses of folders that hold the files, tried in this order. `http` will do: contents are checked.
     pub mirrors: Vec<String>,
-    /// A proxy such as `http://localhost:3128`; `None` connects directly. The environment is not asked.
+    /// A proxy such as `http://localhost:3128`; `None` connects directly. The environment is not read.
     pub proxy: Option<String>,
     /// The longest wait for a name to resolve, and again for a connection.
     pub connect_timeout: Duration,
@@ -75,7 +74,7 @@ impl DownloadOptions {
     }
 }
 
-/// Brings `files` into `folder`, which is made if need be; files that are there with the right contents stay.
+/// Downloads `files` into `folder`, which is created if needed; files that are there with the right contents stay.
 ///
 /// # Errors
 /// [`DataError::Download`], listing each mirror with its reason, if no mirror gives a file; [`DataError::Io`]
@@ -138,7 +137,7 @@ pub(super) fn sha256(reader: &mut dyn Read) -> io::Result<String> {
     }
 }
 
-/// The way of one file onto this machine.
+/// The download of one file.
 struct Download<'a> {
     file: &'a RemoteFile<'a>,
     part: PathBuf,
@@ -150,9 +149,9 @@ struct Download<'a> {
 enum Outcome {
     /// The part file is complete and right.
     Complete,
-    /// It is not, for this reason, but asking the same mirror once more can help.
+    /// The part file is not complete, for this reason, but asking the same mirror once more can help.
     AskAgain(String),
-    /// It is not, for this reason, and this mirror will not help.
+    /// The part file is not complete, for this reason, and this mirror will not help.
     GiveUp(String),
 }
 use Outcome::{AskAgain, Complete, GiveUp};
@@ -237,7 +236,7 @@ impl Download<'_> {
         }
         self.remove_part()?;
         let reason = format!("expected SHA-256 {}, found {sha256}", self.file.sha256);
-        // What was there before may be to blame, so a mirror is judged only by a whole file of its own.
+        // The part that was there before may be to blame, so a mirror is judged only by a whole file of its own.
         Ok(if resumed { AskAgain(reason) } else { GiveUp(reason) })
     }
 
@@ -251,7 +250,7 @@ impl Download<'_> {
             unit: ProgressUnit::Bytes,
         };
         report(self.progress, event(start))?;
-        // What is there is either continued or replaced by a new file; never partly overwritten.
+        // A part file is either continued or replaced by a new file; it is never partly overwritten.
         let part = if start > 0 { append(&self.part) } else { create_anew(&self.part) };
         let mut part = part.map_err(DataError::io(&self.part, "open"))?;
         let mut buffer = vec![0; 1 << 16];
@@ -263,7 +262,7 @@ impl Download<'_> {
                 Ok(0) => return Ok(Some(cut_off(start, have, size, "the body ended"))),
                 Ok(count) => count,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                // Nothing that is wanted is missing, so the end of the conversation does not matter.
+                // The file is complete, so an error at the end of the connection does not matter.
                 Err(_) if have == size => break,
                 Err(error) => return Ok(Some(cut_off(start, have, size, &error.to_string()))),
             };

@@ -7,8 +7,7 @@ use std::path::PathBuf;
 use convoke_files::escaped;
 use convoke_memory::OutOfMemory;
 
-/// Why a data set could not be had. Nothing is half-loaded: an error means that no part of the set was
-/// returned.
+/// Why a data set could not be loaded. Nothing is half-loaded: an error means that no part of the set was returned.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DataError {
@@ -19,7 +18,7 @@ pub enum DataError {
         file: PathBuf,
         /// What was tried, as a verb: `open`, `read`, `write`.
         action: &'static str,
-        /// What the system said.
+        /// The system's message.
         source: io::Error,
     },
     /// A file's contents contradict its format.
@@ -89,7 +88,7 @@ pub enum DataError {
         /// The label that stands for no class, if there is one.
         ignore: Option<i64>,
     },
-    /// A data set could not give a sample, or gave one that does not fit what it tells of itself.
+    /// A data set could not give a sample, or gave one that does not fit the data set's info.
     #[error("data set {}: sample {index}: {}", escaped(dataset), escaped(reason))]
     Sample {
         /// The name of the data set.
@@ -118,7 +117,7 @@ pub enum DataError {
     /// There are no threads to read or draw a set with.
     #[error("no threads for data sets: {reason}; each needs memory for its stack")]
     Threads {
-        /// What the system said.
+        /// The system's message.
         reason: String,
     },
     /// No mirror gave a file with the expected contents.
@@ -156,7 +155,7 @@ pub struct MirrorFailure {
     pub reason: String,
 }
 
-/// Prints how many labels so many images have.
+/// Prints how many labels this many images have, given the labels of each image.
 struct LabelsOf(usize, usize);
 
 impl fmt::Display for LabelsOf {

@@ -10,8 +10,8 @@
 //! Format: Y. LeCun, C. Cortes, C. Burges, "The MNIST database of handwritten digits", section "file
 //! formats".
 //!
-//! A header is a claim, not a fact: sizes are multiplied with care, compared with what the reader wants and with what a file
-//! of this length can hold before memory is taken, and a file must end where its header says.
+//! A header may lie. So its sizes are multiplied with overflow checks, and compared with what the reader wants and with what a
+//! file of this length can hold, before memory is allocated; and a file must end where its header says.
 
 use std::io::{self, BufRead, BufReader, Cursor, Read};
 use std::path::Path;
@@ -29,7 +29,7 @@ pub const MAX_DIMENSIONS: u8 = 4;
 
 const UNSIGNED_BYTE: u8 = 0x08;
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
-/// Deflate makes at most so many bytes of one: two bits stand for 258 bytes (RFC 1951).
+/// Deflate makes at most this many bytes of one: two bits stand for 258 bytes (RFC 1951).
 const MOST_OF_ONE_BYTE: u64 = 1032;
 
 /// The contents of an IDX file of unsigned bytes.
@@ -51,7 +51,7 @@ pub fn read_idx(file: &Path) -> Result<IdxArray, DataError> {
     IdxReader::open(file)?.finish()
 }
 
-/// The bytes of a file, decompressed if they start like gzip; and how many there can be.
+/// The bytes of a file, decompressed if they start like gzip; and the most bytes that there can be.
 fn open(file: &Path) -> Result<(Box<dyn Read>, u64), DataError> {
     let opened = open_regular(file).map_err(DataError::io(file, "open"))?;
     let len = opened.metadata().map_err(DataError::io(file, "examine"))?.len();
@@ -81,7 +81,7 @@ pub(super) struct IdxReader<'a> {
     sizes: Vec<u32>,
     /// The product of the sizes.
     len: u64,
-    /// Bytes that can follow.
+    /// The most bytes that can follow.
     most: u64,
 }
 
@@ -92,7 +92,7 @@ impl<'a> IdxReader<'a> {
         Self::new(reader, most, file)
     }
 
-    /// Reads the header from decompressed bytes, of which there are at most `most`; `file` is what errors blame.
+    /// Reads the header from decompressed bytes, of which there are at most `most`; errors name `file`.
     fn new(mut reader: Box<dyn Read>, most: u64, file: &'a Path) -> Result<Self, DataError> {
         let mut magic = [0; 4];
         read_header(&mut reader, &mut magic, file, "magic")?;
@@ -136,7 +136,7 @@ impl<'a> IdxReader<'a> {
         let failed = |error| read_error(file, "data", error);
         let claim = || format!("{len} bytes, the product of the sizes {:?}", self.sizes);
         let mut data = Vec::new();
-        // No more than can be there: a lying header costs no memory.
+        // Reserve no more than the file can hold, so that a lying header costs no memory.
         reserve(&mut data, len.min(self.most)).map_err(failed)?;
         self.reader.by_ref().take(len).read_to_end(&mut data).map_err(failed)?;
         if data.len() as u64 != len {
@@ -174,7 +174,7 @@ fn read_header(
     Ok(())
 }
 
-/// Tells damage, which the gzip decoder reports as an error of reading, from trouble with the disk.
+/// Distinguishes damage, which the gzip decoder reports as a read error, from trouble with the disk.
 pub(super) fn read_error(file: &Path, field: &'static str, error: io::Error) -> DataError {
     let found = match error.kind() {
         io::ErrorKind::UnexpectedEof => "a compressed stream that is cut off".to_owned(),

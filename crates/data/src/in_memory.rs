@@ -13,8 +13,8 @@ pub struct InMemory {
 }
 
 impl InMemory {
-    /// Puts a data set together from `images`, N x C x H x W bytes in C order, and `labels`: N bytes, or
-    /// N x H x W if pixels have labels. Where targets are values, bytes stand for 0 to 1.
+    /// Puts a data set together from `images`, N x C x H x W bytes in C order, and `labels`: N bytes, or N x H x W if pixels have
+    /// labels. If targets are values, bytes stand for 0 to 1.
     ///
     /// # Errors
     /// [`DataError::Inconsistent`] for an impossible `info` or an image size that does not divide `images`,
@@ -85,7 +85,7 @@ impl InMemory {
         &bytes[index * len..(index + 1) * len]
     }
 
-    /// How many images each class has, or how many pixels; ignored ones count for none.
+    /// How many images each class has, or how many pixels; ignored ones are not counted.
     pub fn class_counts(&self) -> Vec<usize> {
         let mut of_byte = vec![0; self.info.classes.max(256)];
         for &label in &self.labels {
@@ -123,8 +123,7 @@ impl Dataset for InMemory {
     }
 }
 
-/// `each` zeros for each of so many images, or an error instead of an abort where that is more than memory or than a number
-/// can hold.
+/// `each` zeros for each of `images` images. If that overflows or does not fit into memory, this is an error, not an abort.
 pub(super) fn zeroed(info: &DatasetInfo, images: usize, each: usize) -> Result<Vec<u8>, DataError> {
     let too_large =
         || DataError::TooLarge { dataset: info.name.clone(), images, image_bytes: info.image_len() };
@@ -132,8 +131,7 @@ pub(super) fn zeroed(info: &DatasetInfo, images: usize, each: usize) -> Result<V
     convoke_memory::filled(size, 0).map_err(|_| too_large())
 }
 
-/// Checks that there is one label for each image or pixel and that each names a class; `origin` is what errors
-/// blame.
+/// Checks that there is one label for each image or pixel and that each names a class; errors name `origin`.
 pub(crate) fn check_labels(
     origin: &str,
     labels: &[u8],
@@ -141,7 +139,8 @@ pub(crate) fn check_labels(
     info: &DatasetInfo,
 ) -> Result<(), DataError> {
     let label_len = info.label_len();
-    // All images are in memory, and there are at least as many of their pixels as of labels.
+    // All images are in memory, and they have at least as many pixels as labels (or, for values, at most `MAX_CLASSES` values a
+    // pixel), so this does not overflow.
     if labels.len() != images * label_len {
         let labels = labels.len();
         return Err(DataError::LabelCount { origin: origin.to_owned(), images, label_len, labels });

@@ -1,12 +1,12 @@
 //! Data sets of images: a trait for your own, readers of MNIST, CIFAR-10 and CamVid, generated digits and noise, random crops and
-//! flips, and batches that threads load ahead. No tensor is known here.
+//! flips, and batches that threads load ahead. This crate does not know tensors.
 //!
-//! A [`Dataset`] gives samples by index, and need not hold them in memory. Those that come with this crate are [`InMemory`]: bytes
+//! A [`Dataset`] gives samples by index, and need not hold them in memory. The data sets of this crate are [`InMemory`]: bytes
 //! exactly as they were stored or drawn. Scaling and normalisation happen when a batch is made ([`Loader`]), so that the 70,000
 //! images of MNIST take 55 MB and not four times as much.
 //!
-//! What reads compressed files (feature `gzip`: MNIST, CIFAR-10), PNG files (`png`: CamVid) or the network (`download`) is compiled
-//! when it is asked for.
+//! Features add the readers of compressed files (`gzip`: MNIST, CIFAR-10), of PNG files (`png`: CamVid), and downloads
+//! (`download`).
 //!
 //! Architecture invariant: nothing here prints or reads the environment. Long work reports through [`Progress`].
 
@@ -50,7 +50,7 @@ pub use spec::{DatasetSpec, DatasetSpecs, LoadError, LoadOptions, check_name};
 #[cfg(any(feature = "gzip", feature = "png"))]
 pub(crate) use in_memory::check_labels;
 
-/// Doors for the fuzz targets to readers of bytes that are private.
+/// Lets the fuzz targets call readers of bytes that are private.
 #[cfg(all(fuzzing, feature = "gzip", feature = "png"))]
 #[doc(hidden)]
 #[allow(missing_docs)]

@@ -1,4 +1,4 @@
-//! Batches of a data set, made on the caller's thread or ahead of it on threads of the loader's own.
+//! Batches of a data set, made on the caller's thread, or ahead of time on the loader's own threads.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -20,8 +20,8 @@ pub struct Request {
 
 /// Makes batches of a data set: each image cut out and mirrored as its view says, normalised by channel, in channels-last.
 ///
-/// With workers, [`Loader::load_ahead`] lets threads make batches while the caller does something else. A batch is the same with any
-/// number of workers: samples depend on their index and seed alone, and each has its place.
+/// With workers, [`Loader::load_ahead`] lets threads make batches while the caller does something else. A batch is the same with
+/// any number of workers: a sample depends on its index and seed alone, and has a fixed place in the batch.
 ///
 /// ```
 /// use convoke_data::{Augmentation, DataError, Loader, Request, TargetBatch, digits, silent};
@@ -47,10 +47,11 @@ pub struct Loader {
 }
 
 impl Loader {
-    /// Batches of `data`, made by `workers` threads; by none, the caller makes them.
+    /// Batches of `data`, made by `workers` threads; if there are none, the caller's thread makes them.
     ///
     /// # Errors
-    /// [`DataError::Inconsistent`] if what the data set tells of itself cannot be, [`DataError::Threads`] if the system has no threads.
+    /// [`DataError::Inconsistent`] if the data set's info is impossible, [`DataError::Threads`] if the system cannot start the
+    /// threads.
     pub fn new(data: Arc<dyn Dataset>, workers: usize) -> Result<Loader, DataError> {
         data.info().check()?;
         let no_threads = |reason: String| DataError::Threads { reason };
@@ -75,7 +76,7 @@ impl Loader {
     /// N, C, H, W of a batch.
     ///
     /// # Errors
-    /// If the data set has no sample of a chosen number, or a crop or padding does not fit the images.
+    /// If the data set has no sample of a requested index, or a crop or padding does not fit the images.
     pub fn shape(&self, request: &Request) -> Result<[usize; 4], DataError> {
         let (info, len) = (self.data.info(), self.data.len());
         if let Some(&index) = request.samples.iter().find(|&&index| index as usize >= len) {
@@ -89,7 +90,8 @@ impl Loader {
         Ok([request.samples.len(), info.channels, height, width])
     }
 
-    /// Lets the workers make this batch, for a later [`Loader::load`]; nothing without workers. What is asked for first is made first.
+    /// Lets the workers make this batch, for a later [`Loader::load`]; does nothing without workers. Batches are made in the
+    /// order of the calls.
     pub fn load_ahead(&self, request: &Request) {
         if self.workers.is_empty() || self.shape(request).is_err() {
             return;
@@ -104,11 +106,11 @@ impl Loader {
 
     /// Writes a batch into `images`, N x H x W x C, and gives its targets.
     ///
-    /// What was to be made ahead of this batch and was not asked for is forgotten.
+    /// Batches that [`Loader::load_ahead`] requested before this one, and that were not loaded, are dropped.
     ///
     /// # Errors
-    /// Those of [`Loader::shape`]; [`DataError::Sample`], naming the first sample that cannot be had or does not fit; if there is no
-    /// memory.
+    /// Those of [`Loader::shape`]; [`DataError::Sample`], naming the first sample that cannot be read or does not fit; if there
+    /// is no memory.
     ///
     /// # Panics
     /// Unless `images` has as many elements as the batch.
@@ -119,7 +121,7 @@ impl Loader {
         let info = self.data.info();
         let mut targets = TargetBatch::empty(info);
         targets.reserve(shape[0], target_len(info, [shape[2], shape[3]]))?;
-        // No chunk where an image has no element; such a data set was refused.
+        // Chunks must not be empty; a data set whose images have no elements was refused before.
         let places = images.chunks_mut(image_len.max(1)).zip(&request.samples);
         if self.workers.is_empty() {
             for (out, &index) in places {
@@ -141,7 +143,7 @@ impl Drop for Loader {
         self.shared.lock().stop = true;
         self.shared.work.notify_all();
         for worker in self.workers.drain(..) {
-            // It catches what a data set throws.
+            // A worker catches panics of the data set, so this cannot fail.
             let _ = worker.join();
         }
     }
@@ -185,9 +187,9 @@ struct Pending {
     request: Request,
     /// How many samples workers have begun.
     begun: usize,
-    /// What has come of each.
+    /// The result for each sample, once there is one.
     made: Vec<Option<MadeResult>>,
-    /// How many are still missing.
+    /// How many results are still missing.
     missing: usize,
 }
 
@@ -200,7 +202,7 @@ impl Pending {
 
 #[derive(Default)]
 struct State {
-    /// The number of the first batch: all that were before it are gone.
+    /// The number of the first batch in `batches`; earlier ones are gone.
     first: u64,
     batches: VecDeque<Pending>,
     stop: bool,
@@ -210,9 +212,9 @@ struct State {
 #[derive(Default)]
 struct Shared {
     state: Mutex<State>,
-    /// There is something to begin, or the end.
+    /// Signals that there is work to begin, or that workers must stop.
     work: Condvar,
-    /// A batch is whole.
+    /// Signals that a batch is complete.
     whole: Condvar,
 }
 
@@ -222,7 +224,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A worker, until the end.
+    /// What a worker does, until it must stop.
     fn work(&self, data: &dyn Dataset) {
         let mut state = self.lock();
         while !state.stop {
@@ -239,7 +241,7 @@ impl Shared {
             drop(state);
             let made = make(data, index, views.as_ref());
             state = self.lock();
-            // Unless the caller has given the batch up meanwhile.
+            // The caller may have given the batch up meanwhile.
             let batch =
                 number.checked_sub(state.first).and_then(|place| state.batches.get_mut(place as usize));
             if let Some(batch) = batch {
@@ -272,7 +274,7 @@ impl Shared {
     }
 }
 
-/// What a worker makes of a sample; a panic of the data set's becomes an error.
+/// Makes one sample on a worker; a panic of the data set becomes an error.
 fn make(data: &dyn Dataset, index: u32, views: Option<&Views>) -> MadeResult {
     let attempt = || {
         let info = data.info();

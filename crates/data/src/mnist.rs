@@ -30,7 +30,7 @@ pub const STD: f32 = 0.3081;
 
 const SIDE: usize = 28;
 const CLASSES: usize = 10;
-/// A part of more images is refused, so that a small compressed file cannot fill the memory: with images, 822 MB.
+/// A part of more images is refused, so that a small compressed file cannot fill the memory: this many take 822 MB.
 pub const MAX_IMAGES: usize = 1 << 20;
 
 /// One of the four files, in the form that is downloaded and in the form that is read.
@@ -100,15 +100,15 @@ const TEST_LABELS: Source<'static> = Source {
 const SOURCES: [Source<'static>; 4] = [TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS];
 
 impl Source<'_> {
-    /// The names under which the file is accepted. The downloaded one comes first, so that a download heals a
-    /// folder that holds a damaged file under another name.
+    /// The names under which the file is accepted. The downloaded one comes first, so that a download repairs a folder that holds
+    /// a damaged file under another name.
     fn names(&self) -> Vec<String> {
         let Self { stem, kind, .. } = self;
         let spellings = [format!("{stem}-{kind}-ubyte"), format!("{stem}.{kind}-ubyte")];
         spellings.into_iter().flat_map(|name| [format!("{name}.gz"), name]).collect()
     }
 
-    /// The first of the accepted names that is there and no folder; what else it is, opening it says.
+    /// The first file of an accepted name that is not a folder; whether it is a regular file is checked when it is opened.
     fn find(&self, folder: &Path) -> Result<PathBuf, DataError> {
         let names = self.names();
         let found = names.iter().map(|name| folder.join(name)).find(|file| file.exists() && !file.is_dir());
@@ -148,7 +148,7 @@ pub fn load(folder: &Path, progress: &Progress<'_>) -> Result<TrainTest, DataErr
     for (index, pair) in files.chunks(2).enumerate() {
         let done = 2 * index as u64;
         step(done)?;
-        // Both headers come before any data, so that what does not fit takes no memory.
+        // Both headers are read before any data, so that files that do not fit take no memory.
         let (images, labels) = (IdxReader::open(&pair[0])?, IdxReader::open(&pair[1])?);
         let count = check_images(&pair[0], &images.sizes())?;
         check_label_count(&pair[1], &labels.sizes(), count)?;
@@ -163,7 +163,7 @@ pub fn load(folder: &Path, progress: &Progress<'_>) -> Result<TrainTest, DataErr
     Ok(TrainTest::new(train, test))
 }
 
-/// Brings the four files into `folder`; those that are there in any accepted form and right are not
+/// Downloads the four files into `folder`; those that are there, in any accepted form and with the right contents, are not
 /// downloaded again.
 ///
 /// The customary mirrors are [`MIRRORS`]. Sizes and SHA-256 sums are checked; see [`fetch_files`].

@@ -1,4 +1,4 @@
-//! Noise: images of random bytes with random labels, in any shape, for measuring where no data of that shape is at hand.
+//! Noise: images of random bytes with random labels, in any shape, for measuring if no data of that shape is at hand.
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -9,15 +9,15 @@ use super::progress::report;
 use super::threads::threads;
 use super::{DataError, DatasetInfo, InMemory, Progress, ProgressEvent, ProgressUnit, Targets, TrainTest};
 
-/// Begins the keys of the random streams, so that they are unlike those of other uses of the same seed.
+/// The first bytes of the keys of the random streams, so that these differ from other uses of the same seed.
 const DOMAIN: [u8; 16] = *b"noise/1\0\0\0\0\0\0\0\0\0";
 /// See [`DatasetInfo::of_noise`].
 const MOST_CHANNELS: usize = 1 << 20;
 /// Images drawn between two reports of progress.
 const IMAGES_PER_REPORT: usize = 64;
 
-/// A data set of `lens` images to train and to test: every byte is random, and labels are, below the number of classes and 256.
-/// There is nothing to learn in it.
+/// A data set of `lens` images to train and to test: every byte is random, and labels are random numbers below the number of
+/// classes and below 256. There is nothing to learn in it.
 ///
 /// An image and its labels depend on the seed, the part, their place in it and the shape alone: a shorter part is the
 /// beginning of a longer one. The work is spread over the current rayon pool.
@@ -32,7 +32,7 @@ pub fn noise(
     progress: &Progress<'_>,
 ) -> Result<TrainTest, DataError> {
     threads()?;
-    // Checks the shape before it is computed with.
+    // This checks the shape before it is used in computations.
     InMemory::new(info.clone(), vec![], vec![])?;
     let [train, test] = lens;
     Ok(TrainTest::new(
@@ -85,9 +85,9 @@ fn part(
 }
 
 impl DatasetInfo {
-    /// What [`noise`] needs to know: images of C x H x W in so many classes, normalised as uniformly distributed bytes are.
+    /// The info that [`noise`] needs: images of C x H x W in `classes` classes, normalised as uniformly distributed bytes are.
     ///
-    /// Of more than 2^20 channels no mean and deviation are told, so that such a set is refused.
+    /// For more than 2^20 channels, mean and standard deviation are left empty, so that such a set is refused.
     pub fn of_noise(
         name: &str,
         [channels, height, width]: [usize; 3],

@@ -1,7 +1,7 @@
 //! Reader of the PNG files of data sets: whole images of 8-bit colours, or maps of classes.
 //!
-//! Format: W3C Recommendation, "Portable Network Graphics (PNG) Specification (Third Edition)", 2025. The header is a claim:
-//! sizes are checked before memory is taken, checksums are compared, and a file must go on to its last chunk.
+//! Format: W3C Recommendation, "Portable Network Graphics (PNG) Specification (Third Edition)", 2025. The header may lie, so
+//! sizes are checked before memory is allocated. Checksums are compared, and a file must go on to its last chunk.
 
 use std::io::{self, BufRead, BufReader, Seek};
 use std::path::Path;
@@ -13,10 +13,10 @@ use super::DataError;
 
 /// Images with more rows or columns are refused.
 pub(super) const MAX_SIDE: usize = 4096;
-/// What the decoder may hold besides the image.
+/// How many bytes the decoder may hold besides the image.
 const MAX_DECODER_BYTES: usize = 16 << 20;
 
-/// What a file has to hold.
+/// What a file has to contain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Content {
     /// Red, green and blue, 8 bits each.
@@ -40,7 +40,7 @@ pub(super) fn read(file: &Path, content: Content, size: Option<[usize; 2]>) -> R
     decode(BufReader::new(opened), file, content, size)
 }
 
-/// Decodes a file's bytes; `file` is what errors blame.
+/// Decodes a file's bytes; errors name `file`.
 pub(super) fn decode(
     bytes: impl BufRead + Seek,
     file: &Path,
@@ -90,7 +90,7 @@ pub(super) fn decode(
         return Err(malformed("frames", "one image".into(), "an animation".into()));
     }
     let bytes = read_image(&mut reader, failed)?;
-    // Only now is it known that the file is not cut off behind the last pixel.
+    // Only this shows that the file is not cut off behind the last pixel.
     reader.finish().map_err(failed)?;
     let bytes = if depth == BitDepth::Eight { bytes } else { unpack(&bytes, width, depth) };
     Ok(Raster { size: [height, width], bytes })
@@ -101,14 +101,14 @@ fn read_image(
     reader: &mut Reader<impl BufRead + Seek>,
     failed: impl Fn(DecodingError) -> DataError,
 ) -> Result<Vec<u8>, DataError> {
-    // Bounded, as the sides are.
+    // This length is bounded, because the sides are.
     let len = reader.output_buffer_size().ok_or_else(|| failed(DecodingError::LimitsExceeded))?;
     let mut bytes = convoke_memory::filled(len, 0)?;
     reader.next_frame(&mut bytes).map_err(failed)?;
     Ok(bytes)
 }
 
-/// One byte for each of the numbers of 1, 2 or 4 bits that rows are packed of, from the highest bit on.
+/// Unpacks rows of numbers of 1, 2 or 4 bits, from the highest bit on, to one byte for each.
 fn unpack(packed: &[u8], width: usize, depth: BitDepth) -> Vec<u8> {
     let bits = depth as usize;
     let row_len = (width * bits).div_ceil(8);
@@ -120,7 +120,7 @@ fn unpack(packed: &[u8], width: usize, depth: BitDepth) -> Vec<u8> {
     packed.chunks(row_len).flat_map(|row| (0..width).map(move |x| pixel(row, x))).collect()
 }
 
-/// Tells damage from trouble with the disk.
+/// Distinguishes damage from trouble with the disk.
 fn decoding_error(file: &Path, error: DecodingError) -> DataError {
     let found = match error {
         DecodingError::IoError(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
@@ -266,7 +266,7 @@ mod tests {
     #[test]
     fn the_checksum_of_the_pixels_is_compared_too() {
         let mut file = encode([2, 3], ColorType::Grayscale, BitDepth::Eight, &[1, 2, 3, 4, 5, 6]);
-        // A chunk is its length, its type, its data and its checksum; the pixels' own ends the data.
+        // A chunk is its length, its type, its data and its checksum; the pixels' own checksum is at the end of the data.
         let kind = file.windows(4).position(|bytes| bytes == b"IDAT").unwrap();
         let len = u32::from_be_bytes(file[kind - 4..kind].try_into().unwrap()) as usize;
         let end = kind + 4 + len;

@@ -5,38 +5,38 @@ use std::borrow::Cow;
 use super::augmentation::View;
 use super::{DatasetInfo, Targets};
 
-/// One image with what is to be learnt of it.
+/// One image with its target.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sample<'a> {
     /// The image, C x H x W in C order.
     pub image: Pixels<'a>,
-    /// What is to be learnt of it.
+    /// What is to be learnt about it.
     pub target: Target<'a>,
 }
 
 /// The pixels of an image, C x H x W in C order.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Pixels<'a> {
-    /// They are scaled to 0..1 before mean and standard deviation are applied.
+    /// Bytes, which are scaled to 0..1 before mean and standard deviation are applied.
     Bytes(Cow<'a, [u8]>),
-    /// Mean and standard deviation are applied to them as they are.
+    /// Numbers, to which mean and standard deviation are applied as they are.
     Floats(Cow<'a, [f32]>),
 }
 
-/// What is to be learnt of one image.
+/// What is to be learnt about one image.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Target<'a> {
     /// Its class.
     Class(i64),
     /// The class of each pixel, H x W in C order.
     Classes(Cow<'a, [i64]>),
-    /// The same in bytes; one byte is the class of an image too.
+    /// The same in bytes; a single byte may also be the class of the image.
     Bytes(Cow<'a, [u8]>),
     /// Values in the shape that [`Targets::Values`] tells, in C order.
     Values(Cow<'a, [f32]>),
 }
 
-/// What is to be learnt of the images of a batch.
+/// The targets of the images of a batch.
 #[derive(Clone, Debug, PartialEq)]
 pub enum TargetBatch {
     /// N classes, or N x H x W.
@@ -46,7 +46,7 @@ pub enum TargetBatch {
 }
 
 impl TargetBatch {
-    /// Without samples, for those of such a data set.
+    /// No targets yet, for samples of a data set with this info.
     pub(super) fn empty(info: &DatasetInfo) -> TargetBatch {
         match info.targets {
             Targets::Image | Targets::Pixels { .. } => TargetBatch::Labels(Vec::new()),
@@ -54,7 +54,7 @@ impl TargetBatch {
         }
     }
 
-    /// Adds those of another sample of the same data set.
+    /// Adds the targets of another sample of the same data set.
     pub(super) fn append(&mut self, mut other: TargetBatch) {
         match (self, &mut other) {
             (TargetBatch::Labels(all), TargetBatch::Labels(more)) => all.append(more),
@@ -63,7 +63,7 @@ impl TargetBatch {
         }
     }
 
-    /// Room for what so many samples have, each `len`.
+    /// Reserves room for the targets of `samples` samples, `len` numbers each.
     pub(super) fn reserve(&mut self, samples: usize, len: usize) -> convoke_memory::Result<()> {
         let more = samples.saturating_mul(len);
         match self {
@@ -73,7 +73,7 @@ impl TargetBatch {
     }
 }
 
-/// Labels or values of one view.
+/// How many labels or values one view has.
 pub(super) fn target_len(info: &DatasetInfo, [height, width]: [usize; 2]) -> usize {
     match info.targets {
         Targets::Image => 1,
@@ -85,7 +85,7 @@ pub(super) fn target_len(info: &DatasetInfo, [height, width]: [usize; 2]) -> usi
     }
 }
 
-/// What does not fit what the data set tells of itself.
+/// Checks a sample against the info of its data set; the error says what does not fit.
 pub(super) fn check(info: &DatasetInfo, sample: &Sample<'_>) -> Result<(), String> {
     let len = match &sample.image {
         Pixels::Bytes(bytes) => bytes.len(),
@@ -119,12 +119,12 @@ pub(super) fn check(info: &DatasetInfo, sample: &Sample<'_>) -> Result<(), Strin
     }
 }
 
-/// The view that is the image itself.
+/// The view of the whole image.
 pub(super) fn whole(info: &DatasetInfo) -> View {
     View { top: 0, left: 0, height: info.height, width: info.width, flipped: false }
 }
 
-/// Writes the view of an image that has been checked as h x w x C, normalised.
+/// Writes the view of an image, which has been checked, as h x w x C, normalised.
 pub(super) fn write_image(info: &DatasetInfo, image: &Pixels<'_>, view: &View, out: &mut [f32]) {
     let channels = info.channels;
     let [rows, columns] = view.inside(info.height, info.width);
@@ -146,10 +146,11 @@ pub(super) fn write_image(info: &DatasetInfo, image: &Pixels<'_>, view: &View, o
     }
 }
 
-/// What is to be learnt of a view of a sample that has been checked.
+/// The target of a view of a sample, which has been checked.
 pub(super) fn target(info: &DatasetInfo, target: &Target<'_>, view: &View) -> TargetBatch {
     let len = target_len(info, [view.height, view.width]);
-    // Where a view goes beyond its image there is no class; without such a label there is no padding.
+    // Pixels of a view beyond its image get the label for no class. Without such a label there is no padding, so all are
+    // overwritten.
     let of_pixels = || vec![info.ignore().unwrap_or(0); len];
     match (target, info.targets) {
         (Target::Class(class), _) => TargetBatch::Labels(vec![*class]),
@@ -176,7 +177,7 @@ pub(super) fn target(info: &DatasetInfo, target: &Target<'_>, view: &View) -> Ta
     }
 }
 
-/// Writes what of a view lies in an H x W plane; neighbours are `step` elements apart in `out`, rows w * `step`.
+/// Writes the part of a view that lies in an H x W plane. In `out`, neighbours are `step` elements apart, rows w * `step`.
 fn write_plane<S: Copy, T>(
     plane: &[S],
     info: &DatasetInfo,

@@ -1,4 +1,4 @@
-//! Data sets by name: what one is, those that come ready, and a place for your own.
+//! Data sets by name: the built-in ones, and your own.
 
 use std::error::Error;
 use std::fmt;
@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::{Augmentation, DatasetInfo, Datasets, Progress};
 
-/// Why a data set could not be had: a [`super::DataError`], or a reason of its own.
+/// Why a data set could not be loaded: a [`super::DataError`], or an error of the data set's own.
 pub type LoadError = Box<dyn Error + Send + Sync>;
 
 /// What a data set is loaded with.
@@ -16,9 +16,9 @@ pub type LoadError = Box<dyn Error + Send + Sync>;
 pub struct LoadOptions<'a> {
     /// Where its files lie, if it has files.
     pub folder: Option<&'a Path>,
-    /// For what is drawn at random.
+    /// The seed for all that is drawn at random.
     pub seed: u64,
-    /// Is told how far loading is, and may stop it.
+    /// Is called with how far loading is, and may stop it.
     pub progress: &'a Progress<'a>,
 }
 
@@ -32,7 +32,7 @@ impl<'a> LoadOptions<'a> {
 type Load = dyn Fn(&LoadOptions<'_>) -> Result<Datasets, LoadError> + Send + Sync;
 type Download = dyn Fn(&Path, Option<String>, &Progress<'_>) -> Result<(), LoadError> + Send + Sync;
 
-/// What a data set is: its name, how it is loaded, and what is usual with it. Commands take the user's own as well as those of
+/// A data set by name: how it is loaded, and what is usual for it. Commands take the user's own data sets as well as those of
 /// [`DatasetSpecs::builtin`].
 ///
 /// ```
@@ -65,7 +65,7 @@ pub struct DatasetSpec {
     download: Option<Arc<Download>>,
 }
 
-/// What a data set has as it is usually distributed.
+/// The info of a data set as it is usually distributed.
 #[derive(Clone)]
 struct Usual {
     info: DatasetInfo,
@@ -99,32 +99,32 @@ impl DatasetSpec {
         }
     }
 
-    /// The same with what it has as it is usually distributed: a model that does not take it is refused before anything is read.
+    /// Adds its info as it is usually distributed, so that a model that does not fit is refused before anything is read.
     #[must_use]
     pub fn with_info(self, info: DatasetInfo) -> DatasetSpec {
         DatasetSpec { usual: Some(Usual { info, any_size: false }), ..self }
     }
 
-    /// The same, where the files decide what size images have.
+    /// As [`DatasetSpec::with_info`], but the files decide what size images have.
     #[must_use]
     pub fn with_info_of_any_size(self, info: DatasetInfo) -> DatasetSpec {
         DatasetSpec { usual: Some(Usual { info, any_size: true }), ..self }
     }
 
-    /// The same with what usually varies its training images.
+    /// Adds how its training images are usually varied.
     #[must_use]
     pub fn with_augmentation(self, augmentation: Augmentation) -> DatasetSpec {
         DatasetSpec { augmentation, ..self }
     }
 
-    /// The same with the model that is trained on it unless another is named.
+    /// Adds the model that is trained on it unless another is named.
     #[must_use]
     pub fn with_model(self, name: &str) -> DatasetSpec {
         DatasetSpec { model: Some(name.into()), ..self }
     }
 
-    /// The same for a data set of files, which [`LoadOptions::folder`] names. `are_there` tells whether a folder has them, without opening
-    /// one; `hint` says how to get them, for who does not have them.
+    /// For a data set of files in the folder [`LoadOptions::folder`]: `are_there` tells whether a folder has the files, without
+    /// opening one; `hint` says how to get them if they are missing.
     #[must_use]
     pub fn with_files(
         self,
@@ -134,7 +134,7 @@ impl DatasetSpec {
         DatasetSpec { files: Some(Files { are_there: Arc::new(are_there), hint: hint.into() }), ..self }
     }
 
-    /// The same for files that can be fetched into a folder; the second argument is a proxy's address.
+    /// For files that can be fetched into a folder. The second argument of `download` is a proxy's address.
     #[must_use]
     pub fn with_download(
         self,
@@ -153,7 +153,7 @@ impl DatasetSpec {
         &self.about
     }
 
-    /// What it has as it is usually distributed, if that is known.
+    /// Its info as it is usually distributed, if that is known.
     pub fn usual(&self) -> Option<&DatasetInfo> {
         self.usual.as_ref().map(|usual| &usual.info)
     }
@@ -163,7 +163,7 @@ impl DatasetSpec {
         self.usual.as_ref().is_none_or(|usual| usual.any_size)
     }
 
-    /// What usually varies its training images.
+    /// How its training images are usually varied.
     pub fn augmentation(&self) -> Augmentation {
         self.augmentation
     }
@@ -173,7 +173,7 @@ impl DatasetSpec {
         self.model.as_deref()
     }
 
-    /// Whether it is made of files.
+    /// Whether it is read from files.
     pub fn has_files(&self) -> bool {
         self.files.is_some()
     }
@@ -212,7 +212,7 @@ impl DatasetSpec {
     /// Loads it.
     ///
     /// # Errors
-    /// If it cannot be had.
+    /// If it cannot be loaded.
     pub fn load(&self, options: &LoadOptions<'_>) -> Result<Datasets, LoadError> {
         (self.load)(options)
     }
@@ -243,7 +243,7 @@ impl fmt::Debug for DatasetSpec {
 pub struct DatasetSpecs(Vec<DatasetSpec>);
 
 impl DatasetSpecs {
-    /// Those that come with this crate, as far as its features go.
+    /// The data sets of this crate that its enabled features include.
     pub fn builtin() -> DatasetSpecs {
         DatasetSpecs(vec![
             super::digits::spec(),
@@ -280,10 +280,10 @@ impl DatasetSpecs {
     }
 }
 
-/// Whether a name is a word on the command line and in files; `what` it is to name, for the error.
+/// Checks that a name can be used on the command line and in files; `what` is the kind of thing to name, for the error.
 ///
 /// # Errors
-/// What makes a name, if it is none.
+/// If it cannot; the error says what makes a name.
 pub fn check_name(what: &str, name: &str) -> Result<(), String> {
     let plain = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"-_.".contains(&byte);
     if name.is_empty() || name.starts_with('-') || !name.bytes().all(plain) {

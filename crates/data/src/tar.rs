@@ -1,4 +1,4 @@
-//! Reader of tar archives, one file after the other: what data sets need of the format, and nothing unpacked.
+//! Reader of tar archives, one file after the other: it supports what data sets need of the format, and unpacks nothing to disk.
 //!
 //! Format: POSIX.1-2017, "pax", section "ustar interchange format": a header of 512 bytes with name, size and checksum, the
 //! contents filled up to a multiple of 512, and at the end blocks of zeros. Headers that carry longer names or other facts (pax,
@@ -15,13 +15,13 @@ const BLOCK: usize = 512;
 /// An archive that is read from its start to its end.
 pub(super) struct Archive<R> {
     reader: R,
-    /// What errors blame.
+    /// The file that errors name.
     file: PathBuf,
     /// Bytes read so far, of the decompressed archive.
     offset: u64,
-    /// The most of them.
+    /// The most bytes that may be read.
     limit: u64,
-    /// Bytes of the last file that were not read, and those that fill its last block.
+    /// Bytes of the last file that were not read, and the bytes that fill its last block.
     left: u64,
     padding: u64,
 }
@@ -34,7 +34,7 @@ pub(super) struct Entry<'a, R> {
 }
 
 impl<R: Read> Archive<R> {
-    /// Reads from decompressed bytes, of which there may be `limit`; `file` is what errors blame.
+    /// Reads from decompressed bytes, of which there may be at most `limit`; errors name `file`.
     pub(super) fn new(reader: R, file: &Path, limit: u64) -> Archive<R> {
         Archive { reader, file: file.to_owned(), offset: 0, limit, left: 0, padding: 0 }
     }
@@ -44,7 +44,7 @@ impl<R: Read> Archive<R> {
         loop {
             self.skip(self.left + self.padding)?;
             (self.left, self.padding) = (0, 0);
-            // Headers alone can go on for ever.
+            // An archive of headers alone could go on for ever.
             self.check_limit()?;
             let start = self.offset;
             let mut header = [0; BLOCK];
@@ -73,7 +73,7 @@ impl<R: Read> Archive<R> {
         }
     }
 
-    /// The sum of the header's bytes, with spaces where it stands itself.
+    /// Checks the sum of the header's bytes, in which the checksum itself counts as spaces.
     fn check(&self, header: &[u8; BLOCK], start: u64) -> Result<(), DataError> {
         let own = |place: usize| (148..156).contains(&place);
         let byte = |(place, &byte): (usize, &u8)| u64::from(if own(place) { b' ' } else { byte });
@@ -85,7 +85,7 @@ impl<R: Read> Archive<R> {
         Err(self.wrong("checksum of a header", format!("{sum:o}"), found))
     }
 
-    /// Reads what follows the last block, so that a decoder below compares its checksum.
+    /// Reads what follows the last block, so that an underlying decoder compares its checksum.
     fn end(&mut self) -> Result<(), DataError> {
         let mut block = [0; BLOCK];
         while self.read(&mut block)? > 0 {
@@ -151,7 +151,7 @@ impl<R: Read> Read for Entry<'_, R> {
     }
 }
 
-/// Reads until the buffer is full or nothing is left, and says how much.
+/// Reads until the buffer is full or nothing is left, and returns how many bytes were read.
 pub(super) fn fill(reader: &mut impl Read, buffer: &mut [u8]) -> io::Result<usize> {
     let mut read = 0;
     while read < buffer.len() {
@@ -258,7 +258,7 @@ mod tests {
         changed[1536] ^= 1;
         let error = files(&changed, u64::MAX).unwrap_err();
         assert!(error.contains("checksum of a header: expected ") && error.contains("byte 1684"), "{error}");
-        // Nobody reads the byte behind the checksum.
+        // The byte behind the checksum is not read.
         for place in (0..512).chain(1536..2048).filter(|place| place % 512 != 155) {
             let mut changed = sound.clone();
             changed[place] ^= 0x41;

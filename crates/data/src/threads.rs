@@ -5,8 +5,8 @@ use std::sync::OnceLock;
 
 use super::DataError;
 
-/// Makes sure that there is a rayon pool: the one that the caller is in, or the global one, which panics where it is used and its
-/// threads could not be started.
+/// Makes sure that there is a rayon pool: the one that the caller is in, or the global one. The latter is started here, because
+/// without that its first use would panic if its threads could not be started.
 pub(super) fn threads() -> Result<(), DataError> {
     static STARTED: OnceLock<Result<(), String>> = OnceLock::new();
     if rayon::current_thread_index().is_some() {
@@ -16,7 +16,7 @@ pub(super) fn threads() -> Result<(), DataError> {
         let count = std::thread::available_parallelism().map_or(1, |count| count.get());
         convoke_memory::check_threads(count).map_err(|error| error.to_string())?;
         match rayon::ThreadPoolBuilder::new().build_global() {
-            // Without a cause it is there already: the program has made it.
+            // An error without a cause means that the pool is there already: the program has made it.
             Err(error) if error.source().is_some() => Err(error.to_string()),
             _ => Ok(()),
         }

@@ -1,4 +1,4 @@
-//! `#[derive(Module)]`, which `convoke-nn` and `convoke` export beside the trait. `convoke_nn::Module` tells how it is used.
+//! `#[derive(Module)]`, which `convoke-nn` and `convoke` export beside the trait. See `convoke_nn::Module` for how to use it.
 
 use proc_macro2::{Span, TokenStream};
 use quote::quote;
@@ -23,7 +23,7 @@ fn expand(input: proc_macro::TokenStream, nn: &TokenStream) -> proc_macro::Token
     module(input, nn).unwrap_or_else(|error| error.to_compile_error()).into()
 }
 
-/// A field that the module holds a part in.
+/// A field that holds a part of the module.
 struct Held {
     name: LitStr,
     member: Member,
@@ -49,7 +49,7 @@ fn module(input: DeriveInput, nn: &TokenStream) -> Result<TokenStream> {
     let generics = bounded(input.generics, &held, nn);
     let (of_impl, of_type, bounds) = generics.split_for_impl();
     let ident = &input.ident;
-    // Spans of the types, so that a field of a type that is no part is underlined itself.
+    // This code has the span of the field's type, so that the compiler underlines a field whose type cannot be a part.
     let parts = held.iter().map(|Held { name, member, ty }| {
         let add = quote::quote_spanned!(ty.span()=> #nn::Field::add_to);
         quote!(#add(&self.#member, #name, parts);)
@@ -71,7 +71,7 @@ fn module(input: DeriveInput, nn: &TokenStream) -> Result<TokenStream> {
     })
 }
 
-/// What a field says; none if it is skipped.
+/// Reads a field and its attributes; none if it is skipped.
 fn read(index: usize, field: &Field) -> Result<Option<Held>> {
     let member = match &field.ident {
         Some(ident) => Member::Named(ident.clone()),
@@ -108,7 +108,7 @@ fn read(index: usize, field: &Field) -> Result<Option<Held>> {
     Ok((!skipped).then(|| Held { name, member, ty: field.ty.clone() }))
 }
 
-/// The generics with what the trait needs of their types.
+/// The generics, with the bounds that the trait needs.
 fn bounded(mut generics: Generics, held: &[Held], nn: &TokenStream) -> Generics {
     if generics.type_params().next().is_none() {
         return generics;

@@ -12,11 +12,11 @@ const MOST: usize = 1 << 24;
 
 static SPARE: Mutex<Vec<Vec<u64>>> = Mutex::new(Vec::new());
 
-/// Words that are kept for others when they are dropped.
+/// Words that are kept for reuse when they are dropped.
 pub(crate) struct Buffer(Vec<u64>);
 
 impl Buffer {
-    /// At least `len` words, with anything in them.
+    /// At least `len` words, with arbitrary contents.
     pub(crate) fn with_at_least(len: usize) -> Result<Buffer, OutOfMemory> {
         let mut spare = SPARE.lock().unwrap_or_else(PoisonError::into_inner);
         let fits =
@@ -27,7 +27,7 @@ impl Buffer {
         drop(spare);
         match found {
             Some(words) => Ok(Buffer(words)),
-            // Zeros that nobody has touched: a length that a peer only claims takes no memory.
+            // Zeros that are not touched yet take no memory, even if a peer claims a length that it never sends.
             None => match attempt(|| bytemuck::allocation::try_zeroed_slice_box(len)) {
                 Ok(words) => Ok(Buffer(words.into_vec())),
                 Err(()) => Err(OutOfMemory::of::<u64>(len)),
@@ -97,7 +97,7 @@ mod tests {
 
     #[test]
     fn buffers_come_again_and_not_too_many_are_kept() {
-        // No other test of this program has buffers of these sizes.
+        // No other test in this process has buffers of these sizes.
         let at_least = |len| Buffer::with_at_least(len).unwrap();
         let mut buffer = at_least(50_000);
         buffer[49_999] = 7;

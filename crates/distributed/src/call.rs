@@ -1,22 +1,22 @@
-//! What a rank says that it does, so that others can see whether they do the same.
+//! The description of a call: ranks compare it to check that all of them make the same call.
 
 use std::fmt::{Display, Formatter, Result};
 
 /// What ranks do together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Collective {
-    /// The sum over all ranks, to all of them.
+    /// All ranks get the sum over all ranks.
     AllReduce,
-    /// What every rank has, to all of them.
+    /// All ranks get what every rank has.
     AllGather,
-    /// What one rank has, to all of them.
+    /// All ranks get what one rank has.
     Broadcast {
         /// That rank.
         root: usize,
     },
-    /// Nobody goes on before all have come.
+    /// No rank goes on before all have come.
     Barrier,
-    /// Smaller communicators.
+    /// The ranks make smaller communicators.
     Split,
 }
 
@@ -31,7 +31,7 @@ pub struct Call {
     pub number: u64,
     /// The type of the numbers.
     pub dtype: &'static str,
-    /// How many numbers, where all ranks must have as many.
+    /// How many numbers, if all ranks must have the same count.
     pub elements: Option<usize>,
 }
 

@@ -1,4 +1,4 @@
-//! The communicator: collectives in terms of one exchange.
+//! The communicator: all collectives are built on one exchange of messages.
 
 use std::sync::PoisonError;
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -14,8 +14,8 @@ use crate::{Call, Collective, Error, Number, Result};
 /// How a communicator behaves.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Options {
-    /// How long a rank waits for others in a collective before that is an error; from the last sign of life on where one of
-    /// them is [`Communicator::at_work`].
+    /// How long a rank waits for others in a collective before that is an error. For a rank that runs [`Communicator::at_work`],
+    /// this counts from its last sign of life.
     pub timeout: Duration,
 }
 
@@ -46,21 +46,21 @@ pub(crate) trait Transport: Send + Sync {
     /// Gives `mine` to all ranks, and takes what each of them gave to this one, in their order.
     fn exchange(&self, call: &Call, mine: Outgoing, timeout: Duration) -> Result<Vec<Message>>;
 
-    /// What others must know of this rank to reach it in a communicator that is about to be made.
+    /// What others must know to reach this rank in a communicator that is about to be made.
     fn address(&self) -> u64;
 
     /// Tells the others that this rank is alive and will come, for those that wait for it.
     fn tell_alive(&self);
 
-    /// Ends the communicator for all ranks, before this one has come to its next call; the error that all get.
+    /// Ends the communicator for all ranks, before this rank has come to its next call. Returns the error that all ranks get.
     fn fail(&self, error: Error) -> Error;
 
-    /// The transport between those ranks of this one, in rising order, of which this rank is one; all of them call it after
-    /// they have exchanged their addresses.
+    /// The transport between `members`, which are ranks of this one in rising order, with this rank among them. All members call
+    /// it after they have exchanged their addresses.
     fn among(&self, call: &Call, members: &[usize], addresses: &[u64]) -> Result<Box<dyn Transport>>;
 }
 
-/// A rank's place among others, and what they do together. Clones are the same place.
+/// A rank's connection to the other ranks, with the collectives between them. Clones share it.
 ///
 /// One thread at a time may be in a collective: others wait for it.
 #[derive(Clone)]
@@ -74,13 +74,13 @@ struct Shared {
     traffic: Mutex<Traffic>,
 }
 
-/// Sums of more bytes are taken in parts, one by each rank.
+/// Sums of this many bytes or more are computed in parts, one part by each rank.
 const SHARED_FROM: usize = 1 << 16;
 
 /// The shortest and the longest time between two signs of life of a rank at work.
 const SIGNS: [Duration; 2] = [Duration::from_millis(1), Duration::from_secs(5)];
 
-/// Names of calls have at most as many bytes.
+/// Names of calls have at most this many bytes.
 const LONGEST_NAME: usize = 1024;
 
 impl Communicator {
@@ -123,7 +123,7 @@ impl Communicator {
             sum(&all, values);
             return Ok(());
         }
-        // Every rank sums the part that is its own.
+        // Every rank computes the sums of its own part.
         let len = values.len();
         let cut = |part: usize| len * part / world_size;
         let parts = (0..world_size).map(|part| all.part::<T>(cut(part)..cut(part + 1))).collect();
@@ -168,7 +168,7 @@ impl Communicator {
         Ok(())
     }
 
-    /// `values` become those of rank `root`, as many as they are.
+    /// `values` become those of rank `root`, with the same length.
     ///
     /// # Errors
     /// As [`Communicator::broadcast`].
@@ -180,7 +180,7 @@ impl Communicator {
         self.broadcast(name, root, values)
     }
 
-    /// Whether all ranks have the same settings, each a name and a value.
+    /// Checks that all ranks have the same settings, each a name and a value.
     ///
     /// # Errors
     /// As [`Communicator::all_reduce`]; [`Error::Setting`], the same on all ranks, with the first one that differs.
@@ -209,11 +209,11 @@ impl Communicator {
         Ok(())
     }
 
-    /// Runs `work`, which others wait for and which may take longer than they would: this rank tells them all the while that it
-    /// is alive, and they wait on. A rank that is killed or paused in its work is an error on them as ever.
+    /// Runs `work` while other ranks wait for this one, even longer than their timeout: meanwhile, this rank regularly tells them
+    /// that it is alive, and they go on waiting. If this rank is killed or paused during its work, they get an error as usual.
     ///
     /// # Errors
-    /// If there is no thread to tell it on; `work` has not been run then.
+    /// If there is no thread for these signs of life; `work` has not been run then.
     pub fn at_work<R>(&self, work: impl FnOnce() -> R) -> Result<R> {
         if self.world_size() == 1 {
             return Ok(work());
@@ -235,7 +235,7 @@ impl Communicator {
             convoke_memory::check_threads(1).map_err(|error| no_thread(error.to_string()))?;
             let thread = std::thread::Builder::new().name("alive".into()).spawn_scoped(scope, tell);
             thread.map_err(|error| no_thread(format!("no memory for a thread, or too many: {error}")))?;
-            // Dropped behind the work, or by its panic.
+            // Dropped after the work, or when it panics; this ends the thread.
             let _at_work = at_work;
             Ok(work())
         })
@@ -264,7 +264,7 @@ impl Communicator {
         Ok(Communicator::new(transport.among(&call, &members, &addresses)?, self.shared.options))
     }
 
-    /// What there is memory for, or the end of the communicator, which the others must hear of.
+    /// What was allocated; or if there was no memory, an error, after ending the communicator for all ranks.
     fn held<R>(&self, name: &str, found: std::result::Result<R, OutOfMemory>) -> Result<R> {
         let failed = |OutOfMemory { bytes }| {
             let (rank, name) = (self.rank(), name.to_owned());

@@ -25,9 +25,9 @@ pub enum Error {
     /// Ranks did not come in time.
     #[error("rank {rank} waited {:.1} s in {call} for {}", .waited.as_secs_f64(), ranks(.missing))]
     Timeout {
-        /// Who waited.
+        /// The rank that waited.
         rank: usize,
-        /// What for.
+        /// The call that it is in.
         call: Box<Call>,
         /// How long.
         waited: Duration,
@@ -37,9 +37,9 @@ pub enum Error {
     /// A rank has ended.
     #[error("rank {left} ended before it came to {call} of rank {rank}")]
     Left {
-        /// Who needs it.
+        /// The rank that needs it.
         rank: usize,
-        /// What for.
+        /// The call that it is in.
         call: Box<Call>,
         /// The rank that is gone.
         left: usize,
@@ -49,10 +49,10 @@ pub enum Error {
     Panicked {
         /// The rank.
         rank: usize,
-        /// What it said.
+        /// The message of the panic.
         message: String,
     },
-    /// A rank has no memory for what it gives to others or gets from them.
+    /// A rank has no memory for what it sends to others or receives from them.
     #[error("rank {rank} is out of memory: {bytes} bytes for {name:?} cannot be had")]
     Memory {
         /// The rank.
@@ -77,7 +77,7 @@ pub enum Error {
     /// A value that makes no sense.
     #[error("{0}")]
     Invalid(String),
-    /// What carries messages between ranks is not there, or gave something that is no message.
+    /// The transport between ranks is missing or failed, or it delivered something that is not a message.
     #[error("{0}")]
     Transport(String),
 }

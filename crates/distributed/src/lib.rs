@@ -1,11 +1,11 @@
 //! Collectives between the ranks of a training run.
 //!
-//! A *rank* is one of several workers that run the same program on parts of the data. They meet in collectives, which every
-//! rank of a [`Communicator`] calls in the same order: [`Communicator::all_reduce`], [`Communicator::all_gather`],
-//! [`Communicator::broadcast`], [`Communicator::barrier`]. Each call carries a name, a number, a type and a size. Where ranks
-//! disagree, where one has ended or does not come in time, all of them get an error that names both sides, and none hangs.
+//! A *rank* is one of several workers that run the same program on parts of the data. They meet in collectives, which every rank
+//! of a [`Communicator`] calls in the same order: [`Communicator::all_reduce`], [`Communicator::all_gather`],
+//! [`Communicator::broadcast`], [`Communicator::barrier`]. Each call carries a name, a number, a type and a size. If ranks
+//! disagree, or if one has ended or does not come in time, all of them get an error that names both sides, and no rank hangs.
 //!
-//! Sums are taken in the order of the ranks: the same bits on every rank and in every run.
+//! Sums are taken in the order of the ranks, so they have the same bits on every rank and in every run.
 //!
 //! Ranks are threads ([`run_threads`]), or processes that `mpirun` has started (`mpi::world`, with the feature `mpi`).
 //!

@@ -8,9 +8,9 @@ use convoke_memory::OutOfMemory;
 use crate::buffers::Buffer;
 
 mod sealed {
-    /// What sums need to know of a type.
+    /// What sums need of a type of numbers.
     pub trait Sealed: Copy {
-        /// What sums are taken in.
+        /// The type that sums are computed in.
         type Wide: Copy + Default;
 
         fn widen(self) -> Self::Wide;
@@ -70,15 +70,15 @@ impl Number for u8 {
     const DTYPE: &'static str = "u8";
 }
 
-/// The sums of the numbers at each place, of all messages in their order, which have at least as many numbers as `sums`.
+/// Sums the numbers at each place over all messages, in their order. The messages have at least as many numbers as `sums`.
 pub(crate) fn sum<T: Number>(messages: &[Message], sums: &mut [T]) {
-    /// Block by block, so that one message is read at a time and the wide sums stay near.
+    /// Sums are computed block by block, so that one message is read at a time and the wide sums stay in the cache.
     const BLOCK: usize = 512;
     let Some((first, others)) = messages.split_first() else { return };
     let mut wide = [T::Wide::default(); BLOCK];
     for (block, sums) in sums.chunks_mut(BLOCK).enumerate() {
         let range = block * BLOCK..block * BLOCK + sums.len();
-        // Not added to zero, which would turn -0.0 to 0.0.
+        // The first number is not added to zero, which would turn -0.0 to 0.0.
         let numbers = wide.iter_mut().zip(&first.numbers::<T>()[range.clone()]);
         numbers.for_each(|(sum, number)| *sum = number.widen());
         for other in others {
@@ -111,7 +111,7 @@ impl Message {
         Message { words: Arc::new(words.into()), range: 0..bytes.len() }
     }
 
-    /// `len` numbers that `write` writes, all of them, over anything.
+    /// `len` numbers, which `write` writes; it must overwrite all of them, as their contents are arbitrary.
     pub(crate) fn write<T: Number>(len: usize, write: impl FnOnce(&mut [T])) -> Result<Message, OutOfMemory> {
         let bytes = len.checked_mul(size_of::<T>()).ok_or(OutOfMemory::of::<T>(len))?;
         let mut words = Buffer::with_at_least(bytes.div_ceil(size_of::<u64>()))?;
@@ -131,7 +131,7 @@ impl Message {
         Message { words: Arc::new(Vec::new().into()), range: 0..0 }
     }
 
-    /// The numbers in `range`, not copied; they must be of the type they were made of.
+    /// The numbers in `range`, not copied; they must be of the type that they were made from.
     pub(crate) fn part<T: Number>(&self, range: Range<usize>) -> Message {
         let [start, end] = [range.start, range.end].map(|index| self.range.start + index * size_of::<T>());
         assert!(end <= self.range.end, "a part of what is there");
@@ -142,7 +142,7 @@ impl Message {
         &bytemuck::cast_slice(&self.words)[self.range.clone()]
     }
 
-    /// The numbers, which must be of the type they were made of.
+    /// The numbers, which must be of the type that they were made from.
     pub(crate) fn numbers<T: Number>(&self) -> &[T] {
         bytemuck::cast_slice(self.bytes())
     }
@@ -150,9 +150,9 @@ impl Message {
 
 /// What a rank gives to all ranks, itself included.
 pub(crate) enum Outgoing {
-    /// To all the same.
+    /// The same message to all.
     Same(Message),
-    /// To each its own, in their order.
+    /// A message for each rank, in the order of the ranks.
     Each(Vec<Message>),
 }
 

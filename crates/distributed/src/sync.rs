@@ -1,4 +1,4 @@
-//! What ranks on threads meet by: the standard library's locks, or in `model/` those of the model checker `loom`.
+//! The locks that ranks on threads use: the standard library's, or in `model/` those of the model checker `loom`.
 
 #[cfg(loom)]
 pub(crate) use loom::sync::{Arc, Condvar, Mutex, MutexGuard};

@@ -29,7 +29,7 @@ pub fn threads(world_size: usize, options: &Options) -> Result<Vec<Communicator>
 /// Runs `work` on a thread for each rank, and returns what it gave, in the order of the ranks.
 ///
 /// # Errors
-/// As [`threads`]; if a rank panics, which the others meet as a rank that has ended.
+/// As [`threads`]; if a thread cannot be started; if a rank panics, which the others see as a rank that has ended.
 pub fn run_threads<R: Send>(
     world_size: usize,
     options: &Options,
@@ -44,7 +44,7 @@ pub fn run_threads<R: Send>(
             let run = move || catch_unwind(AssertUnwindSafe(|| work(communicator))).map_err(said);
             std::thread::Builder::new().name(name).spawn_scoped(scope, run)
         };
-        // A thread that cannot be had drops its communicator, so that the others end.
+        // If a thread cannot be started, its communicator is dropped, so that the others end.
         let handles: Vec<_> = communicators.into_iter().map(spawn).collect();
         let joined = |handle: std::io::Result<std::thread::ScopedJoinHandle<'_, _>>| match handle {
             Ok(handle) => handle.join().map_err(said).flatten().map_err(Ok),
@@ -65,12 +65,12 @@ fn no_thread(rank: usize, error: &dyn std::error::Error) -> Error {
     Error::Transport(format!("no thread for rank {rank}, for want of memory or of threads: {error}"))
 }
 
-/// What a panic said.
+/// The message of a panic.
 fn said(panic: Box<dyn Any + Send>) -> String {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     let text =
         text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("without a message").to_owned();
-    // A payload's drop may panic too. What that throws is leaked, since its own drop may do so again.
+    // Dropping the payload may panic too. The payload of that panic is leaked, since dropping it may panic again.
     if let Err(another) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
         std::mem::forget(another);
     }
@@ -90,18 +90,19 @@ struct Meeting {
 }
 
 struct State {
-    /// What each rank has brought to the present call.
+    /// What each rank has brought to the current call.
     brought: Vec<Option<(Call, Outgoing)>>,
     /// What all have brought to the last call, until each has taken it.
     complete: Option<Vec<Outgoing>>,
     taken: usize,
     /// Which ranks have ended.
     ended: Vec<bool>,
-    /// When each rank last told that it is at work.
+    /// When each rank last told the others that it is at work.
     alive: Vec<Option<Instant>>,
     /// The first failure.
     failed: Option<Error>,
-    /// Meetings of some of the ranks that are being made, by the call and its lowest rank, and who has yet to come.
+    /// Meetings of some of the ranks that are being made, by call number and lowest rank, with the number of ranks that have yet
+    /// to come.
     groups: HashMap<(u64, usize), (Arc<Meeting>, usize)>,
 }
 
@@ -146,19 +147,19 @@ impl State {
         None
     }
 
-    /// The ranks that have not come to the present call.
+    /// The ranks that have not come to the current call.
     fn missing(&self) -> Vec<usize> {
         (0..self.brought.len()).filter(|&rank| self.brought[rank].is_none()).collect()
     }
 
-    /// How long one of those ranks has given no sign of life to somebody who waits since `start`.
+    /// How long the quietest of those ranks has given no sign of life, for a rank that has waited since `start`.
     fn quiet(&self, start: Instant) -> Duration {
         let missing =
             self.missing().into_iter().map(|rank| self.alive[rank].map_or(start, |alive| alive.max(start)));
         missing.min().unwrap_or(start).elapsed()
     }
 
-    /// All messages to `rank`, and an empty table for the next call, once every rank has taken its own.
+    /// All messages to `rank`, if the call is complete. Once every rank has taken its own, the table is empty for the next call.
     fn take(&mut self, rank: usize) -> Option<Vec<Message>> {
         let all = self.complete.as_ref()?;
         let messages: Vec<Message> = all.iter().map(|outgoing| outgoing.to(rank).clone()).collect();
@@ -176,7 +177,7 @@ impl Place {
         Place { meeting: Arc::new(Meeting::new(1)), rank: 0 }
     }
 
-    /// Waits until `ready` gives something; fails if what it waits for cannot come.
+    /// Waits until `ready` returns something; fails if that cannot happen any more.
     fn wait<'a, R>(
         &self,
         mut state: MutexGuard<'a, State>,
@@ -190,7 +191,7 @@ impl Place {
                 return Ok((state, result));
             }
             let waited = start.elapsed();
-            // Signs of life matter only where time would be over without them.
+            // Signs of life matter only if the time would be over without them.
             let quiet = if waited < timeout { waited } else { state.quiet(start) };
             let call = || Box::new(call.clone());
             let failure = match &state.failed {
@@ -227,7 +228,7 @@ impl Transport for Place {
         if let Some(first) = &state.failed {
             return Err(first.clone());
         }
-        // A rank that is fast comes again before slow ones have taken what was last.
+        // A fast rank may come to its next call before slow ones have taken the messages of the last one.
         let table_is_free = |state: &mut State| state.complete.is_none().then_some(());
         let (mut state, ()) = self.wait(state, call, time, table_is_free)?;
         state.brought[self.rank] = Some((call.clone(), mine));
@@ -250,7 +251,7 @@ impl Transport for Place {
     }
 
     fn address(&self) -> u64 {
-        // Threads meet by the call.
+        // Not needed: threads find each other by the call, in `among`.
         0
     }
 

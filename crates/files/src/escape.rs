@@ -1,8 +1,8 @@
-//! Text out of files, made safe for terminals and pages: control characters are shown, not obeyed.
+//! Makes text from files safe for terminals and pages: control characters are shown and have no effect.
 
 use std::fmt::{self, Display, Write};
 
-/// Of longer text the rest is left out: a message is for people.
+/// Text of this many characters or more is cut, so that messages stay readable.
 const MOST: usize = 4096;
 
 /// Shows a value with its control characters written out. See [`escaped`].
@@ -12,13 +12,14 @@ pub struct Escaped<T> {
     lines: bool,
 }
 
-/// Shows what came out of a file, or a name of a file: one line of at most 4096 characters, in which line ends, other control
-/// characters (C0, C1, DEL) and those that are invisible or turn the direction of text are written as `\n` or `\u{1b}`.
+/// Shows text from a file, or a file's name, on one line. Line ends, other control characters (C0, C1, DEL) and characters
+/// that are invisible or change the direction of text are written as `\n` or `\u{1b}`. Text of 4096 or more characters is
+/// cut after 4095, followed by `...`.
 pub fn escaped<T: Display>(value: T) -> Escaped<T> {
     Escaped { value, lines: false }
 }
 
-/// As [`escaped`], for text of any length that has lines: keeps line ends and tabs.
+/// As [`escaped`], for text of several lines and any length: keeps line ends and tabs.
 pub fn escaped_lines<T: Display>(value: T) -> Escaped<T> {
     Escaped { value, lines: true }
 }
@@ -30,7 +31,7 @@ impl<T: Display> Display for Escaped<T> {
     }
 }
 
-/// Passes text on, escaped.
+/// Writes text to `out`, escaped.
 struct Filter<'a, 'b> {
     out: &'a mut fmt::Formatter<'b>,
     lines: bool,
@@ -57,7 +58,7 @@ impl Write for Filter<'_, '_> {
     }
 }
 
-/// Whether a character shows as itself and changes nothing around it.
+/// Whether a character is shown as itself and does not change the text around it.
 fn is_plain(character: char) -> bool {
     // Besides the controls (Cc), the format characters (Cf) of Unicode 17, and the separators of lines and paragraphs.
     let hidden = matches!(character,

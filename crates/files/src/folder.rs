@@ -1,4 +1,4 @@
-//! Writing a folder of files that appears whole under its name, in place of an older one if need be.
+//! Writes a folder of files that appears whole under its name, and replaces an older one if there is one.
 
 use std::fs::{self, File};
 use std::io;
@@ -9,15 +9,15 @@ use tempfile::TempDir;
 use crate::leftovers::new_folder;
 use crate::write::{create_folders, folder_of, sync_folder};
 
-/// A folder in the making, under a random name that is its own; dropped before it is finished, it disappears.
+/// An unfinished folder under a unique random name. It is removed if it is dropped before [`NewFolder::finish`].
 #[derive(Debug)]
 pub struct NewFolder {
     folder: TempDir,
-    /// Holds the lock that tells others that somebody is at work.
+    /// Holds the lock that tells other processes that the folder is in use.
     _lock: Option<File>,
 }
 
-/// Makes a folder and those above it that are missing.
+/// Creates a folder and its missing parents.
 ///
 /// # Errors
 /// Those of the system.
@@ -26,7 +26,7 @@ pub fn create_folder(folder: &Path) -> io::Result<()> {
 }
 
 impl NewFolder {
-    /// Begins a folder beside what it will be.
+    /// Creates an unfinished folder in `parent`, where the finished one will be.
     ///
     /// # Errors
     /// Those of the system.
@@ -37,7 +37,7 @@ impl NewFolder {
         Ok(NewFolder { folder, _lock: lock })
     }
 
-    /// Writes a file in it, and makes sure that it is on disk.
+    /// Writes a file in it and syncs it to disk.
     ///
     /// # Errors
     /// Those of the system.
@@ -54,23 +54,23 @@ impl NewFolder {
         file.sync_all()
     }
 
-    /// Gives it its name, beside it. What has the name is replaced, in one step where the system can exchange names: at every
-    /// moment either the old or the new is whole under the name. Elsewhere the old one is moved aside first, under a name from
-    /// which [`moved_aside_from`] tells the first.
+    /// Renames the folder to `target`, a name in the same parent. A folder or file of that name is replaced. Where the
+    /// system can exchange names, that is one step: at every moment, either the old or the new one is whole under the name.
+    /// Elsewhere the old one is moved aside first, under a name from which [`moved_aside_from`] recovers the original.
     ///
     /// # Errors
-    /// Those of the system; what had the name still has it.
+    /// Those of the system; the old folder or file then still has its name.
     pub fn finish(self, target: &Path) -> io::Result<()> {
         let made = self.folder.path().to_owned();
         let parent = folder_of(target);
         crash::point()?;
         sync_folder(&made)?;
         crash::point()?;
-        // Only a name that is free, or an empty folder's, is taken so.
+        // A plain rename succeeds only if the name is free or an empty folder has it.
         let renamed = fs::rename(&made, target);
         if renamed.is_ok() || fs::symlink_metadata(target).is_err() {
             renamed?;
-            // Nothing has its random name any more.
+            // Nothing has the random name any more, so there is nothing to clean up.
             let _ = self.folder.keep();
             crash::point()?;
             return sync_folder(parent);
@@ -82,7 +82,7 @@ impl NewFolder {
                 fs::rename(target, &aside)?;
                 crash::point()?;
                 if let Err(error) = fs::rename(&made, target) {
-                    // The error that matters is the first one.
+                    // Report the first error, not one of this rename.
                     let _ = fs::rename(&aside, target);
                     return Err(error);
                 }
@@ -93,13 +93,13 @@ impl NewFolder {
         crash::point()?;
         sync_folder(parent)?;
         crash::point()?;
-        // What is left of it does no harm.
+        // Ignore errors: remains of the old one do no harm.
         let _ = fs::remove_dir_all(&old).or_else(|_| fs::remove_file(&old));
         crash::point()
     }
 }
 
-/// Lets two names change places in one step.
+/// Exchanges two names in one step.
 fn exchange(one: &Path, other: &Path) -> io::Result<()> {
     #[cfg(test)]
     crash::may_exchange()?;
@@ -118,7 +118,8 @@ fn exchange(one: &Path, other: &Path) -> io::Result<()> {
     }
 }
 
-/// Where the folder of this name is moved while another takes its place: as random a name as that one's.
+/// The name to which the old `target` is moved while the new folder replaces it; it contains the random part of the new
+/// folder's name.
 fn aside(target: &Path, made: &Path) -> PathBuf {
     let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let made = name(made);
@@ -126,14 +127,14 @@ fn aside(target: &Path, made: &Path) -> PathBuf {
     target.with_file_name(format!(".{}.{random}.old", name(target)))
 }
 
-/// The name that a folder had before [`NewFolder::finish`] moved it aside, if this is the name of such a one: after a crash in
-/// between, it is the only whole one.
+/// The name that a folder had before [`NewFolder::finish`] moved it aside; `None` if `name` is not that of a moved folder.
+/// After a crash before the new folder got its name, the moved one is the only finished one.
 pub fn moved_aside_from(name: &str) -> Option<&str> {
     let (name, _random) = name.strip_prefix('.')?.strip_suffix(".old")?.rsplit_once('.')?;
     Some(name).filter(|name| !name.is_empty())
 }
 
-/// Places where tests stop as a crash would.
+/// Points at which tests simulate a crash.
 #[cfg(not(test))]
 mod crash {
     pub(super) fn point() -> std::io::Result<()> {
@@ -151,19 +152,19 @@ mod crash {
         static EXCHANGES: Cell<bool> = const { Cell::new(true) };
     }
 
-    /// Crashes at the place of this number from now on.
+    /// From now on, the point of this number crashes.
     pub(super) fn at(place: usize, exchanges: bool) {
         LEFT.set(place);
         EXCHANGES.set(exchanges);
     }
 
-    /// Nobody cleans up after a crash.
+    /// Disables the cleanup of a temporary folder, because nobody cleans up after a crash.
     pub(super) fn without_cleaning(mut folder: tempfile::TempDir) -> tempfile::TempDir {
         folder.disable_cleanup(LEFT.get() < usize::MAX / 2);
         folder
     }
 
-    /// An error that leaves everything as it is.
+    /// Fails at the chosen point, which leaves everything as it is.
     pub(super) fn point() -> io::Result<()> {
         let left = LEFT.get();
         LEFT.set(left.wrapping_sub(1));
@@ -193,7 +194,7 @@ mod tests {
         made.finish(target)
     }
 
-    /// The text of each whole folder of this name, as it is or moved aside.
+    /// The text of each whole folder of this name, and of those that were moved aside from it.
     fn whole(target: &Path) -> Vec<String> {
         let name = target.file_name().unwrap().to_str().unwrap();
         let mut found = BTreeMap::new();
@@ -213,7 +214,7 @@ mod tests {
         found.into_values().collect()
     }
 
-    /// Stops at every place of the sequence, when a name is new and when it is taken; with and without exchanging names.
+    /// Crashes at every point of the sequence, with a new name and with a name in use, with and without exchanging names.
     #[test]
     fn a_crash_at_any_place_leaves_a_whole_folder() {
         for (exchanges, taken) in [(true, false), (true, true), (false, true)] {
@@ -234,7 +235,8 @@ mod tests {
                     other => assert!(!taken && result.is_err(), "crash {crashes}: {other:?}"),
                 }
                 assert!(!exchanges || !taken || target.join("state").exists(), "crash {crashes}");
-                // The next one goes over it and takes away what was left, but for what was moved aside, which is its reader's.
+                // The next save replaces it and removes what was left, except for folders that were moved aside, which are
+                // left for whoever reads them.
                 save(&target, "next").unwrap();
                 assert_eq!(whole(&target)[0], "next");
                 let others = fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());

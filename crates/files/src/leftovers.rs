@@ -1,7 +1,8 @@
-//! Files and folders in the making: their names, and what killed programs left of them.
+//! Unfinished files and folders: their names, and the removal of those that killed programs left behind.
 //!
-//! Whoever makes one holds a lock on it (`flock`), which ends with the process however it ends. What nobody holds is left over.
-//! Between making and locking, somebody may take it for left over and remove it: so after locking it is looked for once more.
+//! The process that creates one holds a lock on it (`flock`), which the system releases when the process ends for any
+//! reason. An unfinished file that nobody has locked is a leftover. Between creation and locking, another process may take
+//! the file for a leftover and remove it, so after locking we check that it still exists.
 
 use std::fs::{self, File};
 use std::io;
@@ -13,12 +14,12 @@ use crate::read::without_waiting;
 
 const START: &str = ".convoke-";
 const END: &str = ".tmp";
-/// Of 62 letters and digits.
+/// The length of the random part, made of 62 different letters and digits.
 const RANDOM: usize = 12;
-/// How often one that somebody removed is made anew.
+/// How often creation is tried if another process removes the file before it is locked.
 const TRIES: usize = 8;
 
-/// A new file in a folder, locked, with the permissions that new files have.
+/// A new file in `folder`, locked, with the usual permissions of new files.
 pub(crate) fn new_file(folder: &Path) -> io::Result<NamedTempFile> {
     for _ in 0..TRIES {
         let mut builder = Builder::new();
@@ -26,7 +27,7 @@ pub(crate) fn new_file(folder: &Path) -> io::Result<NamedTempFile> {
         #[cfg(unix)]
         {
             use std::os::unix::fs::PermissionsExt;
-            // Less what the process's mask takes away.
+            // The process's umask takes some of these away.
             builder.permissions(fs::Permissions::from_mode(0o666));
         }
         let file = builder.tempfile_in(folder)?;
@@ -37,7 +38,7 @@ pub(crate) fn new_file(folder: &Path) -> io::Result<NamedTempFile> {
     Err(removed())
 }
 
-/// A new folder in another, and what holds its lock, if folders have locks here.
+/// A new folder in `parent`, and the handle that holds its lock, if this system can open folders.
 pub(crate) fn new_folder(parent: &Path) -> io::Result<(TempDir, Option<File>)> {
     for _ in 0..TRIES {
         let folder = Builder::new().prefix(START).suffix(END).rand_bytes(RANDOM).tempdir_in(parent)?;
@@ -45,7 +46,7 @@ pub(crate) fn new_folder(parent: &Path) -> io::Result<(TempDir, Option<File>)> {
             Ok(handle) if lock(&handle, folder.path()) => return Ok((folder, Some(handle))),
             Ok(_) => {}
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            // Folders cannot be opened here.
+            // This system cannot open folders.
             Err(_) => return Ok((folder, None)),
         }
     }
@@ -56,9 +57,9 @@ fn removed() -> io::Error {
     io::Error::other("somebody removes temporary files as soon as they are made")
 }
 
-/// Locks what was just made; false if it is gone.
+/// Locks a file or folder that was just created; false if it is gone.
 fn lock(handle: &File, path: &Path) -> bool {
-    // Where there are no locks, nobody takes anything for left over.
+    // Ignore errors: on systems without locks, nobody removes leftovers.
     let _ = handle.lock();
     is_named(handle, path)
 }
@@ -76,9 +77,9 @@ fn is_named(_: &File, path: &Path) -> bool {
     path.exists()
 }
 
-/// Removes the unfinished files and folders in `folder` whose writers are gone, and says how many these were.
+/// Removes the unfinished files and folders in `folder` whose writers are gone, and returns how many.
 ///
-/// What cannot be looked at or removed is left, as it does no harm.
+/// Those that cannot be opened or removed are left, as they do no harm.
 pub fn remove_leftovers(folder: &Path) -> usize {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     entries
@@ -87,7 +88,7 @@ pub fn remove_leftovers(folder: &Path) -> usize {
 }
 
 fn is_unfinished(name: &str) -> bool {
-    // The second is how folders of checkpoints were called once.
+    // Earlier versions named checkpoint folders `.step-*`.
     (name.starts_with(START) || name.starts_with(".step-")) && name.ends_with(END)
 }
 
@@ -97,7 +98,7 @@ fn remove(path: &Path) -> bool {
         return false;
     }
     let Ok(handle) = without_waiting(File::options().read(true)).open(path) else { return false };
-    // The lock is held until it is removed, so that two do not remove each other's.
+    // The lock is held until the removal is done, so that two processes do not remove each other's files.
     is_named(&handle, path)
         && handle.try_lock().is_ok()
         && if found.is_dir() { fs::remove_dir_all(path).is_ok() } else { fs::remove_file(path).is_ok() }
@@ -115,7 +116,7 @@ mod tests {
         let file = new_file(folder.path()).unwrap();
         let (in_making, handle) = new_folder(folder.path()).unwrap();
         assert!(handle.is_some());
-        // Left by processes that are gone: nobody has a lock.
+        // Left by processes that have ended: nobody has a lock on them.
         fs::write(at(".convoke-killed.tmp"), "half").unwrap();
         fs::create_dir(at(".convoke-killed2.tmp")).unwrap();
         fs::write(at(".convoke-killed2.tmp").join("model"), "half").unwrap();
@@ -133,7 +134,7 @@ mod tests {
         assert!(!kept.exists());
     }
 
-    /// One that is removed between making and locking is noticed.
+    /// A file that is removed between creation and locking is noticed.
     #[cfg(unix)]
     #[test]
     fn a_name_that_is_gone_or_anothers_is_noticed() {
@@ -147,7 +148,7 @@ mod tests {
         assert!(!is_named(&file, &path));
     }
 
-    /// Many make and remove at once: nobody's file disappears while it is held.
+    /// Several threads create and remove at once: no file disappears while its lock is held.
     #[test]
     fn makers_and_removers_do_not_meet() {
         let folder = tempfile::tempdir().unwrap();

@@ -1,8 +1,8 @@
-//! Files of users: read only if regular and bounded, written whole or not at all, and their text made safe to print.
+//! Users' files: reads regular files of limited size, writes files whole or not at all, and makes text safe to print.
 //!
-//! A name that somebody gives may belong to a named pipe, which waits for ever, to a device, which never ends, or to a link
-//! that somebody else planted. So reading asks what a file is and how long before it takes memory, and writing makes a new file
-//! or folder under a random name, which is exclusive, and renames it.
+//! A path from a user may be a named pipe, on which reading waits forever, a device, which never ends, or a link that
+//! somebody else planted. So reading checks the type and length of a file before it allocates memory. Writing exclusively
+//! creates a new file or folder under a random name and then renames it.
 
 mod escape;
 mod folder;

@@ -1,4 +1,4 @@
-//! Reading: what is opened is a regular file, and how much it holds is known before memory is taken.
+//! Reading: opens only regular files, and checks their length before allocating memory.
 
 use std::fs::{self, File, Metadata, OpenOptions};
 use std::io::{self, ErrorKind, Read};
@@ -9,17 +9,18 @@ use convoke_memory::OutOfMemory;
 /// Opens a regular file for reading; links are followed.
 ///
 /// # Errors
-/// Those of the system, and `InvalidInput`, or `IsADirectory`, that says what else is there: a folder, a named pipe, a device.
+/// Those of the system. If it is not a regular file, `InvalidInput` or `IsADirectory` with a message that names what it is:
+/// a folder, a named pipe, a device.
 pub fn open_regular(path: &Path) -> io::Result<File> {
-    // Asked before, as opening a device may do something; and after, as the name may have changed hands in between. Opening a
-    // pipe does not wait.
+    // Check before opening, because opening a device may have effects, and again after it, because another file may have
+    // got the name in between. Opening a pipe does not wait here.
     check_regular(&fs::metadata(path)?)?;
     let file = without_waiting(File::options().read(true)).open(path)?;
     check_regular(&file.metadata()?)?;
     Ok(file)
 }
 
-/// The bytes of a regular file, of which there may be `limit`.
+/// The bytes of a regular file, at most `limit`.
 ///
 /// # Errors
 /// As [`open_regular`]; `FileTooLarge` if there are more; `OutOfMemory` if there is no memory for them.
@@ -34,12 +35,12 @@ pub fn read_bounded(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
     }
     let mut bytes = Vec::new();
     reserve(&mut bytes, len)?;
-    // It may have grown since.
+    // The file may have grown since.
     file.take(limit.saturating_add(1)).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > limit { Err(too_large("more bytes")) } else { Ok(bytes) }
 }
 
-/// As [`read_bounded`], of text.
+/// As [`read_bounded`], for text.
 ///
 /// # Errors
 /// As [`read_bounded`]; `InvalidData` if the bytes are not UTF-8.
@@ -48,7 +49,7 @@ pub fn read_text(path: &Path, limit: u64) -> io::Result<String> {
     String::from_utf8(read_bounded(path, limit)?).map_err(not_text)
 }
 
-/// Takes memory for `more` bytes, or fails instead of ending the process.
+/// Reserves memory for `more` bytes; if there is none, it fails instead of ending the process.
 ///
 /// # Errors
 /// `OutOfMemory`.
@@ -59,7 +60,7 @@ pub fn reserve(bytes: &mut Vec<u8>, more: u64) -> io::Result<()> {
     convoke_memory::reserve(bytes, usize::try_from(more).unwrap_or(usize::MAX)).map_err(refused)
 }
 
-/// Fails, saying what it is, unless it is a regular file.
+/// Fails unless it is a regular file; the error says what it is.
 pub(crate) fn check_regular(found: &Metadata) -> io::Result<()> {
     let kind = if found.is_dir() { ErrorKind::IsADirectory } else { ErrorKind::InvalidInput };
     match found.is_file() {
@@ -121,7 +122,7 @@ mod tests {
         assert_eq!(reserve(&mut Vec::new(), u64::MAX).unwrap_err().kind(), ErrorKind::OutOfMemory);
     }
 
-    /// Each of these would wait or never end; the test's time limit is the harness's.
+    /// Reading any of these would wait or never end. This test has no time limit of its own; the test harness has one.
     #[cfg(unix)]
     #[test]
     fn nothing_else_is_opened() {
@@ -142,7 +143,7 @@ mod tests {
             let error = read_bounded(path, u64::MAX).unwrap_err().to_string();
             assert_eq!(error, format!("it is {what}, not a regular file"), "{path:?}");
         }
-        // What is opened although it was a regular file a moment before.
+        // A pipe that got the name of a regular file just before the open is noticed after it.
         let file = without_waiting(File::options().read(true)).open(&pipe).unwrap();
         assert!(check_regular(&file.metadata().unwrap()).is_err());
     }

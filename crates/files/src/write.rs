@@ -1,4 +1,4 @@
-//! Writing: a file appears whole under its name or not at all, and nobody's link leads it elsewhere.
+//! Writing: a file appears whole under its name or not at all, and planted links are not followed.
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write};
@@ -7,14 +7,14 @@ use std::path::{Path, PathBuf};
 use crate::leftovers::{new_file, remove_leftovers};
 use crate::read::{check_regular, without_waiting};
 
-/// Writes a file under a random name in the same folder, makes sure that it is on disk, and renames it; then makes sure that the
-/// name is.
+/// Writes a file under a random name in the same folder, syncs it to disk, renames it to `path`, and syncs the folder.
 ///
-/// What was there is replaced: of a link the link, not what it leads to; a pipe or device too. A file of the same user keeps its
-/// permissions, a new one has those that new files have. Unfinished files of programs that were killed are removed.
+/// Anything that had the name is replaced, even a pipe or a device; a link is replaced itself, not its target. If it
+/// replaces a file of the same user, the permissions stay; otherwise they are those of a new file. Unfinished files that
+/// killed programs left in the folder are removed.
 ///
 /// # Errors
-/// Those of the system; a folder is not replaced. What was there before is then untouched.
+/// Those of the system, and `IsADirectory` if `path` is a folder. The old file is then untouched.
 pub fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let folder = folder_of(path);
     remove_leftovers(folder);
@@ -32,8 +32,8 @@ pub fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
     sync_folder(folder)
 }
 
-/// Writes where a user asked for it: a pipe, a device or an open file of this process (`/dev/stdout`) is written to as it is,
-/// anything else by [`write_whole`].
+/// Writes to a path that a user gave: directly into a pipe, a device or a process's open file (`/dev/stdout`), and by
+/// [`write_whole`] to anything else.
 ///
 /// # Errors
 /// As [`write_whole`].
@@ -42,23 +42,23 @@ pub fn write_out(path: &Path, bytes: &[u8]) -> io::Result<()> {
         return write_whole(path, bytes);
     }
     let mut file = File::options().write(true).open(path)?;
-    // The name may have changed hands since it was asked about.
+    // Another file may have got the name since the check.
     if file.metadata()?.is_file() && !leads_to_open_file(path) {
         return Err(io::Error::new(ErrorKind::InvalidInput, "it was a pipe or a device, and now is a file"));
     }
     file.write_all(bytes)
 }
 
-/// Whether a name belongs to something that a file must not replace.
+/// Whether the path is something that must not be replaced by a file.
 fn is_stream(path: &Path) -> bool {
     let special = fs::metadata(path).is_ok_and(|found| !found.is_file() && !found.is_dir());
     special || leads_to_open_file(path)
 }
 
-/// Whether a name is that of a process's open file: a link that leads through `/proc`, as `/dev/stdout` does.
+/// Whether the path is that of a process's open file: a link that leads through `/proc`, as `/dev/stdout` does.
 fn leads_to_open_file(path: &Path) -> bool {
     let mut path = path.to_owned();
-    // As many links as Linux follows.
+    // Linux follows at most 40 links.
     for _ in 0..40 {
         let Ok(target) = fs::read_link(&path) else { return false };
         if fs::canonicalize(folder_of(&path)).is_ok_and(|folder| folder.starts_with("/proc")) {
@@ -69,15 +69,15 @@ fn leads_to_open_file(path: &Path) -> bool {
     false
 }
 
-/// Finds out whether files can be made in a folder.
+/// Checks that files can be created in a folder.
 ///
 /// # Errors
-/// What the system says if not.
+/// The error of the system if they cannot.
 pub fn probe(folder: &Path) -> io::Result<()> {
     new_file(folder)?.close()
 }
 
-/// Opens a file for writing that did not exist: what has the name is removed first, and only a folder is an error.
+/// Creates a new file for writing. Anything that had the name is removed first, except a folder, which is an error.
 ///
 /// # Errors
 /// Those of the system.
@@ -89,14 +89,15 @@ pub fn create_anew(path: &Path) -> io::Result<File> {
     File::create_new(path)
 }
 
-/// Opens a regular file to write at its end; a link is not followed.
+/// Opens a regular file for appending; links are not followed.
 ///
 /// # Errors
-/// Those of the system, and `InvalidInput` if it is a link, has several names, or is no regular file.
+/// Those of the system, and `InvalidInput` if it is a link, has several names, or is not a regular file (`IsADirectory` for
+/// a folder).
 pub fn append(path: &Path) -> io::Result<File> {
     check_regular(&fs::symlink_metadata(path)?)?;
     let file = without_waiting(File::options().append(true)).open(path)?;
-    // What was opened, not what a link put there in between leads to.
+    // Check that the opened file is the one with this name: a link may have been put there in between.
     let found = file.metadata()?;
     check_regular(&found)?;
     #[cfg(unix)]
@@ -110,10 +111,10 @@ pub fn append(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// Makes sure that the names in a folder are on disk, where the system can.
+/// Syncs the names in a folder to disk, where the system can do that.
 ///
 /// # Errors
-/// Those of the system, of disks.
+/// Those of the system while syncing.
 pub fn sync_folder(folder: &Path) -> io::Result<()> {
     // Not every system opens folders, nor every file system syncs them.
     let Ok(handle) = File::open(folder) else { return Ok(()) };
@@ -125,7 +126,7 @@ pub fn sync_folder(folder: &Path) -> io::Result<()> {
     }
 }
 
-/// The folder that a name is in.
+/// The folder that contains `path`.
 pub(crate) fn folder_of(path: &Path) -> &Path {
     path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
@@ -145,7 +146,7 @@ fn keep_permissions(_: &File, _: &fs::Metadata) -> io::Result<()> {
     Ok(())
 }
 
-/// Makes a folder and those above it that are missing, and makes sure that their names are on disk.
+/// Creates a folder and its missing parents, and syncs their names to disk.
 pub(crate) fn create_folders(folder: &Path) -> io::Result<()> {
     let missing: Vec<PathBuf> =
         folder.ancestors().take_while(|path| !path.exists()).map(Path::to_owned).collect();
@@ -176,7 +177,7 @@ mod tests {
             write_whole(&file, text).unwrap();
             assert_eq!(fs::read(&file).unwrap(), text);
         }
-        // As long as a name may be.
+        // The longest name that a file may have.
         let long = folder.path().join("n".repeat(255));
         write_whole(&long, b"x").unwrap();
         fs::remove_file(long).unwrap();
@@ -200,7 +201,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let (victim, link) = (folder.path().join("victim"), folder.path().join("out.json"));
         fs::write(&victim, "precious").unwrap();
-        // Where earlier versions wrote before they renamed, for any process.
+        // The temporary names that earlier versions wrote to, and a name as of this version.
         for temporary in [format!("out.json.{}.tmp", std::process::id()), ".convoke-000000000000.tmp".into()]
         {
             symlink(&victim, folder.path().join(temporary)).unwrap();
@@ -243,7 +244,7 @@ mod tests {
         std::os::unix::fs::symlink("/dev/null", &link).unwrap();
         write_out(&link, b"x").unwrap();
         assert!(!fs::metadata("/dev/null").unwrap().is_file() && !fs::metadata(&link).unwrap().is_file());
-        // As /dev/stdout is, sent into a file.
+        // This is how /dev/stdout looks when it is redirected to a file.
         let file = folder.path().join("file");
         let open = File::create(&file).unwrap();
         let name = PathBuf::from(format!("/proc/self/fd/{}", open.as_raw_fd()));

@@ -1,4 +1,4 @@
-//! Activations, a sum with one behind it, and dropout, each with its backward.
+//! Activations, the sum with an activation, and dropout, each with its backward pass.
 
 use crate::cpu::multiversion;
 use crate::elementwise::{chunks, chunks_mut};
@@ -6,23 +6,23 @@ use crate::error::{check_len, invalid};
 use crate::profile::span;
 use crate::{Cpu, Element, Result};
 
-/// What follows a normalisation or a sum in the same pass over memory.
+/// A function that is applied after a normalisation or a sum, in the same pass over memory.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub enum Activation {
-    /// Nothing.
+    /// No activation.
     #[default]
     Identity,
     /// max(0, y).
     Relu,
     /// y where it is positive, else slope * y: PyTorch's `leaky_relu`.
     LeakyRelu {
-        /// Above 0 and finite, in the element type too.
+        /// The factor of values that are not positive. Above 0 and finite, in the element type too.
         slope: f64,
     },
 }
 
 impl Activation {
-    /// Whether it can be applied to numbers of type T.
+    /// Checks that it can be applied to numbers of type T.
     ///
     /// # Errors
     /// If the slope of a leaky ReLU is not above 0 and finite as a T.
@@ -40,9 +40,9 @@ impl Activation {
     }
 }
 
-/// What an [`Activation`] does to numbers of type T: a type for each, so that loops are compiled for each of them.
+/// An [`Activation`] of numbers of type T. Each activation is a type of its own, so that loops are compiled for each of them.
 ///
-/// NaN passes, as in PyTorch. `y` of backward is the input or the output: both have the same sign.
+/// NaN stays NaN, as in PyTorch. `y` of backward may be the input or the output: both have the same sign.
 pub(crate) trait Activate<T>: Copy + Send + Sync {
     fn forward(self, y: T) -> T;
     fn backward(self, y: T, dy: T) -> T;
@@ -52,7 +52,7 @@ pub(crate) trait Activate<T>: Copy + Send + Sync {
 pub(crate) struct Identity;
 #[derive(Clone, Copy)]
 pub(crate) struct Relu;
-/// With the slope, or, to undo one, with the slope's inverse.
+/// Holds the slope, or its reciprocal to invert a leaky ReLU.
 #[derive(Clone, Copy)]
 pub(crate) struct LeakyRelu<T>(pub(crate) T);
 
@@ -92,7 +92,7 @@ impl<T: Element> Activate<T> for LeakyRelu<T> {
     }
 }
 
-/// `$body` with `$act` the [`Activate`] that belongs to an [`Activation`], which has been checked.
+/// Evaluates `$body` with `$act` bound to the [`Activate`] type of an [`Activation`], which has been checked.
 macro_rules! with_act {
     ($activation:expr, $act:ident => $body:expr) => {
         match $activation {
@@ -139,7 +139,7 @@ multiversion! {
     }
 
     fn dropout_chunk<T: Element>(first: usize, key: u64, p: f64, x: &[T], y: &mut [T]) {
-        // The probability as a threshold on 32 random bits; a p of 1 drops every element.
+        // The probability as a threshold for 32 random bits; a p of 1 drops every element.
         let threshold = (p * 4294967296.0) as u64;
         let scale = if p < 1.0 { T::of(1.0 / (1.0 - p)) } else { T::zero() };
         for (index, (y, &x)) in y.iter_mut().zip(x).enumerate() {
@@ -178,8 +178,8 @@ pub fn add_activated_in_place<T: Element>(
     Ok(())
 }
 
-/// g = the gradient in front of the activation: dz where it passed, else 0 or slope * dz. Judged by its output `z`, whose
-/// sign is the input's.
+/// g = the gradient of the activation's input: dz where the activation passed its input, else 0 or slope * dz. It is
+/// computed from the output `z`, whose sign is the input's.
 ///
 /// # Errors
 /// If the lengths differ, or a slope is not above 0 and finite.
@@ -198,7 +198,7 @@ pub fn activation_backward<T: Element>(
     Ok(())
 }
 
-/// As [`activation_backward`], on one buffer: `g` holds dz before.
+/// As [`activation_backward`], in place: `g` holds dz before.
 ///
 /// # Errors
 /// As [`activation_backward`].
@@ -272,8 +272,8 @@ fn activation_backward_unchecked<T: Element>(
 
 /// Inverted dropout: each element is dropped with probability `p`, the others are divided by 1 - p.
 ///
-/// Which are dropped depends on `key` and the element's index only, so that backward is the same function applied
-/// to dy, and no mask is stored.
+/// Which elements are dropped depends only on `key` and the element's index. So backward is the same function applied to
+/// dy, and no mask is stored.
 ///
 /// # Errors
 /// If the lengths differ or `p` is not in [0, 1].
@@ -293,7 +293,8 @@ pub fn dropout<T: Element>(cpu: &Cpu, x: &[T], p: f64, key: u64, y: &mut [T]) ->
     Ok(())
 }
 
-/// The key whose element 0 is element `elements` of `key`: with it a part of a tensor is dropped as it would be in the whole.
+/// The key whose element 0 is element `elements` of `key`. With it, dropout of a part of a tensor drops the same elements
+/// as dropout of the whole.
 pub fn dropout_skip(key: u64, elements: u64) -> u64 {
     key.wrapping_add(elements.wrapping_mul(GAMMA))
 }
@@ -349,7 +350,7 @@ mod tests {
     }
 
     fn same<T: Element>(found: &[T], expected: impl Iterator<Item = T>) -> bool {
-        // NaN's sign is nobody's business.
+        // The sign of NaN does not matter.
         let bits = |value: T| if value.is_nan() { f64::NAN.to_bits() } else { value.f64().to_bits() };
         let expected: Vec<T> = expected.collect();
         found.len() == expected.len() && found.iter().zip(&expected).all(|(&a, &b)| bits(a) == bits(b))
@@ -369,7 +370,7 @@ mod tests {
                 assert!(same(&z, x.iter().map(|&x| defined(activation, x, x).0)), "{activation:?}");
                 let mut g = vec![nan; x.len()];
                 activation_backward(&cpu, activation, &z, &dz, &mut g).unwrap();
-                // By the input, which has the sign of the output.
+                // Also from the input, which has the sign of the output.
                 let expected = x.iter().zip(&dz).map(|(&x, &dz)| defined(activation, x, dz).1);
                 assert!(same(&g, expected), "{activation:?} backward");
                 let mut in_place = dz.clone();

@@ -1,7 +1,7 @@
-//! Memory that is taken in blocks of any size and given back: free neighbours become one again.
+//! An allocator of memory blocks of any size. Neighbouring free blocks are merged.
 //!
-//! A program that takes and frees the same blocks in the same order, as the steps of a training run do, gets the same addresses
-//! each time, and no fresh memory after the first: fresh memory costs page faults.
+//! A program that allocates and frees the same blocks in the same order, as the steps of a training run do, gets the same
+//! addresses each time. Only the first time needs fresh memory, which costs page faults.
 
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
@@ -9,34 +9,34 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::buffer::LINE;
 
-/// Blocks of at most so many bytes lie apart from larger ones, whose holes they would cut.
+/// Blocks of at most this many bytes use separate chunks, so that they do not fragment the holes that larger blocks leave.
 const SMALL: usize = 256 << 10;
-/// Bytes of a chunk, at least: address space, which is no memory until it is written.
+/// The smallest chunk in bytes, for small and for large blocks. This is address space, which takes no memory until it is
+/// written.
 const CHUNK: [usize; 2] = [4 << 20, 64 << 20];
 
-/// Where blocks come from. Clones share the memory, which lives as long as they or any block.
+/// The allocator of [`Block`]s. Clones share its memory, which lives as long as any clone or block.
 #[derive(Clone, Default)]
 pub struct Arena {
     chunks: Arc<Mutex<Chunks>>,
 }
 
-/// Bytes that start on a cache line: zeros where nobody wrote before, else any.
+/// Bytes that start on a cache line: zeros in fresh memory, else whatever earlier blocks left there.
 pub struct Block {
     place: Place,
     address: NonNull<u8>,
     arena: Arc<Mutex<Chunks>>,
 }
 
-// SAFETY: a block is the only one that has its bytes, which any thread may use, and the arena that it gives them back to is behind
-// a lock.
+// SAFETY: no other block has its bytes, which any thread may use, and the arena that it returns them to is behind a lock.
 unsafe impl Send for Block {}
-// SAFETY: of a shared block bytes can only be read, which any number of threads may do at once.
+// SAFETY: through a shared block, its bytes can only be read, which any number of threads may do at once.
 unsafe impl Sync for Block {}
 
 /// Where a block lies.
 #[derive(Clone, Copy)]
 struct Place {
-    /// Which chunk; none has a block without bytes.
+    /// The index of the chunk; `usize::MAX` for a block without bytes, which is in no chunk.
     chunk: usize,
     start: usize,
     len: usize,
@@ -44,23 +44,24 @@ struct Place {
 
 #[derive(Default)]
 struct Chunks {
-    /// A chunk that went leaves its place.
+    /// A freed chunk leaves `None` in its place, so that the other indices stay valid.
     all: Vec<Option<Chunk>>,
-    /// Blocks that went beyond what was reached.
+    /// How many blocks went beyond the bytes that a chunk had reached.
     fresh: usize,
 }
 
-/// A run of address space. What lies beyond `reached` has never been part of a block.
+/// A run of address space. The bytes beyond `reached` have never been part of a block.
 struct Chunk {
     memory: Memory,
     small: bool,
-    /// Free bytes by where they begin, up to `reached`; no two touch.
+    /// The lengths of the holes below `reached`, by where they start. No two holes touch.
     free: BTreeMap<usize, usize>,
     reached: usize,
 }
 
 impl Arena {
-    /// A block of `len` bytes, in the smallest hole that it fits, or in fresh memory; `None` if the operating system has none.
+    /// A block of `len` bytes, in the smallest hole that is large enough, or in fresh memory; `None` if the operating
+    /// system has no memory left.
     pub fn take(&self, len: usize) -> Option<Block> {
         let place = |place, address| Block { place, address, arena: self.chunks.clone() };
         if len == 0 {
@@ -80,17 +81,17 @@ impl Arena {
         Some(place(Place { chunk, start, len: lines }, address))
     }
 
-    /// Bytes that blocks have or had: what may be resident.
+    /// Bytes that blocks use or have used, and that may therefore be resident.
     pub fn reached(&self) -> usize {
         self.chunks().all.iter().flatten().map(|chunk| chunk.reached).sum()
     }
 
-    /// How many blocks had memory that no block had before.
+    /// How many blocks, so far, got memory that no block had used before.
     pub fn fresh(&self) -> usize {
         self.chunks().fresh
     }
 
-    /// Gives memory back to the operating system: of chunks without blocks, all of it.
+    /// Gives the memory of all chunks without blocks back to the operating system.
     pub fn trim(&self) {
         for place in &mut self.chunks().all {
             if place.as_ref().is_some_and(Chunk::is_free) {
@@ -105,7 +106,7 @@ impl Arena {
 }
 
 fn lock(chunks: &Mutex<Chunks>) -> MutexGuard<'_, Chunks> {
-    // Nothing panics between two changes that belong together.
+    // A poisoned lock is safe to use: nothing panics between two changes that belong together.
     chunks.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -115,7 +116,7 @@ impl Chunks {
         chunks.filter(move |(_, chunk)| chunk.small == (len <= SMALL))
     }
 
-    /// The chunk and the start of the smallest hole of at least `len` bytes, the first of several.
+    /// The chunk and the start of the smallest hole of at least `len` bytes, the first one if several have that size.
     fn hole(&self, len: usize) -> Option<(usize, usize)> {
         let holes = self
             .of_size(len)
@@ -123,14 +124,15 @@ impl Chunks {
         holes.filter(|&(hole, ..)| hole >= len).min().map(|(_, index, start)| (index, start))
     }
 
-    /// The chunk and the start of a run of `len` bytes whose end is fresh: behind what was reached, in a new chunk if need be.
+    /// The chunk and the start of a run of `len` bytes after the last block of a chunk, in a new chunk if no chunk has
+    /// room. At least the end of the run is fresh memory.
     fn fresh(&mut self, len: usize) -> Option<(usize, usize)> {
         let place = self.behind(len).or_else(|| Some((self.new_chunk(len)?, 0)))?;
         self.fresh += 1;
         Some(place)
     }
 
-    /// Of [`Chunks::fresh`], behind what was reached where that grows least.
+    /// As [`Chunks::fresh`] in the chunks that exist: it picks the one whose `reached` grows least.
     fn behind(&self, len: usize) -> Option<(usize, usize)> {
         let behind = self.of_size(len).filter_map(|(index, chunk)| {
             let start = chunk.end_of_blocks();
@@ -139,11 +141,12 @@ impl Chunks {
         behind.min().map(|(_, index, start)| (index, start))
     }
 
-    /// The place of a new chunk with room for `len` bytes.
+    /// The index of a new chunk with room for `len` bytes.
     fn new_chunk(&mut self, len: usize) -> Option<usize> {
         let small = len <= SMALL;
         let so_far: usize = self.of_size(len).map(|(_, chunk)| chunk.memory.len).sum();
-        // Few large chunks have few boundaries. Where address space is short, just what is needed.
+        // Each new chunk is as large as all earlier chunks of its kind together: a few large chunks have few boundaries,
+        // which no hole can cross. If there is not enough address space for that, the chunk gets just `len` bytes.
         let wanted = so_far.max(CHUNK[usize::from(!small)]).max(len);
         let memory = Memory::zeros(wanted).or_else(|| Memory::zeros(len))?;
         let chunk = Chunk { memory, small, free: BTreeMap::new(), reached: 0 };
@@ -158,7 +161,7 @@ impl Chunks {
 }
 
 impl Chunk {
-    /// Where the last block ends: free bytes from there on go on behind `reached`.
+    /// Where the last block ends. All bytes from there on are free: the last hole, if it ends at `reached`, then fresh memory.
     fn end_of_blocks(&self) -> usize {
         match self.free.last_key_value() {
             Some((&start, &len)) if start + len == self.reached => start,
@@ -170,7 +173,7 @@ impl Chunk {
         self.end_of_blocks() == 0
     }
 
-    /// Takes `start..start + len`, which begins a hole or at `reached`, out of what is free.
+    /// Marks `start..start + len` as used. It must begin where a hole begins, or at `reached`.
     fn occupy(&mut self, start: usize, len: usize) {
         let end = start + len;
         assert!(end <= self.memory.len, "a block beyond its chunk");
@@ -182,7 +185,7 @@ impl Chunk {
         self.reached = self.reached.max(end);
     }
 
-    /// Makes `start..start + len` free again, together with free neighbours.
+    /// Frees `start..start + len` and merges it with neighbouring holes.
     fn release(&mut self, mut start: usize, len: usize) {
         let mut end = start + len;
         if let Some(next) = self.free.remove(&end) {
@@ -198,18 +201,18 @@ impl Chunk {
 }
 
 impl Block {
-    /// Its bytes: as many as were asked for, up to the end of a cache line.
+    /// Its bytes: the requested length, rounded up to whole cache lines.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: the arena gave these bytes, which were initialised as zeros, to this block alone, and the chunk stays until the
-        // block goes: it holds the arena, which frees chunks without blocks only.
+        // SAFETY: the arena gave these bytes, which were initialised as zeros, to this block alone, and the chunk lives as
+        // long as the block: the block holds the arena, which frees only chunks without blocks.
         unsafe { std::slice::from_raw_parts(self.address.as_ptr(), self.place.len) }
     }
 
     /// As [`Block::bytes`].
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: the arena gave these bytes, which were initialised as zeros, to this block alone, and the chunk stays until the
-        // block goes: it holds the arena, which frees chunks without blocks only. The block is borrowed mutably, so that nobody
-        // has its bytes from it meanwhile.
+        // SAFETY: the arena gave these bytes, which were initialised as zeros, to this block alone, and the chunk lives as
+        // long as the block: the block holds the arena, which frees only chunks without blocks. The block is borrowed
+        // mutably, so that nobody else can get its bytes meanwhile.
         unsafe { std::slice::from_raw_parts_mut(self.address.as_ptr(), self.place.len) }
     }
 }
@@ -225,16 +228,17 @@ impl Drop for Block {
     }
 }
 
-/// What an address is aligned to.
+/// A type with the alignment of a cache line.
 #[repr(align(64))]
 struct Line;
 
-/// Zeros as they come from the operating system: they take no memory until they are written.
+/// Zeros from the operating system, which take no memory until they are written.
 struct Memory {
-    /// On a cache line.
+    /// Where the bytes begin, at the start of a cache line.
     base: NonNull<u8>,
     len: usize,
-    /// What was allocated, with room to align it: zeros of a larger alignment the allocator would write one by one.
+    /// The whole allocation, with room to align `base`. Asked for zeros with a larger alignment, the allocator would write
+    /// them all.
     room: NonNull<[u8]>,
 }
 
@@ -242,15 +246,15 @@ struct Memory {
 unsafe impl Send for Memory {}
 
 impl Memory {
-    /// `len` bytes, a multiple of a cache line, if there are so many.
+    /// `len` bytes, a multiple of a cache line; `None` if there is not enough memory.
     fn zeros(len: usize) -> Option<Memory> {
         let bytes = len.checked_add(LINE - 1)?;
         let room =
             convoke_memory::attempt(|| bytemuck::allocation::try_zeroed_slice_box::<u8>(bytes)).ok()?;
         let room = NonNull::from(Box::leak(room));
         let first = room.cast::<u8>();
-        // SAFETY: `room` has LINE - 1 bytes more than `len`, and the next line begins at most LINE - 1 bytes from its start:
-        // `align_offset` of bytes gives that number, as no allocation is as large as it would be otherwise.
+        // SAFETY: `room` has LINE - 1 bytes more than `len`, and the next line begins at most LINE - 1 bytes from its
+        // start. `align_offset` returns that distance: a byte pointer can always be aligned.
         let base = unsafe { first.add(first.as_ptr().align_offset(LINE)) };
         Some(Memory { base, len, room })
     }
@@ -258,7 +262,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: `zeros` leaked this box, and a chunk goes only when no block has any of its bytes.
+        // SAFETY: `zeros` leaked this box, and a chunk is dropped only when no block has any of its bytes.
         drop(unsafe { Box::from_raw(self.room.as_ptr()) });
     }
 }
@@ -384,7 +388,7 @@ mod tests {
         };
         let first = step();
         let reached = arena.reached();
-        // From the second on nothing is fresh, so that best fits are the same.
+        // From the second step on no memory is fresh, so the best fits are the same.
         let second = step();
         assert_eq!((step(), arena.reached()), (second.clone(), reached));
         assert_eq!(first.len(), second.len());

@@ -1,34 +1,37 @@
-//! The allocator of a program that would rather end with a message than be aborted.
+//! An allocator with which a program that runs out of memory ends with a message instead of an abort.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 
 use convoke_memory::{attempt, may_fail};
 
-/// The system's allocator, for `#[global_allocator]`. Where it has no memory, callers that take an error
-/// ([`convoke_memory::attempt`]) get one; for the others, which the standard library would abort, `refused` ends the process.
+/// The system's allocator, for `#[global_allocator]`. When it has no memory, callers that handle an error
+/// ([`convoke_memory::attempt`]) get one. For all others, where the standard library would abort, `refused` ends the
+/// process.
 pub struct Backstop {
-    /// Of the C interface, which nothing can unwind out of: allocators must not.
+    /// `extern "C"`, because a panic cannot unwind out of such a function, and an allocator must not unwind.
     refused: extern "C" fn(usize) -> !,
 }
 
 impl Backstop {
-    /// Calls `refused` with the bytes that were not there; it says so and ends the process, and should need no memory itself.
+    /// `refused` is called with the number of bytes that could not be allocated. It should print a message and end the
+    /// process, without allocating memory.
     pub const fn new(refused: extern "C" fn(usize) -> !) -> Backstop {
         Backstop { refused }
     }
 
     fn checked(&self, memory: *mut u8, bytes: usize) -> *mut u8 {
         if memory.is_null() && !may_fail() {
-            // If it asks for memory in vain, the standard library aborts as it would have without a backstop.
+            // If `refused` itself fails to allocate, the standard library aborts, as it would have without a backstop.
             attempt(|| (self.refused)(bytes));
         }
         memory
     }
 }
 
-// SAFETY: every method passes its arguments to the same method of `System`, under the contract that the caller keeps towards
-// this one, and returns what that gave: memory of the layout, or null. `refused` never returns, so it changes neither, and cannot
-// unwind out of its interface; `may_fail` and `attempt` read and set a thread-local flag, which needs no memory, and do not panic.
+// SAFETY: every method passes its arguments to the same method of `System`, under the contract that the caller keeps
+// towards this one, and returns its result: memory of the layout, or null. `refused` never returns, so it changes neither,
+// and cannot unwind out of its `extern "C"` interface; `may_fail` and `attempt` read and set a thread-local flag, which
+// needs no memory, and do not panic.
 unsafe impl GlobalAlloc for Backstop {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the layout is not empty, as the caller promises.

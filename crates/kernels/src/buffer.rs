@@ -1,4 +1,4 @@
-//! Elements that start on a cache line, as those of tensors do: a vector that lies across two lines takes twice as long.
+//! Buffers that start on a cache line, as tensors do: loading a vector that crosses two lines takes twice as long.
 
 use std::ops::{Deref, DerefMut};
 
@@ -17,25 +17,25 @@ pub(crate) struct Buffer<T> {
 pub(crate) const LINE: usize = 64;
 
 impl<T: Element> Buffer<T> {
-    /// So many elements of this value; their memory has been met. For what is as small as a row of a tensor.
+    /// `len` elements of this value. Aborts if there is no memory, so use it only for sizes as small as a row of a tensor.
     pub(crate) fn filled(len: usize, value: T) -> Buffer<T> {
         let slack = LINE / size_of::<T>();
         Buffer::of(vec![value; len + slack], len)
     }
 
-    /// As [`Buffer::filled`], for what is as large as a tensor.
+    /// As [`Buffer::filled`], but returns an error if there is no memory: for sizes as large as a tensor.
     pub(crate) fn try_filled(len: usize, value: T) -> Result<Buffer<T>, OutOfMemory> {
         let slack = LINE / size_of::<T>();
         Ok(Buffer::of(convoke_memory::filled(len.saturating_add(slack), value)?, len))
     }
 
-    /// `len` elements of a memory that has a cache line more.
+    /// The first `len` elements of `memory` from a cache line on; `memory` is one cache line longer than that.
     fn of(memory: Vec<T>, len: usize) -> Buffer<T> {
         let start = memory.as_ptr().align_offset(LINE).min(memory.len() - len);
         Buffer { memory, start, len }
     }
 
-    /// A slice so many times over.
+    /// `values`, `times` times in a row.
     pub(crate) fn repeat(values: &[T], times: usize) -> Buffer<T> {
         let mut all = Buffer::filled(values.len() * times, T::zero());
         all.chunks_exact_mut(values.len().max(1)).for_each(|part| part.copy_from_slice(values));

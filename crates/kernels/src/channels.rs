@@ -1,4 +1,4 @@
-//! Walks a tensor by channel, whatever its memory format: the loops of biases.
+//! Loops over a tensor channel by channel, in either memory format; used for biases.
 
 use crate::error::check_len;
 use crate::memory_format::Extent;
@@ -13,12 +13,12 @@ pub(crate) enum Layout {
     Rows,
 }
 
-/// A tensor cut into units (planes or rows), and these into blocks that are one task each.
+/// A tensor cut into units (planes or rows). Units are grouped into blocks; each block is one task.
 pub(crate) struct Units {
     pub(crate) layout: Layout,
     pub(crate) channels: usize,
     unit_len: usize,
-    /// Units a block: depends on the shape only, so that sums do not change with the number of threads.
+    /// Units per block. It depends only on the shape, so that sums do not change with the number of threads.
     per_block: usize,
     total: usize,
 }
@@ -26,7 +26,7 @@ pub(crate) struct Units {
 /// One task's part of the tensor.
 pub(crate) struct Block {
     pub(crate) elements: std::ops::Range<usize>,
-    /// Channel of the first plane.
+    /// Channel of the block's first plane.
     pub(crate) first_channel: usize,
     /// How many different channels its planes have.
     pub(crate) channels: usize,
@@ -43,7 +43,7 @@ impl Units {
             check_len(operation, operand, len, total)?;
         }
         let (outer, inner) = match extent.channels {
-            // One channel alone is cut into pieces, or it would be one task.
+            // A single channel is cut into pieces; else it would be a single task.
             1 => (total.div_ceil(SMALLEST), SMALLEST),
             _ => extent.around_channels(),
         };
@@ -105,10 +105,11 @@ impl Units {
     }
 }
 
-/// Independent sums, so that adding vectorises; fixed, so that every instruction set adds in the same order.
+/// Independent sums, so that the additions vectorise. The number is fixed, so that every instruction set adds in the same
+/// order.
 pub(crate) const LANES: usize = 16;
 
-/// Sums `f` over the values in [`LANES`] interleaved f64 sums.
+/// The sum of `f` over the values, taken as [`LANES`] interleaved f64 sums.
 #[inline(always)]
 pub(crate) fn lane_sum<T: Element>(values: &[T], f: impl Fn(T) -> f64) -> f64 {
     let mut lanes = [0.0f64; LANES];

@@ -1,4 +1,4 @@
-//! The negative log-likelihood with weights of classes and smoothed labels, with its backward.
+//! The negative log-likelihood with class weights and label smoothing, with its backward pass.
 //!
 //! C. Szegedy, V. Vanhoucke, S. Ioffe, J. Shlens, Z. Wojna, "Rethinking the inception architecture for computer vision", 2016:
 //! label smoothing. Sums and divisors are those of PyTorch's `cross_entropy`.
@@ -8,14 +8,14 @@ use crate::loss::for_each_target;
 use crate::memory_format::Extent;
 use crate::{Element, Result};
 
-/// How classes count. The default is that of [`crate::loss::nll`].
+/// The options of [`class_loss`]. With the default it equals [`crate::loss::nll`].
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct ClassLoss<'a> {
-    /// The target that does not count.
+    /// The target value that does not count.
     pub ignore: Option<i64>,
-    /// What each class weighs, C; 1 without.
+    /// The weight of each of the C classes; 1 if absent.
     pub weights: Option<&'a [f64]>,
-    /// What part of each target is spread over all classes: 0 to 1.
+    /// The share of each target that is spread over all classes, 0 to 1.
     pub label_smoothing: f64,
 }
 
@@ -35,7 +35,7 @@ impl ClassLoss<'_> {
         self.weights.map_or(1.0, |weights| weights[class])
     }
 
-    /// Of each class, what -log_probability is multiplied by where `target` is the class.
+    /// The factor of -log_probability of `class`; `is_target` tells whether it is the target's class.
     fn factor(&self, class: usize, is_target: bool, classes: usize) -> f64 {
         let spread = self.label_smoothing / classes as f64;
         let own = if is_target { 1.0 - self.label_smoothing } else { 0.0 };
@@ -43,7 +43,7 @@ impl ClassLoss<'_> {
     }
 }
 
-/// The class and the places of the classes' values, of each target that counts.
+/// Calls `each` for every target that counts, with its class and the places of the values of all classes.
 fn visit(
     extent: &Extent,
     targets: &[i64],
@@ -76,7 +76,7 @@ pub fn class_loss<T: Element>(
         weight += options.weight(target);
         for (class, place) in places.take(extent.channels).enumerate() {
             let factor = options.factor(class, class == target, extent.channels);
-            // What does not count may be infinite.
+            // A log-probability with a factor of 0 may be infinite.
             if factor != 0.0 {
                 total -= factor * log_probabilities[place].f64();
             }
@@ -98,7 +98,7 @@ pub fn class_loss_backward<T: Element>(
 ) -> Result<()> {
     check_len("nll_loss backward", "dx", dx.len(), extent.len()?)?;
     options.check(extent)?;
-    // All targets are looked at before anything is written.
+    // All targets are checked before anything is written.
     for_each_target(extent, targets, options.ignore, |_| ())?;
     dx.fill(T::zero());
     visit(extent, targets, options.ignore, |target, places| {

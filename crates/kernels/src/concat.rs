@@ -1,19 +1,19 @@
-//! Tensors joined along their channels, and parts of their channels taken out again.
+//! Concatenation of tensors along their channels, and extraction of some channels.
 
 use crate::error::{check_len, invalid};
 use crate::memory_format::Extent;
 use crate::profile::span;
 use crate::{Cpu, Result, Stored};
 
-/// Elements of one task, about.
+/// The approximate number of elements in a task.
 const TASK: usize = 1 << 15;
 
 /// y = the channels of every part, one part after the other; `extent` is y's.
 ///
-/// A part's length says how many channels it has: it is N x C x (spatial) in the same format.
+/// Each part is N x C x (spatial) in the same format; its length determines how many channels it has.
 ///
 /// # Errors
-/// If a part's length is no number of channels, or all of them are not the extent's channels.
+/// If a part's length is not a whole number of channels, or the parts together do not have the extent's channels.
 pub fn concat<T: Stored>(cpu: &Cpu, extent: &Extent, parts: &[&[T]], y: &mut [T]) -> Result<()> {
     span!("concat", y, y);
     check_len("concat", "y", y.len(), extent.len()?)?;
@@ -38,7 +38,7 @@ pub fn concat<T: Stored>(cpu: &Cpu, extent: &Extent, parts: &[&[T]], y: &mut [T]
     Ok(())
 }
 
-/// y = the channels of x from `first` on, as many as y's length says; `extent` is x's.
+/// y = the channels of x from `first` on; y's length determines how many. `extent` is x's.
 ///
 /// # Errors
 /// If a length is not the extent's, or x has fewer channels.
@@ -71,12 +71,12 @@ pub fn take_channels<T: Stored>(
     Ok(())
 }
 
-/// How many elements of a tensor of this length lie side by side, all its channels at one place of the others; `extent` tells
-/// of those.
+/// The length of the contiguous run of all channels at one outer index, in a tensor of `len` elements. `extent` gives the
+/// sizes other than the channels.
 fn run(operation: &'static str, extent: &Extent, len: usize) -> Result<usize> {
     let (outer, inner) = extent.around_channels();
     match outer * inner {
-        // Nothing is a number of channels of nothing.
+        // An empty tensor may have any number of channels.
         0 if len == 0 => Ok(0),
         places if places > 0 && len.is_multiple_of(places) => Ok(len / outer),
         places => {

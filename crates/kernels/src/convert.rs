@@ -22,8 +22,8 @@ multiversion! {
     }
 }
 
-/// `to` becomes `from` in another type: the nearest value, ties to even, rounded once. NaN stays NaN, and what is too large
-/// becomes infinite, as in IEEE 754.
+/// Converts `from` to another type: to the nearest value, ties to even, rounded once. NaN stays NaN, and values that are
+/// too large become infinite, as in IEEE 754.
 ///
 /// # Errors
 /// If the lengths differ.
@@ -45,7 +45,7 @@ mod tests {
     use super::*;
     use crate::Isa;
 
-    /// Values of f32 in every binade, at and beside the ties of both half types, and the special ones.
+    /// Values of f32 in every binade, at and next to the ties of both half types, and the special values.
     fn values() -> Vec<f32> {
         let beside = |bits: u32| [bits.wrapping_sub(1), bits, bits.wrapping_add(1)];
         let bits = (0..=u16::MAX).flat_map(|upper| {
@@ -55,7 +55,7 @@ mod tests {
         bits.map(f32::from_bits).collect()
     }
 
-    /// The nearest value to `exact` by comparing distances: `other` must not be nearer, nor as near and even.
+    /// Checks by distances that `found` is the value nearest to `exact`: no neighbour may be nearer, nor as near and even.
     fn check_nearest<H: Stored>(found: H, exact: f64, neighbours: [H; 2], even: bool) {
         if exact.is_nan() {
             assert!(found.f64().is_nan(), "{exact} became {found}");
@@ -129,7 +129,8 @@ mod tests {
             convert(&Cpu::single(), &[x], &mut y).unwrap();
             y[0].f64()
         }
-        // Beside the tie between 1 and the next half by less than f32 can tell: through f32 it would go to even, to 1.
+        // The values differ from the tie between 1 and the next half-precision number by less than f32 resolves: through
+        // f32 they would round to even, to 1.
         let little = 2f64.powi(-40);
         for sign in [1.0, -1.0] {
             let (tie, next) = (1.0 + 2f64.powi(-11), 1.0 + 2f64.powi(-10));
@@ -142,7 +143,7 @@ mod tests {
                 [tie - little, tie, tie + little].map(|x| nearest::<bf16>(sign * x)),
                 [sign, sign, sign * next]
             );
-            // The least subnormals, and what is too large.
+            // The smallest subnormals, and values that are too large.
             assert_eq!(
                 [2f64.powi(-25) + 2f64.powi(-70), 2f64.powi(-25)].map(|x| nearest::<f16>(sign * x)),
                 [sign * 2f64.powi(-24), 0.0]

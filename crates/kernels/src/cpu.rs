@@ -9,15 +9,15 @@ use crate::{Error, Result, simd};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Isa {
-    /// What every CPU of the target has.
+    /// The instructions that every CPU of the target has.
     Portable,
-    /// x86-64-v3: AVX2 and FMA with BMI1, BMI2, LZCNT and all that came before.
+    /// x86-64-v3: AVX2, FMA, BMI1, BMI2, LZCNT and all earlier extensions.
     Avx2,
-    /// x86-64-v4: that and AVX-512 F, BW, CD, DQ and VL.
+    /// x86-64-v4: x86-64-v3 and AVX-512 F, BW, CD, DQ and VL.
     Avx512,
 }
 
-/// Names of CPU features, each with the look whether this CPU has it.
+/// Names of CPU features, each with the function that tells whether this CPU has it.
 #[cfg(target_arch = "x86_64")]
 type Features = &'static [(&'static str, fn() -> bool)];
 
@@ -26,13 +26,13 @@ macro_rules! features {
     ($($feature:tt)*) => { &[$(($feature, || is_x86_feature_detected!($feature))),*] };
 }
 
-/// What [`Isa::Avx2`] stands for: all that pulp's `V3` needs. The `gemm` crate and [`multiversion`] need less.
+/// The features that [`Isa::Avx2`] requires: all that pulp's `V3` needs. The `gemm` crate and [`multiversion`] need fewer.
 #[cfg(target_arch = "x86_64")]
 const V3: Features = features!(
     "sse" "sse2" "fxsr" "sse3" "ssse3" "sse4.1" "sse4.2" "popcnt" "avx" "avx2" "bmi1" "bmi2" "fma" "lzcnt"
 );
 
-/// What [`Isa::Avx512`] stands for beyond that: pulp's `V4`.
+/// The features that [`Isa::Avx512`] requires in addition, for pulp's `V4`.
 #[cfg(target_arch = "x86_64")]
 const V4: Features = features!("avx512f" "avx512bw" "avx512cd" "avx512dq" "avx512vl");
 
@@ -53,13 +53,13 @@ impl Isa {
             let found = Isa::among(|_, has| has());
             #[cfg(not(target_arch = "x86_64"))]
             let found = vec![Isa::Portable];
-            // Asked itself, too: another version of pulp may need more.
+            // Ask pulp too: another version of it may need more features than these lists.
             found.into_iter().filter(|&isa| simd::has(isa)).collect()
         });
         &FOUND
     }
 
-    /// The instruction sets of a CPU that `has` these features.
+    /// The instruction sets of a CPU whose features are those that `has` accepts.
     #[cfg(target_arch = "x86_64")]
     fn among(has: impl Fn(&str, fn() -> bool) -> bool) -> Vec<Isa> {
         let all = |features: Features| features.iter().all(|&(name, look)| has(name, look));
@@ -86,15 +86,15 @@ impl std::fmt::Display for Isa {
 
 /// A thread budget and an instruction set, given to every kernel.
 ///
-/// The calling thread is one of them; clones share the others. Each thread that calls kernels at the same time
-/// as others adds itself to the budget.
+/// The calling thread counts as one of the threads; clones share the others. If several threads call kernels at the same
+/// time, each of them runs in addition to the shared threads.
 #[derive(Clone)]
 pub struct Cpu {
-    /// The threads besides the caller's.
+    /// The threads other than the caller's.
     team: Option<Arc<Team>>,
     threads: usize,
     isa: Isa,
-    /// Whether nothing runs.
+    /// Whether kernels only check their arguments and compute nothing; see [`Cpu::dry`].
     dry: bool,
 }
 
@@ -123,7 +123,7 @@ impl Cpu {
         Cpu { team: None, threads: 1, isa: Isa::detect(), dry: false }
     }
 
-    /// As many threads as the operating system says are available to this process.
+    /// All threads that the operating system says are available to this process, at most 1024.
     ///
     /// # Errors
     /// As [`Cpu::new`].
@@ -131,7 +131,7 @@ impl Cpu {
         Cpu::new(std::thread::available_parallelism().map_or(1, |count| count.get().min(1024)))
     }
 
-    /// The same threads with another instruction set, to compare or to test it.
+    /// The same threads with another instruction set, for comparisons and tests.
     ///
     /// # Errors
     /// If this CPU does not have it.
@@ -143,20 +143,21 @@ impl Cpu {
         Ok(self)
     }
 
-    /// The same threads and instruction set on which nothing runs: kernels check what they are given and leave their
-    /// outputs as they are.
+    /// The same threads and instruction set, but nothing runs: kernels check their arguments and leave their outputs as
+    /// they are.
     ///
-    /// It is equal to the one that runs, since the same is chosen for both; see [`Cpu::is_dry`].
+    /// It compares equal to the `Cpu` that runs, because both get the same choices of kernels; [`Cpu::is_dry`] tells them
+    /// apart.
     pub fn dry(&self) -> Cpu {
         Cpu { dry: true, ..self.clone() }
     }
 
-    /// Whether this is a [`Cpu::dry`].
+    /// Whether this was made by [`Cpu::dry`].
     pub fn is_dry(&self) -> bool {
         self.dry
     }
 
-    /// The one that runs.
+    /// The same `Cpu`, not dry.
     pub(crate) fn running(&self) -> Cpu {
         Cpu { dry: false, ..self.clone() }
     }
@@ -176,12 +177,12 @@ impl Cpu {
         Cpu { team: None, threads: 1, ..self.clone() }
     }
 
-    /// The same budget, so that work is split in the same way, with every part run on the calling thread.
+    /// The same thread budget, so that work is split in the same way, but every part runs on the calling thread.
     pub(crate) fn calling_thread(&self) -> Cpu {
         Cpu { team: None, ..self.clone() }
     }
 
-    /// Where its team lies.
+    /// The address of its team, which identifies the threads.
     fn place(&self) -> Option<*const Team> {
         self.team.as_ref().map(Arc::as_ptr)
     }
@@ -189,8 +190,8 @@ impl Cpu {
     /// Runs `task` on every item, in parallel when `work` (elements touched in total) is worth it.
     ///
     /// Items are started in order; tasks must not depend on one another. The calling thread takes items too, all of them if
-    /// no other comes in time. A call while another is under way, within one of its tasks or on another thread, runs on its
-    /// own thread alone. On a [`Cpu::dry`] nothing runs.
+    /// no other thread is free in time. While a call is running, another call, from one of its tasks or from another
+    /// thread, runs on its calling thread alone. On a [`Cpu::dry`] nothing runs.
     pub fn for_each<I: Send>(
         &self,
         work: usize,
@@ -209,7 +210,8 @@ impl Cpu {
         team.run(helpers, &|| taken(&items).for_each(&task));
     }
 
-    /// Runs `task` on every item with a state that no other thread has: as many threads take items as there are states.
+    /// Runs `task` on every item, with a state that no other thread uses at the same time. At most one thread per state
+    /// takes items.
     ///
     /// Otherwise as [`Cpu::for_each`].
     pub(crate) fn for_each_with<W: Send, I>(
@@ -224,13 +226,13 @@ impl Cpu {
     }
 }
 
-/// What is left of items that several threads take, each of them once and in order.
+/// The items that are left. Several threads share them: each item is taken once, in order.
 fn taken<T: Iterator>(items: &Mutex<T>) -> impl Iterator<Item = T::Item> {
     std::iter::from_fn(|| items.lock().unwrap_or_else(PoisonError::into_inner).next())
 }
 
 impl PartialEq for Cpu {
-    /// Whether both are the same threads, with the same instruction set.
+    /// Whether both use the same threads and the same instruction set.
     fn eq(&self, other: &Cpu) -> bool {
         (self.place(), self.threads, self.isa) == (other.place(), other.threads, other.isa)
     }
@@ -252,8 +254,8 @@ impl std::fmt::Debug for Cpu {
 
 /// Defines functions whose body is compiled once per instruction set and chosen by their first argument, a [`Cpu`].
 ///
-/// Bodies must be plain loops over slices: the compiler vectorises each copy for its instruction set. What they
-/// call must be `#[inline(always)]`, or it is compiled for the portable set only.
+/// Bodies must be plain loops over slices: the compiler vectorises each copy for its instruction set. Functions that they
+/// call must be `#[inline(always)]`, or they are compiled for the portable set only.
 macro_rules! multiversion {
     ($($(#[$meta:meta])* $vis:vis fn $name:ident <$($generic:ident : $bound:path),*> ($($arg:ident : $type:ty),* $(,)?)
        $(-> $ret:ty)? $body:block)*) => {$(
@@ -279,7 +281,7 @@ macro_rules! multiversion {
                     // machine, and `avx512` is compiled for some of those.
                     $crate::Isa::Avx512 => return unsafe { avx512($($arg),*) },
                     // SAFETY: a `Cpu` holds `Avx2` only after `Isa::found` has seen the features of `V3` on this machine,
-                    // of which `avx2` is compiled for two.
+                    // and `avx2` is compiled for two of them.
                     $crate::Isa::Avx2 => return unsafe { avx2($($arg),*) },
                     $crate::Isa::Portable => {}
                 }
@@ -331,7 +333,7 @@ mod tests {
         }
     }
 
-    /// pulp's lists, by name: a feature more in a later version does not compile.
+    /// The names in pulp's feature lists. If a later version of pulp adds a feature, this does not compile.
     #[cfg(target_arch = "x86_64")]
     macro_rules! names {
         ($level:ident: $($field:ident)*) => {{
@@ -355,7 +357,7 @@ mod tests {
                 if v3.contains(lacking) { &[Isa::Portable] } else { &[Isa::Portable, Isa::Avx2] };
             assert_eq!(Isa::among(|name, _| name != lacking), expected, "a CPU without {lacking}");
         }
-        // And no more than that: what pulp runs on, this machine's kernels run on.
+        // The lists ask for no more than pulp: where pulp's vectors run, our kernels do too.
         assert_eq!(Isa::available().contains(&Isa::Avx2), simd::has(Isa::Avx2));
         assert_eq!(Isa::available().contains(&Isa::Avx512), simd::has(Isa::Avx512));
     }

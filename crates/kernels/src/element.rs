@@ -1,4 +1,4 @@
-//! The number types that tensors store, and those that kernels compute in.
+//! The number types that tensors store, and those that kernels compute with.
 
 use std::fmt::{Debug, Display};
 use std::iter::Sum;
@@ -14,9 +14,9 @@ pub enum DType {
     F32,
     /// IEEE 754 double precision: for oracles and gradient checks.
     F64,
-    /// IEEE 754 half precision: 11 digits of binary, up to 65504. For storage.
+    /// IEEE 754 half precision: 11 binary digits, up to 65504. For storage only.
     F16,
-    /// The upper half of an f32: 8 digits of binary, f32's range. For storage.
+    /// The upper half of an f32: 8 binary digits, the range of f32. For storage only.
     BF16,
 }
 
@@ -30,7 +30,8 @@ impl DType {
         }
     }
 
-    /// Whether kernels compute in this type: whether it is an [`Element`]'s. The others are stored and converted.
+    /// Whether kernels compute in this type, that is, whether it implements [`Element`]. The others are only stored and
+    /// converted.
     pub fn computes(self) -> bool {
         matches!(self, DType::F32 | DType::F64)
     }
@@ -66,11 +67,11 @@ pub trait Stored: sealed::Sealed + bytemuck::Pod + Default + Debug + Display + S
     /// This value as an `f64`; exact.
     fn f64(self) -> f64;
 
-    /// `from` in f32: exact, but for f64's values, which are rounded. Lengths are equal.
+    /// Converts `from` to f32. Exact, except that f64 values are rounded. Lengths must be equal.
     #[doc(hidden)]
     fn widen(from: &[Self], to: &mut [f32]);
 
-    /// The nearest values of this type, ties to even. Lengths are equal.
+    /// Converts `from` to the nearest values of this type, ties to even. Lengths must be equal.
     #[doc(hidden)]
     fn narrow(from: &[f32], to: &mut [Self]);
 }
@@ -103,8 +104,8 @@ macro_rules! stored {
     };
 }
 
-/// `value` in f32, rounded to odd: rounding that to 16 bits gives what rounding `value` once would. (`half` converts f64
-/// through the nearest f32, which may round twice.)
+/// `value` in f32, rounded to odd: rounding the result to 16 bits then gives the same as rounding `value` directly. (`half`
+/// converts f64 through the nearest f32, which may round twice.)
 #[inline(always)]
 fn to_odd(value: f64) -> f32 {
     let nearest = value as f32;
@@ -116,7 +117,7 @@ fn to_odd(value: f64) -> f32 {
     f32::from_bits(towards_zero | 1)
 }
 
-/// `to` becomes `from`, each number by `convert`.
+/// Writes `convert` of each number of `from` to `to`.
 #[inline(always)]
 fn map<A: Copy, B>(from: &[A], to: &mut [B], convert: impl Fn(A) -> B) {
     for (to, &from) in to.iter_mut().zip(from) {
@@ -159,11 +160,11 @@ stored!(
 
 /// A floating-point type that kernels compute in: `f32` or `f64`.
 pub trait Element: Stored + num_traits::Float + AddAssign + SubAssign + MulAssign + DivAssign + Sum {
-    /// The variant of a plan's kernel for this type, if that is what the plan was made for.
+    /// The plan's kernel for this type, if the plan was made for this type.
     #[doc(hidden)]
     fn conv_kernel(kernels: &crate::conv::Kernel) -> Option<&dyn crate::conv::ConvKernel<Self>>;
 
-    /// e^x, in f32 within 2 units in the last place, by instructions that compilers vectorise.
+    /// e^x, in code that compilers vectorise. In f32 it is within 2 units in the last place.
     #[doc(hidden)]
     fn vector_exp(self) -> Self;
 }
@@ -179,7 +180,7 @@ impl Element for f32 {
     /// e^x = 2^n e^r with |r| <= ln(2) / 2, and e^r by the polynomial of Cephes' `expf`.
     #[inline(always)]
     fn vector_exp(self) -> f32 {
-        // Adding it rounds to a whole number, in the low digits of the sum.
+        // Adding it rounds to a whole number, which is then in the low bits of the sum.
         const ROUND: f32 = 12_582_912.0;
         const LN_2_HIGH: f32 = 0.693_359_4;
         const LN_2_LOW: f32 = -2.121_944_4e-4;
@@ -194,7 +195,7 @@ impl Element for f32 {
             p = p * r + coefficient;
         }
         let p = p * r * r + r + 1.0;
-        // 2^n in two factors, as n may be beyond the exponents of one.
+        // 2^n as two factors, because n may be outside the exponent range of one.
         let n = (sum.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
         let power = |n: i32| f32::from_bits((n.wrapping_add(127) as u32) << 23);
         p * power(n >> 1) * power(n.wrapping_sub(n >> 1))
@@ -225,7 +226,7 @@ mod tests {
         let values = (0..=u32::MAX).step_by(64).map(f32::from_bits).filter(|x| x.abs() < 110.0);
         for x in values {
             let (found, exact) = (f64::from(x.vector_exp()), f64::from(x).exp());
-            // The smallest step at this size, of numbers below 2^-126 that of 2^-126.
+            // The distance between neighbouring f32 at this size; below 2^-126, the distance at 2^-126.
             let unit = (exact.max(f64::from(f32::MIN_POSITIVE)).log2().floor() - 23.0).exp2();
             let infinite = exact > f64::from(f32::MAX) && found == f64::INFINITY;
             assert!(infinite || (found - exact).abs() <= 2.0 * unit, "e^{x:e}: {found:e}, {exact:e}");

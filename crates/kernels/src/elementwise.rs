@@ -121,7 +121,7 @@ pub fn scale<T: Element>(cpu: &Cpu, x: &[T], factor: f64, y: &mut [T]) -> Result
     Ok(())
 }
 
-/// The sum of all elements, in f64, in an order that depends on the length only.
+/// The sum of all elements, in f64, in an order that depends only on the length.
 pub fn sum<T: Element>(cpu: &Cpu, x: &[T]) -> f64 {
     span!("sum", x);
     let mut parts = vec![0.0; x.len().div_ceil(CHUNK)];

@@ -50,10 +50,10 @@ pub enum Error {
         /// The type.
         dtype: crate::DType,
     },
-    /// There is no memory for what a kernel or the tuner needs beside its operands.
+    /// There is no memory for what a kernel or the tuner needs besides its operands.
     #[error(transparent)]
     Memory(#[from] convoke_memory::OutOfMemory),
-    /// This CPU lacks the instruction set asked for, or no threads can be had.
+    /// This CPU lacks the requested instruction set, or the threads cannot be started.
     #[error("{0}")]
     Cpu(String),
 }

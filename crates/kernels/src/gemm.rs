@@ -1,20 +1,20 @@
 //! Matrix multiplication: one small interface over the `gemm` crate, with explicit threads and bounds.
 //!
-//! The `gemm` crate picks AVX-512, AVX2+FMA or a portable kernel at run time; [`Isa::Portable`] takes plain loops of
-//! our own, so that a test can tell the two apart on any machine.
+//! The `gemm` crate picks AVX-512, AVX2+FMA or a portable kernel at run time. [`Isa::Portable`] uses plain loops of our own
+//! instead, so that tests can compare the two on any machine.
 
 use crate::cpu::multiversion;
 use crate::shared::Shared;
 use crate::{Cpu, Element, Isa};
 
-/// A matrix in a slice, with the distance between neighbours in a column and in a row.
+/// A matrix in a slice, with its row stride and its column stride.
 #[derive(Debug, Clone, Copy)]
 pub struct Matrix<'a, T> {
     data: &'a [T],
     layout: Layout,
 }
 
-/// A matrix in a slice that is written.
+/// A matrix in a mutable slice.
 #[derive(Debug)]
 pub struct MatrixMut<'a, T> {
     data: &'a mut [T],
@@ -30,10 +30,10 @@ struct Layout {
 }
 
 impl Layout {
-    /// Of a matrix in a slice of `len` elements.
+    /// The layout of a matrix in a slice of `len` elements.
     ///
     /// # Panics
-    /// If the slice is too short, as every slice is where the number of elements that it would need overflows.
+    /// If the slice is too short, or the number of elements that it would need overflows.
     fn new(len: usize, [rows, columns]: [usize; 2], [row_stride, column_stride]: [usize; 2]) -> Layout {
         let layout = Layout { rows, columns, row_stride, column_stride };
         match layout.span() {
@@ -45,7 +45,7 @@ impl Layout {
         layout
     }
 
-    /// Elements from the first to the last one; 0 without rows or columns, `None` if that overflows.
+    /// The number of elements from the first to the last one; 0 without rows or columns, `None` if it overflows.
     fn span(&self) -> Option<usize> {
         if self.rows == 0 || self.columns == 0 {
             return Some(0);
@@ -54,11 +54,11 @@ impl Layout {
         (self.columns - 1).checked_mul(self.column_stride)?.checked_add(row)?.checked_add(1)
     }
 
-    /// Whether each element has a place of its own.
+    /// Whether no two elements share a place.
     fn is_apart(&self) -> bool {
         let Layout { rows, columns, row_stride, column_stride } = *self;
-        // Rows that lie in one another's gaps are not asked for: a row ends before the next begins, or a column does. A row
-        // whose end overflows ends before none.
+        // Nobody needs rows that interleave in each other's gaps, so this requires that each row ends before the next one
+        // begins, or each column does. A row whose end overflows does not end before the next one.
         let ends_before = |count: usize, step: usize, next: usize| {
             step > 0 && count.checked_mul(step).is_some_and(|end| end <= next)
         };
@@ -94,7 +94,7 @@ impl<'a, T> Matrix<'a, T> {
 }
 
 impl<'a, T> MatrixMut<'a, T> {
-    /// As [`Matrix::new`]; no two elements may share a place.
+    /// As [`Matrix::new`], but no two elements may share a place.
     ///
     /// # Panics
     /// If the slice is too short or elements overlap.
@@ -108,9 +108,9 @@ impl<'a, T> MatrixMut<'a, T> {
 /// What happens to the output's content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Update {
-    /// It is not read: C = A B.
+    /// The output is overwritten and not read: C = A B.
     Overwrite,
-    /// It is added to: C += A B.
+    /// The product is added to the output: C += A B.
     Add,
 }
 
@@ -128,7 +128,7 @@ pub fn gemm<T: Element>(cpu: &Cpu, a: Matrix<'_, T>, b: Matrix<'_, T>, c: Matrix
         b.layout,
         c.layout
     );
-    // Splitting the longer side of C gives every thread whole columns of work; making it the columns halves the cases.
+    // Threads split the longer side of C. If that is the rows, transpose, so that only columns need to be split.
     if c.layout.rows > c.layout.columns {
         let c = MatrixMut { layout: c.layout.transposed(), data: c.data };
         return by_columns(cpu, b.t(), a.t(), c, update);
@@ -147,10 +147,10 @@ fn by_columns<T: Element>(
     if m == 0 || n == 0 {
         return;
     }
-    // Whole registers a thread; 96 columns or fewer are not worth splitting.
+    // Each thread gets whole registers; 96 columns or fewer are not worth splitting.
     let width = n.div_ceil(cpu.threads()).next_multiple_of(48).max(96);
-    // A stride that leads from the only row or column to no other may be any number, too large to be signed: the length
-    // serves as well. Others lead from one element of a slice to another, so that they fit.
+    // The stride of a single row or column is never used, and may be too large for `isize`: replace it by at most the
+    // length. Other strides lead from one element of a slice to another, so they fit.
     let strides = |layout: Layout, len: usize| {
         [(layout.columns, layout.column_stride), (layout.rows, layout.row_stride)]
             .map(|(count, stride)| if count <= 1 { stride.min(len) } else { stride } as isize)
@@ -162,7 +162,7 @@ fn by_columns<T: Element>(
     let work = m.saturating_mul(n).saturating_mul(k.max(1));
     cpu.for_each(work, (0..n).step_by(width), |column| {
         let columns = width.min(n - column);
-        // Without an inner dimension, A and B have no elements, and strides of any size.
+        // Without an inner dimension, A and B have no elements, and their strides may be any number.
         let b_offset = if k == 0 { 0 } else { column * b.layout.column_stride };
         // SAFETY: C has a row, so that its element (0, column) is in its slice, by `MatrixMut::new`.
         let c_first = unsafe { c_data.pointer(column * layout_c.column_stride) };
@@ -204,7 +204,7 @@ fn by_columns<T: Element>(
     });
 }
 
-/// Plain loops, a row of C at a time.
+/// Plain loops, one row of C at a time.
 ///
 /// # Safety
 /// From `c` on, elements lie as in `layout_c`: those of the first `m` rows and `columns` columns must be inside of one
@@ -233,7 +233,8 @@ unsafe fn portable<T: Element>(
             }
         }
         for (column, &sum) in sums.iter().enumerate() {
-            // SAFETY: row < m and column < columns, of which the caller promises that they are inside and ours alone.
+            // SAFETY: row < m and column < columns; the caller promises that these elements are inside the allocation and
+            // that nobody else uses them.
             let place = unsafe { &mut *c.add(row * layout_c.row_stride + column * layout_c.column_stride) };
             *place = if update == Update::Add { *place + sum } else { sum };
         }
@@ -304,7 +305,7 @@ mod tests {
 
     const HUGE: usize = 1 << 62;
 
-    /// Shapes and strides whose last place wraps, to a small number or any other.
+    /// Shapes and strides with which the computation of the last place overflows, to a small number or any other.
     const OVERFLOWING: [([usize; 2], [usize; 2]); 8] = [
         ([5, 1], [HUGE + (1 << 20), 1]),
         ([5, 1], [HUGE, 1]),
@@ -359,7 +360,7 @@ mod tests {
         assert!(overlaps([2, 4], [1, 1]) && overlaps([2, 4], [4, 0]) && overlaps([1, 4], [1, 0]));
     }
 
-    /// Nothing may lie between the rows of a matrix that has none; a single row may be any stride from the next.
+    /// A matrix without rows may have any row stride, and so may a matrix with a single row.
     #[test]
     fn strides_that_lead_nowhere_may_be_any() {
         let any = [0, 1, HUGE, isize::MAX as usize, isize::MAX as usize + 1, usize::MAX];

@@ -1,9 +1,9 @@
 //! Convolution, batch norm and the few other kernels a convolutional network needs, on slices.
 //!
-//! No tensor type lives here: a kernel takes slices and a description of the problem, and writes slices. Every
-//! kernel takes a [`Cpu`], which states how many threads it may use and which instruction set; nothing is read from
-//! the environment. Kernels overwrite their output wholly unless their documentation says that they accumulate, so
-//! an output may start with any content.
+//! This crate has no tensor type: a kernel takes slices and a description of the problem, and writes slices. Every kernel
+//! takes a [`Cpu`], which states how many threads and which instruction set it may use; nothing is read from the
+//! environment. Kernels overwrite their whole output, whatever it held before, unless their documentation says that they
+//! accumulate.
 //!
 //! ```
 //! use convoke_kernels::conv::{self, ConvOperands, ConvProblem, Pass};

@@ -1,4 +1,4 @@
-//! Log-softmax over channels and the negative log-likelihood, each with its backward.
+//! Log-softmax over channels and the negative log-likelihood, each with its backward pass.
 
 use crate::cpu::multiversion;
 use crate::error::{check_len, invalid};
@@ -64,22 +64,22 @@ pub fn log_softmax_backward<T: Element>(
     Ok(())
 }
 
-/// Elements of one task, about.
+/// The approximate number of elements in a task.
 const TASK: usize = 1 << 14;
-/// Elements of a block, about: what first-level caches hold beside others.
+/// The approximate number of elements in a block: first-level caches hold it along with other data.
 const BLOCK: usize = 1 << 10;
-/// Positions of a block, at least, where it is turned for them to be side by side.
+/// The minimum of positions in a block that is transposed to make positions contiguous.
 const RUN: usize = 16;
 
-/// How a tensor is walked through: a slab holds every channel of some positions once, channel by channel.
+/// How to loop over a tensor: a slab holds every channel of some positions once, channel by channel.
 #[derive(Clone, Copy)]
 struct Slabs {
     channels: usize,
-    /// Positions of a slab: the elements of a run of one channel. One in channels-last.
+    /// Positions in a slab, which are contiguous within one channel. 1 in channels-last.
     inner: usize,
-    /// Elements of a block: whole slabs.
+    /// Elements in a block, which is whole slabs.
     block: usize,
-    /// Elements of a task: whole blocks.
+    /// Elements in a task, which is whole blocks.
     task: usize,
 }
 
@@ -92,12 +92,13 @@ impl Slabs {
         Slabs { channels: extent.channels, inner, block, task: block * TASK.div_ceil(block) }
     }
 
-    /// Room for N turned blocks, if blocks are turned.
+    /// Buffers for N transposed blocks; empty if blocks are not transposed.
     fn turned<T: Element, const N: usize>(self) -> [Vec<T>; N] {
         std::array::from_fn(|_| vec![T::zero(); if self.inner == 1 { self.block } else { 0 }])
     }
 
-    /// Calls `run` with a block in which positions follow one another in runs: turned there and back in channels-last.
+    /// Calls `run` with a block in which the positions of one channel are contiguous. In channels-last, the inputs are
+    /// transposed first and the output is transposed back.
     fn with_runs<T: Element, const N: usize, const M: usize>(
         self,
         cpu: &Cpu,
@@ -120,7 +121,7 @@ impl Slabs {
     }
 
     fn scratch<T: Element>(self) -> Scratch<T> {
-        // As many as positions of a block.
+        // The number of positions in a block.
         let positions = self.block / self.channels.max(1);
         Scratch {
             largest: vec![T::zero(); positions],
@@ -130,7 +131,7 @@ impl Slabs {
     }
 }
 
-/// What a block needs beside its operands.
+/// The memory that a block needs besides its operands.
 struct Scratch<T> {
     largest: Vec<T>,
     sums: Vec<f64>,
@@ -142,7 +143,7 @@ multiversion! {
         let Slabs { channels, inner, .. } = slabs;
         let Scratch { largest, sums, values } = scratch;
         let (values, slab) = (&mut values[..x.len()], channels * inner);
-        // Less the largest, so that no exponential overflows.
+        // Subtract the largest value, so that no exponential overflows.
         for ((x, y), largest) in x.chunks(slab).zip(y.chunks_mut(slab)).zip(largest.chunks_mut(inner)) {
             largest.fill(T::neg_infinity());
             for row in x.chunks(inner) {
@@ -212,9 +213,9 @@ fn sum_channels<T: Element>(slabs: Slabs, values: &[T], sums: &mut [f64]) {
     }
 }
 
-/// The sum of -log_probabilities at the targets, and how many targets counted.
+/// The sum of -log_probabilities at the targets, and the number of targets that count.
 ///
-/// `targets` holds one class a position, N x (spatial) in that order; those equal to `ignore` do not count.
+/// `targets` holds one class per position, N x (spatial) in that order; targets equal to `ignore` do not count.
 ///
 /// # Errors
 /// If a length is not the extent's, or a target is not a class.
@@ -234,7 +235,7 @@ pub fn nll<T: Element>(
     Ok((total, count))
 }
 
-/// dx = -factor at each target's place, 0 elsewhere.
+/// dx = -factor at the place of each target that counts, 0 elsewhere.
 ///
 /// # Errors
 /// As [`nll`].
@@ -246,7 +247,7 @@ pub fn nll_backward<T: Element>(
     dx: &mut [T],
 ) -> Result<()> {
     check_len("nll_loss backward", "dx", dx.len(), extent.len()?)?;
-    // All targets are looked at before anything is written.
+    // All targets are checked before anything is written.
     for_each_target(extent, targets, ignore, |_| ())?;
     dx.fill(T::zero());
     for_each_target(extent, targets, ignore, |place| dx[place] = T::of(-factor))

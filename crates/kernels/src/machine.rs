@@ -1,4 +1,4 @@
-//! What the machine can do at most, measured: the yardsticks that times of kernels are read against.
+//! Measures the machine's peak speeds, to which the times of kernels are compared.
 
 use std::time::{Duration, Instant};
 
@@ -6,28 +6,28 @@ use pulp::{Simd, WithSimd};
 
 use crate::{Cpu, Result, simd};
 
-/// Independent chains of multiply-adds: enough to hide a latency of 4 to 5 cycles on two units, few enough for the 16
-/// registers of AVX2 with the two factors.
+/// Independent chains of multiply-adds: enough to hide a latency of 4 to 5 cycles on two units, and few enough that they
+/// and the two constants fit the 16 registers of AVX2.
 const CHAINS: usize = 12;
-/// Multiply-adds of each chain between two looks at the clock, about 0.1 ms.
+/// Multiply-adds of each chain between two readings of the clock, about 0.1 ms.
 const ROUND: usize = 1 << 16;
-/// Floats of one buffer that is copied, more than caches hold: 96 MiB.
+/// Floats in each buffer of the copy, more than caches hold: 96 MiB.
 const COPIED: usize = 24 << 20;
-/// How long each is measured, and how often at least.
+/// How long each speed is measured; at least [`FEWEST`] runs.
 const TIME: Duration = Duration::from_millis(200);
 const FEWEST: usize = 5;
 
-/// Floating-point operations of f32 that `cpu` does in a second when nothing else is in the way: vector multiply-adds in
-/// registers. Kernels can only come near. For f64 vectors it is half of this.
+/// The peak number of f32 operations that `cpu` does in a second, measured with vector multiply-adds in registers. Kernels
+/// can only come near it. For f64 it is half of this.
 pub fn peak_flops(cpu: &Cpu) -> f64 {
     let work = (2 * CHAINS * ROUND * simd::lanes(cpu.isa()) * cpu.threads()) as f64;
     work / shortest(|| cpu.for_each(usize::MAX, 0..cpu.threads(), |_| simd::run(cpu.isa(), MultiplyAdds)))
 }
 
-/// Bytes that `cpu` reads and writes in a second when it copies what no cache holds.
+/// Bytes that `cpu` reads and writes in a second when it copies memory that no cache holds.
 ///
 /// # Errors
-/// If there is no memory for that: 192 MiB.
+/// If there is no memory for the two buffers, 192 MiB.
 pub fn copy_bandwidth(cpu: &Cpu) -> Result<f64> {
     let from = convoke_memory::filled(COPIED, 1.0f32)?;
     let mut to = convoke_memory::filled(COPIED, 0.0f32)?;
@@ -40,18 +40,18 @@ pub fn copy_bandwidth(cpu: &Cpu) -> Result<f64> {
     Ok(bytes / seconds)
 }
 
-/// Bytes that `cpu` moves in a second at most, when it goes through `bytes` of memory again and again: by copying one half to
-/// the other, or by only reading, whichever is faster. What caches hold moves faster than what they do not.
+/// The most bytes that `cpu` moves in a second when it goes through the same `bytes` of memory again and again: by copying
+/// one half to the other, or by only reading, whichever is faster. Memory that fits in caches moves faster.
 ///
 /// # Errors
-/// If there is no memory for so many bytes.
+/// If there is no memory for `bytes`.
 pub fn bandwidth(cpu: &Cpu, bytes: usize) -> Result<f64> {
     let threads = cpu.threads();
     // A part for each thread, of at least a cache line on either side of a copy.
     let len = (bytes / size_of::<f32>() / (2 * threads)).max(16);
     let pair = |_| Ok([convoke_memory::filled(len, 1.0)?, convoke_memory::filled(len, 0.0)?]);
     let mut halves: Vec<[Vec<f32>; 2]> = (0..threads).map(pair).collect::<Result<_>>()?;
-    // A sample takes some time even where the bytes are few: waking threads is not what is measured.
+    // Repeat small sizes, so that a sample takes long enough that waking the threads does not count.
     let repeats = (SAMPLE / (2 * size_of::<f32>() * len * threads)).max(1);
     let moved = (2 * size_of::<f32>() * len * threads * repeats) as f64;
     let time = TIME / 10;
@@ -75,16 +75,16 @@ pub fn bandwidth(cpu: &Cpu, bytes: usize) -> Result<f64> {
     Ok(moved / copying.min(reading))
 }
 
-/// Bytes of a sample of [`bandwidth`].
+/// Bytes that a sample of [`bandwidth`] moves, about.
 const SAMPLE: usize = 4 << 20;
 
-/// Seconds of the fastest run: whatever else runs on the machine only ever adds.
+/// Seconds of the fastest run: other programs on the machine can only make a run slower.
 fn shortest(run: impl FnMut()) -> f64 {
     shortest_within(TIME, run)
 }
 
 fn shortest_within(time: Duration, mut run: impl FnMut()) -> f64 {
-    // The first run meets threads and memory for the first time.
+    // Not timed: the first run wakes threads and touches memory for the first time.
     run();
     let begin = Instant::now();
     let mut best = f64::INFINITY;
@@ -106,7 +106,7 @@ impl WithSimd for MultiplyAdds {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        // Not known to the compiler, which would compute the result itself; they converge, and never reach subnormals.
+        // Hidden from the compiler, which would else compute the result itself. The sums converge and never become subnormal.
         let factor = simd.splat_f32s(std::hint::black_box(0.5));
         let term = simd.splat_f32s(std::hint::black_box(1.0));
         let mut sums = [term; CHAINS];

@@ -5,13 +5,13 @@ use crate::profile::span;
 use crate::transpose::transpose;
 use crate::{Cpu, Result, Stored};
 
-/// The order of a tensor's elements in memory; its shape is N, C, H, W (or N, C, ...) either way.
+/// The order of a tensor's elements in memory; its shape is N, C, H, W (or N, C, ...) in both formats.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum MemoryFormat {
     /// N, C, H, W: the last dimension is contiguous.
     #[default]
     Contiguous,
-    /// N, H, W, C: the channels of one pixel lie together, as PyTorch's `channels_last`.
+    /// N, H, W, C: the channels of one pixel lie together, as in PyTorch's `channels_last`.
     ChannelsLast,
 }
 
@@ -24,7 +24,7 @@ impl std::fmt::Display for MemoryFormat {
     }
 }
 
-/// A tensor of N x C x (spatial) elements in either order.
+/// The shape of a tensor of N x C x (spatial) elements, and their order in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Extent {
     /// N.
@@ -33,7 +33,7 @@ pub struct Extent {
     pub channels: usize,
     /// The product of the spatial dimensions; 1 if there are none.
     pub spatial: usize,
-    /// Their order in memory.
+    /// The order of the elements in memory.
     pub format: MemoryFormat,
 }
 
@@ -41,7 +41,8 @@ impl Extent {
     /// Number of elements.
     ///
     /// # Errors
-    /// If the number does not fit `usize`, also where another size is 0: kernels multiply any two of the sizes.
+    /// If the product of the sizes that are not 0 does not fit `usize`, even where another size is 0: kernels multiply any
+    /// two of the sizes.
     #[allow(clippy::len_without_is_empty)] // it may fail, so there is no cheap `is_empty` to pair it with
     pub fn len(&self) -> Result<usize> {
         let sizes = [self.batch, self.channels, self.spatial];
@@ -62,7 +63,7 @@ impl Extent {
     }
 }
 
-/// Copies `from`, which lies as `extent.format` says, into `to` in the other format.
+/// Copies `from`, which is in `extent.format`, into `to` in the other format.
 ///
 /// # Errors
 /// If a length differs from `extent`'s.

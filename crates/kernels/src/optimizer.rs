@@ -1,4 +1,4 @@
-//! Optimizer steps, each one pass over the parameter, its gradient and its state. Formulas are PyTorch 2's.
+//! Optimizer steps. Each is one pass over the parameter, its gradient and its state. The formulas are PyTorch 2's.
 
 use serde::{Deserialize, Serialize};
 
@@ -48,7 +48,7 @@ pub struct AdamW {
     pub betas: [f64; 2],
     /// Added to the root of the average square.
     pub eps: f64,
-    /// Share of the parameter that each step removes, times the learning rate.
+    /// Each step removes this share, times the learning rate, of the parameter.
     pub weight_decay: f64,
 }
 
@@ -62,7 +62,7 @@ multiversion! {
 
     fn sgd_momentum<T: Element>(o: &Sgd, first: bool, parameter: &mut [T], gradient: &[T], velocity: &mut [T]) {
         let (lr, decay, momentum) = (T::of(o.learning_rate), T::of(o.weight_decay), T::of(o.momentum));
-        // PyTorch's first step takes the whole gradient as the velocity, without dampening.
+        // In PyTorch's first step, the velocity is the whole gradient, without dampening.
         let (keep, take) = if first { (T::zero(), T::one()) } else { (momentum, T::of(1.0 - o.dampening)) };
         for ((p, &g), v) in parameter.iter_mut().zip(gradient).zip(velocity) {
             let g = g + decay * *p;
@@ -100,7 +100,8 @@ multiversion! {
 
 /// g += weight_decay * p; v = momentum * v + (1 - dampening) * g; p -= learning_rate * v (nesterov: g + momentum * v).
 ///
-/// `velocity` is needed where momentum is not 0; its flag says that this is the first step: it holds nothing yet.
+/// `velocity` is required if momentum is not 0. Its flag says that this is the first step, so that the velocity holds
+/// nothing yet.
 ///
 /// # Errors
 /// If the lengths differ, or there is momentum without a velocity.

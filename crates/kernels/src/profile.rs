@@ -1,11 +1,11 @@
-//! Spans of `tracing` around kernels: a subscriber sees what runs, how long, and on how much.
+//! Spans of `tracing` around kernels: a subscriber sees which kernels run, how long, and on how many bytes.
 
 /// The target of every span of this workspace.
 pub const TARGET: &str = "convoke";
 
 /// Enters a span of a kernel that reads and writes at least all of these slices, until the end of the scope.
 ///
-/// Where nobody listens it costs a look at an atomic number.
+/// Without a subscriber it costs one read of an atomic number.
 macro_rules! span {
     ($name:literal, $($slice:expr),+ $(,)?) => {
         let _span = tracing::trace_span!(

@@ -1,4 +1,4 @@
-//! Memory for a kernel's own sums.
+//! Scratch memory for a kernel's sums, kept by each thread.
 
 use std::cell::Cell;
 
@@ -8,12 +8,12 @@ thread_local! {
     static KEPT: Cell<Option<Buffer<f64>>> = const { Cell::new(None) };
 }
 
-/// Calls `task` with numbers of any value, which the calling thread keeps for the next time.
+/// Calls `task` with `len` numbers of any value. The calling thread keeps the memory for the next call.
 ///
-/// Freed after each call, they would go back to the operating system: allocators keep little at the end of their heap. A
-/// page fault for every 4 KiB of the next call then costs more than summing what they stand for.
+/// If it were freed after each call, the allocator would return it to the operating system, since it keeps little at the
+/// end of its heap. The next call would then have a page fault for every 4 KiB, which costs more than the summing.
 pub(crate) fn with<R>(len: usize, task: impl FnOnce(&mut [f64]) -> R) -> R {
-    // Taken out, so that a call within a call finds an empty one.
+    // Taken out of its place, so that a nested call finds none and allocates its own.
     let kept = KEPT.take().filter(|numbers| numbers.len() >= len);
     let mut numbers = kept.unwrap_or_else(|| Buffer::filled(len, 0.0));
     let result = task(&mut numbers[..len]);

@@ -1,8 +1,8 @@
-//! An output that several threads write, each in places of its own.
+//! An output that several threads write, each its own elements.
 
 use std::marker::PhantomData;
 
-/// A slice of which parts are handed out without a look at who else has them.
+/// A slice that gives out mutable parts without a check that they do not overlap.
 #[derive(Clone, Copy)]
 pub(crate) struct Shared<'a, T> {
     start: *mut T,
@@ -12,8 +12,9 @@ pub(crate) struct Shared<'a, T> {
 
 // SAFETY: it stands for the `&mut [T]` that it was made of, which may go to another thread if `T` may.
 unsafe impl<T: Send> Send for Shared<'_, T> {}
-// SAFETY: what several threads can do with one are calls of `part` and `pointer`, which ask them to keep to different elements.
-// Each element is then used by one thread at a time, as if it had been sent there: `T: Send` is enough.
+// SAFETY: the only calls that give several threads access to elements are `part` and `pointer`, whose contracts make them
+// use different elements. Each element is then used by one thread at a time, as if it had been sent there: `T: Send` is
+// enough.
 unsafe impl<T: Send> Sync for Shared<'_, T> {}
 
 impl<'a, T> Shared<'a, T> {
@@ -28,7 +29,7 @@ impl<'a, T> Shared<'a, T> {
     /// Elements `at..at + len`.
     ///
     /// # Panics
-    /// If they do not lie inside.
+    /// If they are not all inside the slice.
     ///
     /// # Safety
     /// Nobody else reads or writes any of them while this reference lives.
@@ -44,7 +45,7 @@ impl<'a, T> Shared<'a, T> {
     /// Where the element at `at` lies.
     ///
     /// # Safety
-    /// It lies inside.
+    /// `at` is inside the slice.
     #[inline(always)]
     pub(crate) unsafe fn pointer(&self, at: usize) -> *mut T {
         debug_assert!(at < self.len);

@@ -13,10 +13,11 @@ pub(crate) fn lanes(isa: Isa) -> usize {
     }
 }
 
-/// Runs `op` with the vectors of `isa`, of which there are [`lanes`].
+/// Runs `op` with the vectors of `isa`, which have [`lanes`] floats.
 ///
 /// # Panics
-/// If this machine lacks `isa`, which no [`crate::Cpu`] holds then: code that counts on the lanes of `isa` must not run with others.
+/// If this machine lacks `isa`; no [`crate::Cpu`] holds such an instruction set. It does not fall back to other vectors,
+/// because callers rely on the lanes of `isa`.
 #[inline]
 pub(crate) fn run<O: WithSimd>(isa: Isa, op: O) -> O::Output {
     match isa {
@@ -58,7 +59,7 @@ pub(crate) fn has(isa: Isa) -> bool {
 mod tests {
     use super::*;
 
-    /// Lanes of the vectors that it is run with.
+    /// Returns the lanes of the vectors that it is run with.
     struct Lanes;
 
     impl WithSimd for Lanes {

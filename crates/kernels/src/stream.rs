@@ -1,7 +1,7 @@
-//! Hints for memory that no cache holds: stores that pass the caches by, and lines fetched before they are needed.
+//! Access to memory that no cache holds: stores that bypass the caches, and prefetches.
 //!
-//! An ordinary store reads the cache line that it changes. Where an output is too large to stay in a cache, that is a third
-//! of the traffic for nothing: a streaming store of a whole line does not read it.
+//! An ordinary store first reads the cache line that it changes. A streaming store of a whole line does not. For an output
+//! that is too large to stay in a cache, that saves a third of the memory traffic.
 
 use std::marker::PhantomData;
 
@@ -9,21 +9,22 @@ use pulp::{Simd, WithSimd};
 
 use crate::{Cpu, simd};
 
-/// Floats of a cache line.
+/// Floats in a cache line.
 pub(crate) const LINE: usize = 16;
 
-/// Bytes of outputs that are streamed: more than last-level caches hold of it when the next operation reads it.
+/// Outputs of at least this many bytes are streamed: the last-level cache would not hold them until the next operation
+/// reads them.
 const LARGE: usize = 32 << 20;
 
-/// Whether `output` should be written by [`store`], in runs of `run` floats from its start: it must be large, and runs
-/// whole cache lines.
+/// Whether `output` should be written by [`store`], in runs of `run` floats from its start: it must be large and start on a
+/// cache line, and runs must be whole cache lines.
 pub(crate) fn pays(output: &[f32], run: usize) -> bool {
     let line = LINE * size_of::<f32>();
     size_of_val(output) >= LARGE && run.is_multiple_of(LINE) && output.as_ptr().addr().is_multiple_of(line)
 }
 
-/// What a thread streams under, and what ends it: when it goes, be it in a panic, all that the thread has streamed is visible
-/// to others, as its ordinary stores are.
+/// A guard that a thread holds while it streams. Dropping it, even in a panic, makes all that the thread has streamed
+/// visible to other threads, as its ordinary stores are.
 pub(crate) struct Streaming(PhantomData<*mut ()>);
 
 impl Streaming {
@@ -44,7 +45,7 @@ impl Drop for Streaming {
     }
 }
 
-/// Writes a vector past the caches, where the machine can.
+/// Writes a vector and bypasses the caches, where the machine can.
 ///
 /// # Safety
 /// `to` is valid for a vector and aligned to its size. `S` is one of those that [`simd::run`] uses: where its vectors have the
@@ -68,7 +69,7 @@ pub(crate) unsafe fn store<S: Simd>(_: S, _: &Streaming, to: *mut f32, value: S:
     unsafe { to.cast::<S::f32s>().write_unaligned(value) }
 }
 
-/// Copies a cache line past the caches.
+/// Copies a cache line and bypasses the caches.
 ///
 /// # Safety
 /// `S` is one of those that [`simd::run`] uses.
@@ -88,7 +89,7 @@ pub(crate) fn pays_to_copy<T>(output: &[T]) -> bool {
     size_of_val(output) >= LARGE
 }
 
-/// Copies past the caches what makes whole cache lines of `to`.
+/// Copies `from` to `to`; the whole cache lines of `to` are written by streaming stores.
 pub(crate) fn copy<T: bytemuck::Pod>(cpu: &Cpu, streaming: &Streaming, from: &[T], to: &mut [T]) {
     struct Lines<'a>(&'a Streaming, &'a [f32], &'a mut [f32]);
     impl WithSimd for Lines<'_> {
@@ -112,19 +113,19 @@ pub(crate) fn copy<T: bytemuck::Pod>(cpu: &Cpu, streaming: &Streaming, from: &[T
     simd::run(cpu.isa(), Lines(streaming, &from[..whole], &mut to[..whole]));
 }
 
-/// Starts to fetch `len` floats into the L1 cache; the addresses may be any.
+/// Starts to fetch `len` floats into the L1 cache; the addresses need not be valid.
 #[inline(always)]
 pub(crate) fn prefetch(from: *const f32, len: usize) {
     fetch::<true>(from, len);
 }
 
-/// Starts to fetch `len` floats into the L2 cache; the addresses may be any.
+/// Starts to fetch `len` floats into the L2 cache; the addresses need not be valid.
 #[inline(always)]
 pub(crate) fn prefetch_to_l2(from: *const f32, len: usize) {
     fetch::<false>(from, len);
 }
 
-/// Into the L1 cache, or else into L2 only.
+/// Fetches into the L1 cache, or into L2 only.
 #[inline(always)]
 fn fetch<const L1: bool>(from: *const f32, len: usize) {
     for line in (0..len).step_by(LINE) {
@@ -184,7 +185,7 @@ mod tests {
         }
     }
 
-    /// What streams its large outputs, and ends that; what does not stream has nothing to end.
+    /// Convolutions that stream their large outputs also end it with a fence; those that do not stream need none.
     #[test]
     fn convolutions_that_stream_end_it() {
         let cpu = Cpu::single();

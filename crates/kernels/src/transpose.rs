@@ -34,9 +34,9 @@ multiversion! {
     }
 }
 
-/// Transposes squares of 8 x 8 elements of four bytes, where the machine can, and returns how many rows and columns that were.
+/// Transposes squares of 8 x 8 elements of four bytes, where the machine can, and returns how many rows and columns they cover.
 ///
-/// Twice as fast from memory to memory as an element at a time, which the compiler makes gathers of.
+/// From memory to memory, this is twice as fast as one element at a time, which the compiler turns into gathers.
 fn in_registers<T: Stored>(cpu: &Cpu, [rows, columns]: [usize; 2], from: &[T], to: &mut [T]) -> [usize; 2] {
     #[cfg(target_arch = "x86_64")]
     if size_of::<T>() == 4
@@ -57,9 +57,10 @@ mod avx2 {
     use pulp::NullaryFnOnce;
     use pulp::x86::V3;
 
-    /// Rows and columns of a square.
+    /// The rows, and the columns, of a square.
     const SIDE: usize = 8;
-    /// Rows that are taken together: their lines stay in L1 while columns are taken two squares at a time.
+    /// Rows that are handled together: their cache lines stay in L1 while the loop goes over the columns, two squares at a
+    /// time.
     const ROWS: usize = 64;
 
     pub(super) struct Squares<'a> {
@@ -99,7 +100,7 @@ mod avx2 {
             let lines: [__m256; SIDE] = std::array::from_fn(|i| unsafe {
                 from.as_ptr().add(i * columns).cast::<__m256>().read_unaligned()
             });
-            // Pairs of rows, then fours, then both halves.
+            // Combine pairs of rows, then groups of four, then both halves.
             let pairs: [[__m256; 2]; 4] = std::array::from_fn(|i| {
                 let (a, b) = (lines[2 * i], lines[2 * i + 1]);
                 [avx._mm256_unpacklo_ps(a, b), avx._mm256_unpackhi_ps(a, b)]

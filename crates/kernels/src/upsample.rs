@@ -1,8 +1,8 @@
-//! Upsampling by whole factors, with its backward, in both memory formats.
+//! Upsampling by whole factors, with its backward pass, in both memory formats.
 //!
-//! Outputs are read off the two axes one after the other: a row of outputs is a mixture of at most two rows of inputs, stretched
+//! The two axes are handled one after the other: a row of outputs is a mixture of at most two rows of inputs, stretched
 //! along the width. Backward gathers instead of scattering: each row of inputs adds up the rows of outputs that read it, in
-//! order, so that no two tasks write one place and no sum depends on the number of threads.
+//! order. So no two tasks write the same place, and no sum depends on the number of threads.
 
 use crate::cpu::multiversion;
 use crate::error::{check_len, invalid};
@@ -10,14 +10,14 @@ use crate::memory_format::{Extent, MemoryFormat};
 use crate::profile::span;
 use crate::{Cpu, Element, Result};
 
-/// What lies between the pixels of the input.
+/// How values between the pixels of the input are computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum UpsampleMode {
-    /// Each pixel becomes a block of its copies.
+    /// Each pixel becomes a block of copies of it.
     #[default]
     Nearest,
-    /// The four pixels around a place count by their distance from it; pixels are squares whose values stand at their
-    /// centres, as PyTorch's `bilinear` with `align_corners=False`.
+    /// The four pixels around a place are weighted by their distance from it. Pixels are squares with their values at the
+    /// centres, as in PyTorch's `bilinear` with `align_corners=False`.
     Bilinear,
 }
 
@@ -41,7 +41,7 @@ pub struct UpsampleProblem {
     format: MemoryFormat,
 }
 
-/// No tensor may have more elements than this: 2^40, far above any memory, far below overflow.
+/// The largest number of elements of a tensor: 2^40, far above any memory, far below overflow.
 const LIMIT: usize = 1 << 40;
 
 impl UpsampleProblem {
@@ -96,7 +96,7 @@ impl UpsampleProblem {
         Extent { batch, channels, spatial: height * width, format }
     }
 
-    /// Numbers of a pixel that lie side by side.
+    /// The contiguous elements of a pixel.
     fn lanes(&self) -> usize {
         match self.format {
             MemoryFormat::Contiguous => 1,
@@ -109,14 +109,14 @@ impl UpsampleProblem {
         check_len(operation, lens[1].0, lens[1].1, self.output_extent().len()?)
     }
 
-    /// What every output along an axis reads.
+    /// For every output along an axis, the inputs that it reads.
     fn reads<T: Element>(&self, axis: usize) -> Vec<Read<T>> {
         let (size, factor) = (self.size[axis], self.factor[axis]);
         let read = |output: usize| match self.mode {
             UpsampleMode::Nearest => Read { place: output / factor, weights: [T::one(), T::zero()] },
             UpsampleMode::Bilinear => {
-                // The output's centre lies at (2 output + 1 - factor) / (2 factor) inputs from the first one's; before that
-                // and after the last one's the nearest counts alone.
+                // The output's centre is (2 output + 1 - factor) / (2 factor) inputs after the first input's centre. Before
+                // the first and after the last input's centre, only the nearest input counts.
                 let from_first = (2 * output + 1).saturating_sub(factor);
                 let (place, rest) = (from_first / (2 * factor), from_first % (2 * factor));
                 let share = if place + 1 < size { rest as f64 / (2 * factor) as f64 } else { 0.0 };
@@ -145,7 +145,8 @@ impl UpsampleProblem {
     }
 }
 
-/// What one output along an axis is: a mixture of the inputs at `place` and after it. Of weight 0, the latter is not read.
+/// How one output along an axis is computed: as a mixture of the inputs at `place` and at `place + 1`. If the second weight
+/// is 0, the second input is not read.
 struct Read<T> {
     place: usize,
     weights: [T; 2],
@@ -170,7 +171,8 @@ impl<T> Readers<T> {
     }
 }
 
-/// Elements of one task, about: few enough that tasks are even, enough that taking them costs little.
+/// The approximate number of elements in a task: few enough that the load is balanced, enough that the overhead of a task
+/// is small.
 const TASK: usize = 1 << 14;
 
 /// y = x upsampled.
@@ -203,7 +205,7 @@ pub fn upsample<T: Element>(cpu: &Cpu, problem: &UpsampleProblem, x: &[T], y: &m
     Ok(())
 }
 
-/// dx of [`upsample`]: each input takes dy of the outputs that read it, by their weights.
+/// dx of [`upsample`]: the weighted sum of dy over the outputs that read the input.
 ///
 /// # Errors
 /// As [`upsample`].
@@ -237,7 +239,7 @@ multiversion! {
         mix_pixel(weights, first, second, out);
     }
 
-    /// A row of outputs from a row of inputs.
+    /// Computes a row of outputs from a row of inputs.
     fn stretch<T: Element>(lanes: usize, reads: &[Read<T>], x: &[T], y: &mut [T]) {
         if lanes == 1 {
             for (y, read) in y.iter_mut().zip(reads) {
@@ -257,12 +259,12 @@ multiversion! {
         }
     }
 
-    /// The sum of the rows of `from` that readers name, by their weights.
+    /// The weighted sum of the rows of `from` that `readers` lists.
     fn add_up<T: Element>(row: usize, readers: &[(usize, T)], from: &[T], sums: &mut [T]) {
         add_up_pixels(row, readers, from, sums);
     }
 
-    /// A row of inputs' gradients from the sums of rows of outputs'.
+    /// Computes a row of dx from the sum of rows of dy.
     fn gather<T: Element>(lanes: usize, readers: &Readers<T>, from: &[T], dx: &mut [T]) {
         for (input, dx) in dx.chunks_exact_mut(lanes).enumerate() {
             add_up_pixels(lanes, readers.of(input), from, dx);
@@ -277,8 +279,8 @@ fn mix_pixel<T: Element>(weights: [T; 2], first: &[T], second: &[T], out: &mut [
     }
 }
 
-/// `sums` = the pixels (or rows) of `len` numbers in `from` that readers name, by their weights, in order; two at a time, as
-/// what is added to goes through memory.
+/// `sums` = the weighted sum of the pixels (or rows) of `len` numbers in `from` that `readers` lists, in order. It adds two
+/// at a time, because every addition reads and writes `sums` in memory.
 #[inline(always)]
 fn add_up_pixels<T: Element>(len: usize, readers: &[(usize, T)], from: &[T], sums: &mut [T]) {
     let sums = &mut sums[..len];

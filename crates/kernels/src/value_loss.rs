@@ -1,10 +1,10 @@
-//! Losses against values, element by element: squared errors, and binary cross-entropy of logits; each with its backward.
+//! Element-wise losses against target values: squared error, and binary cross-entropy of logits; each with its backward pass.
 
 use crate::error::check_len;
 use crate::profile::span;
 use crate::{Cpu, Element, Result};
 
-/// A loss of one number against another.
+/// A loss of one number x against its target t.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ValueLoss {
     /// (x - t)^2.
@@ -23,7 +23,7 @@ impl ValueLoss {
         }
     }
 
-    /// By x.
+    /// The derivative with respect to x.
     #[inline(always)]
     fn slope(self, x: f64, t: f64) -> f64 {
         match self {
@@ -36,7 +36,7 @@ impl ValueLoss {
         }
     }
 
-    /// By t.
+    /// The derivative with respect to t.
     #[inline(always)]
     fn target_slope(self, x: f64, t: f64) -> f64 {
         match self {
@@ -46,12 +46,12 @@ impl ValueLoss {
     }
 }
 
-/// Elements of one task: sums of tasks are added in order, so that threads change nothing.
+/// Elements in a task. The sums of tasks are added in order, so that the result does not depend on the number of threads.
 const TASK: usize = 1 << 13;
-/// What an element costs, in multiplications.
+/// The approximate cost of an element, in multiplications.
 const COST: usize = 16;
 
-/// The sum of the losses of all elements, in an order that depends on the length only.
+/// The sum of the losses of all elements, in an order that depends only on the length.
 ///
 /// # Errors
 /// If the lengths differ.
@@ -66,7 +66,7 @@ pub fn value_loss<T: Element>(cpu: &Cpu, loss: ValueLoss, x: &[T], targets: &[T]
     Ok(parts.iter().sum())
 }
 
-/// The gradient of [`value_loss`] by `x`, times `factor`.
+/// The gradient of [`value_loss`] with respect to `x`, times `factor`.
 ///
 /// # Errors
 /// If the lengths differ.
@@ -80,7 +80,7 @@ pub fn value_loss_backward<T: Element>(
     slopes(cpu, [x, targets], dx, |x, t| factor * loss.slope(x, t))
 }
 
-/// The gradient of [`value_loss`] by the targets, times `factor`.
+/// The gradient of [`value_loss`] with respect to the targets, times `factor`.
 ///
 /// # Errors
 /// If the lengths differ.

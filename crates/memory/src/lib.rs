@@ -1,21 +1,22 @@
-//! Allocations that answer with an error where memory is refused, where the standard library's end the process.
+//! Allocations that return an error when there is no memory; the standard library's would end the process.
 //!
-//! What is as large as a user's data, batch or message is allocated by these functions. Small things, such as names, rows of
-//! tables and numbers a channel, are not: a program that must not be aborted for want of those either installs
-//! `convoke_kernels::backstop::Backstop` as its allocator, which asks [`may_fail`] whether the caller takes an error.
+//! Use these functions for anything as large as a user's data, batch or message. Small objects, such as names, rows of
+//! tables and numbers per channel, are allocated as usual. A program that must not abort when memory for those is missing
+//! installs `convoke_kernels::backstop::Backstop` as its allocator, which asks [`may_fail`] whether the caller handles an
+//! error.
 
 use std::cell::Cell;
 
-/// The operating system refused memory, or no machine has as much.
+/// The operating system refused memory, or the size is more than any machine has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("out of memory: {bytes} bytes cannot be had")]
 pub struct OutOfMemory {
-    /// How many bytes were asked for; `usize::MAX` if a number cannot hold them.
+    /// How many bytes were requested; `usize::MAX` if the number does not fit.
     pub bytes: usize,
 }
 
 impl OutOfMemory {
-    /// `len` elements of this type were asked for.
+    /// The error for a request of `len` elements of this type.
     pub fn of<T>(len: usize) -> OutOfMemory {
         OutOfMemory { bytes: len.saturating_mul(size_of::<T>()) }
     }
@@ -24,19 +25,19 @@ impl OutOfMemory {
 /// A result with [`OutOfMemory`].
 pub type Result<T> = std::result::Result<T, OutOfMemory>;
 
-/// Bytes of a thread's stack, as the standard library makes it, and what else a thread maps when it starts.
+/// Bytes that a thread maps when it starts: its stack of the standard library's default size, and the rest.
 const OF_A_THREAD: usize = (2 << 20) + (256 << 10);
 
 thread_local! {
     static MAY_FAIL: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether the calling thread is within [`attempt`]: it takes an error for memory that it does not get.
+/// Whether the calling thread is within [`attempt`], and so handles an error when an allocation fails.
 pub fn may_fail() -> bool {
     MAY_FAIL.try_with(Cell::get).unwrap_or(false)
 }
 
-/// Runs `allocate`, which does nothing with memory but to ask for it in ways that return an error.
+/// Runs `allocate`, which may allocate memory only by calls that return an error on failure.
 pub fn attempt<R>(allocate: impl FnOnce() -> R) -> R {
     struct Restore(bool);
 
@@ -60,7 +61,7 @@ pub fn with_capacity<T>(len: usize) -> Result<Vec<T>> {
     Ok(values)
 }
 
-/// Makes room for `more` elements behind those that are there.
+/// Makes room for `more` elements after the present ones.
 ///
 /// # Errors
 /// If there is no memory for it.
@@ -69,7 +70,7 @@ pub fn reserve<T>(values: &mut Vec<T>, more: usize) -> Result<()> {
         .map_err(|_| OutOfMemory::of::<T>(values.len().saturating_add(more)))
 }
 
-/// `len` times this value.
+/// A vector of `len` copies of `value`.
 ///
 /// # Errors
 /// If there is no memory for it.
@@ -79,7 +80,7 @@ pub fn filled<T: Clone>(len: usize, value: T) -> Result<Vec<T>> {
     Ok(values)
 }
 
-/// The first `len` elements, with `value` where there were fewer.
+/// Cuts `values` to `len` elements, or extends it to `len` with copies of `value`.
 ///
 /// # Errors
 /// If there is no memory for it.
@@ -99,7 +100,7 @@ pub fn copied<T: Clone>(from: &[T]) -> Result<Vec<T>> {
     Ok(values)
 }
 
-/// What an iterator of known length gives.
+/// The items of an iterator of known length.
 ///
 /// # Errors
 /// If there is no memory for it.
@@ -109,20 +110,20 @@ pub fn collected<T>(from: impl ExactSizeIterator<Item = T>) -> Result<Vec<T>> {
     Ok(values)
 }
 
-/// Whether the system has `bytes` to give now, for what takes memory without a look at whether it gets it. What the allocator has
-/// in stock does not count: stacks and machine code do not come from it.
+/// Checks that the system can give `bytes` now, before code runs that would not survive a refusal. Free memory inside the
+/// allocator does not count, because stacks and machine code do not come from it.
 ///
 /// # Errors
-/// If it has not.
+/// If the system refuses them.
 pub fn check(bytes: usize) -> Result<()> {
     memmap2::MmapMut::map_anon(bytes.max(1)).map(drop).map_err(|_| OutOfMemory { bytes })
 }
 
-/// Whether `count` threads would find memory for their stacks now. A thread that has its stack and no room for what it maps next
-/// ends the process, so this is asked before threads are started.
+/// Checks that there is memory now for the stacks of `count` threads. A thread that gets its stack but not the memory that
+/// it maps next ends the process, so call this before starting threads.
 ///
 /// # Errors
-/// If they would not.
+/// If there is not enough memory.
 pub fn check_threads(count: usize) -> Result<()> {
     check(count.saturating_mul(OF_A_THREAD))
 }

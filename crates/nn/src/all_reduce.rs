@@ -7,11 +7,11 @@ use crate::data_parallel::failed;
 
 /// The sum of `x` over all ranks, on each of them, in the order of the ranks; for synchronized layers of your own.
 ///
-/// Its gradient is the sum of the upstream gradients: what every rank makes of the sum depends on every rank's x. So a rank's
-/// backward waits for the others', and all ranks must run it in the same order. `name` stands in errors.
+/// Its gradient is the sum of the upstream gradients of all ranks, because each rank's result depends on each rank's `x`. So a
+/// rank's backward waits for those of the others, and all ranks must run it in the same order. Errors show `name`.
 ///
 /// # Errors
-/// If the shapes differ between ranks, or the ranks do not come together.
+/// If the shapes differ between ranks, or communication between ranks fails.
 pub fn all_reduce(x: &Tensor, communicator: &Communicator, name: &str) -> Result<Tensor> {
     apply(AllReduce { communicator: communicator.clone(), name: name.to_owned() }, &[x])
 }
@@ -22,7 +22,7 @@ struct AllReduce {
 }
 
 impl AllReduce {
-    /// The sum over the ranks, in contiguous order on the way: ranks may differ in their memory formats.
+    /// The sum over the ranks. Messages are in contiguous order, because ranks may differ in their memory formats.
     fn sum(&self, x: &Tensor, direction: &str) -> Result<Tensor> {
         match x.dtype() {
             DType::F32 => self.sum_of::<f32>(x, direction),

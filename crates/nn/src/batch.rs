@@ -1,4 +1,4 @@
-//! Batches: chosen samples of a data set as a normalised tensor, with what is to be learnt of them.
+//! Batches: chosen samples of a data set as a normalised tensor, with their targets.
 
 use convoke_autograd::{Device, MemoryFormat, Tensor};
 
@@ -7,13 +7,13 @@ use crate::{Error, Result};
 
 /// The samples that a request names, scaled and normalised by channel, and their targets.
 ///
-/// The tensor is N x C x H x W of f32 in channels-last, where H and W are those of the images or of the request's views; N may
-/// be 0. Labels are N, or N x H x W if pixels have labels, cut out and mirrored with their images; ignored
-/// ones stay what they are. Where a view goes beyond its image there are zeros, with the label of no class. On a dry device no
-/// sample is asked for, and targets are those of no sample in particular.
+/// The tensor is N x C x H x W of f32 in channels-last, where H and W are those of the images or of the request's views; N may be
+/// 0. Labels are N, or N x H x W if pixels have labels, which are cropped and mirrored with their images; ignored labels stay as
+/// they are. Where a view extends beyond its image, pixels are zero and have the ignored label. On a dry device no sample is
+/// loaded, and the targets are placeholders.
 ///
 /// # Errors
-/// If the data set has no sample of a chosen number, or cannot give it, a crop or padding does not fit the images, or there is no
+/// If the data set lacks a chosen sample or cannot load it, if a crop or padding does not fit the images, or if there is no
 /// memory.
 pub fn batch(device: &Device, loader: &Loader, request: &Request) -> Result<(Tensor, TargetBatch)> {
     let refused = |error: crate::data::DataError| match error {
@@ -34,7 +34,7 @@ pub fn batch(device: &Device, loader: &Loader, request: &Request) -> Result<(Ten
     Ok((images, targets.expect("the batch was written")))
 }
 
-/// Targets of a batch of this shape, for a device on which nothing is computed: a class that counts, if there is one.
+/// Placeholder targets of a batch of this shape, for a dry device: labels are of a class that is not ignored, if there is one.
 fn any_targets(info: &DatasetInfo, &[batch, _, height, width]: &[usize; 4]) -> Result<TargetBatch> {
     let pixels = if info.targets.are_of_pixels() { height * width } else { 1 };
     Ok(match info.targets {

@@ -1,9 +1,9 @@
-//! Saving and loading: a model's state as safetensors under PyTorch's key names, and whole training runs.
+//! Saves and loads a model's state as safetensors under PyTorch's key names, and whole training runs.
 //!
-//! A run's folder holds one folder a checkpoint, `step-0000000938`, with `model.safetensors`, `optimizer.safetensors`
-//! and `training.json`. It is written under a temporary name and renamed when it is whole and on disk, so that at any moment
-//! a crash leaves a whole checkpoint; the two newest are kept. Loading reads and checks everything (checksums, names, shapes,
-//! types) before it changes anything. Files must be regular, and how long they are is known before memory is taken.
+//! A run's folder holds one folder per checkpoint, `step-0000000938`, with `model.safetensors`, `optimizer.safetensors`
+//! and `training.json`. It is written under a temporary name and renamed when it is complete and on disk, so that a crash at any
+//! moment leaves a complete checkpoint; the two newest are kept. Loading reads and checks everything (checksums, names, shapes,
+//! types) before it changes anything. It accepts only regular files, and knows their lengths before it allocates memory for them.
 
 mod run;
 
@@ -48,7 +48,7 @@ pub enum CheckpointError {
         /// What is wrong in it.
         reason: String,
     },
-    /// The checkpoint is whole, but of something else.
+    /// The checkpoint is complete, but belongs to another run or model.
     #[error(
         "{}: {}: the checkpoint has {}, this run needs {}",
         escaped(file.display()),
@@ -59,7 +59,7 @@ pub enum CheckpointError {
     Mismatch {
         /// The file.
         file: PathBuf,
-        /// The tensor or the setting that differs.
+        /// The tensor or setting that differs.
         field: String,
         /// What is needed.
         expected: String,
@@ -100,7 +100,7 @@ pub(crate) enum Value {
 
 /// Writes the state of every module in the tree, with PyTorch's key names, as a safetensors file.
 ///
-/// The file appears whole under its name, or not at all; a link of this name is replaced, not followed.
+/// The file appears under its name only when it is complete; a link of this name is replaced, not followed.
 ///
 /// # Errors
 /// If the file cannot be written, or a lazy layer has no parameters yet.
@@ -111,8 +111,8 @@ pub fn save_model(model: &(impl Module + ?Sized), file: &Path) -> Result<()> {
 
 /// Loads what [`save_model`] (or PyTorch, through safetensors) wrote into a model of the same structure.
 ///
-/// As PyTorch's `load_state_dict`: numbers are converted to the model's type (from F16, BF16, F32 or F64), and a file
-/// without `num_batches_tracked` (PyTorch before 0.4.1) leaves those counters as they are.
+/// As in PyTorch's `load_state_dict`, numbers are converted to the model's type (from F16, BF16, F32 or F64), and if the file has
+/// no `num_batches_tracked` (PyTorch before 0.4.1), those counters stay as they are.
 ///
 /// # Errors
 /// If the file is damaged, or a name or shape differs; the model is then unchanged.
@@ -192,7 +192,7 @@ pub(crate) fn model_values(model: &(impl Module + ?Sized)) -> Vec<(String, Value
     model.named_state().into_iter().map(|(name, state)| (name, value(state))).collect()
 }
 
-/// Sets values that [`from_safetensors`] has compared with this model's.
+/// Sets values that [`from_safetensors`] has checked against this model.
 pub(crate) fn set_model(model: &(impl Module + ?Sized), values: Vec<Value>) -> Result<()> {
     for ((_, state), value) in model.named_state().into_iter().zip(values) {
         match (state, value) {
@@ -205,7 +205,7 @@ pub(crate) fn set_model(model: &(impl Module + ?Sized), values: Vec<Value>) -> R
     Ok(())
 }
 
-/// The bytes of a safetensors file with these values, in the order that the format asks for: larger types first, then by name.
+/// The bytes of a safetensors file with these values, in the order that the format requires: larger types first, then by name.
 pub(crate) fn to_safetensors(values: &[(String, Value)]) -> Result<Vec<u8>> {
     let described = |(name, value): &'_ (String, Value)| match value {
         Value::Tensor(tensor) => (dtype(tensor.dtype()), name.clone(), tensor.shape().to_vec()),
@@ -244,7 +244,7 @@ pub(crate) fn to_safetensors(values: &[(String, Value)]) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Writes the elements in N, C, H, W order behind what is there; there is room.
+/// Appends the elements in N, C, H, W order; `bytes` has room for them.
 fn put<T: Stored, const SIZE: usize>(
     tensor: &Tensor,
     number: impl Fn(T) -> [u8; SIZE],
@@ -264,7 +264,7 @@ fn dtype(dtype: DType) -> Dtype {
     }
 }
 
-/// The tensors of a safetensors file.
+/// Parses the header of a safetensors file.
 fn open<'a>(file: &Path, bytes: &'a [u8]) -> Result<SafeTensors<'a>> {
     if ends_with_its_tensors(bytes) == Some(false) {
         return Err(damaged(file, "not whole: its header describes another length"));
@@ -301,16 +301,16 @@ fn ends_with_its_tensors(bytes: &[u8]) -> Option<bool> {
     Some(data_len(rest.get(..len)?)? == (rest.len() - len) as u64)
 }
 
-/// Bytes of all tensors that a header speaks of.
+/// The bytes of all tensors that a header describes.
 fn data_len(header: &[u8]) -> Option<u64> {
     serde_json::from_slice::<Metadata>(header).ok().map(|metadata| metadata.data_len() as u64)
 }
 
-/// More bytes of header are refused, as the format's own library does.
+/// Longer headers are refused, as by the format's own library.
 const LARGEST_HEADER: u64 = 100_000_000;
 
-/// The bytes of a safetensors file; they are read when its header accounts for all of them, so that a sparse file costs no
-/// memory.
+/// The bytes of a safetensors file. The tensors are read only if the header describes exactly the file's length, so that a huge
+/// sparse file takes no memory.
 fn read(file: &Path) -> Result<Vec<u8>> {
     let mut opened = open_regular(file).map_err(failed(file, "read"))?;
     let mut left = opened.metadata().map_err(failed(file, "read"))?.len();
@@ -334,14 +334,14 @@ fn read(file: &Path) -> Result<Vec<u8>> {
         Some(_) => return Err(damaged(file, "not whole: its header describes another length")),
         None => {}
     }
-    // Of a header that cannot be read, the reader says why.
+    // If the header cannot be parsed, the caller's parser reports why.
     Ok(bytes)
 }
 
-/// Which types of numbers may be read into a tensor.
+/// The types of numbers that may be read into a tensor.
 #[derive(Clone, Copy, PartialEq)]
 enum Conversion {
-    /// Its own.
+    /// Only its own type.
     None,
     /// Every floating-point type.
     AnyFloat,

@@ -1,21 +1,21 @@
-//! Where the settings of two runs differ: as data, by the name of the field.
+//! Finds where the settings of two runs differ, by comparing them as data, field by field.
 
 use convoke_files::escaped;
 use serde::Serialize;
 use serde_json::Value;
 
-/// A field that two values have differently.
+/// A field in which two values differ.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Difference {
     /// Its path: `optimizer.sgd.momentum`.
     pub(crate) field: String,
-    /// What each has there.
+    /// The two values of the field.
     pub(crate) values: [String; 2],
 }
 
-/// The first field that two values of the same type have differently, in the order of the names.
+/// The first field in which two values of the same type differ, in the order of the names.
 ///
-/// Both must have gone the same way, out of memory or out of JSON: an f32 has more digits as an f64 than in JSON.
+/// Both values must come from the same source, either memory or JSON: an f32 has more digits as an f64 than in JSON.
 pub(crate) fn first(values: [&impl Serialize; 2]) -> serde_json::Result<Option<Difference>> {
     let [one, other] = values;
     Ok(between("", &serde_json::to_value(one)?, &serde_json::to_value(other)?))
@@ -31,7 +31,7 @@ fn between(path: &str, one: &Value, other: &Value) -> Option<Difference> {
     (one != other).then(|| Difference { field: path.to_owned(), values: [one, other].map(show) })
 }
 
-/// A value as people write it.
+/// A value in readable form.
 fn show(value: &Value) -> String {
     match value {
         Value::String(text) => escaped(text).to_string(),

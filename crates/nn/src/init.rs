@@ -1,22 +1,22 @@
-//! How parameters start, as PyTorch 2 starts them.
+//! Initial values of parameters, as in PyTorch 2.
 
 use convoke_autograd::{DType, Device, Element, Error, MemoryFormat, Result, Tensor};
 
 use crate::{Generator, Parameter};
 
-/// What module constructors need: where tensors live, their type, and random numbers.
+/// What module constructors need: the device and type of tensors, and random numbers.
 #[derive(Clone)]
 pub struct Init {
     /// Where the module's tensors live.
     pub device: Device,
     /// Their element type: f32 or f64.
     pub dtype: DType,
-    /// Random numbers for starting values and for dropout.
+    /// Random numbers for initial values and for dropout.
     pub random: Generator,
 }
 
 impl Init {
-    /// f32 parameters on `device`, from a seed.
+    /// For f32 parameters on `device`, with random numbers from a seed.
     pub fn new(device: &Device, seed: u64) -> Init {
         Init { device: device.clone(), dtype: DType::F32, random: Generator::new(seed) }
     }
@@ -37,8 +37,9 @@ impl Init {
         self.drawn(shape, |random, len| random.normal(len, std))
     }
 
-    /// He et al.'s start of a layer before a ReLU ("Delving deep into rectifiers", 2015), as PyTorch's `kaiming_normal_`: the
-    /// standard deviation is sqrt(2 / fan). torchvision's residual networks give it fan_out, K x R x S of a convolution.
+    /// He et al.'s initialisation of a layer before a ReLU ("Delving deep into rectifiers", 2015), as PyTorch's
+    /// `kaiming_normal_`: the standard deviation is sqrt(2 / fan). torchvision's residual networks use fan_out, which is K x R x
+    /// S for a convolution.
     ///
     /// # Errors
     /// As [`Init::uniform`].
@@ -46,8 +47,8 @@ impl Init {
         self.normal(shape, if fan == 0 { 0.0 } else { (2.0 / fan as f64).sqrt() })
     }
 
-    /// PyTorch's start of convolutions and linear layers: `kaiming_uniform_` with a = sqrt(5), whose bound is
-    /// 1 / sqrt(fan_in). Their biases take the same bound.
+    /// PyTorch's initialisation of convolutions and linear layers: `kaiming_uniform_` with a = sqrt(5), whose bound is
+    /// 1 / sqrt(fan_in). Their biases use the same bound.
     ///
     /// # Errors
     /// If the shape is too large.
@@ -66,7 +67,7 @@ impl Init {
         Ok(Parameter::new(&Tensor::full(&self.device, shape, self.dtype, value)?))
     }
 
-    /// A parameter of values that `draw` gives, so many at a time.
+    /// A parameter with the values that `draw` gives; `draw` gets the number of values to draw at a time.
     fn drawn(&self, shape: &[usize], draw: impl Fn(&Generator, usize) -> Vec<f64>) -> Result<Parameter> {
         let value = match self.dtype {
             DType::F32 => self.build::<f32>(shape, draw)?,
@@ -76,7 +77,7 @@ impl Init {
         Ok(Parameter::new(&value))
     }
 
-    /// Draws only once there is memory for all of it: a shape that is too large must be an error.
+    /// Draws only after the memory for all values is allocated: a shape that is too large must be an error.
     fn build<T: Element>(
         &self,
         shape: &[usize],

@@ -1,8 +1,7 @@
 //! Modules, initialisers, optimizers, data sets, models, training runs and checkpoints.
 //!
-//! A [`Module`] maps a tensor to a tensor and holds [`Parameter`]s under PyTorch's names; `#[derive(Module)]` makes one.
-//! [`training::Trainer`] ties a model, an [`Optimizer`] and a data set together; it never prints, and tells its caller of every
-//! step.
+//! A [`Module`] maps a tensor to a tensor and holds [`Parameter`]s under PyTorch's names; `#[derive(Module)]` implements it.
+//! [`training::Trainer`] combines a model, an [`Optimizer`] and a data set. It never prints; it reports every step to its caller.
 
 mod all_reduce;
 mod batch;
@@ -22,7 +21,7 @@ pub mod planner;
 mod random;
 pub mod training;
 
-// The derived code names this crate as users do.
+// The code that `#[derive(Module)]` generates refers to this crate as `::convoke_nn`, also when it is used inside this crate.
 extern crate self as convoke_nn;
 
 pub use all_reduce::all_reduce;

@@ -1,4 +1,4 @@
-//! How well predictions fit labels: the confusion matrix, and accuracy and intersection over union from it.
+//! Compares predictions with labels: the confusion matrix, and accuracy and intersection over union from it.
 
 use convoke_autograd::{MemoryFormat, Tensor};
 use convoke_kernels::{DType, Stored};
@@ -6,10 +6,10 @@ use convoke_kernels::{DType, Stored};
 use crate::data::MAX_CLASSES;
 use crate::{Error, Result};
 
-/// How often each class was taken for each: counts of images or pixels, classes x classes.
+/// The confusion matrix: for each true class, how often each class was predicted. It counts images or pixels, classes x classes.
 ///
-/// Counts add up: each of several ranks may count its own part, and [`merge`](Self::merge) the others', or those that
-/// [`from_counts`](Self::from_counts) made of sums.
+/// Counts can be added: each of several ranks may count its own part, and then [`merge`](Self::merge) those of the others, or
+/// make a matrix of the summed counts with [`from_counts`](Self::from_counts).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Confusion {
     classes: usize,
@@ -61,8 +61,8 @@ impl Confusion {
         Ok(())
     }
 
-    /// Counts predictions: `output` is N x C x ..., in any memory format, and larger where a class is likelier;
-    /// `labels` are N x ..., of which those equal to `ignore` do not count.
+    /// Counts predictions. `output` is N x C x ..., in any memory format, with larger values for more likely classes; `labels`
+    /// are N x ..., and those equal to `ignore` do not count.
     ///
     /// The first of several largest values wins; NaN counts as largest, as in PyTorch's `argmax`.
     ///
@@ -89,7 +89,7 @@ impl Confusion {
                 labels[index]
             )));
         }
-        // Distance in memory between the values of a position, and between positions.
+        // Distance in memory between the values of neighbouring classes at a position, and between positions.
         let steps = match extent.format {
             MemoryFormat::Contiguous => (extent.spatial, 1),
             MemoryFormat::ChannelsLast => (1, classes),
@@ -112,7 +112,7 @@ impl Confusion {
         (class_step, position_step): (usize, usize),
     ) {
         let image_len = self.classes * spatial;
-        // No chunk where there is no position.
+        // Chunks must not be empty; without positions there are none.
         let images = values.chunks(image_len.max(1)).zip(labels.chunks(spatial.max(1)));
         for (image, labels) in images {
             for (position, &label) in labels.iter().enumerate() {
@@ -138,12 +138,12 @@ impl Confusion {
         self.classes
     }
 
-    /// How often each class was taken for each, classes x classes: rows are true classes, columns predicted ones.
+    /// How often each class was predicted for each true class, classes x classes: rows are true classes, columns predicted ones.
     pub fn counts(&self) -> &[u64] {
         &self.counts
     }
 
-    /// Share of what was counted that was predicted right; `None` if nothing was counted.
+    /// The share of correct predictions; `None` if nothing was counted.
     pub fn accuracy(&self) -> Option<f64> {
         let right = (0..self.classes).map(|class| self.counts[class * self.classes + class]);
         ratio(sum(right), sum(self.counts.iter().copied()))

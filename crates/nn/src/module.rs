@@ -10,25 +10,25 @@ use convoke_distributed::Communicator;
 use crate::modules::NormMode;
 use crate::{Buffer, Counter, Generator, Parameter};
 
-/// What maps a tensor to a tensor.
+/// A computation that maps a tensor to a tensor.
 pub trait Forward {
     /// The output for `input`.
     ///
-    /// It takes `&self`: what it changes (running statistics, random state) lies behind shared handles, so a module can be held by a
-    /// tape or shared.
+    /// It takes `&self`: the state that it changes (running statistics, random state) is behind shared handles, so that a tape or
+    /// several owners can hold one module.
     ///
     /// # Errors
     /// If the input does not fit.
     fn forward(&self, input: &Tensor) -> Result<Tensor>;
 }
 
-/// A layer, or a tree of layers: [`Forward`], and the parts that it is made of. An optimizer trains the parameters among them, a
-/// checkpoint saves them, and everything else that is done with a whole tree reaches it through them ([`ModuleExt`]).
+/// A layer, or a tree of layers: it computes ([`Forward`]) and lists its parts. Through the parts an optimizer finds the
+/// parameters to train, a checkpoint finds the state to save, and [`ModuleExt`] walks the whole tree.
 ///
-/// It is derived. Each field is a [`Field`]: a module, a [`Parameter`], a [`Buffer`], a [`Counter`], a [`Generator`], a
-/// [`TrainingMode`], or an `Option`, `Vec` or array of these. The field's name is the part's, as in PyTorch: `first.weight`,
-/// `blocks.0.weight`. A field that is nothing of the kind is marked `#[module(skip)]`; one that files know by another name,
-/// `#[module(name = "...")]`.
+/// Use `#[derive(Module)]` to implement it. Each field must be a [`Field`]: a module, a [`Parameter`], a [`Buffer`], a
+/// [`Counter`], a [`Generator`], a [`TrainingMode`], or an `Option`, `Vec` or array of these. The part gets the field's name, as
+/// in PyTorch: `first.weight`, `blocks.0.weight`. Mark a field of any other type `#[module(skip)]`. If files use another name for
+/// a field, mark it `#[module(name = "...")]`.
 ///
 /// ```
 /// use convoke_nn::modules::{Conv2d, ConvOptions};
@@ -65,7 +65,7 @@ pub trait Forward {
 /// # Ok::<(), convoke_nn::Error>(())
 /// ```
 ///
-/// A field that nobody marked does not compile, so that nothing is left untrained in silence:
+/// A field of another type without a mark does not compile, so that no parameter stays untrained unnoticed:
 ///
 /// ```compile_fail,E0277
 /// # use convoke_nn::{Forward, Module, Result};
@@ -85,40 +85,40 @@ pub trait Forward {
     note = "`#[derive(Module)]` makes a struct one, `impl Forward` says what it computes"
 )]
 pub trait Module: Forward + Any + Send + Sync {
-    /// Adds what this module is made of, in order, under PyTorch's names: its own state, and the modules below it, not their parts.
+    /// Adds this module's parts in order, under PyTorch's names: its own state and its direct child modules, but not their parts.
     fn parts<'a>(&'a self, parts: &mut Parts<'a>);
 
-    /// Folds the batch norms in this module into the convolutions before them, for inference, and says how many.
+    /// Folds the batch norms in this module into the convolutions before them, for inference, and returns how many it folded.
     ///
-    /// What is derived folds each field. A batch norm without running statistics stays as it is.
+    /// The derived implementation folds each field. A batch norm without running statistics stays as it is.
     ///
     /// # Errors
-    /// If a batch norm and its convolution have different numbers of channels; batch norms before it are folded then,
+    /// If a batch norm and its convolution have different numbers of channels. The batch norms before it are then already folded,
     /// and the module still computes the same.
     fn fold(&mut self) -> Result<usize> {
         Ok(0)
     }
 }
 
-/// One thing that a module is made of.
+/// One part of a module.
 #[derive(Clone, Copy)]
 #[non_exhaustive]
 pub enum Part<'a> {
-    /// A module below this one.
+    /// A child module.
     Module(&'a dyn Module),
-    /// Trained.
+    /// A tensor that is trained.
     Parameter(&'a Parameter),
     /// A tensor that is saved and not trained.
     Buffer(&'a Buffer),
     /// A whole number that is saved.
     Counter(&'a Counter),
-    /// Random numbers that forward draws.
+    /// A source of the random numbers that forward draws.
     Generator(&'a Generator),
-    /// Training or evaluation.
+    /// The switch between training and evaluation.
     Training(&'a TrainingMode),
     /// How a batch norm gets its statistics.
     Statistics(&'a NormMode),
-    /// A layer of this name will have parameters, and has none before its first input.
+    /// A lazy layer, by the name of its type: it has no parameters before its first input.
     Uninitialized(&'static str),
 }
 
@@ -129,7 +129,7 @@ pub struct Parts<'a> {
 }
 
 impl<'a> Parts<'a> {
-    /// Adds what a field holds.
+    /// Adds the parts of a field.
     pub fn add(&mut self, name: &str, field: &'a (impl Field + ?Sized)) {
         field.add_to(name, self);
     }
@@ -140,7 +140,7 @@ impl<'a> Parts<'a> {
     }
 }
 
-/// What a field of a module may be.
+/// The types that a field of a module may have.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is neither a module nor anything else that a module is made of",
     label = "mark this field with `#[module(skip)]`, if it is neither trained nor saved",
@@ -184,7 +184,7 @@ impl Field for Arc<dyn Module> {
         parts.push(name, Part::Module(self.as_ref()));
     }
 
-    /// An error if another holds the module.
+    /// Fails if the `Arc` has another owner.
     fn fold(&mut self) -> Result<usize> {
         let held = "the module is shared, by a backward that is still to come or by another module";
         let module =
@@ -247,8 +247,8 @@ leaf_fields!(
     Parameter => Parameter, Buffer => Buffer, Counter => Counter, Generator => Generator, TrainingMode => Training
 );
 
-/// Whether a module trains or evaluates, if that makes a difference to it: [`ModuleExt::train`] and [`ModuleExt::eval`] switch it.
-/// It begins in training. Clones are the same switch.
+/// Whether a module trains or evaluates, for modules that differ between the two. [`ModuleExt::train`] and [`ModuleExt::eval`]
+/// set it; it starts in training. Clones share one switch.
 #[derive(Debug, Clone)]
 pub struct TrainingMode(Arc<AtomicBool>);
 
@@ -273,21 +273,21 @@ impl TrainingMode {
 /// One thing that a checkpoint saves.
 #[derive(Clone)]
 pub enum State {
-    /// Trained.
+    /// A tensor that is trained.
     Parameter(Parameter),
-    /// Not trained.
+    /// A tensor that is not trained.
     Buffer(Buffer),
     /// A whole number.
     Counter(Counter),
 }
 
-/// What can be done with every [`Module`], over its whole tree.
+/// Operations on the whole tree of any [`Module`].
 pub trait ModuleExt: Module {
-    /// Shows every part of the tree with its path (`block1.conv.weight`): of each module first its own, then the modules below
-    /// it, each followed by its parts.
+    /// Calls `visit` with every part of the tree and its path (`block1.conv.weight`). For each module its own state comes first,
+    /// then its child modules, each followed by that child's parts.
     fn visit<'a>(&'a self, visit: &mut dyn FnMut(&str, Part<'a>));
 
-    /// The modules right below this one, by name.
+    /// The direct child modules, by name.
     fn children(&self) -> Vec<(String, &dyn Module)> {
         let mut parts = Parts::default();
         self.parts(&mut parts);
@@ -310,7 +310,7 @@ pub trait ModuleExt: Module {
         found
     }
 
-    /// The parameters in the tree, by path; a tied one once, under its first path.
+    /// The parameters in the tree, by path. A tied parameter appears once, under its first path.
     fn parameters(&self) -> Vec<(String, Parameter)> {
         let mut found: Vec<(String, Parameter)> = Vec::new();
         self.visit(&mut |path, part| {
@@ -323,12 +323,12 @@ pub trait ModuleExt: Module {
         found
     }
 
-    /// Elements of all parameters.
+    /// The number of elements of all parameters.
     fn parameter_count(&self) -> usize {
         self.parameters().iter().map(|(_, parameter)| parameter.value().len()).sum()
     }
 
-    /// The sources of the random numbers that forward draws: with each where it stood, forward can be repeated.
+    /// The generators of the random numbers that forward draws. To repeat forward, restore these generators' states.
     fn generators(&self) -> Vec<Generator> {
         let mut found = Vec::new();
         self.visit(&mut |_, part| {
@@ -339,10 +339,10 @@ pub trait ModuleExt: Module {
         found
     }
 
-    /// An error naming the path of a lazy layer that has met no input, if there is one.
+    /// Checks that every lazy layer has seen its first input.
     ///
     /// # Errors
-    /// If there is one.
+    /// If one has not: the error names its path.
     fn check_all_initialized(&self) -> Result<()> {
         let mut result = Ok(());
         self.visit(&mut |path, part| {
@@ -378,7 +378,7 @@ pub trait ModuleExt: Module {
     }
 
     /// Synchronizes the batch norms of the whole tree over the ranks of a communicator, as PyTorch's
-    /// `SyncBatchNorm.convert_sync_batchnorm`; `None` takes that back. Parameters, statistics, mode and frozen flags stay.
+    /// `SyncBatchNorm.convert_sync_batchnorm`; `None` undoes this. Parameters, statistics, mode and frozen flags do not change.
     ///
     /// In training every rank must then run the same layers in the same order, forward and backward.
     fn convert_sync_batchnorm(&self, communicator: Option<&Communicator>) {
@@ -411,7 +411,7 @@ fn visit_below<'a>(module: &'a (impl Module + ?Sized), path: &str, visit: &mut d
         parts.parts.into_iter().partition(|(_, part)| matches!(part, Part::Module(_)));
     let within = |name: &str| if path.is_empty() { name.to_owned() } else { format!("{path}.{name}") };
     for (name, part) in own {
-        // What has no name of its own belongs to the module itself.
+        // A part without a name belongs to the module itself.
         let path = if name.is_empty() { path.to_owned() } else { within(&name) };
         visit(&path, part);
     }

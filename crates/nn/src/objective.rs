@@ -1,4 +1,4 @@
-//! What a run minimises, and what it tells of a model beside its loss.
+//! What a run minimises, and the metrics that evaluation reports with it.
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,27 +11,27 @@ use serde::{Deserialize, Serialize, Serializer};
 
 use crate::data::{DatasetInfo, TargetBatch, Targets};
 
-/// The losses of a batch.
+/// The sum of a batch's losses, and what it takes to make it a mean.
 #[derive(Debug, Clone)]
 pub struct LossSum {
-    /// Their sum, of shape `[]`.
+    /// The sum of the losses, of shape `[]`.
     pub sum: Tensor,
-    /// What the sum is divided by for the mean: how many there are, or what they weigh.
+    /// The divisor that makes the sum a mean: the number of losses, or the sum of their weights.
     pub weight: f64,
 }
 
-/// A loss of one's own, for [`Objective::custom`].
+/// A user-defined loss, for [`Objective::custom`].
 pub trait Loss: Send + Sync {
-    /// The losses of a model's output against a batch's targets. Ranks add sums and weights up.
+    /// Computes the losses of a model's output against a batch's targets. Sums and weights are added over the ranks.
     ///
     /// # Errors
     /// If output and targets do not fit.
     fn loss(&self, output: &Tensor, targets: &TargetBatch) -> Result<LossSum>;
 
-    /// Whether data of this kind has the targets that it takes.
+    /// Checks that data of this kind has the targets that the loss takes.
     ///
     /// # Errors
-    /// What it takes, if not.
+    /// If not: a message with what it takes.
     fn check(&self, info: &DatasetInfo) -> std::result::Result<(), String> {
         let _ = info;
         Ok(())
@@ -46,7 +46,7 @@ impl<F: Fn(&Tensor, &TargetBatch) -> Result<LossSum> + Send + Sync> Loss for F {
 
 type Measure = dyn Fn(&Tensor, &TargetBatch) -> Result<(f64, f64)> + Send + Sync;
 
-/// What a run minimises: a loss, with what evaluation tells beside it.
+/// What a run minimises: a loss, and metrics that evaluation reports with it.
 ///
 /// ```
 /// use convoke_nn::objective::{CrossEntropy, LossSum, Objective};
@@ -76,41 +76,42 @@ enum Kind {
     Custom(Arc<str>, Arc<dyn Loss>),
 }
 
-/// How [`Objective::cross_entropy`] counts classes. The default is the plain one.
+/// Options of [`Objective::cross_entropy`]. The default is plain cross-entropy.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct CrossEntropy {
-    /// What part of each label is spread over all classes: 0 to 1.
+    /// The share of each label that is spread over all classes: 0 to 1.
     pub label_smoothing: f64,
-    /// What each class weighs; 1 without.
+    /// The weight of each class; `None` means 1 for all.
     pub class_weights: Option<Vec<f64>>,
 }
 
 impl Objective {
-    /// Cross-entropy against the class of each image, or of each pixel, where the data set's ignored class does not count; the mean
-    /// is weighted as in PyTorch. Takes log-probabilities, or logits of a model that says so
+    /// Cross-entropy against the class of each image or pixel. Labels of the data set's ignored class do not count; the mean is
+    /// weighted as in PyTorch. It takes log-probabilities, or logits if the model's spec says so
     /// ([`crate::models::ModelSpec::of_logits`]).
     pub fn cross_entropy(options: CrossEntropy) -> Objective {
         Objective { kind: Kind::CrossEntropy(options), metrics: Vec::new() }
     }
 
-    /// The mean over all values of their squared errors.
+    /// The mean of the squared errors of all values.
     pub fn mean_squared_error() -> Objective {
         Objective { kind: Kind::MeanSquaredError, metrics: Vec::new() }
     }
 
-    /// The mean over all values, which are 0 to 1, of the binary cross-entropy of the output's sigmoid: for several classes at once.
+    /// The binary cross-entropy between the output's sigmoid and the values (0 to 1), averaged over all values: for images that
+    /// can have several classes at once.
     pub fn binary_cross_entropy_with_logits() -> Objective {
         Objective { kind: Kind::BinaryCrossEntropy, metrics: Vec::new() }
     }
 
-    /// A loss of one's own: a type that implements [`Loss`], or a function. `name` stands for it in checkpoints: a run goes on with an
-    /// objective of the same name only.
+    /// A user-defined loss: a type that implements [`Loss`], or a function. Checkpoints store its `name`: a run resumes only with
+    /// an objective of the same name.
     pub fn custom(name: &str, loss: impl Loss + 'static) -> Objective {
         Objective { kind: Kind::Custom(name.into(), Arc::new(loss)), metrics: Vec::new() }
     }
 
-    /// The same, and evaluation also tells a number of this name: the sum of what `measure` gives first over the sum of what it gives
-    /// second, for the output and the targets of each batch.
+    /// The same objective with one more metric, which evaluation reports under `name`. `measure` gets the output and the targets
+    /// of each batch and returns two numbers; the metric is the sum of the first ones divided by the sum of the second ones.
     #[must_use]
     pub fn with_metric(
         mut self,
@@ -121,7 +122,7 @@ impl Objective {
         self
     }
 
-    /// What is usual for data with such targets: cross-entropy against labels, the mean squared error against values.
+    /// The default for these targets: cross-entropy against labels, mean squared error against values.
     pub fn usual(targets: Targets) -> Objective {
         match targets {
             Targets::Image | Targets::Pixels { .. } => Objective::cross_entropy(CrossEntropy::default()),
@@ -139,10 +140,10 @@ impl Objective {
         }
     }
 
-    /// Whether it can be minimised on such data.
+    /// Checks that it can be minimised on this data.
     ///
     /// # Errors
-    /// What does not fit.
+    /// If not: a message with what does not fit.
     pub fn check(&self, info: &DatasetInfo) -> std::result::Result<(), String> {
         let (name, has_values) = (self.name(), matches!(info.targets, Targets::Values { .. }));
         match &self.kind {
@@ -173,12 +174,12 @@ impl Objective {
         }
     }
 
-    /// Whether it takes log-probabilities, which logits become by a log-softmax.
+    /// Whether it takes log-probabilities: a log-softmax must then be applied to logits first.
     pub(crate) fn takes_log_probabilities(&self) -> bool {
         matches!(self.kind, Kind::CrossEntropy(_))
     }
 
-    /// The losses of a batch; `ignore` is the label that does not count.
+    /// Computes the losses of a batch; `ignore` is the label that does not count.
     ///
     /// # Errors
     /// If output and targets do not fit.
@@ -207,7 +208,7 @@ impl Objective {
         }
     }
 
-    /// The names of what evaluation tells beside the loss, and beside accuracy where there are labels.
+    /// The names of the metrics that evaluation reports, other than the loss and, where there are labels, the accuracy.
     pub(crate) fn metrics(&self) -> Vec<&str> {
         let own = match &self.kind {
             Kind::MeanSquaredError => Some(MEAN_ABSOLUTE_ERROR),
@@ -217,7 +218,7 @@ impl Objective {
         own.into_iter().chain(self.metrics.iter().map(|(name, _)| &**name)).collect()
     }
 
-    /// Adds a batch to each metric's sum and weight, two numbers a metric.
+    /// Adds a batch to the metrics. `sums` holds two numbers for each: its sum and its weight.
     pub(crate) fn measure(&self, output: &Tensor, targets: &TargetBatch, sums: &mut [f64]) -> Result<()> {
         let mut sums = sums.chunks_exact_mut(2);
         let mut add = |(sum, weight): (f64, f64)| {
@@ -245,11 +246,11 @@ impl Objective {
 
 /// The metric of [`Objective::mean_squared_error`].
 const MEAN_ABSOLUTE_ERROR: &str = "mean absolute error";
-/// The share of values on whose side of one half the output's sigmoid is: the metric of
+/// The share of values for which the output's sigmoid is on the same side of one half as the value: the metric of
 /// [`Objective::binary_cross_entropy_with_logits`].
 pub(crate) const ACCURACY: &str = "accuracy";
 
-/// The values in the shape, type and format of a model's output.
+/// The values as a tensor of the shape and type of a model's output.
 fn values_like(output: &Tensor, values: &[f32]) -> Result<Tensor> {
     if output.len() != values.len() {
         let (shape, count) = (output.shape(), values.len());
@@ -259,13 +260,13 @@ fn values_like(output: &Tensor, values: &[f32]) -> Result<Tensor> {
     Tensor::from_slice(output.device(), output.shape(), values)?.to_dtype(output.dtype())
 }
 
-/// The log-probabilities of a model that gives logits.
+/// Turns the logits of a model into log-probabilities.
 pub(crate) fn log_probabilities(logits: &Tensor) -> Result<Tensor> {
     log_softmax(logits)
 }
 
 impl PartialEq for Objective {
-    /// By name and options: functions cannot be compared.
+    /// Compares names and options only: functions cannot be compared.
     fn eq(&self, other: &Objective) -> bool {
         match (&self.kind, &other.kind) {
             (Kind::CrossEntropy(own), Kind::CrossEntropy(other)) => own == other,
@@ -283,7 +284,7 @@ impl fmt::Debug for Objective {
     }
 }
 
-/// What is known of an objective in files.
+/// What files store of an objective.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct ObjectiveRecord {
     name: String,
@@ -302,7 +303,7 @@ impl From<&Objective> for ObjectiveRecord {
 }
 
 impl Default for ObjectiveRecord {
-    /// The one that there was before files told it.
+    /// Plain cross-entropy: the only objective there was when files did not store one.
     fn default() -> ObjectiveRecord {
         (&Objective::cross_entropy(CrossEntropy::default())).into()
     }

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Module, ModuleExt, Parameter};
 
-/// How a parameter follows its gradient. Formulas and defaults are PyTorch 2's.
+/// How a gradient changes its parameter. Formulas and defaults are PyTorch 2's.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Rule {
@@ -73,7 +73,7 @@ impl Rule {
     }
 }
 
-/// A rule at work on a model's parameters.
+/// Applies a rule to a model's parameters.
 pub struct Optimizer {
     rule: Rule,
     entries: Vec<Entry>,
@@ -113,7 +113,7 @@ impl Optimizer {
         Ok(Optimizer { rule, entries: parameters.into_iter().map(entry).collect::<Result<_>>()? })
     }
 
-    /// The rule, with the present learning rate.
+    /// The rule, with the current learning rate.
     pub fn rule(&self) -> &Rule {
         &self.rule
     }
@@ -123,7 +123,7 @@ impl Optimizer {
         *self.rule.learning_rate_mut() = learning_rate;
     }
 
-    /// Moves every parameter that has a gradient, and frees the gradients one by one.
+    /// Updates every parameter that has a gradient, and frees the gradients one by one.
     ///
     /// # Errors
     /// If a gradient does not fit its parameter.
@@ -142,7 +142,7 @@ impl Optimizer {
         Ok(())
     }
 
-    /// What has to be saved to continue: tensors by `parameter.slot`, and the step count of each parameter.
+    /// The state that must be saved to continue later: tensors by `parameter.slot`, and the step count of each parameter.
     pub fn state(&self) -> (Named<Tensor>, Named<i64>) {
         let names = self.rule.slots();
         let tensors = self.entries.iter().flat_map(|entry| {
@@ -155,7 +155,7 @@ impl Optimizer {
         (tensors.collect(), steps.collect())
     }
 
-    /// Takes what [`Optimizer::state`] gave, in the same order; the names have been compared already.
+    /// Restores what [`Optimizer::state`] gave, in the same order. The caller has already compared the names.
     pub(crate) fn restore(&mut self, tensors: Vec<Tensor>, steps: Vec<i64>) {
         let mut tensors = tensors.into_iter();
         for (entry, steps) in self.entries.iter_mut().zip(steps) {
@@ -201,7 +201,7 @@ impl Entry {
     }
 }
 
-/// Refuses numbers that make no sense.
+/// Refuses a rule with numbers out of range.
 fn check(rule: &Rule) -> Result<()> {
     let ranges: Vec<(&str, f64, f64)> = match rule {
         Rule::Sgd(r) => vec![

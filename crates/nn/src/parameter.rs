@@ -1,17 +1,17 @@
-//! What modules hold: trained parameters, buffers that are not trained, counters.
+//! The state of modules: trained parameters, buffers that are not trained, counters.
 
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, RwLock};
 
 use convoke_autograd::{Error, Result, Stored, Tensor};
 
-/// A tensor that an optimizer changes. Clones are the same parameter, so that weights can be tied.
+/// A tensor that an optimizer changes. Clones share one parameter, so that weights can be tied.
 #[derive(Clone)]
 pub struct Parameter {
     value: Slot,
 }
 
-/// A tensor that is part of a module's state but not trained: running statistics. Clones are the same buffer.
+/// A tensor that is part of a module's state but not trained, such as running statistics. Clones share one buffer.
 #[derive(Clone)]
 pub struct Buffer {
     value: Slot,
@@ -45,7 +45,7 @@ impl Parameter {
         Parameter { value: Arc::new(RwLock::new(value.with_grad())) }
     }
 
-    /// The value: a leaf, unless the parameter is frozen. Ask [`convoke_autograd::Gradients`] for its gradient with this.
+    /// The value: a leaf, unless the parameter is frozen. [`convoke_autograd::Gradients`] finds its gradient by this leaf.
     pub fn value(&self) -> Tensor {
         read(&self.value)
     }
@@ -64,7 +64,7 @@ impl Parameter {
         replace(&self.value, if trained { value.with_grad() } else { value.detach() })
     }
 
-    /// Changes the elements in place, where no tape still holds them.
+    /// Changes the elements: in place, or in a copy if something else, such as a tape, still holds them.
     ///
     /// # Errors
     /// If the elements are not `T`, or `change` fails.
@@ -72,12 +72,12 @@ impl Parameter {
         self.value.write().unwrap_or_else(|poisoned| poisoned.into_inner()).update(change)
     }
 
-    /// Whether gradients are taken.
+    /// Whether gradients are computed for it.
     pub fn is_trained(&self) -> bool {
         self.value().requires_grad()
     }
 
-    /// Freezes the parameter, or thaws it.
+    /// Makes the parameter trained, or freezes it.
     pub fn set_trained(&self, trained: bool) {
         let mut value = self.value.write().unwrap_or_else(|poisoned| poisoned.into_inner());
         *value = if trained { value.with_grad() } else { value.detach() };
@@ -104,7 +104,7 @@ impl Buffer {
     }
 }
 
-/// A count that is part of a module's state. Clones are the same counter.
+/// A count that is part of a module's state. Clones share one counter.
 #[derive(Clone, Default)]
 pub struct Counter {
     value: Arc<AtomicI64>,

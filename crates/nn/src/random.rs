@@ -7,14 +7,14 @@ use rand::{Rng, RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
-/// A stream of random numbers that modules share. Clones are the same stream.
+/// A stream of random numbers that modules share. Clones share one stream.
 #[derive(Clone)]
 pub struct Generator {
     random: Arc<Mutex<ChaCha8Rng>>,
     first: Arc<AtomicU64>,
 }
 
-/// Where a [`Generator`] stands.
+/// The state of a [`Generator`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GeneratorState {
     /// The 256-bit key, from the seed.
@@ -29,15 +29,15 @@ impl Generator {
         Generator { random: Arc::new(Mutex::new(ChaCha8Rng::seed_from_u64(seed))), first: Arc::default() }
     }
 
-    /// Where this rank's samples begin in the batch of all ranks: 0 unless told.
+    /// Where this rank's samples begin in the batch of all ranks: 0 unless set.
     ///
-    /// Modules that draw for each sample draw what one rank would for the whole batch, so that the number of ranks changes
-    /// nothing.
+    /// With this, a module that draws for each sample draws the same numbers as a single rank would for the whole batch, so that
+    /// results do not depend on the number of ranks.
     pub fn first_sample(&self) -> u64 {
         self.first.load(Ordering::Relaxed)
     }
 
-    /// Says where this rank's samples begin in the batch of all ranks.
+    /// Sets where this rank's samples begin in the batch of all ranks.
     pub fn set_first_sample(&self, first: u64) {
         self.first.store(first, Ordering::Relaxed);
     }
@@ -54,19 +54,19 @@ impl Generator {
     /// `len` numbers, uniform in [-bound, bound).
     ///
     /// # Panics
-    /// If there is no memory for so many.
+    /// If there is no memory for `len` numbers.
     pub fn uniform(&self, len: usize, bound: f64) -> Vec<f64> {
         let mut random = self.lock();
         (0..len).map(|_| (random.random::<f64>() * 2.0 - 1.0) * bound).collect()
     }
 
-    /// `len` numbers, normally distributed around 0 with this standard deviation; the stream moves on by two numbers each.
+    /// `len` numbers, normally distributed around 0 with standard deviation `std`. Each takes two numbers from the stream.
     ///
     /// # Panics
-    /// If there is no memory for so many.
+    /// If there is no memory for `len` numbers.
     pub fn normal(&self, len: usize, std: f64) -> Vec<f64> {
         let mut random = self.lock();
-        // Box, Muller, 1958; of each pair one is used, so that how many are drawn at once changes nothing.
+        // Box, Muller, 1958. Only one of each pair is used, so that results do not depend on how many numbers a call draws.
         let mut one = || {
             let (u, v) = (1.0 - random.random::<f64>(), random.random::<f64>());
             (-2.0 * u.ln()).sqrt() * (std::f64::consts::TAU * v).cos() * std
@@ -74,10 +74,10 @@ impl Generator {
         (0..len).map(|_| one()).collect()
     }
 
-    /// Where the stream stands.
+    /// The state of the stream.
     pub fn state(&self) -> GeneratorState {
         let random = self.lock();
-        // 2^64 words are out of any run's reach.
+        // No run draws 2^64 words.
         GeneratorState { key: random.get_seed(), position: random.get_word_pos() as u64 }
     }
 
@@ -86,12 +86,12 @@ impl Generator {
         self.state().position
     }
 
-    /// Goes to where so many numbers have been drawn.
+    /// Goes to the position after `position` 32-bit words.
     pub(crate) fn set_position(&self, position: u64) {
         self.restore(&GeneratorState { position, ..self.state() });
     }
 
-    /// Continues from where another stream stood.
+    /// Continues from another stream's state.
     pub fn restore(&self, state: &GeneratorState) {
         let mut random = ChaCha8Rng::from_seed(state.key);
         random.set_word_pos(u128::from(state.position));

@@ -25,35 +25,35 @@ use crate::{Generator, Init, Module, ModuleExt, Optimizer, Rule, StepLr, batch};
 pub(crate) use memory::DrySteps;
 pub use memory::{MemoryPrediction, predict_memory};
 
-/// What a run is.
+/// The configuration of a run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TrainingConfig {
     /// The model.
     pub model: ModelSpec,
     /// How its Conv+BN blocks run.
     pub conv_bn: ConvBnMode,
-    /// What is minimised, and what evaluation tells beside it.
+    /// The loss to minimise, and the metrics that evaluation reports with it.
     pub objective: Objective,
     /// The optimizer, with the learning rate of the first epoch.
     pub rule: Rule,
-    /// What the learning rate is multiplied by after each epoch.
+    /// The learning rate is multiplied by this after each epoch.
     pub lr_gamma: f64,
-    /// Images a step, of all ranks together; the last batch of an epoch may be smaller.
+    /// Images per step, over all ranks; the last batch of an epoch may be smaller.
     pub batch_size: usize,
-    /// How training images are varied.
+    /// How training images are randomly changed.
     pub augmentation: Augmentation,
     /// Whether batch norms take their statistics over the batches of all ranks, once there are several
     /// ([`Trainer::join`]).
     pub sync_bn: bool,
-    /// Seed of starting values, data order and dropout.
+    /// Seed of initial parameters, data order, augmentation and dropout.
     pub seed: u64,
     /// Whether a loss that is not finite is an error.
     pub stop_on_nan: bool,
 }
 
 impl TrainingConfig {
-    /// A run of a model with what is usual: its usual objective, fused blocks, Adadelta with the learning rate 1, batches of 128 images
-    /// as they are, seed 1.
+    /// The default configuration for a model: its default objective, fused blocks, Adadelta with learning rate 1, batches of 128
+    /// images without augmentation, seed 1.
     pub fn new(model: ModelSpec) -> TrainingConfig {
         TrainingConfig {
             objective: model.objective(),
@@ -69,14 +69,14 @@ impl TrainingConfig {
         }
     }
 
-    /// What the model is trained on: images of the data set, or the parts of them that augmentation takes.
+    /// The data as the model sees it: images have the size that augmentation gives them.
     fn seen(&self, info: &DatasetInfo) -> Result<DatasetInfo> {
         let [height, width] =
             self.augmentation.size(info).map_err(|error| TrainingError::Config(error.to_string()))?;
         Ok(DatasetInfo { height, width, ..info.clone() })
     }
 
-    /// A new model for such data.
+    /// A new model for this data.
     fn build(&self, init: &Init, info: &DatasetInfo) -> Result<Box<dyn Module>> {
         let seen = self.seen(info)?;
         let options = ModelOptions { conv_bn: self.conv_bn, image: seen.shape(), classes: seen.classes };
@@ -103,7 +103,7 @@ pub enum TrainingError {
         /// The loss.
         loss: f64,
     },
-    /// No pixel of a batch has a label that counts.
+    /// Every pixel of a batch has the ignored label.
     #[error(
         "no pixel has a label in the batch of step {step} (epoch {epoch}): all are {ignore}, which stands for no class; there is \
          nothing to learn from it"
@@ -113,7 +113,7 @@ pub enum TrainingError {
         step: u64,
         /// The epoch, from 1.
         epoch: usize,
-        /// The label that does not count.
+        /// The label that is ignored.
         ignore: i64,
     },
     /// No memory plan fits the budget.
@@ -127,7 +127,7 @@ pub enum TrainingError {
     Budget {
         /// The model.
         model: String,
-        /// Images a step.
+        /// Images per step.
         batch_size: usize,
         /// Bytes allowed.
         budget: usize,
@@ -142,13 +142,13 @@ pub enum TrainingError {
     /// A checkpoint could not be written or read.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
-    /// The ranks did not come together.
+    /// Communication between the ranks failed.
     #[error(transparent)]
     Ranks(#[from] convoke_distributed::Error),
 }
 
 impl TrainingError {
-    /// Whether this rank failed because others did not come: then one of them knows the cause.
+    /// Whether this rank failed only because communication with other ranks did: then another rank knows the cause.
     pub fn is_about_other_ranks(&self) -> bool {
         matches!(
             self,
@@ -157,7 +157,7 @@ impl TrainingError {
     }
 }
 
-/// A part of a step, for whoever listens to `tracing`, until it is dropped.
+/// Opens a `tracing` span for a part of a step; dropping it ends the span.
 fn span(part: &'static str) -> tracing::span::EnteredSpan {
     tracing::trace_span!(target: convoke_kernels::profile::TARGET, "training", part).entered()
 }
@@ -168,14 +168,14 @@ fn megabytes(bytes: usize) -> f64 {
 
 type Result<T> = std::result::Result<T, TrainingError>;
 
-/// What one step did.
+/// The report of one step.
 #[derive(Debug, Clone)]
 pub struct StepReport {
     /// The step, from 1.
     pub step: u64,
     /// Mean loss of the batch, before the update.
     pub loss: f64,
-    /// Images in the batch, of all ranks together.
+    /// Images in the batch, over all ranks.
     pub images: usize,
     /// This rank's images.
     pub own_images: usize,
@@ -183,11 +183,11 @@ pub struct StepReport {
     pub seconds: f64,
     /// What this rank sent in the step, and how long it waited for others.
     pub traffic: Traffic,
-    /// Bytes in use when forward had ended: parameters, optimizer state, and what was saved for backward.
+    /// Bytes in use at the end of forward: parameters, optimizer state, and what was saved for backward.
     pub bytes_end_of_forward: usize,
     /// The most bytes in use at any moment of the step.
     pub bytes_peak: usize,
-    /// Bytes over the step, if asked for with [`Trainer::record_next_step`].
+    /// Bytes in use over the step, if [`Trainer::record_next_step`] asked for it.
     pub timeline: Option<StepTimeline>,
 }
 
@@ -200,17 +200,19 @@ pub struct StepTimeline {
     pub end_of_forward: f64,
 }
 
-/// How the model does on the test set.
+/// The results of the model on the test set.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Evaluation {
     /// Mean loss.
     pub loss: f64,
-    /// Share of what has a label, images or pixels, whose likeliest class is the right one; where there are labels, and one counts.
+    /// For labels: the share of labelled images or pixels whose most likely class is the right one; `None` if all labels are
+    /// ignored. For values: the objective's metric named "accuracy", as that of binary cross-entropy; `None` if it has no such
+    /// metric.
     pub accuracy: Option<f64>,
-    /// Intersection over union, the mean over the classes that occur; where pixels have labels.
+    /// Where pixels have labels: intersection over union, averaged over the classes that occur.
     pub mean_iou: Option<f64>,
-    /// What the objective tells beside these, by name.
+    /// The objective's other metrics, by name.
     pub metrics: Vec<(String, f64)>,
 }
 
@@ -225,22 +227,23 @@ pub struct Trainer {
     optimizer: Optimizer,
     schedule: StepLr,
     random: Generator,
-    /// Epochs finished.
+    /// Finished epochs.
     epoch: usize,
-    /// Batches of the present epoch finished.
+    /// Finished batches of the current epoch.
     batch: usize,
     sampler: Sampler,
     losses: Vec<f64>,
     record: bool,
-    /// The ranks of the run: this one alone until it joins others.
+    /// The ranks of the run: only this one until [`Trainer::join`].
     parallel: DataParallel,
 }
 
 impl Trainer {
-    /// A run from its beginning.
+    /// A new run, at its beginning.
     ///
     /// # Errors
-    /// If the model does not take images of this shape or number of classes, or the batch size does not fit.
+    /// If the model or the objective does not fit the data, or if the batch size, `lr_gamma` or the rule's numbers are out of
+    /// range.
     pub fn new(device: &Device, config: TrainingConfig, data: impl Into<Datasets>) -> Result<Trainer> {
         let data = data.into();
         let info = data.train.info();
@@ -285,22 +288,23 @@ impl Trainer {
         })
     }
 
-    /// Makes the model's blocks keep what a plan says, from the next step on; joining others, rank 0's plan is for all. A limit of
-    /// workspaces goes to the device's tuner.
+    /// Makes the model's blocks keep what a plan says, from the next step on. [`Trainer::join`] gives rank 0's plan to all ranks.
+    /// The plan's workspace limit goes to the device's tuner.
     ///
     /// # Errors
-    /// If the plan is for another model, or blocks run as separate layers.
+    /// If the plan's blocks are not those of the model, or blocks run as separate layers.
     pub fn set_memory_plan(&mut self, plan: &MemoryPlan) -> Result<()> {
         plan.apply(self.model.as_ref()).map_err(TrainingError::Config)?;
         self.device.tuner().limit_workspace(plan.workspace_limit);
         Ok(())
     }
 
-    /// Lets so many threads make batches while the steps before them run; with none, each step makes its own. Batches are the same
-    /// either way. A run begins with none if its data is in memory, else with one for each thread of the device, up to four.
+    /// Prepares batches on `workers` threads while earlier steps run. With 0, each step prepares its own batch. The batches are
+    /// the same either way. The default is 0 if the data is in memory or the device is dry, else the device's number of threads,
+    /// at most four.
     ///
     /// # Errors
-    /// If the system has no threads.
+    /// If the threads cannot be started.
     pub fn set_workers(&mut self, workers: usize) -> Result<()> {
         self.train_loader = loader(&self.data.train, workers)?;
         self.test_loader = loader(&self.data.test, workers)?;
@@ -312,12 +316,12 @@ impl Trainer {
         self.model.as_ref()
     }
 
-    /// Epochs finished.
+    /// Finished epochs.
     pub fn epoch(&self) -> usize {
         self.epoch
     }
 
-    /// Batches of the present epoch finished.
+    /// Finished batches of the current epoch.
     pub fn batch(&self) -> usize {
         self.batch
     }
@@ -332,12 +336,12 @@ impl Trainer {
         self.sampler.batches()
     }
 
-    /// The loss of every step so far, of earlier parts of a resumed run too.
+    /// The loss of every step so far, including the steps before a resume.
     pub fn losses(&self) -> &[f64] {
         &self.losses
     }
 
-    /// Gives buffers that are not in use back to the system: the next steps may need others, after [`Trainer::set_memory_plan`].
+    /// Returns unused buffers to the operating system: after [`Trainer::set_memory_plan`], the next steps may need other buffers.
     pub fn trim(&self) {
         self.device.trim();
     }
@@ -350,8 +354,8 @@ impl Trainer {
     /// Trains on the next batch; after the last one of an epoch the next epoch begins.
     ///
     /// # Errors
-    /// If the loss is not finite, or no pixel has a label, and the run is to stop then: parameters and optimizer are as before the step, while
-    /// forward has moved running statistics and random state. If an operation fails.
+    /// If `stop_on_nan` is set and the loss is not finite or no pixel has a label: parameters and optimizer are then as before
+    /// the step, but forward has changed running statistics and random state. If an operation fails.
     pub fn step(&mut self) -> Result<StepReport> {
         let _step = span("step");
         let start = Instant::now();
@@ -367,7 +371,7 @@ impl Trainer {
             self.parallel.mean_without_samples()?
         } else {
             let loading = span("data");
-            // In the order in which they are needed.
+            // Request the batches in the order in which steps need them.
             for ahead in 0..=AHEAD {
                 self.train_loader.load_ahead(&self.request(ahead));
             }
@@ -378,7 +382,7 @@ impl Trainer {
             self.parallel.weighted_mean(&loss.sum, loss.weight)?
         };
         let bytes_end_of_forward = self.device.memory().live_bytes;
-        // By the clock of the points: what backward allocates comes later by it too.
+        // Measured with the timeline's own clock, so that all points of backward come later.
         let end_of_forward = recording.map(|start| start.elapsed().as_secs_f64());
         let value = loss.value();
         let step = self.steps() + 1;
@@ -424,11 +428,11 @@ impl Trainer {
         })
     }
 
-    /// Loss and accuracy over the test set, in evaluation mode, with rank 0's running statistics; ranks share the images.
-    /// `progress` is told (done, total) images and may stop it, for all ranks.
+    /// Evaluates the model on the test set, in evaluation mode and with rank 0's running statistics; the ranks split the images.
+    /// `progress` gets (done, total) images and may stop the evaluation, for all ranks. `Ok(None)` if it was stopped.
     ///
     /// # Errors
-    /// If an operation fails. `Ok(None)` if it was stopped.
+    /// If an operation fails.
     pub fn evaluate(
         &self,
         progress: &mut dyn FnMut(usize, usize) -> ControlFlow<()>,
@@ -438,7 +442,7 @@ impl Trainer {
         self.share_statistics()?;
         self.model.eval();
         let names = self.config.objective.metrics();
-        // Of the loss and each metric, the sum and what it is divided by.
+        // For the loss and each metric: the sum, and the divisor.
         let (mut loss, mut sums) = ([0.0; 2], vec![0.0; 2 * names.len()]);
         let has_labels = !matches!(test.info().targets, Targets::Values { .. });
         let mut confusion = Confusion::new(if has_labels { test.info().classes } else { 1 })?;
@@ -488,7 +492,7 @@ impl Trainer {
         }))
     }
 
-    /// This rank's part of the batch that comes so many after the present one, perhaps in the next epoch.
+    /// This rank's part of the batch that is `ahead` batches after the current one, perhaps in a later epoch.
     fn request(&self, ahead: usize) -> Request {
         let (rank, world_size) = (self.communicator().rank(), self.communicator().world_size());
         let (batch, batches) = (self.batch + ahead, self.batches_per_epoch());
@@ -504,7 +508,7 @@ impl Trainer {
         Request { samples, views: Some(self.config.augmentation.views(self.config.seed, epoch)) }
     }
 
-    /// What a model gives for images, as the objective takes it.
+    /// The model's output for images, in the form that the objective takes.
     fn output(&self, model: &dyn Module, images: &Tensor) -> Result<Tensor> {
         let output = model.forward(images)?;
         match self.config.model.gives_logits() && self.config.objective.takes_log_probabilities() {
@@ -517,18 +521,18 @@ impl Trainer {
         Ok(self.config.objective.loss(output, targets, self.ignore())?)
     }
 
-    /// The label that does not count.
+    /// The label that is ignored.
     fn ignore(&self) -> Option<i64> {
         self.data.train.info().ignore()
     }
 
-    /// Images a batch of evaluation, of all ranks together.
+    /// Images per batch of evaluation, over all ranks.
     fn evaluation_batch(&self) -> usize {
         self.config.batch_size.min(1000)
     }
 }
 
-/// Batches that are made ahead of the one that is asked for.
+/// The number of batches that are prepared ahead of the current one.
 const AHEAD: usize = 2;
 
 /// See [`Trainer::set_workers`].

@@ -31,7 +31,7 @@ struct Activate {
 }
 
 impl Function for Activate {
-    /// The output: the operation after it saves it too, so that it costs nothing more.
+    /// The output. The next operation usually saves it too, so this takes no extra memory.
     type Saved = Tensor;
 
     fn name(&self) -> &'static str {

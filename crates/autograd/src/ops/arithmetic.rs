@@ -49,7 +49,7 @@ impl Tensor {
     }
 }
 
-/// Two operands of one shape, the second brought into the format of the first.
+/// Two operands of one shape, with the second converted to the memory format of the first.
 fn alike(operation: &'static str, inputs: &[&Tensor]) -> Result<(Tensor, Tensor)> {
     let [a, b] = [inputs[0], inputs[1]];
     same_dtype(operation, inputs)?;
@@ -140,7 +140,7 @@ impl Function for Scale {
     }
 }
 
-/// The sum over `divisor`.
+/// The sum of all elements divided by `divisor`.
 struct Sum {
     divisor: f64,
 }

@@ -13,16 +13,16 @@ use crate::error::invalid;
 use crate::tensor::dispatch;
 use crate::{Function, Needs, Result, Tensor, apply_with_saved};
 
-/// Which statistics normalise.
+/// The statistics that normalise.
 #[derive(Debug, Clone)]
 pub enum Statistics {
     /// The mean and biased variance of this batch; gradients flow through them.
     Batch,
-    /// Those of the batches of all ranks together. Gradients flow through them, also those of the other ranks' outputs;
-    /// the gradients of weight and bias are this rank's share.
+    /// The statistics of the batches of all ranks together. Gradients flow through them, including the gradients of the other
+    /// ranks' outputs. The gradients of weight and bias are this rank's share only.
     Synchronized(Arc<dyn Synchronize>),
-    /// Given ones, by channel, that gradients do not flow through: running statistics in evaluation. A variance of 0 with
-    /// eps 0 gives NaN.
+    /// Given statistics, by channel, such as running statistics in evaluation. Gradients do not flow through them. A variance of
+    /// 0 with eps 0 gives NaN.
     Constant {
         /// Mean by channel.
         mean: Arc<[f64]>,
@@ -31,26 +31,25 @@ pub enum Statistics {
     },
 }
 
-/// Brings what one rank has together with what the others have: each rank calls the same, in the same order, once in forward
-/// and once in backward.
+/// Combines the statistics of all ranks. Each rank makes the same calls in the same order: one in forward and one in backward.
 pub trait Synchronize: std::fmt::Debug + Send + Sync {
-    /// The moments of all ranks' values, from those of this rank's.
+    /// The moments over all ranks' values; `mine` are those over this rank's.
     ///
     /// # Errors
-    /// If the ranks do not come together.
+    /// If communication between ranks fails.
     fn moments(&self, mine: &Moments) -> Result<Moments>;
 
-    /// The sums over all ranks' values, from those over this rank's.
+    /// The sums over all ranks' values; `mine` are those over this rank's.
     ///
     /// # Errors
-    /// If the ranks do not come together.
+    /// If communication between ranks fails.
     fn sums(&self, mine: &BackwardSums) -> Result<BackwardSums>;
 }
 
 /// How [`batch_norm`] and [`crate::ops::conv_bn2d`] normalise.
 #[derive(Debug, Clone)]
 pub struct BatchNormOptions {
-    /// Which statistics.
+    /// The statistics.
     pub statistics: Statistics,
     /// Keeps the divisor from 0.
     pub eps: f64,
@@ -74,14 +73,14 @@ impl Default for BatchNormOptions {
 
 /// (x - mean) / sqrt(variance + eps) * weight + bias for each channel of an N x C x ... tensor.
 ///
-/// Also returns the batch's moments if they were taken, for the caller's running statistics. Saves x and two
-/// numbers a channel; with a ReLU, its mask is recomputed from x.
+/// Also returns the batch's moments if they were computed, for the caller's running statistics. Saves x and two
+/// numbers per channel; with a ReLU, its mask is recomputed from x.
 ///
-/// An x of f16 or bf16 gives an output of its type. Weight and bias are f32 then, as are the arithmetic and their
-/// gradients, and the statistics are those of the stored values.
+/// If x is f16 or bf16, the output has the same type. Weight, bias, their gradients and the arithmetic are then f32, and the
+/// statistics are those of the stored values.
 ///
 /// # Errors
-/// If weight, bias or statistics do not have one number a channel; if training meets one value a channel; if eps is
+/// If weight, bias or statistics do not have one number per channel; if training gets only one value per channel; if eps is
 /// negative or not a number.
 pub fn batch_norm(
     x: &Tensor,
@@ -157,7 +156,7 @@ impl Function for BatchNorm {
     }
 }
 
-/// The statistics and parameters of one normalisation: what separate and fused batch norm share.
+/// The statistics and parameters of one normalisation, shared by separate and fused batch norm.
 #[derive(Clone)]
 pub(super) struct Normalizer {
     pub(super) moments: Option<Moments>,
@@ -172,7 +171,7 @@ pub(super) struct Normalizer {
 }
 
 impl Normalizer {
-    /// Takes the statistics of `x`, or the given ones.
+    /// Computes the statistics of `x`, or uses the given ones.
     fn new(
         operation: &'static str,
         options: &BatchNormOptions,
@@ -190,7 +189,7 @@ impl Normalizer {
         Normalizer::of_moments(operation, options, x, weight, bias, Some(moments))
     }
 
-    /// Takes the statistics of `x` from its moments, or the given ones.
+    /// Computes the statistics of `x` from its moments, or uses the given ones.
     pub(super) fn of_moments(
         operation: &'static str,
         options: &BatchNormOptions,
@@ -284,7 +283,7 @@ impl Normalizer {
         Ok((y, Normalizer::of_batch(moments, inverse_std, options, weight, bias)))
     }
 
-    /// [`Normalizer::forward`] of a tensor that is not needed any more: the output takes its buffer.
+    /// [`Normalizer::forward`] of a tensor that is no longer needed: the output uses its buffer.
     pub(super) fn forward_in_place(
         operation: &'static str,
         options: &BatchNormOptions,
@@ -302,7 +301,7 @@ impl Normalizer {
         Ok((x, normalizer))
     }
 
-    /// x - mean, and nothing else.
+    /// A normalizer that computes x - mean only.
     pub(super) fn centering(&self) -> Normalizer {
         Normalizer {
             inverse_std: vec![1.0; self.mean.len()].into(),
@@ -314,7 +313,7 @@ impl Normalizer {
         }
     }
 
-    /// The same of values that have been centered, without the activation.
+    /// The same for values that are already centered, without the activation.
     pub(super) fn of_centered(&self) -> Normalizer {
         Normalizer { mean: vec![0.0; self.mean.len()].into(), ..self.without_activation() }
     }
@@ -323,7 +322,7 @@ impl Normalizer {
         Normalizer { activation: Activation::Identity, ..self.clone() }
     }
 
-    /// What the kernels take.
+    /// This normalisation in the form that kernels take.
     pub(super) fn by<T: Element>(&self) -> Result<Normalization<'_, T>> {
         Ok(Normalization {
             mean: &self.mean,
@@ -335,7 +334,7 @@ impl Normalizer {
         })
     }
 
-    /// The gradient of x, if `for_x`, and the sums for those `wanted` of weight and bias.
+    /// The gradient of x, if `for_x`, and the sums for the gradients of weight and bias that are `wanted`.
     fn gradients(
         &self,
         x: &Tensor,
@@ -387,12 +386,12 @@ impl Normalizer {
         Ok(sums)
     }
 
-    /// Whether the gradient of x (if `for_x`) or those `wanted` of weight and bias need sums over the batch.
+    /// Whether the gradient of x (if `for_x`) or the `wanted` gradients of weight and bias need sums over the batch.
     pub(super) fn needs_sums(&self, for_x: bool, wanted: [bool; 2]) -> bool {
         (for_x && self.moments.is_some()) || wanted.contains(&true)
     }
 
-    /// The sums that the gradient of x (if `for_x`) and those `wanted` of weight and bias need, if they need any.
+    /// The sums that the gradient of x (if `for_x`) and the `wanted` gradients of weight and bias need, if they need any.
     fn backward_sums(
         &self,
         x: &Tensor,
@@ -411,14 +410,14 @@ impl Normalizer {
         Ok(Some(sums))
     }
 
-    /// The sums over the batches of all ranks and how many values those have, if gradients flow through the statistics.
+    /// The sums over the batches of all ranks and the number of values per channel, if gradients flow through the statistics.
     pub(super) fn through(&self, sums: Option<&BackwardSums>) -> Result<Option<(BackwardSums, usize)>> {
         let Some((sums, moments)) = sums.zip(self.moments.as_ref()) else { return Ok(None) };
         let sums = self.ranks.as_ref().map_or_else(|| Ok(sums.clone()), |ranks| ranks.sums(sums))?;
         Ok(Some((sums, moments.count)))
     }
 
-    /// Those `wanted` of the gradients of weight and bias.
+    /// The gradients of weight and bias that are `wanted`.
     pub(super) fn parameter_gradients(
         &self,
         sums: Option<&BackwardSums>,
@@ -441,7 +440,7 @@ impl Normalizer {
     }
 }
 
-/// PyTorch's error for a single value a channel in training.
+/// Gives PyTorch's error for a single value per channel in training.
 fn check_count(operation: &'static str, count: usize, x: &Tensor) -> Result<()> {
     match count {
         1 => {
@@ -454,7 +453,7 @@ fn check_count(operation: &'static str, count: usize, x: &Tensor) -> Result<()> 
     }
 }
 
-/// The extent of `x`, if everything fits it.
+/// Checks that everything fits `x`, and returns its extent.
 fn check(
     operation: &'static str,
     options: &BatchNormOptions,
@@ -470,7 +469,7 @@ fn check(
     check_vector(operation, "the bias", bias, extent.channels)?;
     match &options.statistics {
         Statistics::Batch => check_count(operation, extent.batch * extent.spatial, x).map(|()| extent),
-        // How many values there are is known when all ranks have told theirs.
+        // The number of values is only known after the ranks have exchanged theirs.
         Statistics::Synchronized(_) => Ok(extent),
         Statistics::Constant { mean, variance } => {
             let given = [("mean", mean.len()), ("variance", variance.len())];

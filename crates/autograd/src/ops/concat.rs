@@ -38,9 +38,9 @@ pub fn concat(tensors: &[&Tensor]) -> Result<Tensor> {
 }
 
 struct Concat {
-    /// The output's.
+    /// The output's shape.
     shape: Vec<usize>,
-    /// Of each input.
+    /// The number of channels of each input.
     channels: Vec<usize>,
 }
 

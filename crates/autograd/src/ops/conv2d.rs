@@ -13,7 +13,7 @@ use crate::pool::at_least;
 use crate::tensor::dispatch;
 use crate::{Buffer, Device, Element, Function, MemoryFormat, Needs, Result, Tensor, apply};
 
-/// Zeros around the input, each side on its own.
+/// Zeros around the input, with a width for each side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Padding {
     /// Rows above.
@@ -58,7 +58,7 @@ impl Default for ConvOptions {
 }
 
 impl ConvOptions {
-    /// The problem of convolving `x` with `weight`; of one image where there are none, and then nothing runs.
+    /// The problem of convolving `x` with `weight`. If `x` has no images, it is that of one image, and nothing runs.
     pub(super) fn problem(
         &self,
         operation: &'static str,
@@ -116,7 +116,7 @@ impl ConvOptions {
 /// The output has the memory format of `x`.
 ///
 /// # Errors
-/// If the shapes do not fit: both are named.
+/// If the shapes do not fit: the error names both.
 pub fn conv2d(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, options: &ConvOptions) -> Result<Tensor> {
     let inputs = [Some(x), Some(weight), bias];
     apply(Conv2d { options: *options }, &inputs.into_iter().flatten().collect::<Vec<_>>())
@@ -164,30 +164,30 @@ impl Function for Conv2d {
     }
 }
 
-/// A convolution that runs over its batch in tiles: runs of whole images that caches hold.
+/// A convolution that runs over its batch in tiles: runs of whole images that fit the caches.
 ///
-/// What cuts the batch depends on the shapes only, so each way to run it, whole or tile by tile, adds up in the same order.
+/// The tiles depend on the shapes only, so sums are added in the same order however the convolution runs, whole or tile by tile.
 #[derive(Clone)]
 pub(super) struct Convolution {
     device: Device,
     problem: ConvProblem,
-    /// Images of a tile, but for the last.
+    /// Images per tile; the last one may have fewer.
     tile: usize,
-    /// Whether there are no images at all: then nothing runs.
+    /// Whether there are no images: then nothing runs.
     empty: bool,
 }
 
-/// Bytes of input and output that make a tile beside a small weight: they should stay in the caches of the threads.
+/// Bytes of input and output of a tile if the weight is small: they should stay in the caches of the threads.
 const TILE_BYTES: usize = 4 << 20;
-/// Bytes that make a tile beside a large weight, which each tile packs, and to whose gradient it adds: so many times the weight,
-/// but not enough to cost much memory.
+/// With a large weight, a tile has this many times the weight's bytes, because each tile packs the weight and adds to its
+/// gradient. `LARGE_TILE_BYTES` bounds a tile, so that it does not cost much memory.
 const TILE_WEIGHTS: usize = 56;
 const LARGE_TILE_BYTES: usize = 32 << 20;
-/// However large the weight is, a tile has so many times its bytes.
+/// However large the weight is, a tile has at least this many times its bytes.
 const LEAST_TILE_WEIGHTS: usize = 4;
 
 impl Convolution {
-    /// Of `x` with a contiguous `weight`.
+    /// The convolution of `x` with a contiguous `weight`.
     pub(super) fn new(
         operation: &'static str,
         options: &ConvOptions,
@@ -220,13 +220,13 @@ impl Convolution {
         self.tiles_of(0..if self.empty { 0 } else { self.problem.batch })
     }
 
-    /// Some images cut into tiles.
+    /// Cuts some images into tiles.
     pub(super) fn tiles_of(&self, images: Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
         let (end, tile) = (images.end, self.tile);
         images.step_by(tile).map(move |start| start..(start + tile).min(end))
     }
 
-    /// N x K x OH x OW, also where there are no images.
+    /// N x K x OH x OW, where N may be 0.
     pub(super) fn output_shape(&self) -> [usize; 4] {
         let [batch, rest @ ..] = self.problem.output_shape();
         let batch = if self.empty { 0 } else { batch };
@@ -243,7 +243,7 @@ impl Convolution {
         self.problem.output_len() / self.problem.batch
     }
 
-    /// Some images of the output, seen as N x K x (OH OW).
+    /// The extent of some images of the output: N x K x (OH OW).
     pub(super) fn output_extent(&self, images: usize) -> Extent {
         Extent { batch: images, ..self.problem.output_extent() }
     }
@@ -272,7 +272,7 @@ impl Convolution {
         }))
     }
 
-    /// The same of some images.
+    /// The same for some images.
     pub(super) fn forward_tile<T: Element>(
         &self,
         images: usize,
@@ -301,7 +301,7 @@ impl Convolution {
         })
     }
 
-    /// The gradient of x, and what x has so far; `dy` is freed on return.
+    /// The gradient of x, added to `sum` if given; `dy` is freed on return.
     fn gradient_of_input(&self, dy: Tensor, weight: &Tensor, sum: Option<Tensor>) -> Result<Tensor> {
         dispatch!(dy.dtype(), T => {
             let (mut gradient, mut scratch) = (InputGradient::<T>::new(sum), None);
@@ -313,7 +313,7 @@ impl Convolution {
         })
     }
 
-    /// N x C x H x W, also where there are no images.
+    /// N x C x H x W, where N may be 0.
     pub(super) fn input_shape(&self) -> [usize; 4] {
         let [batch, rest @ ..] = self.problem.input_shape();
         let batch = if self.empty { 0 } else { batch };
@@ -345,21 +345,21 @@ impl Convolution {
     }
 }
 
-/// The gradient of a convolution's input, written tile by tile or added to what the input has so far.
+/// The gradient of a convolution's input, computed tile by tile and, if there is an earlier sum, added to it.
 pub(super) struct InputGradient<T: Element> {
     sum: Option<Tensor>,
-    /// Taken when it is first written: what comes before may need the memory.
+    /// Allocated when it is first written, so that earlier work can use the memory.
     alone: Option<Buffer<T>>,
     scratch: Option<Buffer<T>>,
 }
 
 impl<T: Element> InputGradient<T> {
-    /// Added to `sum`, which nobody else should hold.
+    /// Adds to `sum`, if given, which should have no other owner.
     pub(super) fn new(sum: Option<Tensor>) -> InputGradient<T> {
         InputGradient { sum, alone: None, scratch: None }
     }
 
-    /// What these images give.
+    /// Computes or adds the part of these images.
     pub(super) fn add(
         &mut self,
         of: &Convolution,
@@ -384,7 +384,7 @@ impl<T: Element> InputGradient<T> {
             return Ok(sum);
         }
         let shape = of.input_shape();
-        // Without images nothing has asked for it.
+        // Without images it has not been allocated yet.
         at_least(&mut self.alone, &of.device, shape.iter().product())?;
         Tensor::of_buffer(&of.device, &shape, of.problem.format, self.alone.expect("taken above"))
     }
@@ -445,7 +445,8 @@ impl<T: Element> BiasGradient<T> {
     }
 }
 
-/// Images of a tile: so many that their input and output stay in caches, and that what the tile does with the weight costs little.
+/// Images per tile: few enough that their input and output stay in the caches, and enough that the work on the weight, which each
+/// tile repeats, costs little.
 fn tile_images(problem: &ConvProblem) -> usize {
     let size = problem.dtype.size();
     let image = (problem.input_len() + problem.output_len()) / problem.batch * size;
@@ -453,7 +454,7 @@ fn tile_images(problem: &ConvProblem) -> usize {
     let wanted = (TILE_WEIGHTS * weight).clamp(TILE_BYTES, LARGE_TILE_BYTES).max(LEAST_TILE_WEIGHTS * weight);
     let group = images_per_group(&problem.output_extent());
     let tile = wanted.div_ceil(image.max(1)).next_multiple_of(group);
-    // Tiles of about the same size.
+    // Make all tiles about the same size.
     let tiles = problem.batch.div_ceil(tile);
     problem.batch.div_ceil(tiles).next_multiple_of(group)
 }

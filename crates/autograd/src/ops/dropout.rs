@@ -7,7 +7,7 @@ use crate::{Function, Needs, Result, Tensor, apply};
 
 /// Inverted dropout: drops each element with probability `p` and divides the others by 1 - p.
 ///
-/// Which are dropped follows from `key` alone, so a caller that repeats a forward with the same key gets the same
+/// `key` alone determines which elements are dropped, so a caller that repeats forward with the same key gets the same
 /// output. Nothing is saved.
 ///
 /// # Errors

@@ -3,9 +3,9 @@
 use crate::{DType, Function, Needs, Result, Tensor, apply};
 
 impl Tensor {
-    /// The nearest values of another type (ties to even); shares the elements if they are of it already.
+    /// The nearest values of another type (ties to even); shares the elements if they already have that type.
     ///
-    /// The gradient is converted back: sums of gradients are then rounded to the type on this side.
+    /// Backward converts the gradient back to this tensor's type, so sums of gradients are rounded to it.
     ///
     /// # Errors
     /// If there is no memory.

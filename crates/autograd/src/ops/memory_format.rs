@@ -3,7 +3,7 @@
 use crate::{DType, Function, MemoryFormat, Needs, Result, Tensor, apply};
 
 impl Tensor {
-    /// The same tensor with its elements in another order in memory; shares them if they already lie so.
+    /// The same tensor with its elements in another order in memory; shares the elements if they already have that order.
     ///
     /// # Errors
     /// If channels-last is asked for and the tensor has fewer than three dimensions.

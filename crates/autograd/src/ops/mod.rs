@@ -1,4 +1,4 @@
-//! The built-in operations. Each file holds one, with its backward; each is a [`crate::Function`] like yours.
+//! The built-in operations with their backward, one topic per file. Each is a [`crate::Function`], as your own would be.
 
 mod activate;
 mod arithmetic;
@@ -46,13 +46,13 @@ pub(crate) fn four_dimensions(operation: &'static str, operand: &str, tensor: &T
     })
 }
 
-/// No images of this shape, like those of another tensor in all else.
+/// A tensor of 0 images of this shape, with the device, type and format of `like`.
 fn empty(shape: &[usize], like: &Tensor) -> Result<Tensor> {
     let shape = [&[0], &shape[1..]].concat();
     Tensor::zeros(like.device(), &shape, like.dtype())?.in_format(like.format())
 }
 
-/// All operands must have the element type of the first.
+/// Checks that all operands have the element type of the first.
 pub(crate) fn same_dtype(operation: &'static str, tensors: &[&Tensor]) -> Result<()> {
     match tensors.iter().find(|tensor| tensor.dtype() != tensors[0].dtype()) {
         Some(other) => Err(Error::DType { operation, expected: tensors[0].dtype(), found: other.dtype() }),
@@ -60,7 +60,7 @@ pub(crate) fn same_dtype(operation: &'static str, tensors: &[&Tensor]) -> Result
     }
 }
 
-/// An optional operand that must be a vector with one number a channel.
+/// Checks that an operand, if there is one, is a vector with one number per channel.
 fn check_vector(
     operation: &'static str,
     operand: &str,

@@ -10,7 +10,7 @@ use super::log_softmax;
 use crate::tensor::dispatch;
 use crate::{Function, MemoryFormat, Needs, Result, Tensor, apply};
 
-/// What the losses of single positions become.
+/// How the losses of all positions are combined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Reduction {
     /// Their mean over the targets that count; NaN if none does.
@@ -48,14 +48,14 @@ pub fn cross_entropy(
     nll_loss(&log_softmax(x)?, targets, reduction, ignore)
 }
 
-/// How classes count in [`weighted_nll_loss`]. The default is that of [`nll_loss`].
+/// Options of [`weighted_nll_loss`]. The default gives [`nll_loss`].
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct ClassOptions {
     /// The target that does not count.
     pub ignore: Option<i64>,
-    /// What each class weighs, C; 1 without.
+    /// The weight of each class, C numbers; `None` means 1 for all.
     pub weights: Option<Arc<[f64]>>,
-    /// What part of each target is spread over all classes: 0 to 1.
+    /// The share of each target that is spread over all classes: 0 to 1.
     pub label_smoothing: f64,
 }
 
@@ -66,11 +66,11 @@ impl ClassOptions {
     }
 }
 
-/// [`nll_loss`] with weights of classes and smoothed labels, as PyTorch's `cross_entropy` of logits whose log-softmax this is given;
-/// and what the weights of all targets sum up to, by which the mean is divided.
+/// [`nll_loss`] with class weights and label smoothing: as PyTorch's `cross_entropy`, but it takes the log-softmax of the logits.
+/// Also returns the sum of the weights of all targets, which is the divisor of the mean.
 ///
 /// # Errors
-/// As [`nll_loss`]; if there is not a weight a class, or smoothing is not 0 to 1.
+/// As [`nll_loss`]; if there is not one weight per class, or smoothing is not 0 to 1.
 pub fn weighted_nll_loss(
     log_probabilities: &Tensor,
     targets: &[i64],
@@ -88,7 +88,7 @@ pub fn weighted_nll_loss(
     Ok((y, weight))
 }
 
-/// The weights of all targets that count; a target that is no class has none, and is refused when the loss is computed.
+/// The sum of the weights of all targets that count. It does not check that targets are classes; computing the loss does.
 fn total_weight(targets: &[i64], options: &ClassOptions) -> f64 {
     let counted = targets.iter().filter(|&&target| Some(target) != options.ignore);
     match &options.weights {

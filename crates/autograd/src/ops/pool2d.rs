@@ -20,7 +20,7 @@ pub struct PoolOptions {
     pub padding: [usize; 2],
     /// Step between window elements; 1 for averages.
     pub dilation: [usize; 2],
-    /// Whether a last window that runs over the end counts.
+    /// Whether a last window that extends beyond the end counts.
     pub ceil_mode: bool,
     /// Whether averages count padding in their divisor.
     pub count_include_pad: bool,
@@ -39,7 +39,7 @@ impl PoolOptions {
         }
     }
 
-    /// The problem of pooling `x`; of one image where there are none, and then nothing runs.
+    /// The problem of pooling a tensor of this shape. If it has no images, it is that of one image, and nothing runs.
     pub(super) fn problem(
         &self,
         operation: &'static str,
@@ -66,7 +66,8 @@ impl PoolOptions {
     }
 }
 
-/// The largest value of each window of an N x C x H x W tensor. Saves one byte an output (two for windows over 256).
+/// The largest value of each window of an N x C x H x W tensor. Saves one byte per output (two for windows of more than 256
+/// elements).
 ///
 /// # Errors
 /// If the windows do not fit the input.
@@ -92,7 +93,7 @@ struct MaxPool {
     input_shape: Vec<usize>,
 }
 
-/// Which element of its window won, for every output.
+/// For every output, the index of its element in the window.
 #[derive(Clone)]
 enum Indices {
     None,

@@ -5,7 +5,7 @@ use crate::tensor::checked_len;
 use crate::{DType, Function, MemoryFormat, Needs, Result, Tensor, apply};
 
 impl Tensor {
-    /// The elements in N, C, H, W order under another shape of equal length. Shares memory where it can.
+    /// The elements in N, C, H, W order with another shape of equal length. Shares memory where possible.
     ///
     /// # Errors
     /// If the lengths differ.

@@ -11,11 +11,11 @@ use crate::{Function, Needs, Result, Tensor, apply};
 /// `align_corners=False`. Keeps the memory format. Saves nothing.
 ///
 /// # Errors
-/// If the tensor has not four dimensions, a factor or a size other than N is 0, or the output is too large.
+/// If the tensor does not have four dimensions, a factor or a size other than N is 0, or the output is too large.
 pub fn upsample2d(x: &Tensor, factor: [usize; 2], mode: UpsampleMode) -> Result<Tensor> {
     let operation = "upsample2d";
     let [batch, channels, height, width] = four_dimensions(operation, "input", x)?;
-    // Of one image where there are none, and then nothing runs.
+    // If there are no images, the problem is that of one image, and nothing runs.
     let problem = UpsampleProblem::new([batch.max(1), channels], [height, width], factor, mode, x.format())
         .map_err(|error| match error {
         convoke_kernels::Error::Invalid { reason, .. } => {

@@ -15,8 +15,8 @@ pub fn mse_loss(x: &Tensor, target: &Tensor, reduction: Reduction) -> Result<Ten
     of("mse_loss", ValueLoss::SquaredError, [x, target], reduction)
 }
 
-/// -t log(sigmoid(x)) - (1 - t) log(1 - sigmoid(x)) of every element, as PyTorch's `binary_cross_entropy_with_logits`; the mean is
-/// over all elements. Targets are 0 to 1, which is not checked, as there. The result has shape `[]`.
+/// -t log(sigmoid(x)) - (1 - t) log(1 - sigmoid(x)) of every element, as PyTorch's `binary_cross_entropy_with_logits`; the mean
+/// is over all elements. Targets must be 0 to 1; as in PyTorch, this is not checked. The result has shape `[]`.
 ///
 /// # Errors
 /// If shapes or types differ.

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! `scenes.rs` is the data set: it draws its images when they are asked for, in two sizes. `unet.rs` is the model: a U-Net with a
-//! residual block and a gate for channels, which is an operation of its own.
+//! residual block and a gate for channels, which is a custom operation.
 
 mod scenes;
 mod unet;

@@ -1,11 +1,11 @@
-//! Scenes of discs and squares with the class of each pixel. None is kept: each is drawn when it is asked for, in one of two sizes,
-//! and brought to one.
+//! Scenes of discs and squares with the class of each pixel. No scene is stored: each is drawn when it is asked for, in one of
+//! two sizes, and resized to the smaller one.
 
 use std::error::Error;
 
 use convoke::nn::data::{Dataset, DatasetInfo, Pixels, Sample, Target, Targets};
 
-/// Scenes `first` and on, so many.
+/// The `len` scenes from number `first` on.
 pub(crate) struct Scenes {
     info: DatasetInfo,
     seed: u64,
@@ -13,11 +13,11 @@ pub(crate) struct Scenes {
     len: usize,
 }
 
-/// Height and width of the scenes, by turns.
+/// Height and width of the scenes, in turn.
 const SIZES: [[usize; 2]; 2] = [[48, 64], [72, 96]];
 
 impl Scenes {
-    /// Channels, height and width that all scenes are brought to.
+    /// Channels, height and width that all scenes are resized to.
     pub(crate) const SHAPE: [usize; 3] = [3, 48, 64];
     /// Ground, disc, square.
     pub(crate) const CLASSES: usize = 3;
@@ -44,11 +44,11 @@ impl Dataset for Scenes {
     fn sample(&self, index: usize, seed: Option<u64>) -> Result<Sample<'_>, Box<dyn Error + Send + Sync>> {
         let index = self.first + index;
         let mut random = Random(self.seed ^ (index as u64) << 20);
-        // In training the light is another in each epoch.
+        // In training, the light differs in each epoch.
         let light = seed.map_or(0.0, |seed| Random(seed).uniform() - 0.5);
         let [height, width] = SIZES[index % 2];
         let shapes = [(); 4].map(|()| Shape::drawn(&mut random));
-        // Nearest pixels bring the larger scenes to the size of the smaller.
+        // The larger scenes are resized to the smaller size by taking the nearest pixels.
         let [channels, rows, columns] = Scenes::SHAPE;
         let classes: Vec<u8> = (0..rows * columns)
             .map(|place| {

@@ -1,5 +1,5 @@
 //! A U-Net of one level with a residual block and a gate that weighs channels (Hu, Shen, Sun: "Squeeze-and-excitation networks",
-//! 2018). The gate is a module around an operation of its own.
+//! 2018). The gate is a module around a custom operation.
 
 use convoke::nn::models::ModelOptions;
 use convoke::nn::modules::{
@@ -50,7 +50,7 @@ impl Forward for GatedUnet {
     }
 }
 
-/// x times a weight for each channel of each image, between 0 and 1, which two linear layers make of the channels' means.
+/// Multiplies each channel of each image by a weight between 0 and 1, which two linear layers compute from the channels' means.
 #[derive(Module)]
 struct ChannelGate {
     squeeze: Linear,
@@ -128,7 +128,7 @@ fn channel_of(x: &Tensor) -> impl Fn(usize) -> usize {
 
 fn gated<T: Element>(x: &Tensor, logits: &Tensor) -> Result<Tensor> {
     let channel = channel_of(x);
-    // Not called on a dry device, where memory is counted and nothing is computed.
+    // The closure is not called on a dry device, which counts memory and computes nothing.
     Tensor::written(x.device(), x.shape(), x.format(), |y: &mut [T]| {
         let gates: Vec<f64> = logits.data::<T>()?.iter().map(|logit| sigmoid(logit.f64())).collect();
         for (place, (y, x)) in y.iter_mut().zip(x.data::<T>()?).enumerate() {

@@ -42,52 +42,53 @@ pub(crate) enum Command {
     Train(TrainArgs),
     /// Train the same model twice, with separate and with fused Conv+BN, and compare memory, speed and accuracy.
     ///
-    /// Both start from the same values and see the same batches; their steps alternate, so that a machine whose
-    /// speed changes treats both alike.
+    /// Both start from the same values and see the same batches. Their steps alternate, so that changes in the machine's speed
+    /// affect both alike.
     #[command(after_help = "Examples:\n  \
         convoke compare --steps 20 --batch-size 256\n  \
         convoke compare --data mnist --batch-size 2048 --report compare.html")]
     Compare(RunArgs),
     /// Time every algorithm on convolutions, and show which is fastest.
     ///
-    /// Measures afresh and keeps nothing. Times are lower quartiles, which choices are made by; within 3 % of the fastest
-    /// the least workspace is chosen. GFLOP/s count the operations of direct convolution, so an algorithm that needs
-    /// fewer (Winograd, FFT) may exceed the machine's peak; % of peak counts those that it does. Each result is checked
-    /// against a plain reference.
+    /// Measures afresh and stores nothing. Times are lower quartiles, and choices are made by them: of the algorithms within 3 %
+    /// of the fastest, the one with the least workspace is chosen. GFLOP/s count the operations of direct convolution, so an
+    /// algorithm that needs fewer (Winograd, FFT) may exceed the machine's peak; % of peak counts the operations that it really
+    /// does. Each result is checked against a plain reference.
     #[command(after_help = "Examples:\n  \
         convoke bench mb16ic64ih56oc64kh3ph1\n  \
         convoke bench i128x36x12,k64x6x3,b256 --pass fwd -v\n  \
         convoke bench --suite resnet50.txt --threads 1 --report bench.html --json bench.json\n  \
         convoke bench mb1ic3ih224oc64kh7sh2ph3 --only 'im2col*,winograd*'")]
     Bench(BenchArgs),
-    /// Time batch norm's training passes, and show how near they come to the speed at which memory can be copied.
+    /// Time batch norm's training passes, and compare them with the speed of copying memory.
     ///
-    /// GB/s count what each direction must move: forward reads the input twice and writes the output, backward reads
-    /// input and gradient twice and writes a gradient. Tensors that caches hold exceed the copying of memory.
+    /// GB/s count what each direction must move: forward reads the input twice and writes the output, backward reads input and
+    /// gradient twice and writes a gradient. Tensors that fit the caches may be faster than copying memory.
     #[command(after_help = "Examples:\n  \
         convoke bench-norm\n  \
         convoke bench-norm 64x64x56x56 --relu --format nhwc --threads 1\n  \
         convoke bench-norm 32x128 32x64x8x28x28 --json -")]
     BenchNorm(BenchNormArgs),
-    /// Measure which algorithm is fastest for convolutions, and keep the results for later runs.
+    /// Measure which algorithm is fastest for convolutions, and store the results for later runs.
     ///
-    /// What is known and up to date is not measured again.
+    /// Results that are stored and up to date are not measured again.
     #[command(after_help = "Examples:\n  \
         convoke tune --model mnist-cnn --batch-size 128\n  \
         convoke tune --suite resnet50.txt --budget 60\n  \
         convoke tune mb16ic64ih56oc64kh3ph1 --effort exhaustive --again -v")]
     Tune(TuneArgs),
-    /// Find what each block of a model should keep for backward, and what memory costs in time.
+    /// Find what each block of a model should keep for backward, and how much time it costs to save memory.
     ///
-    /// Blocks of convolution and batch norm can keep their tensors, or make them again in backward: by normalising, by
-    /// convolving, whole or tile by tile. Blocks are timed; bytes are exact. Gradients are the same to the last bit.
+    /// A block of convolution and batch norm can keep its tensors, or recompute them in backward: by normalising again, or by
+    /// convolving again, whole or tile by tile. Times are measured; bytes are exact. Gradients are the same to the last bit,
+    /// unless --inexact-memory is given.
     #[command(after_help = "Examples:\n  \
         convoke plan --model mnist-cnn --batch-size 2048 --memory-budget 650MB\n  \
         convoke plan --model resnet50 --batch-size 16 --curve --steps 5 --report plan.html\n  \
         convoke plan --model resnet20 --memory-budget 200MB --json plan.json\n  \
         convoke train --data cifar10 --memory-plan plan.json")]
     Plan(PlanArgs),
-    /// Look after the tuning results that are kept: list, explain, check, remove, copy.
+    /// Manage the stored tuning results: list, explain, check, remove, copy.
     #[command(after_help = "Examples:\n  \
         convoke cache list\n  \
         convoke cache show mb16ic64ih56oc64kh3ph1 --pass fwd\n  \
@@ -103,12 +104,12 @@ pub(crate) struct TrainArgs {
     #[command(flatten)]
     pub(crate) run: RunArgs,
 
-    /// How convolution + batch norm blocks run: `fused` keeps one tensor a block for backward and makes the rest
-    /// again; `separate` keeps every layer's. The values are the same.
+    /// How convolution + batch norm blocks run: `fused` keeps one tensor a block for backward (two with a residual or a pool) and
+    /// recomputes the rest; `separate` keeps a tensor for every layer. The results are the same.
     #[arg(long, value_enum, default_value_t = ConvBn::Fused, help_heading = "Model")]
     pub(crate) conv_bn: ConvBn,
 
-    /// Show where the time of a step goes and how near that is to the machine's limits, and write a trace of it: open it in
+    /// Show where the time of a step goes and how near it is to the machine's limits, and write a trace: open it in
     /// ui.perfetto.dev or chrome://tracing. The first step, which measures algorithms, is in the trace but not in the table.
     #[arg(long, value_name = "FILE.json", help_heading = "Output")]
     pub(crate) profile: Option<PathBuf>,
@@ -116,8 +117,8 @@ pub(crate) struct TrainArgs {
 
 #[derive(ClapArgs)]
 pub(crate) struct RunArgs {
-    /// What to train on. `auto` is MNIST if its files are there, else `digits`. Of the models, mnist-cnn takes mnist and digits,
-    /// segnet camvid, resnet50 cifar10, resnet20 all but camvid; random fits each.
+    /// What to train on. `auto` is MNIST if its files are there, else `digits`. The model mnist-cnn takes mnist and digits,
+    /// segnet takes camvid, resnet50 takes cifar10, resnet20 takes all but camvid; random fits every model.
     #[arg(long, value_parser = data_parser(), default_value = "auto", help_heading = "Data")]
     pub(crate) data: Data,
 
@@ -125,17 +126,16 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "DIR", help_heading = "Data")]
     pub(crate) data_dir: Option<PathBuf>,
 
-    /// Fetch the data set's files if they are not there (MNIST: 11 MB, CIFAR-10: 170 MB; checked by SHA-256; HTTPS_PROXY is
-    /// used).
+    /// Fetch the data set's files if they are missing (MNIST: 11 MB, CIFAR-10: 170 MB; checked by SHA-256; uses HTTPS_PROXY).
     #[arg(long, help_heading = "Data")]
     pub(crate) download: bool,
 
-    /// How training images are varied, by seed, epoch and image.
+    /// How training images are varied at random; seed, epoch and image decide it.
     #[arg(long, value_enum, default_value_t = Augment::Auto, help_heading = "Data")]
     pub(crate) augment: Augment,
 
-    /// Threads that load images ahead of the steps, for data sets that are not held in memory [default: one for each of --threads,
-    /// up to 4]. They change nothing but speed.
+    /// Threads that load images ahead of the steps, for data sets that are not held in memory [default: one for each of
+    /// --threads, up to 4]. Their number changes only the speed.
     #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(0..=256), help_heading = "Data")]
     pub(crate) workers: Option<u16>,
 
@@ -151,7 +151,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", value_parser = value_parser!(u64).range(1..), help_heading = "Training")]
     pub(crate) steps: Option<u64>,
 
-    /// Images a step, which ranks share; the last step of an epoch takes what is left.
+    /// Images a step, shared among the ranks; the last step of an epoch takes what is left.
     #[arg(
         long,
         value_name = "N",
@@ -161,7 +161,7 @@ pub(crate) struct RunArgs {
     )]
     pub(crate) batch_size: u32,
 
-    /// How parameters follow their gradients.
+    /// The optimizer, which updates parameters by their gradients.
     #[arg(long, value_enum, default_value_t = OptimizerName::Adadelta, help_heading = "Training")]
     pub(crate) optimizer: OptimizerName,
 
@@ -189,12 +189,12 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Training")]
     pub(crate) seed: u64,
 
-    /// Threads that kernels use, which the ranks of a process share [default: all of this machine's]. More than there are
-    /// processors wait for each other.
+    /// Threads that kernels use, shared among the ranks of a process [default: all of this machine's]. If there are more threads
+    /// than processors, they wait for each other.
     #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..=1024), help_heading = "Training")]
     pub(crate) threads: Option<u16>,
 
-    /// Go on when the loss is NaN or infinite, instead of stopping with the step named.
+    /// Go on when the loss is NaN or infinite, instead of stopping with an error that names the step.
     #[arg(long, help_heading = "Training")]
     pub(crate) continue_on_nan: bool,
 
@@ -211,11 +211,11 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "DIR", help_heading = "Output")]
     pub(crate) checkpoint: Option<PathBuf>,
 
-    /// Continue from the newest checkpoint in --checkpoint; the losses go on bit for bit.
+    /// Continue from the newest checkpoint in --checkpoint; the losses are, bit for bit, those of an uninterrupted run.
     #[arg(long, requires = "checkpoint", help_heading = "Output")]
     pub(crate) resume: bool,
 
-    /// Write a page with loss curves and memory over a step; one file that needs no other.
+    /// Write a page with loss curves and memory over a step, as one self-contained file.
     #[arg(long, value_name = "FILE.html", help_heading = "Output")]
     pub(crate) report: Option<PathBuf>,
 
@@ -233,7 +233,7 @@ impl RunArgs {
         self.model.clone().unwrap_or_else(usual)
     }
 
-    /// The model's own, with smoothed labels if that is asked for.
+    /// The model's own objective, or cross-entropy with smoothed labels if `--label-smoothing` is not 0.
     pub(crate) fn objective(&self) -> Objective {
         match self.label_smoothing {
             0.0 => self.model().objective(),
@@ -260,8 +260,8 @@ impl RunArgs {
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Augment {
-    /// Camvid: random parts of 96 x 128 pixels, half of them mirrored. Cifar10: random parts of 32 x 32 pixels of images that 4
-    /// pixels of zeros surround, half of them mirrored. Others: images as they are.
+    /// Camvid: random parts of 96 x 128 pixels, half of them mirrored. Cifar10: images padded with 4 pixels of zeros on each
+    /// side, then random parts of 32 x 32 pixels, half of them mirrored. Others: images as they are.
     Auto,
     /// Images as they are.
     None,
@@ -289,7 +289,7 @@ pub(crate) enum OptimizerName {
     Adamw,
 }
 
-/// An optimizer with the learning rate that is asked for, else its own, and as it is without more flags.
+/// The rule of an optimizer, with this learning rate or its default one; all else is as without more flags.
 pub(crate) fn rule(optimizer: OptimizerName, learning_rate: Option<f64>) -> Rule {
     match optimizer {
         OptimizerName::Adadelta => Rule::adadelta(learning_rate.unwrap_or(1.0)),
@@ -311,7 +311,7 @@ pub(crate) fn warn_of_threads(console: &super::console::Console, threads: Option
     }
 }
 
-/// What is amiss with this many threads for kernels, if anything is.
+/// The warning about this number of threads for kernels, if there is one.
 fn too_many(threads: Option<usize>, ranks: usize, processors: usize) -> Option<String> {
     let there = match processors {
         1 => "there is 1 processor".to_owned(),
@@ -319,7 +319,7 @@ fn too_many(threads: Option<usize>, ranks: usize, processors: usize) -> Option<S
     };
     let there = format!("{there} for this process, so they will wait for each other");
     match threads {
-        // Each rank has a thread at least.
+        // Each rank takes at least one thread.
         threads if ranks > threads.unwrap_or(processors) && ranks > processors => {
             Some(format!("--ranks {ranks}: each takes a thread, and {there}"))
         }
@@ -331,7 +331,7 @@ fn too_many(threads: Option<usize>, ranks: usize, processors: usize) -> Option<S
     }
 }
 
-/// A rank's part of what `--threads` asks for: of all of this machine's threads if it is not given.
+/// A rank's share of `--threads`, or of all of this machine's threads if the flag is not given.
 pub(crate) fn cpu(threads: Option<u16>, ranks: usize) -> super::Result<Cpu> {
     let all = || std::thread::available_parallelism().map_or(1, |count| count.get().min(1024));
     Ok(Cpu::new((threads.map_or_else(all, usize::from) / ranks).max(1))?)

@@ -1,4 +1,4 @@
-//! `convoke bench-norm`: batch norm's passes against the speed at which memory can be copied.
+//! `convoke bench-norm`: batch norm's passes, compared with the speed of copying memory.
 
 use std::time::{Duration, Instant};
 
@@ -16,8 +16,8 @@ use super::{Failure, Result, args, json, output};
 /// Fewest runs of each pass.
 const FEWEST: usize = 7;
 
-/// Passes over the data that each direction cannot do without: x read for the statistics, x read and y written; x and dy
-/// read for the sums, x and dy read and dx written.
+/// The least number of passes over the data in each direction. Forward reads x for the statistics, then reads x again and writes
+/// y. Backward reads x and dy for the sums, then reads both again and writes dx.
 const PASSES: [(&str, f64); 2] = [("forward", 3.0), ("backward", 5.0)];
 
 #[derive(Serialize)]
@@ -77,7 +77,7 @@ fn name(format: FormatName) -> &'static str {
     }
 }
 
-/// Forward and backward of one layer in training, in turn.
+/// Times forward and backward of one layer in training, in turn.
 fn measure(args: &BenchNormArgs, cpu: &Cpu, shape: &[usize], format: FormatName) -> Result<Vec<Row>> {
     let device = Device::new(DeviceOptions::new(cpu.clone()));
     let format_of = match format {
@@ -96,7 +96,7 @@ fn measure(args: &BenchNormArgs, cpu: &Cpu, shape: &[usize], format: FormatName)
     let mut times = [Vec::new(), Vec::new()];
     let budget = Duration::from_secs_f64(args.budget);
     let begin = Instant::now();
-    // The first run meets fresh memory; those after it the pool's.
+    // The first run is not counted: it uses fresh memory, later runs reuse the pool's.
     let mut first = true;
     while times[0].len() < FEWEST || begin.elapsed() < budget {
         let start = Instant::now();
@@ -151,7 +151,7 @@ fn backward(y: &Tensor, dy: &Tensor) -> crate::Result<Gradients> {
 fn noise(device: &Device, shape: &[usize], format: MemoryFormat, seed: u32) -> crate::Result<Tensor> {
     Tensor::build(device, shape, format, |data: &mut [f32]| {
         for (index, value) in (seed..).zip(data) {
-            // Knuth's multiplicative hash is noise enough.
+            // Knuth's multiplicative hash is random enough here.
             *value = (index.wrapping_mul(2_654_435_761) >> 8) as f32 / (1 << 23) as f32 - 1.0;
         }
         Ok(())

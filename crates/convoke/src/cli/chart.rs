@@ -9,18 +9,18 @@ const MARGINS: [f64; 4] = [68.0, 38.0, 16.0, 54.0];
 
 /// A chart with one or more lines.
 pub(crate) struct Chart<'a> {
-    /// What it shows, for readers who do not see it.
+    /// What it shows, for screen readers.
     pub(crate) title: &'a str,
     pub(crate) x: Axis<'a>,
     pub(crate) y: Axis<'a>,
     pub(crate) lines: Vec<Line>,
     /// Fills the space below the lines.
     pub(crate) filled: bool,
-    /// A vertical line, with what lies left and right of it.
+    /// A vertical line, with the labels left and right of it.
     pub(crate) divide: Option<(f64, [&'a str; 2])>,
 }
 
-/// A name with its unit, and what lies between the ends.
+/// An axis: its name with the unit, and the values at its ends.
 pub(crate) struct Axis<'a> {
     pub(crate) name: &'a str,
     pub(crate) from: f64,

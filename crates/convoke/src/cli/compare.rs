@@ -18,12 +18,12 @@ fn on_rank(args: &RunArgs, rank: &Rank<'_>) -> Result<()> {
     let folder = |mode: ConvBnMode| -> Option<PathBuf> {
         args.checkpoint.as_ref().map(|folder| folder.join(mode.to_string()))
     };
-    // Each has a device of its own, so that their bytes are counted apart.
-    // The same algorithms for both, so that their values are the same.
+    // Each session has its own device, so that their bytes are counted separately. Both share a tuner and so use the same
+    // algorithms, so that their values are the same.
     let tuner = args.tuning.tuner(console)?;
     let start = |mode| Session::start(args, mode, rank, &tuner, folder(mode).as_deref());
     let mut sessions = [start(ConvBnMode::Separate)?, start(ConvBnMode::Fused)?];
-    // A run that ended between two checkpoints may have left one a step or an epoch behind.
+    // If the program ended between saving the two checkpoints, one of them may be a step or an epoch behind.
     let behind = usize::from(sessions[1].trainer.steps() < sessions[0].trainer.steps());
     sessions[behind].show_resumed(args, console);
     let mut stage = sessions[behind].stage(args, console);
@@ -51,11 +51,11 @@ fn on_rank(args: &RunArgs, rank: &Rank<'_>) -> Result<()> {
     let steps = sessions[behind].trainer.steps();
     let [separate, fused] = sessions.map(Session::finish);
     publish(args, rank, &[separate?, fused?])?;
-    // The first rank says it for all.
+    // The first rank reports it for all.
     if finished || !rank.is_first() { Ok(()) } else { Err(interruption(args, steps)) }
 }
 
-/// The rate of doing both by turns; the other one alone while one is ahead and waits.
+/// The rate of both runs in turn; while one is ahead and waits, the rate of the other alone.
 fn harmonic_mean(rates: [f64; 2]) -> f64 {
     match rates.iter().filter(|rate| **rate > 0.0).count() {
         0 => 0.0,

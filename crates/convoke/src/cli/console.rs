@@ -15,32 +15,33 @@ use super::{Failure, Result, json};
 
 /// Time between two plain lines.
 const LINE_EVERY: Duration = Duration::from_secs(5);
-/// Two columns at the right end with the cursor before them: room for the `^C` that a terminal shows, which would
-/// otherwise begin a new line and leave the bar behind on the old one.
+/// Two free columns at the right end with the cursor before them: room for the `^C` that a terminal shows on Ctrl-C. Without it,
+/// the `^C` would begin a new line and leave the bar behind on the old one.
 const ROOM: &str = "  \x1b[2D";
 
-/// A line on standard error. That nobody may be reading there is no reason to stop. It is written at once, or the lines of
-/// several ranks mix where `mpirun` joins them.
+/// Writes a line to standard error. Failing to write is ignored: it is no reason to stop. The line is written in one call,
+/// because otherwise the lines of several ranks could mix where `mpirun` joins them.
 ///
-/// Where text comes from a file it is escaped there; this is for what comes another way, such as a name out of the system.
+/// Text that comes from a file is escaped where it is read. The escaping here is for other text, such as names that come from the
+/// system.
 pub(crate) fn note(text: &str) {
     let line = format!("{}\n", escaped_lines(text));
     let _ = std::io::stderr().write_all(line.as_bytes());
 }
 
-/// Text on standard output, whole, escaped as in [`note`].
+/// Writes text to standard output, escaped as in [`note`].
 pub(crate) fn print(text: &str) -> Result<()> {
     print_exactly(&escaped_lines(text).to_string())
 }
 
-/// Text on standard output as it is: JSON, which has rules of its own.
+/// Writes text to standard output as it is. This is for JSON, which has its own escaping.
 pub(crate) fn print_exactly(text: &str) -> Result<()> {
     let mut out = std::io::stdout().lock();
     let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
     written.map_err(|error| Failure::Run(format!("cannot write to standard output: {error}")))
 }
 
-/// Where a command shows how far it is.
+/// Shows how far a command is, on standard error.
 pub(crate) struct Console {
     terminal: bool,
     /// Whether nothing is shown at all.
@@ -56,8 +57,8 @@ impl Console {
         Console::of(false, || std::process::exit(1))
     }
 
-    /// Of a process that is a rank, which shows something only if it is the first one. `mpirun` passes Ctrl-C on more than once,
-    /// and ends processes that take too long itself.
+    /// A console for a process that is a rank: only the first rank shows anything. A second Ctrl-C does nothing, because `mpirun`
+    /// passes Ctrl-C on more than once, and itself ends processes that take too long.
     #[cfg(feature = "mpi")]
     pub(crate) fn of_process(rank: usize) -> Result<Console> {
         Console::of(rank > 0, || ())
@@ -79,7 +80,7 @@ impl Console {
         Ok(Console { terminal, quiet, interrupted, shown })
     }
 
-    /// One that shows nothing and hears no Ctrl-C: for threads that are ranks other than the first.
+    /// A console that shows nothing and does not notice Ctrl-C, for threads that are ranks other than the first.
     pub(crate) fn of_thread() -> Console {
         let shown = Arc::new(Mutex::new(ProgressBar::hidden()));
         Console { terminal: false, quiet: true, interrupted: Arc::default(), shown }
@@ -90,17 +91,17 @@ impl Console {
         self.interrupted.load(Ordering::Relaxed)
     }
 
-    /// Whether to go on, as data sets ask.
+    /// Whether to go on, in the form that data sets expect.
     pub(crate) fn control(&self) -> ControlFlow<()> {
         if self.interrupted() { ControlFlow::Break(()) } else { ControlFlow::Continue(()) }
     }
 
-    /// A line that stays, above the bar if there is one.
+    /// Writes a line that stays, above the bar if there is one.
     pub(crate) fn line(&self, text: &str) {
         self.line_writer()(text);
     }
 
-    /// What [`Console::line`] does, for whoever outlives the console.
+    /// [`Console::line`] as a function that may outlive the console.
     pub(crate) fn line_writer(&self) -> impl Fn(&str) + Send + Sync + 'static {
         let (shown, quiet) = (self.shown.clone(), self.quiet);
         move |text| {
@@ -110,12 +111,12 @@ impl Console {
         }
     }
 
-    /// Text on standard output, above the bar if there is one.
+    /// Writes text to standard output, above the bar if there is one.
     pub(crate) fn print(&self, text: &str) -> Result<()> {
         lock(&self.shown).suspend(|| print(text))
     }
 
-    /// Text on standard output; if `json` goes there, as a line that stays.
+    /// Writes text to standard output, or as a line that stays if `json` goes to standard output.
     pub(crate) fn say(&self, text: &str, json: Option<&Path>) -> Result<()> {
         if json::to_stdout(json) {
             self.line(text.trim_end());
@@ -124,7 +125,7 @@ impl Console {
         self.print(text)
     }
 
-    /// A stage of `total` parts, of which `done` are behind it.
+    /// Begins a stage of `total` parts; `done` of them are already done.
     pub(crate) fn stage(&self, name: &str, done: u64, total: Option<u64>) -> Stage {
         self.stage_of(name, ProgressUnit::Images, done, total)
     }
@@ -196,7 +197,7 @@ pub(crate) struct Stage {
 }
 
 impl Stage {
-    /// Gives it another name, such as the next epoch's.
+    /// Gives the stage another name, such as the next epoch's.
     pub(crate) fn rename(&mut self, name: String) {
         if self.name != name {
             self.bar.set_prefix(name.clone());
@@ -208,7 +209,7 @@ impl Stage {
     pub(crate) fn set(&mut self, done: u64, message: &str) {
         let now = Instant::now();
         if done < self.first {
-            // A download that began anew.
+            // A download has begun anew.
             (self.first, self.began) = (done, now);
         }
         let mut parts: Vec<String> = if message.is_empty() { vec![] } else { vec![message.into()] };
@@ -234,7 +235,7 @@ impl Stage {
         }
     }
 
-    /// The time that the rest takes at the pace so far.
+    /// The time that the rest will take at the pace so far.
     fn left(&self, done: u64, now: Instant) -> Option<Duration> {
         let pace =
             now.duration_since(self.began).div_f64(done.checked_sub(self.first).filter(|&n| n > 0)? as f64);

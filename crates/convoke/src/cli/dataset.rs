@@ -16,7 +16,7 @@ pub(crate) fn default_dir(name: &str) -> Option<PathBuf> {
     directories::ProjectDirs::from("", "", "convoke").map(|dirs| dirs.data_local_dir().join(name))
 }
 
-/// How the flags vary training images.
+/// How the flags ask to vary training images.
 pub(crate) fn augmentation(args: &RunArgs) -> Augmentation {
     match (args.augment, args.data) {
         (Augment::Auto, Data::Named(spec)) => spec.augmentation(),
@@ -67,7 +67,7 @@ pub(crate) fn load(args: &RunArgs, console: &Console) -> Result<Datasets> {
     Ok(data)
 }
 
-/// Fails where flags speak of files of a data set that has none.
+/// Fails if the flags ask for files of a data set that has none.
 fn check_generated(args: &RunArgs, name: &str) -> Result<()> {
     if args.download {
         let message = format!("--download: {name} is generated; --data mnist can be downloaded");
@@ -116,13 +116,13 @@ fn generate_noise(args: &RunArgs, console: &Console) -> Result<Datasets> {
     set.map(Datasets::from).map_err(|error| failure(error.into(), ""))
 }
 
-/// The proxy that the environment names, as other programs take it.
+/// The proxy that the environment names, by the usual variables.
 fn proxy() -> Option<String> {
     let names = ["https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"];
     names.iter().find_map(|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
 }
 
-/// `hint` is for who does not have the data.
+/// `hint` says how to get the data; it is shown if the data is missing.
 fn failure(error: LoadError, hint: &str) -> Failure {
     match error.downcast_ref() {
         Some(DataError::Cancelled { .. }) => Failure::Run("interrupted before the first step".into()),

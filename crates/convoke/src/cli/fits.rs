@@ -1,4 +1,4 @@
-//! Which models train on which data sets: for who asks for two that do not go together.
+//! Checks that a model and a data set go together, and says what does if they do not.
 
 use crate::nn::data::{DatasetInfo, DatasetSpec};
 use crate::nn::models::ModelSpec;
@@ -11,18 +11,18 @@ use super::{Failure, Result, dataset};
 pub(crate) fn check_names(args: &RunArgs) -> Result<()> {
     let Some(spec) = dataset::named(args) else { return Ok(()) };
     match spec.usual() {
-        // Its files tell what size the images have.
+        // Only the files show the size of the images, so sizes are not checked here.
         Some(info) if spec.has_any_size() && args.model().check_targets(info).is_ok() => Ok(()),
         Some(info) => check(&args.model(), info),
         None => Ok(()),
     }
 }
 
-/// Fails if the model cannot be trained on this data, and tells what could.
+/// Fails if the model cannot be trained on this data; the error lists data and models that would fit.
 pub(crate) fn check(model: &ModelSpec, info: &DatasetInfo) -> Result<()> {
     let Err(error) = model.check(info) else { return Ok(()) };
     let fits = |spec: &&DatasetSpec| spec.usual().is_some_and(|info| model.check(info).is_ok());
-    // Noise has whatever the model takes.
+    // Noise is made in the shape that the model takes.
     let data: Vec<&str> = datasets().iter().filter(fits).map(DatasetSpec::name).chain([RANDOM]).collect();
     let models = models().iter().filter(|model| model.check(info).is_ok());
     let models: Vec<&str> = models.map(ModelSpec::name).collect();

@@ -43,7 +43,7 @@ fn place(spec: &DatasetSpec) -> String {
     }
 }
 
-/// Libraries that convolutions may be computed by, besides our own kernels.
+/// External libraries that may compute convolutions, besides our own kernels.
 fn external_libraries() -> String {
     let version = conv::onednn_version().map(|version| format!("oneDNN {version}"));
     version.unwrap_or_else(|| "none (oneDNN is used if it is installed)".into())
@@ -61,7 +61,7 @@ fn tuning_cache() -> String {
     }
 }
 
-/// The CPU's name as Linux tells it.
+/// The CPU's name as Linux reports it.
 pub(crate) fn cpu_name() -> Option<String> {
     let text = std::fs::read_to_string("/proc/cpuinfo").ok()?;
     let line = text.lines().find(|line| line.starts_with("model name"))?;

@@ -1,4 +1,4 @@
-//! The flags that say how much memory training may take, and the plan made of them.
+//! The flags that say how much memory training may take, and the plan made from them.
 
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -21,12 +21,13 @@ use super::{Failure, Result};
 /// How the fused blocks of a run choose what they keep for backward.
 #[derive(Args)]
 pub(crate) struct MemoryArgs {
-    /// Most memory that a step may have in use, on each rank: 650MB, 2GiB. Fused blocks are timed with each way to keep what
-    /// backward needs, and the fastest plan that fits is taken. Without it, each block keeps its output only.
+    /// The most memory that a step may have in use on each rank, such as 650MB or 2GiB. Fused blocks are timed with each way to
+    /// keep what backward needs, and the fastest plan that fits is used. Without a budget or a plan, each block keeps its
+    /// convolution's output, and its own output too if it has a residual or a pool.
     #[arg(long, value_name = "SIZE", conflicts_with = "memory_plan", help_heading = "Memory")]
     pub(crate) memory_budget: Option<ByteSize>,
 
-    /// Take a plan that `convoke plan --json` wrote.
+    /// Use a plan that `convoke plan --json` wrote.
     #[arg(long, value_name = "FILE", help_heading = "Memory")]
     pub(crate) memory_plan: Option<PathBuf>,
 
@@ -37,12 +38,12 @@ pub(crate) struct MemoryArgs {
 /// How plans are made.
 #[derive(Args)]
 pub(crate) struct PlannerArgs {
-    /// Allow plans to keep rounded values (bf16), or to undo normalisations: gradients are then off by some thousandths, or by
-    /// rounding.
+    /// Allow plans that keep rounded values (bf16), which puts gradients off by some thousandths, or that undo normalisations,
+    /// which puts them off by rounding errors.
     #[arg(long, help_heading = "Memory")]
     pub(crate) inexact_memory: bool,
 
-    /// Seconds for timing the blocks of the model; then each kind left is timed once.
+    /// Seconds for timing the model's blocks; after that, each kind of block that is left is timed once.
     #[arg(long, value_name = "SECONDS", default_value_t = 60.0, value_parser = super::args::not_negative,
           help_heading = "Memory")]
     pub(crate) plan_time: f64,
@@ -119,7 +120,7 @@ pub(crate) fn counts(plan: &MemoryPlan) -> String {
     parts.map(|(count, keep)| format!("{count} {keep}")).collect::<Vec<String>>().join(", ")
 }
 
-/// Most bytes that a file of a plan may have.
+/// The most bytes that a plan file may have.
 const LARGEST: u64 = 16 << 20;
 
 fn read(file: &Path, config: &TrainingConfig) -> Result<MemoryPlan> {

@@ -1,4 +1,4 @@
-//! The program as a library: a `main` of your own that has all its commands, for your own models and data sets too.
+//! The program as a library: write your own `main` with all its commands, and add your own models and data sets.
 //!
 //! ```no_run
 //! use std::process::ExitCode;
@@ -20,7 +20,8 @@
 //! }
 //! ```
 //!
-//! Only these files print, read the environment or end the process. Exit codes: 0 success, 2 bad usage, 1 anything else.
+//! Only the files of this module print, read the environment or end the process. Exit codes: 0 success, 2 bad usage, 1 anything
+//! else.
 
 mod args;
 mod bench;
@@ -59,16 +60,16 @@ pub use registry::Registry;
 
 /// Why a command ended without success.
 pub(crate) enum Failure {
-    /// What was asked for makes no sense: exit code 2.
+    /// The request makes no sense: exit code 2.
     Usage(String),
-    /// It was tried and failed: exit code 1.
+    /// The command was tried and failed: exit code 1.
     Run(String),
-    /// It failed for want of other ranks: exit code 1. One of them knows more.
+    /// The command failed because of another rank, whose own error says more: exit code 1.
     OtherRanks(String),
 }
 
 impl Failure {
-    /// The same, with the rank that met it.
+    /// The same failure, with the rank it happened on in its message.
     fn on_rank(self, rank: usize) -> Failure {
         let named = |message| format!("rank {rank}: {message}");
         match self {
@@ -87,22 +88,23 @@ impl<E: std::error::Error> From<E> for Failure {
 
 pub(crate) type Result<T> = std::result::Result<T, Failure>;
 
-/// Ends the process with a message and exit code 1: for want of memory that nobody takes an error for.
+/// Ends the process with a message and exit code 1, because an allocation failed whose caller cannot handle an error.
 ///
-/// These are small things, of which there are too many to look after each; what is large is an error that says what it was for. A
-/// program that wants the message takes it as [`Backstop`](crate::kernels::backstop::Backstop) in its `#[global_allocator]`, as
-/// `convoke` does; without it the process aborts.
+/// Only small allocations end the process this way: there are too many of them to check each. A large allocation that fails is an
+/// error that says what it was for. To get this message, a program passes this function to a
+/// [`Backstop`](crate::kernels::backstop::Backstop) and makes that its `#[global_allocator]`, as `convoke` does; without it the
+/// process aborts.
 pub extern "C" fn out_of_memory(bytes: usize) -> ! {
-    // Written without memory.
+    // Writing this allocates nothing.
     let _ = writeln!(std::io::stderr(), "error: out of memory: {bytes} bytes cannot be had");
     std::process::exit(1)
 }
 
-/// Bytes of the main thread's stack that are mapped before there is anything else.
+/// How many bytes of the main thread's stack are mapped before anything else happens.
 const STACK: usize = 1 << 20;
 
-/// Maps the main thread's stack: it grows as it is used, and where no memory is left to grow into, the process is killed without
-/// a word. Other threads have theirs from the start.
+/// Maps the main thread's stack now. Otherwise it grows as it is used, and if no memory is left for that, the process is killed
+/// without a message. Other threads have their whole stack from the start.
 fn map_stack() -> Result<()> {
     fn touch(pages: usize) -> u8 {
         let page = std::hint::black_box([pages as u8; 4096]);
@@ -113,7 +115,8 @@ fn map_stack() -> Result<()> {
     Ok(())
 }
 
-/// The whole program: reads the command line and does what it says, with these models for `--model` and data sets for `--data`.
+/// The whole program: reads the command line and runs its command. The registry holds the models for `--model` and the data sets
+/// for `--data`.
 ///
 /// # Panics
 /// If it is called twice.

@@ -7,7 +7,7 @@ use convoke_files::{create_folder, escaped, probe, write_out};
 
 use super::{Failure, Result, console};
 
-/// Finds out now, not after hours of training, that `flag`'s file cannot be written.
+/// Fails now, not after hours of training, if `flag`'s file cannot be written.
 pub(crate) fn check(flag: &str, file: Option<&Path>) -> Result<()> {
     let Some(file) = file else { return Ok(()) };
     let refused = |reason: &dyn std::fmt::Display| {
@@ -23,14 +23,15 @@ pub(crate) fn check(flag: &str, file: Option<&Path>) -> Result<()> {
     }
 }
 
-/// Makes sure that `flag`'s folder exists and that files can be made in it.
+/// Makes sure that `flag`'s folder exists and that files can be created in it.
 pub(crate) fn check_folder(flag: &str, folder: &Path) -> Result<()> {
     create_folder(folder).and_then(|()| probe(folder)).map_err(|error| {
         Failure::Run(format!("{flag}: cannot write into {}: {error}", escaped(folder.display())))
     })
 }
 
-/// Writes a file that appears whole or not at all, and says where it is; a pipe or a device, which cannot, is written to as it is.
+/// Writes a file, which appears whole or not at all, and prints where it is. A pipe or a device cannot, so it is written to
+/// directly.
 pub(crate) fn write(flag: &str, file: &Path, bytes: &[u8]) -> Result<()> {
     write_out(file, bytes).map_err(|error| {
         Failure::Run(format!("{flag}: cannot write {}: {error}", escaped(file.display())))
@@ -39,7 +40,7 @@ pub(crate) fn write(flag: &str, file: &Path, bytes: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// Tells on standard error where what `flag` asks for has been written.
+/// Prints to standard error where the output of `flag` has been written.
 pub(crate) fn announce(flag: &str, place: &Path) {
     console::note(&format!("{}: {}", flag.trim_start_matches('-'), escaped(place.display())));
 }

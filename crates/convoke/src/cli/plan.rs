@@ -1,4 +1,4 @@
-//! `convoke plan`: what each block of a model should keep, and what memory costs in time.
+//! `convoke plan`: what each block of a model should keep for backward, and how much time it costs to save memory.
 
 use std::path::PathBuf;
 
@@ -24,7 +24,7 @@ use super::{Failure, Result, json, output, report, summary};
 /// Which model, and what to find out about it.
 #[derive(Args)]
 pub(crate) struct PlanArgs {
-    /// The model; images of its own size, of noise.
+    /// The model, which is run on noise images of its own input size.
     #[arg(long, value_parser = model_parser(), default_value = "mnist-cnn", help_heading = "Model")]
     pub(crate) model: ModelSpec,
 
@@ -33,15 +33,15 @@ pub(crate) struct PlanArgs {
           help_heading = "Model")]
     pub(crate) batch_size: u32,
 
-    /// How parameters follow their gradients: this decides how many numbers are kept for each.
+    /// The optimizer, which decides how many numbers are kept for each parameter.
     #[arg(long, value_enum, default_value_t = OptimizerName::Adadelta, help_heading = "Model")]
     pub(crate) optimizer: OptimizerName,
 
-    /// Threads that kernels use [default: all of this machine's]. More than there are processors wait for each other.
+    /// Threads that kernels use [default: all of this machine's]. If there are more than processors, they wait for each other.
     #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..=1024), help_heading = "Model")]
     pub(crate) threads: Option<u16>,
 
-    /// Find the fastest plan whose steps have at most so much in use: 650MB, 2GiB [default: the fastest plan of all].
+    /// Find the fastest plan whose steps have at most this much memory in use: 650MB, 2GiB [default: the fastest plan of all].
     #[arg(long, value_name = "SIZE", help_heading = "Memory")]
     pub(crate) memory_budget: Option<ByteSize>,
 
@@ -49,7 +49,7 @@ pub(crate) struct PlanArgs {
     #[arg(long, help_heading = "Memory")]
     pub(crate) curve: bool,
 
-    /// Train so many steps with each plan shown, and with separate layers, by turns, and show the median of their times.
+    /// Time N steps with each plan shown and with separate layers, in turn, and show the median of their times.
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Memory")]
     pub(crate) steps: u32,
 
@@ -63,7 +63,7 @@ pub(crate) struct PlanArgs {
     #[command(flatten)]
     pub(crate) tuning: TuningArgs,
 
-    /// Write a page with the table and the curve; one file that needs no other.
+    /// Write a page with the table and the curve, as one self-contained file.
     #[arg(long, value_name = "FILE.html", help_heading = "Output")]
     pub(crate) report: Option<PathBuf>,
 
@@ -83,14 +83,14 @@ pub(crate) struct Document {
     largest_batch: Option<LargestBatches>,
 }
 
-/// A plan, or separate layers, with what they take.
+/// A plan, or separate layers, with the memory and time taken.
 #[derive(Clone, Serialize, Deserialize)]
 struct Point {
     /// `separate`, `unplanned` or the number of the plan.
     name: String,
     bytes_end_of_forward: usize,
     bytes_peak: usize,
-    /// The sum of what the blocks took alone.
+    /// The sum of the blocks' times, each block timed alone.
     block_seconds: Option<f64>,
     /// The median of whole steps, if steps were asked for.
     step_seconds: Option<f64>,
@@ -105,7 +105,7 @@ struct LargestBatches {
     planned: Option<usize>,
 }
 
-/// What is said below the table of plans.
+/// The note below the table of plans.
 const CHOSEN_BY: &str = "Plans are chosen by the time of their blocks alone.";
 
 pub(crate) fn run(args: &PlanArgs) -> Result<()> {
@@ -184,7 +184,7 @@ fn job(args: &PlanArgs, console: &Console) -> Result<(TrainingConfig, Datasets)>
     let config = TrainingConfig {
         rule: rule(args.optimizer, None),
         batch_size,
-        // There is nothing to learn from noise, and nothing to stop for.
+        // Losses on noise mean nothing, so there is no reason to stop at a NaN.
         stop_on_nan: false,
         ..TrainingConfig::new(model)
     };
@@ -214,10 +214,10 @@ fn separate(planner: &Planner) -> Result<Point> {
     })
 }
 
-/// Most plans of a curve that are shown.
+/// How many plans of a curve are shown at most.
 const MOST_PLANS: usize = 12;
 
-/// The curve, with plans left out between others that are evenly spread over memory.
+/// At most [`MOST_PLANS`] plans of the curve, evenly spread over memory.
 fn thinned(curve: &[MemoryPlan]) -> Vec<&MemoryPlan> {
     let (Some(first), Some(last)) = (curve.first(), curve.last()) else { return Vec::new() };
     let (most, least) = (first.bytes_peak as f64, last.bytes_peak as f64);
@@ -237,7 +237,7 @@ fn thinned(curve: &[MemoryPlan]) -> Vec<&MemoryPlan> {
     shown
 }
 
-/// Times whole steps of each point by turns, so that a machine whose speed changes treats all alike.
+/// Times whole steps of all points in turn, so that changes in the machine's speed affect all alike.
 fn time_steps(
     points: &mut [Point],
     (config, data): (&TrainingConfig, &Datasets),
@@ -246,7 +246,7 @@ fn time_steps(
     console: &Console,
 ) -> Result<()> {
     let trainer = |conv_bn| {
-        // Each has a device of its own, so that one's buffers do not serve the other.
+        // Each trainer has its own device, so that they do not reuse each other's buffers.
         let config = TrainingConfig { conv_bn, ..config.clone() };
         Trainer::new(&Device::new(options.clone()), config, data.clone()).map_err(failure)
     };
@@ -265,7 +265,7 @@ fn time_steps(
                 }
                 None => &mut separate,
             };
-            // The steps before it may have left other buffers than this one needs.
+            // Earlier steps may have left buffers of other sizes than this step needs.
             trainer.trim();
             trainer.step().map_err(failure)?;
             trainer.step().map_err(failure)?;
@@ -307,7 +307,7 @@ fn largest(
             images *= 2;
             let data = random_images(&config.model, images, console)?;
             let found = planner.largest_batch(budget, plan, &data).map_err(failure)?;
-            // One that takes all images may not be the largest.
+            // A batch of all the images may not be the largest: go on with more images.
             if found != Some(images) {
                 return Ok(found);
             }
@@ -329,7 +329,7 @@ fn milliseconds(seconds: f64) -> String {
     format!("{:.1} ms", 1000.0 * seconds)
 }
 
-/// The table of points: a row of headings, then one a point, compared with the first, which is separate layers.
+/// The table of points: a row of headings, then one row for each point, which is compared with the first point (separate layers).
 fn rows(points: &[Point]) -> Vec<Vec<String>> {
     let timed = points.iter().any(|point| point.step_seconds.is_some());
     let mut head = vec!["", "peak", "of separate", "end of forward", "blocks alone"];
@@ -398,7 +398,7 @@ fn chart(points: &[Point]) -> String {
     let mut lines = vec![Line { class: "fused".into(), points: curve, dots: dots(true) }];
     let mut names = vec![("fused", "fused blocks; open dots: unplanned, and the plan that was chosen")];
     let separate = dots(false);
-    // Blocks that run as separate layers have no time of their own.
+    // Separate layers have no block times, so they have a dot only if whole steps were timed.
     if !separate.is_empty() {
         lines.push(Line { class: "separate".into(), points: Vec::new(), dots: separate });
         names.push(("separate", "separate layers"));

@@ -14,7 +14,7 @@ use convoke_files::{escaped, read_text};
 use super::tuning_args::{ProblemArgs, passes};
 use super::{Failure, Result};
 
-/// Most bytes that a suite may have.
+/// The most bytes that a suite file may have.
 const LARGEST_SUITE: u64 = 16 << 20;
 
 /// Each problem once, in the order given: the named ones, then those of the suites.
@@ -49,7 +49,7 @@ pub(crate) fn parse(text: &str) -> Result<ConvProblem> {
     text.parse().map_err(|error: crate::kernels::Error| Failure::Usage(error.to_string()))
 }
 
-/// Every pass that was asked for of every problem.
+/// All requested passes of all problems.
 pub(crate) fn jobs(args: &ProblemArgs, problems: &[ConvProblem]) -> Vec<(ConvProblem, Pass)> {
     let passes = passes(&args.pass);
     problems.iter().flat_map(|&problem| passes.iter().map(move |&pass| (problem, pass))).collect()
@@ -62,13 +62,13 @@ pub(crate) fn of_model(model: &ModelSpec, batch_size: usize, cpu: &Cpu) -> Resul
     let [channels, height, width] = model.input();
     let network = model.build(&Init::new(&device, 1), &model.options(ConvBnMode::Fused))?;
     let images = Tensor::zeros(&device, &[batch_size, channels, height, width], DType::F32)?;
-    // As training gives them to a model.
+    // Training gives images to a model in this format.
     let images = images.to_format(MemoryFormat::ChannelsLast)?;
     network.forward(&images)?.sum()?.backward()?;
     Ok(tuner.choices().iter().filter_map(|choice| of_key(&choice.key)).collect())
 }
 
-/// The convolution that a stored or told key speaks of; none if it is of another operation.
+/// The convolution that a stored or reported key stands for; none if the key is of another operation.
 pub(crate) fn of_key(key: &Key) -> Option<(ConvProblem, Pass)> {
     let format = match key.format.as_str() {
         "nchw" => MemoryFormat::Contiguous,
@@ -96,7 +96,7 @@ pub(crate) fn check_memory(jobs: &[(ConvProblem, Pass)]) -> Result<()> {
     Ok(())
 }
 
-/// Bytes that programs may still take, as Linux tells it.
+/// Bytes of memory that are still available, as Linux reports them.
 fn free_memory() -> Option<usize> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;

@@ -1,7 +1,7 @@
 //! `--profile`: where the time of training steps goes, as a trace for a viewer and as a table.
 //!
-//! Kernels, operations and parts of a step are spans of `tracing`. This is the subscriber that listens to them on the
-//! thread that trains; what other threads do for a kernel is within its span.
+//! Kernels, operations and parts of a step are spans of `tracing`. This is the subscriber that records them on the thread that
+//! trains; what other threads do for a kernel falls within the kernel's span.
 
 mod table;
 
@@ -20,9 +20,9 @@ use tracing::{Event, Metadata, Subscriber};
 
 use super::{Result, output};
 
-/// Spans that a trace holds at most, about 50 MB: the first ones. The table counts all.
+/// The most spans that a trace holds, about 50 MB: later ones are left out of the trace. The table counts all.
 const MOST_SPANS: usize = 200_000;
-/// The shortest time that a span can have, in seconds: clocks do not tell less.
+/// The shortest time that a span can have, in seconds: clocks do not resolve less.
 const SHORTEST: f64 = 1e-9;
 
 /// A recording in progress of what the calling thread does.
@@ -39,7 +39,7 @@ impl Profile {
         Profile { listener, _guard: guard, file: file.to_owned() }
     }
 
-    /// Leaves what was so far out of the table: first steps measure algorithms and meet memory for the first time.
+    /// Leaves the spans so far out of the table: first steps measure algorithms and touch their memory for the first time.
     pub(crate) fn forget_warm_up(&self) {
         self.listener.state().totals.clear();
     }
@@ -57,7 +57,7 @@ pub(crate) struct Recording {
 }
 
 impl Recording {
-    /// Writes the trace, and returns the table. `cpu` is measured for what it can do at most, which takes memory too.
+    /// Writes the trace, and returns the table. For this, the limits of `cpu` are measured, which takes memory too.
     pub(crate) fn finish(self, cpu: &Cpu) -> Result<String> {
         let State { events, left_out, totals, .. } = self.state;
         let trace = Trace { events: &events, display_time_unit: "ms", spans_left_out: left_out };
@@ -92,13 +92,13 @@ struct Complete {
 /// What a span did.
 #[derive(Clone, Copy, Default, Serialize)]
 struct Work {
-    /// Floating-point operations as they are told: a convolution's are those of direct convolution.
+    /// Floating-point operations as they are usually counted: for a convolution, those of direct convolution.
     #[serde(skip_serializing_if = "Option::is_none")]
     flops: Option<f64>,
-    /// Those that it really did.
+    /// The operations that it really did.
     #[serde(skip_serializing_if = "Option::is_none")]
     operations: Option<f64>,
-    /// What it had to read and write.
+    /// The bytes that it had to read and write.
     #[serde(skip_serializing_if = "Option::is_none")]
     bytes: Option<u64>,
 }
@@ -112,7 +112,7 @@ struct Listener {
 struct State {
     last: u64,
     spans: HashMap<u64, Described>,
-    /// What is under way, outermost first.
+    /// The spans that are open now, outermost first.
     entered: Vec<Entered>,
     totals: HashMap<String, Total>,
     events: Vec<Complete>,
@@ -129,7 +129,7 @@ struct Described {
 struct Entered {
     id: u64,
     start: f64,
-    /// Seconds of the spans within.
+    /// Seconds spent in the spans within this one.
     within: f64,
 }
 
@@ -138,15 +138,15 @@ struct Entered {
 struct Total {
     calls: usize,
     seconds: f64,
-    /// Seconds of which no span within takes account.
+    /// Seconds spent outside of the spans within.
     own: f64,
     flops: f64,
     bytes: f64,
-    /// What was done, by [`size_of`] the bytes of a call.
+    /// The work done, grouped by [`size_of`] the bytes of a call.
     loads: BTreeMap<u32, Load>,
 }
 
-/// What calls on about as many bytes did.
+/// The work of calls that have about the same number of bytes.
 #[derive(Clone, Copy, Default)]
 struct Load {
     operations: f64,
@@ -155,13 +155,14 @@ struct Load {
     fastest: [f64; 2],
 }
 
-/// The power of two below a call's bytes: 4 KiB at least, and 128 MiB at most, which is more than caches hold.
+/// The exponent of the power of two at or below a call's bytes: of 4 KiB at least, and of 128 MiB at most, which is more than
+/// caches hold.
 fn size_of(bytes: u64) -> u32 {
     bytes.max(1).ilog2().clamp(12, 27)
 }
 
 impl Total {
-    /// One call of `seconds`, of which spans within take account of `within`.
+    /// One call of `seconds`, of which `within` were spent in the spans within it.
     fn of_call(seconds: f64, within: f64, work: &Work) -> Total {
         let [flops, bytes] = [work.flops.unwrap_or(0.0), work.bytes.unwrap_or(0) as f64];
         let operations = work.operations.unwrap_or(flops);
@@ -204,7 +205,7 @@ impl Subscriber for Listener {
         let mut reader = Reader::default();
         span.record(&mut reader);
         let kind = span.metadata().name();
-        // Operations and parts of a step are named by what they say.
+        // Operations and parts of a step are named by their fields alone, other spans by their kind and fields.
         let name = match kind {
             "operation" | "training" => reader.words.join(" "),
             _ => [kind]
@@ -256,7 +257,7 @@ impl Subscriber for Listener {
     fn event(&self, _: &Event<'_>) {}
 }
 
-/// Reads a span's fields: work, and words that tell it from others.
+/// Reads a span's fields: its work, and the words that make up its name.
 #[derive(Default)]
 struct Reader {
     words: Vec<String>,

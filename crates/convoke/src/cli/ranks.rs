@@ -13,7 +13,7 @@ use super::console::Console;
 use super::memory_args::{MemoryArgs, PlannerArgs};
 use super::{Failure, Result, dataset, train};
 
-/// Who takes part in a training run.
+/// Which ranks take part in a training run.
 #[derive(Args)]
 pub(crate) struct RankArgs {
     /// Train on N ranks, threads of this process: each has the whole model and a part of every batch.
@@ -25,11 +25,13 @@ pub(crate) struct RankArgs {
     #[arg(long, help_heading = "Ranks")]
     pub(crate) mpi: bool,
 
-    /// Take batch norm's statistics over the images of all ranks, not of each alone: the same training as on one rank.
+    /// Take batch norm's statistics over the images of all ranks, not of each rank alone: training is then the same as on one
+    /// rank.
     #[arg(long, help_heading = "Ranks")]
     pub(crate) sync_bn: bool,
 
-    /// Seconds that a rank waits for others before it gives up: for others that say nothing, not for one that measures or loads.
+    /// Seconds that a rank waits for a sign of life of other ranks before it gives up; a rank that measures or loads gives such
+    /// signs.
     #[arg(long, value_name = "SECONDS", default_value_t = 300.0, value_parser = super::args::positive,
           help_heading = "Ranks")]
     pub(crate) rank_timeout: f64,
@@ -46,14 +48,14 @@ pub(crate) struct Rank<'a> {
 }
 
 impl Rank<'_> {
-    /// Whether this rank reads and writes files, and says what there is to say.
+    /// Whether this is the first rank, which reads and writes files and prints for all.
     pub(crate) fn is_first(&self) -> bool {
         self.communicator.rank() == 0
     }
 }
 
 impl Rank<'_> {
-    /// Does what the first rank alone does while the others wait for it, however long it takes.
+    /// Runs `work`. If this is the first rank, the others wait for it, however long it takes.
     pub(crate) fn while_others_wait<R>(&self, work: impl FnOnce() -> R) -> Result<R> {
         match self.is_first() {
             true => Ok(self.communicator.at_work(work)?),
@@ -62,8 +64,8 @@ impl Rank<'_> {
     }
 }
 
-/// Does `work` on every rank that the flags ask for; what it may write to is tried first, and the data is loaded. `own` are the
-/// settings of the command beside the flags of all runs.
+/// Runs `work` on every rank that the flags ask for. Before that, it checks that the output can be written, and loads the data.
+/// `own` are the settings of this command besides the flags that all runs have.
 pub(crate) fn run(
     args: &RunArgs,
     own: &[(&'static str, String)],
@@ -85,7 +87,7 @@ pub(crate) fn run(
         let rank = Rank { communicator: &communicator, console, data: &data, in_process: world_size };
         work(&rank)
     })?;
-    // A rank that failed for want of another tells less than that other one.
+    // If a rank failed because of another one, that other rank's error says more.
     let failures: Vec<(usize, Failure)> =
         results.into_iter().enumerate().filter_map(|(rank, result)| Some((rank, result.err()?))).collect();
     let cause = failures.iter().position(|(_, failure)| !matches!(failure, Failure::OtherRanks(_)));
@@ -96,7 +98,7 @@ pub(crate) fn run(
     }
 }
 
-/// This process is one rank. Rank 0 alone prints; the others tell why they end, if they fail.
+/// Runs this process as one rank. Only rank 0 prints; other ranks print only why they fail.
 #[cfg(feature = "mpi")]
 fn run_mpi(
     args: &RunArgs,
@@ -143,8 +145,8 @@ fn run_mpi(
     ))
 }
 
-/// What must be the same on processes that train one model, by the names of the flags. What is not, such as threads, places of
-/// files, what is shown and how the first rank chooses convolutions for all, is left out.
+/// The settings that must be the same on all processes that train one model, by the names of the flags. Those that may differ are
+/// left out, such as threads, the folder of the data, the output, and how the first rank chooses convolutions for all.
 fn settings(args: &RunArgs) -> Vec<(&'static str, String)> {
     let RunArgs {
         data,
@@ -202,7 +204,7 @@ fn settings(args: &RunArgs) -> Vec<(&'static str, String)> {
     ]
 }
 
-/// Each rank must have an image of every whole batch.
+/// Fails unless each rank gets an image of every whole batch.
 fn check_batch(args: &RunArgs, world_size: usize) -> Result<()> {
     let batch_size = args.batch_size;
     match world_size <= batch_size as usize {

@@ -20,7 +20,7 @@ pub(crate) struct RunRecord {
     pub(crate) test_loss: Option<f64>,
     pub(crate) test_accuracy: Option<f64>,
     pub(crate) test_mean_iou: Option<f64>,
-    /// What the objective tells beside these.
+    /// Further metrics of the objective.
     pub(crate) test_metrics: BTreeMap<String, f64>,
     pub(crate) step_seconds_median: Option<f64>,
     pub(crate) images_per_second: Option<f64>,
@@ -28,15 +28,15 @@ pub(crate) struct RunRecord {
     pub(crate) bytes_end_of_forward: Option<usize>,
     pub(crate) bytes_peak: Option<usize>,
     pub(crate) parameters: usize,
-    /// What the first rank sent to others in a step, the median.
+    /// The median of the bytes that the first rank sent to others in a step.
     pub(crate) bytes_communicated_per_step: Option<u64>,
     /// How long the first rank waited for others, in all steps together.
     pub(crate) communication_seconds: f64,
-    /// Each rank's images a second, while it did not wait for others.
+    /// Each rank's images a second, not counting the time it waited for others.
     pub(crate) rank_images_per_second: Vec<Option<f64>>,
-    /// What the blocks kept, if that was planned.
+    /// The memory plan, if one was used: what the blocks kept.
     pub(crate) memory_plan: Option<MemoryPlan>,
-    /// The most memory that the process had resident so far, whatever it was for; where the system tells.
+    /// The most resident memory of the process so far, whatever it was for; none if the system does not report it.
     pub(crate) process_peak_bytes: Option<u64>,
     #[serde(skip)]
     pub(crate) timeline: Option<StepTimeline>,
@@ -90,7 +90,7 @@ impl Recorder {
         evaluation: Option<Evaluation>,
         memory_plan: Option<MemoryPlan>,
     ) -> Result<RunRecord, TrainingError> {
-        // NaN travels where a rank has done no step.
+        // A rank that has done no step sends NaN.
         let own_rate = median(self.own_rates).unwrap_or(f64::NAN);
         let rates = trainer.communicator().all_gather("throughput", &[own_rate])?;
         let rates = rates.into_iter().flatten().map(|rate| Some(rate).filter(|rate| rate.is_finite()));
@@ -122,7 +122,7 @@ impl Recorder {
     }
 }
 
-/// The most memory that this process has had resident, as Linux tells it.
+/// The most resident memory that this process has had, as Linux reports it.
 fn process_peak_bytes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;

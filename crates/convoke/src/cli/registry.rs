@@ -1,4 +1,4 @@
-//! The models and data sets that flags may name: those that come ready, and what whoever calls [`super::main`] adds.
+//! The models and data sets that flags may name: the built-in ones, and those that the caller of [`super::main`] adds.
 
 use std::fmt;
 use std::sync::OnceLock;
@@ -16,7 +16,7 @@ pub struct Registry {
 }
 
 impl Registry {
-    /// The models and data sets that come ready.
+    /// The built-in models and data sets.
     pub fn builtin() -> Registry {
         Registry { models: Models::builtin(), datasets: DatasetSpecs::builtin() }
     }
@@ -24,7 +24,7 @@ impl Registry {
     /// The same, and one more model, for `--model`.
     ///
     /// # Errors
-    /// If its name is taken, or is no word.
+    /// If its name is taken, or is not a valid name.
     pub fn with_model(self, model: ModelSpec) -> Result<Registry, String> {
         Ok(Registry { models: self.models.with(model)?, ..self })
     }
@@ -32,7 +32,7 @@ impl Registry {
     /// The same, and one more data set, for `--data`.
     ///
     /// # Errors
-    /// If its name is taken, or is no word.
+    /// If its name is taken, or is not a valid name.
     pub fn with_dataset(self, dataset: DatasetSpec) -> Result<Registry, String> {
         if [AUTO, RANDOM].contains(&dataset.name()) {
             return Err(format!("there are two data sets named {:?}", dataset.name()));
@@ -46,13 +46,13 @@ const AUTO: &str = "auto";
 /// Noise in the model's own shape.
 pub(crate) const RANDOM: &str = "random";
 
-/// A process has one command line, which is read once.
+/// A process reads its one command line once, so this is set once.
 static REGISTRY: OnceLock<Registry> = OnceLock::new();
 
-/// Says what there is, before anything asks.
+/// Sets the registry, before anything reads it.
 ///
 /// # Panics
-/// If it has been said.
+/// If it has been set or read before.
 pub(crate) fn set(registry: Registry) {
     assert!(REGISTRY.set(registry).is_ok(), "the registry of a process is set once");
 }
@@ -89,8 +89,8 @@ pub(crate) fn model_parser() -> impl TypedValueParser<Value = ModelSpec> {
 pub(crate) enum Data {
     /// MNIST if its files are there, else digits.
     Auto,
-    /// Noise with random labels in the model's own shape, from the seed: to measure speed and memory, not to learn from. Four batches
-    /// to train, one to test.
+    /// Noise with random labels in the model's own shape, made from the seed: to measure speed and memory, not to learn from.
+    /// Four batches to train, one to test.
     Random,
     /// A data set of the registry.
     Named(&'static DatasetSpec),

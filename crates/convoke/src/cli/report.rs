@@ -9,7 +9,7 @@ use super::record::RunRecord;
 use super::{Result, output, summary};
 
 const STYLE: &str = include_str!("report.css");
-/// Of more losses than this, neighbours are averaged: a line is 636 units wide, and batches scatter.
+/// If there are more losses than this, neighbours are averaged: a line is 636 units wide, and losses of single batches scatter.
 const MOST_POINTS: usize = 300;
 
 /// Writes the page; it appears whole or not at all.
@@ -51,7 +51,7 @@ pub(crate) fn table(rows: &[Vec<String>]) -> String {
     };
     let row = |row: &Vec<String>| format!("<tr>{}{}</tr>\n", cells(&row[..1], "th"), cells(&row[1..], "td"));
     let body: String = body.iter().map(row).collect();
-    // Keys can scroll what has the focus.
+    // `tabindex` lets the table take the focus, so that keys can scroll it.
     format!("<div class=\"table\" tabindex=\"0\"><table>\n{head}<tbody>\n{body}</tbody>\n</table></div>")
 }
 
@@ -97,7 +97,7 @@ fn loss(runs: &[RunRecord]) -> String {
     format!("<h2>Training loss</h2>\n{names}\n<figure{pair}>\n{}\n</figure>\n{note}", chart.svg())
 }
 
-/// The bytes in use over one step; runs lie over each other where their forward passes end.
+/// The bytes in use over one step; runs are aligned at the end of their forward passes.
 fn memory(runs: &[RunRecord]) -> String {
     let recorded = || runs.iter().filter_map(|run| run.timeline.as_ref());
     let times =
@@ -111,7 +111,7 @@ fn memory(runs: &[RunRecord]) -> String {
     let mut entries = Vec::new();
     for run in runs {
         let Some(timeline) = &run.timeline else { continue };
-        // The bytes hold from one change to the next.
+        // The bytes stay the same from one change to the next.
         let mut points: Vec<(f64, f64)> = Vec::with_capacity(2 * timeline.points.len());
         let (mut end, mut peak) = (None, (0.0, 0.0));
         for point in &timeline.points {
@@ -158,7 +158,7 @@ fn up_from_zero(end: f64) -> f64 {
     if end > 0.0 { end } else { 1.0 }
 }
 
-/// Text for HTML; what browsers would not show is written out.
+/// Escapes text for HTML; characters that browsers would not show are written out.
 pub(crate) fn escape(text: &str) -> String {
     let text = escaped(text).to_string();
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")

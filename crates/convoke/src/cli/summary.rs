@@ -28,7 +28,7 @@ pub(crate) fn rows(runs: &[RunRecord]) -> Vec<Vec<String>> {
         ("images a second", |run| run.images_per_second, |x| format!("{x:.0}")),
     ];
     for (name, value, show) in values {
-        // Only where pixels have labels, and where there are any.
+        // Mean IoU is shown only if pixels have labels; accuracy is left out if testing gave none.
         let tested = runs.iter().any(|run| run.test_loss.is_some());
         let optional = name == "test mean IoU" || (name == "test accuracy" && tested);
         if optional && runs.iter().all(|run| value(run).is_none()) {
@@ -49,7 +49,7 @@ pub(crate) fn rows(runs: &[RunRecord]) -> Vec<Vec<String>> {
         let row = [format!("test {name}")].into_iter().chain(runs.iter().map(cell));
         rows.push(row.chain((runs.len() == 2).then(|| "-".to_owned())).collect());
     }
-    // Two runs share the process.
+    // Only for a single run: two runs share the process.
     if let [run] = runs
         && let Some(peak) = run.process_peak_bytes
     {
@@ -61,7 +61,7 @@ pub(crate) fn rows(runs: &[RunRecord]) -> Vec<Vec<String>> {
     rows
 }
 
-/// What several ranks cost and did, by run.
+/// The rows about several ranks: their speed and their communication, by run.
 fn rank_rows(runs: &[RunRecord]) -> [Vec<String>; 3] {
     let row = |name: &str, cell: &dyn Fn(&RunRecord) -> String| {
         [name.to_owned()].into_iter().chain(runs.iter().map(cell)).collect()
@@ -78,7 +78,7 @@ fn rank_rows(runs: &[RunRecord]) -> [Vec<String>; 3] {
     ]
 }
 
-/// What the table is about, in one line.
+/// The title of the table, in one line.
 pub(crate) fn title(run: &RunRecord) -> String {
     let counted = |count: usize, what: &str| {
         format!("{} {what}{}", thousands(count), if count == 1 { "" } else { "s" })
@@ -123,7 +123,7 @@ fn thousands(count: usize) -> String {
     first.to_owned() + &rest.collect::<String>()
 }
 
-/// Decimal units, as memory is sold.
+/// Bytes as text, in decimal units.
 pub(crate) fn bytes(count: f64) -> String {
     match count {
         count if count >= 1e9 => format!("{:.3} GB", count / 1e9),

@@ -49,16 +49,16 @@ fn on_rank(args: &TrainArgs, rank: &Rank<'_>) -> Result<()> {
         session.save_if_due(run, rank, interrupted)?;
     }
     stage.end();
-    // Testing is no part of a step.
+    // Stop before testing, which is no part of a step.
     let recording = profile.map(Profile::stop);
     let finished = !interrupted && session.evaluate(console)?;
     let (steps, cpu) = (session.trainer.steps(), session.cpu.clone());
     publish(run, rank, &[session.finish()?])?;
-    // After the record, since measuring limits takes memory that the run did not.
+    // After the record is made, because measuring the limits takes memory that the run did not take.
     if let Some(recording) = recording {
         show(run, &format!("\n{}", recording.finish(&cpu)?))?;
     }
-    // The first rank says it for all.
+    // The first rank reports it for all.
     if finished || !rank.is_first() { Ok(()) } else { Err(interruption(run, steps)) }
 }
 
@@ -72,7 +72,7 @@ pub(crate) struct Session {
     evaluation: Option<Evaluation>,
     plan: Option<MemoryPlan>,
     checkpoint: Option<PathBuf>,
-    /// Whether anything has been saved there.
+    /// Whether anything has been saved in `checkpoint`.
     saved: Cell<bool>,
 }
 
@@ -98,7 +98,7 @@ impl Session {
             sync_bn: args.ranks.sync_bn,
             stop_on_nan: !args.continue_on_nan,
         };
-        // The first rank alone reads and writes: others get the state from it.
+        // Only the first rank reads and writes checkpoints; the others get the state from it.
         let checkpoint = checkpoint.filter(|_| rank.is_first());
         let new = || match checkpoint {
             Some(folder) if args.resume => {
@@ -110,7 +110,7 @@ impl Session {
             ))),
             _ => Trainer::new(&device, config.clone(), rank.data.clone()).map_err(failure),
         };
-        // Reading a run, and timing blocks for a plan, may take longer than others wait.
+        // Reading a run, or timing blocks for a plan, may take longer than the other ranks' timeout.
         let (trainer, plan) = rank.while_others_wait(|| -> Result<_> {
             let mut trainer = new()?;
             if let Some(workers) = args.workers {
@@ -121,7 +121,7 @@ impl Session {
             }
             let mut plan = None;
             if conv_bn == ConvBnMode::Fused && rank.is_first() {
-                // Of a batch, the first rank has as many images as any.
+                // No rank has more images of a batch than the first one.
                 let images = config.batch_size.div_ceil(rank.communicator.world_size());
                 let own = TrainingConfig { batch_size: images, ..config.clone() };
                 plan = args.memory.plan(&device, &own, rank.data, rank.console)?;
@@ -158,7 +158,7 @@ impl Session {
         }
     }
 
-    /// Says where a resumed run goes on.
+    /// Prints the step after which a resumed run goes on.
     pub(crate) fn show_resumed(&self, args: &RunArgs, console: &Console) {
         if args.resume {
             let (steps, total) = (self.trainer.steps(), self.total_steps(args));
@@ -175,7 +175,7 @@ impl Session {
         stage
     }
 
-    /// The epoch of a step, counted from 1, as people read it.
+    /// The epoch of a step as text, such as `epoch 2/5`; steps count from 1.
     fn epoch(&self, args: &RunArgs, step: u64) -> String {
         let epoch = |step: u64| step.div_ceil(self.trainer.batches_per_epoch() as u64);
         let last = epoch(self.total_steps(args));
@@ -183,7 +183,7 @@ impl Session {
     }
 
     pub(crate) fn step(&mut self) -> Result<StepReport> {
-        // The second step is the first whose buffers all come from the pool: typical of those that follow.
+        // Record the first two steps: the second is the first whose buffers all come from the pool, as in later steps.
         if self.recorder.steps() <= 1 {
             self.trainer.record_next_step();
         }
@@ -192,7 +192,7 @@ impl Session {
         Ok(report)
     }
 
-    /// Whether any rank wants something: all get the same answer.
+    /// Whether `wish` is true on any rank; all ranks get the same answer.
     pub(crate) fn agree(&self, wish: bool) -> Result<bool> {
         self.trainer.agree(wish).map_err(failure)
     }
@@ -219,7 +219,7 @@ impl Session {
         Ok(())
     }
 
-    /// Finds loss and accuracy on the test set; false if Ctrl-C came.
+    /// Computes loss and accuracy on the test set; false if Ctrl-C interrupted it.
     pub(crate) fn evaluate(&mut self, console: &Console) -> Result<bool> {
         let mut stage = console.stage("testing", 0, Some(self.data.test.len() as u64));
         let mut progress = |done: usize, _total: usize| -> ControlFlow<()> {
@@ -231,7 +231,7 @@ impl Session {
         Ok(self.evaluation.is_some())
     }
 
-    /// What the run did, the same on all ranks but for times and bytes, which are each one's own.
+    /// The record of the run: the same on all ranks, except for times and bytes, which are the rank's own.
     pub(crate) fn finish(self) -> Result<RunRecord> {
         if let Some(folder) = self.checkpoint.as_deref().filter(|_| self.saved.get()) {
             output::announce("--checkpoint", folder);
@@ -241,15 +241,15 @@ impl Session {
     }
 }
 
-/// Fails before any work if the results could not be written after it.
+/// Fails before any work is done if the results could not be written afterwards.
 pub(crate) fn check_output(args: &RunArgs) -> Result<()> {
     output::check("--report", args.report.as_deref())?;
     let json = args.json.as_deref();
     output::check("--json", json.filter(|file| !json::to_stdout(Some(file))))
 }
 
-/// Prints the summary and writes what the flags ask for; what cannot be written does not keep the rest from it.
-/// The first rank does it for all.
+/// Prints the summary and writes the files that the flags ask for; if one of these fails, the others are still done. Only the
+/// first rank does this.
 pub(crate) fn publish(args: &RunArgs, rank: &Rank<'_>, runs: &[RunRecord]) -> Result<()> {
     if !rank.is_first() {
         return Ok(());
@@ -261,7 +261,7 @@ pub(crate) fn publish(args: &RunArgs, rank: &Rank<'_>, runs: &[RunRecord]) -> Re
     printed.and(reported).and(json)
 }
 
-/// Prints to standard output, unless that is for the JSON alone.
+/// Prints to standard output, or to standard error if standard output is for the JSON alone.
 fn show(args: &RunArgs, text: &str) -> Result<()> {
     if json::to_stdout(args.json.as_deref()) {
         note(text);
@@ -270,7 +270,7 @@ fn show(args: &RunArgs, text: &str) -> Result<()> {
     console::print(text)
 }
 
-/// What a run that Ctrl-C ended says last.
+/// The last message of a run that Ctrl-C ended.
 pub(crate) fn interruption(args: &RunArgs, steps: u64) -> Failure {
     let rest = match &args.checkpoint {
         Some(folder) => format!("saved in {}: add --resume to continue", folder.display()),
@@ -279,7 +279,7 @@ pub(crate) fn interruption(args: &RunArgs, steps: u64) -> Failure {
     Failure::Run(format!("interrupted after step {steps}; {rest}"))
 }
 
-/// A configuration that cannot run is bad usage; the rest is failure.
+/// A configuration that cannot run is bad usage; every other error is a failure of the run or of other ranks.
 pub(crate) fn failure(error: TrainingError) -> Failure {
     match error {
         TrainingError::Config(message) => Failure::Usage(message),

@@ -1,4 +1,4 @@
-//! `convoke tune`: measures what is not known yet, and keeps it.
+//! `convoke tune`: measures what has no stored result yet, and stores it.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -82,7 +82,7 @@ pub(crate) fn run(args: &TuneArgs) -> Result<()> {
     Ok(())
 }
 
-/// A tuner on the cache, and what it told last.
+/// A tuner with the cache, and the choice that it reported last.
 struct Run<'a> {
     args: &'a TuneArgs,
     tuner: Tuner,
@@ -111,7 +111,7 @@ impl<'a> Run<'a> {
         Ok(Run { args, tuner, cpu, told })
     }
 
-    /// What the cache knows, else a measurement; none if there is no time for one.
+    /// The cached result, or a new measurement, or none if there is no time for one. With `--effort heuristic`, an estimate.
     fn choose(
         &self,
         problem: &ConvProblem,
@@ -138,7 +138,7 @@ fn line(tuning: &Tuning, result: &PassResult) -> String {
     format!("{problem} {} {}: {}{source}", key.pass, key.format, result.verdict())
 }
 
-/// What became of the passes.
+/// How many passes ended in which way.
 #[derive(Default)]
 struct Counts {
     measured: usize,

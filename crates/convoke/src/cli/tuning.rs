@@ -1,4 +1,4 @@
-//! The flags that say how convolution algorithms are chosen, and the tuner made of them.
+//! The flags that say how convolution algorithms are chosen, and the tuner made from them.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,12 +15,12 @@ use super::{Failure, Result};
 /// How a training run chooses convolution algorithms.
 #[derive(Args)]
 pub(crate) struct TuningArgs {
-    /// How convolution algorithms are chosen: `heuristic` by estimate, `measure` by timing the likely ones on the first
-    /// steps, `exhaustive` by timing all. Results are kept for later runs.
+    /// How convolution algorithms are chosen: `heuristic` by estimate, `measure` by timing the likely ones on the first steps,
+    /// `exhaustive` by timing all. Measured results are stored for later runs.
     #[arg(long, value_enum, default_value_t = Effort::Measure, help_heading = "Convolutions")]
     pub(crate) effort: Effort,
 
-    /// Seconds that timing may take in this run; what is left then is chosen by estimate.
+    /// Seconds that timing may take in this run; after that, algorithms are chosen by estimate.
     #[arg(long, value_name = "SECONDS", default_value_t = 30.0, value_parser = super::args::not_negative,
           help_heading = "Convolutions")]
     pub(crate) tune_budget: f64,
@@ -33,7 +33,7 @@ pub(crate) struct TuningArgs {
     #[arg(long, help_heading = "Convolutions")]
     pub(crate) deterministic: bool,
 
-    /// Most scratch memory that one convolution may use.
+    /// The most workspace (scratch memory) that one convolution may use.
     #[arg(long, value_name = "SIZE", default_value = "256MiB", help_heading = "Convolutions")]
     pub(crate) workspace_limit: ByteSize,
 
@@ -94,7 +94,7 @@ impl TuningArgs {
     }
 }
 
-/// Where tuning results are kept if nothing else is said.
+/// Where tuning results are kept by default.
 pub(crate) fn default_cache() -> Option<PathBuf> {
     directories::ProjectDirs::from("", "", "convoke").map(|dirs| dirs.cache_dir().join("tuning"))
 }

@@ -37,7 +37,7 @@ pub(crate) struct BenchArgs {
     #[arg(long, short, help_heading = "Output")]
     pub(crate) verbose: bool,
 
-    /// Write a page with a chart for each problem and pass; one file that needs no other.
+    /// Write a page with a chart for each problem and pass, as one self-contained file.
     #[arg(long, value_name = "FILE.html", help_heading = "Output")]
     pub(crate) report: Option<PathBuf>,
 
@@ -56,7 +56,7 @@ pub(crate) struct BenchNormArgs {
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = [FormatName::Nhwc, FormatName::Nchw])]
     pub(crate) format: Vec<FormatName>,
 
-    /// With a ReLU in the same operation.
+    /// Include a ReLU in the same operation.
     #[arg(long)]
     pub(crate) relu: bool,
 
@@ -64,7 +64,7 @@ pub(crate) struct BenchNormArgs {
     #[arg(long, value_name = "SECONDS", default_value = "0.5", value_parser = positive)]
     pub(crate) budget: f64,
 
-    /// Threads that kernels use [default: all of this machine's]. More than there are processors wait for each other.
+    /// Threads that kernels use [default: all of this machine's]. If there are more than processors, they wait for each other.
     #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..=1024))]
     pub(crate) threads: Option<u16>,
 
@@ -96,16 +96,17 @@ pub(crate) struct TuneArgs {
     #[command(flatten)]
     pub(crate) candidates: CandidateArgs,
 
-    /// How much work a choice is worth: by estimate without storing it, dropping slow candidates early, or timing all.
+    /// How algorithms are chosen: by an estimate that is not stored, by timing with slow candidates dropped early, or by timing
+    /// all.
     #[arg(long, value_enum, default_value_t = Effort::Measure, help_heading = "Measuring")]
     pub(crate) effort: Effort,
 
-    /// Time for everything; what it does not reach is left for the next time. One pass of one problem takes at most 1
-    /// second, with `--effort exhaustive` 2.
+    /// Time for all problems together; what is not reached is left for the next run. One pass of one problem takes at most 1
+    /// second, or 2 with `--effort exhaustive`.
     #[arg(long, value_name = "SECONDS", value_parser = seconds, help_heading = "Measuring")]
     pub(crate) budget: Option<Duration>,
 
-    /// Measure again what is known already.
+    /// Measure again even if a result is stored.
     #[arg(long, help_heading = "Measuring")]
     pub(crate) again: bool,
 
@@ -122,14 +123,14 @@ pub(crate) struct TuneArgs {
     pub(crate) json: Option<PathBuf>,
 }
 
-/// Which convolutions.
+/// Which convolutions to take.
 #[derive(ClapArgs)]
 pub(crate) struct ProblemArgs {
     /// Convolutions, in benchdnn's notation (`mb32ic64ih56oc64kh3ph1`) or as `i128x36x12,k64x6x3,b256`.
     #[arg(value_name = "PROBLEM")]
     pub(crate) problems: Vec<String>,
 
-    /// File with a problem a line, `#` starts a comment; may be given several times.
+    /// File with one problem per line, `#` starts a comment; may be given several times.
     #[arg(long, value_name = "FILE", help_heading = "Problems")]
     pub(crate) suite: Vec<PathBuf>,
 
@@ -146,19 +147,19 @@ pub(crate) struct ProblemArgs {
     pub(crate) dtype: DTypeName,
 }
 
-/// Who may take part, with how many threads.
+/// Which algorithms may be chosen, and how many threads they have.
 #[derive(ClapArgs)]
 pub(crate) struct CandidateArgs {
-    /// Only these algorithms; `NAME*` stands for all that begin so.
+    /// Only these algorithms; `NAME*` stands for all names that begin with `NAME`.
     #[arg(long, value_name = "NAMES", value_delimiter = ',', help_heading = "Candidates")]
     pub(crate) only: Vec<String>,
 
-    /// All algorithms but these; `NAME*` stands for all that begin so.
+    /// All algorithms but these; `NAME*` stands for all names that begin with `NAME`.
     #[arg(long, value_name = "NAMES", value_delimiter = ',', help_heading = "Candidates")]
     pub(crate) skip: Vec<String>,
 
-    /// The least accurate class of algorithms that may be used: plain sums of products (strict), also transforms
-    /// with errors of the same size (standard), also those with some ten times larger ones (relaxed).
+    /// The least accurate class of algorithms that may be used: plain sums of products (strict), also transforms whose errors are
+    /// of the same size (standard), also transforms whose errors are some ten times larger (relaxed).
     #[arg(long, value_enum, default_value_t = AccuracyName::Standard, help_heading = "Candidates")]
     pub(crate) accuracy: AccuracyName,
 
@@ -166,11 +167,11 @@ pub(crate) struct CandidateArgs {
     #[arg(long, help_heading = "Candidates")]
     pub(crate) deterministic: bool,
 
-    /// Scratch memory that an algorithm may need, such as 256MB or 1GiB.
+    /// The most workspace (scratch memory) that an algorithm may need, such as 256MB or 1GiB.
     #[arg(long, value_name = "SIZE", default_value = "1GiB", help_heading = "Candidates")]
     pub(crate) workspace_limit: ByteSize,
 
-    /// Threads that kernels use [default: all of this machine's]. More than there are processors wait for each other.
+    /// Threads that kernels use [default: all of this machine's]. If there are more than processors, they wait for each other.
     #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..=1024), help_heading = "Candidates")]
     pub(crate) threads: Option<u16>,
 }
@@ -189,7 +190,7 @@ pub(crate) struct CacheArgs {
 pub(crate) enum CacheCommand {
     /// Show where results are kept.
     Path,
-    /// Show every result in a line.
+    /// Show every result, one per line.
     List,
     /// Explain the choice for a problem: every candidate's times, and why the winner won.
     Show {
@@ -206,7 +207,7 @@ pub(crate) enum CacheCommand {
         /// Remove every result.
         #[arg(long)]
         all: bool,
-        /// Also remove what was written more than this many days ago.
+        /// Also remove results that were written more than this many days ago.
         #[arg(long, value_name = "DAYS")]
         older_than: Option<u32>,
     },
@@ -273,7 +274,7 @@ impl CandidateArgs {
         super::args::warn_of_threads(console, self.threads, 1);
     }
 
-    /// A tuner's options as the flags say, without a cache.
+    /// The tuner options that the flags ask for, without a cache.
     pub(crate) fn options(&self, effort: Effort) -> TunerOptions {
         TunerOptions {
             effort: effort.into(),
@@ -304,7 +305,7 @@ pub(crate) fn passes(names: &[PassName]) -> Vec<Pass> {
     Pass::ALL.into_iter().filter(asked).collect()
 }
 
-/// The efforts that time anything.
+/// Parses the efforts that time algorithms.
 fn measured() -> impl TypedValueParser<Value = Effort> {
     PossibleValuesParser::new(["measure", "exhaustive"]).map(|name| match name.as_str() {
         "measure" => Effort::Measure,

@@ -188,7 +188,7 @@ fn damaged_files_are_refused() {
 
 #[test]
 fn sets_that_take_too_much_memory_are_refused() {
-    // 64 images of the largest size are exactly as much as may be.
+    // 64 images of the largest size are exactly the most that is allowed.
     let largest = info([4096, 4096]);
     check_len(64, &largest).unwrap();
     let error = check_len(65, &largest).unwrap_err().to_string();
@@ -221,7 +221,7 @@ fn progress_counts_up_and_can_cancel() {
     assert_eq!(error.to_string(), "cancelled during loading camvid");
 }
 
-/// A loss over no pixel is no number, which would look like a run that diverges.
+/// A loss over no pixel is NaN, which would look like a run that diverges.
 #[test]
 fn a_part_without_any_label_is_refused() {
     let folder = folder();

@@ -117,7 +117,7 @@ fn missing_batches_are_named() {
     assert_eq!(refusal(&[]), expected);
 }
 
-/// What is wrong with a file is said of it, in the archive and outside.
+/// Errors name the file that is wrong, in the archive and outside.
 #[test]
 fn wrong_contents_are_named_with_their_place() {
     let mut label = records(3, 0);

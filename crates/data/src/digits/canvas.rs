@@ -62,7 +62,7 @@ pub(super) struct Canvas {
 }
 
 impl Canvas {
-    /// How far from its edge ink is felt: half of the greatest softness.
+    /// How far from its edge ink may show: at least half of the greatest softness.
     const FAR: f32 = 1.5;
 
     pub(super) fn new() -> Self {

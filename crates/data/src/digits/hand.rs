@@ -36,7 +36,7 @@ fn choose<'a>(glyphs: &'a [Glyph], dice: &mut Dice) -> &'a Glyph {
             return glyph;
         }
     }
-    // Rounding may leave a crumb.
+    // Rounding may leave a small rest.
     &glyphs[glyphs.len() - 1]
 }
 
@@ -167,7 +167,7 @@ fn ink_points(traced: &[(f32, f32)], placement: &Placement, width: f32, dice: &m
         .collect()
 }
 
-/// A short piece of some other stroke, anywhere.
+/// Draws a short piece of some other stroke, anywhere.
 fn stray_stroke(canvas: &mut Canvas, dice: &mut Dice) {
     let side = SIDE as f32;
     let from =

@@ -332,7 +332,7 @@ fn a_mirror_that_only_trickles_is_given_up() {
 
 #[test]
 fn silence_and_refusal_end_in_time() {
-    // Accepts (the system does, for the listener) but never answers; and nobody at all.
+    // One address accepts (the system does, for the listener) but never answers; nobody listens at the other.
     let mute = TcpListener::bind("127.0.0.1:0").unwrap();
     let nobody = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let mirrors = [mute.local_addr().unwrap(), nobody].map(|address| format!("http://{address}"));

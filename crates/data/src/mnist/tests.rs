@@ -150,7 +150,7 @@ fn right_contents_in_any_form_are_not_downloaded_again() {
     let offline = DownloadOptions::new([] as [&str; 0]);
     download_sources(folder.path(), &sources(&checksums), &offline, &silent).unwrap();
 
-    // Damage of any kind makes a download necessary, which fails here for want of a mirror.
+    // Damage of any kind makes a download necessary, which fails here because there is no mirror.
     let sound = gzip(&images(3));
     for bytes in [&sound[..sound.len() - 3], &gzip(&images(4)), b""] {
         fs::write(folder.path().join("train-images-idx3-ubyte.gz"), bytes).unwrap();
@@ -173,7 +173,7 @@ fn the_table_of_files_is_well_formed() {
     }
 }
 
-/// Both headers are compared before data is read: here none is there, and nobody misses it.
+/// Both headers are compared before data is read: here no data is there, and that is not noticed.
 #[test]
 fn headers_that_do_not_fit_cost_no_memory() {
     let [images, labels] = ["train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte"];

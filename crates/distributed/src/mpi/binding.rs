@@ -1,4 +1,4 @@
-//! MPI's hold on memory of ours while messages are on their way: the only unsafe code of this crate.
+//! The binding to MPI, which holds memory of ours while messages are on their way: the only unsafe code of this crate.
 #![allow(unsafe_code)]
 
 use std::mem;
@@ -21,13 +21,13 @@ use crate::{Error, Result};
 /// A nonblocking operation on bytes that stay where they are until it is complete.
 type Pending = Request<'static, [u8], StaticScope>;
 
-/// Runs `request` a bit further; whether it is complete.
+/// Runs `request` a bit further, and returns whether it is complete.
 fn advance(request: &mut Option<Pending>) -> bool {
     *request = request.take().and_then(|request| request.test().err());
     request.is_none()
 }
 
-/// A communicator of all processes that nobody else uses.
+/// A communicator of all processes that nothing else uses.
 struct All(SimpleCommunicator);
 
 // SAFETY: MPI gave MPI_THREAD_MULTIPLE before one of these was made, with which any thread may call it, several at once too; the
@@ -36,21 +36,21 @@ unsafe impl Send for All {}
 // SAFETY: a shared one is used by calls of MPI only, and with MPI_THREAD_MULTIPLE several threads may be in them at once.
 unsafe impl Sync for All {}
 
-/// The MPI library, initialized, and a communicator of all processes that nobody else uses.
+/// The MPI library, initialized, and a communicator of all processes that nothing else uses.
 ///
-/// The thread that has initialized MPI waits until it is to end it, which MPI asks of the same thread. So a call of MPI in which
-/// all processes must take part, and which hangs where one does not, keeps that thread only.
+/// MPI must be ended by the thread that initialized it, so that thread waits until then. A call of MPI in which all processes
+/// must take part hangs if one does not; this way it blocks only that thread.
 pub(super) struct Library {
     all: All,
-    /// Ends MPI. Where this is dropped instead, MPI stays as it is until the process ends.
+    /// Ends MPI. If this is dropped instead, MPI stays as it is until the process ends.
     end: Sender<All>,
     ended: Mutex<Receiver<()>>,
     timeout: Duration,
 }
 
 impl Library {
-    /// Initializes MPI; all processes do, within `patience`. Fails if that has been done before, or if it does not let several
-    /// threads call it. Ending it may take `timeout`.
+    /// Initializes MPI, which all processes must do within `patience`. Fails if it has been initialized before, or if it does not
+    /// let several threads call it. Ending it may take up to `timeout`.
     pub(super) fn start(patience: Duration, timeout: Duration) -> Result<Library> {
         let failed = |said: String| Error::Transport(format!("MPI cannot be used: {said}"));
         let no_thread = |reason: &dyn std::fmt::Display| {
@@ -73,9 +73,9 @@ impl Library {
         }
     }
 
-    /// This process, and how many there are.
+    /// The number of this process, and how many processes there are.
     pub(super) fn place(&self) -> (usize, usize) {
-        // MPI's are not negative.
+        // MPI's numbers are not negative.
         (self.all.0.rank().unsigned_abs() as usize, self.all.0.size().unsigned_abs() as usize)
     }
 
@@ -102,7 +102,8 @@ impl Library {
         Some(Arrival { from, tag: status.tag(), bytes, message: Some(message) })
     }
 
-    /// Ends MPI, together with all other processes; gives up after the timeout, where one of them is killed or paused meanwhile.
+    /// Ends MPI, together with all other processes; gives up after the timeout, in case one of them is killed or paused
+    /// meanwhile.
     pub(super) fn finish(self) {
         if self.end.send(self.all).is_ok() {
             let ended = self.ended.into_inner().unwrap_or_else(PoisonError::into_inner);
@@ -116,7 +117,7 @@ impl Library {
     }
 }
 
-/// The life of the thread that initializes MPI: it gives the communicator, and ends MPI when it comes back.
+/// What the thread that initializes MPI does: it hands out the communicator, and ends MPI when it gets that back.
 fn hold(start: &Sender<std::result::Result<All, String>>, to_end: &Receiver<All>, has_ended: &Sender<()>) {
     let universe = match ::mpi::initialize_with_threading(Threading::Multiple) {
         Some((universe, Threading::Multiple)) => universe,
@@ -141,7 +142,7 @@ fn hold(start: &Sender<std::result::Result<All, String>>, to_end: &Receiver<All>
             }
             Err(_) => mem::forget(universe),
         },
-        // Nobody waits any more, here or elsewhere: what all processes take part in would hang.
+        // Nobody waits any more, in this process or the others. Ending MPI needs all processes, so it would hang.
         Err(unheard) => {
             mem::forget(unheard);
             mem::forget(universe);
@@ -180,7 +181,7 @@ impl Drop for Sending {
 pub(super) struct Arrival {
     /// The process that sent it.
     pub(super) from: usize,
-    /// What for.
+    /// The tag that it was sent with.
     pub(super) tag: i32,
     /// How long it is.
     pub(super) bytes: usize,
@@ -192,7 +193,7 @@ unsafe impl Send for Arrival {}
 
 impl Drop for Arrival {
     fn drop(&mut self) {
-        // Its own drop panics; one that nobody wants stays with MPI.
+        // Dropping the message itself would panic, so one that is not received stays with MPI.
         mem::forget(self.message.take());
     }
 }
@@ -235,17 +236,17 @@ impl Receiving {
         }
     }
 
-    /// Whether what has come so far is here.
+    /// Whether everything that has come so far is received.
     pub(super) fn idle(&mut self) -> bool {
         advance(&mut self.request)
     }
 
-    /// How many bytes have not come.
+    /// How many bytes have not come yet.
     pub(super) fn missing(&self) -> usize {
         self.bytes - self.filled
     }
 
-    /// What was received; `None` before all is here.
+    /// What was received; `None` before all of it is here.
     pub(super) fn message(&mut self) -> Option<Message> {
         if !self.idle() || self.missing() > 0 {
             return None;

@@ -1,4 +1,4 @@
-//! What one rank gets from one other: frames, and numbers that follow them in pieces.
+//! What one rank receives from one other: frames, and numbers that follow them in pieces.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -10,8 +10,8 @@ use super::wire::{self, Frame, Numbers};
 use crate::message::Message;
 use crate::{Call, Error};
 
-/// Numbers that follow their frame come in messages of as many bytes: so the counts of MPI, of 32 bits, are large enough, and
-/// whoever waits sees progress.
+/// Numbers that follow their frame come in messages of at most this many bytes, so that MPI's counts of 32 bits are large enough,
+/// and the rank that waits sees progress.
 pub(super) const PIECE: usize = 1 << 20;
 
 /// What has come from another rank.
@@ -19,13 +19,13 @@ pub(super) const PIECE: usize = 1 << 20;
 pub(super) struct Inbox {
     calls: Stream,
     notices: Stream,
-    /// What it brought to calls, the present one first.
+    /// What it brought to calls, the current one first.
     came: VecDeque<(Call, Message)>,
     /// After how many calls it has ended.
     left: Option<u64>,
     /// In which call it has failed, and why.
     failed: Option<(u64, Error)>,
-    /// When it last told that it is at work.
+    /// When it last sent a sign that it is at work.
     alive: Option<Instant>,
     /// Something came that is no frame.
     garbled: bool,
@@ -49,7 +49,7 @@ impl Inbox {
         stream.waiting.push_back(arrival);
     }
 
-    /// Receives what has come; whether anything changed.
+    /// Receives what has come, and returns whether anything changed.
     pub(super) fn advance(&mut self) -> bool {
         let mut changed = false;
         for is_notice in [false, true] {
@@ -85,7 +85,7 @@ impl Inbox {
         }
     }
 
-    /// What the rank has come to first, of what has not been taken.
+    /// The first call that the rank has come to and whose message has not been taken.
     pub(super) fn call(&self) -> Option<&Call> {
         let expected = || self.calls.expected.as_ref().map(|(call, _)| call);
         self.came.front().map(|(call, _)| call).or_else(expected)
@@ -121,17 +121,17 @@ impl Inbox {
         self.failed.as_ref().filter(|&&(failed, _)| failed <= number).map(|(_, error)| error)
     }
 
-    /// When the rank last told that it is at work.
+    /// When the rank last sent a sign that it is at work.
     pub(super) fn alive(&self) -> Option<Instant> {
         self.alive
     }
 
-    /// What came and there was no memory for.
+    /// The memory that was missing for something that came, if any was.
     pub(super) fn refused(&self) -> Option<OutOfMemory> {
         self.refused
     }
 
-    /// Whether the rank does not speak this version's language.
+    /// Whether the rank has sent something that this version cannot read.
     pub(super) fn is_garbled(&self) -> bool {
         self.garbled
     }

@@ -1,7 +1,7 @@
 //! Ranks that are processes, started by `mpirun` (feature `mpi`).
 //!
 //! Every process calls [`world`] once and gets the same [`Communicator`] as ranks on threads have, with the same results, bit for
-//! bit. Messages of MPI carry it; its collectives are not used, as they hang where a process is gone.
+//! bit. It uses messages of MPI, but not MPI's collectives, because they hang if a process is gone.
 //!
 //! ```no_run
 //! use convoke_distributed::{Options, Result, mpi};
@@ -26,14 +26,15 @@
 //!
 //! When the last communicator of a process is dropped, it waits for the others to do the same, at most the timeout, and all of
 //! them end MPI (`MPI_Finalize`). If a collective has failed in any of them, if a rank panics, or if one does not come, none ends
-//! MPI, as that could hang: end the program with an error then. `mpirun` sees a process that ends without MPI having ended, and by
-//! default kills the others; so say what went wrong before the program ends.
+//! MPI, as that could hang: then end the program with an error. If a process ends without having ended MPI, `mpirun` by default
+//! kills the others; so report what went wrong before the program ends.
 //!
 //! # What MPI itself reports
 //!
-//! MPI ends the process where it fails itself, for example if a network connection breaks: its default, which the binding relies on.
-//! A process that is killed is found by the timeout, or by `mpirun`, which by default kills the others. Leave it so between machines:
-//! over TCP, Open MPI 4.1 was seen to hang in a call that does not wait, after the process at the other end had been killed.
+//! If MPI itself fails, for example because a network connection breaks, it ends the process. This is its default, and the
+//! binding relies on it. A process that is killed is noticed by the timeout, or by `mpirun`, which by default kills the others.
+//! Keep that default between machines: over TCP, Open MPI 4.1 was seen to hang in a call that does not wait, after the process at
+//! the other end had been killed.
 
 use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -52,15 +53,16 @@ mod inbox;
 mod ranks;
 mod wire;
 
-/// The communicator of all processes. Once in a process; communicators may be used from several threads, each from one at a time.
+/// The communicator of all processes. Call it once in a process. Communicators may be used from several threads, but each from
+/// one at a time.
 ///
-/// A process that was not started by `mpirun` is a world of one. MPI is initialized and
-/// ended on a thread of its own, so that no call of it can keep this one waiting.
+/// A process that was not started by `mpirun` is a world of one. MPI is initialized and ended on a thread of its own, so that
+/// neither can block this thread.
 ///
 /// # Errors
 /// If MPI has been initialized before, also by others, or does not provide `MPI_THREAD_MULTIPLE`; if the other processes do not
-/// initialize MPI and meet this one within the timeout (initializing takes seconds of itself: it may take ten, even if the timeout
-/// is shorter), as programs do not that never use MPI; if one of them is another program, or of another version.
+/// initialize MPI and meet this one within the timeout (initializing itself takes seconds, so ten are allowed even if the timeout
+/// is shorter), for example because they never use MPI; if one of them is another program, or of another version.
 pub fn world(options: &Options) -> Result<Communicator> {
     let start = Instant::now();
     let patience = options.timeout.max(SHORTEST_START);
@@ -77,7 +79,7 @@ pub fn world(options: &Options) -> Result<Communicator> {
     });
     let addresses = (0..processes).map(|process| Address { process, tag: i32::from(FIRST_TAG) }).collect();
     let ranks = Ranks::new(world, process, addresses);
-    // The first meeting: whoever speaks another language, or another version of it, is found here.
+    // The first exchange finds out whether a process is another program, or of another version.
     let name = concat!("start of convoke ", env!("CARGO_PKG_VERSION")).to_owned();
     let call = Call { collective: Collective::Barrier, name, number: 0, dtype: u8::DTYPE, elements: Some(0) };
     let rest = patience.saturating_sub(start.elapsed()).max(LAST_WORDS);
@@ -85,20 +87,20 @@ pub fn world(options: &Options) -> Result<Communicator> {
     Ok(Communicator::new(Box::new(ranks), *options))
 }
 
-/// Tag of what processes say when they end.
+/// Tag of the messages that processes send when they end.
 const GOODBYE_TAG: i32 = 0;
 /// Tag at which all ranks of the world listen.
 const FIRST_TAG: u16 = 2;
 /// The largest tag that every MPI has.
 const LAST_TAG: u16 = 32767;
-/// How long MPI may take to be initialized in all processes, at least.
+/// The least time that MPI is given to be initialized in all processes.
 const SHORTEST_START: Duration = Duration::from_secs(10);
-/// How long a process that has failed tries to tell so.
+/// How long a process that has failed tries to tell the others.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
-/// What all communicators of a process share. It ends MPI.
+/// What all communicators of a process share. Dropping it ends MPI.
 struct World {
-    /// Until it is dropped.
+    /// There is one until this is dropped.
     library: Option<Library>,
     process: usize,
     processes: usize,
@@ -106,7 +108,7 @@ struct World {
     next_tag: AtomicU16,
     /// No communicator has failed.
     healthy: AtomicBool,
-    /// What communicators that have ended were sending.
+    /// Messages that ended communicators were still sending.
     unfinished: Mutex<Vec<Sending>>,
 }
 
@@ -115,7 +117,7 @@ impl World {
         self.library.as_ref().expect("until it is dropped")
     }
 
-    /// A tag that this process listens at for nothing else, with the next one; there are 16 thousand.
+    /// Reserves a tag and the next one, which this process uses for nothing else; there are 16 thousand such pairs.
     fn take_tag(&self) -> Option<u16> {
         let next = |tag: u16| (tag < LAST_TAG).then(|| tag + 2);
         self.next_tag.fetch_update(Ordering::SeqCst, Ordering::SeqCst, next).ok()
@@ -127,7 +129,7 @@ impl World {
         unfinished.retain_mut(|sending| !sending.done());
     }
 
-    /// Tells all processes that this one ends, and hears from all that they do; whether none has failed.
+    /// Tells all processes that this one ends, and waits for all of them to say the same. Returns whether none has failed.
     fn agree(&self, library: &Library, mut sendings: Vec<Sending>) -> bool {
         let mut healthy = self.healthy.load(Ordering::SeqCst) && !std::thread::panicking();
         let goodbye = wire::goodbye(healthy);
@@ -136,11 +138,11 @@ impl World {
         let mut awaited = self.processes - 1;
         let (mut receiving, mut pauses) = (Vec::new(), Pauses::new());
         loop {
-            // Whatever comes is received: MPI wants that before it ends.
+            // Receive whatever comes: MPI requires that before it ends.
             while let Some(arrival) = library.arrival(None) {
                 match (arrival.tag, Receiving::start(arrival.bytes, arrival)) {
                     (tag, Ok(started)) => receiving.push((tag, started)),
-                    // What is not received keeps MPI from ending.
+                    // A message that is not received keeps MPI from ending.
                     (_, Err(_)) => healthy = false,
                 }
             }
@@ -176,7 +178,7 @@ impl Drop for World {
     }
 }
 
-/// How a thread waits that must look for itself: closely at first, and ever less so while nothing changes.
+/// How a thread that polls waits: it polls closely at first, and less and less often while nothing changes.
 struct Pauses {
     start: Instant,
     changed: Instant,
@@ -188,7 +190,7 @@ impl Pauses {
         Pauses { start, changed: start }
     }
 
-    /// Since the first look.
+    /// The time since polling began.
     fn total(&self) -> Duration {
         self.start.elapsed()
     }

@@ -13,18 +13,18 @@ use crate::communicator::Transport;
 use crate::message::{Message, Outgoing};
 use crate::{Call, Error, Result};
 
-/// How long a rank that fails waits for what the others say, so that all give the same error.
+/// How long a rank that fails waits for the others' errors, so that all return the same error.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// A rank among processes, which all know where each of them listens.
+/// A rank among processes; all of them know where each one listens.
 ///
-/// Each rank has a tag of MPI's for messages of calls, and the next one for notices, which overtake calls. No other communicator
-/// of its process has these, so that messages do not mix, and making a communicator needs no collective of MPI's, which would hang
-/// where a process is gone.
+/// Each rank has one tag of MPI for messages of calls, and the next tag for notices, which overtake calls. No other communicator
+/// of its process uses these tags, so messages do not mix, and making a communicator needs no collective of MPI, which would hang
+/// if a process is gone.
 pub(super) struct Ranks {
     world: Arc<World>,
     rank: usize,
-    /// Of every rank, by rising process.
+    /// The address of every rank, by rising process.
     addresses: Vec<Address>,
     state: Mutex<State>,
 }
@@ -32,7 +32,7 @@ pub(super) struct Ranks {
 /// Where a rank listens.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Address {
-    /// Its process, of all.
+    /// Its process, numbered among all processes.
     pub(super) process: usize,
     /// The tag of its calls; that of its notices is the next one.
     pub(super) tag: i32,
@@ -87,7 +87,7 @@ impl Ranks {
         }
     }
 
-    /// Starts to tell all that have not ended.
+    /// Starts to send a notice to all ranks that have not ended.
     fn tell(&self, state: &mut State, notice: &Message) {
         for other in self.others().filter(|&other| !state.inboxes[other].has_left()) {
             let Address { process, tag } = self.addresses[other];
@@ -95,7 +95,7 @@ impl Ranks {
         }
     }
 
-    /// Takes what has come; whether anything changed.
+    /// Takes what has come, and returns whether anything changed.
     fn advance(&self, state: &mut State) -> bool {
         let (mut changed, tag) = (false, self.addresses[self.rank].tag);
         for (tag, is_notice) in [(tag, false), (tag + 1, true)] {
@@ -117,7 +117,7 @@ impl Ranks {
     fn obstacle(&self, state: &State, call: &Call) -> Option<Error> {
         let present = |rank: usize| if rank == self.rank { Some(call) } else { state.inboxes[rank].call() };
         let mut present = (0..self.addresses.len()).filter_map(|rank| Some((rank, present(rank)?)));
-        // The lowest ranks that differ, so that ranks that know the same say the same.
+        // Report the lowest ranks that differ, so that ranks with the same knowledge report the same error.
         let (rank, first) = present.next()?;
         if let Some((other, other_call)) = present.find(|&(_, other_call)| other_call != first) {
             let (call, other_call) = (Box::new(first.clone()), Box::new(other_call.clone()));
@@ -135,20 +135,20 @@ impl Ranks {
         Some(Error::Transport(said))
     }
 
-    /// The ranks that have not come to the present call, or have not taken what this one brought.
+    /// The ranks that have not come to the current call, or have not taken what this one brought.
     fn missing(&self, state: &State) -> Vec<usize> {
         let takes = |sending: &Sending, other| self.rank_of(sending.to) == Some(other);
         let sends = |other| state.sendings.iter().any(|sending| takes(sending, other));
         self.others().filter(|&other| !state.inboxes[other].is_complete() || sends(other)).collect()
     }
 
-    /// How long one of those ranks has given no sign of life to this one, which waits since `start`.
+    /// How long the quietest of those ranks has given no sign of life to this one, which has waited since `start`.
     fn quiet(&self, state: &State, start: Instant) -> Duration {
         let last = |rank: usize| state.inboxes[rank].alive().map_or(start, |alive| alive.max(start));
         self.missing(state).into_iter().map(last).min().unwrap_or(start).elapsed()
     }
 
-    /// Ends the communicator: tells the others, hears what they say, and gives the error that the lowest rank gave.
+    /// Ends the communicator: tells the others, waits for their errors, and returns the error of the lowest rank.
     fn end(&self, state: &mut State, error: Error) -> Error {
         self.world.healthy.store(false, Ordering::SeqCst);
         let notice = wire::failed(state.calls, &error);
@@ -156,7 +156,7 @@ impl Ranks {
         let mut pauses = Pauses::new();
         loop {
             let changed = self.advance(state);
-            // Also who has not come as far as this rank knows: that may be on its way.
+            // Also wait for ranks that have not come to this call as far as this rank knows: their messages may be on the way.
             let answered = |inbox: &Inbox| inbox.failed().is_some() || inbox.has_left();
             if self.others().all(|other| answered(&state.inboxes[other])) || pauses.total() >= GRACE {
                 break;
@@ -192,7 +192,7 @@ impl Transport for Ranks {
             let obstacle = self.obstacle(state, call);
             let notice = state.inboxes.iter().find_map(|inbox| inbox.failed_by(call.number));
             let complete = self.others().all(|other| state.inboxes[other].is_complete());
-            // Sends need this rank's help to complete; if another rank has failed in a later call, they may never do.
+            // Sends need this rank's help to complete; if another rank has failed in a later call, they may never complete.
             let sent =
                 state.sendings.is_empty() || state.inboxes.iter().any(|inbox| inbox.failed().is_some());
             if complete && sent && obstacle.is_none() && notice.is_none() {
@@ -202,7 +202,7 @@ impl Transport for Ranks {
             let failure = match (notice, obstacle) {
                 (Some(notice), _) => Some(notice.clone()),
                 (None, Some(obstacle)) => Some(obstacle),
-                // Not asked before it may matter: this is done over and over.
+                // `quiet` is called only once it may matter, because this loop runs over and over.
                 (None, None) if waited >= timeout && self.quiet(state, start) >= timeout => {
                     let (call, missing) = (Box::new(call.clone()), self.missing(state));
                     Some(Error::Timeout { rank: self.rank, call, waited, missing })
@@ -231,7 +231,7 @@ impl Transport for Ranks {
         match &state.failed {
             Some(first) => first.clone(),
             None => {
-                // In the call that this rank does not come to.
+                // The failure is in the next call, which this rank does not come to.
                 state.calls += 1;
                 self.end(state, error)
             }

@@ -9,7 +9,7 @@ use crate::{Call, Collective, Error};
 const MAGIC: u64 = u64::from_le_bytes(*b"convoke\x01");
 /// Numbers of more bytes follow the frame of their call as messages of their own, so that they are not copied.
 const INLINE: usize = 1 << 11;
-/// Words before the text of a frame: magic, kind, the text's bytes, the numbers' bytes.
+/// Words before the text of a frame: magic, kind, bytes of the text, bytes of the numbers.
 const PREAMBLE: usize = 4;
 /// No frame has more bytes.
 pub(super) const LONGEST_FRAME: usize = 1 << 20;
@@ -23,7 +23,7 @@ pub(super) enum Frame {
     Left(u64),
     /// It has failed, in this call.
     Failed(u64, Error),
-    /// Its process ends, without having met an error or not.
+    /// Its process ends; true if it has met no error.
     Goodbye(bool),
     /// It is alive, and will come.
     Alive,
@@ -34,7 +34,7 @@ pub(super) enum Frame {
 pub(super) enum Numbers {
     /// The bytes from here to there in the frame.
     Inline(std::ops::Range<usize>),
-    /// So many bytes, in messages of their own.
+    /// This many bytes, in messages of their own.
     Follow(usize),
 }
 
@@ -47,7 +47,7 @@ pub(super) fn came(call: &Call, numbers: &Message) -> (Message, bool) {
     (frame(0, &text, numbers.bytes().len(), inline), follow)
 }
 
-/// The frame of a rank that has ended after so many calls.
+/// The frame of a rank that has ended after `calls` calls.
 pub(super) fn left(calls: u64) -> Message {
     frame(1, &calls.to_le_bytes(), 0, &[])
 }
@@ -91,7 +91,7 @@ pub(super) fn parse(bytes: &[u8]) -> Option<Frame> {
         0 => {
             let call = rest.call()?;
             let size = size(call.dtype)?;
-            // A rank brings no more than the call is of, where that is known: a claim of more would be waited and paid for.
+            // A rank brings no more numbers than the call has, if that is known: a claim of more would cost waiting and memory.
             let most = call.elements.map_or(usize::MAX, |elements| elements.saturating_mul(size));
             if numbers % size != 0 || numbers > most {
                 return None;

@@ -1,4 +1,4 @@
-//! What batch norm does to one element, with a channel's numbers in the element type.
+//! Batch norm of one element, with a channel's coefficients in the element type.
 
 use super::{BackwardSums, Normalization};
 use crate::Element;
@@ -7,24 +7,24 @@ use crate::activation::{Activate, Activation};
 use crate::buffer::Buffer;
 use crate::error::invalid;
 
-/// Standard deviations up to which a mean is small.
+/// A mean counts as small if it is less than this many standard deviations from 0.
 const SMALL: f64 = 0.25;
 
-/// Channels' coefficients, one slice each so that rows vectorise over channels.
+/// The coefficients of all channels, one slice for each kind, so that loops over rows vectorise over channels.
 pub(super) struct Coefficients<T> {
     pub(super) activation: Activation,
-    /// Statistics are constants: no terms from the sums.
+    /// Whether the statistics are constants, so that dx has no terms from the sums.
     pub(super) constant: bool,
-    /// The mean that is subtracted first; what rounding left off it, the rest, counts in `shift` and `offset`.
+    /// The rounded mean, which is subtracted first. The rest, exact mean minus rounded mean, goes into `shift` and `mean_g`.
     pub(super) mean: Buffer<T>,
     /// gamma * inverse_std.
     pub(super) scale: Buffer<T>,
-    /// beta less the mean's rest.
+    /// beta - rest * scale.
     pub(super) shift: Buffer<T>,
-    /// mean(g), less what the slope takes off for the mean's rest.
+    /// mean(g) - rest * slope.
     pub(super) mean_g: Buffer<T>,
-    /// inverse_std * inverse_root * mean(g (x - mean)): without the scale it has about the size of g / x, so that it fits
-    /// the element type where dx does.
+    /// inverse_std * inverse_root * mean(g (x - mean)). It does not contain the scale, so it has about the size of g / x
+    /// and fits the element type wherever dx does.
     pub(super) slope: Buffer<T>,
 }
 
@@ -44,7 +44,7 @@ impl<T: Element> Channel<T> {
         (x - self.mean).mul_add(self.scale, self.shift)
     }
 
-    /// The upstream gradient behind the activation, whose sign is recomputed as forward computed it.
+    /// The gradient of the activation's input. The input's sign is recomputed in the same way as in forward.
     #[inline(always)]
     pub(super) fn behind_activation(&self, x: T, dy: T, act: impl Activate<T>) -> T {
         act.backward(self.normalized(x), dy)
@@ -61,20 +61,20 @@ impl<T: Element> Channel<T> {
     }
 }
 
-/// What is done to every element of one tensor, with the element of another where it takes one.
+/// A function of every element of one tensor and, if it takes one, the matching element of a residual.
 pub(super) trait Map<T>: Copy + Send + Sync {
     fn map(self, c: Channel<T>, x: T, residual: T, act: impl Activate<T>) -> T;
 }
 
-/// With the coefficients of [`Coefficients::forward`].
+/// The normalisation, with the coefficients of [`Coefficients::forward`].
 #[derive(Clone, Copy)]
 pub(super) struct Normalize;
 
-/// The same, with a residual added in front of the activation.
+/// The same, with a residual added before the activation.
 #[derive(Clone, Copy)]
 pub(super) struct NormalizeAdded;
 
-/// With the coefficients of [`Coefficients::inverse`].
+/// The inverse of [`Normalize`], with the coefficients of [`Coefficients::inverse`].
 #[derive(Clone, Copy)]
 pub(super) struct Invert;
 
@@ -105,7 +105,7 @@ impl<T: Element> Coefficients<T> {
         Self::backward(by, None)
     }
 
-    /// With the sums and the count of values if statistics were the batch's; lengths have been checked.
+    /// For dx. `sums` are the sums and the count of values if the statistics were the batch's; lengths have been checked.
     pub(super) fn backward(by: &Normalization<'_, T>, sums: Option<(&BackwardSums, usize)>) -> Self {
         let channels = by.mean.len();
         let zeros = || Buffer::filled(channels, T::zero());
@@ -123,14 +123,14 @@ impl<T: Element> Coefficients<T> {
             let (scale, inverse_std) = (by.scale(channel), by.inverse_std[channel]);
             let inverse_root = by.inverse_root.map_or(inverse_std, |inverse_root| inverse_root[channel]);
             let mut rest = by.mean[channel] - c.mean[channel].f64();
-            // Where the mean is small, subtracting it first costs more digits than it saves. Without a rest it stays: the
-            // channel may be constant, and then x - mean is 0.
+            // If the mean is small, subtracting it first costs more digits than it saves, so all of it becomes the rest.
+            // But a mean without a rest stays: the channel may be constant, and then x - mean must be 0.
             if rest != 0.0 && (by.mean[channel] * inverse_std).abs() < SMALL {
                 (c.mean[channel], rest) = (T::zero(), by.mean[channel]);
             }
             let beta = by.bias.map_or(0.0, |bias| bias[channel].f64());
             c.scale[channel] = T::of(scale);
-            // Without a rest beta counts as it is, whatever the scale.
+            // Without a rest, beta is taken as it is, even where the scale is infinite or NaN.
             c.shift[channel] = T::of(if rest == 0.0 { beta } else { beta - rest * scale });
             if let Some((BackwardSums { g, g_centered }, count)) = sums {
                 let count = count as f64;
@@ -143,7 +143,8 @@ impl<T: Element> Coefficients<T> {
         c
     }
 
-    /// Those that undo [`Coefficients::forward`]: scale and slope are inverses, which must be finite.
+    /// The coefficients that invert [`Coefficients::forward`]: the scale and the activation's slope are replaced by their
+    /// reciprocals, which must be finite.
     pub(super) fn inverse(operation: &'static str, by: &Normalization<'_, T>) -> Result<Self> {
         let mut c = Self::forward(by);
         c.activation = match by.activation {
@@ -174,7 +175,7 @@ impl<T: Element> Coefficients<T> {
         }
     }
 
-    /// Every channel's coefficients so many times over.
+    /// The coefficients of all channels, `times` times in a row.
     pub(super) fn repeated(mut self, times: usize) -> Self {
         if times > 1 {
             let all = [&mut self.mean, &mut self.scale, &mut self.shift];

@@ -1,10 +1,10 @@
-//! The points on which frameworks' batch norms differ.
+//! The points on which the batch norms of different frameworks differ.
 
 use super::Moments;
 use crate::error::{check_len, invalid};
 use crate::{Element, Result};
 
-/// What a framework's momentum is the weight of.
+/// What momentum weights in a framework: the new or the old statistics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Momentum {
     /// The batch's statistics: `running = (1 - momentum) running + momentum new`.
@@ -31,15 +31,15 @@ pub enum EpsPlace {
     OutsideRoot,
 }
 
-/// Every point on which frameworks' batch norms differ.
+/// Every point on which the batch norms of different frameworks differ.
 ///
-/// All of them normalise by the batch's biased variance in training and differ in how they accumulate it, and in what
-/// their numbers mean. docs/batch-norm.md has the table with sources.
+/// All of them normalise by the batch's biased variance in training. They differ in how they accumulate it and in what
+/// momentum and eps mean. docs/batch-norm.md has the table with sources.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Convention {
-    /// What momentum is the weight of.
+    /// What momentum weights.
     pub momentum: Momentum,
-    /// The variance that running statistics accumulate.
+    /// Which variance the running statistics accumulate.
     pub running_variance: RunningVariance,
     /// Where eps is added.
     pub eps_place: EpsPlace,
@@ -61,7 +61,7 @@ impl Convention {
         }
     }
 
-    /// Keras 3's `BatchNormalization`, and Keras 2's where it does not fuse (`fused=False`, or input that is not 4D).
+    /// Keras 3's `BatchNormalization`, and Keras 2's where it is not fused (`fused=False`, or input that is not 4D).
     pub const fn keras() -> Convention {
         Convention {
             momentum: Momentum::OfOld,
@@ -72,14 +72,14 @@ impl Convention {
         }
     }
 
-    /// TensorFlow's `FusedBatchNorm`, as Keras 2 calls it on 4D input: Keras' numbers, unbiased running variance.
+    /// TensorFlow's `FusedBatchNorm`, as Keras 2 calls it on 4D input: Keras' defaults, but an unbiased running variance.
     pub const fn tensorflow_fused() -> Convention {
         Convention { running_variance: RunningVariance::Unbiased, ..Convention::keras() }
     }
 
     /// cuDNN's `cudnnBatchNormalizationForwardTraining`, whose momentum is `exponentialAverageFactor`.
     ///
-    /// cuDNN has no defaults: these are its smallest eps before version 7.5, and the factor that its callers take.
+    /// cuDNN has no defaults: these are its smallest eps before version 7.5, and the factor that its callers use.
     pub const fn cudnn() -> Convention {
         Convention::pytorch()
     }
@@ -94,14 +94,14 @@ impl Convention {
         }
     }
 
-    /// The momentum that in this convention says what `momentum` says in `other`.
+    /// The momentum that has the same effect in this convention as `momentum` has in `other`.
     pub fn momentum_from(&self, other: &Convention, momentum: f64) -> f64 {
         if self.momentum == other.momentum { momentum } else { 1.0 - momentum }
     }
 
-    /// The weight of the new statistics: for `momentum`, or for the cumulative average if that is none.
+    /// The weight of the new statistics: from `momentum`, or for the cumulative average if `momentum` is `None`.
     ///
-    /// `batches` counts the batches so far, with the present one.
+    /// `batches` counts the batches so far, including the present one.
     pub fn new_weight(&self, momentum: Option<f64>, batches: u64) -> f64 {
         match (momentum, self.momentum) {
             (None, _) => 1.0 / batches.max(1) as f64,
@@ -110,7 +110,7 @@ impl Convention {
         }
     }
 
-    /// The variance of a batch that running statistics accumulate.
+    /// A batch's variance with the divisor that running statistics use.
     pub fn variance(&self, moments: &Moments) -> Vec<f64> {
         let divisor = self.divisor(moments.count);
         moments.m2.iter().map(|m2| m2 / divisor).collect()
@@ -123,9 +123,9 @@ impl Convention {
         }
     }
 
-    /// Moves running statistics towards a batch's, in f64, by [`Convention::new_weight`].
+    /// Blends a batch's statistics into the running ones, in f64, with the weight of [`Convention::new_weight`].
     ///
-    /// A batch without values moves nothing. Call it once a training forward, never in a recomputation.
+    /// A batch without values changes nothing. Call this once per training forward, never in a recomputation.
     ///
     /// # Errors
     /// If a length is not the number of channels.
@@ -152,11 +152,11 @@ impl Convention {
         Ok(())
     }
 
-    /// Turns a running variance that was accumulated by `other`, over batches of `count` values a channel, into this
-    /// convention's.
+    /// Converts a running variance that was accumulated by `other`, over batches of `count` values per channel, to this
+    /// convention.
     ///
     /// # Errors
-    /// If there were fewer than two values a channel and the conventions differ: their biased variance is 0.
+    /// If there were fewer than two values per channel and the conventions differ: their biased variance is 0.
     pub fn convert_variance<T: Element>(
         &self,
         other: &Convention,

@@ -1,4 +1,4 @@
-//! Batch norm in the shape of cuDNN's calls: `cudnnBatchNormalizationForwardTraining`, `ForwardInference`, `Backward`.
+//! Batch norm with the interface of cuDNN's calls: `cudnnBatchNormalizationForwardTraining`, `ForwardInference`, `Backward`.
 //!
 //! For code that is ported from cuDNN, or written against its semantics. Differences from cuDNN: there are no blending
 //! factors alpha and beta (they are 1 and 0), and statistics that are not saved are recomputed in f64.
@@ -11,15 +11,15 @@ use crate::{Cpu, Element, Result};
 /// Which values share statistics and parameters: `cudnnBatchNormMode_t`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Mode {
-    /// Those of a channel; parameters have the shape 1 x C x 1 x 1. For convolutions.
+    /// The values of a channel; parameters have the shape 1 x C x 1 x 1. For convolutions.
     Spatial,
-    /// Those at one place in all images; parameters have the shape 1 x C x H x W, in x's memory format. For layers that
-    /// are fully connected.
+    /// The values at one place in all images; parameters have the shape 1 x C x H x W, in x's memory format. For fully
+    /// connected layers.
     PerActivation,
 }
 
 impl Mode {
-    /// The tensor as this mode sees it: every set of values that shares statistics is a channel.
+    /// The tensor's shape in this mode: every set of values that shares statistics is a channel.
     fn view(self, extent: &Extent) -> Result<Extent> {
         extent.len()?;
         Ok(match self {
@@ -30,7 +30,7 @@ impl Mode {
         })
     }
 
-    /// How many statistics and parameters of each kind a tensor has.
+    /// The number of statistics, and of parameters of each kind, for a tensor.
     ///
     /// # Errors
     /// If the size of the tensor overflows.
@@ -39,10 +39,10 @@ impl Mode {
     }
 }
 
-/// What forward in training moves and keeps besides y.
+/// The optional outputs of [`forward_training`] besides y.
 #[derive(Debug, Default)]
 pub struct TrainingOutputs<'a, T> {
-    /// `resultRunningMean` and `resultRunningVariance`, moved by the exponential average factor; the variance unbiased.
+    /// `resultRunningMean` and `resultRunningVariance`, updated with the exponential average factor; the variance is unbiased.
     pub running: Option<[&'a mut [T]; 2]>,
     /// `resultSaveMean` and `resultSaveInvVariance` (1 / sqrt(variance + epsilon)), for backward.
     pub saved: Option<[&'a mut [T]; 2]>,
@@ -50,8 +50,8 @@ pub struct TrainingOutputs<'a, T> {
 
 /// y = scale (x - mean) / sqrt(variance + epsilon) + bias with the batch's mean and biased variance.
 ///
-/// `running = (1 - exponential_average_factor) running + exponential_average_factor new`; a factor of 1 / (1 + n) in
-/// the n-th call gives the average of all calls.
+/// `running = (1 - exponential_average_factor) running + exponential_average_factor new`. A factor of 1 / (1 + n) in call
+/// n, counted from 0, gives the average of all calls.
 ///
 /// # Errors
 /// If a length does not fit, or epsilon is negative; nothing is written then.
@@ -138,8 +138,8 @@ pub fn forward_inference<T: Element>(
 
 /// The gradients of x (`dx`), scale and bias (`resultBnScaleDiff`, `resultBnBiasDiff`).
 ///
-/// `saved` is what [`forward_training`] saved, as numbers of the element type; without it the statistics are taken of `x`
-/// again, in f64.
+/// `saved` is what [`forward_training`] saved, in the element type; without it the statistics are computed from `x` again,
+/// in f64.
 ///
 /// # Errors
 /// If a length does not fit, or epsilon is negative; nothing is written then.

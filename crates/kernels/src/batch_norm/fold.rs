@@ -1,10 +1,10 @@
-//! Batch norm with constant statistics as a part of the convolution before it.
+//! Folds a batch norm with constant statistics into the convolution before it.
 
 use super::Normalization;
 use crate::error::{check_len, invalid};
 use crate::{Element, Result};
 
-/// Which way a convolution's filters lie.
+/// The memory layout of a convolution's filters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum FilterOrder {
     /// K x C/groups x R x S: convolutions.
@@ -18,15 +18,15 @@ pub enum FilterOrder {
     },
 }
 
-/// Changes a convolution's filters and bias so that it computes what it did with the normalisation behind it:
+/// Changes a convolution's filters and bias so that it computes the convolution and the normalisation after it in one:
 ///
 /// ```text
 /// scale = gamma inverse_std     weight' = weight scale     bias' = (bias - mean) scale + beta
 /// ```
-/// `bias` holds one number an output channel: zeros where the convolution had none. The activation is not folded.
+/// `bias` holds one number per output channel: zeros if the convolution had no bias. The activation is not folded.
 ///
 /// # Errors
-/// If a length does not fit the number of channels; nothing has changed then.
+/// If a length does not fit the number of channels; nothing is changed then.
 pub fn fold<T: Element>(
     by: &Normalization<'_, T>,
     order: FilterOrder,
@@ -37,7 +37,8 @@ pub fn fold<T: Element>(
     let channels = by.mean.len();
     by.check(operation, channels)?;
     check_len(operation, "the convolution's bias", bias.len(), channels)?;
-    // Filters in runs of one output channel, which change from run to run through a group's.
+    // The weights are runs of `run` elements of one output channel; from run to run the channel cycles through the group's
+    // channels.
     let (run, of_group, groups) = match order {
         FilterOrder::OutputFirst => (weight.len() / channels.max(1), channels, 1),
         FilterOrder::InputFirst { groups, taps } => (taps, channels / groups.max(1), groups),

@@ -1,4 +1,4 @@
-//! Normalisation undone: x from the output, where nothing was lost.
+//! Inverts a normalisation: computes x from the output, where no information was lost.
 
 use super::coefficients::{Coefficients, Invert};
 use super::{Activation, Normalization, check_tensors, map_from};
@@ -6,27 +6,27 @@ use crate::memory_format::Extent;
 use crate::profile::span;
 use crate::{Cpu, Element, Result};
 
-/// The largest |beta / gamma| and |mean| * inverse_std of a normalisation that counts as invertible.
+/// The largest |beta / gamma| and |mean| * inverse_std with which a normalisation counts as invertible.
 const FAR: f64 = 64.0;
-/// 1 / smallest and the largest size of gamma, and of gamma times a slope: what outputs are made of stays far from the
-/// ends of f32's range.
+/// The largest |gamma|, and the reciprocal of the smallest, also after multiplying by a slope. So the terms of outputs stay
+/// far from the ends of f32's range.
 const SIZE: f64 = (1u64 << 40) as f64;
 
 impl<T: Element> Normalization<'_, T> {
-    /// Whether [`invert`] gives back x with the digits that backward needs.
+    /// Whether [`invert`] recovers x with enough digits for backward.
     ///
-    /// It does if there is no ReLU, and every channel has 2^-40 <= |gamma| <= 2^40 (also times a leaky ReLU's slope),
-    /// |beta / gamma| <= 64 and |mean| inverse_std <= 64, with an inverse_std above 0 and gamma * inverse_std neither too
-    /// large nor too small for T. NaN is never invertible, nor are slices of different lengths.
+    /// It does if there is no ReLU, and every channel has 2^-40 <= |gamma| <= 2^40 (also after multiplying by a leaky
+    /// ReLU's slope), |beta / gamma| <= 64 and |mean| inverse_std <= 64, with an inverse_std above 0 and gamma *
+    /// inverse_std neither too large nor too small for T. NaN is never invertible, nor are slices of different lengths.
     ///
     /// Then, with n = (x - mean) inverse_std, the normalised value, and m = |mean| inverse_std,
     ///
     /// ```text
     /// |n of the x that comes back - n of the x that was| <= 4 epsilon (|n| + |beta / gamma| + m + 1)
     /// ```
-    /// with T's machine epsilon: below 1e-4 in f32 and 2e-13 in f64 for |n| <= 64. The inverse uses the same rounded numbers
-    /// of a channel as [`super::normalize`], so what counts is the rounding of y, which is epsilon / 2 of it and thus of
-    /// |n| + |beta / gamma| in n, that of each step back, and of x itself.
+    /// with T's machine epsilon: below 1e-4 in f32 and 2e-13 in f64 for |n| <= 64. The inverse uses the same rounded
+    /// coefficients of a channel as [`super::normalize`], so only these roundings count: that of y, which is epsilon / 2 of
+    /// it and thus of |n| + |beta / gamma| in n, that of each step back, and that of x itself.
     pub fn is_invertible(&self) -> bool {
         let channels = self.mean.len();
         let slope = match self.activation {
@@ -52,11 +52,11 @@ impl<T: Element> Normalization<'_, T> {
     }
 }
 
-/// x = mean + (act^-1(z) - beta) / (gamma * inverse_std): what [`super::normalize`] made `z` of, up to rounding.
-/// [`Normalization::is_invertible`] says how far off.
+/// x = mean + (act^-1(z) - beta) / (gamma * inverse_std): the input from which [`super::normalize`] computed `z`, up to
+/// rounding. [`Normalization::is_invertible`] bounds the error.
 ///
-/// Where x is meant for backward, the activation's part must be judged by z ([`crate::activation::activation_backward`]),
-/// not by this x: next to 0 its sign may be the other.
+/// If x is used in backward, compute the activation's gradient from z ([`crate::activation::activation_backward`]), not
+/// from this x: near 0 its sign may be wrong.
 ///
 /// # Errors
 /// If a length is not the extent's, for a ReLU, and where gamma * inverse_std or a slope has no finite inverse.
@@ -72,7 +72,7 @@ pub fn invert<T: Element>(
     invert_from(cpu, extent, Some(z), by, x)
 }
 
-/// As [`invert`], on one buffer: `data` holds z before and x after.
+/// As [`invert`], in place: `data` holds z before and x after.
 ///
 /// # Errors
 /// As [`invert`].

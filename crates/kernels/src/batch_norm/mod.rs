@@ -1,4 +1,4 @@
-//! Batch normalization: statistics, normalisation and both halves of backward, for either memory format.
+//! Batch normalization: statistics, normalisation and both passes of backward, for either memory format.
 //!
 //! ```text
 //! forward   mean, var = stats(x)                 y  = act((x - mean) * gamma / sqrt(var + eps) + beta)
@@ -6,12 +6,13 @@
 //!           training   dx = gamma inverse_std (g - mean(g) - (x - mean) inverse_std inverse_root mean(g (x - mean)))
 //!           evaluation dx = gamma inverse_std g
 //! ```
-//! `inverse_root`, the inverse of the root itself, is `inverse_std` but where eps is added outside the root: there it is
-//! 1 / sqrt(var).
-//! Statistics are sums in f64 of differences from a value near the mean, in an order that depends on the shape only:
-//! results do not change with the number of threads, nor with the tiles that a batch comes in ([`StatsInParts`]). x - mean comes first, in the element type, and what the mean's
-//! rounding left off goes into the shift, so that data of mean 1e4 and standard deviation 0.1 keeps its digits.
-//! docs/batch-norm.md has the reasons.
+//! `inverse_root` equals `inverse_std`, except where eps is added outside the root: there it is 1 / sqrt(var).
+//!
+//! Statistics are sums in f64 of differences from a value near the mean. The order of summation depends only on the shape,
+//! so results do not change with the number of threads, nor with the tiles in which a batch arrives ([`StatsInParts`]).
+//!
+//! First x - mean is computed, in the element type, and the rounding error of the mean goes into the shift; so data of mean
+//! 1e4 and standard deviation 0.1 keeps its digits. docs/batch-norm.md has the reasons.
 
 mod coefficients;
 mod convention;
@@ -40,14 +41,14 @@ use crate::memory_format::Extent;
 use crate::profile::span;
 use crate::{Cpu, Element, Result};
 
-/// Mean and sum of squared deviations of each channel, and the number of values they were taken over.
+/// Mean and sum of squared deviations of each channel, and the number of values that they were computed from.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Moments {
     /// Mean by channel.
     pub mean: Vec<f64>,
     /// Sum of (x - mean)^2 by channel.
     pub m2: Vec<f64>,
-    /// Values a channel.
+    /// Values per channel.
     pub count: usize,
 }
 
@@ -57,8 +58,8 @@ impl Moments {
         self.m2.iter().map(|m2| m2 / self.count as f64).collect()
     }
 
-    /// 1 / sqrt(biased variance + eps), or with eps outside the root; 0 where both are 0, as in PyTorch's training: a
-    /// constant channel then becomes its bias. For no values as if their variance were 0, which keeps NaN out of the
+    /// 1 / sqrt(biased variance + eps), or with eps outside the root. 0 where both are 0, as in PyTorch's training: the
+    /// output of a constant channel is then its bias. For no values the variance counts as 0, which keeps NaN out of the
     /// gradients of the parameters.
     pub fn inverse_std(&self, eps: f64, place: EpsPlace) -> Vec<f64> {
         let variance = if self.count == 0 { self.m2.clone() } else { self.biased_variance() };
@@ -73,7 +74,8 @@ impl Moments {
 
     /// 1 / sqrt(biased variance), for [`Normalization::inverse_root`]; `None` where eps is inside the root.
     ///
-    /// 0 for a variance of 0: the root has no slope there, but x - mean is 0 for all values and moves nothing to first order.
+    /// 0 for a variance of 0: the root has no derivative there, but x - mean is 0 for all values, so the term vanishes to
+    /// first order.
     pub fn inverse_root(&self, place: EpsPlace) -> Option<Vec<f64>> {
         match place {
             EpsPlace::InsideRoot => None,
@@ -81,10 +83,11 @@ impl Moments {
         }
     }
 
-    /// The moments of all values of several parts together, such as the ranks' shares of a batch: PyTorch's
-    /// `batch_norm_gather_stats_with_counts`. Merged in the order given, so that the same parts give the same bits.
+    /// The moments of several parts taken together, such as the ranks' shares of a batch: PyTorch's
+    /// `batch_norm_gather_stats_with_counts`. The parts are merged in the given order, so that the same parts give the same
+    /// bits.
     ///
-    /// Parts may hold different numbers of values, also none.
+    /// Parts may hold different numbers of values, even none.
     ///
     /// # Errors
     /// If there is no part, or parts differ in their number of channels.
@@ -114,15 +117,15 @@ impl Moments {
     }
 }
 
-/// What to normalise with: statistics and, where the layer has them, gamma (`weight`) and beta (`bias`).
+/// The parameters of a normalisation: statistics and, where the layer has them, gamma (`weight`) and beta (`bias`).
 #[derive(Debug, Clone, Copy)]
 pub struct Normalization<'a, T> {
     /// Mean by channel.
     pub mean: &'a [f64],
     /// 1 / sqrt(variance + eps) by channel.
     pub inverse_std: &'a [f64],
-    /// 1 / sqrt(variance) by channel, where the statistics were a batch's and eps was added outside the root: see
-    /// [`Moments::inverse_root`]. Only the gradient of x needs it. If absent, the root is all of the divisor.
+    /// 1 / sqrt(variance) by channel, if the statistics are a batch's and eps is added outside the root: see
+    /// [`Moments::inverse_root`]. Only the gradient of x needs it. If absent, `inverse_std` is used instead.
     pub inverse_root: Option<&'a [f64]>,
     /// Gamma by channel; 1 if absent.
     pub weight: Option<&'a [T]>,
@@ -148,7 +151,7 @@ impl<T: Element> Normalization<'_, T> {
     }
 }
 
-/// A layer's parameters and options, to normalise with a batch's own statistics.
+/// A layer's parameters and options, for normalisation with a batch's own statistics.
 #[derive(Debug, Clone, Copy)]
 pub struct Affine<'a, T> {
     /// Gamma by channel; 1 if absent.
@@ -172,10 +175,10 @@ pub struct BackwardSums {
     pub g_centered: Vec<f64>,
 }
 
-/// 1 / sqrt(variance + eps) of given statistics, by channel, or with eps outside the root.
+/// 1 / sqrt(variance + eps) by channel, or with eps outside the root, for given statistics.
 ///
-/// NaN where both are 0: nothing can be scaled to a variance of 1 by constants then. PyTorch's evaluation divides by 0
-/// there and gives NaN too, or for some signs of x and the mean an infinity; it is never the bias, as in training
+/// NaN where both are 0, because no constant scales such data to a variance of 1. PyTorch's evaluation divides by 0 there
+/// and gives NaN too, or for some signs of x and the mean an infinity. The result is never the bias, as it is in training
 /// ([`Moments::inverse_std`]), where x - mean is known to be 0.
 pub fn inverse_std(variance: &[f64], eps: f64, place: EpsPlace) -> Vec<f64> {
     let of = |variance: f64| match place {
@@ -213,8 +216,8 @@ pub fn normalize<T: Element>(
     normalize_from(cpu, extent, Some(x), by, y)
 }
 
-/// y = act((x - mean) * gamma * inverse_std + beta + residual), to the last bit what [`normalize`] without the activation and
-/// [`add_activated_in_place`](crate::activation::add_activated_in_place) give, in one pass over memory.
+/// y = act((x - mean) * gamma * inverse_std + beta + residual) in one pass over memory. The result is bit-identical to
+/// [`normalize`] without the activation followed by [`add_activated_in_place`](crate::activation::add_activated_in_place).
 ///
 /// # Errors
 /// If a length is not the extent's.
@@ -233,7 +236,7 @@ pub fn normalize_added<T: Element>(
     Ok(())
 }
 
-/// As [`normalize`], on one buffer: `data` holds x before and y after.
+/// As [`normalize`], in place: `data` holds x before and y after.
 ///
 /// # Errors
 /// If a length is not the extent's.
@@ -268,7 +271,7 @@ fn map_from<T: Element>(
     x: Option<[&[T]; 2]>,
     y: &mut [T],
 ) {
-    // Sizes that make nothing may be as large as they like: what they are cut into is not.
+    // In an empty tensor, one size may be so large that cutting it into tiles would overflow.
     if y.is_empty() {
         return;
     }
@@ -278,9 +281,9 @@ fn map_from<T: Element>(
     }
 }
 
-/// [`stats`], and [`normalize`] by them, in one call: contiguous tensors come from memory once where caches allow.
+/// [`stats`], and [`normalize`] with them, in one call: contiguous tensors are read from memory only once where caches allow.
 ///
-/// The results are those of the two calls, to the last bit. An empty batch gives the mean 0 and an empty output.
+/// The results are bit-identical to those of the two calls. An empty batch gives the mean 0 and an empty output.
 ///
 /// # Errors
 /// If a length is not the extent's.
@@ -346,10 +349,10 @@ pub fn backward_reduce<T: Element>(
     parts.finish()
 }
 
-/// The gradient of x, on x's own buffer: `data` holds x before and dx after.
+/// The gradient of x, in place: `data` holds x before and dx after.
 ///
-/// `sums` are those of [`backward_reduce`] if the statistics were this batch's (`count` values a channel, over all
-/// ranks if they were synchronized); `None` if they were constants.
+/// If the statistics were this batch's, `sums` are those of [`backward_reduce`], with the count of values per channel (over
+/// all ranks if the statistics were synchronized). `None` if the statistics were constants.
 ///
 /// # Errors
 /// If a length is not the extent's.
@@ -412,8 +415,9 @@ fn gradient_from<T: Element>(
     Ok(())
 }
 
-/// [`backward_reduce`], and [`backward_elemt`] by its sums, in one call, where the statistics were this batch's:
-/// contiguous tensors come from memory once where caches allow. The results are those of the two calls, to the last bit.
+/// [`backward_reduce`], and [`backward_elemt`] with its sums, in one call, for statistics that were this batch's:
+/// contiguous tensors are read from memory only once where caches allow. The results are bit-identical to those of the two
+/// calls.
 ///
 /// # Errors
 /// If a length is not the extent's.
@@ -452,7 +456,7 @@ pub fn backward_training<T: Element>(
     Ok(sums)
 }
 
-/// Whether eps is 0 or more.
+/// Checks that eps is 0 or more.
 ///
 /// # Errors
 /// If it is negative or not a number.
@@ -468,7 +472,7 @@ fn check_tensors(operation: &'static str, extent: &Extent, lens: &[(&'static str
     lens.iter().try_for_each(|&(operand, len)| check_len(operation, operand, len, expected))
 }
 
-/// How a tensor is walked through, as its elements lie.
+/// How to loop over a tensor, by its memory layout.
 enum Walk {
     /// Every row holds each channel once.
     Rows(Rows),
@@ -479,14 +483,14 @@ enum Walk {
 impl Walk {
     fn of(extent: &Extent) -> Walk {
         match extent.around_channels() {
-            // One channel alone is the same in both.
+            // A single channel could be walked either way.
             (_, 1) if extent.channels > 1 => Walk::Rows(Rows::new(extent)),
             _ => Walk::Planes(Planes::new(extent)),
         }
     }
 }
 
-/// Chan, Golub and LeVeque: (count, mean, M2) of two samples together.
+/// (count, mean, M2) of two samples together, by the formula of Chan, Golub and LeVeque.
 #[inline(always)]
 fn merge_moments(a: (f64, f64, f64), b: (f64, f64, f64)) -> (f64, f64, f64) {
     if b.0 == 0.0 {

@@ -1,7 +1,8 @@
-//! Statistics and sums of a batch that comes part by part: to the last bit those of the whole batch at once.
+//! Statistics and sums of a batch that arrives part by part: bit-identical to those of the whole batch at once.
 //!
-//! A batch is cut into groups of whole images, or into pieces of images where there are few; what they are depends on the
-//! batch's extent only. The numbers of each are taken for itself, whatever comes with it, and put together in order.
+//! A batch is cut into groups of whole images, or, if it has few images, into pieces of images. The cut depends only on the
+//! batch's extent. Each group or piece is summed by itself, whatever else arrives with it, and the results are merged in
+//! order.
 
 use std::ops::Range;
 
@@ -15,24 +16,25 @@ use crate::memory_format::Extent;
 use crate::profile::span;
 use crate::{Cpu, Element, MemoryFormat, Result};
 
-/// Groups, or pieces, that a large batch is cut into, about: at least, where groups of [`MANY`] values a channel remain.
+/// A large batch is cut into about this many groups or pieces, or into more if groups would exceed [`MANY`] values per channel.
 const PARTS: usize = 64;
-/// Values a channel of a group, beside which putting it together with others costs nothing: more of a huge batch would keep the
-/// groups of a tile too few for threads to share.
+/// With this many values per channel, the cost of merging a group is negligible. Larger groups would leave a tile of a huge
+/// batch with too few groups for threads to share.
 const MANY: usize = 2048;
-/// Elements of a part, at least, where the batch has them.
+/// The minimum of elements in a part, if the batch has as many.
 const SMALLEST: usize = 1 << 13;
-/// Values a channel of a group, at least, while [`FEW`] groups remain: each costs as much as some values.
+/// The minimum of values per channel in a group, as long as [`FEW`] groups remain: merging a group costs as much as summing
+/// some values.
 const VALUES: usize = 192;
 /// See [`VALUES`].
 const FEW: usize = 8;
-/// Elements of a piece of a plane, at least.
+/// The minimum of elements in a piece of a plane.
 const RUN: usize = 1024;
-/// Pixels of a piece of a channels-last image, at least.
+/// The minimum of pixels in a piece of a channels-last image.
 const PIXELS: usize = 32;
 
-/// How many images the parts of a batch must be multiples of, to be given to [`StatsInParts`] or [`BackwardSumsInParts`].
-/// Only the last may have fewer. At least 1; no more than the batch has.
+/// The parts of a batch that [`StatsInParts`] or [`BackwardSumsInParts`] take must be a multiple of this many images; only
+/// the last part may be any other number. It is at least 1, and at most the batch unless that is empty.
 pub fn images_per_group(extent: &Extent) -> usize {
     Cut::of(extent).images
 }
@@ -40,19 +42,19 @@ pub fn images_per_group(extent: &Extent) -> usize {
 /// How a batch is cut.
 #[derive(Debug, Clone, Copy)]
 struct Cut {
-    /// Images of a group.
+    /// Images in a group.
     images: usize,
-    /// Pieces of a group, more than one only where it is one image.
+    /// Pieces in a group; more than one only if the group is a single image.
     pieces: usize,
 }
 
-/// Places of images next to each other: all places, or some of one image. Their elements lie together in channels-last
-/// memory.
+/// Consecutive places in consecutive images: all places of one or more images, or some of one image. In channels-last
+/// memory, their elements are contiguous.
 #[derive(Debug)]
 pub(super) struct Part {
     pub(super) images: Range<usize>,
     pub(super) places: Range<usize>,
-    /// Values a channel in the parts of the batch before.
+    /// Values per channel in all earlier parts of the batch.
     before: usize,
 }
 
@@ -68,7 +70,7 @@ impl Cut {
             .clamp(1, batch.max(1));
         let pieces = match format {
             _ if images > 1 => 1,
-            // Threads have channels to share too.
+            // In this format, threads can share the channels too.
             MemoryFormat::Contiguous => PARTS.div_ceil(batch.max(1)).min(spatial / RUN),
             MemoryFormat::ChannelsLast => {
                 PARTS.div_ceil(batch.max(1)).min(spatial / PIXELS).min(image / SMALLEST)
@@ -77,7 +79,7 @@ impl Cut {
         Cut { images, pieces: pieces.max(1) }
     }
 
-    /// The parts of so many images, in order. They come behind `first` images, which are whole groups.
+    /// The parts of `images` images, in order. They follow the first `first` images of the batch, which are whole groups.
     fn parts(&self, first: usize, images: usize, spatial: usize) -> Vec<Part> {
         let place = |piece: usize| (spatial as u128 * piece as u128 / self.pieces as u128) as usize;
         let groups = (0..images).step_by(self.images);
@@ -92,19 +94,19 @@ impl Cut {
 }
 
 impl Part {
-    /// Values a channel.
+    /// Values per channel.
     pub(super) fn count(&self) -> usize {
         self.images.len() * self.places.len()
     }
 
-    /// The elements in channels-last memory.
+    /// The range of its elements in channels-last memory.
     pub(super) fn elements(&self, channels: usize, spatial: usize) -> Range<usize> {
         let start = (self.images.start * spatial + self.places.start) * channels;
         start..start + self.count() * channels
     }
 }
 
-/// What two numbers by channel are.
+/// The meaning of two numbers per channel.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Pair {
     /// Mean and sum of squared deviations.
@@ -113,7 +115,7 @@ pub(super) enum Pair {
     Sums,
 }
 
-/// Two numbers by channel, of all parts so far.
+/// Two numbers per channel, over all parts so far.
 #[derive(Debug)]
 pub(super) struct Totals {
     pair: Pair,
@@ -126,7 +128,7 @@ impl Totals {
         Totals { pair, a: vec![0.0; channels], b: vec![0.0; channels] }
     }
 
-    /// The same, where nothing has told that there is memory for these channels: a batch without values takes any number.
+    /// As [`Totals::new`], but returns an error if there is no memory: a batch without values can claim any number of channels.
     fn fallible(operation: &'static str, pair: Pair, channels: usize) -> Result<Totals> {
         let zeros = || {
             attempt(|| try_zeroed_vec(channels))
@@ -135,7 +137,7 @@ impl Totals {
         Ok(Totals { pair, a: zeros()?, b: zeros()? })
     }
 
-    /// Joins the next part's numbers, of the channels from `first` on.
+    /// Merges the next part's numbers, which are of the channels from `first` on.
     pub(super) fn join(&mut self, cpu: &Cpu, first: usize, part: &Part, (a, b): (&[f64], &[f64])) {
         let (to_a, to_b) = (&mut self.a[first..][..a.len()], &mut self.b[first..][..b.len()]);
         match self.pair {
@@ -160,13 +162,13 @@ multiversion! {
     }
 }
 
-/// A batch of which some images have come.
+/// A batch of which some images have arrived.
 #[derive(Debug)]
 struct Progress {
     operation: &'static str,
     whole: Extent,
     cut: Cut,
-    /// Images that have come.
+    /// Images that have arrived.
     images: usize,
 }
 
@@ -176,7 +178,7 @@ impl Progress {
         Ok(Progress { operation, whole: *whole, cut: Cut::of(whole), images: 0 })
     }
 
-    /// The extent of the next images, of so many elements, and the parts they are cut into.
+    /// The extent of the next images, which have `len` elements, and the parts that they are cut into.
     fn next(&self, len: usize) -> Result<(Extent, Vec<Part>)> {
         let Extent { batch, channels, spatial, .. } = self.whole;
         let image = channels * spatial;
@@ -212,7 +214,7 @@ impl Progress {
     }
 }
 
-/// Statistics of a batch, taken part by part: to the last bit those of [`super::stats`] over the whole.
+/// Statistics of a batch, computed part by part: bit-identical to those of [`super::stats`] over the whole batch.
 ///
 /// ```
 /// use convoke_kernels::batch_norm::{StatsInParts, images_per_group, stats};
@@ -235,21 +237,21 @@ pub struct StatsInParts {
 }
 
 impl StatsInParts {
-    /// For a batch of this extent, of which nothing has come yet.
+    /// For a batch of this extent, of which no images have arrived yet.
     ///
     /// # Errors
-    /// If the size of the batch overflows, or there is no memory for two numbers a channel.
+    /// If the size of the batch overflows, or there is no memory for two numbers per channel.
     pub fn new(whole: &Extent) -> Result<StatsInParts> {
         let progress = Progress::new("batch norm statistics in parts", whole)?;
         let totals = Totals::fallible(progress.operation, Pair::Moments, whole.channels)?;
         Ok(StatsInParts { progress, totals })
     }
 
-    /// The values of the next images, which lie as in a tensor of their own.
+    /// Adds the values of the next images, laid out as a tensor of their own.
     ///
     /// # Errors
-    /// If they are not whole images, too many, or no multiple of [`images_per_group`] and not the last. Nothing has been
-    /// added then.
+    /// If they are not whole images, too many, or not a multiple of [`images_per_group`] and not the last. Nothing is added
+    /// then.
     pub fn add<T: Element>(&mut self, cpu: &Cpu, x: &[T]) -> Result<()> {
         span!("batch norm statistics", x);
         let (extent, parts) = self.progress.next(x.len())?;
@@ -275,7 +277,8 @@ impl StatsInParts {
     }
 }
 
-/// The sums that backward needs, taken part by part: to the last bit those of [`super::backward_reduce`] over the whole.
+/// The sums that backward needs, computed part by part: bit-identical to those of [`super::backward_reduce`] over the whole
+/// batch.
 #[derive(Debug)]
 pub struct BackwardSumsInParts {
     progress: Progress,
@@ -283,20 +286,20 @@ pub struct BackwardSumsInParts {
 }
 
 impl BackwardSumsInParts {
-    /// For a batch of this extent, of which nothing has come yet.
+    /// For a batch of this extent, of which no images have arrived yet.
     ///
     /// # Errors
-    /// If the size of the batch overflows, or there is no memory for two numbers a channel.
+    /// If the size of the batch overflows, or there is no memory for two numbers per channel.
     pub fn new(whole: &Extent) -> Result<BackwardSumsInParts> {
         let progress = Progress::new("batch norm backward in parts", whole)?;
         let totals = Totals::fallible(progress.operation, Pair::Sums, whole.channels)?;
         Ok(BackwardSumsInParts { progress, totals })
     }
 
-    /// The values and upstream gradients of the next images; `by` is the same for all of a batch.
+    /// Adds the values and upstream gradients of the next images; `by` must be the same for the whole batch.
     ///
     /// # Errors
-    /// As [`StatsInParts::add`], and if `dy` or what `by` holds do not fit.
+    /// As [`StatsInParts::add`], and if the length of `dy` or of a slice in `by` does not fit.
     pub fn add<T: Element>(&mut self, cpu: &Cpu, x: &[T], dy: &[T], by: &Normalization<'_, T>) -> Result<()> {
         span!("batch norm gradient sums", x, dy);
         let operation = self.progress.operation;
@@ -333,26 +336,28 @@ pub(super) fn all_parts(extent: &Extent) -> Vec<Part> {
     }
 }
 
-/// Values whose mean is a [`pilot`].
+/// How many values a [`pilot`] is the mean of.
 const PILOTS: usize = 4;
 
-/// Where a part of `len` values, at least one, has the values of its pilot: the first ones.
+/// The indices of the values for the pilot of a part of `len` values: the first ones, repeated if there are too few. `len`
+/// is at least 1.
 #[inline(always)]
 pub(super) fn pilot_places(len: usize) -> [usize; PILOTS] {
     [0, 1, 2, 3].map(|index| index * len.min(PILOTS) / PILOTS)
 }
 
-/// A value near a channel's others: sums of differences from it keep their digits. Exact where all are the same.
+/// A value near the other values of its channel, so that sums of differences from it keep their digits. Exact if all values
+/// are the same.
 #[inline(always)]
 pub(super) fn pilot<T: Element>([a, b, c, d]: [T; PILOTS]) -> f64 {
     ((a.f64() + b.f64()) + (c.f64() + d.f64())) * (1.0 / PILOTS as f64)
 }
 
-/// Mean and squared deviations of `count` values, from the sums of x - pilot and of its square.
+/// Mean and squared deviations of `count` values, from the sums of x - pilot and of (x - pilot)^2.
 #[inline(always)]
 pub(super) fn moments(pilot: f64, sum: f64, square: f64, count: f64) -> (f64, f64) {
     let mean = sum / count;
     let m2 = square - sum * mean;
-    // Rounding may leave less than nothing; NaN stays.
+    // Rounding may make it negative; NaN stays NaN.
     (pilot + mean, if m2 < 0.0 { 0.0 } else { m2 })
 }

@@ -1,4 +1,4 @@
-//! Batch norm over planes of one channel each: contiguous memory.
+//! Batch norm in contiguous memory, where each plane holds one channel.
 
 use std::ops::Range;
 
@@ -13,25 +13,25 @@ use crate::shared::Shared;
 use crate::stream::{self, Streaming};
 use crate::{Cpu, Element, scratch};
 
-/// Tasks that all channels together are cut into, at least, where there is enough in them.
+/// All channels together are cut into at least this many tasks, if they have enough elements.
 const TASKS: usize = 64;
-/// Elements of an image's part of a tile, at least: neighbouring channels with small planes share a tile, so that
+/// The minimum of elements that a tile has in each image: neighbouring channels with small planes share a tile, so that
 /// threads seldom write the same cache line.
 const RUN: usize = 1024;
-/// Elements that are computed in cache before they are streamed.
+/// Elements that are computed into a buffer in cache before they are streamed.
 const STAGED: usize = 4096;
-/// Bytes of a group of channels, on all threads together, that shared caches are trusted to keep from one pass over them
-/// to the next.
+/// The groups of channels that all threads work on may have this many bytes together: shared caches are assumed to keep
+/// that from one pass to the next.
 const CACHED: usize = 8 << 20;
 
-/// A tensor of planes.
+/// A tensor in contiguous memory, and how it is cut into tiles.
 pub(super) struct Planes {
     batch: usize,
     channels: usize,
     spatial: usize,
-    /// Channels of a tile.
+    /// Channels in a tile.
     group: usize,
-    /// How many tiles the images, and the planes, are cut into.
+    /// How many tiles the batch, and each plane, is cut into.
     cuts: [usize; 2],
 }
 
@@ -82,15 +82,15 @@ impl Planes {
     /// Whether the bytes of a group on each thread stay in a cache between two passes over `tensors` tensors.
     pub(super) fn stays_cached<T>(&self, cpu: &Cpu, tensors: usize) -> bool {
         let group = self.batch * self.spatial * self.group * size_of::<T>();
-        // What goes group by group needs results, and a dry CPU gives none.
+        // Working group by group needs the results of tasks, and a dry CPU computes none.
         if cpu.is_dry() {
             return false;
         }
-        // Fewer groups than threads would leave threads idle.
+        // Too few groups would leave threads idle.
         group * tensors * cpu.threads() <= CACHED && self.channels.div_ceil(self.group) >= 2 * cpu.threads()
     }
 
-    /// Joins the moments of each part of `x`.
+    /// Merges the moments of each part of `x` into `totals`.
     pub(super) fn moments<T: Element>(&self, cpu: &Cpu, parts: &[Part], x: &[T], totals: &mut Totals) {
         self.reduce(cpu, parts, totals, |part, channels, cells, a, b| {
             sum_part(cpu, self, part, channels.start, x, cells);
@@ -98,7 +98,7 @@ impl Planes {
         });
     }
 
-    /// Joins the sums of g and of g (x - mean) over each part.
+    /// Merges the sums of g and of g (x - mean) over each part into `totals`.
     pub(super) fn gradient_sums<T: Element>(
         &self,
         cpu: &Cpu,
@@ -116,9 +116,9 @@ impl Planes {
         });
     }
 
-    /// Joins, in order, two numbers by channel that `task` gives for each part and group of channels.
+    /// Runs `task` on each part and group of channels, and merges its two numbers per channel in order.
     fn reduce(&self, cpu: &Cpu, parts: &[Part], totals: &mut Totals, task: impl PartTask) {
-        // Runs of parts, so that there are enough tasks.
+        // Each task takes a run of parts; runs are short enough that there are enough tasks.
         let runs = TASKS.div_ceil(self.channels.div_ceil(self.group).max(1));
         let run = parts.len().div_ceil(runs).max(1);
         let of_group = 2 * self.group * parts.len();
@@ -143,7 +143,7 @@ impl Planes {
         });
     }
 
-    /// The numbers of a group of channels over all parts, joined in order.
+    /// The numbers of a group of channels over all parts, merged in order.
     fn group_totals(
         &self,
         cpu: &Cpu,
@@ -162,7 +162,7 @@ impl Planes {
         totals
     }
 
-    /// y = map(x, residual), or of what y holds.
+    /// y = map(x, residual); without `x`, y is mapped in place.
     pub(super) fn map<T: Element>(
         &self,
         cpu: &Cpu,
@@ -178,7 +178,7 @@ impl Planes {
         });
     }
 
-    /// With the coefficients of all channels from one on.
+    /// [`Planes::map`] on one tile. `c` holds the coefficients of the channels from `from` on.
     #[allow(clippy::too_many_arguments)]
     fn map_tile<T: Element>(
         &self,
@@ -227,8 +227,8 @@ impl Planes {
         });
     }
 
-    /// Runs `task` on every run of neighbouring elements of a tile: its first channel, its start, its elements. A run is
-    /// whole planes, or a part of one.
+    /// Calls `task(first channel, start, elements)` on every contiguous run of a tile. A run is one or more whole planes,
+    /// or a part of one.
     fn write_tile<T: Element>(
         &self,
         cpu: &Cpu,
@@ -268,10 +268,10 @@ impl Planes {
         }
     }
 
-    /// Statistics and y: both passes over a group of channels while caches hold it, which [`Planes::stays_cached`] tells.
-    /// The results are those of one pass after the other.
+    /// Statistics and y. Both passes go over one group of channels while caches hold it; use it if
+    /// [`Planes::stays_cached`]. The results are the same as with one pass over everything after the other.
     ///
-    /// `coefficients` of some channels follow from their moments.
+    /// `coefficients` computes the coefficients of some channels from their moments.
     pub(super) fn forward<T: Element>(
         &self,
         cpu: &Cpu,
@@ -302,7 +302,8 @@ impl Planes {
         Moments { mean, m2, count }
     }
 
-    /// The sums and dx, likewise. `c` holds forward's coefficients of all channels; `with_sums` gives backward's of some.
+    /// The sums and dx, in the same way. `c` holds the coefficients of forward for all channels; `with_sums` computes those
+    /// of backward for some channels from their sums.
     #[allow(clippy::too_many_arguments)]
     pub(super) fn backward<T: Element>(
         &self,
@@ -338,7 +339,7 @@ impl Planes {
         BackwardSums { g, g_centered }
     }
 
-    /// What `task` gives for every group of channels, in order.
+    /// The results of `task` for every group of channels, in order.
     fn by_group<R: Send>(&self, cpu: &Cpu, task: impl Fn(Range<usize>) -> R + Send + Sync) -> Vec<R> {
         let mut results: Vec<Option<R>> = self.groups().map(|_| None).collect();
         cpu.for_each(self.len(), self.groups().zip(&mut results), |(channels, result)| {
@@ -348,11 +349,11 @@ impl Planes {
     }
 }
 
-/// Gives two numbers for each channel of a part, with cells to work in.
+/// Computes two numbers for each channel of a part, with cells to work in.
 trait PartTask: Fn(&Part, Range<usize>, &mut [Cell], &mut [f64], &mut [f64]) + Send + Sync {}
 impl<F: Fn(&Part, Range<usize>, &mut [Cell], &mut [f64], &mut [f64]) + Send + Sync> PartTask for F {}
 
-/// Two sums of a channel, of differences from a centre, in interleaved lanes so that adding vectorises.
+/// Two sums of a channel, over differences from a centre, in interleaved lanes so that the additions vectorise.
 #[derive(Clone, Default)]
 struct Cell {
     centre: f64,
@@ -367,7 +368,8 @@ impl Cell {
     }
 }
 
-// Both are compiled for the portable set: with others, compilers gather the lanes of several cells, which takes longer.
+// The next two functions are compiled for the portable set only: for others, compilers gather the lanes of several cells,
+// which takes longer.
 
 /// The moments of a part, from the sums of differences from the pilots and of their squares.
 #[inline(never)]
@@ -385,7 +387,7 @@ fn sums_of_cells(cells: &[Cell], a: &mut [f64], b: &mut [f64]) {
     }
 }
 
-/// The sum of the lanes, the upper half added to the lower one until one is left.
+/// The sum of the lanes: the upper half is added to the lower half until one lane is left.
 #[inline(always)]
 fn halved(mut lanes: [f64; LANES]) -> f64 {
     let mut half = LANES / 2;
@@ -399,7 +401,7 @@ fn halved(mut lanes: [f64; LANES]) -> f64 {
 }
 
 multiversion! {
-    /// Sums of x - pilot, the centre, and of its square.
+    /// Sums of x - pilot and of (x - pilot)^2; the pilot is the centre of the cell.
     fn sum_part<T: Element>(planes: &Planes, part: &Part, first: usize, x: &[T], cells: &mut [Cell]) {
         let start = part.images.start * planes.channels + first;
         for (index, cell) in cells.iter_mut().enumerate() {
@@ -426,7 +428,7 @@ multiversion! {
                         squares[lane] += d * d;
                     }
                 }
-                // What has been counted adds nothing once more.
+                // The last LANES values overlap values that have been counted; those add 0.
                 let counted = LANES - plane.len() % LANES;
                 for lane in 0..LANES {
                     let d = last[lane].f64() - centre;
@@ -439,7 +441,7 @@ multiversion! {
         }
     }
 
-    /// Sums of g and of g (x - mean), which is the centre.
+    /// Sums of g and of g (x - mean); the mean is the centre of the cell.
     fn sum_gradient_part<T: Element, A: Activate<T>>(
         planes: &Planes, part: &Part, first: usize, x: &[T], dy: &[T], means: &[f64], c: &Coefficients<T>, act: A,
         cells: &mut [Cell],

@@ -1,4 +1,4 @@
-//! Batch norm over rows that hold every channel once: channels-last memory, or N x C.
+//! Batch norm in channels-last memory or N x C, where each row holds every channel once.
 
 use super::coefficients::{Channel, Coefficients, Map};
 use super::parts::{Part, Totals, moments, pilot, pilot_places};
@@ -9,23 +9,23 @@ use crate::memory_format::Extent;
 use crate::stream::{self, Streaming};
 use crate::{Cpu, Element, scratch};
 
-/// Elements of a wide row, at least: neighbouring rows of few channels are taken as one.
+/// The minimum of elements in a wide row: neighbouring rows of few channels are treated as one wide row.
 const WIDE: usize = 64;
-/// Tasks that a tensor is cut into where no sums are taken.
+/// Tasks that a tensor is cut into where nothing is summed.
 const BLOCKS: usize = 64;
-/// Elements of a task, at least.
+/// The minimum of elements in a task.
 const SMALLEST: usize = 1 << 13;
-/// Elements that are computed in cache before they are streamed.
+/// Elements that are computed into a buffer in cache before they are streamed.
 const STAGED: usize = 512;
 
 /// A tensor of rows.
 pub(super) struct Rows {
     channels: usize,
-    /// Rows of an image.
+    /// Rows in an image.
     spatial: usize,
-    /// Elements of a wide row.
+    /// Elements in a wide row.
     width: usize,
-    /// Elements of a task.
+    /// Elements in a task.
     block: usize,
 }
 
@@ -44,7 +44,7 @@ impl Rows {
         self.width / self.channels.max(1)
     }
 
-    /// Joins the moments of each part of `x`.
+    /// Merges the moments of each part of `x` into `totals`.
     pub(super) fn moments<T: Element>(&self, cpu: &Cpu, parts: &[Part], x: &[T], totals: &mut Totals) {
         self.reduce(cpu, parts, x, totals, |_, x, [mean, m2]| {
             scratch::with(3 * self.width, |memory| {
@@ -59,7 +59,7 @@ impl Rows {
         });
     }
 
-    /// Joins the sums of g and of g (x - mean) over each part.
+    /// Merges the sums of g and of g (x - mean) over each part into `totals`.
     pub(super) fn gradient_sums<T: Element>(
         &self,
         cpu: &Cpu,
@@ -81,7 +81,7 @@ impl Rows {
         });
     }
 
-    /// Joins, in order, two numbers by channel that `task` gives for each part from its start and its elements of `x`.
+    /// Runs `task` on the start and the elements of each part of `x`, and merges its two numbers per channel in order.
     fn reduce<T: Element>(
         &self,
         cpu: &Cpu,
@@ -102,7 +102,7 @@ impl Rows {
         });
     }
 
-    /// y = map(x, residual), or of what y holds.
+    /// y = map(x, residual); without `x`, y is mapped in place.
     pub(super) fn map<T: Element>(
         &self,
         cpu: &Cpu,
@@ -132,10 +132,10 @@ impl Rows {
         });
     }
 
-    /// Runs `task` on the start and the elements of every block of `out`; where `overwrites` says that it does not read
-    /// them, large outputs are streamed.
+    /// Runs `task` on the start and the elements of every block of `out`. `overwrites` says that `task` does not read the
+    /// elements; then large outputs are streamed.
     ///
-    /// From the end to the start: what was read last for the sums is what caches still hold.
+    /// It goes from the last block to the first, because caches still hold what was read last for the sums.
     fn each<T: Element>(
         &self,
         cpu: &Cpu,
@@ -161,13 +161,14 @@ impl Rows {
     }
 }
 
-/// Wide rows up to this lie so near to each other that hardware foresees what is read when several are read in turn.
+/// Up to this width, wide rows lie so close together that the hardware prefetches well when several are read in turn.
 const NARROW: usize = 128;
-/// Channels of a wide row between two looks ahead.
+/// Channels of a wide row between two calls of [`fetch_ahead`].
 const STRIP: usize = 64;
 
-/// Fetches what is read after the next of several rows that are read in turn, from one channel of each on: in the order
-/// of memory, where hardware does not.
+/// Prefetches for a loop that reads groups of `ROWS` wide rows, all rows of a group in turn. While `rows` is read from
+/// channel `start` on, this fetches a strip of the group after the next one, in the order of memory, if the rows are too
+/// wide for the hardware to prefetch them.
 #[inline(always)]
 fn fetch_ahead<T, const ROWS: usize>(rows: &[T], start: usize) {
     if rows.len() > ROWS * NARROW {
@@ -176,13 +177,13 @@ fn fetch_ahead<T, const ROWS: usize>(rows: &[T], start: usize) {
     }
 }
 
-/// The two halves, zero.
+/// The two halves of `sums`, filled with zeros.
 fn zeros(sums: &mut [f64]) -> [&mut [f64]; 2] {
     sums.fill(0.0);
     sums.split_at_mut(sums.len() / 2).into()
 }
 
-/// The sums of a wide row, which repeats the channels, by channel.
+/// Adds up the sums of a wide row, which repeats the channels, to one sum per channel.
 fn fold(wide: &[f64], sums: &mut [f64]) {
     let (first, others) = wide.split_at(sums.len());
     sums.copy_from_slice(first);
@@ -191,9 +192,9 @@ fn fold(wide: &[f64], sums: &mut [f64]) {
     }
 }
 
-// Loops over indices, with every slice cut to the same length before, are what the compiler vectorises here.
+// These are loops over indices, with every slice cut to the same length first, because the compiler vectorises those here.
 multiversion! {
-    /// The channels' pilots, for a wide row.
+    /// The pilots of the channels, repeated over a wide row.
     fn pilot_rows<T: Element>(rows: &[T], channels: usize, pilots: &mut [f64]) {
         let places = pilot_places(rows.len() / channels);
         let [a, b, c, d] = places.map(|place| &rows[place * channels..][..channels]);
@@ -204,7 +205,7 @@ multiversion! {
         others.chunks_exact_mut(channels).for_each(|other| other.copy_from_slice(first));
     }
 
-    /// In the place of the sums of differences from the pilots and of their squares.
+    /// Replaces the sums of differences from the pilots, and of their squares, by means and squared deviations.
     fn moments_of_sums<>(count: f64, pilots: &[f64], sums: &mut [f64], squares: &mut [f64]) {
         for ((sum, square), &pilot) in sums.iter_mut().zip(squares).zip(pilots) {
             (*sum, *square) = moments(pilot, *sum, *square, count);
@@ -215,7 +216,7 @@ multiversion! {
     fn sum_rows<T: Element>(rows: &[T], pilots: &[f64], sums: &mut [f64], squares: &mut [f64]) {
         let width = pilots.len();
         let (sums, squares) = (&mut sums[..width], &mut squares[..width]);
-        // Four rows between a load and a store of the sums.
+        // Each load and store of the sums serves four rows.
         let mut quads = rows.chunks_exact(4 * width);
         for quad in &mut quads {
             let (a, rest) = quad.split_at(width);
@@ -295,7 +296,8 @@ multiversion! {
                 mean: mean[i], scale: scale[i], shift: shift[i], mean_g: zero, slope: zero,
             };
             match x {
-                // Each cut in sight of the loop: with lengths that the compiler loses, the end of a row is not vectorised.
+                // The slices are cut right before the loop: if the compiler loses track of the lengths, the end of a row is
+                // not vectorised.
                 Some([x, residual]) => {
                     let (x, residual) = (&x[row * all..][..width], &residual[row * all..][..width]);
                     for i in 0..width {

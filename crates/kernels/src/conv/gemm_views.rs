@@ -1,14 +1,14 @@
-//! Tensors of a convolution seen as matrices: what the algorithms built on matrix multiplication share.
+//! Tensors of a convolution viewed as matrices, for the algorithms built on matrix multiplication.
 //!
-//! With `columns` the J x P matrix of input values (J = C/groups * R * S rows, P output pixels), one group's passes
-//! are `y = W columns`, `dcolumns = Wᵀ dy` and `dW = dy columnsᵀ`, where W is (K/groups) x J.
+//! Let `columns` be the J x P matrix of input values (J = C/groups * R * S rows, P output pixels). One group's passes are
+//! then `y = W columns`, `dcolumns = Wᵀ dy` and `dW = dy columnsᵀ`, where W is (K/groups) x J.
 
 use super::plan::Cost;
 use super::problem::{ConvProblem, Pass};
 use crate::gemm::{Matrix, MatrixMut};
 use crate::{Cpu, Element, MemoryFormat};
 
-/// A matrix's place in a slice.
+/// Where a matrix lies in a slice.
 #[derive(Clone, Copy)]
 pub(super) struct View {
     offset: usize,
@@ -41,7 +41,7 @@ impl View {
     }
 }
 
-/// A tensor of `channels` x `spatial` elements an image.
+/// A tensor with `channels` x `spatial` elements per image.
 pub(super) struct Images {
     pub(super) format: MemoryFormat,
     pub(super) channels: usize,
@@ -49,7 +49,7 @@ pub(super) struct Images {
 }
 
 impl Images {
-    /// Channels [c0, c0 + c) by pixels [p0, p0 + p) of image `n`. In channels-last, pixels may run on into the next image.
+    /// Channels [c0, c0 + c) by pixels [p0, p0 + p) of image `n`. In channels-last, pixels may continue into the next image.
     pub(super) fn view(&self, n: usize, [c0, c]: [usize; 2], [p0, p]: [usize; 2]) -> View {
         let (offset, strides) = match self.format {
             MemoryFormat::Contiguous => ((n * self.channels + c0) * self.spatial + p0, [self.spatial, 1]),
@@ -59,13 +59,13 @@ impl Images {
     }
 }
 
-/// Work over the images of a batch: whole images to each thread where there are enough, else threads inside an image.
+/// How the images of a batch are split: whole images to each thread if there are enough, else all threads inside one image.
 pub(super) struct Split {
     /// Workers that take whole images.
     pub(super) workers: usize,
-    /// Images a worker takes, at most.
+    /// The most images that a worker takes.
     pub(super) images: usize,
-    /// What each worker may use inside an image.
+    /// The threads that each worker may use inside an image.
     pub(super) inner: Cpu,
 }
 
@@ -85,11 +85,11 @@ impl Split {
     }
 }
 
-/// The part of its speed on large matrices that multiplication keeps on one group's K and C R S, for [`Cost`].
+/// The fraction of its speed on large matrices that multiplication reaches with one group's K and C R S, for [`Cost`].
 pub(super) fn gemm_efficiency(problem: &ConvProblem, pass: Pass) -> f64 {
     let depth = problem.weight_len() / problem.out_channels;
     let k = problem.group_out_channels();
-    // The sum's length: short ones do not pay for loading and storing the output.
+    // `sum` is the length of each sum: short sums do not pay for loading and storing the output.
     let (sum, side) = match pass {
         Pass::Forward => (depth, k),
         Pass::BackwardData => (k, depth),
@@ -99,8 +99,8 @@ pub(super) fn gemm_efficiency(problem: &ConvProblem, pass: Pass) -> f64 {
     part(sum, 16.0) * part(side, 8.0)
 }
 
-/// What a product with columns costs: the multiplication at `efficiency`, and copying every element of the columns, in
-/// runs along the channels or the width.
+/// The cost of a product with columns: the multiplication at `efficiency`, and copying every element of the columns, in runs
+/// along the channels or the width.
 pub(super) fn columns_cost(problem: &ConvProblem, pass: Pass, cpu: &Cpu, efficiency: f64) -> Cost {
     let run = match problem.format {
         MemoryFormat::Contiguous => problem.width.output(),
@@ -112,7 +112,7 @@ pub(super) fn columns_cost(problem: &ConvProblem, pass: Pass, cpu: &Cpu, efficie
     Cost { flops: direct.flops + Cost::flops_of(cycles, cpu) * direct.efficiency, ..direct }
 }
 
-/// Adds up the workers' weight gradients, which lie one after the other, in their order.
+/// Adds up the workers' weight gradients, which lie one after the other, into the first, in their order.
 pub(super) fn reduce_partials<T: Element>(partials: &mut [T], len: usize) {
     let (total, others) = partials.split_at_mut(len);
     for partial in others.chunks(len) {

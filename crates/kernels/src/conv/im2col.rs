@@ -22,7 +22,7 @@ pub(super) struct Im2col;
 /// Elements of one tile's columns: 512 KiB of f32, half of a common L2 cache.
 const TILE_ELEMENTS: usize = 128 * 1024;
 
-/// Elements of the columns of one output row, at most: as many as a tensor may have.
+/// The most elements that the columns of one output row may have: the limit of a tensor.
 const LARGEST_ROW: usize = 1 << 40;
 
 impl ConvAlgorithm for Im2col {
@@ -37,7 +37,7 @@ impl ConvAlgorithm for Im2col {
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
         let [_, _, output_rows, output_columns] = problem.output_shape();
         let depth = problem.weight_len() / problem.out_channels;
-        // Sizes that no memory holds may still be a valid problem.
+        // A valid problem may have sizes that no memory can hold.
         let Some(row) = depth.checked_mul(output_columns).filter(|&row| row <= LARGEST_ROW) else {
             return Err(NotApplicable(format!(
                 "the columns of one output row, {depth} x {output_columns}, are too large"
@@ -238,7 +238,7 @@ impl Tiles {
         }
     }
 
-    /// One row of the columns: what kernel element (r, s) reads of one channel, for output rows from `first` on.
+    /// Fills one row of the columns: what kernel element (r, s) reads from one channel, for output rows from `first` on.
     fn im2col_plane<T: Element>(&self, plane: &[T], [r, s]: [usize; 2], first: usize, line: &mut [T]) {
         let (h, w) = (&self.problem.height, &self.problem.width);
         let (from, to) = w.outputs_inside(s);
@@ -260,7 +260,7 @@ impl Tiles {
         }
     }
 
-    /// One column in channels-last: the patch that output (oh, ow) reads, as (r, s, c).
+    /// Fills one column in channels-last: the patch that output (oh, ow) reads, as (r, s, c).
     fn im2col_patch<T: Element>(&self, image: &[T], group: usize, [oh, ow]: [usize; 2], patch: &mut [T]) {
         let p = &self.problem;
         let channels = p.group_in_channels();

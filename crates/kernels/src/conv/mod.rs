@@ -1,8 +1,8 @@
 //! Convolution: problems, algorithms, and plans that run one pass of one problem.
 //!
-//! An algorithm is a value of [`ConvAlgorithm`] in the table [`algorithms`]. It answers a problem with a
-//! [`ConvPlan`], which is the proof that it can run it, or with the reason why not. The plain reference is last in
-//! the table, always applies, sums in f64 and is the oracle that the others are tested against.
+//! An algorithm is a value of [`ConvAlgorithm`] in the table [`algorithms`]. For a problem it returns either a [`ConvPlan`],
+//! which proves that it can run the problem, or the reason why it cannot. The plain reference is the last entry of the table:
+//! it always applies, sums in f64, and is the oracle that the others are tested against.
 
 mod adapters;
 mod depthwise;
@@ -33,7 +33,7 @@ use winograd::{F2, F4, F6, Winograd};
 
 use crate::Cpu;
 
-/// The repertoire. Names are append-only: saved caches hold them.
+/// The repertoire: all base algorithms. Only add names, never change or remove one: saved caches hold them.
 fn repertoire() -> Vec<Arc<dyn ConvAlgorithm>> {
     vec![
         Arc::new(pointwise::Pointwise),
@@ -50,8 +50,8 @@ fn repertoire() -> Vec<Arc<dyn ConvAlgorithm>> {
     ]
 }
 
-/// Every algorithm: the repertoire, each of it through the other memory format and through another pass
-/// (`NAME+relayout`, `NAME+swap`, `NAME+phases`), and last the reference.
+/// Every algorithm: each of the repertoire, followed by the algorithms derived from it (`NAME+relayout`, `NAME+swap`,
+/// `NAME+phases`), and last the reference.
 pub fn algorithms() -> &'static [Arc<dyn ConvAlgorithm>] {
     static ALGORITHMS: LazyLock<Vec<Arc<dyn ConvAlgorithm>>> = LazyLock::new(|| {
         let mut algorithms: Vec<_> = repertoire().into_iter().flat_map(with_derived).collect();
@@ -66,14 +66,14 @@ pub fn algorithm(name: &str) -> Option<&'static dyn ConvAlgorithm> {
     algorithms().iter().find(|algorithm| algorithm.name() == name).map(Arc::as_ref)
 }
 
-/// `algorithm` followed by what can be made of it: `NAME+relayout` runs it on tensors of the other memory format,
-/// `NAME+swap` computes each pass through another one, `NAME+phases` a dilated convolution without dilation.
+/// `algorithm`, followed by the algorithms derived from it: `NAME+relayout` runs it on tensors of the other memory format,
+/// `NAME+swap` computes each pass as another pass, `NAME+phases` runs a dilated convolution as one without dilation.
 pub(crate) fn with_derived(algorithm: Arc<dyn ConvAlgorithm>) -> Vec<Arc<dyn ConvAlgorithm>> {
     let derived = adapters::derived(&algorithm);
     [algorithm].into_iter().chain(derived).collect()
 }
 
-/// The plan that costs least by estimate, without measuring: see [`crate::tune`] for better.
+/// The plan with the lowest estimated cost. Nothing is measured; [`crate::tune`] measures and so chooses better.
 pub fn plan(problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> ConvPlan {
     cheapest(
         algorithms()
@@ -84,7 +84,7 @@ pub fn plan(problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> ConvPlan {
     .expect("the reference always applies")
 }
 
-/// The plan that costs least by estimate; the first of equal ones.
+/// The plan with the lowest estimated cost; the first one if several are equal.
 pub(crate) fn cheapest(plans: impl Iterator<Item = ConvPlan>) -> Option<ConvPlan> {
     plans.min_by(|a, b| a.cost().seconds(a.cpu()).total_cmp(&b.cost().seconds(b.cpu())))
 }

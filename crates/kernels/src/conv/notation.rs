@@ -30,10 +30,10 @@ impl fmt::Display for ConvProblem {
 /// benchdnn: keys `g mb ic ih iw oc oh ow kh kw sh sw ph pw dh dw` with numbers, in any order, `_` between them
 /// allowed, and an optional name `n"..."` at the end. Dilation is zero-based (`dh0` is dense). An omitted height or
 /// width follows the other one; omitted stride is 1, padding and dilation 0, groups 1, and `mb` 2 as in benchdnn.
-/// Where `oh` or `ow` is given it decides the padding after the input; otherwise that is as much as before it.
+/// If `oh` or `ow` is given, it determines the padding after the input; otherwise that equals the padding before it.
 ///
-/// The article's: `i128x36x12,k64x6x3,b256`, input channels x width x height, kernels x width x height, batch;
-/// `,` and `_` both separate; stride 1, no padding; without `b` the batch is 1.
+/// The article's: `i128x36x12,k64x6x3,b256`, input channels x width x height, kernels x width x height, batch; parts are
+/// separated by `,` or `_`; stride 1, no padding; without `b` the batch is 1.
 impl FromStr for ConvProblem {
     type Err = Error;
 
@@ -46,10 +46,10 @@ impl FromStr for ConvProblem {
     }
 }
 
-/// Reads a suite: one problem a line, `#` starts a comment, blank lines are passed over.
+/// Reads a suite: one problem a line, `#` starts a comment, blank lines are skipped.
 ///
 /// # Errors
-/// The first line that is not a problem, with its number.
+/// The first line that is not a valid problem, with its number.
 pub fn parse_suite(text: &str) -> Result<Vec<ConvProblem>> {
     let mut problems = Vec::new();
     for (index, line) in text.lines().enumerate() {
@@ -123,7 +123,7 @@ fn parse_article(text: &str) -> std::result::Result<ConvSpec, String> {
     })
 }
 
-/// Keys of benchdnn's notation; those with a height and a width stand as pairs.
+/// Keys of benchdnn's notation; the height and width keys of a size are neighbours.
 const KEYS: [&str; 16] =
     ["g", "mb", "ic", "oc", "ih", "iw", "oh", "ow", "kh", "kw", "sh", "sw", "ph", "pw", "dh", "dw"];
 
@@ -165,7 +165,7 @@ fn parse_benchdnn(text: &str) -> std::result::Result<ConvSpec, String> {
     let ((ih, iw), (oh, ow), (kh, kw), (sh, sw), (ph, pw), (dh, dw)) =
         (pair('i'), pair('o'), pair('k'), pair('s'), pair('p'), pair('d'));
     let missing = |letter: char| format!("`{letter}h` and `{letter}w` are missing");
-    // With only one of oh and ow, the other follows it only if the input follows too.
+    // If only one of oh and ow is given, the other equals it, unless ih and iw are both given.
     let follows = |given: Option<usize>, this: &str, axis_given: bool| {
         get(this).or(if axis_given { None } else { given })
     };
@@ -207,7 +207,7 @@ fn axis(
     if output == 0 || kernel == 0 || stride == 0 || input == 0 {
         return Err(format!("a size of axis {name} is 0"));
     }
-    // The padding after the input that gives just this output: (o - 1) * stride + span - before - input.
+    // The padding after the input that gives exactly this output: (o - 1) * stride + span - before - input.
     let read = (output - 1)
         .checked_mul(stride)
         .zip((kernel - 1).checked_mul(dilation))

@@ -1,4 +1,4 @@
-//! What an algorithm is, and the plan that it makes for one pass of one problem.
+//! The algorithm trait, and the plan that an algorithm makes for one pass of one problem.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ impl std::fmt::Display for NotApplicable {
 /// How far an algorithm's rounding errors may exceed those of direct convolution.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub enum Accuracy {
-    /// Products are summed as they are: direct, GEMM.
+    /// Products are summed without a transform: direct, GEMM.
     Strict,
     /// Also transforms whose errors are of the same size in practice: Winograd F(2x2) and F(4x4), FFT.
     #[default]
@@ -43,7 +43,7 @@ pub trait ConvAlgorithm: Send + Sync {
     /// A name that never changes: saved caches hold it.
     fn name(&self) -> &str;
 
-    /// Raised whenever the speed or the result may have changed, so that saved measurements lose their force.
+    /// Must be raised whenever the speed or the result may have changed: that invalidates saved measurements.
     fn revision(&self) -> u32;
 
     /// The strictest class of accuracy that this algorithm belongs to.
@@ -56,12 +56,13 @@ pub trait ConvAlgorithm: Send + Sync {
         true
     }
 
-    /// The memory formats that [`ConvAlgorithm::plan`] takes; the other one is reached by copying (`NAME+relayout`).
+    /// The memory formats that [`ConvAlgorithm::plan`] takes; `NAME+relayout` copies tensors of the other format.
     fn formats(&self) -> &'static [MemoryFormat] {
         &[MemoryFormat::Contiguous, MemoryFormat::ChannelsLast]
     }
 
-    /// Whether [`ConvAlgorithm::plan`] takes dilated problems; if not, they are reached in phases (`NAME+phases`).
+    /// Whether [`ConvAlgorithm::plan`] takes dilated problems; if not, `NAME+phases` splits them into problems without
+    /// dilation.
     fn takes_dilation(&self) -> bool {
         true
     }
@@ -82,7 +83,8 @@ pub trait ConvAlgorithm: Send + Sync {
 pub trait ConvKernel<T>: Send + Sync {
     /// Computes `output` from the pass's two inputs, in the order of [`ConvOperands`]'s constructors.
     ///
-    /// `cpu` is the plan's. Lengths have been checked against the problem. Output and workspace start with any content.
+    /// `cpu` is the plan's, or the same budget on the calling thread alone. Lengths have been checked against the problem.
+    /// Output and workspace may hold anything at the start.
     fn run(&self, cpu: &Cpu, inputs: [&[T]; 2], output: &mut [T], workspace: &mut [T]);
 }
 
@@ -97,11 +99,11 @@ pub enum Kernel {
 }
 
 impl Kernel {
-    /// Wraps a kernel that is written for both element types, for the one that `problem` has.
+    /// Wraps a kernel that is written for both element types, as the kernel for the type of `problem`.
     pub fn of<K: ConvKernel<f32> + ConvKernel<f64> + 'static>(problem: &ConvProblem, kernel: K) -> Kernel {
         match problem.dtype {
             DType::F64 => Kernel::F64(Arc::new(kernel)),
-            // No problem has a type that does not compute.
+            // Only f32 is left: no problem has a type that is for storage only.
             _ => Kernel::F32(Arc::new(kernel)),
         }
     }
@@ -135,27 +137,27 @@ impl<'a, T> ConvOperands<'a, T> {
 /// An estimate of what running a plan costs, for choosing without measuring.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Cost {
-    /// Floating-point operations that are really done.
+    /// Floating-point operations that are actually done.
     pub flops: f64,
-    /// The part of the machine's peak at which they run, 0 to 1.
+    /// The fraction of the machine's peak at which they run, 0 to 1.
     pub efficiency: f64,
-    /// Bytes read and written beyond the caches.
+    /// Bytes read from and written to memory, beyond the caches.
     pub bytes: f64,
 }
 
 impl Cost {
-    /// Direct convolution at this efficiency, reading its inputs and writing its output once.
+    /// The cost of direct convolution at this efficiency, which reads its inputs and writes its output once.
     pub fn direct(problem: &ConvProblem, efficiency: f64) -> Cost {
         let elements = problem.input_len() + problem.weight_len() + problem.output_len();
         Cost { flops: problem.flops(), efficiency, bytes: (elements * problem.dtype.size()) as f64 }
     }
 
-    /// The same with `bytes` more moved.
+    /// The same cost with `bytes` more moved.
     pub fn moving(self, bytes: usize) -> Cost {
         Cost { bytes: self.bytes + bytes as f64, ..self }
     }
 
-    /// Operations that one thread could do in `cycles`: two multiply-adds of a vector in each.
+    /// Operations that one thread can do in `cycles`, at two vector multiply-adds a cycle.
     pub(crate) fn flops_of(cycles: f64, cpu: &Cpu) -> f64 {
         cycles * 4.0 * crate::simd::lanes(cpu.isa()) as f64
     }
@@ -172,10 +174,10 @@ impl Cost {
     }
 }
 
-/// Plans that take one thread fewer seconds than this, by estimate, run on the calling thread alone.
+/// In seconds. A plan that one thread would finish in less time than this, by estimate, runs on the calling thread alone.
 const ALONE_BELOW: f64 = 40e-6;
 
-/// An algorithm made ready for one pass of one problem with one thread budget. Cheap to clone, reusable.
+/// An algorithm prepared for one pass of one problem with one thread budget. Cheap to clone, reusable.
 #[derive(Clone)]
 pub struct ConvPlan {
     algorithm: Arc<str>,
@@ -209,30 +211,30 @@ impl ConvPlan {
         }
     }
 
-    /// The same plan with an estimate of its cost; without one it is direct convolution at half of the peak.
+    /// The same plan with an estimate of its cost; the default is direct convolution at half of the peak.
     pub fn with_cost(self, cost: Cost) -> ConvPlan {
         ConvPlan { cost, ..self }
     }
 
-    /// The same plan of an algorithm that does at least this many floating-point operations; without this, they are those of direct
-    /// convolution that are not on padding.
+    /// The same plan with the least number of floating-point operations that its algorithm does; the default is those of
+    /// direct convolution without the products with padding.
     pub fn with_operations(self, operations: f64) -> ConvPlan {
         ConvPlan { operations, ..self }
     }
 
-    /// The same plan, which runs nothing if `asked` is a dry CPU.
+    /// The same plan; if `asked` is a dry CPU, it runs nothing.
     pub(crate) fn for_cpu(self, asked: &Cpu) -> ConvPlan {
         let cpu = if asked.is_dry() { self.cpu.dry() } else { self.cpu };
         ConvPlan { cpu, ..self }
     }
 
-    /// What running it costs, by estimate.
+    /// The estimated cost of running it.
     pub fn cost(&self) -> Cost {
         self.cost
     }
 
-    /// Floating-point operations that a run really does, those of transforms and copies not counted: what can be held against
-    /// the machine's peak. [`ConvProblem::flops`] are what direct convolution would do.
+    /// Floating-point operations that a run actually does, without those of transforms and copies. Compare this with the
+    /// machine's peak; [`ConvProblem::flops`] is what direct convolution would do.
     pub fn operations(&self) -> f64 {
         self.operations
     }
@@ -262,10 +264,12 @@ impl ConvPlan {
         self.workspace_len
     }
 
-    /// Computes the output. The workspace may be longer than needed; its content is lost. On a [`Cpu::dry`] nothing runs.
+    /// Computes the output. The workspace may be longer than needed; its content is overwritten. On a [`Cpu::dry`] nothing
+    /// runs.
     ///
     /// # Errors
-    /// If the operands are of another pass, another element type, or of lengths other than the problem's.
+    /// If the operands are of another pass, another element type, or of lengths other than the problem's, or if the workspace
+    /// is too short.
     pub fn run<T: Element>(&self, operands: ConvOperands<'_, T>, workspace: &mut [T]) -> Result<()> {
         let operation = match self.pass {
             Pass::Forward => "convolution",
@@ -310,7 +314,7 @@ impl ConvPlan {
             bytes = (bytes * size_of::<T>()) as u64,
         )
         .entered();
-        // Waking the other threads takes longer than such a run.
+        // Waking the other threads takes longer than so short a run.
         let alone = self.cost.seconds(&self.cpu.one_thread()) < ALONE_BELOW;
         let cpu = if alone { &self.cpu.calling_thread() } else { &self.cpu };
         kernel.run(cpu, operands.inputs, operands.output, &mut workspace[..self.workspace_len]);

@@ -1,8 +1,8 @@
-//! 1 x 1 convolution as matrix multiplication on the tensors as they lie: nothing is copied.
+//! 1 x 1 convolution as matrix multiplication directly on the tensors: without a stride, nothing is copied.
 //!
-//! With stride 1 and no padding the columns of im2col are the input itself. In channels-last a thread's pixels are
-//! one multiplication; in contiguous format each image is one. With a stride (channels-last) the pixels that are read
-//! are copied side by side first.
+//! With stride 1 and no padding the columns of im2col are the input itself. In channels-last a thread's pixels are one
+//! multiplication; in contiguous format each image is one. With a stride (channels-last only) the pixels that are read are
+//! first copied next to each other.
 
 use super::gemm_views::{Images, Split, View, gemm_efficiency, reduce_partials};
 use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Cost, Kernel, NotApplicable};
@@ -33,13 +33,13 @@ impl ConvAlgorithm for Pointwise {
         }
         let spatial = problem.height.output() * problem.width.output();
         let pixels = problem.batch * spatial;
-        // Channels-last pixels follow one another through all images: every pixel may be where another thread begins.
+        // In channels-last the pixels of all images form one sequence, so the threads may split it at any pixel.
         let (images, spatial) = match problem.format {
             MemoryFormat::Contiguous => (problem.batch, spatial),
             MemoryFormat::ChannelsLast => (pixels, 1),
         };
         let weights = pass == Pass::BackwardWeights;
-        // Threads that split the pixels need a sum each, which must not cost more than a fraction of reading x and dy.
+        // Threads that split the pixels need one sum each. Adding these must cost only a fraction of reading x and dy.
         let sums = cpu.threads() * problem.weight_len();
         let few = problem.format == MemoryFormat::ChannelsLast && pixels < 96 * cpu.threads();
         let light = !weights || sums <= pixels * (problem.in_channels + problem.out_channels) / 8;
@@ -61,9 +61,9 @@ struct Gemms {
     images: usize,
     /// Pixels of an image.
     pixels: usize,
-    /// Whether threads take pixels of their own, rather than share each multiplication.
+    /// Whether each thread takes its own pixels; otherwise all threads share each multiplication.
     split_pixels: bool,
-    /// Elements of x that a strided kernel reads, copied side by side; none without a stride.
+    /// Elements of x that a strided kernel reads, copied next to each other; 0 without a stride.
     taken: usize,
 }
 
@@ -72,7 +72,7 @@ impl Gemms {
         if self.split_pixels { Split::new(self.images, cpu) } else { Split::whole(self.images, cpu) }
     }
 
-    /// Copies the pixels that a strided kernel reads side by side.
+    /// Copies the pixels that a strided kernel reads next to each other.
     fn take<T: Element>(&self, cpu: &Cpu, x: &[T], taken: &mut [T]) {
         let p = &self.problem;
         let (c, h, w) = (p.in_channels, &p.height, &p.width);
@@ -83,7 +83,7 @@ impl Gemms {
         });
     }
 
-    /// Puts the pixels back to where [`Gemms::take`] reads them, with zeros between.
+    /// Writes the pixels back to where [`Gemms::take`] reads them, with zeros between.
     fn put<T: Element>(&self, cpu: &Cpu, taken: &[T], x: &mut [T]) {
         let p = &self.problem;
         let (c, h, w) = (p.in_channels, &p.height, &p.width);
@@ -103,7 +103,7 @@ impl Gemms {
         });
     }
 
-    /// Calls `visit` with the views of weight, x and y for each image and group; for channels-last all images are one.
+    /// Calls `visit` with the views of weight, x and y for each image and group; in channels-last all images count as one.
     fn each(&self, images: usize, mut visit: impl FnMut(View, View, View)) {
         let p = &self.problem;
         let (images, pixels) = match p.format {
@@ -141,7 +141,7 @@ impl<T: Element> ConvKernel<T> for Gemms {
 }
 
 impl Gemms {
-    /// The pass on tensors whose pixels lie side by side.
+    /// Runs the pass on tensors whose pixels lie next to each other.
     fn multiply<T: Element>(&self, cpu: &Cpu, [a, b]: [&[T]; 2], output: &mut [T], workspace: &mut [T]) {
         let p = &self.problem;
         let split = self.split(cpu);

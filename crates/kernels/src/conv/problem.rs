@@ -52,13 +52,13 @@ impl ConvAxis {
     /// Not 0 for an axis that passed [`ConvProblem::new`].
     pub fn output(&self) -> usize {
         let padded = self.pad_before.saturating_add(self.input).saturating_add(self.pad_after);
-        // A stride of 0, which is no problem's, counts as 1.
+        // No valid problem has stride 0; here it counts as 1.
         padded
             .checked_sub(self.kernel_span())
             .map_or(0, |steps| (steps / self.stride.max(1)).saturating_add(1))
     }
 
-    /// The input index that output `o` reads through kernel element `k`, unless that is padding or behind it.
+    /// The input index that output `o` reads through kernel element `k`; `None` if that is padding or lies beyond it.
     #[inline(always)]
     pub fn input_index(&self, o: usize, k: usize) -> Option<usize> {
         let place = o.checked_mul(self.stride)?.checked_add(k.checked_mul(self.dilation)?)?;
@@ -104,9 +104,9 @@ impl ConvAxis {
         Ok(())
     }
 
-    /// Drops what has no effect, padding that no output reads and the dilation of one element, so that such problems
-    /// compare equal. Of strides that lead beyond all padding, where there is one output, those that algorithms could not
-    /// multiply any more become as large as the axis.
+    /// Removes what has no effect (padding that no output reads, the dilation of a kernel of one element), so that problems
+    /// with the same computation compare equal. Also caps the stride at the size of the padded axis, or at 2^40 if that is
+    /// more, so that algorithms can multiply it: a larger stride leads beyond all padding and still gives one output.
     fn canonical(self) -> ConvAxis {
         let read = (self.output() - 1) * self.stride + self.kernel_span();
         let dilation = if self.kernel == 1 { 1 } else { self.dilation };
@@ -131,7 +131,7 @@ pub struct ConvSpec {
     pub height: ConvAxis,
     /// W and S.
     pub width: ConvAxis,
-    /// Element type of input, weight and output: one that computes.
+    /// Element type of input, weight and output: not a type that is for storage only.
     pub dtype: DType,
     /// Order of input and output in memory. Weights are always K x C/groups x R x S, contiguous.
     pub format: MemoryFormat,
@@ -145,7 +145,8 @@ pub struct ConvSpec {
 /// | weight | K x C/groups x R x S |
 /// | y | N x K x OH x OW |
 ///
-/// Sizes read as fields through [`ConvSpec`]; two problems are equal when they ask for the same computation.
+/// The sizes can be read as fields, because a problem dereferences to [`ConvSpec`]. Two problems are equal if they ask for
+/// the same computation.
 /// The text form is benchdnn's notation: see the `FromStr` and `Display` implementations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ConvProblem {
@@ -160,13 +161,13 @@ impl std::ops::Deref for ConvProblem {
     }
 }
 
-/// No tensor of a problem may have more elements than this: 2^40, far above any memory, far below overflow.
+/// The most elements that a tensor of a problem may have: 2^40, far above any memory, far below overflow.
 const MAX_ELEMENTS: usize = 1 << 40;
-/// Nor may images and channels by one axis with its padding be more, which algorithms multiply with strides and lanes.
+/// The limit of images x channels x size of one padded axis: algorithms multiply this product with strides and lanes.
 const MAX_PADDED: usize = 1 << 61;
 
 impl ConvProblem {
-    /// The same tensors with another number of groups, one that divides the channels.
+    /// The same sizes with another number of groups, which must divide the channels.
     pub(super) fn with_groups(&self, groups: usize) -> ConvProblem {
         ConvProblem { spec: ConvSpec { groups, ..self.spec } }
     }
@@ -224,7 +225,7 @@ impl ConvProblem {
         Ok(ConvProblem { spec })
     }
 
-    /// The same problem with other sizes changed by `change`.
+    /// The same problem after `change` has changed its sizes.
     ///
     /// # Errors
     /// As [`ConvProblem::new`].
@@ -290,10 +291,11 @@ impl ConvProblem {
             * (self.group_in_channels() * self.height.kernel * self.width.kernel) as f64
     }
 
-    /// As [`flops`](Self::flops), without the products with padding, which many algorithms leave out. About, for kernels of more
-    /// than 4096 rows or columns.
+    /// As [`flops`](Self::flops), without the products with padding, which many algorithms leave out. Approximate for kernels
+    /// of more than 4096 rows or columns.
     pub fn flops_inside(&self) -> f64 {
-        // Of kernels longer than any network has, as text may claim, some elements stand for all: every plan counts.
+        // Every plan calls this. Text may claim a kernel longer than any network has, so only some of its elements are
+        // counted.
         const MOST: usize = 1 << 12;
         let products = |axis: &ConvAxis| -> f64 {
             let step = axis.kernel.div_ceil(MOST);

@@ -1,4 +1,4 @@
-//! The plain reference: the definition of each pass as loops, summed in f64. Always applies; the oracle.
+//! The plain reference: the definition of each pass as loops, summed in f64. It always applies and is the oracle for tests.
 
 use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Cost, Kernel, NotApplicable};
 use super::problem::{ConvProblem, Pass};

@@ -1,4 +1,4 @@
-//! Average pooling, with its backward.
+//! Average pooling, with its backward pass.
 
 use super::PoolProblem;
 use super::runs::{span, strided};
@@ -8,12 +8,12 @@ use crate::error::invalid;
 use crate::{Cpu, Element, Result};
 
 impl PoolProblem {
-    /// One over the divisor of each average, by output pixel.
+    /// 1 / the divisor of the average, for each output pixel.
     fn shares<T: Element>(&self, count_padding: bool) -> Vec<T> {
         let extent = |axis: &ConvAxis, padding: usize, o: usize| {
             let start = (o * axis.stride) as isize - padding as isize;
             let end = start + axis.kernel as isize;
-            // Padding counts up to the nominal one, not what ceil_mode adds.
+            // Only the nominal padding counts, not what ceil_mode adds.
             let (low, high) = match count_padding {
                 true => (start, end.min((axis.input + padding) as isize)),
                 false => (start.max(0), end.min(axis.input as isize)),

@@ -1,17 +1,17 @@
-//! Max pooling: the algorithms, and what they have in common.
+//! Max pooling: the choice of algorithms and their common checks.
 
 use super::{PoolProblem, WindowIndex, max_runs, max_windows};
 use crate::error::{check_len, invalid};
 use crate::profile::span;
 use crate::{Cpu, Element, Result};
 
-/// A way to compute max pooling. All of them take every problem and give the same bits.
+/// A way to compute max pooling. All algorithms can solve every problem and give the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum MaxPoolAlgorithm {
-    /// Sweeps rows of outputs once for every window element; the gradient is scattered in the same way.
+    /// Goes over rows of outputs once for every window element; the gradient is scattered in the same way.
     Runs,
-    /// Forms maximum and index of a window in registers; the gradient is gathered for each input.
+    /// Computes the maximum and index of a window in registers; the gradient is gathered for each input.
     Windows,
 }
 
@@ -56,7 +56,7 @@ impl MaxPoolAlgorithm {
         }
     }
 
-    /// Goes up when the algorithm gets faster or slower, so that old measurements do not count.
+    /// Increase it when the algorithm gets faster or slower, so that old measurements do not count.
     pub fn revision(self) -> u32 {
         match self {
             MaxPoolAlgorithm::Runs => 2,
@@ -64,11 +64,11 @@ impl MaxPoolAlgorithm {
         }
     }
 
-    /// Seconds of a pass by estimate; only the ratio between algorithms matters.
+    /// Estimated seconds of a pass; only the ratio between algorithms matters.
     pub(crate) fn estimate(self, problem: &PoolProblem, pass: MaxPoolPass, cpu: &Cpu) -> f64 {
         let [batch, channels, height, width] = problem.output_shape();
         let reads = (batch * channels * height * width) as f64 * problem.window_len() as f64;
-        // Seen with AVX-512: forward runs take twice as long or more, in other passes the two are close.
+        // Measured with AVX-512: in forward, `Runs` takes twice as long or more; in the other passes the two are close.
         let nanoseconds = match (self, pass) {
             (MaxPoolAlgorithm::Runs, _) => 1.0,
             (MaxPoolAlgorithm::Windows, MaxPoolPass::Forward) => 0.5,
@@ -102,7 +102,7 @@ impl MaxPoolAlgorithm {
         Ok(())
     }
 
-    /// As [`max_pool_backward`], by this algorithm; the indices may come from any.
+    /// As [`max_pool_backward`], by this algorithm; the indices may come from any algorithm.
     ///
     /// # Errors
     /// As [`max_pool`].
@@ -128,7 +128,7 @@ impl MaxPoolAlgorithm {
 
 /// The largest value of each window, and, where `indices` is given, which window element it was (row-major).
 ///
-/// The first of equal values wins and NaN, the last of several, wins over every number, as in PyTorch.
+/// Of equal values the first wins. NaN wins over every number, and of several NaNs the last wins, as in PyTorch.
 ///
 /// # Errors
 /// If a length is not the problem's, or a window has more elements than the index type counts.

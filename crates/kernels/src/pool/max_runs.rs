@@ -1,4 +1,4 @@
-//! Max pooling by runs: y, or dx, is swept once for every window element.
+//! Max pooling by runs: the kernels go over y, or dx, once for every window element.
 
 use super::runs::{span, strided};
 use super::{PoolProblem, WindowIndex};
@@ -7,7 +7,7 @@ use crate::cpu::multiversion;
 use crate::{Cpu, Element};
 
 impl PoolProblem {
-    /// The first window element of each output pixel that lies inside the input; 0 for a window of padding only.
+    /// For each output pixel, the first element of its window that lies inside the input; 0 for a window that is all padding.
     fn first_taps<I: WindowIndex>(&self) -> Vec<I> {
         let first = |axis: &ConvAxis| -> Vec<Option<usize>> {
             let inside = |o: usize| (0..axis.kernel).find(|&k| axis.input_index(o, k).is_some());
@@ -18,7 +18,7 @@ impl PoolProblem {
         rows.iter().flat_map(|&r| columns.iter().map(move |&s| I::store(tap(r, s)))).collect()
     }
 
-    /// Whether windows cover every input, and whether they have none in common.
+    /// Whether the windows cover every input, and whether no two windows overlap.
     fn windows(&self) -> [bool; 2] {
         let axes = [&self.height, &self.width];
         let covered = |axis: &&ConvAxis| {
@@ -108,7 +108,8 @@ multiversion! {
         let x = &x[..span(stride, lanes, y.len())];
         let indices = &mut indices[..y.len()];
         strided(stride, lanes, y.len(), |to, from| {
-            // SAFETY: `strided` visits places below y's length, of which there are as many indices, and below `span`, x's length.
+            // SAFETY: `strided` visits places below y's length, which is also that of the indices, and below `span`, x's
+            // length.
             let (y, index, value) =
                 unsafe { (y.get_unchecked_mut(to), indices.get_unchecked_mut(to), *x.get_unchecked(from)) };
             let larger = (value > *y) | value.is_nan();
@@ -123,10 +124,11 @@ multiversion! {
         let dx = &mut dx[..span(stride, lanes, dy.len())];
         let indices = &indices[..dy.len()];
         strided(stride, lanes, dy.len(), |to, from| {
-            // SAFETY: `strided` visits places below dy's length, of which there are as many indices, and below `span`, dx's length.
+            // SAFETY: `strided` visits places below dy's length, which is also that of the indices, and below `span`, dx's
+            // length.
             let (dy, index, dx) =
                 unsafe { (*dy.get_unchecked(to), *indices.get_unchecked(to), dx.get_unchecked_mut(from)) };
-            // The bits of a sum, where a zero has no sign.
+            // Adding to 0 gives the same bits as a sum: -0 becomes 0.
             *dx = T::zero() + if index == tap { dy } else { T::zero() };
         });
     }

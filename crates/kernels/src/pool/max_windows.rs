@@ -1,7 +1,7 @@
-//! Max pooling by windows: each output looks at its window, each input at the windows that cover it.
+//! Max pooling by windows: each output reads its window, and in backward each input reads the windows that cover it.
 //!
-//! Neighbours that meet the same window elements form a segment. Along it, up to nine window elements at a time are
-//! taken in one sweep, so that the maximum and its index, or the sum of a gradient, stay in registers.
+//! Neighbouring places that use the same window elements form a segment. Each loop over a segment handles up to nine window
+//! elements at once, so that the maximum and its index, or the sum of a gradient, stay in registers.
 
 use super::runs::span;
 use super::{PoolProblem, WindowIndex};
@@ -10,12 +10,12 @@ use crate::cpu::multiversion;
 use crate::memory_format::MemoryFormat;
 use crate::{Cpu, Element};
 
-/// Where two places of an axis meet: an output and an input that its window covers.
+/// A pair of places along an axis: an output and an input that its window covers.
 #[derive(Clone, Copy)]
 struct Tap {
     /// The element of the window.
     element: usize,
-    /// The input that an output reads there, or the output that reads an input there.
+    /// The input that the output reads through this element, or the output that reads the input through it.
     other: usize,
 }
 
@@ -33,11 +33,11 @@ fn outputs(axis: &ConvAxis, i: usize) -> impl DoubleEndedIterator<Item = Tap> {
     })
 }
 
-/// Places along the width with the same window elements.
+/// Neighbouring places along the width with the same window elements. In backward, neighbours are one stride apart.
 struct Segment {
     first: usize,
     len: usize,
-    /// Those of the first place.
+    /// The taps of the first place.
     taps: Vec<Tap>,
 }
 
@@ -59,7 +59,7 @@ fn segments<Taps: Iterator<Item = Tap>>(
 /// The window elements of a segment of one row.
 struct Window<I> {
     elements: Vec<I>,
-    /// Where the segment's first place finds each, in the other tensor's image or plane.
+    /// For each element, where the segment's first place reads it in the other tensor's image or plane.
     sources: Vec<usize>,
 }
 
@@ -68,7 +68,7 @@ impl<I: WindowIndex> Window<I> {
         Window { elements: Vec::new(), sources: Vec::new() }
     }
 
-    /// Rows by columns; `width` is the other tensor's.
+    /// Sets the window to all pairs of `rows` and `columns`; `width` is the other tensor's.
     fn set(&mut self, rows: &[Tap], columns: &[Tap], kernel_width: usize, width: usize, lanes: usize) {
         self.elements.clear();
         self.sources.clear();
@@ -80,7 +80,7 @@ impl<I: WindowIndex> Window<I> {
         }
     }
 
-    /// Calls `visit(elements, sources)` for parts as large as the kernels take.
+    /// Calls `visit(elements, sources)` for parts of the sizes that the kernels take.
     fn each_part(&self, mut visit: impl FnMut(&[I], &[usize])) {
         let (mut elements, mut sources) = (&self.elements[..], &self.sources[..]);
         while !elements.is_empty() {
@@ -91,18 +91,18 @@ impl<I: WindowIndex> Window<I> {
     }
 }
 
-/// Window elements that kernels take at once: 3 x 3, 2 x 2, and what is left.
+/// Window elements that kernels handle at once: 3 x 3, 2 x 2, and single ones.
 const PARTS: [usize; 3] = [9, 4, 1];
 
-/// Elements of a task, at least: planes may be tiny.
+/// The minimum of elements in a task: planes may be tiny.
 const TASK: usize = 1 << 14;
 
-/// Images or planes of one task.
+/// The number of images or planes in a task.
 fn group(cpu: &Cpu, input: usize, total: usize) -> usize {
     (TASK / input).clamp(1, (total / input).div_ceil(cpu.threads()))
 }
 
-/// Which element won, for those who do not ask.
+/// An index type of no size, for callers that do not need the indices.
 #[derive(Clone, Copy, PartialEq)]
 struct Unrecorded;
 
@@ -129,7 +129,7 @@ pub(super) fn forward<T: Element, I: WindowIndex>(
 ) {
     match indices {
         Some(indices) => forward_into(cpu, problem, x, y, indices),
-        // A vector of these takes no memory.
+        // A vector of `Unrecorded` takes no memory.
         None => forward_into(cpu, problem, x, y, &mut vec![Unrecorded; y.len()]),
     }
 }
@@ -178,7 +178,8 @@ pub(super) fn backward<T: Element, I: WindowIndex>(
 ) {
     let (input, output, lanes) = problem.task();
     let (height, width) = (&problem.height, &problem.width);
-    // Inputs a stride apart are covered in the same way; a stride beyond the input leaves each alone.
+    // Inputs one stride apart are covered in the same way and form a phase; if the stride exceeds the input, each input is
+    // a phase.
     let phases = width.stride.min(width.input);
     let phase = |phase: usize| segments((phase..width.input).step_by(width.stride), |i| outputs(width, i));
     let segments: Vec<Segment> = (0..phases).flat_map(phase).collect();
@@ -218,7 +219,7 @@ pub(super) fn backward<T: Element, I: WindowIndex>(
     });
 }
 
-/// `[count, lanes, stride]`: outputs, elements of each, and inputs from one output to the next.
+/// `[count, lanes, stride]`: the number of outputs, the elements of each, and the inputs from one output's to the next one's.
 #[inline(always)]
 fn maxima_of<const N: usize, T: Element, I: WindowIndex>(
     elements: &[I],
@@ -232,7 +233,7 @@ fn maxima_of<const N: usize, T: Element, I: WindowIndex>(
     let elements: [I; N] = std::array::from_fn(|n| elements[n]);
     let x: [&[T]; N] = std::array::from_fn(|n| &x[sources[n]..][..span(stride, lanes, len)]);
     let (y, indices) = (&mut y[..len], &mut indices[..len]);
-    // The usual strides as constants, so that the loops vectorise.
+    // The usual strides are constants, so that the loops vectorise.
     match (lanes, stride) {
         (1, 1) => {
             for to in 0..len {
@@ -251,8 +252,9 @@ fn maxima_of<const N: usize, T: Element, I: WindowIndex>(
             for pixel in 0..count {
                 for lane in 0..lanes {
                     let places = [pixel * lanes + lane, pixel * stride * lanes + lane];
-                    // SAFETY: `pixel` is below `count` and `lane` below `lanes`: the first place is below `len`, which y and the
-                    // indices have. The second is at most (count - 1) * stride * lanes + lanes - 1, below the span that each x has.
+                    // SAFETY: `pixel` is below `count` and `lane` below `lanes`, so the first place is below `len`, the
+                    // length of y and the indices. The second is at most (count - 1) * stride * lanes + lanes - 1, below
+                    // the span that each x has.
                     unsafe { larger(&elements, &x, places, y, indices) };
                 }
             }
@@ -283,7 +285,7 @@ unsafe fn larger<const N: usize, T: Element, I: WindowIndex>(
     (*y, *index) = (best, winner);
 }
 
-/// `[count, lanes, step]`: inputs, elements of each, and elements from one to the next in `sums`.
+/// `[count, lanes, step]`: the number of inputs, the elements of each, and the distance from one to the next in `sums`.
 #[inline(always)]
 fn add_taken_of<const N: usize, T: Element, I: WindowIndex>(
     elements: &[I],
@@ -332,7 +334,7 @@ unsafe fn add<const N: usize, T: Element, I: WindowIndex>(
 }
 
 multiversion! {
-    /// The larger of what is known and of these window elements, which the first output finds at `sources`.
+    /// Updates the maxima and indices with these window elements, which the first output reads at `sources`.
     fn maxima<T: Element, I: WindowIndex>(
         elements: &[I], sources: &[usize], sizes: [usize; 3], x: &[T], y: &mut [T], indices: &mut [I],
     ) {
@@ -343,7 +345,8 @@ multiversion! {
         }
     }
 
-    /// Adds the dy of windows whose maximum was this element, which the first input finds at `sources`.
+    /// Adds dy of the windows whose maximum was one of these elements; the first input reads those windows' dy and indices
+    /// at `sources`.
     fn add_taken<T: Element, I: WindowIndex>(
         elements: &[I], sources: &[usize], sizes: [usize; 3], dy: &[T], indices: &[I], sums: &mut [T],
     ) {
@@ -354,7 +357,7 @@ multiversion! {
         }
     }
 
-    /// `row` takes its elements from each phase in turn.
+    /// Fills `row` with elements from each phase in turn.
     fn interleave<T: Element>(phases: usize, by_phase: &[T], row: &mut [T]) {
         let len = by_phase.len() / phases;
         if let (2, (even, odd)) = (phases, by_phase.split_at(len)) {

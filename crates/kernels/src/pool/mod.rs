@@ -1,4 +1,4 @@
-//! Max and average pooling, each with its backward, in both memory formats.
+//! Max and average pooling, each with its backward pass, in both memory formats.
 
 mod average;
 mod max;
@@ -41,8 +41,8 @@ pub struct PoolProblem {
 }
 
 impl PoolProblem {
-    /// Validates a pooling of N x C x H x W. With `ceil_mode` a last window that starts inside the input or the
-    /// padding before it counts though it runs over the end, by less than a step: PyTorch's rule. So the only window may be
+    /// Validates a pooling of N x C x H x W. With `ceil_mode`, a last window that starts inside the input or the padding
+    /// before it counts even if it extends past the end by less than a stride, as in PyTorch. So a single window may be
     /// larger than the padded input.
     ///
     /// # Errors
@@ -85,7 +85,7 @@ impl PoolProblem {
         self.format
     }
 
-    /// Elements of a window: what an index must be able to count.
+    /// Elements of a window. The index type must be able to count them.
     pub fn window_len(&self) -> usize {
         self.height.kernel * self.width.kernel
     }
@@ -102,7 +102,8 @@ impl PoolProblem {
         Extent { batch: self.batch, channels: self.channels, spatial, format: self.format }
     }
 
-    /// Input and output elements of one task: a plane, or an image whose pixels hold `lanes` channels.
+    /// `(input, output, lanes)`: the input and output elements of one task, which is a plane, or an image whose pixels hold
+    /// `lanes` channels. `lanes` is 1 for a plane.
     fn task(&self) -> (usize, usize, usize) {
         let (input, output) = (self.input_extent().spatial, self.output_extent().spatial);
         match self.format {
@@ -117,8 +118,8 @@ impl PoolProblem {
     }
 }
 
-/// In benchdnn's style, without the memory format: `mb2ic3ih8iw8kh3kw3sh2sw2ph1pw1`. Dilation, zero-based `dh` and `dw`,
-/// and output sizes `oh` and `ow` follow where they do not go without saying.
+/// In benchdnn's style, without the memory format: `mb2ic3ih8iw8kh3kw3sh2sw2ph1pw1`. Dilation (`dh` and `dw`, zero-based)
+/// and output sizes (`oh` and `ow`) follow only if they differ from the default.
 impl std::fmt::Display for PoolProblem {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let (h, w) = (&self.height, &self.width);
@@ -128,7 +129,7 @@ impl std::fmt::Display for PoolProblem {
         if (h.dilation, w.dilation) != (1, 1) {
             write!(f, "dh{}dw{}", h.dilation - 1, w.dilation - 1)?;
         }
-        // With ceil_mode the padding after the input is another than before it, and there may be no plain output.
+        // With ceil_mode the padding after the input differs from the padding before it, and without it there may be no output.
         let plain = |axis: &ConvAxis| {
             let padded = axis.input + 2 * axis.pad_before;
             padded.checked_sub(axis.kernel_span()).map_or(0, |room| room / axis.stride + 1)
@@ -140,7 +141,7 @@ impl std::fmt::Display for PoolProblem {
     }
 }
 
-/// No size and no tensor may be larger than this: 2^40, far above any memory, far below overflow.
+/// The largest size and the largest tensor: 2^40, far above any memory, far below overflow.
 const LIMIT: usize = 1 << 40;
 
 fn axis(name: &str, axis: &PoolAxis, ceil_mode: bool) -> Result<ConvAxis> {
@@ -168,7 +169,7 @@ fn axis(name: &str, axis: &PoolAxis, ceil_mode: bool) -> Result<ConvAxis> {
     if !ceil_mode {
         return Ok(axis);
     }
-    // How many windows begin before the end, where the last may run over it by less than a step.
+    // The number of windows, where the last one may extend past the end by less than a stride.
     let Some(room) = (padded + stride).checked_sub(span).filter(|&room| room > 0) else {
         return bad(format!(
             "the window is larger than the padded input by a stride or more along the {name} axis: kernel {kernel} with \
@@ -184,11 +185,11 @@ fn axis(name: &str, axis: &PoolAxis, ceil_mode: bool) -> Result<ConvAxis> {
     Ok(ConvAxis { pad_after: read.saturating_sub(padding + input), ..axis })
 }
 
-/// An integer that stores which element of its window was the largest.
+/// An integer type for the index of a window's largest element.
 pub trait WindowIndex: Copy + PartialEq + Send + Sync {
     /// `index` as this type; it fits, as [`max_pool`] has checked.
     fn store(index: usize) -> Self;
-    /// The index again.
+    /// The stored index.
     fn load(self) -> usize;
     /// How many different indices fit.
     const COUNT: usize;

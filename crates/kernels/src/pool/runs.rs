@@ -1,9 +1,10 @@
-//! Runs: pooling swept over rows of outputs, one window element at a time.
+//! Loops of pooling over runs: parts of rows of outputs, for one window element at a time.
 
 use super::PoolProblem;
 
 impl PoolProblem {
-    /// Visits every window element inside the input, as runs along output rows; taps in row-major order.
+    /// Visits every window element that is inside the input, as runs along output rows; the elements (taps) of a window in
+    /// row-major order.
     #[inline(always)]
     pub(super) fn each_run(&self, mut visit: impl FnMut(Run)) {
         let (h, w) = (&self.height, &self.width);
@@ -26,8 +27,8 @@ impl PoolProblem {
     }
 }
 
-/// Output pixels `output..output + len` read, through window element `tap`, the input pixels from `input` on, a stride
-/// apart.
+/// Output pixels `output..output + len`, which through window element `tap` read the input pixels from `input` on, one
+/// stride apart.
 pub(super) struct Run {
     pub(super) tap: usize,
     pub(super) output: usize,
@@ -41,13 +42,14 @@ impl Run {
     }
 }
 
-/// Calls `visit(place in the outputs, place in the inputs)` for `len` output elements in pixels of `lanes`, which read
-/// pixels `stride` apart; the usual strides as constants, so that the loops vectorise.
+/// Calls `visit(place in the outputs, place in the inputs)` for `len` output elements in pixels of `lanes` elements, which
+/// read input pixels `stride` apart. The usual strides are constants, so that the loops vectorise.
 ///
 /// The first place is below `len`, the second one below [`span`].
 #[inline(always)]
 pub(super) fn strided(stride: usize, lanes: usize, len: usize, mut visit: impl FnMut(usize, usize)) {
-    // `for` loops, as `for_each` of a large body may stay a function of its own, compiled for the portable set only.
+    // `for` loops, because the body of `for_each` may, if large, stay a separate function that is compiled for the portable
+    // set only.
     match (lanes, stride) {
         (1, 1) => {
             for place in 0..len {
@@ -74,7 +76,7 @@ pub(super) fn strided(stride: usize, lanes: usize, len: usize, mut visit: impl F
     }
 }
 
-/// The input elements from the first to the last that `len` output elements, at least one pixel, read.
+/// The number of input elements from the first to the last that `len` output elements read. `len` is at least one pixel.
 #[inline(always)]
 pub(super) fn span(stride: usize, lanes: usize, len: usize) -> usize {
     (len / lanes - 1) * stride * lanes + lanes

@@ -1,8 +1,8 @@
 //! Threads that help the calling thread with one job at a time.
 //!
-//! The kernels of a training step are short and follow each other closely, so two things matter that a general thread pool
-//! does not give. A helper looks out for the next job for a moment before it sleeps: waking it takes as long as a small
-//! kernel. And nobody waits for a helper that has not begun: the caller alone finishes what a late one would have taken.
+//! The kernels of a training step are short and follow each other closely, so this does two things that a general thread
+//! pool does not. A helper spins for a moment to wait for the next job before it sleeps, because waking it takes as long as
+//! a small kernel. And the caller never waits for a helper that has not begun: it does the work of a late helper itself.
 
 pub(crate) mod sync;
 
@@ -23,21 +23,21 @@ pub(crate) struct Team {
 }
 
 type Job = *const (dyn Fn() + Sync);
-/// What a panic throws.
+/// The payload of a panic.
 type Payload = Box<dyn Any + Send>;
 
 struct Shared {
     /// A [`State`].
     state: AtomicU64,
-    /// The job; helpers read it between entering and leaving only.
+    /// The job; helpers read it only between entering and leaving.
     job: UnsafeCell<Option<Job>>,
-    /// How many helpers have left the job.
+    /// How many helpers have left the current job.
     left: AtomicUsize,
-    /// Whether a caller has a job, which keeps others from opening theirs.
+    /// Whether a caller has a job open or is about to; then no other caller can open one.
     taken: AtomicBool,
     /// The first panic in a helper.
     panic: Mutex<Option<Payload>>,
-    /// How many helpers sleep, or are about to.
+    /// How many helpers sleep, or are about to sleep.
     sleeping: AtomicUsize,
     asleep: Mutex<()>,
     wake: Condvar,
@@ -49,7 +49,8 @@ unsafe impl Sync for Shared {}
 // SAFETY: the pointer is followed only while the caller that owns what it points to waits in `Team::run`.
 unsafe impl Send for Shared {}
 
-/// From the lowest bit: open, ended, 15 bits of helpers that entered, 15 bits of how many may, the number of the job.
+/// The bits, from the lowest: open, ended, 15 bits for how many helpers have entered, 15 bits for how many may enter, the
+/// number of the job.
 #[derive(Clone, Copy)]
 struct State(u64);
 
@@ -58,7 +59,7 @@ impl State {
     const ENDED: u64 = 2;
     const ONE_ENTERED: u64 = 4;
 
-    /// The state after this one in which a job is open to so many helpers.
+    /// The state that follows this one: the next job is open to `helpers` helpers.
     fn next(self, helpers: usize) -> State {
         State((u64::from(self.number().wrapping_add(1)) << 32) | (helpers as u64) << 17 | State::OPEN)
     }
@@ -106,14 +107,14 @@ impl Team {
 
     /// Runs `job` on the calling thread, and on up to `helpers` others at the same time; returns when all have left it.
     ///
-    /// If another thread has a job for this team, or the calling thread is in one, only the calling thread runs it.
+    /// If the team already has a job, from another thread or around this call, only the calling thread runs `job`.
     pub(crate) fn run(&self, helpers: usize, job: &(dyn Fn() + Sync)) {
         let shared = &*self.shared;
         if shared.taken.swap(true, Ordering::Acquire) {
             return job();
         }
         shared.open(helpers, job);
-        // The caller must not leave before the helpers, by a panic neither.
+        // The caller must not leave before the helpers do, not even by a panic.
         let own = catch_unwind(AssertUnwindSafe(job)).err();
         shared.close();
         let helpers = shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -143,14 +144,14 @@ impl Shared {
         // those before the caller's borrow ends.
         let job = unsafe { std::mem::transmute::<*const (dyn Fn() + Sync + '_), Job>(job) };
         self.left.store(0, Ordering::Relaxed);
-        // SAFETY: `taken` is held, and the last job was left by all who entered it: nobody else looks at it.
+        // SAFETY: `taken` is held, and all helpers that entered the last job have left it: no other thread accesses it.
         self.job.with_mut(|place| unsafe { *place = Some(job) });
         let state = State(self.state.load(Ordering::Relaxed));
         self.state.store(state.next(helpers).0, Ordering::Release);
         self.wake_up(helpers);
     }
 
-    /// Lets no more helpers in, and waits for those that are.
+    /// Lets no more helpers in, and waits until those inside have left.
     fn close(&self) {
         let state = State(self.state.fetch_and(!State::OPEN, Ordering::AcqRel));
         let mut pause = Pause::default();
@@ -159,26 +160,26 @@ impl Shared {
         }
     }
 
-    /// Wakes up to so many of those that sleep, after the state has changed.
+    /// Wakes up to `helpers` of the sleeping helpers, after the state has changed.
     fn wake_up(&self, helpers: usize) {
-        // An exchange that adds nothing: it and that of a helper which falls asleep are one after the other. Either this one
-        // finds the helper counted, or the helper's comes later and shows it the state as it is now.
+        // A read-modify-write that adds 0, so that it is ordered with the `fetch_add` of a helper that falls asleep. Either
+        // this one comes second and counts that helper, or the helper's comes second and the helper sees the new state.
         let sleeping = self.sleeping.fetch_add(0, Ordering::AcqRel).min(helpers);
         if sleeping > 0 {
-            // Who counts as asleep and does not wait yet holds this until it does.
+            // A helper that is counted as asleep but does not wait yet holds this lock until it waits.
             drop(self.asleep.lock().unwrap_or_else(PoisonError::into_inner));
             (0..sleeping).for_each(|_| self.wake.notify_one());
         }
     }
 
-    /// A helper's life.
+    /// The main loop of a helper.
     fn help(&self) {
         let mut last = 0;
         while let Some(number) = self.enter_next(last) {
             last = number;
             let _leaves = Leaves(&self.left);
-            // SAFETY: this thread has entered: the caller wrote the job before, and writes the next one, and ends the borrow
-            // behind it, only when this thread has left, which it does at the end of this round.
+            // SAFETY: this thread has entered. The caller wrote the job before that, and it writes the next one, and ends
+            // the borrow behind this one, only after this thread has left, which it does at the end of this round.
             let job = self.job.with(|job| unsafe { (*job).map(|job| &*job) });
             if let Some(job) = job
                 && let Err(panic) = catch_unwind(AssertUnwindSafe(job))
@@ -192,7 +193,7 @@ impl Shared {
     fn keep(&self, panic: Payload) {
         let mut first = self.panic.lock().unwrap_or_else(PoisonError::into_inner);
         let surplus = if first.is_none() { first.replace(panic) } else { Some(panic) };
-        // A payload's drop may run anything, and takes as long as it likes.
+        // Release the lock first: dropping a payload may run any code, for any time.
         drop(first);
         surplus.into_iter().for_each(discard);
     }
@@ -223,7 +224,7 @@ impl Shared {
         }
     }
 
-    /// Sleeps unless the state is another already.
+    /// Sleeps unless the state has already changed from `known`.
     fn sleep_until_another(&self, known: State) {
         let guard = self.asleep.lock().unwrap_or_else(PoisonError::into_inner);
         self.sleeping.fetch_add(1, Ordering::AcqRel);
@@ -243,14 +244,15 @@ impl Drop for Leaves<'_> {
     }
 }
 
-/// Drops what nobody will be told of. What that drop throws itself is leaked: dropping it could throw again.
+/// Drops a panic's payload that is not passed on. If that drop panics, the new payload is leaked: dropping it could panic
+/// again.
 fn discard(panic: Payload) {
     if let Err(another) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
         forget(another);
     }
 }
 
-/// Waits for what another thread is about to do, and lets others have the processor.
+/// Spins while another thread is about to act, and yields the processor now and then.
 #[derive(Default)]
 struct Pause {
     rounds: u32,

@@ -1,4 +1,4 @@
-//! What the team is made of: the standard library's threads, or in `model/` those of the model checker `loom`.
+//! The threads, locks and atomics of the team: the standard library's, or in `model/` those of the model checker `loom`.
 
 #[cfg(not(loom))]
 pub(crate) use std::{
@@ -33,23 +33,23 @@ pub(crate) use modelled::{LOOKS, Watch};
 mod real {
     use std::time::{Duration, Instant};
 
-    /// How long a helper looks out for the next job before it sleeps.
+    /// How long a helper spins to wait for the next job before it sleeps.
     pub(crate) const WATCH: Duration = Duration::from_micros(200);
 
-    /// A helper's time at the look-out.
+    /// Measures how long a helper has been spinning.
     #[derive(Default)]
     pub(crate) struct Watch {
         since: Option<Instant>,
     }
 
     impl Watch {
-        /// Whether it has lasted long enough, from the first call on.
+        /// Whether [`WATCH`] has passed since the first call.
         pub(crate) fn is_over(&mut self) -> bool {
             self.since.get_or_insert_with(Instant::now).elapsed() > WATCH
         }
     }
 
-    /// An `UnsafeCell` with the face of loom's.
+    /// An `UnsafeCell` with the interface of loom's.
     pub(crate) struct UnsafeCell<T>(std::cell::UnsafeCell<T>);
 
     impl<T> UnsafeCell<T> {
@@ -72,7 +72,8 @@ mod modelled {
     use std::cell::Cell;
 
     thread_local! {
-        /// How often a helper looks out for a job before it sleeps: a model has no time. All threads of a model are one thread.
+        /// How often a helper looks for a job before it sleeps; a count, as a model has no time. One thread-local is
+        /// enough: all threads of a model run on one thread.
         pub(crate) static LOOKS: Cell<usize> = const { Cell::new(1) };
     }
 

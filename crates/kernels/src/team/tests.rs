@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use super::Team;
 use super::sync::WATCH;
 
-/// Runs a job until so many threads have been in it together.
+/// Runs a job until `expected` threads are in it at the same time; returns those that were in it.
 fn meet(team: &Team, helpers: usize, expected: usize) -> HashSet<thread::ThreadId> {
     let met = Mutex::new(HashSet::new());
     let deadline = Instant::now() + Duration::from_secs(60);
@@ -121,7 +121,7 @@ fn helpers_end_with_their_team() {
     }
 }
 
-/// A payload that throws another one like it when it is dropped, so often.
+/// A payload whose drop panics with another one, as often as its number says.
 struct Bomb(usize);
 
 impl Drop for Bomb {
@@ -132,7 +132,8 @@ impl Drop for Bomb {
     }
 }
 
-/// Two helpers and the caller, of whom as many panic as `of_helpers` and `caller` say, with payloads that panic when dropped.
+/// Runs a job on two helpers and the caller. `of_helpers` of the helpers panic, and the caller does if `caller` says so,
+/// with payloads that panic when dropped.
 fn throw(of_helpers: usize, caller: bool) -> Box<dyn Any + Send> {
     let team = Team::new(2).unwrap();
     let here = thread::current().id();

@@ -3,8 +3,8 @@
 //! ```text
 //! ROOT/convoke-0.1_amd-epyc-9v74-f25m17_avx512/mb32ic64ih56oc64kh3ph1_nhwc_f32_fwd_t2_standard.json
 //! ```
-//! A result is written to a temporary name and renamed, so any number of processes may write at once, the last one
-//! to write a result wins, and a damaged file harms itself only.
+//! A result is written to a temporary name and renamed. So any number of processes may write at once, the last one to write a
+//! result wins, and a damaged file spoils only its own result.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -17,9 +17,9 @@ use serde::{Deserialize, Serialize};
 use super::record::{Key, Record};
 use crate::Isa;
 
-/// A result's file may have this many bytes; a larger one is damaged.
+/// The most bytes that a result's file may have; a larger one is damaged.
 const LARGEST_RECORD: u64 = 1 << 20;
-/// An export may have this many bytes.
+/// The most bytes that an export may have.
 const LARGEST_EXPORT: u64 = 1 << 28;
 /// Ending of a result's file.
 const ENDING: &str = ".json";
@@ -35,7 +35,7 @@ pub enum CacheError {
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// What it said.
+        /// The file system's error.
         error: io::Error,
     },
     /// A file's content is not a result.
@@ -112,7 +112,7 @@ fn slug(text: &str) -> String {
     words.collect::<Vec<_>>().join("-").to_lowercase()
 }
 
-/// Whether a name from a file can be used as a name of a file.
+/// Whether a name that was read from a file can be used as a file name.
 fn is_safe_name(name: &str) -> bool {
     let known = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
     !name.is_empty() && name.len() <= 240 && !name.starts_with('.') && name.chars().all(known)
@@ -178,7 +178,7 @@ impl Cache {
             .map_err(|error| io_error(&path, error))
     }
 
-    /// The folders of all kinds of machines; what has a name that this cache gives none is not its own.
+    /// The folders of all kinds of machines. A folder whose name this cache would never give is not its own.
     fn folders(&self) -> Result<impl Iterator<Item = PathBuf>> {
         let own = |path: &PathBuf| path.is_dir() && path.file_name().is_some_and(is_safe_os_name);
         Ok(list(&self.root)?.into_iter().filter(own))
@@ -210,10 +210,10 @@ impl Cache {
         Ok(records.map(|path| Entry { scope: scope.to_owned(), record: read_record(&path), path }).collect())
     }
 
-    /// Deletes the files that `unwanted` names, and what interrupted writers left behind. Returns how many.
+    /// Deletes the files that `unwanted` selects, and what interrupted writers left behind. Returns how many were deleted.
     ///
     /// # Errors
-    /// If the file system refuses, of the first; the others are deleted all the same.
+    /// The first error of the file system, if it refuses; the other files are deleted all the same.
     pub fn prune(&self, unwanted: impl Fn(&Entry) -> bool) -> Result<usize> {
         let mut doomed: Vec<PathBuf> =
             self.entries()?.into_iter().filter(&unwanted).map(|entry| entry.path).collect();
@@ -235,7 +235,7 @@ impl Cache {
         refused.map_or(Ok(count), Err)
     }
 
-    /// Writes every sound result to one file. Returns how many.
+    /// Writes every valid result to one file. Returns how many.
     ///
     /// # Errors
     /// If the file system refuses.
@@ -300,7 +300,7 @@ fn is_old(path: &Path) -> bool {
     modified.is_ok_and(|at| at.elapsed().is_ok_and(|age| age.as_secs() > 3600))
 }
 
-/// What a folder holds, sorted; nothing if it does not exist.
+/// The paths in a folder, sorted; none if it does not exist.
 fn list(folder: &Path) -> Result<Vec<PathBuf>> {
     let entries = match fs::read_dir(folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),

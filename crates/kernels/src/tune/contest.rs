@@ -1,4 +1,4 @@
-//! Who takes part in a choice, and what came of it, whatever the operation is.
+//! The candidates of a choice and their results, whatever the operation is.
 
 use convoke_files::escaped;
 
@@ -8,7 +8,7 @@ use super::{Source, Tuning};
 use crate::conv::Accuracy;
 use crate::{Cpu, Result};
 
-/// An operation on one problem with everybody who may compute it.
+/// An operation on one problem, with every algorithm that may compute it.
 pub(super) struct Contest {
     pub(super) key: Key,
     pub(super) cpu: Cpu,
@@ -34,11 +34,11 @@ pub(super) enum State {
     Filtered(String),
 }
 
-/// What a [`super::Tuner`] can choose for.
+/// An operation that a [`super::Tuner`] can choose an algorithm for.
 pub(super) trait Subject {
     fn contest(&self) -> &Contest;
 
-    /// Buffers and the oracle for these entrants, all of them ready.
+    /// Prepares the buffers and the oracle for these entrants, which must all be ready.
     ///
     /// # Errors
     /// If there is no memory for them.
@@ -63,12 +63,12 @@ impl Contest {
         }
     }
 
-    /// Whether a record knows all who can run now, in their present revisions.
+    /// Whether a record has every entrant that can run now, in its present revision.
     pub(super) fn is_current(&self, record: &Record) -> bool {
         self.unknown_to(record).is_none()
     }
 
-    /// Somebody who can run now and whom a record does not know in the present revision.
+    /// An entrant that can run now and that a record does not have in its present revision.
     pub(super) fn unknown_to(&self, record: &Record) -> Option<&Entrant> {
         let known = |entrant: &Entrant| {
             record.candidates.iter().any(|candidate| {
@@ -78,21 +78,21 @@ impl Contest {
         self.ready().into_iter().map(|index| &self.entrants[index]).find(|entrant| !known(entrant))
     }
 
-    /// The choice that a record's times lead to among those who can run.
+    /// The choice by a record's times, among the entrants that can run.
     pub(super) fn tuning_of(&self, record: &Record, source: Source) -> Option<Tuning> {
         let allowed = |candidate: &Candidate| self.can_run(&candidate.algorithm);
         let chosen = record.select(allowed, Some(&record.chosen))?.algorithm.clone();
         Some(self.tuning(chosen, source, record.candidates.clone()))
     }
 
-    /// The cheapest by estimate.
+    /// The entrant with the lowest estimate.
     pub(super) fn estimated(&self) -> Option<Tuning> {
         let best = self.ready().into_iter().min_by(|&a, &b| self.estimate(a).total_cmp(&self.estimate(b)))?;
         Some(self.tuning(self.entrants[best].name.clone(), Source::Estimated, Vec::new()))
     }
 
-    /// A choice, with whom the options left out added to the candidates. Only those that could have been chosen have times:
-    /// a record may know times of others, from when they could run.
+    /// A choice. The entrants that the options exclude are added to the candidates. Only candidates that could have been
+    /// chosen have times: a record may hold times of others, from when they could run.
     pub(super) fn tuning(&self, chosen: String, source: Source, mut candidates: Vec<Candidate>) -> Tuning {
         let left_out = self.entrants.iter().filter_map(|entrant| match &entrant.state {
             State::Filtered(reason) => Some(entrant.without_times(reason)),
@@ -120,8 +120,8 @@ impl Contest {
         Tuning { key: self.key.clone(), source, chosen, candidates }
     }
 
-    /// What the race showed of those in `ready`, and who could not take part. Whom the options left out is not
-    /// recorded: other options may let them in.
+    /// The results of the race for the entrants in `ready`, and the entrants that cannot run the problem. Those that the
+    /// options exclude are not recorded, because other options may allow them.
     pub(super) fn candidates(&self, ready: &[usize], outcomes: &[Outcome]) -> Vec<Candidate> {
         let raced = ready.iter().zip(outcomes).map(|(&index, outcome)| {
             let entrant = &self.entrants[index];
@@ -161,7 +161,7 @@ impl Entrant {
             revision: self.revision,
             times: None,
             workspace_bytes,
-            // A user's own algorithm may say anything; records are shown.
+            // A user's own algorithm may give any text, and people are shown records.
             skipped: Some(escaped(reason).to_string()),
         }
     }

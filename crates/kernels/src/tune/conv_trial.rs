@@ -39,7 +39,7 @@ impl Subject for ConvSubject {
         let plans: Vec<_> = ready.iter().map(plan).collect();
         Ok(match plans[0].0.problem().dtype {
             DType::F64 => Box::new(ConvTrial::<f64>::new(plans)?),
-            // No problem has a type that does not compute.
+            // Only f32 is left: no problem has a type that is for storage only.
             _ => Box::new(ConvTrial::<f32>::new(plans)?),
         })
     }
@@ -47,7 +47,7 @@ impl Subject for ConvSubject {
 
 /// Plans of one pass of one problem, over the same random inputs.
 struct ConvTrial<'a, T> {
-    /// Each with its algorithm's class.
+    /// Each plan with its algorithm's class of accuracy.
     plans: Vec<(&'a ConvPlan, Accuracy)>,
     pass: Pass,
     inputs: [Buffer<T>; 2],
@@ -57,7 +57,7 @@ struct ConvTrial<'a, T> {
     start: Instant,
 }
 
-/// What a sample of the output should be.
+/// The expected values of a sample of the output.
 struct Oracle {
     offsets: Vec<usize>,
     expected: Vec<f64>,
@@ -67,13 +67,13 @@ struct Oracle {
     tolerance: f64,
 }
 
-/// Most multiply-adds that the oracle may take, which sums in f64 an element at a time.
+/// The most multiply-adds that the oracle may do. It sums in f64, one element at a time.
 const ORACLE_TERMS: usize = 8 << 20;
 
 impl<'a, T: Element> ConvTrial<'a, T> {
-    /// Buffers are written once here, so that no timed run meets memory for the first time.
+    /// Buffers are written once here, so that no timed run is the first to touch their memory.
     ///
-    /// A plan whose workspace cannot be had does not keep the others from being timed.
+    /// If a plan's workspace cannot be allocated, the other plans are timed all the same.
     fn new(plans: Vec<(&'a ConvPlan, Accuracy)>) -> Result<Self> {
         let (first, _) = plans[0];
         let (problem, pass, cpu) = (first.problem(), first.pass(), first.cpu());
@@ -143,7 +143,8 @@ impl Oracle {
         cpu.for_each(count * terms, offsets.iter().zip(&mut expected), |(&offset, value)| {
             *value = reference_element(problem, pass, inputs, offset);
         });
-        // Inputs are of size 1: rounding errors of transforms are too, even where a sample is all zeros.
+        // Inputs have magnitudes up to 1, and a transform's rounding errors scale with them, even where a sample is all
+        // zeros.
         let scale = expected.iter().fold(0.1, |scale: f64, value| scale.max(value.abs()));
         let tolerance = 16.0 * T::epsilon().f64() * (terms.max(1) as f64).sqrt();
         Oracle { offsets, expected, scale, tolerance }
@@ -178,7 +179,7 @@ impl Oracle {
     }
 }
 
-/// Room for the largest workspace that there is memory for.
+/// A buffer for the largest workspace that there is memory for.
 fn largest_workspace<T: Element>(plans: &[(&ConvPlan, Accuracy)]) -> Result<Buffer<T>> {
     let mut lens: Vec<usize> = plans.iter().map(|(plan, _)| plan.workspace_len()).collect();
     lens.sort_unstable();

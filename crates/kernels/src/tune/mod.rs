@@ -1,4 +1,4 @@
-//! The tuner: the fastest algorithm for every problem and pass, found by measurement and remembered.
+//! The tuner finds the fastest algorithm for every problem and pass by measurement, and remembers it.
 //!
 //! ```
 //! use convoke_kernels::conv::{ConvProblem, Pass};
@@ -34,10 +34,10 @@ pub use tuner::Tuner;
 
 use crate::conv::{self, Accuracy, ConvAlgorithm};
 
-/// How much work a choice is worth.
+/// How much work may be spent on a choice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Effort {
-    /// By estimate, without running anything; what the cache knows is used.
+    /// Choose by estimate, without running anything; results in the cache are used.
     Heuristic,
     /// The likely candidates are timed, the slow ones dropped early.
     #[default]
@@ -49,21 +49,21 @@ pub enum Effort {
 /// What a [`Tuner`] may do. `TunerOptions::default()` measures within a second a problem, and remembers nothing.
 #[derive(Clone)]
 pub struct TunerOptions {
-    /// How much work a choice is worth.
+    /// How much work may be spent on a choice.
     pub effort: Effort,
-    /// Never time anything: use what the cache knows, also of older revisions, else estimates.
+    /// Never time anything: use results in the cache, even of older revisions, else estimates.
     pub frozen: bool,
     /// The least accurate class of algorithms that may be used.
     pub accuracy: Accuracy,
     /// Use only algorithms that give the same bits each time.
     pub deterministic: bool,
-    /// Scratch memory that a plan may need, in bytes.
+    /// The most scratch memory that a plan may need, in bytes.
     pub workspace_limit: usize,
     /// Time for one pass of one problem.
     pub budget: Duration,
     /// Time for all of this tuner's measurements; when it is spent, choices are made by estimate.
     pub total_budget: Duration,
-    /// If not empty, only these algorithms of convolution; `NAME*` stands for every name that begins so.
+    /// If not empty, only these algorithms of convolution; `NAME*` stands for every name that begins with `NAME`.
     pub only: Vec<String>,
     /// Not these algorithms of convolution; `NAME*` as above.
     pub skip: Vec<String>,
@@ -71,7 +71,7 @@ pub struct TunerOptions {
     pub cache: Option<PathBuf>,
     /// Algorithms besides [`conv::algorithms`]: see [`TunerOptions::register`].
     pub algorithms: Vec<Arc<dyn ConvAlgorithm>>,
-    /// Told what the tuner does.
+    /// Receives the tuner's events.
     pub observer: Option<Observer>,
 }
 
@@ -95,7 +95,8 @@ impl Default for TunerOptions {
 }
 
 impl TunerOptions {
-    /// Adds an algorithm of your own, with its swap and, if it takes one memory format, its relayout.
+    /// Adds an algorithm of your own, with the algorithms derived from it: its swap, its relayout if it takes only one memory
+    /// format, and its phases if it takes no dilation.
     ///
     /// It is tried, checked against the oracle and chosen like any other; a wrong one is reported and never used.
     pub fn register(&mut self, algorithm: impl ConvAlgorithm + 'static) {
@@ -103,7 +104,7 @@ impl TunerOptions {
     }
 }
 
-/// Takes what a tuner tells; called while the tuner is held, so it must not ask the same tuner anything.
+/// Receives a tuner's events. It is called while the tuner is locked, so it must not call the same tuner.
 pub type Observer = Arc<dyn Fn(&Event<'_>) + Send + Sync>;
 
 /// What a tuner tells its observer.
@@ -112,7 +113,7 @@ pub type Observer = Arc<dyn Fn(&Event<'_>) + Send + Sync>;
 pub enum Event<'a> {
     /// A choice was made. It holds from now on.
     Chosen(&'a Tuning),
-    /// Something is amiss that does not stop the work: a wrong algorithm, a cache that cannot be read or written.
+    /// A problem that does not stop the work: a wrong algorithm, a cache that cannot be read or written.
     Warning(String),
 }
 
@@ -123,16 +124,16 @@ pub enum Source {
     Measured,
     /// Measured before, from the cache.
     Cached,
-    /// The choice for this problem, which differs in the batch only.
+    /// The choice for this other problem, which differs only in the batch.
     Nearest(String),
     /// By estimate, without measuring.
     Estimated,
 }
 
-/// A choice, with what is known of every candidate.
+/// A choice, with what is known about every candidate.
 #[derive(Debug, Clone)]
 pub struct Tuning {
-    /// What was chosen for.
+    /// What the choice is for.
     pub key: Key,
     /// Where the choice comes from.
     pub source: Source,

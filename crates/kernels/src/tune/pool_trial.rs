@@ -38,7 +38,7 @@ impl PoolSubject {
         PoolSubject { contest: Contest { key, cpu: cpu.running(), entrants }, problem: *problem, dtype, pass }
     }
 
-    /// With the index type that training takes.
+    /// A trial with the index type that training uses.
     fn trial_of<T: Element>(&self, ready: &[usize]) -> Result<Box<dyn Trial + '_>> {
         let algorithms = ready.iter().map(|&index| max_pool_algorithms()[index]).collect();
         Ok(match self.problem.window_len() <= u8::COUNT {
@@ -56,7 +56,7 @@ impl Subject for PoolSubject {
     fn trial(&self, ready: &[usize]) -> Result<Box<dyn Trial + '_>> {
         match self.dtype {
             DType::F64 => self.trial_of::<f64>(ready),
-            // Types that do not compute are pooled as f32.
+            // Types that are for storage only are pooled as f32.
             _ => self.trial_of::<f32>(ready),
         }
     }

@@ -1,9 +1,9 @@
-//! The race: candidates timed in turn, the hopeless dropped early, near ties run most often.
+//! The race: candidates are timed in turn, hopeless ones are dropped early, and near ties run most often.
 //!
-//! Timings of a shared machine are noisy and drift. So every comparison is between runs of the same rounds, in which
-//! candidates alternate, and by lower quartiles, since noise only ever adds; whom it drops gets stricter round by round,
-//! and what is left runs on until the budget or the rounds are over. In the end all times are made those of the same
-//! rounds, so that whatever is told of them, the choice too, is of the same measurements.
+//! Timings on a shared machine are noisy and drift. So candidates alternate in rounds and are compared only by runs of the
+//! same rounds, by lower quartiles, since noise only ever adds. The cut-off tightens each round, and the remaining candidates
+//! run until the budget or the rounds are used up. In the end all times are converted to those of the same rounds, so that
+//! the choice and all reported times come from the same measurements.
 
 use std::time::Instant;
 
@@ -16,7 +16,7 @@ pub(super) trait Trial {
     /// Runs a candidate once on poisoned output and compares it with the oracle.
     ///
     /// # Errors
-    /// Why it is not used.
+    /// Why the candidate is not used.
     fn check(&mut self, index: usize) -> Result<Checked, Refusal>;
 
     /// Runs a candidate `repeats` times in a row and returns the seconds of one run.
@@ -62,12 +62,12 @@ pub(super) enum Outcome {
     Wrong(String),
     /// It was not run, and why.
     Skipped(String),
-    /// It could not be run for want of memory, of which there may be more another time.
+    /// It could not run for lack of memory. Another time there may be enough.
     NoMemory(OutOfMemory),
 }
 
 impl Outcome {
-    /// The memory that was not there.
+    /// The allocation that failed, if the candidate could not run for lack of memory.
     pub(super) fn no_memory(&self) -> Option<OutOfMemory> {
         match self {
             Outcome::NoMemory(error) => Some(*error),
@@ -81,14 +81,14 @@ impl Outcome {
 pub(super) struct Times {
     /// Seconds of one run in each of the leader's rounds: see [`Race::of_same_rounds`].
     pub(super) samples: Vec<f64>,
-    /// How many samples were really taken.
+    /// How many samples were actually taken.
     pub(super) measured: usize,
     /// Largest error relative to the largest value.
     pub(super) error: f64,
 }
 
 impl Times {
-    /// What candidates are compared by.
+    /// The time that candidates are compared by.
     pub(super) fn score(&self) -> f64 {
         lower_quartile(&self.samples)
     }
@@ -96,17 +96,18 @@ impl Times {
 
 /// Shortest time that one sample should take: shorter runs are repeated.
 const SHORTEST_SAMPLE: f64 = 1e-4;
-/// Estimates are right within a factor like this.
+/// Estimates are assumed to be right within about this factor.
 const HOPELESS: f64 = 15.0;
 
-/// As many candidates are tried at least, the cheapest by estimate, unless that takes twice the budget.
+/// At least this many candidates are tried, the cheapest by estimate, unless twice the budget is spent before.
 const LIKELY: usize = 4;
 
 /// How thorough a race is.
 struct Rules {
-    /// Not tried when its estimate exceeds that of the best one so far, times what that one needed, by this factor.
+    /// A candidate is not tried if its estimate exceeds that of the best one so far by more than this factor.
     hopeless: f64,
-    /// Dropped after so many rounds when behind the leader by this factor; the last holds for all further rounds.
+    /// `cuts[n - 1]` applies after n rounds: candidates slower than the leader by more than this factor are dropped. The last
+    /// entry holds for all further rounds.
     cuts: &'static [f64],
     rounds: usize,
 }
@@ -154,7 +155,7 @@ pub(super) fn race(
         if alive.len() < 2 && round >= 3 {
             break;
         }
-        // Another one starts each round, so that nobody always runs after the same neighbour.
+        // Each round starts with another candidate, so that none always runs after the same one.
         for turn in 0..alive.len() {
             if race.spent() > 0.95 {
                 break;
@@ -179,7 +180,7 @@ struct Race<'a> {
 }
 
 impl Race<'_> {
-    /// The part of the budget that is spent.
+    /// The fraction of the budget that is spent.
     fn spent(&self) -> f64 {
         self.trial.elapsed() / self.budget
     }
@@ -202,14 +203,15 @@ impl Race<'_> {
         let mut best: Option<(usize, f64)> = None;
         for &index in order {
             if let Some((leader, seconds)) = best {
-                // Those that are likely to win are tried even where setting up has taken long.
+                // The likely winners are tried even if the setup has taken long.
                 let tried = self.times.iter().filter(|times| !times.is_empty()).count();
                 if self.spent() > if tried < LIKELY { 2.0 } else { 0.5 } {
                     break;
                 }
                 let expected = seconds * estimates[index] / estimates[leader];
                 let ratio = estimates[index] / estimates[leader];
-                // The check and the first sample are a run each. Estimates are too rough to leave out anybody near.
+                // The check and the first sample are a run each. Estimates are too rough to exclude a candidate with a close
+                // one.
                 let left = self.budget - self.trial.elapsed();
                 let too_long = ratio > HOPELESS && 2.0 * expected > left;
                 if ratio > rules.hopeless || too_long {
@@ -225,7 +227,7 @@ impl Race<'_> {
                         self.times[index].push(cold);
                         cold
                     } else {
-                        // The check has warmed code, threads and buffers; a first look tells how often to repeat.
+                        // The check has warmed code, threads and buffers; a first run tells how often to repeat.
                         let seconds = self.trial.run(index, 1);
                         let repeats = (SHORTEST_SAMPLE / seconds.max(1e-9)).ceil() as usize;
                         self.repeats[index] = repeats.clamp(1, 1000);
@@ -249,16 +251,17 @@ impl Race<'_> {
         outcomes
     }
 
-    /// Leaves those of `alive`, who have run in the same rounds, that are within `factor` of the best of them.
+    /// Keeps those of `alive` that are within `factor` of the best of them. All of them have run in the same rounds.
     fn drop_slow(&self, alive: &mut Vec<usize>, factor: f64) {
         let time = |index: usize| lower_quartile(&self.times[index]);
         let best = alive.iter().map(|&index| time(index)).fold(f64::INFINITY, f64::min);
         alive.retain(|&index| time(index) <= factor * best);
     }
 
-    /// The times of all as they are compared, shown and recorded: in the rounds of the leader, the best of those `alive` to the
-    /// end. Those that dropped out early ran on a machine that may have been faster or slower than later. They are
-    /// compared with the leader in the rounds that both ran, and taken to be slower than it by as much in every round.
+    /// The times of all candidates as they are compared, shown and recorded: in the rounds of the leader, which is the best
+    /// of those `alive` at the end. When a candidate that was dropped early ran, the machine may have been faster or slower
+    /// than later. So it is compared with the leader in the rounds that both ran, and assumed to be slower by the same ratio
+    /// in every round.
     fn of_same_rounds(&self, alive: &[usize]) -> Vec<Vec<f64>> {
         let quartile = |index: usize| lower_quartile(&self.times[index]);
         let Some(&leader) = alive.iter().min_by(|&&a, &&b| quartile(a).total_cmp(&quartile(b))) else {
@@ -277,7 +280,7 @@ impl Race<'_> {
     }
 }
 
-/// A quarter of the values is no larger; of few values, the least. Infinite for no values.
+/// The lower quartile: a quarter of the values is no larger. Of few values, the least; infinite for no values.
 fn lower_quartile(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -393,7 +396,7 @@ mod tests {
         }
     }
 
-    /// Who dropped out while the machine was fast must not win by the times of then.
+    /// A candidate that was dropped while the machine was fast must not win by its times from then.
     #[test]
     fn a_machine_that_becomes_slow_changes_nothing() {
         for slow_from in [1.4e-2, 2e-2, 2.5e-2, 3e-2, 4e-2] {
@@ -403,8 +406,8 @@ mod tests {
         }
     }
 
-    /// Whoever is told least and median of a candidate's times, and not what decided, must find the same winner: times of
-    /// whom was dropped while the machine was fast would make it look faster than the choice.
+    /// The least and the median of the reported times must show the same winner as the score that decided. The original times
+    /// of a candidate that was dropped while the machine was fast would make it look faster than the choice.
     #[test]
     fn least_and_median_are_of_the_rounds_that_decided() {
         for slow_from in [1.4e-2, 2e-2, 2.5e-2, 3e-2, 4e-2, 0.1] {
@@ -423,7 +426,7 @@ mod tests {
                     assert!(told.is_sorted() && samples.len() == chosen.samples.len(), "{told:?}");
                     let of_chosen = [minimum(&chosen.samples), chosen.score(), median(&chosen.samples)];
                     let ratios = [0, 1, 2].map(|of| of_chosen[of] / told[of]);
-                    // Of two that both ran to the end, noise may turn the median around.
+                    // If both ran to the end, noise may reverse the order of their medians.
                     let ran_to_the_end = measured + 1 >= chosen.samples.len();
                     assert!(ratios[1] <= 1.0, "from {slow_from}, seed {seed}: {ratios:?}");
                     assert!(

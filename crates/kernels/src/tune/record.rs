@@ -21,12 +21,12 @@ pub struct Candidate {
     pub skipped: Option<String>,
 }
 
-/// Measured times of one run, in seconds. All numbers are of the same rounds for all candidates: of whom was dropped early they
-/// are the winner's, multiplied by the ratio of lower quartiles in the rounds that both ran.
+/// Measured times of one run, in seconds. The numbers of all candidates are of the same rounds: for a candidate that was
+/// dropped early, they are the winner's times multiplied by the ratio of the lower quartiles in the rounds that both ran.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Times {
-    /// What candidates are compared by, and what is shown as their time: the lower quartile, since noise only ever adds.
+    /// The time that candidates are compared by and that is shown: the lower quartile, since noise only ever adds.
     pub score: f64,
     /// The shortest run.
     pub min: f64,
@@ -54,9 +54,9 @@ impl Times {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Record {
-    /// Version of this form; records of another one are not read.
+    /// Version of this form; records of another version are not read.
     pub version: u32,
-    /// What was tuned for.
+    /// What the result is for.
     pub key: Key,
     /// Name of the algorithm chosen.
     pub chosen: String,
@@ -89,7 +89,7 @@ pub struct Key {
 }
 
 impl Key {
-    /// A file name that says it all: letters, digits, `_`, `-` and `.` only.
+    /// A file name that contains every field, with letters, digits, `_`, `-` and `.` only.
     pub fn file_name(&self) -> String {
         let Key { problem, pass, format, dtype, threads, accuracy, .. } = self;
         let deterministic = if self.deterministic { "_deterministic" } else { "" };
@@ -125,13 +125,13 @@ impl std::fmt::Display for Key {
 /// A choice without its reasons.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Choice {
-    /// What was chosen for.
+    /// What the choice is for.
     pub key: Key,
     /// Name of the algorithm.
     pub algorithm: String,
 }
 
-/// Candidates whose [`score`](Times::score) is at most so many times that of the fastest count as equally fast.
+/// Candidates whose [`score`](Times::score) is at most this many times that of the fastest count as equally fast.
 pub const TIE: f64 = 1.03;
 
 impl Record {
@@ -155,7 +155,7 @@ impl Record {
         kept.or(least).map(|(candidate, _)| candidate)
     }
 
-    /// Everything that people are shown, and files are named after.
+    /// All texts that people are shown or that file names are made of.
     fn texts(&self) -> impl Iterator<Item = &String> {
         let Key { problem, pass, format, dtype, accuracy, .. } = &self.key;
         let candidates = self.candidates.iter();
@@ -165,8 +165,8 @@ impl Record {
         [problem, pass, format, dtype, accuracy, &self.chosen].into_iter().chain(of_candidates)
     }
 
-    /// Whether every number makes sense, the choice is one of the candidates that were timed, none of which is faster by more
-    /// than [`TIE`], and no text has characters that a terminal would obey.
+    /// Checks that every number makes sense, that the choice is a candidate with times and no other is faster by more than
+    /// [`TIE`], and that no text has characters that a terminal would obey.
     ///
     /// # Errors
     /// What is wrong.

@@ -1,4 +1,4 @@
-//! The tuner itself: known, cached, a neighbour's, measured or estimated, in this order.
+//! The tuner itself. A choice is one that is known, cached, a neighbour's, measured or estimated, tried in this order.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -33,9 +33,9 @@ struct Inner {
 #[derive(Default)]
 struct Known {
     choices: HashMap<(Key, Isa), String>,
-    /// Bytes of workspace that plans may need for now: see [`Tuner::limit_workspace`].
+    /// The limit on plans' workspace for now, in bytes: see [`Tuner::limit_workspace`].
     workspace_limit: Option<usize>,
-    /// Choices that this limit made, in place of those above.
+    /// Choices made under this limit, used in place of those above.
     limited: HashMap<(Key, Isa), String>,
     plans: HashMap<(ConvProblem, Pass, Cpu), ConvPlan>,
     max_pools: HashMap<(PoolProblem, DType, MaxPoolPass, Cpu), MaxPoolAlgorithm>,
@@ -63,7 +63,7 @@ impl Tuner {
     /// A tuner that may do what `options` say.
     ///
     /// # Errors
-    /// If `only` or `skip` name an algorithm that there is not, or two algorithms have the same name.
+    /// If `only` or `skip` name an algorithm that does not exist, or two algorithms have the same name.
     pub fn new(options: TunerOptions) -> Result<Tuner> {
         let mut algorithms = conv::algorithms().to_vec();
         // The reference stays last.
@@ -82,8 +82,8 @@ impl Tuner {
         Ok(Tuner { inner: Arc::new(Inner { algorithms, options, known: Mutex::default() }) })
     }
 
-    /// A tuner that never runs anything: it chooses by estimate from the algorithms that copy no whole tensors, since
-    /// without a measurement their memory is certain and their gain is not. It remembers nothing.
+    /// A tuner that never runs anything. It chooses by estimate among the algorithms that copy no whole tensors: without a
+    /// measurement, the memory of such copies is certain and their gain is not. It remembers nothing.
     pub fn by_estimate() -> Tuner {
         let names = conv::algorithms().iter().map(|algorithm| algorithm.name());
         let skip = names.filter(|name| name.contains('+')).map(str::to_owned).collect();
@@ -102,10 +102,10 @@ impl Tuner {
     }
 
     /// The plan to run. The first call for a problem and pass chooses, which may take the time budget; the choice then
-    /// holds as long as this tuner lives, so that a repeated computation gives the same bits. For a [`Cpu::dry`] it is what
-    /// it is for the CPU that runs, on which it is measured.
+    /// holds as long as this tuner lives, so that a repeated computation gives the same bits. For a [`Cpu::dry`] the plan is
+    /// the same as for the CPU that runs; that CPU is used to measure.
     pub fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> ConvPlan {
-        // What is measured and kept is what runs.
+        // Plans are measured and kept for the CPU that runs.
         let (asked, cpu) = (cpu, &cpu.running());
         let place = (*problem, pass, cpu.clone());
         let mut known = self.known();
@@ -124,11 +124,11 @@ impl Tuner {
         plan.for_cpu(asked)
     }
 
-    /// Measures whatever is known, stores the result in the cache if there is one, and uses it from now on.
-    /// `progress` is told the part of the budget that is spent, from 0 to about 1.
+    /// Measures even if a result is known, stores the result in the cache if there is one, and uses it from now on.
+    /// `progress` is called with the fraction of the budget that is spent, from 0 to about 1.
     ///
     /// # Errors
-    /// If no algorithm is left to choose from: with the reason of each.
+    /// If no algorithm is left to choose from; the error gives the reason for each.
     pub fn tune(
         &self,
         problem: &ConvProblem,
@@ -190,7 +190,7 @@ impl Tuner {
         Ok(tuning)
     }
 
-    /// What the cache knows of this problem, if it is up to date.
+    /// The cached result of this problem, if it is up to date.
     pub fn cached(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Option<Tuning> {
         let mut known = self.known();
         let ConvSubject { contest, .. } = self.subject(&known, problem, pass, cpu);
@@ -198,8 +198,8 @@ impl Tuner {
         if contest.is_current(&record) { contest.tuning_of(&record, Source::Cached) } else { None }
     }
 
-    /// The first algorithm that could take part now and that `record`, of this problem, does not know in its present
-    /// revision: the reason to measure again.
+    /// The first algorithm that could take part now and that `record`, of this problem, does not have in its present
+    /// revision: a reason to measure again.
     pub fn unknown_to(
         &self,
         record: &Record,
@@ -225,8 +225,8 @@ impl Tuner {
         choices
     }
 
-    /// Makes these choices without measuring, on CPUs with this instruction set. An algorithm that turns out not to
-    /// apply is chosen anew.
+    /// Takes over these choices without measuring, for CPUs with this instruction set. If a chosen algorithm turns out not to
+    /// apply, another one is chosen.
     pub fn adopt(&self, isa: Isa, choices: impl IntoIterator<Item = Choice>) {
         let mut known = self.known();
         known.choices.extend(choices.into_iter().map(|Choice { key, algorithm }| ((key, isa), algorithm)));
@@ -234,9 +234,9 @@ impl Tuner {
         known.max_pools.clear();
     }
 
-    /// Lets plans need at most `bytes` of workspace from now on, or what the options say if `None`. Where a choice made so far
-    /// needs more, the next best takes its place, until the limit changes again: for a while, memory may be dearer than time.
-    /// Returns the limit until now.
+    /// From now on, plans may need at most `bytes` of workspace, or as much as the options say if `None`. Where a choice made
+    /// so far needs more, the next best one takes its place until the limit changes again. This is for times when memory
+    /// matters more than time. Returns the previous limit.
     pub fn limit_workspace(&self, bytes: Option<usize>) -> Option<usize> {
         let mut known = self.known();
         let before = std::mem::replace(&mut known.workspace_limit, bytes);
@@ -247,7 +247,7 @@ impl Tuner {
         before
     }
 
-    /// The most bytes of workspace that a plan given so far needs.
+    /// The largest workspace of the plans that the tuner holds, in bytes.
     pub fn largest_workspace(&self) -> usize {
         let bytes = |plan: &ConvPlan| plan.workspace_len() * plan.problem().dtype.size();
         self.known().plans.values().map(bytes).max().unwrap_or(0)
@@ -281,7 +281,7 @@ impl Tuner {
     }
 
     fn known(&self) -> MutexGuard<'_, Known> {
-        // What is known stays true if a panic in a user's algorithm unwound through here.
+        // What is known stays valid if a user's algorithm panicked while this lock was held.
         self.inner.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -344,7 +344,7 @@ impl Tuner {
         Ok(plan)
     }
 
-    /// The name to use from now on; none if nobody can run.
+    /// The name of the algorithm to use from now on; `None` if no algorithm can run.
     fn choose(&self, known: &mut Known, subject: &dyn Subject) -> Option<String> {
         let contest = subject.contest();
         let place = (contest.key.clone(), contest.cpu.isa());
@@ -357,7 +357,7 @@ impl Tuner {
         Some(tuning.chosen)
     }
 
-    /// Measures whatever is known, and uses the result from now on.
+    /// Measures even if a result is known, and uses the new result from now on.
     fn remeasure(
         &self,
         known: &mut Known,
@@ -401,7 +401,8 @@ impl Tuner {
 
     /// The choice for a neighbour: the same problem at another batch.
     ///
-    /// A run's last, smaller batch takes what its others take. A batch of another run must be within a factor of four.
+    /// The last, smaller batch of a run gets the choice of the run's other batches. A cached result must be of a batch within
+    /// a factor of four, unless the tuner is frozen.
     fn nearest(&self, known: &mut Known, contest: &Contest) -> Option<Tuning> {
         let frozen = self.inner.options.frozen;
         let (batch, _) = contest.key.split_batch()?;
@@ -472,7 +473,7 @@ impl Tuner {
             return Err(invalid("tuner", text));
         };
         record.chosen = chosen.algorithm.clone();
-        // What found no memory now may find it in another run, which must not take it for known.
+        // A candidate that found no memory now may find it in another run, which must not take this result for complete.
         if !outcomes.iter().any(|outcome| outcome.no_memory().is_some()) {
             self.save(known, contest, &record);
         }
@@ -483,7 +484,7 @@ impl Tuner {
         Some(Cache::new(self.inner.options.cache.clone()?, isa))
     }
 
-    /// The stored result; none, with a warning, if it is damaged.
+    /// The stored result; `None`, with a warning, if it is damaged.
     fn load(&self, known: &mut Known, contest: &Contest) -> Option<Record> {
         let loaded = self.cache(contest.cpu.isa())?.load(&contest.key);
         loaded.unwrap_or_else(|error| {
@@ -499,7 +500,7 @@ impl Tuner {
         }
     }
 
-    /// Says it once: the cause is likely to be the same each time.
+    /// Warns only once: the cause is likely to be the same each time.
     fn warn_of_cache(&self, known: &mut Known, text: &str) {
         if !std::mem::replace(&mut known.warned, true) {
             self.tell(&Event::Warning(text.to_owned()));
@@ -507,7 +508,7 @@ impl Tuner {
     }
 }
 
-/// Whether a name is meant by a pattern: the name itself, or its beginning followed by `*`.
+/// Whether a pattern matches a name: it is the name itself, or its beginning followed by `*`.
 fn matches(pattern: &str, name: &str) -> bool {
     match pattern.strip_suffix('*') {
         Some(beginning) => name.starts_with(beginning),

@@ -1,4 +1,4 @@
-//! Checkpoints of training runs: a folder for each step, whole at every moment, whose every byte is covered by a checksum.
+//! Checkpoints of training runs: one folder per step, complete at every moment, with every byte covered by a checksum.
 //!
 //! ```text
 //! RUN/step-0000000938/training.json           what the run is and where it stands; lengths and SHA-256 sums of the other files
@@ -26,7 +26,7 @@ struct FileRecord {
     sha256: String,
 }
 
-/// `training.json`, less its checksum.
+/// `training.json` without its checksum.
 #[derive(Serialize, Deserialize)]
 struct Manifest<S> {
     format: String,
@@ -36,7 +36,7 @@ struct Manifest<S> {
 
 const FORMAT: &str = "convoke training checkpoint 2";
 const MANIFEST: &str = "training.json";
-/// More bytes of it are refused: ten million steps need a fifth.
+/// A longer manifest is refused; ten million steps need a fifth of this.
 const LARGEST_MANIFEST: u64 = 1 << 30;
 const KEPT: usize = 2;
 
@@ -46,18 +46,18 @@ fn sha256(parts: &[&[u8]]) -> String {
     hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// The line of the checksum of the text before it and the text after it.
+/// The line with the checksum of the text before it and the text after it.
 fn seal(before: &[u8], after: &[u8]) -> String {
     format!("  \"sha256\": \"{}\",\n", sha256(&[before, after]))
 }
 
-/// Puts its checksum into an object's JSON, as the second line.
+/// Inserts the checksum of an object's JSON as its second line.
 fn sealed(json: &str) -> Option<String> {
     let (before, after) = json.split_at(json.find('\n')? + 1);
     Some(format!("{before}{}{after}", seal(before.as_bytes(), after.as_bytes())))
 }
 
-/// The JSON less its checksum, if that is right.
+/// The JSON without its checksum, if the checksum is right.
 fn unsealed(bytes: &[u8]) -> Option<Vec<u8>> {
     let line_end = |bytes: &[u8]| bytes.iter().position(|byte| *byte == b'\n').map(|place| place + 1);
     let (before, rest) = bytes.split_at(line_end(bytes)?);
@@ -71,7 +71,7 @@ fn step_name(step: u64) -> String {
 
 /// Writes the checkpoint of `step` into `folder`, and removes all but the newest two.
 ///
-/// A later step in the folder is an error: it belongs to another run, and would outlive what is saved now.
+/// A later step in the folder is an error: it belongs to another run, and would be kept instead of what is saved now.
 pub(crate) fn save<S: Serialize>(
     folder: &Path,
     step: u64,
@@ -106,7 +106,7 @@ pub(crate) fn save<S: Serialize>(
     prune(folder)
 }
 
-/// Removes all but the newest two steps, and what was moved aside for a checkpoint that is whole.
+/// Removes all but the newest two steps, and folders that were moved aside for a checkpoint that is now complete.
 fn prune(folder: &Path) -> Result<()> {
     let whole = checkpoints(folder)?;
     let mut steps: Vec<u64> = whole.iter().map(|found| found.step).collect();
@@ -119,28 +119,28 @@ fn prune(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Removes what is no longer needed; if that cannot be done, it does no harm.
+/// Removes what is no longer needed. A failure does no harm and is ignored.
 fn remove(path: &Path) {
     let _ = fs::remove_dir_all(path).or_else(|_| fs::remove_file(path));
 }
 
-/// A folder that is named like a checkpoint; what sorts last is the newest.
+/// A folder that is named like a checkpoint. The newest sorts last.
 #[derive(PartialEq, Eq, PartialOrd, Ord)]
 struct Found {
     step: u64,
-    /// Whether it has its own name, rather than being moved aside for another of the same step.
+    /// Whether it has its original name; otherwise it was moved aside for another checkpoint of the same step.
     own: bool,
     path: PathBuf,
 }
 
-/// The checkpoints in a folder, oldest first. What has no manifest is what a crash left of one.
+/// The checkpoints in a folder, oldest first. A folder without a manifest was left by a crash and does not count.
 fn checkpoints(folder: &Path) -> Result<Vec<Found>> {
     let mut found = step_folders(folder)?;
     found.retain(|found| found.path.join(MANIFEST).symlink_metadata().is_ok());
     Ok(found)
 }
 
-/// What is named as checkpoints are, in the order of steps.
+/// The folders that are named like checkpoints, in the order of steps.
 fn step_folders(folder: &Path) -> Result<Vec<Found>> {
     let entries = match fs::read_dir(folder) {
         Ok(entries) => entries,
@@ -170,7 +170,7 @@ pub fn exists(folder: &Path) -> Result<bool> {
     Ok(!checkpoints(folder)?.is_empty())
 }
 
-/// The newest checkpoint of a folder: its state, and its other files with their checksums compared.
+/// The newest checkpoint of a folder: its state, and its other files with verified checksums.
 pub(crate) struct Loaded<S> {
     /// `training.json`.
     pub(crate) manifest: PathBuf,
@@ -189,7 +189,7 @@ pub(crate) fn load<S: for<'a> Deserialize<'a>>(folder: &Path, names: &[&str]) ->
         Some(json) => json,
         None => return Err(unsealed_error(manifest_path, &bytes)),
     };
-    // The format is compared first: a later one may have another state.
+    // Compare the format first: a later format may have a different state.
     let any: Manifest<serde_json::Value> =
         serde_json::from_slice(&json).map_err(|error| damaged(&manifest_path, error))?;
     if any.format != FORMAT {
@@ -211,7 +211,7 @@ pub(crate) fn load<S: for<'a> Deserialize<'a>>(folder: &Path, names: &[&str]) ->
     Ok(Loaded { manifest: manifest_path, step, state: manifest.state, files })
 }
 
-/// Tells a checkpoint of another format from one that is damaged.
+/// The error for a manifest without a valid checksum: it is of another format, or damaged.
 fn unsealed_error(file: PathBuf, bytes: &[u8]) -> CheckpointError {
     #[derive(Deserialize)]
     struct Format {

@@ -1,4 +1,4 @@
-//! Gradients on their way: in buckets, each sent as soon as backward has completed it.
+//! Sums gradients over the ranks in buckets, each sent as soon as backward has completed it.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -13,26 +13,26 @@ use crate::Parameter;
 
 /// Parameters whose gradients travel together.
 struct Bucket {
-    /// For messages: the first parameter's path, and how many follow it.
+    /// For messages: the first parameter's path, and how many other parameters there are.
     name: String,
     dtype: DType,
     /// Indices of the parameters.
     members: Vec<usize>,
 }
 
-/// What a backward has given for a parameter so far.
+/// The state of a parameter's gradient in a backward.
 enum Slot {
     /// The parameter is not trained.
     Frozen,
-    /// The leaf whose gradient is waited for.
+    /// Waiting for the gradient of this leaf.
     Waiting(Tensor),
     /// The leaf and its gradient.
     Ready(Tensor, Tensor),
-    /// The gradient is on its way; the leaf will take what comes back.
+    /// The gradient was sent; this leaf gets the sum that comes back.
     Sent(Tensor),
 }
 
-/// One bucket's gradients for the thread that sends them, and back.
+/// One bucket's gradients, on the way to the thread that sends them and back.
 struct Job {
     bucket: Arc<Bucket>,
     parts: Vec<Part>,
@@ -46,10 +46,10 @@ struct Part {
     gradient: Option<Tensor>,
 }
 
-/// Sums gradients over the ranks, bucket by bucket, on a thread of its own.
+/// Sums gradients over the ranks, bucket by bucket, on a separate thread.
 pub(super) struct Reducer {
     parameters: Vec<Parameter>,
-    /// In the order in which backward completes them, more or less: last parameters first.
+    /// Roughly in the order in which backward completes them: last parameters first.
     buckets: Vec<Arc<Bucket>>,
     slots: Vec<Slot>,
     /// The first bucket that has not been sent. All ranks send them in this order.
@@ -70,7 +70,7 @@ impl Reducer {
         bucket_bytes: usize,
     ) -> Result<Reducer> {
         let buckets = buckets(&parameters, bucket_bytes)?;
-        // Gradients and synchronized layers meet at the same time: each in a communicator of its own.
+        // Gradients and synchronized layers communicate at the same time, so gradients need a communicator of their own.
         let communicator = communicator.split("gradients", 0).map_err(failed(NAME))?;
         let (jobs, to_do) = channel::<Job>();
         let (done, results) = channel();
@@ -107,7 +107,7 @@ impl Reducer {
         Traffic { seconds: self.waited, ..self.communicator.traffic() }
     }
 
-    /// Expects the gradients of another backward.
+    /// Prepares for the gradients of another backward.
     pub(super) fn begin(&mut self) {
         let slot = |parameter: &Parameter| match parameter.value() {
             leaf if leaf.is_leaf() => Slot::Waiting(leaf),
@@ -117,7 +117,7 @@ impl Reducer {
         self.next = 0;
     }
 
-    /// Takes the gradients that are there, and sends the buckets that are full.
+    /// Takes the gradients that are ready, and sends the buckets that are complete.
     pub(super) fn collect(&mut self, gradients: &mut Gradients) -> Result<()> {
         for slot in &mut self.slots {
             if let Slot::Waiting(leaf) = slot
@@ -156,7 +156,7 @@ impl Reducer {
         jobs.send(Job { bucket, parts }).map_err(|_| ended())
     }
 
-    /// Sends what is left, and gives `gradients` what all ranks have.
+    /// Sends the remaining buckets, waits for all, and puts the sums into `gradients`.
     pub(super) fn finish(&mut self, gradients: &mut Gradients) -> Result<()> {
         self.collect(gradients)?;
         while self.next < self.buckets.len() {
@@ -173,7 +173,7 @@ impl Reducer {
             }
         }
         self.waited += start.elapsed().as_secs_f64();
-        // An optimizer changes parameters in place where nobody else holds them.
+        // Release the leaves: an optimizer changes parameters in place only if nothing else holds them.
         self.slots.clear();
         Ok(())
     }
@@ -182,7 +182,8 @@ impl Reducer {
 impl Drop for Reducer {
     fn drop(&mut self) {
         self.jobs = None;
-        // A thread that waits for other ranks ends when they do, and must not keep this one from telling them.
+        // Do not wait for a thread with jobs under way: it waits for other ranks, and this rank must be free to tell them of its
+        // end.
         if self.under_way == 0
             && let Some(thread) = self.thread.take()
         {
@@ -195,7 +196,7 @@ fn ended() -> Error {
     Error::Communication { operation: NAME, reason: "the thread that sends gradients has ended".into() }
 }
 
-/// Parameters in buckets of one type and about so many bytes, the last ones first.
+/// Parameters in buckets of one type and at most `bucket_bytes` bytes (a larger parameter is alone), the last ones first.
 fn buckets(parameters: &[(String, Parameter)], bucket_bytes: usize) -> Result<Vec<Arc<Bucket>>> {
     let mut found: Vec<(Bucket, usize)> = Vec::new();
     for (index, (name, parameter)) in parameters.iter().enumerate().rev() {
@@ -235,14 +236,14 @@ impl Job {
 
     fn reduce<T: Element + Number>(&mut self, ranks: &Communicator) -> Result<()> {
         let numbers: usize = self.parts.iter().map(|part| part.like.len()).sum();
-        // Behind the gradients one number a parameter: how many ranks have one.
+        // After the gradients comes one number per parameter: how many ranks have a gradient for it.
         let mut message = self.parts[0].like.device().buffer::<T>(numbers + self.parts.len())?;
         let (sums, owners) = message.split_at_mut(numbers);
         let mut rest = &mut *sums;
         for (part, owners) in self.parts.iter().zip(owners) {
             let place = rest.split_off_mut(..part.like.len()).expect("room for all");
             match &part.gradient {
-                // Contiguous on the way: ranks may hold their parameters in different formats.
+                // Sent in contiguous order: ranks may hold their parameters in different formats.
                 Some(gradient) => {
                     place.copy_from_slice(gradient.detach().to_format(MemoryFormat::Contiguous)?.data()?);
                     *owners = T::of(1.0);
@@ -267,7 +268,7 @@ impl Job {
 }
 
 impl Part {
-    /// Takes the sum, in the buffer of the gradient if there is one.
+    /// Takes the sum, in the buffer of this rank's gradient if it has one.
     fn take<T: Element>(&mut self, sum: &[T]) -> Result<()> {
         let gradient = match self.gradient.take() {
             Some(mut gradient) if gradient.format() == MemoryFormat::Contiguous => {

@@ -19,10 +19,10 @@ pub(crate) use share::{share_bytes, share_state};
 /// The name in messages.
 const NAME: &str = "data parallel";
 
-/// How gradients go from rank to rank.
+/// How gradients are sent between ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DataParallelOptions {
-    /// Gradients are sent together until they have so many bytes; a larger one goes alone.
+    /// The most bytes of gradients that are sent in one message; a single larger gradient has its own message.
     pub bucket_bytes: usize,
 }
 
@@ -35,9 +35,9 @@ impl Default for DataParallelOptions {
 
 /// A model that several ranks train together, each on its part of a batch.
 ///
-/// Every rank runs forward and gives the sum of its losses to [`DataParallel::mean`]; [`MeanLoss::backward`] then gives all of
-/// them the gradients of the mean over all ranks' samples, as if one had seen the whole batch. Parts may differ in size, or be
-/// empty. Gradients travel on a thread of their own while backward still runs.
+/// Every rank runs forward and gives the sum of its losses to [`DataParallel::mean`]. [`MeanLoss::backward`] then gives all ranks
+/// the gradients of the mean over all ranks' samples, as if one rank had seen the whole batch. Parts may differ in size, or be
+/// empty. A separate thread sends gradients while backward still runs.
 ///
 /// ```
 /// use convoke_autograd::{Device, Tensor, ops};
@@ -63,7 +63,7 @@ impl Default for DataParallelOptions {
 /// ```
 pub struct DataParallel {
     communicator: Communicator,
-    /// What reduces gradients; none for a lone rank, and after a failure.
+    /// Sums gradients over the ranks; `None` for a single rank, and after a failure.
     reducer: Mutex<Option<Reducer>>,
 }
 
@@ -71,8 +71,8 @@ impl DataParallel {
     /// Makes every rank's model that of rank 0: its parameters, buffers and counters, checked to be equal by their SHA-256.
     ///
     /// # Errors
-    /// If the ranks' models differ in structure (the first difference is named), a lazy layer has met no input, or the ranks do
-    /// not come together.
+    /// If the ranks' models differ in structure (the first difference is named), a lazy layer has seen no input yet, or
+    /// communication between ranks fails.
     pub fn new(
         model: &(impl Module + ?Sized),
         communicator: &Communicator,
@@ -93,15 +93,15 @@ impl DataParallel {
         &self.communicator
     }
 
-    /// The mean over the samples of all ranks, of losses whose sum over this rank's `count` samples is `sum`.
+    /// The mean loss over the samples of all ranks; `sum` is the sum of the losses of this rank's `count` samples.
     ///
     /// # Errors
-    /// If `sum` is not a single number, or the ranks do not come together.
+    /// If `sum` is not a single number, or communication between ranks fails.
     pub fn mean(&self, sum: &Tensor, count: usize) -> Result<MeanLoss<'_>> {
         self.weighted_mean(sum, count as f64)
     }
 
-    /// The same for losses that weigh differently: `weight` is what this rank's weigh together.
+    /// The same for weighted losses: `weight` is the sum of the weights of this rank's losses.
     ///
     /// # Errors
     /// As [`DataParallel::mean`].
@@ -109,11 +109,11 @@ impl DataParallel {
         self.mean_of(Some(sum), weight)
     }
 
-    /// What [`DataParallel::mean`] is on a rank that has no samples and did not run forward. The model must then have no layers
-    /// in which ranks meet, such as synchronized batch norms.
+    /// Takes the place of [`DataParallel::mean`] on a rank that has no samples and did not run forward. The model must then have
+    /// no layers that communicate between ranks, such as synchronized batch norms.
     ///
     /// # Errors
-    /// If the ranks do not come together.
+    /// If communication between ranks fails.
     pub fn mean_without_samples(&self) -> Result<MeanLoss<'_>> {
         self.mean_of(None, 0.0)
     }
@@ -125,11 +125,11 @@ impl DataParallel {
         Ok(MeanLoss { parallel: self, sum: sum.cloned(), value: total / weight, weight })
     }
 
-    /// The sum over the ranks of gradients that each took alone: of several batches, accumulated after
-    /// [`MeanLoss::backward_no_sync`].
+    /// The sum over the ranks of gradients that each rank computed alone with [`MeanLoss::backward_no_sync`], for example
+    /// accumulated over several batches.
     ///
     /// # Errors
-    /// If the ranks do not come together.
+    /// If communication between ranks fails.
     pub fn all_reduce(&self, gradients: Gradients) -> Result<Gradients> {
         self.reduce(|ready| {
             let mut gradients = gradients;
@@ -138,7 +138,7 @@ impl DataParallel {
         })
     }
 
-    /// Runs `backward`, and reduces the gradients that it shows.
+    /// Runs `backward`, and sums over the ranks the gradients that it passes to its callback.
     fn reduce(
         &self,
         backward: impl FnOnce(&mut dyn FnMut(&mut Gradients) -> Result<()>) -> Result<Gradients>,
@@ -147,7 +147,7 @@ impl DataParallel {
             return backward(&mut |_| Ok(()));
         }
         let mut slot = self.reducer.lock().unwrap_or_else(PoisonError::into_inner);
-        // A reducer whose backward fails has messages under way that no later one would expect.
+        // If backward fails, the reducer is not put back: it has messages under way that no later backward would expect.
         let mut reducer = slot.take().ok_or_else(|| Error::Communication {
             operation: NAME,
             reason: "an earlier backward failed: the ranks no longer do the same".into(),
@@ -159,8 +159,8 @@ impl DataParallel {
         Ok(gradients)
     }
 
-    /// What this rank has sent so far, and how long it waited: in collectives, its layers' included, and at the ends of backward
-    /// passes for gradients still under way.
+    /// What this rank has sent so far, and how long it waited: in collectives, including those of its layers, and at the end of
+    /// backward for gradients that were still under way.
     pub fn traffic(&self) -> Traffic {
         let mut traffic = self.communicator.traffic();
         if let Some(reducer) = &*self.reducer.lock().unwrap_or_else(PoisonError::into_inner) {
@@ -187,7 +187,7 @@ impl MeanLoss<'_> {
         self.value
     }
 
-    /// What the samples of all ranks weigh: how many there are, unless they weigh differently.
+    /// The weight of the samples of all ranks: their number, unless losses are weighted.
     pub fn weight(&self) -> f64 {
         self.weight
     }
@@ -197,13 +197,13 @@ impl MeanLoss<'_> {
     /// A parameter that no rank's loss depends on has none.
     ///
     /// # Errors
-    /// Those of [`Tensor::backward`]; if the ranks do not come together.
+    /// Those of [`Tensor::backward`]; if communication between ranks fails.
     pub fn backward(self) -> Result<Gradients> {
         let parallel = self.parallel;
         parallel.reduce(|ready| self.walk(ready))
     }
 
-    /// This rank's part of the gradients, without meeting the others: to be accumulated over several batches
+    /// This rank's part of the gradients, without communication: to be accumulated over several batches
     /// ([`Gradients::accumulate`]) and then summed by [`DataParallel::all_reduce`].
     ///
     /// # Errors
@@ -222,7 +222,7 @@ impl MeanLoss<'_> {
     }
 }
 
-/// What an operation says when ranks could not be brought together.
+/// The error of an operation whose communication between ranks failed.
 pub(crate) fn failed(operation: &'static str) -> impl FnOnce(convoke_distributed::Error) -> Error {
     move |error| Error::Communication { operation, reason: error.to_string() }
 }

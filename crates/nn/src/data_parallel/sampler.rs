@@ -1,19 +1,19 @@
-//! Which samples a rank takes.
+//! Assigns samples to batches and ranks.
 
 use std::ops::Range;
 
 use crate::random::permutation;
 
-/// The part of `len` things that is a rank's: all parts follow each other and differ by one thing at most. The last rank's is
-/// as large as any. A rank beyond the last one has nothing, and in a world of no ranks there is one.
+/// A rank's part of `len` items. The parts of the ranks follow each other and differ by at most one item; no part is larger than
+/// the last rank's. A rank beyond the last one gets nothing. A `world_size` of 0 counts as 1.
 pub fn shard(len: usize, rank: usize, world_size: usize) -> Range<usize> {
     let world_size = world_size.max(1);
-    // A product of two numbers of 64 bits has 128; the quotient is at most `len`.
+    // A product of two 64-bit numbers fits 128 bits; the quotient is at most `len`.
     let cut = |rank: usize| (len as u128 * rank.min(world_size) as u128 / world_size as u128) as usize;
     cut(rank)..cut(rank.saturating_add(1))
 }
 
-/// The order in which a run sees its samples: by seed and epoch, the same whatever the number of ranks. Each rank takes its
+/// The order in which a run sees its samples. It depends on seed and epoch only, not on the number of ranks. Each rank takes its
 /// part of every batch.
 #[derive(Debug, Clone)]
 pub struct Sampler {
@@ -28,20 +28,19 @@ pub struct Sampler {
 pub struct Shard<'a> {
     /// The samples.
     pub samples: &'a [u32],
-    /// How many samples of the batch come before them, on ranks before this one.
+    /// The number of samples of the batch on earlier ranks, which come before these.
     pub first: usize,
-    /// The samples of all ranks.
+    /// The number of samples of all ranks.
     pub total: usize,
 }
 
 impl Sampler {
-    /// Samples 0 to `len` less 1 in batches of `batch_size`, at the beginning of epoch 0; the last batch of an epoch takes what
-    /// is left.
+    /// Samples 0 to `len` - 1 in batches of `batch_size`, at the beginning of epoch 0; the last batch of an epoch has the rest.
     ///
     /// A batch size of 0 counts as 1.
     ///
     /// # Panics
-    /// If there are more than 2^32 - 1 samples, or there is no memory for the number of each.
+    /// If there are more than 2^32 - 1 samples, or there is no memory for the order.
     pub fn new(seed: u64, len: usize, batch_size: usize) -> Sampler {
         Sampler { seed, batch_size: batch_size.max(1), epoch: 0, order: permutation(seed, 0, len) }
     }
@@ -73,13 +72,13 @@ impl Sampler {
         Shard { first: part.start, samples: &batch[part], total: batch.len() }
     }
 
-    /// How many samples ranks take of the batches of an epoch: every number above 0 that occurs.
+    /// How many samples ranks take of the batches of an epoch: each number above 0 that occurs.
     pub(crate) fn shard_sizes(&self, world_size: usize) -> Vec<usize> {
         shard_sizes(self.order.len(), self.batch_size, world_size)
     }
 }
 
-/// How many samples ranks take of `len` in batches of `batch_size`: every number above 0 that occurs, falling.
+/// How many samples ranks take of `len` samples in batches of `batch_size`: each number above 0 that occurs, in descending order.
 pub(crate) fn shard_sizes(len: usize, batch_size: usize, world_size: usize) -> Vec<usize> {
     let batches = [batch_size.min(len), len % batch_size];
     let parts = |batch: usize| (0..world_size).map(move |rank| shard(batch, rank, world_size).len());

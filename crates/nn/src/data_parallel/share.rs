@@ -1,4 +1,4 @@
-//! Giving rank 0's state to all ranks.
+//! Gives rank 0's state to all ranks.
 
 use std::path::Path;
 
@@ -11,10 +11,10 @@ use super::{NAME, failed};
 use crate::Module;
 use crate::checkpoint::{CheckpointError, Value, from_safetensors, model_values, set_model, to_safetensors};
 
-/// Makes parameters, buffers and counters of every rank those of rank 0.
+/// Gives all ranks the parameters, buffers and counters of rank 0.
 ///
 /// # Errors
-/// If the models differ in names, shapes or types; if the ranks do not come together.
+/// If the models differ in names, shapes or types; if communication between ranks fails.
 pub(crate) fn share_state(model: &(impl Module + ?Sized), communicator: &Communicator) -> Result<()> {
     check_structure(&structure(&model_values(model)), communicator)?;
     let mine = to_safetensors(&model_values(model)).map_err(refused)?;
@@ -38,7 +38,7 @@ pub(crate) fn share_state(model: &(impl Module + ?Sized), communicator: &Communi
     }
 }
 
-/// Rank 0's bytes, to all ranks.
+/// Gives rank 0's bytes to all ranks.
 pub(crate) fn share_bytes(
     communicator: &Communicator,
     name: &str,

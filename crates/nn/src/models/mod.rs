@@ -1,4 +1,4 @@
-//! Models by name: what one is, those that come ready, and a place for the user's own.
+//! Models by name: how a model is described, the built-in ones, and a list to which users add their own.
 
 mod mnist_cnn;
 mod resnet;
@@ -15,7 +15,7 @@ use crate::modules::ConvBnMode;
 use crate::objective::Objective;
 use crate::{Init, Module};
 
-/// What a model is built for.
+/// The options that a model is built with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ModelOptions {
     /// How its Conv+BN blocks run.
@@ -29,10 +29,10 @@ pub struct ModelOptions {
 type Build = dyn Fn(&Init, &ModelOptions) -> Result<Box<dyn Module>> + Send + Sync;
 type Fits = dyn Fn(&DatasetInfo) -> bool + Send + Sync;
 
-/// What a model is: its name, the data that it takes, and how it is built. Everything that trains a model takes one of these, the
-/// user's own as well as those of [`Models::builtin`].
+/// A description of a model: its name, the data that it takes, and how it is built. Everything that trains a model takes a spec,
+/// either the user's own or one of [`Models::builtin`].
 ///
-/// Checkpoints and memory plans hold the name, and it alone decides whether two specs are equal.
+/// Checkpoints and memory plans store the name. Two specs are equal if their names are.
 ///
 /// ```
 /// use convoke_nn::models::{ModelOptions, ModelSpec};
@@ -58,17 +58,18 @@ pub struct ModelSpec {
     targets: Targets,
     logits: bool,
     objective: Option<Objective>,
-    /// What it takes, in words.
+    /// A description of the images that it takes, for errors.
     takes: Arc<str>,
     fits: Arc<Fits>,
     build: Arc<Build>,
 }
 
 impl ModelSpec {
-    /// A model that gives each image a class: it maps N x C x H x W to log-probabilities, N x classes. `input` is C, H, W of the images
-    /// that it is made for, and `classes` the number of their classes: it takes no others unless [`ModelSpec::takes`] says so.
+    /// A model that classifies images: it maps N x C x H x W to log-probabilities, N x classes. `input` is C, H, W of the images
+    /// that it is made for, and `classes` the number of their classes. It takes no other data unless [`ModelSpec::takes`] allows
+    /// it.
     ///
-    /// `build` makes a new model with its starting values.
+    /// `build` makes a new model with initial parameters.
     pub fn new<M: Module>(
         name: &str,
         input: [usize; 3],
@@ -89,38 +90,38 @@ impl ModelSpec {
         }
     }
 
-    /// The same for a model that gives each pixel a class: it maps to log-probabilities, N x classes x H x W.
+    /// The same spec for a model that classifies each pixel: its output is log-probabilities, N x classes x H x W.
     pub fn of_pixels(self) -> ModelSpec {
         ModelSpec { targets: Targets::Pixels { ignore: None }, ..self }
     }
 
-    /// The same for a model that gives logits where it would give log-probabilities: what PyTorch's `CrossEntropyLoss` takes.
+    /// The same spec for a model whose output is logits instead of log-probabilities: what PyTorch's `CrossEntropyLoss` takes.
     #[must_use]
     pub fn of_logits(self) -> ModelSpec {
         ModelSpec { logits: true, ..self }
     }
 
-    /// The same with what is minimised unless a run says otherwise.
+    /// The same spec with this default objective: a run minimises it unless it sets another.
     #[must_use]
     pub fn with_objective(self, objective: Objective) -> ModelSpec {
         ModelSpec { objective: Some(objective), ..self }
     }
 
-    /// The same for a model that gives each image values, N x classes: `classes` says how many.
+    /// The same spec for a model that predicts `classes` values for each image: N x classes.
     #[must_use]
     pub fn of_values(self) -> ModelSpec {
         ModelSpec { targets: Targets::Values { shape: [self.classes, 1, 1] }, ..self }
     }
 
-    /// The same for a model that gives each pixel values, N x classes x H x W.
+    /// The same spec for a model that predicts `classes` values for each pixel: N x classes x H x W.
     #[must_use]
     pub fn of_pixel_values(self) -> ModelSpec {
         let [_, height, width] = self.input;
         ModelSpec { targets: Targets::Values { shape: [self.classes, height, width] }, ..self }
     }
 
-    /// The same for a model that takes all images that `fits` accepts, in any number of classes unless `fits` looks at it. `what` says
-    /// in words which these are, such as "images of 8 x 8 pixels or more": errors tell it.
+    /// The same spec for a model that takes all images that `fits` accepts, in any number of classes unless `fits` checks it.
+    /// `what` describes these images in errors, such as "images of 8 x 8 pixels or more".
     pub fn takes(
         self,
         what: impl Into<String>,
@@ -144,26 +145,25 @@ impl ModelSpec {
         self.classes
     }
 
-    /// What it gives: a class for each image or pixel, or values.
+    /// What it predicts: a class for each image or pixel, or values.
     pub fn targets(&self) -> Targets {
         self.targets
     }
 
-    /// What is minimised unless a run says otherwise: [`Objective::usual`] for its targets, or what
-    /// [`ModelSpec::with_objective`] said.
+    /// The default objective: that of [`ModelSpec::with_objective`], else [`Objective::usual`] for its targets.
     pub fn objective(&self) -> Objective {
         self.objective.clone().unwrap_or_else(|| Objective::usual(self.targets))
     }
 
-    /// Whether it gives logits, not log-probabilities.
+    /// Whether its output is logits, not log-probabilities.
     pub fn gives_logits(&self) -> bool {
         self.logits
     }
 
-    /// Whether it can be trained on this data.
+    /// Checks that it can be trained on this data.
     ///
     /// # Errors
-    /// What it takes and what the data has, if it cannot.
+    /// If it cannot: a message with what it takes and what the data has.
     pub fn check(&self, info: &DatasetInfo) -> std::result::Result<(), String> {
         self.check_targets(info)?;
         if (self.fits)(info) {
@@ -173,10 +173,10 @@ impl ModelSpec {
         Err(format!("{self} takes {}; {name} has {shape:?} in {classes} classes", self.takes))
     }
 
-    /// Whether the data has the kind of targets that it takes, whatever size the images have.
+    /// Checks that the data has the kind of targets that it takes; the size of the images does not matter.
     ///
     /// # Errors
-    /// What it takes and what the data has, if it is another kind.
+    /// If the data has another kind: a message with both kinds.
     pub fn check_targets(&self, info: &DatasetInfo) -> std::result::Result<(), String> {
         let kind = |targets: Targets| match targets {
             Targets::Image => "a label for each image",
@@ -191,9 +191,10 @@ impl ModelSpec {
         Ok(())
     }
 
-    /// A new model with its starting values.
+    /// Builds a new model with initial parameters.
     ///
-    /// mnist-cnn has one channel and ten classes, whatever is asked for; [`ModelSpec::check`] tells.
+    /// mnist-cnn ignores the options' channels and classes: it always has one channel and ten classes. [`ModelSpec::check`]
+    /// refuses other data for it.
     ///
     /// # Errors
     /// If channels or classes are 0 or too many, or for the model's own reasons.
@@ -201,7 +202,7 @@ impl ModelSpec {
         (self.build)(init, options)
     }
 
-    /// How it is built for the images and classes that it is made for.
+    /// The options for the images and classes that it is made for.
     pub fn options(&self, conv_bn: ConvBnMode) -> ModelOptions {
         ModelOptions { conv_bn, image: self.input, classes: self.classes }
     }
@@ -233,20 +234,21 @@ impl Serialize for ModelSpec {
     }
 }
 
-/// The models that can be asked for by name.
+/// A list of models that are found by name.
 #[derive(Debug, Clone)]
 pub struct Models(Vec<ModelSpec>);
 
 impl Models {
-    /// Those that come with this crate.
+    /// The models of this crate.
     pub fn builtin() -> Models {
         Models(vec![mnist_cnn::spec(), segnet::spec(), resnet::resnet20_spec(), resnet::resnet50_spec()])
     }
 
-    /// The same, and one more.
+    /// The same list with one more model.
     ///
     /// # Errors
-    /// If its name is taken, or is not made of small ASCII letters, digits, `-`, `_` and `.`, as a word on the command line is.
+    /// If its name is taken, is empty, begins with `-`, or has characters other than lower-case ASCII letters, digits, `-`, `_`
+    /// and `.`: it must be usable as a word on the command line.
     pub fn with(mut self, model: ModelSpec) -> std::result::Result<Models, String> {
         let name = model.name();
         check_name("a model", name)?;
@@ -260,7 +262,7 @@ impl Models {
     /// The model of this name.
     ///
     /// # Errors
-    /// The names that there are, if it is none of them.
+    /// If there is none: a message with the names of all models.
     pub fn get(&self, name: &str) -> std::result::Result<ModelSpec, String> {
         self.0.iter().find(|model| model.name() == name).cloned().ok_or_else(|| {
             format!(
@@ -275,7 +277,7 @@ impl Models {
         self.0.iter().map(ModelSpec::name)
     }
 
-    /// The models, in that order.
+    /// The models, in the same order.
     pub fn iter(&self) -> impl Iterator<Item = &ModelSpec> {
         self.0.iter()
     }

@@ -1,4 +1,4 @@
-//! Residual networks for classification: of CIFAR's size and of ImageNet's.
+//! Residual networks for classification of CIFAR-sized and ImageNet-sized images.
 //!
 //! K. He, X. Zhang, S. Ren, J. Sun, "Deep residual learning for image recognition", 2015.
 
@@ -11,9 +11,9 @@ use crate::modules::{
 };
 use crate::{Forward, Init, Module};
 
-/// The least height and width that [`resnet20`] is meant for: its last stage sees a quarter of them.
+/// The smallest height and width that [`resnet20`] is meant for: its last stage has a quarter of them.
 const RESNET20_LEAST: usize = 8;
-/// The least height and width that [`resnet50`] is meant for: its last stage sees a 32nd of them.
+/// The smallest height and width that [`resnet50`] is meant for: its last stage has a 32nd of them.
 const RESNET50_LEAST: usize = 32;
 
 pub(super) fn resnet20_spec() -> ModelSpec {
@@ -30,7 +30,7 @@ pub(super) fn resnet50_spec() -> ModelSpec {
     of_size(spec, RESNET50_LEAST)
 }
 
-/// For images of at least this height and width.
+/// The same spec for images of at least this height and width.
 fn of_size(spec: ModelSpec, least: usize) -> ModelSpec {
     spec.takes(format!("images of {least} x {least} pixels or more"), move |info| {
         info.height.min(info.width) >= least
@@ -38,7 +38,7 @@ fn of_size(spec: ModelSpec, least: usize) -> ModelSpec {
 }
 
 /// A square convolution of this stride that keeps the size at stride 1, its batch norm, and an activation. The convolution has
-/// no bias, and starts as torchvision's: Kaiming normal by fan_out.
+/// no bias; its initial weights are Kaiming normal by fan_out, as torchvision's.
 fn block(
     (init, mode): (&Init, ConvBnMode),
     channels: [usize; 2],
@@ -61,14 +61,14 @@ fn shortcut(how: (&Init, ConvBnMode), channels: [usize; 2], stride: usize) -> Re
     changes.then(|| block(how, channels, 1, stride, Activation::Identity)).transpose()
 }
 
-/// What comes past a block.
+/// The output of a block's shortcut.
 fn past(downsample: Option<&ConvBn2d>, input: &Tensor) -> Result<Tensor> {
     downsample.map_or_else(|| Ok(input.clone()), |downsample| downsample.forward(input))
 }
 
 /// A residual block of two 3x3 convolutions, each with batch norm and ReLU; the second ReLU follows the addition.
 ///
-/// Children `conv1`, `conv2` and, where the shape changes, `downsample`: a 1x1 convolution with batch norm on the way past.
+/// Children are `conv1`, `conv2` and, where the shape changes, `downsample`: a 1x1 convolution with batch norm as the shortcut.
 #[derive(Module)]
 pub struct BasicBlock {
     conv1: ConvBn2d,
@@ -77,7 +77,7 @@ pub struct BasicBlock {
 }
 
 impl BasicBlock {
-    /// A block of these numbers of channels; the first convolution and `downsample` have the stride.
+    /// A block with these numbers of input and output channels; the first convolution and `downsample` have the stride.
     ///
     /// # Errors
     /// If a number of channels is 0 or too large.
@@ -98,11 +98,11 @@ impl Forward for BasicBlock {
     }
 }
 
-/// A residual block of a 1x1, a 3x3 and a 1x1 convolution, each with batch norm and ReLU; the last one gives four times as
+/// A residual block of a 1x1, a 3x3 and a 1x1 convolution, each with batch norm and ReLU. The last one outputs four times as
 /// many channels, and its ReLU follows the addition.
 ///
-/// Children `conv1`, `conv2`, `conv3` and, where the shape changes, `downsample`. The 3x3 convolution has the stride, as in
-/// torchvision's "v1.5"; the paper gave it to the first.
+/// Children are `conv1`, `conv2`, `conv3` and, where the shape changes, `downsample`. The 3x3 convolution has the stride, as in
+/// torchvision's "v1.5"; in the paper, the first convolution has it.
 #[derive(Module)]
 pub struct Bottleneck {
     conv1: ConvBn2d,
@@ -112,7 +112,7 @@ pub struct Bottleneck {
 }
 
 impl Bottleneck {
-    /// Channels that a block gives for each channel of its inner convolutions.
+    /// Output channels of a block for each channel of its inner convolutions.
     pub const EXPANSION: usize = 4;
 
     /// A block from `inputs` channels to four times `width`.
@@ -145,9 +145,10 @@ impl Forward for Bottleneck {
 /// The network of 20 layers for CIFAR: N x `channels` x H x W images, of 8 x 8 pixels or more, to N x `classes`
 /// log-probabilities.
 ///
-/// A 3x3 convolution to 16 channels (`conv1`), three stages (`layer1` to `layer3`) of three [`BasicBlock`]s of 16, 32 and 64
-/// channels, of which the second and the third halve the size, the mean of each channel, a linear layer (`fc`), log-softmax.
-/// Where the shape changes, a 1x1 convolution leads past (option B); the paper's CIFAR networks pad with zeros there (option A).
+/// It has a 3x3 convolution to 16 channels (`conv1`), three stages (`layer1` to `layer3`) of three [`BasicBlock`]s of 16, 32 and
+/// 64 channels, the mean of each channel, a linear layer (`fc`), and log-softmax. The second and the third stage halve the size.
+/// Where the shape changes, the shortcut is a 1x1 convolution (option B); the paper's CIFAR networks pad with zeros there (option
+/// A).
 ///
 /// With three channels and ten classes it has 272,474 parameters (option A: 269,722).
 ///
@@ -174,9 +175,9 @@ pub fn resnet20(init: &Init, mode: ConvBnMode, channels: usize, classes: usize) 
 /// The network of 50 layers for ImageNet, "v1.5": N x `channels` x H x W images, of 32 x 32 pixels or more, to N x `classes`
 /// log-probabilities.
 ///
-/// A 7x7 convolution of stride 2 to 64 channels (`conv1`), 3x3 max-pooling of stride 2, four stages (`layer1` to `layer4`) of
-/// 3, 4, 6 and 3 [`Bottleneck`]s of width 64, 128, 256 and 512, of which all but the first halve the size, the mean of each
-/// channel, a linear layer (`fc`), log-softmax.
+/// It has a 7x7 convolution of stride 2 to 64 channels (`conv1`), 3x3 max-pooling of stride 2, four stages (`layer1` to `layer4`)
+/// of 3, 4, 6 and 3 [`Bottleneck`]s of width 64, 128, 256 and 512, the mean of each channel, a linear layer (`fc`), and
+/// log-softmax. All stages but the first halve the size.
 ///
 /// With three channels and 1000 classes it has torchvision's 25,557,032 parameters.
 ///

@@ -1,4 +1,4 @@
-//! A small U-Net: a class for every pixel.
+//! A small U-Net that classifies every pixel.
 
 use convoke_autograd::ops::{UpsampleMode, concat};
 use convoke_autograd::{Error, Result, Tensor};
@@ -26,7 +26,7 @@ pub(super) fn spec() -> ModelSpec {
     })
 }
 
-/// What [`segnet`] makes.
+/// The network that [`segnet`] builds.
 #[derive(Module)]
 pub struct Segnet {
     /// The encoder's levels, from full size down.
@@ -38,18 +38,18 @@ pub struct Segnet {
     up1: Sequential,
     up2: Sequential,
     up3: Sequential,
-    /// To one number a class, at each pixel.
+    /// Maps to one number per class at each pixel.
     classify: Conv2d,
 }
 
 /// A U-Net (Ronneberger, Fischer, Brox: "U-Net: convolutional networks for biomedical image segmentation", 2015) of three
 /// levels: N x `channels` x H x W images, H and W multiples of 8, to N x `classes` x H x W log-probabilities.
 ///
-/// Each level is two blocks of a 3x3 convolution with padding 1, batch norm and ReLU. The encoder (`down1` to `down3`, of 16,
-/// 32 and 64 channels) halves the size behind each level by max-pooling. A `bottleneck` of 128 channels follows. The decoder
-/// (`up1` to `up3`, of 64, 32 and 16) doubles the size before each level (bilinear), and joins what came up with the output of
-/// the encoder's level of this size. A 1x1 convolution, `classify`, and log-softmax end it. Unlike the paper's, convolutions
-/// keep the size, and no convolution follows an upsampling before it is joined.
+/// Each level is two blocks of a 3x3 convolution with padding 1, batch norm and ReLU. The encoder (`down1` to `down3`, of 16, 32
+/// and 64 channels) halves the size after each level by max-pooling. A `bottleneck` of 128 channels follows. The decoder (`up1`
+/// to `up3`, of 64, 32 and 16 channels) doubles the size before each level (bilinear), and concatenates the result with the
+/// output of the encoder's level of this size. A 1x1 convolution, `classify`, and log-softmax come last. Unlike in the paper,
+/// convolutions keep the size, and no convolution comes between an upsampling and its concatenation.
 ///
 /// With three channels and eleven classes it has 488,171 parameters.
 ///

@@ -10,17 +10,17 @@ use super::NormMode;
 use super::sync_batch_norm::Ranks;
 use crate::{Buffer, Counter, Forward, Init, Module, Parameter, Parts};
 
-/// How a batch norm is made. The default is PyTorch's.
+/// The options of a batch norm. The default is PyTorch's.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BatchNormConfig {
     /// What momentum, running variance and eps mean.
     pub convention: Convention,
     /// Keeps the divisor from 0.
     pub eps: f64,
-    /// Of the new or of the old value in the running statistics, as the convention says; `None` is the average over
-    /// all batches so far.
+    /// The weight of the new or of the old value in the running statistics, as the convention says; `None` averages over all
+    /// batches so far.
     pub momentum: Option<f64>,
-    /// Whether there are weight and bias. For one of them only, set the other field of the layer to `None`.
+    /// Whether there are weight and bias. To have only one of them, set the layer's field of the other to `None`.
     pub affine: bool,
     /// Whether running statistics are kept; without them evaluation uses the batch's.
     pub track_running_stats: bool,
@@ -33,7 +33,7 @@ impl Default for BatchNormConfig {
 }
 
 impl BatchNormConfig {
-    /// With the defaults of a framework.
+    /// The defaults of a framework.
     pub fn of(convention: Convention) -> BatchNormConfig {
         BatchNormConfig {
             convention,
@@ -58,13 +58,14 @@ pub type BatchNorm3d = BatchNorm<3>;
 /// [`BatchNorm::synchronized`].
 pub type SyncBatchNorm = BatchNorm<ANY>;
 
-/// Stands for any number of spatial dimensions.
+/// Any number of spatial dimensions.
 pub const ANY: usize = usize::MAX;
 
-/// Batch normalization of N x C x ... with so many spatial dimensions; one may be absent, and is then 1.
+/// Batch normalization of N x C x ... with `SPATIAL` spatial dimensions, or any number with [`ANY`]. With `SPATIAL` 1, N x C is
+/// also accepted.
 ///
-/// In training each channel is normalised by its batch's mean and biased variance, and the running statistics move
-/// towards the batch's mean and (by default *unbiased*) variance, once a forward. In evaluation the running ones normalise.
+/// In training, each channel is normalised by the batch's mean and biased variance, and the running statistics move towards the
+/// batch's mean and (by default *unbiased*) variance once per forward. In evaluation, the running statistics normalise.
 pub struct BatchNorm<const SPATIAL: usize> {
     /// Gamma, C.
     pub weight: Option<Parameter>,
@@ -153,7 +154,7 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
         self
     }
 
-    /// This layer with switches that another holds too.
+    /// This layer with switches that it shares with another.
     pub(super) fn with_mode(self, mode: &NormMode) -> Self {
         BatchNorm { mode: mode.clone(), ..self }
     }
@@ -173,7 +174,7 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
         &self.config
     }
 
-    /// The ranks whose batches count as one in training, if there are any: see [`crate::ModuleExt::convert_sync_batchnorm`].
+    /// The ranks over whose batches statistics are taken in training, if any: see [`crate::ModuleExt::convert_sync_batchnorm`].
     pub fn communicator(&self) -> Option<Communicator> {
         self.mode.communicator()
     }
@@ -193,24 +194,24 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
         self.running.as_ref().map(|running| running.batches.value())
     }
 
-    /// Fixes the statistics, or frees them: a frozen layer evaluates, also while the model trains.
+    /// Freezes the statistics, or unfreezes them: a frozen layer uses its running statistics even while the model trains.
     ///
-    /// For fine-tuning with batches too small for statistics of their own. Weight and bias still train, unless
-    /// [`Parameter::set_trained`] freezes them too. A layer that keeps no running statistics has none to fix.
+    /// This is for fine-tuning with batches that are too small for useful statistics. Weight and bias still train, unless
+    /// [`Parameter::set_trained`] freezes them too. A layer without running statistics has none to freeze.
     pub fn set_frozen(&self, frozen: bool) {
         self.mode.set_frozen(frozen);
     }
 
-    /// Whether [`BatchNorm::set_frozen`] has fixed the statistics.
+    /// Whether [`BatchNorm::set_frozen`] has frozen the statistics.
     pub fn is_frozen(&self) -> bool {
         self.mode.is_frozen()
     }
 
-    /// Stops running statistics from moving in training, or lets them move again, as setting PyTorch's attribute
-    /// `track_running_stats` of a layer that exists.
+    /// Stops running statistics from moving in training, or lets them move again, like setting the attribute
+    /// `track_running_stats` of an existing layer in PyTorch.
     ///
-    /// As there, evaluation still uses the running statistics that the layer has, and a layer that was made without
-    /// them has none whatever is set here: only [`BatchNormConfig::track_running_stats`] decides that.
+    /// As in PyTorch, evaluation still uses the running statistics that the layer has, and a layer that was made without them
+    /// does not get any: only [`BatchNormConfig::track_running_stats`] decides that.
     pub fn set_track_running_stats(&self, track: bool) {
         self.mode.set_track_running_stats(track);
     }
@@ -234,7 +235,7 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
         Ok(())
     }
 
-    /// As new: [`BatchNorm::reset_running_stats`], weight 1 and bias 0.
+    /// Resets the layer to its initial state: [`BatchNorm::reset_running_stats`], weight 1 and bias 0.
     ///
     /// # Errors
     /// If there is no memory.
@@ -248,8 +249,8 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
         Ok(())
     }
 
-    /// The names of what the layer holds in the order of Keras' `get_weights()`: gamma, beta, moving_mean and
-    /// moving_variance, those it has.
+    /// The layer's tensors with their Keras names, in the order of Keras' `get_weights()`: those of gamma, beta, moving_mean and
+    /// moving_variance that it has.
     fn keras_order(&self) -> Vec<(&'static str, Slot<'_>)> {
         let parameters = [("gamma", &self.weight), ("beta", &self.bias)];
         let parameters =
@@ -260,22 +261,22 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
         parameters.chain(running).collect()
     }
 
-    /// The arrays of Keras' `layer.get_weights()`: gamma, beta, moving_mean and moving_variance, those the layer has.
+    /// The arrays of Keras' `layer.get_weights()`: those of gamma, beta, moving_mean and moving_variance that the layer has.
     ///
     /// # Errors
-    /// None that are known: the arrays are this layer's own.
+    /// None are known: the arrays are this layer's own.
     pub fn keras_weights(&self) -> Result<Vec<Vec<f64>>> {
         self.keras_order().iter().map(|(_, slot)| to_f64(&slot.value())).collect()
     }
 
-    /// Takes the arrays of Keras' `layer.get_weights()`: gamma, beta, moving_mean and moving_variance. As there, a layer
-    /// without weight (`scale=False`), bias (`center=False`) or running statistics goes without the array.
+    /// Takes the arrays of Keras' `layer.get_weights()`: gamma, beta, moving_mean and moving_variance. As in Keras, the list has
+    /// no array for a weight (`scale=False`), a bias (`center=False`) or running statistics that the layer lacks.
     ///
     /// The moving variance is taken as it is. Where another convention accumulated it, [`Convention::convert_variance`]
     /// turns it into this layer's.
     ///
     /// # Errors
-    /// If there are too few or too many arrays, or one does not hold a number a channel: nothing has changed then.
+    /// If there are too few or too many arrays, or one does not hold one number per channel. Nothing has changed then.
     pub fn set_keras_weights(&self, arrays: &[&[f64]]) -> Result<()> {
         let slots = self.keras_order();
         let refused = |reason: String| Err(Error::Invalid { operation: "set_keras_weights", reason });
@@ -299,10 +300,10 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
         slots.iter().zip(&tensors).try_for_each(|((_, slot), tensor)| slot.set(tensor))
     }
 
-    /// What the operation needs to know in the present mode, for an input of `channels` channels.
+    /// The operation's options in the current mode, for an input of `channels` channels.
     pub(super) fn options(&self, channels: usize, activation: Activation) -> Result<BatchNormOptions> {
         if channels != self.channels {
-            // Without weight, bias and running statistics nobody else would notice.
+            // Without weight, bias and running statistics, no later check would notice.
             let reason = format!("the layer has {} channels, its input {channels}", self.channels);
             return Err(Error::Invalid { operation: Self::NAME, reason });
         }
@@ -318,7 +319,7 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
         Ok(self.options_with(statistics, activation))
     }
 
-    /// What the operation needs to know in evaluation; `None` without running statistics.
+    /// The operation's options in evaluation; `None` without running statistics.
     pub(super) fn evaluation(&self) -> Result<Option<BatchNormOptions>> {
         let statistics = self.running.as_ref().map(Running::statistics).transpose()?;
         Ok(statistics.map(|statistics| self.options_with(statistics, Activation::Identity)))
@@ -329,7 +330,7 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
         BatchNormOptions { statistics, eps, eps_place, activation }
     }
 
-    /// Moves the running statistics towards a batch's, in training. Once a forward, never in a recomputation.
+    /// Moves the running statistics towards a batch's, in training. Call it once per forward, and never in a recomputation.
     pub(super) fn observe(&self, moments: Option<&Moments>) -> Result<()> {
         let moves = self.mode.uses_batch() && self.track_running_stats();
         let (Some(running), Some(moments), true) = (&self.running, moments, moves) else {
@@ -363,7 +364,7 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
         Ok(())
     }
 
-    /// The layer and an activation behind it as one operation, which saves a pass over memory in each direction.
+    /// Runs the layer and an activation after it as one operation, which saves a pass over memory in each direction.
     ///
     /// # Errors
     /// If the input does not fit the layer.

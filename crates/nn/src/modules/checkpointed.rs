@@ -1,4 +1,4 @@
-//! Modules that keep their input only, and run again in backward.
+//! Modules that keep only their input for backward, and run again there.
 
 use std::sync::Arc;
 
@@ -7,16 +7,17 @@ use convoke_autograd::{BackwardOptions, Error, Function, Needs, Result, Tensor, 
 use crate::random::GeneratorState;
 use crate::{Buffer, Counter, Field, Forward, Generator, Module, ModuleExt, Parameter, Parts, State};
 
-/// The output of `module`, without keeping what its operations need for backward, but the input alone: backward runs the module
-/// again. As PyTorch's `torch.utils.checkpoint` ("Training deep nets with sublinear memory cost", Chen et al., 2016).
+/// Runs `module`, but keeps only its input for backward, not what its operations need: backward runs the module again. As
+/// PyTorch's `torch.utils.checkpoint` ("Training deep nets with sublinear memory cost", Chen et al., 2016).
 ///
-/// Values and gradients are the same to the last bit. The second run changes nothing: running statistics and counters move once,
-/// dropout drops what it dropped in forward. The source of a module's random numbers must be one of its parts. Between forward and backward the module must stay as it is: in training mode or not, parameters as
-/// they are. A synchronized batch norm inside communicates again in backward, on all ranks alike; [`super::ConvBn2d`] alone does
-/// not.
+/// Values and gradients are the same to the last bit. The second run has no side effects: running statistics and counters move
+/// only once, and dropout drops the same elements as in forward. For that, each generator that the module draws from must be one
+/// of its parts. Between forward and backward, do not change the module: neither its training mode nor its parameters. A
+/// synchronized batch norm inside communicates again in backward, on all ranks alike; the recomputation of a [`super::ConvBn2d`]
+/// does not.
 ///
 /// # Errors
-/// Those of the module; a lazy layer in it that has met no input.
+/// Those of the module; if a lazy layer in it has seen no input yet.
 pub fn checkpoint(module: Arc<dyn Module>, input: &Tensor) -> Result<Tensor> {
     module.check_all_initialized()?;
     let parameters: Vec<Parameter> =
@@ -28,11 +29,11 @@ pub fn checkpoint(module: Arc<dyn Module>, input: &Tensor) -> Result<Tensor> {
 
 struct Checkpoint {
     module: Arc<dyn Module>,
-    /// The parameters, as they were in forward.
+    /// The parameters' values in forward.
     leaves: Vec<Tensor>,
 }
 
-/// The input, and where random numbers stood before forward.
+/// The input, and the states of the module's generators before forward.
 type Saved = (Tensor, Vec<GeneratorState>);
 
 impl Function for Checkpoint {
@@ -76,7 +77,7 @@ impl Function for Checkpoint {
     }
 }
 
-/// What a run of a module may change; put back when dropped.
+/// The state that a run of a module may change; dropping the snapshot restores it.
 struct Snapshot {
     buffers: Vec<(Buffer, Tensor)>,
     counters: Vec<(Counter, i64)>,
@@ -121,13 +122,13 @@ impl Drop for Snapshot {
     }
 }
 
-/// A module that runs by [`checkpoint`]: with the same state under the same names.
+/// Runs a module with [`checkpoint`]. Its state keeps the same names.
 pub struct Checkpointed {
     module: Arc<dyn Module>,
 }
 
 impl Checkpointed {
-    /// Makes `module` keep its input only.
+    /// Wraps `module` so that it keeps only its input for backward.
     pub fn new(module: impl Module) -> Checkpointed {
         Checkpointed { module: Arc::new(module) }
     }

@@ -38,7 +38,7 @@ impl Conv2d {
             return Err(Error::Invalid { operation: "Conv2d", reason });
         }
         let shape = [out_channels, in_channels / groups, kernel[0], kernel[1]];
-        // A product that overflows belongs to a weight that is refused below.
+        // If this product overflows, the weight is too large and refused below.
         let fan_in = shape[1..].iter().fold(1, |product: usize, &size| product.saturating_mul(size));
         Ok(Conv2d {
             weight: init.kaiming_uniform(&shape, fan_in)?,
@@ -47,7 +47,7 @@ impl Conv2d {
         })
     }
 
-    /// A convolution with these parameters, which fit the options.
+    /// A convolution with these parameters, which must fit the options.
     pub(super) fn from_parts(weight: Parameter, bias: Option<Parameter>, options: ConvOptions) -> Conv2d {
         Conv2d { weight, bias, options }
     }

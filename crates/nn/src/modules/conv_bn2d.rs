@@ -1,4 +1,4 @@
-//! Convolution, batch norm and what may follow as one block.
+//! One block of a convolution, its batch norm, and an optional residual, activation and max pool.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -9,11 +9,12 @@ use super::{BatchNorm2d, Conv2d};
 use crate::planner::BlockKind;
 use crate::{Forward, Module, Parameter, Parts};
 
-/// How a [`ConvBn2d`] block runs. Values, gradients and running statistics are the same either way.
+/// How a [`ConvBn2d`] block runs. Values and running statistics are the same either way; so are gradients, except with
+/// [`Keep::Compact`] and [`Keep::Invert`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ConvBnMode {
-    /// One operation that makes again in backward what it did not keep: see [`Keep`].
+    /// One operation that recomputes in backward what it did not keep: see [`Keep`].
     #[default]
     Fused,
     /// Convolution, batch norm and ReLU one after the other, each saving what it needs.
@@ -29,22 +30,23 @@ impl std::fmt::Display for ConvBnMode {
     }
 }
 
-/// A convolution, its batch norm, an activation and perhaps a max pool: children `conv` and `bn`, in either [`ConvBnMode`].
+/// A convolution, its batch norm, an activation and an optional max pool. Its children are `conv` and `bn` in either
+/// [`ConvBnMode`].
 pub struct ConvBn2d {
     /// The convolution.
     pub conv: Conv2d,
-    /// The batch norm over its output; `None` once [`Module::fold`] has made it a part of the convolution.
+    /// The batch norm of its output; `None` after [`Module::fold`] has merged it into the convolution.
     pub bn: Option<BatchNorm2d>,
     activation: Activation,
     pool: Option<PoolOptions>,
     mode: ConvBnMode,
     keep: Mutex<Keep>,
-    /// What it last ran on, for the planner.
+    /// The kind of block that last ran, for the planner.
     kind: Mutex<Option<BlockKind>>,
 }
 
 impl ConvBn2d {
-    /// Joins two layers; `bn` must have as many channels as `conv` gives, which forward checks.
+    /// Joins two layers. `bn` must have the number of channels of `conv`'s output; forward checks that.
     pub fn new(conv: Conv2d, bn: BatchNorm2d, activation: Activation, mode: ConvBnMode) -> ConvBn2d {
         ConvBn2d {
             conv,
@@ -57,7 +59,7 @@ impl ConvBn2d {
         }
     }
 
-    /// The same block with a max pool behind the activation.
+    /// The same block with a max pool after the activation.
     #[must_use]
     pub fn with_pool(self, pool: PoolOptions) -> ConvBn2d {
         ConvBn2d { pool: Some(pool), ..self }
@@ -68,12 +70,12 @@ impl ConvBn2d {
         *self.keep.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sets what the fused block keeps for backward, from the next forward on; a block of separate layers need not know.
+    /// Sets what the fused block keeps for backward, from the next forward on; separate layers ignore it.
     pub fn set_keep(&self, keep: Keep) {
         *self.keep.lock().unwrap_or_else(PoisonError::into_inner) = keep;
     }
 
-    /// What it last ran on as a fused block.
+    /// The kind of block that last ran, if it ran fused.
     pub(crate) fn kind(&self) -> Option<BlockKind> {
         self.kind.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -84,7 +86,7 @@ impl ConvBn2d {
     }
 
     /// activation(bn(conv(input)) + residual): the end of a residual block (He, Zhang, Ren, Sun: "Deep residual learning for
-    /// image recognition", 2015). A fused block with a pool takes none.
+    /// image recognition", 2015). A fused block with a pool takes no residual.
     ///
     /// # Errors
     /// If the input or the residual does not fit.
@@ -93,7 +95,7 @@ impl ConvBn2d {
     }
 
     fn run(&self, input: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
-        // A window of more elements than a byte counts is pooled on its own.
+        // A window with more elements than a byte can number is pooled separately.
         let fused_pool = self.pool.filter(ConvBnBlock::can_pool);
         let Some(bn) = self.bn.as_ref().filter(|_| self.mode == ConvBnMode::Fused) else {
             let mut y = self.conv.forward(input)?;
@@ -139,7 +141,7 @@ fn pooled(y: Tensor, pool: Option<PoolOptions>) -> Result<Tensor> {
     }
 }
 
-/// The convolution, with a bias, that computes what this one and `bn` do in evaluation; `None` without running statistics.
+/// A convolution with a bias that computes what `conv` and `bn` compute in evaluation; `None` without running statistics.
 pub(super) fn folded(conv: &Conv2d, bn: &BatchNorm2d) -> Result<Option<Conv2d>> {
     let Some(norm) = bn.evaluation()? else { return Ok(None) };
     let (weight, bias) = with_parameters(conv, bn, |parameters| fold_conv_bn2d(parameters, &norm))?;

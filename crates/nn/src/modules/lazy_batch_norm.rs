@@ -16,25 +16,25 @@ pub type LazyBatchNorm2d = LazyBatchNorm<2>;
 /// As PyTorch's `LazyBatchNorm3d`: see [`LazyBatchNorm`].
 pub type LazyBatchNorm3d = LazyBatchNorm<3>;
 
-/// A [`BatchNorm`] whose number of channels is that of its first input.
+/// A [`BatchNorm`] that gets its number of channels from its first input.
 ///
-/// Until then it holds nothing: an optimizer, a checkpoint or [`crate::checkpoint::load_model`] refuse a model with such a layer.
+/// Before that it has no parameters, and an optimizer, a checkpoint or [`crate::checkpoint::load_model`] refuses its model.
 /// Run one forward first, in [`convoke_autograd::no_grad`] and evaluation, or call [`LazyBatchNorm::initialize`].
 pub struct LazyBatchNorm<const SPATIAL: usize> {
     init: Init,
     config: BatchNormConfig,
-    /// The switches of the layer, before it exists too.
+    /// The switches of the layer; they exist before the layer does.
     mode: NormMode,
     layer: OnceLock<BatchNorm<SPATIAL>>,
 }
 
 impl<const SPATIAL: usize> LazyBatchNorm<SPATIAL> {
-    /// A batch norm of a number of channels not known yet.
+    /// A batch norm whose number of channels is not known yet.
     pub fn new(init: &Init, config: BatchNormConfig) -> Self {
         LazyBatchNorm { init: init.clone(), config, mode: NormMode::new(&config), layer: OnceLock::new() }
     }
 
-    /// The layer, if it has met its first input.
+    /// The layer, if it has seen its first input.
     pub fn layer(&self) -> Option<&BatchNorm<SPATIAL>> {
         self.layer.get()
     }

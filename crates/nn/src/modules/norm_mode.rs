@@ -8,9 +8,9 @@ use convoke_distributed::Communicator;
 use super::BatchNormConfig;
 use crate::{Field, Part, Parts, TrainingMode};
 
-/// How a batch norm gets its statistics: whether it trains, whether they are frozen, over which ranks they are taken. Clones are
-/// the same switches. A field of this type makes a module one of those that [`crate::ModuleExt::freeze_batchnorm`] and
-/// [`crate::ModuleExt::convert_sync_batchnorm`] speak to.
+/// How a batch norm gets its statistics: whether it trains, whether they are frozen, and over which ranks they are taken. Clones
+/// share the same switches. With a field of this type, a module takes part in [`crate::ModuleExt::freeze_batchnorm`] and
+/// [`crate::ModuleExt::convert_sync_batchnorm`].
 #[derive(Debug, Clone)]
 pub struct NormMode {
     training: TrainingMode,
@@ -25,7 +25,7 @@ struct Switches {
 }
 
 impl NormMode {
-    /// In training, not frozen, without other ranks.
+    /// The initial mode: training, not frozen, without other ranks.
     pub fn new(config: &BatchNormConfig) -> NormMode {
         NormMode {
             training: TrainingMode::default(),
@@ -37,22 +37,22 @@ impl NormMode {
         }
     }
 
-    /// Training or evaluation.
+    /// The switch between training and evaluation.
     pub fn training(&self) -> &TrainingMode {
         &self.training
     }
 
-    /// Whether the batch's statistics normalise and the running ones move.
+    /// Whether the batch's statistics normalise and the running statistics move.
     pub fn uses_batch(&self) -> bool {
         self.training.is_training() && !self.is_frozen()
     }
 
-    /// Whether statistics are fixed, also in training.
+    /// Whether statistics are frozen, also in training.
     pub fn is_frozen(&self) -> bool {
         self.switches.frozen.load(Ordering::Relaxed)
     }
 
-    /// Fixes the statistics, or frees them.
+    /// Freezes the statistics, or unfreezes them.
     pub fn set_frozen(&self, frozen: bool) {
         self.switches.frozen.store(frozen, Ordering::Relaxed);
     }
@@ -67,12 +67,12 @@ impl NormMode {
         self.switches.track_running_stats.store(track, Ordering::Relaxed);
     }
 
-    /// The ranks whose batches count as one in training, if there are any.
+    /// The ranks over whose batches statistics are taken in training, if any.
     pub fn communicator(&self) -> Option<Communicator> {
         self.switches.communicator.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Takes statistics over the batches of these ranks in training, or of its own batch again.
+    /// Makes training take statistics over the batches of these ranks or, with `None`, over the layer's own batch only.
     pub fn set_communicator(&self, communicator: Option<&Communicator>) {
         *self.switches.communicator.lock().unwrap_or_else(PoisonError::into_inner) = communicator.cloned();
     }

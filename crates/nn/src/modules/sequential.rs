@@ -24,8 +24,8 @@ impl Sequential {
 
     /// Adds a module at the end.
     ///
-    /// A name that is empty, holds a dot or is taken would make paths, and files of checkpoints, ambiguous: such a
-    /// module is left out, and forward is an error that says so.
+    /// A name that is empty, contains a dot or is taken would make paths and checkpoint files ambiguous. A module with such a
+    /// name is left out, and forward then fails with an error that says so.
     #[must_use]
     pub fn then(mut self, name: &str, module: impl Module + 'static) -> Sequential {
         if name.is_empty() || name.contains('.') {
@@ -57,7 +57,8 @@ impl Module for Sequential {
         self.modules.iter().for_each(|(name, module)| parts.add(name, module));
     }
 
-    /// Also a `Conv2d` that a `BatchNorm2d` follows: the batch norm is removed, the other names stay.
+    /// Folds the modules, and each `BatchNorm2d` that directly follows a `Conv2d`. That batch norm is removed; the other modules
+    /// keep their names.
     fn fold(&mut self) -> Result<usize> {
         let mut count = 0;
         let mut index = 0;
@@ -78,7 +79,7 @@ impl Module for Sequential {
     }
 }
 
-/// The batch norm that a module is.
+/// The module as a batch norm, if it is one.
 fn batch_norm(module: &dyn Module) -> Option<&BatchNorm2d> {
     let module = module as &dyn Any;
     module.downcast_ref().or_else(|| module.downcast_ref::<LazyBatchNorm2d>()?.layer())

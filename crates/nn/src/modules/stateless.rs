@@ -1,4 +1,4 @@
-//! Layers that hold nothing: activations, pooling, upsampling, reshaping.
+//! Layers without state: activations, pooling, upsampling, reshaping.
 
 use convoke_autograd::ops::{self, PoolOptions, UpsampleMode};
 use convoke_autograd::{Result, Tensor};
@@ -29,19 +29,19 @@ pub struct AvgPool2d(#[module(skip)] pub PoolOptions);
 #[derive(Module, Debug, Clone, Copy, Default)]
 pub struct GlobalAvgPool2d;
 
-/// Images of more pixels, by whole factors, as PyTorch's `Upsample` with `align_corners=False`.
+/// Enlarges images by whole factors, as PyTorch's `Upsample` with `align_corners=False`.
 #[derive(Module, Debug, Clone, Copy)]
 pub struct Upsample {
-    /// What height and width are multiplied by.
+    /// The factors of height and width.
     #[module(skip)]
     pub factor: [usize; 2],
-    /// What lies between the pixels of the input.
+    /// How values between the pixels of the input are computed.
     #[module(skip)]
     pub mode: UpsampleMode,
 }
 
 impl Upsample {
-    /// Height and width times the same factor.
+    /// Multiplies height and width by the same factor.
     pub fn new(factor: usize, mode: UpsampleMode) -> Upsample {
         Upsample { factor: [factor; 2], mode }
     }
@@ -79,7 +79,7 @@ impl Forward for AvgPool2d {
 
 impl Forward for GlobalAvgPool2d {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
-        // What has other dimensions is refused by the operation.
+        // The operation refuses an input with another number of dimensions.
         let window = if let &[_, _, height, width] = input.shape() { [height, width] } else { [1; 2] };
         ops::avg_pool2d(input, &PoolOptions { kernel: window, stride: window, ..PoolOptions::new(1) })
     }

@@ -1,4 +1,4 @@
-//! Statistics over the batches of all ranks: what synchronizes a batch norm.
+//! Statistics over the batches of all ranks, for synchronized batch norms.
 
 use convoke_autograd::Result;
 use convoke_autograd::ops::{BackwardSums, Moments, Synchronize};
@@ -6,7 +6,7 @@ use convoke_distributed::Communicator;
 
 use crate::data_parallel::failed;
 
-/// The ranks of a layer. One message of 2 C + 1 numbers in forward, one of 2 C in backward.
+/// The ranks of a layer. Each rank sends one message of 2 C + 1 numbers in forward, and one of 2 C in backward.
 #[derive(Debug)]
 pub(super) struct Ranks {
     pub(super) communicator: Communicator,
@@ -15,15 +15,15 @@ pub(super) struct Ranks {
 }
 
 impl Ranks {
-    /// What a call is named: ranks with other channels, or in the other direction, do not match.
+    /// The name of a call. Calls with another number of channels, or in the other direction, do not match it.
     fn name(&self, direction: &str, channels: usize) -> String {
         format!("{} {direction}, {channels} channels", self.layer)
     }
 }
 
 impl Synchronize for Ranks {
-    /// Merged in the order of the ranks, by the formula of Chan, Golub and LeVeque: sums of squares would lose the digits of
-    /// data whose mean is large.
+    /// Merges the moments in the order of the ranks, by the formula of Chan, Golub and LeVeque. Sums of squares would lose digits
+    /// where the mean is large.
     fn moments(&self, mine: &Moments) -> Result<Moments> {
         let channels = mine.mean.len();
         let message = [&mine.mean[..], &mine.m2, &[mine.count as f64]].concat();

@@ -19,7 +19,7 @@ pub(super) fn find(model: &dyn Module) -> Vec<(String, &ConvBn2d)> {
     found
 }
 
-/// The block that a module is. One that has been folded keeps nothing, and is none.
+/// The module as a block, if it is one. A folded block keeps nothing, so it does not count.
 fn block(module: &dyn Module) -> Option<&ConvBn2d> {
     (module as &dyn Any).downcast_ref::<ConvBn2d>().filter(|block| block.bn.is_some())
 }
@@ -37,12 +37,12 @@ pub(crate) struct BlockKind {
     pub(crate) activation: Activation,
     pub(crate) pool: Option<PoolOptions>,
     pub(crate) residual: bool,
-    /// Whether the input wants a gradient: that of a first layer does not.
+    /// Whether the input needs a gradient; the input of a first layer does not.
     pub(crate) for_input: bool,
 }
 
 impl BlockKind {
-    /// The ways to keep that are worth a try.
+    /// The [`Keep`]s that are worth trying.
     pub(crate) fn candidates(&self, inexact: bool) -> Vec<Keep> {
         let invertible = self.pool.is_none() && !self.residual && self.activation != Activation::Relu;
         let worth = |keep: &Keep| match keep {

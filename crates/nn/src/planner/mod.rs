@@ -1,8 +1,8 @@
-//! What every block of a model keeps for backward, chosen for a budget of memory.
+//! Chooses what each block of a model keeps for backward, to fit a memory budget.
 //!
-//! A [`Planner`] times each kind of block with each way to [`Keep`], and knows the bytes of a step exactly, because it goes
-//! through steps on a dry device. It then looks for the plan that takes the least time within a budget, or for the whole
-//! [curve](Planner::curve) of memory against time. docs/memory.md tells how.
+//! A [`Planner`] times each kind of block with each [`Keep`], and gets the exact bytes of a step by running it on a dry device.
+//! It then searches for the fastest plan within a budget, or for the whole [curve](Planner::curve) of memory against time.
+//! docs/memory.md explains how.
 
 mod blocks;
 mod search;
@@ -19,24 +19,25 @@ use crate::modules::ConvBnMode;
 pub(crate) use blocks::BlockKind;
 pub use search::{Planner, PlannerOptions, PlannerProgress};
 
-/// What every fused block of a model keeps, and what that costs.
+/// What each fused block of a model keeps for backward, and what that costs.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct MemoryPlan {
     /// The model's name.
     pub model: String,
-    /// Images a step.
+    /// Images per step.
     pub batch_size: usize,
-    /// Threads that the times are for.
+    /// The number of threads with which the times were measured.
     pub threads: usize,
-    /// In the order of the model.
+    /// The blocks, in the order of the model.
     pub blocks: Vec<PlannedBlock>,
-    /// Bytes in use when forward has ended: parameters, optimizer state and what is kept. Exact.
+    /// Bytes in use at the end of forward: parameters, optimizer state and what is kept. Exact.
     pub bytes_end_of_forward: usize,
     /// The most bytes in use at any moment of a step, gradients and workspaces included. Exact.
     pub bytes_peak: usize,
-    /// Seconds of all blocks, forward and backward: the sum of what each took alone.
+    /// Seconds of forward and backward of all blocks: the sum of each block's own time, measured alone.
     pub block_seconds: f64,
-    /// Bytes of workspace that a convolution may need, if nothing fitted without a limit. Times are without it.
+    /// The most workspace, in bytes, that a convolution may use. Only set if no plan fits without a limit. The times are those
+    /// without it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub workspace_limit: Option<usize>,
 }
@@ -49,7 +50,7 @@ pub struct PlannedBlock {
     /// What it keeps.
     #[serde(with = "keep_name")]
     pub keep: Keep,
-    /// Bytes that it keeps until its backward, less than if it kept everything.
+    /// How many fewer bytes are in use at the end of forward than with [`Keep::Store`].
     pub bytes_saved: usize,
     /// Seconds of its forward and backward, as measured.
     pub seconds: f64,
@@ -59,19 +60,20 @@ impl MemoryPlan {
     /// Makes the blocks of `model` keep what the plan says.
     ///
     /// # Errors
-    /// The first block that only one of the two has; nothing has changed then.
+    /// If plan and model have different blocks (the message names the first), or a block runs as separate layers. The model is
+    /// then unchanged.
     pub fn apply(&self, model: &dyn Module) -> std::result::Result<(), String> {
         let keeps = self.blocks.iter().map(|block| (block.path.clone(), block.keep)).collect();
         apply(&keeps, model)
     }
 }
 
-/// The keeps of a model's blocks, by path.
+/// What each block of a model keeps, by path.
 pub(crate) fn keeps(model: &dyn Module) -> BTreeMap<String, Keep> {
     blocks::find(model).into_iter().map(|(path, block)| (path, block.keep())).collect()
 }
 
-/// Makes the blocks of `model` keep these.
+/// Makes each block of `model` keep what `keeps` says for its path.
 pub(crate) fn apply(keeps: &BTreeMap<String, Keep>, model: &dyn Module) -> std::result::Result<(), String> {
     let blocks = blocks::find(model);
     if let Some((path, _)) = blocks.iter().find(|(path, _)| !keeps.contains_key(path)) {
@@ -87,13 +89,14 @@ pub(crate) fn apply(keeps: &BTreeMap<String, Keep>, model: &dyn Module) -> std::
     Ok(())
 }
 
-/// Makes the blocks of `model` keep what those of another of the same kind keep; separate layers keep what they must.
+/// Makes the blocks of `model` keep what those of `from`, a model of the same kind, keep. Does nothing if the blocks of `from`
+/// run as separate layers, which always keep the same.
 pub(crate) fn copy(from: &dyn Module, model: &dyn Module) -> std::result::Result<(), String> {
     let fused = blocks::find(from).iter().all(|(_, block)| block.mode() == ConvBnMode::Fused);
     if fused { apply(&keeps(from), model) } else { Ok(()) }
 }
 
-/// A [`Keep`] as its name.
+/// Serializes a [`Keep`] as its name.
 mod keep_name {
     use convoke_autograd::ops::Keep;
     use serde::{Deserialize, Deserializer, Serializer};

@@ -1,4 +1,4 @@
-//! Looking for the plan with the least time within a budget.
+//! Searches for the fastest plan within a memory budget.
 
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
@@ -15,12 +15,12 @@ use crate::data::Datasets;
 use crate::modules::ConvBnMode;
 use crate::training::{DrySteps, MemoryPrediction, TrainingConfig, TrainingError};
 
-/// How a [`Planner`] works.
+/// Options of a [`Planner`].
 #[derive(Debug, Clone)]
 pub struct PlannerOptions {
-    /// Time for timing blocks. When it is over, each kind left is timed once with each way to keep.
+    /// How long to time blocks. After that, each remaining kind is timed only once with each way to keep.
     pub time_budget: Duration,
-    /// Whether ways to keep that change gradients, within their stated errors, are allowed.
+    /// Whether to allow the ways to keep that change gradients, within their stated errors: see [`Keep::is_exact`].
     pub inexact: bool,
 }
 
@@ -31,7 +31,7 @@ impl Default for PlannerOptions {
     }
 }
 
-/// How far a planner has come.
+/// How far a planner is with timing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PlannerProgress {
     /// Kinds of blocks timed.
@@ -47,44 +47,44 @@ pub struct Planner {
     data: Datasets,
     dry: DrySteps,
     blocks: Vec<Block>,
-    /// Exact bytes of the plans that were asked about, by the limit of workspaces and by what blocks keep.
+    /// Exact bytes of the plans examined so far, by workspace limit and by what blocks keep.
     known: BTreeMap<(Option<usize>, Vec<Keep>), MemoryPrediction>,
-    /// Bytes of workspace that convolutions need without a limit, at most.
+    /// The largest workspace, in bytes, that a convolution uses without a limit.
     largest_workspace: usize,
 }
 
 /// One block of the model.
 struct Block {
     path: String,
-    /// What it keeps if nothing is planned.
+    /// What it keeps without a plan.
     unplanned: Keep,
-    /// The ways to keep.
+    /// The ways to keep, with their costs.
     choices: Vec<Choice>,
 }
 
-/// One way for a block to keep.
+/// One way for a block to keep, with its costs.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Choice {
     keep: Keep,
     seconds: f64,
-    /// Bytes at the end of forward, less than with [`Keep::Store`].
+    /// How many fewer bytes are in use at the end of forward than with [`Keep::Store`].
     saved: usize,
 }
 
 type Result<T> = std::result::Result<T, TrainingError>;
 
-/// Plans that are gone through dry when all combinations are few.
+/// If there are at most this many combinations, each is tried with dry steps.
 const ALL_BELOW: usize = 300;
-/// Runs of a block that are timed, of each way to keep.
+/// How often a block is timed with each way to keep.
 const ROUNDS: usize = 5;
 
 impl Planner {
-    /// Times the blocks of a run's model on `device`. `progress` may stop that.
+    /// Times the blocks of a run's model on `device`. `progress` may stop that: the result is then `Ok(None)`.
     ///
-    /// The run's Conv+BN blocks are taken to be fused.
+    /// The Conv+BN blocks are fused, whatever `config` says.
     ///
     /// # Errors
-    /// If the run could not start, or an operation fails. `Ok(None)` if it was stopped.
+    /// If the run could not start, or an operation fails.
     pub fn new(
         device: &Device,
         config: &TrainingConfig,
@@ -127,7 +127,7 @@ impl Planner {
         Ok(Some(planner))
     }
 
-    /// Learns from dry steps what each choice saves.
+    /// Finds out with dry steps how many bytes each choice saves.
     fn find_bytes(&mut self) -> Result<()> {
         let store = vec![Keep::Store; self.blocks.len()];
         let all = self.bytes(&store, None)?.bytes_end_of_forward;
@@ -143,7 +143,8 @@ impl Planner {
         Ok(())
     }
 
-    /// The exact bytes of steps in which blocks keep these and convolutions need no more workspace than this.
+    /// The exact bytes of a step in which blocks keep `keeps` and each convolution uses at most `workspace_limit` bytes of
+    /// workspace.
     fn bytes(&mut self, keeps: &[Keep], workspace_limit: Option<usize>) -> Result<MemoryPrediction> {
         let place = (workspace_limit, keeps.to_vec());
         if let Some(known) = self.known.get(&place) {
@@ -186,8 +187,9 @@ impl Planner {
         })
     }
 
-    /// Plans worth a look: for each price of a byte, the least of time and price together, and what blocks keep without a plan, so
-    /// that no plan for a budget is slower than that; all, where they are few.
+    /// The plans to examine: all combinations if they are few. Otherwise, for each price of a byte, the plan that minimises time
+    /// plus the price of its bytes; and what blocks keep without a plan, so that a budget which allows that never gets a slower
+    /// plan.
     fn candidates(&self) -> Vec<Vec<Keep>> {
         let combinations = self.blocks.iter().try_fold(1usize, |count, block| {
             count.checked_mul(block.choices.len()).filter(|&count| count <= ALL_BELOW)
@@ -204,7 +206,7 @@ impl Planner {
             }
             return all;
         }
-        // The prices at which some block changes its mind.
+        // The prices at which the cheapest choice of some block changes.
         let mut prices = vec![0.0];
         for block in &self.blocks {
             for (a, b) in block.choices.iter().flat_map(|a| block.choices.iter().map(move |b| (a, b))) {
@@ -225,7 +227,7 @@ impl Planner {
         found
     }
 
-    /// Plans from the fastest to the smallest, none of which takes more time and more memory than another.
+    /// Plans from the fastest to the smallest: each has a lower peak than all faster ones.
     ///
     /// # Errors
     /// If a dry step fails.
@@ -246,11 +248,12 @@ impl Planner {
         Ok(plans)
     }
 
-    /// The plan with the least time whose steps never have more than `budget` bytes in use. If there is none, convolutions with
-    /// less workspace are tried.
+    /// The fastest plan found whose steps never have more than `budget` bytes in use. If none fits, convolutions are also limited
+    /// to less workspace.
     ///
     /// # Errors
-    /// If there is none: by how much the smallest misses, and which batch size would fit.
+    /// If no plan fits: [`TrainingError::Budget`], which tells by how much the smallest plan misses and which batch size would
+    /// fit.
     pub fn within(&mut self, budget: usize) -> Result<MemoryPlan> {
         let curve = self.curve()?;
         let start = curve.iter().find(|plan| plan.bytes_peak <= budget).or(curve.last());
@@ -270,7 +273,7 @@ impl Planner {
         self.plan(&keeps, limit)
     }
 
-    /// The largest limit of workspaces with which these fit a budget, if any does.
+    /// The largest workspace limit with which `keeps` fits the budget, if there is one.
     fn limit_that_fits(&mut self, keeps: &[Keep], budget: usize) -> Result<Option<usize>> {
         for limit in self.workspace_limits() {
             if self.bytes(keeps, Some(limit))?.bytes_peak <= budget {
@@ -280,14 +283,14 @@ impl Planner {
         Ok(None)
     }
 
-    /// Limits of workspaces worth a try, largest first: halves of what is needed without one.
+    /// The workspace limits to try, largest first: the largest workspace used without a limit, halved again and again.
     fn workspace_limits(&self) -> impl Iterator<Item = usize> + use<> {
         const LEAST: usize = 1 << 16;
         std::iter::successors(Some(self.largest_workspace / 2), |limit| Some(limit / 2))
             .take_while(|&limit| limit >= LEAST)
     }
 
-    /// Changes the block that lowers the peak most; whether any does.
+    /// Changes one block: the change that lowers the peak most. Returns whether any change lowers it.
     fn make_smaller(&mut self, keeps: &mut Vec<Keep>) -> Result<bool> {
         let mut best = (self.bytes(keeps, None)?.bytes_peak, keeps.clone());
         let now = best.0;
@@ -305,7 +308,7 @@ impl Planner {
         Ok(best.0 < now)
     }
 
-    /// Lets blocks take less time, where the plan still fits: those first that gain most.
+    /// Changes blocks to faster choices where the plan still fits, those with the largest gain first.
     fn make_faster(&mut self, keeps: &mut [Keep], limit: Option<usize>, budget: usize) -> Result<()> {
         let mut gains: Vec<(f64, usize, Keep)> = Vec::new();
         for (index, (block, keep)) in self.blocks.iter().zip(keeps.iter()).enumerate() {
@@ -347,8 +350,9 @@ impl Planner {
         }
     }
 
-    /// The largest batch size whose steps fit a budget, with blocks that keep what `plan` says, or with separate layers; at most
-    /// all images of `data`, which is of the run's kind. `None` if not even one image fits.
+    /// The largest batch size whose steps fit a budget: with blocks that keep what `plan` says or, without a plan, with separate
+    /// layers. At most the number of training images in `data`, which must be of the run's kind. `None` if not even one image
+    /// fits.
     ///
     /// # Errors
     /// If a dry step fails.
@@ -366,7 +370,7 @@ impl Planner {
         })
     }
 
-    /// The lowest peak of a plan with any limit of workspaces, and the largest limit that has it.
+    /// The lowest peak of a plan under any workspace limit or none, and the largest limit that reaches it.
     fn least(&mut self, keeps: &[Keep]) -> Result<(usize, Option<usize>)> {
         let mut least = (self.bytes(keeps, None)?.bytes_peak, None);
         for limit in self.workspace_limits() {
@@ -378,7 +382,7 @@ impl Planner {
         Ok(least)
     }
 
-    /// The plan with the lowest peak that is found: it takes no look at time.
+    /// The plan with the lowest peak that the search finds, however slow.
     ///
     /// # Errors
     /// If a dry step fails.
@@ -400,7 +404,7 @@ impl Planner {
         DrySteps::new(&self.device, config, self.data.clone())?.step()
     }
 
-    /// What the blocks keep if nothing is planned.
+    /// The plan that a run without a plan follows: what its blocks keep by default.
     ///
     /// # Errors
     /// If a dry step fails.
@@ -416,7 +420,7 @@ impl Block {
         *known.unwrap_or(&self.choices[0])
     }
 
-    /// What costs least if a byte that is not saved costs `price` seconds.
+    /// The choice that costs least if each byte it saves is worth `price` seconds.
     fn cheapest(&self, price: f64) -> Keep {
         let cost = |choice: &Choice| choice.seconds - price * choice.saved as f64;
         let best = self.choices.iter().min_by(|a, b| cost(a).total_cmp(&cost(b)));
@@ -424,7 +428,7 @@ impl Block {
     }
 }
 
-/// Does `work` while plans may need at most so much workspace; the limit that was comes back.
+/// Does `work` while convolutions may use at most `limit` bytes of workspace, then restores the previous limit.
 fn limited<R>(tuner: &Tuner, limit: Option<usize>, work: impl FnOnce() -> R) -> R {
     let before = tuner.limit_workspace(limit);
     let result = work();
@@ -432,7 +436,7 @@ fn limited<R>(tuner: &Tuner, limit: Option<usize>, work: impl FnOnce() -> R) -> 
     result
 }
 
-/// The largest batch size, at most `at_most`, whose steps fit a budget: of separate layers without `keeps`.
+/// The largest batch size, at most `at_most`, whose steps fit a budget. Without `keeps`, layers are separate.
 fn largest_batch(
     device: &Device,
     config: &TrainingConfig,
@@ -461,7 +465,7 @@ fn largest_batch(
     Ok((fitting > 0).then_some(fitting))
 }
 
-/// The choices of each kind with their seconds; `None` if `progress` stopped it.
+/// Times each kind with each way to keep and returns the choices of each kind; `None` if `progress` stopped it.
 fn time_kinds(
     device: &Device,
     kinds: &[BlockKind],
@@ -483,7 +487,7 @@ fn time_kinds(
         for round in 0..=ROUNDS {
             for choice in &mut choices {
                 let seconds = trial.run(choice.keep)?;
-                // The first round meets cold caches and fresh memory.
+                // The first round does not count: its caches are cold and its memory is fresh.
                 if round > 0 {
                     choice.seconds = choice.seconds.min(seconds);
                 }

@@ -1,4 +1,4 @@
-//! How long each kind of block takes with each way to keep.
+//! Times a kind of block with each way to keep.
 
 use std::time::Instant;
 
@@ -10,7 +10,7 @@ use convoke_kernels::elementwise;
 
 use super::blocks::BlockKind;
 
-/// A block on random data, to be run again and again.
+/// A block on random data, which can be run many times.
 pub(super) struct Trial {
     kind: BlockKind,
     x: Tensor,
@@ -59,7 +59,7 @@ impl Trial {
         Ok(conv_bn_block2d(&self.x, &parameters, &block)?.0)
     }
 
-    /// Seconds of a forward and a backward, with a reader of the output that reads it in both, as the next layer would.
+    /// Seconds of a forward and a backward. A reader after the block reads its output in both, as the next layer would.
     pub(super) fn run(&self, keep: Keep) -> Result<f64> {
         let start = Instant::now();
         let output = self.forward(keep)?;
@@ -70,7 +70,7 @@ impl Trial {
     }
 }
 
-/// Numbers that look random and cost nothing.
+/// Numbers that look random and are cheap to make.
 fn noise(device: &Device, shape: &[usize], dtype: DType) -> Result<Tensor> {
     fn fill<T: Element>(out: &mut [T]) {
         for (index, out) in out.iter_mut().enumerate() {
@@ -91,10 +91,10 @@ fn noise(device: &Device, shape: &[usize], dtype: DType) -> Result<Tensor> {
     }
 }
 
-/// Stands for the layer behind a block: reads its output some images at a time, and again in backward.
+/// Stands in for the next layer: reads the block's output a few images at a time in forward, and again in backward.
 struct Reader;
 
-/// Images read at a time: about as many as a tile has.
+/// The number of images to read at a time: about as many as a tile has.
 fn at_a_time(x: &Tensor) -> usize {
     let image = x.len() / x.shape()[0].max(1) * x.dtype().size();
     ((2 << 20) / image.max(1)).max(1)

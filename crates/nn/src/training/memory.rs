@@ -1,4 +1,4 @@
-//! How much memory a run's steps take, without computing one.
+//! Predicts how much memory a run's steps take, without computing them.
 
 use convoke_autograd::Device;
 
@@ -7,20 +7,20 @@ use crate::data::Datasets;
 use crate::data_parallel::shard;
 use crate::{Module, planner};
 
-/// The bytes that a step's [`StepReport`](super::StepReport) will tell.
+/// The bytes that a step's [`StepReport`](super::StepReport) will report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryPrediction {
-    /// Bytes in use when forward has ended.
+    /// Bytes in use at the end of forward.
     pub bytes_end_of_forward: usize,
     /// The most bytes in use at any moment of the step.
     pub bytes_peak: usize,
 }
 
-/// The bytes of the steps of such a run, alone on `device`, from its second step on and with whole batches: exactly what they
-/// will report.
+/// Exactly the bytes that the steps of a run with this configuration will report: for a run alone on `device`, from its second
+/// step on and for whole batches.
 ///
-/// The steps of such a run are gone through on a [dry](Device::dry) device: algorithms are chosen, perhaps by measuring, as the
-/// run itself would choose them, but nothing is computed.
+/// It goes through steps of the run on a [dry](Device::dry) device: algorithms are chosen, perhaps by measuring, as the run
+/// itself would choose them, but nothing is computed.
 ///
 /// # Errors
 /// As [`Trainer::new`]; if an operation fails.
@@ -32,7 +32,7 @@ pub fn predict_memory(
     DrySteps::new(device, config, data)?.step()
 }
 
-/// A run on a [dry](Device::dry) device, for the bytes of its steps.
+/// A run on a [dry](Device::dry) device, which tells the bytes of its steps.
 pub(crate) struct DrySteps {
     trainer: Trainer,
 }
@@ -44,10 +44,10 @@ impl DrySteps {
         config: TrainingConfig,
         data: impl Into<Datasets>,
     ) -> Result<DrySteps> {
-        // No loss means anything.
+        // Values on a dry device are meaningless, so a loss may be NaN.
         let config = TrainingConfig { stop_on_nan: false, ..config };
         let mut dry = DrySteps { trainer: Trainer::new(&device.dry(), config, data)? };
-        // The first step makes the optimizer's state.
+        // In its first forward, each block records what it runs on: the planner reads that.
         dry.step()?;
         Ok(dry)
     }
@@ -58,7 +58,7 @@ impl DrySteps {
 
     /// The bytes of a step with a whole batch.
     pub(crate) fn step(&mut self) -> Result<MemoryPrediction> {
-        // The next batch may be what is left of an epoch.
+        // Start at a whole batch: the last one of an epoch may be smaller.
         self.trainer.batch = 0;
         let StepReport { bytes_end_of_forward, bytes_peak, .. } = self.trainer.step()?;
         Ok(MemoryPrediction { bytes_end_of_forward, bytes_peak })
@@ -66,9 +66,9 @@ impl DrySteps {
 }
 
 impl Trainer {
-    /// The bytes of this run's steps, as [`predict_memory`] tells them. The run stays as it is.
+    /// The bytes of this run's steps, as [`predict_memory`] gives them. The run does not change.
     ///
-    /// On one of several ranks they are those of its part of a whole batch, without the gradients on their way to others.
+    /// With several ranks, this counts this rank's part of a whole batch, without the buffers that carry gradients between ranks.
     ///
     /// # Errors
     /// As [`predict_memory`].

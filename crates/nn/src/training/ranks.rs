@@ -17,14 +17,14 @@ use crate::modules::{ConvBnMode, Keep};
 use crate::{Init, ModuleExt, batch, planner};
 
 impl Trainer {
-    /// Makes this run one rank of a run that all ranks of `communicator` share; each calls this with a run of the same
+    /// Makes this run one rank of a run that all ranks of `communicator` share. Each rank calls this with a run of the same
     /// configuration and data.
     ///
-    /// Rank 0's state goes to all: model, optimizer, position, random state. So only rank 0 needs to be a resumed run. Rank 0
-    /// also runs the steps to come once on the side, without effect, and all ranks take the algorithms it chose.
+    /// All ranks get rank 0's state: model, optimizer, position and random state. So only rank 0 needs to be a resumed run. Rank
+    /// 0 also rehearses the coming steps on a dry device, to choose the algorithms that all ranks then use.
     ///
     /// # Errors
-    /// If the ranks' configurations or data differ, or they do not come together.
+    /// If the ranks' configurations or data differ, or communication between ranks fails.
     pub fn join(mut self, communicator: &Communicator) -> Result<Trainer> {
         if communicator.world_size() == 1 {
             return Ok(self);
@@ -45,10 +45,10 @@ impl Trainer {
         self.parallel.communicator()
     }
 
-    /// Whether any rank wants something, such as to stop: all get the same answer.
+    /// Whether any rank has the wish, for example to stop. All ranks get the same answer.
     ///
     /// # Errors
-    /// If the ranks do not come together.
+    /// If communication between ranks fails.
     pub fn agree(&self, wish: bool) -> Result<bool> {
         if self.communicator().world_size() == 1 {
             return Ok(wish);
@@ -57,7 +57,7 @@ impl Trainer {
         Ok(wishes.into_iter().flatten().any(|wish| wish != 0))
     }
 
-    /// What must be the same on all ranks for them to train one model.
+    /// Compares what must be the same on all ranks for them to train one model.
     fn check_same_run(&self, communicator: &Communicator) -> Result<()> {
         let [train, test] = [&self.data.train, &self.data.test].map(|set| (set.info(), set.len()));
         let mine = SameOnAll { run: &self.config, train, test };
@@ -77,7 +77,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// Makes every rank stand where rank 0 does; they have its model already.
+    /// Gives rank 0's position, optimizer and random state to all ranks. Its model follows with [`DataParallel::new`].
     fn share_run(&mut self, communicator: &Communicator) -> Result<()> {
         let [model, optimizer] = self.files()?;
         let state = serde_json::to_vec(&self.state()).map_err(unreadable)?;
@@ -91,7 +91,8 @@ impl Trainer {
         self.restore((name("state"), state), (name("model"), model), (name("optimizer"), optimizer))
     }
 
-    /// Makes the blocks of all ranks keep what rank 0's keep: recomputation must meet the same layers in the same order.
+    /// Makes the blocks of all ranks keep what rank 0's keep: in recomputation, all ranks must run the same layers in the same
+    /// order.
     fn share_keeps(&self, communicator: &Communicator) -> Result<()> {
         let keeps: BTreeMap<String, Keep> = planner::keeps(self.model.as_ref());
         let names: BTreeMap<&String, &str> = keeps.iter().map(|(path, keep)| (path, keep.name())).collect();
@@ -106,12 +107,13 @@ impl Trainer {
         Ok(())
     }
 
-    /// Lets rank 0 choose the algorithms of the steps to come, for all ranks: results are the same bits on each only so, and
-    /// nobody measures while others compute.
+    /// Lets rank 0 choose the algorithms of the coming steps for all ranks. Only then do all ranks compute the same bits, and no
+    /// rank measures while others compute.
     fn share_choices(&self, communicator: &Communicator) -> Result<()> {
         let tuner = self.device.tuner();
         if communicator.rank() == 0 {
-            // What does not work here fails in the first step, and is told then. Measuring may take longer than others wait.
+            // An error is ignored here: the first step fails with it too, and reports it. `at_work` tells the other ranks to
+            // wait, as measuring may take longer than their timeout.
             let _ = communicator.at_work(|| self.rehearse(communicator.world_size()))?;
         }
         let choices = serde_json::to_vec(&tuner.choices()).map_err(unreadable)?;
@@ -123,8 +125,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Runs, dry, forward and backward of a model of its own, with as many images as ranks will have in their steps, and forward with
-    /// as many as they will have in evaluation.
+    /// Runs forward and backward of a separate model on a dry device, with each number of images that ranks will have in a step,
+    /// and forward with each number that they will have in evaluation.
     fn rehearse(&self, world_size: usize) -> Result<()> {
         let device = self.device.dry();
         let (init, info) = (Init::new(&device, 0), self.data.train.info());
@@ -145,8 +147,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Brings ranks that had no image, and may have drawn no random numbers, to where the others are. The last rank has images
-    /// whenever one has.
+    /// Gives the last rank's position in the random numbers to all: a rank without images may have drawn none. The last rank has
+    /// images whenever any rank has.
     pub(super) fn share_random_position(&self) -> Result<()> {
         let last = self.communicator().world_size() - 1;
         let mut position = [self.random.position()];
@@ -155,7 +157,7 @@ impl Trainer {
         Ok(())
     }
 
-    /// Gives rank 0's running statistics to all: without synchronization each rank has accumulated its own.
+    /// Gives rank 0's running statistics to all ranks: without synchronization, each rank has accumulated its own.
     pub(super) fn share_statistics(&self) -> Result<()> {
         if self.communicator().world_size() > 1 {
             share_state(self.model.as_ref(), self.communicator())?;
@@ -168,12 +170,12 @@ impl Trainer {
 #[derive(Serialize)]
 struct SameOnAll<'a> {
     run: &'a TrainingConfig,
-    /// What is known of the images, and how many there are.
+    /// The description of the images, and their number.
     train: (&'a DatasetInfo, usize),
     test: (&'a DatasetInfo, usize),
 }
 
-/// What serde cannot write or read; not in practice.
+/// The error for what serde cannot write or read, which does not happen in practice.
 fn unreadable(error: serde_json::Error) -> TrainingError {
     TrainingError::Config(format!("the state of the run cannot be given to other ranks: {error}"))
 }

@@ -1,4 +1,4 @@
-//! Saving a run and going on with it: what it is, where it stands, and whether the two fit.
+//! Saves and resumes runs: their settings and their position, and checks that both fit.
 
 use std::path::{Path, PathBuf};
 
@@ -13,13 +13,13 @@ use crate::objective::ObjectiveRecord;
 use crate::random::GeneratorState;
 use crate::{Rule, difference};
 
-/// What must be the same for a run to be the same; the Conv+BN mode may change, its values are the same.
+/// The settings that must not change when a run resumes. The Conv+BN mode is not among them: both modes give the same values.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Settings {
     model: String,
     data: DatasetInfo,
     train_images: usize,
-    /// Absent from checkpoints of before there was a choice.
+    /// Absent from checkpoints that are older than the choice of objectives.
     #[serde(default)]
     objective: ObjectiveRecord,
     optimizer: Rule,
@@ -29,7 +29,7 @@ struct Settings {
     augmentation: Augmentation,
 }
 
-/// What a run is and where it stands: everything but tensors that a checkpoint holds.
+/// A run's settings and position: everything in a checkpoint except tensors.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct RunState {
     settings: Settings,
@@ -47,11 +47,11 @@ const MODEL_FILE: &str = "model.safetensors";
 const OPTIMIZER_FILE: &str = "optimizer.safetensors";
 
 impl Trainer {
-    /// The run whose newest checkpoint is in `folder`, from where it stopped: its losses go on bit for bit.
+    /// Resumes a run from the newest checkpoint in `folder`: its losses continue bit for bit.
     ///
     /// # Errors
-    /// As [`Trainer::new`]; if the checkpoint is damaged, is not of the step that its folder is named for, or its model, data,
-    /// batch size, augmentation, seed or optimizer is another.
+    /// As [`Trainer::new`]; if the checkpoint is damaged, if its step is not the one in its folder's name, or if its model, data,
+    /// objective, batch size, augmentation, seed, optimizer or `lr_gamma` differs from the configuration's.
     pub fn resume(
         device: &Device,
         config: TrainingConfig,
@@ -74,7 +74,7 @@ impl Trainer {
         Ok(trainer)
     }
 
-    /// Continues where another run stood: its state and its two files, each with the name that errors blame.
+    /// Continues from another run's state and its two files. Errors name each by the path that comes with it.
     pub(super) fn restore(
         &mut self,
         (file, state): (PathBuf, RunState),
@@ -90,7 +90,7 @@ impl Trainer {
             tensors.into_iter().map(|(name, tensor)| (name, Value::Tensor(tensor))).collect();
         let slots = checkpoint::from_safetensors(&optimizer_file, &optimizer, &expected)?;
         drop(expected);
-        // Everything was read and fits: only now does anything change.
+        // Everything has been read and fits: only now change anything.
         self.device.tuner().adopt(self.device.compute().isa(), state.convolutions);
         checkpoint::set_model(self.model.as_ref(), model_values)?;
         let slots = slots.into_iter().filter_map(|slot| match slot {
@@ -133,7 +133,7 @@ impl Trainer {
         }
     }
 
-    /// A run goes on only as what it was.
+    /// A run resumes only with the settings that it was saved with.
     fn check_settings(&self, file: &Path, saved: &RunState) -> Result<()> {
         let damaged = |reason: String| CheckpointError::Damaged { file: file.to_owned(), reason };
         match difference::first([&self.settings(), &saved.settings]) {
@@ -147,7 +147,7 @@ impl Trainer {
         }
     }
 
-    /// Epoch, batch, losses and the optimizer's counts must be those of one moment of a run.
+    /// Epoch, batch, losses and the optimizer's step counts must belong to the same moment of a run.
     fn check_position(&self, saved: &RunState) -> std::result::Result<(), String> {
         let (batches, losses) = (self.batches_per_epoch(), saved.losses.len());
         if saved.batch >= batches {
@@ -185,7 +185,7 @@ impl Trainer {
     }
 }
 
-/// The optimizer must have counted the steps of the same parameters.
+/// The saved step counts must be of the same parameters as the optimizer's.
 fn check_names(file: &Path, own: &[(String, i64)], saved: &[(String, i64)]) -> Result<()> {
     let name = |all: &[(String, i64)], index: usize| all.get(index).map(|(name, _)| name.clone());
     let names = |index: usize| [name(own, index), name(saved, index)];

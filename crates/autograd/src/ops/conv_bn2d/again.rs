@@ -1,4 +1,4 @@
-//! Making again what was not kept.
+//! Recomputes what was not kept.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -20,7 +20,7 @@ pub(super) struct Convolved {
     pub(super) x: Tensor,
     pub(super) weight: Tensor,
     pub(super) bias: Option<Tensor>,
-    /// Its output, from when it was first wanted again until the block's backward takes it.
+    /// Its recomputed output, from the first request until the block's backward takes it.
     again: Mutex<Option<Tensor>>,
 }
 
@@ -42,7 +42,7 @@ impl Convolved {
         self.convolution.forward(&self.x, &self.weight, self.bias.as_ref())
     }
 
-    /// The whole output, held for the block's own backward.
+    /// The whole output; also held for the block's own backward.
     fn output(&self) -> Result<Tensor> {
         let mut again = self.again();
         if again.is_none() {
@@ -51,13 +51,13 @@ impl Convolved {
         Ok(again.clone().expect("made above"))
     }
 
-    /// The whole output, not held any longer.
+    /// The whole output; it is no longer held here.
     pub(super) fn take_output(&self) -> Result<Tensor> {
         let held = self.again().take();
         held.map_or_else(|| self.run(), Ok)
     }
 
-    /// What is in it, if nobody else holds it; else clones.
+    /// Its fields, moved out if it has no other owner, else cloned.
     pub(super) fn into_parts(this: Arc<Convolved>) -> (Convolution, Tensor, Tensor, Option<Tensor>) {
         match Arc::try_unwrap(this) {
             Ok(Convolved { convolution, x, weight, bias, .. }) => (convolution, x, weight, bias),
@@ -66,16 +66,16 @@ impl Convolved {
     }
 }
 
-/// How backward comes by the convolution's output.
+/// How backward gets the convolution's output.
 #[derive(Clone)]
 pub(super) enum Kept {
-    /// It was kept, rounded to bf16 if that is its type.
+    /// It was kept, rounded to bf16 if the tensor has that type.
     Stored(Tensor),
-    /// It is convolved again as a whole.
+    /// It is recomputed as a whole.
     Whole,
-    /// It is convolved again tile by tile.
+    /// It is recomputed tile by tile.
     Tiles,
-    /// It is worked out from the block's output, which this made of it.
+    /// It is computed from the block's output by inverting this normalisation.
     Inverted(Tensor, Normalizer),
 }
 
@@ -89,7 +89,7 @@ pub(super) struct Tiles<'a, T: Element> {
 }
 
 impl<T: Element> Tiles<'_, T> {
-    /// The whole output to be changed, if it is there and nobody else holds it.
+    /// Mutable access to the whole output, if it was kept and has no other owner.
     pub(super) fn unshared(&mut self) -> Option<&mut [T]> {
         match &mut self.kept {
             Kept::Stored(y) => y.unshared(),
@@ -97,7 +97,7 @@ impl<T: Element> Tiles<'_, T> {
         }
     }
 
-    /// The output for some images; `x` gives their input where that is needed.
+    /// The output for some images; `x` gives their input if it is needed.
     pub(super) fn get<'a>(
         &'a mut self,
         images: Range<usize>,
@@ -123,7 +123,7 @@ impl<T: Element> Tiles<'_, T> {
                 let mut unused = None;
                 let out = at_least(scratch, device, len)?;
                 let z = z.images(images, &mut unused)?;
-                // Numbers of a dry device cannot be relied upon.
+                // On a dry device, `invert` might reject the meaningless values.
                 if !device.is_dry() {
                     invert(device.compute(), &extent, z, &normalizer.by::<T>()?, out)?;
                 }
@@ -133,7 +133,7 @@ impl<T: Element> Tiles<'_, T> {
     }
 }
 
-/// A block's output, made again from the convolution's.
+/// The recipe of a block's output: recomputes it from the convolution's.
 pub(super) struct Again {
     pub(super) source: Source,
     pub(super) epilogue: Epilogue,
@@ -159,7 +159,7 @@ impl Recipe for Again {
             let mut scratch = None;
             let image = self.epilogue.output_image()?;
             let out = bytemuck::cast_slice_mut::<u8, T>(out);
-            // A whole tensor is written tile by tile too: the order does not matter, what caches hold does.
+            // A whole tensor is written tile by tile too: the result is the same, and the tiles stay in the caches.
             for tile in self.epilogue.convolution.tiles_of(images.clone()) {
                 let place = (tile.start - images.start) * image..(tile.end - images.start) * image;
                 let y = y.images::<T>(tile.clone(), &mut scratch)?;

@@ -1,4 +1,4 @@
-//! Backward of the block: the gradient of the convolution's output exists a tile at a time.
+//! Backward of the block: the gradient of the convolution's output exists only one tile at a time.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -37,7 +37,8 @@ impl ConvBn {
         let needs_sums = normalizer.needs_sums(through_norm, wanted);
         let behind = output.map(|output| (self.norm.activation, output));
         let mut dz = Upstream { upstream, epilogue: &epilogue, behind, taken, scratch: None };
-        // The block's output need not exist beside a convolution's that is made again.
+        // Take the upstream gradient through the activation now, so that the block's output is freed before the convolution's is
+        // recomputed.
         if !(needs_sums && matches!(kept, Kept::Stored(_))) {
             convolved.convolution.tiles().try_for_each(|images| dz.pass(images))?;
             dz.behind = None;
@@ -93,7 +94,7 @@ struct Gradients {
     bias: Option<Tensor>,
 }
 
-/// Forms the gradient of the convolution's output tile by tile, and takes from each what the convolution's gradients need.
+/// Computes the gradient of the convolution's output tile by tile, and adds each tile's part to the convolution's gradients.
 fn gradients_of_convolution<T: Element>(
     normalizer: &Normalizer,
     through: Option<(BackwardSums, usize)>,
@@ -117,7 +118,7 @@ fn gradients_of_convolution<T: Element>(
         let (count, extent) = (images.len(), convolution.output_extent(images.len()));
         let mut of_tile = dz.take().expect("it goes with the last tile");
         let upstream = of_tile.get(images.clone())?;
-        // A batch of one tile needs no more than the buffer that is there.
+        // If the batch is a single tile, its gradient can overwrite the kept output.
         let in_place = images == all && y.unshared().is_some();
         let dy = if in_place && let Some(y) = y.unshared() {
             backward_elemt_in_place(device.compute(), &extent, upstream, &by, through, y)?;
@@ -128,7 +129,7 @@ fn gradients_of_convolution<T: Element>(
             backward_elemt(device.compute(), &extent, (value, upstream), &by, through, dy)?;
             dy
         };
-        // What dy was made of is not needed beside what the convolutions need.
+        // Free what dy was computed from before the convolutions allocate their workspaces.
         of_tile.scratch = None;
         dz = Some(of_tile).filter(|_| images.end < all.end);
         if let Some(sum) = &mut of_bias {
@@ -158,7 +159,7 @@ fn gradients_of_convolution<T: Element>(
     })
 }
 
-/// The convolution's input. Where nobody else holds it, its gradient takes its place, tile by tile.
+/// The convolution's input. If it has no other owner, its gradient overwrites it, tile by tile.
 struct Input<T: Element> {
     tensor: Tensor,
     mine: bool,
@@ -184,18 +185,19 @@ impl<T: Element> Input<T> {
     }
 }
 
-/// The gradient of the activation's output: the upstream one, or what pooling makes of that.
+/// The gradient of the activation's output: the upstream gradient, taken backwards through the pool if there is one.
 struct Upstream<'a, T: Element> {
     upstream: Tensor,
     epilogue: &'a Epilogue,
-    /// The activation behind a residual that the upstream gradient has still to pass, judged by the block's output.
+    /// The activation that the upstream gradient must still go through, and the block's output, which tells where the activation
+    /// passed its input. `None` once that is done, or if the normalisation includes the activation.
     behind: Option<(Activation, Tensor)>,
     taken: Option<Arc<Buffer<u8>>>,
     scratch: Option<Buffer<T>>,
 }
 
 impl<T: Element> Upstream<'_, T> {
-    /// Takes some images through the activation behind the residual, in the upstream gradient's buffer if nobody else holds it.
+    /// Takes some images of the upstream gradient through that activation, in the gradient's buffer if it has no other owner.
     fn pass(&mut self, images: Range<usize>) -> Result<()> {
         let Some((activation, output)) = &self.behind else { return Ok(()) };
         let image = self.epilogue.output_image()?;

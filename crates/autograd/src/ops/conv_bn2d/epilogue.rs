@@ -1,4 +1,4 @@
-//! What follows the convolution, on some images at a time.
+//! The part of the block after the convolution, run on some images at a time.
 
 use std::ops::Range;
 
@@ -18,11 +18,11 @@ use crate::{Buffer, Result, Tensor};
 /// pool(activation(normalise(y) + residual)) of a convolution's output y.
 #[derive(Clone)]
 pub(super) struct Epilogue {
-    /// What gives y.
+    /// The convolution that gives y.
     pub(super) convolution: Convolution,
-    /// With the activation, unless there is a residual.
+    /// The normalisation; it includes the activation unless there is a residual.
     pub(super) normalizer: Normalizer,
-    /// With the activation behind the addition.
+    /// The residual, and the activation after the addition.
     pub(super) residual: Option<(Tensor, Activation)>,
     pub(super) pool: Option<PoolOptions>,
 }
@@ -49,12 +49,13 @@ impl Epilogue {
         Ok(self.output_shape()?[1..].iter().product())
     }
 
-    /// Whether each element is read and written once: then there is nothing for caches to hold, and whole tensors may pass them by.
+    /// Whether each element is read and written only once. Caches then bring nothing, so whole tensors may be processed at once
+    /// and bypass them.
     pub(super) fn is_one_pass(&self) -> bool {
         self.pool.is_none() && self.residual.as_ref().is_none_or(|(residual, _)| residual.has_elements())
     }
 
-    /// The output of some images, and the winners of the windows if anyone wants them.
+    /// Computes the output of some images and, if `taken` is given, the index of each window's largest element.
     pub(super) fn run<T: Element>(
         &self,
         images: Range<usize>,
@@ -81,7 +82,7 @@ impl Epilogue {
         Ok(algorithm.forward(cpu, &problem, &normalized, out, taken)?)
     }
 
-    /// [`Epilogue::run`] in the buffer of y. There is no pool.
+    /// [`Epilogue::run`] in the buffer of y. There must be no pool.
     pub(super) fn run_in_place<T: Element>(&self, images: Range<usize>, y: &mut [T]) -> Result<()> {
         let by = self.normalizer.by::<T>()?;
         let cpu = self.convolution.device().compute();

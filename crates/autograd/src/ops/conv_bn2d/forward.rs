@@ -52,7 +52,7 @@ impl ConvBn {
         let compact = (keep == Keep::Compact).then(|| compact(&y, &epilogue)).transpose()?;
         let later = keep == Keep::Renormalize && self.pool.is_none() && !self.has[3];
         let output = if later { y } else { self.finish::<T>(y, &epilogue, taken.as_mut())? };
-        // What is kept must not hold more than it needs to.
+        // The recipe below must not hold the residual's elements if those can be recomputed.
         epilogue.residual = epilogue.residual.map(|(residual, activation)| (residual.keep(), activation));
         let source = match (keep, &stored) {
             (Keep::Renormalize, Some(y)) => Some(Source::Stored(y.clone())),
@@ -65,7 +65,8 @@ impl ConvBn {
             Some(recipe) => output.with_recipe(recipe),
             None => output,
         };
-        // Behind a residual, the convolution's output does not tell what the activation passed, nor surely does a rounded one.
+        // With a residual, the convolution's output alone does not determine where the activation passed its input; nor does a
+        // rounded output for certain. Backward then reads this from the block's output.
         let told = !self.has[3] && keep.is_exact();
         let masked = !told && self.norm.activation != Activation::Identity;
         let kept = match keep {
@@ -87,7 +88,8 @@ impl ConvBn {
         Ok((output, Saved { convolved, kept, epilogue, output: own, taken: taken.map(Arc::new) }))
     }
 
-    /// The convolution's output, and its moments unless statistics are given; each tile's while caches hold it.
+    /// The convolution's output, and its moments unless statistics are given. Each tile's moments are computed while the caches
+    /// still hold the tile.
     fn convolve<T: Element>(
         &self,
         convolution: &Convolution,
@@ -114,7 +116,7 @@ impl ConvBn {
         Ok((y, stats.map(StatsInParts::finish).transpose()?))
     }
 
-    /// The block's output from the convolution's, in its buffer if it can be.
+    /// The block's output from the convolution's, in the same buffer if possible.
     fn finish<T: Element>(
         &self,
         mut y: Tensor,
@@ -149,7 +151,8 @@ impl ConvBn {
         Ok(y)
     }
 
-    /// What was asked for, or what comes nearest to it here. The values of a dry device say nothing.
+    /// The requested [`Keep`], or the nearest one that is possible here. On a dry device values are meaningless, so they are not
+    /// checked.
     fn possible_keep<T: Element>(&self, normalizer: &Normalizer, dry: bool) -> Result<Keep> {
         Ok(match self.keep {
             Keep::Invert
@@ -189,7 +192,7 @@ impl ConvBn {
     }
 }
 
-/// y - mean, rounded to bf16: its rounding errors do not grow with the mean.
+/// y - mean, rounded to bf16. Thanks to the subtraction, rounding errors do not grow with the mean.
 fn compact(y: &Tensor, epilogue: &Epilogue) -> Result<Tensor> {
     let (convolution, device) = (&epilogue.convolution, epilogue.convolution.device());
     let centering = epilogue.normalizer.centering();

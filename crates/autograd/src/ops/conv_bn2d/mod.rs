@@ -1,9 +1,9 @@
-//! Convolution, batch norm and what follows them as one operation, which keeps as little for backward as it is asked to.
+//! Convolution, batch norm and what follows them as one operation; [`Keep`] chooses how much it keeps for backward.
 //!
 //! Separate layers keep the convolution's output for the backward of batch norm, and the block's own output for the next
-//! layer. One of the two is enough: the output is the convolution's output normalised, and that is the input convolved. [`Keep`]
-//! says which is kept; the other is made again, tile by tile where that is possible: a tile is a run of images that caches hold.
-//! Statistics are taken once, in forward. docs/memory.md has the derivation.
+//! layer. One of the two is enough: the convolution's output is the input convolved, and the block's output is that normalised.
+//! [`Keep`] says which is kept. The other is recomputed, tile by tile where possible; a tile is a run of images that fits the
+//! caches. Statistics are computed once, in forward. docs/memory.md has the derivation.
 //! After PyTorch's tutorial "Fusing Convolution and Batch Norm using Custom Function".
 
 mod again;
@@ -36,30 +36,32 @@ pub struct ConvBnParameters<'a> {
     pub beta: Option<&'a Tensor>,
 }
 
-/// What a block of convolution and batch norm keeps for backward.
+/// What a block of convolution and batch norm keeps for backward, besides its input.
 ///
-/// Values and gradients are the same to the last bit for all but [`Keep::Compact`] and [`Keep::Invert`].
+/// Values are the same to the last bit for all of them, and gradients for all but [`Keep::Compact`] and [`Keep::Invert`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub enum Keep {
-    /// About what is fastest: [`Keep::Renormalize`], or [`Keep::Store`] with a residual or a pool, whose output costs more to make
-    /// again.
+    /// The choice that is usually fastest: [`Keep::Renormalize`], or [`Keep::Store`] with a residual or a pool, whose output
+    /// costs more to recompute.
     #[default]
     Auto,
-    /// The convolution's output and its own: nothing is made again.
+    /// The convolution's output and the block's own output: nothing is recomputed.
     Store,
-    /// The convolution's output. Its own output is normalised again where a later operation kept it.
+    /// The convolution's output. The block's own output is recomputed from it, by normalisation, when an operation that saved it
+    /// reads it.
     Renormalize,
-    /// Its own output, and the convolution's less its mean, rounded to bf16: half of its bytes. Gradients are off by some
-    /// thousandths of their size. [`Keep::Store`] for f64.
+    /// The block's own output, and the convolution's output minus its mean, rounded to bf16, which halves its bytes. Gradients
+    /// are off by some thousandths of their size. Works as [`Keep::Store`] for f64.
     Compact,
-    /// Its own output. The convolution's is convolved again, whole.
+    /// The block's own output. The convolution is recomputed as a whole.
     Recompute,
-    /// Its own output. The convolution's is convolved again twice, tile by tile, and never exists as a whole in backward.
+    /// The block's own output. The convolution is recomputed twice, tile by tile; its output never exists as a whole in backward.
     RecomputeInTiles,
-    /// Neither: the convolution's output is convolved again, and its own normalised from that.
+    /// Neither output: the convolution is recomputed, and the block's own output is normalised from that.
     RecomputeBoth,
-    /// Its own output, from which the convolution's is worked out: normalisation undone. [`Keep::RecomputeInTiles`] where it
-    /// cannot be: with a ReLU, a residual or a pool, and where a gamma is too near to 0.
+    /// The block's own output, from which the convolution's output is computed by inverting the normalisation. Works as
+    /// [`Keep::RecomputeInTiles`] where that is impossible: with a ReLU, a residual or a pool, and where the statistics and
+    /// parameters of a channel are out of range, such as a gamma too near to 0.
     Invert,
 }
 
@@ -90,12 +92,12 @@ impl Keep {
         }
     }
 
-    /// The one of this name.
+    /// The variant with this name.
     pub fn named(name: &str) -> Option<Keep> {
         Keep::ALL.into_iter().find(|keep| keep.name() == name)
     }
 
-    /// What [`Keep::Auto`] is in a block with a residual, with a pool; others are what they are.
+    /// Replaces [`Keep::Auto`] by what it stands for in a block with a residual or with a pool; the others stay the same.
     pub fn resolved(self, residual: bool, pool: bool) -> Keep {
         match self {
             Keep::Auto if residual || pool => Keep::Store,
@@ -116,33 +118,33 @@ impl std::fmt::Display for Keep {
     }
 }
 
-/// How a [`conv_bn_block2d`] runs: everything but its input and parameters.
+/// The options of a [`conv_bn_block2d`]: everything but its input and parameters.
 #[derive(Debug, Clone, Default)]
 pub struct ConvBnBlock<'a> {
     /// The convolution.
     pub convolution: ConvOptions,
     /// The batch norm, and the activation at the end.
     pub norm: BatchNormOptions,
-    /// Added to the normalised values, before the activation; of their shape.
+    /// Added to the normalised values before the activation; it has their shape.
     pub residual: Option<&'a Tensor>,
-    /// Max pooling behind the activation. Not with a residual; of at most 256 elements a window.
+    /// Max pooling after the activation. Not allowed with a residual; at most 256 elements per window.
     pub pool: Option<PoolOptions>,
     /// What is kept for backward.
     pub keep: Keep,
 }
 
 impl ConvBnBlock<'_> {
-    /// Whether a block can have this pool: whether a byte counts the elements of a window.
+    /// Whether a block can have this pool: whether a byte can number the elements of a window.
     pub fn can_pool(pool: &PoolOptions) -> bool {
         let elements = pool.kernel.iter().try_fold(1usize, |len, &size| len.checked_mul(size));
         elements.is_some_and(|elements| elements <= 256)
     }
 }
 
-/// Exactly [`super::batch_norm`] of [`super::conv2d`], in value, saving one tensor beside `x` rather than two;
+/// Gives exactly the values of [`super::batch_norm`] of [`super::conv2d`], but saves one tensor besides `x` rather than two;
 /// [`conv_bn_block2d`] can save less.
 ///
-/// Also returns the batch's moments if they were taken, for the caller's running statistics.
+/// Also returns the batch's moments if they were computed, for the caller's running statistics.
 ///
 /// # Errors
 /// Those of the two operations.
@@ -156,7 +158,7 @@ pub fn conv_bn2d(
     conv_bn_block2d(x, parameters, &block)
 }
 
-/// As [`conv_bn2d`], with what may follow: `pool(activation(batch_norm(conv2d(x)) + residual))`.
+/// As [`conv_bn2d`], with an optional residual and pool: `pool(activation(batch_norm(conv2d(x)) + residual))`.
 ///
 /// # Errors
 /// Those of the operations; a residual of another shape; a residual and a pool at once.
@@ -196,12 +198,12 @@ struct Saved {
     epilogue: Epilogue,
     /// The block's own output, where backward reads the activation's mask from it.
     output: Option<Tensor>,
-    /// Which element of each window won.
+    /// The index of each window's largest element.
     taken: Option<Arc<Buffer<u8>>>,
 }
 
 impl ConvBn {
-    /// Where bias, gamma, beta and residual stand among the inputs.
+    /// The indices of bias, gamma, beta and residual among the inputs.
     fn places(&self) -> [Option<usize>; 4] {
         let mut next = 2;
         self.has.map(|has| {

@@ -4,8 +4,8 @@ use std::fmt::Write;
 
 use super::super::report::escape;
 
-/// Width of the drawing; where bars begin and where the longest ends, with room for the name and the value on either side, in the
-/// large letters of narrow screens too.
+/// Width of the drawing, and where bars begin and the longest bar ends. The name on the left and the value on the right have
+/// room, also in the large letters of narrow screens.
 const WIDTH: f64 = 720.0;
 const LEFT: f64 = 250.0;
 const RIGHT: f64 = 490.0;
@@ -20,12 +20,12 @@ pub(crate) struct Bar {
     pub(crate) value: f64,
     /// The value as text.
     pub(crate) text: String,
-    /// What else is worth saying where there is room for it.
+    /// More text, shown where there is room for it.
     pub(crate) more: String,
     pub(crate) chosen: bool,
 }
 
-/// The drawing, with `title` for readers who do not see it. Bars begin at zero, so that lengths compare.
+/// The drawing, with `title` for screen readers. Bars begin at zero, so that lengths compare.
 pub(crate) fn svg(title: &str, bars: &[Bar]) -> String {
     let shortest = bars.iter().map(|bar| bar.value).fold(f64::INFINITY, f64::min);
     let longest = bars.iter().map(|bar| bar.value).fold(0.0, f64::max).min(LONGEST * shortest);

@@ -1,14 +1,14 @@
-//! What choosing for every problem gains over one algorithm for all of them ("cherry-picking").
+//! The gain of choosing an algorithm for every problem ("cherry-picking") over one algorithm for all.
 
 use crate::conv::Pass;
 
 use super::results::{BASELINE, PassResult};
 
-/// One algorithm as the only one; where it does not run, im2col takes its place.
+/// One algorithm used for all problems; where it does not run, im2col takes its place.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Gain {
     pub(crate) algorithm: String,
-    /// How many times as fast the choices are, the geometric mean over the problems.
+    /// How many times as fast as this algorithm the choices are: the geometric mean over the problems.
     pub(crate) gain: f64,
     /// Problems for which it was chosen.
     pub(crate) wins: usize,

@@ -57,12 +57,12 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     Ok(())
 }
 
-/// What results are read against.
+/// The machine and its limits, with which results are compared.
 pub(crate) struct Machine {
     name: String,
     cpu: Cpu,
-    /// Floating-point operations a second that multiply-adds in registers reached, or a convolution if it did more: others
-    /// may have used the machine when it was measured.
+    /// Floating-point operations a second that multiply-adds in registers reached, or that a convolution reached if it did more:
+    /// other programs may have used the machine during the measurement.
     pub(crate) peak: f64,
     /// Bytes read and written a second by copying.
     bandwidth: f64,
@@ -71,7 +71,7 @@ pub(crate) struct Machine {
 
 impl Machine {
     fn measure(cpu: &Cpu, dtype: DType) -> Result<Machine> {
-        // A vector holds half as many f64.
+        // A vector holds half as many f64 as f32.
         let part = if dtype == DType::F64 { 0.5 } else { 1.0 };
         Ok(Machine {
             name: info::cpu_name().unwrap_or_else(|| "unknown CPU".into()),
@@ -82,7 +82,7 @@ impl Machine {
         })
     }
 
-    /// Raises the peak to what a convolution reached; says so if it did.
+    /// Raises the peak if a convolution exceeded it, and returns a line that says so.
     fn learn(&mut self, result: &PassResult) -> Option<String> {
         let rates = result.timed().filter_map(|(row, seconds)| Some((row, row.operations? / seconds)));
         let (row, rate) = rates.max_by(|a, b| a.1.total_cmp(&b.1)).filter(|(_, rate)| *rate > self.peak)?;
@@ -103,7 +103,7 @@ impl Machine {
     }
 }
 
-/// A tuner without a cache; names of algorithms that there are not are bad usage.
+/// A tuner without a cache; unknown names of algorithms are bad usage.
 fn tuner(args: &BenchArgs, console: &Console) -> Result<Tuner> {
     let line = console.line_writer();
     let options = TunerOptions {
@@ -130,13 +130,13 @@ fn measure(tuner: &Tuner, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Resul
     }
 }
 
-/// Fails before any work if the results could not be written after it.
+/// Fails before any work is done if the results could not be written afterwards.
 fn check_output(args: &BenchArgs) -> Result<()> {
     output::check("--report", args.report.as_deref())?;
     output::check("--json", args.json.as_deref().filter(|file| !json::to_stdout(Some(file))))
 }
 
-/// Writes what the flags ask for; what cannot be written does not keep the rest from it.
+/// Writes the files that the flags ask for; if one cannot be written, the others still are.
 fn publish(args: &BenchArgs, machine: &Machine, results: &[PassResult]) -> Result<()> {
     let reported = args
         .report

@@ -1,4 +1,4 @@
-//! What is known of every algorithm on one pass of one problem, as tables, JSON and the report show it.
+//! The results of every algorithm on one pass of one problem, as tables, JSON and the report show them.
 
 use std::sync::Arc;
 
@@ -9,35 +9,35 @@ use serde::Serialize;
 
 use super::table::milliseconds;
 
-/// The algorithm that convolution is usually explained by: others are compared with it.
+/// The algorithm by which convolution is usually explained; others are compared with it.
 pub(crate) const BASELINE: &str = "im2col";
 
 /// One pass of one problem.
 pub(crate) struct PassResult {
     pub(crate) problem: ConvProblem,
     pub(crate) pass: Pass,
-    /// The timed ones first, by time.
+    /// The timed algorithms first, the fastest one first.
     pub(crate) rows: Vec<Row>,
 }
 
-/// One algorithm; the serialized fields are the contract of `--json`. What an algorithm that did not run has no value
-/// for is null.
+/// One algorithm; the serialized fields are the contract of `--json`. Values that are missing because an algorithm did not run
+/// are null.
 #[derive(Clone, Serialize)]
 pub(crate) struct Row {
     problem: String,
     pass: String,
     pub(crate) algorithm: String,
-    /// The time that choices are made by, the lower quartile of the samples: tables, rates and gains are of it.
+    /// The lower quartile of the samples. Choices are made by this time, and tables, rates and gains use it.
     pub(crate) seconds: Option<f64>,
     seconds_min: Option<f64>,
     seconds_median: Option<f64>,
-    /// Operations of direct convolution in `seconds`.
+    /// GFLOP/s: the operations of direct convolution over `seconds`.
     pub(crate) gflops: Option<f64>,
     pub(crate) workspace_bytes: Option<usize>,
     pub(crate) max_relative_error: Option<f64>,
     pub(crate) chosen: bool,
     pub(crate) skipped: Option<String>,
-    /// Floating-point operations that it really does, of those that [`PassResult::count_operations`] has counted.
+    /// Floating-point operations that it really does, if [`PassResult::count_operations`] has counted them.
     #[serde(skip)]
     pub(crate) operations: Option<f64>,
 }
@@ -58,7 +58,7 @@ impl PassResult {
         PassResult { problem: *problem, pass, rows }
     }
 
-    /// Nobody was allowed and able to run.
+    /// The result if no algorithm was allowed and able to run.
     pub(crate) fn without_choice(problem: &ConvProblem, pass: Pass, tuner: &Tuner, cpu: &Cpu) -> PassResult {
         let row = |algorithm: &Arc<dyn ConvAlgorithm>| {
             let reason = match algorithm.plan(problem, pass, cpu) {
@@ -70,7 +70,7 @@ impl PassResult {
         PassResult { problem: *problem, pass, rows: tuner.algorithms().iter().map(row).collect() }
     }
 
-    /// Finds out how many operations those that were timed do.
+    /// Counts the operations of the timed algorithms.
     pub(crate) fn count_operations(&mut self, tuner: &Tuner, cpu: &Cpu) {
         for row in self.rows.iter_mut().filter(|row| row.seconds.is_some()) {
             let algorithm = tuner.algorithms().iter().find(|algorithm| algorithm.name() == row.algorithm);
@@ -87,13 +87,13 @@ impl PassResult {
         self.rows.iter().find(|row| row.algorithm == algorithm)?.seconds
     }
 
-    /// The timed ones, the fastest first, with their seconds.
+    /// The timed algorithms with their seconds, the fastest first.
     pub(crate) fn timed(&self) -> impl Iterator<Item = (&Row, f64)> {
         self.rows.iter().filter_map(|row| Some((row, row.seconds?)))
     }
 
-    /// What the choice gains: `1.32x as fast as direct, the best of the others; 2.10x as fast as im2col+GEMM`. If others are
-    /// faster by no more than counts, why it was chosen.
+    /// What the choice gains: `1.32x as fast as direct, the best of the others; 2.10x as fast as im2col+GEMM`. If another
+    /// algorithm is faster, but not by enough to matter, the text says why this one was chosen.
     pub(crate) fn gains(&self) -> String {
         let Some(chosen) = self.chosen() else { return "no algorithm is left".into() };
         let Some(seconds) = chosen.seconds else { return "by estimate".into() };

@@ -8,7 +8,8 @@ use super::Machine;
 use super::gains::{gains, of_pass};
 use super::results::{BASELINE, PassResult};
 
-/// One pass of one problem: who was timed, who was not if `verbose`, and what the choice gains. `machine` knows this result.
+/// One pass of one problem: the timed algorithms, those not timed if `verbose`, and what the choice gains. `machine` has learned
+/// this result.
 pub(crate) fn of(result: &PassResult, machine: &Machine, verbose: bool) -> String {
     let header = ["algorithm", "ms", "GFLOP/s", "% of peak", "workspace", "error", ""];
     let mut rows = vec![header.map(String::from).to_vec()];
@@ -71,7 +72,7 @@ pub(crate) fn summary(results: &[PassResult]) -> String {
     text
 }
 
-/// Four digits or more.
+/// The milliseconds as text, with four digits or more.
 pub(crate) fn milliseconds(seconds: f64) -> String {
     let ms = 1e3 * seconds;
     let decimals = if ms < 1.0 { 4 } else { 3 };

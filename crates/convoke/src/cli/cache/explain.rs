@@ -7,7 +7,7 @@ use super::super::summary::align;
 use super::super::{Failure, Result, console};
 use super::state::state;
 
-/// Explains the results for a problem, in its canonical text, that are of these passes.
+/// Explains the results of these passes for a problem, which is given in its canonical text.
 pub(crate) fn show(cache: &Cache, problem: &str, passes: &[String]) -> Result<()> {
     let wanted = |entry: &Entry| {
         let key = entry.record.as_ref().map(|record| &record.key);
@@ -66,7 +66,7 @@ fn timed(record: &Record) -> Vec<(&Candidate, &Times)> {
     timed
 }
 
-/// Why the chosen one won.
+/// Why the chosen algorithm won.
 fn why(record: &Record) -> String {
     let timed = timed(record);
     let Some((chosen, times)) = timed.iter().find(|(candidate, _)| candidate.algorithm == record.chosen)

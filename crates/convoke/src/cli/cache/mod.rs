@@ -1,4 +1,4 @@
-//! `convoke cache`: the tuning results on disk, for people.
+//! `convoke cache`: shows and manages the tuning results on disk.
 
 mod explain;
 mod state;
@@ -57,7 +57,7 @@ fn counted(count: usize, what: &str) -> String {
     format!("{count} {what}{}", if count == 1 { "" } else { "s" })
 }
 
-/// What an empty cache says of itself.
+/// The message about an empty cache.
 fn empty(cache: &Cache) -> String {
     format!("no tuning results in {} yet; `convoke tune` makes some\n", cache.root().display())
 }
@@ -112,7 +112,7 @@ fn row(entry: &Entry) -> Vec<String> {
     ]
 }
 
-/// Says what is wrong with which entry.
+/// Prints which entries are wrong, and why.
 fn verify(cache: &Cache) -> Result<()> {
     let entries = cache.entries()?;
     if entries.is_empty() {
@@ -143,7 +143,7 @@ fn verify(cache: &Cache) -> Result<()> {
     }
 }
 
-/// Removes what is no longer of use, and says what.
+/// Removes results that are no longer of use, and prints which.
 fn prune(cache: &Cache, all: bool, older_than: Option<u32>) -> Result<()> {
     let removed = RefCell::new(String::new());
     let count = cache.prune(|entry| {

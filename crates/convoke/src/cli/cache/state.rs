@@ -6,13 +6,13 @@ use crate::{Cpu, Isa};
 
 use super::super::problems::of_key;
 
-/// What a stored result is worth.
+/// Whether a stored result can be used.
 pub(crate) enum State {
-    /// A tuner takes it as it is.
+    /// A tuner uses it as it is.
     Current,
-    /// Measured before an algorithm changed or came; a tuner measures again.
+    /// Measured before an algorithm changed or was added; a tuner measures again.
     Stale(String),
-    /// Of another version of this library, which does not read it.
+    /// Of another version of this library; this version does not read it.
     OtherVersion(String),
     /// Not a result; a tuner measures again and replaces it.
     Damaged(String),
@@ -37,7 +37,7 @@ impl State {
     }
 }
 
-/// Compares an entry with the algorithms of today. Those of other machines are judged by the revisions alone.
+/// Compares an entry with the algorithms of today. For entries of other machines, only the algorithms' revisions count.
 pub(crate) fn state(entry: &Entry) -> State {
     let version = |scope: &str| scope.split('_').next().unwrap_or_default().to_owned();
     let (own, its) = (version(&scope(Isa::detect())), version(&entry.scope));
@@ -57,7 +57,7 @@ pub(crate) fn state(entry: &Entry) -> State {
     }
 }
 
-/// A candidate that has another revision now, or is no longer there.
+/// Why a candidate is out of date: its algorithm has another revision now.
 fn changed(record: &Record) -> Option<String> {
     record.candidates.iter().find_map(|candidate| {
         let name = &candidate.algorithm;
@@ -65,7 +65,7 @@ fn changed(record: &Record) -> Option<String> {
             Some(now) if now != candidate.revision => {
                 Some(format!("{name} was measured in revision {}, it now is in {now}", candidate.revision))
             }
-            // Somebody's own algorithm, which only their program knows, is no reason to measure again.
+            // An unknown algorithm may be a user's own, which only their program knows; that is no reason to measure again.
             _ => None,
         }
     })

@@ -1,9 +1,9 @@
-//! The table of `--profile`: what takes most of the time, and how near that comes to what the machine can do.
+//! The table of `--profile`: what takes most of the time, and how near that comes to the machine's limits.
 //!
-//! A call cannot take less time than its operations need at the machine's peak. Its bytes need the time in which memory
-//! moves them, unless caches hold them, which a run alone can show: what the fastest call on as many bytes reached is the
-//! limit then. So is the most operations of any call, because the measurement may fall on a moment when others use the
-//! machine. No share of a limit is above 100 % therefore.
+//! A call takes at least the time that its operations need at the machine's peak, and the time in which memory moves its bytes.
+//! Caches may move bytes faster, which only the run itself can show: if a call was faster than memory, the limit is the rate of
+//! the fastest call on about as many bytes. Likewise, if a call did more operations a second than the measured peak, its rate is
+//! the peak, because other programs may have used the machine during the measurement. So no share of a limit is above 100 %.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -14,27 +14,27 @@ use super::Total;
 
 /// Rows of each part of the table.
 const ROWS: usize = 16;
-/// The whole of a step, as the spans call it.
+/// The name of the span of a whole step.
 const STEP: &str = "step";
 const PARTS: [&str; 4] = ["data", "forward", "backward", "optimizer"];
 /// The spans of convolutions: their names begin with the pass.
 const CONVOLUTION: &str = "convolution";
 
-/// What the machine can do at most in a second.
+/// The most that the machine can do in a second.
 pub(super) struct Limits {
     /// Floating-point operations.
     peak: f64,
     /// Bytes that memory moves.
     memory: f64,
-    /// Bytes that calls on as many, as [`super::size_of`] tells it, moved at best, or memory.
+    /// For each [`super::size_of`] of a call's bytes: the most bytes that such a call moved, or that memory moves.
     bandwidth: BTreeMap<u32, f64>,
 }
 
-/// Bytes that no cache holds.
+/// More bytes than any cache holds.
 const UNCACHED: usize = 192 << 20;
 
 impl Limits {
-    /// The best of measurements made now with `cpu` and of the calls themselves.
+    /// The better of what is measured now with `cpu` and of what the calls themselves reached.
     pub(super) fn measured(totals: &HashMap<String, Total>, cpu: &Cpu) -> Result<Limits> {
         Ok(Limits::of(totals, machine::peak_flops(cpu), machine::bandwidth(cpu, UNCACHED)?))
     }
@@ -57,7 +57,7 @@ impl Limits {
         total.loads.iter().map(least).sum()
     }
 
-    /// What they are, in a line.
+    /// The limits in one line.
     fn text(&self) -> String {
         let [peak, memory] = [self.peak, self.memory].map(|rate| rate / 1e9);
         let best = self.bandwidth.iter().max_by(|a, b| a.1.total_cmp(b.1));
@@ -129,7 +129,7 @@ pub(super) fn of(totals: &HashMap<String, Total>, limits: &Limits) -> String {
     )
 }
 
-/// A row for each, those that took most time first, and one for the rest.
+/// A row for each sum, those that took most time first, and one row for the rest.
 fn rows(sums: &HashMap<String, Sum>, step: &Total) -> Vec<Vec<String>> {
     let steps = step.calls as f64;
     let mut sorted: Vec<(&String, &Sum)> = sums.iter().collect();
@@ -155,7 +155,7 @@ fn rows(sums: &HashMap<String, Sum>, step: &Total) -> Vec<Vec<String>> {
     if !rest.is_empty() {
         let mut others = Sum::default();
         rest.iter().for_each(|(_, sum)| others.add(sum));
-        // They have nothing in common but that they took little time.
+        // The rest are different kinds of work, so common rates and limits would mean nothing.
         let total = Total { flops: 0.0, bytes: 0.0, ..others.total };
         rows.push(row(&format!("{} others", rest.len()), &Sum { total, least: 0.0 }));
     }
@@ -206,14 +206,14 @@ mod tests {
         assert!(text.starts_with("a step of 10.0 ms: forward 8.0 ms\n"), "{text}");
         assert_eq!(row(&text, "convolution fwd"), ["3", "5.0", "50.0", "%", "0.5", "0.0", "42.0", "%"]);
         assert_eq!(row(&text, "fwd mb1 direct"), ["2", "4.0", "40.0", "%", "0.5", "0.0", "50.0", "%"]);
-        // Of the operations that it does, not of those that direct convolution would do.
+        // The share is of the operations that it really does, not of those that direct convolution would do.
         assert_eq!(row(&text, "fwd mb2 fft"), ["1", "1.0", "10.0", "%", "0.5", "0.0", "10.0", "%"]);
         assert_eq!(row(&text, "normalize"), ["1", "1.5", "15.0", "%", "-", "2.0", "50.0", "%"]);
         assert_eq!(row(&text, "forward"), ["1", "1.5", "15.0", "%", "-", "-", "-"]);
         assert!(of(&HashMap::new(), &Limits::of(&HashMap::new(), 1e9, 4e9)).contains("no step"));
     }
 
-    /// What is measured too low, because others used the machine then or caches held the data, is no limit.
+    /// A rate that was measured too low, because other programs used the machine or caches held the data, is no limit.
     #[test]
     fn a_call_that_beats_a_measurement_is_the_limit() {
         let mut totals = totals();

@@ -1,5 +1,5 @@
-//! Algorithms made of other algorithms: a pass run through another pass, a format through the other format, a dilated
-//! convolution through one that is not.
+//! Algorithms derived from other algorithms: they run a pass as another pass, a memory format as the other one, or a dilated
+//! convolution as one without dilation.
 
 mod phases;
 mod relayout;
@@ -16,8 +16,8 @@ use super::plan::{ConvAlgorithm, ConvOperands, ConvPlan, NotApplicable};
 use super::problem::Pass;
 use crate::Element;
 
-/// What can be made of `algorithm`: `NAME+swap`, `NAME+phases` if it takes no dilation, and `NAME+relayout` if it takes one memory
-/// format only.
+/// The algorithms derived from `algorithm`: `NAME+swap`, `NAME+phases` if it takes no dilation, and `NAME+relayout` if it
+/// takes only one memory format.
 pub(super) fn derived(algorithm: &Arc<dyn ConvAlgorithm>) -> Vec<Arc<dyn ConvAlgorithm>> {
     let mut derived: Vec<Arc<dyn ConvAlgorithm>> = Vec::new();
     if algorithm.formats().len() == 1 {
@@ -33,14 +33,14 @@ pub(super) fn derived(algorithm: &Arc<dyn ConvAlgorithm>) -> Vec<Arc<dyn ConvAlg
     derived
 }
 
-/// The workspace that holds these parts, in elements.
+/// The length of a workspace that holds these parts, in elements.
 fn workspace_sum(parts: &[usize]) -> Result<usize, NotApplicable> {
     let sum = parts.iter().try_fold(0usize, |sum, &part| sum.checked_add(part));
     sum.ok_or_else(|| NotApplicable("the workspace does not fit any memory".into()))
 }
 
-/// Runs `inner`, a plan of the same pass, on copies of x and y in the first part of the workspace: `gather` makes one of the whole
-/// tensor, `scatter` puts one back. `sides` tell them what they need of x and of y.
+/// Runs `inner`, a plan of the same pass, on copies of x and y at the start of the workspace. `gather` fills the copy of a
+/// whole tensor, `scatter` writes a whole tensor from its copy. `sides` holds what they need to know of x and of y.
 fn on_copies<T: Element, S>(
     inner: &ConvPlan,
     [x_side, y_side]: &[S; 2],

@@ -3,8 +3,8 @@
 //! ```text
 //! y[o] = sum over k of x[o + d k - pad] * w[k]        o = a + d t:   y_a[t] = sum over k of x_a[t + k] * w[k]
 //! ```
-//! The outputs of one phase a, every d-th, read the inputs of one phase only. So each image falls into as many small images as
-//! there are phases, and algorithms that know no dilation, such as Winograd's, apply.
+//! The outputs of one phase a (every d-th output) read inputs of one phase only. So each image splits into as many small
+//! images as there are phases, and algorithms that support no dilation, such as Winograd's, can run on those.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::conv::plan::{Accuracy, ConvAlgorithm, ConvKernel, ConvPlan, Kernel, N
 use crate::conv::problem::{ConvAxis, ConvProblem, ConvSpec, Pass};
 use crate::{Cpu, Element, MemoryFormat};
 
-/// `inner`, which takes no dilation, on the phases; in a format that it takes.
+/// Runs `inner`, which takes no dilation, on the phases, in a format that it takes.
 pub(super) struct Phases {
     pub(super) name: String,
     pub(super) inner: Arc<dyn ConvAlgorithm>,
@@ -51,7 +51,7 @@ impl ConvAlgorithm for Phases {
         let inner = self.inner.plan(&related, pass, cpu)?;
         let copies = [related.input_len(), related.output_len()];
         let workspace = workspace_sum(&[copies[0], copies[1], inner.workspace_len()])?;
-        // Places that lie apart are copied at a fraction of the speed of a plain copy.
+        // Elements that do not lie side by side are copied at a fraction of the speed of a plain copy.
         let cost = inner.cost().moving(4 * copies.iter().sum::<usize>() * problem.dtype.size());
         let operations = inner.operations();
         let kernel = InPhases { problem: *problem, inner };
@@ -60,11 +60,11 @@ impl ConvAlgorithm for Phases {
     }
 }
 
-/// The phases of all images as images: every first phase, then every second, and so on.
+/// The problem whose images are the phases of all images: phase 0 of every image, then phase 1 of every image, and so on.
 fn of_phases(p: &ConvProblem, format: MemoryFormat) -> Result<ConvProblem, NotApplicable> {
     let axis = |axis: &ConvAxis| match axis.dilation {
         1 => *axis,
-        // What is padding in one phase is input in another: it becomes zeros of the copy.
+        // The phases differ in their padding, so the copies hold the padding as zeros.
         dilation => ConvAxis::new(axis.output().div_ceil(dilation) + axis.kernel - 1, axis.kernel),
     };
     let unfit = || NotApplicable("the phases do not fit any memory".into());
@@ -74,7 +74,7 @@ fn of_phases(p: &ConvProblem, format: MemoryFormat) -> Result<ConvProblem, NotAp
     ConvProblem::new(spec).map_err(|error| NotApplicable(format!("the phases: {error}")))
 }
 
-/// Places of an axis that belong to one phase: `count` of them from `first` on, which are those from `start` on there.
+/// The elements of an axis that belong to one phase: `count` of them, from `first` on. In the phase they begin at `start`.
 struct Places {
     first: usize,
     start: usize,
@@ -99,11 +99,11 @@ fn outputs(axis: &ConvAxis, phase: usize) -> Places {
 
 struct InPhases {
     problem: ConvProblem,
-    /// The plan of the phases.
+    /// The plan for the phases.
     inner: ConvPlan,
 }
 
-/// One tensor as it is and in phases.
+/// One tensor, whole and split into phases.
 struct Side {
     whole: [usize; 4],
     phased: [usize; 4],
@@ -123,7 +123,8 @@ impl InPhases {
         }
     }
 
-    /// Calls `each` with the elements of each phase, in the whole tensor and among the phases: where they begin, and how they lie.
+    /// Calls `each` for each phase with offset and axes of its elements, first in the whole tensor, then in the tensor of
+    /// phases.
     fn for_each_phase(&self, side: &Side, mut each: impl FnMut((usize, Axes), (usize, Axes))) {
         let p = &self.problem;
         let [height, width] = [&p.height, &p.width];
@@ -145,7 +146,7 @@ impl InPhases {
         }
     }
 
-    /// The phases of `whole`, with zeros where it has no elements.
+    /// Splits `whole` into its phases, with zeros where it has no elements.
     fn gather<T: Element>(&self, cpu: &Cpu, side: &Side, whole: &[T], phased: &mut [T]) {
         phased.fill(T::zero());
         self.for_each_phase(side, |(from, source), (to, target)| {
@@ -153,7 +154,7 @@ impl InPhases {
         });
     }
 
-    /// The whole tensor, each element of which is in one phase.
+    /// Writes the whole tensor from its phases; each element is in one phase.
     fn scatter<T: Element>(&self, cpu: &Cpu, side: &Side, phased: &[T], whole: &mut [T]) {
         self.for_each_phase(side, |(to, target), (from, source)| {
             copy(cpu, source, &phased[from..], target, &mut whole[to..]);

@@ -8,7 +8,7 @@ use crate::conv::problem::{ConvProblem, Pass};
 use crate::memory_format::{Extent, convert};
 use crate::{Cpu, Element, MemoryFormat};
 
-/// `inner` on a copy in the other memory format, where it does not take the problem's own.
+/// Runs `inner` on copies in the other memory format, if it does not take the problem's own.
 pub(super) struct Relayout {
     pub(super) name: String,
     pub(super) inner: Arc<dyn ConvAlgorithm>,

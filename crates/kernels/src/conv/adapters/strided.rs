@@ -32,7 +32,7 @@ impl Axes {
         Axes { sizes: [a, b, h, w], ..self }
     }
 
-    /// Every `[h, w]`-th place of the last two axes; the sizes stay.
+    /// Every `[h, w]`-th element of the last two axes, with the sizes unchanged.
     pub(super) fn spread(self, [h, w]: [usize; 2]) -> Axes {
         let [a, b, c, d] = self.strides;
         Axes { strides: [a, b, c * h, d * w], ..self }
@@ -46,12 +46,12 @@ struct Axis {
     to: usize,
 }
 
-/// Edge of the squares in which axes change places, so that both sides' cache lines stay in L1.
+/// Edge of the square tiles in which two axes are transposed, so that the cache lines of both sides stay in L1.
 const TILE: usize = 16;
 
-/// Copies the elements that `source` has in `from` to where `target`, of the same sizes, has them in `to`.
+/// Copies the elements that `source` locates in `from` to where `target`, of the same sizes, locates them in `to`.
 ///
-/// Elements of `to` between those places keep their content. Threads take ranges of the target's slowest axis.
+/// The elements of `to` in between keep their content. Threads take ranges of the target's slowest axis.
 pub(super) fn copy<T: Element>(cpu: &Cpu, source: Axes, from: &[T], target: Axes, to: &mut [T]) {
     assert_eq!(source.sizes, target.sizes, "a copy between tensors of different shapes");
     let mut axes: Vec<Axis> = (0..4)
@@ -76,7 +76,7 @@ pub(super) fn copy<T: Element>(cpu: &Cpu, source: Axes, from: &[T], target: Axes
 
 fn copy_block<T: Element>(mut axes: Vec<Axis>, from: &[T], to: &mut [T]) {
     let Some(inner) = axes.pop() else { return };
-    // The axis along which the source is read fastest, unless that is the innermost one too.
+    // The axis with the smallest step in the source, unless the innermost axis has a smaller or equal one.
     let fastest = axes.iter().enumerate().min_by_key(|(_, axis)| axis.from);
     let across = match fastest {
         Some((index, axis)) if axis.from < inner.from => Some(axes.remove(index)),

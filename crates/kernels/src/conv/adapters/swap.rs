@@ -5,9 +5,9 @@
 //! backward-weights  dw[k,c] = sum over n of x[n,c] * dy[n,k]   is a forward convolution of C images by K filters dy
 //! backward-data     dx = forward convolution of dy, spread by the stride and padded, with filters turned round
 //! ```
-//! The first two exchange batch and channels, and stride and dilation: the large output takes the kernel's place.
-//! Dieleman and Schlüter's meta-optimizer for Theano offered them for every implementation; a swap wins where the
-//! other pass's blocking suits the sizes better.
+//! The first two swap batch with channels and stride with dilation: the large output takes the role of the kernel. Dieleman
+//! and Schlüter's meta-optimizer for Theano offered them for every implementation; a swap wins where the other pass's
+//! blocking suits the sizes better.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ use crate::conv::plan::{
 use crate::conv::problem::{ConvAxis, ConvProblem, ConvSpec, Pass};
 use crate::{Cpu, Element, MemoryFormat};
 
-/// Every pass through another pass of the first of `inner` that applies.
+/// Runs every pass as another pass, by the first of `inner` that applies.
 pub(super) struct Swap {
     pub(super) name: String,
     pub(super) inner: Vec<Arc<dyn ConvAlgorithm>>,
@@ -31,7 +31,7 @@ impl ConvAlgorithm for Swap {
     }
 
     fn revision(&self) -> u32 {
-        // Two digits are left for this file's own changes.
+        // The last two digits count this file's own changes.
         100 * self.inner[0].revision() + 2
     }
 
@@ -62,7 +62,7 @@ impl ConvAlgorithm for Swap {
         // Transposing reads and writes each element, at a fraction of the speed of a plain copy.
         let copied = 4 * copies.iter().sum::<usize>() * problem.dtype.size();
         let cost = inner.cost().moving(copied);
-        // Kernels of an output's size are nobody's best case.
+        // No algorithm is at its best with a kernel of an output's size.
         let slower = if pass == Pass::BackwardData { 1.0 } else { 3.0 };
         let cost = Cost { flops: slower * cost.flops, ..cost };
         let operations = inner.operations();
@@ -85,7 +85,7 @@ fn exchanged(p: &ConvProblem) -> Result<ConvProblem, NotApplicable> {
         let read = (axis.output() - 1) * axis.stride + axis.kernel_span();
         match read.checked_sub(axis.pad_before).filter(|&inside| inside > 0) {
             Some(inside) => Ok(ConvAxis {
-                input: axis.input.min(inside), // what no output reads is left out
+                input: axis.input.min(inside), // without what no output reads
                 kernel: axis.output(),
                 stride: axis.dilation,
                 dilation: axis.stride,
@@ -104,14 +104,15 @@ fn exchanged(p: &ConvProblem) -> Result<ConvProblem, NotApplicable> {
     })
 }
 
-/// The forward problem that takes dy to dx.
+/// The forward problem that computes dx from dy.
 fn turned(p: &ConvProblem) -> Result<ConvProblem, NotApplicable> {
     let axis = |axis: &ConvAxis| {
         let spread = (axis.output() - 1) * axis.stride + 1;
         let span = axis.kernel_span();
         match (span - 1).checked_sub(axis.pad_before) {
             Some(pad_before) => {
-                // The outputs wanted read this far; what lies beyond is padding, or more of dy than is needed.
+                // The wanted outputs read up to `end`. If dy ends before it, padding follows; if dy is longer, the rest is
+                // not needed.
                 let end = (axis.input + span - 1).checked_sub(pad_before).filter(|&end| end > 0);
                 let end = end.ok_or_else(|| NotApplicable("only padding is read".into()))?;
                 Ok(ConvAxis {
@@ -135,9 +136,9 @@ fn turned(p: &ConvProblem) -> Result<ConvProblem, NotApplicable> {
     })
 }
 
-/// Elements of the copy of dy in backward-data; none where dy serves as it is.
+/// Elements of the copy of dy in backward-data; 0 if dy can be used without a copy.
 fn spread_len(problem: &ConvProblem, related: &ConvProblem) -> usize {
-    // Equal shapes are not enough: of dy spread by a stride, as much as dy's own width may be left.
+    // Equal shapes are not enough: dy spread by a stride and then cut may happen to have dy's own width.
     let serves = |axis: &ConvAxis, related: &ConvAxis| {
         axis.output() == related.input && (axis.stride == 1 || axis.output() == 1)
     };
@@ -148,7 +149,7 @@ fn spread_len(problem: &ConvProblem, related: &ConvProblem) -> usize {
 struct Swapped {
     problem: ConvProblem,
     pass: Pass,
-    /// The plan of the related problem.
+    /// The plan for the related problem.
     inner: ConvPlan,
 }
 
@@ -190,7 +191,7 @@ impl<T: Element> ConvKernel<T> for Swapped {
 }
 
 impl Swapped {
-    /// dy with `stride - 1` zeros between neighbours, without what no gradient needs.
+    /// dy with `stride - 1` zeros between neighbours, without the elements that no gradient needs.
     fn spread<'a, T: Element>(&self, cpu: &Cpu, dy: &'a [T], buffer: &'a mut [T]) -> &'a [T] {
         let (p, related) = (&self.problem, self.inner.problem());
         if buffer.is_empty() {

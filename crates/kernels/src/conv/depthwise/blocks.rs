@@ -1,4 +1,4 @@
-//! Rows of pixels in channels-last, in blocks: what the gather and the weight gradient share.
+//! Rows of channels-last pixels, processed in blocks; shared by the gather and the weight gradient.
 
 use pulp::{MemMask, Simd};
 
@@ -12,7 +12,7 @@ pub(super) const BLOCK: usize = 8;
 struct KernelRow {
     /// Channel 0 of the source row's first pixel.
     source: *const f32,
-    /// Its place in taps x channels.
+    /// Its offset in taps x channels.
     place: usize,
 }
 
@@ -20,7 +20,7 @@ struct KernelRow {
 struct KernelColumn {
     /// The pixel that output 0 reads; may lie outside the row.
     offset: isize,
-    /// Its place from that of its row.
+    /// Its offset in taps x channels, relative to that of its row.
     place: usize,
 }
 
@@ -30,7 +30,7 @@ pub(super) struct Line<'a> {
     rows: &'a [KernelRow],
     columns: &'a [KernelColumn],
     channels: usize,
-    /// Pixels of a source row, and those from what one output reads to what the next does.
+    /// Pixels of a source row, and (`scale`) the pixels from what one output reads to what the next output reads.
     source: usize,
     scale: usize,
     /// Floats from one output of the phase to the next.
@@ -58,21 +58,21 @@ pub(super) struct Place<'a, M> {
 
 /// What is done for each block of a row.
 pub(super) trait BlockKernel {
-    /// Kernel columns that share inputs, at most, with 16 registers: with more the compiler stores some and reads them again.
+    /// The most kernel columns that share inputs on CPUs with 16 registers: with more, the compiler spills some to the stack.
     const MOST_TAPS: usize;
 
-    /// EDGE: inputs are those listed, and outputs may be missing. MASKED: channels may be missing.
+    /// EDGE: the inputs are read from the list, and some outputs may not exist. MASKED: some channels may not exist.
     ///
-    /// TAPS: so many kernel columns, which read pixels next to each other, so that outputs share some of a block's INPUTS of each
-    /// source row. Both are 0 for kernels of other widths, where that is not known or not so.
+    /// TAPS: the number of kernel columns, where they read neighbouring pixels, so that outputs share some of a block's
+    /// INPUTS pixels of each source row. Both are 0 if there is no code for this width, or if the pixels are not neighbours.
     ///
     /// # Safety
-    /// - `place.channel` and the lanes from there on, those of `place.mask` if MASKED, are channels of `line`.
-    /// - If not EDGE, outputs `place.q..place.q + BLOCK` of the phase exist and read inside the row through every tap. If EDGE,
-    ///   `place.q` exists, and `place.inputs` has, for each kernel row, INPUTS places, or if TAPS is 0, BLOCK for each column,
-    ///   from each of which all channels are readable.
-    /// - If TAPS is not 0, there are TAPS columns, whose offsets follow each other by one, and INPUTS is [`inputs`] of TAPS and
-    ///   the line's scale.
+    /// - The lanes from `place.channel` on, or those of `place.mask` if MASKED, are channels of `line`.
+    /// - If not EDGE, outputs `place.q..place.q + BLOCK` of the phase exist and read inside the row through every tap. If
+    ///   EDGE, output `place.q` exists, and `place.inputs` has INPUTS pointers for each kernel row, or BLOCK for each column
+    ///   if TAPS is 0; from each of them all channels are readable.
+    /// - If TAPS is not 0, there are TAPS columns, each offset is one more than the previous, and INPUTS is [`inputs`] of
+    ///   TAPS and the line's scale.
     /// - The kernel's own slices have all channels of each tap and of each output of the phase.
     unsafe fn block<S: Simd, const EDGE: bool, const MASKED: bool, const TAPS: usize, const INPUTS: usize>(
         &mut self,
@@ -113,7 +113,7 @@ pub(super) unsafe fn each_block<S: Simd, K: BlockKernel>(
     let line = Line { phase, rows, columns, channels, source: width.source, scale: width.scale, output_step };
     let below = image.as_ptr().wrapping_add(below * row_len);
     let row = Row { line, zeros, ahead: [Some(below), next] };
-    // Between the outputs of the interior, those of the ends read furthest, through the first and the last tap.
+    // Of the outputs in the interior, the first and the last read furthest out, through the first and the last tap.
     let [first, end] = phase.interior;
     let inside = |q: usize, column: &KernelColumn| {
         (width.scale * q).checked_add_signed(column.offset).is_some_and(|pixel| pixel < width.source)
@@ -123,8 +123,9 @@ pub(super) unsafe fn each_block<S: Simd, K: BlockKernel>(
     let neighbours = columns.is_sorted_by(|left, right| left.offset + 1 == right.offset);
     let fit = S::F32_LANES == 16 || columns.len() <= K::MOST_TAPS;
     let count = if neighbours && fit { columns.len() } else { 0 };
-    // SAFETY: where there are TAPS columns, they are neighbours, and INPUTS is what they read at this scale. The outputs of the
-    // interior have been seen to read inside the row through every tap. The slices of `kernel` are as the caller promises.
+    // SAFETY: where there are TAPS columns, they are neighbours, and INPUTS is what they read at this scale. The assertions
+    // have checked that the outputs of the interior read inside the row through every tap. The slices of `kernel` are as the
+    // caller promises.
     unsafe {
         match (count, width.scale) {
             (2, 1) => row.each_block::<S, 2, { inputs(2, 1) }>(simd, list, kernel),
@@ -138,7 +139,7 @@ pub(super) unsafe fn each_block<S: Simd, K: BlockKernel>(
     }
 }
 
-/// Pixels of a source row that a block reads, where so many kernel columns read pixels next to each other.
+/// Pixels of a source row that a block reads, if `taps` kernel columns read neighbouring pixels.
 const fn inputs(taps: usize, scale: usize) -> usize {
     (BLOCK - 1) * scale + taps
 }
@@ -146,18 +147,18 @@ const fn inputs(taps: usize, scale: usize) -> usize {
 /// A line, and what else its blocks need.
 struct Row<'a> {
     line: Line<'a>,
-    /// A pixel.
+    /// One pixel of zeros.
     zeros: &'a [f32],
-    /// What the next row is the first to read, and to write.
+    /// The memory that the next row will be the first to read, and the first to write.
     ahead: [Option<*const f32>; 2],
 }
 
 impl Row<'_> {
-    /// Prefetches what lies ahead meanwhile: blocks touch too many places at once for the hardware to see that, by and by, all
-    /// of memory is read in order.
+    /// Runs `kernel` for all blocks and meanwhile prefetches what lies ahead. Blocks touch too many places at once for the
+    /// hardware to notice that, over time, all of memory is read in order.
     ///
     /// # Safety
-    /// What [`BlockKernel::block`] asks for of TAPS and INPUTS and of the kernel's own slices. The outputs of the phase's interior
+    /// What [`BlockKernel::block`] requires of TAPS, INPUTS and the kernel's own slices. The outputs of the phase's interior
     /// exist and read inside the row through every tap.
     #[inline(always)]
     unsafe fn each_block<S: Simd, const TAPS: usize, const INPUTS: usize>(
@@ -205,9 +206,9 @@ impl Row<'_> {
             for channel in (0..whole).step_by(lanes) {
                 prefetch_shares();
                 let place = Place { q, channel, mask: all, inputs };
-                // SAFETY: all lanes from `channel` on lie below `whole`, so that they are channels. A block that is not at an edge
-                // lies in the interior; for one at an edge the inputs have been listed just now, pixels of a source row or of
-                // zeros. The rest is what the caller promises.
+                // SAFETY: all lanes from `channel` on lie below `whole`, so that they are channels. A block that is not at an
+                // edge lies in the interior; for one at an edge the inputs have been listed just now, pixels of a source row or
+                // of zeros. The rest is what the caller promises.
                 unsafe {
                     if edge {
                         kernel.block::<S, true, false, TAPS, INPUTS>(simd, &line, place);
@@ -227,7 +228,7 @@ impl Row<'_> {
 }
 
 impl Line<'_> {
-    /// Calls `add(place in taps x channels, what the block's outputs read there)` for all taps.
+    /// Calls `add(offset in taps x channels, what the block's outputs read there)` for all taps.
     ///
     /// # Safety
     /// As for [`BlockKernel::block`], but for the kernel's own slices.
@@ -246,7 +247,7 @@ impl Line<'_> {
     ) {
         let listed = if TAPS > 0 { INPUTS } else { self.columns.len() * BLOCK };
         for (r, row) in self.rows.iter().enumerate() {
-            // What lies so many pixels from the block's place, or is listed there.
+            // The input that is `pixel` pixels from the block's start or, if EDGE, listed at `place`.
             let input = |pixel: isize, place: usize| {
                 // SAFETY: if EDGE, the caller promises a list of `listed` places for each kernel row, `place` is below that, and
                 // all channels are readable there. Else it promises that outputs q to q + BLOCK - 1 read inside the row through
@@ -264,7 +265,7 @@ impl Line<'_> {
                 }
             };
             if TAPS > 0 {
-                // Each input once; the scale is then a constant.
+                // Each input is loaded once. The scale is a constant here.
                 let scale = (INPUTS - TAPS) / (BLOCK - 1);
                 let first = self.columns[0].offset;
                 let inputs: [_; INPUTS] = std::array::from_fn(|i| input(first + i as isize, i));
@@ -281,7 +282,7 @@ impl Line<'_> {
     }
 }
 
-/// A vector, or what the mask has of it.
+/// Loads a vector or, if MASKED, only its lanes in the mask.
 ///
 /// # Safety
 /// From `from` on, the floats of a vector must be readable, if MASKED those that the mask has.
@@ -294,7 +295,7 @@ pub(super) unsafe fn load<S: Simd, const MASKED: bool>(
     // SAFETY: the caller promises the floats of a vector, or those that the mask has, and a masked load reads no others.
     unsafe {
         if MASKED {
-            // Without pulp's detour around masked instructions: it pays for stores, which some CPUs are slow at.
+            // Avoids pulp's detour around masked instructions, which pays for stores: some CPUs are slow at masked ones.
             simd.mask_load_ptr_f32s(MemMask::new(mask.mask()), from)
         } else {
             from.cast::<S::f32s>().read_unaligned()
@@ -302,7 +303,7 @@ pub(super) unsafe fn load<S: Simd, const MASKED: bool>(
     }
 }
 
-/// Writes a vector, or what the mask has of it.
+/// Writes a vector or, if MASKED, only its lanes in the mask.
 ///
 /// # Safety
 /// From `to` on, the floats of a vector must be writable, if MASKED those that the mask has.

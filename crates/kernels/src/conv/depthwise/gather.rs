@@ -1,4 +1,4 @@
-//! One axis of forward and backward-data as the same thing: outputs that gather source elements through taps.
+//! One axis of forward or backward-data. Both have the same form: outputs gather source elements through taps.
 
 use crate::conv::problem::ConvAxis;
 
@@ -9,11 +9,11 @@ pub(super) struct Tap {
     pub(super) offset: isize,
 }
 
-/// Outputs a step apart, which read through the same taps.
+/// Outputs a fixed step apart, which read through the same taps.
 pub(super) struct Phase {
-    /// From left to right. Empty where a stride skips source elements: such outputs are 0.
+    /// From left to right. Empty if the stride skips these outputs: they are 0.
     pub(super) taps: Vec<Tap>,
-    /// How many outputs there are.
+    /// The number of outputs.
     pub(super) count: usize,
     /// The outputs `[first, end)` whose taps all read inside the source.
     pub(super) interior: [usize; 2],
@@ -52,8 +52,9 @@ impl Gather {
         Gather { kernel: axis.kernel, source, output, scale, phases: vec![phase] }
     }
 
-    /// dx gathers dy: x at i met y at o through kernel element k where `i = stride o + dilation k - padding`, so dx at
-    /// i reads dy at `(i + padding - dilation k) / stride` where that is whole. i modulo the stride decides which k.
+    /// dx gathers dy. In forward, y at o read x at i through kernel element k where `i = stride o + dilation k - padding`. So
+    /// dx at i reads dy at `(i + padding - dilation k) / stride` if that is an integer; i modulo the stride decides for which
+    /// k it is.
     pub(super) fn backward(axis: &ConvAxis) -> Gather {
         let (source, output) = (axis.output(), axis.input);
         let stride = axis.stride as isize;
@@ -68,13 +69,13 @@ impl Gather {
         Gather { kernel: axis.kernel, source, output, scale: 1, phases: (0..step).map(phase).collect() }
     }
 
-    /// The phase of output `i` and its number there.
+    /// The phase of output `i`, and its number in that phase.
     #[inline(always)]
     pub(super) fn phase(&self, i: usize) -> (&Phase, usize) {
         (&self.phases[i % self.phases.len()], i / self.phases.len())
     }
 
-    /// The source element that output `q` of a phase reads through `tap`, unless that lies outside.
+    /// The source element that output `q` of a phase reads through `tap`; `None` if that lies outside.
     #[inline(always)]
     pub(super) fn source_index(&self, q: usize, tap: &Tap) -> Option<usize> {
         (self.scale * q).checked_add_signed(tap.offset).filter(|&index| index < self.source)

@@ -1,4 +1,4 @@
-//! Depthwise convolution: every channel has a filter of its own, so there is nothing to multiply as matrices.
+//! Depthwise convolution: every channel has its own filter, so there are no matrices to multiply.
 //!
 //! ```text
 //! y[q]  = sum over taps k of x[stride q + offset k] w[k]
@@ -25,10 +25,10 @@ use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Cost, Kernel, NotApplicab
 use super::problem::{ConvProblem, Pass};
 use crate::{Cpu, DType, MemoryFormat};
 
-/// One filter a channel, one output channel a filter.
+/// One filter per channel, one output channel per filter.
 pub(super) struct Depthwise;
 
-/// Kernel sizes and strides, at most: plans list their taps and phases.
+/// The largest kernel size and stride, since plans list their taps and phases.
 const LARGEST: usize = 1 << 10;
 
 impl ConvAlgorithm for Depthwise {

@@ -5,10 +5,10 @@ use pulp::Simd;
 use super::gather::{Gather, Phase, Tap};
 use crate::conv::plan::NotApplicable;
 
-/// Output rows that a kernel takes at once.
+/// Output rows that a kernel computes at once.
 pub(super) const ROWS: usize = 8;
 
-/// Floats of a padded plane, at most: as many as a tensor may have.
+/// The most floats that a padded plane may have: the limit of a tensor.
 const LARGEST: usize = 1 << 40;
 
 /// The layout of a padded source plane: padded rows, each split by column modulo the scale.
@@ -18,13 +18,14 @@ pub(super) struct Padded {
     /// Zeros before the source, by axis.
     before: [usize; 2],
     rows: usize,
-    /// Columns modulo this lie together.
+    /// Columns that are equal modulo this lie together.
     scale: usize,
     /// Floats of one such part of a row.
     pitch: usize,
 }
 
-/// What all outputs of an axis, rounded up, read: zeros before the source, and the end counted from there.
+/// The range that all outputs of an axis, rounded up, read: the number of zeros before the source, and the range's end,
+/// counted from the first of these zeros.
 fn reach(gather: &Gather, multiple: usize) -> (usize, usize) {
     let taps = || gather.phases.iter().flat_map(|phase| phase.taps.iter().map(move |tap| (phase, tap)));
     let before = taps().map(|(_, tap)| tap.offset.min(0).unsigned_abs()).max().unwrap_or(0);
@@ -64,7 +65,7 @@ impl Padded {
         row * self.row_len() + column % self.scale * self.pitch + column / self.scale
     }
 
-    /// Copies a plane of rows of `width` into the padded one, whose padding is already 0.
+    /// Copies a plane with rows of `width` floats into the padded one, whose padding is already 0.
     #[inline(always)]
     pub(super) fn fill<S: Simd>(&self, simd: S, plane: &[f32], width: usize, padded: &mut [f32]) {
         let [top, left] = self.before;
@@ -77,7 +78,7 @@ impl Padded {
                 continue;
             }
             for (part, to) in row.chunks_exact_mut(self.pitch).enumerate() {
-                // The part's first column that is not padding, counted with padding.
+                // The part's first column that is not padding; the index includes the padding.
                 let first = left + (part + self.scale - left % self.scale) % self.scale;
                 let from = source.get(first - left..).unwrap_or(&[]);
                 let to = to.get_mut(first / self.scale..).unwrap_or(&mut []);
@@ -95,7 +96,7 @@ impl Padded {
     }
 }
 
-/// Copies a short row without the call, which takes longer than copying.
+/// Copies a short row inline: a call would take longer than the copy.
 #[inline(always)]
 pub(super) fn copy<S: Simd>(simd: S, from: &[f32], to: &mut [f32]) {
     for (from, to) in from.chunks(S::F32_LANES).zip(to.chunks_mut(S::F32_LANES)) {

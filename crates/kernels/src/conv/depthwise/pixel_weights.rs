@@ -25,7 +25,7 @@ impl PixelWeights {
         PixelWeights { gather, batch, channels, workers }
     }
 
-    /// Sums of taps x channels.
+    /// The length of the sums: taps x channels.
     fn sums_len(&self) -> usize {
         self.gather[0].kernel * self.gather[1].kernel * self.channels
     }
@@ -58,7 +58,7 @@ struct Rows<'a> {
     weights: &'a PixelWeights,
     x: &'a [f32],
     dy: &'a [f32],
-    /// A pixel.
+    /// One pixel of zeros.
     zeros: &'a [f32],
     rows: [usize; 2],
     sums: &'a mut [f32],
@@ -115,8 +115,8 @@ impl BlockKernel for Products<'_> {
                 break;
             }
             let pixel = &self.dy[(q + b) * line.output_step + channel..];
-            // SAFETY: output q + b exists, by the check if EDGE, else by the caller's promise, and so does its pixel, which is of all
-            // channels: from `channel` on it has a vector's, or the mask's.
+            // SAFETY: output q + b exists: by the check if EDGE, else by the caller's promise. So does its pixel, which has
+            // all channels: from `channel` on, those of a vector, or those of the mask.
             *dy = unsafe { load::<S, MASKED>(simd, mask, pixel.as_ptr()) };
         }
         let add = |tap: usize, inputs: [S::f32s; BLOCK]| {
@@ -126,8 +126,8 @@ impl BlockKernel for Products<'_> {
                 sums[b % 2] = simd.mul_add_f32s(inputs[b], dy[b], sums[b % 2]);
             }
             let total = self.sums.as_mut_ptr().wrapping_add(tap + channel);
-            // SAFETY: the sums have all channels of each tap, which the caller promises; those from `channel` on, less what the
-            // mask leaves out, are some of them.
+            // SAFETY: the caller promises that the sums have all channels of each tap; the lanes from `channel` on, without
+            // those that the mask leaves out, are some of these.
             unsafe {
                 let sum = simd.add_f32s(sums[0], sums[1]);
                 let sum = simd.add_f32s(load::<S, MASKED>(simd, mask, total), sum);

@@ -20,7 +20,7 @@ pub(super) struct Pixels {
 
 impl Pixels {
     pub(super) fn new(gather: [Gather; 2], [batch, channels]: [usize; 2], cpu: &Cpu) -> Pixels {
-        // A few tasks a thread, to even out; each reads its first rows' halo again.
+        // A few tasks a thread, to balance the load; each task reads the halo of its first rows again.
         let rows = (batch * gather[0].output).div_ceil(4 * cpu.threads());
         Pixels { gather, channels, rows }
     }
@@ -54,7 +54,7 @@ struct Rows<'a> {
     pixels: &'a Pixels,
     source: &'a [f32],
     weights: &'a [f32],
-    /// A pixel.
+    /// One pixel of zeros.
     zeros: &'a [f32],
     first: usize,
     output: &'a mut [f32],
@@ -111,7 +111,7 @@ struct Sums<'a, const STREAMS: bool> {
     weights: &'a [f32],
     /// From the phase's first output on.
     output: &'a mut [f32],
-    /// There if STREAMS.
+    /// Present if STREAMS.
     streaming: Option<&'a Streaming>,
 }
 
@@ -128,8 +128,8 @@ impl<const STREAMS: bool> BlockKernel for Sums<'_, STREAMS> {
         let Place { q, channel, mask, .. } = place;
         let mut sums = [simd.splat_f32s(0.0); BLOCK];
         let add = |tap: usize, inputs: [S::f32s; BLOCK]| {
-            // SAFETY: the weights have all channels of each tap, which the caller promises; those from `channel` on, less what the
-            // mask leaves out, are some of them.
+            // SAFETY: the caller promises that the weights have all channels of each tap; the lanes from `channel` on,
+            // without those that the mask leaves out, are some of these.
             let weight =
                 unsafe { load::<S, MASKED>(simd, mask, self.weights.as_ptr().wrapping_add(tap + channel)) };
             for b in 0..BLOCK {

@@ -17,7 +17,7 @@ pub(super) struct PlaneWeights {
     gather: [Gather; 2],
     padded: Padded,
     channels: usize,
-    /// Channels of a worker, at most.
+    /// The most channels that a worker takes.
     share: usize,
     workers: usize,
     lanes: usize,
@@ -85,7 +85,7 @@ impl WithSimd for Task<'_> {
         let places =
             height.phases[0].taps.iter().flat_map(|r| taps.iter().map(|s| weights.padded.place(r, s)));
         let mut places: Vec<usize> = places.collect();
-        // The last group is filled with a tap whose sums nobody reads.
+        // The last group is filled up with a tap whose sums are not read.
         places.resize(places.len().next_multiple_of(TAPS), places[0]);
         for (channel, filter) in filters.chunks_exact_mut(weights.taps()).enumerate() {
             sums.fill(0.0);
@@ -105,7 +105,7 @@ impl WithSimd for Task<'_> {
     }
 }
 
-/// Adds one plane's products to the sums of TAPS taps, of which output (0, 0) reads at `places`.
+/// Adds one plane's products to the sums of TAPS taps, through which output (0, 0) reads at `places`.
 #[inline(always)]
 fn add_plane<S: Simd>(
     simd: S,
@@ -123,8 +123,8 @@ fn add_plane<S: Simd>(
     let rest = MemMask::new(simd.mask_between_m32s(0, (width.output - whole) as u32).mask());
     for (row, dy) in dy.chunks_exact(width.output).enumerate() {
         for column in (0..width.output).step_by(S::F32_LANES) {
-            // SAFETY: `dy` is a row of `width.output` floats. Below `whole`, a multiple of the lanes, a vector from `column` on ends
-            // at `whole` or before; from there on the mask has the rest of the row.
+            // SAFETY: `dy` is a row of `width.output` floats. Below `whole`, a multiple of the lanes, a vector from `column` on
+            // ends at `whole` or before; from there on the mask has the rest of the row.
             let dy = unsafe {
                 let from = dy.as_ptr().add(column);
                 if column < whole {

@@ -13,7 +13,7 @@ pub(super) struct Planes {
     gather: [Gather; 2],
     padded: Padded,
     channels: usize,
-    /// Planes of a worker, at most.
+    /// The most planes that a worker takes.
     planes: usize,
     workers: usize,
     /// Floats of one row of one phase's outputs.
@@ -126,7 +126,7 @@ fn list_places(places: &mut Vec<(usize, usize)>, planes: &Planes, [rows, columns
     }
 }
 
-/// ROWS rows of one phase's outputs.
+/// Computes ROWS rows of one phase's outputs.
 #[inline(always)]
 fn gather_rows<S: Simd>(
     simd: S,
@@ -157,7 +157,7 @@ fn gather_rows<S: Simd>(
     }
 }
 
-/// Writes a row from those of its phases, which lie `stride` apart.
+/// Writes a row by interleaving the rows of its phases, which lie `stride` floats apart.
 #[inline(always)]
 fn interleave<S: Simd>(simd: S, phases: &[f32], stride: usize, step: usize, row: &mut [f32]) {
     match step {

@@ -16,17 +16,17 @@ use crate::conv::workspace::{LINE, aligned};
 use crate::stream::{self, Streaming};
 use crate::{Cpu, Isa, simd};
 
-/// Floats of a panel that are multiplied before the next channels are: half of a common L2 cache.
+/// The part of a panel that is multiplied before the next channels, in floats: half of a common L2 cache.
 const PANEL_FLOATS: usize = 128 * 1024;
-/// Register blocks that each panel is multiplied with before the next is: so many that a panel is not read too often, so few
-/// that their sources stay in caches meanwhile.
+/// Register blocks that are multiplied with one panel before the next panel: enough that panels are not read too often, few
+/// enough that the blocks' sources stay in the caches meanwhile.
 const BLOCKS: usize = 4;
 /// Target pixels of a task, for each phase.
 const TASK_PIXELS: usize = 168;
-/// The same for groups that are read in place: each uses a part of a pixel's cache lines, and what all of them use
-/// should stay in L2.
+/// The same for groups that are read in place: each group uses a part of a pixel's cache lines, and the lines that all of
+/// them use should stay in L2.
 const TASK_PIXELS_OF_GROUPS: usize = 42;
-/// Entries of a task's indirection tables, at most.
+/// The most entries of a task's indirection tables.
 const TABLE_LEN: usize = 16 * 1024;
 
 /// Forward, or backward-data, of one problem.
@@ -36,7 +36,7 @@ pub(super) struct Correlate {
     reading: Reading,
     /// Phases of rows and of columns.
     phases: [Vec<Phase>; 2],
-    /// Every target pixel belongs to a phase; else some have no tap and are zero.
+    /// Whether every target pixel belongs to a phase; pixels that belong to none have no tap and are zero.
     complete: bool,
     /// Rows and columns of the target.
     target: [usize; 2],
@@ -48,7 +48,8 @@ pub(super) struct Correlate {
     task_pixels: usize,
     /// Channels that are summed over at a time.
     depth: usize,
-    /// Groups whose targets share a cache line, and are collected before it is streamed; 1 if it is written at once.
+    /// The number of groups whose targets share a cache line and are collected before it is streamed; 1 if targets are
+    /// written directly.
     line_groups: usize,
     work: usize,
 }
@@ -59,7 +60,7 @@ impl Correlate {
             Pass::Forward => problem.group_out_channels(),
             _ => problem.group_in_channels(),
         };
-        // With a stride, backward-data has few taps for what else a block costs.
+        // With a stride, backward-data has few taps compared with a block's other costs.
         let few_taps = pass == Pass::BackwardData && [problem.height.stride, problem.width.stride] != [1, 1];
         let joined = joined(cpu.isa(), problem.groups, across, few_taps);
         let (problem, of_groups) = (&problem.with_groups(problem.groups / joined), problem);
@@ -133,7 +134,7 @@ impl Correlate {
         }
     }
 
-    /// Threads that have a slab each.
+    /// The number of threads, which each have a slab.
     fn workers(&self, cpu: &Cpu) -> usize {
         cpu.threads().min(self.pixels.div_ceil(self.task_pixels))
     }
@@ -148,7 +149,7 @@ impl Correlate {
         self.reading.slab_len() + if self.line_groups > 1 { self.task_pixels * LINE } else { 0 }
     }
 
-    /// Whether products become whole lines of the target at once.
+    /// Whether the products give whole cache lines of the target at once.
     fn finishes_lines(&self) -> bool {
         self.line_groups > 1 || self.panels.width.is_multiple_of(LINE) && self.depth == self.panels.depth
     }
@@ -253,7 +254,7 @@ impl WithSimd for Task<'_> {
     }
 }
 
-/// What a run of pixels multiplies.
+/// What the pixels of a run are multiplied with.
 struct Products<'a> {
     correlate: &'a Correlate,
     panels: &'a [f32],
@@ -261,11 +262,11 @@ struct Products<'a> {
 }
 
 impl Products<'_> {
-    /// All blocks by these panels; `channel` tells where the channels of a group start.
+    /// Multiplies all blocks by these panels; `channel` gives where the channels of a group start.
     ///
     /// # Safety
-    /// For the group of each of these panels, as many floats as a group has channels to sum over are readable from `channel`
-    /// floats after each source of each block. `S` is one of those that [`simd::run`] uses.
+    /// For the group of each of these panels, each source of each block is readable from `channel` floats on, for as many
+    /// floats as a group has channels to sum over. `S` is one of those that [`simd::run`] uses.
     #[inline(always)]
     unsafe fn add<S: Simd>(
         &self,
@@ -276,7 +277,7 @@ impl Products<'_> {
     ) {
         let Products { correlate, blocks, .. } = *self;
         let panels = &correlate.panels;
-        // Without groups, the first panel asks for what the others find in the L2 cache then.
+        // Without groups, the first panel prefetches the sources; the other panels then find them in the L2 cache.
         let asks = |index: usize| panels.groups == 1 && index == 0;
         for part in even_parts(blocks.len(), BLOCKS) {
             for index in indices.clone() {
@@ -315,9 +316,9 @@ struct Target<'a> {
 struct Product<'a> {
     correlate: &'a Correlate,
     panel: Panel,
-    /// The group's first, from where the block's sources lie.
+    /// The group's first channel, in floats from the block's sources on.
     channel: usize,
-    /// Within the group.
+    /// The channels to sum over, within the group.
     depth: Range<usize>,
     weights: &'a [f32],
     block: Block<'a>,
@@ -333,10 +334,10 @@ impl Product<'_> {
     }
 }
 
-/// Target pixels P by V vectors of channels. Overwrites the target for the first channels, else adds.
+/// Computes P target pixels by V vectors of channels. Overwrites the target for the first source channels, else adds to it.
 ///
 /// # Safety
-/// Of each of the block's sources, the floats from `channel + depth.start` to `channel + depth.end` are readable. `S` is one of
+/// Each of the block's sources is readable from float `channel + depth.start` to float `channel + depth.end`. `S` is one of
 /// those that [`simd::run`] uses.
 #[inline(always)]
 unsafe fn multiply<S: Simd, const P: usize, const V: usize>(
@@ -359,17 +360,18 @@ unsafe fn multiply<S: Simd, const P: usize, const V: usize>(
     });
     let mut sums = [[simd.splat_f32s(0.0); V]; P];
     if depth.start > 0 {
-        // SAFETY: each target has been found inside for the panel's channels, which are V vectors, or with `last` as the last
-        // one's mask.
+        // SAFETY: each target has been checked to hold the panel's channels: V vectors, where `last` masks the last one if
+        // that is not full.
         sums = targets.map(|target| unsafe { load(simd, target, last) });
     } else if target.streaming.is_none() && panels.groups == 1 {
-        // Stores to lines in no cache would wait for each; small groups have too little to do meanwhile.
+        // Prefetches the targets, since each store to a line in no cache would wait for it. Small groups have too little work
+        // meanwhile.
         targets.iter().for_each(|target| stream::prefetch(target.cast_const(), width));
     }
     for (&tap, sources) in block.taps.iter().zip(block.sources.as_chunks::<P>().0) {
         let weights = &weights[(tap * panels.depth + depth.start) * width..][..depth.len() * width];
-        // SAFETY: the caller promises `depth` floats from `channel` on after each source. The weights have just been cut to `depth`
-        // times V vectors.
+        // SAFETY: the caller promises `depth` floats from `channel` on after each source. The weights have just been cut to
+        // `depth` times V vectors.
         unsafe {
             let sources = sources.map(|source| source.add(channel));
             add_products::<S, P, V>(simd, &mut sums, &sources, weights.as_ptr(), depth.len());
@@ -378,17 +380,17 @@ unsafe fn multiply<S: Simd, const P: usize, const V: usize>(
     if let Some(streaming) = target.streaming {
         for p in 0..P {
             for v in 0..V {
-                // SAFETY: the target has been found inside for the panel's channels. Streamed ones are whole lines from a line's
-                // start, by `finishes_lines` and `stream::pays`: so the panel's are V whole vectors, each aligned. The caller
-                // promises that `S` is as it should be.
+                // SAFETY: the target has been checked to hold the panel's channels. Streamed targets are whole lines from a
+                // line's start, by `finishes_lines` and `stream::pays`: so the panel's are V whole vectors, each aligned. The
+                // caller promises that `S` is one of those that `simd::run` uses.
                 unsafe { stream::store(simd, streaming, targets[p].add(v * S::F32_LANES), sums[p][v]) };
             }
         }
         return;
     }
     for p in 0..P {
-        // SAFETY: the target has been found inside for the panel's channels, which are V vectors, or with `last` as the last one's
-        // mask.
+        // SAFETY: the target has been checked to hold the panel's channels: V vectors, where `last` masks the last one if
+        // that is not full.
         unsafe { store(simd, targets[p], sums[p], last) };
     }
 }
@@ -410,8 +412,8 @@ unsafe fn add_products<S: Simd, const P: usize, const V: usize>(
     // SAFETY: `c`, with what a turn takes from there on, stays below `depth`. The caller promises `depth` floats of each
     // source, and V vectors of weights for each of them.
     unsafe {
-        // With one vector, the sources' addresses are too many to stay in registers: some channels for each load of one,
-        // as many as there are registers for weights.
+        // With one vector, there are too many source addresses to stay in registers. So each address that is loaded serves
+        // several channels, as many as there are registers for weights.
         while V == 1 && S::F32_LANES == 16 && c + 4 <= depth {
             add_turn::<S, P, V, 4>(simd, sums, sources, weights, c);
             c += 4;

@@ -8,7 +8,7 @@ use super::slab::Places;
 use crate::conv::problem::ConvAxis;
 use crate::stream::prefetch_to_l2;
 
-/// A kernel element along one axis, as the targets of one phase meet it.
+/// A kernel element along one axis, as the targets of one phase use it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Tap {
     kernel: usize,
@@ -16,7 +16,7 @@ struct Tap {
     offset: isize,
 }
 
-/// The targets `first, first + step, ...` along one axis: they meet the same taps.
+/// The targets `first, first + step, ...` along one axis, which all use the same taps.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Phase {
     first: usize,
@@ -24,7 +24,7 @@ pub(super) struct Phase {
     source_step: usize,
     /// Size of the source.
     source: usize,
-    /// By falling or rising offset, so that those that a target finds inside the source are a run.
+    /// By falling or rising offset, so that the taps that lie inside the source for a target are contiguous.
     taps: Vec<Tap>,
 }
 
@@ -36,7 +36,7 @@ impl Phase {
         vec![Phase { first: 0, step: 1, source_step: axis.stride, source: axis.input, taps }]
     }
 
-    /// Backward-data: a phase for each residue modulo the stride that any tap meets.
+    /// Backward-data: a phase for each residue modulo the stride that any tap reaches.
     ///
     /// Input `i` receives from output `(i + pad - k * dilation) / stride` through kernel element `k`.
     pub(super) fn backward_data(axis: &ConvAxis) -> Vec<Phase> {
@@ -105,7 +105,7 @@ impl Pixel {
     }
 }
 
-/// A rows' and a columns' phase with the sizes of the tensors: finds the pixels of a run of targets.
+/// A phase of rows and a phase of columns, with the sizes of the tensors: finds the pixels of a run of targets.
 pub(super) struct Lattice<'a> {
     pub(super) rows: &'a Phase,
     pub(super) columns: &'a Phase,
@@ -128,7 +128,7 @@ pub(super) struct Blocks {
 pub(super) struct Block<'a> {
     /// The target pixels, counted from the run's first.
     pub(super) targets: &'a [usize],
-    /// The kernel elements that the pixels meet.
+    /// The kernel elements that the pixels use.
     pub(super) taps: &'a [usize],
     /// For each tap in turn, where each pixel's source lies.
     pub(super) sources: &'a [*const f32],
@@ -148,14 +148,14 @@ impl Blocks {
         self.blocks.len()
     }
 
-    /// Some of them.
+    /// The blocks in `part`.
     pub(super) fn of(&self, part: Range<usize>) -> impl Iterator<Item = Block<'_>> {
         part.map_while(|index| self.get(index))
     }
 }
 
 impl Block<'_> {
-    /// Asks for these channels of what it reads.
+    /// Prefetches these channels of its sources.
     #[inline(always)]
     pub(super) fn prefetch(&self, channel: usize, channels: usize) {
         self.sources.iter().for_each(|source| prefetch_to_l2(source.wrapping_add(channel), channels));
@@ -189,7 +189,7 @@ impl Lattice<'_> {
         pixels
     }
 
-    /// Joins to `reach` the source pixels that these read.
+    /// Extends `reach` by the source pixels that these pixels read.
     pub(super) fn reach(&self, pixels: &[Pixel], reach: Option<Range<usize>>) -> Option<Range<usize>> {
         let ends = |[first, end]: [u16; 2]| [first, end.max(1) - 1].map(usize::from);
         pixels.iter().fold(reach, |reach, pixel| {
@@ -205,7 +205,7 @@ impl Lattice<'_> {
 
     /// Adds blocks of at most `most` of these pixels.
     ///
-    /// Pixels that miss the same taps, at a border, come to lie in the same blocks, which then leave these taps out.
+    /// Border pixels that miss the same taps are put into the same blocks, which then leave these taps out.
     pub(super) fn add_blocks(
         &self,
         mut pixels: Vec<Pixel>,
@@ -219,13 +219,13 @@ impl Lattice<'_> {
         }
     }
 
-    /// The source pixel that the target reads through a tap, unless that is padding.
+    /// The source pixel that the target reads through a tap; `None` if that is padding.
     #[inline]
     fn source(&self, pixel: &Pixel, [r, s]: [usize; 2]) -> Option<usize> {
         pixel.meets([r, s]).then(|| self.met(pixel, [r, s]))
     }
 
-    /// The same where the tap is known not to meet padding.
+    /// The same for a tap that is known not to meet padding.
     #[inline]
     fn met(&self, pixel: &Pixel, [r, s]: [usize; 2]) -> usize {
         let offset = self.rows.taps[r].offset * self.columns.source as isize + self.columns.taps[s].offset;
@@ -267,7 +267,7 @@ pub(super) struct Pair {
 }
 
 impl Lattice<'_> {
-    /// For each tap in turn, the pairs of these targets that are not padding.
+    /// For each tap in turn, the pairs of these targets whose sources are not padding.
     pub(super) fn pairs(&self, pixels: &[Pixel], places: &Places<'_>) -> Vec<Vec<Pair>> {
         let taps = |phase: &Phase| 0..phase.taps();
         taps(self.rows)

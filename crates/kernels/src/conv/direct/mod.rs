@@ -1,4 +1,4 @@
-//! Direct convolution: registers hold a block of outputs, and the input is read where it lies. f32, channels-last.
+//! Direct convolution: registers hold a block of outputs, and the input is read in place. f32, channels-last.
 //!
 //! ```text
 //! forward           y[pixel][k]    = sum over taps and c of x[pixel at tap][c] w[tap][c][k]
@@ -6,12 +6,12 @@
 //! backward-weights  dw[tap][c][k]  = sum over pixels of x[pixel at tap][c] dy[pixel][k]
 //! ```
 //! A tap is a kernel element (r, s). Forward and backward-data are one loop (see [`correlate`]): a block is some target
-//! pixels by a few vectors of output channels, and an indirection table says for each tap where the source pixel of each
-//! target pixel lies, so that a block may run on over rows and images. Backward-data with a stride is one such
-//! correlation for each residue of the target's position, with the taps that meet it: every product is a useful one.
-//! With groups, what a task reads is first copied, a few groups at a time: see [`slab`]. Groups that are too narrow for a vector
-//! are taken as one, with weights of zero where two of them meet (so infinities and NaNs of one reach the others). Backward-weights
-//! of 1 x 1 kernels packs both tensors: see [`pointwise_weights`].
+//! pixels by a few vectors of output channels. For each tap, an indirection table says where the source pixel of each target
+//! pixel lies, so that a block may continue across rows and images. Backward-data with a stride is one such correlation for
+//! each residue of the target's position, with only the taps that reach it: no product is wasted. With groups, a task first
+//! copies what it reads, a few groups at a time: see [`slab`]. Groups that are too narrow for a vector are joined into one,
+//! with weights of zero between different groups (so infinities and NaNs of one reach the others). Backward-weights of 1 x 1
+//! kernels packs both tensors: see [`pointwise_weights`].
 //! Dukhan: "The Indirect Convolution Algorithm", 2019. Georganas et al.: "Anatomy of High-Performance Deep Learning
 //! Convolutions on SIMD Architectures", SC 2018.
 
@@ -39,9 +39,9 @@ use crate::{Cpu, DType, MemoryFormat};
 /// Direct convolution in registers.
 pub(super) struct Direct;
 
-/// Kernel elements, at most: an indirection table is held for a few hundred pixels.
+/// The most kernel elements: an indirection table is held for a few hundred pixels.
 const MOST_TAPS: usize = 1 << 14;
-/// Floats of workspace, at most: as many as a tensor may have.
+/// The most floats of workspace: the limit of a tensor.
 const LARGEST_WORKSPACE: usize = 1 << 40;
 
 impl ConvAlgorithm for Direct {

@@ -7,27 +7,27 @@ use crate::conv::problem::ConvProblem;
 
 /// The panels of a weight of K x C/groups x R x S, with K or C/groups along the lanes.
 ///
-/// Some groups may be taken as one: panels have zeros where channels of two of them meet.
+/// Several groups may be joined into one: its panels have zeros where the two channels are of different groups.
 pub(super) struct Panels {
-    /// Groups that are taken as one.
+    /// How many groups are joined into one.
     joined: usize,
-    /// How many there are, joined, and of what sizes.
+    /// The number of groups after joining; the sizes below are those of a joined group.
     pub(super) groups: usize,
-    /// Channels of a group that are summed over, or walked, beside the lanes.
+    /// Channels of a group that do not lie along the lanes: they are summed over or iterated over.
     pub(super) depth: usize,
     /// Channels of a group that lie along the lanes.
     pub(super) width: usize,
     pub(super) taps: usize,
     pub(super) lanes: usize,
-    /// Vectors of a panel, at most.
+    /// The most vectors of a panel.
     most: usize,
     /// Distance in the weight between neighbours along the depth and along the lanes.
     strides: [usize; 2],
 }
 
-/// Lanes that are packed together: as many as the L1 cache surely has places for lines that fall into one set.
+/// Lanes that are packed together: any L1 cache can hold this many lines that fall into one set.
 const PIECE: usize = 8;
-/// Channels, over all taps, that are packed before the next lanes are: few enough for both sides to stay in the L1 cache.
+/// Channels times taps that are packed before the next lanes: few enough for both sides to stay in the L1 cache.
 const DEPTH: usize = 64;
 
 /// One panel.
@@ -42,7 +42,7 @@ pub(super) struct Panel {
 }
 
 impl Panels {
-    /// Lanes along K: for forward and backward-weights. A panel has at most so many vectors.
+    /// Lanes along K: for forward and backward-weights. A panel has at most `most` vectors.
     pub(super) fn of_outputs(problem: &ConvProblem, lanes: usize, most: usize) -> Panels {
         let taps = problem.height.kernel * problem.width.kernel;
         let (depth, width) = (problem.group_in_channels(), problem.group_out_channels());
@@ -57,7 +57,7 @@ impl Panels {
         Panels { depth: p.width, width: p.depth, strides: [k, c], ..p }
     }
 
-    /// So many groups at a time as one, which must divide them and fit one vector.
+    /// Joins every `joined` groups into one. `joined` must divide the groups, and a joined group must fit one vector.
     pub(super) fn joining(self, joined: usize) -> Panels {
         assert!(joined == 1 || self.groups.is_multiple_of(joined) && self.width * joined <= self.lanes);
         let [groups, depth, width] = [self.groups / joined, self.depth * joined, self.width * joined];
@@ -69,7 +69,7 @@ impl Panels {
         self.width.div_ceil(self.lanes)
     }
 
-    /// Vectors of a group's first panel, which no other exceeds.
+    /// Vectors of a group's first panel; no other panel has more.
     pub(super) fn most_vectors(&self) -> usize {
         self.vectors().min(self.most)
     }
@@ -79,7 +79,7 @@ impl Panels {
         self.vectors().div_ceil(self.most)
     }
 
-    /// Floats of all panels, unless that overflows.
+    /// Floats of all panels; `None` if that overflows.
     pub(super) fn len(&self) -> Option<usize> {
         [self.vectors(), self.lanes, self.taps, self.depth]
             .iter()
@@ -113,7 +113,7 @@ impl Panels {
         vectors * self.lanes * self.taps * self.depth
     }
 
-    /// Each panel's floats in turn.
+    /// Splits off each panel's floats in turn.
     pub(super) fn split<'a>(&self, mut rest: &'a mut [f32]) -> impl Iterator<Item = (Panel, &'a mut [f32])> {
         (0..self.count()).map(move |index| {
             let (floats, others) =

@@ -3,9 +3,9 @@
 //! ```text
 //! dw[k][c] = sum over pixels of dy[pixel][k] x[pixel][c]
 //! ```
-//! Each element is used few times for what reading it costs. Where it lies, a pixel's channels are often a power of two from
-//! the next one's, so that the same channels of many pixels fall into a few sets of the L1 cache. Packed, what a register
-//! block reads is dense, and the next tile is fetched meanwhile.
+//! Each element is used only a few times, so reading it must be cheap. In the tensors, neighbouring pixels' channels often
+//! lie a power of two apart, so that the same channels of many pixels fall into a few sets of the L1 cache. After packing, a
+//! register block reads dense memory, and the next tile is fetched meanwhile.
 
 use std::ops::Range;
 
@@ -19,9 +19,9 @@ use crate::conv::workspace::{LINE, aligned};
 use crate::shared::Shared;
 use crate::{Cpu, Isa, simd, stream};
 
-/// Floats of a panel of x, at most: with a register block's part of dy it stays in the L1 cache.
+/// The most floats of a panel of x: with a register block's part of dy it stays in the L1 cache.
 const PANEL_FLOATS: usize = 6 * 1024;
-/// Pixels of a tile, at most.
+/// The most pixels of a tile.
 const MOST_PIXELS: usize = 384;
 
 /// The weight gradient of one problem.
@@ -33,7 +33,7 @@ pub(super) struct PointwiseSums {
     in_channels: usize,
     out_channels: usize,
     tile_pixels: usize,
-    /// Input channels of a panel, as many vectors; and output channels of a register block.
+    /// Input channels of a panel (whole vectors), and output channels of a register block.
     width: usize,
     rows: usize,
     /// See [`parts`].
@@ -43,7 +43,7 @@ pub(super) struct PointwiseSums {
 }
 
 impl PointwiseSums {
-    /// Whether this is for the problem.
+    /// Whether this code applies to the problem.
     pub(super) fn takes(problem: &ConvProblem) -> bool {
         let point = |axis: &ConvAxis| axis.kernel == 1 && axis.pad_before == 0 && axis.pad_after == 0;
         problem.groups == 1 && point(&problem.height) && point(&problem.width)
@@ -87,7 +87,7 @@ impl PointwiseSums {
         sums.checked_add(scratch)?.checked_add(LINE)
     }
 
-    /// Where in x the channels of an output's pixel start.
+    /// Where the channels that an output pixel reads start in x.
     #[inline(always)]
     fn source(&self, pixel: usize) -> usize {
         let [height, width] = &self.axes;
@@ -108,7 +108,7 @@ impl ConvKernel<f32> for PointwiseSums {
         let scratch_len = self.pixel_parts * self.panel_parts * (dy_len + x_len);
         let (scratch, others) = aligned(workspace).split_at_mut(scratch_len);
         let others = &mut others[..(self.pixel_parts - 1) * dweight.len()];
-        // The first part's sums take the place of the result.
+        // The first part's sums are stored in the result itself.
         let len = dweight.len();
         let parts = [&mut *dweight].into_iter().chain(others.chunks_exact_mut(len));
         let parts: Vec<_> = parts.map(Shared::new).collect();
@@ -139,7 +139,7 @@ struct Task<'a> {
     dy: &'a [f32],
     tiles: Range<usize>,
     panels: Range<usize>,
-    /// [k][c], of which the task has its panels' channels.
+    /// [k][c]; the task uses only its panels' channels.
     sums: Shared<'a, f32>,
     /// [block of rows][pixel of the tile][row]
     packed_dy: &'a mut [f32],
@@ -163,7 +163,7 @@ impl WithSimd for Task<'_> {
             by_block!(rows, 1, pack_dy::<S>(simd, dy_of(&tile), out_channels, packed_dy));
             let next = tile.end..end.min(tile.end + tile_pixels);
             let blocks = out_channels.div_ceil(rows);
-            // Before each register block, a part of what the next tile will pack.
+            // Before each register block, prefetches a part of what the next tile will pack.
             let fetch = |block: usize| {
                 let blocks = blocks * panels.len();
                 let part = |place: usize| next.start + place * next.len() / blocks;
@@ -209,14 +209,15 @@ fn pack_dy<S: Simd, const M: usize, const V: usize>(_: S, dy: &[f32], channels: 
         let (whole, rest) = dy.as_chunks::<M>();
         let mut to = packed.as_mut_ptr().wrapping_add(pixel * M);
         for channels in whole {
-            // SAFETY: `to` is `pixel * M` floats from the start of a block, of which there are channels / M, rounded up. A block has
-            // M floats for each pixel, so that M follow, in what the assertion has found in `packed`.
+            // SAFETY: `to` is `pixel * M` floats from the start of one of the blocks; there are channels / M of them, rounded
+            // up. A block has M floats for each pixel, so M floats follow, and the assertion has checked that all blocks are
+            // in `packed`.
             unsafe { to.cast::<[f32; M]>().write_unaligned(*channels) };
             to = to.wrapping_add(block);
         }
         if !rest.is_empty() {
-            // SAFETY: `to` is `pixel * M` floats from the start of the last block, which has M floats for each pixel, too, and the
-            // rest are fewer. `packed` is borrowed mutably, so that the two do not overlap.
+            // SAFETY: `to` is `pixel * M` floats from the start of the last block, which has M floats for each pixel, too, and
+            // the rest are fewer. `packed` is borrowed mutably, so that the two do not overlap.
             unsafe { to.copy_from_nonoverlapping(rest.as_ptr(), rest.len()) };
         }
     }
@@ -236,7 +237,7 @@ fn pack_x<S: Simd, const M: usize, const V: usize>(
     let (packed, _) = S::as_mut_simd_f32s(packed);
     for (place, to) in places.zip(packed.as_chunks_mut::<V>().0) {
         let x = &x[place..][..channels];
-        // SAFETY: `x` has been cut to the channels, which are V vectors, or with `last` as the last one's mask.
+        // SAFETY: `x` has been cut to the channels: V vectors, where `last` masks the last one if that is not full.
         *to = unsafe { load::<S, V>(simd, x.as_ptr(), last) };
     }
 }
@@ -255,7 +256,7 @@ struct Block<'a> {
     row_len: usize,
     /// Input channels.
     channels: usize,
-    /// Whether these are the first products.
+    /// Whether these are the first products, which overwrite the sums.
     fresh: bool,
 }
 
@@ -271,8 +272,8 @@ fn add_products<S: Simd, const M: usize, const V: usize>(simd: S, block: &Block<
     assert!(M <= rows && x.len() >= pixels * V * S::F32_LANES && dy.len() >= pixels * rows);
     let (mut x, mut dy) = (x.as_ptr().cast::<S::f32s>(), dy.as_ptr());
     for _ in 0..pixels {
-        // SAFETY: the assertion has found V vectors of x and `rows` floats of dy, M or more, for each of `pixels`; both pointers
-        // step over one pixel's a turn.
+        // SAFETY: the assertion has checked that there are V vectors of x and `rows` floats of dy, M or more, for each of
+        // `pixels`; both pointers advance by one pixel in each turn.
         unsafe {
             let x: [_; V] = std::array::from_fn(|v| x.add(v).read_unaligned());
             for m in 0..M {
@@ -287,7 +288,8 @@ fn add_products<S: Simd, const M: usize, const V: usize>(simd: S, block: &Block<
     let last = last_mask(simd, channels);
     assert!(V == channels.div_ceil(S::F32_LANES), "{channels} channels in {V} vectors");
     for m in 0..M {
-        // SAFETY: `part` has found `channels` floats of each row inside, which are V vectors, or with `last` as the last one's mask.
+        // SAFETY: `part` has checked that `channels` floats of each row are inside: V vectors, where `last` masks the last
+        // one if that is not full.
         unsafe {
             if !fresh {
                 let before = load::<S, V>(simd, sums[m], last);

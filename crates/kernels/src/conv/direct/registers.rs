@@ -4,8 +4,8 @@ use pulp::{MemMask, Simd};
 
 use crate::{Isa, simd};
 
-/// The instruction set to use for `channels` along the lanes: half a vector of AVX-512 is a whole one of AVX2, of which
-/// a CPU does as many a cycle, or twice as many.
+/// The instruction set to use for `channels` along the lanes. If they fit half an AVX-512 vector, they fit a whole AVX2
+/// vector, and a CPU executes as many of those per cycle, or twice as many.
 pub(super) fn fitting(isa: Isa, channels: usize) -> Isa {
     match isa {
         Isa::Avx512 if channels <= simd::lanes(Isa::Avx2) => Isa::Avx2,
@@ -13,25 +13,26 @@ pub(super) fn fitting(isa: Isa, channels: usize) -> Isa {
     }
 }
 
-/// How many groups of so many channels along the lanes are taken as one: as many as one vector holds.
+/// How many groups with this many channels along the lanes are joined into one: as many as one vector holds.
 ///
-/// Zeros are multiplied where two of them meet, which costs nothing, as a product fills its vector only so. A vector of AVX-512
-/// is filled if `wide`, with twice the products: for groups of 8 channels, which fill one of AVX2, that pays rarely.
+/// The products between different groups multiply by zeros. They cost nothing, because these lanes would otherwise be empty.
+/// If `wide`, groups fill an AVX-512 vector, with twice the products: for groups of 8 channels, which fill an AVX2 vector,
+/// that rarely pays.
 pub(super) fn joined(isa: Isa, groups: usize, channels: usize, wide: bool) -> usize {
     let lanes = simd::lanes(isa);
     let lanes = if wide { lanes } else { lanes.min(simd::lanes(Isa::Avx2)) };
     (1..=lanes / channels).rev().find(|&joined| groups.is_multiple_of(joined)).unwrap_or(1)
 }
 
-/// Vectors of a register block, at most.
+/// The most vectors of a register block.
 ///
-/// Of blocks that fill the registers, those nearest to a square load least for each product; and few rows stay apart in the
-/// L1 cache where they lie a power of two from each other.
+/// Of the blocks that fill the registers, those nearest to a square need the fewest loads per product. Also, a few rows do
+/// not evict each other from the L1 cache if they lie a power of two apart.
 pub(super) fn most_vectors(lanes: usize) -> usize {
     if lanes == 16 { 4 } else { 2 }
 }
 
-/// Rows of a register block of `vectors` columns, at most: what leaves registers for the operands.
+/// The most rows of a register block of `vectors` columns: some registers must be left for the operands.
 pub(super) fn most_rows(lanes: usize, vectors: usize) -> usize {
     match (lanes, vectors) {
         (16, 3..) => 6,
@@ -43,16 +44,16 @@ pub(super) fn most_rows(lanes: usize, vectors: usize) -> usize {
     }
 }
 
-/// The mask of a panel's last vector, unless that is full.
+/// The mask of a panel's last vector; `None` if that is full.
 ///
-/// Without pulp's functions for each number of lanes: calling one costs more than a masked instruction.
+/// This avoids pulp's functions for each number of lanes: calling one costs more than a masked instruction.
 #[inline(always)]
 pub(super) fn last_mask<S: Simd>(simd: S, channels: usize) -> Option<MemMask<S::m32s>> {
     let last = channels % S::F32_LANES;
     (last > 0).then(|| MemMask::new(simd.mask_between_m32s(0, last as u32).mask()))
 }
 
-/// V vectors, of which `last` masks the last one if that is not full.
+/// Loads V vectors; `last` masks the last one if that is not full.
 ///
 /// # Safety
 /// From `from` on, the floats of V vectors must be readable, less those that `last` masks.

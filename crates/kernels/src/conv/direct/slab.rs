@@ -1,8 +1,8 @@
-//! Where a task reads the source's pixels: in place, or with groups from a copy.
+//! Where a task reads the source's pixels: in place or, with groups, from a copy.
 //!
-//! A group's channels are a short piece of each pixel, and pieces lie all of a pixel apart: often a power of two, so
-//! that they fall into a few sets of the L1 cache, and each on a page of its own. Copied, a few groups at a time, the
-//! pieces of a group are dense, and whole runs of a pixel's cache lines are read at once.
+//! A group's channels are a short piece of each pixel, and the pieces lie a whole pixel apart: often a power of two, so that
+//! they fall into a few sets of the L1 cache, and each on its own page. If a few groups at a time are copied, the pieces of a
+//! group are dense, and the copy reads whole runs of a pixel's cache lines at once.
 
 use std::ops::Range;
 
@@ -15,14 +15,15 @@ use crate::stream::prefetch_to_l2;
 
 /// Floats of a slab: a quarter of a common L2 cache.
 const SLAB: usize = 64 * 1024;
-/// Source pixels of a task that copies, about, and floats of one group: whichever lets it have more.
+/// The approximate number of source pixels that a task copies, and of floats of one group; whichever gives more pixels
+/// counts.
 const PIXELS: usize = 448;
 const GROUP: usize = 8 * 1024;
 /// Floats of half a common L2 cache.
 const HALF: usize = 128 * 1024;
-/// Channels of a group, at least, that are copied in any case.
+/// Groups of at least this many channels are worth copying in any case.
 const LEAST_DEPTH: usize = 8;
-/// How many pixels before they are copied they are asked for.
+/// How many pixels ahead the copy prefetches.
 const AHEAD: usize = 12;
 
 /// How tasks read the source of a problem.
@@ -34,28 +35,28 @@ pub(super) struct Reading {
     /// Pixels of all images.
     pixels: usize,
     copies: bool,
-    /// Target pixels of a task, at most.
+    /// The most target pixels of a task.
     most: usize,
 }
 
 impl Reading {
-    /// Source and target each have so many pixels of so many channels.
+    /// `source` and `target` each give the number of pixels and of a pixel's channels.
     pub(super) fn new(problem: &ConvProblem, source: [usize; 2], target: [usize; 2]) -> Reading {
         let ([pixels, channels], depth) = (source, source[1] / problem.groups);
-        // A stride above the kernel leaves out pixels, which would be copied in vain.
+        // A stride larger than the kernel skips pixels, which would be copied in vain.
         let dense = [&problem.height, &problem.width].iter().all(|axis| axis.kernel >= axis.stride);
-        // Short pieces are as soon read in place, unless each serves several targets: backward-data with a stride.
+        // Short pieces are read in place just as fast, unless each serves several targets: backward-data with a stride.
         let pays = depth >= LEAST_DEPTH || target[0] > pixels;
         let copies = problem.groups > 1 && dense && pays;
-        // Groups share cache lines of the target, which should stay in L2 for the next one; but weights from beyond it
-        // should serve many pixels.
+        // Groups share cache lines of the target, which should stay in L2 until the next group writes them; but weights that
+        // do not fit there should serve many pixels.
         let most = if problem.weight_len() <= HALF { HALF / target[1] } else { usize::MAX };
         Reading { channels, depth, pixels, copies, most }
     }
 
     /// How many pixels of batch x rows x columns a task should write, if it copies.
     ///
-    /// Whole images or rows, as what is copied is used by all neighbours.
+    /// Whole images or rows if possible, since neighbouring targets use the same copied pixels.
     pub(super) fn targets(&self, target: [usize; 3], cpu: &Cpu) -> Option<usize> {
         let [batch, rows, columns] = target;
         let image = rows * columns;
@@ -73,15 +74,15 @@ impl Reading {
         self.copies.then_some(pixels)
     }
 
-    /// Floats of a task's slab: some even where nothing is copied.
+    /// Floats of a task's slab; not 0 even if nothing is copied.
     pub(super) fn slab_len(&self) -> usize {
         let all = (self.pixels + 1).saturating_mul(self.channels);
         if self.copies { SLAB.min(all).next_multiple_of(LINE) } else { LINE }
     }
 
-    /// Where a task that reads these pixels finds them: in the slab if there they fit.
+    /// Where a task that reads these pixels finds them: in the slab if they are copied and fit there.
     ///
-    /// `zeros` are as many as a pixel has channels, or none where no padding will be read.
+    /// `zeros` has as many floats as a pixel has channels, or none if no padding will be read.
     pub(super) fn places<'a>(
         self,
         pixels: impl FnOnce() -> Option<Range<usize>>,
@@ -107,7 +108,7 @@ impl Reading {
     }
 }
 
-/// Where a task's source pixels are: a group's channels of one, or as many zeros, are readable.
+/// Where a task's source pixels are. A group's channels are readable at each pixel, and as many zeros at `zeros`.
 pub(super) struct Places<'a> {
     reading: Reading,
     source: &'a [f32],
@@ -122,7 +123,7 @@ pub(super) struct Places<'a> {
 }
 
 impl Places<'_> {
-    /// A source pixel of the first group, or what is read as padding.
+    /// Where a source pixel of the first group lies; for `None`, the zeros that are read as padding.
     #[inline(always)]
     pub(super) fn of(&self, pixel: Option<usize>) -> *const f32 {
         match pixel {
@@ -134,19 +135,19 @@ impl Places<'_> {
         }
     }
 
-    /// Floats to add for a group.
+    /// Floats to add to a pixel of the first group to reach the same pixel of this group.
     pub(super) fn group(&self, group: usize) -> usize {
         group * self.steps[1]
     }
 
-    /// Whether so many groups can be worked on together.
+    /// Whether this many groups can be processed together.
     pub(super) fn hold(&self, groups: usize) -> bool {
         self.slab.is_none_or(|(_, most)| groups <= most)
     }
 
-    /// The groups that are worked on together, multiples of `unit`: each time they are first to be loaded.
+    /// The groups that are processed together, a multiple of `unit` each time. Each range must first be loaded.
     ///
-    /// If possible those whose channels share cache lines, so that each line is read once.
+    /// If possible, groups whose channels share cache lines stay together, so that each line is read once.
     pub(super) fn groups(&self, groups: Range<usize>, unit: usize) -> impl Iterator<Item = Range<usize>> {
         let most = self.slab.map_or(groups.len(), |(_, most)| most);
         let sharing = (LINE / self.reading.depth).max(1);
@@ -158,7 +159,7 @@ impl Places<'_> {
             .map(move |part| groups.start + part.start * unit..groups.start + part.end * unit)
     }
 
-    /// Makes the first of `groups` the first group of these places, and returns how they count it.
+    /// Copies `groups` into the slab if there is one. Returns the number of the group that is now the first of these places.
     #[inline(always)]
     pub(super) fn load<S: Simd>(&self, simd: S, groups: Range<usize>) -> usize {
         let Some((slab, most)) = self.slab else { return 0 };
@@ -178,8 +179,9 @@ impl Places<'_> {
             if depth == S::F32_LANES {
                 // One vector each.
                 for piece in S::as_simd_f32s(pixel).0 {
-                    // SAFETY: a vector is the `depth` floats of one pixel. The slab has these, at `slot + 1` pixels from the start
-                    // of each group, for each of `pixels` and each of at most `most` groups; pieces are as many as groups.
+                    // SAFETY: a vector is the `depth` floats of one pixel. The slab has these, at `slot + 1` pixels from the
+                    // start of each group, for each of `pixels` and each of at most `most` groups; there are as many pieces
+                    // as groups.
                     unsafe { to.cast::<S::f32s>().write_unaligned(*piece) };
                     to = to.wrapping_add(self.steps[1]);
                 }
@@ -187,7 +189,7 @@ impl Places<'_> {
             }
             for piece in pixel.chunks_exact(depth) {
                 // SAFETY: a piece is `depth` floats. The slab has room for these, at `slot + 1` pixels from the start of each
-                // group, for each of `pixels` and each of at most `most` groups; pieces are as many as groups.
+                // group, for each of `pixels` and each of at most `most` groups; there are as many pieces as groups.
                 unsafe { copy(simd, piece.as_ptr(), to, depth) };
                 to = to.wrapping_add(self.steps[1]);
             }
@@ -196,13 +198,13 @@ impl Places<'_> {
     }
 }
 
-/// Asks for what lies in a pixel further on as `piece` does in its own, of so many channels.
+/// Prefetches the same piece of a pixel further on, where each pixel has `channels` channels.
 #[inline(always)]
 pub(super) fn prefetch(piece: &[f32], channels: usize) {
     prefetch_to_l2(piece.as_ptr().wrapping_add(AHEAD * channels), piece.len());
 }
 
-/// Copies a short piece: a call of the system's function costs more.
+/// Copies a short piece inline: calling the system's copy function costs more.
 ///
 /// # Safety
 /// `from` must be readable, and `to` writable, for `len` floats.

@@ -14,21 +14,21 @@ use crate::conv::workspace::{LINE, aligned};
 use crate::stream;
 use crate::{Cpu, Isa, simd};
 
-/// Vectors of a panel, at most: few enough for many input channels, of which a pixel's cache line holds 16.
+/// The most vectors of a panel: few, to leave registers for many input channels, 16 of which share a pixel's cache line.
 const MOST_VECTORS: usize = 2;
 /// Output pixels whose gradients are packed and used together: a panel of them stays in the L1 cache.
 const TILE_PIXELS: usize = 192;
-/// The same where the sums do not fit the L2 cache: they are read and written once a tile.
+/// The same if the sums do not fit the L2 cache, where they are read and written once a tile.
 const TILE_PIXELS_OF_LARGE_SUMS: usize = 448;
 /// The same for groups, whose sums are small, that are read in place.
 const TILE_PIXELS_OF_GROUPS: usize = 96;
-/// Pixels of all taps of a tile, at most.
+/// The most pixels times taps of a tile.
 const TABLE_LEN: usize = 16 * 1024;
 
-/// How many parts the pixels, in tiles, and the panels of the sums are split into; a thread takes one part of both.
+/// How many parts the tiles of pixels and the panels of the sums are split into; a thread takes one part of each.
 ///
-/// Parts of the pixels need sums of their own, which are then added. Parts of the panels may each have to read a tensor that
-/// all panels are multiplied with, which may take half as long as a panel's products.
+/// Each part of the pixels needs its own sums, which are added in the end. If `all_read`, each part of the panels has to read
+/// a tensor that all panels are multiplied with, which may take half as long as a panel's products.
 pub(super) fn parts(cpu: &Cpu, tiles: usize, panels: usize, all_read: bool) -> [usize; 2] {
     let pixel_parts = |panel_parts: usize| (cpu.threads() / panel_parts).min(tiles);
     let time = |panel_parts: usize| {
@@ -45,7 +45,7 @@ pub(super) fn parts(cpu: &Cpu, tiles: usize, panels: usize, all_read: bool) -> [
 pub(super) struct WeightSums {
     isa: Isa,
     reading: Reading,
-    /// Of the gradient: lanes along K.
+    /// Panels of the gradient: lanes along K.
     panels: Panels,
     phases: [Vec<Phase>; 2],
     output: [usize; 2],
@@ -149,7 +149,7 @@ struct Task<'a> {
     dy: &'a [f32],
     tiles: Range<usize>,
     panels: Range<usize>,
-    /// The panels, as [`Panels`] has them.
+    /// The panels, laid out as in [`Panels`].
     sums: &'a mut [f32],
     /// [pixel of the tile][lane], of one panel at a time.
     gradients: &'a mut [f32],
@@ -190,10 +190,10 @@ impl WithSimd for Task<'_> {
                 for index in indices.clone() {
                     let panel = panels.panel(index);
                     let width = panel.vectors * S::F32_LANES;
-                    // Each panel in turn, while it is in the L1 cache.
+                    // One panel at a time, so that it stays in the L1 cache.
                     let gradients = &mut self.gradients[..all.tile_pixels * width];
                     let first_panel = index == indices.start;
-                    // The first panel asks for what all of these groups will read.
+                    // The first panel prefetches what all of these groups will read.
                     let asks = panels.groups > 1 && first_panel;
                     let ahead = if asks { lanes(index, indices.end) } else { 0 };
                     let channel = panel.group * panels.width + panel.first;
@@ -250,12 +250,12 @@ fn pack_gradients<S: Simd>(
 
 /// sums[c][v] += the sum over the pairs of x[channel + c] * gradients[pixel][v], for M channels and V vectors.
 ///
-/// Of a pixel so few channels are read at a time that the hardware cannot foresee the next ones: they are asked for, if
+/// So few channels of a pixel are read at a time that the hardware cannot predict the next ones: they are prefetched if
 /// `asks`.
 ///
 /// # Safety
-/// Of each pair, M floats are readable from `channel` floats after the source, and the gradients have V vectors for each pixel up
-/// to the target.
+/// For each pair, M floats are readable from `channel` floats after the source, and the gradients have V vectors for each
+/// pixel up to the target.
 #[inline(always)]
 unsafe fn add_products<S: Simd, const M: usize, const V: usize>(
     simd: S,

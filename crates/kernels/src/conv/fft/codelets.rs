@@ -98,7 +98,7 @@ impl<S: Simd> Complex<S> {
     }
 }
 
-/// exp(-2 pi i k / n) for k in 0..n, n the number of places.
+/// exp(-2 pi i k / n) for k in 0..n, where n is the length of this table.
 const ROOTS: [[f32; 2]; 64] = {
     let mut roots = [[0.0; 2]; 64];
     let mut k = 0;
@@ -122,7 +122,7 @@ const ROOTS: [[f32; 2]; 64] = {
     roots
 };
 
-/// The sizes that there are transforms of: those N for which this is `Fft<N>`.
+/// Implements `Fft<N>` for the sizes N that have a transform.
 pub(super) struct Codelet;
 
 pub(super) trait Fft<const N: usize> {
@@ -180,7 +180,7 @@ impl Fft<32> for Codelet {
     }
 }
 
-/// N = A B points by B transforms of A points, roots of unity, and A transforms of B points.
+/// Transforms N = A B points by B transforms of A points, products with roots of unity, and A transforms of B points.
 #[inline(always)]
 fn cooley_tukey<S: Simd, const A: usize, const B: usize, const N: usize>(
     s: S,

@@ -12,9 +12,9 @@ use crate::conv::problem::{ConvProblem, Pass};
 use crate::conv::workspace::{LINE, aligned};
 use crate::simd;
 
-/// Tiles that are transformed, multiplied and transformed back together, at most.
+/// The most tiles that are transformed, multiplied and transformed back together.
 const BLOCK: usize = 12;
-/// Floats of a block's products with two vectors of kernels, at most (half of that is the least block): 768 KiB.
+/// The most floats of a block's products with two vectors of kernels, unless [`BLOCK`] / 2 tiles need more: 768 KiB.
 const PRODUCTS: usize = 3 << 16;
 
 /// A convolution of N x H x W x C images to N x OH x OW x K images.
@@ -181,7 +181,7 @@ impl WithSimd for Kernel<'_> {
             taps.fill(0.0);
             for lane in 0..lanes.min(images.outputs - first) {
                 let (from, to) = (group * images.channels + channel, group * images.outputs + first + lane);
-                // The kernel that leads from dx to dy is turned round to lead back.
+                // The kernel from dx to dy, turned by 180 degrees, leads from dy to dx.
                 let turned = images.pass == Pass::BackwardData;
                 let kernel = if turned {
                     from * channels_per_group + first + lane

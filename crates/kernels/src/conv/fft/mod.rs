@@ -7,7 +7,8 @@
 //! y    = inverse transform of M       of which the outputs that did not wrap round are kept
 //! ```
 //! A block of tiles is transformed, multiplied and transformed back together. Backward-data is forward with the kernels
-//! turned round and channels exchanged; backward-weights multiplies transforms of x and dy and sums over the tiles.
+//! turned by 180 degrees and the channels exchanged; backward-weights multiplies transforms of x and dy and sums over the
+//! tiles.
 //! Mathieu, Henaff, LeCun: "Fast Training of Convolutional Networks through FFTs", ICLR 2014; in tiles: Zlateski, Jia,
 //! Li, Durand: "The Anatomy of Efficient FFT and Winograd Convolutions on Modern CPUs", ICS 2019.
 
@@ -32,9 +33,9 @@ use super::plan::{Accuracy, ConvAlgorithm, ConvPlan, Cost, Kernel, NotApplicable
 use super::problem::{ConvAxis, ConvProblem, Pass};
 use crate::{Cpu, DType, MemoryFormat};
 
-/// Floats between the matrices of two frequencies beyond their own size, so that they use different cache sets.
+/// Extra floats between the matrices of two frequencies, so that they use different cache sets.
 const SKEW: usize = 48;
-/// Most floats of workspace: 1 GiB.
+/// The most floats of workspace: 1 GiB.
 const MAX_WORKSPACE: usize = 1 << 28;
 
 /// Tiled FFT convolution.
@@ -82,7 +83,7 @@ impl ConvAlgorithm for Fft {
             })
         };
         if !reads(&problem.height) || !reads(&problem.width) {
-            // What is exactly zero then would be the transforms' rounding errors.
+            // Results that should be exactly zero would be the transforms' rounding errors.
             return not("needs every kernel element to read more than padding".into());
         }
         let (workspace, kernel): (usize, Kernel) = if pass == Pass::BackwardWeights {

@@ -23,7 +23,7 @@ pub(super) struct Product<'a> {
     pub(super) rows: usize,
     pub(super) vectors: usize,
     pub(super) depth: usize,
-    /// Real parts and imaginary parts are multiplied each on their own: two real products.
+    /// Whether real parts and imaginary parts are multiplied separately: two real products.
     pub(super) pair: bool,
     pub(super) accumulate: bool,
     /// From a row of the output, where vectors of real and imaginary parts alternate, to the next.
@@ -66,9 +66,9 @@ impl WithSimd for Write<'_> {
             let mut row = 0;
             while row < rows {
                 let count = (rows - row).min(most);
-                // SAFETY: rows `row..row + count` are below `rows`, and vectors `vector..vector + across` below `vectors`. For
-                // the last of these and the last term, the assertions have found real and imaginary parts inside both factors
-                // and the sums inside `out`, and all others lie before them.
+                // SAFETY: rows `row..row + count` are below `rows`, and vectors `vector..vector + across` below `vectors`.
+                // For the last of these and the last term, the assertions have checked that real and imaginary parts are
+                // inside both factors and the sums inside `out`; all others lie before them.
                 unsafe {
                     let block = Block {
                         left: left.data.as_ptr().add(row * left.next),
@@ -108,8 +108,9 @@ struct Block<'a> {
 
 impl Block<'_> {
     /// # Safety
-    /// For each of `product.depth` terms, ROWS rows of the left factor and VECTORS vectors of the right one must be readable, their
-    /// imaginary parts too, and `out` writable for real and imaginary vectors of ROWS rows by VECTORS, by this caller alone.
+    /// For each of `product.depth` terms, ROWS rows of the left factor and VECTORS vectors of the right one must be
+    /// readable, their imaginary parts too, and `out` writable for real and imaginary vectors of ROWS rows by VECTORS, by this
+    /// caller alone.
     #[inline(always)]
     unsafe fn multiply<S: Simd, const ROWS: usize, const VECTORS: usize>(self, simd: S) {
         // SAFETY: the caller promises ROWS rows, VECTORS vectors and as many sums, which is what `sum` asks for.
@@ -131,9 +132,9 @@ impl Block<'_> {
         let mut re = [[zero; VECTORS]; ROWS];
         let mut im = [[zero; VECTORS]; ROWS];
         let (mut x, mut y) = (self.left, self.right);
-        // SAFETY: the caller promises that for each of `depth` terms the real and imaginary parts of ROWS rows and VECTORS vectors
-        // are inside the factors, `step` after `step`, and the sums inside `out`. x and y leave them after the last term only, when
-        // they are not read any more. Vectors are read and written without alignment.
+        // SAFETY: the caller promises that for each of `depth` terms the real and imaginary parts of ROWS rows and VECTORS
+        // vectors are inside the factors, `step` after `step`, and the sums inside `out`. x and y leave them after the last
+        // term only, when they are not read any more. Vectors are read and written without alignment.
         unsafe {
             let vector = |place: *const f32| place.cast::<S::f32s>().read_unaligned();
             for _ in 0..depth {

@@ -24,7 +24,7 @@ impl Window {
         }
     }
 
-    /// dx from dy, with the kernel turned round.
+    /// dx from dy, with the kernel turned by 180 degrees.
     fn backward_data(axis: &ConvAxis) -> Window {
         Window {
             input: axis.output(),
@@ -41,8 +41,8 @@ impl Window {
 
 /// The tiles along one axis: windows of `tile` inputs, each for `step` outputs.
 ///
-/// Within a tile the convolution is circular. Usually the first T - span + 1 outputs are right and the tiles overlap
-/// (overlap-save). Where image and padding fit one tile, what wraps round is padding, and all outputs are right.
+/// Within a tile the convolution is circular. Usually the first T - span + 1 outputs of a tile of T are correct, and the
+/// tiles overlap (overlap-save). If image and padding fit one tile, only padding wraps round, and all outputs are correct.
 #[derive(Clone, Copy)]
 pub(super) struct AxisTiles {
     window: Window,
@@ -90,7 +90,7 @@ impl AxisTiles {
         std::array::from_fn(|i| (i < count).then_some(i * stride))
     }
 
-    /// The outputs of a tile where their transform must lie to be a factor of the kernel's gradient: turned round.
+    /// The places of a tile's output gradients, reversed: so their transform is a factor of the kernel's gradient.
     pub(super) fn output_gradients(&self, tile: usize, stride: usize) -> Places {
         let mut places = [None; MAX_TILE];
         for i in 0..self.outputs(tile) {
@@ -105,7 +105,7 @@ impl AxisTiles {
         position.rem_euclid(self.tile as isize) as usize
     }
 
-    /// The kernel's elements where their transform makes a correlation: turned round.
+    /// The places of the kernel's elements, reversed: so the product with their transform is a correlation.
     pub(super) fn taps(&self, stride: usize) -> Places {
         let mut places = [None; MAX_TILE];
         for r in 0..self.window.kernel {
@@ -129,7 +129,7 @@ pub(super) struct Tiling {
 }
 
 impl Tiling {
-    /// The tiles of least estimated cost, if the kernel fits any.
+    /// The tiles of least estimated cost; `None` if the kernel fits no tile.
     pub(super) fn choose(problem: &ConvProblem, pass: Pass, lanes: usize) -> Option<Tiling> {
         let window = if pass == Pass::BackwardData { Window::backward_data } else { Window::forward };
         let axis = |axis: &ConvAxis, tiles: &[usize]| -> Vec<AxisTiles> {

@@ -1,9 +1,9 @@
-//! Real transforms of whole tiles: rows, then columns, one channel a lane.
+//! Real transforms of whole tiles: rows, then columns, one channel per lane.
 //!
-//! The transform of H x W real points has H W / 2 slots, numbered `column * H + row` with columns below W / 2. Each holds
-//! one complex number, but slots 0 and H / 2 (see [`is_pair`]) hold two real ones. Column 0 is where the rows' first
-//! and middle frequencies, both real, share a complex number: its transform F = A + i B is taken apart into those of
-//! the first (A, slots 1 to H / 2 - 1) and of the middle frequency (B, slots H - 1 down to H / 2 + 1).
+//! The transform of H x W real points has H W / 2 slots, numbered `column * H + row` with columns below W / 2. Each holds one
+//! complex number, but slots 0 and H / 2 (see [`is_pair`]) hold two real ones. In column 0, the rows' first and middle
+//! frequencies, which are both real, share a complex number. Its transform F = A + i B is split into the transforms of the
+//! first frequency (A, slots 1 to H / 2 - 1) and of the middle frequency (B, slots H - 1 down to H / 2 + 1).
 
 use pulp::{MemMask, Simd, WithSimd};
 
@@ -26,7 +26,7 @@ pub(super) fn is_pair([height, _]: [usize; 2], slot: usize) -> bool {
     slot == 0 || slot == height / 2
 }
 
-/// What inverse(forward(a) * forward(b)) must be multiplied by: the forward transform counts double.
+/// The factor to multiply inverse(forward(a) * forward(b)) by: each forward transform gives twice the true values.
 pub(super) fn normalisation([height, width]: [usize; 2]) -> f32 {
     0.25 / (height * width) as f32
 }
@@ -62,7 +62,7 @@ pub(super) struct Slots {
 
 /// The first lanes of a vector, as many as there are channels.
 ///
-/// What pulp's partial loads do, without their call through a table, which costs more than a codelet's arithmetic.
+/// This does what pulp's partial loads do, without their call through a table, which costs more than a codelet's arithmetic.
 #[derive(Clone, Copy)]
 struct Lanes<S: Simd> {
     count: usize,
@@ -143,7 +143,8 @@ pub(super) fn forward<S: Simd>(
     }
 }
 
-/// Transforms back and writes `rows`, positions in the tile with their memory, at `columns`' places, `take` channels.
+/// Transforms back and writes `take` channels of each of `rows` (a position in the tile, and its memory) at the places of
+/// `columns`.
 #[inline(always)]
 pub(super) fn inverse<'a, S: Simd>(
     simd: S,

@@ -14,9 +14,9 @@ use crate::simd;
 
 /// The weight gradient of a problem.
 ///
-/// Tiles are divided evenly into pieces. A thread transforms a piece; then the threads share out the slots, and each sums
-/// its slots over the pieces of all threads. So there is one set of sums, and a run's rounding depends on the number of
-/// threads only.
+/// Tiles are divided evenly into pieces. Each thread transforms a piece. Then the threads divide the slots among themselves,
+/// and each sums its slots over the pieces of all threads. So there is one set of sums, and a run's rounding depends only on
+/// the number of threads.
 pub(super) struct Weights {
     problem: ConvProblem,
     tiling: Tiling,

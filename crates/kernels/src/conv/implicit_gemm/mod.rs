@@ -4,8 +4,8 @@
 //! forward           y  = W columns         tiles of columns are packed from x, block by block
 //! backward-weights  dW = dy columnsᵀ       the same tiles, transposed
 //! ```
-//! A matrix multiplication packs its operands into panels anyway; here the packing reads the input itself, so the
-//! columns never exist. For contiguous tensors, where packing copies runs of pixels.
+//! A matrix multiplication packs its operands into panels anyway; here the packing reads the input itself, so the columns
+//! never exist. This is for contiguous tensors, where packing copies runs of pixels.
 //! Chetlur et al.: "cuDNN: Efficient Primitives for Deep Learning", 2014.
 
 mod panels;
@@ -23,7 +23,7 @@ use crate::{Cpu, DType, MemoryFormat};
 /// Implicit GEMM.
 pub(super) struct ImplicitGemm;
 
-/// Elements of packed weights or sums, at most: as many as a tensor may have.
+/// The most elements of packed weights or sums: the limit of a tensor.
 const LARGEST: usize = 1 << 40;
 
 impl ConvAlgorithm for ImplicitGemm {

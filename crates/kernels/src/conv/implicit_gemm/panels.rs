@@ -1,17 +1,17 @@
-//! Panels: what the matrix kernel multiplies, packed straight from the tensors.
+//! Panels: the operands of the matrix kernel, packed directly from the tensors.
 //!
-//! A panel holds a block of a matrix's sums in order: `[depth][rows]` or `[depth][columns]`.
+//! A panel holds a block of a matrix in the order in which it is summed: `[depth][rows]` or `[depth][columns]`.
 
 use pulp::Simd;
 
 use crate::conv::problem::{ConvAxis, ConvProblem};
 
-/// Longest run of a sum that is packed at once: a panel of columns then takes half of the L1 cache.
+/// The longest part of a sum that is packed at once: a panel of columns then takes half of the L1 cache.
 pub(super) const DEPTH: usize = 192;
 /// Columns that are packed at once: with [`DEPTH`], a fraction of the L2 cache.
 pub(super) const COLUMNS: usize = 256;
 
-/// Rows of a panel: with two vectors of columns as many sums as registers hold.
+/// Rows of a panel: with two vectors of columns they give as many sums as registers hold.
 pub(super) const fn rows(lanes: usize) -> usize {
     match lanes {
         16 => 12,
@@ -20,7 +20,7 @@ pub(super) const fn rows(lanes: usize) -> usize {
     }
 }
 
-/// Where kernel element and channel `j` of a column reads one image.
+/// The matrix of columns of one image: row `j` is what one kernel element reads from one channel.
 pub(super) struct Columns<'a> {
     pub(super) problem: &'a ConvProblem,
     /// One image's channels of one group, C/groups x H x W.
@@ -85,7 +85,7 @@ impl Columns<'_> {
         }
     }
 
-    /// Packs the transpose: rows `[j, j + count)` as columns, a panel a `width` of them: `[panel][pixel][width]`.
+    /// Packs the transpose: rows `[j, j + count)` as columns, `width` of them per panel: `[panel][pixel][width]`.
     #[inline(always)]
     pub(super) fn pack_transposed(
         &self,

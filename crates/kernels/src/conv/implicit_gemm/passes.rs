@@ -13,7 +13,7 @@ use crate::simd;
 pub(super) struct Forward {
     problem: ConvProblem,
     lanes: usize,
-    /// Parts of a group's output channels that threads may take apart.
+    /// The number of parts of a group's output channels that different threads may take.
     parts: usize,
     workers: usize,
 }
@@ -57,7 +57,7 @@ impl ConvKernel<f32> for Forward {
         let height = rows(self.lanes);
         let filters = weight.chunks(self.task_rows() * self.depth());
         cpu.for_each(weight.len(), packed.chunks_mut(self.panel_len()).zip(filters), |(packed, weight)| {
-            // The sum is packed in the blocks in which it is multiplied.
+            // The weights are packed in the blocks of the sum in which they are multiplied.
             let mut rest = packed;
             for first in (0..self.depth()).step_by(DEPTH) {
                 let end = (first + DEPTH).min(self.depth());

@@ -121,10 +121,10 @@ enum Api {
 }
 
 impl Api {
-    /// The functions of the version of these numbers, major and minor.
+    /// The functions of this version, major and minor.
     ///
-    /// Version 2 writes to structs of the caller, whose sizes in its headers have been compared: 2.0 to 2.7, the last one.
-    /// Another may write more. Version 3 writes to its own.
+    /// Version 2 writes to structs that the caller allocates. Their sizes in the headers of 2.0 to 2.7, the last one, have
+    /// been compared; another version may write more. Version 3 writes to its own structs.
     fn of(version: [c_int; 2]) -> Result<Api, String> {
         match version {
             [2, 0..=7] => Ok(Api::V2),
@@ -213,7 +213,7 @@ struct OpenMp {
 }
 
 impl OpenMp {
-    /// A look-up in a library continues in what it is linked with.
+    /// Looks the functions up in oneDNN's library; a look-up continues in the libraries that it is linked with.
     fn of(library: &Library) -> Result<OpenMp, String> {
         // SAFETY: the types are those that omp.h declares for these names. The table is kept in `OneDnn`, with the library, which
         // keeps what it is linked with loaded.
@@ -229,7 +229,7 @@ impl OpenMp {
     }
 }
 
-/// The calling thread's OpenMP settings, put back when this value goes.
+/// The calling thread's OpenMP settings, restored when this value is dropped.
 struct Restore<'a> {
     openmp: &'a OpenMp,
     threads: c_int,
@@ -238,7 +238,7 @@ struct Restore<'a> {
 
 impl Drop for Restore<'_> {
     fn drop(&mut self) {
-        // SAFETY: they set the calling thread's numbers, to what the same runtime has told before.
+        // SAFETY: these functions set numbers of the calling thread, to values that the same runtime returned before.
         unsafe {
             (self.openmp.set_num_threads)(self.threads);
             (self.openmp.set_dynamic)(self.dynamic);
@@ -279,7 +279,7 @@ impl OneDnn {
             // those of its threads' runtime, which ask nothing of the program that loads them.
             let opened = unsafe { Library::new(name) }
                 .map_err(|error| error.source().map_or_else(|| error.to_string(), |cause| cause.to_string()));
-            // Only a file that is there deserves words; the linker then names what it misses or dislikes.
+            // Only errors of a file that exists are reported; the linker then names what is missing or wrong.
             let absent =
                 |error: &String| error.contains(name) && error.to_lowercase().contains("no such file");
             match opened {
@@ -357,7 +357,7 @@ impl OneDnn {
             Threading::OpenMp(openmp) => {
                 // SAFETY: it takes nothing and reads a setting.
                 let limit = unsafe { (openmp.get_thread_limit)() };
-                // Kernels that are split among more threads than OpenMP then starts would wait for the others.
+                // Kernels that are split among more threads than OpenMP then starts would wait for the missing ones.
                 match usize::try_from(limit).is_ok_and(|limit| threads <= limit) {
                     true => Ok(()),
                     false => Err(format!("OpenMP is limited to {limit} threads")),
@@ -374,8 +374,8 @@ impl OneDnn {
     /// A primitive must be executed with as many threads as it was created with.
     pub(super) fn with_threads<R>(&self, threads: usize, work: impl FnOnce() -> R) -> R {
         let Threading::OpenMp(openmp) = &self.threading else { return work() };
-        // SAFETY: these functions read and set numbers of the calling thread. `threads` is positive, as thread budgets are, and no
-        // more than 1024.
+        // SAFETY: these functions read and set numbers of the calling thread. `threads` is positive, as thread budgets are, and
+        // no more than 1024.
         let _restore = unsafe {
             let restore =
                 Restore { openmp, threads: (openmp.get_max_threads)(), dynamic: (openmp.get_dynamic)() };

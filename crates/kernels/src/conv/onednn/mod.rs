@@ -1,8 +1,8 @@
 //! oneDNN's convolutions, from the library `libdnnl` if the machine has it.
 //!
-//! Weights go through a reorder into the layout that oneDNN wants, in every run. So do x and y where oneDNN has
-//! only a plain GEMM for them as they lie, and a kernel for blocked channels. Everything is made in the plan; a run
-//! executes one to four primitives.
+//! In every run, weights are reordered into the layout that oneDNN wants. So are x and y where oneDNN has only a plain GEMM
+//! for their own layout, but a kernel for blocked channels. Everything is created in the plan; a run executes one to four
+//! primitives.
 
 mod binding;
 mod objects;
@@ -18,8 +18,8 @@ use super::problem::{ConvProblem, Pass};
 use super::workspace::{LINE, aligned};
 use crate::{Cpu, DType, Isa, MemoryFormat, elementwise};
 
-/// The version, file and threads' runtime of the oneDNN that this process has loaded, such as
-/// "2.6.3 (libdnnl.so.2, OpenMP)"; none if the machine has none that works.
+/// The version, file and threading runtime of the oneDNN that this process has loaded, such as "2.6.3 (libdnnl.so.2,
+/// OpenMP)"; `None` if the machine has no oneDNN that works.
 pub fn onednn_version() -> Option<String> {
     onednn().ok().map(|onednn| onednn.version().to_string())
 }
@@ -27,11 +27,11 @@ pub fn onednn_version() -> Option<String> {
 /// Convolutions of the oneDNN library; applies where that is installed.
 pub(super) struct External;
 
-/// Sizes inside oneDNN are C's `int` in places.
+/// In places, oneDNN holds sizes as C's `int`.
 const LARGEST: usize = i32::MAX as usize;
 
-/// The largest kernel, stride and dilation that it is asked for, which is beyond any network's. Its generators write code for each
-/// tap and each step between them: for a stride of two million that takes seconds and 130 MB, which it then keeps.
+/// The largest kernel, stride and dilation that oneDNN is used for, beyond those of any network. It generates code for each
+/// tap and each step between taps: for a stride of two million that takes seconds and 130 MB, which it then keeps.
 const LONGEST: usize = 4096;
 
 impl ConvAlgorithm for External {
@@ -39,7 +39,7 @@ impl ConvAlgorithm for External {
         "onednn"
     }
 
-    /// Another library is another algorithm: 2.6.3 is 206031, with this file's own revision as the last digit.
+    /// Another library version counts as another algorithm: 2.6.3 is 206032, with this file's own revision as the last digit.
     fn revision(&self) -> u32 {
         let version = onednn_version().unwrap_or_default();
         let numbers = version.split(|c: char| !c.is_ascii_digit()).take(3);
@@ -65,7 +65,7 @@ impl ConvAlgorithm for External {
         let onednn = onednn().map_err(|reason| NotApplicable(reason.into()))?;
         let parts = Parts::new(onednn, problem, pass, cpu.threads()).map_err(NotApplicable)?;
         let workspace = parts.workspace_len();
-        // Low, so that it is used where it was measured to be fastest only: other versions of it may be slow.
+        // A low efficiency, so that it is used only where it was measured to be fastest: other versions of it may be slow.
         let cost = Cost::direct(problem, 0.1);
         Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::F32(Arc::new(parts))).with_cost(cost))
     }
@@ -80,12 +80,12 @@ fn sizes_fit(p: &ConvProblem) -> bool {
     tensors.iter().chain(axis.iter().flatten()).all(|&size| size <= LARGEST)
 }
 
-/// The largest of what code is generated for.
+/// The largest of the sizes that code is generated for.
 fn longest(p: &ConvProblem) -> Option<usize> {
     [&p.height, &p.width].into_iter().flat_map(|axis| [axis.kernel, axis.stride, axis.dilation]).max()
 }
 
-/// Where each tensor of a pass stands: oneDNN's argument, and its query for the layout.
+/// oneDNN's numbers for a tensor of a pass: its argument, and the query for its layout.
 type Role = (c_int, c_int);
 
 /// The roles of the two inputs and of the output, in the order of a plan's operands.
@@ -112,7 +112,7 @@ fn operands<T>([x, weight, y]: [T; 3], pass: Pass) -> [T; 3] {
     }
 }
 
-/// One tensor: as the caller has it, and how it gets to or from what the primitive needs.
+/// One tensor: the caller's layout, and the reorder to or from the layout that the primitive needs.
 struct Tensor {
     role: Role,
     plain: MemoryDesc,
@@ -125,8 +125,9 @@ struct Reorder {
     offset: usize,
 }
 
-/// The batch in parts, each for one of our threads: oneDNN's own would spin for some milliseconds after each call, waiting
-/// for the next, and take the processor from ours. Where there are fewer images than threads, oneDNN has to thread itself.
+/// The batch in parts, each run by one of our threads. oneDNN's own threads would spin for some milliseconds after each call,
+/// waiting for the next, and take the processor from ours. If there are fewer images than threads, oneDNN has to use its own
+/// threads.
 struct Parts {
     onednn: &'static OneDnn,
     pass: Pass,
@@ -139,7 +140,7 @@ struct Parts {
 
 #[derive(Clone)]
 struct Part {
-    /// Parts of equally many images share it.
+    /// Parts with the same number of images share it.
     convolution: Arc<Convolution>,
     /// Elements of this part's x and y.
     lens: [usize; 2],
@@ -185,7 +186,7 @@ impl Parts {
         if self.pass == Pass::BackwardWeights { (self.parts.len() - 1) * self.weight_len } else { 0 }
     }
 
-    /// What each part has of an operand of the whole batch: `len` elements.
+    /// Splits an operand of the whole batch: each part gets `len` elements.
     fn split<'a>(&self, operand: &'a [f32], len: impl Fn(&Part) -> usize) -> Vec<&'a [f32]> {
         let mut rest = operand;
         let part = |part| rest.split_off(..len(part)).expect("the parts make up the batch");
@@ -288,10 +289,11 @@ impl Workspace {
     }
 }
 
-/// The convolution on x and y as they lie, or on layouts that oneDNN chooses.
+/// The convolution on x and y in the caller's layouts, or in layouts that oneDNN chooses.
 ///
-/// The latter, where the former is a GEMM on copied patches (oneDNN has nothing else for NCHW) or plain loops, unless
-/// blocks of channels would be padded to more than twice the size, as few channels are.
+/// oneDNN chooses if, for the caller's layouts, it has only a GEMM on copied patches (it has nothing else for NCHW) or plain
+/// loops. Exceptions are 1 x 1 kernels without groups, and tensors that blocks of channels would pad to more than twice their
+/// size, as with few channels.
 fn choose(onednn: &'static OneDnn, problem: &ConvProblem, pass: Pass) -> Result<Primitive, String> {
     let [x, weight, y] = plain_tensors(onednn, problem)?;
     let [any_x, any_weight, any_y] = shapes(problem).map(|shape| MemoryDesc::new(onednn, &shape, None));

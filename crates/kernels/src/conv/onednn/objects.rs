@@ -17,8 +17,8 @@ const ARG_FROM: c_int = 1;
 const ARG_TO: c_int = 17;
 const ARG_SCRATCHPAD: c_int = 80;
 const IN_ORDER: c_uint = 1;
-/// What must be free where a primitive is made: oneDNN generates machine code into memory without a look at whether it got it,
-/// and crashes where it did not.
+/// Bytes that must be free when a primitive is created: oneDNN generates machine code into memory without checking that the
+/// allocation succeeded, and crashes if it did not.
 const FREE: usize = 32 << 20;
 
 /// `dnnl_memory_desc_t` of version 2: 696 bytes in 2.0 to 2.7.
@@ -36,7 +36,7 @@ enum Storage {
 }
 
 impl MemoryDesc {
-    /// A tensor of `dims` sizes with these strides, in elements, or with a layout that oneDNN shall choose.
+    /// A tensor of `dims` sizes with these strides, in elements, or with a layout that oneDNN chooses.
     pub(super) fn new(
         onednn: &OneDnn,
         dims: &[usize],
@@ -208,10 +208,10 @@ impl Primitive {
         }
     }
 
-    /// How the tensor that `query` asks for has to lie.
+    /// The layout that the tensor of this `query` must have.
     pub(super) fn layout(&self, query: c_int) -> Layout<'_> {
-        // SAFETY: the handle is that of a descriptor of a primitive, of which `self` is the owner. The result lives as long; it is
-        // null for a tensor that the primitive does not have.
+        // SAFETY: the handle is that of a descriptor of a primitive, of which `self` is the owner. The result lives as long; it
+        // is null for a tensor that the primitive does not have.
         let address = unsafe { (self.onednn.common.primitive_desc_query_md)(self.desc.handle, query, 0) };
         assert!(!address.is_null(), "oneDNN has no layout {query}");
         Layout { address, owner: PhantomData }
@@ -231,7 +231,7 @@ impl Primitive {
         unsafe { self.execute(stream, [(ARG_FROM, from), (ARG_TO, to)], scratch) }
     }
 
-    /// Runs the kernel on `operands`, each with the number by which oneDNN knows it.
+    /// Runs the kernel on `operands`, each with oneDNN's number for it.
     ///
     /// # Safety
     /// Each operand's memory must hold as many bytes as its layout says, be writable where the kernel writes, and
@@ -251,8 +251,8 @@ impl Primitive {
         let memory = |operand: &Operand<'_>| {
             let engine = self.onednn.engine.handle;
             let create = |memory| {
-                // SAFETY: `memory` is where `Owned::create` wants the handle. The operand's layout borrows its descriptor's owner,
-                // and the engine lives as long as `onednn`. The data's address is only stored.
+                // SAFETY: `memory` is where `Owned::create` wants the handle. The operand's layout borrows its descriptor's
+                // owner, and the engine lives as long as `onednn`. The data's address is only stored.
                 unsafe { (common.memory_create)(memory, operand.layout.address, engine, operand.data.cast()) }
             };
             Owned::create("dnnl_memory_create", common.memory_destroy, create)
@@ -262,9 +262,9 @@ impl Primitive {
             operands.iter().chain(&scratch).map(|(arg, operand)| (*arg, memory(operand))).collect();
         let args: Vec<ExecArg> =
             memories.iter().map(|(arg, memory)| ExecArg { arg: *arg, memory: memory.handle }).collect();
-        // SAFETY: the primitive, the stream and the memory objects are alive, and `args` has `count` entries. The memory that they
-        // describe is as large and as little shared as the caller promises; no one else has the stream, which never leaves the
-        // thread that made it.
+        // SAFETY: the primitive, the stream and the memory objects are alive, and `args` has `count` entries. The memory that
+        // they describe is as large and as little shared as the caller promises; no one else has the stream, which never leaves
+        // the thread that made it.
         let status = unsafe {
             let count = args.len() as c_int;
             (common.primitive_execute)(self.primitive.handle, stream.0.handle, count, args.as_ptr())
@@ -280,11 +280,11 @@ pub(super) struct Operand<'a> {
     pub(super) data: *mut f32,
 }
 
-/// What primitives execute on, in order.
+/// Executes primitives in order.
 pub(super) struct Stream(Owned);
 
 impl Stream {
-    /// Calls `work` with a stream and returns when what it began is done.
+    /// Calls `work` with a stream and returns when everything that it started is done.
     ///
     /// # Panics
     /// If oneDNN reports an error.
@@ -363,9 +363,9 @@ fn convolution_desc(
                 }
             }
         }
-        // SAFETY: these functions write the handle where `Owned::create` wants it. `tensors` own the descriptors, the arrays have 12
-        // numbers, more than are read, `hint` is null or of an object that the caller owns; engine and attributes live as long
-        // as `onednn`. The missing bias is null, as it may be.
+        // SAFETY: these functions write the handle where `Owned::create` wants it. `tensors` own the descriptors, the arrays
+        // have 12 numbers, more than are read, `hint` is null or of an object that the caller owns; engine and attributes live
+        // as long as `onednn`. The missing bias is null, as it may be.
         Dialect::V3(v3) => unsafe {
             match pass {
                 Pass::Forward => (v3.convolution_forward_primitive_desc_create)(

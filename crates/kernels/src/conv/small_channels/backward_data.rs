@@ -1,7 +1,7 @@
 //! Backward-data: dy times the filters into a buffer, from which the elements of dx gather their taps.
 //!
-//! The buffer holds the products of a tile, a run of output rows: what each output sends back through each tap. It lies as
-//! [output][tap] in channels-last and as [tap][output] where contiguous, as dy does. Each element of dx sums its taps in a
+//! The buffer holds the products of a tile, a run of output rows: what each output sends back through each tap. Its layout is
+//! [output][tap] in channels-last and [tap][output] where contiguous, like dy's. Each element of dx sums its taps in a
 //! register and is read and written once a tile.
 
 use std::ops::Range;
@@ -33,14 +33,14 @@ pub(super) struct BackwardData {
     gather: Gather,
 }
 
-/// Floats of the buffer that are aimed at: with the filters beside it, it should stay in an L2 cache of 1 MiB.
+/// The size of the buffer to aim at, in floats: with the filters beside it, it should stay in an L2 cache of 1 MiB.
 const TILE: usize = 1 << 17;
 
-/// Floats that one output row may take in the buffer, and elements of a row of dx.
+/// The most floats that one output row may take in the buffer, and the most elements of a row of dx.
 const LARGEST: usize = 1 << 22;
 
 impl BackwardData {
-    /// None if one row is too large.
+    /// `None` if one row is too large.
     pub(super) fn new(problem: &ConvProblem, cpu: &Cpu) -> Option<BackwardData> {
         let lanes = simd::lanes(cpu.isa());
         let (t, k) = (taps(problem), problem.out_channels);
@@ -53,7 +53,7 @@ impl BackwardData {
             MemoryFormat::ChannelsLast => {
                 (t.next_multiple_of(lanes), k, Steps::new((0..k).map(|k| [k, k * panel])))
             }
-            // The line more keeps the rows of neighbouring taps from falling into the same sets of the cache.
+            // The extra cache line keeps the rows of neighbouring taps from falling into the same sets of the cache.
             MemoryFormat::Contiguous => (
                 (tile_rows * ow).next_multiple_of(LINE) + LINE,
                 1,
@@ -100,7 +100,7 @@ impl BackwardData {
         LINE + self.filters_len().next_multiple_of(LINE) + self.workers * self.worker_len()
     }
 
-    /// Input rows of each worker's images, cut from dx.
+    /// Splits dx into each worker's bands of input rows.
     fn bands<'a>(&self, dx: &'a mut [f32]) -> Vec<Vec<Band<'a>>> {
         let p = &self.problem;
         let height = p.height.input;
@@ -242,7 +242,7 @@ impl Bands<'_, '_> {
             for (dy, to) in dy.chunks_exact(plane).zip(self.panel.chunks_exact_mut(width)) {
                 let dy = &dy[first..first + columns];
                 let ((from, rest), (whole, _)) = (S::as_simd_f32s(dy), S::as_mut_simd_f32s(to));
-                // Vector by vector: too few for a call of memcpy.
+                // Copied vector by vector: too few for a call of memcpy.
                 for (to, from) in whole.iter_mut().zip(from) {
                     *to = *from;
                 }
@@ -278,7 +278,7 @@ impl Bands<'_, '_> {
         })
     }
 
-    /// Adds what the tile sends back to rows of dx, those of one channel where contiguous.
+    /// Adds the tile's products to rows of dx, those of one channel where contiguous.
     #[inline(always)]
     fn gather<S: Simd>(
         &self,

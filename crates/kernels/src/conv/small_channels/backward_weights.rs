@@ -21,7 +21,7 @@ pub(super) struct BackwardWeights {
     input: InputRows,
     /// From the gradients of one output to those of the next, as the kernel reads them.
     pitch: usize,
-    /// Runs of taps that lie together in the copied input: S * C of them, or C where dilated.
+    /// How many taps lie together in the copied input: S * C, or C where dilated.
     run: usize,
     /// Offsets of the taps in the copied input.
     taps: Vec<usize>,
@@ -29,17 +29,17 @@ pub(super) struct BackwardWeights {
     steps: Steps,
 }
 
-/// Gradients of a strip that are aimed at: few enough for two strips and the sums in the L2 cache.
+/// The number of a strip's gradients to aim at: few enough for two strips and the sums in the L2 cache.
 const GRADIENTS: usize = 1 << 15;
 
-/// Floats of a strip's copied input that are aimed at, likewise.
+/// The size of a strip's copied input to aim at, in floats, for the same reason.
 const INPUT: usize = 1 << 16;
 
-/// The fewest and the most outputs of a strip, but for whole rows: enough to pay for loading and storing the sums.
+/// The fewest and the most outputs of a strip, before rounding to whole rows: enough to pay for loading and storing the sums.
 const STRIP: [usize; 2] = [128, 512];
 
 impl BackwardWeights {
-    /// None if one output row reads too much.
+    /// `None` if one output row reads too much.
     pub(super) fn new(problem: &ConvProblem, cpu: &Cpu) -> Option<BackwardWeights> {
         let lanes = simd::lanes(cpu.isa());
         let input = InputRows::new(problem, 0)?;

@@ -19,8 +19,8 @@ pub(super) struct BackwardWeightsPlanes {
     lanes: usize,
     /// Sums are K x T vectors.
     strips: Strips,
-    /// Floats of one channel's gradients in a strip, rows filled up to whole vectors, and a line that keeps channels from
-    /// falling into the same sets of the cache.
+    /// Floats of one channel's gradients in a strip, with rows filled up to whole vectors, and an extra cache line that keeps
+    /// channels from falling into the same sets of the cache.
     pitch: usize,
     input: InputRows,
     /// Offsets of the taps in the copied input.
@@ -29,7 +29,7 @@ pub(super) struct BackwardWeightsPlanes {
     steps: Steps,
 }
 
-/// Vectors of outputs of a strip that are aimed at: enough to pay for loading and storing the sums.
+/// Vectors of outputs of a strip to aim at: enough to pay for loading and storing the sums.
 const STRIP: usize = 64;
 
 /// Output channels and taps of the largest block for vectors of this many lanes: what 32 or 16 registers hold.
@@ -38,7 +38,7 @@ fn block(lanes: usize) -> [usize; 2] {
 }
 
 impl BackwardWeightsPlanes {
-    /// None if one output row reads too much.
+    /// `None` if one output row reads too much.
     pub(super) fn new(problem: &ConvProblem, cpu: &Cpu) -> Option<BackwardWeightsPlanes> {
         let lanes = simd::lanes(cpu.isa());
         let input = InputRows::new(problem, lanes)?;
@@ -147,8 +147,8 @@ impl WithSimd for Block<'_> {
             ($($channels:literal: $($taps:literal)*;)*) => {
                 match [self.channels, self.taps.len()] {
                     $($([$channels, $taps] if $channels <= most[0] && $taps <= most[1] => {
-                        // SAFETY: there are so many channels and taps, and `is_inside` has found a vector of each at the
-                        // largest places of all steps, and so at each.
+                        // SAFETY: these are the numbers of channels and taps, and `is_inside` has checked that a vector of
+                        // each is inside at the largest places of all steps, and so at each step.
                         unsafe { self.multiply::<S, $channels, $taps>(simd) };
                     })*)*
                     sizes => unreachable!("a block of {sizes:?}"),
@@ -160,7 +160,7 @@ impl WithSimd for Block<'_> {
 }
 
 impl Block<'_> {
-    /// Whether what is read lies in the slices: looked at once a block, outside of its loops.
+    /// Whether all that is read lies in the slices: checked once a block, outside of its loops.
     #[inline(always)]
     fn is_inside(&self, lanes: usize) -> bool {
         let last_tap = self.taps.iter().max().copied().unwrap_or(0);
@@ -212,7 +212,8 @@ mod tests {
     use super::*;
     use crate::Isa;
 
-    /// Sums of a block of ones, of so many channels at a pitch, a tap, a step, and lengths of the input and the gradients.
+    /// Sums of a block of ones with this number of channels, pitch, tap and step, and these lengths of the input and the
+    /// gradients.
     fn run(
         isa: Isa,
         channels: usize,

@@ -7,14 +7,14 @@ use pulp::{MemMask, Simd};
 use crate::MemoryFormat;
 use crate::conv::problem::ConvProblem;
 
-/// What each vector of a row of dx reads of the products of one output row through one kernel row.
+/// Which products of one output row and one kernel row each vector of a row of dx reads.
 ///
-/// Lanes of a vector are neighbours in memory, but a stride apart in the contiguous format: those are reached by the same
-/// taps, and by neighbouring outputs.
+/// Lanes of a vector are neighbours in memory. In the contiguous format they are a stride apart instead: these are reached by
+/// the same taps, and by neighbouring outputs.
 pub(super) struct Gather {
     vectors: Vec<Vector>,
     reads: Vec<Read>,
-    /// The first place that any of them reads, and the end of the last one: none without reads.
+    /// The first place that any of the reads covers, and the end of the last one; `None` without reads.
     reach: Option<Range<isize>>,
     /// From one lane to the next in a row of dx.
     spread: usize,
@@ -121,7 +121,7 @@ impl Gather {
                 let mask = MemMask::new(simd.mask_between_m32s(read.start, read.end).mask());
                 let from = products.as_ptr().wrapping_offset(read.place);
                 // SAFETY: the mask leaves lanes `start..end` of what lies at `place` + `base`. All of these are within
-                // `reach`, of which each base has been seen to lead to places inside the products.
+                // `reach`, and the assertion has checked that `reach`, counted from each base, is inside the products.
                 let load = |base| unsafe { simd.mask_load_ptr_f32s(mask, from.wrapping_add(base)) };
                 let (pairs, rest) = bases.as_chunks();
                 for &[first, second] in pairs {

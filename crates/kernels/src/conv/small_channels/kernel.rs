@@ -11,7 +11,7 @@ pub(super) fn block_rows(lanes: usize) -> usize {
     if lanes == 16 { 14 } else { 6 }
 }
 
-/// `0..len` in as few runs of at most `most` as possible, of equal length but for one.
+/// `0..len` in as few runs of at most `most` as possible, whose lengths differ by at most one.
 pub(super) fn even_runs(len: usize, most: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
     let runs = len.div_ceil(most);
     (0..runs).map(move |run| run * len / runs..(run + 1) * len / runs)
@@ -21,7 +21,7 @@ pub(super) fn even_runs(len: usize, most: usize) -> impl Iterator<Item = std::op
 pub(super) struct Ahead<'a>(pub(super) [&'a [f32]; 2]);
 
 impl<'a> Ahead<'a> {
-    /// The next part, what a block of so many steps fetches.
+    /// The next part: what a block of `steps` steps fetches.
     pub(super) fn next(&mut self, steps: usize) -> &'a [f32] {
         let Some(rest) = self.0.iter_mut().find(|rest| !rest.is_empty()) else { return &[] };
         let (part, others) = rest.split_at(rest.len().min(steps * LINE));
@@ -33,7 +33,7 @@ impl<'a> Ahead<'a> {
 /// Places in the two operands of a product, a pair for each step, and the largest of each up to any step.
 pub(super) struct Steps {
     places: Vec<[usize; 2]>,
-    /// At each step, of all up to that one.
+    /// For each step, the largest places of all steps up to that one.
     most: Vec<[usize; 2]>,
 }
 
@@ -85,7 +85,7 @@ impl<'a> Places<'a> {
     }
 }
 
-/// What is read from a place: `lanes` elements each of `count` times, `pitch` elements apart, of a slice of `len`.
+/// What is read from a place: `count` times `lanes` elements, `pitch` elements apart, of a slice of `len`.
 #[derive(Clone, Copy)]
 pub(super) struct Reads {
     pub(super) count: usize,
@@ -95,7 +95,7 @@ pub(super) struct Reads {
 }
 
 impl Reads {
-    /// A size that overflows is outside, as is nothing at all.
+    /// A size that overflows is not inside, nor is a `count` of 0.
     #[inline(always)]
     pub(super) fn is_inside(self, place: usize) -> bool {
         let last = self.count.checked_sub(1).and_then(|last| last.checked_mul(self.pitch));
@@ -106,8 +106,8 @@ impl Reads {
 
 /// `out[p][..columns] = sum over (i, j) in steps of a[p * stride + i] * b[j..j + columns]`, or += that.
 ///
-/// At most [`block_rows`] rows and two vectors of columns. Whole vectors of `b` are read. Where `out` is streamed, its rows
-/// are overwritten and whole vectors.
+/// At most [`block_rows`] rows and two vectors of columns. Whole vectors of `b` are read. If `out` is streamed, its rows must
+/// be whole vectors, and they are overwritten.
 pub(super) struct Block<'a> {
     pub(super) a: &'a [f32],
     pub(super) rows: usize,
@@ -119,9 +119,9 @@ pub(super) struct Block<'a> {
     pub(super) pitch: usize,
     pub(super) columns: usize,
     pub(super) update: Update,
-    /// There if `out` is written by streaming stores.
+    /// Present if `out` is written by streaming stores.
     pub(super) streaming: Option<&'a Streaming>,
-    /// What is fetched into the caches meanwhile, a line in each step.
+    /// Memory that is prefetched meanwhile, a cache line in each step.
     pub(super) ahead: &'a [f32],
 }
 
@@ -132,23 +132,23 @@ impl WithSimd for Block<'_> {
     fn with_simd<S: Simd>(self, simd: S) {
         assert!(self.is_inside(S::F32_LANES), "a block reads or writes beyond its slices");
         match (self.columns <= S::F32_LANES, self.streaming.is_some()) {
-            // SAFETY: `is_inside` has found one vector of columns or part of it, what is read of `a` and `b` at the largest
-            // places of all steps and so at each, and what is written of `out`; streamed, `out` is whole vectors. Blocks are
-            // run by tasks that `simd::run` calls, with the task's vectors.
+            // SAFETY: there is one vector of columns or part of it. `is_inside` has checked that what is read of `a` and `b`
+            // is inside at the largest places of all steps, and so at each, and that what is written of `out` is inside; if
+            // streamed, `out` is whole vectors. Blocks are run by tasks that `simd::run` calls, with the task's vectors.
             (true, false) => unsafe { self.dispatch::<S, 1, false>(simd) },
             // SAFETY: as for one vector that is not streamed, and `is_inside` has called `is_in_vectors` here.
             (true, true) => unsafe { self.dispatch::<S, 1, true>(simd) },
-            // SAFETY: more than one vector of columns and at most two; `is_inside` has found the rest.
+            // SAFETY: there is more than one vector of columns and at most two; `is_inside` has checked the rest.
             (false, false) => unsafe { self.dispatch::<S, 2, false>(simd) },
-            // SAFETY: more than one vector of columns and at most two; `is_inside` has found the rest, and has called
-            // `is_in_vectors`.
+            // SAFETY: there is more than one vector of columns and at most two; `is_inside` has checked the rest, and has
+            // called `is_in_vectors`.
             (false, true) => unsafe { self.dispatch::<S, 2, true>(simd) },
         }
     }
 }
 
 impl Block<'_> {
-    /// Whether all that [`Block::multiply`] asks for is so: looked at once a block, outside of its loops.
+    /// Whether everything that [`Block::multiply`] requires holds: checked once a block, outside of its loops.
     #[inline(always)]
     fn is_inside(&self, lanes: usize) -> bool {
         let Block { rows, stride, pitch, columns, .. } = *self;
@@ -197,7 +197,7 @@ impl Block<'_> {
     unsafe fn multiply<S: Simd, const P: usize, const V: usize, const STREAMS: bool>(self, simd: S) {
         let lanes = S::F32_LANES;
         let (a, b) = (self.a.as_ptr(), self.b.as_ptr());
-        // Without anything to fetch, the same line again and again.
+        // If there is nothing to fetch, the same line is prefetched again and again.
         let (mut ahead, line) = if self.ahead.is_empty() { (b, 0) } else { (self.ahead.as_ptr(), LINE) };
         let zero = simd.splat_f32s(0.0);
         let mut sums = [[zero; V]; P];
@@ -220,8 +220,8 @@ impl Block<'_> {
                 }
             }
         }
-        // One plain loop for each way to write, which the compiler unrolls, and code of its own to stream with: sums stay in
-        // registers.
+        // Each way to write has a plain loop of its own, which the compiler unrolls, and streaming has code of its own: so
+        // the sums stay in registers.
         macro_rules! write {
             (|$place:ident, $sum:ident, $v:ident| $write:expr) => {{
                 let mut row = self.out.as_mut_ptr();
@@ -285,7 +285,7 @@ mod tests {
         streams: bool,
     }
 
-    /// out of a block of ones, which a test in release mode must not read or write beyond its slices either.
+    /// `out` of a block of ones. In release mode, too, the block must not read or write beyond its slices.
     fn run(isa: Isa, sizes: Sizes) -> Vec<f32> {
         let Sizes { rows, stride, pitch, columns, lens: [a, b, out], place, streams } = sizes;
         let (a, b, mut out) = (vec![1.0; a], vec![1.0; b], vec![0.0; out]);
@@ -338,7 +338,7 @@ mod tests {
                 Sizes { lens: [lens[0], lens[1] - 1, lens[2]], ..fits },
                 Sizes { lens: [lens[0], lens[1], lens[2] - 1], ..fits },
                 Sizes { lens: [0; 3], ..fits },
-                // Streamed are whole vectors only, of which a portable one is a float.
+                // Only whole vectors are streamed; a portable vector is one float.
                 Sizes { columns: columns - 1, pitch: 39, streams: true, ..fits },
             ];
             for sizes in refused.into_iter().take(if lanes == 1 { 18 } else { 19 }) {

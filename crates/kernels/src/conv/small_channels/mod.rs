@@ -1,7 +1,7 @@
 //! Direct convolution for first layers: few input channels, any kernel, stride, padding and dilation.
 //!
-//! All passes are products of register blocks (see [`kernel`]): broadcast values of one operand times vectors of the
-//! other. T = C * R * S taps are too few to fill vectors with channels, so vectors lie along what is long:
+//! All passes are products of register blocks (see [`kernel`]): broadcast values of one operand times vectors of the other.
+//! There are too few channels in the T = C * R * S taps to fill vectors, so vectors lie along a longer axis:
 //!
 //! | pass | channels-last | contiguous |
 //! |---|---|---|
@@ -95,7 +95,7 @@ fn taps(problem: &ConvProblem) -> usize {
     problem.weight_len() / problem.out_channels
 }
 
-/// Where tap `tap` of a filter lies in it; taps count as (c, r, s), or (r, s, c) for channels-last.
+/// The index of tap `tap` in a filter of the weight; taps are numbered as (c, r, s), or (r, s, c) for channels-last.
 fn place_in_filter(problem: &ConvProblem, tap: usize) -> usize {
     match problem.format {
         MemoryFormat::Contiguous => tap,

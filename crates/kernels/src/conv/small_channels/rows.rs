@@ -5,7 +5,7 @@ use std::ops::Range;
 use crate::MemoryFormat;
 use crate::conv::problem::ConvProblem;
 
-/// How the copies lie.
+/// The layout of the copies.
 ///
 /// Channels-last: R lines of (padded W) x C. Contiguous: C x R lines for each residue of the column modulo the stride
 /// that a tap reads, so that what one tap reads for neighbouring outputs lies together.
@@ -17,11 +17,11 @@ pub(super) struct InputRows {
     pitch: usize,
 }
 
-/// Floats of all lines, at most: 16 MiB.
+/// The most floats of all lines: 16 MiB.
 const LARGEST: usize = 1 << 22;
 
 impl InputRows {
-    /// None if one output row reads too much. `slack` zeros follow each line of the contiguous format.
+    /// `None` if one output row reads too much. `slack` zeros follow each line of the contiguous format.
     pub(super) fn new(problem: &ConvProblem, slack: usize) -> Option<InputRows> {
         let w = &problem.width;
         let (residues, pitch) = match problem.format {
@@ -77,7 +77,7 @@ impl InputRows {
         }
     }
 
-    /// From what a tap reads for one output to what it reads for the next.
+    /// Floats from what a tap reads for one output to what it reads for the next.
     pub(super) fn step(&self) -> usize {
         match self.problem.format {
             MemoryFormat::ChannelsLast => self.problem.width.stride * self.problem.in_channels,
@@ -85,8 +85,8 @@ impl InputRows {
         }
     }
 
-    /// What output rows `rows`, counted over all images, read of `x` and the output row before them does not: as far as it
-    /// lies in the first one's image, in channels-last.
+    /// The part of `x` that output rows `rows`, counted over all images, read and the output row before them does not. Only
+    /// the part in the first row's image, and for channels-last only.
     pub(super) fn fresh<'a>(&self, x: &'a [f32], rows: Range<usize>) -> &'a [f32] {
         let p = &self.problem;
         let h = &p.height;
@@ -135,7 +135,7 @@ impl InputRows {
         }
     }
 
-    /// Every stride-th column of a padded row, from column `residue` on.
+    /// Copies every stride-th column of a padded row, from column `residue` on.
     #[inline(always)]
     fn copy_residue(&self, from: Option<&[f32]>, residue: usize, line: &mut [f32]) {
         let w = &self.problem.width;

@@ -1,4 +1,4 @@
-//! How backward-weights is shared: each worker adds strips of output rows to sums of its own.
+//! How threads share backward-weights: each worker adds strips of output rows to its own sums.
 
 use std::ops::Range;
 
@@ -20,7 +20,7 @@ pub(super) struct Strips {
     gradients: usize,
 }
 
-/// What a worker adds a strip with.
+/// The buffers that a worker needs to add a strip.
 pub(super) struct Buffers<'a> {
     pub(super) input: &'a mut [f32],
     pub(super) gradients: &'a mut [f32],
@@ -28,7 +28,7 @@ pub(super) struct Buffers<'a> {
 }
 
 impl Strips {
-    /// For strips of `rows` rows, with so many floats of sums, input and gradients.
+    /// For strips of `rows` rows, with `lens` floats of sums, input and gradients.
     pub(super) fn new(problem: &ConvProblem, cpu: &Cpu, rows: usize, lens: [usize; 3]) -> Strips {
         let [batch, _, height, _] = problem.output_shape();
         let [sums, input, gradients] = lens.map(|len| len.next_multiple_of(LINE));

@@ -10,7 +10,8 @@ use super::memory::{Grid, load};
 use super::transforms::{Filter, Output, Transform, column_of};
 use crate::shared::Shared;
 
-/// Vectors of a side of the products that are multiplied at once: two, unless one of few would be filled up with zeros.
+/// Vectors of one side of the products that are multiplied at once: two, unless one of only a few vectors would then be all
+/// zeros.
 pub(super) fn vectors(channels: usize, lanes: usize) -> usize {
     match channels.div_ceil(lanes) {
         1 | 3 => 1,
@@ -57,8 +58,8 @@ impl<F: Filter> WithSimd for TransformInputs<'_, F> {
     }
 }
 
-/// Multiplies a block's inputs with a panel's filters, M[point][output / pair][tile][pair] = V U, and adds that of all but the
-/// first slice of channels. A pair is one vector or two.
+/// Multiplies a block's inputs with a panel's filters, M[point][output / pair][tile][pair] = V U. The product of the first
+/// slice of channels overwrites M, those of the other slices are added. A pair is one vector or two.
 pub(super) struct Multiply<'a, F> {
     pub(super) tiles: &'a Tiles<F>,
     pub(super) inputs: &'a [f32],
@@ -124,7 +125,8 @@ fn product<S: Simd, const ROWS: usize, const V: usize>(
     let mut sums = [[simd.splat_f32s(0.0); V]; ROWS];
     for (v, u) in v.chunks_exact(ROWS * lanes).zip(u.chunks_exact(V * lanes * lanes)) {
         for q in 0..lanes {
-            // SAFETY: `u` is a chunk of V vectors for each of as many channels as there are lanes; q is below `lanes` and half below V.
+            // SAFETY: `u` is a chunk of V vectors for each of as many channels as there are lanes; q is below `lanes` and half
+            // below V.
             let u: [_; V] = std::array::from_fn(|half| unsafe { load::<S>(u, (V * q + half) * lanes) });
             for row in 0..ROWS {
                 let value = simd.splat_f32s(v[row * lanes + q]);
@@ -194,24 +196,24 @@ impl<F: Filter> TransformOutputs<'_, F> {
             let products = &self.products[place..];
             assert!(points.fits::<S>(F::INPUTS, 0, products.len()), "a tile's products beyond their block");
             let column = |j| {
-                // SAFETY: `fits` has found the vector of the last point inside, which no other one's is behind; `square` and
-                // `column_of` ask for points of this side.
+                // SAFETY: `fits` has checked that the last point's vector is inside, and no other point's vector lies behind
+                // it; `square` and `column_of` use only points within this side.
                 column_of(simd, F::INPUTS, |i| unsafe { points.load::<S>(products, [i, j]) })
             };
             let corner = corner + first;
             if whole && take == lanes {
                 assert!(pixels.fits::<S>(F::OUTPUTS, corner, output.len()), "a tile beyond the output");
                 Output::<F>::square(simd, column, |i, j, value| {
-                    // SAFETY: `fits` has found the vector of the tile's last pixel inside, which no other one's is behind.
-                    // Each output belongs to one tile and, with its channel, to one panel of one group; each tile's products
-                    // with a panel are transformed once, so that nobody else writes this.
+                    // SAFETY: `fits` has checked that the vector of the tile's last pixel is inside, and no other pixel's
+                    // vector lies behind it. Each output belongs to one tile and, with its channel, to one panel of one
+                    // group; each tile's products with a panel are transformed once, so that nobody else writes this.
                     unsafe { pixels.store::<S>((*output, corner), [i, j], value) }
                 });
             } else {
                 Output::<F>::square(simd, column, |i, j, value| {
                     if i < rows && j < columns {
-                        // SAFETY: the pixel is inside of the output and of this tile, to which alone it belongs; `take` channels
-                        // from `first` on are those of this vector. Each tile's products with a panel are transformed once, so
+                        // SAFETY: the pixel is inside of the output and belongs to this tile alone; `take` channels from
+                        // `first` on are those of this vector. Each tile's products with a panel are transformed once, so
                         // that nobody else writes this.
                         let to = unsafe { output.part(corner + pixels.place([i, j]), take) };
                         simd.partial_store_f32s(to, value);

@@ -9,7 +9,7 @@ use super::memory::{Grid, LANES, load};
 use super::transforms::{Filter, Taps, Transform, column_of};
 use crate::shared::Shared;
 
-/// K x C x 3 x 3 filters, or for backward-data C x K x 3 x 3 ones turned round.
+/// K x C x 3 x 3 filters, or for backward-data C x K x 3 x 3 filters turned by 180 degrees.
 #[derive(Clone, Copy)]
 pub(super) struct Filters<'a> {
     pub(super) weight: &'a [f32],
@@ -20,7 +20,7 @@ pub(super) struct Filters<'a> {
 }
 
 impl Filters<'_> {
-    /// The taps that lead from `channels` to `outputs`, no more than there are lanes of each: taps[channel][tap][lane].
+    /// Copies the taps from `channels` to `outputs`, at most `lanes` of each, as taps[channel][tap][lane].
     #[inline(always)]
     fn taps(&self, channels: Range<usize>, outputs: Range<usize>, lanes: usize, taps: &mut [f32]) {
         for (i, channel) in channels.enumerate() {
@@ -84,8 +84,8 @@ impl<F: Filter> WithSimd for TransformFilters<'_, F> {
                     Taps::<F>::square(
                         simd,
                         |s| column_of(simd, 3, |r| load(r, s)),
-                        // SAFETY: `fits` has found the vector of the last point inside, which no other one's is behind. `to` was
-                        // made of a slice that this call has for itself.
+                        // SAFETY: `fits` has checked that the last point's vector is inside, and no other point's vector lies
+                        // behind it. `to` was made of a slice that only this call uses.
                         |i, j, value| unsafe { points.store::<S>((to, place), [i, j], value) },
                     );
                 }

@@ -16,7 +16,7 @@ use crate::simd;
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Direction {
     Forward,
-    /// Forward of dy with the filters turned round and channels exchanged.
+    /// Forward of dy with the filters turned by 180 degrees and channels exchanged.
     BackwardData,
 }
 
@@ -30,12 +30,12 @@ impl Direction {
     }
 }
 
-/// What is transformed for all threads first. The other is transformed in parts that each thread then multiplies.
+/// Which operand is transformed first, for all threads. The other is transformed in parts that each thread then multiplies.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum First {
-    /// Then blocks of tiles, of all channels.
+    /// The filters; then blocks of tiles, with all channels.
     Filters,
-    /// Then panels of filters, some channels at a time, for one block of all tiles.
+    /// The inputs; then panels of filters, some channels at a time, for one block of all tiles.
     Inputs,
 }
 
@@ -63,8 +63,8 @@ impl<F: Filter> Tiles<F> {
         let lanes = simd::lanes(cpu.isa());
         let (tiles, c) = (geometry.tiles(), geometry.channels);
         let vectors = vectors(geometry.outputs, lanes);
-        // Few tiles: filters are the larger part. They are used where they have been transformed, in the L2 cache
-        // beside the products of all tiles.
+        // With few tiles, the filters are the larger part. They are multiplied right after their transform, while they are in
+        // the L2 cache beside the products of all tiles.
         let first = if tiles <= 256.min(geometry.outputs) { First::Inputs } else { First::Filters };
         let (block, depth, panel) = match first {
             First::Inputs => (tiles, c.min(64), 32),
@@ -136,7 +136,7 @@ impl<F: Filter> Tiles<F> {
             .map(|stride| self.geometry.points() * stride)
     }
 
-    /// Floats of what is transformed first, and of what each worker has.
+    /// Floats of the operand that is transformed first, and of each worker's part of the workspace.
     fn parts(&self) -> [usize; 2] {
         let [filters, inputs, products] = self.lens();
         match self.first {

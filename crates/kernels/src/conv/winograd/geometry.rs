@@ -10,7 +10,7 @@ use super::transforms::{Filter, Input, OutputGradient, POINTS, Transform, column
 use crate::conv::problem::ConvProblem;
 use crate::shared::Shared;
 
-/// Floats between the matrices of two points beyond their own size, so that they do not fall into the same cache sets.
+/// Extra floats between the matrices of two points, so that they do not fall into the same cache sets.
 pub(super) const SKEW: usize = 48;
 
 /// N x H x W x C images, N x OH x OW x K images, and the tiles that cover the latter. C and K are those of one group.
@@ -27,7 +27,7 @@ pub(super) struct Geometry<F> {
     pub(super) channels: usize,
     /// K.
     pub(super) outputs: usize,
-    /// Of how many groups this is which.
+    /// The number of groups, and which of them this is.
     pub(super) groups: usize,
     pub(super) group: usize,
     pub(super) filter: PhantomData<F>,
@@ -58,7 +58,7 @@ impl<F: Filter> Geometry<F> {
         }
     }
 
-    /// The same of backward-data: a forward pass of dy with the filters turned round.
+    /// The geometry of backward-data: a forward pass of dy with the filters turned by 180 degrees.
     pub(super) fn turned(self) -> Geometry<F> {
         Geometry {
             input: self.output,
@@ -83,7 +83,7 @@ impl<F: Filter> Geometry<F> {
         Tile { image: line / rows, row: line % rows * F::OUTPUTS, column: column * F::OUTPUTS }
     }
 
-    /// Floats of a square's row of pixels with so many channels in each group, in whole cache lines.
+    /// Floats of a square's row of pixels with `channels` channels in each group, in whole cache lines.
     pub(super) fn zeros_len(&self, channels: usize) -> usize {
         (F::INPUTS * self.groups * channels).next_multiple_of(LANES)
     }
@@ -115,7 +115,7 @@ impl<F: Filter> Geometry<F> {
         let start = [row.wrapping_sub(self.padding[0]), column.wrapping_sub(self.padding[1])];
         let channels = [self.channels, self.group, self.groups];
         let image = Image { x, zeros, image, size: self.input, channels };
-        // SAFETY: the caller promises that nobody else uses the places in `to`, which are the same.
+        // SAFETY: the caller promises that nobody else uses the places in `to`, and these are the same places.
         unsafe { image.transform::<S, Input<F>>(simd, start, to, place) }
     }
 
@@ -137,7 +137,7 @@ impl<F: Filter> Geometry<F> {
         let Tile { image, row, column } = self.tile(tile);
         let channels = [self.outputs, self.group, self.groups];
         let image = Image { x: dy, zeros, image, size: self.output, channels };
-        // SAFETY: the caller promises that nobody else uses the places in `to`, which are the same.
+        // SAFETY: the caller promises that nobody else uses the places in `to`, and these are the same places.
         unsafe { image.transform::<S, OutputGradient<F>>(simd, [row, column], to, place) }
     }
 }
@@ -145,16 +145,17 @@ impl<F: Filter> Geometry<F> {
 /// One of N x H x W x C images.
 struct Image<'a> {
     x: &'a [f32],
-    /// What lies around it.
+    /// Zeros, which are read around the image.
     zeros: &'a [f32],
     image: usize,
     size: [usize; 2],
-    /// Channels of a group, which group, and of how many.
+    /// Channels of a group, the group's number, and the number of groups.
     channels: [usize; 3],
 }
 
 impl Image<'_> {
-    /// Transforms the square of pixels from `start`, which may lie outside: what is above or left has wrapped round.
+    /// Transforms the square of pixels from `start`, which may lie outside: above or left of the image it is a wrapped
+    /// negative.
     ///
     /// # Safety
     /// As [`Geometry::transform_input`].
@@ -189,8 +190,8 @@ impl Image<'_> {
         for vector in 0..c.div_ceil(lanes) {
             let (first, place) = (vector * lanes, place(vector));
             assert!(points.fits::<S>(T::SIDES[1], place, to.len()), "a tile's vectors beyond their block");
-            // SAFETY: `fits` has found the vector of the last point inside, which no other one's is behind; `square` stores
-            // points of this side. The caller promises that nobody else uses them.
+            // SAFETY: `fits` has checked that the last point's vector is inside, and no other point's vector lies behind it;
+            // `square` stores only points within this side. The caller promises that nobody else uses them.
             let store = |i, j, value| unsafe { points.store::<S>((to, place), [i, j], value) };
             let line = Line { columns: columns.clone(), pixel, first };
             if first + lanes <= c {

@@ -1,4 +1,4 @@
-//! A convolution of groups as one convolution after the other: threads share the groups out, or each group's work.
+//! A convolution with groups as one convolution per group: threads share the groups, or each group's work.
 
 use crate::Cpu;
 use crate::conv::plan::ConvKernel;
@@ -6,9 +6,9 @@ use crate::conv::problem::ConvProblem;
 use crate::conv::workspace::{LINE, aligned};
 use crate::shared::Shared;
 
-/// The convolution of one group, whichever: they differ in where their channels lie.
+/// The convolution of any one group: groups differ only in where their channels lie.
 pub(super) trait GroupKernel: Send + Sync {
-    /// Floats.
+    /// Floats of workspace.
     fn workspace_len(&self) -> usize;
 
     /// Computes a group's part of `output` with the threads that the kernel was made for; `workspace` starts on a cache
@@ -27,7 +27,7 @@ pub(super) trait GroupKernel: Send + Sync {
 pub(super) struct Groups<K> {
     kernel: K,
     groups: usize,
-    /// What works on a group, and how many of these there are.
+    /// The threads that work on one group, and the number of such teams.
     cpu: Cpu,
     teams: usize,
     work: usize,
@@ -41,7 +41,7 @@ impl<K: GroupKernel> Groups<K> {
         Groups { kernel: kernel(&cpu), groups: problem.groups, cpu, teams, work: problem.flops() as usize }
     }
 
-    /// Floats of a team, whole cache lines.
+    /// Floats of a team's workspace, in whole cache lines.
     fn team_len(&self) -> usize {
         self.kernel.workspace_len().next_multiple_of(LINE)
     }

@@ -29,10 +29,10 @@ pub(super) unsafe fn store<S: Simd>(to: &mut [f32], at: usize, value: S::f32s) {
     unsafe { to.as_mut_ptr().add(at).cast::<S::f32s>().write_unaligned(value) }
 }
 
-/// Vectors in memory as a square: so many floats from one row to the next, and from one column to the next.
+/// A square of vectors in memory: the floats from one row to the next, and from one column to the next.
 ///
-/// An address is a sum of two terms that whole lines share; multiplied out for each vector, addresses take as long as the
-/// vectors' own arithmetic.
+/// An address is a sum of two terms that whole rows or columns share. If addresses were multiplied out for each vector, they
+/// would take as long as the vectors' own arithmetic.
 #[derive(Clone, Copy)]
 pub(super) struct Grid {
     pub(super) row: usize,
@@ -40,7 +40,7 @@ pub(super) struct Grid {
 }
 
 impl Grid {
-    /// Rows of `side` vectors, of which one follows another after so many floats.
+    /// Rows of `side` vectors, where each vector follows `stride` floats after the one before.
     pub(super) fn of_points(side: usize, stride: usize) -> Grid {
         Grid { row: side * stride, column: stride }
     }
@@ -80,8 +80,8 @@ impl Grid {
         [i, j]: [usize; 2],
         value: S::f32s,
     ) {
-        // SAFETY: the caller promises that a vector's floats from `at + place([i, j])` on, which is the sum of these terms, are in
-        // the slice, and that nobody else uses them.
+        // SAFETY: the caller promises that a vector's floats from `at + place([i, j])` on, which is the sum of these terms, are
+        // in the slice, and that nobody else uses them.
         unsafe {
             let row = to.pointer(at + i * self.row);
             row.add(j * self.column).cast::<S::f32s>().write_unaligned(value);

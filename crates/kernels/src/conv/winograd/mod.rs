@@ -6,13 +6,13 @@
 //! M[xi] = V[xi] U[xi]  (m + 2)² small matrix products over the channels
 //! y = Aᵀ M A           each output tile, m wide
 //! ```
-//! F(2x2) does 2.25, F(4x4) 4 and F(6x6) 5.06 times fewer multiplications than direct convolution. Backward-data is
-//! forward with the filters turned round and input and output channels exchanged; backward-weights transforms both its
+//! F(2x2) does 2.25, F(4x4) 4 and F(6x6) 5.06 times fewer multiplications than direct convolution. Backward-data is forward
+//! with the filters turned by 180 degrees and input and output channels exchanged; backward-weights transforms both its
 //! inputs and sums over the tiles: `dW = Gᵀ [sum of (A dY Aᵀ) ⊙ (Bᵀ d B)] G`.
 //!
-//! What is transformed is multiplied while it lies in the L2 cache, in blocks of tiles x outputs whose products (or
-//! outputs x channels whose sums) fit there. With many tiles, [`forward`] transforms all filters and then blocks of
-//! tiles; with few, all tiles and then panels of filters.
+//! Transformed data is multiplied while it is in the L2 cache, in blocks of tiles x outputs whose products fit there
+//! (backward-weights: blocks of outputs x channels whose sums fit there). With many tiles, [`forward`] first transforms all
+//! filters, then block after block of tiles; with few, first all tiles, then panel after panel of filters.
 //! Lavin, Gray: "Fast Algorithms for Convolutional Neural Networks", CVPR 2016.
 
 // Small matrices are written with their indices, as the formulas are.
@@ -77,7 +77,7 @@ impl<F: Filter> ConvAlgorithm for Winograd<F> {
     }
 }
 
-/// Channels of one of several groups, at least: with fewer, the matrices are mostly filled up with zeros.
+/// The least channels of a group if there are several: with fewer, the matrices are mostly filled up with zeros.
 const LEAST_OF_GROUP: usize = 32;
 
 fn plan<F: Filter>(
@@ -130,7 +130,7 @@ fn products<F: Filter>(geometry: &Geometry<F>) -> f64 {
 
 /// The products, about twenty operations for each point of a transformed tile or filter, and the filters' memory.
 fn cost<F: Filter>(geometry: &Geometry<F>, problem: &ConvProblem, cpu: &Cpu) -> Cost {
-    // Of one group's few channels, whole vectors are multiplied.
+    // The few channels of a group are multiplied as whole vectors.
     let lanes = crate::simd::lanes(cpu.isa());
     let (c, k) = match geometry.groups {
         1 => (geometry.channels, geometry.outputs),

@@ -29,7 +29,7 @@ pub(super) trait Filter: Copy + Send + Sync + 'static {
     const OUTPUTS: usize = 2 * Self::PAIRS;
     /// Products in one dimension.
     const INPUTS: usize = Self::OUTPUTS + 2;
-    /// What the transforms multiply by.
+    /// The factors that the transforms use.
     const TABLE: Table = Table::new(Self::PAIR, Self::PAIRS);
 }
 
@@ -76,7 +76,7 @@ pub(super) trait Transform {
 
     fn apply<S: Simd>(s: S, column: [S::f32s; POINTS]) -> [S::f32s; POINTS];
 
-    /// The map on the columns of a square, which `column` gives by number, and then on the rows.
+    /// Applies the map to the columns of a square, which `column` gives by number, and then to the rows.
     #[inline(always)]
     fn square<S: Simd>(
         s: S,
@@ -116,15 +116,15 @@ pub(super) fn column_of<S: Simd>(s: S, len: usize, load: impl Fn(usize) -> S::f3
     column
 }
 
-/// Bᵀ: the input of a tile, to its factors.
+/// Bᵀ: from the input of a tile to its factors.
 pub(super) struct Input<F>(PhantomData<F>);
-/// G: the filter, to its factors.
+/// G: from the filter to its factors.
 pub(super) struct Taps<F>(PhantomData<F>);
-/// Aᵀ: the products, to the outputs.
+/// Aᵀ: from the products to the outputs.
 pub(super) struct Output<F>(PhantomData<F>);
-/// A: the gradient of the outputs, to that of the products.
+/// A: from the gradient of the outputs to that of the products.
 pub(super) struct OutputGradient<F>(PhantomData<F>);
-/// Gᵀ: the gradient of the filter's factors, to that of the filter.
+/// Gᵀ: from the gradient of the filter's factors to that of the filter.
 pub(super) struct TapsGradient<F>(PhantomData<F>);
 
 impl<F: Filter> Transform for Input<F> {
@@ -237,11 +237,11 @@ fn polynomial<S: Simd>(s: S, factors: &[f32; 4], n: usize, terms: impl Fn(usize)
 
 /// Coefficients of the transforms in f32, computed in f64.
 pub(super) struct Table {
-    /// Of the product of all (t - a²) in t = x², over its value at 0.
+    /// Coefficients of the product of all (t - a²) in t = x², over its value at 0.
     zero: [f32; 4],
-    /// Of the product of all (t - a²).
+    /// Coefficients of the product of all (t - a²).
     infinity: [f32; 4],
-    /// Of the product of (t - a²) of the other pairs.
+    /// Coefficients of the product of (t - a²) of the other pairs.
     others: [[f32; 4]; 3],
     /// 1, a, a² over N'(a).
     taps: [[f32; 3]; 3],

@@ -72,7 +72,7 @@ impl<F: Filter> Weights<F> {
         self.geometry.points() * self.sum_stride()
     }
 
-    /// Blocks whose sums a team holds: where there is one chunk only, each thread finishes one after the other.
+    /// Blocks whose sums a team holds. If there is only one chunk, each thread finishes block after block in the same memory.
     fn held_blocks(&self) -> usize {
         let blocks = self.blocks()[0] * self.blocks()[1];
         if self.chunks() == 1 { blocks.min(self.threads) } else { blocks }
@@ -156,7 +156,7 @@ struct Call<'a, F> {
 }
 
 impl<F: Filter> Call<'_, F> {
-    /// Sums these chunks with the threads of `cpu`, and transforms the sums back if they are to be finished.
+    /// Sums these chunks with the threads of `cpu`, and transforms the sums back if `finish`.
     fn sum(&self, cpu: &Cpu, chunks: std::ops::Range<usize>, scratch: &mut [f32], finish: bool) {
         let w = self.weights;
         let isa = self.cpu.isa();
@@ -253,7 +253,7 @@ struct Add<'a, F> {
     inputs: &'a [f32],
     /// [point][output / group][channel / pair][output % group][pair].
     sums: &'a mut [f32],
-    /// The sums hold nothing yet.
+    /// Whether the sums hold nothing yet.
     fresh: bool,
 }
 
@@ -299,8 +299,8 @@ impl<F: Filter> Add<'_, F> {
     }
 }
 
-/// m += zᵀ v over the tiles, or m = zᵀ v: z as [tile][group], of which ROWS count, v as [tile][V vectors], m as
-/// [ROWS][V vectors].
+/// m += zᵀ v over the tiles, or m = zᵀ v: z as [tile][group], of which ROWS are used, v as [tile][V vectors], m as [ROWS][V
+/// vectors].
 #[inline(always)]
 fn add_product<S: Simd, const ROWS: usize, const V: usize>(
     simd: S,
@@ -355,8 +355,8 @@ impl<F: Filter> WithSimd for Finish<'_, F> {
                     simd,
                     |j| {
                         column_of(simd, F::INPUTS, |i| {
-                            // SAFETY: `fits` has found the vector of the last point inside of each team's sums, which no
-                            // other one's is behind; `square` and `column_of` ask for points of this side.
+                            // SAFETY: `fits` has checked that the last point's vector is inside of each team's sums, and no
+                            // other point's vector lies behind it; `square` and `column_of` use only points within this side.
                             let sum = |team: &[f32]| unsafe { points.load::<S>(&team[place..], [i, j]) };
                             others.iter().fold(sum(one), |all, other| simd.add_f32s(all, sum(other)))
                         })
