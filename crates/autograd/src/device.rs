@@ -114,6 +114,10 @@ impl Device {
         self.inner.pool.take(len)
     }
 
+    pub(crate) fn pool(&self) -> &Arc<Pool> {
+        &self.inner.pool
+    }
+
     /// Bytes in use now and at the peak.
     pub fn memory(&self) -> MemoryStats {
         self.inner.pool.stats()

@@ -20,6 +20,7 @@ mod backward;
 mod device;
 mod error;
 mod fold;
+mod foreign;
 mod function;
 mod gradcheck;
 mod mode;
@@ -33,6 +34,7 @@ pub use convoke_kernels::{Cpu, DType, Element, Isa, MemoryFormat, Stored};
 pub use device::{Device, DeviceOptions};
 pub use error::{Error, Result};
 pub use fold::fold_conv_bn2d;
+pub use foreign::Exported;
 pub use function::{Function, Needs, apply, apply_with_saved};
 pub use gradcheck::{GradCheck, GradCheckFailure, GradCheckReport, gradcheck};
 /// The 16-bit element types.

@@ -12,6 +12,7 @@ use crate::{Device, Error, Result};
 
 /// Bytes held by a device's buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct MemoryStats {
     /// Bytes of buffers in use: tensors, saved values, workspaces. Exact: elements times their size.
     pub live_bytes: usize,
@@ -21,6 +22,10 @@ pub struct MemoryStats {
     pub cached_bytes: usize,
     /// How many buffers were allocated, at least in part, in memory that no earlier buffer had used.
     pub fresh_allocations: usize,
+    /// Bytes that tensors use in memory of others: see [`crate::Tensor::borrowed`]. Not among `live_bytes`.
+    pub borrowed_bytes: usize,
+    /// Bytes of buffers that were handed out: see [`crate::Tensor::export`]. Not among `live_bytes` any more.
+    pub exported_bytes: usize,
 }
 
 /// Bytes in use at one moment of a recorded timeline.
@@ -36,6 +41,8 @@ pub struct TimelinePoint {
 struct State {
     live_bytes: usize,
     peak_bytes: usize,
+    borrowed_bytes: usize,
+    exported_bytes: usize,
     timeline: Option<(Instant, Vec<TimelinePoint>)>,
 }
 
@@ -58,12 +65,14 @@ impl Pool {
     }
 
     pub(crate) fn stats(&self) -> MemoryStats {
-        let State { live_bytes, peak_bytes, .. } = *self.state();
+        let State { live_bytes, peak_bytes, borrowed_bytes, exported_bytes, .. } = *self.state();
         MemoryStats {
             live_bytes,
             peak_bytes,
-            cached_bytes: self.arena.reached().saturating_sub(live_bytes),
+            cached_bytes: self.arena.reached().saturating_sub(live_bytes + exported_bytes),
             fresh_allocations: self.arena.fresh(),
+            borrowed_bytes,
+            exported_bytes,
         }
     }
 
@@ -88,6 +97,16 @@ impl Pool {
         self.state().timeline.take().map_or_else(Vec::new, |(_, points)| points)
     }
 
+    /// Counts bytes of others.
+    pub(crate) fn borrow_begins(&self, bytes: usize) {
+        self.state().borrowed_bytes += bytes;
+    }
+
+    /// Counts them no longer.
+    pub(crate) fn borrow_ends(&self, bytes: usize) {
+        self.state().borrowed_bytes -= bytes;
+    }
+
     /// A buffer of `len` elements with arbitrary content.
     pub(crate) fn take<T: Pod>(self: &Arc<Self>, len: usize) -> Result<Buffer<T>> {
         let refused = Error::Memory { elements: len, element_size: size_of::<T>() };
@@ -96,7 +115,7 @@ impl Pool {
         let Some(bytes) = bytes else { return Err(refused) };
         let Some(block) = self.arena.take(bytes) else { return Err(refused) };
         self.state().count(bytes);
-        let mut taken = Bytes { block, len: bytes, pool: self.clone() };
+        let mut taken = Bytes { block, len: bytes, exported: false, pool: self.clone() };
         if self.poison {
             taken.elements_mut::<u8>().fill(0xff);
         }
@@ -124,6 +143,8 @@ impl State {
 pub(crate) struct Bytes {
     block: Block,
     len: usize,
+    /// Whether it was handed out, and is counted apart.
+    exported: bool,
     pool: Arc<Pool>,
 }
 
@@ -141,10 +162,26 @@ impl Bytes {
     }
 }
 
+impl Bytes {
+    /// The same bytes, counted as handed out.
+    pub(crate) fn exported(mut self) -> Bytes {
+        if !std::mem::replace(&mut self.exported, true) {
+            let mut state = self.pool.state();
+            state.live_bytes -= self.len;
+            state.exported_bytes += self.len;
+            state.mark();
+        }
+        self
+    }
+}
+
 impl Drop for Bytes {
     fn drop(&mut self) {
         let mut state = self.pool.state();
-        state.live_bytes -= self.len;
+        match self.exported {
+            true => state.exported_bytes -= self.len,
+            false => state.live_bytes -= self.len,
+        }
         state.mark();
     }
 }

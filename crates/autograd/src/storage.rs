@@ -6,6 +6,7 @@ use std::sync::{Arc, OnceLock};
 use bytemuck::Pod;
 use convoke_kernels::DType;
 
+use crate::foreign::Foreign;
 use crate::pool::Bytes;
 use crate::{Device, Result};
 
@@ -20,17 +21,39 @@ pub(crate) trait Recipe: Send + Sync {
     fn write(&self, images: Range<usize>, out: &mut [u8]) -> Result<()>;
 }
 
+/// Where elements lie.
+enum Memory {
+    /// In a buffer of the device.
+    Own(Bytes),
+    /// In memory that somebody else owns.
+    Foreign(Foreign),
+}
+
+impl Memory {
+    fn elements<T: Pod>(&self) -> &[T] {
+        match self {
+            Memory::Own(bytes) => bytes.elements(),
+            Memory::Foreign(foreign) => foreign.elements(),
+        }
+    }
+}
+
 pub(crate) struct Storage {
     pub(crate) dtype: DType,
     len: usize,
     /// If `recipe` computes the elements, absent until they are first read as a whole.
-    bytes: OnceLock<Bytes>,
+    bytes: OnceLock<Memory>,
     recipe: Option<Arc<dyn Recipe>>,
 }
 
 impl Storage {
     pub(crate) fn new(dtype: DType, len: usize, bytes: Bytes) -> Storage {
-        Storage { dtype, len, bytes: OnceLock::from(bytes), recipe: None }
+        Storage { dtype, len, bytes: OnceLock::from(Memory::Own(bytes)), recipe: None }
+    }
+
+    /// Elements that somebody else owns.
+    pub(crate) fn borrowed(dtype: DType, len: usize, foreign: Foreign) -> Storage {
+        Storage { dtype, len, bytes: OnceLock::from(Memory::Foreign(foreign)), recipe: None }
     }
 
     /// Elements that are not computed yet.
@@ -60,16 +83,30 @@ impl Storage {
             let mut buffer = device.buffer::<T>(self.len)?;
             recipe.write(0..recipe.images(), bytemuck::cast_slice_mut(&mut buffer))?;
             // If another thread was first, its elements are the same.
-            let _ = self.bytes.set(buffer.into_bytes());
+            let _ = self.bytes.set(Memory::Own(buffer.into_bytes()));
         }
         Ok(self.bytes.get().expect("made above, or there from the start").elements())
     }
 
-    /// Mutable access to the elements, if they are in memory. The recipe is dropped, as it would not give the changed elements.
+    /// Mutable access to the elements, if they are in memory of the device. The recipe is dropped, as it would not give the changed
+    /// elements.
     pub(crate) fn elements_mut<T: Pod>(&mut self) -> Option<&mut [T]> {
-        let bytes = self.bytes.get_mut()?;
+        let Some(Memory::Own(bytes)) = self.bytes.get_mut() else { return None };
         self.recipe = None;
         Some(bytes.elements_mut())
+    }
+
+    /// Whether somebody else owns the elements.
+    pub(crate) fn is_borrowed(&self) -> bool {
+        matches!(self.bytes.get(), Some(Memory::Foreign(_)))
+    }
+
+    /// The buffer with the elements, if they are there and nobody else owns them.
+    pub(crate) fn into_bytes(self) -> Option<Bytes> {
+        match self.bytes.into_inner() {
+            Some(Memory::Own(bytes)) => Some(bytes),
+            _ => None,
+        }
     }
 
     /// The elements of some of `total` images: a part of the elements in memory, or recomputed in `scratch`, which keeps its

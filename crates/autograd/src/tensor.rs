@@ -10,6 +10,7 @@ use convoke_kernels::{DType, MemoryFormat, Stored, convert};
 use crate::error::invalid;
 use crate::function::Node;
 use crate::mode::{self, Mode};
+use crate::pool::Bytes;
 use crate::storage::{Recipe, Storage};
 use crate::{Buffer, Device, Error, Result};
 
@@ -162,13 +163,23 @@ impl Tensor {
         format: MemoryFormat,
         buffer: Buffer<T>,
     ) -> Result<Tensor> {
-        let (len, format) = (buffer.len(), usable_format(shape, format)?);
+        let len = buffer.len();
         debug_assert_eq!(len, shape.iter().product::<usize>());
+        Tensor::of_storage(device, shape, format, Storage::new(T::DTYPE, len, buffer.into_bytes()))
+    }
+
+    /// A constant with the elements of a storage.
+    pub(crate) fn of_storage(
+        device: &Device,
+        shape: &[usize],
+        format: MemoryFormat,
+        storage: Storage,
+    ) -> Result<Tensor> {
         Ok(Tensor {
             inner: Arc::new(Inner {
-                storage: Arc::new(Storage::new(T::DTYPE, len, buffer.into_bytes())),
+                storage: Arc::new(storage),
                 shape: shape.to_vec(),
-                format,
+                format: usable_format(shape, format)?,
                 device: device.clone(),
                 history: History::None,
                 inference: mode::current() == Mode::Inference,
@@ -360,6 +371,26 @@ impl Tensor {
         Arc::get_mut(&mut Arc::get_mut(&mut self.inner)?.storage)?.elements_mut()
     }
 
+    /// The buffer with the elements, or with a copy of them where they are shared or borrowed. They must be of type `T`, and there.
+    pub(crate) fn into_own_bytes<T: Stored>(self) -> Result<Bytes> {
+        let (device, len) = (self.device().clone(), self.len());
+        let inner = match Arc::try_unwrap(self.inner) {
+            Ok(inner) => match Arc::try_unwrap(inner.storage) {
+                Ok(storage) if !storage.is_borrowed() => {
+                    return Ok(storage.into_bytes().expect("the elements are there"));
+                }
+                Ok(storage) => Arc::new(storage),
+                Err(storage) => storage,
+            },
+            Err(inner) => inner.storage.clone(),
+        };
+        let mut copy = device.buffer::<T>(len)?;
+        if !device.is_dry() {
+            copy.copy_from_slice(inner.elements(&device)?);
+        }
+        Ok(copy.into_bytes())
+    }
+
     /// Changes the elements in place if they are not shared, else in a copy that becomes this tensor.
     ///
     /// The history is lost: the changed values are a constant, or a new leaf if this was a leaf. This is for optimizers.
@@ -369,7 +400,7 @@ impl Tensor {
     pub fn update<T: Stored>(&mut self, change: impl FnOnce(&mut [T]) -> Result<()>) -> Result<()> {
         self.data::<T>()?;
         let shared = match Arc::get_mut(&mut self.inner) {
-            Some(inner) => Arc::get_mut(&mut inner.storage).is_none(),
+            Some(inner) => Arc::get_mut(&mut inner.storage).is_none_or(|storage| storage.is_borrowed()),
             None => true,
         };
         if shared {

@@ -4,6 +4,7 @@ mod bad_input;
 mod common;
 mod dry;
 mod dtype;
+mod foreign;
 mod fused;
 mod golden;
 mod gradcheck_ops;
