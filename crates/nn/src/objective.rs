@@ -130,6 +130,18 @@ impl Objective {
         }
     }
 
+    /// The same with smoothed labels.
+    ///
+    /// # Errors
+    /// If it is not cross-entropy.
+    pub fn with_label_smoothing(mut self, label_smoothing: f64) -> std::result::Result<Objective, String> {
+        match &mut self.kind {
+            Kind::CrossEntropy(options) => options.label_smoothing = label_smoothing,
+            _ => return Err(format!("label smoothing: {} has no labels to smooth", self.name())),
+        }
+        Ok(self)
+    }
+
     /// The name in files.
     pub fn name(&self) -> &str {
         match &self.kind {
@@ -172,6 +184,11 @@ impl Objective {
             Kind::MeanSquaredError | Kind::BinaryCrossEntropy => Ok(()),
             Kind::Custom(_, loss) => loss.check(info),
         }
+    }
+
+    /// Whether the first of its metrics is an accuracy.
+    pub(crate) fn begins_with_accuracy(&self) -> bool {
+        matches!(self.kind, Kind::BinaryCrossEntropy)
     }
 
     /// Whether it takes log-probabilities: a log-softmax must then be applied to logits first.
@@ -248,7 +265,7 @@ impl Objective {
 const MEAN_ABSOLUTE_ERROR: &str = "mean absolute error";
 /// The share of values for which the output's sigmoid is on the same side of one half as the value: the metric of
 /// [`Objective::binary_cross_entropy_with_logits`].
-pub(crate) const ACCURACY: &str = "accuracy";
+const ACCURACY: &str = "accuracy";
 
 /// The values as a tensor of the shape and type of a model's output.
 fn values_like(output: &Tensor, values: &[f32]) -> Result<Tensor> {

@@ -18,7 +18,7 @@ use crate::data_parallel::{DataParallel, DataParallelOptions, Sampler, shard};
 use crate::metrics::Confusion;
 use crate::models::{ModelOptions, ModelSpec};
 use crate::modules::ConvBnMode;
-use crate::objective::{self, ACCURACY, LossSum, Objective};
+use crate::objective::{self, LossSum, Objective};
 use crate::planner::MemoryPlan;
 use crate::{Generator, Init, Module, ModuleExt, Optimizer, Rule, StepLr, batch};
 
@@ -480,12 +480,11 @@ impl Trainer {
         let confusion = Confusion::from_counts(confusion.classes(), counts)?;
         let mut metrics: Vec<(String, f64)> =
             names.into_iter().map(str::to_owned).zip(sums.chunks_exact(2).map(|of| of[0] / of[1])).collect();
-        let own = metrics.iter().position(|(name, _)| name == ACCURACY && !has_labels);
         Ok(Some(Evaluation {
             loss: loss[0] / loss[1].max(f64::MIN_POSITIVE),
-            accuracy: match own {
-                Some(place) => Some(metrics.remove(place).1),
-                None => confusion.accuracy().filter(|_| has_labels),
+            accuracy: match self.config.objective.begins_with_accuracy() {
+                true => Some(metrics.remove(0).1),
+                false => confusion.accuracy().filter(|_| has_labels),
             },
             mean_iou: confusion.mean_iou().filter(|_| matches!(test.info().targets, Targets::Pixels { .. })),
             metrics,

@@ -6,7 +6,7 @@ use crate::Cpu;
 use crate::nn::Rule;
 use crate::nn::models::ModelSpec;
 use crate::nn::modules::ConvBnMode;
-use crate::nn::objective::{CrossEntropy, Objective};
+use crate::nn::objective::Objective;
 use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum, value_parser};
 
 use super::memory_args::MemoryArgs;
@@ -233,13 +233,14 @@ impl RunArgs {
         self.model.clone().unwrap_or_else(usual)
     }
 
-    /// The model's own objective, or cross-entropy with smoothed labels if `--label-smoothing` is not 0.
-    pub(crate) fn objective(&self) -> Objective {
+    /// The model's own objective, with smoothed labels if that is asked for.
+    pub(crate) fn objective(&self) -> super::Result<Objective> {
+        let own = self.model().objective();
         match self.label_smoothing {
-            0.0 => self.model().objective(),
-            label_smoothing => {
-                Objective::cross_entropy(CrossEntropy { label_smoothing, ..CrossEntropy::default() })
-            }
+            0.0 => Ok(own),
+            smoothing => own
+                .with_label_smoothing(smoothing)
+                .map_err(|error| super::Failure::Usage(format!("--label-smoothing: {error}"))),
         }
     }
 

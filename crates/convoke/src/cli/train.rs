@@ -89,7 +89,7 @@ impl Session {
         let config = TrainingConfig {
             model: args.model(),
             conv_bn,
-            objective: args.objective(),
+            objective: args.objective()?,
             rule: args.rule(),
             lr_gamma: args.lr_gamma,
             batch_size: args.batch_size as usize,

@@ -103,8 +103,12 @@ fn spec(targets: Targets) -> ModelSpec {
     }
 }
 
+fn weights() -> CrossEntropy {
+    CrossEntropy { label_smoothing: 0.2, class_weights: Some(vec![1.0, 0.5, 3.0]) }
+}
+
 fn weighted() -> Objective {
-    Objective::cross_entropy(CrossEntropy { label_smoothing: 0.2, class_weights: Some(vec![1.0, 0.5, 3.0]) })
+    Objective::cross_entropy(weights())
 }
 
 /// Each objective with targets that it takes.
@@ -378,6 +382,15 @@ fn what_does_not_fit_is_refused() {
     );
     let of_pixels = Trainer::new(&device(), TrainingConfig::new(spec(DENSE)), data(VECTOR));
     assert_refused(of_pixels.map(drop), &["two takes values for each pixel; made has values for each image"]);
+    assert_refused(
+        Objective::mean_squared_error().with_label_smoothing(0.1),
+        &["label smoothing: mean-squared-error"],
+    );
+    assert_eq!(
+        Objective::cross_entropy(CrossEntropy { label_smoothing: 0.0, ..weights() })
+            .with_label_smoothing(0.2),
+        Ok(weighted())
+    );
     // A model that gives another number of values than it says.
     let wrong =
         ModelSpec::new("wrong", IMAGE, CLASSES, |init, options| Two::new(init, options, [true, true]));
