@@ -55,7 +55,7 @@ fn explore_with(looks: usize, preemptions: usize, model: impl Fn() + Send + Sync
 #[test]
 fn all_who_entered_have_left_before_the_caller_goes_on() {
     explore_with(1, THREE_THREADS, || {
-        let team = Team::new(2).unwrap();
+        let team = Team::new(2, || ()).unwrap();
         Borrowed::new().run(&team, 2, 1);
     });
 }
@@ -63,7 +63,7 @@ fn all_who_entered_have_left_before_the_caller_goes_on() {
 #[test]
 fn no_job_is_taken_for_the_one_before() {
     explore_with(1, TWO_THREADS, || {
-        let team = Team::new(1).unwrap();
+        let team = Team::new(1, || ()).unwrap();
         let borrowed = Borrowed::new();
         borrowed.run(&team, 1, 1);
         borrowed.run(&team, 1, 2);
@@ -73,7 +73,7 @@ fn no_job_is_taken_for_the_one_before() {
 #[test]
 fn helpers_at_the_look_out_take_jobs_and_end() {
     explore_with(2, TWO_THREADS, || {
-        let team = Team::new(1).unwrap();
+        let team = Team::new(1, || ()).unwrap();
         let borrowed = Borrowed::new();
         borrowed.run(&team, 1, 1);
         borrowed.run(&team, 1, 2);
@@ -83,14 +83,14 @@ fn helpers_at_the_look_out_take_jobs_and_end() {
 #[test]
 fn sleeping_helpers_end_with_their_team() {
     for looks in [1, 2] {
-        explore_with(looks, THREE_THREADS, || drop(Team::new(2).unwrap()));
+        explore_with(looks, THREE_THREADS, || drop(Team::new(2, || ()).unwrap()));
     }
 }
 
 #[test]
 fn only_one_of_two_callers_opens_a_job() {
     explore_with(1, THREE_THREADS, || {
-        let team = Arc::new(Team::new(1).unwrap());
+        let team = Arc::new(Team::new(1, || ()).unwrap());
         let other = loom::thread::spawn({
             let team = team.clone();
             move || Borrowed::new().run(&team, 1, 1)
@@ -103,7 +103,7 @@ fn only_one_of_two_callers_opens_a_job() {
 #[test]
 fn a_job_in_a_job_runs_on_its_caller() {
     explore_with(1, TWO_THREADS, || {
-        let team = Team::new(1).unwrap();
+        let team = Team::new(1, || ()).unwrap();
         team.run(1, &|| {
             let here = loom::thread::current().id();
             team.run(1, &|| assert_eq!(loom::thread::current().id(), here));
@@ -123,7 +123,7 @@ impl Drop for Bomb {
 #[test]
 fn panics_of_helpers_keep_nobody_waiting() {
     explore_with(1, THREE_THREADS, || {
-        let team = Team::new(2).unwrap();
+        let team = Team::new(2, || ()).unwrap();
         let caller = loom::thread::current().id();
         let result = catch_unwind(AssertUnwindSafe(|| {
             team.run(2, &|| {
@@ -143,7 +143,7 @@ fn panics_of_helpers_keep_nobody_waiting() {
 #[test]
 fn a_panic_of_all_reaches_the_caller_and_the_team_goes_on() {
     explore_with(1, TWO_THREADS, || {
-        let team = Team::new(1).unwrap();
+        let team = Team::new(1, || ()).unwrap();
         let all = AssertUnwindSafe(|| team.run(1, &|| resume_unwind(Box::new(Bomb))));
         let panic = catch_unwind(all).expect_err("the caller's own at least");
         assert!(panic.is::<Bomb>());

@@ -110,7 +110,8 @@ impl Cpu {
         if threads == 0 || threads > 1024 {
             return Err(Error::Cpu(format!("a thread budget must be 1 to 1024, not {threads}")));
         }
-        let team = (threads > 1).then(|| Team::new(threads - 1)).transpose();
+        crate::gemm::prepare_thread();
+        let team = (threads > 1).then(|| Team::new(threads - 1, crate::gemm::prepare_thread)).transpose();
         let no_team = |error| {
             Error::Cpu(format!("cannot start {threads} threads, for want of memory or of threads: {error}"))
         };

@@ -136,6 +136,13 @@ pub fn gemm<T: Element>(cpu: &Cpu, a: Matrix<'_, T>, b: Matrix<'_, T>, c: Matrix
     by_columns(cpu, a, b, c, update);
 }
 
+/// Allocates the scratch memory that the library keeps for each thread that multiplies. On its first use the library would end
+/// the process if no memory is left to register the destructor; here, at the start of a thread, there is memory. Pages that
+/// nothing is written to take no memory.
+pub(crate) fn prepare_thread() {
+    gemm_common::gemm::L2_SLAB.with(|_| ());
+}
+
 fn by_columns<T: Element>(
     cpu: &Cpu,
     a: Matrix<'_, T>,

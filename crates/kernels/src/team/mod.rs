@@ -82,8 +82,8 @@ impl State {
 }
 
 impl Team {
-    /// A team of `helpers` threads, 1 to 1023.
-    pub(crate) fn new(helpers: usize) -> std::io::Result<Team> {
+    /// A team of `helpers` threads, 1 to 1023. Each runs `prepare` first.
+    pub(crate) fn new(helpers: usize, prepare: fn()) -> std::io::Result<Team> {
         let team = Team {
             shared: Arc::new(Shared {
                 state: AtomicU64::new(0),
@@ -100,7 +100,10 @@ impl Team {
             .map_err(|error| std::io::Error::new(ErrorKind::OutOfMemory, error))?;
         for index in 1..=helpers {
             let shared = team.shared.clone();
-            Builder::new().name(format!("convoke-{index}")).spawn(move || shared.help())?;
+            Builder::new().name(format!("convoke-{index}")).spawn(move || {
+                prepare();
+                shared.help();
+            })?;
         }
         Ok(team)
     }

@@ -26,7 +26,7 @@ fn meet(team: &Team, helpers: usize, expected: usize) -> HashSet<thread::ThreadI
 
 #[test]
 fn helpers_take_part_awake_and_asleep_and_no_more_than_may() {
-    let team = Team::new(3).unwrap();
+    let team = Team::new(3, || ()).unwrap();
     assert_eq!(meet(&team, 3, 4).len(), 4);
     for pause in [0, 1, 20] {
         thread::sleep(Duration::from_millis(pause));
@@ -38,7 +38,7 @@ fn helpers_take_part_awake_and_asleep_and_no_more_than_may() {
 
 #[test]
 fn nothing_is_lost_in_many_short_jobs() {
-    let team = Team::new(2).unwrap();
+    let team = Team::new(2, || ()).unwrap();
     for round in 0..20_000 {
         let left = AtomicUsize::new(10);
         let done = AtomicUsize::new(0);
@@ -56,7 +56,7 @@ fn nothing_is_lost_in_many_short_jobs() {
 
 #[test]
 fn jobs_in_jobs_and_of_other_threads_run_on_their_caller() {
-    let team = Team::new(2).unwrap();
+    let team = Team::new(2, || ()).unwrap();
     let inner = AtomicU32::new(0);
     meet(&team, 2, 3);
     team.run(2, &|| {
@@ -84,7 +84,7 @@ fn jobs_in_jobs_and_of_other_threads_run_on_their_caller() {
 
 #[test]
 fn a_panic_reaches_the_caller_and_the_team_goes_on() {
-    let team = Team::new(2).unwrap();
+    let team = Team::new(2, || ()).unwrap();
     let caller = thread::current().id();
     for in_caller in [false, true] {
         let together = AtomicUsize::new(0);
@@ -109,7 +109,7 @@ fn a_panic_reaches_the_caller_and_the_team_goes_on() {
 #[test]
 fn helpers_end_with_their_team() {
     for pause in [Duration::ZERO, 10 * WATCH] {
-        let team = Team::new(3).unwrap();
+        let team = Team::new(3, || ()).unwrap();
         let shared = Arc::downgrade(&team.shared);
         thread::sleep(pause);
         drop(team);
@@ -135,7 +135,7 @@ impl Drop for Bomb {
 /// Runs a job on two helpers and the caller. `of_helpers` of the helpers panic, and the caller does if `caller` says so,
 /// with payloads that panic when dropped.
 fn throw(of_helpers: usize, caller: bool) -> Box<dyn Any + Send> {
-    let team = Team::new(2).unwrap();
+    let team = Team::new(2, || ()).unwrap();
     let here = thread::current().id();
     let (together, thrown) = (AtomicUsize::new(0), AtomicUsize::new(0));
     let result = catch_unwind(AssertUnwindSafe(|| {
