@@ -250,6 +250,7 @@ impl Trainer {
         config.model.check(info).map_err(TrainingError::Config)?;
         config.model.check(&config.seen(info)?).map_err(TrainingError::Config)?;
         config.objective.check(info).map_err(TrainingError::Config)?;
+        check_same_kind(info, data.test.info()).map_err(TrainingError::Config)?;
         if config.batch_size == 0 || config.batch_size > data.train.len() {
             return Err(TrainingError::Config(format!(
                 "batch size {} must be 1 to {}, the number of training images in {}",
@@ -542,4 +543,19 @@ fn default_workers(device: &Device, data: &Datasets) -> usize {
 
 fn loader(data: &Arc<dyn Dataset>, workers: usize) -> Result<Loader> {
     Loader::new(data.clone(), workers).map_err(|error| TrainingError::Config(error.to_string()))
+}
+
+/// Fails unless the test set has the kind of images and targets that the training set has.
+fn check_same_kind(train: &DatasetInfo, test: &DatasetInfo) -> std::result::Result<(), String> {
+    let kind =
+        |info: &DatasetInfo| format!("{:?} in {} classes, {:?}", info.shape(), info.classes, info.targets);
+    match kind(train) == kind(test) {
+        true => Ok(()),
+        false => Err(format!(
+            "{}: training images are {}, but test images are {}",
+            train.name,
+            kind(train),
+            kind(test)
+        )),
+    }
 }

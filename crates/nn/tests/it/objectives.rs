@@ -391,6 +391,14 @@ fn what_does_not_fit_is_refused() {
             .with_label_smoothing(0.2),
         Ok(weighted())
     );
+    // A test set of another kind.
+    let other = DatasetInfo::of_noise("made", IMAGE, CLASSES, DENSE);
+    let other = from_fn(other, 4, |index, seed| Ok(sample(DENSE, index, seed))).unwrap();
+    let mixed = TrainTest { train: data(VECTOR).train, test: std::sync::Arc::new(other) as _ };
+    assert_refused(
+        Trainer::new(&device(), config(VECTOR, Objective::mean_squared_error()), mixed).map(drop),
+        &["made: training images are [2, 6, 8] in 3 classes", "but test images are"],
+    );
     // A model that gives another number of values than it says.
     let wrong =
         ModelSpec::new("wrong", IMAGE, CLASSES, |init, options| Two::new(init, options, [true, true]));
