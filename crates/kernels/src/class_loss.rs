@@ -4,9 +4,8 @@
 //! label smoothing. Sums and divisors are those of PyTorch's `cross_entropy`.
 
 use crate::error::{check_len, invalid};
-use crate::loss::for_each_target;
 use crate::memory_format::Extent;
-use crate::{Element, Result};
+use crate::{Element, Error, Result};
 
 /// The options of [`class_loss`]. With the default it equals [`crate::loss::nll`].
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -43,18 +42,50 @@ impl ClassLoss<'_> {
     }
 }
 
-/// Calls `each` for every target that counts, with its class and the places of the values of all classes.
-fn visit(
+/// Calls `visit` with the place of each value that counts, and the factor of -log_probability there; returns the sum of the weights
+/// of the targets' classes. Without smoothing only the targets' own places count.
+fn for_each_factor(
+    extent: &Extent,
+    targets: &[i64],
+    options: &ClassLoss<'_>,
+    mut visit: impl FnMut(usize, f64),
+) -> Result<f64> {
+    let ((_, inner), classes) = (extent.around_channels(), extent.channels);
+    let mut weight = 0.0;
+    for_each_target(extent, targets, options.ignore, |target, place| {
+        weight += options.weight(target);
+        if options.label_smoothing == 0.0 {
+            return visit(place, options.weight(target));
+        }
+        for class in 0..classes {
+            visit(place - target * inner + class * inner, options.factor(class, class == target, classes));
+        }
+    })?;
+    Ok(weight)
+}
+
+/// Calls `visit` with the class and its place, for each target that counts.
+fn for_each_target(
     extent: &Extent,
     targets: &[i64],
     ignore: Option<i64>,
-    mut each: impl FnMut(usize, std::iter::StepBy<std::ops::RangeFrom<usize>>),
+    mut visit: impl FnMut(usize, usize),
 ) -> Result<()> {
+    check_len("nll_loss", "the targets", targets.len(), extent.batch * extent.spatial)?;
+    let target_error = |index: usize, target: i64| -> Error {
+        let classes = extent.channels;
+        invalid("nll_loss", format!("target {target} at index {index} is not a class of 0..{classes}"))
+    };
     let (_, inner) = extent.around_channels();
-    for_each_target(extent, targets, ignore, |place| {
-        let class = place / inner % extent.channels;
-        each(class, (place - class * inner..).step_by(inner));
-    })
+    for (index, &target) in targets.iter().enumerate() {
+        if Some(target) == ignore {
+            continue;
+        }
+        let class = usize::try_from(target).ok().filter(|&class| class < extent.channels);
+        let class = class.ok_or_else(|| target_error(index, target))?;
+        visit(class, (index / inner * extent.channels + class) * inner + index % inner);
+    }
+    Ok(())
 }
 
 /// The sum of the losses at the targets, and the sum of the weights of their classes.
@@ -71,15 +102,11 @@ pub fn class_loss<T: Element>(
 ) -> Result<(f64, f64)> {
     check_len("nll_loss", "the input", log_probabilities.len(), extent.len()?)?;
     options.check(extent)?;
-    let (mut total, mut weight) = (0.0, 0.0);
-    visit(extent, targets, options.ignore, |target, places| {
-        weight += options.weight(target);
-        for (class, place) in places.take(extent.channels).enumerate() {
-            let factor = options.factor(class, class == target, extent.channels);
-            // A log-probability with a factor of 0 may be infinite.
-            if factor != 0.0 {
-                total -= factor * log_probabilities[place].f64();
-            }
+    let mut total = 0.0;
+    let weight = for_each_factor(extent, targets, options, |place, factor| {
+        // A log-probability with a factor of 0 may be infinite.
+        if factor != 0.0 {
+            total -= factor * log_probabilities[place].f64();
         }
     })?;
     Ok((total, weight))
@@ -99,11 +126,8 @@ pub fn class_loss_backward<T: Element>(
     check_len("nll_loss backward", "dx", dx.len(), extent.len()?)?;
     options.check(extent)?;
     // All targets are checked before anything is written.
-    for_each_target(extent, targets, options.ignore, |_| ())?;
+    for_each_target(extent, targets, options.ignore, |_, _| ())?;
     dx.fill(T::zero());
-    visit(extent, targets, options.ignore, |target, places| {
-        for (class, place) in places.take(extent.channels).enumerate() {
-            dx[place] = T::of(-factor * options.factor(class, class == target, extent.channels));
-        }
-    })
+    for_each_factor(extent, targets, options, |place, of_class| dx[place] = T::of(-factor * of_class))?;
+    Ok(())
 }

@@ -1,11 +1,12 @@
 //! Log-softmax over channels and the negative log-likelihood, each with its backward pass.
 
+use crate::class_loss::{ClassLoss, class_loss, class_loss_backward};
 use crate::cpu::multiversion;
-use crate::error::{check_len, invalid};
+use crate::error::check_len;
 use crate::memory_format::Extent;
 use crate::profile::span;
 use crate::transpose::transpose;
-use crate::{Cpu, Element, Error, Result};
+use crate::{Cpu, Element, Result};
 
 /// y = x - log(sum over channels of exp(x)), for each position; stable for large values.
 ///
@@ -225,14 +226,10 @@ pub fn nll<T: Element>(
     targets: &[i64],
     ignore: Option<i64>,
 ) -> Result<(f64, usize)> {
-    check_len("nll_loss", "the input", log_probabilities.len(), extent.len()?)?;
-    let mut total = 0.0;
-    let mut count = 0;
-    for_each_target(extent, targets, ignore, |place| {
-        total -= log_probabilities[place].f64();
-        count += 1;
-    })?;
-    Ok((total, count))
+    let options = ClassLoss { ignore, ..ClassLoss::default() };
+    let (total, weight) = class_loss(extent, log_probabilities, targets, &options)?;
+    // Each weighs 1, and there are far fewer than 2^53.
+    Ok((total, weight as usize))
 }
 
 /// dx = -factor at the place of each target that counts, 0 elsewhere.
@@ -246,34 +243,7 @@ pub fn nll_backward<T: Element>(
     factor: f64,
     dx: &mut [T],
 ) -> Result<()> {
-    check_len("nll_loss backward", "dx", dx.len(), extent.len()?)?;
-    // All targets are checked before anything is written.
-    for_each_target(extent, targets, ignore, |_| ())?;
-    dx.fill(T::zero());
-    for_each_target(extent, targets, ignore, |place| dx[place] = T::of(-factor))
-}
-
-pub(crate) fn for_each_target(
-    extent: &Extent,
-    targets: &[i64],
-    ignore: Option<i64>,
-    mut visit: impl FnMut(usize),
-) -> Result<()> {
-    check_len("nll_loss", "the targets", targets.len(), extent.batch * extent.spatial)?;
-    let target_error = |index: usize, target: i64| -> Error {
-        let classes = extent.channels;
-        invalid("nll_loss", format!("target {target} at index {index} is not a class of 0..{classes}"))
-    };
-    let (_, inner) = extent.around_channels();
-    for (index, &target) in targets.iter().enumerate() {
-        if Some(target) == ignore {
-            continue;
-        }
-        let class = usize::try_from(target).ok().filter(|&class| class < extent.channels);
-        let class = class.ok_or_else(|| target_error(index, target))?;
-        visit((index / inner * extent.channels + class) * inner + index % inner);
-    }
-    Ok(())
+    class_loss_backward(extent, targets, &ClassLoss { ignore, ..ClassLoss::default() }, factor, dx)
 }
 
 #[cfg(test)]

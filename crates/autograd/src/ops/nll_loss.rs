@@ -3,12 +3,11 @@
 use std::sync::Arc;
 
 use convoke_kernels::class_loss::{ClassLoss, class_loss, class_loss_backward};
-use convoke_kernels::loss;
 use convoke_kernels::memory_format::Extent;
 
 use super::log_softmax;
 use crate::tensor::dispatch;
-use crate::{Function, MemoryFormat, Needs, Result, Tensor, apply};
+use crate::{Function, MemoryFormat, Needs, Result, Tensor, apply_with_saved};
 
 /// How the losses of all positions are combined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -32,7 +31,8 @@ pub fn nll_loss(
     reduction: Reduction,
     ignore: Option<i64>,
 ) -> Result<Tensor> {
-    apply(NllLoss { targets: targets.into(), reduction, ignore }, &[log_probabilities])
+    let options = ClassOptions { ignore, ..ClassOptions::default() };
+    Ok(weighted_nll_loss(log_probabilities, targets, reduction, &options)?.0)
 }
 
 /// [`nll_loss`] of [`log_softmax`], as PyTorch's `cross_entropy`.
@@ -77,38 +77,35 @@ pub fn weighted_nll_loss(
     reduction: Reduction,
     options: &ClassOptions,
 ) -> Result<(Tensor, f64)> {
-    let weight = total_weight(targets, options);
-    let y = match options.weights.is_none() && options.label_smoothing == 0.0 {
-        true => nll_loss(log_probabilities, targets, reduction, options.ignore)?,
-        false => {
-            let loss = WeightedNllLoss { targets: targets.into(), reduction, options: options.clone() };
-            apply(loss, &[log_probabilities])?
-        }
-    };
-    Ok((y, weight))
+    let loss = NllLoss { targets: targets.into(), reduction, options: options.clone() };
+    apply_with_saved(loss, &[log_probabilities], |saved| saved.weight)
 }
 
-/// The sum of the weights of all targets that count. It does not check that targets are classes; computing the loss does.
-fn total_weight(targets: &[i64], options: &ClassOptions) -> f64 {
-    let counted = targets.iter().filter(|&&target| Some(target) != options.ignore);
-    match &options.weights {
-        None => counted.count() as f64,
-        Some(weights) => {
-            let weight = |&target: &i64| usize::try_from(target).ok().and_then(|class| weights.get(class));
-            counted.filter_map(weight).sum()
-        }
-    }
-}
-
-struct WeightedNllLoss {
+struct NllLoss {
     targets: Arc<[i64]>,
     reduction: Reduction,
     options: ClassOptions,
 }
 
-impl Function for WeightedNllLoss {
-    /// The input's shape and format, and the divisor.
-    type Saved = (Vec<usize>, MemoryFormat, f64);
+/// What backward needs of the input, and the sum of the weights of the targets' classes.
+#[derive(Clone)]
+struct Saved {
+    shape: Vec<usize>,
+    format: MemoryFormat,
+    weight: f64,
+}
+
+impl NllLoss {
+    fn divisor(&self, weight: f64) -> f64 {
+        match self.reduction {
+            Reduction::Mean => weight,
+            Reduction::Sum => 1.0,
+        }
+    }
+}
+
+impl Function for NllLoss {
+    type Saved = Saved;
 
     fn name(&self) -> &'static str {
         "nll_loss"
@@ -118,83 +115,32 @@ impl Function for WeightedNllLoss {
         let x = inputs[0];
         let extent = x.extent("nll_loss")?;
         let (total, weight) = match x.device().is_dry() {
-            true => (0.0, 1.0),
+            true => (0.0, self.targets.len() as f64),
             false => dispatch!(x.dtype(), T => {
                 class_loss(&extent, x.data::<T>()?, &self.targets, &self.options.kernel())
             })?,
         };
-        let divisor = match self.reduction {
-            Reduction::Mean => weight,
-            Reduction::Sum => 1.0,
-        };
-        let y = Tensor::full(x.device(), &[], x.dtype(), total / divisor)?;
-        Ok((y, (x.shape().to_vec(), x.format(), divisor)))
+        let y = Tensor::full(x.device(), &[], x.dtype(), total / self.divisor(weight))?;
+        Ok((y, Saved { shape: x.shape().to_vec(), format: x.format(), weight }))
     }
 
     fn backward(
         &self,
-        (shape, format, divisor): Self::Saved,
+        Saved { shape, format, weight }: Saved,
         upstream: Tensor,
         _: &Needs,
     ) -> Result<Vec<Option<Tensor>>> {
-        let factor = upstream.item()? / divisor;
+        let factor = upstream.item()? / self.divisor(weight);
         let dx = dispatch!(upstream.dtype(), T => {
             Tensor::written(upstream.device(), &shape, format, |dx: &mut [T]| {
                 let options = self.options.kernel();
-                Ok(class_loss_backward(&extent_of(&shape, format), &self.targets, &options, factor, dx)?)
-            })
-        })?;
-        Ok(vec![Some(dx)])
-    }
-}
-
-/// The extent of an N x C x ... tensor.
-fn extent_of(shape: &[usize], format: MemoryFormat) -> Extent {
-    Extent { batch: shape[0], channels: shape[1], spatial: shape[2..].iter().product(), format }
-}
-
-struct NllLoss {
-    targets: Arc<[i64]>,
-    reduction: Reduction,
-    ignore: Option<i64>,
-}
-
-impl Function for NllLoss {
-    /// The input's shape and format, and the divisor.
-    type Saved = (Vec<usize>, MemoryFormat, f64);
-
-    fn name(&self) -> &'static str {
-        "nll_loss"
-    }
-
-    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {
-        let x = inputs[0];
-        let extent = x.extent("nll_loss")?;
-        let (total, count) = match x.device().is_dry() {
-            true => (0.0, self.targets.len()),
-            false => dispatch!(x.dtype(), T => {
-                loss::nll(&extent, x.data::<T>()?, &self.targets, self.ignore)
-            })?,
-        };
-        let divisor = match self.reduction {
-            Reduction::Mean => count as f64,
-            Reduction::Sum => 1.0,
-        };
-        let y = Tensor::full(x.device(), &[], x.dtype(), total / divisor)?;
-        Ok((y, (x.shape().to_vec(), x.format(), divisor)))
-    }
-
-    fn backward(
-        &self,
-        (shape, format, divisor): Self::Saved,
-        upstream: Tensor,
-        _: &Needs,
-    ) -> Result<Vec<Option<Tensor>>> {
-        let factor = upstream.item()? / divisor;
-        let dx = dispatch!(upstream.dtype(), T => {
-            Tensor::written(upstream.device(), &shape, format, |dx: &mut [T]| {
-                let extent = extent_of(&shape, format);
-                Ok(loss::nll_backward(&extent, &self.targets, self.ignore, factor, dx)?)
+                let extent = Extent {
+                    batch: shape[0],
+                    channels: shape[1],
+                    spatial: shape[2..].iter().product(),
+                    format,
+                };
+                Ok(class_loss_backward(&extent, &self.targets, &options, factor, dx)?)
             })
         })?;
         Ok(vec![Some(dx)])

@@ -1,15 +1,18 @@
 //! Every operation with problems to check its gradients on. A new operation needs a line in [`OPERATIONS`].
 
+mod losses;
+
 use convoke_autograd::ops::{
-    Activation, BatchNormOptions, ClassOptions, ConvBnBlock, ConvBnParameters, ConvOptions, EpsPlace, Keep,
-    Padding, PoolOptions, Reduction, Statistics, UpsampleMode, activate, avg_pool2d, batch_norm,
+    Activation, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, EpsPlace, Keep, Padding,
+    PoolOptions, Statistics, UpsampleMode, activate, avg_pool2d, batch_norm,
     binary_cross_entropy_with_logits, concat, conv_bn_block2d, conv_bn2d, conv2d, cross_entropy, dropout,
-    linear, log_softmax, max_pool2d, mse_loss, nll_loss, upsample2d, weighted_nll_loss,
+    linear, max_pool2d, mse_loss, nll_loss, upsample2d,
 };
 use convoke_autograd::{DType, Device, MemoryFormat, Result, Tensor};
 use convoke_testkit::Random;
 
 use super::{FORMATS, laid_out, tensor};
+use losses::{log_softmax_cases, loss_cases, value_loss_cases, weighted_loss_cases};
 
 /// One function to check, and the inputs to check it at.
 pub(crate) struct Case {
@@ -509,72 +512,6 @@ fn linear_cases(draw: &mut Draw) {
         }
         let name = format!("{rows} x {features} to {outputs}, bias {bias}");
         draw.add(name, inputs, |inputs| linear(&inputs[0], &inputs[1], inputs.get(2)));
-    }
-}
-
-/// Shapes of N x C x (positions), for losses.
-fn class_shapes(size: Size) -> &'static [&'static [usize]] {
-    match size {
-        Size::Small => &[&[4, 5], &[2, 3, 2, 4], &[3, 4, 3], &[2, 1]],
-        Size::Large => &[&[600, 30], &[3, 5, 40, 40]],
-    }
-}
-
-fn log_softmax_cases(draw: &mut Draw) {
-    for shape in class_shapes(draw.size) {
-        let x = draw.scaled(shape, 2.0);
-        draw.add(format!("{shape:?}"), vec![x], |inputs| log_softmax(&inputs[0]));
-    }
-}
-
-fn loss_cases(draw: &mut Draw, loss: fn(&Tensor, &[i64], Reduction, Option<i64>) -> Result<Tensor>) {
-    for shape in class_shapes(draw.size) {
-        for (reduction, ignore) in [
-            (Reduction::Mean, None),
-            (Reduction::Sum, None),
-            (Reduction::Mean, Some(255)),
-            (Reduction::Sum, Some(255)),
-        ] {
-            let x = draw.scaled(shape, 2.0);
-            let targets = draw.targets(shape, ignore.is_some());
-            draw.add(format!("{shape:?} {reduction:?} ignore {ignore:?}"), vec![x], move |inputs| {
-                loss(&inputs[0], &targets, reduction, ignore)
-            });
-        }
-    }
-}
-
-/// Every combination of an ignored class, weights, smoothing and reduction.
-fn weighted_loss_cases(draw: &mut Draw) {
-    for shape in class_shapes(draw.size) {
-        let weights: Vec<f64> = (0..shape[1]).map(|class| 0.5 + (class % 4) as f64).collect();
-        for (reduction, ignore) in [Reduction::Mean, Reduction::Sum]
-            .into_iter()
-            .flat_map(|reduction| [None, Some(255)].map(|ignore| (reduction, ignore)))
-        {
-            for (weighted, label_smoothing) in
-                [(true, 0.0), (false, 0.2), (true, 0.2), (true, 1.0), (false, 0.0)]
-            {
-                let weights = weighted.then(|| weights.clone().into());
-                let options = ClassOptions { ignore, weights, label_smoothing };
-                let x = draw.scaled(shape, 2.0);
-                let targets = draw.targets(shape, ignore.is_some());
-                draw.add(format!("{shape:?} {reduction:?} {options:?}"), vec![x], move |inputs| {
-                    Ok(weighted_nll_loss(&inputs[0], &targets, reduction, &options)?.0)
-                });
-            }
-        }
-    }
-}
-
-fn value_loss_cases(draw: &mut Draw, loss: fn(&Tensor, &Tensor, Reduction) -> Result<Tensor>) {
-    for shape in class_shapes(draw.size) {
-        for reduction in [Reduction::Mean, Reduction::Sum] {
-            let inputs = vec![draw.scaled(shape, 2.0), draw.scaled(shape, 1.0)];
-            draw.add(format!("{shape:?} {reduction:?}"), inputs, move |inputs| {
-                loss(&inputs[0], &inputs[1], reduction)
-            });
-        }
     }
 }
 
