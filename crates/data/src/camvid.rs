@@ -22,8 +22,8 @@ use super::png_file::{self, Content, Raster};
 use super::progress::report;
 use super::threads::threads;
 use super::{
-    Augmentation, DataError, DatasetInfo, DatasetSpec, InMemory, LoadOptions, Progress, ProgressEvent,
-    ProgressUnit, Targets, TrainTest, check_labels,
+    Augmentation, DataError, DatasetInfo, DatasetSpec, InMemory, Progress, ProgressEvent, ProgressUnit,
+    Targets, TrainTest, check_labels,
 };
 
 /// The classes; a label is a place in this list.
@@ -88,9 +88,7 @@ pub fn load(folder: &Path, progress: &Progress<'_>) -> Result<TrainTest, DataErr
 
 /// The data set by name.
 pub(super) fn spec() -> DatasetSpec {
-    let load =
-        |options: &LoadOptions<'_>| Ok(load(options.folder.unwrap_or(Path::new(".")), options.progress)?);
-    DatasetSpec::new(
+    DatasetSpec::of_folder(
         "camvid",
         "Street scenes with a class for each pixel (Brostow et al.), as PNG files; not downloaded",
         load,

@@ -23,8 +23,8 @@ use super::idx::{decompressed, read_error};
 use super::progress::report;
 use super::tar::{Archive, fill};
 use super::{
-    Augmentation, DataError, DatasetInfo, DatasetSpec, InMemory, LoadOptions, Progress, ProgressEvent,
-    ProgressUnit, Targets, TrainTest,
+    Augmentation, DataError, DatasetInfo, DatasetSpec, InMemory, Progress, ProgressEvent, ProgressUnit,
+    Targets, TrainTest,
 };
 
 /// The classes; a label is a place in this list.
@@ -177,9 +177,7 @@ pub fn download(folder: &Path, options: &DownloadOptions, progress: &Progress<'_
 
 /// The data set by name.
 pub(super) fn spec() -> DatasetSpec {
-    let load =
-        |options: &LoadOptions<'_>| Ok(load(options.folder.unwrap_or(Path::new(".")), options.progress)?);
-    let spec = DatasetSpec::new(
+    let spec = DatasetSpec::of_folder(
         "cifar10",
         "Small photographs of ten kinds of things (Krizhevsky); as many training batches as are there",
         load,
@@ -193,10 +191,7 @@ pub(super) fn spec() -> DatasetSpec {
         "CIFAR-10 is not there, or not all of it: add --download to fetch it (170 MB), or name its folder with --data-dir",
     );
     #[cfg(feature = "download")]
-    let spec = spec.with_download(|folder, proxy, progress| {
-        let options = DownloadOptions { proxy, ..DownloadOptions::new(MIRRORS) };
-        Ok(download(folder, &options, progress)?)
-    });
+    let spec = spec.with_mirrors(MIRRORS, download);
     spec
 }
 

@@ -72,12 +72,20 @@ impl DatasetInfo {
         self.channels.saturating_mul(self.height).saturating_mul(self.width)
     }
 
-    /// How many labels or values one image has: 1, H x W, or the product of the shape of values; `usize::MAX` if that overflows.
+    /// How many labels or values one image has: see [`DatasetInfo::label_len_of`].
     pub fn label_len(&self) -> usize {
+        self.label_len_of([self.height, self.width])
+    }
+
+    /// How many labels or values a part of an image has, of this height and width: 1, H x W, n, or n x H x W; `usize::MAX` if that
+    /// overflows.
+    pub fn label_len_of(&self, [height, width]: [usize; 2]) -> usize {
+        let pixels = height.saturating_mul(width);
         match self.targets {
             Targets::Image => 1,
-            Targets::Pixels { .. } => self.height.saturating_mul(self.width),
-            Targets::Values { shape: [n, height, width] } => n.saturating_mul(height).saturating_mul(width),
+            Targets::Pixels { .. } => pixels,
+            Targets::Values { shape } if self.targets.are_of_pixels() => shape[0].saturating_mul(pixels),
+            Targets::Values { shape } => shape[0],
         }
     }
 

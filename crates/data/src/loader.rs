@@ -5,8 +5,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
-use super::augmentation::{View, Views};
-use super::sample::{TargetBatch, check, target, target_len, whole, write_image};
+use super::augmentation::Views;
+use super::sample::{TargetBatch, check, whole, write_image};
 use super::{DataError, Dataset, DatasetInfo};
 
 /// Which samples make a batch, and how they are seen.
@@ -73,6 +73,11 @@ impl Loader {
         self.data.as_ref()
     }
 
+    /// How many threads make batches.
+    pub fn workers(&self) -> usize {
+        self.workers.len()
+    }
+
     /// N, C, H, W of a batch.
     ///
     /// # Errors
@@ -83,10 +88,7 @@ impl Loader {
             let reason = format!("there are {len} samples");
             return Err(wrong_sample(info, index, reason));
         }
-        let [height, width] = match &request.views {
-            Some(views) => views.size(info)?,
-            None => [info.height, info.width],
-        };
+        let [height, width] = size(info, request.views.as_ref())?;
         Ok([request.samples.len(), info.channels, height, width])
     }
 
@@ -120,12 +122,12 @@ impl Loader {
         assert_eq!(images.len(), shape[0] * image_len, "a batch of {shape:?}");
         let info = self.data.info();
         let mut targets = TargetBatch::empty(info);
-        targets.reserve(shape[0], target_len(info, [shape[2], shape[3]]))?;
+        targets.reserve(shape[0], info.label_len_of([shape[2], shape[3]]))?;
         // Chunks must not be empty; a data set whose images have no elements was refused before.
         let places = images.chunks_mut(image_len.max(1)).zip(&request.samples);
         if self.workers.is_empty() {
             for (out, &index) in places {
-                targets.append(write(self.data.as_ref(), index, request.views.as_ref(), out)?);
+                write(self.data.as_ref(), (index, request.views.as_ref()), out, &mut targets)?;
             }
             return Ok(targets);
         }
@@ -149,25 +151,27 @@ impl Drop for Loader {
     }
 }
 
-/// Writes one sample into its place.
+/// Writes one sample into its place, and adds its target.
 fn write(
     data: &dyn Dataset,
-    index: u32,
-    views: Option<&Views>,
+    (index, views): (u32, Option<&Views>),
     out: &mut [f32],
-) -> Result<TargetBatch, DataError> {
+    targets: &mut TargetBatch,
+) -> Result<(), DataError> {
     let info = data.info();
-    let view = view(info, index, views)?;
+    let view = views.map_or_else(|| Ok(whole(info)), |views| views.of(index as usize, info))?;
     let seed = views.map(|views| views.sample_seed(index as usize));
     let sample =
         data.sample(index as usize, seed).map_err(|error| wrong_sample(info, index, error.to_string()))?;
     check(info, &sample).map_err(|reason| wrong_sample(info, index, reason))?;
     write_image(info, &sample.image, &view, out);
-    Ok(target(info, &sample.target, &view))
+    targets.push(info, &sample.target, &view);
+    Ok(())
 }
 
-fn view(info: &DatasetInfo, index: u32, views: Option<&Views>) -> Result<View, DataError> {
-    views.map_or_else(|| Ok(whole(info)), |views| views.of(index as usize, info))
+/// Height and width of the images of a batch.
+fn size(info: &DatasetInfo, views: Option<&Views>) -> Result<[usize; 2], DataError> {
+    views.map_or(Ok([info.height, info.width]), |views| views.size(info))
 }
 
 fn wrong_sample(info: &DatasetInfo, index: u32, reason: String) -> DataError {
@@ -278,19 +282,16 @@ impl Shared {
 fn make(data: &dyn Dataset, index: u32, views: Option<&Views>) -> MadeResult {
     let attempt = || {
         let info = data.info();
-        let view = view(info, index, views)?;
-        let len = info.channels.saturating_mul(view.height).saturating_mul(view.width);
-        let mut image = convoke_memory::filled(len, 0.0)?;
-        let target = write(data, index, views, &mut image)?;
+        let size = size(info, views)?;
+        let len = info.channels.saturating_mul(size[0]).saturating_mul(size[1]);
+        let (mut image, mut target) = (convoke_memory::filled(len, 0.0)?, TargetBatch::empty(info));
+        target.reserve(1, info.label_len_of(size))?;
+        write(data, (index, views), &mut image, &mut target)?;
         Ok(Made { image, target })
     };
     catch_unwind(AssertUnwindSafe(attempt)).unwrap_or_else(|payload| {
         let text = payload.downcast_ref::<String>().map(String::as_str);
         let text = text.or_else(|| payload.downcast_ref::<&str>().copied()).unwrap_or("no message");
-        Err(DataError::Sample {
-            dataset: data.info().name.clone(),
-            index: index as usize,
-            reason: format!("the data set panicked: {text}"),
-        })
+        Err(wrong_sample(data.info(), index, format!("the data set panicked: {text}")))
     })
 }

@@ -12,8 +12,8 @@ use super::idx;
 use super::idx::IdxReader;
 use super::progress::report;
 use super::{
-    DataError, DatasetInfo, DatasetSpec, InMemory, LoadOptions, Progress, ProgressEvent, ProgressUnit,
-    Targets, TrainTest, check_labels,
+    DataError, DatasetInfo, DatasetSpec, InMemory, Progress, ProgressEvent, ProgressUnit, Targets, TrainTest,
+    check_labels,
 };
 
 /// Public copies of the files; the last one is their origin and often out of service.
@@ -189,19 +189,14 @@ fn download_sources(
 
 /// The data set by name.
 pub(super) fn spec() -> DatasetSpec {
-    let load =
-        |options: &LoadOptions<'_>| Ok(load(options.folder.unwrap_or(Path::new(".")), options.progress)?);
-    let spec = DatasetSpec::new("mnist", "Handwritten digits (LeCun, Cortes, Burges)", load)
+    let spec = DatasetSpec::of_folder("mnist", "Handwritten digits (LeCun, Cortes, Burges)", load)
         .with_info(info())
         .with_files(
             is_present,
             "MNIST is not there: add --download to fetch it (11 MB), or name its folder with --data-dir",
         );
     #[cfg(feature = "download")]
-    let spec = spec.with_download(|folder, proxy, progress| {
-        let options = DownloadOptions { proxy, ..DownloadOptions::new(MIRRORS) };
-        Ok(download(folder, &options, progress)?)
-    });
+    let spec = spec.with_mirrors(MIRRORS, download);
     spec
 }
 

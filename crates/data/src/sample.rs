@@ -54,6 +54,43 @@ impl TargetBatch {
         }
     }
 
+    /// Adds the target of a view of a sample of this data set, which has been checked.
+    pub(super) fn push(&mut self, info: &DatasetInfo, target: &Target<'_>, view: &View) {
+        let (len, of_pixels) = (info.label_len_of([view.height, view.width]), info.targets.are_of_pixels());
+        match self {
+            TargetBatch::Labels(labels) => {
+                let start = labels.len();
+                // Pixels of a view beyond its image get the label for no class. Without such a label there is no padding, so all
+                // are overwritten.
+                labels.resize(start + len, info.ignore().unwrap_or(0));
+                let out = &mut labels[start..];
+                match target {
+                    Target::Class(class) => out.fill(*class),
+                    Target::Classes(classes) if of_pixels => {
+                        write_plane(classes, info, view, out, 1, |class| class);
+                    }
+                    Target::Bytes(bytes) if of_pixels => write_plane(bytes, info, view, out, 1, i64::from),
+                    Target::Classes(classes) => out.copy_from_slice(classes),
+                    Target::Bytes(bytes) => out.fill(i64::from(bytes[0])),
+                    Target::Values(_) => unreachable!("the sample has been checked"),
+                }
+            }
+            TargetBatch::Values(all) => {
+                let Target::Values(values) = target else { unreachable!("the sample has been checked") };
+                let start = all.len();
+                all.resize(start + len, 0.0);
+                let out = &mut all[start..];
+                if !of_pixels {
+                    return out.copy_from_slice(values);
+                }
+                let planes = values.chunks(info.height * info.width);
+                for (plane, out) in planes.zip(out.chunks_mut(view.height * view.width)) {
+                    write_plane(plane, info, view, out, 1, |value| value);
+                }
+            }
+        }
+    }
+
     /// Adds the targets of another sample of the same data set.
     pub(super) fn append(&mut self, mut other: TargetBatch) {
         match (self, &mut other) {
@@ -70,18 +107,6 @@ impl TargetBatch {
             TargetBatch::Labels(labels) => convoke_memory::reserve(labels, more),
             TargetBatch::Values(values) => convoke_memory::reserve(values, more),
         }
-    }
-}
-
-/// How many labels or values one view has.
-pub(super) fn target_len(info: &DatasetInfo, [height, width]: [usize; 2]) -> usize {
-    match info.targets {
-        Targets::Image => 1,
-        Targets::Pixels { .. } => height.saturating_mul(width),
-        Targets::Values { shape } if info.targets.are_of_pixels() => {
-            shape[0].saturating_mul(height).saturating_mul(width)
-        }
-        Targets::Values { shape } => shape[0],
     }
 }
 
@@ -143,37 +168,6 @@ pub(super) fn write_image(info: &DatasetInfo, image: &Pixels<'_>, view: &View, o
                 write_plane(&values[plane], info, view, out, channels, |value| (value - mean) / std);
             }
         }
-    }
-}
-
-/// The target of a view of a sample, which has been checked.
-pub(super) fn target(info: &DatasetInfo, target: &Target<'_>, view: &View) -> TargetBatch {
-    let len = target_len(info, [view.height, view.width]);
-    // Pixels of a view beyond its image get the label for no class. Without such a label there is no padding, so all are
-    // overwritten.
-    let of_pixels = || vec![info.ignore().unwrap_or(0); len];
-    match (target, info.targets) {
-        (Target::Class(class), _) => TargetBatch::Labels(vec![*class]),
-        (Target::Classes(classes), Targets::Pixels { .. }) => {
-            let mut labels = of_pixels();
-            write_plane(classes, info, view, &mut labels, 1, |class| class);
-            TargetBatch::Labels(labels)
-        }
-        (Target::Bytes(bytes), Targets::Pixels { .. }) => {
-            let mut labels = of_pixels();
-            write_plane(bytes, info, view, &mut labels, 1, i64::from);
-            TargetBatch::Labels(labels)
-        }
-        (Target::Classes(classes), _) => TargetBatch::Labels(classes.to_vec()),
-        (Target::Bytes(bytes), _) => TargetBatch::Labels(bytes.iter().map(|&byte| i64::from(byte)).collect()),
-        (Target::Values(values), targets) if targets.are_of_pixels() => {
-            let mut cut = vec![0.0; len];
-            let planes =
-                values.chunks(info.height * info.width).zip(cut.chunks_mut(view.height * view.width));
-            planes.for_each(|(plane, out)| write_plane(plane, info, view, out, 1, |value| value));
-            TargetBatch::Values(cut)
-        }
-        (Target::Values(values), _) => TargetBatch::Values(values.to_vec()),
     }
 }
 

@@ -5,6 +5,8 @@ use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
+#[cfg(feature = "download")]
+use super::download::DownloadOptions;
 use super::{Augmentation, DatasetInfo, Datasets, Progress};
 
 /// Why a data set could not be loaded: a [`super::DataError`], or an error of the data set's own.
@@ -99,6 +101,17 @@ impl DatasetSpec {
         }
     }
 
+    /// A data set that `load` reads from a folder: the current one if none is named.
+    pub fn of_folder<D: Into<Datasets>, E: Into<LoadError>>(
+        name: &str,
+        about: &str,
+        load: impl Fn(&Path, &Progress<'_>) -> Result<D, E> + Send + Sync + 'static,
+    ) -> DatasetSpec {
+        DatasetSpec::new(name, about, move |options| {
+            load(options.folder.unwrap_or(Path::new(".")), options.progress).map_err(Into::into)
+        })
+    }
+
     /// Adds its info as it is usually distributed, so that a model that does not fit is refused before anything is read.
     #[must_use]
     pub fn with_info(self, info: DatasetInfo) -> DatasetSpec {
@@ -141,6 +154,19 @@ impl DatasetSpec {
         download: impl Fn(&Path, Option<String>, &Progress<'_>) -> Result<(), LoadError> + Send + Sync + 'static,
     ) -> DatasetSpec {
         DatasetSpec { download: Some(Arc::new(download)), ..self }
+    }
+
+    /// The same for files that `download` fetches from these mirrors.
+    #[cfg(feature = "download")]
+    pub(super) fn with_mirrors<const N: usize>(
+        self,
+        mirrors: [&'static str; N],
+        download: fn(&Path, &DownloadOptions, &Progress<'_>) -> Result<(), super::DataError>,
+    ) -> DatasetSpec {
+        self.with_download(move |folder, proxy, progress| {
+            let options = DownloadOptions { proxy, ..DownloadOptions::new(mirrors) };
+            Ok(download(folder, &options, progress)?)
+        })
     }
 
     /// The name on the command line.

@@ -2,7 +2,7 @@
 
 use convoke_autograd::{Device, MemoryFormat, Tensor};
 
-use crate::data::{DatasetInfo, Loader, Request, TargetBatch, Targets};
+use crate::data::{DataError, DatasetInfo, Loader, Request, TargetBatch, Targets};
 use crate::{Error, Result};
 
 /// The samples that a request names, scaled and normalised by channel, and their targets.
@@ -16,8 +16,8 @@ use crate::{Error, Result};
 /// If the data set lacks a chosen sample or cannot load it, if a crop or padding does not fit the images, or if there is no
 /// memory.
 pub fn batch(device: &Device, loader: &Loader, request: &Request) -> Result<(Tensor, TargetBatch)> {
-    let refused = |error: crate::data::DataError| match error {
-        crate::data::DataError::Memory(error) => Error::from(error),
+    let refused = |error: DataError| match error {
+        DataError::Memory(error) => Error::from(error),
         error => Error::Invalid { operation: "batch", reason: error.to_string() },
     };
     let shape = loader.shape(request).map_err(refused)?;
@@ -36,14 +36,12 @@ pub fn batch(device: &Device, loader: &Loader, request: &Request) -> Result<(Ten
 
 /// Placeholder targets of a batch of this shape, for a dry device: labels are of a class that is not ignored, if there is one.
 fn any_targets(info: &DatasetInfo, &[batch, _, height, width]: &[usize; 4]) -> Result<TargetBatch> {
-    let pixels = if info.targets.are_of_pixels() { height * width } else { 1 };
+    let len = batch.saturating_mul(info.label_len_of([height, width]));
     Ok(match info.targets {
-        Targets::Values { shape } => {
-            TargetBatch::Values(convoke_memory::filled(batch.saturating_mul(shape[0] * pixels), 0.0)?)
-        }
+        Targets::Values { .. } => TargetBatch::Values(convoke_memory::filled(len, 0.0)?),
         Targets::Image | Targets::Pixels { .. } => {
             let class = i64::from(info.ignore() == Some(0));
-            TargetBatch::Labels(convoke_memory::filled(batch.saturating_mul(pixels), class)?)
+            TargetBatch::Labels(convoke_memory::filled(len, class)?)
         }
     })
 }

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use convoke_autograd::ops::{
-    ClassOptions, Reduction, binary_cross_entropy_with_logits, log_softmax, mse_loss, weighted_nll_loss,
+    ClassOptions, Reduction, binary_cross_entropy_with_logits, mse_loss, weighted_nll_loss,
 };
 use convoke_autograd::{Error, Result, Tensor};
 use serde::{Deserialize, Serialize, Serializer};
@@ -275,11 +275,6 @@ fn values_like(output: &Tensor, values: &[f32]) -> Result<Tensor> {
         return Err(Error::Invalid { operation: "objective", reason });
     }
     Tensor::from_slice(output.device(), output.shape(), values)?.to_dtype(output.dtype())
-}
-
-/// Turns the logits of a model into log-probabilities.
-pub(crate) fn log_probabilities(logits: &Tensor) -> Result<Tensor> {
-    log_softmax(logits)
 }
 
 impl PartialEq for Objective {

@@ -8,6 +8,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::Instant;
 
+use convoke_autograd::ops::log_softmax;
 use convoke_autograd::{Device, Tensor, TimelinePoint, inference_mode};
 use convoke_distributed::{Communicator, Traffic};
 use serde::Serialize;
@@ -18,7 +19,7 @@ use crate::data_parallel::{DataParallel, DataParallelOptions, Sampler, shard};
 use crate::metrics::Confusion;
 use crate::models::{ModelOptions, ModelSpec};
 use crate::modules::ConvBnMode;
-use crate::objective::{self, LossSum, Objective};
+use crate::objective::{LossSum, Objective};
 use crate::planner::MemoryPlan;
 use crate::{Generator, Init, Module, ModuleExt, Optimizer, Rule, StepLr, batch};
 
@@ -373,8 +374,8 @@ impl Trainer {
         } else {
             let loading = span("data");
             // Request the batches in the order in which steps need them.
-            for ahead in 0..=AHEAD {
-                self.train_loader.load_ahead(&self.request(ahead));
+            if self.train_loader.workers() > 0 {
+                (0..=AHEAD).for_each(|ahead| self.train_loader.load_ahead(&self.request(ahead)));
             }
             let (images, targets) = batch(&self.device, &self.train_loader, &self.request(0))?;
             drop(loading);
@@ -512,7 +513,7 @@ impl Trainer {
     fn output(&self, model: &dyn Module, images: &Tensor) -> Result<Tensor> {
         let output = model.forward(images)?;
         match self.config.model.gives_logits() && self.config.objective.takes_log_probabilities() {
-            true => Ok(objective::log_probabilities(&output)?),
+            true => Ok(log_softmax(&output)?),
             false => Ok(output),
         }
     }
