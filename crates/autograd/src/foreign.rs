@@ -109,7 +109,7 @@ impl Tensor {
             self.data::<T>()?;
             self.into_own_bytes::<T>()?
         });
-        Ok(Exported { strides: strides_of(&shape, format), shape, dtype, bytes: bytes.exported() })
+        Ok(Exported { strides: format.strides(&shape), shape, dtype, bytes: bytes.exported() })
     }
 }
 
@@ -163,26 +163,6 @@ impl Exported {
     }
 }
 
-/// The strides of a shape in a memory format, in elements.
-fn strides_of(shape: &[usize], format: MemoryFormat) -> Vec<usize> {
-    let mut strides = vec![0; shape.len()];
-    let mut step = 1;
-    for axis in order(shape.len(), format) {
-        strides[axis] = step;
-        // The strides of a tensor without elements are those of one with.
-        step *= shape[axis].max(1);
-    }
-    strides
-}
-
-/// The axes of a memory format from the innermost to the outermost.
-fn order(rank: usize, format: MemoryFormat) -> Vec<usize> {
-    match format {
-        MemoryFormat::ChannelsLast => [1].into_iter().chain((2..rank).rev()).chain([0]).collect(),
-        MemoryFormat::Contiguous => (0..rank).rev().collect(),
-    }
-}
-
 /// The memory format whose strides these are; row-major where they are those of both.
 fn format_of(shape: &[usize], strides: &[usize]) -> Result<MemoryFormat> {
     if strides.len() != shape.len() {
@@ -195,12 +175,12 @@ fn format_of(shape: &[usize], strides: &[usize]) -> Result<MemoryFormat> {
     // Where a size is 1, or there are no elements, nothing is a stride away.
     let empty = shape.contains(&0);
     let fits = |format: &MemoryFormat| {
-        let expected = strides_of(shape, *format);
+        let expected = format.strides(shape);
         empty || (0..shape.len()).all(|axis| shape[axis] == 1 || strides[axis] == expected[axis])
     };
     formats.iter().find(|format| fits(format)).copied().ok_or_else(|| {
         let known: Vec<String> =
-            formats.iter().map(|format| format!("{:?} ({format})", strides_of(shape, *format))).collect();
+            formats.iter().map(|format| format!("{:?} ({format})", format.strides(shape))).collect();
         let reason = format!(
             "the strides {strides:?} of the shape {shape:?} are of no memory format, expected {}: copy the elements first, \
              as PyTorch's `contiguous()` does",

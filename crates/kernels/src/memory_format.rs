@@ -24,6 +24,25 @@ impl std::fmt::Display for MemoryFormat {
     }
 }
 
+impl MemoryFormat {
+    /// How many elements apart neighbours along each axis of a shape lie; a size of 0 counts as 1. Channels-last needs three axes
+    /// or more.
+    pub fn strides(self, shape: &[usize]) -> Vec<usize> {
+        let rank = shape.len();
+        // The axes from the innermost to the outermost.
+        let axes: Vec<usize> = match self {
+            MemoryFormat::Contiguous => (0..rank).rev().collect(),
+            MemoryFormat::ChannelsLast => [1].into_iter().chain((2..rank).rev()).chain([0]).collect(),
+        };
+        let (mut strides, mut step) = (vec![0; rank], 1);
+        for axis in axes {
+            strides[axis] = step;
+            step *= shape[axis].max(1);
+        }
+        strides
+    }
+}
+
 /// The shape of a tensor of N x C x (spatial) elements, and their order in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Extent {

@@ -3,8 +3,8 @@
 
 use convoke::nn::models::ModelOptions;
 use convoke::nn::modules::{
-    Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvOptions, Flatten, GlobalAvgPool2d,
-    Linear, LogSoftmax, MaxPool2d, Padding, PoolOptions, Upsample, UpsampleMode,
+    Conv2d, ConvBn2d, ConvOptions, Flatten, GlobalAvgPool2d, Linear, LogSoftmax, MaxPool2d, PoolOptions,
+    Upsample, UpsampleMode,
 };
 use convoke::nn::{Forward, Init, Module};
 use convoke::ops::concat;
@@ -22,12 +22,7 @@ pub(crate) struct GatedUnet {
 
 impl GatedUnet {
     pub(crate) fn new(init: &Init, options: &ModelOptions) -> Result<GatedUnet> {
-        let same = ConvOptions { padding: Padding::symmetric([1, 1]), ..ConvOptions::default() };
-        let block = |channels: [usize; 2]| -> Result<ConvBn2d> {
-            let conv = Conv2d::new(init, channels, [3, 3], same, false)?;
-            let bn = BatchNorm2d::new(init, channels[1], BatchNormConfig::default())?;
-            Ok(ConvBn2d::new(conv, bn, Activation::Relu, options.conv_bn))
-        };
+        let block = |channels| ConvBn2d::same3x3(init, channels, options.conv_bn);
         Ok(GatedUnet {
             down: block([options.image[0], 16])?,
             inner: [block([16, 16])?, block([16, 16])?],

@@ -5,8 +5,7 @@ use convoke_autograd::{Error, Result, Tensor};
 
 use super::ModelSpec;
 use crate::modules::{
-    Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, LogSoftmax,
-    MaxPool2d, Padding, PoolOptions, Sequential, Upsample,
+    Conv2d, ConvBn2d, ConvBnMode, ConvOptions, LogSoftmax, MaxPool2d, PoolOptions, Sequential, Upsample,
 };
 use crate::{Forward, Init, Module};
 
@@ -56,12 +55,7 @@ pub struct Segnet {
 /// # Errors
 /// If `channels` or `classes` is 0 or too large.
 pub fn segnet(init: &Init, mode: ConvBnMode, channels: usize, classes: usize) -> Result<Segnet> {
-    let options = ConvOptions { padding: Padding::symmetric([1, 1]), ..ConvOptions::default() };
-    let block = |channels: [usize; 2]| -> Result<ConvBn2d> {
-        let conv = Conv2d::new(init, channels, [3, 3], options, false)?;
-        let bn = BatchNorm2d::new(init, channels[1], BatchNormConfig::default())?;
-        Ok(ConvBn2d::new(conv, bn, Activation::Relu, mode))
-    };
+    let block = |channels| ConvBn2d::same3x3(init, channels, mode);
     let level = |channels: usize, width: usize| -> Result<Sequential> {
         Ok(Sequential::new().then("conv1", block([channels, width])?).then("conv2", block([width, width])?))
     };

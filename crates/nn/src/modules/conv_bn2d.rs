@@ -2,12 +2,14 @@
 
 use std::sync::{Mutex, PoisonError};
 
-use convoke_autograd::ops::{self, Activation, ConvBnBlock, ConvBnParameters, Keep, PoolOptions};
+use convoke_autograd::ops::{
+    self, Activation, ConvBnBlock, ConvBnParameters, ConvOptions, Keep, Padding, PoolOptions,
+};
 use convoke_autograd::{Result, Tensor, fold_conv_bn2d};
 
-use super::{BatchNorm2d, Conv2d};
+use super::{BatchNorm2d, BatchNormConfig, Conv2d};
 use crate::planner::BlockKind;
-use crate::{Forward, Module, Parameter, Parts};
+use crate::{Forward, Init, Module, Parameter, Parts};
 
 /// How a [`ConvBn2d`] block runs. Values and running statistics are the same either way; so are gradients, except with
 /// [`Keep::Compact`] and [`Keep::Invert`].
@@ -57,6 +59,17 @@ impl ConvBn2d {
             keep: Mutex::default(),
             kind: Mutex::default(),
         }
+    }
+
+    /// A 3x3 convolution without bias that keeps height and width, PyTorch's default batch norm, and ReLU.
+    ///
+    /// # Errors
+    /// If a number of channels is 0 or too large.
+    pub fn same3x3(init: &Init, channels: [usize; 2], mode: ConvBnMode) -> Result<ConvBn2d> {
+        let options = ConvOptions { padding: Padding::symmetric([1, 1]), ..ConvOptions::default() };
+        let conv = Conv2d::new(init, channels, [3, 3], options, false)?;
+        let bn = BatchNorm2d::new(init, channels[1], BatchNormConfig::default())?;
+        Ok(ConvBn2d::new(conv, bn, Activation::Relu, mode))
     }
 
     /// The same block with a max pool after the activation.

@@ -7,10 +7,7 @@ use convoke_nn::data::{
     Augmentation, DatasetInfo, Datasets, Pixels, Sample, Target, TargetBatch, Targets, TrainTest, from_fn,
 };
 use convoke_nn::models::{ModelOptions, ModelSpec};
-use convoke_nn::modules::{
-    Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvOptions, Flatten, GlobalAvgPool2d,
-    LogSoftmax, Padding,
-};
+use convoke_nn::modules::{Conv2d, ConvBn2d, ConvOptions, Flatten, GlobalAvgPool2d, LogSoftmax};
 use convoke_nn::objective::{CrossEntropy, LossSum, Objective};
 use convoke_nn::training::{Evaluation, Trainer, TrainingConfig, predict_memory};
 use convoke_nn::{Forward, Init, Module, Rule};
@@ -31,11 +28,8 @@ struct Two {
 
 impl Two {
     fn new(init: &Init, options: &ModelOptions, [of_pixels, gives_logits]: [bool; 2]) -> Result<Two> {
-        let same = ConvOptions { padding: Padding::symmetric([1, 1]), ..ConvOptions::default() };
-        let conv = Conv2d::new(init, [options.image[0], 6], [3, 3], same, false)?;
-        let bn = BatchNorm2d::new(init, 6, BatchNormConfig::default())?;
         Ok(Two {
-            first: ConvBn2d::new(conv, bn, Activation::Relu, options.conv_bn),
+            first: ConvBn2d::same3x3(init, [options.image[0], 6], options.conv_bn)?,
             last: Conv2d::new(init, [6, options.classes], [1, 1], ConvOptions::default(), true)?,
             of_pixels,
             gives_logits,

@@ -9,8 +9,7 @@ use convoke_distributed::{Options, run_threads};
 use convoke_nn::data::{DatasetInfo, Datasets, Targets, noise, silent};
 use convoke_nn::models::{ModelOptions, ModelSpec, Models};
 use convoke_nn::modules::{
-    Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, LogSoftmax,
-    MaxPool2d, Padding, PoolOptions, Upsample,
+    Conv2d, ConvBn2d, ConvBnMode, ConvOptions, LogSoftmax, MaxPool2d, PoolOptions, Upsample,
 };
 use convoke_nn::planner::{Planner, PlannerOptions};
 use convoke_nn::training::{Trainer, TrainingConfig, predict_memory};
@@ -28,12 +27,7 @@ struct Small {
 
 impl Small {
     fn new(init: &Init, options: &ModelOptions) -> Result<Small> {
-        let same = ConvOptions { padding: Padding::symmetric([1, 1]), ..ConvOptions::default() };
-        let block = |channels: [usize; 2]| -> Result<ConvBn2d> {
-            let conv = Conv2d::new(init, channels, [3, 3], same, false)?;
-            let bn = BatchNorm2d::new(init, channels[1], BatchNormConfig::default())?;
-            Ok(ConvBn2d::new(conv, bn, Activation::Relu, options.conv_bn))
-        };
+        let block = |channels| ConvBn2d::same3x3(init, channels, options.conv_bn);
         Ok(Small {
             first: block([options.image[0], 6])?,
             residual: block([6, 6])?,

@@ -336,16 +336,9 @@ fn shapes(p: &ConvProblem) -> [Vec<usize>; 3] {
 /// x, weight and y as the caller has them.
 fn plain_tensors(onednn: &OneDnn, problem: &ConvProblem) -> Result<[MemoryDesc; 3], String> {
     let [x, weight, y] = shapes(problem);
-    let plain = |dims: &[usize], format| MemoryDesc::new(onednn, dims, Some(&strides(dims, format)));
+    let plain =
+        |dims: &[usize], format: MemoryFormat| MemoryDesc::new(onednn, dims, Some(&format.strides(dims)));
     Ok([plain(&x, problem.format)?, plain(&weight, MemoryFormat::Contiguous)?, plain(&y, problem.format)?])
-}
-
-fn strides(dims: &[usize], format: MemoryFormat) -> Vec<usize> {
-    if format == MemoryFormat::ChannelsLast {
-        let &[_, c, h, w] = dims else { unreachable!("x and y have four axes") };
-        return vec![h * w * c, 1, w * c, c];
-    }
-    (1..=dims.len()).map(|inner| dims[inner..].iter().product()).collect()
 }
 
 impl Convolution {
