@@ -1,6 +1,6 @@
 //! The error of this crate: it names the operation, and the shapes or types that do not fit.
 
-use convoke_kernels::DType;
+use convoke_kernels::{DType, Error as KernelError};
 use convoke_memory::OutOfMemory;
 
 /// Why an operation on tensors was refused.
@@ -9,7 +9,7 @@ use convoke_memory::OutOfMemory;
 pub enum Error {
     /// A kernel refused its problem.
     #[error(transparent)]
-    Kernel(#[from] convoke_kernels::Error),
+    Kernel(convoke_kernels::Error),
     /// Shapes or options do not fit.
     #[error("{operation}: {reason}")]
     Invalid {
@@ -92,6 +92,31 @@ pub enum Error {
         /// What is wrong.
         reason: String,
     },
+}
+
+impl From<KernelError> for Error {
+    fn from(error: KernelError) -> Error {
+        match error {
+            KernelError::Buffer { elements, element_size } => Error::Memory { elements, element_size },
+            KernelError::Communication { operation, reason } => Error::Communication { operation, reason },
+            error => Error::Kernel(error),
+        }
+    }
+}
+
+/// For what a kernel reads from a tensor.
+impl From<Error> for KernelError {
+    fn from(error: Error) -> KernelError {
+        match error {
+            Error::Kernel(error) => error,
+            Error::Memory { elements, element_size } => KernelError::Buffer { elements, element_size },
+            Error::Communication { operation, reason } => KernelError::Communication { operation, reason },
+            Error::Invalid { operation, reason } => KernelError::Invalid { operation, reason },
+            Error::DType { operation, expected, found } => KernelError::DType { operation, expected, found },
+            Error::StorageOnly { operation, dtype } => KernelError::StorageOnly { operation, dtype },
+            error => KernelError::Invalid { operation: "tensor", reason: error.to_string() },
+        }
+    }
 }
 
 impl From<OutOfMemory> for Error {

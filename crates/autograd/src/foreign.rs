@@ -1,12 +1,10 @@
 //! Memory that crosses the border: a tensor of elements that somebody else owns, and elements that leave with an owner of their own.
 
-use std::sync::Arc;
-
 use bytemuck::Pod;
+use convoke_kernels::memory::{BorrowedBytes, Bytes};
 use convoke_kernels::{DType, MemoryFormat, Stored};
 
 use crate::error::invalid;
-use crate::pool::{Bytes, Pool};
 use crate::storage::Storage;
 use crate::tensor::checked_len;
 use crate::{Device, Error, Result, Tensor};
@@ -32,19 +30,14 @@ impl<O: AsRef<[T]> + Send + Sync, T: Pod> Owner for Typed<O, T> {
 pub(crate) struct Foreign {
     owner: Box<dyn Owner>,
     len: usize,
-    pool: Arc<Pool>,
+    /// Counts the bytes as long as they are borrowed.
+    _counted: BorrowedBytes,
 }
 
 impl Foreign {
     /// As [`Bytes::elements`].
     pub(crate) fn elements<T: Pod>(&self) -> &[T] {
         bytemuck::cast_slice(&self.owner.bytes()[..self.len])
-    }
-}
-
-impl Drop for Foreign {
-    fn drop(&mut self) {
-        self.pool.borrow_ends(self.len);
     }
 }
 
@@ -88,11 +81,13 @@ impl Tensor {
                 format!("the shape {shape:?} needs {len} elements, found {found}"),
             ));
         }
-        let pool = device.pool().clone();
         let bytes = len * size_of::<T>();
-        pool.borrow_begins(bytes);
         let owner = Box::new(Typed { owner, element: std::marker::PhantomData });
-        let storage = Storage::borrowed(T::DTYPE, len, Foreign { owner, len: bytes, pool });
+        let storage = Storage::borrowed(
+            T::DTYPE,
+            len,
+            Foreign { owner, len: bytes, _counted: device.count_borrowed(bytes) },
+        );
         Tensor::of_storage(device, shape, format, storage)
     }
 

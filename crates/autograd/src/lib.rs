@@ -1,6 +1,6 @@
 //! A small autograd for convolutional networks: tensors, a dynamic tape, custom functions, gradcheck.
 //!
-//! * A [`Tensor`] is an immutable value on a [`Device`]; its buffer comes from the device's pool, which counts bytes.
+//! * A [`Tensor`] is an immutable value on a [`Device`]; its buffer comes from the device, which counts bytes.
 //! * A [`Function`] is an operation with its backward. Built-in operations ([`ops`]) and yours are implemented in the same way.
 //! * [`Tensor::backward`] returns the [`Gradients`] of the leaves.
 //! * [`gradcheck`] compares a function's gradients with central differences in f64.
@@ -17,21 +17,20 @@
 //! ```
 
 mod backward;
-mod device;
 mod error;
 mod fold;
 mod foreign;
 mod function;
 mod gradcheck;
+mod images;
 mod mode;
 pub mod ops;
-mod pool;
 mod storage;
 mod tensor;
 
 pub use backward::{BackwardOptions, Gradients};
-pub use convoke_kernels::{Cpu, DType, Element, Isa, MemoryFormat, Stored};
-pub use device::{Device, DeviceOptions};
+pub use convoke_kernels::memory::{Buffer, MemoryStats, TimelinePoint};
+pub use convoke_kernels::{Cpu, DType, Device, DeviceOptions, Element, Isa, MemoryFormat, Stored};
 pub use error::{Error, Result};
 pub use fold::fold_conv_bn2d;
 pub use foreign::Exported;
@@ -40,5 +39,4 @@ pub use gradcheck::{GradCheck, GradCheckFailure, GradCheckReport, gradcheck};
 /// The 16-bit element types.
 pub use half::{bf16, f16};
 pub use mode::{enable_grad, inference_mode, is_grad_enabled, no_grad};
-pub use pool::{Buffer, MemoryStats, TimelinePoint};
 pub use tensor::{Tensor, format_shape};

@@ -7,8 +7,8 @@ use bytemuck::Pod;
 use convoke_kernels::DType;
 
 use crate::foreign::Foreign;
-use crate::pool::Bytes;
 use crate::{Device, Result};
+use convoke_kernels::memory::Bytes;
 
 /// Recomputes elements from what an operation keeps anyway, such as the output of a normalisation from its input.
 ///
@@ -71,6 +71,11 @@ impl Storage {
         Storage { recipe: Some(recipe), ..self }
     }
 
+    /// Where the elements begin; 0 if they are not in memory.
+    pub(crate) fn address(&self) -> usize {
+        self.bytes.get().map_or(0, |memory| memory.elements::<u8>().as_ptr().addr())
+    }
+
     /// Whether the elements are in memory.
     pub(crate) fn has_elements(&self) -> bool {
         self.bytes.get().is_some()
@@ -122,7 +127,7 @@ impl Storage {
         match &self.recipe {
             Some(recipe) if self.bytes.get().is_none() && recipe.images() == total => {
                 let len = images.len() * image;
-                let buffer = crate::pool::at_least(scratch, device, len)?;
+                let buffer = convoke_kernels::memory::at_least(scratch, device, len)?;
                 recipe.write(images, bytemuck::cast_slice_mut(buffer))?;
                 Ok(buffer)
             }

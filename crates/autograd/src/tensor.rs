@@ -10,9 +10,9 @@ use convoke_kernels::{DType, MemoryFormat, Stored, convert};
 use crate::error::invalid;
 use crate::function::Node;
 use crate::mode::{self, Mode};
-use crate::pool::Bytes;
 use crate::storage::{Recipe, Storage};
 use crate::{Buffer, Device, Error, Result};
+use convoke_kernels::memory::Bytes;
 
 /// An n-dimensional array of numbers on a [`Device`]. Cloning is cheap and shares the elements.
 ///
@@ -342,17 +342,15 @@ impl Tensor {
         }
     }
 
+    /// Where the elements begin in memory; 0 if they must be recomputed. Two tensors that exist at the
+    /// same time and are not empty have the same address only if they share their elements.
+    pub fn address(&self) -> usize {
+        self.inner.storage.address()
+    }
+
     /// Whether the elements are in memory and need not be recomputed.
     pub(crate) fn has_elements(&self) -> bool {
         self.inner.storage.has_elements()
-    }
-
-    /// A tensor whose elements `recipe` computes when they are read.
-    pub(crate) fn deferred(like: &Tensor, recipe: Arc<dyn Recipe>) -> Tensor {
-        like.with_inner(|inner| {
-            inner.history = History::None;
-            inner.storage = Arc::new(Storage::deferred(like.dtype(), like.len(), recipe));
-        })
     }
 
     /// The same elements, which `recipe` can recompute. They must not be shared.
@@ -398,27 +396,31 @@ impl Tensor {
     /// # Errors
     /// If the elements are of another type, or `change` fails (the tensor then holds what `change` left).
     pub fn update<T: Stored>(&mut self, change: impl FnOnce(&mut [T]) -> Result<()>) -> Result<()> {
+        let was_leaf = self.is_leaf();
+        let result = change(self.make_unshared()?);
+        if was_leaf {
+            *self = self.with_grad();
+        }
+        result
+    }
+
+    /// Mutable access to the elements, in a copy that becomes this tensor if they are shared or borrowed. The history is lost.
+    pub(crate) fn make_unshared<T: Stored>(&mut self) -> Result<&mut [T]> {
         self.data::<T>()?;
         let shared = match Arc::get_mut(&mut self.inner) {
             Some(inner) => Arc::get_mut(&mut inner.storage).is_none_or(|storage| storage.is_borrowed()),
             None => true,
         };
         if shared {
-            let copy = Tensor::written(self.device(), self.shape(), self.format(), |data: &mut [T]| {
+            *self = Tensor::written(self.device(), self.shape(), self.format(), |data: &mut [T]| {
                 data.copy_from_slice(self.data::<T>()?);
                 Ok(())
             })?;
-            *self = copy.with_history(self.inner.history.clone());
         }
-        let was_leaf = self.is_leaf();
         let inner = Arc::get_mut(&mut self.inner).expect("unshared");
         inner.history = History::None;
         let storage = Arc::get_mut(&mut inner.storage).expect("unshared");
-        let result = change(storage.elements_mut().expect("read above"));
-        if was_leaf {
-            *self = self.with_grad();
-        }
-        result
+        Ok(storage.elements_mut().expect("read above"))
     }
 
     /// The elements in contiguous (N, C, H, W) order.

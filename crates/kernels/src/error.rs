@@ -53,6 +53,22 @@ pub enum Error {
     /// There is no memory for what a kernel or the tuner needs besides its operands.
     #[error(transparent)]
     Memory(#[from] convoke_memory::OutOfMemory),
+    /// There is no memory for a buffer of a [`crate::Device`], or no machine has as much.
+    #[error("out of memory: a buffer of {elements} elements of {element_size} bytes cannot be had")]
+    Buffer {
+        /// Elements of the buffer.
+        elements: usize,
+        /// Bytes of each.
+        element_size: usize,
+    },
+    /// Communication between ranks failed.
+    #[error("{operation}: {reason}")]
+    Communication {
+        /// The operation.
+        operation: &'static str,
+        /// What went wrong.
+        reason: String,
+    },
     /// This CPU lacks the requested instruction set, or the threads cannot be started.
     #[error("{0}")]
     Cpu(String),

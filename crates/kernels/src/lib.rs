@@ -20,9 +20,9 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-mod buffer;
 mod channels;
 mod cpu;
+mod device;
 mod element;
 mod error;
 mod scratch;
@@ -33,17 +33,19 @@ mod team;
 mod transpose;
 
 pub mod activation;
-pub mod arena;
 pub mod backstop;
 pub mod batch_norm;
+pub mod block;
 pub mod class_loss;
 pub mod concat;
 pub mod conv;
 pub mod convert;
 pub mod elementwise;
 pub mod gemm;
+pub mod images;
 pub mod loss;
 pub mod machine;
+pub mod memory;
 pub mod memory_format;
 pub mod optimizer;
 pub mod pool;
@@ -53,6 +55,8 @@ pub mod upsample;
 pub mod value_loss;
 
 pub use cpu::{Cpu, Isa};
+pub use device::{Device, DeviceOptions};
 pub use element::{DType, Element, Stored};
 pub use error::{Error, Result};
+pub use memory::Buffer;
 pub use memory_format::MemoryFormat;

@@ -2,10 +2,10 @@
 
 use std::cell::Cell;
 
-use crate::buffer::Buffer;
+use crate::memory::AlignedVec;
 
 thread_local! {
-    static KEPT: Cell<Option<Buffer<f64>>> = const { Cell::new(None) };
+    static KEPT: Cell<Option<AlignedVec<f64>>> = const { Cell::new(None) };
 }
 
 /// Calls `task` with `len` numbers of any value. The calling thread keeps the memory for the next call.
@@ -15,7 +15,7 @@ thread_local! {
 pub(crate) fn with<R>(len: usize, task: impl FnOnce(&mut [f64]) -> R) -> R {
     // Taken out of its place, so that a nested call finds none and allocates its own.
     let kept = KEPT.take().filter(|numbers| numbers.len() >= len);
-    let mut numbers = kept.unwrap_or_else(|| Buffer::filled(len, 0.0));
+    let mut numbers = kept.unwrap_or_else(|| AlignedVec::filled(len, 0.0));
     let result = task(&mut numbers[..len]);
     KEPT.set(Some(numbers));
     result

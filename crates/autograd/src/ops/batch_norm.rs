@@ -1,75 +1,14 @@
 //! Batch normalization, with batch statistics or with constant ones, and an optional ReLU in the same pass.
 
-use std::sync::Arc;
-
-use convoke_kernels::batch_norm::{
-    self as kernel, Activation, BackwardSums, EpsPlace, Moments, Normalization,
-};
+use convoke_kernels::batch_norm::{self as kernel, BackwardSums, Moments, Normalization, Normalizer};
 use convoke_kernels::memory_format::Extent;
-use convoke_kernels::{DType, Element, Stored};
+use convoke_kernels::{DType, Element};
 
 use super::{check_vector, same_dtype};
-use crate::error::invalid;
 use crate::tensor::dispatch;
 use crate::{Function, Needs, Result, Tensor, apply_with_saved};
 
-/// The statistics that normalise.
-#[derive(Debug, Clone)]
-pub enum Statistics {
-    /// The mean and biased variance of this batch; gradients flow through them.
-    Batch,
-    /// The statistics of the batches of all ranks together. Gradients flow through them, including the gradients of the other
-    /// ranks' outputs. The gradients of weight and bias are this rank's share only.
-    Synchronized(Arc<dyn Synchronize>),
-    /// Given statistics, by channel, such as running statistics in evaluation. Gradients do not flow through them. A variance of
-    /// 0 with eps 0 gives NaN.
-    Constant {
-        /// Mean by channel.
-        mean: Arc<[f64]>,
-        /// Variance by channel.
-        variance: Arc<[f64]>,
-    },
-}
-
-/// Combines the statistics of all ranks. Each rank makes the same calls in the same order: one in forward and one in backward.
-pub trait Synchronize: std::fmt::Debug + Send + Sync {
-    /// The moments over all ranks' values; `mine` are those over this rank's.
-    ///
-    /// # Errors
-    /// If communication between ranks fails.
-    fn moments(&self, mine: &Moments) -> Result<Moments>;
-
-    /// The sums over all ranks' values; `mine` are those over this rank's.
-    ///
-    /// # Errors
-    /// If communication between ranks fails.
-    fn sums(&self, mine: &BackwardSums) -> Result<BackwardSums>;
-}
-
-/// How [`batch_norm`] and [`crate::ops::conv_bn2d`] normalise.
-#[derive(Debug, Clone)]
-pub struct BatchNormOptions {
-    /// The statistics.
-    pub statistics: Statistics,
-    /// Keeps the divisor from 0.
-    pub eps: f64,
-    /// Where eps is added.
-    pub eps_place: EpsPlace,
-    /// Applied to the result in the same pass over memory.
-    pub activation: Activation,
-}
-
-impl Default for BatchNormOptions {
-    /// Batch statistics, eps 1e-5, no activation: PyTorch's training mode.
-    fn default() -> BatchNormOptions {
-        BatchNormOptions {
-            statistics: Statistics::Batch,
-            eps: 1e-5,
-            eps_place: EpsPlace::InsideRoot,
-            activation: Activation::Identity,
-        }
-    }
-}
+pub use convoke_kernels::batch_norm::{BatchNormOptions, Statistics, Synchronize};
 
 /// (x - mean) / sqrt(variance + eps) * weight + bias for each channel of an N x C x ... tensor.
 ///
@@ -90,8 +29,10 @@ pub fn batch_norm(
 ) -> Result<(Tensor, Option<Moments>)> {
     let function = BatchNorm { options: options.clone(), weight: weight.is_some(), bias: bias.is_some() };
     let inputs: Vec<&Tensor> = [Some(x), weight, bias].into_iter().flatten().collect();
-    apply_with_saved(function, &inputs, |saved| saved.normalizer.moments.clone())
+    apply_with_saved(function, &inputs, |saved| saved.layer.normalizer.moments().cloned())
 }
+
+const NAME: &str = "batch_norm";
 
 struct BatchNorm {
     options: BatchNormOptions,
@@ -102,14 +43,14 @@ struct BatchNorm {
 #[derive(Clone)]
 struct Saved {
     x: Tensor,
-    normalizer: Normalizer,
+    layer: Layer,
 }
 
 impl Function for BatchNorm {
     type Saved = Saved;
 
     fn name(&self) -> &'static str {
-        "batch_norm"
+        NAME
     }
 
     fn takes(&self, _: DType) -> bool {
@@ -120,20 +61,19 @@ impl Function for BatchNorm {
         let x = inputs[0];
         let weight = self.weight.then(|| inputs[1]);
         let bias = self.bias.then(|| inputs[1 + usize::from(self.weight)]);
-        let (y, normalizer) = if x.dtype().computes() {
-            Normalizer::forward("batch_norm", &self.options, x, weight, bias)?
+        let (y, layer) = if x.dtype().computes() {
+            Layer::forward(&self.options, x, weight, bias)?
         } else {
             let wide = x.in_dtype(DType::F32)?;
-            let (y, normalizer) =
-                Normalizer::forward_in_place("batch_norm", &self.options, wide, weight, bias)?;
-            (y.in_dtype(x.dtype())?, normalizer)
+            let (y, layer) = Layer::forward_in_place(&self.options, wide, weight, bias)?;
+            (y.in_dtype(x.dtype())?, layer)
         };
-        Ok((y, Saved { x: x.detach(), normalizer }))
+        Ok((y, Saved { x: x.detach(), layer }))
     }
 
     fn backward(
         &self,
-        Saved { x, normalizer }: Saved,
+        Saved { x, layer }: Saved,
         upstream: Tensor,
         needs: &Needs,
     ) -> Result<Vec<Option<Tensor>>> {
@@ -141,14 +81,14 @@ impl Function for BatchNorm {
         let for_x = needs.input(0);
         let dtype = x.dtype();
         let (dx, sums) = if dtype.computes() {
-            normalizer.gradients(&x, &upstream, for_x, wanted)?
+            layer.gradients(&x, &upstream, for_x, wanted)?
         } else {
             let (mut wide, dy) = (x.in_dtype(DType::F32)?, upstream.in_dtype(DType::F32)?);
             drop((x, upstream));
-            let sums = normalizer.gradients_in_place(&mut wide, &dy, for_x, wanted)?;
+            let sums = layer.gradients_in_place(&mut wide, &dy, for_x, wanted)?;
             (for_x.then(|| wide.in_dtype(dtype)).transpose()?, sums)
         };
-        let [weight, bias] = normalizer.parameter_gradients(sums.as_ref(), wanted)?;
+        let [weight, bias] = layer.parameter_gradients(sums.as_ref(), wanted)?;
         let mut gradients = vec![dx];
         gradients.extend(self.weight.then_some(weight));
         gradients.extend(self.bias.then_some(bias));
@@ -156,118 +96,56 @@ impl Function for BatchNorm {
     }
 }
 
-/// The statistics and parameters of one normalisation, shared by separate and fused batch norm.
+/// The statistics and parameters of one normalisation.
 #[derive(Clone)]
-pub(super) struct Normalizer {
-    pub(super) moments: Option<Moments>,
-    ranks: Option<Arc<dyn Synchronize>>,
-    mean: Arc<[f64]>,
-    inverse_std: Arc<[f64]>,
-    /// See [`Normalization::inverse_root`].
-    inverse_root: Option<Arc<[f64]>>,
+struct Layer {
+    normalizer: Normalizer,
     weight: Option<Tensor>,
     bias: Option<Tensor>,
-    activation: Activation,
 }
 
-impl Normalizer {
+impl Layer {
+    fn of(normalizer: Normalizer, weight: Option<&Tensor>, bias: Option<&Tensor>) -> Layer {
+        Layer { normalizer, weight: weight.map(Tensor::detach), bias: bias.map(Tensor::detach) }
+    }
+
     /// Computes the statistics of `x`, or uses the given ones.
     fn new(
-        operation: &'static str,
         options: &BatchNormOptions,
         x: &Tensor,
         weight: Option<&Tensor>,
         bias: Option<&Tensor>,
-    ) -> Result<Normalizer> {
-        if matches!(options.statistics, Statistics::Constant { .. }) {
-            return Normalizer::of_moments(operation, options, x, weight, bias, None);
-        }
-        let extent = check(operation, options, x, weight, bias)?;
-        let moments = dispatch!(x.dtype(), T => {
-            kernel::stats(x.device().compute(), &extent, x.data::<T>()?)?
-        });
-        Normalizer::of_moments(operation, options, x, weight, bias, Some(moments))
+    ) -> Result<Layer> {
+        let extent = check(options, x, weight, bias)?;
+        let moments = match &options.statistics {
+            Statistics::Constant { .. } => None,
+            _ => Some(dispatch!(x.dtype(), T => {
+                kernel::stats(x.device().compute(), &extent, x.data::<T>()?)?
+            })),
+        };
+        Ok(Layer::of(Normalizer::new(NAME, options, x.shape(), moments)?, weight, bias))
     }
 
-    /// Computes the statistics of `x` from its moments, or uses the given ones.
-    pub(super) fn of_moments(
-        operation: &'static str,
-        options: &BatchNormOptions,
-        x: &Tensor,
-        weight: Option<&Tensor>,
-        bias: Option<&Tensor>,
-        moments: Option<Moments>,
-    ) -> Result<Normalizer> {
-        check(operation, options, x, weight, bias)?;
-        if let Statistics::Constant { mean, variance } = &options.statistics {
-            let inverse_std = kernel::inverse_std(variance, options.eps, options.eps_place);
-            return Ok(Normalizer::of(None, mean.clone(), inverse_std, options, weight, bias));
-        }
-        let mut moments = moments.expect("the caller takes them, but for constant statistics");
-        if let Statistics::Synchronized(ranks) = &options.statistics {
-            moments = ranks.moments(&moments)?;
-            check_count(operation, moments.count, x)?;
-        }
-        let inverse_std = moments.inverse_std(options.eps, options.eps_place);
-        Ok(Normalizer::of_batch(moments, inverse_std, options, weight, bias))
-    }
-
-    fn of_batch(
-        moments: Moments,
-        inverse_std: Vec<f64>,
-        options: &BatchNormOptions,
-        weight: Option<&Tensor>,
-        bias: Option<&Tensor>,
-    ) -> Normalizer {
-        let mean = moments.mean.clone().into();
-        Normalizer::of(Some(moments), mean, inverse_std, options, weight, bias)
-    }
-
-    fn of(
-        moments: Option<Moments>,
-        mean: Arc<[f64]>,
-        inverse_std: Vec<f64>,
-        options: &BatchNormOptions,
-        weight: Option<&Tensor>,
-        bias: Option<&Tensor>,
-    ) -> Normalizer {
-        let inverse_root = moments.as_ref().and_then(|moments| moments.inverse_root(options.eps_place));
-        Normalizer {
-            moments,
-            inverse_root: inverse_root.map(Arc::from),
-            ranks: match &options.statistics {
-                Statistics::Synchronized(ranks) => Some(ranks.clone()),
-                _ => None,
-            },
-            mean,
-            inverse_std: inverse_std.into(),
-            weight: weight.map(Tensor::detach),
-            bias: bias.map(Tensor::detach),
-            activation: options.activation,
-        }
-    }
-
-    /// [`Normalizer::new`], and the output.
+    /// [`Layer::new`], and the output.
     fn forward(
-        operation: &'static str,
         options: &BatchNormOptions,
         x: &Tensor,
         weight: Option<&Tensor>,
         bias: Option<&Tensor>,
-    ) -> Result<(Tensor, Normalizer)> {
+    ) -> Result<(Tensor, Layer)> {
         let cpu = x.device().compute();
         if !matches!(options.statistics, Statistics::Batch) {
-            let normalizer = Normalizer::new(operation, options, x, weight, bias)?;
-            let extent = x.extent(operation)?;
+            let layer = Layer::new(options, x, weight, bias)?;
+            let extent = x.extent(NAME)?;
             let y = dispatch!(x.dtype(), T => x.build_like(|y: &mut [T]| {
-                Ok(kernel::normalize(cpu, &extent, x.data::<T>()?, &normalizer.by::<T>()?, y)?)
+                Ok(kernel::normalize(cpu, &extent, x.data::<T>()?, &layer.by::<T>()?, y)?)
             }))?;
-            return Ok((y, normalizer));
+            return Ok((y, layer));
         }
-        let extent = check(operation, options, x, weight, bias)?;
+        let extent = check(options, x, weight, bias)?;
         let mut statistics = None;
         let y = dispatch!(x.dtype(), T => {
-            let layer = kernel::Affine {
+            let affine = kernel::Affine {
                 weight: weight.map(|weight| weight.data::<T>()).transpose()?,
                 bias: bias.map(|bias| bias.data::<T>()).transpose()?,
                 eps: options.eps,
@@ -275,63 +153,35 @@ impl Normalizer {
                 activation: options.activation,
             };
             x.build_like(|y: &mut [T]| {
-                statistics = Some(kernel::forward_training(cpu, &extent, x.data::<T>()?, &layer, y)?);
+                statistics = Some(kernel::forward_training(cpu, &extent, x.data::<T>()?, &affine, y)?);
                 Ok(())
             })
         })?;
         let (moments, inverse_std) = statistics.expect("set by what built y");
-        Ok((y, Normalizer::of_batch(moments, inverse_std, options, weight, bias)))
+        Ok((y, Layer::of(Normalizer::of_batch(options, moments, inverse_std), weight, bias)))
     }
 
-    /// [`Normalizer::forward`] of a tensor that is no longer needed: the output uses its buffer.
-    pub(super) fn forward_in_place(
-        operation: &'static str,
+    /// [`Layer::forward`] of a tensor that is no longer needed: the output uses its buffer.
+    fn forward_in_place(
         options: &BatchNormOptions,
         mut x: Tensor,
         weight: Option<&Tensor>,
         bias: Option<&Tensor>,
-    ) -> Result<(Tensor, Normalizer)> {
-        let normalizer = Normalizer::new(operation, options, &x, weight, bias)?;
-        let extent = x.extent(operation)?;
+    ) -> Result<(Tensor, Layer)> {
+        let layer = Layer::new(options, &x, weight, bias)?;
+        let extent = x.extent(NAME)?;
         let cpu = x.device().compute().clone();
         dispatch!(x.dtype(), T => {
-            let by = normalizer.by::<T>()?;
+            let by = layer.by::<T>()?;
             x.update(|x: &mut [T]| Ok(kernel::normalize_in_place(&cpu, &extent, &by, x)?))
         })?;
-        Ok((x, normalizer))
-    }
-
-    /// A normalizer that computes x - mean only.
-    pub(super) fn centering(&self) -> Normalizer {
-        Normalizer {
-            inverse_std: vec![1.0; self.mean.len()].into(),
-            inverse_root: None,
-            weight: None,
-            bias: None,
-            activation: Activation::Identity,
-            ..self.clone()
-        }
-    }
-
-    /// The same for values that are already centered, without the activation.
-    pub(super) fn of_centered(&self) -> Normalizer {
-        Normalizer { mean: vec![0.0; self.mean.len()].into(), ..self.without_activation() }
-    }
-
-    pub(super) fn without_activation(&self) -> Normalizer {
-        Normalizer { activation: Activation::Identity, ..self.clone() }
+        Ok((x, layer))
     }
 
     /// This normalisation in the form that kernels take.
-    pub(super) fn by<T: Element>(&self) -> Result<Normalization<'_, T>> {
-        Ok(Normalization {
-            mean: &self.mean,
-            inverse_std: &self.inverse_std,
-            inverse_root: self.inverse_root.as_deref(),
-            weight: self.weight.as_ref().map(|weight| weight.data::<T>()).transpose()?,
-            bias: self.bias.as_ref().map(|bias| bias.data::<T>()).transpose()?,
-            activation: self.activation,
-        })
+    fn by<T: Element>(&self) -> Result<Normalization<'_, T>> {
+        let weight = self.weight.as_ref().map(|weight| weight.data::<T>()).transpose()?;
+        Ok(self.normalizer.with(weight, self.bias.as_ref().map(|bias| bias.data::<T>()).transpose()?))
     }
 
     /// The gradient of x, if `for_x`, and the sums for the gradients of weight and bias that are `wanted`.
@@ -346,7 +196,7 @@ impl Normalizer {
         let cpu = x.device().compute();
         dispatch!(x.dtype(), T => {
             let (pair, by) = ((x.data::<T>()?, dy.data::<T>()?), self.by::<T>()?);
-            if for_x && self.moments.is_some() && self.ranks.is_none() {
+            if for_x && self.normalizer.moments().is_some() && !self.normalizer.is_synchronized() {
                 let mut sums = None;
                 let dx = x.build_like(|dx: &mut [T]| {
                     sums = Some(kernel::backward_training(cpu, &extent, pair, &by, dx)?);
@@ -355,15 +205,15 @@ impl Normalizer {
                 return Ok((Some(dx), sums));
             }
             let sums = self.backward_sums(x, dy, for_x, wanted)?;
-            let through = self.through(sums.as_ref().filter(|_| for_x))?;
+            let through = self.normalizer.through(sums.as_ref().filter(|_| for_x))?;
             let through = through.as_ref().map(|(sums, count)| (sums, *count));
             let gradient = |dx: &mut [T]| Ok(kernel::backward_elemt(cpu, &extent, pair, &by, through, dx)?);
             Ok((for_x.then(|| x.build_like(gradient)).transpose()?, sums))
         })
     }
 
-    /// [`Normalizer::gradients`] in the buffer of x: if `for_x`, x becomes its gradient.
-    pub(super) fn gradients_in_place(
+    /// [`Layer::gradients`] in the buffer of x: if `for_x`, x becomes its gradient.
+    fn gradients_in_place(
         &self,
         x: &mut Tensor,
         dy: &Tensor,
@@ -374,7 +224,7 @@ impl Normalizer {
         if for_x {
             let extent = x.extent("batch_norm backward")?;
             let cpu = x.device().compute().clone();
-            let through = self.through(sums.as_ref())?;
+            let through = self.normalizer.through(sums.as_ref())?;
             let through = through.as_ref().map(|(sums, count)| (sums, *count));
             dispatch!(x.dtype(), T => {
                 let (by, dy) = (self.by::<T>()?, dy.data::<T>()?);
@@ -386,11 +236,6 @@ impl Normalizer {
         Ok(sums)
     }
 
-    /// Whether the gradient of x (if `for_x`) or the `wanted` gradients of weight and bias need sums over the batch.
-    pub(super) fn needs_sums(&self, for_x: bool, wanted: [bool; 2]) -> bool {
-        (for_x && self.moments.is_some()) || wanted.contains(&true)
-    }
-
     /// The sums that the gradient of x (if `for_x`) and the `wanted` gradients of weight and bias need, if they need any.
     fn backward_sums(
         &self,
@@ -399,7 +244,7 @@ impl Normalizer {
         for_x: bool,
         wanted: [bool; 2],
     ) -> Result<Option<BackwardSums>> {
-        if !self.needs_sums(for_x, wanted) {
+        if !self.normalizer.needs_sums(for_x, wanted) {
             return Ok(None);
         }
         let extent = x.extent("batch_norm backward")?;
@@ -410,76 +255,42 @@ impl Normalizer {
         Ok(Some(sums))
     }
 
-    /// The sums over the batches of all ranks and the number of values per channel, if gradients flow through the statistics.
-    pub(super) fn through(&self, sums: Option<&BackwardSums>) -> Result<Option<(BackwardSums, usize)>> {
-        let Some((sums, moments)) = sums.zip(self.moments.as_ref()) else { return Ok(None) };
-        let sums = self.ranks.as_ref().map_or_else(|| Ok(sums.clone()), |ranks| ranks.sums(sums))?;
-        Ok(Some((sums, moments.count)))
-    }
-
     /// The gradients of weight and bias that are `wanted`.
-    pub(super) fn parameter_gradients(
+    fn parameter_gradients(
         &self,
         sums: Option<&BackwardSums>,
-        wanted: [bool; 2],
+        [for_weight, for_bias]: [bool; 2],
     ) -> Result<[Option<Tensor>; 2]> {
         let Some(sums) = sums else { return Ok([None, None]) };
-        let gradient = |of: &Option<Tensor>, wanted: bool, value: &dyn Fn(usize) -> f64| {
-            let Some(of) = of.as_ref().filter(|_| wanted) else { return Ok(None) };
-            let gradient = dispatch!(of.dtype(), T => of.build_like(|out: &mut [T]| {
-                out.iter_mut().enumerate().for_each(|(channel, out)| *out = T::of(value(channel)));
+        let of = |parameter: &Tensor, weight: bool| {
+            dispatch!(parameter.dtype(), T => parameter.build_like(|gradient: &mut [T]| {
+                match weight {
+                    true => self.normalizer.gradient_of_weight(sums, gradient),
+                    false => self.normalizer.gradient_of_bias(sums, gradient),
+                }
                 Ok(())
-            }))?;
-            Ok(Some(gradient))
+            }))
         };
-        let of_weight = |channel: usize| sums.g_centered[channel] * self.inverse_std[channel];
         Ok([
-            gradient(&self.weight, wanted[0], &of_weight)?,
-            gradient(&self.bias, wanted[1], &|channel| sums.g[channel])?,
+            self.weight.as_ref().filter(|_| for_weight).map(|weight| of(weight, true)).transpose()?,
+            self.bias.as_ref().filter(|_| for_bias).map(|bias| of(bias, false)).transpose()?,
         ])
-    }
-}
-
-/// Gives PyTorch's error for a single value per channel in training.
-fn check_count(operation: &'static str, count: usize, x: &Tensor) -> Result<()> {
-    match count {
-        1 => {
-            let shape = x.shape();
-            let reason =
-                format!("Expected more than 1 value per channel when training, got input size {shape:?}");
-            Err(invalid(operation, reason))
-        }
-        _ => Ok(()),
     }
 }
 
 /// Checks that everything fits `x`, and returns its extent.
 fn check(
-    operation: &'static str,
     options: &BatchNormOptions,
     x: &Tensor,
     weight: Option<&Tensor>,
     bias: Option<&Tensor>,
 ) -> Result<Extent> {
-    let extent = x.extent(operation)?;
-    kernel::check_eps(operation, options.eps)?;
+    let extent = x.extent(NAME)?;
+    kernel::check_eps(NAME, options.eps)?;
     let operands: Vec<&Tensor> = [Some(x), weight, bias].into_iter().flatten().collect();
-    same_dtype(operation, &operands)?;
-    check_vector(operation, "the weight", weight, extent.channels)?;
-    check_vector(operation, "the bias", bias, extent.channels)?;
-    match &options.statistics {
-        Statistics::Batch => check_count(operation, extent.batch * extent.spatial, x).map(|()| extent),
-        // The number of values is only known after the ranks have exchanged theirs.
-        Statistics::Synchronized(_) => Ok(extent),
-        Statistics::Constant { mean, variance } => {
-            let given = [("mean", mean.len()), ("variance", variance.len())];
-            let Some((what, found)) = given.into_iter().find(|&(_, found)| found != extent.channels) else {
-                return Ok(extent);
-            };
-            let (shape, channels) = (x.shape(), extent.channels);
-            let reason =
-                format!("the {what} has {found} values, the input {shape:?} has {channels} channels");
-            Err(invalid(operation, reason))
-        }
-    }
+    same_dtype(NAME, &operands)?;
+    check_vector(NAME, "the weight", weight, extent.channels)?;
+    check_vector(NAME, "the bias", bias, extent.channels)?;
+    options.check(NAME, x.shape())?;
+    Ok(extent)
 }

@@ -1,17 +1,13 @@
 //! 2-D convolution.
 
-use std::ops::Range;
-
-use convoke_kernels::batch_norm::images_per_group;
-use convoke_kernels::conv::{ConvAxis, ConvOperands, ConvPlan, ConvProblem, ConvSpec, Pass};
-use convoke_kernels::elementwise;
-use convoke_kernels::memory_format::Extent;
+use convoke_kernels::conv::{
+    BiasGradient, ConvAxis, ConvProblem, ConvSpec, Filter, Gradient, InputGradient, TiledConv, WeightGradient,
+};
 
 use super::{check_vector, four_dimensions, same_dtype};
 use crate::error::invalid;
-use crate::pool::at_least;
 use crate::tensor::dispatch;
-use crate::{Buffer, Device, Element, Function, MemoryFormat, Needs, Result, Tensor, apply};
+use crate::{Buffer, Element, Function, MemoryFormat, Needs, Result, Tensor, apply};
 
 /// Zeros around the input, with a width for each side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -109,6 +105,21 @@ impl ConvOptions {
             error => error.into(),
         })
     }
+
+    /// The convolution of `x` with a contiguous `weight`, checked.
+    pub(super) fn tiled(
+        &self,
+        operation: &'static str,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+    ) -> Result<TiledConv> {
+        let operands: Vec<&Tensor> = [x, weight].into_iter().chain(bias).collect();
+        same_dtype(operation, &operands)?;
+        let problem = self.problem(operation, x, weight)?;
+        check_vector(operation, "the bias", bias, problem.out_channels)?;
+        Ok(TiledConv::new(x.device(), problem, x.shape()[0]))
+    }
 }
 
 /// Convolves `x` (N x C x H x W) with `weight` (K x C/groups x R x S), plus `bias` (K), as PyTorch's `conv2d`.
@@ -122,6 +133,8 @@ pub fn conv2d(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, options: &Conv
     apply(Conv2d { options: *options }, &inputs.into_iter().flatten().collect::<Vec<_>>())
 }
 
+const NAME: &str = "conv2d";
+
 struct Conv2d {
     options: ConvOptions,
 }
@@ -130,13 +143,18 @@ impl Function for Conv2d {
     type Saved = (Tensor, Tensor);
 
     fn name(&self) -> &'static str {
-        "conv2d"
+        NAME
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {
         let (x, weight, bias) = (inputs[0], inputs[1].in_format(MemoryFormat::Contiguous)?, inputs.get(2));
-        let convolution = Convolution::new("conv2d", &self.options, x, &weight, bias.copied())?;
-        let y = convolution.forward(x, &weight, bias.copied())?;
+        let convolution = self.options.tiled(NAME, x, &weight, bias.copied())?;
+        let shape = convolution.output_shape();
+        let y = dispatch!(x.dtype(), T => {
+            let bias = bias.map(|bias| bias.data::<T>()).transpose()?;
+            let filter = Filter { weight: weight.data::<T>()?, bias };
+            Tensor::build(x.device(), &shape, x.format(), |y| Ok(convolution.forward::<T>(x, filter, y)?))
+        })?;
         Ok((y, (x.keep(), weight)))
     }
 
@@ -151,310 +169,65 @@ impl Function for Conv2d {
         needs: &Needs,
         sums: &mut [Option<Tensor>],
     ) -> Result<Vec<Option<Tensor>>> {
-        let convolution = Convolution::new("conv2d", &self.options, &x, &weight, None)?;
-        let bias = (needs.len() == 3)
-            .then(|| needs.input(2).then(|| convolution.gradient_of_bias(&upstream)).transpose());
-        let weight_gradient =
-            needs.input(1).then(|| convolution.gradient_of_weight(&x, &upstream)).transpose()?;
-        drop(x);
+        let convolution = self.options.tiled(NAME, &x, &weight, None)?;
         let sum = sums.first_mut().and_then(Option::take);
-        let gradient =
-            needs.input(0).then(|| convolution.gradient_of_input(upstream, &weight, sum)).transpose()?;
-        Ok([gradient, weight_gradient].into_iter().chain(bias.transpose()?).collect())
+        dispatch!(x.dtype(), T => self.gradients::<T>(&convolution, (x, weight), upstream, (needs, sum)))
     }
 }
 
-/// A convolution that runs over its batch in tiles: runs of whole images that fit the caches.
-///
-/// The tiles depend on the shapes only, so sums are added in the same order however the convolution runs, whole or tile by tile.
-#[derive(Clone)]
-pub(super) struct Convolution {
-    device: Device,
-    problem: ConvProblem,
-    /// Images per tile; the last one may have fewer.
-    tile: usize,
-    /// Whether there are no images: then nothing runs.
-    empty: bool,
-}
-
-/// Bytes of input and output of a tile if the weight is small: they should stay in the caches of the threads.
-const TILE_BYTES: usize = 4 << 20;
-/// With a large weight, a tile has this many times the weight's bytes, because each tile packs the weight and adds to its
-/// gradient. `LARGE_TILE_BYTES` bounds a tile, so that it does not cost much memory.
-const TILE_WEIGHTS: usize = 56;
-const LARGE_TILE_BYTES: usize = 32 << 20;
-/// However large the weight is, a tile has at least this many times its bytes.
-const LEAST_TILE_WEIGHTS: usize = 4;
-
-impl Convolution {
-    /// The convolution of `x` with a contiguous `weight`.
-    pub(super) fn new(
-        operation: &'static str,
-        options: &ConvOptions,
-        x: &Tensor,
-        weight: &Tensor,
-        bias: Option<&Tensor>,
-    ) -> Result<Convolution> {
-        let operands: Vec<&Tensor> = [x, weight].into_iter().chain(bias).collect();
-        same_dtype(operation, &operands)?;
-        let problem = options.problem(operation, x, weight)?;
-        check_vector(operation, "the bias", bias, problem.out_channels)?;
-        Ok(Convolution {
-            device: x.device().clone(),
-            problem,
-            tile: tile_images(&problem),
-            empty: x.is_empty(),
-        })
-    }
-
-    pub(super) fn device(&self) -> &Device {
-        &self.device
-    }
-
-    pub(super) fn problem(&self) -> &ConvProblem {
-        &self.problem
-    }
-
-    /// The tiles of the batch, in order; none if there are no images.
-    pub(super) fn tiles(&self) -> impl Iterator<Item = Range<usize>> + use<> {
-        self.tiles_of(0..if self.empty { 0 } else { self.problem.batch })
-    }
-
-    /// Cuts some images into tiles.
-    pub(super) fn tiles_of(&self, images: Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
-        let (end, tile) = (images.end, self.tile);
-        images.step_by(tile).map(move |start| start..(start + tile).min(end))
-    }
-
-    /// N x K x OH x OW, where N may be 0.
-    pub(super) fn output_shape(&self) -> [usize; 4] {
-        let [batch, rest @ ..] = self.problem.output_shape();
-        let batch = if self.empty { 0 } else { batch };
-        [batch, rest[0], rest[1], rest[2]]
-    }
-
-    /// Elements of an image of the input.
-    pub(super) fn input_image(&self) -> usize {
-        self.problem.input_len() / self.problem.batch
-    }
-
-    /// Elements of an image of the output.
-    pub(super) fn output_image(&self) -> usize {
-        self.problem.output_len() / self.problem.batch
-    }
-
-    /// The extent of some images of the output: N x K x (OH OW).
-    pub(super) fn output_extent(&self, images: usize) -> Extent {
-        Extent { batch: images, ..self.problem.output_extent() }
-    }
-
-    fn plan(&self, pass: Pass, images: usize) -> Result<ConvPlan> {
-        let part = self.problem.with(|spec| spec.batch = images)?;
-        Ok(self.device.conv_plan(&part, pass))
-    }
-
-    fn run<T: Element>(&self, plan: &ConvPlan, operands: ConvOperands<'_, T>) -> Result<()> {
-        let mut workspace = self.device.buffer::<T>(plan.workspace_len())?;
-        Ok(plan.run(operands, &mut workspace)?)
-    }
-
-    /// y = conv(x, weight) + bias.
-    pub(super) fn forward(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        let shape = self.output_shape();
-        dispatch!(x.dtype(), T => Tensor::build(&self.device, &shape, x.format(), |y: &mut [T]| {
-            let mut scratch = None;
-            let image = self.output_image();
-            for images in self.tiles() {
-                let y = &mut y[images.start * image..images.end * image];
-                self.forward_tile(images.len(), x.images(images, &mut scratch)?, weight, bias, y)?;
-            }
-            Ok(())
-        }))
-    }
-
-    /// The same for some images.
-    pub(super) fn forward_tile<T: Element>(
+impl Conv2d {
+    fn gradients<T: Element>(
         &self,
-        images: usize,
-        x: &[T],
-        weight: &Tensor,
-        bias: Option<&Tensor>,
-        y: &mut [T],
-    ) -> Result<()> {
-        let plan = self.plan(Pass::Forward, images)?;
-        self.run(&plan, ConvOperands::forward(x, weight.data::<T>()?, y))?;
-        if let Some(bias) = bias {
-            elementwise::add_bias(self.device.compute(), &self.output_extent(images), bias.data::<T>()?, y)?;
+        convolution: &TiledConv,
+        (x, weight): (Tensor, Tensor),
+        dy: Tensor,
+        (needs, sum): (&Needs, Option<Tensor>),
+    ) -> Result<Vec<Option<Tensor>>> {
+        let vector = &[convolution.problem().out_channels];
+        let mut bias = None;
+        if needs.len() == 3 && needs.input(2) {
+            let (mut gradient, mut scratch) = (BiasGradient::<T>::new(convolution)?, None);
+            for images in convolution.tiles() {
+                gradient.add(convolution, images.len(), dy.images(images, &mut scratch)?)?;
+            }
+            bias = Some(of_buffer(convolution, vector, gradient.finish())?);
         }
-        Ok(())
-    }
-
-    pub(super) fn gradient_of_weight(&self, x: &Tensor, dy: &Tensor) -> Result<Tensor> {
-        dispatch!(x.dtype(), T => {
-            let mut sum = WeightGradient::<T>::new(self)?;
+        let mut of_weight = None;
+        if needs.input(1) {
+            let mut gradient = WeightGradient::<T>::new(convolution)?;
             let (mut x_scratch, mut dy_scratch) = (None, None);
-            for images in self.tiles() {
+            for images in convolution.tiles() {
                 let dy = dy.images(images.clone(), &mut dy_scratch)?;
-                sum.add(self, images.len(), x.images(images, &mut x_scratch)?, dy)?;
+                gradient.add(convolution, images.len(), x.images(images, &mut x_scratch)?, dy)?;
             }
-            sum.finish(self)
-        })
-    }
-
-    /// The gradient of x, added to `sum` if given; `dy` is freed on return.
-    fn gradient_of_input(&self, dy: Tensor, weight: &Tensor, sum: Option<Tensor>) -> Result<Tensor> {
-        dispatch!(dy.dtype(), T => {
-            let (mut gradient, mut scratch) = (InputGradient::<T>::new(sum), None);
-            for images in self.tiles() {
+            of_weight = Some(of_buffer(convolution, weight.shape(), gradient.finish())?);
+        }
+        drop(x);
+        let mut of_x = None;
+        if needs.input(0) {
+            let (mut gradient, mut scratch) = (InputGradient::<T, Tensor>::new(sum), None);
+            for images in convolution.tiles() {
                 let dy = dy.images(images.clone(), &mut scratch)?;
-                gradient.add(self, images, dy, weight)?;
+                gradient.add(convolution, images, dy, weight.data::<T>()?)?;
             }
-            gradient.finish(self)
-        })
-    }
-
-    /// N x C x H x W, where N may be 0.
-    pub(super) fn input_shape(&self) -> [usize; 4] {
-        let [batch, rest @ ..] = self.problem.input_shape();
-        let batch = if self.empty { 0 } else { batch };
-        [batch, rest[0], rest[1], rest[2]]
-    }
-
-    /// The gradient of some images of x.
-    pub(super) fn input_gradient_tile<T: Element>(
-        &self,
-        images: usize,
-        dy: &[T],
-        weight: &Tensor,
-        dx: &mut [T],
-    ) -> Result<()> {
-        let plan = self.plan(Pass::BackwardData, images)?;
-        self.run(&plan, ConvOperands::backward_data(dy, weight.data::<T>()?, dx))
-    }
-
-    /// The sum of each channel of `dy`.
-    pub(super) fn gradient_of_bias(&self, dy: &Tensor) -> Result<Tensor> {
-        dispatch!(dy.dtype(), T => {
-            let mut sum = BiasGradient::<T>::new(self)?;
-            let mut scratch = None;
-            for images in self.tiles() {
-                sum.add(self, images.len(), dy.images(images, &mut scratch)?)?;
-            }
-            sum.finish(self)
-        })
-    }
-}
-
-/// The gradient of a convolution's input, computed tile by tile and, if there is an earlier sum, added to it.
-pub(super) struct InputGradient<T: Element> {
-    sum: Option<Tensor>,
-    /// Allocated when it is first written, so that earlier work can use the memory.
-    alone: Option<Buffer<T>>,
-    scratch: Option<Buffer<T>>,
-}
-
-impl<T: Element> InputGradient<T> {
-    /// Adds to `sum`, if given, which should have no other owner.
-    pub(super) fn new(sum: Option<Tensor>) -> InputGradient<T> {
-        InputGradient { sum, alone: None, scratch: None }
-    }
-
-    /// Computes or adds the part of these images.
-    pub(super) fn add(
-        &mut self,
-        of: &Convolution,
-        images: Range<usize>,
-        dy: &[T],
-        weight: &Tensor,
-    ) -> Result<()> {
-        let (count, image) = (images.len(), of.input_image());
-        let place = images.start * image..images.end * image;
-        let Some(sum) = &mut self.sum else {
-            let all = at_least(&mut self.alone, &of.device, of.input_shape().iter().product())?;
-            return of.input_gradient_tile(count, dy, weight, &mut all[place]);
-        };
-        let part = at_least(&mut self.scratch, &of.device, place.len())?;
-        of.input_gradient_tile(count, dy, weight, part)?;
-        let cpu = of.device.compute();
-        sum.update(|sum: &mut [T]| Ok(elementwise::add_assign(cpu, part, &mut sum[place])?))
-    }
-
-    pub(super) fn finish(mut self, of: &Convolution) -> Result<Tensor> {
-        if let Some(sum) = self.sum {
-            return Ok(sum);
+            of_x = Some(input_gradient(convolution, gradient.finish(convolution)?)?);
         }
-        let shape = of.input_shape();
-        // Without images it has not been allocated yet.
-        at_least(&mut self.alone, &of.device, shape.iter().product())?;
-        Tensor::of_buffer(&of.device, &shape, of.problem.format, self.alone.expect("taken above"))
+        let gradients = [Some(of_x), Some(of_weight), (needs.len() == 3).then_some(bias)];
+        Ok(gradients.into_iter().flatten().collect())
     }
 }
 
-/// The gradient of a convolution's weight, added up tile by tile.
-pub(super) struct WeightGradient<T: Element> {
-    sum: Buffer<T>,
-    /// Whether `sum` holds anything yet.
-    begun: bool,
+/// The gradient of a parameter.
+pub(super) fn of_buffer<T: Element>(of: &TiledConv, shape: &[usize], gradient: Buffer<T>) -> Result<Tensor> {
+    Tensor::of_buffer(of.device(), shape, MemoryFormat::Contiguous, gradient)
 }
 
-impl<T: Element> WeightGradient<T> {
-    pub(super) fn new(of: &Convolution) -> Result<WeightGradient<T>> {
-        Ok(WeightGradient { sum: of.device.buffer(of.problem.weight_len())?, begun: false })
-    }
-
-    /// Adds what `images` images give.
-    pub(super) fn add(&mut self, of: &Convolution, images: usize, x: &[T], dy: &[T]) -> Result<()> {
-        let plan = of.plan(Pass::BackwardWeights, images)?;
-        if !std::mem::replace(&mut self.begun, true) {
-            return of.run(&plan, ConvOperands::backward_weights(x, dy, &mut self.sum));
+/// The gradient of x as a tensor.
+pub(super) fn input_gradient<T: Element>(of: &TiledConv, gradient: Gradient<T, Tensor>) -> Result<Tensor> {
+    match gradient {
+        Gradient::Given(gradient) => Ok(gradient),
+        Gradient::New(gradient) => {
+            Tensor::of_buffer(of.device(), &of.input_shape(), of.problem().format, gradient)
         }
-        let mut part = of.device.buffer::<T>(self.sum.len())?;
-        of.run(&plan, ConvOperands::backward_weights(x, dy, &mut part))?;
-        Ok(elementwise::add_assign(of.device.compute(), &part, &mut self.sum)?)
     }
-
-    pub(super) fn finish(mut self, of: &Convolution) -> Result<Tensor> {
-        if !self.begun {
-            self.sum.fill(T::zero());
-        }
-        Tensor::of_buffer(&of.device, &of.problem.weight_shape(), MemoryFormat::Contiguous, self.sum)
-    }
-}
-
-/// The gradient of a convolution's bias, added up tile by tile.
-pub(super) struct BiasGradient<T: Element> {
-    sum: Buffer<T>,
-}
-
-impl<T: Element> BiasGradient<T> {
-    pub(super) fn new(of: &Convolution) -> Result<BiasGradient<T>> {
-        let mut sum = of.device.buffer(of.problem.out_channels)?;
-        sum.fill(T::zero());
-        Ok(BiasGradient { sum })
-    }
-
-    /// Adds what `images` images give.
-    pub(super) fn add(&mut self, of: &Convolution, images: usize, dy: &[T]) -> Result<()> {
-        let mut part = of.device.buffer::<T>(self.sum.len())?;
-        elementwise::sum_by_channel(of.device.compute(), &of.output_extent(images), dy, &mut part)?;
-        Ok(elementwise::add_assign(of.device.compute(), &part, &mut self.sum)?)
-    }
-
-    pub(super) fn finish(self, of: &Convolution) -> Result<Tensor> {
-        Tensor::of_buffer(&of.device, &[of.problem.out_channels], MemoryFormat::Contiguous, self.sum)
-    }
-}
-
-/// Images per tile: few enough that their input and output stay in the caches, and enough that the work on the weight, which each
-/// tile repeats, costs little.
-fn tile_images(problem: &ConvProblem) -> usize {
-    let size = problem.dtype.size();
-    let image = (problem.input_len() + problem.output_len()) / problem.batch * size;
-    let weight = problem.weight_len() * size;
-    let wanted = (TILE_WEIGHTS * weight).clamp(TILE_BYTES, LARGE_TILE_BYTES).max(LEAST_TILE_WEIGHTS * weight);
-    let group = images_per_group(&problem.output_extent());
-    let tile = wanted.div_ceil(image.max(1)).next_multiple_of(group);
-    // Make all tiles about the same size.
-    let tiles = problem.batch.div_ceil(tile);
-    problem.batch.div_ceil(tiles).next_multiple_of(group)
 }

@@ -4,8 +4,8 @@ use super::{BackwardSums, Normalization};
 use crate::Element;
 use crate::Result;
 use crate::activation::{Activate, Activation};
-use crate::buffer::Buffer;
 use crate::error::invalid;
+use crate::memory::AlignedVec;
 
 /// A mean counts as small if it is less than this many standard deviations from 0.
 const SMALL: f64 = 0.25;
@@ -16,16 +16,16 @@ pub(super) struct Coefficients<T> {
     /// Whether the statistics are constants, so that dx has no terms from the sums.
     pub(super) constant: bool,
     /// The rounded mean, which is subtracted first. The rest, exact mean minus rounded mean, goes into `shift` and `mean_g`.
-    pub(super) mean: Buffer<T>,
+    pub(super) mean: AlignedVec<T>,
     /// gamma * inverse_std.
-    pub(super) scale: Buffer<T>,
+    pub(super) scale: AlignedVec<T>,
     /// beta - rest * scale.
-    pub(super) shift: Buffer<T>,
+    pub(super) shift: AlignedVec<T>,
     /// mean(g) - rest * slope.
-    pub(super) mean_g: Buffer<T>,
+    pub(super) mean_g: AlignedVec<T>,
     /// inverse_std * inverse_root * mean(g (x - mean)). It does not contain the scale, so it has about the size of g / x
     /// and fits the element type wherever dx does.
-    pub(super) slope: Buffer<T>,
+    pub(super) slope: AlignedVec<T>,
 }
 
 /// One channel's coefficients.
@@ -108,7 +108,7 @@ impl<T: Element> Coefficients<T> {
     /// For dx. `sums` are the sums and the count of values if the statistics were the batch's; lengths have been checked.
     pub(super) fn backward(by: &Normalization<'_, T>, sums: Option<(&BackwardSums, usize)>) -> Self {
         let channels = by.mean.len();
-        let zeros = || Buffer::filled(channels, T::zero());
+        let zeros = || AlignedVec::filled(channels, T::zero());
         let mut c = Coefficients {
             activation: by.activation,
             constant: sums.is_none(),
@@ -180,7 +180,7 @@ impl<T: Element> Coefficients<T> {
         if times > 1 {
             let all = [&mut self.mean, &mut self.scale, &mut self.shift];
             for values in all.into_iter().chain([&mut self.mean_g, &mut self.slope]) {
-                *values = Buffer::repeat(values, times);
+                *values = AlignedVec::repeat(values, times);
             }
         }
         self

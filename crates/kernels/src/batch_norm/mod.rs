@@ -19,6 +19,7 @@ mod convention;
 pub mod cudnn;
 mod fold;
 mod inverse;
+mod normalizer;
 mod parts;
 mod planes;
 mod rows;
@@ -27,6 +28,7 @@ pub use crate::activation::Activation;
 pub use convention::{Convention, EpsPlace, Momentum, RunningVariance};
 pub use fold::{FilterOrder, fold};
 pub use inverse::{invert, invert_in_place};
+pub use normalizer::{BatchNormOptions, Normalizer, Statistics, Synchronize};
 pub use parts::{BackwardSumsInParts, StatsInParts, images_per_group};
 
 use std::ops::Range;

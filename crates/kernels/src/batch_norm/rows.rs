@@ -3,8 +3,8 @@
 use super::coefficients::{Channel, Coefficients, Map};
 use super::parts::{Part, Totals, moments, pilot, pilot_places};
 use crate::activation::{Activate, with_act};
-use crate::buffer::Buffer;
 use crate::cpu::multiversion;
+use crate::memory::AlignedVec;
 use crate::memory_format::Extent;
 use crate::stream::{self, Streaming};
 use crate::{Cpu, Element, scratch};
@@ -69,7 +69,7 @@ impl Rows {
         c: Coefficients<T>,
         totals: &mut Totals,
     ) {
-        let (means, c) = (Buffer::repeat(means, self.times()), c.repeated(self.times()));
+        let (means, c) = (AlignedVec::repeat(means, self.times()), c.repeated(self.times()));
         self.reduce(cpu, parts, x, totals, |start, x, [g, g_centered]| {
             let dy = &dy[start..][..x.len()];
             scratch::with(2 * self.width, |sums| {
@@ -150,7 +150,7 @@ impl Rows {
                 return task(start, out);
             }
             let piece = self.width * (STAGED / self.width).max(1);
-            let mut staged = Buffer::filled(piece.min(out.len()), T::zero());
+            let mut staged = AlignedVec::filled(piece.min(out.len()), T::zero());
             let streaming = Streaming::begin();
             for (index, out) in out.chunks_mut(piece).enumerate() {
                 let staged = &mut staged[..out.len()];

@@ -18,6 +18,7 @@ mod pointwise;
 mod problem;
 mod reference;
 mod small_channels;
+mod tiled;
 mod winograd;
 mod workspace;
 
@@ -26,6 +27,7 @@ pub use onednn::onednn_version;
 pub use plan::{Accuracy, ConvAlgorithm, ConvKernel, ConvOperands, ConvPlan, Cost, Kernel, NotApplicable};
 pub use problem::{ConvAxis, ConvProblem, ConvSpec, Pass};
 pub(crate) use reference::element as reference_element;
+pub use tiled::{BiasGradient, Filter, Gradient, InputGradient, TiledConv, WeightGradient};
 
 use std::sync::{Arc, LazyLock};
 

@@ -75,6 +75,11 @@ impl PoolProblem {
         Ok(problem)
     }
 
+    /// The same pooling of `images` images, at least one.
+    pub(crate) fn with_batch(&self, images: usize) -> PoolProblem {
+        PoolProblem { batch: images.max(1), ..*self }
+    }
+
     /// N, C, OH, OW.
     pub fn output_shape(&self) -> [usize; 4] {
         [self.batch, self.channels, self.height.output(), self.width.output()]

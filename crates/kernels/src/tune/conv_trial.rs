@@ -8,8 +8,8 @@ use convoke_memory::OutOfMemory;
 use super::contest::{Contest, Subject};
 use super::noise::{CHUNK, Generator, noise};
 use super::race::{Checked, Refusal, Trial, seconds_of};
-use crate::buffer::Buffer;
 use crate::conv::{Accuracy, ConvOperands, ConvPlan, ConvProblem, Pass, reference_element};
+use crate::memory::AlignedVec;
 use crate::{Cpu, DType, Element, Result};
 
 /// One pass of one problem, and each entrant's plan for it.
@@ -50,9 +50,9 @@ struct ConvTrial<'a, T> {
     /// Each plan with its algorithm's class of accuracy.
     plans: Vec<(&'a ConvPlan, Accuracy)>,
     pass: Pass,
-    inputs: [Buffer<T>; 2],
-    output: Buffer<T>,
-    workspace: Buffer<T>,
+    inputs: [AlignedVec<T>; 2],
+    output: AlignedVec<T>,
+    workspace: AlignedVec<T>,
     oracle: Oracle,
     start: Instant,
 }
@@ -85,7 +85,7 @@ impl<'a, T: Element> ConvTrial<'a, T> {
         };
         let inputs = [noise(cpu, a, 1)?, noise(cpu, b, 2)?];
         let oracle = Oracle::new(cpu, problem, pass, [&inputs[0], &inputs[1]], output);
-        let output = Buffer::try_filled(output, T::nan())?;
+        let output = AlignedVec::try_filled(output, T::nan())?;
         let workspace = largest_workspace(&plans)?;
         Ok(ConvTrial { plans, pass, inputs, output, workspace, oracle, start: Instant::now() })
     }
@@ -180,12 +180,12 @@ impl Oracle {
 }
 
 /// A buffer for the largest workspace that there is memory for.
-fn largest_workspace<T: Element>(plans: &[(&ConvPlan, Accuracy)]) -> Result<Buffer<T>> {
+fn largest_workspace<T: Element>(plans: &[(&ConvPlan, Accuracy)]) -> Result<AlignedVec<T>> {
     let mut lens: Vec<usize> = plans.iter().map(|(plan, _)| plan.workspace_len()).collect();
     lens.sort_unstable();
     loop {
         let len = lens.pop().unwrap_or(0);
-        match Buffer::try_filled(len, T::nan()) {
+        match AlignedVec::try_filled(len, T::nan()) {
             Ok(workspace) => return Ok(workspace),
             Err(error) if lens.is_empty() => return Err(error.into()),
             Err(_) => {}

@@ -1,14 +1,14 @@
 //! Random inputs of a trial, the same each time.
 
-use crate::buffer::Buffer;
+use crate::memory::AlignedVec;
 use crate::{Cpu, Element, Result};
 
 /// Elements that a thread takes at a time.
 pub(super) const CHUNK: usize = 1 << 16;
 
 /// Uniform numbers in -1..1.
-pub(super) fn noise<T: Element>(cpu: &Cpu, len: usize, seed: u64) -> Result<Buffer<T>> {
-    let mut values = Buffer::try_filled(len, T::nan())?;
+pub(super) fn noise<T: Element>(cpu: &Cpu, len: usize, seed: u64) -> Result<AlignedVec<T>> {
+    let mut values = AlignedVec::try_filled(len, T::nan())?;
     cpu.for_each(len, values.chunks_mut(CHUNK).enumerate(), |(chunk, values)| {
         let mut random = Generator::new(seed + 1000 * chunk as u64);
         for value in values {

@@ -9,6 +9,7 @@ mod batch_norm_fold;
 mod batch_norm_golden;
 mod batch_norm_invert;
 mod batch_norm_parts;
+mod block;
 mod common;
 mod concat;
 mod conv_errors;

@@ -8,7 +8,6 @@ use convoke_autograd::ops::{
 use convoke_autograd::{Result, Tensor, fold_conv_bn2d};
 
 use super::{BatchNorm2d, BatchNormConfig, Conv2d};
-use crate::planner::BlockKind;
 use crate::{Forward, Init, Module, Parameter, Parts};
 
 /// How a [`ConvBn2d`] block runs. Values and running statistics are the same either way; so are gradients, except with
@@ -43,22 +42,12 @@ pub struct ConvBn2d {
     pool: Option<PoolOptions>,
     mode: ConvBnMode,
     keep: Mutex<Keep>,
-    /// The kind of block that last ran, for the planner.
-    kind: Mutex<Option<BlockKind>>,
 }
 
 impl ConvBn2d {
     /// Joins two layers. `bn` must have the number of channels of `conv`'s output; forward checks that.
     pub fn new(conv: Conv2d, bn: BatchNorm2d, activation: Activation, mode: ConvBnMode) -> ConvBn2d {
-        ConvBn2d {
-            conv,
-            bn: Some(bn),
-            activation,
-            pool: None,
-            mode,
-            keep: Mutex::default(),
-            kind: Mutex::default(),
-        }
+        ConvBn2d { conv, bn: Some(bn), activation, pool: None, mode, keep: Mutex::default() }
     }
 
     /// A 3x3 convolution without bias that keeps height and width, PyTorch's default batch norm, and ReLU.
@@ -88,11 +77,6 @@ impl ConvBn2d {
         *self.keep.lock().unwrap_or_else(PoisonError::into_inner) = keep;
     }
 
-    /// The kind of block that last ran, if it ran fused.
-    pub(crate) fn kind(&self) -> Option<BlockKind> {
-        self.kind.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
     /// How it runs.
     pub fn mode(&self) -> ConvBnMode {
         self.mode
@@ -120,19 +104,6 @@ impl ConvBn2d {
             }
             return pooled(ops::activate(&y, self.activation)?, self.pool);
         };
-        *self.kind.lock().unwrap_or_else(PoisonError::into_inner) = Some(BlockKind {
-            input: input.shape().to_vec(),
-            format: input.format(),
-            dtype: input.dtype(),
-            weight: self.conv.weight.value().shape().to_vec(),
-            convolution: *self.conv.options(),
-            bias: self.conv.bias.is_some(),
-            affine: bn.weight.is_some(),
-            activation: self.activation,
-            pool: fused_pool,
-            residual: residual.is_some(),
-            for_input: input.requires_grad(),
-        });
         let block = ConvBnBlock {
             convolution: *self.conv.options(),
             norm: bn.options(self.conv.weight.value().shape()[0], self.activation)?,

@@ -1,10 +1,8 @@
 //! Statistics over the batches of all ranks, for synchronized batch norms.
 
-use convoke_autograd::Result;
 use convoke_autograd::ops::{BackwardSums, Moments, Synchronize};
 use convoke_distributed::Communicator;
-
-use crate::data_parallel::failed;
+use convoke_kernels::{Error, Result};
 
 /// The ranks of a layer. Each rank sends one message of 2 C + 1 numbers in forward, and one of 2 C in backward.
 #[derive(Debug)]
@@ -18,6 +16,10 @@ impl Ranks {
     /// The name of a call. Calls with another number of channels, or in the other direction, do not match it.
     fn name(&self, direction: &str, channels: usize) -> String {
         format!("{} {direction}, {channels} channels", self.layer)
+    }
+
+    fn failed(&self, error: &convoke_distributed::Error) -> Error {
+        Error::Communication { operation: self.layer, reason: error.to_string() }
     }
 }
 
@@ -34,15 +36,15 @@ impl Synchronize for Ranks {
             // Counts are whole and far below 2^53.
             Moments { mean: mean.to_vec(), m2: m2.to_vec(), count: count[0] as usize }
         };
-        let all: Vec<Moments> = all.map_err(failed(self.layer))?.into_iter().map(of_rank).collect();
-        Ok(Moments::gather_stats_with_counts(&all)?)
+        let all: Vec<Moments> = all.map_err(|error| self.failed(&error))?.into_iter().map(of_rank).collect();
+        Moments::gather_stats_with_counts(&all)
     }
 
     fn sums(&self, mine: &BackwardSums) -> Result<BackwardSums> {
         let channels = mine.g.len();
         let mut sums = [&mine.g[..], &mine.g_centered].concat();
         let reduced = self.communicator.all_reduce(&self.name("backward", channels), &mut sums);
-        reduced.map_err(failed(self.layer))?;
+        reduced.map_err(|error| self.failed(&error))?;
         let g_centered = sums.split_off(channels);
         Ok(BackwardSums { g: sums, g_centered })
     }

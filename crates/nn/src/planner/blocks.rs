@@ -2,8 +2,7 @@
 
 use std::any::Any;
 
-use convoke_autograd::ops::{Activation, ConvOptions, Keep, PoolOptions};
-use convoke_autograd::{DType, MemoryFormat};
+use convoke_kernels::block::{BlockProblem, BlockRun, Wanted};
 
 use crate::modules::ConvBn2d;
 use crate::{Module, ModuleExt, Part};
@@ -25,32 +24,23 @@ fn block(module: &dyn Module) -> Option<&ConvBn2d> {
 }
 
 /// Everything that decides what a block costs: blocks of one kind are timed once.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct BlockKind {
-    pub(crate) input: Vec<usize>,
-    pub(crate) format: MemoryFormat,
-    pub(crate) dtype: DType,
-    pub(crate) weight: Vec<usize>,
-    pub(crate) convolution: ConvOptions,
-    pub(crate) bias: bool,
-    pub(crate) affine: bool,
-    pub(crate) activation: Activation,
-    pub(crate) pool: Option<PoolOptions>,
-    pub(crate) residual: bool,
-    /// Whether the input needs a gradient; the input of a first layer does not.
-    pub(crate) for_input: bool,
+    pub(crate) problem: BlockProblem,
+    /// The gradients that backward computes: a first layer needs none of its input, a frozen one none of its parameters.
+    pub(crate) wanted: Wanted,
 }
 
-impl BlockKind {
-    /// The [`Keep`]s that are worth trying.
-    pub(crate) fn candidates(&self, inexact: bool) -> Vec<Keep> {
-        let invertible = self.pool.is_none() && !self.residual && self.activation != Activation::Relu;
-        let worth = |keep: &Keep| match keep {
-            Keep::Auto => false,
-            Keep::Invert => inexact && invertible,
-            Keep::Compact => inexact && self.dtype == DType::F32,
-            _ => true,
-        };
-        Keep::ALL.into_iter().filter(worth).collect()
-    }
+/// The addresses of the blocks' weights, in the order of [`find`].
+pub(crate) fn weights(model: &dyn Module) -> Vec<usize> {
+    find(model).into_iter().map(|(_, block)| block.conv.weight.value().address()).collect()
+}
+
+/// The kind of each block, by the address of its weight; `None` for a block whose backward did not run.
+pub(crate) fn kinds(weights: &[usize], runs: &[BlockRun]) -> Vec<Option<BlockKind>> {
+    let kind = |weight: &usize| {
+        let run = runs.iter().find(|run| run.weight == *weight)?;
+        Some(BlockKind { problem: run.problem, wanted: run.wanted })
+    };
+    weights.iter().map(kind).collect()
 }

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::Module;
 use crate::modules::ConvBnMode;
 
-pub(crate) use blocks::BlockKind;
+pub(crate) use blocks::{BlockKind, kinds, weights};
 pub use search::{Planner, PlannerOptions, PlannerProgress};
 
 /// What each fused block of a model keeps for backward, and what that costs.

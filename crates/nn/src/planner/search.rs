@@ -94,12 +94,12 @@ impl Planner {
     ) -> Result<Option<Planner>> {
         let config = TrainingConfig { conv_bn: ConvBnMode::Fused, ..config.clone() };
         let dry = DrySteps::new(device, config.clone(), data.clone())?;
-        let found: Vec<(String, Option<BlockKind>)> =
-            blocks::find(dry.model()).into_iter().map(|(path, block)| (path, block.kind())).collect();
+        let paths = blocks::find(dry.model()).into_iter().map(|(path, _)| path);
+        let found: Vec<(String, Option<BlockKind>)> = paths.zip(dry.kinds().iter().copied()).collect();
         let mut kinds: Vec<BlockKind> = Vec::new();
         for kind in found.iter().filter_map(|(_, kind)| kind.as_ref()) {
             if !kinds.contains(kind) {
-                kinds.push(kind.clone());
+                kinds.push(*kind);
             }
         }
         let Some(times) = time_kinds(device, &kinds, options, progress)? else { return Ok(None) };
@@ -119,7 +119,7 @@ impl Planner {
                 let store = Choice { keep: Keep::Store, seconds: 0.0, saved: 0 };
                 let choices = of_kind.map_or_else(|| vec![store], |index| times[index].clone());
                 let (residual, pool) =
-                    kind.as_ref().map_or((false, false), |kind| (kind.residual, kind.pool.is_some()));
+                    kind.map_or((false, false), |kind| (kind.problem.residual, kind.problem.pool.is_some()));
                 Block { path: path.clone(), unplanned: Keep::default().resolved(residual, pool), choices }
             })
             .collect();
@@ -478,15 +478,16 @@ fn time_kinds(
         if progress(PlannerProgress { done, total: kinds.len() }).is_break() {
             return Ok(None);
         }
-        let trial = Trial::new(device, kind)?;
+        let trial = Trial::new(device, kind).map_err(convoke_autograd::Error::from)?;
         let mut choices: Vec<Choice> = kind
+            .problem
             .candidates(options.inexact)
             .into_iter()
             .map(|keep| Choice { keep, seconds: f64::INFINITY, saved: 0 })
             .collect();
         for round in 0..=ROUNDS {
             for choice in &mut choices {
-                let seconds = trial.run(choice.keep)?;
+                let seconds = trial.run(choice.keep).map_err(convoke_autograd::Error::from)?;
                 // The first round does not count: its caches are cold and its memory is fresh.
                 if round > 0 {
                     choice.seconds = choice.seconds.min(seconds);

@@ -1,146 +1,143 @@
-//! Times a kind of block with each way to keep.
+//! Times a block with each way to keep.
 
 use std::time::Instant;
 
-use convoke_autograd::ops::{BatchNormOptions, ConvBnBlock, ConvBnParameters, Keep, conv_bn_block2d};
-use convoke_autograd::{
-    BackwardOptions, DType, Device, Element, Function, MemoryFormat, Needs, Result, Tensor, apply,
-};
-use convoke_kernels::elementwise;
+use convoke_autograd::{Buffer, DType, Device, Element};
+use convoke_kernels::batch_norm::Statistics;
+use convoke_kernels::block::{Backward, Block, BlockProblem, Keep, Operands, Parameters, Wanted};
+use convoke_kernels::images::{Images, PlainImages};
+use convoke_kernels::{Result, elementwise};
 
 use super::blocks::BlockKind;
 
-/// A block on random data, which can be run many times.
-pub(super) struct Trial {
-    kind: BlockKind,
-    x: Tensor,
-    weight: Tensor,
-    bias: Option<Tensor>,
-    gamma: Option<Tensor>,
-    beta: Option<Tensor>,
-    residual: Option<Tensor>,
+/// A block on made-up data, which can be run many times.
+pub(super) enum Trial {
+    F32(TypedTrial<f32>),
+    F64(TypedTrial<f64>),
 }
 
 impl Trial {
     pub(super) fn new(device: &Device, kind: &BlockKind) -> Result<Trial> {
-        let leaf = |shape: &[usize]| noise(device, shape, kind.dtype).map(|noise| noise.with_grad());
-        let channels = [kind.weight[0]];
-        let x = noise(device, &kind.input, kind.dtype)?.to_format(kind.format)?;
-        let mut trial = Trial {
-            kind: kind.clone(),
-            x: if kind.for_input { x.with_grad() } else { x },
-            weight: leaf(&kind.weight)?,
-            bias: kind.bias.then(|| leaf(&channels)).transpose()?,
-            gamma: kind.affine.then(|| leaf(&channels)).transpose()?,
-            beta: kind.affine.then(|| leaf(&channels)).transpose()?,
-            residual: None,
-        };
-        if kind.residual {
-            let shape = convoke_autograd::no_grad(|| trial.forward(Keep::Recompute))?.shape().to_vec();
-            trial.residual = Some(leaf(&shape)?.to_format(kind.format)?.detach().with_grad());
-        }
-        Ok(trial)
+        Ok(match kind.problem.convolution.dtype {
+            DType::F64 => Trial::F64(TypedTrial::new(device, kind)?),
+            _ => Trial::F32(TypedTrial::new(device, kind)?),
+        })
     }
 
-    fn forward(&self, keep: Keep) -> Result<Tensor> {
-        let parameters = ConvBnParameters {
-            weight: &self.weight,
-            bias: self.bias.as_ref(),
-            gamma: self.gamma.as_ref(),
-            beta: self.beta.as_ref(),
-        };
-        let block = ConvBnBlock {
-            convolution: self.kind.convolution,
-            norm: BatchNormOptions { activation: self.kind.activation, ..BatchNormOptions::default() },
-            residual: self.residual.as_ref(),
-            pool: self.kind.pool,
-            keep,
-        };
-        Ok(conv_bn_block2d(&self.x, &parameters, &block)?.0)
-    }
-
-    /// Seconds of a forward and a backward. A reader after the block reads its output in both, as the next layer would.
+    /// Seconds of a forward and a backward.
     pub(super) fn run(&self, keep: Keep) -> Result<f64> {
+        match self {
+            Trial::F32(trial) => trial.run(keep),
+            Trial::F64(trial) => trial.run(keep),
+        }
+    }
+}
+
+pub(super) struct TypedTrial<T: Element> {
+    device: Device,
+    problem: BlockProblem,
+    wanted: Wanted,
+    x: Buffer<T>,
+    weight: Buffer<T>,
+    bias: Option<Buffer<T>>,
+    gamma: Option<Buffer<T>>,
+    beta: Option<Buffer<T>>,
+    residual: Option<Buffer<T>>,
+}
+
+impl<T: Element> TypedTrial<T> {
+    fn new(device: &Device, kind: &BlockKind) -> Result<TypedTrial<T>> {
+        let BlockKind { problem, wanted } = *kind;
+        let noise = |len: usize| noise(device, len);
+        let channels = problem.convolution.out_channels;
+        let vector = |there: bool| there.then(|| noise(channels)).transpose();
+        let residual = problem.residual.then(|| noise(problem.convolution.output_len())).transpose()?;
+        Ok(TypedTrial {
+            device: device.clone(),
+            problem,
+            wanted,
+            x: noise(problem.convolution.input_len())?,
+            weight: noise(problem.convolution.weight_len())?,
+            bias: vector(problem.bias)?,
+            gamma: vector(problem.gamma)?,
+            beta: vector(problem.beta)?,
+            residual,
+        })
+    }
+
+    /// Seconds of a forward and a backward. The block's output is read after each, as the next layer would read it.
+    fn run(&self, keep: Keep) -> Result<f64> {
+        let (device, images) = (&self.device, self.problem.convolution.batch);
+        let parameters = Parameters {
+            weight: &self.weight,
+            bias: self.bias.as_deref(),
+            gamma: self.gamma.as_deref(),
+            beta: self.beta.as_deref(),
+        };
+        let x = PlainImages::borrowed(device, &self.x, images)?;
+        let residual = self
+            .residual
+            .as_ref()
+            .map(|residual| PlainImages::borrowed(device, residual, images))
+            .transpose()?;
+        let residual = residual.as_ref().map(|residual| residual as &dyn Images<T>);
+
         let start = Instant::now();
-        let output = self.forward(keep)?;
-        let read = apply(Reader, &[&output])?;
-        drop(output);
-        read.backward_with(BackwardOptions::default())?;
+        let block = Block::new(device, self.problem, images, keep)?;
+        let operands = Operands { x: &x, residual, parameters };
+        let forward = block.forward(&operands, &Statistics::Batch, true)?;
+        let image = block.output_shape()[1..].iter().product();
+        let output = forward.output.map(|output| PlainImages::owned(device, output, images)).transpose()?;
+        let recipe = forward.saved.recipe(&block);
+        let recomputed = recipe.map(|recipe| {
+            let filter = parameters.filter();
+            let (of_epilogue, x) = (operands.of_epilogue(), &x);
+            PlainImages::recomputed(device, [images, image], move |images, z| {
+                recipe.write(Some((x, filter)), &of_epilogue, images, z)
+            })
+        });
+        // What can be recomputed is held without its elements, by the next layer and by the block itself.
+        if let Some(output) = &output {
+            read(device, output, [images, image])?;
+        }
+        let z = match (output, recomputed) {
+            (Some(output), None) => output,
+            (output, Some(recomputed)) => {
+                if output.is_none() {
+                    read(device, &recomputed, [images, image])?;
+                }
+                recomputed
+            }
+            (None, None) => unreachable!("an output that is not there has a recipe"),
+        };
+        read(device, &z, [images, image])?;
+        let mut dz = device.buffer(images * image)?;
+        dz.fill(T::of(1e-3));
+        let dz = PlainImages::owned(device, dz, images)?;
+        let z = forward.saved.needs_output().then_some(z);
+        let inputs = Backward { saved: forward.saved, x: x.clone(), parameters, dz, z, sum: None };
+        block.backward(inputs, &self.wanted)?;
         Ok(start.elapsed().as_secs_f64())
     }
 }
 
 /// Numbers that look random and are cheap to make.
-fn noise(device: &Device, shape: &[usize], dtype: DType) -> Result<Tensor> {
-    fn fill<T: Element>(out: &mut [T]) {
-        for (index, out) in out.iter_mut().enumerate() {
-            let bits = (index as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
-            *out = T::of(bits as f64 / f64::from(1u32 << 23) - 1.0);
-        }
+fn noise<T: Element>(device: &Device, len: usize) -> Result<Buffer<T>> {
+    let mut noise = device.buffer::<T>(len)?;
+    for (index, out) in noise.iter_mut().enumerate() {
+        let bits = (index as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
+        *out = T::of(bits as f64 / f64::from(1u32 << 23) - 1.0);
     }
-    let format = MemoryFormat::Contiguous;
-    match dtype {
-        DType::F64 => Tensor::build(device, shape, format, |out: &mut [f64]| {
-            fill(out);
-            Ok(())
-        }),
-        _ => Tensor::build(device, shape, format, |out: &mut [f32]| {
-            fill(out);
-            Ok(())
-        }),
-    }
+    Ok(noise)
 }
 
-/// Stands in for the next layer: reads the block's output a few images at a time in forward, and again in backward.
-struct Reader;
-
-/// The number of images to read at a time: about as many as a tile has.
-fn at_a_time(x: &Tensor) -> usize {
-    let image = x.len() / x.shape()[0].max(1) * x.dtype().size();
-    ((2 << 20) / image.max(1)).max(1)
-}
-
-fn read(x: &Tensor) -> Result<f64> {
-    fn sum<T: Element>(x: &Tensor) -> Result<f64> {
-        let (mut scratch, mut sum) = (None, 0.0);
-        let (images, step) = (x.shape()[0], at_a_time(x));
-        for first in (0..images).step_by(step) {
-            let part = x.images::<T>(first..(first + step).min(images), &mut scratch)?;
-            sum += elementwise::sum(x.device().compute(), part);
-        }
-        Ok(sum)
+/// Stands in for the next layer: reads a tensor a few images at a time, about as many as a tile has.
+fn read<T: Element>(device: &Device, z: &dyn Images<T>, [images, image]: [usize; 2]) -> Result<()> {
+    let step = ((2 << 20) / (image * size_of::<T>()).max(1)).max(1);
+    let mut scratch = None;
+    for first in (0..images).step_by(step) {
+        let part = z.read(first..(first + step).min(images), &mut scratch)?;
+        std::hint::black_box(elementwise::sum(device.compute(), part));
     }
-    match x.dtype() {
-        DType::F64 => sum::<f64>(x),
-        _ => sum::<f32>(x),
-    }
-}
-
-impl Function for Reader {
-    type Saved = Tensor;
-
-    fn name(&self) -> &'static str {
-        "reader"
-    }
-
-    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Tensor)> {
-        let x = inputs[0];
-        Ok((Tensor::full(x.device(), &[], x.dtype(), read(x)?)?, x.keep()))
-    }
-
-    fn backward(&self, x: Tensor, _: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
-        let value = if read(&x)?.is_nan() { 0.0 } else { 1e-3 };
-        let (device, shape, format) = (x.device(), x.shape(), x.format());
-        let dx = match x.dtype() {
-            DType::F64 => Tensor::build(device, shape, format, |dx: &mut [f64]| {
-                dx.fill(value);
-                Ok(())
-            }),
-            _ => Tensor::build(device, shape, format, |dx: &mut [f32]| {
-                dx.fill(value as f32);
-                Ok(())
-            }),
-        };
-        Ok(vec![Some(dx?)])
-    }
+    Ok(())
 }

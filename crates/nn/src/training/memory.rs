@@ -3,9 +3,10 @@
 use convoke_autograd::Device;
 
 use super::{Result, StepReport, Trainer, TrainingConfig, TrainingError};
+use crate::Module;
 use crate::data::Datasets;
 use crate::data_parallel::shard;
-use crate::{Module, planner};
+use crate::planner::{self, BlockKind};
 
 /// The bytes that a step's [`StepReport`](super::StepReport) will report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,6 +36,7 @@ pub fn predict_memory(
 /// A run on a [dry](Device::dry) device, which tells the bytes of its steps.
 pub(crate) struct DrySteps {
     trainer: Trainer,
+    kinds: Vec<Option<BlockKind>>,
 }
 
 impl DrySteps {
@@ -46,10 +48,18 @@ impl DrySteps {
     ) -> Result<DrySteps> {
         // Values on a dry device are meaningless, so a loss may be NaN.
         let config = TrainingConfig { stop_on_nan: false, ..config };
-        let mut dry = DrySteps { trainer: Trainer::new(&device.dry(), config, data)? };
-        // In its first forward, each block records what it runs on: the planner reads that.
+        let device = device.dry();
+        let mut dry = DrySteps { trainer: Trainer::new(&device, config, data)?, kinds: Vec::new() };
+        let weights = planner::weights(dry.model());
+        device.start_block_runs();
         dry.step()?;
+        dry.kinds = planner::kinds(&weights, &device.take_block_runs());
         Ok(dry)
+    }
+
+    /// The kind of each block of the model, in its order; `None` for a block that runs as separate layers or needs no gradient.
+    pub(crate) fn kinds(&self) -> &[Option<BlockKind>] {
+        &self.kinds
     }
 
     pub(crate) fn model(&self) -> &dyn Module {

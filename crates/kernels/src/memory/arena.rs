@@ -1,42 +1,42 @@
-//! An allocator of memory blocks of any size. Neighbouring free blocks are merged.
+//! An allocator of bytes in runs of any length. Neighbouring free runs are merged.
 //!
-//! A program that allocates and frees the same blocks in the same order, as the steps of a training run do, gets the same
+//! A program that allocates and frees the same runs in the same order, as the steps of a training run do, gets the same
 //! addresses each time. Only the first time needs fresh memory, which costs page faults.
 
 use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::buffer::LINE;
+use super::aligned::LINE;
 
-/// Blocks of at most this many bytes use separate chunks, so that they do not fragment the holes that larger blocks leave.
+/// Allocations of at most this many bytes use separate chunks, so that they do not fragment the holes that larger ones leave.
 const SMALL: usize = 256 << 10;
-/// The smallest chunk in bytes, for small and for large blocks. This is address space, which takes no memory until it is
+/// The smallest chunk in bytes, for small and for large allocations. This is address space, which takes no memory until it is
 /// written.
 const CHUNK: [usize; 2] = [4 << 20, 64 << 20];
 
-/// The allocator of [`Block`]s. Clones share its memory, which lives as long as any clone or block.
+/// The allocator of [`Allocation`]s. Clones share its memory, which lives as long as any clone or allocation.
 #[derive(Clone, Default)]
-pub struct Arena {
+pub(super) struct Arena {
     chunks: Arc<Mutex<Chunks>>,
 }
 
-/// Bytes that start on a cache line: zeros in fresh memory, else whatever earlier blocks left there.
-pub struct Block {
+/// Bytes that start on a cache line: zeros in fresh memory, else whatever earlier allocations left there.
+pub(super) struct Allocation {
     place: Place,
     address: NonNull<u8>,
     arena: Arc<Mutex<Chunks>>,
 }
 
-// SAFETY: no other block has its bytes, which any thread may use, and the arena that it returns them to is behind a lock.
-unsafe impl Send for Block {}
-// SAFETY: through a shared block, its bytes can only be read, which any number of threads may do at once.
-unsafe impl Sync for Block {}
+// SAFETY: no other allocation has its bytes, which any thread may use, and the arena that it returns them to is behind a lock.
+unsafe impl Send for Allocation {}
+// SAFETY: through a shared allocation, its bytes can only be read, which any number of threads may do at once.
+unsafe impl Sync for Allocation {}
 
-/// Where a block lies.
+/// Where an allocation lies.
 #[derive(Clone, Copy)]
 struct Place {
-    /// The index of the chunk; `usize::MAX` for a block without bytes, which is in no chunk.
+    /// The index of the chunk; `usize::MAX` for one without bytes, which is in no chunk.
     chunk: usize,
     start: usize,
     len: usize,
@@ -46,11 +46,11 @@ struct Place {
 struct Chunks {
     /// A freed chunk leaves `None` in its place, so that the other indices stay valid.
     all: Vec<Option<Chunk>>,
-    /// How many blocks went beyond the bytes that a chunk had reached.
+    /// How many allocations went beyond the bytes that a chunk had reached.
     fresh: usize,
 }
 
-/// A run of address space. The bytes beyond `reached` have never been part of a block.
+/// A run of address space. The bytes beyond `reached` have never been allocated.
 struct Chunk {
     memory: Memory,
     small: bool,
@@ -60,10 +60,10 @@ struct Chunk {
 }
 
 impl Arena {
-    /// A block of `len` bytes, in the smallest hole that is large enough, or in fresh memory; `None` if the operating
+    /// `len` bytes, in the smallest hole that is large enough, or in fresh memory; `None` if the operating
     /// system has no memory left.
-    pub fn take(&self, len: usize) -> Option<Block> {
-        let place = |place, address| Block { place, address, arena: self.chunks.clone() };
+    pub(super) fn take(&self, len: usize) -> Option<Allocation> {
+        let place = |place, address| Allocation { place, address, arena: self.chunks.clone() };
         if len == 0 {
             return Some(place(
                 Place { chunk: usize::MAX, start: 0, len: 0 },
@@ -81,18 +81,18 @@ impl Arena {
         Some(place(Place { chunk, start, len: lines }, address))
     }
 
-    /// Bytes that blocks use or have used, and that may therefore be resident.
-    pub fn reached(&self) -> usize {
+    /// Bytes that allocations use or have used, and that may therefore be resident.
+    pub(super) fn reached(&self) -> usize {
         self.chunks().all.iter().flatten().map(|chunk| chunk.reached).sum()
     }
 
-    /// How many blocks, so far, got memory that no block had used before.
-    pub fn fresh(&self) -> usize {
+    /// How many allocations, so far, got memory that no earlier one had used.
+    pub(super) fn fresh(&self) -> usize {
         self.chunks().fresh
     }
 
-    /// Gives the memory of all chunks without blocks back to the operating system.
-    pub fn trim(&self) {
+    /// Gives the memory of all chunks without allocations back to the operating system.
+    pub(super) fn trim(&self) {
         for place in &mut self.chunks().all {
             if place.as_ref().is_some_and(Chunk::is_free) {
                 *place = None;
@@ -124,7 +124,7 @@ impl Chunks {
         holes.filter(|&(hole, ..)| hole >= len).min().map(|(_, index, start)| (index, start))
     }
 
-    /// The chunk and the start of a run of `len` bytes after the last block of a chunk, in a new chunk if no chunk has
+    /// The chunk and the start of a run of `len` bytes after the last allocation of a chunk, in a new chunk if no chunk has
     /// room. At least the end of the run is fresh memory.
     fn fresh(&mut self, len: usize) -> Option<(usize, usize)> {
         let place = self.behind(len).or_else(|| Some((self.new_chunk(len)?, 0)))?;
@@ -135,7 +135,7 @@ impl Chunks {
     /// As [`Chunks::fresh`] in the chunks that exist: it picks the one whose `reached` grows least.
     fn behind(&self, len: usize) -> Option<(usize, usize)> {
         let behind = self.of_size(len).filter_map(|(index, chunk)| {
-            let start = chunk.end_of_blocks();
+            let start = chunk.end_of_allocations();
             (chunk.memory.len - start >= len).then_some((start + len - chunk.reached, index, start))
         });
         behind.min().map(|(_, index, start)| (index, start))
@@ -161,8 +161,8 @@ impl Chunks {
 }
 
 impl Chunk {
-    /// Where the last block ends. All bytes from there on are free: the last hole, if it ends at `reached`, then fresh memory.
-    fn end_of_blocks(&self) -> usize {
+    /// Where the last allocation ends. All bytes from there on are free: the last hole, if it ends at `reached`, then fresh memory.
+    fn end_of_allocations(&self) -> usize {
         match self.free.last_key_value() {
             Some((&start, &len)) if start + len == self.reached => start,
             _ => self.reached,
@@ -170,15 +170,15 @@ impl Chunk {
     }
 
     fn is_free(&self) -> bool {
-        self.end_of_blocks() == 0
+        self.end_of_allocations() == 0
     }
 
     /// Marks `start..start + len` as used. It must begin where a hole begins, or at `reached`.
     fn occupy(&mut self, start: usize, len: usize) {
         let end = start + len;
-        assert!(end <= self.memory.len, "a block beyond its chunk");
+        assert!(end <= self.memory.len, "an allocation beyond its chunk");
         let hole = self.free.remove(&start).map_or(start, |hole| start + hole);
-        assert!(hole >= end || hole == self.reached, "a block in the way of another");
+        assert!(hole >= end || hole == self.reached, "an allocation in the way of another");
         if hole > end {
             self.free.insert(end, hole - end);
         }
@@ -200,24 +200,24 @@ impl Chunk {
     }
 }
 
-impl Block {
+impl Allocation {
     /// Its bytes: the requested length, rounded up to whole cache lines.
-    pub fn bytes(&self) -> &[u8] {
-        // SAFETY: the arena gave these bytes, which were initialised as zeros, to this block alone, and the chunk lives as
-        // long as the block: the block holds the arena, which frees only chunks without blocks.
+    pub(super) fn bytes(&self) -> &[u8] {
+        // SAFETY: the arena gave these bytes, which were initialised as zeros, to this allocation alone, and the chunk lives as
+        // long as the allocation, which holds the arena, which frees only chunks without allocations.
         unsafe { std::slice::from_raw_parts(self.address.as_ptr(), self.place.len) }
     }
 
-    /// As [`Block::bytes`].
-    pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: the arena gave these bytes, which were initialised as zeros, to this block alone, and the chunk lives as
-        // long as the block: the block holds the arena, which frees only chunks without blocks. The block is borrowed
+    /// As [`Allocation::bytes`].
+    pub(super) fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: the arena gave these bytes, which were initialised as zeros, to this allocation alone, and the chunk lives as
+        // long as the allocation, which holds the arena, which frees only chunks without allocations. The allocation is borrowed
         // mutably, so that nobody else can get its bytes meanwhile.
         unsafe { std::slice::from_raw_parts_mut(self.address.as_ptr(), self.place.len) }
     }
 }
 
-impl Drop for Block {
+impl Drop for Allocation {
     fn drop(&mut self) {
         let Place { chunk, start, len } = self.place;
         if len > 0
@@ -262,7 +262,7 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: `zeros` leaked this box, and a chunk is dropped only when no block has any of its bytes.
+        // SAFETY: `zeros` leaked this box, and a chunk is dropped only when no allocation has any of its bytes.
         drop(unsafe { Box::from_raw(self.room.as_ptr()) });
     }
 }
@@ -343,11 +343,11 @@ mod tests {
         assert_eq!(arena.reached(), 0);
     }
 
-    /// Blocks taken and given back in random order never overlap, keep what was written, and leave nothing behind.
+    /// Allocations taken and given back in random order never overlap, keep what was written, and leave nothing behind.
     #[test]
     fn blocks_are_apart_and_keep_their_values() {
         let arena = Arena::default();
-        let mut blocks: Vec<(u8, Block)> = Vec::new();
+        let mut blocks: Vec<(u8, Allocation)> = Vec::new();
         let mut random = 1u64;
         let mut draw = |below: usize| {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
@@ -375,13 +375,14 @@ mod tests {
     #[test]
     fn the_same_order_gives_the_same_addresses() {
         let arena = Arena::default();
-        let kept: Vec<Block> = (1..4).map(|mib| arena.take(mib * MIB).unwrap()).collect();
+        let kept: Vec<Allocation> = (1..4).map(|mib| arena.take(mib * MIB).unwrap()).collect();
         let step = || {
-            let mut held: Vec<Block> = (1..20).map(|index| arena.take(index * 70_000).unwrap()).collect();
+            let mut held: Vec<Allocation> =
+                (1..20).map(|index| arena.take(index * 70_000).unwrap()).collect();
             let scratch = arena.take(5 * MIB).unwrap();
             held.retain(|block| block.bytes().len() % 3 != 0);
             let late = arena.take(2 * MIB).unwrap();
-            let address = |block: &Block| block.bytes().as_ptr() as usize;
+            let address = |block: &Allocation| block.bytes().as_ptr() as usize;
             let mut places: Vec<usize> = held.iter().map(address).collect();
             places.extend([address(&scratch), address(&late)]);
             places

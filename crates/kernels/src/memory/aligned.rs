@@ -1,4 +1,4 @@
-//! Buffers that start on a cache line, as tensors do: loading a vector that crosses two lines takes twice as long.
+//! Vectors that start on a cache line, as tensors do: loading a vector that crosses two lines takes twice as long.
 
 use std::ops::{Deref, DerefMut};
 
@@ -7,7 +7,7 @@ use convoke_memory::OutOfMemory;
 use crate::Element;
 
 /// A run of elements that starts on a cache line.
-pub(crate) struct Buffer<T> {
+pub(crate) struct AlignedVec<T> {
     memory: Vec<T>,
     start: usize,
     len: usize,
@@ -16,34 +16,34 @@ pub(crate) struct Buffer<T> {
 /// Bytes of a cache line.
 pub(crate) const LINE: usize = 64;
 
-impl<T: Element> Buffer<T> {
+impl<T: Element> AlignedVec<T> {
     /// `len` elements of this value. Aborts if there is no memory, so use it only for sizes as small as a row of a tensor.
-    pub(crate) fn filled(len: usize, value: T) -> Buffer<T> {
+    pub(crate) fn filled(len: usize, value: T) -> AlignedVec<T> {
         let slack = LINE / size_of::<T>();
-        Buffer::of(vec![value; len + slack], len)
+        AlignedVec::of(vec![value; len + slack], len)
     }
 
-    /// As [`Buffer::filled`], but returns an error if there is no memory: for sizes as large as a tensor.
-    pub(crate) fn try_filled(len: usize, value: T) -> Result<Buffer<T>, OutOfMemory> {
+    /// As [`AlignedVec::filled`], but returns an error if there is no memory: for sizes as large as a tensor.
+    pub(crate) fn try_filled(len: usize, value: T) -> Result<AlignedVec<T>, OutOfMemory> {
         let slack = LINE / size_of::<T>();
-        Ok(Buffer::of(convoke_memory::filled(len.saturating_add(slack), value)?, len))
+        Ok(AlignedVec::of(convoke_memory::filled(len.saturating_add(slack), value)?, len))
     }
 
     /// The first `len` elements of `memory` from a cache line on; `memory` is one cache line longer than that.
-    fn of(memory: Vec<T>, len: usize) -> Buffer<T> {
+    fn of(memory: Vec<T>, len: usize) -> AlignedVec<T> {
         let start = memory.as_ptr().align_offset(LINE).min(memory.len() - len);
-        Buffer { memory, start, len }
+        AlignedVec { memory, start, len }
     }
 
     /// `values`, `times` times in a row.
-    pub(crate) fn repeat(values: &[T], times: usize) -> Buffer<T> {
-        let mut all = Buffer::filled(values.len() * times, T::zero());
+    pub(crate) fn repeat(values: &[T], times: usize) -> AlignedVec<T> {
+        let mut all = AlignedVec::filled(values.len() * times, T::zero());
         all.chunks_exact_mut(values.len().max(1)).for_each(|part| part.copy_from_slice(values));
         all
     }
 }
 
-impl<T> Deref for Buffer<T> {
+impl<T> Deref for AlignedVec<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
@@ -51,7 +51,7 @@ impl<T> Deref for Buffer<T> {
     }
 }
 
-impl<T> DerefMut for Buffer<T> {
+impl<T> DerefMut for AlignedVec<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         &mut self.memory[self.start..][..self.len]
     }

@@ -1,18 +1,18 @@
-//! The device on which tensors live and kernels run: a CPU's threads and a pool of buffers.
+//! A CPU's threads, its buffers and its tuner: what an operation of several kernels needs besides its operands.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use bytemuck::Pod;
-use convoke_kernels::conv::{ConvPlan, ConvProblem, Pass};
-use convoke_kernels::pool::{MaxPoolAlgorithm, MaxPoolPass, PoolProblem};
-use convoke_kernels::tune::Tuner;
-use convoke_kernels::{Cpu, DType};
 
-use crate::Result;
-use crate::pool::{Buffer, MemoryStats, Pool, TimelinePoint};
+use crate::block::BlockRun;
+use crate::conv::{ConvPlan, ConvProblem, Pass};
+use crate::memory::{BorrowedBytes, Buffer, Heap, MemoryStats, TimelinePoint};
+use crate::pool::{MaxPoolAlgorithm, MaxPoolPass, PoolProblem};
+use crate::tune::Tuner;
+use crate::{Cpu, DType, Result};
 
-/// A place for tensors and kernels, with its threads, its instruction set and its own buffer pool. Clones share one device.
+/// A place for tensors and kernels, with its threads, its instruction set and its own buffers. Clones share one device.
 ///
 /// Each rank of a data-parallel run has its own device. One operation cannot use tensors of two devices.
 #[derive(Clone)]
@@ -22,8 +22,10 @@ pub struct Device {
 
 struct Inner {
     cpu: Cpu,
-    pool: Arc<Pool>,
+    heap: Arc<Heap>,
     tuner: Tuner,
+    /// The blocks whose backward ran, if they are recorded.
+    blocks: Mutex<Option<Vec<BlockRun>>>,
 }
 
 /// The options of a [`Device`].
@@ -59,16 +61,16 @@ impl Device {
     pub fn new(options: DeviceOptions) -> Device {
         let DeviceOptions { cpu, poison, tuner } = options;
         // On a dry device no kernel reads or writes buffers, so they need no NaN.
-        let pool = Pool::new(poison && !cpu.is_dry());
-        Device { inner: Arc::new(Inner { cpu, pool, tuner }) }
+        let heap = Heap::new(poison && !cpu.is_dry());
+        Device { inner: Arc::new(Inner { cpu, heap, tuner, blocks: Mutex::default() }) }
     }
 
-    /// A device on which everything happens except computing. Buffers are allocated, counted and freed in a pool of its own, and
+    /// A device on which everything happens except computing. Buffers are allocated, counted and freed apart, and
     /// the same tuner chooses algorithms as on this device, so that their workspaces are the same. But no kernel runs and no
     /// element is written, and the operating system provides no memory for what is never written.
     ///
     /// So a training step on it tells how many bytes it needs, almost without time and memory. Values are meaningless. If your
-    /// own operation computes in plain loops, create its tensors with [`crate::Tensor::written`], which skips the loops here.
+    /// own operation computes in plain loops, create its tensors with `Tensor::written`, which skips the loops here.
     pub fn dry(&self) -> Device {
         let Inner { cpu, tuner, .. } = &*self.inner;
         Device::new(DeviceOptions { cpu: cpu.dry(), poison: false, tuner: tuner.clone() })
@@ -111,36 +113,59 @@ impl Device {
     /// # Errors
     /// If the operating system does not have the memory.
     pub fn buffer<T: Pod>(&self, len: usize) -> Result<Buffer<T>> {
-        self.inner.pool.take(len)
+        self.inner.heap.take(len)
     }
 
-    pub(crate) fn pool(&self) -> &Arc<Pool> {
-        &self.inner.pool
+    /// Counts `bytes` in memory of others as [`MemoryStats::borrowed_bytes`] until the result is dropped.
+    pub fn count_borrowed(&self, bytes: usize) -> BorrowedBytes {
+        self.inner.heap.count_borrowed(bytes)
     }
 
     /// Bytes in use now and at the peak.
     pub fn memory(&self) -> MemoryStats {
-        self.inner.pool.stats()
+        self.inner.heap.stats()
     }
 
     /// Resets the peak to the bytes in use now.
     pub fn reset_peak(&self) {
-        self.inner.pool.reset_peak();
+        self.inner.heap.reset_peak();
     }
 
     /// Returns cached memory to the operating system.
     pub fn trim(&self) {
-        self.inner.pool.trim();
+        self.inner.heap.trim();
     }
 
     /// Starts recording the bytes in use at every allocation and release. Returns the time from which its seconds count.
     pub fn start_timeline(&self) -> Instant {
-        self.inner.pool.start_timeline()
+        self.inner.heap.start_timeline()
     }
 
     /// Ends the recording and returns it; empty if there was none.
     pub fn take_timeline(&self) -> Vec<TimelinePoint> {
-        self.inner.pool.take_timeline()
+        self.inner.heap.take_timeline()
+    }
+}
+
+impl Device {
+    /// Starts recording the blocks whose backward runs.
+    pub fn start_block_runs(&self) {
+        *self.blocks() = Some(Vec::new());
+    }
+
+    /// Ends the recording and returns it, in the order in which the backwards ran; empty if there was none.
+    pub fn take_block_runs(&self) -> Vec<BlockRun> {
+        self.blocks().take().unwrap_or_default()
+    }
+
+    pub(crate) fn record_block(&self, run: BlockRun) {
+        if let Some(runs) = &mut *self.blocks() {
+            runs.push(run);
+        }
+    }
+
+    fn blocks(&self) -> MutexGuard<'_, Option<Vec<BlockRun>>> {
+        self.inner.blocks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

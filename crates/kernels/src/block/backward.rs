@@ -1,0 +1,299 @@
+//! Backward of the block: dy exists only one tile at a time.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use super::recompute::{Kept, OutputTiles};
+use super::{Block, BlockProblem, NAME, Parameters, Saved};
+use crate::activation::{Activation, activation_backward_in_place};
+use crate::batch_norm::{
+    BackwardSums, BackwardSumsInParts, Normalizer, backward_elemt, backward_elemt_in_place,
+};
+use crate::conv::{BiasGradient, Gradient, InputGradient, WeightGradient};
+use crate::error::{check_len, invalid};
+use crate::images::Images;
+use crate::memory::at_least;
+use crate::pool::MaxPoolPass;
+use crate::{Buffer, Element, Result};
+
+/// What backward reads. It owns what it can free, or overwrite, on the way.
+pub struct Backward<'a, T: Element, H> {
+    /// What forward kept.
+    pub saved: Saved<T>,
+    /// The input of forward. If it can be overwritten, its gradient takes its place.
+    pub x: H,
+    /// The parameters of forward.
+    pub parameters: Parameters<'a, T>,
+    /// The gradient of z.
+    pub dz: H,
+    /// z, where [`Saved::needs_output`] says so.
+    pub z: Option<H>,
+    /// A gradient of x so far, to which this block's is added.
+    pub sum: Option<H>,
+}
+
+/// Which gradients backward computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Wanted {
+    /// That of the input.
+    pub x: bool,
+    /// That of the convolution's weight.
+    pub weight: bool,
+    /// That of the convolution's bias.
+    pub bias: bool,
+    /// That of batch norm's weight.
+    pub gamma: bool,
+    /// That of batch norm's bias.
+    pub beta: bool,
+    /// That of the residual.
+    pub residual: bool,
+}
+
+/// A block whose backward ran: see [`crate::Device::start_block_runs`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct BlockRun {
+    /// What it computes.
+    pub problem: BlockProblem,
+    /// The gradients that were computed.
+    pub wanted: Wanted,
+    /// The address of its weight, which tells whose block it is.
+    pub weight: usize,
+}
+
+/// The gradients that were wanted.
+#[derive(Debug)]
+pub struct Gradients<T: Element, H> {
+    /// That of the input.
+    pub x: Option<Gradient<T, H>>,
+    /// That of the convolution's weight.
+    pub weight: Option<Buffer<T>>,
+    /// That of the convolution's bias.
+    pub bias: Option<Buffer<T>>,
+    /// That of batch norm's weight.
+    pub gamma: Option<Buffer<T>>,
+    /// That of batch norm's bias.
+    pub beta: Option<Buffer<T>>,
+    /// That of the residual.
+    pub residual: Option<H>,
+}
+
+impl Block {
+    /// The gradients of a [`Block::forward`] that saved.
+    ///
+    /// # Errors
+    /// If a length does not fit, z is missing, there is no memory, or ranks cannot communicate.
+    pub fn backward<T: Element, H: Images<T> + Clone>(
+        &self,
+        inputs: Backward<'_, T, H>,
+        wanted: &Wanted,
+    ) -> Result<Gradients<T, H>> {
+        let Backward { saved, x, parameters, dz, z, sum } = inputs;
+        self.check(&parameters, None)?;
+        let weight = parameters.weight.as_ptr().addr();
+        self.device().record_block(BlockRun { problem: self.problem, wanted: *wanted, weight });
+        if saved.needs_output() && z.is_none() {
+            return Err(invalid(NAME, "backward needs the block's output"));
+        }
+        let Saved { kept, normalizer: of_forward, masked, taken, .. } = saved;
+        // The normalisation of what is kept; where z tells where the activation passed its input, dz is taken through it first.
+        let normalizer = match kept {
+            Kept::Compact(_) => of_forward.of_centered(),
+            Kept::Inverted => of_forward.with_activation(Activation::Identity),
+            _ => of_forward.clone(),
+        };
+        let through_norm = wanted.x || wanted.weight || wanted.bias;
+        let of_parameters = [wanted.gamma, wanted.beta];
+        let needs_sums = normalizer.needs_sums(through_norm, of_parameters);
+        let inverts = matches!(kept, Kept::Inverted);
+        let behind = z.clone().filter(|_| masked).map(|z| (self.problem.activation, z));
+        let inverse = z.filter(|_| inverts).map(|z| (z, of_forward));
+        let mut dz = Upstream { dz, block: self, behind, taken, scratch: None };
+        // Take dz through the activation now, so that z is freed before y is recomputed.
+        if !(needs_sums && matches!(kept, Kept::Stored(_) | Kept::Compact(_))) {
+            self.convolution.tiles().try_for_each(|images| dz.pass(images))?;
+            dz.behind = None;
+        }
+
+        let kept = match kept {
+            Kept::Whole(whole) => Kept::Stored(whole.take(self, (&x, parameters.filter()))?),
+            kept => kept,
+        };
+        let mut y = OutputTiles { kept, convolution: &self.convolution, parameters, inverse, scratch: None };
+        let mut x = Input::<T, H>::new(x);
+        let sums = needs_sums.then(|| sums(&normalizer, &mut x, &mut y, &mut dz)).transpose()?;
+        let residual = wanted.residual.then(|| dz.dz.clone());
+        let of_channels = |wanted: bool, fill: &dyn Fn(&BackwardSums, &mut [T])| -> Result<_> {
+            let Some(sums) = sums.as_ref().filter(|_| wanted) else { return Ok(None) };
+            let mut gradient = self.device().buffer(self.problem.convolution.out_channels)?;
+            fill(sums, &mut gradient);
+            Ok(Some(gradient))
+        };
+        let gamma = of_channels(wanted.gamma, &|sums, out| normalizer.gradient_of_weight(sums, out))?;
+        let beta = of_channels(wanted.beta, &|sums, out| normalizer.gradient_of_bias(sums, out))?;
+        let mut gradients = Gradients { x: None, weight: None, bias: None, gamma, beta, residual };
+        if through_norm {
+            let through = normalizer.through(sums.as_ref())?;
+            let of_norm = OfNorm { normalizer: &normalizer, through };
+            self.gradients_of_convolution(&of_norm, (x, sum), (y, dz), (wanted, &mut gradients))?;
+        }
+        Ok(gradients)
+    }
+
+    /// Computes dy tile by tile, and adds each tile's part to the convolution's gradients.
+    fn gradients_of_convolution<T: Element, H: Images<T>>(
+        &self,
+        of_norm: &OfNorm<'_>,
+        (mut x, sum): (Input<T, H>, Option<H>),
+        (mut y, dz): (OutputTiles<'_, T, H>, Upstream<'_, T, H>),
+        (wanted, gradients): (&Wanted, &mut Gradients<T, H>),
+    ) -> Result<()> {
+        let (convolution, parameters) = (&self.convolution, y.parameters);
+        let device = convolution.device();
+        let through = of_norm.through.as_ref().map(|(sums, count)| (sums, *count));
+        let by = of_norm.normalizer.with(parameters.gamma, parameters.beta);
+        let mut of_weight = wanted.weight.then(|| WeightGradient::<T>::new(convolution)).transpose()?;
+        let mut of_bias = wanted.bias.then(|| BiasGradient::<T>::new(convolution)).transpose()?;
+        let elsewhere = sum.is_some() || !x.can_be_overwritten();
+        let mut of_x = (wanted.x && elsewhere).then(|| InputGradient::<T, H>::new(sum));
+        let image = convolution.input_image();
+        let all = 0..convolution.output_shape()[0];
+        let (mut scratch, mut dz) = (None, Some(dz));
+        for images in convolution.tiles() {
+            let (count, extent) = (images.len(), convolution.output_extent(images.len()));
+            let mut of_tile = dz.take().expect("it goes with the last tile");
+            let upstream = of_tile.get(images.clone())?;
+            // If the batch is a single tile, dy can overwrite the kept y.
+            let in_place = images == all && y.unshared().is_some();
+            let dy = if in_place && let Some(y) = y.unshared() {
+                backward_elemt_in_place(device.compute(), &extent, upstream, &by, through, y)?;
+                y
+            } else {
+                let dy = at_least(&mut scratch, device, extent.len()?)?;
+                let value = y.get(images.clone(), || x.images(images.clone()))?;
+                backward_elemt(device.compute(), &extent, (value, upstream), &by, through, dy)?;
+                dy
+            };
+            // Free what dy was computed from before the convolutions allocate their workspaces.
+            of_tile.scratch = None;
+            dz = Some(of_tile).filter(|_| images.end < all.end);
+            if let Some(sum) = &mut of_bias {
+                sum.add(convolution, count, dy)?;
+            }
+            if let Some(sum) = &mut of_weight {
+                sum.add(convolution, count, x.images(images.clone())?, dy)?;
+            }
+            x.scratch = None;
+            match &mut of_x {
+                Some(gradient) => gradient.add(convolution, images, dy, parameters.weight)?,
+                None if wanted.x => {
+                    let place = images.start * image..images.end * image;
+                    convolution.input_gradient_tile(count, dy, parameters.weight, x.overwrite(place))?;
+                }
+                None => {}
+            }
+        }
+        gradients.x = match of_x {
+            Some(gradient) => Some(gradient.finish(convolution)?),
+            None => wanted.x.then_some(Gradient::Given(x.x)),
+        };
+        gradients.weight = of_weight.map(WeightGradient::finish);
+        gradients.bias = of_bias.map(BiasGradient::finish);
+        Ok(())
+    }
+}
+
+/// The normalisation that dz goes through, with the sums if gradients flow through the statistics.
+struct OfNorm<'a> {
+    normalizer: &'a Normalizer,
+    through: Option<(BackwardSums, usize)>,
+}
+
+/// The sums over the batch that batch norm's gradients need.
+fn sums<T: Element, H: Images<T>>(
+    normalizer: &Normalizer,
+    x: &mut Input<T, H>,
+    y: &mut OutputTiles<'_, T, H>,
+    dz: &mut Upstream<'_, T, H>,
+) -> Result<BackwardSums> {
+    let (convolution, parameters) = (y.convolution, y.parameters);
+    let [images, ..] = convolution.output_shape();
+    let mut sums = BackwardSumsInParts::new(&convolution.output_extent(images))?;
+    let by = normalizer.with(parameters.gamma, parameters.beta);
+    for images in convolution.tiles() {
+        let y = y.get(images.clone(), || x.images(images.clone()))?;
+        dz.pass(images.clone())?;
+        sums.add(convolution.device().compute(), y, dz.get(images)?, &by)?;
+    }
+    dz.behind = None;
+    sums.finish()
+}
+
+/// x. If it has no other owner, dx overwrites it, tile by tile.
+struct Input<T: Element, H> {
+    x: H,
+    mine: bool,
+    scratch: Option<Buffer<T>>,
+}
+
+impl<T: Element, H: Images<T>> Input<T, H> {
+    fn new(mut x: H) -> Input<T, H> {
+        let mine = x.overwrite().is_some();
+        Input { x, mine, scratch: None }
+    }
+
+    fn images(&mut self, images: Range<usize>) -> Result<&[T]> {
+        self.x.read(images, &mut self.scratch)
+    }
+
+    fn can_be_overwritten(&self) -> bool {
+        self.mine
+    }
+
+    fn overwrite(&mut self, place: Range<usize>) -> &mut [T] {
+        &mut self.x.overwrite().expect("it was, and nobody could begin to share it")[place]
+    }
+}
+
+/// The gradient of the activation's output: dz, taken backwards through the pool if there is one.
+struct Upstream<'a, T: Element, H> {
+    dz: H,
+    block: &'a Block,
+    /// The activation that dz must still go through, and z, which tells where the activation passed its input. `None` once
+    /// that is done, or if the normalisation includes the activation.
+    behind: Option<(Activation, H)>,
+    taken: Option<Arc<Buffer<u8>>>,
+    scratch: Option<Buffer<T>>,
+}
+
+impl<T: Element, H: Images<T>> Upstream<'_, T, H> {
+    fn place(&self, images: &Range<usize>) -> Range<usize> {
+        let image = self.block.output_image();
+        images.start * image..images.end * image
+    }
+
+    /// Takes some images of dz through that activation, in the buffer of dz if it has no other owner.
+    fn pass(&mut self, images: Range<usize>) -> Result<()> {
+        let place = self.place(&images);
+        let Some((activation, z)) = &self.behind else { return Ok(()) };
+        let cpu = self.block.device().compute();
+        let mut scratch = None;
+        let z = z.read(images, &mut scratch)?;
+        let dz = self.dz.change()?;
+        check_len(NAME, "dz", dz.len(), self.block.output_shape().iter().product())?;
+        activation_backward_in_place(cpu, *activation, z, &mut dz[place])
+    }
+
+    fn get(&mut self, images: Range<usize>) -> Result<&[T]> {
+        let (place, device) = (self.place(&images), self.block.device());
+        let Upstream { dz, block, taken, scratch, .. } = self;
+        let Some((pool, taken)) = block.problem.pool.as_ref().zip(taken.as_ref()) else {
+            return dz.read(images, scratch);
+        };
+        let mut unused = None;
+        let pool = pool.with_batch(images.len());
+        let out = at_least(scratch, device, pool.input_extent().len()?)?;
+        let algorithm = device.max_pool_algorithm(&pool, T::DTYPE, MaxPoolPass::Backward);
+        algorithm.backward(device.compute(), &pool, dz.read(images, &mut unused)?, &taken[place], out)?;
+        Ok(out)
+    }
+}

@@ -1,0 +1,71 @@
+//! The part of the block after the convolution, run on some images at a time.
+
+use std::ops::Range;
+
+use super::{Block, EpilogueOperands};
+use crate::activation::add_activated_in_place;
+use crate::batch_norm::{Normalization, Normalizer, normalize, normalize_added, normalize_in_place};
+use crate::images::Images;
+use crate::pool::MaxPoolPass;
+use crate::{Buffer, Element, Result};
+
+/// pool(activation(normalise(y) + residual)).
+pub(super) struct Epilogue<'a, T: Element> {
+    block: &'a Block,
+    /// The normalisation; it includes the activation unless there is a residual.
+    by: Normalization<'a, T>,
+    residual: Option<&'a dyn Images<T>>,
+}
+
+impl<'a, T: Element> Epilogue<'a, T> {
+    pub(super) fn new(
+        block: &'a Block,
+        normalizer: &'a Normalizer,
+        operands: &EpilogueOperands<'a, T>,
+    ) -> Epilogue<'a, T> {
+        let EpilogueOperands { gamma, beta, residual } = *operands;
+        Epilogue { block, by: normalizer.with(gamma, beta), residual }
+    }
+
+    /// Whether each element is read and written only once. Caches then bring nothing, so whole tensors may be processed at
+    /// once and bypass them.
+    pub(super) fn is_one_pass(&self) -> bool {
+        self.block.problem.pool.is_none() && self.residual.is_none_or(Images::in_memory)
+    }
+
+    /// Computes z of some images and, if `taken` is given, the index of each window's largest element.
+    pub(super) fn run(
+        &self,
+        images: Range<usize>,
+        y: &[T],
+        z: &mut [T],
+        taken: Option<&mut [u8]>,
+    ) -> Result<()> {
+        let (device, problem) = (self.block.device(), &self.block.problem);
+        let (cpu, extent) = (device.compute(), self.block.convolution.output_extent(images.len()));
+        if let Some(residual) = self.residual {
+            let mut scratch = None;
+            let residual = residual.read(images, &mut scratch)?;
+            let by = Normalization { activation: problem.activation, ..self.by };
+            return normalize_added(cpu, &extent, (y, residual), &by, z);
+        }
+        let Some(pool) = &problem.pool else {
+            return normalize(cpu, &extent, y, &self.by, z);
+        };
+        let mut normalized: Buffer<T> = device.buffer(y.len())?;
+        normalize(cpu, &extent, y, &self.by, &mut normalized)?;
+        let pool = pool.with_batch(images.len());
+        let pass = if taken.is_some() { MaxPoolPass::Forward } else { MaxPoolPass::Inference };
+        device.max_pool_algorithm(&pool, T::DTYPE, pass).forward(cpu, &pool, &normalized, z, taken)
+    }
+
+    /// [`Epilogue::run`] in the buffer of y. There must be no pool.
+    pub(super) fn run_in_place(&self, images: Range<usize>, y: &mut [T]) -> Result<()> {
+        let cpu = self.block.device().compute();
+        normalize_in_place(cpu, &self.block.convolution.output_extent(images.len()), &self.by, y)?;
+        let Some(residual) = self.residual else { return Ok(()) };
+        let mut scratch = None;
+        let residual = residual.read(images, &mut scratch)?;
+        add_activated_in_place(cpu, residual, self.block.problem.activation, y)
+    }
+}

@@ -1,0 +1,198 @@
+//! Forward of the block.
+
+use std::sync::Arc;
+
+use half::bf16;
+
+use super::epilogue::Epilogue;
+use super::recompute::{Kept, Recipe, Source};
+use super::{Block, Keep, NAME, Operands};
+use crate::activation::Activation;
+use crate::batch_norm::{BatchNormOptions, Moments, Normalizer, Statistics, StatsInParts, normalize};
+use crate::memory::at_least;
+use crate::{Buffer, DType, Element, Result, convert};
+
+/// What forward gives.
+pub struct Forward<T: Element> {
+    /// z, in the memory format of x; `None` if it is not computed before it is read: see [`Saved::recipe`].
+    pub output: Option<Buffer<T>>,
+    /// What backward needs besides the operands.
+    pub saved: Saved<T>,
+}
+
+/// What a block keeps for its backward, besides its operands. Clones share it.
+#[derive(Clone)]
+pub struct Saved<T: Element> {
+    pub(super) kept: Kept<T>,
+    /// The normalisation of forward.
+    pub(super) normalizer: Normalizer,
+    /// Whether z is recomputed from what is kept where it is read.
+    renormalizes: bool,
+    /// Whether backward reads from z where the activation passed its input.
+    pub(super) masked: bool,
+    /// The index of each window's largest element.
+    pub(super) taken: Option<Arc<Buffer<u8>>>,
+}
+
+impl<T: Element> Saved<T> {
+    /// The batch's moments, over all ranks where they are synchronized; `None` for constant statistics.
+    pub fn moments(&self) -> Option<&Moments> {
+        self.normalizer.moments()
+    }
+
+    /// Whether backward needs z.
+    pub fn needs_output(&self) -> bool {
+        self.masked || matches!(self.kept, Kept::Inverted)
+    }
+
+    /// Recomputes z, if what is kept allows it.
+    pub fn recipe(&self, block: &Block) -> Option<Recipe<T>> {
+        let source = match &self.kept {
+            _ if !self.renormalizes => return None,
+            Kept::Stored(y) => Source::Stored(y.clone()),
+            Kept::Whole(whole) => Source::Whole(whole.clone()),
+            Kept::Compact(_) | Kept::Tiles | Kept::Inverted => return None,
+        };
+        Some(Recipe { block: block.clone(), source, normalizer: self.normalizer.clone() })
+    }
+}
+
+impl Block {
+    /// Runs the convolution, computes the statistics if the batch gives them, and computes z unless the next reader will.
+    /// `save` says whether a backward follows; without one nothing is kept and z is always computed.
+    ///
+    /// # Errors
+    /// If a length does not fit, there is no memory, ranks cannot communicate, or a batch has one value per channel.
+    pub fn forward<T: Element>(
+        &self,
+        operands: &Operands<'_, T>,
+        statistics: &Statistics,
+        save: bool,
+    ) -> Result<Forward<T>> {
+        self.check(&operands.parameters, Some(operands.residual.is_some()))?;
+        // With a residual, the activation follows the addition.
+        let activation = if self.problem.residual { Activation::Identity } else { self.problem.activation };
+        let options = BatchNormOptions {
+            statistics: statistics.clone(),
+            eps: self.problem.eps,
+            eps_place: self.problem.eps_place,
+            activation,
+        };
+        let shape = self.convolution.output_shape();
+        options.check(NAME, &shape)?;
+        let (mut y, moments) = self.convolve(operands, statistics)?;
+        let normalizer = Normalizer::new(NAME, &options, &shape, moments)?;
+        let epilogue = Epilogue::new(self, &normalizer, &operands.of_epilogue());
+        let keep = if save { Some(self.possible_keep(&normalizer, operands)) } else { None };
+        let renormalizes = matches!(keep, Some(Keep::Renormalize | Keep::RecomputeBoth));
+        let mut taken = match self.problem.pool {
+            Some(_) if save => Some(self.device().buffer::<u8>(self.output_shape().iter().product())?),
+            _ => None,
+        };
+        let compact = (keep == Some(Keep::Compact)).then(|| self.compact(&y, &normalizer)).transpose()?;
+        // What is left of y is kept.
+        let keeps_y = matches!(keep, Some(Keep::Store | Keep::Renormalize));
+        let later = keep == Some(Keep::Renormalize) && self.problem.pool.is_none() && !self.problem.residual;
+        let (output, y) = if later {
+            (None, Some(y))
+        } else if keeps_y || self.problem.pool.is_some() {
+            (Some(self.finish(&y, &epilogue, taken.as_mut())?), keeps_y.then_some(y))
+        } else {
+            self.finish_in_place(&mut y, &epilogue)?;
+            (Some(y), None)
+        };
+        let kept = match (y, compact, keep) {
+            (Some(y), ..) => Kept::Stored(Arc::new(y)),
+            (_, Some(y), _) => Kept::Compact(Arc::new(y)),
+            (.., Some(Keep::Recompute | Keep::RecomputeBoth)) => Kept::Whole(Arc::default()),
+            (.., Some(Keep::Invert)) => Kept::Inverted,
+            _ => Kept::Tiles,
+        };
+        // With a residual, y alone does not determine where the activation passed its input; nor does a rounded y for
+        // certain. Backward then reads this from z.
+        let told = !self.problem.residual && keep.is_none_or(Keep::is_exact);
+        let masked = save && !told && self.problem.activation != Activation::Identity;
+        let saved = Saved { kept, normalizer, renormalizes, masked, taken: taken.map(Arc::new) };
+        Ok(Forward { output, saved })
+    }
+
+    /// y, and its moments unless statistics are given. Each tile's moments are computed while the caches still hold the
+    /// tile.
+    fn convolve<T: Element>(
+        &self,
+        operands: &Operands<'_, T>,
+        statistics: &Statistics,
+    ) -> Result<(Buffer<T>, Option<Moments>)> {
+        let (device, shape) = (self.device(), self.convolution.output_shape());
+        let extent = self.convolution.output_extent(shape[0]);
+        let wanted = !matches!(statistics, Statistics::Constant { .. });
+        let mut stats = wanted.then(|| StatsInParts::new(&extent)).transpose()?;
+        let mut y = device.buffer::<T>(extent.len()?)?;
+        self.convolution.forward_with(operands.x, operands.parameters.filter(), &mut y, |tile| {
+            stats.as_mut().map_or(Ok(()), |stats| stats.add(device.compute(), tile))
+        })?;
+        Ok((y, stats.map(StatsInParts::finish).transpose()?))
+    }
+
+    /// z in a buffer of its own.
+    fn finish<T: Element>(
+        &self,
+        y: &[T],
+        epilogue: &Epilogue<'_, T>,
+        mut taken: Option<&mut Buffer<u8>>,
+    ) -> Result<Buffer<T>> {
+        let (image, output_image) = (self.convolution.output_image(), self.output_image());
+        let shape = self.output_shape();
+        let mut z = self.device().buffer::<T>(shape.iter().product())?;
+        if epilogue.is_one_pass() {
+            epilogue.run(0..shape[0], y, &mut z, None)?;
+            return Ok(z);
+        }
+        for images in self.convolution.tiles() {
+            let place = images.start * output_image..images.end * output_image;
+            let taken = taken.as_mut().map(|taken| &mut taken[place.clone()]);
+            let y = &y[images.start * image..images.end * image];
+            epilogue.run(images, y, &mut z[place], taken)?;
+        }
+        Ok(z)
+    }
+
+    /// z in the buffer of y. There must be no pool.
+    fn finish_in_place<T: Element>(&self, y: &mut [T], epilogue: &Epilogue<'_, T>) -> Result<()> {
+        let image = self.convolution.output_image();
+        for images in self.convolution.tiles() {
+            epilogue.run_in_place(images.clone(), &mut y[images.start * image..images.end * image])?;
+        }
+        Ok(())
+    }
+
+    /// The requested [`Keep`], or the nearest one that is possible here. On a dry device values are meaningless, so they are
+    /// not checked.
+    fn possible_keep<T: Element>(&self, normalizer: &Normalizer, operands: &Operands<'_, T>) -> Keep {
+        match self.keep {
+            Keep::Invert => {
+                let by = normalizer.with(operands.parameters.gamma, operands.parameters.beta);
+                let values = || self.device().is_dry() || by.is_invertible();
+                if self.problem.can_invert() && values() { Keep::Invert } else { Keep::RecomputeInTiles }
+            }
+            Keep::Compact if T::DTYPE != DType::F32 => Keep::Store,
+            keep => keep,
+        }
+    }
+
+    /// y - mean, rounded to bf16. Thanks to the subtraction, rounding errors do not grow with the mean.
+    fn compact<T: Element>(&self, y: &[T], normalizer: &Normalizer) -> Result<Buffer<bf16>> {
+        let (cpu, centering) = (self.device().compute(), normalizer.centering());
+        let (by, image) = (centering.with(None, None), self.convolution.output_image());
+        let mut compact = self.device().buffer::<bf16>(y.len())?;
+        let mut scratch = None;
+        for images in self.convolution.tiles() {
+            let place = images.start * image..images.end * image;
+            let centered = at_least(&mut scratch, self.device(), place.len())?;
+            let extent = self.convolution.output_extent(images.len());
+            normalize(cpu, &extent, &y[place.clone()], &by, centered)?;
+            convert::convert(cpu, centered, &mut compact[place])?;
+        }
+        Ok(compact)
+    }
+}

@@ -1,0 +1,304 @@
+//! A convolution that runs over its batch in tiles: runs of whole images that fit the caches.
+
+use std::ops::Range;
+
+use super::{ConvOperands, ConvPlan, ConvProblem, Pass};
+use crate::batch_norm::images_per_group;
+use crate::elementwise;
+use crate::images::Images;
+use crate::memory::at_least;
+use crate::memory_format::Extent;
+use crate::{Buffer, Device, Element, Result};
+
+/// A convolution on a device, which runs tile by tile.
+///
+/// The tiles depend on the shapes only, so sums are added in the same order however the convolution runs, whole or tile by
+/// tile. The device's tuner chooses the algorithm of each pass for the batch of a tile.
+#[derive(Clone)]
+pub struct TiledConv {
+    device: Device,
+    problem: ConvProblem,
+    images: usize,
+    /// Images per tile; the last one may have fewer.
+    tile: usize,
+}
+
+/// A convolution's parameters: K x C/groups x R x S, and K.
+#[derive(Debug, Clone, Copy)]
+pub struct Filter<'a, T> {
+    /// The weight.
+    pub weight: &'a [T],
+    /// The bias, which is added to each output.
+    pub bias: Option<&'a [T]>,
+}
+
+/// Bytes of input and output of a tile if the weight is small: they should stay in the caches of the threads.
+const TILE_BYTES: usize = 4 << 20;
+/// With a large weight, a tile has this many times the weight's bytes, because each tile packs the weight and adds to its
+/// gradient. `LARGE_TILE_BYTES` bounds a tile, so that it does not cost much memory.
+const TILE_WEIGHTS: usize = 56;
+const LARGE_TILE_BYTES: usize = 32 << 20;
+/// However large the weight is, a tile has at least this many times its bytes.
+const LEAST_TILE_WEIGHTS: usize = 4;
+
+impl TiledConv {
+    /// The convolution of `images` images. The problem has that batch; without images it has any, and nothing runs.
+    pub fn new(device: &Device, problem: ConvProblem, images: usize) -> TiledConv {
+        TiledConv { device: device.clone(), problem, images, tile: tile_images(&problem) }
+    }
+
+    /// Where it runs.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The convolution of the whole batch.
+    pub fn problem(&self) -> &ConvProblem {
+        &self.problem
+    }
+
+    /// The tiles of the batch, in order; none if there are no images.
+    pub fn tiles(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+        self.tiles_of(0..self.images)
+    }
+
+    /// Cuts some images into tiles.
+    pub fn tiles_of(&self, images: Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
+        let (end, tile) = (images.end, self.tile);
+        images.step_by(tile).map(move |start| start..(start + tile).min(end))
+    }
+
+    /// N x C x H x W, where N may be 0.
+    pub fn input_shape(&self) -> [usize; 4] {
+        let [_, channels, height, width] = self.problem.input_shape();
+        [self.images, channels, height, width]
+    }
+
+    /// N x K x OH x OW, where N may be 0.
+    pub fn output_shape(&self) -> [usize; 4] {
+        let [_, channels, height, width] = self.problem.output_shape();
+        [self.images, channels, height, width]
+    }
+
+    /// Elements of an image of the input.
+    pub fn input_image(&self) -> usize {
+        self.problem.input_len() / self.problem.batch
+    }
+
+    /// Elements of an image of the output.
+    pub fn output_image(&self) -> usize {
+        self.problem.output_len() / self.problem.batch
+    }
+
+    /// The extent of some images of the output: N x K x (OH OW).
+    pub fn output_extent(&self, images: usize) -> Extent {
+        Extent { batch: images, ..self.problem.output_extent() }
+    }
+
+    fn plan(&self, pass: Pass, images: usize) -> Result<ConvPlan> {
+        let part = self.problem.with(|spec| spec.batch = images)?;
+        Ok(self.device.conv_plan(&part, pass))
+    }
+
+    fn run<T: Element>(&self, plan: &ConvPlan, operands: ConvOperands<'_, T>) -> Result<()> {
+        let mut workspace = self.device.buffer::<T>(plan.workspace_len())?;
+        plan.run(operands, &mut workspace)
+    }
+
+    /// y = conv(x, weight) + bias, for all images.
+    ///
+    /// # Errors
+    /// If a length does not fit, or there is no memory.
+    pub fn forward<T: Element>(&self, x: &dyn Images<T>, filter: Filter<'_, T>, y: &mut [T]) -> Result<()> {
+        self.forward_with(x, filter, y, |_| Ok(()))
+    }
+
+    /// As [`TiledConv::forward`]; each tile of y is then given to `read`, while the caches still hold it.
+    ///
+    /// # Errors
+    /// If a length does not fit, there is no memory, or `read` fails.
+    pub fn forward_with<T: Element>(
+        &self,
+        x: &dyn Images<T>,
+        filter: Filter<'_, T>,
+        y: &mut [T],
+        mut read: impl FnMut(&[T]) -> Result<()>,
+    ) -> Result<()> {
+        let (image, mut scratch) = (self.output_image(), None);
+        crate::error::check_len("convolution", "the output", y.len(), self.images * image)?;
+        for images in self.tiles() {
+            let y = &mut y[images.start * image..images.end * image];
+            self.forward_tile(images.len(), x.read(images, &mut scratch)?, filter, y)?;
+            read(y)?;
+        }
+        Ok(())
+    }
+
+    /// y = conv(x, weight) + bias, for `images` images.
+    ///
+    /// # Errors
+    /// If a length does not fit, or there is no memory.
+    pub fn forward_tile<T: Element>(
+        &self,
+        images: usize,
+        x: &[T],
+        filter: Filter<'_, T>,
+        y: &mut [T],
+    ) -> Result<()> {
+        let plan = self.plan(Pass::Forward, images)?;
+        self.run(&plan, ConvOperands::forward(x, filter.weight, y))?;
+        if let Some(bias) = filter.bias {
+            elementwise::add_bias(self.device.compute(), &self.output_extent(images), bias, y)?;
+        }
+        Ok(())
+    }
+
+    /// The gradient of some images of x.
+    ///
+    /// # Errors
+    /// If a length does not fit, or there is no memory.
+    pub fn input_gradient_tile<T: Element>(
+        &self,
+        images: usize,
+        dy: &[T],
+        weight: &[T],
+        dx: &mut [T],
+    ) -> Result<()> {
+        let plan = self.plan(Pass::BackwardData, images)?;
+        self.run(&plan, ConvOperands::backward_data(dy, weight, dx))
+    }
+}
+
+/// A gradient: in a tensor that was given, or in a new buffer.
+#[derive(Debug)]
+pub enum Gradient<T: Element, H> {
+    /// The tensor that held an earlier sum, or that was overwritten.
+    Given(H),
+    /// A new buffer.
+    New(Buffer<T>),
+}
+
+/// The gradient of a convolution's input, computed tile by tile and, if there is an earlier sum, added to it.
+pub struct InputGradient<T: Element, H> {
+    sum: Option<H>,
+    /// Allocated when it is first written, so that earlier work can use the memory.
+    alone: Option<Buffer<T>>,
+    scratch: Option<Buffer<T>>,
+}
+
+impl<T: Element, H: Images<T>> InputGradient<T, H> {
+    /// Adds to `sum`, if given, which nobody else should read.
+    pub fn new(sum: Option<H>) -> InputGradient<T, H> {
+        InputGradient { sum, alone: None, scratch: None }
+    }
+
+    /// Computes or adds the part of these images.
+    ///
+    /// # Errors
+    /// If a length does not fit, or there is no memory.
+    pub fn add(&mut self, of: &TiledConv, images: Range<usize>, dy: &[T], weight: &[T]) -> Result<()> {
+        let (count, image) = (images.len(), of.input_image());
+        let place = images.start * image..images.end * image;
+        let Some(sum) = &mut self.sum else {
+            let all = at_least(&mut self.alone, &of.device, of.images * image)?;
+            return of.input_gradient_tile(count, dy, weight, &mut all[place]);
+        };
+        let part = at_least(&mut self.scratch, &of.device, place.len())?;
+        of.input_gradient_tile(count, dy, weight, part)?;
+        elementwise::add_assign(of.device.compute(), part, &mut sum.change()?[place])
+    }
+
+    /// The whole gradient.
+    ///
+    /// # Errors
+    /// If there is no memory.
+    pub fn finish(mut self, of: &TiledConv) -> Result<Gradient<T, H>> {
+        if let Some(sum) = self.sum {
+            return Ok(Gradient::Given(sum));
+        }
+        // Without images it has not been allocated yet.
+        at_least(&mut self.alone, &of.device, of.images * of.input_image())?;
+        Ok(Gradient::New(self.alone.expect("taken above")))
+    }
+}
+
+/// The gradient of a convolution's weight, added up tile by tile.
+pub struct WeightGradient<T: Element> {
+    sum: Buffer<T>,
+    /// Whether `sum` holds anything yet.
+    begun: bool,
+}
+
+impl<T: Element> WeightGradient<T> {
+    /// # Errors
+    /// If there is no memory.
+    pub fn new(of: &TiledConv) -> Result<WeightGradient<T>> {
+        Ok(WeightGradient { sum: of.device.buffer(of.problem.weight_len())?, begun: false })
+    }
+
+    /// Adds what `images` images give.
+    ///
+    /// # Errors
+    /// If a length does not fit, or there is no memory.
+    pub fn add(&mut self, of: &TiledConv, images: usize, x: &[T], dy: &[T]) -> Result<()> {
+        let plan = of.plan(Pass::BackwardWeights, images)?;
+        if !std::mem::replace(&mut self.begun, true) {
+            return of.run(&plan, ConvOperands::backward_weights(x, dy, &mut self.sum));
+        }
+        let mut part = of.device.buffer::<T>(self.sum.len())?;
+        of.run(&plan, ConvOperands::backward_weights(x, dy, &mut part))?;
+        elementwise::add_assign(of.device.compute(), &part, &mut self.sum)
+    }
+
+    /// The whole gradient, K x C/groups x R x S.
+    pub fn finish(mut self) -> Buffer<T> {
+        if !self.begun {
+            self.sum.fill(T::zero());
+        }
+        self.sum
+    }
+}
+
+/// The gradient of a convolution's bias, added up tile by tile.
+pub struct BiasGradient<T: Element> {
+    sum: Buffer<T>,
+}
+
+impl<T: Element> BiasGradient<T> {
+    /// # Errors
+    /// If there is no memory.
+    pub fn new(of: &TiledConv) -> Result<BiasGradient<T>> {
+        let mut sum = of.device.buffer(of.problem.out_channels)?;
+        sum.fill(T::zero());
+        Ok(BiasGradient { sum })
+    }
+
+    /// Adds what `images` images give.
+    ///
+    /// # Errors
+    /// If a length does not fit, or there is no memory.
+    pub fn add(&mut self, of: &TiledConv, images: usize, dy: &[T]) -> Result<()> {
+        let mut part = of.device.buffer::<T>(self.sum.len())?;
+        elementwise::sum_by_channel(of.device.compute(), &of.output_extent(images), dy, &mut part)?;
+        elementwise::add_assign(of.device.compute(), &part, &mut self.sum)
+    }
+
+    /// The whole gradient, one number per channel.
+    pub fn finish(self) -> Buffer<T> {
+        self.sum
+    }
+}
+
+/// Images per tile: few enough that their input and output stay in the caches, and enough that the work on the weight, which
+/// each tile repeats, costs little.
+fn tile_images(problem: &ConvProblem) -> usize {
+    let size = problem.dtype.size();
+    let image = (problem.input_len() + problem.output_len()) / problem.batch * size;
+    let weight = problem.weight_len() * size;
+    let wanted = (TILE_WEIGHTS * weight).clamp(TILE_BYTES, LARGE_TILE_BYTES).max(LEAST_TILE_WEIGHTS * weight);
+    let group = images_per_group(&problem.output_extent());
+    let tile = wanted.div_ceil(image.max(1)).next_multiple_of(group);
+    // Make all tiles about the same size.
+    let tiles = problem.batch.div_ceil(tile);
+    problem.batch.div_ceil(tiles).next_multiple_of(group)
+}
