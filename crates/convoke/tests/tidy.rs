@@ -51,6 +51,8 @@ const BINDINGS: [(&str, &str); 2] = [("mpi", "convoke-distributed"), ("libloadin
 /// Where the program's surroundings may be touched, besides tests and examples.
 const MAY_PRINT: [&str; 2] = ["crates/convoke/src/cli/", "crates/testkit/"];
 const MOST_LINES: usize = 600;
+/// The program's files, which depend on one another one way.
+const PROGRAM: &str = "crates/convoke/src/cli/";
 
 /// A source file: its path from the workspace's folder, its text, and its text without comments.
 struct Source {
@@ -78,6 +80,74 @@ fn names_of_algorithms_are_unique() {
     let unique: BTreeSet<&str> = names.iter().copied().collect();
     assert_eq!(unique.len(), names.len(), "{names:?}");
     assert!(names.last().is_some_and(|name| *name == "reference"), "{names:?}");
+}
+
+/// Otherwise no file could be understood or changed without the others. `flags/` in particular knows no command.
+#[test]
+fn no_files_of_the_program_depend_on_one_another() {
+    let name = |path: &str| {
+        let name = path.strip_prefix(PROGRAM)?.strip_suffix(".rs")?;
+        Some(name.strip_suffix("/mod").unwrap_or(name).to_owned())
+    };
+    let modules: BTreeMap<String, String> =
+        sources().into_iter().filter_map(|source| Some((name(&source.path)?, source.code))).collect();
+    let mut left: BTreeMap<&str, BTreeSet<&str>> =
+        modules.iter().map(|(name, code)| (name.as_str(), uses(name, code, &modules))).collect();
+    let edges: usize = left.values().map(BTreeSet::len).sum();
+    assert!(edges > 100, "found {edges} uses of {} files only", modules.len());
+    while let Some(name) =
+        left.iter().find(|(_, uses)| !uses.iter().any(|used| left.contains_key(used))).map(|(name, _)| *name)
+    {
+        left.remove(name);
+    }
+    assert!(left.is_empty(), "there is a circle among these files:\n{left:#?}");
+}
+
+/// The module that holds a module of the program.
+fn parent(name: &str) -> &str {
+    name.rsplit_once('/').map_or("mod", |(parent, _)| parent)
+}
+
+/// The modules that a module of the program holds, and those that it refers to outside of its tests.
+fn uses<'a>(name: &'a str, code: &str, modules: &'a BTreeMap<String, String>) -> BTreeSet<&'a str> {
+    let code = code.split("#[cfg(test)]\nmod").next().unwrap_or_default();
+    assert!(!code.contains("super::super::"), "{name}: write `crate::cli::` instead of `super::super::`");
+    let mut found: BTreeSet<&str> =
+        modules.keys().map(String::as_str).filter(|other| parent(other) == name).collect();
+    for (start, base) in [("super::", parent(name)), ("crate::cli::", "mod")] {
+        for path in code.split(start).skip(1).flat_map(paths) {
+            let path = format!("{base}/{}", path.replace("::", "/"));
+            let path = path.strip_prefix("mod/").unwrap_or(&path);
+            // The end of a path is an item of the module that is named before it.
+            let ends = path.match_indices('/').map(|(end, _)| end).chain([path.len()]);
+            let module = ends.rev().find_map(|end| modules.get_key_value(&path[..end]));
+            found.insert(module.map_or(base, |(module, _)| module));
+        }
+    }
+    found.remove(name);
+    found
+}
+
+/// The paths at the beginning of a text: `a::{b, c::d}; ...` names `a::b` and `a::c::d`.
+fn paths(text: &str) -> Vec<String> {
+    let end = text.find(|letter: char| !letter.is_alphanumeric() && !"_:".contains(letter));
+    let (head, rest) = text.split_at(end.unwrap_or(text.len()));
+    let Some(group) = rest.strip_prefix('{') else { return vec![head.trim_end_matches(':').to_owned()] };
+    let (mut depth, mut start, mut found) = (0, 0, Vec::new());
+    for (at, letter) in group.char_indices() {
+        if depth == 0 && ",}".contains(letter) {
+            found
+                .extend(paths(group[start..at].trim_start()).into_iter().map(|path| format!("{head}{path}")));
+            start = at + 1;
+        }
+        match letter {
+            '{' => depth += 1,
+            '}' if depth == 0 => break,
+            '}' => depth -= 1,
+            _ => {}
+        }
+    }
+    found
 }
 
 fn check_source(source: &Source, violations: &mut Vec<String>) {
@@ -254,6 +324,13 @@ fn the_rules_notice_what_they_are_for() {
     assert!(has_word("let x = unsafe { 1 };", "unsafe") && !has_word("#![forbid(unsafe_code)]", "unsafe"));
     assert!(has_word("print!(\"\")", "print!") && !has_word("eprint!(\"\")", "print!"));
     assert!(!has_word(&without_comments("    // unsafe\nlet x = 1; // unsafe\n/// unsafe"), "unsafe"));
+    assert_eq!(paths("a::{b, c::{d,\n e}}; f"), ["a::b", "a::c::d", "a::c::e"]);
+    let program = BTreeMap::from(["a", "b", "b/c", "b/d"].map(|name| (name.to_owned(), String::new())));
+    let used = |code| uses("b/c", code, &program).into_iter().collect::<Vec<_>>();
+    assert_eq!(used("use super::d::x;\nlet y = crate::cli::a::z();"), ["a", "b/d"]);
+    assert_eq!(used("use super::X;\nuse crate::cli::{Y, b::c};"), ["b", "mod"]);
+    assert_eq!(uses("b", "", &program).into_iter().collect::<Vec<_>>(), ["b/c", "b/d"]);
+    assert_eq!(used("use crate::cli::{b::c};\n#[cfg(test)]\nmod tests { super::d }"), [""; 0]);
     let manifest = r#"
         [package]
         name = "convoke-x"

@@ -1,17 +1,22 @@
 //! `convoke bench-norm`: batch norm's passes, compared with the speed of copying memory.
 
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use crate::kernels::machine;
 use crate::nn::Init;
 use crate::nn::modules::{Activation, BatchNorm, BatchNormConfig};
 use crate::{BackwardOptions, Cpu, DType, Device, DeviceOptions, Gradients, MemoryFormat, Tensor};
+use clap::{Args, value_parser};
 use serde::Serialize;
 
 use super::console::Console;
-use super::summary::align;
-use super::tuning_args::{BenchNormArgs, FormatName};
-use super::{Failure, Result, args, json, output};
+use super::failure::{Failure, Result};
+use super::flags::problems::FormatName;
+use super::flags::threads;
+use super::flags::values::positive;
+use super::json;
+use super::text::align;
 
 /// Fewest runs of each pass.
 const FEWEST: usize = 7;
@@ -19,6 +24,33 @@ const FEWEST: usize = 7;
 /// The least number of passes over the data in each direction. Forward reads x for the statistics, then reads x again and writes
 /// y. Backward reads x and dy for the sums, then reads both again and writes dx.
 const PASSES: [(&str, f64); 2] = [("forward", 3.0), ("backward", 5.0)];
+
+#[derive(Args)]
+pub(crate) struct BenchNormArgs {
+    /// Shapes, N x C x ... [default: four of common networks].
+    #[arg(value_name = "SHAPE", default_values = ["256x32x26x26", "64x64x56x56", "64x256x14x14", "64x512x7x7"])]
+    pub(crate) shapes: Vec<String>,
+
+    /// Memory formats of the tensors.
+    #[arg(long, value_enum, value_delimiter = ',', default_values_t = [FormatName::Nhwc, FormatName::Nchw])]
+    pub(crate) format: Vec<FormatName>,
+
+    /// Include a ReLU in the same operation.
+    #[arg(long)]
+    pub(crate) relu: bool,
+
+    /// Time for one shape in one format.
+    #[arg(long, value_name = "SECONDS", default_value = "0.5", value_parser = positive)]
+    pub(crate) budget: f64,
+
+    /// Threads that kernels use [default: all of this machine's]. If there are more than processors, they wait for each other.
+    #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..=1024))]
+    pub(crate) threads: Option<u16>,
+
+    /// Write the results as JSON; `-` is standard output, and then nothing else goes there.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+}
 
 #[derive(Serialize)]
 struct Row {
@@ -32,11 +64,11 @@ struct Row {
 }
 
 pub(crate) fn run(args: &BenchNormArgs) -> Result<()> {
-    output::check("--json", args.json.as_deref().filter(|file| !json::to_stdout(Some(file))))?;
+    json::check(args.json.as_deref())?;
     let console = Console::new()?;
     let shapes: Vec<Vec<usize>> = args.shapes.iter().map(|text| parse(text)).collect::<Result<_>>()?;
-    args::warn_of_threads(&console, args.threads, 1);
-    let cpu = args::cpu(args.threads, 1)?;
+    threads::warn(&console, args.threads, 1);
+    let cpu = threads::cpu(args.threads, 1)?;
     let say = |text: &str| console.say(text, args.json.as_deref());
     let jobs: Vec<_> =
         shapes.iter().flat_map(|shape| args.format.iter().map(move |&format| (shape, format))).collect();

@@ -4,10 +4,10 @@ use std::path::PathBuf;
 
 use crate::nn::modules::ConvBnMode;
 
-use super::Result;
-use super::args::RunArgs;
+use super::failure::Result;
+use super::flags::run::RunArgs;
 use super::ranks::{self, Rank};
-use super::train::{Session, interruption, publish};
+use super::session::{Session, SessionOptions, interruption, publish};
 
 pub(crate) fn run(args: &RunArgs) -> Result<()> {
     ranks::run(args, &[("command", "compare".into())], |rank| on_rank(args, rank))
@@ -21,7 +21,11 @@ fn on_rank(args: &RunArgs, rank: &Rank<'_>) -> Result<()> {
     // Each session has its own device, so that their bytes are counted separately. Both share a tuner and so use the same
     // algorithms, so that their values are the same.
     let tuner = args.tuning.tuner(console)?;
-    let start = |mode| Session::start(args, mode, rank, &tuner, folder(mode).as_deref());
+    let start = |conv_bn| {
+        let checkpoint = folder(conv_bn);
+        let options = SessionOptions { conv_bn, tuner: &tuner, checkpoint: checkpoint.as_deref() };
+        Session::start(args, rank, options)
+    };
     let mut sessions = [start(ConvBnMode::Separate)?, start(ConvBnMode::Fused)?];
     // If the program ended between saving the two checkpoints, one of them may be a step or an epoch behind.
     let behind = usize::from(sessions[1].trainer.steps() < sessions[0].trainer.steps());

@@ -11,7 +11,7 @@ use crate::nn::data::{ProgressEvent, ProgressUnit};
 use convoke_files::escaped_lines;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use super::{Failure, Result, json};
+use super::failure::{Failure, Result};
 
 /// Time between two plain lines.
 const LINE_EVERY: Duration = Duration::from_secs(5);
@@ -39,6 +39,11 @@ pub(crate) fn print_exactly(text: &str) -> Result<()> {
     let mut out = std::io::stdout().lock();
     let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
     written.map_err(|error| Failure::Run(format!("cannot write to standard output: {error}")))
+}
+
+/// Whether the JSON goes to standard output, where nothing else may go then.
+pub(crate) fn to_stdout(json: Option<&Path>) -> bool {
+    json == Some(Path::new("-"))
 }
 
 /// Shows how far a command is, on standard error.
@@ -118,7 +123,7 @@ impl Console {
 
     /// Writes text to standard output, or as a line that stays if `json` goes to standard output.
     pub(crate) fn say(&self, text: &str, json: Option<&Path>) -> Result<()> {
-        if json::to_stdout(json) {
+        if to_stdout(json) {
             self.line(text.trim_end());
             return Ok(());
         }

@@ -6,15 +6,11 @@ use crate::nn::data::{
     Augmentation, DataError, DatasetInfo, DatasetSpec, Datasets, LoadError, LoadOptions, noise,
 };
 
-use super::args::{Augment, RunArgs};
 use super::console::Console;
+use super::failure::{Failure, Result};
+use super::flags::run::{Augment, RunArgs};
 use super::registry::{Data, RANDOM, datasets};
-use super::{Failure, Result, fits};
-
-/// Where a data set's files lie if no folder is named.
-pub(crate) fn default_dir(name: &str) -> Option<PathBuf> {
-    directories::ProjectDirs::from("", "", "convoke").map(|dirs| dirs.data_local_dir().join(name))
-}
+use super::{fits, places};
 
 /// How the flags ask to vary training images.
 pub(crate) fn augmentation(args: &RunArgs) -> Augmentation {
@@ -40,12 +36,12 @@ pub(crate) fn named(args: &RunArgs) -> Option<&'static DatasetSpec> {
 }
 
 fn folder(args: &RunArgs, spec: &DatasetSpec) -> Option<PathBuf> {
-    args.data_dir.clone().or_else(|| default_dir(spec.name()))
+    args.data_dir.clone().or_else(|| places::default_dataset_folder(spec.name()))
 }
 
 /// Loads what the flags ask for, if the model can be trained on it.
 pub(crate) fn load(args: &RunArgs, console: &Console) -> Result<Datasets> {
-    fits::check_names(args)?;
+    check_names(args)?;
     let data = match named(args) {
         None => {
             check_generated(args, RANDOM)?;
@@ -53,7 +49,7 @@ pub(crate) fn load(args: &RunArgs, console: &Console) -> Result<Datasets> {
         }
         Some(spec) => {
             if matches!(args.data, Data::Auto) && !spec.has_files() {
-                let place = args.data_dir.clone().or_else(|| default_dir("mnist"));
+                let place = args.data_dir.clone().or_else(|| places::default_dataset_folder("mnist"));
                 let place = place.map_or_else(String::new, |folder| format!(" in {}", folder.display()));
                 let seed = args.seed;
                 console.line(&format!("no MNIST{place}: training on digits, generated from seed {seed}"));
@@ -65,6 +61,17 @@ pub(crate) fn load(args: &RunArgs, console: &Console) -> Result<Datasets> {
     };
     fits::check(&args.model(), data.train.info())?;
     Ok(data)
+}
+
+/// Fails before anything is read, generated or fetched if the run's model cannot be trained on its data.
+fn check_names(args: &RunArgs) -> Result<()> {
+    let Some(spec) = named(args) else { return Ok(()) };
+    match spec.usual() {
+        // Only the files show the size of the images, so sizes are not checked here.
+        Some(info) if spec.has_any_size() && args.model().check_targets(info).is_ok() => Ok(()),
+        Some(info) => fits::check(&args.model(), info),
+        None => Ok(()),
+    }
 }
 
 /// Fails if the flags ask for files of a data set that has none.

@@ -3,20 +3,8 @@
 use crate::nn::data::{DatasetInfo, DatasetSpec};
 use crate::nn::models::ModelSpec;
 
-use super::args::RunArgs;
+use super::failure::{Failure, Result};
 use super::registry::{RANDOM, datasets, models};
-use super::{Failure, Result, dataset};
-
-/// Fails before anything is read, generated or fetched if the run's model cannot be trained on its data.
-pub(crate) fn check_names(args: &RunArgs) -> Result<()> {
-    let Some(spec) = dataset::named(args) else { return Ok(()) };
-    match spec.usual() {
-        // Only the files show the size of the images, so sizes are not checked here.
-        Some(info) if spec.has_any_size() && args.model().check_targets(info).is_ok() => Ok(()),
-        Some(info) => check(&args.model(), info),
-        None => Ok(()),
-    }
-}
 
 /// Fails if the model cannot be trained on this data; the error lists data and models that would fit.
 pub(crate) fn check(model: &ModelSpec, info: &DatasetInfo) -> Result<()> {

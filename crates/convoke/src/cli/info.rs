@@ -5,8 +5,9 @@ use crate::conv;
 use crate::nn::data::DatasetSpec;
 use crate::tune::Cache;
 
+use super::failure::Result;
 use super::registry::datasets;
-use super::{Result, console, dataset, tuning};
+use super::{console, places, system};
 
 pub(crate) fn run() -> Result<()> {
     let isas = Isa::available().iter().map(Isa::to_string).collect::<Vec<_>>().join(", ");
@@ -16,7 +17,7 @@ pub(crate) fn run() -> Result<()> {
     };
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let lines = [
-        ("CPU", cpu_name().unwrap_or_else(|| "unknown".into())),
+        ("CPU", system::cpu_name().unwrap_or_else(|| "unknown".into())),
         ("instruction sets", format!("{isas} (used: {})", Isa::detect())),
         ("threads", threads.to_string()),
         ("external libraries", external_libraries()),
@@ -36,7 +37,7 @@ fn place(spec: &DatasetSpec) -> String {
         true => format!("`train --data {spec} --download`"),
         false => "cannot be downloaded, see --data-dir".into(),
     };
-    match dataset::default_dir(spec.name()) {
+    match places::default_dataset_folder(spec.name()) {
         Some(folder) if spec.is_present(&folder) => format!("{} (there)", folder.display()),
         Some(folder) => format!("{} (not there; {otherwise})", folder.display()),
         None => "no default folder on this system; name one with --data-dir".into(),
@@ -50,7 +51,7 @@ fn external_libraries() -> String {
 }
 
 fn tuning_cache() -> String {
-    let Some(folder) = tuning::default_cache() else {
+    let Some(folder) = places::default_cache_folder() else {
         return "no default folder on this system; name one with --cache".into();
     };
     let count = Cache::new(&folder, Isa::detect()).entries().map_or(0, |entries| entries.len());
@@ -59,11 +60,4 @@ fn tuning_cache() -> String {
         1 => format!("{} (1 result)", folder.display()),
         count => format!("{} ({count} results)", folder.display()),
     }
-}
-
-/// The CPU's name as Linux reports it.
-pub(crate) fn cpu_name() -> Option<String> {
-    let text = std::fs::read_to_string("/proc/cpuinfo").ok()?;
-    let line = text.lines().find(|line| line.starts_with("model name"))?;
-    Some(line.split_once(':')?.1.trim().to_owned())
 }

@@ -4,8 +4,9 @@ use std::path::Path;
 
 use serde::Serialize;
 
+use super::failure::Result;
 use super::record::RunRecord;
-use super::{Result, console, output};
+use super::{console, output};
 
 /// JSON has no NaN and no infinity: they are written as null, as is what a run cut short has no value for.
 #[derive(Serialize)]
@@ -13,9 +14,9 @@ struct Document<'a> {
     runs: &'a [RunRecord],
 }
 
-/// Whether the JSON goes to standard output, where nothing else may go then.
-pub(crate) fn to_stdout(file: Option<&Path>) -> bool {
-    file == Some(Path::new("-"))
+/// Fails now if the file cannot be written later.
+pub(crate) fn check(file: Option<&Path>) -> Result<()> {
+    output::check("--json", file.filter(|file| !console::to_stdout(Some(file))))
 }
 
 /// Writes the runs.
@@ -27,7 +28,7 @@ pub(crate) fn write(file: &Path, runs: &[RunRecord]) -> Result<()> {
 pub(crate) fn write_value(file: &Path, value: &impl Serialize) -> Result<()> {
     let mut text = serde_json::to_string_pretty(value)?;
     text.push('\n');
-    if to_stdout(Some(file)) {
+    if console::to_stdout(Some(file)) {
         console::print_exactly(&text)
     } else {
         output::write("--json", file, text.as_bytes())

@@ -23,19 +23,24 @@
 //! Only the files of this module print, read the environment or end the process. Exit codes: 0 success, 2 bad usage, 1 anything
 //! else.
 
-mod args;
 mod bench;
 mod bench_norm;
 mod cache;
 mod chart;
+mod command;
 mod compare;
 mod console;
 mod dataset;
+mod failure;
 mod fits;
+mod flags;
 mod info;
 mod json;
-mod memory_args;
+mod memory_plan;
 mod output;
+mod page;
+mod pass_result;
+mod places;
 mod plan;
 mod problems;
 mod profile;
@@ -43,50 +48,21 @@ mod ranks;
 mod record;
 mod registry;
 mod report;
+mod session;
 mod summary;
+mod system;
+mod text;
 mod train;
 mod tune;
-mod tuning;
-mod tuning_args;
 
 use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
 
-use args::{Args, Command};
+use failure::{Failure, Result};
 
 pub use registry::Registry;
-
-/// Why a command ended without success.
-pub(crate) enum Failure {
-    /// The request makes no sense: exit code 2.
-    Usage(String),
-    /// The command was tried and failed: exit code 1.
-    Run(String),
-    /// The command failed because of another rank, whose own error says more: exit code 1.
-    OtherRanks(String),
-}
-
-impl Failure {
-    /// The same failure, with the rank it happened on in its message.
-    fn on_rank(self, rank: usize) -> Failure {
-        let named = |message| format!("rank {rank}: {message}");
-        match self {
-            Failure::Usage(message) => Failure::Usage(named(message)),
-            Failure::Run(message) => Failure::Run(named(message)),
-            Failure::OtherRanks(message) => Failure::OtherRanks(named(message)),
-        }
-    }
-}
-
-impl<E: std::error::Error> From<E> for Failure {
-    fn from(error: E) -> Failure {
-        Failure::Run(error.to_string())
-    }
-}
-
-pub(crate) type Result<T> = std::result::Result<T, Failure>;
 
 /// Ends the process with a message and exit code 1, because an allocation failed whose caller cannot handle an error.
 ///
@@ -123,16 +99,7 @@ fn map_stack() -> Result<()> {
 pub fn main(registry: Registry) -> ExitCode {
     registry::set(registry);
     // clap ends the process itself: with 2 for bad usage, 0 for --help and --version.
-    let result = map_stack().and_then(|()| match Args::parse().command {
-        Command::Train(args) => train::run(&args),
-        Command::Compare(args) => compare::run(&args),
-        Command::Bench(args) => bench::run(&args),
-        Command::BenchNorm(args) => bench_norm::run(&args),
-        Command::Plan(args) => plan::run(&args),
-        Command::Tune(args) => tune::run(&args),
-        Command::Cache(args) => cache::run(&args),
-        Command::Info => info::run(),
-    });
+    let result = map_stack().and_then(|()| command::Args::parse().command.run());
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(Failure::Usage(message)) => {

@@ -5,7 +5,8 @@ use std::path::Path;
 
 use convoke_files::{create_folder, escaped, probe, write_out};
 
-use super::{Failure, Result, console};
+use super::console;
+use super::failure::{Failure, Result};
 
 /// Fails now, not after hours of training, if `flag`'s file cannot be written.
 pub(crate) fn check(flag: &str, file: Option<&Path>) -> Result<()> {

@@ -10,16 +10,17 @@ use crate::nn::training::{Trainer, TrainingConfig};
 use crate::{Device, DeviceOptions};
 use bytesize::ByteSize;
 use clap::{Args, value_parser};
-use serde::{Deserialize, Serialize};
 
-use super::args::{OptimizerName, cpu, rule, warn_of_threads};
 use super::chart::{Axis, Chart, Line};
 use super::console::Console;
-use super::memory_args::{PlannerArgs, counts, planner};
+use super::failure::{Failure, Result};
+use super::flags::memory::PlannerArgs;
+use super::flags::optimizer::{OptimizerName, rule};
+use super::flags::threads;
+use super::flags::tuning::TuningArgs;
+use super::memory_plan::{Document, Job, LargestBatches, Point, counts, planner};
 use super::registry::model_parser;
-use super::train::failure;
-use super::tuning::TuningArgs;
-use super::{Failure, Result, json, output, report, summary};
+use super::{json, output, page, text};
 
 /// Which model, and what to find out about it.
 #[derive(Args)]
@@ -72,58 +73,27 @@ pub(crate) struct PlanArgs {
     pub(crate) json: Option<PathBuf>,
 }
 
-/// What `--json` writes.
-#[derive(Serialize, Deserialize)]
-pub(crate) struct Document {
-    /// The plan for the budget, or the fastest.
-    pub(crate) plan: Option<MemoryPlan>,
-    #[serde(default)]
-    curve: Vec<Point>,
-    #[serde(default)]
-    largest_batch: Option<LargestBatches>,
-}
-
-/// A plan, or separate layers, with the memory and time taken.
-#[derive(Clone, Serialize, Deserialize)]
-struct Point {
-    /// `separate`, `unplanned` or the number of the plan.
-    name: String,
-    bytes_end_of_forward: usize,
-    bytes_peak: usize,
-    /// The sum of the blocks' times, each block timed alone.
-    block_seconds: Option<f64>,
-    /// The median of whole steps, if steps were asked for.
-    step_seconds: Option<f64>,
-    /// What its blocks keep.
-    plan: Option<MemoryPlan>,
-}
-
-#[derive(Clone, Copy, Serialize, Deserialize)]
-struct LargestBatches {
-    separate: Option<usize>,
-    unplanned: Option<usize>,
-    planned: Option<usize>,
-}
-
 /// The note below the table of plans.
 const CHOSEN_BY: &str = "Plans are chosen by the time of their blocks alone.";
 
 pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     let console = Console::new()?;
     output::check("--report", args.report.as_deref())?;
-    output::check("--json", args.json.as_deref().filter(|file| !json::to_stdout(Some(file))))?;
-    warn_of_threads(&console, args.threads, 1);
+    json::check(args.json.as_deref())?;
+    threads::warn(&console, args.threads, 1);
     let tuner = args.tuning.tuner(&console)?;
-    let options = DeviceOptions { tuner, ..DeviceOptions::new(cpu(args.threads, 1)?) };
+    let options = DeviceOptions { tuner, ..DeviceOptions::new(threads::cpu(args.threads, 1)?) };
     let device = Device::new(options.clone());
-    let (config, data) = job(args, &console)?;
+    let (config, data) = noise_run(args, &console)?;
+    let job = Job { device: &device, config: &config, data: &data };
     let budget = args.memory_budget.map(|budget| usize::try_from(budget.as_u64()).unwrap_or(usize::MAX));
-    let mut planner = planner(&device, &config, &data, &args.planner, &console)?;
+    let mut planner = planner(&job, &args.planner, &console)?;
 
-    let mut points = vec![separate(&planner)?, point("unplanned", planner.unplanned().map_err(failure)?)];
-    let curve = planner.curve().map_err(failure)?;
+    let mut points =
+        vec![separate(&planner)?, point("unplanned", planner.unplanned().map_err(Failure::of_training)?)];
+    let curve = planner.curve().map_err(Failure::of_training)?;
     let plan = match budget {
-        Some(budget) => planner.within(budget).map_err(failure)?,
+        Some(budget) => planner.within(budget).map_err(Failure::of_training)?,
         None => curve.first().expect("a model has a plan").clone(),
     };
     if args.curve {
@@ -147,30 +117,30 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
 
     let title = format!("{} at batch size {}", plan.model, plan.batch_size);
     let rows = rows(&points);
-    let mut text =
-        format!("{title}\n\n{}{CHOSEN_BY}\n\n{}", summary::align(&rows), summary::align(&blocks(&plan)));
+    let mut shown =
+        format!("{title}\n\n{}{CHOSEN_BY}\n\n{}", text::align(&rows), text::align(&blocks(&plan)));
     if let Some(batches) = &largest_batch {
         let show = |batch: Option<usize>| batch.map_or_else(|| "none".into(), |batch| batch.to_string());
-        text += &format!(
+        shown += &format!(
             "\nlargest batch in {}: separate {}, unplanned {}, planned {}\n",
-            summary::bytes(budget.unwrap_or(0) as f64),
+            text::bytes(budget.unwrap_or(0) as f64),
             show(batches.separate),
             show(batches.unplanned),
             show(batches.planned)
         );
     }
-    console.say(&text, args.json.as_deref())?;
+    console.say(&shown, args.json.as_deref())?;
     if let Some(file) = &args.report {
         let body = format!(
             "{}\n<p>{CHOSEN_BY}</p>\n<h2>Time against memory</h2>\n{}<h2>What each block keeps</h2>\n{}\n",
-            report::table(&rows),
+            page::table(&rows),
             chart(&points),
-            report::table(&blocks(&plan))
+            page::table(&blocks(&plan))
         );
         output::write(
             "--report",
             file,
-            report::document(&format!("memory plans of {title}"), &body).as_bytes(),
+            page::document(&format!("memory plans of {title}"), &body).as_bytes(),
         )?;
     }
     let document = Document { plan: Some(plan), curve: points, largest_batch };
@@ -178,7 +148,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
 }
 
 /// A run of the model on noise of its own shape.
-fn job(args: &PlanArgs, console: &Console) -> Result<(TrainingConfig, Datasets)> {
+fn noise_run(args: &PlanArgs, console: &Console) -> Result<(TrainingConfig, Datasets)> {
     let (model, batch_size) = (args.model.clone(), args.batch_size as usize);
     let data = random_images(&model, batch_size, console)?;
     let config = TrainingConfig {
@@ -203,7 +173,7 @@ fn point(name: &str, plan: MemoryPlan) -> Point {
 }
 
 fn separate(planner: &Planner) -> Result<Point> {
-    let bytes = planner.separate().map_err(failure)?;
+    let bytes = planner.separate().map_err(Failure::of_training)?;
     Ok(Point {
         name: "separate".into(),
         bytes_end_of_forward: bytes.bytes_end_of_forward,
@@ -248,7 +218,7 @@ fn time_steps(
     let trainer = |conv_bn| {
         // Each trainer has its own device, so that they do not reuse each other's buffers.
         let config = TrainingConfig { conv_bn, ..config.clone() };
-        Trainer::new(&Device::new(options.clone()), config, data.clone()).map_err(failure)
+        Trainer::new(&Device::new(options.clone()), config, data.clone()).map_err(Failure::of_training)
     };
     let mut separate = trainer(ConvBnMode::Separate)?;
     let mut planned = trainer(ConvBnMode::Fused)?;
@@ -260,16 +230,16 @@ fn time_steps(
             stage.set(round * points.len() as u64 + index as u64, &point.name);
             let trainer = match &point.plan {
                 Some(plan) => {
-                    planned.set_memory_plan(plan).map_err(failure)?;
+                    planned.set_memory_plan(plan).map_err(Failure::of_training)?;
                     &mut planned
                 }
                 None => &mut separate,
             };
             // Earlier steps may have left buffers of other sizes than this step needs.
             trainer.trim();
-            trainer.step().map_err(failure)?;
-            trainer.step().map_err(failure)?;
-            let report = trainer.step().map_err(failure)?;
+            trainer.step().map_err(Failure::of_training)?;
+            trainer.step().map_err(Failure::of_training)?;
+            let report = trainer.step().map_err(Failure::of_training)?;
             if report.bytes_peak != point.bytes_peak {
                 let [found, told] = [report.bytes_peak, point.bytes_peak];
                 let name = &point.name;
@@ -299,14 +269,14 @@ fn largest(
     config: &TrainingConfig,
     console: &Console,
 ) -> Result<LargestBatches> {
-    let smallest = planner.smallest().map_err(failure)?;
-    let unplanned = planner.unplanned().map_err(failure)?;
+    let smallest = planner.smallest().map_err(Failure::of_training)?;
+    let unplanned = planner.unplanned().map_err(Failure::of_training)?;
     let find = |plan: Option<&MemoryPlan>| -> Result<Option<usize>> {
         let mut images = config.batch_size;
         loop {
             images *= 2;
             let data = random_images(&config.model, images, console)?;
-            let found = planner.largest_batch(budget, plan, &data).map_err(failure)?;
+            let found = planner.largest_batch(budget, plan, &data).map_err(Failure::of_training)?;
             // A batch of all the images may not be the largest: go on with more images.
             if found != Some(images) {
                 return Ok(found);
@@ -342,9 +312,9 @@ fn rows(points: &[Point]) -> Vec<Vec<String>> {
         let ratio = |value: f64, base: f64| format!("{:.3}", value / base);
         let mut row = vec![
             point.name.clone(),
-            summary::bytes(point.bytes_peak as f64),
+            text::bytes(point.bytes_peak as f64),
             ratio(point.bytes_peak as f64, base.bytes_peak as f64),
-            summary::bytes(point.bytes_end_of_forward as f64),
+            text::bytes(point.bytes_end_of_forward as f64),
             point.block_seconds.map_or_else(|| "-".into(), milliseconds),
         ];
         if timed {
@@ -370,7 +340,7 @@ fn blocks(plan: &MemoryPlan) -> Vec<Vec<String>> {
         vec![
             block.path.clone(),
             block.keep.to_string(),
-            summary::bytes(block.bytes_saved as f64),
+            text::bytes(block.bytes_saved as f64),
             milliseconds(block.seconds),
         ]
     };
@@ -412,5 +382,5 @@ fn chart(points: &[Point]) -> String {
         divide: None,
     };
     let names = names.into_iter().map(|(class, text)| (class.to_owned(), text.to_owned()));
-    format!("{}\n<figure>\n{}\n</figure>\n", report::legend(names), chart.svg())
+    format!("{}\n<figure>\n{}\n</figure>\n", page::legend(names), chart.svg())
 }

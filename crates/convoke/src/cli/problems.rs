@@ -1,7 +1,5 @@
 //! The convolutions that flags name, and whether this machine can hold them.
 
-use std::fs;
-
 use crate::conv::{ConvProblem, Pass, parse_suite};
 use crate::nn::Init;
 use crate::nn::models::ModelSpec;
@@ -11,8 +9,9 @@ use crate::{Cpu, DType, Device, DeviceOptions, MemoryFormat, Tensor};
 
 use convoke_files::{escaped, read_text};
 
-use super::tuning_args::{ProblemArgs, passes};
-use super::{Failure, Result};
+use super::failure::{Failure, Result};
+use super::flags::problems::{ProblemArgs, passes};
+use super::system;
 
 /// The most bytes that a suite file may have.
 const LARGEST_SUITE: u64 = 16 << 20;
@@ -83,7 +82,7 @@ pub(crate) fn of_key(key: &Key) -> Option<(ConvProblem, Pass)> {
 
 /// Fails before any work if the tensors of a problem do not fit the memory that is free now.
 pub(crate) fn check_memory(jobs: &[(ConvProblem, Pass)]) -> Result<()> {
-    let Some(free) = free_memory() else { return Ok(()) };
+    let Some(free) = system::free_memory() else { return Ok(()) };
     for (problem, _) in jobs {
         let elements = [problem.input_len(), problem.weight_len(), problem.output_len()];
         let bytes = elements.iter().sum::<usize>().saturating_mul(problem.dtype.size());
@@ -94,11 +93,4 @@ pub(crate) fn check_memory(jobs: &[(ConvProblem, Pass)]) -> Result<()> {
         }
     }
     Ok(())
-}
-
-/// Bytes of memory that are still available, as Linux reports them.
-fn free_memory() -> Option<usize> {
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    Some(line.trim().strip_suffix("kB")?.trim().parse::<usize>().ok()?.saturating_mul(1024))
 }

@@ -6,36 +6,15 @@ use std::time::Duration;
 use crate::distributed::Error;
 use crate::distributed::{Communicator, Options, run_threads};
 use crate::nn::data::Datasets;
-use clap::{Args, value_parser};
 
-use super::args::{RunArgs, name, warn_of_threads};
 use super::console::Console;
-use super::memory_args::{MemoryArgs, PlannerArgs};
-use super::{Failure, Result, dataset, train};
-
-/// Which ranks take part in a training run.
-#[derive(Args)]
-pub(crate) struct RankArgs {
-    /// Train on N ranks, threads of this process: each has the whole model and a part of every batch.
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = value_parser!(u16).range(1..=1024),
-          conflicts_with = "mpi", help_heading = "Ranks")]
-    pub(crate) ranks: u16,
-
-    /// Train on the processes that `mpirun` started, each of them one rank.
-    #[arg(long, help_heading = "Ranks")]
-    pub(crate) mpi: bool,
-
-    /// Take batch norm's statistics over the images of all ranks, not of each rank alone: training is then the same as on one
-    /// rank.
-    #[arg(long, help_heading = "Ranks")]
-    pub(crate) sync_bn: bool,
-
-    /// Seconds that a rank waits for a sign of life of other ranks before it gives up; a rank that measures or loads gives such
-    /// signs.
-    #[arg(long, value_name = "SECONDS", default_value_t = 300.0, value_parser = super::args::positive,
-          help_heading = "Ranks")]
-    pub(crate) rank_timeout: f64,
-}
+use super::failure::{Failure, Result};
+use super::flags::memory::{MemoryArgs, PlannerArgs};
+use super::flags::ranks::RankArgs;
+use super::flags::run::RunArgs;
+use super::flags::threads;
+use super::flags::values::name;
+use super::{dataset, json, output};
 
 /// One rank's place in a command.
 pub(crate) struct Rank<'a> {
@@ -79,8 +58,8 @@ pub(crate) fn run(
     let world_size = usize::from(args.ranks.ranks);
     check_batch(args, world_size)?;
     let (console, quiet) = (Console::new()?, Console::of_thread());
-    train::check_output(args)?;
-    warn_of_threads(&console, args.threads, world_size);
+    check_output(args)?;
+    threads::warn(&console, args.threads, world_size);
     let data = dataset::load(args, &console)?;
     let results = run_threads(world_size, &options, |communicator| {
         let console = if communicator.rank() == 0 { &console } else { &quiet };
@@ -116,8 +95,8 @@ fn run_mpi(
         check_batch(args, communicator.world_size())?;
         let console = Console::of_process(number)?;
         if number == 0 {
-            train::check_output(args)?;
-            warn_of_threads(&console, args.threads, 1);
+            check_output(args)?;
+            threads::warn(&console, args.threads, 1);
         }
         // Rank 0 downloads what the others, on the same machine, then read.
         let data = match number {
@@ -213,4 +192,10 @@ fn check_batch(args: &RunArgs, world_size: usize) -> Result<()> {
             "--batch-size {batch_size}: {world_size} ranks share the images of a batch, so some would have none"
         ))),
     }
+}
+
+/// Fails before any work is done if the results could not be written afterwards.
+fn check_output(args: &RunArgs) -> Result<()> {
+    output::check("--report", args.report.as_deref())?;
+    json::check(args.json.as_deref())
 }

@@ -7,6 +7,8 @@ use crate::nn::planner::MemoryPlan;
 use crate::nn::training::{Evaluation, StepReport, StepTimeline, Trainer, TrainingConfig, TrainingError};
 use serde::Serialize;
 
+use super::system;
+
 /// One run; the serialized fields are the contract of `--json`.
 #[derive(Serialize)]
 pub(crate) struct RunRecord {
@@ -116,17 +118,10 @@ impl Recorder {
             communication_seconds: self.seconds_waited,
             rank_images_per_second: rates.collect(),
             memory_plan,
-            process_peak_bytes: process_peak_bytes(),
+            process_peak_bytes: system::process_peak_bytes(),
             timeline: self.timeline,
         })
     }
-}
-
-/// The most resident memory that this process has had, as Linux reports it.
-fn process_peak_bytes() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/self/status").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
-    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.saturating_mul(1024))
 }
 
 /// The middle value; the mean of the two middle ones of an even number.

@@ -2,13 +2,12 @@
 
 use std::path::Path;
 
-use convoke_files::escaped;
-
 use super::chart::{Axis, Chart, Line};
+use super::failure::Result;
+use super::page::{document, escape, legend, table};
 use super::record::RunRecord;
-use super::{Result, output, summary};
+use super::{output, summary, text};
 
-const STYLE: &str = include_str!("report.css");
 /// If there are more losses than this, neighbours are averaged: a line is 636 units wide, and losses of single batches scatter.
 const MOST_POINTS: usize = 300;
 
@@ -20,44 +19,6 @@ pub(crate) fn write(file: &Path, runs: &[RunRecord]) -> Result<()> {
 fn page(runs: &[RunRecord]) -> String {
     let table = table(&summary::rows(runs));
     document(&summary::title(&runs[0]), &format!("{table}\n{}{}", loss(runs), memory(runs)))
-}
-
-/// A whole page with this title, style and footer included.
-pub(crate) fn document(title: &str, body: &str) -> String {
-    let title = escape(title);
-    let version = env!("CARGO_PKG_VERSION");
-    format!(
-        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
-         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
-         <title>convoke: {title}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n\
-         <h1>{title}</h1>\n{body}<footer>convoke {version}</footer>\n</body>\n</html>\n"
-    )
-}
-
-/// The cells as HTML; a single run needs no heading. Cells that list something may take several lines.
-pub(crate) fn table(rows: &[Vec<String>]) -> String {
-    let (head, body) = rows.split_first().expect("a table has a heading");
-    let cells = |cells: &[String], tag: &str| -> String {
-        // A name like fused/separate may be broken where it is narrow.
-        let cell = |cell: &String| {
-            let list = if tag == "td" && cell.contains(", ") { " class=\"list\"" } else { "" };
-            format!("<{tag}{list}>{}</{tag}>", escape(cell).replace('/', "/<wbr>"))
-        };
-        cells.iter().map(cell).collect()
-    };
-    let head = match head.len() {
-        2 => String::new(),
-        _ => format!("<thead><tr>{}</tr></thead>\n", cells(head, "th")),
-    };
-    let row = |row: &Vec<String>| format!("<tr>{}{}</tr>\n", cells(&row[..1], "th"), cells(&row[1..], "td"));
-    let body: String = body.iter().map(row).collect();
-    // `tabindex` lets the table take the focus, so that keys can scroll it.
-    format!("<div class=\"table\" tabindex=\"0\"><table>\n{head}<tbody>\n{body}</tbody>\n</table></div>")
-}
-
-pub(crate) fn legend(entries: impl Iterator<Item = (String, String)>) -> String {
-    let entry = |(class, text)| format!("<li><i class=\"{class}\"></i>{text}</li>");
-    format!("<ul>{}</ul>", entries.map(entry).collect::<String>())
 }
 
 fn loss(runs: &[RunRecord]) -> String {
@@ -122,7 +83,7 @@ fn memory(runs: &[RunRecord]) -> String {
             peak = if y > peak.1 { (x, y) } else { peak };
         }
         let (name, end) = (escape(&run.conv_bn), end.unwrap_or_default());
-        let [end_text, peak_text] = [end, peak.1].map(|bytes| summary::bytes(unit * bytes));
+        let [end_text, peak_text] = [end, peak.1].map(|bytes| text::bytes(unit * bytes));
         entries.push((name.clone(), format!("{name}: {end_text} at the end of forward, peak {peak_text}")));
         let dots = vec![
             ("end", (0.0, end), format!("{name}, end of forward: {end_text}")),
@@ -156,10 +117,4 @@ fn memory(runs: &[RunRecord]) -> String {
 /// The upper end of an axis that begins at 0, which must not be empty.
 fn up_from_zero(end: f64) -> f64 {
     if end > 0.0 { end } else { 1.0 }
-}
-
-/// Escapes text for HTML; characters that browsers would not show are written out.
-pub(crate) fn escape(text: &str) -> String {
-    let text = escaped(text).to_string();
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }

@@ -1,22 +1,78 @@
 //! `convoke tune`: measures what has no stored result yet, and stores it.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::Cpu;
 use crate::conv::{ConvProblem, Pass};
+use crate::nn::models::ModelSpec;
 use crate::tune::{Event, Source, Tuner, TunerOptions, Tuning};
+use clap::{Args, value_parser};
 
-use super::bench::results::{PassResult, Row};
 use super::console::Console;
-use super::tuning::Effort;
-use super::tuning_args::{TuneArgs, passes};
-use super::{Failure, Result, cache, json, output, problems};
+use super::failure::{Failure, Result};
+use super::flags::candidates::CandidateArgs;
+use super::flags::problems::{ProblemArgs, passes};
+use super::flags::tuning::Effort;
+use super::flags::values::seconds;
+use super::pass_result::{PassResult, Row};
+use super::registry::model_parser;
+use super::{json, places, problems};
+
+#[derive(Args)]
+pub(crate) struct TuneArgs {
+    #[command(flatten)]
+    pub(crate) problems: ProblemArgs,
+
+    /// Tune the convolutions of a training step of this model.
+    #[arg(long, value_parser = model_parser(), conflicts_with_all = ["format", "dtype"], help_heading = "Problems")]
+    pub(crate) model: Option<ModelSpec>,
+
+    /// Images a step of --model.
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 128,
+        value_parser = value_parser!(u32).range(1..),
+        requires = "model",
+        help_heading = "Problems"
+    )]
+    pub(crate) batch_size: u32,
+
+    #[command(flatten)]
+    pub(crate) candidates: CandidateArgs,
+
+    /// How algorithms are chosen: by an estimate that is not stored, by timing with slow candidates dropped early, or by timing
+    /// all.
+    #[arg(long, value_enum, default_value_t = Effort::Measure, help_heading = "Measuring")]
+    pub(crate) effort: Effort,
+
+    /// Time for all problems together; what is not reached is left for the next run. One pass of one problem takes at most 1
+    /// second, or 2 with `--effort exhaustive`.
+    #[arg(long, value_name = "SECONDS", value_parser = seconds, help_heading = "Measuring")]
+    pub(crate) budget: Option<Duration>,
+
+    /// Measure again even if a result is stored.
+    #[arg(long, help_heading = "Measuring")]
+    pub(crate) again: bool,
+
+    /// Folder in which results are kept [default: see `convoke cache path`].
+    #[arg(long, value_name = "DIR", help_heading = "Output")]
+    pub(crate) cache: Option<PathBuf>,
+
+    /// Show each candidate with its time, or why it has none.
+    #[arg(long, short, help_heading = "Output")]
+    pub(crate) verbose: bool,
+
+    /// Write the results as JSON, as `convoke bench` does; `-` is standard output, and then nothing else goes there.
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub(crate) json: Option<PathBuf>,
+}
 
 pub(crate) fn run(args: &TuneArgs) -> Result<()> {
     let console = Console::new()?;
-    output::check("--json", args.json.as_deref().filter(|file| !json::to_stdout(Some(file))))?;
+    json::check(args.json.as_deref())?;
     let problems = problems::load(&args.problems)?;
     let mut jobs = problems::jobs(&args.problems, &problems);
     args.candidates.warn_of_threads(&console);
@@ -30,7 +86,7 @@ pub(crate) fn run(args: &TuneArgs) -> Result<()> {
         let text = "name a problem, such as mb16ic64ih56oc64kh3ph1, a --suite, or a --model";
         return Err(Failure::Usage(text.into()));
     }
-    let folder = cache::folder(args.cache.as_deref())?;
+    let folder = places::cache_folder(args.cache.as_deref())?;
     let run = Run::new(args, cpu, &console, &folder)?;
     problems::check_memory(&jobs)?;
     let say = |text: &str| console.say(&format!("{text}\n"), args.json.as_deref());

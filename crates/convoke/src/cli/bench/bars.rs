@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::super::report::escape;
+use crate::cli::page::escape;
 
 /// Width of the drawing, and where bars begin and the longest bar ends. The name on the left and the value on the right have
 /// room, also in the large letters of narrow screens.

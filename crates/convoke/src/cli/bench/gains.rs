@@ -1,8 +1,7 @@
 //! The gain of choosing an algorithm for every problem ("cherry-picking") over one algorithm for all.
 
+use crate::cli::pass_result::{BASELINE, PassResult};
 use crate::conv::Pass;
-
-use super::results::{BASELINE, PassResult};
 
 /// One algorithm used for all problems; where it does not run, im2col takes its place.
 #[derive(Debug, PartialEq)]

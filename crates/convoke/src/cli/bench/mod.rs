@@ -2,21 +2,67 @@
 
 mod bars;
 mod gains;
+mod machine;
 mod report;
-pub(crate) mod results;
-pub(crate) mod table;
+mod table;
 
+use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
+use crate::Cpu;
 use crate::conv::{ConvProblem, Pass};
-use crate::kernels::{Error, machine};
+use crate::kernels::Error;
 use crate::tune::{Event, Tuner, TunerOptions};
-use crate::{Cpu, DType};
+use clap::Args;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 
 use super::console::Console;
-use super::tuning_args::BenchArgs;
-use super::{Failure, Result, info, json, output, problems};
-use results::{PassResult, Row};
+use super::failure::{Failure, Result};
+use super::flags::candidates::CandidateArgs;
+use super::flags::problems::ProblemArgs;
+use super::flags::tuning::Effort;
+use super::flags::values::seconds;
+use super::pass_result::{PassResult, Row};
+use super::{json, output, problems};
+use machine::Machine;
+
+#[derive(Args)]
+pub(crate) struct BenchArgs {
+    #[command(flatten)]
+    pub(crate) problems: ProblemArgs,
+
+    #[command(flatten)]
+    pub(crate) candidates: CandidateArgs,
+
+    /// How thoroughly candidates are timed; `measure` drops slow ones early.
+    #[arg(long, value_parser = measured(), default_value = "exhaustive", help_heading = "Measuring")]
+    pub(crate) effort: Effort,
+
+    /// Time for one pass of one problem.
+    #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = seconds, help_heading = "Measuring")]
+    pub(crate) budget: Duration,
+
+    /// Also show which algorithms were not timed, and why.
+    #[arg(long, short, help_heading = "Output")]
+    pub(crate) verbose: bool,
+
+    /// Write a page with a chart for each problem and pass, as one self-contained file.
+    #[arg(long, value_name = "FILE.html", help_heading = "Output")]
+    pub(crate) report: Option<PathBuf>,
+
+    /// Write the results as JSON; `-` is standard output, and then nothing else goes there.
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub(crate) json: Option<PathBuf>,
+}
+
+/// Parses the efforts that time algorithms.
+fn measured() -> impl TypedValueParser<Value = Effort> {
+    PossibleValuesParser::new(["measure", "exhaustive"]).map(|name| match name.as_str() {
+        "measure" => Effort::Measure,
+        _ => Effort::Exhaustive,
+    })
+}
 
 pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     let console = Console::new()?;
@@ -57,52 +103,6 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     Ok(())
 }
 
-/// The machine and its limits, with which results are compared.
-pub(crate) struct Machine {
-    name: String,
-    cpu: Cpu,
-    /// Floating-point operations a second that multiply-adds in registers reached, or that a convolution reached if it did more:
-    /// other programs may have used the machine during the measurement.
-    pub(crate) peak: f64,
-    /// Bytes read and written a second by copying.
-    bandwidth: f64,
-    dtype: DType,
-}
-
-impl Machine {
-    fn measure(cpu: &Cpu, dtype: DType) -> Result<Machine> {
-        // A vector holds half as many f64 as f32.
-        let part = if dtype == DType::F64 { 0.5 } else { 1.0 };
-        Ok(Machine {
-            name: info::cpu_name().unwrap_or_else(|| "unknown CPU".into()),
-            cpu: cpu.clone(),
-            peak: part * machine::peak_flops(cpu),
-            bandwidth: machine::copy_bandwidth(cpu)?,
-            dtype,
-        })
-    }
-
-    /// Raises the peak if a convolution exceeded it, and returns a line that says so.
-    fn learn(&mut self, result: &PassResult) -> Option<String> {
-        let rates = result.timed().filter_map(|(row, seconds)| Some((row, row.operations? / seconds)));
-        let (row, rate) = rates.max_by(|a, b| a.1.total_cmp(&b.1)).filter(|(_, rate)| *rate > self.peak)?;
-        self.peak = rate;
-        Some(format!("the peak is {:.0} GFLOP/s at least: {} reached it", rate / 1e9, row.algorithm))
-    }
-
-    fn title(&self) -> String {
-        let Machine { name, cpu, peak, bandwidth, dtype } = self;
-        let threads =
-            if cpu.threads() == 1 { "1 thread".into() } else { format!("{} threads", cpu.threads()) };
-        format!(
-            "{name}, {threads}, {}: peak {:.0} GFLOP/s ({dtype}), copies {:.1} GB/s, both measured now",
-            cpu.isa(),
-            peak / 1e9,
-            bandwidth / 1e9
-        )
-    }
-}
-
 /// A tuner without a cache; unknown names of algorithms are bad usage.
 fn tuner(args: &BenchArgs, console: &Console) -> Result<Tuner> {
     let line = console.line_writer();
@@ -133,7 +133,7 @@ fn measure(tuner: &Tuner, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Resul
 /// Fails before any work is done if the results could not be written afterwards.
 fn check_output(args: &BenchArgs) -> Result<()> {
     output::check("--report", args.report.as_deref())?;
-    output::check("--json", args.json.as_deref().filter(|file| !json::to_stdout(Some(file))))
+    json::check(args.json.as_deref())
 }
 
 /// Writes the files that the flags ask for; if one cannot be written, the others still are.

@@ -1,13 +1,14 @@
 //! `bench --report`: one HTML file with what choosing gains, and a chart for each problem and pass.
 
+use crate::cli::page::{document, escape, table};
+use crate::cli::pass_result::{BASELINE, PassResult};
+use crate::cli::text::milliseconds;
 use crate::conv::{ConvProblem, Pass};
 
-use super::super::report::{document, escape, table};
-use super::Machine;
 use super::bars::{Bar, svg};
 use super::gains::{gains, of_pass};
-use super::results::{BASELINE, PassResult};
-use super::table::{milliseconds, title};
+use super::machine::Machine;
+use super::table::title;
 
 pub(crate) fn page(machine: &Machine, results: &[PassResult]) -> String {
     let summaries: String = Pass::ALL.iter().map(|&pass| summary(results, pass)).collect();

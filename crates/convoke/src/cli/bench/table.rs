@@ -1,12 +1,12 @@
 //! The tables that `convoke bench` prints.
 
 use crate::MemoryFormat;
+use crate::cli::pass_result::{BASELINE, PassResult};
+use crate::cli::text::{align, milliseconds, workspace};
 use crate::conv::Pass;
 
-use super::super::summary::{align, bytes};
-use super::Machine;
 use super::gains::{gains, of_pass};
-use super::results::{BASELINE, PassResult};
+use super::machine::Machine;
 
 /// One pass of one problem: the timed algorithms, those not timed if `verbose`, and what the choice gains. `machine` has learned
 /// this result.
@@ -70,15 +70,4 @@ pub(crate) fn summary(results: &[PassResult]) -> String {
         text.push('\n');
     }
     text
-}
-
-/// The milliseconds as text, with four digits or more.
-pub(crate) fn milliseconds(seconds: f64) -> String {
-    let ms = 1e3 * seconds;
-    let decimals = if ms < 1.0 { 4 } else { 3 };
-    format!("{ms:.decimals$}")
-}
-
-pub(crate) fn workspace(count: usize) -> String {
-    if count == 0 { "none".into() } else { bytes(count as f64) }
 }

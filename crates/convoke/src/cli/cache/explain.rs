@@ -1,10 +1,10 @@
 //! `cache show`: every candidate's times, and why the winner won.
 
+use crate::cli::console;
+use crate::cli::failure::{Failure, Result};
+use crate::cli::text::{align, milliseconds, workspace};
 use crate::tune::{Cache, Candidate, Entry, Record, Times};
 
-use super::super::bench::table::{milliseconds, workspace};
-use super::super::summary::align;
-use super::super::{Failure, Result, console};
 use super::state::state;
 
 /// Explains the results of these passes for a problem, which is given in its canonical text.

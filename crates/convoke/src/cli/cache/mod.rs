@@ -10,23 +10,64 @@ use std::time::{Duration, SystemTime};
 
 use crate::Isa;
 use crate::tune::{Cache, Entry};
+use clap::{Args, Subcommand};
 use convoke_files::escaped;
 
-use super::bench::table::milliseconds;
-use super::summary::align;
-use super::tuning::default_cache;
-use super::tuning_args::{CacheArgs, CacheCommand, passes};
-use super::{Failure, Result, console, problems};
+use super::failure::{Failure, Result};
+use super::flags::problems::{PassName, passes};
+use super::text::{align, milliseconds};
+use super::{console, places, problems};
 use state::{State, state};
 
-/// The folder that was named, or the default one.
-pub(crate) fn folder(named: Option<&Path>) -> Result<PathBuf> {
-    let folder = named.map(Path::to_owned).or_else(default_cache);
-    folder.ok_or_else(|| Failure::Usage("this system has no folder for caches: name one with --cache".into()))
+#[derive(Args)]
+pub(crate) struct CacheArgs {
+    /// The folder of the cache [default: see `convoke cache path`].
+    #[arg(long, value_name = "DIR", global = true)]
+    pub(crate) cache: Option<PathBuf>,
+
+    #[command(subcommand)]
+    pub(crate) command: CacheCommand,
+}
+
+#[derive(Subcommand)]
+pub(crate) enum CacheCommand {
+    /// Show where results are kept.
+    Path,
+    /// Show every result, one per line.
+    List,
+    /// Explain the choice for a problem: every candidate's times, and why the winner won.
+    Show {
+        /// The convolution, in either notation.
+        problem: String,
+        /// Passes to show [default: all].
+        #[arg(long, value_enum, value_name = "PASS", value_delimiter = ',')]
+        pass: Vec<PassName>,
+    },
+    /// Read every result, and say which are damaged (exit code 1) or out of date.
+    Verify,
+    /// Remove results that are damaged, out of date, or of another version.
+    Prune {
+        /// Remove every result.
+        #[arg(long)]
+        all: bool,
+        /// Also remove results that were written more than this many days ago.
+        #[arg(long, value_name = "DAYS")]
+        older_than: Option<u32>,
+    },
+    /// Write every result to one file, for `import` elsewhere.
+    Export {
+        /// The file.
+        file: PathBuf,
+    },
+    /// Add the results of an exported file that are not here yet.
+    Import {
+        /// The file.
+        file: PathBuf,
+    },
 }
 
 pub(crate) fn run(args: &CacheArgs) -> Result<()> {
-    let folder = folder(args.cache.as_deref())?;
+    let folder = places::cache_folder(args.cache.as_deref())?;
     let cache = Cache::new(&folder, Isa::detect());
     match &args.command {
         CacheCommand::Path => console::print(&format!("{}\n", folder.display())),

@@ -1,10 +1,9 @@
 //! Whether a stored tuning result is still of use.
 
+use crate::cli::problems::of_key;
 use crate::conv::{self, Accuracy};
 use crate::tune::{Entry, Record, Tuner, TunerOptions, scope};
 use crate::{Cpu, Isa};
-
-use super::super::problems::of_key;
 
 /// Whether a stored result can be used.
 pub(crate) enum State {

@@ -7,10 +7,11 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use crate::cli::failure::Result;
+use crate::cli::text;
 use crate::kernels::{Cpu, machine};
 
-use super::super::{Result, summary};
-use super::Total;
+use super::work::{Load, Total};
 
 /// Rows of each part of the table.
 const ROWS: usize = 16;
@@ -26,7 +27,7 @@ pub(super) struct Limits {
     peak: f64,
     /// Bytes that memory moves.
     memory: f64,
-    /// For each [`super::size_of`] of a call's bytes: the most bytes that such a call moved, or that memory moves.
+    /// For each [`super::work::size_of`] of a call's bytes: the most bytes that such a call moved, or that memory moves.
     bandwidth: BTreeMap<u32, f64>,
 }
 
@@ -51,7 +52,7 @@ impl Limits {
 
     /// The least time in which the machine could do all that the calls did.
     fn seconds(&self, total: &Total) -> f64 {
-        let least = |(size, load): (&u32, &super::Load)| {
+        let least = |(size, load): (&u32, &Load)| {
             (load.operations / self.peak).max(load.bytes / self.bandwidth[size])
         };
         total.loads.iter().map(least).sum()
@@ -124,7 +125,7 @@ pub(super) fn of(totals: &HashMap<String, Total>, limits: &Limits) -> String {
          the fastest call on as many bytes if caches made it faster: {}\n",
         milliseconds(step.seconds),
         parts.join(", "),
-        summary::align(&cells),
+        text::align(&cells),
         limits.text()
     )
 }
@@ -164,7 +165,7 @@ fn rows(sums: &HashMap<String, Sum>, step: &Total) -> Vec<Vec<String>> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Work;
+    use super::super::work::Work;
     use super::*;
 
     /// Equal calls that take `seconds` together, without spans within.

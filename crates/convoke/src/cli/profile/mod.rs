@@ -4,8 +4,9 @@
 //! trains; what other threads do for a kernel falls within the kernel's span.
 
 mod table;
+mod work;
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -18,7 +19,9 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::subscriber::DefaultGuard;
 use tracing::{Event, Metadata, Subscriber};
 
-use super::{Result, output};
+use super::failure::Result;
+use super::output;
+use work::{Total, Work};
 
 /// The most spans that a trace holds, about 50 MB: later ones are left out of the trace. The table counts all.
 const MOST_SPANS: usize = 200_000;
@@ -89,20 +92,6 @@ struct Complete {
     args: Work,
 }
 
-/// What a span did.
-#[derive(Clone, Copy, Default, Serialize)]
-struct Work {
-    /// Floating-point operations as they are usually counted: for a convolution, those of direct convolution.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    flops: Option<f64>,
-    /// The operations that it really did.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    operations: Option<f64>,
-    /// The bytes that it had to read and write.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    bytes: Option<u64>,
-}
-
 struct Listener {
     start: Instant,
     state: Mutex<State>,
@@ -131,63 +120,6 @@ struct Entered {
     start: f64,
     /// Seconds spent in the spans within this one.
     within: f64,
-}
-
-/// All spans of one name.
-#[derive(Clone, Default)]
-struct Total {
-    calls: usize,
-    seconds: f64,
-    /// Seconds spent outside of the spans within.
-    own: f64,
-    flops: f64,
-    bytes: f64,
-    /// The work done, grouped by [`size_of`] the bytes of a call.
-    loads: BTreeMap<u32, Load>,
-}
-
-/// The work of calls that have about the same number of bytes.
-#[derive(Clone, Copy, Default)]
-struct Load {
-    operations: f64,
-    bytes: f64,
-    /// The most operations and bytes a second of any call.
-    fastest: [f64; 2],
-}
-
-/// The exponent of the power of two at or below a call's bytes: of 4 KiB at least, and of 128 MiB at most, which is more than
-/// caches hold.
-fn size_of(bytes: u64) -> u32 {
-    bytes.max(1).ilog2().clamp(12, 27)
-}
-
-impl Total {
-    /// One call of `seconds`, of which `within` were spent in the spans within it.
-    fn of_call(seconds: f64, within: f64, work: &Work) -> Total {
-        let [flops, bytes] = [work.flops.unwrap_or(0.0), work.bytes.unwrap_or(0) as f64];
-        let operations = work.operations.unwrap_or(flops);
-        let fastest = [operations, bytes].map(|amount| amount / seconds);
-        let load = Load { operations, bytes, fastest };
-        let loads = match operations + bytes > 0.0 {
-            true => BTreeMap::from([(size_of(work.bytes.unwrap_or(0)), load)]),
-            false => BTreeMap::new(),
-        };
-        Total { calls: 1, seconds, own: seconds - within, flops, bytes, loads }
-    }
-
-    fn add(&mut self, other: &Total) {
-        self.calls += other.calls;
-        self.seconds += other.seconds;
-        self.own += other.own;
-        self.flops += other.flops;
-        self.bytes += other.bytes;
-        for (size, load) in &other.loads {
-            let sum = self.loads.entry(*size).or_default();
-            sum.operations += load.operations;
-            sum.bytes += load.bytes;
-            sum.fastest = [0, 1].map(|of| sum.fastest[of].max(load.fastest[of]));
-        }
-    }
 }
 
 impl Listener {

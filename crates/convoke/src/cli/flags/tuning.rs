@@ -5,12 +5,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use crate::kernels::tune::{self, Event, Source, Tuner, TunerOptions};
+use crate::cli::console::Console;
+use crate::cli::failure::{Failure, Result};
+use crate::cli::places;
+use crate::tune::{self, Event, Source, Tuner, TunerOptions};
 use bytesize::ByteSize;
 use clap::{Args, ValueEnum};
 
-use super::console::Console;
-use super::{Failure, Result};
+use super::values::not_negative;
 
 /// How a training run chooses convolution algorithms.
 #[derive(Args)]
@@ -21,7 +23,7 @@ pub(crate) struct TuningArgs {
     pub(crate) effort: Effort,
 
     /// Seconds that timing may take in this run; after that, algorithms are chosen by estimate.
-    #[arg(long, value_name = "SECONDS", default_value_t = 30.0, value_parser = super::args::not_negative,
+    #[arg(long, value_name = "SECONDS", default_value_t = 30.0, value_parser = not_negative,
           help_heading = "Convolutions")]
     pub(crate) tune_budget: f64,
 
@@ -86,15 +88,10 @@ impl TuningArgs {
             deterministic: self.deterministic,
             workspace_limit: usize::try_from(self.workspace_limit.as_u64()).unwrap_or(usize::MAX),
             total_budget: Duration::from_secs_f64(self.tune_budget.min(1e9)),
-            cache: self.cache.clone().or_else(default_cache),
+            cache: self.cache.clone().or_else(places::default_cache_folder),
             observer: Some(Arc::new(observer)),
             ..TunerOptions::default()
         };
         Tuner::new(options).map_err(|error| Failure::Usage(error.to_string()))
     }
-}
-
-/// Where tuning results are kept by default.
-pub(crate) fn default_cache() -> Option<PathBuf> {
-    directories::ProjectDirs::from("", "", "convoke").map(|dirs| dirs.cache_dir().join("tuning"))
 }

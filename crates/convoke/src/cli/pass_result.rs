@@ -7,7 +7,7 @@ use crate::conv::{ConvAlgorithm, ConvProblem, Pass};
 use crate::tune::{Candidate, TIE, Tuner, Tuning};
 use serde::Serialize;
 
-use super::table::milliseconds;
+use super::text::milliseconds;
 
 /// The algorithm by which convolution is usually explained; others are compared with it.
 pub(crate) const BASELINE: &str = "im2col";

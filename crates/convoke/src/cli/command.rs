@@ -1,0 +1,120 @@
+//! The commands, each with the flags that its own file defines.
+
+use clap::{Parser, Subcommand};
+
+use super::bench::BenchArgs;
+use super::bench_norm::BenchNormArgs;
+use super::cache::CacheArgs;
+use super::failure::Result;
+use super::flags::run::RunArgs;
+use super::plan::PlanArgs;
+use super::train::TrainArgs;
+use super::tune::TuneArgs;
+use super::{bench, bench_norm, cache, compare, info, plan, train, tune};
+
+/// Train convolutional networks on CPUs, with fused convolution + batch norm that needs a fraction of the memory.
+#[derive(Parser)]
+#[command(version, max_term_width = 110, subcommand_required = true, arg_required_else_help = true)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Subcommand)]
+pub(crate) enum Command {
+    /// Train a model, and report its accuracy, speed and memory.
+    ///
+    /// Without flags: one epoch of the model mnist-cnn, fused, on MNIST if it is there, else on `digits`, a data set
+    /// of drawn digits that is generated on the spot. Nothing is downloaded without --download.
+    #[command(after_help = "Examples:\n  \
+        convoke train\n  \
+        convoke train --data mnist --download --epochs 5 --checkpoint runs/mnist\n  \
+        convoke train --data mnist --epochs 10 --checkpoint runs/mnist --resume\n  \
+        convoke train --ranks 2 --sync-bn --batch-size 256\n  \
+        convoke train --data camvid --data-dir camvid --batch-size 8 --optimizer adamw --epochs 10\n  \
+        convoke train --data cifar10 --download --optimizer sgd --lr 0.1 --weight-decay 1e-4 --epochs 10\n  \
+        convoke train --data random --model resnet50 --batch-size 32 --steps 8\n  \
+        convoke train --steps 50 --json - --report report.html")]
+    Train(TrainArgs),
+    /// Train the same model twice, with separate and with fused Conv+BN, and compare memory, speed and accuracy.
+    ///
+    /// Both start from the same values and see the same batches. Their steps alternate, so that changes in the machine's speed
+    /// affect both alike.
+    #[command(after_help = "Examples:\n  \
+        convoke compare --steps 20 --batch-size 256\n  \
+        convoke compare --data mnist --batch-size 2048 --report compare.html")]
+    Compare(RunArgs),
+    /// Time every algorithm on convolutions, and show which is fastest.
+    ///
+    /// Measures afresh and stores nothing. Times are lower quartiles, and choices are made by them: of the algorithms within 3 %
+    /// of the fastest, the one with the least workspace is chosen. GFLOP/s count the operations of direct convolution, so an
+    /// algorithm that needs fewer (Winograd, FFT) may exceed the machine's peak; % of peak counts the operations that it really
+    /// does. Each result is checked against a plain reference.
+    #[command(after_help = "Examples:\n  \
+        convoke bench mb16ic64ih56oc64kh3ph1\n  \
+        convoke bench i128x36x12,k64x6x3,b256 --pass fwd -v\n  \
+        convoke bench --suite resnet50.txt --threads 1 --report bench.html --json bench.json\n  \
+        convoke bench mb1ic3ih224oc64kh7sh2ph3 --only 'im2col*,winograd*'")]
+    Bench(BenchArgs),
+    /// Time batch norm's training passes, and compare them with the speed of copying memory.
+    ///
+    /// GB/s count what each direction must move: forward reads the input twice and writes the output, backward reads input and
+    /// gradient twice and writes a gradient. Tensors that fit the caches may be faster than copying memory.
+    #[command(after_help = "Examples:\n  \
+        convoke bench-norm\n  \
+        convoke bench-norm 64x64x56x56 --relu --format nhwc --threads 1\n  \
+        convoke bench-norm 32x128 32x64x8x28x28 --json -")]
+    BenchNorm(BenchNormArgs),
+    /// Measure which algorithm is fastest for convolutions, and store the results for later runs.
+    ///
+    /// Results that are stored and up to date are not measured again.
+    #[command(after_help = "Examples:\n  \
+        convoke tune --model mnist-cnn --batch-size 128\n  \
+        convoke tune --suite resnet50.txt --budget 60\n  \
+        convoke tune mb16ic64ih56oc64kh3ph1 --effort exhaustive --again -v")]
+    Tune(TuneArgs),
+    /// Find what each block of a model should keep for backward, and how much time it costs to save memory.
+    ///
+    /// A block of convolution and batch norm can keep its tensors, or recompute them in backward: by normalising again, or by
+    /// convolving again, whole or tile by tile. Times are measured; bytes are exact. Gradients are the same to the last bit,
+    /// unless --inexact-memory is given.
+    #[command(after_help = "Examples:\n  \
+        convoke plan --model mnist-cnn --batch-size 2048 --memory-budget 650MB\n  \
+        convoke plan --model resnet50 --batch-size 16 --curve --steps 5 --report plan.html\n  \
+        convoke plan --model resnet20 --memory-budget 200MB --json plan.json\n  \
+        convoke train --data cifar10 --memory-plan plan.json")]
+    Plan(PlanArgs),
+    /// Manage the stored tuning results: list, explain, check, remove, copy.
+    #[command(after_help = "Examples:\n  \
+        convoke cache list\n  \
+        convoke cache show mb16ic64ih56oc64kh3ph1 --pass fwd\n  \
+        convoke cache export tuning.json\n  \
+        convoke cache prune --older-than 365")]
+    Cache(CacheArgs),
+    /// Show what this machine offers: CPU, instruction sets, threads, where data lies.
+    Info,
+}
+
+impl Command {
+    /// Runs the command to its end.
+    pub(crate) fn run(&self) -> Result<()> {
+        match self {
+            Command::Train(args) => train::run(args),
+            Command::Compare(args) => compare::run(args),
+            Command::Bench(args) => bench::run(args),
+            Command::BenchNorm(args) => bench_norm::run(args),
+            Command::Tune(args) => tune::run(args),
+            Command::Plan(args) => plan::run(args),
+            Command::Cache(args) => cache::run(args),
+            Command::Info => info::run(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn flags_are_consistent() {
+        <super::Args as clap::CommandFactory>::command().debug_assert();
+    }
+}

@@ -1,0 +1,170 @@
+//! The flags of a training run, which `train` and `compare` take.
+
+use std::path::PathBuf;
+
+use crate::cli::failure::{Failure, Result};
+use crate::cli::registry::{Data, data_parser, model, model_parser};
+use crate::nn::Rule;
+use crate::nn::models::ModelSpec;
+use crate::nn::objective::Objective;
+use clap::{Args, ValueEnum, value_parser};
+
+use super::memory::MemoryArgs;
+use super::optimizer::{OptimizerName, rule};
+use super::ranks::RankArgs;
+use super::tuning::TuningArgs;
+use super::values::{not_negative, positive};
+
+/// What to train on, how, and where the results go.
+#[derive(Args)]
+pub(crate) struct RunArgs {
+    /// What to train on. `auto` is MNIST if its files are there, else `digits`. The model mnist-cnn takes mnist and digits,
+    /// segnet takes camvid, resnet50 takes cifar10, resnet20 takes all but camvid; random fits every model.
+    #[arg(long, value_parser = data_parser(), default_value = "auto", help_heading = "Data")]
+    pub(crate) data: Data,
+
+    /// Folder with the data set's files [default: see `convoke info`].
+    #[arg(long, value_name = "DIR", help_heading = "Data")]
+    pub(crate) data_dir: Option<PathBuf>,
+
+    /// Fetch the data set's files if they are missing (MNIST: 11 MB, CIFAR-10: 170 MB; checked by SHA-256; uses HTTPS_PROXY).
+    #[arg(long, help_heading = "Data")]
+    pub(crate) download: bool,
+
+    /// How training images are varied at random; seed, epoch and image decide it.
+    #[arg(long, value_enum, default_value_t = Augment::Auto, help_heading = "Data")]
+    pub(crate) augment: Augment,
+
+    /// Threads that load images ahead of the steps, for data sets that are not held in memory [default: one for each of
+    /// --threads, up to 4]. Their number changes only the speed.
+    #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(0..=256), help_heading = "Data")]
+    pub(crate) workers: Option<u16>,
+
+    /// The model [default: segnet for camvid, resnet20 for cifar10, else mnist-cnn].
+    #[arg(long, value_parser = model_parser(), help_heading = "Model")]
+    pub(crate) model: Option<ModelSpec>,
+
+    /// Times to go through the training images [default: 1, or what --steps needs].
+    #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=1_000_000), help_heading = "Training")]
+    pub(crate) epochs: Option<u32>,
+
+    /// Stop after this many steps, even within an epoch.
+    #[arg(long, value_name = "N", value_parser = value_parser!(u64).range(1..), help_heading = "Training")]
+    pub(crate) steps: Option<u64>,
+
+    /// Images a step, shared among the ranks; the last step of an epoch takes what is left.
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 128,
+        value_parser = value_parser!(u32).range(1..),
+        help_heading = "Training"
+    )]
+    pub(crate) batch_size: u32,
+
+    /// The optimizer, which updates parameters by their gradients.
+    #[arg(long, value_enum, default_value_t = OptimizerName::Adadelta, help_heading = "Training")]
+    pub(crate) optimizer: OptimizerName,
+
+    /// Learning rate of the first epoch [default: adadelta 1, sgd 0.01, adamw 0.001].
+    #[arg(long, value_name = "X", value_parser = positive, help_heading = "Training")]
+    pub(crate) lr: Option<f64>,
+
+    /// What the learning rate is multiplied by after each epoch.
+    #[arg(long, value_name = "X", default_value_t = 0.7, value_parser = positive, help_heading = "Training")]
+    pub(crate) lr_gamma: f64,
+
+    /// Momentum of sgd.
+    #[arg(long, value_name = "X", default_value_t = 0.9, value_parser = not_negative, help_heading = "Training")]
+    pub(crate) momentum: f64,
+
+    /// L2 penalty of sgd and adadelta, decoupled decay of adamw [default: adamw 0.01, others 0].
+    #[arg(long, value_name = "X", value_parser = not_negative, help_heading = "Training")]
+    pub(crate) weight_decay: Option<f64>,
+
+    /// What part of each label is spread over all classes: 0 to 1.
+    #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = not_negative, help_heading = "Training")]
+    pub(crate) label_smoothing: f64,
+
+    /// Seed of starting values, data order, dropout, and of generated data sets.
+    #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Training")]
+    pub(crate) seed: u64,
+
+    /// Threads that kernels use, shared among the ranks of a process [default: all of this machine's]. If there are more threads
+    /// than processors, they wait for each other.
+    #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..=1024), help_heading = "Training")]
+    pub(crate) threads: Option<u16>,
+
+    /// Go on when the loss is NaN or infinite, instead of stopping with an error that names the step.
+    #[arg(long, help_heading = "Training")]
+    pub(crate) continue_on_nan: bool,
+
+    #[command(flatten)]
+    pub(crate) ranks: RankArgs,
+
+    #[command(flatten)]
+    pub(crate) memory: MemoryArgs,
+
+    #[command(flatten)]
+    pub(crate) tuning: TuningArgs,
+
+    /// Save model, optimizer and position here after each epoch, after the last step, and on Ctrl-C.
+    #[arg(long, value_name = "DIR", help_heading = "Output")]
+    pub(crate) checkpoint: Option<PathBuf>,
+
+    /// Continue from the newest checkpoint in --checkpoint; the losses are, bit for bit, those of an uninterrupted run.
+    #[arg(long, requires = "checkpoint", help_heading = "Output")]
+    pub(crate) resume: bool,
+
+    /// Write a page with loss curves and memory over a step, as one self-contained file.
+    #[arg(long, value_name = "FILE.html", help_heading = "Output")]
+    pub(crate) report: Option<PathBuf>,
+
+    /// Write the results as JSON; `-` is standard output, and then nothing else goes there.
+    #[arg(long, value_name = "FILE", help_heading = "Output")]
+    pub(crate) json: Option<PathBuf>,
+}
+
+impl RunArgs {
+    pub(crate) fn model(&self) -> ModelSpec {
+        let usual = || match self.data {
+            Data::Named(spec) => model(spec.model().unwrap_or("mnist-cnn")),
+            Data::Auto | Data::Random => model("mnist-cnn"),
+        };
+        self.model.clone().unwrap_or_else(usual)
+    }
+
+    /// The model's own objective, with smoothed labels if that is asked for.
+    pub(crate) fn objective(&self) -> Result<Objective> {
+        let own = self.model().objective();
+        match self.label_smoothing {
+            0.0 => Ok(own),
+            smoothing => own
+                .with_label_smoothing(smoothing)
+                .map_err(|error| Failure::Usage(format!("--label-smoothing: {error}"))),
+        }
+    }
+
+    pub(crate) fn rule(&self) -> Rule {
+        let mut rule = rule(self.optimizer, self.lr);
+        let weight_decay = match &mut rule {
+            Rule::Adadelta(rule) => &mut rule.weight_decay,
+            Rule::Sgd(rule) => {
+                rule.momentum = self.momentum;
+                &mut rule.weight_decay
+            }
+            Rule::AdamW(rule) => &mut rule.weight_decay,
+        };
+        *weight_decay = self.weight_decay.unwrap_or(*weight_decay);
+        rule
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Augment {
+    /// Camvid: random parts of 96 x 128 pixels, half of them mirrored. Cifar10: images padded with 4 pixels of zeros on each
+    /// side, then random parts of 32 x 32 pixels, half of them mirrored. Others: images as they are.
+    Auto,
+    /// Images as they are.
+    None,
+}

@@ -1,0 +1,30 @@
+//! How flags read their values, and how a value is named.
+
+use std::time::Duration;
+
+use clap::ValueEnum;
+
+/// The name of a flag's value on the command line.
+pub(crate) fn name(value: impl ValueEnum) -> String {
+    value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
+}
+
+/// Parses a number that is finite.
+fn number(text: &str) -> Result<f64, String> {
+    text.parse().ok().filter(|value: &f64| value.is_finite()).ok_or_else(|| "expected a number".into())
+}
+
+/// Parses a number above 0.
+pub(crate) fn positive(text: &str) -> Result<f64, String> {
+    number(text).and_then(|value| if value > 0.0 { Ok(value) } else { Err("must be above 0".into()) })
+}
+
+/// Parses a number of at least 0.
+pub(crate) fn not_negative(text: &str) -> Result<f64, String> {
+    number(text).and_then(|value| if value >= 0.0 { Ok(value) } else { Err("must not be negative".into()) })
+}
+
+/// Parses a time above 0, in seconds.
+pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
+    Duration::try_from_secs_f64(positive(text)?).map_err(|error| error.to_string())
+}

@@ -1,0 +1,49 @@
+//! The parts of a page of `--report`: one self-contained HTML file.
+
+use convoke_files::escaped;
+
+const STYLE: &str = include_str!("report.css");
+
+/// A whole page with this title, style and footer included.
+pub(crate) fn document(title: &str, body: &str) -> String {
+    let title = escape(title);
+    let version = env!("CARGO_PKG_VERSION");
+    format!(
+        "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
+         <title>convoke: {title}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n\
+         <h1>{title}</h1>\n{body}<footer>convoke {version}</footer>\n</body>\n</html>\n"
+    )
+}
+
+/// The cells as HTML; a single run needs no heading. Cells that list something may take several lines.
+pub(crate) fn table(rows: &[Vec<String>]) -> String {
+    let (head, body) = rows.split_first().expect("a table has a heading");
+    let cells = |cells: &[String], tag: &str| -> String {
+        // A name like fused/separate may be broken where it is narrow.
+        let cell = |cell: &String| {
+            let list = if tag == "td" && cell.contains(", ") { " class=\"list\"" } else { "" };
+            format!("<{tag}{list}>{}</{tag}>", escape(cell).replace('/', "/<wbr>"))
+        };
+        cells.iter().map(cell).collect()
+    };
+    let head = match head.len() {
+        2 => String::new(),
+        _ => format!("<thead><tr>{}</tr></thead>\n", cells(head, "th")),
+    };
+    let row = |row: &Vec<String>| format!("<tr>{}{}</tr>\n", cells(&row[..1], "th"), cells(&row[1..], "td"));
+    let body: String = body.iter().map(row).collect();
+    // `tabindex` lets the table take the focus, so that keys can scroll it.
+    format!("<div class=\"table\" tabindex=\"0\"><table>\n{head}<tbody>\n{body}</tbody>\n</table></div>")
+}
+
+pub(crate) fn legend(entries: impl Iterator<Item = (String, String)>) -> String {
+    let entry = |(class, text)| format!("<li><i class=\"{class}\"></i>{text}</li>");
+    format!("<ul>{}</ul>", entries.map(entry).collect::<String>())
+}
+
+/// Escapes text for HTML; characters that browsers would not show are written out.
+pub(crate) fn escape(text: &str) -> String {
+    let text = escaped(text).to_string();
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+}

@@ -1,0 +1,21 @@
+//! Where data sets and tuning results lie.
+
+use std::path::{Path, PathBuf};
+
+use super::failure::{Failure, Result};
+
+/// Where a data set's files lie if no folder is named.
+pub(crate) fn default_dataset_folder(name: &str) -> Option<PathBuf> {
+    directories::ProjectDirs::from("", "", "convoke").map(|dirs| dirs.data_local_dir().join(name))
+}
+
+/// Where tuning results are kept by default.
+pub(crate) fn default_cache_folder() -> Option<PathBuf> {
+    directories::ProjectDirs::from("", "", "convoke").map(|dirs| dirs.cache_dir().join("tuning"))
+}
+
+/// The folder of tuning results that was named, or the default one.
+pub(crate) fn cache_folder(named: Option<&Path>) -> Result<PathBuf> {
+    let folder = named.map(Path::to_owned).or_else(default_cache_folder);
+    folder.ok_or_else(|| Failure::Usage("this system has no folder for caches: name one with --cache".into()))
+}

@@ -1,0 +1,244 @@
+//! A training run with what it records, and how its results are shown.
+
+use std::cell::Cell;
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+
+use crate::nn::checkpoint;
+use crate::nn::data::Datasets;
+use crate::nn::modules::ConvBnMode;
+use crate::nn::planner::MemoryPlan;
+use crate::nn::training::{Evaluation, StepReport, Trainer, TrainingConfig};
+use crate::tune::Tuner;
+use crate::{Cpu, Device, DeviceOptions};
+
+use super::console::{self, Console, Stage, note};
+use super::failure::{Failure, Result};
+use super::flags::run::RunArgs;
+use super::flags::threads;
+use super::memory_plan::{self, Job};
+use super::ranks::Rank;
+use super::record::{Recorder, RunRecord};
+use super::{dataset, json, output, report, summary};
+
+/// One run with what it has recorded: `train` has one, `compare` two.
+pub(crate) struct Session {
+    pub(crate) trainer: Trainer,
+    cpu: Cpu,
+    config: TrainingConfig,
+    data: Datasets,
+    pub(crate) recorder: Recorder,
+    evaluation: Option<Evaluation>,
+    plan: Option<MemoryPlan>,
+    checkpoint: Option<PathBuf>,
+    /// Whether anything has been saved in `checkpoint`.
+    saved: Cell<bool>,
+}
+
+/// What a run has besides the flags.
+pub(crate) struct SessionOptions<'a> {
+    pub(crate) conv_bn: ConvBnMode,
+    pub(crate) tuner: &'a Tuner,
+    /// The folder that it is saved in and resumed from.
+    pub(crate) checkpoint: Option<&'a Path>,
+}
+
+impl Session {
+    pub(crate) fn start(args: &RunArgs, rank: &Rank<'_>, options: SessionOptions<'_>) -> Result<Session> {
+        let SessionOptions { conv_bn, tuner, checkpoint } = options;
+        let cpu = threads::cpu(args.threads, rank.in_process)?;
+        let device = Device::new(DeviceOptions { tuner: tuner.clone(), ..DeviceOptions::new(cpu.clone()) });
+        let config = TrainingConfig {
+            model: args.model(),
+            conv_bn,
+            objective: args.objective()?,
+            rule: args.rule(),
+            lr_gamma: args.lr_gamma,
+            batch_size: args.batch_size as usize,
+            seed: args.seed,
+            augmentation: dataset::augmentation(args),
+            sync_bn: args.ranks.sync_bn,
+            stop_on_nan: !args.continue_on_nan,
+        };
+        // Only the first rank reads and writes checkpoints; the others get the state from it.
+        let checkpoint = checkpoint.filter(|_| rank.is_first());
+        let new = || match checkpoint {
+            Some(folder) if args.resume => {
+                Trainer::resume(&device, config.clone(), rank.data.clone(), folder)
+                    .map_err(Failure::of_training)
+            }
+            Some(folder) if checkpoint::exists(folder)? => Err(Failure::Usage(format!(
+                "--checkpoint: {} already holds a run: add --resume to continue it, or name another folder",
+                folder.display()
+            ))),
+            _ => Trainer::new(&device, config.clone(), rank.data.clone()).map_err(Failure::of_training),
+        };
+        // Reading a run, or timing blocks for a plan, may take longer than the other ranks' timeout.
+        let (trainer, plan) = rank.while_others_wait(|| -> Result<_> {
+            let mut trainer = new()?;
+            if let Some(workers) = args.workers {
+                trainer.set_workers(workers.into()).map_err(Failure::of_training)?;
+            }
+            if let Some(folder) = checkpoint {
+                output::check_folder("--checkpoint", folder)?;
+            }
+            let mut plan = None;
+            if conv_bn == ConvBnMode::Fused && rank.is_first() {
+                // No rank has more images of a batch than the first one.
+                let images = config.batch_size.div_ceil(rank.communicator.world_size());
+                let own = TrainingConfig { batch_size: images, ..config.clone() };
+                let job = Job { device: &device, config: &own, data: rank.data };
+                plan = memory_plan::of_run(&args.memory, &job, rank.console)?;
+                if let Some(plan) = &plan {
+                    trainer.set_memory_plan(plan).map_err(Failure::of_training)?;
+                }
+            }
+            Ok((trainer, plan))
+        })??;
+        Ok(Session {
+            trainer: trainer.join(rank.communicator).map_err(Failure::of_training)?,
+            cpu,
+            config,
+            data: rank.data.clone(),
+            recorder: Recorder::default(),
+            evaluation: None,
+            plan,
+            checkpoint: checkpoint.map(Path::to_owned),
+            saved: Cell::new(false),
+        })
+    }
+
+    /// The CPU that its kernels run on.
+    pub(crate) fn cpu(&self) -> &Cpu {
+        &self.cpu
+    }
+
+    /// Whether the flags ask for another step.
+    pub(crate) fn has_more(&self, args: &RunArgs) -> bool {
+        self.trainer.steps() < self.total_steps(args)
+    }
+
+    fn total_steps(&self, args: &RunArgs) -> u64 {
+        let of = |epochs: u32| u64::from(epochs).saturating_mul(self.trainer.batches_per_epoch() as u64);
+        match (args.epochs.map(of), args.steps) {
+            (Some(all), steps) => all.min(steps.unwrap_or(all)),
+            (None, Some(steps)) => steps,
+            (None, None) => of(1),
+        }
+    }
+
+    /// Prints the step after which a resumed run goes on.
+    pub(crate) fn show_resumed(&self, args: &RunArgs, console: &Console) {
+        if args.resume {
+            let (steps, total) = (self.trainer.steps(), self.total_steps(args));
+            let more = if steps < total { "" } else { ": nothing left to train, raise --epochs or --steps" };
+            console.line(&format!("resumed after step {steps} of {total}{more}"));
+        }
+    }
+
+    /// A progress display over all steps.
+    pub(crate) fn stage(&self, args: &RunArgs, console: &Console) -> Stage {
+        let (steps, total) = (self.trainer.steps(), self.total_steps(args));
+        let mut stage = console.stage(&self.epoch(args, steps + 1), steps, Some(total));
+        stage.line_soon();
+        stage
+    }
+
+    /// The epoch of a step as text, such as `epoch 2/5`; steps count from 1.
+    fn epoch(&self, args: &RunArgs, step: u64) -> String {
+        let epoch = |step: u64| step.div_ceil(self.trainer.batches_per_epoch() as u64);
+        let last = epoch(self.total_steps(args));
+        format!("epoch {}/{last}", epoch(step).min(last))
+    }
+
+    pub(crate) fn step(&mut self) -> Result<StepReport> {
+        // Record the first two steps: the second is the first whose buffers all come from the pool, as in later steps.
+        if self.recorder.steps() <= 1 {
+            self.trainer.record_next_step();
+        }
+        let report = self.trainer.step().map_err(Failure::of_training)?;
+        self.recorder.add(&report);
+        Ok(report)
+    }
+
+    /// Whether `wish` is true on any rank; all ranks get the same answer.
+    pub(crate) fn agree(&self, wish: bool) -> Result<bool> {
+        self.trainer.agree(wish).map_err(Failure::of_training)
+    }
+
+    /// Shows the step just done.
+    pub(crate) fn show(&self, args: &RunArgs, stage: &mut Stage, loss: f64, rate: f64) {
+        let step = self.trainer.steps();
+        if step == self.total_steps(args) {
+            stage.line_soon();
+        }
+        stage.rename(self.epoch(args, step));
+        stage.set(step, &format!("loss {loss:.4}, {rate:.0} img/s"));
+    }
+
+    /// Saves a checkpoint after each epoch, after the last step, and when the run is cut short.
+    pub(crate) fn save_if_due(&self, args: &RunArgs, rank: &Rank<'_>, interrupted: bool) -> Result<()> {
+        match &self.checkpoint {
+            Some(folder) if interrupted || self.trainer.batch() == 0 || !self.has_more(args) => {
+                rank.while_others_wait(|| self.trainer.save(folder))?.map_err(Failure::of_training)?;
+                self.saved.set(true);
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Computes loss and accuracy on the test set; false if Ctrl-C interrupted it.
+    pub(crate) fn evaluate(&mut self, console: &Console) -> Result<bool> {
+        let mut stage = console.stage("testing", 0, Some(self.data.test.len() as u64));
+        let mut progress = |done: usize, _total: usize| -> ControlFlow<()> {
+            stage.set(done as u64, "");
+            console.control()
+        };
+        self.evaluation = self.trainer.evaluate(&mut progress).map_err(Failure::of_training)?;
+        stage.end();
+        Ok(self.evaluation.is_some())
+    }
+
+    /// The record of the run: the same on all ranks, except for times and bytes, which are the rank's own.
+    pub(crate) fn finish(self) -> Result<RunRecord> {
+        if let Some(folder) = self.checkpoint.as_deref().filter(|_| self.saved.get()) {
+            output::announce("--checkpoint", folder);
+        }
+        let data = &self.data.train.info().name;
+        self.recorder
+            .finish(&self.config, data, &self.trainer, self.evaluation, self.plan)
+            .map_err(Failure::of_training)
+    }
+}
+
+/// Prints the summary and writes the files that the flags ask for; if one of these fails, the others are still done. Only the
+/// first rank does this.
+pub(crate) fn publish(args: &RunArgs, rank: &Rank<'_>, runs: &[RunRecord]) -> Result<()> {
+    if !rank.is_first() {
+        return Ok(());
+    }
+    let text = format!("{}\n\n{}", summary::title(&runs[0]), summary::table(runs));
+    let printed = show(args, &text);
+    let reported = args.report.as_deref().map_or(Ok(()), |file| report::write(file, runs));
+    let json = args.json.as_deref().map_or(Ok(()), |file| json::write(file, runs));
+    printed.and(reported).and(json)
+}
+
+/// Prints to standard output, or to standard error if standard output is for the JSON alone.
+pub(crate) fn show(args: &RunArgs, text: &str) -> Result<()> {
+    if console::to_stdout(args.json.as_deref()) {
+        note(text);
+        return Ok(());
+    }
+    console::print(text)
+}
+
+/// The last message of a run that Ctrl-C ended.
+pub(crate) fn interruption(args: &RunArgs, steps: u64) -> Failure {
+    let rest = match &args.checkpoint {
+        Some(folder) => format!("saved in {}: add --resume to continue", folder.display()),
+        None => "not saved (with --checkpoint the run could be continued)".into(),
+    };
+    Failure::Run(format!("interrupted after step {steps}; {rest}"))
+}
