@@ -15,7 +15,7 @@
 
 use std::error::Error;
 use std::ops::ControlFlow;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use convoke::distributed::{Communicator, Options, run_threads};
@@ -25,7 +25,13 @@ use convoke::nn::training::{Trainer, TrainingConfig, TrainingError};
 use convoke::nn::{ModuleExt, Rule};
 use convoke::tune::Tuner;
 use convoke::{Cpu, Device, DeviceOptions};
-use plotters::prelude::*;
+
+// The charts of the program's reports, which are no part of the library's interface.
+#[allow(dead_code)]
+#[path = "../src/cli/chart.rs"]
+mod chart;
+
+use chart::{Axis, Chart, Line};
 
 const RANKS: usize = 4;
 const IMAGES_PER_RANK: usize = 2;
@@ -45,6 +51,14 @@ const RUNS: [(Statistics, &str); 3] = [
     (Statistics::OfAll, "synchronized BN"),
     (Statistics::Frozen, "BN frozen after an epoch"),
 ];
+
+/// How the chart looks: the style of its classes, and a colour for each run.
+const STYLE: &str = "
+text { font: 13px system-ui, sans-serif; fill: #5d646d; }
+.ground { fill: #fff; } .grid { stroke: #e4e6e9; } .axis { stroke: #5d646d; }
+.line { fill: none; stroke: currentColor; stroke-width: 2; stroke-linejoin: round; }
+.run0 { color: #c44e52; } .run1 { color: #2f6db5; } .run2 { color: #808080; }
+";
 
 /// What was measured in a run so far.
 #[derive(Default, Clone)]
@@ -67,7 +81,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let curves = run_threads(RANKS, &Options::default(), |ranks| train(&ranks, &data, epochs, seed))?;
     let curves = curves.into_iter().next().expect("there are ranks")?;
     print_table(&curves, epochs);
-    draw(&chart, &curves)?;
+    std::fs::write(&chart, draw(&curves))?;
     println!("\nwrote {}", chart.display());
     Ok(())
 }
@@ -157,48 +171,43 @@ fn print_table(curves: &[Curve], epochs: usize) {
     }
 }
 
-/// Three panels, one below the other.
-fn draw(file: &Path, curves: &[Curve]) -> Result<(), Box<dyn Error>> {
-    let area = SVGBackend::new(file, (720, 900)).into_drawing_area();
-    area.fill(&WHITE)?;
-    let panels = area.split_evenly((3, 1));
-    let colors = [RGBColor(0xc4, 0x4e, 0x52), RGBColor(0x2f, 0x6d, 0xb5), RGBColor(0x80, 0x80, 0x80)];
+/// The drawing: three charts, one below the other, in a style of their own.
+fn draw(curves: &[Curve]) -> String {
     let steps = curves.iter().map(|curve| curve.losses.len()).max().unwrap_or(1);
     // Losses of single batches scatter, so a point is the mean of this many.
     let every = steps.div_ceil(150).max(1);
-    for (panel, title) in panels.iter().zip(["training loss", "test pixel accuracy", "test mean IoU"]) {
-        let index = ["test pixel accuracy", "test mean IoU"].iter().position(|name| *name == title);
-        let lines: Vec<Vec<(f64, f64)>> = curves
-            .iter()
-            .map(|curve| match index {
-                Some(index) => curve.tests.iter().map(|(step, values)| (*step, values[index + 1])).collect(),
-                None => curve
-                    .losses
-                    .chunks(every)
-                    .enumerate()
-                    .map(|(chunk, losses)| ((chunk * every + losses.len()) as f64, mean(losses)))
-                    .collect(),
-            })
-            .collect();
-        let most = lines.iter().flatten().map(|point| point.1).fold(0.0, f64::max);
-        let mut chart = ChartBuilder::on(panel)
-            .caption(title, ("sans-serif", 18))
-            .margin(10)
-            .x_label_area_size(30)
-            .y_label_area_size(50)
-            .build_cartesian_2d(0.0..steps as f64, 0.0..1.05 * most)?;
-        chart.configure_mesh().x_desc("step").light_line_style(TRANSPARENT).draw()?;
-        for ((line, color), (_, name)) in lines.into_iter().zip(colors).zip(RUNS) {
-            let style = color.stroke_width(2);
-            chart
-                .draw_series(LineSeries::new(line, style))?
-                .label(name)
-                .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], style));
-        }
-        let position =
-            if index.is_none() { SeriesLabelPosition::UpperRight } else { SeriesLabelPosition::LowerRight };
-        chart.configure_series_labels().position(position).background_style(WHITE.mix(0.8)).draw()?;
+    let points = |curve: &Curve, metric: Option<usize>| -> Vec<(f64, f64)> {
+        let Some(metric) = metric else {
+            let chunks = curve.losses.chunks(every).enumerate();
+            return chunks.map(|(i, losses)| ((i * every + losses.len()) as f64, mean(losses))).collect();
+        };
+        curve.tests.iter().map(|(step, values)| (*step, values[metric])).collect()
+    };
+    let mut svg = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 720 1090\">\n<style>{STYLE}</style>\n\
+         <rect class=\"ground\" width=\"720\" height=\"1090\"/>\n"
+    );
+    for (index, (_, name)) in RUNS.iter().enumerate() {
+        let x = 68 + 210 * index;
+        svg += &format!(
+            "<path class=\"line run{index}\" d=\"M{x} 20h18\"/><text x=\"{}\" y=\"24\">{name}</text>\n",
+            x + 24
+        );
     }
-    area.present()?;
-    Ok(())
+    let charts = [("training loss", None), ("test pixel accuracy", Some(1)), ("test mean IoU", Some(2))];
+    for (place, (title, metric)) in charts.into_iter().enumerate() {
+        let line = |(run, curve)| Line {
+            class: format!("run{run}"),
+            points: points(curve, metric),
+            dots: Vec::new(),
+        };
+        let lines: Vec<Line> = curves.iter().enumerate().map(line).collect();
+        let most = lines.iter().flat_map(|line| &line.points).map(|point| point.1).fold(0.0, f64::max);
+        let axis = |name, to| Axis { name, from: 0.0, to, logarithmic: false };
+        let (x, y) = (axis("step", steps as f64), axis(title, 1.05 * most));
+        let chart = Chart { title, x, y, lines, filled: false, divide: None };
+        let top = format!("<svg y=\"{}\" height=\"350\"", 40 + 350 * place);
+        svg += &chart.svg().replacen("<svg", &top, 1);
+    }
+    svg + "</svg>\n"
 }

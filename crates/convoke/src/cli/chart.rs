@@ -1,8 +1,9 @@
-//! Line charts as inline SVG; colours and line styles are left to the page's style sheet.
+//! Charts of lines and of bars as SVG; colours and line styles are left to the page's style sheet. Texts are written as they are:
+//! escape what is not known to be harmless.
 
 use std::fmt::Write;
 
-/// Width and height, in the units of the drawing.
+/// Width of all charts, and height of those with lines, in the units of the drawing.
 const SIZE: (f64, f64) = (720.0, 350.0);
 /// Room around the plot for ticks and names, in large letters too (narrow screens): left, top, right, bottom.
 const MARGINS: [f64; 4] = [68.0, 38.0, 16.0, 54.0];
@@ -101,10 +102,7 @@ impl Chart<'_> {
         let (end, base) = (SIZE.0 - right, SIZE.1 - bottom);
         let across = |value: f64| left + (end - left) * self.x.place(value);
         let up = |value: f64| base - (base - top) * self.y.place(value);
-        let mut svg = format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {} {}\" role=\"img\" aria-label=\"{}\">\n",
-            SIZE.0, SIZE.1, self.title
-        );
+        let mut svg = open("", SIZE.1, self.title);
         // Writing to a string cannot fail.
         let mut put = |text: std::fmt::Arguments<'_>| writeln!(svg, "{text}").unwrap_or_default();
         for (value, text) in self.y.ticks(6) {
@@ -164,6 +162,68 @@ impl Chart<'_> {
     }
 }
 
+/// A bar for each of several things that are compared.
+pub(crate) struct Bar {
+    pub(crate) name: String,
+    pub(crate) value: f64,
+    /// The value as text.
+    pub(crate) text: String,
+    /// More text, shown where there is room for it.
+    pub(crate) more: String,
+    pub(crate) chosen: bool,
+}
+
+/// Where bars begin and where the longest one ends. The name on the left and the value on the right have room, also in the large
+/// letters of narrow screens.
+const BARS: (f64, f64) = (250.0, 490.0);
+/// Height of a bar with the gap to the next, and without it.
+const STEP: f64 = 22.0;
+const THICKNESS: f64 = 15.0;
+/// Bars longer than this many times the shortest are cut, so that the others can be told apart.
+const LONGEST: f64 = 10.0;
+
+/// A chart of bars, with `title` for screen readers. Bars begin at zero, so that lengths compare.
+pub(crate) fn bars(title: &str, bars: &[Bar]) -> String {
+    let (left, right) = BARS;
+    let shortest = bars.iter().map(|bar| bar.value).fold(f64::INFINITY, f64::min);
+    let longest = bars.iter().map(|bar| bar.value).fold(0.0, f64::max).min(LONGEST * shortest);
+    let mut svg = open("class=\"bars\" ", STEP * bars.len() as f64, title);
+    let mut put = |text: std::fmt::Arguments<'_>| writeln!(svg, "{text}").unwrap_or_default();
+    for (index, Bar { name, value, text, more, chosen }) in bars.iter().enumerate() {
+        let top = STEP * index as f64 + (STEP - THICKNESS) / 2.0;
+        let base = top + THICKNESS - 3.0;
+        let length = (right - left) * value.min(longest) / longest;
+        let class = if *chosen { "bar chosen" } else { "bar" };
+        put(format_args!(
+            "<text x=\"{}\" y=\"{base:.1}\" text-anchor=\"end\">{name}</text>\
+             <rect class=\"{class}\" x=\"{left}\" y=\"{top:.1}\" width=\"{length:.1}\" height=\"{THICKNESS}\"/>",
+            left - 8.0
+        ));
+        if *value > longest {
+            let (x, bottom) = (right - 20.0, top + THICKNESS + 1.0);
+            let stroke = format!("l5 -{}", THICKNESS + 2.0);
+            put(format_args!(
+                "<path class=\"cut\" d=\"M{x} {bottom:.1}{stroke}M{} {bottom:.1}{stroke}\"/>",
+                x + 6.0
+            ));
+        }
+        put(format_args!(
+            "<text x=\"{:.1}\" y=\"{base:.1}\">{text}<tspan class=\"more\">{more}</tspan></text>",
+            left + length + 8.0
+        ));
+    }
+    svg.push_str("</svg>");
+    svg
+}
+
+/// The beginning of a drawing, with `title` for screen readers.
+fn open(attributes: &str, height: f64, title: &str) -> String {
+    let width = SIZE.0;
+    format!(
+        "<svg {attributes}xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" role=\"img\" aria-label=\"{title}\">\n"
+    )
+}
+
 /// Lines between neighbours that are both finite; a point alone becomes a dot.
 fn path(points: &[(f64, f64)]) -> String {
     let mut text = String::new();
@@ -200,6 +260,23 @@ mod tests {
         assert_eq!(texts(0.02, 2.5, true), ["0.02", "0.05", "0.1", "0.2", "0.5", "1", "2"]);
         assert_eq!(texts(1e-8, 1e4, true), ["1e-8", "1e-6", "1e-4", "0.01", "1", "100", "10000"]);
         assert_eq!(texts(0.0, 3e30, false).len(), 7);
+    }
+
+    #[test]
+    fn long_bars_are_cut() {
+        let bar = |value, chosen| Bar {
+            name: "x".into(),
+            value,
+            text: format!("{value} ms"),
+            more: String::new(),
+            chosen,
+        };
+        let svg = bars("title", &[bar(1.0, true), bar(5.0, false), bar(1000.0, false)]);
+        for width in ["width=\"24.0\"", "width=\"120.0\"", "width=\"240.0\""] {
+            assert!(svg.contains(width), "{width} in {svg}");
+        }
+        assert_eq!(svg.matches("class=\"cut\"").count(), 1);
+        assert_eq!(svg.matches("class=\"bar chosen\"").count(), 1);
     }
 
     #[test]

@@ -1,6 +1,5 @@
 //! `convoke bench`: every algorithm on every pass of the problems.
 
-mod bars;
 mod gains;
 mod machine;
 mod report;

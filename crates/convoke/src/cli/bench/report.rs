@@ -1,11 +1,11 @@
 //! `bench --report`: one HTML file with what choosing gains, and a chart for each problem and pass.
 
+use crate::cli::chart::{Bar, bars};
 use crate::cli::page::{document, escape, table};
 use crate::cli::pass_result::{BASELINE, PassResult};
 use crate::cli::text::milliseconds;
 use crate::conv::{ConvProblem, Pass};
 
-use super::bars::{Bar, svg};
 use super::gains::{gains, of_pass};
 use super::machine::Machine;
 use super::table::title;
@@ -49,17 +49,17 @@ fn section(results: &[PassResult], problem: &ConvProblem) -> String {
 }
 
 fn chart(result: &PassResult) -> String {
-    let bars = result.timed().map(|(row, seconds)| Bar {
-        name: row.algorithm.clone(),
+    let rows = result.timed().map(|(row, seconds)| Bar {
+        name: escape(&row.algorithm),
         value: seconds,
         text: format!("{} ms", milliseconds(seconds)),
         more: format!(", {:.1} GFLOP/s", row.gflops.unwrap_or_default()),
         chosen: row.chosen,
     });
-    let bars: Vec<Bar> = bars.collect();
-    let drawing = match bars.is_empty() {
+    let rows: Vec<Bar> = rows.collect();
+    let drawing = match rows.is_empty() {
         true => String::new(),
-        false => format!("<figure>\n{}\n</figure>\n", svg(&title(result), &bars)),
+        false => format!("<figure>\n{}\n</figure>\n", bars(&escape(&title(result)), &rows)),
     };
     let reasons = result.rows.iter().filter_map(|row| {
         Some(format!("<li>{}: {}</li>", escape(&row.algorithm), escape(row.skipped.as_ref()?)))
