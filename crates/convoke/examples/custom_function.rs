@@ -15,7 +15,7 @@
 
 use std::error::Error;
 
-use convoke::kernels::conv::{ConvAxis, ConvOperands, ConvProblem, ConvSpec, Pass};
+use convoke::conv::{ConvAxis, ConvOperands, ConvProblem, ConvSpec, Pass};
 use convoke::kernels::memory_format::Extent;
 use convoke::{
     DType, Device, Element, Function, GradCheck, MemoryFormat, Needs, Result, Tensor, apply, gradcheck,

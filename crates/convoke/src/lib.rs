@@ -1,9 +1,12 @@
 //! Train convolutional networks on CPUs: convolution algorithms chosen by measurement, batch norm done exactly right, and fused
 //! Conv+BN training in a fraction of the memory.
 //!
-//! This crate re-exports the crates of the workspace: tensors and autograd at its root, built-in operations in [`ops`], layers,
-//! optimizers, data and training runs in [`nn`], convolution algorithms in [`conv`], the tuner that chooses them in [`tune`], the
-//! bare kernels in [`kernels`]. The program `convoke` is built with the feature `cli`, which is on by default.
+//! This is the interface of the workspace's crates: tensors and autograd at its root, built-in operations in [`ops`], layers,
+//! optimizers, data and training runs in [`nn`], convolution algorithms in [`conv`], the tuner that chooses them in [`tune`],
+//! ranks in [`distributed`], and what algorithms of your own are built from in [`kernels`].
+//!
+//! Features: `datasets` reads MNIST, CIFAR-10 and CamVid, and downloads the former two; `cli`, which is on by default and
+//! includes it, builds the program `convoke`; `mpi` adds ranks that are processes.
 //!
 //! ```
 //! use convoke::nn::modules::{Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions};
@@ -27,18 +30,70 @@
 #[cfg(feature = "cli")]
 pub mod cli;
 
-pub use convoke_autograd::*;
-
 #[doc(inline)]
-pub use convoke_distributed as distributed;
+pub use convoke_autograd::ops;
+pub use convoke_autograd::{
+    BackwardOptions, Buffer, Cpu, DType, Device, DeviceOptions, Element, Error, Exported, Function,
+    GradCheck, GradCheckFailure, GradCheckReport, Gradients, Isa, MemoryFormat, MemoryStats, Needs, Result,
+    Stored, Tensor, TimelinePoint, apply, apply_with_saved, bf16, enable_grad, f16, fold_conv_bn2d,
+    format_shape, gradcheck, inference_mode, is_grad_enabled, no_grad,
+};
 #[doc(inline)]
-pub use convoke_kernels as kernels;
 pub use convoke_kernels::{conv, tune};
+
+/// What algorithms and functions of your own are built from, and what a program may want besides: the machine's limits, the
+/// target of the kernels' `tracing` spans, an allocator that fails with a message. The other kernels are in the crate
+/// `convoke-kernels`.
+pub mod kernels {
+    #[doc(inline)]
+    pub use convoke_kernels::{
+        Error, Result, backstop, batch_norm, gemm, machine, memory_format, pool, profile,
+    };
+}
+
+/// Collectives between the ranks of a training run, on threads or (feature `mpi`) processes.
+pub mod distributed {
+    #[cfg(feature = "mpi")]
+    #[doc(inline)]
+    pub use convoke_distributed::mpi;
+    #[doc(inline)]
+    pub use convoke_distributed::{
+        Call, Collective, Communicator, Error, Number, Options, Result, Traffic, run_threads, threads,
+    };
+}
 
 /// Modules, initialisers, optimizers, data sets, models, training runs and checkpoints.
 pub mod nn {
-    // The derived code uses paths of this crate (`convoke::nn`), which are the ones that its users have.
-    pub use convoke_derive::FacadeModule as Module;
     #[doc(inline)]
-    pub use convoke_nn::*;
+    pub use convoke_nn::{
+        Buffer, Counter, Error, Field, Forward, Generator, Init, ModuleExt, Optimizer, Parameter, Part,
+        Parts, Result, Rule, State, StepLr, TrainingMode, all_reduce, batch,
+    };
+    #[doc(inline)]
+    pub use convoke_nn::{
+        checkpoint, data_parallel, init, metrics, models, modules, objective, planner, training,
+    };
+    #[doc(inline)]
+    pub use module::Module;
+
+    mod module {
+        // The trait comes from the glob. The derive must not: the code that it generates would use the paths of `convoke-nn`,
+        // on which users of this crate do not depend.
+        pub use convoke_derive::FacadeModule as Module;
+        pub use convoke_nn::*;
+    }
+
+    /// Data sets of images: a trait for your own, readers, generated ones, augmentation, and batches that threads load ahead.
+    pub mod data {
+        #[doc(inline)]
+        pub use convoke_nn::data::{
+            Augmentation, DataError, Dataset, DatasetInfo, DatasetSpec, DatasetSpecs, Datasets, InMemory,
+            LoadError, LoadOptions, Loader, MAX_CLASSES, MirrorFailure, Pixels, Progress, ProgressEvent,
+            ProgressUnit, Request, Sample, Target, TargetBatch, Targets, TrainTest, View, Views, digits,
+            from_fn, noise, silent,
+        };
+        #[cfg(feature = "datasets")]
+        #[doc(inline)]
+        pub use convoke_nn::data::{camvid, cifar10, download, idx, mnist};
+    }
 }

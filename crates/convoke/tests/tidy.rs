@@ -75,8 +75,7 @@ fn the_workspace_is_tidy() {
 
 #[test]
 fn names_of_algorithms_are_unique() {
-    let names: Vec<&str> =
-        convoke::kernels::conv::algorithms().iter().map(|algorithm| algorithm.name()).collect();
+    let names: Vec<&str> = convoke::conv::algorithms().iter().map(|algorithm| algorithm.name()).collect();
     let unique: BTreeSet<&str> = names.iter().copied().collect();
     assert_eq!(unique.len(), names.len(), "{names:?}");
     assert!(names.last().is_some_and(|name| *name == "reference"), "{names:?}");

@@ -1,6 +1,5 @@
 //! The tables that `convoke bench` prints.
 
-use crate::MemoryFormat;
 use crate::cli::pass_result::{BASELINE, PassResult};
 use crate::cli::text::{align, milliseconds, workspace};
 use crate::conv::Pass;
@@ -39,13 +38,9 @@ pub(crate) fn of(result: &PassResult, machine: &Machine, verbose: bool) -> Strin
 /// `mb...: fwd, nhwc f32, 3.70 GFLOP`.
 pub(crate) fn title(result: &PassResult) -> String {
     let problem = &result.problem;
-    let format = match problem.format {
-        MemoryFormat::Contiguous => "nchw",
-        MemoryFormat::ChannelsLast => "nhwc",
-    };
     let gflop = problem.flops() / 1e9;
     let decimals = if gflop < 0.1 { 5 } else { 2 };
-    format!("{problem}: {}, {format} {}, {gflop:.decimals$} GFLOP", result.pass, problem.dtype)
+    format!("{problem}: {}, {} {}, {gflop:.decimals$} GFLOP", result.pass, problem.format, problem.dtype)
 }
 
 /// Over a suite: what choosing gains over the best single algorithm, and over im2col+GEMM.

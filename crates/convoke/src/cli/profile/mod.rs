@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use crate::kernels::Cpu;
+use crate::Cpu;
 use crate::kernels::profile::TARGET;
 use serde::Serialize;
 use tracing::field::{Field, Visit};

@@ -7,9 +7,10 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use crate::Cpu;
 use crate::cli::failure::Result;
 use crate::cli::text;
-use crate::kernels::{Cpu, machine};
+use crate::kernels::machine;
 
 use super::work::{Load, Total};
 
