@@ -25,21 +25,39 @@ impl Registry {
     ///
     /// # Errors
     /// If its name is taken, or is not a valid name.
-    pub fn with_model(self, model: ModelSpec) -> Result<Registry, String> {
-        Ok(Registry { models: self.models.with(model)?, ..self })
+    pub fn with_model(self, model: ModelSpec) -> Result<Registry, RegistryError> {
+        Ok(Registry { models: self.models.with(model).map_err(RegistryError::new)?, ..self })
     }
 
     /// The same, and one more data set, for `--data`.
     ///
     /// # Errors
     /// If its name is taken, or is not a valid name.
-    pub fn with_dataset(self, dataset: DatasetSpec) -> Result<Registry, String> {
+    pub fn with_dataset(self, dataset: DatasetSpec) -> Result<Registry, RegistryError> {
         if [AUTO, RANDOM].contains(&dataset.name()) {
-            return Err(format!("there are two data sets named {:?}", dataset.name()));
+            return Err(RegistryError(format!("there are two data sets named {:?}", dataset.name())));
         }
-        Ok(Registry { datasets: self.datasets.with(dataset)?, ..self })
+        Ok(Registry { datasets: self.datasets.with(dataset).map_err(RegistryError::new)?, ..self })
     }
 }
+
+/// Why a registry does not take a model or a data set: its name is taken, or is not a valid name. The text says which.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RegistryError(String);
+
+impl RegistryError {
+    fn new(reason: impl fmt::Display) -> RegistryError {
+        RegistryError(reason.to_string())
+    }
+}
+
+impl fmt::Display for RegistryError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for RegistryError {}
 
 /// MNIST if its files are there, else digits.
 const AUTO: &str = "auto";
@@ -126,4 +144,32 @@ pub(crate) fn data_parser() -> impl TypedValueParser<Value = Data> {
     let named = datasets().iter().map(|spec| PossibleValue::new(spec.name()).help(spec.about()));
     let values: Vec<PossibleValue> = [auto].into_iter().chain(named).chain([random]).collect();
     PossibleValuesParser::new(values).map(|name| Data::of(&name))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::nn::data::{Datasets, LoadError, LoadOptions};
+    use crate::nn::modules::Flatten;
+
+    #[test]
+    fn names_are_taken_once() {
+        let model = |name: &str| {
+            let spec = ModelSpec::new(name, [1, 1, 1], 1, |_, _| Ok(Flatten));
+            Registry::builtin().with_model(spec).map_err(|error| error.to_string()).err()
+        };
+        let dataset = |name: &str| {
+            let load =
+                |_: &LoadOptions<'_>| -> Result<Datasets, LoadError> { Err("not to be loaded".into()) };
+            let spec = DatasetSpec::new(name, "", load);
+            Registry::builtin().with_dataset(spec).map_err(|error| error.to_string()).err()
+        };
+        assert_eq!((model("own"), dataset("own")), (None, None));
+        for taken in ["mnist-cnn", "two words"] {
+            assert!(model(taken).is_some_and(|error| error.contains(taken)), "{taken}");
+        }
+        for taken in ["mnist", "auto", "random", "two words"] {
+            assert!(dataset(taken).is_some_and(|error| error.contains(taken)), "{taken}");
+        }
+    }
 }
