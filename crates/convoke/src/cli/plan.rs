@@ -82,8 +82,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     json::check(args.json.as_deref())?;
     threads::warn(&console, args.threads, 1);
     let tuner = args.tuning.tuner(&console)?;
-    let options = DeviceOptions { tuner, ..DeviceOptions::new(threads::cpu(args.threads, 1)?) };
-    let device = Device::new(options.clone());
+    let device = Device::new(DeviceOptions { tuner, ..DeviceOptions::new(threads::cpu(args.threads, 1)?) });
     let (config, data) = noise_run(args, &console)?;
     let job = Job { device: &device, config: &config, data: &data };
     let budget = args.memory_budget.map(|budget| usize::try_from(budget.as_u64()).unwrap_or(usize::MAX));
@@ -108,7 +107,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
         points.push(point("chosen", plan.clone()));
     }
     if args.steps > 0 {
-        time_steps(&mut points, (&config, &data), &options, args.steps, &console)?;
+        time_steps(&mut points, &job, args.steps, &console)?;
     }
     let largest_batch = match budget.filter(|_| args.largest_batch) {
         Some(budget) => Some(largest(&mut planner, budget, &config, &console)?),
@@ -208,17 +207,14 @@ fn thinned(curve: &[MemoryPlan]) -> Vec<&MemoryPlan> {
 }
 
 /// Times whole steps of all points in turn, so that changes in the machine's speed affect all alike.
-fn time_steps(
-    points: &mut [Point],
-    (config, data): (&TrainingConfig, &Datasets),
-    options: &DeviceOptions,
-    steps: u32,
-    console: &Console,
-) -> Result<()> {
+fn time_steps(points: &mut [Point], job: &Job<'_>, steps: u32, console: &Console) -> Result<()> {
+    let Job { device, config, data } = *job;
     let trainer = |conv_bn| {
         // Each trainer has its own device, so that they do not reuse each other's buffers.
+        let (tuner, cpu) = (device.tuner().clone(), device.compute().clone());
+        let device = Device::new(DeviceOptions { tuner, ..DeviceOptions::new(cpu) });
         let config = TrainingConfig { conv_bn, ..config.clone() };
-        Trainer::new(&Device::new(options.clone()), config, data.clone()).map_err(Failure::of_training)
+        Trainer::new(&device, config, data.clone()).map_err(Failure::of_training)
     };
     let mut separate = trainer(ConvBnMode::Separate)?;
     let mut planned = trainer(ConvBnMode::Fused)?;

@@ -44,6 +44,16 @@ pub(crate) struct RunRecord {
     pub(crate) timeline: Option<StepTimeline>,
 }
 
+/// What belongs into a run's record besides its steps.
+pub(crate) struct Finished<'a> {
+    pub(crate) config: &'a TrainingConfig,
+    /// The name of the data set.
+    pub(crate) data: &'a str,
+    pub(crate) trainer: &'a Trainer,
+    pub(crate) evaluation: Option<Evaluation>,
+    pub(crate) memory_plan: Option<MemoryPlan>,
+}
+
 /// Collects the steps of a run.
 #[derive(Default)]
 pub(crate) struct Recorder {
@@ -84,14 +94,8 @@ impl Recorder {
     }
 
     /// The record of the run; all ranks call it together.
-    pub(crate) fn finish(
-        self,
-        config: &TrainingConfig,
-        data: &str,
-        trainer: &Trainer,
-        evaluation: Option<Evaluation>,
-        memory_plan: Option<MemoryPlan>,
-    ) -> Result<RunRecord, TrainingError> {
+    pub(crate) fn finish(self, finished: Finished<'_>) -> Result<RunRecord, TrainingError> {
+        let Finished { config, data, trainer, evaluation, memory_plan } = finished;
         // A rank that has done no step sends NaN.
         let own_rate = median(self.own_rates).unwrap_or(f64::NAN);
         let rates = trainer.communicator().all_gather("throughput", &[own_rate])?;

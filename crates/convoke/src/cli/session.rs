@@ -18,7 +18,7 @@ use super::flags::run::RunArgs;
 use super::flags::threads;
 use super::memory_plan::{self, Job};
 use super::ranks::Rank;
-use super::record::{Recorder, RunRecord};
+use super::record::{Finished, Recorder, RunRecord};
 use super::{dataset, json, output, report, summary};
 
 /// One run with what it has recorded: `train` has one, `compare` two.
@@ -205,10 +205,14 @@ impl Session {
         if let Some(folder) = self.checkpoint.as_deref().filter(|_| self.saved.get()) {
             output::announce("--checkpoint", folder);
         }
-        let data = &self.data.train.info().name;
-        self.recorder
-            .finish(&self.config, data, &self.trainer, self.evaluation, self.plan)
-            .map_err(Failure::of_training)
+        let finished = Finished {
+            config: &self.config,
+            data: &self.data.train.info().name,
+            trainer: &self.trainer,
+            evaluation: self.evaluation,
+            memory_plan: self.plan,
+        };
+        self.recorder.finish(finished).map_err(Failure::of_training)
     }
 }
 
