@@ -41,13 +41,13 @@ pub use convoke_autograd::{
 #[doc(inline)]
 pub use convoke_kernels::{conv, tune};
 
-/// What algorithms and functions of your own are built from, and what a program may want besides: the machine's limits, the
-/// target of the kernels' `tracing` spans, an allocator that fails with a message. The other kernels are in the crate
-/// `convoke-kernels`.
+/// What algorithms and functions of your own are built from, and what a program may want besides: the fused block for memory
+/// of your own, the machine's limits, the target of the kernels' `tracing` spans, an allocator that fails with a message. The
+/// other kernels are in the crate `convoke-kernels`.
 pub mod kernels {
     #[doc(inline)]
     pub use convoke_kernels::{
-        Error, Result, backstop, batch_norm, gemm, machine, memory_format, pool, profile,
+        Error, Result, backstop, batch_norm, block, gemm, images, machine, memory_format, pool, profile,
     };
 }
 
