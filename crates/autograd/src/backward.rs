@@ -3,12 +3,12 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
-use convoke_kernels::{DType, elementwise};
+use convoke_kernels::{DType, dispatch, elementwise};
 
 use crate::error::invalid;
 use crate::function::{Edge, Node, operation_span};
 use crate::mode::no_grad;
-use crate::tensor::{History, dispatch};
+use crate::tensor::History;
 use crate::{Error, Result, Tensor};
 
 /// The gradients of the leaves that a `backward` reached.

@@ -99,6 +99,7 @@ impl From<KernelError> for Error {
         match error {
             KernelError::Buffer { elements, element_size } => Error::Memory { elements, element_size },
             KernelError::Communication { operation, reason } => Error::Communication { operation, reason },
+            KernelError::StorageOnly { operation, dtype } => Error::StorageOnly { operation, dtype },
             error => Error::Kernel(error),
         }
     }

@@ -5,8 +5,8 @@ use convoke_kernels::batch_norm as kernel;
 
 use crate::error::invalid;
 use crate::ops::{BatchNormOptions, ConvBnParameters, Statistics, four_dimensions, same_dtype};
-use crate::tensor::dispatch;
 use crate::{Error, MemoryFormat, Result, Tensor};
+use convoke_kernels::dispatch;
 
 /// Weight and bias of a single convolution that computes the same as this convolution and the batch norm after it, before the
 /// activation.

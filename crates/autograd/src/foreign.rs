@@ -100,7 +100,7 @@ impl Tensor {
     /// If there is no memory for a copy, or for elements that had to be recomputed.
     pub fn export(self) -> Result<Exported> {
         let (dtype, shape, format) = (self.dtype(), self.shape().to_vec(), self.format());
-        let bytes = crate::tensor::dispatch_stored!(dtype, T => {
+        let bytes = convoke_kernels::dispatch_stored!(dtype, T => {
             self.data::<T>()?;
             self.into_own_bytes::<T>()?
         });

@@ -30,13 +30,14 @@ mod tensor;
 
 pub use backward::{BackwardOptions, Gradients};
 pub use convoke_kernels::memory::{Buffer, MemoryStats, TimelinePoint};
-pub use convoke_kernels::{Cpu, DType, Device, DeviceOptions, Element, Isa, MemoryFormat, Stored};
+pub use convoke_kernels::{
+    Cpu, DType, Device, DeviceOptions, Element, Isa, MemoryFormat, Stored, bf16, dispatch, dispatch_stored,
+    f16,
+};
 pub use error::{Error, Result};
 pub use fold::fold_conv_bn2d;
 pub use foreign::Exported;
 pub use function::{Function, Needs, apply, apply_with_saved};
 pub use gradcheck::{GradCheck, GradCheckFailure, GradCheckReport, gradcheck};
-/// The 16-bit element types.
-pub use half::{bf16, f16};
 pub use mode::{enable_grad, inference_mode, is_grad_enabled, no_grad};
 pub use tensor::{Tensor, format_shape};

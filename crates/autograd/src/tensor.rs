@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use convoke_kernels::memory_format::{self, Extent};
-use convoke_kernels::{DType, MemoryFormat, Stored, convert};
+use convoke_kernels::{DType, MemoryFormat, Stored, convert, dispatch_stored};
 
 use crate::error::invalid;
 use crate::function::Node;
@@ -47,39 +47,6 @@ pub(crate) enum History {
     /// A gradient computed by the backward of this operation: a derivative of it is an error.
     Gradient(&'static str),
 }
-
-/// Runs code with `$T` as the type that is listed for the `DType`.
-macro_rules! by_dtype {
-    ($dtype:expr, $T:ident => $body:expr, { $($variant:ident: $type:ty),* $(; $other:ident => $otherwise:expr)? }) => {
-        match $dtype {
-            $(convoke_kernels::DType::$variant => {
-                type $T = $type;
-                $body
-            })*
-            $($other => $otherwise,)?
-        }
-    };
-}
-pub(crate) use by_dtype;
-
-/// Runs code with `$T` as the element type of a `DType` that kernels compute in; returns an error for the others.
-macro_rules! dispatch {
-    ($dtype:expr, $T:ident => $body:expr) => {
-        $crate::tensor::by_dtype!($dtype, $T => $body, {
-            F32: f32, F64: f64;
-            dtype => return Err($crate::Error::StorageOnly { operation: "kernel", dtype })
-        })
-    };
-}
-pub(crate) use dispatch;
-
-/// Runs code with `$T` as the element type of any `DType`.
-macro_rules! dispatch_stored {
-    ($dtype:expr, $T:ident => $body:expr) => {
-        $crate::tensor::by_dtype!($dtype, $T => $body, { F32: f32, F64: f64, F16: half::f16, BF16: half::bf16 })
-    };
-}
-pub(crate) use dispatch_stored;
 
 /// A shape as `[2, 3, 4]`, for messages.
 pub fn format_shape(shape: &[usize]) -> String {

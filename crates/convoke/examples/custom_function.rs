@@ -18,7 +18,8 @@ use std::error::Error;
 use convoke::conv::{ConvAxis, ConvOperands, ConvProblem, ConvSpec, Pass};
 use convoke::kernels::memory_format::Extent;
 use convoke::{
-    DType, Device, Element, Function, GradCheck, MemoryFormat, Needs, Result, Tensor, apply, gradcheck,
+    DType, Device, Element, Function, GradCheck, MemoryFormat, Needs, Result, Tensor, apply, dispatch,
+    gradcheck,
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -50,12 +51,12 @@ impl Function for Conv2d {
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {
         let (x, weight) = contiguous_pair(inputs)?;
-        let y = by_dtype!(x, convolve(Pass::Forward, &problem(&x, &weight)?, &x, &weight))?;
+        let y = dispatch!(x.dtype(), T => convolve::<T>(Pass::Forward, &problem(&x, &weight)?, &x, &weight))?;
         Ok((y, (x, weight)))
     }
 
     fn backward(&self, (x, weight): Self::Saved, dy: Tensor, needs: &Needs) -> Result<Vec<Option<Tensor>>> {
-        by_dtype!(x, convolution_backward(&x, &weight, &dy, needs))
+        dispatch!(x.dtype(), T => convolution_backward::<T>(&x, &weight, &dy, needs))
     }
 }
 
@@ -153,12 +154,12 @@ impl Function for BatchNorm {
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {
         let x = inputs[0].to_format(MemoryFormat::Contiguous)?;
-        let (y, statistics) = by_dtype!(x, normalized(x.clone(), self.eps))?;
+        let (y, statistics) = dispatch!(x.dtype(), T => normalized::<T>(x.clone(), self.eps))?;
         Ok((y, (x, statistics)))
     }
 
     fn backward(&self, (x, statistics): Self::Saved, dy: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
-        Ok(vec![Some(by_dtype!(dy, batch_norm_backward(x, &dy, &statistics, self.eps))?)])
+        Ok(vec![Some(dispatch!(dy.dtype(), T => batch_norm_backward::<T>(x, &dy, &statistics, self.eps))?)])
     }
 }
 
@@ -240,9 +241,10 @@ impl Function for FusedConvBn {
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {
         let (x, weight) = contiguous_pair(inputs)?;
-        let convolved = by_dtype!(x, convolve(Pass::Forward, &problem(&x, &weight)?, &x, &weight))?;
+        let convolved =
+            dispatch!(x.dtype(), T => convolve::<T>(Pass::Forward, &problem(&x, &weight)?, &x, &weight))?;
         // Nothing else holds the convolution's output, so batch norm overwrites it.
-        let (y, statistics) = by_dtype!(x, normalized(convolved, self.eps))?;
+        let (y, statistics) = dispatch!(x.dtype(), T => normalized::<T>(convolved, self.eps))?;
         Ok((y, (x, weight, statistics)))
     }
 
@@ -253,11 +255,13 @@ impl Function for FusedConvBn {
         needs: &Needs,
     ) -> Result<Vec<Option<Tensor>>> {
         // Recompute the input of batch norm: this convolution is the price of not keeping it.
-        let convolved = by_dtype!(x, convolve(Pass::Forward, &problem(&x, &weight)?, &x, &weight))?;
-        let dconvolved = by_dtype!(x, batch_norm_backward(convolved, &dy, &statistics, self.eps))?;
+        let convolved =
+            dispatch!(x.dtype(), T => convolve::<T>(Pass::Forward, &problem(&x, &weight)?, &x, &weight))?;
+        let dconvolved =
+            dispatch!(x.dtype(), T => batch_norm_backward::<T>(convolved, &dy, &statistics, self.eps))?;
         // Not needed any more. Freeing it before the next tensors are allocated keeps the peak low.
         drop(dy);
-        by_dtype!(x, convolution_backward(&x, &weight, &dconvolved, needs))
+        dispatch!(x.dtype(), T => convolution_backward::<T>(&x, &weight, &dconvolved, needs))
     }
 }
 
@@ -331,18 +335,6 @@ fn contiguous_pair(inputs: &[&Tensor]) -> Result<(Tensor, Tensor)> {
     let contiguous = |input: &Tensor| input.to_format(MemoryFormat::Contiguous);
     Ok((contiguous(inputs[0])?, contiguous(inputs[1])?))
 }
-
-/// Calls a function that is generic over the element type with the type that a tensor has.
-macro_rules! by_dtype {
-    ($tensor:expr, $function:ident($($argument:expr),*)) => {
-        match $tensor.dtype() {
-            DType::F32 => $function::<f32>($($argument),*),
-            DType::F64 => $function::<f64>($($argument),*),
-            dtype => unreachable!("`Function::takes` lets no {dtype} in"),
-        }
-    };
-}
-use by_dtype;
 
 /// Numbers in [0, 1) that look random: the SplitMix64 generator.
 fn random(device: &Device, dtype: DType, shape: &[usize], seed: u64) -> Result<Tensor> {

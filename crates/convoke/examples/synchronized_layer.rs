@@ -19,7 +19,7 @@ use convoke::distributed::{Communicator, Options, run_threads};
 use convoke::nn::modules::{BatchNorm1d, BatchNormConfig};
 use convoke::nn::{Forward, Init, all_reduce};
 use convoke::{BackwardOptions, Cpu, DType, Device, DeviceOptions, Element, MemoryFormat};
-use convoke::{Function, Needs, Result, Tensor, apply};
+use convoke::{Function, Needs, Result, Tensor, apply, dispatch};
 
 /// N x C to 2 x C: the sums of x and of x^2 over the batch.
 struct Sums;
@@ -33,19 +33,13 @@ impl Function for Sums {
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Tensor)> {
         let x = inputs[0];
-        let sums = match x.dtype() {
-            DType::F64 => sums::<f64>(x)?,
-            _ => sums::<f32>(x)?,
-        };
+        let sums = dispatch!(x.dtype(), T => sums::<T>(x)?);
         Ok((sums, x.clone()))
     }
 
     /// dx = dsum + 2 x dsquares.
     fn backward(&self, x: Tensor, upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
-        Ok(vec![Some(match x.dtype() {
-            DType::F64 => sums_backward::<f64>(&x, &upstream)?,
-            _ => sums_backward::<f32>(&x, &upstream)?,
-        })])
+        Ok(vec![Some(dispatch!(x.dtype(), T => sums_backward::<T>(&x, &upstream)?))])
     }
 }
 
@@ -93,18 +87,12 @@ impl Function for Normalise {
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {
         let (x, sums) = (inputs[0], inputs[1]);
-        let y = match x.dtype() {
-            DType::F64 => self.run::<f64>(x, sums)?,
-            _ => self.run::<f32>(x, sums)?,
-        };
+        let y = dispatch!(x.dtype(), T => self.run::<T>(x, sums)?);
         Ok((y, (x.clone(), sums.clone())))
     }
 
     fn backward(&self, (x, sums): Self::Saved, dy: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
-        let [dx, dsums] = match x.dtype() {
-            DType::F64 => self.gradients::<f64>(&x, &sums, &dy)?,
-            _ => self.gradients::<f32>(&x, &sums, &dy)?,
-        };
+        let [dx, dsums] = dispatch!(x.dtype(), T => self.gradients::<T>(&x, &sums, &dy)?);
         Ok(vec![Some(dx), Some(dsums)])
     }
 }

@@ -48,6 +48,63 @@ impl Display for DType {
     }
 }
 
+/// Runs code with `$T` as the number type of a [`DType`] that kernels compute in. For the others it returns an error from the
+/// enclosing function, whose error type must be made of this crate's [`Error`](crate::Error).
+///
+/// ```
+/// use convoke_kernels::{DType, Element, Error, dispatch};
+///
+/// fn epsilon(dtype: DType) -> Result<f64, Error> {
+///     Ok(dispatch!(dtype, T => T::epsilon().f64()))
+/// }
+/// # use convoke_kernels::Stored;
+/// assert_eq!(epsilon(DType::F64), Ok(f64::EPSILON));
+/// assert!(epsilon(DType::BF16).is_err());
+/// ```
+#[macro_export]
+macro_rules! dispatch {
+    ($dtype:expr, $T:ident => $body:expr) => {
+        match $dtype {
+            $crate::DType::F32 => {
+                type $T = f32;
+                $body
+            }
+            $crate::DType::F64 => {
+                type $T = f64;
+                $body
+            }
+            dtype @ ($crate::DType::F16 | $crate::DType::BF16) => {
+                return Err($crate::Error::StorageOnly { operation: "kernel", dtype }.into());
+            }
+        }
+    };
+}
+
+/// Runs code with `$T` as the number type of any [`DType`].
+#[macro_export]
+macro_rules! dispatch_stored {
+    ($dtype:expr, $T:ident => $body:expr) => {
+        match $dtype {
+            $crate::DType::F32 => {
+                type $T = f32;
+                $body
+            }
+            $crate::DType::F64 => {
+                type $T = f64;
+                $body
+            }
+            $crate::DType::F16 => {
+                type $T = $crate::f16;
+                $body
+            }
+            $crate::DType::BF16 => {
+                type $T = $crate::bf16;
+                $body
+            }
+        }
+    };
+}
+
 mod sealed {
     pub trait Sealed {}
     impl Sealed for f32 {}

@@ -58,5 +58,7 @@ pub use cpu::{Cpu, Isa};
 pub use device::{Device, DeviceOptions};
 pub use element::{DType, Element, Stored};
 pub use error::{Error, Result};
+/// The 16-bit element types.
+pub use half::{bf16, f16};
 pub use memory::Buffer;
 pub use memory_format::MemoryFormat;

@@ -2,8 +2,8 @@
 
 use convoke_kernels::activation::{self, Activation};
 
-use crate::tensor::dispatch;
 use crate::{Function, Needs, Result, Tensor, apply};
+use convoke_kernels::dispatch;
 
 impl Tensor {
     /// max(0, x); NaN stays NaN. Saves its output.

@@ -4,8 +4,8 @@ use convoke_kernels::elementwise;
 
 use super::same_dtype;
 use crate::error::invalid;
-use crate::tensor::dispatch;
 use crate::{Function, Needs, Result, Tensor, apply};
+use convoke_kernels::dispatch;
 
 impl Tensor {
     /// The sum of two tensors of one shape.

@@ -5,8 +5,8 @@ use convoke_kernels::memory_format::Extent;
 use convoke_kernels::{DType, Element};
 
 use super::{check_vector, same_dtype};
-use crate::tensor::dispatch;
 use crate::{Function, Needs, Result, Tensor, apply_with_saved};
+use convoke_kernels::dispatch;
 
 pub use convoke_kernels::batch_norm::{BatchNormOptions, Statistics, Synchronize};
 

@@ -5,8 +5,8 @@ use convoke_kernels::memory_format::Extent;
 
 use super::same_dtype;
 use crate::error::invalid;
-use crate::tensor::dispatch_stored;
 use crate::{DType, Function, Needs, Result, Tensor, apply};
+use convoke_kernels::dispatch_stored;
 
 /// The channels of N x C1 x ..., N x C2 x ... and so on, one tensor after the other, as PyTorch's `cat` with `dim=1`.
 ///

@@ -6,8 +6,8 @@ use convoke_kernels::conv::{
 
 use super::{check_vector, four_dimensions, same_dtype};
 use crate::error::invalid;
-use crate::tensor::dispatch;
 use crate::{Buffer, Element, Function, MemoryFormat, Needs, Result, Tensor, apply};
+use convoke_kernels::dispatch;
 
 /// Zeros around the input, with a width for each side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -17,8 +17,8 @@ use super::pool2d::PoolOptions;
 use super::{check_vector, same_dtype};
 use crate::error::invalid;
 use crate::storage::{Recipe, Storage};
-use crate::tensor::dispatch;
 use crate::{Buffer, Element, Function, MemoryFormat, Needs, Result, Tensor, apply_with_saved};
+use convoke_kernels::dispatch;
 
 pub use convoke_kernels::block::Keep;
 

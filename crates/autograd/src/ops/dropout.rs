@@ -2,8 +2,8 @@
 
 use convoke_kernels::activation;
 
-use crate::tensor::dispatch;
 use crate::{Function, Needs, Result, Tensor, apply};
+use convoke_kernels::dispatch;
 
 /// Inverted dropout: drops each element with probability `p` and divides the others by 1 - p.
 ///

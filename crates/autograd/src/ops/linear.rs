@@ -5,8 +5,8 @@ use convoke_kernels::gemm::{Matrix, MatrixMut, Update, gemm};
 
 use super::{check_vector, same_dtype};
 use crate::error::invalid;
-use crate::tensor::dispatch;
 use crate::{Function, MemoryFormat, Needs, Result, Tensor, apply};
+use convoke_kernels::dispatch;
 
 /// y = x Wᵀ + b with x of N x I, `weight` of O x I and `bias` of O, as PyTorch's `linear`.
 ///

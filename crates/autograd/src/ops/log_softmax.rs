@@ -2,8 +2,8 @@
 
 use convoke_kernels::loss;
 
-use crate::tensor::dispatch;
 use crate::{Function, Needs, Result, Tensor, apply};
+use convoke_kernels::dispatch;
 
 /// x - log(sum over channels of exp(x)) at every position of an N x C x ... tensor, as PyTorch's with `dim=1`.
 ///

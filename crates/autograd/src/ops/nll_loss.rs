@@ -6,8 +6,8 @@ use convoke_kernels::class_loss::{ClassLoss, class_loss, class_loss_backward};
 use convoke_kernels::memory_format::Extent;
 
 use super::log_softmax;
-use crate::tensor::dispatch;
 use crate::{Function, MemoryFormat, Needs, Result, Tensor, apply_with_saved};
+use convoke_kernels::dispatch;
 
 /// How the losses of all positions are combined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -6,8 +6,8 @@ use convoke_kernels::pool::{self, MaxPoolPass, PoolAxis, PoolProblem};
 
 use super::{empty, four_dimensions};
 use crate::error::invalid;
-use crate::tensor::dispatch;
 use crate::{Buffer, Function, MemoryFormat, Needs, Result, Tensor, apply};
+use convoke_kernels::dispatch;
 
 /// The windows of a pooling, height before width, as PyTorch's `max_pool2d` and `avg_pool2d` take them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

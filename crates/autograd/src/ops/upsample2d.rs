@@ -4,8 +4,8 @@ use convoke_kernels::upsample::{self, UpsampleMode, UpsampleProblem};
 
 use super::{empty, four_dimensions};
 use crate::error::invalid;
-use crate::tensor::dispatch;
 use crate::{Function, Needs, Result, Tensor, apply};
+use convoke_kernels::dispatch;
 
 /// N x C x H x W to N x C x (H `factor[0]`) x (W `factor[1]`), as PyTorch's `interpolate` with `scale_factor=factor` and
 /// `align_corners=False`. Keeps the memory format. Saves nothing.

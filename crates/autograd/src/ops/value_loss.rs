@@ -4,8 +4,8 @@ use convoke_kernels::value_loss::{self, ValueLoss};
 
 use super::{Reduction, same_dtype};
 use crate::error::invalid;
-use crate::tensor::dispatch;
 use crate::{Function, Needs, Result, Tensor, apply};
+use convoke_kernels::dispatch;
 
 /// (x - target)^2 of every element, as PyTorch's `mse_loss`; the mean is over all elements. The result has shape `[]`.
 ///

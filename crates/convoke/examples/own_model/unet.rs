@@ -8,7 +8,7 @@ use convoke::nn::modules::{
 };
 use convoke::nn::{Forward, Init, Module};
 use convoke::ops::concat;
-use convoke::{DType, Element, Function, MemoryFormat, Needs, Result, Tensor, apply};
+use convoke::{Element, Function, MemoryFormat, Needs, Result, Tensor, apply, dispatch};
 
 /// N x C x H x W to log-probabilities, N x classes x H x W; height and width are even.
 #[derive(Module)]
@@ -76,16 +76,6 @@ pub(crate) fn gate_channels(x: &Tensor, logits: &Tensor) -> Result<Tensor> {
 
 struct GateChannels;
 
-/// Runs a function for the element type of a tensor.
-macro_rules! by_dtype {
-    ($tensor:expr, $function:ident($($argument:expr),*)) => {
-        match $tensor.dtype() {
-            DType::F64 => $function::<f64>($($argument),*),
-            _ => $function::<f32>($($argument),*),
-        }
-    };
-}
-
 impl Function for GateChannels {
     type Saved = (Tensor, Tensor);
 
@@ -95,14 +85,14 @@ impl Function for GateChannels {
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {
         let (x, logits) = (inputs[0].detach(), inputs[1].detach());
-        let y = by_dtype!(x, gated(&x, &logits))?;
+        let y = dispatch!(x.dtype(), T => gated::<T>(&x, &logits))?;
         Ok((y, (x, logits)))
     }
 
     fn backward(&self, (x, logits): Self::Saved, dy: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
         // dx is dy gated as x was; the logits' gradient is a sum over each channel.
-        let dx = by_dtype!(x, gated(&dy, &logits))?;
-        let dlogits = by_dtype!(x, logits_gradient(&x, &logits, &dy))?;
+        let dx = dispatch!(x.dtype(), T => gated::<T>(&dy, &logits))?;
+        let dlogits = dispatch!(x.dtype(), T => logits_gradient::<T>(&x, &logits, &dy))?;
         Ok(vec![Some(dx), Some(dlogits)])
     }
 }
