@@ -34,7 +34,7 @@ fn config() -> TrainingConfig {
         lr_gamma: 0.7,
         batch_size: 2,
         stop_on_nan: false,
-        ..TrainingConfig::new(Models::builtin().get("resnet20").expect("it is built in"))
+        ..TrainingConfig::new(Models::builtin().get("resnet20").expect("it is built in").clone())
     }
 }
 

@@ -13,7 +13,7 @@ use libfuzzer_sys::fuzz_target;
 thread_local! {
     static MODEL: Box<dyn Module> = {
         let init = Init::new(&Device::cpu().unwrap(), 1);
-        let model = Models::builtin().get("mnist-cnn").expect("it is built in");
+        let model = Models::builtin().get("mnist-cnn").expect("it is built in").clone();
         model.build(&init, &model.options(ConvBnMode::Fused)).unwrap()
     };
 }

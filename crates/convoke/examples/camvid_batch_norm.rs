@@ -105,7 +105,7 @@ fn train(
             seed,
             augmentation: Augmentation { flip: true, crop: Some([96, 128]), padding: 0 },
             sync_bn: statistics == Statistics::OfAll,
-            ..TrainingConfig::new(Models::builtin().get("segnet").expect("it is built in"))
+            ..TrainingConfig::new(Models::builtin().get("segnet").expect("it is built in").clone())
         };
         Trainer::new(&device, config, data.clone())?.join(ranks)
     };

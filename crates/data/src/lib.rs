@@ -13,6 +13,7 @@
 mod augmentation;
 #[cfg(feature = "png")]
 pub mod camvid;
+mod catalog;
 #[cfg(feature = "gzip")]
 pub mod cifar10;
 mod dataset;
@@ -37,6 +38,7 @@ mod tar;
 mod threads;
 
 pub use augmentation::{Augmentation, View, Views};
+pub use catalog::{Catalog, Listed, NameError};
 pub use dataset::{Dataset, DatasetInfo, Datasets, MAX_CLASSES, Targets, TrainTest, from_fn};
 pub use digits::digits;
 pub use error::{DataError, MirrorFailure};
@@ -45,7 +47,7 @@ pub use loader::{Loader, Request};
 pub use noise::noise;
 pub use progress::{Progress, ProgressEvent, ProgressUnit, silent};
 pub use sample::{Pixels, Sample, Target, TargetBatch};
-pub use spec::{DatasetSpec, DatasetSpecs, LoadError, LoadOptions, check_name};
+pub use spec::{DatasetSpec, DatasetSpecs, LoadError, LoadOptions};
 
 #[cfg(any(feature = "gzip", feature = "png"))]
 pub(crate) use in_memory::check_labels;

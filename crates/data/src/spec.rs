@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 #[cfg(feature = "download")]
 use super::download::DownloadOptions;
-use super::{Augmentation, DatasetInfo, Datasets, Progress};
+use super::{Augmentation, Catalog, DatasetInfo, Datasets, Listed, Progress};
 
 /// Why a data set could not be loaded: a [`super::DataError`], or an error of the data set's own.
 pub type LoadError = Box<dyn Error + Send + Sync>;
@@ -35,7 +35,7 @@ type Load = dyn Fn(&LoadOptions<'_>) -> Result<Datasets, LoadError> + Send + Syn
 type Download = dyn Fn(&Path, Option<String>, &Progress<'_>) -> Result<(), LoadError> + Send + Sync;
 
 /// A data set by name: how it is loaded, and what is usual for it. Commands take the user's own data sets as well as those of
-/// [`DatasetSpecs::builtin`].
+/// [`Catalog::builtin`].
 ///
 /// ```
 /// use convoke_data::{DatasetInfo, DatasetSpec, Pixels, Sample, Target, Targets, TrainTest, from_fn};
@@ -265,13 +265,17 @@ impl fmt::Debug for DatasetSpec {
 }
 
 /// The data sets that can be asked for by name.
-#[derive(Clone, Debug)]
-pub struct DatasetSpecs(Vec<DatasetSpec>);
+pub type DatasetSpecs = Catalog<DatasetSpec>;
 
-impl DatasetSpecs {
-    /// The data sets of this crate that its enabled features include.
-    pub fn builtin() -> DatasetSpecs {
-        DatasetSpecs(vec![
+impl Listed for DatasetSpec {
+    const KIND: &'static str = "data set";
+
+    fn name(&self) -> &str {
+        self.name()
+    }
+
+    fn builtin() -> Vec<DatasetSpec> {
+        vec![
             super::digits::spec(),
             #[cfg(feature = "gzip")]
             super::mnist::spec(),
@@ -279,43 +283,6 @@ impl DatasetSpecs {
             super::camvid::spec(),
             #[cfg(feature = "gzip")]
             super::cifar10::spec(),
-        ])
+        ]
     }
-
-    /// The same, and one more.
-    ///
-    /// # Errors
-    /// If its name is taken, or is not made of small ASCII letters, digits, `-`, `_` and `.`, as a word on the command line is.
-    pub fn with(mut self, spec: DatasetSpec) -> Result<DatasetSpecs, String> {
-        check_name("a data set", spec.name())?;
-        if self.get(spec.name()).is_some() {
-            return Err(format!("there are two data sets named {:?}", spec.name()));
-        }
-        self.0.push(spec);
-        Ok(self)
-    }
-
-    /// The one of this name.
-    pub fn get(&self, name: &str) -> Option<&DatasetSpec> {
-        self.0.iter().find(|spec| spec.name() == name)
-    }
-
-    /// All of them, in the order in which they were added.
-    pub fn iter(&self) -> impl Iterator<Item = &DatasetSpec> {
-        self.0.iter()
-    }
-}
-
-/// Checks that a name can be used on the command line and in files; `what` is the kind of thing to name, for the error.
-///
-/// # Errors
-/// If it cannot; the error says what makes a name.
-pub fn check_name(what: &str, name: &str) -> Result<(), String> {
-    let plain = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"-_.".contains(&byte);
-    if name.is_empty() || name.starts_with('-') || !name.bytes().all(plain) {
-        return Err(format!(
-            "{what} cannot be named {name:?}: small letters, digits, '-', '_' and '.' make a name, and it does not begin with '-'"
-        ));
-    }
-    Ok(())
 }

@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 
-use crate::nn::data::{DatasetSpec, DatasetSpecs};
+use crate::nn::data::{DatasetSpec, DatasetSpecs, Listed, NameError};
 use crate::nn::models::{ModelSpec, Models};
 
 /// What the program knows by name.
@@ -25,39 +25,21 @@ impl Registry {
     ///
     /// # Errors
     /// If its name is taken, or is not a valid name.
-    pub fn with_model(self, model: ModelSpec) -> Result<Registry, RegistryError> {
-        Ok(Registry { models: self.models.with(model).map_err(RegistryError::new)?, ..self })
+    pub fn with_model(self, model: ModelSpec) -> Result<Registry, NameError> {
+        Ok(Registry { models: self.models.with(model)?, ..self })
     }
 
     /// The same, and one more data set, for `--data`.
     ///
     /// # Errors
     /// If its name is taken, or is not a valid name.
-    pub fn with_dataset(self, dataset: DatasetSpec) -> Result<Registry, RegistryError> {
+    pub fn with_dataset(self, dataset: DatasetSpec) -> Result<Registry, NameError> {
         if [AUTO, RANDOM].contains(&dataset.name()) {
-            return Err(RegistryError(format!("there are two data sets named {:?}", dataset.name())));
+            return Err(NameError::Taken { kind: DatasetSpec::KIND, name: dataset.name().to_owned() });
         }
-        Ok(Registry { datasets: self.datasets.with(dataset).map_err(RegistryError::new)?, ..self })
+        Ok(Registry { datasets: self.datasets.with(dataset)?, ..self })
     }
 }
-
-/// Why a registry does not take a model or a data set: its name is taken, or is not a valid name. The text says which.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct RegistryError(String);
-
-impl RegistryError {
-    fn new(reason: impl fmt::Display) -> RegistryError {
-        RegistryError(reason.to_string())
-    }
-}
-
-impl fmt::Display for RegistryError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for RegistryError {}
 
 /// MNIST if its files are there, else digits.
 const AUTO: &str = "auto";
@@ -94,7 +76,7 @@ pub(crate) fn datasets() -> &'static DatasetSpecs {
 /// # Panics
 /// If there is none: for names that clap has checked, or that are built in.
 pub(crate) fn model(name: &str) -> ModelSpec {
-    models().get(name).unwrap_or_else(|error| panic!("{error}"))
+    models().get(name).unwrap_or_else(|error| panic!("{error}")).clone()
 }
 
 /// Reads `--model`.
@@ -118,8 +100,8 @@ impl Data {
     fn of(name: &str) -> Data {
         match (name, datasets().get(name)) {
             (AUTO, _) => Data::Auto,
-            (_, Some(spec)) => Data::Named(spec),
-            (_, None) => Data::Random,
+            (_, Ok(spec)) => Data::Named(spec),
+            (_, Err(_)) => Data::Random,
         }
     }
 }
@@ -144,32 +126,4 @@ pub(crate) fn data_parser() -> impl TypedValueParser<Value = Data> {
     let named = datasets().iter().map(|spec| PossibleValue::new(spec.name()).help(spec.about()));
     let values: Vec<PossibleValue> = [auto].into_iter().chain(named).chain([random]).collect();
     PossibleValuesParser::new(values).map(|name| Data::of(&name))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::nn::data::{Datasets, LoadError, LoadOptions};
-    use crate::nn::modules::Flatten;
-
-    #[test]
-    fn names_are_taken_once() {
-        let model = |name: &str| {
-            let spec = ModelSpec::new(name, [1, 1, 1], 1, |_, _| Ok(Flatten));
-            Registry::builtin().with_model(spec).map_err(|error| error.to_string()).err()
-        };
-        let dataset = |name: &str| {
-            let load =
-                |_: &LoadOptions<'_>| -> Result<Datasets, LoadError> { Err("not to be loaded".into()) };
-            let spec = DatasetSpec::new(name, "", load);
-            Registry::builtin().with_dataset(spec).map_err(|error| error.to_string()).err()
-        };
-        assert_eq!((model("own"), dataset("own")), (None, None));
-        for taken in ["mnist-cnn", "two words"] {
-            assert!(model(taken).is_some_and(|error| error.contains(taken)), "{taken}");
-        }
-        for taken in ["mnist", "auto", "random", "two words"] {
-            assert!(dataset(taken).is_some_and(|error| error.contains(taken)), "{taken}");
-        }
-    }
 }

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use convoke_autograd::Result;
 use serde::{Serialize, Serializer};
 
-use crate::data::{DatasetInfo, Targets, check_name};
+use crate::data::{Catalog, DatasetInfo, Listed, Targets};
 use crate::modules::ConvBnMode;
 use crate::objective::Objective;
 use crate::{Init, Module};
@@ -30,7 +30,7 @@ type Build = dyn Fn(&Init, &ModelOptions) -> Result<Box<dyn Module>> + Send + Sy
 type Fits = dyn Fn(&DatasetInfo) -> bool + Send + Sync;
 
 /// A description of a model: its name, the data that it takes, and how it is built. Everything that trains a model takes a spec,
-/// either the user's own or one of [`Models::builtin`].
+/// either the user's own or one of [`Catalog::builtin`].
 ///
 /// Checkpoints and memory plans store the name. Two specs are equal if their names are.
 ///
@@ -234,52 +234,18 @@ impl Serialize for ModelSpec {
     }
 }
 
-/// A list of models that are found by name.
-#[derive(Debug, Clone)]
-pub struct Models(Vec<ModelSpec>);
+/// The models that are found by name: those of this crate, and the user's own.
+pub type Models = Catalog<ModelSpec>;
 
-impl Models {
-    /// The models of this crate.
-    pub fn builtin() -> Models {
-        Models(vec![mnist_cnn::spec(), segnet::spec(), resnet::resnet20_spec(), resnet::resnet50_spec()])
+impl Listed for ModelSpec {
+    const KIND: &'static str = "model";
+
+    fn name(&self) -> &str {
+        self.name()
     }
 
-    /// The same list with one more model.
-    ///
-    /// # Errors
-    /// If its name is taken, is empty, begins with `-`, or has characters other than lower-case ASCII letters, digits, `-`, `_`
-    /// and `.`: it must be usable as a word on the command line.
-    pub fn with(mut self, model: ModelSpec) -> std::result::Result<Models, String> {
-        let name = model.name();
-        check_name("a model", name)?;
-        if self.names().any(|known| known == name) {
-            return Err(format!("there are two models named {name:?}"));
-        }
-        self.0.push(model);
-        Ok(self)
-    }
-
-    /// The model of this name.
-    ///
-    /// # Errors
-    /// If there is none: a message with the names of all models.
-    pub fn get(&self, name: &str) -> std::result::Result<ModelSpec, String> {
-        self.0.iter().find(|model| model.name() == name).cloned().ok_or_else(|| {
-            format!(
-                "there is no model {name:?}: the models are {}",
-                self.names().collect::<Vec<_>>().join(", ")
-            )
-        })
-    }
-
-    /// The names, in the order in which the models were added.
-    pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.0.iter().map(ModelSpec::name)
-    }
-
-    /// The models, in the same order.
-    pub fn iter(&self) -> impl Iterator<Item = &ModelSpec> {
-        self.0.iter()
+    fn builtin() -> Vec<ModelSpec> {
+        vec![mnist_cnn::spec(), segnet::spec(), resnet::resnet20_spec(), resnet::resnet50_spec()]
     }
 }
 

@@ -99,7 +99,7 @@ pub(crate) fn check_same_state(
 
 /// The model of this name.
 pub(crate) fn spec(name: &str) -> ModelSpec {
-    Models::builtin().get(name).unwrap()
+    Models::builtin().get(name).unwrap().clone()
 }
 
 /// A run from seed 5, with images as they are.

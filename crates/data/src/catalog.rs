@@ -1,0 +1,98 @@
+//! Lists whose items are found by name: of data sets here, of models in the crate that knows models.
+
+/// What a [`Catalog`] lists.
+pub trait Listed: Sized {
+    /// What one item is called in errors, such as "data set".
+    const KIND: &'static str;
+
+    /// The item's name.
+    fn name(&self) -> &str;
+
+    /// The items that every program has.
+    fn builtin() -> Vec<Self>;
+}
+
+/// A list of items that are found by name.
+#[derive(Clone, Debug)]
+pub struct Catalog<T>(Vec<T>);
+
+impl<T: Listed> Catalog<T> {
+    /// The items that every program has; some may need a feature of this crate.
+    pub fn builtin() -> Catalog<T> {
+        Catalog(T::builtin())
+    }
+
+    /// The same list with one more item.
+    ///
+    /// # Errors
+    /// If its name is taken, is empty, begins with `-`, or has characters other than lower-case ASCII letters, digits, `-`, `_`
+    /// and `.`: it must be usable as a word on the command line.
+    pub fn with(mut self, item: T) -> Result<Catalog<T>, NameError> {
+        let (kind, name) = (T::KIND, item.name());
+        let plain = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"-_.".contains(&byte);
+        if name.is_empty() || name.starts_with('-') || !name.bytes().all(plain) {
+            return Err(NameError::Invalid { kind, name: name.to_owned() });
+        }
+        if self.names().any(|known| known == name) {
+            return Err(NameError::Taken { kind, name: name.to_owned() });
+        }
+        self.0.push(item);
+        Ok(self)
+    }
+
+    /// The item of this name.
+    ///
+    /// # Errors
+    /// If there is none; the error lists the names of all items.
+    pub fn get(&self, name: &str) -> Result<&T, NameError> {
+        self.iter().find(|item| item.name() == name).ok_or_else(|| NameError::Unknown {
+            kind: T::KIND,
+            name: name.to_owned(),
+            known: self.names().map(str::to_owned).collect(),
+        })
+    }
+
+    /// The names, in the order in which the items were added.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.0.iter().map(T::name)
+    }
+
+    /// The items, in the same order.
+    pub fn iter(&self) -> impl Iterator<Item = &T> {
+        self.0.iter()
+    }
+}
+
+/// Why a name cannot be given to an item of a [`Catalog`], or names none.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum NameError {
+    /// It could not be written on the command line and in files.
+    #[error(
+        "a {kind} cannot be named {name:?}: small letters, digits, '-', '_' and '.' make a name, and it does not begin with '-'"
+    )]
+    Invalid {
+        /// What was to be named: [`Listed::KIND`].
+        kind: &'static str,
+        /// The name.
+        name: String,
+    },
+    /// Another item has it.
+    #[error("there are two {kind}s named {name:?}")]
+    Taken {
+        /// What was to be named.
+        kind: &'static str,
+        /// The name.
+        name: String,
+    },
+    /// No item has it.
+    #[error("there is no {kind} {name:?}: the {kind}s are {}", known.join(", "))]
+    Unknown {
+        /// What was looked for.
+        kind: &'static str,
+        /// The name.
+        name: String,
+        /// The names that there are.
+        known: Vec<String>,
+    },
+}
