@@ -6,6 +6,7 @@
 mod all_reduce;
 mod batch;
 pub mod checkpoint;
+mod config_error;
 pub mod data_parallel;
 mod difference;
 mod float_json;
@@ -26,6 +27,7 @@ extern crate self as convoke_nn;
 
 pub use all_reduce::all_reduce;
 pub use batch::batch;
+pub use config_error::ConfigError;
 pub use convoke_autograd::{Error, Result};
 #[doc(inline)]
 pub use convoke_data as data;

@@ -9,6 +9,7 @@ use convoke_autograd::ops::{
 use convoke_autograd::{Error, Result, Tensor};
 use serde::{Deserialize, Serialize, Serializer};
 
+use crate::ConfigError;
 use crate::data::{DatasetInfo, TargetBatch, Targets};
 
 /// The sum of a batch's losses, and what it takes to make it a mean.
@@ -31,8 +32,8 @@ pub trait Loss: Send + Sync {
     /// Checks that data of this kind has the targets that the loss takes.
     ///
     /// # Errors
-    /// If not: a message with what it takes.
-    fn check(&self, info: &DatasetInfo) -> std::result::Result<(), String> {
+    /// If not: an error of the loss's own, such as a text with what it takes.
+    fn check(&self, info: &DatasetInfo) -> std::result::Result<(), Box<dyn std::error::Error + Send + Sync>> {
         let _ = info;
         Ok(())
     }
@@ -134,10 +135,13 @@ impl Objective {
     ///
     /// # Errors
     /// If it is not cross-entropy.
-    pub fn with_label_smoothing(mut self, label_smoothing: f64) -> std::result::Result<Objective, String> {
+    pub fn with_label_smoothing(
+        mut self,
+        label_smoothing: f64,
+    ) -> std::result::Result<Objective, ConfigError> {
         match &mut self.kind {
             Kind::CrossEntropy(options) => options.label_smoothing = label_smoothing,
-            _ => return Err(format!("label smoothing: {} has no labels to smooth", self.name())),
+            _ => return Err(ConfigError::NothingToSmooth { objective: self.name().to_owned() }),
         }
         Ok(self)
     }
@@ -155,34 +159,37 @@ impl Objective {
     /// Checks that it can be minimised on this data.
     ///
     /// # Errors
-    /// If not: a message with what does not fit.
-    pub fn check(&self, info: &DatasetInfo) -> std::result::Result<(), String> {
-        let (name, has_values) = (self.name(), matches!(info.targets, Targets::Values { .. }));
+    /// If not; the error names what does not fit.
+    pub fn check(&self, info: &DatasetInfo) -> std::result::Result<(), ConfigError> {
+        let has_values = matches!(info.targets, Targets::Values { .. });
+        let other_targets = |takes, has| {
+            let (name, data) = (self.name().to_owned(), info.name.clone());
+            Err(ConfigError::Targets { name, takes, data, has })
+        };
         match &self.kind {
-            Kind::CrossEntropy(_) if has_values => {
-                Err(format!("{name} takes labels; {} has values", info.name))
-            }
+            Kind::CrossEntropy(_) if has_values => other_targets("labels", "values"),
             Kind::MeanSquaredError | Kind::BinaryCrossEntropy if !has_values => {
-                Err(format!("{name} takes values; {} has labels", info.name))
+                other_targets("values", "labels")
             }
             Kind::CrossEntropy(CrossEntropy { label_smoothing, class_weights }) => {
                 if !(0.0..=1.0).contains(label_smoothing) {
-                    return Err(format!("label smoothing is {label_smoothing}, it must be 0 to 1"));
+                    return Err(ConfigError::LabelSmoothing(*label_smoothing));
                 }
                 let Some(weights) = class_weights else { return Ok(()) };
                 if weights.len() != info.classes {
-                    let (found, classes) = (weights.len(), info.classes);
-                    return Err(format!("{found} class weights for {classes} classes of {}", info.name));
+                    return Err(ConfigError::ClassWeightCount {
+                        weights: weights.len(),
+                        classes: info.classes,
+                        data: info.name.clone(),
+                    });
                 }
                 match weights.iter().find(|weight| !(0.0..=f64::MAX).contains(*weight)) {
-                    Some(weight) => {
-                        Err(format!("a class weight is {weight}, it must be finite and not negative"))
-                    }
+                    Some(weight) => Err(ConfigError::ClassWeight(*weight)),
                     None => Ok(()),
                 }
             }
             Kind::MeanSquaredError | Kind::BinaryCrossEntropy => Ok(()),
-            Kind::Custom(_, loss) => loss.check(info),
+            Kind::Custom(_, loss) => loss.check(info).map_err(ConfigError::Loss),
         }
     }
 

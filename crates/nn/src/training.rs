@@ -21,7 +21,7 @@ use crate::models::{ModelOptions, ModelSpec};
 use crate::modules::ConvBnMode;
 use crate::objective::{LossSum, Objective};
 use crate::planner::MemoryPlan;
-use crate::{Generator, Init, Module, ModuleExt, Optimizer, Rule, StepLr, batch};
+use crate::{ConfigError, Generator, Init, Module, ModuleExt, Optimizer, Rule, StepLr, batch};
 
 pub(crate) use memory::DrySteps;
 pub use memory::{MemoryPrediction, predict_memory};
@@ -71,15 +71,31 @@ impl TrainingConfig {
     }
 
     /// The data as the model sees it: images have the size that augmentation gives them.
-    fn seen(&self, info: &DatasetInfo) -> Result<DatasetInfo> {
-        let [height, width] =
-            self.augmentation.size(info).map_err(|error| TrainingError::Config(error.to_string()))?;
+    fn seen(&self, info: &DatasetInfo) -> std::result::Result<DatasetInfo, ConfigError> {
+        let [height, width] = self.augmentation.size(info)?;
         Ok(DatasetInfo { height, width, ..info.clone() })
     }
 
-    /// A new model for this data.
-    fn build(&self, init: &Init, info: &DatasetInfo) -> Result<Box<dyn Module>> {
+    /// Checks that everything fits the data, and that the numbers are in range. Returns the data as the model sees it.
+    fn check(&self, data: &Datasets) -> std::result::Result<DatasetInfo, ConfigError> {
+        let (info, images) = (data.train.info(), data.train.len());
+        self.model.check(info)?;
         let seen = self.seen(info)?;
+        self.model.check(&seen)?;
+        self.objective.check(info)?;
+        check_same_kind(info, data.test.info())?;
+        if self.batch_size == 0 || self.batch_size > images {
+            let (batch_size, data) = (self.batch_size, info.name.clone());
+            return Err(ConfigError::BatchSize { batch_size, images, data });
+        }
+        if !(0.0..=f64::MAX).contains(&self.lr_gamma) {
+            return Err(ConfigError::LrGamma(self.lr_gamma));
+        }
+        Ok(seen)
+    }
+
+    /// A new model for data that looks like `seen` to it.
+    fn build(&self, init: &Init, seen: &DatasetInfo) -> Result<Box<dyn Module>> {
         let options = ModelOptions { conv_bn: self.conv_bn, image: seen.shape(), classes: seen.classes };
         Ok(self.model.build(init, &options)?)
     }
@@ -89,9 +105,9 @@ impl TrainingConfig {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TrainingError {
-    /// The configuration does not fit the data.
-    #[error("{0}")]
-    Config(String),
+    /// The configuration does not fit the data, or the other ranks' configurations.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
     /// The loss is NaN or infinite.
     #[error(
         "the loss of step {step} (epoch {epoch}) is {loss}: training diverged; the parameters are those before it"
@@ -247,27 +263,9 @@ impl Trainer {
     /// range.
     pub fn new(device: &Device, config: TrainingConfig, data: impl Into<Datasets>) -> Result<Trainer> {
         let data = data.into();
-        let info = data.train.info();
-        config.model.check(info).map_err(TrainingError::Config)?;
-        config.model.check(&config.seen(info)?).map_err(TrainingError::Config)?;
-        config.objective.check(info).map_err(TrainingError::Config)?;
-        check_same_kind(info, data.test.info()).map_err(TrainingError::Config)?;
-        if config.batch_size == 0 || config.batch_size > data.train.len() {
-            return Err(TrainingError::Config(format!(
-                "batch size {} must be 1 to {}, the number of training images in {}",
-                config.batch_size,
-                data.train.len(),
-                info.name
-            )));
-        }
-        if !(0.0..=f64::MAX).contains(&config.lr_gamma) {
-            return Err(TrainingError::Config(format!(
-                "lr_gamma {}: the learning rate's factor must be finite and not negative",
-                config.lr_gamma
-            )));
-        }
+        let seen = config.check(&data)?;
         let init = Init::new(device, config.seed);
-        let model = config.build(&init, info)?;
+        let model = config.build(&init, &seen)?;
         let workers = default_workers(device, &data);
         let parallel =
             DataParallel::new(model.as_ref(), &Communicator::solo(), DataParallelOptions::default())?;
@@ -296,7 +294,7 @@ impl Trainer {
     /// # Errors
     /// If the plan's blocks are not those of the model, or blocks run as separate layers.
     pub fn set_memory_plan(&mut self, plan: &MemoryPlan) -> Result<()> {
-        plan.apply(self.model.as_ref()).map_err(TrainingError::Config)?;
+        plan.apply(self.model.as_ref()).map_err(ConfigError::MemoryPlan)?;
         self.device.tuner().limit_workspace(plan.workspace_limit);
         Ok(())
     }
@@ -543,20 +541,18 @@ fn default_workers(device: &Device, data: &Datasets) -> usize {
 }
 
 fn loader(data: &Arc<dyn Dataset>, workers: usize) -> Result<Loader> {
-    Loader::new(data.clone(), workers).map_err(|error| TrainingError::Config(error.to_string()))
+    Ok(Loader::new(data.clone(), workers).map_err(ConfigError::Data)?)
 }
 
 /// Fails unless the test set has the kind of images and targets that the training set has.
-fn check_same_kind(train: &DatasetInfo, test: &DatasetInfo) -> std::result::Result<(), String> {
+fn check_same_kind(train: &DatasetInfo, test: &DatasetInfo) -> std::result::Result<(), ConfigError> {
     let kind =
         |info: &DatasetInfo| format!("{:?} in {} classes, {:?}", info.shape(), info.classes, info.targets);
     match kind(train) == kind(test) {
         true => Ok(()),
-        false => Err(format!(
-            "{}: training images are {}, but test images are {}",
-            train.name,
-            kind(train),
-            kind(test)
-        )),
+        false => {
+            let (data, train, test) = (train.name.clone(), kind(train), kind(test));
+            Err(ConfigError::TestSet { data, train, test })
+        }
     }
 }

@@ -26,7 +26,7 @@ impl Failure {
     /// A configuration that cannot run is bad usage; every other error is a failure of the run or of other ranks.
     pub(crate) fn of_training(error: TrainingError) -> Failure {
         match error {
-            TrainingError::Config(message) => Failure::Usage(message),
+            TrainingError::Config(error) => Failure::Usage(error.to_string()),
             TrainingError::NotFinite { .. } => {
                 Failure::Run(format!("{error}; try a smaller --lr, or --continue-on-nan to go on regardless"))
             }

@@ -13,7 +13,7 @@ use serde::{Serialize, Serializer};
 use crate::data::{Catalog, DatasetInfo, Listed, Targets};
 use crate::modules::ConvBnMode;
 use crate::objective::Objective;
-use crate::{Init, Module};
+use crate::{ConfigError, Init, Module};
 
 /// The options that a model is built with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -163,21 +163,26 @@ impl ModelSpec {
     /// Checks that it can be trained on this data.
     ///
     /// # Errors
-    /// If it cannot: a message with what it takes and what the data has.
-    pub fn check(&self, info: &DatasetInfo) -> std::result::Result<(), String> {
+    /// If it cannot; the error names what it takes and what the data has.
+    pub fn check(&self, info: &DatasetInfo) -> std::result::Result<(), ConfigError> {
         self.check_targets(info)?;
         if (self.fits)(info) {
             return Ok(());
         }
-        let (name, shape, classes) = (&info.name, info.shape(), info.classes);
-        Err(format!("{self} takes {}; {name} has {shape:?} in {classes} classes", self.takes))
+        Err(ConfigError::Images {
+            model: self.name.to_string(),
+            takes: self.takes.to_string(),
+            data: info.name.clone(),
+            shape: info.shape(),
+            classes: info.classes,
+        })
     }
 
     /// Checks that the data has the kind of targets that it takes; the size of the images does not matter.
     ///
     /// # Errors
-    /// If the data has another kind: a message with both kinds.
-    pub fn check_targets(&self, info: &DatasetInfo) -> std::result::Result<(), String> {
+    /// If the data has another kind; the error names both kinds.
+    pub fn check_targets(&self, info: &DatasetInfo) -> std::result::Result<(), ConfigError> {
         let kind = |targets: Targets| match targets {
             Targets::Image => "a label for each image",
             Targets::Pixels { .. } => "a label for each pixel",
@@ -186,7 +191,8 @@ impl ModelSpec {
         };
         let [takes, has] = [self.targets, info.targets].map(kind);
         if takes != has {
-            return Err(format!("{self} takes {takes}; {} has {has}", info.name));
+            let (name, data) = (self.name.to_string(), info.name.clone());
+            return Err(ConfigError::Targets { name, takes, data, has });
         }
         Ok(())
     }

@@ -11,6 +11,7 @@ use convoke_kernels::tune::Tuner;
 use super::blocks::{self, BlockKind};
 use super::timing::Trial;
 use super::{MemoryPlan, PlannedBlock};
+use crate::ConfigError;
 use crate::data::Datasets;
 use crate::modules::ConvBnMode;
 use crate::training::{DrySteps, MemoryPrediction, TrainingConfig, TrainingError};
@@ -450,7 +451,7 @@ fn largest_batch(
         let config = TrainingConfig { batch_size, conv_bn, ..config.clone() };
         let mut dry = DrySteps::new(device, config, data.clone())?;
         if let Some(keeps) = keeps {
-            super::apply(keeps, dry.model()).map_err(TrainingError::Config)?;
+            super::apply(keeps, dry.model()).map_err(ConfigError::MemoryPlan)?;
         }
         Ok(dry.step()?.bytes_peak <= budget)
     };

@@ -2,11 +2,11 @@
 
 use convoke_autograd::Device;
 
-use super::{Result, StepReport, Trainer, TrainingConfig, TrainingError};
-use crate::Module;
+use super::{Result, StepReport, Trainer, TrainingConfig};
 use crate::data::Datasets;
 use crate::data_parallel::shard;
 use crate::planner::{self, BlockKind};
+use crate::{ConfigError, Module};
 
 /// The bytes that a step's [`StepReport`](super::StepReport) will report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -87,7 +87,7 @@ impl Trainer {
         let own = shard(self.config.batch_size, ranks.rank(), ranks.world_size()).len();
         let config = TrainingConfig { batch_size: own.max(1), ..self.config.clone() };
         let mut dry = DrySteps::new(&self.device, config, self.data.clone())?;
-        planner::copy(self.model(), dry.model()).map_err(TrainingError::Config)?;
+        planner::copy(self.model(), dry.model()).map_err(ConfigError::MemoryPlan)?;
         dry.step()
     }
 }

@@ -9,12 +9,12 @@ use convoke_kernels::tune::Choice;
 use serde::Serialize;
 
 use super::resume::RunState;
-use super::{Result, Trainer, TrainingConfig, TrainingError};
+use super::{Result, Trainer, TrainingConfig};
 use crate::data::{DatasetInfo, Request};
 use crate::data_parallel::{DataParallel, DataParallelOptions, shard_sizes, share_bytes, share_state};
 use crate::difference::{self, Difference};
 use crate::modules::{ConvBnMode, Keep};
-use crate::{Init, ModuleExt, batch, planner};
+use crate::{ConfigError, Init, ModuleExt, batch, planner};
 
 impl Trainer {
     /// Makes this run one rank of a run that all ranks of `communicator` share. Each rank calls this with a run of the same
@@ -61,17 +61,16 @@ impl Trainer {
     fn check_same_run(&self, communicator: &Communicator) -> Result<()> {
         let [train, test] = [&self.data.train, &self.data.test].map(|set| (set.info(), set.len()));
         let mine = SameOnAll { run: &self.config, train, test };
-        let mine = serde_json::to_vec(&mine).map_err(unreadable)?;
+        let mine = serde_json::to_vec(&mine).map_err(ConfigError::Unreadable)?;
         let all = communicator.all_gather("configuration of the run", &mine)?;
-        let parse = |json: &Vec<u8>| serde_json::from_slice(json).map_err(unreadable);
-        let all: Vec<serde_json::Value> = all.iter().map(parse).collect::<Result<_>>()?;
+        let parse = |json: &Vec<u8>| serde_json::from_slice(json);
+        let all: Vec<serde_json::Value> =
+            all.iter().map(parse).collect::<std::result::Result<_, _>>().map_err(ConfigError::Unreadable)?;
         for (rank, other) in all.iter().enumerate() {
             if let Some(Difference { field, values: [first, other] }) =
-                difference::first([&all[0], other]).map_err(unreadable)?
+                difference::first([&all[0], other]).map_err(ConfigError::Unreadable)?
             {
-                return Err(TrainingError::Config(format!(
-                    "{field}: rank 0 has {first}, but rank {rank} has {other}: all ranks must run the same"
-                )));
+                return Err(ConfigError::Ranks { field, first, rank, other }.into());
             }
         }
         Ok(())
@@ -80,13 +79,13 @@ impl Trainer {
     /// Gives rank 0's position, optimizer and random state to all ranks. Its model follows with [`DataParallel::new`].
     fn share_run(&mut self, communicator: &Communicator) -> Result<()> {
         let [model, optimizer] = self.files()?;
-        let state = serde_json::to_vec(&self.state()).map_err(unreadable)?;
+        let state = serde_json::to_vec(&self.state()).map_err(ConfigError::Unreadable)?;
         let state = share_bytes(communicator, "state of the run", state)?;
         let optimizer = share_bytes(communicator, "optimizer", optimizer)?;
         if communicator.rank() == 0 {
             return Ok(());
         }
-        let state: RunState = serde_json::from_slice(&state).map_err(unreadable)?;
+        let state: RunState = serde_json::from_slice(&state).map_err(ConfigError::Unreadable)?;
         let name = |what: &str| PathBuf::from(format!("{what} of rank 0"));
         self.restore((name("state"), state), (name("model"), model), (name("optimizer"), optimizer))
     }
@@ -96,13 +95,14 @@ impl Trainer {
     fn share_keeps(&self, communicator: &Communicator) -> Result<()> {
         let keeps: BTreeMap<String, Keep> = planner::keeps(self.model.as_ref());
         let names: BTreeMap<&String, &str> = keeps.iter().map(|(path, keep)| (path, keep.name())).collect();
-        let names = serde_json::to_vec(&names).map_err(unreadable)?;
+        let names = serde_json::to_vec(&names).map_err(ConfigError::Unreadable)?;
         let names = share_bytes(communicator, "memory plan", names)?;
         if communicator.rank() > 0 && self.config.conv_bn == ConvBnMode::Fused {
-            let names: BTreeMap<String, String> = serde_json::from_slice(&names).map_err(unreadable)?;
+            let names: BTreeMap<String, String> =
+                serde_json::from_slice(&names).map_err(ConfigError::Unreadable)?;
             let keeps =
                 names.into_iter().filter_map(|(path, name)| Some((path, Keep::named(&name)?))).collect();
-            planner::apply(&keeps, self.model.as_ref()).map_err(TrainingError::Config)?;
+            planner::apply(&keeps, self.model.as_ref()).map_err(ConfigError::MemoryPlan)?;
         }
         Ok(())
     }
@@ -116,10 +116,10 @@ impl Trainer {
             // wait, as measuring may take longer than their timeout.
             let _ = communicator.at_work(|| self.rehearse(communicator.world_size()))?;
         }
-        let choices = serde_json::to_vec(&tuner.choices()).map_err(unreadable)?;
+        let choices = serde_json::to_vec(&tuner.choices()).map_err(ConfigError::Unreadable)?;
         let choices = share_bytes(communicator, "choice of algorithms", choices)?;
         if communicator.rank() > 0 {
-            let choices: Vec<Choice> = serde_json::from_slice(&choices).map_err(unreadable)?;
+            let choices: Vec<Choice> = serde_json::from_slice(&choices).map_err(ConfigError::Unreadable)?;
             tuner.adopt(self.device.compute().isa(), choices);
         }
         Ok(())
@@ -129,9 +129,9 @@ impl Trainer {
     /// and forward with each number that they will have in evaluation.
     fn rehearse(&self, world_size: usize) -> Result<()> {
         let device = self.device.dry();
-        let (init, info) = (Init::new(&device, 0), self.data.train.info());
-        let model = self.config.build(&init, info)?;
-        planner::copy(self.model.as_ref(), model.as_ref()).map_err(TrainingError::Config)?;
+        let seen = self.config.seen(self.data.train.info())?;
+        let model = self.config.build(&Init::new(&device, 0), &seen)?;
+        planner::copy(self.model.as_ref(), model.as_ref()).map_err(ConfigError::MemoryPlan)?;
         for images in self.sampler.shard_sizes(world_size) {
             let views = self.config.augmentation.views(0, 0);
             let request = Request { samples: (0..images as u32).collect(), views: Some(views) };
@@ -173,9 +173,4 @@ struct SameOnAll<'a> {
     /// The description of the images, and their number.
     train: (&'a DatasetInfo, usize),
     test: (&'a DatasetInfo, usize),
-}
-
-/// The error for what serde cannot write or read, which does not happen in practice.
-fn unreadable(error: serde_json::Error) -> TrainingError {
-    TrainingError::Config(format!("the state of the run cannot be given to other ranks: {error}"))
 }
