@@ -1,28 +1,28 @@
 //! A training run: a model, an optimizer and a data set, step by step, with checkpoints; on one rank or several.
 
+mod evaluation;
 mod memory;
 mod ranks;
 mod resume;
 
-use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::Instant;
 
 use convoke_autograd::ops::log_softmax;
-use convoke_autograd::{Device, Tensor, TimelinePoint, inference_mode};
+use convoke_autograd::{Device, Tensor, TimelinePoint};
 use convoke_distributed::{Communicator, Traffic};
 use serde::Serialize;
 
 use crate::checkpoint::CheckpointError;
-use crate::data::{Augmentation, Dataset, DatasetInfo, Datasets, Loader, Request, TargetBatch, Targets};
-use crate::data_parallel::{DataParallel, DataParallelOptions, Sampler, shard};
-use crate::metrics::Confusion;
+use crate::data::{Augmentation, Dataset, DatasetInfo, Datasets, Loader, Request, TargetBatch};
+use crate::data_parallel::{DataParallel, DataParallelOptions, MeanLoss, Sampler};
 use crate::models::{ModelOptions, ModelSpec};
 use crate::modules::ConvBnMode;
 use crate::objective::{LossSum, Objective};
 use crate::planner::MemoryPlan;
 use crate::{ConfigError, Generator, Init, Module, ModuleExt, Optimizer, Rule, StepLr, batch};
 
+pub use evaluation::Evaluation;
 pub(crate) use memory::DrySteps;
 pub use memory::{MemoryPrediction, predict_memory};
 
@@ -217,22 +217,6 @@ pub struct StepTimeline {
     pub end_of_forward: f64,
 }
 
-/// The results of the model on the test set.
-#[derive(Debug, Clone, PartialEq)]
-#[non_exhaustive]
-pub struct Evaluation {
-    /// Mean loss.
-    pub loss: f64,
-    /// For labels: the share of labelled images or pixels whose most likely class is the right one; `None` if all labels are
-    /// ignored. For values: the objective's metric named "accuracy", as that of binary cross-entropy; `None` if it has no such
-    /// metric.
-    pub accuracy: Option<f64>,
-    /// Where pixels have labels: intersection over union, averaged over the classes that occur.
-    pub mean_iou: Option<f64>,
-    /// The objective's other metrics, by name.
-    pub metrics: Vec<(String, f64)>,
-}
-
 /// A run in progress.
 pub struct Trainer {
     device: Device,
@@ -367,32 +351,13 @@ impl Trainer {
         let ranks = self.parallel.communicator();
         let shard = self.sampler.batch(self.batch, ranks.rank(), ranks.world_size());
         self.random.set_first_sample(shard.first as u64);
-        let loss = if shard.samples.is_empty() && !self.config.sync_bn {
-            self.parallel.mean_without_samples()?
-        } else {
-            let loading = span("data");
-            // Request the batches in the order in which steps need them.
-            if self.train_loader.workers() > 0 {
-                (0..=AHEAD).for_each(|ahead| self.train_loader.load_ahead(&self.request(ahead)));
-            }
-            let (images, targets) = batch(&self.device, &self.train_loader, &self.request(0))?;
-            drop(loading);
-            let _forward = span("forward");
-            let loss = self.loss(&self.output(self.model.as_ref(), &images)?, &targets)?;
-            self.parallel.weighted_mean(&loss.sum, loss.weight)?
-        };
+        let (images, own_images) = (shard.total, shard.samples.len());
+        let loss = self.mean_loss(own_images)?;
         let bytes_end_of_forward = self.device.memory().live_bytes;
         // Measured with the timeline's own clock, so that all points of backward come later.
         let end_of_forward = recording.map(|start| start.elapsed().as_secs_f64());
         let value = loss.value();
-        let step = self.steps() + 1;
-        if let Some(ignore) = self.ignore().filter(|_| loss.weight() == 0.0 && self.config.stop_on_nan) {
-            return Err(TrainingError::NoLabel { step, epoch: self.epoch + 1, ignore });
-        }
-        if !value.is_finite() && self.config.stop_on_nan {
-            return Err(TrainingError::NotFinite { step, epoch: self.epoch + 1, loss: value });
-        }
-        let (images, own_images) = (shard.total, shard.samples.len());
+        self.check_loss(&loss)?;
         let backward = span("backward");
         let gradients = loss.backward()?;
         drop(backward);
@@ -402,16 +367,10 @@ impl Trainer {
         if images < self.communicator().world_size() {
             self.share_random_position()?;
         }
-        self.losses.push(value);
-        self.batch += 1;
-        if self.batch == self.batches_per_epoch() {
-            self.batch = 0;
-            self.epoch += 1;
-            self.sampler.set_epoch(self.epoch);
-        }
+        self.advance(value);
         let after = self.parallel.traffic();
         Ok(StepReport {
-            step,
+            step: self.steps(),
             loss: value,
             images,
             own_images,
@@ -428,67 +387,48 @@ impl Trainer {
         })
     }
 
-    /// Evaluates the model on the test set, in evaluation mode and with rank 0's running statistics; the ranks split the images.
-    /// `progress` gets (done, total) images and may stop the evaluation, for all ranks. `Ok(None)` if it was stopped.
-    ///
-    /// # Errors
-    /// If an operation fails.
-    pub fn evaluate(
-        &self,
-        progress: &mut dyn FnMut(usize, usize) -> ControlFlow<()>,
-    ) -> Result<Option<Evaluation>> {
-        let test = &self.data.test;
-        let ranks = self.parallel.communicator();
-        self.share_statistics()?;
-        self.model.eval();
-        let names = self.config.objective.metrics();
-        // For the loss and each metric: the sum, and the divisor.
-        let (mut loss, mut sums) = ([0.0; 2], vec![0.0; 2 * names.len()]);
-        let has_labels = !matches!(test.info().targets, Targets::Values { .. });
-        let mut confusion = Confusion::new(if has_labels { test.info().classes } else { 1 })?;
-        let order: Vec<u32> = (0..test.len() as u32).collect();
-        let size = self.evaluation_batch();
-        let own = |chosen: &[u32]| {
-            let own = shard(chosen.len(), ranks.rank(), ranks.world_size());
-            Request { samples: chosen[own].to_vec(), views: None }
-        };
-        let requests: Vec<Request> = order.chunks(size).map(own).collect();
-        for (index, request) in requests.iter().enumerate() {
-            if !request.samples.is_empty() {
-                requests[index..].iter().take(1 + AHEAD).for_each(|ahead| self.test_loader.load_ahead(ahead));
-                let (images, targets) = batch(&self.device, &self.test_loader, request)?;
-                inference_mode(|| -> Result<()> {
-                    let output = self.output(self.model.as_ref(), &images)?;
-                    let own = self.loss(&output, &targets)?;
-                    loss[0] += own.sum.item()?;
-                    loss[1] += own.weight;
-                    if let TargetBatch::Labels(labels) = &targets {
-                        confusion.add(&output, labels, self.ignore())?;
-                    }
-                    Ok(self.config.objective.measure(&output, &targets, &mut sums)?)
-                })?;
-            }
-            let done = ((index + 1) * size).min(test.len());
-            if self.agree(progress(done, test.len()).is_break())? {
-                return Ok(None);
-            }
+    /// Runs forward on this rank's `own_images` images of the current batch, and gives the mean loss of the whole batch.
+    fn mean_loss(&self, own_images: usize) -> Result<MeanLoss<'_>> {
+        // Synchronized layers wait for every rank, so a rank without images runs them too.
+        if own_images == 0 && !self.config.sync_bn {
+            return Ok(self.parallel.mean_without_samples()?);
         }
-        ranks.all_reduce("loss of the evaluation", &mut loss)?;
-        ranks.all_reduce("metrics of the evaluation", &mut sums)?;
-        let mut counts = confusion.counts().to_vec();
-        ranks.all_reduce("counts of the evaluation", &mut counts)?;
-        let confusion = Confusion::from_counts(confusion.classes(), counts)?;
-        let mut metrics: Vec<(String, f64)> =
-            names.into_iter().map(str::to_owned).zip(sums.chunks_exact(2).map(|of| of[0] / of[1])).collect();
-        Ok(Some(Evaluation {
-            loss: loss[0] / loss[1].max(f64::MIN_POSITIVE),
-            accuracy: match self.config.objective.begins_with_accuracy() {
-                true => Some(metrics.remove(0).1),
-                false => confusion.accuracy().filter(|_| has_labels),
-            },
-            mean_iou: confusion.mean_iou().filter(|_| matches!(test.info().targets, Targets::Pixels { .. })),
-            metrics,
-        }))
+        let loading = span("data");
+        // Request the batches in the order in which steps need them.
+        if self.train_loader.workers() > 0 {
+            (0..=AHEAD).for_each(|ahead| self.train_loader.load_ahead(&self.request(ahead)));
+        }
+        let (images, targets) = batch(&self.device, &self.train_loader, &self.request(0))?;
+        drop(loading);
+        let _forward = span("forward");
+        let loss = self.loss(&self.output(self.model.as_ref(), &images)?, &targets)?;
+        Ok(self.parallel.weighted_mean(&loss.sum, loss.weight)?)
+    }
+
+    /// Fails if `stop_on_nan` is set and there is nothing to learn from this loss of the current batch.
+    fn check_loss(&self, loss: &MeanLoss<'_>) -> Result<()> {
+        if !self.config.stop_on_nan {
+            return Ok(());
+        }
+        let (step, epoch) = (self.steps() + 1, self.epoch + 1);
+        match self.ignore() {
+            Some(ignore) if loss.weight() == 0.0 => Err(TrainingError::NoLabel { step, epoch, ignore }),
+            _ if !loss.value().is_finite() => {
+                Err(TrainingError::NotFinite { step, epoch, loss: loss.value() })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Moves on to the next batch, after a step with this loss.
+    fn advance(&mut self, loss: f64) {
+        self.losses.push(loss);
+        self.batch += 1;
+        if self.batch == self.batches_per_epoch() {
+            self.batch = 0;
+            self.epoch += 1;
+            self.sampler.set_epoch(self.epoch);
+        }
     }
 
     /// This rank's part of the batch that is `ahead` batches after the current one, perhaps in a later epoch.
@@ -523,11 +463,6 @@ impl Trainer {
     /// The label that is ignored.
     fn ignore(&self) -> Option<i64> {
         self.data.train.info().ignore()
-    }
-
-    /// Images per batch of evaluation, over all ranks.
-    fn evaluation_batch(&self) -> usize {
-        self.config.batch_size.min(1000)
     }
 }
 
