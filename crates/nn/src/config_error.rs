@@ -88,6 +88,22 @@ pub enum ConfigError {
     /// A memory plan does not fit the model's blocks.
     #[error("{0}")]
     MemoryPlan(String),
+    /// A memory plan is for another model.
+    #[error("the memory plan is for {plan}, the run trains {model}")]
+    PlannedModel {
+        /// The plan's model.
+        plan: String,
+        /// The run's model.
+        model: String,
+    },
+    /// A memory plan is for steps with another number of images.
+    #[error("the memory plan is for {plan} images a step, the run has {images} a step on each rank")]
+    PlannedBatchSize {
+        /// The plan's batch size.
+        plan: usize,
+        /// The images of a whole batch that the first rank has; no rank has more.
+        images: usize,
+    },
     /// The ranks of a run differ in their configuration or data.
     #[error("{field}: rank 0 has {first}, but rank {rank} has {other}: all ranks must run the same")]
     Ranks {

@@ -15,7 +15,7 @@ use serde::Serialize;
 
 use crate::checkpoint::CheckpointError;
 use crate::data::{Augmentation, Dataset, DatasetInfo, Datasets, Loader, Request, TargetBatch};
-use crate::data_parallel::{DataParallel, DataParallelOptions, MeanLoss, Sampler};
+use crate::data_parallel::{DataParallel, DataParallelOptions, MeanLoss, Sampler, shard};
 use crate::models::{ModelOptions, ModelSpec};
 use crate::modules::ConvBnMode;
 use crate::objective::{LossSum, Objective};
@@ -235,6 +235,8 @@ pub struct Trainer {
     sampler: Sampler,
     losses: Vec<f64>,
     record: bool,
+    /// The workspace limit of the memory plan, in bytes.
+    workspace_limit: Option<usize>,
     /// The ranks of the run: only this one until [`Trainer::join`].
     parallel: DataParallel,
 }
@@ -263,6 +265,7 @@ impl Trainer {
             batch: 0,
             losses: Vec::new(),
             record: false,
+            workspace_limit: None,
             parallel,
             train_loader: loader(&data.train, workers)?,
             test_loader: loader(&data.test, workers)?,
@@ -272,15 +275,35 @@ impl Trainer {
         })
     }
 
-    /// Makes the model's blocks keep what a plan says, from the next step on. [`Trainer::join`] gives rank 0's plan to all ranks.
-    /// The plan's workspace limit goes to the device's tuner.
+    /// Makes the model's blocks keep what a plan says, from the next step on. The plan's workspace limit goes to the device's
+    /// tuner. For a run on several ranks, see [`Trainer::join_with_plan`].
     ///
     /// # Errors
-    /// If the plan's blocks are not those of the model, or blocks run as separate layers.
+    /// If the plan is for another model or batch size than the run's, if its blocks are not those of the model, or if blocks run
+    /// as separate layers.
     pub fn set_memory_plan(&mut self, plan: &MemoryPlan) -> Result<()> {
+        let (model, images) = (self.config.model.name(), self.most_images());
+        if plan.model != model {
+            let (plan, model) = (plan.model.clone(), model.to_owned());
+            return Err(ConfigError::PlannedModel { plan, model }.into());
+        }
+        if plan.batch_size != images {
+            return Err(ConfigError::PlannedBatchSize { plan: plan.batch_size, images }.into());
+        }
         plan.apply(self.model.as_ref()).map_err(ConfigError::MemoryPlan)?;
-        self.device.tuner().limit_workspace(plan.workspace_limit);
+        self.limit_workspace(plan.workspace_limit);
         Ok(())
+    }
+
+    /// Lets convolutions use at most this many bytes of workspace, from the next step on.
+    fn limit_workspace(&mut self, bytes: Option<usize>) {
+        self.workspace_limit = bytes;
+        self.device.tuner().limit_workspace(bytes);
+    }
+
+    /// The images of a whole batch that the first rank has; no rank has more.
+    fn most_images(&self) -> usize {
+        shard(self.config.batch_size, 0, self.communicator().world_size()).len()
     }
 
     /// Prepares batches on `workers` threads while earlier steps run. With 0, each step prepares its own batch. The batches are

@@ -89,14 +89,11 @@ impl Session {
                 let own = TrainingConfig { batch_size: images, ..config.clone() };
                 let job = Job { device: &device, config: &own, data: rank.data };
                 plan = memory_plan::of_run(&args.memory, &job, rank.console)?;
-                if let Some(plan) = &plan {
-                    trainer.set_memory_plan(plan).map_err(Failure::of_training)?;
-                }
             }
             Ok((trainer, plan))
         })??;
         Ok(Session {
-            trainer: trainer.join(rank.communicator).map_err(Failure::of_training)?,
+            trainer: trainer.join_with_plan(rank.communicator, plan.as_ref()).map_err(Failure::of_training)?,
             cpu,
             config,
             data: rank.data.clone(),

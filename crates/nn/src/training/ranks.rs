@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use convoke_autograd::inference_mode;
 use convoke_distributed::Communicator;
 use convoke_kernels::tune::Choice;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::resume::RunState;
 use super::{Result, Trainer, TrainingConfig};
@@ -14,6 +14,7 @@ use crate::data::{DatasetInfo, Request};
 use crate::data_parallel::{DataParallel, DataParallelOptions, shard_sizes, share_bytes, share_state};
 use crate::difference::{self, Difference};
 use crate::modules::{ConvBnMode, Keep};
+use crate::planner::MemoryPlan;
 use crate::{ConfigError, Init, ModuleExt, batch, planner};
 
 impl Trainer {
@@ -25,14 +26,34 @@ impl Trainer {
     ///
     /// # Errors
     /// If the ranks' configurations or data differ, or communication between ranks fails.
-    pub fn join(mut self, communicator: &Communicator) -> Result<Trainer> {
-        if communicator.world_size() == 1 {
+    pub fn join(self, communicator: &Communicator) -> Result<Trainer> {
+        self.join_with_plan(communicator, None)
+    }
+
+    /// The same, and all ranks follow rank 0's `plan`; those of other ranks are ignored. The plan is for the part of a batch that
+    /// rank 0 has, which is as large as any.
+    ///
+    /// # Errors
+    /// As [`Trainer::join`], and as [`Trainer::set_memory_plan`].
+    pub fn join_with_plan(
+        mut self,
+        communicator: &Communicator,
+        plan: Option<&MemoryPlan>,
+    ) -> Result<Trainer> {
+        let several = communicator.world_size() > 1;
+        if several {
+            self.check_same_run(communicator)?;
+            self.share_run(communicator)?;
+            self.parallel =
+                DataParallel::new(self.model.as_ref(), communicator, DataParallelOptions::default())?;
+        }
+        if let Some(plan) = plan.filter(|_| communicator.rank() == 0) {
+            self.set_memory_plan(plan)?;
+        }
+        if !several {
             return Ok(self);
         }
-        self.check_same_run(communicator)?;
-        self.share_run(communicator)?;
-        self.parallel = DataParallel::new(self.model.as_ref(), communicator, DataParallelOptions::default())?;
-        self.share_keeps(communicator)?;
+        self.share_plan(communicator)?;
         self.share_choices(communicator)?;
         if self.config.sync_bn {
             self.model.convert_sync_batchnorm(Some(communicator));
@@ -91,18 +112,25 @@ impl Trainer {
     }
 
     /// Makes the blocks of all ranks keep what rank 0's keep: in recomputation, all ranks must run the same layers in the same
-    /// order.
-    fn share_keeps(&self, communicator: &Communicator) -> Result<()> {
-        let keeps: BTreeMap<String, Keep> = planner::keeps(self.model.as_ref());
-        let names: BTreeMap<&String, &str> = keeps.iter().map(|(path, keep)| (path, keep.name())).collect();
-        let names = serde_json::to_vec(&names).map_err(ConfigError::Unreadable)?;
-        let names = share_bytes(communicator, "memory plan", names)?;
-        if communicator.rank() > 0 && self.config.conv_bn == ConvBnMode::Fused {
-            let names: BTreeMap<String, String> =
-                serde_json::from_slice(&names).map_err(ConfigError::Unreadable)?;
-            let keeps =
-                names.into_iter().filter_map(|(path, name)| Some((path, Keep::named(&name)?))).collect();
+    /// order. Their convolutions also get rank 0's workspace limit, which is a part of its memory plan.
+    fn share_plan(&mut self, communicator: &Communicator) -> Result<()> {
+        let keeps = planner::keeps(self.model.as_ref());
+        let keeps = keeps.into_iter().map(|(path, keep)| (path, keep.name().to_owned())).collect();
+        let plan = SharedPlan { keeps, workspace_limit: self.workspace_limit };
+        let plan = serde_json::to_vec(&plan).map_err(ConfigError::Unreadable)?;
+        let plan = share_bytes(communicator, "memory plan", plan)?;
+        if communicator.rank() == 0 {
+            return Ok(());
+        }
+        let plan: SharedPlan = serde_json::from_slice(&plan).map_err(ConfigError::Unreadable)?;
+        if self.config.conv_bn == ConvBnMode::Fused {
+            let keep = |(path, name): (String, String)| Some((path, Keep::named(&name)?));
+            let keeps = plan.keeps.into_iter().filter_map(keep).collect();
             planner::apply(&keeps, self.model.as_ref()).map_err(ConfigError::MemoryPlan)?;
+        }
+        // A limit that comes from no plan is the owner's of the device.
+        if plan.workspace_limit != self.workspace_limit {
+            self.limit_workspace(plan.workspace_limit);
         }
         Ok(())
     }
@@ -164,6 +192,14 @@ impl Trainer {
         }
         Ok(())
     }
+}
+
+/// What rank 0 tells the others of its memory plan.
+#[derive(Serialize, Deserialize)]
+struct SharedPlan {
+    /// The name of what each block keeps, by the block's path.
+    keeps: BTreeMap<String, String>,
+    workspace_limit: Option<usize>,
 }
 
 /// What ranks compare before they train together.

@@ -190,7 +190,12 @@ fn plans_are_files_for_one_model_of_fused_blocks() {
         trainer.set_memory_plan(plan).unwrap_err().to_string()
     };
     let error = apply(config("resnet20", 4), &plan);
-    assert!(error.contains("conv1"), "{error}");
+    assert_eq!(error, "the memory plan is for mnist-cnn, the run trains resnet20");
+    let error = apply(config("mnist-cnn", 6), &plan);
+    assert_eq!(error, "the memory plan is for 4 images a step, the run has 6 a step on each rank");
+    let none = MemoryPlan { blocks: Vec::new(), ..plan.clone() };
+    let error = apply(config("mnist-cnn", 4), &none);
+    assert!(error.contains("block1"), "{error}");
     let separate = TrainingConfig { conv_bn: ConvBnMode::Separate, ..config("mnist-cnn", 4) };
     let error = apply(separate, &plan);
     assert!(error.contains("separate"), "{error}");
@@ -214,6 +219,39 @@ fn all_ranks_take_the_first_ones_plan() {
     });
     let all = vec![Keep::RecomputeInTiles; 2];
     assert_eq!(kept.unwrap(), [all.clone(), all]);
+}
+
+/// The plan is for the images that a rank has; its workspace limit is a part of it.
+#[test]
+fn all_ranks_limit_workspaces_as_the_first_ones_plan_does() {
+    let smallest = planner(&device(), "resnet20", 4).smallest().unwrap();
+    let plan = MemoryPlan { workspace_limit: Some(70_000), ..smallest };
+    let data = data("resnet20", 16);
+    let join = |plan: &MemoryPlan| {
+        run_threads(2, &Options::default(), |communicator| {
+            let device = Device::new(DeviceOptions::new(Cpu::single()));
+            let trainer = Trainer::new(&device, config("resnet20", 8), data.clone()).unwrap();
+            let plan = Some(plan).filter(|_| communicator.rank() == 0);
+            let mut trainer =
+                trainer.join_with_plan(&communicator, plan).map_err(|error| error.to_string())?;
+            (0..2).for_each(|_| drop(trainer.step().unwrap()));
+            let largest = device.tuner().largest_workspace();
+            let limit = device.tuner().limit_workspace(None);
+            Ok::<_, String>((limit, largest, trainer.losses().to_vec()))
+        })
+        .unwrap()
+    };
+    let ranks: Vec<_> = join(&plan).into_iter().map(Result::unwrap).collect();
+    assert_eq!(ranks[0].2, ranks[1].2);
+    assert!(
+        ranks.iter().all(|(limit, largest, _)| *limit == Some(70_000) && *largest <= 70_000),
+        "{ranks:?}"
+    );
+    // A plan for the whole batch.
+    let errors = join(&MemoryPlan { batch_size: 8, ..plan });
+    let error = errors[0].as_ref().unwrap_err();
+    assert_eq!(error, "the memory plan is for 8 images a step, the run has 4 a step on each rank");
+    assert!(errors[1].is_err());
 }
 
 #[test]
