@@ -22,6 +22,7 @@ mod formula;
 mod golden;
 pub mod mpirun;
 mod random;
+mod refusal;
 mod shared;
 
 pub use closeness::{
@@ -32,4 +33,5 @@ pub use failures::Failures;
 pub use formula::{formula_fill, formula_fill_around};
 pub use golden::{Case, Golden};
 pub use random::{Element, Random, normal, poisoned, uniform};
+pub use refusal::{HUGE, assert_refused, catch_unwind, check_refused, is_had};
 pub use shared::shared_dir;

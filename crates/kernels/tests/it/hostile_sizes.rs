@@ -4,7 +4,6 @@
 
 use crate::common;
 use std::collections::HashSet;
-use std::panic::AssertUnwindSafe;
 use std::sync::LazyLock;
 
 use convoke_kernels::batch_norm::{self, BackwardSums, EpsPlace, FilterOrder, Moments, Normalization, cudnn};
@@ -15,16 +14,7 @@ use convoke_kernels::memory_format::{self, Extent};
 use convoke_kernels::pool::{self, PoolAxis, PoolProblem};
 use convoke_kernels::upsample::{UpsampleMode, UpsampleProblem};
 use convoke_kernels::{Cpu, DType, Result, activation, concat, elementwise, loss};
-use convoke_testkit::Failures;
-
-/// What a call gives, or its panic; what it has half written is not looked at.
-fn catch_unwind<R>(call: impl FnOnce() -> R) -> std::thread::Result<R> {
-    std::panic::catch_unwind(AssertUnwindSafe(call))
-}
-
-/// Powers of two whose products wrap to 0 or to small numbers, and numbers beside the largest.
-const HUGE: [usize; 9] =
-    [1 << 21, 1 << 32, 1 << 43, 1 << 61, (1 << 62) + 1, 1 << 63, usize::MAX / 3, usize::MAX - 1, usize::MAX];
+use convoke_testkit::{Failures, HUGE, catch_unwind};
 
 /// Every extent of these sizes, in both formats, of which at least one is huge.
 fn extents() -> impl Iterator<Item = Extent> {

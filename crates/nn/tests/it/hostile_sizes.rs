@@ -1,23 +1,13 @@
 //! Counts and sizes that no memory holds, or whose products wrap: what takes them answers with an error, or with nothing more
 //! than there is. Run in release mode too, where arithmetic wraps silently.
 
-use std::panic::AssertUnwindSafe;
-
 use convoke_autograd::Device;
 use convoke_autograd::ops::ConvOptions;
 use convoke_nn::Init;
 use convoke_nn::data::{self, Augmentation, DatasetInfo, InMemory, Targets};
 use convoke_nn::data_parallel::{Sampler, shard};
 use convoke_nn::modules::{BatchNorm2d, BatchNormConfig, Conv2d, Linear};
-use convoke_testkit::Failures;
-
-/// What a call gives, or its panic; what it has half written is not looked at.
-fn catch_unwind<R>(call: impl FnOnce() -> R) -> std::thread::Result<R> {
-    std::panic::catch_unwind(AssertUnwindSafe(call))
-}
-
-const HUGE: [usize; 9] =
-    [1 << 21, 1 << 32, 1 << 43, 1 << 61, (1 << 62) + 1, 1 << 63, usize::MAX / 3, usize::MAX - 1, usize::MAX];
+use convoke_testkit::{Failures, HUGE, catch_unwind, is_had};
 
 fn sizes() -> impl Iterator<Item = usize> + Clone {
     [0, 1, 2].into_iter().chain(HUGE)
@@ -30,12 +20,6 @@ fn refused<R, E: std::fmt::Display>(small: bool, call: impl FnOnce() -> Result<R
         Ok(Ok(_)) if !small => Err("accepted".into()),
         Ok(_) => Ok(()),
     }
-}
-
-/// Whether these many numbers are more than a test should take, and fewer than no machine has.
-fn is_had(sizes: &[usize]) -> bool {
-    let len = sizes.iter().try_fold(1u128, |len, &size| len.checked_mul(size as u128));
-    len.is_some_and(|len| (1 << 20..1 << 43).contains(&len))
 }
 
 #[test]

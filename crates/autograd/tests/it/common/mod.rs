@@ -2,7 +2,9 @@
 
 pub(crate) mod cases;
 
-use convoke_autograd::{Cpu, Device, DeviceOptions, MemoryFormat, Result, Tensor, no_grad};
+use convoke_autograd::{Cpu, Device, DeviceOptions, MemoryFormat, Tensor, no_grad};
+
+pub(crate) use convoke_testkit::check_refused;
 
 /// An element type of both the library and the test kit.
 pub(crate) trait Number: convoke_autograd::Element + convoke_testkit::Element {}
@@ -43,16 +45,4 @@ pub(crate) fn values<T: Number>(tensor: &Tensor) -> Vec<T> {
 /// The bits of the f64 elements, in memory order.
 pub(crate) fn bits(tensor: &Tensor) -> Vec<u64> {
     tensor.data::<f64>().unwrap().iter().map(|value| value.to_bits()).collect()
-}
-
-/// Passes when `result` is an error whose message holds every one of `parts`.
-pub(crate) fn check_refused<T>(result: Result<T>, parts: &[&str]) -> std::result::Result<(), String> {
-    let message = match result {
-        Ok(_) => return Err("was not refused".into()),
-        Err(error) => error.to_string(),
-    };
-    match parts.iter().find(|&&part| !message.contains(part)) {
-        Some(part) => Err(format!("the message lacks {part:?}: {message}")),
-        None => Ok(()),
-    }
 }

@@ -10,6 +10,8 @@ use convoke_kernels::{Cpu, DType, Isa, MemoryFormat};
 use convoke_testkit::{Failures, Mismatch, Random, Tolerance, check_relative_to_max, poisoned};
 use proptest::prelude::*;
 
+pub(crate) use convoke_testkit::check_refused;
+
 /// An element type of both the kernels and the test kit.
 pub(crate) trait Number: convoke_kernels::Element + convoke_testkit::Element {}
 
@@ -85,16 +87,6 @@ pub(crate) fn check_bits<T: Number>(actual: &[T], expected: &[T]) -> Result<(), 
 /// The bits of a number; f32 are widened exactly, which keeps different bits different (NaN aside).
 fn bits<T: Number>(value: T) -> u64 {
     value.f64().to_bits()
-}
-
-/// Passes when the kernel refused and its message holds every one of these parts.
-pub(crate) fn check_refused<R>(result: convoke_kernels::Result<R>, parts: &[&str]) -> Result<(), String> {
-    let Err(error) = result else { return Err("was accepted".into()) };
-    let text = error.to_string();
-    match parts.iter().find(|part| !text.contains(**part)) {
-        Some(part) => Err(format!("{part:?} is missing in {text:?}")),
-        None => Ok(()),
-    }
 }
 
 /// Settings of property tests: no files beside the sources. PROPTEST_RNG_SEED repeats a run.

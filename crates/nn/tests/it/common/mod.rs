@@ -10,6 +10,8 @@ use convoke_nn::training::TrainingConfig;
 use convoke_nn::{Buffer, Counter, Init, Module, ModuleExt, Parameter, Rule, State};
 use convoke_testkit::{Case, formula_fill_around};
 
+pub(crate) use convoke_testkit::{assert_refused, check_refused};
+
 /// Both element types.
 pub(crate) const DTYPES: [DType; 2] = [DType::F32, DType::F64];
 
@@ -122,29 +124,6 @@ pub(crate) fn gradients_by_path(
 /// Backward from any tensor with a given upstream gradient.
 pub(crate) fn backward(output: &Tensor, upstream: &Tensor, retain_graph: bool) -> Gradients {
     output.backward_with(BackwardOptions { upstream: Some(upstream.clone()), retain_graph }).unwrap()
-}
-
-/// Passes when `result` is an error whose message holds every one of `parts`.
-pub(crate) fn check_refused<T, E: std::fmt::Display>(
-    result: Result<T, E>,
-    parts: &[&str],
-) -> Result<(), String> {
-    let message = match result {
-        Ok(_) => return Err("was not refused".into()),
-        Err(error) => error.to_string(),
-    };
-    match parts.iter().find(|&&part| !message.contains(part)) {
-        Some(part) => Err(format!("the message lacks {part:?}: {message}")),
-        None => Ok(()),
-    }
-}
-
-/// Panics unless `result` is an error whose message holds every one of `parts`.
-#[track_caller]
-pub(crate) fn assert_refused<T, E: std::fmt::Display>(result: Result<T, E>, parts: &[&str]) {
-    if let Err(what) = check_refused(result, parts) {
-        panic!("{what}");
-    }
 }
 
 /// The first `train` and `test` images of a small `digits`.
