@@ -2,9 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::nn::data::{
-    Augmentation, DataError, DatasetInfo, DatasetSpec, Datasets, LoadError, LoadOptions, noise,
-};
+use crate::nn::data::{Augmentation, DataError, DatasetSpec, Datasets, LoadError, LoadOptions};
 
 use super::console::Console;
 use super::failure::{Failure, Result};
@@ -112,14 +110,12 @@ fn load_named(spec: &DatasetSpec, args: &RunArgs, console: &Console) -> Result<D
 /// Four batches of noise to train, and one to test.
 fn generate_noise(args: &RunArgs, console: &Console) -> Result<Datasets> {
     let (model, batch) = (args.model(), args.batch_size as usize);
-    let (shape, classes) = (model.input(), model.classes());
-    let [channels, height, width] = shape;
+    let ([channels, height, width], classes) = (model.input(), model.classes());
     console.line(&format!(
         "random: noise of {channels} x {height} x {width} in {classes} classes, as {model} takes it; there is nothing to \
          learn in it, only speed and memory mean something"
     ));
-    let info = DatasetInfo::of_noise(RANDOM, shape, classes, model.targets());
-    let set = noise(&info, args.seed, [batch.saturating_mul(4), batch], &console.data_progress());
+    let set = model.noise(args.seed, [batch.saturating_mul(4), batch], &console.data_progress());
     set.map(Datasets::from).map_err(|error| failure(error.into(), ""))
 }
 

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::nn::data::{DatasetInfo, Datasets, noise};
+use crate::nn::data::Datasets;
 use crate::nn::models::ModelSpec;
 use crate::nn::modules::ConvBnMode;
 use crate::nn::planner::{MemoryPlan, Planner};
@@ -149,7 +149,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
 /// A run of the model on noise of its own shape.
 fn noise_run(args: &PlanArgs, console: &Console) -> Result<(TrainingConfig, Datasets)> {
     let (model, batch_size) = (args.model.clone(), args.batch_size as usize);
-    let data = random_images(&model, batch_size, console)?;
+    let data = model.noise(1, [batch_size, 1], &console.data_progress())?.into();
     let config = TrainingConfig {
         rule: rule(args.optimizer, None),
         batch_size,
@@ -271,7 +271,7 @@ fn largest(
         let mut images = config.batch_size;
         loop {
             images *= 2;
-            let data = random_images(&config.model, images, console)?;
+            let data = config.model.noise(1, [images, 1], &console.data_progress())?.into();
             let found = planner.largest_batch(budget, plan, &data).map_err(Failure::of_training)?;
             // A batch of all the images may not be the largest: go on with more images.
             if found != Some(images) {
@@ -284,11 +284,6 @@ fn largest(
         unplanned: find(Some(&unplanned))?,
         planned: find(Some(&smallest))?,
     })
-}
-
-fn random_images(model: &ModelSpec, images: usize, console: &Console) -> Result<Datasets> {
-    let info = DatasetInfo::of_noise("random", model.input(), model.classes(), model.targets());
-    Ok(noise(&info, 1, [images, 1], &console.data_progress())?.into())
 }
 
 fn milliseconds(seconds: f64) -> String {

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use convoke_autograd::Result;
 use serde::{Serialize, Serializer};
 
-use crate::data::{Catalog, DatasetInfo, Listed, Targets};
+use crate::data::{Catalog, DataError, DatasetInfo, Listed, Progress, Targets, TrainTest, noise};
 use crate::modules::ConvBnMode;
 use crate::objective::Objective;
 use crate::{ConfigError, Init, Module};
@@ -206,6 +206,20 @@ impl ModelSpec {
     /// If channels or classes are 0 or too many, or for the model's own reasons.
     pub fn build(&self, init: &Init, options: &ModelOptions) -> Result<Box<dyn Module>> {
         (self.build)(init, options)
+    }
+
+    /// Noise in the shape that it is made for, to measure speed and memory with; `lens` are the numbers of images to train and
+    /// to test. There is nothing to learn in it: see [`noise`].
+    ///
+    /// # Errors
+    /// As [`noise`].
+    pub fn noise(
+        &self,
+        seed: u64,
+        lens: [usize; 2],
+        progress: &Progress<'_>,
+    ) -> std::result::Result<TrainTest, DataError> {
+        noise(&DatasetInfo::of_noise("random", self.input, self.classes, self.targets), seed, lens, progress)
     }
 
     /// The options for the images and classes that it is made for.
