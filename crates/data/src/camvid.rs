@@ -152,12 +152,12 @@ fn load_named<const N: usize>(
     let parts = pairs.iter().map(&mut read_part).collect::<Result<Vec<_>, DataError>>()?;
     for (name, (_, labels)) in names.iter().zip(&parts) {
         if labels.iter().all(|&label| label == VOID) {
-            return Err(DataError::Malformed {
-                file: folder.join(format!("{name}annot")),
-                field: "labels",
-                expected: "a class for at least one pixel of all images".into(),
-                found: format!("{VOID}, which stands for no class, everywhere: no pixel has a label"),
-            });
+            return Err(DataError::malformed(
+                &folder.join(format!("{name}annot")),
+                "labels",
+                "a class for at least one pixel of all images",
+                format!("{VOID}, which stands for no class, everywhere: no pixel has a label"),
+            ));
         }
     }
     (info.mean, info.std) = moments(&parts[0].0, info.height * info.width);
@@ -182,15 +182,10 @@ fn too_large(images: usize, info: &DatasetInfo) -> DataError {
 
 /// The info of a set of images of this height and width, before any pixel is read.
 pub fn info([height, width]: [usize; 2]) -> DatasetInfo {
+    let (shape, unscaled) = ([CHANNELS, height, width], [&[0.0; CHANNELS][..], &[1.0; CHANNELS]]);
     DatasetInfo {
-        name: NAME.to_owned(),
-        channels: CHANNELS,
-        height,
-        width,
-        classes: CLASSES.len(),
         targets: Targets::Pixels { ignore: Some(VOID as i64) },
-        mean: vec![0.0; CHANNELS],
-        std: vec![1.0; CHANNELS],
+        ..DatasetInfo::of_images(NAME, shape, CLASSES.len(), unscaled)
     }
 }
 

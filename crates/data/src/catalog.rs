@@ -96,3 +96,27 @@ pub enum NameError {
         known: Vec<String>,
     },
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::{DatasetSpec, DatasetSpecs};
+
+    #[test]
+    fn names_are_checked_and_errors_list_them() {
+        let named =
+            |name: &str| DatasetSpec::new(name, "", |_| Err::<super::super::Datasets, _>("no data".into()));
+        let list = DatasetSpecs::builtin().with(named("own-set.2")).unwrap();
+        assert_eq!(list.names().last(), Some("own-set.2"));
+        assert_eq!(list.get("own-set.2").unwrap(), &named("own-set.2"));
+        let unknown = list.get("none").unwrap_err().to_string();
+        assert!(
+            unknown.starts_with("there is no data set \"none\": the data sets are digits, "),
+            "{unknown}"
+        );
+        let refused = |name: &str| list.clone().with(named(name)).unwrap_err().to_string();
+        assert_eq!(refused("digits"), "there are two data sets named \"digits\"");
+        for name in ["", "-x", "a b", "Set", "n\u{e9}t"] {
+            assert!(refused(name).starts_with(&format!("a data set cannot be named {name:?}: ")), "{name}");
+        }
+    }
+}

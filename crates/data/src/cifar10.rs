@@ -24,7 +24,7 @@ use super::progress::report;
 use super::tar::{Archive, fill};
 use super::{
     Augmentation, DataError, DatasetInfo, DatasetSpec, InMemory, Progress, ProgressEvent, ProgressUnit,
-    Targets, TrainTest,
+    TrainTest,
 };
 
 /// The classes; a label is a place in this list.
@@ -197,16 +197,7 @@ pub(super) fn spec() -> DatasetSpec {
 
 /// What is known of the set before any file is read.
 pub fn info() -> DatasetInfo {
-    DatasetInfo {
-        name: "cifar10".to_owned(),
-        channels: CHANNELS,
-        height: SIDE,
-        width: SIDE,
-        classes: CLASSES.len(),
-        targets: Targets::Image,
-        mean: MEAN.to_vec(),
-        std: STD.to_vec(),
-    }
+    DatasetInfo::of_images("cifar10", [CHANNELS, SIDE, SIDE], CLASSES.len(), [&MEAN, &STD])
 }
 
 /// What one file holds.
@@ -256,8 +247,7 @@ impl Loading<'_> {
             let Some(index) = FILES.iter().position(|&known| known == name) else { continue };
             let path = file.join(entry.name().trim_start_matches('/'));
             if batches[index].is_some() {
-                let (expected, found) = ("one file of this name".into(), "two".into());
-                return Err(DataError::Malformed { file: path, field: "name", expected, found });
+                return Err(DataError::malformed(&path, "name", "one file of this name", "two"));
             }
             let len = entry.len();
             batches[index] = Some(self.records(&mut entry, len, &path)?);
@@ -280,12 +270,17 @@ impl Loading<'_> {
             let read = fill(reader, &mut record).map_err(|error| read_error(file, "record", error))?;
             if read < RECORD {
                 let found = format!("{} bytes (the file is cut off)", start + read as u64);
-                return Err(wrong(file, "size", format!("{len} bytes"), found));
+                return Err(DataError::malformed(file, "size", format!("{len} bytes"), found));
             }
             let [label, pixels @ ..] = &record;
             if usize::from(*label) >= CLASSES.len() {
                 let found = format!("{label} at byte {start}, in image {index}");
-                return Err(wrong(file, "label", format!("0 to {}", CLASSES.len() - 1), found));
+                return Err(DataError::malformed(
+                    file,
+                    "label",
+                    format!("0 to {}", CLASSES.len() - 1),
+                    found,
+                ));
             }
             batch.labels.push(*label);
             batch.images.extend_from_slice(pixels);
@@ -297,13 +292,9 @@ impl Loading<'_> {
     }
 }
 
-fn wrong(file: &Path, field: &'static str, expected: String, found: String) -> DataError {
-    DataError::Malformed { file: file.to_owned(), field, expected, found }
-}
-
 fn wrong_len(file: &Path, found: String) -> DataError {
     let expected = format!("a multiple of {RECORD} bytes, above 0 and at most {MAX_DATA_BYTES}");
-    wrong(file, "size", expected, found)
+    DataError::malformed(file, "size", expected, found)
 }
 
 /// A file that counts the bytes that are read of it.

@@ -62,6 +62,27 @@ pub struct DatasetInfo {
 }
 
 impl DatasetInfo {
+    /// The info of images of C x H x W that have one of `classes` classes each. The last argument is mean and standard deviation
+    /// of each channel.
+    pub fn of_images(
+        name: &str,
+        [channels, height, width]: [usize; 3],
+        classes: usize,
+        [mean, std]: [&[f32]; 2],
+    ) -> DatasetInfo {
+        let (mean, std) = (mean.to_vec(), std.to_vec());
+        DatasetInfo {
+            name: name.to_owned(),
+            channels,
+            height,
+            width,
+            classes,
+            targets: Targets::Image,
+            mean,
+            std,
+        }
+    }
+
     /// Channels, height and width of an image.
     pub fn shape(&self) -> [usize; 3] {
         [self.channels, self.height, self.width]

@@ -25,16 +25,11 @@ mod hand;
 
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
-use rayon::prelude::*;
 
-use super::in_memory::zeroed;
-use super::progress::report;
+use super::generated::Part;
 use super::threads::threads;
-use super::{
-    DataError, DatasetInfo, DatasetSpec, InMemory, LoadOptions, Progress, ProgressEvent, ProgressUnit,
-    Targets, TrainTest,
-};
-use canvas::{Dice, PIXELS, SIDE};
+use super::{DataError, DatasetInfo, DatasetSpec, InMemory, LoadOptions, Progress, TrainTest};
+use canvas::{Dice, SIDE};
 use glyphs::GLYPHS;
 use hand::draw;
 
@@ -76,16 +71,7 @@ pub fn digits(
 
 /// Name, shape and normalisation of the set.
 pub fn info() -> DatasetInfo {
-    DatasetInfo {
-        name: NAME.to_owned(),
-        channels: 1,
-        height: SIDE,
-        width: SIDE,
-        classes: CLASSES,
-        targets: Targets::Image,
-        mean: vec![MEAN],
-        std: vec![STD],
-    }
+    DatasetInfo::of_images(NAME, [1, SIDE, SIDE], CLASSES, [&[MEAN], &[STD]])
 }
 
 /// The data set by name.
@@ -114,30 +100,11 @@ fn generate(seed: u64, split: Split, len: usize, progress: &Progress<'_>) -> Res
         Split::Train => "digits: train",
         Split::Test => "digits: test",
     };
-    let info = info();
-    let mut images = zeroed(&info, len, PIXELS)?;
-    let mut labels = zeroed(&info, len, 1)?;
-    let event = |done: usize| ProgressEvent {
-        stage,
-        done: done as u64,
-        total: Some(len as u64),
-        unit: ProgressUnit::Images,
-    };
-    report(progress, event(0))?;
-    let mut done = 0;
-    let chunks = images.chunks_mut(IMAGES_PER_REPORT * PIXELS).zip(labels.chunks_mut(IMAGES_PER_REPORT));
-    for (image_chunk, label_chunk) in chunks {
-        image_chunk.par_chunks_exact_mut(PIXELS).zip(label_chunk.par_iter_mut()).enumerate().for_each(
-            |(offset, (image, label))| {
-                let index = (done + offset) as u64;
-                *label = label_of(seed, split, index);
-                image.copy_from_slice(&draw(*label, &mut dice(seed, split, Purpose::Image, index)));
-            },
-        );
-        done += label_chunk.len();
-        report(progress, event(done))?;
-    }
-    InMemory::new(info, images, labels)
+    Part { stage, len, images_per_report: IMAGES_PER_REPORT }.draw(info(), progress, |index, image, label| {
+        let index = index as u64;
+        label[0] = label_of(seed, split, index);
+        image.copy_from_slice(&draw(label[0], &mut dice(seed, split, Purpose::Image, index)));
+    })
 }
 
 /// The random stream of one item. Streams of different seeds, splits, purposes and indices are unrelated.
@@ -168,7 +135,8 @@ mod tests {
 
     use sha2::{Digest, Sha256};
 
-    use super::super::silent;
+    use super::super::{ProgressEvent, ProgressUnit, silent};
+    use super::canvas::PIXELS;
     use super::*;
 
     fn small(seed: u64) -> TrainTest {

@@ -200,4 +200,15 @@ impl DataError {
         let file = file.to_owned();
         move |source| Self::Io { file, action, source }
     }
+
+    /// A field of a file that is not what its format asks for.
+    #[cfg(any(feature = "gzip", feature = "png"))]
+    pub(super) fn malformed(
+        file: &std::path::Path,
+        field: &'static str,
+        expected: impl Into<String>,
+        found: impl Into<String>,
+    ) -> Self {
+        Self::Malformed { file: file.to_owned(), field, expected: expected.into(), found: found.into() }
+    }
 }

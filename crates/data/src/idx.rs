@@ -98,15 +98,15 @@ impl<'a> IdxReader<'a> {
         read_header(&mut reader, &mut magic, file, "magic")?;
         let [zero, zero_too, element, dimensions] = magic;
         if (zero, zero_too) != (0, 0) {
-            return Err(malformed(file, "magic", "two bytes of 0 first".into(), format!("{magic:02x?}")));
+            return Err(DataError::malformed(file, "magic", "two bytes of 0 first", format!("{magic:02x?}")));
         }
         if element != UNSIGNED_BYTE {
             let found = format!("{element:#04x} ({})", element_name(element));
-            return Err(malformed(file, "element type", "0x08 (unsigned byte)".into(), found));
+            return Err(DataError::malformed(file, "element type", "0x08 (unsigned byte)", found));
         }
         if !(1..=MAX_DIMENSIONS).contains(&dimensions) {
             let expected = format!("1 to {MAX_DIMENSIONS}");
-            return Err(malformed(file, "dimensions", expected, dimensions.to_string()));
+            return Err(DataError::malformed(file, "dimensions", expected, dimensions.to_string()));
         }
         let mut sizes = Vec::with_capacity(usize::from(dimensions));
         for _ in 0..dimensions {
@@ -120,7 +120,12 @@ impl<'a> IdxReader<'a> {
             None => {
                 let product = product.map_or("more than 64 bits".into(), |product| product.to_string());
                 let found = format!("{sizes:?}, a product of {product}");
-                Err(malformed(file, "sizes", format!("a product of at most {MAX_DATA_BYTES}"), found))
+                Err(DataError::malformed(
+                    file,
+                    "sizes",
+                    format!("a product of at most {MAX_DATA_BYTES}"),
+                    found,
+                ))
             }
         }
     }
@@ -141,19 +146,15 @@ impl<'a> IdxReader<'a> {
         self.reader.by_ref().take(len).read_to_end(&mut data).map_err(failed)?;
         if data.len() as u64 != len {
             let found = format!("{} bytes (the file is cut off)", data.len());
-            return Err(malformed(file, "data", claim(), found));
+            return Err(DataError::malformed(file, "data", claim(), found));
         }
         // Reading on to the end also makes the decoder compare the gzip checksum.
         let rest = self.reader.by_ref().take(1).read_to_end(&mut Vec::new()).map_err(failed)?;
         if rest != 0 {
-            return Err(malformed(file, "data", claim(), "more bytes after those".into()));
+            return Err(DataError::malformed(file, "data", claim(), "more bytes after those"));
         }
         Ok(IdxArray { sizes: self.sizes(), data })
     }
-}
-
-fn malformed(file: &Path, field: &'static str, expected: String, found: String) -> DataError {
-    DataError::Malformed { file: file.to_owned(), field, expected, found }
 }
 
 /// Fills one field of the header.
@@ -168,7 +169,7 @@ fn read_header(
     reader.take(wanted as u64).read_to_end(&mut read).map_err(|error| read_error(file, field, error))?;
     if read.len() != wanted {
         let found = format!("{} bytes (the file is cut off)", read.len());
-        return Err(malformed(file, field, format!("{wanted} bytes"), found));
+        return Err(DataError::malformed(file, field, format!("{wanted} bytes"), found));
     }
     bytes.copy_from_slice(&read);
     Ok(())
@@ -181,7 +182,7 @@ pub(super) fn read_error(file: &Path, field: &'static str, error: io::Error) -> 
         io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput => format!("a damaged one ({error})"),
         _ => return DataError::io(file, "read")(error),
     };
-    DataError::Malformed { file: file.to_owned(), field, expected: "a sound gzip stream".into(), found }
+    DataError::malformed(file, field, "a sound gzip stream", found)
 }
 
 fn element_name(code: u8) -> &'static str {

@@ -21,6 +21,7 @@ pub mod digits;
 #[cfg(feature = "download")]
 pub mod download;
 mod error;
+mod generated;
 #[cfg(feature = "gzip")]
 pub mod idx;
 mod in_memory;

@@ -12,7 +12,7 @@ use super::idx;
 use super::idx::IdxReader;
 use super::progress::report;
 use super::{
-    DataError, DatasetInfo, DatasetSpec, InMemory, Progress, ProgressEvent, ProgressUnit, Targets, TrainTest,
+    DataError, DatasetInfo, DatasetSpec, InMemory, Progress, ProgressEvent, ProgressUnit, TrainTest,
     check_labels,
 };
 
@@ -202,16 +202,7 @@ pub(super) fn spec() -> DatasetSpec {
 
 /// What is known of the set before any file is read.
 pub fn info() -> DatasetInfo {
-    DatasetInfo {
-        name: "mnist".to_owned(),
-        channels: 1,
-        height: SIDE,
-        width: SIDE,
-        classes: CLASSES,
-        targets: Targets::Image,
-        mean: vec![MEAN],
-        std: vec![STD],
-    }
+    DatasetInfo::of_images("mnist", [1, SIDE, SIDE], CLASSES, [&[MEAN], &[STD]])
 }
 
 /// The number of images that a header claims, if its sizes are those of images.
@@ -237,7 +228,7 @@ fn check_label_count(file: &Path, sizes: &[usize], images: usize) -> Result<(), 
 }
 
 fn wrong_sizes(file: &Path, expected: String, found: &[usize]) -> DataError {
-    DataError::Malformed { file: file.to_owned(), field: "sizes", expected, found: format!("{found:?}") }
+    DataError::malformed(file, "sizes", expected, format!("{found:?}"))
 }
 
 #[cfg(test)]

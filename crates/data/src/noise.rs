@@ -2,12 +2,10 @@
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use rayon::prelude::*;
 
-use super::in_memory::zeroed;
-use super::progress::report;
+use super::generated::Part;
 use super::threads::threads;
-use super::{DataError, DatasetInfo, InMemory, Progress, ProgressEvent, ProgressUnit, Targets, TrainTest};
+use super::{DataError, DatasetInfo, InMemory, Progress, Targets, TrainTest};
 
 /// The first bytes of the keys of the random streams, so that these differ from other uses of the same seed.
 const DOMAIN: [u8; 16] = *b"noise/1\0\0\0\0\0\0\0\0\0";
@@ -48,56 +46,36 @@ fn part(
     (number, stage, len): (u8, &str, usize),
     progress: &Progress<'_>,
 ) -> Result<InMemory, DataError> {
-    let (image_len, label_len) = (info.image_len(), info.label_len());
-    let (mut images, mut labels) = (zeroed(info, len, image_len)?, zeroed(info, len, label_len)?);
     let mut key = [0; 32];
     key[..16].copy_from_slice(&DOMAIN);
     key[16..24].copy_from_slice(&seed.to_le_bytes());
     key[24] = number;
-    let draw = |index: usize, image: &mut [u8], label: &mut [u8]| {
-        let mut random = ChaCha8Rng::from_seed(key);
-        random.set_stream(index as u64);
-        random.fill_bytes(label);
-        if matches!(info.targets, Targets::Values { .. }) {
+    Part { stage, len, images_per_report: IMAGES_PER_REPORT }.draw(
+        info.clone(),
+        progress,
+        |index, image, labels| {
+            let mut random = ChaCha8Rng::from_seed(key);
+            random.set_stream(index as u64);
+            random.fill_bytes(labels);
+            if !matches!(info.targets, Targets::Values { .. }) {
+                // A byte times the number of classes, over 256: some classes come a little more often.
+                let classes = info.classes.min(256);
+                labels.iter_mut().for_each(|label| *label = (usize::from(*label) * classes / 256) as u8);
+            }
             random.fill_bytes(image);
-            return;
-        }
-        // A byte times the number of classes, over 256: some classes come a little more often.
-        label.iter_mut().for_each(|label| *label = (usize::from(*label) * info.classes.min(256) / 256) as u8);
-        random.fill_bytes(image);
-    };
-    let mut done = 0;
-    let event = |done: usize| {
-        let (done, total) = (done as u64, Some(len as u64));
-        report(progress, ProgressEvent { stage, done, total, unit: ProgressUnit::Images })
-    };
-    event(0)?;
-    let chunks = images
-        .chunks_mut(IMAGES_PER_REPORT.saturating_mul(image_len))
-        .zip(labels.chunks_mut(IMAGES_PER_REPORT.saturating_mul(label_len)));
-    for (images, labels) in chunks {
-        let pairs = images.par_chunks_mut(image_len).zip(labels.par_chunks_mut(label_len)).enumerate();
-        pairs.for_each(|(offset, (image, label))| draw(done + offset, image, label));
-        done += images.len() / image_len;
-        event(done)?;
-    }
-    InMemory::new(info.clone(), images, labels)
+        },
+    )
 }
 
 impl DatasetInfo {
     /// The info that [`noise`] needs: images of C x H x W in `classes` classes, normalised as uniformly distributed bytes are.
     ///
     /// For more than 2^20 channels, mean and standard deviation are left empty, so that such a set is refused.
-    pub fn of_noise(
-        name: &str,
-        [channels, height, width]: [usize; 3],
-        classes: usize,
-        targets: Targets,
-    ) -> DatasetInfo {
+    pub fn of_noise(name: &str, shape: [usize; 3], classes: usize, targets: Targets) -> DatasetInfo {
+        let told = if shape[0] > MOST_CHANNELS { 0 } else { shape[0] };
         // Of a uniform distribution over 0..1.
-        let told = if channels > MOST_CHANNELS { 0 } else { channels };
         let (mean, std) = (vec![0.5; told], vec![(1.0_f32 / 12.0).sqrt(); told]);
-        DatasetInfo { name: name.to_owned(), channels, height, width, classes, targets, mean, std }
+        DatasetInfo { targets, ..DatasetInfo::of_images(name, shape, classes, [&mean, &std]) }
     }
 }
 
@@ -106,7 +84,7 @@ mod tests {
     use std::cell::RefCell;
     use std::ops::ControlFlow;
 
-    use super::super::silent;
+    use super::super::{ProgressEvent, silent};
     use super::*;
 
     fn made(shape: [usize; 3], classes: usize, targets: Targets, seed: u64, lens: [usize; 2]) -> TrainTest {

@@ -47,12 +47,6 @@ pub(super) fn decode(
     content: Content,
     size: Option<[usize; 2]>,
 ) -> Result<Raster, DataError> {
-    let malformed = |field, expected: String, found: String| DataError::Malformed {
-        file: file.to_owned(),
-        field,
-        expected,
-        found,
-    };
     let failed = |error| decoding_error(file, error);
     let mut decoder = Decoder::new_with_limits(bytes, Limits { bytes: MAX_DECODER_BYTES });
     // By default one of the two checksums is not compared.
@@ -67,10 +61,10 @@ pub(super) fn decode(
     match size {
         Some(size) if size != [height, width] => {
             let expected = format!("{}x{} (height x width) as the set's first image", size[0], size[1]);
-            return Err(malformed("size", expected, found));
+            return Err(DataError::malformed(file, "size", expected, found));
         }
         None if height > MAX_SIDE || width > MAX_SIDE => {
-            return Err(malformed("size", format!("at most {MAX_SIDE}x{MAX_SIDE}"), found));
+            return Err(DataError::malformed(file, "size", format!("at most {MAX_SIDE}x{MAX_SIDE}"), found));
         }
         _ => {}
     }
@@ -82,12 +76,17 @@ pub(super) fn decode(
         ),
     };
     if !fits {
-        return Err(malformed("colour type", expected.into(), format!("{}-bit {color:?}", depth as u8)));
+        return Err(DataError::malformed(
+            file,
+            "colour type",
+            expected,
+            format!("{}-bit {color:?}", depth as u8),
+        ));
     }
 
     let mut reader = decoder.read_info().map_err(failed)?;
     if reader.info().is_animated() {
-        return Err(malformed("frames", "one image".into(), "an animation".into()));
+        return Err(DataError::malformed(file, "frames", "one image", "an animation"));
     }
     let bytes = read_image(&mut reader, failed)?;
     // Only this shows that the file is not cut off behind the last pixel.
@@ -129,7 +128,7 @@ fn decoding_error(file: &Path, error: DecodingError) -> DataError {
         DecodingError::IoError(error) => return DataError::io(file, "read")(error),
         error => format!("a damaged one ({error})"),
     };
-    DataError::Malformed { file: file.to_owned(), field: "contents", expected: "a sound PNG".into(), found }
+    DataError::malformed(file, "contents", "a sound PNG", found)
 }
 
 /// Writes files for tests.

@@ -124,7 +124,7 @@ impl<R: Read> Archive<R> {
     }
 
     fn wrong(&self, field: &'static str, expected: String, found: String) -> DataError {
-        DataError::Malformed { file: self.file.clone(), field, expected, found }
+        DataError::malformed(&self.file, field, expected, found)
     }
 }
 

@@ -9,7 +9,7 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 
 use super::super::tar::testing::archive;
-use super::super::{silent, testing};
+use super::super::{Targets, silent, testing};
 use super::*;
 
 /// Records whose labels count up from `first`, and whose pixels follow from label, channel and place.
