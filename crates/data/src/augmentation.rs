@@ -26,6 +26,7 @@ pub struct Augmentation {
 
 /// The part of an image that is taken, and whether it is mirrored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct View {
     /// The first row; rows above the image or below it are padding.
     pub top: isize,

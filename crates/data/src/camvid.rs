@@ -56,6 +56,7 @@ const IMAGES_PER_REPORT: usize = 16;
 
 /// CamVid in its three parts; all have the same [`DatasetInfo`].
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct Parts {
     /// What a model learns from.
     pub train: InMemory,

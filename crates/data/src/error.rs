@@ -148,6 +148,7 @@ pub enum DataError {
 
 /// Why one mirror did not give a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct MirrorFailure {
     /// The mirror's address.
     pub mirror: String,

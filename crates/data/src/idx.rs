@@ -34,6 +34,7 @@ const MOST_OF_ONE_BYTE: u64 = 1032;
 
 /// The contents of an IDX file of unsigned bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct IdxArray {
     /// Size of each dimension, slowest first.
     pub sizes: Vec<usize>,

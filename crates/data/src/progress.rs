@@ -6,6 +6,7 @@ use super::DataError;
 
 /// What `done` and `total` of a [`ProgressEvent`] count.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum ProgressUnit {
     /// Bytes received or read.
     Bytes,
@@ -17,6 +18,7 @@ pub enum ProgressUnit {
 
 /// One report of a running stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ProgressEvent<'a> {
     /// What is being done, fit for the label of a progress bar: `train-images-idx3-ubyte.gz`, `digits:
     /// train`.

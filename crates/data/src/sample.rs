@@ -16,6 +16,7 @@ pub struct Sample<'a> {
 
 /// The pixels of an image, C x H x W in C order.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub enum Pixels<'a> {
     /// Bytes, which are scaled to 0..1 before mean and standard deviation are applied.
     Bytes(Cow<'a, [u8]>),
@@ -25,6 +26,7 @@ pub enum Pixels<'a> {
 
 /// What is to be learnt about one image.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub enum Target<'a> {
     /// Its class.
     Class(i64),

@@ -130,6 +130,7 @@ pub fn load_model_non_strict(model: &(impl Module + ?Sized), file: &Path) -> Res
 
 /// The names that only one of a model and a file has.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
 pub struct IncompatibleKeys {
     /// What the model has and the file lacks: left as it was.
     pub missing: Vec<String>,

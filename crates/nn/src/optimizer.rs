@@ -9,6 +9,7 @@ use crate::{Module, ModuleExt, Parameter};
 /// How a gradient changes its parameter. Formulas and defaults are PyTorch 2's.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
+#[non_exhaustive]
 pub enum Rule {
     /// Stochastic gradient descent with momentum, dampening, Nesterov and weight decay.
     Sgd(kernel::Sgd),
@@ -34,6 +35,17 @@ impl Rule {
     /// AdamW with betas 0.9 and 0.999, eps 1e-8 and weight decay 0.01.
     pub fn adamw(learning_rate: f64) -> Rule {
         Rule::AdamW(kernel::AdamW { learning_rate, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.01 })
+    }
+
+    /// The same rule with this weight decay.
+    #[must_use]
+    pub fn with_weight_decay(mut self, weight_decay: f64) -> Rule {
+        match &mut self {
+            Rule::Sgd(rule) => rule.weight_decay = weight_decay,
+            Rule::Adadelta(rule) => rule.weight_decay = weight_decay,
+            Rule::AdamW(rule) => rule.weight_decay = weight_decay,
+        }
+        self
     }
 
     /// The name on the command line and in files.

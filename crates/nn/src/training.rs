@@ -187,6 +187,7 @@ type Result<T> = std::result::Result<T, TrainingError>;
 
 /// The report of one step.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct StepReport {
     /// The step, from 1.
     pub step: u64,
@@ -210,6 +211,7 @@ pub struct StepReport {
 
 /// Bytes in use over one step.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct StepTimeline {
     /// Bytes after every allocation and release.
     pub points: Vec<TimelinePoint>,

@@ -25,6 +25,7 @@ pub struct Sampler {
 
 /// A rank's part of a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Shard<'a> {
     /// The samples.
     pub samples: &'a [u32],

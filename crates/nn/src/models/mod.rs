@@ -17,6 +17,7 @@ use crate::{ConfigError, Init, Module};
 
 /// The options that a model is built with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ModelOptions {
     /// How its Conv+BN blocks run.
     pub conv_bn: ConvBnMode,

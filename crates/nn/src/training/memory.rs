@@ -10,6 +10,7 @@ use crate::{ConfigError, Module};
 
 /// The bytes that a step's [`StepReport`](super::StepReport) will report.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct MemoryPrediction {
     /// Bytes in use at the end of forward.
     pub bytes_end_of_forward: usize,

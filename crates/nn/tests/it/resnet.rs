@@ -3,7 +3,7 @@
 use crate::common::{self, assert_refused, backward, bits, init, normal, parameter, spec, values};
 use convoke_autograd::{DType, Device, MemoryFormat, Tensor, inference_mode};
 use convoke_nn::data::{DatasetInfo, Targets};
-use convoke_nn::models::{BasicBlock, Bottleneck, ModelOptions, ModelSpec, resnet20, resnet50};
+use convoke_nn::models::{BasicBlock, Bottleneck, ModelSpec, resnet20, resnet50};
 use convoke_nn::modules::{
     Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, GlobalAvgPool2d,
     Padding, Sequential,
@@ -34,7 +34,8 @@ fn child<'a>(module: &'a (impl Module + ?Sized), name: &str) -> &'a dyn Module {
 fn parameters_are_as_many_as_published() {
     let device = device();
     let count = |model: ModelSpec, channels, classes| {
-        let options = ModelOptions { image: [channels, 32, 32], classes, ..model.options(ConvBnMode::Fused) };
+        let mut options = model.options(ConvBnMode::Fused);
+        (options.image, options.classes) = ([channels, 32, 32], classes);
         let model = model.build(&Init::new(&device, 0), &options).unwrap();
         model.parameter_count()
     };

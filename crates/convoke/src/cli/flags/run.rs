@@ -147,16 +147,13 @@ impl RunArgs {
 
     pub(crate) fn rule(&self) -> Rule {
         let mut rule = rule(self.optimizer, self.lr);
-        let weight_decay = match &mut rule {
-            Rule::Adadelta(rule) => &mut rule.weight_decay,
-            Rule::Sgd(rule) => {
-                rule.momentum = self.momentum;
-                &mut rule.weight_decay
-            }
-            Rule::AdamW(rule) => &mut rule.weight_decay,
-        };
-        *weight_decay = self.weight_decay.unwrap_or(*weight_decay);
-        rule
+        if let Rule::Sgd(sgd) = &mut rule {
+            sgd.momentum = self.momentum;
+        }
+        match self.weight_decay {
+            Some(weight_decay) => rule.with_weight_decay(weight_decay),
+            None => rule,
+        }
     }
 }
 
