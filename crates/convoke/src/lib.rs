@@ -66,8 +66,8 @@ pub mod distributed {
 pub mod nn {
     #[doc(inline)]
     pub use convoke_nn::{
-        Buffer, Counter, Error, Field, Forward, Generator, Init, ModuleExt, Optimizer, Parameter, Part,
-        Parts, Result, Rule, State, StepLr, TrainingMode, all_reduce, batch,
+        Buffer, ConfigError, Counter, Error, Field, Forward, Generator, Init, ModuleExt, Optimizer,
+        Parameter, Part, Parts, Result, Rule, State, StepLr, TrainingMode, all_reduce, batch,
     };
     #[doc(inline)]
     pub use convoke_nn::{
@@ -87,10 +87,10 @@ pub mod nn {
     pub mod data {
         #[doc(inline)]
         pub use convoke_nn::data::{
-            Augmentation, DataError, Dataset, DatasetInfo, DatasetSpec, DatasetSpecs, Datasets, InMemory,
-            LoadError, LoadOptions, Loader, MAX_CLASSES, MirrorFailure, Pixels, Progress, ProgressEvent,
-            ProgressUnit, Request, Sample, Target, TargetBatch, Targets, TrainTest, View, Views, digits,
-            from_fn, noise, silent,
+            Augmentation, Catalog, DataError, Dataset, DatasetInfo, DatasetSpec, DatasetSpecs, Datasets,
+            InMemory, Listed, LoadError, LoadOptions, Loader, MAX_CLASSES, MirrorFailure, NameError, Pixels,
+            Progress, ProgressEvent, ProgressUnit, Request, Sample, Target, TargetBatch, Targets, TrainTest,
+            View, Views, digits, from_fn, noise, silent,
         };
         #[cfg(feature = "datasets")]
         #[doc(inline)]

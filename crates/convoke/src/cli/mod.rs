@@ -62,7 +62,7 @@ use clap::Parser;
 
 use failure::{Failure, Result};
 
-pub use registry::{Registry, RegistryError};
+pub use registry::Registry;
 
 /// Ends the process with a message and exit code 1, because an allocation failed whose caller cannot handle an error.
 ///

@@ -93,7 +93,9 @@ impl Session {
             Ok((trainer, plan))
         })??;
         Ok(Session {
-            trainer: trainer.join_with_plan(rank.communicator, plan.as_ref()).map_err(Failure::of_training)?,
+            trainer: trainer
+                .join_with_plan(rank.communicator, plan.as_ref())
+                .map_err(Failure::of_training)?,
             cpu,
             config,
             data: rank.data.clone(),
