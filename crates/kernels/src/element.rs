@@ -49,7 +49,8 @@ impl Display for DType {
 }
 
 /// Runs code with `$T` as the number type of a [`DType`] that kernels compute in. For the others it returns an error from the
-/// enclosing function, whose error type must be made of this crate's [`Error`](crate::Error).
+/// enclosing function, whose error type must be made of this crate's [`Error`](crate::Error); the name of an operation, as first
+/// argument, goes into it.
 ///
 /// ```
 /// use convoke_kernels::{DType, Element, Error, dispatch};
@@ -64,6 +65,9 @@ impl Display for DType {
 #[macro_export]
 macro_rules! dispatch {
     ($dtype:expr, $T:ident => $body:expr) => {
+        $crate::dispatch!("kernel", $dtype, $T => $body)
+    };
+    ($operation:expr, $dtype:expr, $T:ident => $body:expr) => {
         match $dtype {
             $crate::DType::F32 => {
                 type $T = f32;
@@ -74,7 +78,7 @@ macro_rules! dispatch {
                 $body
             }
             dtype @ ($crate::DType::F16 | $crate::DType::BF16) => {
-                return Err($crate::Error::StorageOnly { operation: "kernel", dtype }.into());
+                return Err($crate::Error::StorageOnly { operation: $operation, dtype }.into());
             }
         }
     };

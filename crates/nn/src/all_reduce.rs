@@ -1,6 +1,6 @@
 //! The sum over ranks as an operation with a gradient.
 
-use convoke_autograd::{DType, Element, Error, Function, MemoryFormat, Needs, Result, Tensor, apply};
+use convoke_autograd::{Element, Function, MemoryFormat, Needs, Result, Tensor, apply, dispatch};
 use convoke_distributed::{Communicator, Number};
 
 use crate::data_parallel::failed;
@@ -24,11 +24,7 @@ struct AllReduce {
 impl AllReduce {
     /// The sum over the ranks. Messages are in contiguous order, because ranks may differ in their memory formats.
     fn sum(&self, x: &Tensor, direction: &str) -> Result<Tensor> {
-        match x.dtype() {
-            DType::F32 => self.sum_of::<f32>(x, direction),
-            DType::F64 => self.sum_of::<f64>(x, direction),
-            dtype => Err(Error::StorageOnly { operation: "all_reduce", dtype }),
-        }
+        dispatch!("all_reduce", x.dtype(), T => self.sum_of::<T>(x, direction))
     }
 
     fn sum_of<T: Element + Number>(&self, x: &Tensor, direction: &str) -> Result<Tensor> {

@@ -10,7 +10,7 @@ mod run;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use convoke_autograd::{DType, Device, MemoryFormat, Stored, Tensor};
+use convoke_autograd::{DType, Device, MemoryFormat, Stored, Tensor, dispatch_stored};
 use convoke_files::{escaped, open_regular, reserve, write_out};
 use half::{bf16, f16};
 use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorInfo, TensorView};
@@ -380,12 +380,9 @@ fn read_value(
                 view.data().try_into().map_err(|_| damaged(file, format!("{name} is not 8 bytes")))?;
             Value::Count(i64::from_le_bytes(bytes))
         }
-        Value::Tensor(tensor) => Value::Tensor(match tensor.dtype() {
-            DType::F32 => decode::<f32>(tensor.device(), &view)?,
-            DType::F64 => decode::<f64>(tensor.device(), &view)?,
-            DType::F16 => decode::<f16>(tensor.device(), &view)?,
-            DType::BF16 => decode::<bf16>(tensor.device(), &view)?,
-        }),
+        Value::Tensor(tensor) => Value::Tensor(dispatch_stored!(tensor.dtype(), T => {
+            decode::<T>(tensor.device(), &view)?
+        })),
     })
 }
 

@@ -1,6 +1,6 @@
 //! Initial values of parameters, as in PyTorch 2.
 
-use convoke_autograd::{DType, Device, Element, Error, MemoryFormat, Result, Tensor};
+use convoke_autograd::{DType, Device, Element, Error, MemoryFormat, Result, Tensor, dispatch};
 
 use crate::{Generator, Parameter};
 
@@ -69,11 +69,7 @@ impl Init {
 
     /// A parameter with the values that `draw` gives; `draw` gets the number of values to draw at a time.
     fn drawn(&self, shape: &[usize], draw: impl Fn(&Generator, usize) -> Vec<f64>) -> Result<Parameter> {
-        let value = match self.dtype {
-            DType::F32 => self.build::<f32>(shape, draw)?,
-            DType::F64 => self.build::<f64>(shape, draw)?,
-            dtype => return Err(Error::StorageOnly { operation: "parameter", dtype }),
-        };
+        let value = dispatch!("parameter", self.dtype, T => self.build::<T>(shape, draw)?);
         Ok(Parameter::new(&value))
     }
 

@@ -1,7 +1,7 @@
 //! Compares predictions with labels: the confusion matrix, and accuracy and intersection over union from it.
 
 use convoke_autograd::{MemoryFormat, Tensor};
-use convoke_kernels::{DType, Stored};
+use convoke_kernels::{Stored, dispatch_stored};
 
 use crate::data::MAX_CLASSES;
 use crate::{Error, Result};
@@ -94,12 +94,9 @@ impl Confusion {
             MemoryFormat::Contiguous => (extent.spatial, 1),
             MemoryFormat::ChannelsLast => (1, classes),
         };
-        match output.dtype() {
-            DType::F32 => self.count(output.data::<f32>()?, labels, ignore, extent.spatial, steps),
-            DType::F64 => self.count(output.data::<f64>()?, labels, ignore, extent.spatial, steps),
-            DType::F16 => self.count(output.data::<half::f16>()?, labels, ignore, extent.spatial, steps),
-            DType::BF16 => self.count(output.data::<half::bf16>()?, labels, ignore, extent.spatial, steps),
-        }
+        dispatch_stored!(output.dtype(), T => {
+            self.count(output.data::<T>()?, labels, ignore, extent.spatial, steps);
+        });
         Ok(())
     }
 
@@ -185,6 +182,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use convoke_kernels::DType;
 
     fn tensor(shape: &[usize], values: &[f64]) -> Tensor {
         let device = Device::new(DeviceOptions::new(Cpu::new(1).unwrap()));

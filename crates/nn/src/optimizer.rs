@@ -1,6 +1,6 @@
 //! Optimizers over a model's parameters.
 
-use convoke_autograd::{DType, Element, Error, Gradients, Result, Tensor};
+use convoke_autograd::{Element, Error, Gradients, Result, Tensor, dispatch};
 use convoke_kernels::optimizer as kernel;
 use serde::{Deserialize, Serialize};
 
@@ -145,11 +145,7 @@ impl Optimizer {
             let Some(gradient) = gradients.take(&leaf) else { continue };
             drop(leaf);
             entry.steps += 1;
-            match gradient.dtype() {
-                DType::F32 => entry.step::<f32>(&self.rule, &gradient)?,
-                DType::F64 => entry.step::<f64>(&self.rule, &gradient)?,
-                dtype => return Err(Error::StorageOnly { operation: "optimizer step", dtype }),
-            }
+            dispatch!("optimizer step", gradient.dtype(), T => entry.step::<T>(&self.rule, &gradient)?);
         }
         Ok(())
     }

@@ -5,7 +5,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use convoke_autograd::{DType, Element, Error, Gradients, MemoryFormat, Result, Tensor};
+use convoke_autograd::{DType, Element, Error, Gradients, MemoryFormat, Result, Tensor, dispatch};
 use convoke_distributed::{Communicator, Number, Traffic};
 
 use super::{NAME, failed};
@@ -226,11 +226,7 @@ fn buckets(parameters: &[(String, Parameter)], bucket_bytes: usize) -> Result<Ve
 impl Job {
     /// Every gradient becomes its sum over the ranks; one that no rank has stays absent.
     fn run(mut self, ranks: &Communicator) -> Result<Job> {
-        match self.bucket.dtype {
-            DType::F32 => self.reduce::<f32>(ranks)?,
-            DType::F64 => self.reduce::<f64>(ranks)?,
-            dtype => return Err(Error::StorageOnly { operation: NAME, dtype }),
-        }
+        dispatch!(NAME, self.bucket.dtype, T => self.reduce::<T>(ranks)?);
         Ok(self)
     }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use convoke_autograd::ops::{self, Activation, BatchNormOptions, Convention, Moments, Statistics};
-use convoke_autograd::{DType, Element, Error, Result, Tensor};
+use convoke_autograd::{DType, Element, Error, Result, Tensor, dispatch};
 use convoke_distributed::Communicator;
 
 use super::NormMode;
@@ -342,11 +342,9 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
         running.batches.set(running.batches.value() + 1);
         let convention = &self.config.convention;
         let weight = convention.new_weight(self.config.momentum, running.batches.value() as u64);
-        match running.mean.value().dtype() {
-            DType::F32 => running.move_towards::<f32>(convention, weight, moments),
-            DType::F64 => running.move_towards::<f64>(convention, weight, moments),
-            dtype => Err(Error::StorageOnly { operation: Self::NAME, dtype }),
-        }
+        dispatch!(Self::NAME, running.mean.value().dtype(), T => {
+            running.move_towards::<T>(convention, weight, moments)
+        })
     }
 
     /// PyTorch's error for an input of the wrong rank.
