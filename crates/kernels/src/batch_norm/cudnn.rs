@@ -39,154 +39,203 @@ impl Mode {
     }
 }
 
-/// The optional outputs of [`forward_training`] besides y.
-#[derive(Debug, Default)]
+/// What the calls for one layer have in common.
+#[derive(Debug, Clone, Copy)]
+pub struct Layer<'a, T> {
+    /// Which values share statistics and parameters.
+    pub mode: Mode,
+    /// The shape of x, y and their gradients.
+    pub extent: Extent,
+    /// `bnScale`.
+    pub scale: &'a [T],
+    /// `bnBias`. [`backward`] does not read it.
+    pub bias: &'a [T],
+    /// Added to the variance; 0 or more.
+    pub epsilon: f64,
+}
+
+/// What [`forward_training`] writes.
+#[derive(Debug)]
 pub struct TrainingOutputs<'a, T> {
-    /// `resultRunningMean` and `resultRunningVariance`, updated with the exponential average factor; the variance is unbiased.
-    pub running: Option<[&'a mut [T]; 2]>,
-    /// `resultSaveMean` and `resultSaveInvVariance` (1 / sqrt(variance + epsilon)), for backward.
+    /// The normalised values.
+    pub y: &'a mut [T],
+    /// The statistics over many calls, updated with those of this call. They are optional.
+    pub running: Option<Running<'a, T>>,
+    /// `resultSaveMean` and `resultSaveInvVariance` (1 / sqrt(variance + epsilon)), for backward. They are optional.
     pub saved: Option<[&'a mut [T]; 2]>,
+}
+
+/// Statistics over many calls: `new = (1 - exponential_average_factor) old + exponential_average_factor batch's`.
+#[derive(Debug)]
+pub struct Running<'a, T> {
+    /// A factor of 1 / (1 + n) in call n, counted from 0, gives the average of all calls.
+    pub exponential_average_factor: f64,
+    /// `resultRunningMean`.
+    pub mean: &'a mut [T],
+    /// `resultRunningVariance`: it is unbiased.
+    pub variance: &'a mut [T],
 }
 
 /// y = scale (x - mean) / sqrt(variance + epsilon) + bias with the batch's mean and biased variance.
 ///
-/// `running = (1 - exponential_average_factor) running + exponential_average_factor new`. A factor of 1 / (1 + n) in call
-/// n, counted from 0, gives the average of all calls.
-///
 /// # Errors
-/// If a length does not fit, or epsilon is negative; nothing is written then.
-#[allow(clippy::too_many_arguments)]
+/// If a length does not fit, epsilon is negative, or the exponential average factor is NaN; nothing is written then.
 pub fn forward_training<T: Element>(
     cpu: &Cpu,
-    mode: Mode,
-    extent: &Extent,
+    layer: &Layer<'_, T>,
     x: &[T],
-    [scale, bias]: [&[T]; 2],
-    exponential_average_factor: f64,
-    epsilon: f64,
-    y: &mut [T],
-    mut outputs: TrainingOutputs<'_, T>,
+    outputs: TrainingOutputs<'_, T>,
 ) -> Result<()> {
     let operation = "cudnn forward_training";
-    let extent = mode.view(extent)?;
-    check_epsilon(operation, epsilon)?;
-    if exponential_average_factor.is_nan() {
-        return Err(invalid(operation, "the exponential average factor is not a number"));
-    }
+    let extent = layer.view(operation)?;
+    let TrainingOutputs { y, running, saved } = outputs;
     check_len(operation, "y", y.len(), extent.len()?)?;
-    check_len(operation, "the scale", scale.len(), extent.channels)?;
-    check_len(operation, "the bias", bias.len(), extent.channels)?;
-    for (pair, names) in [
-        (&outputs.running, ["the running mean", "the running variance"]),
-        (&outputs.saved, ["the saved mean", "the saved inverse variance"]),
-    ] {
-        for (values, name) in pair.iter().flatten().zip(names) {
-            check_len(operation, name, values.len(), extent.channels)?;
+    check_len(operation, "the scale", layer.scale.len(), extent.channels)?;
+    check_len(operation, "the bias", layer.bias.len(), extent.channels)?;
+    if let Some(Running { exponential_average_factor, mean, variance }) = &running {
+        if exponential_average_factor.is_nan() {
+            return Err(invalid(operation, "the exponential average factor is not a number"));
         }
+        check_len(operation, "the running mean", mean.len(), extent.channels)?;
+        check_len(operation, "the running variance", variance.len(), extent.channels)?;
     }
-    let layer = Affine {
-        weight: Some(scale),
-        bias: Some(bias),
-        eps: epsilon,
+    if let Some([mean, inverse_variance]) = &saved {
+        check_saved(operation, [mean, inverse_variance], &extent)?;
+    }
+    let affine = Affine {
+        weight: Some(layer.scale),
+        bias: Some(layer.bias),
+        eps: layer.epsilon,
         eps_place: EpsPlace::InsideRoot,
         activation: Activation::Identity,
     };
-    let (moments, inverse_std) = super::forward_training(cpu, &extent, x, &layer, y)?;
-    if let Some([mean, variance]) = &mut outputs.running {
+    let (moments, inverse_std) = super::forward_training(cpu, &extent, x, &affine, y)?;
+    if let Some(Running { exponential_average_factor, mean, variance }) = running {
         Convention::cudnn().update(exponential_average_factor, &moments, mean, variance)?;
     }
-    if let Some(saved) = &mut outputs.saved {
-        for (saved, values) in saved.iter_mut().zip([&moments.mean, &inverse_std]) {
-            saved.iter_mut().zip(values).for_each(|(saved, &value)| *saved = T::of(value));
-        }
+    for (saved, values) in saved.into_iter().flatten().zip([&moments.mean, &inverse_std]) {
+        saved.iter_mut().zip(values).for_each(|(saved, &value)| *saved = T::of(value));
     }
     Ok(())
+}
+
+/// What [`forward_inference`] reads besides the layer.
+#[derive(Debug, Clone, Copy)]
+pub struct InferenceInputs<'a, T> {
+    /// The values to normalise.
+    pub x: &'a [T],
+    /// `estimatedMean`.
+    pub estimated_mean: &'a [T],
+    /// `estimatedVariance`.
+    pub estimated_variance: &'a [T],
 }
 
 /// y = scale (x - mean) / sqrt(variance + epsilon) + bias with `estimatedMean` and `estimatedVariance`.
 ///
 /// # Errors
 /// If a length does not fit, or epsilon is negative.
-#[allow(clippy::too_many_arguments)]
 pub fn forward_inference<T: Element>(
     cpu: &Cpu,
-    mode: Mode,
-    extent: &Extent,
-    x: &[T],
-    [scale, bias]: [&[T]; 2],
-    [estimated_mean, estimated_variance]: [&[T]; 2],
-    epsilon: f64,
+    layer: &Layer<'_, T>,
+    inputs: InferenceInputs<'_, T>,
     y: &mut [T],
 ) -> Result<()> {
     let operation = "cudnn forward_inference";
-    check_epsilon(operation, epsilon)?;
-    let [mean, variance] = [estimated_mean, estimated_variance].map(to_f64);
-    let extent = mode.view(extent)?;
+    let extent = layer.view(operation)?;
+    let [mean, variance] = [inputs.estimated_mean, inputs.estimated_variance].map(to_f64);
     check_len(operation, "the estimated mean", mean.len(), extent.channels)?;
     check_len(operation, "the estimated variance", variance.len(), extent.channels)?;
-    let inverse_std = inverse_std(&variance, epsilon, EpsPlace::InsideRoot);
-    let by = Normalization {
-        mean: &mean,
-        inverse_std: &inverse_std,
-        inverse_root: None,
-        weight: Some(scale),
-        bias: Some(bias),
-        activation: Activation::Identity,
-    };
-    super::normalize(cpu, &extent, x, &by, y)
+    let inverse_std = inverse_std(&variance, layer.epsilon, EpsPlace::InsideRoot);
+    let by = Normalization { bias: Some(layer.bias), ..layer.normalization(&mean, &inverse_std) };
+    super::normalize(cpu, &extent, inputs.x, &by, y)
 }
 
-/// The gradients of x (`dx`), scale and bias (`resultBnScaleDiff`, `resultBnBiasDiff`).
-///
-/// `saved` is what [`forward_training`] saved, in the element type; without it the statistics are computed from `x` again,
-/// in f64.
+/// What [`backward`] reads besides the layer.
+#[derive(Debug, Clone, Copy)]
+pub struct BackwardInputs<'a, T> {
+    /// The x of forward.
+    pub x: &'a [T],
+    /// The gradient of y.
+    pub dy: &'a [T],
+    /// What [`forward_training`] saved, in the element type; without it the statistics are computed from `x` again, in f64.
+    pub saved: Option<[&'a [T]; 2]>,
+}
+
+/// What [`backward`] writes.
+#[derive(Debug)]
+pub struct Gradients<'a, T> {
+    /// The gradient of x.
+    pub dx: &'a mut [T],
+    /// `resultBnScaleDiff`.
+    pub scale: &'a mut [T],
+    /// `resultBnBiasDiff`.
+    pub bias: &'a mut [T],
+}
+
+/// The gradients of x, scale and bias.
 ///
 /// # Errors
 /// If a length does not fit, or epsilon is negative; nothing is written then.
-#[allow(clippy::too_many_arguments)]
 pub fn backward<T: Element>(
     cpu: &Cpu,
-    mode: Mode,
-    extent: &Extent,
-    (x, dy): (&[T], &[T]),
-    scale: &[T],
-    epsilon: f64,
-    saved: Option<[&[T]; 2]>,
-    dx: &mut [T],
-    [dscale, dbias]: [&mut [T]; 2],
+    layer: &Layer<'_, T>,
+    inputs: BackwardInputs<'_, T>,
+    gradients: Gradients<'_, T>,
 ) -> Result<()> {
     let operation = "cudnn backward";
-    check_epsilon(operation, epsilon)?;
-    let extent = mode.view(extent)?;
+    let extent = layer.view(operation)?;
+    let BackwardInputs { x, dy, saved } = inputs;
+    let Gradients { dx, scale, bias } = gradients;
     check_len(operation, "dx", dx.len(), extent.len()?)?;
-    check_len(operation, "the gradient of the scale", dscale.len(), extent.channels)?;
-    check_len(operation, "the gradient of the bias", dbias.len(), extent.channels)?;
+    check_len(operation, "the gradient of the scale", scale.len(), extent.channels)?;
+    check_len(operation, "the gradient of the bias", bias.len(), extent.channels)?;
     let (mean, inverse_std) = match saved {
         None => {
             let moments = stats(cpu, &extent, x)?;
-            let inverse_std = moments.inverse_std(epsilon, EpsPlace::InsideRoot);
+            let inverse_std = moments.inverse_std(layer.epsilon, EpsPlace::InsideRoot);
             (moments.mean, inverse_std)
         }
-        Some([mean, inverse_variance]) => {
-            check_len(operation, "the saved mean", mean.len(), extent.channels)?;
-            check_len(operation, "the saved inverse variance", inverse_variance.len(), extent.channels)?;
-            (to_f64(mean), to_f64(inverse_variance))
+        Some(saved) => {
+            check_saved(operation, saved, &extent)?;
+            saved.map(to_f64).into()
         }
     };
-    let by = Normalization {
-        mean: &mean,
-        inverse_std: &inverse_std,
-        inverse_root: None,
-        weight: Some(scale),
-        bias: None,
-        activation: Activation::Identity,
-    };
+    let by = layer.normalization(&mean, &inverse_std);
     let sums = super::backward_training(cpu, &extent, (x, dy), &by, dx)?;
-    for (channel, (dscale, dbias)) in dscale.iter_mut().zip(dbias).enumerate() {
-        *dscale = T::of(sums.g_centered[channel] * inverse_std[channel]);
-        *dbias = T::of(sums.g[channel]);
+    for (channel, (scale, bias)) in scale.iter_mut().zip(bias).enumerate() {
+        *scale = T::of(sums.g_centered[channel] * inverse_std[channel]);
+        *bias = T::of(sums.g[channel]);
     }
     Ok(())
+}
+
+impl<'a, T: Element> Layer<'a, T> {
+    /// The tensor's shape in this mode, after a check of epsilon.
+    fn view(&self, operation: &'static str) -> Result<Extent> {
+        check_epsilon(operation, self.epsilon)?;
+        self.mode.view(&self.extent)
+    }
+
+    /// The normalisation with these statistics, without the bias.
+    fn normalization(&self, mean: &'a [f64], inverse_std: &'a [f64]) -> Normalization<'a, T> {
+        Normalization {
+            mean,
+            inverse_std,
+            inverse_root: None,
+            weight: Some(self.scale),
+            bias: None,
+            activation: Activation::Identity,
+        }
+    }
+}
+
+fn check_saved<T>(
+    operation: &'static str,
+    [mean, inverse_variance]: [&[T]; 2],
+    extent: &Extent,
+) -> Result<()> {
+    check_len(operation, "the saved mean", mean.len(), extent.channels)?;
+    check_len(operation, "the saved inverse variance", inverse_variance.len(), extent.channels)
 }
 
 fn to_f64<T: Element>(values: &[T]) -> Vec<f64> {

@@ -3,7 +3,8 @@
 use crate::common::{self, FORMATS, Number, cast, check_refused, cpus, extent};
 use convoke_kernels::Cpu;
 use convoke_kernels::batch_norm::cudnn::{
-    Mode, TrainingOutputs, backward, forward_inference, forward_training,
+    BackwardInputs, Gradients, InferenceInputs, Layer, Mode, Running, TrainingOutputs, backward,
+    forward_inference, forward_training,
 };
 use convoke_kernels::memory_format::Extent;
 use convoke_testkit::{Failures, Random, Tolerance, check_close, poisoned};
@@ -88,6 +89,7 @@ fn check<T: Number>(cpu: &Cpu, mode: Mode, extent: &Extent, unit: f64) -> Result
     let expected = case.expected();
     let [x, dy, scale, bias] =
         [&case.x, &case.dy, &case.scale, &case.bias].map(|values| cast::<f64, T>(values));
+    let layer = Layer { mode, extent: *extent, scale: &scale, bias: &bias, epsilon: EPSILON };
     let parameters = scale.len();
     let close = |what: &str, found: &[T], expected: &[f64]| {
         check_close(found, expected, Tolerance::new(unit, unit))
@@ -100,12 +102,11 @@ fn check<T: Number>(cpu: &Cpu, mode: Mode, extent: &Extent, unit: f64) -> Result
     let mut saved: [Vec<T>; 2] = [poisoned(parameters), poisoned(parameters)];
     for call in 0..3 {
         let [saved_mean, saved_inverse] = &mut saved;
-        let outputs = TrainingOutputs {
-            running: Some([&mut mean, &mut variance]),
-            saved: Some([saved_mean, saved_inverse]),
-        };
-        let factor = 1.0 / (1.0 + f64::from(call));
-        forward_training(cpu, mode, extent, &x, [&scale, &bias], factor, EPSILON, &mut y, outputs).unwrap();
+        let exponential_average_factor = 1.0 / (1.0 + f64::from(call));
+        let running = Running { exponential_average_factor, mean: &mut mean, variance: &mut variance };
+        let saved = Some([&mut saved_mean[..], saved_inverse]);
+        let outputs = TrainingOutputs { y: &mut y, running: Some(running), saved };
+        forward_training(cpu, &layer, &x, outputs).unwrap();
     }
     close("y", &y, &expected.y)?;
     close("running mean", &mean, &expected.mean)?;
@@ -117,22 +118,22 @@ fn check<T: Number>(cpu: &Cpu, mode: Mode, extent: &Extent, unit: f64) -> Result
     close("saved inverse variance", &saved[1], &inverse)?;
     // Neither running nor saved statistics are needed.
     let mut plain: Vec<T> = poisoned(x.len());
-    let none = TrainingOutputs::default();
-    forward_training(cpu, mode, extent, &x, [&scale, &bias], 0.5, EPSILON, &mut plain, none).unwrap();
+    let alone = TrainingOutputs { y: &mut plain, running: None, saved: None };
+    forward_training(cpu, &layer, &x, alone).unwrap();
     common::check_bits(&plain, &y)?;
 
     let (mean, variance) = (cast(&expected.mean), cast(&expected.variance));
     let mut inferred: Vec<T> = poisoned(x.len());
-    let estimated: [&[T]; 2] = [&mean, &variance];
-    forward_inference(cpu, mode, extent, &x, [&scale, &bias], estimated, EPSILON, &mut inferred).unwrap();
+    let inputs = InferenceInputs { x: &x, estimated_mean: &mean, estimated_variance: &variance };
+    forward_inference(cpu, &layer, inputs, &mut inferred).unwrap();
     close("inference", &inferred, &expected.y)?;
 
     let [saved_mean, saved_inverse] = &saved;
     for saved in [None, Some([&saved_mean[..], saved_inverse])] {
         let mut dx: Vec<T> = poisoned(x.len());
         let (mut dscale, mut dbias): (Vec<T>, Vec<T>) = (poisoned(parameters), poisoned(parameters));
-        let gradients = [&mut dscale[..], &mut dbias];
-        backward(cpu, mode, extent, (&x, &dy), &scale, EPSILON, saved, &mut dx, gradients).unwrap();
+        let gradients = Gradients { dx: &mut dx, scale: &mut dscale, bias: &mut dbias };
+        backward(cpu, &layer, BackwardInputs { x: &x, dy: &dy, saved }, gradients).unwrap();
         let what = if saved.is_some() { "of saved statistics" } else { "of statistics taken again" };
         close(&format!("dx {what}"), &dx, &expected.dx)?;
         close(&format!("dscale {what}"), &dscale, &expected.dscale)?;
@@ -169,9 +170,11 @@ fn what_does_not_fit_is_named_and_nothing_is_written() {
             let scale = vec![1.0f32; parameters];
             let mut y = vec![f32::NAN; others[0]];
             let (mut mean, mut variance) = (vec![f32::NAN; others[1]], vec![f32::NAN; others[2]]);
-            let outputs = TrainingOutputs { running: Some([&mut mean, &mut variance]), saved: None };
-            let affine = [&scale[..], &scale];
-            let result = forward_training(&cpu, mode, &extent, &x, affine, factor, epsilon, &mut y, outputs);
+            let layer = Layer { mode, extent, scale: &scale, bias: &scale, epsilon };
+            let running =
+                Running { exponential_average_factor: factor, mean: &mut mean, variance: &mut variance };
+            let outputs = TrainingOutputs { y: &mut y, running: Some(running), saved: None };
+            let result = forward_training(&cpu, &layer, &x, outputs);
             failures.check(words, check_refused(result, &[words]));
             let untouched = y.iter().chain(&mean).chain(&variance).all(|value| value.is_nan());
             failures.check(format!("{words}: written"), if untouched { Ok(()) } else { Err("written") });

@@ -166,22 +166,23 @@ fn with_extent(failures: &mut Failures, extent: &Extent, len: usize) {
         };
         let fits = fits && parameters == Some(scale.len() as u128);
         check("cudnn parameters", answers(parameters.is_some(), || mode.parameters(extent)));
+        let layer = cudnn::Layer { mode, extent: *extent, scale, bias, epsilon: 1e-5 };
         check("cudnn forward_training", {
-            let outputs = cudnn::TrainingOutputs { running: Some([mean, variance]), saved: None };
             answers(fits, || {
-                cudnn::forward_training(cpu, mode, extent, &x, [scale, bias], 0.1, 1e-5, &mut y, outputs)
+                let running = cudnn::Running { exponential_average_factor: 0.1, mean, variance };
+                let outputs = cudnn::TrainingOutputs { y: &mut y, running: Some(running), saved: None };
+                cudnn::forward_training(cpu, &layer, &x, outputs)
             })
         });
         check("cudnn forward_inference", {
-            let statistics = [&**mean, &**variance];
-            answers(fits, || {
-                cudnn::forward_inference(cpu, mode, extent, &x, [scale, bias], statistics, 1e-5, &mut y)
-            })
+            let inputs = cudnn::InferenceInputs { x: &x, estimated_mean: mean, estimated_variance: variance };
+            answers(fits, || cudnn::forward_inference(cpu, &layer, inputs, &mut y))
         });
         check("cudnn backward", {
-            let gradients = [&mut **mean, &mut **variance];
             answers(fits, || {
-                cudnn::backward(cpu, mode, extent, (&x, &dy), scale, 1e-5, None, &mut y, gradients)
+                let inputs = cudnn::BackwardInputs { x: &x, dy: &dy, saved: None };
+                let gradients = cudnn::Gradients { dx: &mut y, scale: mean, bias: variance };
+                cudnn::backward(cpu, &layer, inputs, gradients)
             })
         });
     }
