@@ -92,10 +92,7 @@ impl Planes {
 
     /// Merges the moments of each part of `x` into `totals`.
     pub(super) fn moments<T: Element>(&self, cpu: &Cpu, parts: &[Part], x: &[T], totals: &mut Totals) {
-        self.reduce(cpu, parts, totals, |part, channels, cells, a, b| {
-            sum_part(cpu, self, part, channels.start, x, cells);
-            moments_of_cells(part, cells, a, b);
-        });
+        self.reduce(cpu, parts, totals, MomentsOf { x });
     }
 
     /// Merges the sums of g and of g (x - mean) over each part into `totals`.
@@ -108,12 +105,7 @@ impl Planes {
         c: Coefficients<T>,
         totals: &mut Totals,
     ) {
-        self.reduce(cpu, parts, totals, |part, channels, cells, a, b| {
-            with_act!(c.activation, act => {
-                sum_gradient_part(cpu, self, part, channels.start, x, dy, means, &c, act, cells);
-            });
-            sums_of_cells(cells, a, b);
-        });
+        self.reduce(cpu, parts, totals, GradientSumsOf { x, dy, means, c: &c });
     }
 
     /// Runs `task` on each part and group of channels, and merges its two numbers per channel in order.
@@ -131,8 +123,8 @@ impl Planes {
             cpu.for_each(self.len(), items, |(channels, parts, results)| {
                 let mut cells = vec![Cell::default(); channels.len()];
                 for (part, result) in parts.iter().zip(results.chunks_mut(2 * channels.len())) {
-                    let (a, b) = result.split_at_mut(channels.len());
-                    task(part, channels.clone(), &mut cells, a, b);
+                    let share = Share { planes: self, part, first: channels.start };
+                    task.run(cpu, &share, &mut cells, result.split_at_mut(channels.len()).into());
                 }
             });
             for (channels, results) in self.groups().zip(results.chunks(of_group.max(1))) {
@@ -148,15 +140,15 @@ impl Planes {
         &self,
         cpu: &Cpu,
         parts: &[Part],
-        pair: Pair,
         channels: &Range<usize>,
-        task: impl PartTask,
+        task: &impl PartTask,
     ) -> Totals {
-        let mut totals = Totals::new(pair, channels.len());
+        let mut totals = Totals::new(task.pair(), channels.len());
         let mut cells = vec![Cell::default(); channels.len()];
         let (mut a, mut b) = (vec![0.0; channels.len()], vec![0.0; channels.len()]);
         for part in parts {
-            task(part, channels.clone(), &mut cells, &mut a, &mut b);
+            let share = Share { planes: self, part, first: channels.start };
+            task.run(cpu, &share, &mut cells, [&mut a, &mut b]);
             totals.join(cpu, 0, part, (&a, &b));
         }
         totals
@@ -171,28 +163,16 @@ impl Planes {
         c: Coefficients<T>,
         y: &mut [T],
     ) {
-        let streams = x.is_some() && stream::pays_to_copy(y);
-        let y = Shared::new(y);
-        cpu.for_each(self.len(), self.all_tiles(), |tile| {
-            self.map_tile(cpu, &tile, map, x, (&c, 0), y, streams);
-        });
+        let target = Target::new(cpu, y, x.is_some());
+        let mapping = Mapping { map, x, c: &c, first: 0, spatial: self.spatial };
+        cpu.for_each(self.len(), self.all_tiles(), |tile| self.map_tile(&tile, &mapping, &target));
     }
 
-    /// [`Planes::map`] on one tile. `c` holds the coefficients of the channels from `from` on.
-    #[allow(clippy::too_many_arguments)]
-    fn map_tile<T: Element>(
-        &self,
-        cpu: &Cpu,
-        tile: &Tile,
-        map: impl Map<T>,
-        x: Option<[&[T]; 2]>,
-        (c, from): (&Coefficients<T>, usize),
-        y: Shared<'_, T>,
-        streams: bool,
-    ) {
-        self.write_tile(cpu, tile, y, streams, |first, start, y| {
-            let x = x.map(|both| both.map(|x| &x[start..][..y.len()]));
-            with_act!(c.activation, act => map_planes(cpu, self.spatial, map, act, x, y, c, first - from));
+    fn map_tile<T: Element, M: Map<T>>(&self, tile: &Tile, all: &Mapping<'_, T, M>, y: &Target<'_, T>) {
+        self.write_tile(tile, y, |channel, start, run| {
+            let x = all.x.map(|both| both.map(|x| &x[start..][..run.len()]));
+            let mapping = Mapping { x, first: channel - all.first, ..*all };
+            with_act!(all.c.activation, act => map_planes(y.cpu, &mapping, act, run));
         });
     }
 
@@ -203,27 +183,16 @@ impl Planes {
         c: Coefficients<T>,
         dx: &mut [T],
     ) {
-        let streams = x.is_some() && stream::pays_to_copy(dx);
-        let dx = Shared::new(dx);
-        cpu.for_each(self.len(), self.all_tiles(), |tile| {
-            self.gradient_tile(cpu, &tile, (x, dy), (&c, 0), dx, streams);
-        });
+        let target = Target::new(cpu, dx, x.is_some());
+        let gradient = Gradient { x, dy, c: &c, first: 0, spatial: self.spatial };
+        cpu.for_each(self.len(), self.all_tiles(), |tile| self.gradient_tile(&tile, &gradient, &target));
     }
 
-    fn gradient_tile<T: Element>(
-        &self,
-        cpu: &Cpu,
-        tile: &Tile,
-        (x, dy): (Option<&[T]>, &[T]),
-        (c, from): (&Coefficients<T>, usize),
-        dx: Shared<'_, T>,
-        streams: bool,
-    ) {
-        self.write_tile(cpu, tile, dx, streams, |first, start, dx| {
-            let (x, dy) = (x.map(|x| &x[start..][..dx.len()]), &dy[start..][..dx.len()]);
-            with_act!(c.activation, act => {
-                gradient_planes(cpu, self.spatial, x, dy, act, dx, c, first - from);
-            });
+    fn gradient_tile<T: Element>(&self, tile: &Tile, all: &Gradient<'_, T>, dx: &Target<'_, T>) {
+        self.write_tile(tile, dx, |channel, start, run| {
+            let (x, dy) = (all.x.map(|x| &x[start..][..run.len()]), &all.dy[start..][..run.len()]);
+            let gradient = Gradient { x, dy, first: channel - all.first, ..*all };
+            with_act!(all.c.activation, act => gradient_planes(dx.cpu, &gradient, act, run));
         });
     }
 
@@ -231,12 +200,11 @@ impl Planes {
     /// or a part of one.
     fn write_tile<T: Element>(
         &self,
-        cpu: &Cpu,
         tile: &Tile,
-        out: Shared<'_, T>,
-        streams: bool,
+        target: &Target<'_, T>,
         task: impl Fn(usize, usize, &mut [T]),
     ) {
+        let &Target { cpu, elements, streams } = target;
         let whole = tile.places.len() == self.spatial;
         let run = if whole { tile.channels.len() * self.spatial } else { tile.places.len() };
         let mut staged = vec![T::zero(); if streams { run.min(STAGED) } else { 0 }];
@@ -244,7 +212,7 @@ impl Planes {
         let mut write = |channel: usize, start: usize, len: usize| {
             // SAFETY: tiles of one `Planes` differ in their channels, images or places, so that they have no elements in common.
             // Each tile is written by one task, and this reference, the only one to these elements, ends with this call.
-            let out = unsafe { out.part(start, len) };
+            let out = unsafe { elements.part(start, len) };
             match &streaming {
                 Some(streaming) => {
                     let staged = &mut staged[..len];
@@ -280,20 +248,15 @@ impl Planes {
         coefficients: impl Fn(Range<usize>, &Moments) -> Coefficients<T> + Send + Sync,
         y: &mut [T],
     ) -> Moments {
-        let count = self.batch * self.spatial;
-        let streams = stream::pays_to_copy(y);
-        let y = Shared::new(y);
+        let (count, spatial) = (self.batch * self.spatial, self.spatial);
+        let target = Target::new(cpu, y, true);
         let groups = self.by_group(cpu, |channels| {
-            let task =
-                |part: &Part, channels: Range<usize>, cells: &mut [Cell], a: &mut [f64], b: &mut [f64]| {
-                    sum_part(cpu, self, part, channels.start, x, cells);
-                    moments_of_cells(part, cells, a, b);
-                };
-            let Totals { a: mean, b: m2, .. } = self.group_totals(cpu, parts, Pair::Moments, &channels, task);
+            let Totals { a: mean, b: m2, .. } = self.group_totals(cpu, parts, &channels, &MomentsOf { x });
             let moments = Moments { mean, m2, count };
             let c = coefficients(channels.clone(), &moments);
+            let mapping = Mapping { map: Normalize, x: Some([x, x]), c: &c, first: channels.start, spatial };
             for tile in self.tiles(channels.clone()) {
-                self.map_tile(cpu, &tile, Normalize, Some([x, x]), (&c, channels.start), y, streams);
+                self.map_tile(&tile, &mapping, &target);
             }
             moments
         });
@@ -315,21 +278,15 @@ impl Planes {
         with_sums: impl Fn(Range<usize>, &BackwardSums) -> Coefficients<T> + Send + Sync,
         dx: &mut [T],
     ) -> BackwardSums {
-        let streams = stream::pays_to_copy(dx);
-        let dx = Shared::new(dx);
+        let target = Target::new(cpu, dx, true);
+        let task = GradientSumsOf { x, dy, means, c };
         let groups = self.by_group(cpu, |channels| {
-            let task =
-                |part: &Part, channels: Range<usize>, cells: &mut [Cell], a: &mut [f64], b: &mut [f64]| {
-                    with_act!(c.activation, act => {
-                        sum_gradient_part(cpu, self, part, channels.start, x, dy, means, c, act, cells);
-                    });
-                    sums_of_cells(cells, a, b);
-                };
-            let Totals { a, b, .. } = self.group_totals(cpu, parts, Pair::Sums, &channels, task);
+            let Totals { a, b, .. } = self.group_totals(cpu, parts, &channels, &task);
             let sums = BackwardSums { g: a, g_centered: b };
             let c = with_sums(channels.clone(), &sums);
+            let gradient = Gradient { x: Some(x), dy, c: &c, first: channels.start, spatial: self.spatial };
             for tile in self.tiles(channels.clone()) {
-                self.gradient_tile(cpu, &tile, (Some(x), dy), (&c, channels.start), dx, streams);
+                self.gradient_tile(&tile, &gradient, &target);
             }
             sums
         });
@@ -349,9 +306,95 @@ impl Planes {
     }
 }
 
-/// Computes two numbers for each channel of a part, with cells to work in.
-trait PartTask: Fn(&Part, Range<usize>, &mut [Cell], &mut [f64], &mut [f64]) + Send + Sync {}
-impl<F: Fn(&Part, Range<usize>, &mut [Cell], &mut [f64], &mut [f64]) + Send + Sync> PartTask for F {}
+/// A tensor whose tiles are written.
+struct Target<'a, T> {
+    cpu: &'a Cpu,
+    elements: Shared<'a, T>,
+    /// Whether it is written by streaming stores.
+    streams: bool,
+}
+
+impl<'a, T: Element> Target<'a, T> {
+    /// `overwrites` says that the elements are not read before; then large tensors are streamed.
+    fn new(cpu: &'a Cpu, elements: &'a mut [T], overwrites: bool) -> Self {
+        let streams = overwrites && stream::pays_to_copy(elements);
+        Target { cpu, elements: Shared::new(elements), streams }
+    }
+}
+
+/// y = map(x, residual), for planes from some channel on; without `x`, y is mapped in place.
+struct Mapping<'a, T, M> {
+    map: M,
+    x: Option<[&'a [T]; 2]>,
+    c: &'a Coefficients<T>,
+    /// In whole tensors, the channel whose coefficients `c` starts with; in a run, the place in `c` of its first channel.
+    first: usize,
+    /// Elements of a plane.
+    spatial: usize,
+}
+
+/// The gradient of x, for planes from some channel on; without `x`, dx holds x before.
+#[derive(Clone, Copy)]
+struct Gradient<'a, T> {
+    x: Option<&'a [T]>,
+    dy: &'a [T],
+    c: &'a Coefficients<T>,
+    /// As in [`Mapping`].
+    first: usize,
+    spatial: usize,
+}
+
+/// What a part has of a group of channels.
+struct Share<'a> {
+    planes: &'a Planes,
+    part: &'a Part,
+    /// The group's first channel.
+    first: usize,
+}
+
+/// Two numbers for each channel of a share.
+trait PartTask: Send + Sync {
+    /// What the numbers mean.
+    fn pair(&self) -> Pair;
+
+    /// Computes the numbers, with a cell for each channel to work in.
+    fn run(&self, cpu: &Cpu, share: &Share<'_>, cells: &mut [Cell], numbers: [&mut [f64]; 2]);
+}
+
+/// The moments of `x`.
+struct MomentsOf<'a, T> {
+    x: &'a [T],
+}
+
+impl<T: Element> PartTask for MomentsOf<'_, T> {
+    fn pair(&self) -> Pair {
+        Pair::Moments
+    }
+
+    fn run(&self, cpu: &Cpu, share: &Share<'_>, cells: &mut [Cell], [means, m2]: [&mut [f64]; 2]) {
+        sum_part(cpu, share, self.x, cells);
+        moments_of_cells(share.part, cells, means, m2);
+    }
+}
+
+/// The sums of g and of g (x - mean); means and coefficients are those of all channels.
+struct GradientSumsOf<'a, T> {
+    x: &'a [T],
+    dy: &'a [T],
+    means: &'a [f64],
+    c: &'a Coefficients<T>,
+}
+
+impl<T: Element> PartTask for GradientSumsOf<'_, T> {
+    fn pair(&self) -> Pair {
+        Pair::Sums
+    }
+
+    fn run(&self, cpu: &Cpu, share: &Share<'_>, cells: &mut [Cell], [g, g_centered]: [&mut [f64]; 2]) {
+        with_act!(self.c.activation, act => sum_gradient_part(cpu, share, self, act, cells));
+        sums_of_cells(cells, g, g_centered);
+    }
+}
 
 /// Two sums of a channel, over differences from a centre, in interleaved lanes so that the additions vectorise.
 #[derive(Clone, Default)]
@@ -402,7 +445,8 @@ fn halved(mut lanes: [f64; LANES]) -> f64 {
 
 multiversion! {
     /// Sums of x - pilot and of (x - pilot)^2; the pilot is the centre of the cell.
-    fn sum_part<T: Element>(planes: &Planes, part: &Part, first: usize, x: &[T], cells: &mut [Cell]) {
+    fn sum_part<T: Element>(share: &Share<'_>, x: &[T], cells: &mut [Cell]) {
+        let &Share { planes, part, first } = share;
         let start = part.images.start * planes.channels + first;
         for (index, cell) in cells.iter_mut().enumerate() {
             let plane = &x[(start + index) * planes.spatial..][part.places.clone()];
@@ -443,9 +487,10 @@ multiversion! {
 
     /// Sums of g and of g (x - mean); the mean is the centre of the cell.
     fn sum_gradient_part<T: Element, A: Activate<T>>(
-        planes: &Planes, part: &Part, first: usize, x: &[T], dy: &[T], means: &[f64], c: &Coefficients<T>, act: A,
-        cells: &mut [Cell],
+        share: &Share<'_>, of: &GradientSumsOf<'_, T>, act: A, cells: &mut [Cell],
     ) {
+        let &Share { planes, part, first } = share;
+        let &GradientSumsOf { x, dy, means, c } = of;
         cells.iter_mut().zip(&means[first..]).for_each(|(cell, &mean)| *cell = Cell::new(mean));
         for image in part.images.clone() {
             for (index, cell) in cells.iter_mut().enumerate() {
@@ -481,9 +526,9 @@ multiversion! {
         }
     }
 
-    fn map_planes<T: Element, M: Map<T>, A: Activate<T>>(
-        spatial: usize, map: M, act: A, x: Option<[&[T]; 2]>, y: &mut [T], c: &Coefficients<T>, first: usize,
-    ) {
+    /// Maps a run of planes, or a part of one.
+    fn map_planes<T: Element, M: Map<T>, A: Activate<T>>(mapping: &Mapping<'_, T, M>, act: A, y: &mut [T]) {
+        let &Mapping { map, x, c, first, spatial } = mapping;
         for (index, y) in y.chunks_mut(spatial).enumerate() {
             let c = c.at(first + index);
             match x {
@@ -498,9 +543,9 @@ multiversion! {
         }
     }
 
-    fn gradient_planes<T: Element, A: Activate<T>>(
-        spatial: usize, x: Option<&[T]>, dy: &[T], act: A, dx: &mut [T], c: &Coefficients<T>, first: usize,
-    ) {
+    /// Computes dx of a run of planes, or of a part of one.
+    fn gradient_planes<T: Element, A: Activate<T>>(gradient: &Gradient<'_, T>, act: A, dx: &mut [T]) {
+        let &Gradient { x, dy, c, first, spatial } = gradient;
         let constant = c.constant;
         for (index, (dx, dy)) in dx.chunks_mut(spatial).zip(dy.chunks(spatial)).enumerate() {
             let c = c.at(first + index);
