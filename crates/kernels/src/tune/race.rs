@@ -132,38 +132,29 @@ impl Rules {
     }
 }
 
-/// Races candidates with these estimated seconds; the likely fastest run first, until `budget` seconds are over.
+/// How much a race may take.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Limits {
+    pub(super) effort: Effort,
+    /// Seconds.
+    pub(super) budget: f64,
+}
+
+/// Races candidates with these estimated seconds; the likely fastest run first, until the budget is over.
 ///
-/// The first candidate that gives a right result is timed whatever the budget.
+/// The first candidate that gives a right result is timed whatever the budget. `progress` is called with the fraction of
+/// the budget that is spent.
 pub(super) fn race(
     estimates: &[f64],
     trial: &mut dyn Trial,
-    effort: Effort,
-    budget: f64,
+    Limits { effort, budget }: Limits,
     progress: &mut dyn FnMut(f64),
 ) -> Vec<Outcome> {
     let rules = Rules::of(effort);
-    let mut race =
-        Race { times: vec![Vec::new(); estimates.len()], repeats: vec![1; estimates.len()], trial, budget };
-    let mut order: Vec<usize> = (0..estimates.len()).collect();
-    order.sort_by(|&a, &b| estimates[a].total_cmp(&estimates[b]));
-    let mut outcomes = race.first_laps(&order, estimates, &rules, progress);
-
-    let mut alive: Vec<usize> = (0..estimates.len()).filter(|&index| !race.times[index].is_empty()).collect();
-    for round in 1..rules.rounds {
-        race.drop_slow(&mut alive, rules.cut(round));
-        if alive.len() < 2 && round >= 3 {
-            break;
-        }
-        // Each round starts with another candidate, so that none always runs after the same one.
-        for turn in 0..alive.len() {
-            if race.spent() > 0.95 {
-                break;
-            }
-            race.lap(alive[(turn + round) % alive.len()]);
-            progress(race.spent());
-        }
-    }
+    let (times, repeats) = (vec![Vec::new(); estimates.len()], vec![1; estimates.len()]);
+    let mut race = Race { estimates, rules, times, repeats, trial, budget };
+    let mut outcomes = race.first_laps(progress);
+    let alive = race.further_laps(progress);
     for (index, samples) in race.of_same_rounds(&alive).into_iter().enumerate() {
         if let Outcome::Timed(times) = &mut outcomes[index] {
             (times.samples, times.measured) = (samples, race.times[index].len());
@@ -173,10 +164,21 @@ pub(super) fn race(
 }
 
 struct Race<'a> {
+    estimates: &'a [f64],
+    rules: Rules,
+    /// The seconds of each lap of each candidate.
     times: Vec<Vec<f64>>,
+    /// How often each candidate runs in a lap.
     repeats: Vec<usize>,
     trial: &'a mut dyn Trial,
     budget: f64,
+}
+
+/// A candidate and the seconds of its first lap.
+#[derive(Clone, Copy)]
+struct Leader {
+    index: usize,
+    seconds: f64,
 }
 
 impl Race<'_> {
@@ -191,64 +193,89 @@ impl Race<'_> {
         seconds
     }
 
-    /// Checks and times every candidate once.
-    fn first_laps(
-        &mut self,
-        order: &[usize],
-        estimates: &[f64],
-        rules: &Rules,
-        progress: &mut dyn FnMut(f64),
-    ) -> Vec<Outcome> {
+    /// Checks and times every candidate once, the cheapest by estimate first.
+    fn first_laps(&mut self, progress: &mut dyn FnMut(f64)) -> Vec<Outcome> {
+        let estimates = self.estimates;
+        let mut order: Vec<usize> = (0..estimates.len()).collect();
+        order.sort_by(|&a, &b| estimates[a].total_cmp(&estimates[b]));
         let mut outcomes = vec![Outcome::Skipped("no time was left in the budget".into()); estimates.len()];
-        let mut best: Option<(usize, f64)> = None;
-        for &index in order {
-            if let Some((leader, seconds)) = best {
+        let mut best: Option<Leader> = None;
+        for index in order {
+            if let Some(leader) = best {
                 // The likely winners are tried even if the setup has taken long.
                 let tried = self.times.iter().filter(|times| !times.is_empty()).count();
                 if self.spent() > if tried < LIKELY { 2.0 } else { 0.5 } {
                     break;
                 }
-                let expected = seconds * estimates[index] / estimates[leader];
-                let ratio = estimates[index] / estimates[leader];
-                // The check and the first sample are a run each. Estimates are too rough to exclude a candidate with a close
-                // one.
-                let left = self.budget - self.trial.elapsed();
-                let too_long = ratio > HOPELESS && 2.0 * expected > left;
-                if ratio > rules.hopeless || too_long {
-                    let reason = format!("too slow to try: about {:.3} ms by estimate", expected * 1e3);
+                if let Some(reason) = self.too_slow(index, leader) {
                     outcomes[index] = Outcome::Skipped(reason);
                     continue;
                 }
             }
-            match self.trial.check(index) {
+            outcomes[index] = match self.trial.check(index) {
                 Ok(Checked { error, seconds: cold }) => {
-                    let seconds = if best.is_some_and(|(_, best)| cold > 2.0 * rules.cut(1) * best) {
-                        // Too far behind for a warm run to change anything.
-                        self.times[index].push(cold);
-                        cold
-                    } else {
-                        // The check has warmed code, threads and buffers; a first run tells how often to repeat.
-                        let seconds = self.trial.run(index, 1);
-                        let repeats = (SHORTEST_SAMPLE / seconds.max(1e-9)).ceil() as usize;
-                        self.repeats[index] = repeats.clamp(1, 1000);
-                        if self.repeats[index] > 1 {
-                            self.lap(index)
-                        } else {
-                            self.times[index].push(seconds);
-                            seconds
-                        }
-                    };
-                    if best.is_none_or(|(_, best)| seconds < best) {
-                        best = Some((index, seconds));
+                    let seconds = self.first_lap(index, cold, best);
+                    if best.is_none_or(|best| seconds < best.seconds) {
+                        best = Some(Leader { index, seconds });
                     }
-                    outcomes[index] = Outcome::Timed(Times { samples: Vec::new(), measured: 0, error });
+                    Outcome::Timed(Times { samples: Vec::new(), measured: 0, error })
                 }
-                Err(Refusal::Wrong(reason)) => outcomes[index] = Outcome::Wrong(reason),
-                Err(Refusal::NoMemory(error)) => outcomes[index] = Outcome::NoMemory(error),
-            }
+                Err(Refusal::Wrong(reason)) => Outcome::Wrong(reason),
+                Err(Refusal::NoMemory(error)) => Outcome::NoMemory(error),
+            };
             progress(self.spent());
         }
         outcomes
+    }
+
+    /// The reason not to try a candidate, if its estimate is that much worse than the leader's.
+    fn too_slow(&self, index: usize, leader: Leader) -> Option<String> {
+        let expected = leader.seconds * self.estimates[index] / self.estimates[leader.index];
+        let ratio = self.estimates[index] / self.estimates[leader.index];
+        // The check and the first sample are a run each. Estimates are too rough to exclude a candidate with a close one.
+        let left = self.budget - self.trial.elapsed();
+        let too_long = ratio > HOPELESS && 2.0 * expected > left;
+        (ratio > self.rules.hopeless || too_long)
+            .then(|| format!("too slow to try: about {:.3} ms by estimate", expected * 1e3))
+    }
+
+    /// Times a candidate whose check took `cold` seconds for the first time.
+    fn first_lap(&mut self, index: usize, cold: f64, best: Option<Leader>) -> f64 {
+        if best.is_some_and(|best| cold > 2.0 * self.rules.cut(1) * best.seconds) {
+            // Too far behind for a warm run to change anything.
+            self.times[index].push(cold);
+            return cold;
+        }
+        // The check has warmed code, threads and buffers; a first run tells how often to repeat.
+        let seconds = self.trial.run(index, 1);
+        let repeats = (SHORTEST_SAMPLE / seconds.max(1e-9)).ceil() as usize;
+        self.repeats[index] = repeats.clamp(1, 1000);
+        if self.repeats[index] > 1 {
+            return self.lap(index);
+        }
+        self.times[index].push(seconds);
+        seconds
+    }
+
+    /// Runs the candidates that have a first lap in further rounds and drops the slow ones. Returns those that are left.
+    fn further_laps(&mut self, progress: &mut dyn FnMut(f64)) -> Vec<usize> {
+        let mut alive: Vec<usize> =
+            (0..self.times.len()).filter(|&index| !self.times[index].is_empty()).collect();
+        for round in 1..self.rules.rounds {
+            self.drop_slow(&mut alive, self.rules.cut(round));
+            if alive.len() < 2 && round >= 3 {
+                break;
+            }
+            // Each round starts with another candidate, so that none always runs after the same one.
+            for turn in 0..alive.len() {
+                if self.spent() > 0.95 {
+                    break;
+                }
+                self.lap(alive[(turn + round) % alive.len()]);
+                progress(self.spent());
+            }
+        }
+        alive
     }
 
     /// Keeps those of `alive` that are within `factor` of the best of them. All of them have run in the same rounds.
@@ -369,6 +396,11 @@ mod tests {
         }
     }
 
+    /// The outcomes of a race whose progress nobody looks at.
+    fn raced(estimates: &[f64], trial: &mut Simulated, effort: Effort, budget: f64) -> Vec<Outcome> {
+        race(estimates, trial, Limits { effort, budget }, &mut |_| ())
+    }
+
     fn scores(outcomes: &[Outcome]) -> Vec<f64> {
         let score = |outcome: &Outcome| match outcome {
             Outcome::Timed(times) => times.score(),
@@ -388,7 +420,7 @@ mod tests {
         for effort in [Effort::Measure, Effort::Exhaustive] {
             let regrets = (0..200).map(|seed| {
                 let mut trial = Simulated::new(&seconds, seed);
-                let outcomes = race(&[1.0; 6], &mut trial, effort, 1.0, &mut |_| ());
+                let outcomes = raced(&[1.0; 6], &mut trial, effort, 1.0);
                 seconds[best(&outcomes)] / 1e-3
             });
             let bad = regrets.filter(|&regret| regret > 1.05).count();
@@ -401,7 +433,7 @@ mod tests {
     fn a_machine_that_becomes_slow_changes_nothing() {
         for slow_from in [1.4e-2, 2e-2, 2.5e-2, 3e-2, 4e-2] {
             let mut trial = Simulated { slow_from, ..Simulated::new(&[1.5e-3, 1e-3, 2e-3, 1.6e-3], 1) };
-            let outcomes = race(&[1.0; 4], &mut trial, Effort::Measure, 1.0, &mut |_| ());
+            let outcomes = raced(&[1.0; 4], &mut trial, Effort::Measure, 1.0);
             assert_eq!(best(&outcomes), 1, "slow from {slow_from}: {:?}", scores(&outcomes));
         }
     }
@@ -414,7 +446,7 @@ mod tests {
             for seed in 0..50 {
                 let mut trial =
                     Simulated { slow_from, ..Simulated::new(&[1.5e-3, 1e-3, 2e-3, 1.6e-3], seed) };
-                let outcomes = race(&[1.0; 4], &mut trial, Effort::Measure, 1.0, &mut |_| ());
+                let outcomes = raced(&[1.0; 4], &mut trial, Effort::Measure, 1.0);
                 let times = |index: usize| match &outcomes[index] {
                     Outcome::Timed(times) => times,
                     other => panic!("{other:?}"),
@@ -441,15 +473,15 @@ mod tests {
     #[test]
     fn the_hopeless_run_rarely_and_the_budget_holds() {
         let mut trial = Simulated::new(&[1e-3, 5e-3, 1e-3, 0.5], 1);
-        let outcomes = race(&[1.0, 1.0, 1.0, 100.0], &mut trial, Effort::Measure, 1.0, &mut |_| ());
+        let outcomes = raced(&[1.0, 1.0, 1.0, 100.0], &mut trial, Effort::Measure, 1.0);
         assert!(trial.runs[1] <= 2, "dropped after its first sample: {:?}", trial.runs);
         assert!(matches!(&outcomes[3], Outcome::Skipped(reason) if reason.contains("too slow to try")));
         let mut trial = Simulated::new(&[1e-3, 0.5], 1);
-        let outcomes = race(&[1.0, 500.0], &mut trial, Effort::Exhaustive, 0.5, &mut |_| ());
+        let outcomes = raced(&[1.0, 500.0], &mut trial, Effort::Exhaustive, 0.5);
         assert_eq!(trial.runs[1], 0, "a run takes all of the budget");
         assert!(matches!(&outcomes[1], Outcome::Skipped(reason) if reason.contains("too slow to try")));
         let mut trial = Simulated::new(&[0.2, 0.2, 0.2, 0.2], 1);
-        let outcomes = race(&[1.0; 4], &mut trial, Effort::Exhaustive, 0.5, &mut |_| ());
+        let outcomes = raced(&[1.0; 4], &mut trial, Effort::Exhaustive, 0.5);
         assert!(trial.clock < 1.5, "a budget of 0.5 s took {} s", trial.clock);
         assert!(matches!(&outcomes[0], Outcome::Timed(_)));
         assert!(matches!(&outcomes[3], Outcome::Skipped(reason) if reason.contains("budget")));
@@ -458,7 +490,7 @@ mod tests {
     #[test]
     fn a_wrong_candidate_is_never_timed() {
         let mut trial = Simulated { wrong: Some(1), ..Simulated::new(&[1e-3, 1e-5, 2e-3], 1) };
-        let outcomes = race(&[1.0; 3], &mut trial, Effort::Measure, 1.0, &mut |_| ());
+        let outcomes = raced(&[1.0; 3], &mut trial, Effort::Measure, 1.0);
         assert_eq!(outcomes[1], Outcome::Wrong("all zeros".into()));
         assert_eq!((best(&outcomes), trial.runs[1]), (0, 0));
     }

@@ -8,7 +8,7 @@ use super::cache::Cache;
 use super::contest::{Contest, Entrant, State, Subject};
 use super::conv_trial::ConvSubject;
 use super::pool_trial::PoolSubject;
-use super::race::{Outcome, race};
+use super::race::{Limits, Outcome, race};
 use super::record::{Key, RECORD_VERSION, Record};
 use super::{Choice, Effort, Event, Source, TunerOptions, Tuning};
 use crate::conv::{self, ConvAlgorithm, ConvPlan, ConvProblem, Pass};
@@ -449,7 +449,8 @@ impl Tuner {
         } else {
             let estimates: Vec<f64> = ready.iter().map(|&index| contest.estimate(index)).collect();
             let mut trial = subject.trial(&ready)?;
-            race(&estimates, trial.as_mut(), self.inner.options.effort, budget.as_secs_f64(), progress)
+            let limits = Limits { effort: self.inner.options.effort, budget: budget.as_secs_f64() };
+            race(&estimates, trial.as_mut(), limits, progress)
         };
         known.spent += start.elapsed();
         for (&index, outcome) in ready.iter().zip(&outcomes) {
