@@ -2,7 +2,7 @@
 
 use pulp::{MemMask, Simd};
 
-use super::gather::{Gather, Phase};
+use super::gather::{Gather, Phase, Tap};
 use crate::stream::prefetch_to_l2;
 
 /// Output pixels that share the loads of weights and inputs.
@@ -82,49 +82,43 @@ pub(super) trait BlockKernel {
     );
 }
 
-/// Runs `kernel` for all blocks of a phase of output row `row` of an image; pixels outside read as `zeros`.
+/// One phase of a row of outputs, and what it reads.
+pub(super) struct Outputs<'a> {
+    pub(super) gather: &'a [Gather; 2],
+    /// The row's number in its image.
+    pub(super) row: usize,
+    pub(super) phase: &'a Phase,
+    /// The source's pixels.
+    pub(super) image: &'a [f32],
+    /// One pixel of zeros: what is read outside of the image.
+    pub(super) zeros: &'a [f32],
+    /// What the next row will be the first to use, besides the image.
+    pub(super) next: Option<*const f32>,
+}
+
+/// Runs `kernel` for all blocks of these outputs.
 ///
 /// # Safety
 /// The kernel's own slices have all channels, as many as `zeros`, of each tap, [row][column], and of each output of the phase.
 #[inline(always)]
 pub(super) unsafe fn each_block<S: Simd, K: BlockKernel>(
     simd: S,
-    Scratch { rows, columns, inputs: list }: &mut Scratch,
-    [height, width]: &[Gather; 2],
-    (row, phase): (usize, &Phase),
-    (image, zeros): (&[f32], &[f32]),
-    next: Option<*const f32>,
+    scratch: &mut Scratch,
+    outputs: &Outputs<'_>,
     kernel: &mut K,
 ) {
+    let &Outputs { gather: [_, width], phase, image, zeros, next, .. } = outputs;
     let channels = zeros.len();
-    let row_len = width.source * channels;
-    let (vertical, q) = height.phase(row);
-    rows.clear();
-    let mut below = 0;
-    for r in &vertical.taps {
-        let Some(index) = height.source_index(q, r) else { continue };
-        below = below.max(index + 1);
-        let source = image[index * row_len..][..row_len].as_ptr();
-        rows.push(KernelRow { source, place: r.kernel * width.kernel * channels });
-    }
-    columns.clear();
-    columns.extend(phase.taps.iter().map(|s| KernelColumn { offset: s.offset, place: s.kernel * channels }));
+    let below = scratch.list_kernel(outputs);
+    let below = image.as_ptr().wrapping_add(below * width.source * channels);
+    let Scratch { rows, columns, inputs: list } = scratch;
     let output_step = width.phases.len() * channels;
     let line = Line { phase, rows, columns, channels, source: width.source, scale: width.scale, output_step };
-    let below = image.as_ptr().wrapping_add(below * row_len);
+    line.check_interior();
+    let count = line.neighbours(if S::F32_LANES == 16 { usize::MAX } else { K::MOST_TAPS });
     let row = Row { line, zeros, ahead: [Some(below), next] };
-    // Of the outputs in the interior, the first and the last read furthest out, through the first and the last tap.
-    let [first, end] = phase.interior;
-    let inside = |q: usize, column: &KernelColumn| {
-        (width.scale * q).checked_add_signed(column.offset).is_some_and(|pixel| pixel < width.source)
-    };
-    assert!(end <= phase.count && columns.is_sorted_by_key(|column| column.offset));
-    assert!(first >= end || columns.iter().all(|column| inside(first, column) && inside(end - 1, column)));
-    let neighbours = columns.is_sorted_by(|left, right| left.offset + 1 == right.offset);
-    let fit = S::F32_LANES == 16 || columns.len() <= K::MOST_TAPS;
-    let count = if neighbours && fit { columns.len() } else { 0 };
-    // SAFETY: where there are TAPS columns, they are neighbours, and INPUTS is what they read at this scale. The assertions
-    // have checked that the outputs of the interior read inside the row through every tap. The slices of `kernel` are as the
+    // SAFETY: where there are TAPS columns, they are neighbours, and INPUTS is what they read at this scale. `check_interior`
+    // has checked that the outputs of the interior read inside the row through every tap. The slices of `kernel` are as the
     // caller promises.
     unsafe {
         match (count, width.scale) {
@@ -136,6 +130,30 @@ pub(super) unsafe fn each_block<S: Simd, K: BlockKernel>(
             (5, 2) => row.each_block::<S, 5, { inputs(5, 2) }>(simd, list, kernel),
             _ => row.each_block::<S, 0, 0>(simd, list, kernel),
         }
+    }
+}
+
+impl Scratch {
+    /// Lists the rows of the kernel that read inside the image, and all columns. Returns the source row after those that are
+    /// read; 0 if none is.
+    #[inline(always)]
+    fn list_kernel(&mut self, outputs: &Outputs<'_>) -> usize {
+        let &Outputs { gather: [height, width], row, phase, image, zeros, .. } = outputs;
+        let channels = zeros.len();
+        let row_len = width.source * channels;
+        let (vertical, q) = height.phase(row);
+        self.rows.clear();
+        let mut below = 0;
+        for r in &vertical.taps {
+            let Some(index) = height.source_index(q, r) else { continue };
+            below = below.max(index + 1);
+            let source = image[index * row_len..][..row_len].as_ptr();
+            self.rows.push(KernelRow { source, place: r.kernel * width.kernel * channels });
+        }
+        let column = |s: &Tap| KernelColumn { offset: s.offset, place: s.kernel * channels };
+        self.columns.clear();
+        self.columns.extend(phase.taps.iter().map(column));
+        below
     }
 }
 
@@ -176,35 +194,13 @@ impl Row<'_> {
         // A block's share of the rows ahead; strides above 2 skip much of them.
         let shares = [BLOCK * lanes * (scale * scale).min(4), BLOCK * lanes];
         let mut ahead = std::array::from_fn::<_, 2, _>(|i| (ahead[i], shares[i]));
-        let mut prefetch_shares = || {
-            for (ahead, share) in &mut ahead {
-                if let Some(ahead) = ahead {
-                    prefetch_to_l2(*ahead, *share);
-                    *ahead = ahead.wrapping_add(*share);
-                }
-            }
-        };
         for q in (0..phase.count).step_by(BLOCK) {
             let edge = q < first || q + BLOCK > end;
             if edge || whole < channels {
-                inputs.clear();
-                for row in line.rows {
-                    let mut list = |first: isize, step: usize, count: usize| {
-                        inputs.extend((0..count).map(|i| {
-                            match ((q * scale + i * step) as isize + first) as usize {
-                                column if column < line.source => row.source.wrapping_add(column * channels),
-                                _ => zeros.as_ptr(),
-                            }
-                        }))
-                    };
-                    match TAPS {
-                        0 => line.columns.iter().for_each(|column| list(column.offset, scale, BLOCK)),
-                        _ => list(line.columns[0].offset, 1, INPUTS),
-                    }
-                }
+                line.list_inputs::<TAPS, INPUTS>(q, zeros, inputs);
             }
             for channel in (0..whole).step_by(lanes) {
-                prefetch_shares();
+                prefetch_shares(&mut ahead);
                 let place = Place { q, channel, mask: all, inputs };
                 // SAFETY: all lanes from `channel` on lie below `whole`, so that they are channels. A block that is not at an
                 // edge lies in the interior; for one at an edge the inputs have been listed just now, pixels of a source row or
@@ -227,7 +223,67 @@ impl Row<'_> {
     }
 }
 
+/// Prefetches the next share of each place, and moves it on by that.
+#[inline(always)]
+fn prefetch_shares(ahead: &mut [(Option<*const f32>, usize); 2]) {
+    for (ahead, share) in ahead {
+        if let Some(ahead) = ahead {
+            prefetch_to_l2(*ahead, *share);
+            *ahead = ahead.wrapping_add(*share);
+        }
+    }
+}
+
 impl Line<'_> {
+    /// # Panics
+    /// If an output of the phase's interior does not exist, or reads outside of the row through a tap.
+    #[inline(always)]
+    fn check_interior(&self) {
+        let Line { phase, columns, .. } = self;
+        // Of the outputs in the interior, the first and the last read furthest out, through the first and the last tap.
+        let [first, end] = phase.interior;
+        let inside = |q: usize, column: &KernelColumn| {
+            (self.scale * q).checked_add_signed(column.offset).is_some_and(|pixel| pixel < self.source)
+        };
+        assert!(end <= phase.count && columns.is_sorted_by_key(|column| column.offset));
+        assert!(
+            first >= end || columns.iter().all(|column| inside(first, column) && inside(end - 1, column))
+        );
+    }
+
+    /// The number of columns, if they read neighbouring pixels and are at most `most`; else 0.
+    #[inline(always)]
+    fn neighbours(&self, most: usize) -> usize {
+        let neighbours = self.columns.is_sorted_by(|left, right| left.offset + 1 == right.offset);
+        if neighbours && self.columns.len() <= most { self.columns.len() } else { 0 }
+    }
+
+    /// Lists what the block from output `q` on reads, as [`BlockKernel::block`] takes it: for each kernel row INPUTS pixels
+    /// or, if TAPS is 0, BLOCK for each column. Pixels outside of the row are `zeros`.
+    #[inline(always)]
+    fn list_inputs<const TAPS: usize, const INPUTS: usize>(
+        &self,
+        q: usize,
+        zeros: &[f32],
+        inputs: &mut Vec<*const f32>,
+    ) {
+        inputs.clear();
+        for row in self.rows {
+            let mut list = |first: isize, step: usize, count: usize| {
+                inputs.extend((0..count).map(|i| {
+                    match ((q * self.scale + i * step) as isize + first) as usize {
+                        column if column < self.source => row.source.wrapping_add(column * self.channels),
+                        _ => zeros.as_ptr(),
+                    }
+                }))
+            };
+            match TAPS {
+                0 => self.columns.iter().for_each(|column| list(column.offset, self.scale, BLOCK)),
+                _ => list(self.columns[0].offset, 1, INPUTS),
+            }
+        }
+    }
+
     /// Calls `add(offset in taps x channels, what the block's outputs read there)` for all taps.
     ///
     /// # Safety

@@ -2,7 +2,7 @@
 
 use pulp::{Simd, WithSimd};
 
-use super::blocks::{BLOCK, BlockKernel, Line, Place, Scratch, each_block, load, store};
+use super::blocks::{BLOCK, BlockKernel, Line, Outputs, Place, Scratch, each_block, load, store};
 use super::gather::Gather;
 use crate::Cpu;
 use crate::conv::gemm_views::reduce_partials;
@@ -78,15 +78,19 @@ impl WithSimd for Rows<'_> {
         sums.fill(0.0);
         assert!(sums.len() >= height.kernel * width.kernel * channels, "sums of each tap");
         for row in first..end {
-            let x = (&x[row / height.output * image_len..][..image_len], zeros);
+            let image = &x[row / height.output * image_len..][..image_len];
             let dy = &dy[row * row_len..][..row_len];
             let mut products = Products { dy, sums };
-            let phase = (row % height.output, &width.phases[0]);
-            let next = Some(dy.as_ptr().wrapping_add(row_len));
+            let outputs = Outputs {
+                gather: &weights.gather,
+                row: row % height.output,
+                phase: &width.phases[0],
+                image,
+                zeros,
+                next: Some(dy.as_ptr().wrapping_add(row_len)),
+            };
             // SAFETY: `sums` have all channels of each tap, and `dy` those of a row's outputs, which are one phase.
-            unsafe {
-                each_block(simd, &mut scratch, &weights.gather, phase, x, next, &mut products);
-            }
+            unsafe { each_block(simd, &mut scratch, &outputs, &mut products) };
         }
     }
 }

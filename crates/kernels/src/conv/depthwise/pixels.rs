@@ -2,7 +2,7 @@
 
 use pulp::{Simd, WithSimd};
 
-use super::blocks::{BLOCK, BlockKernel, Line, Place, Scratch, each_block, load, store};
+use super::blocks::{BLOCK, BlockKernel, Line, Outputs, Place, Scratch, each_block, load, store};
 use super::gather::Gather;
 use crate::Cpu;
 use crate::conv::plan::ConvKernel;
@@ -87,19 +87,18 @@ impl Rows<'_> {
         assert!(weights.len() >= height.kernel * width.kernel * channels, "weights of each tap");
         for (row, output) in output.chunks_mut(width.output * channels).enumerate() {
             let (image, row) = ((first + row) / height.output, (first + row) % height.output);
-            let source = (&source[image * image_len..][..image_len], zeros);
+            let image = &source[image * image_len..][..image_len];
             for (first, phase) in width.phases.iter().enumerate() {
                 let next = output.as_ptr().wrapping_add((width.output + first * phase.count) * channels);
                 let next = (!STREAMS).then_some(next);
+                let outputs = Outputs { gather: &pixels.gather, row, phase, image, zeros, next };
                 let output = &mut output[first * channels..];
                 let mut sums = Sums::<STREAMS> { weights, output, streaming };
                 let reach = phase.count.saturating_sub(1) * width.phases.len() * channels + channels;
                 assert!(phase.count == 0 || reach <= sums.output.len(), "outputs beyond their row");
                 // SAFETY: `weights` have all channels of each tap, and the outputs from this phase's first one on those of each
                 // of its outputs.
-                unsafe {
-                    each_block(simd, &mut scratch, &pixels.gather, (row, phase), source, next, &mut sums);
-                }
+                unsafe { each_block(simd, &mut scratch, &outputs, &mut sums) };
             }
         }
     }
