@@ -11,7 +11,7 @@ use super::registers::{
 };
 use super::slab::Reading;
 use crate::conv::plan::ConvKernel;
-use crate::conv::problem::{ConvProblem, Pass};
+use crate::conv::problem::{ConvAxis, ConvProblem, Pass};
 use crate::conv::workspace::{LINE, aligned};
 use crate::stream::{self, Streaming};
 use crate::{Cpu, Isa, simd};
@@ -54,6 +54,59 @@ pub(super) struct Correlate {
     work: usize,
 }
 
+/// The source, which is read, or the target, which is written.
+struct Tensor {
+    batch: usize,
+    /// Rows and columns.
+    size: [usize; 2],
+    channels: usize,
+}
+
+impl Tensor {
+    /// Source and target.
+    fn both(problem: &ConvProblem, pass: Pass) -> [Tensor; 2] {
+        let axes = [&problem.height, &problem.width];
+        let (batch, [input, output]) =
+            (problem.batch, [axes.map(|axis| axis.input), axes.map(|axis| axis.output())]);
+        let x = Tensor { batch, size: input, channels: problem.in_channels };
+        let y = Tensor { batch, size: output, channels: problem.out_channels };
+        match pass {
+            Pass::Forward => [x, y],
+            _ => [y, x],
+        }
+    }
+
+    fn pixels(&self) -> usize {
+        self.batch * self.size.iter().product::<usize>()
+    }
+}
+
+/// The phases of an axis of the target.
+fn phases_of(axis: &ConvAxis, pass: Pass) -> Vec<Phase> {
+    match pass {
+        Pass::Forward => Phase::forward(axis),
+        _ => Phase::backward_data(axis),
+    }
+}
+
+/// Whether every position along an axis of the target belongs to one of these phases.
+fn are_all(phases: &[Phase], axis: &ConvAxis, pass: Pass) -> bool {
+    pass == Pass::Forward || phases.len() == axis.stride.min(axis.input)
+}
+
+/// The most target pixels of a task: if it copies what it reads, so that its tables do not get too long, and if it reads in
+/// place.
+fn most_pixels(phases: &[Vec<Phase>; 2], groups: usize) -> [usize; 2] {
+    let lattices = phases.each_ref().map(Vec::len).iter().product::<usize>().max(1);
+    let taps = phases.each_ref().map(|phases| phases.iter().map(Phase::taps).max().unwrap_or(1));
+    let most = (TABLE_LEN / taps.iter().product::<usize>()).max(1) * lattices;
+    let per_lattice = match groups {
+        1 => TASK_PIXELS,
+        _ => TASK_PIXELS_OF_GROUPS,
+    };
+    [most, most.min(per_lattice * lattices)]
+}
+
 impl Correlate {
     pub(super) fn new(problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Self {
         let across = match pass {
@@ -63,50 +116,23 @@ impl Correlate {
         // With a stride, backward-data has few taps compared with a block's other costs.
         let few_taps = pass == Pass::BackwardData && [problem.height.stride, problem.width.stride] != [1, 1];
         let joined = joined(cpu.isa(), problem.groups, across, few_taps);
-        let (problem, of_groups) = (&problem.with_groups(problem.groups / joined), problem);
         let isa = fitting(cpu.isa(), across * joined);
         let lanes = simd::lanes(isa);
-        let most = most_vectors(lanes);
+        let panels = match pass {
+            Pass::Forward => Panels::of_outputs(problem, lanes, most_vectors(lanes)),
+            _ => Panels::of_inputs(problem, lanes, most_vectors(lanes)),
+        };
+        let panels = panels.joining(joined);
+        let problem = &problem.with_groups(problem.groups / joined);
         let axes = [&problem.height, &problem.width];
-        let (panels, phases, target, source_channels, target_channels) = match pass {
-            Pass::Forward => (
-                Panels::of_outputs(of_groups, lanes, most).joining(joined),
-                axes.map(Phase::forward),
-                axes.map(|axis| axis.output()),
-                problem.in_channels,
-                problem.out_channels,
-            ),
-            _ => (
-                Panels::of_inputs(of_groups, lanes, most).joining(joined),
-                axes.map(Phase::backward_data),
-                axes.map(|axis| axis.input),
-                problem.out_channels,
-                problem.in_channels,
-            ),
-        };
-        let complete = match pass {
-            Pass::Forward => true,
-            _ => axes.iter().zip(&phases).all(|(axis, phases)| phases.len() == axis.stride.min(axis.input)),
-        };
-        let lattices = phases.each_ref().map(Vec::len).iter().product::<usize>().max(1);
-        let taps = phases.each_ref().map(|phases| phases.iter().map(Phase::taps).max().unwrap_or(1));
-        let table_pixels = TABLE_LEN / taps.iter().product::<usize>();
-        let source = match pass {
-            Pass::Forward => axes.map(|axis| axis.input),
-            _ => axes.map(|axis| axis.output()),
-        };
-        let pixels = problem.batch * target.iter().product::<usize>();
-        let source_pixels = problem.batch * source.iter().product::<usize>();
-        let reading = Reading::new(problem, [source_pixels, source_channels], [pixels, target_channels]);
-        let per_lattice = match problem.groups {
-            1 => TASK_PIXELS,
-            _ => TASK_PIXELS_OF_GROUPS,
-        };
-        let most = table_pixels.max(1) * lattices;
-        let copied = reading.targets([problem.batch, target[0], target[1]], cpu);
+        let phases = axes.map(|axis| phases_of(axis, pass));
+        let [source, target] = Tensor::both(problem, pass);
+        let pixels = target.pixels();
+        let reading = Reading::new(problem, [source.pixels(), source.channels], [pixels, target.channels]);
+        let [most, most_in_place] = most_pixels(&phases, problem.groups);
+        let copied = reading.targets([target.batch, target.size[0], target.size[1]], cpu);
         let task_pixels = copied.filter(|&wanted| wanted <= most).unwrap_or_else(|| {
-            let tasks = pixels.div_ceil(most.min(per_lattice * lattices)).next_multiple_of(cpu.threads());
-            pixels.div_ceil(tasks)
+            pixels.div_ceil(pixels.div_ceil(most_in_place).next_multiple_of(cpu.threads()))
         });
         let tap_floats = panels.taps * panels.most_vectors() * lanes;
         let depth = (PANEL_FLOATS / tap_floats).max(16);
@@ -122,11 +148,11 @@ impl Correlate {
             reading,
             depth: panels.depth.div_ceil(panels.depth.div_ceil(depth)),
             panels,
+            complete: axes.iter().zip(&phases).all(|(axis, phases)| are_all(phases, axis, pass)),
             phases,
-            complete,
-            target,
-            target_channels,
-            source_channels,
+            target: target.size,
+            target_channels: target.channels,
+            source_channels: source.channels,
             kernel_columns: problem.width.kernel,
             task_pixels,
             pixels,
@@ -243,8 +269,8 @@ impl WithSimd for Task<'_> {
                 unsafe { products.add(simd, indices, |group| places.group(group - first), &mut target) };
                 if let Some(streaming) = streaming.as_ref().filter(|_| line_groups > 1) {
                     let pixels = self.target.chunks_exact_mut(c.target_channels);
-                    for (from, to) in self.collected.chunks_exact(LINE).zip(pixels) {
-                        let to = &mut to[channel_of_line..][..LINE];
+                    let lines = pixels.map(|pixel| &mut pixel[channel_of_line..][..LINE]);
+                    for (from, to) in self.collected.chunks_exact(LINE).zip(lines) {
                         // SAFETY: `simd::run` calls this with its vectors.
                         unsafe { stream::copy_line(simd, streaming, from, to) };
                     }
@@ -374,7 +400,8 @@ unsafe fn multiply<S: Simd, const P: usize, const V: usize>(
         // `depth` times V vectors.
         unsafe {
             let sources = sources.map(|source| source.add(channel));
-            add_products::<S, P, V>(simd, &mut sums, &sources, weights.as_ptr(), depth.len());
+            let factors = Factors { sources, weights: weights.as_ptr().cast() };
+            add_products::<S, P, V>(simd, &mut sums, &factors, depth.len());
         }
     }
     if let Some(streaming) = target.streaming {
@@ -395,6 +422,13 @@ unsafe fn multiply<S: Simd, const P: usize, const V: usize>(
     }
 }
 
+/// What a block's pixels read through one tap, from the first channel to sum over on.
+struct Factors<V, const P: usize> {
+    sources: [*const f32; P],
+    /// [channel][vector]
+    weights: *const V,
+}
+
 /// sums[p][v] += sources[p][c] * weights[c][v] over `depth` channels.
 ///
 /// # Safety
@@ -403,11 +437,10 @@ unsafe fn multiply<S: Simd, const P: usize, const V: usize>(
 unsafe fn add_products<S: Simd, const P: usize, const V: usize>(
     simd: S,
     sums: &mut [[S::f32s; V]; P],
-    sources: &[*const f32; P],
-    weights: *const f32,
+    factors: &Factors<S::f32s, P>,
     depth: usize,
 ) {
-    let weights = weights.cast::<S::f32s>();
+    let Factors { sources, weights } = factors;
     let mut c = 0;
     // SAFETY: `c`, with what a turn takes from there on, stays below `depth`. The caller promises `depth` floats of each
     // source, and V vectors of weights for each of them.
@@ -415,11 +448,11 @@ unsafe fn add_products<S: Simd, const P: usize, const V: usize>(
         // With one vector, there are too many source addresses to stay in registers. So each address that is loaded serves
         // several channels, as many as there are registers for weights.
         while V == 1 && S::F32_LANES == 16 && c + 4 <= depth {
-            add_turn::<S, P, V, 4>(simd, sums, sources, weights, c);
+            add_turn::<S, P, V, 4>(simd, sums, factors, c);
             c += 4;
         }
         while V == 1 && S::F32_LANES < 16 && c + 2 <= depth {
-            add_turn::<S, P, V, 2>(simd, sums, sources, weights, c);
+            add_turn::<S, P, V, 2>(simd, sums, factors, c);
             c += 2;
         }
         while c < depth {
@@ -443,10 +476,10 @@ unsafe fn add_products<S: Simd, const P: usize, const V: usize>(
 unsafe fn add_turn<S: Simd, const P: usize, const V: usize, const U: usize>(
     simd: S,
     sums: &mut [[S::f32s; V]; P],
-    sources: &[*const f32; P],
-    weights: *const S::f32s,
+    factors: &Factors<S::f32s, P>,
     c: usize,
 ) {
+    let Factors { sources, weights } = factors;
     // SAFETY: the caller promises the vectors of weights and the floats of each source that `c + u` stands for, with u below U.
     unsafe {
         let w: [_; U] = std::array::from_fn(|u| weights.add(c + u).read_unaligned());
