@@ -195,6 +195,19 @@ impl Block<'_> {
     ///   vectors, and `S` is one of those that [`crate::simd::run`] uses.
     #[inline(always)]
     unsafe fn multiply<S: Simd, const P: usize, const V: usize, const STREAMS: bool>(self, simd: S) {
+        // SAFETY: the caller promises what both ask for.
+        unsafe {
+            let sums = self.sums::<S, P, V>(simd);
+            self.write::<S, P, V, STREAMS>(simd, sums);
+        }
+    }
+
+    /// The sums over all steps; meanwhile prefetches what is ahead.
+    ///
+    /// # Safety
+    /// What [`Block::multiply`] asks of `a` and `b`.
+    #[inline(always)]
+    unsafe fn sums<S: Simd, const P: usize, const V: usize>(&self, simd: S) -> [[S::f32s; V]; P] {
         let lanes = S::F32_LANES;
         let (a, b) = (self.a.as_ptr(), self.b.as_ptr());
         // If there is nothing to fetch, the same line is prefetched again and again.
@@ -220,6 +233,20 @@ impl Block<'_> {
                 }
             }
         }
+        sums
+    }
+
+    /// Writes the sums to `out`, or adds them.
+    ///
+    /// # Safety
+    /// What [`Block::multiply`] asks of `out`, `columns` and `S`.
+    #[inline(always)]
+    unsafe fn write<S: Simd, const P: usize, const V: usize, const STREAMS: bool>(
+        self,
+        simd: S,
+        sums: [[S::f32s; V]; P],
+    ) {
+        let lanes = S::F32_LANES;
         // Each way to write has a plain loop of its own, which the compiler unrolls, and streaming has code of its own: so
         // the sums stay in registers.
         macro_rules! write {
