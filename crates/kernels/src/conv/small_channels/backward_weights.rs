@@ -1,13 +1,11 @@
 //! Backward-weights in channels-last: blocks of taps x output channels, summed over the outputs of a strip of rows.
 
-use std::ops::Range;
-
 use pulp::{Simd, WithSimd};
 
 use super::kernel::{Ahead, Block, Steps, block_rows, even_runs};
 use super::place_in_filter;
 use super::rows::InputRows;
-use super::strips::{Buffers, Strips};
+use super::strips::{Buffers, Strip, Strips};
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
 use crate::gemm::Update;
@@ -16,7 +14,7 @@ use crate::{Cpu, simd};
 /// Backward-weights of one problem in channels-last.
 pub(super) struct BackwardWeights {
     problem: ConvProblem,
-    /// Sums are T x K, K rounded up to whole vectors; gradients are copied where they are not whole vectors.
+    /// Sums lie as [tap][K], K rounded up to whole vectors; gradients are copied where they are not whole vectors.
     strips: Strips,
     input: InputRows,
     /// From the gradients of one output to those of the next, as the kernel reads them.
@@ -70,7 +68,7 @@ impl ConvKernel<f32> for BackwardWeights {
     fn run(&self, cpu: &Cpu, [x, dy]: [&[f32]; 2], dweight: &mut [f32], workspace: &mut [f32]) {
         let p = &self.problem;
         let sums = self.strips.sum(cpu, p, workspace, |rows, buffers| {
-            simd::run(cpu.isa(), Strip { backward: self, x, dy, rows, buffers });
+            simd::run(cpu.isa(), Strip { weights: self, x, dy, rows, buffers });
         });
         for (k, filter) in dweight.chunks_exact_mut(self.taps.len()).enumerate() {
             for (tap, sums) in sums.chunks_exact(self.pitch).take(self.taps.len()).enumerate() {
@@ -93,36 +91,22 @@ impl BackwardWeights {
     }
 }
 
-/// Adds one strip of rows to the sums.
-struct Strip<'a> {
-    backward: &'a BackwardWeights,
-    x: &'a [f32],
-    dy: &'a [f32],
-    /// Output rows, counted over all images.
-    rows: Range<usize>,
-    /// Sums lie as [tap][K].
-    buffers: Buffers<'a>,
-}
-
-impl WithSimd for Strip<'_> {
+impl WithSimd for Strip<'_, BackwardWeights> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let BackwardWeights { problem: p, input, pitch, run, taps, steps, .. } = self.backward;
+        let BackwardWeights { problem: p, input, pitch, run, taps, steps, .. } = self.weights;
         let Buffers { input: copied, gradients, sums } = self.buffers;
-        let [_, k, oh, ow] = p.output_shape();
+        let [_, k, _, ow] = p.output_shape();
         let outputs = self.rows.len() * ow;
         let dy = &self.dy[self.rows.start * ow * k..][..outputs * k];
-        let gradients = if *pitch == k { dy } else { self.backward.whole_vectors(dy, gradients) };
-        let image = p.input_len() / p.batch;
+        let gradients = if *pitch == k { dy } else { self.weights.whole_vectors(dy, gradients) };
         let next = self.rows.end..self.rows.end + self.rows.len();
         let dy_after = &self.dy[next.start * ow * k..];
         let dy_next = &dy_after[..dy_after.len().min(outputs * k)];
         let mut ahead = Ahead([dy_next, input.fresh(self.x, next)]);
-        for (row, to) in self.rows.zip(copied.chunks_exact_mut(input.len())) {
-            input.copy(&self.x[row / oh * image..][..image], row % oh, to);
-        }
+        input.copy_all(self.x, self.rows, copied);
         let width = 2 * S::F32_LANES;
         for first in (0..*pitch).step_by(width) {
             for (taps, sums) in taps.chunks_exact(*run).zip(sums.chunks_exact_mut(run * pitch)) {

@@ -1,13 +1,11 @@
 //! Backward-weights in contiguous format: vectors of neighbouring outputs of dy times what taps read for them, summed by
 //! lane over all outputs, and over the lanes at the end.
 
-use std::ops::Range;
-
 use pulp::{Simd, WithSimd};
 
 use super::kernel::{Places, Reads, Steps, even_runs};
 use super::rows::InputRows;
-use super::strips::{Buffers, Strips};
+use super::strips::{Buffers, Strip, Strips};
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
 use crate::conv::workspace::LINE;
@@ -17,7 +15,7 @@ use crate::{Cpu, simd};
 pub(super) struct BackwardWeightsPlanes {
     problem: ConvProblem,
     lanes: usize,
-    /// Sums are K x T vectors.
+    /// Gradients lie as [channel][row][vector], sums as [channel][tap][lane].
     strips: Strips,
     /// Floats of one channel's gradients in a strip, with rows filled up to whole vectors, and an extra cache line that keeps
     /// channels from falling into the same sets of the cache.
@@ -64,7 +62,7 @@ impl BackwardWeightsPlanes {
 impl ConvKernel<f32> for BackwardWeightsPlanes {
     fn run(&self, cpu: &Cpu, [x, dy]: [&[f32]; 2], dweight: &mut [f32], workspace: &mut [f32]) {
         let sums = self.strips.sum(cpu, &self.problem, workspace, |rows, buffers| {
-            simd::run(cpu.isa(), Strip { backward: self, x, dy, rows, buffers });
+            simd::run(cpu.isa(), Strip { weights: self, x, dy, rows, buffers });
         });
         for (to, lanes) in dweight.iter_mut().zip(sums.chunks_exact(self.lanes)) {
             *to = lanes.iter().sum();
@@ -72,31 +70,17 @@ impl ConvKernel<f32> for BackwardWeightsPlanes {
     }
 }
 
-/// Adds one strip of rows to the sums.
-struct Strip<'a> {
-    backward: &'a BackwardWeightsPlanes,
-    x: &'a [f32],
-    dy: &'a [f32],
-    /// Output rows, counted over all images.
-    rows: Range<usize>,
-    /// Gradients lie as [channel][row][vector], sums as [channel][tap][lane].
-    buffers: Buffers<'a>,
-}
-
-impl WithSimd for Strip<'_> {
+impl WithSimd for Strip<'_, BackwardWeightsPlanes> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let BackwardWeightsPlanes { problem: p, pitch, input, taps, steps, .. } = self.backward;
+        let BackwardWeightsPlanes { problem: p, pitch, input, taps, steps, .. } = self.weights;
         let Buffers { input: copied, gradients, sums } = self.buffers;
         let [_, k, oh, ow] = p.output_shape();
         let padded = ow.next_multiple_of(S::F32_LANES);
         let steps = steps.first(self.rows.len() * padded / S::F32_LANES);
-        let image = p.input_len() / p.batch;
-        for (row, to) in self.rows.clone().zip(copied.chunks_exact_mut(input.len())) {
-            input.copy(&self.x[row / oh * image..][..image], row % oh, to);
-        }
+        input.copy_all(self.x, self.rows.clone(), copied);
         for (channel, to) in gradients.chunks_exact_mut(*pitch).enumerate() {
             for (row, to) in self.rows.clone().zip(to.chunks_exact_mut(padded)) {
                 let dy = &self.dy[((row / oh * k + channel) * oh + row % oh) * ow..][..ow];
@@ -212,28 +196,30 @@ mod tests {
     use super::*;
     use crate::Isa;
 
-    /// Sums of a block of ones with this number of channels, pitch, tap and step, and these lengths of the input and the
-    /// gradients.
-    fn run(
-        isa: Isa,
+    /// A block of ones with two taps, the first of which is 0, and two steps, the first of which is [0, 0].
+    #[derive(Debug, Clone, Copy)]
+    struct Sizes {
         channels: usize,
         pitch: usize,
         tap: usize,
         step: [usize; 2],
+        /// Of the input and the gradients.
         lens: [usize; 2],
-    ) -> Vec<f32> {
-        let lanes = simd::lanes(isa);
+    }
+
+    /// The sums of such a block.
+    fn run(isa: Isa, sizes: Sizes) -> Vec<f32> {
+        let Sizes { channels, pitch, tap, step, lens } = sizes;
         let [input, gradients] = lens.map(|len| vec![1.0; len]);
-        let mut sums = vec![0.0; 4 * 2 * lanes];
+        let mut sums = vec![0.0; 4 * 2 * simd::lanes(isa)];
         let steps = Steps::new([[0, 0], step].into_iter());
-        let (taps, steps) = (&[0, tap][..], steps.all());
         let block = Block {
             gradients: &gradients,
             channels,
             pitch,
             input: &input,
-            taps,
-            steps,
+            taps: &[0, tap],
+            steps: steps.all(),
             sums: &mut sums,
             row: 2,
         };
@@ -246,31 +232,28 @@ mod tests {
         for isa in Isa::available() {
             let lanes = simd::lanes(isa);
             let lens = [7 + 4 + lanes, 2 * 30 + 9 + lanes];
-            let sums = run(isa, 3, 30, 7, [4, 9], lens);
+            let fits = Sizes { channels: 3, pitch: 30, tap: 7, step: [4, 9], lens };
+            let sums = run(isa, fits);
             assert!(sums[..3 * 2 * lanes].iter().all(|&sum| sum == 2.0), "{isa}");
             let [input, gradients] = lens;
-            for (channels, pitch, tap, step, lens) in [
-                (4, 30, 7, [4, 9], lens),
-                (0, 30, 7, [4, 9], lens),
-                (3, 31, 7, [4, 9], lens),
-                (3, 1 << 63, 7, [4, 9], lens),
-                (3, usize::MAX, 7, [4, 9], lens),
-                (3, 30, 8, [4, 9], lens),
-                (3, 30, usize::MAX, [4, 9], lens),
-                (3, 30, 7, [5, 9], lens),
-                (3, 30, 7, [usize::MAX, 9], lens),
-                (3, 30, 7, [4, 10], lens),
-                (3, 30, 7, [4, usize::MAX], lens),
-                (3, 30, 7, [4, 9], [input - 1, gradients]),
-                (3, 30, 7, [4, 9], [input, gradients - 1]),
+            for sizes in [
+                Sizes { channels: 4, ..fits },
+                Sizes { channels: 0, ..fits },
+                Sizes { pitch: 31, ..fits },
+                Sizes { pitch: 1 << 63, ..fits },
+                Sizes { pitch: usize::MAX, ..fits },
+                Sizes { tap: 8, ..fits },
+                Sizes { tap: usize::MAX, ..fits },
+                Sizes { step: [5, 9], ..fits },
+                Sizes { step: [usize::MAX, 9], ..fits },
+                Sizes { step: [4, 10], ..fits },
+                Sizes { step: [4, usize::MAX], ..fits },
+                Sizes { lens: [input - 1, gradients], ..fits },
+                Sizes { lens: [input, gradients - 1], ..fits },
             ] {
-                let refusal = catch_unwind(|| run(isa, channels, pitch, tap, step, lens));
-                let refusal = refusal.expect_err("it must be refused");
+                let refusal = catch_unwind(|| run(isa, sizes)).expect_err("it must be refused");
                 let reason = refusal.downcast_ref::<&str>().copied().unwrap_or("another reason");
-                assert!(
-                    reason.contains("beyond its slices"),
-                    "{isa} {channels} {pitch} {tap} {step:?}: {reason}"
-                );
+                assert!(reason.contains("beyond its slices"), "{isa} {sizes:?}: {reason}");
             }
         }
     }

@@ -103,6 +103,15 @@ impl InputRows {
         &x[(image * h.input + start) * line..(image * h.input + end) * line]
     }
 
+    /// Copies what output rows `rows`, counted over all images, read of `x`, one row after the other.
+    #[inline(always)]
+    pub(super) fn copy_all(&self, x: &[f32], rows: Range<usize>, to: &mut [f32]) {
+        let (height, image) = (self.problem.height.output(), self.problem.input_len() / self.problem.batch);
+        for (row, to) in rows.zip(to.chunks_exact_mut(self.len())) {
+            self.copy(&x[row / height * image..][..image], row % height, to);
+        }
+    }
+
     /// Copies what output row `row` reads of an image. Inlined, to be compiled for the caller's instruction set.
     #[inline(always)]
     pub(super) fn copy(&self, image: &[f32], row: usize, to: &mut [f32]) {

@@ -27,6 +27,17 @@ pub(super) struct Buffers<'a> {
     pub(super) sums: &'a mut [f32],
 }
 
+/// A strip, whose products are added to the sums.
+pub(super) struct Strip<'a, W> {
+    /// How they are computed.
+    pub(super) weights: &'a W,
+    pub(super) x: &'a [f32],
+    pub(super) dy: &'a [f32],
+    /// Output rows, counted over all images.
+    pub(super) rows: Range<usize>,
+    pub(super) buffers: Buffers<'a>,
+}
+
 impl Strips {
     /// For strips of `rows` rows, with `lens` floats of sums, input and gradients.
     pub(super) fn new(problem: &ConvProblem, cpu: &Cpu, rows: usize, lens: [usize; 3]) -> Strips {
