@@ -4,7 +4,6 @@ use std::time::Instant;
 
 use convoke_memory::{collected, copied, filled};
 
-use super::Key;
 use super::contest::{Contest, Entrant, State, Subject};
 use super::noise::noise;
 use super::race::{Checked, Refusal, Trial, seconds_of};
@@ -14,30 +13,24 @@ use crate::{Cpu, DType, Element, Result};
 
 /// One pass of one problem; the entrants are [`max_pool_algorithms`].
 pub(super) struct PoolSubject {
-    contest: Contest,
-    problem: PoolProblem,
-    dtype: DType,
-    pass: MaxPoolPass,
+    pub(super) contest: Contest,
+    pub(super) problem: PoolProblem,
+    pub(super) dtype: DType,
+    pub(super) pass: MaxPoolPass,
+}
+
+/// [`max_pool_algorithms`], which all can run every problem.
+pub(super) fn entrants(problem: &PoolProblem, pass: MaxPoolPass, cpu: &Cpu) -> Vec<Entrant> {
+    let entrant = |algorithm: &MaxPoolAlgorithm| Entrant {
+        name: algorithm.name().into(),
+        revision: algorithm.revision(),
+        accuracy: Accuracy::Strict,
+        state: State::Ready { estimate: algorithm.estimate(problem, pass, cpu), workspace_bytes: 0 },
+    };
+    max_pool_algorithms().iter().map(entrant).collect()
 }
 
 impl PoolSubject {
-    pub(super) fn new(
-        key: Key,
-        problem: &PoolProblem,
-        dtype: DType,
-        pass: MaxPoolPass,
-        cpu: &Cpu,
-    ) -> PoolSubject {
-        let entrant = |algorithm: &MaxPoolAlgorithm| Entrant {
-            name: algorithm.name().into(),
-            revision: algorithm.revision(),
-            accuracy: Accuracy::Strict,
-            state: State::Ready { estimate: algorithm.estimate(problem, pass, cpu), workspace_bytes: 0 },
-        };
-        let entrants = max_pool_algorithms().iter().map(entrant).collect();
-        PoolSubject { contest: Contest { key, cpu: cpu.running(), entrants }, problem: *problem, dtype, pass }
-    }
-
     /// A trial with the index type that training uses.
     fn trial_of<T: Element>(&self, ready: &[usize]) -> Result<Box<dyn Trial + '_>> {
         let algorithms = ready.iter().map(|&index| max_pool_algorithms()[index]).collect();

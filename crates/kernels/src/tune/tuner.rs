@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use super::cache::Cache;
 use super::contest::{Contest, Entrant, State, Subject};
 use super::conv_trial::ConvSubject;
-use super::pool_trial::PoolSubject;
+use super::pool_trial::{PoolSubject, entrants};
 use super::race::{Limits, Outcome, race};
 use super::record::{Key, RECORD_VERSION, Record};
 use super::{Choice, Effort, Event, Source, TunerOptions, Tuning};
@@ -37,8 +37,8 @@ struct Known {
     workspace_limit: Option<usize>,
     /// Choices made under this limit, used in place of those above.
     limited: HashMap<(Key, Isa), String>,
+    /// The plans of choices: making one takes long.
     plans: HashMap<(ConvProblem, Pass, Cpu), ConvPlan>,
-    max_pools: HashMap<(PoolProblem, DType, MaxPoolPass, Cpu), MaxPoolAlgorithm>,
     /// Time spent on measurements.
     spent: Duration,
     /// The cache's results for each instruction set, read when the first neighbour is looked for.
@@ -154,18 +154,10 @@ impl Tuner {
         pass: MaxPoolPass,
         cpu: &Cpu,
     ) -> MaxPoolAlgorithm {
-        let place = (*problem, dtype, pass, cpu.clone());
-        let mut known = self.known();
-        if let Some(algorithm) = known.max_pools.get(&place) {
-            return *algorithm;
-        }
-        let subject =
-            PoolSubject::new(self.max_pool_key(problem, dtype, pass, cpu), problem, dtype, pass, cpu);
-        let chosen = self.choose(&mut known, &subject).expect("every algorithm takes every problem");
+        let subject = self.max_pool_subject(problem, dtype, pass, cpu);
+        let chosen = self.choose(&mut self.known(), &subject).expect("every algorithm takes every problem");
         let mut algorithms = max_pool_algorithms().iter();
-        let algorithm = *algorithms.find(|algorithm| algorithm.name() == chosen).expect("one that can run");
-        known.max_pools.insert(place, algorithm);
-        algorithm
+        *algorithms.find(|algorithm| algorithm.name() == chosen).expect("one that can run")
     }
 
     /// As [`Tuner::tune`], for a pass of max pooling.
@@ -180,14 +172,8 @@ impl Tuner {
         cpu: &Cpu,
         progress: &mut dyn FnMut(f64),
     ) -> Result<Tuning> {
-        let mut known = self.known();
-        let subject =
-            PoolSubject::new(self.max_pool_key(problem, dtype, pass, cpu), problem, dtype, pass, cpu);
-        let tuning = self.remeasure(&mut known, &subject, progress)?;
-        known.max_pools.retain(|(other, other_dtype, other_pass, _), _| {
-            (other, *other_dtype, *other_pass) != (problem, dtype, pass)
-        });
-        Ok(tuning)
+        let subject = self.max_pool_subject(problem, dtype, pass, cpu);
+        self.remeasure(&mut self.known(), &subject, progress)
     }
 
     /// The cached result of this problem, if it is up to date.
@@ -231,7 +217,6 @@ impl Tuner {
         let mut known = self.known();
         known.choices.extend(choices.into_iter().map(|Choice { key, algorithm }| ((key, isa), algorithm)));
         known.plans.clear();
-        known.max_pools.clear();
     }
 
     /// From now on, plans may need at most `bytes` of workspace, or as much as the options say if `None`. Where a choice made
@@ -312,6 +297,18 @@ impl Tuner {
         }
         let contest = Contest { key: self.key(problem, pass, cpu), cpu: cpu.clone(), entrants };
         ConvSubject { contest, plans }
+    }
+
+    fn max_pool_subject(
+        &self,
+        problem: &PoolProblem,
+        dtype: DType,
+        pass: MaxPoolPass,
+        cpu: &Cpu,
+    ) -> PoolSubject {
+        let key = self.max_pool_key(problem, dtype, pass, cpu);
+        let contest = Contest { key, cpu: cpu.running(), entrants: entrants(problem, pass, cpu) };
+        PoolSubject { contest, problem: *problem, dtype, pass }
     }
 
     /// An algorithm's plan, if it has one and the options let it take part.
