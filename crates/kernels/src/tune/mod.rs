@@ -47,6 +47,10 @@ pub enum Effort {
 }
 
 /// What a [`Tuner`] may do. `TunerOptions::default()` measures within a second a problem, and remembers nothing.
+///
+/// The options that leave algorithms out (`accuracy`, `deterministic`, `workspace_limit`, `only`, `skip`) hold as long as
+/// they leave one that can run the problem. If they leave none, [`Tuner::plan`] warns and does not follow them, but
+/// [`Tuner::tune`] returns an error.
 #[derive(Clone)]
 pub struct TunerOptions {
     /// How much work may be spent on a choice.

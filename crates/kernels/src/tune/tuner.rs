@@ -104,6 +104,10 @@ impl Tuner {
     /// The plan to run. The first call for a problem and pass chooses, which may take the time budget; the choice then
     /// holds as long as this tuner lives, so that a repeated computation gives the same bits. For a [`Cpu::dry`] the plan is
     /// the same as for the CPU that runs; that CPU is used to measure.
+    ///
+    /// There is always a plan. If the options leave no algorithm that can run the problem, it is that of [`conv::plan`], the
+    /// cheapest built-in algorithm by estimate, even if `only`, `skip`, `accuracy`, `deterministic`, `workspace_limit` or
+    /// [`Tuner::limit_workspace`] exclude it. The observer is then told of it by an [`Event::Warning`].
     pub fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> ConvPlan {
         // Plans are measured and kept for the CPU that runs.
         let (asked, cpu) = (cpu, &cpu.running());
@@ -221,7 +225,8 @@ impl Tuner {
 
     /// From now on, plans may need at most `bytes` of workspace, or as much as the options say if `None`. Where a choice made
     /// so far needs more, the next best one takes its place until the limit changes again. This is for times when memory
-    /// matters more than time. Returns the previous limit.
+    /// matters more than time. A problem that no algorithm can run within the limit gets a plan all the same: see
+    /// [`Tuner::plan`]. Returns the previous limit.
     pub fn limit_workspace(&self, bytes: Option<usize>) -> Option<usize> {
         let mut known = self.known();
         let before = std::mem::replace(&mut known.workspace_limit, bytes);
