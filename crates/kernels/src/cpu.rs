@@ -261,20 +261,16 @@ macro_rules! multiversion {
     ($($(#[$meta:meta])* $vis:vis fn $name:ident <$($generic:ident : $bound:path),*> ($($arg:ident : $type:ty),* $(,)?)
        $(-> $ret:ty)? $body:block)*) => {$(
         $(#[$meta])*
-        #[allow(clippy::too_many_arguments)]
         $vis fn $name<$($generic: $bound),*>(cpu: &$crate::Cpu, $($arg: $type),*) $(-> $ret)? {
             #[inline(always)]
-            #[allow(clippy::too_many_arguments)]
             fn body<$($generic: $bound),*>($($arg: $type),*) $(-> $ret)? $body
 
             #[cfg(target_arch = "x86_64")]
             {
                 #[target_feature(enable = "avx2,fma")]
-                #[allow(clippy::too_many_arguments)]
                 fn avx2<$($generic: $bound),*>($($arg: $type),*) $(-> $ret)? { body($($arg),*) }
 
                 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-                #[allow(clippy::too_many_arguments)]
                 fn avx512<$($generic: $bound),*>($($arg: $type),*) $(-> $ret)? { body($($arg),*) }
 
                 match cpu.isa() {

@@ -74,7 +74,7 @@ impl Rows {
             let dy = &dy[start..][..x.len()];
             scratch::with(2 * self.width, |sums| {
                 let [a, b] = zeros(sums);
-                with_act!(c.activation, act => sum_gradient_rows(cpu, x, dy, &means, &c, act, a, b));
+                with_act!(c.activation, act => sum_gradient_rows(cpu, [x, dy], &means, &c, act, a, b));
                 fold(a, g);
                 fold(b, g_centered);
             });
@@ -245,8 +245,9 @@ multiversion! {
 
     #[allow(clippy::needless_range_loop)]
     fn sum_gradient_rows<T: Element, A: Activate<T>>(
-        x: &[T], dy: &[T], means: &[f64], c: &Coefficients<T>, act: A, sums: &mut [f64], centered: &mut [f64],
+        x_and_dy: [&[T]; 2], means: &[f64], c: &Coefficients<T>, act: A, sums: &mut [f64], centered: &mut [f64],
     ) {
+        let [x, dy] = x_and_dy;
         let width = means.len();
         let (sums, centered) = (&mut sums[..width], &mut centered[..width]);
         let (mean, scale, shift) = (&c.mean[..width], &c.scale[..width], &c.shift[..width]);
