@@ -7,6 +7,7 @@
 mod adapters;
 mod depthwise;
 mod direct;
+mod even;
 mod fft;
 mod gemm_views;
 mod im2col;

@@ -5,6 +5,7 @@
 use std::ops::Range;
 
 use super::slab::Places;
+use crate::conv::even::even_parts;
 use crate::conv::problem::ConvAxis;
 use crate::stream::prefetch_to_l2;
 
@@ -214,7 +215,7 @@ impl Lattice<'_> {
         blocks: &mut Blocks,
     ) {
         pixels.sort_by_key(|pixel| pixel.inside);
-        for part in super::registers::even_parts(pixels.len(), most) {
+        for part in even_parts(pixels.len(), most) {
             self.add_block(&pixels[part], places, blocks);
         }
     }

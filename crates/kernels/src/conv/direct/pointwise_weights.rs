@@ -11,8 +11,9 @@ use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
-use super::registers::{by_block, even_parts, fitting, last_mask, load, most_rows, most_vectors, store};
+use super::registers::{by_block, fitting, last_mask, load, most_rows, most_vectors, store};
 use super::weights::parts;
+use crate::conv::even::even_parts;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::{ConvAxis, ConvProblem};
 use crate::conv::workspace::{LINE, aligned};

@@ -100,12 +100,6 @@ pub(super) unsafe fn store<S: Simd, const V: usize>(
     }
 }
 
-/// The parts of `0..len`, each at most `most` long and as even as can be.
-pub(super) fn even_parts(len: usize, most: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
-    let parts = len.div_ceil(most);
-    (0..parts).map(move |part| part * len / parts..(part + 1) * len / parts)
-}
-
 /// Calls `$function::<S, rows, vectors>` for a block of 1 to 16 rows and 1 or 2 vectors, or 1 to 6 rows and 3 or 4 vectors.
 macro_rules! by_block {
     ($rows:expr, $vectors:expr, $function:ident::<$simd:ident>($($argument:expr),*)) => {
@@ -128,19 +122,3 @@ macro_rules! by_block {
     };
 }
 pub(super) use by_block;
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn even_parts_cover_and_differ_by_at_most_one() {
-        for (len, most) in [(0, 3), (1, 14), (14, 14), (15, 14), (100, 6), (7, 1)] {
-            let parts: Vec<_> = even_parts(len, most).collect();
-            assert_eq!(parts.iter().cloned().flatten().collect::<Vec<_>>(), (0..len).collect::<Vec<_>>());
-            assert_eq!(parts.len(), len.div_ceil(most));
-            let sizes = || parts.iter().map(|part| part.len());
-            assert!(parts.is_empty() || sizes().max().unwrap() - sizes().min().unwrap() <= 1);
-        }
-    }
-}

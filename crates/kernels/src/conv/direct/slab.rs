@@ -9,6 +9,7 @@ use std::ops::Range;
 use pulp::Simd;
 
 use crate::Cpu;
+use crate::conv::even::even_parts;
 use crate::conv::problem::ConvProblem;
 use crate::conv::workspace::LINE;
 use crate::stream::prefetch_to_l2;
@@ -155,7 +156,7 @@ impl Places<'_> {
             && sharing.is_multiple_of(unit)
             && groups.len().is_multiple_of(sharing);
         let unit = if possible && sharing <= most { sharing } else { unit };
-        super::registers::even_parts(groups.len() / unit, (most / unit).max(1))
+        even_parts(groups.len() / unit, (most / unit).max(1))
             .map(move |part| groups.start + part.start * unit..groups.start + part.end * unit)
     }
 

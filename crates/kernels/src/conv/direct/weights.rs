@@ -6,8 +6,9 @@ use pulp::{Simd, WithSimd};
 
 use super::geometry::{Lattice, Pair, Phase};
 use super::panels::{Panel, Panels};
-use super::registers::{by_block, even_parts, fitting, joined, last_mask, most_rows};
+use super::registers::{by_block, fitting, joined, last_mask, most_rows};
 use super::slab::{Reading, prefetch};
+use crate::conv::even::even_parts;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
 use crate::conv::workspace::{LINE, aligned};

@@ -9,8 +9,9 @@ use std::ops::Range;
 use pulp::{Simd, WithSimd};
 
 use super::gather::Gather;
-use super::kernel::{Ahead, Block, Steps, block_rows, even_runs};
+use super::kernel::{Ahead, Block, Steps, block_rows};
 use super::{pack, place_in_filter, taps};
+use crate::conv::even::even_parts;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
 use crate::conv::workspace::{LINE, aligned};
@@ -208,7 +209,7 @@ impl Bands<'_, '_> {
         let (ow, k) = (p.width.output(), p.out_channels);
         let width = 2 * S::F32_LANES;
         let dy = &dy[tile.start * ow * k..];
-        for outputs in even_runs(tile.len() * ow, block_rows(S::F32_LANES)) {
+        for outputs in even_parts(tile.len() * ow, block_rows(S::F32_LANES)) {
             // What the next block reads.
             let next = &dy[outputs.end * k..];
             let mut ahead = Ahead([&next[..next.len().min(outputs.len() * k)], &[]]);
@@ -249,7 +250,7 @@ impl Bands<'_, '_> {
                 to[columns - rest.len()..columns].copy_from_slice(rest);
                 to[columns..].fill(0.0);
             }
-            for taps in even_runs(taps(p), block_rows(S::F32_LANES)) {
+            for taps in even_parts(taps(p), block_rows(S::F32_LANES)) {
                 simd.vectorize(Block {
                     a: &self.filters[taps.start..],
                     rows: taps.len(),

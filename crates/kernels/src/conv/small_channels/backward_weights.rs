@@ -2,10 +2,11 @@
 
 use pulp::{Simd, WithSimd};
 
-use super::kernel::{Ahead, Block, Steps, block_rows, even_runs};
+use super::kernel::{Ahead, Block, Steps, block_rows};
 use super::place_in_filter;
 use super::rows::InputRows;
 use super::strips::{Buffers, Strip, Strips};
+use crate::conv::even::even_parts;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
 use crate::gemm::Update;
@@ -110,7 +111,7 @@ impl WithSimd for Strip<'_, BackwardWeights> {
         let width = 2 * S::F32_LANES;
         for first in (0..*pitch).step_by(width) {
             for (taps, sums) in taps.chunks_exact(*run).zip(sums.chunks_exact_mut(run * pitch)) {
-                for block in even_runs(*run, block_rows(S::F32_LANES)) {
+                for block in even_parts(*run, block_rows(S::F32_LANES)) {
                     simd.vectorize(Block {
                         a: &copied[taps[block.start]..],
                         rows: block.len(),

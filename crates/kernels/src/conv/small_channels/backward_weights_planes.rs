@@ -3,9 +3,10 @@
 
 use pulp::{Simd, WithSimd};
 
-use super::kernel::{Places, Reads, Steps, even_runs};
+use super::kernel::{Places, Reads, Steps};
 use super::rows::InputRows;
 use super::strips::{Buffers, Strip, Strips};
+use crate::conv::even::even_parts;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
 use crate::conv::workspace::LINE;
@@ -89,8 +90,8 @@ impl WithSimd for Strip<'_, BackwardWeightsPlanes> {
             }
         }
         let [most_channels, most_taps] = block(S::F32_LANES);
-        for block in even_runs(taps.len(), most_taps) {
-            for channels in even_runs(k, most_channels) {
+        for block in even_parts(taps.len(), most_taps) {
+            for channels in even_parts(k, most_channels) {
                 simd.vectorize(Block {
                     gradients: &gradients[channels.start * pitch..],
                     channels: channels.len(),

@@ -2,9 +2,10 @@
 
 use pulp::{Simd, WithSimd};
 
-use super::kernel::{Ahead, Block, Steps, block_rows, even_runs};
+use super::kernel::{Ahead, Block, Steps, block_rows};
 use super::rows::InputRows;
 use super::{pack, place_in_filter, taps};
+use crate::conv::even::even_parts;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
 use crate::conv::workspace::{LINE, aligned};
@@ -128,7 +129,7 @@ impl WithSimd for Pixels<'_> {
             input.copy(self.forward.image(self.x, row / oh), row % oh, self.input);
             let mut ahead = Ahead([input.fresh(self.x, row + 1..row + 2), &[]]);
             // All channels of an output one after another: y is written in order.
-            for outputs in even_runs(ow, block_rows(S::F32_LANES)) {
+            for outputs in even_parts(ow, block_rows(S::F32_LANES)) {
                 for (first, panel) in
                     (0..k).step_by(panel_width).zip(self.filters.chunks_exact(panel_width * steps.len()))
                 {
@@ -180,7 +181,7 @@ impl WithSimd for Planes<'_> {
             let image = self.forward.image(self.x, first / k);
             for row in 0..oh {
                 input.copy(image, row, self.input);
-                for channels in even_runs(planes, block_rows(S::F32_LANES)) {
+                for channels in even_parts(planes, block_rows(S::F32_LANES)) {
                     for column in (0..ow).step_by(width) {
                         simd.vectorize(Block {
                             a: &self.weight[(channel + channels.start) * steps.len()..],

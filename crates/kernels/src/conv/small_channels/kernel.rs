@@ -11,12 +11,6 @@ pub(super) fn block_rows(lanes: usize) -> usize {
     if lanes == 16 { 14 } else { 6 }
 }
 
-/// `0..len` in as few runs of at most `most` as possible, whose lengths differ by at most one.
-pub(super) fn even_runs(len: usize, most: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
-    let runs = len.div_ceil(most);
-    (0..runs).map(move |run| run * len / runs..(run + 1) * len / runs)
-}
-
 /// Memory that will be read soon, for blocks to fetch while they compute.
 pub(super) struct Ahead<'a>(pub(super) [&'a [f32]; 2]);
 
