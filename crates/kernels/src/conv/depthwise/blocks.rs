@@ -267,19 +267,19 @@ impl Line<'_> {
         zeros: &[f32],
         inputs: &mut Vec<*const f32>,
     ) {
+        // Copies, which stay in registers while the list is written.
+        let Line { rows, columns, channels, source, scale, .. } = *self;
         inputs.clear();
-        for row in self.rows {
+        for row in rows {
             let mut list = |first: isize, step: usize, count: usize| {
-                inputs.extend((0..count).map(|i| {
-                    match ((q * self.scale + i * step) as isize + first) as usize {
-                        column if column < self.source => row.source.wrapping_add(column * self.channels),
-                        _ => zeros.as_ptr(),
-                    }
+                inputs.extend((0..count).map(|i| match ((q * scale + i * step) as isize + first) as usize {
+                    column if column < source => row.source.wrapping_add(column * channels),
+                    _ => zeros.as_ptr(),
                 }))
             };
             match TAPS {
-                0 => self.columns.iter().for_each(|column| list(column.offset, self.scale, BLOCK)),
-                _ => list(self.columns[0].offset, 1, INPUTS),
+                0 => columns.iter().for_each(|column| list(column.offset, scale, BLOCK)),
+                _ => list(columns[0].offset, 1, INPUTS),
             }
         }
     }
