@@ -193,9 +193,7 @@ impl WithSimd for Bands<'_, '_> {
                     MemoryFormat::ChannelsLast => self.multiply_pixels(simd, dy, &tile),
                     MemoryFormat::Contiguous => self.multiply_planes(simd, dy, &tile),
                 }
-                for (channel, plane) in planes.iter_mut().enumerate() {
-                    self.gather(simd, &tile, &rows, channel, plane);
-                }
+                self.gather(simd, &tile, &rows, &mut planes);
             }
         }
     }
@@ -279,31 +277,26 @@ impl Bands<'_, '_> {
         })
     }
 
-    /// Adds the tile's products to rows of dx, those of one channel where contiguous.
+    /// Adds the tile's products to these rows of dx.
     #[inline(always)]
-    fn gather<S: Simd>(
-        &self,
-        simd: S,
-        tile: &Range<usize>,
-        rows: &Range<usize>,
-        channel: usize,
-        dx: &mut [f32],
-    ) {
+    fn gather<S: Simd>(&self, simd: S, tile: &Range<usize>, rows: &Range<usize>, planes: &mut [&mut [f32]]) {
         let BackwardData { problem: p, pitch, gather, .. } = self.backward;
-        let line = dx.len() / rows.len();
         let mut bases = Vec::with_capacity(p.height.kernel);
-        for (row, dx) in rows.clone().zip(dx.chunks_exact_mut(line)) {
-            bases.clear();
-            bases.extend(self.kernel_rows(row, tile).map(|(r, output)| match p.format {
-                MemoryFormat::ChannelsLast => {
-                    output * p.width.output() * pitch + r * p.width.kernel * p.in_channels
+        for (channel, plane) in planes.iter_mut().enumerate() {
+            let line = plane.len() / rows.len();
+            for (row, dx) in rows.clone().zip(plane.chunks_exact_mut(line)) {
+                bases.clear();
+                bases.extend(self.kernel_rows(row, tile).map(|(r, output)| match p.format {
+                    MemoryFormat::ChannelsLast => {
+                        output * p.width.output() * pitch + r * p.width.kernel * p.in_channels
+                    }
+                    MemoryFormat::Contiguous => {
+                        (channel * p.height.kernel + r) * p.width.kernel * pitch + output * p.width.output()
+                    }
+                }));
+                if !bases.is_empty() {
+                    gather.add(simd, self.buffer, &bases, dx);
                 }
-                MemoryFormat::Contiguous => {
-                    (channel * p.height.kernel + r) * p.width.kernel * pitch + output * p.width.output()
-                }
-            }));
-            if !bases.is_empty() {
-                gather.add(simd, self.buffer, &bases, dx);
             }
         }
     }
