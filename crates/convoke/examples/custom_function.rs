@@ -15,7 +15,7 @@
 
 use std::error::Error;
 
-use convoke::conv::{ConvAxis, ConvOperands, ConvProblem, ConvSpec, Pass};
+use convoke::conv::{ConvAxis, ConvOperands, ConvProblem, ConvSpec, ConvTypes, Pass};
 use convoke::kernels::memory_format::Extent;
 use convoke::{
     DType, Device, Element, Function, GradCheck, MemoryFormat, Needs, Result, Tensor, apply, dispatch,
@@ -88,7 +88,7 @@ fn problem(x: &Tensor, weight: &Tensor) -> Result<ConvProblem> {
         groups: 1,
         height: ConvAxis::new(height, rows),
         width: ConvAxis::new(width, columns),
-        dtype: x.dtype(),
+        types: ConvTypes::all(x.dtype()),
         format: x.format(),
     })?)
 }

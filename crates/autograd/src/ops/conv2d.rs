@@ -1,7 +1,8 @@
 //! 2-D convolution.
 
 use convoke_kernels::conv::{
-    BiasGradient, ConvAxis, ConvProblem, ConvSpec, Filter, Gradient, InputGradient, TiledConv, WeightGradient,
+    BiasGradient, ConvAxis, ConvProblem, ConvSpec, ConvTypes, Filter, Gradient, InputGradient, TiledConv,
+    WeightGradient,
 };
 
 use super::{check_vector, four_dimensions, same_dtype};
@@ -95,7 +96,7 @@ impl ConvOptions {
                 pad_after: self.padding.right,
                 dilation: self.dilation[1],
             },
-            dtype: x.dtype(),
+            types: ConvTypes::all(x.dtype()),
             format: x.format(),
         };
         ConvProblem::new(spec).map_err(|error| match error {

@@ -1,6 +1,6 @@
 //! The convolutions that flags name, and whether this machine can hold them.
 
-use crate::conv::{ConvProblem, Pass, parse_suite};
+use crate::conv::{ConvProblem, ConvTypes, Pass, parse_suite};
 use crate::nn::Init;
 use crate::nn::models::ModelSpec;
 use crate::nn::modules::ConvBnMode;
@@ -20,7 +20,8 @@ const LARGEST_SUITE: u64 = 16 << 20;
 pub(crate) fn load(args: &ProblemArgs) -> Result<Vec<ConvProblem>> {
     let mut found: Vec<ConvProblem> = Vec::new();
     let mut add = |problem: ConvProblem| -> Result<()> {
-        let problem = problem.with(|spec| (spec.format, spec.dtype) = (args.format(), args.dtype()))?;
+        let problem =
+            problem.with(|spec| (spec.format, spec.types) = (args.format(), ConvTypes::all(args.dtype())))?;
         if !found.contains(&problem) {
             found.push(problem);
         }
@@ -73,9 +74,9 @@ pub(crate) fn of_key(key: &Key) -> Option<(ConvProblem, Pass)> {
         "nchw" => MemoryFormat::Contiguous,
         _ => MemoryFormat::ChannelsLast,
     };
-    let dtype = if key.dtype == "f64" { DType::F64 } else { DType::F32 };
+    let types = [ConvTypes::F32, ConvTypes::F64].into_iter().find(|types| types.to_string() == key.dtype)?;
     let problem: ConvProblem = key.problem.parse().ok()?;
-    let problem = problem.with(|spec| (spec.format, spec.dtype) = (format, dtype)).ok()?;
+    let problem = problem.with(|spec| (spec.format, spec.types) = (format, types)).ok()?;
     let pass = Pass::ALL.into_iter().find(|pass| pass.to_string() == key.pass)?;
     Some((problem, pass))
 }
@@ -84,8 +85,7 @@ pub(crate) fn of_key(key: &Key) -> Option<(ConvProblem, Pass)> {
 pub(crate) fn check_memory(jobs: &[(ConvProblem, Pass)]) -> Result<()> {
     let Some(free) = system::free_memory() else { return Ok(()) };
     for (problem, _) in jobs {
-        let elements = [problem.input_len(), problem.weight_len(), problem.output_len()];
-        let bytes = elements.iter().sum::<usize>().saturating_mul(problem.dtype.size());
+        let bytes = problem.types.bytes(problem);
         if bytes > free {
             let [bytes, free] = [bytes, free].map(|bytes| bytes as f64 / 1e9);
             let text = format!("{problem} needs {bytes:.1} GB for its tensors; {free:.1} GB are free");

@@ -57,7 +57,7 @@ pub use recompute::{ConvInput, Recipe};
 
 use crate::activation::Activation;
 use crate::batch_norm::EpsPlace;
-use crate::conv::{ConvProblem, Filter, TiledConv};
+use crate::conv::{ConvProblem, ConvTypes, Filter, TiledConv};
 use crate::error::invalid;
 use crate::images::Images;
 use crate::pool::PoolProblem;
@@ -118,7 +118,7 @@ impl BlockProblem {
         let worth = |keep: &Keep| match keep {
             Keep::Auto => false,
             Keep::Invert => inexact && self.can_invert(),
-            Keep::Compact => inexact && self.convolution.dtype == crate::DType::F32,
+            Keep::Compact => inexact && self.convolution.types == ConvTypes::F32,
             _ => true,
         };
         Keep::ALL.into_iter().filter(worth).collect()
@@ -249,8 +249,8 @@ impl Block {
     /// Checks that the operands are those that the problem has.
     fn check<T: Element>(&self, parameters: &Parameters<'_, T>, residual: Option<bool>) -> Result<()> {
         let BlockProblem { convolution, bias, gamma, beta, .. } = &self.problem;
-        if T::DTYPE != convolution.dtype {
-            let (expected, found) = (convolution.dtype, T::DTYPE);
+        if convolution.types != ConvTypes::all(T::DTYPE) {
+            let (expected, found) = (convolution.types.input, T::DTYPE);
             return Err(Error::DType { operation: NAME, expected, found });
         }
         let given = [

@@ -3,8 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::problem::{ConvAxis, ConvProblem, ConvSpec};
-use crate::{DType, Error, MemoryFormat, Result};
+use super::problem::{ConvAxis, ConvProblem, ConvSpec, ConvTypes};
+use crate::{Error, MemoryFormat, Result};
 
 /// Prints benchdnn's notation, for example `mb32ic64ih56iw56oc64oh56ow56kh3kw3sh1sw1ph1pw1`.
 ///
@@ -118,7 +118,7 @@ fn parse_article(text: &str) -> std::result::Result<ConvSpec, String> {
         groups: 1,
         height: ConvAxis::new(input[2], kernel[2]),
         width: ConvAxis::new(input[1], kernel[1]),
-        dtype: DType::F32,
+        types: ConvTypes::F32,
         format: MemoryFormat::Contiguous,
     })
 }
@@ -185,7 +185,7 @@ fn parse_benchdnn(text: &str) -> std::result::Result<ConvSpec, String> {
             dh,
         )?,
         width: axis("w", [iw.ok_or_else(|| missing('i'))?, kw.ok_or_else(|| missing('k'))?], ow, sw, pw, dw)?,
-        dtype: DType::F32,
+        types: ConvTypes::F32,
         format: MemoryFormat::Contiguous,
     })
 }

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use super::problem::{ConvProblem, Pass};
+use super::problem::{ConvProblem, ConvTypes, Pass};
 use crate::error::{check_len, invalid};
-use crate::{Cpu, DType, Element, Error, MemoryFormat, Result};
+use crate::{Cpu, Element, Error, MemoryFormat, Result};
 
 /// Why an algorithm cannot run a problem: its shape, the CPU, a limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -101,10 +101,10 @@ pub enum Kernel {
 impl Kernel {
     /// Wraps a kernel that is written for both element types, as the kernel for the type of `problem`.
     pub fn of<K: ConvKernel<f32> + ConvKernel<f64> + 'static>(problem: &ConvProblem, kernel: K) -> Kernel {
-        match problem.dtype {
-            DType::F64 => Kernel::F64(Arc::new(kernel)),
-            // Only f32 is left: no problem has a type that is for storage only.
-            _ => Kernel::F32(Arc::new(kernel)),
+        match problem.types {
+            ConvTypes::F32 => Kernel::F32(Arc::new(kernel)),
+            ConvTypes::F64 => Kernel::F64(Arc::new(kernel)),
+            types => unreachable!("no problem has the types {types}"),
         }
     }
 }
@@ -148,8 +148,7 @@ pub struct Cost {
 impl Cost {
     /// The cost of direct convolution at this efficiency, which reads its inputs and writes its output once.
     pub fn direct(problem: &ConvProblem, efficiency: f64) -> Cost {
-        let elements = problem.input_len() + problem.weight_len() + problem.output_len();
-        Cost { flops: problem.flops(), efficiency, bytes: (elements * problem.dtype.size()) as f64 }
+        Cost { flops: problem.flops(), efficiency, bytes: problem.types.bytes(problem) as f64 }
     }
 
     /// The same cost with `bytes` more moved.
@@ -278,7 +277,7 @@ impl ConvPlan {
         };
         let kernel = T::conv_kernel(&self.kernel).ok_or(Error::DType {
             operation,
-            expected: self.problem.dtype,
+            expected: self.problem.types.accumulator,
             found: T::DTYPE,
         })?;
         if operands.pass != self.pass {

@@ -50,7 +50,7 @@ impl ConvAlgorithm for Pointwise {
         let sums = if weights && workers > 1 { workers * problem.weight_len() } else { 0 };
         let workspace = sums + taken;
         let cost = Cost::direct(problem, 0.75 * gemm_efficiency(problem, pass));
-        let cost = cost.moving(2 * taken * problem.dtype.size());
+        let cost = cost.moving(2 * taken * problem.types.input.size());
         Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, kernel)).with_cost(cost))
     }
 }

@@ -116,6 +116,66 @@ impl ConvAxis {
     }
 }
 
+/// The element types of a convolution, each with that of the gradient.
+///
+/// An algorithm states which types it takes, so that none can run a problem of other types than those it was written for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct ConvTypes {
+    /// Of x.
+    pub input: DType,
+    /// Of the weight.
+    pub weight: DType,
+    /// Of y.
+    pub output: DType,
+    /// In which products are added up.
+    pub accumulator: DType,
+}
+
+impl ConvTypes {
+    /// f32 throughout.
+    pub const F32: ConvTypes = ConvTypes::all(DType::F32);
+    /// f64 throughout.
+    pub const F64: ConvTypes = ConvTypes::all(DType::F64);
+
+    /// The same type throughout.
+    pub const fn all(dtype: DType) -> ConvTypes {
+        ConvTypes { input: dtype, weight: dtype, output: dtype, accumulator: dtype }
+    }
+
+    /// Bytes of x, weight and y of a problem.
+    pub fn bytes(&self, problem: &ConvProblem) -> usize {
+        let bytes = [
+            (problem.input_len(), self.input),
+            (problem.weight_len(), self.weight),
+            (problem.output_len(), self.output),
+        ];
+        bytes.iter().fold(0, |sum, (len, dtype)| sum.saturating_add(len.saturating_mul(dtype.size())))
+    }
+
+    /// Refuses types that no algorithm takes.
+    fn check(&self) -> Result<()> {
+        let operation = "convolution";
+        match *self {
+            ConvTypes::F32 | ConvTypes::F64 => Ok(()),
+            types if types == ConvTypes::all(types.input) => {
+                Err(Error::StorageOnly { operation, dtype: types.input })
+            }
+            types => Err(invalid(operation, format!("no algorithm takes the types {types}"))),
+        }
+    }
+}
+
+/// One name if all types are the same, else those of input, weight, output and accumulator: `bf16_bf16_f32_f32`.
+impl std::fmt::Display for ConvTypes {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let ConvTypes { input, weight, output, accumulator } = self;
+        match *self == ConvTypes::all(*input) {
+            true => write!(f, "{input}"),
+            false => write!(f, "{input}_{weight}_{output}_{accumulator}"),
+        }
+    }
+}
+
 /// The sizes of a convolution before they are validated: see [`ConvProblem::new`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ConvSpec {
@@ -131,8 +191,8 @@ pub struct ConvSpec {
     pub height: ConvAxis,
     /// W and S.
     pub width: ConvAxis,
-    /// Element type of input, weight and output: not a type that is for storage only.
-    pub dtype: DType,
+    /// Element types.
+    pub types: ConvTypes,
     /// Order of input and output in memory. Weights are always K x C/groups x R x S, contiguous.
     pub format: MemoryFormat,
 }
@@ -179,9 +239,7 @@ impl ConvProblem {
     /// more than 2^40 elements, more than 2^61 images x channels x size of one padded axis, a type that is for storage only.
     pub fn new(spec: ConvSpec) -> Result<ConvProblem> {
         let bad = |reason: String| Err(invalid("convolution", reason));
-        if !spec.dtype.computes() {
-            return Err(Error::StorageOnly { operation: "convolution", dtype: spec.dtype });
-        }
+        spec.types.check()?;
         let sizes = [
             ("batch", spec.batch),
             ("input channels", spec.in_channels),

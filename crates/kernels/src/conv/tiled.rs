@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{ConvOperands, ConvPlan, ConvProblem, Pass};
+use super::{ConvOperands, ConvPlan, ConvProblem, ConvTypes, Pass};
 use crate::batch_norm::images_per_group;
 use crate::elementwise;
 use crate::images::Images;
@@ -292,9 +292,9 @@ impl<T: Element> BiasGradient<T> {
 /// Images per tile: few enough that their input and output stay in the caches, and enough that the work on the weight, which
 /// each tile repeats, costs little.
 fn tile_images(problem: &ConvProblem) -> usize {
-    let size = problem.dtype.size();
-    let image = (problem.input_len() + problem.output_len()) / problem.batch * size;
-    let weight = problem.weight_len() * size;
+    let ConvTypes { input, weight, output, .. } = problem.types;
+    let image = (problem.input_len() * input.size() + problem.output_len() * output.size()) / problem.batch;
+    let weight = problem.weight_len() * weight.size();
     let wanted = (TILE_WEIGHTS * weight).clamp(TILE_BYTES, LARGE_TILE_BYTES).max(LEAST_TILE_WEIGHTS * weight);
     let group = images_per_group(&problem.output_extent());
     let tile = wanted.div_ceil(image.max(1)).next_multiple_of(group);

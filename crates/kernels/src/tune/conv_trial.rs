@@ -10,7 +10,7 @@ use super::noise::{CHUNK, Generator, noise};
 use super::race::{Checked, Refusal, Trial, seconds_of};
 use crate::conv::{Accuracy, ConvOperands, ConvPlan, ConvProblem, Pass, reference_element};
 use crate::memory::AlignedVec;
-use crate::{Cpu, DType, Element, Result};
+use crate::{Cpu, Element, Result, dispatch};
 
 /// One pass of one problem, and each entrant's plan for it.
 pub(super) struct ConvSubject {
@@ -37,11 +37,7 @@ impl Subject for ConvSubject {
             (plan, self.contest.entrants[index].accuracy)
         };
         let plans: Vec<_> = ready.iter().map(plan).collect();
-        Ok(match plans[0].0.problem().dtype {
-            DType::F64 => Box::new(ConvTrial::<f64>::new(plans)?),
-            // Only f32 is left: no problem has a type that is for storage only.
-            _ => Box::new(ConvTrial::<f32>::new(plans)?),
-        })
+        Ok(dispatch!(plans[0].0.problem().types.accumulator, T => Box::new(ConvTrial::<T>::new(plans)?)))
     }
 }
 

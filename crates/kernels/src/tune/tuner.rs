@@ -11,7 +11,7 @@ use super::pool_trial::{PoolSubject, entrants};
 use super::race::{Limits, Outcome, race};
 use super::record::{Key, RECORD_VERSION, Record};
 use super::{Choice, Effort, Event, Source, TunerOptions, Tuning};
-use crate::conv::{self, ConvAlgorithm, ConvPlan, ConvProblem, Pass};
+use crate::conv::{self, ConvAlgorithm, ConvPlan, ConvProblem, ConvTypes, Pass};
 use crate::error::invalid;
 use crate::pool::{MaxPoolAlgorithm, MaxPoolPass, PoolProblem, max_pool_algorithms};
 use crate::{Cpu, DType, Isa, MemoryFormat, Result};
@@ -239,31 +239,31 @@ impl Tuner {
 
     /// The largest workspace of the plans that the tuner holds, in bytes.
     pub fn largest_workspace(&self) -> usize {
-        let bytes = |plan: &ConvPlan| plan.workspace_len() * plan.problem().dtype.size();
+        let bytes = |plan: &ConvPlan| plan.workspace_len() * plan.problem().types.accumulator.size();
         self.known().plans.values().map(bytes).max().unwrap_or(0)
     }
 
     /// The key under which a problem's result is stored.
     pub fn key(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Key {
         let text = problem.with(|spec| {
-            spec.dtype = DType::F32;
+            spec.types = ConvTypes::F32;
             spec.format = MemoryFormat::Contiguous;
         });
         let text = text.expect("only type and format differ").to_string();
-        self.key_of(text, pass.to_string(), problem.format, problem.dtype, cpu)
+        self.key_of(text, pass.to_string(), problem.format, problem.types.to_string(), cpu)
     }
 
     /// The key under which a pass of max pooling is stored.
     pub fn max_pool_key(&self, problem: &PoolProblem, dtype: DType, pass: MaxPoolPass, cpu: &Cpu) -> Key {
-        self.key_of(problem.to_string(), pass.to_string(), problem.format(), dtype, cpu)
+        self.key_of(problem.to_string(), pass.to_string(), problem.format(), dtype.to_string(), cpu)
     }
 
-    fn key_of(&self, problem: String, pass: String, format: MemoryFormat, dtype: DType, cpu: &Cpu) -> Key {
+    fn key_of(&self, problem: String, pass: String, format: MemoryFormat, dtype: String, cpu: &Cpu) -> Key {
         Key {
             problem,
             pass,
             format: format.to_string(),
-            dtype: dtype.to_string(),
+            dtype,
             threads: cpu.threads(),
             accuracy: self.inner.options.accuracy.to_string(),
             deterministic: self.inner.options.deterministic,
@@ -290,7 +290,7 @@ impl Tuner {
             let (plan, state) = match self.admit(algorithm.as_ref(), (problem, pass), cpu, limit) {
                 Ok(plan) => {
                     let estimate = plan.cost().seconds(cpu);
-                    let workspace_bytes = plan.workspace_len() * problem.dtype.size();
+                    let workspace_bytes = plan.workspace_len() * problem.types.accumulator.size();
                     (Some(plan), State::Ready { estimate, workspace_bytes })
                 }
                 Err(state) => (None, state),
@@ -339,7 +339,7 @@ impl Tuner {
         }
         let plan =
             algorithm.plan(problem, pass, cpu).map_err(|reason| State::NotApplicable(reason.to_string()))?;
-        let bytes = plan.workspace_len().saturating_mul(problem.dtype.size());
+        let bytes = plan.workspace_len().saturating_mul(problem.types.accumulator.size());
         if bytes > workspace_limit {
             return filtered(format!("needs {bytes} bytes of workspace, the limit is {workspace_limit}"));
         }

@@ -4,16 +4,16 @@ use crate::common::{operands, output_len};
 use convoke_kernels::batch_norm::{
     Activation, EpsPlace, FilterOrder, Normalization, fold, inverse_std, normalize,
 };
-use convoke_kernels::conv::{self, ConvProblem, Pass};
+use convoke_kernels::conv::{self, ConvProblem, ConvTypes, Pass};
 use convoke_kernels::elementwise::add_bias;
 use convoke_kernels::memory_format::Extent;
-use convoke_kernels::{Cpu, DType, MemoryFormat};
+use convoke_kernels::{Cpu, MemoryFormat};
 use convoke_testkit::{Failures, Random, Tolerance, check_close, poisoned};
 
 /// `pass` is forward, or backward-data: a transposed convolution from K to C channels with filters K x C/groups x R x S.
 fn check(problem: &str, pass: Pass, [gamma, beta, had_bias]: [bool; 3]) -> Result<(), String> {
     let problem: ConvProblem = problem.parse().unwrap();
-    let problem = problem.with(|spec| spec.dtype = DType::F64).unwrap();
+    let problem = problem.with(|spec| spec.types = ConvTypes::F64).unwrap();
     let cpu = Cpu::single();
     let (channels, inputs, order) = match pass {
         Pass::Forward => (problem.out_channels, problem.input_len(), FilterOrder::OutputFirst),

@@ -7,7 +7,7 @@ use convoke_kernels::batch_norm::{
     Activation, Affine, Convention, EpsPlace, Moments, Normalization, backward_elemt, backward_reduce,
     backward_training, forward_training, inverse_std, normalize, stats,
 };
-use convoke_kernels::conv::{self, ConvAxis, ConvProblem, ConvSpec, Pass};
+use convoke_kernels::conv::{self, ConvAxis, ConvProblem, ConvSpec, ConvTypes, Pass};
 use convoke_kernels::elementwise::{add_bias, sum_by_channel};
 use convoke_kernels::memory_format::Extent;
 use convoke_kernels::{Cpu, MemoryFormat};
@@ -57,7 +57,7 @@ impl<'a, T: Number> Layer<'a, T> {
                 groups: golden.number("conv/groups") as usize,
                 height: axis(0),
                 width: axis(1),
-                dtype: T::DTYPE,
+                types: ConvTypes::all(T::DTYPE),
                 format,
             };
             ConvProblem::new(spec).unwrap()

@@ -5,12 +5,12 @@ use std::sync::Arc;
 use convoke_kernels::activation::Activation;
 use convoke_kernels::batch_norm::{BackwardSums, EpsPlace, Moments, Statistics, Synchronize};
 use convoke_kernels::block::{Backward, Block, BlockProblem, Keep, Operands, Parameters, Wanted};
-use convoke_kernels::conv::{ConvProblem, ConvSpec, Gradient, Pass};
+use convoke_kernels::conv::{ConvProblem, ConvSpec, ConvTypes, Gradient, Pass};
 use convoke_kernels::images::{Images, PlainImages};
 use convoke_kernels::memory_format::Extent;
 use convoke_kernels::pool::{PoolAxis, PoolProblem};
 use convoke_kernels::tune::{Effort, Tuner, TunerOptions};
-use convoke_kernels::{Buffer, Cpu, DType, Device, DeviceOptions, MemoryFormat};
+use convoke_kernels::{Buffer, Cpu, Device, DeviceOptions, MemoryFormat};
 use convoke_testkit::{Failures, Random};
 use proptest::prelude::*;
 
@@ -174,7 +174,7 @@ impl Case {
 
     /// The problem in a type and a memory format.
     fn problem<T: Number>(&self, format: MemoryFormat) -> BlockProblem {
-        let change = |spec: &mut ConvSpec| (spec.dtype, spec.format) = (T::DTYPE, format);
+        let change = |spec: &mut ConvSpec| (spec.types, spec.format) = (ConvTypes::all(T::DTYPE), format);
         let convolution = self.problem.convolution.with(change).unwrap();
         BlockProblem { convolution, pool: self.pool(format), ..self.problem }
     }
@@ -276,7 +276,7 @@ impl Case {
     /// One part after the other, each by its definition, in f64.
     fn by_definition(&self) -> Results<f64> {
         let [_, y_shape, z_shape] = self.shapes();
-        let convolution = self.problem.convolution.with(|spec| spec.dtype = DType::F64).unwrap();
+        let convolution = self.problem.convolution.with(|spec| spec.types = ConvTypes::F64).unwrap();
         let case = |dy: &[f64]| common::ConvCase {
             problem: convolution,
             x: self.x.clone(),

@@ -1,7 +1,7 @@
 //! What convolution refuses: operands that do not fit a plan, sizes that are no problem, text that names none.
 
 use crate::common::{self, check_refused, operands, output_len, problems, properties};
-use convoke_kernels::conv::{self, ConvAxis, ConvProblem, ConvSpec, Pass};
+use convoke_kernels::conv::{self, ConvAxis, ConvProblem, ConvSpec, ConvTypes, Pass};
 use convoke_kernels::{Cpu, DType, MemoryFormat};
 use convoke_testkit::Failures;
 use proptest::prelude::*;
@@ -67,7 +67,7 @@ fn operands_that_do_not_fit_are_named() {
                     let wrong = lens(&problem, other, plan.workspace_len());
                     failures.check(what("pass"), refused(&plan, other, wrong, &[&format!("pass {other}")]));
                 }
-                let f64_problem = problem.with(|spec| spec.dtype = DType::F64).unwrap();
+                let f64_problem = problem.with(|spec| spec.types = ConvTypes::F64).unwrap();
                 // Some algorithms are for f32 only.
                 let Ok(f64_plan) = algorithm.plan(&f64_problem, pass, &Cpu::single()) else { continue };
                 f64_plans += 1;
@@ -106,7 +106,7 @@ fn sizes_that_are_no_problem_are_refused_with_the_reason() {
         groups: 2,
         height: ConvAxis::new(5, 3),
         width: ConvAxis::new(6, 3),
-        dtype: DType::F32,
+        types: ConvTypes::F32,
         format: MemoryFormat::Contiguous,
     };
     ConvProblem::new(valid).unwrap();
@@ -136,6 +136,9 @@ fn sizes_that_are_no_problem_are_refused_with_the_reason() {
         (|s| s.batch = (1 << 40) / (4 * 5 * 6) + 1, &["input of shape", "too large"]),
         (|s| s.out_channels = HUGE - 1, &["too large"]),
         (|s| s.height = s.height.padded(1 << 50), &["output of shape", "too large"]),
+        (|s| s.types = ConvTypes::all(DType::BF16), &["bf16", "storage"]),
+        (|s| s.types.weight = DType::BF16, &["no algorithm takes the types f32_bf16_f32_f32"]),
+        (|s| s.types.accumulator = DType::F64, &["f32_f32_f32_f64"]),
     ];
     let mut failures = Failures::new("refused sizes");
     for (index, (change, parts)) in cases.iter().enumerate() {

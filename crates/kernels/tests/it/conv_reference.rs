@@ -1,9 +1,11 @@
 //! The reference itself against an implementation that shares nothing with it, and every algorithm against PyTorch.
 
 use crate::common::{self, ConvCase, FORMATS, Number, cast, extent_of, problems, properties};
-use convoke_kernels::conv::{self, ConvAlgorithm, ConvAxis, ConvProblem, ConvSpec, Pass, parse_suite};
+use convoke_kernels::conv::{
+    self, ConvAlgorithm, ConvAxis, ConvProblem, ConvSpec, ConvTypes, Pass, parse_suite,
+};
 use convoke_kernels::elementwise::{add_bias, sum_by_channel};
-use convoke_kernels::{Cpu, DType, MemoryFormat};
+use convoke_kernels::{Cpu, MemoryFormat};
 use convoke_testkit::{Case, Failures, Golden, Tolerance, check_close, check_relative_to_max, poisoned};
 use proptest::prelude::*;
 
@@ -138,7 +140,7 @@ fn golden_problem(golden: &Case) -> ConvProblem {
     };
     let groups = golden.number("groups") as usize;
     let (height, width) = (axis(0), axis(1));
-    let (dtype, format) = (DType::F32, MemoryFormat::Contiguous);
+    let (types, format) = (ConvTypes::F32, MemoryFormat::Contiguous);
     let spec = ConvSpec {
         batch: x[0],
         in_channels: x[1],
@@ -146,7 +148,7 @@ fn golden_problem(golden: &Case) -> ConvProblem {
         groups,
         height,
         width,
-        dtype,
+        types,
         format,
     };
     let problem = ConvProblem::new(spec).unwrap();

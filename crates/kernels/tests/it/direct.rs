@@ -1,8 +1,8 @@
 //! Direct convolution on the problems it is for: strides, dilation, groups, channels beside whole vectors, small maps.
 
 use crate::common::{check_algorithms, check_streamed, conv_problem, cpus, properties};
-use convoke_kernels::conv::{self, ConvAxis, ConvProblem, ConvSpec, Pass};
-use convoke_kernels::{Cpu, DType, MemoryFormat};
+use convoke_kernels::conv::{self, ConvAxis, ConvProblem, ConvSpec, ConvTypes, Pass};
+use convoke_kernels::{Cpu, MemoryFormat};
 use convoke_testkit::Failures;
 use proptest::prelude::*;
 
@@ -113,7 +113,7 @@ fn refuses_what_is_for_others() {
         }
     };
     refused("mb1ic4ih9oc4kh3", |spec| spec.format = MemoryFormat::Contiguous, "channels-last");
-    refused("mb1ic4ih9oc4kh3", |spec| spec.dtype = DType::F64, "f32");
+    refused("mb1ic4ih9oc4kh3", |spec| spec.types = ConvTypes::F64, "f32");
     refused("g4mb1ic4ih9oc4kh3", |_| (), "more than one channel");
     refused("mb1ic2ih1000oc2kh500", |_| (), "16384");
     // With padding: a 1x1 kernel's weight gradient without needs no copy of the weights.

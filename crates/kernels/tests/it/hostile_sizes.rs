@@ -8,12 +8,12 @@ use std::sync::LazyLock;
 
 use convoke_kernels::batch_norm::{self, BackwardSums, EpsPlace, FilterOrder, Moments, Normalization, cudnn};
 use convoke_kernels::class_loss::{ClassLoss, class_loss, class_loss_backward};
-use convoke_kernels::conv::{self, ConvAxis, ConvProblem, ConvSpec, Pass};
+use convoke_kernels::conv::{self, ConvAxis, ConvProblem, ConvSpec, ConvTypes, Pass};
 use convoke_kernels::gemm::{Matrix, MatrixMut, Update, gemm};
 use convoke_kernels::memory_format::{self, Extent};
 use convoke_kernels::pool::{self, PoolAxis, PoolProblem};
 use convoke_kernels::upsample::{UpsampleMode, UpsampleProblem};
-use convoke_kernels::{Cpu, DType, Result, activation, concat, elementwise, loss};
+use convoke_kernels::{Cpu, Result, activation, concat, elementwise, loss};
 use convoke_testkit::{Failures, HUGE, catch_unwind};
 
 /// Every extent of these sizes, in both formats, of which at least one is huge.
@@ -302,7 +302,7 @@ fn spec(change: impl FnOnce(&mut ConvSpec)) -> ConvSpec {
         groups: 1,
         height: ConvAxis::new(3, 2),
         width: ConvAxis::new(3, 2),
-        dtype: DType::F32,
+        types: ConvTypes::F32,
         format: common::FORMATS[0],
     };
     change(&mut spec);

@@ -3,7 +3,7 @@
 //! Without it these tests check that every plan says so, and pass.
 
 use crate::common::{ConvCase, FORMATS, cpus, onednn_missing, operands, output_len, problems, properties};
-use convoke_kernels::conv::{self, ConvAlgorithm, ConvPlan, ConvProblem, ConvSpec, Pass};
+use convoke_kernels::conv::{self, ConvAlgorithm, ConvPlan, ConvProblem, ConvSpec, ConvTypes, Pass};
 use convoke_kernels::{Cpu, DType, Isa};
 use convoke_testkit::{Failures, Random};
 use proptest::prelude::*;
@@ -64,7 +64,7 @@ fn refuses_what_it_cannot_run() {
     }
     let plan = |text: &str, dtype, cpu: &Cpu| {
         let problem: ConvProblem = text.parse().unwrap();
-        let problem = problem.with(|spec| spec.dtype = dtype).unwrap();
+        let problem = problem.with(|spec| spec.types = ConvTypes::all(dtype)).unwrap();
         Pass::ALL.map(|pass| onednn().plan(&problem, pass, cpu).map(|_| ()).map_err(|reason| reason.0))
     };
     let cpu = Cpu::single();

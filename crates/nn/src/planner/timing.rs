@@ -2,9 +2,10 @@
 
 use std::time::Instant;
 
-use convoke_autograd::{Buffer, DType, Device, Element};
+use convoke_autograd::{Buffer, Device, Element};
 use convoke_kernels::batch_norm::Statistics;
 use convoke_kernels::block::{Backward, Block, BlockProblem, Keep, Operands, Parameters, Wanted};
+use convoke_kernels::conv::ConvTypes;
 use convoke_kernels::images::{Images, PlainImages};
 use convoke_kernels::{Result, elementwise};
 
@@ -18,9 +19,10 @@ pub(super) enum Trial {
 
 impl Trial {
     pub(super) fn new(device: &Device, kind: &BlockKind) -> Result<Trial> {
-        Ok(match kind.problem.convolution.dtype {
-            DType::F64 => Trial::F64(TypedTrial::new(device, kind)?),
-            _ => Trial::F32(TypedTrial::new(device, kind)?),
+        Ok(match kind.problem.convolution.types {
+            ConvTypes::F64 => Trial::F64(TypedTrial::new(device, kind)?),
+            ConvTypes::F32 => Trial::F32(TypedTrial::new(device, kind)?),
+            types => unreachable!("no problem has the types {types}"),
         })
     }
 

@@ -40,7 +40,7 @@ pub(crate) fn title(result: &PassResult) -> String {
     let problem = &result.problem;
     let gflop = problem.flops() / 1e9;
     let decimals = if gflop < 0.1 { 5 } else { 2 };
-    format!("{problem}: {}, {} {}, {gflop:.decimals$} GFLOP", result.pass, problem.format, problem.dtype)
+    format!("{problem}: {}, {} {}, {gflop:.decimals$} GFLOP", result.pass, problem.format, problem.types)
 }
 
 /// Over a suite: what choosing gains over the best single algorithm, and over im2col+GEMM.

@@ -52,7 +52,7 @@ impl ConvAlgorithm for Phases {
         let copies = [related.input_len(), related.output_len()];
         let workspace = workspace_sum(&[copies[0], copies[1], inner.workspace_len()])?;
         // Elements that do not lie side by side are copied at a fraction of the speed of a plain copy.
-        let cost = inner.cost().moving(4 * copies.iter().sum::<usize>() * problem.dtype.size());
+        let cost = inner.cost().moving(4 * copies.iter().sum::<usize>() * problem.types.input.size());
         let operations = inner.operations();
         let kernel = InPhases { problem: *problem, inner };
         let plan = ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, kernel));

@@ -51,7 +51,7 @@ impl ConvAlgorithm for Relayout {
         let workspace = workspace_sum(&[problem.input_len(), problem.output_len(), inner.workspace_len()])?;
         let operations = inner.operations();
         let kernel = Copies { problem: *problem, inner };
-        let copied = 2 * (problem.input_len() + problem.output_len()) * problem.dtype.size();
+        let copied = 2 * (problem.input_len() + problem.output_len()) * problem.types.input.size();
         let cost = kernel.inner.cost().moving(copied);
         let plan = ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, kernel));
         Ok(plan.with_cost(cost).with_operations(operations))

@@ -60,7 +60,7 @@ impl ConvAlgorithm for Swap {
         };
         let workspace = workspace_sum(&[copies[0], copies[1], copies[2], inner.workspace_len()])?;
         // Transposing reads and writes each element, at a fraction of the speed of a plain copy.
-        let copied = 4 * copies.iter().sum::<usize>() * problem.dtype.size();
+        let copied = 4 * copies.iter().sum::<usize>() * problem.types.input.size();
         let cost = inner.cost().moving(copied);
         // No algorithm is at its best with a kernel of an output's size.
         let slower = if pass == Pass::BackwardData { 1.0 } else { 3.0 };

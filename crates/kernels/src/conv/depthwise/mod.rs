@@ -22,8 +22,8 @@ use std::sync::Arc;
 use gather::Gather;
 
 use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Cost, Kernel, NotApplicable};
-use super::problem::{ConvProblem, Pass};
-use crate::{Cpu, DType, MemoryFormat};
+use super::problem::{ConvProblem, ConvTypes, Pass};
+use crate::{Cpu, MemoryFormat};
 
 /// One filter per channel, one output channel per filter.
 pub(super) struct Depthwise;
@@ -42,7 +42,7 @@ impl ConvAlgorithm for Depthwise {
 
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
         let not = |reason: &str| Err(NotApplicable(reason.into()));
-        if problem.dtype != DType::F32 {
+        if problem.types != ConvTypes::F32 {
             return not("for f32 only");
         }
         if problem.groups != problem.in_channels || problem.groups != problem.out_channels {

@@ -33,8 +33,8 @@ use pointwise_weights::PointwiseSums;
 use weights::WeightSums;
 
 use super::plan::{ConvAlgorithm, ConvPlan, Cost, Kernel, NotApplicable};
-use super::problem::{ConvProblem, Pass};
-use crate::{Cpu, DType, MemoryFormat};
+use super::problem::{ConvProblem, ConvTypes, Pass};
+use crate::{Cpu, MemoryFormat};
 
 /// Direct convolution in registers.
 pub(super) struct Direct;
@@ -59,7 +59,7 @@ impl ConvAlgorithm for Direct {
 
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
         let not = |reason: &str| Err(NotApplicable(reason.into()));
-        if problem.dtype != DType::F32 {
+        if problem.types != ConvTypes::F32 {
             return not("for f32 only");
         }
         if problem.format != MemoryFormat::ChannelsLast {

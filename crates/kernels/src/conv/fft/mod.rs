@@ -30,8 +30,8 @@ use transform::MAX_TILE;
 use weights::Weights;
 
 use super::plan::{Accuracy, ConvAlgorithm, ConvPlan, Cost, Kernel, NotApplicable};
-use super::problem::{ConvAxis, ConvProblem, Pass};
-use crate::{Cpu, DType, MemoryFormat};
+use super::problem::{ConvAxis, ConvProblem, ConvTypes, Pass};
+use crate::{Cpu, MemoryFormat};
 
 /// Extra floats between the matrices of two frequencies, so that they use different cache sets.
 const SKEW: usize = 48;
@@ -60,7 +60,7 @@ impl ConvAlgorithm for Fft {
 
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
         let not = |reason: String| Err(NotApplicable(reason));
-        if problem.dtype != DType::F32 {
+        if problem.types != ConvTypes::F32 {
             return not("for f32 only".into());
         }
         if problem.format != MemoryFormat::ChannelsLast {

@@ -17,8 +17,8 @@ use passes::{Forward, Weights};
 
 use super::gemm_views::columns_cost;
 use super::plan::{ConvAlgorithm, ConvPlan, Kernel, NotApplicable};
-use super::problem::{ConvProblem, Pass};
-use crate::{Cpu, DType, MemoryFormat};
+use super::problem::{ConvProblem, ConvTypes, Pass};
+use crate::{Cpu, MemoryFormat};
 
 /// Implicit GEMM.
 pub(super) struct ImplicitGemm;
@@ -41,7 +41,7 @@ impl ConvAlgorithm for ImplicitGemm {
 
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
         let not = |reason: &str| Err(NotApplicable(reason.into()));
-        if problem.dtype != DType::F32 {
+        if problem.types != ConvTypes::F32 {
             return not("for f32 only");
         }
         if problem.format != MemoryFormat::Contiguous {

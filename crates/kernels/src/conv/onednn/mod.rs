@@ -14,9 +14,9 @@ use binding::{OneDnn, onednn};
 use objects::{Geometry, Layout, MemoryDesc, Operand, Primitive, Stream};
 
 use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Cost, Kernel, NotApplicable};
-use super::problem::{ConvProblem, Pass};
+use super::problem::{ConvProblem, ConvTypes, Pass};
 use super::workspace::{LINE, aligned};
-use crate::{Cpu, DType, Isa, MemoryFormat, elementwise};
+use crate::{Cpu, Isa, MemoryFormat, elementwise};
 
 /// The version, file and threading runtime of the oneDNN that this process has loaded, such as "2.6.3 (libdnnl.so.2,
 /// OpenMP)"; `None` if the machine has no oneDNN that works.
@@ -48,7 +48,7 @@ impl ConvAlgorithm for External {
     }
 
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
-        if problem.dtype != DType::F32 {
+        if problem.types != ConvTypes::F32 {
             return Err(NotApplicable("needs f32".into()));
         }
         if cpu.isa() != Isa::detect() {

@@ -32,8 +32,8 @@ use backward_weights_planes::BackwardWeightsPlanes;
 use forward::Forward;
 
 use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Cost, Kernel, NotApplicable};
-use super::problem::{ConvProblem, Pass};
-use crate::{Cpu, DType, MemoryFormat};
+use super::problem::{ConvProblem, ConvTypes, Pass};
+use crate::{Cpu, MemoryFormat};
 
 /// Direct convolution of few input channels.
 pub(super) struct SmallChannels;
@@ -55,7 +55,7 @@ impl ConvAlgorithm for SmallChannels {
 
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
         let not = |reason: &str| NotApplicable(reason.into());
-        if problem.dtype != DType::F32 {
+        if problem.types != ConvTypes::F32 {
             return Err(not("for f32 only"));
         }
         if problem.in_channels > MOST_CHANNELS || problem.groups != 1 {

@@ -39,8 +39,8 @@ use transforms::Filter;
 use weights::Weights;
 
 use super::plan::{Accuracy, ConvAlgorithm, ConvKernel, ConvPlan, Cost, Kernel, NotApplicable};
-use super::problem::{ConvAxis, ConvProblem, Pass};
-use crate::{Cpu, DType, MemoryFormat};
+use super::problem::{ConvAxis, ConvProblem, ConvTypes, Pass};
+use crate::{Cpu, MemoryFormat};
 
 /// Winograd convolution by tiles of `F`.
 pub(super) struct Winograd<F>(PhantomData<F>);
@@ -88,7 +88,7 @@ fn plan<F: Filter>(
 ) -> Result<ConvPlan, NotApplicable> {
     let not = |reason: &str| Err(NotApplicable(reason.into()));
     let plain = |axis: &ConvAxis| axis.kernel == 3 && axis.stride == 1 && axis.dilation == 1;
-    if problem.dtype != DType::F32 {
+    if problem.types != ConvTypes::F32 {
         return not("for f32 only");
     }
     if problem.format != MemoryFormat::ChannelsLast {

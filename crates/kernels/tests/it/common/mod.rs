@@ -3,7 +3,7 @@
 use std::sync::LazyLock;
 
 use convoke_kernels::conv::{
-    Accuracy, ConvAlgorithm, ConvAxis, ConvOperands, ConvProblem, ConvSpec, NotApplicable, Pass,
+    Accuracy, ConvAlgorithm, ConvAxis, ConvOperands, ConvProblem, ConvSpec, ConvTypes, NotApplicable, Pass,
 };
 use convoke_kernels::memory_format::{Extent, convert};
 use convoke_kernels::{Cpu, DType, Isa, MemoryFormat};
@@ -121,7 +121,7 @@ impl ConvCase {
         format: MemoryFormat,
         cpu: &Cpu,
     ) -> Result<Vec<T>, NotApplicable> {
-        let change = |spec: &mut ConvSpec| (spec.dtype, spec.format) = (T::DTYPE, format);
+        let change = |spec: &mut ConvSpec| (spec.types, spec.format) = (ConvTypes::all(T::DTYPE), format);
         let problem = self.problem.with(change).unwrap();
         let plan = algorithm.plan(&problem, pass, cpu)?;
         assert_eq!((plan.problem(), plan.pass(), plan.algorithm()), (&problem, pass, algorithm.name()));
@@ -278,7 +278,7 @@ pub(crate) fn conv_problem(
         groups,
         height,
         width,
-        dtype: DType::F32,
+        types: ConvTypes::F32,
         format: MemoryFormat::Contiguous,
     })
     .expect("axes are valid and groups divide")
