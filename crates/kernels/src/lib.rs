@@ -62,3 +62,5 @@ pub use error::{Error, Result};
 pub use half::{bf16, f16};
 pub use memory::Buffer;
 pub use memory_format::MemoryFormat;
+#[doc(hidden)]
+pub use stream::fences;

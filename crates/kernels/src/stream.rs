@@ -3,6 +3,7 @@
 //! An ordinary store first reads the cache line that it changes. A streaming store of a whole line does not. For an output
 //! that is too large to stay in a cache, that saves a third of the memory traffic.
 
+use std::cell::Cell;
 use std::marker::PhantomData;
 
 use pulp::{Simd, WithSimd};
@@ -40,9 +41,18 @@ impl Drop for Streaming {
         unsafe {
             std::arch::x86_64::_mm_sfence();
         }
-        #[cfg(test)]
-        tests::FENCES.set(tests::FENCES.get() + 1);
+        FENCES.set(FENCES.get() + 1);
     }
+}
+
+thread_local! {
+    static FENCES: Cell<usize> = const { Cell::new(0) };
+}
+
+/// How often this thread has ended streaming. For tests.
+#[doc(hidden)]
+pub fn fences() -> usize {
+    FENCES.get()
 }
 
 /// Writes a vector and bypasses the caches, where the machine can.
@@ -148,17 +158,10 @@ fn fetch<const L1: bool>(from: *const f32, len: usize) {
 
 #[cfg(test)]
 mod tests {
-    use std::cell::Cell;
     use std::panic::{AssertUnwindSafe, catch_unwind};
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
-    use crate::conv::{self, ConvOperands, ConvProblem, Pass};
-
-    thread_local! {
-        /// How often this thread has ended streaming.
-        pub(super) static FENCES: Cell<usize> = const { Cell::new(0) };
-    }
 
     #[test]
     fn a_task_that_panics_ends_its_streaming() {
@@ -168,45 +171,20 @@ mod tests {
             let mut to = vec![0.0f32; 4 * LINE * 100];
             let result = catch_unwind(AssertUnwindSafe(|| {
                 cpu.for_each(usize::MAX, to.chunks_mut(LINE * 100), |to| {
-                    let before = FENCES.get();
+                    let before = fences();
                     begun.fetch_add(1, Ordering::Relaxed);
                     let result = catch_unwind(AssertUnwindSafe(|| {
                         let streaming = Streaming::begin();
                         copy(&cpu, &streaming, &[1.0; LINE * 100], to);
                         panic!("out of a task");
                     }));
-                    ended.fetch_add(FENCES.get() - before, Ordering::Relaxed);
+                    ended.fetch_add(fences() - before, Ordering::Relaxed);
                     std::panic::resume_unwind(result.unwrap_err());
                 });
             }));
             assert_eq!(result.unwrap_err().downcast_ref::<&str>(), Some(&"out of a task"));
             assert!(begun.load(Ordering::Relaxed) >= 1);
             assert_eq!(begun.into_inner(), ended.into_inner());
-        }
-    }
-
-    /// Convolutions that stream their large outputs also end it with a fence; those that do not stream need none.
-    #[test]
-    fn convolutions_that_stream_end_it() {
-        let cpu = Cpu::single();
-        for (algorithm, text, streams) in [
-            ("depthwise", "g16mb1ic16ih728oc16kh3ph1", true),
-            ("small-channels", "mb1ic1ih728oc16kh1", true),
-            ("direct", "mb1ic2ih728oc16kh1", true),
-            ("small-channels", "mb1ic1ih28oc16kh1", false),
-        ] {
-            let problem: ConvProblem = text.parse().unwrap();
-            let problem = problem.with(|spec| spec.format = crate::MemoryFormat::ChannelsLast).unwrap();
-            let plan = conv::algorithm(algorithm).unwrap().plan(&problem, Pass::Forward, &cpu).unwrap();
-            let (x, weight) = (vec![1.0f32; problem.input_len()], vec![1.0f32; problem.weight_len()]);
-            let mut y = vec![f32::NAN; problem.output_len() + LINE];
-            let skip = y.as_ptr().align_offset(LINE * size_of::<f32>());
-            let y = &mut y[skip..][..problem.output_len()];
-            let before = FENCES.get();
-            let mut workspace = vec![f32::NAN; plan.workspace_len()];
-            plan.run(ConvOperands::forward(&x, &weight, y), &mut workspace).unwrap();
-            assert_eq!(FENCES.get() > before, streams, "{algorithm} {text}");
-            assert!(y.iter().all(|y| !y.is_nan()), "{algorithm} {text}");
         }
     }
 }

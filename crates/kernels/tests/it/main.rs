@@ -26,6 +26,7 @@ mod optimizer;
 mod pool;
 mod pool_errors;
 mod small_channels;
+mod stream;
 mod tune;
 mod tune_pool;
 mod upsample;
