@@ -164,15 +164,17 @@ impl Planes {
         y: &mut [T],
     ) {
         let target = Target::new(cpu, y, x.is_some());
-        let mapping = Mapping { map, x, c: &c, first: 0, spatial: self.spatial };
+        let mapping = Mapping { map, x, c: &c, first: 0 };
         cpu.for_each(self.len(), self.all_tiles(), |tile| self.map_tile(&tile, &mapping, &target));
     }
 
     fn map_tile<T: Element, M: Map<T>>(&self, tile: &Tile, all: &Mapping<'_, T, M>, y: &Target<'_, T>) {
         self.write_tile(tile, y, |channel, start, run| {
             let x = all.x.map(|both| both.map(|x| &x[start..][..run.len()]));
-            let mapping = Mapping { x, first: channel - all.first, ..*all };
-            with_act!(all.c.activation, act => map_planes(y.cpu, &mapping, act, run));
+            let Mapping { map, c, first, .. } = *all;
+            with_act!(c.activation, act => {
+                map_planes(y.cpu, &Run { first: channel - first, spatial: self.spatial, act }, map, c, x, run);
+            });
         });
     }
 
@@ -184,15 +186,17 @@ impl Planes {
         dx: &mut [T],
     ) {
         let target = Target::new(cpu, dx, x.is_some());
-        let gradient = Gradient { x, dy, c: &c, first: 0, spatial: self.spatial };
+        let gradient = Gradient { x, dy, c: &c, first: 0 };
         cpu.for_each(self.len(), self.all_tiles(), |tile| self.gradient_tile(&tile, &gradient, &target));
     }
 
     fn gradient_tile<T: Element>(&self, tile: &Tile, all: &Gradient<'_, T>, dx: &Target<'_, T>) {
         self.write_tile(tile, dx, |channel, start, run| {
             let (x, dy) = (all.x.map(|x| &x[start..][..run.len()]), &all.dy[start..][..run.len()]);
-            let gradient = Gradient { x, dy, first: channel - all.first, ..*all };
-            with_act!(all.c.activation, act => gradient_planes(dx.cpu, &gradient, act, run));
+            let Gradient { c, first, .. } = *all;
+            with_act!(c.activation, act => {
+                gradient_planes(dx.cpu, &Run { first: channel - first, spatial: self.spatial, act }, c, x, dy, run);
+            });
         });
     }
 
@@ -248,13 +252,13 @@ impl Planes {
         coefficients: impl Fn(Range<usize>, &Moments) -> Coefficients<T> + Send + Sync,
         y: &mut [T],
     ) -> Moments {
-        let (count, spatial) = (self.batch * self.spatial, self.spatial);
+        let count = self.batch * self.spatial;
         let target = Target::new(cpu, y, true);
         let groups = self.by_group(cpu, |channels| {
             let Totals { a: mean, b: m2, .. } = self.group_totals(cpu, parts, &channels, &MomentsOf { x });
             let moments = Moments { mean, m2, count };
             let c = coefficients(channels.clone(), &moments);
-            let mapping = Mapping { map: Normalize, x: Some([x, x]), c: &c, first: channels.start, spatial };
+            let mapping = Mapping { map: Normalize, x: Some([x, x]), c: &c, first: channels.start };
             for tile in self.tiles(channels.clone()) {
                 self.map_tile(&tile, &mapping, &target);
             }
@@ -284,7 +288,7 @@ impl Planes {
             let Totals { a, b, .. } = self.group_totals(cpu, parts, &channels, &task);
             let sums = BackwardSums { g: a, g_centered: b };
             let c = with_sums(channels.clone(), &sums);
-            let gradient = Gradient { x: Some(x), dy, c: &c, first: channels.start, spatial: self.spatial };
+            let gradient = Gradient { x: Some(x), dy, c: &c, first: channels.start };
             for tile in self.tiles(channels.clone()) {
                 self.gradient_tile(&tile, &gradient, &target);
             }
@@ -322,26 +326,32 @@ impl<'a, T: Element> Target<'a, T> {
     }
 }
 
-/// y = map(x, residual), for planes from some channel on; without `x`, y is mapped in place.
+/// How a tensor is mapped; without `x`, y is mapped in place.
 struct Mapping<'a, T, M> {
     map: M,
+    /// x and the residual.
     x: Option<[&'a [T]; 2]>,
     c: &'a Coefficients<T>,
-    /// In whole tensors, the channel whose coefficients `c` starts with; in a run, the place in `c` of its first channel.
+    /// The channel that `c` starts with.
     first: usize,
-    /// Elements of a plane.
-    spatial: usize,
 }
 
-/// The gradient of x, for planes from some channel on; without `x`, dx holds x before.
-#[derive(Clone, Copy)]
+/// What dx is computed from; without `x`, it holds x before.
 struct Gradient<'a, T> {
     x: Option<&'a [T]>,
     dy: &'a [T],
     c: &'a Coefficients<T>,
-    /// As in [`Mapping`].
+    /// The channel that `c` starts with.
     first: usize,
+}
+
+/// A run of planes, or of elements of one plane, and the activation.
+struct Run<A> {
+    /// The place of the run's first channel in the coefficients.
+    first: usize,
+    /// Elements of a plane.
     spatial: usize,
+    act: A,
 }
 
 /// What a part has of a group of channels.
@@ -391,9 +401,19 @@ impl<T: Element> PartTask for GradientSumsOf<'_, T> {
     }
 
     fn run(&self, cpu: &Cpu, share: &Share<'_>, cells: &mut [Cell], [g, g_centered]: [&mut [f64]; 2]) {
-        with_act!(self.c.activation, act => sum_gradient_part(cpu, share, self, act, cells));
+        let &GradientSumsOf { x, dy, means, c } = self;
+        for (cell, &mean) in cells.iter_mut().zip(&means[share.first..]) {
+            *cell = Cell::new(mean);
+        }
+        with_act!(c.activation, act => sum_gradient_part(cpu, &GradientShare { share, act }, c, x, dy, cells));
         sums_of_cells(cells, g, g_centered);
     }
+}
+
+/// A share whose gradients are summed, behind this activation.
+struct GradientShare<'a, A> {
+    share: &'a Share<'a>,
+    act: A,
 }
 
 /// Two sums of a channel, over differences from a centre, in interleaved lanes so that the additions vectorise.
@@ -443,18 +463,21 @@ fn halved(mut lanes: [f64; LANES]) -> f64 {
     lanes[0]
 }
 
+// Coefficients and tensors are arguments of their own: so the compiler knows that they do not overlap. In a struct, they cost
+// planes of few elements up to a fifth of the time.
 multiversion! {
     /// Sums of x - pilot and of (x - pilot)^2; the pilot is the centre of the cell.
     fn sum_part<T: Element>(share: &Share<'_>, x: &[T], cells: &mut [Cell]) {
-        let &Share { planes, part, first } = share;
-        let start = part.images.start * planes.channels + first;
+        let &Share { planes: &Planes { channels, spatial, .. }, part, first } = share;
+        let (images, places) = (part.images.clone(), part.places.clone());
+        let start = images.start * channels + first;
         for (index, cell) in cells.iter_mut().enumerate() {
-            let plane = &x[(start + index) * planes.spatial..][part.places.clone()];
+            let plane = &x[(start + index) * spatial..][places.clone()];
             *cell = Cell::new(pilot(pilot_places(plane.len()).map(|place| plane[place])));
         }
-        for image in part.images.clone() {
+        for image in images {
             for (index, cell) in cells.iter_mut().enumerate() {
-                let plane = &x[(image * planes.channels + first + index) * planes.spatial..][part.places.clone()];
+                let plane = &x[(image * channels + first + index) * spatial..][places.clone()];
                 let Some(last) = plane.last_chunk::<LANES>() else {
                     for ((sum, square), x) in cell.a.iter_mut().zip(&mut cell.b).zip(plane) {
                         let d = x.f64() - cell.centre;
@@ -485,17 +508,16 @@ multiversion! {
         }
     }
 
-    /// Sums of g and of g (x - mean); the mean is the centre of the cell.
+    /// Sums of g and of g (x - mean); the mean is the centre of the cell, which is empty before.
     fn sum_gradient_part<T: Element, A: Activate<T>>(
-        share: &Share<'_>, of: &GradientSumsOf<'_, T>, act: A, cells: &mut [Cell],
+        of: &GradientShare<'_, A>, c: &Coefficients<T>, x: &[T], dy: &[T], cells: &mut [Cell],
     ) {
-        let &Share { planes, part, first } = share;
-        let &GradientSumsOf { x, dy, means, c } = of;
-        cells.iter_mut().zip(&means[first..]).for_each(|(cell, &mean)| *cell = Cell::new(mean));
-        for image in part.images.clone() {
+        let &GradientShare { share: &Share { planes: &Planes { channels, spatial, .. }, part, first }, act } = of;
+        let (images, places) = (part.images.clone(), part.places.clone());
+        for image in images {
             for (index, cell) in cells.iter_mut().enumerate() {
-                let start = (image * planes.channels + first + index) * planes.spatial;
-                let (x, dy) = (&x[start..][part.places.clone()], &dy[start..][part.places.clone()]);
+                let start = (image * channels + first + index) * spatial;
+                let (x, dy) = (&x[start..][places.clone()], &dy[start..][places.clone()]);
                 let c = c.at(first + index);
                 let (Some(last_x), Some(last_dy)) = (x.last_chunk::<LANES>(), dy.last_chunk::<LANES>()) else {
                     for ((sum, centered), (&x, &dy)) in cell.a.iter_mut().zip(&mut cell.b).zip(x.iter().zip(dy)) {
@@ -527,8 +549,10 @@ multiversion! {
     }
 
     /// Maps a run of planes, or a part of one.
-    fn map_planes<T: Element, M: Map<T>, A: Activate<T>>(mapping: &Mapping<'_, T, M>, act: A, y: &mut [T]) {
-        let &Mapping { map, x, c, first, spatial } = mapping;
+    fn map_planes<T: Element, M: Map<T>, A: Activate<T>>(
+        with: &Run<A>, map: M, c: &Coefficients<T>, x: Option<[&[T]; 2]>, y: &mut [T],
+    ) {
+        let &Run { first, spatial, act } = with;
         for (index, y) in y.chunks_mut(spatial).enumerate() {
             let c = c.at(first + index);
             match x {
@@ -544,8 +568,10 @@ multiversion! {
     }
 
     /// Computes dx of a run of planes, or of a part of one.
-    fn gradient_planes<T: Element, A: Activate<T>>(gradient: &Gradient<'_, T>, act: A, dx: &mut [T]) {
-        let &Gradient { x, dy, c, first, spatial } = gradient;
+    fn gradient_planes<T: Element, A: Activate<T>>(
+        with: &Run<A>, c: &Coefficients<T>, x: Option<&[T]>, dy: &[T], dx: &mut [T],
+    ) {
+        let &Run { first, spatial, act } = with;
         let constant = c.constant;
         for (index, (dx, dy)) in dx.chunks_mut(spatial).zip(dy.chunks(spatial)).enumerate() {
             let c = c.at(first + index);
