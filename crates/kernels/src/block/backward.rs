@@ -9,7 +9,7 @@ use crate::activation::{Activation, activation_backward_in_place};
 use crate::batch_norm::{
     BackwardSums, BackwardSumsInParts, Normalizer, backward_elemt, backward_elemt_in_place,
 };
-use crate::conv::{BiasGradient, Gradient, InputGradient, WeightGradient};
+use crate::conv::{BiasGradient, Gradient, InputGradient, TiledConv, WeightGradient};
 use crate::error::{check_len, invalid};
 use crate::images::Images;
 use crate::memory::at_least;
@@ -119,7 +119,7 @@ impl Block {
             kept => kept,
         };
         let mut y = OutputTiles { kept, convolution: &self.convolution, parameters, inverse, scratch: None };
-        let mut x = Input::<T, H>::new(x);
+        let mut x = Input::<T, H>::new(&self.convolution, x)?;
         let sums = needs_sums.then(|| sums(&normalizer, &mut x, &mut y, &mut dz)).transpose()?;
         let residual = wanted.residual.then(|| dz.dz.clone());
         let of_channels = |wanted: bool, fill: &dyn Fn(&BackwardSums, &mut [T])| -> Result<_> {
@@ -236,9 +236,15 @@ struct Input<T: Element, H> {
 }
 
 impl<T: Element, H: Images<T>> Input<T, H> {
-    fn new(mut x: H) -> Input<T, H> {
-        let mine = x.overwrite().is_some();
-        Input { x, mine, scratch: None }
+    fn new(of: &TiledConv, mut x: H) -> Result<Input<T, H>> {
+        let mine = match x.overwrite() {
+            Some(x) => {
+                check_len(NAME, "x", x.len(), of.input_shape().iter().product())?;
+                true
+            }
+            None => false,
+        };
+        Ok(Input { x, mine, scratch: None })
     }
 
     fn images(&mut self, images: Range<usize>) -> Result<&[T]> {

@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::{ConvOperands, ConvPlan, ConvProblem, ConvTypes, Pass};
 use crate::batch_norm::images_per_group;
 use crate::elementwise;
+use crate::error::check_len;
 use crate::images::Images;
 use crate::memory::at_least;
 use crate::memory_format::Extent;
@@ -125,7 +126,7 @@ impl TiledConv {
         mut read: impl FnMut(&[T]) -> Result<()>,
     ) -> Result<()> {
         let (image, mut scratch) = (self.output_image(), None);
-        crate::error::check_len("convolution", "the output", y.len(), self.images * image)?;
+        check_len("convolution", "the output", y.len(), self.images * image)?;
         for images in self.tiles() {
             let y = &mut y[images.start * image..images.end * image];
             self.forward_tile(images.len(), x.read(images, &mut scratch)?, filter, y)?;
@@ -205,7 +206,9 @@ impl<T: Element, H: Images<T>> InputGradient<T, H> {
         };
         let part = at_least(&mut self.scratch, &of.device, place.len())?;
         of.input_gradient_tile(count, dy, weight, part)?;
-        elementwise::add_assign(of.device.compute(), part, &mut sum.change()?[place])
+        let sum = sum.change()?;
+        check_len("convolution backward-data", "the sum", sum.len(), of.images * image)?;
+        elementwise::add_assign(of.device.compute(), part, &mut sum[place])
     }
 
     /// The whole gradient.

@@ -669,6 +669,23 @@ fn bad_operands_are_refused_by_name() {
         "f64",
         check_refused(block.forward(&operands, &Statistics::Batch, true).map(|_| ()), &["f32", "f64"]),
     );
+    // Operands of backward that are too short.
+    let backward = |x: usize, dz: usize, sum: usize| {
+        let block = Block::new(&device, problem, 2, Keep::Store).unwrap();
+        let [all, weight] = [vec![1.0f32; 64], vec![1.0f32; 54]];
+        let images = PlainImages::borrowed(&device, &all, 2).unwrap();
+        let parameters = Parameters { weight: &weight, bias: None, gamma: None, beta: None };
+        let operands = Operands { x: &images, residual: None, parameters };
+        let saved = block.forward(&operands, &Statistics::Batch, true).unwrap().saved;
+        let owned = |len: usize| PlainImages::owned(&device, buffer(&device, &vec![1.0f32; len]), 2).unwrap();
+        let sum = (sum > 0).then(|| owned(sum));
+        let inputs = Backward { saved, x: owned(x), parameters, dz: owned(dz), z: None, sum };
+        block.backward(inputs, &Wanted { x: true, ..Wanted::default() }).map(|_| ())
+    };
+    failures.check("right", backward(64, 96, 64));
+    failures.check("a short x", check_refused(backward(62, 96, 0), &["x has 62", "expected 64"]));
+    failures.check("a short sum", check_refused(backward(64, 96, 62), &["the sum has 62", "expected 64"]));
+    failures.check("a short dz", check_refused(backward(64, 94, 0), &["94", "96"]));
     failures.check(
         "uneven images",
         check_refused(PlainImages::borrowed(&device, &x, 3).map(|_| ()), &["64", "3 images"]),
