@@ -55,12 +55,16 @@ impl Display for DType {
 /// ```
 /// use convoke_kernels::{DType, Element, Error, dispatch};
 ///
-/// fn epsilon(dtype: DType) -> Result<f64, Error> {
-///     Ok(dispatch!(dtype, T => T::epsilon().f64()))
+/// /// 1 / 3 in numbers of this type.
+/// fn third(dtype: DType) -> Result<f64, Error> {
+///     fn of<T: Element>() -> f64 {
+///         (T::one() / T::of(3.0)).f64()
+///     }
+///     Ok(dispatch!(dtype, T => of::<T>()))
 /// }
-/// # use convoke_kernels::Stored;
-/// assert_eq!(epsilon(DType::F64), Ok(f64::EPSILON));
-/// assert!(epsilon(DType::BF16).is_err());
+/// assert_eq!(third(DType::F64), Ok(1.0 / 3.0));
+/// assert_eq!(third(DType::F32), Ok(f64::from(1.0f32 / 3.0)));
+/// assert!(third(DType::BF16).is_err());
 /// ```
 #[macro_export]
 macro_rules! dispatch {

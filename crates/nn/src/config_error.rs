@@ -3,6 +3,7 @@
 use std::error::Error;
 
 use crate::data::DataError;
+use crate::planner::PlanMismatch;
 
 /// Why a run cannot be configured so: its model, objective and data do not fit each other, or a number is out of range.
 #[derive(Debug, thiserror::Error)]
@@ -86,8 +87,8 @@ pub enum ConfigError {
     #[error("lr_gamma {0}: the learning rate's factor must be finite and not negative")]
     LrGamma(f64),
     /// A memory plan does not fit the model's blocks.
-    #[error("{0}")]
-    MemoryPlan(String),
+    #[error(transparent)]
+    MemoryPlan(#[from] PlanMismatch),
     /// A memory plan is for another model.
     #[error("the memory plan is for {plan}, the run trains {model}")]
     PlannedModel {

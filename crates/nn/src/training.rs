@@ -292,7 +292,7 @@ impl Trainer {
         if plan.batch_size != images {
             return Err(ConfigError::PlannedBatchSize { plan: plan.batch_size, images }.into());
         }
-        plan.apply(self.model.as_ref()).map_err(ConfigError::MemoryPlan)?;
+        plan.apply(self.model.as_ref()).map_err(ConfigError::from)?;
         self.limit_workspace(plan.workspace_limit);
         Ok(())
     }

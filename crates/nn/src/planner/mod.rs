@@ -62,10 +62,25 @@ impl MemoryPlan {
     /// # Errors
     /// If plan and model have different blocks (the message names the first), or a block runs as separate layers. The model is
     /// then unchanged.
-    pub fn apply(&self, model: &dyn Module) -> std::result::Result<(), String> {
+    pub fn apply(&self, model: &dyn Module) -> Result<(), PlanMismatch> {
         let keeps = self.blocks.iter().map(|block| (block.path.clone(), block.keep)).collect();
         apply(&keeps, model)
     }
+}
+
+/// Why a memory plan is not for a model.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PlanMismatch {
+    /// The model has a block that the plan has not.
+    #[error("the memory plan has no block {0:?}")]
+    Missing(String),
+    /// The plan has a block that the model has not.
+    #[error("the memory plan has a block {0:?}, which the model has not")]
+    Unknown(String),
+    /// A block does not run fused.
+    #[error("a memory plan is for fused blocks, and {0:?} runs as separate layers")]
+    Separate(String),
 }
 
 /// What each block of a model keeps, by path.
@@ -74,16 +89,16 @@ pub(crate) fn keeps(model: &dyn Module) -> BTreeMap<String, Keep> {
 }
 
 /// Makes each block of `model` keep what `keeps` says for its path.
-pub(crate) fn apply(keeps: &BTreeMap<String, Keep>, model: &dyn Module) -> std::result::Result<(), String> {
+pub(crate) fn apply(keeps: &BTreeMap<String, Keep>, model: &dyn Module) -> Result<(), PlanMismatch> {
     let blocks = blocks::find(model);
     if let Some((path, _)) = blocks.iter().find(|(path, _)| !keeps.contains_key(path)) {
-        return Err(format!("the memory plan has no block {path:?}"));
+        return Err(PlanMismatch::Missing(path.clone()));
     }
     if let Some(path) = keeps.keys().find(|&path| blocks.iter().all(|(known, _)| known != path)) {
-        return Err(format!("the memory plan has a block {path:?}, which the model has not"));
+        return Err(PlanMismatch::Unknown(path.clone()));
     }
     if let Some((path, _)) = blocks.iter().find(|(_, block)| block.mode() != ConvBnMode::Fused) {
-        return Err(format!("a memory plan is for fused blocks, and {path:?} runs as separate layers"));
+        return Err(PlanMismatch::Separate(path.clone()));
     }
     blocks.into_iter().for_each(|(path, block)| block.set_keep(keeps[&path]));
     Ok(())
@@ -91,7 +106,7 @@ pub(crate) fn apply(keeps: &BTreeMap<String, Keep>, model: &dyn Module) -> std::
 
 /// Makes the blocks of `model` keep what those of `from`, a model of the same kind, keep. Does nothing if the blocks of `from`
 /// run as separate layers, which always keep the same.
-pub(crate) fn copy(from: &dyn Module, model: &dyn Module) -> std::result::Result<(), String> {
+pub(crate) fn copy(from: &dyn Module, model: &dyn Module) -> Result<(), PlanMismatch> {
     let fused = blocks::find(from).iter().all(|(_, block)| block.mode() == ConvBnMode::Fused);
     if fused { apply(&keeps(from), model) } else { Ok(()) }
 }

@@ -451,7 +451,7 @@ fn largest_batch(
         let config = TrainingConfig { batch_size, conv_bn, ..config.clone() };
         let mut dry = DrySteps::new(device, config, data.clone())?;
         if let Some(keeps) = keeps {
-            super::apply(keeps, dry.model()).map_err(ConfigError::MemoryPlan)?;
+            super::apply(keeps, dry.model()).map_err(ConfigError::from)?;
         }
         Ok(dry.step()?.bytes_peak <= budget)
     };

@@ -88,7 +88,7 @@ impl Trainer {
         let own = shard(self.config.batch_size, ranks.rank(), ranks.world_size()).len();
         let config = TrainingConfig { batch_size: own.max(1), ..self.config.clone() };
         let mut dry = DrySteps::new(&self.device, config, self.data.clone())?;
-        planner::copy(self.model(), dry.model()).map_err(ConfigError::MemoryPlan)?;
+        planner::copy(self.model(), dry.model()).map_err(ConfigError::from)?;
         dry.step()
     }
 }

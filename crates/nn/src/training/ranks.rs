@@ -126,7 +126,7 @@ impl Trainer {
         if self.config.conv_bn == ConvBnMode::Fused {
             let keep = |(path, name): (String, String)| Some((path, Keep::named(&name)?));
             let keeps = plan.keeps.into_iter().filter_map(keep).collect();
-            planner::apply(&keeps, self.model.as_ref()).map_err(ConfigError::MemoryPlan)?;
+            planner::apply(&keeps, self.model.as_ref()).map_err(ConfigError::from)?;
         }
         // A limit that comes from no plan is the owner's of the device.
         if plan.workspace_limit != self.workspace_limit {
@@ -159,7 +159,7 @@ impl Trainer {
         let device = self.device.dry();
         let seen = self.config.seen(self.data.train.info())?;
         let model = self.config.build(&Init::new(&device, 0), &seen)?;
-        planner::copy(self.model.as_ref(), model.as_ref()).map_err(ConfigError::MemoryPlan)?;
+        planner::copy(self.model.as_ref(), model.as_ref()).map_err(ConfigError::from)?;
         for images in self.sampler.shard_sizes(world_size) {
             let views = self.config.augmentation.views(0, 0);
             let request = Request { samples: (0..images as u32).collect(), views: Some(views) };
