@@ -200,6 +200,15 @@ impl Tensor {
         })
     }
 
+    /// The same elements in another shape whose elements have the same order in memory, without history.
+    pub(crate) fn viewed(&self, shape: &[usize]) -> Tensor {
+        debug_assert_eq!(self.len(), shape.iter().product::<usize>());
+        self.with_inner(|inner| {
+            inner.shape = shape.to_vec();
+            inner.history = History::None;
+        })
+    }
+
     /// A leaf with these elements: `backward` will give its gradient.
     pub fn with_grad(&self) -> Tensor {
         static NEXT: AtomicU64 = AtomicU64::new(0);

@@ -131,31 +131,26 @@ impl ConvOptions {
 /// If the shapes do not fit: the error names both.
 pub fn conv2d(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, options: &ConvOptions) -> Result<Tensor> {
     let inputs = [Some(x), Some(weight), bias];
-    apply(Conv2d { options: *options }, &inputs.into_iter().flatten().collect::<Vec<_>>())
+    apply(Conv2d { name: "conv2d", options: *options }, &inputs.into_iter().flatten().collect::<Vec<_>>())
 }
 
-const NAME: &str = "conv2d";
-
-struct Conv2d {
-    options: ConvOptions,
+/// A convolution, under the name of the operation that runs it.
+pub(super) struct Conv2d {
+    pub(super) name: &'static str,
+    pub(super) options: ConvOptions,
 }
 
 impl Function for Conv2d {
     type Saved = (Tensor, Tensor);
 
     fn name(&self) -> &'static str {
-        NAME
+        self.name
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {
         let (x, weight, bias) = (inputs[0], inputs[1].in_format(MemoryFormat::Contiguous)?, inputs.get(2));
-        let convolution = self.options.tiled(NAME, x, &weight, bias.copied())?;
-        let shape = convolution.output_shape();
-        let y = dispatch!(x.dtype(), T => {
-            let bias = bias.map(|bias| bias.data::<T>()).transpose()?;
-            let filter = Filter { weight: weight.data::<T>()?, bias };
-            Tensor::build(x.device(), &shape, x.format(), |y| Ok(convolution.forward::<T>(x, filter, y)?))
-        })?;
+        let convolution = self.options.tiled(self.name, x, &weight, bias.copied())?;
+        let y = output(&convolution, x, &weight, bias.copied())?;
         Ok((y, (x.keep(), weight)))
     }
 
@@ -170,52 +165,74 @@ impl Function for Conv2d {
         needs: &Needs,
         sums: &mut [Option<Tensor>],
     ) -> Result<Vec<Option<Tensor>>> {
-        let convolution = self.options.tiled(NAME, &x, &weight, None)?;
+        let convolution = self.options.tiled(self.name, &x, &weight, None)?;
         let sum = sums.first_mut().and_then(Option::take);
-        dispatch!(x.dtype(), T => self.gradients::<T>(&convolution, (x, weight), upstream, (needs, sum)))
+        gradients(&convolution, (x, weight), upstream, (needs, sum))
     }
 }
 
-impl Conv2d {
-    fn gradients<T: Element>(
-        &self,
-        convolution: &TiledConv,
-        (x, weight): (Tensor, Tensor),
-        dy: Tensor,
-        (needs, sum): (&Needs, Option<Tensor>),
-    ) -> Result<Vec<Option<Tensor>>> {
-        let vector = &[convolution.problem().out_channels];
-        let mut bias = None;
-        if needs.len() == 3 && needs.input(2) {
-            let (mut gradient, mut scratch) = (BiasGradient::<T>::new(convolution)?, None);
-            for images in convolution.tiles() {
-                gradient.add(convolution, images.len(), dy.images(images, &mut scratch)?)?;
-            }
-            bias = Some(of_buffer(convolution, vector, gradient.finish())?);
+/// What a convolution, which may be a transposed one, makes of `x` and a contiguous `weight`.
+pub(super) fn output(
+    convolution: &TiledConv,
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+) -> Result<Tensor> {
+    let shape = convolution.output_shape();
+    dispatch!(x.dtype(), T => {
+        let bias = bias.map(|bias| bias.data::<T>()).transpose()?;
+        let filter = Filter { weight: weight.data::<T>()?, bias };
+        Tensor::build(x.device(), &shape, x.format(), |y| Ok(convolution.forward::<T>(x, filter, y)?))
+    })
+}
+
+/// The gradients of x, the weight and the bias that are needed; that of x is added to the sum, if there is one.
+pub(super) fn gradients(
+    convolution: &TiledConv,
+    (x, weight): (Tensor, Tensor),
+    dy: Tensor,
+    (needs, sum): (&Needs, Option<Tensor>),
+) -> Result<Vec<Option<Tensor>>> {
+    dispatch!(x.dtype(), T => typed_gradients::<T>(convolution, (x, weight), dy, (needs, sum)))
+}
+
+fn typed_gradients<T: Element>(
+    convolution: &TiledConv,
+    (x, weight): (Tensor, Tensor),
+    dy: Tensor,
+    (needs, sum): (&Needs, Option<Tensor>),
+) -> Result<Vec<Option<Tensor>>> {
+    let vector = &[convolution.output_shape()[1]];
+    let mut bias = None;
+    if needs.len() == 3 && needs.input(2) {
+        let (mut gradient, mut scratch) = (BiasGradient::<T>::new(convolution)?, None);
+        for images in convolution.tiles() {
+            gradient.add(convolution, images.len(), dy.images(images, &mut scratch)?)?;
         }
-        let mut of_weight = None;
-        if needs.input(1) {
-            let mut gradient = WeightGradient::<T>::new(convolution)?;
-            let (mut x_scratch, mut dy_scratch) = (None, None);
-            for images in convolution.tiles() {
-                let dy = dy.images(images.clone(), &mut dy_scratch)?;
-                gradient.add(convolution, images.len(), x.images(images, &mut x_scratch)?, dy)?;
-            }
-            of_weight = Some(of_buffer(convolution, weight.shape(), gradient.finish())?);
-        }
-        drop(x);
-        let mut of_x = None;
-        if needs.input(0) {
-            let (mut gradient, mut scratch) = (InputGradient::<T, Tensor>::new(sum), None);
-            for images in convolution.tiles() {
-                let dy = dy.images(images.clone(), &mut scratch)?;
-                gradient.add(convolution, images, dy, weight.data::<T>()?)?;
-            }
-            of_x = Some(input_gradient(convolution, gradient.finish(convolution)?)?);
-        }
-        let gradients = [Some(of_x), Some(of_weight), (needs.len() == 3).then_some(bias)];
-        Ok(gradients.into_iter().flatten().collect())
+        bias = Some(of_buffer(convolution, vector, gradient.finish())?);
     }
+    let mut of_weight = None;
+    if needs.input(1) {
+        let mut gradient = WeightGradient::<T>::new(convolution)?;
+        let (mut x_scratch, mut dy_scratch) = (None, None);
+        for images in convolution.tiles() {
+            let dy = dy.images(images.clone(), &mut dy_scratch)?;
+            gradient.add(convolution, images.len(), x.images(images, &mut x_scratch)?, dy)?;
+        }
+        of_weight = Some(of_buffer(convolution, weight.shape(), gradient.finish())?);
+    }
+    drop(x);
+    let mut of_x = None;
+    if needs.input(0) {
+        let (mut gradient, mut scratch) = (InputGradient::<T, Tensor>::new(sum), None);
+        for images in convolution.tiles() {
+            let dy = dy.images(images.clone(), &mut scratch)?;
+            gradient.add(convolution, images, dy, weight.data::<T>()?)?;
+        }
+        of_x = Some(input_gradient(convolution, gradient.finish(convolution)?)?);
+    }
+    let gradients = [Some(of_x), Some(of_weight), (needs.len() == 3).then_some(bias)];
+    Ok(gradients.into_iter().flatten().collect())
 }
 
 /// The gradient of a parameter.

@@ -72,9 +72,7 @@ impl PoolOptions {
 /// # Errors
 /// If the windows do not fit the input.
 pub fn max_pool2d(x: &Tensor, options: &PoolOptions) -> Result<Tensor> {
-    let shape = four_dimensions("max_pool2d", "input", x)?;
-    let problem = options.problem("max_pool2d", shape, x.format())?;
-    apply(MaxPool { problem, input_shape: x.shape().to_vec() }, &[x])
+    apply(MaxPool::new("max_pool2d", options, x)?, &[x])
 }
 
 /// The mean of each window of an N x C x H x W tensor. Saves nothing.
@@ -82,20 +80,27 @@ pub fn max_pool2d(x: &Tensor, options: &PoolOptions) -> Result<Tensor> {
 /// # Errors
 /// If the windows do not fit the input, or have dilation.
 pub fn avg_pool2d(x: &Tensor, options: &PoolOptions) -> Result<Tensor> {
-    let shape = four_dimensions("avg_pool2d", "input", x)?;
-    let problem = options.problem("avg_pool2d", shape, x.format())?;
-    let count_padding = options.count_include_pad;
-    apply(AveragePool { problem, input_shape: x.shape().to_vec(), count_padding }, &[x])
+    apply(AveragePool::new("avg_pool2d", options, x)?, &[x])
 }
 
-struct MaxPool {
+/// A max pooling, under the name of the operation that runs it.
+pub(super) struct MaxPool {
+    name: &'static str,
     problem: PoolProblem,
     input_shape: Vec<usize>,
 }
 
+impl MaxPool {
+    /// The pooling of `x`, checked.
+    pub(super) fn new(name: &'static str, options: &PoolOptions, x: &Tensor) -> Result<MaxPool> {
+        let problem = options.problem(name, four_dimensions(name, "input", x)?, x.format())?;
+        Ok(MaxPool { name, problem, input_shape: x.shape().to_vec() })
+    }
+}
+
 /// For every output, the index of its element in the window.
 #[derive(Clone)]
-enum Indices {
+pub(super) enum Indices {
     None,
     Byte(Arc<Buffer<u8>>),
     Short(Arc<Buffer<u16>>),
@@ -105,7 +110,7 @@ impl Function for MaxPool {
     type Saved = Indices;
 
     fn name(&self) -> &'static str {
-        "max_pool2d"
+        self.name
     }
 
     fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, Indices)> {
@@ -159,17 +164,28 @@ impl Function for MaxPool {
     }
 }
 
-struct AveragePool {
+/// An average pooling, under the name of the operation that runs it.
+pub(super) struct AveragePool {
+    name: &'static str,
     problem: PoolProblem,
     input_shape: Vec<usize>,
     count_padding: bool,
+}
+
+impl AveragePool {
+    /// The pooling of `x`, checked.
+    pub(super) fn new(name: &'static str, options: &PoolOptions, x: &Tensor) -> Result<AveragePool> {
+        let problem = options.problem(name, four_dimensions(name, "input", x)?, x.format())?;
+        let count_padding = options.count_include_pad;
+        Ok(AveragePool { name, problem, input_shape: x.shape().to_vec(), count_padding })
+    }
 }
 
 impl Function for AveragePool {
     type Saved = ();
 
     fn name(&self) -> &'static str {
-        "avg_pool2d"
+        self.name
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {

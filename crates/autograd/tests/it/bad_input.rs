@@ -1,5 +1,7 @@
 //! What operations refuse: an error that names the operation and the shapes, and never a panic.
 
+mod layers;
+
 use crate::common::{check_refused, device, normal};
 use convoke_autograd::ops::{
     self, BatchNormOptions, ClassOptions, ConvBnBlock, ConvBnParameters, ConvOptions, EpsPlace, Keep,
@@ -9,10 +11,10 @@ use convoke_autograd::{DType, Device, MemoryFormat, Result, Tensor, fold_conv_bn
 use convoke_testkit::Failures;
 
 /// The largest size there is, and one whose tensors are too large though the size itself is not.
-const HUGE: [usize; 2] = [usize::MAX, 1 << 41];
+pub(super) const HUGE: [usize; 2] = [usize::MAX, 1 << 41];
 
 /// Runs refused calls twice: on constants, and on leaves, where they would be recorded.
-struct Refusals {
+pub(super) struct Refusals {
     device: Device,
     failures: Failures,
     record: bool,
@@ -68,7 +70,7 @@ impl Convolution {
     }
 }
 
-fn shape(sizes: &[usize]) -> String {
+pub(super) fn shape(sizes: &[usize]) -> String {
     format!("{sizes:?}")
 }
 

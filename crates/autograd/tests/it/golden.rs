@@ -1,5 +1,7 @@
 //! Forward and backward agree with PyTorch, in both memory formats: see `tools/make_golden.py`.
 
+mod layers;
+
 use std::cell::RefCell;
 
 use crate::common::{FORMATS, device, laid_out, tensor, values};

@@ -11,5 +11,6 @@ mod gradcheck_ops;
 mod gradcheck_tool;
 mod hostile_sizes;
 mod keep;
+mod layers;
 mod memory;
 mod tape;

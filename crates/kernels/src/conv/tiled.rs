@@ -15,6 +15,9 @@ use crate::{Buffer, Device, Element, Result};
 ///
 /// The tiles depend on the shapes only, so sums are added in the same order however the convolution runs, whole or tile by
 /// tile. The device's tuner chooses the algorithm of each pass for the batch of a tile.
+///
+/// It may be transposed. Then its input is the problem's output and its output the problem's input, so forward and the
+/// gradient of the input exchange their passes, and the gradient of the weight its operands.
 #[derive(Clone)]
 pub struct TiledConv {
     device: Device,
@@ -22,9 +25,10 @@ pub struct TiledConv {
     images: usize,
     /// Images per tile; the last one may have fewer.
     tile: usize,
+    transposed: bool,
 }
 
-/// A convolution's parameters: K x C/groups x R x S, and K.
+/// A convolution's parameters: the weight in the problem's shape, and one number per channel of the output.
 #[derive(Debug, Clone, Copy)]
 pub struct Filter<'a, T> {
     /// The weight.
@@ -45,7 +49,13 @@ const LEAST_TILE_WEIGHTS: usize = 4;
 impl TiledConv {
     /// The convolution of `images` images. The problem has that batch; without images it has any, and nothing runs.
     pub fn new(device: &Device, problem: ConvProblem, images: usize) -> TiledConv {
-        TiledConv { device: device.clone(), problem, images, tile: tile_images(&problem) }
+        let tile = tile_images(&problem);
+        TiledConv { device: device.clone(), problem, images, tile, transposed: false }
+    }
+
+    /// The transposed convolution: it maps what `problem` calls its output to what it calls its input.
+    pub fn transposed(device: &Device, problem: ConvProblem, images: usize) -> TiledConv {
+        TiledConv { transposed: true, ..TiledConv::new(device, problem, images) }
     }
 
     /// Where it runs.
@@ -53,7 +63,7 @@ impl TiledConv {
         &self.device
     }
 
-    /// The convolution of the whole batch.
+    /// The convolution of the whole batch; if this is a transposed one, the convolution whose backward-data pass it is.
     pub fn problem(&self) -> &ConvProblem {
         &self.problem
     }
@@ -69,31 +79,37 @@ impl TiledConv {
         images.step_by(tile).map(move |start| start..(start + tile).min(end))
     }
 
-    /// N x C x H x W, where N may be 0.
+    /// The shape of what it reads, N x C x H x W, where N may be 0.
     pub fn input_shape(&self) -> [usize; 4] {
-        let [_, channels, height, width] = self.problem.input_shape();
-        [self.images, channels, height, width]
+        self.shapes()[0]
     }
 
-    /// N x K x OH x OW, where N may be 0.
+    /// The shape of what it writes, N x K x OH x OW, where N may be 0.
     pub fn output_shape(&self) -> [usize; 4] {
-        let [_, channels, height, width] = self.problem.output_shape();
-        [self.images, channels, height, width]
+        self.shapes()[1]
+    }
+
+    fn shapes(&self) -> [[usize; 4]; 2] {
+        let shapes = [self.problem.input_shape(), self.problem.output_shape()];
+        let [input, output] =
+            shapes.map(|[_, channels, height, width]| [self.images, channels, height, width]);
+        if self.transposed { [output, input] } else { [input, output] }
     }
 
     /// Elements of an image of the input.
     pub fn input_image(&self) -> usize {
-        self.problem.input_len() / self.problem.batch
+        self.input_shape()[1..].iter().product()
     }
 
     /// Elements of an image of the output.
     pub fn output_image(&self) -> usize {
-        self.problem.output_len() / self.problem.batch
+        self.output_shape()[1..].iter().product()
     }
 
     /// The extent of some images of the output: N x K x (OH OW).
     pub fn output_extent(&self, images: usize) -> Extent {
-        Extent { batch: images, ..self.problem.output_extent() }
+        let [_, channels, height, width] = self.output_shape();
+        Extent { batch: images, channels, spatial: height * width, format: self.problem.format }
     }
 
     fn plan(&self, pass: Pass, images: usize) -> Result<ConvPlan> {
@@ -146,8 +162,10 @@ impl TiledConv {
         filter: Filter<'_, T>,
         y: &mut [T],
     ) -> Result<()> {
-        let plan = self.plan(Pass::Forward, images)?;
-        self.run(&plan, ConvOperands::forward(x, filter.weight, y))?;
+        match self.transposed {
+            false => self.problem_forward(images, x, filter.weight, y)?,
+            true => self.problem_backward_data(images, x, filter.weight, y)?,
+        }
         if let Some(bias) = filter.bias {
             elementwise::add_bias(self.device.compute(), &self.output_extent(images), bias, y)?;
         }
@@ -159,6 +177,24 @@ impl TiledConv {
     /// # Errors
     /// If a length does not fit, or there is no memory.
     pub fn input_gradient_tile<T: Element>(
+        &self,
+        images: usize,
+        dy: &[T],
+        weight: &[T],
+        dx: &mut [T],
+    ) -> Result<()> {
+        match self.transposed {
+            false => self.problem_backward_data(images, dy, weight, dx),
+            true => self.problem_forward(images, dy, weight, dx),
+        }
+    }
+
+    fn problem_forward<T: Element>(&self, images: usize, x: &[T], weight: &[T], y: &mut [T]) -> Result<()> {
+        let plan = self.plan(Pass::Forward, images)?;
+        self.run(&plan, ConvOperands::forward(x, weight, y))
+    }
+
+    fn problem_backward_data<T: Element>(
         &self,
         images: usize,
         dy: &[T],
@@ -245,6 +281,7 @@ impl<T: Element> WeightGradient<T> {
     /// If a length does not fit, or there is no memory.
     pub fn add(&mut self, of: &TiledConv, images: usize, x: &[T], dy: &[T]) -> Result<()> {
         let plan = of.plan(Pass::BackwardWeights, images)?;
+        let (x, dy) = if of.transposed { (dy, x) } else { (x, dy) };
         if !std::mem::replace(&mut self.begun, true) {
             return of.run(&plan, ConvOperands::backward_weights(x, dy, &mut self.sum));
         }
@@ -253,7 +290,7 @@ impl<T: Element> WeightGradient<T> {
         elementwise::add_assign(of.device.compute(), &part, &mut self.sum)
     }
 
-    /// The whole gradient, K x C/groups x R x S.
+    /// The whole gradient, in the shape of the problem's weight.
     pub fn finish(mut self) -> Buffer<T> {
         if !self.begun {
             self.sum.fill(T::zero());
@@ -271,7 +308,7 @@ impl<T: Element> BiasGradient<T> {
     /// # Errors
     /// If there is no memory.
     pub fn new(of: &TiledConv) -> Result<BiasGradient<T>> {
-        let mut sum = of.device.buffer(of.problem.out_channels)?;
+        let mut sum = of.device.buffer(of.output_shape()[1])?;
         sum.fill(T::zero());
         Ok(BiasGradient { sum })
     }

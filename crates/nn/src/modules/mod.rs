@@ -2,8 +2,10 @@
 
 mod batch_norm;
 mod checkpointed;
+mod conv1d;
 mod conv2d;
 mod conv_bn2d;
+mod conv_transpose2d;
 mod dropout;
 mod lazy_batch_norm;
 mod linear;
@@ -15,12 +17,19 @@ mod sync_batch_norm;
 pub use batch_norm::{ANY, BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, BatchNormConfig, SyncBatchNorm};
 pub use checkpointed::{Checkpointed, checkpoint};
 pub use conv_bn2d::{ConvBn2d, ConvBnMode};
+pub use conv_transpose2d::ConvTranspose2d;
+pub use conv1d::Conv1d;
 pub use conv2d::Conv2d;
 pub use convoke_autograd::ops::Keep;
-pub use convoke_autograd::ops::{Activation, ConvOptions, Convention, Padding, PoolOptions, UpsampleMode};
+pub use convoke_autograd::ops::{
+    Activation, Conv1dOptions, ConvOptions, ConvTransposeOptions, Convention, Padding, Pool1dOptions,
+    PoolOptions, UpsampleMode,
+};
 pub use dropout::Dropout;
 pub use lazy_batch_norm::{LazyBatchNorm, LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d};
 pub use linear::Linear;
 pub use norm_mode::NormMode;
 pub use sequential::Sequential;
-pub use stateless::{AvgPool2d, Flatten, GlobalAvgPool2d, LogSoftmax, MaxPool2d, Relu, Upsample};
+pub use stateless::{
+    AvgPool1d, AvgPool2d, Flatten, GlobalAvgPool2d, LogSoftmax, MaxPool1d, MaxPool2d, Relu, Upsample,
+};

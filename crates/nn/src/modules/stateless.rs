@@ -1,6 +1,6 @@
 //! Layers without state: activations, pooling, upsampling, reshaping.
 
-use convoke_autograd::ops::{self, PoolOptions, UpsampleMode};
+use convoke_autograd::ops::{self, Pool1dOptions, PoolOptions, UpsampleMode};
 use convoke_autograd::{Result, Tensor};
 
 use crate::{Forward, Module};
@@ -24,6 +24,14 @@ pub struct MaxPool2d(#[module(skip)] pub PoolOptions);
 /// The mean of each window.
 #[derive(Module, Debug, Clone, Copy)]
 pub struct AvgPool2d(#[module(skip)] pub PoolOptions);
+
+/// The largest value of each window of N x C x L.
+#[derive(Module, Debug, Clone, Copy)]
+pub struct MaxPool1d(#[module(skip)] pub Pool1dOptions);
+
+/// The mean of each window of N x C x L.
+#[derive(Module, Debug, Clone, Copy)]
+pub struct AvgPool1d(#[module(skip)] pub Pool1dOptions);
 
 /// The mean of each channel of each image: N x C x H x W to N x C x 1 x 1, as PyTorch's `AdaptiveAvgPool2d(1)`.
 #[derive(Module, Debug, Clone, Copy, Default)]
@@ -82,6 +90,18 @@ impl Forward for GlobalAvgPool2d {
         // The operation refuses an input with another number of dimensions.
         let window = if let &[_, _, height, width] = input.shape() { [height, width] } else { [1; 2] };
         ops::avg_pool2d(input, &PoolOptions { kernel: window, stride: window, ..PoolOptions::new(1) })
+    }
+}
+
+impl Forward for MaxPool1d {
+    fn forward(&self, input: &Tensor) -> Result<Tensor> {
+        ops::max_pool1d(input, &self.0)
+    }
+}
+
+impl Forward for AvgPool1d {
+    fn forward(&self, input: &Tensor) -> Result<Tensor> {
+        ops::avg_pool1d(input, &self.0)
     }
 }
 

@@ -15,6 +15,7 @@ mod dry_steps;
 mod golden_resnet;
 mod golden_step;
 mod hostile_sizes;
+mod layers;
 mod modules;
 mod objectives;
 mod optimizers;

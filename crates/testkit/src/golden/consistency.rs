@@ -3,7 +3,7 @@
 use super::{Case, Golden, folder};
 use crate::{Failures, Tolerance, assert_close, formula_fill_around};
 
-const FILES: [&str; 14] = [
+const FILES: [&str; 15] = [
     "batch_norm",
     "batch_norm_closeness",
     "batch_norm_conventions",
@@ -12,6 +12,7 @@ const FILES: [&str; 14] = [
     "batch_norm_halves",
     "concat",
     "conv",
+    "layers",
     "loss",
     "mnist_cnn_step",
     "optimizer",
@@ -296,6 +297,18 @@ fn optimizer_cases_are_complete() {
         has_shape(case, "gradients", &[rates.len(), length])?;
         (1..=rates.len())
             .try_for_each(|step| has_shape(case, &format!("parameter_after_{step}"), &[length]))?;
+        finite(case)
+    });
+}
+
+#[test]
+fn layer_cases_are_complete() {
+    check_file("layers", 10, |case| {
+        ensure(!case.text("operation").is_empty(), || "there is no operation".into())?;
+        same_shape(case, "grad_output", "output")?;
+        for name in ["x", "weight", "bias"].into_iter().filter(|name| case.shape(name).is_some()) {
+            same_shape(case, &format!("grad_{name}"), name)?;
+        }
         finite(case)
     });
 }

@@ -1,5 +1,6 @@
 //! Every operation with problems to check its gradients on. A new operation needs a line in [`OPERATIONS`].
 
+mod layers;
 mod losses;
 
 use convoke_autograd::ops::{
@@ -44,7 +45,7 @@ const fn operation(name: &'static str, file: &'static str, cases: fn(&mut Draw))
 }
 
 /// Every public operation and method that can be recorded.
-pub(crate) const OPERATIONS: [Operation; 26] = [
+pub(crate) const OPERATIONS: [Operation; 30] = [
     operation("add", "arithmetic", |draw| two_operands(draw, Tensor::add)),
     operation("mul", "arithmetic", |draw| two_operands(draw, Tensor::mul)),
     operation("scale", "arithmetic", |draw| any_shape(draw, |x| x.scale(-1.7))),
@@ -55,6 +56,10 @@ pub(crate) const OPERATIONS: [Operation; 26] = [
     operation("conv2d", "conv2d", conv2d_cases),
     operation("conv_bn2d", "conv_bn2d", conv_bn2d_cases),
     operation("conv_bn_block2d", "conv_bn2d", conv_bn_block2d_cases),
+    operation("conv_transpose2d", "conv_transpose2d", layers::conv_transpose2d_cases),
+    operation("conv1d", "one_dimension", layers::conv1d_cases),
+    operation("max_pool1d", "one_dimension", layers::max_pool1d_cases),
+    operation("avg_pool1d", "one_dimension", layers::avg_pool1d_cases),
     operation("dropout", "dropout", dropout_cases),
     operation("to_dtype", "dtype", |draw| any_shape(draw, |x| x.to_dtype(DType::F64))),
     operation("linear", "linear", linear_cases),

@@ -1,0 +1,188 @@
+//! 2-D transposed convolution: the gradient of a convolution with respect to its input, as a layer of its own.
+
+use convoke_kernels::conv::{ConvAxis, ConvProblem, ConvSpec, ConvTypes, TiledConv};
+
+use super::conv2d::{gradients, output};
+use super::{Padding, check_vector, four_dimensions, same_dtype};
+use crate::error::invalid;
+use crate::{Function, MemoryFormat, Needs, Result, Tensor, apply};
+
+/// How a transposed convolution steps over its output, height before width, as PyTorch's `conv_transpose2d` takes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ConvTransposeOptions {
+    /// Step between the places of the output to which neighbouring inputs are added.
+    pub stride: [usize; 2],
+    /// Rows and columns that are cut off the output's sides.
+    pub padding: Padding,
+    /// Rows and columns that are added at the bottom and at the right: a convolution with this stride maps outputs of several
+    /// sizes to one size, and this chooses among them. Less than the stride plus the padding at that side.
+    pub output_padding: [usize; 2],
+    /// Step between kernel elements.
+    pub dilation: [usize; 2],
+    /// Groups of channels that do not mix.
+    pub groups: usize,
+}
+
+impl Default for ConvTransposeOptions {
+    fn default() -> ConvTransposeOptions {
+        ConvTransposeOptions {
+            stride: [1, 1],
+            padding: Padding::default(),
+            output_padding: [0, 0],
+            dilation: [1, 1],
+            groups: 1,
+        }
+    }
+}
+
+/// One axis of a transposed convolution, whose input is the output of the convolution that it transposes.
+struct Axis {
+    name: &'static str,
+    input: usize,
+    kernel: usize,
+    stride: usize,
+    padding: [usize; 2],
+    output_padding: usize,
+    dilation: usize,
+}
+
+impl Axis {
+    /// The axis of the convolution that maps an output to the input, or the reason why there is none.
+    fn transposed(&self) -> std::result::Result<ConvAxis, String> {
+        let &Axis { name, input, kernel, stride, padding: [before, after], output_padding, dilation } = self;
+        let sizes = [("input", input), ("kernel", kernel), ("stride", stride), ("dilation", dilation)];
+        if let Some((what, _)) = sizes.into_iter().find(|&(_, size)| size == 0) {
+            return Err(format!("the {name} axis has {what} 0"));
+        }
+        let full = || {
+            let first_to_last = (input - 1).checked_mul(stride)?;
+            let span = (kernel - 1).checked_mul(dilation)?.checked_add(1)?;
+            let full = first_to_last.checked_add(span)?.checked_add(output_padding)?;
+            Some((full, before.checked_add(after)?))
+        };
+        let Some((full, cut)) = full() else { return Err(format!("the {name} axis is too large")) };
+        let Some(size) = full.checked_sub(cut).filter(|&size| size > 0) else {
+            return Err(format!(
+                "the padding {before}+{after} leaves nothing of the {full} places of the output along the {name} axis"
+            ));
+        };
+        let axis = ConvAxis { input: size, kernel, stride, pad_before: before, pad_after: after, dilation };
+        // The convolution sees the added places as inputs beyond its last window. Padding that it need not read is left out, so
+        // that the places do not make room for one window more.
+        let axis = ConvAxis { pad_after: after.saturating_sub(output_padding), ..axis };
+        if axis.output() != input {
+            return Err(format!(
+                "output_padding {output_padding} must be less than stride {stride} plus padding {after} along the {name} \
+                 axis"
+            ));
+        }
+        Ok(axis)
+    }
+}
+
+impl ConvTransposeOptions {
+    /// The transposed convolution of `x` with a contiguous `weight`, checked. If `x` has no images, the problem is that of one,
+    /// and nothing runs.
+    fn tiled(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<TiledConv> {
+        let operands: Vec<&Tensor> = [x, weight].into_iter().chain(bias).collect();
+        same_dtype(NAME, &operands)?;
+        let [batch, channels, height, width] = four_dimensions(NAME, "input", x)?;
+        let [weight_channels, group_channels, kernel_height, kernel_width] =
+            four_dimensions(NAME, "weight", weight)?;
+        let refused = |reason: String| {
+            invalid(NAME, format!("{reason} (input {:?}, weight {:?})", x.shape(), weight.shape()))
+        };
+        if channels != weight_channels {
+            let reason = format!("the weight takes {weight_channels} channels, the input has {channels}");
+            return Err(refused(reason));
+        }
+        let out_channels = match group_channels.checked_mul(self.groups) {
+            Some(channels) if channels > 0 => channels,
+            _ => {
+                let reason = format!("{group_channels} channels in each of {} groups", self.groups);
+                return Err(refused(format!("the output cannot have {reason}")));
+            }
+        };
+        let axis = |index: usize, name, [input, kernel]: [usize; 2], padding| {
+            let (stride, output_padding) = (self.stride[index], self.output_padding[index]);
+            let dilation = self.dilation[index];
+            let axis = Axis { name, input, kernel, stride, padding, output_padding, dilation };
+            axis.transposed().map_err(refused)
+        };
+        let Padding { top, bottom, left, right } = self.padding;
+        let spec = ConvSpec {
+            batch: batch.max(1),
+            in_channels: out_channels,
+            out_channels: channels,
+            groups: self.groups,
+            height: axis(0, "height", [height, kernel_height], [top, bottom])?,
+            width: axis(1, "width", [width, kernel_width], [left, right])?,
+            types: ConvTypes::all(x.dtype()),
+            format: x.format(),
+        };
+        let problem = ConvProblem::new(spec).map_err(|error| match error {
+            // In the problem's words, input and output are exchanged.
+            convoke_kernels::Error::Invalid { reason, .. } => {
+                refused(format!("the convolution that it transposes: {reason}"))
+            }
+            error => error.into(),
+        })?;
+        check_vector(NAME, "the bias", bias, out_channels)?;
+        Ok(TiledConv::transposed(x.device(), problem, batch))
+    }
+}
+
+const NAME: &str = "conv_transpose2d";
+
+/// Adds each element of `x` (N x C x H x W), times `weight` (C x K/groups x R x S), to a window of the output, and adds `bias`
+/// (K), as PyTorch's `conv_transpose2d`.
+///
+/// OH = (H - 1) stride - top - bottom + dilation (R - 1) + output_padding + 1, and OW alike. The output has the memory format
+/// of `x`. It is the backward-data pass of a convolution, and runs as such, by the algorithm that the tuner chooses.
+///
+/// # Errors
+/// If the shapes do not fit: the error names both.
+pub fn conv_transpose2d(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    options: &ConvTransposeOptions,
+) -> Result<Tensor> {
+    let inputs = [Some(x), Some(weight), bias];
+    apply(ConvTranspose2d { options: *options }, &inputs.into_iter().flatten().collect::<Vec<_>>())
+}
+
+struct ConvTranspose2d {
+    options: ConvTransposeOptions,
+}
+
+impl Function for ConvTranspose2d {
+    type Saved = (Tensor, Tensor);
+
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {
+        let (x, weight, bias) = (inputs[0], inputs[1].in_format(MemoryFormat::Contiguous)?, inputs.get(2));
+        let convolution = self.options.tiled(x, &weight, bias.copied())?;
+        let y = output(&convolution, x, &weight, bias.copied())?;
+        Ok((y, (x.keep(), weight)))
+    }
+
+    fn backward(&self, saved: Self::Saved, upstream: Tensor, needs: &Needs) -> Result<Vec<Option<Tensor>>> {
+        self.backward_onto(saved, upstream, needs, &mut [])
+    }
+
+    fn backward_onto(
+        &self,
+        (x, weight): Self::Saved,
+        upstream: Tensor,
+        needs: &Needs,
+        sums: &mut [Option<Tensor>],
+    ) -> Result<Vec<Option<Tensor>>> {
+        let convolution = self.options.tiled(&x, &weight, None)?;
+        let sum = sums.first_mut().and_then(Option::take);
+        gradients(&convolution, (x, weight), upstream, (needs, sum))
+    }
+}

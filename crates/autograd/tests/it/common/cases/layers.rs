@@ -1,0 +1,101 @@
+//! Cases of the layers that are more than a convolution, a batch norm or a pooling of images.
+
+use convoke_autograd::MemoryFormat;
+use convoke_autograd::ops::{
+    Conv1dOptions, ConvTransposeOptions, Padding, Pool1dOptions, avg_pool1d, conv_transpose2d, conv1d,
+    max_pool1d,
+};
+
+use super::{Draw, laid_out};
+
+/// (name, x, weight, bias?, options).
+type TransposedCase = (&'static str, [usize; 4], [usize; 4], bool, ConvTransposeOptions);
+
+pub(super) fn conv_transpose2d_cases(draw: &mut Draw) {
+    let plain = ConvTransposeOptions::default();
+    let cut = ConvTransposeOptions {
+        stride: [2, 3],
+        padding: Padding { top: 1, bottom: 0, left: 1, right: 2 },
+        ..plain
+    };
+    let everything = ConvTransposeOptions { output_padding: [1, 2], dilation: [2, 1], groups: 2, ..cut };
+    let cases: &[TransposedCase] = match draw.is_large() {
+        false => &[
+            ("plain", [2, 3, 3, 4], [3, 2, 3, 2], false, plain),
+            ("stride", [2, 3, 3, 2], [3, 2, 2, 2], true, ConvTransposeOptions { stride: [2, 2], ..plain }),
+            ("stride over the kernel", [2, 2, 2, 3], [2, 3, 2, 1], true, cut),
+            ("asymmetric padding", [2, 2, 3, 4], [2, 3, 3, 4], true, cut),
+            ("depthwise", [2, 3, 3, 3], [3, 1, 3, 3], true, ConvTransposeOptions { groups: 3, ..cut }),
+            ("pointwise", [2, 3, 2, 3], [3, 4, 1, 1], false, plain),
+            ("everything", [2, 4, 3, 2], [4, 2, 3, 4], true, everything),
+            ("one pixel", [3, 2, 1, 1], [2, 2, 4, 4], true, plain),
+        ],
+        true => &[
+            ("large", [3, 8, 8, 9], [8, 6, 3, 3], true, ConvTransposeOptions { stride: [2, 2], ..plain }),
+            ("large groups", [3, 8, 8, 9], [8, 3, 3, 3], true, everything),
+        ],
+    };
+    for &(name, x, weight, bias, options) in cases {
+        let mut inputs = vec![draw.normal(&x), laid_out(draw.normal(&weight), MemoryFormat::Contiguous)];
+        if bias {
+            inputs.push(draw.normal(&[weight[1] * options.groups]));
+        }
+        draw.add(name, inputs, move |inputs| {
+            conv_transpose2d(&inputs[0], &inputs[1], inputs.get(2), &options)
+        });
+    }
+    // Its gradient is added to the one that the other operand of the sum has.
+    let x = draw.normal(&[2, 3, 3, 3]);
+    let weight = draw.normal(&[3, 3, 1, 1]);
+    draw.add("added to its input", vec![x, weight], move |inputs| {
+        conv_transpose2d(&inputs[0], &inputs[1], None, &plain)?.add(&inputs[0])
+    });
+}
+
+pub(super) fn conv1d_cases(draw: &mut Draw) {
+    let plain = Conv1dOptions::default();
+    let everything = Conv1dOptions { stride: 2, padding: [2, 1], dilation: 2, groups: 2 };
+    let cases: &[([usize; 3], [usize; 3], bool, Conv1dOptions)] = match draw.is_large() {
+        false => &[
+            ([2, 3, 6], [4, 3, 3], true, plain),
+            ([2, 4, 7], [6, 2, 3], true, everything),
+            ([1, 3, 5], [3, 1, 2], false, Conv1dOptions { groups: 3, ..plain }),
+        ],
+        true => &[([3, 8, 300], [8, 4, 3], true, everything)],
+    };
+    for &(x, weight, bias, options) in cases {
+        let mut inputs = vec![draw.normal(&x), draw.normal(&weight)];
+        inputs.extend(bias.then(|| draw.normal(&weight[..1])));
+        draw.add(format!("{options:?}"), inputs, move |inputs| {
+            conv1d(&inputs[0], &inputs[1], inputs.get(2), &options)
+        });
+    }
+    let inputs = vec![draw.normal(&[2, 3, 6]), draw.normal(&[3, 3, 1])];
+    draw.add("added to its input", inputs, move |inputs| {
+        conv1d(&inputs[0], &inputs[1], None, &plain)?.add(&inputs[0])
+    });
+}
+
+/// 1-D windows by name, and the shape of an input.
+fn lines(draw: &Draw) -> ([usize; 3], Vec<Pool1dOptions>) {
+    let overlapping = Pool1dOptions { stride: 2, padding: 1, ..Pool1dOptions::new(3) };
+    let ceil = Pool1dOptions { ceil_mode: true, count_include_pad: false, ..overlapping };
+    let shape = if draw.is_large() { [3, 8, 500] } else { [2, 3, 8] };
+    (shape, vec![Pool1dOptions::new(2), overlapping, ceil])
+}
+
+pub(super) fn max_pool1d_cases(draw: &mut Draw) {
+    let (shape, windows) = lines(draw);
+    for options in windows {
+        let x = draw.distinct(&shape);
+        draw.add(format!("{options:?}"), vec![x], move |inputs| max_pool1d(&inputs[0], &options));
+    }
+}
+
+pub(super) fn avg_pool1d_cases(draw: &mut Draw) {
+    let (shape, windows) = lines(draw);
+    for options in windows {
+        let x = draw.normal(&shape);
+        draw.add(format!("{options:?}"), vec![x], move |inputs| avg_pool1d(&inputs[0], &options));
+    }
+}

@@ -1,0 +1,101 @@
+//! The layers besides convolution, batch norm and linear: names, shapes and starting values as PyTorch's, and their forward.
+
+use crate::common::{self, DTYPES, device, init, normal, values};
+use convoke_autograd::ops;
+use convoke_autograd::{DType, Result, Tensor};
+use convoke_nn::modules::{
+    AvgPool1d, Conv1d, Conv1dOptions, ConvTranspose2d, ConvTransposeOptions, MaxPool1d, Pool1dOptions,
+};
+use convoke_nn::{Forward, Module, ModuleExt};
+use convoke_testkit::{Failures, Tolerance, assert_close};
+
+/// Names and shapes of a module's parameters.
+fn state(module: &impl Module) -> Vec<(String, Vec<usize>)> {
+    module.parameters().into_iter().map(|(name, p)| (name, p.value().shape().to_vec())).collect()
+}
+
+fn named(weight: &[usize], bias: &[usize]) -> Vec<(String, Vec<usize>)> {
+    vec![("weight".into(), weight.to_vec()), ("bias".into(), bias.to_vec())]
+}
+
+#[test]
+fn parameters_have_pytorchs_names_and_shapes() {
+    let device = device();
+    for dtype in DTYPES {
+        let init = init(&device, dtype, 3);
+        let options = ConvTransposeOptions { groups: 2, ..ConvTransposeOptions::default() };
+        let transposed = ConvTranspose2d::new(&init, [4, 6], [3, 2], options, true).unwrap();
+        assert_eq!(state(&transposed), named(&[4, 3, 3, 2], &[6]));
+        assert_eq!(transposed.options(), &options);
+        // kaiming_uniform_ with a = sqrt(5): fan_in is that of the weight's second axis.
+        let bound = 1.0 / 18f64.sqrt();
+        let all = [&transposed.weight, transposed.bias.as_ref().unwrap()].map(|p| values(&p.value()));
+        for values in all {
+            let largest = values.iter().fold(0.0, |largest: f64, value| largest.max(value.abs()));
+            assert!(largest <= bound * (1.0 + 1e-7) && largest > 0.5 * bound, "{largest} of {bound}");
+        }
+        let options = Conv1dOptions { groups: 2, ..Conv1dOptions::default() };
+        let conv = Conv1d::new(&init, [4, 6], 5, options, true).unwrap();
+        assert_eq!(state(&conv), named(&[6, 2, 5], &[6]));
+        assert_eq!(conv.options(), &options);
+    }
+}
+
+#[test]
+fn forward_is_the_operation() {
+    let device = device();
+    let init = init(&device, DType::F64, 3);
+    let x = normal(&device, DType::F64, 1, &[2, 4, 6, 5]);
+    let line = normal(&device, DType::F64, 2, &[2, 4, 9]);
+    let transposed = ConvTransposeOptions { stride: [2, 2], ..ConvTransposeOptions::default() };
+    let pool = Pool1dOptions::new(2);
+    let conv = ConvTranspose2d::new(&init, [4, 3], [2, 2], transposed, false).unwrap();
+    let weight = conv.weight.value();
+    let conv1d = Conv1d::new(&init, [4, 3], 3, Conv1dOptions::default(), true).unwrap();
+    let (line_weight, line_bias) = (conv1d.weight.value(), conv1d.bias.as_ref().unwrap().value());
+    type Case<'a> = (&'a str, Box<dyn Forward>, &'a Tensor, Result<Tensor>);
+    let cases: Vec<Case<'_>> = vec![
+        ("transposed", Box::new(conv), &x, ops::conv_transpose2d(&x, &weight, None, &transposed)),
+        (
+            "conv1d",
+            Box::new(conv1d),
+            &line,
+            ops::conv1d(&line, &line_weight, Some(&line_bias), &Conv1dOptions::default()),
+        ),
+        ("max_pool1d", Box::new(MaxPool1d(pool)), &line, ops::max_pool1d(&line, &pool)),
+        ("avg_pool1d", Box::new(AvgPool1d(pool)), &line, ops::avg_pool1d(&line, &pool)),
+    ];
+    for (name, layer, input, expected) in cases {
+        let (found, expected) = (layer.forward(input).unwrap(), expected.unwrap());
+        assert_eq!(found.shape(), expected.shape(), "{name}");
+        assert_close(name, &values(&found), &values(&expected), Tolerance::new(1e-14, 0.0));
+    }
+}
+
+#[test]
+fn impossible_layers_are_refused() {
+    let device = device();
+    let init = init(&device, DType::F32, 1);
+    let mut failures = Failures::new("impossible layers");
+    let transposed = |channels, kernel, groups| {
+        let options = ConvTransposeOptions { groups, ..ConvTransposeOptions::default() };
+        ConvTranspose2d::new(&init, channels, kernel, options, true)
+    };
+    for (channels, kernel, groups) in [
+        ([0, 2], [3, 3], 1),
+        ([2, 0], [3, 3], 1),
+        ([2, 2], [0, 3], 1),
+        ([2, 2], [3, 3], 0),
+        ([2, 3], [3, 3], 2),
+    ] {
+        failures.run(format!("{channels:?} {kernel:?} {groups}"), || {
+            common::check_refused(transposed(channels, kernel, groups), &["ConvTranspose2d", "groups"])
+        });
+        failures.run(format!("1-D {channels:?} {kernel:?} {groups}"), || {
+            let options = Conv1dOptions { groups, ..Conv1dOptions::default() };
+            let conv = Conv1d::new(&init, channels, kernel[0], options, true);
+            common::check_refused(conv, &["Conv1d", "groups"])
+        });
+    }
+    failures.finish();
+}
