@@ -1402,6 +1402,50 @@ def layers_file(seed):
         attributes = dict(kernel=3, stride=2, padding=1, ceil_mode=ceil)
         add(f"max_pool1d_ceil_{ceil}", "max_pool1d", dict(x=(1, 2, 8)), lambda x: F.max_pool1d(x, **options), **attributes)
         add(f"avg_pool1d_ceil_{ceil}", "avg_pool1d", dict(x=(1, 2, 8)), lambda x: F.avg_pool1d(x, **options), **attributes)
+    for name, x, size in (
+        ("global", (2, 2, 3, 4), (1, 1)),
+        ("overlapping", (1, 2, 7, 5), (3, 4)),
+        ("larger", (1, 2, 2, 3), (5, 3)),
+    ):
+        for kind in ("avg", "max"):
+            function = getattr(F, f"adaptive_{kind}_pool2d")
+            operation = f"adaptive_{kind}_pool2d"
+            add(f"{operation}_{name}", operation, dict(x=x), lambda x: function(x, size), size=pair(size))
+    # Padding that differs by side: PyTorch pads first.
+    top, bottom, left, right = sides = (0, 1, 1, 0)
+    padded = lambda x, value: F.pad(x, (left, right, top, bottom), value=value)
+    ones = torch.ones(1, 1, 6, 5, dtype=torch.float64)
+    for counts in (False, True):
+        counted = F.avg_pool2d(padded(ones, float(counts)), 3, 2)
+        average = lambda x: F.avg_pool2d(padded(x, 0.0), 3, 2) / (1.0 if counts else counted)
+        attributes = dict(kernel=3, stride=2, padding=list(sides), count_include_pad=counts, ceil_mode=False)
+        add(f"avg_pool2d_sides_counted_{counts}", "avg_pool2d", dict(x=(1, 2, 6, 5)), average, **attributes)
+    attributes = dict(kernel=3, stride=2, padding=list(sides), ceil_mode=False)
+    largest = lambda x: F.max_pool2d(padded(x, -torch.inf), 3, 2)
+    add("max_pool2d_sides", "max_pool2d", dict(x=(1, 2, 6, 5)), largest, **attributes)
+    attributes = dict(kernel=3, stride=2, padding=[1] * 4, count_include_pad=True, ceil_mode=True)
+    average = lambda x: F.avg_pool2d(x, 3, 2, 1, True, True, divisor_override=5)
+    add("avg_pool2d_divisor", "avg_pool2d", dict(x=(1, 2, 6, 5)), average, divisor_override=5, **attributes)
+    # ONNX before opset 19 divides by the whole window, however little of it is there.
+    average = lambda x: F.avg_pool2d(x, 3, 2, 1, True, True, divisor_override=9)
+    add("avg_pool2d_overhang", "avg_pool2d", dict(x=(1, 2, 6, 5)), average, count_overhang=True, **attributes)
+
+    for name, x, to in (
+        ("up", (1, 2, 3, 4), dict(size=(5, 7))),
+        ("down", (1, 2, 7, 6), dict(size=(3, 4))),
+        ("one", (1, 2, 4, 3), dict(size=(1, 1))),
+        ("scales", (1, 2, 5, 4), dict(scale_factor=(1.7, 0.6))),
+        ("scale_of_a_third", (1, 1, 7, 4), dict(scale_factor=(1 / 3, 2.5))),
+    ):
+        attributes = {"size": list(to["size"])} if "size" in to else {"scale": list(to["scale_factor"])}
+        for mode in ("nearest",) if name == "one" else ("nearest", "nearest-exact"):
+            add(f"resize_{mode}_{name}", "resize2d", dict(x=x), lambda x: F.interpolate(x, mode=mode, **to), mode=mode, **attributes)
+        for corners in (False, True):
+            bilinear = lambda x: F.interpolate(x, mode="bilinear", align_corners=corners, **to)
+            if corners and "size" not in to:
+                continue  # With corners aligned, a scale only chooses the size.
+            add(f"resize_bilinear_{corners}_{name}", "resize2d", dict(x=x), bilinear, mode="bilinear", align_corners=corners, **attributes)
+
     return file
 
 

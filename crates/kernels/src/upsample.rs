@@ -1,13 +1,9 @@
 //! Upsampling by whole factors, with its backward pass, in both memory formats.
-//!
-//! The two axes are handled one after the other: a row of outputs is a mixture of at most two rows of inputs, stretched
-//! along the width. Backward gathers instead of scattering: each row of inputs adds up the rows of outputs that read it, in
-//! order. So no two tasks write the same place, and no sum depends on the number of threads.
 
-use crate::cpu::multiversion;
 use crate::error::{check_len, invalid};
 use crate::memory_format::{Extent, MemoryFormat};
 use crate::profile::span;
+use crate::separable::{self, Lists, Read, Sizes};
 use crate::{Cpu, Element, Result};
 
 /// How values between the pixels of the input are computed.
@@ -96,12 +92,8 @@ impl UpsampleProblem {
         Extent { batch, channels, spatial: height * width, format }
     }
 
-    /// The contiguous elements of a pixel.
-    fn lanes(&self) -> usize {
-        match self.format {
-            MemoryFormat::Contiguous => 1,
-            MemoryFormat::ChannelsLast => self.channels,
-        }
+    fn sizes(&self) -> Sizes {
+        Sizes::new(self.format, self.channels, self.size, self.output_size())
     }
 
     fn check(&self, operation: &'static str, lens: [(&'static str, usize); 2]) -> Result<()> {
@@ -113,7 +105,7 @@ impl UpsampleProblem {
     fn reads<T: Element>(&self, axis: usize) -> Vec<Read<T>> {
         let (size, factor) = (self.size[axis], self.factor[axis]);
         let read = |output: usize| match self.mode {
-            UpsampleMode::Nearest => Read { place: output / factor, weights: [T::one(), T::zero()] },
+            UpsampleMode::Nearest => Read::copy(output / factor),
             UpsampleMode::Bilinear => {
                 // The output's centre is (2 output + 1 - factor) / (2 factor) inputs after the first input's centre. Before
                 // the first and after the last input's centre, only the nearest input counts.
@@ -125,55 +117,7 @@ impl UpsampleProblem {
         };
         (0..size * factor).map(read).collect()
     }
-
-    /// Which outputs along an axis read each input, the transpose of [`UpsampleProblem::reads`].
-    fn readers<T: Element>(&self, axis: usize) -> Readers<T> {
-        let mut found: Vec<Vec<(usize, T)>> = vec![Vec::new(); self.size[axis]];
-        for (output, read) in self.reads::<T>(axis).into_iter().enumerate() {
-            for (place, weight) in (read.place..).zip(read.weights) {
-                if weight != T::zero() {
-                    found[place].push((output, weight));
-                }
-            }
-        }
-        let bounds = found.iter().scan(0, |end, readers| {
-            *end += readers.len();
-            Some(*end)
-        });
-        let bounds = std::iter::once(0).chain(bounds).collect();
-        Readers { bounds, outputs: found.into_iter().flatten().collect() }
-    }
 }
-
-/// How one output along an axis is computed: as a mixture of the inputs at `place` and at `place + 1`. If the second weight
-/// is 0, the second input is not read.
-struct Read<T> {
-    place: usize,
-    weights: [T; 2],
-}
-
-impl<T: Element> Read<T> {
-    fn is_copy(&self) -> bool {
-        self.weights[1] == T::zero()
-    }
-}
-
-/// The outputs that read each input along an axis, with their weights, in order.
-struct Readers<T> {
-    /// Where in `outputs` the readers of each input begin, and where those of the last one end.
-    bounds: Vec<usize>,
-    outputs: Vec<(usize, T)>,
-}
-
-impl<T> Readers<T> {
-    fn of(&self, input: usize) -> &[(usize, T)] {
-        &self.outputs[self.bounds[input]..self.bounds[input + 1]]
-    }
-}
-
-/// The approximate number of elements in a task: few enough that the load is balanced, enough that the overhead of a task
-/// is small.
-const TASK: usize = 1 << 14;
 
 /// y = x upsampled.
 ///
@@ -182,26 +126,8 @@ const TASK: usize = 1 << 14;
 pub fn upsample<T: Element>(cpu: &Cpu, problem: &UpsampleProblem, x: &[T], y: &mut [T]) -> Result<()> {
     span!("upsample", x, y);
     problem.check("upsampling", [("x", x.len()), ("y", y.len())])?;
-    let lanes = problem.lanes();
-    let (rows, columns) = (problem.reads::<T>(0), problem.reads::<T>(1));
-    let (x_row, y_row) = (problem.size[1] * lanes, columns.len() * lanes);
-    let plane = problem.size[0] * x_row;
-    let at_once = TASK.div_ceil(y_row);
-    cpu.for_each(y.len(), y.chunks_mut(at_once * y_row).enumerate(), |(task, y)| {
-        let mut mixed = vec![T::zero(); x_row];
-        for (row, y) in (task * at_once..).zip(y.chunks_mut(y_row)) {
-            let read = &rows[row % rows.len()];
-            let x = &x[row / rows.len() * plane + read.place * x_row..];
-            let x = match read.is_copy() {
-                true => &x[..x_row],
-                false => {
-                    mix(cpu, read.weights, &x[..x_row], &x[x_row..2 * x_row], &mut mixed);
-                    &mixed
-                }
-            };
-            stretch(cpu, lanes, &columns, x, y);
-        }
-    });
+    let reads = [0, 1].map(|axis| problem.reads::<T>(axis));
+    separable::mix(cpu, problem.sizes(), &reads, x, y);
     Ok(())
 }
 
@@ -217,86 +143,7 @@ pub fn upsample_backward<T: Element>(
 ) -> Result<()> {
     span!("upsample backward", dy, dx);
     problem.check("upsampling backward", [("dx", dx.len()), ("dy", dy.len())])?;
-    let lanes = problem.lanes();
-    let (rows, columns) = (problem.readers::<T>(0), problem.readers::<T>(1));
-    let [height, width] = problem.output_size();
-    let (dx_row, dy_row) = (problem.size[1] * lanes, width * lanes);
-    let plane = height * dy_row;
-    let at_once = TASK.div_ceil(dx_row * problem.factor[0] * problem.factor[1]);
-    cpu.for_each(dy.len(), dx.chunks_mut(at_once * dx_row).enumerate(), |(task, dx)| {
-        let mut sums = vec![T::zero(); dy_row];
-        for (row, dx) in (task * at_once..).zip(dx.chunks_mut(dx_row)) {
-            let dy = &dy[row / problem.size[0] * plane..][..plane];
-            add_up(cpu, dy_row, rows.of(row % problem.size[0]), dy, &mut sums);
-            gather(cpu, lanes, &columns, &sums, dx);
-        }
-    });
+    let lists = [0, 1].map(|axis| Lists::of_readers(&problem.reads::<T>(axis), problem.size[axis]));
+    separable::sum(cpu, problem.sizes().transposed(), &lists, dy, dx);
     Ok(())
-}
-
-multiversion! {
-    fn mix<T: Element>(weights: [T; 2], first: &[T], second: &[T], out: &mut [T]) {
-        mix_pixel(weights, first, second, out);
-    }
-
-    /// Computes a row of outputs from a row of inputs.
-    fn stretch<T: Element>(lanes: usize, reads: &[Read<T>], x: &[T], y: &mut [T]) {
-        if lanes == 1 {
-            for (y, read) in y.iter_mut().zip(reads) {
-                *y = match read.is_copy() {
-                    true => x[read.place],
-                    false => x[read.place] * read.weights[0] + x[read.place + 1] * read.weights[1],
-                };
-            }
-            return;
-        }
-        for (y, read) in y.chunks_exact_mut(lanes).zip(reads) {
-            let x = &x[read.place * lanes..];
-            match read.is_copy() {
-                true => y.copy_from_slice(&x[..lanes]),
-                false => mix_pixel(read.weights, &x[..lanes], &x[lanes..2 * lanes], y),
-            }
-        }
-    }
-
-    /// The weighted sum of the rows of `from` that `readers` lists.
-    fn add_up<T: Element>(row: usize, readers: &[(usize, T)], from: &[T], sums: &mut [T]) {
-        add_up_pixels(row, readers, from, sums);
-    }
-
-    /// Computes a row of dx from the sum of rows of dy.
-    fn gather<T: Element>(lanes: usize, readers: &Readers<T>, from: &[T], dx: &mut [T]) {
-        for (input, dx) in dx.chunks_exact_mut(lanes).enumerate() {
-            add_up_pixels(lanes, readers.of(input), from, dx);
-        }
-    }
-}
-
-#[inline(always)]
-fn mix_pixel<T: Element>(weights: [T; 2], first: &[T], second: &[T], out: &mut [T]) {
-    for ((out, &first), &second) in out.iter_mut().zip(first).zip(second) {
-        *out = first * weights[0] + second * weights[1];
-    }
-}
-
-/// `sums` = the weighted sum of the pixels (or rows) of `len` numbers in `from` that `readers` lists, in order. It adds two
-/// at a time, because every addition reads and writes `sums` in memory.
-#[inline(always)]
-fn add_up_pixels<T: Element>(len: usize, readers: &[(usize, T)], from: &[T], sums: &mut [T]) {
-    let sums = &mut sums[..len];
-    let pixel = |at: usize| &from[at * len..][..len];
-    let (pairs, last) = readers.as_chunks::<2>();
-    for (index, &[(a, first), (b, second)]) in pairs.iter().enumerate() {
-        let values = pixel(a).iter().zip(pixel(b));
-        for (sum, (&a, &b)) in sums.iter_mut().zip(values) {
-            let two = a * first + b * second;
-            *sum = if index == 0 { two } else { *sum + two };
-        }
-    }
-    for &(at, weight) in last {
-        for (sum, &value) in sums.iter_mut().zip(pixel(at)) {
-            let one = value * weight;
-            *sum = if pairs.is_empty() { one } else { *sum + one };
-        }
-    }
 }

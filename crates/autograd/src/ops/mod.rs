@@ -1,6 +1,7 @@
 //! The built-in operations with their backward, one topic per file. Each is a [`crate::Function`], as your own would be.
 
 mod activate;
+mod adaptive_pool2d;
 mod arithmetic;
 mod batch_norm;
 mod concat;
@@ -16,10 +17,12 @@ mod nll_loss;
 mod one_dimension;
 mod pool2d;
 mod reshape;
+mod resize2d;
 mod upsample2d;
 mod value_loss;
 
 pub use activate::activate;
+pub use adaptive_pool2d::{adaptive_avg_pool2d, adaptive_max_pool2d};
 pub use batch_norm::{BatchNormOptions, Statistics, Synchronize, batch_norm};
 pub use concat::concat;
 pub use conv_bn2d::{ConvBnBlock, ConvBnParameters, Keep, conv_bn_block2d, conv_bn2d};
@@ -29,6 +32,7 @@ pub use convoke_kernels::activation::dropout_skip;
 pub use convoke_kernels::batch_norm::{
     Activation, BackwardSums, Convention, EpsPlace, Moments, Momentum, RunningVariance,
 };
+pub use convoke_kernels::resize::{Coordinates, ResizeMode, Rounding};
 pub use convoke_kernels::upsample::UpsampleMode;
 pub use dropout::dropout;
 pub use linear::linear;
@@ -36,6 +40,7 @@ pub use log_softmax::log_softmax;
 pub use nll_loss::{ClassOptions, Reduction, cross_entropy, nll_loss, weighted_nll_loss};
 pub use one_dimension::{Conv1dOptions, Pool1dOptions, avg_pool1d, conv1d, max_pool1d};
 pub use pool2d::{PoolOptions, avg_pool2d, max_pool2d};
+pub use resize2d::{ResizeOptions, ResizeTo, resize2d};
 pub use upsample2d::upsample2d;
 pub use value_loss::{binary_cross_entropy_with_logits, mse_loss};
 

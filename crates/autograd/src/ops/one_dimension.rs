@@ -64,6 +64,7 @@ impl Pool1dOptions {
             dilation: [1, self.dilation],
             ceil_mode: self.ceil_mode,
             count_include_pad: self.count_include_pad,
+            ..PoolOptions::new(1)
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use convoke_kernels::pool::{self, MaxPoolPass, PoolAxis, PoolProblem};
+use convoke_kernels::pool::{self, Divisor, MaxPoolPass, PoolAxis, PoolEnd, PoolProblem};
 
 use super::{empty, four_dimensions};
 use crate::error::invalid;
@@ -18,12 +18,20 @@ pub struct PoolOptions {
     pub stride: [usize; 2],
     /// Padding on both sides, at most half the window.
     pub padding: [usize; 2],
+    /// Padding at the bottom and at the right, if it differs from that at the top and at the left, as in ONNX.
+    pub padding_after: Option<[usize; 2]>,
     /// Step between window elements; 1 for averages.
     pub dilation: [usize; 2],
-    /// Whether a last window that extends beyond the end counts.
+    /// Whether a last window that extends beyond the end counts. It does only if it starts in the input or in the padding
+    /// before it, as in PyTorch and in ONNX from its opset 19 on.
     pub ceil_mode: bool,
     /// Whether averages count padding in their divisor.
     pub count_include_pad: bool,
+    /// Whether averages that count padding also count what lies beyond it, where `ceil_mode` lets a window extend. ONNX did so
+    /// before opset 19, PyTorch does not.
+    pub count_overhang: bool,
+    /// What averages divide the sum over a window by, instead of the number of its elements.
+    pub divisor_override: Option<usize>,
 }
 
 impl PoolOptions {
@@ -33,9 +41,21 @@ impl PoolOptions {
             kernel: [kernel; 2],
             stride: [kernel; 2],
             padding: [0; 2],
+            padding_after: None,
             dilation: [1; 2],
             ceil_mode: false,
             count_include_pad: true,
+            count_overhang: false,
+            divisor_override: None,
+        }
+    }
+
+    fn divisor(&self) -> Divisor {
+        match (self.divisor_override, self.count_include_pad, self.count_overhang) {
+            (Some(divisor), ..) => Divisor::Fixed(divisor),
+            (None, true, true) => Divisor::Window,
+            (None, true, false) => Divisor::Padded,
+            (None, false, _) => Divisor::Inside,
         }
     }
 
@@ -55,14 +75,14 @@ impl PoolOptions {
             dilation: self.dilation[index],
         };
         let axes = [axis(0, height), axis(1, width)];
-        PoolProblem::new([batch.max(1), channels], axes, self.ceil_mode, format).map_err(
-            |error| match error {
-                convoke_kernels::Error::Invalid { reason, .. } => {
-                    invalid(operation, format!("{reason}; the input is {shape:?}"))
-                }
-                error => error.into(),
-            },
-        )
+        let padding = self.padding_after.unwrap_or(self.padding);
+        let end = PoolEnd { padding, ceil_mode: self.ceil_mode };
+        PoolProblem::ending([batch.max(1), channels], axes, end, format).map_err(|error| match error {
+            convoke_kernels::Error::Invalid { reason, .. } => {
+                invalid(operation, format!("{reason}; the input is {shape:?}"))
+            }
+            error => error.into(),
+        })
     }
 }
 
@@ -169,15 +189,18 @@ pub(super) struct AveragePool {
     name: &'static str,
     problem: PoolProblem,
     input_shape: Vec<usize>,
-    count_padding: bool,
+    divisor: Divisor,
 }
 
 impl AveragePool {
     /// The pooling of `x`, checked.
     pub(super) fn new(name: &'static str, options: &PoolOptions, x: &Tensor) -> Result<AveragePool> {
         let problem = options.problem(name, four_dimensions(name, "input", x)?, x.format())?;
-        let count_padding = options.count_include_pad;
-        Ok(AveragePool { name, problem, input_shape: x.shape().to_vec(), count_padding })
+        let divisor = options.divisor();
+        if divisor == Divisor::Fixed(0) {
+            return Err(invalid(name, format!("divisor_override is 0; the input is {:?}", x.shape())));
+        }
+        Ok(AveragePool { name, problem, input_shape: x.shape().to_vec(), divisor })
     }
 }
 
@@ -196,7 +219,7 @@ impl Function for AveragePool {
         let shape = self.problem.output_shape();
         let y = dispatch!(x.dtype(), T => Tensor::build(x.device(), &shape, x.format(), |y: &mut [T]| {
             let cpu = x.device().compute();
-            Ok(pool::average_pool(cpu, &self.problem, self.count_padding, x.data::<T>()?, y)?)
+            Ok(pool::average_pool(cpu, &self.problem, self.divisor, x.data::<T>()?, y)?)
         }))?;
         Ok((y, ()))
     }
@@ -209,7 +232,7 @@ impl Function for AveragePool {
         let dx = dispatch!(upstream.dtype(), T => {
             Tensor::build(device, &self.input_shape, format, |dx: &mut [T]| {
                 let dy = upstream.data::<T>()?;
-                Ok(pool::average_pool_backward(device.compute(), &self.problem, self.count_padding, dy, dx)?)
+                Ok(pool::average_pool_backward(device.compute(), &self.problem, self.divisor, dy, dx)?)
             })
         })?;
         Ok(vec![Some(dx)])

@@ -193,6 +193,7 @@ fn poolings() {
             dilation: if max { run.pair("dilation") } else { [1, 1] },
             ceil_mode: run.case.flag("ceil_mode"),
             count_include_pad: max || run.case.flag("count_include_pad"),
+            ..PoolOptions::new(1)
         };
         let x = run.x();
         Some(if max { ops::max_pool2d(&x, &options) } else { ops::avg_pool2d(&x, &options) })

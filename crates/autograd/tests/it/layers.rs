@@ -1,9 +1,14 @@
-//! Layers: identities that gradients and golden values do not show.
+//! Layers: identities that gradients and golden values do not show, and the same bits for any number of
+//! threads and any instruction set.
 
+use crate::common::cases::{OPERATIONS, Size};
 use crate::common::{FORMATS, bits, device, laid_out, normal, values};
-use convoke_autograd::ops::{self, ConvOptions, ConvTransposeOptions, Padding};
-use convoke_autograd::{BackwardOptions, Tensor};
-use convoke_testkit::{Tolerance, assert_close};
+use convoke_autograd::ops::{
+    self, ConvOptions, ConvTransposeOptions, Coordinates, Padding, PoolOptions, ResizeMode, ResizeOptions,
+    ResizeTo, UpsampleMode,
+};
+use convoke_autograd::{BackwardOptions, Cpu, Device, DeviceOptions, Isa, MemoryFormat, Tensor};
+use convoke_testkit::{Failures, Tolerance, assert_close};
 
 /// The gradient of `y` with respect to `x`, starting from `upstream`.
 fn gradient(y: &Tensor, x: &Tensor, upstream: &Tensor) -> Tensor {
@@ -60,4 +65,95 @@ fn tiles_of_a_transposed_convolution_are_independent() {
         // Sums of 8 products of numbers around one, perhaps in another order.
         assert_close(&format!("image {index}"), &y, &expected, Tolerance::new(1e-5, 0.0));
     }
+}
+
+/// Resizing by whole factors, and poolings that divide the input, are what the other operations compute.
+#[test]
+fn special_cases_agree() {
+    let device = device();
+    for format in FORMATS {
+        let x = laid_out(normal::<f64>(&device, 1, &[2, 3, 6, 4]), format);
+        for (mode, resize) in [
+            (UpsampleMode::Nearest, ResizeOptions::nearest(ResizeTo::Scale([2.0, 3.0]))),
+            (UpsampleMode::Bilinear, ResizeOptions::bilinear(ResizeTo::Size([12, 12]), false)),
+        ] {
+            let expected = values::<f64>(&ops::upsample2d(&x, [2, 3], mode).unwrap());
+            let found = values::<f64>(&ops::resize2d(&x, &resize).unwrap());
+            assert_close(&format!("{mode}"), &found, &expected, Tolerance::new(1e-13, 0.0));
+        }
+        let whole = PoolOptions { kernel: [6, 4], stride: [6, 4], ..PoolOptions::new(1) };
+        let halves = PoolOptions { kernel: [3, 2], stride: [3, 2], ..PoolOptions::new(1) };
+        for (size, options) in [([1, 1], whole), ([2, 2], halves)] {
+            let expected = values::<f64>(&ops::avg_pool2d(&x, &options).unwrap());
+            let found = values::<f64>(&ops::adaptive_avg_pool2d(&x, size).unwrap());
+            assert_close(&format!("average {size:?}"), &found, &expected, Tolerance::new(1e-13, 0.0));
+            let expected = ops::max_pool2d(&x, &options).unwrap();
+            assert_eq!(bits(&ops::adaptive_max_pool2d(&x, size).unwrap()), bits(&expected));
+        }
+        let same = ResizeOptions {
+            to: ResizeTo::Size([6, 4]),
+            mode: ResizeMode::Bilinear,
+            coordinates: Coordinates::AlignCorners,
+        };
+        assert_eq!(bits(&ops::resize2d(&x, &same).unwrap()), bits(&x), "the same size changes nothing");
+    }
+}
+
+/// The largest of a window with NaN is NaN, and of equal values the first gets the gradient.
+#[test]
+fn adaptive_maxima_of_nan_and_of_equal_values() {
+    let device = device();
+    for format in FORMATS {
+        let x = [1.0, 1.0, f64::NAN, 0.5, 2.0, 2.0];
+        let x = laid_out(Tensor::from_slice(&device, &[1, 1, 2, 3], &x).unwrap(), format).with_grad();
+        let y = ops::adaptive_max_pool2d(&x, [2, 2]).unwrap();
+        let found = values::<f64>(&y);
+        assert!(found[0] == 1.0 && found[1].is_nan(), "{found:?}");
+        assert_eq!(found[2..], [2.0, 2.0]);
+        let upstream = Tensor::from_slice(&device, &[1, 1, 2, 2], &[1.0, 2.0, 4.0, 8.0]).unwrap();
+        let dx = gradient(&y, &x, &laid_out(upstream, format));
+        assert_eq!(values::<f64>(&dx), [1.0, 0.0, 2.0, 0.0, 12.0, 0.0]);
+    }
+}
+
+/// Output and gradients of every large case of these operations.
+fn outputs(device: &Device, format: MemoryFormat) -> Vec<(String, Vec<u64>)> {
+    let names = ["resize2d", "upsample2d", "adaptive_avg_pool2d", "adaptive_max_pool2d"];
+    let mut found = Vec::new();
+    for operation in OPERATIONS.iter().filter(|operation| names.contains(&operation.name)) {
+        for case in operation.cases(device, format, Size::Large) {
+            let inputs: Vec<Tensor> = case.inputs.iter().map(Tensor::with_grad).collect();
+            let y = (case.function)(&inputs).unwrap();
+            let upstream = laid_out(normal::<f64>(device, 5, y.shape()), format);
+            let options = BackwardOptions { upstream: Some(upstream), ..BackwardOptions::default() };
+            let gradients = y.backward_with(options).unwrap();
+            let mut all = bits(&y);
+            all.extend(inputs.iter().flat_map(|input| bits(gradients.get(input).unwrap())));
+            found.push((format!("{} {format} {}", operation.name, case.name), all));
+        }
+    }
+    assert!(found.len() > names.len());
+    found
+}
+
+#[test]
+fn any_number_of_threads_and_any_instruction_set_give_the_same_bits() {
+    let of = |threads: usize, isa: Isa, format| {
+        let cpu = Cpu::new(threads).unwrap().with_isa(isa).unwrap();
+        outputs(&Device::new(DeviceOptions { poison: true, ..DeviceOptions::new(cpu) }), format)
+    };
+    let best = *Isa::available().last().unwrap();
+    let others = [2, 3].map(|threads| (threads, best)).into_iter();
+    let others: Vec<(usize, Isa)> = others.chain(Isa::available().into_iter().map(|isa| (2, isa))).collect();
+    let mut failures = Failures::new("threads and instruction sets");
+    for format in FORMATS {
+        let one = of(1, best, format);
+        for &(threads, isa) in &others {
+            for ((name, expected), (_, found)) in one.iter().zip(of(threads, isa, format)) {
+                let same = if *expected == found { Ok(()) } else { Err("other bits".to_owned()) };
+                failures.check(format!("{name} on {threads} threads, {isa}"), same);
+            }
+        }
+    }
+    failures.finish();
 }

@@ -7,24 +7,45 @@ use crate::cpu::multiversion;
 use crate::error::invalid;
 use crate::{Cpu, Element, Result};
 
+/// What the sum over a window is divided by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Divisor {
+    /// The elements of the input in the window.
+    Inside,
+    /// Those, and the padding in it, but not what lies beyond the padding: PyTorch's `count_include_pad`, and ONNX's from its
+    /// opset 19 on.
+    Padded,
+    /// All elements of the window, also beyond the padding, where `ceil_mode` lets it extend: ONNX's `count_include_pad` before
+    /// opset 19.
+    Window,
+    /// This number, which is not 0.
+    Fixed(usize),
+}
+
 impl PoolProblem {
     /// 1 / the divisor of the average, for each output pixel.
-    fn shares<T: Element>(&self, count_padding: bool) -> Vec<T> {
-        let extent = |axis: &ConvAxis, padding: usize, o: usize| {
-            let start = (o * axis.stride) as isize - padding as isize;
+    fn shares<T: Element>(&self, divisor: Divisor) -> Vec<T> {
+        let extent = |axis: &ConvAxis, padding_after: usize, o: usize| {
+            let start = (o * axis.stride) as isize - axis.pad_before as isize;
             let end = start + axis.kernel as isize;
-            // Only the nominal padding counts, not what ceil_mode adds.
-            let (low, high) = match count_padding {
-                true => (start, end.min((axis.input + padding) as isize)),
-                false => (start.max(0), end.min(axis.input as isize)),
+            let (low, high) = match divisor {
+                Divisor::Inside => (start.max(0), end.min(axis.input as isize)),
+                // Only the nominal padding counts, not what ceil_mode adds.
+                Divisor::Padded => (start, end.min((axis.input + padding_after) as isize)),
+                Divisor::Window | Divisor::Fixed(_) => (start, end),
             };
             (high - low) as f64
         };
         let mut shares = Vec::with_capacity(self.output_extent().spatial);
         for oh in 0..self.height.output() {
             for ow in 0..self.width.output() {
-                let count =
-                    extent(&self.height, self.padding[0], oh) * extent(&self.width, self.padding[1], ow);
+                let count = match divisor {
+                    Divisor::Fixed(count) => count as f64,
+                    _ => {
+                        extent(&self.height, self.padding_after[0], oh)
+                            * extent(&self.width, self.padding_after[1], ow)
+                    }
+                };
                 shares.push(T::of(1.0 / count));
             }
         }
@@ -32,21 +53,21 @@ impl PoolProblem {
     }
 }
 
-/// The mean of each window; padding counts as zeros in the divisor if `count_padding`.
+/// The mean of each window, as `divisor` takes it.
 ///
 /// # Errors
-/// If a length is not the problem's, or the problem has dilation.
+/// If a length is not the problem's, the problem has dilation, or the divisor is 0.
 pub fn average_pool<T: Element>(
     cpu: &Cpu,
     problem: &PoolProblem,
-    count_padding: bool,
+    divisor: Divisor,
     x: &[T],
     y: &mut [T],
 ) -> Result<()> {
     crate::profile::span!("average pooling", x, y);
     problem.check("average pooling", [("x", x.len()), ("y", y.len())])?;
-    no_dilation(problem)?;
-    let shares = problem.shares::<T>(count_padding);
+    check(problem, divisor)?;
+    let shares = problem.shares::<T>(divisor);
     let (input, output, lanes) = problem.task();
     let stride = problem.width.stride;
     cpu.for_each(x.len(), x.chunks(input).zip(y.chunks_mut(output)), |(x, y)| {
@@ -68,14 +89,14 @@ pub fn average_pool<T: Element>(
 pub fn average_pool_backward<T: Element>(
     cpu: &Cpu,
     problem: &PoolProblem,
-    count_padding: bool,
+    divisor: Divisor,
     dy: &[T],
     dx: &mut [T],
 ) -> Result<()> {
     crate::profile::span!("average pooling backward", dy, dx);
     problem.check("average pooling backward", [("dx", dx.len()), ("dy", dy.len())])?;
-    no_dilation(problem)?;
-    let shares = problem.shares::<T>(count_padding);
+    check(problem, divisor)?;
+    let shares = problem.shares::<T>(divisor);
     let (input, output, lanes) = problem.task();
     let stride = problem.width.stride;
     cpu.for_each(dx.len(), dx.chunks_mut(input).zip(dy.chunks(output)), |(dx, dy)| {
@@ -88,7 +109,10 @@ pub fn average_pool_backward<T: Element>(
     Ok(())
 }
 
-fn no_dilation(problem: &PoolProblem) -> Result<()> {
+fn check(problem: &PoolProblem, divisor: Divisor) -> Result<()> {
+    if divisor == Divisor::Fixed(0) {
+        return Err(invalid("average pooling", "the divisor is 0"));
+    }
     if problem.height.dilation != 1 || problem.width.dilation != 1 {
         return Err(invalid("average pooling", "dilation is not defined for averages"));
     }

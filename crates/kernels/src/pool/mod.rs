@@ -1,12 +1,19 @@
 //! Max and average pooling, each with its backward pass, in both memory formats.
 
+mod adaptive;
 mod average;
+mod global;
 mod max;
 mod max_runs;
 mod max_windows;
 mod runs;
 
-pub use average::{average_pool, average_pool_backward};
+pub use adaptive::{
+    AdaptivePool, adaptive_average_pool, adaptive_average_pool_backward, adaptive_max_pool,
+    adaptive_max_pool_backward,
+};
+pub use average::{Divisor, average_pool, average_pool_backward};
+pub use global::{global_average_pool, global_average_pool_backward};
 pub use max::{MaxPoolAlgorithm, MaxPoolPass, max_pool, max_pool_algorithms, max_pool_backward};
 
 use crate::Result;
@@ -23,10 +30,20 @@ pub struct PoolAxis {
     pub kernel: usize,
     /// Step between windows.
     pub stride: usize,
-    /// Padding on both sides, at most half the window. It never wins a maximum.
+    /// Padding on both sides, or before the input if [`PoolEnd`] gives another after it; at most half the window. It never
+    /// wins a maximum.
     pub padding: usize,
     /// Step between window elements.
     pub dilation: usize,
+}
+
+/// Where the windows of a pooling end, by height and width.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PoolEnd {
+    /// Padding after the input (bottom and right), at most half the window.
+    pub padding: [usize; 2],
+    /// Whether a last window that extends past the end by less than a stride counts: see [`PoolProblem::new`].
+    pub ceil_mode: bool,
 }
 
 /// A valid 2-D pooling problem.
@@ -37,7 +54,8 @@ pub struct PoolProblem {
     format: MemoryFormat,
     height: ConvAxis,
     width: ConvAxis,
-    padding: [usize; 2],
+    /// The padding after the input that was asked for; that of the axes also has what `ceil_mode` adds.
+    padding_after: [usize; 2],
 }
 
 impl PoolProblem {
@@ -49,18 +67,31 @@ impl PoolProblem {
     /// A size of 0, padding above half the window, windows that do not fit the padded input, a tensor or a window of more
     /// than 2^40 elements.
     pub fn new(
+        sizes: [usize; 2],
+        axes: [PoolAxis; 2],
+        ceil_mode: bool,
+        format: MemoryFormat,
+    ) -> Result<PoolProblem> {
+        let padding = [axes[0].padding, axes[1].padding];
+        PoolProblem::ending(sizes, axes, PoolEnd { padding, ceil_mode }, format)
+    }
+
+    /// As [`PoolProblem::new`], with other padding after the input than before it.
+    ///
+    /// # Errors
+    /// As [`PoolProblem::new`].
+    pub fn ending(
         [batch, channels]: [usize; 2],
         [height, width]: [PoolAxis; 2],
-        ceil_mode: bool,
+        PoolEnd { padding: padding_after, ceil_mode }: PoolEnd,
         format: MemoryFormat,
     ) -> Result<PoolProblem> {
         if batch == 0 || channels == 0 {
             return Err(invalid("pooling", format!("batch {batch} and channels {channels} must not be 0")));
         }
-        let padding = [height.padding, width.padding];
-        let height = axis("height", &height, ceil_mode)?;
-        let width = axis("width", &width, ceil_mode)?;
-        let problem = PoolProblem { batch, channels, format, height, width, padding };
+        let height = axis("height", &height, padding_after[0], ceil_mode)?;
+        let width = axis("width", &width, padding_after[1], ceil_mode)?;
+        let problem = PoolProblem { batch, channels, format, height, width, padding_after };
         let shapes = [
             ("input", [batch, channels, height.input, width.input]),
             ("output", problem.output_shape()),
@@ -149,13 +180,13 @@ impl std::fmt::Display for PoolProblem {
 /// The largest size and the largest tensor: 2^40, far above any memory, far below overflow.
 const LIMIT: usize = 1 << 40;
 
-fn axis(name: &str, axis: &PoolAxis, ceil_mode: bool) -> Result<ConvAxis> {
+fn axis(name: &str, axis: &PoolAxis, padding_after: usize, ceil_mode: bool) -> Result<ConvAxis> {
     let &PoolAxis { input, kernel, stride, padding, dilation } = axis;
     let bad = |reason: String| Err(invalid("pooling", reason));
     if input == 0 || kernel == 0 || stride == 0 || dilation == 0 {
         return bad(format!("a size of the {name} axis is 0: {axis:?}"));
     }
-    if padding > kernel / 2 {
+    if let Some(padding) = [padding, padding_after].into_iter().find(|&padding| padding > kernel / 2) {
         return bad(format!("padding {padding} is more than half of kernel {kernel} along the {name} axis"));
     }
     if [input, kernel, stride, dilation].iter().any(|&size| size > LIMIT)
@@ -163,12 +194,16 @@ fn axis(name: &str, axis: &PoolAxis, ceil_mode: bool) -> Result<ConvAxis> {
     {
         return bad(format!("the {name} axis is too large: {axis:?}"));
     }
-    let axis = ConvAxis { input, kernel, stride, pad_before: padding, pad_after: padding, dilation };
-    let (span, padded) = (axis.kernel_span(), input + 2 * padding);
+    let axis = ConvAxis { input, kernel, stride, pad_before: padding, pad_after: padding_after, dilation };
+    let (span, padded) = (axis.kernel_span(), input + padding + padding_after);
+    let sides = match padding == padding_after {
+        true => format!("{padding} on both sides"),
+        false => format!("{padding} before and {padding_after} after it"),
+    };
     if !ceil_mode && span > padded {
         return bad(format!(
             "the window is larger than the padded input along the {name} axis: kernel {kernel} with dilation \
-             {dilation} spans {span}, input {input} with padding {padding} on both sides has {padded}"
+             {dilation} spans {span}, input {input} with padding {sides} has {padded}"
         ));
     }
     if !ceil_mode {
@@ -178,8 +213,7 @@ fn axis(name: &str, axis: &PoolAxis, ceil_mode: bool) -> Result<ConvAxis> {
     let Some(room) = (padded + stride).checked_sub(span).filter(|&room| room > 0) else {
         return bad(format!(
             "the window is larger than the padded input by a stride or more along the {name} axis: kernel {kernel} with \
-             dilation {dilation} spans {span}, input {input} with padding {padding} on both sides has {padded}, the \
-             stride is {stride}"
+             dilation {dilation} spans {span}, input {input} with padding {sides} has {padded}, the stride is {stride}"
         ));
     };
     let mut outputs = room.div_ceil(stride);

@@ -291,7 +291,7 @@ fn check_pool(cpu: &Cpu, problem: &PoolProblem, x: &[f32]) -> std::result::Resul
     let fits = input_len == x.len() && len == output.len().unwrap();
     let (mut y, mut indices) = (vec![0.0f32; len], vec![0u16; len]);
     answers(fits, || pool::max_pool(cpu, problem, x, &mut y, Some(&mut indices)))?;
-    answers(fits, || pool::average_pool(cpu, problem, true, x, &mut y))
+    answers(fits, || pool::average_pool(cpu, problem, pool::Divisor::Padded, x, &mut y))
 }
 
 fn spec(change: impl FnOnce(&mut ConvSpec)) -> ConvSpec {

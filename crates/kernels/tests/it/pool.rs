@@ -2,8 +2,8 @@
 
 use crate::common::{FORMATS, Number, cast, check_bits, contiguous, cpus, laid_out, properties};
 use convoke_kernels::pool::{
-    MaxPoolAlgorithm, PoolAxis, PoolProblem, WindowIndex, average_pool, average_pool_backward, max_pool,
-    max_pool_algorithms, max_pool_backward,
+    Divisor, MaxPoolAlgorithm, PoolAxis, PoolProblem, WindowIndex, average_pool, average_pool_backward,
+    max_pool, max_pool_algorithms, max_pool_backward,
 };
 use convoke_kernels::{Cpu, MemoryFormat};
 use convoke_testkit::{
@@ -32,6 +32,10 @@ struct Maxima<T> {
 impl Layer {
     fn problem(&self, format: MemoryFormat) -> PoolProblem {
         PoolProblem::new([self.batch, self.channels], self.axes, self.ceil_mode, format).unwrap()
+    }
+
+    fn divisor(&self) -> Divisor {
+        if self.count_padding { Divisor::Padded } else { Divisor::Inside }
     }
 
     fn input_len(&self) -> usize {
@@ -142,9 +146,9 @@ impl Layer {
         let problem = self.problem(format);
         let (x_extent, y_extent) = (problem.input_extent(), problem.output_extent());
         let (mut y, mut dx) = (poisoned(dy.len()), poisoned(x.len()));
-        average_pool(cpu, &problem, self.count_padding, &laid_out::<T>(&x_extent, &cast(x)), &mut y).unwrap();
+        average_pool(cpu, &problem, self.divisor(), &laid_out::<T>(&x_extent, &cast(x)), &mut y).unwrap();
         let dy = laid_out::<T>(&y_extent, &cast(dy));
-        average_pool_backward(cpu, &problem, self.count_padding, &dy, &mut dx).unwrap();
+        average_pool_backward(cpu, &problem, self.divisor(), &dy, &mut dx).unwrap();
         [contiguous(&y_extent, &y), contiguous(&x_extent, &dx)]
     }
 }

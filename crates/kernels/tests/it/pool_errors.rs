@@ -2,8 +2,8 @@
 
 use crate::common::check_refused;
 use convoke_kernels::pool::{
-    PoolAxis, PoolProblem, WindowIndex, average_pool, average_pool_backward, max_pool, max_pool_algorithms,
-    max_pool_backward,
+    Divisor, PoolAxis, PoolProblem, WindowIndex, average_pool, average_pool_backward, max_pool,
+    max_pool_algorithms, max_pool_backward,
 };
 use convoke_kernels::{Cpu, MemoryFormat};
 use convoke_testkit::Failures;
@@ -77,21 +77,22 @@ fn wrong_lengths_are_named_and_nothing_is_written() {
     let problem = PoolProblem::new([1, 2], [axis(4, 2); 2], false, MemoryFormat::ChannelsLast).unwrap();
     let dilated = PoolAxis { dilation: 2, stride: 1, ..axis(4, 2) };
     let dilated = PoolProblem::new([1, 2], [dilated; 2], false, MemoryFormat::ChannelsLast).unwrap();
-    let (cpu, data, taps) = (Cpu::single(), [1.0f32; 40], [1u8; 40]);
+    let (cpu, data, taps, padded) = (Cpu::single(), [1.0f32; 40], [1u8; 40], Divisor::Padded);
     let mut failures = Failures::new("refused pooling operands");
     type Run<'a> = &'a dyn Fn(&mut [f32]) -> convoke_kernels::Result<()>;
-    let cases: [(&str, usize, Run<'_>); 11] = [
+    let cases: [(&str, usize, Run<'_>); 12] = [
         ("x has 33 elements, expected 32", 8, &|y| max_pool::<_, u8>(&cpu, &problem, &data[..33], y, None)),
         ("y has 7 elements, expected 8", 7, &|y| max_pool::<_, u8>(&cpu, &problem, &data[..32], y, None)),
         ("the indices has 9", 8, &|y| max_pool(&cpu, &problem, &data[..32], y, Some(&mut [1u8; 9]))),
         ("dy has 9", 32, &|dx| max_pool_backward(&cpu, &problem, &data[..9], &taps[..8], dx)),
         ("dx has 31", 31, &|dx| max_pool_backward(&cpu, &problem, &data[..8], &taps[..8], dx)),
         ("the indices has 7", 32, &|dx| max_pool_backward(&cpu, &problem, &data[..8], &taps[..7], dx)),
-        ("x has 31", 8, &|y| average_pool(&cpu, &problem, true, &data[..31], y)),
-        ("y has 9", 9, &|y| average_pool(&cpu, &problem, true, &data[..32], y)),
-        ("dy has 7", 32, &|dx| average_pool_backward(&cpu, &problem, true, &data[..7], dx)),
-        ("dilation", 8, &|y| average_pool(&cpu, &dilated, true, &data[..32], y)),
-        ("dilation", 32, &|dx| average_pool_backward(&cpu, &dilated, true, &data[..8], dx)),
+        ("x has 31", 8, &|y| average_pool(&cpu, &problem, padded, &data[..31], y)),
+        ("y has 9", 9, &|y| average_pool(&cpu, &problem, padded, &data[..32], y)),
+        ("dy has 7", 32, &|dx| average_pool_backward(&cpu, &problem, padded, &data[..7], dx)),
+        ("the divisor is 0", 8, &|y| average_pool(&cpu, &problem, Divisor::Fixed(0), &data[..32], y)),
+        ("dilation", 8, &|y| average_pool(&cpu, &dilated, padded, &data[..32], y)),
+        ("dilation", 32, &|dx| average_pool_backward(&cpu, &dilated, padded, &data[..8], dx)),
     ];
     for (part, len, run) in cases {
         let mut output = vec![7.25; len];

@@ -22,8 +22,8 @@ pub use conv1d::Conv1d;
 pub use conv2d::Conv2d;
 pub use convoke_autograd::ops::Keep;
 pub use convoke_autograd::ops::{
-    Activation, Conv1dOptions, ConvOptions, ConvTransposeOptions, Convention, Padding, Pool1dOptions,
-    PoolOptions, UpsampleMode,
+    Activation, Conv1dOptions, ConvOptions, ConvTransposeOptions, Convention, Coordinates, Padding,
+    Pool1dOptions, PoolOptions, ResizeMode, ResizeOptions, ResizeTo, Rounding, UpsampleMode,
 };
 pub use dropout::Dropout;
 pub use lazy_batch_norm::{LazyBatchNorm, LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d};
@@ -31,5 +31,6 @@ pub use linear::Linear;
 pub use norm_mode::NormMode;
 pub use sequential::Sequential;
 pub use stateless::{
-    AvgPool1d, AvgPool2d, Flatten, GlobalAvgPool2d, LogSoftmax, MaxPool1d, MaxPool2d, Relu, Upsample,
+    AdaptiveAvgPool2d, AdaptiveMaxPool2d, AvgPool1d, AvgPool2d, Flatten, GlobalAvgPool2d, LogSoftmax,
+    MaxPool1d, MaxPool2d, Relu, Resize, Upsample,
 };

@@ -1,6 +1,6 @@
-//! Layers without state: activations, pooling, upsampling, reshaping.
+//! Layers without state: activations, pooling, upsampling, resizing, reshaping.
 
-use convoke_autograd::ops::{self, Pool1dOptions, PoolOptions, UpsampleMode};
+use convoke_autograd::ops::{self, Pool1dOptions, PoolOptions, ResizeOptions, UpsampleMode};
 use convoke_autograd::{Result, Tensor};
 
 use crate::{Forward, Module};
@@ -32,6 +32,19 @@ pub struct MaxPool1d(#[module(skip)] pub Pool1dOptions);
 /// The mean of each window of N x C x L.
 #[derive(Module, Debug, Clone, Copy)]
 pub struct AvgPool1d(#[module(skip)] pub Pool1dOptions);
+
+/// The mean of each of so many windows (height, width), which divide the input as evenly as they can, as PyTorch's
+/// `AdaptiveAvgPool2d`.
+#[derive(Module, Debug, Clone, Copy)]
+pub struct AdaptiveAvgPool2d(#[module(skip)] pub [usize; 2]);
+
+/// The largest value of each of so many windows (height, width), as PyTorch's `AdaptiveMaxPool2d`.
+#[derive(Module, Debug, Clone, Copy)]
+pub struct AdaptiveMaxPool2d(#[module(skip)] pub [usize; 2]);
+
+/// Resizes images to any size, as PyTorch's `Upsample` and ONNX's `Resize`.
+#[derive(Module, Debug, Clone, Copy)]
+pub struct Resize(#[module(skip)] pub ResizeOptions);
 
 /// The mean of each channel of each image: N x C x H x W to N x C x 1 x 1, as PyTorch's `AdaptiveAvgPool2d(1)`.
 #[derive(Module, Debug, Clone, Copy, Default)]
@@ -87,9 +100,7 @@ impl Forward for AvgPool2d {
 
 impl Forward for GlobalAvgPool2d {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
-        // The operation refuses an input with another number of dimensions.
-        let window = if let &[_, _, height, width] = input.shape() { [height, width] } else { [1; 2] };
-        ops::avg_pool2d(input, &PoolOptions { kernel: window, stride: window, ..PoolOptions::new(1) })
+        ops::adaptive_avg_pool2d(input, [1, 1])
     }
 }
 
@@ -102,6 +113,24 @@ impl Forward for MaxPool1d {
 impl Forward for AvgPool1d {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         ops::avg_pool1d(input, &self.0)
+    }
+}
+
+impl Forward for AdaptiveAvgPool2d {
+    fn forward(&self, input: &Tensor) -> Result<Tensor> {
+        ops::adaptive_avg_pool2d(input, self.0)
+    }
+}
+
+impl Forward for AdaptiveMaxPool2d {
+    fn forward(&self, input: &Tensor) -> Result<Tensor> {
+        ops::adaptive_max_pool2d(input, self.0)
+    }
+}
+
+impl Forward for Resize {
+    fn forward(&self, input: &Tensor) -> Result<Tensor> {
+        ops::resize2d(input, &self.0)
     }
 }
 

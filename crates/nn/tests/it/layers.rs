@@ -4,7 +4,8 @@ use crate::common::{self, DTYPES, device, init, normal, values};
 use convoke_autograd::ops;
 use convoke_autograd::{DType, Result, Tensor};
 use convoke_nn::modules::{
-    AvgPool1d, Conv1d, Conv1dOptions, ConvTranspose2d, ConvTransposeOptions, MaxPool1d, Pool1dOptions,
+    AdaptiveAvgPool2d, AdaptiveMaxPool2d, AvgPool1d, Conv1d, Conv1dOptions, ConvTranspose2d,
+    ConvTransposeOptions, GlobalAvgPool2d, MaxPool1d, Pool1dOptions, Resize, ResizeOptions, ResizeTo,
 };
 use convoke_nn::{Forward, Module, ModuleExt};
 use convoke_testkit::{Failures, Tolerance, assert_close};
@@ -49,6 +50,7 @@ fn forward_is_the_operation() {
     let line = normal(&device, DType::F64, 2, &[2, 4, 9]);
     let transposed = ConvTransposeOptions { stride: [2, 2], ..ConvTransposeOptions::default() };
     let pool = Pool1dOptions::new(2);
+    let resize = ResizeOptions::bilinear(ResizeTo::Size([4, 7]), true);
     let conv = ConvTranspose2d::new(&init, [4, 3], [2, 2], transposed, false).unwrap();
     let weight = conv.weight.value();
     let conv1d = Conv1d::new(&init, [4, 3], 3, Conv1dOptions::default(), true).unwrap();
@@ -64,6 +66,10 @@ fn forward_is_the_operation() {
         ),
         ("max_pool1d", Box::new(MaxPool1d(pool)), &line, ops::max_pool1d(&line, &pool)),
         ("avg_pool1d", Box::new(AvgPool1d(pool)), &line, ops::avg_pool1d(&line, &pool)),
+        ("adaptive average", Box::new(AdaptiveAvgPool2d([3, 2])), &x, ops::adaptive_avg_pool2d(&x, [3, 2])),
+        ("adaptive max", Box::new(AdaptiveMaxPool2d([4, 2])), &x, ops::adaptive_max_pool2d(&x, [4, 2])),
+        ("global", Box::new(GlobalAvgPool2d), &x, ops::adaptive_avg_pool2d(&x, [1, 1])),
+        ("resize", Box::new(Resize(resize)), &x, ops::resize2d(&x, &resize)),
     ];
     for (name, layer, input, expected) in cases {
         let (found, expected) = (layer.forward(input).unwrap(), expected.unwrap());

@@ -1,7 +1,9 @@
 //! The same of the layers in `cases/layers.rs`.
 
 use super::{HUGE, Refusals, shape};
-use convoke_autograd::ops::{self, Conv1dOptions, ConvTransposeOptions, Padding, Pool1dOptions};
+use convoke_autograd::ops::{
+    self, Conv1dOptions, ConvTransposeOptions, Padding, Pool1dOptions, PoolOptions, ResizeOptions, ResizeTo,
+};
 use convoke_autograd::{DType, MemoryFormat, Result, Tensor};
 use convoke_testkit::Failures;
 
@@ -96,6 +98,81 @@ fn one_dimension() {
     });
 }
 
+#[test]
+fn pooling_rules() {
+    Refusals::each("pooling rules", |refusals| {
+        type Adaptive = fn(&Tensor, [usize; 2]) -> Result<Tensor>;
+        let pools: [(&str, Adaptive); 2] = [
+            ("adaptive_avg_pool2d: ", ops::adaptive_avg_pool2d),
+            ("adaptive_max_pool2d: ", ops::adaptive_max_pool2d),
+        ];
+        for (name, pool) in pools {
+            for sizes in [&[2, 3, 4][..], &[]] {
+                refusals.check("rank", &[name, "4D", &shape(sizes)], |r| pool(&r.f32(sizes), [1, 1]));
+            }
+            for axis in 1..4 {
+                let mut sizes = [2, 3, 4, 5];
+                sizes[axis] = 0;
+                refusals.check("a size of 0", &[name, &shape(&sizes)], |r| pool(&r.f32(&sizes), [1, 1]));
+            }
+            for bad in [[0, 1], [1, 0], [HUGE[0], 1], [1, HUGE[1]]] {
+                let parts = [name, &shape(&bad), "[2, 3, 4, 5]"];
+                refusals.check("size", &parts, |r| pool(&r.f32(&[2, 3, 4, 5]), bad));
+            }
+        }
+        let fits = PoolOptions::new(2);
+        let options = PoolOptions { divisor_override: Some(0), ..fits };
+        refusals.check("divisor", &["avg_pool2d: ", "divisor_override is 0", "[2, 3, 4, 5]"], |r| {
+            ops::avg_pool2d(&r.f32(&[2, 3, 4, 5]), &options)
+        });
+        for padding in [[2, 0], [0, 2], [usize::MAX, 0]] {
+            let options = PoolOptions { padding_after: Some(padding), ..fits };
+            for pool in [ops::max_pool2d, ops::avg_pool2d] {
+                refusals.check("padding", &["half of kernel 2", "[2, 3, 4, 5]"], |r| {
+                    pool(&r.f32(&[2, 3, 4, 5]), &options)
+                });
+            }
+        }
+    });
+}
+
+#[test]
+fn resizes() {
+    Refusals::each("resizes", |refusals| {
+        let x = [2, 3, 4, 5];
+        let bilinear = |to| ResizeOptions::bilinear(to, false);
+        for sizes in [&[2, 3, 4][..], &[]] {
+            refusals.check("rank", &["resize2d: ", "4D", &shape(sizes)], |r| {
+                ops::resize2d(&r.f32(sizes), &bilinear(ResizeTo::Size([2, 2])))
+            });
+        }
+        let mut check = |name: &str, to: ResizeTo, parts: &[&str]| {
+            let parts = [&["resize2d: ", "[2, 3, 4, 5]"], parts].concat();
+            refusals.check(name, &parts, |r| ops::resize2d(&r.f32(&x), &bilinear(to)));
+            refusals.check(name, &parts, |r| ops::resize2d(&r.f32(&x), &ResizeOptions::nearest(to)));
+        };
+        check("no size", ResizeTo::Size([0, 2]), &["may be 0"]);
+        check("no size", ResizeTo::Size([2, 0]), &["may be 0"]);
+        for huge in HUGE {
+            check("a huge size", ResizeTo::Size([huge, 1]), &["too large"]);
+            check("a huge size", ResizeTo::Size([1, huge]), &["too large"]);
+        }
+        for scale in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+            check("scale", ResizeTo::Scale([scale, 1.0]), &["positive and finite"]);
+            check("scale", ResizeTo::Scale([1.0, scale]), &["positive and finite"]);
+        }
+        check("a small scale", ResizeTo::Scale([0.2, 1.0]), &["may be 0"]);
+        check("a huge scale", ResizeTo::Scale([1e300, 1.0]), &["too large"]);
+        for axis in 1..4 {
+            let mut empty = x;
+            empty[axis] = 0;
+            refusals.check("a size of 0", &["resize2d: ", &shape(&empty)], |r| {
+                ops::resize2d(&r.f32(&empty), &bilinear(ResizeTo::Size([2, 2])))
+            });
+        }
+    });
+}
+
 /// No images are no error; neither forward nor backward makes a NaN of nothing.
 #[test]
 fn empty_batches_pass() {
@@ -110,6 +187,12 @@ fn empty_batches_pass() {
         ("conv1d", &line, &|x| ops::conv1d(x, &line_filter, None, &Conv1dOptions::default())),
         ("max_pool1d", &line, &|x| ops::max_pool1d(x, &Pool1dOptions::new(2))),
         ("avg_pool1d", &line, &|x| ops::avg_pool1d(x, &Pool1dOptions::new(2))),
+        ("adaptive_avg_pool2d", &image, &|x| ops::adaptive_avg_pool2d(x, [1, 1])),
+        ("adaptive_avg_pool2d", &image, &|x| ops::adaptive_avg_pool2d(x, [2, 2])),
+        ("adaptive_max_pool2d", &image, &|x| ops::adaptive_max_pool2d(x, [2, 2])),
+        ("resize2d", &image, &|x| {
+            ops::resize2d(x, &ResizeOptions::bilinear(ResizeTo::Scale([1.5, 2.0]), true))
+        }),
     ];
     let mut failures = Failures::new("empty batches");
     for (name, x, run) in cases {

@@ -45,7 +45,7 @@ const fn operation(name: &'static str, file: &'static str, cases: fn(&mut Draw))
 }
 
 /// Every public operation and method that can be recorded.
-pub(crate) const OPERATIONS: [Operation; 30] = [
+pub(crate) const OPERATIONS: [Operation; 33] = [
     operation("add", "arithmetic", |draw| two_operands(draw, Tensor::add)),
     operation("mul", "arithmetic", |draw| two_operands(draw, Tensor::mul)),
     operation("scale", "arithmetic", |draw| any_shape(draw, |x| x.scale(-1.7))),
@@ -60,6 +60,9 @@ pub(crate) const OPERATIONS: [Operation; 30] = [
     operation("conv1d", "one_dimension", layers::conv1d_cases),
     operation("max_pool1d", "one_dimension", layers::max_pool1d_cases),
     operation("avg_pool1d", "one_dimension", layers::avg_pool1d_cases),
+    operation("adaptive_avg_pool2d", "adaptive_pool2d", layers::adaptive_avg_pool2d_cases),
+    operation("adaptive_max_pool2d", "adaptive_pool2d", layers::adaptive_max_pool2d_cases),
+    operation("resize2d", "resize2d", layers::resize2d_cases),
     operation("dropout", "dropout", dropout_cases),
     operation("to_dtype", "dtype", |draw| any_shape(draw, |x| x.to_dtype(DType::F64))),
     operation("linear", "linear", linear_cases),
@@ -530,6 +533,10 @@ fn windows() -> Vec<(&'static str, PoolOptions)> {
         ("differs by axis", PoolOptions { kernel: [3, 2], stride: [1, 3], padding: [1, 1], ..three }),
         ("ceil mode", PoolOptions { ceil_mode: true, stride: [2, 2], ..three }),
         ("ceil mode with padding", PoolOptions { ceil_mode: true, ..overlapping }),
+        (
+            "padding that differs by side",
+            PoolOptions { padding: [0, 1], padding_after: Some([1, 0]), stride: [2, 2], ..three },
+        ),
     ]
 }
 
@@ -557,6 +564,13 @@ fn avg_pool2d_cases(draw: &mut Draw) {
         draw.add(format!("{name}, padding counts {count_include_pad}"), vec![x], move |inputs| {
             avg_pool2d(&inputs[0], &options)
         });
+    }
+    let three = PoolOptions { stride: [2, 2], padding: [1, 1], ceil_mode: true, ..PoolOptions::new(3) };
+    for options in
+        [PoolOptions { divisor_override: Some(7), ..three }, PoolOptions { count_overhang: true, ..three }]
+    {
+        let x = draw.normal(&shape);
+        draw.add(format!("{options:?}"), vec![x], move |inputs| avg_pool2d(&inputs[0], &options));
     }
 }
 

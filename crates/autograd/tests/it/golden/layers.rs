@@ -1,7 +1,10 @@
 //! The layers of `layers.safetensors`.
 
 use super::{Run, check_file};
-use convoke_autograd::ops::{self, Conv1dOptions, ConvTransposeOptions, Padding, Pool1dOptions};
+use convoke_autograd::ops::{
+    self, Conv1dOptions, ConvTransposeOptions, Coordinates, Padding, Pool1dOptions, PoolOptions, ResizeMode,
+    ResizeOptions, ResizeTo, Rounding,
+};
 use convoke_autograd::{Result, Tensor};
 
 impl Run<'_> {
@@ -17,6 +20,38 @@ impl Run<'_> {
             output_padding: self.pair("output_padding"),
             dilation: self.pair("dilation"),
             groups: self.size("groups"),
+        }
+    }
+
+    fn windows(&self) -> PoolOptions {
+        let &[top, bottom, left, right] = &self.case.sizes("padding")[..] else { panic!("four sides") };
+        let (kernel, stride) = (self.size("kernel"), self.size("stride"));
+        let flag = |key: &str| self.case.attribute(key).is_some() && self.case.flag(key);
+        PoolOptions {
+            stride: [stride; 2],
+            padding: [top, left],
+            padding_after: Some([bottom, right]),
+            ceil_mode: flag("ceil_mode"),
+            count_include_pad: flag("count_include_pad"),
+            count_overhang: flag("count_overhang"),
+            divisor_override: self.case.attribute("divisor_override").map(|_| self.size("divisor_override")),
+            ..PoolOptions::new(kernel)
+        }
+    }
+
+    fn resize(&self) -> ResizeOptions {
+        let to = match self.case.attribute("size") {
+            Some(_) => ResizeTo::Size(self.pair("size")),
+            None => ResizeTo::Scale(self.case.numbers("scale").try_into().expect("height and width")),
+        };
+        match self.case.text("mode") {
+            "nearest" => ResizeOptions::nearest(to),
+            "bilinear" => ResizeOptions::bilinear(to, self.case.flag("align_corners")),
+            _ => ResizeOptions {
+                to,
+                mode: ResizeMode::Nearest(Rounding::RoundPreferCeil),
+                coordinates: Coordinates::HalfPixel,
+            },
         }
     }
 
@@ -41,6 +76,11 @@ impl Run<'_> {
                     _ => ops::avg_pool1d(&x, &options),
                 }
             }
+            "adaptive_avg_pool2d" => ops::adaptive_avg_pool2d(&x, self.pair("size")),
+            "adaptive_max_pool2d" => ops::adaptive_max_pool2d(&x, self.pair("size")),
+            "avg_pool2d" => ops::avg_pool2d(&x, &self.windows()),
+            "max_pool2d" => ops::max_pool2d(&x, &self.windows()),
+            "resize2d" => ops::resize2d(&x, &self.resize()),
             other => panic!("no layer {other}"),
         }
     }

@@ -2,8 +2,9 @@
 
 use convoke_autograd::MemoryFormat;
 use convoke_autograd::ops::{
-    Conv1dOptions, ConvTransposeOptions, Padding, Pool1dOptions, avg_pool1d, conv_transpose2d, conv1d,
-    max_pool1d,
+    Conv1dOptions, ConvTransposeOptions, Coordinates, Padding, Pool1dOptions, ResizeMode, ResizeOptions,
+    ResizeTo, Rounding, adaptive_avg_pool2d, adaptive_max_pool2d, avg_pool1d, conv_transpose2d, conv1d,
+    max_pool1d, resize2d,
 };
 
 use super::{Draw, laid_out};
@@ -97,5 +98,61 @@ pub(super) fn avg_pool1d_cases(draw: &mut Draw) {
     for options in windows {
         let x = draw.normal(&shape);
         draw.add(format!("{options:?}"), vec![x], move |inputs| avg_pool1d(&inputs[0], &options));
+    }
+}
+
+/// The shape of an input, and sizes to pool it to: some divide it, some do not, some are larger.
+fn adaptive_sizes(draw: &Draw) -> ([usize; 4], &'static [[usize; 2]]) {
+    match draw.is_large() {
+        false => ([2, 3, 6, 5], &[[1, 1], [3, 5], [4, 3], [7, 2], [6, 8]]),
+        true => ([3, 8, 31, 30], &[[1, 1], [7, 7], [31, 10]]),
+    }
+}
+
+pub(super) fn adaptive_avg_pool2d_cases(draw: &mut Draw) {
+    let (shape, sizes) = adaptive_sizes(draw);
+    for &size in sizes {
+        let x = draw.normal(&shape);
+        draw.add(format!("to {size:?}"), vec![x], move |inputs| adaptive_avg_pool2d(&inputs[0], size));
+    }
+    if draw.is_large() {
+        // Few enough images that each is summed in parts.
+        let x = draw.normal(&[1, 40, 60, 50]);
+        draw.add("one image", vec![x], |inputs| adaptive_avg_pool2d(&inputs[0], [1, 1]));
+    }
+}
+
+pub(super) fn adaptive_max_pool2d_cases(draw: &mut Draw) {
+    let (shape, sizes) = adaptive_sizes(draw);
+    for &size in sizes {
+        let x = draw.distinct(&shape);
+        draw.add(format!("to {size:?}"), vec![x], move |inputs| adaptive_max_pool2d(&inputs[0], size));
+    }
+}
+
+pub(super) fn resize2d_cases(draw: &mut Draw) {
+    let (shape, sizes): ([usize; 4], &[ResizeTo]) = match draw.is_large() {
+        false => (
+            [2, 3, 4, 5],
+            &[
+                ResizeTo::Size([7, 3]),
+                ResizeTo::Size([1, 9]),
+                ResizeTo::Scale([1.7, 0.45]),
+                ResizeTo::Size([4, 5]),
+            ],
+        ),
+        true => ([3, 8, 21, 20], &[ResizeTo::Size([33, 15]), ResizeTo::Scale([0.3, 2.6])]),
+    };
+    let roundings = [Rounding::Floor, Rounding::Ceil, Rounding::RoundPreferFloor, Rounding::RoundPreferCeil];
+    let modes: Vec<ResizeMode> =
+        roundings.map(ResizeMode::Nearest).into_iter().chain([ResizeMode::Bilinear]).collect();
+    for &to in sizes {
+        for &mode in &modes {
+            for coordinates in [Coordinates::HalfPixel, Coordinates::Asymmetric, Coordinates::AlignCorners] {
+                let options = ResizeOptions { to, mode, coordinates };
+                let x = draw.normal(&shape);
+                draw.add(format!("{options:?}"), vec![x], move |inputs| resize2d(&inputs[0], &options));
+            }
+        }
     }
 }

@@ -1,0 +1,133 @@
+//! Max and average pooling to a chosen output size.
+
+use std::sync::Arc;
+
+use convoke_kernels::dispatch;
+use convoke_kernels::pool::{self, AdaptivePool};
+
+use super::pool2d::{MaxPool, PoolOptions};
+use super::{empty, four_dimensions};
+use crate::error::invalid;
+use crate::{Buffer, Function, Needs, Result, Tensor, apply};
+
+/// The mean of each of `size` (height, width) windows of an N x C x H x W tensor, as PyTorch's `adaptive_avg_pool2d`: window i
+/// of an axis is `floor(i input / output)..ceil((i + 1) input / output)`. Saves nothing.
+///
+/// The size `[1, 1]` gives the mean of each channel, summed in f64.
+///
+/// # Errors
+/// If the tensor does not have four dimensions, or a size other than N is 0.
+pub fn adaptive_avg_pool2d(x: &Tensor, size: [usize; 2]) -> Result<Tensor> {
+    let name = "adaptive_avg_pool2d";
+    apply(AdaptiveAverage { name, problem: problem(name, x, size)?, input_shape: x.shape().to_vec() }, &[x])
+}
+
+/// The largest value of each of `size` (height, width) windows, which are those of [`adaptive_avg_pool2d`]. Saves four bytes per
+/// output; less where the windows divide the input evenly, which is an ordinary max pooling.
+///
+/// # Errors
+/// As [`adaptive_avg_pool2d`]; planes of more than 2^32 places.
+pub fn adaptive_max_pool2d(x: &Tensor, size: [usize; 2]) -> Result<Tensor> {
+    let name = "adaptive_max_pool2d";
+    let problem = problem(name, x, size)?;
+    let ordinary = problem.even_window().filter(|window| window[0].saturating_mul(window[1]) <= 1 << 16);
+    if let Some(window) = ordinary {
+        let options = PoolOptions { kernel: window, stride: window, ..PoolOptions::new(1) };
+        return apply(MaxPool::new(name, &options, x)?, &[x]);
+    }
+    apply(AdaptiveMax { name, problem, input_shape: x.shape().to_vec() }, &[x])
+}
+
+/// If there are no images, the problem is that of one image, and nothing runs.
+fn problem(name: &'static str, x: &Tensor, size: [usize; 2]) -> Result<AdaptivePool> {
+    let [batch, channels, height, width] = four_dimensions(name, "input", x)?;
+    AdaptivePool::new([batch.max(1), channels], [height, width], size, x.format()).map_err(
+        |error| match error {
+            convoke_kernels::Error::Invalid { reason, .. } => {
+                invalid(name, format!("{reason}; the input is {:?}, the size {size:?}", x.shape()))
+            }
+            error => error.into(),
+        },
+    )
+}
+
+struct AdaptiveAverage {
+    name: &'static str,
+    problem: AdaptivePool,
+    input_shape: Vec<usize>,
+}
+
+impl Function for AdaptiveAverage {
+    type Saved = ();
+
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {
+        let (x, shape) = (inputs[0], self.problem.output_shape());
+        if x.is_empty() {
+            return Ok((empty(&shape, x)?, ()));
+        }
+        let y = dispatch!(x.dtype(), T => Tensor::build(x.device(), &shape, x.format(), |y: &mut [T]| {
+            Ok(pool::adaptive_average_pool(x.device().compute(), &self.problem, x.data::<T>()?, y)?)
+        }))?;
+        Ok((y, ()))
+    }
+
+    fn backward(&self, (): (), upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
+        if upstream.is_empty() {
+            return Ok(vec![Some(empty(&self.input_shape, &upstream)?)]);
+        }
+        let (device, format) = (upstream.device(), upstream.format());
+        let dx = dispatch!(upstream.dtype(), T => {
+            Tensor::build(device, &self.input_shape, format, |dx: &mut [T]| {
+                let dy = upstream.data::<T>()?;
+                Ok(pool::adaptive_average_pool_backward(device.compute(), &self.problem, dy, dx)?)
+            })
+        })?;
+        Ok(vec![Some(dx)])
+    }
+}
+
+struct AdaptiveMax {
+    name: &'static str,
+    problem: AdaptivePool,
+    input_shape: Vec<usize>,
+}
+
+impl Function for AdaptiveMax {
+    /// The place of each maximum in its plane.
+    type Saved = Option<Arc<Buffer<u32>>>;
+
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {
+        let (x, shape) = (inputs[0], self.problem.output_shape());
+        if x.is_empty() {
+            return Ok((empty(&shape, x)?, None));
+        }
+        let mut places = x.device().buffer::<u32>(shape.iter().product())?;
+        let y = dispatch!(x.dtype(), T => Tensor::build(x.device(), &shape, x.format(), |y: &mut [T]| {
+            let cpu = x.device().compute();
+            Ok(pool::adaptive_max_pool(cpu, &self.problem, x.data::<T>()?, y, &mut places)?)
+        }))?;
+        Ok((y, Some(Arc::new(places))))
+    }
+
+    fn backward(&self, places: Self::Saved, upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
+        let Some(places) = places else {
+            return Ok(vec![Some(empty(&self.input_shape, &upstream)?)]);
+        };
+        let (device, format) = (upstream.device(), upstream.format());
+        let dx = dispatch!(upstream.dtype(), T => {
+            Tensor::build(device, &self.input_shape, format, |dx: &mut [T]| {
+                let (cpu, dy) = (device.compute(), upstream.data::<T>()?);
+                Ok(pool::adaptive_max_pool_backward(cpu, &self.problem, dy, &places, dx)?)
+            })
+        })?;
+        Ok(vec![Some(dx)])
+    }
+}

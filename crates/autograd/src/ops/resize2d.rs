@@ -1,0 +1,117 @@
+//! Resizing of images to any size.
+
+use convoke_kernels::dispatch;
+use convoke_kernels::resize::{
+    self, Coordinates, ResizeAxis, ResizeMode, ResizeProblem, ResizeSpec, Rounding,
+};
+
+use super::{empty, four_dimensions};
+use crate::error::invalid;
+use crate::{Function, Needs, Result, Tensor, apply};
+
+/// The size that a resize gives, height before width.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum ResizeTo {
+    /// So many pixels.
+    Size([usize; 2]),
+    /// So many times the pixels of the input, rounded down. Places in the input follow from these factors, not from the sizes.
+    Scale([f64; 2]),
+}
+
+/// How [`resize2d`] resizes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ResizeOptions {
+    /// The output's size.
+    pub to: ResizeTo,
+    /// How values between the pixels of the input are computed.
+    pub mode: ResizeMode,
+    /// Which place of the input an output shows.
+    pub coordinates: Coordinates,
+}
+
+impl ResizeOptions {
+    /// PyTorch's `interpolate` with the mode `nearest`.
+    pub fn nearest(to: ResizeTo) -> ResizeOptions {
+        let mode = ResizeMode::Nearest(Rounding::Floor);
+        ResizeOptions { to, mode, coordinates: Coordinates::Asymmetric }
+    }
+
+    /// PyTorch's `interpolate` with the mode `bilinear`.
+    pub fn bilinear(to: ResizeTo, align_corners: bool) -> ResizeOptions {
+        let coordinates = if align_corners { Coordinates::AlignCorners } else { Coordinates::HalfPixel };
+        ResizeOptions { to, mode: ResizeMode::Bilinear, coordinates }
+    }
+
+    fn axis(&self, index: usize, input: usize) -> ResizeAxis {
+        match self.to {
+            ResizeTo::Size(size) => ResizeAxis::to_size(input, size[index]),
+            ResizeTo::Scale(scale) => ResizeAxis::by_scale(input, scale[index]),
+        }
+    }
+}
+
+/// N x C x H x W to N x C x OH x OW, as PyTorch's `interpolate` and ONNX's `Resize` (without antialiasing). Keeps the memory
+/// format. Saves nothing. For whole factors, [`upsample2d`](super::upsample2d) is exact.
+///
+/// # Errors
+/// If the tensor does not have four dimensions, a size other than N is 0, a scale is not positive and finite, or the output is
+/// too large.
+pub fn resize2d(x: &Tensor, options: &ResizeOptions) -> Result<Tensor> {
+    let [batch, channels, height, width] = four_dimensions(NAME, "input", x)?;
+    let spec = ResizeSpec {
+        // If there are no images, the problem is that of one image, and nothing runs.
+        batch: batch.max(1),
+        channels,
+        axes: [options.axis(0, height), options.axis(1, width)],
+        mode: options.mode,
+        coordinates: options.coordinates,
+        format: x.format(),
+    };
+    let problem = ResizeProblem::new(spec).map_err(|error| match error {
+        convoke_kernels::Error::Invalid { reason, .. } => {
+            invalid(NAME, format!("{reason}; the input is {:?}, resized to {:?}", x.shape(), options.to))
+        }
+        error => error.into(),
+    })?;
+    apply(Resize { problem, input_shape: x.shape().to_vec() }, &[x])
+}
+
+const NAME: &str = "resize2d";
+
+struct Resize {
+    problem: ResizeProblem,
+    input_shape: Vec<usize>,
+}
+
+impl Function for Resize {
+    type Saved = ();
+
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {
+        let (x, shape) = (inputs[0], self.problem.output_shape());
+        if x.is_empty() {
+            return Ok((empty(&shape, x)?, ()));
+        }
+        let y = dispatch!(x.dtype(), T => Tensor::build(x.device(), &shape, x.format(), |y: &mut [T]| {
+            Ok(resize::resize(x.device().compute(), &self.problem, x.data::<T>()?, y)?)
+        }))?;
+        Ok((y, ()))
+    }
+
+    fn backward(&self, (): (), upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
+        if upstream.is_empty() {
+            return Ok(vec![Some(empty(&self.input_shape, &upstream)?)]);
+        }
+        let (device, format) = (upstream.device(), upstream.format());
+        let dx = dispatch!(upstream.dtype(), T => {
+            Tensor::build(device, &self.input_shape, format, |dx: &mut [T]| {
+                let dy = upstream.data::<T>()?;
+                Ok(resize::resize_backward(device.compute(), &self.problem, dy, dx)?)
+            })
+        })?;
+        Ok(vec![Some(dx)])
+    }
+}

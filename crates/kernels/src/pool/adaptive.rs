@@ -1,0 +1,235 @@
+//! Pooling to a chosen output size: the windows divide the input as evenly as they can, and overlap where it does not divide.
+
+use super::global::{global_average_pool, global_average_pool_backward};
+use crate::cpu::multiversion;
+use crate::error::{check_len, invalid};
+use crate::memory_format::{Extent, MemoryFormat};
+use crate::separable::{self, Lists, Sizes};
+use crate::{Cpu, Element, Result};
+
+/// A valid adaptive pooling of N x C x H x W to N x C x OH x OW.
+///
+/// Window i of an axis is `floor(i input / output)..ceil((i + 1) input / output)`, as in PyTorch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct AdaptivePool {
+    batch: usize,
+    channels: usize,
+    input: [usize; 2],
+    output: [usize; 2],
+    format: MemoryFormat,
+}
+
+/// The largest size of a tensor: 2^40 elements, far above any memory, far below overflow.
+const LIMIT: usize = 1 << 40;
+
+impl AdaptivePool {
+    /// Validates an adaptive pooling.
+    ///
+    /// # Errors
+    /// A size of 0, a tensor of more than 2^40 elements.
+    pub fn new(
+        [batch, channels]: [usize; 2],
+        input: [usize; 2],
+        output: [usize; 2],
+        format: MemoryFormat,
+    ) -> Result<AdaptivePool> {
+        for (name, size) in [("input", input), ("output", output)] {
+            let shape = [batch, channels, size[0], size[1]];
+            if shape.contains(&0) {
+                return Err(invalid("adaptive pooling", format!("no size of the {name} {shape:?} may be 0")));
+            }
+            let len = shape.iter().try_fold(1usize, |len, &size| len.checked_mul(size));
+            if len.is_none_or(|len| len > LIMIT) {
+                return Err(invalid(
+                    "adaptive pooling",
+                    format!("the {name} of shape {shape:?} is too large"),
+                ));
+            }
+        }
+        Ok(AdaptivePool { batch, channels, input, output, format })
+    }
+
+    /// N, C, OH, OW.
+    pub fn output_shape(&self) -> [usize; 4] {
+        [self.batch, self.channels, self.output[0], self.output[1]]
+    }
+
+    /// The input as N x C x (H W).
+    pub fn input_extent(&self) -> Extent {
+        self.extent(self.input)
+    }
+
+    /// The output as N x C x (OH OW).
+    pub fn output_extent(&self) -> Extent {
+        self.extent(self.output)
+    }
+
+    /// The window of a pooling with equal windows that do not overlap, if this is one.
+    pub fn even_window(&self) -> Option<[usize; 2]> {
+        let divides = (0..2).all(|axis| self.input[axis].is_multiple_of(self.output[axis]));
+        divides.then(|| [0, 1].map(|axis| self.input[axis] / self.output[axis]))
+    }
+
+    fn extent(&self, [height, width]: [usize; 2]) -> Extent {
+        let Self { batch, channels, format, .. } = *self;
+        Extent { batch, channels, spatial: height * width, format }
+    }
+
+    fn sizes(&self) -> Sizes {
+        Sizes::new(self.format, self.channels, self.input, self.output)
+    }
+
+    fn is_global(&self) -> bool {
+        self.output == [1, 1]
+    }
+
+    /// The inputs of an output along an axis.
+    fn window(&self, axis: usize, output: usize) -> std::ops::Range<usize> {
+        let (from, to) = (self.input[axis], self.output[axis]);
+        // Each size is at most 2^40, so the product may exceed 64 bits.
+        let at = |index: usize| index as u128 * from as u128;
+        (at(output) / to as u128) as usize..at(output + 1).div_ceil(to as u128) as usize
+    }
+
+    /// The inputs of each output along an axis, each with its share in the mean.
+    fn shares<T: Element>(&self) -> [Lists<T>; 2] {
+        [0, 1].map(|axis| {
+            Lists::new((0..self.output[axis]).map(|output| {
+                let window = self.window(axis, output);
+                let share = T::of(1.0 / window.len() as f64);
+                window.map(move |input| (input, share))
+            }))
+        })
+    }
+
+    fn check(&self, operation: &'static str, lens: [(&'static str, usize); 2]) -> Result<()> {
+        check_len(operation, lens[0].0, lens[0].1, self.input_extent().len()?)?;
+        check_len(operation, lens[1].0, lens[1].1, self.output_extent().len()?)
+    }
+}
+
+/// The mean of each window.
+///
+/// # Errors
+/// If a length is not the problem's.
+pub fn adaptive_average_pool<T: Element>(
+    cpu: &Cpu,
+    problem: &AdaptivePool,
+    x: &[T],
+    y: &mut [T],
+) -> Result<()> {
+    if problem.is_global() {
+        return global_average_pool(cpu, &problem.input_extent(), x, y);
+    }
+    crate::profile::span!("adaptive average pooling", x, y);
+    problem.check("adaptive average pooling", [("x", x.len()), ("y", y.len())])?;
+    separable::sum(cpu, problem.sizes(), &problem.shares::<T>(), x, y);
+    Ok(())
+}
+
+/// dx of [`adaptive_average_pool`]: each window's dy is spread evenly.
+///
+/// # Errors
+/// As [`adaptive_average_pool`].
+pub fn adaptive_average_pool_backward<T: Element>(
+    cpu: &Cpu,
+    problem: &AdaptivePool,
+    dy: &[T],
+    dx: &mut [T],
+) -> Result<()> {
+    if problem.is_global() {
+        return global_average_pool_backward(cpu, &problem.input_extent(), dy, dx);
+    }
+    crate::profile::span!("adaptive average pooling backward", dy, dx);
+    problem.check("adaptive average pooling backward", [("dx", dx.len()), ("dy", dy.len())])?;
+    let [rows, columns] = problem.shares::<T>();
+    let lists = [rows.transposed(problem.input[0]), columns.transposed(problem.input[1])];
+    separable::sum(cpu, problem.sizes().transposed(), &lists, dy, dx);
+    Ok(())
+}
+
+/// The largest value of each window, and the place in its plane (row-major) where it was.
+///
+/// Of equal values the first wins. NaN wins over every number, and of several NaNs the last wins, as in PyTorch.
+///
+/// # Errors
+/// If a length is not the problem's, or a plane has more places than u32 counts.
+pub fn adaptive_max_pool<T: Element>(
+    cpu: &Cpu,
+    problem: &AdaptivePool,
+    x: &[T],
+    y: &mut [T],
+    places: &mut [u32],
+) -> Result<()> {
+    let operation = "adaptive max pooling";
+    crate::profile::span!("adaptive max pooling", x, y);
+    problem.check(operation, [("x", x.len()), ("y", y.len())])?;
+    check_len(operation, "the places", places.len(), y.len())?;
+    let Sizes { lanes, from: [height, width], to: [rows, columns] } = problem.sizes();
+    if height * width > u32::MAX as usize {
+        return Err(invalid(operation, format!("planes of {height} x {width} have more places than u32")));
+    }
+    let (plane, y_row) = (height * width * lanes, columns * lanes);
+    let windows: Vec<_> = (0..columns).map(|output| problem.window(1, output)).collect();
+    let items = y.chunks_mut(y_row).zip(places.chunks_mut(y_row)).enumerate();
+    cpu.for_each(x.len(), items, |(row, (y, places))| {
+        let x = &x[row / rows * plane..][..plane];
+        let lines = problem.window(0, row % rows);
+        let outputs = y.chunks_mut(lanes).zip(places.chunks_mut(lanes));
+        for (columns, (y, places)) in windows.iter().zip(outputs) {
+            let first = lines.start * width + columns.start;
+            y.copy_from_slice(&x[first * lanes..][..lanes]);
+            places.fill(first as u32);
+            for line in lines.clone() {
+                let start = line * width + columns.start;
+                let pixels = &x[start * lanes..][..columns.len() * lanes];
+                keep_larger(cpu, start as u32, pixels, y, places);
+            }
+        }
+    });
+    Ok(())
+}
+
+/// dx of [`adaptive_max_pool`]: each window's dy goes to the place that was largest.
+///
+/// # Errors
+/// If a length is not the problem's. Places that are not in a plane are ignored.
+pub fn adaptive_max_pool_backward<T: Element>(
+    cpu: &Cpu,
+    problem: &AdaptivePool,
+    dy: &[T],
+    places: &[u32],
+    dx: &mut [T],
+) -> Result<()> {
+    let operation = "adaptive max pooling backward";
+    crate::profile::span!("adaptive max pooling backward", dy, dx);
+    problem.check(operation, [("dx", dx.len()), ("dy", dy.len())])?;
+    check_len(operation, "the places", places.len(), dy.len())?;
+    let Sizes { lanes, from: [height, width], to: [rows, columns] } = problem.sizes();
+    let (input, output) = (height * width * lanes, rows * columns * lanes);
+    // Windows overlap, so a plane (or image) is one task.
+    let work = dx.len();
+    let items = dx.chunks_mut(input).zip(dy.chunks(output).zip(places.chunks(output)));
+    cpu.for_each(work, items, |(dx, (dy, places))| {
+        dx.fill(T::zero());
+        for (index, (&dy, &place)) in dy.iter().zip(places).enumerate() {
+            if let Some(dx) = dx.get_mut(place as usize * lanes + index % lanes) {
+                *dx += dy;
+            }
+        }
+    });
+    Ok(())
+}
+
+multiversion! {
+    /// Replaces what is smaller than a pixel; the first pixel is at `start` in its plane.
+    fn keep_larger<T: Element>(start: u32, pixels: &[T], y: &mut [T], places: &mut [u32]) {
+        for (place, pixel) in (start..).zip(pixels.chunks_exact(y.len())) {
+            for ((&x, y), found) in pixel.iter().zip(y.iter_mut()).zip(places.iter_mut()) {
+                let larger = x > *y || x.is_nan();
+                *y = if larger { x } else { *y };
+                *found = if larger { place } else { *found };
+            }
+        }
+    }
+}

@@ -1,0 +1,228 @@
+//! Linear maps of images that handle one axis after the other: upsampling, resizing, adaptive averages, and their gradients.
+//!
+//! A row of outputs is a weighted sum of rows of inputs, which is then gathered along the width. Gradients gather too, from the
+//! transposed lists, instead of scattering: so no two tasks write the same place, and no sum depends on the number of threads.
+
+use crate::cpu::multiversion;
+use crate::{Cpu, Element, MemoryFormat};
+
+/// The sizes of a map from planes (or, with more than one lane, images) to planes.
+#[derive(Clone, Copy)]
+pub(crate) struct Sizes {
+    /// The contiguous elements of a pixel.
+    pub(crate) lanes: usize,
+    /// Height and width of what is read.
+    pub(crate) from: [usize; 2],
+    /// Height and width of what is written.
+    pub(crate) to: [usize; 2],
+}
+
+impl Sizes {
+    /// Those of a map of `channels` channels in this format.
+    pub(crate) fn new(format: MemoryFormat, channels: usize, from: [usize; 2], to: [usize; 2]) -> Sizes {
+        let lanes = match format {
+            MemoryFormat::Contiguous => 1,
+            MemoryFormat::ChannelsLast => channels,
+        };
+        Sizes { lanes, from, to }
+    }
+
+    /// Those of the gradient.
+    pub(crate) fn transposed(self) -> Sizes {
+        Sizes { from: self.to, to: self.from, ..self }
+    }
+
+    /// Elements of a row, and of a plane, of what is read.
+    fn read(&self) -> (usize, usize) {
+        let row = self.from[1] * self.lanes;
+        (row, self.from[0] * row)
+    }
+
+    /// Elements of a row of what is written.
+    fn written_row(&self) -> usize {
+        self.to[1] * self.lanes
+    }
+}
+
+/// How one output along an axis is computed: as a mixture of the inputs at `place` and at `place + 1`. If the second weight
+/// is 0, the second input is not read.
+pub(crate) struct Read<T> {
+    pub(crate) place: usize,
+    pub(crate) weights: [T; 2],
+}
+
+impl<T: Element> Read<T> {
+    /// A copy of one input.
+    pub(crate) fn copy(place: usize) -> Read<T> {
+        Read { place, weights: [T::one(), T::zero()] }
+    }
+
+    fn is_copy(&self) -> bool {
+        self.weights[1] == T::zero()
+    }
+}
+
+/// The inputs that each output along an axis sums up, with their weights, in order.
+pub(crate) struct Lists<T> {
+    /// Where in `inputs` the list of each output begins, and where that of the last one ends.
+    bounds: Vec<usize>,
+    inputs: Vec<(usize, T)>,
+}
+
+impl<T: Element> Lists<T> {
+    /// One list for each output.
+    pub(crate) fn new(lists: impl Iterator<Item = impl Iterator<Item = (usize, T)>>) -> Lists<T> {
+        let (mut bounds, mut inputs) = (vec![0], Vec::new());
+        for list in lists {
+            inputs.extend(list);
+            bounds.push(inputs.len());
+        }
+        Lists { bounds, inputs }
+    }
+
+    /// Which outputs read each of the `inputs` inputs, in order: what the gradient sums up.
+    pub(crate) fn transposed(&self, inputs: usize) -> Lists<T> {
+        let mut found: Vec<Vec<(usize, T)>> = vec![Vec::new(); inputs];
+        for output in 0..self.bounds.len() - 1 {
+            for &(input, weight) in self.of(output) {
+                found[input].push((output, weight));
+            }
+        }
+        Lists::new(found.into_iter().map(Vec::into_iter))
+    }
+
+    /// The transposed lists of a mixture of `inputs` inputs.
+    pub(crate) fn of_readers(reads: &[Read<T>], inputs: usize) -> Lists<T> {
+        let list = |read: &Read<T>| {
+            let pairs = (read.place..).zip(read.weights);
+            pairs.filter(|&(_, weight)| weight != T::zero()).collect::<Vec<_>>().into_iter()
+        };
+        Lists::new(reads.iter().map(list)).transposed(inputs)
+    }
+
+    fn of(&self, output: usize) -> &[(usize, T)] {
+        &self.inputs[self.bounds[output]..self.bounds[output + 1]]
+    }
+}
+
+/// The approximate number of elements in a task: few enough that the load is balanced, enough that the overhead of a task
+/// is small.
+const TASK: usize = 1 << 14;
+
+/// y from x, where each output mixes at most two inputs along each axis: `[rows, columns]`.
+pub(crate) fn mix<T: Element>(
+    cpu: &Cpu,
+    sizes: Sizes,
+    [rows, columns]: &[Vec<Read<T>>; 2],
+    x: &[T],
+    y: &mut [T],
+) {
+    let ((x_row, plane), y_row) = (sizes.read(), sizes.written_row());
+    let at_once = TASK.div_ceil(y_row);
+    cpu.for_each(y.len(), y.chunks_mut(at_once * y_row).enumerate(), |(task, y)| {
+        let mut mixed = vec![T::zero(); x_row];
+        for (row, y) in (task * at_once..).zip(y.chunks_mut(y_row)) {
+            let read = &rows[row % rows.len()];
+            let x = &x[row / rows.len() * plane + read.place * x_row..];
+            let x = match read.is_copy() {
+                true => &x[..x_row],
+                false => {
+                    mix_rows(cpu, read.weights, &x[..x_row], &x[x_row..2 * x_row], &mut mixed);
+                    &mixed
+                }
+            };
+            stretch(cpu, sizes.lanes, columns, x, y);
+        }
+    });
+}
+
+/// y from x, where each output sums up what is listed along each axis: `[rows, columns]`. An empty list gives 0.
+pub(crate) fn sum<T: Element>(
+    cpu: &Cpu,
+    sizes: Sizes,
+    [rows, columns]: &[Lists<T>; 2],
+    x: &[T],
+    y: &mut [T],
+) {
+    let ((x_row, plane), y_row) = (sizes.read(), sizes.written_row());
+    // A row of outputs reads its share of a plane, or writes more than that.
+    let at_once = TASK.div_ceil((plane / sizes.to[0]).max(y_row).max(1));
+    cpu.for_each(x.len().max(y.len()), y.chunks_mut(at_once * y_row).enumerate(), |(task, y)| {
+        let mut sums = vec![T::zero(); x_row];
+        for (row, y) in (task * at_once..).zip(y.chunks_mut(y_row)) {
+            let x = &x[row / sizes.to[0] * plane..][..plane];
+            add_up(cpu, x_row, rows.of(row % sizes.to[0]), x, &mut sums);
+            gather(cpu, sizes.lanes, columns, &sums, y);
+        }
+    });
+}
+
+multiversion! {
+    fn mix_rows<T: Element>(weights: [T; 2], first: &[T], second: &[T], out: &mut [T]) {
+        mix_pixel(weights, first, second, out);
+    }
+
+    /// Computes a row of outputs from a row of inputs.
+    fn stretch<T: Element>(lanes: usize, reads: &[Read<T>], x: &[T], y: &mut [T]) {
+        if lanes == 1 {
+            for (y, read) in y.iter_mut().zip(reads) {
+                *y = match read.is_copy() {
+                    true => x[read.place],
+                    false => x[read.place] * read.weights[0] + x[read.place + 1] * read.weights[1],
+                };
+            }
+            return;
+        }
+        for (y, read) in y.chunks_exact_mut(lanes).zip(reads) {
+            let x = &x[read.place * lanes..];
+            match read.is_copy() {
+                true => y.copy_from_slice(&x[..lanes]),
+                false => mix_pixel(read.weights, &x[..lanes], &x[lanes..2 * lanes], y),
+            }
+        }
+    }
+
+    /// The weighted sum of the rows of `from` that are listed.
+    fn add_up<T: Element>(row: usize, list: &[(usize, T)], from: &[T], sums: &mut [T]) {
+        add_up_pixels(row, list, from, sums);
+    }
+
+    /// Computes a row of outputs from a sum of rows.
+    fn gather<T: Element>(lanes: usize, lists: &Lists<T>, from: &[T], to: &mut [T]) {
+        for (output, to) in to.chunks_exact_mut(lanes).enumerate() {
+            add_up_pixels(lanes, lists.of(output), from, to);
+        }
+    }
+}
+
+#[inline(always)]
+fn mix_pixel<T: Element>(weights: [T; 2], first: &[T], second: &[T], out: &mut [T]) {
+    for ((out, &first), &second) in out.iter_mut().zip(first).zip(second) {
+        *out = first * weights[0] + second * weights[1];
+    }
+}
+
+/// `sums` = the weighted sum of the pixels (or rows) of `len` numbers in `from` that are listed, in order. It adds two at a
+/// time, because every addition reads and writes `sums` in memory.
+#[inline(always)]
+fn add_up_pixels<T: Element>(len: usize, list: &[(usize, T)], from: &[T], sums: &mut [T]) {
+    let sums = &mut sums[..len];
+    if list.is_empty() {
+        return sums.fill(T::zero());
+    }
+    let pixel = |at: usize| &from[at * len..][..len];
+    let (pairs, last) = list.as_chunks::<2>();
+    for (index, &[(a, first), (b, second)]) in pairs.iter().enumerate() {
+        let values = pixel(a).iter().zip(pixel(b));
+        for (sum, (&a, &b)) in sums.iter_mut().zip(values) {
+            let two = a * first + b * second;
+            *sum = if index == 0 { two } else { *sum + two };
+        }
+    }
+    for &(at, weight) in last {
+        for (sum, &value) in sums.iter_mut().zip(pixel(at)) {
+            let one = value * weight;
+            *sum = if pairs.is_empty() { one } else { *sum + one };
+        }
+    }
+}
