@@ -1446,6 +1446,36 @@ def layers_file(seed):
                 continue  # With corners aligned, a scale only chooses the size.
             add(f"resize_bilinear_{corners}_{name}", "resize2d", dict(x=x), bilinear, mode="bilinear", align_corners=corners, **attributes)
 
+    for name, x, groups in (
+        ("images", (2, 4, 3, 2), 2),
+        ("one_group", (2, 3, 2, 2), 1),
+        ("lines", (3, 4, 5), 2),
+        ("matrix", (3, 6), 2),
+    ):
+        for affine in (False, True) if name == "images" else (True,):
+            shapes = dict(x=x, weight=(x[1],), bias=(x[1],)) if affine else dict(x=x)
+            norm = lambda x, weight=None, bias=None: F.group_norm(x, groups, weight, bias, 1e-3)
+            add(f"group_norm_{name}_affine_{affine}", "group_norm", shapes, norm, groups=groups, eps=1e-3)
+    for affine in (False, True):
+        x = (2, 3, 3, 2)
+        shapes = dict(x=x, weight=x[1:2], bias=x[1:2]) if affine else dict(x=x)
+        norm = lambda x, weight=None, bias=None: F.instance_norm(x, weight=weight, bias=bias, eps=1e-3)
+        add(f"instance_norm_affine_{affine}", "instance_norm", shapes, norm, eps=1e-3)
+        shapes = dict(x=x, weight=x[1:2], bias=x[1:2]) if affine else dict(x=x)
+
+        def channels(x, weight=None, bias=None):
+            return F.layer_norm(x.permute(0, 2, 3, 1), x.shape[1:2], weight, bias, 1e-3).permute(0, 3, 1, 2)
+
+        add(f"layer_norm_channels_affine_{affine}", "layer_norm", shapes, channels, axes=0, eps=1e-3)
+        for axes in (1, 2, 3) if affine else (2,):
+            last = x[-axes:]
+            shapes = dict(x=x, weight=last, bias=last) if affine else dict(x=x)
+            norm = lambda x, weight=None, bias=None: F.layer_norm(x, last, weight, bias, 1e-3)
+            add(f"layer_norm_{axes}_affine_{affine}", "layer_norm", shapes, norm, axes=axes, eps=1e-3)
+    for size in (4, 5):
+        options = dict(alpha=0.3, beta=0.75, k=1.5)
+        norm = lambda x: F.local_response_norm(x, size, **options)
+        add(f"local_response_norm_{size}", "local_response_norm", dict(x=(1, 6, 2, 2)), norm, size=size, **options)
     return file
 
 

@@ -10,7 +10,10 @@ mod conv_bn2d;
 mod conv_transpose2d;
 mod dropout;
 mod dtype;
+mod group_norm;
+mod layer_norm;
 mod linear;
+mod local_response_norm;
 mod log_softmax;
 mod memory_format;
 mod nll_loss;
@@ -32,10 +35,14 @@ pub use convoke_kernels::activation::dropout_skip;
 pub use convoke_kernels::batch_norm::{
     Activation, BackwardSums, Convention, EpsPlace, Moments, Momentum, RunningVariance,
 };
+pub use convoke_kernels::local_response_norm::LocalResponse;
 pub use convoke_kernels::resize::{Coordinates, ResizeMode, Rounding};
 pub use convoke_kernels::upsample::UpsampleMode;
 pub use dropout::dropout;
+pub use group_norm::{GroupNormOptions, group_norm, instance_norm};
+pub use layer_norm::{LayerNormOptions, LayerNormOver, layer_norm};
 pub use linear::linear;
+pub use local_response_norm::local_response_norm;
 pub use log_softmax::log_softmax;
 pub use nll_loss::{ClassOptions, Reduction, cross_entropy, nll_loss, weighted_nll_loss};
 pub use one_dimension::{Conv1dOptions, Pool1dOptions, avg_pool1d, conv1d, max_pool1d};

@@ -4,8 +4,8 @@
 use crate::common::cases::{OPERATIONS, Size};
 use crate::common::{FORMATS, bits, device, laid_out, normal, values};
 use convoke_autograd::ops::{
-    self, ConvOptions, ConvTransposeOptions, Coordinates, Padding, PoolOptions, ResizeMode, ResizeOptions,
-    ResizeTo, UpsampleMode,
+    self, ConvOptions, ConvTransposeOptions, Coordinates, LayerNormOptions, Padding, PoolOptions, ResizeMode,
+    ResizeOptions, ResizeTo, UpsampleMode,
 };
 use convoke_autograd::{BackwardOptions, Cpu, Device, DeviceOptions, Isa, MemoryFormat, Tensor};
 use convoke_testkit::{Failures, Tolerance, assert_close};
@@ -116,9 +116,49 @@ fn adaptive_maxima_of_nan_and_of_equal_values() {
     }
 }
 
+/// Data far from 0 keeps its digits: the mean is subtracted before anything is multiplied.
+#[test]
+fn normalisations_of_data_with_a_large_mean() {
+    let device = device();
+    for format in FORMATS {
+        let noise: Vec<f64> = values::<f64>(&normal::<f64>(&device, 1, &[2, 6, 8, 7]));
+        let x: Vec<f32> = noise.iter().map(|noise| (1e4 + 0.5 * noise) as f32).collect();
+        let exact: Vec<f64> = x.iter().map(|&x| x.into()).collect();
+        let [single, double] = [
+            Tensor::from_slice(&device, &[2, 6, 8, 7], &x).unwrap(),
+            Tensor::from_slice(&device, &[2, 6, 8, 7], &exact).unwrap(),
+        ]
+        .map(|x| laid_out(x, format).with_grad());
+        let upstream = normal::<f64>(&device, 2, &[2, 6, 8, 7]);
+        type Norm = fn(&Tensor) -> convoke_autograd::Result<Tensor>;
+        let norms: [(&str, Norm); 3] = [
+            ("group_norm", |x| ops::group_norm(x, None, None, &ops::GroupNormOptions::new(2))),
+            ("layer_norm", |x| ops::layer_norm(x, None, None, &LayerNormOptions::last(3))),
+            ("layer_norm over channels", |x| ops::layer_norm(x, None, None, &LayerNormOptions::channels())),
+        ];
+        for (name, norm) in norms {
+            let (y, expected) = (norm(&single).unwrap(), norm(&double).unwrap());
+            // x - mean is exact to half an ulp of 0.5; the scale is about 2.
+            assert_close(name, &values::<f32>(&y), &values::<f64>(&expected), Tolerance::new(1e-5, 1e-5));
+            let dx = gradient(&y, &single, &upstream.to_dtype(convoke_autograd::DType::F32).unwrap());
+            let expected = gradient(&expected, &double, &upstream);
+            assert_close(name, &values::<f32>(&dx), &values::<f64>(&expected), Tolerance::new(1e-4, 1e-4));
+        }
+    }
+}
+
 /// Output and gradients of every large case of these operations.
 fn outputs(device: &Device, format: MemoryFormat) -> Vec<(String, Vec<u64>)> {
-    let names = ["resize2d", "upsample2d", "adaptive_avg_pool2d", "adaptive_max_pool2d"];
+    let names = [
+        "resize2d",
+        "upsample2d",
+        "adaptive_avg_pool2d",
+        "adaptive_max_pool2d",
+        "group_norm",
+        "instance_norm",
+        "layer_norm",
+        "local_response_norm",
+    ];
     let mut found = Vec::new();
     for operation in OPERATIONS.iter().filter(|operation| names.contains(&operation.name)) {
         for case in operation.cases(device, format, Size::Large) {

@@ -10,6 +10,7 @@ mod dropout;
 mod lazy_batch_norm;
 mod linear;
 mod norm_mode;
+mod norms;
 mod sequential;
 mod stateless;
 mod sync_batch_norm;
@@ -22,13 +23,15 @@ pub use conv1d::Conv1d;
 pub use conv2d::Conv2d;
 pub use convoke_autograd::ops::Keep;
 pub use convoke_autograd::ops::{
-    Activation, Conv1dOptions, ConvOptions, ConvTransposeOptions, Convention, Coordinates, Padding,
-    Pool1dOptions, PoolOptions, ResizeMode, ResizeOptions, ResizeTo, Rounding, UpsampleMode,
+    Activation, Conv1dOptions, ConvOptions, ConvTransposeOptions, Convention, Coordinates, GroupNormOptions,
+    LocalResponse, Padding, Pool1dOptions, PoolOptions, ResizeMode, ResizeOptions, ResizeTo, Rounding,
+    UpsampleMode,
 };
 pub use dropout::Dropout;
 pub use lazy_batch_norm::{LazyBatchNorm, LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d};
 pub use linear::Linear;
 pub use norm_mode::NormMode;
+pub use norms::{GroupNorm, InstanceNorm2d, LayerNorm, LocalResponseNorm};
 pub use sequential::Sequential;
 pub use stateless::{
     AdaptiveAvgPool2d, AdaptiveMaxPool2d, AvgPool1d, AvgPool2d, Flatten, GlobalAvgPool2d, LogSoftmax,

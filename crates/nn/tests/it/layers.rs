@@ -1,11 +1,12 @@
 //! The layers besides convolution, batch norm and linear: names, shapes and starting values as PyTorch's, and their forward.
 
-use crate::common::{self, DTYPES, device, init, normal, values};
+use crate::common::{self, DTYPES, assert_refused, device, init, normal, values};
 use convoke_autograd::ops;
 use convoke_autograd::{DType, Result, Tensor};
 use convoke_nn::modules::{
     AdaptiveAvgPool2d, AdaptiveMaxPool2d, AvgPool1d, Conv1d, Conv1dOptions, ConvTranspose2d,
-    ConvTransposeOptions, GlobalAvgPool2d, MaxPool1d, Pool1dOptions, Resize, ResizeOptions, ResizeTo,
+    ConvTransposeOptions, GlobalAvgPool2d, GroupNorm, GroupNormOptions, InstanceNorm2d, LayerNorm,
+    LocalResponse, LocalResponseNorm, MaxPool1d, Pool1dOptions, Resize, ResizeOptions, ResizeTo,
 };
 use convoke_nn::{Forward, Module, ModuleExt};
 use convoke_testkit::{Failures, Tolerance, assert_close};
@@ -39,6 +40,15 @@ fn parameters_have_pytorchs_names_and_shapes() {
         let conv = Conv1d::new(&init, [4, 6], 5, options, true).unwrap();
         assert_eq!(state(&conv), named(&[6, 2, 5], &[6]));
         assert_eq!(conv.options(), &options);
+        let group = GroupNorm::new(&init, 6, GroupNormOptions::new(3), true).unwrap();
+        assert_eq!(state(&group), named(&[6], &[6]));
+        assert_eq!(values(&group.weight.as_ref().unwrap().value()), [1.0; 6]);
+        assert_eq!(values(&group.bias.as_ref().unwrap().value()), [0.0; 6]);
+        let layer = LayerNorm::new(&init, &[3, 4], 1e-5, true).unwrap();
+        assert_eq!(state(&layer), named(&[3, 4], &[3, 4]));
+        assert_eq!(state(&LayerNorm::channels(&init, 5, 1e-6, true).unwrap()), named(&[5], &[5]));
+        assert_eq!(state(&InstanceNorm2d::new(&init, 5, 1e-5, true).unwrap()), named(&[5], &[5]));
+        assert!(state(&InstanceNorm2d::new(&init, 5, 1e-5, false).unwrap()).is_empty());
     }
 }
 
@@ -51,10 +61,13 @@ fn forward_is_the_operation() {
     let transposed = ConvTransposeOptions { stride: [2, 2], ..ConvTransposeOptions::default() };
     let pool = Pool1dOptions::new(2);
     let resize = ResizeOptions::bilinear(ResizeTo::Size([4, 7]), true);
+    let response = LocalResponse { alpha: 0.5, ..LocalResponse::default() };
     let conv = ConvTranspose2d::new(&init, [4, 3], [2, 2], transposed, false).unwrap();
     let weight = conv.weight.value();
     let conv1d = Conv1d::new(&init, [4, 3], 3, Conv1dOptions::default(), true).unwrap();
     let (line_weight, line_bias) = (conv1d.weight.value(), conv1d.bias.as_ref().unwrap().value());
+    let group = GroupNormOptions::new(2);
+    let over = |options: ops::LayerNormOptions| ops::layer_norm(&x, None, None, &options);
     type Case<'a> = (&'a str, Box<dyn Forward>, &'a Tensor, Result<Tensor>);
     let cases: Vec<Case<'_>> = vec![
         ("transposed", Box::new(conv), &x, ops::conv_transpose2d(&x, &weight, None, &transposed)),
@@ -70,6 +83,36 @@ fn forward_is_the_operation() {
         ("adaptive max", Box::new(AdaptiveMaxPool2d([4, 2])), &x, ops::adaptive_max_pool2d(&x, [4, 2])),
         ("global", Box::new(GlobalAvgPool2d), &x, ops::adaptive_avg_pool2d(&x, [1, 1])),
         ("resize", Box::new(Resize(resize)), &x, ops::resize2d(&x, &resize)),
+        (
+            "group norm",
+            Box::new(GroupNorm::new(&init, 4, group, true).unwrap()),
+            &x,
+            ops::group_norm(&x, None, None, &group),
+        ),
+        (
+            "layer norm",
+            Box::new(LayerNorm::new(&init, &[6, 5], 1e-5, true).unwrap()),
+            &x,
+            over(ops::LayerNormOptions::last(2)),
+        ),
+        (
+            "layer norm over channels",
+            Box::new(LayerNorm::channels(&init, 4, 1e-6, true).unwrap()),
+            &x,
+            over(ops::LayerNormOptions::channels()),
+        ),
+        (
+            "instance norm",
+            Box::new(InstanceNorm2d::new(&init, 4, 1e-5, false).unwrap()),
+            &x,
+            ops::instance_norm(&x, None, None, 1e-5),
+        ),
+        (
+            "local response norm",
+            Box::new(LocalResponseNorm(response)),
+            &x,
+            ops::local_response_norm(&x, &response),
+        ),
     ];
     for (name, layer, input, expected) in cases {
         let (found, expected) = (layer.forward(input).unwrap(), expected.unwrap());
@@ -79,7 +122,7 @@ fn forward_is_the_operation() {
 }
 
 #[test]
-fn impossible_layers_are_refused() {
+fn impossible_layers_and_inputs_are_refused() {
     let device = device();
     let init = init(&device, DType::F32, 1);
     let mut failures = Failures::new("impossible layers");
@@ -103,5 +146,25 @@ fn impossible_layers_are_refused() {
             common::check_refused(conv, &["Conv1d", "groups"])
         });
     }
+    for groups in [0, 4] {
+        failures.run(format!("{groups} groups"), || {
+            let norm = GroupNorm::new(&init, 6, GroupNormOptions::new(groups), true);
+            common::check_refused(norm, &["GroupNorm", "do not divide 6 channels"])
+        });
+    }
+    for eps in [-1.0, f64::NAN] {
+        failures.run(format!("eps {eps}"), || {
+            let group = GroupNorm::new(&init, 6, GroupNormOptions { groups: 2, eps }, true);
+            common::check_refused(group, &["GroupNorm", "eps is"])?;
+            common::check_refused(LayerNorm::new(&init, &[3], eps, true), &["LayerNorm", "eps is"])?;
+            common::check_refused(InstanceNorm2d::new(&init, 3, eps, true), &["InstanceNorm2d", "eps is"])
+        });
+    }
+    failures.run("no axes", || common::check_refused(LayerNorm::new(&init, &[], 1e-5, true), &["LayerNorm"]));
     failures.finish();
+    let x = normal(&device, DType::F32, 1, &[2, 3, 4, 5]);
+    let layer = LayerNorm::new(&init, &[4], 1e-5, false).unwrap();
+    assert_refused(layer.forward(&x), &["LayerNorm", "[4]", "[2, 3, 4, 5]"]);
+    let instance = InstanceNorm2d::new(&init, 4, 1e-5, false).unwrap();
+    assert_refused(instance.forward(&x), &["InstanceNorm2d", "4 channels", "[2, 3, 4, 5]"]);
 }

@@ -303,7 +303,7 @@ fn optimizer_cases_are_complete() {
 
 #[test]
 fn layer_cases_are_complete() {
-    check_file("layers", 30, |case| {
+    check_file("layers", 50, |case| {
         ensure(!case.text("operation").is_empty(), || "there is no operation".into())?;
         same_shape(case, "grad_output", "output")?;
         for name in ["x", "weight", "bias"].into_iter().filter(|name| case.shape(name).is_some()) {

@@ -2,7 +2,8 @@
 
 use super::{HUGE, Refusals, shape};
 use convoke_autograd::ops::{
-    self, Conv1dOptions, ConvTransposeOptions, Padding, Pool1dOptions, PoolOptions, ResizeOptions, ResizeTo,
+    self, Conv1dOptions, ConvTransposeOptions, GroupNormOptions, LayerNormOptions, LocalResponse, Padding,
+    Pool1dOptions, PoolOptions, ResizeOptions, ResizeTo,
 };
 use convoke_autograd::{DType, MemoryFormat, Result, Tensor};
 use convoke_testkit::Failures;
@@ -173,13 +174,89 @@ fn resizes() {
     });
 }
 
+#[test]
+fn normalisations() {
+    Refusals::each("normalisations", |refusals| {
+        let x = [2, 6, 4, 5];
+        for sizes in [&[][..], &[3]] {
+            refusals.check("rank", &["group_norm: ", &shape(sizes)], |r| {
+                ops::group_norm(&r.f32(sizes), None, None, &GroupNormOptions::new(1))
+            });
+            refusals.check("rank", &["instance_norm: ", &shape(sizes)], |r| {
+                ops::instance_norm(&r.f32(sizes), None, None, 1e-5)
+            });
+            refusals.check("rank", &["local_response_norm: ", &shape(sizes)], |r| {
+                ops::local_response_norm(&r.f32(sizes), &LocalResponse::default())
+            });
+            refusals.check("rank", &["layer_norm: ", &shape(sizes)], |r| {
+                ops::layer_norm(&r.f32(sizes), None, None, &LayerNormOptions::channels())
+            });
+        }
+        for groups in [0, 4, 12, usize::MAX] {
+            let parts = ["group_norm: ", &format!("{groups} groups do not divide 6 channels"), &shape(&x)];
+            refusals.check("groups", &parts, |r| {
+                ops::group_norm(&r.f32(&x), None, None, &GroupNormOptions::new(groups))
+            });
+        }
+        for axes in [0, 5, usize::MAX] {
+            refusals.check("axes", &["layer_norm: ", &shape(&x)], |r| {
+                ops::layer_norm(&r.f32(&x), None, None, &LayerNormOptions::last(axes))
+            });
+        }
+        refusals.check("one value", &["instance_norm: ", "more than 1 value", "[2, 3, 1, 1]"], |r| {
+            ops::instance_norm(&r.f32(&[2, 3, 1, 1]), None, None, 1e-5)
+        });
+        type Norm = fn(&Tensor, Option<&Tensor>, Option<&Tensor>, f64) -> Result<Tensor>;
+        let norms: [(&str, Norm, &[usize]); 4] = [
+            (
+                "group_norm: ",
+                |x, w, b, eps| ops::group_norm(x, w, b, &GroupNormOptions { groups: 2, eps }),
+                &[6],
+            ),
+            ("instance_norm: ", ops::instance_norm, &[6]),
+            (
+                "layer_norm: ",
+                |x, w, b, eps| {
+                    ops::layer_norm(x, w, b, &LayerNormOptions { eps, ..LayerNormOptions::last(2) })
+                },
+                &[4, 5],
+            ),
+            (
+                "layer_norm: ",
+                |x, w, b, eps| {
+                    ops::layer_norm(x, w, b, &LayerNormOptions { eps, ..LayerNormOptions::channels() })
+                },
+                &[6],
+            ),
+        ];
+        for (name, norm, parameter) in norms {
+            for wrong in [&[5][..], &[6, 1], &[20], &[]] {
+                let parts = [name, &shape(wrong), &shape(parameter)];
+                refusals.check("weight", &parts, |r| norm(&r.f32(&x), Some(&r.f32(wrong)), None, 0.1));
+                refusals.check("bias", &parts, |r| norm(&r.f32(&x), None, Some(&r.f32(wrong)), 0.1));
+            }
+            refusals.check("types", &[name, "f32", "f64"], |r| {
+                norm(&r.f32(&x), Some(&r.tensor(parameter, DType::F64)), None, 0.1)
+            });
+            for eps in [-1.0, f64::NAN] {
+                let parts = [name, &format!("eps is {eps}")];
+                refusals.check("eps", &parts, |r| norm(&r.f32(&x), None, None, eps));
+            }
+        }
+        let options = LocalResponse { size: 0, ..LocalResponse::default() };
+        refusals.check("window", &["local_response_norm: ", "0 channels", &shape(&x)], |r| {
+            ops::local_response_norm(&r.f32(&x), &options)
+        });
+    });
+}
+
 /// No images are no error; neither forward nor backward makes a NaN of nothing.
 #[test]
 fn empty_batches_pass() {
     let device = crate::common::device();
     let zeros = |shape: &[usize]| Tensor::zeros(&device, shape, DType::F64).unwrap().with_grad();
     let (image, line) = (zeros(&[0, 4, 3, 5]), zeros(&[0, 4, 5]));
-    let (filter, line_filter) = (zeros(&[4, 2, 2, 2]), zeros(&[2, 4, 2]));
+    let (filter, line_filter, four) = (zeros(&[4, 2, 2, 2]), zeros(&[2, 4, 2]), zeros(&[4]));
     type Run<'a> = &'a dyn Fn(&Tensor) -> Result<Tensor>;
     let transposed = ConvTransposeOptions::default();
     let cases: &[(&str, &Tensor, Run<'_>)] = &[
@@ -193,6 +270,13 @@ fn empty_batches_pass() {
         ("resize2d", &image, &|x| {
             ops::resize2d(x, &ResizeOptions::bilinear(ResizeTo::Scale([1.5, 2.0]), true))
         }),
+        ("group_norm", &image, &|x| ops::group_norm(x, Some(&four), Some(&four), &GroupNormOptions::new(2))),
+        ("instance_norm", &image, &|x| ops::instance_norm(x, Some(&four), Some(&four), 1e-5)),
+        ("layer_norm", &image, &|x| {
+            ops::layer_norm(x, Some(&four), Some(&four), &LayerNormOptions::channels())
+        }),
+        ("layer_norm", &image, &|x| ops::layer_norm(x, None, None, &LayerNormOptions::last(2))),
+        ("local_response_norm", &image, &|x| ops::local_response_norm(x, &LocalResponse::default())),
     ];
     let mut failures = Failures::new("empty batches");
     for (name, x, run) in cases {
@@ -203,7 +287,7 @@ fn empty_batches_pass() {
                 assert!(y.format() == MemoryFormat::Contiguous || y.format() == format);
                 let gradients = y.sum().and_then(|sum| sum.backward()).map_err(|error| error.to_string())?;
                 assert_eq!(gradients.get(x).unwrap().shape(), x.shape());
-                for parameter in [&filter, &line_filter] {
+                for parameter in [&filter, &line_filter, &four] {
                     let gradient = gradients.get(parameter).map(|gradient| gradient.to_vec::<f64>().unwrap());
                     assert!(gradient.into_iter().flatten().all(|value| value == 0.0));
                 }

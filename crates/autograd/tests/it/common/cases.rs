@@ -45,7 +45,7 @@ const fn operation(name: &'static str, file: &'static str, cases: fn(&mut Draw))
 }
 
 /// Every public operation and method that can be recorded.
-pub(crate) const OPERATIONS: [Operation; 33] = [
+pub(crate) const OPERATIONS: [Operation; 37] = [
     operation("add", "arithmetic", |draw| two_operands(draw, Tensor::add)),
     operation("mul", "arithmetic", |draw| two_operands(draw, Tensor::mul)),
     operation("scale", "arithmetic", |draw| any_shape(draw, |x| x.scale(-1.7))),
@@ -63,6 +63,10 @@ pub(crate) const OPERATIONS: [Operation; 33] = [
     operation("adaptive_avg_pool2d", "adaptive_pool2d", layers::adaptive_avg_pool2d_cases),
     operation("adaptive_max_pool2d", "adaptive_pool2d", layers::adaptive_max_pool2d_cases),
     operation("resize2d", "resize2d", layers::resize2d_cases),
+    operation("group_norm", "group_norm", layers::group_norm_cases),
+    operation("instance_norm", "group_norm", layers::instance_norm_cases),
+    operation("layer_norm", "layer_norm", layers::layer_norm_cases),
+    operation("local_response_norm", "local_response_norm", layers::local_response_norm_cases),
     operation("dropout", "dropout", dropout_cases),
     operation("to_dtype", "dtype", |draw| any_shape(draw, |x| x.to_dtype(DType::F64))),
     operation("linear", "linear", linear_cases),

@@ -2,8 +2,9 @@
 
 use super::{Run, check_file};
 use convoke_autograd::ops::{
-    self, Conv1dOptions, ConvTransposeOptions, Coordinates, Padding, Pool1dOptions, PoolOptions, ResizeMode,
-    ResizeOptions, ResizeTo, Rounding,
+    self, Conv1dOptions, ConvTransposeOptions, Coordinates, GroupNormOptions, LayerNormOptions,
+    LayerNormOver, LocalResponse, Padding, Pool1dOptions, PoolOptions, ResizeMode, ResizeOptions, ResizeTo,
+    Rounding,
 };
 use convoke_autograd::{Result, Tensor};
 
@@ -81,6 +82,23 @@ impl Run<'_> {
             "avg_pool2d" => ops::avg_pool2d(&x, &self.windows()),
             "max_pool2d" => ops::max_pool2d(&x, &self.windows()),
             "resize2d" => ops::resize2d(&x, &self.resize()),
+            "group_norm" => {
+                let options = GroupNormOptions { groups: self.size("groups"), eps: self.case.number("eps") };
+                ops::group_norm(&x, weight, bias, &options)
+            }
+            "instance_norm" => ops::instance_norm(&x, weight, bias, self.case.number("eps")),
+            "layer_norm" => {
+                let over = match self.size("axes") {
+                    0 => LayerNormOver::Channels,
+                    axes => LayerNormOver::Last(axes),
+                };
+                let options = LayerNormOptions { over, eps: self.case.number("eps") };
+                ops::layer_norm(&x, weight, bias, &options)
+            }
+            "local_response_norm" => {
+                let [alpha, beta, k] = ["alpha", "beta", "k"].map(|key| self.case.number(key));
+                ops::local_response_norm(&x, &LocalResponse { size: self.size("size"), alpha, beta, k })
+            }
             other => panic!("no layer {other}"),
         }
     }

@@ -1,11 +1,12 @@
 //! Cases of the layers that are more than a convolution, a batch norm or a pooling of images.
 
-use convoke_autograd::MemoryFormat;
 use convoke_autograd::ops::{
-    Conv1dOptions, ConvTransposeOptions, Coordinates, Padding, Pool1dOptions, ResizeMode, ResizeOptions,
-    ResizeTo, Rounding, adaptive_avg_pool2d, adaptive_max_pool2d, avg_pool1d, conv_transpose2d, conv1d,
-    max_pool1d, resize2d,
+    Conv1dOptions, ConvTransposeOptions, Coordinates, GroupNormOptions, LayerNormOptions, LayerNormOver,
+    LocalResponse, Padding, Pool1dOptions, ResizeMode, ResizeOptions, ResizeTo, Rounding,
+    adaptive_avg_pool2d, adaptive_max_pool2d, avg_pool1d, conv_transpose2d, conv1d, group_norm,
+    instance_norm, layer_norm, local_response_norm, max_pool1d, resize2d,
 };
+use convoke_autograd::{MemoryFormat, Result, Tensor};
 
 use super::{Draw, laid_out};
 
@@ -154,5 +155,73 @@ pub(super) fn resize2d_cases(draw: &mut Draw) {
                 draw.add(format!("{options:?}"), vec![x], move |inputs| resize2d(&inputs[0], &options));
             }
         }
+    }
+}
+
+/// Adds a normalisation with and without a weight and a bias of this shape.
+fn add_affine(
+    draw: &mut Draw,
+    (x, parameter): (&[usize], &[usize]),
+    function: impl Fn(&Tensor, Option<&Tensor>, Option<&Tensor>) -> Result<Tensor> + Copy + 'static,
+) {
+    for [weight, bias] in super::all_flags() {
+        let mut inputs = vec![draw.normal(x)];
+        inputs.extend(weight.then(|| draw.normal(parameter)));
+        inputs.extend(bias.then(|| draw.normal(parameter)));
+        draw.add(format!("{x:?} weight {weight} bias {bias}"), inputs, move |inputs| {
+            let mut rest = inputs[1..].iter();
+            let weight = weight.then(|| rest.next().unwrap());
+            function(&inputs[0], weight, bias.then(|| rest.next().unwrap()))
+        });
+    }
+}
+
+pub(super) fn group_norm_cases(draw: &mut Draw) {
+    let shapes: &[(&[usize], usize)] = match draw.is_large() {
+        false => &[(&[2, 6, 3, 2], 3), (&[3, 4, 3], 1), (&[2, 6], 2), (&[2, 3, 2, 1, 2], 3)],
+        true => &[(&[3, 8, 20, 21], 4)],
+    };
+    for &(shape, groups) in shapes {
+        let options = GroupNormOptions { groups, eps: 0.1 };
+        add_affine(draw, (shape, &shape[1..2]), move |x, weight, bias| group_norm(x, weight, bias, &options));
+    }
+}
+
+pub(super) fn instance_norm_cases(draw: &mut Draw) {
+    let shape: &[usize] = if draw.is_large() { &[3, 8, 20, 21] } else { &[2, 3, 3, 2] };
+    add_affine(draw, (shape, &shape[1..2]), |x, weight, bias| instance_norm(x, weight, bias, 0.1));
+}
+
+pub(super) fn layer_norm_cases(draw: &mut Draw) {
+    let shapes: &[&[usize]] = match draw.is_large() {
+        false => &[&[2, 3, 4, 2], &[3, 5], &[2, 3, 4]],
+        // The last has rows so long that their columns are shared between tasks.
+        true => &[&[3, 17, 20, 21], &[3, 5000]],
+    };
+    for shape in shapes {
+        let dimensions = shape.len();
+        let axes = (1..dimensions).map(LayerNormOver::Last).chain([LayerNormOver::Channels]);
+        for over in axes {
+            let parameter = match over {
+                LayerNormOver::Last(axes) => &shape[dimensions - axes..],
+                LayerNormOver::Channels => &shape[1..2],
+            };
+            let options = LayerNormOptions { over, eps: 0.1 };
+            add_affine(draw, (shape, parameter), move |x, weight, bias| {
+                layer_norm(x, weight, bias, &options)
+            });
+        }
+    }
+}
+
+pub(super) fn local_response_norm_cases(draw: &mut Draw) {
+    let shapes: &[&[usize]] =
+        if draw.is_large() { &[&[3, 8, 20, 21]] } else { &[&[2, 6, 2, 3], &[2, 3, 4], &[1, 1, 2, 2]] };
+    for (shape, size) in shapes.iter().flat_map(|shape| [1, 2, 5].map(|size| (shape, size))) {
+        let options = LocalResponse { size, alpha: 0.5, beta: 0.75, k: 1.5 };
+        let x = draw.normal(shape);
+        draw.add(format!("{shape:?} {size}"), vec![x], move |inputs| {
+            local_response_norm(&inputs[0], &options)
+        });
     }
 }

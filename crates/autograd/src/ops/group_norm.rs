@@ -1,0 +1,160 @@
+//! Group normalization, and instance normalization, whose groups are single channels.
+
+use convoke_kernels::dispatch;
+use convoke_kernels::group_norm::{self as kernel, Affine, GroupNorm, GroupStatistics, GroupSums};
+
+use super::{check_vector, same_dtype};
+use crate::error::invalid;
+use crate::{Element, Function, Needs, Result, Tensor, apply};
+
+/// The options of [`group_norm`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct GroupNormOptions {
+    /// Groups of channels, which must divide the channels.
+    pub groups: usize,
+    /// Added to the variance.
+    pub eps: f64,
+}
+
+impl GroupNormOptions {
+    /// With PyTorch's eps, 1e-5.
+    pub fn new(groups: usize) -> GroupNormOptions {
+        GroupNormOptions { groups, eps: 1e-5 }
+    }
+}
+
+/// (x - mean) / sqrt(variance + eps) * weight + bias, with mean and biased variance of each group of channels of each image of
+/// an N x C x ... tensor, and a weight and bias for each channel, as PyTorch's `group_norm`.
+///
+/// Keeps the memory format. Saves x and two numbers per group of each image.
+///
+/// # Errors
+/// If the groups do not divide the channels, weight or bias do not have one number per channel, or eps is negative or NaN.
+pub fn group_norm(
+    x: &Tensor,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    options: &GroupNormOptions,
+) -> Result<Tensor> {
+    run("group_norm", x, [weight, bias], *options)
+}
+
+/// As [`group_norm`] with every channel a group, as PyTorch's `instance_norm` without running statistics.
+///
+/// # Errors
+/// As [`group_norm`]; if an image has only one value per channel, which normalisation would make 0.
+pub fn instance_norm(x: &Tensor, weight: Option<&Tensor>, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
+    let name = "instance_norm";
+    let extent = x.extent(name)?;
+    if extent.spatial == 1 {
+        let reason = format!("Expected more than 1 value per channel and image, got input {:?}", x.shape());
+        return Err(invalid(name, reason));
+    }
+    run(name, x, [weight, bias], GroupNormOptions { groups: extent.channels, eps })
+}
+
+fn run(
+    name: &'static str,
+    x: &Tensor,
+    [weight, bias]: [Option<&Tensor>; 2],
+    options: GroupNormOptions,
+) -> Result<Tensor> {
+    let extent = x.extent(name)?;
+    let inputs: Vec<&Tensor> = [Some(x), weight, bias].into_iter().flatten().collect();
+    same_dtype(name, &inputs)?;
+    check_vector(name, "the weight", weight, extent.channels)?;
+    check_vector(name, "the bias", bias, extent.channels)?;
+    convoke_kernels::batch_norm::check_eps(name, options.eps)?;
+    let problem = GroupNorm::new(extent, options.groups).map_err(|error| match error {
+        convoke_kernels::Error::Invalid { reason, .. } => {
+            invalid(name, format!("{reason}; the input is {:?}", x.shape()))
+        }
+        error => error.into(),
+    })?;
+    let has = [weight.is_some(), bias.is_some()];
+    apply(Norm { name, problem, eps: options.eps, has }, &inputs)
+}
+
+struct Norm {
+    name: &'static str,
+    problem: GroupNorm,
+    eps: f64,
+    /// Whether there are a weight and a bias.
+    has: [bool; 2],
+}
+
+#[derive(Clone)]
+struct Saved {
+    x: Tensor,
+    weight: Option<Tensor>,
+    statistics: GroupStatistics,
+}
+
+impl Function for Norm {
+    type Saved = Saved;
+
+    fn name(&self) -> &'static str {
+        self.name
+    }
+
+    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Saved)> {
+        let x = inputs[0];
+        let weight = self.has[0].then(|| inputs[1]);
+        let bias = self.has[1].then(|| inputs[1 + usize::from(self.has[0])]);
+        let mut statistics = None;
+        let y = dispatch!(x.dtype(), T => {
+            let affine = Affine { weight: data_of::<T>(weight)?, bias: data_of(bias)?, eps: self.eps };
+            x.build_like(|y: &mut [T]| {
+                let cpu = x.device().compute();
+                statistics = Some(kernel::group_norm(cpu, &self.problem, x.data::<T>()?, &affine, y)?);
+                Ok(())
+            })
+        })?;
+        let statistics = statistics.expect("set by what built y");
+        Ok((y, Saved { x: x.keep(), weight: weight.map(Tensor::detach), statistics }))
+    }
+
+    fn backward(&self, saved: Saved, upstream: Tensor, needs: &Needs) -> Result<Vec<Option<Tensor>>> {
+        dispatch!(upstream.dtype(), T => self.gradients::<T>(saved, upstream, needs))
+    }
+}
+
+impl Norm {
+    fn gradients<T: Element>(
+        &self,
+        Saved { x, weight, statistics }: Saved,
+        dy: Tensor,
+        needs: &Needs,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let (cpu, pair) = (x.device().compute(), (x.data::<T>()?, dy.data::<T>()?));
+        let sums = GroupSums::new(cpu, &self.problem, pair, &statistics)?;
+        let weight_data = data_of::<T>(weight.as_ref())?;
+        let of_x = |dx: &mut [T]| {
+            let numbers = (&statistics, &sums);
+            Ok(kernel::group_norm_backward(cpu, &self.problem, pair, weight_data, numbers, dx)?)
+        };
+        let mut gradients = vec![needs.input(0).then(|| x.build_like(of_x)).transpose()?];
+        let channels = [x.extent(self.name)?.channels];
+        let vector = |write: &dyn Fn(&mut [T])| {
+            Tensor::written(x.device(), &channels, crate::MemoryFormat::Contiguous, |gradient: &mut [T]| {
+                write(gradient);
+                Ok(())
+            })
+        };
+        if self.has[0] {
+            let write = |gradient: &mut [T]| sums.gradient_of_weight(&self.problem, &statistics, gradient);
+            gradients.push(needs.input(1).then(|| vector(&write)).transpose()?);
+        }
+        if self.has[1] {
+            let write = |gradient: &mut [T]| sums.gradient_of_bias(gradient);
+            let wanted = needs.input(1 + usize::from(self.has[0]));
+            gradients.push(wanted.then(|| vector(&write)).transpose()?);
+        }
+        Ok(gradients)
+    }
+}
+
+/// The elements of a parameter, if there is one.
+pub(super) fn data_of<T: Element>(parameter: Option<&Tensor>) -> Result<Option<&[T]>> {
+    parameter.map(|parameter| parameter.data::<T>()).transpose()
+}

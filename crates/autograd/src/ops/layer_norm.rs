@@ -1,0 +1,178 @@
+//! Layer normalization: over the last axes, or over the channels of each pixel.
+
+use convoke_kernels::dispatch;
+use convoke_kernels::group_norm::Affine;
+use convoke_kernels::layer_norm::{self as kernel, LayerGradients};
+
+use super::group_norm::data_of;
+use super::same_dtype;
+use crate::error::invalid;
+use crate::{Element, Function, MemoryFormat, Needs, Result, Tensor, apply};
+
+/// What values a layer norm normalises together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LayerNormOver {
+    /// Those of so many last axes, as PyTorch's `layer_norm`. The parameters have these axes' sizes.
+    Last(usize),
+    /// The channels of each pixel of N x C x ..., as ConvNeXt's `LayerNorm2d`. The parameters have C numbers. Fastest in
+    /// channels-last; a contiguous tensor is copied to that format and back.
+    Channels,
+}
+
+/// The options of [`layer_norm`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LayerNormOptions {
+    /// What is normalised together.
+    pub over: LayerNormOver,
+    /// Added to the variance.
+    pub eps: f64,
+}
+
+impl LayerNormOptions {
+    /// Over so many last axes, with PyTorch's eps, 1e-5.
+    pub fn last(axes: usize) -> LayerNormOptions {
+        LayerNormOptions { over: LayerNormOver::Last(axes), eps: 1e-5 }
+    }
+
+    /// Over the channels, with ConvNeXt's eps, 1e-6.
+    pub fn channels() -> LayerNormOptions {
+        LayerNormOptions { over: LayerNormOver::Channels, eps: 1e-6 }
+    }
+
+    /// The sizes that the parameters must have, and the format in which what is normalised together lies together.
+    fn parameters(&self, x: &Tensor) -> Result<(Vec<usize>, MemoryFormat)> {
+        let (shape, dimensions) = (x.shape(), x.shape().len());
+        match self.over {
+            LayerNormOver::Last(axes) if axes > 0 && axes <= dimensions => {
+                Ok((shape[dimensions - axes..].to_vec(), MemoryFormat::Contiguous))
+            }
+            LayerNormOver::Channels if dimensions == 2 => Ok((shape[1..].to_vec(), MemoryFormat::Contiguous)),
+            LayerNormOver::Channels if dimensions > 2 => {
+                Ok((shape[1..2].to_vec(), MemoryFormat::ChannelsLast))
+            }
+            over => {
+                Err(invalid(NAME, format!("an input of shape {shape:?} cannot be normalised over {over:?}")))
+            }
+        }
+    }
+}
+
+/// (x - mean) / sqrt(variance + eps) * weight + bias, with mean and biased variance of the values that [`LayerNormOver`] names.
+///
+/// Keeps the memory format. Saves x.
+///
+/// # Errors
+/// If x has too few axes, weight or bias do not have the shape of what is normalised together, or eps is negative or NaN.
+pub fn layer_norm(
+    x: &Tensor,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    options: &LayerNormOptions,
+) -> Result<Tensor> {
+    let (shape, format) = options.parameters(x)?;
+    let inputs: Vec<&Tensor> = [Some(x), weight, bias].into_iter().flatten().collect();
+    same_dtype(NAME, &inputs)?;
+    for (name, parameter) in [("weight", weight), ("bias", bias)] {
+        if let Some(parameter) = parameter.filter(|parameter| parameter.shape() != shape) {
+            let found = parameter.shape();
+            let reason =
+                format!("the {name} has shape {found:?}, expected {shape:?}; the input is {:?}", x.shape());
+            return Err(invalid(NAME, reason));
+        }
+    }
+    convoke_kernels::batch_norm::check_eps(NAME, options.eps)?;
+    let has = [weight.is_some(), bias.is_some()];
+    apply(LayerNorm { shape, format, eps: options.eps, has }, &inputs)
+}
+
+const NAME: &str = "layer_norm";
+
+struct LayerNorm {
+    /// Of the parameters.
+    shape: Vec<usize>,
+    /// In which rows lie together.
+    format: MemoryFormat,
+    eps: f64,
+    /// Whether there are a weight and a bias.
+    has: [bool; 2],
+}
+
+#[derive(Clone)]
+struct Saved {
+    x: Tensor,
+    weight: Option<Tensor>,
+}
+
+impl Function for LayerNorm {
+    type Saved = Saved;
+
+    fn name(&self) -> &'static str {
+        NAME
+    }
+
+    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Saved)> {
+        let x = inputs[0];
+        let parameter = |index: usize| inputs[index].in_format(MemoryFormat::Contiguous);
+        let weight = self.has[0].then(|| parameter(1)).transpose()?;
+        let bias = self.has[1].then(|| parameter(1 + usize::from(self.has[0]))).transpose()?;
+        let rows = x.in_format(self.format)?;
+        let y = dispatch!(x.dtype(), T => {
+            let affine =
+                Affine { weight: data_of::<T>(weight.as_ref())?, bias: data_of(bias.as_ref())?, eps: self.eps };
+            rows.build_like(|y: &mut [T]| {
+                Ok(kernel::layer_norm(x.device().compute(), self.width(), rows.data::<T>()?, &affine, y)?)
+            })
+        })?;
+        drop(rows);
+        Ok((y.in_format(x.format())?, Saved { x: x.keep(), weight }))
+    }
+
+    fn backward(&self, saved: Saved, upstream: Tensor, needs: &Needs) -> Result<Vec<Option<Tensor>>> {
+        dispatch!(upstream.dtype(), T => self.gradients::<T>(saved, upstream, needs))
+    }
+}
+
+impl LayerNorm {
+    /// Elements of a row.
+    fn width(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    fn gradients<T: Element>(
+        &self,
+        Saved { x, weight }: Saved,
+        upstream: Tensor,
+        needs: &Needs,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let format = x.format();
+        let (rows, dy) = (x.in_format(self.format)?, upstream.in_format(self.format)?);
+        drop((x, upstream));
+        let device = rows.device();
+        let wanted =
+            [self.has[0] && needs.input(1), self.has[1] && needs.input(1 + usize::from(self.has[0]))];
+        let buffer = |wanted: bool, len: usize| wanted.then(|| device.buffer::<T>(len)).transpose();
+        let mut of_x = buffer(needs.input(0), rows.len())?;
+        let mut of_weight = buffer(wanted[0], self.width())?;
+        let mut of_bias = buffer(wanted[1], self.width())?;
+        let affine = Affine { weight: data_of::<T>(weight.as_ref())?, bias: None, eps: self.eps };
+        let gradients = LayerGradients {
+            x: of_x.as_deref_mut(),
+            weight: of_weight.as_deref_mut(),
+            bias: of_bias.as_deref_mut(),
+        };
+        let pair = (rows.data::<T>()?, dy.data::<T>()?);
+        kernel::layer_norm_backward(device.compute(), self.width(), pair, &affine, gradients)?;
+        let (device, shape) = (device.clone(), rows.shape().to_vec());
+        drop((rows, dy));
+        let of_x = of_x.map(|dx| Tensor::of_buffer(&device, &shape, self.format, dx)?.in_format(format));
+        let vector = |gradient| Tensor::of_buffer(&device, &self.shape, MemoryFormat::Contiguous, gradient);
+        let mut gradients = vec![of_x.transpose()?];
+        if self.has[0] {
+            gradients.push(of_weight.map(vector).transpose()?);
+        }
+        if self.has[1] {
+            gradients.push(of_bias.map(vector).transpose()?);
+        }
+        Ok(gradients)
+    }
+}
