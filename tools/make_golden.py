@@ -974,6 +974,95 @@ def loss_file(seed):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Pointwise functions
+
+# name: (function of x, its parameters)
+POINTWISE_CASES = {
+    "sigmoid": (torch.sigmoid, {}),
+    "tanh": (torch.tanh, {}),
+    "silu": (F.silu, {}),
+    "hardswish": (F.hardswish, {}),
+    "hardsigmoid": (F.hardsigmoid, {}),
+    "clip": (torch.clamp, dict(min=-1.0, max=2.0)),
+    "clip_above": (torch.clamp, dict(max=0.5)),
+    "hardtanh": (F.hardtanh, dict(min_val=-1.0, max_val=2.0)),
+    "relu6": (F.relu6, {}),
+    "gelu": (F.gelu, {}),
+    "gelu_tanh": (F.gelu, dict(approximate="tanh")),
+    "elu": (F.elu, dict(alpha=1.0)),
+    "elu_alpha": (F.elu, dict(alpha=0.3)),
+    "selu": (F.selu, {}),
+    "celu": (F.celu, dict(alpha=1.7)),
+    "mish": (F.mish, {}),
+    "softplus": (F.softplus, dict(beta=1.0, threshold=20.0)),
+    "softplus_beta": (F.softplus, dict(beta=2.5, threshold=3.0)),
+    "softsign": (F.softsign, {}),
+    "exp": (torch.exp, {}),
+    "log": (torch.log, {}),
+    "sqrt": (torch.sqrt, {}),
+    "abs": (torch.abs, {}),
+    "neg": (torch.neg, {}),
+    "reciprocal": (torch.reciprocal, {}),
+    "erf": (torch.erf, {}),
+}
+
+# Zeros, infinities, NaN, tiny and large numbers, and numbers at and near the functions' bends.
+SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-30, -1e-30, 88.0, -88.0, 1e30, -1e30]
+BENDS = [1.0, -1.0, 2.0, 0.5, 3.0, -3.0, 6.0, 20.0, 20.5, -20.0, 1.25, 1e-3, -1e-3, 0.93, -5.5]
+
+
+def pointwise_file(seed):
+    """Functions of each element, PReLU, and softmax along an axis.
+
+    The gradients at NaN depend on PyTorch's vectors (some functions have 0, some 1, some NaN): do not compare them.
+    """
+    file = GoldenFile("pointwise", seed)
+    for name, (function, parameters) in POINTWISE_CASES.items():
+        draws = file.draws(name)
+        numbers = torch.tensor(SPECIAL + BENDS, dtype=torch.float64).float().double()
+        x = leaf(torch.cat([numbers, draws.normal(14, std=2.5)]))
+        output = function(x, **parameters)
+        grad_output = draws.like(output)
+        output.backward(grad_output)
+        attributes = dict(operation="pointwise", function=name, **parameters)
+        file.add(name, attributes, dict(x=x, grad_output=grad_output), dict(output=output, grad_x=x.grad))
+    for name, shape, slopes in (
+        ("prelu_vector", (7,), 1),
+        ("prelu_one", (2, 3, 2, 2), 1),
+        ("prelu_channels", (2, 3, 2, 2), 3),
+        ("prelu_rows", (5, 4), 4),
+    ):
+        draws = file.draws(name)
+        x, weight = leaf(draws.normal(*shape)), leaf(draws.normal(slopes, std=0.5))
+        output = F.prelu(x, weight)
+        grad_output = draws.like(output)
+        output.backward(grad_output)
+        inputs = dict(x=x, weight=weight, grad_output=grad_output)
+        expected = dict(output=output, grad_x=x.grad, grad_weight=weight.grad)
+        file.add(name, dict(operation="prelu"), inputs, expected)
+    for name, function, shape, axis, std in (
+        ("softmax_vector", F.softmax, (5,), 0, 2.0),
+        ("softmax_rows", F.softmax, (3, 4), 1, 2.0),
+        ("softmax_columns", F.softmax, (3, 4), 0, 2.0),
+        ("softmax_large", F.softmax, (3, 4), 1, 1e4),
+        ("softmax_images_0", F.softmax, (2, 3, 2, 3), 0, 2.0),
+        ("softmax_images_1", F.softmax, (2, 3, 2, 3), 1, 2.0),
+        ("softmax_images_2", F.softmax, (2, 3, 2, 3), 2, 2.0),
+        ("softmax_images_3", F.softmax, (2, 3, 2, 3), 3, 2.0),
+        ("log_softmax_columns", F.log_softmax, (3, 4), 0, 2.0),
+        ("log_softmax_images_3", F.log_softmax, (2, 3, 2, 3), 3, 2.0),
+    ):
+        draws = file.draws(name)
+        x = leaf(draws.normal(*shape, std=std))
+        output = function(x, axis)
+        grad_output = draws.like(output)
+        output.backward(grad_output)
+        attributes = dict(operation=function.__name__, axis=axis)
+        file.add(name, attributes, dict(x=x, grad_output=grad_output), dict(output=output, grad_x=x.grad))
+    return file
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Optimizers
 
 OPTIMIZER_STEPS = 5
@@ -1492,6 +1581,7 @@ FILES = {
     "concat": concat_file,
     "layers": layers_file,
     "loss": loss_file,
+    "pointwise": pointwise_file,
     "optimizer": optimizer_file,
     "mnist_cnn_step": mnist_cnn_step_file,
     "resnet_step": resnet_step_file,

@@ -7,6 +7,8 @@ use std::ops::{AddAssign, DivAssign, MulAssign, SubAssign};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
+use crate::vector_math::{VectorMath, exp_of_sum};
+
 /// The type of a tensor's elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum DType {
@@ -224,7 +226,9 @@ stored!(
 );
 
 /// A floating-point type that kernels compute in: `f32` or `f64`.
-pub trait Element: Stored + num_traits::Float + AddAssign + SubAssign + MulAssign + DivAssign + Sum {
+pub trait Element:
+    Stored + VectorMath + num_traits::Float + AddAssign + SubAssign + MulAssign + DivAssign + Sum
+{
     /// The plan's kernel for this type, if the plan was made for this type.
     #[doc(hidden)]
     fn conv_kernel(kernels: &crate::conv::Kernel) -> Option<&dyn crate::conv::ConvKernel<Self>>;
@@ -245,25 +249,7 @@ impl Element for f32 {
     /// e^x = 2^n e^r with |r| <= ln(2) / 2, and e^r by the polynomial of Cephes' `expf`.
     #[inline(always)]
     fn vector_exp(self) -> f32 {
-        // Adding it rounds to a whole number, which is then in the low bits of the sum.
-        const ROUND: f32 = 12_582_912.0;
-        const LN_2_HIGH: f32 = 0.693_359_4;
-        const LN_2_LOW: f32 = -2.121_944_4e-4;
-        // Beyond these, e^x is infinite or 0 in any case. NaN passes.
-        let x = if self > 90.0 { 90.0 } else { self };
-        let x = if x < -110.0 { -110.0 } else { x };
-        let sum = x * std::f32::consts::LOG2_E + ROUND;
-        let n = sum - ROUND;
-        let r = (x - n * LN_2_HIGH) - n * LN_2_LOW;
-        let mut p = 1.987_569_1e-4;
-        for coefficient in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_66, 0.5] {
-            p = p * r + coefficient;
-        }
-        let p = p * r * r + r + 1.0;
-        // 2^n as two factors, because n may be outside the exponent range of one.
-        let n = (sum.to_bits() as i32).wrapping_sub(ROUND.to_bits() as i32);
-        let power = |n: i32| f32::from_bits((n.wrapping_add(127) as u32) << 23);
-        p * power(n >> 1) * power(n.wrapping_sub(n >> 1))
+        exp_of_sum(self, 0.0)
     }
 }
 

@@ -71,6 +71,37 @@ impl Extent {
         }
     }
 
+    /// The extent of a tensor of this shape in which `axis` takes the place of the channels: for kernels that work by channel. Its
+    /// order of the elements is the tensor's in memory.
+    ///
+    /// # Errors
+    /// If there is no such axis, the product of the sizes overflows, or the shape has too few dimensions for channels-last.
+    pub fn along(shape: &[usize], format: MemoryFormat, axis: usize) -> Result<Extent> {
+        let Some(&channels) = shape.get(axis) else {
+            let reason =
+                format!("there is no axis {axis}: the shape {shape:?} has {} dimensions", shape.len());
+            return Err(invalid("extent", reason));
+        };
+        if shape.iter().try_fold(1usize, |count, &size| count.checked_mul(size.max(1))).is_none() {
+            return Err(invalid("extent", format!("the size of {shape:?} overflows")));
+        }
+        // The axes from the outermost to the innermost.
+        let order: Vec<usize> = match format {
+            MemoryFormat::Contiguous => (0..shape.len()).collect(),
+            MemoryFormat::ChannelsLast if shape.len() < 3 => {
+                return Err(invalid(
+                    "extent",
+                    format!("channels-last needs 3 dimensions or more, got {shape:?}"),
+                ));
+            }
+            MemoryFormat::ChannelsLast => [0].into_iter().chain(2..shape.len()).chain([1]).collect(),
+        };
+        let place = order.iter().position(|&other| other == axis).expect("every axis is in the order");
+        let product = |axes: &[usize]| axes.iter().map(|&axis| shape[axis]).product();
+        let (batch, spatial) = (product(&order[..place]), product(&order[place + 1..]));
+        Ok(Extent { batch, channels, spatial, format: MemoryFormat::Contiguous })
+    }
+
     /// `(outer, inner)`: the tensor as `outer` x C x `inner`, with the channel in the middle.
     ///
     /// Channels-last tensors are (N x spatial) x C x 1.

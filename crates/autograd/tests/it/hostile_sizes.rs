@@ -32,6 +32,7 @@ fn answers(call: impl FnOnce() -> Result<Tensor>) -> std::result::Result<(), Str
 fn no_shape_makes_a_tensor_of_another_size() {
     let device = Device::cpu().unwrap();
     let mut failures = Failures::new("shapes");
+    let one = Tensor::from_slice(&device, &[1], &[0.5f32]).unwrap();
     let few = Tensor::from_slice(&device, &[4], &[1.0f32, 2.0, 3.0, 4.0]).unwrap();
     let shapes = sizes().flat_map(|a| sizes().flat_map(move |b| sizes().map(move |c| vec![a, b, c])));
     let shapes =
@@ -83,6 +84,11 @@ fn no_shape_makes_a_tensor_of_another_size() {
         check("sum", answers(|| none.sum()));
         check("mean", answers(|| none.mean()));
         check("relu", answers(|| none.relu()));
+        check("silu", answers(|| none.silu()));
+        check("prelu", answers(|| ops::prelu(&none, &one)));
+        for axis in [0, 1, 2, usize::MAX] {
+            check("softmax", answers(|| ops::softmax(&none, axis)));
+        }
         check("dropout", answers(|| ops::dropout(&none, 0.5, u64::MAX)));
         check("linear", answers(|| ops::linear(&none, &none, None)));
         for images in [0..1, 0..usize::MAX, usize::MAX..usize::MAX] {

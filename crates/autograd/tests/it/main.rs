@@ -13,4 +13,5 @@ mod hostile_sizes;
 mod keep;
 mod layers;
 mod memory;
+mod pointwise;
 mod tape;

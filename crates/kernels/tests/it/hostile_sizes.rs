@@ -13,7 +13,7 @@ use convoke_kernels::gemm::{Matrix, MatrixMut, Update, gemm};
 use convoke_kernels::memory_format::{self, Extent};
 use convoke_kernels::pool::{self, PoolAxis, PoolProblem};
 use convoke_kernels::upsample::{UpsampleMode, UpsampleProblem};
-use convoke_kernels::{Cpu, Result, activation, concat, elementwise, loss};
+use convoke_kernels::{Cpu, Result, activation, concat, elementwise, loss, prelu, softmax};
 use convoke_testkit::{Failures, HUGE, catch_unwind};
 
 /// Every extent of these sizes, in both formats, of which at least one is huge.
@@ -76,6 +76,9 @@ fn with_extent(failures: &mut Failures, extent: &Extent, len: usize) {
     check("len", answers(true_len(&sizes).is_some(), || extent.len()));
     check("convert", answers(fits, || memory_format::convert(cpu, extent, &x, &mut y)));
     check("log_softmax", answers(fits, || loss::log_softmax(cpu, extent, &x, &mut y)));
+    check("softmax", answers(fits, || softmax::softmax(cpu, extent, &x, &mut y)));
+    check("softmax_backward", answers(fits, || softmax::softmax_backward(cpu, extent, &x, &dy, &mut y)));
+    check("prelu", answers(fits, || prelu::Prelu::new(extent, &[0.5])?.forward(cpu, &x, &mut y)));
     check("log_softmax_backward", answers(fits, || loss::log_softmax_backward(cpu, extent, &x, &dy, &mut y)));
     for targets in [&[][..], &[0][..]] {
         let fits = fits && true_len(&[extent.batch, extent.spatial]) == Some(targets.len() as u128);

@@ -23,6 +23,7 @@ mod hostile_sizes;
 mod loss;
 mod onednn;
 mod optimizer;
+mod pointwise;
 mod pool;
 mod pool_errors;
 mod small_channels;

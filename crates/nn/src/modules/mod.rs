@@ -11,6 +11,7 @@ mod lazy_batch_norm;
 mod linear;
 mod norm_mode;
 mod norms;
+mod pointwise;
 mod sequential;
 mod stateless;
 mod sync_batch_norm;
@@ -32,6 +33,10 @@ pub use lazy_batch_norm::{LazyBatchNorm, LazyBatchNorm1d, LazyBatchNorm2d, LazyB
 pub use linear::Linear;
 pub use norm_mode::NormMode;
 pub use norms::{GroupNorm, InstanceNorm2d, LayerNorm, LocalResponseNorm};
+pub use pointwise::{
+    CELU, ELU, GELU, Hardsigmoid, Hardswish, Mish, PReLU, ReLU6, SELU, SiLU, Sigmoid, Softmax, Softplus,
+    Softsign, Tanh,
+};
 pub use sequential::Sequential;
 pub use stateless::{
     AdaptiveAvgPool2d, AdaptiveMaxPool2d, AvgPool1d, AvgPool2d, Flatten, GlobalAvgPool2d, LogSoftmax,

@@ -21,6 +21,7 @@ mod objectives;
 mod optimizers;
 mod own_model;
 mod planner;
+mod pointwise;
 mod recorded;
 mod resnet;
 mod resume;

@@ -3,7 +3,7 @@
 use super::{Case, Golden, folder};
 use crate::{Failures, Tolerance, assert_close, formula_fill_around};
 
-const FILES: [&str; 15] = [
+const FILES: [&str; 16] = [
     "batch_norm",
     "batch_norm_closeness",
     "batch_norm_conventions",
@@ -16,6 +16,7 @@ const FILES: [&str; 15] = [
     "loss",
     "mnist_cnn_step",
     "optimizer",
+    "pointwise",
     "pool",
     "resnet_step",
     "upsample",
@@ -273,6 +274,21 @@ fn loss_cases_are_complete() {
             return ensure(finite(case).is_err(), || "everything is finite".into());
         }
         finite(case)
+    });
+}
+
+#[test]
+fn pointwise_cases_are_complete() {
+    check_file("pointwise", 40, |case| {
+        for name in ["output", "grad_output", "grad_x"] {
+            same_shape(case, name, "x")?;
+        }
+        match case.text("operation") {
+            "pointwise" => ensure(finite(case).is_err(), || "everything is finite".into()),
+            "prelu" => same_shape(case, "grad_weight", "weight").and_then(|()| finite(case)),
+            "softmax" | "log_softmax" => finite(case),
+            other => Err(format!("unknown operation {other}")),
+        }
     });
 }
 

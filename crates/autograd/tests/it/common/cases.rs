@@ -2,18 +2,20 @@
 
 mod layers;
 mod losses;
+mod pointwise;
 
 use convoke_autograd::ops::{
     Activation, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, EpsPlace, Keep, Padding,
     PoolOptions, Statistics, UpsampleMode, activate, avg_pool2d, batch_norm,
     binary_cross_entropy_with_logits, concat, conv_bn_block2d, conv_bn2d, conv2d, cross_entropy, dropout,
-    linear, max_pool2d, mse_loss, nll_loss, upsample2d,
+    linear, log_softmax_along, max_pool2d, mse_loss, nll_loss, softmax, upsample2d,
 };
 use convoke_autograd::{DType, Device, MemoryFormat, Result, Tensor};
 use convoke_testkit::Random;
 
 use super::{FORMATS, laid_out, tensor};
-use losses::{log_softmax_cases, loss_cases, value_loss_cases, weighted_loss_cases};
+use losses::{loss_cases, value_loss_cases, weighted_loss_cases};
+use pointwise::{log_softmax_cases, pointwise_cases, prelu_cases, softmax_cases};
 
 /// One function to check, and the inputs to check it at.
 pub(crate) struct Case {
@@ -45,7 +47,7 @@ const fn operation(name: &'static str, file: &'static str, cases: fn(&mut Draw))
 }
 
 /// Every public operation and method that can be recorded.
-pub(crate) const OPERATIONS: [Operation; 37] = [
+pub(crate) const OPERATIONS: [Operation; 41] = [
     operation("add", "arithmetic", |draw| two_operands(draw, Tensor::add)),
     operation("mul", "arithmetic", |draw| two_operands(draw, Tensor::mul)),
     operation("scale", "arithmetic", |draw| any_shape(draw, |x| x.scale(-1.7))),
@@ -70,7 +72,6 @@ pub(crate) const OPERATIONS: [Operation; 37] = [
     operation("dropout", "dropout", dropout_cases),
     operation("to_dtype", "dtype", |draw| any_shape(draw, |x| x.to_dtype(DType::F64))),
     operation("linear", "linear", linear_cases),
-    operation("log_softmax", "log_softmax", log_softmax_cases),
     operation("to_format", "memory_format", to_format_cases),
     operation("nll_loss", "nll_loss", |draw| loss_cases(draw, nll_loss)),
     operation("cross_entropy", "nll_loss", |draw| loss_cases(draw, cross_entropy)),
@@ -83,12 +84,36 @@ pub(crate) const OPERATIONS: [Operation; 37] = [
     operation("avg_pool2d", "pool2d", avg_pool2d_cases),
     operation("relu", "activate", relu_cases),
     operation("activate", "activate", activate_cases),
+    operation("pointwise", "pointwise", pointwise_cases),
+    operation("prelu", "prelu", prelu_cases),
+    operation("softmax", "softmax", |draw| softmax_cases(draw, softmax)),
+    operation("log_softmax", "softmax", log_softmax_cases),
+    operation("log_softmax_along", "softmax", |draw| softmax_cases(draw, log_softmax_along)),
     operation("reshape", "reshape", reshape_cases),
     operation("upsample2d", "upsample2d", upsample2d_cases),
 ];
 
 /// Methods that are another operation by another name, and so share its cases.
-pub(crate) const ALIASES: [(&str, &str); 1] = [("flatten", "reshape")];
+pub(crate) const ALIASES: [(&str, &str); 18] = [
+    ("flatten", "reshape"),
+    ("sigmoid", "pointwise"),
+    ("tanh", "pointwise"),
+    ("silu", "pointwise"),
+    ("hardswish", "pointwise"),
+    ("hardsigmoid", "pointwise"),
+    ("relu6", "pointwise"),
+    ("clip", "pointwise"),
+    ("gelu", "pointwise"),
+    ("mish", "pointwise"),
+    ("softplus", "pointwise"),
+    ("exp", "pointwise"),
+    ("log", "pointwise"),
+    ("sqrt", "pointwise"),
+    ("abs", "pointwise"),
+    ("neg", "pointwise"),
+    ("reciprocal", "pointwise"),
+    ("erf", "pointwise"),
+];
 
 impl Operation {
     /// This operation's cases, with 4-D inputs in `format`.

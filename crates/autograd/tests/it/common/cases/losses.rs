@@ -1,22 +1,15 @@
-//! Cases of the losses and of log-softmax.
+//! Cases of the losses.
 
-use convoke_autograd::ops::{ClassOptions, Reduction, log_softmax, weighted_nll_loss};
+use convoke_autograd::ops::{ClassOptions, Reduction, weighted_nll_loss};
 use convoke_autograd::{Result, Tensor};
 
 use super::{Draw, Size};
 
 /// Shapes of N x C x (positions), for losses.
-fn class_shapes(size: Size) -> &'static [&'static [usize]] {
+pub(super) fn class_shapes(size: Size) -> &'static [&'static [usize]] {
     match size {
         Size::Small => &[&[4, 5], &[2, 3, 2, 4], &[3, 4, 3], &[2, 1]],
         Size::Large => &[&[600, 30], &[3, 5, 40, 40]],
-    }
-}
-
-pub(super) fn log_softmax_cases(draw: &mut Draw) {
-    for shape in class_shapes(draw.size) {
-        let x = draw.scaled(shape, 2.0);
-        draw.add(format!("{shape:?}"), vec![x], |inputs| log_softmax(&inputs[0]));
     }
 }
 

@@ -1,0 +1,380 @@
+//! The formulas of the pointwise functions, each a type of its own, so that loops are compiled for each of them.
+
+use crate::Element;
+
+/// One function of numbers of type T, with its parameters.
+///
+/// Methods are `#[inline(always)]` and have no calls and no branches in f32, so that loops of them vectorise. A comparison is
+/// written so that NaN takes the side which keeps it.
+pub(super) trait Formula<T>: Copy + Send + Sync {
+    fn forward(self, x: T) -> T;
+
+    /// The gradient of the input: dy times the derivative, which is computed from what [`super::Pointwise::saves`] says.
+    fn backward(self, saved: T, dy: T) -> T;
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct Sigmoid;
+#[derive(Clone, Copy)]
+pub(super) struct Tanh;
+#[derive(Clone, Copy)]
+pub(super) struct Silu;
+#[derive(Clone, Copy)]
+pub(super) struct HardSwish;
+#[derive(Clone, Copy)]
+pub(super) struct HardSigmoid<T> {
+    pub(super) alpha: T,
+    pub(super) beta: T,
+}
+#[derive(Clone, Copy)]
+pub(super) struct Clip<T> {
+    min: T,
+    max: T,
+}
+#[derive(Clone, Copy)]
+pub(super) struct Gelu;
+#[derive(Clone, Copy)]
+pub(super) struct GeluTanh;
+/// `positive` * x above 0, else `negative` * (e^(`rate` * x) - 1): ELU, SELU and CELU.
+#[derive(Clone, Copy)]
+pub(super) struct Elu<T> {
+    pub(super) positive: T,
+    pub(super) negative: T,
+    pub(super) rate: T,
+}
+#[derive(Clone, Copy)]
+pub(super) struct Mish;
+#[derive(Clone, Copy)]
+pub(super) struct Softplus<T> {
+    pub(super) beta: T,
+    pub(super) threshold: T,
+}
+#[derive(Clone, Copy)]
+pub(super) struct Softsign;
+#[derive(Clone, Copy)]
+pub(super) struct Exp;
+#[derive(Clone, Copy)]
+pub(super) struct Log;
+#[derive(Clone, Copy)]
+pub(super) struct Sqrt;
+#[derive(Clone, Copy)]
+pub(super) struct Abs;
+#[derive(Clone, Copy)]
+pub(super) struct Neg;
+#[derive(Clone, Copy)]
+pub(super) struct Reciprocal;
+#[derive(Clone, Copy)]
+pub(super) struct Erf;
+
+/// x, but at least `min` and at most `max`; NaN stays NaN.
+#[inline(always)]
+fn clamped<T: Element>(x: T, min: T, max: T) -> T {
+    let x = if x < min { min } else { x };
+    if x > max { max } else { x }
+}
+
+/// sigmoid(x) and sigmoid(-x). Only e^-|x| is computed, so nothing overflows, and neither is 1 minus the other, which would
+/// cancel.
+#[inline(always)]
+fn sigmoids<T: Element>(x: T) -> (T, T) {
+    let one = T::one();
+    let e = (-x.abs()).vector_exp();
+    let (large, small) = (one / (one + e), e / (one + e));
+    if x < T::zero() { (small, large) } else { (large, small) }
+}
+
+impl<T: Element> Formula<T> for Sigmoid {
+    #[inline(always)]
+    fn forward(self, x: T) -> T {
+        let e = (-x.abs()).vector_exp();
+        (if x < T::zero() { e } else { T::one() }) / (T::one() + e)
+    }
+
+    #[inline(always)]
+    fn backward(self, y: T, dy: T) -> T {
+        dy * (y * (T::one() - y))
+    }
+}
+
+impl<T: Element> Formula<T> for Tanh {
+    #[inline(always)]
+    fn forward(self, x: T) -> T {
+        // (1 - e^-2|x|) / (1 + e^-2|x|), accurate near 0 too.
+        let m = (T::of(-2.0) * x.abs()).vector_exp_m1();
+        (-m / (m + T::of(2.0))).copysign(x)
+    }
+
+    #[inline(always)]
+    fn backward(self, y: T, dy: T) -> T {
+        dy * (T::one() - y * y)
+    }
+}
+
+impl<T: Element> Formula<T> for Silu {
+    #[inline(always)]
+    fn forward(self, x: T) -> T {
+        let e = (-x.abs()).vector_exp();
+        x * (if x < T::zero() { e } else { T::one() }) / (T::one() + e)
+    }
+
+    #[inline(always)]
+    fn backward(self, x: T, dy: T) -> T {
+        let (one, e) = (T::one(), (-x.abs()).vector_exp());
+        let r = one / (one + e);
+        let (s, c) = if x < T::zero() { (e * r, r) } else { (r, e * r) };
+        dy * (s * (one + x * c))
+    }
+}
+
+impl<T: Element> Formula<T> for HardSwish {
+    #[inline(always)]
+    fn forward(self, x: T) -> T {
+        // The factor is at most 1, so no product overflows.
+        x * (clamped(x + T::of(3.0), T::zero(), T::of(6.0)) * T::of(1.0 / 6.0))
+    }
+
+    #[inline(always)]
+    fn backward(self, x: T, dy: T) -> T {
+        let between = dy * (x * T::of(1.0 / 3.0) + T::of(0.5));
+        let above = if x >= T::of(3.0) { dy } else { between };
+        if x <= T::of(-3.0) { T::zero() } else { above }
+    }
+}
+
+impl<T: Element> Formula<T> for HardSigmoid<T> {
+    #[inline(always)]
+    fn forward(self, x: T) -> T {
+        clamped(self.alpha * x + self.beta, T::zero(), T::one())
+    }
+
+    #[inline(always)]
+    fn backward(self, y: T, dy: T) -> T {
+        if y > T::zero() && y < T::one() { dy * self.alpha } else { T::zero() }
+    }
+}
+
+impl<T: Element> Clip<T> {
+    /// A bound at infinity is none: it becomes NaN, to which every comparison is false.
+    pub(super) fn new(min: T, max: T) -> Clip<T> {
+        let min = if min == T::neg_infinity() { T::nan() } else { min };
+        Clip { min, max: if max == T::infinity() { T::nan() } else { max } }
+    }
+}
+
+impl<T: Element> Formula<T> for Clip<T> {
+    #[inline(always)]
+    fn forward(self, x: T) -> T {
+        clamped(x, self.min, self.max)
+    }
+
+    #[inline(always)]
+    fn backward(self, y: T, dy: T) -> T {
+        if y <= self.min || y >= self.max { T::zero() } else { dy }
+    }
+}
+
+impl<T: Element> Formula<T> for Gelu {
+    #[inline(always)]
+    fn forward(self, x: T) -> T {
+        x * x.vector_normal().0
+    }
+
+    #[inline(always)]
+    fn backward(self, x: T, dy: T) -> T {
+        let (distribution, density) = x.vector_normal();
+        dy * (distribution + x * density)
+    }
+}
+
+impl GeluTanh {
+    /// 2 sqrt(2 / pi), because (1 + tanh(u)) / 2 = sigmoid(2 u).
+    const TWICE: f64 = 1.595_769_121_605_731;
+    const CUBIC: f64 = 0.044_715;
+
+    /// x within bounds whose cube does not overflow; beyond them, the sigmoid is 0 or 1 in any case.
+    #[inline(always)]
+    fn bounded<T: Element>(x: T) -> T {
+        clamped(x, T::of(-1e4), T::of(1e4))
+    }
+
+    #[inline(always)]
+    fn argument<T: Element>(x: T) -> T {
+        T::of(Self::TWICE) * x * (T::one() + T::of(Self::CUBIC) * x * x)
+    }
+}
+
+impl<T: Element> Formula<T> for GeluTanh {
+    #[inline(always)]
+    fn forward(self, x: T) -> T {
+        let argument = GeluTanh::argument(GeluTanh::bounded(x));
+        let e = (-argument.abs()).vector_exp();
+        x * ((if x < T::zero() { e } else { T::one() }) / (T::one() + e))
+    }
+
+    #[inline(always)]
+    fn backward(self, x: T, dy: T) -> T {
+        let bounded = GeluTanh::bounded(x);
+        let (s, c) = sigmoids(GeluTanh::argument(bounded));
+        let rate = T::of(Self::TWICE) * (T::one() + T::of(3.0 * Self::CUBIC) * bounded * bounded);
+        dy * (s + x * (s * c * rate))
+    }
+}
+
+impl<T: Element> Formula<T> for Elu<T> {
+    #[inline(always)]
+    fn forward(self, x: T) -> T {
+        let below = if x > T::zero() { T::zero() } else { x };
+        let below = self.negative * (self.rate * below).vector_exp_m1();
+        if x > T::zero() { self.positive * x } else { below }
+    }
+
+    #[inline(always)]
+    fn backward(self, y: T, dy: T) -> T {
+        dy * if y > T::zero() { self.positive } else { (y + self.negative) * self.rate }
+    }
+}
+
+/// With e = e^-|x|, tanh(softplus(x)) is n / d for n = e (e + 2), d = n + 2 below 0, and n = 1 + 2 e, d = n + 2 e^2 above.
+#[inline(always)]
+fn mish_ratio<T: Element>(x: T) -> (T, T, T) {
+    let (one, two) = (T::one(), T::of(2.0));
+    let e = (-x.abs()).vector_exp();
+    let negative = x < T::zero();
+    let n = if negative { e * (e + two) } else { one + two * e };
+    (e, n, n + two * if negative { one } else { e * e })
+}
+
+impl<T: Element> Formula<T> for Mish {
+    #[inline(always)]
+    fn forward(self, x: T) -> T {
+        let (_, n, d) = mish_ratio(x);
+        x * (n / d)
+    }
+
+    #[inline(always)]
+    fn backward(self, x: T, dy: T) -> T {
+        // (1 - tanh^2) sigmoid(x) is 4 e (1 + e) / d^2 below 0, 4 e^2 (1 + e) / d^2 above.
+        let (e, n, d) = mish_ratio(x);
+        let r = T::one() / d;
+        let factor = if x < T::zero() { e } else { e * e };
+        dy * (n * r + x * (T::of(4.0) * factor * (T::one() + e) * r * r))
+    }
+}
+
+impl<T: Element> Formula<T> for Softplus<T> {
+    #[inline(always)]
+    fn forward(self, x: T) -> T {
+        let z = self.beta * x;
+        // Without beta, which could make a large x infinite.
+        let above = if x < T::zero() { T::zero() } else { x };
+        let y = above + (-z.abs()).vector_exp().vector_ln_1p() / self.beta;
+        if z > self.threshold { x } else { y }
+    }
+
+    #[inline(always)]
+    fn backward(self, x: T, dy: T) -> T {
+        let z = self.beta * x;
+        let slope = Sigmoid.forward(z);
+        if z > self.threshold { dy } else { dy * slope }
+    }
+}
+
+impl<T: Element> Formula<T> for Softsign {
+    #[inline(always)]
+    fn forward(self, x: T) -> T {
+        x / (T::one() + x.abs())
+    }
+
+    #[inline(always)]
+    fn backward(self, y: T, dy: T) -> T {
+        // 1 - |y| is 1 / (1 + |x|).
+        let root = T::one() - y.abs();
+        dy * (root * root)
+    }
+}
+
+impl<T: Element> Formula<T> for Exp {
+    #[inline(always)]
+    fn forward(self, x: T) -> T {
+        x.vector_exp()
+    }
+
+    #[inline(always)]
+    fn backward(self, y: T, dy: T) -> T {
+        dy * y
+    }
+}
+
+impl<T: Element> Formula<T> for Log {
+    #[inline(always)]
+    fn forward(self, x: T) -> T {
+        x.vector_ln()
+    }
+
+    #[inline(always)]
+    fn backward(self, x: T, dy: T) -> T {
+        dy / x
+    }
+}
+
+impl<T: Element> Formula<T> for Sqrt {
+    #[inline(always)]
+    fn forward(self, x: T) -> T {
+        x.sqrt()
+    }
+
+    #[inline(always)]
+    fn backward(self, y: T, dy: T) -> T {
+        dy / (y + y)
+    }
+}
+
+impl<T: Element> Formula<T> for Abs {
+    #[inline(always)]
+    fn forward(self, x: T) -> T {
+        x.abs()
+    }
+
+    #[inline(always)]
+    fn backward(self, x: T, dy: T) -> T {
+        let above = if x > T::zero() { dy } else { T::zero() };
+        if x < T::zero() { -dy } else { above }
+    }
+}
+
+impl<T: Element> Formula<T> for Neg {
+    #[inline(always)]
+    fn forward(self, x: T) -> T {
+        -x
+    }
+
+    #[inline(always)]
+    fn backward(self, _: T, dy: T) -> T {
+        -dy
+    }
+}
+
+impl<T: Element> Formula<T> for Reciprocal {
+    #[inline(always)]
+    fn forward(self, x: T) -> T {
+        T::one() / x
+    }
+
+    #[inline(always)]
+    fn backward(self, y: T, dy: T) -> T {
+        // In this order, y^2 does not overflow where the result fits.
+        -dy * y * y
+    }
+}
+
+impl<T: Element> Formula<T> for Erf {
+    #[inline(always)]
+    fn forward(self, x: T) -> T {
+        x.vector_erf()
+    }
+
+    #[inline(always)]
+    fn backward(self, x: T, dy: T) -> T {
+        dy * (T::of(std::f64::consts::FRAC_2_SQRT_PI) * (-(x * x)).vector_exp())
+    }
+}

@@ -1,0 +1,351 @@
+//! Softmax and log-softmax over the channels, or what [`Extent::along`] puts in their place; each with its backward pass.
+
+use crate::cpu::multiversion;
+use crate::error::check_len;
+use crate::memory_format::Extent;
+use crate::profile::span;
+use crate::transpose::transpose;
+use crate::{Cpu, Element, Result};
+
+/// y = exp(x) / (sum over channels of exp(x)), for each position; stable for large values.
+///
+/// # Errors
+/// If a length is not the extent's.
+pub fn softmax<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T], y: &mut [T]) -> Result<()> {
+    span!("softmax", x, y);
+    let len = extent.len()?;
+    check_len("softmax", "x", x.len(), len)?;
+    check_len("softmax", "y", y.len(), len)?;
+    each_block(cpu, extent, [x], y, |slabs, [x], y, scratch| softmax_block(cpu, slabs, x, y, scratch));
+    Ok(())
+}
+
+/// dx = y * (dy - (sum over channels of y * dy)), with `y` the output of [`softmax`].
+///
+/// # Errors
+/// If a length is not the extent's.
+pub fn softmax_backward<T: Element>(
+    cpu: &Cpu,
+    extent: &Extent,
+    y: &[T],
+    dy: &[T],
+    dx: &mut [T],
+) -> Result<()> {
+    span!("softmax backward", y, dy, dx);
+    let len = extent.len()?;
+    check_len("softmax backward", "y", y.len(), len)?;
+    check_len("softmax backward", "dy", dy.len(), len)?;
+    check_len("softmax backward", "dx", dx.len(), len)?;
+    each_block(cpu, extent, [y, dy], dx, |slabs, [y, dy], dx, scratch| {
+        softmax_backward_block(cpu, slabs, y, dy, dx, scratch)
+    });
+    Ok(())
+}
+
+/// y = x - log(sum over channels of exp(x)), for each position; stable for large values.
+///
+/// # Errors
+/// If a length is not the extent's.
+pub fn log_softmax<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T], y: &mut [T]) -> Result<()> {
+    span!("log_softmax", x, y);
+    let len = extent.len()?;
+    check_len("log_softmax", "x", x.len(), len)?;
+    check_len("log_softmax", "y", y.len(), len)?;
+    each_block(cpu, extent, [x], y, |slabs, [x], y, scratch| log_softmax_block(cpu, slabs, x, y, scratch));
+    Ok(())
+}
+
+/// dx = dy - exp(y) * (sum over channels of dy), with `y` the output of [`log_softmax`].
+///
+/// # Errors
+/// If a length is not the extent's.
+pub fn log_softmax_backward<T: Element>(
+    cpu: &Cpu,
+    extent: &Extent,
+    y: &[T],
+    dy: &[T],
+    dx: &mut [T],
+) -> Result<()> {
+    span!("log_softmax backward", y, dy, dx);
+    let len = extent.len()?;
+    check_len("log_softmax backward", "y", y.len(), len)?;
+    check_len("log_softmax backward", "dy", dy.len(), len)?;
+    check_len("log_softmax backward", "dx", dx.len(), len)?;
+    each_block(cpu, extent, [y, dy], dx, |slabs, [y, dy], dx, scratch| {
+        log_softmax_backward_block(cpu, slabs, y, dy, dx, scratch)
+    });
+    Ok(())
+}
+
+/// The approximate number of elements in a task.
+const TASK: usize = 1 << 14;
+/// The approximate number of elements in a block: first-level caches hold it along with other data.
+const BLOCK: usize = 1 << 10;
+/// The minimum of positions in a block that is transposed to make positions contiguous.
+const RUN: usize = 16;
+/// The approximate number of elements in a piece of a slab that is too large for a task.
+const PIECE: usize = 1 << 12;
+
+/// How to loop over a tensor: a slab holds every channel of some positions once, channel by channel.
+#[derive(Clone, Copy)]
+struct Slabs {
+    channels: usize,
+    /// Positions in a slab, which are contiguous within one channel. 1 in channels-last.
+    inner: usize,
+    /// Elements in a block, which is whole slabs.
+    block: usize,
+    /// Elements in a task, which is whole blocks.
+    task: usize,
+}
+
+/// Runs `run` on all blocks of a tensor; in each, the positions of one channel are contiguous.
+fn each_block<T: Element, const N: usize>(
+    cpu: &Cpu,
+    extent: &Extent,
+    inputs: [&[T]; N],
+    output: &mut [T],
+    run: impl Fn(Slabs, [&[T]; N], &mut [T], &mut Scratch<T>) + Sync + Send,
+) {
+    if output.is_empty() {
+        return;
+    }
+    let slabs = Slabs::of(extent);
+    let work = 4 * output.len();
+    let width = (PIECE / slabs.channels).max(2 * RUN);
+    if slabs.channels * slabs.inner > TASK && slabs.inner > width {
+        let pieces = pieces(&slabs, width, output);
+        return cpu.for_each(work, pieces.into_iter(), |piece| piece.run(&slabs, inputs, &run));
+    }
+    let task = slabs.task;
+    cpu.for_each(work, output.chunks_mut(task).enumerate(), |(index, output)| {
+        let elements = index * task..index * task + output.len();
+        let inputs = inputs.map(|input| &input[elements.clone()]);
+        let mut scratch = slabs.scratch();
+        let mut turned: [Vec<T>; N] = std::array::from_fn(|_| slabs.turned());
+        let mut turned_output = slabs.turned();
+        for (index, output) in output.chunks_mut(slabs.block).enumerate() {
+            let elements = index * slabs.block..index * slabs.block + output.len();
+            let inputs = inputs.map(|input| &input[elements.clone()]);
+            if slabs.inner > 1 {
+                run(slabs, inputs, output, &mut scratch);
+                continue;
+            }
+            // In channels-last, the inputs are transposed first and the output is transposed back.
+            let (len, positions) = (output.len(), output.len() / slabs.channels);
+            for (input, turned) in inputs.iter().zip(&mut turned) {
+                transpose(cpu, positions, slabs.channels, input, &mut turned[..len]);
+            }
+            let inputs = std::array::from_fn(|index| &turned[index][..len]);
+            run(Slabs { inner: positions, ..slabs }, inputs, &mut turned_output[..len], &mut scratch);
+            transpose(cpu, slabs.channels, positions, &turned_output[..len], output);
+        }
+    });
+}
+
+/// Some positions of a slab that is large: every channel's elements at them.
+struct Piece<'a, T> {
+    /// Where its first element lies in the tensor.
+    first: usize,
+    /// Its part of each channel's row of the output.
+    rows: Vec<&'a mut [T]>,
+}
+
+/// Cuts slabs into pieces of at most `width` positions: a batch of one large image would else be a single task.
+fn pieces<'a, T>(slabs: &Slabs, width: usize, output: &'a mut [T]) -> Vec<Piece<'a, T>> {
+    let slab_len = slabs.channels * slabs.inner;
+    let mut pieces = Vec::new();
+    for (index, slab) in output.chunks_mut(slab_len).enumerate() {
+        let mut rows: Vec<_> = slab.chunks_mut(slabs.inner).map(|row| row.chunks_mut(width)).collect();
+        for start in (0..slabs.inner).step_by(width) {
+            let rows = rows.iter_mut().filter_map(Iterator::next).collect();
+            pieces.push(Piece { first: index * slab_len + start, rows });
+        }
+    }
+    pieces
+}
+
+impl<T: Element> Piece<'_, T> {
+    /// Runs `run` on a copy of the piece's elements, and writes its output to the rows.
+    fn run<const N: usize>(
+        self,
+        slabs: &Slabs,
+        inputs: [&[T]; N],
+        run: &impl Fn(Slabs, [&[T]; N], &mut [T], &mut Scratch<T>),
+    ) {
+        let Slabs { channels, inner: stride, .. } = *slabs;
+        let inner = self.rows[0].len();
+        let block = channels * inner;
+        let slabs = Slabs { channels, inner, block, task: block };
+        let copies = inputs.map(|input| {
+            let mut copy = Vec::with_capacity(block);
+            for channel in 0..channels {
+                let start = self.first + channel * stride;
+                copy.extend_from_slice(&input[start..start + inner]);
+            }
+            copy
+        });
+        let mut output = vec![T::zero(); block];
+        run(slabs, std::array::from_fn(|index| &copies[index][..]), &mut output, &mut slabs.scratch());
+        for (row, output) in self.rows.into_iter().zip(output.chunks(inner)) {
+            row.copy_from_slice(output);
+        }
+    }
+}
+
+impl Slabs {
+    fn of(extent: &Extent) -> Slabs {
+        let (_, inner) = extent.around_channels();
+        let slab = (extent.channels * inner).max(1);
+        let least = if inner == 1 { RUN } else { 1 };
+        let block = slab * BLOCK.div_ceil(slab).max(least);
+        Slabs { channels: extent.channels, inner, block, task: block * TASK.div_ceil(block) }
+    }
+
+    /// A buffer for a transposed block; empty if blocks are not transposed.
+    fn turned<T: Element>(self) -> Vec<T> {
+        vec![T::zero(); if self.inner == 1 { self.block } else { 0 }]
+    }
+
+    fn scratch<T: Element>(self) -> Scratch<T> {
+        // The number of positions in a block.
+        let positions = self.block / self.channels.max(1);
+        Scratch {
+            largest: vec![T::zero(); positions],
+            sums: vec![0.0; positions],
+            values: vec![T::zero(); self.block],
+        }
+    }
+}
+
+/// The memory that a block needs besides its operands.
+struct Scratch<T> {
+    largest: Vec<T>,
+    sums: Vec<f64>,
+    values: Vec<T>,
+}
+
+multiversion! {
+    fn softmax_block<T: Element>(slabs: Slabs, x: &[T], y: &mut [T], scratch: &mut Scratch<T>) {
+        let Slabs { channels, inner, .. } = slabs;
+        let Scratch { largest, sums, .. } = scratch;
+        shift(slabs, x, y, largest);
+        for y in y.iter_mut() {
+            *y = y.vector_exp();
+        }
+        sum_channels(slabs, y, sums);
+        for (y, sums) in y.chunks_mut(channels * inner).zip(sums.chunks_mut(inner)) {
+            for sum in sums.iter_mut() {
+                *sum = 1.0 / *sum;
+            }
+            for y in y.chunks_mut(inner) {
+                for (y, &factor) in y.iter_mut().zip(&*sums) {
+                    *y *= T::of(factor);
+                }
+            }
+        }
+    }
+
+    fn softmax_backward_block<T: Element>(
+        slabs: Slabs,
+        y: &[T],
+        dy: &[T],
+        dx: &mut [T],
+        scratch: &mut Scratch<T>
+    ) {
+        let Slabs { channels, inner, .. } = slabs;
+        let Scratch { sums, values, .. } = scratch;
+        let (values, slab) = (&mut values[..y.len()], channels * inner);
+        for ((value, &y), &dy) in values.iter_mut().zip(y).zip(dy) {
+            *value = y * dy;
+        }
+        sum_channels(slabs, values, sums);
+        let slabs = dx.chunks_mut(slab).zip(dy.chunks(slab)).zip(y.chunks(slab)).zip(sums.chunks(inner));
+        for (((dx, dy), y), sums) in slabs {
+            for ((dx, dy), y) in dx.chunks_mut(inner).zip(dy.chunks(inner)).zip(y.chunks(inner)) {
+                for (((dx, &dy), &y), &sum) in dx.iter_mut().zip(dy).zip(y).zip(sums) {
+                    *dx = y * (dy - T::of(sum));
+                }
+            }
+        }
+    }
+
+    fn log_softmax_block<T: Element>(slabs: Slabs, x: &[T], y: &mut [T], scratch: &mut Scratch<T>) {
+        let Slabs { channels, inner, .. } = slabs;
+        let Scratch { largest, sums, values } = scratch;
+        let (values, slab) = (&mut values[..x.len()], channels * inner);
+        shift(slabs, x, y, largest);
+        for (value, &y) in values.iter_mut().zip(&*y) {
+            *value = y.vector_exp();
+        }
+        sum_channels(slabs, values, sums);
+        for (y, sums) in y.chunks_mut(slab).zip(sums.chunks_mut(inner)) {
+            for sum in sums.iter_mut() {
+                *sum = sum.ln();
+            }
+            for y in y.chunks_mut(inner) {
+                for (y, &sum) in y.iter_mut().zip(&*sums) {
+                    *y -= T::of(sum);
+                }
+            }
+        }
+    }
+
+    fn log_softmax_backward_block<T: Element>(
+        slabs: Slabs,
+        y: &[T],
+        dy: &[T],
+        dx: &mut [T],
+        scratch: &mut Scratch<T>
+    ) {
+        let Slabs { channels, inner, .. } = slabs;
+        let Scratch { sums, values, .. } = scratch;
+        let (values, slab) = (&mut values[..y.len()], channels * inner);
+        for (value, &y) in values.iter_mut().zip(y) {
+            *value = y.vector_exp();
+        }
+        sum_channels(slabs, dy, sums);
+        let slabs = dx.chunks_mut(slab).zip(dy.chunks(slab)).zip(values.chunks(slab)).zip(sums.chunks(inner));
+        for (((dx, dy), values), sums) in slabs {
+            for ((dx, dy), values) in dx.chunks_mut(inner).zip(dy.chunks(inner)).zip(values.chunks(inner)) {
+                for (((dx, &dy), &value), &sum) in dx.iter_mut().zip(dy).zip(values).zip(sums) {
+                    *dx = dy - value * T::of(sum);
+                }
+            }
+        }
+    }
+}
+
+/// y = x minus the largest value over the channels at each position, so that no exponential overflows.
+#[inline(always)]
+fn shift<T: Element>(slabs: Slabs, x: &[T], y: &mut [T], largest: &mut [T]) {
+    let Slabs { channels, inner, .. } = slabs;
+    let slab = channels * inner;
+    for ((x, y), largest) in x.chunks(slab).zip(y.chunks_mut(slab)).zip(largest.chunks_mut(inner)) {
+        largest.fill(T::neg_infinity());
+        for row in x.chunks(inner) {
+            for (largest, &x) in largest.iter_mut().zip(row) {
+                // NaN is kept: a comparison alone would drop it.
+                *largest = if x > *largest || x.is_nan() { x } else { *largest };
+            }
+        }
+        for (x, y) in x.chunks(inner).zip(y.chunks_mut(inner)) {
+            for ((y, &x), &largest) in y.iter_mut().zip(x).zip(&*largest) {
+                *y = x - largest;
+            }
+        }
+    }
+}
+
+/// The sum over the channels at each position.
+#[inline(always)]
+fn sum_channels<T: Element>(slabs: Slabs, values: &[T], sums: &mut [f64]) {
+    let Slabs { channels, inner, .. } = slabs;
+    for (values, sums) in values.chunks(channels * inner).zip(sums.chunks_mut(inner)) {
+        sums.fill(0.0);
+        for row in values.chunks(inner) {
+            for (sum, value) in sums.iter_mut().zip(row) {
+                *sum += value.f64();
+            }
+        }
+    }
+}
