@@ -100,7 +100,10 @@ impl Forward for AvgPool2d {
 
 impl Forward for GlobalAvgPool2d {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
-        ops::adaptive_avg_pool2d(input, [1, 1])
+        // By the kernel of average pooling, whose bits earlier results have. The operation refuses an input with another number of
+        // dimensions.
+        let window = if let &[_, _, height, width] = input.shape() { [height, width] } else { [1; 2] };
+        ops::avg_pool2d(input, &PoolOptions { kernel: window, stride: window, ..PoolOptions::new(1) })
     }
 }
 
