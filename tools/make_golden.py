@@ -30,7 +30,7 @@ import numpy
 import torch
 import torch.nn.functional as F
 
-SIZE_LIMIT = 1_000_000  # bytes, all files together
+SIZE_LIMIT = 1_500_000  # bytes, all files together
 DTYPE_NAMES = {torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -828,6 +828,123 @@ def concat_file(seed):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Broadcasting, sums over axes, products of matrices, changes of shape
+
+
+def tied(x):
+    """Halves only: many elements are equal."""
+    return (x * 2).round().clamp(-2, 2) / 2
+
+
+def with_zeros(x):
+    """Zeros: one in the first row, two in the second, none in the others."""
+    x = x.clone()
+    x[0, 1], x[1, 0], x[1, 2] = 0, 0, 0
+    return x
+
+
+def positive(x):
+    return (x.abs() + 0.5).float().double()
+
+
+SQUEEZED, BIAS = ((2, 3, 4, 2), (2, 3, 1, 1)), ((2, 3, 4, 2), (3, 1, 1))
+# Case: (operation, its arguments in the test, the inputs' shapes, how they are changed, the function in PyTorch).
+SHAPES_CASES = {
+    "add a bias": ("add", {}, BIAS, None, torch.add),
+    "mul squeezed": ("mul", {}, SQUEEZED, None, torch.mul),
+    "mul both": ("mul", {}, ((2, 1, 4), (3, 1)), None, torch.mul),
+    "sub a longer shape": ("sub", {}, ((3, 1), (2, 1, 3, 2)), None, torch.sub),
+    "div": ("div", {}, SQUEEZED, positive, torch.div),
+    "pow": ("pow", {}, BIAS, positive, torch.pow),
+    "pow of zeros": ("pow", {}, ((3, 3), (3,)), lambda x: tied(x.abs()) * 2, torch.pow),
+    "maximum with ties": ("maximum", {}, ((2, 3, 4, 2), (1, 3, 4, 1)), tied, torch.maximum),
+    "minimum with ties": ("minimum", {}, ((4, 5), (5,)), tied, torch.minimum),
+    "expand": ("expand", {"sizes": [2, 3, 4, 2]}, ((3, 1, 2),), None, lambda x: x.expand(2, 3, 4, 2)),
+    "sum": ("sum_dims", {"axes": [2, 3], "keep": True}, ((2, 3, 4, 2),), None, lambda x: x.sum((2, 3), keepdim=True)),
+    "mean": ("mean_dims", {"axes": [0, -1], "keep": False}, ((2, 3, 4, 2),), None, lambda x: x.mean((0, -1))),
+    "amax with ties": ("amax", {"axes": [1, 3], "keep": False}, ((2, 3, 4, 2),), tied, lambda x: x.amax((1, 3))),
+    "amin with ties": ("amin", {"axes": [2], "keep": True}, ((2, 3, 4, 2),), tied, lambda x: x.amin(2, keepdim=True)),
+    "prod": ("prod", {"axes": [1], "keep": False}, ((2, 5, 2),), None, lambda x: x.prod(1)),
+    "prod with zeros": ("prod", {"axes": [1], "keep": False}, ((3, 4),), with_zeros, lambda x: x.prod(1)),
+    "slice": (
+        "slice",
+        {"slices": [[1, 1, 3, 1], [2, 0, 4, 2]]},
+        ((2, 4, 4, 3),),
+        None,
+        lambda x: x[:, 1:3, 0:4:2],
+    ),
+    "slice backwards": ("slice", {"slices": [[1, -1, -5, -2]]}, ((2, 4, 2),), None, lambda x: x.flip(1)[:, ::2]),
+    "index_select": (
+        "index_select",
+        {"axis": 1, "indices": [2, 0, 2, 2]},
+        ((2, 3, 2, 2),),
+        None,
+        lambda x: x.index_select(1, torch.tensor([2, 0, 2, 2])),
+    ),
+    "pad": (
+        "pad",
+        {"pads": [[0, 0], [0, 0], [1, -1], [2, 0]], "mode": "constant"},
+        ((2, 3, 4, 2),),
+        None,
+        lambda x: F.pad(x, (2, 0, 1, -1), value=0.75),
+    ),
+    "pad reflect": (
+        "pad",
+        {"pads": [[0, 0], [0, 0], [2, 3], [1, -1]], "mode": "reflect"},
+        ((1, 2, 4, 3),),
+        None,
+        lambda x: F.pad(x, (1, -1, 2, 3), mode="reflect"),
+    ),
+    "pad edge": (
+        "pad",
+        {"pads": [[0, 0], [0, 0], [2, 5], [0, 1]], "mode": "edge"},
+        ((1, 2, 3, 3),),
+        None,
+        lambda x: F.pad(x, (0, 1, 2, 5), mode="replicate"),
+    ),
+    "pad wrap": (
+        "pad",
+        {"pads": [[0, 0], [0, 0], [2, 3], [1, 1]], "mode": "wrap"},
+        ((1, 2, 3, 2),),
+        None,
+        lambda x: F.pad(x, (1, 1, 2, 3), mode="circular"),
+    ),
+    "permute": ("permute", {"axes": [0, 2, 3, 1]}, ((2, 3, 4, 2),), None, lambda x: x.permute(0, 2, 3, 1)),
+    "pixel_shuffle": ("depth_to_space", {"block": 2}, ((2, 8, 2, 3),), None, lambda x: F.pixel_shuffle(x, 2)),
+    "pixel_unshuffle": ("space_to_depth", {"block": 2}, ((2, 2, 4, 2),), None, lambda x: F.pixel_unshuffle(x, 2)),
+    "channel_shuffle": (
+        "channel_shuffle",
+        {"groups": 3},
+        ((2, 6, 2, 2),),
+        None,
+        lambda x: F.channel_shuffle(x, 3),
+    ),
+    "cat": ("cat", {"axis": -1}, ((2, 3, 4, 2), (2, 3, 4, 1)), None, lambda *xs: torch.cat(xs, -1)),
+    "stack": ("stack", {"axis": 1}, ((2, 3, 2), (2, 3, 2)), None, lambda *xs: torch.stack(xs, 1)),
+    "matmul": ("matmul", {}, ((2, 1, 3, 4), (3, 4, 2)), None, torch.matmul),
+    "matmul of a vector": ("matmul", {}, ((4,), (2, 4, 3)), None, torch.matmul),
+    "gemm": ("gemm", {}, ((4, 3), (5, 4), (5,)), None, lambda a, b, c: 0.5 * (a.T @ b.T) - 1.5 * c),
+}
+
+
+def shapes_file(seed):
+    """The tensors are named x, x1 and x2; "arguments" are those of the operation, in the order of its function here."""
+    file = GoldenFile("shapes", seed)
+    for name, (operation, arguments, shapes, change, function) in SHAPES_CASES.items():
+        draws = file.draws(name)
+        drawn = [draws.normal(*shape) for shape in shapes]
+        drawn = [change(x) for x in drawn] if change else drawn
+        inputs = {f"x{index or ''}": leaf(x) for index, x in enumerate(drawn)}
+        output = function(*inputs.values())
+        grad_output = draws.like(output)
+        output.backward(grad_output)
+        gradients = {f"grad_{key}": x.grad for key, x in inputs.items()}
+        attributes = {"operation": operation, **arguments}
+        file.add(name, attributes, dict(inputs, grad_output=grad_output), dict(output=output, **gradients))
+    return file
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Linear, ReLU and the losses
 
 
@@ -1580,6 +1697,7 @@ FILES = {
     "upsample": upsample_file,
     "concat": concat_file,
     "layers": layers_file,
+    "shapes": shapes_file,
     "loss": loss_file,
     "pointwise": pointwise_file,
     "optimizer": optimizer_file,

@@ -192,10 +192,15 @@ impl Tensor {
 
     /// The same elements in another shape of equal length, without history. Contiguous tensors only.
     pub(crate) fn reshaped(&self, shape: &[usize]) -> Tensor {
+        self.relabeled(shape, MemoryFormat::Contiguous)
+    }
+
+    /// The same elements, in the same order in memory, as a tensor of another shape and format of equal length, without history.
+    pub(crate) fn relabeled(&self, shape: &[usize], format: MemoryFormat) -> Tensor {
         debug_assert_eq!(self.len(), shape.iter().product::<usize>());
         self.with_inner(|inner| {
             inner.shape = shape.to_vec();
-            inner.format = MemoryFormat::Contiguous;
+            inner.format = format;
             inner.history = History::None;
         })
     }
@@ -207,6 +212,18 @@ impl Tensor {
             inner.shape = shape.to_vec();
             inner.history = History::None;
         })
+    }
+
+    /// As [`Tensor::in_format`], but shares the elements also where both formats have them in the same order: those of a single
+    /// channel, or of a single pixel.
+    pub(crate) fn laid_out(&self, format: MemoryFormat) -> Result<Tensor> {
+        let format = usable_format(self.shape(), format)?;
+        match self.shape() {
+            &[_, channels, ref spatial @ ..] if channels <= 1 || spatial.iter().all(|&size| size <= 1) => {
+                Ok(self.relabeled(self.shape(), format))
+            }
+            _ => self.in_format(format),
+        }
     }
 
     /// A leaf with these elements: `backward` will give its gradient.

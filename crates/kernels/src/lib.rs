@@ -59,6 +59,7 @@ pub mod prelu;
 pub mod profile;
 pub mod resize;
 pub mod softmax;
+pub mod strided;
 pub mod tune;
 pub mod upsample;
 pub mod value_loss;

@@ -28,18 +28,20 @@ impl MemoryFormat {
     /// How many elements apart neighbours along each axis of a shape lie; a size of 0 counts as 1. Channels-last needs three axes
     /// or more.
     pub fn strides(self, shape: &[usize]) -> Vec<usize> {
-        let rank = shape.len();
-        // The axes from the innermost to the outermost.
-        let axes: Vec<usize> = match self {
-            MemoryFormat::Contiguous => (0..rank).rev().collect(),
-            MemoryFormat::ChannelsLast => [1].into_iter().chain((2..rank).rev()).chain([0]).collect(),
-        };
-        let (mut strides, mut step) = (vec![0; rank], 1);
-        for axis in axes {
+        let (mut strides, mut step) = (vec![0; shape.len()], 1);
+        for axis in self.axes(shape.len()).into_iter().rev() {
             strides[axis] = step;
             step *= shape[axis].max(1);
         }
         strides
+    }
+
+    /// The axes in their order in memory, from the outermost to the innermost. Channels-last needs three axes or more.
+    pub fn axes(self, rank: usize) -> Vec<usize> {
+        match self {
+            MemoryFormat::Contiguous => (0..rank).collect(),
+            MemoryFormat::ChannelsLast => [0].into_iter().chain(2..rank).chain([1]).collect(),
+        }
     }
 }
 

@@ -2,26 +2,33 @@
 
 use convoke_kernels::elementwise;
 
+use super::broadcast::{Kind, arithmetic};
 use super::same_dtype;
-use crate::error::invalid;
 use crate::{Function, Needs, Result, Tensor, apply};
 use convoke_kernels::dispatch;
 
 impl Tensor {
-    /// The sum of two tensors of one shape.
+    /// The sum of two tensors, broadcast as in [`Tensor::sub`]. Of one shape, the sum has the format of the first.
     ///
     /// # Errors
-    /// If shapes or types differ.
+    /// If the shapes do not broadcast or types differ.
     pub fn add(&self, other: &Tensor) -> Result<Tensor> {
-        apply(Add, &[self, other])
+        match self.shape() == other.shape() {
+            true => apply(Add, &[self, other]),
+            false => arithmetic(Kind::Add, self, other),
+        }
     }
 
-    /// The product, element by element, of two tensors of one shape.
+    /// The product, element by element, of two tensors, broadcast as in [`Tensor::sub`]. Of one shape, the product has the format
+    /// of the first.
     ///
     /// # Errors
-    /// If shapes or types differ.
+    /// If the shapes do not broadcast or types differ.
     pub fn mul(&self, other: &Tensor) -> Result<Tensor> {
-        apply(Multiply, &[self, other])
+        match self.shape() == other.shape() {
+            true => apply(Multiply, &[self, other]),
+            false => arithmetic(Kind::Multiply, self, other),
+        }
     }
 
     /// Every element times a number.
@@ -53,9 +60,6 @@ impl Tensor {
 fn alike(operation: &'static str, inputs: &[&Tensor]) -> Result<(Tensor, Tensor)> {
     let [a, b] = [inputs[0], inputs[1]];
     same_dtype(operation, inputs)?;
-    if a.shape() != b.shape() {
-        return Err(invalid(operation, format!("the shapes {:?} and {:?} differ", a.shape(), b.shape())));
-    }
     Ok((a.detach(), b.in_format(a.format())?))
 }
 

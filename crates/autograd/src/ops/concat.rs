@@ -1,11 +1,12 @@
-//! Joining tensors along their channels.
+//! Joining tensors along an axis.
 
 use convoke_kernels::concat as kernel;
 use convoke_kernels::memory_format::Extent;
 
-use super::same_dtype;
+use super::{around, checked_axis, same_dtype};
 use crate::error::invalid;
-use crate::{DType, Function, Needs, Result, Tensor, apply};
+use crate::tensor::checked_len;
+use crate::{DType, Function, MemoryFormat, Needs, Result, Tensor, apply};
 use convoke_kernels::dispatch_stored;
 
 /// The channels of N x C1 x ..., N x C2 x ... and so on, one tensor after the other, as PyTorch's `cat` with `dim=1`.
@@ -16,39 +17,90 @@ use convoke_kernels::dispatch_stored;
 /// If there is no tensor, one has fewer than two dimensions, or sizes other than C or types differ.
 pub fn concat(tensors: &[&Tensor]) -> Result<Tensor> {
     let operation = "concat";
+    for tensor in tensors {
+        tensor.extent(operation)?;
+    }
+    joined(operation, tensors, 1)
+}
+
+/// The elements of one tensor after the other along an axis, which counts from the last if negative, as PyTorch's `cat`.
+///
+/// The output has the memory format of the first one. Saves nothing.
+///
+/// # Errors
+/// If there is no tensor or no such axis, or sizes of other axes or types differ.
+pub fn cat(tensors: &[&Tensor], axis: isize) -> Result<Tensor> {
+    joined("cat", tensors, axis)
+}
+
+/// Tensors of one shape along a new axis, before axis `axis` of the first; -1 is after the last, as in PyTorch's `stack`.
+///
+/// # Errors
+/// If there is no tensor or no such axis, or shapes or types differ.
+pub fn stack(tensors: &[&Tensor], axis: isize) -> Result<Tensor> {
+    let Some(first) = tensors.first() else {
+        return Err(invalid("stack", "there must be at least one tensor"));
+    };
+    if let Some(other) = tensors.iter().find(|other| other.shape() != first.shape()) {
+        let reason = format!("the shapes {:?} and {:?} differ", first.shape(), other.shape());
+        return Err(invalid("stack", reason));
+    }
+    if checked_axis("stack", axis, &vec![1; first.shape().len() + 1]).is_err() {
+        return Err(invalid(
+            "stack",
+            format!("there is no place {axis} for a new axis in {:?}", first.shape()),
+        ));
+    }
+    let new: Vec<Tensor> = tensors.iter().map(|tensor| tensor.unsqueeze(&[axis])).collect::<Result<_>>()?;
+    joined("stack", &new.iter().collect::<Vec<_>>(), axis)
+}
+
+fn joined(operation: &'static str, tensors: &[&Tensor], axis: isize) -> Result<Tensor> {
     let Some(first) = tensors.first() else {
         return Err(invalid(operation, "there must be at least one tensor"));
     };
     same_dtype(operation, tensors)?;
-    let (mut shape, mut channels) = (first.shape().to_vec(), Vec::with_capacity(tensors.len()));
+    let axis = checked_axis(operation, axis, first.shape())?;
+    let (mut shape, mut sizes) = (first.shape().to_vec(), Vec::with_capacity(tensors.len()));
     let mut total = 0usize;
     for tensor in tensors {
-        channels.push(tensor.extent(operation)?.channels);
         let other = tensor.shape();
-        if other[0] != shape[0] || other[2..] != shape[2..] {
-            let reason = format!("{:?} and {other:?} differ in more than their channels", first.shape());
+        let differs = |at: usize| at != axis && other[at] != shape[at];
+        if other.len() != shape.len() || (0..shape.len()).any(differs) {
+            let what = if operation == "concat" { "their channels".into() } else { format!("axis {axis}") };
+            let reason = format!("{:?} and {other:?} differ in more than {what}", first.shape());
             return Err(invalid(operation, reason));
         }
-        total = total.checked_add(other[1]).ok_or_else(|| {
+        sizes.push(other[axis]);
+        total = total.checked_add(other[axis]).ok_or_else(|| {
             invalid(operation, format!("{} tensors like {other:?} are too large", tensors.len()))
         })?;
     }
-    shape[1] = total;
-    apply(Concat { shape, channels }, tensors)
+    shape[axis] = total;
+    checked_len(operation, &shape)?;
+    apply(Concat { operation, axis, shape, sizes }, tensors)
 }
 
 struct Concat {
+    operation: &'static str,
+    axis: usize,
     /// The output's shape.
     shape: Vec<usize>,
-    /// The number of channels of each input.
-    channels: Vec<usize>,
+    /// The size of each input along the axis.
+    sizes: Vec<usize>,
+}
+
+/// `tensor` as outer x an axis of `size` x inner, which the kernels call batch, channels and spatial.
+fn extent(tensor: &Tensor, axis: usize, size: usize) -> Extent {
+    let [batch, spatial] = around(tensor, axis);
+    Extent { batch, channels: size, spatial, format: MemoryFormat::Contiguous }
 }
 
 impl Function for Concat {
     type Saved = ();
 
     fn name(&self) -> &'static str {
-        "concat"
+        self.operation
     }
 
     fn takes(&self, _: DType) -> bool {
@@ -61,7 +113,7 @@ impl Function for Concat {
         let alike: Vec<Tensor> = alike.collect::<Result<_>>()?;
         let (device, format) = (first.device(), first.format());
         let y = dispatch_stored!(first.dtype(), T => Tensor::build(device, &self.shape, format, |y: &mut [T]| {
-            let extent = Extent { channels: self.shape[1], ..first.extent("concat")? };
+            let extent = extent(first, self.axis, self.shape[self.axis]);
             let parts: Vec<&[T]> = alike.iter().map(Tensor::data).collect::<Result<_>>()?;
             Ok(kernel::concat(device.compute(), &extent, &parts, y)?)
         }))?;
@@ -69,19 +121,20 @@ impl Function for Concat {
     }
 
     fn backward(&self, (): (), upstream: Tensor, needs: &Needs) -> Result<Vec<Option<Tensor>>> {
-        let (device, format, extent) = (upstream.device(), upstream.format(), upstream.extent("concat")?);
+        let (device, format) = (upstream.device(), upstream.format());
+        let extent = extent(&upstream, self.axis, self.shape[self.axis]);
         let mut first = 0;
-        let mut gradients = Vec::with_capacity(self.channels.len());
-        for (index, &channels) in self.channels.iter().enumerate() {
+        let mut gradients = Vec::with_capacity(self.sizes.len());
+        for (index, &size) in self.sizes.iter().enumerate() {
             let mut shape = self.shape.clone();
-            shape[1] = channels;
+            shape[self.axis] = size;
             let take = || {
                 dispatch_stored!(upstream.dtype(), T => Tensor::build(device, &shape, format, |dx: &mut [T]| {
                     Ok(kernel::take_channels(device.compute(), &extent, first, upstream.data::<T>()?, dx)?)
                 }))
             };
             gradients.push(needs.input(index).then(take).transpose()?);
-            first += channels;
+            first += size;
         }
         Ok(gradients)
     }

@@ -4,6 +4,7 @@ mod activate;
 mod adaptive_pool2d;
 mod arithmetic;
 mod batch_norm;
+mod broadcast;
 mod concat;
 mod conv2d;
 mod conv_bn2d;
@@ -11,15 +12,20 @@ mod conv_transpose2d;
 mod dropout;
 mod dtype;
 mod group_norm;
+mod index;
 mod layer_norm;
 mod linear;
 mod local_response_norm;
+mod matmul;
 mod memory_format;
 mod nll_loss;
 mod one_dimension;
+mod pad;
+mod permute;
 mod pointwise;
 mod pool2d;
 mod prelu;
+mod reduce;
 mod reshape;
 mod resize2d;
 mod softmax;
@@ -29,7 +35,7 @@ mod value_loss;
 pub use activate::activate;
 pub use adaptive_pool2d::{adaptive_avg_pool2d, adaptive_max_pool2d};
 pub use batch_norm::{BatchNormOptions, Statistics, Synchronize, batch_norm};
-pub use concat::concat;
+pub use concat::{cat, concat, stack};
 pub use conv_bn2d::{ConvBnBlock, ConvBnParameters, Keep, conv_bn_block2d, conv_bn2d};
 pub use conv_transpose2d::{ConvTransposeOptions, conv_transpose2d};
 pub use conv2d::{ConvOptions, Padding, conv2d};
@@ -42,11 +48,15 @@ pub use convoke_kernels::resize::{Coordinates, ResizeMode, Rounding};
 pub use convoke_kernels::upsample::UpsampleMode;
 pub use dropout::dropout;
 pub use group_norm::{GroupNormOptions, group_norm, instance_norm};
+pub use index::Slice;
 pub use layer_norm::{LayerNormOptions, LayerNormOver, layer_norm};
 pub use linear::linear;
 pub use local_response_norm::local_response_norm;
+pub use matmul::{GemmOptions, gemm};
 pub use nll_loss::{ClassOptions, Reduction, cross_entropy, nll_loss, weighted_nll_loss};
 pub use one_dimension::{Conv1dOptions, Pool1dOptions, avg_pool1d, conv1d, max_pool1d};
+pub use pad::PadMode;
+pub use permute::{DepthOrder, channel_shuffle, depth_to_space, space_to_depth};
 pub use pointwise::{Pointwise, pointwise};
 pub use pool2d::{PoolOptions, avg_pool2d, max_pool2d};
 pub use prelu::prelu;
@@ -56,7 +66,7 @@ pub use upsample2d::upsample2d;
 pub use value_loss::{binary_cross_entropy_with_logits, mse_loss};
 
 use crate::error::invalid;
-use crate::{Error, Result, Tensor};
+use crate::{Error, MemoryFormat, Result, Tensor};
 
 /// N, C, H, W of a tensor that must have four dimensions.
 pub(crate) fn four_dimensions(operation: &'static str, operand: &str, tensor: &Tensor) -> Result<[usize; 4]> {
@@ -94,4 +104,39 @@ fn check_vector(
         )),
         _ => Ok(()),
     }
+}
+
+/// The axis that a number means, counted from the last if it is negative.
+pub(crate) fn checked_axis(operation: &'static str, axis: isize, shape: &[usize]) -> Result<usize> {
+    let own = if axis < 0 { axis.checked_add_unsigned(shape.len()) } else { Some(axis) };
+    own.and_then(|own| usize::try_from(own).ok())
+        .filter(|&own| own < shape.len())
+        .ok_or_else(|| invalid(operation, format!("there is no axis {axis} in {shape:?}")))
+}
+
+/// The axes that some numbers mean, all different.
+fn checked_axes(operation: &'static str, axes: &[isize], shape: &[usize]) -> Result<Vec<usize>> {
+    let mut found = Vec::with_capacity(axes.len());
+    for &axis in axes {
+        let axis = checked_axis(operation, axis, shape)?;
+        if found.contains(&axis) {
+            return Err(invalid(operation, format!("{axes:?} name axis {axis} of {shape:?} twice")));
+        }
+        found.push(axis);
+    }
+    Ok(found)
+}
+
+/// The number of runs in memory along an axis, and the elements between neighbours on it: the tensor is, in memory, outer x the
+/// axis x inner.
+fn around(tensor: &Tensor, axis: usize) -> [usize; 2] {
+    let order = tensor.format().axes(tensor.shape().len());
+    let at = order.iter().position(|&other| other == axis).expect("an axis of the tensor");
+    let product = |axes: &[usize]| axes.iter().map(|&axis| tensor.shape()[axis]).product();
+    [product(&order[..at]), product(&order[at + 1..])]
+}
+
+/// The elements in contiguous order in another shape, without history.
+fn contiguous_as(tensor: &Tensor, shape: &[usize]) -> Result<Tensor> {
+    Ok(tensor.laid_out(MemoryFormat::Contiguous)?.reshaped(shape))
 }

@@ -406,9 +406,17 @@ fn weighted_and_value_losses() {
 fn arithmetic() {
     Refusals::each("arithmetic", |refusals| {
         type Binary = fn(&Tensor, &Tensor) -> Result<Tensor>;
-        let binary: [(&str, Binary); 2] = [("add", Tensor::add), ("mul", Tensor::mul)];
+        let binary: [(&str, Binary); 7] = [
+            ("add", Tensor::add),
+            ("mul", Tensor::mul),
+            ("sub", Tensor::sub),
+            ("div", Tensor::div),
+            ("pow", Tensor::pow),
+            ("maximum", Tensor::maximum),
+            ("minimum", Tensor::minimum),
+        ];
         for (operation, function) in binary {
-            for (a, b) in [(&[2, 3][..], &[3, 2][..]), (&[2, 3], &[3]), (&[1], &[]), (&[0], &[0, 1])] {
+            for (a, b) in [(&[2, 3][..], &[3, 2][..]), (&[2, 3], &[2]), (&[2], &[0]), (&[0, 2], &[0, 3])] {
                 let parts = [operation, &shape(a), &shape(b)];
                 refusals.check("shapes", &parts, |r| function(&r.f32(a), &r.f32(b)));
             }

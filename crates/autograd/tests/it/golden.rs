@@ -6,8 +6,8 @@ use std::cell::RefCell;
 
 use crate::common::{FORMATS, device, laid_out, tensor, values};
 use convoke_autograd::ops::{
-    self, Activation, BatchNormOptions, ClassOptions, ConvBnParameters, ConvOptions, Moments, Padding,
-    PoolOptions, Reduction, Statistics, UpsampleMode,
+    self, Activation, BatchNormOptions, ClassOptions, ConvBnParameters, ConvOptions, DepthOrder, GemmOptions,
+    Moments, PadMode, Padding, PoolOptions, Reduction, Slice, Statistics, UpsampleMode,
 };
 use convoke_autograd::{BackwardOptions, Device, MemoryFormat, Result, Tensor};
 use convoke_testkit::{Case, Failures, Golden, Tolerance, check_close_or_both_nan};
@@ -219,6 +219,74 @@ fn joined_channels() {
         let others = (1..).map_while(|index| run.leaf(&format!("x{index}")));
         let tensors: Vec<Tensor> = [run.x()].into_iter().chain(others).collect();
         Some(ops::concat(&tensors.iter().collect::<Vec<_>>()))
+    });
+    assert!(declined.is_empty());
+}
+
+#[test]
+fn arithmetic_sums_and_shapes() {
+    let declined = check_file("shapes", |run| {
+        let case = run.case;
+        let others = (1..).map_while(|index| run.leaf(&format!("x{index}")));
+        let tensors: Vec<Tensor> = [run.x()].into_iter().chain(others).collect();
+        let all: Vec<&Tensor> = tensors.iter().collect();
+        let x = all[0];
+        let numbers =
+            |path: &str| case.numbers(path).iter().map(|&number| number as isize).collect::<Vec<_>>();
+        let rows = |name: &str| -> Vec<Vec<isize>> {
+            let paths = (0..).map(|row| format!("{name}/{row}"));
+            paths.take_while(|path| case.attribute(path).is_some()).map(|path| numbers(&path)).collect()
+        };
+        let axis = || case.number("axis") as isize;
+        let size = |name: &str| case.number(name) as usize;
+        let operation = case.text("operation");
+        let fold: Option<fn(&Tensor, &[isize], bool) -> Result<Tensor>> = match operation {
+            "sum_dims" => Some(Tensor::sum_dims),
+            "mean_dims" => Some(Tensor::mean_dims),
+            "prod" => Some(Tensor::prod),
+            "amax" => Some(Tensor::amax),
+            "amin" => Some(Tensor::amin),
+            _ => None,
+        };
+        Some(match operation {
+            _ if fold.is_some() => fold.unwrap()(x, &numbers("axes"), case.flag("keep")),
+            "add" => x.add(all[1]),
+            "mul" => x.mul(all[1]),
+            "sub" => x.sub(all[1]),
+            "div" => x.div(all[1]),
+            "pow" => x.pow(all[1]),
+            "maximum" => x.maximum(all[1]),
+            "minimum" => x.minimum(all[1]),
+            "expand" => x.expand(&case.sizes("sizes")),
+            "slice" => {
+                let slice =
+                    |row: Vec<isize>| Slice { axis: row[0], start: row[1], end: row[2], step: row[3] };
+                x.slice(&rows("slices").into_iter().map(slice).collect::<Vec<_>>())
+            }
+            "index_select" => x.index_select(axis(), &numbers("indices")),
+            "pad" => {
+                let pads: Vec<[isize; 2]> = rows("pads").into_iter().map(|row| [row[0], row[1]]).collect();
+                let mode = match case.text("mode") {
+                    "constant" => PadMode::Constant(0.75),
+                    "reflect" => PadMode::Reflect,
+                    "edge" => PadMode::Edge,
+                    _ => PadMode::Wrap,
+                };
+                x.pad(&pads, mode)
+            }
+            "permute" => x.permute(&numbers("axes")),
+            "depth_to_space" => ops::depth_to_space(x, size("block"), DepthOrder::ChannelFirst),
+            "space_to_depth" => ops::space_to_depth(x, size("block"), DepthOrder::ChannelFirst),
+            "channel_shuffle" => ops::channel_shuffle(x, size("groups")),
+            "cat" => ops::cat(&all, axis()),
+            "stack" => ops::stack(&all, axis()),
+            "matmul" => x.matmul(all[1]),
+            "gemm" => {
+                let options = GemmOptions { alpha: 0.5, beta: -1.5, transpose_a: true, transpose_b: true };
+                ops::gemm(x, all[1], Some(all[2]), &options)
+            }
+            _ => return None,
+        })
     });
     assert!(declined.is_empty());
 }

@@ -14,4 +14,5 @@ mod keep;
 mod layers;
 mod memory;
 mod pointwise;
+mod shapes;
 mod tape;

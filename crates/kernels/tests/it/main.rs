@@ -28,6 +28,7 @@ mod pool;
 mod pool_errors;
 mod small_channels;
 mod stream;
+mod strided;
 mod tune;
 mod tune_pool;
 mod upsample;

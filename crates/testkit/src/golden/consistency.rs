@@ -3,7 +3,7 @@
 use super::{Case, Golden, folder};
 use crate::{Failures, Tolerance, assert_close, formula_fill_around};
 
-const FILES: [&str; 16] = [
+const FILES: [&str; 17] = [
     "batch_norm",
     "batch_norm_closeness",
     "batch_norm_conventions",
@@ -19,9 +19,10 @@ const FILES: [&str; 16] = [
     "pointwise",
     "pool",
     "resnet_step",
+    "shapes",
     "upsample",
 ];
-const SIZE_LIMIT: u64 = 1_000_000;
+const SIZE_LIMIT: u64 = 1_500_000;
 
 /// What a case must fulfil: says what is wrong otherwise.
 type Rule = fn(&Case) -> Result<(), String>;
@@ -233,6 +234,18 @@ fn concat_cases_are_complete() {
             has_shape(case, "output", &[&shape[..1], &output[1..2], &shape[2..]].concat())?;
         }
         ensure(channels == output[1], || format!("{channels} channels"))?;
+        same_shape(case, "grad_output", "output")?;
+        finite(case)
+    });
+}
+
+#[test]
+fn shapes_cases_are_complete() {
+    check_file("shapes", 30, |case| {
+        ensure(!case.text("operation").is_empty(), || "operation".into())?;
+        for name in case.tensor_names().filter(|name| name.starts_with('x')) {
+            same_shape(case, &format!("grad_{name}"), name)?;
+        }
         same_shape(case, "grad_output", "output")?;
         finite(case)
     });

@@ -3,6 +3,7 @@
 mod layers;
 mod losses;
 mod pointwise;
+mod shapes;
 
 use convoke_autograd::ops::{
     Activation, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, EpsPlace, Keep, Padding,
@@ -47,7 +48,7 @@ const fn operation(name: &'static str, file: &'static str, cases: fn(&mut Draw))
 }
 
 /// Every public operation and method that can be recorded.
-pub(crate) const OPERATIONS: [Operation; 41] = [
+pub(crate) const OPERATIONS: [Operation; 69] = [
     operation("add", "arithmetic", |draw| two_operands(draw, Tensor::add)),
     operation("mul", "arithmetic", |draw| two_operands(draw, Tensor::mul)),
     operation("scale", "arithmetic", |draw| any_shape(draw, |x| x.scale(-1.7))),
@@ -90,11 +91,45 @@ pub(crate) const OPERATIONS: [Operation; 41] = [
     operation("log_softmax", "softmax", log_softmax_cases),
     operation("log_softmax_along", "softmax", |draw| softmax_cases(draw, log_softmax_along)),
     operation("reshape", "reshape", reshape_cases),
+    operation("sub", "broadcast", |draw| shapes::broadcast_cases(draw, Tensor::sub)),
+    operation("div", "broadcast", |draw| shapes::broadcast_cases(draw, Tensor::div)),
+    operation("pow", "broadcast", |draw| shapes::broadcast_cases(draw, Tensor::pow)),
+    operation("maximum", "broadcast", |draw| shapes::comparison_cases(draw, Tensor::maximum)),
+    operation("minimum", "broadcast", |draw| shapes::comparison_cases(draw, Tensor::minimum)),
+    operation("add_scalar", "broadcast", |draw| shapes::number_cases(draw, Tensor::add_scalar, &[0.0, -1.5])),
+    operation("pow_scalar", "broadcast", |draw| {
+        shapes::number_cases(draw, Tensor::pow_scalar, &[0.0, 1.0, 2.0, 3.0, 0.5, -1.0]);
+    }),
+    operation("maximum_scalar", "broadcast", |draw| {
+        shapes::number_cases(draw, Tensor::maximum_scalar, &[1.0]);
+    }),
+    operation("minimum_scalar", "broadcast", |draw| {
+        shapes::number_cases(draw, Tensor::minimum_scalar, &[1.0]);
+    }),
+    operation("expand", "broadcast", shapes::expand_cases),
+    operation("cat", "concat", shapes::cat_cases),
+    operation("stack", "concat", shapes::stack_cases),
+    operation("slice", "index", shapes::slice_cases),
+    operation("index_select", "index", shapes::index_select_cases),
+    operation("matmul", "matmul", shapes::matmul_cases),
+    operation("gemm", "matmul", shapes::gemm_cases),
+    operation("pad", "pad", shapes::pad_cases),
+    operation("permute", "permute", shapes::permute_cases),
+    operation("transpose", "permute", shapes::transpose_cases),
+    operation("depth_to_space", "permute", shapes::depth_cases),
+    operation("space_to_depth", "permute", shapes::space_cases),
+    operation("channel_shuffle", "permute", shapes::shuffle_cases),
+    operation("sum_dims", "reduce", |draw| shapes::reduce_cases(draw, Draw::normal, Tensor::sum_dims)),
+    operation("mean_dims", "reduce", |draw| shapes::reduce_cases(draw, Draw::normal, Tensor::mean_dims)),
+    operation("prod", "reduce", |draw| shapes::reduce_cases(draw, shapes::near_one, Tensor::prod)),
+    operation("amax", "reduce", |draw| shapes::reduce_cases(draw, Draw::distinct, Tensor::amax)),
+    operation("amin", "reduce", |draw| shapes::reduce_cases(draw, Draw::distinct, Tensor::amin)),
+    operation("reshape_onnx", "reshape", shapes::reshape_onnx_cases),
     operation("upsample2d", "upsample2d", upsample2d_cases),
 ];
 
 /// Methods that are another operation by another name, and so share its cases.
-pub(crate) const ALIASES: [(&str, &str); 18] = [
+pub(crate) const ALIASES: [(&str, &str); 21] = [
     ("flatten", "reshape"),
     ("sigmoid", "pointwise"),
     ("tanh", "pointwise"),
@@ -113,6 +148,9 @@ pub(crate) const ALIASES: [(&str, &str); 18] = [
     ("neg", "pointwise"),
     ("reciprocal", "pointwise"),
     ("erf", "pointwise"),
+    ("flatten_dims", "reshape_onnx"),
+    ("squeeze", "reshape_onnx"),
+    ("unsqueeze", "reshape_onnx"),
 ];
 
 impl Operation {
@@ -267,6 +305,7 @@ fn two_operands(draw: &mut Draw, function: fn(&Tensor, &Tensor) -> Result<Tensor
     }
     let x = draw.normal(&shape);
     draw.add("with itself", vec![x], move |inputs| function(&inputs[0], &inputs[0]));
+    shapes::broadcast_cases(draw, function);
 }
 
 /// (name, x, weight, bias?, options).

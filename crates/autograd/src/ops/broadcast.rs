@@ -1,0 +1,359 @@
+//! Arithmetic of two tensors by NumPy's rules of broadcasting.
+
+use convoke_kernels::dispatch;
+use convoke_kernels::strided::{
+    Add, Axis, BaseGradient, Divide, DivisorGradient, ExponentGradient, Fold, Larger, LargerShare, Map,
+    Multiply, Power, Reduction, Scale, Smaller, SmallerShare, Subtract, Value, Walk,
+};
+
+use super::same_dtype;
+use crate::error::invalid;
+use crate::tensor::checked_len;
+use crate::{Function, MemoryFormat, Needs, Result, Tensor, apply};
+
+impl Tensor {
+    /// The difference of two tensors, broadcast as in NumPy: shapes are aligned at their last sizes, and sizes of 1 are repeated.
+    ///
+    /// The output has the memory format of the operand that has all its dimensions; of the larger one if both do.
+    ///
+    /// # Errors
+    /// If the shapes do not broadcast or types differ.
+    pub fn sub(&self, other: &Tensor) -> Result<Tensor> {
+        arithmetic(Kind::Subtract, self, other)
+    }
+
+    /// The quotient of two tensors, broadcast as in [`Tensor::sub`].
+    ///
+    /// # Errors
+    /// As [`Tensor::sub`].
+    pub fn div(&self, other: &Tensor) -> Result<Tensor> {
+        arithmetic(Kind::Divide, self, other)
+    }
+
+    /// Each element to the power of the other's, broadcast as in [`Tensor::sub`].
+    ///
+    /// # Errors
+    /// As [`Tensor::sub`].
+    pub fn pow(&self, exponent: &Tensor) -> Result<Tensor> {
+        arithmetic(Kind::Power, self, exponent)
+    }
+
+    /// The larger of two elements, NaN if either is, broadcast as in [`Tensor::sub`]. Equal elements get half of the gradient
+    /// each.
+    ///
+    /// # Errors
+    /// As [`Tensor::sub`].
+    pub fn maximum(&self, other: &Tensor) -> Result<Tensor> {
+        arithmetic(Kind::Larger, self, other)
+    }
+
+    /// The smaller of two elements, otherwise as [`Tensor::maximum`].
+    ///
+    /// # Errors
+    /// As [`Tensor::sub`].
+    pub fn minimum(&self, other: &Tensor) -> Result<Tensor> {
+        arithmetic(Kind::Smaller, self, other)
+    }
+
+    /// Every element plus a number.
+    ///
+    /// # Errors
+    /// If there is no memory.
+    pub fn add_scalar(&self, number: f64) -> Result<Tensor> {
+        arithmetic(Kind::Add, self, &self.number(number)?)
+    }
+
+    /// Every element to the power of a number.
+    ///
+    /// # Errors
+    /// As [`Tensor::add_scalar`].
+    pub fn pow_scalar(&self, exponent: f64) -> Result<Tensor> {
+        match exponent {
+            // The product needs no logarithm.
+            2.0 => self.mul(self),
+            _ => arithmetic(Kind::Power, self, &self.number(exponent)?),
+        }
+    }
+
+    /// The larger of each element and a number, otherwise as [`Tensor::maximum`].
+    ///
+    /// # Errors
+    /// As [`Tensor::add_scalar`].
+    pub fn maximum_scalar(&self, number: f64) -> Result<Tensor> {
+        arithmetic(Kind::Larger, self, &self.number(number)?)
+    }
+
+    /// The smaller of each element and a number, otherwise as [`Tensor::maximum`].
+    ///
+    /// # Errors
+    /// As [`Tensor::add_scalar`].
+    pub fn minimum_scalar(&self, number: f64) -> Result<Tensor> {
+        arithmetic(Kind::Smaller, self, &self.number(number)?)
+    }
+
+    /// The elements repeated along axes of size 1, and along new ones before the first, so that the shape is `shape`. A size of 1
+    /// in `shape` keeps the tensor's own size, as in ONNX. A view in PyTorch, here a copy.
+    ///
+    /// # Errors
+    /// If the shapes do not broadcast.
+    pub fn expand(&self, shape: &[usize]) -> Result<Tensor> {
+        apply(Expand { shape: broadcast_shape("expand", self.shape(), shape)? }, &[self])
+    }
+
+    /// A number as a constant of this tensor's type.
+    fn number(&self, number: f64) -> Result<Tensor> {
+        Tensor::full(self.device(), &[], self.dtype(), number)
+    }
+}
+
+/// The shape to which two shapes broadcast.
+pub(super) fn broadcast_shape(operation: &'static str, a: &[usize], b: &[usize]) -> Result<Vec<usize>> {
+    let rank = a.len().max(b.len());
+    let size =
+        |shape: &[usize], axis: usize| (axis + shape.len()).checked_sub(rank).map_or(1, |at| shape[at]);
+    let shape: Option<Vec<usize>> = (0..rank)
+        .map(|axis| match (size(a, axis), size(b, axis)) {
+            (a, b) if a == b => Some(a),
+            (1, size) | (size, 1) => Some(size),
+            _ => None,
+        })
+        .collect();
+    let shape =
+        shape.ok_or_else(|| invalid(operation, format!("the shapes {a:?} and {b:?} do not broadcast")))?;
+    checked_len(operation, &shape)?;
+    Ok(shape)
+}
+
+/// Two operands and what is computed from their elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    Add,
+    Subtract,
+    Multiply,
+    Divide,
+    Power,
+    Larger,
+    Smaller,
+}
+
+pub(super) fn arithmetic(kind: Kind, a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    apply(Binary { kind }, &[a, b])
+}
+
+struct Binary {
+    kind: Kind,
+}
+
+/// A tensor's shape and format, without its elements.
+#[derive(Debug, Clone)]
+pub(super) struct Like {
+    shape: Vec<usize>,
+    format: MemoryFormat,
+}
+
+impl Like {
+    pub(super) fn of(tensor: &Tensor) -> Like {
+        Like { shape: tensor.shape().to_vec(), format: tensor.format() }
+    }
+}
+
+/// The operands that backward reads, and the shapes of both.
+#[derive(Clone)]
+struct Saved {
+    a: Option<Tensor>,
+    b: Option<Tensor>,
+    likes: [Like; 2],
+}
+
+impl Function for Binary {
+    type Saved = Saved;
+
+    fn name(&self) -> &'static str {
+        match self.kind {
+            Kind::Add => "add",
+            Kind::Subtract => "sub",
+            Kind::Multiply => "mul",
+            Kind::Divide => "div",
+            Kind::Power => "pow",
+            Kind::Larger => "maximum",
+            Kind::Smaller => "minimum",
+        }
+    }
+
+    fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, Saved)> {
+        let (operation, [a, b]) = (self.name(), [inputs[0], inputs[1]]);
+        same_dtype(operation, inputs)?;
+        let shape = broadcast_shape(operation, a.shape(), b.shape())?;
+        let whole = [a, b].into_iter().filter(|operand| operand.shape().len() == shape.len());
+        // Of equally large ones the first.
+        let whole = whole.reduce(|first, other| if other.len() > first.len() { other } else { first });
+        let format = whole.map_or(MemoryFormat::Contiguous, Tensor::format);
+        let over = Over { operation, shape: &shape, format };
+        let y = match self.kind {
+            Kind::Add => over.map(Add, [a, b]),
+            Kind::Subtract => over.map(Subtract, [a, b]),
+            Kind::Multiply => over.map(Multiply, [a, b]),
+            Kind::Divide => over.map(Divide, [a, b]),
+            Kind::Power => over.map(Power, [a, b]),
+            Kind::Larger => over.map(Larger, [a, b]),
+            Kind::Smaller => over.map(Smaller, [a, b]),
+        }?;
+        let [of_a, of_b] = match self.kind {
+            Kind::Add | Kind::Subtract => [false, false],
+            Kind::Multiply => [needs.input(1), needs.input(0)],
+            Kind::Divide => [needs.input(1), needs.any()],
+            Kind::Power | Kind::Larger | Kind::Smaller => [needs.any(); 2],
+        };
+        let likes = [Like::of(a), Like::of(b)];
+        Ok((y, Saved { a: of_a.then(|| a.detach()), b: of_b.then(|| b.detach()), likes }))
+    }
+
+    fn backward(&self, saved: Saved, upstream: Tensor, needs: &Needs) -> Result<Vec<Option<Tensor>>> {
+        let Saved { a, b, likes: [like_a, like_b] } = saved;
+        let a = || a.as_ref().expect("saved for this gradient");
+        let b = || b.as_ref().expect("saved for this gradient");
+        let dy = &upstream;
+        let over = Over { operation: self.name(), shape: dy.shape(), format: dy.format() };
+        let da = || match self.kind {
+            Kind::Add | Kind::Subtract => over.gradient(&like_a, Value, [dy]),
+            Kind::Multiply => over.gradient(&like_a, Multiply, [dy, b()]),
+            Kind::Divide => over.gradient(&like_a, Divide, [dy, b()]),
+            Kind::Power => over.gradient(&like_a, BaseGradient, [dy, a(), b()]),
+            Kind::Larger => over.gradient(&like_a, LargerShare, [dy, a(), b()]),
+            Kind::Smaller => over.gradient(&like_a, SmallerShare, [dy, a(), b()]),
+        };
+        let db = || match self.kind {
+            Kind::Add => over.gradient(&like_b, Value, [dy]),
+            Kind::Subtract => over.gradient(&like_b, Scale { factor: -1.0 }, [dy]),
+            Kind::Multiply => over.gradient(&like_b, Multiply, [dy, a()]),
+            Kind::Divide => over.gradient(&like_b, DivisorGradient, [dy, a(), b()]),
+            Kind::Power => over.gradient(&like_b, ExponentGradient, [dy, a(), b()]),
+            Kind::Larger => over.gradient(&like_b, LargerShare, [dy, b(), a()]),
+            Kind::Smaller => over.gradient(&like_b, SmallerShare, [dy, b(), a()]),
+        };
+        // A sum's gradient may be the upstream gradient itself.
+        let same = |like: &Like| matches!(self.kind, Kind::Add) && like.shape == dy.shape();
+        let gradient = |input: usize, like: &Like, compute: &dyn Fn() -> Result<Tensor>| match needs
+            .input(input)
+        {
+            false => Ok(None),
+            true if same(like) || (input == 0 && self.kind == Kind::Subtract && like.shape == dy.shape()) => {
+                Ok(Some(dy.clone()))
+            }
+            true => compute().map(Some),
+        };
+        Ok(vec![gradient(0, &like_a, &da)?, gradient(1, &like_b, &db)?])
+    }
+}
+
+struct Expand {
+    shape: Vec<usize>,
+}
+
+impl Function for Expand {
+    type Saved = Like;
+
+    fn name(&self) -> &'static str {
+        "expand"
+    }
+
+    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Like)> {
+        let x = inputs[0];
+        let same_rank = x.shape().len() == self.shape.len();
+        let format = if same_rank { x.format() } else { MemoryFormat::Contiguous };
+        let over = Over { operation: "expand", shape: &self.shape, format };
+        Ok((over.map(Value, [x])?, Like::of(x)))
+    }
+
+    fn backward(&self, like: Like, dy: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
+        let over = Over { operation: "expand", shape: dy.shape(), format: dy.format() };
+        Ok(vec![Some(over.gradient(&like, Value, [&dy])?)])
+    }
+}
+
+/// The elements of a shape, in the order of a memory format, for functions of operands that broadcast to it.
+#[derive(Clone, Copy)]
+pub(super) struct Over<'a> {
+    pub(super) operation: &'static str,
+    pub(super) shape: &'a [usize],
+    pub(super) format: MemoryFormat,
+}
+
+impl Over<'_> {
+    /// The function of the operands, as a tensor of this shape and format.
+    pub(super) fn map<F: Map, const N: usize>(&self, function: F, operands: [&Tensor; N]) -> Result<Tensor> {
+        let (axes, first) = (self.axes(&vec![true; self.shape.len()], &operands), operands[0]);
+        let device = first.device();
+        dispatch!(self.operation, first.dtype(), T => {
+            let walk = Walk::new(self.operation, &axes, data(&operands)?)?;
+            Tensor::build(device, self.shape, self.format, |y: &mut [T]| Ok(walk.map(device.compute(), function, y)?))
+        })
+    }
+
+    /// The function of the operands, folded over the axes that are not kept: a tensor of this format with sizes of 1 there.
+    pub(super) fn fold<F: Map, const N: usize>(
+        &self,
+        kept: &[bool],
+        reduction: Reduction,
+        (function, operands): (F, [&Tensor; N]),
+    ) -> Result<Tensor> {
+        let shape: Vec<usize> =
+            self.shape.iter().zip(kept).map(|(&size, &kept)| if kept { size } else { 1 }).collect();
+        let (axes, first) = (self.axes(kept, &operands), operands[0]);
+        let device = first.device();
+        dispatch!(self.operation, first.dtype(), T => {
+            let walk = Walk::new(self.operation, &axes, data(&operands)?)?;
+            Tensor::build(device, &shape, self.format, |y: &mut [T]| {
+                Ok(walk.fold(device.compute(), function, reduction, y)?)
+            })
+        })
+    }
+
+    /// The function of the operands, summed over the axes along which an operand like this was repeated.
+    pub(super) fn gradient<F: Map, const N: usize>(
+        &self,
+        like: &Like,
+        function: F,
+        operands: [&Tensor; N],
+    ) -> Result<Tensor> {
+        let own = &like.shape;
+        let new = self.shape.len() - own.len();
+        let kept: Vec<bool> =
+            (0..self.shape.len()).map(|axis| axis >= new && own[axis - new] == self.shape[axis]).collect();
+        let sum = match kept.iter().all(|&kept| kept) {
+            true => self.map(function, operands)?,
+            false => self.fold(&kept, Reduction { fold: Fold::Sum, divisor: 1.0 }, (function, operands))?,
+        };
+        if new == 0 {
+            return sum.laid_out(like.format);
+        }
+        sum.laid_out(MemoryFormat::Contiguous)?.reshaped(own).laid_out(like.format)
+    }
+
+    /// The axes in the order of the format, with the strides of each operand.
+    fn axes<const N: usize>(&self, kept: &[bool], operands: &[&Tensor; N]) -> Vec<Axis<N>> {
+        let rank = self.shape.len();
+        let strides = operands.map(|operand| operand.format().strides(operand.shape()));
+        let stride = |index: usize, axis: usize| {
+            let own = operands[index].shape();
+            match (axis + own.len()).checked_sub(rank) {
+                Some(at) if own[at] != 1 => strides[index][at],
+                _ => 0,
+            }
+        };
+        let axis = |axis| Axis {
+            size: self.shape[axis],
+            strides: std::array::from_fn(|index| stride(index, axis)),
+            kept: kept[axis],
+        };
+        self.format.axes(rank).into_iter().map(axis).collect()
+    }
+}
+
+fn data<'a, T: crate::Stored, const N: usize>(operands: &[&'a Tensor; N]) -> Result<[&'a [T]; N]> {
+    let mut all = [&[][..]; N];
+    for (data, operand) in all.iter_mut().zip(operands) {
+        *data = operand.data::<T>()?;
+    }
+    Ok(all)
+}

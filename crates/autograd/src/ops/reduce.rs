@@ -1,0 +1,194 @@
+//! Sums, means, products, largest and smallest elements over some of the axes.
+
+use convoke_kernels::strided::{
+    Divide, Equal, Fold, NonZero, OfEqual, OfProduct, Reduction, Scale, Value, WhereOne, WhereZero, Zero,
+};
+
+use super::broadcast::Over;
+use super::{checked_axes, contiguous_as};
+use crate::error::invalid;
+use crate::{Function, MemoryFormat, Needs, Result, Tensor, apply};
+
+impl Tensor {
+    /// The sum over axes, which count from the last if negative; over all of them if `axes` is empty. `keep` leaves them in the
+    /// shape, with size 1. PyTorch's `sum` with `dim`.
+    ///
+    /// The result keeps the memory format as long as it has the first two axes and another one.
+    ///
+    /// # Errors
+    /// If there is no such axis, or one is named twice.
+    pub fn sum_dims(&self, axes: &[isize], keep: bool) -> Result<Tensor> {
+        reduce(Kind::Sum, self, axes, keep)
+    }
+
+    /// The mean over axes, otherwise as [`Tensor::sum_dims`]; NaN of no elements.
+    ///
+    /// # Errors
+    /// As [`Tensor::sum_dims`].
+    pub fn mean_dims(&self, axes: &[isize], keep: bool) -> Result<Tensor> {
+        reduce(Kind::Mean, self, axes, keep)
+    }
+
+    /// The product over axes, otherwise as [`Tensor::sum_dims`].
+    ///
+    /// # Errors
+    /// As [`Tensor::sum_dims`].
+    pub fn prod(&self, axes: &[isize], keep: bool) -> Result<Tensor> {
+        reduce(Kind::Product, self, axes, keep)
+    }
+
+    /// The largest element over axes, NaN if there is one, otherwise as [`Tensor::sum_dims`]. Equal largest elements share the
+    /// gradient evenly.
+    ///
+    /// # Errors
+    /// As [`Tensor::sum_dims`]; if there are no elements to choose from.
+    pub fn amax(&self, axes: &[isize], keep: bool) -> Result<Tensor> {
+        reduce(Kind::Max, self, axes, keep)
+    }
+
+    /// The smallest element over axes, otherwise as [`Tensor::amax`].
+    ///
+    /// # Errors
+    /// As [`Tensor::amax`].
+    pub fn amin(&self, axes: &[isize], keep: bool) -> Result<Tensor> {
+        reduce(Kind::Min, self, axes, keep)
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Sum,
+    Mean,
+    Product,
+    Max,
+    Min,
+}
+
+impl Kind {
+    fn name(self) -> &'static str {
+        match self {
+            Kind::Sum => "sum_dims",
+            Kind::Mean => "mean_dims",
+            Kind::Product => "prod",
+            Kind::Max => "amax",
+            Kind::Min => "amin",
+        }
+    }
+}
+
+fn reduce(kind: Kind, x: &Tensor, axes: &[isize], keep: bool) -> Result<Tensor> {
+    let axes = checked_axes(kind.name(), axes, x.shape())?;
+    let kept: Vec<bool> =
+        (0..x.shape().len()).map(|axis| !axes.is_empty() && !axes.contains(&axis)).collect();
+    let count: usize =
+        x.shape().iter().zip(&kept).filter(|(_, kept)| !**kept).map(|(&size, _)| size).product();
+    if count == 0 && matches!(kind, Kind::Max | Kind::Min) {
+        let reason = format!("the axes of {:?} that are taken together hold no elements", x.shape());
+        return Err(invalid(kind.name(), reason));
+    }
+    apply(Reduce { kind, kept, keep, count }, &[x])
+}
+
+struct Reduce {
+    kind: Kind,
+    /// Which axes stay.
+    kept: Vec<bool>,
+    /// Whether the others stay with size 1.
+    keep: bool,
+    /// Elements that are taken together.
+    count: usize,
+}
+
+#[derive(Clone)]
+struct Saved {
+    /// The input, unless its shape suffices.
+    x: Option<Tensor>,
+    /// The largest or smallest elements, in the input's format, with sizes of 1.
+    extreme: Option<Tensor>,
+    shape: Vec<usize>,
+    format: MemoryFormat,
+}
+
+impl Reduce {
+    /// The shape with sizes of 1, and without.
+    fn shapes(&self, x: &[usize]) -> [Vec<usize>; 2] {
+        let ones = x.iter().zip(&self.kept).map(|(&size, &kept)| if kept { size } else { 1 });
+        let kept = x.iter().zip(&self.kept).filter(|(_, kept)| **kept).map(|(&size, _)| size);
+        [ones.collect(), kept.collect()]
+    }
+
+    /// `y`, whose shape has sizes of 1, without these, if they do not stay.
+    fn dropped(&self, y: &Tensor, shape: &[usize]) -> Result<Tensor> {
+        // Batch and channels stay where they are in memory if only spatial axes go.
+        let spatial = self.kept.iter().take(2).all(|&kept| kept) && shape.len() > 2;
+        match (self.keep, spatial) {
+            (true, _) => Ok(y.detach()),
+            (false, true) => Ok(y.relabeled(shape, y.format())),
+            (false, false) => contiguous_as(y, shape),
+        }
+    }
+}
+
+impl Function for Reduce {
+    type Saved = Saved;
+
+    fn name(&self) -> &'static str {
+        self.kind.name()
+    }
+
+    fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, Saved)> {
+        let x = inputs[0];
+        let over = Over { operation: self.name(), shape: x.shape(), format: x.format() };
+        let (fold, divisor) = match self.kind {
+            Kind::Sum => (Fold::Sum, 1.0),
+            Kind::Mean => (Fold::Sum, self.count as f64),
+            Kind::Product => (Fold::Product, 1.0),
+            Kind::Max => (Fold::Max, 1.0),
+            Kind::Min => (Fold::Min, 1.0),
+        };
+        let y = over.fold(&self.kept, Reduction { fold, divisor }, (Value, [x]))?;
+        let output = self.dropped(&y, &self.shapes(x.shape())[1])?;
+        let is_extreme = matches!(self.kind, Kind::Max | Kind::Min);
+        let reads_x = is_extreme || self.kind == Kind::Product;
+        let saved = Saved {
+            x: (reads_x && needs.any()).then(|| x.detach()),
+            extreme: (is_extreme && needs.any()).then_some(y),
+            shape: x.shape().to_vec(),
+            format: x.format(),
+        };
+        Ok((output, saved))
+    }
+
+    fn backward(&self, saved: Saved, upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
+        let Saved { x, extreme, shape, format } = saved;
+        let [ones, _] = self.shapes(&shape);
+        let dy = match self.keep {
+            true => upstream,
+            false => contiguous_as(&upstream, &ones)?,
+        };
+        let over = Over { operation: self.name(), shape: &shape, format };
+        let small = Over { shape: &ones, ..over };
+        let x = || x.as_ref().expect("saved for this gradient");
+        let sum = Reduction { fold: Fold::Sum, divisor: 1.0 };
+        let dx = match self.kind {
+            Kind::Sum => over.map(Value, [&dy]),
+            Kind::Mean => over.map(Scale { factor: 1.0 / self.count as f64 }, [&dy]),
+            Kind::Max | Kind::Min => {
+                let y = extreme.expect("saved for this gradient");
+                let equal = over.fold(&self.kept, sum, (Equal, [x(), &y]))?;
+                let share = small.map(Divide, [&dy, &equal])?;
+                over.map(OfEqual, [x(), &y, &share])
+            }
+            Kind::Product => {
+                let product = Reduction { fold: Fold::Product, divisor: 1.0 };
+                // The product of the factors that are not 0, and how many are.
+                let product = over.fold(&self.kept, product, (NonZero, [x()]))?;
+                let zeros = over.fold(&self.kept, sum, (Zero, [x()]))?;
+                let without = small.map(WhereZero, [&dy, &product, &zeros])?;
+                let one = small.map(WhereOne, [&dy, &product, &zeros])?;
+                over.map(OfProduct, [x(), &without, &one])
+            }
+        };
+        Ok(vec![Some(dx?)])
+    }
+}

@@ -1,0 +1,208 @@
+//! Sums, products, largest and smallest values over some of a walk's axes.
+
+use super::map::map_block;
+use super::{BLOCK, Block, Cut, Gathered, Level, Map, OPERANDS, TASK, Walk, gathered};
+use crate::channels::LANES;
+use crate::cpu::multiversion;
+use crate::profile::span;
+use crate::{Cpu, Element, Result};
+
+/// How elements are put together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fold {
+    /// Their sum; 0 of none.
+    Sum,
+    /// Their product; 1 of none.
+    Product,
+    /// The largest, or NaN if any is; minus infinity of none.
+    Max,
+    /// The smallest, or NaN if any is; infinity of none.
+    Min,
+}
+
+/// A fold, and what its result is divided by.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Reduction {
+    /// How elements are put together, in f64.
+    pub fold: Fold,
+    /// The result is divided by this: the number of elements for a mean.
+    pub divisor: f64,
+}
+
+/// A [`Fold`] as a type, so that each has loops of its own.
+trait Step: Copy + Send + Sync {
+    const NEUTRAL: f64;
+
+    fn step(sum: f64, x: f64) -> f64;
+}
+
+macro_rules! steps {
+    ($($name:ident: $neutral:expr, |$sum:ident, $x:ident| $body:expr;)*) => {$(
+        #[derive(Clone, Copy)]
+        struct $name;
+
+        impl Step for $name {
+            const NEUTRAL: f64 = $neutral;
+
+            #[inline(always)]
+            fn step($sum: f64, $x: f64) -> f64 {
+                $body
+            }
+        }
+    )*};
+}
+
+steps! {
+    Sum: 0.0, |sum, x| sum + x;
+    Product: 1.0, |sum, x| sum * x;
+    Max: f64::NEG_INFINITY, |sum, x| if x > sum || x.is_nan() { x } else { sum };
+    Min: f64::INFINITY, |sum, x| if x < sum || x.is_nan() { x } else { sum };
+}
+
+multiversion! {
+    /// Folds each row of `columns` elements into the sum at its place.
+    fn fold_rows<T: Element, S: Step>(_step: S, columns: usize, x: &[T], sums: &mut [f64]) {
+        for (row, sum) in x.chunks_exact(columns).zip(sums) {
+            // The number of lanes is fixed, so that every instruction set adds in the same order.
+            let mut lanes = [S::NEUTRAL; LANES];
+            let mut chunks = row.chunks_exact(LANES);
+            for chunk in &mut chunks {
+                for (lane, &x) in lanes.iter_mut().zip(chunk) {
+                    *lane = S::step(*lane, x.f64());
+                }
+            }
+            for (lane, &x) in lanes.iter_mut().zip(chunks.remainder()) {
+                *lane = S::step(*lane, x.f64());
+            }
+            let used = &lanes[..columns.min(LANES)];
+            *sum = S::step(*sum, used.iter().fold(S::NEUTRAL, |sum, &lane| S::step(sum, lane)));
+        }
+    }
+
+    /// Folds each row into the row of sums.
+    fn fold_columns<T: Element, S: Step>(_step: S, x: &[T], sums: &mut [f64]) {
+        let mut x = x;
+        if sums.len() < LANES {
+            // Several short rows at a time, so that the additions vectorise.
+            let mut lanes = [S::NEUTRAL; 4 * LANES];
+            let lanes = &mut lanes[..4 * LANES / sums.len() * sums.len()];
+            let mut chunks = x.chunks_exact(lanes.len());
+            for chunk in &mut chunks {
+                for (lane, &x) in lanes.iter_mut().zip(chunk) {
+                    *lane = S::step(*lane, x.f64());
+                }
+            }
+            for row in lanes.chunks_exact(sums.len()) {
+                sums.iter_mut().zip(row).for_each(|(sum, &lane)| *sum = S::step(*sum, lane));
+            }
+            x = chunks.remainder();
+        }
+        for row in x.chunks_exact(sums.len()) {
+            for (sum, &x) in sums.iter_mut().zip(row) {
+                *sum = S::step(*sum, x.f64());
+            }
+        }
+    }
+}
+
+/// Outputs of a walk that is split between tasks by its elements, each with sums of its own for all outputs.
+const FEW: usize = 1 << 12;
+
+/// Such tasks, at most: their number must not depend on the threads.
+const SHARES: usize = 64;
+
+impl<T: Element> Walk<'_, T> {
+    /// y = the fold over the axes that are not kept, of the function of the operands.
+    ///
+    /// It is taken in f64, in an order that depends only on the sizes and strides.
+    ///
+    /// # Errors
+    /// If y's length is not that of the kept axes.
+    pub fn fold<F: Map>(&self, cpu: &Cpu, function: F, reduction: Reduction, y: &mut [T]) -> Result<()> {
+        span!("fold", self.operands[0], y);
+        assert!(F::OPERANDS <= self.count, "{}: the walk has {} operands", self.operation, self.count);
+        self.check_output(y)?;
+        match reduction.fold {
+            Fold::Sum => self.fold_by(cpu, (function, Sum), reduction.divisor, y),
+            Fold::Product => self.fold_by(cpu, (function, Product), reduction.divisor, y),
+            Fold::Max => self.fold_by(cpu, (function, Max), reduction.divisor, y),
+            Fold::Min => self.fold_by(cpu, (function, Min), reduction.divisor, y),
+        }
+        Ok(())
+    }
+
+    fn fold_by<F: Map, S: Step>(&self, cpu: &Cpu, by: (F, S), divisor: f64, y: &mut [T]) {
+        let write = |y: &mut [T], sums: &[f64]| {
+            y.iter_mut().zip(sums).for_each(|(y, sum)| *y = T::of(sum / divisor));
+        };
+        if self.len == 0 {
+            return cpu.for_each(0, std::iter::once(y), |y| y.fill(T::of(S::NEUTRAL / divisor)));
+        }
+        let levels = outputs_first(&self.levels);
+        let kept: Vec<usize> = (0..levels.len()).filter(|&level| levels[level].out > 0).collect();
+        let in_order = levels == self.levels;
+        let cut = Cut::new(&levels, &kept, TASK, BLOCK);
+        if self.outputs <= FEW && self.len / 16 >= self.outputs && !(in_order && cut.parts() >= 16) {
+            let all: Vec<usize> = (0..self.levels.len()).collect();
+            let cut = Cut::new(&self.levels, &all, TASK.max(self.len / SHARES), 1);
+            let mut sums: Vec<Vec<f64>> = vec![Vec::new(); cut.parts()];
+            cpu.for_each(self.len, sums.iter_mut().enumerate(), |(index, sums)| {
+                *sums = vec![S::NEUTRAL; self.outputs];
+                self.fold_part(cpu, by, &cut.part(index), sums);
+            });
+            return cpu.for_each(0, std::iter::once(y), |y| {
+                let mut totals = vec![S::NEUTRAL; self.outputs];
+                for sums in &sums {
+                    totals.iter_mut().zip(sums).for_each(|(total, sum)| *total = S::step(*total, *sum));
+                }
+                write(y, &totals);
+            });
+        }
+        cpu.for_each(self.len, cut.outputs(y).enumerate(), |(index, y)| {
+            let mut sums = vec![S::NEUTRAL; y.len()];
+            let part = super::Part { out: 0, ..cut.part(index) };
+            self.fold_part(cpu, by, &part, &mut sums);
+            write(y, &sums);
+        });
+    }
+
+    fn fold_part<F: Map, S: Step>(&self, cpu: &Cpu, by: (F, S), part: &super::Part, sums: &mut [f64]) {
+        let (function, step) = by;
+        let mut buffers = [const { Gathered::new() }; OPERANDS];
+        let mut values = [T::zero(); BLOCK];
+        part.blocks(|block| {
+            let values = &mut values[..block.rows * block.columns];
+            map_block(cpu, function, gathered::<T, F>(&self.operands, &mut buffers, block), values);
+            let &Block { rows, columns, out, out_strides, .. } = block;
+            match out_strides {
+                // One sum of all.
+                [0, 0] => fold_rows(cpu, step, rows * columns, values, &mut sums[out..=out]),
+                [1, 0] => fold_rows(cpu, step, columns, values, &mut sums[out..out + rows]),
+                [stride, 0] => {
+                    for (row, values) in values.chunks_exact(columns).enumerate() {
+                        let at = out + row * stride;
+                        fold_rows(cpu, step, columns, values, &mut sums[at..=at]);
+                    }
+                }
+                [0, _] => fold_columns(cpu, step, values, &mut sums[out..out + columns]),
+                [stride, _] => {
+                    for (row, values) in values.chunks_exact(columns).enumerate() {
+                        fold_columns(cpu, step, values, &mut sums[out + row * stride..][..columns]);
+                    }
+                }
+            }
+        });
+    }
+}
+
+/// The levels in an order in which all elements of an output, or of a row of outputs, follow one another: kept ones, summed
+/// ones, and the innermost one last if it is kept.
+fn outputs_first(levels: &[Level]) -> Vec<Level> {
+    let is_kept = |level: &&Level| level.out > 0;
+    let (outer, inner) = match levels.split_last() {
+        Some((inner, outer)) if inner.out > 0 => (outer, Some(inner)),
+        _ => (levels, None),
+    };
+    let summed = outer.iter().filter(|level| !is_kept(level));
+    outer.iter().filter(is_kept).chain(summed).chain(inner).copied().collect()
+}

@@ -1,0 +1,130 @@
+//! Functions of one to three elements, and the walk that writes them.
+
+use super::{Cut, Gathered, Walk, gathered};
+use crate::cpu::multiversion;
+use crate::profile::span;
+use crate::{Cpu, Element, Result};
+
+/// A function of the elements of up to three operands.
+pub trait Map: Copy + Send + Sync {
+    /// How many operands it has. Those after these are arbitrary.
+    const OPERANDS: usize;
+
+    /// Its value. Implementations are `#[inline(always)]`, so that they are compiled for each instruction set.
+    fn of<T: Element>(self, operands: [T; 3]) -> T;
+}
+
+/// Defines functions without parameters.
+macro_rules! maps {
+    ($($(#[$doc:meta])* $name:ident($count:literal) = |$a:tt, $b:tt, $c:tt| $body:expr;)*) => {$(
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy)]
+        pub struct $name;
+
+        impl Map for $name {
+            const OPERANDS: usize = $count;
+
+            #[inline(always)]
+            fn of<T: Element>(self, [$a, $b, $c]: [T; 3]) -> T {
+                $body
+            }
+        }
+    )*};
+}
+
+maps! {
+    /// x.
+    Value(1) = |x, _, _| x;
+    /// a + b.
+    Add(2) = |a, b, _| a + b;
+    /// a - b.
+    Subtract(2) = |a, b, _| a - b;
+    /// a b.
+    Multiply(2) = |a, b, _| a * b;
+    /// a / b.
+    Divide(2) = |a, b, _| a / b;
+    /// a to the power of b.
+    Power(2) = |a, b, _| a.powf(b);
+    /// The larger of two numbers; NaN if either is.
+    Larger(2) = |a, b, _| if a > b || a.is_nan() { a } else { b };
+    /// The smaller of two numbers; NaN if either is.
+    Smaller(2) = |a, b, _| if a < b || a.is_nan() { a } else { b };
+    /// The gradient of a / b to b, from (dy, a, b).
+    DivisorGradient(3) = |dy, a, b| -dy * (a / b / b);
+    /// The gradient of a^b to a, from (dy, a, b). A power of 0 is constant, also at a = 0.
+    BaseGradient(3) = |dy, a, b| if b == T::zero() { b } else { dy * b * a.powf(b - T::one()) };
+    /// The gradient of a^b to b, from (dy, a, b). Powers of 0 stay 0 where they are defined, as in PyTorch.
+    ExponentGradient(3) = |dy, a, b| {
+        if a == T::zero() && b >= T::zero() { T::zero() } else { dy * (a.powf(b) * a.ln()) }
+    };
+    /// The gradient of the larger of a and b to a, from (dy, a, b). Equal numbers get half each, as in PyTorch.
+    LargerShare(3) = |dy, a, b| if a == b { dy * T::of(0.5) } else if a < b { T::zero() } else { dy };
+    /// The gradient of the smaller of a and b to a, from (dy, a, b).
+    SmallerShare(3) = |dy, a, b| if a == b { dy * T::of(0.5) } else if a > b { T::zero() } else { dy };
+    /// 1 where a = b, else 0.
+    Equal(2) = |a, b, _| if a == b { T::one() } else { T::zero() };
+    /// c where a = b, else 0.
+    OfEqual(3) = |a, b, c| if a == b { c } else { T::zero() };
+    /// x, but 1 for 0: a product of these leaves zeros out.
+    NonZero(1) = |x, _, _| if x == T::zero() { T::one() } else { x };
+    /// 1 for 0, else 0: a sum of these counts zeros.
+    Zero(1) = |x, _, _| if x == T::zero() { T::one() } else { T::zero() };
+    /// a b where c = 0, else 0.
+    WhereZero(3) = |a, b, c| if c == T::zero() { a * b } else { T::zero() };
+    /// a b where c = 1, else 0.
+    WhereOne(3) = |a, b, c| if c == T::one() { a * b } else { T::zero() };
+    /// The gradient of a product to its factor x, from (x, g, z): g is the upstream gradient times the product if no factor is 0,
+    /// z the upstream gradient times the product of the others if one factor is; both are 0 elsewhere.
+    OfProduct(3) = |x, g, z| if x == T::zero() { z } else { g / x };
+}
+
+/// x times a number.
+#[derive(Debug, Clone, Copy)]
+pub struct Scale {
+    /// The number.
+    pub factor: f64,
+}
+
+impl Map for Scale {
+    const OPERANDS: usize = 1;
+
+    #[inline(always)]
+    fn of<T: Element>(self, [x, ..]: [T; 3]) -> T {
+        x * T::of(self.factor)
+    }
+}
+
+multiversion! {
+    pub(super) fn map_block<T: Element, F: Map>(function: F, operands: [&[T]; 3], y: &mut [T]) {
+        let [a, b, c] = operands;
+        for (((y, &a), &b), &c) in y.iter_mut().zip(a).zip(b).zip(c) {
+            *y = function.of([a, b, c]);
+        }
+    }
+}
+
+impl<T: Element> Walk<'_, T> {
+    /// y = the function of the operands, for a walk whose axes are all kept.
+    ///
+    /// # Errors
+    /// If y's length is not the walk's.
+    pub fn map<F: Map>(&self, cpu: &Cpu, function: F, y: &mut [T]) -> Result<()> {
+        span!("map", y, y);
+        assert!(F::OPERANDS <= self.count, "{}: the walk has {} operands", self.operation, self.count);
+        assert_eq!(self.len, self.outputs, "{}: a function of elements keeps all axes", self.operation);
+        self.check_output(y)?;
+        let all: Vec<usize> = (0..self.levels.len()).collect();
+        let cut = Cut::new(&self.levels, &all, super::TASK, super::BLOCK);
+        cpu.for_each(self.len, cut.outputs(y).enumerate(), |(index, y)| {
+            let mut buffers = [const { Gathered::new() }; super::OPERANDS];
+            let part = cut.part(index);
+            let mut rest = y;
+            part.blocks(|block| {
+                let (to, later) = std::mem::take(&mut rest).split_at_mut(block.rows * block.columns);
+                map_block(cpu, function, gathered::<T, F>(&self.operands, &mut buffers, block), to);
+                rest = later;
+            });
+        });
+        Ok(())
+    }
+}
