@@ -93,6 +93,7 @@ sanitize:
 PYTHON ?= python3
 goldens:
 	$(PYTHON) tools/make_golden.py --out crates/testkit/golden
+	$(PYTHON) tools/make_torch_files.py --out crates/nn/tests/it/data
 
 # Ratios to PyTorch, side by side: whole steps, batch norm, and the convolutions of SUITES (files of problems in benchdnn
 # notation). PYTHON must have torch. Takes half an hour, on a machine without other work.

@@ -1,24 +1,31 @@
-//! Saves and loads a model's state as safetensors under PyTorch's key names, and whole training runs.
+//! Saves and loads a model's state as safetensors under PyTorch's key names, reads weights that PyTorch saved, and saves and
+//! loads whole training runs.
 //!
 //! A run's folder holds one folder per checkpoint, `step-0000000938`, with `model.safetensors`, `optimizer.safetensors`
 //! and `training.json`. It is written under a temporary name and renamed when it is complete and on disk, so that a crash at any
 //! moment leaves a complete checkpoint; the two newest are kept. Loading reads and checks everything (checksums, names, shapes,
 //! types) before it changes anything. It accepts only regular files, and knows their lengths before it allocates memory for them.
 
+mod numbers;
+mod pickle;
 mod run;
+mod torch_file;
+mod weights;
 
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-use convoke_autograd::{DType, Device, MemoryFormat, Stored, Tensor, dispatch_stored};
+use convoke_autograd::{DType, MemoryFormat, Stored, Tensor};
 use convoke_files::{escaped, open_regular, reserve, write_out};
 use half::{bf16, f16};
-use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorInfo, TensorView};
+use safetensors::tensor::{Metadata, SafeTensors, TensorInfo};
 
 pub use run::exists;
 pub(crate) use run::{load, save};
+pub use weights::{LoadedWeights, OtherShape, WeightOptions, load_weights};
 
 use crate::{Module, ModuleExt, State};
+use numbers::{Conversion, Numbers, described, mismatch, read_value};
 
 /// Why a checkpoint could not be written or read. Nothing was changed.
 #[derive(Debug, thiserror::Error)]
@@ -47,6 +54,26 @@ pub enum CheckpointError {
         file: PathBuf,
         /// What is wrong in it.
         reason: String,
+    },
+    /// A file is whole, but of a kind that is not read, or it names anything else than tensors. Says what to do.
+    #[error("{}: {}", escaped(file.display()), escaped(reason))]
+    Unsupported {
+        /// The file.
+        file: PathBuf,
+        /// What it is, and what to do.
+        reason: String,
+    },
+    /// The weights in a file do not fit the model as [`WeightOptions`] demand.
+    #[error(
+        "{}: the weights do not fit the model: {found} (`new_head` keeps a last layer for other classes as it is, `partial` \
+         loads what fits)",
+        escaped(file.display())
+    )]
+    Weights {
+        /// The file.
+        file: PathBuf,
+        /// What fits and what does not.
+        found: Box<LoadedWeights>,
     },
     /// The checkpoint is complete, but belongs to another run or model.
     #[error(
@@ -141,16 +168,22 @@ pub struct IncompatibleKeys {
 impl std::fmt::Display for IncompatibleKeys {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         for (what, names) in [("missing", &self.missing), ("unexpected", &self.unexpected)] {
-            const SHOWN: usize = 8;
             if !names.is_empty() {
-                let shown: Vec<_> = names.iter().take(SHOWN).map(|name| escaped(name).to_string()).collect();
-                let shown = shown.join(", ");
-                let more = if names.len() > SHOWN { ", ..." } else { "" };
-                write!(f, "; {} {what}: {shown}{more}", names.len())?;
+                write!(f, "; {} {what}: {}", names.len(), some_of(names))?;
             }
         }
         Ok(())
     }
+}
+
+/// How many names a message has.
+const SHOWN: usize = 8;
+
+/// The first of these names, for a message.
+fn some_of(names: &[impl std::fmt::Display]) -> String {
+    let shown: Vec<_> = names.iter().take(SHOWN).map(|name| escaped(name).to_string()).collect();
+    let more = if names.len() > SHOWN { ", ..." } else { "" };
+    format!("{}{more}", shown.join(", "))
 }
 
 fn load_keys(model: &(impl Module + ?Sized), file: &Path, strict: bool) -> Result<IncompatibleKeys> {
@@ -171,7 +204,7 @@ fn load_keys(model: &(impl Module + ?Sized), file: &Path, strict: bool) -> Resul
     }
     for (name, value) in &mut values {
         if names.contains(&name.as_str()) {
-            *value = read_value(file, &stored, name, value, Conversion::AnyFloat)?;
+            *value = read_stored(file, &stored, name, value, Conversion::AnyFloat)?;
         }
     }
     set_model(model, values.into_iter().map(|(_, value)| value).collect())?;
@@ -208,11 +241,11 @@ pub(crate) fn set_model(model: &(impl Module + ?Sized), values: Vec<Value>) -> R
 
 /// The bytes of a safetensors file with these values, in the order that the format requires: larger types first, then by name.
 pub(crate) fn to_safetensors(values: &[(String, Value)]) -> Result<Vec<u8>> {
-    let described = |(name, value): &'_ (String, Value)| match value {
-        Value::Tensor(tensor) => (dtype(tensor.dtype()), name.clone(), tensor.shape().to_vec()),
-        Value::Count(_) => (Dtype::I64, name.clone(), Vec::new()),
+    let info = |(name, value): &'_ (String, Value)| {
+        let (dtype, shape) = described(value);
+        (dtype, name.clone(), shape.to_vec())
     };
-    let mut order: Vec<_> = values.iter().map(|named| (described(named), &named.1)).collect();
+    let mut order: Vec<_> = values.iter().map(|named| (info(named), &named.1)).collect();
     order.sort_by(|((left, name, _), _), ((right, other, _), _)| right.cmp(left).then(name.cmp(other)));
     let (mut infos, mut end) = (Vec::with_capacity(order.len()), 0);
     for ((dtype, name, shape), value) in &order {
@@ -256,15 +289,6 @@ fn put<T: Stored, const SIZE: usize>(
     Ok(())
 }
 
-fn dtype(dtype: DType) -> Dtype {
-    match dtype {
-        DType::F32 => Dtype::F32,
-        DType::F64 => Dtype::F64,
-        DType::F16 => Dtype::F16,
-        DType::BF16 => Dtype::BF16,
-    }
-}
-
 /// Parses the header of a safetensors file.
 fn open<'a>(file: &Path, bytes: &'a [u8]) -> Result<SafeTensors<'a>> {
     if ends_with_its_tensors(bytes) == Some(false) {
@@ -290,7 +314,19 @@ pub(crate) fn from_safetensors(
             found: "one".into(),
         });
     }
-    expected.iter().map(|(name, like)| read_value(file, &stored, name, like, Conversion::None)).collect()
+    expected.iter().map(|(name, like)| read_stored(file, &stored, name, like, Conversion::None)).collect()
+}
+
+/// The value of this name in a safetensors file, of the kind, shape and type of `like`.
+fn read_stored(
+    file: &Path,
+    stored: &SafeTensors<'_>,
+    name: &str,
+    like: &Value,
+    conversion: Conversion,
+) -> Result<Value> {
+    let view = stored.tensor(name).map_err(|_| mismatch(file, name, like, None))?;
+    read_value(file, name, &Numbers::of(&view), like, conversion)
 }
 
 /// Whether the bytes end where the last tensor does; `None` if the header cannot be read.
@@ -337,70 +373,4 @@ fn read(file: &Path) -> Result<Vec<u8>> {
     }
     // If the header cannot be parsed, the caller's parser reports why.
     Ok(bytes)
-}
-
-/// The types of numbers that may be read into a tensor.
-#[derive(Clone, Copy, PartialEq)]
-enum Conversion {
-    /// Only its own type.
-    None,
-    /// Every floating-point type.
-    AnyFloat,
-}
-
-fn read_value(
-    file: &Path,
-    stored: &SafeTensors<'_>,
-    name: &str,
-    like: &Value,
-    conversion: Conversion,
-) -> Result<Value> {
-    let (wanted_dtype, wanted_shape) = match like {
-        Value::Tensor(tensor) => (dtype(tensor.dtype()), tensor.shape().to_vec()),
-        Value::Count(_) => (Dtype::I64, Vec::new()),
-    };
-    let describe = |dtype: Dtype, shape: &[usize]| format!("{dtype:?} of shape {shape:?}");
-    let mismatch = |found: String| CheckpointError::Mismatch {
-        file: file.to_owned(),
-        field: name.to_owned(),
-        expected: describe(wanted_dtype, &wanted_shape),
-        found,
-    };
-    let view = stored.tensor(name).map_err(|_| mismatch("no such tensor".into()))?;
-    let readable = view.dtype() == wanted_dtype
-        || (conversion == Conversion::AnyFloat
-            && wanted_dtype != Dtype::I64
-            && matches!(view.dtype(), Dtype::F16 | Dtype::BF16 | Dtype::F32 | Dtype::F64));
-    if !readable || view.shape() != wanted_shape {
-        return Err(mismatch(describe(view.dtype(), view.shape())));
-    }
-    Ok(match like {
-        Value::Count(_) => {
-            let bytes =
-                view.data().try_into().map_err(|_| damaged(file, format!("{name} is not 8 bytes")))?;
-            Value::Count(i64::from_le_bytes(bytes))
-        }
-        Value::Tensor(tensor) => Value::Tensor(dispatch_stored!(tensor.dtype(), T => {
-            decode::<T>(tensor.device(), &view)?
-        })),
-    })
-}
-
-/// A tensor of the numbers that `view` holds, whatever their floating-point type.
-fn decode<T: Stored>(device: &Device, view: &TensorView<'_>) -> Result<Tensor> {
-    fn fill<T: Stored, const SIZE: usize>(data: &mut [T], bytes: &[u8], number: impl Fn([u8; SIZE]) -> f64) {
-        for (value, bytes) in data.iter_mut().zip(bytes.as_chunks().0) {
-            *value = T::of(number(*bytes));
-        }
-    }
-    let bytes = view.data();
-    Ok(Tensor::build(device, view.shape(), MemoryFormat::Contiguous, |data: &mut [T]| {
-        match view.dtype() {
-            Dtype::F16 => fill(data, bytes, |bytes| f16::from_le_bytes(bytes).to_f64()),
-            Dtype::BF16 => fill(data, bytes, |bytes| bf16::from_le_bytes(bytes).to_f64()),
-            Dtype::F32 => fill(data, bytes, |bytes| f32::from_le_bytes(bytes).into()),
-            _ => fill(data, bytes, f64::from_le_bytes),
-        }
-        Ok(())
-    })?)
 }

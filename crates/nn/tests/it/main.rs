@@ -28,3 +28,4 @@ mod resume;
 mod segnet;
 mod sync_batch_norm;
 mod training;
+mod weights;
