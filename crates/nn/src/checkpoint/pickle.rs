@@ -78,7 +78,7 @@ impl<'a> Machine<'a> {
                 0x95 => drop(self.take(8)?),
                 b'(' => self.mark()?,
                 b'0' => self.pop_or_unmark()?,
-                b'1' => drop(self.to_mark()?),
+                b'1' => drop(self.pop_to_mark()?),
                 b'2' => {
                     let top = self.top()?;
                     self.push(top)?;
@@ -121,17 +121,17 @@ impl<'a> Machine<'a> {
                 }
                 // APPENDS, ADDITEMS
                 b'e' | 0x90 => {
-                    self.to_mark()?;
+                    self.pop_to_mark()?;
                     self.check_list()?;
                 }
                 // LIST, FROZENSET
                 b'l' | 0x91 => {
-                    self.to_mark()?;
+                    self.pop_to_mark()?;
                     self.push(Value::List)?;
                 }
                 b')' => self.push_tuple(Vec::new())?,
                 b't' => {
-                    let items = self.to_mark()?;
+                    let items = self.pop_to_mark()?;
                     self.push_tuple(items)?;
                 }
                 // TUPLE1, TUPLE2, TUPLE3
@@ -144,7 +144,7 @@ impl<'a> Machine<'a> {
                 }
                 b'}' => self.push_dict()?,
                 b'd' => {
-                    let items = self.to_mark()?;
+                    let items = self.pop_to_mark()?;
                     self.push_dict()?;
                     self.set_items(&items)?;
                 }
@@ -153,7 +153,7 @@ impl<'a> Machine<'a> {
                     self.set_items(&[key, value])?;
                 }
                 b'u' => {
-                    let items = self.to_mark()?;
+                    let items = self.pop_to_mark()?;
                     self.set_items(&items)?;
                 }
                 // The memo: BINPUT, LONG_BINPUT, MEMOIZE, BINGET, LONG_BINGET
@@ -328,7 +328,7 @@ impl<'a> Machine<'a> {
     }
 
     /// Removes the last mark and returns what lies above it.
-    fn to_mark(&mut self) -> Result<Vec<Value<'a>>> {
+    fn pop_to_mark(&mut self) -> Result<Vec<Value<'a>>> {
         match self.marks.pop() {
             Some(mark) => Ok(self.stack.split_off(mark)),
             None => broken("its pickle takes more values than it has"),

@@ -26,8 +26,9 @@ use super::{CheckpointError, Result, damaged, failed};
 pub(super) const MAGIC: &[u8] = b"PK";
 /// A longer pickle is refused. Those of a thousand tensors have 200 KB.
 const LARGEST_PICKLE: u64 = 256 << 20;
-/// What a pickle may hold at least, in bytes; in a file that is longer, it may hold twice the file's length.
-const LEAST_LIMIT: u64 = 16 << 20;
+/// What a pickle may hold at least, in bytes; in a longer file it may hold four times the file's length. By the estimate a tensor
+/// takes 2 KB.
+const LEAST_LIMIT: u64 = 32 << 20;
 
 /// An archive, of which the list of entries is read.
 pub(super) struct TorchFile {
@@ -121,7 +122,7 @@ impl TorchFile {
 
     /// What the pickle describes.
     pub(super) fn unpickle<'a>(&self, bytes: &'a [u8]) -> Result<Unpickled<'a>> {
-        pickle::unpickle(bytes, LEAST_LIMIT.max(self.len.saturating_mul(2))).map_err(|fault| match fault {
+        pickle::unpickle(bytes, LEAST_LIMIT.max(self.len.saturating_mul(4))).map_err(|fault| match fault {
             Fault::Damaged(reason) => damaged(&self.file, reason),
             Fault::Refused(reason) => unsupported(&self.file, reason),
         })
