@@ -240,16 +240,12 @@ fn arithmetic_sums_and_shapes() {
         let axis = || case.number("axis") as isize;
         let size = |name: &str| case.number(name) as usize;
         let operation = case.text("operation");
-        let fold: Option<fn(&Tensor, &[isize], bool) -> Result<Tensor>> = match operation {
-            "sum_dims" => Some(Tensor::sum_dims),
-            "mean_dims" => Some(Tensor::mean_dims),
-            "prod" => Some(Tensor::prod),
-            "amax" => Some(Tensor::amax),
-            "amin" => Some(Tensor::amin),
-            _ => None,
-        };
         Some(match operation {
-            _ if fold.is_some() => fold.unwrap()(x, &numbers("axes"), case.flag("keep")),
+            "sum_dims" => x.sum_dims(&numbers("axes"), case.flag("keep")),
+            "mean_dims" => x.mean_dims(&numbers("axes"), case.flag("keep")),
+            "prod" => x.prod(&numbers("axes"), case.flag("keep")),
+            "amax" => x.amax(&numbers("axes"), case.flag("keep")),
+            "amin" => x.amin(&numbers("axes"), case.flag("keep")),
             "add" => x.add(all[1]),
             "mul" => x.mul(all[1]),
             "sub" => x.sub(all[1]),

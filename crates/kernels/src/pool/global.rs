@@ -1,4 +1,4 @@
-//! The mean of each channel of each image, with its backward pass, at the speed of memory in both formats.
+//! The mean of each channel of each image, with its backward pass, in one pass over memory in both formats.
 
 use crate::cpu::multiversion;
 use crate::error::{check_len, invalid};
