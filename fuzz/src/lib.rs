@@ -1,9 +1,12 @@
-//! What the fuzz targets share: files to read from, and what an error may say.
+//! What the fuzz targets share: files to read from, a model's state, and what an error may say.
 
 use std::fmt::Display;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::LazyLock;
+
+use convoke_nn::Module;
+use convoke_nn::checkpoint::save_model;
 
 /// A folder of this process, in the system's folder for temporary files.
 pub fn folder() -> &'static Path {
@@ -20,6 +23,13 @@ pub fn file(name: &str, bytes: &[u8]) -> PathBuf {
     let file = folder().join(name);
     fs::write(&file, bytes).expect("a file");
     file
+}
+
+/// A model's complete state, as it is saved.
+pub fn state(model: &impl Module) -> Vec<u8> {
+    let saved = folder().join("state.safetensors");
+    save_model(model, &saved).expect("it can be saved");
+    fs::read(saved).expect("it was saved")
 }
 
 /// Fails if an error would move a terminal's cursor, or worse.

@@ -2,12 +2,10 @@
 
 #![no_main]
 
-use std::fs;
-
 use convoke_autograd::Device;
-use convoke_fuzz::{check_said, file, folder};
+use convoke_fuzz::{check_said, file, state};
 use convoke_nn::Init;
-use convoke_nn::checkpoint::{load_model, load_model_non_strict, save_model};
+use convoke_nn::checkpoint::{load_model, load_model_non_strict};
 use convoke_nn::modules::{BatchNorm2d, BatchNormConfig, Conv2d, ConvOptions, Sequential};
 use libfuzzer_sys::fuzz_target;
 
@@ -20,13 +18,6 @@ fn model() -> Sequential {
 
 thread_local! {
     static MODEL: Sequential = model();
-}
-
-/// The model's complete state, as it is saved.
-fn state(model: &Sequential) -> Vec<u8> {
-    let saved = folder().join("state.safetensors");
-    save_model(model, &saved).expect("it can be saved");
-    fs::read(saved).expect("it was saved")
 }
 
 fuzz_target!(|bytes: &[u8]| {

@@ -3,12 +3,10 @@
 
 #![no_main]
 
-use std::fs;
-
 use convoke_autograd::Device;
-use convoke_fuzz::{check_said, file, folder};
+use convoke_fuzz::{check_said, file, state};
 use convoke_nn::Init;
-use convoke_nn::checkpoint::{WeightOptions, load_weights, save_model};
+use convoke_nn::checkpoint::{WeightOptions, load_weights};
 use convoke_nn::modules::{BatchNorm2d, BatchNormConfig, Conv2d, ConvOptions, Sequential};
 use libfuzzer_sys::fuzz_target;
 
@@ -21,13 +19,6 @@ fn model() -> Sequential {
 
 thread_local! {
     static MODEL: Sequential = model();
-}
-
-/// The model's complete state, as it is saved.
-fn state(model: &Sequential) -> Vec<u8> {
-    let saved = folder().join("state.safetensors");
-    save_model(model, &saved).expect("it can be saved");
-    fs::read(saved).expect("it was saved")
 }
 
 /// An archive without checksums.

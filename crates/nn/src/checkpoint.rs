@@ -167,24 +167,23 @@ pub struct IncompatibleKeys {
 
 impl std::fmt::Display for IncompatibleKeys {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        for (what, names) in [("missing", &self.missing), ("unexpected", &self.unexpected)] {
-            if !names.is_empty() {
-                write!(f, "; {} {what}: {}", names.len(), some_of(names))?;
-            }
-        }
-        Ok(())
+        list(f, "missing", &self.missing)?;
+        list(f, "unexpected", &self.unexpected)
     }
+}
+
+/// Adds the number and the first of these names to a message, if there are any.
+fn list(f: &mut std::fmt::Formatter<'_>, what: &str, names: &[impl std::fmt::Display]) -> std::fmt::Result {
+    if names.is_empty() {
+        return Ok(());
+    }
+    let shown: Vec<_> = names.iter().take(SHOWN).map(|name| escaped(name).to_string()).collect();
+    let more = if names.len() > SHOWN { ", ..." } else { "" };
+    write!(f, "; {} {what}: {}{more}", names.len(), shown.join(", "))
 }
 
 /// How many names a message has.
 const SHOWN: usize = 8;
-
-/// The first of these names, for a message.
-fn some_of(names: &[impl std::fmt::Display]) -> String {
-    let shown: Vec<_> = names.iter().take(SHOWN).map(|name| escaped(name).to_string()).collect();
-    let more = if names.len() > SHOWN { ", ..." } else { "" };
-    format!("{}{more}", shown.join(", "))
-}
 
 fn load_keys(model: &(impl Module + ?Sized), file: &Path, strict: bool) -> Result<IncompatibleKeys> {
     model.check_all_initialized()?;

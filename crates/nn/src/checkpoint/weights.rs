@@ -14,7 +14,7 @@ use super::numbers::{Conversion, Numbers, described, read_value};
 use super::pickle::{self, Tensor, Unpickled};
 use super::torch_file::{self, TorchFile, unsupported};
 use super::{
-    CheckpointError, Result, SHOWN, Value, damaged, failed, may_be_absent, model_values, set_model, some_of,
+    CheckpointError, Result, SHOWN, Value, damaged, failed, list, may_be_absent, model_values, set_model,
 };
 use crate::{Module, ModuleExt, State};
 
@@ -71,15 +71,9 @@ impl std::fmt::Display for OtherShape {
 impl std::fmt::Display for LoadedWeights {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} fit", self.loaded)?;
-        for (what, names) in [("missing", &self.missing), ("unexpected", &self.unexpected)] {
-            if !names.is_empty() {
-                write!(f, "; {} {what}: {}", names.len(), some_of(names))?;
-            }
-        }
-        if !self.other_shape.is_empty() {
-            write!(f, "; {} in another shape: {}", self.other_shape.len(), some_of(&self.other_shape))?;
-        }
-        Ok(())
+        list(f, "missing", &self.missing)?;
+        list(f, "unexpected", &self.unexpected)?;
+        list(f, "in another shape", &self.other_shape)
     }
 }
 

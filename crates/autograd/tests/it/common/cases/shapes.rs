@@ -304,14 +304,17 @@ pub(super) fn transpose_cases(draw: &mut Draw) {
     draw.add("a matrix", vec![x], |inputs| inputs[0].transpose(0, 1));
 }
 
+/// Blocks of depth to space and back.
+const BLOCKS: [(usize, DepthOrder); 4] = [
+    (1, DepthOrder::BlockFirst),
+    (2, DepthOrder::BlockFirst),
+    (2, DepthOrder::ChannelFirst),
+    (3, DepthOrder::ChannelFirst),
+];
+
 pub(super) fn depth_cases(draw: &mut Draw) {
     let scale = if draw.is_large() { 8 } else { 1 };
-    for (block, order) in [
-        (1, DepthOrder::BlockFirst),
-        (2, DepthOrder::BlockFirst),
-        (2, DepthOrder::ChannelFirst),
-        (3, DepthOrder::ChannelFirst),
-    ] {
+    for (block, order) in BLOCKS {
         let x = draw.normal(&[2, 2 * block * block, 2 * scale, 3 * scale]);
         draw.add(format!("{block} {order:?}"), vec![x], move |inputs| {
             depth_to_space(&inputs[0], block, order)
@@ -321,12 +324,7 @@ pub(super) fn depth_cases(draw: &mut Draw) {
 
 pub(super) fn space_cases(draw: &mut Draw) {
     let scale = if draw.is_large() { 8 } else { 1 };
-    for (block, order) in [
-        (1, DepthOrder::BlockFirst),
-        (2, DepthOrder::BlockFirst),
-        (2, DepthOrder::ChannelFirst),
-        (3, DepthOrder::ChannelFirst),
-    ] {
+    for (block, order) in BLOCKS {
         let x = draw.normal(&[2, 2, 2 * scale * block, scale * block]);
         draw.add(format!("{block} {order:?}"), vec![x], move |inputs| {
             space_to_depth(&inputs[0], block, order)
