@@ -10,12 +10,15 @@ mod config_error;
 pub mod data_parallel;
 mod difference;
 mod float_json;
+pub mod graph;
 pub mod init;
 pub mod metrics;
 pub mod models;
 mod module;
 pub mod modules;
 pub mod objective;
+#[cfg(feature = "onnx")]
+pub mod onnx;
 mod optimizer;
 mod parameter;
 pub mod planner;

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use convoke_autograd::{Error, Result, Tensor};
 use convoke_distributed::Communicator;
 
-use crate::modules::NormMode;
+use crate::modules::{FusedBlock, NormMode};
 use crate::{Buffer, Counter, Generator, Parameter};
 
 /// A computation that maps a tensor to a tensor.
@@ -118,6 +118,8 @@ pub enum Part<'a> {
     Training(&'a TrainingMode),
     /// How a batch norm gets its statistics.
     Statistics(&'a NormMode),
+    /// A convolution with its batch norm, whose memory can be planned.
+    Block(&'a dyn FusedBlock),
     /// A lazy layer, by the name of its type: it has no parameters before its first input.
     Uninitialized(&'static str),
 }

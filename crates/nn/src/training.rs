@@ -25,6 +25,7 @@ use crate::{ConfigError, Generator, Init, Module, ModuleExt, Optimizer, Rule, St
 pub use evaluation::Evaluation;
 pub(crate) use memory::DrySteps;
 pub use memory::{MemoryPrediction, predict_memory};
+pub use resume::SavedModel;
 
 /// The configuration of a run.
 #[derive(Debug, Clone, PartialEq, Serialize)]

@@ -1,8 +1,11 @@
 //! Models by name: how a model is described, the built-in ones, and a list to which users add their own.
 
 mod mnist_cnn;
+mod of_graph;
 mod resnet;
 mod segnet;
+pub mod torchvision;
+mod unet;
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,6 +14,7 @@ use convoke_autograd::Result;
 use serde::{Serialize, Serializer};
 
 use crate::data::{Catalog, DataError, DatasetInfo, Listed, Progress, Targets, TrainTest, noise};
+use crate::graph::{Definition, Graph};
 use crate::modules::ConvBnMode;
 use crate::objective::Objective;
 use crate::{ConfigError, Init, Module};
@@ -198,6 +202,24 @@ impl ModelSpec {
         Ok(())
     }
 
+    /// The same spec for a model that starts with other values than its own: `change` sets them in each model that is built. A
+    /// model on a dry device has no values, so it is left as it is.
+    #[must_use]
+    pub fn starting_from(
+        self,
+        change: impl Fn(&dyn Module) -> Result<()> + Send + Sync + 'static,
+    ) -> ModelSpec {
+        let build = self.build;
+        let build = move |init: &Init, options: &ModelOptions| {
+            let model = build(init, options)?;
+            if !init.device.is_dry() {
+                change(model.as_ref())?;
+            }
+            Ok(model)
+        };
+        ModelSpec { build: Arc::new(build), ..self }
+    }
+
     /// Builds a new model with initial parameters.
     ///
     /// mnist-cnn ignores the options' channels and classes: it always has one channel and ten classes. [`ModelSpec::check`]
@@ -266,10 +288,28 @@ impl Listed for ModelSpec {
     }
 
     fn builtin() -> Vec<ModelSpec> {
-        vec![mnist_cnn::spec(), segnet::spec(), resnet::resnet20_spec(), resnet::resnet50_spec()]
+        let mut specs =
+            vec![mnist_cnn::spec(), segnet::spec(), resnet::resnet20_spec(), resnet::resnet50_spec()];
+        specs.extend(torchvision::specs());
+        specs.push(unet::spec());
+        specs
     }
+}
+
+/// A model of a definition, which `define` gives for a number of channels and of classes; its output is logits. The description
+/// is the name, the shape of the images that it is made for, and the number of their classes.
+fn of_definition(
+    (name, image, classes): (&str, [usize; 3], usize),
+    define: fn(usize, usize) -> Result<Definition>,
+) -> ModelSpec {
+    ModelSpec::new(name, image, classes, move |init, options| {
+        let definition = define(options.image[0], options.classes)?;
+        Graph::new(&Arc::new(definition), init, options.conv_bn)
+    })
+    .of_logits()
 }
 
 pub use mnist_cnn::mnist_cnn;
 pub use resnet::{BasicBlock, Bottleneck, resnet20, resnet50};
 pub use segnet::{Segnet, segnet};
+pub use unet::unet;

@@ -77,6 +77,14 @@ pub struct BatchNorm<const SPATIAL: usize> {
     mode: NormMode,
 }
 
+/// What a [`BatchNorm`] is made of.
+pub(crate) struct NormParts {
+    pub(crate) weight: Option<Parameter>,
+    pub(crate) bias: Option<Parameter>,
+    pub(crate) mean: Buffer,
+    pub(crate) var: Buffer,
+}
+
 struct Running {
     mean: Buffer,
     var: Buffer,
@@ -144,6 +152,24 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
             config,
             mode: NormMode::new(&config),
         })
+    }
+
+    /// A layer of parameters that exist.
+    pub(crate) fn from_parts(parts: NormParts, config: BatchNormConfig) -> Self {
+        let NormParts { weight, bias, mean, var } = parts;
+        let channels = mean.value().len();
+        let running = Some(Running { mean, var, batches: Counter::default() });
+        BatchNorm { weight, bias, running, channels, config, mode: NormMode::new(&config) }
+    }
+
+    /// The switches of this layer.
+    pub(crate) fn mode(&self) -> &NormMode {
+        &self.mode
+    }
+
+    /// The counter of batches, if running statistics are kept.
+    pub(crate) fn batches(&self) -> Option<&Counter> {
+        self.running.as_ref().map(|running| &running.batches)
     }
 
     /// This layer with statistics over the ranks of a communicator: in training every rank must run the same layers in the

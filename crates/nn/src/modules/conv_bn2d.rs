@@ -7,8 +7,8 @@ use convoke_autograd::ops::{
 };
 use convoke_autograd::{Result, Tensor, fold_conv_bn2d};
 
-use super::{BatchNorm2d, BatchNormConfig, Conv2d};
-use crate::{Forward, Init, Module, Parameter, Parts};
+use super::{BatchNorm, BatchNorm2d, BatchNormConfig, Conv2d};
+use crate::{Forward, Init, Module, Parameter, Part, Parts};
 
 /// How a [`ConvBn2d`] block runs. Values and running statistics are the same either way; so are gradients, except with
 /// [`Keep::Compact`] and [`Keep::Invert`].
@@ -29,6 +29,22 @@ impl std::fmt::Display for ConvBnMode {
             ConvBnMode::Separate => "separate",
         })
     }
+}
+
+/// A convolution with its batch norm that may run as one operation, which keeps for backward what it is told to. A module shows its
+/// blocks as [`Part::Block`], so that a [`crate::planner::Planner`] can plan their memory.
+pub trait FusedBlock: Send + Sync {
+    /// The convolution's weight.
+    fn weight(&self) -> &Parameter;
+
+    /// How it runs.
+    fn mode(&self) -> ConvBnMode;
+
+    /// What the fused block keeps for backward.
+    fn keep(&self) -> Keep;
+
+    /// Sets what the fused block keeps for backward, from the next forward on; separate layers ignore it.
+    fn set_keep(&self, keep: Keep);
 }
 
 /// A convolution, its batch norm, an activation and an optional max pool. Its children are `conv` and `bn` in either
@@ -92,48 +108,123 @@ impl ConvBn2d {
     }
 
     fn run(&self, input: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
-        // A window with more elements than a byte can number is pooled separately.
-        let fused_pool = self.pool.filter(ConvBnBlock::can_pool);
-        let Some(bn) = self.bn.as_ref().filter(|_| self.mode == ConvBnMode::Fused) else {
-            let mut y = self.conv.forward(input)?;
-            if let Some(bn) = &self.bn {
-                y = bn.forward(&y)?;
-            }
-            if let Some(residual) = residual {
-                y = y.add(residual)?;
-            }
-            return pooled(ops::activate(&y, self.activation)?, self.pool);
+        let layers = Layers {
+            conv: ConvLayer {
+                weight: &self.conv.weight,
+                bias: self.conv.bias.as_ref(),
+                options: self.conv.options(),
+            },
+            bn: self.bn.as_ref(),
+            activation: self.activation,
+            pool: self.pool.as_ref(),
         };
-        let block = ConvBnBlock {
-            convolution: *self.conv.options(),
-            norm: bn.options(self.conv.weight.value().shape()[0], self.activation)?,
-            residual,
-            pool: fused_pool,
-            keep: self.keep(),
-        };
-        let (output, moments) =
-            with_parameters(&self.conv, bn, |parameters| ops::conv_bn_block2d(input, parameters, &block))?;
-        bn.observe(moments.as_ref())?;
-        pooled(output, self.pool.filter(|_| fused_pool.is_none()))
+        match self.mode {
+            ConvBnMode::Fused => layers.fused(input, residual, self.keep()),
+            ConvBnMode::Separate => layers.separate(input, residual),
+        }
     }
 }
 
-fn pooled(y: Tensor, pool: Option<PoolOptions>) -> Result<Tensor> {
+impl FusedBlock for ConvBn2d {
+    fn weight(&self) -> &Parameter {
+        &self.conv.weight
+    }
+
+    fn mode(&self) -> ConvBnMode {
+        self.mode
+    }
+
+    fn keep(&self) -> Keep {
+        self.keep()
+    }
+
+    fn set_keep(&self, keep: Keep) {
+        self.set_keep(keep);
+    }
+}
+
+/// A convolution's parameters and options.
+#[derive(Clone, Copy)]
+pub(crate) struct ConvLayer<'a> {
+    pub(crate) weight: &'a Parameter,
+    pub(crate) bias: Option<&'a Parameter>,
+    pub(crate) options: &'a ConvOptions,
+}
+
+/// The layers of a block.
+pub(crate) struct Layers<'a, const SPATIAL: usize> {
+    pub(crate) conv: ConvLayer<'a>,
+    /// `None` after it was folded into the convolution.
+    pub(crate) bn: Option<&'a BatchNorm<SPATIAL>>,
+    pub(crate) activation: Activation,
+    pub(crate) pool: Option<&'a PoolOptions>,
+}
+
+impl<const SPATIAL: usize> Layers<'_, SPATIAL> {
+    /// Runs the layers as one operation.
+    pub(crate) fn fused(&self, input: &Tensor, residual: Option<&Tensor>, keep: Keep) -> Result<Tensor> {
+        let Some(bn) = self.bn else { return self.separate(input, residual) };
+        // A window with more elements than a byte can number is pooled separately.
+        let fused_pool = self.pool.copied().filter(ConvBnBlock::can_pool);
+        let block = ConvBnBlock {
+            convolution: *self.conv.options,
+            norm: bn.options(self.conv.weight.value().shape()[0], self.activation)?,
+            residual,
+            pool: fused_pool,
+            keep,
+        };
+        let (output, moments) =
+            with_parameters(self.conv, bn, |parameters| ops::conv_bn_block2d(input, parameters, &block))?;
+        bn.observe(moments.as_ref())?;
+        pooled(output, self.pool.filter(|_| fused_pool.is_none()))
+    }
+
+    /// Runs the layers one after the other.
+    pub(crate) fn separate(&self, input: &Tensor, residual: Option<&Tensor>) -> Result<Tensor> {
+        let bias = self.conv.bias.map(Parameter::value);
+        let mut y = ops::conv2d(input, &self.conv.weight.value(), bias.as_ref(), self.conv.options)?;
+        if let Some(bn) = self.bn {
+            y = bn.forward(&y)?;
+        }
+        if let Some(residual) = residual {
+            y = y.add(residual)?;
+        }
+        pooled(ops::activate(&y, self.activation)?, self.pool)
+    }
+}
+
+fn pooled(y: Tensor, pool: Option<&PoolOptions>) -> Result<Tensor> {
     match pool {
-        Some(pool) => ops::max_pool2d(&y, &pool),
+        Some(pool) => ops::max_pool2d(&y, pool),
         None => Ok(y),
     }
 }
 
 /// A convolution with a bias that computes what `conv` and `bn` compute in evaluation; `None` without running statistics.
 pub(super) fn folded(conv: &Conv2d, bn: &BatchNorm2d) -> Result<Option<Conv2d>> {
-    let Some(norm) = bn.evaluation()? else { return Ok(None) };
-    let (weight, bias) = with_parameters(conv, bn, |parameters| fold_conv_bn2d(parameters, &norm))?;
-    Ok(Some(Conv2d::from_parts(Parameter::new(&weight), Some(Parameter::new(&bias)), *conv.options())))
+    let layer = ConvLayer { weight: &conv.weight, bias: conv.bias.as_ref(), options: conv.options() };
+    let Some([weight, bias]) = fold(layer, bn)? else { return Ok(None) };
+    Ok(Some(Conv2d::from_parts(weight, Some(bias), *conv.options())))
 }
 
-fn with_parameters<R>(conv: &Conv2d, bn: &BatchNorm2d, run: impl FnOnce(&ConvBnParameters<'_>) -> R) -> R {
-    let [bias, gamma, beta] = [&conv.bias, &bn.weight, &bn.bias].map(|p| p.as_ref().map(Parameter::value));
+/// Weight and bias of a convolution that computes what this one and the batch norm compute in evaluation; `None` without running
+/// statistics.
+pub(crate) fn fold<const SPATIAL: usize>(
+    conv: ConvLayer<'_>,
+    bn: &BatchNorm<SPATIAL>,
+) -> Result<Option<[Parameter; 2]>> {
+    let Some(norm) = bn.evaluation()? else { return Ok(None) };
+    let (weight, bias) = with_parameters(conv, bn, |parameters| fold_conv_bn2d(parameters, &norm))?;
+    Ok(Some([Parameter::new(&weight), Parameter::new(&bias)]))
+}
+
+fn with_parameters<R, const SPATIAL: usize>(
+    conv: ConvLayer<'_>,
+    bn: &BatchNorm<SPATIAL>,
+    run: impl FnOnce(&ConvBnParameters<'_>) -> R,
+) -> R {
+    let [bias, gamma, beta] =
+        [conv.bias, bn.weight.as_ref(), bn.bias.as_ref()].map(|parameter| parameter.map(Parameter::value));
     run(&ConvBnParameters {
         weight: &conv.weight.value(),
         bias: bias.as_ref(),
@@ -150,6 +241,10 @@ impl Forward for ConvBn2d {
 
 impl Module for ConvBn2d {
     fn parts<'a>(&'a self, parts: &mut Parts<'a>) {
+        // A folded block keeps nothing, so there is nothing to plan.
+        if self.bn.is_some() {
+            parts.push("", Part::Block(self));
+        }
         parts.add("conv", &self.conv);
         parts.add("bn", &self.bn);
     }

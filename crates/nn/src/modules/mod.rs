@@ -16,9 +16,11 @@ mod sequential;
 mod stateless;
 mod sync_batch_norm;
 
+pub(crate) use batch_norm::NormParts;
 pub use batch_norm::{ANY, BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, BatchNormConfig, SyncBatchNorm};
 pub use checkpointed::{Checkpointed, checkpoint};
-pub use conv_bn2d::{ConvBn2d, ConvBnMode};
+pub use conv_bn2d::{ConvBn2d, ConvBnMode, FusedBlock};
+pub(crate) use conv_bn2d::{ConvLayer, Layers, fold};
 pub use conv_transpose2d::ConvTranspose2d;
 pub use conv1d::Conv1d;
 pub use conv2d::Conv2d;

@@ -1,26 +1,19 @@
 //! The fused blocks of a model.
 
-use std::any::Any;
-
 use convoke_kernels::block::{BlockProblem, BlockRun, Wanted};
 
-use crate::modules::ConvBn2d;
+use crate::modules::FusedBlock;
 use crate::{Module, ModuleExt, Part};
 
 /// All blocks in a tree, with their paths.
-pub(super) fn find(model: &dyn Module) -> Vec<(String, &ConvBn2d)> {
-    let mut found: Vec<_> = block(model).map(|block| (String::new(), block)).into_iter().collect();
+pub(super) fn find(model: &dyn Module) -> Vec<(String, &dyn FusedBlock)> {
+    let mut found = Vec::new();
     model.visit(&mut |path, part| {
-        if let Part::Module(module) = part {
-            found.extend(block(module).map(|block| (path.to_owned(), block)));
+        if let Part::Block(block) = part {
+            found.push((path.to_owned(), block));
         }
     });
     found
-}
-
-/// The module as a block, if it is one. A folded block keeps nothing, so it does not count.
-fn block(module: &dyn Module) -> Option<&ConvBn2d> {
-    (module as &dyn Any).downcast_ref::<ConvBn2d>().filter(|block| block.bn.is_some())
 }
 
 /// Everything that decides what a block costs: blocks of one kind are timed once.
@@ -33,7 +26,7 @@ pub(crate) struct BlockKind {
 
 /// The addresses of the blocks' weights, in the order of [`find`].
 pub(crate) fn weights(model: &dyn Module) -> Vec<usize> {
-    find(model).into_iter().map(|(_, block)| block.conv.weight.value().address()).collect()
+    find(model).into_iter().map(|(_, block)| block.weight().value().address()).collect()
 }
 
 /// The kind of each block, by the address of its weight; `None` for a block whose backward did not run.

@@ -11,7 +11,7 @@ use crate::checkpoint::{self, CheckpointError, Value};
 use crate::data::{Augmentation, DatasetInfo, Datasets};
 use crate::objective::ObjectiveRecord;
 use crate::random::GeneratorState;
-use crate::{Rule, difference};
+use crate::{Module, Rule, difference};
 
 /// The settings that must not change when a run resumes. The Conv+BN mode is not among them: both modes give the same values.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -182,6 +182,39 @@ impl Trainer {
             tensors.into_iter().map(|(name, tensor)| (name, Value::Tensor(tensor))).collect();
         let model = checkpoint::to_safetensors(&checkpoint::model_values(self.model.as_ref()))?;
         Ok([model, checkpoint::to_safetensors(&tensors)?])
+    }
+}
+
+/// The model of a checkpoint, without the rest of its run.
+pub struct SavedModel {
+    /// The model's name.
+    pub model: String,
+    /// The data that it was trained on.
+    pub data: DatasetInfo,
+    file: PathBuf,
+    bytes: Vec<u8>,
+}
+
+impl SavedModel {
+    /// The newest checkpoint in a folder.
+    ///
+    /// # Errors
+    /// If there is none, or it is damaged.
+    pub fn open(folder: &Path) -> Result<SavedModel> {
+        let loaded = checkpoint::load::<RunState>(folder, &[MODEL_FILE])?;
+        let [(file, bytes)] =
+            <[_; 1]>::try_from(loaded.files).unwrap_or_else(|_| unreachable!("one file was asked for"));
+        let Settings { model, data, .. } = loaded.state.settings;
+        Ok(SavedModel { model, data, file, bytes })
+    }
+
+    /// Gives a model the saved parameters and buffers.
+    ///
+    /// # Errors
+    /// If the model has others; it is unchanged then.
+    pub fn restore(&self, model: &dyn Module) -> Result<()> {
+        let values = checkpoint::from_safetensors(&self.file, &self.bytes, &checkpoint::model_values(model))?;
+        Ok(checkpoint::set_model(model, values)?)
     }
 }
 

@@ -14,14 +14,22 @@ mod derive;
 mod dry_steps;
 mod golden_resnet;
 mod golden_step;
+mod graph;
 mod hostile_sizes;
 mod layers;
 mod modules;
 mod objectives;
+#[cfg(feature = "onnx")]
+mod onnx_models;
+#[cfg(feature = "onnx")]
+mod onnx_mutated;
+#[cfg(feature = "onnx")]
+mod onnx_nodes;
 mod optimizers;
 mod own_model;
 mod planner;
 mod pointwise;
+mod ready;
 mod recorded;
 mod resnet;
 mod resume;

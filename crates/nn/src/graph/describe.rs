@@ -1,0 +1,133 @@
+//! What a graph computes for one size of its input, as lists to print.
+
+use convoke_autograd::Result;
+
+use super::Op;
+use super::fuse::Action;
+use super::module::Graph;
+use super::network::NetworkNode;
+use super::plan::{Source, Step};
+
+/// What a graph computes for one size of its input.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct Description {
+    /// Its steps, in the order in which they run.
+    pub steps: Vec<StepDescription>,
+    /// Convolutions that do not run as one with a batch norm, and why.
+    pub alone: Vec<(String, &'static str)>,
+}
+
+/// One step.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct StepDescription {
+    /// The name of its (first) node or, of a block, of its convolution.
+    pub name: String,
+    /// What it computes; operations that run as one are joined with `+`.
+    pub operation: String,
+    /// The shape of its output.
+    pub output: Vec<usize>,
+    /// Numbers that are trained.
+    pub parameters: usize,
+    /// Floating-point operations of forward: 2 for each multiplication with a weight. 0 for what only passes over elements.
+    pub flops: u64,
+}
+
+impl Graph {
+    /// What the model computes for inputs of these shapes.
+    ///
+    /// # Errors
+    /// If the shapes do not fit the model; the error names the node.
+    pub fn describe(&self, inputs: &[Vec<usize>]) -> Result<Description> {
+        let outputs = self.network().outputs.len();
+        let (plan, alone) = self.make_plan(inputs, outputs)?;
+        let nodes = &self.network().nodes;
+        let steps = plan.steps.iter().map(|step| {
+            let output =
+                step.outputs.iter().flatten().next().map_or(Vec::new(), |&slot| plan.shapes[slot].clone());
+            self.step_description(step, &plan.shapes, output)
+        });
+        let alone = alone.into_iter().map(|(node, why)| (name(&nodes[node]), why.reason())).collect();
+        Ok(Description { steps: steps.collect(), alone })
+    }
+
+    fn step_description(&self, step: &Step, shapes: &[Vec<usize>], output: Vec<usize>) -> StepDescription {
+        let node = &self.network().nodes[step.node];
+        let stored = |source: &Option<Source>| match source {
+            Some(Source::Stored(index)) => self.stored_shape(*index),
+            _ => None,
+        };
+        let len = |shape: &[usize]| shape.iter().product::<usize>();
+        let elements = len(&output) as u64;
+        match &step.action {
+            Action::Block(action) => {
+                let weight = action.block.weight.value();
+                let mut operation = "Conv+BatchNormalization".to_owned();
+                if action.residual {
+                    operation.push_str("+Add");
+                }
+                if action.activation != convoke_autograd::ops::Activation::Identity {
+                    operation.push_str("+Relu");
+                }
+                let mut positions = elements;
+                if let Some(pool) = &action.pool {
+                    operation.push_str("+MaxPool");
+                    positions *= (pool.stride[0] * pool.stride[1]) as u64;
+                }
+                let of_norm = 2 * action.norm.layer.num_features();
+                let bias = action.block.bias.as_ref().map_or(0, |bias| bias.value().len());
+                StepDescription {
+                    name: action.block.name.clone(),
+                    operation,
+                    parameters: weight.len() + bias + of_norm,
+                    flops: 2 * positions * len(&weight.shape()[1..]) as u64,
+                    output,
+                }
+            }
+            Action::Norm(norm, activation) => StepDescription {
+                name: norm.name.clone(),
+                operation: match activation {
+                    convoke_autograd::ops::Activation::Identity => "BatchNormalization".into(),
+                    _ => "BatchNormalization+Relu".into(),
+                },
+                output,
+                parameters: 2 * norm.layer.num_features(),
+                flops: 0,
+            },
+            Action::Dropout | Action::Node => {
+                let weights: Vec<Vec<usize>> = step.inputs.iter().filter_map(stored).collect();
+                let weight = step.inputs.get(1).and_then(stored).unwrap_or_default();
+                let input = match step.inputs.first() {
+                    Some(Some(Source::Slot(slot))) => len(&shapes[*slot]),
+                    _ => 0,
+                };
+                let flops = match &node.op {
+                    Op::Conv(_) if !weight.is_empty() => 2 * elements * len(&weight[1..]) as u64,
+                    // Each input element meets the kernels of all channels of its group.
+                    Op::ConvTranspose(_) if !weight.is_empty() => 2 * input as u64 * len(&weight[1..]) as u64,
+                    Op::Gemm(gemm) if weight.len() == 2 => {
+                        2 * elements * weight[usize::from(gemm.trans_b)] as u64
+                    }
+                    Op::MatMul if weight.len() >= 2 => 2 * elements * weight[weight.len() - 2] as u64,
+                    _ => 0,
+                };
+                let parameters = weights.iter().map(|shape| len(shape)).sum();
+                StepDescription {
+                    name: name(node),
+                    operation: node.op.name().into(),
+                    output,
+                    parameters,
+                    flops,
+                }
+            }
+        }
+    }
+}
+
+fn name(node: &NetworkNode) -> String {
+    match node.name.as_str() {
+        "" => node.op.name().to_owned(),
+        name => name.to_owned(),
+    }
+}

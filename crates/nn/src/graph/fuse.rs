@@ -1,0 +1,245 @@
+//! Joins steps that can run as one operation: a convolution, its batch norm, an addition, an activation and a max pool become a
+//! block; a batch norm and an activation become one step.
+//!
+//! Steps are joined only where nobody else reads what is between them, and the joined step takes the place of the last of them.
+//! So joining changes no value.
+
+use std::sync::Arc;
+
+use convoke_autograd::ops::{Activation, ConvBnBlock, ConvOptions, PoolOptions};
+
+use super::network::{Block, Layer, Network, Norm};
+use super::plan::{Plan, Source, Step};
+use super::{Arithmetic, Op};
+
+/// What a step runs.
+pub(super) enum Action {
+    /// The node's operation.
+    Node,
+    /// A batch norm and an activation.
+    Norm(Arc<Norm>, Activation),
+    /// The node's dropout.
+    Dropout,
+    /// A block; the step's inputs are those of the convolution and the residual.
+    Block(Box<BlockAction>),
+}
+
+pub(super) struct BlockAction {
+    pub(super) block: Arc<Block>,
+    pub(super) norm: Arc<Norm>,
+    pub(super) options: ConvOptions,
+    pub(super) activation: Activation,
+    pub(super) pool: Option<PoolOptions>,
+    pub(super) residual: bool,
+}
+
+/// Why a convolution does not run as a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Alone {
+    NoBatchNorm,
+    SeveralReaders,
+    NoImages,
+    ComputedWeight,
+}
+
+impl Alone {
+    pub(super) fn reason(self) -> &'static str {
+        match self {
+            Alone::NoBatchNorm => "no batch norm follows",
+            Alone::SeveralReaders => "its output has several readers",
+            Alone::NoImages => "it does not convolve images",
+            Alone::ComputedWeight => "its weight is computed",
+        }
+    }
+}
+
+/// Joins what can be joined. Also gives the convolutions that stay alone, by node, and why.
+pub(super) fn fuse(plan: &mut Plan, network: &Network) -> Vec<(usize, Alone)> {
+    let mut fusion = Fusion::new(plan, network);
+    let mut alone = Vec::new();
+    for index in 0..fusion.steps.len() {
+        let Some(step) = &fusion.steps[index] else { continue };
+        let node = step.node;
+        if matches!(network.nodes[node].op, Op::Conv(_))
+            && let Err(reason) = fusion.block(index)
+        {
+            alone.push((node, reason));
+        }
+    }
+    for index in 0..fusion.steps.len() {
+        fusion.norm(index);
+    }
+    plan.steps = fusion.steps.into_iter().flatten().collect();
+    alone
+}
+
+struct Fusion<'a> {
+    network: &'a Network,
+    steps: Vec<Option<Step>>,
+    shapes: &'a [Vec<usize>],
+    /// The steps that read each slot; `usize::MAX` for the outputs.
+    readers: Vec<Vec<usize>>,
+}
+
+impl<'a> Fusion<'a> {
+    fn new(plan: &'a mut Plan, network: &'a Network) -> Fusion<'a> {
+        let mut readers = vec![Vec::new(); plan.shapes.len()];
+        let mut note = |source: &Source, step: usize| {
+            if let &Source::Slot(slot) = source {
+                readers[slot].push(step);
+            }
+        };
+        for (index, step) in plan.steps.iter().enumerate() {
+            step.inputs.iter().flatten().for_each(|source| note(source, index));
+        }
+        plan.outputs.iter().for_each(|source| note(source, usize::MAX));
+        let steps = std::mem::take(&mut plan.steps).into_iter().map(Some).collect();
+        Fusion { network, steps, shapes: &plan.shapes, readers }
+    }
+
+    /// The only reader of a slot, unless it was joined to others.
+    fn only_reader(&self, slot: usize) -> Option<(usize, &Step)> {
+        match self.readers[slot][..] {
+            [reader] => {
+                let step = self.steps.get(reader)?.as_ref()?;
+                matches!(step.action, Action::Node).then_some((reader, step))
+            }
+            _ => None,
+        }
+    }
+
+    fn op(&self, step: &Step) -> &'a Op {
+        &self.network.nodes[step.node].op
+    }
+
+    fn output(&self, index: usize) -> Option<usize> {
+        *self.steps[index].as_ref()?.outputs.first()?
+    }
+
+    /// Whether a step reads this slot as its first input.
+    fn reads_first(step: &Step, slot: usize) -> bool {
+        matches!(step.inputs.first(), Some(Some(Source::Slot(first))) if *first == slot)
+    }
+
+    /// Joins a convolution to what follows it.
+    fn block(&mut self, index: usize) -> Result<(), Alone> {
+        let conv = self.steps[index].as_ref().ok_or(Alone::NoBatchNorm)?;
+        let output = self.output(index).ok_or(Alone::NoBatchNorm)?;
+        let Op::Conv(attributes) = self.op(conv) else { return Err(Alone::NoBatchNorm) };
+        let follows = self.readers[output].iter().any(|&reader| {
+            let step = self.steps.get(reader).and_then(Option::as_ref);
+            step.is_some_and(|step| matches!(self.network.nodes[step.node].layer, Some(Layer::Norm(_))))
+        });
+        if !follows {
+            return Err(Alone::NoBatchNorm);
+        }
+        let Some((bn, norm_step)) = self.only_reader(output) else { return Err(Alone::SeveralReaders) };
+        let Some(Layer::Block(block)) = &self.network.nodes[conv.node].layer else {
+            return Err(Alone::ComputedWeight);
+        };
+        let Some(Layer::Norm(norm)) = &self.network.nodes[norm_step.node].layer else {
+            return Err(Alone::NoBatchNorm);
+        };
+        let (Some(Some(x)), Some(Some(Source::Stored(_)))) = (conv.inputs.first(), conv.inputs.get(1)) else {
+            return Err(Alone::ComputedWeight);
+        };
+        let (Source::Slot(x_slot), Some(&[kernel_height, kernel_width])) =
+            (x, block.weight.value().shape().get(2..).and_then(|kernel| kernel.first_chunk::<2>()))
+        else {
+            return Err(Alone::NoImages);
+        };
+        let [_, _, height, width] = self.shapes[*x_slot][..] else { return Err(Alone::NoImages) };
+        let options =
+            attributes.options([height, width], [kernel_height, kernel_width]).ok_or(Alone::NoImages)?;
+        let mut inputs = vec![Some(x.clone())];
+        let (block, norm) = (block.clone(), norm.clone());
+
+        let mut joined = vec![index, bn];
+        let mut last = bn;
+        let mut residual = false;
+        if let Some(slot) = self.output(last)
+            && let Some((add, step)) = self.only_reader(slot)
+            && let Some(other) = self.added(step, slot)
+        {
+            inputs.push(Some(other));
+            joined.push(add);
+            (last, residual) = (add, true);
+        }
+        let activation = self.activation(last);
+        if let Some((step, _)) = activation {
+            joined.push(step);
+            last = step;
+        }
+        let mut pool = None;
+        if let (false, Some(slot)) = (residual, self.output(last))
+            && let Some((max_pool, step)) = self.only_reader(slot)
+            && let (Op::MaxPool(windows), &[_, _, height, width]) = (self.op(step), &self.shapes[slot][..])
+            && let Some(options) = windows.options([height, width]).filter(ConvBnBlock::can_pool)
+        {
+            pool = Some(options);
+            joined.push(max_pool);
+            last = max_pool;
+        }
+        let activation = activation.map_or(Activation::Identity, |(_, activation)| activation);
+        let action =
+            Action::Block(Box::new(BlockAction { block, norm, options, activation, pool, residual }));
+        self.join(&joined, last, (action, inputs));
+        Ok(())
+    }
+
+    /// What a step adds to a slot, if it adds a tensor of the same shape.
+    fn added(&self, step: &Step, slot: usize) -> Option<Source> {
+        let (Op::Arithmetic(Arithmetic::Add), [Some(a), Some(b)]) = (self.op(step), &step.inputs[..]) else {
+            return None;
+        };
+        let is = |source: &Source, slot: usize| matches!(source, Source::Slot(own) if *own == slot);
+        let other = if is(a, slot) { b } else { a };
+        match *other {
+            Source::Slot(own) if own != slot && self.shapes[own] == self.shapes[slot] => Some(other.clone()),
+            _ => None,
+        }
+    }
+
+    /// The activation that is the only reader of a step's output.
+    fn activation(&self, index: usize) -> Option<(usize, Activation)> {
+        let slot = self.output(index)?;
+        let (reader, step) = self.only_reader(slot)?;
+        let activation = match *self.op(step) {
+            Op::Relu => Activation::Relu,
+            Op::LeakyRelu { alpha } if alpha > 1e-30 && alpha.is_finite() => {
+                Activation::LeakyRelu { slope: alpha }
+            }
+            _ => return None,
+        };
+        Self::reads_first(step, slot).then_some((reader, activation))
+    }
+
+    /// Joins a batch norm without a convolution to the activation behind it.
+    fn norm(&mut self, index: usize) {
+        let Some(step) = &self.steps[index] else { return };
+        let (Action::Node, layer) = (&step.action, &self.network.nodes[step.node].layer) else { return };
+        match layer {
+            Some(Layer::Norm(norm)) => {
+                let (norm, inputs) = (norm.clone(), step.inputs[..1].to_vec());
+                let activation = self.activation(index);
+                let last = activation.map_or(index, |(step, _)| step);
+                let activation = activation.map_or(Activation::Identity, |(_, activation)| activation);
+                self.join(&[index, last], last, (Action::Norm(norm, activation), inputs));
+            }
+            Some(Layer::Dropout(_)) => {
+                if let Some(step) = &mut self.steps[index] {
+                    step.action = Action::Dropout;
+                    step.inputs.truncate(1);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Puts one step in the place of the last of several.
+    fn join(&mut self, joined: &[usize], last: usize, (action, inputs): (Action, Vec<Option<Source>>)) {
+        let Some(step) = self.steps[last].take() else { return };
+        joined.iter().for_each(|&index| self.steps[index] = None);
+        self.steps[last] = Some(Step { action, inputs, ..step });
+    }
+}

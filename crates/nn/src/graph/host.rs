@@ -1,0 +1,417 @@
+//! Evaluates nodes whose inputs are all known before a graph runs: arithmetic of shapes, and what follows from constants.
+//!
+//! An operation either builds its output from elements of its inputs ([`assembled`]), at places that a [`Walk`] gives, or
+//! computes floating-point numbers ([`floats`]) or whole numbers ([`integers`]). Floating-point numbers are computed in double
+//! precision and rounded once. These functions check the size of an output before they ask for its memory. Iterators of
+//! elements may go on for ever; an output takes as many as it has. So nothing runs over the axes of an output without elements,
+//! whose other sizes may be huge.
+
+mod elementwise;
+mod lookup;
+mod movement;
+mod reduction;
+#[cfg(test)]
+mod tests;
+
+use super::{Array, Data, Kind, Op, PadKind};
+
+/// A result with the reason why there is none, in words.
+type Answer<T> = Result<T, String>;
+
+/// The most elements of an output.
+const MAX_LEN: usize = 1 << 28;
+/// The most dimensions of an array.
+const MAX_RANK: usize = 64;
+
+/// The outputs of a node whose inputs are all known; `None` if the operation is not one for known values (it then runs on
+/// tensors). An error is the reason only; it names neither node nor operator.
+pub(super) fn evaluate(op: &Op, inputs: &[Option<&Array>], outputs: usize) -> Option<Answer<Vec<Array>>> {
+    let inputs = Inputs(inputs);
+    let output = match op {
+        Op::Arithmetic(kind) => inputs.all().and_then(|arrays| elementwise::arithmetic(*kind, &arrays)),
+        Op::Compare(kind) => inputs.all().and_then(|arrays| elementwise::compare(*kind, &arrays)),
+        Op::Not => inputs.required(0).and_then(elementwise::not),
+        Op::Where => inputs.all().and_then(|arrays| elementwise::choose(&arrays)),
+        Op::Pointwise(function) => return pointwise(*function, &inputs),
+        Op::Relu => inputs.required(0).and_then(elementwise::relu),
+        Op::Elementwise(kind) => inputs.required(0).and_then(|x| elementwise::round(*kind, x)),
+        Op::Clip => clip(&inputs),
+        Op::Cast(kind) => inputs.required(0).and_then(|x| cast(x, *kind)),
+        Op::CastLike => inputs.pair().and_then(|(x, other)| cast(x, other.kind())),
+        Op::Identity => inputs.required(0).and_then(|x| copied(x, x.shape())),
+        Op::Constant(array) => copied(array, array.shape()),
+        Op::Reduce(reduce) => {
+            inputs.with_list(|x, axes| reduction::reduce(*reduce, x, axes.unwrap_or_default()))
+        }
+        Op::CumSum => inputs.with_list(reduction::running_sum),
+        Op::Concat { axis } => inputs.all().and_then(|arrays| movement::concat(*axis, &arrays)),
+        Op::Split { axis } => return Some(split(&inputs, *axis, outputs)),
+        Op::Slice => movement::slice(&inputs),
+        Op::Pad(PadKind::Constant) => movement::pad(&inputs),
+        Op::Transpose { order } => inputs.required(0).and_then(|x| movement::transpose(x, order)),
+        Op::Reshape { allow_zero } => {
+            inputs.with_required_list(|x, sizes| movement::reshape(x, sizes, *allow_zero))
+        }
+        Op::Flatten { axis } => inputs.required(0).and_then(|x| movement::flatten(x, *axis)),
+        Op::Squeeze => inputs.with_list(movement::squeeze),
+        Op::Unsqueeze => inputs.with_required_list(movement::unsqueeze),
+        Op::Expand => inputs.with_required_list(movement::expand),
+        Op::Tile => inputs.with_required_list(movement::tile),
+        Op::Gather { axis } => inputs.pair().and_then(|(x, indices)| lookup::gather(x, indices, *axis)),
+        Op::Shape { start, end } => inputs.required(0).and_then(|x| lookup::shape(x, *start, *end)),
+        Op::Size => inputs.required(0).and_then(lookup::size),
+        Op::Range => lookup::range(&inputs),
+        Op::ConstantOfShape(value) => inputs.list(0).and_then(|sizes| lookup::filled_with(value, sizes)),
+        Op::NonZero => inputs.required(0).and_then(lookup::non_zero),
+        Op::OneHot { axis } => lookup::one_hot(&inputs, *axis),
+        Op::Trilu { upper } => inputs.with_list(|x, k| lookup::triangle(x, k, *upper)),
+        _ => return None,
+    };
+    Some(output.map(|array| vec![array]))
+}
+
+/// The shape of two operands together: aligned at their last sizes, sizes of 1 are repeated. `None` if others differ.
+pub(super) fn broadcast(a: &[usize], b: &[usize]) -> Option<Vec<usize>> {
+    let rank = a.len().max(b.len());
+    let size = |shape: &[usize], axis: usize| {
+        (axis + shape.len()).checked_sub(rank).and_then(|axis| shape.get(axis)).copied().unwrap_or(1)
+    };
+    (0..rank)
+        .map(|axis| match (size(a, axis), size(b, axis)) {
+            (a, b) if a == b || b == 1 => Some(a),
+            (1, b) => Some(b),
+            _ => None,
+        })
+        .collect()
+}
+
+fn pointwise(function: convoke_autograd::ops::Pointwise, inputs: &Inputs) -> Option<Answer<Vec<Array>>> {
+    match inputs.required(0) {
+        Ok(x) => elementwise::pointwise(function, x).map(|output| Ok(vec![output?])),
+        Err(reason) => Some(Err(reason)),
+    }
+}
+
+fn clip(inputs: &Inputs) -> Answer<Array> {
+    let x = inputs.required(0)?;
+    elementwise::clip(x, inputs.number(1)?, inputs.number(2)?)
+}
+
+fn cast(x: &Array, kind: Kind) -> Answer<Array> {
+    assembled(kind, x.shape(), (0..x.len()).map(|at| (x.data(), at)))
+}
+
+fn split(inputs: &Inputs, axis: isize, outputs: usize) -> Answer<Vec<Array>> {
+    let x = inputs.required(0)?;
+    let axis = axis_of(axis as i64, x.shape().len())?;
+    let sizes = movement::parts(x.shape()[axis], inputs.optional_list(1)?, outputs)?;
+    movement::split(x, axis, &sizes)
+}
+
+/// What a node reads.
+#[derive(Clone, Copy)]
+struct Inputs<'a>(&'a [Option<&'a Array>]);
+
+impl<'a> Inputs<'a> {
+    /// An input, `None` if it is left out.
+    fn optional(self, at: usize) -> Answer<Option<&'a Array>> {
+        match self.0.get(at).copied().flatten() {
+            Some(array) if array.shape().len() > MAX_RANK => {
+                Err(format!("input {at} has {} dimensions, more than {MAX_RANK}", array.shape().len()))
+            }
+            array => Ok(array),
+        }
+    }
+
+    fn required(self, at: usize) -> Answer<&'a Array> {
+        self.optional(at)?.ok_or_else(|| format!("input {at} is missing"))
+    }
+
+    /// Two inputs.
+    fn pair(self) -> Answer<(&'a Array, &'a Array)> {
+        Ok((self.required(0)?, self.required(1)?))
+    }
+
+    /// All inputs, none of which may be left out.
+    fn all(self) -> Answer<Vec<&'a Array>> {
+        (0..self.0.len()).map(|at| self.required(at)).collect()
+    }
+
+    /// An input that lists whole numbers: one dimension, or a single number.
+    fn list(self, at: usize) -> Answer<&'a [i64]> {
+        self.optional_list(at)?.ok_or_else(|| format!("input {at} is missing"))
+    }
+
+    fn optional_list(self, at: usize) -> Answer<Option<&'a [i64]>> {
+        let Some(array) = self.optional(at)? else { return Ok(None) };
+        match array.data() {
+            Data::I64(data) if array.shape().len() <= 1 => Ok(Some(data)),
+            _ => Err(format!("input {at} must be a list of whole numbers, but it has {}", described(array))),
+        }
+    }
+
+    /// An input of one element, with that element's place.
+    fn number(self, at: usize) -> Answer<Option<&'a Array>> {
+        match self.optional(at)? {
+            Some(array) if array.len() != 1 => {
+                Err(format!("input {at} must be a single number, but it has {}", described(array)))
+            }
+            array => Ok(array),
+        }
+    }
+
+    fn required_number(self, at: usize) -> Answer<&'a Array> {
+        self.number(at)?.ok_or_else(|| format!("input {at} is missing"))
+    }
+
+    /// Calls a function of an input and a list that may be left out.
+    fn with_list(self, f: impl FnOnce(&Array, Option<&[i64]>) -> Answer<Array>) -> Answer<Array> {
+        f(self.required(0)?, self.optional_list(1)?)
+    }
+
+    /// Calls a function of an input and a list.
+    fn with_required_list(self, f: impl FnOnce(&Array, &[i64]) -> Answer<Array>) -> Answer<Array> {
+        f(self.required(0)?, self.list(1)?)
+    }
+}
+
+/// A type of elements.
+trait Number: Copy {
+    /// An element, converted as by ONNX's Cast: fractions are cut off, and what is not 0 is true.
+    fn read(data: &Data, at: usize) -> Self;
+
+    fn data(elements: Vec<Self>) -> Data;
+}
+
+macro_rules! number {
+    ($type:ty, $kind:ident, $float:expr, $integer:expr, $bool:expr) => {
+        impl Number for $type {
+            fn read(data: &Data, at: usize) -> $type {
+                match data {
+                    Data::F32(data) => $float(f64::from(data[at])),
+                    Data::F64(data) => $float(data[at]),
+                    Data::I64(data) => $integer(data[at]),
+                    Data::Bool(data) => $bool(data[at]),
+                }
+            }
+
+            fn data(elements: Vec<$type>) -> Data {
+                Data::$kind(elements)
+            }
+        }
+    };
+}
+
+number!(f32, F32, |x: f64| x as f32, |x: i64| x as f32, |x: bool| f32::from(u8::from(x)));
+number!(f64, F64, |x: f64| x, |x: i64| x as f64, |x: bool| f64::from(u8::from(x)));
+number!(i64, I64, |x: f64| x as i64, |x: i64| x, i64::from);
+number!(bool, Bool, |x: f64| x != 0.0, |x: i64| x != 0, |x: bool| x);
+
+/// The places in an array of the elements of an output, in the output's order; from the last it returns to the first.
+#[derive(Debug, Clone)]
+struct Walk {
+    /// The output's axes of more than one element, the last one first.
+    axes: Vec<Axis>,
+    at: isize,
+}
+
+#[derive(Debug, Clone)]
+struct Axis {
+    size: usize,
+    index: usize,
+    /// The distance in the array between neighbours.
+    step: isize,
+}
+
+impl Walk {
+    /// Starts at `at` in the array and takes these steps along each axis of the output, which must stay inside of the array.
+    fn new(shape: &[usize], steps: &[isize], at: isize) -> Walk {
+        let axes = shape.iter().zip(steps).rev().filter(|(size, _)| **size > 1);
+        Walk { axes: axes.map(|(&size, &step)| Axis { size, index: 0, step }).collect(), at }
+    }
+
+    /// The places in an array of shape `from` that is broadcast to `shape`.
+    fn broadcast(from: &[usize], shape: &[usize]) -> Walk {
+        let mut steps = vec![0; shape.len().saturating_sub(from.len())];
+        steps.extend(from.iter().zip(steps_of(from)).map(|(&size, step)| if size == 1 { 0 } else { step }));
+        Walk::new(shape, &steps, 0)
+    }
+
+    fn step(&mut self) -> usize {
+        let at = self.at as usize;
+        for axis in &mut self.axes {
+            axis.index += 1;
+            if axis.index < axis.size {
+                self.at += axis.step;
+                break;
+            }
+            axis.index = 0;
+            self.at -= axis.step * (axis.size as isize - 1);
+        }
+        at
+    }
+}
+
+impl Iterator for Walk {
+    type Item = usize;
+
+    fn next(&mut self) -> Option<usize> {
+        Some(self.step())
+    }
+}
+
+/// The distance between neighbours along each axis. If there are no elements they mean nothing, and may have overflowed.
+fn steps_of(shape: &[usize]) -> Vec<isize> {
+    let mut steps = vec![1isize; shape.len()];
+    for axis in (1..shape.len()).rev() {
+        steps[axis - 1] = steps[axis].wrapping_mul(shape[axis] as isize);
+    }
+    steps
+}
+
+fn check_rank(rank: usize) -> Answer<()> {
+    if rank <= MAX_RANK {
+        Ok(())
+    } else {
+        Err(format!("there would be {rank} dimensions, more than {MAX_RANK}"))
+    }
+}
+
+/// The number of elements of an output, unless it is too large.
+fn bounded(shape: &[usize]) -> Answer<usize> {
+    check_rank(shape.len())?;
+    let len = shape.iter().try_fold(1usize, |len, &size| len.checked_mul(size));
+    len.filter(|&len| len <= MAX_LEN)
+        .ok_or_else(|| format!("the output would be {shape:?}, more than {MAX_LEN} elements"))
+}
+
+/// Room for the elements of an output.
+fn room<T>(len: usize) -> Answer<Vec<T>> {
+    convoke_memory::with_capacity(len).map_err(|error| error.to_string())
+}
+
+/// An output of these elements, of which there must be enough.
+fn built<N: Number>(shape: &[usize], elements: impl Iterator<Item = Answer<N>>) -> Answer<Array> {
+    let len = bounded(shape)?;
+    let mut data = room(len)?;
+    for element in elements.take(len) {
+        data.push(element?);
+    }
+    Array::new(shape, N::data(data)).ok_or_else(|| format!("there are not enough elements for {shape:?}"))
+}
+
+/// An output of one kind whose elements are elsewhere, possibly of another kind.
+fn assembled<'a>(
+    kind: Kind,
+    shape: &[usize],
+    places: impl Iterator<Item = (&'a Data, usize)>,
+) -> Answer<Array> {
+    fn of<'a, N: Number>(shape: &[usize], places: impl Iterator<Item = (&'a Data, usize)>) -> Answer<Array> {
+        built(shape, places.map(|(data, at)| Ok(N::read(data, at))))
+    }
+    match kind {
+        Kind::F32 => of::<f32>(shape, places),
+        Kind::F64 => of::<f64>(shape, places),
+        Kind::I64 => of::<i64>(shape, places),
+        Kind::Bool => of::<bool>(shape, places),
+    }
+}
+
+/// An output of one array's elements.
+fn picked(x: &Array, shape: &[usize], places: impl Iterator<Item = usize>) -> Answer<Array> {
+    assembled(x.kind(), shape, places.map(|at| (x.data(), at)))
+}
+
+/// An output of floating-point numbers, rounded to a kind.
+fn floats(kind: Kind, shape: &[usize], elements: impl Iterator<Item = f64>) -> Answer<Array> {
+    match kind {
+        Kind::F32 => built(shape, elements.map(|x| Ok(x as f32))),
+        _ => built(shape, elements.map(Ok)),
+    }
+}
+
+/// An output of whole numbers, or why one of them cannot be computed.
+fn integers(shape: &[usize], elements: impl Iterator<Item = Answer<i64>>) -> Answer<Array> {
+    built(shape, elements)
+}
+
+/// A copy in a shape of as many elements.
+fn copied(x: &Array, shape: &[usize]) -> Answer<Array> {
+    fn copy<T: Clone>(data: &[T]) -> Answer<Vec<T>> {
+        convoke_memory::copied(data).map_err(|error| error.to_string())
+    }
+    check_rank(shape.len())?;
+    let data = match x.data() {
+        Data::F32(data) => Data::F32(copy(data)?),
+        Data::F64(data) => Data::F64(copy(data)?),
+        Data::I64(data) => Data::I64(copy(data)?),
+        Data::Bool(data) => Data::Bool(copy(data)?),
+    };
+    Array::new(shape, data)
+        .ok_or_else(|| format!("{:?} and {shape:?} have different numbers of elements", x.shape()))
+}
+
+/// The kind of arrays that an operation treats alike.
+fn common_kind(arrays: &[&Array]) -> Answer<Kind> {
+    let first = arrays.first().ok_or("there are no inputs")?.kind();
+    match arrays.iter().find(|array| array.kind() != first) {
+        None => Ok(first),
+        Some(_) if arrays.iter().all(|array| array.kind().is_float()) => Ok(Kind::F64),
+        Some(other) => Err(format!("inputs have {} and {}", described(arrays[0]), described(other))),
+    }
+}
+
+/// An axis that may be counted from the end.
+fn axis_of(axis: i64, rank: usize) -> Answer<usize> {
+    place_of(axis, rank).ok_or_else(|| format!("there is no axis {axis} in {rank} dimensions"))
+}
+
+/// An index that may be counted from the end; `None` if it is outside.
+fn place_of(index: i64, size: usize) -> Option<usize> {
+    let size = i128::try_from(size).ok()?;
+    let place = i128::from(index) + if index < 0 { size } else { 0 };
+    (0..size).contains(&place).then_some(place as usize)
+}
+
+/// Different axes that may be counted from the end.
+fn axes_of(axes: &[i64], rank: usize) -> Answer<Vec<usize>> {
+    let mut seen = vec![false; rank];
+    let mut result = Vec::new();
+    for &axis in axes {
+        let axis = axis_of(axis, rank)?;
+        if std::mem::replace(&mut seen[axis], true) {
+            return Err(format!("axis {axis} is listed twice"));
+        }
+        result.push(axis);
+    }
+    Ok(result)
+}
+
+/// A list of sizes as a shape.
+fn shape_of(sizes: &[i64]) -> Answer<Vec<usize>> {
+    check_rank(sizes.len())?;
+    sizes.iter().map(|&size| usize::try_from(size).map_err(|_| format!("{size} is not a size"))).collect()
+}
+
+/// A size as an element.
+fn whole(size: usize) -> Answer<i64> {
+    i64::try_from(size).map_err(|_| TOO_LARGE.into())
+}
+
+const TOO_LARGE: &str = "a whole number does not fit into 64 bits";
+
+/// The product of sizes; it has a meaning only where there are elements.
+fn product(sizes: &[usize]) -> usize {
+    sizes.iter().fold(1, |product, &size| product.saturating_mul(size))
+}
+
+/// What an array is, for messages.
+fn described(array: &Array) -> String {
+    let kind = match array.kind() {
+        Kind::F32 => "numbers of single precision",
+        Kind::F64 => "numbers of double precision",
+        Kind::I64 => "whole numbers",
+        Kind::Bool => "truth values",
+    };
+    format!("{kind} of shape {:?}", array.shape())
+}

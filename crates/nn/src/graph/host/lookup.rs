@@ -1,0 +1,138 @@
+//! Lookups by index, and arrays that are made from sizes and indices.
+
+use super::{
+    Answer, Inputs, Number, assembled, axis_of, bounded, common_kind, described, floats, integers, picked,
+    place_of, product, room, shape_of, whole,
+};
+use crate::graph::{Array, Data, Kind};
+
+/// The slices of an array along an axis that the indices name.
+pub(super) fn gather(x: &Array, indices: &Array, axis: isize) -> Answer<Array> {
+    let sizes = x.shape();
+    let axis = axis_of(axis as i64, sizes.len())?;
+    let Data::I64(numbers) = indices.data() else {
+        return Err(format!("indices must be whole numbers, but are {}", described(indices)));
+    };
+    let shape = [&sizes[..axis], indices.shape(), &sizes[axis + 1..]].concat();
+    bounded(&shape)?;
+    let mut chosen = room(numbers.len())?;
+    for &number in numbers {
+        chosen.push(
+            place_of(number, sizes[axis])
+                .ok_or_else(|| format!("there is no index {number} along axis {axis} of {sizes:?}"))?,
+        );
+    }
+    let inner = product(&sizes[axis + 1..]);
+    let places = (0..product(&sizes[..axis])).flat_map(|row| {
+        chosen.iter().flat_map(move |index| {
+            let start = (row * sizes[axis] + index) * inner;
+            start..start + inner
+        })
+    });
+    picked(x, &shape, places)
+}
+
+/// The sizes of the axes from `start` to before `end`; both are limited to the axes that there are.
+pub(super) fn shape(x: &Array, start: isize, end: Option<isize>) -> Answer<Array> {
+    let rank = x.shape().len() as isize;
+    let limited =
+        |axis: isize| if axis < 0 { axis.saturating_add(rank).max(0) } else { axis.min(rank) } as usize;
+    let (start, end) = (limited(start), limited(end.unwrap_or(rank)));
+    let sizes = x.shape().get(start..end).unwrap_or_default();
+    integers(&[sizes.len()], sizes.iter().map(|&size| whole(size)))
+}
+
+pub(super) fn size(x: &Array) -> Answer<Array> {
+    integers(&[], std::iter::once(whole(x.len())))
+}
+
+pub(super) fn range(inputs: &Inputs) -> Answer<Array> {
+    let arrays = [inputs.required_number(0)?, inputs.required_number(1)?, inputs.required_number(2)?];
+    fn read<N: Number>(arrays: [&Array; 3]) -> [N; 3] {
+        arrays.map(|array| N::read(array.data(), 0))
+    }
+    match common_kind(&arrays)? {
+        Kind::I64 => {
+            let [start, limit, step] = read::<i64>(arrays).map(i128::from);
+            if step == 0 {
+                return Err("the step of a range is 0".into());
+            }
+            let distance = if step > 0 { limit - start } else { start - limit }.max(0);
+            let count = (distance + step.abs() - 1) / step.abs();
+            let count = usize::try_from(count).map_err(|_| "the range is too long")?;
+            // All are between start and limit.
+            integers(&[count], (0..).map(|at: i128| Ok((start + at * step) as i64)))
+        }
+        kind @ (Kind::F32 | Kind::F64) => {
+            let [start, limit, step] = read::<f64>(arrays);
+            let count = ((limit - start) / step).ceil();
+            if !count.is_finite() {
+                return Err(format!("there is no range from {start} to {limit} in steps of {step}"));
+            }
+            // A number beyond all sizes becomes the largest one, which is refused; one below 0 becomes 0.
+            floats(kind, &[count as usize], (0..).map(|at: u32| start + f64::from(at) * step))
+        }
+        Kind::Bool => Err(format!("there is no range of {}", described(arrays[0]))),
+    }
+}
+
+/// An array of these sizes that is filled with the only element of another.
+pub(super) fn filled_with(value: &Array, sizes: &[i64]) -> Answer<Array> {
+    if value.len() != 1 {
+        return Err(format!("the value must be a single number, but it has {}", described(value)));
+    }
+    picked(value, &shape_of(sizes)?, std::iter::repeat(0))
+}
+
+/// The indices of all elements that are not 0, a row for each axis.
+pub(super) fn non_zero(x: &Array) -> Answer<Array> {
+    let places = || (0..x.len()).filter(|&at| bool::read(x.data(), at));
+    let shape = [x.shape().len(), places().count()];
+    let rows = (0..x.shape().len()).flat_map(|axis| {
+        let inner = product(&x.shape()[axis + 1..]);
+        places().map(move |at| whole(at / inner % x.shape()[axis]))
+    });
+    integers(&shape, rows)
+}
+
+/// A new axis, with one value where an index points and another one elsewhere. Indices outside point nowhere.
+pub(super) fn one_hot(inputs: &Inputs, axis: isize) -> Answer<Array> {
+    let (indices, depth, values) = (inputs.required(0)?, inputs.required_number(1)?, inputs.required(2)?);
+    if values.len() != 2 {
+        return Err(format!("there must be 2 values, but there are {}", described(values)));
+    }
+    let axis = axis_of(axis as i64, indices.shape().len() + 1)?;
+    let number = f64::read(depth.data(), 0);
+    let depth = usize::try_from(i64::read(depth.data(), 0))
+        .ok()
+        .filter(|_| !number.is_nan())
+        .ok_or_else(|| format!("the depth is {number}"))?;
+    let mut shape = indices.shape().to_vec();
+    shape.insert(axis, depth);
+    let inner = product(&indices.shape()[axis..]);
+    let places = (0..).map(|at: usize| {
+        let (row, index) = (at / inner / depth, at / inner % depth);
+        let wanted = i64::read(indices.data(), row * inner + at % inner);
+        (values.data(), usize::from(place_of(wanted, depth) == Some(index)))
+    });
+    assembled(values.kind(), &shape, places)
+}
+
+/// The part of each matrix above or below the k-th diagonal above the main one, and the diagonal; 0 elsewhere.
+pub(super) fn triangle(x: &Array, k: Option<&[i64]>, upper: bool) -> Answer<Array> {
+    let &[.., rows, columns] = x.shape() else {
+        return Err(format!("there are no matrices in {}", described(x)));
+    };
+    let k = match k {
+        None => 0,
+        Some(&[k]) => i128::from(k),
+        Some(numbers) => return Err(format!("there are {} diagonals instead of 1", numbers.len())),
+    };
+    let zero = Data::Bool(vec![false]);
+    let places = (0..x.len()).map(|at| {
+        let (row, column) = ((at / columns % rows) as i128, (at % columns) as i128);
+        let kept = if upper { column >= row + k } else { column <= row + k };
+        if kept { (x.data(), at) } else { (&zero, 0) }
+    });
+    assembled(x.kind(), x.shape(), places)
+}

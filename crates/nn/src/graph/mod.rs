@@ -1,0 +1,86 @@
+//! A model as data: nodes over named values.
+
+mod array;
+mod builder;
+mod describe;
+mod fuse;
+mod head;
+mod host;
+mod initial;
+mod module;
+mod network;
+mod op;
+mod plan;
+mod rewrite;
+mod roles;
+mod run;
+
+pub use array::{Array, Data, Kind};
+pub use builder::{Bias, Builder, ConvSpec, PoolSpec, Scheme, Value, Weights};
+pub use describe::{Description, StepDescription};
+pub(crate) use head::Ending;
+pub use initial::Initial;
+pub use module::Graph;
+pub use op::{
+    Arithmetic, Aspect, BatchNormOp, Compare, Conv, ConvTranspose, Elementwise, Gemm, Op, PadKind, Pads,
+    Pool, Reduce, ReduceKind, Resize,
+};
+
+/// A model as data. Values have names; each is an input, a [`Stored`] array, or the output of one node.
+///
+/// [`Builder`] makes one. It holds no tensors, so it can be built on any device, in any type, any number of times.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Definition {
+    /// The model's name, for messages.
+    pub name: String,
+    /// What it is given.
+    pub inputs: Vec<Input>,
+    /// The names of the values that it gives.
+    pub outputs: Vec<String>,
+    /// What it computes, in any order.
+    pub nodes: Vec<Node>,
+    /// What it starts with.
+    pub stored: Vec<Stored>,
+}
+
+/// An input of a model.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Input {
+    /// The name of the value.
+    pub name: String,
+    /// What its elements are.
+    pub kind: Kind,
+    /// The size of each dimension; `None` if nothing is known.
+    pub shape: Option<Vec<Dimension>>,
+}
+
+/// A size of an input.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Dimension {
+    /// This size.
+    Fixed(usize),
+    /// Any size, under a name, which may be empty.
+    Open(String),
+}
+
+/// A step of the computation.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Node {
+    /// Its name, for messages.
+    pub name: String,
+    /// What it computes.
+    pub op: Op,
+    /// The names of the values that it reads; an empty name is an input that is left out.
+    pub inputs: Vec<String>,
+    /// The names of its outputs; an empty name is one that nobody reads.
+    pub outputs: Vec<String>,
+}
+
+/// An array that belongs to the model.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Stored {
+    /// The name of the value, also in checkpoints.
+    pub name: String,
+    /// Its elements, or how they are made.
+    pub values: Initial,
+}

@@ -1,0 +1,481 @@
+//! A graph as a module.
+
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use convoke_autograd::ops::Convention;
+use convoke_autograd::{DType, Device, Error, Result, Tensor};
+
+use super::fuse::{self, Action};
+use super::network::{Block, Layer, NamedDropout, Network, NetworkNode, Norm, invalid, quoted};
+use super::plan::{Plan, Request, Source, Step, refused};
+use super::roles::{Role, origin, roles};
+use super::run::{self, Inputs, Place, Value};
+use super::{BatchNormOp, Definition, Dimension, Initial, Op};
+use crate::modules::{
+    ANY, BatchNorm, BatchNormConfig, ConvBnMode, ConvLayer, Dropout, FusedBlock, Layers, NormParts,
+};
+use crate::{Buffer, Forward, Init, Module, Parameter, Part, Parts};
+
+/// How many plans for different sizes of the input are kept.
+const PLANS: usize = 16;
+
+/// A model that was made from a [`Definition`].
+///
+/// It trains as any other module: its parameters have the names of the definition's stored arrays, its batch norms switch,
+/// freeze and synchronize, convolutions run fused with the batch norms behind them. [`Forward`] takes the first input and gives
+/// the first output; [`Graph::run`] takes and gives all.
+///
+/// The first forward for each size of the input makes a plan for it: it checks shapes, computes what is known without the input,
+/// and joins steps.
+pub struct Graph {
+    pub(super) definition: Arc<Definition>,
+    pub(super) network: Network,
+    /// What each stored array of the network is now.
+    pub(super) entries: Vec<Entry>,
+    device: Device,
+    dtype: DType,
+    pub(super) plans: Mutex<Vec<(Key, Arc<Plan>)>>,
+}
+
+/// What a stored array became.
+pub(super) enum Entry {
+    Parameter(Parameter),
+    Buffer(Buffer),
+    Constant,
+}
+
+impl Entry {
+    pub(super) fn value(&self) -> Option<Tensor> {
+        match self {
+            Entry::Parameter(parameter) => Some(parameter.value()),
+            Entry::Buffer(buffer) => Some(buffer.value()),
+            Entry::Constant => None,
+        }
+    }
+}
+
+/// What a plan is for: the shapes of the inputs, and how many outputs are asked for.
+type Key = (Vec<Vec<usize>>, usize);
+
+impl Graph {
+    /// A model with the stored arrays as its initial parameters, in the type of `init`.
+    ///
+    /// # Errors
+    /// If a node reads a value that nothing makes, a value is made twice or depends on itself, or a batch norm's parameters are
+    /// not stored; the error names the node. If there is no memory.
+    pub fn new(definition: &Arc<Definition>, init: &Init, conv_bn: ConvBnMode) -> Result<Graph> {
+        if definition.inputs.is_empty() || definition.outputs.is_empty() {
+            return invalid(format!("the model {} has no input or no output", quoted(&definition.name)));
+        }
+        let mut network = Network::new(definition)?;
+        let (device, dtype) = (init.device.clone(), init.dtype);
+        let roles = roles(&network);
+        let entries = network
+            .stored
+            .iter_mut()
+            .zip(roles)
+            .map(|(stored, role)| {
+                Ok(match role {
+                    Role::Parameter => Entry::Parameter(Parameter::new(&stored.values.to_tensor(init)?)),
+                    Role::Statistic => Entry::Buffer(Buffer::new(&stored.values.to_tensor(init)?)),
+                    Role::Constant => {
+                        stored.values = Initial::Array(stored.values.to_array(init)?);
+                        Entry::Constant
+                    }
+                })
+            })
+            .collect::<Result<Vec<Entry>>>()?;
+        let definition = definition.clone();
+        let mut graph = Graph { definition, network, entries, device, dtype, plans: Mutex::default() };
+        graph.add_layers(init, conv_bn)?;
+        Ok(graph)
+    }
+
+    /// Gives batch norms, dropouts and blocks their state.
+    fn add_layers(&mut self, init: &Init, conv_bn: ConvBnMode) -> Result<()> {
+        let (makers, readers) = (self.network.makers(), self.network.readers());
+        let depends = self.depends_on_input();
+        for index in 0..self.network.nodes.len() {
+            let node = &self.network.nodes[index];
+            let layer = match &node.op {
+                // A batch norm of weights (weight standardization) has no running statistics that matter.
+                Op::BatchNorm(op) if node.inputs.first().copied().flatten().is_some_and(|x| depends[x]) => {
+                    Some(Layer::Norm(Arc::new(self.norm(node, *op, &makers)?)))
+                }
+                Op::Dropout => Some(Layer::Dropout(Arc::new(self.dropout(node, init, &makers)?))),
+                _ => None,
+            };
+            self.network.nodes[index].layer = layer;
+        }
+        let mut known = HashSet::new();
+        for index in 0..self.network.nodes.len() {
+            let node = &self.network.nodes[index];
+            let Some(output) =
+                node.outputs.first().copied().flatten().filter(|_| matches!(node.op, Op::Conv(_)))
+            else {
+                continue;
+            };
+            let followed = match readers[output][..] {
+                [(reader, 0)] => matches!(self.network.nodes[reader].layer, Some(Layer::Norm(_))),
+                _ => false,
+            };
+            let (Some((weight, name)), true) = (self.parameter(node, 1), followed) else { continue };
+            let bias = match node.inputs.get(2).copied().flatten() {
+                None => None,
+                Some(_) => match self.parameter(node, 2) {
+                    Some((bias, _)) => Some(bias),
+                    None => continue,
+                },
+            };
+            if weight.value().shape().len() != 4 {
+                continue;
+            }
+            let mut name = name.strip_suffix(".weight").unwrap_or(name).to_owned();
+            // A weight that two convolutions share makes two blocks.
+            while !known.insert(name.clone()) {
+                name.push('\'');
+            }
+            let block = Block { name, weight, bias, mode: conv_bn, keep: Mutex::default() };
+            self.network.nodes[index].layer = Some(Layer::Block(Arc::new(block)));
+        }
+        Ok(())
+    }
+
+    /// Whether each value depends on an input of the model.
+    fn depends_on_input(&self) -> Vec<bool> {
+        let mut depends = vec![false; self.network.names.len()];
+        self.network.inputs.iter().for_each(|&value| depends[value] = true);
+        for node in &self.network.nodes {
+            if node.inputs.iter().flatten().any(|&value| depends[value]) {
+                node.outputs.iter().flatten().for_each(|&value| depends[value] = true);
+            }
+        }
+        depends
+    }
+
+    /// The parameter that is an input of a node, and its name.
+    fn parameter(&self, node: &NetworkNode, input: usize) -> Option<(Parameter, &str)> {
+        let value = (*node.inputs.get(input)?)?;
+        let index = self.network.stored.iter().position(|stored| stored.value == value)?;
+        match &self.entries[index] {
+            Entry::Parameter(parameter) => Some((parameter.clone(), &self.network.names[value])),
+            _ => None,
+        }
+    }
+
+    fn norm(&self, node: &NetworkNode, op: BatchNormOp, makers: &[Option<usize>]) -> Result<Norm> {
+        let entry = |input: usize| {
+            let value = node.inputs.get(input).copied().flatten()?;
+            let index = origin(&self.network, makers, value)?;
+            Some((&self.entries[index], self.network.names[self.network.stored[index].value].as_str()))
+        };
+        let what = ["scale", "bias", "mean", "variance"];
+        let missing = |input: usize| {
+            format!("{}: its {} is not stored in the model", node.described(), what[input - 1])
+        };
+        let parameter = |input: usize| match entry(input) {
+            Some((Entry::Parameter(parameter), _)) => Ok(parameter.clone()),
+            _ => invalid(missing(input)),
+        };
+        let buffer = |input: usize| match entry(input) {
+            Some((Entry::Buffer(buffer), _)) => Ok(buffer.clone()),
+            _ => invalid(missing(input)),
+        };
+        let parts = NormParts {
+            weight: Some(parameter(1)?),
+            bias: Some(parameter(2)?),
+            mean: buffer(3)?,
+            var: buffer(4)?,
+        };
+        let name = entry(3).and_then(|(_, name)| name.strip_suffix(".running_mean"));
+        let name = name.unwrap_or(if node.name.is_empty() { "batch_norm" } else { &node.name }).to_owned();
+        if op.eps.is_nan() || op.eps < 0.0 {
+            return invalid(format!("{}: eps is {}, it must be 0 or more", node.described(), op.eps));
+        }
+        let config = BatchNormConfig {
+            eps: op.eps,
+            // ONNX gives the weight of the old value; one that is not a number is refused there.
+            momentum: Some(1.0 - op.momentum),
+            ..BatchNormConfig::of(Convention::pytorch())
+        };
+        Ok(Norm { name, layer: BatchNorm::<ANY>::from_parts(parts, config) })
+    }
+
+    fn dropout(&self, node: &NetworkNode, init: &Init, makers: &[Option<usize>]) -> Result<NamedDropout> {
+        let share = match node.inputs.get(1).copied().flatten() {
+            None => 0.5,
+            Some(value) => {
+                let stored = origin(&self.network, makers, value)
+                    .and_then(|index| self.network.stored[index].values.array());
+                match stored.map(|array| array.to_f64()).as_deref() {
+                    Some(&[share]) => share,
+                    _ => {
+                        return invalid(format!(
+                            "{}: its share is not stored in the model",
+                            node.described()
+                        ));
+                    }
+                }
+            }
+        };
+        let layer = Dropout::new(init, share).map_err(|error| Error::Invalid {
+            operation: "graph",
+            reason: format!("{}: {error}", node.described()),
+        })?;
+        let name = if node.name.is_empty() { "dropout" } else { &node.name };
+        Ok(NamedDropout { name: name.to_owned(), layer })
+    }
+
+    /// What it was made from. Its stored arrays are the initial ones: [`Graph::to_definition`] has the present ones.
+    pub fn definition(&self) -> &Definition {
+        &self.definition
+    }
+
+    pub(super) fn network(&self) -> &Network {
+        &self.network
+    }
+
+    /// Runs the model on all its inputs, in the order of its definition, and gives all outputs.
+    ///
+    /// # Errors
+    /// If there are more or fewer inputs, they do not fit (the error names the node), or there is no memory.
+    pub fn run(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>> {
+        self.run_to(inputs, self.network.outputs.len())
+    }
+
+    /// Runs what the first outputs need.
+    fn run_to(&self, inputs: &[Tensor], outputs: usize) -> Result<Vec<Tensor>> {
+        let plan =
+            self.plan(&inputs.iter().map(|input| input.shape().to_vec()).collect::<Vec<_>>(), outputs)?;
+        let mut slots: Vec<Option<Tensor>> = vec![None; plan.shapes.len()];
+        for (slot, input) in slots.iter_mut().zip(inputs) {
+            *slot = Some(input.clone());
+        }
+        for step in &plan.steps {
+            self.step(&plan, step, &mut slots)?;
+        }
+        plan.outputs.iter().map(|source| self.read(&plan, source, &slots)).collect()
+    }
+
+    /// The plan for inputs of these shapes.
+    pub(super) fn plan(&self, inputs: &[Vec<usize>], outputs: usize) -> Result<Arc<Plan>> {
+        let expected = self.network.inputs.len();
+        if inputs.len() != expected {
+            return invalid(format!("the model takes {expected} inputs, not {}", inputs.len()));
+        }
+        let lock = || self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        let same = |(key, _): &&(Key, Arc<Plan>)| key.0 == inputs && key.1 == outputs;
+        if let Some((_, plan)) = lock().iter().find(same) {
+            return Ok(plan.clone());
+        }
+        let (mut plan, _) = self.make_plan(inputs, outputs)?;
+        plan.free_unread();
+        let plan = Arc::new(plan);
+        let mut plans = lock();
+        if plans.len() == PLANS {
+            plans.remove(0);
+        }
+        plans.push(((inputs.to_vec(), outputs), plan.clone()));
+        Ok(plan)
+    }
+
+    /// A new plan, and the convolutions that are alone in it.
+    pub(super) fn make_plan(
+        &self,
+        inputs: &[Vec<usize>],
+        outputs: usize,
+    ) -> Result<(Plan, Vec<(usize, fuse::Alone)>)> {
+        for (input, shape) in self.definition.inputs.iter().zip(inputs) {
+            if let Some(own) = &input.shape
+                && own.len() != shape.len()
+            {
+                let name = quoted(&input.name);
+                return invalid(format!("the input {name} has {} dimensions, got {shape:?}", own.len()));
+            }
+        }
+        let written = match self.definition.inputs[0].shape.as_deref() {
+            Some([Dimension::Fixed(batch), ..]) => Some(*batch),
+            _ => None,
+        };
+        let actual = inputs.first().and_then(|shape| shape.first()).copied();
+        let batch = written.zip(actual).map(|(written, actual)| [written, actual]);
+        let changes: Vec<bool> = self.entries.iter().map(|entry| !matches!(entry, Entry::Constant)).collect();
+        let place = Place { device: self.device.clone(), dtype: self.dtype, batch };
+        let request = Request { network: &self.network, changes: &changes, inputs, outputs, place };
+        let mut plan = Plan::new(&request)?;
+        let alone = fuse::fuse(&mut plan, &self.network);
+        Ok((plan, alone))
+    }
+
+    /// The shape of a stored array that is trained.
+    pub(super) fn stored_shape(&self, index: usize) -> Option<Vec<usize>> {
+        match &self.entries[index] {
+            Entry::Parameter(parameter) => Some(parameter.value().shape().to_vec()),
+            _ => None,
+        }
+    }
+
+    /// The shapes of the inputs for a batch of so many images and for this height and width, where the definition leaves these
+    /// open; `None` if it leaves others open.
+    pub fn input_shapes(&self, batch: usize, image: [usize; 2]) -> Option<Vec<Vec<usize>>> {
+        let of = |input: &super::Input| -> Option<Vec<usize>> {
+            let sizes = input.shape.as_ref()?;
+            // Channels come before or after height and width.
+            let fixed = |axis: usize| matches!(sizes[axis], Dimension::Fixed(_));
+            let first = if sizes.len() == 4 && fixed(3) && !fixed(1) { 1 } else { 2 };
+            let size = |(axis, size): (usize, &Dimension)| match size {
+                Dimension::Fixed(size) => Some(*size),
+                Dimension::Open(_) if axis == 0 => Some(batch),
+                Dimension::Open(_) if sizes.len() == 4 && axis >= first => image.get(axis - first).copied(),
+                Dimension::Open(_) => None,
+            };
+            sizes.iter().enumerate().map(size).collect()
+        };
+        self.definition.inputs.iter().map(of).collect()
+    }
+
+    /// The shapes of all outputs, for inputs of these shapes.
+    ///
+    /// # Errors
+    /// If the shapes do not fit the model; the error names the node.
+    pub fn output_shapes(&self, inputs: &[Vec<usize>]) -> Result<Vec<Vec<usize>>> {
+        let (plan, _) = self.make_plan(inputs, self.network.outputs.len())?;
+        let shape = |source: &Source| match source {
+            Source::Slot(slot) => plan.shapes[*slot].clone(),
+            Source::Stored(index) => self.network.stored[*index].values.shape().to_vec(),
+            Source::Known(array) => array.shape().to_vec(),
+            Source::Constant(tensor) => tensor.shape().to_vec(),
+        };
+        Ok(plan.outputs.iter().map(shape).collect())
+    }
+
+    /// The shape of the first output, for an input of this shape.
+    pub(crate) fn output_shape(&self, input: &[usize]) -> Result<Vec<usize>> {
+        let (plan, _) = self.make_plan(&[input.to_vec()], 1)?;
+        match plan.outputs.first() {
+            Some(Source::Slot(slot)) => Ok(plan.shapes[*slot].clone()),
+            _ => invalid("the output does not depend on the input"),
+        }
+    }
+
+    fn read(&self, plan: &Plan, source: &Source, slots: &[Option<Tensor>]) -> Result<Tensor> {
+        let missing = || invalid("a step reads a value that was freed");
+        match source {
+            Source::Slot(slot) => slots[*slot].clone().map_or_else(missing, Ok),
+            Source::Stored(index) => self.entries[*index].value().map_or_else(missing, Ok),
+            Source::Constant(tensor) => Ok(tensor.clone()),
+            Source::Known(array) => array.to_tensor(&plan.place.device, plan.place.dtype),
+        }
+    }
+
+    fn step(&self, plan: &Plan, step: &Step, slots: &mut [Option<Tensor>]) -> Result<()> {
+        let input = |index: usize| match step.inputs.get(index) {
+            Some(Some(source)) => self.read(plan, source, slots),
+            _ => invalid("a step lacks an input"),
+        };
+        let node = &self.network.nodes[step.node];
+        let in_node = |error: Error| refused(node, error.into());
+        let output = match &step.action {
+            Action::Node => {
+                let values = step
+                    .inputs
+                    .iter()
+                    .map(|source| match source {
+                        None => Ok(None),
+                        Some(Source::Known(array)) => Ok(Some(Value::Known(array.clone()))),
+                        Some(source) => {
+                            self.read(plan, source, slots).map(|tensor| Some(Value::Tensor(tensor)))
+                        }
+                    })
+                    .collect::<Result<Vec<_>>>()?;
+                let operands = Inputs::new(&values, &plan.place);
+                let results = run::run(&node.op, &operands, step.outputs.len())
+                    .map_err(|refusal| refused(node, refusal))?;
+                for (slot, result) in step.outputs.iter().zip(results) {
+                    if let (&Some(slot), Value::Tensor(tensor)) = (slot, result) {
+                        slots[slot] = Some(tensor);
+                    }
+                }
+                step.frees.iter().for_each(|&slot| slots[slot] = None);
+                return Ok(());
+            }
+            Action::Norm(norm, activation) => {
+                norm.layer.forward_with(&input(0)?, *activation).map_err(in_node)?
+            }
+            Action::Dropout => match &node.layer {
+                Some(Layer::Dropout(dropout)) => dropout.layer.forward(&input(0)?).map_err(in_node)?,
+                _ => input(0)?,
+            },
+            Action::Block(action) => {
+                let layers = Layers {
+                    conv: ConvLayer {
+                        weight: &action.block.weight,
+                        bias: action.block.bias.as_ref(),
+                        options: &action.options,
+                    },
+                    bn: Some(&action.norm.layer),
+                    activation: action.activation,
+                    pool: action.pool.as_ref(),
+                };
+                let residual = if action.residual { Some(input(1)?) } else { None };
+                let x = input(0)?;
+                match action.block.mode {
+                    ConvBnMode::Fused => {
+                        let keep = action.block.keep();
+                        layers.fused(&x, residual.as_ref(), keep).map_err(in_node)?
+                    }
+                    ConvBnMode::Separate => layers.separate(&x, residual.as_ref()).map_err(in_node)?,
+                }
+            }
+        };
+        if let Some(&Some(slot)) = step.outputs.first() {
+            slots[slot] = Some(output);
+        }
+        step.frees.iter().for_each(|&slot| slots[slot] = None);
+        Ok(())
+    }
+}
+
+impl Forward for Graph {
+    fn forward(&self, input: &Tensor) -> Result<Tensor> {
+        match self.run_to(std::slice::from_ref(input), 1)?.pop() {
+            Some(output) => Ok(output),
+            None => invalid("the model has no output"),
+        }
+    }
+}
+
+impl Module for Graph {
+    fn parts<'a>(&'a self, parts: &mut Parts<'a>) {
+        for (stored, entry) in self.network.stored.iter().zip(&self.entries) {
+            let name = &self.network.names[stored.value];
+            match entry {
+                Entry::Parameter(parameter) => parts.add(name, parameter),
+                Entry::Buffer(buffer) => parts.add(name, buffer),
+                Entry::Constant => {}
+            }
+        }
+        let mut names = HashSet::new();
+        for node in &self.network.nodes {
+            match &node.layer {
+                Some(Layer::Block(block)) => parts.push(&block.name, Part::Block(&**block)),
+                Some(Layer::Norm(norm)) => {
+                    parts.add(&norm.name, norm.layer.mode());
+                    // Nodes that share their statistics share the name, and the first has the counter.
+                    if names.insert(&norm.name)
+                        && let Some(batches) = norm.layer.batches()
+                    {
+                        parts.add(&format!("{}.num_batches_tracked", norm.name), batches);
+                    }
+                }
+                Some(Layer::Dropout(dropout)) => parts.add(&dropout.name, &dropout.layer),
+                None => {}
+            }
+        }
+    }
+
+    fn fold(&mut self) -> Result<usize> {
+        self.fold_blocks()
+    }
+}

@@ -1,0 +1,521 @@
+//! The operations of a graph.
+//!
+//! Names and meanings are those of ONNX's newest opset, with these differences: a [`Op::Pointwise`] stands for all functions of
+//! one element, and what ONNX made an input in the course of its opsets (axes, sizes, bounds) is an input here for every opset.
+
+use convoke_autograd::ops::{Coordinates, DepthOrder, Pointwise, ResizeMode};
+
+use super::{Array, Kind};
+
+/// What a node computes. Inputs are listed in their order; those in brackets may be left out.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum Op {
+    /// x, weight, \[bias\]: convolution in one or two spatial dimensions.
+    Conv(Conv),
+    /// x, weight, \[bias\]: transposed convolution; the weight is C x K/groups x ....
+    ConvTranspose(ConvTranspose),
+    /// x, scale, bias, mean, variance: batch norm. It takes statistics from the batch where the model trains.
+    BatchNorm(BatchNormOp),
+    /// x: the largest value of each window.
+    MaxPool(Pool),
+    /// x: the mean of each window.
+    AveragePool(Pool),
+    /// x: the mean of each channel, with spatial dimensions of size 1.
+    GlobalAveragePool,
+    /// x: the largest value of each channel, with spatial dimensions of size 1.
+    GlobalMaxPool,
+    /// x: the mean of each of so many windows, height before width; not an operator of ONNX.
+    AdaptiveAveragePool([usize; 2]),
+    /// x: a function of each element.
+    Pointwise(Pointwise),
+    /// x: max(0, x).
+    Relu,
+    /// x: x where it is positive, else alpha x.
+    LeakyRelu {
+        /// The slope below 0.
+        alpha: f64,
+    },
+    /// x, slope: x where it is positive, else slope x.
+    PRelu,
+    /// x, \[min\], \[max\].
+    Clip,
+    /// x: softmax along an axis.
+    Softmax {
+        /// The axis.
+        axis: isize,
+    },
+    /// x: log-softmax along an axis.
+    LogSoftmax {
+        /// The axis.
+        axis: isize,
+    },
+    /// a, b: arithmetic with broadcasting. `Max`, `Min` and `Add` take any number of inputs from one on.
+    Arithmetic(Arithmetic),
+    /// a, b: comparisons and logical operations. Gradients stop here.
+    Compare(Compare),
+    /// x: whether it is 0. Gradients stop here.
+    Not,
+    /// condition, a, b: elements of a where the condition holds, else of b.
+    Where,
+    /// x, \[axes\]: over the axes, or over all of them without axes.
+    Reduce(Reduce),
+    /// a, b: a product of matrices, with broadcasting of the other axes.
+    MatMul,
+    /// a, b, \[c\]: alpha a b + beta c.
+    Gemm(Gemm),
+    /// Any number of inputs, joined along an axis.
+    Concat {
+        /// The axis.
+        axis: isize,
+    },
+    /// x, \[sizes\]: parts along an axis, one for each output; equal parts without sizes, the last of which may be smaller.
+    Split {
+        /// The axis.
+        axis: isize,
+    },
+    /// x, starts, ends, \[axes\], \[steps\].
+    Slice,
+    /// x, pads, \[value\], \[axes\].
+    Pad(PadKind),
+    /// x: the axes in another order; reversed if it is empty.
+    Transpose {
+        /// For each axis of the output, the axis of the input.
+        order: Vec<isize>,
+    },
+    /// x, sizes.
+    Reshape {
+        /// Whether a size of 0 is one, instead of that of the same axis of the input.
+        allow_zero: bool,
+    },
+    /// x: a matrix whose rows are the axes before this one.
+    Flatten {
+        /// The first axis of the columns.
+        axis: isize,
+    },
+    /// x, \[axes\].
+    Squeeze,
+    /// x, axes.
+    Unsqueeze,
+    /// x, shape: broadcasting in both directions.
+    Expand,
+    /// x, repeats.
+    Tile,
+    /// x, indices: slices along an axis; the indices must be known.
+    Gather {
+        /// The axis.
+        axis: isize,
+    },
+    /// x: blocks of channels become blocks of pixels.
+    DepthToSpace {
+        /// Height and width of a block.
+        block: usize,
+        /// Which channels form a block.
+        order: DepthOrder,
+    },
+    /// x: blocks of pixels become blocks of channels.
+    SpaceToDepth {
+        /// Height and width of a block.
+        block: usize,
+    },
+    /// x, \[roi\], \[scales\], \[sizes\].
+    Resize(Resize),
+    /// x, scale, bias: the groups are those of channels.
+    GroupNorm {
+        /// The number of groups.
+        groups: usize,
+        /// Added to the variance.
+        eps: f64,
+    },
+    /// x, scale, \[bias\]: over the axes from this one on.
+    LayerNorm {
+        /// The first axis.
+        axis: isize,
+        /// Added to the variance.
+        eps: f64,
+    },
+    /// x, scale, bias.
+    InstanceNorm {
+        /// Added to the variance.
+        eps: f64,
+    },
+    /// x: divided by its root of the sum of squares along an axis (p = 2) or of the sum of absolute values (p = 1).
+    LpNorm {
+        /// The axis.
+        axis: isize,
+        /// 1 or 2.
+        p: u8,
+    },
+    /// x: local response normalization.
+    Lrn {
+        /// Channels in a window.
+        size: usize,
+        /// The factor of the mean square.
+        alpha: f64,
+        /// The exponent.
+        beta: f64,
+        /// What is added.
+        bias: f64,
+    },
+    /// x, \[share\], \[training\]: drops elements where the model trains; the share is 0.5 if it is left out.
+    Dropout,
+    /// x: itself.
+    Identity,
+    /// x: another type. Floating-point numbers stay in the type that the model computes in.
+    Cast(Kind),
+    /// x, other: the type of the other.
+    CastLike,
+    /// x: the sizes of its axes, from `start` to before `end`.
+    Shape {
+        /// The first axis.
+        start: isize,
+        /// The axis after the last one; all if there is none.
+        end: Option<isize>,
+    },
+    /// x: the number of its elements.
+    Size,
+    /// start, limit, step.
+    Range,
+    /// shape: filled with one number.
+    ConstantOfShape(Array),
+    /// Nothing: the array.
+    Constant(Array),
+    /// x: the places of elements that are not 0; of known values only.
+    NonZero,
+    /// indices, depth, \[off, on\]: of known values only.
+    OneHot {
+        /// The new axis.
+        axis: isize,
+    },
+    /// x, \[k\]: the elements on and above the diagonal, or on and below it; of known values only.
+    Trilu {
+        /// Whether those above are kept.
+        upper: bool,
+    },
+    /// x, \[axis\]: running sums; of known values only.
+    CumSum,
+    /// x: a function of each element that has no gradient of use; of known values only.
+    Elementwise(Elementwise),
+}
+
+/// How a convolution steps over its input, one number for each spatial axis; two for padding.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Conv {
+    /// Step between outputs.
+    pub strides: Vec<usize>,
+    /// How the input is padded.
+    pub pads: Pads,
+    /// Step between kernel elements.
+    pub dilations: Vec<usize>,
+    /// Groups of channels that do not mix.
+    pub group: usize,
+}
+
+/// How a transposed convolution steps over its output.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ConvTranspose {
+    /// Step, padding, dilation and groups of the convolution that it transposes.
+    pub conv: Conv,
+    /// Rows and columns that are added at the end.
+    pub output_padding: Vec<usize>,
+    /// The output's spatial sizes, from which padding follows.
+    pub output_shape: Option<Vec<usize>>,
+}
+
+/// The padding of a window's axes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Pads {
+    /// Before each axis, then after each axis.
+    Explicit(Vec<usize>),
+    /// Such that there are ceil(input / stride) outputs; an odd pixel is after the input.
+    SameUpper,
+    /// Such that there are ceil(input / stride) outputs; an odd pixel is before the input.
+    SameLower,
+    /// None.
+    Valid,
+}
+
+/// Batch norm.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct BatchNormOp {
+    /// Added to the variance.
+    pub eps: f64,
+    /// The weight of the old running statistics: PyTorch's momentum is 1 minus this.
+    pub momentum: f64,
+}
+
+/// Windows of a pooling.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Pool {
+    /// Sizes of a window.
+    pub kernel: Vec<usize>,
+    /// Step between windows.
+    pub strides: Vec<usize>,
+    /// How the input is padded.
+    pub pads: Pads,
+    /// Step between window elements; 1 for averages.
+    pub dilations: Vec<usize>,
+    /// Whether a last window may extend beyond the end.
+    pub ceil_mode: bool,
+    /// Whether averages count padding.
+    pub count_include_pad: bool,
+    /// Whether averages that count padding also count what lies beyond it: ONNX before opset 19.
+    pub count_overhang: bool,
+}
+
+/// Arithmetic of two operands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Arithmetic {
+    Add,
+    Sub,
+    Mul,
+    Div,
+    Pow,
+    Max,
+    Min,
+    /// The mean of all inputs.
+    Mean,
+    /// The remainder; of known values only. With the sign of the divisor, or of the dividend for `true`, as C's `fmod`.
+    Mod(bool),
+}
+
+/// Comparisons and logical operations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Compare {
+    Equal,
+    Less,
+    LessOrEqual,
+    Greater,
+    GreaterOrEqual,
+    And,
+    Or,
+    Xor,
+}
+
+/// A reduction over axes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Reduce {
+    /// What is computed.
+    pub kind: ReduceKind,
+    /// Whether the axes stay, with size 1.
+    pub keep_dims: bool,
+    /// Whether no axes mean no reduction, instead of all axes.
+    pub no_axes_is_identity: bool,
+}
+
+/// What a reduction computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum ReduceKind {
+    Sum,
+    Mean,
+    Prod,
+    Max,
+    Min,
+    /// The sum of absolute values.
+    L1,
+    /// The root of the sum of squares.
+    L2,
+    SumSquare,
+    LogSum,
+    LogSumExp,
+}
+
+/// alpha a b + beta c.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Gemm {
+    /// The factor of the product.
+    pub alpha: f64,
+    /// The factor of c.
+    pub beta: f64,
+    /// Whether a is transposed.
+    pub trans_a: bool,
+    /// Whether b is transposed.
+    pub trans_b: bool,
+}
+
+impl Default for Gemm {
+    fn default() -> Gemm {
+        Gemm { alpha: 1.0, beta: 1.0, trans_a: false, trans_b: false }
+    }
+}
+
+/// What a pad puts around a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PadKind {
+    /// The value; 0 if it is left out.
+    Constant,
+    /// The elements mirrored at the border.
+    Reflect,
+    /// The element at the border.
+    Edge,
+    /// The elements of the other side.
+    Wrap,
+}
+
+/// How a resize computes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Resize {
+    /// How values between pixels are computed.
+    pub mode: ResizeMode,
+    /// Which place of the input an output shows.
+    pub coordinates: Coordinates,
+    /// ONNX's `pytorch_half_pixel`: as half-pixel, but 0 where the output has one pixel.
+    pub one_pixel_at_zero: bool,
+    /// Whether sizes keep the aspect ratio, as ONNX's `keep_aspect_ratio_policy` says.
+    pub aspect: Aspect,
+}
+
+/// ONNX's `keep_aspect_ratio_policy`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Aspect {
+    /// The sizes are the output's.
+    #[default]
+    Stretch,
+    /// The largest output within the sizes.
+    NotLarger,
+    /// The smallest output that contains them.
+    NotSmaller,
+}
+
+/// Functions of single known values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Elementwise {
+    Floor,
+    Ceil,
+    /// To the nearest even number in the middle.
+    Round,
+    Sign,
+    Sin,
+    Cos,
+}
+
+impl Op {
+    /// The name of the operator in ONNX.
+    pub fn name(&self) -> &'static str {
+        match self {
+            Op::Conv(_) => "Conv",
+            Op::ConvTranspose(_) => "ConvTranspose",
+            Op::BatchNorm(_) => "BatchNormalization",
+            Op::MaxPool(_) => "MaxPool",
+            Op::AveragePool(_) => "AveragePool",
+            Op::GlobalAveragePool => "GlobalAveragePool",
+            Op::GlobalMaxPool => "GlobalMaxPool",
+            Op::AdaptiveAveragePool(_) => "AdaptiveAveragePool",
+            Op::Pointwise(function) => pointwise_name(*function),
+            Op::Relu => "Relu",
+            Op::LeakyRelu { .. } => "LeakyRelu",
+            Op::PRelu => "PRelu",
+            Op::Clip => "Clip",
+            Op::Softmax { .. } => "Softmax",
+            Op::LogSoftmax { .. } => "LogSoftmax",
+            Op::Arithmetic(kind) => match kind {
+                Arithmetic::Add => "Add",
+                Arithmetic::Sub => "Sub",
+                Arithmetic::Mul => "Mul",
+                Arithmetic::Div => "Div",
+                Arithmetic::Pow => "Pow",
+                Arithmetic::Max => "Max",
+                Arithmetic::Min => "Min",
+                Arithmetic::Mean => "Mean",
+                Arithmetic::Mod(_) => "Mod",
+            },
+            Op::Compare(kind) => match kind {
+                Compare::Equal => "Equal",
+                Compare::Less => "Less",
+                Compare::LessOrEqual => "LessOrEqual",
+                Compare::Greater => "Greater",
+                Compare::GreaterOrEqual => "GreaterOrEqual",
+                Compare::And => "And",
+                Compare::Or => "Or",
+                Compare::Xor => "Xor",
+            },
+            Op::Not => "Not",
+            Op::Where => "Where",
+            Op::Reduce(reduce) => match reduce.kind {
+                ReduceKind::Sum => "ReduceSum",
+                ReduceKind::Mean => "ReduceMean",
+                ReduceKind::Prod => "ReduceProd",
+                ReduceKind::Max => "ReduceMax",
+                ReduceKind::Min => "ReduceMin",
+                ReduceKind::L1 => "ReduceL1",
+                ReduceKind::L2 => "ReduceL2",
+                ReduceKind::SumSquare => "ReduceSumSquare",
+                ReduceKind::LogSum => "ReduceLogSum",
+                ReduceKind::LogSumExp => "ReduceLogSumExp",
+            },
+            Op::MatMul => "MatMul",
+            Op::Gemm(_) => "Gemm",
+            Op::Concat { .. } => "Concat",
+            Op::Split { .. } => "Split",
+            Op::Slice => "Slice",
+            Op::Pad(_) => "Pad",
+            Op::Transpose { .. } => "Transpose",
+            Op::Reshape { .. } => "Reshape",
+            Op::Flatten { .. } => "Flatten",
+            Op::Squeeze => "Squeeze",
+            Op::Unsqueeze => "Unsqueeze",
+            Op::Expand => "Expand",
+            Op::Tile => "Tile",
+            Op::Gather { .. } => "Gather",
+            Op::DepthToSpace { .. } => "DepthToSpace",
+            Op::SpaceToDepth { .. } => "SpaceToDepth",
+            Op::Resize(_) => "Resize",
+            Op::GroupNorm { .. } => "GroupNormalization",
+            Op::LayerNorm { .. } => "LayerNormalization",
+            Op::InstanceNorm { .. } => "InstanceNormalization",
+            Op::LpNorm { .. } => "LpNormalization",
+            Op::Lrn { .. } => "LRN",
+            Op::Dropout => "Dropout",
+            Op::Identity => "Identity",
+            Op::Cast(_) => "Cast",
+            Op::CastLike => "CastLike",
+            Op::Shape { .. } => "Shape",
+            Op::Size => "Size",
+            Op::Range => "Range",
+            Op::ConstantOfShape(_) => "ConstantOfShape",
+            Op::Constant(_) => "Constant",
+            Op::NonZero => "NonZero",
+            Op::OneHot { .. } => "OneHot",
+            Op::Trilu { .. } => "Trilu",
+            Op::CumSum => "CumSum",
+            Op::Elementwise(kind) => match kind {
+                Elementwise::Floor => "Floor",
+                Elementwise::Ceil => "Ceil",
+                Elementwise::Round => "Round",
+                Elementwise::Sign => "Sign",
+                Elementwise::Sin => "Sin",
+                Elementwise::Cos => "Cos",
+            },
+        }
+    }
+}
+
+fn pointwise_name(function: Pointwise) -> &'static str {
+    match function {
+        Pointwise::Sigmoid => "Sigmoid",
+        Pointwise::Tanh => "Tanh",
+        Pointwise::Silu => "Swish",
+        Pointwise::HardSwish => "HardSwish",
+        Pointwise::HardSigmoid { .. } => "HardSigmoid",
+        Pointwise::Clip { .. } => "Clip",
+        Pointwise::Gelu | Pointwise::GeluTanh => "Gelu",
+        Pointwise::Elu { .. } => "Elu",
+        Pointwise::Selu => "Selu",
+        Pointwise::Celu { .. } => "Celu",
+        Pointwise::Mish => "Mish",
+        Pointwise::Softplus { .. } => "Softplus",
+        Pointwise::Softsign => "Softsign",
+        Pointwise::Exp => "Exp",
+        Pointwise::Log => "Log",
+        Pointwise::Sqrt => "Sqrt",
+        Pointwise::Abs => "Abs",
+        Pointwise::Neg => "Neg",
+        Pointwise::Reciprocal => "Reciprocal",
+        Pointwise::Erf => "Erf",
+        other => other.name(),
+    }
+}

@@ -1,0 +1,359 @@
+//! Operations with windows over images: convolution, pooling, resizing. Signals of one dimension run as images of height 1.
+
+use convoke_autograd::Tensor;
+use convoke_autograd::ops::{
+    self, ConvOptions, ConvTransposeOptions, Coordinates, PadMode, Padding, PoolOptions, ResizeMode,
+    ResizeOptions, ResizeTo, Rounding, Slice, UpsampleMode,
+};
+
+use super::{Inputs, Result, refuse, spatial_axes};
+use crate::graph::{Aspect, Conv, ConvTranspose, Pads, Pool, Resize};
+
+/// A tensor of images; signals N x C x L become N x C x 1 x L.
+struct Images {
+    tensor: Tensor,
+    signals: bool,
+}
+
+impl Images {
+    fn new(x: Tensor) -> Result<Images> {
+        match *x.shape() {
+            [_, _, _, _] => Ok(Images { tensor: x, signals: false }),
+            [batch, channels, len] => {
+                Ok(Images { tensor: x.reshape(&[batch, channels, 1, len])?, signals: true })
+            }
+            _ => refuse(format!("its input {:?} has neither one nor two spatial dimensions", x.shape())),
+        }
+    }
+
+    fn spatial(&self) -> &[usize] {
+        &self.tensor.shape()[if self.signals { 3 } else { 2 }..]
+    }
+
+    /// The output in the dimensions of the input.
+    fn back(&self, y: Tensor) -> Result<Tensor> {
+        match *y.shape() {
+            [batch, channels, 1, len] if self.signals => Ok(y.reshape(&[batch, channels, len])?),
+            _ => Ok(y),
+        }
+    }
+
+    /// Numbers of the spatial axes, height before width; `first` for the height of signals.
+    fn axes(&self, numbers: &[usize], first: usize) -> Result<[usize; 2]> {
+        match (self.signals, numbers) {
+            (_, []) => Ok([1, 1]),
+            (true, &[own]) => Ok([first, own]),
+            (false, &[height, width]) => Ok([height, width]),
+            _ => refuse(format!("{numbers:?} are not one number for each spatial axis of its input")),
+        }
+    }
+}
+
+impl Pads {
+    /// The pixels before and after each spatial axis.
+    fn resolve(
+        &self,
+        input: &[usize],
+        [kernel, strides, dilations]: [&[usize]; 3],
+    ) -> Result<Vec<[usize; 2]>> {
+        let rank = input.len();
+        let of = |numbers: &[usize], axis: usize| numbers.get(axis).copied().unwrap_or(1).max(1);
+        match self {
+            Pads::Valid => Ok(vec![[0, 0]; rank]),
+            Pads::Explicit(pads) if pads.is_empty() => Ok(vec![[0, 0]; rank]),
+            Pads::Explicit(pads) if pads.len() == 2 * rank => {
+                Ok((0..rank).map(|axis| [pads[axis], pads[axis + rank]]).collect())
+            }
+            Pads::Explicit(pads) => {
+                refuse(format!("{pads:?} are not two numbers for each of {rank} spatial axes"))
+            }
+            Pads::SameUpper | Pads::SameLower => (0..rank)
+                .map(|axis| {
+                    let (stride, size) = (of(strides, axis), input[axis]);
+                    let last = (size.div_ceil(stride).max(1) - 1).saturating_mul(stride);
+                    let span = (of(kernel, axis) - 1).saturating_mul(of(dilations, axis)).saturating_add(1);
+                    let total = last.saturating_add(span).saturating_sub(size);
+                    let (less, more) = (total / 2, total - total / 2);
+                    Ok(if *self == Pads::SameUpper { [less, more] } else { [more, less] })
+                })
+                .collect(),
+        }
+    }
+}
+
+/// Padding of height and width.
+fn padding(pads: &[[usize; 2]]) -> Padding {
+    match *pads {
+        [[top, bottom], [left, right]] => Padding { top, bottom, left, right },
+        [[left, right]] => Padding { left, right, ..Padding::default() },
+        _ => Padding::default(),
+    }
+}
+
+impl Conv {
+    /// The options of a convolution of images of this size.
+    pub(in crate::graph) fn options(&self, spatial: [usize; 2], kernel: [usize; 2]) -> Option<ConvOptions> {
+        let pads = self.pads.resolve(&spatial, [&kernel, &self.strides, &self.dilations]).ok()?;
+        let two = |numbers: &[usize]| match *numbers {
+            [] => Some([1, 1]),
+            [height, width] => Some([height, width]),
+            _ => None,
+        };
+        let (stride, dilation) = (two(&self.strides)?, two(&self.dilations)?);
+        Some(ConvOptions { stride, padding: padding(&pads), dilation, groups: self.group })
+    }
+}
+
+pub(super) fn conv(inputs: &Inputs<'_>, conv: &Conv) -> Result<Tensor> {
+    let (x, weight) = (Images::new(inputs.tensor(0)?)?, Images::new(inputs.tensor(1)?)?);
+    if x.signals != weight.signals {
+        return refuse(format!(
+            "the weight {:?} is not for its input {:?}",
+            weight.tensor.shape(),
+            x.tensor.shape()
+        ));
+    }
+    let pads = conv.pads.resolve(x.spatial(), [weight.spatial(), &conv.strides, &conv.dilations])?;
+    let options = ConvOptions {
+        stride: x.axes(&conv.strides, 1)?,
+        padding: padding(&pads),
+        dilation: x.axes(&conv.dilations, 1)?,
+        groups: conv.group,
+    };
+    x.back(ops::conv2d(&x.tensor, &weight.tensor, inputs.optional_tensor(2)?.as_ref(), &options)?)
+}
+
+pub(super) fn conv_transpose(inputs: &Inputs<'_>, transposed: &ConvTranspose) -> Result<Tensor> {
+    let (x, weight) = (Images::new(inputs.tensor(0)?)?, Images::new(inputs.tensor(1)?)?);
+    let conv = &transposed.conv;
+    let rank = x.spatial().len();
+    if x.signals != weight.signals {
+        return refuse(format!(
+            "the weight {:?} is not for its input {:?}",
+            weight.tensor.shape(),
+            x.tensor.shape()
+        ));
+    }
+    let of = |numbers: &[usize], axis: usize, none: usize| numbers.get(axis).copied().unwrap_or(none);
+    let mut output_padding: Vec<usize> =
+        (0..rank).map(|axis| of(&transposed.output_padding, axis, 0)).collect();
+    let same = matches!(conv.pads, Pads::SameUpper | Pads::SameLower);
+    let wanted = match &transposed.output_shape {
+        Some(shape) if shape.len() == rank => Some(shape.clone()),
+        Some(shape) => {
+            return refuse(format!("the output shape {shape:?} does not have {rank} spatial sizes"));
+        }
+        None if same => Some(
+            x.spatial().iter().enumerate().map(|(axis, &size)| size * of(&conv.strides, axis, 1)).collect(),
+        ),
+        None => None,
+    };
+    let pads = match wanted {
+        None => conv.pads.resolve(x.spatial(), [weight.spatial(), &conv.strides, &conv.dilations])?,
+        Some(wanted) => (0..rank)
+            .map(|axis| {
+                let span = of(weight.spatial(), axis, 1).saturating_sub(1).saturating_mul(of(
+                    &conv.dilations,
+                    axis,
+                    1,
+                ));
+                let full = x.spatial()[axis].saturating_sub(1).saturating_mul(of(&conv.strides, axis, 1));
+                let full = full.saturating_add(span).saturating_add(1).saturating_add(output_padding[axis]);
+                // What is missing is added at the end.
+                output_padding[axis] = output_padding[axis].saturating_add(wanted[axis].saturating_sub(full));
+                let total = full.saturating_sub(wanted[axis]);
+                let (less, more) = (total / 2, total - total / 2);
+                if conv.pads == Pads::SameUpper { [less, more] } else { [more, less] }
+            })
+            .collect(),
+    };
+    let options = ConvTransposeOptions {
+        stride: x.axes(&conv.strides, 1)?,
+        padding: padding(&pads),
+        output_padding: x.axes(&output_padding, 0)?,
+        dilation: x.axes(&conv.dilations, 1)?,
+        groups: conv.group,
+    };
+    x.back(ops::conv_transpose2d(&x.tensor, &weight.tensor, inputs.optional_tensor(2)?.as_ref(), &options)?)
+}
+
+/// The input of a pooling and its options. The kernels pad by at most half a window; more padding is added to the input.
+fn pooling(x: Tensor, pool: &Pool, outside: f64) -> Result<(Images, PoolOptions)> {
+    let mut x = Images::new(x)?;
+    let pads = pool.pads.resolve(x.spatial(), [&pool.kernel, &pool.strides, &pool.dilations])?;
+    let Padding { top, bottom, left, right } = padding(&pads);
+    let kernel = x.axes(&pool.kernel, 1)?;
+    let mut options = PoolOptions {
+        kernel,
+        stride: x.axes(&pool.strides, 1)?,
+        padding: [top, left],
+        padding_after: Some([bottom, right]),
+        dilation: x.axes(&pool.dilations, 1)?,
+        ceil_mode: pool.ceil_mode,
+        count_include_pad: pool.count_include_pad,
+        count_overhang: pool.count_overhang,
+        divisor_override: None,
+    };
+    let too_much = |axis: usize, pad: usize| pad > kernel[axis] / 2;
+    if too_much(0, top.max(bottom)) || too_much(1, left.max(right)) {
+        let pads = [[0, 0], [0, 0], [top, bottom], [left, right]]
+            .map(|pair| pair.map(|pad| isize::try_from(pad).unwrap_or(isize::MAX)));
+        x.tensor = x.tensor.pad(&pads, PadMode::Constant(outside))?;
+        options.padding = [0, 0];
+        options.padding_after = None;
+    }
+    Ok((x, options))
+}
+
+pub(super) fn max_pool(inputs: &Inputs<'_>, pool: &Pool) -> Result<Tensor> {
+    let (x, options) = pooling(inputs.tensor(0)?, pool, f64::NEG_INFINITY)?;
+    x.back(ops::max_pool2d(&x.tensor, &options)?)
+}
+
+impl Pool {
+    /// The options of pooling images of this size, if the kernels take them as they are.
+    pub(in crate::graph) fn options(&self, spatial: [usize; 2]) -> Option<PoolOptions> {
+        let pads = self.pads.resolve(&spatial, [&self.kernel, &self.strides, &self.dilations]).ok()?;
+        let two = |numbers: &[usize]| match *numbers {
+            [] => Some([1, 1]),
+            [height, width] => Some([height, width]),
+            _ => None,
+        };
+        let Padding { top, bottom, left, right } = padding(&pads);
+        let kernel = two(&self.kernel)?;
+        let fits = top.max(bottom) <= kernel[0] / 2 && left.max(right) <= kernel[1] / 2;
+        fits.then_some(PoolOptions {
+            kernel,
+            stride: two(&self.strides)?,
+            padding: [top, left],
+            padding_after: Some([bottom, right]),
+            dilation: two(&self.dilations)?,
+            ceil_mode: self.ceil_mode,
+            ..PoolOptions::new(1)
+        })
+    }
+}
+
+pub(super) fn average_pool(inputs: &Inputs<'_>, pool: &Pool) -> Result<Tensor> {
+    if pool.dilations.iter().any(|&dilation| dilation != 1) {
+        return refuse("an average pooling with dilation is not supported");
+    }
+    let input = inputs.tensor(0)?;
+    let (x, options) = pooling(input.clone(), pool, 0.0)?;
+    let padded = x.tensor.len() != input.len();
+    if padded && !pool.count_include_pad {
+        return refuse("it pads by more than half a window and does not count the padding");
+    }
+    x.back(ops::avg_pool2d(&x.tensor, &options)?)
+}
+
+/// The mean of each channel. Of images by the kernel of average pooling, as [`crate::modules::GlobalAvgPool2d`].
+pub(super) fn global_average(x: &Tensor) -> Result<Tensor> {
+    match *x.shape() {
+        [_, _, height, width] => {
+            let window = [height, width];
+            Ok(ops::avg_pool2d(x, &PoolOptions { kernel: window, stride: window, ..PoolOptions::new(1) })?)
+        }
+        _ => Ok(x.mean_dims(&spatial_axes(x)?, true)?),
+    }
+}
+
+pub(super) fn resize(inputs: &Inputs<'_>, resize: &Resize) -> Result<Tensor> {
+    let x = Images::new(inputs.tensor(0)?)?;
+    let rank = x.spatial().len();
+    let scales = inputs.optional_known(2)?.filter(|scales| !scales.is_empty()).map(|scales| scales.to_f64());
+    let sizes = inputs.optional_integers(3)?.filter(|sizes| !sizes.is_empty());
+    // Images and channels are not resized; a file may leave them out.
+    let shape = [&x.tensor.shape()[..2], x.spatial()].concat();
+    let spatial = |len: usize| len.checked_sub(rank).filter(|&rest| rest == 0 || rest == 2);
+    let to = match (scales, sizes) {
+        (Some(scales), None) => {
+            let Some(rest) = spatial(scales.len()) else {
+                return refuse(format!("{scales:?} are not scales of the axes of {shape:?}"));
+            };
+            if scales[..rest].iter().any(|&scale| scale != 1.0) {
+                return refuse(format!("{scales:?} resizes images or channels of {shape:?}"));
+            }
+            let own = &scales[rest..];
+            ResizeTo::Scale(if x.signals { [1.0, own[0]] } else { [own[0], own[1]] })
+        }
+        (None, Some(sizes)) => {
+            let own: Option<Vec<usize>> = sizes.iter().map(|&size| usize::try_from(size).ok()).collect();
+            let (Some(rest), Some(own)) = (spatial(sizes.len()), own) else {
+                return refuse(format!("{sizes:?} are not sizes of the axes of {shape:?}"));
+            };
+            let batch = inputs.place.batch;
+            let kept = (0..rest).all(|axis| {
+                own[axis] == shape[axis] || (axis == 0 && batch == Some([own[axis], shape[axis]]))
+            });
+            if !kept {
+                return refuse(format!("{sizes:?} resizes images or channels of {shape:?}"));
+            }
+            sizes_to(&x, &own[rest..], resize.aspect)
+        }
+        _ => return refuse("it has neither scales nor sizes, or both"),
+    };
+    let [_, _, height, width] = *x.tensor.shape() else { return refuse("its input is not of images") };
+    if let (ResizeTo::Scale(scale), Some(mode)) = (to, exact(resize))
+        && scale.iter().all(|&factor| factor.fract() == 0.0 && (1.0..=4096.0).contains(&factor))
+    {
+        return x.back(ops::upsample2d(&x.tensor, scale.map(|factor| factor as usize), mode)?);
+    }
+    if let (ResizeTo::Size(size), Some(mode)) = (to, exact(resize))
+        && height > 0
+        && width > 0
+        && size[0].is_multiple_of(height)
+        && size[1].is_multiple_of(width)
+        && size[0] > 0
+        && size[1] > 0
+    {
+        return x.back(ops::upsample2d(&x.tensor, [size[0] / height, size[1] / width], mode)?);
+    }
+    let mut image = x.tensor.clone();
+    if resize.one_pixel_at_zero {
+        let size = match to {
+            ResizeTo::Size(size) => size,
+            ResizeTo::Scale(scale) => {
+                [(height as f64 * scale[0]) as usize, (width as f64 * scale[1]) as usize]
+            }
+        };
+        for (axis, size) in size.into_iter().enumerate() {
+            if size == 1 {
+                image = image.slice(&[Slice::new(axis as isize + 2, 0, 1)])?;
+            }
+        }
+        let options =
+            ResizeOptions { to: ResizeTo::Size(size), mode: resize.mode, coordinates: resize.coordinates };
+        if image.shape() != x.tensor.shape() {
+            return x.back(ops::resize2d(&image, &options)?);
+        }
+    }
+    x.back(ops::resize2d(&image, &ResizeOptions { to, mode: resize.mode, coordinates: resize.coordinates })?)
+}
+
+/// The kernel for whole factors that computes the same.
+fn exact(resize: &Resize) -> Option<UpsampleMode> {
+    match (resize.mode, resize.coordinates) {
+        (ResizeMode::Nearest(Rounding::Floor), Coordinates::Asymmetric) => Some(UpsampleMode::Nearest),
+        (
+            ResizeMode::Nearest(Rounding::RoundPreferFloor | Rounding::RoundPreferCeil),
+            Coordinates::HalfPixel,
+        ) => Some(UpsampleMode::Nearest),
+        (ResizeMode::Bilinear, Coordinates::HalfPixel) => Some(UpsampleMode::Bilinear),
+        _ => None,
+    }
+}
+
+fn sizes_to(x: &Images, sizes: &[usize], aspect: Aspect) -> ResizeTo {
+    let [_, _, height, width] = *x.tensor.shape() else { return ResizeTo::Size([0, 0]) };
+    let wanted = if x.signals { [1, sizes[0]] } else { [sizes[0], sizes[1]] };
+    if aspect == Aspect::Stretch || x.signals {
+        return ResizeTo::Size(wanted);
+    }
+    let ratios = [wanted[0] as f64 / height as f64, wanted[1] as f64 / width as f64];
+    let ratio = match aspect {
+        Aspect::NotLarger => ratios[0].min(ratios[1]),
+        _ => ratios[0].max(ratios[1]),
+    };
+    ResizeTo::Size([(height as f64 * ratio).round() as usize, (width as f64 * ratio).round() as usize])
+}

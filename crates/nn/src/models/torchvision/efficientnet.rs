@@ -1,0 +1,87 @@
+//! Networks that are scaled evenly: M. Tan, Q. Le, "EfficientNet: rethinking model scaling for convolutional neural networks",
+//! 2019.
+
+use convoke_autograd::Result;
+use convoke_autograd::ops::Pointwise;
+
+use super::{Activation, ConvNormActivation, SqueezeExcitation};
+use crate::graph::{BatchNormOp, Bias, Builder, ConvSpec, Definition, Scheme, Value, Weights};
+
+const SILU: Activation = Activation::Of(Pointwise::Silu);
+
+/// For each stage: how much blocks widen, the kernel, the stride of the first block, output channels, and blocks.
+const STAGES: [[usize; 5]; 7] = [
+    [1, 3, 1, 16, 1],
+    [6, 3, 2, 24, 2],
+    [6, 5, 2, 40, 2],
+    [6, 3, 2, 80, 3],
+    [6, 5, 1, 112, 3],
+    [6, 5, 2, 192, 4],
+    [6, 3, 1, 320, 1],
+];
+
+/// EfficientNet-B0: 16 inverted residual blocks with SiLU, and with squeeze and excitation.
+///
+/// Where torchvision's trains, it leaves out blocks at random (stochastic depth: with a probability of up to 0.2, that of later
+/// blocks is larger). This one does not; where models do not train, both compute the same.
+///
+/// With three channels and 1000 classes it has 5,288,548 parameters.
+///
+/// # Errors
+/// If `channels` or `classes` is 0.
+pub fn efficientnet_b0(channels: usize, classes: usize) -> Result<Definition> {
+    let scheme = Scheme {
+        conv: Weights::KaimingNormalOut,
+        linear: Weights::UniformOut,
+        conv_bias: Bias::Zero,
+        linear_bias: Bias::Zero,
+    };
+    let mut builder = Builder::new("efficientnet-b0", scheme);
+    let x = builder.input("images", channels);
+    let first = ConvSpec { stride: 2, ..ConvSpec::same(32, 3) };
+    let mut x = unit(first, SILU).apply(&mut builder, &x, "features.0");
+    for (index, [expansion, kernel, first_stride, outputs, blocks]) in STAGES.into_iter().enumerate() {
+        for block in 0..blocks {
+            let stride = if block == 0 { first_stride } else { 1 };
+            let prefix = format!("features.{}.{block}.block", index + 1);
+            x = inverted_residual(&mut builder, &x, &prefix, [expansion, kernel, stride, outputs]);
+        }
+    }
+    let x = unit(ConvSpec::new(1280, 1), SILU).apply(&mut builder, &x, "features.8");
+    let x = builder.global_average(&x);
+    let x = builder.flatten(&x);
+    let x = builder.dropout(&x, "classifier.0", 0.2);
+    let x = builder.linear(&x, "classifier.1", classes);
+    builder.finish(&[&x])
+}
+
+fn unit(conv: ConvSpec, activation: Activation) -> ConvNormActivation {
+    ConvNormActivation { conv, norm: BatchNormOp::default(), activation }
+}
+
+/// A 1x1 convolution that widens, a convolution within channels, squeeze and excitation, and a 1x1 convolution without
+/// activation.
+fn inverted_residual(
+    builder: &mut Builder,
+    x: &Value,
+    prefix: &str,
+    [expansion, kernel, stride, outputs]: [usize; 4],
+) -> Value {
+    let width = x.channels() * expansion;
+    let mut part = 0;
+    let mut next = || {
+        part += 1;
+        format!("{prefix}.{}", part - 1)
+    };
+    let mut y = x.clone();
+    if expansion != 1 {
+        y = unit(ConvSpec::new(width, 1), SILU).apply(builder, &y, &next());
+    }
+    let within = ConvSpec { stride, groups: width, ..ConvSpec::same(width, kernel) };
+    y = unit(within, SILU).apply(builder, &y, &next());
+    let squeezed = (x.channels() / 4).max(1);
+    let squeeze = SqueezeExcitation { width: squeezed, inner: SILU, gate: Pointwise::Sigmoid };
+    y = squeeze.apply(builder, &y, &next());
+    y = unit(ConvSpec::new(outputs, 1), Activation::None).apply(builder, &y, &next());
+    if stride == 1 && x.channels() == outputs { builder.add(&y, x) } else { y }
+}

@@ -1,0 +1,344 @@
+//! Models as data: what they compute, how they are fused, folded, planned and refused.
+
+use std::sync::{Arc, LazyLock};
+
+use convoke_autograd::{DType, Device, MemoryFormat, Tensor};
+use convoke_nn::graph::{
+    Arithmetic, Array, BatchNormOp, Conv, Definition, Dimension, Gemm, Graph, Input, Kind, Node, Op, Pads,
+    Pool, Stored,
+};
+use convoke_nn::models::ModelSpec;
+use convoke_nn::modules::{ConvBnMode, FusedBlock, Keep};
+use convoke_nn::{Forward, Init, Module, ModuleExt, Part};
+use convoke_testkit::formula_fill;
+
+/// One device for all tensors.
+fn device() -> Device {
+    static DEVICE: LazyLock<Device> = LazyLock::new(|| Device::cpu().unwrap());
+    DEVICE.clone()
+}
+
+fn values(tag: u32, len: usize) -> Vec<f64> {
+    formula_fill(tag, len, 1.0).into_iter().map(f64::from).collect()
+}
+
+/// A definition that grows node by node.
+struct Maker(Definition);
+
+impl Maker {
+    fn new(input: &[usize]) -> Maker {
+        let sizes = input[1..].iter().map(|&size| Dimension::Fixed(size));
+        let shape = [Dimension::Open("N".into())].into_iter().chain(sizes).collect();
+        let inputs = vec![Input { name: "x".into(), kind: Kind::F32, shape: Some(shape) }];
+        Maker(Definition { name: "made".into(), inputs, ..Definition::default() })
+    }
+
+    fn store(&mut self, name: &str, shape: &[usize]) -> String {
+        let len: usize = shape.iter().product();
+        let numbers = values((name.len() * 131 + len) as u32, len).into_iter().map(|x| x as f32);
+        // Variances are above 0.
+        let numbers = numbers.map(|x| if name.ends_with("var") { x.abs() + 0.5 } else { x });
+        let values = Array::floats(numbers).reshaped(shape).unwrap().into();
+        self.0.stored.push(Stored { name: name.into(), values });
+        name.into()
+    }
+
+    fn node(&mut self, op: Op, inputs: &[&str], output: &str) -> String {
+        let inputs = inputs.iter().map(|&name| name.to_owned()).collect();
+        self.0.nodes.push(Node { name: format!("make {output}"), op, inputs, outputs: vec![output.into()] });
+        output.into()
+    }
+
+    fn conv_bn(&mut self, x: &str, name: &str, [from, to]: [usize; 2]) -> String {
+        let weight = self.store(&format!("{name}.weight"), &[to, from, 3, 3]);
+        let pads = Pads::Explicit(vec![1; 4]);
+        let conv = Op::Conv(Conv { strides: vec![1, 1], pads, dilations: vec![1, 1], group: 1 });
+        let convolved = self.node(conv, &[x, &weight], &format!("{name} convolved"));
+        self.bn(&convolved, &format!("{name}_bn"), to)
+    }
+
+    fn bn(&mut self, x: &str, name: &str, channels: usize) -> String {
+        let parts = ["weight", "bias", "running_mean", "running_var"]
+            .map(|part| self.store(&format!("{name}.{part}"), &[channels]));
+        let [weight, bias, mean, var] = &parts;
+        let op = Op::BatchNorm(BatchNormOp { eps: 1e-5, momentum: 0.9 });
+        self.node(op, &[x, weight, bias, mean, var], name)
+    }
+
+    fn graph(mut self, output: &str, mode: ConvBnMode) -> Graph {
+        self.0.outputs = vec![output.into()];
+        let init = Init { dtype: DType::F64, ..Init::new(&device(), 0) };
+        Graph::new(&Arc::new(self.0), &init, mode).unwrap()
+    }
+}
+
+/// A residual network with everything that fuses: pool after a block, addition, activations, a batch norm that is alone.
+pub(crate) fn residual(mode: ConvBnMode) -> Graph {
+    let mut made = Maker::new(&[2, 3, 8, 8]);
+    let stem = made.conv_bn("x", "stem", [3, 4]);
+    let stem = made.node(Op::Relu, &[&stem], "stem relu");
+    let pool = Pool {
+        kernel: vec![2, 2],
+        strides: vec![2, 2],
+        pads: Pads::Valid,
+        dilations: vec![],
+        ceil_mode: false,
+        count_include_pad: false,
+        count_overhang: false,
+    };
+    let stem = made.node(Op::MaxPool(pool), &[&stem], "pooled");
+    let a = made.conv_bn(&stem, "a", [4, 4]);
+    let a = made.node(Op::Relu, &[&a], "a relu");
+    let b = made.conv_bn(&a, "b", [4, 4]);
+    let sum = made.node(Op::Arithmetic(Arithmetic::Add), &[&b, &stem], "sum");
+    let sum = made.node(Op::Relu, &[&sum], "sum relu");
+    // Two branches are added: the block of one takes the other as its residual.
+    let c = made.conv_bn(&sum, "c", [4, 4]);
+    let d = made.conv_bn(&sum, "d", [4, 4]);
+    let both = made.node(Op::Arithmetic(Arithmetic::Add), &[&c, &d], "both");
+    let more = made.node(Op::Arithmetic(Arithmetic::Add), &[&both, &sum], "more");
+    let alone = made.bn(&more, "alone", 4);
+    let alone = made.node(Op::Relu, &[&alone], "alone relu");
+    let mean = made.node(Op::GlobalAveragePool, &[&alone], "mean");
+    let flat = made.node(Op::Flatten { axis: 1 }, &[&mean], "flat");
+    let weight = made.store("fc.weight", &[5, 4]);
+    let bias = made.store("fc.bias", &[5]);
+    let gemm = Gemm { trans_b: true, ..Gemm::default() };
+    let logits = made.node(Op::Gemm(gemm), &[&flat, &weight, &bias], "logits");
+    made.graph(&logits, mode)
+}
+
+fn images(shape: &[usize]) -> Tensor {
+    let elements = values(7, shape.iter().product());
+    let tensor = Tensor::from_slice(&device(), shape, &elements).unwrap();
+    tensor.to_format(MemoryFormat::ChannelsLast).unwrap()
+}
+
+/// Output, gradients by name, and running statistics of a training step.
+fn step(graph: &Graph, x: &Tensor) -> (Vec<f64>, Vec<(String, Vec<f64>)>) {
+    let leaf = x.with_grad();
+    let output = graph.forward(&leaf).unwrap();
+    let upstream = Tensor::from_slice(x.device(), output.shape(), &values(3, output.len())).unwrap();
+    let gradients = output.mul(&upstream).unwrap().sum().unwrap().backward().unwrap();
+    let mut found = vec![("x".to_owned(), gradients.get(&leaf).unwrap().to_vec().unwrap())];
+    for (name, parameter) in graph.parameters() {
+        found.push((name, gradients.get(&parameter.value()).unwrap().to_vec().unwrap()));
+    }
+    for (name, state) in graph.named_state() {
+        if let convoke_nn::State::Buffer(buffer) = state {
+            found.push((name, buffer.value().to_vec().unwrap()));
+        }
+    }
+    (output.to_vec().unwrap(), found)
+}
+
+fn close(found: &[f64], expected: &[f64], what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    for (found, expected) in found.iter().zip(expected) {
+        assert!(
+            (found - expected).abs() <= 1e-9 * (1.0 + expected.abs()),
+            "{what}: {found}, expected {expected}"
+        );
+    }
+}
+
+#[test]
+fn fused_and_separate_layers_compute_the_same_with_every_keep() {
+    let x = images(&[2, 3, 8, 8]);
+    let (output, expected) = step(&residual(ConvBnMode::Separate), &x);
+    assert!(output.iter().all(|value| value.is_finite()));
+    for keep in [Keep::Store, Keep::Renormalize, Keep::RecomputeInTiles] {
+        let graph = residual(ConvBnMode::Fused);
+        let mut blocks = 0;
+        graph.visit(&mut |_, part| {
+            if let Part::Block(block) = part {
+                block.set_keep(keep);
+                blocks += 1;
+            }
+        });
+        assert_eq!(blocks, 5);
+        let (found, gradients) = step(&graph, &x);
+        close(&found, &output, "output");
+        assert_eq!(gradients.len(), expected.len());
+        for ((name, found), (other, expected)) in gradients.iter().zip(&expected) {
+            assert_eq!(name, other);
+            close(found, expected, name);
+        }
+    }
+}
+
+#[test]
+fn steps_are_joined_where_nobody_else_reads() {
+    let description = residual(ConvBnMode::Fused).describe(&[vec![2, 3, 8, 8]]).unwrap();
+    let steps: Vec<&str> = description.steps.iter().map(|step| step.operation.as_str()).collect();
+    assert_eq!(
+        steps,
+        [
+            "Conv+BatchNormalization+Relu+MaxPool",
+            "Conv+BatchNormalization+Relu",
+            "Conv+BatchNormalization+Add+Relu",
+            "Conv+BatchNormalization",
+            "Conv+BatchNormalization+Add",
+            "Add",
+            "BatchNormalization+Relu",
+            "GlobalAveragePool",
+            "Flatten",
+            "Gemm"
+        ]
+    );
+    assert!(description.alone.is_empty());
+    assert_eq!(description.steps[0].flops, 2 * 2 * 4 * 64 * 27);
+    assert_eq!(description.steps[0].parameters, 4 * 27 + 8);
+
+    // A convolution whose output somebody else reads stays alone.
+    let mut made = Maker::new(&[2, 3, 8, 8]);
+    let y = made.conv_bn("x", "c", [3, 3]);
+    let sum = made.node(Op::Arithmetic(Arithmetic::Add), &[&y, "c convolved"], "sum");
+    let graph = made.graph(&sum, ConvBnMode::Fused);
+    let description = graph.describe(&[vec![2, 3, 8, 8]]).unwrap();
+    assert_eq!(description.alone, [("make c convolved".to_owned(), "its output has several readers")]);
+}
+
+#[test]
+fn folding_keeps_the_outputs_of_evaluation() {
+    let x = images(&[2, 3, 8, 8]);
+    let mut graph = residual(ConvBnMode::Fused);
+    graph.eval();
+    let expected: Vec<f64> = graph.forward(&x).unwrap().to_vec().unwrap();
+    assert_eq!(graph.fold().unwrap(), 5);
+    close(&graph.forward(&x).unwrap().to_vec::<f64>().unwrap(), &expected, "folded");
+    let names: Vec<String> = graph.named_state().into_iter().map(|(name, _)| name).collect();
+    assert!(names.contains(&"stem.bias".to_owned()), "{names:?}");
+    assert!(!names.iter().any(|name| name.starts_with("stem_bn")), "{names:?}");
+    // What it is now, as data, is the same model.
+    let definition = Arc::new(graph.to_definition().unwrap());
+    let init = Init { dtype: DType::F64, ..Init::new(x.device(), 0) };
+    let again = Graph::new(&definition, &init, ConvBnMode::Fused).unwrap();
+    again.eval();
+    close(&again.forward(&x).unwrap().to_vec::<f64>().unwrap(), &expected, "as data");
+}
+
+#[test]
+fn state_has_the_names_of_the_definition() {
+    let graph = residual(ConvBnMode::Fused);
+    let names: Vec<String> = graph.named_state().into_iter().map(|(name, _)| name).collect();
+    for name in
+        ["stem.weight", "stem_bn.weight", "stem_bn.running_mean", "stem_bn.num_batches_tracked", "fc.bias"]
+    {
+        assert!(names.contains(&name.to_owned()), "{name} is not in {names:?}");
+    }
+    let x = images(&[2, 3, 8, 8]);
+    graph.forward(&x).unwrap();
+    graph.freeze_batchnorm(true);
+    graph.forward(&x).unwrap();
+    let mut counted = Vec::new();
+    graph.visit(&mut |_, part| {
+        if let Part::Counter(counter) = part {
+            counted.push(counter.value());
+        }
+    });
+    assert_eq!(counted, [1; 6], "frozen batch norms do not count");
+}
+
+#[test]
+fn other_sizes_run_and_mistakes_are_named() {
+    let graph = residual(ConvBnMode::Fused);
+    for shape in [[1, 3, 8, 8], [3, 3, 12, 6], [5, 3, 2, 2]] {
+        assert_eq!(graph.forward(&images(&shape)).unwrap().shape(), [shape[0], 5]);
+    }
+    let error = graph.forward(&images(&[2, 4, 8, 8])).unwrap_err().to_string();
+    assert!(error.contains("make stem convolved") && error.contains("Conv"), "{error}");
+    let error = graph.forward(&images(&[2, 3, 1, 1])).unwrap_err().to_string();
+    assert!(error.contains("MaxPool"), "{error}");
+
+    let mut made = Maker::new(&[1, 3, 4, 4]);
+    made.node(Op::Relu, &["y"], "z");
+    made.node(Op::Relu, &["z"], "y");
+    made.0.outputs = vec!["y".into()];
+    let init = Init::new(&device(), 0);
+    let refused = |definition: &Definition| {
+        Graph::new(&Arc::new(definition.clone()), &init, ConvBnMode::Fused).err().unwrap().to_string()
+    };
+    assert!(refused(&made.0).contains("depends on its own output"), "{}", refused(&made.0));
+    made.0.nodes[0].inputs = vec!["nothing".into()];
+    assert!(refused(&made.0).contains("\"nothing\", which nothing makes"), "{}", refused(&made.0));
+    made.0.nodes[0] = Node { outputs: vec!["x".into()], ..made.0.nodes[0].clone() };
+    assert!(refused(&made.0).contains("\"x\" is made twice"), "{}", refused(&made.0));
+}
+
+#[test]
+fn shapes_are_computed_before_the_graph_runs() {
+    // Reshape to [size of axis 0, -1] by Shape, Gather and Concat, as exporters write flatten.
+    let mut made = Maker::new(&[2, 3, 4, 4]);
+    let integers = |made: &mut Maker, name: &str, array: Array| {
+        made.0.stored.push(Stored { name: name.into(), values: array.into() });
+    };
+    integers(&mut made, "zero", Array::integers([0]));
+    integers(&mut made, "rest", Array::integers([-1]));
+    let shape = made.node(Op::Shape { start: 0, end: None }, &["x"], "shape");
+    let batch = made.node(Op::Gather { axis: 0 }, &[&shape, "zero"], "batch");
+    let sizes = made.node(Op::Concat { axis: 0 }, &[&batch, "rest"], "sizes");
+    let flat = made.node(Op::Reshape { allow_zero: false }, &["x", &sizes], "flat");
+    let same = made.node(Op::Identity, &[&flat], "same");
+    let graph = made.graph(&same, ConvBnMode::Fused);
+    let description = graph.describe(&[vec![2, 3, 4, 4]]).unwrap();
+    assert_eq!(description.steps.len(), 1, "{:?}", description.steps);
+    assert_eq!(graph.forward(&images(&[7, 3, 4, 4])).unwrap().shape(), [7, 48]);
+}
+
+#[test]
+fn a_model_gets_a_new_head_for_other_classes() {
+    let definition = residual(ConvBnMode::Fused).definition().clone();
+    let spec = ModelSpec::of_graph("made", definition).unwrap();
+    assert_eq!((spec.input(), spec.classes(), spec.gives_logits()), ([3, 8, 8], 5, true));
+    let init = Init::new(&device(), 0);
+    let mut options = spec.options(ConvBnMode::Fused);
+    options.classes = 9;
+    let model = spec.build(&init, &options).unwrap();
+    let x = images(&[2, 3, 8, 8]).to_dtype(DType::F32).unwrap();
+    assert_eq!(model.forward(&x).unwrap().shape(), [2, 9]);
+    let kept = |model: &dyn Module| {
+        let all = model.parameters();
+        let (_, stem) = all.iter().find(|(name, _)| name == "stem.weight").unwrap();
+        stem.value().to_vec::<f32>().unwrap()
+    };
+    let own = spec.build(&init, &spec.options(ConvBnMode::Fused)).unwrap();
+    assert_eq!(kept(model.as_ref()), kept(own.as_ref()));
+}
+
+#[test]
+fn a_block_is_planned_like_any_other() {
+    let graph = residual(ConvBnMode::Fused);
+    let mut paths = Vec::new();
+    graph.visit(&mut |path, part| {
+        if let Part::Block(block) = part {
+            paths.push(path.to_owned());
+            assert_eq!(FusedBlock::mode(block), ConvBnMode::Fused);
+        }
+    });
+    assert_eq!(paths, ["stem", "a", "b", "c", "d"]);
+}
+
+#[test]
+fn comparisons_choose_and_pass_the_gradient_to_what_was_chosen() {
+    use convoke_autograd::{GradCheck, gradcheck};
+    use convoke_nn::graph::Compare;
+    let mut made = Maker::new(&[2, 3]);
+    let numbers = Array::list(convoke_nn::graph::Data::F32(vec![0.25, -0.5, 0.125]));
+    made.0.stored.push(Stored { name: "limits".into(), values: numbers.into() });
+    let above = made.node(Op::Compare(Compare::Greater), &["x", "limits"], "above");
+    let below = made.node(Op::Not, &[&above], "below");
+    // Not a number where it is not chosen: neither the value nor the gradient may see it.
+    let hole = made.node(Op::Pointwise(convoke_autograd::ops::Pointwise::Log), &["x"], "log");
+    let square = made.node(Op::Arithmetic(Arithmetic::Mul), &["x", "x"], "square");
+    let positive = made.node(Op::Compare(Compare::Greater), &["x", "zero"], "positive");
+    made.0.stored.push(Stored { name: "zero".into(), values: Array::number(0.0).into() });
+    let safe = made.node(Op::Where, &[&positive, &hole, &square], "safe");
+    let chosen = made.node(Op::Where, &[&below, &safe, "limits"], "chosen");
+    let graph = made.graph(&chosen, ConvBnMode::Fused);
+    let x = Tensor::from_slice(&device(), &[2, 3], &[0.2, -0.75, 0.5, 0.5, 0.5, 0.0625]).unwrap();
+    let found: Vec<f64> = graph.forward(&x).unwrap().to_vec().unwrap();
+    close(&found, &[0.2f64.ln(), 0.5625, 0.125, 0.25, -0.5, 0.0625f64.ln()], "chosen");
+    gradcheck(|inputs| graph.forward(&inputs[0]), &[x], &GradCheck::default())
+        .expect("the gradient is right");
+}

@@ -1,0 +1,382 @@
+//! Models that are definitions: names and shapes of torchvision's state dicts, initial values, gradients, and logits against
+//! PyTorch's.
+//!
+//! `tools/make_ready_models.py` writes a folder of weights and logits; `CONVOKE_READY_MODELS` names it. Without it the test of
+//! them does nothing.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use convoke_autograd::{DType, Device, Result, Tensor, inference_mode};
+use convoke_nn::checkpoint::{WeightOptions, load_weights};
+use convoke_nn::graph::{
+    BatchNormOp, Bias, Builder, ConvSpec, Definition, Graph, Initial, PoolSpec, Scheme, Value, Weights,
+};
+use convoke_nn::models::{Models, torchvision, unet};
+use convoke_nn::modules::ConvBnMode;
+use convoke_nn::{Forward, Init, Module, ModuleExt, State};
+use convoke_testkit::{Failures, formula_fill};
+use safetensors::SafeTensors;
+use sha2::{Digest, Sha256};
+
+use crate::common::{self, assert_refused, device, init, values};
+
+struct Ready {
+    /// The name in PyTorch.
+    name: &'static str,
+    define: fn(usize, usize) -> Result<Definition>,
+    /// With three channels and 1000 classes.
+    parameters: usize,
+    /// Entries of the state dict.
+    entries: usize,
+    /// The first 64 bits of the SHA-256 of the sorted lines `NAME 64x3x7x7` of the state dict.
+    hash: &'static str,
+}
+
+macro_rules! ready {
+    ($($name:literal $define:expr, $parameters:literal, $entries:literal, $hash:literal;)*) => {
+        [$(Ready {
+            name: $name, define: $define, parameters: $parameters, entries: $entries, hash: $hash
+        }),*]
+    };
+}
+
+/// torchvision 0.29; and A. Milesi's U-Net.
+const READY: [Ready; 11] = ready! {
+    "resnet18" torchvision::resnet18, 11_689_512, 122, "f0e35161599236f3";
+    "resnet34" torchvision::resnet34, 21_797_672, 218, "c1372162bc2e8e86";
+    "resnet50" torchvision::resnet50, 25_557_032, 320, "fe1d335c3c7786ff";
+    "resnet101" torchvision::resnet101, 44_549_160, 626, "b6755676a9dbfb7d";
+    "vgg11_bn" torchvision::vgg11_bn, 132_868_840, 62, "92b35921413c8911";
+    "vgg16_bn" torchvision::vgg16_bn, 138_365_992, 97, "ac9d6e9725a44cb1";
+    "mobilenet_v2" torchvision::mobilenet_v2, 3_504_872, 314, "2a196dc04125b8ce";
+    "mobilenet_v3_small" torchvision::mobilenet_v3_small, 2_542_856, 244, "6353e9f51ee2108d";
+    "densenet121" torchvision::densenet121, 7_978_856, 727, "1fe00a8008e9a530";
+    "efficientnet_b0" torchvision::efficientnet_b0, 5_288_548, 360, "20940b31d23df4a1";
+    "unet" unet, 31_102_568, 118, "05cab28ff0ad1cc1";
+};
+
+fn graph(ready: &Ready, init: &Init, classes: usize) -> Graph {
+    let definition = Arc::new((ready.define)(3, classes).unwrap());
+    Graph::new(&definition, init, ConvBnMode::Fused).unwrap()
+}
+
+#[test]
+fn names_and_shapes_are_those_of_pytorch() {
+    let mut failures = Failures::new("state dicts");
+    for ready in &READY {
+        let model = graph(ready, &Init::new(&device().dry(), 0), 1000);
+        let shape = |shape: &[usize]| shape.iter().map(usize::to_string).collect::<Vec<_>>().join("x");
+        let line = |(name, state): (String, State)| match state {
+            State::Parameter(parameter) => format!("{name} {}", shape(parameter.value().shape())),
+            State::Buffer(buffer) => format!("{name} {}", shape(buffer.value().shape())),
+            State::Counter(_) => format!("{name} "),
+        };
+        let mut lines: Vec<String> = model.named_state().into_iter().map(line).collect();
+        lines.sort();
+        let parameters: usize = model.parameters().iter().map(|(_, one)| one.value().len()).sum();
+        let hash: String =
+            Sha256::digest(lines.join("\n")).iter().take(8).map(|byte| format!("{byte:02x}")).collect();
+        let found = (parameters, lines.len(), hash.as_str());
+        let expected = (ready.parameters, ready.entries, ready.hash);
+        let same = if found == expected { Ok(()) } else { Err(format!("{found:?}, not {expected:?}")) };
+        failures.check(ready.name.to_owned(), same);
+    }
+    failures.finish();
+}
+
+/// All are found by name, but for torchvision's `resnet50`, and every parameter of theirs learns.
+#[test]
+fn every_parameter_has_a_gradient() {
+    let dry = device().dry();
+    for ready in READY.iter().filter(|ready| ready.name != "resnet50") {
+        let spec = common::spec(&ready.name.replace('_', "-"));
+        assert!(spec.gives_logits(), "{spec}");
+        let mut options = spec.options(ConvBnMode::Fused);
+        (options.image, options.classes) = ([2, 35, 32], 7);
+        let model = spec.build(&Init::new(&dry, 1), &options).unwrap();
+        let x = Tensor::zeros(&dry, &[2, 2, 35, 32], DType::F32).unwrap();
+        let y = model.forward(&x).unwrap();
+        let shape: &[usize] = if spec.targets().are_of_pixels() { &[2, 7, 35, 32] } else { &[2, 7] };
+        assert_eq!(y.shape(), shape, "{spec}");
+        let gradients = y.mean().unwrap().backward().unwrap();
+        for (name, parameter) in model.parameters() {
+            assert!(gradients.get(&parameter.value()).is_some(), "{spec}: {name}");
+        }
+    }
+    let names = Models::builtin();
+    assert_eq!(names.names().filter(|name| name.starts_with("resnet")).count(), 5);
+}
+
+/// The standard deviations that torchvision 0.29 gives; 0 is exact.
+#[test]
+fn initial_values_are_spread_as_in_pytorch() {
+    const STDS: [(&str, &str, f64); 19] = [
+        ("resnet18", "conv1.weight", 0.02561),
+        ("resnet18", "layer4.1.conv2.weight", 0.02084),
+        ("resnet18", "fc.weight", 0.02555),
+        ("resnet18", "fc.bias", 0.02495),
+        ("mobilenet_v2", "features.2.conv.1.0.weight", 0.05056),
+        ("mobilenet_v2", "features.18.0.weight", 0.03966),
+        ("mobilenet_v2", "classifier.1.weight", 0.009998),
+        ("densenet121", "features.denseblock1.denselayer1.conv2.weight", 0.04146),
+        ("densenet121", "features.conv0.weight", 0.1168),
+        ("densenet121", "classifier.weight", 0.01804),
+        ("densenet121", "classifier.bias", 0.0),
+        ("mobilenet_v3_small", "features.4.block.2.fc1.weight", 0.2833),
+        ("mobilenet_v3_small", "features.4.block.2.fc1.bias", 0.0),
+        ("mobilenet_v3_small", "features.12.0.weight", 0.0589),
+        ("mobilenet_v3_small", "classifier.0.weight", 0.009998),
+        ("efficientnet_b0", "features.8.0.weight", 0.03952),
+        ("efficientnet_b0", "features.5.1.block.2.fc2.weight", 0.05422),
+        ("efficientnet_b0", "classifier.1.weight", 0.01828),
+        ("efficientnet_b0", "classifier.1.bias", 0.0),
+    ];
+    let device = device();
+    let spread = |initial: &Initial| {
+        let values = values(&initial.to_tensor(&init(&device, DType::F32, 5)).unwrap());
+        (values.iter().map(|x| x * x).sum::<f64>() / values.len() as f64).sqrt()
+    };
+    let check = |definition: Definition, name: &str, expected: f64| {
+        let stored = definition.stored.iter().find(|stored| stored.name == name).unwrap();
+        let (found, len) = (spread(&stored.values), stored.values.len() as f64);
+        // Both are estimates of few or many elements.
+        let tolerance = expected * (0.01 + 4.0 / len.sqrt());
+        assert!((found - expected).abs() <= tolerance, "{name}: {found} is not {expected}");
+    };
+    for (model, name, expected) in STDS {
+        let ready = READY.iter().find(|ready| ready.name == model).unwrap();
+        check((ready.define)(3, 1000).unwrap(), name, expected);
+    }
+    // VGG's and the U-Net's are large, so that only their first and last ones are drawn.
+    let few = [("features.0.weight", 0.06018), ("features.0.bias", 0.0), ("classifier.6.weight", 0.01)];
+    few.into_iter().for_each(|(name, std)| check(torchvision::vgg11_bn(3, 10).unwrap(), name, std));
+    let few = [("inc.double_conv.3.weight", 0.02409), ("up1.up.weight", 0.01276), ("up1.up.bias", 0.01302)];
+    few.into_iter().for_each(|(name, std)| check(unet(3, 10).unwrap(), name, std));
+}
+
+/// The same seed gives the same values and another one others, in either type; a dry device takes none of them.
+#[test]
+fn initial_values_come_from_the_seed() {
+    let (device, ready) = (device(), &READY[7]);
+    let state = |init: &Init| {
+        let state = graph(ready, init, 3).parameters();
+        state.iter().map(|(_, parameter)| values(&parameter.value())).collect::<Vec<_>>()
+    };
+    let first = state(&init(&device, DType::F64, 1));
+    assert_eq!(first, state(&init(&device, DType::F64, 1)));
+    assert_ne!(first, state(&init(&device, DType::F64, 2)));
+    let single = state(&init(&device, DType::F32, 1));
+    let near = |(a, b): (&f64, &f64)| (a - b).abs() <= 1e-6 * a.abs();
+    assert!(first.iter().flatten().zip(single.iter().flatten()).all(near));
+    let dry = init(&device.dry(), DType::F32, 1);
+    let before = dry.random.state();
+    graph(ready, &dry, 3);
+    assert_eq!(dry.random.state(), before);
+}
+
+/// A definition holds no elements of what is drawn.
+#[test]
+fn definitions_hold_no_weights() {
+    for ready in &READY {
+        let definition = (ready.define)(3, 1000).unwrap();
+        let elements =
+            |stored: &convoke_nn::graph::Stored| stored.values.array().map_or(0, |array| array.len());
+        assert!(definition.stored.iter().map(elements).sum::<usize>() <= 2, "{}", ready.name);
+    }
+}
+
+#[test]
+fn builders_say_what_is_wrong_first() {
+    let finish = |make: fn(&mut Builder, &Value) -> Value| {
+        let scheme = Scheme { conv: Weights::Normal(0.1), conv_bias: Bias::Zero, ..Scheme::default() };
+        let mut builder = Builder::new("odd", scheme);
+        let x = builder.input("x", 6);
+        let y = make(&mut builder, &x);
+        builder.finish(&[&y])
+    };
+    let conv = |channels| ConvSpec::new(channels, 3);
+    assert!(finish(|builder, x| builder.max_pool(x, PoolSpec::new(2))).is_ok());
+    assert_refused(
+        finish(|builder, x| {
+            let y = builder.conv(x, "none", ConvSpec::new(0, 3));
+            builder.linear(&y, "later", 0)
+        }),
+        &["odd", "none", "0 output channels"],
+    );
+    assert_refused(
+        finish(|builder, x| builder.conv(x, "c", ConvSpec { groups: 4, ..ConvSpec::new(8, 3) })),
+        &["\"c\"", "4 groups of 6 to 8 channels"],
+    );
+    assert_refused(finish(|builder, x| builder.flatten(x)), &["\"x\"", "not known"]);
+    assert_refused(finish(|builder, x| builder.linear(x, "fc", 0)), &["\"fc\"", "0 outputs"]);
+    assert_refused(
+        finish(|builder, x| {
+            let y = builder.conv(x, "c", ConvSpec::same(5, 3));
+            builder.add(&y, x)
+        }),
+        &["5 and 6 channels"],
+    );
+    assert_refused(
+        finish(|builder, x| {
+            let y = builder.batch_norm(x, "bn", BatchNormOp::default());
+            builder.batch_norm(&y, "bn", BatchNormOp::default())
+        }),
+        &["two \"bn.weight\""],
+    );
+    assert_eq!(conv(4), ConvSpec { padding: 0, ..ConvSpec::same(4, 3) });
+    for ready in &READY {
+        assert_refused((ready.define)(0, 10), &["0 channels"]);
+        assert_refused((ready.define)(3, 0), &["has 0 output"]);
+    }
+}
+
+/// The largest difference of two tensors, over the largest element.
+fn difference(a: &[f64], b: &[f64]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let largest = |values: &mut dyn Iterator<Item = f64>| values.fold(0.0, |most: f64, x| most.max(x.abs()));
+    largest(&mut a.iter().zip(b).map(|(a, b)| a - b)) / largest(&mut b.iter().copied())
+}
+
+/// A model whose batch norms have seen a batch, and noise of odd sizes.
+fn seen(name: &str, dtype: DType) -> (Graph, Tensor) {
+    let (device, ready) = (device(), READY.iter().find(|ready| ready.name == name).unwrap());
+    let init = init(&device, dtype, 3);
+    let model = graph(ready, &init, 4);
+    let noise = |shape: &[usize]| {
+        common::tensor(&device, dtype, shape, &init.random.normal(shape.iter().product(), 1.0))
+    };
+    inference_mode(|| model.forward(&noise(&[3, 3, 39, 50]))).unwrap();
+    model.eval();
+    (model, noise(&[2, 3, 39, 50]))
+}
+
+#[test]
+fn folding_keeps_the_logits() {
+    for name in ["resnet18", "mobilenet_v2", "densenet121", "efficientnet_b0"] {
+        let (mut model, x) = seen(name, DType::F64);
+        let forward = |model: &Graph| values(&inference_mode(|| model.forward(&x)).unwrap());
+        let before = forward(&model);
+        assert!(model.fold().unwrap() > 10, "{name}");
+        let distance = difference(&forward(&model), &before);
+        assert!(distance < 1e-10, "{name}: {distance:e}");
+    }
+}
+
+#[cfg(feature = "onnx")]
+#[test]
+fn files_of_onnx_hold_them() {
+    use convoke_nn::onnx;
+    for name in ["mobilenet_v3_small", "unet"] {
+        let (model, x) = seen(name, DType::F32);
+        let refused = onnx::write(model.definition(), &Default::default(), &Default::default());
+        assert_refused(refused, &["weight", "drawn"]);
+        let bytes =
+            onnx::write(&model.to_definition().unwrap(), &Default::default(), &Default::default()).unwrap();
+        let definition = Arc::new(onnx::read_bytes(&bytes, None).unwrap().definition);
+        let again = Graph::new(&definition, &Init::new(x.device(), 9), ConvBnMode::Fused).unwrap();
+        again.eval();
+        let [y, z] = [&model, &again].map(|model| values(&inference_mode(|| model.forward(&x)).unwrap()));
+        let distance = difference(&z, &y);
+        assert!(distance < 1e-5, "{name}: {distance:e}");
+    }
+}
+
+/// The largest difference from PyTorch's logits, over the largest of those.
+fn distance(ready: &Ready, file: &Path, dtype: DType) -> std::result::Result<f64, String> {
+    let device = Device::cpu().unwrap();
+    let bytes = std::fs::read(file.with_file_name(format!("{}.reference.safetensors", ready.name)))
+        .map_err(|error| error.to_string())?;
+    let reference = SafeTensors::deserialize(&bytes).unwrap();
+    let read = |name: &str| {
+        let view = reference.tensor(name).unwrap();
+        let numbers = view.data().chunks_exact(8).map(|bytes| f64::from_le_bytes(bytes.try_into().unwrap()));
+        (view.shape().to_vec(), numbers.collect::<Vec<f64>>())
+    };
+    let ((shape, input), (_, logits)) = (read("input"), read("logits"));
+    let model = graph(ready, &Init { dtype, ..Init::new(&device, 0) }, 10);
+    let loaded = load_weights(&model, file, &WeightOptions::default()).map_err(|error| error.to_string())?;
+    if loaded.loaded != ready.entries {
+        return Err(format!("{} entries loaded, not {}", loaded.loaded, ready.entries));
+    }
+    model.eval();
+    let x = common::tensor(&device, dtype, &shape, &input);
+    let y = inference_mode(|| model.forward(&x)).map_err(|error| error.to_string())?;
+    Ok(difference(&values(&y), &logits))
+}
+
+#[test]
+fn logits_are_those_of_pytorch() {
+    let Some(folder) = std::env::var_os("CONVOKE_READY_MODELS") else {
+        println!("CONVOKE_READY_MODELS names no folder of tools/make_ready_models.py");
+        return;
+    };
+    let mut failures = Failures::new("logits");
+    for ready in &READY {
+        for (extension, dtype, most) in
+            [("safetensors", DType::F32, 1e-4), ("safetensors", DType::F64, 1e-10), ("pth", DType::F32, 1e-4)]
+        {
+            let file = Path::new(&folder).join(format!("{}.{extension}", ready.name));
+            if extension == "pth" && !file.exists() {
+                continue;
+            }
+            let outcome = distance(ready, &file, dtype).and_then(|distance| {
+                println!("{} {extension} {dtype:?}: {distance:.1e}", ready.name);
+                if distance <= most { Ok(()) } else { Err(format!("{distance:e}")) }
+            });
+            failures.check(format!("{} {extension} {dtype:?}", ready.name), outcome);
+        }
+    }
+    failures.finish();
+}
+
+/// Writes the ready models for `tools/check_onnx.py` into the folder that `CONVOKE_ONNX_WRITE` names, as they are and folded, with
+/// inputs and outputs of one image and of seven. The largest are left out, unless `CONVOKE_ONNX_WRITE_ALL` is set.
+#[test]
+#[cfg(feature = "onnx")]
+fn models_are_written_for_another_runtime() {
+    use convoke_nn::onnx;
+    let Ok(folder) = std::env::var("CONVOKE_ONNX_WRITE") else {
+        println!("CONVOKE_ONNX_WRITE is not set: nothing is written");
+        return;
+    };
+    let device = device();
+    let all = std::env::var_os("CONVOKE_ONNX_WRITE_ALL").is_some();
+    for ready in READY.iter().filter(|ready| all || ready.parameters < 12_000_000) {
+        let mut model = graph(ready, &init(&device, DType::F32, 1), 10);
+        model.eval();
+        for kind in ["kept", "folded"] {
+            if kind == "folded" {
+                model.fold().unwrap();
+            }
+            let size = if ready.name.starts_with("vgg") { 224 } else { 64 };
+            let inputs = [1, 7].map(|batch| {
+                let elements = formula_fill(batch as u32, batch * 3 * size * size, 1.0);
+                Tensor::from_slice(&device, &[batch, 3, size, size], &elements).unwrap()
+            });
+            let mut stored = Vec::new();
+            for (input, batch) in inputs.iter().zip([1, 7]) {
+                let output = inference_mode(|| model.forward(input)).unwrap();
+                stored.push((format!("input.{batch}"), input.clone()));
+                stored.push((format!("output.{batch}"), output));
+            }
+            let definition = model.to_definition_at(&[vec![1, 3, size, size]]).unwrap();
+            let to = Path::new(&folder).join(format!("{}-{kind}.onnx", ready.name));
+            onnx::save(&to, &definition, &Default::default(), &onnx::WriteOptions::default()).unwrap();
+            let bytes: Vec<(String, Vec<usize>, Vec<u8>)> = stored
+                .into_iter()
+                .map(|(name, tensor)| {
+                    let numbers: Vec<f32> = tensor.detach().to_dtype(DType::F32).unwrap().to_vec().unwrap();
+                    let bytes = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
+                    (name, tensor.shape().to_vec(), bytes)
+                })
+                .collect();
+            let views = bytes.iter().map(|(name, shape, bytes)| {
+                let view =
+                    safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.clone(), bytes);
+                (name, view.unwrap())
+            });
+            safetensors::serialize_to_file(views, None, &to.with_extension("safetensors")).unwrap();
+        }
+    }
+}
