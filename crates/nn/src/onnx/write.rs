@@ -1,0 +1,209 @@
+//! Makes a file of a definition.
+
+use std::collections::{BTreeMap, HashSet};
+use std::path::Path;
+
+use convoke_files::write_whole;
+use prost::Message;
+
+use super::error::OnnxError;
+use super::lower::Lowering;
+use super::order::in_order;
+use super::proto::*;
+use super::{NEWEST_OPSET, Result, build};
+use crate::graph::{Array, Definition, Dimension, Kind, Op};
+
+/// The oldest version of ONNX's operators that is written.
+const OLDEST_WRITTEN: i64 = 13;
+/// A message of protobuf has fewer bytes than 2 GiB.
+const LARGEST_MESSAGE: u64 = (1 << 31) - 1;
+
+/// How [`write()`] writes a model.
+#[derive(Debug, Clone, PartialEq)]
+pub struct WriteOptions {
+    /// The version of ONNX's operators, 13 to 24. Older ones are read by more programs.
+    pub opset: i64,
+    /// The program that writes the file.
+    pub producer: String,
+    /// The version of that program.
+    pub producer_version: String,
+    /// Notes, by their keys.
+    pub metadata: BTreeMap<String, String>,
+    /// What the first dimension of inputs and outputs is named where it is open and has no name.
+    pub batch: Option<String>,
+    /// The shapes of inputs and outputs by their names, where they differ from the definition's or it has none.
+    pub shapes: BTreeMap<String, Vec<Dimension>>,
+    /// Whether batch norms take statistics from the batch and dropouts drop, as in PyTorch's `TrainingMode.TRAINING`.
+    pub training: bool,
+}
+
+impl Default for WriteOptions {
+    fn default() -> WriteOptions {
+        WriteOptions {
+            opset: 17,
+            producer: "convoke".to_owned(),
+            producer_version: env!("CARGO_PKG_VERSION").to_owned(),
+            metadata: BTreeMap::new(),
+            batch: Some("batch".to_owned()),
+            shapes: BTreeMap::new(),
+            training: false,
+        }
+    }
+}
+
+/// The bytes of a file with a model. Its weights are `values` by their names, and the definition's own where there are none:
+/// those must be given, not drawn.
+///
+/// # Errors
+/// If the version is not known, a node cannot be expressed in it, a value is not defined, the file would have more than 2 GiB,
+/// or there is no memory.
+pub fn write(
+    definition: &Definition,
+    values: &BTreeMap<String, Array>,
+    options: &WriteOptions,
+) -> Result<Vec<u8>> {
+    if !(OLDEST_WRITTEN..=NEWEST_OPSET).contains(&options.opset) {
+        return Err(OnnxError::WriteOpset { opset: options.opset });
+    }
+    let constants = constants(definition, values)?;
+    let stored: BTreeMap<&str, &Array> = definition
+        .stored
+        .iter()
+        .map(|stored| {
+            let name = stored.name.as_str();
+            let array = values.get(name).or(stored.values.array().map(|array| &**array));
+            match array.or(constants.get(name)) {
+                Some(array) => Ok((name, array)),
+                None => Err(OnnxError::Value {
+                    name: name.to_owned(),
+                    reason: "it is drawn when a model is made: pass the values of that model".to_owned(),
+                }),
+            }
+        })
+        .collect::<Result<_>>()?;
+    let nodes = in_order(definition)?;
+    let constants = nodes.iter().filter_map(|node| match &node.op {
+        Op::Constant(array) => Some(array),
+        _ => None,
+    });
+    check_size(stored.values().copied().chain(constants).map(build::byte_len).sum())?;
+    let mut lowering = Lowering::new(definition, &stored, options);
+    for node in nodes {
+        lowering.node(node)?;
+    }
+    let outputs = definition.outputs.iter().map(|name| {
+        let (kind, rank) = lowering.described(name);
+        let shape = rank.map(|rank| vec![Dimension::Open(String::new()); rank]);
+        value(name, (kind, shape), options)
+    });
+    let output: Vec<ValueProto> = outputs.collect();
+    let inputs = definition.inputs.iter();
+    let input = inputs.map(|input| value(&input.name, (input.kind, input.shape.clone()), options)).collect();
+    let mut node = lowering.nodes;
+    let used: HashSet<&str> =
+        node.iter().flat_map(|node| &node.input).chain(&definition.outputs).map(String::as_str).collect();
+    let kept: Vec<bool> = node
+        .iter()
+        .map(|node| {
+            node.op_type.as_deref() != Some("Constant")
+                || node.output.iter().any(|name| used.contains(name.as_str()))
+        })
+        .collect();
+    let order = definition.stored.iter().filter(|stored| used.contains(stored.name.as_str()));
+    let initializer = order
+        .map(|found| build::tensor(&found.name, stored[found.name.as_str()]))
+        .collect::<Result<Vec<_>>>()?;
+    let mut kept = kept.into_iter();
+    node.retain(|_| kept.next().unwrap_or(true));
+    let text = |text: &str| Some(text.to_owned());
+    let name = if definition.name.is_empty() { "model" } else { &definition.name };
+    let model = ModelProto {
+        ir_version: Some(ir_version(options.opset)),
+        producer_name: text(&options.producer),
+        producer_version: text(&options.producer_version),
+        graph: Some(GraphProto {
+            node,
+            name: text(name),
+            initializer,
+            input,
+            output,
+            ..GraphProto::default()
+        }),
+        opset_import: vec![OpsetProto { domain: text(""), version: Some(options.opset) }],
+        metadata_props: options
+            .metadata
+            .iter()
+            .map(|(key, value)| EntryProto { key: text(key), value: text(value) })
+            .collect(),
+        functions: Vec::new(),
+    };
+    check_size(model.encoded_len() as u64)?;
+    let mut bytes = convoke_memory::with_capacity(model.encoded_len())?;
+    // A vector takes what there is, and it has the room.
+    model.encode(&mut bytes).map_err(|error| OnnxError::TooLarge { reason: error.to_string() })?;
+    Ok(bytes)
+}
+
+/// Writes a model to a file, whole or not at all. See [`write()`].
+///
+/// # Errors
+/// As [`write()`], and if the file cannot be written.
+pub fn save(
+    path: &Path,
+    definition: &Definition,
+    values: &BTreeMap<String, Array>,
+    options: &WriteOptions,
+) -> Result<()> {
+    let bytes = write(definition, values, options)?;
+    write_whole(path, &bytes).map_err(|source| OnnxError::Io {
+        action: "write",
+        file: path.to_owned(),
+        source,
+    })
+}
+
+/// The stored arrays whose elements are all the same number, as far as `values` has none for them.
+fn constants<'a>(
+    definition: &'a Definition,
+    values: &BTreeMap<String, Array>,
+) -> Result<BTreeMap<&'a str, Array>> {
+    let open = definition.stored.iter().filter(|stored| !values.contains_key(&stored.name));
+    let arrays = open.filter_map(|stored| {
+        let array = stored.values.constant().transpose()?;
+        Some(array.map(|array| (stored.name.as_str(), array)).map_err(OnnxError::from))
+    });
+    arrays.collect()
+}
+
+fn check_size(bytes: u64) -> Result<()> {
+    if bytes <= LARGEST_MESSAGE {
+        return Ok(());
+    }
+    let reason = format!(
+        "the model has {bytes} bytes, and an ONNX file at most {LARGEST_MESSAGE}; weights in files of their own are not written"
+    );
+    Err(OnnxError::TooLarge { reason })
+}
+
+/// The version of the file format that came with a version of the operators.
+fn ir_version(opset: i64) -> i64 {
+    match opset {
+        ..=14 => 7,
+        15..=18 => 8,
+        19 | 20 => 9,
+        21 | 22 => 10,
+        23 => 11,
+        _ => 12,
+    }
+}
+
+fn value(name: &str, (kind, shape): (Kind, Option<Vec<Dimension>>), options: &WriteOptions) -> ValueProto {
+    let mut shape = options.shapes.get(name).cloned().or(shape);
+    if let (Some([Dimension::Open(first), ..]), Some(batch), true) =
+        (shape.as_deref_mut(), &options.batch, kind.is_float())
+        && first.is_empty()
+    {
+        first.clone_from(batch);
+    }
+    build::value(name, kind, shape.as_deref())
+}
