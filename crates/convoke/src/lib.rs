@@ -5,7 +5,7 @@
 //! optimizers, data and training runs in [`nn`], convolution algorithms in [`conv`], the tuner that chooses them in [`tune`],
 //! ranks in [`distributed`], and what algorithms of your own are built from in [`kernels`].
 //!
-//! Features: `datasets` reads MNIST, CIFAR-10 and CamVid, and downloads the former two; `cli`, which is on by default and
+//! Features: `onnx` reads and writes ONNX models; `datasets` reads MNIST, CIFAR-10 and CamVid, and downloads the former two; `cli`, which is on by default and
 //! includes it, builds the program `convoke`; `mpi` adds ranks that are processes.
 //!
 //! ```
@@ -64,6 +64,9 @@ pub mod distributed {
 
 /// Modules, initialisers, optimizers, data sets, models, training runs and checkpoints.
 pub mod nn {
+    #[cfg(feature = "onnx")]
+    #[doc(inline)]
+    pub use convoke_nn::onnx;
     #[doc(inline)]
     pub use convoke_nn::{
         Buffer, ConfigError, Counter, Error, Field, Forward, Generator, Init, ModuleExt, Optimizer,
@@ -71,7 +74,7 @@ pub mod nn {
     };
     #[doc(inline)]
     pub use convoke_nn::{
-        checkpoint, data_parallel, init, metrics, models, modules, objective, planner, training,
+        checkpoint, data_parallel, graph, init, metrics, models, modules, objective, planner, training,
     };
     #[doc(inline)]
     pub use module::Module;

@@ -5,12 +5,14 @@ use clap::{Parser, Subcommand};
 use super::bench::BenchArgs;
 use super::bench_norm::BenchNormArgs;
 use super::cache::CacheArgs;
+use super::export::ExportArgs;
 use super::failure::Result;
 use super::flags::run::RunArgs;
+use super::info::InfoArgs;
 use super::plan::PlanArgs;
 use super::train::TrainArgs;
 use super::tune::TuneArgs;
-use super::{bench, bench_norm, cache, compare, info, plan, train, tune};
+use super::{bench, bench_norm, cache, compare, export, info, plan, train, tune};
 
 /// Train convolutional networks on CPUs, with fused convolution + batch norm that needs a fraction of the memory.
 #[derive(Parser)]
@@ -91,8 +93,22 @@ pub(crate) enum Command {
         convoke cache export tuning.json\n  \
         convoke cache prune --older-than 365")]
     Cache(CacheArgs),
-    /// Show what this machine offers: CPU, instruction sets, threads, where data lies.
-    Info,
+    /// Write a model to a file that other programs read: ONNX, or safetensors by PyTorch's names.
+    ///
+    /// ONNX files run in onnxruntime and many other programs, and train here again with `--model FILE.onnx`. Batch norms stay,
+    /// unless --fold joins them to the convolutions, which makes inference faster.
+    #[command(after_help = "Examples:\n  \
+        convoke export runs/mine --to mine.onnx\n  \
+        convoke export runs/mine --to mine.onnx --fold --opset 13\n  \
+        convoke export model.onnx --to weights.safetensors")]
+    Export(ExportArgs),
+    /// Show a model: its layers, shapes, parameters and operations, and which convolutions run fused; or, without a model, what
+    /// this machine offers: CPU, instruction sets, threads, where data lies.
+    #[command(after_help = "Examples:\n  \
+        convoke info\n  \
+        convoke info model.onnx --image-size 96x128\n  \
+        convoke info resnet20")]
+    Info(InfoArgs),
 }
 
 impl Command {
@@ -106,7 +122,8 @@ impl Command {
             Command::Tune(args) => tune::run(args),
             Command::Plan(args) => plan::run(args),
             Command::Cache(args) => cache::run(args),
-            Command::Info => info::run(),
+            Command::Export(args) => export::run(args),
+            Command::Info(args) => info::run(args),
         }
     }
 }

@@ -1,15 +1,136 @@
-//! `convoke info`: what this machine offers.
+//! `convoke info`: what this machine offers, or what a model consists of.
 
-use crate::Isa;
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use convoke_files::escaped;
+
 use crate::conv;
 use crate::nn::data::DatasetSpec;
+use crate::nn::graph::Graph;
+use crate::nn::{ModuleExt, State};
 use crate::tune::Cache;
+use crate::{Device, DeviceOptions, Isa};
 
-use super::failure::Result;
+use super::failure::{Failure, Result};
+use super::flags::values::{ImageSize, image_size};
 use super::registry::datasets;
-use super::{console, places, system};
+use super::{console, open_model, places, system, text};
 
-pub(crate) fn run() -> Result<()> {
+/// What to show.
+#[derive(Args)]
+pub(crate) struct InfoArgs {
+    /// An ONNX file, the folder of a checkpoint, or the name of a model.
+    #[arg(value_name = "MODEL")]
+    model: Option<PathBuf>,
+
+    /// Height and width of the images, where the model leaves them open: 224, 96x128.
+    #[arg(long, value_name = "HxW", value_parser = image_size, requires = "model")]
+    image_size: Option<ImageSize>,
+}
+
+pub(crate) fn run(args: &InfoArgs) -> Result<()> {
+    match &args.model {
+        Some(model) => of_model(model, args.image_size.map(|ImageSize(size)| size)),
+        None => of_machine(),
+    }
+}
+
+/// Height and width where neither the model nor a flag names them.
+const USUAL_SIZE: [usize; 2] = [224, 224];
+
+fn of_model(path: &Path, size: Option<[usize; 2]>) -> Result<()> {
+    // Nothing is run, so nothing needs to be measured.
+    let tuner = crate::tune::Tuner::by_estimate();
+    let device = Device::cpu()?;
+    let device = Device::new(DeviceOptions { tuner, ..DeviceOptions::new(device.compute().clone()) });
+    let model = open_model::open(path, &device)?;
+    let mut lines = match model.graph() {
+        Some(graph) => steps(graph, &model, size)?,
+        None => layers(&model),
+    };
+    let buffers = model.module.named_state().into_iter().filter_map(|(_, state)| match state {
+        State::Buffer(buffer) => Some(buffer.value().len()),
+        _ => None,
+    });
+    let parameters = model.module.parameter_count();
+    lines.push_str(&format!(
+        "{} parameters ({}), {} numbers in buffers\n",
+        text::thousands(parameters),
+        text::bytes(4.0 * parameters as f64),
+        text::thousands(buffers.sum())
+    ));
+    console::print(&format!("model {}\n{lines}", escaped(&model.name)))
+}
+
+fn shape(sizes: &[usize]) -> String {
+    sizes.iter().map(usize::to_string).collect::<Vec<_>>().join(" x ")
+}
+
+/// The steps of a model that is data.
+fn steps(graph: &Graph, model: &open_model::OpenModel, size: Option<[usize; 2]>) -> Result<String> {
+    let inputs = graph.input_shapes(
+        1,
+        size.or(model.image.map(|[_, height, width]| [height, width])).unwrap_or(USUAL_SIZE),
+    );
+    let Some(inputs) = inputs else {
+        return Err(Failure::Run(
+            "the model leaves sizes of its inputs open that are no sizes of images".into(),
+        ));
+    };
+    let description = graph.describe(&inputs)?;
+    let mut rows = vec![["step", "operation", "output", "parameters", "MFLOP"].map(str::to_owned).to_vec()];
+    for step in &description.steps {
+        let count =
+            |count: u64| if count == 0 { String::new() } else { format!("{:.2}", count as f64 / 1e6) };
+        let parameters = if step.parameters == 0 { String::new() } else { text::thousands(step.parameters) };
+        let name = escaped(&step.name).to_string();
+        rows.push(vec![name, step.operation.clone(), shape(&step.output), parameters, count(step.flops)]);
+    }
+    let flops: u64 = description.steps.iter().map(|step| step.flops).sum();
+    let bytes: usize = description.steps.iter().map(|step| 4 * step.output.iter().product::<usize>()).sum();
+    let fused = description.steps.iter().filter(|step| step.operation.starts_with("Conv+")).count();
+    let inputs: Vec<String> = inputs.iter().map(|input| shape(input)).collect();
+    let mut lines = format!(
+        "input {}\n{}{:.3} GFLOP forward, {} of outputs, for one image\n",
+        inputs.join(", "),
+        text::align(&rows),
+        flops as f64 / 1e9,
+        text::bytes(bytes as f64)
+    );
+    lines.push_str(&format!("{fused} convolutions run fused with their batch norms"));
+    let mut reasons: Vec<(&str, Vec<String>)> = Vec::new();
+    for (name, reason) in &description.alone {
+        let name = escaped(name).to_string();
+        match reasons.iter_mut().find(|(known, _)| known == reason) {
+            Some((_, names)) => names.push(name),
+            None => reasons.push((reason, vec![name])),
+        }
+    }
+    for (reason, names) in reasons {
+        let (count, first) = (names.len(), names.iter().take(3).cloned().collect::<Vec<_>>().join(", "));
+        let more = if count > 3 { ", ..." } else { "" };
+        lines.push_str(&format!("; {count} alone because {reason} ({first}{more})"));
+    }
+    lines.push('\n');
+    Ok(lines)
+}
+
+/// The parameters and buffers of a model that is written in Rust.
+fn layers(model: &open_model::OpenModel) -> String {
+    let mut rows = vec![["name", "shape", "numbers"].map(str::to_owned).to_vec()];
+    for (name, state) in model.module.named_state() {
+        let value = match state {
+            State::Parameter(parameter) => parameter.value(),
+            State::Buffer(buffer) => buffer.value(),
+            State::Counter(_) => continue,
+        };
+        rows.push(vec![name, shape(value.shape()), text::thousands(value.len())]);
+    }
+    text::align(&rows)
+}
+
+fn of_machine() -> Result<()> {
     let isas = Isa::available().iter().map(Isa::to_string).collect::<Vec<_>>().join(", ");
     let ranks = match cfg!(feature = "mpi") {
         true => "threads (--ranks), processes (--mpi)",

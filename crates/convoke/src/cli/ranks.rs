@@ -130,6 +130,7 @@ fn settings(args: &RunArgs) -> Vec<(&'static str, String)> {
     let RunArgs {
         data,
         data_dir: _,
+        weights,
         download: _,
         workers: _,
         augment,
@@ -162,6 +163,7 @@ fn settings(args: &RunArgs) -> Vec<(&'static str, String)> {
         ("--data", data.to_string()),
         ("--augment", name(*augment)),
         ("--model", args.model().to_string()),
+        ("--weights", given(&weights.as_ref().map(|file| file.display()))),
         ("--epochs", given(epochs)),
         ("--steps", given(steps)),
         ("--batch-size", batch_size.to_string()),

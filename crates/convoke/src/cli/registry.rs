@@ -1,12 +1,16 @@
 //! The models and data sets that flags may name: the built-in ones, and those that the caller of [`super::main`] adds.
 
+use std::ffi::OsStr;
 use std::fmt;
+use std::path::Path;
 use std::sync::OnceLock;
 
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 
 use crate::nn::data::{DatasetSpec, DatasetSpecs, Listed, NameError};
 use crate::nn::models::{ModelSpec, Models};
+
+use super::model_file;
 
 /// What the program knows by name.
 #[derive(Debug, Clone)]
@@ -79,9 +83,35 @@ pub(crate) fn model(name: &str) -> ModelSpec {
     models().get(name).unwrap_or_else(|error| panic!("{error}")).clone()
 }
 
-/// Reads `--model`.
+/// Reads `--model`: the name of a model, or an ONNX file.
 pub(crate) fn model_parser() -> impl TypedValueParser<Value = ModelSpec> {
-    PossibleValuesParser::new(models().names()).map(|name| model(&name))
+    ModelParser
+}
+
+#[derive(Clone)]
+struct ModelParser;
+
+impl TypedValueParser for ModelParser {
+    type Value = ModelSpec;
+
+    fn parse_ref(
+        &self,
+        command: &clap::Command,
+        arg: Option<&clap::Arg>,
+        value: &OsStr,
+    ) -> std::result::Result<ModelSpec, clap::Error> {
+        if model_file::is_onnx(Path::new(value)) {
+            return model_file::spec(Path::new(value)).map_err(|reason| {
+                clap::Error::raw(clap::error::ErrorKind::ValueValidation, format!("{reason}\n"))
+                    .with_cmd(command)
+            });
+        }
+        PossibleValuesParser::new(models().names()).parse_ref(command, arg, value).map(|name| model(&name))
+    }
+
+    fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
+        Some(Box::new(models().names().map(PossibleValue::new).chain([PossibleValue::new("FILE.onnx")])))
+    }
 }
 
 /// What `--data` asks for.

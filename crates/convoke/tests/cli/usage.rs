@@ -38,7 +38,7 @@ fn bad_usage() {
         (&["extra"], &["'extra'"]),
         (
             &["--model", "resnet9"],
-            &["resnet9", "--model", "[possible values: mnist-cnn, segnet, resnet20, resnet50]"],
+            &["resnet9", "--model", "[possible values: mnist-cnn, segnet, resnet20, resnet50, resnet18"],
         ),
         (&["--data", "imagenet"], &["imagenet", "--data", "auto, digits, mnist"]),
         (&["--optimizer", "adam"], &["--optimizer", "adadelta, sgd, adamw"]),
@@ -89,7 +89,7 @@ fn bad_commands() {
         (&[], &["Usage: convoke", "train", "compare", "info"]),
         (&["fly"], &["'fly'"]),
         (&["--data", "mnist"], &["'--data'"]),
-        (&["info", "extra"], &["'extra'"]),
+        (&["info", "extra"], &["MODEL extra", "resnet20"]),
         (&["compare", "--conv-bn", "fused"], &["'--conv-bn'"]),
     ];
     for (args, needles) in cases {

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use crate::cli::failure::{Failure, Result};
+use crate::cli::model_file;
 use crate::cli::registry::{Data, data_parser, model, model_parser};
 use crate::nn::Rule;
 use crate::nn::models::ModelSpec;
@@ -19,7 +20,8 @@ use super::values::{not_negative, positive};
 #[derive(Args)]
 pub(crate) struct RunArgs {
     /// What to train on. `auto` is MNIST if its files are there, else `digits`. The model mnist-cnn takes mnist and digits,
-    /// segnet takes camvid, resnet50 takes cifar10, resnet20 takes all but camvid; random fits every model.
+    /// segnet and unet take camvid, resnet20 takes all others, and the other models take images of 32 x 32 pixels or more; random
+    /// fits every model.
     #[arg(long, value_parser = data_parser(), default_value = "auto", help_heading = "Data")]
     pub(crate) data: Data,
 
@@ -40,9 +42,14 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(0..=256), help_heading = "Data")]
     pub(crate) workers: Option<u16>,
 
-    /// The model [default: segnet for camvid, resnet20 for cifar10, else mnist-cnn].
+    /// The model, by name or as an ONNX file [default: segnet for camvid, resnet20 for cifar10, else mnist-cnn].
     #[arg(long, value_parser = model_parser(), help_heading = "Model")]
     pub(crate) model: Option<ModelSpec>,
+
+    /// Start from the weights of this file: *.safetensors, or *.pt and *.pth of PyTorch, by PyTorch's names. If the data has other
+    /// classes than the file, the last layer keeps its new values.
+    #[arg(long, value_name = "FILE", help_heading = "Model")]
+    pub(crate) weights: Option<PathBuf>,
 
     /// Times to go through the training images [default: 1, or what --steps needs].
     #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=1_000_000), help_heading = "Training")]
@@ -131,7 +138,11 @@ impl RunArgs {
             Data::Named(spec) => model(spec.model().unwrap_or("mnist-cnn")),
             Data::Auto | Data::Random => model("mnist-cnn"),
         };
-        self.model.clone().unwrap_or_else(usual)
+        let model = self.model.clone().unwrap_or_else(usual);
+        match &self.weights {
+            Some(file) => model_file::with_weights(model, file),
+            None => model,
+        }
     }
 
     /// The model's own objective, with smoothed labels if that is asked for.

@@ -19,6 +19,20 @@ pub(crate) fn positive(text: &str) -> Result<f64, String> {
     number(text).and_then(|value| if value > 0.0 { Ok(value) } else { Err("must be above 0".into()) })
 }
 
+/// Height and width of images.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ImageSize(pub(crate) [usize; 2]);
+
+/// Parses `224` or `96x128`, height before width.
+pub(crate) fn image_size(text: &str) -> Result<ImageSize, String> {
+    let size = |text: &str| text.parse().ok().filter(|size| (1..=1 << 16).contains(size));
+    let (height, width) = text.split_once('x').unwrap_or((text, text));
+    match (size(height), size(width)) {
+        (Some(height), Some(width)) => Ok(ImageSize([height, width])),
+        _ => Err("expected a size such as 224 or 96x128 (height x width), of at most 65536".into()),
+    }
+}
+
 /// Parses a number of at least 0.
 pub(crate) fn not_negative(text: &str) -> Result<f64, String> {
     number(text).and_then(|value| if value >= 0.0 { Ok(value) } else { Err("must not be negative".into()) })
