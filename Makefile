@@ -1,7 +1,7 @@
-# CI runs `make check`, `make package`, `make model` and `make fuzz SECONDS=60`, and then `make browser`, `make external` and
-# `make mpi` with Chromium, oneDNN and Open MPI installed.
+# CI runs `make check`, `make package`, `make model` and `make fuzz SECONDS=60`, and then `make browser`, `make external`,
+# `make onnx` and `make mpi` with Chromium, oneDNN, onnxruntime and Open MPI installed.
 
-.PHONY: check test wrapping browser external mpi format lint docs light package smoke model fuzz sanitize goldens bench-peers accuracy-peers
+.PHONY: check test wrapping browser external onnx mpi format lint docs light package smoke model fuzz sanitize goldens bench-peers accuracy-peers
 
 check: test wrapping format lint docs light smoke
 
@@ -42,7 +42,7 @@ docs:
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
 
 # Users of the library alone must not compile the dependencies of the program, the network or the codecs.
-HEAVY = clap|indicatif|ureq|rustls|ring|flate2|png|image
+HEAVY = clap|indicatif|ureq|rustls|ring|flate2|png|image|prost
 light:
 	cargo check -p convoke --no-default-features
 	! cargo tree -p convoke --no-default-features --edges normal | grep -E ' ($(HEAVY)) v'
@@ -88,6 +88,12 @@ sanitize:
 	$(call SANITIZED,address) -p convoke-kernels --lib --tests
 	$(call SANITIZED,address) -p convoke-nn --test it -- checkpoints::
 	$(call SANITIZED,thread) -p convoke-kernels --lib -- --test-threads 1 --nocapture
+
+# Runs the models that convoke writes as ONNX in onnxruntime. PYTHON must have onnx, onnxruntime, safetensors and numpy.
+onnx:
+	rm -rf target/onnx && mkdir -p target/onnx
+	CONVOKE_ONNX_WRITE=$(CURDIR)/target/onnx cargo test -p convoke-nn --features onnx,datasets --test it -- ready::models_are_written
+	$(PYTHON) tools/check_onnx.py target/onnx
 
 # Rewrites the golden files; PYTHON must have torch, numpy, tensorflow-cpu and onnx.
 PYTHON ?= python3
