@@ -317,7 +317,7 @@ impl Builder {
         self.unary(x, Op::GlobalAveragePool, Some([1, 1]))
     }
 
-    /// The mean of each of so many windows, height before width. ONNX files cannot hold it.
+    /// Means of windows, so that the output has this height and width. ONNX files cannot hold it.
     pub fn adaptive_average_pool(&mut self, x: &Value, size: [usize; 2]) -> Value {
         self.unary(x, Op::AdaptiveAveragePool(size), Some(size))
     }

@@ -40,9 +40,9 @@ impl Graph {
     /// # Errors
     /// If the shapes do not fit the model; the error names the node.
     pub fn describe(&self, inputs: &[Vec<usize>]) -> Result<Description> {
-        let outputs = self.network().outputs.len();
+        let outputs = self.network.outputs.len();
         let (plan, alone) = self.make_plan(inputs, outputs)?;
-        let nodes = &self.network().nodes;
+        let nodes = &self.network.nodes;
         let steps = plan.steps.iter().map(|step| {
             let output =
                 step.outputs.iter().flatten().next().map_or(Vec::new(), |&slot| plan.shapes[slot].clone());
@@ -53,7 +53,7 @@ impl Graph {
     }
 
     fn step_description(&self, step: &Step, shapes: &[Vec<usize>], output: Vec<usize>) -> StepDescription {
-        let node = &self.network().nodes[step.node];
+        let node = &self.network.nodes[step.node];
         let stored = |source: &Option<Source>| match source {
             Some(Source::Stored(index)) => self.stored_shape(*index),
             _ => None,

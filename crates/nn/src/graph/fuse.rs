@@ -7,10 +7,13 @@
 use std::sync::Arc;
 
 use convoke_autograd::ops::{Activation, ConvBnBlock, ConvOptions, PoolOptions};
+use convoke_autograd::{Result as TensorResult, Tensor};
 
 use super::network::{Block, Layer, Network, Norm};
 use super::plan::{Plan, Source, Step};
+use super::run::pads_fit;
 use super::{Arithmetic, Op};
+use crate::modules::{ConvBnMode, ConvLayer, FusedBlock, Layers};
 
 /// What a step runs.
 pub(super) enum Action {
@@ -31,6 +34,22 @@ pub(super) struct BlockAction {
     pub(super) activation: Activation,
     pub(super) pool: Option<PoolOptions>,
     pub(super) residual: bool,
+}
+
+impl BlockAction {
+    pub(super) fn run(&self, x: &Tensor, residual: Option<&Tensor>) -> TensorResult<Tensor> {
+        let block = &self.block;
+        let layers = Layers {
+            conv: ConvLayer { weight: &block.weight, bias: block.bias.as_ref(), options: &self.options },
+            bn: Some(&self.norm.layer),
+            activation: self.activation,
+            pool: self.pool.as_ref(),
+        };
+        match block.mode {
+            ConvBnMode::Fused => layers.fused(x, residual, block.keep()),
+            ConvBnMode::Separate => layers.separate(x, residual),
+        }
+    }
 }
 
 /// Why a convolution does not run as a block.
@@ -149,8 +168,9 @@ impl<'a> Fusion<'a> {
             return Err(Alone::NoImages);
         };
         let [_, _, height, width] = self.shapes[*x_slot][..] else { return Err(Alone::NoImages) };
-        let options =
-            attributes.options([height, width], [kernel_height, kernel_width]).ok_or(Alone::NoImages)?;
+        let options = attributes
+            .options(&[height, width], &[kernel_height, kernel_width])
+            .map_err(|_| Alone::NoImages)?;
         let mut inputs = vec![Some(x.clone())];
         let (block, norm) = (block.clone(), norm.clone());
 
@@ -174,7 +194,10 @@ impl<'a> Fusion<'a> {
         if let (false, Some(slot)) = (residual, self.output(last))
             && let Some((max_pool, step)) = self.only_reader(slot)
             && let (Op::MaxPool(windows), &[_, _, height, width]) = (self.op(step), &self.shapes[slot][..])
-            && let Some(options) = windows.options([height, width]).filter(ConvBnBlock::can_pool)
+            && let Some(options) = windows
+                .options(&[height, width])
+                .ok()
+                .filter(|pool| pads_fit(pool) && ConvBnBlock::can_pool(pool))
         {
             pool = Some(options);
             joined.push(max_pool);

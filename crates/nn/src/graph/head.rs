@@ -68,8 +68,8 @@ impl Definition {
         Some([third, first, second])
     }
 
-    /// Gives the model's last layer so many outputs, with new initial values; `false` if the model does not end in a layer with as
-    /// many outputs as `classes[0]`.
+    /// Replaces the model's last layer, which has `classes[0]` outputs, by a new one with `classes[1]`; `false` if it has no such
+    /// layer.
     pub(crate) fn replace_head(&mut self, classes: [usize; 2]) -> bool {
         let mut value = self.outputs[0].clone();
         let mut bias_of_add = None;

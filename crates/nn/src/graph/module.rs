@@ -12,9 +12,7 @@ use super::plan::{Plan, Request, Source, Step, refused};
 use super::roles::{Role, origin, roles};
 use super::run::{self, Inputs, Place, Value};
 use super::{BatchNormOp, Definition, Dimension, Initial, Op};
-use crate::modules::{
-    ANY, BatchNorm, BatchNormConfig, ConvBnMode, ConvLayer, Dropout, FusedBlock, Layers, NormParts,
-};
+use crate::modules::{ANY, BatchNorm, BatchNormConfig, ConvBnMode, Dropout, NormParts};
 use crate::{Buffer, Forward, Init, Module, Parameter, Part, Parts};
 
 /// How many plans for different sizes of the input are kept.
@@ -232,10 +230,6 @@ impl Graph {
         &self.definition
     }
 
-    pub(super) fn network(&self) -> &Network {
-        &self.network
-    }
-
     /// Runs the model on all its inputs, in the order of its definition, and gives all outputs.
     ///
     /// # Errors
@@ -316,8 +310,8 @@ impl Graph {
         }
     }
 
-    /// The shapes of the inputs for a batch of so many images and for this height and width, where the definition leaves these
-    /// open; `None` if it leaves others open.
+    /// The shapes of the inputs. Where the definition leaves the batch, height or width open, these are `batch` and `image`; `None`
+    /// if it leaves another size open.
     pub fn input_shapes(&self, batch: usize, image: [usize; 2]) -> Option<Vec<Vec<usize>>> {
         let of = |input: &super::Input| -> Option<Vec<usize>> {
             let sizes = input.shape.as_ref()?;
@@ -376,7 +370,7 @@ impl Graph {
         };
         let node = &self.network.nodes[step.node];
         let in_node = |error: Error| refused(node, error.into());
-        let output = match &step.action {
+        let outputs = match &step.action {
             Action::Node => {
                 let values = step
                     .inputs
@@ -390,47 +384,27 @@ impl Graph {
                     })
                     .collect::<Result<Vec<_>>>()?;
                 let operands = Inputs::new(&values, &plan.place);
-                let results = run::run(&node.op, &operands, step.outputs.len())
-                    .map_err(|refusal| refused(node, refusal))?;
-                for (slot, result) in step.outputs.iter().zip(results) {
-                    if let (&Some(slot), Value::Tensor(tensor)) = (slot, result) {
-                        slots[slot] = Some(tensor);
-                    }
-                }
-                step.frees.iter().for_each(|&slot| slots[slot] = None);
-                return Ok(());
+                run::run(&node.op, &operands, step.outputs.len()).map_err(|refusal| refused(node, refusal))?
             }
             Action::Norm(norm, activation) => {
-                norm.layer.forward_with(&input(0)?, *activation).map_err(in_node)?
+                let y = norm.layer.forward_with(&input(0)?, *activation).map_err(in_node)?;
+                vec![Value::Tensor(y)]
             }
             Action::Dropout => match &node.layer {
-                Some(Layer::Dropout(dropout)) => dropout.layer.forward(&input(0)?).map_err(in_node)?,
-                _ => input(0)?,
+                Some(Layer::Dropout(dropout)) => {
+                    vec![Value::Tensor(dropout.layer.forward(&input(0)?).map_err(in_node)?)]
+                }
+                _ => vec![Value::Tensor(input(0)?)],
             },
             Action::Block(action) => {
-                let layers = Layers {
-                    conv: ConvLayer {
-                        weight: &action.block.weight,
-                        bias: action.block.bias.as_ref(),
-                        options: &action.options,
-                    },
-                    bn: Some(&action.norm.layer),
-                    activation: action.activation,
-                    pool: action.pool.as_ref(),
-                };
                 let residual = if action.residual { Some(input(1)?) } else { None };
-                let x = input(0)?;
-                match action.block.mode {
-                    ConvBnMode::Fused => {
-                        let keep = action.block.keep();
-                        layers.fused(&x, residual.as_ref(), keep).map_err(in_node)?
-                    }
-                    ConvBnMode::Separate => layers.separate(&x, residual.as_ref()).map_err(in_node)?,
-                }
+                vec![Value::Tensor(action.run(&input(0)?, residual.as_ref()).map_err(in_node)?)]
             }
         };
-        if let Some(&Some(slot)) = step.outputs.first() {
-            slots[slot] = Some(output);
+        for (slot, output) in step.outputs.iter().zip(outputs) {
+            if let (&Some(slot), Value::Tensor(tensor)) = (slot, output) {
+                slots[slot] = Some(tensor);
+            }
         }
         step.frees.iter().for_each(|&slot| slots[slot] = None);
         Ok(())

@@ -160,10 +160,7 @@ impl Network {
 
     /// Brings the nodes that an output needs into an order in which they can run.
     fn sort(&mut self) -> Result<()> {
-        let mut makers = vec![None; self.names.len()];
-        for (index, node) in self.nodes.iter().enumerate() {
-            node.outputs.iter().flatten().for_each(|&value| makers[value] = Some(index));
-        }
+        let makers = self.makers();
         // Nodes keep their order where they can: a depth-first search that starts at the nodes in order.
         let mut needed = vec![false; self.nodes.len()];
         let mut stack: Vec<usize> = self.outputs.iter().filter_map(|&value| makers[value]).collect();

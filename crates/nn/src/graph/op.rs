@@ -25,7 +25,7 @@ pub enum Op {
     GlobalAveragePool,
     /// x: the largest value of each channel, with spatial dimensions of size 1.
     GlobalMaxPool,
-    /// x: the mean of each of so many windows, height before width; not an operator of ONNX.
+    /// x: means of windows, so that the output has this height and width. ONNX has no such operator.
     AdaptiveAveragePool([usize; 2]),
     /// x: a function of each element.
     Pointwise(Pointwise),

@@ -18,7 +18,7 @@ use super::tensor::{Source, kind_of, shape};
 use super::{Model, NEWEST_OPSET, OLDEST_OPSET, Result, scan};
 use crate::graph::{Array, Definition, Dimension, Input, Node, Op, Stored};
 
-/// Names that are made begin with at most so many characters of another one.
+/// A name that is made from another one keeps at most this many of its characters.
 const LONGEST_BEGIN: usize = 256;
 
 fn damaged(reason: impl std::fmt::Display) -> OnnxError {

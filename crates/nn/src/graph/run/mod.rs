@@ -4,6 +4,8 @@ mod select;
 mod shapes;
 mod windows;
 
+pub(super) use windows::pads_fit;
+
 use std::cell::Cell;
 use std::sync::Arc;
 
@@ -135,7 +137,8 @@ impl<'a> Inputs<'a> {
         }
     }
 
-    /// A number that is known and does not enlarge a tensor of so many dimensions by broadcasting.
+    /// The number that an operand holds, if it is known and has at most `rank` dimensions: then broadcasting with it leaves the
+    /// shape of a tensor of `rank` dimensions.
     fn scalar(&self, index: usize, rank: usize) -> Option<f64> {
         match self.get(index) {
             Some(Value::Known(array)) if array.shape().len() <= rank => array.only(),

@@ -38,14 +38,18 @@ impl Images {
         }
     }
 
-    /// Numbers of the spatial axes, height before width; `first` for the height of signals.
     fn axes(&self, numbers: &[usize], first: usize) -> Result<[usize; 2]> {
-        match (self.signals, numbers) {
-            (_, []) => Ok([1, 1]),
-            (true, &[own]) => Ok([first, own]),
-            (false, &[height, width]) => Ok([height, width]),
-            _ => refuse(format!("{numbers:?} are not one number for each spatial axis of its input")),
-        }
+        axes(self.spatial().len(), numbers, first)
+    }
+}
+
+/// One number for each of `rank` spatial axes, height before width; signals have one axis, and `first` for the height.
+fn axes(rank: usize, numbers: &[usize], first: usize) -> Result<[usize; 2]> {
+    match (rank, numbers) {
+        (_, []) => Ok([1, 1]),
+        (1, &[own]) => Ok([first, own]),
+        (2, &[height, width]) => Ok([height, width]),
+        _ => refuse(format!("{numbers:?} are not one number for each spatial axis of its input")),
     }
 }
 
@@ -91,49 +95,38 @@ fn padding(pads: &[[usize; 2]]) -> Padding {
 }
 
 impl Conv {
-    /// The options of a convolution of images of this size.
-    pub(in crate::graph) fn options(&self, spatial: [usize; 2], kernel: [usize; 2]) -> Option<ConvOptions> {
-        let pads = self.pads.resolve(&spatial, [&kernel, &self.strides, &self.dilations]).ok()?;
-        let two = |numbers: &[usize]| match *numbers {
-            [] => Some([1, 1]),
-            [height, width] => Some([height, width]),
-            _ => None,
-        };
-        let (stride, dilation) = (two(&self.strides)?, two(&self.dilations)?);
-        Some(ConvOptions { stride, padding: padding(&pads), dilation, groups: self.group })
+    /// The options of a convolution of images or signals of this size.
+    pub(in crate::graph) fn options(&self, spatial: &[usize], kernel: &[usize]) -> Result<ConvOptions> {
+        let pads = self.pads.resolve(spatial, [kernel, &self.strides, &self.dilations])?;
+        Ok(ConvOptions {
+            stride: axes(spatial.len(), &self.strides, 1)?,
+            padding: padding(&pads),
+            dilation: axes(spatial.len(), &self.dilations, 1)?,
+            groups: self.group,
+        })
     }
 }
 
-pub(super) fn conv(inputs: &Inputs<'_>, conv: &Conv) -> Result<Tensor> {
+/// The input and the weight of a convolution.
+fn operands(inputs: &Inputs<'_>) -> Result<[Images; 2]> {
     let (x, weight) = (Images::new(inputs.tensor(0)?)?, Images::new(inputs.tensor(1)?)?);
     if x.signals != weight.signals {
-        return refuse(format!(
-            "the weight {:?} is not for its input {:?}",
-            weight.tensor.shape(),
-            x.tensor.shape()
-        ));
+        let [weight, x] = [&weight, &x].map(|images| images.tensor.shape());
+        return refuse(format!("the weight {weight:?} is not for its input {x:?}"));
     }
-    let pads = conv.pads.resolve(x.spatial(), [weight.spatial(), &conv.strides, &conv.dilations])?;
-    let options = ConvOptions {
-        stride: x.axes(&conv.strides, 1)?,
-        padding: padding(&pads),
-        dilation: x.axes(&conv.dilations, 1)?,
-        groups: conv.group,
-    };
+    Ok([x, weight])
+}
+
+pub(super) fn conv(inputs: &Inputs<'_>, conv: &Conv) -> Result<Tensor> {
+    let [x, weight] = operands(inputs)?;
+    let options = conv.options(x.spatial(), weight.spatial())?;
     x.back(ops::conv2d(&x.tensor, &weight.tensor, inputs.optional_tensor(2)?.as_ref(), &options)?)
 }
 
 pub(super) fn conv_transpose(inputs: &Inputs<'_>, transposed: &ConvTranspose) -> Result<Tensor> {
-    let (x, weight) = (Images::new(inputs.tensor(0)?)?, Images::new(inputs.tensor(1)?)?);
+    let [x, weight] = operands(inputs)?;
     let conv = &transposed.conv;
     let rank = x.spatial().len();
-    if x.signals != weight.signals {
-        return refuse(format!(
-            "the weight {:?} is not for its input {:?}",
-            weight.tensor.shape(),
-            x.tensor.shape()
-        ));
-    }
     let of = |numbers: &[usize], axis: usize, none: usize| numbers.get(axis).copied().unwrap_or(none);
     let mut output_padding: Vec<usize> =
         (0..rank).map(|axis| of(&transposed.output_padding, axis, 0)).collect();
@@ -177,28 +170,41 @@ pub(super) fn conv_transpose(inputs: &Inputs<'_>, transposed: &ConvTranspose) ->
     x.back(ops::conv_transpose2d(&x.tensor, &weight.tensor, inputs.optional_tensor(2)?.as_ref(), &options)?)
 }
 
-/// The input of a pooling and its options. The kernels pad by at most half a window; more padding is added to the input.
+impl Pool {
+    /// The options of pooling images or signals of this size.
+    pub(in crate::graph) fn options(&self, spatial: &[usize]) -> Result<PoolOptions> {
+        let pads = self.pads.resolve(spatial, [&self.kernel, &self.strides, &self.dilations])?;
+        let Padding { top, bottom, left, right } = padding(&pads);
+        let own = |numbers: &[usize]| axes(spatial.len(), numbers, 1);
+        Ok(PoolOptions {
+            kernel: own(&self.kernel)?,
+            stride: own(&self.strides)?,
+            padding: [top, left],
+            padding_after: Some([bottom, right]),
+            dilation: own(&self.dilations)?,
+            ceil_mode: self.ceil_mode,
+            count_include_pad: self.count_include_pad,
+            count_overhang: self.count_overhang,
+            divisor_override: None,
+        })
+    }
+}
+
+/// Whether the kernels take this padding: they pad by at most half a window.
+pub(in crate::graph) fn pads_fit(pool: &PoolOptions) -> bool {
+    let after = pool.padding_after.unwrap_or(pool.padding);
+    (0..2).all(|axis| pool.padding[axis].max(after[axis]) <= pool.kernel[axis] / 2)
+}
+
+/// The input of a pooling and its options. Padding that the kernels do not take is added to the input.
 fn pooling(x: Tensor, pool: &Pool, outside: f64) -> Result<(Images, PoolOptions)> {
     let mut x = Images::new(x)?;
-    let pads = pool.pads.resolve(x.spatial(), [&pool.kernel, &pool.strides, &pool.dilations])?;
-    let Padding { top, bottom, left, right } = padding(&pads);
-    let kernel = x.axes(&pool.kernel, 1)?;
-    let mut options = PoolOptions {
-        kernel,
-        stride: x.axes(&pool.strides, 1)?,
-        padding: [top, left],
-        padding_after: Some([bottom, right]),
-        dilation: x.axes(&pool.dilations, 1)?,
-        ceil_mode: pool.ceil_mode,
-        count_include_pad: pool.count_include_pad,
-        count_overhang: pool.count_overhang,
-        divisor_override: None,
-    };
-    let too_much = |axis: usize, pad: usize| pad > kernel[axis] / 2;
-    if too_much(0, top.max(bottom)) || too_much(1, left.max(right)) {
-        let pads = [[0, 0], [0, 0], [top, bottom], [left, right]]
-            .map(|pair| pair.map(|pad| isize::try_from(pad).unwrap_or(isize::MAX)));
-        x.tensor = x.tensor.pad(&pads, PadMode::Constant(outside))?;
+    let mut options = pool.options(x.spatial())?;
+    if !pads_fit(&options) {
+        let after = options.padding_after.unwrap_or(options.padding);
+        let pad = |pad: usize| isize::try_from(pad).unwrap_or(isize::MAX);
+        let spatial = [0, 1].map(|axis| [pad(options.padding[axis]), pad(after[axis])]);
+        x.tensor = x.tensor.pad(&[[0, 0], [0, 0], spatial[0], spatial[1]], PadMode::Constant(outside))?;
         options.padding = [0, 0];
         options.padding_after = None;
     }
@@ -208,30 +214,6 @@ fn pooling(x: Tensor, pool: &Pool, outside: f64) -> Result<(Images, PoolOptions)
 pub(super) fn max_pool(inputs: &Inputs<'_>, pool: &Pool) -> Result<Tensor> {
     let (x, options) = pooling(inputs.tensor(0)?, pool, f64::NEG_INFINITY)?;
     x.back(ops::max_pool2d(&x.tensor, &options)?)
-}
-
-impl Pool {
-    /// The options of pooling images of this size, if the kernels take them as they are.
-    pub(in crate::graph) fn options(&self, spatial: [usize; 2]) -> Option<PoolOptions> {
-        let pads = self.pads.resolve(&spatial, [&self.kernel, &self.strides, &self.dilations]).ok()?;
-        let two = |numbers: &[usize]| match *numbers {
-            [] => Some([1, 1]),
-            [height, width] => Some([height, width]),
-            _ => None,
-        };
-        let Padding { top, bottom, left, right } = padding(&pads);
-        let kernel = two(&self.kernel)?;
-        let fits = top.max(bottom) <= kernel[0] / 2 && left.max(right) <= kernel[1] / 2;
-        fits.then_some(PoolOptions {
-            kernel,
-            stride: two(&self.strides)?,
-            padding: [top, left],
-            padding_after: Some([bottom, right]),
-            dilation: two(&self.dilations)?,
-            ceil_mode: self.ceil_mode,
-            ..PoolOptions::new(1)
-        })
-    }
 }
 
 pub(super) fn average_pool(inputs: &Inputs<'_>, pool: &Pool) -> Result<Tensor> {
