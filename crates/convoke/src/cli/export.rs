@@ -61,22 +61,29 @@ fn to_onnx(args: &ExportArgs, model: &open_model::OpenModel) -> Result<()> {
             model.name
         )));
     };
-    let size = args.image_size.map(|ImageSize(size)| size);
-    let size = size.or(model.image.map(|[_, height, width]| [height, width]));
-    let inputs = size.and_then(|size| graph.input_shapes(1, size));
-    let mut definition = match inputs {
-        Some(inputs) => graph.to_definition_at(&inputs)?,
-        None => graph.to_definition()?,
-    };
-    let mut open_batch = false;
-    if let Some([batch, _, sizes @ ..]) = definition.inputs[0].shape.as_deref_mut() {
-        open_batch = matches!(batch, Dimension::Open(_));
-        for (size, known) in sizes.iter_mut().zip(size.into_iter().flatten()) {
-            if matches!(size, Dimension::Open(_)) || args.image_size.is_some() {
-                *size = Dimension::Fixed(known);
-            }
+    let mut inputs = graph.definition().inputs.clone();
+    for input in &mut inputs {
+        match (args.image_size, model.image) {
+            (Some(ImageSize(size)), _) => input.set_image_size(size, false),
+            (None, Some([_, height, width])) => input.set_image_size([height, width], true),
+            (None, None) => {}
         }
     }
+    let open_batch = matches!(inputs[0].shape.as_deref(), Some([Dimension::Open(_), ..]));
+    let shapes: Option<Vec<_>> = inputs.iter().map(|input| input.shape_of_batch(1)).collect();
+    let (mut definition, outputs) = match shapes {
+        Some(shapes) => graph.to_definition_at(&shapes)?,
+        None => (graph.to_definition()?, Vec::new()),
+    };
+    definition.inputs = inputs;
+    let dimensions = |shape: Vec<usize>| {
+        let mut sizes: Vec<Dimension> = shape.into_iter().map(Dimension::Fixed).collect();
+        if let (Some(batch), true) = (sizes.first_mut(), open_batch) {
+            *batch = Dimension::Open("batch".into());
+        }
+        sizes
+    };
+    let shapes = definition.outputs.iter().cloned().zip(outputs.into_iter().map(dimensions)).collect();
     let mut metadata = BTreeMap::new();
     if let Some(data) = &model.data {
         metadata.insert("convoke.data".into(), serde_json::to_string(data)?);
@@ -85,44 +92,8 @@ fn to_onnx(args: &ExportArgs, model: &open_model::OpenModel) -> Result<()> {
         opset: args.opset,
         metadata,
         batch: open_batch.then(|| "batch".into()),
-        shapes: output_shapes(graph, &definition),
+        shapes,
         ..onnx::WriteOptions::default()
     };
     Ok(onnx::save(&args.to, &definition, &BTreeMap::new(), &options)?)
-}
-
-/// The shapes of the outputs for readers of the file, if the sizes of the inputs are known.
-fn output_shapes(
-    graph: &crate::nn::graph::Graph,
-    definition: &crate::nn::graph::Definition,
-) -> BTreeMap<String, Vec<Dimension>> {
-    let shape = |input: &crate::nn::graph::Input| -> Option<Vec<usize>> {
-        let sizes = input.shape.as_ref()?.iter().enumerate();
-        let size = |(axis, size): (usize, &Dimension)| match size {
-            Dimension::Fixed(size) => Some(*size),
-            Dimension::Open(_) if axis == 0 => Some(1),
-            Dimension::Open(_) => None,
-        };
-        sizes.map(size).collect()
-    };
-    let open = matches!(
-        definition.inputs.first().and_then(|input| input.shape.as_ref()?.first()),
-        Some(Dimension::Open(_))
-    );
-    let inputs: Option<Vec<Vec<usize>>> = definition.inputs.iter().map(shape).collect();
-    let Some(shapes) = inputs.and_then(|inputs| graph.output_shapes(&inputs).ok()) else {
-        return BTreeMap::new();
-    };
-    let dimensions = |shape: Vec<usize>| {
-        let sizes = shape.into_iter().enumerate();
-        let open = |axis: usize| open && axis == 0;
-        sizes
-            .map(
-                |(axis, size)| {
-                    if open(axis) { Dimension::Open("batch".into()) } else { Dimension::Fixed(size) }
-                },
-            )
-            .collect()
-    };
-    definition.outputs.iter().cloned().zip(shapes.into_iter().map(dimensions)).collect()
 }

@@ -8,7 +8,7 @@ use convoke_files::escaped;
 
 use crate::Device;
 use crate::nn::data::DatasetInfo;
-use crate::nn::graph::{Definition, Dimension, Graph};
+use crate::nn::graph::{Definition, Graph};
 use crate::nn::models::ModelSpec;
 use crate::nn::modules::ConvBnMode;
 use crate::nn::training::SavedModel;
@@ -83,12 +83,8 @@ fn named(name: &str) -> Result<ModelSpec> {
 
 /// C, H and W of a model's first input, if it takes images of one size.
 fn image_of(definition: &Definition) -> Option<[usize; 3]> {
-    let size = |dimension: &Dimension| match dimension {
-        Dimension::Fixed(size) => Some(*size),
-        Dimension::Open(_) => None,
-    };
-    match definition.inputs.first()?.shape.as_deref()? {
-        [_, sizes @ ..] => <[usize; 3]>::try_from(sizes.iter().map(size).collect::<Option<Vec<_>>>()?).ok(),
+    match definition.inputs.first()?.image()? {
+        [Some(channels), Some(height), Some(width)] => Some([channels, height, width]),
         _ => None,
     }
 }

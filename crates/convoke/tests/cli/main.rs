@@ -10,6 +10,7 @@ mod json;
 #[cfg(target_os = "linux")]
 mod memory;
 mod mpi;
+mod onnx;
 mod outputs;
 mod pages;
 mod plan;

@@ -1,6 +1,6 @@
 //! The end of a classifier: its final softmax, and its last layer, which decides the number of classes.
 
-use super::{Definition, Dimension, Initial, Node, Op};
+use super::{Definition, Initial, Node, Op};
 
 /// How a model ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,15 +40,9 @@ impl Definition {
     /// Gives the model images as N x C x H x W if it takes them as N x H x W x C, as Keras does. Gives C, H and W; sizes that are
     /// open are `None`.
     pub(crate) fn take_channels_first(&mut self) -> Option<[Option<usize>; 3]> {
-        let [_, sizes @ ..] = self.inputs[0].shape.as_deref()? else { return None };
-        let size = |dimension: &Dimension| match dimension {
-            Dimension::Fixed(size) => Some(*size),
-            Dimension::Open(_) => None,
-        };
-        let [first, second, third] = <[_; 3]>::try_from(sizes.iter().map(size).collect::<Vec<_>>()).ok()?;
-        let few = |size: Option<usize>| size.is_some_and(|size| size <= 4);
-        if few(first) || !few(third) {
-            return Some([first, second, third]);
+        let (image, [channels, ..]) = (self.inputs[0].image()?, self.inputs[0].image_axes()?);
+        if channels == 1 {
+            return Some(image);
         }
         let own = self.inputs[0].name.clone();
         let name = format!("{own}_channels_first");
@@ -65,7 +59,7 @@ impl Definition {
                 outputs: vec![own],
             },
         );
-        Some([third, first, second])
+        Some(image)
     }
 
     /// Replaces the model's last layer, which has `classes[0]` outputs, by a new one with `classes[1]`; `false` if it has no such

@@ -7,6 +7,7 @@ mod fuse;
 mod head;
 mod host;
 mod initial;
+mod input;
 mod module;
 mod network;
 mod op;
@@ -20,6 +21,7 @@ pub use builder::{Bias, Builder, ConvSpec, PoolSpec, Scheme, Value, Weights};
 pub use describe::{Description, StepDescription};
 pub(crate) use head::Ending;
 pub use initial::Initial;
+pub use input::{Dimension, Input};
 pub use module::Graph;
 pub use op::{
     Arithmetic, Aspect, BatchNormOp, Compare, Conv, ConvTranspose, Elementwise, Gemm, Op, PadKind, Pads,
@@ -41,26 +43,6 @@ pub struct Definition {
     pub nodes: Vec<Node>,
     /// What it starts with.
     pub stored: Vec<Stored>,
-}
-
-/// An input of a model.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Input {
-    /// The name of the value.
-    pub name: String,
-    /// What its elements are.
-    pub kind: Kind,
-    /// The size of each dimension; `None` if nothing is known.
-    pub shape: Option<Vec<Dimension>>,
-}
-
-/// A size of an input.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Dimension {
-    /// This size.
-    Fixed(usize),
-    /// Any size, under a name, which may be empty.
-    Open(String),
 }
 
 /// A step of the computation.

@@ -11,7 +11,7 @@ use super::network::{Block, Layer, NamedDropout, Network, NetworkNode, Norm, inv
 use super::plan::{Plan, Request, Source, Step, refused};
 use super::roles::{Role, origin, roles};
 use super::run::{self, Inputs, Place, Value};
-use super::{BatchNormOp, Definition, Dimension, Initial, Op};
+use super::{BatchNormOp, Definition, Dimension, Initial, Input, Op};
 use crate::modules::{ANY, BatchNorm, BatchNormConfig, ConvBnMode, Dropout, NormParts};
 use crate::{Buffer, Forward, Init, Module, Parameter, Part, Parts};
 
@@ -313,20 +313,11 @@ impl Graph {
     /// The shapes of the inputs. Where the definition leaves the batch, height or width open, these are `batch` and `image`; `None`
     /// if it leaves another size open.
     pub fn input_shapes(&self, batch: usize, image: [usize; 2]) -> Option<Vec<Vec<usize>>> {
-        let of = |input: &super::Input| -> Option<Vec<usize>> {
-            let sizes = input.shape.as_ref()?;
-            // Channels come before or after height and width.
-            let fixed = |axis: usize| matches!(sizes[axis], Dimension::Fixed(_));
-            let first = if sizes.len() == 4 && fixed(3) && !fixed(1) { 1 } else { 2 };
-            let size = |(axis, size): (usize, &Dimension)| match size {
-                Dimension::Fixed(size) => Some(*size),
-                Dimension::Open(_) if axis == 0 => Some(batch),
-                Dimension::Open(_) if sizes.len() == 4 && axis >= first => image.get(axis - first).copied(),
-                Dimension::Open(_) => None,
-            };
-            sizes.iter().enumerate().map(size).collect()
+        let shape = |mut input: Input| {
+            input.set_image_size(image, true);
+            input.shape_of_batch(batch)
         };
-        self.definition.inputs.iter().map(of).collect()
+        self.definition.inputs.iter().cloned().map(shape).collect()
     }
 
     /// The shapes of all outputs, for inputs of these shapes.
@@ -335,22 +326,18 @@ impl Graph {
     /// If the shapes do not fit the model; the error names the node.
     pub fn output_shapes(&self, inputs: &[Vec<usize>]) -> Result<Vec<Vec<usize>>> {
         let (plan, _) = self.make_plan(inputs, self.network.outputs.len())?;
+        Ok(self.shapes_of_outputs(&plan))
+    }
+
+    /// The shapes of the outputs in a plan.
+    pub(super) fn shapes_of_outputs(&self, plan: &Plan) -> Vec<Vec<usize>> {
         let shape = |source: &Source| match source {
             Source::Slot(slot) => plan.shapes[*slot].clone(),
             Source::Stored(index) => self.network.stored[*index].values.shape().to_vec(),
             Source::Known(array) => array.shape().to_vec(),
             Source::Constant(tensor) => tensor.shape().to_vec(),
         };
-        Ok(plan.outputs.iter().map(shape).collect())
-    }
-
-    /// The shape of the first output, for an input of this shape.
-    pub(crate) fn output_shape(&self, input: &[usize]) -> Result<Vec<usize>> {
-        let (plan, _) = self.make_plan(&[input.to_vec()], 1)?;
-        match plan.outputs.first() {
-            Some(Source::Slot(slot)) => Ok(plan.shapes[*slot].clone()),
-            _ => invalid("the output does not depend on the input"),
-        }
+        plan.outputs.iter().map(shape).collect()
     }
 
     fn read(&self, plan: &Plan, source: &Source, slots: &[Option<Tensor>]) -> Result<Tensor> {

@@ -51,11 +51,11 @@ impl Graph {
     }
 
     /// As [`Graph::to_definition`], for inputs of these shapes: poolings to a size, which ONNX does not know, become poolings of
-    /// windows where windows divide the input evenly.
+    /// windows where windows divide the input evenly. Gives the shapes of the outputs, too.
     ///
     /// # Errors
     /// As [`Graph::to_definition`]; if the shapes do not fit the model.
-    pub fn to_definition_at(&self, inputs: &[Vec<usize>]) -> Result<Definition> {
+    pub fn to_definition_at(&self, inputs: &[Vec<usize>]) -> Result<(Definition, Vec<Vec<usize>>)> {
         let mut definition = self.to_definition()?;
         let (plan, _) = self.make_plan(inputs, self.network.outputs.len())?;
         for step in &plan.steps {
@@ -82,7 +82,7 @@ impl Graph {
                 }),
             };
         }
-        Ok(definition)
+        Ok((definition, self.shapes_of_outputs(&plan)))
     }
 
     /// The present values of the stored arrays, by name.

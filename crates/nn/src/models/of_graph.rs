@@ -82,5 +82,5 @@ impl ModelSpec {
 fn output_shape(definition: &Arc<Definition>, [channels, height, width]: [usize; 3]) -> Result<Vec<usize>> {
     let init = Init::new(&Device::cpu()?.dry(), 0);
     let graph = Graph::new(definition, &init, ConvBnMode::Separate)?;
-    graph.output_shape(&[1, channels, height, width])
+    Ok(graph.output_shapes(&[vec![1, channels, height, width]])?.swap_remove(0))
 }

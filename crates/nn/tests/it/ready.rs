@@ -360,7 +360,7 @@ fn models_are_written_for_another_runtime() {
                 stored.push((format!("input.{batch}"), input.clone()));
                 stored.push((format!("output.{batch}"), output));
             }
-            let definition = model.to_definition_at(&[vec![1, 3, size, size]]).unwrap();
+            let (definition, _) = model.to_definition_at(&[vec![1, 3, size, size]]).unwrap();
             let to = Path::new(&folder).join(format!("{}-{kind}.onnx", ready.name));
             onnx::save(&to, &definition, &Default::default(), &onnx::WriteOptions::default()).unwrap();
             let bytes: Vec<(String, Vec<usize>, Vec<u8>)> = stored
