@@ -11,6 +11,7 @@ mod input;
 mod module;
 mod network;
 mod op;
+mod order;
 mod plan;
 mod rewrite;
 mod roles;
@@ -27,6 +28,7 @@ pub use op::{
     Arithmetic, Aspect, BatchNormOp, Compare, Conv, ConvTranspose, Elementwise, Gemm, Op, PadKind, Pads,
     Pool, Reduce, ReduceKind, Resize,
 };
+pub(crate) use order::{Disorder, in_order};
 
 /// A model as data. Values have names; each is an input, a [`Stored`] array, or the output of one node.
 ///

@@ -206,9 +206,9 @@ impl Graph {
             Some(value) => {
                 let stored = origin(&self.network, makers, value)
                     .and_then(|index| self.network.stored[index].values.array());
-                match stored.map(|array| array.to_f64()).as_deref() {
-                    Some(&[share]) => share,
-                    _ => {
+                match stored.and_then(|array| array.only()) {
+                    Some(share) => share,
+                    None => {
                         return invalid(format!(
                             "{}: its share is not stored in the model",
                             node.described()

@@ -1,11 +1,11 @@
 //! The nodes of a definition in the order in which they run, with numbers instead of names.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use convoke_autograd::{Error, Result};
 
-use super::{Definition, Initial, Node, Op};
+use super::{Definition, Disorder, Initial, Node, Op, in_order};
 use crate::Parameter;
 use crate::modules::{ANY, BatchNorm, ConvBnMode, Dropout, FusedBlock, Keep};
 
@@ -96,55 +96,45 @@ pub(super) fn quoted(text: &str) -> String {
 
 impl Network {
     pub(super) fn new(definition: &Definition) -> Result<Network> {
+        let ordered = match in_order(definition) {
+            Ok(ordered) => ordered,
+            Err(Disorder { value, reason }) => {
+                return invalid(format!("the value {}: {reason}", quoted(&value)));
+            }
+        };
+        let mut needed: HashSet<&str> = definition.outputs.iter().map(String::as_str).collect();
+        let mut kept: Vec<&Node> = Vec::new();
+        for node in ordered.into_iter().rev() {
+            if node.outputs.iter().any(|name| needed.contains(name.as_str())) {
+                needed.extend(node.inputs.iter().map(String::as_str).filter(|name| !name.is_empty()));
+                kept.push(node);
+            }
+        }
         let mut numbers = HashMap::new();
         let mut names = Vec::new();
-        let mut define = |name: &str| {
-            let number = names.len();
-            match numbers.insert(name.to_owned(), number) {
-                Some(_) => invalid(format!("the value {} is made twice", quoted(name))),
-                None => {
-                    names.push(name.to_owned());
-                    Ok(number)
-                }
-            }
+        // The number of a value, which is new if the name is.
+        let mut number = |name: &String| {
+            *numbers.entry(name.clone()).or_insert_with(|| {
+                names.push(name.clone());
+                names.len() - 1
+            })
         };
-        let inputs = definition.inputs.iter().map(|input| define(&input.name)).collect::<Result<_>>()?;
-        let mut stored = Vec::new();
-        for entry in &definition.stored {
-            stored.push(StoredValue { value: define(&entry.name)?, values: entry.values.clone() });
-        }
-        let mut made = Vec::with_capacity(definition.nodes.len());
-        for node in &definition.nodes {
-            let outputs: Vec<Option<usize>> = node
-                .outputs
-                .iter()
-                .map(|name| if name.is_empty() { Ok(None) } else { define(name).map(Some) })
-                .collect::<Result<_>>()?;
+        let inputs = definition.inputs.iter().map(|input| number(&input.name)).collect();
+        let mut stored: Vec<StoredValue> = definition
+            .stored
+            .iter()
+            .map(|entry| StoredValue { value: number(&entry.name), values: entry.values.clone() })
+            .collect();
+        let mut nodes = Vec::with_capacity(kept.len());
+        for node in kept.into_iter().rev() {
+            let mut numbers = |names: &[String]| -> Vec<Option<usize>> {
+                names.iter().map(|name| (!name.is_empty()).then(|| number(name))).collect()
+            };
+            let (inputs, outputs) = (numbers(&node.inputs), numbers(&node.outputs));
             if let (Op::Constant(array), &[Some(value)]) = (&node.op, &outputs[..]) {
                 stored.push(StoredValue { value, values: array.clone().into() });
-            }
-            made.push(outputs);
-        }
-        let number = |name: &str, reader: &str| match numbers.get(name) {
-            Some(&number) => Ok(number),
-            None => invalid(format!("{reader} reads {}, which nothing makes", quoted(name))),
-        };
-        let outputs = definition
-            .outputs
-            .iter()
-            .map(|name| number(name, "the model's output"))
-            .collect::<Result<Vec<usize>>>()?;
-        let mut nodes = Vec::new();
-        for (node, outputs) in definition.nodes.iter().zip(made) {
-            if matches!(node.op, Op::Constant(_)) {
                 continue;
             }
-            let reader = describe(node);
-            let inputs = node
-                .inputs
-                .iter()
-                .map(|name| if name.is_empty() { Ok(None) } else { number(name, &reader).map(Some) })
-                .collect::<Result<Vec<_>>>()?;
             nodes.push(NetworkNode {
                 name: node.name.clone(),
                 op: node.op.clone(),
@@ -153,58 +143,8 @@ impl Network {
                 layer: None,
             });
         }
-        let mut network = Network { nodes, inputs, outputs, stored, names };
-        network.sort()?;
-        Ok(network)
-    }
-
-    /// Brings the nodes that an output needs into an order in which they can run.
-    fn sort(&mut self) -> Result<()> {
-        let makers = self.makers();
-        // Nodes keep their order where they can: a depth-first search that starts at the nodes in order.
-        let mut needed = vec![false; self.nodes.len()];
-        let mut stack: Vec<usize> = self.outputs.iter().filter_map(|&value| makers[value]).collect();
-        while let Some(index) = stack.pop() {
-            if !std::mem::replace(&mut needed[index], true) {
-                stack.extend(self.nodes[index].inputs.iter().flatten().filter_map(|&value| makers[value]));
-            }
-        }
-        #[derive(Clone, Copy, PartialEq)]
-        enum State {
-            New,
-            Open,
-            Done,
-        }
-        let mut state = vec![State::New; self.nodes.len()];
-        let mut order = Vec::new();
-        for start in (0..self.nodes.len()).filter(|&index| needed[index]) {
-            let mut path = vec![start];
-            while let Some(&index) = path.last() {
-                if state[index] == State::Done {
-                    path.pop();
-                    continue;
-                }
-                state[index] = State::Open;
-                let inputs = self.nodes[index].inputs.iter().flatten();
-                let before: Vec<usize> = inputs
-                    .filter_map(|&value| makers[value])
-                    .filter(|&before| state[before] != State::Done)
-                    .collect();
-                if let Some(&open) = before.iter().find(|&&before| state[before] == State::Open) {
-                    let name = quoted(&self.nodes[open].name);
-                    return invalid(format!("the node {name} depends on its own output"));
-                }
-                if before.is_empty() {
-                    state[index] = State::Done;
-                    order.push(index);
-                    path.pop();
-                }
-                // Only the first: another may become done on the way to it.
-                path.extend(before.first());
-            }
-        }
-        self.nodes = order.into_iter().map(|index| self.nodes[index].clone()).collect();
-        Ok(())
+        let outputs = definition.outputs.iter().map(number).collect();
+        Ok(Network { nodes, inputs, outputs, stored, names })
     }
 
     /// The nodes that read each value.
@@ -228,10 +168,6 @@ impl Network {
         }
         makers
     }
-}
-
-fn describe(node: &Node) -> String {
-    format!("the node {} ({})", quoted(&node.name), node.op.name())
 }
 
 impl NetworkNode {

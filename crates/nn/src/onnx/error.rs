@@ -7,6 +7,7 @@ use convoke_files::escaped;
 use convoke_memory::OutOfMemory;
 
 use super::{NEWEST_OPSET, OLDEST_OPSET, operators};
+use crate::graph::Disorder;
 
 /// Why a model cannot be read or written. Text of the file is escaped.
 #[derive(Debug, thiserror::Error)]
@@ -138,6 +139,12 @@ pub enum OnnxError {
     /// There is not enough memory.
     #[error(transparent)]
     Memory(#[from] OutOfMemory),
+}
+
+impl From<Disorder> for OnnxError {
+    fn from(Disorder { value, reason }: Disorder) -> OnnxError {
+        OnnxError::Value { name: value, reason }
+    }
 }
 
 fn domain_name(domain: &str) -> String {

@@ -10,7 +10,6 @@ mod error;
 mod functions;
 mod lower;
 mod operators;
-mod order;
 mod proto;
 mod read;
 mod scan;

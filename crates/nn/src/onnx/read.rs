@@ -11,12 +11,11 @@ use super::attributes::Attributes;
 use super::error::{OnnxError, Refusal};
 use super::functions::{Versioned, inlined, label, opset_of};
 use super::operators::{self, Operator};
-use super::order::in_order;
 use super::proto::{GraphProto, ModelProto, NodeProto, TensorProto, ValueProto, element};
 use super::sequences::without_sequences;
 use super::tensor::{Source, kind_of, shape};
 use super::{Model, NEWEST_OPSET, OLDEST_OPSET, Result, scan};
-use crate::graph::{Array, Definition, Dimension, Input, Node, Op, Stored};
+use crate::graph::{Array, Definition, Dimension, Input, Node, Op, Stored, in_order};
 
 /// A name that is made from another one keeps at most this many of its characters.
 const LONGEST_BEGIN: usize = 256;
@@ -94,26 +93,12 @@ impl Reader {
         let mut used: HashSet<String> = nodes.iter().flat_map(|node| &node.node.input).cloned().collect();
         used.extend(graph.output.iter().filter_map(|value| value.name.clone()));
         used.remove("");
-        let mut names: HashSet<String> = HashSet::new();
-        let mut define = |name: &str| match names.insert(name.to_owned()) {
-            true => Ok(()),
-            false => Err(value_error(name, "it is defined twice")),
-        };
-        for tensor in &graph.initializer {
-            match tensor.name.as_deref().unwrap_or_default() {
-                "" => return Err(damaged("a stored tensor has no name")),
-                name => define(name)?,
-            }
+        let stored = graph.initializer.iter().map(|tensor| &tensor.name);
+        if stored.clone().any(|name| name.as_deref().unwrap_or_default().is_empty()) {
+            return Err(damaged("a stored tensor has no name"));
         }
-        let stored: HashSet<&str> =
-            graph.initializer.iter().filter_map(|tensor| tensor.name.as_deref()).collect();
-        let inputs = graph.input.iter().map(|value| value.name.as_deref().unwrap_or_default());
-        inputs.filter(|name| !stored.contains(name)).try_for_each(&mut define)?;
-        let outputs = nodes.iter().flat_map(|node| &node.node.output);
-        outputs.filter(|name| !name.is_empty()).try_for_each(|name| define(name))?;
-        if let Some(name) = used.iter().filter(|name| !names.contains(*name)).min() {
-            return Err(value_error(name, "it is read, and nothing gives it"));
-        }
+        let given = stored.chain(graph.input.iter().map(|value| &value.name)).flatten();
+        let names = given.chain(nodes.iter().flat_map(|node| &node.node.output)).cloned().collect();
         Ok(Reader { nodes: Vec::new(), names, count: 0, ranks, used, source })
     }
 

@@ -8,10 +8,9 @@ use prost::Message;
 
 use super::error::OnnxError;
 use super::lower::Lowering;
-use super::order::in_order;
 use super::proto::*;
 use super::{NEWEST_OPSET, Result, build};
-use crate::graph::{Array, Definition, Dimension, Kind, Op};
+use crate::graph::{Array, Definition, Dimension, Kind, Op, in_order};
 
 /// The oldest version of ONNX's operators that is written.
 const OLDEST_WRITTEN: i64 = 13;

@@ -25,7 +25,7 @@ fn what_is_not_supported_is_named() {
         (vec![node("Relu", "x", "y").int("alpha", 3)], vec!["Relu", "attribute alpha is not known"]),
         (vec![node("Relu", "x x", "y")], vec!["2 inputs"]),
         (vec![node("Relu", "", "y")], vec!["input 0 is missing"]),
-        (vec![node("Relu", "q", "y")], vec!["value q", "nothing gives it"]),
+        (vec![node("Relu", "q", "y")], vec!["value q", "nothing makes it"]),
         (vec![node("Relu", "x", "y"), node("Relu", "x", "y")], vec!["value y", "twice"]),
         (vec![node("Relu", "y", "z"), node("Relu", "z", "y")], vec!["value z", "depends on itself"]),
         (
