@@ -1,5 +1,5 @@
-//! Saves and loads a model's state as safetensors under PyTorch's key names, reads weights that PyTorch saved, and saves and
-//! loads whole training runs.
+//! Saves and loads a model's state as safetensors under PyTorch's key names, reads weights that PyTorch saved or that ONNX files
+//! have, and saves and loads whole training runs.
 //!
 //! A run's folder holds one folder per checkpoint, `step-0000000938`, with `model.safetensors`, `optimizer.safetensors`
 //! and `training.json`. It is written under a temporary name and renamed when it is complete and on disk, so that a crash at any
@@ -7,6 +7,8 @@
 //! types) before it changes anything. It accepts only regular files, and knows their lengths before it allocates memory for them.
 
 mod numbers;
+#[cfg(feature = "onnx")]
+mod onnx_file;
 mod pickle;
 mod run;
 mod torch_file;

@@ -1,4 +1,4 @@
-//! Models in files: ONNX, and weights for a model with a name.
+//! Models in files: ONNX, and weights for a model.
 
 use std::path::Path;
 use std::sync::Once;

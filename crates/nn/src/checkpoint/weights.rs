@@ -77,12 +77,14 @@ impl std::fmt::Display for LoadedWeights {
     }
 }
 
-/// Loads a state dict that PyTorch saved, as `.pt`, `.pth` or `.safetensors`, into a model with the same names.
+/// Loads a state dict that PyTorch saved, as `.pt`, `.pth` or `.safetensors`, into a model with the same names; or (feature `onnx`) the
+/// parameters and statistics of a `.onnx` file.
 ///
-/// The file's first bytes tell its format. If it holds more than a state dict (`{"model": ..., "epoch": 3}`), the state dict that
-/// fits best is taken; of several that fit alike, one named `state_dict`, `model_state_dict` or `model`, and no moving average. What
-/// wrappers add to names (`module.`, `_orig_mod.`) is removed, and so is a prefix (`backbone.`) if more than half of the model's
-/// names are then found. Numbers of any floating-point type are converted to the model's. `num_batches_tracked` may be missing.
+/// The file's first bytes tell its format; only that of ONNX is told by its name. If it holds more than a state dict (`{"model": ...,
+/// "epoch": 3}`), the state dict that fits best is taken; of several that fit alike, one named `state_dict`, `model_state_dict` or
+/// `model`, and no moving average. What wrappers add to names (`module.`, `_orig_mod.`) is removed, and so is a prefix (`backbone.`) if
+/// more than half of the model's names are then found. Numbers of any floating-point type are converted to the model's.
+/// `num_batches_tracked` may be missing.
 ///
 /// A file of PyTorch's holds a program, which is not run: only what describes tensors is understood.
 ///
@@ -96,58 +98,78 @@ pub fn load_weights(
 ) -> Result<LoadedWeights> {
     model.check_all_initialized()?;
     let mut values = model_values(model);
-    let last_layer = last_layer(model);
-    let mut opened = open_regular(file).map_err(failed(file, "read"))?;
-    let found = if begins_as_torch(file, &mut opened)? {
-        let torch = TorchFile::open(file, opened)?;
-        let pickle = torch.pickle()?;
-        let unpickled = torch.unpickle(&pickle)?;
-        let candidates = state_dicts(file, &unpickled, options.state_dict)?;
-        let fit = best_fit(&values, &candidates, options);
-        fit.check(file, &last_layer, options)?;
-        read_torch(file, &torch, &unpickled, &fit, &mut values)?;
-        fit.found
-    } else {
-        let bytes = super::read(file)?;
-        let stored = super::open(file, &bytes)?;
-        let mut views: Vec<(&str, TensorView<'_>)> = stored.iter().collect();
-        views.sort_unstable_by_key(|(name, _)| *name);
-        let listed = views.iter().enumerate();
-        let tensors =
-            listed.map(|(place, (name, view))| Listed { name, shape: view.shape(), place }).collect();
-        let candidates = chosen(file, vec![Candidate { keys: Vec::new(), tensors }], options.state_dict)?;
-        let fit = best_fit(&values, &candidates, options);
-        fit.check(file, &last_layer, options)?;
-        for (model, listed) in &fit.pairs {
-            let (name, value) = &mut values[*model];
-            let numbers = Numbers::of(&views[listed.place].1);
-            *value = read_value(file, name, &numbers, value, Conversion::AnyFloat)?;
+    let demand = Demand { file, options, last_layer: last_layer(model) };
+    let found = match format_of(file)? {
+        Format::Torch(opened) => {
+            let torch = TorchFile::open(file, opened)?;
+            let pickle = torch.pickle()?;
+            let unpickled = torch.unpickle(&pickle)?;
+            let candidates = state_dicts(file, &unpickled, options.state_dict)?;
+            let fit = demand.fit(&values, &candidates)?;
+            read_torch(file, &torch, &unpickled, &fit, &mut values)?;
+            fit.found
         }
-        fit.found
+        Format::Safetensors => {
+            let bytes = super::read(file)?;
+            let stored = super::open(file, &bytes)?;
+            let mut views: Vec<(&str, TensorView<'_>)> = stored.iter().collect();
+            views.sort_unstable_by_key(|(name, _)| *name);
+            let candidates = demand.only(views.iter().map(|(name, view)| (*name, view.shape())))?;
+            let fit = demand.fit(&values, &candidates)?;
+            for (model, listed) in &fit.pairs {
+                let (name, value) = &mut values[*model];
+                let numbers = Numbers::of(&views[listed.place].1);
+                *value = read_value(file, name, &numbers, value, Conversion::AnyFloat)?;
+            }
+            fit.found
+        }
+        #[cfg(feature = "onnx")]
+        Format::Onnx => {
+            let arrays = super::onnx_file::arrays(file)?;
+            let candidates =
+                demand.only(arrays.iter().map(|(name, array)| (name.as_str(), array.shape())))?;
+            let fit = demand.fit(&values, &candidates).map_err(super::onnx_file::explained)?;
+            for (model, listed) in &fit.pairs {
+                let (name, value) = &mut values[*model];
+                *value = super::onnx_file::value(file, name, &arrays[listed.place].1, value)?;
+            }
+            fit.found
+        }
     };
     set_model(model, values.into_iter().map(|(_, value)| value).collect())?;
     Ok(found)
 }
 
-/// Whether a file is an archive of PyTorch's, by its first bytes; safetensors otherwise.
-fn begins_as_torch(file: &Path, opened: &mut File) -> Result<bool> {
+/// What a file is.
+enum Format {
+    Torch(File),
+    Safetensors,
+    #[cfg(feature = "onnx")]
+    Onnx,
+}
+
+/// What a file is, by its first bytes; ONNX has none that tell it.
+fn format_of(file: &Path) -> Result<Format> {
+    let mut opened = open_regular(file).map_err(failed(file, "read"))?;
     let mut begin = Vec::new();
     opened.by_ref().take(512).read_to_end(&mut begin).map_err(failed(file, "read"))?;
     if begin.starts_with(torch_file::MAGIC) {
-        return Ok(true);
+        return Ok(Format::Torch(opened));
     }
     // The header of safetensors is an object in JSON, behind its length.
     if begin.get(8) == Some(&b'{') {
-        return Ok(false);
+        return Ok(Format::Safetensors);
     }
     let is_old = matches!(begin.as_slice(), [0x80, 2..=5, ..]) || begin.get(257..262) == Some(b"ustar");
     match file.extension().and_then(|extension| extension.to_str()) {
+        #[cfg(feature = "onnx")]
+        Some(extension) if extension.eq_ignore_ascii_case("onnx") => Ok(Format::Onnx),
         _ if is_old => Err(unsupported(
             file,
             "written by PyTorch before version 1.6, or in its format: load it with torch.load and save it again with \
              torch.save(state_dict, file)",
         )),
-        Some("safetensors") => Ok(false),
+        Some("safetensors") => Ok(Format::Safetensors),
         _ => Err(damaged(
             file,
             "neither a file of torch.save nor of safetensors: save the weights with torch.save(model.state_dict(), file)",
@@ -267,6 +289,30 @@ fn chosen<'a>(
         ));
     }
     Ok(candidates)
+}
+
+/// What must fit.
+struct Demand<'a> {
+    file: &'a Path,
+    options: &'a WeightOptions<'a>,
+    /// The path of the model's last layer.
+    last_layer: String,
+}
+
+impl Demand<'_> {
+    /// The tensors of a file without dictionaries, if there is no wish for another place.
+    fn only<'a>(&self, tensors: impl Iterator<Item = (&'a str, &'a [usize])>) -> Result<Vec<Candidate<'a>>> {
+        let tensors =
+            tensors.enumerate().map(|(place, (name, shape))| Listed { name, shape, place }).collect();
+        chosen(self.file, vec![Candidate { keys: Vec::new(), tensors }], self.options.state_dict)
+    }
+
+    /// What fits best, which must be as much as the options demand.
+    fn fit<'a>(&self, values: &[(String, Value)], candidates: &'a [Candidate<'a>]) -> Result<Fit<'a>> {
+        let fit = best_fit(values, candidates, self.options);
+        fit.check(self)?;
+        Ok(fit)
+    }
 }
 
 /// What of a file goes where.
@@ -389,11 +435,11 @@ fn model_name(known: &HashMap<&str, usize>, name: &str, options: &WeightOptions<
 
 impl Fit<'_> {
     /// Fails unless it fits as the options demand.
-    fn check(&self, file: &Path, last_layer: &str, options: &WeightOptions<'_>) -> Result<()> {
+    fn check(&self, Demand { file, options, last_layer }: &Demand<'_>) -> Result<()> {
         let found = &self.found;
         let classes = found.other_shape.first().and_then(|first| first.file.first());
         let is_head = |other: &OtherShape| {
-            layer_of(&other.name) == last_layer
+            layer_of(&other.name) == *last_layer
                 && other.file.first() == classes
                 && !other.model.is_empty()
                 && other.file.get(1..) == other.model.get(1..)
@@ -402,7 +448,9 @@ impl Fit<'_> {
         let fits = shapes_fit && found.missing.is_empty() && found.unexpected.is_empty();
         match found.loaded > 0 && (fits || options.partial) {
             true => Ok(()),
-            false => Err(CheckpointError::Weights { file: file.to_owned(), found: Box::new(found.clone()) }),
+            false => {
+                Err(CheckpointError::Weights { file: file.to_path_buf(), found: Box::new(found.clone()) })
+            }
         }
     }
 }

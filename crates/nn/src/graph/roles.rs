@@ -1,7 +1,11 @@
 //! What stored arrays are for: which are trained, which are statistics, which stay constant.
 
-use super::network::Network;
-use super::{Arithmetic, Op};
+use std::sync::Arc;
+
+use convoke_autograd::Result;
+
+use super::network::{Network, StoredValue};
+use super::{Arithmetic, Array, Definition, Op};
 
 /// What a stored array is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,7 +63,7 @@ impl Candidate {
 /// The role of each stored array.
 pub(super) fn roles(network: &Network) -> Vec<Role> {
     let readers = network.readers();
-    let role = |stored: &super::network::StoredValue| {
+    let role = |stored: &StoredValue| {
         if !stored.values.kind().is_float() {
             return Role::Constant;
         }
@@ -83,6 +87,22 @@ pub(super) fn roles(network: &Network) -> Vec<Role> {
         found
     };
     network.stored.iter().map(role).collect()
+}
+
+impl Definition {
+    /// The stored arrays that a model trains or has as statistics, by name, as far as their elements are given.
+    ///
+    /// # Errors
+    /// If a node reads a value that nothing makes, or a value is made twice or depends on itself.
+    pub fn state(&self) -> Result<Vec<(String, Arc<Array>)>> {
+        let network = Network::new(self)?;
+        let roles = roles(&network).into_iter();
+        let state = network.stored.iter().zip(roles).filter(|(_, role)| *role != Role::Constant);
+        let named = |stored: &StoredValue| {
+            Some((network.names[stored.value].clone(), stored.values.array()?.clone()))
+        };
+        Ok(state.filter_map(|(stored, _)| named(stored)).collect())
+    }
 }
 
 /// The stored array that a value is, seen through operations that do not change a vector with a number for each channel.

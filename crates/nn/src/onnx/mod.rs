@@ -41,6 +41,10 @@ const NEWEST_OPSET: i64 = 24;
 /// Longer files are refused.
 const LARGEST_FILE: u64 = 4 << 30;
 
+/// How PyTorch's exporter keeps batch norms, and with them the names of weights.
+pub(crate) const KEEPING_NAMES: &str = "torch.onnx.export(..., training=torch.onnx.TrainingMode.PRESERVE, do_constant_folding=False, \
+                                        dynamo=False), or with dynamo=True and optimize=False";
+
 /// A model of a file.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
@@ -61,7 +65,7 @@ pub struct Model {
 
 impl Model {
     /// What to know about the file before training the model: that its batch norms are gone, and how to get them.
-    pub fn note(&self) -> Option<&'static str> {
+    pub fn note(&self) -> Option<String> {
         let has = |wanted: fn(&Op) -> bool| self.definition.nodes.iter().any(|node| wanted(&node.op));
         let convolves = has(|op| matches!(op, Op::Conv(_) | Op::ConvTranspose(_)));
         let normalizes = has(|op| {
@@ -70,12 +74,10 @@ impl Model {
                 Op::BatchNorm(_) | Op::GroupNorm { .. } | Op::InstanceNorm { .. } | Op::LayerNorm { .. }
             )
         });
-        (convolves && !normalizes && self.producer.starts_with("pytorch")).then_some(
+        (convolves && !normalizes && self.producer.starts_with("pytorch")).then(|| format!(
             "the model has no batch norms: if it had some in PyTorch, its exporter folded them into the convolutions, and \
-             without them it trains badly. To keep them, export with torch.onnx.export(..., \
-             training=torch.onnx.TrainingMode.PRESERVE, do_constant_folding=False, dynamo=False), or with dynamo=True and \
-             optimize=False",
-        )
+             without them it trains badly. To keep them, export with {KEEPING_NAMES}"
+        ))
     }
 }
 

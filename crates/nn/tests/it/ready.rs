@@ -282,6 +282,59 @@ fn files_of_onnx_hold_them() {
     }
 }
 
+/// A trained model's file gives its weights to the same model, and to one for other classes; one without batch norms does not.
+#[cfg(feature = "onnx")]
+#[test]
+fn weights_of_onnx_files_load() {
+    use convoke_nn::onnx;
+    let folder = tempfile::tempdir().unwrap();
+    let ready = READY.iter().find(|ready| ready.name == "mobilenet_v3_small").unwrap();
+    let (mut model, x) = seen(ready.name, DType::F32);
+    let file = folder.path().join("model.onnx");
+    let save = |model: &Graph| {
+        let definition = model.to_definition().unwrap();
+        onnx::save(&file, &definition, &Default::default(), &Default::default()).unwrap();
+    };
+    save(&model);
+    let new_head = WeightOptions { new_head: true, ..WeightOptions::default() };
+    let fresh = |classes: usize| graph(ready, &init(x.device(), DType::F32, 77), classes);
+    let counters = fresh(4).named_state();
+    let counters = counters.iter().filter(|(_, state)| matches!(state, State::Counter(_))).count();
+
+    let same = fresh(4);
+    let loaded = load_weights(&same, &file, &new_head).unwrap();
+    assert_eq!(loaded.loaded, ready.entries - counters, "{loaded}");
+    assert!(loaded.missing.is_empty() && loaded.unexpected.is_empty(), "{loaded}");
+    same.eval();
+    let logits = |model: &Graph| values(&inference_mode(|| model.forward(&x)).unwrap());
+    assert_eq!(logits(&same), logits(&model));
+
+    let other = fresh(6);
+    let loaded = load_weights(&other, &file, &new_head).unwrap();
+    let kept: Vec<&str> = loaded.other_shape.iter().map(|other| other.name.as_str()).collect();
+    assert_eq!(kept, ["classifier.3.weight", "classifier.3.bias"], "{loaded}");
+    let parameters = |model: &Graph| {
+        model.parameters().into_iter().map(|(name, one)| (name, values(&one.value()))).collect::<Vec<_>>()
+    };
+    for (((name, found), (_, before)), (_, trained)) in
+        parameters(&other).iter().zip(&parameters(&fresh(6))).zip(&parameters(&model))
+    {
+        assert!(found == if kept.contains(&name.as_str()) { before } else { trained }, "{name}");
+    }
+    let refused = load_weights(&fresh(6), &file, &WeightOptions::default());
+    assert_refused(refused, &["2 in another shape", "classifier.3.weight", "`new_head`"]);
+
+    model.fold().unwrap();
+    save(&model);
+    let target = fresh(4);
+    let before = parameters(&target);
+    let words = ["model.onnx", "not those of the model", "missing", "do_constant_folding=False"];
+    assert_refused(load_weights(&target, &file, &new_head), &words);
+    assert!(parameters(&target) == before, "nothing was loaded");
+    std::fs::write(&file, "no model").unwrap();
+    assert_refused(load_weights(&target, &file, &new_head), &["model.onnx", "not a whole ONNX file"]);
+}
+
 /// The largest difference from PyTorch's logits, over the largest of those.
 fn distance(ready: &Ready, file: &Path, dtype: DType) -> std::result::Result<f64, String> {
     let device = Device::cpu().unwrap();

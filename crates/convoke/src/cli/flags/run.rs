@@ -46,8 +46,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_parser = model_parser(), help_heading = "Model")]
     pub(crate) model: Option<ModelSpec>,
 
-    /// Start from the weights of this file: *.safetensors, or *.pt and *.pth of PyTorch, by PyTorch's names. If the data has other
-    /// classes than the file, the last layer keeps its new values.
+    /// Start from the weights of this file: *.safetensors, *.pt and *.pth of PyTorch, or *.onnx, by PyTorch's names. If the data has
+    /// other classes than the file, the last layer keeps its new values.
     #[arg(long, value_name = "FILE", help_heading = "Model")]
     pub(crate) weights: Option<PathBuf>,
 
