@@ -342,6 +342,12 @@ impl Builder {
         self.node(name, (Op::Dropout, vec![x.name.clone(), share]), (x.channels, x.pixels))
     }
 
+    /// Drops this share of samples where the model trains.
+    pub fn stochastic_depth(&mut self, x: &Value, name: &str, share: f64) -> Value {
+        let inputs = vec![x.name.clone()];
+        self.node(name, (Op::StochasticDepth { share }, inputs), (x.channels, x.pixels))
+    }
+
     /// The channels of all.
     pub fn concat(&mut self, parts: &[&Value]) -> Value {
         let channels = parts.iter().fold(0, |sum: usize, part| sum.saturating_add(part.channels));

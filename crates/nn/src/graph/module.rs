@@ -12,7 +12,7 @@ use super::plan::{Plan, Request, Source, Step, refused};
 use super::roles::{Role, origin, roles};
 use super::run::{self, Inputs, Place, Value};
 use super::{BatchNormOp, Definition, Dimension, Initial, Input, Op};
-use crate::modules::{ANY, BatchNorm, BatchNormConfig, ConvBnMode, Dropout, NormParts};
+use crate::modules::{ANY, BatchNorm, BatchNormConfig, ConvBnMode, Dropout, NormParts, StochasticDepth};
 use crate::{Buffer, Forward, Init, Module, Parameter, Part, Parts};
 
 /// How many plans for different sizes of the input are kept.
@@ -101,7 +101,9 @@ impl Graph {
                 Op::BatchNorm(op) if node.inputs.first().copied().flatten().is_some_and(|x| depends[x]) => {
                     Some(Layer::Norm(Arc::new(self.norm(node, *op, &makers)?)))
                 }
-                Op::Dropout => Some(Layer::Dropout(Arc::new(self.dropout(node, init, &makers)?))),
+                Op::Dropout | Op::StochasticDepth { .. } => {
+                    Some(Layer::Dropout(Arc::new(self.dropout(node, init, &makers)?)))
+                }
                 _ => None,
             };
             self.network.nodes[index].layer = layer;
@@ -201,23 +203,19 @@ impl Graph {
     }
 
     fn dropout(&self, node: &NetworkNode, init: &Init, makers: &[Option<usize>]) -> Result<NamedDropout> {
-        let share = match node.inputs.get(1).copied().flatten() {
-            None => 0.5,
-            Some(value) => {
+        let layer = match (&node.op, node.inputs.get(1).copied().flatten()) {
+            (&Op::StochasticDepth { share }, _) => StochasticDepth::new(init, share).map(boxed),
+            (_, None) => Dropout::new(init, 0.5).map(boxed),
+            (_, Some(value)) => {
                 let stored = origin(&self.network, makers, value)
                     .and_then(|index| self.network.stored[index].values.array());
-                match stored.and_then(|array| array.only()) {
-                    Some(share) => share,
-                    None => {
-                        return invalid(format!(
-                            "{}: its share is not stored in the model",
-                            node.described()
-                        ));
-                    }
-                }
+                let Some(share) = stored.and_then(|array| array.only()) else {
+                    return invalid(format!("{}: its share is not stored in the model", node.described()));
+                };
+                Dropout::new(init, share).map(boxed)
             }
         };
-        let layer = Dropout::new(init, share).map_err(|error| Error::Invalid {
+        let layer = layer.map_err(|error| Error::Invalid {
             operation: "graph",
             reason: format!("{}: {error}", node.described()),
         })?;
@@ -398,6 +396,10 @@ impl Graph {
     }
 }
 
+fn boxed(layer: impl Module) -> Box<dyn Module> {
+    Box::new(layer)
+}
+
 impl Forward for Graph {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         match self.run_to(std::slice::from_ref(input), 1)?.pop() {
@@ -430,7 +432,7 @@ impl Module for Graph {
                         parts.add(&format!("{}.num_batches_tracked", norm.name), batches);
                     }
                 }
-                Some(Layer::Dropout(dropout)) => parts.add(&dropout.name, &dropout.layer),
+                Some(Layer::Dropout(dropout)) => parts.push(&dropout.name, Part::Module(&*dropout.layer)),
                 None => {}
             }
         }

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use convoke_autograd::{Error, Result};
 
 use super::{Definition, Disorder, Initial, Node, Op, in_order};
-use crate::Parameter;
-use crate::modules::{ANY, BatchNorm, ConvBnMode, Dropout, FusedBlock, Keep};
+use crate::modules::{ANY, BatchNorm, ConvBnMode, FusedBlock, Keep};
+use crate::{Module, Parameter};
 
 /// A definition whose names are resolved. Nodes that no output needs are left out.
 pub(super) struct Network {
@@ -39,6 +39,7 @@ pub(super) enum Layer {
     /// Of a convolution whose only reader is a batch norm.
     Block(Arc<Block>),
     Norm(Arc<Norm>),
+    /// Of elements or of samples.
     Dropout(Arc<NamedDropout>),
 }
 
@@ -50,7 +51,7 @@ pub(super) struct Norm {
 
 pub(super) struct NamedDropout {
     pub(super) name: String,
-    pub(super) layer: Dropout,
+    pub(super) layer: Box<dyn Module>,
 }
 
 /// A convolution that can run as one with the batch norm behind it.

@@ -159,6 +159,11 @@ pub enum Op {
     },
     /// x, \[share\], \[training\]: drops elements where the model trains; the share is 0.5 if it is left out.
     Dropout,
+    /// x: drops whole samples where the model trains. ONNX does not have it: a file has the identity instead.
+    StochasticDepth {
+        /// The probability that a sample is dropped.
+        share: f64,
+    },
     /// x: itself.
     Identity,
     /// x: another type. Floating-point numbers stay in the type that the model computes in.
@@ -470,6 +475,7 @@ impl Op {
             Op::LpNorm { .. } => "LpNormalization",
             Op::Lrn { .. } => "LRN",
             Op::Dropout => "Dropout",
+            Op::StochasticDepth { .. } => "StochasticDepth",
             Op::Identity => "Identity",
             Op::Cast(_) => "Cast",
             Op::CastLike => "CastLike",

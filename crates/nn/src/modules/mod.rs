@@ -30,7 +30,7 @@ pub use convoke_autograd::ops::{
     LocalResponse, Padding, Pool1dOptions, PoolOptions, ResizeMode, ResizeOptions, ResizeTo, Rounding,
     UpsampleMode,
 };
-pub use dropout::Dropout;
+pub use dropout::{Dropout, StochasticDepth};
 pub use lazy_batch_norm::{LazyBatchNorm, LazyBatchNorm1d, LazyBatchNorm2d, LazyBatchNorm3d};
 pub use linear::Linear;
 pub use norm_mode::NormMode;

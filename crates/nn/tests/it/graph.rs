@@ -342,3 +342,27 @@ fn comparisons_choose_and_pass_the_gradient_to_what_was_chosen() {
     gradcheck(|inputs| graph.forward(&inputs[0]), &[x], &GradCheck::default())
         .expect("the gradient is right");
 }
+
+#[test]
+fn samples_are_dropped_where_a_graph_trains() {
+    let mut made = Maker::new(&[8, 2, 3, 3]);
+    let dropped = made.node(Op::StochasticDepth { share: 0.5 }, &["x"], "dropped");
+    let graph = made.graph(&dropped, ConvBnMode::Fused);
+    let x = images(&[64, 2, 3, 3]);
+    let (input, output) = (x.to_vec::<f64>().unwrap(), graph.forward(&x).unwrap().to_vec::<f64>().unwrap());
+    let mut kept = 0;
+    for (input, output) in input.chunks(18).zip(output.chunks(18)) {
+        let double: Vec<f64> = input.iter().map(|value| 2.0 * value).collect();
+        kept += usize::from(output == double);
+        assert!(output == double || output == [0.0; 18]);
+    }
+    assert!((10..54).contains(&kept), "{kept} of 64 kept");
+    graph.eval();
+    assert_eq!(graph.forward(&x).unwrap().to_vec::<f64>().unwrap(), input);
+
+    let mut made = Maker::new(&[8, 2, 3, 3]);
+    made.node(Op::StochasticDepth { share: 1.5 }, &["x"], "dropped");
+    made.0.outputs = vec!["dropped".into()];
+    let error = Graph::new(&Arc::new(made.0), &Init::new(&device(), 0), ConvBnMode::Fused).err().unwrap();
+    assert!(error.to_string().contains("make dropped") && error.to_string().contains("[0, 1]"), "{error}");
+}

@@ -4,11 +4,12 @@ use crate::common::{
     self, DTYPES, assert_refused, backward, bits, check_same_state, device, init, normal, parameter,
     snapshot, spec, tensor, values,
 };
-use convoke_autograd::{DType, Result, Tensor};
+use convoke_autograd::{DType, GradCheck, MemoryFormat, Result, Tensor, gradcheck, ops};
 use convoke_nn::models::mnist_cnn;
 use convoke_nn::modules::{
     Activation, AvgPool2d, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, Dropout,
-    Flatten, Linear, LogSoftmax, MaxPool2d, Padding, PoolOptions, Relu, Sequential, Upsample, UpsampleMode,
+    Flatten, Linear, LogSoftmax, MaxPool2d, Padding, PoolOptions, Relu, Sequential, StochasticDepth,
+    Upsample, UpsampleMode,
 };
 use convoke_nn::{Forward, Init, Module, ModuleExt, Optimizer, Parameter, Rule, TrainingMode};
 use convoke_testkit::{Failures, Tolerance, assert_close};
@@ -133,6 +134,61 @@ fn dropout_goes_backward_through_its_own_mask() {
         let gradient = output.sum().unwrap().backward().unwrap().take(&x).unwrap();
         assert_eq!(values(&gradient), values(&output), "of a one, output and gradient are the same");
     }
+}
+
+#[test]
+fn stochastic_depth_drops_whole_samples() {
+    let device = device();
+    for dtype in DTYPES {
+        let init = init(&device, dtype, 5);
+        let (layer, p, samples) = (StochasticDepth::new(&init, 0.25).unwrap(), 0.25, 4000);
+        let x = normal(&device, dtype, 1, &[samples, 3, 1, 2]);
+        let x = x.to_format(MemoryFormat::ChannelsLast).unwrap();
+        let state = init.random.state();
+        let y = layer.forward(&x).unwrap();
+        assert_eq!((y.shape(), y.format()), (x.shape(), x.format()));
+        let (input, first) = (values(&x), values(&y));
+        let mut dropped = 0;
+        for (input, output) in input.chunks(6).zip(first.chunks(6)) {
+            let kept = input.iter().map(|value| value / (1.0 - p));
+            let near = kept.zip(output).all(|(kept, output)| (kept - output).abs() <= 1e-5);
+            dropped += usize::from(!near);
+            assert!(near || output.iter().all(|&value| value == 0.0), "a part of a sample is dropped");
+        }
+        // Within five standard deviations of a binomial distribution, so the mean is preserved.
+        let (dropped, samples) = (dropped as f64, samples as f64);
+        assert!((dropped - samples * p).abs() <= 5.0 * (samples * p * (1.0 - p)).sqrt(), "{dropped} dropped");
+        assert_ne!(first, values(&layer.forward(&x).unwrap()), "every forward draws its own samples");
+
+        // A rank with the samples from 1000 on drops the same ones.
+        init.random.restore(&state);
+        init.random.set_first_sample(1000);
+        let rest = x.slice(&[ops::Slice::new(0, 1000, isize::MAX)]).unwrap();
+        assert_eq!(values(&layer.forward(&rest).unwrap()), first[6000..]);
+
+        let before = init.random.state();
+        layer.eval();
+        assert_eq!(bits(&layer.forward(&x).unwrap()), bits(&x));
+        assert_eq!(init.random.state(), before, "evaluation draws nothing");
+    }
+    let init = init(&device, DType::F64, 5);
+    let all = StochasticDepth::new(&init, 1.0).unwrap();
+    let none = StochasticDepth::new(&init, 0.0).unwrap();
+    let x = normal(&device, DType::F64, 1, &[5, 2]);
+    assert_eq!(bits(&none.forward(&x).unwrap()), bits(&x));
+    assert_eq!(values(&all.forward(&x).unwrap()), [0.0; 10]);
+    for p in [-0.1, 1.5, f64::NAN] {
+        assert_refused(StochasticDepth::new(&init, p), &["StochasticDepth", "[0, 1]", &p.to_string()]);
+    }
+
+    let layer = StochasticDepth::new(&init, 0.5).unwrap();
+    let state = init.random.state();
+    let forward = |inputs: &[Tensor]| {
+        init.random.restore(&state);
+        layer.forward(&inputs[0])
+    };
+    let x = normal(&device, DType::F64, 2, &[6, 2, 2, 3]);
+    gradcheck(forward, &[x], &GradCheck::default()).unwrap();
 }
 
 #[test]

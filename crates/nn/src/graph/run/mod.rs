@@ -303,7 +303,7 @@ pub(super) fn run(op: &Op, inputs: &Inputs<'_>, outputs: usize) -> Result<Vec<Va
             let options = LocalResponse { size: *size, alpha: *alpha, beta: *beta, k: *bias };
             one(ops::local_response_norm(&inputs.tensor(0)?, &options)?)
         }
-        Op::Identity | Op::Dropout => one(inputs.tensor(0)?),
+        Op::Identity | Op::Dropout | Op::StochasticDepth { .. } => one(inputs.tensor(0)?),
         Op::BatchNorm(norm) => {
             // That of a model's input runs as a layer; this is one of weights, as in weight standardization.
             let options = BatchNormOptions { eps: norm.eps, ..BatchNormOptions::default() };

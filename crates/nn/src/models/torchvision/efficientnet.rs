@@ -20,10 +20,13 @@ const STAGES: [[usize; 5]; 7] = [
     [6, 3, 1, 320, 1],
 ];
 
+/// How often a block behind the last one would be left out.
+const MOST_LEFT_OUT: f64 = 0.2;
+
 /// EfficientNet-B0: 16 inverted residual blocks with SiLU, and with squeeze and excitation.
 ///
-/// Where torchvision's trains, it leaves out blocks at random (stochastic depth: with a probability of up to 0.2, that of later
-/// blocks is larger). This one does not; where models do not train, both compute the same.
+/// Where it trains, blocks with a shortcut are left out at random, for each image (stochastic depth). The probability grows from block
+/// to block, to nearly 0.2.
 ///
 /// With three channels and 1000 classes it has 5,288,548 parameters.
 ///
@@ -40,11 +43,21 @@ pub fn efficientnet_b0(channels: usize, classes: usize) -> Result<Definition> {
     let x = builder.input("images", channels);
     let first = ConvSpec { stride: 2, ..ConvSpec::same(32, 3) };
     let mut x = unit(first, SILU).apply(&mut builder, &x, "features.0");
+    let total: usize = STAGES.iter().map(|[.., blocks]| blocks).sum();
+    let mut before = 0;
     for (index, [expansion, kernel, first_stride, outputs, blocks]) in STAGES.into_iter().enumerate() {
         for block in 0..blocks {
             let stride = if block == 0 { first_stride } else { 1 };
-            let prefix = format!("features.{}.{block}.block", index + 1);
-            x = inverted_residual(&mut builder, &x, &prefix, [expansion, kernel, stride, outputs]);
+            let prefix = format!("features.{}.{block}", index + 1);
+            let y = inverted_residual(&mut builder, &x, &prefix, [expansion, kernel, stride, outputs]);
+            x = if stride == 1 && x.channels() == outputs {
+                let share = MOST_LEFT_OUT * before as f64 / total as f64;
+                let y = builder.stochastic_depth(&y, &format!("{prefix}.stochastic_depth"), share);
+                builder.add(&y, &x)
+            } else {
+                y
+            };
+            before += 1;
         }
     }
     let x = unit(ConvSpec::new(1280, 1), SILU).apply(&mut builder, &x, "features.8");
@@ -71,7 +84,7 @@ fn inverted_residual(
     let mut part = 0;
     let mut next = || {
         part += 1;
-        format!("{prefix}.{}", part - 1)
+        format!("{prefix}.block.{}", part - 1)
     };
     let mut y = x.clone();
     if expansion != 1 {
@@ -82,6 +95,5 @@ fn inverted_residual(
     let squeezed = (x.channels() / 4).max(1);
     let squeeze = SqueezeExcitation { width: squeezed, inner: SILU, gate: Pointwise::Sigmoid };
     y = squeeze.apply(builder, &y, &next());
-    y = unit(ConvSpec::new(outputs, 1), Activation::None).apply(builder, &y, &next());
-    if stride == 1 && x.channels() == outputs { builder.add(&y, x) } else { y }
+    unit(ConvSpec::new(outputs, 1), Activation::None).apply(builder, &y, &next())
 }
