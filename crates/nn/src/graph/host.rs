@@ -13,6 +13,8 @@ mod reduction;
 #[cfg(test)]
 mod tests;
 
+pub(super) use lookup::scattered;
+
 use super::{Array, Data, Kind, Op, PadKind};
 
 /// A result with the reason why there is none, in words.
@@ -57,6 +59,7 @@ pub(super) fn evaluate(op: &Op, inputs: &[Option<&Array>], outputs: usize) -> Op
         Op::Unsqueeze => inputs.with_required_list(movement::unsqueeze),
         Op::Expand => inputs.with_required_list(movement::expand),
         Op::Tile => inputs.with_required_list(movement::tile),
+        Op::ScatterNd => lookup::scatter_nd(&inputs),
         Op::Gather { axis } => inputs.pair().and_then(|(x, indices)| lookup::gather(x, indices, *axis)),
         Op::Shape { start, end } => inputs.required(0).and_then(|x| lookup::shape(x, *start, *end)),
         Op::Size => inputs.required(0).and_then(lookup::size),

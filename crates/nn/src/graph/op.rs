@@ -106,6 +106,9 @@ pub enum Op {
         /// The axis.
         axis: isize,
     },
+    /// x, indices, updates: x with other slices where the last axis of the indices points, which must be known. Of several updates of
+    /// one slice the last counts.
+    ScatterNd,
     /// x: blocks of channels become blocks of pixels.
     DepthToSpace {
         /// Height and width of a block.
@@ -466,6 +469,7 @@ impl Op {
             Op::Expand => "Expand",
             Op::Tile => "Tile",
             Op::Gather { .. } => "Gather",
+            Op::ScatterNd => "ScatterND",
             Op::DepthToSpace { .. } => "DepthToSpace",
             Op::SpaceToDepth { .. } => "SpaceToDepth",
             Op::Resize(_) => "Resize",

@@ -39,7 +39,8 @@ fn use_of(op: &Op, input: usize, stored: &Candidate) -> Use {
         (Op::Identity | Op::Cast(_) | Op::Transpose { .. } | Op::Flatten { .. } | Op::Concat { .. }, _)
         | (Op::Pointwise(_) | Op::LpNorm { .. }, _)
         | (Op::CastLike | Op::Expand | Op::Reshape { .. } | Op::Squeeze | Op::Unsqueeze | Op::Slice, 0)
-        | (Op::Split { .. } | Op::Gather { .. } | Op::Pad(_) | Op::BatchNorm(_) | Op::Tile, 0) => Use::Passes,
+        | (Op::Split { .. } | Op::Gather { .. } | Op::Pad(_) | Op::BatchNorm(_) | Op::Tile, 0)
+        | (Op::ScatterNd, 0 | 2) => Use::Passes,
         _ => Use::Constant,
     }
 }

@@ -344,6 +344,55 @@ fn comparisons_choose_and_pass_the_gradient_to_what_was_chosen() {
 }
 
 #[test]
+fn slices_are_scattered_and_their_gradients_gathered() {
+    // As exporters write `x[:, 1:3] = y`: indices of channels, of a tensor with its channels first.
+    let mut made = Maker::new(&[2, 4, 3, 3]);
+    let indices = Array::integers([1, 2]).reshaped(&[2, 1]).unwrap().into();
+    made.0.stored.push(Stored { name: "indices".into(), values: indices });
+    let order = vec![1, 0, 2, 3];
+    let channels = made.node(Op::Transpose { order: order.clone() }, &["x"], "channels");
+    let weight = made.store("scale.weight", &[2, 1, 1, 1]);
+    let ends = ["starts", "ends"].map(|name| {
+        let number = if name == "starts" { 0 } else { 2 };
+        made.0.stored.push(Stored { name: name.into(), values: Array::integers([number]).into() });
+        name
+    });
+    let first = made.node(Op::Slice, &[&channels, ends[0], ends[1]], "first");
+    let updates = made.node(Op::Arithmetic(Arithmetic::Mul), &[&first, &weight], "updates");
+    let scattered = made.node(Op::ScatterNd, &[&channels, "indices", &updates], "scattered");
+    let back = made.node(Op::Transpose { order }, &[&scattered], "back");
+    let graph = made.graph(&back, ConvBnMode::Fused);
+
+    let x = images(&[2, 4, 3, 3]);
+    let (output, gradients) = step(&graph, &x);
+    let weight = graph.parameters()[0].1.value().to_vec::<f64>().unwrap();
+    let (input, upstream) = (x.to_vec::<f64>().unwrap(), values(3, output.len()));
+    let (mut expected, mut of_x, mut of_weight) = (input.clone(), upstream.clone(), vec![0.0; 2]);
+    for place in 0..input.len() {
+        let (image, channel, pixel) = (place / 36, place / 9 % 4, place % 9);
+        if let 1 | 2 = channel {
+            let from = image * 36 + (channel - 1) * 9 + pixel;
+            expected[place] = weight[channel - 1] * input[from];
+            of_weight[channel - 1] += upstream[place] * input[from];
+        }
+    }
+    for place in 0..input.len() {
+        let (image, channel, pixel) = (place / 36, place / 9 % 4, place % 9);
+        let overwritten = matches!(channel, 1 | 2);
+        let own = if overwritten { 0.0 } else { upstream[place] };
+        let moved = if channel < 2 {
+            weight[channel] * upstream[image * 36 + (channel + 1) * 9 + pixel]
+        } else {
+            0.0
+        };
+        of_x[place] = own + moved;
+    }
+    close(&output, &expected, "output");
+    close(&gradients[0].1, &of_x, "gradient of x");
+    close(&gradients[1].1, &of_weight, "gradient of the weight");
+}
+
+#[test]
 fn samples_are_dropped_where_a_graph_trains() {
     let mut made = Maker::new(&[8, 2, 3, 3]);
     let dropped = made.node(Op::StochasticDepth { share: 0.5 }, &["x"], "dropped");

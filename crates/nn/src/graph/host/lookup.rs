@@ -32,6 +32,47 @@ pub(super) fn gather(x: &Array, indices: &Array, axis: isize) -> Answer<Array> {
     picked(x, &shape, places)
 }
 
+/// Which slice each slice of ScatterND's output is: one of the data by its number or, counted on from these, one of the updates.
+pub(in crate::graph) fn scattered(sizes: &[usize], indices: &Array, updates: &[usize]) -> Answer<Vec<usize>> {
+    let Data::I64(numbers) = indices.data() else {
+        return Err(format!("indices must be whole numbers, but are {}", described(indices)));
+    };
+    let (axes, of_updates) = match indices.shape().split_last() {
+        Some((&axes, of_updates)) if (1..=sizes.len()).contains(&axes) => (axes, of_updates),
+        _ => return Err(format!("indices of shape {:?} do not point into {sizes:?}", indices.shape())),
+    };
+    if updates != [of_updates, &sizes[axes..]].concat() {
+        return Err(format!("updates {updates:?} do not fit {sizes:?} and indices {:?}", indices.shape()));
+    }
+    let slices = product(&sizes[..axes]);
+    let mut from = room(slices)?;
+    from.extend(0..slices);
+    for (update, index) in numbers.chunks_exact(axes).enumerate() {
+        let mut slice = 0;
+        for (&number, &size) in index.iter().zip(sizes) {
+            let place = place_of(number, size);
+            slice =
+                slice * size + place.ok_or_else(|| format!("there is no index {index:?} in {sizes:?}"))?;
+        }
+        from[slice] = slices + update;
+    }
+    Ok(from)
+}
+
+/// An array with other slices where indices point.
+pub(super) fn scatter_nd(inputs: &Inputs) -> Answer<Array> {
+    let (x, indices, updates) = (inputs.required(0)?, inputs.required(1)?, inputs.required(2)?);
+    let kind = common_kind(&[x, updates])?;
+    let from = scattered(x.shape(), indices, updates.shape())?;
+    let (slices, axes) = (from.len(), indices.shape().last().copied().unwrap_or(0));
+    let inner = product(&x.shape()[axes..]);
+    let places = from.into_iter().flat_map(|slice| {
+        let (data, slice) = if slice < slices { (x.data(), slice) } else { (updates.data(), slice - slices) };
+        (slice * inner..(slice + 1) * inner).map(move |at| (data, at))
+    });
+    assembled(kind, x.shape(), places)
+}
+
 /// The sizes of the axes from `start` to before `end`; both are limited to the axes that there are.
 pub(super) fn shape(x: &Array, start: isize, end: Option<isize>) -> Answer<Array> {
     let rank = x.shape().len() as isize;

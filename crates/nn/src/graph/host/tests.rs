@@ -66,6 +66,42 @@ fn shapes_broadcast_from_their_ends() {
 }
 
 #[test]
+fn slices_are_scattered_where_indices_point() {
+    let op = || Op::ScatterNd;
+    // The examples of ONNX: single elements, and whole slices.
+    let x = list(&[1, 2, 3, 4, 5, 6, 7, 8]);
+    let updates = list(&[9, 10, 11, 12]);
+    let expected = list(&[1, 11, 3, 10, 9, 6, 7, 12]);
+    check(op(), &[&x, &ints(&[4, 1], &[4, 3, 1, 7]), &updates], &expected);
+    check(op(), &[&x, &ints(&[4, 1], &[-4, -5, -7, -1]), &updates], &expected);
+    let x = counted(&[3, 2, 2]);
+    let updates = ints(&[2, 2, 2], &[-1, -2, -3, -4, -5, -6, -7, -8]);
+    let expected = ints(&[3, 2, 2], &[-5, -6, -7, -8, 4, 5, 6, 7, -1, -2, -3, -4]);
+    check(op(), &[&x, &ints(&[2, 1], &[2, 0]), &updates], &expected);
+    let pairs = ints(&[1, 2, 2], &[0, 1, 2, 0]);
+    let expected = ints(&[3, 2, 2], &[0, 1, -1, -2, 4, 5, 6, 7, -3, -4, 10, 11]);
+    check(op(), &[&x, &pairs, &ints(&[1, 2, 2], &[-1, -2, -3, -4])], &expected);
+    // Of two updates of one place the last counts; no update changes nothing.
+    check(op(), &[&list(&[1, 2]), &ints(&[2, 1], &[1, 1]), &list(&[8, 9])], &list(&[1, 9]));
+    check(op(), &[&list(&[1, 2]), &ints(&[0, 1], &[]), &list(&[])], &list(&[1, 2]));
+    check(op(), &[&ints(&[2, 0], &[]), &ints(&[1, 1], &[1]), &ints(&[1, 0], &[])], &ints(&[2, 0], &[]));
+
+    for (indices, updates, reason) in [
+        (ints(&[1, 1], &[2]), list(&[9]), "no index [2]"),
+        (ints(&[1, 1], &[i64::MIN]), list(&[9]), "no index"),
+        (ints(&[1, 2], &[0, 0]), list(&[9]), "do not point into [2]"),
+        (ints(&[1, 0], &[]), list(&[9]), "do not point into [2]"),
+        (ints(&[], &[0]), list(&[9]), "do not point into [2]"),
+        (ints(&[1, 1], &[0]), list(&[9, 9]), "updates [2] do not fit"),
+        (ints(&[1, 1], &[0]), ints(&[], &[9]), "updates [] do not fit"),
+        (ints(&[1, 1], &[0]), singles(&[9.0]), "single precision"),
+    ] {
+        refused(op(), &[&list(&[1, 2]), &indices, &updates], reason);
+    }
+    refused(op(), &[&list(&[1]), &singles(&[0.0]), &list(&[1])], "whole numbers");
+}
+
+#[test]
 fn whole_numbers_are_divided_towards_zero_and_never_wrap() {
     let op = Op::Arithmetic;
     check(op(Arithmetic::Div), &[&list(&[7, -7, 7, -7]), &list(&[2, 2, -2, -2])], &list(&[3, -3, -3, 3]));

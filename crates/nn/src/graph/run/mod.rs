@@ -267,6 +267,7 @@ pub(super) fn run(op: &Op, inputs: &Inputs<'_>, outputs: usize) -> Result<Vec<Va
         Op::Expand => one(shapes::expand(inputs)?),
         Op::Tile => one(shapes::tile(inputs)?),
         Op::Gather { axis } => one(shapes::gather(inputs, *axis)?),
+        Op::ScatterNd => one(shapes::scatter_nd(inputs)?),
         Op::DepthToSpace { block, order } => one(ops::depth_to_space(&inputs.tensor(0)?, *block, *order)?),
         Op::SpaceToDepth { block } => {
             one(ops::space_to_depth(&inputs.tensor(0)?, *block, ops::DepthOrder::BlockFirst)?)

@@ -4,6 +4,7 @@ use convoke_autograd::Tensor;
 use convoke_autograd::ops::{self, Slice};
 
 use super::{Inputs, Result, Value, axis_of, refuse};
+use crate::graph::host;
 
 /// The most elements of an output that repeats its input.
 const MOST_ELEMENTS: usize = 1 << 40;
@@ -125,4 +126,18 @@ pub(super) fn gather(inputs: &Inputs<'_>, axis: isize) -> Result<Tensor> {
     let taken = x.index_select(axis as isize, &super::to_isize(indices))?;
     let shape = [&x.shape()[..axis], indices.shape(), &x.shape()[axis + 1..]].concat();
     Ok(if shape == taken.shape() { taken } else { taken.reshape(&shape)? })
+}
+
+/// The slices of data and updates, one after the other, and of these the ones that are left.
+pub(super) fn scatter_nd(inputs: &Inputs<'_>) -> Result<Tensor> {
+    let (x, indices, updates) = (inputs.tensor(0)?, inputs.known(1)?, inputs.tensor(2)?);
+    let from = match host::scattered(x.shape(), indices, updates.shape()) {
+        Ok(from) => from,
+        Err(reason) => return refuse(reason),
+    };
+    let axes = indices.shape().last().copied().unwrap_or(0);
+    let inner = x.shape()[axes..].iter().product();
+    let slices = [x.reshape(&[from.len(), inner])?, updates.reshape(&[indices.len() / axes.max(1), inner])?];
+    let from: Vec<isize> = from.into_iter().map(|slice| slice as isize).collect();
+    Ok(ops::cat(&slices.each_ref(), 0)?.index_select(0, &from)?.reshape(x.shape())?)
 }

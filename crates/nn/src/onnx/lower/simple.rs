@@ -109,7 +109,7 @@ impl Lowering<'_> {
             Op::Relu | Op::PRelu | Op::Clip | Op::Compare(_) | Op::Not | Op::Where | Op::MatMul => plain,
             Op::GlobalAveragePool | Op::GlobalMaxPool | Op::Slice | Op::Squeeze | Op::Unsqueeze => plain,
             Op::Expand | Op::Tile | Op::Identity | Op::Size | Op::Range | Op::NonZero | Op::CumSum => plain,
-            Op::Elementwise(_) => plain,
+            Op::Elementwise(_) | Op::ScatterNd => plain,
         };
         self.emit(node, proto)
     }

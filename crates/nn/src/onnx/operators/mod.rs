@@ -117,6 +117,7 @@ static OPERATORS: &[Operator] = &[
     Operator("Reshape", (2, 2), shapes::reshape),
     Operator("Resize", (1, 4), windows::resize),
     Operator("Round", (1, 1), |_| Ok(Op::Elementwise(Elementwise::Round))),
+    Operator("ScatterND", (3, 3), shapes::scatter_nd),
     Operator("Selu", (1, 1), pointwise::selu),
     Operator("Shape", (1, 1), shapes::shape),
     Operator("Sigmoid", (1, 1), pointwise::sigmoid),

@@ -131,6 +131,13 @@ pub(super) fn gather(step: &mut Step<'_>) -> Read {
     Ok(Op::Gather { axis: step.attributes.axis("axis", 0)? })
 }
 
+pub(super) fn scatter_nd(step: &mut Step<'_>) -> Read {
+    match step.attributes.text_or("reduction", "none")?.as_str() {
+        "none" => Ok(Op::ScatterNd),
+        other => Err(format!("its reduction {other} is not supported, only none").into()),
+    }
+}
+
 pub(super) fn depth_to_space(step: &mut Step<'_>) -> Read {
     let block = step.attributes.size("blocksize")?.ok_or("its blocksize is missing")?;
     let order = match step.attributes.text_or("mode", "DCR")?.as_str() {

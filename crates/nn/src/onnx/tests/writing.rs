@@ -125,6 +125,7 @@ fn what_is_written_is_read() {
         (Op::Expand, "x pads"),
         (Op::Tile, "x pads"),
         (Op::Gather { axis: 1 }, "x axes"),
+        (Op::ScatterNd, "x axes m"),
         (Op::DepthToSpace { block, order }, "x"),
         (Op::SpaceToDepth { block }, "x"),
         (Op::Resize(resize()), "x - - pads"),
