@@ -25,8 +25,8 @@ pub use initial::Initial;
 pub use input::{Dimension, Input};
 pub use module::Graph;
 pub use op::{
-    Arithmetic, Aspect, BatchNormOp, Compare, Conv, ConvTranspose, Elementwise, Gemm, Op, PadKind, Pads,
-    Pool, Reduce, ReduceKind, Resize,
+    Arithmetic, Aspect, BatchNormOp, Compare, Conv, ConvTranspose, Elementwise, Gemm, Interpolation, Op,
+    PadKind, Pads, Pool, Reduce, ReduceKind, Resize,
 };
 pub(crate) use order::{Disorder, in_order};
 

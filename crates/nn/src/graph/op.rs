@@ -367,13 +367,25 @@ pub enum PadKind {
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Resize {
     /// How values between pixels are computed.
-    pub mode: ResizeMode,
+    pub mode: Interpolation,
     /// Which place of the input an output shows.
     pub coordinates: Coordinates,
     /// ONNX's `pytorch_half_pixel`: as half-pixel, but 0 where the output has one pixel.
     pub one_pixel_at_zero: bool,
     /// Whether sizes keep the aspect ratio, as ONNX's `keep_aspect_ratio_policy` says.
     pub aspect: Aspect,
+}
+
+/// How a resize computes values between pixels.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Interpolation {
+    /// From one pixel, or from two along each axis.
+    Of(ResizeMode),
+    /// From four pixels along each axis, of which those outside of the image are the ones at its border.
+    Cubic {
+        /// The coefficient of the cubic: -0.75 in PyTorch, -0.5 in others.
+        a: f64,
+    },
 }
 
 /// ONNX's `keep_aspect_ratio_policy`.

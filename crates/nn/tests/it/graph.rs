@@ -2,10 +2,11 @@
 
 use std::sync::{Arc, LazyLock};
 
+use convoke_autograd::ops::Coordinates;
 use convoke_autograd::{DType, Device, MemoryFormat, Tensor};
 use convoke_nn::graph::{
-    Arithmetic, Array, BatchNormOp, Conv, Definition, Dimension, Gemm, Graph, Input, Kind, Node, Op, Pads,
-    Pool, Stored,
+    Arithmetic, Array, Aspect, BatchNormOp, Conv, Definition, Dimension, Gemm, Graph, Input, Interpolation,
+    Kind, Node, Op, Pads, Pool, Resize, Stored,
 };
 use convoke_nn::models::ModelSpec;
 use convoke_nn::modules::{ConvBnMode, FusedBlock, Keep};
@@ -414,4 +415,35 @@ fn samples_are_dropped_where_a_graph_trains() {
     made.0.outputs = vec!["dropped".into()];
     let error = Graph::new(&Arc::new(made.0), &Init::new(&device(), 0), ConvBnMode::Fused).err().unwrap();
     assert!(error.to_string().contains("make dropped") && error.to_string().contains("[0, 1]"), "{error}");
+}
+
+#[test]
+fn images_are_resized_by_cubics() {
+    // ONNX's example, twice the size of 1 to 16, whose values are exact.
+    let mut made = Maker::new(&[1, 1, 4, 4]);
+    made.0.stored.push(Stored { name: "scales".into(), values: Array::floats([1.0, 1.0, 2.0, 2.0]).into() });
+    let resize = Resize {
+        mode: Interpolation::Cubic { a: -0.75 },
+        coordinates: Coordinates::HalfPixel,
+        one_pixel_at_zero: false,
+        aspect: Aspect::Stretch,
+    };
+    let resized = made.node(Op::Resize(resize), &["x", "", "scales"], "resized");
+    let graph = made.graph(&resized, ConvBnMode::Fused);
+    let counted: Vec<f64> = (1..17).map(f64::from).collect();
+    let x = Tensor::from_slice(&device(), &[1, 1, 4, 4], &counted).unwrap();
+    let output = graph.forward(&x).unwrap();
+    assert_eq!(output.shape(), [1, 1, 8, 8]);
+    let output = output.to_vec::<f64>().unwrap();
+    let first = [0.47265625, 0.76953125, 1.24609375, 1.875, 2.28125, 2.91015625, 3.38671875, 3.68359375];
+    close(&output[..8], &first, "the first row");
+    close(&output[63..], &[17.0 - first[0]], "the last element");
+    // The weights of each output add up to 1.
+    let leaf = x.with_grad();
+    let gradients = graph.forward(&leaf).unwrap().sum().unwrap().backward().unwrap();
+    close(&[gradients.get(&leaf).unwrap().to_vec::<f64>().unwrap().iter().sum()], &[64.0], "gradients");
+    // In channels-last, with another height than width.
+    let x = images(&[2, 1, 3, 5]);
+    let y = graph.forward(&x).unwrap();
+    assert_eq!((y.shape(), y.format()), (&[2, 1, 6, 10][..], x.format()));
 }

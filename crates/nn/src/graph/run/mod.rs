@@ -1,5 +1,6 @@
 //! Runs the operation of one node on tensors.
 
+mod cubic;
 mod select;
 mod shapes;
 mod windows;

@@ -6,8 +6,8 @@ use convoke_autograd::ops::{
     ResizeOptions, ResizeTo, Rounding, Slice, UpsampleMode,
 };
 
-use super::{Inputs, Result, refuse, spatial_axes};
-use crate::graph::{Aspect, Conv, ConvTranspose, Pads, Pool, Resize};
+use super::{Inputs, Result, cubic, refuse, spatial_axes};
+use crate::graph::{Aspect, Conv, ConvTranspose, Interpolation, Pads, Pool, Resize};
 
 /// A tensor of images; signals N x C x L become N x C x 1 x L.
 struct Images {
@@ -276,12 +276,16 @@ pub(super) fn resize(inputs: &Inputs<'_>, resize: &Resize) -> Result<Tensor> {
         _ => return refuse("it has neither scales nor sizes, or both"),
     };
     let [_, _, height, width] = *x.tensor.shape() else { return refuse("its input is not of images") };
-    if let (ResizeTo::Scale(scale), Some(mode)) = (to, exact(resize))
+    let mode = match resize.mode {
+        Interpolation::Of(mode) => mode,
+        Interpolation::Cubic { a } => return x.back(cubic::resize(&x.tensor, to, (resize, a))?),
+    };
+    if let (ResizeTo::Scale(scale), Some(mode)) = (to, exact(mode, resize.coordinates))
         && scale.iter().all(|&factor| factor.fract() == 0.0 && (1.0..=4096.0).contains(&factor))
     {
         return x.back(ops::upsample2d(&x.tensor, scale.map(|factor| factor as usize), mode)?);
     }
-    if let (ResizeTo::Size(size), Some(mode)) = (to, exact(resize))
+    if let (ResizeTo::Size(size), Some(mode)) = (to, exact(mode, resize.coordinates))
         && height > 0
         && width > 0
         && size[0].is_multiple_of(height)
@@ -293,29 +297,31 @@ pub(super) fn resize(inputs: &Inputs<'_>, resize: &Resize) -> Result<Tensor> {
     }
     let mut image = x.tensor.clone();
     if resize.one_pixel_at_zero {
-        let size = match to {
-            ResizeTo::Size(size) => size,
-            ResizeTo::Scale(scale) => {
-                [(height as f64 * scale[0]) as usize, (width as f64 * scale[1]) as usize]
-            }
-        };
+        let size = size_of(to, &x.tensor);
         for (axis, size) in size.into_iter().enumerate() {
             if size == 1 {
                 image = image.slice(&[Slice::new(axis as isize + 2, 0, 1)])?;
             }
         }
-        let options =
-            ResizeOptions { to: ResizeTo::Size(size), mode: resize.mode, coordinates: resize.coordinates };
+        let options = ResizeOptions { to: ResizeTo::Size(size), mode, coordinates: resize.coordinates };
         if image.shape() != x.tensor.shape() {
             return x.back(ops::resize2d(&image, &options)?);
         }
     }
-    x.back(ops::resize2d(&image, &ResizeOptions { to, mode: resize.mode, coordinates: resize.coordinates })?)
+    x.back(ops::resize2d(&image, &ResizeOptions { to, mode, coordinates: resize.coordinates })?)
+}
+
+/// The height and width of a resized image.
+pub(super) fn size_of(to: ResizeTo, x: &Tensor) -> [usize; 2] {
+    match to {
+        ResizeTo::Size(size) => size,
+        ResizeTo::Scale(scale) => [0, 1].map(|axis| (x.shape()[axis + 2] as f64 * scale[axis]) as usize),
+    }
 }
 
 /// The kernel for whole factors that computes the same.
-fn exact(resize: &Resize) -> Option<UpsampleMode> {
-    match (resize.mode, resize.coordinates) {
+fn exact(mode: ResizeMode, coordinates: Coordinates) -> Option<UpsampleMode> {
+    match (mode, coordinates) {
         (ResizeMode::Nearest(Rounding::Floor), Coordinates::Asymmetric) => Some(UpsampleMode::Nearest),
         (
             ResizeMode::Nearest(Rounding::RoundPreferFloor | Rounding::RoundPreferCeil),

@@ -4,7 +4,8 @@ use convoke_autograd::ops::{Coordinates, DepthOrder, ResizeMode, Rounding};
 
 use super::{Lowered, Lowering, NodeProto, Op, build, input};
 use crate::graph::{
-    Arithmetic, Array, Aspect, Conv, Data, Node, PadKind, Pads, Pool, Reduce, ReduceKind, Resize,
+    Arithmetic, Array, Aspect, Conv, Data, Interpolation, Node, PadKind, Pads, Pool, Reduce, ReduceKind,
+    Resize,
 };
 use crate::onnx::build::number;
 
@@ -175,8 +176,9 @@ impl Lowering<'_> {
 
     fn resize(&self, resize: &Resize, proto: NodeProto) -> Lowered<NodeProto> {
         let proto = match resize.mode {
-            ResizeMode::Bilinear => proto.text("mode", "linear"),
-            ResizeMode::Nearest(rounding) => proto.text("mode", "nearest").text(
+            Interpolation::Cubic { a } => proto.text("mode", "cubic").float("cubic_coeff_a", a),
+            Interpolation::Of(ResizeMode::Bilinear) => proto.text("mode", "linear"),
+            Interpolation::Of(ResizeMode::Nearest(rounding)) => proto.text("mode", "nearest").text(
                 "nearest_mode",
                 match rounding {
                     Rounding::Floor => "floor",

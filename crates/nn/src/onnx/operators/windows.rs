@@ -3,7 +3,7 @@
 use convoke_autograd::ops::{Coordinates, ResizeMode, Rounding};
 
 use super::{Op, Read};
-use crate::graph::{Array, Aspect, Conv, ConvTranspose, Pads, Pool, Resize};
+use crate::graph::{Array, Aspect, Conv, ConvTranspose, Interpolation, Pads, Pool, Resize};
 use crate::onnx::error::Refusal;
 use crate::onnx::read::Step;
 
@@ -137,12 +137,12 @@ fn resize_asymmetric(step: &mut Step<'_>) -> Read {
         "linear" | "bilinear" => ResizeMode::Bilinear,
         other => return Err(unknown_mode(other)),
     };
-    let coordinates = Coordinates::Asymmetric;
+    let (mode, coordinates) = (Interpolation::Of(mode), Coordinates::Asymmetric);
     Ok(Op::Resize(Resize { mode, coordinates, one_pixel_at_zero: false, aspect: Aspect::Stretch }))
 }
 
 fn unknown_mode(mode: &str) -> Refusal {
-    format!("its mode {mode} is not supported, only nearest and linear are").into()
+    format!("its mode {mode} is not known").into()
 }
 
 pub(super) fn resize(step: &mut Step<'_>) -> Read {
@@ -157,10 +157,16 @@ pub(super) fn resize(step: &mut Step<'_>) -> Read {
         other => return Err(format!("its nearest_mode {other} is not known").into()),
     };
     let mode = match step.attributes.text_or("mode", "nearest")?.as_str() {
-        "nearest" => ResizeMode::Nearest(rounding),
-        "linear" => ResizeMode::Bilinear,
+        "nearest" => Interpolation::Of(ResizeMode::Nearest(rounding)),
+        "linear" => Interpolation::Of(ResizeMode::Bilinear),
+        "cubic" => Interpolation::Cubic { a: step.attributes.float_or("cubic_coeff_a", -0.75)? },
         other => return Err(unknown_mode(other)),
     };
+    if matches!(mode, Interpolation::Cubic { .. }) && step.attributes.flag("exclude_outside", false)? {
+        return Err(
+            "it leaves out pixels outside of the image (exclude_outside=1), which is not supported".into()
+        );
+    }
     let mut one_pixel_at_zero = false;
     let coordinates = match step.attributes.text_or("coordinate_transformation_mode", "half_pixel")?.as_str()
     {

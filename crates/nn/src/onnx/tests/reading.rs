@@ -114,7 +114,7 @@ fn old_attributes_are_inputs() {
 fn resizes_of_every_version_are_one() {
     let scales = || Array::floats([1.0, 1.0, 2.0, 2.0]);
     let asymmetric = Resize {
-        mode: ResizeMode::Nearest(Rounding::Floor),
+        mode: Interpolation::Of(ResizeMode::Nearest(Rounding::Floor)),
         coordinates: Coordinates::Asymmetric,
         one_pixel_at_zero: false,
         aspect: Aspect::Stretch,
@@ -139,7 +139,7 @@ fn resizes_of_every_version_are_one() {
         .text("coordinate_transformation_mode", "pytorch_half_pixel");
     let (op, inputs, _) = last(&defined(13, vec![constant, new]));
     let resize = Resize {
-        mode: ResizeMode::Bilinear,
+        mode: Interpolation::Of(ResizeMode::Bilinear),
         coordinates: Coordinates::HalfPixel,
         one_pixel_at_zero: true,
         aspect: Aspect::Stretch,

@@ -73,7 +73,7 @@ fn pool(count_include_pad: bool) -> Pool {
 
 fn resize() -> Resize {
     Resize {
-        mode: ResizeMode::Nearest(Rounding::Ceil),
+        mode: Interpolation::Of(ResizeMode::Nearest(Rounding::Ceil)),
         coordinates: Coordinates::HalfPixel,
         one_pixel_at_zero: true,
         aspect: Aspect::Stretch,
@@ -130,9 +130,14 @@ fn what_is_written_is_read() {
         (Op::SpaceToDepth { block }, "x"),
         (Op::Resize(resize()), "x - - pads"),
         (
-            Op::Resize(Resize { mode: ResizeMode::Bilinear, aspect: Aspect::NotLarger, ..resize() }),
+            Op::Resize(Resize {
+                mode: Interpolation::Of(ResizeMode::Bilinear),
+                aspect: Aspect::NotLarger,
+                ..resize()
+            }),
             "x - - pads",
         ),
+        (Op::Resize(Resize { mode: Interpolation::Cubic { a: -0.5 }, ..resize() }), "x - - pads"),
         (Op::GroupNorm { groups: 2, eps: 1e-4 }, "x v v"),
         (Op::LayerNorm { axis: -2, eps: 1e-6 }, "x w"),
         (Op::InstanceNorm { eps: 1e-6 }, "x v v"),
