@@ -41,8 +41,8 @@ pub(super) fn model(bytes: Bytes, folder: Option<&Path>) -> Result<Model> {
     let mut nodes = inlined(&mut graph, &model.functions, opset, &mut source)?;
     without_sequences(&mut nodes, &graph, &mut source)?;
     let operators = nodes.iter().map(|node| operators::find(&node.node)).collect::<Result<Vec<_>>>()?;
-    let definition = Reader::new(&graph, &nodes, source)?.definition(graph, nodes, operators)?;
-    in_order(&definition)?;
+    let mut definition = Reader::new(&graph, &nodes, source)?.definition(graph, nodes, operators)?;
+    leave_out_zero_biases(&mut definition)?;
     let entries = model.metadata_props.into_iter();
     let metadata: BTreeMap<String, String> =
         entries.map(|entry| (entry.key.unwrap_or_default(), entry.value.unwrap_or_default())).collect();
@@ -54,6 +54,34 @@ pub(super) fn model(bytes: Bytes, folder: Option<&Path>) -> Result<Model> {
         producer: model.producer_name.unwrap_or_default(),
         producer_version: model.producer_version.unwrap_or_default(),
     })
+}
+
+/// Leaves out biases of convolutions that are a single 0, repeated: PyTorch's newer exporter writes them where there are none. Only
+/// without them can the convolutions run as one with batch norms.
+fn leave_out_zero_biases(definition: &mut Definition) -> Result<()> {
+    let is_zero = |array: &Array| array.only() == Some(0.0);
+    let stored =
+        definition.stored.iter().filter(|stored| stored.values.array().is_some_and(|array| is_zero(array)));
+    let mut zeros: HashSet<String> = stored.map(|stored| stored.name.clone()).collect();
+    let mut repeated: HashSet<String> = HashSet::new();
+    for node in in_order(definition)? {
+        let stays = || node.inputs.first().is_some_and(|input| zeros.contains(input));
+        let found = match &node.op {
+            Op::Constant(array) if is_zero(array) => &mut zeros,
+            Op::Identity | Op::Cast(_) | Op::CastLike if stays() => &mut zeros,
+            Op::Expand if stays() => &mut repeated,
+            _ => continue,
+        };
+        found.extend(node.outputs.first().cloned());
+    }
+    for node in &mut definition.nodes {
+        if matches!(node.op, Op::Conv(_) | Op::ConvTranspose(_))
+            && node.inputs.get(2).is_some_and(|bias| repeated.contains(bias))
+        {
+            node.inputs.truncate(2);
+        }
+    }
+    Ok(())
 }
 
 /// A tensor alone.

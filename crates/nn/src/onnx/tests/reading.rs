@@ -293,3 +293,25 @@ fn parts_of_sequences_are_slices() {
     let text = refused(&model(17, beyond, nodes("list")));
     assert!(text.contains("SplitToSequence"), "{text}");
 }
+
+#[test]
+fn biases_of_a_repeated_zero_are_left_out() {
+    let number = |name: &str, number: f32| TensorProto {
+        raw_data: Some(number.to_le_bytes().to_vec().into()),
+        ..empty(name, &[], element::FLOAT)
+    };
+    let sizes = TensorProto {
+        raw_data: Some(4i64.to_le_bytes().to_vec().into()),
+        ..empty("sizes", &[1], element::INT64)
+    };
+    for (value, inputs) in [(0.0, vec!["x", "w"]), (0.5, vec!["x", "w", "bias"])] {
+        let nodes = vec![
+            node("CastLike", "number x", "like"),
+            node("Expand", "like sizes", "bias"),
+            node("Conv", "x w bias", "y"),
+        ];
+        let stored = vec![ones("w", &[4, 3, 3, 3]), number("number", value), sizes.clone()];
+        let definition = read(&model(17, stored, nodes)).unwrap().definition;
+        assert_eq!(definition.nodes[2].inputs, inputs);
+    }
+}
