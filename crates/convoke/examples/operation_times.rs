@@ -2,7 +2,7 @@
 //! (`tools/peers/operations.py`). Prints a line with the median and the minimum in milliseconds for each.
 //!
 //! ```text
-//! cargo run --release --example operation_times -- [RUNS] [THREADS]
+//! cargo run --release --example operation_times -- [RUNS] [THREADS] [PART OF A NAME]
 //! ```
 
 use std::time::Instant;
@@ -83,8 +83,9 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     let mut arguments = std::env::args().skip(1);
     let runs: usize = arguments.next().map_or(Ok(15), |text| text.parse())?;
     let threads: usize = arguments.next().map_or(Ok(2), |text| text.parse())?;
+    let part = arguments.next().unwrap_or_default();
     let device = Device::new(DeviceOptions::new(Cpu::new(threads)?));
-    for Case { name, shapes, run } in cases() {
+    for Case { name, shapes, run } in cases().into_iter().filter(|case| case.name.contains(&part)) {
         let operands =
             shapes.iter().map(|shape| Ok(noise(&device, shape)?.with_grad())).collect::<Result<Vec<_>>>()?;
         let upstream = run(&operands)?.detach();

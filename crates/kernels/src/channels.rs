@@ -124,3 +124,11 @@ pub(crate) fn lane_sum<T: Element>(values: &[T], f: impl Fn(T) -> f64) -> f64 {
     }
     lanes.iter().sum()
 }
+
+/// The sum of the lanes: the upper half is added to the lower half until one lane is left.
+#[inline(always)]
+pub(crate) fn halved(lanes: [f64; LANES]) -> f64 {
+    let eight: [f64; 8] = std::array::from_fn(|lane| lanes[lane] + lanes[lane + 8]);
+    let four: [f64; 4] = std::array::from_fn(|lane| eight[lane] + eight[lane + 4]);
+    (four[0] + four[2]) + (four[1] + four[3])
+}

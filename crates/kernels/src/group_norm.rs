@@ -5,11 +5,11 @@
 //! backward  dx = inverse_std (weight dy - mean(weight dy) - (x - mean) inverse_std^2 mean(weight dy (x - mean)))
 //! ```
 //! It is batch norm with other sets: the sums over each channel of each image are those of batch norm's kernels, in f64, and
-//! are then added up by group. So every image is a batch of its own; contiguous images lie one after the other as channels
-//! do, so there all of them are one batch with N x C channels.
+//! are then added up by group. So every image is a batch of its own, and all that is done with it is done while it is in the
+//! cache.
 
 use crate::batch_norm::{
-    self, Activation, BackwardSums, EpsPlace, Moments, Normalization, backward_reduce, check_eps,
+    self, Activation, BackwardSums, EpsPlace, Normalization, backward_reduce, check_eps,
 };
 use crate::cpu::multiversion;
 use crate::error::{check_len, invalid};
@@ -32,6 +32,37 @@ impl<T: Element> Affine<'_, T> {
         check_eps(operation, self.eps)?;
         check_len(operation, "the weight", self.weight.map_or(len, <[T]>::len), len)?;
         check_len(operation, "the bias", self.bias.map_or(len, <[T]>::len), len)
+    }
+}
+
+/// Where the gradients of a normalisation go that are asked for.
+#[derive(Debug)]
+pub struct AffineGradients<'a, T> {
+    /// Of x.
+    pub x: Option<&'a mut [T]>,
+    /// Of the weight.
+    pub weight: Option<&'a mut [T]>,
+    /// Of the bias.
+    pub bias: Option<&'a mut [T]>,
+}
+
+impl<T> AffineGradients<'_, T> {
+    /// Checks that there are as many places as elements of x and of the parameters.
+    pub(crate) fn check(&self, operation: &'static str, [x, parameters]: [usize; 2]) -> Result<()> {
+        let len = |gradient: &Option<&mut [T]>, otherwise| {
+            gradient.as_ref().map_or(otherwise, |gradient| gradient.len())
+        };
+        check_len(operation, "dx", len(&self.x, x), x)?;
+        check_len(operation, "dweight", len(&self.weight, parameters), parameters)?;
+        check_len(operation, "dbias", len(&self.bias, parameters), parameters)
+    }
+}
+
+/// `count` parts of `len` elements, if there is an output.
+pub(crate) fn parts_of<T>(output: Option<&mut [T]>, len: usize, count: usize) -> Vec<Option<&mut [T]>> {
+    match output {
+        Some(output) => output.chunks_mut(len).map(Some).collect(),
+        None => (0..count).map(|_| None).collect(),
     }
 }
 
@@ -63,13 +94,9 @@ impl GroupNorm {
         Ok(GroupNorm { extent, groups })
     }
 
-    /// The batches that batch norm's kernels see: one, or one an image. Each has [`GroupNorm::width`] channels.
-    fn batches(&self) -> (usize, Extent) {
-        let Extent { batch, channels, spatial, format } = self.extent;
-        match format {
-            MemoryFormat::Contiguous => (1, Extent { batch: 1, channels: batch * channels, spatial, format }),
-            MemoryFormat::ChannelsLast => (batch, Extent { batch: 1, channels, spatial, format }),
-        }
+    /// An image, as batch norm's kernels see it.
+    fn image(&self) -> Extent {
+        Extent { batch: 1, ..self.extent }
     }
 
     fn group_channels(&self) -> usize {
@@ -86,41 +113,51 @@ impl GroupNorm {
         lens.iter().try_for_each(|&(operand, len)| check_len(operation, operand, len, expected))
     }
 
-    /// The numbers of each image's channels: those of its group, or those of its channel.
-    fn by_group(&self, values: &[f64]) -> Vec<f64> {
-        values.iter().flat_map(|&value| std::iter::repeat_n(value, self.group_channels())).collect()
+    /// The numbers of each of an image's channels: those of its group.
+    fn by_channel(&self, of_groups: &[f64]) -> Vec<f64> {
+        of_groups.iter().flat_map(|&value| std::iter::repeat_n(value, self.group_channels())).collect()
     }
 
-    fn repeated<T: Element>(&self, values: Option<&[T]>) -> Option<Vec<T>> {
-        values.map(|values| values.repeat(self.extent.batch))
+    /// Runs `task` on every image. Many images are shared between threads, each of which has its own in the cache. The threads
+    /// share each image where there are few.
+    fn for_each_image<I: Send>(
+        &self,
+        cpu: &Cpu,
+        images: impl Iterator<Item = I>,
+        task: impl Fn(I) -> Result<()> + Send + Sync,
+    ) -> Result<()> {
+        let Extent { batch, .. } = self.extent;
+        if batch < 4 * cpu.threads() {
+            return match cpu.is_dry() {
+                true => Ok(()),
+                false => { images }.try_for_each(task),
+            };
+        }
+        let mut results: Vec<Result<()>> = (0..batch).map(|_| Ok(())).collect();
+        cpu.for_each(self.extent.len()?, images.zip(&mut results), |(image, result)| *result = task(image));
+        results.into_iter().collect()
     }
 
-    fn statistics<T: Element>(&self, cpu: &Cpu, x: &[T], eps: f64) -> Result<GroupStatistics> {
-        let (mut mean, mut m2) = (Vec::new(), Vec::new());
-        let (batches, part) = self.batches();
-        for x in x.chunks(part.len()?).take(batches) {
-            let Moments { mean: means, m2: deviations, .. } = batch_norm::stats(cpu, &part, x)?;
-            mean.extend(means);
-            m2.extend(deviations);
+    /// Writes mean and 1 / sqrt(variance + eps) of each group of an image.
+    fn statistics<T: Element>(
+        &self,
+        cpu: &Cpu,
+        (x, eps): (&[T], f64),
+        mean: &mut [f64],
+        inverse_std: &mut [f64],
+    ) -> Result<()> {
+        let moments = batch_norm::stats(cpu, &self.image(), x)?;
+        let channels =
+            moments.mean.chunks(self.group_channels()).zip(moments.m2.chunks(self.group_channels()));
+        for ((means, m2), (mean, inverse_std)) in channels.zip(mean.iter_mut().zip(inverse_std)) {
+            // All channels have as many values.
+            *mean = means.iter().sum::<f64>() / means.len() as f64;
+            let between: f64 =
+                means.iter().map(|of_channel| (of_channel - *mean) * (of_channel - *mean)).sum();
+            let variance = (m2.iter().sum::<f64>() + between * self.extent.spatial as f64) / self.count();
+            *inverse_std = batch_norm::inverse_std(&[variance], eps, EpsPlace::InsideRoot)[0];
         }
-        let spatial = self.extent.spatial;
-        let channels = mean.chunks(self.group_channels()).zip(m2.chunks(self.group_channels()));
-        let moments = channels.map(|(mean, m2)| {
-            let of_channels = mean.iter().zip(m2).map(|(&mean, &m2)| Moments {
-                mean: vec![mean],
-                m2: vec![m2],
-                count: spatial,
-            });
-            let of_channels: Vec<Moments> = of_channels.collect();
-            Moments::gather_stats_with_counts(&of_channels)
-        });
-        let mut statistics = GroupStatistics { mean: Vec::new(), inverse_std: Vec::new() };
-        for moments in moments {
-            let moments = moments?;
-            statistics.mean.extend(&moments.mean);
-            statistics.inverse_std.extend(moments.inverse_std(eps, EpsPlace::InsideRoot));
-        }
-        Ok(statistics)
+        Ok(())
     }
 }
 
@@ -138,97 +175,165 @@ pub fn group_norm<T: Element>(
     let operation = "group norm";
     problem.check(operation, &[("x", x.len()), ("y", y.len())])?;
     layer.check(operation, problem.extent.channels)?;
+    // Without elements the batch may be any number.
+    let images = if x.is_empty() { 0 } else { problem.extent.batch };
+    let numbers = || vec![0.0; images * problem.groups];
+    let mut statistics = GroupStatistics { mean: numbers(), inverse_std: numbers() };
     if x.is_empty() {
-        return Ok(GroupStatistics { mean: Vec::new(), inverse_std: Vec::new() });
+        return Ok(statistics);
     }
-    let statistics = problem.statistics(cpu, x, layer.eps)?;
-    let (mean, inverse_std) = (problem.by_group(&statistics.mean), problem.by_group(&statistics.inverse_std));
-    let (weight, bias) = (problem.repeated(layer.weight), problem.repeated(layer.bias));
-    let (_, part) = problem.batches();
-    let (len, channels) = (part.len()?, part.channels);
-    for (index, (x, y)) in x.chunks(len).zip(y.chunks_mut(len)).enumerate() {
-        let place = index * channels..(index + 1) * channels;
+    let (image, groups) = (problem.image(), problem.groups);
+    let of_groups = statistics.mean.chunks_mut(groups).zip(statistics.inverse_std.chunks_mut(groups));
+    let images = x.chunks(image.len()?).zip(y.chunks_mut(image.len()?)).zip(of_groups);
+    problem.for_each_image(cpu, images, |((x, y), (mean, inverse_std))| {
+        problem.statistics(cpu, (x, layer.eps), mean, inverse_std)?;
         let by = Normalization {
-            mean: &mean[place.clone()],
-            inverse_std: &inverse_std[place.clone()],
+            mean: &problem.by_channel(mean),
+            inverse_std: &problem.by_channel(inverse_std),
             inverse_root: None,
-            weight: weight.as_ref().map(|weight| &weight[place.clone()]),
-            bias: bias.as_ref().map(|bias| &bias[place]),
+            weight: layer.weight,
+            bias: layer.bias,
             activation: Activation::Identity,
         };
-        batch_norm::normalize(cpu, &part, x, &by, y)?;
-    }
+        batch_norm::normalize(cpu, &image, x, &by, y)
+    })?;
     Ok(statistics)
 }
 
-/// The sums over each channel of each image that the gradients of a group norm need.
-#[derive(Debug, Clone)]
-pub struct GroupSums {
-    /// Sum of dy, N x C.
-    g: Vec<f64>,
-    /// Sum of dy (x - mean), N x C.
-    g_centered: Vec<f64>,
+/// The operands of the gradients of [`group_norm`].
+#[derive(Debug, Clone, Copy)]
+pub struct GroupNormBackward<'a, T> {
+    /// What was normalised.
+    pub x: &'a [T],
+    /// The upstream gradient.
+    pub dy: &'a [T],
+    /// 1 if absent.
+    pub weight: Option<&'a [T]>,
+    /// Those of forward.
+    pub statistics: &'a GroupStatistics,
 }
 
-impl GroupSums {
-    /// Computes them.
-    ///
-    /// # Errors
-    /// If a length is not the problem's.
-    pub fn new<T: Element>(
+/// The gradients of [`group_norm`].
+///
+/// # Errors
+/// If a length is not the problem's.
+pub fn group_norm_backward<T: Element>(
+    cpu: &Cpu,
+    problem: &GroupNorm,
+    of: &GroupNormBackward<'_, T>,
+    gradients: AffineGradients<'_, T>,
+) -> Result<()> {
+    let operation = "group norm backward";
+    let &GroupNormBackward { x, dy, weight, statistics } = of;
+    problem.check(operation, &[("x", x.len()), ("dy", dy.len())])?;
+    let channels = problem.extent.channels;
+    check_len(operation, "the weight", weight.map_or(channels, <[T]>::len), channels)?;
+    let images = if x.is_empty() { 0 } else { problem.extent.batch };
+    check_len(operation, "the statistics", statistics.mean.len(), images * problem.groups)?;
+    gradients.check(operation, [x.len(), channels])?;
+    let AffineGradients { x: dx, weight: of_weight, bias: of_bias } = gradients;
+    // The sums over each channel of each image, N x C: of dy, and of dy x^.
+    let numbers = || vec![0.0; images * channels];
+    let (mut g, mut g_normalized) = (numbers(), numbers());
+    if !x.is_empty() {
+        let len = problem.image().len()?;
+        let of_x = parts_of(dx, len, problem.extent.batch);
+        let sums = g.chunks_mut(channels).zip(g_normalized.chunks_mut(channels));
+        let of_groups =
+            statistics.mean.chunks(problem.groups).zip(statistics.inverse_std.chunks(problem.groups));
+        let images = x.chunks(len).zip(dy.chunks(len)).zip(of_x).zip(of_groups).zip(sums);
+        problem.for_each_image(cpu, images, |((((x, dy), dx), (mean, inverse_std)), sums)| {
+            let image = Image { x, dy, weight, mean, inverse_std };
+            image.backward(cpu, problem, sums, dx)
+        })?;
+    }
+    for (sums, gradient) in [(&g, of_bias), (&g_normalized, of_weight)] {
+        for (channel, sum) in gradient.into_iter().flatten().enumerate() {
+            *sum = T::of(sums.iter().skip(channel).step_by(channels).sum());
+        }
+    }
+    Ok(())
+}
+
+/// An image's part of the operands of the backward pass.
+struct Image<'a, T> {
+    x: &'a [T],
+    dy: &'a [T],
+    weight: Option<&'a [T]>,
+    /// Of each group.
+    mean: &'a [f64],
+    /// Of each group.
+    inverse_std: &'a [f64],
+}
+
+impl<T: Element> Image<'_, T> {
+    /// Writes the sums of dy and of dy x^ of each channel, and the gradient of x.
+    fn backward(
+        &self,
         cpu: &Cpu,
         problem: &GroupNorm,
-        (x, dy): (&[T], &[T]),
-        statistics: &GroupStatistics,
-    ) -> Result<GroupSums> {
-        problem.check("group norm backward", &[("x", x.len()), ("dy", dy.len())])?;
-        let mut sums = GroupSums { g: Vec::new(), g_centered: Vec::new() };
-        if x.is_empty() {
-            return Ok(sums);
+        (g, g_normalized): (&mut [f64], &mut [f64]),
+        dx: Option<&mut [T]>,
+    ) -> Result<()> {
+        let (image, inverse_std) = (problem.image(), problem.by_channel(self.inverse_std));
+        let by = Normalization {
+            mean: &problem.by_channel(self.mean),
+            inverse_std: &inverse_std,
+            inverse_root: None,
+            weight: None,
+            bias: None,
+            activation: Activation::Identity,
+        };
+        let sums = backward_reduce(cpu, &image, self.x, self.dy, &by)?;
+        g.copy_from_slice(&sums.g);
+        let normalized = sums.g_centered.iter().zip(&inverse_std).map(|(sum, inverse_std)| sum * inverse_std);
+        g_normalized.iter_mut().zip(normalized).for_each(|(to, sum)| *to = sum);
+        if let Some(dx) = dx {
+            self.gradient(cpu, &image, &self.lines(problem, &sums), dx);
         }
-        let (mean, inverse_std) =
-            (problem.by_group(&statistics.mean), problem.by_group(&statistics.inverse_std));
-        let (_, part) = problem.batches();
-        let (len, channels) = (part.len()?, part.channels);
-        for (index, (x, dy)) in x.chunks(len).zip(dy.chunks(len)).enumerate() {
-            let place = index * channels..(index + 1) * channels;
-            let by = Normalization {
-                mean: &mean[place.clone()],
-                inverse_std: &inverse_std[place],
-                inverse_root: None,
-                weight: None,
-                bias: None,
-                activation: Activation::Identity,
-            };
-            let BackwardSums { g, g_centered } = backward_reduce(cpu, &part, x, dy, &by)?;
-            sums.g.extend(g);
-            sums.g_centered.extend(g_centered);
+        Ok(())
+    }
+
+    /// What makes the gradient of x in each channel.
+    fn lines(&self, problem: &GroupNorm, sums: &BackwardSums) -> Vec<Line<T>> {
+        let weight = |channel: usize| self.weight.map_or(1.0, |weight| weight[channel].f64());
+        let per_group = problem.group_channels();
+        let mut lines = Vec::with_capacity(problem.extent.channels);
+        for (group, (&mean, &inverse_std)) in self.mean.iter().zip(self.inverse_std).enumerate() {
+            let channels = group * per_group..(group + 1) * per_group;
+            let total =
+                |sums: &[f64]| channels.clone().map(|channel| weight(channel) * sums[channel]).sum::<f64>();
+            let mean_g = total(&sums.g) / problem.count();
+            let slope = -inverse_std.powi(3) * total(&sums.g_centered) / problem.count();
+            let rounded = T::of(mean);
+            let shift = -inverse_std * mean_g - (mean - rounded.f64()) * slope;
+            lines.extend(channels.clone().map(|channel| Line {
+                mean: rounded,
+                slope: T::of(slope),
+                scale: T::of(weight(channel) * inverse_std),
+                shift: T::of(shift),
+            }));
         }
-        Ok(sums)
+        lines
     }
 
-    /// The gradient of the weight, C.
-    pub fn gradient_of_weight<T: Element>(
-        &self,
-        problem: &GroupNorm,
-        statistics: &GroupStatistics,
-        gradient: &mut [T],
-    ) {
-        let inverse_std = problem.by_group(&statistics.inverse_std);
-        let normalized = self.g_centered.iter().zip(inverse_std).map(|(sum, inverse_std)| sum * inverse_std);
-        sum_over_images(&normalized.collect::<Vec<_>>(), gradient);
-    }
-
-    /// The gradient of the bias, C.
-    pub fn gradient_of_bias<T: Element>(&self, gradient: &mut [T]) {
-        sum_over_images(&self.g, gradient);
-    }
-}
-
-fn sum_over_images<T: Element>(values: &[f64], sums: &mut [T]) {
-    let channels = sums.len();
-    for (channel, sum) in sums.iter_mut().enumerate() {
-        *sum = T::of(values.iter().skip(channel).step_by(channels).sum());
+    fn gradient(&self, cpu: &Cpu, image: &Extent, lines: &[Line<T>], dx: &mut [T]) {
+        crate::profile::span!("group norm gradient", self.x, self.dy, dx);
+        let unit = match image.format {
+            MemoryFormat::Contiguous => image.spatial,
+            MemoryFormat::ChannelsLast => image.channels,
+        };
+        let units = TASK.div_ceil(unit);
+        cpu.for_each(dx.len(), dx.chunks_mut(units * unit).enumerate(), |(task, dx)| {
+            let start = task * units * unit;
+            let (x, dy) = (&self.x[start..start + dx.len()], &self.dy[start..start + dx.len()]);
+            match image.format {
+                MemoryFormat::Contiguous => {
+                    gradient_of_planes(cpu, &lines[task * units..], [x, dy], unit, dx)
+                }
+                MemoryFormat::ChannelsLast => gradient_of_pixels(cpu, lines, x, dy, dx),
+            }
+        });
     }
 }
 
@@ -241,79 +346,16 @@ struct Line<T> {
     shift: T,
 }
 
-/// The gradient of x.
-///
-/// # Errors
-/// If a length is not the problem's.
-pub fn group_norm_backward<T: Element>(
-    cpu: &Cpu,
-    problem: &GroupNorm,
-    (x, dy): (&[T], &[T]),
-    weight: Option<&[T]>,
-    (statistics, sums): (&GroupStatistics, &GroupSums),
-    dx: &mut [T],
-) -> Result<()> {
-    let operation = "group norm backward";
-    crate::profile::span!("group norm gradient", x, dy, dx);
-    problem.check(operation, &[("x", x.len()), ("dy", dy.len()), ("dx", dx.len())])?;
-    let Extent { channels, spatial, format, .. } = problem.extent;
-    check_len(operation, "the weight", weight.map_or(channels, <[T]>::len), channels)?;
-    if dx.is_empty() {
-        return Ok(());
-    }
-    let per_group = problem.group_channels();
-    let mut lines = Vec::with_capacity(sums.g.len());
-    for (group, (&mean, &inverse_std)) in statistics.mean.iter().zip(&statistics.inverse_std).enumerate() {
-        let places = group * per_group..(group + 1) * per_group;
-        let weight = |place: usize| weight.map_or(1.0, |weight| weight[place % channels].f64());
-        let total = |sums: &[f64]| places.clone().map(|place| weight(place) * sums[place]).sum::<f64>();
-        let mean_g = total(&sums.g) / problem.count();
-        let slope = -inverse_std.powi(3) * total(&sums.g_centered) / problem.count();
-        let rounded = T::of(mean);
-        let shift = -inverse_std * mean_g - (mean - rounded.f64()) * slope;
-        lines.extend(places.clone().map(|place| Line {
-            mean: rounded,
-            slope: T::of(slope),
-            scale: T::of(weight(place) * inverse_std),
-            shift: T::of(shift),
-        }));
-    }
-    let lines = &lines[..];
-    match format {
-        MemoryFormat::Contiguous => {
-            let planes = TASK.div_ceil(spatial);
-            cpu.for_each(dx.len(), dx.chunks_mut(planes * spatial).enumerate(), |(task, dx)| {
-                for (plane, dx) in (task * planes..).zip(dx.chunks_mut(spatial)) {
-                    let place = plane * spatial..(plane + 1) * spatial;
-                    gradient_of_plane(cpu, lines[plane], &x[place.clone()], &dy[place], dx);
-                }
-            });
-        }
-        MemoryFormat::ChannelsLast => {
-            let (image, part) = (spatial * channels, TASK.div_ceil(channels) * channels);
-            let parts = dx.chunks_mut(image).enumerate().flat_map(|(index, image_dx)| {
-                image_dx
-                    .chunks_mut(part)
-                    .enumerate()
-                    .map(move |(at, dx)| (index, index * image + at * part, dx))
-            });
-            cpu.for_each(x.len(), parts, |(index, start, dx)| {
-                let place = start..start + dx.len();
-                let lines = &lines[index * channels..][..channels];
-                gradient_of_pixels(cpu, lines, &x[place.clone()], &dy[place], dx);
-            });
-        }
-    }
-    Ok(())
-}
-
 /// The approximate number of elements in a task.
 const TASK: usize = 1 << 14;
 
 multiversion! {
-    fn gradient_of_plane<T: Element>(line: Line<T>, x: &[T], dy: &[T], dx: &mut [T]) {
-        for ((dx, &x), &dy) in dx.iter_mut().zip(x).zip(dy) {
-            *dx = line.at(x, dy);
+    fn gradient_of_planes<T: Element>(lines: &[Line<T>], x_dy: [&[T]; 2], spatial: usize, dx: &mut [T]) {
+        let [x, dy] = x_dy.map(|data| data.chunks_exact(spatial));
+        for ((dx, line), (x, dy)) in dx.chunks_exact_mut(spatial).zip(lines).zip(x.zip(dy)) {
+            for ((dx, &x), &dy) in dx.iter_mut().zip(x).zip(dy) {
+                *dx = line.at(x, dy);
+            }
         }
     }
 

@@ -1,5 +1,6 @@
 //! Softmax and log-softmax over the channels, or what [`Extent::along`] puts in their place; each with its backward pass.
 
+use crate::channels::{LANES, lane_sum};
 use crate::cpu::multiversion;
 use crate::error::check_len;
 use crate::memory_format::Extent;
@@ -16,6 +17,9 @@ pub fn softmax<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T], y: &mut [T]) -> 
     let len = extent.len()?;
     check_len("softmax", "x", x.len(), len)?;
     check_len("softmax", "y", y.len(), len)?;
+    if each_row(cpu, extent, [x], y, |width, [x], y| softmax_rows(cpu, width, x, y)) {
+        return Ok(());
+    }
     each_block(cpu, extent, [x], y, |slabs, [x], y, scratch| softmax_block(cpu, slabs, x, y, scratch));
     Ok(())
 }
@@ -36,6 +40,9 @@ pub fn softmax_backward<T: Element>(
     check_len("softmax backward", "y", y.len(), len)?;
     check_len("softmax backward", "dy", dy.len(), len)?;
     check_len("softmax backward", "dx", dx.len(), len)?;
+    if each_row(cpu, extent, [y, dy], dx, |width, [y, dy], dx| softmax_backward_rows(cpu, width, y, dy, dx)) {
+        return Ok(());
+    }
     each_block(cpu, extent, [y, dy], dx, |slabs, [y, dy], dx, scratch| {
         softmax_backward_block(cpu, slabs, y, dy, dx, scratch)
     });
@@ -51,6 +58,9 @@ pub fn log_softmax<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T], y: &mut [T])
     let len = extent.len()?;
     check_len("log_softmax", "x", x.len(), len)?;
     check_len("log_softmax", "y", y.len(), len)?;
+    if each_row(cpu, extent, [x], y, |width, [x], y| log_softmax_rows(cpu, width, x, y)) {
+        return Ok(());
+    }
     each_block(cpu, extent, [x], y, |slabs, [x], y, scratch| log_softmax_block(cpu, slabs, x, y, scratch));
     Ok(())
 }
@@ -71,6 +81,11 @@ pub fn log_softmax_backward<T: Element>(
     check_len("log_softmax backward", "y", y.len(), len)?;
     check_len("log_softmax backward", "dy", dy.len(), len)?;
     check_len("log_softmax backward", "dx", dx.len(), len)?;
+    if each_row(cpu, extent, [y, dy], dx, |width, [y, dy], dx| {
+        log_softmax_backward_rows(cpu, width, y, dy, dx);
+    }) {
+        return Ok(());
+    }
     each_block(cpu, extent, [y, dy], dx, |slabs, [y, dy], dx, scratch| {
         log_softmax_backward_block(cpu, slabs, y, dy, dx, scratch)
     });
@@ -83,8 +98,30 @@ const TASK: usize = 1 << 14;
 const BLOCK: usize = 1 << 10;
 /// The minimum of positions in a block that is transposed to make positions contiguous.
 const RUN: usize = 16;
+/// Rows of at least this many channels that lie together are taken as they are; blocks of shorter ones are transposed.
+const ROW: usize = 32;
 /// The approximate number of elements in a piece of a slab that is too large for a task.
 const PIECE: usize = 1 << 12;
+
+/// Runs `run` on all rows of channels, if these lie together and are long; else returns false.
+fn each_row<T: Element, const N: usize>(
+    cpu: &Cpu,
+    extent: &Extent,
+    inputs: [&[T]; N],
+    output: &mut [T],
+    run: impl Fn(usize, [&[T]; N], &mut [T]) + Sync + Send,
+) -> bool {
+    let width = extent.channels;
+    if width < ROW || extent.around_channels().1 != 1 {
+        return false;
+    }
+    let task = width * TASK.div_ceil(width);
+    cpu.for_each(4 * output.len(), output.chunks_mut(task).enumerate(), |(index, output)| {
+        let elements = index * task..index * task + output.len();
+        run(width, inputs.map(|input| &input[elements.clone()]), output);
+    });
+    true
+}
 
 /// How to loop over a tensor: a slab holds every channel of some positions once, channel by channel.
 #[derive(Clone, Copy)]
@@ -225,6 +262,53 @@ struct Scratch<T> {
 }
 
 multiversion! {
+    fn softmax_rows<T: Element>(width: usize, x: &[T], y: &mut [T]) {
+        for (x, y) in x.chunks_exact(width).zip(y.chunks_exact_mut(width)) {
+            let largest = largest_of(x);
+            for (y, &x) in y.iter_mut().zip(x) {
+                *y = (x - largest).vector_exp_negative();
+            }
+            let factor = T::of(1.0 / sum_of(y));
+            y.iter_mut().for_each(|y| *y *= factor);
+        }
+    }
+
+    fn softmax_backward_rows<T: Element>(width: usize, y: &[T], dy: &[T], dx: &mut [T]) {
+        let rows = y.chunks_exact(width).zip(dy.chunks_exact(width));
+        for ((y, dy), dx) in rows.zip(dx.chunks_exact_mut(width)) {
+            for ((dx, &y), &dy) in dx.iter_mut().zip(y).zip(dy) {
+                *dx = y * dy;
+            }
+            let sum = T::of(sum_of(dx));
+            for ((dx, &y), &dy) in dx.iter_mut().zip(y).zip(dy) {
+                *dx = y * (dy - sum);
+            }
+        }
+    }
+
+    fn log_softmax_rows<T: Element>(width: usize, x: &[T], y: &mut [T]) {
+        for (x, y) in x.chunks_exact(width).zip(y.chunks_exact_mut(width)) {
+            let largest = largest_of(x);
+            for (y, &x) in y.iter_mut().zip(x) {
+                *y = (x - largest).vector_exp_negative();
+            }
+            let log = T::of(sum_of(y).ln());
+            for (y, &x) in y.iter_mut().zip(x) {
+                *y = x - largest - log;
+            }
+        }
+    }
+
+    fn log_softmax_backward_rows<T: Element>(width: usize, y: &[T], dy: &[T], dx: &mut [T]) {
+        let rows = y.chunks_exact(width).zip(dy.chunks_exact(width));
+        for ((y, dy), dx) in rows.zip(dx.chunks_exact_mut(width)) {
+            let sum = T::of(sum_of(dy));
+            for ((dx, &y), &dy) in dx.iter_mut().zip(y).zip(dy) {
+                *dx = dy - y.vector_exp_negative() * sum;
+            }
+        }
+    }
+
     fn softmax_block<T: Element>(slabs: Slabs, x: &[T], y: &mut [T], scratch: &mut Scratch<T>) {
         let Slabs { channels, inner, .. } = slabs;
         let Scratch { largest, sums, .. } = scratch;
@@ -313,6 +397,30 @@ multiversion! {
             }
         }
     }
+}
+
+/// The largest value; NaN if there is one.
+#[inline(always)]
+fn largest_of<T: Element>(values: &[T]) -> T {
+    // NaN is kept: a comparison alone would drop it.
+    let larger = |largest: T, x: T| if x > largest || x.is_nan() { x } else { largest };
+    let mut lanes = [T::neg_infinity(); 4 * LANES];
+    let mut chunks = values.chunks_exact(lanes.len());
+    for chunk in &mut chunks {
+        for (largest, &x) in lanes.iter_mut().zip(chunk) {
+            *largest = larger(*largest, x);
+        }
+    }
+    for (largest, &x) in lanes.iter_mut().zip(chunks.remainder()) {
+        *largest = larger(*largest, x);
+    }
+    lanes.into_iter().fold(T::neg_infinity(), larger)
+}
+
+/// The sum of the values, taken as interleaved f64 sums.
+#[inline(always)]
+fn sum_of<T: Element>(values: &[T]) -> f64 {
+    lane_sum(values, |value| value.f64())
 }
 
 /// y = x minus the largest value over the channels at each position, so that no exponential overflows.

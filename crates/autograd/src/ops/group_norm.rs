@@ -1,11 +1,13 @@
 //! Group normalization, and instance normalization, whose groups are single channels.
 
 use convoke_kernels::dispatch;
-use convoke_kernels::group_norm::{self as kernel, Affine, GroupNorm, GroupStatistics, GroupSums};
+use convoke_kernels::group_norm::{
+    self as kernel, Affine, AffineGradients, GroupNorm, GroupNormBackward, GroupStatistics,
+};
 
 use super::{check_vector, same_dtype};
 use crate::error::invalid;
-use crate::{Element, Function, Needs, Result, Tensor, apply};
+use crate::{Element, Function, MemoryFormat, Needs, Result, Tensor, apply};
 
 /// The options of [`group_norm`].
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -126,29 +128,34 @@ impl Norm {
         dy: Tensor,
         needs: &Needs,
     ) -> Result<Vec<Option<Tensor>>> {
-        let (cpu, pair) = (x.device().compute(), (x.data::<T>()?, dy.data::<T>()?));
-        let sums = GroupSums::new(cpu, &self.problem, pair, &statistics)?;
-        let weight_data = data_of::<T>(weight.as_ref())?;
-        let of_x = |dx: &mut [T]| {
-            let numbers = (&statistics, &sums);
-            Ok(kernel::group_norm_backward(cpu, &self.problem, pair, weight_data, numbers, dx)?)
+        let channels = x.extent(self.name)?.channels;
+        let wanted =
+            [self.has[0] && needs.input(1), self.has[1] && needs.input(1 + usize::from(self.has[0]))];
+        let device = x.device();
+        let buffer = |wanted: bool, len: usize| wanted.then(|| device.buffer::<T>(len)).transpose();
+        let mut of_x = buffer(needs.input(0), x.len())?;
+        let mut of_weight = buffer(wanted[0], channels)?;
+        let mut of_bias = buffer(wanted[1], channels)?;
+        let of = GroupNormBackward {
+            x: x.data::<T>()?,
+            dy: dy.data::<T>()?,
+            weight: data_of::<T>(weight.as_ref())?,
+            statistics: &statistics,
         };
-        let mut gradients = vec![needs.input(0).then(|| x.build_like(of_x)).transpose()?];
-        let channels = [x.extent(self.name)?.channels];
-        let vector = |write: &dyn Fn(&mut [T])| {
-            Tensor::written(x.device(), &channels, crate::MemoryFormat::Contiguous, |gradient: &mut [T]| {
-                write(gradient);
-                Ok(())
-            })
+        let gradients = AffineGradients {
+            x: of_x.as_deref_mut(),
+            weight: of_weight.as_deref_mut(),
+            bias: of_bias.as_deref_mut(),
         };
+        kernel::group_norm_backward(device.compute(), &self.problem, &of, gradients)?;
+        let of_x = of_x.map(|dx| Tensor::of_buffer(device, x.shape(), x.format(), dx));
+        let vector = |gradient| Tensor::of_buffer(device, &[channels], MemoryFormat::Contiguous, gradient);
+        let mut gradients = vec![of_x.transpose()?];
         if self.has[0] {
-            let write = |gradient: &mut [T]| sums.gradient_of_weight(&self.problem, &statistics, gradient);
-            gradients.push(needs.input(1).then(|| vector(&write)).transpose()?);
+            gradients.push(of_weight.map(vector).transpose()?);
         }
         if self.has[1] {
-            let write = |gradient: &mut [T]| sums.gradient_of_bias(gradient);
-            let wanted = needs.input(1 + usize::from(self.has[0]));
-            gradients.push(wanted.then(|| vector(&write)).transpose()?);
+            gradients.push(of_bias.map(vector).transpose()?);
         }
         Ok(gradients)
     }

@@ -1,8 +1,8 @@
 //! Layer normalization: over the last axes, or over the channels of each pixel.
 
 use convoke_kernels::dispatch;
-use convoke_kernels::group_norm::Affine;
-use convoke_kernels::layer_norm::{self as kernel, LayerGradients};
+use convoke_kernels::group_norm::{Affine, AffineGradients};
+use convoke_kernels::layer_norm as kernel;
 
 use super::group_norm::data_of;
 use super::same_dtype;
@@ -155,7 +155,7 @@ impl LayerNorm {
         let mut of_weight = buffer(wanted[0], self.width())?;
         let mut of_bias = buffer(wanted[1], self.width())?;
         let affine = Affine { weight: data_of::<T>(weight.as_ref())?, bias: None, eps: self.eps };
-        let gradients = LayerGradients {
+        let gradients = AffineGradients {
             x: of_x.as_deref_mut(),
             weight: of_weight.as_deref_mut(),
             bias: of_bias.as_deref_mut(),

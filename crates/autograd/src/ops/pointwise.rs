@@ -179,12 +179,34 @@ impl Function for Apply {
         Ok((y, saved))
     }
 
-    fn backward(&self, saved: Option<Tensor>, upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
+    fn backward(
+        &self,
+        saved: Option<Tensor>,
+        mut upstream: Tensor,
+        _: &Needs,
+    ) -> Result<Vec<Option<Tensor>>> {
+        if let Some(saved) = &saved
+            && self.overwrite(saved, &mut upstream)?
+        {
+            return Ok(vec![Some(upstream)]);
+        }
         let dx = dispatch!(self.name(), upstream.dtype(), T => upstream.build_like(|dx: &mut [T]| {
             let saved = saved.as_ref().map(|saved| saved.data::<T>()).transpose()?.unwrap_or_default();
             let (cpu, dy) = (upstream.device().compute(), upstream.data::<T>()?);
             Ok(kernel::pointwise_backward(cpu, self.function, saved, dy, dx)?)
         }))?;
         Ok(vec![Some(dx)])
+    }
+}
+
+impl Apply {
+    /// Writes the gradient to the buffer of dy, if nobody else has that; else returns false.
+    fn overwrite(&self, saved: &Tensor, upstream: &mut Tensor) -> Result<bool> {
+        let cpu = upstream.device().compute().clone();
+        dispatch!(self.name(), upstream.dtype(), T => {
+            let Some(g) = upstream.unshared::<T>() else { return Ok(false) };
+            kernel::pointwise_backward_in_place(&cpu, self.function, saved.data::<T>()?, g)?;
+            Ok(true)
+        })
     }
 }

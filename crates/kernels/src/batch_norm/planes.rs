@@ -6,7 +6,7 @@ use super::coefficients::{Coefficients, Map, Normalize};
 use super::parts::{Pair, Part, Totals, moments, pilot, pilot_places};
 use super::{BackwardSums, Moments};
 use crate::activation::{Activate, with_act};
-use crate::channels::LANES;
+use crate::channels::{LANES, halved};
 use crate::cpu::multiversion;
 use crate::memory_format::Extent;
 use crate::shared::Shared;
@@ -448,19 +448,6 @@ fn sums_of_cells(cells: &[Cell], a: &mut [f64], b: &mut [f64]) {
     for ((cell, a), b) in cells.iter().zip(a).zip(b) {
         (*a, *b) = (halved(cell.a), halved(cell.b));
     }
-}
-
-/// The sum of the lanes: the upper half is added to the lower half until one lane is left.
-#[inline(always)]
-fn halved(mut lanes: [f64; LANES]) -> f64 {
-    let mut half = LANES / 2;
-    while half > 0 {
-        for lane in 0..half {
-            lanes[lane] += lanes[lane + half];
-        }
-        half /= 2;
-    }
-    lanes[0]
 }
 
 // Coefficients and tensors are arguments of their own: so the compiler knows that they do not overlap. In a struct, they cost

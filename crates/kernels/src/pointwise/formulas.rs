@@ -6,7 +6,7 @@ use crate::Element;
 ///
 /// Methods are `#[inline(always)]` and have no calls and no branches in f32, so that loops of them vectorise. A comparison is
 /// written so that NaN takes the side which keeps it.
-pub(super) trait Formula<T>: Copy + Send + Sync {
+pub(crate) trait Formula<T>: Copy + Send + Sync {
     fn forward(self, x: T) -> T;
 
     /// The gradient of the input: dy times the derivative, which is computed from what [`super::Pointwise::saves`] says.
@@ -14,57 +14,57 @@ pub(super) trait Formula<T>: Copy + Send + Sync {
 }
 
 #[derive(Clone, Copy)]
-pub(super) struct Sigmoid;
+pub(crate) struct Sigmoid;
 #[derive(Clone, Copy)]
-pub(super) struct Tanh;
+pub(crate) struct Tanh;
 #[derive(Clone, Copy)]
-pub(super) struct Silu;
+pub(crate) struct Silu;
 #[derive(Clone, Copy)]
-pub(super) struct HardSwish;
+pub(crate) struct HardSwish;
 #[derive(Clone, Copy)]
-pub(super) struct HardSigmoid<T> {
-    pub(super) alpha: T,
-    pub(super) beta: T,
+pub(crate) struct HardSigmoid<T> {
+    pub(crate) alpha: T,
+    pub(crate) beta: T,
 }
 #[derive(Clone, Copy)]
-pub(super) struct Clip<T> {
+pub(crate) struct Clip<T> {
     min: T,
     max: T,
 }
 #[derive(Clone, Copy)]
-pub(super) struct Gelu;
+pub(crate) struct Gelu;
 #[derive(Clone, Copy)]
-pub(super) struct GeluTanh;
+pub(crate) struct GeluTanh;
 /// `positive` * x above 0, else `negative` * (e^(`rate` * x) - 1): ELU, SELU and CELU.
 #[derive(Clone, Copy)]
-pub(super) struct Elu<T> {
-    pub(super) positive: T,
-    pub(super) negative: T,
-    pub(super) rate: T,
+pub(crate) struct Elu<T> {
+    pub(crate) positive: T,
+    pub(crate) negative: T,
+    pub(crate) rate: T,
 }
 #[derive(Clone, Copy)]
-pub(super) struct Mish;
+pub(crate) struct Mish;
 #[derive(Clone, Copy)]
-pub(super) struct Softplus<T> {
-    pub(super) beta: T,
-    pub(super) threshold: T,
+pub(crate) struct Softplus<T> {
+    pub(crate) beta: T,
+    pub(crate) threshold: T,
 }
 #[derive(Clone, Copy)]
-pub(super) struct Softsign;
+pub(crate) struct Softsign;
 #[derive(Clone, Copy)]
-pub(super) struct Exp;
+pub(crate) struct Exp;
 #[derive(Clone, Copy)]
-pub(super) struct Log;
+pub(crate) struct Log;
 #[derive(Clone, Copy)]
-pub(super) struct Sqrt;
+pub(crate) struct Sqrt;
 #[derive(Clone, Copy)]
-pub(super) struct Abs;
+pub(crate) struct Abs;
 #[derive(Clone, Copy)]
-pub(super) struct Neg;
+pub(crate) struct Neg;
 #[derive(Clone, Copy)]
-pub(super) struct Reciprocal;
+pub(crate) struct Reciprocal;
 #[derive(Clone, Copy)]
-pub(super) struct Erf;
+pub(crate) struct Erf;
 
 /// x, but at least `min` and at most `max`; NaN stays NaN.
 #[inline(always)]
@@ -78,7 +78,7 @@ fn clamped<T: Element>(x: T, min: T, max: T) -> T {
 #[inline(always)]
 fn sigmoids<T: Element>(x: T) -> (T, T) {
     let one = T::one();
-    let e = (-x.abs()).vector_exp();
+    let e = (-x.abs()).vector_exp_negative();
     let (large, small) = (one / (one + e), e / (one + e));
     if x < T::zero() { (small, large) } else { (large, small) }
 }
@@ -86,7 +86,7 @@ fn sigmoids<T: Element>(x: T) -> (T, T) {
 impl<T: Element> Formula<T> for Sigmoid {
     #[inline(always)]
     fn forward(self, x: T) -> T {
-        let e = (-x.abs()).vector_exp();
+        let e = (-x.abs()).vector_exp_negative();
         (if x < T::zero() { e } else { T::one() }) / (T::one() + e)
     }
 
@@ -113,13 +113,13 @@ impl<T: Element> Formula<T> for Tanh {
 impl<T: Element> Formula<T> for Silu {
     #[inline(always)]
     fn forward(self, x: T) -> T {
-        let e = (-x.abs()).vector_exp();
+        let e = (-x.abs()).vector_exp_negative();
         x * (if x < T::zero() { e } else { T::one() }) / (T::one() + e)
     }
 
     #[inline(always)]
     fn backward(self, x: T, dy: T) -> T {
-        let (one, e) = (T::one(), (-x.abs()).vector_exp());
+        let (one, e) = (T::one(), (-x.abs()).vector_exp_negative());
         let r = one / (one + e);
         let (s, c) = if x < T::zero() { (e * r, r) } else { (r, e * r) };
         dy * (s * (one + x * c))
@@ -155,7 +155,7 @@ impl<T: Element> Formula<T> for HardSigmoid<T> {
 
 impl<T: Element> Clip<T> {
     /// A bound at infinity is none: it becomes NaN, to which every comparison is false.
-    pub(super) fn new(min: T, max: T) -> Clip<T> {
+    pub(crate) fn new(min: T, max: T) -> Clip<T> {
         let min = if min == T::neg_infinity() { T::nan() } else { min };
         Clip { min, max: if max == T::infinity() { T::nan() } else { max } }
     }
@@ -207,7 +207,7 @@ impl<T: Element> Formula<T> for GeluTanh {
     #[inline(always)]
     fn forward(self, x: T) -> T {
         let argument = GeluTanh::argument(GeluTanh::bounded(x));
-        let e = (-argument.abs()).vector_exp();
+        let e = (-argument.abs()).vector_exp_negative();
         x * ((if x < T::zero() { e } else { T::one() }) / (T::one() + e))
     }
 
@@ -238,7 +238,7 @@ impl<T: Element> Formula<T> for Elu<T> {
 #[inline(always)]
 fn mish_ratio<T: Element>(x: T) -> (T, T, T) {
     let (one, two) = (T::one(), T::of(2.0));
-    let e = (-x.abs()).vector_exp();
+    let e = (-x.abs()).vector_exp_negative();
     let negative = x < T::zero();
     let n = if negative { e * (e + two) } else { one + two * e };
     (e, n, n + two * if negative { one } else { e * e })
@@ -267,7 +267,7 @@ impl<T: Element> Formula<T> for Softplus<T> {
         let z = self.beta * x;
         // Without beta, which could make a large x infinite.
         let above = if x < T::zero() { T::zero() } else { x };
-        let y = above + (-z.abs()).vector_exp().vector_ln_1p() / self.beta;
+        let y = above + (-z.abs()).vector_exp_negative().vector_ln_1p() / self.beta;
         if z > self.threshold { x } else { y }
     }
 
@@ -375,6 +375,6 @@ impl<T: Element> Formula<T> for Erf {
 
     #[inline(always)]
     fn backward(self, x: T, dy: T) -> T {
-        dy * (T::of(std::f64::consts::FRAC_2_SQRT_PI) * (-(x * x)).vector_exp())
+        dy * (T::of(std::f64::consts::FRAC_2_SQRT_PI) * (-(x * x)).vector_exp_negative())
     }
 }

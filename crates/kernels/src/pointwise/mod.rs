@@ -3,7 +3,7 @@
 //! A function is one variant of [`Pointwise`] and one formula in `formulas.rs`. Where PyTorch has the function, values and
 //! gradients are PyTorch's, at infinities too; what is NaN stays NaN. Formulas are chosen so that no large finite x gives NaN.
 
-mod formulas;
+pub(crate) mod formulas;
 
 use formulas::Formula;
 
@@ -251,6 +251,12 @@ multiversion! {
             *dx = formula.backward(saved, dy);
         }
     }
+
+    fn backward_in_place_chunk<T: Element, F: Formula<T>>(formula: F, saved: &[T], g: &mut [T]) {
+        for (g, &saved) in g.iter_mut().zip(saved) {
+            *g = formula.backward(saved, *g);
+        }
+    }
 }
 
 /// y = f(x) for every element.
@@ -289,6 +295,26 @@ pub fn pointwise_backward<T: Element>(
     let items = chunks(saved).zip(chunks(dy)).zip(chunks_mut(dx));
     with_formula!(function, T, formula => {
         cpu.for_each(work, items, |((saved, dy), dx)| backward_chunk(cpu, formula, saved, dy, dx));
+    });
+    Ok(())
+}
+
+/// As [`pointwise_backward`] of a function that saves something, in place: `g` holds dy before and dx after.
+///
+/// # Errors
+/// As [`pointwise`].
+pub fn pointwise_backward_in_place<T: Element>(
+    cpu: &Cpu,
+    function: Pointwise,
+    saved: &[T],
+    g: &mut [T],
+) -> Result<()> {
+    span!("pointwise backward", saved, g, g);
+    check_len(function.name(), "what forward saved", saved.len(), g.len())?;
+    function.check::<T>()?;
+    let (work, items) = (function.cost().saturating_mul(g.len()), chunks(saved).zip(chunks_mut(g)));
+    with_formula!(function, T, formula => {
+        cpu.for_each(work, items, |(saved, g)| backward_in_place_chunk(cpu, formula, saved, g));
     });
     Ok(())
 }

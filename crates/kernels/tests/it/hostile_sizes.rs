@@ -10,10 +10,11 @@ use convoke_kernels::batch_norm::{self, BackwardSums, EpsPlace, FilterOrder, Mom
 use convoke_kernels::class_loss::{ClassLoss, class_loss, class_loss_backward};
 use convoke_kernels::conv::{self, ConvAxis, ConvProblem, ConvSpec, ConvTypes, Pass};
 use convoke_kernels::gemm::{Matrix, MatrixMut, Update, gemm};
+use convoke_kernels::group_norm::{self, Affine, AffineGradients, GroupNorm, GroupNormBackward};
 use convoke_kernels::memory_format::{self, Extent};
 use convoke_kernels::pool::{self, PoolAxis, PoolProblem};
 use convoke_kernels::upsample::{UpsampleMode, UpsampleProblem};
-use convoke_kernels::{Cpu, Result, activation, concat, elementwise, loss, prelu, softmax};
+use convoke_kernels::{Cpu, Result, activation, concat, elementwise, layer_norm, loss, prelu, softmax};
 use convoke_testkit::{Failures, HUGE, catch_unwind};
 
 /// Every extent of these sizes, in both formats, of which at least one is huge.
@@ -77,6 +78,21 @@ fn with_extent(failures: &mut Failures, extent: &Extent, len: usize) {
     check("convert", answers(fits, || memory_format::convert(cpu, extent, &x, &mut y)));
     check("log_softmax", answers(fits, || loss::log_softmax(cpu, extent, &x, &mut y)));
     check("softmax", answers(fits, || softmax::softmax(cpu, extent, &x, &mut y)));
+    let layer = Affine { weight: None, bias: None, eps: 1e-5 };
+    check("layer_norm", answers(true, || layer_norm::layer_norm(cpu, sizes[1], &x, &layer, &mut y)));
+    let to = AffineGradients { x: None, weight: None, bias: None };
+    let rows = || layer_norm::layer_norm_backward(cpu, sizes[1], (&x, &dy), &layer, to);
+    check("layer_norm_backward", answers(true, rows));
+    for groups in [1, extent.channels] {
+        let normalized = || {
+            let problem = GroupNorm::new(*extent, groups)?;
+            let statistics = group_norm::group_norm(cpu, &problem, &x, &layer, &mut y)?;
+            let of = GroupNormBackward { x: &x, dy: &dy, weight: None, statistics: &statistics };
+            let to = AffineGradients { x: None, weight: None, bias: None };
+            group_norm::group_norm_backward(cpu, &problem, &of, to)
+        };
+        check("group_norm", answers(fits, normalized));
+    }
     check("softmax_backward", answers(fits, || softmax::softmax_backward(cpu, extent, &x, &dy, &mut y)));
     check("prelu", answers(fits, || prelu::Prelu::new(extent, &[0.5])?.forward(cpu, &x, &mut y)));
     check("log_softmax_backward", answers(fits, || loss::log_softmax_backward(cpu, extent, &x, &dy, &mut y)));

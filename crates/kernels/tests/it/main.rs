@@ -20,6 +20,7 @@ mod direct;
 mod fft;
 mod formats;
 mod hostile_sizes;
+mod layer_norm;
 mod loss;
 mod onednn;
 mod optimizer;
