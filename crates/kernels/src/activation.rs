@@ -3,6 +3,8 @@
 use crate::cpu::multiversion;
 use crate::elementwise::{chunks, chunks_mut};
 use crate::error::{check_len, invalid};
+use crate::pointwise::formulas::Formula;
+use crate::pointwise::{Pointwise, Saves};
 use crate::profile::span;
 use crate::{Cpu, Element, Result};
 
@@ -19,13 +21,42 @@ pub enum Activation {
         /// The factor of values that are not positive. Above 0 and finite, in the element type too.
         slope: f64,
     },
+    /// y, but at least `min` and at most `max`: [`Pointwise::Clip`]. ReLU6 is [`Activation::RELU6`].
+    Clip {
+        /// The least result; -infinity for none.
+        min: f64,
+        /// The largest result, not below `min`; infinity for none.
+        max: f64,
+    },
+    /// [`Pointwise::HardSwish`]. Backward needs the input.
+    HardSwish,
+    /// [`Pointwise::Silu`]. Backward needs the input.
+    Silu,
 }
 
 impl Activation {
+    /// PyTorch's `relu6`.
+    pub const RELU6: Activation = Activation::Clip { min: 0.0, max: 6.0 };
+
+    /// The same function among those that are applied alone; `None` for the identity and the two ReLUs.
+    pub fn pointwise(self) -> Option<Pointwise> {
+        match self {
+            Activation::Identity | Activation::Relu | Activation::LeakyRelu { .. } => None,
+            Activation::Clip { min, max } => Some(Pointwise::Clip { min, max }),
+            Activation::HardSwish => Some(Pointwise::HardSwish),
+            Activation::Silu => Some(Pointwise::Silu),
+        }
+    }
+
+    /// Whether backward needs the input; for the others the output does as well.
+    pub fn needs_input(self) -> bool {
+        self.pointwise().is_some_and(|function| function.saves() == Saves::Input)
+    }
+
     /// Checks that it can be applied to numbers of type T.
     ///
     /// # Errors
-    /// If the slope of a leaky ReLU is not above 0 and finite as a T.
+    /// If the slope of a leaky ReLU is not above 0 and finite as a T, or a bound makes no sense.
     pub fn check<T: Element>(self, operation: &'static str) -> Result<()> {
         match self {
             Activation::LeakyRelu { slope } if !(T::of(slope) > T::zero() && T::of(slope).is_finite()) => {
@@ -35,14 +66,14 @@ impl Activation {
                     format!("the slope must be above 0 and finite in {dtype}, not {slope}"),
                 ))
             }
-            _ => Ok(()),
+            _ => self.pointwise().map_or(Ok(()), Pointwise::check::<T>),
         }
     }
 }
 
 /// An [`Activation`] of numbers of type T. Each activation is a type of its own, so that loops are compiled for each of them.
 ///
-/// NaN stays NaN, as in PyTorch. `y` of backward may be the input or the output: both have the same sign.
+/// NaN stays NaN, as in PyTorch. `y` of backward is the input; it may also be the output unless [`Activation::needs_input`].
 pub(crate) trait Activate<T>: Copy + Send + Sync {
     fn forward(self, y: T) -> T;
     fn backward(self, y: T, dy: T) -> T;
@@ -92,6 +123,22 @@ impl<T: Element> Activate<T> for LeakyRelu<T> {
     }
 }
 
+/// A pointwise function whose backward takes the input.
+#[derive(Clone, Copy)]
+pub(crate) struct Applied<F>(pub(crate) F);
+
+impl<T: Element, F: Formula<T>> Activate<T> for Applied<F> {
+    #[inline(always)]
+    fn forward(self, y: T) -> T {
+        self.0.forward(y)
+    }
+
+    #[inline(always)]
+    fn backward(self, y: T, dy: T) -> T {
+        self.0.backward(y, dy)
+    }
+}
+
 /// Evaluates `$body` with `$act` bound to the [`Activate`] type of an [`Activation`], which has been checked.
 macro_rules! with_act {
     ($activation:expr, $act:ident => $body:expr) => {
@@ -106,6 +153,21 @@ macro_rules! with_act {
             }
             $crate::activation::Activation::LeakyRelu { slope } => {
                 let $act = $crate::activation::LeakyRelu($crate::Stored::of(slope));
+                $body
+            }
+            $crate::activation::Activation::Clip { min, max } => {
+                let $act = $crate::activation::Applied($crate::pointwise::formulas::Clip::new(
+                    $crate::Stored::of(min),
+                    $crate::Stored::of(max),
+                ));
+                $body
+            }
+            $crate::activation::Activation::HardSwish => {
+                let $act = $crate::activation::Applied($crate::pointwise::formulas::HardSwish);
+                $body
+            }
+            $crate::activation::Activation::Silu => {
+                let $act = $crate::activation::Applied($crate::pointwise::formulas::Silu);
                 $body
             }
         }
@@ -178,8 +240,8 @@ pub fn add_activated_in_place<T: Element>(
     Ok(())
 }
 
-/// g = the gradient of the activation's input: dz where the activation passed its input, else 0 or slope * dz. It is
-/// computed from the output `z`, whose sign is the input's.
+/// g = the gradient of the activation's input, computed from the output `z`, or from the input where
+/// [`Activation::needs_input`] says so.
 ///
 /// # Errors
 /// If the lengths differ, or a slope is not above 0 and finite.
@@ -346,6 +408,18 @@ mod tests {
                 let slope = T::of(slope);
                 (if y > zero { y } else { slope * y }, if y > zero { dy } else { slope * dy })
             }
+            Activation::Clip { min, max } => {
+                let (min, max) = (T::of(min), T::of(max));
+                let clipped = if y < min {
+                    min
+                } else if y > max {
+                    max
+                } else {
+                    y
+                };
+                (clipped, if y <= min || y >= max { zero } else { dy })
+            }
+            Activation::HardSwish | Activation::Silu => unreachable!("backward needs their input"),
         }
     }
 
@@ -363,8 +437,12 @@ mod tests {
         let cpus =
             isas.into_iter().flat_map(|isa| [1, 3].map(|n| Cpu::new(n).unwrap().with_isa(isa).unwrap()));
         for cpu in cpus {
-            for activation in [Activation::Identity, Activation::Relu, Activation::LeakyRelu { slope: 0.01 }]
-            {
+            for activation in [
+                Activation::Identity,
+                Activation::Relu,
+                Activation::LeakyRelu { slope: 0.01 },
+                Activation::RELU6,
+            ] {
                 let mut z = vec![nan; x.len()];
                 activate(&cpu, activation, &x, &mut z).unwrap();
                 assert!(same(&z, x.iter().map(|&x| defined(activation, x, x).0)), "{activation:?}");

@@ -1,7 +1,8 @@
-//! Activations: ReLU and leaky ReLU.
+//! Activations that a normalisation can apply in the same pass.
 
 use convoke_kernels::activation::{self, Activation};
 
+use super::pointwise::pointwise;
 use crate::{Function, Needs, Result, Tensor, apply};
 use convoke_kernels::dispatch;
 
@@ -15,14 +16,16 @@ impl Tensor {
     }
 }
 
-/// The activation of every element. Saves its output; the identity is `x` itself.
+/// The activation of every element. Saves its output, or its input where [`Activation::needs_input`] says so; the identity is `x`
+/// itself.
 ///
 /// # Errors
-/// If a leaky ReLU's slope is not above 0 and finite.
+/// If a leaky ReLU's slope is not above 0 and finite, or the bounds of a clip make no sense.
 pub fn activate(x: &Tensor, activation: Activation) -> Result<Tensor> {
-    match activation {
-        Activation::Identity => Ok(x.clone()),
-        _ => apply(Activate { activation }, &[x]),
+    match (activation, activation.pointwise()) {
+        (Activation::Identity, _) => Ok(x.clone()),
+        (_, Some(function)) => pointwise(x, function),
+        (_, None) => apply(Activate { activation }, &[x]),
     }
 }
 

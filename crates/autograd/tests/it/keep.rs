@@ -3,7 +3,7 @@
 use crate::common::{FORMATS, Number, device, laid_out, normal, values};
 use convoke_autograd::ops::{
     Activation, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, Keep, Moments, Padding,
-    PoolOptions, batch_norm, conv_bn_block2d, conv2d, max_pool2d,
+    PoolOptions, activate, batch_norm, conv_bn_block2d, conv2d, max_pool2d,
 };
 use convoke_autograd::{BackwardOptions, Device, MemoryFormat, Result, Tensor, no_grad};
 use convoke_testkit::{Failures, Tolerance, check_close};
@@ -19,7 +19,7 @@ struct Net {
     pool: Option<PoolOptions>,
 }
 
-const NETS: [Net; 7] = {
+const NETS: [Net; 10] = {
     let plain = Net {
         x: [5, 3, 9, 8],
         channels: 6,
@@ -31,6 +31,9 @@ const NETS: [Net; 7] = {
     [
         plain,
         Net { activation: Activation::Identity, ..plain },
+        Net { activation: Activation::RELU6, ..plain },
+        Net { activation: Activation::HardSwish, ..plain },
+        Net { activation: Activation::Silu, ..plain },
         Net { residual: true, ..plain },
         Net { residual: true, activation: Activation::Identity, x: [1, 4, 7, 7], ..plain },
         Net { kernel: 1, x: [33, 5, 4, 4], ..plain },
@@ -106,20 +109,17 @@ impl Leaves {
     }
 
     fn separate(&self, net: &Net) -> Result<(Tensor, Vec<Moments>)> {
-        let activate = |y: Tensor| match net.activation {
-            Activation::Relu => y.relu(),
-            _ => Ok(y),
-        };
+        let activated = |y: Tensor| activate(&y, net.activation);
         let norm = |y: &Tensor, block: usize| {
             batch_norm(y, Some(&self.gammas[block]), Some(&self.betas[block]), &BatchNormOptions::default())
         };
         let (y, one) = norm(&conv2d(&self.x, &self.weights[0], None, &Leaves::same(net.kernel))?, 0)?;
-        let hidden = activate(y)?;
+        let hidden = activated(y)?;
         let (mut y, two) = norm(&conv2d(&hidden, &self.weights[1], None, &Leaves::same(3))?, 1)?;
         if net.residual {
             y = y.add(&hidden)?;
         }
-        y = activate(y)?;
+        y = activated(y)?;
         if let Some(pool) = &net.pool {
             y = max_pool2d(&y, pool)?;
         }

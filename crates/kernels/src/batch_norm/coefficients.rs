@@ -149,8 +149,9 @@ impl<T: Element> Coefficients<T> {
         let mut c = Self::forward(by);
         c.activation = match by.activation {
             Activation::Identity => Activation::Identity,
-            Activation::Relu => return Err(invalid(operation, "a ReLU cannot be undone")),
             Activation::LeakyRelu { slope } => Activation::LeakyRelu { slope: 1.0 / T::of(slope).f64() },
+            Activation::Relu => return Err(invalid(operation, "a ReLU cannot be undone")),
+            other => return Err(invalid(operation, format!("{other:?} cannot be undone"))),
         };
         c.activation.check::<T>(operation)?;
         for (channel, scale) in c.scale.iter_mut().enumerate() {

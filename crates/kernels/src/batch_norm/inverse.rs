@@ -15,7 +15,7 @@ const SIZE: f64 = (1u64 << 40) as f64;
 impl<T: Element> Normalization<'_, T> {
     /// Whether [`invert`] recovers x with enough digits for backward.
     ///
-    /// It does if there is no ReLU, and every channel has 2^-40 <= |gamma| <= 2^40 (also after multiplying by a leaky
+    /// It does if there is no activation but a leaky ReLU, and every channel has 2^-40 <= |gamma| <= 2^40 (also after multiplying by a leaky
     /// ReLU's slope), |beta / gamma| <= 64 and |mean| inverse_std <= 64, with an inverse_std above 0 and gamma *
     /// inverse_std neither too large nor too small for T. NaN is never invertible, nor are slices of different lengths.
     ///
@@ -31,8 +31,8 @@ impl<T: Element> Normalization<'_, T> {
         let channels = self.mean.len();
         let slope = match self.activation {
             Activation::Identity => 1.0,
-            Activation::Relu => return false,
             Activation::LeakyRelu { slope } => slope,
+            _ => return false,
         };
         let near = |value: f64| value.abs() <= FAR;
         let sized = |value: f64| (1.0 / SIZE..=SIZE).contains(&value.abs());

@@ -10,7 +10,7 @@ use super::{Block, Keep, NAME, Operands};
 use crate::activation::Activation;
 use crate::batch_norm::{BatchNormOptions, Moments, Normalizer, Statistics, StatsInParts, normalize};
 use crate::memory::at_least;
-use crate::{Buffer, DType, Element, Result, convert};
+use crate::{Buffer, Element, Result, convert};
 
 /// What forward gives.
 pub struct Forward<T: Element> {
@@ -175,7 +175,7 @@ impl Block {
                 let values = || self.device().is_dry() || by.is_invertible();
                 if self.problem.can_invert() && values() { Keep::Invert } else { Keep::RecomputeInTiles }
             }
-            Keep::Compact if T::DTYPE != DType::F32 => Keep::Store,
+            Keep::Compact if !self.problem.can_be_compact() => Keep::Store,
             keep => keep,
         }
     }

@@ -15,7 +15,8 @@ pub enum Keep {
     /// reads it.
     Renormalize,
     /// The block's own output, and the convolution's output minus its mean, rounded to bf16, which halves its bytes. Gradients
-    /// are off by some thousandths of their size. Works as [`Keep::Store`] for f64.
+    /// are off by some thousandths of their size. Works as [`Keep::Store`] for f64, and with an activation whose backward needs its
+    /// input.
     Compact,
     /// The block's own output. The convolution is recomputed as a whole.
     Recompute,
@@ -24,7 +25,7 @@ pub enum Keep {
     /// Neither output: the convolution is recomputed, and the block's own output is normalised from that.
     RecomputeBoth,
     /// The block's own output, from which the convolution's output is computed by inverting the normalisation. Works as
-    /// [`Keep::RecomputeInTiles`] where that is impossible: with a ReLU, a residual or a pool, and where the statistics and
+    /// [`Keep::RecomputeInTiles`] where that is impossible: with an activation but a leaky ReLU, a residual or a pool, and where the statistics and
     /// parameters of a channel are out of range, such as a gamma too near to 0.
     Invert,
 }

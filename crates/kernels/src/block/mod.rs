@@ -82,7 +82,8 @@ pub struct BlockProblem {
     pub eps_place: EpsPlace,
     /// Whether something is added before the activation.
     pub residual: bool,
-    /// Applied to the normalised values, or to their sum with the residual.
+    /// Applied to the normalised values, or to their sum with the residual: then not one that
+    /// [needs its input](Activation::needs_input).
     pub activation: Activation,
     /// Max pooling after the activation, of the whole batch of y. Not with a residual; at most 256 elements per window.
     pub pool: Option<PoolProblem>,
@@ -118,7 +119,7 @@ impl BlockProblem {
         let worth = |keep: &Keep| match keep {
             Keep::Auto => false,
             Keep::Invert => inexact && self.can_invert(),
-            Keep::Compact => inexact && self.convolution.types == ConvTypes::F32,
+            Keep::Compact => inexact && self.can_be_compact(),
             _ => true,
         };
         Keep::ALL.into_iter().filter(worth).collect()
@@ -126,10 +127,23 @@ impl BlockProblem {
 
     /// Whether y can be computed from z, where the statistics and parameters allow it.
     fn can_invert(&self) -> bool {
-        self.pool.is_none() && !self.residual && self.activation != Activation::Relu
+        let undone = matches!(self.activation, Activation::Identity | Activation::LeakyRelu { .. });
+        self.pool.is_none() && !self.residual && undone
+    }
+
+    /// Whether a rounded y will do: the activation's gradient is then computed from z.
+    fn can_be_compact(&self) -> bool {
+        self.convolution.types == ConvTypes::F32 && !self.activation.needs_input()
     }
 
     fn check(&self) -> Result<()> {
+        if self.residual && self.activation.needs_input() {
+            let reason = format!(
+                "the gradient of {:?} needs its input, which is not kept where a residual is added",
+                self.activation
+            );
+            return Err(invalid(NAME, reason));
+        }
         let Some(pool) = &self.pool else { return Ok(()) };
         if self.residual {
             return Err(invalid(NAME, "a block has a residual or a pool, not both"));
@@ -208,7 +222,8 @@ impl Block {
     /// A block for `images` images. The problem has that batch; without images it has any, and nothing runs.
     ///
     /// # Errors
-    /// If the problem has a residual and a pool, or a pool that does not fit.
+    /// If the problem has a residual and a pool, a pool that does not fit, or a residual and an activation whose backward needs
+    /// its input.
     pub fn new(device: &Device, problem: BlockProblem, images: usize, keep: Keep) -> Result<Block> {
         problem.check()?;
         let keep = keep.resolved(problem.residual, problem.pool.is_some());

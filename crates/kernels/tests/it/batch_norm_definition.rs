@@ -44,13 +44,30 @@ struct Results {
     dbias: Vec<f64>,
 }
 
-fn activate(activation: Activation, z: f64) -> [f64; 2] {
+/// An activation's value and slope.
+pub(crate) fn activate(activation: Activation, z: f64) -> [f64; 2] {
     match activation {
         Activation::Identity => [z, 1.0],
         Activation::Relu if z > 0.0 => [z, 1.0],
         Activation::Relu => [0.0, 0.0],
         Activation::LeakyRelu { .. } if z > 0.0 => [z, 1.0],
         Activation::LeakyRelu { slope } => [slope * z, slope],
+        Activation::Clip { min, max } if z <= min || z >= max => [z.clamp(min, max), 0.0],
+        Activation::Clip { .. } => [z, 1.0],
+        Activation::HardSwish => {
+            let slope = if z <= -3.0 {
+                0.0
+            } else if z >= 3.0 {
+                1.0
+            } else {
+                z / 3.0 + 0.5
+            };
+            [z * (z + 3.0).clamp(0.0, 6.0) / 6.0, slope]
+        }
+        Activation::Silu => {
+            let sigmoid = 1.0 / (1.0 + (-z).exp());
+            [z * sigmoid, sigmoid * (1.0 + z * (1.0 - sigmoid))]
+        }
     }
 }
 
@@ -244,11 +261,18 @@ fn values_and_gradients_are_those_of_the_definition() {
     let mut failures = Failures::new("batch norm against its definition");
     let mut random = Random::new(25);
     let mut checked = 0;
-    let activations = [Activation::Identity, Activation::Relu, Activation::LeakyRelu { slope: 0.2 }];
-    for combination in 0..2 * 2 * 2 * 3 * 3 * 4 {
+    let activations = [
+        Activation::Identity,
+        Activation::Relu,
+        Activation::LeakyRelu { slope: 0.2 },
+        Activation::Clip { min: -0.5, max: 0.75 },
+        Activation::HardSwish,
+        Activation::Silu,
+    ];
+    for combination in 0..2 * 2 * 2 * 6 * 3 * 4 {
         let bit = |place: usize| combination >> place & 1 == 1;
-        let (activation, source) = (combination / 8 % 3, combination / 24 % 3);
-        let large = combination / 72 == 3;
+        let (activation, source) = (combination / 8 % 6, combination / 48 % 3);
+        let large = combination / 144 == 3;
         let size = match large {
             true => [random.integer(2..=3), random.integer(17..=70), random.integer(300..=1500)],
             false => [random.integer(2..=6), random.integer(1..=9), random.integer(1..=40)],

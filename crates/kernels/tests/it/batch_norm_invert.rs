@@ -132,7 +132,9 @@ fn changed(change: impl Fn(&mut Numbers<f32>)) -> bool {
 fn what_loses_digits_is_not_invertible() {
     assert!(changed(|_| {}));
     assert!(changed(|n| n.activation = IDENTITY));
-    assert!(!changed(|n| n.activation = Activation::Relu));
+    for activation in [Activation::Relu, Activation::RELU6, Activation::HardSwish, Activation::Silu] {
+        assert!(!changed(|n| n.activation = activation));
+    }
     for slope in [0.0, -1.0, f64::NAN, f64::INFINITY, 1e-60, 1e-13, 1e13] {
         assert!(!changed(|n| n.activation = Activation::LeakyRelu { slope }), "slope {slope}");
     }
@@ -180,6 +182,7 @@ fn what_cannot_be_undone_is_named_and_nothing_is_written() {
         assert_eq!(x, [7.0; 12]);
     };
     refused(&|n| n.activation = Activation::Relu, &["batch norm inversion", "ReLU cannot be undone"]);
+    refused(&|n| n.activation = Activation::Silu, &["batch norm inversion", "Silu cannot be undone"]);
     refused(&|n| n.activation = Activation::LeakyRelu { slope: 0.0 }, &["slope must be above 0"]);
     refused(&|n| n.weight[1] = 0.0, &["channel 1 is scaled by 0"]);
     refused(&|n| n.weight[1] = f32::NAN, &["channel 1 is scaled by NaN"]);

@@ -10,8 +10,14 @@ use convoke_kernels::{Cpu, Isa, MemoryFormat};
 use convoke_testkit::{Failures, Random, Tolerance, check_close, poisoned};
 
 const EPS: f64 = 1e-5;
-const ACTIVATIONS: [Activation; 3] =
-    [Activation::Identity, Activation::Relu, Activation::LeakyRelu { slope: 0.01 }];
+const ACTIVATIONS: [Activation; 6] = [
+    Activation::Identity,
+    Activation::Relu,
+    Activation::LeakyRelu { slope: 0.01 },
+    Activation::RELU6,
+    Activation::HardSwish,
+    Activation::Silu,
+];
 
 /// One and three threads, with the portable instruction set and with the best one.
 fn some_cpus() -> Vec<Cpu> {
@@ -190,7 +196,7 @@ fn tiles_change_nothing<T: Number>(failures: &mut Failures, seed: u64) {
     for (index, size) in sizes(&mut random).into_iter().enumerate() {
         for format in FORMATS {
             let extent = extent(size, format);
-            let layer = Layer::<T>::new(&mut random, extent, ACTIVATIONS[index % 3]);
+            let layer = Layer::<T>::new(&mut random, extent, ACTIVATIONS[index % 6]);
             let whole = layer.whole(&cpus[0]);
             let what = format!("{size:?} {format} {} {:?}", T::DTYPE, layer.activation);
             failures.check(&what, layer.check_sums(&whole.doubles));

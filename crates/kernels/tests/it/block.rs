@@ -14,6 +14,7 @@ use convoke_kernels::{Buffer, Cpu, Device, DeviceOptions, MemoryFormat};
 use convoke_testkit::{Failures, Random};
 use proptest::prelude::*;
 
+use crate::batch_norm_definition::activate;
 use crate::common::{
     self, FORMATS, Number, cast, check_bits, check_refused, contiguous, extent_of, laid_out, properties,
 };
@@ -111,15 +112,26 @@ impl Case {
         let [_, channels, height, width] = convolution.output_shape();
         let mut problem = BlockProblem::new(*convolution);
         [problem.bias, problem.gamma, problem.beta] = [random.flag(), random.flag(), random.flag()];
-        problem.activation =
-            *random.pick(&[Activation::Identity, Activation::Relu, Activation::LeakyRelu { slope: 0.2 }]);
+        problem.activation = *random.pick(&[
+            Activation::Identity,
+            Activation::Relu,
+            Activation::LeakyRelu { slope: 0.2 },
+            Activation::Clip { min: -0.5, max: 0.75 },
+            Activation::HardSwish,
+            Activation::Silu,
+        ]);
         problem.eps_place = *random.pick(&[EpsPlace::InsideRoot, EpsPlace::OutsideRoot]);
         // Large enough that gradients stay of moderate size where a channel hardly varies.
         problem.eps = 0.1;
         let source = *random.pick(&[Source::Batch, Source::Batch, Source::Ranks, Source::Constant]);
         let mut pool = None;
         match random.integer(0..=2) {
-            0 => problem.residual = true,
+            0 => {
+                problem.residual = true;
+                if problem.activation.needs_input() {
+                    problem.activation = Activation::Relu;
+                }
+            }
             1 => {
                 let mut axis = |input: usize| {
                     let kernel = random.integer(1..=input.min(3));
@@ -316,16 +328,10 @@ impl Case {
             let beta = self.beta.as_ref().map_or(0.0, |beta| beta[channel(index)]);
             normalized(index) * gamma(index) + beta + self.residual.as_ref().map_or(0.0, |r| r[index])
         };
-        let slope = |value: f64| match self.problem.activation {
-            Activation::Identity => 1.0,
-            _ if value > 0.0 => 1.0,
-            Activation::Relu => 0.0,
-            Activation::LeakyRelu { slope } => slope,
-        };
-        let activated: Vec<f64> = (0..y.len())
-            .map(before)
-            .map(|value| if value == 0.0 { 0.0 } else { value * slope(value) })
-            .collect();
+        let activation = self.problem.activation;
+        let slope = |value: f64| activate(activation, value)[1];
+        let activated: Vec<f64> =
+            (0..y.len()).map(before).map(|value| activate(activation, value)[0]).collect();
         // Max pooling, and the gradient of what it takes.
         let mut g = vec![0.0; y.len()];
         let mut z = Vec::new();

@@ -1,6 +1,7 @@
 //! What a graph computes for one size of its input, as lists to print.
 
 use convoke_autograd::Result;
+use convoke_autograd::ops::Activation;
 
 use super::Op;
 use super::fuse::Action;
@@ -67,9 +68,7 @@ impl Graph {
                 if action.residual {
                     operation.push_str("+Add");
                 }
-                if action.activation != convoke_autograd::ops::Activation::Identity {
-                    operation.push_str("+Relu");
-                }
+                operation.push_str(activation_name(action.activation));
                 let mut positions = elements;
                 if let Some(pool) = &action.pool {
                     operation.push_str("+MaxPool");
@@ -87,12 +86,16 @@ impl Graph {
             }
             Action::Norm(norm, activation) => StepDescription {
                 name: norm.name.clone(),
-                operation: match activation {
-                    convoke_autograd::ops::Activation::Identity => "BatchNormalization".into(),
-                    _ => "BatchNormalization+Relu".into(),
-                },
+                operation: format!("BatchNormalization{}", activation_name(*activation)),
                 output,
                 parameters: 2 * norm.layer.num_features(),
+                flops: 0,
+            },
+            Action::Function(function) => StepDescription {
+                name: name(node),
+                operation: Op::Pointwise(*function).name().into(),
+                output,
+                parameters: 0,
                 flops: 0,
             },
             Action::Dropout | Action::Node => {
@@ -129,5 +132,17 @@ fn name(node: &NetworkNode) -> String {
     match node.name.as_str() {
         "" => node.op.name().to_owned(),
         name => name.to_owned(),
+    }
+}
+
+/// What an activation adds to the name of the step that it is joined to.
+fn activation_name(activation: Activation) -> &'static str {
+    match activation {
+        Activation::Identity => "",
+        Activation::Relu => "+Relu",
+        Activation::LeakyRelu { .. } => "+LeakyRelu",
+        Activation::Clip { .. } => "+Clip",
+        Activation::HardSwish => "+HardSwish",
+        Activation::Silu => "+Swish",
     }
 }

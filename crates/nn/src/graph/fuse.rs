@@ -1,13 +1,13 @@
 //! Joins steps that can run as one operation: a convolution, its batch norm, an addition, an activation and a max pool become a
-//! block; a batch norm and an activation become one step.
+//! block; a batch norm and an activation become one step, and so do a sigmoid and the product with its input.
 //!
 //! Steps are joined only where nobody else reads what is between them, and the joined step takes the place of the last of them.
-//! So joining changes no value.
+//! So joining changes no value, but for the rounding of that product.
 
 use std::sync::Arc;
 
-use convoke_autograd::ops::{Activation, ConvBnBlock, ConvOptions, PoolOptions};
-use convoke_autograd::{Result as TensorResult, Tensor};
+use convoke_autograd::ops::{Activation, ConvBnBlock, ConvOptions, Pointwise, PoolOptions};
+use convoke_autograd::{DType, Result as TensorResult, Tensor};
 
 use super::network::{Block, Layer, Network, Norm};
 use super::plan::{Plan, Source, Step};
@@ -23,6 +23,8 @@ pub(super) enum Action {
     Norm(Arc<Norm>, Activation),
     /// The node's dropout.
     Dropout,
+    /// A function of each element, instead of several nodes.
+    Function(Pointwise),
     /// A block; the step's inputs are those of the convolution and the residual.
     Block(Box<BlockAction>),
 }
@@ -77,6 +79,9 @@ pub(super) fn fuse(plan: &mut Plan, network: &Network) -> Vec<(usize, Alone)> {
     let mut fusion = Fusion::new(plan, network);
     let mut alone = Vec::new();
     for index in 0..fusion.steps.len() {
+        fusion.swish(index);
+    }
+    for index in 0..fusion.steps.len() {
         let Some(step) = &fusion.steps[index] else { continue };
         let node = step.node;
         if matches!(network.nodes[node].op, Op::Conv(_))
@@ -96,6 +101,7 @@ struct Fusion<'a> {
     network: &'a Network,
     steps: Vec<Option<Step>>,
     shapes: &'a [Vec<usize>],
+    dtype: DType,
     /// The steps that read each slot; `usize::MAX` for the outputs.
     readers: Vec<Vec<usize>>,
 }
@@ -113,7 +119,7 @@ impl<'a> Fusion<'a> {
         }
         plan.outputs.iter().for_each(|source| note(source, usize::MAX));
         let steps = std::mem::take(&mut plan.steps).into_iter().map(Some).collect();
-        Fusion { network, steps, shapes: &plan.shapes, readers }
+        Fusion { network, steps, shapes: &plan.shapes, dtype: plan.place.dtype, readers }
     }
 
     /// The only reader of a slot, unless it was joined to others.
@@ -121,7 +127,7 @@ impl<'a> Fusion<'a> {
         match self.readers[slot][..] {
             [reader] => {
                 let step = self.steps.get(reader)?.as_ref()?;
-                matches!(step.action, Action::Node).then_some((reader, step))
+                matches!(step.action, Action::Node | Action::Function(_)).then_some((reader, step))
             }
             _ => None,
         }
@@ -185,7 +191,9 @@ impl<'a> Fusion<'a> {
             joined.push(add);
             (last, residual) = (add, true);
         }
-        let activation = self.activation(last);
+        // Where something is added, the activation's gradient must follow from its output.
+        let activation =
+            self.activation(last).filter(|(_, activation)| !residual || !activation.needs_input());
         if let Some((step, _)) = activation {
             joined.push(step);
             last = step;
@@ -227,14 +235,57 @@ impl<'a> Fusion<'a> {
     fn activation(&self, index: usize) -> Option<(usize, Activation)> {
         let slot = self.output(index)?;
         let (reader, step) = self.only_reader(slot)?;
-        let activation = match *self.op(step) {
-            Op::Relu => Activation::Relu,
-            Op::LeakyRelu { alpha } if alpha > 1e-30 && alpha.is_finite() => {
+        let function = match step.action {
+            Action::Function(function) => Some(function),
+            _ => None,
+        };
+        let activation = match (function, self.op(step)) {
+            (Some(Pointwise::Silu), _) | (None, Op::Pointwise(Pointwise::Silu)) => Activation::Silu,
+            (Some(Pointwise::HardSwish), _) | (None, Op::Pointwise(Pointwise::HardSwish)) => {
+                Activation::HardSwish
+            }
+            (None, Op::Relu) => Activation::Relu,
+            (None, &Op::LeakyRelu { alpha }) if alpha > 1e-30 && alpha.is_finite() => {
                 Activation::LeakyRelu { slope: alpha }
             }
+            (None, &Op::Pointwise(Pointwise::Clip { min, max })) => Activation::Clip { min, max },
+            (None, Op::Clip) => clip(step)?,
             _ => return None,
         };
         Self::reads_first(step, slot).then_some((reader, activation))
+    }
+
+    /// Joins a sigmoid, or a hard-sigmoid, to the product of its input and its output: SiLU and hard-swish, as older versions of
+    /// ONNX write them.
+    fn swish(&mut self, index: usize) -> Option<()> {
+        let step = self.steps[index].as_ref()?;
+        let function = match *self.op(step) {
+            Op::Pointwise(Pointwise::Sigmoid) => Pointwise::Silu,
+            Op::Pointwise(Pointwise::HardSigmoid { alpha, beta }) if beta == 0.5 && self.is_sixth(alpha) => {
+                Pointwise::HardSwish
+            }
+            _ => return None,
+        };
+        let (input, output) = (step.inputs.first()?.clone()?, self.output(index)?);
+        let Source::Slot(x) = input else { return None };
+        let (mul, product) = self.only_reader(output)?;
+        let (Op::Arithmetic(Arithmetic::Mul), [Some(Source::Slot(a)), Some(Source::Slot(b))]) =
+            (self.op(product), &product.inputs[..])
+        else {
+            return None;
+        };
+        if [*a, *b] != [x, output] && [*a, *b] != [output, x] {
+            return None;
+        }
+        self.readers[x].retain(|&reader| reader != index);
+        self.join(&[index, mul], mul, (Action::Function(function), vec![Some(input)]));
+        Some(())
+    }
+
+    /// Whether a factor is a sixth, as precisely as the model computes.
+    fn is_sixth(&self, factor: f64) -> bool {
+        let exact = 1.0 / 6.0;
+        factor == exact || self.dtype == DType::F32 && factor as f32 == exact as f32
     }
 
     /// Joins a batch norm without a convolution to the activation behind it.
@@ -264,5 +315,18 @@ impl<'a> Fusion<'a> {
         let Some(step) = self.steps[last].take() else { return };
         joined.iter().for_each(|&index| self.steps[index] = None);
         self.steps[last] = Some(Step { action, inputs, ..step });
+    }
+}
+
+/// The bounds of a clip, if they are numbers.
+fn clip(step: &Step) -> Option<Activation> {
+    let bound = |place: usize, none: f64| match step.inputs.get(place) {
+        None | Some(None) => Some(none),
+        Some(Some(Source::Known(array))) => array.only().filter(|bound| !bound.is_nan()),
+        Some(Some(_)) => None,
+    };
+    match (bound(1, f64::NEG_INFINITY)?, bound(2, f64::INFINITY)?) {
+        (0.0, f64::INFINITY) => Some(Activation::Relu),
+        (min, max) => (min <= max).then_some(Activation::Clip { min, max }),
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use convoke_autograd::ops::Convention;
+use convoke_autograd::ops::{self, Convention};
 use convoke_autograd::{DType, Device, Error, Result, Tensor};
 
 use super::fuse::{self, Action};
@@ -374,6 +374,9 @@ impl Graph {
             Action::Norm(norm, activation) => {
                 let y = norm.layer.forward_with(&input(0)?, *activation).map_err(in_node)?;
                 vec![Value::Tensor(y)]
+            }
+            Action::Function(function) => {
+                vec![Value::Tensor(ops::pointwise(&input(0)?, *function).map_err(in_node)?)]
             }
             Action::Dropout => match &node.layer {
                 Some(Layer::Dropout(dropout)) => {

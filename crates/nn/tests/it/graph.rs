@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, LazyLock};
 
-use convoke_autograd::ops::Coordinates;
+use convoke_autograd::ops::{Coordinates, Pointwise};
 use convoke_autograd::{DType, Device, MemoryFormat, Tensor};
 use convoke_nn::graph::{
     Arithmetic, Array, Aspect, BatchNormOp, Conv, Definition, Dimension, Gemm, Graph, Input, Interpolation,
@@ -198,6 +198,60 @@ fn steps_are_joined_where_nobody_else_reads() {
     let graph = made.graph(&sum, ConvBnMode::Fused);
     let description = graph.describe(&[vec![2, 3, 8, 8]]).unwrap();
     assert_eq!(description.alone, [("make c convolved".to_owned(), "its output has several readers")]);
+}
+
+/// Blocks that end in each activation, written as one operation or as several.
+fn activations(mode: ConvBnMode) -> Graph {
+    let mut made = Maker::new(&[2, 3, 8, 8]);
+    for (name, number) in [("min", 0.0), ("max", 6.0), ("no max", f32::INFINITY)] {
+        made.0.stored.push(Stored {
+            name: name.into(),
+            values: Array::floats([number]).reshaped(&[]).unwrap().into(),
+        });
+    }
+    let mul = Op::Arithmetic(Arithmetic::Mul);
+    let sigmoid = Op::Pointwise(Pointwise::Sigmoid);
+    let y = made.conv_bn("x", "a", [3, 4]);
+    let a = made.node(Op::Clip, &[&y, "min", "max"], "clip");
+    let y = made.conv_bn(&a, "b", [4, 4]);
+    let b = made.node(Op::Clip, &[&y, "min", "no max"], "as a ReLU");
+    let y = made.conv_bn(&b, "c", [4, 4]);
+    let c = made.node(Op::Pointwise(Pointwise::HardSwish), &[&y], "hard-swish");
+    let y = made.conv_bn(&c, "d", [4, 4]);
+    let gate = made.node(sigmoid.clone(), &[&y], "gate");
+    let d = made.node(mul.clone(), &[&y, &gate], "swish in two");
+    let y = made.conv_bn(&d, "e", [4, 4]);
+    let gate = made.node(Op::Pointwise(Pointwise::HARD_SIGMOID), &[&y], "hard gate");
+    let e = made.node(mul.clone(), &[&gate, &y], "hard-swish in two");
+    // SiLU's gradient needs its input, so the sum is where the block ends.
+    let y = made.conv_bn(&e, "f", [4, 4]);
+    let sum = made.node(Op::Arithmetic(Arithmetic::Add), &[&y, &e], "sum");
+    let f = made.node(Op::Pointwise(Pointwise::Silu), &[&sum], "swish of the sum");
+    // Somebody else reads the gate.
+    let y = made.conv_bn(&f, "g", [4, 4]);
+    let gate = made.node(sigmoid, &[&y], "gate of two");
+    let g = made.node(mul, &[&y, &gate], "swish");
+    let both = made.node(Op::Arithmetic(Arithmetic::Add), &[&g, &gate], "both");
+    made.graph(&both, mode)
+}
+
+#[test]
+fn blocks_end_in_activations() {
+    let description = activations(ConvBnMode::Fused).describe(&[vec![2, 3, 8, 8]]).unwrap();
+    let steps: Vec<&str> = description.steps.iter().map(|step| step.operation.as_str()).collect();
+    let block = "Conv+BatchNormalization";
+    let blocks =
+        ["+Clip", "+Relu", "+HardSwish", "+Swish", "+HardSwish", "+Add"].map(|end| format!("{block}{end}"));
+    let rest = ["Swish", block, "Sigmoid", "Mul", "Add"].map(str::to_owned);
+    assert_eq!(steps, [&blocks[..], &rest[..]].concat());
+
+    let x = images(&[2, 3, 8, 8]);
+    let (output, expected) = step(&activations(ConvBnMode::Separate), &x);
+    let (found, gradients) = step(&activations(ConvBnMode::Fused), &x);
+    close(&found, &output, "output");
+    for ((name, found), (_, expected)) in gradients.iter().zip(&expected) {
+        close(found, expected, name);
+    }
 }
 
 #[test]

@@ -530,8 +530,18 @@ fn conv_bn_block2d_cases(draw: &mut Draw) {
     }
     // Every combination of options, on the smallest convolution that has windows to pool.
     let (x, weight, convolution) = ([2, 1, 3, 3], [2, 1, 2, 2], ConvOptions::default());
-    let activations = [Activation::Identity, Activation::Relu, Activation::LeakyRelu { slope: 0.3 }];
-    for (&(keep, follows), activation) in cases.iter().flat_map(|case| activations.map(|kind| (case, kind))) {
+    let activations = [
+        Activation::Identity,
+        Activation::Relu,
+        Activation::LeakyRelu { slope: 0.3 },
+        // A draw that is away from 0 is away from these bounds as well.
+        Activation::Clip { min: 0.0, max: 30.0 },
+        Activation::HardSwish,
+        Activation::Silu,
+    ];
+    let pairs = cases.iter().flat_map(|case| activations.map(|kind| (case, kind)));
+    let allowed = |follows: Follows, kind: Activation| follows != Follows::Residual || !kind.needs_input();
+    for (&(keep, follows), activation) in pairs.filter(|&(&(_, follows), kind)| allowed(follows, kind)) {
         for [bias, gamma, beta, constant, outside] in all_flags() {
             let options = norm_options(draw, 2, [false, constant, outside]);
             let options = BatchNormOptions { activation, ..options };
@@ -666,7 +676,14 @@ fn relu_cases(draw: &mut Draw) {
 
 fn activate_cases(draw: &mut Draw) {
     let shape: &[usize] = if draw.is_large() { &[3, 8, 30, 30] } else { &[2, 3, 4, 3] };
-    for activation in [Activation::Identity, Activation::Relu, Activation::LeakyRelu { slope: 0.1 }] {
+    for activation in [
+        Activation::Identity,
+        Activation::Relu,
+        Activation::LeakyRelu { slope: 0.1 },
+        Activation::Clip { min: 0.0, max: 30.0 },
+        Activation::HardSwish,
+        Activation::Silu,
+    ] {
         let inputs = draw.away_from_zero(|draw| vec![draw.normal(shape)], &|inputs| Ok(inputs[0].clone()));
         draw.add(format!("{activation:?}"), inputs, move |inputs| activate(&inputs[0], activation));
     }
