@@ -7,7 +7,7 @@ use convoke_kernels::{DType, MemoryFormat};
 
 use crate::mode::{self, Mode};
 use crate::tensor::History;
-use crate::{Device, Error, Result, Tensor};
+use crate::{Device, Error, Operation, Result, Tensor, trace};
 
 /// A differentiable operation. Built-in operations and yours implement it alike. Run it with [`apply`].
 ///
@@ -62,6 +62,21 @@ pub trait Function: Send + Sync + Sized + 'static {
     /// Whether inputs may have this type. By default, those are the types in which kernels compute; the others are for storage.
     fn takes(&self, dtype: DType) -> bool {
         dtype.computes()
+    }
+
+    /// What it computes, as data, if it is one of the built-in operations: for [`crate::trace()`]. By default it is none of them; see
+    /// [`Function::compose`].
+    fn describe(&self) -> Option<Operation> {
+        None
+    }
+
+    /// The same output, up to rounding, made by other operations: while a computation is traced, these are noted in place of this one.
+    /// By default there are none. Implement it for an operation of your own to write models with it as data.
+    ///
+    /// # Errors
+    /// Those of the other operations.
+    fn compose(&self, _inputs: &[&Tensor]) -> Result<Option<Tensor>> {
+        Ok(None)
     }
 
     /// The output, and what backward will need.
@@ -159,8 +174,14 @@ pub fn apply_with_saved<F: Function, R>(
     let constants: Vec<Tensor> = inputs.iter().map(|input| input.detach()).collect();
     let constants: Vec<&Tensor> = constants.iter().collect();
     let span = operation_span(operation, "forward");
-    let (output, saved) = mode::no_grad(|| function.forward(&constants, &needs))?;
+    let (mut output, saved) = mode::no_grad(|| function.forward(&constants, &needs))?;
     drop(span);
+    if mode::is_traced() {
+        if let Some(composed) = mode::no_grad(|| function.compose(inputs))? {
+            output = composed;
+        }
+        trace::note((operation, function.describe()), inputs, &output);
+    }
     let extra = look(&saved);
     if !recording {
         return Ok((output, extra));

@@ -4,6 +4,7 @@
 //! * A [`Function`] is an operation with its backward. Built-in operations ([`ops`]) and yours are implemented in the same way.
 //! * [`Tensor::backward`] returns the [`Gradients`] of the leaves.
 //! * [`gradcheck`] compares a function's gradients with central differences in f64.
+//! * [`trace()`] gives the operations that a computation consists of, as data.
 //!
 //! ```
 //! use convoke_autograd::{Device, Tensor};
@@ -24,9 +25,11 @@ mod function;
 mod gradcheck;
 mod images;
 mod mode;
+mod operation;
 pub mod ops;
 mod storage;
 mod tensor;
+mod trace;
 
 pub use backward::{BackwardOptions, Gradients};
 pub use convoke_kernels::memory::{Buffer, MemoryStats, TimelinePoint};
@@ -40,4 +43,6 @@ pub use foreign::Exported;
 pub use function::{Function, Needs, apply, apply_with_saved};
 pub use gradcheck::{GradCheck, GradCheckFailure, GradCheckReport, gradcheck};
 pub use mode::{enable_grad, inference_mode, is_grad_enabled, no_grad};
+pub use operation::{Arithmetic, Operation, Reduce};
 pub use tensor::{Tensor, format_shape};
+pub use trace::{Call, Source, Trace, note_dropout, trace};

@@ -1,4 +1,4 @@
-//! Whether operations are recorded on this thread.
+//! Whether operations are recorded, and traced, on this thread.
 
 use std::cell::Cell;
 
@@ -9,12 +9,28 @@ pub(crate) enum Mode {
     Inference,
 }
 
+#[derive(Clone, Copy)]
+struct State {
+    mode: Mode,
+    /// Whether [`crate::trace()`] notes operations.
+    traced: bool,
+}
+
 thread_local! {
-    static MODE: Cell<Mode> = const { Cell::new(Mode::Grad) };
+    static STATE: Cell<State> = const { Cell::new(State { mode: Mode::Grad, traced: false }) };
 }
 
 pub(crate) fn current() -> Mode {
-    MODE.get()
+    STATE.get().mode
+}
+
+pub(crate) fn is_traced() -> bool {
+    STATE.get().traced
+}
+
+/// Runs `work` while its operations are noted.
+pub(crate) fn traced<R>(work: impl FnOnce() -> R) -> R {
+    with_state(State { traced: true, ..STATE.get() }, work)
 }
 
 /// Whether operations on this thread are recorded for `backward`.
@@ -42,12 +58,16 @@ pub fn inference_mode<R>(work: impl FnOnce() -> R) -> R {
 }
 
 fn with_mode<R>(mode: Mode, work: impl FnOnce() -> R) -> R {
-    struct Restore(Mode);
+    with_state(State { mode, ..STATE.get() }, work)
+}
+
+fn with_state<R>(state: State, work: impl FnOnce() -> R) -> R {
+    struct Restore(State);
     impl Drop for Restore {
         fn drop(&mut self) {
-            MODE.set(self.0);
+            STATE.set(self.0);
         }
     }
-    let _restore = Restore(MODE.replace(mode));
+    let _restore = Restore(STATE.replace(state));
     work()
 }

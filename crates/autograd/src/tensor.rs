@@ -335,6 +335,18 @@ impl Tensor {
         }
     }
 
+    /// Whether both are one tensor: clones of each other.
+    pub fn is(&self, other: &Tensor) -> bool {
+        Arc::ptr_eq(&self.inner, &other.inner)
+    }
+
+    /// Whether both share their elements, and have the same shape and format, so that their values are equal.
+    pub fn is_same(&self, other: &Tensor) -> bool {
+        Arc::ptr_eq(&self.inner.storage, &other.inner.storage)
+            && self.shape() == other.shape()
+            && self.format() == other.format()
+    }
+
     /// Where the elements begin in memory; 0 if they must be recomputed. Two tensors that exist at the
     /// same time and are not empty have the same address only if they share their elements.
     pub fn address(&self) -> usize {

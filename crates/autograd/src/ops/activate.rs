@@ -3,7 +3,7 @@
 use convoke_kernels::activation::{self, Activation};
 
 use super::pointwise::pointwise;
-use crate::{Function, Needs, Result, Tensor, apply};
+use crate::{Function, Needs, Operation, Result, Tensor, apply};
 use convoke_kernels::dispatch;
 
 impl Tensor {
@@ -42,6 +42,10 @@ impl Function for Activate {
             Activation::Relu => "relu",
             _ => "activate",
         }
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::Activate(self.activation))
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Tensor)> {

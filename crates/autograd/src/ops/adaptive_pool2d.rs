@@ -8,7 +8,7 @@ use convoke_kernels::pool::{self, AdaptivePool};
 use super::pool2d::{MaxPool, PoolOptions};
 use super::{empty, four_dimensions};
 use crate::error::invalid;
-use crate::{Buffer, Function, Needs, Result, Tensor, apply};
+use crate::{Buffer, Function, Needs, Operation, Result, Tensor, apply};
 
 /// The mean of each of `size` (height, width) windows of an N x C x H x W tensor, as PyTorch's `adaptive_avg_pool2d`: window i
 /// of an axis is `floor(i input / output)..ceil((i + 1) input / output)`. Saves nothing.
@@ -64,6 +64,10 @@ impl Function for AdaptiveAverage {
         self.name
     }
 
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::AdaptivePool { max: false })
+    }
+
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {
         let (x, shape) = (inputs[0], self.problem.output_shape());
         if x.is_empty() {
@@ -102,6 +106,10 @@ impl Function for AdaptiveMax {
 
     fn name(&self) -> &'static str {
         self.name
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::AdaptivePool { max: true })
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {

@@ -4,7 +4,7 @@ use convoke_kernels::elementwise;
 
 use super::broadcast::{Kind, arithmetic};
 use super::same_dtype;
-use crate::{Function, Needs, Result, Tensor, apply};
+use crate::{Function, Needs, Operation, Reduce, Result, Tensor, apply};
 use convoke_kernels::dispatch;
 
 impl Tensor {
@@ -44,7 +44,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::scale`].
     pub fn sum(&self) -> Result<Tensor> {
-        apply(Sum { divisor: 1.0 }, &[self])
+        apply(Sum { kind: Reduce::Sum, divisor: 1.0, axes: self.shape().len() }, &[self])
     }
 
     /// The mean of all elements, of shape `[]`; NaN if there are none.
@@ -52,7 +52,8 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::scale`].
     pub fn mean(&self) -> Result<Tensor> {
-        apply(Sum { divisor: self.len() as f64 }, &[self])
+        let divisor = self.len() as f64;
+        apply(Sum { kind: Reduce::Mean, divisor, axes: self.shape().len() }, &[self])
     }
 }
 
@@ -70,6 +71,10 @@ impl Function for Add {
 
     fn name(&self) -> &'static str {
         "add"
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::Arithmetic(Kind::Add))
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {
@@ -99,6 +104,10 @@ impl Function for Multiply {
 
     fn name(&self) -> &'static str {
         "mul"
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::Arithmetic(Kind::Multiply))
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, (Tensor, Tensor))> {
@@ -135,6 +144,10 @@ impl Function for Scale {
         "scale"
     }
 
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::Scale(self.factor))
+    }
+
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {
         Ok((scaled(inputs[0], self.factor)?, ()))
     }
@@ -146,7 +159,10 @@ impl Function for Scale {
 
 /// The sum of all elements divided by `divisor`.
 struct Sum {
+    kind: Reduce,
     divisor: f64,
+    /// How many axes the input has.
+    axes: usize,
 }
 
 impl Function for Sum {
@@ -155,6 +171,11 @@ impl Function for Sum {
 
     fn name(&self) -> &'static str {
         "sum"
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        let axes = (0..self.axes).collect();
+        Some(Operation::Reduce { kind: self.kind, axes, keep: false })
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {

@@ -5,7 +5,7 @@ use convoke_kernels::memory_format::Extent;
 use convoke_kernels::{DType, Element};
 
 use super::{check_vector, same_dtype};
-use crate::{Function, Needs, Result, Tensor, apply_with_saved};
+use crate::{Function, Needs, Operation, Result, Tensor, apply_with_saved};
 use convoke_kernels::dispatch;
 
 pub use convoke_kernels::batch_norm::{BatchNormOptions, Statistics, Synchronize};
@@ -51,6 +51,10 @@ impl Function for BatchNorm {
 
     fn name(&self) -> &'static str {
         NAME
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::BatchNorm { options: self.options.clone(), has: [self.weight, self.bias] })
     }
 
     fn takes(&self, _: DType) -> bool {

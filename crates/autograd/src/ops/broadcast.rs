@@ -8,8 +8,9 @@ use convoke_kernels::strided::{
 
 use super::same_dtype;
 use crate::error::invalid;
+pub(super) use crate::operation::Arithmetic as Kind;
 use crate::tensor::checked_len;
-use crate::{Function, MemoryFormat, Needs, Result, Tensor, apply};
+use crate::{Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 
 impl Tensor {
     /// The difference of two tensors, broadcast as in NumPy: shapes are aligned at their last sizes, and sizes of 1 are repeated.
@@ -124,18 +125,6 @@ pub(super) fn broadcast_shape(operation: &'static str, a: &[usize], b: &[usize])
     Ok(shape)
 }
 
-/// Two operands and what is computed from their elements.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
-    Add,
-    Subtract,
-    Multiply,
-    Divide,
-    Power,
-    Larger,
-    Smaller,
-}
-
 pub(super) fn arithmetic(kind: Kind, a: &Tensor, b: &Tensor) -> Result<Tensor> {
     apply(Binary { kind }, &[a, b])
 }
@@ -178,6 +167,10 @@ impl Function for Binary {
             Kind::Larger => "maximum",
             Kind::Smaller => "minimum",
         }
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::Arithmetic(self.kind))
     }
 
     fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, Saved)> {
@@ -255,6 +248,10 @@ impl Function for Expand {
 
     fn name(&self) -> &'static str {
         "expand"
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::Expand)
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Like)> {

@@ -6,7 +6,7 @@ use convoke_kernels::memory_format::Extent;
 use super::{around, checked_axis, same_dtype};
 use crate::error::invalid;
 use crate::tensor::checked_len;
-use crate::{DType, Function, MemoryFormat, Needs, Result, Tensor, apply};
+use crate::{DType, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 use convoke_kernels::dispatch_stored;
 
 /// The channels of N x C1 x ..., N x C2 x ... and so on, one tensor after the other, as PyTorch's `cat` with `dim=1`.
@@ -101,6 +101,10 @@ impl Function for Concat {
 
     fn name(&self) -> &'static str {
         self.operation
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::Concat { axis: self.axis })
     }
 
     fn takes(&self, _: DType) -> bool {

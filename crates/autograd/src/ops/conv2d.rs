@@ -7,7 +7,7 @@ use convoke_kernels::conv::{
 
 use super::{check_vector, four_dimensions, same_dtype};
 use crate::error::invalid;
-use crate::{Buffer, Element, Function, MemoryFormat, Needs, Result, Tensor, apply};
+use crate::{Buffer, Element, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 use convoke_kernels::dispatch;
 
 /// Zeros around the input, with a width for each side.
@@ -145,6 +145,10 @@ impl Function for Conv2d {
 
     fn name(&self) -> &'static str {
         self.name
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::Conv(self.options))
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {

@@ -17,7 +17,7 @@ use super::pool2d::PoolOptions;
 use super::{check_vector, same_dtype};
 use crate::error::invalid;
 use crate::storage::{Recipe, Storage};
-use crate::{Buffer, Element, Function, MemoryFormat, Needs, Result, Tensor, apply_with_saved};
+use crate::{Buffer, Element, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply_with_saved};
 use convoke_kernels::dispatch;
 
 pub use convoke_kernels::block::Keep;
@@ -293,6 +293,15 @@ impl Function for ConvBn {
 
     fn name(&self) -> &'static str {
         NAME
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::ConvBn {
+            convolution: self.convolution,
+            norm: self.norm.clone(),
+            pool: self.pool,
+            has: self.has,
+        })
     }
 
     fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, Saved)> {

@@ -5,7 +5,7 @@ use convoke_kernels::conv::{ConvAxis, ConvProblem, ConvSpec, ConvTypes, TiledCon
 use super::conv2d::{gradients, output};
 use super::{Padding, check_vector, four_dimensions, same_dtype};
 use crate::error::invalid;
-use crate::{Function, MemoryFormat, Needs, Result, Tensor, apply};
+use crate::{Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 
 /// How a transposed convolution steps over its output, height before width, as PyTorch's `conv_transpose2d` takes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -161,6 +161,10 @@ impl Function for ConvTranspose2d {
 
     fn name(&self) -> &'static str {
         NAME
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::ConvTranspose(self.options))
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {

@@ -1,6 +1,6 @@
 //! Converting a tensor's elements to another type.
 
-use crate::{DType, Function, Needs, Result, Tensor, apply};
+use crate::{DType, Function, Needs, Operation, Result, Tensor, apply};
 
 impl Tensor {
     /// The nearest values of another type (ties to even); shares the elements if they already have that type.
@@ -23,6 +23,10 @@ impl Function for ToDType {
 
     fn name(&self) -> &'static str {
         "to_dtype"
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::Convert(self.dtype))
     }
 
     fn takes(&self, _: DType) -> bool {

@@ -7,7 +7,7 @@ use convoke_kernels::group_norm::{
 
 use super::{check_vector, same_dtype};
 use crate::error::invalid;
-use crate::{Element, Function, MemoryFormat, Needs, Result, Tensor, apply};
+use crate::{Element, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 
 /// The options of [`group_norm`].
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -74,12 +74,13 @@ fn run(
         error => error.into(),
     })?;
     let has = [weight.is_some(), bias.is_some()];
-    apply(Norm { name, problem, eps: options.eps, has }, &inputs)
+    apply(Norm { name, problem, groups: options.groups, eps: options.eps, has }, &inputs)
 }
 
 struct Norm {
     name: &'static str,
     problem: GroupNorm,
+    groups: usize,
     eps: f64,
     /// Whether there are a weight and a bias.
     has: [bool; 2],
@@ -97,6 +98,10 @@ impl Function for Norm {
 
     fn name(&self) -> &'static str {
         self.name
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::GroupNorm { groups: self.groups, eps: self.eps, has: self.has })
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Saved)> {

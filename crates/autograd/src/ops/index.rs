@@ -6,7 +6,7 @@ use convoke_kernels::strided::{Places, Scatter, Take, TakeAxis, add_taken};
 use super::{around, checked_axis};
 use crate::error::invalid;
 use crate::tensor::checked_len;
-use crate::{Function, MemoryFormat, Needs, Result, Stored, Tensor, apply};
+use crate::{Function, MemoryFormat, Needs, Operation, Result, Stored, Tensor, apply};
 use convoke_kernels::dispatch;
 
 /// A range of indices along an axis, as in ONNX's Slice.
@@ -200,6 +200,10 @@ impl Function for Pick {
 
     fn name(&self) -> &'static str {
         self.name
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::Pick { axes: self.axes.clone(), fill: self.fill })
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {

@@ -7,7 +7,7 @@ use convoke_kernels::layer_norm as kernel;
 use super::group_norm::data_of;
 use super::same_dtype;
 use crate::error::invalid;
-use crate::{Element, Function, MemoryFormat, Needs, Result, Tensor, apply};
+use crate::{Element, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 
 /// What values a layer norm normalises together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,12 +82,13 @@ pub fn layer_norm(
     }
     convoke_kernels::batch_norm::check_eps(NAME, options.eps)?;
     let has = [weight.is_some(), bias.is_some()];
-    apply(LayerNorm { shape, format, eps: options.eps, has }, &inputs)
+    apply(LayerNorm { over: options.over, shape, format, eps: options.eps, has }, &inputs)
 }
 
 const NAME: &str = "layer_norm";
 
 struct LayerNorm {
+    over: LayerNormOver,
     /// Of the parameters.
     shape: Vec<usize>,
     /// In which rows lie together.
@@ -108,6 +109,10 @@ impl Function for LayerNorm {
 
     fn name(&self) -> &'static str {
         NAME
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::LayerNorm { over: self.over, eps: self.eps, has: self.has })
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Saved)> {

@@ -5,7 +5,7 @@ use convoke_kernels::gemm::{Matrix, MatrixMut, Update, gemm};
 
 use super::{check_vector, same_dtype};
 use crate::error::invalid;
-use crate::{Function, MemoryFormat, Needs, Result, Tensor, apply};
+use crate::{Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 use convoke_kernels::dispatch;
 
 /// y = x Wᵀ + b with x of N x I, `weight` of O x I and `bias` of O, as PyTorch's `linear`.
@@ -48,6 +48,10 @@ impl Function for Linear {
 
     fn name(&self) -> &'static str {
         "linear"
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::Linear)
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {

@@ -4,7 +4,7 @@ use convoke_kernels::dispatch;
 use convoke_kernels::local_response_norm::{self as kernel, LocalResponse};
 
 use crate::error::invalid;
-use crate::{Function, Needs, Result, Tensor, apply};
+use crate::{Function, Needs, Operation, Result, Tensor, apply};
 
 /// x / (k + alpha * mean square of the neighbouring channels)^beta for each value of an N x C x ... tensor, as PyTorch's
 /// `local_response_norm`. Keeps the memory format. Saves x.
@@ -33,6 +33,10 @@ impl Function for LocalResponseNorm {
 
     fn name(&self) -> &'static str {
         NAME
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::LocalResponseNorm(self.options))
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Tensor)> {

@@ -6,7 +6,7 @@ use convoke_kernels::gemm::{self as kernel, Matrix, MatrixMut, Update};
 use super::broadcast::broadcast_shape;
 use super::same_dtype;
 use crate::error::invalid;
-use crate::{Cpu, Element, Function, MemoryFormat, Needs, Result, Tensor, apply};
+use crate::{Cpu, Element, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 
 impl Tensor {
     /// The product of matrices in the last two axes, by NumPy's rules: axes before these broadcast; a vector is a row on the left
@@ -219,6 +219,10 @@ impl Function for MatMul {
 
     fn name(&self) -> &'static str {
         self.operation
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::MatMul { transposed: self.transposed })
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {

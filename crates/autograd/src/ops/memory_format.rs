@@ -1,6 +1,6 @@
 //! Changing a tensor's order in memory; its values and shape stay.
 
-use crate::{DType, Function, MemoryFormat, Needs, Result, Tensor, apply};
+use crate::{DType, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 
 impl Tensor {
     /// The same tensor with its elements in another order in memory; shares the elements if they already have that order.
@@ -21,6 +21,10 @@ impl Function for ToFormat {
 
     fn name(&self) -> &'static str {
         "to_format"
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::Format)
     }
 
     fn takes(&self, _: DType) -> bool {

@@ -4,7 +4,7 @@ use super::conv2d::Conv2d;
 use super::pool2d::{AveragePool, MaxPool};
 use super::{ConvOptions, Padding, PoolOptions};
 use crate::error::invalid;
-use crate::{Function, Needs, Result, Tensor, apply};
+use crate::{Function, Needs, Operation, Result, Tensor, apply};
 
 /// How a 1-D convolution steps over its input, as PyTorch's `conv1d` takes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -143,6 +143,10 @@ impl<F: Function> Function for AlongWidth<F> {
 
     fn name(&self) -> &'static str {
         self.0.name()
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        self.0.describe()
     }
 
     fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, F::Saved)> {

@@ -5,7 +5,7 @@ use convoke_kernels::strided::{Places, Take, TakeAxis};
 
 use super::{checked_axes, checked_axis, four_dimensions};
 use crate::error::invalid;
-use crate::{DType, Function, MemoryFormat, Needs, Result, Stored, Tensor, apply};
+use crate::{DType, Function, MemoryFormat, Needs, Operation, Result, Stored, Tensor, apply};
 
 impl Tensor {
     /// The axes in another order: axis i of the result is axis `axes[i]`, counted from the last if negative.
@@ -184,6 +184,14 @@ impl Function for Rearrange {
 
     fn name(&self) -> &'static str {
         self.name
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::Rearrange {
+            factors: self.factors.clone(),
+            from: self.from.clone(),
+            to: self.to.clone(),
+        })
     }
 
     fn takes(&self, _: DType) -> bool {

@@ -2,7 +2,7 @@
 
 use convoke_kernels::pointwise::{self as kernel, Saves};
 
-use crate::{Function, Needs, Result, Tensor, apply};
+use crate::{Function, Needs, Operation, Result, Tensor, apply};
 use convoke_kernels::dispatch;
 
 pub use convoke_kernels::pointwise::Pointwise;
@@ -164,6 +164,10 @@ impl Function for Apply {
 
     fn name(&self) -> &'static str {
         self.function.name()
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::Pointwise(self.function))
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Option<Tensor>)> {

@@ -6,7 +6,7 @@ use convoke_kernels::pool::{self, Divisor, MaxPoolPass, PoolAxis, PoolEnd, PoolP
 
 use super::{empty, four_dimensions};
 use crate::error::invalid;
-use crate::{Buffer, Function, MemoryFormat, Needs, Result, Tensor, apply};
+use crate::{Buffer, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 use convoke_kernels::dispatch;
 
 /// The windows of a pooling, height before width, as PyTorch's `max_pool2d` and `avg_pool2d` take them.
@@ -106,6 +106,7 @@ pub fn avg_pool2d(x: &Tensor, options: &PoolOptions) -> Result<Tensor> {
 /// A max pooling, under the name of the operation that runs it.
 pub(super) struct MaxPool {
     name: &'static str,
+    options: PoolOptions,
     problem: PoolProblem,
     input_shape: Vec<usize>,
 }
@@ -114,7 +115,7 @@ impl MaxPool {
     /// The pooling of `x`, checked.
     pub(super) fn new(name: &'static str, options: &PoolOptions, x: &Tensor) -> Result<MaxPool> {
         let problem = options.problem(name, four_dimensions(name, "input", x)?, x.format())?;
-        Ok(MaxPool { name, problem, input_shape: x.shape().to_vec() })
+        Ok(MaxPool { name, options: *options, problem, input_shape: x.shape().to_vec() })
     }
 }
 
@@ -131,6 +132,10 @@ impl Function for MaxPool {
 
     fn name(&self) -> &'static str {
         self.name
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::MaxPool(self.options))
     }
 
     fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, Indices)> {
@@ -187,6 +192,7 @@ impl Function for MaxPool {
 /// An average pooling, under the name of the operation that runs it.
 pub(super) struct AveragePool {
     name: &'static str,
+    options: PoolOptions,
     problem: PoolProblem,
     input_shape: Vec<usize>,
     divisor: Divisor,
@@ -200,7 +206,7 @@ impl AveragePool {
         if divisor == Divisor::Fixed(0) {
             return Err(invalid(name, format!("divisor_override is 0; the input is {:?}", x.shape())));
         }
-        Ok(AveragePool { name, problem, input_shape: x.shape().to_vec(), divisor })
+        Ok(AveragePool { name, options: *options, problem, input_shape: x.shape().to_vec(), divisor })
     }
 }
 
@@ -209,6 +215,10 @@ impl Function for AveragePool {
 
     fn name(&self) -> &'static str {
         self.name
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::AveragePool(self.options))
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {

@@ -6,7 +6,7 @@ use convoke_kernels::prelu::Prelu;
 
 use super::same_dtype;
 use crate::error::invalid;
-use crate::{Function, Needs, Result, Tensor, apply};
+use crate::{Function, Needs, Operation, Result, Tensor, apply};
 use convoke_kernels::dispatch;
 
 /// x above 0, else slope * x, as PyTorch's `prelu`. `slopes` has the shape `[1]`, or `[C]` for an N x C x ... tensor. Saves its
@@ -46,6 +46,10 @@ impl Function for PreluOp {
 
     fn name(&self) -> &'static str {
         NAME
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::Prelu)
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, [Tensor; 2])> {

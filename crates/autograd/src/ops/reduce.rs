@@ -7,7 +7,8 @@ use convoke_kernels::strided::{
 use super::broadcast::Over;
 use super::{checked_axes, contiguous_as};
 use crate::error::invalid;
-use crate::{Function, MemoryFormat, Needs, Result, Tensor, apply};
+use crate::operation::Reduce as Kind;
+use crate::{Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 
 impl Tensor {
     /// The sum over axes, which count from the last if negative; over all of them if `axes` is empty. `keep` leaves them in the
@@ -55,36 +56,25 @@ impl Tensor {
     }
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    Sum,
-    Mean,
-    Product,
-    Max,
-    Min,
-}
-
-impl Kind {
-    fn name(self) -> &'static str {
-        match self {
-            Kind::Sum => "sum_dims",
-            Kind::Mean => "mean_dims",
-            Kind::Product => "prod",
-            Kind::Max => "amax",
-            Kind::Min => "amin",
-        }
+fn name(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Sum => "sum_dims",
+        Kind::Mean => "mean_dims",
+        Kind::Product => "prod",
+        Kind::Max => "amax",
+        Kind::Min => "amin",
     }
 }
 
 fn reduce(kind: Kind, x: &Tensor, axes: &[isize], keep: bool) -> Result<Tensor> {
-    let axes = checked_axes(kind.name(), axes, x.shape())?;
+    let axes = checked_axes(name(kind), axes, x.shape())?;
     let kept: Vec<bool> =
         (0..x.shape().len()).map(|axis| !axes.is_empty() && !axes.contains(&axis)).collect();
     let count: usize =
         x.shape().iter().zip(&kept).filter(|(_, kept)| !**kept).map(|(&size, _)| size).product();
     if count == 0 && matches!(kind, Kind::Max | Kind::Min) {
         let reason = format!("the axes of {:?} that are taken together hold no elements", x.shape());
-        return Err(invalid(kind.name(), reason));
+        return Err(invalid(name(kind), reason));
     }
     apply(Reduce { kind, kept, keep, count }, &[x])
 }
@@ -133,7 +123,12 @@ impl Function for Reduce {
     type Saved = Saved;
 
     fn name(&self) -> &'static str {
-        self.kind.name()
+        name(self.kind)
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        let axes = (0..self.kept.len()).filter(|&axis| !self.kept[axis]).collect();
+        Some(Operation::Reduce { kind: self.kind, axes, keep: self.keep })
     }
 
     fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, Saved)> {

@@ -3,7 +3,7 @@
 use super::{checked_axes, checked_axis};
 use crate::error::invalid;
 use crate::tensor::checked_len;
-use crate::{DType, Function, MemoryFormat, Needs, Result, Tensor, apply};
+use crate::{DType, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 
 impl Tensor {
     /// The elements in N, C, H, W order with another shape of equal length. Shares memory where possible.
@@ -112,6 +112,10 @@ impl Function for Reshape {
 
     fn name(&self) -> &'static str {
         "reshape"
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::Reshape)
     }
 
     fn takes(&self, _: DType) -> bool {

@@ -7,7 +7,7 @@ use convoke_kernels::resize::{
 
 use super::{empty, four_dimensions};
 use crate::error::invalid;
-use crate::{Function, Needs, Result, Tensor, apply};
+use crate::{Function, Needs, Operation, Result, Tensor, apply};
 
 /// The size that a resize gives, height before width.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -73,12 +73,13 @@ pub fn resize2d(x: &Tensor, options: &ResizeOptions) -> Result<Tensor> {
         }
         error => error.into(),
     })?;
-    apply(Resize { problem, input_shape: x.shape().to_vec() }, &[x])
+    apply(Resize { options: *options, problem, input_shape: x.shape().to_vec() }, &[x])
 }
 
 const NAME: &str = "resize2d";
 
 struct Resize {
+    options: ResizeOptions,
     problem: ResizeProblem,
     input_shape: Vec<usize>,
 }
@@ -88,6 +89,10 @@ impl Function for Resize {
 
     fn name(&self) -> &'static str {
         NAME
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::Resize(self.options))
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {

@@ -4,7 +4,7 @@ use convoke_kernels::memory_format::Extent;
 use convoke_kernels::softmax as kernel;
 
 use crate::error::invalid;
-use crate::{Function, Needs, Result, Tensor, apply};
+use crate::{Function, Needs, Operation, Result, Tensor, apply};
 use convoke_kernels::dispatch;
 
 /// exp(x) / (sum of exp(x) along `axis`), as PyTorch's with `dim=axis`; stable for large values. Saves its output.
@@ -55,6 +55,10 @@ impl Function for Softmax {
 
     fn name(&self) -> &'static str {
         if self.log { "log_softmax" } else { "softmax" }
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::Softmax { axis: self.axis, log: self.log })
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Tensor)> {

@@ -4,7 +4,7 @@ use convoke_kernels::upsample::{self, UpsampleMode, UpsampleProblem};
 
 use super::{empty, four_dimensions};
 use crate::error::invalid;
-use crate::{Function, Needs, Result, Tensor, apply};
+use crate::{Function, Needs, Operation, Result, Tensor, apply};
 use convoke_kernels::dispatch;
 
 /// N x C x H x W to N x C x (H `factor[0]`) x (W `factor[1]`), as PyTorch's `interpolate` with `scale_factor=factor` and
@@ -23,10 +23,12 @@ pub fn upsample2d(x: &Tensor, factor: [usize; 2], mode: UpsampleMode) -> Result<
         }
         error => error.into(),
     })?;
-    apply(Upsample { problem, input_shape: x.shape().to_vec() }, &[x])
+    apply(Upsample { factor, mode, problem, input_shape: x.shape().to_vec() }, &[x])
 }
 
 struct Upsample {
+    factor: [usize; 2],
+    mode: UpsampleMode,
     problem: UpsampleProblem,
     input_shape: Vec<usize>,
 }
@@ -36,6 +38,10 @@ impl Function for Upsample {
 
     fn name(&self) -> &'static str {
         "upsample2d"
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(Operation::Upsample { factor: self.factor, mode: self.mode })
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {

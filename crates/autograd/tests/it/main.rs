@@ -16,3 +16,4 @@ mod memory;
 mod pointwise;
 mod shapes;
 mod tape;
+mod trace;

@@ -4,8 +4,7 @@ use convoke_autograd::ops::{Pointwise, log_softmax, pointwise, prelu};
 use convoke_autograd::{Result, Tensor};
 
 use super::losses::class_shapes;
-use super::{Draw, is_away_from_zero};
-use crate::common::{laid_out, tensor};
+use super::{Draw, is_away_from_zero, laid_out, tensor};
 
 /// A function, the numbers to check it on, and where its derivative jumps.
 type Case = (Pointwise, [f64; 2], &'static [f64]);

@@ -6,8 +6,7 @@ use convoke_autograd::ops::{
 };
 use convoke_autograd::{Result, Tensor};
 
-use super::{Draw, is_away_from_zero};
-use crate::common::{FORMATS, laid_out, tensor};
+use super::{Draw, FORMATS, is_away_from_zero, laid_out, tensor};
 
 type Binary = fn(&Tensor, &Tensor) -> Result<Tensor>;
 
