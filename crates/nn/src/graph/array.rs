@@ -98,6 +98,14 @@ impl Array {
         Array { shape: Vec::new(), data: Data::F32(vec![number]) }
     }
 
+    /// A single number of the type in which a model computes.
+    pub(super) fn number_of(dtype: DType, number: f64) -> Array {
+        match dtype {
+            DType::F64 => Array { shape: Vec::new(), data: Data::F64(vec![number]) },
+            _ => Array::number(number as f32),
+        }
+    }
+
     /// The size of each dimension.
     pub fn shape(&self) -> &[usize] {
         &self.shape

@@ -421,7 +421,7 @@ impl Builder {
     fn store(&mut self, name: &str, values: Initial) -> String {
         self.require(!self.names.contains(name), || format!("there are two {}", quoted(name)));
         self.names.insert(name.to_owned());
-        self.definition.stored.push(Stored { name: name.to_owned(), values });
+        self.definition.stored.push(Stored { name: name.to_owned(), values, trained: None });
         name.to_owned()
     }
 

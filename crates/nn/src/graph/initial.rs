@@ -84,6 +84,15 @@ impl Initial {
         }
     }
 
+    /// Whether every element is this number.
+    pub(super) fn is_all(&self, number: f64) -> bool {
+        match self {
+            Initial::Array(array) => array.to_f64().iter().all(|&element| element == number),
+            Initial::Constant { value, .. } => *value == number,
+            _ => false,
+        }
+    }
+
     /// A new tensor of the elements, of the device and type of `init`.
     ///
     /// # Errors

@@ -13,6 +13,7 @@ mod network;
 mod op;
 mod order;
 mod plan;
+mod record;
 mod rewrite;
 mod roles;
 mod run;
@@ -29,6 +30,7 @@ pub use op::{
     PadKind, Pads, Pool, Reduce, ReduceKind, Resize,
 };
 pub(crate) use order::{Disorder, in_order};
+pub use record::{record, record_all};
 
 /// A model as data. Values have names; each is an input, a [`Stored`] array, or the output of one node.
 ///
@@ -67,4 +69,6 @@ pub struct Stored {
     pub name: String,
     /// Its elements, or how they are made.
     pub values: Initial,
+    /// Whether it is trained. `None` if nobody said so, as in an ONNX file: then it follows from who reads it.
+    pub trained: Option<bool>,
 }

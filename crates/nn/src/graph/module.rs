@@ -168,27 +168,30 @@ impl Graph {
         let entry = |input: usize| {
             let value = node.inputs.get(input).copied().flatten()?;
             let index = origin(&self.network, makers, value)?;
-            Some((&self.entries[index], self.network.names[self.network.stored[index].value].as_str()))
+            let stored = &self.network.stored[index];
+            Some((&self.entries[index], &stored.values, self.network.names[stored.value].as_str()))
         };
         let what = ["scale", "bias", "mean", "variance"];
         let missing = |input: usize| {
             format!("{}: its {} is not stored in the model", node.described(), what[input - 1])
         };
-        let parameter = |input: usize| match entry(input) {
-            Some((Entry::Parameter(parameter), _)) => Ok(parameter.clone()),
+        let parameter = |input: usize, neutral: f64| match entry(input) {
+            Some((Entry::Parameter(parameter), _, _)) => Ok(Some(parameter.clone())),
+            // One that is not trained and changes nothing is none.
+            Some((Entry::Constant, values, _)) if values.is_all(neutral) => Ok(None),
             _ => invalid(missing(input)),
         };
         let buffer = |input: usize| match entry(input) {
-            Some((Entry::Buffer(buffer), _)) => Ok(buffer.clone()),
+            Some((Entry::Buffer(buffer), _, _)) => Ok(buffer.clone()),
             _ => invalid(missing(input)),
         };
         let parts = NormParts {
-            weight: Some(parameter(1)?),
-            bias: Some(parameter(2)?),
+            weight: parameter(1, 1.0)?,
+            bias: parameter(2, 0.0)?,
             mean: buffer(3)?,
             var: buffer(4)?,
         };
-        let name = entry(3).and_then(|(_, name)| name.strip_suffix(".running_mean"));
+        let name = entry(3).and_then(|(_, _, name)| name.strip_suffix(".running_mean"));
         let name = name.unwrap_or(if node.name.is_empty() { "batch_norm" } else { &node.name }).to_owned();
         if op.eps.is_nan() || op.eps < 0.0 {
             return invalid(format!("{}: eps is {}, it must be 0 or more", node.described(), op.eps));

@@ -84,6 +84,8 @@ impl FusedBlock for Block {
 pub(super) struct StoredValue {
     pub(super) value: usize,
     pub(super) values: Initial,
+    /// See [`super::Stored::trained`].
+    pub(super) trained: Option<bool>,
 }
 
 pub(super) fn invalid<T>(reason: impl Into<String>) -> Result<T> {
@@ -124,7 +126,10 @@ impl Network {
         let mut stored: Vec<StoredValue> = definition
             .stored
             .iter()
-            .map(|entry| StoredValue { value: number(&entry.name), values: entry.values.clone() })
+            .map(|entry| {
+                let (value, values) = (number(&entry.name), entry.values.clone());
+                StoredValue { value, values, trained: entry.trained }
+            })
             .collect();
         let mut nodes = Vec::with_capacity(kept.len());
         for node in kept.into_iter().rev() {
@@ -133,7 +138,7 @@ impl Network {
             };
             let (inputs, outputs) = (numbers(&node.inputs), numbers(&node.outputs));
             if let (Op::Constant(array), &[Some(value)]) = (&node.op, &outputs[..]) {
-                stored.push(StoredValue { value, values: array.clone().into() });
+                stored.push(StoredValue { value, values: array.clone().into(), trained: None });
                 continue;
             }
             nodes.push(NetworkNode {

@@ -38,7 +38,7 @@ impl Graph {
                     Some(tensor) => to_array(&tensor)?.into(),
                     None => stored.values.clone(),
                 };
-                Ok(Stored { name: names[stored.value].clone(), values })
+                Ok(Stored { name: names[stored.value].clone(), values, trained: stored.trained })
             })
             .collect::<Result<_>>()?;
         Ok(Definition {
@@ -146,7 +146,7 @@ impl Graph {
         let value = self.network.names.len();
         self.network.names.push(name);
         let values = Initial::Constant { shape: parameter.value().shape().to_vec(), value: 0.0 };
-        self.network.stored.push(StoredValue { value, values });
+        self.network.stored.push(StoredValue { value, values, trained: Some(true) });
         self.entries.push(Entry::Parameter(parameter));
         Ok(value)
     }

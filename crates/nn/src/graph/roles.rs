@@ -1,4 +1,5 @@
-//! What stored arrays are for: which are trained, which are statistics, which stay constant.
+//! What stored arrays are for: which are trained, which are statistics, which stay constant. Unless the definition says which are
+//! trained, it follows from who reads them.
 
 use std::sync::Arc;
 
@@ -68,6 +69,9 @@ pub(super) fn roles(network: &Network) -> Vec<Role> {
         if !stored.values.kind().is_float() {
             return Role::Constant;
         }
+        if stored.trained == Some(true) {
+            return Role::Parameter;
+        }
         let candidate = Candidate::new(&network.names[stored.value], stored.values.len());
         let mut found = Role::Constant;
         let mut seen = std::collections::HashSet::from([stored.value]);
@@ -76,12 +80,12 @@ pub(super) fn roles(network: &Network) -> Vec<Role> {
             for &(node, input) in &readers[value] {
                 let node = &network.nodes[node];
                 match use_of(&node.op, input, &candidate) {
-                    Use::Weight => return Role::Parameter,
+                    Use::Weight if stored.trained.is_none() => return Role::Parameter,
                     Use::Statistic => found = Role::Statistic,
                     Use::Passes => {
                         open.extend(node.outputs.iter().flatten().filter(|&&output| seen.insert(output)));
                     }
-                    Use::Constant => {}
+                    Use::Weight | Use::Constant => {}
                 }
             }
         }

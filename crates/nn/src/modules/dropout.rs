@@ -1,6 +1,6 @@
 //! Layers that drop at random: elements, and whole samples.
 
-use convoke_autograd::{Error, Result, Tensor, ops};
+use convoke_autograd::{Error, Result, Tensor, note_dropout, ops};
 
 use crate::{Forward, Generator, Init, Module, TrainingMode};
 
@@ -27,7 +27,7 @@ impl Dropout {
 impl Forward for Dropout {
     fn forward(&self, input: &Tensor) -> Result<Tensor> {
         if !self.training.is_training() {
-            return Ok(input.clone());
+            return note_dropout(input, self.p);
         }
         let sample: usize = input.shape().iter().skip(1).product();
         let before = self.random.first_sample().wrapping_mul(sample as u64);

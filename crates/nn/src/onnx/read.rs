@@ -153,7 +153,7 @@ impl Reader {
         for tensor in std::mem::take(&mut graph.initializer) {
             let name = tensor.name.clone().unwrap_or_default();
             if self.used.contains(&name) {
-                stored.push(Stored { name, values: self.source.array(tensor)?.into() });
+                stored.push(Stored { name, values: self.source.array(tensor)?.into(), trained: None });
             }
         }
         Ok(Definition {

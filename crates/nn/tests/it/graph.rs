@@ -40,7 +40,7 @@ impl Maker {
         // Variances are above 0.
         let numbers = numbers.map(|x| if name.ends_with("var") { x.abs() + 0.5 } else { x });
         let values = Array::floats(numbers).reshaped(shape).unwrap().into();
-        self.0.stored.push(Stored { name: name.into(), values });
+        self.0.stored.push(Stored { name: name.into(), values, trained: None });
         name.into()
     }
 
@@ -207,6 +207,7 @@ fn activations(mode: ConvBnMode) -> Graph {
         made.0.stored.push(Stored {
             name: name.into(),
             values: Array::floats([number]).reshaped(&[]).unwrap().into(),
+            trained: None,
         });
     }
     let mul = Op::Arithmetic(Arithmetic::Mul);
@@ -326,7 +327,7 @@ fn shapes_are_computed_before_the_graph_runs() {
     // Reshape to [size of axis 0, -1] by Shape, Gather and Concat, as exporters write flatten.
     let mut made = Maker::new(&[2, 3, 4, 4]);
     let integers = |made: &mut Maker, name: &str, array: Array| {
-        made.0.stored.push(Stored { name: name.into(), values: array.into() });
+        made.0.stored.push(Stored { name: name.into(), values: array.into(), trained: None });
     };
     integers(&mut made, "zero", Array::integers([0]));
     integers(&mut made, "rest", Array::integers([-1]));
@@ -380,14 +381,14 @@ fn comparisons_choose_and_pass_the_gradient_to_what_was_chosen() {
     use convoke_nn::graph::Compare;
     let mut made = Maker::new(&[2, 3]);
     let numbers = Array::list(convoke_nn::graph::Data::F32(vec![0.25, -0.5, 0.125]));
-    made.0.stored.push(Stored { name: "limits".into(), values: numbers.into() });
+    made.0.stored.push(Stored { name: "limits".into(), values: numbers.into(), trained: None });
     let above = made.node(Op::Compare(Compare::Greater), &["x", "limits"], "above");
     let below = made.node(Op::Not, &[&above], "below");
     // Not a number where it is not chosen: neither the value nor the gradient may see it.
     let hole = made.node(Op::Pointwise(convoke_autograd::ops::Pointwise::Log), &["x"], "log");
     let square = made.node(Op::Arithmetic(Arithmetic::Mul), &["x", "x"], "square");
     let positive = made.node(Op::Compare(Compare::Greater), &["x", "zero"], "positive");
-    made.0.stored.push(Stored { name: "zero".into(), values: Array::number(0.0).into() });
+    made.0.stored.push(Stored { name: "zero".into(), values: Array::number(0.0).into(), trained: None });
     let safe = made.node(Op::Where, &[&positive, &hole, &square], "safe");
     let chosen = made.node(Op::Where, &[&below, &safe, "limits"], "chosen");
     let graph = made.graph(&chosen, ConvBnMode::Fused);
@@ -403,13 +404,17 @@ fn slices_are_scattered_and_their_gradients_gathered() {
     // As exporters write `x[:, 1:3] = y`: indices of channels, of a tensor with its channels first.
     let mut made = Maker::new(&[2, 4, 3, 3]);
     let indices = Array::integers([1, 2]).reshaped(&[2, 1]).unwrap().into();
-    made.0.stored.push(Stored { name: "indices".into(), values: indices });
+    made.0.stored.push(Stored { name: "indices".into(), values: indices, trained: None });
     let order = vec![1, 0, 2, 3];
     let channels = made.node(Op::Transpose { order: order.clone() }, &["x"], "channels");
     let weight = made.store("scale.weight", &[2, 1, 1, 1]);
     let ends = ["starts", "ends"].map(|name| {
         let number = if name == "starts" { 0 } else { 2 };
-        made.0.stored.push(Stored { name: name.into(), values: Array::integers([number]).into() });
+        made.0.stored.push(Stored {
+            name: name.into(),
+            values: Array::integers([number]).into(),
+            trained: None,
+        });
         name
     });
     let first = made.node(Op::Slice, &[&channels, ends[0], ends[1]], "first");
@@ -475,7 +480,11 @@ fn samples_are_dropped_where_a_graph_trains() {
 fn images_are_resized_by_cubics() {
     // ONNX's example, twice the size of 1 to 16, whose values are exact.
     let mut made = Maker::new(&[1, 1, 4, 4]);
-    made.0.stored.push(Stored { name: "scales".into(), values: Array::floats([1.0, 1.0, 2.0, 2.0]).into() });
+    made.0.stored.push(Stored {
+        name: "scales".into(),
+        values: Array::floats([1.0, 1.0, 2.0, 2.0]).into(),
+        trained: None,
+    });
     let resize = Resize {
         mode: Interpolation::Cubic { a: -0.75 },
         coordinates: Coordinates::HalfPixel,

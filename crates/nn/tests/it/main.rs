@@ -33,6 +33,7 @@ mod ready;
 mod recorded;
 mod resnet;
 mod resume;
+mod rust_models;
 mod segnet;
 mod sync_batch_norm;
 mod training;

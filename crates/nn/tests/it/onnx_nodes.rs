@@ -45,7 +45,7 @@ fn run(definition: &Definition, inputs: &[Array], is_tensor: &IsTensor<'_>) -> R
             tensors.push(array.to_tensor(&device, DType::F32).unwrap());
             left.push(input);
         } else {
-            definition.stored.push(Stored { name: input.name, values: array.clone().into() });
+            definition.stored.push(Stored { name: input.name, values: array.clone().into(), trained: None });
         }
     }
     if left.is_empty() {

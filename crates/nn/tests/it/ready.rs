@@ -15,7 +15,7 @@ use convoke_nn::graph::{
 use convoke_nn::models::{Models, torchvision, unet};
 use convoke_nn::modules::ConvBnMode;
 use convoke_nn::{Forward, Init, Module, ModuleExt, State};
-use convoke_testkit::{Failures, formula_fill};
+use convoke_testkit::Failures;
 use safetensors::SafeTensors;
 use sha2::{Digest, Sha256};
 
@@ -388,7 +388,6 @@ fn logits_are_those_of_pytorch() {
 #[test]
 #[cfg(feature = "onnx")]
 fn models_are_written_for_another_runtime() {
-    use convoke_nn::onnx;
     let Ok(folder) = std::env::var("CONVOKE_ONNX_WRITE") else {
         println!("CONVOKE_ONNX_WRITE is not set: nothing is written");
         return;
@@ -403,33 +402,9 @@ fn models_are_written_for_another_runtime() {
                 model.fold().unwrap();
             }
             let size = if ready.name.starts_with("vgg") { 224 } else { 64 };
-            let inputs = [1, 7].map(|batch| {
-                let elements = formula_fill(batch as u32, batch * 3 * size * size, 1.0);
-                Tensor::from_slice(&device, &[batch, 3, size, size], &elements).unwrap()
-            });
-            let mut stored = Vec::new();
-            for (input, batch) in inputs.iter().zip([1, 7]) {
-                let output = inference_mode(|| model.forward(input)).unwrap();
-                stored.push((format!("input.{batch}"), input.clone()));
-                stored.push((format!("output.{batch}"), output));
-            }
             let (definition, _) = model.to_definition_at(&[vec![1, 3, size, size]]).unwrap();
             let to = Path::new(&folder).join(format!("{}-{kind}.onnx", ready.name));
-            onnx::save(&to, &definition, &Default::default(), &onnx::WriteOptions::default()).unwrap();
-            let bytes: Vec<(String, Vec<usize>, Vec<u8>)> = stored
-                .into_iter()
-                .map(|(name, tensor)| {
-                    let numbers: Vec<f32> = tensor.detach().to_dtype(DType::F32).unwrap().to_vec().unwrap();
-                    let bytes = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
-                    (name, tensor.shape().to_vec(), bytes)
-                })
-                .collect();
-            let views = bytes.iter().map(|(name, shape, bytes)| {
-                let view =
-                    safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.clone(), bytes);
-                (name, view.unwrap())
-            });
-            safetensors::serialize_to_file(views, None, &to.with_extension("safetensors")).unwrap();
+            common::write_for_another_runtime(&to, &definition, (&model, &[3, size, size]));
         }
     }
 }

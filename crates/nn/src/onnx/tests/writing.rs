@@ -22,7 +22,11 @@ fn constant(name: &str, array: Array) -> Node {
 
 fn stored(name: &str, shape: &[usize]) -> Stored {
     let data = (0..shape.iter().product::<usize>()).map(|x| x as f32 / 8.0).collect();
-    Stored { name: name.to_owned(), values: Array::new(shape, Data::F32(data)).unwrap().into() }
+    Stored {
+        name: name.to_owned(),
+        values: Array::new(shape, Data::F32(data)).unwrap().into(),
+        trained: None,
+    }
 }
 
 /// Nodes over `x`, with weights that all of them may read.

@@ -152,3 +152,38 @@ pub(crate) fn blocks(module: &dyn Module) -> Vec<&ConvBn2d> {
         None => module.children().into_iter().flat_map(|(_, child)| blocks(child)).collect(),
     }
 }
+
+/// Writes a model to an ONNX file, and beside it random images of this shape and what the model gives for 1 and 7 of them:
+/// `tools/check_onnx.py` compares.
+#[cfg(feature = "onnx")]
+pub(crate) fn write_for_another_runtime(
+    to: &std::path::Path,
+    definition: &convoke_nn::graph::Definition,
+    (model, image): (&dyn Module, &[usize]),
+) {
+    use convoke_nn::onnx;
+    let device = model.parameters()[0].1.value().device().clone();
+    let mut stored = Vec::new();
+    for batch in [1, 7] {
+        let shape = [&[batch], image].concat();
+        let elements = convoke_testkit::formula_fill(batch as u32, shape.iter().product(), 1.0);
+        let input = Tensor::from_slice(&device, &shape, &elements).unwrap();
+        let output = convoke_autograd::inference_mode(|| model.forward(&input)).unwrap();
+        stored.push((format!("input.{batch}"), input));
+        stored.push((format!("output.{batch}"), output));
+    }
+    onnx::save(to, definition, &Default::default(), &onnx::WriteOptions::default()).unwrap();
+    let bytes: Vec<(String, Vec<usize>, Vec<u8>)> = stored
+        .into_iter()
+        .map(|(name, tensor)| {
+            let numbers: Vec<f32> = tensor.detach().to_dtype(DType::F32).unwrap().to_vec().unwrap();
+            let bytes = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
+            (name, tensor.shape().to_vec(), bytes)
+        })
+        .collect();
+    let views = bytes.iter().map(|(name, shape, bytes)| {
+        let view = safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape.clone(), bytes);
+        (name, view.unwrap())
+    });
+    safetensors::serialize_to_file(views, None, &to.with_extension("safetensors")).unwrap();
+}

@@ -1,0 +1,142 @@
+//! Operations with windows: convolution, pooling, resizing.
+
+use convoke_autograd::Result;
+use convoke_autograd::ops::{
+    ConvOptions, ConvTransposeOptions, Coordinates, PoolOptions, ResizeMode, ResizeOptions, ResizeTo,
+    Rounding, UpsampleMode,
+};
+
+use super::super::{
+    Arithmetic, Array, Aspect, Conv, ConvTranspose, Data, Interpolation, Op, Pads, Pool, ReduceKind, Resize,
+};
+use super::translation::{Step, Translation};
+
+/// The numbers of the last `rank` of height and width.
+fn last(numbers: [usize; 2], rank: usize) -> Vec<usize> {
+    numbers[2 - rank.min(2)..].to_vec()
+}
+
+fn pads(before: [usize; 2], after: [usize; 2], rank: usize) -> Pads {
+    Pads::Explicit([last(before, rank), last(after, rank)].concat())
+}
+
+/// A convolution in `rank` spatial dimensions.
+pub(super) fn conv(options: &ConvOptions, rank: usize) -> Conv {
+    let padding = options.padding;
+    Conv {
+        strides: last(options.stride, rank),
+        pads: pads([padding.top, padding.left], [padding.bottom, padding.right], rank),
+        dilations: last(options.dilation, rank),
+        group: options.groups,
+    }
+}
+
+pub(super) fn conv_transpose(options: &ConvTransposeOptions) -> ConvTranspose {
+    let &ConvTransposeOptions { stride, padding, output_padding, dilation, groups } = options;
+    let same = ConvOptions { stride, padding, dilation, groups };
+    ConvTranspose { conv: conv(&same, 2), output_padding: output_padding.to_vec(), output_shape: None }
+}
+
+fn pool(options: &PoolOptions, rank: usize) -> Pool {
+    Pool {
+        kernel: last(options.kernel, rank),
+        strides: last(options.stride, rank),
+        pads: pads(options.padding, options.padding_after.unwrap_or(options.padding), rank),
+        dilations: last(options.dilation, rank),
+        ceil_mode: options.ceil_mode,
+        count_include_pad: options.count_include_pad,
+        count_overhang: options.count_overhang,
+    }
+}
+
+impl Translation<'_> {
+    pub(super) fn max_pool(&mut self, step: &Step<'_>, x: String, options: &PoolOptions) -> String {
+        self.node(step, Op::MaxPool(pool(options, step.to[0].len() - 2)), vec![x])
+    }
+
+    pub(super) fn average_pool(&mut self, step: &Step<'_>, options: &PoolOptions) -> String {
+        let x = vec![step.inputs[0].clone()];
+        let rank = step.rank() - 2;
+        let mut pool = pool(options, rank);
+        let (input, output) = (&step.from[0][0][2..], &step.to[0][2..]);
+        if let Some(divisor) = options.divisor_override {
+            // The sum over a window is its mean times its elements, if all of them count.
+            (pool.count_include_pad, pool.count_overhang) = (true, options.ceil_mode);
+            let factor = pool.kernel.iter().product::<usize>() as f64 / divisor as f64;
+            let mean = self.node(step, Op::AveragePool(pool), x);
+            let factor = self.number(step, factor);
+            return self.node(step, Op::Arithmetic(Arithmetic::Mul), vec![mean, factor]);
+        }
+        let whole = pool.kernel == input && output.iter().all(|&size| size == 1);
+        let padded = pool.pads != pads([0; 2], [0; 2], rank);
+        self.node(step, if whole && !padded { Op::GlobalAveragePool } else { Op::AveragePool(pool) }, x)
+    }
+
+    /// Windows of equal size are an ordinary pooling. Others are taken one after the other, first along the height.
+    pub(super) fn adaptive_pool(&mut self, step: &Step<'_>, max: bool) -> String {
+        let (input, output) = (&step.from[0][0][2..], &step.to[0][2..]);
+        let mut x = step.inputs[0].clone();
+        if input == output {
+            return x;
+        }
+        if output == [1, 1] {
+            return self.node(step, if max { Op::GlobalMaxPool } else { Op::GlobalAveragePool }, vec![x]);
+        }
+        if input.iter().zip(output).all(|(input, output)| input % output == 0) {
+            let kernel = [input[0] / output[0], input[1] / output[1]];
+            let pool = pool(&PoolOptions { kernel, stride: kernel, ..PoolOptions::new(1) }, 2);
+            return self.node(step, if max { Op::MaxPool(pool) } else { Op::AveragePool(pool) }, vec![x]);
+        }
+        let kind = if max { ReduceKind::Max } else { ReduceKind::Mean };
+        for axis in 0..2 {
+            let (from, to) = (input[axis], output[axis]);
+            let windows = (0..to).map(|index| {
+                let (start, end) = (index * from / to, ((index + 1) * from).div_ceil(to));
+                let numbers = [start, end, axis + 2].map(|number| number as i64);
+                let bounds = numbers.map(|number| self.integers([number]));
+                let window = self.node(step, Op::Slice, [vec![x.clone()], bounds.to_vec()].concat());
+                self.reduce(step, (kind, true), window, &[axis + 2])
+            });
+            let windows = windows.collect();
+            x = self.node(step, Op::Concat { axis: axis as isize + 2 }, windows);
+        }
+        x
+    }
+
+    pub(super) fn resize(&mut self, step: &Step<'_>, options: &ResizeOptions) -> Result<String> {
+        let resize = Resize {
+            mode: Interpolation::Of(options.mode),
+            coordinates: options.coordinates,
+            one_pixel_at_zero: false,
+            aspect: Aspect::Stretch,
+        };
+        let x = step.inputs[0].clone();
+        Ok(match options.to {
+            ResizeTo::Size(_) => {
+                let sizes = self.sizes(step.to)?;
+                self.node(step, Op::Resize(resize), vec![x, String::new(), String::new(), sizes])
+            }
+            ResizeTo::Scale(scale) => self.scaled(step, resize, scale),
+        })
+    }
+
+    pub(super) fn upsample(&mut self, step: &Step<'_>, factor: [usize; 2], mode: UpsampleMode) -> String {
+        let (mode, coordinates) = match mode {
+            UpsampleMode::Nearest => (ResizeMode::Nearest(Rounding::Floor), Coordinates::Asymmetric),
+            UpsampleMode::Bilinear => (ResizeMode::Bilinear, Coordinates::HalfPixel),
+        };
+        let resize = Resize { mode: Interpolation::Of(mode), coordinates, one_pixel_at_zero: false, aspect: Aspect::Stretch };
+        self.scaled(step, resize, factor.map(|factor| factor as f64))
+    }
+
+    fn scaled(&mut self, step: &Step<'_>, resize: Resize, [height, width]: [f64; 2]) -> String {
+        let scales = [1.0, 1.0, height, width];
+        // ONNX has scales of single precision. Others can be computed with, but are rounded in a file.
+        let exact = scales.iter().all(|&scale| f64::from(scale as f32) == scale);
+        let scales = self.constant(Array::list(match exact {
+            true => Data::F32(scales.iter().map(|&scale| scale as f32).collect()),
+            false => Data::F64(scales.to_vec()),
+        }));
+        self.node(step, Op::Resize(resize), vec![step.inputs[0].clone(), String::new(), scales])
+    }
+}
