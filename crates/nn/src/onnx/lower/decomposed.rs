@@ -6,6 +6,9 @@ use super::{Lowered, Lowering, NodeProto, input};
 use crate::graph::{Array, Data, Kind, Node};
 use crate::onnx::build::number;
 
+/// From here on softplus is its argument, up to rounding in single precision: e^-20 is 2e-9.
+const NO_THRESHOLD: f64 = 20.0;
+
 impl Lowering<'_> {
     pub(super) fn pointwise(&mut self, node: &Node, function: Pointwise) -> Lowered {
         let plain = NodeProto::new(node.op.name());
@@ -40,15 +43,27 @@ impl Lowering<'_> {
                 }
                 return self.emit_with(node, plain, inputs);
             }
-            Pointwise::Softplus { beta, .. } if beta != 1.0 => {
-                let beta = self.number(node, "beta", beta)?;
-                let scaled = self.before(node, ("scaled", NodeProto::new("Mul")), &[x, &beta]);
-                let soft = self.before(node, ("softplus", plain), &[&scaled]);
-                return self.emit_with(node, NodeProto::new("Div"), vec![soft, beta]);
+            Pointwise::Softplus { beta, threshold } if beta != 1.0 || threshold < NO_THRESHOLD => {
+                return self.softplus(node, beta, threshold);
             }
             _ => plain,
         };
         self.emit(node, proto)
+    }
+
+    /// softplus(beta x) / beta, and x where beta x is above the threshold, which ONNX does not have.
+    fn softplus(&mut self, node: &Node, beta: f64, threshold: f64) -> Lowered {
+        let x = input(node, 0);
+        let beta = self.number(node, "beta", beta)?;
+        let scaled = self.before(node, ("scaled", NodeProto::new("Mul")), &[x, &beta]);
+        let soft = self.before(node, ("softplus", NodeProto::new("Softplus")), &[&scaled]);
+        if threshold >= NO_THRESHOLD {
+            return self.emit_with(node, NodeProto::new("Div"), vec![soft, beta]);
+        }
+        let soft = self.before(node, ("unscaled", NodeProto::new("Div")), &[&soft, &beta]);
+        let threshold = self.number(node, "threshold", threshold)?;
+        let above = self.before(node, ("above", NodeProto::new("Greater")), &[&scaled, &threshold]);
+        self.emit_with(node, NodeProto::new("Where"), vec![above, x.to_owned(), soft])
     }
 
     /// The product of two values as the node itself.
