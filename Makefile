@@ -92,7 +92,7 @@ sanitize:
 # Runs the models that convoke writes as ONNX in onnxruntime. PYTHON must have onnx, onnxruntime, safetensors and numpy.
 onnx:
 	rm -rf target/onnx && mkdir -p target/onnx
-	CONVOKE_ONNX_WRITE=$(CURDIR)/target/onnx cargo test -p convoke-nn --features onnx,datasets --test it -- models_are_written
+	CONVOKE_ONNX_WRITE=$(CURDIR)/target/onnx cargo test -p convoke-nn --features onnx,datasets --test it -- are_written_for
 	$(PYTHON) tools/check_onnx.py target/onnx
 
 # Rewrites the golden files; PYTHON must have torch, numpy, tensorflow-cpu and onnx.

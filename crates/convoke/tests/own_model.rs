@@ -6,15 +6,19 @@ mod scenes;
 #[path = "../examples/own_model/unet.rs"]
 mod unet;
 
+use std::collections::BTreeSet;
 use std::ops::ControlFlow;
+use std::sync::Arc;
 use std::time::Duration;
 
 use convoke::distributed::{Options, run_threads};
 use convoke::nn::data::{Dataset, Datasets, Target, TrainTest};
+use convoke::nn::graph::{Graph, record};
 use convoke::nn::models::ModelSpec;
+use convoke::nn::modules::ConvBnMode;
 use convoke::nn::planner::{Planner, PlannerOptions};
 use convoke::nn::training::{Trainer, TrainingConfig};
-use convoke::nn::{ModuleExt, Rule, State};
+use convoke::nn::{Init, Module, ModuleExt, Rule, State};
 use convoke::{Cpu, Device, DeviceOptions, GradCheck, MemoryFormat, Tensor, gradcheck};
 use convoke_testkit::normal;
 
@@ -110,6 +114,27 @@ fn a_run_has_everything() {
         let near = |(a, b): (&f64, &f64)| (a - b).abs() <= 1e-4 * (1.0 + b.abs());
         assert!(found.iter().zip(&losses).all(near), "{found:?}, expected {losses:?}");
     }
+}
+
+/// Its own operation is composed of others there.
+#[test]
+fn the_model_is_recorded_as_data() {
+    let spec = config().model;
+    let init = Init::new(&device(), 1);
+    let model = spec.build(&init, &spec.options(ConvBnMode::Fused)).unwrap();
+    let definition = Arc::new(record(model.as_ref(), &Scenes::SHAPE).unwrap());
+    let graph = Graph::new(&definition, &init, ConvBnMode::Fused).unwrap();
+    let names = |model: &dyn Module| -> BTreeSet<String> {
+        model.named_state().into_iter().map(|(path, _)| path).collect()
+    };
+    assert_eq!(names(&graph), names(model.as_ref()));
+    let [channels, height, width] = Scenes::SHAPE;
+    let images = init.normal(&[5, channels, height, width], 1.0).unwrap().value();
+    let [expected, found] = [model.as_ref(), &graph as &dyn Module].map(|model| {
+        model.eval();
+        model.forward(&images).unwrap().to_vec::<f32>().unwrap()
+    });
+    assert!(found.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-4));
 }
 
 #[test]

@@ -89,6 +89,12 @@ impl Function for GateChannels {
         Ok((y, (x, logits)))
     }
 
+    /// The same by other operations, so that the model can be written as ONNX.
+    fn compose(&self, inputs: &[&Tensor]) -> Result<Option<Tensor>> {
+        let gates = inputs[1].sigmoid()?.unsqueeze(&[2, 3])?;
+        Ok(Some(inputs[0].mul(&gates)?))
+    }
+
     fn backward(&self, (x, logits): Self::Saved, dy: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
         // dx is dy gated as x was; the logits' gradient is a sum over each channel.
         let dx = dispatch!(x.dtype(), T => gated::<T>(&dy, &logits))?;

@@ -4,6 +4,7 @@ mod bad_data;
 mod bench;
 mod bench_norm;
 mod camvid;
+mod export;
 mod hostile_files;
 mod images;
 mod json;

@@ -364,3 +364,45 @@ fn rust_models_are_written_for_another_runtime() {
     }
     write("everything", &mut Everything::new(&init(&device, DType::F32, 4)).unwrap(), [2, 7, 6]);
 }
+
+/// In single precision, which runtimes have for all operators.
+#[cfg(feature = "onnx")]
+fn single(mut definition: Definition) -> Definition {
+    use convoke_nn::graph::{Array, Data, Kind};
+    definition.inputs.iter_mut().for_each(|input| input.kind = Kind::F32);
+    for stored in &mut definition.stored {
+        if let Some(array) = stored.values.array().filter(|array| array.kind() == Kind::F64) {
+            let numbers = array.to_f64().into_iter().map(|number| number as f32).collect();
+            stored.values = Array::new(array.shape(), Data::F32(numbers)).unwrap().into();
+        }
+    }
+    definition
+}
+
+/// Some cases of each operation.
+#[cfg(feature = "onnx")]
+#[test]
+fn operations_are_written_for_another_runtime() {
+    let Ok(folder) = std::env::var("CONVOKE_ONNX_WRITE") else {
+        println!("CONVOKE_ONNX_WRITE is not set: nothing is written");
+        return;
+    };
+    const MOST: usize = 4;
+    let device = device();
+    for operation in OPERATIONS.iter().filter(|operation| !DECLINE.contains(&operation.name)) {
+        let cases = operation.cases(&device, MemoryFormat::Contiguous, Size::Small);
+        let every = cases.len().div_ceil(MOST);
+        for (index, case) in cases.iter().enumerate().step_by(every) {
+            if (case.function)(&case.inputs).unwrap().is_empty() {
+                continue;
+            }
+            let definition = single(recorded(case).unwrap());
+            let graph =
+                Graph::new(&Arc::new(definition.clone()), &init(&device, DType::F32, 0), ConvBnMode::Fused);
+            let graph = graph.unwrap();
+            graph.eval();
+            let to = std::path::Path::new(&folder).join(format!("operation-{}-{index}.onnx", operation.name));
+            common::write_for_another_runtime(&to, &definition, (&graph, &[]));
+        }
+    }
+}

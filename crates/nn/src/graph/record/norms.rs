@@ -1,6 +1,6 @@
 //! Normalisations, and blocks of a convolution and a batch norm.
 
-use convoke_autograd::ops::{BatchNormOptions, EpsPlace, LayerNormOver, Statistics};
+use convoke_autograd::ops::{BatchNormOptions, EpsPlace, LayerNormOver, LocalResponse, Statistics};
 use convoke_autograd::{DType, Operation, Result, Source, Tensor};
 
 use super::super::{Arithmetic, BatchNormOp, Op, ReduceKind};
@@ -190,6 +190,19 @@ impl Translation<'_> {
         let y = last(self, x);
         let order = [0, rank - 1].into_iter().chain(1..rank - 1).collect();
         Ok(self.node(step, Op::Transpose { order }, vec![y]))
+    }
+
+    /// Some runtimes take images only, so other inputs are made images.
+    pub(super) fn local_response_norm(&mut self, step: &Step<'_>, options: &LocalResponse) -> Result<String> {
+        let &LocalResponse { size, alpha, beta, k: bias } = options;
+        let own = step.to.map(<[usize]>::to_vec);
+        let images = match step.rank() {
+            4 => own.clone(),
+            _ => step.to.map(|shape| vec![shape[0], shape[1], shape[2..].iter().product(), 1]),
+        };
+        let x = self.reshaped(step, step.inputs[0].clone(), [own.clone(), images.clone()])?;
+        let y = self.node(step, Op::Lrn { size, alpha, beta, bias }, vec![x]);
+        self.reshaped(step, y, [images, own])
     }
 
     /// A parameter, or one that changes nothing if there is none.

@@ -229,10 +229,7 @@ impl<'a> Translation<'a> {
             Operation::ConvBn { .. } => self.block(step, operation),
             Operation::GroupNorm { groups, eps, has } => self.group_norm(step, (*groups, *eps), *has),
             Operation::LayerNorm { over, eps, has } => self.layer_norm(step, (*over, *eps), *has),
-            Operation::LocalResponseNorm(options) => {
-                let (size, alpha, beta, bias) = (options.size, options.alpha, options.beta, options.k);
-                Ok(self.node(step, Op::Lrn { size, alpha, beta, bias }, all()))
-            }
+            Operation::LocalResponseNorm(options) => self.local_response_norm(step, options),
             Operation::MaxPool(options) => Ok(self.max_pool(step, x(), options)),
             Operation::AveragePool(options) => Ok(self.average_pool(step, options)),
             Operation::AdaptivePool { max } => Ok(self.adaptive_pool(step, *max)),
@@ -278,13 +275,13 @@ impl<'a> Translation<'a> {
     fn prelu(&mut self, step: &Step<'_>) -> Result<String> {
         let [x, slopes] = [step.inputs[0].clone(), step.inputs[1].clone()];
         let count = step.from[1][0][0];
-        let slopes = match step.rank() {
-            3.. if count > 1 => {
-                let shape = [vec![count], vec![1; step.rank() - 2]].concat();
-                self.reshaped(step, slopes, [[vec![count], vec![count]], [shape.clone(), shape]])?
-            }
-            _ => slopes,
+        // The slopes of channels, as they broadcast; a single one stays, unless it would give a number an axis.
+        let shape = match step.rank() {
+            0 => vec![],
+            3.. if count > 1 => [vec![count], vec![1; step.rank() - 2]].concat(),
+            _ => vec![count],
         };
+        let slopes = self.reshaped(step, slopes, [[vec![count], vec![count]], [shape.clone(), shape]])?;
         Ok(self.node(step, Op::PRelu, vec![x, slopes]))
     }
 

@@ -7,7 +7,8 @@ use convoke_autograd::ops::{
 };
 
 use super::super::{
-    Arithmetic, Array, Aspect, Conv, ConvTranspose, Data, Interpolation, Op, Pads, Pool, ReduceKind, Resize,
+    Arithmetic, Array, Aspect, Conv, ConvTranspose, Data, Interpolation, Op, PadKind, Pads, Pool, ReduceKind,
+    Resize,
 };
 use super::translation::{Step, Translation};
 
@@ -57,19 +58,41 @@ impl Translation<'_> {
     pub(super) fn average_pool(&mut self, step: &Step<'_>, options: &PoolOptions) -> String {
         let x = vec![step.inputs[0].clone()];
         let rank = step.rank() - 2;
-        let mut pool = pool(options, rank);
+        let pool = pool(options, rank);
         let (input, output) = (&step.from[0][0][2..], &step.to[0][2..]);
-        if let Some(divisor) = options.divisor_override {
-            // The sum over a window is its mean times its elements, if all of them count.
-            (pool.count_include_pad, pool.count_overhang) = (true, options.ceil_mode);
-            let factor = pool.kernel.iter().product::<usize>() as f64 / divisor as f64;
-            let mean = self.node(step, Op::AveragePool(pool), x);
-            let factor = self.number(step, factor);
-            return self.node(step, Op::Arithmetic(Arithmetic::Mul), vec![mean, factor]);
+        let counts_all = options.ceil_mode && options.count_include_pad && options.count_overhang;
+        if options.divisor_override.is_some() || counts_all {
+            return self.average_of_whole_windows(step, options);
         }
         let whole = pool.kernel == input && output.iter().all(|&size| size == 1);
         let padded = pool.pads != pads([0; 2], [0; 2], rank);
         self.node(step, if whole && !padded { Op::GlobalAveragePool } else { Op::AveragePool(pool) }, x)
+    }
+
+    /// All elements of a window count, also beyond the padding: the input is padded as far as windows reach. Runtimes do not agree on
+    /// what lies beyond it.
+    fn average_of_whole_windows(&mut self, step: &Step<'_>, options: &PoolOptions) -> String {
+        let rank = step.rank() - 2;
+        let (input, output) = (&step.from[0][0][2..], &step.to[0][2..]);
+        let whole = PoolOptions { padding: [0; 2], padding_after: None, ceil_mode: false, ..*options };
+        let pool = pool(&whole, rank);
+        let before = last(options.padding, rank);
+        let after = (0..rank).map(|axis| {
+            let reached = (output[axis] - 1) * pool.strides[axis] + pool.kernel[axis];
+            reached.saturating_sub(input[axis] + before[axis])
+        });
+        let pads = [vec![0; 2], before.clone(), vec![0; 2], after.collect()].concat();
+        let mut x = step.inputs[0].clone();
+        if pads.iter().any(|&pad| pad > 0) {
+            let (pads, zero) = (self.integers(pads.iter().map(|&pad| pad as i64)), self.number(step, 0.0));
+            x = self.node(step, Op::Pad(PadKind::Constant), vec![x, pads, zero]);
+        }
+        let elements = pool.kernel.iter().product::<usize>() as f64;
+        let mean = self.node(step, Op::AveragePool(pool), vec![x]);
+        let Some(divisor) = options.divisor_override else { return mean };
+        // The sum over a window is its mean times its elements.
+        let factor = self.number(step, elements / divisor as f64);
+        self.node(step, Op::Arithmetic(Arithmetic::Mul), vec![mean, factor])
     }
 
     /// Windows of equal size are an ordinary pooling. Others are taken one after the other, first along the height.
@@ -125,7 +148,8 @@ impl Translation<'_> {
             UpsampleMode::Nearest => (ResizeMode::Nearest(Rounding::Floor), Coordinates::Asymmetric),
             UpsampleMode::Bilinear => (ResizeMode::Bilinear, Coordinates::HalfPixel),
         };
-        let resize = Resize { mode: Interpolation::Of(mode), coordinates, one_pixel_at_zero: false, aspect: Aspect::Stretch };
+        let mode = Interpolation::Of(mode);
+        let resize = Resize { mode, coordinates, one_pixel_at_zero: false, aspect: Aspect::Stretch };
         self.scaled(step, resize, factor.map(|factor| factor as f64))
     }
 

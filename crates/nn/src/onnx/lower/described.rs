@@ -54,7 +54,8 @@ impl<'a> Lowering<'a> {
             }
             Op::MatMul => match (rank(0)?, rank(1)?) {
                 (a, b) if a >= 2 && b >= 2 => Some(a.max(b)),
-                _ => None,
+                // A vector's only axis goes.
+                (a, b) => a.max(b).checked_sub(if a == 1 && b == 1 { 1 } else { usize::from(a.min(b) == 1) }),
             },
             Op::Concat { .. } => (0..node.inputs.len()).find_map(rank),
             Op::Reduce(reduce) if !reduce.keep_dims => {
