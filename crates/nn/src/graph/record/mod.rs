@@ -26,7 +26,8 @@ use translation::Translation;
 /// The sizes of the batches. Neither divides the other, nor is one.
 const BATCHES: [usize; 2] = [2, 3];
 
-/// A module as data, with its present values. `shape` is that of one sample, such as C, H, W; the number of samples stays open.
+/// A module as data, with its present values. `shape` is that of one sample, such as C, H, W; the number of samples stays open. A
+/// [`Graph`] is data already: this gives [`Graph::to_definition`].
 ///
 /// Parameters and buffers keep their paths as names. A [`Graph`] of the result trains as the module does, and `onnx::write` writes
 /// it. The module runs three times in evaluation, on random numbers. It must be made of the operations of [`convoke_autograd::ops`],
