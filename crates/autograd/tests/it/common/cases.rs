@@ -2,20 +2,21 @@
 
 mod layers;
 mod losses;
+mod norms;
 mod pointwise;
 mod shapes;
 
 use convoke_autograd::ops::{
-    Activation, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, EpsPlace, Keep, Padding,
-    PoolOptions, Statistics, UpsampleMode, activate, avg_pool2d, batch_norm,
-    binary_cross_entropy_with_logits, concat, conv_bn_block2d, conv_bn2d, conv2d, cross_entropy, dropout,
-    linear, log_softmax_along, max_pool2d, mse_loss, nll_loss, softmax, upsample2d,
+    ConvOptions, Padding, PoolOptions, Statistics, UpsampleMode, activate, avg_pool2d,
+    binary_cross_entropy_with_logits, concat, conv2d, cross_entropy, dropout, linear, log_softmax_along,
+    max_pool2d, mse_loss, nll_loss, softmax, upsample2d,
 };
 use convoke_autograd::{DType, Device, MemoryFormat, Result, Tensor};
 use convoke_testkit::Random;
 
 use super::{FORMATS, laid_out, tensor};
 use losses::{loss_cases, value_loss_cases, weighted_loss_cases};
+use norms::{ACTIVATIONS, batch_norm_cases, conv_bn_block2d_cases, conv_bn2d_cases};
 use pointwise::{log_softmax_cases, pointwise_cases, prelu_cases, softmax_cases};
 
 /// One function to check, and the inputs to check it at.
@@ -391,195 +392,6 @@ fn concat_cases(draw: &mut Draw) {
     draw.add("with itself", vec![x], |inputs| concat(&[&inputs[0], &inputs[0]]));
 }
 
-/// Adds `function` at random inputs of `shapes` that `fit` takes; with an activation where no value before it lies near zero.
-fn add_normalized(
-    draw: &mut Draw,
-    name: String,
-    shapes: &[Vec<usize>],
-    options: BatchNormOptions,
-    (function, fit): (
-        impl Fn(&[Tensor], &BatchNormOptions) -> Result<Tensor> + 'static,
-        impl Fn(&[Tensor], &BatchNormOptions) -> bool,
-    ),
-) {
-    let inputs = |draw: &mut Draw| shapes.iter().map(|shape| draw.normal(shape)).collect();
-    let identity = BatchNormOptions { activation: Activation::Identity, ..options.clone() };
-    let smooth = options.activation == Activation::Identity;
-    let inputs = draw.until(inputs, |inputs| {
-        fit(inputs, &identity) && (smooth || is_away_from_zero(&function(inputs, &identity).unwrap()))
-    });
-    draw.add(name, inputs, move |inputs| function(inputs, &options));
-}
-
-/// Where there are no kinks but the activation's.
-fn anywhere(_: &[Tensor], _: &BatchNormOptions) -> bool {
-    true
-}
-
-/// With an eps large enough that its place counts.
-fn norm_options(draw: &mut Draw, channels: usize, [relu, constant, outside]: [bool; 3]) -> BatchNormOptions {
-    BatchNormOptions {
-        statistics: if constant { draw.constant_statistics(channels) } else { Statistics::Batch },
-        eps: 0.1,
-        eps_place: if outside { EpsPlace::OutsideRoot } else { EpsPlace::InsideRoot },
-        activation: if relu { Activation::Relu } else { Activation::Identity },
-    }
-}
-
-fn batch_norm_cases(draw: &mut Draw) {
-    let shapes: &[&[usize]] = match draw.size {
-        Size::Small => &[&[5, 3], &[3, 2, 4], &[2, 3, 3, 2], &[2, 2, 2, 3, 2], &[4, 1, 3, 1]],
-        Size::Large => &[&[3, 6, 32, 32]],
-    };
-    for (shape, [weight, bias, relu, constant, outside]) in
-        shapes.iter().flat_map(|shape| all_flags().map(move |flags| (shape, flags)))
-    {
-        let flags = format!("relu {relu} constant {constant} eps outside {outside}");
-        let name = format!("{shape:?} weight {weight} bias {bias} {flags}");
-        let options = norm_options(draw, shape[1], [relu, constant, outside]);
-        let mut shapes = vec![shape.to_vec()];
-        shapes.extend(std::iter::repeat_n(vec![shape[1]], usize::from(weight) + usize::from(bias)));
-        let function = move |inputs: &[Tensor], options: &BatchNormOptions| {
-            let mut rest = inputs[1..].iter();
-            let weight = weight.then(|| rest.next().unwrap());
-            let bias = bias.then(|| rest.next().unwrap());
-            Ok(batch_norm(&inputs[0], weight, bias, options)?.0)
-        };
-        add_normalized(draw, name, &shapes, options, (function, anywhere));
-    }
-}
-
-/// What may follow a block's normalisation.
-#[derive(Debug, Clone, Copy, PartialEq)]
-enum Follows {
-    Nothing,
-    Residual,
-    Pool(PoolOptions),
-}
-
-/// A block of [`conv_bn_block2d`], but for its batch norm's options.
-#[derive(Clone, Copy)]
-struct Block {
-    x: [usize; 4],
-    weight: [usize; 4],
-    /// Whether there are a bias, a gamma and a beta.
-    has: [bool; 3],
-    convolution: ConvOptions,
-    follows: Follows,
-    keep: Keep,
-}
-
-/// Adds a block, unless its output is too small for what follows.
-fn add_block(draw: &mut Draw, name: String, block: Block, options: BatchNormOptions) {
-    let Block { x, weight, has, convolution, follows, keep } = block;
-    let zeros = |shape: &[usize]| Tensor::zeros(&draw.device, shape, DType::F64).unwrap();
-    let output = conv2d(&zeros(&x), &zeros(&weight), None, &convolution).unwrap().shape().to_vec();
-    if follows != Follows::Nothing && output[2..].iter().any(|&size| size < 2) {
-        return;
-    }
-    let mut shapes = vec![x.to_vec(), weight.to_vec()];
-    shapes.extend(std::iter::repeat_n(vec![weight[0]], has.iter().filter(|&&has| has).count()));
-    shapes.extend((follows == Follows::Residual).then_some(output));
-    let margin = WINNER_MARGIN[usize::from(draw.is_large())];
-    let function = move |inputs: &[Tensor], options: &BatchNormOptions, pool: Option<PoolOptions>| {
-        let mut rest = inputs[2..].iter();
-        let [bias, gamma, beta] = has.map(|has| has.then(|| rest.next().unwrap()));
-        let block = ConvBnBlock {
-            convolution,
-            norm: options.clone(),
-            residual: (follows == Follows::Residual).then(|| rest.next().unwrap()),
-            pool,
-            keep,
-        };
-        let parameters = ConvBnParameters { weight: &inputs[1], bias, gamma, beta };
-        Ok(conv_bn_block2d(&inputs[0], &parameters, &block)?.0)
-    };
-    let pool = if let Follows::Pool(pool) = follows { Some(pool) } else { None };
-    // A gamma near 0 cannot be undone, which a dry run does not see.
-    let is_undone = move |inputs: &[Tensor]| {
-        let gamma = inputs.get(2 + usize::from(has[0])).filter(|_| keep == Keep::Invert && has[1]);
-        gamma.is_none_or(|gamma| gamma.to_vec::<f64>().unwrap().iter().all(|gamma| gamma.abs() > 0.1))
-    };
-    let fit = |inputs: &[Tensor], identity: &BatchNormOptions| {
-        is_undone(inputs)
-            && pool.is_none_or(|pool| {
-                has_clear_winners(&function(inputs, identity, None).unwrap(), &pool, margin)
-            })
-    };
-    let pooled = move |inputs: &[Tensor], options: &BatchNormOptions| function(inputs, options, pool);
-    add_normalized(draw, name, &shapes, options, (pooled, fit));
-}
-
-/// Every way to keep, with everything that may follow. [`Keep::Compact`] is exact in f64.
-fn conv_bn_block2d_cases(draw: &mut Draw) {
-    let overlapping = PoolOptions { stride: [2, 1], padding: [1, 1], ..PoolOptions::new(3) };
-    let follows =
-        [Follows::Nothing, Follows::Residual, Follows::Pool(PoolOptions::new(2)), Follows::Pool(overlapping)];
-    let cases: Vec<_> =
-        Keep::ALL.into_iter().flat_map(|keep| follows.map(|follows| (keep, follows))).collect();
-    let count = if draw.size == Size::Small { 3 } else { 1 };
-    for (name, x, weight, bias, convolution) in convolutions(draw.size).into_iter().take(count) {
-        for (&(keep, follows), relu) in cases.iter().flat_map(|case| [false, true].map(|relu| (case, relu))) {
-            let options = norm_options(draw, weight[0], [relu, false, false]);
-            let block = Block { x, weight, has: [bias, true, true], convolution, follows, keep };
-            add_block(draw, format!("{name}, {keep}, {follows:?}, relu {relu}"), block, options);
-        }
-    }
-    if draw.is_large() {
-        return;
-    }
-    // Every combination of options, on the smallest convolution that has windows to pool.
-    let (x, weight, convolution) = ([2, 1, 3, 3], [2, 1, 2, 2], ConvOptions::default());
-    let activations = [
-        Activation::Identity,
-        Activation::Relu,
-        Activation::LeakyRelu { slope: 0.3 },
-        // A draw that is away from 0 is away from these bounds as well.
-        Activation::Clip { min: 0.0, max: 30.0 },
-        Activation::HardSwish,
-        Activation::Silu,
-    ];
-    let pairs = cases.iter().flat_map(|case| activations.map(|kind| (case, kind)));
-    let allowed = |follows: Follows, kind: Activation| follows != Follows::Residual || !kind.needs_input();
-    for (&(keep, follows), activation) in pairs.filter(|&(&(_, follows), kind)| allowed(follows, kind)) {
-        for [bias, gamma, beta, constant, outside] in all_flags() {
-            let options = norm_options(draw, 2, [false, constant, outside]);
-            let options = BatchNormOptions { activation, ..options };
-            let has = [bias, gamma, beta];
-            let flags = format!("bias, gamma, beta {has:?} constant {constant} eps outside {outside}");
-            let block = Block { x, weight, has, convolution, follows, keep };
-            add_block(draw, format!("{keep}, {follows:?}, {activation:?}, {flags}"), block, options);
-        }
-    }
-}
-
-fn conv_bn2d_cases(draw: &mut Draw) {
-    let full = [true; 3];
-    let mut problems: Vec<(ConvCase, [bool; 3])> =
-        convolutions(draw.size).into_iter().map(|case| (case, [case.3, true, true])).collect();
-    if draw.size == Size::Small {
-        let case = ("flags", [3, 2, 4, 3], [3, 2, 2, 2], true, ConvOptions::default());
-        problems.extend(all_flags().filter(|&has| has != full).map(|has| (case, has)));
-    }
-    for ((case, has), [relu, constant, outside]) in
-        problems.iter().flat_map(|problem| all_flags().map(move |flags| (*problem, flags)))
-    {
-        let (name, x, weight, _, convolution) = case;
-        let flags = format!("relu {relu} constant {constant} eps outside {outside}");
-        let name = format!("{name}, bias, gamma, beta {has:?} {flags}");
-        let options = norm_options(draw, weight[0], [relu, constant, outside]);
-        let mut shapes = vec![x.to_vec(), weight.to_vec()];
-        shapes.extend(std::iter::repeat_n(vec![weight[0]], has.iter().filter(|&&has| has).count()));
-        let function = move |inputs: &[Tensor], options: &BatchNormOptions| {
-            let mut rest = inputs[2..].iter();
-            let [bias, gamma, beta] = has.map(|has| has.then(|| rest.next().unwrap()));
-            let parameters = ConvBnParameters { weight: &inputs[1], bias, gamma, beta };
-            Ok(conv_bn2d(&inputs[0], &parameters, &convolution, options)?.0)
-        };
-        add_normalized(draw, name, &shapes, options, (function, anywhere));
-    }
-}
-
 fn dropout_cases(draw: &mut Draw) {
     let shape: &[usize] = if draw.is_large() { &[3, 8, 30, 30] } else { &[2, 3, 4, 3] };
     for p in [0.0, 0.3, 0.9, 1.0] {
@@ -676,14 +488,7 @@ fn relu_cases(draw: &mut Draw) {
 
 fn activate_cases(draw: &mut Draw) {
     let shape: &[usize] = if draw.is_large() { &[3, 8, 30, 30] } else { &[2, 3, 4, 3] };
-    for activation in [
-        Activation::Identity,
-        Activation::Relu,
-        Activation::LeakyRelu { slope: 0.1 },
-        Activation::Clip { min: 0.0, max: 30.0 },
-        Activation::HardSwish,
-        Activation::Silu,
-    ] {
+    for activation in ACTIVATIONS {
         let inputs = draw.away_from_zero(|draw| vec![draw.normal(shape)], &|inputs| Ok(inputs[0].clone()));
         draw.add(format!("{activation:?}"), inputs, move |inputs| activate(&inputs[0], activation));
     }
