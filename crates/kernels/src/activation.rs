@@ -48,6 +48,16 @@ impl Activation {
         }
     }
 
+    /// The activation that is this function, if there is one: the inverse of [`Activation::pointwise`].
+    pub fn of(function: Pointwise) -> Option<Activation> {
+        match function {
+            Pointwise::Clip { min, max } => Some(Activation::Clip { min, max }),
+            Pointwise::HardSwish => Some(Activation::HardSwish),
+            Pointwise::Silu => Some(Activation::Silu),
+            _ => None,
+        }
+    }
+
     /// Whether backward needs the input; for the others the output does as well.
     pub fn needs_input(self) -> bool {
         self.pointwise().is_some_and(|function| function.saves() == Saves::Input)

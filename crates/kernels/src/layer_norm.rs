@@ -8,6 +8,7 @@
 //! in an order that depends on the shape only. Backward computes the statistics again: the row is in the cache anyway, so saving
 //! them would cost memory and no time.
 
+use std::borrow::Cow;
 use std::ops::Range;
 
 use crate::channels::{LANES, halved};
@@ -47,9 +48,8 @@ pub fn layer_norm<T: Element>(
     if x.is_empty() {
         return Ok(());
     }
-    let weight = Column::of(layer.weight, T::one(), width);
-    let bias = Column::of(layer.bias, T::zero(), width);
-    let affine = [weight.values(), bias.values()];
+    let (weight, bias) = (column(layer.weight, T::one(), width), column(layer.bias, T::zero(), width));
+    let affine = [&*weight, &*bias];
     let part = TASK.div_ceil(width) * width;
     cpu.for_each(x.len(), x.chunks(part).zip(y.chunks_mut(part)), |(x, y)| {
         let mut group = Group::new();
@@ -68,22 +68,8 @@ fn check_rows(operation: &'static str, width: usize, len: usize) -> Result<()> {
 }
 
 /// A parameter, or what stands for one that the layer has not.
-enum Column<'a, T> {
-    Given(&'a [T]),
-    Made(Vec<T>),
-}
-
-impl<'a, T: Element> Column<'a, T> {
-    fn of(values: Option<&'a [T]>, otherwise: T, width: usize) -> Column<'a, T> {
-        values.map_or_else(|| Column::Made(vec![otherwise; width]), Column::Given)
-    }
-
-    fn values(&self) -> &[T] {
-        match self {
-            Column::Given(values) => values,
-            Column::Made(values) => values,
-        }
-    }
+fn column<'a, T: Element>(values: Option<&'a [T]>, otherwise: T, width: usize) -> Cow<'a, [T]> {
+    values.map_or_else(|| Cow::Owned(vec![otherwise; width]), Cow::Borrowed)
 }
 
 /// The gradients of [`layer_norm`].
@@ -108,7 +94,7 @@ pub fn layer_norm_backward<T: Element>(
     let wanted = weight.is_some() || bias.is_some();
     let mut sums = ColumnSums::new(if wanted { width } else { 0 });
     if !x.is_empty() {
-        let of = Backward { width, x, dy, layer, weight: Column::of(layer.weight, T::one(), width) };
+        let of = Backward { width, x, dy, layer, weight: column(layer.weight, T::one(), width) };
         if width <= LONG {
             sums = of.short(cpu, dx);
         } else {
@@ -151,12 +137,12 @@ impl ColumnSums {
 }
 
 /// The operands of a backward pass that has elements.
-struct Backward<'a, T> {
+struct Backward<'a, T: Element> {
     width: usize,
     x: &'a [T],
     dy: &'a [T],
     layer: &'a Affine<'a, T>,
-    weight: Column<'a, T>,
+    weight: Cow<'a, [T]>,
 }
 
 impl<T: Element> Backward<'_, T> {
@@ -165,7 +151,7 @@ impl<T: Element> Backward<'_, T> {
         let &Backward { width, x, dy, layer, .. } = self;
         // Whole vectors, so that the last one of a row needs no loop of its own.
         let columns = width.next_multiple_of(LANES);
-        let weight = self.weight.values();
+        let weight = &*self.weight;
         let padded = [weight, &vec![T::zero(); columns - width]].concat();
         let row = RowsOf { width, eps: layer.eps, weight, padded: &padded };
         let block = (x.len() / width).div_ceil(BLOCKS) * width;
@@ -180,7 +166,7 @@ impl<T: Element> Backward<'_, T> {
 
     fn gradient_of_long(&self, cpu: &Cpu, dx: &mut [T]) {
         let &Backward { width, x, dy, layer, .. } = self;
-        let weight = self.weight.values();
+        let weight = &*self.weight;
         let rows = x.chunks_exact(width).zip(dy.chunks_exact(width)).zip(dx.chunks_exact_mut(width));
         cpu.for_each(x.len(), rows, |((x, dy), dx)| {
             let mut group = Group::new();
@@ -203,16 +189,15 @@ impl<T: Element> Backward<'_, T> {
     fn sums_of_long(&self, cpu: &Cpu) -> ColumnSums {
         let &Backward { width, x, dy, layer, .. } = self;
         let mut sums = ColumnSums::new(width);
-        let mut standards = vec![None; x.len() / width];
+        let mut standards = vec![Standard::none(); x.len() / width];
         cpu.for_each(x.len(), standards.iter_mut().zip(x.chunks_exact(width)), |(standard, x)| {
-            *standard = Some(Group::new().standards(cpu, x, width, layer.eps)[0]);
+            *standard = Group::new().standards(cpu, x, width, layer.eps)[0];
         });
         let columns = sums.g.chunks_mut(LONG).zip(sums.g_normalized.chunks_mut(LONG)).enumerate();
         cpu.for_each(x.len(), columns, |(index, (g, g_normalized))| {
             for (row, &standard) in standards.iter().enumerate() {
                 let start = row * width + index * LONG;
                 let place = start..start + g.len();
-                let Some(standard) = standard else { continue };
                 add_part(cpu, standard, [&x[place.clone()], &dy[place]], g, g_normalized);
             }
         });
@@ -238,6 +223,11 @@ struct Standard<T> {
 }
 
 impl<T: Element> Standard<T> {
+    /// The place of one that is not known yet.
+    fn none() -> Standard<T> {
+        Standard { mean: T::zero(), scale: T::zero(), shift: T::zero() }
+    }
+
     /// That of a row for which [`standardize`] is not fine: with all sums in f64, around the mean.
     #[cold]
     #[inline(never)]
@@ -343,9 +333,8 @@ struct Group<T> {
 
 impl<T: Element> Group<T> {
     fn new() -> Group<T> {
-        let none = Standard { mean: T::zero(), scale: T::zero(), shift: T::zero() };
         let sums = [[[T::zero(); LANES]; 2]; GROUP];
-        Group { sums, standards: [none; GROUP], means: [[T::zero(); 2]; GROUP] }
+        Group { sums, standards: [Standard::none(); GROUP], means: [[T::zero(); 2]; GROUP] }
     }
 
     /// The sums over each of up to [`GROUP`] rows of x - pilot and of its square, where the pilot is the row's first value.

@@ -44,7 +44,7 @@ impl<T: Element> Channel<T> {
         (x - self.mean).mul_add(self.scale, self.shift)
     }
 
-    /// The gradient of the activation's input. The input's sign is recomputed in the same way as in forward.
+    /// The gradient of the activation's input. The input is recomputed in the same way as in forward.
     #[inline(always)]
     pub(super) fn behind_activation(&self, x: T, dy: T, act: impl Activate<T>) -> T {
         act.backward(self.normalized(x), dy)

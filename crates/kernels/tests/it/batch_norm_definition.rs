@@ -44,6 +44,16 @@ struct Results {
     dbias: Vec<f64>,
 }
 
+/// One of each kind; the bounds are among the values that tests draw.
+pub(crate) const ACTIVATIONS: [Activation; 6] = [
+    Activation::Identity,
+    Activation::Relu,
+    Activation::LeakyRelu { slope: 0.2 },
+    Activation::Clip { min: -0.5, max: 0.75 },
+    Activation::HardSwish,
+    Activation::Silu,
+];
+
 /// An activation's value and slope.
 pub(crate) fn activate(activation: Activation, z: f64) -> [f64; 2] {
     match activation {
@@ -261,14 +271,6 @@ fn values_and_gradients_are_those_of_the_definition() {
     let mut failures = Failures::new("batch norm against its definition");
     let mut random = Random::new(25);
     let mut checked = 0;
-    let activations = [
-        Activation::Identity,
-        Activation::Relu,
-        Activation::LeakyRelu { slope: 0.2 },
-        Activation::Clip { min: -0.5, max: 0.75 },
-        Activation::HardSwish,
-        Activation::Silu,
-    ];
     for combination in 0..2 * 2 * 2 * 6 * 3 * 4 {
         let bit = |place: usize| combination >> place & 1 == 1;
         let (activation, source) = (combination / 8 % 6, combination / 48 % 3);
@@ -286,7 +288,7 @@ fn values_and_gradients_are_those_of_the_definition() {
             source: [Source::Batch, Source::Ranks, Source::Constant][source],
             eps,
             place: if bit(0) { EpsPlace::OutsideRoot } else { EpsPlace::InsideRoot },
-            activation: activations[activation],
+            activation: ACTIVATIONS[activation],
             weight: bit(1).then(|| random.normal(channels, 0.0, 1.0)),
             bias: bit(2).then(|| random.normal(channels, 0.0, 1.0)),
             mean: random.normal(channels, center, 1.0),

@@ -1,5 +1,6 @@
 //! Batch norm tile by tile: to the last bit what it is over the whole batch, for random shapes in both formats.
 
+use crate::batch_norm_definition::ACTIVATIONS;
 use crate::common::{FORMATS, Number, cast, check_bits, check_refused, cpus, extent};
 use convoke_kernels::batch_norm::{
     Activation, Affine, BackwardSumsInParts, EpsPlace, Normalization, StatsInParts, backward_elemt,
@@ -10,14 +11,6 @@ use convoke_kernels::{Cpu, Isa, MemoryFormat};
 use convoke_testkit::{Failures, Random, Tolerance, check_close, poisoned};
 
 const EPS: f64 = 1e-5;
-const ACTIVATIONS: [Activation; 6] = [
-    Activation::Identity,
-    Activation::Relu,
-    Activation::LeakyRelu { slope: 0.01 },
-    Activation::RELU6,
-    Activation::HardSwish,
-    Activation::Silu,
-];
 
 /// One and three threads, with the portable instruction set and with the best one.
 fn some_cpus() -> Vec<Cpu> {

@@ -14,7 +14,7 @@ use convoke_kernels::{Buffer, Cpu, Device, DeviceOptions, MemoryFormat};
 use convoke_testkit::{Failures, Random};
 use proptest::prelude::*;
 
-use crate::batch_norm_definition::activate;
+use crate::batch_norm_definition::{ACTIVATIONS, activate};
 use crate::common::{
     self, FORMATS, Number, cast, check_bits, check_refused, contiguous, extent_of, laid_out, properties,
 };
@@ -112,14 +112,7 @@ impl Case {
         let [_, channels, height, width] = convolution.output_shape();
         let mut problem = BlockProblem::new(*convolution);
         [problem.bias, problem.gamma, problem.beta] = [random.flag(), random.flag(), random.flag()];
-        problem.activation = *random.pick(&[
-            Activation::Identity,
-            Activation::Relu,
-            Activation::LeakyRelu { slope: 0.2 },
-            Activation::Clip { min: -0.5, max: 0.75 },
-            Activation::HardSwish,
-            Activation::Silu,
-        ]);
+        problem.activation = *random.pick(&ACTIVATIONS);
         problem.eps_place = *random.pick(&[EpsPlace::InsideRoot, EpsPlace::OutsideRoot]);
         // Large enough that gradients stay of moderate size where a channel hardly varies.
         problem.eps = 0.1;

@@ -11,7 +11,7 @@ use convoke_autograd::{DType, Result as TensorResult, Tensor};
 
 use super::network::{Block, Layer, Network, Norm};
 use super::plan::{Plan, Source, Step};
-use super::run::pads_fit;
+use super::run::{clipped, pads_fit};
 use super::{Arithmetic, Op};
 use crate::modules::{ConvBnMode, ConvLayer, FusedBlock, Layers};
 
@@ -235,21 +235,13 @@ impl<'a> Fusion<'a> {
     fn activation(&self, index: usize) -> Option<(usize, Activation)> {
         let slot = self.output(index)?;
         let (reader, step) = self.only_reader(slot)?;
-        let function = match step.action {
-            Action::Function(function) => Some(function),
-            _ => None,
-        };
-        let activation = match (function, self.op(step)) {
-            (Some(Pointwise::Silu), _) | (None, Op::Pointwise(Pointwise::Silu)) => Activation::Silu,
-            (Some(Pointwise::HardSwish), _) | (None, Op::Pointwise(Pointwise::HardSwish)) => {
-                Activation::HardSwish
-            }
-            (None, Op::Relu) => Activation::Relu,
-            (None, &Op::LeakyRelu { alpha }) if alpha > 1e-30 && alpha.is_finite() => {
+        let activation = match (&step.action, self.op(step)) {
+            (&Action::Function(function), _) | (_, &Op::Pointwise(function)) => Activation::of(function)?,
+            (_, Op::Relu) => Activation::Relu,
+            (_, &Op::LeakyRelu { alpha }) if alpha > 1e-30 && alpha.is_finite() => {
                 Activation::LeakyRelu { slope: alpha }
             }
-            (None, &Op::Pointwise(Pointwise::Clip { min, max })) => Activation::Clip { min, max },
-            (None, Op::Clip) => clip(step)?,
+            (_, Op::Clip) => clip(step)?,
             _ => return None,
         };
         Self::reads_first(step, slot).then_some((reader, activation))
@@ -325,8 +317,5 @@ fn clip(step: &Step) -> Option<Activation> {
         Some(Some(Source::Known(array))) => array.only().filter(|bound| !bound.is_nan()),
         Some(Some(_)) => None,
     };
-    match (bound(1, f64::NEG_INFINITY)?, bound(2, f64::INFINITY)?) {
-        (0.0, f64::INFINITY) => Some(Activation::Relu),
-        (min, max) => (min <= max).then_some(Activation::Clip { min, max }),
-    }
+    Some(clipped(bound(1, f64::NEG_INFINITY)?, bound(2, f64::INFINITY)?))
 }

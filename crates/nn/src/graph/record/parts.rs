@@ -15,7 +15,7 @@ enum Part {
         end: i64,
         step: i64,
     },
-    /// A run of neighbours, with so many values before and after it.
+    /// The elements from `start` to before `end`, and fill values around them: `around[0]` before, `around[1]` after.
     Padded {
         start: i64,
         end: i64,

@@ -375,6 +375,14 @@ fn prelu(inputs: &Inputs<'_>) -> Result<Tensor> {
     Ok(x.relu()?.add(&negative.mul(&slope)?)?)
 }
 
+/// What a clip with these bounds is. Where they cross, the upper one wins.
+pub(super) fn clipped(min: f64, max: f64) -> Activation {
+    match (min, max) {
+        (0.0, f64::INFINITY) => Activation::Relu,
+        _ => Activation::Clip { min: min.min(max), max },
+    }
+}
+
 fn clip(inputs: &Inputs<'_>) -> Result<Tensor> {
     let x = inputs.tensor(0)?;
     let bound = |index: usize, none: f64| match inputs.get(index) {
@@ -383,11 +391,7 @@ fn clip(inputs: &Inputs<'_>) -> Result<Tensor> {
         Some(Value::Tensor(_)) => Ok(None),
     };
     match (bound(1, f64::NEG_INFINITY)?, bound(2, f64::INFINITY)?) {
-        // Where the bounds cross, the upper one wins.
-        (Some(min), Some(max)) => match Pointwise::RELU6 {
-            _ if min == 0.0 && max == f64::INFINITY => Ok(x.relu()?),
-            _ => Ok(ops::pointwise(&x, Pointwise::Clip { min: min.min(max), max })?),
-        },
+        (Some(min), Some(max)) => Ok(ops::activate(&x, clipped(min, max))?),
         _ => {
             let raised = inputs.optional_tensor(1)?.map_or(Ok(x.clone()), |min| x.maximum(&min))?;
             Ok(inputs.optional_tensor(2)?.map_or(Ok(raised.clone()), |max| raised.minimum(&max))?)
