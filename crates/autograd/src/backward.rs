@@ -6,10 +6,10 @@ use std::sync::Arc;
 use convoke_kernels::{DType, dispatch, elementwise};
 
 use crate::error::invalid;
-use crate::function::{Edge, Node, operation_span};
+use crate::function::{Described, Edge, Node, operation_span};
 use crate::mode::no_grad;
 use crate::tensor::History;
-use crate::{Error, Result, Tensor};
+use crate::{Device, Error, Result, Tensor};
 
 /// The gradients of the leaves that a `backward` reached.
 #[derive(Default)]
@@ -149,6 +149,51 @@ impl Tensor {
     }
 }
 
+/// Where a backward can start: how a tensor was computed, without its elements. So the elements can leave, for another framework,
+/// before backward runs.
+#[derive(Clone)]
+pub struct Root {
+    edge: Edge,
+    described: Described,
+}
+
+impl Tensor {
+    /// How this tensor was computed.
+    ///
+    /// # Errors
+    /// If it was not recorded.
+    pub fn root(&self) -> Result<Root> {
+        match self.requires_grad() {
+            true => Ok(Root { edge: Edge::to(self), described: Described::of(self) }),
+            false => Err(Error::NoGraph),
+        }
+    }
+}
+
+impl Root {
+    /// Where the tensor lives.
+    pub fn device(&self) -> &Device {
+        self.described.device()
+    }
+}
+
+/// The gradients with respect to every leaf that several tensors were computed from, for an upstream gradient of each of them.
+///
+/// As with [`Tensor::backward_with`], what was saved is freed unless `retain_graph` is set.
+///
+/// # Errors
+/// If an upstream gradient does not have its tensor's shape, type or device, or an earlier backward has already freed a graph.
+pub fn backward_from(roots: Vec<(Root, Tensor)>, retain_graph: bool) -> Result<Gradients> {
+    no_grad(|| {
+        let mut walk = Walk { retain: retain_graph, ..Walk::default() };
+        for (root, upstream) in roots {
+            let upstream = root.described.accept(&upstream, "backward")?;
+            walk.deliver("backward", &root.edge, upstream)?;
+        }
+        walk.walk()
+    })
+}
+
 /// The callback that gets the complete gradients.
 type Ready<'a> = dyn FnMut(&mut Gradients) -> Result<()> + 'a;
 
@@ -175,6 +220,11 @@ impl Walk<'_, '_> {
         }
         self.deliver("backward", &from, upstream)?;
         drop(from);
+        self.walk()
+    }
+
+    /// Runs the nodes that have received a gradient, and those that receive one from them.
+    fn walk(mut self) -> Result<Gradients> {
         while let Some((_, (node, upstream))) = self.pending.pop_last() {
             let call = node.call.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).take();
             let call = call.ok_or(Error::GraphFreed { operation: node.name })?;

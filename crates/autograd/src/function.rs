@@ -218,13 +218,17 @@ pub(crate) struct Described {
 }
 
 impl Described {
-    fn of(tensor: &Tensor) -> Described {
+    pub(crate) fn of(tensor: &Tensor) -> Described {
         Described {
             shape: tensor.shape().to_vec(),
             format: tensor.format(),
             dtype: tensor.dtype(),
             device: tensor.device().clone(),
         }
+    }
+
+    pub(crate) fn device(&self) -> &Device {
+        &self.device
     }
 
     /// `gradient` in this format, if it has this shape, type and device.

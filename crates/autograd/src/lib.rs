@@ -31,7 +31,7 @@ mod storage;
 mod tensor;
 mod trace;
 
-pub use backward::{BackwardOptions, Gradients};
+pub use backward::{BackwardOptions, Gradients, Root, backward_from};
 pub use convoke_kernels::memory::{Buffer, MemoryStats, TimelinePoint};
 pub use convoke_kernels::{
     Cpu, DType, Device, DeviceOptions, Element, Isa, MemoryFormat, Stored, bf16, dispatch, dispatch_stored,

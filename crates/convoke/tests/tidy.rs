@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 /// The crates, each with the crates of this workspace that it may depend on. Those stand above it, so that
 /// dependencies point one way.
-const DEPENDENCIES: [(&str, &[&str]); 10] = [
+const DEPENDENCIES: [(&str, &[&str]); 11] = [
     ("convoke-testkit", &[]),
     ("convoke-memory", &[]),
     ("convoke-files", &["convoke-memory"]),
@@ -40,14 +40,30 @@ const DEPENDENCIES: [(&str, &[&str]); 10] = [
             "convoke-nn",
         ],
     ),
+    (
+        "convoke-python",
+        &[
+            "convoke-memory",
+            "convoke-files",
+            "convoke-kernels",
+            "convoke-autograd",
+            "convoke-distributed",
+            "convoke-nn",
+        ],
+    ),
 ];
 /// Where `unsafe` may stand; this file only speaks of it.
-const MAY_BE_UNSAFE: [&str; 3] =
-    ["crates/kernels/", "crates/distributed/src/mpi/binding.rs", "crates/convoke/tests/tidy.rs"];
+const MAY_BE_UNSAFE: [&str; 4] = [
+    "crates/kernels/",
+    "crates/distributed/src/mpi/binding.rs",
+    "crates/python/src/dlpack.rs",
+    "crates/convoke/tests/tidy.rs",
+];
 /// Manifests that deny `unsafe`, which a file may allow, and do not forbid it.
-const MAY_DENY: [&str; 1] = ["crates/distributed/Cargo.toml"];
+const MAY_DENY: [&str; 2] = ["crates/distributed/Cargo.toml", "crates/python/Cargo.toml"];
 /// Bindings to libraries, each with the one crate that may depend on it.
-const BINDINGS: [(&str, &str); 2] = [("mpi", "convoke-distributed"), ("libloading", "convoke-kernels")];
+const BINDINGS: [(&str, &str); 3] =
+    [("mpi", "convoke-distributed"), ("libloading", "convoke-kernels"), ("pyo3", "convoke-python")];
 /// Where the program's surroundings may be touched, besides tests and examples.
 const MAY_PRINT: [&str; 2] = ["crates/convoke/src/cli/", "crates/testkit/"];
 const MOST_LINES: usize = 600;

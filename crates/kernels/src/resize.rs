@@ -1,5 +1,7 @@
 //! Resizing of images to any size, with its backward pass, in both memory formats.
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::{check_len, invalid};
 use crate::memory_format::{Extent, MemoryFormat};
 use crate::profile::span;
@@ -7,7 +9,7 @@ use crate::separable::{self, Lists, Read, Sizes};
 use crate::{Cpu, Element, Result};
 
 /// How values between the pixels of the input are computed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ResizeMode {
     /// The value of one pixel.
     Nearest(Rounding),
@@ -16,7 +18,7 @@ pub enum ResizeMode {
 }
 
 /// Which of two pixels is the nearest one of a place between them. The names are ONNX's.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub enum Rounding {
     /// The pixel before, as PyTorch's `nearest` does with [`Coordinates::Asymmetric`].
     #[default]
@@ -30,7 +32,7 @@ pub enum Rounding {
 }
 
 /// Which place of the input the output at `o` shows. The names are ONNX's. `step` is 1 / scale, or input size / output size.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub enum Coordinates {
     /// (o + 0.5) step - 0.5: pixels are squares with their values at the centres. PyTorch's `align_corners=False`.
     #[default]

@@ -43,7 +43,7 @@ impl Tensor {
 }
 
 /// Which part of the channels of [`depth_to_space`] is the place in a block.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum DepthOrder {
     /// Row, column, then channel: ONNX's DCR.
     BlockFirst,

@@ -5,6 +5,8 @@
 
 pub(crate) mod formulas;
 
+use serde::{Deserialize, Serialize};
+
 use formulas::Formula;
 
 use crate::cpu::multiversion;
@@ -14,7 +16,7 @@ use crate::profile::span;
 use crate::{Cpu, Element, Result};
 
 /// A function of one number. Names, parameters and defaults are PyTorch's, except where noted.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Pointwise {
     /// 1 / (1 + e^-x). Saves its output.

@@ -20,6 +20,8 @@ use sync::{
 /// A team of helpers; they end when it is dropped.
 pub(crate) struct Team {
     shared: Arc<Shared>,
+    /// The process that has the helpers: after a fork, the child has none.
+    process: u32,
 }
 
 type Job = *const (dyn Fn() + Sync);
@@ -85,6 +87,7 @@ impl Team {
     /// A team of `helpers` threads, 1 to 1023. Each runs `prepare` first.
     pub(crate) fn new(helpers: usize, prepare: fn()) -> std::io::Result<Team> {
         let team = Team {
+            process: std::process::id(),
             shared: Arc::new(Shared {
                 state: AtomicU64::new(0),
                 job: UnsafeCell::new(None),
@@ -110,10 +113,11 @@ impl Team {
 
     /// Runs `job` on the calling thread, and on up to `helpers` others at the same time; returns when all have left it.
     ///
-    /// If the team already has a job, from another thread or around this call, only the calling thread runs `job`.
+    /// If the team already has a job, from another thread or around this call, only the calling thread runs `job`. So it does in a
+    /// process that was forked, where the helpers do not exist.
     pub(crate) fn run(&self, helpers: usize, job: &(dyn Fn() + Sync)) {
         let shared = &*self.shared;
-        if shared.taken.swap(true, Ordering::Acquire) {
+        if self.is_forked() || shared.taken.swap(true, Ordering::Acquire) {
             return job();
         }
         shared.open(helpers, job);
@@ -133,8 +137,19 @@ impl Team {
     }
 }
 
+impl Team {
+    /// Whether this is a copy that a fork made, whose helpers do not exist.
+    fn is_forked(&self) -> bool {
+        std::process::id() != self.process
+    }
+}
+
 impl Drop for Team {
     fn drop(&mut self) {
+        // In a forked process a lock may be held by a thread that does not exist.
+        if self.is_forked() {
+            return;
+        }
         self.shared.state.fetch_or(State::ENDED, Ordering::Release);
         self.shared.wake_up(usize::MAX);
     }

@@ -1,16 +1,35 @@
 //! Arrays that are known before a graph runs: stored weights, constants, and what is computed from shapes.
 
 use convoke_autograd::{DType, Device, Element, MemoryFormat, Result, Tensor, dispatch};
+use serde::{Deserialize, Serialize};
 
 /// Numbers in contiguous order, with a shape. No dimensions: a single number.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "Unchecked")]
 pub struct Array {
     shape: Vec<usize>,
     data: Data,
 }
 
+/// An array as it is read, before its sizes are checked.
+#[derive(Deserialize)]
+struct Unchecked {
+    shape: Vec<usize>,
+    data: Data,
+}
+
+impl TryFrom<Unchecked> for Array {
+    type Error = String;
+
+    fn try_from(array: Unchecked) -> std::result::Result<Array, String> {
+        let Unchecked { shape, data } = array;
+        let len = data.len();
+        Array::new(&shape, data).ok_or_else(|| format!("an array of shape {shape:?} has {len} elements"))
+    }
+}
+
 /// The elements of an [`Array`].
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Data {
     /// Single precision. Half precision is converted to it.
@@ -51,7 +70,7 @@ impl Data {
 }
 
 /// What the elements of an [`Array`] are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Kind {
     /// Single precision.

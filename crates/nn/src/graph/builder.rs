@@ -191,7 +191,7 @@ impl PoolSpec {
 impl Default for BatchNormOp {
     /// PyTorch's.
     fn default() -> BatchNormOp {
-        BatchNormOp { eps: 1e-5, momentum: 0.9 }
+        BatchNormOp { eps: 1e-5, momentum: 0.9, frozen: false }
     }
 }
 

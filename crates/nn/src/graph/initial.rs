@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use convoke_autograd::{DType, Result, Tensor};
+use serde::{Deserialize, Serialize};
 
 use super::rewrite::to_array;
 use super::{Array, Data, Kind};
@@ -12,7 +13,7 @@ use crate::Init;
 ///
 /// Elements that are drawn come from the [`Init`] of the model, so another seed gives others, and the definition takes no memory
 /// for them. On a dry device nothing is drawn.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Initial {
     /// These elements.

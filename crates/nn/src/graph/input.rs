@@ -1,9 +1,11 @@
 //! What a model is given: sizes, and which of them are those of images.
 
+use serde::{Deserialize, Serialize};
+
 use super::Kind;
 
 /// An input of a model.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Input {
     /// The name of the value.
     pub name: String,
@@ -14,7 +16,7 @@ pub struct Input {
 }
 
 /// A size of an input.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Dimension {
     /// This size.
     Fixed(usize),

@@ -32,10 +32,13 @@ pub use op::{
 pub(crate) use order::{Disorder, in_order};
 pub use record::{record, record_all};
 
+use serde::{Deserialize, Serialize};
+
 /// A model as data. Values have names; each is an input, a [`Stored`] array, or the output of one node.
 ///
-/// [`Builder`] makes one. It holds no tensors, so it can be built on any device, in any type, any number of times.
-#[derive(Debug, Clone, PartialEq, Default)]
+/// [`Builder`] makes one. It holds no tensors, so it can be built on any device, in any type, any number of times. It can also be
+/// written as JSON, with serde, and read from it.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Definition {
     /// The model's name, for messages.
     pub name: String,
@@ -50,7 +53,7 @@ pub struct Definition {
 }
 
 /// A step of the computation.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Node {
     /// Its name, for messages.
     pub name: String,
@@ -63,7 +66,7 @@ pub struct Node {
 }
 
 /// An array that belongs to the model.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Stored {
     /// The name of the value, also in checkpoints.
     pub name: String,

@@ -202,7 +202,9 @@ impl Graph {
             momentum: Some(1.0 - op.momentum),
             ..BatchNormConfig::of(Convention::pytorch())
         };
-        Ok(Norm { name, layer: BatchNorm::<ANY>::from_parts(parts, config) })
+        let layer = BatchNorm::<ANY>::from_parts(parts, config);
+        layer.mode().set_frozen(op.frozen);
+        Ok(Norm { name, layer })
     }
 
     fn dropout(&self, node: &NetworkNode, init: &Init, makers: &[Option<usize>]) -> Result<NamedDropout> {

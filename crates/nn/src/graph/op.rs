@@ -4,11 +4,12 @@
 //! one element, and what ONNX made an input in the course of its opsets (axes, sizes, bounds) is an input here for every opset.
 
 use convoke_autograd::ops::{Coordinates, DepthOrder, Pointwise, ResizeMode};
+use serde::{Deserialize, Serialize};
 
 use super::{Array, Kind};
 
 /// What a node computes. Inputs are listed in their order; those in brackets may be left out.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Op {
     /// x, weight, \[bias\]: convolution in one or two spatial dimensions.
@@ -207,7 +208,7 @@ pub enum Op {
 }
 
 /// How a convolution steps over its input, one number for each spatial axis; two for padding.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Conv {
     /// Step between outputs.
     pub strides: Vec<usize>,
@@ -220,7 +221,7 @@ pub struct Conv {
 }
 
 /// How a transposed convolution steps over its output.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ConvTranspose {
     /// Step, padding, dilation and groups of the convolution that it transposes.
     pub conv: Conv,
@@ -231,7 +232,7 @@ pub struct ConvTranspose {
 }
 
 /// The padding of a window's axes.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Pads {
     /// Before each axis, then after each axis.
     Explicit(Vec<usize>),
@@ -244,16 +245,19 @@ pub enum Pads {
 }
 
 /// Batch norm.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct BatchNormOp {
     /// Added to the variance.
     pub eps: f64,
     /// The weight of the old running statistics: PyTorch's momentum is 1 minus this.
     pub momentum: f64,
+    /// Whether it normalizes with its running statistics even where the model trains.
+    #[serde(default)]
+    pub frozen: bool,
 }
 
 /// Windows of a pooling.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Pool {
     /// Sizes of a window.
     pub kernel: Vec<usize>,
@@ -272,7 +276,7 @@ pub struct Pool {
 }
 
 /// Arithmetic of two operands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs)]
 pub enum Arithmetic {
     Add,
@@ -289,7 +293,7 @@ pub enum Arithmetic {
 }
 
 /// Comparisons and logical operations.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs)]
 pub enum Compare {
     Equal,
@@ -303,7 +307,7 @@ pub enum Compare {
 }
 
 /// A reduction over axes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Reduce {
     /// What is computed.
     pub kind: ReduceKind,
@@ -314,7 +318,7 @@ pub struct Reduce {
 }
 
 /// What a reduction computes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs)]
 pub enum ReduceKind {
     Sum,
@@ -332,7 +336,7 @@ pub enum ReduceKind {
 }
 
 /// alpha a b + beta c.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Gemm {
     /// The factor of the product.
     pub alpha: f64,
@@ -351,7 +355,7 @@ impl Default for Gemm {
 }
 
 /// What a pad puts around a tensor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum PadKind {
     /// The value; 0 if it is left out.
     Constant,
@@ -364,7 +368,7 @@ pub enum PadKind {
 }
 
 /// How a resize computes.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Resize {
     /// How values between pixels are computed.
     pub mode: Interpolation,
@@ -377,7 +381,7 @@ pub struct Resize {
 }
 
 /// How a resize computes values between pixels.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub enum Interpolation {
     /// From one pixel, or from two along each axis.
     Of(ResizeMode),
@@ -389,7 +393,7 @@ pub enum Interpolation {
 }
 
 /// ONNX's `keep_aspect_ratio_policy`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum Aspect {
     /// The sizes are the output's.
     #[default]
@@ -401,7 +405,7 @@ pub enum Aspect {
 }
 
 /// Functions of single known values.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs)]
 pub enum Elementwise {
     Floor,

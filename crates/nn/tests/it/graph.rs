@@ -62,7 +62,7 @@ impl Maker {
         let parts = ["weight", "bias", "running_mean", "running_var"]
             .map(|part| self.store(&format!("{name}.{part}"), &[channels]));
         let [weight, bias, mean, var] = &parts;
-        let op = Op::BatchNorm(BatchNormOp { eps: 1e-5, momentum: 0.9 });
+        let op = Op::BatchNorm(BatchNormOp::default());
         self.node(op, &[x, weight, bias, mean, var], name)
     }
 

@@ -47,7 +47,11 @@ impl Translation<'_> {
                 let weight = self.or_neutral(step, weight, (&[channels], 1.0))?;
                 let bias = self.or_neutral(step, bias, (&[channels], 0.0))?;
                 let inputs = [vec![x, weight, bias], names.to_vec()].concat();
-                Ok(self.node(step, Op::BatchNorm(BatchNormOp { eps: norm.eps, momentum }), inputs))
+                Ok(self.node(
+                    step,
+                    Op::BatchNorm(BatchNormOp { eps: norm.eps, momentum, frozen: false }),
+                    inputs,
+                ))
             }
             _ => self.computed_norm(step, x, norm, affine),
         }

@@ -134,7 +134,7 @@ pub fn mobilenet_v3_small(channels: usize, classes: usize) -> Result<Definition>
 }
 
 fn unit_v3(conv: ConvSpec, activation: Activation) -> ConvNormActivation {
-    ConvNormActivation { conv, norm: BatchNormOp { eps: 1e-3, momentum: 0.99 }, activation }
+    ConvNormActivation { conv, norm: BatchNormOp { eps: 1e-3, momentum: 0.99, frozen: false }, activation }
 }
 
 impl Block {

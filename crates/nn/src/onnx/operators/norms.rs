@@ -14,7 +14,7 @@ pub(super) fn batch_norm(step: &mut Step<'_>) -> Read {
     if step.opset >= 14 {
         step.attributes.flag("training_mode", false)?;
     }
-    Ok(Op::BatchNorm(BatchNormOp { eps, momentum }))
+    Ok(Op::BatchNorm(BatchNormOp { eps, momentum, frozen: false }))
 }
 
 pub(super) fn group_norm(step: &mut Step<'_>) -> Read {

@@ -59,7 +59,7 @@ fn a_model_is_read_whole() {
     let pads = Pads::Explicit(vec![1, 1, 0, 2]);
     assert_eq!(conv.op, Op::Conv(Conv { strides: vec![2, 2], pads, dilations: vec![1, 1], group: 1 }));
     assert_eq!((&conv.name, &conv.inputs), (&"a".to_owned(), &vec!["x".to_owned(), "w".to_owned()]));
-    assert_eq!(norm.op, Op::BatchNorm(BatchNormOp { eps: 1e-5, momentum: 0.8 }));
+    assert_eq!(norm.op, Op::BatchNorm(BatchNormOp { momentum: 0.8, ..BatchNormOp::default() }));
     assert_eq!(norm.outputs, ["b"]);
     assert_eq!((&relu.op, &relu.inputs[..]), (&Op::Relu, &["b".to_owned()][..]));
 }

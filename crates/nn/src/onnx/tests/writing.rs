@@ -97,7 +97,7 @@ fn what_is_written_is_read() {
         (Op::Conv(conv()), "x w v"),
         (Op::ConvTranspose(transposed), "x w"),
         (Op::ConvTranspose(shaped), "x w"),
-        (Op::BatchNorm(BatchNormOp { eps: 1e-3, momentum: 0.99 }), "x v v v v"),
+        (Op::BatchNorm(BatchNormOp { eps: 1e-3, momentum: 0.99, frozen: false }), "x v v v v"),
         (Op::MaxPool(Pool { dilations: vec![1, 2], ceil_mode: true, ..pool(false) }), "x"),
         (Op::AveragePool(pool(true)), "x"),
         (Op::AveragePool(Pool { ceil_mode: true, ..pool(true) }), "x"),
@@ -232,7 +232,7 @@ fn older_versions_are_expressed_by_their_operators() {
 
 #[test]
 fn training_has_other_nodes() {
-    let norm = step(Op::BatchNorm(BatchNormOp { eps: 1e-5, momentum: 0.9 }), "x v v v v", "a");
+    let norm = step(Op::BatchNorm(BatchNormOp::default()), "x v v v v", "a");
     let definition = definition(vec![norm, step(Op::Dropout, "a", "y")]);
     let training = WriteOptions { training: true, ..options(17) };
     let bytes = write(&definition, &BTreeMap::new(), &training).unwrap();

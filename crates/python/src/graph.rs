@@ -1,0 +1,268 @@
+//! Graphs for Python: a forward on borrowed tensors, and the tape that its backward runs on.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use convoke_autograd::{
+    DType, Device, Error, Exported, Gradients, Root, Tensor, backward_from, enable_grad, no_grad,
+};
+use convoke_nn::graph::Definition;
+use convoke_nn::modules::ConvBnMode;
+use convoke_nn::{Buffer, Generator, Init, ModuleExt, Parameter, State};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::dlpack;
+use crate::engine::Engine;
+use crate::error::released;
+
+/// A subgraph of a PyTorch model, run by convoke.
+#[pyclass(frozen, module = "torch_convoke._engine")]
+pub(crate) struct Graph {
+    device: Device,
+    /// Held while a forward runs: forwards on other threads wait, as parameters are set for one.
+    model: Mutex<Model>,
+    names: Vec<(String, bool)>,
+}
+
+struct Model {
+    graph: convoke_nn::graph::Graph,
+    /// What dropout draws from.
+    random: Generator,
+    state: Vec<Slot>,
+}
+
+/// A tensor of the model that PyTorch owns.
+enum Slot {
+    Parameter(Parameter),
+    Statistic(Buffer),
+}
+
+/// What forward gives to PyTorch.
+struct Outcome {
+    outputs: Vec<Exported>,
+    /// The new running statistics, by their places in the state.
+    statistics: Vec<(usize, Exported)>,
+    tape: Option<Tape>,
+}
+
+#[pymethods]
+impl Graph {
+    /// definition: a graph's definition as JSON. dtype: "f32" or "f64".
+    #[new]
+    fn new(py: Python<'_>, engine: &Engine, definition: &str, dtype: &str) -> PyResult<Graph> {
+        let dtype = match dtype {
+            "f32" => DType::F32,
+            "f64" => DType::F64,
+            other => return Err(PyValueError::new_err(format!("dtype must be f32 or f64, not {other:?}"))),
+        };
+        let definition: Definition = serde_json::from_str(definition)
+            .map_err(|error| PyValueError::new_err(format!("the definition is wrong: {error}")))?;
+        let device = engine.device.clone();
+        let (model, names) = released(py, || Model::new(&device, definition, dtype))?;
+        Ok(Graph { device, model: Mutex::new(model), names })
+    }
+
+    /// The tensors that `forward` takes as `state`, in order: (name, whether it is trained).
+    #[getter]
+    fn state(&self) -> Vec<(String, bool)> {
+        self.names.clone()
+    }
+
+    /// The shapes of the outputs for inputs of these shapes. Raises an error that names the operation if they do not fit.
+    fn output_shapes(&self, py: Python<'_>, inputs: Vec<Vec<usize>>) -> PyResult<Vec<Vec<usize>>> {
+        released(py, || self.model().graph.output_shapes(&inputs))
+    }
+
+    /// The steps for inputs of these shapes: (name, operation, shape of the output, floating-point operations); then the convolutions
+    /// that run alone: (name, why).
+    #[allow(clippy::type_complexity)]
+    fn describe(
+        &self,
+        py: Python<'_>,
+        inputs: Vec<Vec<usize>>,
+    ) -> PyResult<(Vec<(String, String, Vec<usize>, u64)>, Vec<(String, &'static str)>)> {
+        released(py, || {
+            let description = self.model().graph.describe(&inputs)?;
+            let steps = description.steps.into_iter();
+            let steps = steps.map(|step| (step.name, step.operation, step.output, step.flops)).collect();
+            Ok((steps, description.alone))
+        })
+    }
+
+    /// Runs the graph on DLPack capsules.
+    ///
+    /// needs: whether each input, and then each tensor of the state, needs a gradient. seed: what dropout draws from.
+    /// Gives the outputs, the new running statistics with their places in the state, and the tape, if something needs a gradient.
+    #[allow(clippy::type_complexity)]
+    fn forward<'py>(
+        &self,
+        py: Python<'py>,
+        inputs: Vec<Bound<'py, PyAny>>,
+        state: Vec<Bound<'py, PyAny>>,
+        needs: Vec<bool>,
+        seed: u64,
+    ) -> PyResult<(Vec<Bound<'py, PyAny>>, Vec<(usize, Bound<'py, PyAny>)>, Option<Tape>)> {
+        if needs.len() != inputs.len() + state.len() || state.len() != self.names.len() {
+            let reason = format!(
+                "expected {} tensors of the state and a flag for each input and each of these, got {} and {}",
+                self.names.len(),
+                state.len(),
+                needs.len()
+            );
+            return Err(PyValueError::new_err(reason));
+        }
+        let borrow = |capsules: &[Bound<'py, PyAny>]| {
+            capsules.iter().map(|capsule| dlpack::borrow(&self.device, capsule)).collect::<PyResult<Vec<_>>>()
+        };
+        let (inputs, state) = (borrow(&inputs)?, borrow(&state)?);
+        let outcome = released(py, || self.model().forward(inputs, state, &needs, seed))?;
+        let outputs = outcome.outputs.into_iter().map(|output| dlpack::give(py, output));
+        let statistics = outcome.statistics.into_iter();
+        let statistics = statistics.map(|(place, values)| Ok((place, dlpack::give(py, values)?)));
+        Ok((outputs.collect::<PyResult<_>>()?, statistics.collect::<PyResult<_>>()?, outcome.tape))
+    }
+}
+
+impl Graph {
+    fn model(&self) -> MutexGuard<'_, Model> {
+        self.model.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Model {
+    fn new(
+        device: &Device,
+        definition: Definition,
+        dtype: DType,
+    ) -> convoke_autograd::Result<(Model, Vec<(String, bool)>)> {
+        let random = Generator::new(0);
+        let init = Init { device: device.clone(), dtype, random: random.clone() };
+        let definition = Arc::new(definition);
+        let graph = convoke_nn::graph::Graph::new(&definition, &init, ConvBnMode::Fused)?;
+        let (mut names, mut state) = (Vec::new(), Vec::new());
+        for (name, part) in graph.named_state() {
+            // Names of counters are those of batch norms: PyTorch counts itself.
+            let slot = match part {
+                State::Parameter(parameter) => Slot::Parameter(parameter),
+                State::Buffer(buffer) => Slot::Statistic(buffer),
+                State::Counter(_) => continue,
+            };
+            names.push((name, matches!(slot, Slot::Parameter(_))));
+            state.push(slot);
+        }
+        Ok((Model { graph, random, state }, names))
+    }
+
+    fn forward(
+        &self,
+        inputs: Vec<Tensor>,
+        state: Vec<Tensor>,
+        needs: &[bool],
+        seed: u64,
+    ) -> convoke_autograd::Result<Outcome> {
+        let (of_inputs, of_state) = needs.split_at(inputs.len());
+        self.random.restore(&Generator::new(seed).state());
+        let mut leaves = Vec::with_capacity(needs.len());
+        let mut own = Vec::with_capacity(inputs.len());
+        for (input, &needed) in inputs.into_iter().zip(of_inputs) {
+            let input = if needed { input.with_grad() } else { input };
+            leaves.push(needed.then(|| input.clone()));
+            own.push(input);
+        }
+        for ((slot, value), &needed) in self.state.iter().zip(&state).zip(of_state) {
+            leaves.push(match slot {
+                Slot::Parameter(parameter) => {
+                    parameter.set(value)?;
+                    parameter.set_trained(needed);
+                    needed.then(|| parameter.value())
+                }
+                Slot::Statistic(buffer) => {
+                    buffer.set(value)?;
+                    None
+                }
+            });
+        }
+        let records = leaves.iter().any(Option::is_some);
+        let outputs = match records {
+            true => enable_grad(|| self.graph.run(&own)),
+            false => no_grad(|| self.graph.run(&own)),
+        }?;
+        drop(own);
+        let mut statistics = Vec::new();
+        for (place, (slot, old)) in self.state.iter().zip(&state).enumerate() {
+            if let Slot::Statistic(buffer) = slot {
+                let new = buffer.value();
+                if !new.is_same(old) {
+                    // The module must not keep what is about to change in PyTorch.
+                    buffer.set(old)?;
+                    statistics.push((place, new.export()?));
+                }
+            }
+        }
+        let roots = outputs.iter().map(|output| output.requires_grad().then(|| output.root()).transpose());
+        let roots = roots.collect::<convoke_autograd::Result<Vec<_>>>()?;
+        let outputs = outputs.into_iter().map(|output| output.detach().export());
+        let outputs = outputs.collect::<convoke_autograd::Result<Vec<_>>>()?;
+        let tape = records.then(|| Tape { graph: Mutex::new(Some(Recorded { roots, leaves })) });
+        Ok(Outcome { outputs, statistics, tape })
+    }
+}
+
+/// What a forward keeps for its backward.
+#[pyclass(frozen, module = "torch_convoke._engine")]
+pub(crate) struct Tape {
+    graph: Mutex<Option<Recorded>>,
+}
+
+#[derive(Clone)]
+struct Recorded {
+    /// Of the outputs; none for those that need no gradient.
+    roots: Vec<Option<Root>>,
+    /// Of inputs and state; none for those that need no gradient.
+    leaves: Vec<Option<Tensor>>,
+}
+
+#[pymethods]
+impl Tape {
+    /// The gradients of inputs and state for those of the outputs, all of them DLPack capsules or None.
+    ///
+    /// Frees what was kept unless `retain` is set.
+    #[pyo3(signature = (gradients, retain = false))]
+    fn backward<'py>(
+        &self,
+        py: Python<'py>,
+        gradients: Vec<Option<Bound<'py, PyAny>>>,
+        retain: bool,
+    ) -> PyResult<Vec<Option<Bound<'py, PyAny>>>> {
+        let recorded = {
+            let mut graph = self.graph.lock().unwrap_or_else(PoisonError::into_inner);
+            if retain { graph.clone() } else { graph.take() }
+        };
+        let Some(Recorded { roots, leaves }) = recorded else {
+            return Err(crate::error::exception(Error::GraphFreed { operation: "backward" }));
+        };
+        if gradients.len() != roots.len() {
+            let reason = format!("{} gradients for {} outputs", gradients.len(), roots.len());
+            return Err(PyValueError::new_err(reason));
+        }
+        let mut upstream = Vec::new();
+        for (root, gradient) in roots.into_iter().zip(&gradients) {
+            if let (Some(root), Some(gradient)) = (root, gradient) {
+                upstream.push((root.clone(), dlpack::borrow(root.device(), gradient)?));
+            }
+        }
+        let found = released(py, || {
+            let mut found = backward_from(upstream, retain)?;
+            leaves.iter().map(|leaf| exported(&mut found, leaf.as_ref())).collect::<Result<Vec<_>, Error>>()
+        })?;
+        found
+            .into_iter()
+            .map(|gradient| gradient.map(|values| dlpack::give(py, values)).transpose())
+            .collect()
+    }
+}
+
+/// Takes the gradient of a leaf out.
+fn exported(found: &mut Gradients, leaf: Option<&Tensor>) -> Result<Option<Exported>, Error> {
+    leaf.and_then(|leaf| found.take(leaf)).map(|gradient| gradient.detach().export()).transpose()
+}

@@ -1,0 +1,21 @@
+//! The compiled part of `torch_convoke`: convoke's graphs, batch norm and tuner for Python, on tensors that are exchanged by DLPack.
+//!
+//! It knows no PyTorch. The Python package around it captures models, calls this from autograd functions, and documents what users
+//! see; this is its private part, which may change with it.
+
+mod dlpack;
+mod engine;
+mod error;
+mod graph;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+mod _engine {
+    #[pymodule_export]
+    use super::engine::Engine;
+    #[pymodule_export]
+    use super::engine::{available_threads, cache_path, version};
+    #[pymodule_export]
+    use super::graph::{Graph, Tape};
+}
