@@ -1,0 +1,14 @@
+"""Trains the PyTorch model you have faster and in less memory, on CPUs."""
+
+try:
+    import torch as _torch
+except ImportError as error:
+    raise ImportError(
+        "torch_convoke needs PyTorch, which is not installed: pip install torch (for CPUs only: "
+        "pip install torch --index-url https://download.pytorch.org/whl/cpu)"
+    ) from error
+
+from ._backend import backend
+from ._optimize import optimize, report, revert
+
+__all__ = ["backend", "optimize", "report", "revert"]

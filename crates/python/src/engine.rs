@@ -53,6 +53,11 @@ impl Engine {
         })
     }
 
+    /// An engine that checks shapes and computes nothing.
+    fn dry(&self) -> Engine {
+        Engine { device: self.device.dry() }
+    }
+
     /// The number of threads, the caller's included.
     #[getter]
     fn threads(&self) -> usize {

@@ -1,13 +1,15 @@
 //! Graphs for Python: a forward on borrowed tensors, and the tape that its backward runs on.
 
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use convoke_autograd::{
-    DType, Device, Error, Exported, Gradients, Root, Tensor, backward_from, enable_grad, no_grad,
+    DType, Device, Error, Exported, Gradients, MemoryFormat, Root, Tensor, backward_from, enable_grad,
+    no_grad,
 };
 use convoke_nn::graph::Definition;
 use convoke_nn::modules::ConvBnMode;
-use convoke_nn::{Buffer, Generator, Init, ModuleExt, Parameter, State};
+use convoke_nn::{Buffer, Init, ModuleExt, Parameter, State};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -26,9 +28,9 @@ pub(crate) struct Graph {
 
 struct Model {
     graph: convoke_nn::graph::Graph,
-    /// What dropout draws from.
-    random: Generator,
     state: Vec<Slot>,
+    /// The format of each output.
+    formats: Vec<MemoryFormat>,
 }
 
 /// A tensor of the model that PyTorch owns.
@@ -47,9 +49,18 @@ struct Outcome {
 
 #[pymethods]
 impl Graph {
-    /// definition: a graph's definition as JSON. dtype: "f32" or "f64".
+    /// definition: a graph's definition as JSON. dtype: "f32" or "f64". values: DLPack capsules of tensors of the state, by name,
+    /// for which nothing is allocated then. channels_last: whether each output is to be in that memory format.
     #[new]
-    fn new(py: Python<'_>, engine: &Engine, definition: &str, dtype: &str) -> PyResult<Graph> {
+    #[pyo3(signature = (engine, definition, dtype, values = HashMap::new(), channels_last = Vec::new()))]
+    fn new<'py>(
+        py: Python<'py>,
+        engine: &Engine,
+        definition: &str,
+        dtype: &str,
+        values: HashMap<String, Bound<'py, PyAny>>,
+        channels_last: Vec<bool>,
+    ) -> PyResult<Graph> {
         let dtype = match dtype {
             "f32" => DType::F32,
             "f64" => DType::F64,
@@ -58,7 +69,11 @@ impl Graph {
         let definition: Definition = serde_json::from_str(definition)
             .map_err(|error| PyValueError::new_err(format!("the definition is wrong: {error}")))?;
         let device = engine.device.clone();
-        let (model, names) = released(py, || Model::new(&device, definition, dtype))?;
+        let values = values
+            .into_iter()
+            .map(|(name, capsule)| Ok((name, dlpack::borrow(&device, &capsule)?)))
+            .collect::<PyResult<HashMap<_, _>>>()?;
+        let (model, names) = released(py, || Model::new(&device, definition, dtype, values, channels_last))?;
         Ok(Graph { device, model: Mutex::new(model), names })
     }
 
@@ -91,7 +106,7 @@ impl Graph {
 
     /// Runs the graph on DLPack capsules.
     ///
-    /// needs: whether each input, and then each tensor of the state, needs a gradient. seed: what dropout draws from.
+    /// needs: whether each input, and then each tensor of the state, needs a gradient.
     /// Gives the outputs, the new running statistics with their places in the state, and the tape, if something needs a gradient.
     #[allow(clippy::type_complexity)]
     fn forward<'py>(
@@ -100,7 +115,6 @@ impl Graph {
         inputs: Vec<Bound<'py, PyAny>>,
         state: Vec<Bound<'py, PyAny>>,
         needs: Vec<bool>,
-        seed: u64,
     ) -> PyResult<(Vec<Bound<'py, PyAny>>, Vec<(usize, Bound<'py, PyAny>)>, Option<Tape>)> {
         if needs.len() != inputs.len() + state.len() || state.len() != self.names.len() {
             let reason = format!(
@@ -115,7 +129,7 @@ impl Graph {
             capsules.iter().map(|capsule| dlpack::borrow(&self.device, capsule)).collect::<PyResult<Vec<_>>>()
         };
         let (inputs, state) = (borrow(&inputs)?, borrow(&state)?);
-        let outcome = released(py, || self.model().forward(inputs, state, &needs, seed))?;
+        let outcome = released(py, || self.model().forward(inputs, state, &needs))?;
         let outputs = outcome.outputs.into_iter().map(|output| dlpack::give(py, output));
         let statistics = outcome.statistics.into_iter();
         let statistics = statistics.map(|(place, values)| Ok((place, dlpack::give(py, values)?)));
@@ -134,11 +148,12 @@ impl Model {
         device: &Device,
         definition: Definition,
         dtype: DType,
+        values: HashMap<String, Tensor>,
+        channels_last: Vec<bool>,
     ) -> convoke_autograd::Result<(Model, Vec<(String, bool)>)> {
-        let random = Generator::new(0);
-        let init = Init { device: device.clone(), dtype, random: random.clone() };
+        let init = Init { dtype, ..Init::new(device, 0) };
         let definition = Arc::new(definition);
-        let graph = convoke_nn::graph::Graph::new(&definition, &init, ConvBnMode::Fused)?;
+        let graph = convoke_nn::graph::Graph::with_values(&definition, &init, ConvBnMode::Fused, &values)?;
         let (mut names, mut state) = (Vec::new(), Vec::new());
         for (name, part) in graph.named_state() {
             // Names of counters are those of batch norms: PyTorch counts itself.
@@ -150,7 +165,9 @@ impl Model {
             names.push((name, matches!(slot, Slot::Parameter(_))));
             state.push(slot);
         }
-        Ok((Model { graph, random, state }, names))
+        let format = |&last: &bool| if last { MemoryFormat::ChannelsLast } else { MemoryFormat::Contiguous };
+        let formats = channels_last.iter().map(format).collect();
+        Ok((Model { graph, state, formats }, names))
     }
 
     fn forward(
@@ -158,10 +175,8 @@ impl Model {
         inputs: Vec<Tensor>,
         state: Vec<Tensor>,
         needs: &[bool],
-        seed: u64,
     ) -> convoke_autograd::Result<Outcome> {
         let (of_inputs, of_state) = needs.split_at(inputs.len());
-        self.random.restore(&Generator::new(seed).state());
         let mut leaves = Vec::with_capacity(needs.len());
         let mut own = Vec::with_capacity(inputs.len());
         for (input, &needed) in inputs.into_iter().zip(of_inputs) {
@@ -201,9 +216,17 @@ impl Model {
         }
         let roots = outputs.iter().map(|output| output.requires_grad().then(|| output.root()).transpose());
         let roots = roots.collect::<convoke_autograd::Result<Vec<_>>>()?;
-        let outputs = outputs.into_iter().map(|output| output.detach().export());
+        let outputs = outputs.into_iter().enumerate().map(|(place, output)| {
+            // Whoever else holds the tensor would make `export` copy it.
+            let output = without_history(output);
+            match self.formats.get(place) {
+                Some(&format) => no_grad(|| in_format(output, format))?.export(),
+                None => output.export(),
+            }
+        });
         let outputs = outputs.collect::<convoke_autograd::Result<Vec<_>>>()?;
-        let tape = records.then(|| Tape { graph: Mutex::new(Some(Recorded { roots, leaves })) });
+        let needs = roots.iter().map(Option::is_some).collect();
+        let tape = records.then(|| Tape { graph: Mutex::new(Some(Recorded { roots, leaves })), needs });
         Ok(Outcome { outputs, statistics, tape })
     }
 }
@@ -212,6 +235,9 @@ impl Model {
 #[pyclass(frozen, module = "torch_convoke._engine")]
 pub(crate) struct Tape {
     graph: Mutex<Option<Recorded>>,
+    /// Whether each output needs a gradient.
+    #[pyo3(get)]
+    needs: Vec<bool>,
 }
 
 #[derive(Clone)]
@@ -262,7 +288,16 @@ impl Tape {
     }
 }
 
+/// The same tensor as a constant; nobody holds the recorded one any more.
+fn without_history(tensor: Tensor) -> Tensor {
+    tensor.detach()
+}
+
+fn in_format(tensor: Tensor, format: MemoryFormat) -> convoke_autograd::Result<Tensor> {
+    tensor.to_format(format)
+}
+
 /// Takes the gradient of a leaf out.
 fn exported(found: &mut Gradients, leaf: Option<&Tensor>) -> Result<Option<Exported>, Error> {
-    leaf.and_then(|leaf| found.take(leaf)).map(|gradient| gradient.detach().export()).transpose()
+    leaf.and_then(|leaf| found.take(leaf)).map(|gradient| without_history(gradient).export()).transpose()
 }

@@ -3,6 +3,7 @@
 //! It knows no PyTorch. The Python package around it captures models, calls this from autograd functions, and documents what users
 //! see; this is its private part, which may change with it.
 
+mod batch_norm;
 mod dlpack;
 mod engine;
 mod error;
@@ -12,6 +13,11 @@ use pyo3::prelude::*;
 
 #[pymodule]
 mod _engine {
+    #[pymodule_export]
+    use super::batch_norm::{
+        batch_norm_backward_elemt, batch_norm_backward_reduce, batch_norm_elemt, batch_norm_gather,
+        batch_norm_moments,
+    };
     #[pymodule_export]
     use super::engine::Engine;
     #[pymodule_export]

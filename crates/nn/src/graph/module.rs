@@ -1,13 +1,13 @@
 //! A graph as a module.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use convoke_autograd::ops::{self, Convention};
 use convoke_autograd::{DType, Device, Error, Result, Tensor};
 
 use super::fuse::{self, Action};
-use super::network::{Block, Layer, NamedDropout, Network, NetworkNode, Norm, invalid, quoted};
+use super::network::{Block, Layer, NamedDropout, Network, NetworkNode, Norm, StoredValue, invalid, quoted};
 use super::plan::{Plan, Request, Source, Step, refused};
 use super::roles::{Role, origin, roles};
 use super::run::{self, Inputs, Place, Value};
@@ -63,20 +63,35 @@ impl Graph {
     /// If a node reads a value that nothing makes, a value is made twice or depends on itself, or a batch norm's parameters are
     /// not stored; the error names the node. If there is no memory.
     pub fn new(definition: &Arc<Definition>, init: &Init, conv_bn: ConvBnMode) -> Result<Graph> {
+        Graph::with_values(definition, init, conv_bn, &HashMap::new())
+    }
+
+    /// As [`Graph::new`], but parameters and statistics that are among `values`, by name, start with these tensors. Nothing is
+    /// allocated for them.
+    ///
+    /// # Errors
+    /// As [`Graph::new`]; if such a tensor has another shape, type or device.
+    pub fn with_values(
+        definition: &Arc<Definition>,
+        init: &Init,
+        conv_bn: ConvBnMode,
+        values: &HashMap<String, Tensor>,
+    ) -> Result<Graph> {
         if definition.inputs.is_empty() || definition.outputs.is_empty() {
             return invalid(format!("the model {} has no input or no output", quoted(&definition.name)));
         }
         let mut network = Network::new(definition)?;
         let (device, dtype) = (init.device.clone(), init.dtype);
         let roles = roles(&network);
+        let names = &network.names;
         let entries = network
             .stored
             .iter_mut()
             .zip(roles)
             .map(|(stored, role)| {
                 Ok(match role {
-                    Role::Parameter => Entry::Parameter(Parameter::new(&stored.values.to_tensor(init)?)),
-                    Role::Statistic => Entry::Buffer(Buffer::new(&stored.values.to_tensor(init)?)),
+                    Role::Parameter => Entry::Parameter(Parameter::new(&first(stored, names, init, values)?)),
+                    Role::Statistic => Entry::Buffer(Buffer::new(&first(stored, names, init, values)?)),
                     Role::Constant => {
                         stored.values = Initial::Array(stored.values.to_array(init)?);
                         Entry::Constant
@@ -402,6 +417,27 @@ impl Graph {
         step.frees.iter().for_each(|&slot| slots[slot] = None);
         Ok(())
     }
+}
+
+/// What a parameter or statistic starts with.
+fn first(
+    stored: &StoredValue,
+    names: &[String],
+    init: &Init,
+    values: &HashMap<String, Tensor>,
+) -> Result<Tensor> {
+    let name = &names[stored.value];
+    let Some(value) = values.get(name) else { return stored.values.to_tensor(init) };
+    let fits = value.shape() == stored.values.shape() && value.dtype() == init.dtype;
+    if !fits || *value.device() != init.device {
+        let shape = stored.values.shape();
+        return invalid(format!(
+            "the value for {} is {value:?}, it must be {} {shape:?} of the model's device",
+            quoted(name),
+            init.dtype
+        ));
+    }
+    Ok(value.clone())
 }
 
 fn boxed(layer: impl Module) -> Box<dyn Module> {

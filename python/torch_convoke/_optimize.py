@@ -1,0 +1,78 @@
+"""`optimize`, `revert` and `report`."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from ._backend import Backend, Options
+
+_optimized: weakref.WeakKeyDictionary[torch.nn.Module, Backend] = weakref.WeakKeyDictionary()
+
+
+def optimize(
+    model: torch.nn.Module,
+    *,
+    memory_budget: int | str | None = None,
+    threads: int | None = None,
+    verbose: bool = False,
+) -> torch.nn.Module:
+    """Makes calls of `model` run in convoke where it can, and gives the same model.
+
+    Parameters, buffers, names, hooks, `state_dict`, `repr`, copies and pickles stay as they are; optimizers made before or after this
+    work. Only calls of this instance change: `model(x)`, not `model.forward(x)`. A copy or a pickle of the model is not optimized.
+    The first call for a new kind of input captures the model (some seconds) and measures convolutions that this machine has not met.
+
+    Args:
+        model: Any module. What convoke does not have stays in PyTorch, between what it has: see `report`.
+        memory_budget: The most memory of a training step, such as "2GB" or a number of bytes.
+        threads: How many threads convoke uses; by default as many as PyTorch (`torch.get_num_threads()`).
+        verbose: Whether to print what runs where when the model is captured.
+
+    Raises:
+        TypeError: If `model` is no module.
+        RuntimeError: If the model is already compiled by `model.compile()`.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"optimize takes a torch.nn.Module, not {type(model).__name__}")
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads must be 1 or more, not {threads}")
+    if model in _optimized:
+        revert(model)
+    if model._compiled_call_impl is not None:
+        raise RuntimeError("the model is already compiled: optimize a model that is not, or use backend='convoke'")
+    backend = Backend(Options(memory_budget, threads, verbose))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)
+
+    # TorchDynamo keeps what it compiles with the code of a function: with its own code, a model shares no limits with others, and what
+    # was compiled for it goes when it goes.
+    call.__code__ = call.__code__.replace(co_name=f"call_{type(model).__name__}")
+    model._compiled_call_impl = torch.compile(call, backend=backend)
+    _optimized[model] = backend
+    return model
+
+
+def revert(model: torch.nn.Module) -> torch.nn.Module:
+    """Undoes `optimize`; does nothing to a model that is not optimized."""
+    if _optimized.pop(model, None) is not None:
+        model._compiled_call_impl = None
+    return model
+
+
+def report(model: torch.nn.Module) -> str:
+    """What of an optimized model runs where, and why."""
+    backend = _optimized.get(model)
+    if backend is None:
+        return "the model is not optimized"
+    lines = []
+    for captured in backend.captured:
+        lines.append(f"graph: {captured.reason or ''}")
+        for subgraph in captured.subgraphs:
+            lines.append(f"  {subgraph.name}: {len(subgraph.body)} operations; {subgraph.reason or 'convoke'}")
+        for path, operation, reason in captured.left:
+            lines.append(f"  PyTorch: {path} {operation}: {reason}")
+    return "\n".join(lines)
