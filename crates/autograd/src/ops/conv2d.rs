@@ -155,7 +155,8 @@ impl Function for Conv2d {
         let (x, weight, bias) = (inputs[0], inputs[1].in_format(MemoryFormat::Contiguous)?, inputs.get(2));
         let convolution = self.options.tiled(self.name, x, &weight, bias.copied())?;
         let y = output(&convolution, x, &weight, bias.copied())?;
-        Ok((y, (x.keep(), weight)))
+        // The weight as it came: a copy in the order of kernels would take memory until backward.
+        Ok((y, (x.keep(), inputs[1].detach())))
     }
 
     fn backward(&self, saved: Self::Saved, upstream: Tensor, needs: &Needs) -> Result<Vec<Option<Tensor>>> {
@@ -169,6 +170,7 @@ impl Function for Conv2d {
         needs: &Needs,
         sums: &mut [Option<Tensor>],
     ) -> Result<Vec<Option<Tensor>>> {
+        let weight = weight.in_format(MemoryFormat::Contiguous)?;
         let convolution = self.options.tiled(self.name, &x, &weight, None)?;
         let sum = sums.first_mut().and_then(Option::take);
         gradients(&convolution, (x, weight), upstream, (needs, sum))

@@ -234,6 +234,8 @@ impl ConvBn {
         };
         let kept = forward.saved.needs_output().then(|| output.keep());
         let of_block = OfBlock::from(forward.saved);
+        // The weight as it came: a copy in the order of kernels would take memory until backward.
+        let weight = inputs[1].detach();
         Ok((output, Saved { block, of_block, x, weight, bias, gamma, beta, output: kept }))
     }
 }
@@ -320,6 +322,7 @@ impl Function for ConvBn {
         sums: &mut [Option<Tensor>],
     ) -> Result<Vec<Option<Tensor>>> {
         let Saved { block, of_block, x, weight, bias, gamma, beta, output } = saved;
+        let weight = weight.in_format(MemoryFormat::Contiguous)?;
         let sum = sums.first_mut().and_then(Option::take);
         let optional = [bias.as_ref(), gamma.as_ref(), beta.as_ref()];
         let wanted = self.wanted(needs);

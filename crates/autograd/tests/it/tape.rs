@@ -5,8 +5,8 @@ use crate::common::cases::{OPERATIONS, Size};
 use crate::common::{FORMATS, bits, check_refused, device, laid_out, normal, tensor, values};
 use convoke_autograd::ops::{self, ConvOptions};
 use convoke_autograd::{
-    BackwardOptions, Device, Error, Function, Gradients, Needs, Result, Tensor, apply, inference_mode,
-    is_grad_enabled, no_grad,
+    BackwardOptions, Device, Error, Function, Gradients, Needs, Result, Tensor, apply, backward_from,
+    inference_mode, is_grad_enabled, no_grad,
 };
 use convoke_testkit::{Failures, Tolerance, check_close};
 
@@ -531,4 +531,37 @@ fn gradients_can_be_replaced() {
     check_refused(gradients.set(&x, &from(&device, &[1.0]), "average"), &["average", "[1]"]).unwrap();
     check_refused(gradients.set(&x.detach(), &x.detach(), "average"), &["not a leaf"]).unwrap();
     assert_eq!(gradient(&gradients, &x), [5.0, 6.0], "unchanged");
+}
+
+/// As another framework runs backward: the outputs' elements are gone, and each output has its own gradient.
+#[test]
+fn a_backward_starts_from_several_roots() {
+    let device = device();
+    let x = Tensor::from_slice(&device, &[3], &[1.0, -2.0, 3.0]).unwrap().with_grad();
+    let shared = x.mul(&x).unwrap();
+    let (relu, product) = (x.relu().unwrap(), shared.mul(&x).unwrap());
+    let roots = [relu.root().unwrap(), product.root().unwrap(), shared.root().unwrap()];
+    assert_eq!(*roots[0].device(), device);
+    drop((relu, product, shared));
+    let upstream = |values: [f64; 3]| Tensor::from_slice(&device, &[3], &values).unwrap();
+    let with_upstream = || {
+        let [relu, product, shared] = roots.clone();
+        vec![
+            (relu, upstream([1.0, 2.0, 3.0])),
+            (product, upstream([1.0, 1.0, 2.0])),
+            (shared, upstream([0.5, 1.0, 0.0])),
+        ]
+    };
+    // d relu: 1, 0, 3; d x^3: 3 x^2 times 1, 1, 2; d x^2: 2 x times 0.5, 1, 0.
+    let expected = [1.0 + 3.0 + 1.0, 12.0 - 4.0, 3.0 + 54.0];
+    for retain in [true, false] {
+        let gradients = backward_from(with_upstream(), retain).unwrap();
+        assert_eq!(gradients.get(&x).unwrap().data::<f64>().unwrap(), expected);
+    }
+    check_refused(backward_from(with_upstream(), false), &["freed"]).unwrap();
+    let constant = Tensor::from_slice(&device, &[1], &[1.0]).unwrap();
+    check_refused(constant.root().map(|_| ()), &["require gradients"]).unwrap();
+    let y = x.relu().unwrap();
+    let wrong = Tensor::from_slice(&device, &[2], &[1.0, 1.0]).unwrap();
+    check_refused(backward_from(vec![(y.root().unwrap(), wrong)], false), &["[2]"]).unwrap();
 }

@@ -5,6 +5,8 @@
 //! docs/memory.md explains how.
 
 mod blocks;
+mod graphs;
+mod run;
 mod search;
 mod timing;
 
@@ -17,7 +19,9 @@ use crate::Module;
 use crate::modules::ConvBnMode;
 
 pub(crate) use blocks::{BlockKind, kinds, weights};
-pub use search::{Planner, PlannerOptions, PlannerProgress};
+pub use graphs::{GraphInput, GraphPlan, GraphPlanner, GraphStep, graph_memory};
+pub use run::Planner;
+pub use search::{PlannerOptions, PlannerProgress};
 
 /// What each fused block of a model keeps for backward, and what that costs.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

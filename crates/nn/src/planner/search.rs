@@ -8,13 +8,24 @@ use convoke_autograd::Device;
 use convoke_autograd::ops::Keep;
 use convoke_kernels::tune::Tuner;
 
-use super::blocks::{self, BlockKind};
+use super::blocks::BlockKind;
 use super::timing::Trial;
-use super::{MemoryPlan, PlannedBlock};
-use crate::ConfigError;
-use crate::data::Datasets;
-use crate::modules::ConvBnMode;
-use crate::training::{DrySteps, MemoryPrediction, TrainingConfig, TrainingError};
+use crate::modules::FusedBlock;
+use crate::training::{MemoryPrediction, TrainingError};
+
+type Result<T> = std::result::Result<T, TrainingError>;
+
+/// The steps whose memory is planned, on a dry device.
+pub(super) trait Steps {
+    /// The blocks, with their paths.
+    fn blocks(&self) -> Vec<(String, &dyn FusedBlock)>;
+
+    /// The kind of each block; `None` for one whose backward does not run.
+    fn kinds(&self) -> &[Option<BlockKind>];
+
+    /// Runs a step, and gives its exact bytes.
+    fn step(&mut self) -> Result<MemoryPrediction>;
+}
 
 /// Options of a [`Planner`].
 #[derive(Debug, Clone)]
@@ -41,22 +52,35 @@ pub struct PlannerProgress {
     pub total: usize,
 }
 
-/// Plans what the blocks of one model keep, for one batch size.
-pub struct Planner {
+/// Searches among the ways in which the blocks of steps can keep.
+pub(super) struct Search<S> {
     device: Device,
-    config: TrainingConfig,
-    data: Datasets,
-    dry: DrySteps,
-    blocks: Vec<Block>,
+    pub(super) steps: S,
+    pub(super) blocks: Vec<Block>,
     /// Exact bytes of the plans examined so far, by workspace limit and by what blocks keep.
     known: BTreeMap<(Option<usize>, Vec<Keep>), MemoryPrediction>,
     /// The largest workspace, in bytes, that a convolution uses without a limit.
     largest_workspace: usize,
 }
 
-/// One block of the model.
-struct Block {
-    path: String,
+/// What each block keeps, with what that costs.
+pub(super) struct Found {
+    pub(super) keeps: Vec<Keep>,
+    pub(super) workspace_limit: Option<usize>,
+    pub(super) bytes: MemoryPrediction,
+    pub(super) seconds: f64,
+}
+
+/// What [`Search::within`] gives.
+pub(super) enum Fit {
+    Fits(Found),
+    /// Nothing fits; this has the lowest peak.
+    Least(Found),
+}
+
+/// One block.
+pub(super) struct Block {
+    pub(super) path: String,
     /// What it keeps without a plan.
     unplanned: Keep,
     /// The ways to keep, with their costs.
@@ -65,38 +89,28 @@ struct Block {
 
 /// One way for a block to keep, with its costs.
 #[derive(Debug, Clone, Copy, PartialEq)]
-struct Choice {
+pub(super) struct Choice {
     keep: Keep,
-    seconds: f64,
+    pub(super) seconds: f64,
     /// How many fewer bytes are in use at the end of forward than with [`Keep::Store`].
-    saved: usize,
+    pub(super) saved: usize,
 }
-
-type Result<T> = std::result::Result<T, TrainingError>;
 
 /// If there are at most this many combinations, each is tried with dry steps.
 const ALL_BELOW: usize = 300;
 /// How often a block is timed with each way to keep.
 const ROUNDS: usize = 5;
 
-impl Planner {
-    /// Times the blocks of a run's model on `device`. `progress` may stop that: the result is then `Ok(None)`.
-    ///
-    /// The Conv+BN blocks are fused, whatever `config` says.
-    ///
-    /// # Errors
-    /// If the run could not start, or an operation fails.
-    pub fn new(
+impl<S: Steps> Search<S> {
+    /// Times the blocks of `steps`, whose algorithms `device` chooses; `None` if `progress` stopped that.
+    pub(super) fn new(
         device: &Device,
-        config: &TrainingConfig,
-        data: &Datasets,
+        steps: S,
         options: &PlannerOptions,
         progress: &mut dyn FnMut(PlannerProgress) -> ControlFlow<()>,
-    ) -> Result<Option<Planner>> {
-        let config = TrainingConfig { conv_bn: ConvBnMode::Fused, ..config.clone() };
-        let dry = DrySteps::new(device, config.clone(), data.clone())?;
-        let paths = blocks::find(dry.model()).into_iter().map(|(path, _)| path);
-        let found: Vec<(String, Option<BlockKind>)> = paths.zip(dry.kinds().iter().copied()).collect();
+    ) -> Result<Option<Search<S>>> {
+        let paths = steps.blocks().into_iter().map(|(path, _)| path);
+        let found: Vec<(String, Option<BlockKind>)> = paths.zip(steps.kinds().iter().copied()).collect();
         let mut kinds: Vec<BlockKind> = Vec::new();
         for kind in found.iter().filter_map(|(_, kind)| kind.as_ref()) {
             if !kinds.contains(kind) {
@@ -104,28 +118,19 @@ impl Planner {
             }
         }
         let Some(times) = time_kinds(device, &kinds, options, progress)? else { return Ok(None) };
-        let mut planner = Planner {
-            device: device.clone(),
-            config,
-            data: data.clone(),
-            dry,
-            blocks: Vec::new(),
-            known: BTreeMap::new(),
-            largest_workspace: 0,
+        let block = |(path, kind): &(String, Option<BlockKind>)| {
+            let of_kind = kind.as_ref().and_then(|kind| kinds.iter().position(|known| known == kind));
+            let store = Choice { keep: Keep::Store, seconds: 0.0, saved: 0 };
+            let choices = of_kind.map_or_else(|| vec![store], |index| times[index].clone());
+            let (residual, pool) =
+                kind.map_or((false, false), |kind| (kind.problem.residual, kind.problem.pool.is_some()));
+            Block { path: path.clone(), unplanned: Keep::default().resolved(residual, pool), choices }
         };
-        planner.blocks = found
-            .iter()
-            .map(|(path, kind)| {
-                let of_kind = kind.as_ref().and_then(|kind| kinds.iter().position(|known| known == kind));
-                let store = Choice { keep: Keep::Store, seconds: 0.0, saved: 0 };
-                let choices = of_kind.map_or_else(|| vec![store], |index| times[index].clone());
-                let (residual, pool) =
-                    kind.map_or((false, false), |kind| (kind.problem.residual, kind.problem.pool.is_some()));
-                Block { path: path.clone(), unplanned: Keep::default().resolved(residual, pool), choices }
-            })
-            .collect();
-        planner.find_bytes()?;
-        Ok(Some(planner))
+        let blocks = found.iter().map(block).collect();
+        let mut search =
+            Search { device: device.clone(), steps, blocks, known: BTreeMap::new(), largest_workspace: 0 };
+        search.find_bytes()?;
+        Ok(Some(search))
     }
 
     /// Finds out with dry steps how many bytes each choice saves.
@@ -146,17 +151,21 @@ impl Planner {
 
     /// The exact bytes of a step in which blocks keep `keeps` and each convolution uses at most `workspace_limit` bytes of
     /// workspace.
-    fn bytes(&mut self, keeps: &[Keep], workspace_limit: Option<usize>) -> Result<MemoryPrediction> {
+    pub(super) fn bytes(
+        &mut self,
+        keeps: &[Keep],
+        workspace_limit: Option<usize>,
+    ) -> Result<MemoryPrediction> {
         let place = (workspace_limit, keeps.to_vec());
         if let Some(known) = self.known.get(&place) {
             return Ok(*known);
         }
-        for ((_, block), keep) in blocks::find(self.dry.model()).into_iter().zip(keeps) {
+        for ((_, block), keep) in self.steps.blocks().into_iter().zip(keeps) {
             block.set_keep(*keep);
         }
-        let (tuner, dry, largest) = (self.device.tuner(), &mut self.dry, &mut self.largest_workspace);
+        let (tuner, steps, largest) = (self.device.tuner(), &mut self.steps, &mut self.largest_workspace);
         let bytes = limited(tuner, workspace_limit, || {
-            let bytes = dry.step();
+            let bytes = steps.step();
             if workspace_limit.is_none() {
                 *largest = tuner.largest_workspace().max(*largest);
             }
@@ -170,22 +179,9 @@ impl Planner {
         self.blocks.iter().zip(keeps).map(|(block, keep)| block.choice(*keep).seconds).sum()
     }
 
-    fn plan(&mut self, keeps: &[Keep], workspace_limit: Option<usize>) -> Result<MemoryPlan> {
-        let bytes = self.bytes(keeps, workspace_limit)?;
-        let blocks = self.blocks.iter().zip(keeps).map(|(block, &keep)| {
-            let Choice { seconds, saved, .. } = block.choice(keep);
-            PlannedBlock { path: block.path.clone(), keep, bytes_saved: saved, seconds }
-        });
-        Ok(MemoryPlan {
-            model: self.config.model.to_string(),
-            batch_size: self.config.batch_size,
-            threads: self.device.compute().threads(),
-            blocks: blocks.collect(),
-            bytes_end_of_forward: bytes.bytes_end_of_forward,
-            bytes_peak: bytes.bytes_peak,
-            block_seconds: self.seconds(keeps),
-            workspace_limit,
-        })
+    pub(super) fn found(&mut self, keeps: Vec<Keep>, workspace_limit: Option<usize>) -> Result<Found> {
+        let (bytes, seconds) = (self.bytes(&keeps, workspace_limit)?, self.seconds(&keeps));
+        Ok(Found { keeps, workspace_limit, bytes, seconds })
     }
 
     /// The plans to examine: all combinations if they are few. Otherwise, for each price of a byte, the plan that minimises time
@@ -228,38 +224,29 @@ impl Planner {
         found
     }
 
-    /// Plans from the fastest to the smallest: each has a lower peak than all faster ones.
-    ///
-    /// # Errors
-    /// If a dry step fails.
-    pub fn curve(&mut self) -> Result<Vec<MemoryPlan>> {
+    /// From the fastest to the smallest: each has a lower peak than all faster ones.
+    pub(super) fn curve(&mut self) -> Result<Vec<Found>> {
         let mut plans = Vec::new();
         for keeps in self.candidates() {
-            plans.push(self.plan(&keeps, None)?);
+            plans.push(self.found(keeps, None)?);
         }
         plans.sort_by(|a, b| {
-            a.block_seconds.total_cmp(&b.block_seconds).then(a.bytes_peak.cmp(&b.bytes_peak))
+            a.seconds.total_cmp(&b.seconds).then(a.bytes.bytes_peak.cmp(&b.bytes.bytes_peak))
         });
         let mut least = usize::MAX;
         plans.retain(|plan| {
-            let better = plan.bytes_peak < least;
-            least = least.min(plan.bytes_peak);
+            let better = plan.bytes.bytes_peak < least;
+            least = least.min(plan.bytes.bytes_peak);
             better
         });
         Ok(plans)
     }
 
-    /// The fastest plan found whose steps never have more than `budget` bytes in use. If none fits, convolutions are also limited
-    /// to less workspace.
-    ///
-    /// # Errors
-    /// If no plan fits: [`TrainingError::Budget`], which tells by how much the smallest plan misses and which batch size would
-    /// fit.
-    pub fn within(&mut self, budget: usize) -> Result<MemoryPlan> {
+    /// The fastest whose peak is at most `budget`. If there is none, convolutions are also limited to less workspace.
+    pub(super) fn within(&mut self, budget: usize) -> Result<Fit> {
         let curve = self.curve()?;
-        let start = curve.iter().find(|plan| plan.bytes_peak <= budget).or(curve.last());
-        let start = start.expect("there is at least one combination");
-        let mut keeps: Vec<Keep> = start.blocks.iter().map(|block| block.keep).collect();
+        let start = curve.iter().find(|plan| plan.bytes.bytes_peak <= budget).or(curve.last());
+        let mut keeps = start.expect("there is at least one combination").keeps.clone();
         let mut limit = None;
         while self.bytes(&keeps, limit)?.bytes_peak > budget {
             if self.make_smaller(&mut keeps)? {
@@ -267,11 +254,27 @@ impl Planner {
             }
             limit = self.limit_that_fits(&keeps, budget)?;
             if limit.is_none() {
-                return Err(self.nothing_fits(budget, &keeps));
+                let (_, limit) = self.least(&keeps)?;
+                return Ok(Fit::Least(self.found(keeps, limit)?));
             }
         }
         self.make_faster(&mut keeps, limit, budget)?;
-        self.plan(&keeps, limit)
+        Ok(Fit::Fits(self.found(keeps, limit)?))
+    }
+
+    /// The one with the lowest peak, however slow.
+    pub(super) fn smallest(&mut self) -> Result<Found> {
+        let curve = self.curve()?;
+        let mut keeps = curve.last().expect("there is at least one combination").keeps.clone();
+        while self.make_smaller(&mut keeps)? {}
+        let limit = self.least(&keeps)?.1;
+        self.found(keeps, limit)
+    }
+
+    /// What blocks keep without a plan.
+    pub(super) fn unplanned(&mut self) -> Result<Found> {
+        let keeps = self.blocks.iter().map(|block| block.unplanned).collect();
+        self.found(keeps, None)
     }
 
     /// The largest workspace limit with which `keeps` fits the budget, if there is one.
@@ -285,7 +288,7 @@ impl Planner {
     }
 
     /// The workspace limits to try, largest first: the largest workspace used without a limit, halved again and again.
-    fn workspace_limits(&self) -> impl Iterator<Item = usize> + use<> {
+    fn workspace_limits(&self) -> impl Iterator<Item = usize> + use<S> {
         const LEAST: usize = 1 << 16;
         std::iter::successors(Some(self.largest_workspace / 2), |limit| Some(limit / 2))
             .take_while(|&limit| limit >= LEAST)
@@ -331,46 +334,6 @@ impl Planner {
         Ok(())
     }
 
-    fn nothing_fits(&mut self, budget: usize, keeps: &[Keep]) -> TrainingError {
-        let (needed, limit) = match self.least(keeps) {
-            Ok(least) => least,
-            Err(error) => return error,
-        };
-        let keeps: BTreeMap<String, Keep> =
-            self.blocks.iter().map(|block| block.path.clone()).zip(keeps.iter().copied()).collect();
-        let at_most = self.config.batch_size;
-        let fits = limited(self.device.tuner(), limit, || {
-            largest_batch(&self.device, &self.config, &self.data, budget, Some(&keeps), at_most)
-        });
-        TrainingError::Budget {
-            model: self.config.model.to_string(),
-            batch_size: self.config.batch_size,
-            budget,
-            needed,
-            fits: fits.ok().flatten(),
-        }
-    }
-
-    /// The largest batch size whose steps fit a budget: with blocks that keep what `plan` says or, without a plan, with separate
-    /// layers. At most the number of training images in `data`, which must be of the run's kind. `None` if not even one image
-    /// fits.
-    ///
-    /// # Errors
-    /// If a dry step fails.
-    pub fn largest_batch(
-        &self,
-        budget: usize,
-        plan: Option<&MemoryPlan>,
-        data: &Datasets,
-    ) -> Result<Option<usize>> {
-        let keeps =
-            plan.map(|plan| plan.blocks.iter().map(|block| (block.path.clone(), block.keep)).collect());
-        let limit = plan.and_then(|plan| plan.workspace_limit);
-        limited(self.device.tuner(), limit, || {
-            largest_batch(&self.device, &self.config, data, budget, keeps.as_ref(), data.train.len())
-        })
-    }
-
     /// The lowest peak of a plan under any workspace limit or none, and the largest limit that reaches it.
     fn least(&mut self, keeps: &[Keep]) -> Result<(usize, Option<usize>)> {
         let mut least = (self.bytes(keeps, None)?.bytes_peak, None);
@@ -382,41 +345,10 @@ impl Planner {
         }
         Ok(least)
     }
-
-    /// The plan with the lowest peak that the search finds, however slow.
-    ///
-    /// # Errors
-    /// If a dry step fails.
-    pub fn smallest(&mut self) -> Result<MemoryPlan> {
-        let curve = self.curve()?;
-        let last = curve.last().expect("there is at least one combination");
-        let mut keeps: Vec<Keep> = last.blocks.iter().map(|block| block.keep).collect();
-        while self.make_smaller(&mut keeps)? {}
-        let limit = self.least(&keeps)?.1;
-        self.plan(&keeps, limit)
-    }
-
-    /// The bytes of this run with separate layers.
-    ///
-    /// # Errors
-    /// If a dry step fails.
-    pub fn separate(&self) -> Result<MemoryPrediction> {
-        let config = TrainingConfig { conv_bn: ConvBnMode::Separate, ..self.config.clone() };
-        DrySteps::new(&self.device, config, self.data.clone())?.step()
-    }
-
-    /// The plan that a run without a plan follows: what its blocks keep by default.
-    ///
-    /// # Errors
-    /// If a dry step fails.
-    pub fn unplanned(&mut self) -> Result<MemoryPlan> {
-        let keeps: Vec<Keep> = self.blocks.iter().map(|block| block.unplanned).collect();
-        self.plan(&keeps, None)
-    }
 }
 
 impl Block {
-    fn choice(&self, keep: Keep) -> Choice {
+    pub(super) fn choice(&self, keep: Keep) -> Choice {
         let known = self.choices.iter().find(|choice| choice.keep == keep);
         *known.unwrap_or(&self.choices[0])
     }
@@ -430,40 +362,11 @@ impl Block {
 }
 
 /// Does `work` while convolutions may use at most `limit` bytes of workspace, then restores the previous limit.
-fn limited<R>(tuner: &Tuner, limit: Option<usize>, work: impl FnOnce() -> R) -> R {
+pub(super) fn limited<R>(tuner: &Tuner, limit: Option<usize>, work: impl FnOnce() -> R) -> R {
     let before = tuner.limit_workspace(limit);
     let result = work();
     tuner.limit_workspace(before);
     result
-}
-
-/// The largest batch size, at most `at_most`, whose steps fit a budget. Without `keeps`, layers are separate.
-fn largest_batch(
-    device: &Device,
-    config: &TrainingConfig,
-    data: &Datasets,
-    budget: usize,
-    keeps: Option<&BTreeMap<String, Keep>>,
-    at_most: usize,
-) -> Result<Option<usize>> {
-    let conv_bn = if keeps.is_some() { ConvBnMode::Fused } else { ConvBnMode::Separate };
-    let fits = |batch_size: usize| -> Result<bool> {
-        let config = TrainingConfig { batch_size, conv_bn, ..config.clone() };
-        let mut dry = DrySteps::new(device, config, data.clone())?;
-        if let Some(keeps) = keeps {
-            super::apply(keeps, dry.model()).map_err(ConfigError::from)?;
-        }
-        Ok(dry.step()?.bytes_peak <= budget)
-    };
-    let (mut fitting, mut too_large) = (0, at_most + 1);
-    while too_large - fitting > 1 {
-        let middle = fitting + (too_large - fitting) / 2;
-        match fits(middle)? {
-            true => fitting = middle,
-            false => too_large = middle,
-        }
-    }
-    Ok((fitting > 0).then_some(fitting))
 }
 
 /// Times each kind with each way to keep and returns the choices of each kind; `None` if `progress` stopped it.

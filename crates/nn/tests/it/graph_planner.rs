@@ -1,0 +1,193 @@
+//! Plans for graphs that are parts of another framework's model: bytes exactly as predicted, on borrowed parameters; budgets kept; and the
+//! same bits with each plan.
+
+use std::collections::HashMap;
+use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::time::Duration;
+
+use convoke_autograd::{
+    Cpu, DType, Device, DeviceOptions, Exported, MemoryFormat, Root, Tensor, backward_from, enable_grad,
+};
+use convoke_nn::graph::{BatchNormOp, Builder, ConvSpec, Definition, Graph, Scheme};
+use convoke_nn::modules::{ConvBnMode, Keep};
+use convoke_nn::planner::{GraphInput, GraphPlan, GraphPlanner, GraphStep, PlannerOptions, graph_memory};
+use convoke_nn::{Init, ModuleExt, Part, State};
+use convoke_testkit::normal;
+
+const SHAPE: [usize; 4] = [3, 4, 16, 16];
+
+/// Two blocks, a residual one and one before it, and a second output.
+fn definition() -> Arc<Definition> {
+    let mut builder = Builder::new("part", Scheme::default());
+    let x = builder.input("x", SHAPE[1]);
+    let y = builder.conv(&x, "conv1", ConvSpec::same(8, 3));
+    let y = builder.batch_norm(&y, "bn1", BatchNormOp::default());
+    let first = builder.relu(&y);
+    let y = builder.conv(&first, "conv2", ConvSpec::same(8, 3));
+    let y = builder.batch_norm(&y, "bn2", BatchNormOp::default());
+    let y = builder.add(&y, &first);
+    let y = builder.relu(&y);
+    let pooled = builder.global_average(&y);
+    Arc::new(builder.finish(&[&y, &pooled]).unwrap())
+}
+
+fn step(channels_last: &[&str]) -> GraphStep {
+    let input = GraphInput { shape: SHAPE.to_vec(), format: MemoryFormat::Contiguous, gradient: true };
+    GraphStep {
+        definition: definition(),
+        dtype: DType::F32,
+        inputs: vec![input],
+        frozen: Vec::new(),
+        channels_last: channels_last.iter().map(|&name| name.to_owned()).collect(),
+        outputs: vec![MemoryFormat::ChannelsLast, MemoryFormat::Contiguous],
+    }
+}
+
+/// A tensor of somebody else's memory.
+fn borrowed(device: &Device, shape: &[usize], format: MemoryFormat, seed: u64) -> Tensor {
+    let elements: Vec<f32> = normal(seed, shape.iter().product(), 0.0, 1.0);
+    let made = Tensor::from_slice(device, shape, &elements).unwrap().to_format(format).unwrap();
+    let strides = format.strides(shape);
+    Tensor::borrowed(device, shape, &strides, made.data::<f32>().unwrap().to_vec()).unwrap()
+}
+
+/// What a framework holds after a step: outputs and gradients.
+struct Outcome {
+    left: Vec<Exported>,
+    bytes_end_of_forward: usize,
+    bytes_peak: usize,
+}
+
+/// Runs a step as the binding for Python does, with these ways to keep.
+fn run(device: &Device, step: &GraphStep, keeps: Option<&[Keep]>) -> Outcome {
+    let init = Init::new(device, 0);
+    let shapes = Graph::new(&step.definition, &init, ConvBnMode::Fused).unwrap().named_state();
+    let mut values = HashMap::new();
+    for (seed, (name, state)) in (10..).zip(shapes) {
+        let shape = match state {
+            State::Parameter(parameter) => parameter.value().shape().to_vec(),
+            State::Buffer(buffer) => buffer.value().shape().to_vec(),
+            State::Counter(_) => continue,
+        };
+        let format = match step.channels_last.contains(&name) {
+            true => MemoryFormat::ChannelsLast,
+            false => MemoryFormat::Contiguous,
+        };
+        values.insert(name, borrowed(device, &shape, format, seed));
+    }
+    let graph = Graph::with_values(&step.definition, &init, ConvBnMode::Fused, &values).unwrap();
+    if let Some(keeps) = keeps {
+        let mut keeps = keeps.iter();
+        graph.visit(&mut |_, part| {
+            if let Part::Block(block) = part {
+                block.set_keep(*keeps.next().unwrap());
+            }
+        });
+    }
+    let x = borrowed(device, &SHAPE, MemoryFormat::Contiguous, 1).with_grad();
+    device.trim();
+    let mut outcome = Outcome { left: Vec::new(), bytes_end_of_forward: 0, bytes_peak: 0 };
+    // The second step counts: the first one plans.
+    for _ in 0..2 {
+        outcome.left.clear();
+        device.reset_peak();
+        let outputs = enable_grad(|| graph.run(std::slice::from_ref(&x))).unwrap();
+        let mut roots: Vec<(Root, Vec<usize>)> = Vec::new();
+        for (output, &format) in outputs.into_iter().zip(&step.outputs) {
+            roots.push((output.root().unwrap(), output.shape().to_vec()));
+            outcome.left.push(leaving(output, format));
+        }
+        let memory = device.memory();
+        outcome.bytes_peak = memory.peak_bytes;
+        outcome.bytes_end_of_forward = memory.live_bytes + memory.exported_bytes;
+        let roots: Vec<(Root, Tensor)> = roots
+            .into_iter()
+            .zip(&step.outputs)
+            .map(|((root, shape), &format)| (root, borrowed(device, &shape, format, 5)))
+            .collect();
+        device.reset_peak();
+        let exported = device.memory().exported_bytes;
+        let mut gradients = backward_from(roots, false).unwrap();
+        let leaves = graph.parameters().into_iter().map(|(_, parameter)| parameter.value());
+        for leaf in leaves.chain([x.clone()]) {
+            let gradient = gradients.take(&leaf).unwrap();
+            let format = gradient.format();
+            outcome.left.push(leaving(gradient, format));
+        }
+        outcome.bytes_peak = outcome.bytes_peak.max(device.memory().peak_bytes + exported);
+    }
+    outcome
+}
+
+fn leaving(tensor: Tensor, format: MemoryFormat) -> Exported {
+    let constant = tensor.detach();
+    drop(tensor);
+    let formatted = constant.to_format(format).unwrap();
+    drop(constant);
+    formatted.export().unwrap()
+}
+
+fn device() -> Device {
+    Device::new(DeviceOptions::new(Cpu::new(2).unwrap()))
+}
+
+fn planner(device: &Device, step: &GraphStep) -> GraphPlanner {
+    let options = PlannerOptions { time_budget: Duration::from_millis(1), inexact: false };
+    let mut go_on = |_| ControlFlow::Continue(());
+    GraphPlanner::new(device, std::slice::from_ref(step), &options, &mut go_on).unwrap().unwrap()
+}
+
+fn bits(outcome: &Outcome) -> Vec<Vec<u32>> {
+    let of = |values: &Exported| values.data::<f32>().unwrap().iter().map(|value| value.to_bits()).collect();
+    outcome.left.iter().map(of).collect()
+}
+
+/// The bytes of a plan, without what the step reads: its outputs' gradients are the other framework's.
+fn check(device: &Device, step: &GraphStep, plan: &GraphPlan, of_upstream: usize) -> Vec<Vec<u32>> {
+    let outcome = run(device, step, Some(&plan.keeps[0]));
+    assert_eq!(outcome.bytes_end_of_forward, plan.bytes_end_of_forward, "{plan:?}");
+    // What the planner counts as the gradients of outputs is borrowed here.
+    assert!(
+        outcome.bytes_peak <= plan.bytes_peak && plan.bytes_peak <= outcome.bytes_peak + of_upstream,
+        "{} {plan:?}",
+        outcome.bytes_peak
+    );
+    bits(&outcome)
+}
+
+#[test]
+fn bytes_are_those_predicted_and_budgets_are_kept() {
+    let device = device();
+    let of_upstream = (SHAPE[0] * 8 * SHAPE[2] * SHAPE[3] + SHAPE[0] * 8) * 4;
+    for channels_last in [&[][..], &["conv1.weight", "conv2.weight"]] {
+        let step = step(channels_last);
+        let mut planner = planner(&device, &step);
+        let unplanned = planner.unplanned().unwrap();
+        let expected = check(&device, &step, &unplanned, of_upstream);
+        assert!(expected.iter().flatten().all(|&bits| f32::from_bits(bits).is_finite()));
+        let smallest = planner.smallest().unwrap();
+        assert!(smallest.bytes_end_of_forward < unplanned.bytes_end_of_forward, "{smallest:?} {unplanned:?}");
+        for budget in
+            [unplanned.bytes_peak, (unplanned.bytes_peak + smallest.bytes_peak) / 2, smallest.bytes_peak]
+        {
+            let plan = planner.within(budget).unwrap().expect("it fits");
+            assert!(plan.bytes_peak <= budget, "{plan:?}");
+            assert_eq!(check(&device, &step, &plan, of_upstream), expected, "{plan:?}");
+        }
+        let least = planner.within(smallest.bytes_peak - 1).unwrap().expect_err("nothing is smaller");
+        assert!(least.bytes_peak >= smallest.bytes_peak, "{least:?}");
+        let predicted = graph_memory(&device, std::slice::from_ref(&step), Some(&smallest.keeps)).unwrap();
+        assert_eq!(predicted.bytes_end_of_forward, smallest.bytes_end_of_forward);
+        assert_eq!(predicted.bytes_peak, smallest.bytes_peak);
+    }
+}
+
+#[test]
+fn two_graphs_keep_more_than_one() {
+    let device = device();
+    let one = graph_memory(&device, &[step(&[])], None).unwrap();
+    let two = graph_memory(&device, &[step(&[]), step(&[])], None).unwrap();
+    assert_eq!(two.bytes_end_of_forward, 2 * one.bytes_end_of_forward);
+    assert!(two.bytes_peak > one.bytes_peak);
+}
