@@ -1,7 +1,7 @@
 # CI runs `make check`, `make package`, `make model` and `make fuzz SECONDS=60`, and then `make browser`, `make external`,
 # `make onnx` and `make mpi` with Chromium, oneDNN, onnxruntime and Open MPI installed.
 
-.PHONY: check test wrapping browser external onnx mpi format lint docs light package smoke model fuzz sanitize goldens bench-peers accuracy-peers
+.PHONY: check test wrapping browser external onnx mpi python format lint docs light package smoke model fuzz sanitize goldens bench-peers accuracy-peers
 
 check: test wrapping format lint docs light smoke
 
@@ -31,6 +31,15 @@ mpi:
 	cargo test -p convoke-distributed --features mpi
 	cargo clippy --workspace --all-targets --features convoke/mpi -- -D warnings
 	cargo test -p convoke -p convoke-nn --features convoke/mpi --test cli --test it -- mpi:: sync_batch_norm::
+
+# The PyTorch package: builds a wheel, installs it where PYTHON installs, and tests it. PYTHON must have torch, torchvision, numpy,
+# maturin and pytest.
+python:
+	$(PYTHON) -c "import torch; print('torch', torch.__version__)"
+	rm -rf target/wheels
+	$(PYTHON) -m pip wheel -q --no-deps --no-build-isolation -w target/wheels ./python
+	$(PYTHON) -m pip install -q --force-reinstall --no-deps target/wheels/*.whl
+	$(PYTHON) -m pytest -q python/tests
 
 format:
 	cargo fmt --all --check

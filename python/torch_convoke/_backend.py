@@ -7,7 +7,7 @@ from typing import Any, Callable, Sequence
 
 import torch
 
-from . import _capture, _threads
+from . import _capture, _memory, _threads
 from ._run import Subgraph
 
 
@@ -18,17 +18,37 @@ class Options:
     memory_budget: int | None = None
     threads: int | None = None
     verbose: bool = False
+    #: Whether to leave subgraphs to PyTorch that it runs faster.
+    measure: bool = True
 
 
-@dataclasses.dataclass
 class Captured:
-    """A captured graph, for reports."""
+    """A captured graph, which runs when it is called."""
 
-    #: Nodes that stay in PyTorch: name, operation, reason.
-    left: list[tuple[str, str, str]]
-    subgraphs: list[Subgraph]
-    #: Why all of it stays in PyTorch, if it does.
-    reason: str | None = None
+    def __init__(self, placeholders: Sequence[torch.fx.Node], options: Options, owner: Any):
+        self.placeholders, self.options, self.owner = placeholders, options, owner
+        self.run: Callable[..., Any] | None = None
+        self.subgraphs: list[Subgraph] = []
+        #: The nodes that stay in PyTorch, with the reasons.
+        self.left: dict[torch.fx.Node, str] = {}
+        #: Why all of it stays in PyTorch, if it does.
+        self.reason: str | None = None
+        budget = options.memory_budget
+        self.budget = None if budget is None else _memory.Budget(budget, self)
+
+    @property
+    def left_nodes(self) -> list[torch.fx.Node]:
+        return list(self.left)
+
+    def of_subgraphs(self, args: Sequence[Any]) -> set[int]:
+        """The arguments that subgraphs take, by identity."""
+        names = {node.name for subgraph in self.subgraphs for node in subgraph.placeholders}
+        return {id(arg) for node, arg in zip(self.placeholders, args) if node.name in names}
+
+    def __call__(self, *args: Any) -> Any:
+        if self.budget is not None and self.subgraphs and torch.is_grad_enabled():
+            self.budget.apply(args, _threads.engine(self.options.threads, self.owner))
+        return self.run(*args)
 
 
 class Backend:
@@ -39,13 +59,23 @@ class Backend:
         self.captured: list[Captured] = []
 
     def __call__(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+        # A budget counts the bytes of one engine.
+        owner = self if self.options.memory_budget is not None else None
+        captured = Captured(placeholders, self.options, owner)
+        self.captured.append(captured)
         try:
-            return self._compiled(module)
+            self._compile(module, captured)
         except _capture.LeftAlone as reason:
-            self.captured.append(Captured([], [], str(reason)))
-            return module.forward
+            captured.reason = str(reason)
+            captured.run = module.forward
+        if self.options.verbose:
+            from ._report import describe
 
-    def _compiled(self, module: torch.fx.GraphModule) -> Callable[..., Any]:
+            print("\n".join(describe(captured)))
+        return captured
+
+    def _compile(self, module: torch.fx.GraphModule, captured: Captured) -> None:
         if torch.is_autocast_enabled("cpu"):
             raise _capture.LeftAlone("autocast is on, and its bf16 regions are PyTorch's")
         if any("autocast" in str(node.target) for node in module.graph.nodes if node.op == "call_function"):
@@ -54,22 +84,19 @@ class Backend:
         settled = torch.fx.GraphModule(module, _copied(module.graph))
         settled.meta = dict(module.meta)
         must_stay = _capture.settle_writes(settled.graph)
-        engine = _threads.engine(self.options.threads)
+        engine = _threads.engine(self.options.threads, captured.owner)
         support = _capture.Support(settled.graph, must_stay, engine)
         fused, names = _capture.partition(settled, support)
-        subgraphs = []
         for name in names:
-            subgraph = Subgraph(name, getattr(fused, name), support, self.options.threads)
+            subgraph = Subgraph(name, getattr(fused, name), support, self.options.threads, captured.owner)
+            # Within a budget there is no room for PyTorch's way to run it.
+            subgraph.measures = self.options.measure and self.options.memory_budget is None
             delattr(fused, name)
             setattr(fused, name, subgraph)
-            subgraphs.append(subgraph)
+            captured.subgraphs.append(subgraph)
         fused.recompile()
-        left = [
-            (_capture.path_of(node), _capture.operation_name(node), reason)
-            for node, reason in support.reasons.items()
-        ]
-        self.captured.append(Captured(left, subgraphs))
-        return fused.forward
+        captured.left = support.reasons
+        captured.run = fused.forward
 
 
 def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:
@@ -79,9 +106,11 @@ def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:
 
 
 def backend(module: torch.fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-    """For `torch.compile(model, backend="convoke")`."""
-    known = {field.name for field in dataclasses.fields(Options)}
-    unknown = set(options) - known
+    """For `torch.compile(model, backend="convoke")`. Options are those of `optimize`: `memory_budget`, `threads`, `verbose`."""
+    known = ["memory_budget", "threads", "verbose"]
+    unknown = sorted(set(options) - set(known))
     if unknown:
-        raise ValueError(f"the backend convoke has no option {sorted(unknown)[0]}, it has {sorted(known)}")
+        raise ValueError(f"the backend convoke has no option {unknown[0]!r}, it has {', '.join(known)}")
+    if options.get("memory_budget") is not None:
+        options["memory_budget"] = _memory.parse_size(options["memory_budget"])
     return Backend(Options(**options))(module, example_inputs)

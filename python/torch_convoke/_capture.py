@@ -10,12 +10,13 @@ import inspect
 import json
 import operator
 import re
-from typing import Any, Iterable
+from typing import Any, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import OperatorSupportBase
+from torch.fx.passes.utils.fuser_utils import fuse_by_partitions
 
 from . import _engine, _operators
 from ._operators import Emitter, Unsupported, Value
@@ -98,7 +99,7 @@ def writes_into(node: torch.fx.Node) -> torch.fx.Node | None:
     _, in_place = _operators.find(node)
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     by_name = name.endswith("_") and not name.endswith("__")
-    if not (in_place or by_name or node.target is operator.setitem):
+    if not (in_place or by_name or node.target in (operator.setitem, set_item)):
         flag = node.kwargs.get("inplace")
         if flag is None and node.op == "call_function":
             try:
@@ -111,57 +112,105 @@ def writes_into(node: torch.fx.Node) -> torch.fx.Node | None:
     return first if isinstance(first, torch.fx.Node) else None
 
 
-def _is_view(node: torch.fx.Node) -> bool:
-    """Whether a node's result may share memory with its inputs. Of operations that are not known nothing else is assumed."""
-    if node.op == "placeholder" or node.op == "get_attr":
-        return False
-    op, _ = _operators.find(node)
-    return op is None or op.view
+def storages(node: torch.fx.Node) -> set[int]:
+    """The memory of a node's tensors: views of one tensor have it in common."""
+    value = example(node)
+    parts = value if isinstance(value, (tuple, list)) else [value]
+    return {part.untyped_storage()._cdata for part in parts if isinstance(part, torch.Tensor) and part.layout is torch.strided}
+
+
+def is_view(node: torch.fx.Node) -> bool:
+    """Whether a node's tensors share memory with what it reads."""
+    return not node.meta.get("convoke_copies") and any(storages(node) & storages(read) for read in node.all_input_nodes)
 
 
 def settle_writes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     """Makes later readers of a tensor that an operation writes to read that operation's result, so that the order of nodes follows from
     what they read. Gives the nodes that must stay in PyTorch because they write to what the graph was given.
 
-    Raises LeftAlone if a tensor may be shared in a way that this cannot follow.
+    Raises LeftAlone if a tensor is shared in a way that this cannot follow.
     """
-    order = {node: place for place, node in enumerate(graph.nodes)}
-    must_stay = set()
+    order: dict[torch.fx.Node, float] = {node: place for place, node in enumerate(graph.nodes)}
+    must_stay: set[torch.fx.Node] = set()
+    holders: dict[int, list[torch.fx.Node]] = {}
+    for node in graph.nodes:
+        for storage in storages(node):
+            holders.setdefault(storage, []).append(node)
     for node in list(graph.nodes):
+        _check_state(node)
         target = writes_into(node)
-        if target is None:
+        if target is None or isinstance(example(target), (int, float, torch.SymInt, torch.SymFloat)):
             continue
-        if target.op in ("placeholder", "get_attr"):
-            if len(target.users) > 1:
-                raise LeftAlone(f"{node.name} writes to {name_of(target)}, which other operations read")
+        shared = storages(target)
+        if not shared:
+            raise LeftAlone(f"{node.name} writes to what is no tensor")
+        place = order[node]
+        holding = {other for storage in shared for other in holders[storage]}
+        kin = [other for other in holding if other is not target and order[other] < place]
+        given = target.op in ("placeholder", "get_attr") or target in must_stay
+        if any(other.op in ("placeholder", "get_attr") and not (given and other in _written(target)) for other in kin):
+            raise LeftAlone(f"{node.name} writes to a part of what the model was given, or holds twice")
+        if any(order[user] > place for other in kin for user in other.users):
+            raise LeftAlone(f"{node.name} writes to a tensor that is read through another view afterwards")
+        family = {*kin, target, node}
+        read_before = any(user not in family and order[user] < place for other in family for user in other.users)
+        if given and read_before:
+            raise LeftAlone(f"{node.name} writes to {name_of(target)}, which other operations read before")
+        if given:
             must_stay.add(node)
-            continue
-        # What `target` is a view of must not be read by others.
-        view = target
-        while _is_view(view):
-            bases = view.all_input_nodes
-            if any(len(base.users) > 1 or base.op in ("placeholder", "get_attr") for base in bases):
-                raise LeftAlone(f"{node.name} writes to a part of a tensor that others read")
-            if not bases:
-                break
-            view = bases[0]
-        others = [user for user in target.users if user is not node]
-        for user in others:
-            later = any(order[reader] > order[node] for reader in user.users)
-            if order[user] < order[node] and _is_view(user) and later:
-                raise LeftAlone(f"{node.name} writes to a tensor that a view is read of afterwards")
-        if not others:
-            continue
-        if not _without_writing(node):
-            raise LeftAlone(f"{node.name} writes to a tensor that other operations read")
-        target.replace_all_uses_with(node, delete_user_cb=lambda user: order[user] > order[node])
+        elif read_before and not _without_writing(node):
+            if "out" in node.kwargs:
+                raise LeftAlone(f"{node.name} writes to a tensor that other operations read before")
+            with graph.inserting_before(node):
+                copy = graph.call_method("clone", (target,))
+            copy.meta = dict(target.meta)
+            order[copy] = place - 0.5
+            for storage in shared:
+                holders[storage].append(copy)
+            node.replace_input_with(target, copy)
+        later = [user for user in target.users if order[user] > place]
+        if later and node.target is operator.setitem:
+            node.target = set_item
+            node.meta = {**target.meta, "nn_module_stack": node.meta.get("nn_module_stack")}
+        target.replace_all_uses_with(node, delete_user_cb=lambda user: order[user] > place)
     return must_stay
+
+
+def _written(node: torch.fx.Node) -> set[torch.fx.Node]:
+    """What nodes that write to each other's results write to in the end, with all of them on the way."""
+    found = {node}
+    target = writes_into(node)
+    while target is not None and target not in found:
+        found.add(target)
+        target = writes_into(target)
+    return found
+
+
+def set_item(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
+    """`tensor[index] = value`, which gives the tensor."""
+    tensor[index] = value
+    return tensor
+
+
+#: Parts of names of functions that change how PyTorch runs what comes after them.
+_STATEFUL = re.compile("set_grad_enabled|inference_mode|autocast|nesting|set_multithreading|saved_tensors|torch_function")
+
+
+def _check_state(node: torch.fx.Node) -> None:
+    """Raises LeftAlone for what changes the meaning of the operations after it, which could not be reordered any more."""
+    if node.op == "call_function" and _STATEFUL.search(operation_name(node)):
+        raise LeftAlone(f"it has a region that starts or ends with {operation_name(node)}")
+    schema = getattr(node.target, "_schema", None)
+    lists = [arg for arg in node.args if isinstance(arg, (tuple, list)) and any(isinstance(one, torch.fx.Node) for one in arg)]
+    if getattr(schema, "is_mutable", False) or (lists and operation_name(node).endswith("_")):
+        raise LeftAlone(f"{node.name} writes to its arguments")
 
 
 def _without_writing(node: torch.fx.Node) -> bool:
     """Changes a node so that it computes the same into a new tensor; gives whether that is possible."""
     op, in_place = _operators.find(node)
-    if op is None or "out" in node.kwargs:
+    types = {part.dtype for read in node.all_input_nodes if isinstance(part := example(read), torch.Tensor)}
+    if op is None or "out" in node.kwargs or len(types) > 1:
         return False
     if node.op == "call_method" and in_place:
         node.target = str(node.target)[:-1]
@@ -174,6 +223,7 @@ def _without_writing(node: torch.fx.Node) -> bool:
             node.args = (*node.args[:place], False, *node.args[place + 1 :])
         else:
             node.kwargs = {**node.kwargs, "inplace": False}
+    node.meta["convoke_copies"] = True
     return True
 
 
@@ -193,6 +243,42 @@ def concrete(value: Any, sizes: dict[Any, int]) -> Any:
 
 def shape_of(tensor: torch.Tensor, sizes: dict[Any, int]) -> tuple[int, ...]:
     return tuple(concrete(size, sizes) for size in tensor.shape)
+
+
+def sizes_of(placeholders: Sequence[torch.fx.Node], args: Sequence[Any]) -> dict[Any, int]:
+    """The values of a graph's symbols for its arguments."""
+    sizes: dict[Any, int] = {}
+    for node, arg in zip(placeholders, args):
+        value = example(node)
+        pairs = zip(value.shape, arg.shape) if isinstance(arg, torch.Tensor) else [(value, arg)]
+        for size, actual in pairs:
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                sizes[size.node.expr] = int(actual)
+    return sizes
+
+
+def is_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is N x C x H x W in channels-last, and not in the default format as well."""
+    return (
+        tensor.dim() == 4
+        and not tensor.is_contiguous()
+        and tensor.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
+def axes_in_memory(tensor: torch.Tensor, sizes: dict[Any, int]) -> list[int]:
+    """The axes of a tensor from the outermost in memory to the innermost; in their own order if elements overlap or have gaps."""
+    shape, strides = shape_of(tensor, sizes), [concrete(stride, sizes) for stride in tensor.stride()]
+    # An axis of one element may be anywhere: it stays beside those that it is beside.
+    wide = [axis for axis in range(len(shape)) if shape[axis] > 1]
+    turned = sorted(wide, key=lambda axis: -strides[axis])
+    next_stride = 1
+    for axis in reversed(turned):
+        if strides[axis] != next_stride:
+            return list(range(len(shape)))
+        next_stride *= shape[axis]
+    places = iter(turned)
+    return [next(places) if axis in wide else axis for axis in range(len(shape))]
 
 
 class Translator:
@@ -243,6 +329,7 @@ class Translator:
             else shape_of(result, self.sizes)
         )
         self.to.place = path_of(node)
+        self.to.axes = lambda: axes_in_memory(example(node.all_input_nodes[0]), self.sizes)
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self.value)
         self.values[node] = op.translate(self.to, *args, **kwargs, shape=shape)
 
@@ -302,6 +389,9 @@ class Support(OperatorSupportBase):
                 self.supported.add(node)
             except Unsupported as reason:
                 self.reasons[node] = str(reason)
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                self.reasons[node] = f"its translation failed: {type(error).__name__}: {error}"
+        self._leave_views(graph)
         self._keep_lists_together(graph)
 
     def is_node_supported(self, submodules: Any, node: torch.fx.Node) -> bool:
@@ -364,21 +454,107 @@ class Support(OperatorSupportBase):
             picks = list(node.users)
             if not all(user.target is operator.getitem and user in self.supported for user in picks):
                 for left in (node, *picks):
-                    self.supported.discard(left)
-                    self.reasons.setdefault(left, "another operation reads its results as a list")
+                    self.leave(left, "another operation reads its results as a list")
+
+    def leave(self, node: torch.fx.Node, reason: str) -> None:
+        """Leaves a node to PyTorch after all."""
+        if node in self.supported:
+            self.supported.discard(node)
+            self.reasons[node] = reason
+
+    def _leave_views(self, graph: torch.fx.Graph) -> None:
+        """Leaves views to PyTorch where they cost nothing there, and where what a graph gives shares memory."""
+        results = {storage: set() for node in graph.nodes for storage in storages(node)}
+        given = set()
+        for node in graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                given |= storages(node)
+            if node.op == "output":
+                for result in node.all_input_nodes:
+                    for storage in storages(result):
+                        results[storage].add(result)
+        for node in reversed(graph.nodes):
+            if node not in self.supported or not is_view(node) or writes_into(node) is not None:
+                continue
+            if not any(user in self.supported for user in node.users):
+                self.leave(node, "a view at the end of a subgraph costs nothing")
+            elif any(len(results[storage]) > (storage not in given) for storage in storages(node)):
+                self.leave(node, "it shares memory with another result")
+
+
+#: Functions that draw random numbers, beside those whose ATen operators say so.
+_RANDOM = re.compile("dropout|bernoulli|(^|_)rand|multi_head_attention|scaled_dot_product|gumbel|rrelu|fractional|poisson|checkpoint")
+
+
+def effects_of(node: torch.fx.Node, support: Support) -> list[Any]:
+    """In what a node must keep its place among others: the random numbers that it draws, the statistics that it changes or reads."""
+    if node.op not in ("call_function", "call_method"):
+        return []
+    found: list[Any] = [read for read in node.all_input_nodes if support.kinds.get(read) == "statistic"]
+    name = operation_name(node)
+    packet = getattr(torch.ops.aten, name, None) if not name.startswith("_") else None
+    seeded = packet is not None and any(
+        torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags for overload in packet.overloads()
+    )
+    if seeded or _RANDOM.search(name) or isinstance(node.target, torch._ops.HigherOrderOperator):
+        training = node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True)
+        if "dropout" not in name or training:
+            found.append("random numbers")
+    return found
 
 
 def partition(module: torch.fx.GraphModule, support: Support) -> tuple[torch.fx.GraphModule, list[str]]:
     """Fuses what is supported into submodules; gives the module, and the names of those worth running."""
-    partitioner = CapabilityBasedPartitioner(module, support, allows_single_node_partition=True)
-    proposed = []
-    for part in partitioner.propose_partitions():
-        if any(_operators.find(node)[0].computes for node in part.nodes):
-            proposed.append(part)
-        else:
-            for node in part.nodes:
-                support.reasons[node] = "there is nothing beside it that convoke would make faster"
+    order = {node: place for place, node in enumerate(module.graph.nodes)}
+    chains: dict[Any, list[torch.fx.Node]] = {}
+    for node in module.graph.nodes:
+        for effect in effects_of(node, support):
+            chains.setdefault(effect, []).append(node)
+    chains = {effect: nodes for effect, nodes in chains.items() if len(nodes) > 1}
+    while True:
+        partitioner = CapabilityBasedPartitioner(module, support, allows_single_node_partition=True)
+        proposed = []
+        for part in partitioner.propose_partitions():
+            part.nodes = dict(sorted(part.nodes.items(), key=lambda item: order[item[0]]))
+            if any(_operators.find(node)[0].computes for node in part.nodes):
+                proposed.append(part)
+            else:
+                for node in part.nodes:
+                    support.reasons[node] = "there is nothing beside it that convoke would make faster"
+        moved = _reordered(module, proposed, chains) if chains else []
+        if not moved:
+            break
+        for effect in moved:
+            nodes = [node for node in chains[effect] if node in support.supported]
+            if not nodes:
+                raise LeftAlone("operations whose order matters would change places")
+            for node in nodes:
+                support.leave(node, "it would change places with another operation, and their order matters")
     before = {name for name, _ in module.named_children()}
     fused = partitioner.fuse_partitions(proposed, prefix="convoke_")
     names = [name for name, _ in fused.named_children() if name.startswith("convoke_") and name not in before]
     return fused, names
+
+
+def _reordered(module: torch.fx.GraphModule, proposed: Sequence[Any], chains: dict[Any, list[torch.fx.Node]]) -> list[Any]:
+    """The chains whose nodes would run in another order if the proposed partitions were fused."""
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(module.graph, copies))
+    for place, node in enumerate(copies.values()):
+        node.meta = {"place": place}
+    places = {node: copy.meta["place"] for node, copy in copies.items()}
+    trial = torch.fx.GraphModule(module, graph)
+    partitions = [{copies[node]: None for node in part.nodes} for part in proposed]
+    fuse_by_partitions(trial, partitions, prefix="trial_")
+    ran: list[int] = []
+    for node in trial.graph.nodes:
+        parts = trial.get_submodule(node.target).graph.nodes if node.op == "call_module" else [node]
+        ran.extend(part.meta["place"] for part in parts if part.op.startswith("call_") and "place" in part.meta)
+    rank = {place: index for index, place in enumerate(ran)}
+    moved = []
+    for effect, nodes in chains.items():
+        ranks = [rank[places[node]] for node in nodes]
+        if ranks != sorted(ranks):
+            moved.append(effect)
+    return moved

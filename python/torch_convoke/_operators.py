@@ -44,6 +44,10 @@ class Emitter:
         self.dummies: dict[str, int] = {}
         #: What dropout multiplies by, drawn for each call: the value, and the probability that an element is 0.
         self.noises: list[tuple[Value, float]] = []
+        #: The axes of each of these in the order of memory, outermost first: elements are drawn in that order.
+        self.noise_axes: list[list[int]] = []
+        #: Gives the axes of what the node that is being translated reads, in the order of memory.
+        self.axes: Callable[[], list[int]] = list
         #: The name of the node that is being translated, for errors and reports.
         self.place = ""
         self._count = 0
@@ -89,10 +93,11 @@ class Emitter:
         self.stored.append({"name": name, "values": values, "trained": trained})
         return Value(name, (channels,), "constant")
 
-    def noise(self, shape: Sequence[int], p: float) -> Value:
-        """A tensor of dropout: an element is 0 with probability p, and else 1 / (1 - p)."""
+    def noise(self, shape: Sequence[int], p: float, axes: Sequence[int]) -> Value:
+        """A tensor of dropout: an element is 0 with probability p, and else 1 / (1 - p). `axes` is their order in memory."""
         value = Value(self.name(), tuple(shape), "noise")
         self.noises.append((value, p))
+        self.noise_axes.append(list(axes))
         return value
 
     def reshaped(self, x: Value, shape: Sequence[int]) -> Value:
@@ -286,6 +291,8 @@ def _affine(to: Emitter, weight: Value | None, bias: Value | None, channels: int
 def _batch_norm(
     to, input, running_mean, running_var, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5, *, shape
 ):
+    if input.rank < 2:
+        raise Unsupported("its input has no channels")
     channels = input.shape[1]
     if (running_mean is None) != (running_var is None):
         raise Unsupported("it has one of the two running statistics")
@@ -572,7 +579,8 @@ def _dropped(to, input, p, training, noise_shape, shape):
         return to.node("Identity", [input], shape)
     if not isinstance(p, (int, float)):
         raise Unsupported("its probability is no constant")
-    return to.node({"Arithmetic": "Mul"}, [input, to.noise(noise_shape, float(p))], shape)
+    axes = to.axes() if tuple(noise_shape) == tuple(shape) else range(len(noise_shape))
+    return to.node({"Arithmetic": "Mul"}, [input, to.noise(noise_shape, float(p), axes)], shape)
 
 
 @_operator(F.dropout, torch.dropout, view=True)
@@ -599,10 +607,10 @@ def _arithmetic(name: str, *targets: Any, methods: Sequence[str] = (), swapped: 
         if rounding_mode is not None:
             raise Unsupported("rounding_mode")
         first, second = _operand(to, input), _operand(to, other)
-        if alpha != 1:
-            second = to.node({"Arithmetic": "Mul"}, [second, to.number(alpha)], second.shape)
         if swapped:
             first, second = second, first
+        if alpha != 1:
+            second = to.node({"Arithmetic": "Mul"}, [second, to.number(alpha)], second.shape)
         return to.node({"Arithmetic": name}, [first, second], shape)
 
     _operator(*targets, methods=methods)(translate)
@@ -762,5 +770,7 @@ def _pad(to, input, pad, mode="constant", value=None, *, shape):
     before, after = [0] * input.rank, [0] * input.rank
     for place in range(len(pad) // 2):
         before[-1 - place], after[-1 - place] = pad[2 * place], pad[2 * place + 1]
+    if mode == "circular" and min(pad, default=0) < 0:
+        raise Unsupported("it wraps around and crops")
     filling = to.number(value) if mode == "constant" and value is not None else None
     return to.node({"Pad": kinds[mode]}, [input, to.integers(before + after), filling], shape)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from ._backend import Backend, Options
+from ._memory import parse_size
+from ._report import describe
 
 _optimized: weakref.WeakKeyDictionary[torch.nn.Module, Backend] = weakref.WeakKeyDictionary()
 
@@ -39,11 +41,12 @@ def optimize(
         raise TypeError(f"optimize takes a torch.nn.Module, not {type(model).__name__}")
     if threads is not None and threads < 1:
         raise ValueError(f"threads must be 1 or more, not {threads}")
+    budget = None if memory_budget is None else parse_size(memory_budget)
     if model in _optimized:
         revert(model)
     if model._compiled_call_impl is not None:
         raise RuntimeError("the model is already compiled: optimize a model that is not, or use backend='convoke'")
-    backend = Backend(Options(memory_budget, threads, verbose))
+    backend = Backend(Options(budget, threads, verbose))
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
@@ -64,15 +67,17 @@ def revert(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def report(model: torch.nn.Module) -> str:
-    """What of an optimized model runs where, and why."""
+    """What of an optimized model runs where and why, the bytes that it keeps, and what a memory budget led to.
+
+    Raises:
+        ValueError: If the model is not optimized.
+    """
     backend = _optimized.get(model)
     if backend is None:
-        return "the model is not optimized"
+        raise ValueError("the model is not optimized: call torch_convoke.optimize(model) first")
+    if not backend.captured:
+        return "The model has not run yet: it is captured when it is called."
     lines = []
     for captured in backend.captured:
-        lines.append(f"graph: {captured.reason or ''}")
-        for subgraph in captured.subgraphs:
-            lines.append(f"  {subgraph.name}: {len(subgraph.body)} operations; {subgraph.reason or 'convoke'}")
-        for path, operation, reason in captured.left:
-            lines.append(f"  PyTorch: {path} {operation}: {reason}")
+        lines.extend(describe(captured))
     return "\n".join(lines)

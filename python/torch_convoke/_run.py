@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Sequence
+from typing import Any, Iterator, Sequence
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from . import _capture, _engine, _threads
+from . import _capture, _engine, _threads, _verdict
 from ._capture import Unsupported
 
 log = logging.getLogger("torch_convoke")
@@ -32,17 +32,11 @@ def capsule(tensor: torch.Tensor) -> Any:
 class Specialization:
     """A subgraph for one size of its inputs."""
 
-    def __init__(self, subgraph: Subgraph, args: Sequence[Any], engine: _engine.Engine):
-        nodes, sizes = subgraph.placeholders, {}
-        for node, arg in zip(nodes, args):
-            value = _capture.example(node)
-            if isinstance(arg, torch.Tensor):
-                pairs = zip(value.shape, arg.shape)
-            else:
-                pairs = [(value, arg)]
-            for size, actual in pairs:
-                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                    sizes[size.node.expr] = int(actual)
+    def __init__(
+        self, subgraph: Subgraph, engine: _engine.Engine, sizes: dict[Any, int], values: dict[str, torch.Tensor]
+    ):
+        """`sizes` has the values of the graph's symbols, `values` the parameters and statistics by name."""
+        nodes = subgraph.placeholders
         translator = _capture.Translator(subgraph.kinds, subgraph.names, sizes)
         for node in subgraph.body:
             translator.node(node)
@@ -53,29 +47,57 @@ class Specialization:
         self.dummies = {
             name: torch.zeros(channels, dtype=dtype) for name, channels in translator.to.dummies.items()
         }
-        values = {name: args[index] for name, index in by_name.items()} | self.dummies
-        formats = [_is_channels_last(_capture.example(node)) for node in subgraph.results]
+        values = {name: values[name] for name in by_name} | self.dummies
+        self.formats = [_capture.is_channels_last(_capture.example(node)) for node in subgraph.results]
+        self.definition = translator.definition(subgraph.results, dtype)
         self.graph = _engine.Graph(
             engine,
-            translator.definition(subgraph.results, dtype),
+            self.definition,
             _capture.DTYPES[dtype],
             {name: capsule(value.detach()) for name, value in values.items()},
-            formats,
+            self.formats,
         )
-        self.engine = engine
+        self.engine, self.sizes = engine, sizes
+        #: How many times it has run with gradients; the second time it is measured against PyTorch.
+        self.trainings = 0
+        self.verdict: _verdict.Verdict | None = None
         #: For each tensor of the state, its place among the arguments, or a stand-in.
         self.state: list[int | torch.Tensor] = []
         for name, _ in self.graph.state:
             self.state.append(by_name[name] if name in by_name else self.dummies[name])
         self.trained = [trained for _, trained in self.graph.state]
-        self.shapes = [tuple(args[index].shape) for index in self.input_places]
+        inputs = [_capture.example(node) for node in translator.inputs]
+        self.shapes = [_capture.shape_of(tensor, sizes) for tensor in inputs]
+        described = [
+            (list(shape), _capture.is_channels_last(tensor), tensor.requires_grad)
+            for shape, tensor in zip(self.shapes, inputs)
+        ] + [(list(value.shape), False, False) for value, _ in translator.to.noises]
+        state = [(subgraph.names[node], _capture.example(node)) for node in translator.state]
+        frozen = [name for name, tensor in state if not tensor.requires_grad]
+        channels_last = [name for name, tensor in state if _capture.is_channels_last(tensor)]
+        #: For plans of memory: the graph; for each input its shape, whether it is in channels-last, and whether it gets a gradient; the
+        #: parameters that get none; those in channels-last.
+        self.step = self.graph, described, frozen, channels_last
         #: What dropout multiplies by: shape and probability of 0.
         self.noises = [(value.shape, p) for value, p in translator.to.noises]
+        self.noise_axes = translator.to.noise_axes
+        #: The axes of each output in the order of memory, where that is neither of the engine's two formats.
+        self.turned = [
+            None if format or axes == sorted(axes) else axes
+            for format, axes in zip(self.formats, (_capture.axes_in_memory(_capture.example(node), sizes) for node in subgraph.results))
+        ]
 
     def tensors(self, args: Sequence[Any]) -> list[torch.Tensor]:
         """Inputs and state, in the engine's order."""
         inputs = [args[place] for place in self.input_places]
         return inputs + [args[part] if isinstance(part, int) else part for part in self.state]
+
+    def call(self, args: Sequence[Any]) -> Sequence[torch.Tensor]:
+        """The outputs for the subgraph's arguments."""
+        tensors = self.tensors(args)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            return Run.apply(self, *tensors)
+        return self.forward([tensor.detach() for tensor in tensors], [False] * len(tensors))[0]
 
     def forward(self, tensors: Sequence[torch.Tensor], needs: list[bool]) -> tuple[list[torch.Tensor], Any]:
         """Outputs and the tape."""
@@ -83,11 +105,12 @@ class Specialization:
         capsules = [capsule(tensor) for tensor in tensors]
         inputs = capsules[:count]
         # Drawn as PyTorch's dropout draws, so that the same seed drops the same elements.
-        for shape, p in self.noises:
-            noise = torch.empty(shape, dtype=tensors[0].dtype)
+        for (shape, p), axes in zip(self.noises, self.noise_axes):
+            noise = torch.empty_permuted(shape, axes, dtype=tensors[0].dtype)
             inputs.append(capsule(noise.bernoulli_(1 - p).div_(1 - p) if p < 1 else noise.zero_()))
         needs = needs[:count] + [False] * len(self.noises) + needs[count:]
-        outputs, statistics, tape = self.graph.forward(inputs, capsules[count:], needs)
+        with _threads.running:
+            outputs, statistics, tape = self.graph.forward(inputs, capsules[count:], needs)
         if statistics:
             old, new = [], []
             for place, values in statistics:
@@ -97,16 +120,12 @@ class Specialization:
             if old:
                 with torch.no_grad():
                     torch._foreach_copy_(old, new)
-        return [from_dlpack(output) for output in outputs], tape
-
-
-def _is_channels_last(tensor: torch.Tensor) -> bool:
-    """Whether PyTorch's result would be in channels-last, so that what reads it finds the strides that it expects."""
-    return (
-        tensor.dim() == 4
-        and not tensor.is_contiguous()
-        and tensor.is_contiguous(memory_format=torch.channels_last)
-    )
+        outputs = [from_dlpack(output) for output in outputs]
+        # What reads the outputs in PyTorch may count on the strides of its own results.
+        for place, axes in enumerate(self.turned):
+            if axes is not None:
+                outputs[place] = torch.empty_permuted(outputs[place].shape, axes, dtype=outputs[place].dtype).copy_(outputs[place])
+        return outputs, tape
 
 
 class Run(torch.autograd.Function):
@@ -133,7 +152,8 @@ class Run(torch.autograd.Function):
         ctx.saved_tensors
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
         capsules = [None if gradient is None else capsule(gradient.detach()) for gradient in gradients]
-        found = ctx.tape.backward(capsules, retain)
+        with _threads.running:
+            found = ctx.tape.backward(capsules, retain)
         del found[ctx.count : ctx.count + ctx.noises]
         return None, *(None if gradient is None else from_dlpack(gradient) for gradient in found)
 
@@ -141,8 +161,10 @@ class Run(torch.autograd.Function):
 class Subgraph(torch.nn.Module):
     """Takes the place of a part of a captured graph. What cannot run in convoke after all runs in PyTorch."""
 
-    def __init__(self, name: str, module: torch.fx.GraphModule, support: _capture.Support, threads: int | None):
+    def __init__(self, name: str, module: torch.fx.GraphModule, support: _capture.Support, threads: int | None, owner: Any):
         super().__init__()
+        #: Who has an engine of its own, if somebody has.
+        self.owner = owner
         # Not as a submodule: its parameters are arguments.
         self.__dict__["module"] = module
         self.name = name
@@ -161,6 +183,8 @@ class Subgraph(torch.nn.Module):
             self.kinds[node] = support.kinds[outer] if outer is not None else "input"
             self.names[node] = support.names[outer] if outer is not None else node.name
         self.specializations: dict[Any, Specialization] = {}
+        #: Whether it is measured against PyTorch.
+        self.measures = True
         #: Why this runs in PyTorch, if it does.
         self.reason: str | None = None
 
@@ -170,25 +194,57 @@ class Subgraph(torch.nn.Module):
         specialization = self._specialization(args)
         if specialization is None:
             return self.module(*args)
-        tensors = specialization.tensors(args)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            outputs = Run.apply(specialization, *tensors)
-        else:
-            outputs = specialization.forward([tensor.detach() for tensor in tensors], [False] * len(tensors))[0]
+        if specialization.verdict is None and self.measures and torch.is_grad_enabled():
+            self._judge(specialization, args)
+        if specialization.verdict is not None and not specialization.verdict.keeps:
+            return self.module(*args)
+        outputs = specialization.call(args)
         return outputs[0] if self.single else tuple(outputs)
 
+    def _judge(self, specialization: Specialization, args: Sequence[Any]) -> None:
+        """Finds out whether PyTorch is faster. Sizes that are met once, such as an epoch's last batch, are not worth it."""
+        if not any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+            return
+        specialization.trainings += 1
+        if specialization.trainings == 2:
+            specialization.verdict = _verdict.measure(self, specialization, args)
+            if specialization.verdict is not None and not specialization.verdict.keeps:
+                log.info("%s runs in PyTorch, which is faster: %s", self.name, specialization.verdict)
+
     def _specialization(self, args: Sequence[Any]) -> Specialization | None:
-        engine = _threads.engine(self.threads)
+        engine = _threads.engine(self.threads, self.owner)
+        key = (id(engine), *(arg.shape if isinstance(arg, torch.Tensor) else arg for arg in self._varying(args)))
+        found = self.specializations.get(key)
+        if found is None:
+            sizes = _capture.sizes_of(self.placeholders, args)
+            values = {self.names[node]: arg for node, arg in zip(self.placeholders, args)}
+            found = self._build(key, engine, sizes, values)
+        return found
+
+    def _varying(self, args: Sequence[Any]) -> Iterator[Any]:
+        """The arguments whose sizes or values may differ from call to call."""
+        return (arg for node, arg in zip(self.placeholders, args) if self.kinds[node] in ("input", "number"))
+
+    def prepare(self, engine: _engine.Engine, sizes: dict[Any, int], tensors: dict[str, Any]) -> Specialization | None:
+        """What runs this for certain sizes, before it runs; None if it runs in PyTorch."""
+        if self.reason is not None:
+            return None
+        examples = [_capture.example(node) for node in self.placeholders]
         key = (id(engine), *(
-            arg if not isinstance(arg, torch.Tensor) else arg.shape
-            for node, arg in zip(self.placeholders, args)
-            if self.kinds[node] in ("input", "number")
+            _capture.shape_of(value, sizes) if isinstance(value, torch.Tensor) else _capture.concrete(value, sizes)
+            for value in self._varying(examples)
         ))
         found = self.specializations.get(key)
-        if found is not None:
-            return found
+        if found is None:
+            values = {self.names[node]: tensors[node.name] for node in self.placeholders if node.name in tensors}
+            found = self._build(key, engine, sizes, values)
+        return found
+
+    def _build(
+        self, key: Any, engine: _engine.Engine, sizes: dict[Any, int], values: dict[str, Any]
+    ) -> Specialization | None:
         try:
-            found = Specialization(self, args, engine)
+            found = Specialization(self, engine, sizes, values)
         except (Unsupported, RuntimeError, ValueError) as error:
             self.reason = str(error)
             log.warning("%s stays in PyTorch: %s", self.name, error)

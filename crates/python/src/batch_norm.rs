@@ -1,7 +1,8 @@
 //! The kernels of batch norm for Python: what PyTorch's five functions `batch_norm_*` are made of.
 //!
-//! Tensors are N x C x ... of any floating-point type, in either memory format; f16 and bf16 are computed in f32. Numbers by channel come
-//! in any floating-point type. Statistics and sums leave in f64: the package rounds them where PyTorch has another type.
+//! Tensors are N x C x ... of any floating-point type, in either memory format; f16 and bf16 are computed in f32. Numbers
+//! by channel come in any floating-point type. Statistics and sums leave in f64: the package rounds them where PyTorch has
+//! another type.
 
 use convoke_autograd::{
     DType, Device, Element, Error, Exported, Result, Stored, Tensor, dispatch, dispatch_stored,
@@ -18,8 +19,8 @@ use crate::error::released;
 /// A DLPack capsule.
 type Capsule<'py> = Bound<'py, PyAny>;
 
-/// The moments of each channel of x, in the form that ranks exchange: 2 C + 1 numbers in f64, the means, the sums of squared
-/// deviations from them, and the number of values of a channel. All are 0 for a batch without values.
+/// The moments of each channel of x, in the form that ranks exchange: 2 C + 1 numbers in f64. They are the means, the sums
+/// of squared deviations from them, and the number of values of a channel. All are 0 for a batch without values.
 #[pyfunction]
 pub(crate) fn batch_norm_moments<'py>(
     py: Python<'py>,
@@ -41,8 +42,8 @@ pub(crate) fn batch_norm_moments<'py>(
 /// Takes the moments of several parts of a batch together, such as those of ranks: `parts` x (2 C + 1), each row as
 /// `batch_norm_moments` gives it. Rows are merged in their order, so equal rows give equal bits.
 ///
-/// Gives 3 x C numbers in f64, and the number of values of a channel. The numbers are the means, 1 / sqrt(biased variance + eps),
-/// and the unbiased variances, which are not finite for fewer than two values.
+/// Gives 3 x C numbers in f64, and the number of values of a channel. The numbers are the means, 1 / sqrt(biased variance
+/// + eps), and the unbiased variances, which are not finite for a single value.
 #[pyfunction]
 pub(crate) fn batch_norm_gather<'py>(
     py: Python<'py>,
@@ -141,7 +142,8 @@ pub(crate) fn batch_norm_backward_reduce<'py>(
     dlpack::give(py, sums)
 }
 
-/// The gradient of x, of its type and memory format, for sums over all `count` values of a channel that the statistics are of.
+/// The gradient of x, of its type and memory format. Statistics and sums are over `count` values of a channel, those of all
+/// ranks.
 #[pyfunction]
 #[pyo3(signature = (engine, dy, x, mean, inverse_std, weight, sum_dy, sum_dy_xmu, count))]
 #[allow(clippy::too_many_arguments)] // PyTorch's

@@ -86,6 +86,11 @@ impl Engine {
         self.device.trim();
     }
 
+    /// From now on, a convolution may use at most this many bytes of workspace; None removes the limit.
+    fn limit_workspace(&self, bytes: Option<usize>) {
+        self.device.tuner().limit_workspace(bytes);
+    }
+
     /// The algorithms chosen so far: (problem, pass, algorithm).
     fn choices(&self) -> Vec<(String, String, String)> {
         let choices = self.device.tuner().choices().into_iter();

@@ -3,13 +3,15 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use convoke_autograd::ops::Keep;
 use convoke_autograd::{
     DType, Device, Error, Exported, Gradients, MemoryFormat, Root, Tensor, backward_from, enable_grad,
     no_grad,
 };
 use convoke_nn::graph::Definition;
-use convoke_nn::modules::ConvBnMode;
-use convoke_nn::{Buffer, Init, ModuleExt, Parameter, State};
+use convoke_nn::modules::{ConvBnMode, FusedBlock};
+use convoke_nn::planner::{GraphInput, GraphStep};
+use convoke_nn::{Buffer, Init, ModuleExt, Parameter, Part, State};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -27,6 +29,8 @@ pub(crate) struct Graph {
 }
 
 struct Model {
+    definition: Arc<Definition>,
+    dtype: DType,
     graph: convoke_nn::graph::Graph,
     state: Vec<Slot>,
     /// The format of each output.
@@ -104,6 +108,23 @@ impl Graph {
         })
     }
 
+    /// Makes its blocks keep what a plan says: names of ways to keep, one for each block.
+    fn set_keeps(&self, keeps: Vec<String>) -> PyResult<()> {
+        let named = |name: &String| {
+            Keep::named(name)
+                .ok_or_else(|| PyValueError::new_err(format!("there is no way to keep named {name:?}")))
+        };
+        let keeps = keeps.iter().map(named).collect::<PyResult<Vec<_>>>()?;
+        let model = self.model();
+        let count = blocks(&model.graph, |_| ()).len();
+        if count != keeps.len() {
+            return Err(PyValueError::new_err(format!("{} ways to keep for {count} blocks", keeps.len())));
+        }
+        let mut keeps = keeps.into_iter();
+        blocks(&model.graph, |block| keeps.next().map(|keep| block.set_keep(keep)));
+        Ok(())
+    }
+
     /// Runs the graph on DLPack capsules.
     ///
     /// needs: whether each input, and then each tensor of the state, needs a gradient.
@@ -137,10 +158,49 @@ impl Graph {
     }
 }
 
+/// A memory format by whether it is channels-last.
+pub(crate) fn format(channels_last: bool) -> MemoryFormat {
+    if channels_last { MemoryFormat::ChannelsLast } else { MemoryFormat::Contiguous }
+}
+
 impl Graph {
+    /// This graph as a part of a step that is planned.
+    pub(crate) fn step(
+        &self,
+        inputs: Vec<GraphInput>,
+        frozen: Vec<String>,
+        channels_last: Vec<String>,
+    ) -> GraphStep {
+        let model = self.model();
+        GraphStep {
+            definition: model.definition.clone(),
+            dtype: model.dtype,
+            inputs,
+            frozen,
+            channels_last,
+            outputs: model.formats.clone(),
+        }
+    }
+
+    /// What its blocks keep.
+    pub(crate) fn keeps(&self) -> Vec<Keep> {
+        blocks(&self.model().graph, |block| block.keep())
+    }
+
     fn model(&self) -> MutexGuard<'_, Model> {
         self.model.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Does something with each block of a graph, in their order.
+fn blocks<T>(graph: &convoke_nn::graph::Graph, mut work: impl FnMut(&dyn FusedBlock) -> T) -> Vec<T> {
+    let mut found = Vec::new();
+    graph.visit(&mut |_, part| {
+        if let Part::Block(block) = part {
+            found.push(work(block));
+        }
+    });
+    found
 }
 
 impl Model {
@@ -165,9 +225,8 @@ impl Model {
             names.push((name, matches!(slot, Slot::Parameter(_))));
             state.push(slot);
         }
-        let format = |&last: &bool| if last { MemoryFormat::ChannelsLast } else { MemoryFormat::Contiguous };
-        let formats = channels_last.iter().map(format).collect();
-        Ok((Model { graph, state, formats }, names))
+        let formats = channels_last.into_iter().map(format).collect();
+        Ok((Model { graph, definition, dtype, state, formats }, names))
     }
 
     fn forward(
@@ -246,6 +305,14 @@ struct Recorded {
     roots: Vec<Option<Root>>,
     /// Of inputs and state; none for those that need no gradient.
     leaves: Vec<Option<Tensor>>,
+}
+
+impl Tape {
+    /// The tape of one output; `leaves` are none where no gradient is needed.
+    pub(crate) fn new(output: &Tensor, leaves: Vec<Option<Tensor>>) -> convoke_autograd::Result<Tape> {
+        let roots = vec![Some(output.root()?)];
+        Ok(Tape { graph: Mutex::new(Some(Recorded { roots, leaves })), needs: vec![true] })
+    }
 }
 
 #[pymethods]

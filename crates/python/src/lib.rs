@@ -4,10 +4,13 @@
 //! see; this is its private part, which may change with it.
 
 mod batch_norm;
+mod conv_bn;
 mod dlpack;
 mod engine;
 mod error;
 mod graph;
+mod planner;
+mod tuning;
 
 use pyo3::prelude::*;
 
@@ -19,9 +22,17 @@ mod _engine {
         batch_norm_moments,
     };
     #[pymodule_export]
+    use super::conv_bn::conv_bn;
+    #[pymodule_export]
     use super::engine::Engine;
     #[pymodule_export]
     use super::engine::{available_threads, cache_path, version};
     #[pymodule_export]
     use super::graph::{Graph, Tape};
+    #[pymodule_export]
+    use super::planner::{Planner, step_memory};
+    #[pymodule_export]
+    use super::tuning::{
+        tuning_adopt, tuning_choices, tuning_export, tuning_import, tuning_measure, tuning_scope,
+    };
 }

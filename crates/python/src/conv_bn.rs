@@ -1,0 +1,180 @@
+//! One convolution for Python, alone or as one operation with the batch norm and the activation behind it.
+
+use convoke_autograd::ops::{
+    Activation, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, EpsPlace, Keep, Padding,
+    Statistics, conv_bn_block2d, conv2d,
+};
+use convoke_autograd::{
+    DType, Device, Error, Exported, MemoryFormat, Result, Tensor, dispatch, enable_grad, no_grad,
+};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::dlpack;
+use crate::engine::Engine;
+use crate::error::released;
+use crate::graph::Tape;
+
+/// A DLPack capsule.
+type Capsule<'py> = Bound<'py, PyAny>;
+
+/// How a convolution steps over its input: strides; zeros above, below, to the left and to the right; dilations; groups. Then, whether
+/// it runs in channels-last.
+#[derive(Clone, Copy, FromPyObject)]
+pub(crate) struct Steps([usize; 2], [usize; 4], [usize; 2], usize, bool);
+
+impl Steps {
+    fn options(&self) -> ConvOptions {
+        let &Steps(stride, [top, bottom, left, right], dilation, groups, _) = self;
+        ConvOptions { stride, padding: Padding { top, bottom, left, right }, dilation, groups }
+    }
+
+    fn format(&self) -> MemoryFormat {
+        if self.4 { MemoryFormat::ChannelsLast } else { MemoryFormat::Contiguous }
+    }
+}
+
+/// A batch norm: eps; whether eps is added outside of the root; the activation behind it, with its slope if it is a leaky ReLU; whether
+/// backward computes the convolution again, instead of keeping its output; mean and variance, if they are not to be the batch's.
+#[derive(FromPyObject)]
+pub(crate) struct Norm<'py>(f64, bool, Option<(String, f64)>, bool, Option<(Capsule<'py>, Capsule<'py>)>);
+
+/// Runs a convolution and, if there is one, its batch norm with an activation.
+///
+/// operands: input, weight, bias, and the batch norm's weight and bias. needs: whether each of them needs a gradient.
+///
+/// Gives the output, in the format that `steps` say; the batch's mean and unbiased variance as 2 x C numbers in f64, if the batch norm
+/// computed them; and the tape, if something needs a gradient.
+#[pyfunction]
+#[pyo3(signature = (engine, operands, needs, steps, norm = None))]
+#[allow(clippy::type_complexity)]
+pub(crate) fn conv_bn<'py>(
+    py: Python<'py>,
+    engine: &Engine,
+    operands: [Option<Capsule<'py>>; 5],
+    needs: [bool; 5],
+    steps: Steps,
+    norm: Option<Norm<'py>>,
+) -> PyResult<(Capsule<'py>, Option<Capsule<'py>>, Option<Tape>)> {
+    let device = &engine.device;
+    let borrow = |capsule: &Capsule<'py>| dlpack::borrow(device, capsule);
+    let tensors = operands.iter().map(|operand| operand.as_ref().map(borrow).transpose());
+    let tensors = tensors.collect::<PyResult<Vec<_>>>()?;
+    let norm = match &norm {
+        None => None,
+        Some(Norm(eps, outside, activation, recompute, statistics)) => {
+            let statistics = statistics.as_ref();
+            let statistics =
+                statistics.map(|(mean, variance)| Ok::<_, PyErr>((borrow(mean)?, borrow(variance)?)));
+            Some(Layer {
+                eps: *eps,
+                eps_place: if *outside { EpsPlace::OutsideRoot } else { EpsPlace::InsideRoot },
+                activation: named(activation.as_ref())?,
+                keep: if *recompute { Keep::Recompute } else { Keep::Renormalize },
+                statistics: statistics.transpose()?,
+            })
+        }
+    };
+    let outcome = released(py, || run(device, tensors, needs, &steps, norm))?;
+    let moments = outcome.moments.map(|moments| dlpack::give(py, moments)).transpose()?;
+    Ok((dlpack::give(py, outcome.output)?, moments, outcome.tape))
+}
+
+/// The activation of a name.
+fn named(activation: Option<&(String, f64)>) -> PyResult<Activation> {
+    let Some((name, slope)) = activation else { return Ok(Activation::Identity) };
+    Ok(match name.as_str() {
+        "relu" => Activation::Relu,
+        "leaky_relu" => Activation::LeakyRelu { slope: *slope },
+        "relu6" => Activation::RELU6,
+        "hardswish" => Activation::HardSwish,
+        "silu" => Activation::Silu,
+        _ => return Err(PyValueError::new_err(format!("there is no activation {name:?}"))),
+    })
+}
+
+struct Layer {
+    eps: f64,
+    eps_place: EpsPlace,
+    activation: Activation,
+    keep: Keep,
+    /// Mean and variance.
+    statistics: Option<(Tensor, Tensor)>,
+}
+
+impl Layer {
+    fn options(&self) -> Result<BatchNormOptions> {
+        let statistics = match &self.statistics {
+            None => Statistics::Batch,
+            Some((mean, variance)) => {
+                Statistics::Constant { mean: numbers(mean)?.into(), variance: numbers(variance)?.into() }
+            }
+        };
+        let Layer { eps, eps_place, activation, .. } = *self;
+        Ok(BatchNormOptions { statistics, eps, eps_place, activation })
+    }
+}
+
+fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
+    let tensor = if tensor.dtype().computes() { tensor.clone() } else { tensor.to_dtype(DType::F32)? };
+    Ok(dispatch!(tensor.dtype(), T => tensor.data::<T>()?.iter().map(|&number| f64::from(number)).collect()))
+}
+
+struct Outcome {
+    output: Exported,
+    moments: Option<Exported>,
+    tape: Option<Tape>,
+}
+
+fn run(
+    device: &Device,
+    tensors: Vec<Option<Tensor>>,
+    needs: [bool; 5],
+    steps: &Steps,
+    norm: Option<Layer>,
+) -> Result<Outcome> {
+    let mut inputs = Vec::with_capacity(tensors.len());
+    for (place, (tensor, needed)) in tensors.into_iter().zip(needs).enumerate() {
+        let tensor = match tensor {
+            Some(input) if place == 0 => Some(no_grad(|| input.to_format(steps.format()))?),
+            tensor => tensor,
+        };
+        inputs.push(tensor.map(|tensor| if needed { tensor.with_grad() } else { tensor }));
+    }
+    let leaves = inputs.iter().map(|input| input.clone().filter(Tensor::requires_grad));
+    let leaves: Vec<Option<Tensor>> = leaves.collect();
+    let [Some(x), Some(weight), bias, gamma, beta] = &inputs[..] else {
+        return Err(Error::Invalid {
+            operation: "conv_bn2d",
+            reason: "expected an input and a weight".into(),
+        });
+    };
+    let [bias, gamma, beta] = [bias, gamma, beta].map(Option::as_ref);
+    let compute = || match &norm {
+        None => Ok((conv2d(x, weight, bias, &steps.options())?, None)),
+        Some(layer) => {
+            let block = ConvBnBlock {
+                convolution: steps.options(),
+                norm: layer.options()?,
+                keep: layer.keep,
+                ..ConvBnBlock::default()
+            };
+            conv_bn_block2d(x, &ConvBnParameters { weight, bias, gamma, beta }, &block)
+        }
+    };
+    let records = leaves.iter().any(Option::is_some);
+    let (output, moments) = if records { enable_grad(compute) } else { no_grad(compute) }?;
+    let moments = match moments {
+        None => None,
+        Some(moments) => {
+            let numbers = [&moments.mean[..], &moments.unbiased_variance()].concat();
+            Some(Tensor::from_slice(device, &[2, moments.mean.len()], &numbers)?.export()?)
+        }
+    };
+    let tape = if records { Some(Tape::new(&output, leaves)?) } else { None };
+    // Whoever else holds the tensor would make `export` copy it.
+    drop(inputs);
+    let constant = output.detach();
+    drop(output);
+    Ok(Outcome { output: constant.export()?, moments, tape })
+}

@@ -1,0 +1,232 @@
+"""What the tests share: an engine that times nothing, captures that can be looked at, and comparisons that fail on NaN."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import operator
+import os
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from torch_convoke import _engine, _operators, _threads
+from torch_convoke._backend import Backend, Options
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes minutes; runs where CONVOKE_TORCH_MODELS=1")
+
+
+def pytest_collection_modifyitems(config, items):
+    if os.environ.get("CONVOKE_TORCH_MODELS") != "1":
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="CONVOKE_TORCH_MODELS is not 1"))
+
+
+#: TorchDynamo logs each step for its own tools, which pytest would keep for each test.
+logging.getLogger("torch.__trace").propagate = False
+
+
+@pytest.fixture(scope="session", autouse=True)
+def estimates():
+    """Algorithms are chosen by estimates, and nothing is written to the user's cache of measured ones."""
+    kept = dict(_threads._engines)
+    for threads in range(1, _engine.available_threads() + 1):
+        _threads._engines[os.getpid(), threads] = _engine.Engine(threads, cache=None, effort="heuristic")
+    yield
+    _threads._engines.clear()
+    _threads._engines.update(kept)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Each test starts with nothing compiled, and the same seed."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def everything_computes(monkeypatch):
+    """Operations that alone are not worth a subgraph get one, so that their translation is tested."""
+    for table in (_operators._FUNCTIONS, _operators._METHODS):
+        for key, entry in table.items():
+            monkeypatch.setitem(table, key, dataclasses.replace(entry, computes=True))
+
+
+def collected():
+    """What the engine holds, and has borrowed, when garbage is gone."""
+    gc.collect()
+    live, _, borrowed, _ = _threads.engine().memory()
+    return live, borrowed
+
+
+def check(found, expected, tolerance=None, what="result", nan=False):
+    """Fails where two tensors differ by more than a share of the largest expected value, in shape or in type.
+
+    Infinite values must be the same. NaN fails, unless `nan` says that it is right where it is expected.
+    """
+    assert found.shape == expected.shape, f"{what}: shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
+    assert found.dtype == expected.dtype, f"{what}: {found.dtype} instead of {expected.dtype}"
+    found, expected = found.detach(), expected.detach()
+    if not expected.dtype.is_floating_point:
+        assert torch.equal(found, expected), what
+        return
+    assert nan or not expected.isnan().any(), f"{what}: NaN is expected"
+    finite = expected.isfinite()
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    assert bool((same | finite).all()), f"{what}: other values where infinity or NaN is expected"
+    found, expected = found[finite], expected[finite]
+    if not expected.numel():
+        return
+    tolerance = TOLERANCES[expected.dtype] if tolerance is None else tolerance
+    bound = tolerance * max(1.0, expected.abs().max().item())
+    error = (found - expected).abs().max().item()
+    assert error <= bound, f"{what}: differs by {error}, more than {bound}"
+
+
+def check_strides(found, expected, what="result"):
+    """Fails where a dimension of more than one element has another stride than expected."""
+    pairs = [
+        (size, one, other) for size, one, other in zip(expected.shape, found.stride(), expected.stride()) if size > 1
+    ]
+    same = all(one == other for _, one, other in pairs) or not expected.numel()
+    assert same, f"{what}: strides {found.stride()} instead of {expected.stride()} for {tuple(expected.shape)}"
+
+
+class Recorder(TorchFunctionMode):
+    """Records the calls of a function of tensors as TorchDynamo would capture them, in a thousandth of the time."""
+
+    OPERATORS = {
+        "__add__": "add",
+        "__sub__": "sub",
+        "__mul__": "mul",
+        "__truediv__": "truediv",
+        "__pow__": "pow",
+        "__matmul__": "matmul",
+        "__neg__": "neg",
+        "__getitem__": "getitem",
+        "__iadd__": "iadd",
+        "__isub__": "isub",
+        "__imul__": "imul",
+        "__setitem__": "setitem",
+    }
+    SWAPPED = {"__radd__": "add", "__rsub__": "sub", "__rmul__": "mul", "__rtruediv__": "truediv", "__rpow__": "pow"}
+
+    def __init__(self):
+        self.graph = torch.fx.Graph()
+        self.nodes = {}
+        self.kept = []
+
+    def knows(self, tensor, node):
+        node.meta["example_value"] = tensor
+        self.nodes[id(tensor)] = node
+        self.kept.append(tensor)
+
+    def placeholder(self, tensor):
+        self.knows(tensor, self.graph.placeholder(f"arg{len(self.kept)}"))
+
+    def node_of(self, value):
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self.nodes:
+                node = self.graph.placeholder(f"made{len(self.kept)}")
+                self.knows(value, node)
+            return self.nodes[id(value)]
+        if isinstance(value, (tuple, list)):
+            made = [self.node_of(part) for part in value]
+            return made if type(value) is list else tuple(made)
+        if isinstance(value, dict):
+            return {key: self.node_of(part) for key, part in value.items()}
+        if isinstance(value, slice):
+            return slice(self.node_of(value.start), self.node_of(value.stop), self.node_of(value.step))
+        return value
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if name == "__get__" or name in ("size", "stride", "dim", "numel", "is_floating_point", "is_complex"):
+            return function(*args, **kwargs)
+        new_args, new_kwargs = self.node_of(tuple(args)), self.node_of(dict(kwargs))
+        result = function(*args, **kwargs)
+        is_method = type(function).__name__ in ("method_descriptor", "wrapper_descriptor")
+        if name in self.SWAPPED:
+            node = self.graph.call_function(getattr(operator, self.SWAPPED[name]), new_args[::-1])
+        elif is_method and name in self.OPERATORS:
+            node = self.graph.call_function(getattr(operator, self.OPERATORS[name]), new_args)
+        elif is_method:
+            node = self.graph.call_method(name, new_args, new_kwargs)
+        else:
+            node = self.graph.call_function(function, new_args, new_kwargs)
+        node.meta["example_value"] = result
+        if isinstance(result, torch.Tensor):
+            self.knows(result, node)
+        elif isinstance(result, (tuple, list)):
+            for index, part in enumerate(result):
+                picked = self.graph.call_function(operator.getitem, (node, index))
+                self.knows(part, picked)
+        return result
+
+
+def tensors_of(value):
+    """The tensors in nested lists, tuples and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for part in value for tensor in tensors_of(part)]
+    if isinstance(value, dict):
+        return [tensor for part in value.values() for tensor in tensors_of(part)]
+    return []
+
+
+def replaced(value, new):
+    """Nested lists, tuples and dictionaries with other tensors in the same places: `new` maps ids."""
+    if isinstance(value, torch.Tensor):
+        return new[id(value)]
+    if isinstance(value, (tuple, list)):
+        parts = [replaced(part, new) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, dict):
+        return {key: replaced(part, new) for key, part in value.items()}
+    return value
+
+
+def recorded(function, args, kwargs):
+    """The graph of `function(*args, **kwargs)` as a backend gets it, and the tensors that it takes."""
+    recorder = Recorder()
+    inputs = []
+    for tensor in tensors_of((args, kwargs)):
+        if id(tensor) not in recorder.nodes:
+            recorder.placeholder(tensor)
+            inputs.append(tensor)
+    count = len(recorder.kept)
+    with recorder:
+        result = function(*args, **kwargs)
+    results = tensors_of(result)
+    for node in recorder.graph.nodes:
+        if node.op == "placeholder" and node.name.startswith("made"):
+            raise RuntimeError("the function makes tensors that cannot be recorded")
+    assert count == len(inputs)
+    recorder.graph.output(tuple(recorder.nodes[id(tensor)] for tensor in results))
+    return torch.fx.GraphModule(torch.nn.Module(), recorder.graph), inputs
+
+
+def compiled(graph):
+    """What the backend makes of a graph, and its account of it."""
+    backend = Backend(Options(measure=False))
+    return backend(graph, []), backend.captured
+
+
+def reasons_of(captured):
+    """Why something is left to PyTorch; empty if nothing is."""
+    found = []
+    for graph in captured:
+        if graph.reason is not None:
+            found.append(graph.reason)
+        found += graph.left.values()
+        found += [subgraph.reason for subgraph in graph.subgraphs if subgraph.reason is not None]
+    return found
