@@ -171,7 +171,8 @@ impl Function for ConvTranspose2d {
         let (x, weight, bias) = (inputs[0], inputs[1].in_format(MemoryFormat::Contiguous)?, inputs.get(2));
         let convolution = self.options.tiled(x, &weight, bias.copied())?;
         let y = output(&convolution, x, &weight, bias.copied())?;
-        Ok((y, (x.keep(), weight)))
+        // As in `conv2d`: the weight as it came.
+        Ok((y, (x.keep(), inputs[1].detach())))
     }
 
     fn backward(&self, saved: Self::Saved, upstream: Tensor, needs: &Needs) -> Result<Vec<Option<Tensor>>> {
@@ -185,6 +186,7 @@ impl Function for ConvTranspose2d {
         needs: &Needs,
         sums: &mut [Option<Tensor>],
     ) -> Result<Vec<Option<Tensor>>> {
+        let weight = weight.in_format(MemoryFormat::Contiguous)?;
         let convolution = self.options.tiled(&x, &weight, None)?;
         let sum = sums.first_mut().and_then(Option::take);
         gradients(&convolution, (x, weight), upstream, (needs, sum))
