@@ -5,7 +5,7 @@ use convoke_autograd::ops::{
     Statistics, conv_bn_block2d, conv2d,
 };
 use convoke_autograd::{
-    DType, Device, Error, Exported, MemoryFormat, Result, Tensor, dispatch, enable_grad, no_grad,
+    DType, Device, Error, Exported, MemoryFormat, Result, Stored, Tensor, dispatch, enable_grad, no_grad,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -117,7 +117,7 @@ impl Layer {
 
 fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
     let tensor = if tensor.dtype().computes() { tensor.clone() } else { tensor.to_dtype(DType::F32)? };
-    Ok(dispatch!(tensor.dtype(), T => tensor.data::<T>()?.iter().map(|&number| f64::from(number)).collect()))
+    Ok(dispatch!(tensor.dtype(), T => tensor.data::<T>()?.iter().map(|&number| number.f64()).collect()))
 }
 
 struct Outcome {

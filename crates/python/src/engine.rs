@@ -21,15 +21,16 @@ pub(crate) struct Engine {
 #[pymethods]
 impl Engine {
     /// threads: 1 to 1024. cache: the folder of tuning results, or None to keep none. effort: "heuristic", "measure" or "exhaustive".
-    /// budget: seconds that timing may take in all; after that, algorithms are chosen by estimate.
+    /// budget: seconds that timing may take in all; after that, algorithms are chosen by estimate. budget_each: those for one choice.
     #[new]
-    #[pyo3(signature = (threads, cache = None, effort = "measure", budget = 30.0))]
+    #[pyo3(signature = (threads, cache = None, effort = "measure", budget = 30.0, budget_each = 1.0))]
     fn new(
         py: Python<'_>,
         threads: usize,
         cache: Option<PathBuf>,
         effort: &str,
         budget: f64,
+        budget_each: f64,
     ) -> PyResult<Engine> {
         let effort = match effort {
             "heuristic" => Effort::Heuristic,
@@ -40,11 +41,12 @@ impl Engine {
                 return Err(PyValueError::new_err(reason));
             }
         };
-        if budget.is_nan() || budget < 0.0 {
-            return Err(PyValueError::new_err(format!("budget must be 0 seconds or more, not {budget}")));
-        }
-        let total_budget = Duration::from_secs_f64(budget.min(1e9));
-        let options = TunerOptions { effort, total_budget, cache, ..TunerOptions::default() };
+        let duration = |seconds: f64| match seconds {
+            seconds if seconds >= 0.0 => Ok(Duration::from_secs_f64(seconds.min(1e9))),
+            other => Err(PyValueError::new_err(format!("a budget must be 0 seconds or more, not {other}"))),
+        };
+        let (total_budget, budget) = (duration(budget)?, duration(budget_each)?);
+        let options = TunerOptions { effort, total_budget, budget, cache, ..TunerOptions::default() };
         released(py, || {
             let tuner = Tuner::new(options)?;
             Ok(Engine {

@@ -33,8 +33,20 @@ struct Model {
     dtype: DType,
     graph: convoke_nn::graph::Graph,
     state: Vec<Slot>,
+    working_format: Option<MemoryFormat>,
     /// The format of each output.
     formats: Vec<MemoryFormat>,
+}
+
+/// In which memory formats a graph works.
+#[derive(FromPyObject, Default)]
+struct Formats {
+    /// Whether inputs of four dimensions are brought into channels-last before it computes.
+    #[pyo3(item)]
+    works_in_channels_last: bool,
+    /// Whether each output is to be in channels-last.
+    #[pyo3(item)]
+    outputs_in_channels_last: Vec<bool>,
 }
 
 /// A tensor of the model that PyTorch owns.
@@ -54,16 +66,17 @@ struct Outcome {
 #[pymethods]
 impl Graph {
     /// definition: a graph's definition as JSON. dtype: "f32" or "f64". values: DLPack capsules of tensors of the state, by name,
-    /// for which nothing is allocated then. channels_last: whether each output is to be in that memory format.
+    /// for which nothing is allocated then. formats: a dictionary of `works_in_channels_last` (whether inputs of four dimensions are
+    /// brought into that memory format before anything is computed) and `outputs_in_channels_last` (of each output).
     #[new]
-    #[pyo3(signature = (engine, definition, dtype, values = HashMap::new(), channels_last = Vec::new()))]
+    #[pyo3(signature = (engine, definition, dtype, values = HashMap::new(), formats = Formats::default()))]
     fn new<'py>(
         py: Python<'py>,
         engine: &Engine,
         definition: &str,
         dtype: &str,
         values: HashMap<String, Bound<'py, PyAny>>,
-        channels_last: Vec<bool>,
+        formats: Formats,
     ) -> PyResult<Graph> {
         let dtype = match dtype {
             "f32" => DType::F32,
@@ -77,7 +90,7 @@ impl Graph {
             .into_iter()
             .map(|(name, capsule)| Ok((name, dlpack::borrow(&device, &capsule)?)))
             .collect::<PyResult<HashMap<_, _>>>()?;
-        let (model, names) = released(py, || Model::new(&device, definition, dtype, values, channels_last))?;
+        let (model, names) = released(py, || Model::new(&device, definition, dtype, values, formats))?;
         Ok(Graph { device, model: Mutex::new(model), names })
     }
 
@@ -115,13 +128,11 @@ impl Graph {
                 .ok_or_else(|| PyValueError::new_err(format!("there is no way to keep named {name:?}")))
         };
         let keeps = keeps.iter().map(named).collect::<PyResult<Vec<_>>>()?;
-        let model = self.model();
-        let count = blocks(&model.graph, |_| ()).len();
+        let count = self.keeps().len();
         if count != keeps.len() {
             return Err(PyValueError::new_err(format!("{} ways to keep for {count} blocks", keeps.len())));
         }
-        let mut keeps = keeps.into_iter();
-        blocks(&model.graph, |block| keeps.next().map(|keep| block.set_keep(keep)));
+        self.keep(&keeps);
         Ok(())
     }
 
@@ -178,8 +189,15 @@ impl Graph {
             inputs,
             frozen,
             channels_last,
+            working_format: model.working_format,
             outputs: model.formats.clone(),
         }
+    }
+
+    /// Makes its blocks keep this, one for each.
+    pub(crate) fn keep(&self, keeps: &[Keep]) {
+        let mut keeps = keeps.iter();
+        blocks(&self.model().graph, |block| keeps.next().map(|keep| block.set_keep(*keep)));
     }
 
     /// What its blocks keep.
@@ -209,11 +227,14 @@ impl Model {
         definition: Definition,
         dtype: DType,
         values: HashMap<String, Tensor>,
-        channels_last: Vec<bool>,
+        formats: Formats,
     ) -> convoke_autograd::Result<(Model, Vec<(String, bool)>)> {
         let init = Init { dtype, ..Init::new(device, 0) };
         let definition = Arc::new(definition);
-        let graph = convoke_nn::graph::Graph::with_values(&definition, &init, ConvBnMode::Fused, &values)?;
+        let mut graph =
+            convoke_nn::graph::Graph::with_values(&definition, &init, ConvBnMode::Fused, &values)?;
+        let working_format = formats.works_in_channels_last.then_some(MemoryFormat::ChannelsLast);
+        graph.set_working_format(working_format);
         let (mut names, mut state) = (Vec::new(), Vec::new());
         for (name, part) in graph.named_state() {
             // Names of counters are those of batch norms: PyTorch counts itself.
@@ -225,8 +246,8 @@ impl Model {
             names.push((name, matches!(slot, Slot::Parameter(_))));
             state.push(slot);
         }
-        let formats = channels_last.into_iter().map(format).collect();
-        Ok((Model { graph, definition, dtype, state, formats }, names))
+        let formats = formats.outputs_in_channels_last.into_iter().map(format).collect();
+        Ok((Model { graph, definition, dtype, state, working_format, formats }, names))
     }
 
     fn forward(

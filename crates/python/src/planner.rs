@@ -5,7 +5,9 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use convoke_autograd::Error;
-use convoke_nn::planner::{GraphInput, GraphPlan, GraphPlanner, GraphStep, PlannerOptions, graph_memory};
+use convoke_nn::planner::{
+    GraphInput, GraphPlan, GraphPlanner, GraphStep, PlannerOptions, graph_memory, lightened,
+};
 use convoke_nn::training::TrainingError;
 use pyo3::prelude::*;
 
@@ -88,6 +90,18 @@ impl Planner {
             })
         })
     }
+}
+
+/// Makes the graphs keep at most `most` bytes after forward, chosen without measuring, or as little as that finds.
+#[pyfunction]
+pub(crate) fn lighten(py: Python<'_>, engine: &Engine, graphs: Vec<Step<'_>>, most: usize) -> PyResult<()> {
+    let models: Vec<_> = graphs.iter().map(|(graph, ..)| graph.clone()).collect();
+    let (device, steps) = (engine.device.clone(), steps(graphs));
+    let keeps = released(py, || lightened(&device, &steps, most).map_err(plain))?;
+    for (graph, keeps) in models.iter().zip(keeps) {
+        graph.get().keep(&keeps);
+    }
+    Ok(())
 }
 
 /// The exact bytes of a step of these graphs, as they keep now or without a plan: after forward, and at the peak.

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use convoke_autograd::ops::{self, Convention};
-use convoke_autograd::{DType, Device, Error, Result, Tensor};
+use convoke_autograd::{DType, Device, Error, MemoryFormat, Result, Tensor};
 
 use super::fuse::{self, Action};
 use super::network::{Block, Layer, NamedDropout, Network, NetworkNode, Norm, StoredValue, invalid, quoted};
@@ -34,6 +34,7 @@ pub struct Graph {
     device: Device,
     dtype: DType,
     pub(super) plans: Mutex<Vec<(Key, Arc<Plan>)>>,
+    working_format: Option<MemoryFormat>,
 }
 
 /// What a stored array became.
@@ -100,7 +101,8 @@ impl Graph {
             })
             .collect::<Result<Vec<Entry>>>()?;
         let definition = definition.clone();
-        let mut graph = Graph { definition, network, entries, device, dtype, plans: Mutex::default() };
+        let plans = Mutex::default();
+        let mut graph = Graph { definition, network, entries, device, dtype, plans, working_format: None };
         graph.add_layers(init, conv_bn)?;
         Ok(graph)
     }
@@ -248,6 +250,12 @@ impl Graph {
         &self.definition
     }
 
+    /// Makes the model bring inputs of four dimensions into a memory format before it computes. Operations give results in the format
+    /// that they get, so this is the format of the whole model, and of its outputs. By default inputs stay as they are.
+    pub fn set_working_format(&mut self, format: Option<MemoryFormat>) {
+        self.working_format = format;
+    }
+
     /// Runs the model on all its inputs, in the order of its definition, and gives all outputs.
     ///
     /// # Errors
@@ -262,7 +270,10 @@ impl Graph {
             self.plan(&inputs.iter().map(|input| input.shape().to_vec()).collect::<Vec<_>>(), outputs)?;
         let mut slots: Vec<Option<Tensor>> = vec![None; plan.shapes.len()];
         for (slot, input) in slots.iter_mut().zip(inputs) {
-            *slot = Some(input.clone());
+            *slot = Some(match self.working_format {
+                Some(format) if input.shape().len() == 4 => input.to_format(format)?,
+                _ => input.clone(),
+            });
         }
         for step in &plan.steps {
             self.step(&plan, step, &mut slots)?;

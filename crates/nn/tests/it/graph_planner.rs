@@ -40,6 +40,7 @@ fn step(channels_last: &[&str]) -> GraphStep {
         inputs: vec![input],
         frozen: Vec::new(),
         channels_last: channels_last.iter().map(|&name| name.to_owned()).collect(),
+        working_format: (!channels_last.is_empty()).then_some(MemoryFormat::ChannelsLast),
         outputs: vec![MemoryFormat::ChannelsLast, MemoryFormat::Contiguous],
     }
 }
@@ -76,7 +77,8 @@ fn run(device: &Device, step: &GraphStep, keeps: Option<&[Keep]>) -> Outcome {
         };
         values.insert(name, borrowed(device, &shape, format, seed));
     }
-    let graph = Graph::with_values(&step.definition, &init, ConvBnMode::Fused, &values).unwrap();
+    let mut graph = Graph::with_values(&step.definition, &init, ConvBnMode::Fused, &values).unwrap();
+    graph.set_working_format(step.working_format);
     if let Some(keeps) = keeps {
         let mut keeps = keeps.iter();
         graph.visit(&mut |_, part| {
@@ -92,6 +94,8 @@ fn run(device: &Device, step: &GraphStep, keeps: Option<&[Keep]>) -> Outcome {
     for _ in 0..2 {
         outcome.left.clear();
         device.reset_peak();
+        // The running statistics of the first step.
+        let base = device.memory().live_bytes;
         let outputs = enable_grad(|| graph.run(std::slice::from_ref(&x))).unwrap();
         let mut roots: Vec<(Root, Vec<usize>)> = Vec::new();
         for (output, &format) in outputs.into_iter().zip(&step.outputs) {
@@ -99,8 +103,8 @@ fn run(device: &Device, step: &GraphStep, keeps: Option<&[Keep]>) -> Outcome {
             outcome.left.push(leaving(output, format));
         }
         let memory = device.memory();
-        outcome.bytes_peak = memory.peak_bytes;
-        outcome.bytes_end_of_forward = memory.live_bytes + memory.exported_bytes;
+        outcome.bytes_peak = memory.peak_bytes - base;
+        outcome.bytes_end_of_forward = memory.live_bytes - base + memory.exported_bytes;
         let roots: Vec<(Root, Tensor)> = roots
             .into_iter()
             .zip(&step.outputs)
@@ -115,7 +119,7 @@ fn run(device: &Device, step: &GraphStep, keeps: Option<&[Keep]>) -> Outcome {
             let format = gradient.format();
             outcome.left.push(leaving(gradient, format));
         }
-        outcome.bytes_peak = outcome.bytes_peak.max(device.memory().peak_bytes + exported);
+        outcome.bytes_peak = outcome.bytes_peak.max(device.memory().peak_bytes - base + exported);
     }
     outcome
 }
@@ -138,13 +142,10 @@ fn planner(device: &Device, step: &GraphStep) -> GraphPlanner {
     GraphPlanner::new(device, std::slice::from_ref(step), &options, &mut go_on).unwrap().unwrap()
 }
 
-fn bits(outcome: &Outcome) -> Vec<Vec<u32>> {
-    let of = |values: &Exported| values.data::<f32>().unwrap().iter().map(|value| value.to_bits()).collect();
-    outcome.left.iter().map(of).collect()
-}
-
-/// The bytes of a plan, without what the step reads: its outputs' gradients are the other framework's.
-fn check(device: &Device, step: &GraphStep, plan: &GraphPlan, of_upstream: usize) -> Vec<Vec<u32>> {
+/// The values of a step with this plan, whose bytes are checked, without what the step reads: its outputs' gradients are the other
+/// framework's.
+fn check(device: &Device, step: &GraphStep, plan: &GraphPlan, of_upstream: usize) -> Vec<Vec<f32>> {
+    device.tuner().limit_workspace(plan.workspace_limit);
     let outcome = run(device, step, Some(&plan.keeps[0]));
     assert_eq!(outcome.bytes_end_of_forward, plan.bytes_end_of_forward, "{plan:?}");
     // What the planner counts as the gradients of outputs is borrowed here.
@@ -153,7 +154,16 @@ fn check(device: &Device, step: &GraphStep, plan: &GraphPlan, of_upstream: usize
         "{} {plan:?}",
         outcome.bytes_peak
     );
-    bits(&outcome)
+    outcome.left.iter().map(|values| values.data::<f32>().unwrap().to_vec()).collect()
+}
+
+/// Algorithms differ within a limited workspace, and with them the last bits.
+fn check_values(values: &[Vec<f32>], expected: &[Vec<f32>], plan: &GraphPlan) {
+    let largest = expected.iter().flatten().fold(0.0, |largest: f32, value| largest.max(value.abs()));
+    for (value, expected) in values.iter().flatten().zip(expected.iter().flatten()) {
+        let near = (value - expected).abs() <= 1e-5 * largest;
+        assert!(value.to_bits() == expected.to_bits() || plan.workspace_limit.is_some() && near, "{plan:?}");
+    }
 }
 
 #[test]
@@ -165,21 +175,23 @@ fn bytes_are_those_predicted_and_budgets_are_kept() {
         let mut planner = planner(&device, &step);
         let unplanned = planner.unplanned().unwrap();
         let expected = check(&device, &step, &unplanned, of_upstream);
-        assert!(expected.iter().flatten().all(|&bits| f32::from_bits(bits).is_finite()));
+        assert!(expected.iter().flatten().all(|value| value.is_finite()));
         let smallest = planner.smallest().unwrap();
-        assert!(smallest.bytes_end_of_forward < unplanned.bytes_end_of_forward, "{smallest:?} {unplanned:?}");
+        assert!(smallest.bytes_peak < unplanned.bytes_peak, "{smallest:?} {unplanned:?}");
         for budget in
             [unplanned.bytes_peak, (unplanned.bytes_peak + smallest.bytes_peak) / 2, smallest.bytes_peak]
         {
             let plan = planner.within(budget).unwrap().expect("it fits");
             assert!(plan.bytes_peak <= budget, "{plan:?}");
-            assert_eq!(check(&device, &step, &plan, of_upstream), expected, "{plan:?}");
+            check_values(&check(&device, &step, &plan, of_upstream), &expected, &plan);
         }
         let least = planner.within(smallest.bytes_peak - 1).unwrap().expect_err("nothing is smaller");
         assert!(least.bytes_peak >= smallest.bytes_peak, "{least:?}");
+        device.tuner().limit_workspace(smallest.workspace_limit);
         let predicted = graph_memory(&device, std::slice::from_ref(&step), Some(&smallest.keeps)).unwrap();
         assert_eq!(predicted.bytes_end_of_forward, smallest.bytes_end_of_forward);
         assert_eq!(predicted.bytes_peak, smallest.bytes_peak);
+        device.tuner().limit_workspace(None);
     }
 }
 
