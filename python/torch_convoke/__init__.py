@@ -8,7 +8,10 @@ except ImportError as error:
         "pip install torch --index-url https://download.pytorch.org/whl/cpu)"
     ) from error
 
+from . import nn, ops, tuning
 from ._backend import backend
+from ._engine import version as _version
 from ._optimize import optimize, report, revert
 
-__all__ = ["backend", "optimize", "report", "revert"]
+__all__ = ["backend", "nn", "ops", "optimize", "report", "revert", "tuning"]
+__version__ = _version()

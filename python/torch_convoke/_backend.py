@@ -7,8 +7,11 @@ from typing import Any, Callable, Sequence
 
 import torch
 
-from . import _capture, _memory, _threads
+from . import _capture, _memory, _threads, tuning
 from ._run import Subgraph
+
+#: The first calls measure: algorithms, what a budget leads to, and whether PyTorch is faster.
+MEASURING_CALLS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Captured:
     def __init__(self, placeholders: Sequence[torch.fx.Node], options: Options, owner: Any):
         self.placeholders, self.options, self.owner = placeholders, options, owner
         self.run: Callable[..., Any] | None = None
+        self.calls = 0
         self.subgraphs: list[Subgraph] = []
         #: The nodes that stay in PyTorch, with the reasons.
         self.left: dict[torch.fx.Node, str] = {}
@@ -46,6 +50,13 @@ class Captured:
         return {id(arg) for node, arg in zip(self.placeholders, args) if node.name in names}
 
     def __call__(self, *args: Any) -> Any:
+        if self.calls >= MEASURING_CALLS:
+            return self._run(args)
+        self.calls += 1
+        with tuning.progress_of_first_steps():
+            return self._run(args)
+
+    def _run(self, args: Sequence[Any]) -> Any:
         if self.budget is not None and self.subgraphs and torch.is_grad_enabled():
             self.budget.apply(args, _threads.engine(self.options.threads, self.owner))
         return self.run(*args)
@@ -59,6 +70,7 @@ class Backend:
         self.captured: list[Captured] = []
 
     def __call__(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        _capture.guard_hooks()
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         # A budget counts the bytes of one engine.
         owner = self if self.options.memory_budget is not None else None
@@ -89,8 +101,9 @@ class Backend:
         fused, names = _capture.partition(settled, support)
         for name in names:
             subgraph = Subgraph(name, getattr(fused, name), support, self.options.threads, captured.owner)
-            # Within a budget there is no room for PyTorch's way to run it.
+            # Within a budget there is no room for PyTorch's way to run it, and a plan says what is kept.
             subgraph.measures = self.options.measure and self.options.memory_budget is None
+            subgraph.lightens = self.options.memory_budget is None
             delattr(fused, name)
             setattr(fused, name, subgraph)
             captured.subgraphs.append(subgraph)

@@ -12,6 +12,7 @@ import operator
 import re
 from typing import Any, Iterable, Sequence
 
+import sympy
 import torch
 import torch.nn.functional as F
 from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
@@ -28,6 +29,20 @@ KINDS = {torch.float32: "F32", torch.float64: "F64"}
 
 class LeftAlone(Exception):
     """Why a whole graph stays in PyTorch."""
+
+
+def guard_hooks() -> None:
+    """Makes what TorchDynamo compiles right now depend on which modules have hooks.
+
+    By default (torch._dynamo.config.skip_nnmodule_hook_guards) it does not notice hooks that are added to inner modules afterwards.
+    """
+    from torch._dynamo.guards import GuardBuilder
+
+    context = torch._guards.TracingContext.try_get()
+    if context is not None:
+        guards = context.guards_context.dynamo_guards
+        for guard in [guard for guard in guards if guard.create_fn is GuardBuilder.EMPTY_NN_MODULE_HOOKS_DICT]:
+            guards.add(guard.originating_source.make_guard(GuardBuilder.SEQUENCE_LENGTH))
 
 
 def example(node: torch.fx.Node) -> Any:
@@ -53,7 +68,7 @@ def path_of(node: torch.fx.Node) -> str:
         return node.name
     text = list(stack.values())[-1][0]
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", text)
-    path = re.sub(r"^L\.self\.?|(?:^|\.)_modules(?=\.|$)|^self\.?", "", path)
+    path = re.sub(r"^L\.(?:self|model)\.?|(?:^|\.)_modules(?=\.|$)|^self\.?", "", path)
     path = re.sub(r"\.(?:_modules)(?=\.)", "", path).strip(".")
     return path or node.name
 
@@ -79,6 +94,23 @@ def kinds_of(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:
         else:
             kinds[node] = "input"
     return kinds
+
+
+def unread_norms(
+    body: Sequence[torch.fx.Node], results: Iterable[torch.fx.Node], kinds: dict[torch.fx.Node, str]
+) -> list[torch.fx.Node]:
+    """The batch norms with running statistics of which no result depends on."""
+    read, left = set(), list(results)
+    while left:
+        node = left.pop()
+        if node not in read:
+            read.add(node)
+            left.extend(node.all_input_nodes)
+    return [
+        node
+        for node in body
+        if node not in read and node.target is F.batch_norm and any(kinds.get(part) == "statistic" for part in node.all_input_nodes)
+    ]
 
 
 def bind(op: _operators.Operator, node: torch.fx.Node) -> dict[str, Any]:
@@ -231,7 +263,7 @@ def concrete(value: Any, sizes: dict[Any, int]) -> Any:
     """A number of the graph as an int or float: `sizes` has the values of its symbols."""
     if isinstance(value, (torch.SymInt, torch.SymFloat)):
         expression = value.node.expr
-        found = expression.xreplace(sizes) if sizes else expression
+        found = sympy.sympify(expression.xreplace(sizes) if sizes else expression)
         if not found.is_number:
             hint = value.node.hint
             if sizes or hint is None:
@@ -532,6 +564,11 @@ def partition(module: torch.fx.GraphModule, support: Support) -> tuple[torch.fx.
                 support.leave(node, "it would change places with another operation, and their order matters")
     before = {name for name, _ in module.named_children()}
     fused = partitioner.fuse_partitions(proposed, prefix="convoke_")
+    # Older versions sort what nobody reads, such as a counter's last change, behind the output, where it would not run.
+    (output,) = fused.graph.find_nodes(op="output")
+    nodes = list(fused.graph.nodes)
+    for node in nodes[nodes.index(output) + 1 :]:
+        output.prepend(node)
     names = [name for name, _ in fused.named_children() if name.startswith("convoke_") and name not in before]
     return fused, names
 

@@ -691,6 +691,8 @@ def _permute(to, input, *dims, shape):
 @_operator(torch.transpose, methods=["transpose"], view=True)
 def _transpose(to, input, dim0, dim1, *, shape):
     order = list(range(input.rank))
+    if not order:
+        raise Unsupported("its tensor has no axes")
     dim0, dim1 = _axis(dim0, input.rank), _axis(dim1, input.rank)
     order[dim0], order[dim1] = order[dim1], order[dim0]
     return to.node({"Transpose": {"order": order}}, [input], shape)

@@ -6,12 +6,14 @@ import weakref
 from typing import Any
 
 import torch
+from torch._C._dynamo.eval_frame import reset_code
 
 from ._backend import Backend, Options
 from ._memory import parse_size
 from ._report import describe
 
-_optimized: weakref.WeakKeyDictionary[torch.nn.Module, Backend] = weakref.WeakKeyDictionary()
+#: For each optimized model its backend, and what makes TorchDynamo forget what was compiled for it.
+_optimized: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Backend, weakref.finalize]] = weakref.WeakKeyDictionary()
 
 
 def optimize(
@@ -51,18 +53,29 @@ def optimize(
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)
 
-    # TorchDynamo keeps what it compiles with the code of a function: with its own code, a model shares no limits with others, and what
-    # was compiled for it goes when it goes.
+    # TorchDynamo keeps what it compiles with the code of a function: with its own code, a model shares no limits with others.
     call.__code__ = call.__code__.replace(co_name=f"call_{type(model).__name__}")
-    model._compiled_call_impl = torch.compile(call, backend=backend)
-    _optimized[model] = backend
+    forget = weakref.finalize(model, reset_code, call.__code__)
+    forget.atexit = False
+    reference = weakref.ref(backend)
+
+    def compile_graph(module: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        # TorchDynamo keeps every backend that it has seen; this one must go with its model.
+        backend = reference()
+        return module.forward if backend is None else backend(module, example_inputs)
+
+    model._compiled_call_impl = torch.compile(call, backend=compile_graph)
+    _optimized[model] = backend, forget
     return model
 
 
 def revert(model: torch.nn.Module) -> torch.nn.Module:
     """Undoes `optimize`; does nothing to a model that is not optimized."""
-    if _optimized.pop(model, None) is not None:
+    found = _optimized.pop(model, None)
+    if found is not None:
         model._compiled_call_impl = None
+        _, forget = found
+        forget()
     return model
 
 
@@ -72,12 +85,17 @@ def report(model: torch.nn.Module) -> str:
     Raises:
         ValueError: If the model is not optimized.
     """
-    backend = _optimized.get(model)
-    if backend is None:
-        raise ValueError("the model is not optimized: call torch_convoke.optimize(model) first")
+    backend = backend_of(model)
     if not backend.captured:
         return "The model has not run yet: it is captured when it is called."
     lines = []
     for captured in backend.captured:
         lines.extend(describe(captured))
     return "\n".join(lines)
+
+
+def backend_of(model: torch.nn.Module) -> Backend:
+    """What an optimized model runs in."""
+    if model not in _optimized:
+        raise ValueError("the model is not optimized: call torch_convoke.optimize(model) first")
+    return _optimized[model][0]

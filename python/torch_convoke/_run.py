@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Iterator, Sequence
+import math
+from typing import Any, Iterable, Iterator, Sequence
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from . import _capture, _engine, _threads, _verdict
+from . import _capture, _engine, _memory, _threads, _verdict
 from ._capture import Unsupported
 
 log = logging.getLogger("torch_convoke")
@@ -27,6 +28,27 @@ def usable(tensor: torch.Tensor) -> torch.Tensor:
 
 def capsule(tensor: torch.Tensor) -> Any:
     return to_dlpack(usable(tensor))
+
+
+def _works_in_channels_last(
+    subgraph: Subgraph, inputs: Sequence[torch.fx.Node], results_in_channels_last: Sequence[bool], sizes: dict[Any, int]
+) -> bool:
+    """Whether a subgraph runs in channels-last, which most kernels prefer, even if it has to convert inputs and results.
+
+    It does where little is converted for what is computed between. Images of one channel are in both formats.
+    """
+
+    def elements(nodes: Iterable[torch.fx.Node]) -> int:
+        shapes = [_capture.shape_of(example, sizes) for node in nodes if _is_images(example := _capture.example(node))]
+        return sum(math.prod(shape) for shape in shapes)
+
+    inputs = [node for node in inputs if not _capture.is_channels_last(_capture.example(node))]
+    results = [node for node, already in zip(subgraph.results, results_in_channels_last) if not already]
+    return 4 * (elements(inputs) + elements(results)) <= elements(subgraph.body)
+
+
+def _is_images(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 4
 
 
 class Specialization:
@@ -48,18 +70,27 @@ class Specialization:
             name: torch.zeros(channels, dtype=dtype) for name, channels in translator.to.dummies.items()
         }
         values = {name: values[name] for name in by_name} | self.dummies
-        self.formats = [_capture.is_channels_last(_capture.example(node)) for node in subgraph.results]
-        self.definition = translator.definition(subgraph.results, dtype)
+        # Batch norms whose results nobody reads still change their statistics: they run because their results are asked for.
+        results = [*subgraph.results, *_capture.unread_norms(subgraph.body, subgraph.results, subgraph.kinds)]
+        self.formats = [_capture.is_channels_last(_capture.example(node)) for node in results]
+        self.definition = translator.definition(results, dtype)
+        #: How many of the results somebody reads.
+        self.read = len(subgraph.results)
         self.graph = _engine.Graph(
             engine,
             self.definition,
             _capture.DTYPES[dtype],
             {name: capsule(value.detach()) for name, value in values.items()},
-            self.formats,
+            {
+                "works_in_channels_last": _works_in_channels_last(subgraph, translator.inputs, self.formats, sizes),
+                "outputs_in_channels_last": self.formats,
+            },
         )
         self.engine, self.sizes = engine, sizes
         #: How many times it has run with gradients; the second time it is measured against PyTorch.
         self.trainings = 0
+        #: Whether it was decided what its blocks keep.
+        self.lightened = False
         self.verdict: _verdict.Verdict | None = None
         #: For each tensor of the state, its place among the arguments, or a stand-in.
         self.state: list[int | torch.Tensor] = []
@@ -84,7 +115,7 @@ class Specialization:
         #: The axes of each output in the order of memory, where that is neither of the engine's two formats.
         self.turned = [
             None if format or axes == sorted(axes) else axes
-            for format, axes in zip(self.formats, (_capture.axes_in_memory(_capture.example(node), sizes) for node in subgraph.results))
+            for format, axes in zip(self.formats[: self.read], (_capture.axes_in_memory(_capture.example(node), sizes) for node in subgraph.results))
         ]
 
     def tensors(self, args: Sequence[Any]) -> list[torch.Tensor]:
@@ -95,7 +126,7 @@ class Specialization:
     def call(self, args: Sequence[Any]) -> Sequence[torch.Tensor]:
         """The outputs for the subgraph's arguments."""
         tensors = self.tensors(args)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        if self.read and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             return Run.apply(self, *tensors)
         return self.forward([tensor.detach() for tensor in tensors], [False] * len(tensors))[0]
 
@@ -120,7 +151,7 @@ class Specialization:
             if old:
                 with torch.no_grad():
                     torch._foreach_copy_(old, new)
-        outputs = [from_dlpack(output) for output in outputs]
+        outputs = [from_dlpack(output) for output in outputs[: self.read]]
         # What reads the outputs in PyTorch may count on the strides of its own results.
         for place, axes in enumerate(self.turned):
             if axes is not None:
@@ -152,6 +183,7 @@ class Run(torch.autograd.Function):
         ctx.saved_tensors
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
         capsules = [None if gradient is None else capsule(gradient.detach()) for gradient in gradients]
+        capsules += [None] * (len(ctx.tape.needs) - len(capsules))
         with _threads.running:
             found = ctx.tape.backward(capsules, retain)
         del found[ctx.count : ctx.count + ctx.noises]
@@ -183,8 +215,8 @@ class Subgraph(torch.nn.Module):
             self.kinds[node] = support.kinds[outer] if outer is not None else "input"
             self.names[node] = support.names[outer] if outer is not None else node.name
         self.specializations: dict[Any, Specialization] = {}
-        #: Whether it is measured against PyTorch.
-        self.measures = True
+        #: Whether it is measured against PyTorch, and whether it decides itself what its blocks keep.
+        self.measures = self.lightens = True
         #: Why this runs in PyTorch, if it does.
         self.reason: str | None = None
 
@@ -194,12 +226,27 @@ class Subgraph(torch.nn.Module):
         specialization = self._specialization(args)
         if specialization is None:
             return self.module(*args)
+        if self.lightens:
+            self._lighten(specialization)
         if specialization.verdict is None and self.measures and torch.is_grad_enabled():
             self._judge(specialization, args)
         if specialization.verdict is not None and not specialization.verdict.keeps:
             return self.module(*args)
         outputs = specialization.call(args)
         return outputs[0] if self.single else tuple(outputs)
+
+    def _lighten(self, specialization: Specialization) -> None:
+        """Without a budget, what is kept for backward is at most half of what PyTorch would keep."""
+        if specialization.lightened or not torch.is_grad_enabled():
+            return
+        specialization.lightened = True
+        try:
+            most = _memory.saved_by_pytorch(self, specialization.sizes) // 2
+            with _threads.running:
+                _engine.lighten(specialization.engine, [specialization.step], most)
+        except Exception as error:
+            # Blocks then keep what is usually fastest.
+            log.info("%s: it is not known what PyTorch would keep: %s", self.name, error)
 
     def _judge(self, specialization: Specialization, args: Sequence[Any]) -> None:
         """Finds out whether PyTorch is faster. Sizes that are met once, such as an epoch's last batch, are not worth it."""

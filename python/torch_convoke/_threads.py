@@ -12,6 +12,9 @@ import torch
 
 from . import _engine
 
+#: The longest that an engine times algorithms, in all and for one choice, so that a first step takes seconds. `tuning.tune` takes its time.
+SECONDS, SECONDS_EACH = 30.0, 0.3
+
 _lock = threading.Lock()
 _engines: dict[tuple[int, int], _engine.Engine] = {}
 _owned: weakref.WeakKeyDictionary[Any, dict[tuple[int, int], _engine.Engine]] = weakref.WeakKeyDictionary()
@@ -44,7 +47,7 @@ def engine(threads: int | None = None, owner: Any = None) -> _engine.Engine:
 
     with _lock:
         if key not in engines:
-            made = _engine.Engine(key[1], cache=tuning.path())
+            made = _engine.Engine(key[1], cache=tuning.path(), budget=SECONDS, budget_each=SECONDS_EACH)
             tuning.share(made)
             engines[key] = made
         return engines[key]

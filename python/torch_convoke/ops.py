@@ -1,6 +1,8 @@
-"""The five functions that synchronized batch norm is made of, for tensors on the CPU.
+"""Operations by PyTorch's names, for tensors on the CPU: a convolution by the algorithm that measures fastest, and the five functions that
+synchronized batch norm is made of.
 
-PyTorch has them for GPUs only, as ``torch.batch_norm_stats`` and so on. Names, order of arguments and meaning are
+:func:`conv2d` records gradients, as `torch.nn.functional.conv2d` does. The five functions record none, which is for
+:class:`torch_convoke.nn.SyncBatchNorm`. PyTorch has them for GPUs only, as ``torch.batch_norm_stats`` and so on. Names, order of arguments and meaning are
 PyTorch's (``aten/src/ATen/native/cuda/Normalization.cuh``). On a rank with input x, (N, C, ...), and gradient dy::
 
     mean, invstd = batch_norm_stats(x, eps)                        # of this rank
@@ -13,19 +15,18 @@ PyTorch's (``aten/src/ATen/native/cuda/Normalization.cuh``). On a rank with inpu
 Inputs are float32, float64, float16 or bfloat16, with 2 dimensions or more. Contiguous and channels-last inputs are
 read where they lie, and results have their order; inputs of other strides are copied. Statistics are summed in float64,
 and rounded to the accumulate type: float64 for float64 inputs, else float32.
-
-Nothing here records gradients: :class:`torch_convoke.nn.SyncBatchNorm` does.
 """
 
 from __future__ import annotations
+
+from typing import Any, Callable
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from . import _engine
+from . import _engine, _threads
 from ._conv import conv2d
-from ._threads import engine
 
 __all__ = [
     "conv2d",
@@ -205,26 +206,26 @@ def batch_norm_backward_elemt(
 def moments(x: Tensor) -> Tensor:
     """What ranks send each other, (2 C + 1) float64 numbers: the mean of each channel of a dense tensor, the sum of
     squared deviations from it, and the count of values of a channel."""
-    return from_dlpack(_engine.batch_norm_moments(engine(), _lend(x)))
+    return from_dlpack(_run(_engine.batch_norm_moments, _lend(x)))
 
 
 def gather(parts: Tensor, eps: float) -> tuple[Tensor, int]:
     """Mean, invstd and unbiased variance of all parts together, (3, C) float64 numbers, and the count of values of a
     channel. `parts` is (ranks, 2 C + 1)."""
-    statistics, count = _engine.batch_norm_gather(engine(), _lend(parts), eps)
+    statistics, count = _run(_engine.batch_norm_gather, _lend(parts), eps)
     return from_dlpack(statistics), count
 
 
 def elemt(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
     """As :func:`batch_norm_elemt`, of a dense tensor."""
     layer = _lend(weight), _lend(bias), _lend(mean), _lend(invstd)
-    return from_dlpack(_engine.batch_norm_elemt(engine(), _lend(x), *layer))
+    return from_dlpack(_run(_engine.batch_norm_elemt, _lend(x), *layer))
 
 
 def backward_reduce(dy: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
     """The sums of dy and of dy * (x - mean), (2, C) float64 numbers, of dense tensors that lie in the same order."""
     tensors = _lend(dy), _lend(x), _lend(mean), _lend(invstd)
-    return from_dlpack(_engine.batch_norm_backward_reduce(engine(), *tensors))
+    return from_dlpack(_run(_engine.batch_norm_backward_reduce, *tensors))
 
 
 def backward_elemt(
@@ -239,7 +240,7 @@ def backward_elemt(
 ) -> Tensor:
     """As :func:`batch_norm_backward_elemt`, of dense tensors that lie in the same order."""
     vectors = _lend(mean), _lend(invstd), _lend(weight), _lend(sum_dy), _lend(sum_dy_xmu)
-    return from_dlpack(_engine.batch_norm_backward_elemt(engine(), _lend(dy), _lend(x), *vectors, count))
+    return from_dlpack(_run(_engine.batch_norm_backward_elemt, _lend(dy), _lend(x), *vectors, count))
 
 
 def dense(x: Tensor) -> Tensor:
@@ -256,6 +257,11 @@ def like(dy: Tensor, x: Tensor) -> Tensor:
 
 def _is_channels_last(x: Tensor) -> bool:
     return x.dim() > 2 and x.movedim(1, -1).is_contiguous()
+
+
+def _run(kernel: Callable[..., Any], *operands: Any) -> Any:
+    with _threads.running:
+        return kernel(_threads.engine(), *operands)
 
 
 def _lend(tensor: Tensor | None) -> object:

@@ -124,7 +124,7 @@ def tune(model: torch.nn.Module, *example_inputs: Any, progress: bool = True) ->
     """Captures a model now, and measures what its steps with such inputs need.
 
     In training mode it runs forward and backward, with a gradient of ones for each output, in evaluation mode forward only. Each
-    convolution for which no result is stored is measured, however long that takes: up to a second for a pass, typically less. Running
+    convolution for which no result is stored is measured, however long that takes: up to 0.3 seconds for a pass. Running
     statistics and other buffers, gradients, and the state of torch's generator are then what they were; parameters do not change. Hooks
     of the model run.
 
@@ -313,8 +313,18 @@ def _unchanged(model: torch.nn.Module) -> Iterator[None]:
                     buffer.copy_(values)
 
 
+def progress_of_first_steps() -> contextlib.AbstractContextManager[Any]:
+    """Says on a terminal what takes long, unless `tune` says it already."""
+    if _Progress.shown or not sys.stderr.isatty():
+        return contextlib.nullcontext()
+    return _Progress(True, len(_choices()))
+
+
 class _Progress:
-    """Says on standard error how far `tune` is, in a thread of its own."""
+    """Says on standard error how far measuring is, in a thread of its own, once it takes more than a second."""
+
+    #: Whether one is shown now.
+    shown = False
 
     def __init__(self, shows: bool, known: int):
         self.known, self.done, self.total = known, 0, None
@@ -323,6 +333,7 @@ class _Progress:
 
     def __enter__(self) -> _Progress:
         if self._thread is not None:
+            _Progress.shown = True
             self._thread.start()
         return self
 
@@ -330,6 +341,7 @@ class _Progress:
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
+            _Progress.shown = False
 
     def _run(self) -> None:
         start, wait, said = time.monotonic(), 1.0, False
