@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
-import logging
 import operator
 import os
 
@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from torch_convoke import _engine, _operators, _threads
+import torch_convoke
+from torch_convoke import _engine, _operators, _optimize, _threads, _verdict
 from torch_convoke._backend import Backend, Options
 
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
@@ -29,10 +30,6 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason="CONVOKE_TORCH_MODELS is not 1"))
 
 
-#: TorchDynamo logs each step for its own tools, which pytest would keep for each test.
-logging.getLogger("torch.__trace").propagate = False
-
-
 @pytest.fixture(scope="session", autouse=True)
 def estimates():
     """Algorithms are chosen by estimates, and nothing is written to the user's cache of measured ones."""
@@ -45,10 +42,20 @@ def estimates():
 
 
 @pytest.fixture(autouse=True)
-def fresh():
-    """Each test starts with nothing compiled, and the same seed."""
+def fresh(monkeypatch):
+    """Each test starts with nothing compiled, and the same seed. No subgraph is left to PyTorch because it was faster there."""
+    monkeypatch.setattr(_verdict, "measure", lambda *_: None)
     torch._dynamo.reset()
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def one_thread():
+    """For small tensors, where threads would only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -59,9 +66,15 @@ def everything_computes(monkeypatch):
             monkeypatch.setitem(table, key, dataclasses.replace(entry, computes=True))
 
 
+def collect():
+    """Collects garbage: models first, and then what TorchDynamo compiled for them, which it holds where the collector does not see."""
+    gc.collect()
+    gc.collect()
+
+
 def collected():
     """What the engine holds, and has borrowed, when garbage is gone."""
-    gc.collect()
+    collect()
     live, _, borrowed, _ = _threads.engine().memory()
     return live, borrowed
 
@@ -153,7 +166,7 @@ class Recorder(TorchFunctionMode):
             return function(*args, **kwargs)
         new_args, new_kwargs = self.node_of(tuple(args)), self.node_of(dict(kwargs))
         result = function(*args, **kwargs)
-        is_method = type(function).__name__ in ("method_descriptor", "wrapper_descriptor")
+        is_method = function is getattr(torch.Tensor, name, None) or function.__module__ == "torch._tensor"
         if name in self.SWAPPED:
             node = self.graph.call_function(getattr(operator, self.SWAPPED[name]), new_args[::-1])
         elif is_method and name in self.OPERATORS:
@@ -229,4 +242,98 @@ def reasons_of(captured):
             found.append(graph.reason)
         found += graph.left.values()
         found += [subgraph.reason for subgraph in graph.subgraphs if subgraph.reason is not None]
+    return found
+
+
+class Small(torch.nn.Module):
+    """Two convolutions with batch norm, pooling and a linear layer: 3 x 12 x 12 pixels to 5 classes."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        nn = torch.nn
+        self.conv1 = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(8)
+        self.relu = nn.ReLU(inplace=True)
+        self.pool = nn.MaxPool2d(2)
+        self.conv2 = nn.Conv2d(8, 12, 3)
+        self.bn2 = nn.BatchNorm2d(12)
+        self.dropout = nn.Dropout(dropout)
+        self.fc = nn.Linear(12, 5)
+
+    def forward(self, x):
+        x = self.pool(self.relu(self.bn1(self.conv1(x))))
+        x = self.dropout(self.relu(self.bn2(self.conv2(x))))
+        return self.fc(x.mean((2, 3)))
+
+
+def images(count=4, size=12, dtype=torch.float64, seed=0, channels=3):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, channels, size, size, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def pair(model):
+    """A copy of the model that runs in PyTorch, and the model, optimized."""
+    return copy.deepcopy(model), torch_convoke.optimize(model)
+
+
+def captures(model):
+    """What the backend was given for an optimized model."""
+    return _optimize.backend_of(model).captured
+
+
+def in_convoke(model):
+    """How many subgraphs of an optimized model run in convoke."""
+    return sum(subgraph.reason is None for graph in captures(model) for subgraph in graph.subgraphs)
+
+
+def check_state(found, expected, tolerance=None):
+    """Parameters, buffers and gradients of two models must be equal."""
+    assert list(found.state_dict()) == list(expected.state_dict())
+    for (name, one), other in zip(found.state_dict().items(), expected.state_dict().values()):
+        check(one, other, tolerance, name)
+    check_gradients(found, expected, tolerance)
+
+
+def check_gradients(found, expected, tolerance=None):
+    for (name, one), other in zip(found.named_parameters(), expected.parameters(), strict=True):
+        assert one.requires_grad == other.requires_grad, name
+        if one.grad is None or other.grad is None:
+            assert one.grad is other.grad, f"gradient of {name}: {one.grad} instead of {other.grad}"
+        else:
+            check(one.grad, other.grad, tolerance, f"gradient of {name}")
+
+
+def train(model, batches, lr=0.05, before=None):
+    """Losses of steps of SGD with momentum."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr, momentum=0.9)
+    losses = []
+    for number, batch in enumerate(batches):
+        if before is not None:
+            before(model, number)
+        optimizer.zero_grad()
+        loss = loss_of(model(batch))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def loss_of(results):
+    """A loss in which every element of the results counts differently."""
+    loss = 0
+    for result in tensors_of(results):
+        weights = torch.linspace(-1, 1.5, result.numel(), dtype=result.dtype).reshape(result.shape)
+        loss = loss + (result * weights).sum() / result.shape[0] + result.square().mean() / 2
+    return loss
+
+
+def check_training(model, batches, tolerance=None, before=None, convoke=True):
+    """Steps of an optimized model must equal those of a copy in PyTorch: losses, parameters, statistics, gradients."""
+    expected, found = pair(model)
+    torch.manual_seed(11)
+    wanted = train(expected, batches, before=before)
+    torch.manual_seed(11)
+    check(train(found, batches, before=before), wanted, tolerance, "losses")
+    check_state(found, expected, tolerance)
+    assert not convoke or in_convoke(found), torch_convoke.report(found)
     return found

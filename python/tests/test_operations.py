@@ -20,7 +20,7 @@ from torch_convoke._backend import Backend, Options
 
 from conftest import check, check_strides, compiled, reasons_of, recorded, replaced, tensors_of
 
-pytestmark = pytest.mark.usefixtures("everything_computes")
+pytestmark = pytest.mark.usefixtures("everything_computes", "one_thread")
 
 #: Whether all samples also go through TorchDynamo.
 THOROUGH = os.environ.get("CONVOKE_TORCH_SAMPLES") == "1"
@@ -469,9 +469,11 @@ def activation_cases():
     }
     for (name, function), layout, dtype in itertools.product(functions.items(), LAYOUTS[:2], DTYPES):
         x = tensor(2, 3, 5, 4, dtype=dtype, layout=layout)
+        # PyTorch's float64 gradient of celu has a constant in float32.
+        tolerance = 1e-6 if name == "celu" else 1e-9 if dtype is torch.float64 else 1e-3
         if not name.endswith(("_", "_ method")):
-            yield f"{name} alone, {layout}, {dtype}", function, [x], None
-        yield f"{name} between, {layout}, {dtype}", between(function), [x, *surroundings(4, dtype)], 1e-9 if dtype is torch.float64 else 1e-3
+            yield f"{name} alone, {layout}, {dtype}", function, [x], 1e-6 if name == "celu" else None
+        yield f"{name} between, {layout}, {dtype}", between(function), [x, *surroundings(4, dtype)], tolerance
 
 
 def test_activations_and_arithmetic_alone_and_between_others():
@@ -512,7 +514,7 @@ def shape_cases():
         "channel_shuffle": lambda x: F.channel_shuffle(x, 2) * 2,
         "unflatten": lambda x: x.unflatten(1, (2, 2)).sum(1),
         "shuffled groups": lambda x: x.view(x.shape[0], 2, 2, 5, 4).transpose(1, 2).contiguous().view(x.shape[0], 4, 5, 4) * 2,
-        "linear of the last axis": lambda x: F.linear(x, x.new_ones(3, 4)) if False else x @ x.transpose(-1, -2),
+        "product with the turned": lambda x: x @ x.transpose(-1, -2),
         "same result twice": lambda x: (x.relu(), x.relu()),
         "result and its view": lambda x: ((y := x * 2), y.flatten(1)),
         "result and what is computed of it": lambda x: ((y := x * 2), y.relu()),
@@ -564,7 +566,7 @@ def test_nan_and_infinity_go_where_pytorch_s_go():
         "abs": torch.abs,
         "elu": F.elu,
         "softplus": F.softplus,
-        "maximum": lambda x: torch.maximum(x, x.new_zeros(())) if False else torch.maximum(x, x * 0.5),
+        "maximum": lambda x: torch.maximum(x, x * 0.5),
         "minimum": lambda x: torch.minimum(x, x * 0.5),
         "softmax": lambda x: F.softmax(x, 1),
         "amax": lambda x: x.amax(1),
