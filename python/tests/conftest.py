@@ -16,6 +16,8 @@ import torch_convoke
 from torch_convoke import _engine, _operators, _optimize, _threads, _verdict
 from torch_convoke._backend import Backend, Options
 
+#: What `fresh` replaces.
+MEASURE = _verdict.measure
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
 
 

@@ -52,7 +52,8 @@ def _key(specialization: Any) -> str:
 
 def _file(specialization: Any) -> Path | None:
     folder = tuning.path()
-    return Path(folder) / "torch" / f"{_key(specialization)}.json" if folder else None
+    # With another ending than tuning results, which the program `convoke` lists and prunes.
+    return Path(folder) / "torch" / f"{_key(specialization)}.verdict" if folder else None
 
 
 def known(specialization: Any) -> Verdict | None:
