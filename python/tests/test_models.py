@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 import torch_convoke
-from conftest import captures, check, in_convoke, tensors_of
+from conftest import captures, check, in_convoke, loss_of, tensors_of
 
 torchvision = pytest.importorskip("torchvision", reason="torchvision is not installed")
 
@@ -34,10 +34,15 @@ TEN_STEPS = {
 }
 
 
-#: Those that also run in f32 every time.
+#: Those that run every time; the others take minutes.
 IN_F32 = ("resnet18", "mnist-cnn", "resnet20", "segnet")
+IN_F64 = (*IN_F32, "mobilenet_v2", "densenet121")
 #: A step rounds so many times as often as `shaken` does.
 ROUNDINGS = 100
+
+
+def usually(names):
+    return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in TEN_STEPS]
 
 
 def made(name, dtype, classes=10):
@@ -113,12 +118,12 @@ def compare_steps(name, dtype, steps, of_losses, of_gradients, of_state):
             check(one, wanted, max(of_state, ROUNDINGS * noise), key)
 
 
-@pytest.mark.parametrize("name", TEN_STEPS)
+@pytest.mark.parametrize("name", usually(IN_F64))
 def test_ten_steps_in_f64(name):
     compare_steps(name, torch.float64, 10, 1e-10, 1e-8, 1e-9)
 
 
-@pytest.mark.parametrize("name", [name if name in IN_F32 else pytest.param(name, marks=pytest.mark.slow) for name in TEN_STEPS])
+@pytest.mark.parametrize("name", usually(IN_F32))
 def test_ten_steps_in_f32(name):
     compare_steps(name, torch.float32, 10, 1e-4, 1e-3, 1e-3)
 
@@ -171,7 +176,7 @@ def test_models_of_libraries_stay_right(library, name):
             torch.manual_seed(step)
             model.zero_grad()
             results = tensors_of(model(images))
-            sum(result.square().mean() for result in results).backward()
+            loss_of(results).backward()
         model.results = [result.detach() for result in results]
     for one, other in zip(found.results, expected.results, strict=True):
         check(one, other, 1e-7, name)

@@ -27,7 +27,7 @@ pub(super) trait Steps {
     fn step(&mut self) -> Result<MemoryPrediction>;
 }
 
-/// Options of a [`Planner`].
+/// Options of a [`Planner`](super::Planner) or a [`GraphPlanner`](super::GraphPlanner).
 #[derive(Debug, Clone)]
 pub struct PlannerOptions {
     /// How long to time blocks. After that, each remaining kind is timed only once with each way to keep.
