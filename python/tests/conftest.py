@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import operator
 import os
+import threading
 
 import pytest
 import torch
@@ -112,6 +113,25 @@ def check_strides(found, expected, what="result"):
     ]
     same = all(one == other for _, one, other in pairs) or not expected.numel()
     assert same, f"{what}: strides {found.stride()} instead of {expected.stride()} for {tuple(expected.shape)}"
+
+
+def on_threads(calls, seconds=120):
+    """Makes each call on a thread of its own, all at once. Fails if one has not ended in time, or with the first error of any."""
+    failures = []
+
+    def run(call):
+        try:
+            call()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds)
+        assert not thread.is_alive()
+    assert not failures, failures[0]
 
 
 class Recorder(TorchFunctionMode):

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import check, check_strides, collected
+from conftest import check, check_strides, collected, on_threads
 
 from torch_convoke import _conv, ops
 
@@ -207,21 +206,12 @@ def test_threads():
     operands = tensors((2, 3, 16, 16), (4, 3, 3, 3), torch.float64)
     expected = F.conv2d(*operands, padding=1)
     gradients = torch.autograd.grad(expected.sum(), operands)
-    wrong = []
 
     def work():
-        try:
-            for _ in range(10):
-                output = ops.conv2d(*operands, padding=1)
-                check(output, expected, 1e-12)
-                for found, gradient in zip(torch.autograd.grad(output.sum(), operands), gradients):
-                    check(found, gradient, 1e-12)
-        except BaseException as error:
-            wrong.append(error)
+        for _ in range(10):
+            output = ops.conv2d(*operands, padding=1)
+            check(output, expected, 1e-12)
+            for found, gradient in zip(torch.autograd.grad(output.sum(), operands), gradients):
+                check(found, gradient, 1e-12)
 
-    workers = [threading.Thread(target=work) for _ in range(8)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not wrong, wrong[0]
+    on_threads([work] * 8)

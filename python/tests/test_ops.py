@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
-import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from conftest import on_threads
 from torch_convoke import ops
 from torch_convoke._threads import engine
 
@@ -306,19 +306,12 @@ def test_wrong_operands_are_errors_that_say_what_is_wrong():
 def test_threads_of_python_may_call_at_the_same_time():
     x = random((16, 8, 14, 14), torch.float32)
     expected = ops.batch_norm_stats(x, EPS)
-    wrong = []
 
     def work():
         for _ in range(20):
-            if not all(torch.equal(*pair) for pair in zip(expected, ops.batch_norm_stats(x, EPS))):
-                wrong.append(None)
+            assert all(torch.equal(*pair) for pair in zip(expected, ops.batch_norm_stats(x, EPS)))
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert not any(thread.is_alive() for thread in threads) and not wrong
+    on_threads([work] * 4, seconds=30)
 
 
 def test_memory_is_given_back():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import threading
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 import torch_convoke
-from conftest import Small, captures, check, check_gradients, check_state, check_training, collect, collected, images, in_convoke, loss_of, pair, train
+from conftest import Small, captures, check, check_gradients, check_state, check_training, collect, collected, images, in_convoke, loss_of, on_threads, pair, train
 
 
 def test_the_model_has_the_same_parts_afterwards():
@@ -343,44 +344,25 @@ def test_fifty_threads_call_one_model_without_gradients():
     model = torch_convoke.optimize(Small().double().eval())
     batches = [images(2 + number % 3, seed=number) for number in range(50)]
     expected = copy.deepcopy(model)
-    failures = []
 
     def call(batch):
-        try:
-            with torch.no_grad():
-                for _ in range(3):
-                    check(model(batch), expected(batch))
-        except BaseException as error:
-            failures.append(error)
+        with torch.no_grad():
+            for _ in range(3):
+                check(model(batch), expected(batch))
 
-    threads = [threading.Thread(target=call, args=(batch,)) for batch in batches]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive()
-    assert not failures, failures[0]
+    on_threads([functools.partial(call, batch) for batch in batches])
 
 
 def test_threads_train_models_of_their_own():
     expected = Small().double()
     models = [torch_convoke.optimize(copy.deepcopy(expected)) for _ in range(6)]
-    losses, failures = train(expected, [images()] * 4), []
+    losses = train(expected, [images()] * 4)
 
     def work(model):
-        try:
-            check(train(model, [images()] * 4), losses)
-            check_state(model, expected)
-        except BaseException as error:
-            failures.append(error)
+        check(train(model, [images()] * 4), losses)
+        check_state(model, expected)
 
-    threads = [threading.Thread(target=work, args=(model,)) for model in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive()
-    assert not failures, failures[0]
+    on_threads([functools.partial(work, model) for model in models])
 
 
 def test_backward_on_another_thread():

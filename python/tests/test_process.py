@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import torch_convoke
+from conftest import on_threads
 from torch_convoke import _engine, _threads
 
 
@@ -121,22 +122,13 @@ def test_fifty_threads_use_one_model():
     trained = model().eval()
     with torch.no_grad():
         expected = trained(X)
-    wrong = []
 
     def work():
         with torch.no_grad():
             for _ in range(5):
-                found = trained(X)
-                if not torch.equal(found, expected):
-                    wrong.append(found)
+                assert torch.equal(trained(X), expected)
 
-    workers = [threading.Thread(target=work) for _ in range(50)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-        assert not worker.is_alive()
-    assert not wrong
+    on_threads([work] * 50, seconds=60)
 
 
 def test_training_goes_on_after_an_error_in_backward():

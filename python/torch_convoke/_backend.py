@@ -40,10 +40,6 @@ class Captured:
         budget = options.memory_budget
         self.budget = None if budget is None else _memory.Budget(budget, self)
 
-    @property
-    def left_nodes(self) -> list[torch.fx.Node]:
-        return list(self.left)
-
     def of_subgraphs(self, args: Sequence[Any]) -> set[int]:
         """The arguments that subgraphs take, by identity."""
         names = {node.name for subgraph in self.subgraphs for node in subgraph.placeholders}

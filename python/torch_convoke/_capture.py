@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import operator
 import re
 from typing import Any, Iterable, Sequence
@@ -275,6 +276,17 @@ def concrete(value: Any, sizes: dict[Any, int]) -> Any:
 
 def shape_of(tensor: torch.Tensor, sizes: dict[Any, int]) -> tuple[int, ...]:
     return tuple(concrete(size, sizes) for size in tensor.shape)
+
+
+def bytes_of_results(nodes: Iterable[torch.fx.Node], sizes: dict[Any, int]) -> int:
+    """The bytes of all tensors that nodes give."""
+    total = 0
+    for node in nodes:
+        value = example(node)
+        for tensor in value if isinstance(value, (tuple, list)) else [value]:
+            if isinstance(tensor, torch.Tensor):
+                total += math.prod(shape_of(tensor, sizes)) * tensor.element_size()
+    return total
 
 
 def sizes_of(placeholders: Sequence[torch.fx.Node], args: Sequence[Any]) -> dict[Any, int]:

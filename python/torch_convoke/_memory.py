@@ -71,25 +71,12 @@ def held_by_pytorch(args: Sequence[Any], captured: Any, sizes: dict[Any, int]) -
     # Where gradients are added up, there are old ones beside those that backward computes.
     gradients = [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
     others = [tensor for tensor in tensors if tensor.requires_grad and id(tensor) not in captured.of_subgraphs(args)]
-    left = 0
-    for node in captured.left_nodes:
-        value = _capture.example(node)
-        for tensor in value if isinstance(value, (tuple, list)) else [value]:
-            if isinstance(tensor, torch.Tensor):
-                left += _elements(tensor, sizes) * tensor.element_size()
     return {
         "parameters, buffers and inputs": _bytes_of(tensors),
         "gradients": _bytes_of([*gradients, *others]),
         "the optimizer's state": _bytes_of(state),
-        "operations left to PyTorch": left,
+        "operations left to PyTorch": _capture.bytes_of_results(captured.left, sizes),
     }
-
-
-def _elements(tensor: torch.Tensor, sizes: dict[Any, int]) -> int:
-    count = 1
-    for size in _capture.shape_of(tensor, sizes):
-        count *= size
-    return count
 
 
 def saved_by_pytorch(subgraph: Any, sizes: dict[Any, int]) -> int:

@@ -94,26 +94,13 @@ def _free_bytes() -> int:
     return 1 << 62
 
 
-def _bytes_of_eager(nodes: Sequence[torch.fx.Node], sizes: dict[Any, int]) -> int:
-    """About what PyTorch keeps of a subgraph for backward, and needs in it."""
-    total = 0
-    for node in nodes:
-        value = _capture.example(node)
-        for tensor in value if isinstance(value, (tuple, list)) else [value]:
-            if isinstance(tensor, torch.Tensor):
-                count = 1
-                for size in _capture.shape_of(tensor, sizes):
-                    count *= size
-                total += count * tensor.element_size()
-    return 2 * total
-
-
 def measure(subgraph: Any, specialization: Any, args: Sequence[Any]) -> Verdict | None:
     """Runs a subgraph on the tensors of a step in both, without changing any; None if there is not enough memory for that."""
     found = known(specialization)
     if found is not None:
         return found
-    if _bytes_of_eager(subgraph.body, specialization.sizes) > _free_bytes() // 2:
+    # About what PyTorch keeps of a subgraph for backward, and needs in it.
+    if 2 * _capture.bytes_of_results(subgraph.body, specialization.sizes) > _free_bytes() // 2:
         return None
 
     def own(arg: Any, kind: str) -> Any:

@@ -117,12 +117,8 @@ impl GraphPlanner {
     }
 
     fn plan(&self, found: Found) -> GraphPlan {
-        let mut keeps = found.keeps.into_iter();
-        let graphs = self.search.steps.parts.iter();
         GraphPlan {
-            keeps: graphs
-                .map(|part| keeps.by_ref().take(blocks::find(&part.graph).len()).collect())
-                .collect(),
+            keeps: self.search.steps.by_graph(found.keeps),
             bytes_end_of_forward: found.bytes.bytes_end_of_forward,
             bytes_peak: found.bytes.bytes_peak,
             block_seconds: found.seconds,
@@ -143,9 +139,7 @@ pub fn graph_memory(
 ) -> Result<MemoryPrediction> {
     let mut steps = GraphSteps::new(device, steps)?;
     if let Some(keeps) = keeps {
-        for ((_, block), &keep) in steps.blocks().into_iter().zip(keeps.iter().flatten()) {
-            block.set_keep(keep);
-        }
+        steps.set_keeps(&keeps.concat());
     }
     steps.step()
 }
@@ -166,9 +160,7 @@ pub fn lightened(device: &Device, steps: &[GraphStep], most: usize) -> Result<Ve
     };
     let mut keeps: Vec<Keep> = problems.iter().map(unplanned).collect();
     let mut bytes = |keeps: &[Keep]| -> Result<usize> {
-        for ((_, block), &keep) in steps.blocks().into_iter().zip(keeps) {
-            block.set_keep(keep);
-        }
+        steps.set_keeps(keeps);
         Ok(steps.step()?.bytes_end_of_forward)
     };
     let mut now = bytes(&keeps)?;
@@ -196,9 +188,7 @@ pub fn lightened(device: &Device, steps: &[GraphStep], most: usize) -> Result<Ve
             _ => keeps[index] = before,
         }
     }
-    let mut keeps = keeps.into_iter();
-    let graphs = steps.parts.iter();
-    Ok(graphs.map(|part| keeps.by_ref().take(blocks::find(&part.graph).len()).collect()).collect())
+    Ok(steps.by_graph(keeps))
 }
 
 /// About how many seconds a way to keep costs, on a processor of 100 GFLOP/s that copies 10 GB/s.
@@ -262,6 +252,13 @@ impl GraphSteps {
             }
         }
         Ok(dry)
+    }
+
+    /// What blocks keep, for each graph.
+    fn by_graph(&self, keeps: Vec<Keep>) -> Vec<Vec<Keep>> {
+        let mut keeps = keeps.into_iter();
+        let count = |part: &GraphPart| blocks::find(&part.graph).len();
+        self.parts.iter().map(|part| keeps.by_ref().take(count(part)).collect()).collect()
     }
 }
 

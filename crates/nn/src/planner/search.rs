@@ -25,6 +25,13 @@ pub(super) trait Steps {
 
     /// Runs a step, and gives its exact bytes.
     fn step(&mut self) -> Result<MemoryPrediction>;
+
+    /// Makes the blocks keep this, one for each.
+    fn set_keeps(&self, keeps: &[Keep]) {
+        for ((_, block), &keep) in self.blocks().into_iter().zip(keeps) {
+            block.set_keep(keep);
+        }
+    }
 }
 
 /// Options of a [`Planner`](super::Planner) or a [`GraphPlanner`](super::GraphPlanner).
@@ -160,9 +167,7 @@ impl<S: Steps> Search<S> {
         if let Some(known) = self.known.get(&place) {
             return Ok(*known);
         }
-        for ((_, block), keep) in self.steps.blocks().into_iter().zip(keeps) {
-            block.set_keep(*keep);
-        }
+        self.steps.set_keeps(keeps);
         let (tuner, steps, largest) = (self.device.tuner(), &mut self.steps, &mut self.largest_workspace);
         let bytes = limited(tuner, workspace_limit, || {
             let bytes = steps.step();
