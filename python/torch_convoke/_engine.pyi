@@ -8,7 +8,7 @@ _Capsule = Any
 #: in channels-last.
 _Step = tuple[Graph, Sequence[tuple[Sequence[int], bool, bool]], Sequence[str], Sequence[str]]
 #: For each graph what its blocks keep; bytes after forward and at the peak; seconds of the blocks; the limit of workspace.
-_Plan = tuple[list[list[str]], int, int, float, int | None]
+_Plan = tuple[list[tuple[list[str], list[bool]]], int, int, float, int | None]
 
 class Engine:
     def __init__(
@@ -45,7 +45,7 @@ class Graph:
     def describe(
         self, inputs: Sequence[Sequence[int]]
     ) -> tuple[list[tuple[str, str, list[int], int]], list[tuple[str, str]]]: ...
-    def set_keeps(self, keeps: Sequence[str]) -> None: ...
+    def set_keeps(self, keeps: Sequence[str], recomputed: Sequence[bool]) -> None: ...
     def forward(
         self, inputs: Sequence[_Capsule], state: Sequence[_Capsule], needs: Sequence[bool]
     ) -> tuple[list[_Capsule], list[tuple[int, _Capsule]], Tape | None]: ...

@@ -161,5 +161,5 @@ class Budget:
             )
         engine.limit_workspace(self.plan.workspace_limit)
         for found, keeps in zip(specializations, self.plan.keeps):
-            found.graph.set_keeps(keeps)
+            found.graph.set_keeps(*keeps)
         self._done = key, held

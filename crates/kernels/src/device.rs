@@ -1,5 +1,6 @@
 //! A CPU's threads, its buffers and its tuner: what an operation of several kernels needs besides its operands.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -26,6 +27,18 @@ struct Inner {
     tuner: Tuner,
     /// The blocks whose backward ran, if they are recorded.
     blocks: Mutex<Option<Vec<BlockRun>>>,
+    /// See [`Device::recomputed`].
+    recomputed_flops: AtomicU64,
+    recomputed_bytes: AtomicU64,
+}
+
+/// Work that computes again what was not kept: see [`Device::recomputed`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Recomputed {
+    /// Floating-point operations of convolutions.
+    pub flops: u64,
+    /// Bytes that were read and written.
+    pub bytes: u64,
 }
 
 /// The options of a [`Device`].
@@ -62,7 +75,9 @@ impl Device {
         let DeviceOptions { cpu, poison, tuner } = options;
         // On a dry device no kernel reads or writes buffers, so they need no NaN.
         let heap = Heap::new(poison && !cpu.is_dry());
-        Device { inner: Arc::new(Inner { cpu, heap, tuner, blocks: Mutex::default() }) }
+        let (recomputed_flops, recomputed_bytes) = Default::default();
+        let blocks = Mutex::default();
+        Device { inner: Arc::new(Inner { cpu, heap, tuner, blocks, recomputed_flops, recomputed_bytes }) }
     }
 
     /// A device on which everything happens except computing. Buffers are allocated, counted and freed apart, and
@@ -148,6 +163,20 @@ impl Device {
 }
 
 impl Device {
+    /// The work done so far to compute again what was not kept. On a [dry](Device::dry) device, the work that would have been done.
+    pub fn recomputed(&self) -> Recomputed {
+        Recomputed {
+            flops: self.inner.recomputed_flops.load(Ordering::Relaxed),
+            bytes: self.inner.recomputed_bytes.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Adds to [`Device::recomputed`].
+    pub fn count_recomputed(&self, work: Recomputed) {
+        self.inner.recomputed_flops.fetch_add(work.flops, Ordering::Relaxed);
+        self.inner.recomputed_bytes.fetch_add(work.bytes, Ordering::Relaxed);
+    }
+
     /// Starts recording the blocks whose backward runs.
     pub fn start_block_runs(&self) {
         *self.blocks() = Some(Vec::new());

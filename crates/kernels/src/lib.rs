@@ -65,7 +65,7 @@ pub mod upsample;
 pub mod value_loss;
 
 pub use cpu::{Cpu, Isa};
-pub use device::{Device, DeviceOptions};
+pub use device::{Device, DeviceOptions, Recomputed};
 pub use element::{DType, Element, Stored};
 pub use error::{Error, Result};
 /// The 16-bit element types.

@@ -9,9 +9,9 @@ use convoke_autograd::{
     no_grad,
 };
 use convoke_nn::graph::Definition;
-use convoke_nn::modules::{ConvBnMode, FusedBlock};
-use convoke_nn::planner::{GraphInput, GraphStep};
-use convoke_nn::{Buffer, Init, ModuleExt, Parameter, Part, State};
+use convoke_nn::modules::ConvBnMode;
+use convoke_nn::planner::{GraphInput, GraphKeep, GraphStep};
+use convoke_nn::{Buffer, Init, ModuleExt, Parameter, State};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -121,18 +121,23 @@ impl Graph {
         })
     }
 
-    /// Makes its blocks keep what a plan says: names of ways to keep, one for each block.
-    fn set_keeps(&self, keeps: Vec<String>) -> PyResult<()> {
+    /// Makes it keep what a plan says: names of ways to keep, one for each block, and whether each batch norm's output is recomputed.
+    fn set_keeps(&self, keeps: Vec<String>, recomputed: Vec<bool>) -> PyResult<()> {
         let named = |name: &String| {
             Keep::named(name)
                 .ok_or_else(|| PyValueError::new_err(format!("there is no way to keep named {name:?}")))
         };
-        let keeps = keeps.iter().map(named).collect::<PyResult<Vec<_>>>()?;
-        let count = self.keeps().len();
-        if count != keeps.len() {
-            return Err(PyValueError::new_err(format!("{} ways to keep for {count} blocks", keeps.len())));
+        let keep = GraphKeep { blocks: keeps.iter().map(named).collect::<PyResult<Vec<_>>>()?, recomputed };
+        let now = self.keeps();
+        for (what, count, given) in [
+            ("blocks", now.blocks.len(), keep.blocks.len()),
+            ("batch norms", now.recomputed.len(), keep.recomputed.len()),
+        ] {
+            if count != given {
+                return Err(PyValueError::new_err(format!("{given} ways to keep for {count} {what}")));
+            }
         }
-        self.keep(&keeps);
+        self.keep(&keep);
         Ok(())
     }
 
@@ -194,31 +199,19 @@ impl Graph {
         }
     }
 
-    /// Makes its blocks keep this, one for each.
-    pub(crate) fn keep(&self, keeps: &[Keep]) {
-        let mut keeps = keeps.iter();
-        blocks(&self.model().graph, |block| keeps.next().map(|keep| block.set_keep(*keep)));
+    /// Makes it keep this.
+    pub(crate) fn keep(&self, keep: &GraphKeep) {
+        keep.apply(&self.model().graph);
     }
 
-    /// What its blocks keep.
-    pub(crate) fn keeps(&self) -> Vec<Keep> {
-        blocks(&self.model().graph, |block| block.keep())
+    /// What it keeps.
+    pub(crate) fn keeps(&self) -> GraphKeep {
+        GraphKeep::of(&self.model().graph)
     }
 
     fn model(&self) -> MutexGuard<'_, Model> {
         self.model.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// Does something with each block of a graph, in their order.
-fn blocks<T>(graph: &convoke_nn::graph::Graph, mut work: impl FnMut(&dyn FusedBlock) -> T) -> Vec<T> {
-    let mut found = Vec::new();
-    graph.visit(&mut |_, part| {
-        if let Part::Block(block) = part {
-            found.push(work(block));
-        }
-    });
-    found
 }
 
 impl Model {

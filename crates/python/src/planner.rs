@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use convoke_autograd::Error;
 use convoke_nn::planner::{
-    GraphInput, GraphPlan, GraphPlanner, GraphStep, PlannerOptions, graph_memory, lightened,
+    GraphInput, GraphKeep, GraphPlan, GraphPlanner, GraphStep, PlannerOptions, graph_memory, lightened,
 };
 use convoke_nn::training::TrainingError;
 use pyo3::prelude::*;
@@ -42,13 +42,20 @@ pub(crate) struct Planner {
     planner: Mutex<GraphPlanner>,
 }
 
-/// What each block of each graph keeps; bytes after forward, and at the peak; seconds of all blocks; the workspace limit.
-type Plan = (Vec<Vec<String>>, usize, usize, f64, Option<usize>);
+/// What each graph keeps, as [`Graph::set_keeps`] takes it; bytes after forward, and at the peak; seconds of all blocks; the workspace
+/// limit.
+type Plan = (Vec<(Vec<String>, Vec<bool>)>, usize, usize, f64, Option<usize>);
 
 fn named(plan: GraphPlan) -> Plan {
-    let names =
-        plan.keeps.iter().map(|keeps| keeps.iter().map(|keep| keep.name().to_owned()).collect()).collect();
-    (names, plan.bytes_end_of_forward, plan.bytes_peak, plan.block_seconds, plan.workspace_limit)
+    let named =
+        |keep: GraphKeep| (keep.blocks.iter().map(|keep| keep.name().to_owned()).collect(), keep.recomputed);
+    (
+        plan.keeps.into_iter().map(named).collect(),
+        plan.bytes_end_of_forward,
+        plan.bytes_peak,
+        plan.block_seconds,
+        plan.workspace_limit,
+    )
 }
 
 #[pymethods]

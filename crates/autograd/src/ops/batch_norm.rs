@@ -1,10 +1,14 @@
 //! Batch normalization, with batch statistics or with constant ones, and an optional ReLU in the same pass.
 
+use std::ops::Range;
+use std::sync::Arc;
+
 use convoke_kernels::batch_norm::{self as kernel, BackwardSums, Moments, Normalization, Normalizer};
 use convoke_kernels::memory_format::Extent;
-use convoke_kernels::{DType, Element};
+use convoke_kernels::{DType, Element, Recomputed};
 
 use super::{check_vector, same_dtype};
+use crate::storage::Recipe;
 use crate::{Function, Needs, Operation, Result, Tensor, apply_with_saved};
 use convoke_kernels::dispatch;
 
@@ -27,8 +31,31 @@ pub fn batch_norm(
     bias: Option<&Tensor>,
     options: &BatchNormOptions,
 ) -> Result<(Tensor, Option<Moments>)> {
-    let function = BatchNorm { options: options.clone(), weight: weight.is_some(), bias: bias.is_some() };
-    let inputs: Vec<&Tensor> = [Some(x), weight, bias].into_iter().flatten().collect();
+    run([Some(x), weight, bias], options, false)
+}
+
+/// As [`batch_norm`], but an operation that saves the output does not hold its elements: they are computed again from x where they
+/// are read. x is f32 or f64; otherwise this is [`batch_norm`].
+///
+/// # Errors
+/// As [`batch_norm`].
+pub fn batch_norm_recomputed(
+    x: &Tensor,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    options: &BatchNormOptions,
+) -> Result<(Tensor, Option<Moments>)> {
+    run([Some(x), weight, bias], options, true)
+}
+
+fn run(
+    operands: [Option<&Tensor>; 3],
+    options: &BatchNormOptions,
+    recomputed: bool,
+) -> Result<(Tensor, Option<Moments>)> {
+    let [_, weight, bias] = operands.map(|operand| operand.is_some());
+    let function = BatchNorm { options: options.clone(), weight, bias, recomputed };
+    let inputs: Vec<&Tensor> = operands.into_iter().flatten().collect();
     apply_with_saved(function, &inputs, |saved| saved.layer.normalizer.moments().cloned())
 }
 
@@ -38,6 +65,8 @@ struct BatchNorm {
     options: BatchNormOptions,
     weight: bool,
     bias: bool,
+    /// See [`batch_norm_recomputed`].
+    recomputed: bool,
 }
 
 #[derive(Clone)]
@@ -61,7 +90,7 @@ impl Function for BatchNorm {
         true
     }
 
-    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Saved)> {
+    fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, Saved)> {
         let x = inputs[0];
         let weight = self.weight.then(|| inputs[1]);
         let bias = self.bias.then(|| inputs[1 + usize::from(self.weight)]);
@@ -71,6 +100,10 @@ impl Function for BatchNorm {
             let wide = x.in_dtype(DType::F32)?;
             let (y, layer) = Layer::forward_in_place(&self.options, wide, weight, bias)?;
             (y.in_dtype(x.dtype())?, layer)
+        };
+        let y = match self.recomputed && needs.any() && x.dtype().computes() {
+            true => y.with_recipe(Arc::new(OutputRecipe { x: x.detach(), layer: layer.clone() })),
+            false => y,
         };
         Ok((y, Saved { x: x.detach(), layer }))
     }
@@ -97,6 +130,29 @@ impl Function for BatchNorm {
         gradients.extend(self.weight.then_some(weight));
         gradients.extend(self.bias.then_some(bias));
         Ok(gradients)
+    }
+}
+
+/// Computes the output again from x.
+struct OutputRecipe {
+    x: Tensor,
+    layer: Layer,
+}
+
+impl Recipe for OutputRecipe {
+    fn images(&self) -> usize {
+        self.x.shape()[0]
+    }
+
+    fn write(&self, images: Range<usize>, out: &mut [u8]) -> Result<()> {
+        let (device, extent) = (self.x.device(), self.x.extent(NAME)?);
+        let extent = Extent { batch: images.len(), ..extent };
+        device.count_recomputed(Recomputed { flops: 0, bytes: 2 * out.len() as u64 });
+        dispatch!(self.x.dtype(), T => {
+            let mut scratch = None;
+            let x = self.x.images::<T>(images, &mut scratch)?;
+            Ok(kernel::normalize(device.compute(), &extent, x, &self.layer.by::<T>()?, bytemuck::cast_slice_mut(out))?)
+        })
     }
 }
 

@@ -3,7 +3,8 @@
 use crate::common::{FORMATS, Number, device, laid_out, normal, values};
 use convoke_autograd::ops::{
     Activation, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, Keep, Moments, Padding,
-    PoolOptions, activate, batch_norm, conv_bn_block2d, conv2d, max_pool2d,
+    PoolOptions, Statistics, activate, batch_norm, batch_norm_recomputed, conv_bn_block2d, conv2d,
+    max_pool2d,
 };
 use convoke_autograd::{BackwardOptions, Device, MemoryFormat, Result, Tensor, no_grad};
 use convoke_testkit::{Failures, Tolerance, check_close};
@@ -198,6 +199,55 @@ fn what_is_kept_changes_no_bit() {
         }
     }
     failures.finish();
+}
+
+/// The batch norm between two convolutions, with batch statistics and constant ones: the same bits, and exactly the output's bytes fewer
+/// after forward.
+#[test]
+fn recomputed_outputs_of_batch_norms_change_no_bit_and_are_not_kept() {
+    fn check<T: Number>(net: &Net, format: MemoryFormat, statistics: &Statistics) {
+        let device = device();
+        let leaves = Leaves::new::<T>(&device, net, format);
+        let options = BatchNormOptions {
+            activation: net.activation,
+            statistics: statistics.clone(),
+            ..BatchNormOptions::default()
+        };
+        let results = [false, true].map(|recomputed| {
+            let before = device.memory().live_bytes;
+            let mut kept = 0;
+            let results = run::<T>(&leaves, |leaves| {
+                let y = conv2d(&leaves.x, &leaves.weights[0], None, &Leaves::same(net.kernel))?;
+                let norm = if recomputed { batch_norm_recomputed } else { batch_norm };
+                let (z, one) = norm(&y, Some(&leaves.gammas[0]), Some(&leaves.betas[0]), &options)?;
+                drop(y);
+                let y = conv2d(&z, &leaves.weights[1], None, &Leaves::same(3))?;
+                let (y, two) = norm(&y, Some(&leaves.gammas[1]), Some(&leaves.betas[1]), &options)?;
+                drop(z);
+                kept = device.memory().live_bytes - before;
+                Ok((y, [one, two].into_iter().flatten().collect()))
+            })
+            .unwrap();
+            (results, kept)
+        });
+        let [(plain, all), (recomputed, less)] = results;
+        same_bits::<T>(&recomputed, &plain).unwrap_or_else(|error| panic!("{error}: {format} {net:?}"));
+        assert!(values::<T>(&plain.0).iter().all(|value| value.f64().is_finite()));
+        let [n, _, h, w] = net.x;
+        assert_eq!(all - less, n * net.channels * h * w * size_of::<T>(), "{format} {net:?}");
+    }
+    for net in nets().into_iter().filter(|net| !net.residual && net.pool.is_none()) {
+        let constant = Statistics::Constant {
+            mean: vec![0.25; net.channels].into(),
+            variance: vec![2.0; net.channels].into(),
+        };
+        for (format, statistics) in
+            FORMATS.into_iter().flat_map(|format| [(format, &Statistics::Batch), (format, &constant)])
+        {
+            check::<f32>(&net, format, statistics);
+            check::<f64>(&net, format, statistics);
+        }
+    }
 }
 
 /// bf16 has 8 digits of 2: each value of the convolution's output is off by up to 2^-9 of itself.

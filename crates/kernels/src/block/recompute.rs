@@ -12,7 +12,7 @@ use crate::conv::{Filter, TiledConv};
 use crate::error::{check_len, invalid};
 use crate::images::Images;
 use crate::memory::at_least;
-use crate::{Buffer, Element, Result, convert};
+use crate::{Buffer, Element, Recomputed, Result, convert};
 
 /// A convolution's input and parameters.
 pub type ConvInput<'a, T> = (&'a dyn Images<T>, Filter<'a, T>);
@@ -52,7 +52,16 @@ impl<T: Element> Whole<T> {
 fn compute<T: Element>(block: &Block, (x, filter): ConvInput<'_, T>) -> Result<Buffer<T>> {
     let mut y = block.device().buffer(block.convolution.output_shape().iter().product())?;
     block.convolution.forward(x, filter, &mut y)?;
+    count::<T>(&block.convolution, block.convolution.output_shape()[0]);
     Ok(y)
+}
+
+/// Counts that the convolution of some images ran again.
+fn count<T>(convolution: &TiledConv, images: usize) {
+    let flops = convolution.problem().flops() / convolution.output_shape()[0].max(1) as f64;
+    let bytes = images * (convolution.input_image() + convolution.output_image()) * size_of::<T>();
+    let work = Recomputed { flops: (flops * images as f64) as u64, bytes: bytes as u64 };
+    convolution.device().count_recomputed(work);
 }
 
 /// How backward gets y.
@@ -109,6 +118,7 @@ impl<T: Element, H: Images<T>> OutputTiles<'_, T, H> {
             Kept::Whole(_) | Kept::Tiles => {
                 let out = at_least(scratch, device, len)?;
                 convolution.forward_tile(images.len(), x()?, parameters.filter(), out)?;
+                count::<T>(convolution, images.len());
                 Ok(out)
             }
             Kept::Inverted => {
@@ -171,6 +181,9 @@ impl<T: Element> Recipe<T> {
             (Source::Whole(_), None) => return Err(invalid(NAME, "recomputing needs the block's input")),
         };
         let epilogue = Epilogue::new(block, normalizer, operands);
+        let passes = block.convolution.output_image() * (1 + usize::from(operands.residual.is_some()));
+        let bytes = images.len() * (passes + block.output_image()) * size_of::<T>();
+        block.device().count_recomputed(Recomputed { flops: 0, bytes: bytes as u64 });
         let (image, output_image) = (block.convolution.output_image(), block.output_image());
         check_len(NAME, "z", z.len(), images.len() * output_image)?;
         // A whole tensor is written tile by tile too: the result is the same, and the tiles stay in the caches.

@@ -396,12 +396,9 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
         Self::check_rank(input)?;
         let (weight, bias) =
             (self.weight.as_ref().map(Parameter::value), self.bias.as_ref().map(Parameter::value));
-        let (output, moments) = ops::batch_norm(
-            input,
-            weight.as_ref(),
-            bias.as_ref(),
-            &self.options(input.shape()[1], activation)?,
-        )?;
+        let run = if self.mode.is_recomputed() { ops::batch_norm_recomputed } else { ops::batch_norm };
+        let options = self.options(input.shape()[1], activation)?;
+        let (output, moments) = run(input, weight.as_ref(), bias.as_ref(), &options)?;
         self.observe(moments.as_ref())?;
         Ok(output)
     }

@@ -22,6 +22,7 @@ struct Switches {
     frozen: AtomicBool,
     track_running_stats: AtomicBool,
     communicator: Mutex<Option<Communicator>>,
+    recomputed: AtomicBool,
 }
 
 impl NormMode {
@@ -33,6 +34,7 @@ impl NormMode {
                 frozen: false.into(),
                 track_running_stats: config.track_running_stats.into(),
                 communicator: Mutex::default(),
+                recomputed: false.into(),
             }),
         }
     }
@@ -65,6 +67,18 @@ impl NormMode {
     /// Stops running statistics from moving in training, or lets them move again.
     pub fn set_track_running_stats(&self, track: bool) {
         self.switches.track_running_stats.store(track, Ordering::Relaxed);
+    }
+
+    /// Whether the output is recomputed in backward: see [`NormMode::set_recomputed`].
+    pub fn is_recomputed(&self) -> bool {
+        self.switches.recomputed.load(Ordering::Relaxed)
+    }
+
+    /// Makes layers that would keep the output for backward recompute it from the input, which is kept in any case. That takes less
+    /// memory and more time. The values are the same to the last bit. A batch norm that is part of a fused block ignores this, as the
+    /// block has its own [`super::Keep`].
+    pub fn set_recomputed(&self, recomputed: bool) {
+        self.switches.recomputed.store(recomputed, Ordering::Relaxed);
     }
 
     /// The ranks over whose batches statistics are taken in training, if any.

@@ -2,7 +2,7 @@
 
 use convoke_kernels::block::{BlockProblem, BlockRun, Wanted};
 
-use crate::modules::FusedBlock;
+use crate::modules::{FusedBlock, NormMode};
 use crate::{Module, ModuleExt, Part};
 
 /// All blocks in a tree, with their paths.
@@ -11,6 +11,17 @@ pub(super) fn find(model: &dyn Module) -> Vec<(String, &dyn FusedBlock)> {
     model.visit(&mut |path, part| {
         if let Part::Block(block) = part {
             found.push((path.to_owned(), block));
+        }
+    });
+    found
+}
+
+/// How each batch norm in a tree gets its statistics, whether or not it is part of a block.
+pub(super) fn norms(model: &dyn Module) -> Vec<&NormMode> {
+    let mut found = Vec::new();
+    model.visit(&mut |_, part| {
+        if let Part::Statistics(norm) = part {
+            found.push(norm);
         }
     });
     found

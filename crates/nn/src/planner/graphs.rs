@@ -5,13 +5,14 @@ use std::sync::Arc;
 
 use convoke_autograd::ops::Keep;
 use convoke_autograd::{DType, Device, Exported, MemoryFormat, Root, Tensor, backward_from, enable_grad};
-use convoke_kernels::block::BlockProblem;
+
+use convoke_kernels::Recomputed;
 
 use super::blocks::{self, BlockKind};
 use super::search::{Fit, Found, Search, Steps};
 use super::{PlannerOptions, PlannerProgress};
 use crate::graph::{Definition, Graph};
-use crate::modules::{ConvBnMode, FusedBlock};
+use crate::modules::{ConvBnMode, FusedBlock, NormMode};
 use crate::training::{MemoryPrediction, TrainingError};
 use crate::{Init, ModuleExt};
 
@@ -47,6 +48,35 @@ pub struct GraphInput {
     pub gradient: bool,
 }
 
+/// What a graph keeps for backward.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct GraphKeep {
+    /// What each block keeps, in the order of the graph's parts.
+    pub blocks: Vec<Keep>,
+    /// Whether the output of each batch norm is recomputed, in the order of the graph's parts: see [`NormMode::set_recomputed`].
+    pub recomputed: Vec<bool>,
+}
+
+impl GraphKeep {
+    /// What a graph keeps now.
+    pub fn of(graph: &Graph) -> GraphKeep {
+        GraphKeep {
+            blocks: blocks::find(graph).into_iter().map(|(_, block)| block.keep()).collect(),
+            recomputed: blocks::norms(graph).into_iter().map(NormMode::is_recomputed).collect(),
+        }
+    }
+
+    /// Makes a graph keep this, from the next forward on.
+    pub fn apply(&self, graph: &Graph) {
+        for ((_, block), keep) in blocks::find(graph).into_iter().zip(&self.blocks) {
+            block.set_keep(*keep);
+        }
+        for (norm, recomputed) in blocks::norms(graph).into_iter().zip(&self.recomputed) {
+            norm.set_recomputed(*recomputed);
+        }
+    }
+}
+
 /// Plans what the blocks of graphs keep. In a step the graphs run forward one after the other, and then backward in reverse order.
 ///
 /// Bytes are those of convoke: what is saved, workspaces, outputs, gradients, and gradients of outputs. Inputs, parameters and
@@ -59,8 +89,8 @@ pub struct GraphPlanner {
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct GraphPlan {
-    /// For each graph, what its blocks keep, in the order of its parts.
-    pub keeps: Vec<Vec<Keep>>,
+    /// For each graph, what it keeps.
+    pub keeps: Vec<GraphKeep>,
     /// Bytes in use after all forwards. Exact.
     pub bytes_end_of_forward: usize,
     /// The most bytes in use at any moment of the step. Exact.
@@ -92,10 +122,26 @@ impl GraphPlanner {
     /// # Errors
     /// If a dry step fails. If nothing fits, the error is `Ok(Err(plan))` with the plan of the lowest peak.
     pub fn within(&mut self, budget: usize) -> Result<std::result::Result<GraphPlan, GraphPlan>> {
-        Ok(match self.search.within(budget)? {
+        let least = match self.search.within(budget)? {
+            Fit::Fits(found) => return Ok(Ok(self.plan(found))),
+            Fit::Least(found) => self.plan(found),
+        };
+        self.recompute_norms(true);
+        let plan = match self.search.within(budget)? {
             Fit::Fits(found) => Ok(self.plan(found)),
-            Fit::Least(found) => Err(self.plan(found)),
-        })
+            Fit::Least(found) => {
+                let plan = self.plan(found);
+                Err(if plan.bytes_peak < least.bytes_peak { plan } else { least })
+            }
+        };
+        self.recompute_norms(false);
+        Ok(plan)
+    }
+
+    /// Whether the outputs of batch norms that are no part of a block are recomputed. This is a last resort: its time is not measured.
+    fn recompute_norms(&mut self, recomputed: bool) {
+        self.search.steps.set_recomputed(recomputed);
+        self.search.forget();
     }
 
     /// What the blocks keep without a plan.
@@ -113,12 +159,18 @@ impl GraphPlanner {
     /// If a dry step fails.
     pub fn smallest(&mut self) -> Result<GraphPlan> {
         let found = self.search.smallest()?;
-        Ok(self.plan(found))
+        let plan = self.plan(found);
+        self.recompute_norms(true);
+        let found = self.search.smallest()?;
+        let with_norms = self.plan(found);
+        self.recompute_norms(false);
+        Ok(if with_norms.bytes_peak < plan.bytes_peak { with_norms } else { plan })
     }
 
     fn plan(&self, found: Found) -> GraphPlan {
+        self.search.steps.set_keeps(&found.keeps);
         GraphPlan {
-            keeps: self.search.steps.by_graph(found.keeps),
+            keeps: self.search.steps.keeps(),
             bytes_end_of_forward: found.bytes.bytes_end_of_forward,
             bytes_peak: found.bytes.bytes_peak,
             block_seconds: found.seconds,
@@ -127,80 +179,95 @@ impl GraphPlanner {
     }
 }
 
-/// Exactly the bytes that a step of these graphs needs, as [`GraphPlanner`] counts them, if their blocks keep `keeps`, or what they keep
-/// without a plan.
+/// Exactly the bytes that a step of these graphs needs, as [`GraphPlanner`] counts them, if they keep `keeps`, or what they keep without a
+/// plan.
 ///
 /// # Errors
 /// If a graph cannot be made or an operation fails.
 pub fn graph_memory(
     device: &Device,
     steps: &[GraphStep],
-    keeps: Option<&[Vec<Keep>]>,
+    keeps: Option<&[GraphKeep]>,
 ) -> Result<MemoryPrediction> {
     let mut steps = GraphSteps::new(device, steps)?;
-    if let Some(keeps) = keeps {
-        steps.set_keeps(&keeps.concat());
+    for (part, keep) in steps.parts.iter().zip(keeps.unwrap_or_default()) {
+        keep.apply(&part.graph);
     }
     steps.step()
 }
 
-/// Ways to keep with which a step of these graphs has at most `most` bytes in use at the end of forward, chosen without measuring: starting
-/// from what blocks keep without a plan, those change first that save most for their cost by a rough estimate. If `most` cannot be
-/// reached, these keep as little as that finds.
+/// What the graphs keep so that a step has at most `most` bytes in use at the end of forward, chosen without measuring: starting from
+/// what they keep without a plan, the change that saves most bytes for its work is made next. If `most` cannot be reached, they keep
+/// as little as that finds.
 ///
 /// # Errors
 /// If a graph cannot be made or an operation fails.
-pub fn lightened(device: &Device, steps: &[GraphStep], most: usize) -> Result<Vec<Vec<Keep>>> {
+pub fn lightened(device: &Device, steps: &[GraphStep], most: usize) -> Result<Vec<GraphKeep>> {
     let mut steps = GraphSteps::new(device, steps)?;
-    let problems: Vec<Option<BlockProblem>> =
-        steps.kinds.iter().map(|kind| kind.map(|kind| kind.problem)).collect();
-    let unplanned = |problem: &Option<BlockProblem>| {
-        problem
-            .map_or(Keep::Store, |problem| Keep::default().resolved(problem.residual, problem.pool.is_some()))
-    };
-    let mut keeps: Vec<Keep> = problems.iter().map(unplanned).collect();
-    let mut bytes = |keeps: &[Keep]| -> Result<usize> {
-        steps.set_keeps(keeps);
-        Ok(steps.step()?.bytes_end_of_forward)
-    };
-    let mut now = bytes(&keeps)?;
-    let start = now;
-    let mut changes: Vec<(f64, usize, Keep)> = Vec::new();
-    for (index, problem) in problems.iter().enumerate() {
-        let Some(problem) = problem.filter(|_| start > most) else { continue };
-        for keep in problem.candidates(false) {
-            let before = std::mem::replace(&mut keeps[index], keep);
-            let saved = start.saturating_sub(bytes(&keeps)?);
-            keeps[index] = before;
-            if saved > 0 {
-                changes.push((saved as f64 / extra_seconds(&problem, keep), index, keep));
-            }
+    let mut now = steps.cost()?;
+    if now.bytes <= most {
+        return Ok(steps.keeps());
+    }
+    let mut changes = steps.changes(now)?;
+    while now.bytes > most {
+        // The first prices are estimates from below, and a price rises with what is changed before. So the cheapest change is priced
+        // again until it stays the cheapest.
+        changes.sort_by(|a, b| a.price.total_cmp(&b.price));
+        let Some(&Priced { change, .. }) = changes.first() else { break };
+        let before = steps.make(change);
+        let after = steps.cost()?;
+        let price = after.price(now, most);
+        let is_cheapest = changes.get(1).is_none_or(|next| price <= next.price);
+        if price.is_finite() && is_cheapest {
+            now = after;
+            changes.remove(0);
+            continue;
+        }
+        steps.make(before);
+        match price.is_finite() {
+            true => changes[0].price = price,
+            false => drop(changes.remove(0)),
         }
     }
-    changes.sort_by(|a, b| b.0.total_cmp(&a.0));
-    for (_, index, keep) in changes {
-        if now <= most {
-            break;
-        }
-        let before = std::mem::replace(&mut keeps[index], keep);
-        match bytes(&keeps)? {
-            less if less < now => now = less,
-            _ => keeps[index] = before,
-        }
-    }
-    Ok(steps.by_graph(keeps))
+    Ok(steps.keeps())
 }
 
-/// About how many seconds a way to keep costs, on a processor of 100 GFLOP/s that copies 10 GB/s.
-fn extra_seconds(problem: &BlockProblem, keep: Keep) -> f64 {
-    let convolution = problem.convolution.flops() / 1e11;
-    let pass = (problem.convolution.output_len() * problem.convolution.types.output.size()) as f64 / 1e10;
-    match keep {
-        Keep::Recompute => convolution + pass,
-        Keep::RecomputeInTiles => 2.0 * convolution + pass,
-        Keep::RecomputeBoth => 2.0 * convolution + 3.0 * pass,
-        _ => 2.0 * pass,
+/// What a step costs.
+#[derive(Debug, Clone, Copy)]
+struct Cost {
+    /// Bytes at the end of forward.
+    bytes: usize,
+    /// About how many seconds recomputing takes.
+    seconds: f64,
+}
+
+impl Cost {
+    /// Seconds that each byte fewer than `before` costs, where fewer than `most` bring nothing; infinite if no byte is saved.
+    fn price(self, before: Cost, most: usize) -> f64 {
+        match before.bytes.saturating_sub(self.bytes.max(most)) {
+            0 => f64::INFINITY,
+            saved => (self.seconds - before.seconds) / saved as f64,
+        }
     }
+}
+
+/// About how long recomputing takes, on a processor of 100 GFLOP/s that copies 10 GB/s.
+fn seconds(work: Recomputed) -> f64 {
+    work.flops as f64 / 1e11 + work.bytes as f64 / 1e10
+}
+
+/// One thing less to keep.
+#[derive(Debug, Clone, Copy)]
+enum Change {
+    /// The block of this number keeps this.
+    Block(usize, Keep),
+    /// Whether the output of the batch norm of this number is recomputed.
+    Norm(usize, bool),
+}
+
+struct Priced {
+    change: Change,
+    price: f64,
 }
 
 /// Graphs on a dry device.
@@ -254,11 +321,78 @@ impl GraphSteps {
         Ok(dry)
     }
 
-    /// What blocks keep, for each graph.
-    fn by_graph(&self, keeps: Vec<Keep>) -> Vec<Vec<Keep>> {
-        let mut keeps = keeps.into_iter();
-        let count = |part: &GraphPart| blocks::find(&part.graph).len();
-        self.parts.iter().map(|part| keeps.by_ref().take(count(part)).collect()).collect()
+    /// What each graph keeps now.
+    fn keeps(&self) -> Vec<GraphKeep> {
+        self.parts.iter().map(|part| GraphKeep::of(&part.graph)).collect()
+    }
+
+    /// The batch norms of all graphs.
+    fn norms(&self) -> Vec<&NormMode> {
+        self.parts.iter().flat_map(|part| blocks::norms(&part.graph)).collect()
+    }
+
+    fn set_recomputed(&self, recomputed: bool) {
+        self.norms().into_iter().for_each(|norm| norm.set_recomputed(recomputed));
+    }
+
+    /// What a step costs with what the graphs keep now.
+    fn cost(&mut self) -> Result<Cost> {
+        let before = self.device.recomputed();
+        let bytes = self.step()?.bytes_end_of_forward;
+        let after = self.device.recomputed();
+        let work = Recomputed { flops: after.flops - before.flops, bytes: after.bytes - before.bytes };
+        Ok(Cost { bytes, seconds: seconds(work) })
+    }
+
+    /// Makes a change, and gives the one that undoes it.
+    fn make(&self, change: Change) -> Change {
+        match change {
+            Change::Block(index, keep) => {
+                let (_, block) = self.blocks()[index];
+                let before = block.keep();
+                block.set_keep(keep);
+                Change::Block(index, before)
+            }
+            Change::Norm(index, recomputed) => {
+                let norm = self.norms()[index];
+                let before = norm.is_recomputed();
+                norm.set_recomputed(recomputed);
+                Change::Norm(index, before)
+            }
+        }
+    }
+
+    /// The changes that may save bytes, with prices estimated from below.
+    fn changes(&mut self, now: Cost) -> Result<Vec<Priced>> {
+        let mut changes = Vec::new();
+        for (index, kind) in self.kinds.iter().enumerate() {
+            let Some(BlockKind { problem, .. }) = kind else { continue };
+            let kept = Keep::default().resolved(problem.residual, problem.pool.is_some());
+            let size = problem.convolution.types.output.size();
+            let (x, y) = (problem.convolution.input_len() * size, problem.convolution.output_len() * size);
+            let convolution = Recomputed { flops: problem.convolution.flops() as u64, bytes: (x + y) as u64 };
+            let passes = Recomputed { flops: 0, bytes: 2 * y as u64 };
+            // Tiles only lower the peak.
+            for (keep, seconds, saved) in [
+                (Keep::Renormalize, seconds(passes), y),
+                (Keep::Recompute, seconds(convolution), y),
+                (Keep::RecomputeBoth, seconds(convolution) + seconds(passes), 2 * y),
+            ] {
+                if keep != kept {
+                    let price = seconds / saved as f64;
+                    changes.push(Priced { change: Change::Block(index, keep), price });
+                }
+            }
+        }
+        // If all batch norms are parts of blocks, this changes nothing.
+        self.set_recomputed(true);
+        let price = self.cost()?.price(now, 0);
+        self.set_recomputed(false);
+        if price.is_finite() {
+            let norms = 0..self.norms().len();
+            changes.extend(norms.map(|index| Priced { change: Change::Norm(index, true), price }));
+        }
+        Ok(changes)
     }
 }
 

@@ -19,7 +19,7 @@ use crate::Module;
 use crate::modules::ConvBnMode;
 
 pub(crate) use blocks::{BlockKind, kinds, weights};
-pub use graphs::{GraphInput, GraphPlan, GraphPlanner, GraphStep, graph_memory, lightened};
+pub use graphs::{GraphInput, GraphKeep, GraphPlan, GraphPlanner, GraphStep, graph_memory, lightened};
 pub use run::Planner;
 pub use search::{PlannerOptions, PlannerProgress};
 

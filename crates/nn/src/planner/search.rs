@@ -180,6 +180,11 @@ impl<S: Steps> Search<S> {
         Ok(bytes)
     }
 
+    /// Forgets the bytes of plans, after something else about the steps has changed.
+    pub(super) fn forget(&mut self) {
+        self.known.clear();
+    }
+
     fn seconds(&self, keeps: &[Keep]) -> f64 {
         self.blocks.iter().zip(keeps).map(|(block, keep)| block.choice(*keep).seconds).sum()
     }

@@ -11,8 +11,10 @@ use convoke_autograd::{
 };
 use convoke_nn::graph::{BatchNormOp, Builder, ConvSpec, Definition, Graph, Scheme};
 use convoke_nn::modules::{ConvBnMode, Keep};
-use convoke_nn::planner::{GraphInput, GraphPlan, GraphPlanner, GraphStep, PlannerOptions, graph_memory};
-use convoke_nn::{Init, ModuleExt, Part, State};
+use convoke_nn::planner::{
+    GraphInput, GraphKeep, GraphPlan, GraphPlanner, GraphStep, PlannerOptions, graph_memory, lightened,
+};
+use convoke_nn::{Init, ModuleExt, State};
 use convoke_testkit::normal;
 
 const SHAPE: [usize; 4] = [3, 4, 16, 16];
@@ -32,10 +34,25 @@ fn definition() -> Arc<Definition> {
     Arc::new(builder.finish(&[&y, &pooled]).unwrap())
 }
 
-fn step(channels_last: &[&str]) -> GraphStep {
+/// Part of a dense network: the batch norms before its convolutions are no part of a block.
+fn dense() -> Arc<Definition> {
+    let mut builder = Builder::new("dense", Scheme::default());
+    let mut x = builder.input("x", SHAPE[1]);
+    for name in ["1", "2", "3"] {
+        let y = builder.batch_norm(&x, &format!("bn{name}"), BatchNormOp::default());
+        let y = builder.relu(&y);
+        let y = builder.conv(&y, &format!("conv{name}"), ConvSpec::same(8, 3));
+        x = builder.concat(&[&x, &y]);
+    }
+    let x = builder.conv(&x, "conv4", ConvSpec::same(8, 3));
+    let y = builder.global_average(&x);
+    Arc::new(builder.finish(&[&x, &y]).unwrap())
+}
+
+fn step(definition: Arc<Definition>, channels_last: &[&str]) -> GraphStep {
     let input = GraphInput { shape: SHAPE.to_vec(), format: MemoryFormat::Contiguous, gradient: true };
     GraphStep {
-        definition: definition(),
+        definition,
         dtype: DType::F32,
         inputs: vec![input],
         frozen: Vec::new(),
@@ -60,8 +77,14 @@ struct Outcome {
     bytes_peak: usize,
 }
 
-/// Runs a step as the binding for Python does, with these ways to keep.
-fn run(device: &Device, step: &GraphStep, keeps: Option<&[Keep]>) -> Outcome {
+impl Outcome {
+    fn values(&self) -> Vec<Vec<f32>> {
+        self.left.iter().map(|values| values.data::<f32>().unwrap().to_vec()).collect()
+    }
+}
+
+/// Runs a step as the binding for Python does, and keeps this.
+fn run(device: &Device, step: &GraphStep, keep: &GraphKeep) -> Outcome {
     let init = Init::new(device, 0);
     let shapes = Graph::new(&step.definition, &init, ConvBnMode::Fused).unwrap().named_state();
     let mut values = HashMap::new();
@@ -79,14 +102,8 @@ fn run(device: &Device, step: &GraphStep, keeps: Option<&[Keep]>) -> Outcome {
     }
     let mut graph = Graph::with_values(&step.definition, &init, ConvBnMode::Fused, &values).unwrap();
     graph.set_working_format(step.working_format);
-    if let Some(keeps) = keeps {
-        let mut keeps = keeps.iter();
-        graph.visit(&mut |_, part| {
-            if let Part::Block(block) = part {
-                block.set_keep(*keeps.next().unwrap());
-            }
-        });
-    }
+    keep.apply(&graph);
+    assert_eq!(GraphKeep::of(&graph), *keep);
     let x = borrowed(device, &SHAPE, MemoryFormat::Contiguous, 1).with_grad();
     device.trim();
     let mut outcome = Outcome { left: Vec::new(), bytes_end_of_forward: 0, bytes_peak: 0 };
@@ -146,7 +163,7 @@ fn planner(device: &Device, step: &GraphStep) -> GraphPlanner {
 /// framework's.
 fn check(device: &Device, step: &GraphStep, plan: &GraphPlan, of_upstream: usize) -> Vec<Vec<f32>> {
     device.tuner().limit_workspace(plan.workspace_limit);
-    let outcome = run(device, step, Some(&plan.keeps[0]));
+    let outcome = run(device, step, &plan.keeps[0]);
     assert_eq!(outcome.bytes_end_of_forward, plan.bytes_end_of_forward, "{plan:?}");
     // What the planner counts as the gradients of outputs is borrowed here.
     assert!(
@@ -154,7 +171,7 @@ fn check(device: &Device, step: &GraphStep, plan: &GraphPlan, of_upstream: usize
         "{} {plan:?}",
         outcome.bytes_peak
     );
-    outcome.left.iter().map(|values| values.data::<f32>().unwrap().to_vec()).collect()
+    outcome.values()
 }
 
 /// Algorithms differ within a limited workspace, and with them the last bits.
@@ -170,8 +187,11 @@ fn check_values(values: &[Vec<f32>], expected: &[Vec<f32>], plan: &GraphPlan) {
 fn bytes_are_those_predicted_and_budgets_are_kept() {
     let device = device();
     let of_upstream = (SHAPE[0] * 8 * SHAPE[2] * SHAPE[3] + SHAPE[0] * 8) * 4;
-    for channels_last in [&[][..], &["conv1.weight", "conv2.weight"]] {
-        let step = step(channels_last);
+    let formats = [&[][..], &["conv1.weight", "conv2.weight"]];
+    for (definition, channels_last) in
+        formats.into_iter().flat_map(|format| [(definition(), format), (dense(), format)])
+    {
+        let step = step(definition, channels_last);
         let mut planner = planner(&device, &step);
         let unplanned = planner.unplanned().unwrap();
         let expected = check(&device, &step, &unplanned, of_upstream);
@@ -198,8 +218,46 @@ fn bytes_are_those_predicted_and_budgets_are_kept() {
 #[test]
 fn two_graphs_keep_more_than_one() {
     let device = device();
-    let one = graph_memory(&device, &[step(&[])], None).unwrap();
-    let two = graph_memory(&device, &[step(&[]), step(&[])], None).unwrap();
+    let one = step(definition(), &[]);
+    let two = graph_memory(&device, &[one.clone(), one.clone()], None).unwrap();
+    let one = graph_memory(&device, &[one], None).unwrap();
     assert_eq!(two.bytes_end_of_forward, 2 * one.bytes_end_of_forward);
     assert!(two.bytes_peak > one.bytes_peak);
+}
+
+#[test]
+fn lightened_graphs_keep_no_more_than_asked_and_change_no_bit() {
+    let device = device();
+    for (definition, changes) in [(definition(), "blocks"), (dense(), "norms")] {
+        let step = step(definition, &[]);
+        let steps = std::slice::from_ref(&step);
+        let bytes = |keeps: &[GraphKeep]| graph_memory(&device, steps, Some(keeps)).unwrap();
+        let all = lightened(&device, steps, usize::MAX).unwrap();
+        let least = lightened(&device, steps, 0).unwrap();
+        let (most, few) = (bytes(&all).bytes_end_of_forward, bytes(&least).bytes_end_of_forward);
+        assert_eq!(most, graph_memory(&device, steps, None).unwrap().bytes_end_of_forward);
+        assert!(few < most, "{few} {most}");
+        let GraphKeep { blocks, recomputed } = &least[0];
+        match changes {
+            "norms" => assert!(blocks.is_empty() && recomputed.iter().all(|recomputed| *recomputed)),
+            _ => {
+                assert!(blocks.iter().any(|keep| !matches!(keep, Keep::Auto)) && !recomputed.contains(&true))
+            }
+        }
+        let expected = run(&device, &step, &all[0]).values();
+        for asked in [most - 1, (most + few) / 2, few] {
+            let keeps = lightened(&device, steps, asked).unwrap();
+            assert!(bytes(&keeps).bytes_end_of_forward <= asked, "{keeps:?}");
+            let found = run(&device, &step, &keeps[0]);
+            assert_eq!(found.bytes_end_of_forward, bytes(&keeps).bytes_end_of_forward);
+            assert!(found.values() == expected, "{keeps:?}");
+        }
+        // No more is changed than is needed.
+        let one = lightened(&device, steps, most - 1).unwrap();
+        let changed = |keep: &GraphKeep| {
+            keep.blocks.iter().filter(|keep| !matches!(keep, Keep::Auto)).count()
+                + keep.recomputed.iter().filter(|recomputed| **recomputed).count()
+        };
+        assert_eq!(changed(&one[0]), 1, "{one:?}");
+    }
 }
