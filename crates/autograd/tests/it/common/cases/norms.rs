@@ -1,8 +1,8 @@
 //! Cases of batch norm, and of blocks of convolution and batch norm.
 
 use convoke_autograd::ops::{
-    Activation, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, EpsPlace, Keep, PoolOptions,
-    Statistics, batch_norm, conv_bn_block2d, conv_bn2d, conv2d,
+    Activation, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, EpsPlace, Keep, Moments,
+    PoolOptions, Statistics, batch_norm, conv_bn_block2d, conv_bn2d, conv2d,
 };
 use convoke_autograd::{DType, Result, Tensor};
 
@@ -45,7 +45,11 @@ fn norm_options(draw: &mut Draw, channels: usize, [relu, constant, outside]: [bo
     }
 }
 
-pub(super) fn batch_norm_cases(draw: &mut Draw) {
+/// [`batch_norm`], or what has its arguments.
+type Norm =
+    fn(&Tensor, Option<&Tensor>, Option<&Tensor>, &BatchNormOptions) -> Result<(Tensor, Option<Moments>)>;
+
+pub(super) fn batch_norm_cases(draw: &mut Draw, norm: Norm) {
     let shapes: &[&[usize]] = match draw.size {
         Size::Small => &[&[5, 3], &[3, 2, 4], &[2, 3, 3, 2], &[2, 2, 2, 3, 2], &[4, 1, 3, 1]],
         Size::Large => &[&[3, 6, 32, 32]],
@@ -62,7 +66,7 @@ pub(super) fn batch_norm_cases(draw: &mut Draw) {
             let mut rest = inputs[1..].iter();
             let weight = weight.then(|| rest.next().unwrap());
             let bias = bias.then(|| rest.next().unwrap());
-            Ok(batch_norm(&inputs[0], weight, bias, options)?.0)
+            Ok(norm(&inputs[0], weight, bias, options)?.0)
         };
         add_normalized(draw, name, &shapes, options, (function, anywhere));
     }
