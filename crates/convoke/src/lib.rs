@@ -5,7 +5,7 @@
 //! optimizers, data and training runs in [`nn`], convolution algorithms in [`conv`], the tuner that chooses them in [`tune`],
 //! ranks in [`distributed`], and what algorithms of your own are built from in [`kernels`].
 //!
-//! Features: `onnx` reads and writes ONNX models; `datasets` reads MNIST, CIFAR-10 and CamVid, and downloads the former two; `cli`, which is on by default and
+//! Features: `images` reads folders of photographs; `onnx` reads and writes ONNX models; `datasets` reads MNIST, CIFAR-10 and CamVid, and downloads the former two; `cli`, which is on by default and
 //! includes it, builds the program `convoke`; `mpi` adds ranks that are processes.
 //!
 //! ```
@@ -94,6 +94,9 @@ pub mod nn {
 
     /// Data sets of images: a trait for your own, readers, generated ones, augmentation, and batches that threads load ahead.
     pub mod data {
+        #[cfg(feature = "images")]
+        #[doc(inline)]
+        pub use convoke_nn::data::photos;
         #[doc(inline)]
         pub use convoke_nn::data::{
             Augmentation, Catalog, DataError, Dataset, DatasetInfo, DatasetSpec, DatasetSpecs, Datasets,

@@ -18,6 +18,7 @@ use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
 
+use super::moments::Moments;
 use super::png_file::{self, Content, Raster};
 use super::progress::report;
 use super::threads::threads;
@@ -161,7 +162,9 @@ fn load_named<const N: usize>(
             ));
         }
     }
-    (info.mean, info.std) = moments(&parts[0].0, info.height * info.width);
+    let mut moments = Moments::new(CHANNELS);
+    moments.add_planes(&parts[0].0, info.height * info.width);
+    (info.mean, info.std) = moments.mean_and_std();
     let sets = parts.into_iter().map(|(pixels, labels)| InMemory::new(info.clone(), pixels, labels));
     let sets = sets.collect::<Result<Vec<_>, _>>()?;
     Ok(sets.try_into().expect("one set for each name"))
@@ -247,27 +250,6 @@ fn png_names(folder: &Path, part: &str) -> Result<Vec<OsString>, DataError> {
     }
     names.sort();
     if names.is_empty() { Err(missing(&path, "*.png")) } else { Ok(names) }
-}
-
-/// Mean and standard deviation of each channel, scaled to 0..1, of N x C x (plane) pixels.
-///
-/// Computed in f64 from how often each byte occurs. A channel without contrast has a standard deviation of 1, so
-/// that normalising it gives 0.
-fn moments(pixels: &[u8], plane: usize) -> (Vec<f32>, Vec<f32>) {
-    let mut counts = [[0_u64; 256]; CHANNELS];
-    for (index, plane) in pixels.chunks(plane).enumerate() {
-        let counts = &mut counts[index % CHANNELS];
-        plane.iter().for_each(|&byte| counts[usize::from(byte)] += 1);
-    }
-    let moments = counts.iter().map(|counts| {
-        let all = counts.iter().sum::<u64>() as f64;
-        let values = || counts.iter().enumerate().map(|(byte, &count)| (byte as f64 / 255.0, count as f64));
-        let mean = values().map(|(value, count)| value * count).sum::<f64>() / all;
-        let variance = values().map(|(value, count)| (value - mean).powi(2) * count).sum::<f64>() / all;
-        let one_value = counts.iter().filter(|&&count| count > 0).count() == 1;
-        (mean as f32, if one_value { 1.0 } else { variance.sqrt() as f32 })
-    });
-    moments.unzip()
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 
 use std::error::Error;
 use std::fmt;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
@@ -213,6 +214,21 @@ pub trait Dataset: Send + Sync {
     /// Whether there are none.
     fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// The names of the classes, if they have names; a label is a place in this list.
+    fn class_names(&self) -> Option<&[String]> {
+        None
+    }
+
+    /// The files that were left out because they could not be read, each with the reason.
+    fn skipped(&self) -> &[(PathBuf, String)] {
+        &[]
+    }
+
+    /// What decides how training varies samples beyond the seed, as text. A run resumes only with the same.
+    fn variation(&self) -> Option<String> {
+        None
     }
 
     /// Whether a sample costs no more than reading memory, so that loading ahead would gain nothing.

@@ -1,12 +1,12 @@
 //! Data sets of images: a trait for your own, readers of MNIST, CIFAR-10 and CamVid, generated digits and noise, random crops and
 //! flips, and batches that threads load ahead. This crate does not know tensors.
 //!
-//! A [`Dataset`] gives samples by index, and need not hold them in memory. The data sets of this crate are [`InMemory`]: bytes
-//! exactly as they were stored or drawn. Scaling and normalisation happen when a batch is made ([`Loader`]), so that the 70,000
+//! A [`Dataset`] gives samples by index, and need not hold them in memory. The data sets of this crate are [`InMemory`], bytes
+//! exactly as they were stored or drawn, except for folders of photographs, which are decoded when they are asked for. Scaling and normalisation happen when a batch is made ([`Loader`]), so that the 70,000
 //! images of MNIST take 55 MB and not four times as much.
 //!
-//! Features add the readers of compressed files (`gzip`: MNIST, CIFAR-10), of PNG files (`png`: CamVid), and downloads
-//! (`download`).
+//! Features add the readers of compressed files (`gzip`: MNIST, CIFAR-10), of PNG files (`png`: CamVid), of folders of photographs
+//! (`images`, which includes `png`), and downloads (`download`).
 //!
 //! Architecture invariant: nothing here prints or reads the environment. Long work reports through [`Progress`].
 
@@ -28,7 +28,11 @@ mod in_memory;
 mod loader;
 #[cfg(feature = "gzip")]
 pub mod mnist;
+#[cfg(feature = "png")]
+mod moments;
 mod noise;
+#[cfg(feature = "images")]
+pub mod photos;
 #[cfg(feature = "png")]
 mod png_file;
 mod progress;

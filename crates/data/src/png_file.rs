@@ -47,6 +47,26 @@ pub(super) fn decode(
     content: Content,
     size: Option<[usize; 2]>,
 ) -> Result<Raster, DataError> {
+    let sides = size.map_or(Sides::AtMost { side: MAX_SIDE, pixels: MAX_SIDE * MAX_SIDE }, Sides::Exactly);
+    decode_sized(bytes, file, content, sides)
+}
+
+/// What the height and width of a file may be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Sides {
+    /// Those of the set's first image.
+    Exactly([usize; 2]),
+    /// Bounded, and so is their product.
+    AtMost { side: usize, pixels: usize },
+}
+
+/// As [`decode`], with other bounds.
+pub(super) fn decode_sized(
+    bytes: impl BufRead + Seek,
+    file: &Path,
+    content: Content,
+    sides: Sides,
+) -> Result<Raster, DataError> {
     let failed = |error| decoding_error(file, error);
     let mut decoder = Decoder::new_with_limits(bytes, Limits { bytes: MAX_DECODER_BYTES });
     // By default one of the two checksums is not compared.
@@ -58,13 +78,16 @@ pub(super) fn decode(
     let (color, depth) = (header.color_type, header.bit_depth);
 
     let found = format!("{height}x{width}");
-    match size {
-        Some(size) if size != [height, width] => {
+    match sides {
+        Sides::Exactly(size) if size != [height, width] => {
             let expected = format!("{}x{} (height x width) as the set's first image", size[0], size[1]);
             return Err(DataError::malformed(file, "size", expected, found));
         }
-        None if height > MAX_SIDE || width > MAX_SIDE => {
-            return Err(DataError::malformed(file, "size", format!("at most {MAX_SIDE}x{MAX_SIDE}"), found));
+        Sides::AtMost { side, .. } if height > side || width > side => {
+            return Err(DataError::malformed(file, "size", format!("at most {side}x{side}"), found));
+        }
+        Sides::AtMost { pixels, .. } if height * width > pixels => {
+            return Err(DataError::malformed(file, "size", format!("at most {pixels} pixels"), found));
         }
         _ => {}
     }

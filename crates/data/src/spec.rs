@@ -20,6 +20,9 @@ pub struct LoadOptions<'a> {
     pub folder: Option<&'a Path>,
     /// The seed for all that is drawn at random.
     pub seed: u64,
+    /// How photographs are prepared and varied, for sets of them: see [`DatasetSpec::takes_photos`].
+    #[cfg(feature = "images")]
+    pub photos: &'a super::photos::PhotoSettings,
     /// Is called with how far loading is, and may stop it.
     pub progress: &'a Progress<'a>,
 }
@@ -27,7 +30,13 @@ pub struct LoadOptions<'a> {
 impl<'a> LoadOptions<'a> {
     /// Without a folder, and from seed 1.
     pub fn new(progress: &'a Progress<'a>) -> LoadOptions<'a> {
-        LoadOptions { folder: None, seed: 1, progress }
+        LoadOptions {
+            folder: None,
+            seed: 1,
+            #[cfg(feature = "images")]
+            photos: &super::photos::PhotoSettings::USUAL,
+            progress,
+        }
     }
 }
 
@@ -65,6 +74,7 @@ pub struct DatasetSpec {
     model: Option<Arc<str>>,
     files: Option<Files>,
     download: Option<Arc<Download>>,
+    photos: bool,
 }
 
 /// The info of a data set as it is usually distributed.
@@ -98,6 +108,7 @@ impl DatasetSpec {
             model: None,
             files: None,
             download: None,
+            photos: false,
         }
     }
 
@@ -147,6 +158,13 @@ impl DatasetSpec {
         DatasetSpec { files: Some(Files { are_there: Arc::new(are_there), hint: hint.into() }), ..self }
     }
 
+    /// For the user's own photographs: see [`DatasetSpec::takes_photos`].
+    #[cfg(feature = "images")]
+    #[must_use]
+    pub(super) fn of_photos(self) -> DatasetSpec {
+        DatasetSpec { photos: true, ..self }
+    }
+
     /// For files that can be fetched into a folder. The second argument of `download` is a proxy's address.
     #[must_use]
     pub fn with_download(
@@ -167,6 +185,12 @@ impl DatasetSpec {
             let options = DownloadOptions { proxy, ..DownloadOptions::new(mirrors) };
             Ok(download(folder, &options, progress)?)
         })
+    }
+
+    /// Whether it is a folder of the user's photographs, which has to be named, and whose images the settings in [`LoadOptions`]
+    /// prepare and vary.
+    pub fn takes_photos(&self) -> bool {
+        self.photos
     }
 
     /// The name on the command line.
@@ -283,6 +307,10 @@ impl Listed for DatasetSpec {
             super::camvid::spec(),
             #[cfg(feature = "gzip")]
             super::cifar10::spec(),
+            #[cfg(feature = "images")]
+            super::photos::folder_spec(),
+            #[cfg(feature = "images")]
+            super::photos::masks_spec(),
         ]
     }
 }

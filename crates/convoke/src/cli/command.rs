@@ -35,6 +35,8 @@ pub(crate) enum Command {
         convoke train --ranks 2 --sync-bn --batch-size 256\n  \
         convoke train --data camvid --data-dir camvid --batch-size 8 --optimizer adamw --epochs 10\n  \
         convoke train --data cifar10 --download --optimizer sgd --lr 0.1 --weight-decay 1e-4 --epochs 10\n  \
+        convoke train --data folder --data-dir photos --image-size 128 --batch-size 32 --optimizer sgd --lr 0.05 --epochs 10\n  \
+        convoke train --data masks --data-dir scenes --batch-size 8 --optimizer adamw --epochs 10\n  \
         convoke train --data random --model resnet50 --batch-size 32 --steps 8\n  \
         convoke train --steps 50 --json - --report report.html")]
     Train(TrainArgs),

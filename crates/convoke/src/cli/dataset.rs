@@ -2,11 +2,13 @@
 
 use std::path::PathBuf;
 
+use crate::nn::data::photos::{PhotoAugmentation, PhotoSettings};
 use crate::nn::data::{Augmentation, DataError, DatasetSpec, Datasets, LoadError, LoadOptions};
 
 use super::console::Console;
 use super::failure::{Failure, Result};
 use super::flags::run::{Augment, RunArgs};
+use super::flags::values::ImageSize;
 use super::registry::{Data, RANDOM, datasets};
 use super::{fits, places};
 
@@ -40,6 +42,7 @@ fn folder(args: &RunArgs, spec: &DatasetSpec) -> Option<PathBuf> {
 /// Loads what the flags ask for, if the model can be trained on it.
 pub(crate) fn load(args: &RunArgs, console: &Console) -> Result<Datasets> {
     check_names(args)?;
+    check_photo_flags(args)?;
     let data = match named(args) {
         None => {
             check_generated(args, RANDOM)?;
@@ -88,6 +91,9 @@ fn load_named(spec: &DatasetSpec, args: &RunArgs, console: &Console) -> Result<D
     let progress = console.data_progress();
     let failure = |error| failure(error, spec.hint().unwrap_or_default());
     let mut folder = None;
+    if spec.takes_photos() && args.data_dir.is_none() {
+        return Err(Failure::Usage(format!("--data {spec}: {}", spec.hint().unwrap_or_default())));
+    }
     if spec.has_files() {
         let own = self::folder(args, spec).ok_or_else(|| {
             Failure::Usage("this system has no folder for data: name one with --data-dir".into())
@@ -102,9 +108,78 @@ fn load_named(spec: &DatasetSpec, args: &RunArgs, console: &Console) -> Result<D
         }
         folder = Some(own);
     }
+    let photos = photo_settings(args, spec);
     let mut options = LoadOptions::new(&progress);
-    (options.folder, options.seed) = (folder.as_deref(), args.seed);
-    spec.load(&options).map_err(failure)
+    (options.folder, options.seed, options.photos) = (folder.as_deref(), args.seed, &photos);
+    let data = spec.load(&options).map_err(failure)?;
+    for (name, part) in [("training", &data.train), ("validation", &data.test)] {
+        report_skipped(name, part.skipped(), console);
+    }
+    Ok(data)
+}
+
+/// How the flags ask to prepare and vary photographs.
+fn photo_settings(args: &RunArgs, spec: &DatasetSpec) -> PhotoSettings {
+    let [channels, height, width] = args.model().input();
+    // Of classes, any size will do, so the model chooses. Masks usually have the size that they should have.
+    let of_classes = spec.usual().is_some_and(|info| !info.targets.are_of_pixels());
+    PhotoSettings {
+        size: args.image_size.map(|ImageSize(size)| size).or(of_classes.then_some([height, width])),
+        channels,
+        validation_share: args.validation,
+        augmentation: (args.augment == Augment::None).then(PhotoAugmentation::none),
+        follow_links: args.follow_links,
+        skip_broken: args.skip_broken,
+        ..PhotoSettings::default()
+    }
+}
+
+/// Fails if flags about photographs are given for other data.
+fn check_photo_flags(args: &RunArgs) -> Result<()> {
+    if named(args).is_some_and(DatasetSpec::takes_photos) {
+        return Ok(());
+    }
+    let given = [
+        ("--image-size", args.image_size.is_some()),
+        ("--skip-broken", args.skip_broken),
+        ("--follow-links", args.follow_links),
+        ("--augment standard", args.augment == Augment::Standard),
+    ];
+    match given.into_iter().find(|(_, given)| *given) {
+        Some((flag, _)) => Err(Failure::Usage(format!(
+            "{flag} is for photographs, --data folder and --data masks, not for {}",
+            args.data
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// The failure of a step with what to do about it, if a photograph could not be read.
+pub(crate) fn with_remedy(args: &RunArgs, failure: Failure) -> Failure {
+    match (named(args), failure) {
+        (Some(spec), Failure::Run(text))
+            if spec.takes_photos() && text.contains(&format!("data set {spec}: sample ")) =>
+        {
+            Failure::Run(format!("{text}\n--skip-broken leaves out photographs that cannot be decoded"))
+        }
+        (_, failure) => failure,
+    }
+}
+
+/// Tells which photographs were left out.
+fn report_skipped(part: &str, skipped: &[(PathBuf, String)], console: &Console) {
+    const LISTED: usize = 20;
+    if skipped.is_empty() {
+        return;
+    }
+    console
+        .line(&format!("left out of {part}, because they cannot be decoded: {} photographs", skipped.len()));
+    for (_, reason) in skipped.iter().take(LISTED) {
+        console.line(&format!("  {reason}"));
+    }
+    if skipped.len() > LISTED {
+        console.line(&format!("  and {} more", skipped.len() - LISTED));
+    }
 }
 
 /// Four batches of noise to train, and one to test.
@@ -130,6 +205,9 @@ fn failure(error: LoadError, hint: &str) -> Failure {
     match error.downcast_ref() {
         Some(DataError::Cancelled { .. }) => Failure::Run("interrupted before the first step".into()),
         Some(DataError::Missing { .. }) => Failure::Run(format!("{error}\n{hint}")),
+        Some(DataError::Malformed { field: "link", .. }) => {
+            Failure::Run(format!("{error}\n--follow-links follows links that lead out of the folder"))
+        }
         _ => Failure::Run(error.to_string()),
     }
 }

@@ -13,7 +13,7 @@ use super::flags::memory::{MemoryArgs, PlannerArgs};
 use super::flags::ranks::RankArgs;
 use super::flags::run::RunArgs;
 use super::flags::threads;
-use super::flags::values::name;
+use super::flags::values::{ImageSize, name};
 use super::{dataset, json, output};
 
 /// One rank's place in a command.
@@ -134,6 +134,10 @@ fn settings(args: &RunArgs) -> Vec<(&'static str, String)> {
         download: _,
         workers: _,
         augment,
+        image_size,
+        validation,
+        skip_broken,
+        follow_links,
         model: _,
         epochs,
         steps,
@@ -162,6 +166,10 @@ fn settings(args: &RunArgs) -> Vec<(&'static str, String)> {
     vec![
         ("--data", data.to_string()),
         ("--augment", name(*augment)),
+        ("--image-size", given(&image_size.map(|ImageSize([height, width])| format!("{height}x{width}")))),
+        ("--validation", validation.to_string()),
+        ("--skip-broken", skip_broken.to_string()),
+        ("--follow-links", follow_links.to_string()),
         ("--model", args.model().to_string()),
         ("--weights", given(&weights.as_ref().map(|file| file.display()))),
         ("--epochs", given(epochs)),

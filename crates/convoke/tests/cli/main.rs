@@ -14,6 +14,7 @@ mod mpi;
 mod onnx;
 mod outputs;
 mod pages;
+mod photographs;
 mod plan;
 mod program;
 mod ranks;

@@ -113,10 +113,10 @@ fn models_and_data_that_do_not_fit() {
     let cases: &[(&[&str], &[&str])] = &[
         (
             &["--model", "resnet50"],
-            &["resnet50 takes images of 32 x 32", "digits has", "--data that fits resnet50: cifar10, random"],
+            &["resnet50 takes images of 32 x 32", "digits has", "--data that fits resnet50: cifar10, folder, random"],
         ),
         (&["--model", "resnet50", "--data", "digits"], &["--model that fits digits: mnist-cnn, resnet20"]),
-        (&["--model", "segnet"], &["label for each pixel", "--data that fits segnet: camvid, random"]),
+        (&["--model", "segnet"], &["label for each pixel", "--data that fits segnet: camvid, masks, random"]),
         (&["--model", "mnist-cnn", "--data", "cifar10"], &["fits mnist-cnn: digits, mnist, random"]),
         (
             &["--model", "resnet20", "--data", "camvid"],

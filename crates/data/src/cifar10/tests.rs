@@ -202,6 +202,7 @@ fn progress_counts_bytes_and_can_cancel() {
     load(folder.path(), &stop).unwrap_err();
 }
 
+#[cfg(feature = "download")]
 #[test]
 fn what_is_downloaded_is_the_archive() {
     // Without a mirror a download fails: the archive here is not the published one.

@@ -138,11 +138,13 @@ fn progress_counts_files_and_can_cancel() {
 }
 
 /// Two of the sound folder's files as sources; what a mirror would hold does not matter, as there is none.
+#[cfg(feature = "download")]
 fn sources<'a>(checksums: &'a [String; 2]) -> [Source<'a>; 2] {
     let source = |real: Source<'static>, contents_sha256: &'a str| Source { contents_sha256, ..real };
     [source(TRAIN_IMAGES, &checksums[0]), source(TEST_LABELS, &checksums[1])]
 }
 
+#[cfg(feature = "download")]
 #[test]
 fn right_contents_in_any_form_are_not_downloaded_again() {
     let folder = folder();
@@ -162,6 +164,7 @@ fn right_contents_in_any_form_are_not_downloaded_again() {
     }
 }
 
+#[cfg(feature = "download")]
 #[test]
 fn the_table_of_files_is_well_formed() {
     for source in &SOURCES {

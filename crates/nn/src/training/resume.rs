@@ -27,6 +27,9 @@ struct Settings {
     batch_size: usize,
     seed: u64,
     augmentation: Augmentation,
+    /// See [`crate::data::Dataset::variation`].
+    #[serde(default)]
+    variation: Option<String>,
 }
 
 /// A run's settings and position: everything in a checkpoint except tensors.
@@ -118,6 +121,7 @@ impl Trainer {
             batch_size: self.config.batch_size,
             seed: self.config.seed,
             augmentation: self.config.augmentation,
+            variation: self.data.train.variation(),
         }
     }
 

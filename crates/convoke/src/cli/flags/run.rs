@@ -14,7 +14,7 @@ use super::memory::MemoryArgs;
 use super::optimizer::{OptimizerName, rule};
 use super::ranks::RankArgs;
 use super::tuning::TuningArgs;
-use super::values::{not_negative, positive};
+use super::values::{ImageSize, image_size, not_negative, positive, share};
 
 /// What to train on, how, and where the results go.
 #[derive(Args)]
@@ -37,12 +37,29 @@ pub(crate) struct RunArgs {
     #[arg(long, value_enum, default_value_t = Augment::Auto, help_heading = "Data")]
     pub(crate) augment: Augment,
 
+    /// Height and width that photographs are brought to: 224, 96x128 [default: folder 224, or what the model takes; masks as they are].
+    #[arg(long, value_name = "HxW", value_parser = image_size, help_heading = "Data")]
+    pub(crate) image_size: Option<ImageSize>,
+
+    /// The share of the photographs that is for validation, if the folder has no part for it: of each class, by --seed.
+    #[arg(long, value_name = "SHARE", default_value_t = 0.2, value_parser = share, help_heading = "Data")]
+    pub(crate) validation: f64,
+
+    /// Leave out photographs that cannot be decoded, and list them; each is decoded once for that, before training.
+    #[arg(long, help_heading = "Data")]
+    pub(crate) skip_broken: bool,
+
+    /// Follow links that lead out of the folder of photographs.
+    #[arg(long, help_heading = "Data")]
+    pub(crate) follow_links: bool,
+
     /// Threads that load images ahead of the steps, for data sets that are not held in memory [default: one for each of
     /// --threads, up to 4]. Their number changes only the speed.
     #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(0..=256), help_heading = "Data")]
     pub(crate) workers: Option<u16>,
 
-    /// The model, by name or as an ONNX file [default: segnet for camvid, resnet20 for cifar10, else mnist-cnn].
+    /// The model, by name or as an ONNX file [default: segnet for camvid and masks, resnet20 for cifar10, resnet18 for
+    /// folder, else mnist-cnn].
     #[arg(long, value_parser = model_parser(), help_heading = "Model")]
     pub(crate) model: Option<ModelSpec>,
 
@@ -171,8 +188,11 @@ impl RunArgs {
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Augment {
     /// Camvid: random parts of 96 x 128 pixels, half of them mirrored. Cifar10: images padded with 4 pixels of zeros on each
-    /// side, then random parts of 32 x 32 pixels, half of them mirrored. Others: images as they are.
+    /// side, then random parts of 32 x 32 pixels, half of them mirrored. Photographs: as `standard`. Others: images as they are.
     Auto,
+    /// Photographs: random parts (of 8 % of the area or more; with masks half of it), half of them mirrored, with changed brightness,
+    /// contrast and saturation.
+    Standard,
     /// Images as they are.
     None,
 }

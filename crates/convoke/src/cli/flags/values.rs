@@ -33,6 +33,14 @@ pub(crate) fn image_size(text: &str) -> Result<ImageSize, String> {
     }
 }
 
+/// Parses a share of a whole: above 0 and below 1.
+pub(crate) fn share(text: &str) -> Result<f64, String> {
+    number(text).and_then(|value| match value > 0.0 && value < 1.0 {
+        true => Ok(value),
+        false => Err("must be above 0 and below 1".into()),
+    })
+}
+
 /// Parses a number of at least 0.
 pub(crate) fn not_negative(text: &str) -> Result<f64, String> {
     number(text).and_then(|value| if value >= 0.0 { Ok(value) } else { Err("must not be negative".into()) })

@@ -1,0 +1,126 @@
+//! Training on folders of photographs, with classes and with masks.
+
+use std::fs::{self, File};
+use std::path::Path;
+
+use super::program::{convoke, losses, text};
+
+fn png(file: &Path, [height, width]: [usize; 2], color: png::ColorType, bytes: &[u8]) {
+    fs::create_dir_all(file.parent().unwrap()).unwrap();
+    let mut encoder = png::Encoder::new(File::create(file).unwrap(), width as u32, height as u32);
+    encoder.set_color(color);
+    encoder.set_depth(png::BitDepth::Eight);
+    encoder.write_header().unwrap().write_image_data(bytes).unwrap();
+}
+
+/// Photographs of several sizes: bright above ("sky") or bright below ("sand").
+fn photographs(folder: &Path, each: usize) {
+    for (class, above) in [("sky", true), ("sand", false)] {
+        for index in 0..each {
+            let size @ [height, width] = [40 + 3 * index, 60 - 2 * index];
+            let bright = |place: usize| (place / (3 * width) < height / 2) == above;
+            let pixels: Vec<u8> = (0..3 * height * width)
+                .map(|place| if bright(place) { 220 } else { (7 * index) as u8 })
+                .collect();
+            png(&folder.join(class).join(format!("{index}.png")), size, png::ColorType::Rgb, &pixels);
+        }
+    }
+}
+
+fn flags<'a>(data: &'a str, folder: &'a Path, more: &[&'a str]) -> Vec<&'a str> {
+    let own = ["train", "--data", data, "--data-dir", text(folder), "--effort", "heuristic", "--json", "-"];
+    [&own[..], more].concat()
+}
+
+#[test]
+fn a_folder_is_learnt_and_resumed_with_any_number_of_workers() {
+    let folder = tempfile::tempdir().unwrap();
+    let (photos, saved) = (folder.path().join("photos"), folder.path().join("run"));
+    photographs(&photos, 10);
+    let more =
+        ["--image-size", "32", "--batch-size", "4", "--optimizer", "sgd", "--lr", "0.02", "--lr-gamma", "1"];
+    let run = |more: &[&str]| convoke(more).exits(0).json()["runs"][0].clone();
+    let whole = run(&[&flags("folder", &photos, &more)[..], &["--steps", "8", "--workers", "0"]].concat());
+    assert_eq!((&whole["data"], &whole["model"]), (&"folder".into(), &"resnet18".into()));
+    let found = losses(&whole);
+    assert!(found.len() == 8 && found.iter().all(|loss| loss.is_finite()), "{found:?}");
+    let kept = ["--checkpoint", text(&saved), "--workers", "3"];
+    let kept = [&flags("folder", &photos, &more)[..], &kept].concat();
+    run(&[&kept[..], &["--steps", "5"]].concat());
+    let resumed = run(&[&kept[..], &["--steps", "8", "--resume"]].concat());
+    assert_eq!(losses(&resumed), found);
+    assert_eq!(resumed["test_loss"], whole["test_loss"]);
+    // Random parts and colours belong to the run.
+    let other = [&kept[..], &["--steps", "9", "--resume", "--augment", "none"]].concat();
+    convoke(&other).check(1, &["variation"]).unwrap();
+}
+
+#[test]
+fn masks_are_learnt() {
+    let folder = tempfile::tempdir().unwrap();
+    for (part, count) in [("train", 6), ("val", 2)] {
+        for index in 0..count {
+            let size @ [height, width] = [64, 96];
+            let horizon = 20 + 4 * index;
+            let classes: Vec<u8> =
+                (0..height * width).map(|place| u8::from(place / width > horizon)).collect();
+            let pixels: Vec<u8> = classes
+                .iter()
+                .flat_map(|class| if *class == 0 { [90, 140, 250] } else { [70, 60, 50] })
+                .collect();
+            let place = |kind: &str| folder.path().join(part).join(kind).join(format!("{index}.png"));
+            png(&place("images"), size, png::ColorType::Rgb, &pixels);
+            png(&place("masks"), size, png::ColorType::Grayscale, &classes);
+        }
+    }
+    let more = ["--batch-size", "2", "--optimizer", "adamw", "--lr", "0.01", "--epochs", "4"];
+    let run = convoke(&flags("masks", folder.path(), &more)).exits(0).json()["runs"][0].clone();
+    assert_eq!((&run["data"], &run["model"]), (&"masks".into(), &"segnet".into()));
+    let found = losses(&run);
+    assert!(found.len() == 12 && found[11] < 0.7 * found[0], "{found:?}");
+    assert!(run["test_mean_iou"].as_f64().is_some_and(|iou| (0.0..=1.0).contains(&iou)), "{run}");
+}
+
+#[test]
+fn broken_photographs_are_named_or_left_out() {
+    let folder = tempfile::tempdir().unwrap();
+    photographs(folder.path(), 5);
+    // In validation or in training: either way it is met in an epoch.
+    fs::write(folder.path().join("sky").join("broken.jpg"), b"\xff\xd8\xff").unwrap();
+    let more = ["--image-size", "32", "--batch-size", "3"];
+    convoke(&flags("folder", folder.path(), &more))
+        .check(1, &["broken.jpg", "--skip-broken leaves out"])
+        .unwrap();
+    let more = [&more[..], &["--skip-broken"]].concat();
+    convoke(&flags("folder", folder.path(), &more))
+        .check(0, &["left out of training", "broken.jpg"])
+        .unwrap();
+}
+
+#[test]
+fn what_is_no_folder_of_photographs_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    convoke(&["train", "--data", "folder"]).check(2, &["--data-dir", "CLASS/IMAGE"]).unwrap();
+    convoke(&flags("folder", folder.path(), &[])).check(1, &["an empty folder", "CLASS/IMAGE"]).unwrap();
+    convoke(&flags("folder", &folder.path().join("none"), &[])).check(1, &["none"]).unwrap();
+    photographs(folder.path(), 3);
+    let refused = ["--model", "segnet"];
+    convoke(&flags("folder", folder.path(), &refused))
+        .check(2, &["segnet takes a label for each pixel"])
+        .unwrap();
+    let refused = ["--batch-size", "100"];
+    convoke(&flags("folder", folder.path(), &refused)).check(2, &["batch"]).unwrap();
+    for (flag, value) in
+        [("--image-size", Some("32")), ("--skip-broken", None), ("--augment", Some("standard"))]
+    {
+        let all: Vec<&str> = ["train", "--data", "digits", flag].into_iter().chain(value).collect();
+        convoke(&all).check(2, &[flag, "is for photographs"]).unwrap();
+    }
+    #[cfg(unix)]
+    {
+        let elsewhere = tempfile::tempdir().unwrap();
+        photographs(elsewhere.path(), 3);
+        std::os::unix::fs::symlink(elsewhere.path().join("sky"), folder.path().join("link")).unwrap();
+        convoke(&flags("folder", folder.path(), &[])).check(1, &["link", "--follow-links"]).unwrap();
+    }
+}

@@ -1,0 +1,392 @@
+//! Photographs whose class is the folder they lie in.
+//!
+//! ```text
+//! DIR/train/CLASS/IMAGE   DIR/val/CLASS/IMAGE   DIR/test/CLASS/IMAGE
+//! DIR/CLASS/IMAGE
+//! ```
+//! `val` may also be called `valid` or `validation`. Without it, training is validated on `test`, and without that, or in the second
+//! form, on a share of each class. Classes are sorted by name. Images may lie in folders within a class's. What is hidden, and what is
+//! no image by its name, is left out.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::super::dataset::SampleResult;
+use super::super::threads::threads;
+use super::super::{
+    DataError, Dataset, DatasetInfo, MAX_CLASSES, Pixels, Progress, Sample, Target, TrainTest,
+};
+use super::augmentation::{Drawn, PhotoAugmentation};
+use super::geometry::{Preparation, setting};
+use super::layout::{Layout, part_folder};
+use super::listing::{EXTENSIONS, Lister, joined};
+use super::measure::{Normalisation, Skipped, moments, sound};
+use super::photo::{Photo, planes};
+use super::split::Split;
+use super::view;
+
+const NAME: &str = "folder";
+const LAYOUTS: &str = "train/CLASS/IMAGE and val/CLASS/IMAGE, or CLASS/IMAGE, with a folder for each class and images that are \
+                       JPEG, PNG, TIFF, WebP or BMP files";
+
+/// How a folder of photographs is loaded.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct FolderOptions {
+    /// What images are brought to.
+    pub preparation: Preparation,
+    /// The share of each class that is for validation, if the folder has no such part: above 0 and below 1. Of two images or more,
+    /// at least one is.
+    pub validation_share: f64,
+    /// The seed by which these are chosen.
+    pub seed: u64,
+    /// By what pixels are normalised.
+    pub normalisation: Normalisation,
+    /// How training varies the images.
+    pub augmentation: PhotoAugmentation,
+    /// Whether links may lead out of the folder.
+    pub follow_links: bool,
+    /// Whether images that cannot be decoded are left out. Each image is decoded once for that.
+    pub skip_broken: bool,
+}
+
+impl Default for FolderOptions {
+    fn default() -> FolderOptions {
+        FolderOptions {
+            preparation: Preparation::default(),
+            validation_share: 0.2,
+            seed: 1,
+            normalisation: Normalisation::default(),
+            augmentation: PhotoAugmentation::default(),
+            follow_links: false,
+            skip_broken: false,
+        }
+    }
+}
+
+impl FolderOptions {
+    fn split(&self) -> Split {
+        Split { share: self.validation_share, seed: self.seed }
+    }
+
+    /// Checks all settings.
+    ///
+    /// # Errors
+    /// [`DataError::Inconsistent`] naming the setting.
+    pub fn check(&self) -> Result<(), DataError> {
+        self.preparation.check()?;
+        self.augmentation.check()?;
+        self.normalisation.check(self.preparation.channels)?;
+        self.split().check()
+    }
+}
+
+/// Photographs with a class each, decoded when they are asked for.
+#[derive(Clone, Debug)]
+pub struct PhotoFolder {
+    info: DatasetInfo,
+    dir: Arc<Path>,
+    options: FolderOptions,
+    class_names: Arc<[String]>,
+    files: Vec<File>,
+    skipped: Skipped,
+}
+
+/// An image: its path below the set's folder, and its class.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct File {
+    path: PathBuf,
+    class: usize,
+}
+
+/// Loads the training and the validation part of a folder. No image is opened, unless `options` ask for it.
+///
+/// # Errors
+/// [`DataError::Io`] if a folder cannot be listed; [`DataError::Malformed`] naming the folder or link if the folder has none of the
+/// layouts, a class has no image or a name that is not UTF-8, the validation part has a class that the training part lacks, or a
+/// link leads out of the folder or to a folder that was listed already; [`DataError::Inconsistent`] for a setting that cannot be;
+/// [`DataError::Cancelled`] if `progress` says so. If images are measured, also the errors of [`Photo::open`].
+pub fn folder(
+    dir: &Path,
+    options: &FolderOptions,
+    progress: &Progress<'_>,
+) -> Result<TrainTest<PhotoFolder>, DataError> {
+    threads()?;
+    options.check()?;
+    let mut lister = Lister::new(dir, options.follow_links, progress)?;
+    let layout = Layout::find(&lister, dir, |_| true)?;
+    let (class_names, train, validation) = match layout {
+        Layout::Parts { train, validation } => {
+            let class_names = classes(&lister, dir, &train)?;
+            let train = files(&mut lister, dir, &train, &class_names)?;
+            (class_names.clone(), train, Some(files(&mut lister, dir, &validation, &class_names)?))
+        }
+        Layout::Whole(whole) => {
+            let class_names = classes(&lister, dir, &whole)?;
+            let files = files(&mut lister, dir, &whole, &class_names)?;
+            (class_names, files, None)
+        }
+    };
+    lister.finish()?;
+    let part = |files, skipped| PhotoFolder {
+        info: info(options, class_names.len()),
+        dir: dir.into(),
+        options: options.clone(),
+        class_names: class_names.clone().into(),
+        files,
+        skipped,
+    };
+    let (train, train_skipped) = checked(dir, options, &class_names, train, progress)?;
+    let (mut train, mut validation) = match validation {
+        Some(validation) => {
+            let (validation, skipped) = checked(dir, options, &class_names, validation, progress)?;
+            (part(train, train_skipped), part(validation, skipped))
+        }
+        None => {
+            let (train, validation) = split(dir, &options.split(), train)?;
+            (part(train, train_skipped), part(validation, Skipped::new()))
+        }
+    };
+    if options.normalisation == Normalisation::Measured {
+        let image = |index| train.open(index)?.evaluated(&options.preparation);
+        let channels = options.preparation.channels;
+        let (mean, std) = moments(train.files.len(), channels, image, progress)?;
+        for part in [&mut train, &mut validation] {
+            (part.info.mean, part.info.std) = (mean.clone(), std.clone());
+        }
+    }
+    Ok(TrainTest::new(train, validation))
+}
+
+/// Loads one part for evaluation, such as `test`, or the folders of classes in `dir` itself. `class_names` are those of the training
+/// set, in its order; the part may lack some.
+///
+/// # Errors
+/// As [`folder`]; [`DataError::Missing`] if there is no such part; [`DataError::Inconsistent`] if `options` ask for a normalisation
+/// that only the training part could give.
+pub fn folder_part(
+    dir: &Path,
+    part: Option<&str>,
+    class_names: &[String],
+    options: &FolderOptions,
+    progress: &Progress<'_>,
+) -> Result<PhotoFolder, DataError> {
+    threads()?;
+    options.check()?;
+    if options.normalisation == Normalisation::Measured {
+        return Err(setting("normalisation", "the training set's numbers", "none"));
+    }
+    let mut lister = Lister::new(dir, options.follow_links, progress)?;
+    let below = part_folder(&lister, dir, part)?;
+    let files = files(&mut lister, dir, &below, class_names)?;
+    lister.finish()?;
+    let (files, skipped) = checked(dir, options, class_names, files, progress)?;
+    Ok(PhotoFolder {
+        info: info(options, class_names.len()),
+        dir: dir.into(),
+        options: options.clone(),
+        class_names: class_names.into(),
+        files,
+        skipped,
+    })
+}
+
+impl PhotoFolder {
+    /// Another part of the same folder, such as `test`, prepared and normalised as this one.
+    ///
+    /// # Errors
+    /// As [`folder_part`].
+    pub fn part(&self, name: &str, progress: &Progress<'_>) -> Result<PhotoFolder, DataError> {
+        let normalisation = Normalisation::Given { mean: self.info.mean.clone(), std: self.info.std.clone() };
+        let options = FolderOptions { normalisation, ..self.options.clone() };
+        folder_part(&self.dir, Some(name), &self.class_names, &options, progress)
+    }
+
+    /// The names of the classes; a label is a place in this list.
+    pub fn class_names(&self) -> &[String] {
+        &self.class_names
+    }
+
+    /// The path of an image below the data set's folder.
+    ///
+    /// # Panics
+    /// If `index` is not below [`Dataset::len`].
+    pub fn path(&self, index: usize) -> &Path {
+        &self.files[index].path
+    }
+
+    /// The class of an image.
+    ///
+    /// # Panics
+    /// If `index` is not below [`Dataset::len`].
+    pub fn label(&self, index: usize) -> usize {
+        self.files[index].class
+    }
+
+    /// How many images each class has.
+    pub fn class_counts(&self) -> Vec<usize> {
+        let mut counts = vec![0; self.class_names.len()];
+        self.files.iter().for_each(|file| counts[file.class] += 1);
+        counts
+    }
+
+    /// The files that were left out because they could not be decoded, each with the reason. What a share of the training part is
+    /// validated on is checked with it, and then these are all among the training part's.
+    pub fn skipped(&self) -> &[(PathBuf, String)] {
+        &self.skipped
+    }
+
+    fn open(&self, index: usize) -> Result<Photo, DataError> {
+        open(&self.dir, &self.files[index])
+    }
+}
+
+impl Dataset for PhotoFolder {
+    fn info(&self) -> &DatasetInfo {
+        &self.info
+    }
+
+    fn len(&self) -> usize {
+        self.files.len()
+    }
+
+    fn class_names(&self) -> Option<&[String]> {
+        Some(&self.class_names)
+    }
+
+    fn skipped(&self) -> &[(PathBuf, String)] {
+        &self.skipped
+    }
+
+    fn variation(&self) -> Option<String> {
+        Some(format!("{:?}, {:?}", self.options.preparation, self.options.augmentation))
+    }
+
+    fn sample(&self, index: usize, seed: Option<u64>) -> SampleResult<'_> {
+        let (photo, preparation) = (self.open(index)?, &self.options.preparation);
+        let drawn = seed.map_or_else(Drawn::nothing, |seed| {
+            self.options.augmentation.draw(seed, photo.size(), preparation.size)
+        });
+        let image = view::image(&photo, &drawn, preparation, &self.info.mean)?;
+        let image = planes(&image, preparation.channels)?;
+        Ok(Sample { image: Pixels::Bytes(image.into()), target: Target::Class(self.label(index) as i64) })
+    }
+}
+
+/// Opens an image of the set in this folder; errors name its path below the folder.
+fn open(dir: &Path, file: &File) -> Result<Photo, DataError> {
+    Photo::open_as(&dir.join(&file.path), &file.path)
+}
+
+fn info(options: &FolderOptions, classes: usize) -> DatasetInfo {
+    let Preparation { size: [height, width], channels, .. } = options.preparation;
+    let (mean, std) =
+        options.normalisation.known(channels).unwrap_or_else(|| (vec![0.0; channels], vec![1.0; channels]));
+    DatasetInfo::of_images(NAME, [channels, height, width], classes, [&mean, &std])
+}
+
+/// The names of the classes: those of the folders in the training part, which is `below` the set's folder.
+fn classes(lister: &Lister<'_>, dir: &Path, below: &Path) -> Result<Vec<String>, DataError> {
+    let folder = joined(dir, below);
+    let entries = lister.entries(below)?;
+    let mut names = Vec::new();
+    for entry in entries.iter().filter(|entry| entry.is_folder) {
+        let name = entry.name.to_str().ok_or_else(|| {
+            DataError::malformed(&folder.join(&entry.name), "class name", "UTF-8", "other bytes")
+        })?;
+        names.push(name.to_owned());
+    }
+    let found = match names.len() {
+        2..=MAX_CLASSES => return Ok(names),
+        0 if entries.is_empty() => "an empty folder".to_owned(),
+        0 => format!("{} files and no folder of a class", entries.len()),
+        1 => format!("one folder of a class, {}", names[0]),
+        count => {
+            let expected = format!("2 to {MAX_CLASSES} folders of classes");
+            return Err(DataError::malformed(&folder, "classes", expected, count.to_string()));
+        }
+    };
+    Err(DataError::malformed(&folder, "layout", format!("{LAYOUTS}; at least two classes"), found))
+}
+
+/// The images of a part, by class.
+fn files(
+    lister: &mut Lister<'_>,
+    dir: &Path,
+    below: &Path,
+    class_names: &[String],
+) -> Result<Vec<File>, DataError> {
+    let mut files = Vec::new();
+    for name in lister.folders(below)? {
+        let folder = below.join(&name);
+        let Some(class) = class_names.iter().position(|class| name == class.as_str()) else {
+            let expected = "a class of the training part";
+            return Err(DataError::malformed(&dir.join(folder), "class", expected, "one that it lacks"));
+        };
+        let found = lister.files(&folder, &EXTENSIONS)?;
+        if found.is_empty() {
+            return Err(no_images(&dir.join(folder), "none"));
+        }
+        files.extend(found.into_iter().map(|path| File { path, class }));
+    }
+    match files.is_empty() {
+        true => Err(DataError::malformed(&joined(dir, below), "layout", LAYOUTS, "no folder of a class")),
+        false => Ok(files),
+    }
+}
+
+fn no_images(folder: &Path, found: &str) -> DataError {
+    let expected = format!("images, files that end in {}", EXTENSIONS.join(", "));
+    DataError::malformed(folder, "contents", expected, found)
+}
+
+/// The files that can be decoded, if the others are to be left out; else all.
+fn checked(
+    dir: &Path,
+    options: &FolderOptions,
+    class_names: &[String],
+    files: Vec<File>,
+    progress: &Progress<'_>,
+) -> Result<(Vec<File>, Skipped), DataError> {
+    if !options.skip_broken {
+        return Ok((files, Skipped::new()));
+    }
+    let mut had_images = vec![None; class_names.len()];
+    for file in &files {
+        had_images[file.class].get_or_insert_with(|| file.path.clone());
+    }
+    let path = |file: &File| file.path.clone();
+    let (files, skipped) = sound(files, path, |file| open(dir, file).map(|_| ()), progress)?;
+    for file in &files {
+        had_images[file.class] = None;
+    }
+    match had_images.into_iter().flatten().next() {
+        Some(broken) => {
+            let folder = dir.join(broken);
+            let folder = folder.parent().unwrap_or(dir);
+            Err(no_images(folder, "only such that cannot be decoded"))
+        }
+        None => Ok((files, skipped)),
+    }
+}
+
+/// Divides files, which are sorted by class, into those for training and those for validation.
+fn split(dir: &Path, split: &Split, files: Vec<File>) -> Result<(Vec<File>, Vec<File>), DataError> {
+    let mut is_validation = Vec::with_capacity(files.len());
+    for class in files.chunk_by(|a, b| a.class == b.class) {
+        let paths: Vec<&Path> = class.iter().map(|file| file.path.as_path()).collect();
+        is_validation.extend(split.of(&paths));
+    }
+    if !is_validation.contains(&true) {
+        let expected = "a class with two images or more, as one of them is for validation";
+        return Err(DataError::malformed(dir, "contents", expected, "one image a class"));
+    }
+    let mut is_validation = is_validation.into_iter();
+    let (validation, train) = files.into_iter().partition(|_| is_validation.next() == Some(true));
+    Ok((train, validation))
+}
+
+#[cfg(test)]
+mod tests;

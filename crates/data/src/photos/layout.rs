@@ -1,0 +1,64 @@
+//! Which folders hold the parts of a data set.
+
+use std::ffi::{OsStr, OsString};
+use std::path::{Path, PathBuf};
+
+use super::super::DataError;
+use super::listing::Lister;
+
+const TRAIN: &str = "train";
+/// Names of the part that training is validated on, of which a set has one.
+const VALIDATION: [&str; 3] = ["val", "valid", "validation"];
+/// The part that is validated on if there is none of these.
+const TEST: &str = "test";
+
+/// Where the parts of a set are, as paths below its folder.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Layout {
+    /// In folders of their own.
+    Parts { train: PathBuf, validation: PathBuf },
+    /// All in one, a part of which is for validation.
+    Whole(PathBuf),
+}
+
+impl Layout {
+    /// The layout of a set. `is_content` tells whether a folder in the set's folder can be something else than a part.
+    pub(super) fn find(
+        lister: &Lister<'_>,
+        dir: &Path,
+        is_content: impl Fn(&OsStr) -> bool,
+    ) -> Result<Layout, DataError> {
+        let folders = lister.folders(Path::new(""))?;
+        let has = |name: &str| folders.iter().any(|folder| folder == name);
+        let is_part =
+            |name: &OsString| [&VALIDATION[..], &[TRAIN, TEST]].concat().iter().any(|part| name == part);
+        let other = folders.iter().any(|folder| !is_part(folder) && is_content(folder));
+        // A class may be called train: then there are other classes beside it, and it holds images and not classes.
+        if !has(TRAIN) || other && lister.folders(Path::new(TRAIN))?.is_empty() {
+            return Ok(Layout::Whole(PathBuf::new()));
+        }
+        let found: Vec<&str> = VALIDATION.into_iter().filter(|name| has(name)).collect();
+        let validation = match found[..] {
+            [] if has(TEST) => TEST,
+            [] => return Ok(Layout::Whole(TRAIN.into())),
+            [name] => name,
+            _ => {
+                let expected = format!("one of {}", VALIDATION.join(", "));
+                return Err(DataError::malformed(dir, "layout", expected, found.join(" and ")));
+            }
+        };
+        Ok(Layout::Parts { train: TRAIN.into(), validation: validation.into() })
+    }
+}
+
+/// The folder of a part of this name, or the set's own folder.
+pub(super) fn part_folder(lister: &Lister<'_>, dir: &Path, part: Option<&str>) -> Result<PathBuf, DataError> {
+    let Some(part) = part else { return Ok(PathBuf::new()) };
+    let names = if VALIDATION.contains(&part) { &VALIDATION[..] } else { &[part] };
+    let folders = lister.folders(Path::new(""))?;
+    let found = names.iter().find(|name| folders.iter().any(|folder| folder == *name));
+    found.map(PathBuf::from).ok_or_else(|| DataError::Missing {
+        folder: dir.to_owned(),
+        names: names.iter().map(|name| (*name).to_owned()).collect(),
+    })
+}

@@ -1,0 +1,490 @@
+//! Photographs with a class for each pixel, given by masks.
+//!
+//! ```text
+//! DIR/train/images/NAME.jpg   DIR/train/masks/NAME.png   and the same in val and test
+//! DIR/images/NAME.jpg         DIR/masks/NAME.png
+//! ```
+//! A mask is a PNG file of class numbers, grey of 8 bits or indices into a palette, and has the size of its image. 255 stands for no
+//! class. Parts are as those of folders of classes; a share of the images is validated on if there is none. `classes.txt` in the
+//! folder may name the classes, one a line.
+
+use std::collections::BTreeMap;
+use std::io::BufReader;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use convoke_files::{open_regular, read_text};
+use serde::{Deserialize, Serialize};
+
+use super::super::dataset::SampleResult;
+use super::super::png_file::{Content, Raster, Sides, decode_sized};
+use super::super::threads::threads;
+use super::super::{DataError, Dataset, DatasetInfo, Pixels, Progress, Sample, Target, Targets, TrainTest};
+use super::augmentation::{Drawn, PhotoAugmentation};
+use super::decode::{MAX_PIXELS, MAX_SIDE};
+use super::geometry::{Preparation, setting};
+use super::layout::{Layout, part_folder};
+use super::listing::{EXTENSIONS, Lister, MASK_EXTENSIONS, joined};
+use super::measure::{Normalisation, Skipped, in_parallel, moments, sound};
+use super::photo::{self, Photo, planes};
+use super::split::Split;
+use super::view;
+
+/// The class number of pixels without a class.
+const IGNORED: u8 = 255;
+const NAME: &str = "masks";
+const IMAGES: &str = "images";
+const MASKS: &str = "masks";
+const NAMES: &str = "classes.txt";
+const MAX_NAMES_BYTES: u64 = 1 << 20;
+/// Class numbers are bytes, one of which stands for no class.
+const MOST_CLASSES: usize = 255;
+
+/// How a folder of photographs and masks is loaded.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct MaskOptions {
+    /// Height and width that images and masks are resized to, so that they cover it, and cut to. `None` leaves them as they are; then
+    /// all have to have one size.
+    pub size: Option<[usize; 2]>,
+    /// 3 (red, green, blue) or 1 (luma).
+    pub channels: usize,
+    /// How many classes there are, at most 255. `None` takes the number of names in `classes.txt` or, without that, the largest class
+    /// number in any mask plus one.
+    pub classes: Option<usize>,
+    /// The share of the images that is for validation, if the folder has no such part: above 0 and below 1.
+    pub validation_share: f64,
+    /// The seed by which these are chosen.
+    pub seed: u64,
+    /// By what pixels are normalised.
+    pub normalisation: Normalisation,
+    /// How training varies images and masks.
+    pub augmentation: PhotoAugmentation,
+    /// Whether links may lead out of the folder.
+    pub follow_links: bool,
+    /// Whether images that cannot be decoded, or whose mask cannot, are left out. Each is decoded once for that.
+    pub skip_broken: bool,
+}
+
+impl Default for MaskOptions {
+    fn default() -> MaskOptions {
+        MaskOptions {
+            size: None,
+            channels: 3,
+            classes: None,
+            validation_share: 0.2,
+            seed: 1,
+            normalisation: Normalisation::default(),
+            augmentation: PhotoAugmentation::for_masks(),
+            follow_links: false,
+            skip_broken: false,
+        }
+    }
+}
+
+impl MaskOptions {
+    fn split(&self) -> Split {
+        Split { share: self.validation_share, seed: self.seed }
+    }
+
+    /// Images and masks of this size are shown whole, resized if they have another.
+    fn preparation(&self, size: [usize; 2]) -> Preparation {
+        Preparation { size, channels: self.channels, crop_fraction: 1.0 }
+    }
+
+    /// Checks all settings.
+    ///
+    /// # Errors
+    /// [`DataError::Inconsistent`] naming the setting.
+    pub fn check(&self) -> Result<(), DataError> {
+        self.preparation(self.size.unwrap_or([1, 1])).check()?;
+        if let Some(classes) = self.classes.filter(|classes| !(1..=MOST_CLASSES).contains(classes)) {
+            return Err(setting("classes", format!("1 to {MOST_CLASSES}"), classes));
+        }
+        self.augmentation.check()?;
+        self.normalisation.check(self.channels)?;
+        self.split().check()
+    }
+}
+
+/// Photographs with a mask each, decoded when they are asked for.
+#[derive(Clone, Debug)]
+pub struct PhotoMasks {
+    info: DatasetInfo,
+    dir: Arc<Path>,
+    options: MaskOptions,
+    preparation: Preparation,
+    class_names: Arc<[String]>,
+    pairs: Vec<Pair>,
+    skipped: Skipped,
+}
+
+/// An image and its mask, as paths below the set's folder.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Pair {
+    image: PathBuf,
+    mask: PathBuf,
+}
+
+/// Loads the training and the validation part of a folder.
+///
+/// All masks are decoded once if the number of classes is not known, and the headers of all images are read if no size is given.
+///
+/// # Errors
+/// [`DataError::Io`] if a folder cannot be listed; [`DataError::Missing`] if an image has no mask, a mask no image, or a folder is not
+/// there; [`DataError::Malformed`] if two images have one mask, no size is given and images have several, `classes.txt` does
+/// not name 1 to 255 classes, or a link leads out of the folder or to a folder that was listed already;
+/// [`DataError::Inconsistent`] for a setting that cannot be; [`DataError::Cancelled`] if `progress` says so. If files are decoded,
+/// also the errors of [`Photo::open`].
+pub fn masks(
+    dir: &Path,
+    options: &MaskOptions,
+    progress: &Progress<'_>,
+) -> Result<TrainTest<PhotoMasks>, DataError> {
+    threads()?;
+    options.check()?;
+    let mut lister = Lister::new(dir, options.follow_links, progress)?;
+    let (train, validation) = match Layout::find(&lister, dir, |_| false)? {
+        Layout::Parts { train, validation } => {
+            (pairs(&mut lister, dir, &train)?, Some(pairs(&mut lister, dir, &validation)?))
+        }
+        Layout::Whole(whole) => (pairs(&mut lister, dir, &whole)?, None),
+    };
+    lister.finish()?;
+    let (train, train_skipped) = checked(dir, options, train, progress)?;
+    let (train, validation, validation_skipped) = match validation {
+        Some(validation) => {
+            let (validation, skipped) = checked(dir, options, validation, progress)?;
+            (train, validation, skipped)
+        }
+        None => {
+            let (train, validation) = split(dir, &options.split(), train)?;
+            (train, validation, Skipped::new())
+        }
+    };
+    let both = || train.iter().chain(&validation);
+    let class_names = class_names(dir, options, both().map(|pair| pair.mask.as_path()), progress)?;
+    let size = match options.size {
+        Some(size) => size,
+        None => common_size(dir, both().map(|pair| pair.image.as_path()), progress)?,
+    };
+    let preparation = options.preparation(size);
+    preparation.check()?;
+    let part = |pairs, skipped| PhotoMasks {
+        info: info(options, size, class_names.len()),
+        dir: dir.into(),
+        options: options.clone(),
+        preparation,
+        class_names: class_names.clone(),
+        pairs,
+        skipped,
+    };
+    let (mut train, mut validation) = (part(train, train_skipped), part(validation, validation_skipped));
+    if options.normalisation == Normalisation::Measured {
+        let image = |index: usize| train.pairs[index].photo(dir)?.evaluated(&preparation);
+        let (mean, std) = moments(train.pairs.len(), options.channels, image, progress)?;
+        for part in [&mut train, &mut validation] {
+            (part.info.mean, part.info.std) = (mean.clone(), std.clone());
+        }
+    }
+    Ok(TrainTest::new(train, validation))
+}
+
+/// Loads one part for evaluation, such as `test`, or `images` and `masks` in `dir` itself. `class_names` are those of the training set.
+///
+/// # Errors
+/// As [`masks`]; [`DataError::Inconsistent`] if `options` ask for a normalisation that only the training part could give.
+pub fn masks_part(
+    dir: &Path,
+    part: Option<&str>,
+    class_names: &[String],
+    options: &MaskOptions,
+    progress: &Progress<'_>,
+) -> Result<PhotoMasks, DataError> {
+    threads()?;
+    options.check()?;
+    if options.normalisation == Normalisation::Measured {
+        return Err(setting("normalisation", "the training set's numbers", "none"));
+    }
+    let mut lister = Lister::new(dir, options.follow_links, progress)?;
+    let below = part_folder(&lister, dir, part)?;
+    let pairs = pairs(&mut lister, dir, &below)?;
+    lister.finish()?;
+    let (pairs, skipped) = checked(dir, options, pairs, progress)?;
+    let size = match options.size {
+        Some(size) => size,
+        None => common_size(dir, pairs.iter().map(|pair| pair.image.as_path()), progress)?,
+    };
+    Ok(PhotoMasks {
+        info: info(options, size, class_names.len()),
+        dir: dir.into(),
+        options: options.clone(),
+        preparation: options.preparation(size),
+        class_names: class_names.into(),
+        pairs,
+        skipped,
+    })
+}
+
+impl PhotoMasks {
+    /// Another part of the same folder, such as `test`, prepared and normalised as this one.
+    ///
+    /// # Errors
+    /// As [`masks_part`].
+    pub fn part(&self, name: &str, progress: &Progress<'_>) -> Result<PhotoMasks, DataError> {
+        let normalisation = Normalisation::Given { mean: self.info.mean.clone(), std: self.info.std.clone() };
+        let size = Some(self.preparation.size);
+        let options = MaskOptions { normalisation, size, ..self.options.clone() };
+        masks_part(&self.dir, Some(name), &self.class_names, &options, progress)
+    }
+
+    /// The names of the classes, or their numbers; a label is a place in this list.
+    pub fn class_names(&self) -> &[String] {
+        &self.class_names
+    }
+
+    /// The path of an image below the data set's folder.
+    ///
+    /// # Panics
+    /// If `index` is not below [`Dataset::len`].
+    pub fn path(&self, index: usize) -> &Path {
+        &self.pairs[index].image
+    }
+
+    /// The path of a mask below the data set's folder.
+    ///
+    /// # Panics
+    /// If `index` is not below [`Dataset::len`].
+    pub fn mask_path(&self, index: usize) -> &Path {
+        &self.pairs[index].mask
+    }
+
+    /// The images that were left out, each with the reason. Those of a set that is divided by share are all the training part's.
+    pub fn skipped(&self) -> &[(PathBuf, String)] {
+        &self.skipped
+    }
+}
+
+impl Dataset for PhotoMasks {
+    fn info(&self) -> &DatasetInfo {
+        &self.info
+    }
+
+    fn len(&self) -> usize {
+        self.pairs.len()
+    }
+
+    fn class_names(&self) -> Option<&[String]> {
+        Some(&self.class_names)
+    }
+
+    fn skipped(&self) -> &[(PathBuf, String)] {
+        &self.skipped
+    }
+
+    fn variation(&self) -> Option<String> {
+        Some(format!("{:?}, {:?}", self.preparation, self.options.augmentation))
+    }
+
+    fn sample(&self, index: usize, seed: Option<u64>) -> SampleResult<'_> {
+        let (pair, preparation) = (&self.pairs[index], &self.preparation);
+        let (photo, mask) = pair.open(&self.dir)?;
+        let drawn = seed.map_or_else(Drawn::nothing, |seed| {
+            self.options.augmentation.draw(seed, photo.size(), preparation.size)
+        });
+        let image = view::image(&photo, &drawn, preparation, &self.info.mean)?;
+        let image = planes(&image, preparation.channels)?;
+        let classes = view::mask((&mask.bytes, mask.size), &drawn, preparation, IGNORED)?;
+        let known = |class: u8| class == IGNORED || usize::from(class) < self.info.classes;
+        if let Some(class) = classes.iter().find(|class| !known(**class)) {
+            let expected = format!("below {}, the number of classes, or {IGNORED}", self.info.classes);
+            return Err(DataError::malformed(&pair.mask, "class", expected, class.to_string()).into());
+        }
+        Ok(Sample { image: Pixels::Bytes(image.into()), target: Target::Bytes(classes.into()) })
+    }
+}
+
+impl Pair {
+    fn photo(&self, dir: &Path) -> Result<Photo, DataError> {
+        Photo::open_as(&dir.join(&self.image), &self.image)
+    }
+
+    /// The image and its mask, which has the same size. Errors name their paths below the set's folder.
+    fn open(&self, dir: &Path) -> Result<(Photo, Raster), DataError> {
+        let (photo, mask) = (self.photo(dir)?, mask(dir, &self.mask)?);
+        if photo.size() != mask.size {
+            let [height, width] = photo.size();
+            let expected = format!("{height}x{width} (height x width) as {}", self.image.display());
+            let found = format!("{}x{}", mask.size[0], mask.size[1]);
+            return Err(DataError::malformed(&self.mask, "size", expected, found));
+        }
+        Ok((photo, mask))
+    }
+}
+
+/// Decodes a mask; errors name its path below the set's folder.
+fn mask(dir: &Path, path: &Path) -> Result<Raster, DataError> {
+    let file = open_regular(&dir.join(path)).map_err(DataError::io(path, "open"))?;
+    let sides = Sides::AtMost { side: MAX_SIDE, pixels: MAX_PIXELS };
+    decode_sized(BufReader::new(file), path, Content::Classes, sides)
+}
+
+fn info(options: &MaskOptions, [height, width]: [usize; 2], classes: usize) -> DatasetInfo {
+    let channels = options.channels;
+    let (mean, std) =
+        options.normalisation.known(channels).unwrap_or_else(|| (vec![0.0; channels], vec![1.0; channels]));
+    DatasetInfo {
+        targets: Targets::Pixels { ignore: Some(i64::from(IGNORED)) },
+        ..DatasetInfo::of_images(NAME, [channels, height, width], classes, [&mean, &std])
+    }
+}
+
+/// The images of a part with their masks, in the order of their names. There is at least one.
+fn pairs(lister: &mut Lister<'_>, dir: &Path, below: &Path) -> Result<Vec<Pair>, DataError> {
+    let folder = joined(dir, below);
+    let missing = |folder: &Path, name: &str| DataError::Missing {
+        folder: folder.to_owned(),
+        names: vec![name.into()],
+    };
+    let folders = lister.folders(below)?;
+    if let Some(name) = [IMAGES, MASKS].into_iter().find(|name| !folders.iter().any(|folder| folder == name))
+    {
+        let expected = "train/images and train/masks, val/images and val/masks, or images and masks";
+        return Err(DataError::malformed(&folder, "layout", expected, format!("no folder {name}")));
+    }
+    let mut by_name = |kind: &str, extensions: &[&str]| {
+        let root = below.join(kind);
+        let mut files = BTreeMap::new();
+        for path in lister.files(&root, extensions)? {
+            let name = path.strip_prefix(&root).expect("files are below it").with_extension("");
+            if let Some(other) = files.insert(name, path.clone()) {
+                let found = format!("{} beside it", other.display());
+                return Err(DataError::malformed(&dir.join(path), "name", "one that no other has", found));
+            }
+        }
+        Ok(files)
+    };
+    let (images, mut masks) = (by_name(IMAGES, &EXTENSIONS)?, by_name(MASKS, &MASK_EXTENSIONS)?);
+    let mut pairs = Vec::with_capacity(images.len());
+    for (name, image) in images {
+        let Some(mask) = masks.remove(&name) else {
+            return Err(missing(&folder.join(MASKS), &format!("{}.png", name.display())));
+        };
+        pairs.push(Pair { image, mask });
+    }
+    if let Some(name) = masks.into_keys().next() {
+        return Err(missing(&folder.join(IMAGES), &format!("{}.jpg", name.display())));
+    }
+    match pairs.is_empty() {
+        true => Err(missing(&folder.join(IMAGES), "*.jpg")),
+        false => Ok(pairs),
+    }
+}
+
+/// The names of the classes, from `classes.txt` if it is there; else their numbers.
+fn class_names<'a>(
+    dir: &Path,
+    options: &MaskOptions,
+    masks: impl Iterator<Item = &'a Path>,
+    progress: &Progress<'_>,
+) -> Result<Arc<[String]>, DataError> {
+    let file = dir.join(NAMES);
+    let numbers = |count: usize| (0..count).map(|class| class.to_string()).collect();
+    if file.exists() {
+        let text = read_text(&file, MAX_NAMES_BYTES).map_err(DataError::io(&file, "read"))?;
+        let text = text.trim_start_matches('\u{feff}').trim_end();
+        let names: Vec<String> = text.lines().map(|line| line.trim().to_owned()).collect();
+        let (expected, found) = (format!("1 to {MOST_CLASSES} names, one a line"), names.len());
+        if let Some(line) = names.iter().position(String::is_empty) {
+            let found = format!("an empty line, the {}. of {found}", line + 1);
+            return Err(DataError::malformed(&file, "names", expected, found));
+        }
+        if !(1..=MOST_CLASSES).contains(&found) {
+            return Err(DataError::malformed(&file, "names", expected, found.to_string()));
+        }
+        if let Some(classes) = options.classes.filter(|classes| *classes != found) {
+            let expected = format!("{classes}, as many as there are to be classes");
+            return Err(DataError::malformed(&file, "names", expected, found.to_string()));
+        }
+        return Ok(names.into());
+    }
+    if let Some(classes) = options.classes {
+        return Ok(numbers(classes));
+    }
+    let masks: Vec<&Path> = masks.collect();
+    let largest = |index: usize| -> Result<Option<u8>, DataError> {
+        let bytes = mask(dir, masks[index])?.bytes;
+        Ok(bytes.into_iter().filter(|class| *class != IGNORED).max())
+    };
+    let mut classes = 0;
+    for largest in in_parallel("counting classes", masks.len(), largest, progress)? {
+        classes = classes.max(largest?.map_or(0, |class| usize::from(class) + 1));
+    }
+    match classes {
+        0 => {
+            let found = format!("{IGNORED}, which stands for no class, everywhere");
+            Err(DataError::malformed(dir, "masks", "a class for at least one pixel", found))
+        }
+        classes => Ok(numbers(classes)),
+    }
+}
+
+/// The height and width that all images have.
+fn common_size<'a>(
+    dir: &Path,
+    images: impl Iterator<Item = &'a Path>,
+    progress: &Progress<'_>,
+) -> Result<[usize; 2], DataError> {
+    let images: Vec<&Path> = images.collect();
+    let size = |index: usize| photo::size(&dir.join(images[index]), images[index]);
+    let sizes = in_parallel("comparing sizes", images.len(), size, progress)?;
+    let mut common = None;
+    for (size, path) in sizes.into_iter().zip(&images) {
+        let size = size?;
+        let [height, width] = *common.get_or_insert(size);
+        if size != [height, width] {
+            let expected = format!(
+                "{height}x{width} (height x width) as {}, or a size that all are resized to",
+                images[0].display()
+            );
+            let found = format!("{}x{}", size[0], size[1]);
+            return Err(DataError::malformed(path, "size", expected, found));
+        }
+    }
+    Ok(common.expect("a part has at least one image"))
+}
+
+/// The pairs that can be decoded, if the others are to be left out; else all.
+fn checked(
+    dir: &Path,
+    options: &MaskOptions,
+    pairs: Vec<Pair>,
+    progress: &Progress<'_>,
+) -> Result<(Vec<Pair>, Skipped), DataError> {
+    if !options.skip_broken {
+        return Ok((pairs, Skipped::new()));
+    }
+    let path = |pair: &Pair| pair.image.clone();
+    let (pairs, skipped) = sound(pairs, path, |pair| pair.open(dir).map(|_| ()), progress)?;
+    match pairs.is_empty() {
+        true => {
+            Err(DataError::malformed(dir, "contents", "images and masks", "only such that cannot be decoded"))
+        }
+        false => Ok((pairs, skipped)),
+    }
+}
+
+fn split(dir: &Path, split: &Split, pairs: Vec<Pair>) -> Result<(Vec<Pair>, Vec<Pair>), DataError> {
+    let paths: Vec<&Path> = pairs.iter().map(|pair| pair.image.as_path()).collect();
+    let is_validation = split.of(&paths);
+    if !is_validation.contains(&true) {
+        let expected = "two images or more, as one of them is for validation";
+        return Err(DataError::malformed(dir, "contents", expected, "one image"));
+    }
+    let mut is_validation = is_validation.into_iter();
+    let (validation, train) = pairs.into_iter().partition(|_| is_validation.next() == Some(true));
+    Ok((train, validation))
+}
+
+#[cfg(test)]
+mod tests;

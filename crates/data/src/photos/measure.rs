@@ -1,0 +1,120 @@
+//! Passes over the images of a set before training: which are broken, and the mean and standard deviation of their pixels.
+
+use std::path::PathBuf;
+
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+
+use super::super::moments::Moments;
+use super::super::progress::report;
+use super::super::{DataError, Progress, ProgressEvent, ProgressUnit};
+use super::geometry::setting;
+
+/// Images worked on between two reports of progress.
+const IMAGES_PER_REPORT: usize = 32;
+/// Mean and standard deviation are those of at most this many images.
+const MOST_MEASURED: usize = 1000;
+
+/// The mean and standard deviation of each channel by which pixels are normalised, after bytes are scaled to 0..1.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Normalisation {
+    /// Those of ImageNet's photographs, which pretrained models expect. For grey images, the averages over its channels.
+    #[default]
+    ImageNet,
+    /// Those of the set's own training images: of at most 1000 of them, evenly chosen.
+    Measured,
+    /// These numbers, one a channel.
+    Given {
+        /// The mean.
+        mean: Vec<f32>,
+        /// The standard deviation.
+        std: Vec<f32>,
+    },
+}
+
+impl Normalisation {
+    /// Mean and standard deviation, unless they have to be measured.
+    pub(super) fn known(&self, channels: usize) -> Option<(Vec<f32>, Vec<f32>)> {
+        match self {
+            Normalisation::ImageNet if channels == 1 => Some((vec![0.449], vec![0.226])),
+            Normalisation::ImageNet => Some((vec![0.485, 0.456, 0.406], vec![0.229, 0.224, 0.225])),
+            Normalisation::Measured => None,
+            Normalisation::Given { mean, std } => Some((mean.clone(), std.clone())),
+        }
+    }
+
+    pub(super) fn check(&self, channels: usize) -> Result<(), DataError> {
+        let Normalisation::Given { mean, std } = self else { return Ok(()) };
+        if mean.len() != channels || !mean.iter().all(|mean| mean.is_finite()) {
+            return Err(setting("mean", format!("{channels} finite numbers"), format!("{mean:?}")));
+        }
+        if std.len() != channels || !std.iter().all(|std| std.is_finite() && *std > 0.0) {
+            return Err(setting("std", format!("{channels} positive numbers"), format!("{std:?}")));
+        }
+        Ok(())
+    }
+}
+
+/// Mean and standard deviation of each channel of the training images, which `image` gives as H x W x C bytes by their index.
+pub(super) fn moments(
+    len: usize,
+    channels: usize,
+    image: impl Fn(usize) -> Result<Vec<u8>, DataError> + Sync,
+    progress: &Progress<'_>,
+) -> Result<(Vec<f32>, Vec<f32>), DataError> {
+    let chosen = len.min(MOST_MEASURED);
+    let count = |at: usize| -> Result<Moments, DataError> {
+        let mut moments = Moments::new(channels);
+        moments.add_pixels(&image(at * len / chosen)?);
+        Ok(moments)
+    };
+    let mut moments = Moments::new(channels);
+    for counted in in_parallel("measuring images", chosen, count, progress)? {
+        moments.add(&counted?);
+    }
+    Ok(moments.mean_and_std())
+}
+
+/// Files that were left out, each with the reason.
+pub(super) type Skipped = Vec<(PathBuf, String)>;
+
+/// The samples for which `check` gives no error, and the others' files with the reason. Memory that is missing ends it.
+pub(super) fn sound<T: Send + Sync>(
+    samples: Vec<T>,
+    path: impl Fn(&T) -> PathBuf,
+    check: impl Fn(&T) -> Result<(), DataError> + Sync,
+    progress: &Progress<'_>,
+) -> Result<(Vec<T>, Skipped), DataError> {
+    let checked = in_parallel("checking images", samples.len(), |index| check(&samples[index]), progress)?;
+    let (mut sound, mut skipped) = (Vec::new(), Skipped::new());
+    for (sample, checked) in samples.into_iter().zip(checked) {
+        match checked {
+            Ok(()) => sound.push(sample),
+            Err(error @ DataError::Memory(_)) => return Err(error),
+            Err(error) => skipped.push((path(&sample), error.to_string())),
+        }
+    }
+    Ok((sound, skipped))
+}
+
+/// The results of `make` for each index below `len`, in order, with progress.
+pub(super) fn in_parallel<T: Send>(
+    stage: &str,
+    len: usize,
+    make: impl Fn(usize) -> T + Sync,
+    progress: &Progress<'_>,
+) -> Result<Vec<T>, DataError> {
+    let step = |done: usize| {
+        let (done, total) = (done as u64, Some(len as u64));
+        report(progress, ProgressEvent { stage, done, total, unit: ProgressUnit::Images })
+    };
+    step(0)?;
+    let mut made = convoke_memory::with_capacity(len)?;
+    while made.len() < len {
+        let chunk = made.len()..(made.len() + IMAGES_PER_REPORT).min(len);
+        made.par_extend(chunk.into_par_iter().map(&make));
+        step(made.len())?;
+    }
+    Ok(made)
+}

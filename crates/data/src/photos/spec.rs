@@ -1,0 +1,121 @@
+//! Folders of photographs as data sets by name.
+
+use std::path::Path;
+
+use super::super::{DataError, DatasetInfo, DatasetSpec, LoadOptions, Targets};
+use super::augmentation::PhotoAugmentation;
+use super::folder::{FolderOptions, folder};
+use super::geometry::Preparation;
+use super::masks::{MaskOptions, masks};
+use super::measure::Normalisation;
+
+/// How a folder of photographs is loaded by name. What is `None` is usual for the kind of folder.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PhotoSettings {
+    /// Height and width of the images that the model sees. Without it 224 x 224 for photographs with classes; with masks, that of the
+    /// images.
+    pub size: Option<[usize; 2]>,
+    /// 3 (red, green, blue) or 1 (luma).
+    pub channels: usize,
+    /// The share of the images that is for validation, where the folder has no such part.
+    pub validation_share: f64,
+    /// By what pixels are normalised.
+    pub normalisation: Normalisation,
+    /// How training varies the images.
+    pub augmentation: Option<PhotoAugmentation>,
+    /// Whether links may lead out of the folder.
+    pub follow_links: bool,
+    /// Whether images that cannot be decoded are left out.
+    pub skip_broken: bool,
+}
+
+impl Default for PhotoSettings {
+    fn default() -> PhotoSettings {
+        PhotoSettings::USUAL
+    }
+}
+
+impl PhotoSettings {
+    /// The default.
+    pub(crate) const USUAL: PhotoSettings = PhotoSettings {
+        size: None,
+        channels: 3,
+        validation_share: 0.2,
+        normalisation: Normalisation::ImageNet,
+        augmentation: None,
+        follow_links: false,
+        skip_broken: false,
+    };
+
+    /// These settings for photographs with a class each.
+    pub fn for_folder(&self, seed: u64) -> FolderOptions {
+        let usual = Preparation::default();
+        FolderOptions {
+            preparation: Preparation {
+                size: self.size.unwrap_or(usual.size),
+                channels: self.channels,
+                ..usual
+            },
+            validation_share: self.validation_share,
+            seed,
+            normalisation: self.normalisation.clone(),
+            augmentation: self.augmentation.unwrap_or_default(),
+            follow_links: self.follow_links,
+            skip_broken: self.skip_broken,
+        }
+    }
+
+    /// These settings for photographs with masks.
+    pub fn for_masks(&self, seed: u64) -> MaskOptions {
+        MaskOptions {
+            size: self.size,
+            channels: self.channels,
+            classes: None,
+            validation_share: self.validation_share,
+            seed,
+            normalisation: self.normalisation.clone(),
+            augmentation: self.augmentation.unwrap_or_else(PhotoAugmentation::for_masks),
+            follow_links: self.follow_links,
+            skip_broken: self.skip_broken,
+        }
+    }
+}
+
+/// Photographs whose class is the folder they lie in.
+pub(crate) fn folder_spec() -> DatasetSpec {
+    let usual = DatasetInfo::of_noise("folder", [3, 224, 224], 2, Targets::Image);
+    DatasetSpec::new(
+        "folder",
+        "Your own photographs: in --data-dir, a folder of images for each class",
+        |options| Ok(folder(place(options)?, &options.photos.for_folder(options.seed), options.progress)?),
+    )
+    .with_info_of_any_size(usual)
+    .with_model("resnet18")
+    .with_files(
+        Path::is_dir,
+        "Name the folder with --data-dir. It holds train/CLASS/IMAGE and val/CLASS/IMAGE, or CLASS/IMAGE",
+    )
+    .of_photos()
+}
+
+/// Photographs with a class for each pixel.
+pub(crate) fn masks_spec() -> DatasetSpec {
+    let usual = DatasetInfo::of_noise("masks", [3, 96, 128], 2, Targets::Pixels { ignore: Some(255) });
+    DatasetSpec::new("masks", "Your own photographs with masks: in --data-dir, images and PNGs of classes", |options| {
+        Ok(masks(place(options)?, &options.photos.for_masks(options.seed), options.progress)?)
+    })
+    .with_info_of_any_size(usual)
+    .with_model("segnet")
+    .with_files(
+        Path::is_dir,
+        "Name the folder with --data-dir. It holds train/images, train/masks, val/images and val/masks, or images and masks",
+    )
+    .of_photos()
+}
+
+fn place<'a>(options: &LoadOptions<'a>) -> Result<&'a Path, DataError> {
+    options.folder.ok_or_else(|| DataError::Missing {
+        folder: ".".into(),
+        names: vec!["a folder of photographs".into()],
+    })
+}
