@@ -113,7 +113,11 @@ fn models_and_data_that_do_not_fit() {
     let cases: &[(&[&str], &[&str])] = &[
         (
             &["--model", "resnet50"],
-            &["resnet50 takes images of 32 x 32", "digits has", "--data that fits resnet50: cifar10, folder, random"],
+            &[
+                "resnet50 takes images of 32 x 32",
+                "digits has",
+                "--data that fits resnet50: cifar10, folder, random",
+            ],
         ),
         (&["--model", "resnet50", "--data", "digits"], &["--model that fits digits: mnist-cnn, resnet20"]),
         (&["--model", "segnet"], &["label for each pixel", "--data that fits segnet: camvid, masks, random"]),

@@ -2,7 +2,7 @@
 
 use convoke_autograd::ops::{
     Activation, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, EpsPlace, Keep, Moments,
-    PoolOptions, Statistics, batch_norm, conv_bn_block2d, conv_bn2d, conv2d,
+    PoolOptions, Statistics, conv_bn_block2d, conv_bn2d, conv2d,
 };
 use convoke_autograd::{DType, Result, Tensor};
 
