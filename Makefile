@@ -1,4 +1,4 @@
-# CI runs `make check`, `make package`, `make model` and `make fuzz SECONDS=60`, and then `make browser`, `make external`,
+# CI runs `make check`, `make package`, `make model` and `make fuzz SECONDS=30`, and then `make browser`, `make external`,
 # `make onnx` and `make mpi` with Chromium, oneDNN, onnxruntime and Open MPI installed.
 
 .PHONY: check test wrapping browser external onnx mpi python format lint docs light package smoke model fuzz sanitize goldens bench-peers accuracy-peers
