@@ -22,7 +22,7 @@ use crate::objective::{LossSum, Objective};
 use crate::planner::MemoryPlan;
 use crate::{ConfigError, Generator, Init, Module, ModuleExt, Optimizer, Rule, StepLr, batch};
 
-pub use evaluation::Evaluation;
+pub use evaluation::{Evaluation, Validation};
 pub(crate) use memory::DrySteps;
 pub use memory::{MemoryPrediction, predict_memory};
 pub use resume::SavedModel;
@@ -237,6 +237,7 @@ pub struct Trainer {
     batch: usize,
     sampler: Sampler,
     losses: Vec<f64>,
+    validations: Vec<Validation>,
     record: bool,
     /// The workspace limit of the memory plan, in bytes.
     workspace_limit: Option<usize>,
@@ -267,6 +268,7 @@ impl Trainer {
             epoch: 0,
             batch: 0,
             losses: Vec::new(),
+            validations: Vec::new(),
             record: false,
             workspace_limit: None,
             parallel,

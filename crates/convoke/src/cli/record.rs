@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 
 use crate::nn::ModuleExt;
 use crate::nn::planner::MemoryPlan;
-use crate::nn::training::{Evaluation, StepReport, StepTimeline, Trainer, TrainingConfig, TrainingError};
+use crate::nn::training::{
+    Evaluation, StepReport, StepTimeline, Trainer, TrainingConfig, TrainingError, Validation,
+};
 use serde::Serialize;
 
 use super::system;
@@ -19,6 +21,7 @@ pub(crate) struct RunRecord {
     pub(crate) ranks: usize,
     pub(crate) sync_bn: bool,
     pub(crate) train_loss: Vec<f64>,
+    pub(crate) validation: Vec<ValidationRecord>,
     pub(crate) test_loss: Option<f64>,
     pub(crate) test_accuracy: Option<f64>,
     pub(crate) test_mean_iou: Option<f64>,
@@ -30,6 +33,14 @@ pub(crate) struct RunRecord {
     pub(crate) bytes_end_of_forward: Option<usize>,
     pub(crate) bytes_peak: Option<usize>,
     pub(crate) parameters: usize,
+    pub(crate) optimizer: &'static str,
+    /// That of the first epoch.
+    pub(crate) learning_rate: f64,
+    pub(crate) seed: u64,
+    /// Those of each rank.
+    pub(crate) threads: usize,
+    /// This program's.
+    pub(crate) version: &'static str,
     /// The median of the bytes that the first rank sent to others in a step.
     pub(crate) bytes_communicated_per_step: Option<u64>,
     /// How long the first rank waited for others, in all steps together.
@@ -44,12 +55,30 @@ pub(crate) struct RunRecord {
     pub(crate) timeline: Option<StepTimeline>,
 }
 
+/// The results on the test set after an epoch.
+#[derive(Serialize)]
+pub(crate) struct ValidationRecord {
+    epoch: usize,
+    loss: f64,
+    accuracy: Option<f64>,
+    mean_iou: Option<f64>,
+}
+
+impl From<&Validation> for ValidationRecord {
+    fn from(validation: &Validation) -> ValidationRecord {
+        let Validation { epoch, loss, accuracy, mean_iou, .. } = *validation;
+        ValidationRecord { epoch, loss, accuracy, mean_iou }
+    }
+}
+
 /// What belongs into a run's record besides its steps.
 pub(crate) struct Finished<'a> {
     pub(crate) config: &'a TrainingConfig,
     /// The name of the data set.
     pub(crate) data: &'a str,
     pub(crate) trainer: &'a Trainer,
+    /// How many threads its kernels use.
+    pub(crate) threads: usize,
     pub(crate) evaluation: Option<Evaluation>,
     pub(crate) memory_plan: Option<MemoryPlan>,
 }
@@ -95,7 +124,7 @@ impl Recorder {
 
     /// The record of the run; all ranks call it together.
     pub(crate) fn finish(self, finished: Finished<'_>) -> Result<RunRecord, TrainingError> {
-        let Finished { config, data, trainer, evaluation, memory_plan } = finished;
+        let Finished { config, data, trainer, threads, evaluation, memory_plan } = finished;
         // A rank that has done no step sends NaN.
         let own_rate = median(self.own_rates).unwrap_or(f64::NAN);
         let rates = trainer.communicator().all_gather("throughput", &[own_rate])?;
@@ -108,6 +137,7 @@ impl Recorder {
             ranks: trainer.communicator().world_size(),
             sync_bn: config.sync_bn,
             train_loss: trainer.losses().to_vec(),
+            validation: trainer.validations().iter().map(ValidationRecord::from).collect(),
             test_loss: evaluation.as_ref().map(|evaluation| evaluation.loss),
             test_accuracy: evaluation.as_ref().and_then(|evaluation| evaluation.accuracy),
             test_mean_iou: evaluation.as_ref().and_then(|evaluation| evaluation.mean_iou),
@@ -118,6 +148,11 @@ impl Recorder {
             bytes_end_of_forward: self.bytes_end_of_forward,
             bytes_peak: self.bytes_peak,
             parameters: trainer.model().parameter_count(),
+            optimizer: config.rule.name(),
+            learning_rate: config.rule.learning_rate(),
+            seed: config.seed,
+            threads,
+            version: env!("CARGO_PKG_VERSION"),
             bytes_communicated_per_step: median(self.bytes_sent).map(|bytes| bytes as u64),
             communication_seconds: self.seconds_waited,
             rank_images_per_second: rates.collect(),

@@ -29,6 +29,8 @@ pub(crate) struct Session {
     data: Datasets,
     pub(crate) recorder: Recorder,
     evaluation: Option<Evaluation>,
+    /// After which step `evaluation` was made.
+    evaluated: Option<u64>,
     plan: Option<MemoryPlan>,
     checkpoint: Option<PathBuf>,
     /// Whether anything has been saved in `checkpoint`.
@@ -101,6 +103,7 @@ impl Session {
             data: rank.data.clone(),
             recorder: Recorder::default(),
             evaluation: None,
+            evaluated: None,
             plan,
             checkpoint: checkpoint.map(Path::to_owned),
             saved: Cell::new(false),
@@ -187,15 +190,46 @@ impl Session {
         Ok(())
     }
 
-    /// Computes loss and accuracy on the test set; false if Ctrl-C interrupted it.
+    /// After the last step of an epoch, computes loss and accuracy on the test set, and tells them; false if Ctrl-C interrupted it.
+    pub(crate) fn validate_if_due(&mut self, args: &RunArgs, console: &Console) -> Result<bool> {
+        if self.trainer.batch() != 0 {
+            return Ok(true);
+        }
+        let finished = self.test("validating", console)?;
+        // The last epoch's results are in the summary.
+        if let Some(evaluation) = self.evaluation.as_ref().filter(|_| self.has_more(args)) {
+            let share = |name: &str, share: Option<f64>| {
+                share.map_or_else(String::new, |share| format!(", {name} {:.2} %", 100.0 * share))
+            };
+            let (epoch, loss) = (self.epoch(args, self.trainer.steps()), evaluation.loss);
+            let accuracy = share("accuracy", evaluation.accuracy);
+            let iou = share("mean IoU", evaluation.mean_iou);
+            console.line(&format!("{epoch}: validation loss {loss:.4}{accuracy}{iou}"));
+        }
+        Ok(finished)
+    }
+
+    /// Computes loss and accuracy on the test set, unless that was done after the last step; false if Ctrl-C interrupted it.
     pub(crate) fn evaluate(&mut self, console: &Console) -> Result<bool> {
-        let mut stage = console.stage("testing", 0, Some(self.data.test.len() as u64));
+        if self.evaluated == Some(self.trainer.steps()) {
+            return Ok(true);
+        }
+        self.test("testing", console)
+    }
+
+    fn test(&mut self, name: &str, console: &Console) -> Result<bool> {
+        let mut stage = console.stage(name, 0, Some(self.data.test.len() as u64));
         let mut progress = |done: usize, _total: usize| -> ControlFlow<()> {
             stage.set(done as u64, "");
             console.control()
         };
-        self.evaluation = self.trainer.evaluate(&mut progress).map_err(Failure::of_training)?;
+        let evaluation = match self.trainer.batch() {
+            0 => self.trainer.validate(&mut progress),
+            _ => self.trainer.evaluate(&mut progress),
+        };
+        self.evaluation = evaluation.map_err(Failure::of_training)?;
         stage.end();
+        self.evaluated = self.evaluation.as_ref().map(|_| self.trainer.steps());
         Ok(self.evaluation.is_some())
     }
 
@@ -208,6 +242,7 @@ impl Session {
             config: &self.config,
             data: &self.data.train.info().name,
             trainer: &self.trainer,
+            threads: self.cpu.threads(),
             evaluation: self.evaluation,
             memory_plan: self.plan,
         };

@@ -72,6 +72,10 @@ fn on_rank(args: &TrainArgs, rank: &Rank<'_>) -> Result<()> {
         let report = session.step().map_err(|failure| dataset::with_remedy(run, failure))?;
         session.show(run, &mut stage, report.loss, session.recorder.recent_rate());
         interrupted = session.agree(console.interrupted())?;
+        if !interrupted {
+            let validated = session.validate_if_due(run, console);
+            interrupted = !validated.map_err(|failure| dataset::with_remedy(run, failure))?;
+        }
         session.save_if_due(run, rank, interrupted)?;
     }
     stage.end();

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::program::{contents, losses, run, runs, text};
 
-const FIELDS: [&str; 21] = [
+const FIELDS: [&str; 27] = [
     "conv_bn",
     "data",
     "model",
@@ -16,6 +16,12 @@ const FIELDS: [&str; 21] = [
     "ranks",
     "sync_bn",
     "train_loss",
+    "validation",
+    "optimizer",
+    "learning_rate",
+    "seed",
+    "threads",
+    "version",
     "test_loss",
     "test_accuracy",
     "test_mean_iou",
@@ -62,6 +68,11 @@ fn standard_output_has_json_and_nothing_else() {
         ["step_seconds_median", "images_per_second"].map(|field| run[field].as_f64().unwrap());
     assert!(seconds > 0.0 && (0.2..5.0).contains(&(seconds * rate / 25.0)), "{run}");
     assert!(outcome.stderr.contains("test accuracy"), "the table goes to standard error");
+    // Three steps are no epoch.
+    assert_eq!(run["validation"], Value::Array(vec![]));
+    assert_eq!((&run["optimizer"], &run["learning_rate"]), (&Value::from("adadelta"), &Value::from(1.0)));
+    assert_eq!((&run["seed"], &run["version"]), (&Value::from(1), &Value::from(env!("CARGO_PKG_VERSION"))));
+    assert!(run["threads"].as_u64().is_some_and(|threads| threads > 0), "{run}");
 }
 
 #[test]

@@ -50,6 +50,14 @@ fn a_folder_is_learnt_and_resumed_with_any_number_of_workers() {
     let resumed = run(&[&kept[..], &["--steps", "8", "--resume"]].concat());
     assert_eq!(losses(&resumed), found);
     assert_eq!(resumed["test_loss"], whole["test_loss"]);
+    // Two epochs of four steps; the first was validated before the resume.
+    assert_eq!(resumed["validation"], whole["validation"]);
+    let validation = whole["validation"].as_array().unwrap();
+    assert_eq!(validation.iter().map(|of| of["epoch"].as_u64()).collect::<Vec<_>>(), [Some(1), Some(2)]);
+    assert_eq!(
+        (&validation[1]["loss"], &validation[1]["accuracy"]),
+        (&whole["test_loss"], &whole["test_accuracy"])
+    );
     // Random parts and colours belong to the run.
     let other = [&kept[..], &["--steps", "9", "--resume", "--augment", "none"]].concat();
     convoke(&other).check(1, &["variation"]).unwrap();

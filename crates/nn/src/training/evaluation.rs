@@ -4,6 +4,7 @@ use std::ops::ControlFlow;
 
 use convoke_autograd::inference_mode;
 use convoke_distributed::Communicator;
+use serde::{Deserialize, Serialize};
 
 use super::{AHEAD, Result, Trainer};
 use crate::data::{DatasetInfo, Request, TargetBatch, Targets};
@@ -28,7 +29,44 @@ pub struct Evaluation {
     pub metrics: Vec<(String, f64)>,
 }
 
+/// The results on the test set after an epoch.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Validation {
+    /// The epoch, from 1.
+    pub epoch: usize,
+    /// See [`Evaluation::loss`].
+    #[serde(with = "crate::float_json::one")]
+    pub loss: f64,
+    /// See [`Evaluation::accuracy`].
+    pub accuracy: Option<f64>,
+    /// See [`Evaluation::mean_iou`].
+    pub mean_iou: Option<f64>,
+}
+
 impl Trainer {
+    /// Evaluates the model as [`Trainer::evaluate`] does, after an epoch; the results are kept, in checkpoints too.
+    ///
+    /// # Errors
+    /// As [`Trainer::evaluate`].
+    pub fn validate(
+        &mut self,
+        progress: &mut dyn FnMut(usize, usize) -> ControlFlow<()>,
+    ) -> Result<Option<Evaluation>> {
+        let found = self.evaluate(progress)?;
+        if let Some(Evaluation { loss, accuracy, mean_iou, .. }) = found {
+            let epoch = self.epoch;
+            self.validations.retain(|known| known.epoch != epoch);
+            self.validations.push(Validation { epoch, loss, accuracy, mean_iou });
+        }
+        Ok(found)
+    }
+
+    /// The results of [`Trainer::validate`] so far, including those before a resume.
+    pub fn validations(&self) -> &[Validation] {
+        &self.validations
+    }
+
     /// Evaluates the model on the test set, in evaluation mode and with rank 0's running statistics; the ranks split the images.
     /// `progress` gets (done, total) images and may stop the evaluation, for all ranks. `Ok(None)` if it was stopped.
     ///

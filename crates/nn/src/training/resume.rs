@@ -6,7 +6,7 @@ use convoke_autograd::Device;
 use convoke_kernels::tune::Choice;
 use serde::{Deserialize, Serialize};
 
-use super::{Result, Trainer, TrainingConfig};
+use super::{Result, Trainer, TrainingConfig, Validation};
 use crate::checkpoint::{self, CheckpointError, Value};
 use crate::data::{Augmentation, DatasetInfo, Datasets};
 use crate::objective::ObjectiveRecord;
@@ -40,6 +40,9 @@ pub(super) struct RunState {
     batch: usize,
     #[serde(with = "crate::float_json")]
     losses: Vec<f64>,
+    /// Absent from older checkpoints.
+    #[serde(default)]
+    validations: Vec<Validation>,
     optimizer_steps: Vec<(String, i64)>,
     random: GeneratorState,
     /// The convolution algorithms in use, so that a resumed run computes the same bits.
@@ -106,6 +109,7 @@ impl Trainer {
         self.epoch = state.epoch;
         self.batch = state.batch;
         self.losses = state.losses;
+        self.validations = state.validations;
         self.sampler.set_epoch(self.epoch);
         Ok(())
     }
@@ -131,6 +135,7 @@ impl Trainer {
             epoch: self.epoch,
             batch: self.batch,
             losses: self.losses.clone(),
+            validations: self.validations.clone(),
             optimizer_steps: self.optimizer.state().1,
             random: self.random.state(),
             convolutions: self.device.tuner().choices(),
