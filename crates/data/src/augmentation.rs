@@ -5,10 +5,11 @@
 
 use std::ops::Range;
 
-use rand::{Rng, SeedableRng};
+use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 use serde::{Deserialize, Serialize};
 
+use super::random::{below, stream};
 use super::{DataError, DatasetInfo, Targets};
 
 /// How images of a training set are varied. The default leaves them as they are.
@@ -116,13 +117,7 @@ impl Views {
 
     /// The random numbers of one image in one epoch; each use has its own `domain` in the key.
     fn random(&self, domain: [u8; 16], index: usize) -> ChaCha8Rng {
-        let mut key = [0; 32];
-        key[..16].copy_from_slice(&domain);
-        key[16..24].copy_from_slice(&self.seed.to_le_bytes());
-        key[24..].copy_from_slice(&(self.epoch as u64).to_le_bytes());
-        let mut random = ChaCha8Rng::from_seed(key);
-        random.set_stream(index as u64);
-        random
+        stream(domain, self.seed, self.epoch as u64, index as u64)
     }
 
     /// Height and width of every view.
@@ -143,13 +138,12 @@ impl Views {
         let [height, width] = self.size(info)?;
         let mut random = self.random(DOMAIN, index);
         let heads = random.next_u64() >> 63 == 1;
-        // Written by hand, because a library's way may change between versions; the bias is below count / 2^64.
-        let mut below = |count: usize| ((u128::from(random.next_u64()) * count as u128) >> 64) as usize;
         let padding = self.augmentation.padding;
         let mut first = |size: usize, part: usize| {
             // A part has at least one row, and fits the image with its padding. No image in memory is larger than an isize can
             // hold.
-            (below(size.saturating_add(2 * padding) - part + 1) as isize).wrapping_sub(padding as isize)
+            (below(&mut random, size.saturating_add(2 * padding) - part + 1) as isize)
+                .wrapping_sub(padding as isize)
         };
         let (top, left) = (first(info.height, height), first(info.width, width));
         Ok(View { top, left, height, width, flipped: self.augmentation.flip && heads })

@@ -19,8 +19,9 @@ use std::path::{Path, PathBuf};
 use rayon::prelude::*;
 
 use super::moments::Moments;
-use super::png_file::{self, Content, Raster};
+use super::png_file::{self, Content};
 use super::progress::report;
+use super::sample::planes;
 use super::threads::threads;
 use super::{
     Augmentation, DataError, DatasetInfo, DatasetSpec, InMemory, Progress, ProgressEvent, ProgressUnit,
@@ -206,13 +207,8 @@ impl Pair {
         let image = png_file::read(&self.image, Content::Rgb, size)?;
         let annotation = png_file::read(&self.annotation, Content::Classes, size)?;
         check_labels(&self.annotation.display().to_string(), &annotation.bytes, 1, info)?;
-        Ok((planes(&image), annotation.bytes))
+        Ok((planes(&image.bytes, CHANNELS)?, annotation.bytes))
     }
-}
-
-/// H x W x C as C x H x W.
-fn planes(image: &Raster) -> Vec<u8> {
-    (0..CHANNELS).flat_map(|channel| image.bytes.iter().skip(channel).step_by(CHANNELS).copied()).collect()
 }
 
 /// The images of a part with their annotations, in the order of their names.

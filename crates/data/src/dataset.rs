@@ -216,12 +216,8 @@ pub trait Dataset: Send + Sync {
         self.len() == 0
     }
 
-    /// The names of the classes, if they have names; a label is a place in this list.
-    fn class_names(&self) -> Option<&[String]> {
-        None
-    }
-
-    /// The files that were left out because they could not be read, each with the reason.
+    /// The files that were left out because they could not be read, each with the reason. Where a share of the training part is
+    /// validated on, both are checked together, and all of them are among the training part's.
     fn skipped(&self) -> &[(PathBuf, String)] {
         &[]
     }

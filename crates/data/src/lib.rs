@@ -2,8 +2,8 @@
 //! flips, and batches that threads load ahead. This crate does not know tensors.
 //!
 //! A [`Dataset`] gives samples by index, and need not hold them in memory. The data sets of this crate are [`InMemory`], bytes
-//! exactly as they were stored or drawn, except for folders of photographs, which are decoded when they are asked for. Scaling and normalisation happen when a batch is made ([`Loader`]), so that the 70,000
-//! images of MNIST take 55 MB and not four times as much.
+//! exactly as they were stored or drawn, except for folders of photographs, which are decoded when they are asked for. Scaling and
+//! normalisation happen when a batch is made ([`Loader`]), so that the 70,000 images of MNIST take 55 MB and not four times as much.
 //!
 //! Features add the readers of compressed files (`gzip`: MNIST, CIFAR-10), of PNG files (`png`: CamVid), of folders of photographs
 //! (`images`, which includes `png`), and downloads (`download`).
@@ -36,6 +36,7 @@ pub mod photos;
 #[cfg(feature = "png")]
 mod png_file;
 mod progress;
+mod random;
 mod sample;
 mod spec;
 #[cfg(feature = "gzip")]

@@ -1,9 +1,9 @@
 //! Noise: images of random bytes with random labels, in any shape, for measuring if no data of that shape is at hand.
 
-use rand::{Rng, SeedableRng};
-use rand_chacha::ChaCha8Rng;
+use rand::Rng;
 
 use super::generated::Part;
+use super::random::stream;
 use super::threads::threads;
 use super::{DataError, DatasetInfo, InMemory, Progress, Targets, TrainTest};
 
@@ -46,16 +46,11 @@ fn part(
     (number, stage, len): (u8, &str, usize),
     progress: &Progress<'_>,
 ) -> Result<InMemory, DataError> {
-    let mut key = [0; 32];
-    key[..16].copy_from_slice(&DOMAIN);
-    key[16..24].copy_from_slice(&seed.to_le_bytes());
-    key[24] = number;
     Part { stage, len, images_per_report: IMAGES_PER_REPORT }.draw(
         info.clone(),
         progress,
         |index, image, labels| {
-            let mut random = ChaCha8Rng::from_seed(key);
-            random.set_stream(index as u64);
+            let mut random = stream(DOMAIN, seed, number.into(), index as u64);
             random.fill_bytes(labels);
             if !matches!(info.targets, Targets::Values { .. }) {
                 // A byte times the number of classes, over 256: some classes come a little more often.

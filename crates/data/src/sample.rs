@@ -2,6 +2,8 @@
 
 use std::borrow::Cow;
 
+#[cfg(feature = "png")]
+use super::DataError;
 use super::augmentation::View;
 use super::{DatasetInfo, Targets};
 
@@ -149,6 +151,22 @@ pub(super) fn check(info: &DatasetInfo, sample: &Sample<'_>) -> Result<(), Strin
 /// The view of the whole image.
 pub(super) fn whole(info: &DatasetInfo) -> View {
     View { top: 0, left: 0, height: info.height, width: info.width, flipped: false }
+}
+
+/// H x W x C as C x H x W.
+#[cfg(feature = "png")]
+pub(crate) fn planes(image: &[u8], channels: usize) -> Result<Vec<u8>, DataError> {
+    let mut planes = convoke_memory::filled(image.len(), 0)?;
+    if channels == 1 {
+        planes.copy_from_slice(image);
+        return Ok(planes);
+    }
+    let mut rest = planes.chunks_exact_mut((image.len() / channels).max(1));
+    for channel in 0..channels {
+        let Some(plane) = rest.next() else { break };
+        plane.iter_mut().zip(image[channel..].chunks(channels)).for_each(|(to, from)| *to = from[0]);
+    }
+    Ok(planes)
 }
 
 /// Writes the view of an image, which has been checked, as h x w x C, normalised.

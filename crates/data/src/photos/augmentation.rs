@@ -68,7 +68,7 @@ pub(super) struct Drawn {
 
 impl Drawn {
     /// Nothing is done.
-    pub(super) fn nothing() -> Drawn {
+    fn nothing() -> Drawn {
         Drawn { window: None, flipped: false, jitter: Vec::new(), trivial: Change::Nothing, erased: None }
     }
 }
@@ -116,6 +116,11 @@ impl PhotoAugmentation {
             return Err(setting("erasing", "a probability, 0 to 1", self.erasing));
         }
         Ok(())
+    }
+
+    /// [`PhotoAugmentation::draw`] in training, which has a seed; else nothing.
+    pub(super) fn drawn(&self, seed: Option<u64>, from: [usize; 2], size: [usize; 2]) -> Drawn {
+        seed.map_or_else(Drawn::nothing, |seed| self.draw(seed, from, size))
     }
 
     /// What is done to an image of height and width `from`, which becomes one of height and width `size`.

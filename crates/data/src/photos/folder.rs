@@ -18,12 +18,12 @@ use super::super::threads::threads;
 use super::super::{
     DataError, Dataset, DatasetInfo, MAX_CLASSES, Pixels, Progress, Sample, Target, TrainTest,
 };
-use super::augmentation::{Drawn, PhotoAugmentation};
-use super::geometry::{Preparation, setting};
+use super::augmentation::PhotoAugmentation;
+use super::geometry::Preparation;
 use super::layout::{Layout, part_folder};
 use super::listing::{EXTENSIONS, Lister, joined};
-use super::measure::{Normalisation, Skipped, moments, sound};
-use super::photo::{Photo, planes};
+use super::measure::{MeanAndStd, Normalisation, Skipped, sound};
+use super::photo::Photo;
 use super::split::Split;
 use super::view;
 
@@ -116,48 +116,34 @@ pub fn folder(
     threads()?;
     options.check()?;
     let mut lister = Lister::new(dir, options.follow_links, progress)?;
-    let layout = Layout::find(&lister, dir, |_| true)?;
-    let (class_names, train, validation) = match layout {
-        Layout::Parts { train, validation } => {
-            let class_names = classes(&lister, dir, &train)?;
-            let train = files(&mut lister, dir, &train, &class_names)?;
-            (class_names.clone(), train, Some(files(&mut lister, dir, &validation, &class_names)?))
-        }
-        Layout::Whole(whole) => {
-            let class_names = classes(&lister, dir, &whole)?;
-            let files = files(&mut lister, dir, &whole, &class_names)?;
-            (class_names, files, None)
-        }
-    };
+    let Layout { train, validation } = Layout::find(&lister, dir, |_| true)?;
+    let class_names: Arc<[String]> = classes(&lister, dir, &train)?.into();
+    let train = files(&mut lister, dir, &train, &class_names)?;
+    let validation = validation.map(|below| files(&mut lister, dir, &below, &class_names)).transpose()?;
     lister.finish()?;
-    let part = |files, skipped| PhotoFolder {
-        info: info(options, class_names.len()),
-        dir: dir.into(),
-        options: options.clone(),
-        class_names: class_names.clone().into(),
-        files,
-        skipped,
-    };
     let (train, train_skipped) = checked(dir, options, &class_names, train, progress)?;
-    let (mut train, mut validation) = match validation {
+    let (train, validation, validation_skipped) = match validation {
         Some(validation) => {
             let (validation, skipped) = checked(dir, options, &class_names, validation, progress)?;
-            (part(train, train_skipped), part(validation, skipped))
+            (train, validation, skipped)
         }
         None => {
             let (train, validation) = split(dir, &options.split(), train)?;
-            (part(train, train_skipped), part(validation, Skipped::new()))
+            (train, validation, Skipped::new())
         }
     };
-    if options.normalisation == Normalisation::Measured {
-        let image = |index| train.open(index)?.evaluated(&options.preparation);
-        let channels = options.preparation.channels;
-        let (mean, std) = moments(train.files.len(), channels, image, progress)?;
-        for part in [&mut train, &mut validation] {
-            (part.info.mean, part.info.std) = (mean.clone(), std.clone());
-        }
-    }
-    Ok(TrainTest::new(train, validation))
+    let preparation = &options.preparation;
+    let image = |index: usize| open(dir, &train[index])?.evaluated(preparation);
+    let numbers = options.normalisation.of_training((train.len(), preparation.channels), image, progress)?;
+    let part = |files, skipped| PhotoFolder {
+        info: info(options, class_names.len(), &numbers),
+        dir: dir.into(),
+        options: options.clone(),
+        class_names: class_names.clone(),
+        files,
+        skipped,
+    };
+    Ok(TrainTest::new(part(train, train_skipped), part(validation, validation_skipped)))
 }
 
 /// Loads one part for evaluation, such as `test`, or the folders of classes in `dir` itself. `class_names` are those of the training
@@ -175,16 +161,14 @@ pub fn folder_part(
 ) -> Result<PhotoFolder, DataError> {
     threads()?;
     options.check()?;
-    if options.normalisation == Normalisation::Measured {
-        return Err(setting("normalisation", "the training set's numbers", "none"));
-    }
+    let numbers = options.normalisation.of_part(options.preparation.channels)?;
     let mut lister = Lister::new(dir, options.follow_links, progress)?;
     let below = part_folder(&lister, dir, part)?;
     let files = files(&mut lister, dir, &below, class_names)?;
     lister.finish()?;
     let (files, skipped) = checked(dir, options, class_names, files, progress)?;
     Ok(PhotoFolder {
-        info: info(options, class_names.len()),
+        info: info(options, class_names.len(), &numbers),
         dir: dir.into(),
         options: options.clone(),
         class_names: class_names.into(),
@@ -231,16 +215,6 @@ impl PhotoFolder {
         self.files.iter().for_each(|file| counts[file.class] += 1);
         counts
     }
-
-    /// The files that were left out because they could not be decoded, each with the reason. What a share of the training part is
-    /// validated on is checked with it, and then these are all among the training part's.
-    pub fn skipped(&self) -> &[(PathBuf, String)] {
-        &self.skipped
-    }
-
-    fn open(&self, index: usize) -> Result<Photo, DataError> {
-        open(&self.dir, &self.files[index])
-    }
 }
 
 impl Dataset for PhotoFolder {
@@ -252,10 +226,6 @@ impl Dataset for PhotoFolder {
         self.files.len()
     }
 
-    fn class_names(&self) -> Option<&[String]> {
-        Some(&self.class_names)
-    }
-
     fn skipped(&self) -> &[(PathBuf, String)] {
         &self.skipped
     }
@@ -265,12 +235,10 @@ impl Dataset for PhotoFolder {
     }
 
     fn sample(&self, index: usize, seed: Option<u64>) -> SampleResult<'_> {
-        let (photo, preparation) = (self.open(index)?, &self.options.preparation);
-        let drawn = seed.map_or_else(Drawn::nothing, |seed| {
-            self.options.augmentation.draw(seed, photo.size(), preparation.size)
-        });
-        let image = view::image(&photo, &drawn, preparation, &self.info.mean)?;
-        let image = planes(&image, preparation.channels)?;
+        let preparation = &self.options.preparation;
+        let photo = open(&self.dir, &self.files[index])?;
+        let drawn = self.options.augmentation.drawn(seed, photo.size(), preparation.size);
+        let image = view::image_planes(&photo, &drawn, preparation, &self.info.mean)?;
         Ok(Sample { image: Pixels::Bytes(image.into()), target: Target::Class(self.label(index) as i64) })
     }
 }
@@ -280,11 +248,9 @@ fn open(dir: &Path, file: &File) -> Result<Photo, DataError> {
     Photo::open_as(&dir.join(&file.path), &file.path)
 }
 
-fn info(options: &FolderOptions, classes: usize) -> DatasetInfo {
+fn info(options: &FolderOptions, classes: usize, (mean, std): &MeanAndStd) -> DatasetInfo {
     let Preparation { size: [height, width], channels, .. } = options.preparation;
-    let (mean, std) =
-        options.normalisation.known(channels).unwrap_or_else(|| (vec![0.0; channels], vec![1.0; channels]));
-    DatasetInfo::of_images(NAME, [channels, height, width], classes, [&mean, &std])
+    DatasetInfo::of_images(NAME, [channels, height, width], classes, [mean, std])
 }
 
 /// The names of the classes: those of the folders in the training part, which is `below` the set's folder.
@@ -379,13 +345,10 @@ fn split(dir: &Path, split: &Split, files: Vec<File>) -> Result<(Vec<File>, Vec<
         let paths: Vec<&Path> = class.iter().map(|file| file.path.as_path()).collect();
         is_validation.extend(split.of(&paths));
     }
-    if !is_validation.contains(&true) {
+    Split::divided(files, &is_validation).ok_or_else(|| {
         let expected = "a class with two images or more, as one of them is for validation";
-        return Err(DataError::malformed(dir, "contents", expected, "one image a class"));
-    }
-    let mut is_validation = is_validation.into_iter();
-    let (validation, train) = files.into_iter().partition(|_| is_validation.next() == Some(true));
-    Ok((train, validation))
+        DataError::malformed(dir, "contents", expected, "one image a class")
+    })
 }
 
 #[cfg(test)]

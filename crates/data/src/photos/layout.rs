@@ -14,11 +14,10 @@ const TEST: &str = "test";
 
 /// Where the parts of a set are, as paths below its folder.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Layout {
-    /// In folders of their own.
-    Parts { train: PathBuf, validation: PathBuf },
-    /// All in one, a part of which is for validation.
-    Whole(PathBuf),
+pub(super) struct Layout {
+    pub(super) train: PathBuf,
+    /// `None` if a share of the training part is for validation.
+    pub(super) validation: Option<PathBuf>,
 }
 
 impl Layout {
@@ -35,19 +34,18 @@ impl Layout {
         let other = folders.iter().any(|folder| !is_part(folder) && is_content(folder));
         // A class may be called train: then there are other classes beside it, and it holds images and not classes.
         if !has(TRAIN) || other && lister.folders(Path::new(TRAIN))?.is_empty() {
-            return Ok(Layout::Whole(PathBuf::new()));
+            return Ok(Layout { train: PathBuf::new(), validation: None });
         }
         let found: Vec<&str> = VALIDATION.into_iter().filter(|name| has(name)).collect();
         let validation = match found[..] {
-            [] if has(TEST) => TEST,
-            [] => return Ok(Layout::Whole(TRAIN.into())),
-            [name] => name,
+            [] => has(TEST).then_some(TEST),
+            [name] => Some(name),
             _ => {
                 let expected = format!("one of {}", VALIDATION.join(", "));
                 return Err(DataError::malformed(dir, "layout", expected, found.join(" and ")));
             }
         };
-        Ok(Layout::Parts { train: TRAIN.into(), validation: validation.into() })
+        Ok(Layout { train: TRAIN.into(), validation: validation.map(PathBuf::from) })
     }
 }
 

@@ -20,13 +20,13 @@ use super::super::dataset::SampleResult;
 use super::super::png_file::{Content, Raster, Sides, decode_sized};
 use super::super::threads::threads;
 use super::super::{DataError, Dataset, DatasetInfo, Pixels, Progress, Sample, Target, Targets, TrainTest};
-use super::augmentation::{Drawn, PhotoAugmentation};
+use super::augmentation::PhotoAugmentation;
 use super::decode::{MAX_PIXELS, MAX_SIDE};
 use super::geometry::{Preparation, setting};
 use super::layout::{Layout, part_folder};
 use super::listing::{EXTENSIONS, Lister, MASK_EXTENSIONS, joined};
-use super::measure::{Normalisation, Skipped, in_parallel, moments, sound};
-use super::photo::{self, Photo, planes};
+use super::measure::{MeanAndStd, Normalisation, Skipped, in_parallel, sound};
+use super::photo::{self, Photo};
 use super::split::Split;
 use super::view;
 
@@ -144,12 +144,9 @@ pub fn masks(
     threads()?;
     options.check()?;
     let mut lister = Lister::new(dir, options.follow_links, progress)?;
-    let (train, validation) = match Layout::find(&lister, dir, |_| false)? {
-        Layout::Parts { train, validation } => {
-            (pairs(&mut lister, dir, &train)?, Some(pairs(&mut lister, dir, &validation)?))
-        }
-        Layout::Whole(whole) => (pairs(&mut lister, dir, &whole)?, None),
-    };
+    let Layout { train, validation } = Layout::find(&lister, dir, |_| false)?;
+    let train = pairs(&mut lister, dir, &train)?;
+    let validation = validation.map(|below| pairs(&mut lister, dir, &below)).transpose()?;
     lister.finish()?;
     let (train, train_skipped) = checked(dir, options, train, progress)?;
     let (train, validation, validation_skipped) = match validation {
@@ -170,8 +167,10 @@ pub fn masks(
     };
     let preparation = options.preparation(size);
     preparation.check()?;
+    let image = |index: usize| train[index].photo(dir)?.evaluated(&preparation);
+    let numbers = options.normalisation.of_training((train.len(), options.channels), image, progress)?;
     let part = |pairs, skipped| PhotoMasks {
-        info: info(options, size, class_names.len()),
+        info: info(&preparation, class_names.len(), &numbers),
         dir: dir.into(),
         options: options.clone(),
         preparation,
@@ -179,15 +178,7 @@ pub fn masks(
         pairs,
         skipped,
     };
-    let (mut train, mut validation) = (part(train, train_skipped), part(validation, validation_skipped));
-    if options.normalisation == Normalisation::Measured {
-        let image = |index: usize| train.pairs[index].photo(dir)?.evaluated(&preparation);
-        let (mean, std) = moments(train.pairs.len(), options.channels, image, progress)?;
-        for part in [&mut train, &mut validation] {
-            (part.info.mean, part.info.std) = (mean.clone(), std.clone());
-        }
-    }
-    Ok(TrainTest::new(train, validation))
+    Ok(TrainTest::new(part(train, train_skipped), part(validation, validation_skipped)))
 }
 
 /// Loads one part for evaluation, such as `test`, or `images` and `masks` in `dir` itself. `class_names` are those of the training set.
@@ -203,9 +194,7 @@ pub fn masks_part(
 ) -> Result<PhotoMasks, DataError> {
     threads()?;
     options.check()?;
-    if options.normalisation == Normalisation::Measured {
-        return Err(setting("normalisation", "the training set's numbers", "none"));
-    }
+    let numbers = options.normalisation.of_part(options.channels)?;
     let mut lister = Lister::new(dir, options.follow_links, progress)?;
     let below = part_folder(&lister, dir, part)?;
     let pairs = pairs(&mut lister, dir, &below)?;
@@ -215,11 +204,12 @@ pub fn masks_part(
         Some(size) => size,
         None => common_size(dir, pairs.iter().map(|pair| pair.image.as_path()), progress)?,
     };
+    let preparation = options.preparation(size);
     Ok(PhotoMasks {
-        info: info(options, size, class_names.len()),
+        info: info(&preparation, class_names.len(), &numbers),
         dir: dir.into(),
         options: options.clone(),
-        preparation: options.preparation(size),
+        preparation,
         class_names: class_names.into(),
         pairs,
         skipped,
@@ -258,11 +248,6 @@ impl PhotoMasks {
     pub fn mask_path(&self, index: usize) -> &Path {
         &self.pairs[index].mask
     }
-
-    /// The images that were left out, each with the reason. Those of a set that is divided by share are all the training part's.
-    pub fn skipped(&self) -> &[(PathBuf, String)] {
-        &self.skipped
-    }
 }
 
 impl Dataset for PhotoMasks {
@@ -272,10 +257,6 @@ impl Dataset for PhotoMasks {
 
     fn len(&self) -> usize {
         self.pairs.len()
-    }
-
-    fn class_names(&self) -> Option<&[String]> {
-        Some(&self.class_names)
     }
 
     fn skipped(&self) -> &[(PathBuf, String)] {
@@ -289,11 +270,8 @@ impl Dataset for PhotoMasks {
     fn sample(&self, index: usize, seed: Option<u64>) -> SampleResult<'_> {
         let (pair, preparation) = (&self.pairs[index], &self.preparation);
         let (photo, mask) = pair.open(&self.dir)?;
-        let drawn = seed.map_or_else(Drawn::nothing, |seed| {
-            self.options.augmentation.draw(seed, photo.size(), preparation.size)
-        });
-        let image = view::image(&photo, &drawn, preparation, &self.info.mean)?;
-        let image = planes(&image, preparation.channels)?;
+        let drawn = self.options.augmentation.drawn(seed, photo.size(), preparation.size);
+        let image = view::image_planes(&photo, &drawn, preparation, &self.info.mean)?;
         let classes = view::mask((&mask.bytes, mask.size), &drawn, preparation, IGNORED)?;
         let known = |class: u8| class == IGNORED || usize::from(class) < self.info.classes;
         if let Some(class) = classes.iter().find(|class| !known(**class)) {
@@ -329,13 +307,11 @@ fn mask(dir: &Path, path: &Path) -> Result<Raster, DataError> {
     decode_sized(BufReader::new(file), path, Content::Classes, sides)
 }
 
-fn info(options: &MaskOptions, [height, width]: [usize; 2], classes: usize) -> DatasetInfo {
-    let channels = options.channels;
-    let (mean, std) =
-        options.normalisation.known(channels).unwrap_or_else(|| (vec![0.0; channels], vec![1.0; channels]));
+fn info(preparation: &Preparation, classes: usize, (mean, std): &MeanAndStd) -> DatasetInfo {
+    let &Preparation { size: [height, width], channels, .. } = preparation;
     DatasetInfo {
         targets: Targets::Pixels { ignore: Some(i64::from(IGNORED)) },
-        ..DatasetInfo::of_images(NAME, [channels, height, width], classes, [&mean, &std])
+        ..DatasetInfo::of_images(NAME, [channels, height, width], classes, [mean, std])
     }
 }
 
@@ -477,13 +453,10 @@ fn checked(
 fn split(dir: &Path, split: &Split, pairs: Vec<Pair>) -> Result<(Vec<Pair>, Vec<Pair>), DataError> {
     let paths: Vec<&Path> = pairs.iter().map(|pair| pair.image.as_path()).collect();
     let is_validation = split.of(&paths);
-    if !is_validation.contains(&true) {
+    Split::divided(pairs, &is_validation).ok_or_else(|| {
         let expected = "two images or more, as one of them is for validation";
-        return Err(DataError::malformed(dir, "contents", expected, "one image"));
-    }
-    let mut is_validation = is_validation.into_iter();
-    let (validation, train) = pairs.into_iter().partition(|_| is_validation.next() == Some(true));
-    Ok((train, validation))
+        DataError::malformed(dir, "contents", expected, "one image")
+    })
 }
 
 #[cfg(test)]

@@ -33,9 +33,30 @@ pub enum Normalisation {
     },
 }
 
+/// The mean and the standard deviation of each channel.
+pub(super) type MeanAndStd = (Vec<f32>, Vec<f32>);
+
 impl Normalisation {
+    /// Mean and standard deviation for a training set of `len` images, of which `image` gives one as H x W x C bytes.
+    pub(super) fn of_training(
+        &self,
+        (len, channels): (usize, usize),
+        image: impl Fn(usize) -> Result<Vec<u8>, DataError> + Sync,
+        progress: &Progress<'_>,
+    ) -> Result<MeanAndStd, DataError> {
+        self.known(channels).map_or_else(|| moments(len, channels, image, progress), Ok)
+    }
+
+    /// Mean and standard deviation for another part.
+    ///
+    /// # Errors
+    /// If they have to be measured, for which the training set is needed.
+    pub(super) fn of_part(&self, channels: usize) -> Result<MeanAndStd, DataError> {
+        self.known(channels).ok_or_else(|| setting("normalisation", "the training set's numbers", "none"))
+    }
+
     /// Mean and standard deviation, unless they have to be measured.
-    pub(super) fn known(&self, channels: usize) -> Option<(Vec<f32>, Vec<f32>)> {
+    fn known(&self, channels: usize) -> Option<MeanAndStd> {
         match self {
             Normalisation::ImageNet if channels == 1 => Some((vec![0.449], vec![0.226])),
             Normalisation::ImageNet => Some((vec![0.485, 0.456, 0.406], vec![0.229, 0.224, 0.225])),
@@ -57,12 +78,12 @@ impl Normalisation {
 }
 
 /// Mean and standard deviation of each channel of the training images, which `image` gives as H x W x C bytes by their index.
-pub(super) fn moments(
+fn moments(
     len: usize,
     channels: usize,
     image: impl Fn(usize) -> Result<Vec<u8>, DataError> + Sync,
     progress: &Progress<'_>,
-) -> Result<(Vec<f32>, Vec<f32>), DataError> {
+) -> Result<MeanAndStd, DataError> {
     let chosen = len.min(MOST_MEASURED);
     let count = |at: usize| -> Result<Moments, DataError> {
         let mut moments = Moments::new(channels);

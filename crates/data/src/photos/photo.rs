@@ -7,6 +7,7 @@ use std::path::Path;
 use convoke_files::read_bounded;
 
 use super::super::DataError;
+use super::super::sample::planes;
 use super::colour::grey;
 use super::decode::{self, Stored, decode};
 use super::geometry::{Frame, Preparation};
@@ -120,19 +121,4 @@ fn read(path: &Path, name: &Path) -> Result<Vec<u8>, DataError> {
 /// The height and width of a photograph, upright, from its header. Errors name `name`.
 pub(super) fn size(path: &Path, name: &Path) -> Result<[usize; 2], DataError> {
     decode::size(&read(path, name)?, name)
-}
-
-/// H x W x C as C x H x W.
-pub(super) fn planes(image: &[u8], channels: usize) -> Result<Vec<u8>, DataError> {
-    let mut planes = convoke_memory::filled(image.len(), 0)?;
-    if channels == 1 {
-        planes.copy_from_slice(image);
-        return Ok(planes);
-    }
-    let mut rest = planes.chunks_exact_mut((image.len() / channels).max(1));
-    for channel in 0..channels {
-        let Some(plane) = rest.next() else { break };
-        plane.iter_mut().zip(image[channel..].chunks(channels)).for_each(|(to, from)| *to = from[0]);
-    }
-    Ok(planes)
 }

@@ -1,7 +1,9 @@
 //! The random numbers of one sample, the same on every machine.
 
-use rand::{Rng, SeedableRng};
+use rand::Rng;
 use rand_chacha::ChaCha8Rng;
+
+use super::super::random::{below, stream};
 
 /// The first bytes of the keys, so that the numbers differ from other uses of the same seed.
 const DOMAIN: [u8; 16] = *b"photo/1\0\0\0\0\0\0\0\0\0";
@@ -22,12 +24,7 @@ pub(super) struct Random(ChaCha8Rng);
 impl Random {
     /// The stream of one sample for one use.
     pub(super) fn of(seed: u64, purpose: Use) -> Random {
-        let mut key = [0; 32];
-        key[..16].copy_from_slice(&DOMAIN);
-        key[16..24].copy_from_slice(&seed.to_le_bytes());
-        let mut random = ChaCha8Rng::from_seed(key);
-        random.set_stream(purpose as u64);
-        Random(random)
+        Random(stream(DOMAIN, seed, 0, purpose as u64))
     }
 
     /// A number from 0 up to, but not including, 1.
@@ -46,9 +43,9 @@ impl Random {
         libm::exp(self.between(range.map(libm::log)))
     }
 
-    /// A whole number below `count`, which is at least 1; the bias is below count / 2^64.
+    /// A whole number below `count`, which is at least 1.
     pub(super) fn below(&mut self, count: usize) -> usize {
-        ((u128::from(self.0.next_u64()) * count as u128) >> 64) as usize
+        below(&mut self.0, count)
     }
 
     /// Whether something of this probability happens.

@@ -40,6 +40,15 @@ impl Split {
         is_validation
     }
 
+    /// Divides files into those for training and those for validation, which `is_validation` tells; `None` if there are none of the
+    /// latter.
+    pub(super) fn divided<T>(files: Vec<T>, is_validation: &[bool]) -> Option<(Vec<T>, Vec<T>)> {
+        let mut is_validation = is_validation.iter();
+        let (validation, train): (Vec<T>, Vec<T>) =
+            files.into_iter().partition(|_| is_validation.next() == Some(&true));
+        (!validation.is_empty()).then_some((train, validation))
+    }
+
     fn rank(&self, file: &Path) -> [u8; 32] {
         let mut hash = Sha256::new();
         hash.update(b"validation/1");

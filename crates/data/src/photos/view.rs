@@ -1,6 +1,7 @@
 //! Shows a photograph, or its mask, as was drawn for it.
 
 use super::super::DataError;
+use super::super::sample::planes;
 use super::augmentation::Drawn;
 use super::geometry::{Frame, Preparation, Window};
 use super::photo::Photo;
@@ -13,6 +14,16 @@ fn frame(from: [usize; 2], drawn: &Drawn, preparation: &Preparation) -> Frame {
         Some(window) => Frame::of_part(window, preparation.size),
         None => preparation.frame(from),
     }
+}
+
+/// [`image`] as C x H x W bytes.
+pub(super) fn image_planes(
+    photo: &Photo,
+    drawn: &Drawn,
+    preparation: &Preparation,
+    mean: &[f32],
+) -> Result<Vec<u8>, DataError> {
+    planes(&image(photo, drawn, preparation, mean)?, preparation.channels)
 }
 
 /// The image, H x W x C bytes. `mean` is what erased places are filled with, scaled to 0..1.

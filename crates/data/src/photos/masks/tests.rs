@@ -8,6 +8,7 @@ use png::{BitDepth, ColorType};
 use super::super::testing::{encode, refusal, scene, write};
 use super::*;
 use crate::png_file::testing::encode as encode_png;
+use crate::sample::planes;
 use crate::{Loader, Request, TargetBatch, silent};
 
 const SIZE: [usize; 2] = [12, 16];
