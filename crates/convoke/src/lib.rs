@@ -5,8 +5,9 @@
 //! optimizers, data and training runs in [`nn`], convolution algorithms in [`conv`], the tuner that chooses them in [`tune`],
 //! ranks in [`distributed`], and what algorithms of your own are built from in [`kernels`].
 //!
-//! Features: `images` reads folders of photographs; `onnx` reads and writes ONNX models; `datasets` reads MNIST, CIFAR-10 and CamVid, and downloads the former two; `cli`, which is on by default and
-//! includes it, builds the program `convoke`; `mpi` adds ranks that are processes.
+//! Features: `images` reads folders of photographs; `onnx` reads and writes ONNX models; `datasets` reads MNIST, CIFAR-10 and CamVid,
+//! and downloads the former two; `cli`, which is on by default and includes these, builds the program `convoke`; `mpi` adds ranks
+//! that are processes.
 //!
 //! ```
 //! use convoke::nn::modules::{Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions};

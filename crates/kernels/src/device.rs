@@ -75,9 +75,15 @@ impl Device {
         let DeviceOptions { cpu, poison, tuner } = options;
         // On a dry device no kernel reads or writes buffers, so they need no NaN.
         let heap = Heap::new(poison && !cpu.is_dry());
-        let (recomputed_flops, recomputed_bytes) = Default::default();
-        let blocks = Mutex::default();
-        Device { inner: Arc::new(Inner { cpu, heap, tuner, blocks, recomputed_flops, recomputed_bytes }) }
+        let inner = Inner {
+            cpu,
+            heap,
+            tuner,
+            blocks: Mutex::default(),
+            recomputed_flops: AtomicU64::default(),
+            recomputed_bytes: AtomicU64::default(),
+        };
+        Device { inner: Arc::new(inner) }
     }
 
     /// A device on which everything happens except computing. Buffers are allocated, counted and freed apart, and

@@ -154,7 +154,7 @@ fn check_photo_flags(args: &RunArgs) -> Result<()> {
     }
 }
 
-/// The failure of a step with what to do about it, if a photograph could not be read.
+/// A failure with what to do about it, if a photograph could not be read.
 pub(crate) fn with_remedy(args: &RunArgs, failure: Failure) -> Failure {
     match (named(args), failure) {
         (Some(spec), Failure::Run(text))

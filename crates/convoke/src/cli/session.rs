@@ -28,9 +28,8 @@ pub(crate) struct Session {
     config: TrainingConfig,
     data: Datasets,
     pub(crate) recorder: Recorder,
+    /// That after the last step, if there was one.
     evaluation: Option<Evaluation>,
-    /// After which step `evaluation` was made.
-    evaluated: Option<u64>,
     plan: Option<MemoryPlan>,
     checkpoint: Option<PathBuf>,
     /// Whether anything has been saved in `checkpoint`.
@@ -103,7 +102,6 @@ impl Session {
             data: rank.data.clone(),
             recorder: Recorder::default(),
             evaluation: None,
-            evaluated: None,
             plan,
             checkpoint: checkpoint.map(Path::to_owned),
             saved: Cell::new(false),
@@ -159,6 +157,7 @@ impl Session {
             self.trainer.record_next_step();
         }
         let report = self.trainer.step().map_err(Failure::of_training)?;
+        self.evaluation = None;
         self.recorder.add(&report);
         Ok(report)
     }
@@ -211,7 +210,7 @@ impl Session {
 
     /// Computes loss and accuracy on the test set, unless that was done after the last step; false if Ctrl-C interrupted it.
     pub(crate) fn evaluate(&mut self, console: &Console) -> Result<bool> {
-        if self.evaluated == Some(self.trainer.steps()) {
+        if self.evaluation.is_some() {
             return Ok(true);
         }
         self.test("testing", console)
@@ -229,7 +228,6 @@ impl Session {
         };
         self.evaluation = evaluation.map_err(Failure::of_training)?;
         stage.end();
-        self.evaluated = self.evaluation.as_ref().map(|_| self.trainer.steps());
         Ok(self.evaluation.is_some())
     }
 

@@ -8,10 +8,10 @@ use clap::{Args, ValueEnum};
 use super::failure::{Failure, Result};
 use super::flags::run::RunArgs;
 use super::flags::values::name;
+use super::output;
 use super::profile::Profile;
 use super::ranks::{self, Rank};
 use super::session::{Session, SessionOptions, interruption, publish, show};
-use super::{dataset, output};
 
 #[derive(Args)]
 pub(crate) struct TrainArgs {
@@ -69,22 +69,16 @@ fn on_rank(args: &TrainArgs, rank: &Rank<'_>) -> Result<()> {
         if let Some(profile) = profile.as_ref().filter(|_| session.recorder.steps() == 1) {
             profile.forget_warm_up();
         }
-        let report = session.step().map_err(|failure| dataset::with_remedy(run, failure))?;
+        let report = session.step()?;
         session.show(run, &mut stage, report.loss, session.recorder.recent_rate());
         interrupted = session.agree(console.interrupted())?;
-        if !interrupted {
-            let validated = session.validate_if_due(run, console);
-            interrupted = !validated.map_err(|failure| dataset::with_remedy(run, failure))?;
-        }
+        interrupted = interrupted || !session.validate_if_due(run, console)?;
         session.save_if_due(run, rank, interrupted)?;
     }
     stage.end();
     // Stop before testing, which is no part of a step.
     let recording = profile.map(Profile::stop);
-    let evaluated = |session: &mut Session| {
-        session.evaluate(console).map_err(|failure| dataset::with_remedy(run, failure))
-    };
-    let finished = !interrupted && evaluated(&mut session)?;
+    let finished = !interrupted && session.evaluate(console)?;
     let (steps, cpu) = (session.trainer.steps(), session.cpu().clone());
     publish(run, rank, &[session.finish()?])?;
     // After the record is made, because measuring the limits takes memory that the run did not take.

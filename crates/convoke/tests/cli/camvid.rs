@@ -1,15 +1,13 @@
 //! Training on labels for each pixel.
 
-use std::fs::{self, File};
 use std::path::Path;
 
-use super::program::{convoke, losses};
+use super::program::{convoke, losses, write_png};
 
 /// A folder like CamVid's: `count` images in each part, sky above road, and a row without a class between them.
 fn scenes(folder: &Path, [height, width]: [usize; 2], count: usize) {
     for part in ["train", "test"] {
         let [images, classes] = [folder.join(part), folder.join(format!("{part}annot"))];
-        [&images, &classes].into_iter().for_each(|folder| fs::create_dir_all(folder).unwrap());
         for index in 0..count {
             let horizon = height / 3 + 4 * index;
             let class = |row: usize| match row.cmp(&horizon) {
@@ -20,15 +18,9 @@ fn scenes(folder: &Path, [height, width]: [usize; 2], count: usize) {
             let labels: Vec<u8> = (0..height * width).map(|place| class(place / width)).collect();
             let color = |label: &u8| if *label == 0 { [90, 140, 250] } else { [70, 60, 50] };
             let pixels: Vec<u8> = labels.iter().flat_map(color).collect();
-            let write = |folder: &Path, color: png::ColorType, bytes: &[u8]| {
-                let file = File::create(folder.join(format!("{index}.png"))).unwrap();
-                let mut encoder = png::Encoder::new(file, width as u32, height as u32);
-                encoder.set_color(color);
-                encoder.set_depth(png::BitDepth::Eight);
-                encoder.write_header().unwrap().write_image_data(bytes).unwrap();
-            };
-            write(&images, png::ColorType::Rgb, &pixels);
-            write(&classes, png::ColorType::Grayscale, &labels);
+            let (size, name) = ([height, width], format!("{index}.png"));
+            write_png(&images.join(&name), size, png::ColorType::Rgb, &pixels);
+            write_png(&classes.join(&name), size, png::ColorType::Grayscale, &labels);
         }
     }
 }

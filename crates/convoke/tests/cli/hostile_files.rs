@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use convoke_testkit::Failures;
 use serde_json::{Value, json};
 
-use super::program::{Outcome, command, idx, on_tiny_data, run, text, tiny_mnist};
+use super::program::{Outcome, command, idx, on_tiny_data, run, text, tiny_mnist, write_png};
 
 /// Sets a terminal's title, clears it, writes over lines, turns text around.
 const TRICKS: [&str; 5] =
@@ -235,16 +235,12 @@ fn only_regular_files_are_read() {
                 }
             }
             for part in ["train", "trainannot", "test", "testannot"] {
-                fs::create_dir_all(set.path().join(part)).unwrap();
-                let mut encoder =
-                    png::Encoder::new(fs::File::create(set.path().join(part).join("a.png")).unwrap(), 8, 8);
                 let (color, len) = if part.ends_with("annot") {
                     (png::ColorType::Grayscale, 64)
                 } else {
                     (png::ColorType::Rgb, 192)
                 };
-                encoder.set_color(color);
-                encoder.write_header().unwrap().write_image_data(&vec![0; len]).unwrap();
+                write_png(&set.path().join(part).join("a.png"), [8, 8], color, &vec![0; len]);
             }
             fs::write(set.path().join("test_batch.bin"), [0; 3073]).unwrap();
             let file = set.path().join(name);

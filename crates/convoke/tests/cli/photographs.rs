@@ -1,17 +1,9 @@
 //! Training on folders of photographs, with classes and with masks.
 
-use std::fs::{self, File};
+use std::fs;
 use std::path::Path;
 
-use super::program::{convoke, losses, text};
-
-fn png(file: &Path, [height, width]: [usize; 2], color: png::ColorType, bytes: &[u8]) {
-    fs::create_dir_all(file.parent().unwrap()).unwrap();
-    let mut encoder = png::Encoder::new(File::create(file).unwrap(), width as u32, height as u32);
-    encoder.set_color(color);
-    encoder.set_depth(png::BitDepth::Eight);
-    encoder.write_header().unwrap().write_image_data(bytes).unwrap();
-}
+use super::program::{convoke, losses, text, write_png};
 
 /// Photographs of several sizes: bright above ("sky") or bright below ("sand").
 fn photographs(folder: &Path, each: usize) {
@@ -22,7 +14,7 @@ fn photographs(folder: &Path, each: usize) {
             let pixels: Vec<u8> = (0..3 * height * width)
                 .map(|place| if bright(place) { 220 } else { (7 * index) as u8 })
                 .collect();
-            png(&folder.join(class).join(format!("{index}.png")), size, png::ColorType::Rgb, &pixels);
+            write_png(&folder.join(class).join(format!("{index}.png")), size, png::ColorType::Rgb, &pixels);
         }
     }
 }
@@ -77,8 +69,8 @@ fn masks_are_learnt() {
                 .flat_map(|class| if *class == 0 { [90, 140, 250] } else { [70, 60, 50] })
                 .collect();
             let place = |kind: &str| folder.path().join(part).join(kind).join(format!("{index}.png"));
-            png(&place("images"), size, png::ColorType::Rgb, &pixels);
-            png(&place("masks"), size, png::ColorType::Grayscale, &classes);
+            write_png(&place("images"), size, png::ColorType::Rgb, &pixels);
+            write_png(&place("masks"), size, png::ColorType::Grayscale, &classes);
         }
     }
     let more = ["--batch-size", "2", "--optimizer", "adamw", "--lr", "0.01", "--epochs", "4"];

@@ -49,6 +49,15 @@ impl Outcome {
     }
 }
 
+/// Writes an image of 8 bits, and the folders that it lies in.
+pub(crate) fn write_png(file: &Path, [height, width]: [usize; 2], color: png::ColorType, bytes: &[u8]) {
+    fs::create_dir_all(file.parent().unwrap()).unwrap();
+    let mut encoder = png::Encoder::new(fs::File::create(file).unwrap(), width as u32, height as u32);
+    encoder.set_color(color);
+    encoder.set_depth(png::BitDepth::Eight);
+    encoder.write_header().unwrap().write_image_data(bytes).unwrap();
+}
+
 /// The program with these arguments, in an environment without data of the user's.
 pub(crate) fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_convoke"));

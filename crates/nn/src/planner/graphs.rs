@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use convoke_autograd::ops::Keep;
 use convoke_autograd::{DType, Device, Exported, MemoryFormat, Root, Tensor, backward_from, enable_grad};
-
 use convoke_kernels::Recomputed;
 
 use super::blocks::{self, BlockKind};
@@ -126,19 +125,33 @@ impl GraphPlanner {
             Fit::Fits(found) => return Ok(Ok(self.plan(found))),
             Fit::Least(found) => self.plan(found),
         };
-        self.recompute_norms(true);
-        let plan = match self.search.within(budget)? {
-            Fit::Fits(found) => Ok(self.plan(found)),
-            Fit::Least(found) => {
-                let plan = self.plan(found);
-                Err(if plan.bytes_peak < least.bytes_peak { plan } else { least })
-            }
-        };
-        self.recompute_norms(false);
-        Ok(plan)
+        let with_norms = self.with_norms_recomputed(|planner| {
+            Ok(match planner.search.within(budget)? {
+                Fit::Fits(found) => Ok(planner.plan(found)),
+                Fit::Least(found) => Err(planner.plan(found)),
+            })
+        })?;
+        Ok(match with_norms {
+            Some(Ok(plan)) => Ok(plan),
+            Some(Err(plan)) if plan.bytes_peak < least.bytes_peak => Err(plan),
+            _ => Err(least),
+        })
     }
 
-    /// Whether the outputs of batch norms that are no part of a block are recomputed. This is a last resort: its time is not measured.
+    /// What `work` gives while the outputs of batch norms that are no part of a block are recomputed; `None` if that saves nothing.
+    /// This is a last resort: its time is not measured.
+    fn with_norms_recomputed<R>(
+        &mut self,
+        work: impl FnOnce(&mut GraphPlanner) -> Result<R>,
+    ) -> Result<Option<R>> {
+        let before = self.search.steps.step()?.bytes_end_of_forward;
+        self.recompute_norms(true);
+        let after = self.search.steps.step().map(|bytes| bytes.bytes_end_of_forward);
+        let result = after.and_then(|after| (after < before).then(|| work(self)).transpose());
+        self.recompute_norms(false);
+        result
+    }
+
     fn recompute_norms(&mut self, recomputed: bool) {
         self.search.steps.set_recomputed(recomputed);
         self.search.forget();
@@ -160,11 +173,11 @@ impl GraphPlanner {
     pub fn smallest(&mut self) -> Result<GraphPlan> {
         let found = self.search.smallest()?;
         let plan = self.plan(found);
-        self.recompute_norms(true);
-        let found = self.search.smallest()?;
-        let with_norms = self.plan(found);
-        self.recompute_norms(false);
-        Ok(if with_norms.bytes_peak < plan.bytes_peak { with_norms } else { plan })
+        let with_norms = self.with_norms_recomputed(|planner| {
+            let found = planner.search.smallest()?;
+            Ok(planner.plan(found))
+        })?;
+        Ok(with_norms.filter(|with_norms| with_norms.bytes_peak < plan.bytes_peak).unwrap_or(plan))
     }
 
     fn plan(&self, found: Found) -> GraphPlan {
