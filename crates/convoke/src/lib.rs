@@ -101,9 +101,9 @@ pub mod nn {
         #[doc(inline)]
         pub use convoke_nn::data::{
             Augmentation, Catalog, DataError, Dataset, DatasetInfo, DatasetSpec, DatasetSpecs, Datasets,
-            InMemory, Listed, LoadError, LoadOptions, Loader, MAX_CLASSES, MirrorFailure, NameError, Pixels,
-            Progress, ProgressEvent, ProgressUnit, Request, Sample, Target, TargetBatch, Targets, TrainTest,
-            View, Views, digits, from_fn, noise, silent,
+            InMemory, Listed, LoadError, LoadOptions, Loader, MAX_CLASSES, MirrorFailure, NameError,
+            PhotoOrigin, Pixels, Progress, ProgressEvent, ProgressUnit, Request, Sample, Target, TargetBatch,
+            Targets, TrainTest, View, Views, digits, from_fn, noise, silent,
         };
         #[cfg(feature = "datasets")]
         #[doc(inline)]

@@ -166,7 +166,9 @@ fn load_named<const N: usize>(
     let mut moments = Moments::new(CHANNELS);
     moments.add_planes(&parts[0].0, info.height * info.width);
     (info.mean, info.std) = moments.mean_and_std();
-    let sets = parts.into_iter().map(|(pixels, labels)| InMemory::new(info.clone(), pixels, labels));
+    let sets = parts
+        .into_iter()
+        .map(|(pixels, labels)| InMemory::new(info.clone(), pixels, labels)?.with_class_names(&CLASSES));
     let sets = sets.collect::<Result<Vec<_>, _>>()?;
     Ok(sets.try_into().expect("one set for each name"))
 }

@@ -157,7 +157,7 @@ pub fn load(folder: &Path, progress: &Progress<'_>) -> Result<TrainTest, DataErr
         train.images.append(&mut batch.images);
         train.labels.append(&mut batch.labels);
     }
-    let set = |batch: Batch| InMemory::new(info(), batch.images, batch.labels);
+    let set = |batch: Batch| InMemory::new(info(), batch.images, batch.labels)?.with_class_names(&CLASSES);
     let sets = TrainTest::new(set(train)?, set(test)?);
     loading.done.set(loading.total);
     loading.report()?;

@@ -163,6 +163,19 @@ impl DatasetInfo {
     }
 }
 
+/// How photographs became a data set: enough to prepare others alike, and to load the same parts again.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PhotoOrigin {
+    /// The folder of the set; none if it is not known, or its path is not UTF-8.
+    pub folder: Option<String>,
+    /// The share of a resized image's shorter side that evaluation shows.
+    pub crop_fraction: f64,
+    /// The share of the images that is for validation, if the folder has no such part.
+    pub validation_share: f64,
+    /// The seed by which these were chosen.
+    pub seed: u64,
+}
+
 /// What [`Dataset::sample`] gives: the sample, or an error whose text [`DataError::Sample`] repeats.
 pub(crate) type SampleResult<'a> = Result<Sample<'a>, Box<dyn Error + Send + Sync>>;
 
@@ -214,6 +227,22 @@ pub trait Dataset: Send + Sync {
     /// Whether there are none.
     fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// The names of the classes, in the order of the labels; none if they are only numbered.
+    fn class_names(&self) -> &[String] {
+        &[]
+    }
+
+    /// How photographs became this set; none for sets of other kinds.
+    fn photos(&self) -> Option<PhotoOrigin> {
+        None
+    }
+
+    /// The file of a sample's image, if it has one of its own.
+    fn file(&self, index: usize) -> Option<PathBuf> {
+        let _ = index;
+        None
     }
 
     /// The files that were left out because they could not be read, each with the reason. Where a share of the training part is

@@ -8,6 +8,7 @@ use super::{DataError, Dataset, DatasetInfo, Pixels, Sample, Target, Targets};
 #[derive(Clone, Debug, PartialEq)]
 pub struct InMemory {
     info: DatasetInfo,
+    class_names: Vec<String>,
     images: Vec<u8>,
     labels: Vec<u8>,
 }
@@ -36,7 +37,23 @@ impl InMemory {
             });
         }
         check_labels(&info.name, &labels, images.len() / image_len, &info)?;
-        Ok(Self { info, images, labels })
+        Ok(Self { info, class_names: Vec::new(), images, labels })
+    }
+
+    /// The same data set with names for its classes, which must be as many as there are classes.
+    ///
+    /// # Errors
+    /// [`DataError::Inconsistent`] if there are more or fewer.
+    pub fn with_class_names(self, names: &[impl AsRef<str>]) -> Result<Self, DataError> {
+        if names.len() != self.info.classes {
+            return Err(DataError::Inconsistent {
+                dataset: self.info.name,
+                field: "class names",
+                expected: self.info.classes.to_string(),
+                found: names.len().to_string(),
+            });
+        }
+        Ok(Self { class_names: names.iter().map(|name| name.as_ref().to_owned()).collect(), ..self })
     }
 
     /// Name, shape, classes and normalisation.
@@ -106,6 +123,10 @@ impl Dataset for InMemory {
 
     fn len(&self) -> usize {
         self.len()
+    }
+
+    fn class_names(&self) -> &[String] {
+        &self.class_names
     }
 
     fn is_in_memory(&self) -> bool {

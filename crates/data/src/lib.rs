@@ -45,7 +45,7 @@ mod threads;
 
 pub use augmentation::{Augmentation, View, Views};
 pub use catalog::{Catalog, Listed, NameError};
-pub use dataset::{Dataset, DatasetInfo, Datasets, MAX_CLASSES, Targets, TrainTest, from_fn};
+pub use dataset::{Dataset, DatasetInfo, Datasets, MAX_CLASSES, PhotoOrigin, Targets, TrainTest, from_fn};
 pub use digits::digits;
 pub use error::{DataError, MirrorFailure};
 pub use in_memory::InMemory;

@@ -1,7 +1,9 @@
 //! A training run: a model, an optimizer and a data set, step by step, with checkpoints; on one rank or several.
 
+mod card;
 mod evaluation;
 mod memory;
+mod ranked;
 mod ranks;
 mod resume;
 
@@ -22,9 +24,11 @@ use crate::objective::{LossSum, Objective};
 use crate::planner::MemoryPlan;
 use crate::{ConfigError, Generator, Init, Module, ModuleExt, Optimizer, Rule, StepLr, batch};
 
-pub use evaluation::{Evaluation, Validation};
+pub use card::ModelCard;
+pub use evaluation::{Evaluation, EvaluationOptions, EvaluationProgress, Predictor, Validation, evaluate};
 pub(crate) use memory::DrySteps;
 pub use memory::{MemoryPrediction, predict_memory};
+pub use ranked::HardImage;
 pub use resume::SavedModel;
 
 /// The configuration of a run.
@@ -256,7 +260,7 @@ impl Trainer {
         let seen = config.check(&data)?;
         let init = Init::new(device, config.seed);
         let model = config.build(&init, &seen)?;
-        let workers = default_workers(device, &data);
+        let workers = default_workers(device, [&data.train, &data.test]);
         let parallel =
             DataParallel::new(model.as_ref(), &Communicator::solo(), DataParallelOptions::default())?;
         Ok(Trainer {
@@ -498,8 +502,8 @@ impl Trainer {
 const AHEAD: usize = 2;
 
 /// See [`Trainer::set_workers`].
-fn default_workers(device: &Device, data: &Datasets) -> usize {
-    let in_memory = data.train.is_in_memory() && data.test.is_in_memory();
+fn default_workers<const N: usize>(device: &Device, data: [&Arc<dyn Dataset>; N]) -> usize {
+    let in_memory = data.iter().all(|data| data.is_in_memory());
     if in_memory || device.is_dry() { 0 } else { device.compute().threads().min(4) }
 }
 

@@ -5,14 +5,16 @@ use clap::{Parser, Subcommand};
 use super::bench::BenchArgs;
 use super::bench_norm::BenchNormArgs;
 use super::cache::CacheArgs;
+use super::evaluate::EvaluateArgs;
 use super::export::ExportArgs;
 use super::failure::Result;
 use super::flags::run::RunArgs;
 use super::info::InfoArgs;
 use super::plan::PlanArgs;
+use super::predict::PredictArgs;
 use super::train::TrainArgs;
 use super::tune::TuneArgs;
-use super::{bench, bench_norm, cache, compare, export, info, plan, train, tune};
+use super::{bench, bench_norm, cache, compare, evaluate, export, info, plan, predict, train, tune};
 
 /// Train convolutional networks on CPUs, with fused convolution + batch norm that needs a fraction of the memory.
 #[derive(Parser)]
@@ -35,11 +37,27 @@ pub(crate) enum Command {
         convoke train --ranks 2 --sync-bn --batch-size 256\n  \
         convoke train --data camvid --data-dir camvid --batch-size 8 --optimizer adamw --epochs 10\n  \
         convoke train --data cifar10 --download --optimizer sgd --lr 0.1 --weight-decay 1e-4 --epochs 10\n  \
-        convoke train --data folder --data-dir photos --image-size 128 --batch-size 32 --optimizer sgd --lr 0.05 --epochs 10\n  \
+        convoke train --data folder --data-dir photos --output runs/photos --image-size 128 --batch-size 32 --epochs 10\n  \
         convoke train --data masks --data-dir scenes --batch-size 8 --optimizer adamw --epochs 10\n  \
         convoke train --data random --model resnet50 --batch-size 32 --steps 8\n  \
         convoke train --steps 50 --json - --report report.html")]
     Train(TrainArgs),
+    /// Judge a trained model on labelled images: loss, accuracy, and how it does on each class.
+    ///
+    /// Images are prepared as in the model's training; its batch norms are joined to its convolutions first.
+    #[command(after_help = "Examples:\n  \
+        convoke evaluate runs/photos\n  \
+        convoke evaluate runs/photos --data-dir other-photos --part all --flip --json results.json\n  \
+        convoke evaluate runs/photos/last.safetensors --part train\n  \
+        convoke evaluate model.onnx --data folder --data-dir photos")]
+    Evaluate(EvaluateArgs),
+    /// Show what a trained model finds in images: the most likely classes, or a mask of the class of each pixel.
+    #[command(after_help = "Examples:\n  \
+        convoke predict runs/photos cat.jpg dog.jpg\n  \
+        convoke predict runs/photos holiday/ --top 1 --csv holiday.csv\n  \
+        convoke predict runs/scenes street.png --masks masks\n  \
+        convoke predict model.onnx cat.jpg --json -")]
+    Predict(PredictArgs),
     /// Train the same model twice, with separate and with fused Conv+BN, and compare memory, speed and accuracy.
     ///
     /// Both start from the same values and see the same batches. Their steps alternate, so that changes in the machine's speed
@@ -100,7 +118,7 @@ pub(crate) enum Command {
     /// ONNX files run in onnxruntime and many other programs, and train here again with `--model FILE.onnx`. Batch norms stay,
     /// unless --fold joins them to the convolutions, which makes inference faster.
     #[command(after_help = "Examples:\n  \
-        convoke export runs/mine --to mine.onnx\n  \
+        convoke export runs/photos --to photos.onnx\n  \
         convoke export runs/mine --to mine.onnx --fold --opset 13\n  \
         convoke export model.onnx --to weights.safetensors")]
     Export(ExportArgs),
@@ -118,6 +136,8 @@ impl Command {
     pub(crate) fn run(&self) -> Result<()> {
         match self {
             Command::Train(args) => train::run(args),
+            Command::Evaluate(args) => evaluate::run(args),
+            Command::Predict(args) => predict::run(args),
             Command::Compare(args) => compare::run(args),
             Command::Bench(args) => bench::run(args),
             Command::BenchNorm(args) => bench_norm::run(args),

@@ -4,12 +4,15 @@ use std::path::PathBuf;
 
 use crate::nn::modules::ConvBnMode;
 
-use super::failure::Result;
+use super::failure::{Failure, Result};
 use super::flags::run::RunArgs;
 use super::ranks::{self, Rank};
 use super::session::{Session, SessionOptions, interruption, publish};
 
 pub(crate) fn run(args: &RunArgs) -> Result<()> {
+    if args.resume && args.checkpoint.is_none() {
+        return Err(Failure::Usage("--resume needs the run's --checkpoint".into()));
+    }
     ranks::run(args, &[("command", "compare".into())], |rank| on_rank(args, rank))
 }
 
@@ -23,7 +26,8 @@ fn on_rank(args: &RunArgs, rank: &Rank<'_>) -> Result<()> {
     let tuner = args.tuning.tuner(console)?;
     let start = |conv_bn| {
         let checkpoint = folder(conv_bn);
-        let options = SessionOptions { conv_bn, tuner: &tuner, checkpoint: checkpoint.as_deref() };
+        let options =
+            SessionOptions { conv_bn, tuner: &tuner, checkpoint: checkpoint.as_deref(), keep: None };
         Session::start(args, rank, options)
     };
     let mut sessions = [start(ConvBnMode::Separate)?, start(ConvBnMode::Fused)?];
@@ -56,7 +60,7 @@ fn on_rank(args: &RunArgs, rank: &Rank<'_>) -> Result<()> {
     let [separate, fused] = sessions.map(Session::finish);
     publish(args, rank, &[separate?, fused?])?;
     // The first rank reports it for all.
-    if finished || !rank.is_first() { Ok(()) } else { Err(interruption(args, steps)) }
+    if finished || !rank.is_first() { Ok(()) } else { Err(interruption(args.checkpoint.as_deref(), steps)) }
 }
 
 /// The rate of both runs in turn; while one is ahead and waits, the rate of the other alone.

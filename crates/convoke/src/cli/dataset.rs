@@ -89,7 +89,7 @@ fn check_generated(args: &RunArgs, name: &str) -> Result<()> {
 
 fn load_named(spec: &DatasetSpec, args: &RunArgs, console: &Console) -> Result<Datasets> {
     let progress = console.data_progress();
-    let failure = |error| failure(error, spec.hint().unwrap_or_default());
+    let failure = |error| failure(error, spec.hint().unwrap_or_default(), BEFORE);
     let mut folder = None;
     if spec.takes_photos() && args.data_dir.is_none() {
         return Err(Failure::Usage(format!("--data {spec}: {}", spec.hint().unwrap_or_default())));
@@ -167,7 +167,7 @@ pub(crate) fn with_remedy(args: &RunArgs, failure: Failure) -> Failure {
 }
 
 /// Tells which photographs were left out.
-fn report_skipped(part: &str, skipped: &[(PathBuf, String)], console: &Console) {
+pub(crate) fn report_skipped(part: &str, skipped: &[(PathBuf, String)], console: &Console) {
     const LISTED: usize = 20;
     if skipped.is_empty() {
         return;
@@ -191,7 +191,7 @@ fn generate_noise(args: &RunArgs, console: &Console) -> Result<Datasets> {
          learn in it, only speed and memory mean something"
     ));
     let set = model.noise(args.seed, [batch.saturating_mul(4), batch], &console.data_progress());
-    set.map(Datasets::from).map_err(|error| failure(error.into(), ""))
+    set.map(Datasets::from).map_err(|error| failure(error.into(), "", BEFORE))
 }
 
 /// The proxy that the environment names, by the usual variables.
@@ -200,10 +200,13 @@ fn proxy() -> Option<String> {
     names.iter().find_map(|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
 }
 
-/// `hint` says how to get the data; it is shown if the data is missing.
-fn failure(error: LoadError, hint: &str) -> Failure {
+/// What is said of a run that Ctrl-C ends while the data is loaded.
+const BEFORE: &str = "interrupted before the first step";
+
+/// `hint` says how to get the data; it is shown if the data is missing. `interrupted` is what is said after Ctrl-C.
+pub(crate) fn failure(error: LoadError, hint: &str, interrupted: &str) -> Failure {
     match error.downcast_ref() {
-        Some(DataError::Cancelled { .. }) => Failure::Run("interrupted before the first step".into()),
+        Some(DataError::Cancelled { .. }) => Failure::Run(interrupted.into()),
         Some(DataError::Missing { .. }) => Failure::Run(format!("{error}\n{hint}")),
         Some(DataError::Malformed { field: "link", .. }) => {
             Failure::Run(format!("{error}\n--follow-links follows links that lead out of the folder"))

@@ -18,7 +18,8 @@ use super::{console, open_model, output};
 /// Which model goes to which file.
 #[derive(Args)]
 pub(crate) struct ExportArgs {
-    /// The folder of a checkpoint (`train --checkpoint`), an ONNX file, or the name of a model, which then has initial parameters.
+    /// The folder of a trained model (`train --output`) or of a checkpoint, an ONNX file, or the name of a model, which then has
+    /// initial parameters.
     #[arg(value_name = "MODEL")]
     model: PathBuf,
 
@@ -89,8 +90,13 @@ fn to_onnx(args: &ExportArgs, model: &open_model::OpenModel) -> Result<()> {
     };
     let shapes = definition.outputs.iter().cloned().zip(outputs.into_iter().map(dimensions)).collect();
     let mut metadata = BTreeMap::new();
-    if let Some(data) = &model.data {
-        metadata.insert("convoke.data".into(), serde_json::to_string(data)?);
+    if let Some(card) = &model.card {
+        let mut card = card.clone();
+        // The file may be given to others, whom this machine's folders do not concern.
+        if let Some(photos) = &mut card.photos {
+            photos.folder = None;
+        }
+        metadata.insert(open_model::METADATA.into(), card.to_json());
     }
     let options = onnx::WriteOptions {
         opset: args.opset,

@@ -20,7 +20,7 @@ use super::{console, open_model, places, system, text};
 /// What to show.
 #[derive(Args)]
 pub(crate) struct InfoArgs {
-    /// An ONNX file, the folder of a checkpoint, or the name of a model.
+    /// The folder of a trained model or of a checkpoint, an ONNX file, or the name of a model.
     #[arg(value_name = "MODEL")]
     model: Option<PathBuf>,
 

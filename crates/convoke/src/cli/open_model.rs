@@ -1,24 +1,29 @@
-//! Models that exist, as commands name them: by an ONNX file, by the folder of a checkpoint, by name.
+//! Models that exist, as commands name them: by the folder of a trained model, the folder of a checkpoint, an ONNX file, a name.
 
 use std::any::Any;
-use std::path::Path;
-use std::sync::Arc;
+use std::path::{Path, PathBuf};
 
 use convoke_files::escaped;
 
 use crate::Device;
-use crate::nn::data::DatasetInfo;
+use crate::nn::data::photos::Normalisation;
+use crate::nn::data::{DatasetInfo, Targets};
 use crate::nn::graph::{Definition, Graph};
 use crate::nn::models::ModelSpec;
 use crate::nn::modules::ConvBnMode;
-use crate::nn::training::SavedModel;
+use crate::nn::training::{ModelCard, SavedModel};
 use crate::nn::{Init, checkpoint, onnx};
 
+use super::console;
 use super::failure::{Failure, Result};
 use super::model_file::{is_onnx, spec};
+use super::model_folder::{BEST, CARD, LAST};
 use super::registry::{model, models};
 
 type Module = dyn crate::nn::Module;
+
+/// Where an ONNX file holds the card of the model that it was exported from.
+pub(crate) const METADATA: &str = "convoke.model";
 
 /// A model that exists, with its parameters.
 pub(crate) struct OpenModel {
@@ -26,8 +31,8 @@ pub(crate) struct OpenModel {
     pub(crate) module: Box<Module>,
     /// Channels, height and width of its images, where they are known.
     pub(crate) image: Option<[usize; 3]>,
-    /// The data that it was trained on, if it was trained here.
-    pub(crate) data: Option<DatasetInfo>,
+    /// What it was trained on, if it was trained here.
+    pub(crate) card: Option<ModelCard>,
 }
 
 impl OpenModel {
@@ -37,37 +42,133 @@ impl OpenModel {
     }
 }
 
-/// Opens MODEL: an ONNX file, the folder of a checkpoint, or the name of a model, which then has initial parameters.
+/// A trained model, ready to be used.
+pub(crate) struct TrainedModel {
+    /// Its name or file.
+    pub(crate) name: String,
+    pub(crate) spec: ModelSpec,
+    pub(crate) module: Box<Module>,
+    pub(crate) card: ModelCard,
+}
+
+/// Opens MODEL: what `train --output` or `--checkpoint` wrote, an ONNX file, or the name of a model, which then has initial
+/// parameters.
 pub(crate) fn open(text: &Path, device: &Device) -> Result<OpenModel> {
     let name = text.display().to_string();
     let init = Init::new(device, 0);
     if is_onnx(text) {
-        let definition = Arc::new(onnx::read(text)?.definition);
-        let image = image_of(&definition);
-        let module = Box::new(Graph::new(&definition, &init, ConvBnMode::Fused)?);
-        return Ok(OpenModel { name, module, image, data: None });
+        let file = onnx::read(text)?;
+        let image = image_of(&file.definition);
+        let module = Box::new(Graph::new(&file.definition.into(), &init, ConvBnMode::Fused)?);
+        return Ok(OpenModel { name, module, image, card: None });
     }
-    if checkpoint::exists(text).unwrap_or(false) {
-        let saved = SavedModel::open(text)?;
-        let spec = match Path::new(&saved.model) {
-            file if is_onnx(file) => spec(file).map_err(|error| {
-                Failure::Run(format!(
-                    "the checkpoint is of the model in {}: {error}",
-                    escaped(file.display())
-                ))
-            })?,
-            _ => named(&saved.model)?,
-        };
-        let mut options = spec.options(ConvBnMode::Fused);
-        (options.image, options.classes) = (saved.data.shape(), saved.data.classes);
-        let module = spec.build(&init, &options)?;
-        saved.restore(module.as_ref())?;
-        let image = Some(saved.data.shape());
-        return Ok(OpenModel { name: saved.model, module, image, data: Some(saved.data) });
+    if let Some(TrainedModel { module, card, spec, .. }) = saved(text, device)? {
+        let image = Some(card.data.shape());
+        return Ok(OpenModel { name: spec.name().to_owned(), module, image, card: Some(card) });
     }
     let spec = named(&name)?;
     let options = spec.options(ConvBnMode::Fused);
-    Ok(OpenModel { name, module: spec.build(&init, &options)?, image: Some(spec.input()), data: None })
+    Ok(OpenModel { name, module: spec.build(&init, &options)?, image: Some(spec.input()), card: None })
+}
+
+/// Opens MODEL to use it: as [`open`], but a name alone is no trained model.
+pub(crate) fn trained(text: &Path, device: &Device) -> Result<TrainedModel> {
+    if is_onnx(text) {
+        return of_onnx(text, device);
+    }
+    if let Some(model) = saved(text, device)? {
+        return Ok(model);
+    }
+    let spec = named(&text.display().to_string())?;
+    Err(Failure::Usage(format!(
+        "MODEL {spec} is a model without trained weights: name the folder of `train --output`, or an ONNX file"
+    )))
+}
+
+/// The model in the folder of `train --output`, or in a file of weights there, or in a folder of checkpoints; `None` if it is none
+/// of these.
+fn saved(text: &Path, device: &Device) -> Result<Option<TrainedModel>> {
+    let name = text.display().to_string();
+    let is_weights = text.extension().is_some_and(|extension| extension == "safetensors");
+    let folder = if is_weights { text.parent().unwrap_or(Path::new("")) } else { text };
+    let file = folder.join(CARD);
+    if file.is_file() {
+        let card = ModelCard::read(&file)?;
+        let weights = match is_weights {
+            true => text.to_owned(),
+            false => weights_in(folder)?,
+        };
+        let (spec, module) = build(&card, folder, device)?;
+        checkpoint::load_model(module.as_ref(), &weights)?;
+        return Ok(Some(TrainedModel { name, spec, module, card }));
+    }
+    if is_weights || !checkpoint::exists(text).unwrap_or(false) {
+        return Ok(None);
+    }
+    let saved = SavedModel::open(text)?;
+    let (spec, module) = build(&saved.card, Path::new(""), device)?;
+    saved.restore(module.as_ref())?;
+    Ok(Some(TrainedModel { name, spec, module, card: saved.card }))
+}
+
+/// The weights of the best epoch, or without one the last ones.
+fn weights_in(folder: &Path) -> Result<PathBuf> {
+    [BEST, LAST].map(|name| folder.join(name)).into_iter().find(|file| file.is_file()).ok_or_else(|| {
+        let folder = escaped(folder.display());
+        Failure::Run(format!("{folder} has no weights: its training ended before anything was saved"))
+    })
+}
+
+/// A new model for what a card describes; the path of an ONNX file is one below `folder`.
+fn build(card: &ModelCard, folder: &Path, device: &Device) -> Result<(ModelSpec, Box<Module>)> {
+    let spec = match Path::new(&card.model) {
+        file if is_onnx(file) => spec(&folder.join(file)).map_err(|error| {
+            Failure::Run(format!("the model was trained from {}: {error}", escaped(file.display())))
+        })?,
+        _ => named(&card.model)?,
+    };
+    spec.check_targets(&card.data).map_err(|error| Failure::Run(error.to_string()))?;
+    let mut options = spec.options(ConvBnMode::Fused);
+    (options.image, options.classes) = (card.data.shape(), card.data.classes);
+    let module = spec.build(&Init::new(device, 0), &options)?;
+    Ok((spec, module))
+}
+
+/// A model in an ONNX file: exported here, with its card, or from elsewhere.
+fn of_onnx(file: &Path, device: &Device) -> Result<TrainedModel> {
+    let name = file.display().to_string();
+    let read = onnx::read(file)?;
+    let own = read.metadata.get(METADATA).map(|json| ModelCard::from_json(json)).transpose();
+    let own = own.map_err(|reason| Failure::Run(format!("{}: {METADATA}: {reason}", escaped(&name))))?;
+    let spec = ModelSpec::of_graph(&name, read.definition)?;
+    let card = match own {
+        Some(card) => card,
+        None => {
+            console::note(&format!(
+                "note: {} does not say how its images are normalised: ImageNet's mean and standard deviation are used",
+                escaped(&name)
+            ));
+            foreign(&spec)?
+        }
+    };
+    let options = spec.options(ConvBnMode::Fused);
+    let module = spec.build(&Init::new(device, 0), &options)?;
+    Ok(TrainedModel { name, spec, module, card })
+}
+
+/// What can be said of a model from elsewhere.
+fn foreign(spec: &ModelSpec) -> Result<ModelCard> {
+    let (mean, std) = Normalisation::ImageNet.of_channels(spec.input()[0])?;
+    let targets = match spec.targets() {
+        Targets::Pixels { .. } => Targets::Pixels { ignore: Some(255) },
+        targets => targets,
+    };
+    let data = DatasetInfo {
+        targets,
+        ..DatasetInfo::of_images("unknown", spec.input(), spec.classes(), [&mean, &std])
+    };
+    data.check()?;
+    Ok(ModelCard::new(spec.name(), data))
 }
 
 fn named(name: &str) -> Result<ModelSpec> {
@@ -77,7 +178,8 @@ fn named(name: &str) -> Result<ModelSpec> {
     let known = models().names().collect::<Vec<_>>().join(", ");
     let name = escaped(name);
     Err(Failure::Usage(format!(
-        "MODEL {name} is neither an ONNX file (*.onnx), nor a folder with a checkpoint, nor one of the models {known}"
+        "MODEL {name} is neither the folder of a trained model (`train --output`) or of a checkpoint, nor an ONNX file (*.onnx), nor \
+         one of the models {known}"
     )))
 }
 

@@ -12,8 +12,8 @@ use super::{output, summary, text};
 const MOST_POINTS: usize = 300;
 
 /// Writes the page; it appears whole or not at all.
-pub(crate) fn write(file: &Path, runs: &[RunRecord]) -> Result<()> {
-    output::write("--report", file, page(runs).as_bytes())
+pub(crate) fn write(flag: &str, file: &Path, runs: &[RunRecord]) -> Result<()> {
+    output::write(flag, file, page(runs).as_bytes())
 }
 
 fn page(runs: &[RunRecord]) -> String {

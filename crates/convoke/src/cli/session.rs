@@ -3,6 +3,7 @@
 use std::cell::Cell;
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 use crate::nn::checkpoint;
 use crate::nn::data::Datasets;
@@ -17,6 +18,7 @@ use super::failure::{Failure, Result};
 use super::flags::run::RunArgs;
 use super::flags::threads;
 use super::memory_plan::{self, Job};
+use super::model_folder::{self, KeepArgs, Metric, ModelFolder};
 use super::ranks::Rank;
 use super::record::{Finished, Recorder, RunRecord};
 use super::{dataset, json, output, report, summary};
@@ -34,6 +36,19 @@ pub(crate) struct Session {
     checkpoint: Option<PathBuf>,
     /// Whether anything has been saved in `checkpoint`.
     saved: Cell<bool>,
+    /// What `train` keeps, and when it ends early.
+    keep: Option<Keep>,
+    /// Why the run ends before its last step.
+    ended: Option<String>,
+}
+
+/// How `train` keeps a run's results, and when it ends early.
+struct Keep {
+    /// On the first rank only.
+    folder: Option<ModelFolder>,
+    metric: Metric,
+    patience: Option<usize>,
+    deadline: Option<Instant>,
 }
 
 /// What a run has besides the flags.
@@ -42,11 +57,13 @@ pub(crate) struct SessionOptions<'a> {
     pub(crate) tuner: &'a Tuner,
     /// The folder that it is saved in and resumed from.
     pub(crate) checkpoint: Option<&'a Path>,
+    /// What `train` keeps besides.
+    pub(crate) keep: Option<&'a KeepArgs>,
 }
 
 impl Session {
     pub(crate) fn start(args: &RunArgs, rank: &Rank<'_>, options: SessionOptions<'_>) -> Result<Session> {
-        let SessionOptions { conv_bn, tuner, checkpoint } = options;
+        let SessionOptions { conv_bn, tuner, checkpoint, keep } = options;
         let cpu = threads::cpu(args.threads, rank.in_process)?;
         let device = Device::new(DeviceOptions { tuner: tuner.clone(), ..DeviceOptions::new(cpu.clone()) });
         let config = TrainingConfig {
@@ -61,14 +78,19 @@ impl Session {
             sync_bn: args.ranks.sync_bn,
             stop_on_nan: !args.continue_on_nan,
         };
+        let deadline = keep.and_then(|keep| Instant::now().checked_add(keep.time_limit?));
+        let metric = keep.map(|keep| model_folder::metric(keep, rank.data.train.info())).transpose()?;
+        let output = keep.and_then(|keep| keep.output.as_deref()).filter(|_| rank.is_first());
+        let folder = output.map(|folder| ModelFolder::open(folder, args.resume)).transpose()?;
         // Only the first rank reads and writes checkpoints; the others get the state from it.
         let checkpoint = checkpoint.filter(|_| rank.is_first());
         let new = || match checkpoint {
-            Some(folder) if args.resume => {
+            // A run with --output that was killed before its first checkpoint begins anew.
+            Some(folder) if args.resume && (args.checkpoint.is_some() || checkpoint::exists(folder)?) => {
                 Trainer::resume(&device, config.clone(), rank.data.clone(), folder)
                     .map_err(Failure::of_training)
             }
-            Some(folder) if checkpoint::exists(folder)? => Err(Failure::Usage(format!(
+            Some(folder) if !args.resume && checkpoint::exists(folder)? => Err(Failure::Usage(format!(
                 "--checkpoint: {} already holds a run: add --resume to continue it, or name another folder",
                 folder.display()
             ))),
@@ -91,6 +113,9 @@ impl Session {
                 let job = Job { device: &device, config: &own, data: rank.data };
                 plan = memory_plan::of_run(&args.memory, &job, rank.console)?;
             }
+            if let Some(folder) = &folder {
+                folder.begin(&trainer)?;
+            }
             Ok((trainer, plan))
         })??;
         Ok(Session {
@@ -105,6 +130,13 @@ impl Session {
             plan,
             checkpoint: checkpoint.map(Path::to_owned),
             saved: Cell::new(false),
+            keep: keep.zip(metric).map(|(keep, metric)| Keep {
+                folder,
+                metric,
+                patience: keep.patience.map(|epochs| epochs as usize),
+                deadline,
+            }),
+            ended: None,
         })
     }
 
@@ -115,7 +147,37 @@ impl Session {
 
     /// Whether the flags ask for another step.
     pub(crate) fn has_more(&self, args: &RunArgs) -> bool {
-        self.trainer.steps() < self.total_steps(args)
+        self.ended.is_none() && !self.is_out_of_patience() && self.trainer.steps() < self.total_steps(args)
+    }
+
+    /// Ends the run if its time is over on any rank.
+    pub(crate) fn end_if_late(&mut self) -> Result<()> {
+        let Some(deadline) = self.keep.as_ref().and_then(|keep| keep.deadline) else { return Ok(()) };
+        if self.agree(Instant::now() >= deadline)? {
+            self.ended = Some("--time-limit is over".into());
+        }
+        Ok(())
+    }
+
+    /// Whether too many epochs brought no gain. This depends on what is saved alone, so a resumed run ends at the same epoch.
+    fn is_out_of_patience(&self) -> bool {
+        let Some(Keep { metric, patience: Some(patience), .. }) = &self.keep else { return false };
+        model_folder::epochs_without_gain(self.trainer.validations(), *metric) >= *patience
+    }
+
+    /// Tells why the run ended before its last step, if it did.
+    pub(crate) fn show_end(&self, args: &RunArgs, console: &Console) {
+        let gain =
+            self.is_out_of_patience().then(|| "--patience: no epoch was better than the best".to_owned());
+        let (steps, total) = (self.trainer.steps(), self.total_steps(args));
+        if let Some(reason) = self.ended.clone().or(gain).filter(|_| steps < total) {
+            console.line(&format!("ended after step {steps} of {total}: {reason}"));
+        }
+    }
+
+    /// The folder of `--output`, on the first rank.
+    pub(crate) fn take_folder(&mut self) -> Option<ModelFolder> {
+        self.keep.as_mut()?.folder.take()
     }
 
     fn total_steps(&self, args: &RunArgs) -> u64 {
@@ -179,14 +241,19 @@ impl Session {
 
     /// Saves a checkpoint after each epoch, after the last step, and when the run is cut short.
     pub(crate) fn save_if_due(&self, args: &RunArgs, rank: &Rank<'_>, interrupted: bool) -> Result<()> {
-        match &self.checkpoint {
-            Some(folder) if interrupted || self.trainer.batch() == 0 || !self.has_more(args) => {
-                rank.while_others_wait(|| self.trainer.save(folder))?.map_err(Failure::of_training)?;
+        if !interrupted && self.trainer.batch() != 0 && self.has_more(args) {
+            return Ok(());
+        }
+        rank.while_others_wait(|| {
+            if let Some(Keep { folder: Some(folder), metric, .. }) = &self.keep {
+                folder.save(&self.trainer, *metric)?;
+            }
+            if let Some(folder) = &self.checkpoint {
+                self.trainer.save(folder).map_err(Failure::of_training)?;
                 self.saved.set(true);
             }
-            _ => {}
-        }
-        Ok(())
+            Ok(())
+        })?
     }
 
     /// After the last step of an epoch, computes loss and accuracy on the test set, and tells them; false if Ctrl-C interrupted it.
@@ -256,7 +323,7 @@ pub(crate) fn publish(args: &RunArgs, rank: &Rank<'_>, runs: &[RunRecord]) -> Re
     }
     let text = format!("{}\n\n{}", summary::title(&runs[0]), summary::table(runs));
     let printed = show(args, &text);
-    let reported = args.report.as_deref().map_or(Ok(()), |file| report::write(file, runs));
+    let reported = args.report.as_deref().map_or(Ok(()), |file| report::write("--report", file, runs));
     let json = args.json.as_deref().map_or(Ok(()), |file| json::write(file, runs));
     printed.and(reported).and(json)
 }
@@ -271,10 +338,10 @@ pub(crate) fn show(args: &RunArgs, text: &str) -> Result<()> {
 }
 
 /// The last message of a run that Ctrl-C ended.
-pub(crate) fn interruption(args: &RunArgs, steps: u64) -> Failure {
-    let rest = match &args.checkpoint {
+pub(crate) fn interruption(checkpoint: Option<&Path>, steps: u64) -> Failure {
+    let rest = match checkpoint {
         Some(folder) => format!("saved in {}: add --resume to continue", folder.display()),
-        None => "not saved (with --checkpoint the run could be continued)".into(),
+        None => "not saved (with --output or --checkpoint the run could be continued)".into(),
     };
     Failure::Run(format!("interrupted after step {steps}; {rest}"))
 }

@@ -8,10 +8,11 @@ use clap::{Args, ValueEnum};
 use super::failure::{Failure, Result};
 use super::flags::run::RunArgs;
 use super::flags::values::name;
-use super::output;
+use super::model_folder::{KeepArgs, ModelFolder};
 use super::profile::Profile;
 use super::ranks::{self, Rank};
 use super::session::{Session, SessionOptions, interruption, publish, show};
+use super::{output, report};
 
 #[derive(Args)]
 pub(crate) struct TrainArgs {
@@ -22,6 +23,9 @@ pub(crate) struct TrainArgs {
     /// recomputes the rest; `separate` keeps a tensor for every layer. The results are the same.
     #[arg(long, value_enum, default_value_t = ConvBn::Fused, help_heading = "Model")]
     pub(crate) conv_bn: ConvBn,
+
+    #[command(flatten)]
+    pub(crate) keep: KeepArgs,
 
     /// Show where the time of a step goes and how near it is to the machine's limits, and write a trace: open it in
     /// ui.perfetto.dev or chrome://tracing. The first step, which measures algorithms, is in the trace but not in the table.
@@ -46,7 +50,18 @@ impl From<ConvBn> for ConvBnMode {
 
 pub(crate) fn run(args: &TrainArgs) -> Result<()> {
     output::check("--profile", args.profile.as_deref())?;
-    let own = [("command", "train".into()), ("--conv-bn", name(args.conv_bn))];
+    let given = |value: Option<String>| value.unwrap_or_else(|| "not given".into());
+    let KeepArgs { output, best_by, patience, time_limit: _ } = &args.keep;
+    if args.run.resume && args.run.checkpoint.is_none() && output.is_none() {
+        return Err(Failure::Usage("--resume needs the run's --output or --checkpoint".into()));
+    }
+    let own = [
+        ("command", "train".into()),
+        ("--conv-bn", name(args.conv_bn)),
+        ("--output", given(output.as_ref().map(|folder| folder.display().to_string()))),
+        ("--best-by", given(best_by.map(name))),
+        ("--patience", given(patience.map(|epochs| epochs.to_string()))),
+    ];
     ranks::run(&args.run, &own, |rank| on_rank(args, rank))
 }
 
@@ -58,8 +73,10 @@ fn on_rank(args: &TrainArgs, rank: &Rank<'_>) -> Result<()> {
         ));
     }
     let tuner = run.tuning.tuner(console)?;
-    let checkpoint = run.checkpoint.as_deref();
-    let options = SessionOptions { conv_bn: args.conv_bn.into(), tuner: &tuner, checkpoint };
+    let in_output = args.keep.output.as_deref().map(ModelFolder::checkpoint_in);
+    let checkpoint = run.checkpoint.as_deref().or(in_output.as_deref());
+    let options =
+        SessionOptions { conv_bn: args.conv_bn.into(), tuner: &tuner, checkpoint, keep: Some(&args.keep) };
     let mut session = Session::start(run, rank, options)?;
     session.show_resumed(run, console);
     let mut stage = session.stage(run, console);
@@ -72,6 +89,7 @@ fn on_rank(args: &TrainArgs, rank: &Rank<'_>) -> Result<()> {
         let report = session.step()?;
         session.show(run, &mut stage, report.loss, session.recorder.recent_rate());
         interrupted = session.agree(console.interrupted())?;
+        session.end_if_late()?;
         interrupted = interrupted || !session.validate_if_due(run, console)?;
         session.save_if_due(run, rank, interrupted)?;
     }
@@ -79,12 +97,21 @@ fn on_rank(args: &TrainArgs, rank: &Rank<'_>) -> Result<()> {
     // Stop before testing, which is no part of a step.
     let recording = profile.map(Profile::stop);
     let finished = !interrupted && session.evaluate(console)?;
-    let (steps, cpu) = (session.trainer.steps(), session.cpu().clone());
-    publish(run, rank, &[session.finish()?])?;
+    session.show_end(run, console);
+    let (steps, cpu, folder) = (session.trainer.steps(), session.cpu().clone(), session.take_folder());
+    let record = [session.finish()?];
+    publish(run, rank, &record)?;
+    if let Some(folder) = &folder {
+        report::write("--output", &folder.report(), &record)?;
+        folder.announce(finished);
+    }
     // After the record is made, because measuring the limits takes memory that the run did not take.
     if let Some(recording) = recording {
         show(run, &format!("\n{}", recording.finish(&cpu)?))?;
     }
     // The first rank reports it for all.
-    if finished || !rank.is_first() { Ok(()) } else { Err(interruption(run, steps)) }
+    match finished || !rank.is_first() {
+        true => Ok(()),
+        false => Err(interruption(checkpoint, steps)),
+    }
 }

@@ -8,6 +8,7 @@ mod export;
 mod hostile_files;
 mod images;
 mod json;
+mod life;
 #[cfg(target_os = "linux")]
 mod memory;
 mod mpi;

@@ -3,21 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use super::program::{convoke, losses, text, write_png};
-
-/// Photographs of several sizes: bright above ("sky") or bright below ("sand").
-fn photographs(folder: &Path, each: usize) {
-    for (class, above) in [("sky", true), ("sand", false)] {
-        for index in 0..each {
-            let size @ [height, width] = [40 + 3 * index, 60 - 2 * index];
-            let bright = |place: usize| (place / (3 * width) < height / 2) == above;
-            let pixels: Vec<u8> = (0..3 * height * width)
-                .map(|place| if bright(place) { 220 } else { (7 * index) as u8 })
-                .collect();
-            write_png(&folder.join(class).join(format!("{index}.png")), size, png::ColorType::Rgb, &pixels);
-        }
-    }
-}
+use super::program::{convoke, losses, photographs, scenes, text};
 
 fn flags<'a>(data: &'a str, folder: &'a Path, more: &[&'a str]) -> Vec<&'a str> {
     let own = ["train", "--data", data, "--data-dir", text(folder), "--effort", "heuristic", "--json", "-"];
@@ -58,21 +44,7 @@ fn a_folder_is_learnt_and_resumed_with_any_number_of_workers() {
 #[test]
 fn masks_are_learnt() {
     let folder = tempfile::tempdir().unwrap();
-    for (part, count) in [("train", 6), ("val", 2)] {
-        for index in 0..count {
-            let size @ [height, width] = [64, 96];
-            let horizon = 20 + 4 * index;
-            let classes: Vec<u8> =
-                (0..height * width).map(|place| u8::from(place / width > horizon)).collect();
-            let pixels: Vec<u8> = classes
-                .iter()
-                .flat_map(|class| if *class == 0 { [90, 140, 250] } else { [70, 60, 50] })
-                .collect();
-            let place = |kind: &str| folder.path().join(part).join(kind).join(format!("{index}.png"));
-            write_png(&place("images"), size, png::ColorType::Rgb, &pixels);
-            write_png(&place("masks"), size, png::ColorType::Grayscale, &classes);
-        }
-    }
+    scenes(folder.path());
     let more = ["--batch-size", "2", "--optimizer", "adamw", "--lr", "0.01", "--epochs", "4"];
     let run = convoke(&flags("masks", folder.path(), &more)).exits(0).json()["runs"][0].clone();
     assert_eq!((&run["data"], &run["model"]), (&"masks".into(), &"segnet".into()));

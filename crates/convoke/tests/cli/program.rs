@@ -58,6 +58,37 @@ pub(crate) fn write_png(file: &Path, [height, width]: [usize; 2], color: png::Co
     encoder.write_header().unwrap().write_image_data(bytes).unwrap();
 }
 
+/// Photographs of several sizes: bright above ("sky") or bright below ("sand").
+pub(crate) fn photographs(folder: &Path, each: usize) {
+    for (class, above) in [("sky", true), ("sand", false)] {
+        for index in 0..each {
+            let size @ [height, width] = [40 + 3 * index, 60 - 2 * index];
+            let bright = |place: usize| (place / (3 * width) < height / 2) == above;
+            let pixels: Vec<u8> = (0..3 * height * width)
+                .map(|place| if bright(place) { 220 } else { (7 * index) as u8 })
+                .collect();
+            write_png(&folder.join(class).join(format!("{index}.png")), size, png::ColorType::Rgb, &pixels);
+        }
+    }
+}
+
+/// A folder of masks: sky above ground.
+pub(crate) fn scenes(folder: &Path) {
+    for (part, count) in [("train", 6), ("val", 2)] {
+        for index in 0..count {
+            let size @ [height, width] = [64, 96];
+            let horizon = 20 + 4 * index;
+            let classes: Vec<u8> =
+                (0..height * width).map(|place| u8::from(place / width > horizon)).collect();
+            let colour = |class: &u8| if *class == 0 { [90, 140, 250] } else { [70, 60, 50] };
+            let pixels: Vec<u8> = classes.iter().flat_map(colour).collect();
+            let place = |kind: &str| folder.join(part).join(kind).join(format!("{index}.png"));
+            write_png(&place("images"), size, png::ColorType::Rgb, &pixels);
+            write_png(&place("masks"), size, png::ColorType::Grayscale, &classes);
+        }
+    }
+}
+
 /// The program with these arguments, in an environment without data of the user's.
 pub(crate) fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_convoke"));

@@ -16,12 +16,12 @@ use serde::{Deserialize, Serialize};
 use super::super::dataset::SampleResult;
 use super::super::threads::threads;
 use super::super::{
-    DataError, Dataset, DatasetInfo, MAX_CLASSES, Pixels, Progress, Sample, Target, TrainTest,
+    DataError, Dataset, DatasetInfo, MAX_CLASSES, PhotoOrigin, Pixels, Progress, Sample, Target, TrainTest,
 };
 use super::augmentation::PhotoAugmentation;
 use super::geometry::Preparation;
 use super::layout::{Layout, part_folder};
-use super::listing::{EXTENSIONS, Lister, joined};
+use super::listing::{EXTENSIONS, Lister, absolute, joined};
 use super::measure::{MeanAndStd, Normalisation, Skipped, sound};
 use super::photo::Photo;
 use super::split::Split;
@@ -224,6 +224,23 @@ impl Dataset for PhotoFolder {
 
     fn len(&self) -> usize {
         self.files.len()
+    }
+
+    fn class_names(&self) -> &[String] {
+        &self.class_names
+    }
+
+    fn photos(&self) -> Option<PhotoOrigin> {
+        Some(PhotoOrigin {
+            folder: absolute(&self.dir),
+            crop_fraction: self.options.preparation.crop_fraction,
+            validation_share: self.options.validation_share,
+            seed: self.options.seed,
+        })
+    }
+
+    fn file(&self, index: usize) -> Option<PathBuf> {
+        (index < self.len()).then(|| self.dir.join(self.path(index)))
     }
 
     fn skipped(&self) -> &[(PathBuf, String)] {

@@ -45,6 +45,22 @@ pub(super) struct Entry {
 /// Folders whose files were found, without links, each with its path below the data set's folder.
 type Seen = HashMap<PathBuf, PathBuf>;
 
+/// The image files below a folder, at any depth, in order, as paths that begin with the folder's; by their names.
+///
+/// # Errors
+/// [`DataError::Io`] if a folder cannot be listed; [`DataError::Malformed`] if a link leads out of the folder, unless `follow_links`,
+/// or to a folder that was listed already; [`DataError::Cancelled`] if `progress` says so.
+pub fn images_below(
+    folder: &Path,
+    follow_links: bool,
+    progress: &Progress<'_>,
+) -> Result<Vec<PathBuf>, DataError> {
+    let mut lister = Lister::new(folder, follow_links, progress)?;
+    let files = lister.files(Path::new(""), &EXTENSIONS)?;
+    lister.finish()?;
+    Ok(files.into_iter().map(|file| folder.join(file)).collect())
+}
+
 impl<'a> Lister<'a> {
     /// For the folder of a data set.
     pub(super) fn new(
@@ -164,6 +180,11 @@ impl<'a> Lister<'a> {
         let event = ProgressEvent { stage: STAGE, done: self.found, total, unit: ProgressUnit::Files };
         report(self.progress, event)
     }
+}
+
+/// A folder's absolute path; none if it is not UTF-8.
+pub(super) fn absolute(folder: &Path) -> Option<String> {
+    std::path::absolute(folder).ok()?.to_str().map(str::to_owned)
 }
 
 /// A path below the set's folder, or that folder itself.

@@ -19,12 +19,14 @@ use serde::{Deserialize, Serialize};
 use super::super::dataset::SampleResult;
 use super::super::png_file::{Content, Raster, Sides, decode_sized};
 use super::super::threads::threads;
-use super::super::{DataError, Dataset, DatasetInfo, Pixels, Progress, Sample, Target, Targets, TrainTest};
+use super::super::{
+    DataError, Dataset, DatasetInfo, PhotoOrigin, Pixels, Progress, Sample, Target, Targets, TrainTest,
+};
 use super::augmentation::PhotoAugmentation;
 use super::decode::{MAX_PIXELS, MAX_SIDE};
 use super::geometry::{Preparation, setting};
 use super::layout::{Layout, part_folder};
-use super::listing::{EXTENSIONS, Lister, MASK_EXTENSIONS, joined};
+use super::listing::{EXTENSIONS, Lister, MASK_EXTENSIONS, absolute, joined};
 use super::measure::{MeanAndStd, Normalisation, Skipped, in_parallel, sound};
 use super::photo::{self, Photo};
 use super::split::Split;
@@ -257,6 +259,23 @@ impl Dataset for PhotoMasks {
 
     fn len(&self) -> usize {
         self.pairs.len()
+    }
+
+    fn class_names(&self) -> &[String] {
+        &self.class_names
+    }
+
+    fn photos(&self) -> Option<PhotoOrigin> {
+        Some(PhotoOrigin {
+            folder: absolute(&self.dir),
+            crop_fraction: self.preparation.crop_fraction,
+            validation_share: self.options.validation_share,
+            seed: self.options.seed,
+        })
+    }
+
+    fn file(&self, index: usize) -> Option<PathBuf> {
+        (index < self.len()).then(|| self.dir.join(self.path(index)))
     }
 
     fn skipped(&self) -> &[(PathBuf, String)] {

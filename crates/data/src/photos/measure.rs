@@ -55,6 +55,18 @@ impl Normalisation {
         self.known(channels).ok_or_else(|| setting("normalisation", "the training set's numbers", "none"))
     }
 
+    /// Mean and standard deviation for images of 1 or 3 channels, where no training set is needed for them.
+    ///
+    /// # Errors
+    /// [`DataError::Inconsistent`] if it is, or for other channels.
+    pub fn of_channels(&self, channels: usize) -> Result<(Vec<f32>, Vec<f32>), DataError> {
+        if ![1, 3].contains(&channels) {
+            return Err(setting("channels", "1 or 3", channels));
+        }
+        self.check(channels)?;
+        self.of_part(channels)
+    }
+
     /// Mean and standard deviation, unless they have to be measured.
     fn known(&self, channels: usize) -> Option<MeanAndStd> {
         match self {

@@ -17,6 +17,8 @@ pub struct PhotoSettings {
     pub size: Option<[usize; 2]>,
     /// 3 (red, green, blue) or 1 (luma).
     pub channels: usize,
+    /// See [`Preparation::crop_fraction`]; images with masks are always seen whole.
+    pub crop_fraction: Option<f64>,
     /// The share of the images that is for validation, where the folder has no such part.
     pub validation_share: f64,
     /// By what pixels are normalised.
@@ -40,6 +42,7 @@ impl PhotoSettings {
     pub(crate) const USUAL: PhotoSettings = PhotoSettings {
         size: None,
         channels: 3,
+        crop_fraction: None,
         validation_share: 0.2,
         normalisation: Normalisation::ImageNet,
         augmentation: None,
@@ -54,7 +57,7 @@ impl PhotoSettings {
             preparation: Preparation {
                 size: self.size.unwrap_or(usual.size),
                 channels: self.channels,
-                ..usual
+                crop_fraction: self.crop_fraction.unwrap_or(usual.crop_fraction),
             },
             validation_share: self.validation_share,
             seed,

@@ -1,19 +1,23 @@
-//! Evaluates a run's model on the test set.
+//! Evaluates a model on labelled data: a run's on its test set, or any.
 
 use std::ops::ControlFlow;
+use std::sync::Arc;
 
-use convoke_autograd::inference_mode;
+use convoke_autograd::ops::log_softmax;
+use convoke_autograd::{Device, Tensor, inference_mode};
 use convoke_distributed::Communicator;
 use serde::{Deserialize, Serialize};
 
-use super::{AHEAD, Result, Trainer};
-use crate::data::{DatasetInfo, Request, TargetBatch, Targets};
+use super::ranked::{HardImage, Ranked};
+use super::{AHEAD, Result, Trainer, default_workers, loader};
+use crate::data::{Dataset, DatasetInfo, Loader, Request, TargetBatch, Targets};
 use crate::data_parallel::shard;
 use crate::metrics::Confusion;
+use crate::models::ModelSpec;
 use crate::objective::Objective;
-use crate::{ModuleExt, batch};
+use crate::{Module, ModuleExt, batch};
 
-/// The results of the model on the test set.
+/// The results of a model on a data set.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Evaluation {
@@ -23,10 +27,16 @@ pub struct Evaluation {
     /// ignored. For values: the objective's metric named "accuracy", as that of binary cross-entropy; `None` if it has no such
     /// metric.
     pub accuracy: Option<f64>,
+    /// For images with a class each, of more than five: the share whose class is among the five most likely.
+    pub top5_accuracy: Option<f64>,
     /// Where pixels have labels: intersection over union, averaged over the classes that occur.
     pub mean_iou: Option<f64>,
     /// The objective's other metrics, by name.
     pub metrics: Vec<(String, f64)>,
+    /// For labels: how often each class was taken for each.
+    pub confusion: Option<Confusion>,
+    /// For images with a class each: some of those with the highest loss, the highest first.
+    pub hardest: Vec<HardImage>,
 }
 
 /// The results on the test set after an epoch.
@@ -40,8 +50,61 @@ pub struct Validation {
     pub loss: f64,
     /// See [`Evaluation::accuracy`].
     pub accuracy: Option<f64>,
+    /// See [`Evaluation::top5_accuracy`].
+    #[serde(default)]
+    pub top5_accuracy: Option<f64>,
     /// See [`Evaluation::mean_iou`].
     pub mean_iou: Option<f64>,
+}
+
+/// Is called with (done, total) images, and may stop an evaluation.
+pub type EvaluationProgress<'a> = dyn FnMut(usize, usize) -> ControlFlow<()> + 'a;
+
+/// How [`evaluate`] runs a model.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct EvaluationOptions {
+    /// The loss, and the metrics beside it.
+    pub objective: Objective,
+    /// Whether the model's output is logits, not log-probabilities.
+    pub gives_logits: bool,
+    /// Images that the model gets at once.
+    pub batch_size: usize,
+    /// Threads that load images ahead; `None` chooses as [`Trainer::set_workers`] says.
+    pub workers: Option<usize>,
+    /// Whether the model sees each image as it is and mirrored, and its probabilities are averaged.
+    pub flip: bool,
+}
+
+impl EvaluationOptions {
+    /// For models of this kind: their own objective, batches of 32 images, without flips.
+    pub fn new(spec: &ModelSpec) -> EvaluationOptions {
+        let (objective, gives_logits) = (spec.objective(), spec.gives_logits());
+        EvaluationOptions { objective, gives_logits, batch_size: 32, workers: None, flip: false }
+    }
+}
+
+/// Evaluates a model on a data set, in evaluation mode, in which the model is left. `Ok(None)` if `progress` stopped it.
+///
+/// # Errors
+/// If the objective does not fit the data, a sample cannot be loaded, or an operation fails.
+pub fn evaluate(
+    model: &dyn Module,
+    (device, data): (&Device, &Arc<dyn Dataset>),
+    options: &EvaluationOptions,
+    progress: &mut EvaluationProgress<'_>,
+) -> Result<Option<Evaluation>> {
+    options.objective.check(data.info())?;
+    let workers = options.workers.unwrap_or_else(|| default_workers(device, [data]));
+    let judge = Judge {
+        model: Predictor { model, gives_logits: options.gives_logits, flip: options.flip },
+        objective: &options.objective,
+        device,
+        loader: &loader(data, workers)?,
+        ranks: &Communicator::solo(),
+        batch_size: options.batch_size.max(1),
+    };
+    judge.evaluate(progress)
 }
 
 impl Trainer {
@@ -49,15 +112,12 @@ impl Trainer {
     ///
     /// # Errors
     /// As [`Trainer::evaluate`].
-    pub fn validate(
-        &mut self,
-        progress: &mut dyn FnMut(usize, usize) -> ControlFlow<()>,
-    ) -> Result<Option<Evaluation>> {
+    pub fn validate(&mut self, progress: &mut EvaluationProgress<'_>) -> Result<Option<Evaluation>> {
         let found = self.evaluate(progress)?;
-        if let Some(Evaluation { loss, accuracy, mean_iou, .. }) = found {
+        if let Some(Evaluation { loss, accuracy, top5_accuracy, mean_iou, .. }) = found {
             let epoch = self.epoch;
             self.validations.retain(|known| known.epoch != epoch);
-            self.validations.push(Validation { epoch, loss, accuracy, mean_iou });
+            self.validations.push(Validation { epoch, loss, accuracy, top5_accuracy, mean_iou });
         }
         Ok(found)
     }
@@ -72,57 +132,132 @@ impl Trainer {
     ///
     /// # Errors
     /// If an operation fails.
-    pub fn evaluate(
-        &self,
-        progress: &mut dyn FnMut(usize, usize) -> ControlFlow<()>,
-    ) -> Result<Option<Evaluation>> {
-        let (test, size) = (&self.data.test, self.evaluation_batch());
+    pub fn evaluate(&self, progress: &mut EvaluationProgress<'_>) -> Result<Option<Evaluation>> {
         self.share_statistics()?;
-        self.model.eval();
-        let mut sums = Sums::new(&self.config.objective, test.info())?;
-        let requests = self.test_requests();
-        for (index, request) in requests.iter().enumerate() {
-            if !request.samples.is_empty() {
-                requests[index..].iter().take(1 + AHEAD).for_each(|ahead| self.test_loader.load_ahead(ahead));
-                self.add_batch(&mut sums, request)?;
-            }
-            let done = ((index + 1) * size).min(test.len());
-            if self.agree(progress(done, test.len()).is_break())? {
-                return Ok(None);
-            }
-        }
-        Ok(Some(sums.all_reduce(self.communicator())?.evaluation(&self.config.objective, test.info())))
-    }
-
-    /// This rank's part of each batch of the test set.
-    fn test_requests(&self) -> Vec<Request> {
-        let ranks = self.communicator();
-        let order: Vec<u32> = (0..self.data.test.len() as u32).collect();
-        let own = |chosen: &[u32]| {
-            let own = shard(chosen.len(), ranks.rank(), ranks.world_size());
-            Request { samples: chosen[own].to_vec(), views: None }
+        let gives_logits = self.config.model.gives_logits();
+        let judge = Judge {
+            model: Predictor { model: self.model.as_ref(), gives_logits, flip: false },
+            objective: &self.config.objective,
+            device: &self.device,
+            loader: &self.test_loader,
+            ranks: self.communicator(),
+            batch_size: self.evaluation_batch(),
         };
-        order.chunks(self.evaluation_batch()).map(own).collect()
-    }
-
-    /// Runs the model on a batch of the test set, and adds its results.
-    fn add_batch(&self, sums: &mut Sums, request: &Request) -> Result<()> {
-        let (images, targets) = batch(&self.device, &self.test_loader, request)?;
-        inference_mode(|| {
-            let output = self.output(self.model.as_ref(), &images)?;
-            let loss = self.loss(&output, &targets)?;
-            sums.loss[0] += loss.sum.item()?;
-            sums.loss[1] += loss.weight;
-            if let TargetBatch::Labels(labels) = &targets {
-                sums.confusion.add(&output, labels, self.ignore())?;
-            }
-            Ok(self.config.objective.measure(&output, &targets, &mut sums.metrics)?)
-        })
+        judge.evaluate(progress)
     }
 
     /// Images per batch of evaluation, over all ranks.
     pub(super) fn evaluation_batch(&self) -> usize {
         self.config.batch_size.min(1000)
+    }
+}
+
+/// A model in use: what it finds in images.
+#[derive(Clone, Copy)]
+pub struct Predictor<'a> {
+    /// The model; it has to be in evaluation mode.
+    pub model: &'a dyn Module,
+    /// Whether its output is logits, not log-probabilities.
+    pub gives_logits: bool,
+    /// Whether it sees each image as it is and mirrored, and the probabilities are averaged.
+    pub flip: bool,
+}
+
+impl Predictor<'_> {
+    /// The logarithms of the probabilities of the classes of N x C x H x W images: N x classes, or N x classes x H x W.
+    ///
+    /// # Errors
+    /// If an operation fails.
+    pub fn log_probabilities(&self, images: &Tensor) -> convoke_autograd::Result<Tensor> {
+        let log_probabilities = |images: &Tensor| {
+            let output = self.model.forward(images)?;
+            if self.gives_logits { log_softmax(&output) } else { Ok(output) }
+        };
+        inference_mode(|| {
+            let straight = log_probabilities(images)?;
+            if !self.flip {
+                return Ok(straight);
+            }
+            let flipped = log_probabilities(&mirrored(images)?)?;
+            // Each pixel's prediction goes back to where the pixel was.
+            let flipped = if flipped.shape().len() == 4 { mirrored(&flipped)? } else { flipped };
+            straight.exp()?.add(&flipped.exp()?)?.scale(0.5)?.log()
+        })
+    }
+
+    /// The output in the form that the objective takes.
+    fn output(&self, images: &Tensor, objective: &Objective) -> convoke_autograd::Result<Tensor> {
+        match objective.takes_log_probabilities() {
+            true => self.log_probabilities(images),
+            // Values have no probabilities to average.
+            false => inference_mode(|| self.model.forward(images)),
+        }
+    }
+}
+
+/// Images, N x C x H x W, with left and right exchanged.
+fn mirrored(images: &Tensor) -> convoke_autograd::Result<Tensor> {
+    let columns: Vec<isize> = (0..images.shape()[3] as isize).rev().collect();
+    images.index_select(3, &columns)
+}
+
+/// Evaluates a model, with the other ranks.
+struct Judge<'a> {
+    model: Predictor<'a>,
+    objective: &'a Objective,
+    device: &'a Device,
+    loader: &'a Loader,
+    ranks: &'a Communicator,
+    /// Images over all ranks.
+    batch_size: usize,
+}
+
+impl Judge<'_> {
+    fn evaluate(&self, progress: &mut EvaluationProgress<'_>) -> Result<Option<Evaluation>> {
+        self.model.model.eval();
+        let (info, len) = (self.loader.data().info(), self.loader.data().len());
+        let mut sums = Sums::new(self.objective, info)?;
+        let requests = self.requests(len);
+        for (index, request) in requests.iter().enumerate() {
+            if !request.samples.is_empty() {
+                requests[index..].iter().take(1 + AHEAD).for_each(|ahead| self.loader.load_ahead(ahead));
+                self.add_batch(&mut sums, request)?;
+            }
+            let done = ((index + 1) * self.batch_size).min(len);
+            if super::ranks::agree(self.ranks, progress(done, len).is_break())? {
+                return Ok(None);
+            }
+        }
+        Ok(Some(sums.all_reduce(self.ranks)?.evaluation(self.objective, info)))
+    }
+
+    /// This rank's part of each batch.
+    fn requests(&self, len: usize) -> Vec<Request> {
+        let order: Vec<u32> = (0..len as u32).collect();
+        let own = |chosen: &[u32]| {
+            let own = shard(chosen.len(), self.ranks.rank(), self.ranks.world_size());
+            Request { samples: chosen[own].to_vec(), views: None }
+        };
+        order.chunks(self.batch_size).map(own).collect()
+    }
+
+    /// Runs the model on a batch, and adds its results.
+    fn add_batch(&self, sums: &mut Sums, request: &Request) -> Result<()> {
+        let (images, targets) = batch(self.device, self.loader, request)?;
+        let info = self.loader.data().info();
+        inference_mode(|| {
+            let output = self.model.output(&images, self.objective)?;
+            let loss = self.objective.loss(&output, &targets, info.ignore())?;
+            sums.loss[0] += loss.sum.item()?;
+            sums.loss[1] += loss.weight;
+            if let TargetBatch::Labels(labels) = &targets {
+                sums.confusion.add(&output, labels, info.ignore())?;
+                if info.targets == Targets::Image {
+                    sums.ranked.add(&output, labels, &request.samples)?;
+                }
+            }
+            Ok(self.objective.measure(&output, &targets, &mut sums.metrics)?)
+        })
     }
 }
 
@@ -133,13 +268,14 @@ struct Sums {
     /// The same of each metric.
     metrics: Vec<f64>,
     confusion: Confusion,
+    ranked: Ranked,
 }
 
 impl Sums {
     fn new(objective: &Objective, info: &DatasetInfo) -> Result<Sums> {
         let classes = if has_labels(info) { info.classes } else { 1 };
         let metrics = vec![0.0; 2 * objective.metrics().len()];
-        Ok(Sums { loss: [0.0; 2], metrics, confusion: Confusion::new(classes)? })
+        Ok(Sums { loss: [0.0; 2], metrics, confusion: Confusion::new(classes)?, ranked: Ranked::default() })
     }
 
     /// Adds up the sums of all ranks.
@@ -148,11 +284,12 @@ impl Sums {
         ranks.all_reduce("metrics of the evaluation", &mut self.metrics)?;
         let mut counts = self.confusion.counts().to_vec();
         ranks.all_reduce("counts of the evaluation", &mut counts)?;
-        Ok(Sums { confusion: Confusion::from_counts(self.confusion.classes(), counts)?, ..self })
+        let confusion = Confusion::from_counts(self.confusion.classes(), counts)?;
+        Ok(Sums { confusion, ranked: self.ranked.all_reduce(ranks)?, ..self })
     }
 
     fn evaluation(self, objective: &Objective, info: &DatasetInfo) -> Evaluation {
-        let Sums { loss, metrics, confusion } = self;
+        let Sums { loss, metrics, confusion, ranked } = self;
         let names = objective.metrics().into_iter().map(str::to_owned);
         let mut metrics: Vec<(String, f64)> =
             names.zip(metrics.chunks_exact(2).map(|of| of[0] / of[1])).collect();
@@ -162,8 +299,11 @@ impl Sums {
                 true => Some(metrics.remove(0).1),
                 false => confusion.accuracy().filter(|_| has_labels(info)),
             },
+            top5_accuracy: ranked.top5_accuracy(info.classes),
             mean_iou: confusion.mean_iou().filter(|_| matches!(info.targets, Targets::Pixels { .. })),
             metrics,
+            confusion: has_labels(info).then_some(confusion),
+            hardest: ranked.into_hardest(),
         }
     }
 }

@@ -71,11 +71,7 @@ impl Trainer {
     /// # Errors
     /// If communication between ranks fails.
     pub fn agree(&self, wish: bool) -> Result<bool> {
-        if self.communicator().world_size() == 1 {
-            return Ok(wish);
-        }
-        let wishes = self.communicator().all_gather("wish", &[u8::from(wish)])?;
-        Ok(wishes.into_iter().flatten().any(|wish| wish != 0))
+        agree(self.communicator(), wish)
     }
 
     /// Compares what must be the same on all ranks for them to train one model.
@@ -192,6 +188,15 @@ impl Trainer {
         }
         Ok(())
     }
+}
+
+/// Whether any rank has the wish.
+pub(super) fn agree(ranks: &Communicator, wish: bool) -> Result<bool> {
+    if ranks.world_size() == 1 {
+        return Ok(wish);
+    }
+    let wishes = ranks.all_gather("wish", &[u8::from(wish)])?;
+    Ok(wishes.into_iter().flatten().any(|wish| wish != 0))
 }
 
 /// What rank 0 tells the others of its memory plan.

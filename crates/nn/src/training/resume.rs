@@ -6,7 +6,7 @@ use convoke_autograd::Device;
 use convoke_kernels::tune::Choice;
 use serde::{Deserialize, Serialize};
 
-use super::{Result, Trainer, TrainingConfig, Validation};
+use super::{ModelCard, Result, Trainer, TrainingConfig, Validation};
 use crate::checkpoint::{self, CheckpointError, Value};
 use crate::data::{Augmentation, DatasetInfo, Datasets};
 use crate::objective::ObjectiveRecord;
@@ -45,6 +45,9 @@ pub(super) struct RunState {
     validations: Vec<Validation>,
     optimizer_steps: Vec<(String, i64)>,
     random: GeneratorState,
+    /// Absent from older checkpoints.
+    #[serde(default)]
+    card: Option<ModelCard>,
     /// The convolution algorithms in use, so that a resumed run computes the same bits.
     convolutions: Vec<Choice>,
 }
@@ -138,6 +141,7 @@ impl Trainer {
             validations: self.validations.clone(),
             optimizer_steps: self.optimizer.state().1,
             random: self.random.state(),
+            card: Some(self.card()),
             convolutions: self.device.tuner().choices(),
         }
     }
@@ -196,10 +200,8 @@ impl Trainer {
 
 /// The model of a checkpoint, without the rest of its run.
 pub struct SavedModel {
-    /// The model's name.
-    pub model: String,
-    /// The data that it was trained on.
-    pub data: DatasetInfo,
+    /// What it is, and what it was trained on.
+    pub card: ModelCard,
     file: PathBuf,
     bytes: Vec<u8>,
 }
@@ -214,7 +216,8 @@ impl SavedModel {
         let [(file, bytes)] =
             <[_; 1]>::try_from(loaded.files).unwrap_or_else(|_| unreachable!("one file was asked for"));
         let Settings { model, data, .. } = loaded.state.settings;
-        Ok(SavedModel { model, data, file, bytes })
+        let card = loaded.state.card.unwrap_or_else(|| ModelCard::new(&model, data));
+        Ok(SavedModel { card, file, bytes })
     }
 
     /// Gives a model the saved parameters and buffers.

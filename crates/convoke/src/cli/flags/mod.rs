@@ -9,4 +9,5 @@ pub(crate) mod ranks;
 pub(crate) mod run;
 pub(crate) mod threads;
 pub(crate) mod tuning;
+pub(crate) mod using;
 pub(crate) mod values;

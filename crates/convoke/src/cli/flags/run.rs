@@ -136,8 +136,9 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "DIR", help_heading = "Output")]
     pub(crate) checkpoint: Option<PathBuf>,
 
-    /// Continue from the newest checkpoint in --checkpoint; the losses are, bit for bit, those of an uninterrupted run.
-    #[arg(long, requires = "checkpoint", help_heading = "Output")]
+    /// Continue the run in --checkpoint (or --output) after its newest checkpoint; the losses are, bit for bit, those of an
+    /// uninterrupted run.
+    #[arg(long, help_heading = "Output")]
     pub(crate) resume: bool,
 
     /// Write a page with loss curves and memory over a step, as one self-contained file.

@@ -50,3 +50,12 @@ pub(crate) fn not_negative(text: &str) -> Result<f64, String> {
 pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
     Duration::try_from_secs_f64(positive(text)?).map_err(|error| error.to_string())
 }
+
+/// Parses a time above 0: `90`, `90s`, `30m`, `2h`.
+pub(crate) fn time(text: &str) -> Result<Duration, String> {
+    let units = [('s', 1.0), ('m', 60.0), ('h', 3600.0)];
+    let unit = units.into_iter().find(|(unit, _)| text.ends_with(*unit));
+    let (text, scale) = unit.map_or((text, 1.0), |(unit, scale)| (text.trim_end_matches(unit), scale));
+    let seconds = positive(text).map_err(|error| format!("{error}: a time such as 90s, 30m or 2h"))?;
+    Duration::try_from_secs_f64(scale * seconds).map_err(|error| error.to_string())
+}

@@ -1,0 +1,361 @@
+//! `convoke evaluate`: how good a trained model is on labelled images.
+
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use clap::Args;
+use convoke_files::escaped;
+use serde::Serialize;
+
+use crate::nn::data::photos::{self, Normalisation, PhotoSettings};
+use crate::nn::data::{DataError, Dataset, DatasetInfo, DatasetSpec, LoadOptions, PhotoOrigin, Sample};
+use crate::nn::metrics::Confusion;
+use crate::nn::training::{Evaluation, EvaluationOptions, evaluate};
+
+use super::console::Console;
+use super::failure::{Failure, Result};
+use super::flags::using::UsingArgs;
+use super::in_use::InUse;
+use super::registry::{Data, data_parser, datasets};
+use super::{dataset, json, places, text};
+
+/// Which model is judged on which data.
+#[derive(Args)]
+pub(crate) struct EvaluateArgs {
+    /// The folder of a trained model (`train --output`) or of a checkpoint, one of its *.safetensors files, or an ONNX file.
+    #[arg(value_name = "MODEL")]
+    model: PathBuf,
+
+    /// The data set [default: the one that the model was trained on].
+    #[arg(long, value_parser = data_parser())]
+    data: Option<Data>,
+
+    /// Folder with the data set's files [default: where they were in training].
+    #[arg(long, value_name = "DIR")]
+    data_dir: Option<PathBuf>,
+
+    /// Which part of the data: train, val, test, or `all` for a folder without parts [default: test if there is one, else what
+    /// training was validated on].
+    #[arg(long, value_name = "NAME")]
+    part: Option<String>,
+
+    /// Leave out photographs that cannot be decoded, and list them.
+    #[arg(long)]
+    skip_broken: bool,
+
+    #[command(flatten)]
+    using: UsingArgs,
+}
+
+/// The JSON of the results.
+#[derive(Serialize)]
+struct Results<'a> {
+    model: String,
+    data: &'a str,
+    images: usize,
+    loss: f64,
+    accuracy: Option<f64>,
+    top5_accuracy: Option<f64>,
+    mean_iou: Option<f64>,
+    classes: Vec<ClassResults>,
+    /// How often images or pixels of each class (row) were taken for each (column).
+    confusion: Vec<&'a [u64]>,
+    version: &'static str,
+}
+
+/// The results for one class.
+#[derive(Serialize)]
+struct ClassResults {
+    name: String,
+    /// Images or pixels of this class.
+    count: u64,
+    /// The share of these that the model found; none if there are none.
+    recall: Option<f64>,
+    /// The share of what it took for this class that was of it; none if it took nothing for it.
+    precision: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    iou: Option<f64>,
+}
+
+pub(crate) fn run(args: &EvaluateArgs) -> Result<()> {
+    json::check(args.using.json.as_deref())?;
+    let console = Console::new()?;
+    let model = InUse::open(&args.model, &args.using, &console)?;
+    let (name, data) = load(args, &model, &console)?;
+    let options = {
+        let mut options = EvaluationOptions::new(&model.model.spec);
+        options.batch_size = args.using.batch_size as usize;
+        options.workers = args.using.workers.map(usize::from);
+        options.flip = args.using.flip;
+        options
+    };
+    let mut stage = console.stage("evaluating", 0, Some(data.len() as u64));
+    let mut progress = |done: usize, _: usize| -> ControlFlow<()> {
+        stage.set(done as u64, "");
+        console.control()
+    };
+    let found = evaluate(model.model.module.as_ref(), (&model.device, &data), &options, &mut progress);
+    stage.end();
+    let Some(evaluation) = found.map_err(Failure::of_training)? else {
+        return Err(Failure::Run("interrupted".into()));
+    };
+    let classes =
+        evaluation.confusion.as_ref().map_or_else(Vec::new, |confusion| of_classes(&model, confusion));
+    let title = format!("{} on {name}, {} images", escaped(&model.model.name), text::thousands(data.len()));
+    console.say(&format!("{title}\n\n{}", table(&evaluation, &classes)), args.using.json.as_deref())?;
+    let Some(file) = &args.using.json else { return Ok(()) };
+    let counts = evaluation.confusion.as_ref().map(|confusion| (confusion.counts(), confusion.classes()));
+    json::write_value(
+        file,
+        &Results {
+            model: model.model.name.clone(),
+            data: &name,
+            images: data.len(),
+            loss: evaluation.loss,
+            accuracy: evaluation.accuracy,
+            top5_accuracy: evaluation.top5_accuracy,
+            mean_iou: evaluation.mean_iou,
+            classes,
+            confusion: counts.map_or_else(Vec::new, |(counts, classes)| counts.chunks(classes).collect()),
+            version: env!("CARGO_PKG_VERSION"),
+        },
+    )
+}
+
+fn of_classes(model: &InUse, confusion: &Confusion) -> Vec<ClassResults> {
+    let (counts, classes, ious) = (confusion.counts(), confusion.classes(), confusion.iou());
+    let share = |part: u64, whole: u64| (whole > 0).then(|| part as f64 / whole as f64);
+    let of_pixels = model.info().targets.are_of_pixels();
+    let of = |class: usize| {
+        let right = counts[class * classes + class];
+        let count: u64 = counts[class * classes..][..classes].iter().sum();
+        let taken: u64 = counts[class..].iter().step_by(classes).sum();
+        ClassResults {
+            name: model.model.card.class_name(class).into_owned(),
+            count,
+            recall: share(right, count),
+            precision: share(right, taken),
+            iou: ious[class].filter(|_| of_pixels),
+        }
+    };
+    (0..classes).map(of).collect()
+}
+
+/// The results for a terminal.
+fn table(evaluation: &Evaluation, classes: &[ClassResults]) -> String {
+    let percent = |share: f64| format!("{:.2} %", 100.0 * share);
+    let optional = |share: Option<f64>| share.map_or_else(|| "-".into(), percent);
+    let mut rows = vec![vec!["loss".to_owned(), format!("{:.4}", evaluation.loss)]];
+    let shares = [
+        ("accuracy", evaluation.accuracy),
+        ("top-5 accuracy", evaluation.top5_accuracy),
+        ("mean IoU", evaluation.mean_iou),
+    ];
+    for (name, share) in shares {
+        rows.extend(share.map(|share| vec![name.to_owned(), percent(share)]));
+    }
+    rows.extend(evaluation.metrics.iter().map(|(name, value)| vec![name.clone(), format!("{value:.4}")]));
+    let mut text = text::align(&rows);
+    if classes.is_empty() {
+        return text;
+    }
+    let has_iou = classes.iter().any(|class| class.iou.is_some());
+    let heading = ["class", "count", "recall", "precision", "IoU"];
+    let heading = heading.iter().take(if has_iou { 5 } else { 4 });
+    let mut rows = vec![heading.map(|&cell| cell.to_owned()).collect::<Vec<_>>()];
+    for class in classes {
+        let mut row = vec![
+            escaped(&class.name).to_string(),
+            text::thousands(class.count as usize),
+            optional(class.recall),
+            optional(class.precision),
+        ];
+        row.extend(has_iou.then(|| optional(class.iou)));
+        rows.push(row);
+    }
+    text.push('\n');
+    text.push_str(&text::align(&rows));
+    text
+}
+
+/// The data to judge the model on, as the model takes it, and its name with that of its part.
+fn load(args: &EvaluateArgs, model: &InUse, console: &Console) -> Result<(String, Arc<dyn Dataset>)> {
+    let card = &model.model.card;
+    let spec = match args.data {
+        Some(Data::Named(spec)) => spec,
+        Some(Data::Random) => {
+            return Err(Failure::Usage("--data random: there is nothing to judge in noise".into()));
+        }
+        Some(Data::Auto) | None => datasets().get(&card.data.name).map_err(|_| {
+            Failure::Usage("which data the model was trained on is not known: name data with --data".into())
+        })?,
+    };
+    let origin = card.photos.as_ref().filter(|_| card.data.name == spec.name());
+    let trained_on = origin.and_then(|photos| photos.folder.as_deref()).map(PathBuf::from);
+    let folder = match (&args.data_dir, &trained_on) {
+        (Some(folder), _) => Some(folder.clone()),
+        (None, Some(folder)) => Some(folder.clone()),
+        (None, None) if spec.takes_photos() => {
+            let hint = spec.hint().unwrap_or_default();
+            return Err(Failure::Usage(format!("--data {spec}: {hint}")));
+        }
+        (None, None) => places::default_dataset_folder(spec.name()).filter(|_| spec.has_files()),
+    };
+    let loading = Loading { args, model, origin, console };
+    let (part, data) = match (&folder, spec.takes_photos()) {
+        (Some(folder), true) => {
+            let same = |other: &Path| matches!((other.canonicalize(), folder.canonicalize()), (Ok(a), Ok(b)) if a == b);
+            loading.photos(spec, folder, trained_on.as_deref().is_some_and(same))?
+        }
+        _ => loading.named(spec, folder.as_deref())?,
+    };
+    let data: Arc<dyn Dataset> = {
+        let info =
+            DatasetInfo { mean: card.data.mean.clone(), std: card.data.std.clone(), ..data.info().clone() };
+        Arc::new(Normalised { data, info })
+    };
+    check(model, data.as_ref())?;
+    dataset::report_skipped(&part, data.skipped(), console);
+    let place = folder.map_or_else(String::new, |folder| format!(" in {}", escaped(folder.display())));
+    Ok((format!("{part} of {spec}{place}"), data))
+}
+
+/// What loading the data needs to know.
+struct Loading<'a> {
+    args: &'a EvaluateArgs,
+    model: &'a InUse,
+    /// How the photographs that it was trained on became a data set.
+    origin: Option<&'a PhotoOrigin>,
+    console: &'a Console,
+}
+
+impl Loading<'_> {
+    /// A part of a data set that is loaded whole.
+    fn named(&self, spec: &DatasetSpec, folder: Option<&Path>) -> Result<(String, Arc<dyn Dataset>)> {
+        let progress = self.console.data_progress();
+        let mut options = LoadOptions::new(&progress);
+        let settings = self.settings();
+        (options.folder, options.photos) = (folder, &settings);
+        options.seed = self.origin.map_or(1, |origin| origin.seed);
+        let data = spec
+            .load(&options)
+            .map_err(|error| dataset::failure(error, spec.hint().unwrap_or_default(), "interrupted"))?;
+        match self.args.part.as_deref() {
+            None | Some("test" | "val") => Ok(("validation images".into(), data.test)),
+            Some("train") => Ok(("training images".into(), data.train)),
+            Some(part) => Err(Failure::Usage(format!("--part {part}: {spec} has the parts train and test"))),
+        }
+    }
+
+    /// A part of a folder of photographs. If it is the folder that the model was trained on, training images are not chosen unasked.
+    fn photos(
+        &self,
+        spec: &DatasetSpec,
+        folder: &Path,
+        trained_on: bool,
+    ) -> Result<(String, Arc<dyn Dataset>)> {
+        let part = match self.args.part.as_deref() {
+            Some("all") => None,
+            Some(part) => Some(part),
+            None => {
+                let is_there = |part: &&str| folder.join(part).is_dir();
+                let found = ["test", "val", "valid", "validation"].into_iter().find(is_there);
+                if found.is_none() && trained_on {
+                    return self.named(spec, Some(folder));
+                }
+                found
+            }
+        };
+        let progress = self.console.data_progress();
+        let (names, settings) = (&self.model.model.card.class_names, self.settings());
+        let seed = self.origin.map_or(1, |origin| origin.seed);
+        let load = || -> std::result::Result<Arc<dyn Dataset>, DataError> {
+            Ok(match self.model.info().targets.are_of_pixels() {
+                true => {
+                    Arc::new(photos::masks_part(folder, part, names, &settings.for_masks(seed), &progress)?)
+                }
+                false => {
+                    Arc::new(photos::folder_part(folder, part, names, &settings.for_folder(seed), &progress)?)
+                }
+            })
+        };
+        let data = load().map_err(|error| {
+            dataset::failure(error.into(), "--part names a part of the folder, or `all` of it", "interrupted")
+        })?;
+        Ok((part.map_or_else(|| "all images".into(), |part| format!("the part {part}")), data))
+    }
+
+    /// Photographs as the model takes them.
+    fn settings(&self) -> PhotoSettings {
+        let info = self.model.info();
+        PhotoSettings {
+            size: Some([info.height, info.width]),
+            channels: info.channels,
+            crop_fraction: Some(self.model.preparation().crop_fraction),
+            validation_share: self.origin.map_or(0.2, |origin| origin.validation_share),
+            normalisation: Normalisation::Given { mean: info.mean.clone(), std: info.std.clone() },
+            augmentation: None,
+            follow_links: self.args.using.follow_links,
+            skip_broken: self.args.skip_broken,
+        }
+    }
+}
+
+/// Fails unless the model can be judged on this data.
+fn check(model: &InUse, data: &dyn Dataset) -> Result<()> {
+    let (card, info) = (&model.model.card, data.info());
+    model.model.spec.check(info).map_err(|error| Failure::Usage(error.to_string()))?;
+    let refused = |what: &str, of_model: String, of_data: String| {
+        Err(Failure::Usage(format!("the model has {what} {of_model}, {} has {of_data}", info.name)))
+    };
+    if card.data.classes != info.classes {
+        return refused("a number of classes of", card.data.classes.to_string(), info.classes.to_string());
+    }
+    let (own, other) = (&card.class_names[..], data.class_names());
+    let differ = own.iter().zip(other).find(|(own, other)| own != other);
+    match differ {
+        Some((own, other)) => refused("the class", escaped(own).to_string(), escaped(other).to_string()),
+        None => Ok(()),
+    }
+}
+
+/// A data set that is normalised as the model's was.
+struct Normalised {
+    data: Arc<dyn Dataset>,
+    info: DatasetInfo,
+}
+
+impl Dataset for Normalised {
+    fn info(&self) -> &DatasetInfo {
+        &self.info
+    }
+
+    fn len(&self) -> usize {
+        self.data.len()
+    }
+
+    fn class_names(&self) -> &[String] {
+        self.data.class_names()
+    }
+
+    fn file(&self, index: usize) -> Option<PathBuf> {
+        self.data.file(index)
+    }
+
+    fn skipped(&self) -> &[(PathBuf, String)] {
+        self.data.skipped()
+    }
+
+    fn is_in_memory(&self) -> bool {
+        self.data.is_in_memory()
+    }
+
+    fn sample(
+        &self,
+        index: usize,
+        seed: Option<u64>,
+    ) -> std::result::Result<Sample<'_>, Box<dyn std::error::Error + Send + Sync>> {
+        self.data.sample(index, seed)
+    }
+}

@@ -1,0 +1,254 @@
+//! What `train --output DIR` writes, and what other commands find there.
+//!
+//! ```text
+//! DIR/model.json         what the model is: name, classes, size of the images, normalisation
+//!     model.onnx         its layers, if it came from an ONNX file
+//!     best.safetensors   the weights after the best epoch
+//!     last.safetensors   those after the last step
+//!     metrics.jsonl      a line for each epoch
+//!     report.html
+//!     checkpoint/        for --resume
+//! ```
+//! Each file appears whole. Weights are written before the checkpoint of the same step, so a run that is killed and resumed writes
+//! them again.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use clap::{Args, ValueEnum, value_parser};
+use convoke_files::{escaped, write_out};
+use serde::Serialize;
+
+use crate::nn::data::{DatasetInfo, Targets};
+use crate::nn::training::{Trainer, Validation};
+use crate::nn::{checkpoint, onnx};
+
+use super::failure::{Failure, Result};
+use super::flags::values::{name, time};
+use super::model_file::is_onnx;
+use super::{console, output};
+
+pub(crate) const CARD: &str = "model.json";
+pub(crate) const GRAPH: &str = "model.onnx";
+pub(crate) const BEST: &str = "best.safetensors";
+pub(crate) const LAST: &str = "last.safetensors";
+const METRICS: &str = "metrics.jsonl";
+const REPORT: &str = "report.html";
+const CHECKPOINT: &str = "checkpoint";
+
+/// Where the trained model goes, which epoch is the best, and when a run ends early.
+#[derive(Args)]
+pub(crate) struct KeepArgs {
+    /// Keep the trained model in this folder: model.json, best.safetensors, last.safetensors, metrics.jsonl, report.html, and a
+    /// checkpoint for --resume. `evaluate`, `predict` and `export` take the folder.
+    #[arg(long, value_name = "DIR", help_heading = "Output")]
+    pub(crate) output: Option<PathBuf>,
+
+    /// By what the best epoch is chosen, on the validation images [default: mean-iou if pixels have classes, accuracy if images
+    /// have, else loss].
+    #[arg(long, value_enum, value_name = "METRIC", help_heading = "Training")]
+    pub(crate) best_by: Option<Metric>,
+
+    /// End the run when so many epochs in a row were no better than the best one before them.
+    #[arg(long, value_name = "EPOCHS", value_parser = value_parser!(u32).range(1..), help_heading = "Training")]
+    pub(crate) patience: Option<u32>,
+
+    /// End the run after this time, as if its steps were done: 90s, 30m, 2h.
+    #[arg(long, value_name = "TIME", value_parser = time, help_heading = "Training")]
+    pub(crate) time_limit: Option<Duration>,
+}
+
+/// A result of validation by which epochs are compared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Metric {
+    /// The share of images or pixels whose most likely class is the right one.
+    Accuracy,
+    /// The share of images whose class is among the five most likely.
+    Top5,
+    /// Intersection over union, averaged over the classes of pixels.
+    MeanIou,
+    /// The mean loss; less is better.
+    Loss,
+}
+
+/// The folder of `--output`.
+pub(crate) struct ModelFolder {
+    folder: PathBuf,
+}
+
+/// A line of `metrics.jsonl`.
+#[derive(Serialize)]
+struct EpochMetrics {
+    epoch: usize,
+    /// Steps until its end.
+    steps: usize,
+    /// The mean over the epoch's steps.
+    train_loss: f64,
+    validation_loss: f64,
+    accuracy: Option<f64>,
+    top5_accuracy: Option<f64>,
+    mean_iou: Option<f64>,
+    /// Whether it was the best epoch so far.
+    best: bool,
+}
+
+impl ModelFolder {
+    /// The folder that the flags name, if they do.
+    ///
+    /// # Errors
+    /// If it cannot be written to, or holds a model already and the run does not resume.
+    pub(crate) fn open(folder: &Path, resume: bool) -> Result<ModelFolder> {
+        output::check_folder("--output", folder)?;
+        let holds_model = [BEST, LAST].iter().any(|file| folder.join(file).exists());
+        if holds_model && !resume {
+            return Err(Failure::Usage(format!(
+                "--output: {} already holds a model: add --resume to continue its run, or name another folder",
+                escaped(folder.display())
+            )));
+        }
+        Ok(ModelFolder { folder: folder.to_owned() })
+    }
+
+    /// The checkpoint of a run with `--output`.
+    pub(crate) fn checkpoint_in(folder: &Path) -> PathBuf {
+        folder.join(CHECKPOINT)
+    }
+
+    /// Where the report goes.
+    pub(crate) fn report(&self) -> PathBuf {
+        self.folder.join(REPORT)
+    }
+
+    /// Prints where the model is, and what to do with it.
+    pub(crate) fn announce(&self, finished: bool) {
+        output::announce("--output", &self.folder);
+        if finished {
+            let folder = escaped(self.folder.display());
+            console::note(&format!(
+                "next: `convoke evaluate {folder}`, `convoke predict {folder} IMAGE...`, `convoke export {folder} --to model.onnx`"
+            ));
+        }
+    }
+
+    /// Writes what stays the same over the run.
+    pub(crate) fn begin(&self, trainer: &Trainer) -> Result<()> {
+        let mut card = trainer.card();
+        let source = PathBuf::from(&card.model);
+        if is_onnx(&source) {
+            let definition = onnx::read(&source)?.definition;
+            let graph = self.folder.join(GRAPH);
+            onnx::save(&graph, &definition, &BTreeMap::new(), &onnx::WriteOptions::default())?;
+            card.model = GRAPH.into();
+        }
+        Ok(card.write(&self.folder.join(CARD))?)
+    }
+
+    /// Writes the weights, and after an epoch whose validation was the best so far also those of the best.
+    pub(crate) fn save(&self, trainer: &Trainer, metric: Metric) -> Result<()> {
+        checkpoint::save_model(trainer.model(), &self.folder.join(LAST))?;
+        let validations = trainer.validations();
+        let last = validations.last().filter(|last| trainer.batch() == 0 && last.epoch == trainer.epoch());
+        if last.is_some() && last == best(validations, metric) {
+            checkpoint::save_model(trainer.model(), &self.folder.join(BEST))?;
+        }
+        let file = self.folder.join(METRICS);
+        write_out(&file, lines(trainer, metric)?.as_bytes()).map_err(|error| {
+            Failure::Run(format!("--output: cannot write {}: {error}", escaped(file.display())))
+        })
+    }
+}
+
+/// A line for each epoch that was validated.
+fn lines(trainer: &Trainer, metric: Metric) -> Result<String> {
+    let (validations, batches) = (trainer.validations(), trainer.batches_per_epoch());
+    let mut lines = String::new();
+    for (index, validation) in validations.iter().enumerate() {
+        let steps = validation.epoch * batches;
+        let losses = trainer.losses().get(steps.saturating_sub(batches)..steps).unwrap_or_default();
+        let epoch = EpochMetrics {
+            epoch: validation.epoch,
+            steps,
+            train_loss: losses.iter().sum::<f64>() / losses.len() as f64,
+            validation_loss: validation.loss,
+            accuracy: validation.accuracy,
+            top5_accuracy: validation.top5_accuracy,
+            mean_iou: validation.mean_iou,
+            best: best(&validations[..=index], metric) == Some(validation),
+        };
+        lines.push_str(&serde_json::to_string(&epoch)?);
+        lines.push('\n');
+    }
+    Ok(lines)
+}
+
+/// The best of some epochs; of equal ones the first. None if none has the metric.
+pub(crate) fn best(validations: &[Validation], metric: Metric) -> Option<&Validation> {
+    // Larger is better.
+    let value = |of: &Validation| match metric {
+        Metric::Accuracy => of.accuracy,
+        Metric::Top5 => of.top5_accuracy,
+        Metric::MeanIou => of.mean_iou,
+        Metric::Loss => Some(-of.loss),
+    };
+    let known = validations.iter().filter_map(|of| Some((of, value(of).filter(|value| !value.is_nan())?)));
+    known.reduce(|best, next| if next.1 > best.1 { next } else { best }).map(|(best, _)| best)
+}
+
+/// Epochs since the best one.
+pub(crate) fn epochs_without_gain(validations: &[Validation], metric: Metric) -> usize {
+    let last = validations.last().map_or(0, |last| last.epoch);
+    last - best(validations, metric).map_or(0, |best| best.epoch)
+}
+
+/// The metric that the flags choose, or the usual one for the data.
+///
+/// # Errors
+/// If such data has no such metric.
+pub(crate) fn metric(args: &KeepArgs, info: &DatasetInfo) -> Result<Metric> {
+    let usual = match info.targets {
+        Targets::Image => Metric::Accuracy,
+        Targets::Pixels { .. } => Metric::MeanIou,
+        Targets::Values { .. } => Metric::Loss,
+    };
+    let chosen = args.best_by.unwrap_or(usual);
+    let reason = match (chosen, info.targets) {
+        (Metric::Top5, Targets::Image) if info.classes <= 5 => "has no more than five classes",
+        (Metric::Top5, Targets::Pixels { .. } | Targets::Values { .. }) => "has no class for each image",
+        (Metric::MeanIou, Targets::Image | Targets::Values { .. }) => "has no class for each pixel",
+        (Metric::Accuracy, Targets::Values { .. }) => "has no classes",
+        _ => return Ok(chosen),
+    };
+    Err(Failure::Usage(format!("--best-by {}: {} {reason}; it has {}", name(chosen), info.name, name(usual))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn epoch(epoch: usize, loss: f64, accuracy: Option<f64>) -> Validation {
+        let json =
+            serde_json::json!({ "epoch": epoch, "loss": loss, "accuracy": accuracy, "mean_iou": null });
+        serde_json::from_value(json).unwrap()
+    }
+
+    #[test]
+    fn the_best_epoch() {
+        let epochs = [
+            epoch(1, 2.0, Some(0.5)),
+            epoch(2, 1.0, Some(0.75)),
+            epoch(3, 1.5, Some(0.75)),
+            epoch(4, 0.5, None),
+        ];
+        let number = |metric| best(&epochs, metric).map(|best| best.epoch);
+        assert_eq!(
+            (number(Metric::Accuracy), number(Metric::Loss), number(Metric::Top5)),
+            (Some(2), Some(4), None)
+        );
+        assert_eq!(epochs_without_gain(&epochs, Metric::Accuracy), 2);
+        assert_eq!(
+            (epochs_without_gain(&epochs, Metric::Top5), epochs_without_gain(&[], Metric::Loss)),
+            (4, 0)
+        );
+    }
+}

@@ -1,0 +1,378 @@
+//! `convoke predict`: what a trained model finds in images.
+
+use std::collections::{BTreeMap, HashSet};
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use clap::{Args, value_parser};
+use convoke_files::{create_folder, escaped, write_out};
+use serde::Serialize;
+
+use crate::nn::batch;
+use crate::nn::data::photos::{Photo, Preparation, images_below, mask_png};
+use crate::nn::data::{DatasetInfo, Loader, Pixels, Request, Sample, Target, Targets, from_fn};
+use crate::{MemoryFormat, Tensor, inference_mode};
+
+use super::console::{self, Console};
+use super::failure::{Failure, Result};
+use super::flags::using::UsingArgs;
+use super::in_use::InUse;
+use super::{json, output};
+
+/// Which model looks at which images.
+#[derive(Args)]
+pub(crate) struct PredictArgs {
+    /// The folder of a trained model (`train --output`) or of a checkpoint, one of its *.safetensors files, or an ONNX file.
+    #[arg(value_name = "MODEL")]
+    model: PathBuf,
+
+    /// Images (JPEG, PNG, TIFF, WebP, BMP), and folders of them at any depth.
+    #[arg(value_name = "IMAGE", required = true)]
+    images: Vec<PathBuf>,
+
+    /// How many classes are named for each image.
+    #[arg(long, value_name = "K", default_value_t = 5, value_parser = value_parser!(u16).range(1..))]
+    top: u16,
+
+    /// Write a line for each image as comma-separated values: its file, then the classes with their probabilities.
+    #[arg(long, value_name = "FILE")]
+    csv: Option<PathBuf>,
+
+    /// Write the class of each pixel into this folder: for each image a PNG with a palette, in the image's own size. What the model
+    /// did not see is 255.
+    #[arg(long, value_name = "DIR")]
+    masks: Option<PathBuf>,
+
+    #[command(flatten)]
+    using: UsingArgs,
+}
+
+/// An image to look at.
+struct Image {
+    file: PathBuf,
+    /// The path of its mask below the folder of masks, without an ending.
+    name: PathBuf,
+}
+
+/// What was found in an image.
+#[derive(Serialize)]
+struct Found {
+    image: String,
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    predictions: Vec<Prediction>,
+    /// What a model that predicts values gives.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    values: Vec<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    mask: Option<String>,
+}
+
+#[derive(Serialize)]
+struct Prediction {
+    class: String,
+    /// The probability of the class or, where pixels have classes, its share of them.
+    probability: f64,
+}
+
+/// What the threads that read images tell about them, by the image's index.
+#[derive(Default)]
+struct Noted {
+    sizes: BTreeMap<usize, [usize; 2]>,
+    broken: BTreeMap<usize, String>,
+}
+
+pub(crate) fn run(args: &PredictArgs) -> Result<()> {
+    json::check(args.using.json.as_deref())?;
+    output::check("--csv", args.csv.as_deref())?;
+    let console = Console::new()?;
+    let images = images(args, &console)?;
+    let model = InUse::open(&args.model, &args.using, &console)?;
+    match (model.info().targets, &args.masks) {
+        (Targets::Pixels { .. }, Some(folder)) => {
+            check_names(&images)?;
+            output::check_folder("--masks", folder)?;
+        }
+        (_, Some(_)) => {
+            return Err(Failure::Usage("--masks: the model has no class for each pixel".into()));
+        }
+        (targets @ Targets::Values { .. }, None) if targets.are_of_pixels() => {
+            return Err(Failure::Usage("the model predicts values of pixels, which cannot be shown".into()));
+        }
+        _ => {}
+    }
+    let (found, broken) = predict(args, &model, &images, &console)?;
+    let printed = match console::to_stdout(args.using.json.as_deref()) {
+        true => Ok(()),
+        false => console::print(&lines(&found)),
+    };
+    let csv = args
+        .csv
+        .as_deref()
+        .map_or(Ok(()), |file| output::write("--csv", file, csv(&found, usize::from(args.top)).as_bytes()));
+    let json = args.using.json.as_deref().map_or(Ok(()), |file| json::write_value(file, &found));
+    if let Some(folder) = &args.masks {
+        output::announce("--masks", folder);
+    }
+    printed.and(csv).and(json)?;
+    if broken.is_empty() {
+        return Ok(());
+    }
+    for reason in broken.values() {
+        console::note(&format!("cannot be read: {reason}"));
+    }
+    Err(Failure::Run(format!("{} of {} images could not be read", broken.len(), images.len())))
+}
+
+/// The images that the arguments name, in their order; those of folders by name.
+fn images(args: &PredictArgs, console: &Console) -> Result<Vec<Image>> {
+    let progress = console.data_progress();
+    let mut images = Vec::new();
+    for path in &args.images {
+        if path.is_dir() {
+            let files = images_below(path, args.using.follow_links, &progress)?;
+            if files.is_empty() {
+                return Err(Failure::Run(format!("{}: no images in this folder", escaped(path.display()))));
+            }
+            images.extend(files.into_iter().map(|file| {
+                let name = file.strip_prefix(path).unwrap_or(&file).with_extension("");
+                Image { file, name }
+            }));
+        } else if path.exists() {
+            let name = PathBuf::from(path.file_stem().unwrap_or_default());
+            images.push(Image { file: path.clone(), name });
+        } else {
+            return Err(Failure::Run(format!("{}: no such file or folder", escaped(path.display()))));
+        }
+    }
+    Ok(images)
+}
+
+/// Fails if two masks would have one name.
+fn check_names(images: &[Image]) -> Result<()> {
+    let mut seen = HashSet::new();
+    match images.iter().find(|image| !seen.insert(&image.name)) {
+        None => Ok(()),
+        Some(image) => Err(Failure::Usage(format!(
+            "--masks: two images would have the mask {}.png, one of them {}: predict them one after the other",
+            escaped(image.name.display()),
+            escaped(image.file.display())
+        ))),
+    }
+}
+
+/// What the model finds in the images that can be read, and why others cannot.
+fn predict(
+    args: &PredictArgs,
+    model: &InUse,
+    images: &[Image],
+    console: &Console,
+) -> Result<(Vec<Found>, BTreeMap<usize, String>)> {
+    let noted = Arc::new(Mutex::new(Noted::default()));
+    let files: Vec<PathBuf> = images.iter().map(|image| image.file.clone()).collect();
+    let loader = loader(model, files, noted.clone(), model.workers(&args.using))?;
+    let batch_size = args.using.batch_size as usize;
+    let order: Vec<u32> = (0..images.len() as u32).collect();
+    let requests: Vec<Request> =
+        order.chunks(batch_size).map(|chunk| Request { samples: chunk.to_vec(), views: None }).collect();
+    let mut stage = console.stage("predicting", 0, Some(images.len() as u64));
+    let mut found = Vec::new();
+    for (index, request) in requests.iter().enumerate() {
+        if console.interrupted() {
+            stage.end();
+            return Err(Failure::Run("interrupted".into()));
+        }
+        requests[index..].iter().take(3).for_each(|ahead| loader.load_ahead(ahead));
+        let (pixels, _) = batch(&model.device, &loader, request)?;
+        let outputs = outputs(model, &pixels)?;
+        let mut noted = noted.lock().unwrap_or_else(PoisonError::into_inner);
+        for (&sample, values) in request.samples.iter().zip(outputs) {
+            let (index, image) = (sample as usize, &images[sample as usize]);
+            let size = noted.sizes.remove(&index);
+            if noted.broken.contains_key(&index) {
+                continue;
+            }
+            found.push(of_image(args, model, image, (&values, size))?);
+        }
+        stage.set(u64::from(request.samples.last().map_or(0, |last| last + 1)), "");
+    }
+    stage.end();
+    let noted = std::mem::take(&mut *noted.lock().unwrap_or_else(PoisonError::into_inner));
+    Ok((found, noted.broken))
+}
+
+/// Reads images as the model takes them. One that cannot be read is noted, and black in its batch.
+fn loader(model: &InUse, files: Vec<PathBuf>, noted: Arc<Mutex<Noted>>, workers: usize) -> Result<Loader> {
+    let preparation = model.preparation();
+    let info = DatasetInfo { targets: Targets::Image, name: "images".into(), ..model.info().clone() };
+    preparation.check()?;
+    let data = from_fn(info, files.len(), move |index, _| {
+        let read = |file: &Path, preparation: &Preparation| {
+            let photo = Photo::open(file)?;
+            Ok::<_, crate::nn::data::DataError>((photo.size(), photo.prepared(preparation)?))
+        };
+        let read = read(&files[index], &preparation);
+        let mut noted = noted.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes = match read {
+            Ok((size, bytes)) => {
+                noted.sizes.insert(index, size);
+                bytes
+            }
+            Err(error) => {
+                noted.broken.insert(index, error.to_string());
+                vec![0; preparation.channels * preparation.size[0] * preparation.size[1]]
+            }
+        };
+        Ok(Sample { image: Pixels::Bytes(bytes.into()), target: Target::Class(0) })
+    })?;
+    Ok(Loader::new(Arc::new(data), workers)?)
+}
+
+/// The model's output for each image of a batch: probabilities of classes, C or C x H x W, or values.
+fn outputs(model: &InUse, images: &Tensor) -> Result<Vec<Vec<f32>>> {
+    let output = match model.info().targets {
+        Targets::Values { .. } => inference_mode(|| model.model.module.forward(images))?,
+        Targets::Image | Targets::Pixels { .. } => {
+            inference_mode(|| model.predictor().log_probabilities(images)?.exp())?
+        }
+    };
+    let values: Vec<f32> = output.to_format(MemoryFormat::Contiguous)?.to_vec()?;
+    let len = values.len() / images.shape()[0].max(1);
+    Ok(values.chunks(len.max(1)).map(<[f32]>::to_vec).collect())
+}
+
+/// What to tell about an image, from the model's output for it and the image's own size.
+fn of_image(
+    args: &PredictArgs,
+    model: &InUse,
+    image: &Image,
+    (output, size): (&[f32], Option<[usize; 2]>),
+) -> Result<Found> {
+    let file = image.file.display().to_string();
+    let found = |predictions, mask| Found { image: file.clone(), predictions, values: Vec::new(), mask };
+    let named = |class: usize, probability: f64| Prediction {
+        class: model.model.card.class_name(class).into_owned(),
+        probability,
+    };
+    match model.info().targets {
+        Targets::Values { .. } => {
+            let values = output.iter().map(|&value| f64::from(value)).collect();
+            Ok(Found { values, ..found(Vec::new(), None) })
+        }
+        Targets::Image => {
+            let ranked = ranked(output.iter().map(|&value| f64::from(value)), args.top);
+            Ok(found(ranked.into_iter().map(|(class, share)| named(class, share)).collect(), None))
+        }
+        Targets::Pixels { .. } => {
+            let classes = likeliest(output, model.info().classes);
+            let (prepared, size) =
+                (model.preparation(), size.unwrap_or([model.info().height, model.info().width]));
+            let restored = prepared.restored(&classes, size)?;
+            let mut counts = vec![0_u64; 256];
+            restored.iter().for_each(|class| counts[usize::from(*class)] += 1);
+            let seen: u64 = counts.iter().take(model.info().classes).sum();
+            let shares =
+                counts.iter().take(model.info().classes).map(|&count| count as f64 / seen.max(1) as f64);
+            let ranked = ranked(shares, args.top).into_iter().filter(|(_, share)| *share > 0.0);
+            let predictions = ranked.map(|(class, share)| named(class, share)).collect();
+            let mask =
+                args.masks.as_deref().map(|folder| write_mask(folder, image, &restored, size)).transpose()?;
+            Ok(found(predictions, mask))
+        }
+    }
+}
+
+/// The likeliest classes with their probabilities, the likeliest first.
+fn ranked(shares: impl Iterator<Item = f64>, top: u16) -> Vec<(usize, f64)> {
+    let mut ranked: Vec<(usize, f64)> = shares.enumerate().collect();
+    ranked.sort_by(|a, b| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0)));
+    ranked.truncate(usize::from(top));
+    ranked
+}
+
+/// The likeliest class of each pixel, from C x H x W probabilities of at most 255 classes.
+fn likeliest(output: &[f32], classes: usize) -> Vec<u8> {
+    let pixels = output.len() / classes.max(1);
+    let class = |pixel: usize| {
+        let value = |class: usize| output[class * pixels + pixel];
+        (1..classes).fold(0, |best, class| if value(class) > value(best) { class } else { best }) as u8
+    };
+    (0..pixels).map(class).collect()
+}
+
+fn write_mask(folder: &Path, image: &Image, classes: &[u8], size: [usize; 2]) -> Result<String> {
+    let mut name = image.name.clone().into_os_string();
+    name.push(".png");
+    let file = folder.join(name);
+    let failed = |error: std::io::Error| {
+        Failure::Run(format!("--masks: cannot write {}: {error}", escaped(file.display())))
+    };
+    create_folder(file.parent().unwrap_or(folder)).map_err(failed)?;
+    write_out(&file, &mask_png(classes, size)?).map_err(failed)?;
+    Ok(file.display().to_string())
+}
+
+/// A line for each image.
+fn lines(found: &[Found]) -> String {
+    let mut text = String::new();
+    for Found { image, predictions, values, mask } in found {
+        let classes = predictions.iter().map(|Prediction { class, probability }| {
+            format!("{} {:.2} %", escaped(class), 100.0 * probability)
+        });
+        let values = values.iter().map(|value| format!("{value:.6}"));
+        let mask = mask.iter().map(|mask| format!("mask {}", escaped(mask)));
+        let parts: Vec<String> = classes.chain(values).chain(mask).collect();
+        let _ = writeln!(text, "{}: {}", escaped(image), parts.join(", "));
+    }
+    text
+}
+
+/// The results as comma-separated values with a heading (RFC 4180).
+fn csv(found: &[Found], top: usize) -> String {
+    let cell = |text: &str| match text.contains(['"', ',', '\n', '\r']) {
+        true => format!("\"{}\"", text.replace('"', "\"\"")),
+        false => text.to_owned(),
+    };
+    let most = found.iter().map(|found| found.predictions.len()).max().unwrap_or(0).min(top);
+    let values = found.iter().map(|found| found.values.len()).max().unwrap_or(0);
+    let mut text = "image".to_owned();
+    (1..=most).for_each(|rank| _ = write!(text, ",class_{rank},probability_{rank}"));
+    (1..=values).for_each(|value| _ = write!(text, ",value_{value}"));
+    text.push_str("\r\n");
+    for Found { image, predictions, values, .. } in found {
+        text.push_str(&cell(image));
+        for rank in 0..most {
+            let _ = match predictions.get(rank) {
+                Some(Prediction { class, probability }) => write!(text, ",{},{probability}", cell(class)),
+                None => write!(text, ",,"),
+            };
+        }
+        values.iter().for_each(|value| _ = write!(text, ",{value}"));
+        text.push_str("\r\n");
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cells_are_quoted_where_needed() {
+        let prediction = |class: &str| Prediction { class: class.into(), probability: 0.5 };
+        let found =
+            |image: &str, predictions| Found { image: image.into(), predictions, values: vec![], mask: None };
+        let text =
+            csv(&[found("a,b.jpg", vec![prediction("x \"y\""), prediction("z")]), found("c.jpg", vec![])], 5);
+        assert_eq!(
+            text,
+            "image,class_1,probability_1,class_2,probability_2\r\n\"a,b.jpg\",\"x \"\"y\"\"\",0.5,z,0.5\r\nc.jpg,,,,\r\n"
+        );
+    }
+
+    #[test]
+    fn likeliest_classes() {
+        assert_eq!(ranked([0.2, 0.5, 0.2, 0.1].into_iter(), 3), [(1, 0.5), (0, 0.2), (2, 0.2)]);
+        assert_eq!(likeliest(&[0.1, 0.9, 0.5, 0.8, 0.1, 0.5], 2), [1, 0, 0]);
+    }
+}

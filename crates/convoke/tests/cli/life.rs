@@ -1,0 +1,240 @@
+//! The life of a model: trained into a folder, resumed, evaluated, used, exported.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+use super::program::{command, convoke, photographs, scenes, text, write_png};
+
+const FILES: [&str; 6] =
+    ["best.safetensors", "last.safetensors", "metrics.jsonl", "model.json", "report.html", "checkpoint"];
+
+fn train<'a>(photos: &'a Path, output: &'a Path, more: &[&'a str]) -> Vec<&'a str> {
+    let own = ["train", "--data", "folder", "--data-dir", text(photos), "--output", text(output)];
+    let usual = ["--image-size", "32", "--batch-size", "4", "--optimizer", "sgd", "--lr", "0.02"];
+    [&own[..], &usual, &["--effort", "heuristic"], more].concat()
+}
+
+/// The bytes of the files that two equal runs must have in common.
+fn results(folder: &Path) -> BTreeMap<&'static str, Vec<u8>> {
+    let read = |name: &'static str| (name, fs::read(folder.join(name)).unwrap());
+    FILES[..4].iter().map(|name| read(name)).collect()
+}
+
+fn epochs(folder: &Path) -> Vec<Value> {
+    let lines = fs::read_to_string(folder.join("metrics.jsonl")).unwrap();
+    lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// The one file of a class that comes first.
+fn image(photos: &Path, class: &str) -> PathBuf {
+    photos.join(class).join("0.png")
+}
+
+#[test]
+fn from_photographs_to_predictions() {
+    let folder = tempfile::tempdir().unwrap();
+    let [photos, out, onnx] = ["photos", "out", "m.onnx"].map(|name| folder.path().join(name));
+    photographs(&photos, 10);
+    let outcome = convoke(&train(&photos, &out, &["--epochs", "3"])).exits(0);
+    assert!(outcome.stderr.contains("convoke predict"), "{}", outcome.stderr);
+    for name in FILES {
+        assert!(out.join(name).exists(), "{name}");
+    }
+    let epochs = epochs(&out);
+    assert_eq!(epochs.iter().map(|line| line["steps"].as_u64().unwrap()).collect::<Vec<_>>(), [4, 8, 12]);
+    assert!(epochs[0]["best"] == true && epochs.iter().all(|line| line["train_loss"].is_f64()), "{epochs:?}");
+    convoke(&train(&photos, &out, &[])).check(2, &["--output", "already holds a model", "--resume"]).unwrap();
+
+    // What evaluate finds on the validation images is what training found after the best epoch.
+    let judged = |more: &[&str]| {
+        let own = ["evaluate", text(&out), "--effort", "heuristic", "--json", "-"];
+        convoke(&[&own[..], more].concat()).exits(0).json()
+    };
+    let best = epochs.iter().rfind(|line| line["best"] == true).unwrap();
+    let found = judged(&[]);
+    assert_eq!((&found["images"], &found["accuracy"]), (&4.into(), &best["accuracy"]));
+    let [loss, same] = [&found["loss"], &best["validation_loss"]].map(|loss| loss.as_f64().unwrap());
+    assert!((loss - same).abs() <= 1e-4 * same, "{loss} and {same}");
+    let names: Vec<&str> =
+        found["classes"].as_array().unwrap().iter().map(|of| of["name"].as_str().unwrap()).collect();
+    assert_eq!(names, ["sand", "sky"]);
+    let counts: Vec<u64> = found["confusion"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .flat_map(|row| row.as_array().unwrap())
+        .map(|n| n.as_u64().unwrap())
+        .collect();
+    assert_eq!(counts.iter().sum::<u64>(), 4);
+    let all = judged(&["--part", "all", "--flip", "--batch-size", "3"]);
+    assert_eq!(all["images"], 20);
+    convoke(&["evaluate", text(&out), "--part", "none"]).check(1, &["none", "--part names"]).unwrap();
+
+    let (sky, sand) = (image(&photos, "sky"), image(&photos, "sand"));
+    let predicted = |model: &Path, more: &[&str]| {
+        let own = ["predict", text(model), text(&sky), text(&photos), "--effort", "heuristic", "--json", "-"];
+        convoke(&[&own[..], more].concat()).exits(0).json()
+    };
+    let found = predicted(&out, &[]);
+    let images = found.as_array().unwrap();
+    assert_eq!(images.len(), 21, "one image, then a folder of 20");
+    assert_eq!(
+        (images[0]["image"].as_str(), images[1]["image"].as_str()),
+        (Some(text(&sky)), Some(text(&sand)))
+    );
+    for image in images {
+        let probabilities: Vec<f64> = image["predictions"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|of| of["probability"].as_f64().unwrap())
+            .collect();
+        assert!(probabilities.len() == 2 && probabilities[0] >= probabilities[1], "{image}");
+        assert!((probabilities.iter().sum::<f64>() - 1.0).abs() < 1e-5, "{image}");
+    }
+    // In other batches, and from an exported file, the same.
+    convoke(&["export", text(&out), "--to", text(&onnx)]).exits(0);
+    for other in [predicted(&out, &["--batch-size", "1", "--workers", "0"]), predicted(&onnx, &[])] {
+        for (image, same) in images.iter().zip(other.as_array().unwrap()) {
+            assert_eq!(image["image"], same["image"]);
+            let first = |of: &Value| of["predictions"][0]["probability"].as_f64().unwrap();
+            assert!((first(image) - first(same)).abs() < 1e-4, "{image} and {same}");
+        }
+    }
+    let csv = folder.path().join("a.csv");
+    convoke(&["predict", text(&out), text(&sky), "--top", "1", "--csv", text(&csv)]).exits(0);
+    let csv = fs::read_to_string(csv).unwrap();
+    assert!(csv.starts_with("image,class_1,probability_1\r\n") && csv.lines().count() == 2, "{csv}");
+
+    // What cannot be read is told, and the rest is predicted.
+    let broken = folder.path().join("broken.jpg");
+    fs::write(&broken, b"\xff\xd8\xff").unwrap();
+    let outcome = convoke(&["predict", text(&out), text(&broken), text(&sky)]);
+    outcome.check(1, &["broken.jpg", "1 of 2 images could not be read"]).unwrap();
+    assert!(outcome.stdout.contains("0.png: ") && !outcome.stdout.contains("broken"), "{}", outcome.stdout);
+    convoke(&["predict", text(&out), text(&folder.path().join("none.jpg"))]).check(1, &["none.jpg"]).unwrap();
+    convoke(&["predict", "resnet18", text(&sky)]).check(2, &["without trained weights"]).unwrap();
+    convoke(&["predict", text(&photos), text(&sky)]).check(2, &["neither the folder"]).unwrap();
+    convoke(&["predict", text(&out), text(&sky), "--masks", text(&photos)]).check(2, &["--masks"]).unwrap();
+}
+
+#[test]
+fn a_run_into_a_folder_is_resumed_to_the_same_bits() {
+    let folder = tempfile::tempdir().unwrap();
+    let [photos, whole, parts, killed] =
+        ["photos", "whole", "parts", "killed"].map(|name| folder.path().join(name));
+    photographs(&photos, 10);
+    convoke(&train(&photos, &whole, &["--epochs", "3"])).exits(0);
+    // In the middle of an epoch.
+    convoke(&train(&photos, &parts, &["--epochs", "3", "--steps", "6"])).exits(0);
+    convoke(&train(&photos, &parts, &["--epochs", "3", "--resume"])).exits(0);
+    assert!(results(&parts) == results(&whole));
+
+    let mut run = command(&train(&photos, &killed, &["--epochs", "3"]));
+    let mut run = run.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    // After the first epoch at the earliest; at the latest it has ended by itself.
+    let begun = Instant::now();
+    while !killed.join("metrics.jsonl").exists() && begun.elapsed() < Duration::from_secs(120) {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    run.kill().unwrap();
+    run.wait().unwrap();
+    convoke(&train(&photos, &killed, &["--epochs", "3", "--resume"])).exits(0);
+    assert!(results(&killed) == results(&whole));
+}
+
+#[test]
+fn runs_end_early() {
+    let folder = tempfile::tempdir().unwrap();
+    let [photos, patient, late] = ["photos", "patient", "late"].map(|name| folder.path().join(name));
+    photographs(&photos, 10);
+    // Too small a rate to change anything: the first epoch stays the best.
+    let more = [
+        "--epochs",
+        "50",
+        "--lr-gamma",
+        "0.5",
+        "--patience",
+        "2",
+        "--best-by",
+        "accuracy",
+        "--augment",
+        "none",
+    ];
+    let args: Vec<&str> = train(&photos, &patient, &more)
+        .into_iter()
+        .map(|arg| if arg == "0.02" { "1e-12" } else { arg })
+        .collect();
+    let outcome = convoke(&args).exits(0);
+    let ended = epochs(&patient).len();
+    assert!(outcome.stderr.contains("--patience") && ended < 50, "{ended}: {}", outcome.stderr);
+    // A resumed run ends at the same epoch: at once.
+    convoke(&[&args[..], &["--resume"]].concat()).exits(0);
+    assert_eq!(epochs(&patient).len(), ended);
+
+    let outcome = convoke(&train(&photos, &late, &["--epochs", "1000", "--time-limit", "0.001s"])).exits(0);
+    assert!(outcome.stderr.contains("ended after step 1 of 4000: --time-limit"), "{}", outcome.stderr);
+    assert!(late.join("last.safetensors").exists() && !late.join("best.safetensors").exists());
+    let found = convoke(&["evaluate", text(&late), "--json", "-"]).exits(0).json();
+    assert_eq!(found["images"], 4);
+}
+
+#[test]
+fn masks_are_predicted_in_the_size_of_the_photograph() {
+    let folder = tempfile::tempdir().unwrap();
+    let [data, out, masks] = ["data", "out", "masks"].map(|name| folder.path().join(name));
+    scenes(&data);
+    let own = ["train", "--data", "masks", "--data-dir", text(&data), "--output", text(&out)];
+    let more = [
+        "--batch-size",
+        "2",
+        "--optimizer",
+        "adamw",
+        "--lr",
+        "0.01",
+        "--epochs",
+        "2",
+        "--effort",
+        "heuristic",
+    ];
+    convoke(&[&own[..], &more].concat()).exits(0);
+    let judged = convoke(&["evaluate", text(&out), "--json", "-"]).exits(0).json();
+    assert!(judged["mean_iou"].is_f64() && judged["classes"][0]["iou"].is_f64(), "{judged}");
+    let wide = folder.path().join("wide.png");
+    write_png(&wide, [32, 96], png::ColorType::Rgb, &[90; 3 * 32 * 96]);
+    let found = convoke(&["predict", text(&out), text(&wide), "--masks", text(&masks), "--json", "-"])
+        .exits(0)
+        .json();
+    let mask = Path::new(found[0]["mask"].as_str().unwrap());
+    let mut reader =
+        png::Decoder::new(std::io::BufReader::new(fs::File::open(mask).unwrap())).read_info().unwrap();
+    let mut classes = vec![0; reader.output_buffer_size().unwrap()];
+    let info = reader.next_frame(&mut classes).unwrap();
+    assert_eq!((info.width, info.height, info.color_type), (96, 32, png::ColorType::Indexed));
+    // 64 x 96 of 64 x 192: a quarter at each side is cut off.
+    let columns: Vec<usize> = (0..96).filter(|&column| classes[column] == 255).collect();
+    assert_eq!(columns, (0..24).chain(72..96).collect::<Vec<_>>());
+    assert!(classes.iter().all(|class| [0, 1, 255].contains(class)));
+}
+
+#[test]
+fn other_data_sets_have_models_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out");
+    convoke(&["train", "--steps", "10", "--output", text(&out)]).exits(0);
+    let judged = convoke(&["evaluate", text(&out), "--json", "-"]).exits(0).json();
+    assert!(judged["images"].as_u64().unwrap() > 0 && judged["classes"].as_array().unwrap().len() == 10);
+    let digit = folder.path().join("digit.png");
+    write_png(&digit, [40, 30], png::ColorType::Grayscale, &[9; 40 * 30]);
+    let found = convoke(&["predict", text(&out), text(&digit), "--json", "-"]).exits(0).json();
+    assert!(found[0]["predictions"].as_array().unwrap().len() == 5, "{found}");
+    convoke(&["train", "--steps", "1", "--best-by", "mean-iou"]).check(2, &["--best-by mean-iou"]).unwrap();
+    // A damaged card is named.
+    fs::write(out.join("model.json"), "{}").unwrap();
+    convoke(&["predict", text(&out), text(&digit)]).check(1, &["model.json", "format"]).unwrap();
+}
