@@ -1,7 +1,7 @@
-# CI runs `make check`, `make package`, `make model` and `make fuzz SECONDS=30`, and then `make browser`, `make external`,
-# `make onnx` and `make mpi` with Chromium, oneDNN, onnxruntime and Open MPI installed.
+# What CI runs is in .ci/run. Targets select all packages, as `cargo test` does: with a single one the crates below it would have
+# other features, and the kernels would be built again, which takes minutes.
 
-.PHONY: check test wrapping browser external onnx mpi python format lint docs light package smoke model fuzz sanitize goldens bench-peers accuracy-peers
+.PHONY: check test wrapping browser external onnx mpi python format lint docs light package smoke model fuzz fuzz-check sanitize goldens bench-peers accuracy-peers
 
 check: test wrapping format lint docs light smoke
 
@@ -9,35 +9,36 @@ check: test wrapping format lint docs light smoke
 test:
 	cargo test
 
-# The tests of hostile sizes in release mode, where arithmetic wraps instead of panicking.
+# The tests of hostile sizes in release mode, where arithmetic wraps instead of panicking: programs of their own, so that the other
+# tests need not be built in release mode.
 wrapping:
-	cargo test --release -p convoke-kernels -p convoke-autograd -p convoke-nn --test it -- hostile_sizes::
+	cargo test --release --test hostile_sizes
 
 # The pages of --report in a browser. Other targets skip these tests without a browser; here it must be installed.
 browser:
 	chromium --version
-	CONVOKE_NEEDS_BROWSER=1 cargo test -p convoke --test cli -- pages::
+	CONVOKE_NEEDS_BROWSER=1 cargo test --test cli -- pages::
 
 # The tests that other targets skip without oneDNN; here it must be installed.
 external:
-	cargo run --release -- info | grep "^external libraries *oneDNN [23]"
-	cargo test -p convoke-kernels --test it -- onednn:: conv_oracle::
+	cargo build --release --bins --examples
+	target/release/convoke info | grep "^external libraries *oneDNN [23]"
+	cargo test --test it -- onednn:: conv_oracle::
 
 # Ranks that are processes: needs Open MPI, its headers and libclang installed.
 mpi:
 	mpirun --version
-	cargo clippy -p convoke-distributed --all-targets --features mpi -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc -p convoke-distributed --no-deps --features mpi
 	cargo test -p convoke-distributed --features mpi
 	cargo clippy --workspace --all-targets --features convoke/mpi -- -D warnings
-	cargo test -p convoke -p convoke-nn --features convoke/mpi --test cli --test it -- mpi:: sync_batch_norm::
+	cargo test --features convoke/mpi --test cli --test it -- mpi:: sync_batch_norm::
 
 # The PyTorch package: builds a wheel, installs it where PYTHON installs, and tests it. PYTHON must have torch, torchvision, numpy,
 # maturin and pytest.
 python:
 	$(PYTHON) -c "import torch; print('torch', torch.__version__)"
 	rm -rf target/wheels
-	$(PYTHON) -m pip wheel -q --no-deps --no-build-isolation -w target/wheels ./python
+	cd python && $(PYTHON) -m maturin build -q --release --out ../target/wheels
 	$(PYTHON) -m pip install -q --force-reinstall --no-deps target/wheels/*.whl
 	$(PYTHON) -m pytest -q python/tests
 
@@ -60,20 +61,26 @@ light:
 package:
 	cargo publish --workspace --dry-run --no-verify
 
-# The README's commands, with fewer steps, and the tutorials.
+# The README's commands, with fewer steps, and the tutorials. They are built at once, as `make wrapping` builds: `cargo run` would
+# build the kernels again, with other features of the crates below them.
 smoke:
-	cargo run --release -- train --steps 20 --report target/smoke.html --json target/smoke.json
-	cargo run --release -- compare --steps 3 --batch-size 64
-	cargo run --release -- train --steps 5 --ranks 2 --sync-bn
-	cargo run --release --example custom_function
-	cargo run --release --example own_model -- train --data scenes --batch-size 16 --steps 5 --ranks 2 --sync-bn
-	cargo run --release --example own_model -- plan --model gated-unet --plan-time 0 --effort heuristic --batch-size 8
-	cargo run --release --example synchronized_layer
+	cargo build --release --bins --examples
+	target/release/convoke train --steps 20 --report target/smoke.html --json target/smoke.json
+	target/release/convoke compare --steps 3 --batch-size 64
+	target/release/convoke train --steps 5 --ranks 2 --sync-bn
+	target/release/examples/custom_function
+	target/release/examples/own_model train --data scenes --batch-size 16 --steps 5 --ranks 2 --sync-bn
+	target/release/examples/own_model plan --model gated-unet --plan-time 0 --effort heuristic --batch-size 8
+	target/release/examples/synchronized_layer
 
 # Runs model/: every interleaving of the thread team and of ranks on threads, up to a number of preemptions.
 model:
 	cd model && cargo fmt --check && cargo clippy --all-targets -- -D warnings
 	cd model && cargo test
+
+# The fuzz targets compile; `make fuzz` runs them.
+fuzz-check:
+	cd fuzz && cargo fmt --check && cargo check
 
 # Feeds hostile text and files to each target of fuzz/ for SECONDS, two targets at a time; TARGETS selects some. Needs `cargo
 # install cargo-fuzz`, and a C++ compiler for libFuzzer.
@@ -101,7 +108,7 @@ sanitize:
 # Runs the models that convoke writes as ONNX in onnxruntime. PYTHON must have onnx, onnxruntime, safetensors and numpy.
 onnx:
 	rm -rf target/onnx && mkdir -p target/onnx
-	CONVOKE_ONNX_WRITE=$(CURDIR)/target/onnx cargo test -p convoke-nn --features onnx,datasets --test it -- are_written_for
+	CONVOKE_ONNX_WRITE=$(CURDIR)/target/onnx cargo test --test it -- are_written_for
 	$(PYTHON) tools/check_onnx.py target/onnx
 
 # Rewrites the golden files; PYTHON must have torch, numpy, tensorflow-cpu and onnx.

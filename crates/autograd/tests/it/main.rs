@@ -9,7 +9,6 @@ mod fused;
 mod golden;
 mod gradcheck_ops;
 mod gradcheck_tool;
-mod hostile_sizes;
 mod keep;
 mod layers;
 mod memory;

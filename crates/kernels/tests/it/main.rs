@@ -19,7 +19,6 @@ mod depthwise;
 mod direct;
 mod fft;
 mod formats;
-mod hostile_sizes;
 mod layer_norm;
 mod loss;
 mod onednn;

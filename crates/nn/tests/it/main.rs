@@ -16,7 +16,6 @@ mod golden_resnet;
 mod golden_step;
 mod graph;
 mod graph_planner;
-mod hostile_sizes;
 mod layers;
 mod modules;
 mod objectives;

@@ -2,7 +2,6 @@
 //! takes sizes answers with an error, or, where nothing is asked for, with nothing. Run in release mode too, where arithmetic
 //! wraps silently.
 
-use crate::common;
 use std::collections::HashSet;
 use std::sync::LazyLock;
 
@@ -16,6 +15,10 @@ use convoke_kernels::pool::{self, PoolAxis, PoolProblem};
 use convoke_kernels::upsample::{UpsampleMode, UpsampleProblem};
 use convoke_kernels::{Cpu, Result, activation, concat, elementwise, layer_norm, loss, prelu, softmax};
 use convoke_testkit::{Failures, HUGE, catch_unwind};
+
+#[path = "it/common/mod.rs"]
+#[allow(dead_code, unused_imports, reason = "the other tests need the rest")]
+mod common;
 
 /// Every extent of these sizes, in both formats, of which at least one is huge.
 fn extents() -> impl Iterator<Item = Extent> {
