@@ -80,7 +80,7 @@ model:
 
 # The fuzz targets compile; `make fuzz` runs them.
 fuzz-check:
-	cd fuzz && cargo fmt --check && cargo check
+	cd fuzz && cargo fmt --check && RUSTFLAGS="--cfg fuzzing" cargo check
 
 # Feeds hostile text and files to each target of fuzz/ for SECONDS, two targets at a time; TARGETS selects some. Needs `cargo
 # install cargo-fuzz`, and a C++ compiler for libFuzzer.
