@@ -20,6 +20,18 @@ use convoke_testkit::{Failures, HUGE, catch_unwind};
 #[allow(dead_code, unused_imports, reason = "the other tests need the rest")]
 mod common;
 
+/// Normalises by these means and inverse standard deviations, without weight, bias and activation.
+fn normalization(numbers: &[f64]) -> Normalization<'_, f32> {
+    Normalization {
+        mean: numbers,
+        inverse_std: numbers,
+        inverse_root: None,
+        weight: None,
+        bias: None,
+        activation: activation::Activation::Identity,
+    }
+}
+
 /// Every extent of these sizes, in both formats, of which at least one is huge.
 fn extents() -> impl Iterator<Item = Extent> {
     let sizes = || [0, 1, 2, 4].into_iter().chain(HUGE);
@@ -60,14 +72,7 @@ fn with_extent(failures: &mut Failures, extent: &Extent, len: usize) {
     let fits_channels = fits && by_channel == extent.channels;
     let numbers = vec![1.0f64; by_channel];
     let mut parameters = [(); 4].map(|()| vec![1.0f32; by_channel]);
-    let by = Normalization {
-        mean: &numbers,
-        inverse_std: &numbers,
-        inverse_root: None,
-        weight: None,
-        bias: None,
-        activation: activation::Activation::Identity,
-    };
+    let by = normalization(&numbers);
     let affine = batch_norm::Affine {
         weight: None,
         bias: None,
@@ -505,14 +510,7 @@ fn counts_and_filters_that_overflow_are_errors() {
         usize::MAX
     );
     let numbers = [1.0f64; 4];
-    let by = Normalization {
-        mean: &numbers,
-        inverse_std: &numbers,
-        inverse_root: None,
-        weight: None,
-        bias: None,
-        activation: activation::Activation::Identity,
-    };
+    let by = normalization(&numbers);
     for groups in [0, 1, 2, 4].into_iter().chain(HUGE) {
         for taps in [0].into_iter().chain(HUGE) {
             let (mut weight, mut bias) = ([1.0f32; 8], [0.0f32; 4]);

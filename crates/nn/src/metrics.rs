@@ -117,13 +117,7 @@ impl Confusion {
                     continue;
                 }
                 let value = |class: usize| image[position * position_step + class * class_step].f64();
-                let (mut best, mut largest) = (0, value(0));
-                for class in 1..self.classes {
-                    let value = value(class);
-                    if value > largest || (value.is_nan() && !largest.is_nan()) {
-                        (best, largest) = (class, value);
-                    }
-                }
+                let best = likeliest(self.classes, value);
                 let count = &mut self.counts[label as usize * self.classes + best];
                 *count = count.saturating_add(1);
             }
@@ -142,21 +136,43 @@ impl Confusion {
 
     /// The share of correct predictions; `None` if nothing was counted.
     pub fn accuracy(&self) -> Option<f64> {
-        let right = (0..self.classes).map(|class| self.counts[class * self.classes + class]);
-        ratio(sum(right), sum(self.counts.iter().copied()))
+        ratio(self.right().sum(), sum(self.counts.iter().copied()))
+    }
+
+    /// How often each class was among the labels.
+    pub fn labelled(&self) -> Vec<u128> {
+        self.counts.chunks_exact(self.classes).map(|row| sum(row.iter().copied())).collect()
+    }
+
+    /// How often each class was predicted.
+    pub fn predicted(&self) -> Vec<u128> {
+        let column = |class: usize| sum(self.counts[class..].iter().step_by(self.classes).copied());
+        (0..self.classes).map(column).collect()
+    }
+
+    /// How often each class was predicted where it was the label.
+    fn right(&self) -> impl Iterator<Item = u128> {
+        (0..self.classes).map(|class| u128::from(self.counts[class * self.classes + class]))
+    }
+
+    /// The share of each class's labels that were predicted as such; `None` for a class that is not among the labels.
+    pub fn recall(&self) -> Vec<Option<f64>> {
+        self.right().zip(self.labelled()).map(|(right, labelled)| ratio(right, labelled)).collect()
+    }
+
+    /// The share of each class's predictions that were right; `None` for a class that was not predicted.
+    pub fn precision(&self) -> Vec<Option<f64>> {
+        self.right().zip(self.predicted()).map(|(right, predicted)| ratio(right, predicted)).collect()
     }
 
     /// Intersection over union of each class (Jaccard index): true positives / (true positives + false positives + false
     /// negatives). `None` for a class that is neither among the labels nor predicted.
     pub fn iou(&self) -> Vec<Option<f64>> {
-        let classes = self.classes;
-        let of = |class: usize| {
-            let both = u128::from(self.counts[class * classes + class]);
-            let labelled = sum(self.counts[class * classes..][..classes].iter().copied());
-            let predicted = sum(self.counts[class..].iter().step_by(classes).copied());
-            ratio(both, labelled + predicted - both)
-        };
-        (0..classes).map(of).collect()
+        let either = self.labelled().into_iter().zip(self.predicted());
+        self.right()
+            .zip(either)
+            .map(|(both, (labelled, predicted))| ratio(both, labelled + predicted - both))
+            .collect()
     }
 
     /// The mean of [`iou`](Self::iou) over the classes that have one; `None` if nothing was counted.
@@ -164,6 +180,23 @@ impl Confusion {
         let known: Vec<f64> = self.iou().into_iter().flatten().collect();
         (!known.is_empty()).then(|| known.iter().sum::<f64>() / known.len() as f64)
     }
+}
+
+/// Whether a value makes its class likelier than another one does. NaN counts as largest, as in PyTorch's `argmax`.
+pub(crate) fn is_likelier(value: f64, other: f64) -> bool {
+    value > other || (value.is_nan() && !other.is_nan())
+}
+
+/// The class of the largest value; of several, the first.
+pub(crate) fn likeliest(classes: usize, value: impl Fn(usize) -> f64) -> usize {
+    let (mut best, mut largest) = (0, value(0));
+    for class in 1..classes {
+        let value = value(class);
+        if is_likelier(value, largest) {
+            (best, largest) = (class, value);
+        }
+    }
+    best
 }
 
 /// A sum that cannot overflow.
@@ -201,6 +234,9 @@ mod tests {
         assert_eq!(confusion.counts(), [1, 0, 1, 0, 1, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
         assert_eq!(confusion.accuracy(), Some(3.0 / 5.0));
         assert_eq!(confusion.iou(), [Some(1.0 / 3.0), Some(2.0 / 3.0), Some(0.0), None]);
+        assert_eq!((confusion.labelled(), confusion.predicted()), (vec![2, 3, 0, 0], vec![2, 2, 1, 0]));
+        assert_eq!(confusion.recall(), [Some(0.5), Some(2.0 / 3.0), None, None]);
+        assert_eq!(confusion.precision(), [Some(0.5), Some(1.0), Some(0.0), None]);
         assert_eq!(confusion.mean_iou(), Some(1.0 / 3.0));
 
         let sums = confusion.counts().iter().map(|count| 2 * count).collect();

@@ -10,7 +10,6 @@ mod resume;
 use std::sync::Arc;
 use std::time::Instant;
 
-use convoke_autograd::ops::log_softmax;
 use convoke_autograd::{Device, Tensor, TimelinePoint};
 use convoke_distributed::{Communicator, Traffic};
 use serde::Serialize;
@@ -481,11 +480,8 @@ impl Trainer {
 
     /// The model's output for images, in the form that the objective takes.
     fn output(&self, model: &dyn Module, images: &Tensor) -> Result<Tensor> {
-        let output = model.forward(images)?;
-        match self.config.model.gives_logits() && self.config.objective.takes_log_probabilities() {
-            true => Ok(log_softmax(&output)?),
-            false => Ok(output),
-        }
+        let normalised = self.config.model.gives_logits() && self.config.objective.takes_log_probabilities();
+        Ok(evaluation::forward(model, images, normalised)?)
     }
 
     fn loss(&self, output: &Tensor, targets: &TargetBatch) -> Result<LossSum> {

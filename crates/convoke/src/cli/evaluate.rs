@@ -124,22 +124,17 @@ pub(crate) fn run(args: &EvaluateArgs) -> Result<()> {
 }
 
 fn of_classes(model: &InUse, confusion: &Confusion) -> Vec<ClassResults> {
-    let (counts, classes, ious) = (confusion.counts(), confusion.classes(), confusion.iou());
-    let share = |part: u64, whole: u64| (whole > 0).then(|| part as f64 / whole as f64);
+    let (labelled, recall, precision) = (confusion.labelled(), confusion.recall(), confusion.precision());
+    let iou = confusion.iou();
     let of_pixels = model.info().targets.are_of_pixels();
-    let of = |class: usize| {
-        let right = counts[class * classes + class];
-        let count: u64 = counts[class * classes..][..classes].iter().sum();
-        let taken: u64 = counts[class..].iter().step_by(classes).sum();
-        ClassResults {
-            name: model.model.card.class_name(class).into_owned(),
-            count,
-            recall: share(right, count),
-            precision: share(right, taken),
-            iou: ious[class].filter(|_| of_pixels),
-        }
+    let of = |class: usize| ClassResults {
+        name: model.model.card.class_name(class).into_owned(),
+        count: u64::try_from(labelled[class]).unwrap_or(u64::MAX),
+        recall: recall[class],
+        precision: precision[class],
+        iou: iou[class].filter(|_| of_pixels),
     };
-    (0..classes).map(of).collect()
+    (0..confusion.classes()).map(of).collect()
 }
 
 /// The results for a terminal.
@@ -193,14 +188,13 @@ fn load(args: &EvaluateArgs, model: &InUse, console: &Console) -> Result<(String
     };
     let origin = card.photos.as_ref().filter(|_| card.data.name == spec.name());
     let trained_on = origin.and_then(|photos| photos.folder.as_deref()).map(PathBuf::from);
-    let folder = match (&args.data_dir, &trained_on) {
-        (Some(folder), _) => Some(folder.clone()),
-        (None, Some(folder)) => Some(folder.clone()),
-        (None, None) if spec.takes_photos() => {
+    let folder = match args.data_dir.as_ref().or(trained_on.as_ref()) {
+        Some(folder) => Some(folder.clone()),
+        None if spec.takes_photos() => {
             let hint = spec.hint().unwrap_or_default();
             return Err(Failure::Usage(format!("--data {spec}: {hint}")));
         }
-        (None, None) => places::default_dataset_folder(spec.name()).filter(|_| spec.has_files()),
+        None => places::default_dataset_folder(spec.name()).filter(|_| spec.has_files()),
     };
     let loading = Loading { args, model, origin, console };
     let (part, data) = match (&folder, spec.takes_photos()) {

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{Args, ValueEnum, value_parser};
-use convoke_files::{escaped, write_out};
+use convoke_files::escaped;
 use serde::Serialize;
 
 use crate::nn::data::{DatasetInfo, Targets};
@@ -30,7 +30,7 @@ use super::model_file::is_onnx;
 use super::{console, output};
 
 pub(crate) const CARD: &str = "model.json";
-pub(crate) const GRAPH: &str = "model.onnx";
+const GRAPH: &str = "model.onnx";
 pub(crate) const BEST: &str = "best.safetensors";
 pub(crate) const LAST: &str = "last.safetensors";
 const METRICS: &str = "metrics.jsonl";
@@ -50,7 +50,7 @@ pub(crate) struct KeepArgs {
     #[arg(long, value_enum, value_name = "METRIC", help_heading = "Training")]
     pub(crate) best_by: Option<Metric>,
 
-    /// End the run when so many epochs in a row were no better than the best one before them.
+    /// End the run after this many epochs without a better result on the validation images.
     #[arg(long, value_name = "EPOCHS", value_parser = value_parser!(u32).range(1..), help_heading = "Training")]
     pub(crate) patience: Option<u32>,
 
@@ -152,10 +152,7 @@ impl ModelFolder {
         if last.is_some() && last == best(validations, metric) {
             checkpoint::save_model(trainer.model(), &self.folder.join(BEST))?;
         }
-        let file = self.folder.join(METRICS);
-        write_out(&file, lines(trainer, metric)?.as_bytes()).map_err(|error| {
-            Failure::Run(format!("--output: cannot write {}: {error}", escaped(file.display())))
-        })
+        output::write_silently("--output", &self.folder.join(METRICS), lines(trainer, metric)?.as_bytes())
     }
 }
 

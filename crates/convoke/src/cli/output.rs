@@ -34,11 +34,15 @@ pub(crate) fn check_folder(flag: &str, folder: &Path) -> Result<()> {
 /// Writes a file, which appears whole or not at all, and prints where it is. A pipe or a device cannot, so it is written to
 /// directly.
 pub(crate) fn write(flag: &str, file: &Path, bytes: &[u8]) -> Result<()> {
-    write_out(file, bytes).map_err(|error| {
-        Failure::Run(format!("{flag}: cannot write {}: {error}", escaped(file.display())))
-    })?;
+    write_silently(flag, file, bytes)?;
     announce(flag, file);
     Ok(())
+}
+
+/// As [`write`], for a file that is one of several.
+pub(crate) fn write_silently(flag: &str, file: &Path, bytes: &[u8]) -> Result<()> {
+    write_out(file, bytes)
+        .map_err(|error| Failure::Run(format!("{flag}: cannot write {}: {error}", escaped(file.display()))))
 }
 
 /// Prints to standard error where the output of `flag` has been written.

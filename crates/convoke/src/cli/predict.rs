@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use clap::{Args, value_parser};
-use convoke_files::{create_folder, escaped, write_out};
+use convoke_files::{create_folder, escaped};
 use serde::Serialize;
 
 use crate::nn::batch;
@@ -304,11 +304,10 @@ fn write_mask(folder: &Path, image: &Image, classes: &[u8], size: [usize; 2]) ->
     let mut name = image.name.clone().into_os_string();
     name.push(".png");
     let file = folder.join(name);
-    let failed = |error: std::io::Error| {
+    create_folder(file.parent().unwrap_or(folder)).map_err(|error| {
         Failure::Run(format!("--masks: cannot write {}: {error}", escaped(file.display())))
-    };
-    create_folder(file.parent().unwrap_or(folder)).map_err(failed)?;
-    write_out(&file, &mask_png(classes, size)?).map_err(failed)?;
+    })?;
+    output::write_silently("--masks", &file, &mask_png(classes, size)?)?;
     Ok(file.display().to_string())
 }
 

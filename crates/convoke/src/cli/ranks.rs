@@ -125,6 +125,11 @@ fn run_mpi(
     ))
 }
 
+/// The value of a flag that need not be given, for ranks to compare.
+pub(crate) fn given(value: &Option<impl ToString>) -> String {
+    value.as_ref().map_or_else(|| "not given".into(), ToString::to_string)
+}
+
 /// The settings that must be the same on all processes that train one model, by the names of the flags. Those that may differ are
 /// left out, such as threads, the folder of the data, the output, and how the first rank chooses convolutions for all.
 fn settings(args: &RunArgs) -> Vec<(&'static str, String)> {
@@ -161,9 +166,6 @@ fn settings(args: &RunArgs) -> Vec<(&'static str, String)> {
         report: _,
         json: _,
     } = args;
-    fn given(value: &Option<impl ToString>) -> String {
-        value.as_ref().map_or_else(|| "not given".into(), ToString::to_string)
-    }
     vec![
         ("--data", data.to_string()),
         ("--augment", name(*augment)),

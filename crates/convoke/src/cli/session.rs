@@ -38,8 +38,8 @@ pub(crate) struct Session {
     saved: Cell<bool>,
     /// What `train` keeps, and when it ends early.
     keep: Option<Keep>,
-    /// Why the run ends before its last step.
-    ended: Option<String>,
+    /// Whether the time of the run is over.
+    late: bool,
 }
 
 /// How `train` keeps a run's results, and when it ends early.
@@ -136,7 +136,7 @@ impl Session {
                 patience: keep.patience.map(|epochs| epochs as usize),
                 deadline,
             }),
-            ended: None,
+            late: false,
         })
     }
 
@@ -147,15 +147,13 @@ impl Session {
 
     /// Whether the flags ask for another step.
     pub(crate) fn has_more(&self, args: &RunArgs) -> bool {
-        self.ended.is_none() && !self.is_out_of_patience() && self.trainer.steps() < self.total_steps(args)
+        !self.late && !self.is_out_of_patience() && self.trainer.steps() < self.total_steps(args)
     }
 
     /// Ends the run if its time is over on any rank.
     pub(crate) fn end_if_late(&mut self) -> Result<()> {
         let Some(deadline) = self.keep.as_ref().and_then(|keep| keep.deadline) else { return Ok(()) };
-        if self.agree(Instant::now() >= deadline)? {
-            self.ended = Some("--time-limit is over".into());
-        }
+        self.late = self.agree(Instant::now() >= deadline)?;
         Ok(())
     }
 
@@ -167,10 +165,13 @@ impl Session {
 
     /// Tells why the run ended before its last step, if it did.
     pub(crate) fn show_end(&self, args: &RunArgs, console: &Console) {
-        let gain =
-            self.is_out_of_patience().then(|| "--patience: no epoch was better than the best".to_owned());
+        let reason = match (self.late, self.is_out_of_patience()) {
+            (true, _) => "--time-limit is over",
+            (false, true) => "--patience: no epoch was better than the best",
+            (false, false) => return,
+        };
         let (steps, total) = (self.trainer.steps(), self.total_steps(args));
-        if let Some(reason) = self.ended.clone().or(gain).filter(|_| steps < total) {
+        if steps < total {
             console.line(&format!("ended after step {steps} of {total}: {reason}"));
         }
     }

@@ -10,7 +10,7 @@ use super::flags::run::RunArgs;
 use super::flags::values::name;
 use super::model_folder::{KeepArgs, ModelFolder};
 use super::profile::Profile;
-use super::ranks::{self, Rank};
+use super::ranks::{self, Rank, given};
 use super::session::{Session, SessionOptions, interruption, publish, show};
 use super::{output, report};
 
@@ -50,7 +50,6 @@ impl From<ConvBn> for ConvBnMode {
 
 pub(crate) fn run(args: &TrainArgs) -> Result<()> {
     output::check("--profile", args.profile.as_deref())?;
-    let given = |value: Option<String>| value.unwrap_or_else(|| "not given".into());
     let KeepArgs { output, best_by, patience, time_limit: _ } = &args.keep;
     if args.run.resume && args.run.checkpoint.is_none() && output.is_none() {
         return Err(Failure::Usage("--resume needs the run's --output or --checkpoint".into()));
@@ -58,9 +57,9 @@ pub(crate) fn run(args: &TrainArgs) -> Result<()> {
     let own = [
         ("command", "train".into()),
         ("--conv-bn", name(args.conv_bn)),
-        ("--output", given(output.as_ref().map(|folder| folder.display().to_string()))),
-        ("--best-by", given(best_by.map(name))),
-        ("--patience", given(patience.map(|epochs| epochs.to_string()))),
+        ("--output", given(&output.as_ref().map(|folder| folder.display()))),
+        ("--best-by", given(&best_by.map(name))),
+        ("--patience", given(patience)),
     ];
     ranks::run(&args.run, &own, |rank| on_rank(args, rank))
 }

@@ -169,10 +169,7 @@ impl Predictor<'_> {
     /// # Errors
     /// If an operation fails.
     pub fn log_probabilities(&self, images: &Tensor) -> convoke_autograd::Result<Tensor> {
-        let log_probabilities = |images: &Tensor| {
-            let output = self.model.forward(images)?;
-            if self.gives_logits { log_softmax(&output) } else { Ok(output) }
-        };
+        let log_probabilities = |images: &Tensor| forward(self.model, images, self.gives_logits);
         inference_mode(|| {
             let straight = log_probabilities(images)?;
             if !self.flip {
@@ -193,6 +190,12 @@ impl Predictor<'_> {
             false => inference_mode(|| self.model.forward(images)),
         }
     }
+}
+
+/// A model's output, as log-probabilities if it is `logits` that have to become such.
+pub(super) fn forward(model: &dyn Module, images: &Tensor, logits: bool) -> convoke_autograd::Result<Tensor> {
+    let output = model.forward(images)?;
+    if logits { log_softmax(&output) } else { Ok(output) }
 }
 
 /// Images, N x C x H x W, with left and right exchanged.

@@ -1,18 +1,17 @@
 //! What evaluation notes of single images that have a class each: which are among the most likely five, and which have the highest loss.
 
-use std::cmp::Ordering;
-
 use convoke_autograd::Tensor;
 use convoke_distributed::Communicator;
 use convoke_kernels::{Stored, dispatch_stored};
 
 use super::Result;
+use crate::metrics::{is_likelier, likeliest};
 
 /// How many of the images with the highest loss are noted.
 const HARDEST: usize = 24;
 /// What one of them takes as numbers between ranks.
 const NUMBERS: usize = 4;
-/// A label counts as found if it is among so many classes.
+/// Top-5 accuracy asks whether the label is among the 5 likeliest classes.
 const TOP: usize = 5;
 
 /// An image with a high loss.
@@ -52,20 +51,15 @@ impl Ranked {
 
     fn add_row<T: Stored>(&mut self, row: &[T], label: usize, index: usize) {
         let Some(own) = row.get(label).map(|value| value.f64()) else { return };
-        // Before the own class come those that are likelier, and of equal ones the earlier. NaN counts as largest, as elsewhere.
-        let order = |a: f64, b: f64| match (a.is_nan(), b.is_nan()) {
-            (false, false) => b.partial_cmp(&a).unwrap_or(Ordering::Equal),
-            (a, b) => b.cmp(&a),
+        let value = |class: usize| row[class].f64();
+        // Before the own class come those that are likelier, and of equal ones the earlier.
+        let before = |class: usize| {
+            is_likelier(value(class), own) || (class < label && !is_likelier(own, value(class)))
         };
-        let before = |class: usize| order(row[class].f64(), own).then(class.cmp(&label)).is_lt();
         let rank = (0..row.len()).filter(|&class| before(class)).count();
         self.top[0] += u64::from(rank < TOP);
         self.top[1] += 1;
-        let first = |best: usize, class: usize| match order(row[class].f64(), row[best].f64()) {
-            Ordering::Less => class,
-            _ => best,
-        };
-        let predicted = (1..row.len()).fold(0, first);
+        let predicted = likeliest(row.len(), value);
         self.note(HardImage { index, loss: -own, label, predicted });
     }
 
