@@ -1187,6 +1187,7 @@ OPTIMIZERS = {
     "sgd": (torch.optim.SGD, dict(lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False)),
     "adadelta": (torch.optim.Adadelta, dict(lr=1.0, rho=0.9, eps=1e-6, weight_decay=0.0)),
     "adamw": (torch.optim.AdamW, dict(lr=1e-3, betas=[0.9, 0.999], eps=1e-8, weight_decay=1e-2)),
+    "adam": (torch.optim.Adam, dict(lr=1e-3, betas=[0.9, 0.999], eps=1e-8, weight_decay=0.0)),
 }
 
 # name: (optimizer, options that differ from OPTIMIZERS, StepLR options or None)
@@ -1207,6 +1208,10 @@ OPTIMIZER_CASES = {
     "adamw_no_weight_decay": ("adamw", dict(lr=0.01, weight_decay=0.0), None),
     "adamw_large_weight_decay": ("adamw", dict(lr=0.1, weight_decay=0.5), None),
     "adamw_step_lr": ("adamw", dict(lr=0.1), dict(step_size=3, gamma=0.5)),
+    "adam": ("adam", {}, None),
+    "adam_betas": ("adam", dict(lr=0.01, betas=[0.8, 0.95], eps=1e-6), None),
+    "adam_weight_decay": ("adam", dict(lr=0.1, weight_decay=0.5), None),
+    "adam_step_lr": ("adam", dict(lr=0.1, weight_decay=5e-4), dict(step_size=3, gamma=0.5)),
 }
 
 

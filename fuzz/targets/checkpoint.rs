@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use convoke_autograd::{Cpu, Device, DeviceOptions};
 use convoke_fuzz::{check_said, folder};
 use convoke_kernels::tune::Tuner;
+use convoke_nn::Schedule;
 use convoke_nn::data::{DatasetInfo, Targets, TrainTest, noise, silent};
 use convoke_nn::models::Models;
 use convoke_nn::training::{Trainer, TrainingConfig};
@@ -31,7 +32,7 @@ struct Run {
 
 fn config() -> TrainingConfig {
     TrainingConfig {
-        lr_gamma: 0.7,
+        schedule: Schedule::Step { epochs: 1, gamma: 0.7 },
         batch_size: 2,
         stop_on_nan: false,
         ..TrainingConfig::new(Models::builtin().get("resnet20").expect("it is built in").clone())

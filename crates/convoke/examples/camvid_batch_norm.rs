@@ -22,7 +22,7 @@ use convoke::distributed::{Communicator, Options, run_threads};
 use convoke::nn::data::{Augmentation, TrainTest, camvid, silent};
 use convoke::nn::models::Models;
 use convoke::nn::training::{Trainer, TrainingConfig, TrainingError};
-use convoke::nn::{ModuleExt, Rule};
+use convoke::nn::{ModuleExt, Rule, Schedule};
 use convoke::tune::Tuner;
 use convoke::{Cpu, Device, DeviceOptions};
 
@@ -100,7 +100,7 @@ fn train(
         let device = Device::new(DeviceOptions { tuner: tuner.clone(), ..DeviceOptions::new(cpu) });
         let config = TrainingConfig {
             rule: Rule::adamw(2e-3),
-            lr_gamma: 0.93,
+            schedule: Schedule::Step { epochs: 1, gamma: 0.93 },
             batch_size: RANKS * IMAGES_PER_RANK,
             seed,
             augmentation: Augmentation { flip: true, crop: Some([96, 128]), padding: 0 },

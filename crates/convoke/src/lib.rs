@@ -76,8 +76,9 @@ pub mod nn {
     pub use convoke_nn::onnx;
     #[doc(inline)]
     pub use convoke_nn::{
-        Buffer, ConfigError, Counter, Error, Field, Forward, Generator, Init, ModuleExt, Optimizer,
-        Parameter, Part, Parts, Result, Rule, State, StepLr, TrainingMode, all_reduce, batch,
+        Buffer, ConfigError, Counter, Decay, Error, Field, Forward, Generator, Init, ModuleExt, Optimizer,
+        Parameter, ParameterRules, Part, Parts, Result, Rule, Schedule, SchedulePoint, State, StepLr,
+        TrainingMode, all_reduce, batch, clip_grad_norm,
     };
     #[doc(inline)]
     pub use convoke_nn::{

@@ -47,6 +47,16 @@ multiversion! {
         lane_sum(x, |x| x.f64())
     }
 
+    fn square_sum_chunk<T: Element>(x: &[T]) -> f64 {
+        lane_sum(x, |x| x.f64() * x.f64())
+    }
+
+    fn scale_assign_chunk<T: Element>(factor: T, x: &mut [T]) {
+        for x in x {
+            *x *= factor;
+        }
+    }
+
     fn add_to_plane<T: Element>(value: T, plane: &mut [T]) {
         for y in plane {
             *y += value;
@@ -119,6 +129,21 @@ pub fn scale<T: Element>(cpu: &Cpu, x: &[T], factor: f64, y: &mut [T]) -> Result
     let factor = T::of(factor);
     cpu.for_each(x.len(), chunks(x).zip(chunks_mut(y)), |(x, y)| scale_chunk(cpu, factor, x, y));
     Ok(())
+}
+
+/// x *= factor.
+pub fn scale_assign<T: Element>(cpu: &Cpu, factor: f64, x: &mut [T]) {
+    span!("scale", x, x);
+    let (len, factor) = (x.len(), T::of(factor));
+    cpu.for_each(len, chunks_mut(x), |x| scale_assign_chunk(cpu, factor, x));
+}
+
+/// The sum of the squares of all elements, in f64, in an order that depends only on the length.
+pub fn square_sum<T: Element>(cpu: &Cpu, x: &[T]) -> f64 {
+    span!("square sum", x);
+    let mut parts = vec![0.0; x.len().div_ceil(CHUNK)];
+    cpu.for_each(x.len(), chunks(x).zip(&mut parts), |(x, part)| *part = square_sum_chunk(cpu, x));
+    parts.iter().sum()
 }
 
 /// The sum of all elements, in f64, in an order that depends only on the length.
@@ -218,6 +243,11 @@ mod tests {
         scale(&cpu, &a, -0.5, &mut y).unwrap();
         assert_eq!(y[7], -3.5);
         assert_eq!(sum(&cpu, &a), 39_999.0 * 20_000.0);
+        scale_assign(&cpu, -2.0, &mut y);
+        assert_eq!(y[7], 7.0);
+        let one = square_sum(&Cpu::single(), &a);
+        assert_eq!(square_sum(&cpu, &a), one);
+        assert_eq!(one, 39_999.0 * 40_000.0 * 79_999.0 / 6.0);
         assert!(add(&cpu, &a, &a[1..], &mut y).is_err());
     }
 }

@@ -52,6 +52,20 @@ pub struct AdamW {
     pub weight_decay: f64,
 }
 
+/// Adam (Kingma, Ba, 2015): see [`adam`].
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Adam {
+    /// Step size.
+    pub learning_rate: f64,
+    /// Decay of the averages of the gradient and of its square.
+    pub betas: [f64; 2],
+    /// Added to the root of the average square.
+    pub eps: f64,
+    /// L2 penalty, added to the gradient.
+    pub weight_decay: f64,
+}
+
 multiversion! {
     fn sgd_plain<T: Element>(o: &Sgd, parameter: &mut [T], gradient: &[T]) {
         let (lr, decay) = (T::of(o.learning_rate), T::of(o.weight_decay));
@@ -94,6 +108,28 @@ multiversion! {
             *mean = b1 * *mean + r1 * g;
             *square = b2 * *square + r2 * g * g;
             *p = keep * *p - step * *mean / (square.sqrt() * root + eps);
+        }
+    }
+
+    fn adam_chunk<T: Element>(o: &Adam, time: i32, parameter: &mut [T], gradient: &[T], mean: &mut [T], square: &mut [T]) {
+        let [beta1, beta2] = o.betas;
+        let step = T::of(o.learning_rate / (1.0 - beta1.powi(time)));
+        let root = T::of(1.0 / (1.0 - beta2.powi(time)).sqrt());
+        let (b1, r1, b2, r2) = (T::of(beta1), T::of(1.0 - beta1), T::of(beta2), T::of(1.0 - beta2));
+        let (eps, decay) = (T::of(o.eps), T::of(o.weight_decay));
+        for (((p, &g), mean), square) in parameter.iter_mut().zip(gradient).zip(mean).zip(square) {
+            let g = g + decay * *p;
+            *mean = b1 * *mean + r1 * g;
+            *square = b2 * *square + r2 * g * g;
+            *p -= step * *mean / (square.sqrt() * root + eps);
+        }
+    }
+
+    fn average_chunk<T: Element>(decay: f64, average: &mut [T], value: &[T]) {
+        // In this form, the average of values that do not change stays what it is, to the last bit.
+        let take = T::of(1.0 - decay);
+        for (a, &v) in average.iter_mut().zip(value) {
+            *a += take * (v - *a);
         }
     }
 }
@@ -186,5 +222,44 @@ pub fn adamw<T: Element>(
     let state = chunks_mut(average).zip(chunks_mut(average_square));
     let items = chunks_mut(parameter).zip(chunks(gradient)).zip(state);
     cpu.for_each(len, items, |((p, g), (m, v))| adamw_chunk(cpu, options, time, p, g, m, v));
+    Ok(())
+}
+
+/// g += weight_decay * p; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= lr * m^ / (sqrt(v^) + eps), where ^ is
+/// the correction for the averages' start at 0. `time` counts steps from 1.
+///
+/// # Errors
+/// If the lengths differ or `time` is below 1.
+pub fn adam<T: Element>(
+    cpu: &Cpu,
+    options: &Adam,
+    time: i32,
+    parameter: &mut [T],
+    gradient: &[T],
+    [average, average_square]: [&mut [T]; 2],
+) -> Result<()> {
+    span!("adam", parameter, parameter, gradient, average, average, average_square, average_square);
+    let len = parameter.len();
+    check_len("adam", "the gradient", gradient.len(), len)?;
+    check_len("adam", "the state", average.len(), len)?;
+    check_len("adam", "the state", average_square.len(), len)?;
+    if time < 1 {
+        return Err(invalid("adam", format!("steps count from 1, not {time}")));
+    }
+    let state = chunks_mut(average).zip(chunks_mut(average_square));
+    let items = chunks_mut(parameter).zip(chunks(gradient)).zip(state);
+    cpu.for_each(len, items, |((p, g), (m, v))| adam_chunk(cpu, options, time, p, g, m, v));
+    Ok(())
+}
+
+/// average = decay * average + (1 - decay) * value: an exponential moving average of weights.
+///
+/// # Errors
+/// If the lengths differ.
+pub fn moving_average<T: Element>(cpu: &Cpu, decay: f64, average: &mut [T], value: &[T]) -> Result<()> {
+    span!("moving average", average, average, value);
+    let len = average.len();
+    check_len("moving average", "the value", value.len(), len)?;
+    cpu.for_each(len, chunks_mut(average).zip(chunks(value)), |(a, v)| average_chunk(cpu, decay, a, v));
     Ok(())
 }

@@ -25,6 +25,7 @@ use safetensors::tensor::{Metadata, SafeTensors, TensorInfo};
 pub use run::exists;
 pub(crate) use run::{load, save};
 pub use weights::{LoadedWeights, OtherShape, WeightOptions, load_weights};
+pub(crate) use weights::{last_layer, layer_of};
 
 use crate::{Module, ModuleExt, State};
 use numbers::{Conversion, Numbers, described, mismatch, read_value};

@@ -1,6 +1,9 @@
 //! What can be wrong with the configuration of a run, or with a model, an objective and data that are to go together.
 
 use std::error::Error;
+use std::path::PathBuf;
+
+use convoke_files::escaped;
 
 use crate::data::DataError;
 use crate::planner::PlanMismatch;
@@ -86,6 +89,77 @@ pub enum ConfigError {
     /// The learning rate's factor is negative, infinite or NaN.
     #[error("lr_gamma {0}: the learning rate's factor must be finite and not negative")]
     LrGamma(f64),
+    /// A step schedule changes the learning rate every 0 epochs.
+    #[error("schedule: the learning rate cannot change every 0 epochs, only every epoch or less often")]
+    ScheduleEpochs,
+    /// The end of a cosine schedule is not from 0 to 1.
+    #[error("schedule: a cosine ends at 0 to 1 of the learning rate, not at {0}")]
+    FinalFraction(f64),
+    /// The warm-up takes the whole run.
+    #[error(
+        "schedule: a warm-up of {warmup} steps leaves none of the run's {steps} steps: shorten it, or train longer"
+    )]
+    WarmUp {
+        /// Steps of the run.
+        steps: u64,
+        /// Steps of the warm-up.
+        warmup: u64,
+    },
+    /// A run whose schedule spans it resumes with another number of steps.
+    #[error(
+        "{}: the schedule of the checkpoint spans {found} steps, that of this run {expected}: a run with such a schedule \
+         cannot be prolonged or shortened; resume it with the same number of epochs or steps, or start a new run from its \
+         weights",
+        escaped(file.display())
+    )]
+    TotalSteps {
+        /// The checkpoint.
+        file: PathBuf,
+        /// The steps of this run.
+        expected: u64,
+        /// The steps of the checkpoint's run.
+        found: u64,
+    },
+    /// The learning rate of the last layer is out of range.
+    #[error(
+        "head_lr {rate}: the last layer's learning rate must be finite and not negative, and the rule's above 0, which is {base}"
+    )]
+    HeadLr {
+        /// The last layer's.
+        rate: f64,
+        /// The rule's.
+        base: f64,
+    },
+    /// The last layer has a learning rate, and is frozen.
+    #[error("head_lr: the last layer, {}, is frozen", escaped(.0))]
+    FrozenHead(String),
+    /// A pattern of frozen parameters matches none.
+    #[error(
+        "freeze: {} matches no parameter of the model: it has {}",
+        escaped(pattern),
+        escaped(names.join(", "))
+    )]
+    FreezesNothing {
+        /// The pattern.
+        pattern: String,
+        /// Some of the parameters.
+        names: Vec<String>,
+    },
+    /// All parameters are frozen.
+    #[error("freeze: all parameters of the model are frozen, so there is nothing to train")]
+    FreezesAll,
+    /// The largest norm of the gradients is not above 0.
+    #[error("clip_norm {0}: the largest norm of the gradients must be above 0 and finite")]
+    ClipNorm(f64),
+    /// The decay of the weights' average is out of range.
+    #[error("ema {0}: the decay of the weights' moving average must be above 0 and below 1")]
+    Ema(f64),
+    /// The objective has no classes that could be weighted.
+    #[error("class weights: {objective} has no classes to weight")]
+    NothingToWeight {
+        /// The objective.
+        objective: String,
+    },
     /// A memory plan does not fit the model's blocks.
     #[error(transparent)]
     MemoryPlan(#[from] PlanMismatch),

@@ -6,6 +6,7 @@
 mod all_reduce;
 mod batch;
 pub mod checkpoint;
+mod clip;
 mod config_error;
 pub mod data_parallel;
 mod difference;
@@ -21,8 +22,10 @@ pub mod objective;
 pub mod onnx;
 mod optimizer;
 mod parameter;
+mod parameter_rules;
 pub mod planner;
 mod random;
+mod schedule;
 pub mod training;
 
 // The code that `#[derive(Module)]` generates refers to this crate as `::convoke_nn`, also when it is used inside this crate.
@@ -30,6 +33,7 @@ extern crate self as convoke_nn;
 
 pub use all_reduce::all_reduce;
 pub use batch::batch;
+pub use clip::clip_grad_norm;
 pub use config_error::ConfigError;
 pub use convoke_autograd::{Error, Result};
 #[doc(inline)]
@@ -37,6 +41,8 @@ pub use convoke_data as data;
 pub use convoke_derive::Module;
 pub use init::Init;
 pub use module::{Field, Forward, Module, ModuleExt, Part, Parts, State, TrainingMode};
-pub use optimizer::{Optimizer, Rule, StepLr};
+pub use optimizer::{Optimizer, Rule};
 pub use parameter::{Buffer, Counter, Parameter};
+pub use parameter_rules::{Decay, ParameterRules};
 pub use random::Generator;
+pub use schedule::{Schedule, SchedulePoint, StepLr};

@@ -118,6 +118,8 @@ pub enum Part<'a> {
     Training(&'a TrainingMode),
     /// How a batch norm gets its statistics.
     Statistics(&'a NormMode),
+    /// The weight or the bias of a batch norm, which is among the parameters too.
+    Affine(&'a Parameter),
     /// A convolution with its batch norm, whose memory can be planned.
     Block(&'a dyn FusedBlock),
     /// A lazy layer, by the name of its type: it has no parameters before its first input.

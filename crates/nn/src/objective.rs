@@ -146,6 +146,21 @@ impl Objective {
         Ok(self)
     }
 
+    /// The same with a weight for each class.
+    ///
+    /// # Errors
+    /// If it is not cross-entropy.
+    pub fn with_class_weights(
+        mut self,
+        class_weights: Vec<f64>,
+    ) -> std::result::Result<Objective, ConfigError> {
+        match &mut self.kind {
+            Kind::CrossEntropy(options) => options.class_weights = Some(class_weights),
+            _ => return Err(ConfigError::NothingToWeight { objective: self.name().to_owned() }),
+        }
+        Ok(self)
+    }
+
     /// The name in files.
     pub fn name(&self) -> &str {
         match &self.kind {

@@ -4,7 +4,8 @@ use convoke_autograd::{Element, Error, Gradients, Result, Tensor, dispatch};
 use convoke_kernels::optimizer as kernel;
 use serde::{Deserialize, Serialize};
 
-use crate::{Module, ModuleExt, Parameter};
+use crate::parameter_rules::Treatment;
+use crate::{Module, ModuleExt, Parameter, ParameterRules};
 
 /// How a gradient changes its parameter. Formulas and defaults are PyTorch 2's.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -17,6 +18,8 @@ pub enum Rule {
     Adadelta(kernel::Adadelta),
     /// Adam with decoupled weight decay.
     AdamW(kernel::AdamW),
+    /// Adam, whose weight decay is an L2 penalty.
+    Adam(kernel::Adam),
 }
 
 impl Rule {
@@ -37,6 +40,11 @@ impl Rule {
         Rule::AdamW(kernel::AdamW { learning_rate, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.01 })
     }
 
+    /// Adam with betas 0.9 and 0.999, eps 1e-8 and no weight decay.
+    pub fn adam(learning_rate: f64) -> Rule {
+        Rule::Adam(kernel::Adam { learning_rate, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.0 })
+    }
+
     /// The same rule with this weight decay.
     #[must_use]
     pub fn with_weight_decay(mut self, weight_decay: f64) -> Rule {
@@ -44,6 +52,7 @@ impl Rule {
             Rule::Sgd(rule) => rule.weight_decay = weight_decay,
             Rule::Adadelta(rule) => rule.weight_decay = weight_decay,
             Rule::AdamW(rule) => rule.weight_decay = weight_decay,
+            Rule::Adam(rule) => rule.weight_decay = weight_decay,
         }
         self
     }
@@ -54,6 +63,7 @@ impl Rule {
             Rule::Sgd(_) => "sgd",
             Rule::Adadelta(_) => "adadelta",
             Rule::AdamW(_) => "adamw",
+            Rule::Adam(_) => "adam",
         }
     }
 
@@ -63,6 +73,7 @@ impl Rule {
             Rule::Sgd(rule) => rule.learning_rate,
             Rule::Adadelta(rule) => rule.learning_rate,
             Rule::AdamW(rule) => rule.learning_rate,
+            Rule::Adam(rule) => rule.learning_rate,
         }
     }
 
@@ -71,6 +82,7 @@ impl Rule {
             Rule::Sgd(rule) => &mut rule.learning_rate,
             Rule::Adadelta(rule) => &mut rule.learning_rate,
             Rule::AdamW(rule) => &mut rule.learning_rate,
+            Rule::Adam(rule) => &mut rule.learning_rate,
         }
     }
 
@@ -80,8 +92,14 @@ impl Rule {
             Rule::Sgd(rule) if rule.momentum == 0.0 => &[],
             Rule::Sgd(_) => &["momentum_buffer"],
             Rule::Adadelta(_) => &["square_avg", "acc_delta"],
-            Rule::AdamW(_) => &["exp_avg", "exp_avg_sq"],
+            Rule::AdamW(_) | Rule::Adam(_) => &["exp_avg", "exp_avg_sq"],
         }
+    }
+
+    /// The rule for one parameter.
+    fn treating(mut self, treatment: &Treatment) -> Rule {
+        *self.learning_rate_mut() *= treatment.lr_factor;
+        if treatment.decays { self } else { self.with_weight_decay(0.0) }
     }
 }
 
@@ -97,6 +115,7 @@ type Named<T> = Vec<(String, T)>;
 struct Entry {
     name: String,
     parameter: Parameter,
+    treatment: Treatment,
     /// Steps taken with a gradient.
     steps: i64,
     slots: Vec<Tensor>,
@@ -108,19 +127,37 @@ impl Optimizer {
     /// # Errors
     /// If the rule's numbers are out of range, a lazy layer has no parameters yet, or there is no parameter in the whole tree.
     pub fn new(rule: Rule, model: &(impl Module + ?Sized)) -> Result<Optimizer> {
+        Optimizer::with_rules(rule, model, &ParameterRules::default())
+    }
+
+    /// The same, by rules for single parameters. What [`ParameterRules::freeze`] has frozen has no state, and is not trained even
+    /// if it is no longer frozen later.
+    ///
+    /// # Errors
+    /// As [`Optimizer::new`].
+    pub fn with_rules(
+        rule: Rule,
+        model: &(impl Module + ?Sized),
+        rules: &ParameterRules,
+    ) -> Result<Optimizer> {
         check(&rule)?;
         model.check_all_initialized()?;
+        let treatments = rules.treatments(model, rule.learning_rate());
         let entry = |(name, parameter): (String, Parameter)| -> Result<Entry> {
             let value = parameter.value();
+            let treatment = treatments(&name, value.shape().len());
             let zeros = |_: &&str| Tensor::zeros(value.device(), value.shape(), value.dtype());
             let slots = rule.slots().iter().map(zeros).collect::<Result<_>>()?;
-            Ok(Entry { name, parameter, steps: 0, slots })
+            Ok(Entry { name, parameter, treatment, steps: 0, slots })
         };
-        let parameters = model.parameters();
+        let mut parameters = model.parameters();
         if parameters.is_empty() {
             let reason = "the model has no parameters, so there is nothing to train: a module's parameters, and the modules in \
                           it, must be among its parts (`#[derive(Module)]` takes all fields but those that are skipped)";
             return Err(Error::Invalid { operation: "optimizer", reason: reason.into() });
+        }
+        if rules.freezes() {
+            parameters.retain(|(_, parameter)| parameter.is_trained());
         }
         Ok(Optimizer { rule, entries: parameters.into_iter().map(entry).collect::<Result<_>>()? })
     }
@@ -145,7 +182,8 @@ impl Optimizer {
             let Some(gradient) = gradients.take(&leaf) else { continue };
             drop(leaf);
             entry.steps += 1;
-            dispatch!("optimizer step", gradient.dtype(), T => entry.step::<T>(&self.rule, &gradient)?);
+            let rule = self.rule.treating(&entry.treatment);
+            dispatch!("optimizer step", gradient.dtype(), T => entry.step::<T>(&rule, &gradient)?);
         }
         Ok(())
     }
@@ -195,6 +233,10 @@ impl Entry {
                         let time = i32::try_from(steps).unwrap_or(i32::MAX);
                         kernel::adamw(cpu, rule, time, value, gradient, [average, square])
                     }
+                    (Rule::Adam(rule), [average, square]) => {
+                        let time = i32::try_from(steps).unwrap_or(i32::MAX);
+                        kernel::adam(cpu, rule, time, value, gradient, [average, square])
+                    }
                     _ => unreachable!("Rule::slots says how many slots there are"),
                 }
                 .map_err(Error::from)
@@ -231,6 +273,13 @@ fn check(rule: &Rule) -> Result<()> {
             ("eps", r.eps, f64::MAX),
             ("weight decay", r.weight_decay, f64::MAX),
         ],
+        Rule::Adam(r) => vec![
+            ("learning rate", r.learning_rate, f64::MAX),
+            ("first beta", r.betas[0], 1.0 - f64::EPSILON),
+            ("second beta", r.betas[1], 1.0 - f64::EPSILON),
+            ("eps", r.eps, f64::MAX),
+            ("weight decay", r.weight_decay, f64::MAX),
+        ],
     };
     let operation = rule.name();
     if let Some((name, value, _)) = ranges.iter().find(|(_, value, most)| !(0.0..=*most).contains(value)) {
@@ -241,23 +290,4 @@ fn check(rule: &Rule) -> Result<()> {
         return Err(Error::Invalid { operation, reason });
     }
     Ok(())
-}
-
-/// A learning rate that is multiplied by `gamma` every `step_size` epochs, as PyTorch's `StepLR`.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct StepLr {
-    /// The learning rate of the first epochs.
-    pub base: f64,
-    /// Epochs between changes.
-    pub step_size: usize,
-    /// The factor.
-    pub gamma: f64,
-}
-
-impl StepLr {
-    /// The learning rate of an epoch, counted from 0.
-    pub fn at(&self, epoch: usize) -> f64 {
-        let changes = i32::try_from(epoch / self.step_size.max(1)).unwrap_or(i32::MAX);
-        self.base * self.gamma.powi(changes)
-    }
 }

@@ -95,6 +95,11 @@ impl Buffer {
         read(&self.value)
     }
 
+    /// Whether both are the same buffer.
+    pub(crate) fn is(&self, other: &Buffer) -> bool {
+        Arc::ptr_eq(&self.value, &other.value)
+    }
+
     /// Takes another value of the same shape and type.
     ///
     /// # Errors

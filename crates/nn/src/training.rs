@@ -1,5 +1,6 @@
 //! A training run: a model, an optimizer and a data set, step by step, with checkpoints; on one rank or several.
 
+mod average;
 mod card;
 mod evaluation;
 mod memory;
@@ -10,7 +11,7 @@ mod resume;
 use std::sync::Arc;
 use std::time::Instant;
 
-use convoke_autograd::{Device, Tensor, TimelinePoint};
+use convoke_autograd::{Device, Gradients, Tensor, TimelinePoint};
 use convoke_distributed::{Communicator, Traffic};
 use serde::Serialize;
 
@@ -21,8 +22,12 @@ use crate::models::{ModelOptions, ModelSpec};
 use crate::modules::ConvBnMode;
 use crate::objective::{LossSum, Objective};
 use crate::planner::MemoryPlan;
-use crate::{ConfigError, Generator, Init, Module, ModuleExt, Optimizer, Rule, StepLr, batch};
+use crate::{
+    ConfigError, Generator, Init, Module, ModuleExt, Optimizer, ParameterRules, Rule, Schedule,
+    SchedulePoint, batch, clip_grad_norm,
+};
 
+use average::Average;
 pub use card::ModelCard;
 pub use evaluation::{Evaluation, EvaluationOptions, EvaluationProgress, Predictor, Validation, evaluate};
 pub(crate) use memory::DrySteps;
@@ -39,10 +44,20 @@ pub struct TrainingConfig {
     pub conv_bn: ConvBnMode,
     /// The loss to minimise, and the metrics that evaluation reports with it.
     pub objective: Objective,
-    /// The optimizer, with the learning rate of the first epoch.
+    /// The optimizer, with the learning rate that the schedule begins with or, if it rises first, leads to.
     pub rule: Rule,
-    /// The learning rate is multiplied by this after each epoch.
-    pub lr_gamma: f64,
+    /// How the learning rate changes.
+    pub schedule: Schedule,
+    /// Steps at the beginning in which the learning rate rises linearly: see [`Schedule::factor`].
+    pub warmup_steps: u64,
+    /// What is trained, and what has a learning rate or a decay of its own.
+    pub parameters: ParameterRules,
+    /// The largest norm of a step's gradients: see [`clip_grad_norm`]. `None` leaves them as they are.
+    pub clip_norm: Option<f64>,
+    /// The decay of the exponential moving average of the weights, with which the model is then evaluated; above 0 and below 1.
+    /// `None` keeps no average. Parameters and running statistics are averaged after each step, with a decay of at most (1 + t) /
+    /// (10 + t) after step t, as timm's `ModelEmaV3` with a warm-up does.
+    pub ema: Option<f64>,
     /// Images per step, over all ranks; the last batch of an epoch may be smaller.
     pub batch_size: usize,
     /// How training images are randomly changed.
@@ -52,7 +67,7 @@ pub struct TrainingConfig {
     pub sync_bn: bool,
     /// Seed of initial parameters, data order, augmentation and dropout.
     pub seed: u64,
-    /// Whether a loss that is not finite is an error.
+    /// Whether a loss that is not finite is an error, and the norm of gradients that are clipped.
     pub stop_on_nan: bool,
 }
 
@@ -65,7 +80,11 @@ impl TrainingConfig {
             model,
             conv_bn: ConvBnMode::default(),
             rule: Rule::adadelta(1.0),
-            lr_gamma: 1.0,
+            schedule: Schedule::Constant,
+            warmup_steps: 0,
+            parameters: ParameterRules::default(),
+            clip_norm: None,
+            ema: None,
             batch_size: 128,
             augmentation: Augmentation::default(),
             sync_bn: false,
@@ -92,16 +111,21 @@ impl TrainingConfig {
             let (batch_size, data) = (self.batch_size, info.name.clone());
             return Err(ConfigError::BatchSize { batch_size, images, data });
         }
-        if !(0.0..=f64::MAX).contains(&self.lr_gamma) {
-            return Err(ConfigError::LrGamma(self.lr_gamma));
+        self.schedule.check(self.warmup_steps)?;
+        self.parameters.check(self.rule.learning_rate())?;
+        match (self.clip_norm, self.ema) {
+            (Some(norm), _) if !(norm > 0.0 && norm <= f64::MAX) => Err(ConfigError::ClipNorm(norm)),
+            (_, Some(decay)) if !(decay > 0.0 && decay < 1.0) => Err(ConfigError::Ema(decay)),
+            _ => Ok(seen),
         }
-        Ok(seen)
     }
 
-    /// A new model for data that looks like `seen` to it.
+    /// A new model for data that looks like `seen` to it, with what the run freezes.
     fn build(&self, init: &Init, seen: &DatasetInfo) -> Result<Box<dyn Module>> {
         let options = ModelOptions { conv_bn: self.conv_bn, image: seen.shape(), classes: seen.classes };
-        Ok(self.model.build(init, &options)?)
+        let model = self.model.build(init, &options)?;
+        self.parameters.freeze(model.as_ref())?;
+        Ok(model)
     }
 }
 
@@ -123,6 +147,19 @@ pub enum TrainingError {
         epoch: usize,
         /// The loss.
         loss: f64,
+    },
+    /// The norm of gradients that are to be clipped is NaN or infinite.
+    #[error(
+        "the norm of the gradients of step {step} (epoch {epoch}) is {norm}: training diverged; the parameters are those before \
+         it"
+    )]
+    NormNotFinite {
+        /// The step, from 1.
+        step: u64,
+        /// The epoch, from 1.
+        epoch: usize,
+        /// The norm.
+        norm: f64,
     },
     /// Every pixel of a batch has the ignored label.
     #[error(
@@ -232,7 +269,8 @@ pub struct Trainer {
     test_loader: Loader,
     model: Box<dyn Module>,
     optimizer: Optimizer,
-    schedule: StepLr,
+    /// The moving average of the weights, if the run keeps one.
+    average: Option<Average>,
     random: Generator,
     /// Finished epochs.
     epoch: usize,
@@ -252,8 +290,8 @@ impl Trainer {
     /// A new run, at its beginning.
     ///
     /// # Errors
-    /// If the model or the objective does not fit the data, or if the batch size, `lr_gamma` or the rule's numbers are out of
-    /// range.
+    /// If the model or the objective does not fit the data, or if the batch size or a number of the rule, the schedule or another
+    /// setting is out of range.
     pub fn new(device: &Device, config: TrainingConfig, data: impl Into<Datasets>) -> Result<Trainer> {
         let data = data.into();
         let seen = config.check(&data)?;
@@ -263,8 +301,8 @@ impl Trainer {
         let parallel =
             DataParallel::new(model.as_ref(), &Communicator::solo(), DataParallelOptions::default())?;
         Ok(Trainer {
-            optimizer: Optimizer::new(config.rule, model.as_ref())?,
-            schedule: StepLr { base: config.rule.learning_rate(), step_size: 1, gamma: config.lr_gamma },
+            optimizer: Optimizer::with_rules(config.rule, model.as_ref(), &config.parameters)?,
+            average: config.ema.map(|decay| Average::new(model.as_ref(), decay)).transpose()?,
             sampler: Sampler::new(config.seed, data.train.len(), config.batch_size),
             device: device.clone(),
             random: init.random,
@@ -368,9 +406,9 @@ impl Trainer {
 
     /// Trains on the next batch; after the last one of an epoch the next epoch begins.
     ///
-    /// # Errors
-    /// If `stop_on_nan` is set and the loss is not finite or no pixel has a label: parameters and optimizer are then as before
-    /// the step, but forward has changed running statistics and random state. If an operation fails.
+    /// # Errors If `stop_on_nan` is set and the loss, or the norm of gradients that are clipped, is not finite or no pixel has a
+    /// label: parameters and optimizer are then as before the step, but forward has changed running statistics and random state.
+    /// If an operation fails.
     pub fn step(&mut self) -> Result<StepReport> {
         let _step = span("step");
         let start = Instant::now();
@@ -378,7 +416,7 @@ impl Trainer {
         self.device.reset_peak();
         let recording = std::mem::take(&mut self.record).then(|| self.device.start_timeline());
         self.model.train();
-        self.optimizer.set_learning_rate(self.schedule.at(self.epoch));
+        self.optimizer.set_learning_rate(self.learning_rate());
         let ranks = self.parallel.communicator();
         let shard = self.sampler.batch(self.batch, ranks.rank(), ranks.world_size());
         self.random.set_first_sample(shard.first as u64);
@@ -390,10 +428,14 @@ impl Trainer {
         let value = loss.value();
         self.check_loss(&loss)?;
         let backward = span("backward");
-        let gradients = loss.backward()?;
+        let mut gradients = loss.backward()?;
         drop(backward);
         let optimizer = span("optimizer");
+        self.clip(&mut gradients)?;
         self.optimizer.step(gradients)?;
+        if let Some(average) = &self.average {
+            average.update(self.steps() + 1)?;
+        }
         drop(optimizer);
         if images < self.communicator().world_size() {
             self.share_random_position()?;
@@ -448,6 +490,25 @@ impl Trainer {
                 Err(TrainingError::NotFinite { step, epoch, loss: loss.value() })
             }
             _ => Ok(()),
+        }
+    }
+
+    /// The learning rate of the next step, other than that of the last layer if it has its own.
+    pub fn learning_rate(&self) -> f64 {
+        let (step, steps_per_epoch) = (self.steps(), self.batches_per_epoch());
+        let point = SchedulePoint { step, steps_per_epoch, warmup_steps: self.config.warmup_steps };
+        self.config.rule.learning_rate() * self.config.schedule.factor(&point)
+    }
+
+    /// Clips the gradients, if the run does; all ranks have the same ones.
+    fn clip(&self, gradients: &mut Gradients) -> Result<()> {
+        let Some(most) = self.config.clip_norm else { return Ok(()) };
+        let norm = clip_grad_norm(self.model.as_ref(), gradients, most)?;
+        match norm.is_finite() || !self.config.stop_on_nan {
+            true => Ok(()),
+            false => {
+                Err(TrainingError::NormNotFinite { step: self.steps() + 1, epoch: self.epoch + 1, norm })
+            }
         }
     }
 

@@ -144,13 +144,19 @@ impl ModelFolder {
         Ok(card.write(&self.folder.join(CARD))?)
     }
 
-    /// Writes the weights, and after an epoch whose validation was the best so far also those of the best.
+    /// Writes the weights, and after an epoch whose validation was the best so far also those of the best. If the run keeps an average
+    /// of the weights, that is what is written, as it is what was validated.
     pub(crate) fn save(&self, trainer: &Trainer, metric: Metric) -> Result<()> {
-        checkpoint::save_model(trainer.model(), &self.folder.join(LAST))?;
+        let save = |file: &str| {
+            let saved =
+                trainer.with_averaged_weights(|model| checkpoint::save_model(model, &self.folder.join(file)));
+            saved.map_err(Failure::of_training)?.map_err(Failure::from)
+        };
+        save(LAST)?;
         let validations = trainer.validations();
         let last = validations.last().filter(|last| trainer.batch() == 0 && last.epoch == trainer.epoch());
         if last.is_some() && last == best(validations, metric) {
-            checkpoint::save_model(trainer.model(), &self.folder.join(BEST))?;
+            save(BEST)?;
         }
         output::write_silently("--output", &self.folder.join(METRICS), lines(trainer, metric)?.as_bytes())
     }

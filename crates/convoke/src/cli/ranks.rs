@@ -50,6 +50,7 @@ pub(crate) fn run(
     own: &[(&'static str, String)],
     work: impl Fn(&Rank<'_>) -> Result<()> + Sync,
 ) -> Result<()> {
+    args.recipe.check(args.optimizer, args.momentum)?;
     let work = |rank: &Rank<'_>| work(rank).map_err(|failure| dataset::with_remedy(args, failure));
     let options = Options { timeout: Duration::from_secs_f64(args.ranks.rank_timeout.min(1e9)) };
     if args.ranks.mpi {
@@ -150,10 +151,10 @@ fn settings(args: &RunArgs) -> Vec<(&'static str, String)> {
         batch_size,
         optimizer,
         lr: _,
-        lr_gamma,
         momentum,
         weight_decay,
         label_smoothing,
+        recipe,
         seed,
         threads: _,
         continue_on_nan,
@@ -166,7 +167,7 @@ fn settings(args: &RunArgs) -> Vec<(&'static str, String)> {
         report: _,
         json: _,
     } = args;
-    vec![
+    let mut settings = vec![
         ("--data", data.to_string()),
         ("--augment", name(*augment)),
         ("--image-size", given(&image_size.map(|ImageSize([height, width])| format!("{height}x{width}")))),
@@ -180,7 +181,6 @@ fn settings(args: &RunArgs) -> Vec<(&'static str, String)> {
         ("--batch-size", batch_size.to_string()),
         ("--optimizer", name(*optimizer)),
         ("--lr", args.rule().learning_rate().to_string()),
-        ("--lr-gamma", lr_gamma.to_string()),
         ("--momentum", momentum.to_string()),
         ("--weight-decay", given(weight_decay)),
         ("--label-smoothing", label_smoothing.to_string()),
@@ -193,7 +193,9 @@ fn settings(args: &RunArgs) -> Vec<(&'static str, String)> {
         ("--inexact-memory", inexact_memory.to_string()),
         ("--checkpoint", given(&checkpoint.as_ref().map(|folder| folder.display()))),
         ("--resume", resume.to_string()),
-    ]
+    ];
+    settings.extend(recipe.settings());
+    settings
 }
 
 /// Fails unless each rank gets an image of every whole batch.

@@ -40,7 +40,8 @@ fn from_photographs_to_predictions() {
     let folder = tempfile::tempdir().unwrap();
     let [photos, out, onnx] = ["photos", "out", "m.onnx"].map(|name| folder.path().join(name));
     photographs(&photos, 10);
-    let outcome = convoke(&train(&photos, &out, &["--epochs", "3"])).exits(0);
+    // Averaged weights are what is validated and what is written.
+    let outcome = convoke(&train(&photos, &out, &["--epochs", "3", "--ema", "0.9"])).exits(0);
     assert!(outcome.stderr.contains("convoke predict"), "{}", outcome.stderr);
     for name in FILES {
         assert!(out.join(name).exists(), "{name}");
@@ -129,13 +130,16 @@ fn a_run_into_a_folder_is_resumed_to_the_same_bits() {
     let [photos, whole, parts, killed] =
         ["photos", "whole", "parts", "killed"].map(|name| folder.path().join(name));
     photographs(&photos, 10);
-    convoke(&train(&photos, &whole, &["--epochs", "3"])).exits(0);
+    let train = |output, more: &[&'static str]| {
+        train(&photos, output, &[&["--epochs", "3", "--ema", "0.9"], more].concat())
+    };
+    convoke(&train(&whole, &[])).exits(0);
     // In the middle of an epoch.
-    convoke(&train(&photos, &parts, &["--epochs", "3", "--steps", "6"])).exits(0);
-    convoke(&train(&photos, &parts, &["--epochs", "3", "--resume"])).exits(0);
+    convoke(&train(&parts, &["--steps", "6"])).exits(0);
+    convoke(&train(&parts, &["--resume"])).exits(0);
     assert!(results(&parts) == results(&whole));
 
-    let mut run = command(&train(&photos, &killed, &["--epochs", "3"]));
+    let mut run = command(&train(&killed, &[]));
     let mut run = run.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     // After the first epoch at the earliest; at the latest it has ended by itself.
     let begun = Instant::now();
@@ -144,7 +148,7 @@ fn a_run_into_a_folder_is_resumed_to_the_same_bits() {
     }
     run.kill().unwrap();
     run.wait().unwrap();
-    convoke(&train(&photos, &killed, &["--epochs", "3", "--resume"])).exits(0);
+    convoke(&train(&killed, &["--resume"])).exits(0);
     assert!(results(&killed) == results(&whole));
 }
 

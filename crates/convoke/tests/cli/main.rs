@@ -19,6 +19,7 @@ mod photographs;
 mod plan;
 mod program;
 mod ranks;
+mod recipes;
 mod report;
 mod resume;
 mod tune;

@@ -2,7 +2,7 @@
 
 use crate::common::{Number, cast, check_bits, check_refused, cpus};
 use convoke_kernels::Cpu;
-use convoke_kernels::optimizer::{Adadelta, AdamW, Sgd, adadelta, adamw, sgd};
+use convoke_kernels::optimizer::{Adadelta, Adam, AdamW, Sgd, adadelta, adam, adamw, moving_average, sgd};
 use convoke_testkit::{Case, Failures, Golden, Random, check_relative_to_max};
 
 #[derive(Clone, Copy, Debug)]
@@ -10,6 +10,7 @@ enum Optimizer {
     Sgd(Sgd),
     Adadelta(Adadelta),
     AdamW(AdamW),
+    Adam(Adam),
 }
 
 impl Optimizer {
@@ -36,6 +37,12 @@ impl Optimizer {
                 eps: number("eps"),
                 weight_decay: number("weight_decay"),
             }),
+            "adam" => Optimizer::Adam(Adam {
+                learning_rate,
+                betas: golden.numbers("betas").try_into().unwrap(),
+                eps: number("eps"),
+                weight_decay: number("weight_decay"),
+            }),
             other => panic!("unknown optimizer {other}"),
         })
     }
@@ -45,6 +52,7 @@ impl Optimizer {
             Optimizer::Sgd(options) => options.learning_rate = rate,
             Optimizer::Adadelta(options) => options.learning_rate = rate,
             Optimizer::AdamW(options) => options.learning_rate = rate,
+            Optimizer::Adam(options) => options.learning_rate = rate,
         }
         self
     }
@@ -71,6 +79,7 @@ impl Optimizer {
             }
             Optimizer::Adadelta(options) => adadelta(cpu, options, parameter, gradient, [a, b]),
             Optimizer::AdamW(options) => adamw(cpu, options, time, parameter, gradient, [a, b]),
+            Optimizer::Adam(options) => adam(cpu, options, time, parameter, gradient, [a, b]),
         }
         .unwrap();
     }
@@ -107,6 +116,7 @@ fn every_case_agrees_with_pytorch() {
 const SGD: Sgd =
     Sgd { learning_rate: 0.1, momentum: 0.9, dampening: 0.1, weight_decay: 0.01, nesterov: true };
 const ADADELTA: Adadelta = Adadelta { learning_rate: 1.0, rho: 0.9, eps: 1e-6, weight_decay: 0.01 };
+const ADAM: Adam = Adam { learning_rate: 0.01, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.01 };
 const ADAMW: AdamW = AdamW { learning_rate: 0.01, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.01 };
 
 fn same_bits<T: Number>(failures: &mut Failures) {
@@ -115,9 +125,13 @@ fn same_bits<T: Number>(failures: &mut Failures) {
     let (start, gradients): (Vec<T>, Vec<T>) =
         (random.normal(LEN, 0.0, 1.0), random.normal(3 * LEN, 0.0, 1.0));
     let plain = Sgd { momentum: 0.0, nesterov: false, ..SGD };
-    for optimizer in
-        [Optimizer::Sgd(plain), Optimizer::Sgd(SGD), Optimizer::Adadelta(ADADELTA), Optimizer::AdamW(ADAMW)]
-    {
+    for optimizer in [
+        Optimizer::Sgd(plain),
+        Optimizer::Sgd(SGD),
+        Optimizer::Adadelta(ADADELTA),
+        Optimizer::AdamW(ADAMW),
+        Optimizer::Adam(ADAM),
+    ] {
         let run = |cpu: &Cpu| {
             let (mut parameter, mut state) = (start.clone(), [vec![T::zero(); LEN], vec![T::zero(); LEN]]);
             for (time, gradient) in (1..).zip(gradients.chunks(LEN)) {
@@ -147,7 +161,7 @@ fn mistakes_are_named_and_nothing_is_written() {
     let mut failures = Failures::new("refused optimizer operands");
     let [long, short] = [[1.0f32; 5], [7.25f32; 5]];
     type Run<'a> = &'a dyn Fn(&mut [f32], [&mut [f32]; 2]) -> convoke_kernels::Result<()>;
-    let cases: [(&str, [usize; 2], Run<'_>); 10] = [
+    let cases: [(&str, [usize; 2], Run<'_>); 14] = [
         ("sgd: the gradient has 5", [4, 4], &|p, [v, _]| sgd(&cpu, &SGD, p, &long, Some((v, false)))),
         ("sgd: the velocity has 3", [3, 4], &|p, [v, _]| sgd(&cpu, &SGD, p, &long[..4], Some((v, false)))),
         ("sgd: momentum 0.9 needs a velocity", [4, 4], &|p, _| sgd(&cpu, &SGD, p, &long[..4], None)),
@@ -160,6 +174,10 @@ fn mistakes_are_named_and_nothing_is_written() {
         ("adamw: steps count from 1, not 0", [4, 4], &|p, state| {
             adamw(&cpu, &ADAMW, 0, p, &long[..4], state)
         }),
+        ("adam: the gradient has 5", [4, 4], &|p, state| adam(&cpu, &ADAM, 1, p, &long, state)),
+        ("adam: the state has 3", [4, 3], &|p, state| adam(&cpu, &ADAM, 1, p, &long[..4], state)),
+        ("adam: steps count from 1, not 0", [4, 4], &|p, state| adam(&cpu, &ADAM, 0, p, &long[..4], state)),
+        ("moving average: the value has 5", [4, 4], &|p, _| moving_average(&cpu, 0.9, p, &long)),
     ];
     for (part, state, run) in cases {
         let (mut parameter, [mut a, mut b]) = (short[..4].to_vec(), state.map(|len| short[..len].to_vec()));
@@ -168,4 +186,22 @@ fn mistakes_are_named_and_nothing_is_written() {
         failures.check(part, if untouched { Ok(()) } else { Err("something was written") });
     }
     failures.finish();
+}
+
+#[test]
+fn a_moving_average_is_its_formula_and_keeps_what_does_not_change() {
+    let value: Vec<f64> = Random::new(1).normal(40_000, 0.0, 1.0);
+    let start: Vec<f64> = Random::new(2).normal(40_000, 0.0, 1.0);
+    let mut expected: Option<Vec<f64>> = None;
+    for cpu in cpus() {
+        let mut average = start.clone();
+        moving_average(cpu, 0.9, &mut average, &value).unwrap();
+        for ((average, start), value) in average.iter().zip(&start).zip(&value) {
+            assert!((average - (0.9 * start + 0.1 * value)).abs() <= 1e-15 * (start.abs() + value.abs()));
+        }
+        assert_eq!(*expected.get_or_insert_with(|| average.clone()), average, "{cpu:?}");
+        let mut constant = value.clone();
+        moving_average(cpu, 0.37, &mut constant, &value).unwrap();
+        assert_eq!(constant, value);
+    }
 }

@@ -4,6 +4,7 @@
 //! RUN/step-0000000938/training.json           what the run is and where it stands; lengths and SHA-256 sums of the other files
 //!                     model.safetensors
 //!                     optimizer.safetensors
+//!                     average.safetensors     only if the run averages its weights: as model.safetensors, with the averages
 //! ```
 //! The second line of `training.json` is the SHA-256 of the rest of it (`sed 2d training.json | sha256sum`), so that no changed,
 //! missing or added byte of a checkpoint passes. Checkpoints of format 1 had no such line, and are refused.
@@ -180,7 +181,11 @@ pub(crate) struct Loaded<S> {
     pub(crate) files: Vec<(PathBuf, Vec<u8>)>,
 }
 
-pub(crate) fn load<S: for<'a> Deserialize<'a>>(folder: &Path, names: &[&str]) -> Result<Loaded<S>> {
+/// Loads the newest checkpoint; `names` says which of its files are wanted.
+pub(crate) fn load<S: for<'a> Deserialize<'a>>(
+    folder: &Path,
+    names: impl FnOnce(&S) -> Vec<&'static str>,
+) -> Result<Loaded<S>> {
     let Found { step, path, .. } =
         checkpoints(folder)?.pop().ok_or_else(|| CheckpointError::Missing { folder: folder.to_owned() })?;
     let manifest_path = path.join(MANIFEST);
@@ -197,10 +202,10 @@ pub(crate) fn load<S: for<'a> Deserialize<'a>>(folder: &Path, names: &[&str]) ->
     }
     let manifest: Manifest<S> =
         serde_json::from_slice(&json).map_err(|error| damaged(&manifest_path, error))?;
-    let mut files = Vec::with_capacity(names.len());
-    for name in names {
+    let mut files = Vec::new();
+    for name in names(&manifest.state) {
         let file = path.join(name);
-        let record = manifest.files.iter().find(|record| record.name == *name);
+        let record = manifest.files.iter().find(|record| record.name == name);
         let record = record.ok_or_else(|| damaged(&manifest_path, format!("files: {name} is not listed")))?;
         let bytes = read_bounded(&file, record.bytes).map_err(failed(&file, "read"))?;
         if sha256(&[&bytes]) != record.sha256 {

@@ -178,13 +178,14 @@ fn format_of(file: &Path) -> Result<Format> {
 }
 
 /// The path of the model's last layer with parameters, by its own order.
-fn last_layer(model: &(impl Module + ?Sized)) -> String {
+pub(crate) fn last_layer(model: &(impl Module + ?Sized)) -> String {
     let state = model.named_state();
     let last = state.iter().rfind(|(_, state)| matches!(state, State::Parameter(_)));
     last.map_or(String::new(), |(name, _)| layer_of(name).to_owned())
 }
 
-fn layer_of(name: &str) -> &str {
+/// The path of the layer that a parameter of this path belongs to.
+pub(crate) fn layer_of(name: &str) -> &str {
     name.rsplit_once('.').map_or("", |(layer, _)| layer)
 }
 

@@ -12,7 +12,9 @@ use super::plan::{Plan, Request, Source, Step, refused};
 use super::roles::{Role, origin, roles};
 use super::run::{self, Inputs, Place, Value};
 use super::{BatchNormOp, Definition, Dimension, Initial, Input, Op};
-use crate::modules::{ANY, BatchNorm, BatchNormConfig, ConvBnMode, Dropout, NormParts, StochasticDepth};
+use crate::modules::{
+    ANY, BatchNorm, BatchNormConfig, ConvBnMode, Dropout, NormParts, StochasticDepth, push_affine,
+};
 use crate::{Buffer, Forward, Init, Module, Parameter, Part, Parts};
 
 /// How many plans for different sizes of the input are kept.
@@ -480,6 +482,7 @@ impl Module for Graph {
                 Some(Layer::Block(block)) => parts.push(&block.name, Part::Block(&**block)),
                 Some(Layer::Norm(norm)) => {
                     parts.add(&norm.name, norm.layer.mode());
+                    push_affine(&norm.layer, &norm.name, parts);
                     // Nodes that share their statistics share the name, and the first has the counter.
                     if names.insert(&norm.name)
                         && let Some(batches) = norm.layer.batches()

@@ -8,7 +8,7 @@ use convoke_distributed::Communicator;
 
 use super::NormMode;
 use super::sync_batch_norm::Ranks;
-use crate::{Buffer, Counter, Forward, Init, Module, Parameter, Parts};
+use crate::{Buffer, Counter, Forward, Init, Module, Parameter, Part, Parts};
 
 /// The options of a batch norm. The default is PyTorch's.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -413,6 +413,7 @@ impl<const SPATIAL: usize> Forward for BatchNorm<SPATIAL> {
 impl<const SPATIAL: usize> Module for BatchNorm<SPATIAL> {
     fn parts<'a>(&'a self, parts: &mut Parts<'a>) {
         parts.add("", &self.mode);
+        push_affine(self, "", parts);
         parts.add("weight", &self.weight);
         parts.add("bias", &self.bias);
         if let Some(running) = &self.running {
@@ -421,6 +422,15 @@ impl<const SPATIAL: usize> Module for BatchNorm<SPATIAL> {
             parts.add("num_batches_tracked", &running.batches);
         }
     }
+}
+
+/// Adds a layer's weight and bias as those of a batch norm.
+pub(crate) fn push_affine<'a, const SPATIAL: usize>(
+    layer: &'a BatchNorm<SPATIAL>,
+    name: &str,
+    parts: &mut Parts<'a>,
+) {
+    layer.weight.iter().chain(&layer.bias).for_each(|parameter| parts.push(name, Part::Affine(parameter)));
 }
 
 /// A parameter or a buffer.

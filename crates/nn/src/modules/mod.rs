@@ -16,8 +16,8 @@ mod sequential;
 mod stateless;
 mod sync_batch_norm;
 
-pub(crate) use batch_norm::NormParts;
 pub use batch_norm::{ANY, BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, BatchNormConfig, SyncBatchNorm};
+pub(crate) use batch_norm::{NormParts, push_affine};
 pub use checkpointed::{Checkpointed, checkpoint};
 pub use conv_bn2d::{ConvBn2d, ConvBnMode, FusedBlock};
 pub(crate) use conv_bn2d::{ConvLayer, Layers, fold};

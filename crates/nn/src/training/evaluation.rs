@@ -127,23 +127,26 @@ impl Trainer {
         &self.validations
     }
 
-    /// Evaluates the model on the test set, in evaluation mode and with rank 0's running statistics; the ranks split the images.
+    /// Evaluates the model on the test set, in evaluation mode and with rank 0's running statistics; the ranks split the images. If
+    /// the run keeps an average of the weights ([`super::TrainingConfig::ema`]), the model has these meanwhile.
     /// `progress` gets (done, total) images and may stop the evaluation, for all ranks. `Ok(None)` if it was stopped.
     ///
     /// # Errors
     /// If an operation fails.
     pub fn evaluate(&self, progress: &mut EvaluationProgress<'_>) -> Result<Option<Evaluation>> {
-        self.share_statistics()?;
         let gives_logits = self.config.model.gives_logits();
-        let judge = Judge {
-            model: Predictor { model: self.model.as_ref(), gives_logits, flip: false },
-            objective: &self.config.objective,
-            device: &self.device,
-            loader: &self.test_loader,
-            ranks: self.communicator(),
-            batch_size: self.evaluation_batch(),
-        };
-        judge.evaluate(progress)
+        self.with_averaged_weights(|model| {
+            self.share_statistics()?;
+            let judge = Judge {
+                model: Predictor { model, gives_logits, flip: false },
+                objective: &self.config.objective,
+                device: &self.device,
+                loader: &self.test_loader,
+                ranks: self.communicator(),
+                batch_size: self.evaluation_batch(),
+            };
+            judge.evaluate(progress)
+        })?
     }
 
     /// Images per batch of evaluation, over all ranks.

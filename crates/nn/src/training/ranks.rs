@@ -8,7 +8,7 @@ use convoke_distributed::Communicator;
 use convoke_kernels::tune::Choice;
 use serde::{Deserialize, Serialize};
 
-use super::resume::RunState;
+use super::resume::{RunFiles, RunState};
 use super::{Result, Trainer, TrainingConfig};
 use crate::data::{DatasetInfo, Request};
 use crate::data_parallel::{DataParallel, DataParallelOptions, shard_sizes, share_bytes, share_state};
@@ -95,16 +95,23 @@ impl Trainer {
 
     /// Gives rank 0's position, optimizer and random state to all ranks. Its model follows with [`DataParallel::new`].
     fn share_run(&mut self, communicator: &Communicator) -> Result<()> {
-        let [model, optimizer] = self.files()?;
+        let RunFiles { model, optimizer, average } = self.files()?;
         let state = serde_json::to_vec(&self.state()).map_err(ConfigError::Unreadable)?;
         let state = share_bytes(communicator, "state of the run", state)?;
         let optimizer = share_bytes(communicator, "optimizer", optimizer)?;
+        let average = average.map(|average| share_bytes(communicator, "average of the weights", average));
+        let average = average.transpose()?;
         if communicator.rank() == 0 {
             return Ok(());
         }
         let state: RunState = serde_json::from_slice(&state).map_err(ConfigError::Unreadable)?;
         let name = |what: &str| PathBuf::from(format!("{what} of rank 0"));
-        self.restore((name("state"), state), (name("model"), model), (name("optimizer"), optimizer))
+        let files = RunFiles {
+            model: (name("model"), model),
+            optimizer: (name("optimizer"), optimizer),
+            average: average.map(|average| (name("average"), average)),
+        };
+        self.restore((name("state"), state), files)
     }
 
     /// Makes the blocks of all ranks keep what rank 0's keep: in recomputation, all ranks must run the same layers in the same

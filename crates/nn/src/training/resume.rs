@@ -11,7 +11,7 @@ use crate::checkpoint::{self, CheckpointError, Value};
 use crate::data::{Augmentation, DatasetInfo, Datasets};
 use crate::objective::ObjectiveRecord;
 use crate::random::GeneratorState;
-use crate::{Module, Rule, difference};
+use crate::{ConfigError, Module, ParameterRules, Rule, Schedule, difference};
 
 /// The settings that must not change when a run resumes. The Conv+BN mode is not among them: both modes give the same values.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -23,13 +23,36 @@ struct Settings {
     #[serde(default)]
     objective: ObjectiveRecord,
     optimizer: Rule,
-    lr_gamma: f64,
+    /// Only in checkpoints that are older than the choice of schedules: the factor after each epoch.
+    #[serde(default, skip_serializing)]
+    lr_gamma: Option<f64>,
+    #[serde(default)]
+    schedule: Option<Schedule>,
+    /// This and the next three are absent from older checkpoints.
+    #[serde(default)]
+    warmup_steps: u64,
+    #[serde(default)]
+    parameters: ParameterRules,
+    #[serde(default)]
+    clip_norm: Option<f64>,
+    #[serde(default)]
+    ema: Option<f64>,
     batch_size: usize,
     seed: u64,
     augmentation: Augmentation,
     /// See [`crate::data::Dataset::variation`].
     #[serde(default)]
     variation: Option<String>,
+}
+
+impl Settings {
+    /// The same as newer checkpoints store them.
+    fn canonical(mut self) -> Settings {
+        if let (None, Some(gamma)) = (self.schedule, self.lr_gamma) {
+            self.schedule = Some(Schedule::Step { epochs: 1, gamma }.canonical());
+        }
+        self
+    }
 }
 
 /// A run's settings and position: everything in a checkpoint except tensors.
@@ -54,13 +77,22 @@ pub(super) struct RunState {
 
 const MODEL_FILE: &str = "model.safetensors";
 const OPTIMIZER_FILE: &str = "optimizer.safetensors";
+const AVERAGE_FILE: &str = "average.safetensors";
+
+/// The contents of a checkpoint's files, or those files with their paths.
+pub(super) struct RunFiles<F> {
+    pub(super) model: F,
+    pub(super) optimizer: F,
+    /// Only if the run averages its weights.
+    pub(super) average: Option<F>,
+}
 
 impl Trainer {
     /// Resumes a run from the newest checkpoint in `folder`: its losses continue bit for bit.
     ///
-    /// # Errors
-    /// As [`Trainer::new`]; if the checkpoint is damaged, if its step is not the one in its folder's name, or if its model, data,
-    /// objective, batch size, augmentation, seed, optimizer or `lr_gamma` differs from the configuration's.
+    /// # Errors As [`Trainer::new`]; if the checkpoint is damaged, if its step is not the one in its folder's name, or if its
+    /// model, data, objective, batch size, augmentation, seed, optimizer or another setting differs from the configuration's. A
+    /// schedule that spans the run must have the same number of steps.
     pub fn resume(
         device: &Device,
         config: TrainingConfig,
@@ -68,7 +100,10 @@ impl Trainer {
         folder: &Path,
     ) -> Result<Trainer> {
         let mut trainer = Trainer::new(device, config, data)?;
-        let loaded = checkpoint::load::<RunState>(folder, &[MODEL_FILE, OPTIMIZER_FILE])?;
+        let loaded = checkpoint::load::<RunState>(folder, |state| {
+            let average = state.settings.ema.map(|_| AVERAGE_FILE);
+            [MODEL_FILE, OPTIMIZER_FILE].into_iter().chain(average).collect()
+        })?;
         let (file, step, done) = (loaded.manifest, loaded.step, loaded.state.losses.len());
         if step != done as u64 {
             let reason = format!(
@@ -77,21 +112,24 @@ impl Trainer {
             );
             return Err(CheckpointError::Damaged { file, reason }.into());
         }
-        let [model, optimizer] =
-            <[_; 2]>::try_from(loaded.files).unwrap_or_else(|_| unreachable!("two files were asked for"));
-        trainer.restore((file, loaded.state), model, optimizer)?;
+        let mut files = loaded.files.into_iter();
+        let mut next = || files.next().expect("the files that were asked for");
+        let (model, optimizer) = (next(), next());
+        trainer.restore((file, loaded.state), RunFiles { model, optimizer, average: files.next() })?;
         Ok(trainer)
     }
 
-    /// Continues from another run's state and its two files. Errors name each by the path that comes with it.
+    /// Continues from another run's state and its files. Errors name each by the path that comes with it.
     pub(super) fn restore(
         &mut self,
         (file, state): (PathBuf, RunState),
-        (model_file, model): (PathBuf, Vec<u8>),
-        (optimizer_file, optimizer): (PathBuf, Vec<u8>),
+        files: RunFiles<(PathBuf, Vec<u8>)>,
     ) -> Result<()> {
         self.check_settings(&file, &state)?;
+        let RunFiles { model: (model_file, model), optimizer: (optimizer_file, optimizer), average } = files;
         let model_values = checkpoint::model_values(self.model.as_ref());
+        let average = average.map(|(file, bytes)| checkpoint::from_safetensors(&file, &bytes, &model_values));
+        let average = average.transpose()?;
         let model_values = checkpoint::from_safetensors(&model_file, &model, &model_values)?;
         let (tensors, steps) = self.optimizer.state();
         check_names(&file, &steps, &state.optimizer_steps)?;
@@ -102,6 +140,9 @@ impl Trainer {
         // Everything has been read and fits: only now change anything.
         self.device.tuner().adopt(self.device.compute().isa(), state.convolutions);
         checkpoint::set_model(self.model.as_ref(), model_values)?;
+        if let (Some(own), Some(saved)) = (&self.average, average) {
+            own.restore(&saved);
+        }
         let slots = slots.into_iter().filter_map(|slot| match slot {
             Value::Tensor(tensor) => Some(tensor),
             Value::Count(_) => None,
@@ -124,7 +165,12 @@ impl Trainer {
             train_images: self.data.train.len(),
             objective: (&self.config.objective).into(),
             optimizer: self.config.rule,
-            lr_gamma: self.config.lr_gamma,
+            lr_gamma: None,
+            schedule: Some(self.config.schedule.canonical()),
+            warmup_steps: self.config.warmup_steps,
+            parameters: self.config.parameters.clone(),
+            clip_norm: self.config.clip_norm,
+            ema: self.config.ema,
             batch_size: self.config.batch_size,
             seed: self.config.seed,
             augmentation: self.config.augmentation,
@@ -149,13 +195,20 @@ impl Trainer {
     /// A run resumes only with the settings that it was saved with.
     fn check_settings(&self, file: &Path, saved: &RunState) -> Result<()> {
         let damaged = |reason: String| CheckpointError::Damaged { file: file.to_owned(), reason };
-        match difference::first([&self.settings(), &saved.settings]) {
+        let (own, mut other) = (self.settings(), saved.settings.clone().canonical());
+        let other_total = other_total(file, own.schedule, other.schedule);
+        if other_total.is_some() {
+            // Another batch size changes the number of steps too: what differs besides it says more.
+            other.schedule = own.schedule;
+        }
+        match difference::first([&own, &other]) {
             Err(error) => Err(damaged(error.to_string()).into()),
             Ok(Some(difference)) => {
                 let [expected, found] = difference.values;
                 let (file, field) = (file.to_owned(), difference.field);
                 Err(CheckpointError::Mismatch { file, field, expected, found }.into())
             }
+            Ok(None) if let Some(error) = other_total => Err(error.into()),
             Ok(None) => self.check_position(saved).map_err(|reason| damaged(reason).into()),
         }
     }
@@ -183,22 +236,25 @@ impl Trainer {
     /// # Errors
     /// If it cannot be written; the previous checkpoint is then untouched.
     pub fn save(&self, folder: &Path) -> Result<()> {
-        let [model, optimizer] = self.files()?;
+        let RunFiles { model, optimizer, average } = self.files()?;
         let files = [(MODEL_FILE, model), (OPTIMIZER_FILE, optimizer)];
+        let average = average.map(|average| (AVERAGE_FILE, average));
+        let files: Vec<_> = files.into_iter().chain(average).collect();
         Ok(checkpoint::save(folder, self.steps(), &self.state(), &files)?)
     }
 
-    /// The contents of a checkpoint's two files.
-    pub(super) fn files(&self) -> Result<[Vec<u8>; 2]> {
+    /// The contents of a checkpoint's files.
+    pub(super) fn files(&self) -> Result<RunFiles<Vec<u8>>> {
         let tensors = self.optimizer.state().0;
         let tensors: Vec<_> =
             tensors.into_iter().map(|(name, tensor)| (name, Value::Tensor(tensor))).collect();
         let model = checkpoint::to_safetensors(&checkpoint::model_values(self.model.as_ref()))?;
-        Ok([model, checkpoint::to_safetensors(&tensors)?])
+        let optimizer = checkpoint::to_safetensors(&tensors)?;
+        Ok(RunFiles { model, optimizer, average: self.average_file()? })
     }
 }
 
-/// The model of a checkpoint, without the rest of its run.
+/// The model of a checkpoint as it is evaluated, without the rest of its run: if the run averages its weights, with the averages.
 pub struct SavedModel {
     /// What it is, and what it was trained on.
     pub card: ModelCard,
@@ -212,7 +268,9 @@ impl SavedModel {
     /// # Errors
     /// If there is none, or it is damaged.
     pub fn open(folder: &Path) -> Result<SavedModel> {
-        let loaded = checkpoint::load::<RunState>(folder, &[MODEL_FILE])?;
+        let loaded = checkpoint::load::<RunState>(folder, |state| {
+            vec![if state.settings.ema.is_some() { AVERAGE_FILE } else { MODEL_FILE }]
+        })?;
         let [(file, bytes)] =
             <[_; 1]>::try_from(loaded.files).unwrap_or_else(|_| unreachable!("one file was asked for"));
         let Settings { model, data, .. } = loaded.state.settings;
@@ -228,6 +286,17 @@ impl SavedModel {
         let values = checkpoint::from_safetensors(&self.file, &self.bytes, &checkpoint::model_values(model))?;
         Ok(checkpoint::set_model(model, values)?)
     }
+}
+
+/// The error if two schedules differ in the number of steps that they span, and in nothing else.
+fn other_total(file: &Path, own: Option<Schedule>, saved: Option<Schedule>) -> Option<ConfigError> {
+    let (own, saved) = (own?, saved?);
+    let (expected, found) = (own.total_steps()?, saved.total_steps()?);
+    (expected != found && saved.over(expected) == own).then(|| ConfigError::TotalSteps {
+        file: file.to_owned(),
+        expected,
+        found,
+    })
 }
 
 /// The saved step counts must be of the same parameters as the optimizer's.

@@ -30,6 +30,7 @@ mod own_model;
 mod planner;
 mod pointwise;
 mod ready;
+mod recipes;
 mod recorded;
 mod resnet;
 mod resume;

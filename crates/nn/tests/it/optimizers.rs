@@ -4,7 +4,7 @@ use crate::common::{
     DTYPES, assert_refused, bits, check_refused, device, init, normal, parameter, tensor, values,
 };
 use convoke_autograd::{DType, Device, Gradients, Result, Tensor};
-use convoke_kernels::optimizer::{Adadelta, AdamW, Sgd};
+use convoke_kernels::optimizer::{Adadelta, Adam, AdamW, Sgd};
 use convoke_nn::modules::{Linear, Sequential};
 use convoke_nn::{Forward, Module, Optimizer, Parameter, Rule, StepLr};
 use convoke_testkit::{Case, Failures, Golden, Tolerance, check_close, check_relative_to_max};
@@ -43,6 +43,12 @@ fn rule(case: &Case) -> Option<Rule> {
             weight_decay: number("weight_decay"),
         }),
         "adamw" => Rule::AdamW(AdamW {
+            learning_rate,
+            betas: case.numbers("betas").try_into().unwrap(),
+            eps: number("eps"),
+            weight_decay: number("weight_decay"),
+        }),
+        "adam" => Rule::Adam(Adam {
             learning_rate,
             betas: case.numbers("betas").try_into().unwrap(),
             eps: number("eps"),
@@ -106,14 +112,17 @@ fn schedules_agree_with_pytorch() {
 
 #[test]
 fn constructors_take_pytorchs_defaults() {
-    let rules = [(Rule::sgd(0.1), "sgd"), (Rule::adadelta(1.0), "adadelta"), (Rule::adamw(1e-3), "adamw")];
-    for ((rule, name), rate) in rules.into_iter().zip([0.1, 1.0, 1e-3]) {
+    let rules = [
+        (Rule::sgd(0.1), "sgd"),
+        (Rule::adadelta(1.0), "adadelta"),
+        (Rule::adamw(1e-3), "adamw"),
+        (Rule::adam(1e-3), "adam"),
+    ];
+    for ((rule, name), rate) in rules.into_iter().zip([0.1, 1.0, 1e-3, 1e-3]) {
         assert_eq!((rule.name(), rule.learning_rate()), (name, rate));
     }
     let golden = Golden::load("optimizer");
-    for (name, expected) in
-        [("sgd", Rule::sgd(0.1)), ("adadelta", Rule::adadelta(1.0)), ("adamw", Rule::adamw(1e-3))]
-    {
+    for (expected, name) in rules {
         assert_eq!(rule(golden.case(name)), Some(expected), "{name}");
     }
 }
@@ -124,6 +133,7 @@ fn numbers_out_of_range_are_refused_by_name() {
     let model = Tiny(Parameter::new(&normal(&device, DType::F32, 1, &[3])));
     let sgd = Sgd { learning_rate: 0.1, momentum: 0.9, dampening: 0.0, weight_decay: 0.0, nesterov: false };
     let adadelta = Adadelta { learning_rate: 1.0, rho: 0.9, eps: 1e-6, weight_decay: 0.0 };
+    let adam = Adam { learning_rate: 1e-3, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.0 };
     let adamw = AdamW { learning_rate: 1e-3, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.01 };
     let mut failures = Failures::new("numbers of optimizers");
     for bad in [-1e-3, f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
@@ -141,6 +151,11 @@ fn numbers_out_of_range_are_refused_by_name() {
             ("second beta", Rule::AdamW(AdamW { betas: [0.9, bad], ..adamw })),
             ("eps", Rule::AdamW(AdamW { eps: bad, ..adamw })),
             ("weight decay", Rule::AdamW(AdamW { weight_decay: bad, ..adamw })),
+            ("learning rate", Rule::Adam(Adam { learning_rate: bad, ..adam })),
+            ("first beta", Rule::Adam(Adam { betas: [bad, 0.9], ..adam })),
+            ("second beta", Rule::Adam(Adam { betas: [0.9, bad], ..adam })),
+            ("eps", Rule::Adam(Adam { eps: bad, ..adam })),
+            ("weight decay", Rule::Adam(Adam { weight_decay: bad, ..adam })),
         ];
         for (name, rule) in rules {
             let parts = [rule.name(), name, &bad.to_string(), "out of range"];
@@ -154,6 +169,8 @@ fn numbers_out_of_range_are_refused_by_name() {
         ("rho", Rule::Adadelta(Adadelta { rho: 1.5, ..adadelta })),
         ("first beta", Rule::AdamW(AdamW { betas: [1.0, 0.9], ..adamw })),
         ("second beta", Rule::AdamW(AdamW { betas: [0.9, 1.0], ..adamw })),
+        ("first beta", Rule::Adam(Adam { betas: [1.0, 0.9], ..adam })),
+        ("second beta", Rule::Adam(Adam { betas: [0.9, 1.0], ..adam })),
     ];
     for (name, rule) in over {
         failures
@@ -170,10 +187,16 @@ fn numbers_out_of_range_are_refused_by_name() {
     }
 }
 
-fn rules() -> [Rule; 4] {
+fn rules() -> [Rule; 5] {
     let momentum =
         Sgd { learning_rate: 0.1, momentum: 0.9, dampening: 0.2, weight_decay: 0.01, nesterov: false };
-    [Rule::sgd(0.1), Rule::Sgd(momentum), Rule::adadelta(1.0), Rule::adamw(0.01)]
+    [
+        Rule::sgd(0.1),
+        Rule::Sgd(momentum),
+        Rule::adadelta(1.0),
+        Rule::adamw(0.01),
+        Rule::adam(0.01).with_weight_decay(0.01),
+    ]
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Resumed runs go on bit for bit: any step, any optimizer, either mode; and nothing else is resumed.
 
 mod crashes;
-mod damaged;
+pub(crate) mod damaged;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,11 +9,11 @@ use std::path::{Path, PathBuf};
 use crate::common::{self, assert_refused, check_same_state, device, digits, parameter, snapshot, spec};
 use convoke_autograd::Tensor;
 use convoke_kernels::optimizer::{Adadelta, AdamW, Sgd};
-use convoke_nn::Rule;
 use convoke_nn::checkpoint::{self, CheckpointError};
 use convoke_nn::data::{Augmentation, DatasetInfo, InMemory, TrainTest};
 use convoke_nn::modules::ConvBnMode;
 use convoke_nn::training::{Trainer, TrainingConfig, TrainingError};
+use convoke_nn::{Rule, Schedule};
 use convoke_testkit::Failures;
 use tempfile::{TempDir, tempdir};
 
@@ -185,10 +185,11 @@ fn another_run_is_refused_by_the_setting_that_differs() {
     let sgd = Sgd { learning_rate: 0.01, momentum: 0.5, dampening: 0.0, weight_decay: 0.0, nesterov: false };
     let adamw = AdamW { learning_rate: 0.01, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.01 };
     let adadelta = Adadelta { learning_rate: 0.01, rho: 0.9, eps: 1e-6, weight_decay: 0.0 };
+    let schedule = Schedule::Step { epochs: 1, gamma: 0.5 };
     let others: [(TrainingConfig, &[&str]); 8] = [
         (TrainingConfig { batch_size: 8, ..fused() }, &["batch_size", "7", "8"]),
         (TrainingConfig { seed: 6, ..fused() }, &["seed", "5", "6"]),
-        (TrainingConfig { lr_gamma: 0.5, ..fused() }, &["lr_gamma", "0.7", "0.5"]),
+        (TrainingConfig { schedule, ..fused() }, &["schedule.step.gamma", "0.7", "0.5"]),
         (TrainingConfig { rule: Rule::sgd(0.02), ..fused() }, &["learning_rate", "0.01", "0.02"]),
         (
             TrainingConfig { rule: Rule::Sgd(sgd), ..fused() },

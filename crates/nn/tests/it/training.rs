@@ -10,7 +10,7 @@ use convoke_kernels::optimizer::Sgd;
 use convoke_nn::data::{DatasetInfo, InMemory, Targets, TrainTest};
 use convoke_nn::modules::{ConvBnMode, Keep};
 use convoke_nn::training::{Evaluation, StepReport, Trainer, TrainingConfig, TrainingError};
-use convoke_nn::{ModuleExt, Rule};
+use convoke_nn::{ModuleExt, Rule, Schedule};
 use convoke_testkit::{Tolerance, assert_close};
 
 const MODES: [ConvBnMode; 2] = [ConvBnMode::Fused, ConvBnMode::Separate];
@@ -175,8 +175,9 @@ fn seeds_decide_and_threads_hardly_matter() {
 #[test]
 fn the_learning_rate_falls_after_each_epoch() {
     let data = digits(20, 10);
-    let model = |lr_gamma: f64| {
-        let config = TrainingConfig { lr_gamma, ..config(ConvBnMode::Fused, Rule::sgd(0.01), 10) };
+    let model = |gamma: f64| {
+        let schedule = Schedule::Step { epochs: 1, gamma };
+        let config = TrainingConfig { schedule, ..config(ConvBnMode::Fused, Rule::sgd(0.01), 10) };
         let mut trainer = Trainer::new(&device(), config, data.clone()).unwrap();
         (0..2).for_each(|_| drop(trainer.step().unwrap()));
         let before = bits(&parameter(trainer.model(), "linear2.weight").value());
@@ -443,9 +444,10 @@ fn numbers_that_make_no_sense_are_refused() {
             &["sgd", "learning rate", &rate.to_string()],
         );
     }
-    for lr_gamma in [f64::NAN, f64::INFINITY, -0.5] {
-        let config = TrainingConfig { lr_gamma, ..config(ConvBnMode::Fused, Rule::sgd(0.1), 4) };
-        refused(config, data.clone(), &["lr_gamma", &lr_gamma.to_string()]);
+    for gamma in [f64::NAN, f64::INFINITY, -0.5] {
+        let schedule = Schedule::Step { epochs: 1, gamma };
+        let config = TrainingConfig { schedule, ..config(ConvBnMode::Fused, Rule::sgd(0.1), 4) };
+        refused(config, data.clone(), &["lr_gamma", &gamma.to_string()]);
     }
 }
 

@@ -316,7 +316,7 @@ fn optimizer_cases_are_complete() {
         let options: &[&str] = match optimizer.as_str().unwrap() {
             "sgd" => &["momentum", "dampening", "weight_decay"],
             "adadelta" => &["rho", "eps", "weight_decay"],
-            "adamw" => &["eps", "weight_decay"],
+            "adam" | "adamw" => &["eps", "weight_decay"],
             other => return Err(format!("unknown optimizer {other}")),
         };
         for option in options {

@@ -6,6 +6,7 @@ pub(crate) mod memory;
 pub(crate) mod optimizer;
 pub(crate) mod problems;
 pub(crate) mod ranks;
+pub(crate) mod recipe;
 pub(crate) mod run;
 pub(crate) mod threads;
 pub(crate) mod tuning;

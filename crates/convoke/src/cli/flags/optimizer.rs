@@ -8,6 +8,7 @@ pub(crate) enum OptimizerName {
     Adadelta,
     Sgd,
     Adamw,
+    Adam,
 }
 
 /// The rule of an optimizer, with this learning rate or its default one; all else is as without more flags.
@@ -16,5 +17,6 @@ pub(crate) fn rule(optimizer: OptimizerName, learning_rate: Option<f64>) -> Rule
         OptimizerName::Adadelta => Rule::adadelta(learning_rate.unwrap_or(1.0)),
         OptimizerName::Sgd => Rule::sgd(learning_rate.unwrap_or(0.01)),
         OptimizerName::Adamw => Rule::adamw(learning_rate.unwrap_or(0.001)),
+        OptimizerName::Adam => Rule::adam(learning_rate.unwrap_or(0.001)),
     }
 }

@@ -13,6 +13,7 @@ use clap::{Args, ValueEnum, value_parser};
 use super::memory::MemoryArgs;
 use super::optimizer::{OptimizerName, rule};
 use super::ranks::RankArgs;
+use super::recipe::RecipeArgs;
 use super::tuning::TuningArgs;
 use super::values::{ImageSize, image_size, not_negative, positive, share};
 
@@ -90,25 +91,24 @@ pub(crate) struct RunArgs {
     #[arg(long, value_enum, default_value_t = OptimizerName::Adadelta, help_heading = "Training")]
     pub(crate) optimizer: OptimizerName,
 
-    /// Learning rate of the first epoch [default: adadelta 1, sgd 0.01, adamw 0.001].
+    /// Learning rate that the schedule starts from, or rises to [default: adadelta 1, sgd 0.01, adamw and adam 0.001].
     #[arg(long, value_name = "X", value_parser = positive, help_heading = "Training")]
     pub(crate) lr: Option<f64>,
-
-    /// What the learning rate is multiplied by after each epoch.
-    #[arg(long, value_name = "X", default_value_t = 0.7, value_parser = positive, help_heading = "Training")]
-    pub(crate) lr_gamma: f64,
 
     /// Momentum of sgd.
     #[arg(long, value_name = "X", default_value_t = 0.9, value_parser = not_negative, help_heading = "Training")]
     pub(crate) momentum: f64,
 
-    /// L2 penalty of sgd and adadelta, decoupled decay of adamw [default: adamw 0.01, others 0].
+    /// L2 penalty of sgd, adadelta and adam, decoupled decay of adamw [default: adamw 0.01, others 0].
     #[arg(long, value_name = "X", value_parser = not_negative, help_heading = "Training")]
     pub(crate) weight_decay: Option<f64>,
 
     /// What part of each label is spread over all classes: 0 to 1.
     #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = not_negative, help_heading = "Training")]
     pub(crate) label_smoothing: f64,
+
+    #[command(flatten)]
+    pub(crate) recipe: RecipeArgs,
 
     /// Seed of starting values, data order, dropout, and of generated data sets.
     #[arg(long, value_name = "N", default_value_t = 1, help_heading = "Training")]
@@ -163,9 +163,14 @@ impl RunArgs {
         }
     }
 
-    /// The model's own objective, with smoothed labels if that is asked for.
+    /// The model's own objective, with smoothed labels and class weights if they are asked for.
     pub(crate) fn objective(&self) -> Result<Objective> {
-        let own = self.model().objective();
+        let mut own = self.model().objective();
+        if let Some(weights) = &self.recipe.class_weights {
+            own = own
+                .with_class_weights(weights.clone())
+                .map_err(|error| Failure::Usage(format!("--class-weights: {error}")))?;
+        }
         match self.label_smoothing {
             0.0 => Ok(own),
             smoothing => own
@@ -178,6 +183,7 @@ impl RunArgs {
         let mut rule = rule(self.optimizer, self.lr);
         if let Rule::Sgd(sgd) = &mut rule {
             sgd.momentum = self.momentum;
+            sgd.nesterov = self.recipe.nesterov;
         }
         match self.weight_decay {
             Some(weight_decay) => rule.with_weight_decay(weight_decay),

@@ -7,7 +7,7 @@ use convoke_nn::data::{self, TrainTest};
 use convoke_nn::models::{ModelSpec, Models};
 use convoke_nn::modules::{ConvBn2d, ConvBnMode};
 use convoke_nn::training::TrainingConfig;
-use convoke_nn::{Buffer, Counter, Init, Module, ModuleExt, Parameter, Rule, State};
+use convoke_nn::{Buffer, Counter, Init, Module, ModuleExt, Parameter, Rule, Schedule, State};
 use convoke_testkit::{Case, formula_fill_around};
 
 pub(crate) use convoke_testkit::{assert_refused, check_refused};
@@ -106,7 +106,8 @@ pub(crate) fn spec(name: &str) -> ModelSpec {
 
 /// A run from seed 5, with images as they are.
 pub(crate) fn config(model: ModelSpec, conv_bn: ConvBnMode, rule: Rule, batch_size: usize) -> TrainingConfig {
-    TrainingConfig { conv_bn, rule, lr_gamma: 0.7, batch_size, seed: 5, ..TrainingConfig::new(model) }
+    let schedule = Schedule::Step { epochs: 1, gamma: 0.7 };
+    TrainingConfig { conv_bn, rule, schedule, batch_size, seed: 5, ..TrainingConfig::new(model) }
 }
 
 /// The gradient of every parameter, with its path.

@@ -29,7 +29,7 @@ fn a_cut_off_manifest_is_refused() {
 }
 
 /// The text of a manifest, with the checksum that it needs.
-fn sealed(manifest: &Value) -> String {
+pub(crate) fn sealed(manifest: &Value) -> String {
     let mut manifest = manifest.clone();
     manifest.as_object_mut().unwrap().remove("sha256");
     let rest = serde_json::to_string_pretty(&manifest).unwrap();

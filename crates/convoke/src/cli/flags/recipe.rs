@@ -1,0 +1,172 @@
+//! How a run trains besides its optimizer: schedule, parameter groups, clipping, averaging of weights, class weights.
+
+use crate::nn::{Decay, ParameterRules, Schedule};
+use clap::{Args, ValueEnum, value_parser};
+
+use super::optimizer::OptimizerName;
+use super::values::{name, not_negative, positive, share};
+use crate::cli::failure::{Failure, Result};
+
+#[derive(Args)]
+pub(crate) struct RecipeArgs {
+    /// How the learning rate changes. Cosine and one-cycle span the whole run, so it resumes only with the same number of steps.
+    #[arg(long, value_enum, default_value_t = ScheduleName::Step, help_heading = "Training")]
+    pub(crate) schedule: ScheduleName,
+
+    /// What the schedule step multiplies the learning rate by after each epoch, or every --lr-step epochs [default: 0.7].
+    #[arg(long, value_name = "X", value_parser = positive, help_heading = "Training")]
+    pub(crate) lr_gamma: Option<f64>,
+
+    /// Epochs between the changes of the schedule step [default: 1].
+    #[arg(long, value_name = "EPOCHS", value_parser = value_parser!(u32).range(1..), help_heading = "Training")]
+    pub(crate) lr_step: Option<u32>,
+
+    /// Let the learning rate rise linearly over the first steps, to what the schedule begins with.
+    #[arg(long, value_name = "STEPS", default_value_t = 0, help_heading = "Training")]
+    pub(crate) warmup: u64,
+
+    /// Learning rate of the last layer [default: that of the others]; the schedule applies to both.
+    #[arg(long, value_name = "X", value_parser = positive, help_heading = "Training")]
+    pub(crate) head_lr: Option<f64>,
+
+    /// Nesterov momentum, for sgd with a momentum.
+    #[arg(long, help_heading = "Training")]
+    pub(crate) nesterov: bool,
+
+    /// What --weight-decay applies to.
+    #[arg(long, value_enum, default_value_t = DecayName::All, help_heading = "Training")]
+    pub(crate) decay: DecayName,
+
+    /// Do not train the parameters of this name or below it: layer1, layer1.0.conv1.weight, '*.bias'; `*` is any text. Can be
+    /// repeated. Running statistics of frozen layers still move, unless --freeze-bn is given.
+    #[arg(long, value_name = "PATTERN", help_heading = "Training")]
+    pub(crate) freeze: Vec<String>,
+
+    /// Keep batch norms as they are: they use their running statistics in training too, and their weights are not trained.
+    #[arg(long, help_heading = "Training")]
+    pub(crate) freeze_bn: bool,
+
+    /// Scale the gradients of a step down to this norm, taken over all of them, if it is larger.
+    #[arg(long, value_name = "X", value_parser = positive, help_heading = "Training")]
+    pub(crate) clip_norm: Option<f64>,
+
+    /// Evaluate with an exponential moving average of the weights, with this decay for each step: 0.999.
+    #[arg(long, value_name = "DECAY", value_parser = share, help_heading = "Training")]
+    pub(crate) ema: Option<f64>,
+
+    /// The weight of each class in the loss, in the order of the classes: 1,2.5,1.
+    #[arg(
+        long,
+        value_name = "X,X,...",
+        value_delimiter = ',',
+        value_parser = not_negative,
+        help_heading = "Training"
+    )]
+    pub(crate) class_weights: Option<Vec<f64>>,
+}
+
+impl RecipeArgs {
+    /// The schedule of a run of this many steps.
+    pub(crate) fn schedule(&self, steps: u64) -> Schedule {
+        match self.schedule {
+            ScheduleName::Constant => Schedule::Constant,
+            ScheduleName::Step => Schedule::Step {
+                epochs: self.lr_step.unwrap_or(1) as usize,
+                gamma: self.lr_gamma.unwrap_or(0.7),
+            },
+            ScheduleName::Cosine => Schedule::Cosine { steps, final_fraction: 0.0 },
+            ScheduleName::OneCycle => Schedule::OneCycle { steps },
+        }
+    }
+
+    pub(crate) fn parameters(&self) -> ParameterRules {
+        ParameterRules {
+            decay: match self.decay {
+                DecayName::All => Decay::All,
+                DecayName::Weights => Decay::Weights,
+            },
+            head_lr: self.head_lr,
+            freeze: self.freeze.clone(),
+            freeze_bn: self.freeze_bn,
+        }
+    }
+
+    /// Fails if a flag does not fit another one; `momentum` is that of sgd.
+    pub(crate) fn check(&self, optimizer: OptimizerName, momentum: f64) -> Result<()> {
+        let refuse = |message: String| Err(Failure::Usage(message));
+        if self.nesterov && optimizer != OptimizerName::Sgd {
+            let optimizer = name(optimizer);
+            return refuse(format!(
+                "--nesterov: {optimizer} has no momentum of this kind: add --optimizer sgd, or leave it out"
+            ));
+        }
+        if self.nesterov && momentum == 0.0 {
+            return refuse(
+                "--nesterov: it looks ahead along the momentum, so --momentum must be above 0".into(),
+            );
+        }
+        let of_step = [("--lr-gamma", self.lr_gamma.is_some()), ("--lr-step", self.lr_step.is_some())];
+        match of_step.iter().find(|(_, given)| *given && self.schedule != ScheduleName::Step) {
+            Some((flag, _)) => refuse(format!(
+                "{flag}: only the schedule step has it, not {}: leave one of them out",
+                name(self.schedule)
+            )),
+            None => Ok(()),
+        }
+    }
+
+    /// The flags by name and as text, for ranks to compare.
+    pub(crate) fn settings(&self) -> Vec<(&'static str, String)> {
+        let RecipeArgs {
+            schedule,
+            lr_gamma,
+            lr_step,
+            warmup,
+            head_lr,
+            nesterov,
+            decay,
+            freeze,
+            freeze_bn,
+            clip_norm,
+            ema,
+            class_weights,
+        } = self;
+        fn given(value: &Option<impl std::fmt::Debug>) -> String {
+            value.as_ref().map_or_else(|| "not given".into(), |value| format!("{value:?}"))
+        }
+        vec![
+            ("--schedule", name(*schedule)),
+            ("--lr-gamma", given(lr_gamma)),
+            ("--lr-step", given(lr_step)),
+            ("--warmup", warmup.to_string()),
+            ("--head-lr", given(head_lr)),
+            ("--nesterov", nesterov.to_string()),
+            ("--decay", name(*decay)),
+            ("--freeze", format!("{freeze:?}")),
+            ("--freeze-bn", freeze_bn.to_string()),
+            ("--clip-norm", given(clip_norm)),
+            ("--ema", given(ema)),
+            ("--class-weights", given(class_weights)),
+        ]
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum ScheduleName {
+    /// The same learning rate in all steps.
+    Constant,
+    /// Multiplied by --lr-gamma every --lr-step epochs.
+    Step,
+    /// Half a cosine from --lr down to 0, step by step.
+    Cosine,
+    /// Up to --lr from a 25th of it in the first 30 % of the steps, then down to nearly 0, both along half a cosine.
+    OneCycle,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DecayName {
+    /// All parameters.
+    All,
+    /// The weights of convolutions and linear layers, but no biases, and nothing of normalizations.
+    Weights,
+}
