@@ -1,7 +1,7 @@
 # What CI runs is in .ci/run. Targets select all packages, as `cargo test` does: with a single one the crates below it would have
 # other features, and the kernels would be built again, which takes minutes.
 
-.PHONY: check test wrapping browser external onnx mpi python format lint docs light package smoke model fuzz fuzz-check sanitize goldens bench-peers accuracy-peers
+.PHONY: check test wrapping browser external onnx tensorboard mpi python format lint docs light package smoke model fuzz fuzz-check sanitize goldens bench-peers accuracy-peers
 
 check: test wrapping format lint docs light smoke
 
@@ -110,6 +110,13 @@ onnx:
 	rm -rf target/onnx && mkdir -p target/onnx
 	CONVOKE_ONNX_WRITE=$(CURDIR)/target/onnx cargo test --test it -- are_written_for
 	$(PYTHON) tools/check_onnx.py target/onnx
+
+# Reads what --tensorboard writes with TensorBoard's own reader. PYTHON must have tensorboard.
+tensorboard:
+	cargo build --release --bins --examples
+	rm -rf target/tensorboard && mkdir -p target
+	target/release/convoke train --data digits --epochs 2 --batch-size 500 --tensorboard target/tensorboard --json target/tensorboard.json
+	$(PYTHON) tools/check_tensorboard.py target/tensorboard target/tensorboard.json
 
 # Rewrites the golden files; PYTHON must have torch, numpy, tensorflow-cpu and onnx.
 PYTHON ?= python3

@@ -495,7 +495,12 @@ impl Trainer {
 
     /// The learning rate of the next step, other than that of the last layer if it has its own.
     pub fn learning_rate(&self) -> f64 {
-        let (step, steps_per_epoch) = (self.steps(), self.batches_per_epoch());
+        self.learning_rate_of(self.steps())
+    }
+
+    /// The same of any step, from 0.
+    pub fn learning_rate_of(&self, step: u64) -> f64 {
+        let steps_per_epoch = self.batches_per_epoch();
         let point = SchedulePoint { step, steps_per_epoch, warmup_steps: self.config.warmup_steps };
         self.config.rule.learning_rate() * self.config.schedule.factor(&point)
     }

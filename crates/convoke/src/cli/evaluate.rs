@@ -10,15 +10,15 @@ use serde::Serialize;
 
 use crate::nn::data::photos::{self, Normalisation, PhotoSettings};
 use crate::nn::data::{DataError, Dataset, DatasetInfo, DatasetSpec, LoadOptions, PhotoOrigin, Sample};
-use crate::nn::metrics::Confusion;
 use crate::nn::training::{Evaluation, EvaluationOptions, evaluate};
 
 use super::console::Console;
 use super::failure::{Failure, Result};
 use super::flags::using::UsingArgs;
 use super::in_use::InUse;
+use super::quality::{ClassResults, Judged, percent};
 use super::registry::{Data, data_parser, datasets};
-use super::{dataset, json, places, text};
+use super::{dataset, json, output, page, places, text};
 
 /// Which model is judged on which data.
 #[derive(Args)]
@@ -46,6 +46,11 @@ pub(crate) struct EvaluateArgs {
 
     #[command(flatten)]
     using: UsingArgs,
+
+    /// Write a page with the results for each class, the confusion matrix and the images with the highest loss, as one
+    /// self-contained file.
+    #[arg(long, value_name = "FILE.html")]
+    report: Option<PathBuf>,
 }
 
 /// The JSON of the results.
@@ -64,22 +69,9 @@ struct Results<'a> {
     version: &'static str,
 }
 
-/// The results for one class.
-#[derive(Serialize)]
-struct ClassResults {
-    name: String,
-    /// Images or pixels of this class.
-    count: u64,
-    /// The share of these that the model found; none if there are none.
-    recall: Option<f64>,
-    /// The share of what it took for this class that was of it; none if it took nothing for it.
-    precision: Option<f64>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    iou: Option<f64>,
-}
-
 pub(crate) fn run(args: &EvaluateArgs) -> Result<()> {
     json::check(args.using.json.as_deref())?;
+    output::check("--report", args.report.as_deref())?;
     let console = Console::new()?;
     let model = InUse::open(&args.model, &args.using, &console)?;
     let (name, data) = load(args, &model, &console)?;
@@ -100,47 +92,42 @@ pub(crate) fn run(args: &EvaluateArgs) -> Result<()> {
     let Some(evaluation) = found.map_err(Failure::of_training)? else {
         return Err(Failure::Run("interrupted".into()));
     };
-    let classes =
-        evaluation.confusion.as_ref().map_or_else(Vec::new, |confusion| of_classes(&model, confusion));
+    let judged = Judged { evaluation, data: data.clone(), class_names: model.model.card.class_names.clone() };
+    let evaluation = &judged.evaluation;
     let title = format!("{} on {name}, {} images", escaped(&model.model.name), text::thousands(data.len()));
-    console.say(&format!("{title}\n\n{}", table(&evaluation, &classes)), args.using.json.as_deref())?;
-    let Some(file) = &args.using.json else { return Ok(()) };
-    let counts = evaluation.confusion.as_ref().map(|confusion| (confusion.counts(), confusion.classes()));
-    json::write_value(
-        file,
-        &Results {
-            model: model.model.name.clone(),
-            data: &name,
-            images: data.len(),
-            loss: evaluation.loss,
-            accuracy: evaluation.accuracy,
-            top5_accuracy: evaluation.top5_accuracy,
-            mean_iou: evaluation.mean_iou,
-            classes,
-            confusion: counts.map_or_else(Vec::new, |(counts, classes)| counts.chunks(classes).collect()),
-            version: env!("CARGO_PKG_VERSION"),
-        },
-    )
+    let (summary, classes) = (rows(evaluation), judged.rows());
+    let between = if classes.is_empty() { "" } else { "\n" };
+    let tables = format!("{}{between}{}", text::align(&summary), text::align(&classes));
+    console.say(&format!("{title}\n\n{tables}"), args.using.json.as_deref())?;
+    let reported = args.report.as_deref().map_or(Ok(()), |file| {
+        let heading = vec![vec![String::new(), String::new()]];
+        let table = page::table(&[heading, summary].concat());
+        let body = format!("{table}\n{}{}", judged.sections(), page::provenance(&[]));
+        output::write("--report", file, page::document(&title, &body).as_bytes())
+    });
+    let json = args.using.json.as_deref().map_or(Ok(()), |file| {
+        let counts = evaluation.confusion.as_ref().map(|confusion| (confusion.counts(), confusion.classes()));
+        json::write_value(
+            file,
+            &Results {
+                model: model.model.name.clone(),
+                data: &name,
+                images: data.len(),
+                loss: evaluation.loss,
+                accuracy: evaluation.accuracy,
+                top5_accuracy: evaluation.top5_accuracy,
+                mean_iou: evaluation.mean_iou,
+                classes: judged.classes(),
+                confusion: counts.map_or_else(Vec::new, |(counts, classes)| counts.chunks(classes).collect()),
+                version: env!("CARGO_PKG_VERSION"),
+            },
+        )
+    });
+    reported.and(json)
 }
 
-fn of_classes(model: &InUse, confusion: &Confusion) -> Vec<ClassResults> {
-    let (labelled, recall, precision) = (confusion.labelled(), confusion.recall(), confusion.precision());
-    let iou = confusion.iou();
-    let of_pixels = model.info().targets.are_of_pixels();
-    let of = |class: usize| ClassResults {
-        name: model.model.card.class_name(class).into_owned(),
-        count: u64::try_from(labelled[class]).unwrap_or(u64::MAX),
-        recall: recall[class],
-        precision: precision[class],
-        iou: iou[class].filter(|_| of_pixels),
-    };
-    (0..confusion.classes()).map(of).collect()
-}
-
-/// The results for a terminal.
-fn table(evaluation: &Evaluation, classes: &[ClassResults]) -> String {
-    let percent = |share: f64| format!("{:.2} %", 100.0 * share);
-    let optional = |share: Option<f64>| share.map_or_else(|| "-".into(), percent);
+/// The results as a table of names and values.
+fn rows(evaluation: &Evaluation) -> Vec<Vec<String>> {
     let mut rows = vec![vec!["loss".to_owned(), format!("{:.4}", evaluation.loss)]];
     let shares = [
         ("accuracy", evaluation.accuracy),
@@ -151,27 +138,7 @@ fn table(evaluation: &Evaluation, classes: &[ClassResults]) -> String {
         rows.extend(share.map(|share| vec![name.to_owned(), percent(share)]));
     }
     rows.extend(evaluation.metrics.iter().map(|(name, value)| vec![name.clone(), format!("{value:.4}")]));
-    let mut text = text::align(&rows);
-    if classes.is_empty() {
-        return text;
-    }
-    let has_iou = classes.iter().any(|class| class.iou.is_some());
-    let heading = ["class", "count", "recall", "precision", "IoU"];
-    let heading = heading.iter().take(if has_iou { 5 } else { 4 });
-    let mut rows = vec![heading.map(|&cell| cell.to_owned()).collect::<Vec<_>>()];
-    for class in classes {
-        let mut row = vec![
-            escaped(&class.name).to_string(),
-            text::thousands(class.count as usize),
-            optional(class.recall),
-            optional(class.precision),
-        ];
-        row.extend(has_iou.then(|| optional(class.iou)));
-        rows.push(row);
-    }
-    text.push('\n');
-    text.push_str(&text::align(&rows));
-    text
+    rows
 }
 
 /// The data to judge the model on, as the model takes it, and its name with that of its part.

@@ -54,6 +54,11 @@ pub(crate) struct KeepArgs {
     #[arg(long, value_name = "EPOCHS", value_parser = value_parser!(u32).range(1..), help_heading = "Training")]
     pub(crate) patience: Option<u32>,
 
+    /// Write losses, learning rate, speed and the results of validation as TensorBoard reads them, and at the end the images with the
+    /// highest loss; look at them with `tensorboard --logdir DIR`.
+    #[arg(long, value_name = "DIR", help_heading = "Output")]
+    pub(crate) tensorboard: Option<PathBuf>,
+
     /// End the run after this time, as if its steps were done: 90s, 30m, 2h.
     #[arg(long, value_name = "TIME", value_parser = time, help_heading = "Training")]
     pub(crate) time_limit: Option<Duration>,
@@ -83,6 +88,8 @@ struct EpochMetrics {
     epoch: usize,
     /// Steps until its end.
     steps: usize,
+    /// That of its last step.
+    learning_rate: f64,
     /// The mean over the epoch's steps.
     train_loss: f64,
     validation_loss: f64,
@@ -172,6 +179,7 @@ fn lines(trainer: &Trainer, metric: Metric) -> Result<String> {
         let epoch = EpochMetrics {
             epoch: validation.epoch,
             steps,
+            learning_rate: trainer.learning_rate_of((steps as u64).saturating_sub(1)),
             train_loss: losses.iter().sum::<f64>() / losses.len() as f64,
             validation_loss: validation.loss,
             accuracy: validation.accuracy,

@@ -2,6 +2,10 @@
 
 use convoke_files::escaped;
 
+use crate::Isa;
+
+use super::system;
+
 const STYLE: &str = include_str!("report.css");
 
 /// A whole page with this title, style and footer included.
@@ -14,6 +18,22 @@ pub(crate) fn document(title: &str, body: &str) -> String {
          <title>convoke: {title}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n\
          <h1>{title}</h1>\n{body}<footer>convoke {version}</footer>\n</body>\n</html>\n"
     )
+}
+
+/// Where, when and by which command a page was made, and with which settings: name and value of each.
+pub(crate) fn provenance(settings: &[(&str, String)]) -> String {
+    let mut rows = vec![vec![String::new(), String::new()]];
+    rows.extend(settings.iter().map(|(name, value)| vec![(*name).to_owned(), value.clone()]));
+    let own = [
+        ("CPU", system::cpu_name().unwrap_or_else(|| "unknown".into())),
+        ("instruction set", Isa::detect().to_string()),
+        ("date", system::now()),
+        ("version", env!("CARGO_PKG_VERSION").into()),
+    ];
+    rows.extend(own.into_iter().map(|(name, value)| vec![name.to_owned(), value]));
+    let words = std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>();
+    let command = shlex::try_join(words.iter().map(String::as_str)).unwrap_or_else(|_| words.join(" "));
+    format!("<h2>Made with</h2>\n{}\n<pre>{}</pre>\n", table(&rows), escape(&command))
 }
 
 /// The cells as HTML; a single run needs no heading. Cells that list something may take several lines.

@@ -3,12 +3,14 @@
 use std::collections::BTreeMap;
 
 use crate::nn::ModuleExt;
+use crate::nn::data::Datasets;
 use crate::nn::planner::MemoryPlan;
 use crate::nn::training::{
     Evaluation, StepReport, StepTimeline, Trainer, TrainingConfig, TrainingError, Validation,
 };
 use serde::Serialize;
 
+use super::quality::Judged;
 use super::system;
 
 /// One run; the serialized fields are the contract of `--json`.
@@ -51,31 +53,37 @@ pub(crate) struct RunRecord {
     pub(crate) memory_plan: Option<MemoryPlan>,
     /// The most resident memory of the process so far, whatever it was for; none if the system does not report it.
     pub(crate) process_peak_bytes: Option<u64>,
+    /// That of each step.
+    #[serde(skip)]
+    pub(crate) learning_rates: Vec<f64>,
     #[serde(skip)]
     pub(crate) timeline: Option<StepTimeline>,
+    /// The results on the test set, for the page.
+    #[serde(skip)]
+    pub(crate) judged: Option<Judged>,
 }
 
 /// The results on the test set after an epoch.
 #[derive(Serialize)]
 pub(crate) struct ValidationRecord {
-    epoch: usize,
-    loss: f64,
-    accuracy: Option<f64>,
-    mean_iou: Option<f64>,
+    pub(crate) epoch: usize,
+    pub(crate) loss: f64,
+    pub(crate) accuracy: Option<f64>,
+    pub(crate) top5_accuracy: Option<f64>,
+    pub(crate) mean_iou: Option<f64>,
 }
 
 impl From<&Validation> for ValidationRecord {
     fn from(validation: &Validation) -> ValidationRecord {
-        let Validation { epoch, loss, accuracy, mean_iou, .. } = *validation;
-        ValidationRecord { epoch, loss, accuracy, mean_iou }
+        let Validation { epoch, loss, accuracy, top5_accuracy, mean_iou, .. } = *validation;
+        ValidationRecord { epoch, loss, accuracy, top5_accuracy, mean_iou }
     }
 }
 
 /// What belongs into a run's record besides its steps.
 pub(crate) struct Finished<'a> {
     pub(crate) config: &'a TrainingConfig,
-    /// The name of the data set.
-    pub(crate) data: &'a str,
+    pub(crate) data: &'a Datasets,
     pub(crate) trainer: &'a Trainer,
     /// How many threads its kernels use.
     pub(crate) threads: usize,
@@ -131,18 +139,20 @@ impl Recorder {
         let rates = rates.into_iter().flatten().map(|rate| Some(rate).filter(|rate| rate.is_finite()));
         Ok(RunRecord {
             conv_bn: config.conv_bn.to_string(),
-            data: data.into(),
+            data: data.train.info().name.clone(),
             model: config.model.to_string(),
             batch_size: config.batch_size,
             ranks: trainer.communicator().world_size(),
             sync_bn: config.sync_bn,
             train_loss: trainer.losses().to_vec(),
+            learning_rates: (0..trainer.steps()).map(|step| trainer.learning_rate_of(step)).collect(),
             validation: trainer.validations().iter().map(ValidationRecord::from).collect(),
             test_loss: evaluation.as_ref().map(|evaluation| evaluation.loss),
             test_accuracy: evaluation.as_ref().and_then(|evaluation| evaluation.accuracy),
             test_mean_iou: evaluation.as_ref().and_then(|evaluation| evaluation.mean_iou),
             test_metrics: evaluation
-                .map_or_else(BTreeMap::new, |evaluation| evaluation.metrics.into_iter().collect()),
+                .as_ref()
+                .map_or_else(BTreeMap::new, |evaluation| evaluation.metrics.iter().cloned().collect()),
             step_seconds_median: median(self.seconds),
             images_per_second: median(self.rates),
             bytes_end_of_forward: self.bytes_end_of_forward,
@@ -159,6 +169,11 @@ impl Recorder {
             memory_plan,
             process_peak_bytes: system::process_peak_bytes(),
             timeline: self.timeline,
+            judged: evaluation.map(|evaluation| Judged {
+                evaluation,
+                data: data.test.clone(),
+                class_names: data.train.class_names().to_vec(),
+            }),
         })
     }
 }

@@ -4,8 +4,9 @@ use std::path::Path;
 
 use super::chart::{Axis, Chart, Line};
 use super::failure::Result;
-use super::page::{document, escape, legend, table};
-use super::record::RunRecord;
+use super::page::{document, escape, legend, provenance, table};
+use super::quality::Judged;
+use super::record::{RunRecord, ValidationRecord};
 use super::{output, summary, text};
 
 /// If there are more losses than this, neighbours are averaged: a line is 636 units wide, and losses of single batches scatter.
@@ -18,7 +19,29 @@ pub(crate) fn write(flag: &str, file: &Path, runs: &[RunRecord]) -> Result<()> {
 
 fn page(runs: &[RunRecord]) -> String {
     let table = table(&summary::rows(runs));
-    document(&summary::title(&runs[0]), &format!("{table}\n{}{}", loss(runs), memory(runs)))
+    let judged: String = match runs {
+        [run] => run.judged.as_ref().map_or_else(String::new, Judged::sections),
+        // Both runs compute the same.
+        _ => String::new(),
+    };
+    let settings = [
+        ("optimizer", runs[0].optimizer.to_owned()),
+        ("learning rate", format!("{}", runs[0].learning_rate)),
+        ("batch size", runs[0].batch_size.to_string()),
+        ("seed", runs[0].seed.to_string()),
+        ("threads", runs[0].threads.to_string()),
+    ];
+    let body = [
+        table,
+        loss(runs),
+        validation(&runs[0]),
+        learning_rate(&runs[0]),
+        judged,
+        memory(runs),
+        provenance(&settings),
+    ]
+    .join("\n");
+    document(&summary::title(&runs[0]), &body)
 }
 
 fn loss(runs: &[RunRecord]) -> String {
@@ -56,6 +79,57 @@ fn loss(runs: &[RunRecord]) -> String {
     let pair = if runs.len() > 1 { " class=\"pair\"" } else { "" };
     let names = legend(runs.iter().map(|run| (escape(&run.conv_bn), escape(&run.conv_bn))));
     format!("<h2>Training loss</h2>\n{names}\n<figure{pair}>\n{}\n</figure>\n{note}", chart.svg())
+}
+
+/// The learning rate of each step, if it changes.
+fn learning_rate(run: &RunRecord) -> String {
+    let rates = &run.learning_rates;
+    if rates.windows(2).all(|pair| pair[0] == pair[1]) {
+        return String::new();
+    }
+    let every = rates.len().div_ceil(MOST_POINTS).max(1);
+    let points = (0..rates.len()).step_by(every).map(|step| (step as f64 + 1.0, rates[step])).collect();
+    let most = rates.iter().copied().fold(0.0, f64::max);
+    let chart = Chart {
+        title: "learning rate by step",
+        x: Axis { name: "step", from: 0.0, to: up_from_zero(rates.len() as f64), logarithmic: false },
+        y: Axis { name: "learning rate", from: 0.0, to: up_from_zero(1.05 * most), logarithmic: false },
+        lines: vec![Line { class: escape(&run.conv_bn), points, dots: Vec::new() }],
+        filled: false,
+        divide: None,
+    };
+    format!("<h2>Learning rate</h2>\n<figure>\n{}\n</figure>\n", chart.svg())
+}
+
+/// Loss, accuracy and mean IoU on the validation images after each epoch, where there were two epochs or more.
+fn validation(run: &RunRecord) -> String {
+    let epochs = &run.validation;
+    let (Some(first), Some(last)) = (epochs.first(), epochs.last().filter(|_| epochs.len() > 1)) else {
+        return String::new();
+    };
+    let curve = |name: &str, value: &dyn Fn(&ValidationRecord) -> Option<f64>| {
+        let points: Vec<(f64, f64)> =
+            epochs.iter().map(|of| (of.epoch as f64, value(of).unwrap_or(f64::NAN))).collect();
+        let most = points.iter().map(|point| point.1).filter(|y| y.is_finite()).reduce(f64::max);
+        // Nothing is drawn of what such data does not have.
+        let Some(most) = most else { return String::new() };
+        let chart = Chart {
+            title: &format!("{name} by epoch"),
+            x: Axis { name: "epoch", from: first.epoch as f64, to: last.epoch as f64, logarithmic: false },
+            y: Axis { name, from: 0.0, to: up_from_zero(1.05 * most), logarithmic: false },
+            lines: vec![Line { class: escape(&run.conv_bn), points, dots: Vec::new() }],
+            filled: false,
+            divide: None,
+        };
+        format!("<figure>\n{}\n</figure>\n", chart.svg())
+    };
+    let percent = |share: Option<f64>| share.map(|share| 100.0 * share);
+    let curves = [
+        curve("validation loss", &|of| Some(of.loss)),
+        curve("accuracy in %", &|of| percent(of.accuracy)),
+        curve("mean IoU in %", &|of| percent(of.mean_iou)),
+    ];
+    format!("<h2>Validation</h2>\n{}", curves.concat())
 }
 
 /// The bytes in use over one step; runs are aligned at the end of their forward passes.

@@ -21,6 +21,7 @@ use super::memory_plan::{self, Job};
 use super::model_folder::{self, KeepArgs, Metric, ModelFolder};
 use super::ranks::Rank;
 use super::record::{Finished, Recorder, RunRecord};
+use super::tensorboard::EventWriter;
 use super::{dataset, json, output, report, summary};
 
 /// One run with what it has recorded: `train` has one, `compare` two.
@@ -46,6 +47,8 @@ pub(crate) struct Session {
 struct Keep {
     /// On the first rank only.
     folder: Option<ModelFolder>,
+    /// On the first rank only.
+    board: Option<EventWriter>,
     metric: Metric,
     patience: Option<usize>,
     deadline: Option<Instant>,
@@ -102,7 +105,7 @@ impl Session {
             _ => Trainer::new(&device, config.clone(), rank.data.clone()).map_err(Failure::of_training),
         };
         // Reading a run, or timing blocks for a plan, may take longer than the other ranks' timeout.
-        let (trainer, plan) = rank.while_others_wait(|| -> Result<_> {
+        let (trainer, plan, board) = rank.while_others_wait(|| -> Result<_> {
             let mut trainer = new()?;
             if let Some(workers) = args.workers {
                 trainer.set_workers(workers.into()).map_err(Failure::of_training)?;
@@ -121,7 +124,9 @@ impl Session {
             if let Some(folder) = &folder {
                 folder.begin(&trainer)?;
             }
-            Ok((trainer, plan))
+            let board = keep.and_then(|keep| keep.tensorboard.as_deref()).filter(|_| rank.is_first());
+            let board = board.map(|folder| EventWriter::new(folder, trainer.steps() + 1)).transpose()?;
+            Ok((trainer, plan, board))
         })??;
         Ok(Session {
             trainer: trainer
@@ -137,6 +142,7 @@ impl Session {
             saved: Cell::new(false),
             keep: keep.zip(metric).map(|(keep, metric)| Keep {
                 folder,
+                board,
                 metric,
                 patience: keep.patience.map(|epochs| epochs as usize),
                 deadline,
@@ -186,6 +192,15 @@ impl Session {
         self.keep.as_mut()?.folder.take()
     }
 
+    /// The file of `--tensorboard`, on the first rank.
+    pub(crate) fn take_board(&mut self) -> Option<EventWriter> {
+        self.keep.as_mut()?.board.take()
+    }
+
+    fn board(&mut self) -> Option<&mut EventWriter> {
+        self.keep.as_mut()?.board.as_mut()
+    }
+
     fn total_steps(&self, args: &RunArgs) -> u64 {
         total_steps(args, self.trainer.batches_per_epoch())
     }
@@ -219,9 +234,18 @@ impl Session {
         if self.recorder.steps() <= 1 {
             self.trainer.record_next_step();
         }
+        let learning_rate = self.trainer.learning_rate();
         let report = self.trainer.step().map_err(Failure::of_training)?;
         self.evaluation = None;
         self.recorder.add(&report);
+        if let Some(board) = self.board() {
+            let scalars = [
+                ("train/loss", Some(report.loss)),
+                ("train/learning_rate", Some(learning_rate)),
+                ("train/images_per_second", Some(report.images as f64 / report.seconds)),
+            ];
+            board.scalars(report.step, &scalars)?;
+        }
         Ok(report)
     }
 
@@ -263,6 +287,19 @@ impl Session {
             return Ok(true);
         }
         let finished = self.test("validating", console)?;
+        let step = self.trainer.steps();
+        let scalars = self.evaluation.as_ref().map(|found| {
+            [
+                ("validation/loss", Some(found.loss)),
+                ("validation/accuracy", found.accuracy),
+                ("validation/top5_accuracy", found.top5_accuracy),
+                ("validation/mean_iou", found.mean_iou),
+            ]
+        });
+        if let (Some(scalars), Some(board)) = (scalars, self.board()) {
+            board.scalars(step, &scalars)?;
+            board.flush()?;
+        }
         // The last epoch's results are in the summary.
         if let Some(evaluation) = self.evaluation.as_ref().filter(|_| self.has_more(args)) {
             let share = |name: &str, share: Option<f64>| {
@@ -306,7 +343,7 @@ impl Session {
         }
         let finished = Finished {
             config: &self.config,
-            data: &self.data.train.info().name,
+            data: &self.data,
             trainer: &self.trainer,
             threads: self.cpu.threads(),
             evaluation: self.evaluation,

@@ -22,3 +22,8 @@ pub(crate) fn process_peak_bytes() -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
     Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.saturating_mul(1024))
 }
+
+/// The time now, in UTC.
+pub(crate) fn now() -> String {
+    humantime::format_rfc3339_seconds(std::time::SystemTime::now()).to_string()
+}

@@ -10,6 +10,7 @@ use super::flags::run::RunArgs;
 use super::flags::values::name;
 use super::model_folder::{KeepArgs, ModelFolder};
 use super::profile::Profile;
+use super::quality::Judged;
 use super::ranks::{self, Rank, given};
 use super::session::{Session, SessionOptions, interruption, publish, show};
 use super::{output, report};
@@ -50,7 +51,7 @@ impl From<ConvBn> for ConvBnMode {
 
 pub(crate) fn run(args: &TrainArgs) -> Result<()> {
     output::check("--profile", args.profile.as_deref())?;
-    let KeepArgs { output, best_by, patience, time_limit: _ } = &args.keep;
+    let KeepArgs { output, best_by, patience, time_limit: _, tensorboard: _ } = &args.keep;
     if args.run.resume && args.run.checkpoint.is_none() && output.is_none() {
         return Err(Failure::Usage("--resume needs the run's --output or --checkpoint".into()));
     }
@@ -97,12 +98,18 @@ fn on_rank(args: &TrainArgs, rank: &Rank<'_>) -> Result<()> {
     let recording = profile.map(Profile::stop);
     let finished = !interrupted && session.evaluate(console)?;
     session.show_end(run, console);
-    let (steps, cpu, folder) = (session.trainer.steps(), session.cpu().clone(), session.take_folder());
+    let (steps, cpu) = (session.trainer.steps(), session.cpu().clone());
+    let (folder, board) = (session.take_folder(), session.take_board());
     let record = [session.finish()?];
     publish(run, rank, &record)?;
     if let Some(folder) = &folder {
         report::write("--output", &folder.report(), &record)?;
         folder.announce(finished);
+    }
+    if let Some(mut board) = board {
+        let pictures = record[0].judged.as_ref().map_or_else(Vec::new, Judged::pictures);
+        board.pictures(steps, pictures)?;
+        board.finish()?;
     }
     // After the record is made, because measuring the limits takes memory that the run did not take.
     if let Some(recording) = recording {

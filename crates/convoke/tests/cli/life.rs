@@ -242,3 +242,52 @@ fn other_data_sets_have_models_too() {
     fs::write(out.join("model.json"), "{}").unwrap();
     convoke(&["predict", text(&out), text(&digit)]).check(1, &["model.json", "format"]).unwrap();
 }
+
+/// The events of the files in a folder, in the order of the files.
+fn events(folder: &Path) -> Vec<Vec<u8>> {
+    let mut files: Vec<PathBuf> = fs::read_dir(folder).unwrap().map(|file| file.unwrap().path()).collect();
+    files.sort();
+    let mut events = Vec::new();
+    for file in files {
+        let bytes = fs::read(&file).unwrap();
+        let mut rest = &bytes[..];
+        while let Some((len, record)) = rest.split_first_chunk::<8>() {
+            let len = u64::from_le_bytes(*len) as usize;
+            // Between checksums.
+            events.push(record[4..][..len].to_vec());
+            rest = &record[4 + len + 4..];
+        }
+        assert!(rest.is_empty(), "{}", file.display());
+    }
+    events
+}
+
+/// `tools/check_tensorboard.py` reads such files with TensorBoard's own reader.
+#[test]
+fn events_for_tensorboard() {
+    let folder = tempfile::tempdir().unwrap();
+    let [photos, out, board] = ["photos", "out", "board"].map(|name| folder.path().join(name));
+    photographs(&photos, 10);
+    let count = |needle: &str| {
+        events(&board)
+            .iter()
+            .filter(|event| event.windows(needle.len()).any(|at| at == needle.as_bytes()))
+            .count()
+    };
+    let args = ["--epochs", "2", "--tensorboard", text(&board)];
+    let outcome = convoke(&train(&photos, &out, &[&args[..], &["--steps", "5"]].concat())).exits(0);
+    assert!(outcome.stderr.contains("tensorboard: "), "{}", outcome.stderr);
+    let found = ["brain.Event:2", "train/loss", "train/learning_rate", "validation/accuracy"].map(count);
+    assert_eq!(found, [1, 5, 5, 1]);
+    assert_eq!(count("highest losses/1: "), 1);
+    // Another file for the rest.
+    convoke(&train(&photos, &out, &[&args[..], &["--resume"]].concat())).exits(0);
+    let found = ["brain.Event:2", "train/loss", "validation/loss", "validation/top5_accuracy"].map(count);
+    assert_eq!(found, [2, 8, 2, 0]);
+    let file = folder.path().join("a file");
+    fs::write(&file, "x").unwrap();
+    let other = folder.path().join("other");
+    convoke(&train(&photos, &other, &["--tensorboard", text(&file)]))
+        .check(1, &["--tensorboard", "a file"])
+        .unwrap();
+}

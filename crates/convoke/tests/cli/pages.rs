@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use super::program::{command, on_tiny_data, outcome, text};
+use super::program::{command, on_tiny_data, outcome, photographs, text};
 
 /// A page of every kind, with whatever a page may have.
 fn pages() -> &'static BTreeMap<&'static str, String> {
@@ -26,7 +26,14 @@ fn pages() -> &'static BTreeMap<&'static str, String> {
         let convolutions = ["mb1ic4ih8oc4kh3ph1", "mb2ic128ih26iw28oc128kh3ph1", "mb4ic8ih20oc8kh5ph2g8"];
         let bench = [&["bench"], &convolutions[..], &["--budget", "0.05"]].concat();
         let plan = |args: &[&'static str]| [&["plan", "--plan-time", "0"], args, &quick].concat();
+        let place = |name: &str| -> &'static str { text(&folder.path().join(name)).to_owned().leak() };
+        let (photos, out) = (place("photos"), place("out"));
+        photographs(Path::new(photos), 10);
+        let kept = ["--data", "folder", "--data-dir", photos, "--output", out, "--image-size", "32"];
+        let photos = [&["train"], &kept[..], &["--batch-size", "8", "--epochs", "2"], &quick].concat();
         let runs = [
+            ("train on photographs", photos),
+            ("evaluate", [&["evaluate", out], &quick[..]].concat()),
             train("train", &["--steps", "4"]),
             train("train on ranks", &["--steps", "7", "--ranks", "3", "--sync-bn", "--conv-bn", "separate"]),
             train(

@@ -33,6 +33,7 @@ mod random;
 mod resize;
 mod spec;
 mod split;
+mod thumbnail;
 mod trivial;
 mod view;
 
@@ -47,6 +48,7 @@ pub use photo::Photo;
 pub use predicted::mask_png;
 pub use spec::PhotoSettings;
 pub(crate) use spec::{folder_spec, masks_spec};
+pub use thumbnail::{Thumbnail, thumbnail};
 
 #[cfg(test)]
 mod testing;

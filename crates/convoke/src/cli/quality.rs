@@ -1,0 +1,232 @@
+//! How good a model is, class by class: what `evaluate` tells, and the parts of a page about it.
+
+use std::fmt::Write;
+use std::sync::Arc;
+
+use base64::Engine;
+use base64::prelude::BASE64_STANDARD;
+use convoke_files::escaped;
+use serde::Serialize;
+
+use crate::nn::data::Dataset;
+use crate::nn::data::photos::{Thumbnail, thumbnail};
+use crate::nn::metrics::Confusion;
+use crate::nn::training::{Evaluation, HardImage};
+
+use super::page::{escape, table};
+use super::text::thousands;
+
+/// The longest side of the pictures on a page, in pixels.
+const PICTURE: usize = 112;
+/// With more classes, the squares of the confusion matrix have no names, and its numbers would not be readable.
+const NAMED: usize = 40;
+const NUMBERED: usize = 12;
+/// With more classes there is no matrix.
+const MOST: usize = 200;
+/// Longer names are cut in the matrix.
+const LONGEST: usize = 14;
+
+/// Results on a data set, with what it takes to show them.
+#[derive(Clone)]
+pub(crate) struct Judged {
+    pub(crate) evaluation: Evaluation,
+    /// The data that the model was judged on.
+    pub(crate) data: Arc<dyn Dataset>,
+    /// The names of the classes; none if they are only numbered.
+    pub(crate) class_names: Vec<String>,
+}
+
+/// The results for one class.
+#[derive(Serialize)]
+pub(crate) struct ClassResults {
+    pub(crate) name: String,
+    /// Images or pixels of this class.
+    pub(crate) count: u64,
+    /// The share of these that the model found; none if there are none.
+    pub(crate) recall: Option<f64>,
+    /// The share of what it took for this class that was of it; none if it took nothing for it.
+    pub(crate) precision: Option<f64>,
+    /// Where pixels have classes: intersection over union.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) iou: Option<f64>,
+}
+
+impl Judged {
+    fn name(&self, class: usize) -> String {
+        self.class_names.get(class).cloned().unwrap_or_else(|| class.to_string())
+    }
+
+    /// The results for each class; none where there are no classes.
+    pub(crate) fn classes(&self) -> Vec<ClassResults> {
+        let Some(confusion) = &self.evaluation.confusion else { return Vec::new() };
+        let (labelled, recall, precision) = (confusion.labelled(), confusion.recall(), confusion.precision());
+        let iou = confusion.iou();
+        let of_pixels = self.data.info().targets.are_of_pixels();
+        let of = |class: usize| ClassResults {
+            name: self.name(class),
+            count: u64::try_from(labelled[class]).unwrap_or(u64::MAX),
+            recall: recall[class],
+            precision: precision[class],
+            iou: iou[class].filter(|_| of_pixels),
+        };
+        (0..confusion.classes()).map(of).collect()
+    }
+
+    /// The rows of a table of the classes, a heading first; none where there are no classes.
+    pub(crate) fn rows(&self) -> Vec<Vec<String>> {
+        let classes = self.classes();
+        if classes.is_empty() {
+            return Vec::new();
+        }
+        let optional = |share: Option<f64>| share.map_or_else(|| "-".into(), percent);
+        let has_iou = classes.iter().any(|class| class.iou.is_some());
+        let heading = ["class", "count", "recall", "precision", "IoU"].into_iter();
+        let mut rows = vec![heading.take(if has_iou { 5 } else { 4 }).map(str::to_owned).collect::<Vec<_>>()];
+        for class in classes {
+            let count = thousands(class.count as usize);
+            let name = escaped(&class.name).to_string();
+            let mut row = vec![name, count, optional(class.recall), optional(class.precision)];
+            row.extend(has_iou.then(|| optional(class.iou)));
+            rows.push(row);
+        }
+        rows
+    }
+
+    /// The parts of a page: a table of the classes, the confusion matrix, and the images with the highest loss.
+    pub(crate) fn sections(&self) -> String {
+        let mut text = String::new();
+        let rows = self.rows();
+        if rows.is_empty() {
+            return text;
+        }
+        let _ = write!(text, "<h2>Classes</h2>\n{}\n", table(&rows));
+        let matrix = self.evaluation.confusion.as_ref().filter(|confusion| confusion.classes() <= MOST);
+        if let Some(confusion) = matrix {
+            text.push_str(&self.matrix(confusion));
+        }
+        let images: String = self.evaluation.hardest.iter().filter_map(|image| self.picture(image)).collect();
+        if !images.is_empty() {
+            let _ = write!(
+                text,
+                "<h2>Highest losses</h2>\n<p>The images whose class the model found least likely.</p>\n\
+                 <ul class=\"pictures\">\n{images}</ul>\n"
+            );
+        }
+        text
+    }
+
+    /// The confusion matrix as squares: the darker, the larger the share of a row's class that was taken for the column's.
+    fn matrix(&self, confusion: &Confusion) -> String {
+        let (classes, counts) = (confusion.classes(), confusion.counts());
+        let names: Vec<String> = (0..classes).map(|class| self.name(class)).collect();
+        let named = classes <= NAMED;
+        let longest = names.iter().map(|name| name.chars().count()).max().unwrap_or(0).min(LONGEST);
+        // Letters are up to 12 units wide, on narrow screens.
+        let margin = if named { 16.0 + 12.0 * longest as f64 } else { 24.0 };
+        let cell = ((720.0 - margin) / classes as f64).min(52.0);
+        let [width, height] = [margin + cell * classes as f64 + 2.0; 2];
+        let mut svg = format!(
+            "<svg viewBox=\"0 0 720 {height:.0}\" role=\"img\">\
+             <title>how often each class was taken for each</title>\n"
+        );
+        let _ = writeln!(
+            svg,
+            "<path class=\"grid\" d=\"M{margin:.1} {margin:.1}H{0:.1}V{1:.1}H{margin:.1}Z\"/>",
+            width - 2.0,
+            height - 2.0
+        );
+        for row in 0..classes {
+            let counts = &counts[row * classes..][..classes];
+            let all: u64 = counts.iter().sum();
+            let y = margin + cell * row as f64;
+            for (column, &count) in counts.iter().enumerate().filter(|(_, count)| **count > 0) {
+                let (x, share) = (margin + cell * column as f64, count as f64 / all.max(1) as f64);
+                let kind = if row == column { "right" } else { "wrong" };
+                let [truth, taken] = [row, column].map(|class| escape(&names[class]));
+                let _ = writeln!(
+                    svg,
+                    "<rect class=\"{kind}\" x=\"{x:.1}\" y=\"{y:.1}\" width=\"{cell:.1}\" height=\"{cell:.1}\" \
+                     fill-opacity=\"{:.3}\"><title>{truth} taken for {taken}: {} ({})</title></rect>",
+                    // The faintest can be told from none, and numbers can be read on the strongest.
+                    0.06 + 0.49 * share,
+                    thousands(count as usize),
+                    percent(share)
+                );
+                if classes <= NUMBERED {
+                    let _ = writeln!(
+                        svg,
+                        "<text class=\"count\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{:.0}</text>",
+                        x + cell / 2.0,
+                        y + cell / 2.0 + 5.0,
+                        100.0 * share
+                    );
+                }
+            }
+        }
+        if named {
+            for (class, name) in names.iter().enumerate() {
+                let short: String = match name.chars().count() > longest {
+                    true => name.chars().take(longest - 1).chain(['…']).collect(),
+                    false => name.clone(),
+                };
+                let (short, place) = (escape(&short), margin + cell * (class as f64 + 0.5) + 4.0);
+                let _ = writeln!(
+                    svg,
+                    "<text x=\"{0:.1}\" y=\"{place:.1}\" text-anchor=\"end\">{short}</text>\n\
+                     <text transform=\"translate({place:.1} {0:.1}) rotate(-90)\">{short}</text>",
+                    margin - 6.0
+                );
+            }
+        }
+        svg.push_str("</svg>");
+        let numbers = if classes <= NUMBERED { "Numbers are percents of a row. " } else { "" };
+        format!(
+            "<h2>Confusion</h2>\n<p>Rows are the true classes, columns what the model took them for. {numbers}Blue is right, orange \
+             is wrong.</p>\n<figure>\n{svg}\n</figure>\n"
+        )
+    }
+
+    /// The images with the highest loss, with what they show and what it was taken for.
+    pub(crate) fn pictures(&self) -> Vec<(String, Thumbnail)> {
+        let picture = |(rank, image): (usize, &HardImage)| {
+            let text = format!("highest losses/{}: {}", rank + 1, self.text(image));
+            Some((text, self.thumbnail(image)?))
+        };
+        self.evaluation.hardest.iter().enumerate().filter_map(picture).collect()
+    }
+
+    /// None if the image can no longer be read.
+    fn thumbnail(&self, image: &HardImage) -> Option<Thumbnail> {
+        let sample = self.data.sample(image.index, None).ok()?;
+        thumbnail(&sample.image, self.data.info(), PICTURE).ok()
+    }
+
+    /// The class of an image, and what it was taken for.
+    fn text(&self, image: &HardImage) -> String {
+        let [label, predicted] = [image.label, image.predicted].map(|class| self.name(class));
+        if image.label == image.predicted { label } else { format!("{label}, taken for {predicted}") }
+    }
+
+    /// A picture of an image with its class, what it was taken for, and its file; none if it cannot be read.
+    fn picture(&self, image: &HardImage) -> Option<String> {
+        let jpeg = self.thumbnail(image)?.jpeg;
+        let file = self.data.file(image.index);
+        let file = match (&file, self.data.photos().and_then(|photos| photos.folder)) {
+            (Some(file), Some(folder)) => file.strip_prefix(folder).unwrap_or(file).display().to_string(),
+            (Some(file), None) => file.display().to_string(),
+            (None, _) => format!("number {}", image.index),
+        };
+        let [label, text] = [self.name(image.label), self.text(image)].map(|text| escape(&text));
+        Some(format!(
+            "<li><img src=\"data:image/jpeg;base64,{}\" alt=\"{label}\"><b>{text}</b><br>loss {:.2}<br>{}</li>\n",
+            BASE64_STANDARD.encode(jpeg),
+            image.loss,
+            escape(&file)
+        ))
+    }
+}
+
+/// A share as text.
+pub(crate) fn percent(share: f64) -> String {
+    format!("{:.2} %", 100.0 * share)
+}
