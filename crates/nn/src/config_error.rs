@@ -1,7 +1,6 @@
 //! What can be wrong with the configuration of a run, or with a model, an objective and data that are to go together.
 
 use std::error::Error;
-use std::path::PathBuf;
 
 use convoke_files::escaped;
 
@@ -104,21 +103,6 @@ pub enum ConfigError {
         steps: u64,
         /// Steps of the warm-up.
         warmup: u64,
-    },
-    /// A run whose schedule spans it resumes with another number of steps.
-    #[error(
-        "{}: the schedule of the checkpoint spans {found} steps, that of this run {expected}: a run with such a schedule \
-         cannot be prolonged or shortened; resume it with the same number of epochs or steps, or start a new run from its \
-         weights",
-        escaped(file.display())
-    )]
-    TotalSteps {
-        /// The checkpoint.
-        file: PathBuf,
-        /// The steps of this run.
-        expected: u64,
-        /// The steps of the checkpoint's run.
-        found: u64,
     },
     /// The learning rate of the last layer is out of range.
     #[error(

@@ -8,7 +8,7 @@ use crate::ConfigError;
 
 /// How the learning rate changes over a run. A schedule gives factors of the rule's learning rate.
 ///
-/// Those that span a whole run hold its number of steps: such a run cannot be prolonged.
+/// Those that span a whole run hold its number of steps.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]

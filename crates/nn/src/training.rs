@@ -240,6 +240,8 @@ pub struct StepReport {
     pub own_images: usize,
     /// Wall-clock seconds of the whole step.
     pub seconds: f64,
+    /// Seconds of these until the images were there: the time that it took to load them, or to wait for the threads that load ahead.
+    pub loading_seconds: f64,
     /// What this rank sent in the step, and how long it waited for others.
     pub traffic: Traffic,
     /// Bytes in use at the end of forward: parameters, optimizer state, and what was saved for backward.
@@ -421,7 +423,7 @@ impl Trainer {
         let shard = self.sampler.batch(self.batch, ranks.rank(), ranks.world_size());
         self.random.set_first_sample(shard.first as u64);
         let (images, own_images) = (shard.total, shard.samples.len());
-        let loss = self.mean_loss(own_images)?;
+        let (loss, loading_seconds) = self.mean_loss(own_images)?;
         let bytes_end_of_forward = self.device.memory().live_bytes;
         // Measured with the timeline's own clock, so that all points of backward come later.
         let end_of_forward = recording.map(|start| start.elapsed().as_secs_f64());
@@ -453,6 +455,7 @@ impl Trainer {
                 seconds: after.seconds - before.seconds,
             },
             seconds: start.elapsed().as_secs_f64(),
+            loading_seconds,
             bytes_end_of_forward,
             bytes_peak: self.device.memory().peak_bytes,
             timeline: end_of_forward
@@ -460,22 +463,24 @@ impl Trainer {
         })
     }
 
-    /// Runs forward on this rank's `own_images` images of the current batch, and gives the mean loss of the whole batch.
-    fn mean_loss(&self, own_images: usize) -> Result<MeanLoss<'_>> {
+    /// Runs forward on this rank's `own_images` images of the current batch, and gives the mean loss of the whole batch, and the
+    /// seconds until the images were there.
+    fn mean_loss(&self, own_images: usize) -> Result<(MeanLoss<'_>, f64)> {
         // Synchronized layers wait for every rank, so a rank without images runs them too.
         if own_images == 0 && !self.config.sync_bn {
-            return Ok(self.parallel.mean_without_samples()?);
+            return Ok((self.parallel.mean_without_samples()?, 0.0));
         }
-        let loading = span("data");
+        let (loading, start) = (span("data"), Instant::now());
         // Request the batches in the order in which steps need them.
         if self.train_loader.workers() > 0 {
             (0..=AHEAD).for_each(|ahead| self.train_loader.load_ahead(&self.request(ahead)));
         }
         let (images, targets) = batch(&self.device, &self.train_loader, &self.request(0))?;
         drop(loading);
+        let loading_seconds = start.elapsed().as_secs_f64();
         let _forward = span("forward");
         let loss = self.loss(&self.output(self.model.as_ref(), &images)?, &targets)?;
-        Ok(self.parallel.weighted_mean(&loss.sum, loss.weight)?)
+        Ok((self.parallel.weighted_mean(&loss.sum, loss.weight)?, loading_seconds))
     }
 
     /// Fails if `stop_on_nan` is set and there is nothing to learn from this loss of the current batch.

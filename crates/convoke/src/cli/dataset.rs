@@ -8,7 +8,6 @@ use crate::nn::data::{Augmentation, DataError, DatasetSpec, Datasets, LoadError,
 use super::console::Console;
 use super::failure::{Failure, Result};
 use super::flags::run::{Augment, RunArgs};
-use super::flags::values::ImageSize;
 use super::registry::{Data, RANDOM, datasets};
 use super::{fits, places};
 
@@ -39,8 +38,8 @@ fn folder(args: &RunArgs, spec: &DatasetSpec) -> Option<PathBuf> {
     args.data_dir.clone().or_else(|| places::default_dataset_folder(spec.name()))
 }
 
-/// Loads what the flags ask for, if the model can be trained on it.
-pub(crate) fn load(args: &RunArgs, console: &Console) -> Result<Datasets> {
+/// Loads what the flags ask for, if the model can be trained on it. So many processes do it, and share the memory.
+pub(crate) fn load(args: &RunArgs, processes: usize, console: &Console) -> Result<Datasets> {
     check_names(args)?;
     check_photo_flags(args)?;
     let data = match named(args) {
@@ -57,7 +56,7 @@ pub(crate) fn load(args: &RunArgs, console: &Console) -> Result<Datasets> {
             } else if !spec.has_files() {
                 check_generated(args, spec.name())?;
             }
-            load_named(spec, args, console)?
+            load_named(spec, args, processes, console)?
         }
     };
     fits::check(&args.model(), data.train.info())?;
@@ -87,7 +86,7 @@ fn check_generated(args: &RunArgs, name: &str) -> Result<()> {
     }
 }
 
-fn load_named(spec: &DatasetSpec, args: &RunArgs, console: &Console) -> Result<Datasets> {
+fn load_named(spec: &DatasetSpec, args: &RunArgs, processes: usize, console: &Console) -> Result<Datasets> {
     let progress = console.data_progress();
     let failure = |error| failure(error, spec.hint().unwrap_or_default(), BEFORE);
     let mut folder = None;
@@ -108,7 +107,7 @@ fn load_named(spec: &DatasetSpec, args: &RunArgs, console: &Console) -> Result<D
         }
         folder = Some(own);
     }
-    let photos = photo_settings(args, spec);
+    let photos = photo_settings(args, spec, processes);
     let mut options = LoadOptions::new(&progress);
     (options.folder, options.seed, options.photos) = (folder.as_deref(), args.seed, &photos);
     let data = spec.load(&options).map_err(failure)?;
@@ -119,38 +118,23 @@ fn load_named(spec: &DatasetSpec, args: &RunArgs, console: &Console) -> Result<D
 }
 
 /// How the flags ask to prepare and vary photographs.
-fn photo_settings(args: &RunArgs, spec: &DatasetSpec) -> PhotoSettings {
+fn photo_settings(args: &RunArgs, spec: &DatasetSpec, processes: usize) -> PhotoSettings {
     let [channels, height, width] = args.model().input();
     // Of classes, any size will do, so the model chooses. Masks usually have the size that they should have.
-    let of_classes = spec.usual().is_some_and(|info| !info.targets.are_of_pixels());
-    PhotoSettings {
-        size: args.image_size.map(|ImageSize(size)| size).or(of_classes.then_some([height, width])),
-        channels,
-        validation_share: args.validation,
-        augmentation: (args.augment == Augment::None).then(PhotoAugmentation::none),
-        follow_links: args.follow_links,
-        skip_broken: args.skip_broken,
-        ..PhotoSettings::default()
-    }
+    let (size, augmentation) = match spec.usual().is_some_and(|info| info.targets.are_of_pixels()) {
+        true => (None, PhotoAugmentation::for_masks()),
+        false => (Some([height, width]), PhotoAugmentation::default()),
+    };
+    let usual =
+        PhotoSettings { size, channels, augmentation: Some(augmentation), ..PhotoSettings::default() };
+    args.photos.change(usual, args.augment, processes)
 }
 
 /// Fails if flags about photographs are given for other data.
 fn check_photo_flags(args: &RunArgs) -> Result<()> {
-    if named(args).is_some_and(DatasetSpec::takes_photos) {
-        return Ok(());
-    }
-    let given = [
-        ("--image-size", args.image_size.is_some()),
-        ("--skip-broken", args.skip_broken),
-        ("--follow-links", args.follow_links),
-        ("--augment standard", args.augment == Augment::Standard),
-    ];
-    match given.into_iter().find(|(_, given)| *given) {
-        Some((flag, _)) => Err(Failure::Usage(format!(
-            "{flag} is for photographs, --data folder and --data masks, not for {}",
-            args.data
-        ))),
-        None => Ok(()),
+    match named(args).is_some_and(DatasetSpec::takes_photos) {
+        true => Ok(()),
+        false => args.photos.check_absent(args.augment, args.data),
     }
 }
 
@@ -184,7 +168,7 @@ pub(crate) fn report_skipped(part: &str, skipped: &[(PathBuf, String)], console:
 
 /// Four batches of noise to train, and one to test.
 fn generate_noise(args: &RunArgs, console: &Console) -> Result<Datasets> {
-    let (model, batch) = (args.model(), args.batch_size as usize);
+    let (model, batch) = (args.model(), args.batch_size());
     let ([channels, height, width], classes) = (model.input(), model.classes());
     console.line(&format!(
         "random: noise of {channels} x {height} x {width} in {classes} classes, as {model} takes it; there is nothing to \

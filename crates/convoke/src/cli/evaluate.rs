@@ -259,6 +259,8 @@ impl Loading<'_> {
             augmentation: None,
             follow_links: self.args.using.follow_links,
             skip_broken: self.args.skip_broken,
+            // Each image is seen once.
+            cache_bytes: 0,
         }
     }
 }

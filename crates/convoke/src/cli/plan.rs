@@ -35,7 +35,7 @@ pub(crate) struct PlanArgs {
     pub(crate) batch_size: u32,
 
     /// The optimizer, which decides how many numbers are kept for each parameter.
-    #[arg(long, value_enum, default_value_t = OptimizerName::Adadelta, help_heading = "Model")]
+    #[arg(long, value_enum, default_value_t = OptimizerName::Adamw, help_heading = "Model")]
     pub(crate) optimizer: OptimizerName,
 
     /// Threads that kernels use [default: all of this machine's]. If there are more than processors, they wait for each other.

@@ -13,7 +13,7 @@ use super::flags::memory::{MemoryArgs, PlannerArgs};
 use super::flags::ranks::RankArgs;
 use super::flags::run::RunArgs;
 use super::flags::threads;
-use super::flags::values::{ImageSize, name};
+use super::flags::values::name;
 use super::{dataset, json, output};
 
 /// One rank's place in a command.
@@ -62,7 +62,7 @@ pub(crate) fn run(
     let (console, quiet) = (Console::new()?, Console::of_thread());
     check_output(args)?;
     threads::warn(&console, args.threads, world_size);
-    let data = dataset::load(args, &console)?;
+    let data = dataset::load(args, 1, &console)?;
     let results = run_threads(world_size, &options, |communicator| {
         let console = if communicator.rank() == 0 { &console } else { &quiet };
         let rank = Rank { communicator: &communicator, console, data: &data, in_process: world_size };
@@ -100,13 +100,14 @@ fn run_mpi(
             check_output(args)?;
             threads::warn(&console, args.threads, 1);
         }
+        let load = || dataset::load(args, communicator.world_size(), &console);
         // Rank 0 downloads what the others, on the same machine, then read.
         let data = match number {
-            0 => Some(communicator.at_work(|| dataset::load(args, &console))??),
+            0 => Some(communicator.at_work(load)??),
             _ => None,
         };
         communicator.barrier("data").map_err(|error| Failure::OtherRanks(error.to_string()))?;
-        let data = data.map_or_else(|| dataset::load(args, &console), Ok)?;
+        let data = data.map_or_else(load, Ok)?;
         work(&Rank { communicator: &communicator, console: &console, data: &data, in_process: 1 })
     };
     run().map_err(|failure| if number == 0 { failure } else { failure.on_rank(number) })
@@ -141,14 +142,11 @@ fn settings(args: &RunArgs) -> Vec<(&'static str, String)> {
         download: _,
         workers: _,
         augment,
-        image_size,
-        validation,
-        skip_broken,
-        follow_links,
+        photos,
         model: _,
         epochs,
         steps,
-        batch_size,
+        batch_size: _,
         optimizer,
         lr: _,
         momentum,
@@ -170,15 +168,11 @@ fn settings(args: &RunArgs) -> Vec<(&'static str, String)> {
     let mut settings = vec![
         ("--data", data.to_string()),
         ("--augment", name(*augment)),
-        ("--image-size", given(&image_size.map(|ImageSize([height, width])| format!("{height}x{width}")))),
-        ("--validation", validation.to_string()),
-        ("--skip-broken", skip_broken.to_string()),
-        ("--follow-links", follow_links.to_string()),
         ("--model", args.model().to_string()),
         ("--weights", given(&weights.as_ref().map(|file| file.display()))),
         ("--epochs", given(epochs)),
         ("--steps", given(steps)),
-        ("--batch-size", batch_size.to_string()),
+        ("--batch-size", args.batch_size().to_string()),
         ("--optimizer", name(*optimizer)),
         ("--lr", args.rule().learning_rate().to_string()),
         ("--momentum", momentum.to_string()),
@@ -194,14 +188,15 @@ fn settings(args: &RunArgs) -> Vec<(&'static str, String)> {
         ("--checkpoint", given(&checkpoint.as_ref().map(|folder| folder.display()))),
         ("--resume", resume.to_string()),
     ];
+    settings.extend(photos.settings());
     settings.extend(recipe.settings());
     settings
 }
 
 /// Fails unless each rank gets an image of every whole batch.
 fn check_batch(args: &RunArgs, world_size: usize) -> Result<()> {
-    let batch_size = args.batch_size;
-    match world_size <= batch_size as usize {
+    let batch_size = args.batch_size();
+    match world_size <= batch_size {
         true => Ok(()),
         false => Err(Failure::Usage(format!(
             "--batch-size {batch_size}: {world_size} ranks share the images of a batch, so some would have none"

@@ -29,6 +29,8 @@ pub(crate) struct RunRecord {
     pub(crate) test_mean_iou: Option<f64>,
     /// Further metrics of the objective.
     pub(crate) test_metrics: BTreeMap<String, f64>,
+    /// The share of the steps' time until their images were there; none if no step was left to do.
+    pub(crate) loading_share: Option<f64>,
     pub(crate) step_seconds_median: Option<f64>,
     pub(crate) images_per_second: Option<f64>,
     /// The most of any step; none if no step was left to do.
@@ -98,6 +100,7 @@ pub(crate) struct Recorder {
     rates: Vec<f64>,
     bytes_sent: Vec<f64>,
     seconds_waited: f64,
+    seconds_loaded: f64,
     /// This rank's own images a second, without the time it waited.
     own_rates: Vec<f64>,
     bytes_end_of_forward: Option<usize>,
@@ -111,6 +114,7 @@ impl Recorder {
         self.rates.push(step.images as f64 / step.seconds);
         self.bytes_sent.push(step.traffic.bytes as f64);
         self.seconds_waited += step.traffic.seconds;
+        self.seconds_loaded += step.loading_seconds;
         self.own_rates.push(step.own_images as f64 / (step.seconds - step.traffic.seconds));
         self.bytes_end_of_forward = self.bytes_end_of_forward.max(Some(step.bytes_end_of_forward));
         self.bytes_peak = self.bytes_peak.max(Some(step.bytes_peak));
@@ -153,6 +157,8 @@ impl Recorder {
             test_metrics: evaluation
                 .as_ref()
                 .map_or_else(BTreeMap::new, |evaluation| evaluation.metrics.iter().cloned().collect()),
+            loading_share: Some(self.seconds_loaded / self.seconds.iter().sum::<f64>())
+                .filter(|share| share.is_finite()),
             step_seconds_median: median(self.seconds),
             images_per_second: median(self.rates),
             bytes_end_of_forward: self.bytes_end_of_forward,

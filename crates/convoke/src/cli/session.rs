@@ -69,18 +69,18 @@ impl Session {
         let SessionOptions { conv_bn, tuner, checkpoint, keep } = options;
         let cpu = threads::cpu(args.threads, rank.in_process)?;
         let device = Device::new(DeviceOptions { tuner: tuner.clone(), ..DeviceOptions::new(cpu.clone()) });
-        let batches = rank.data.train.len().div_ceil(args.batch_size as usize);
+        let batches = rank.data.train.len().div_ceil(args.batch_size());
         let config = TrainingConfig {
             model: args.model(),
             conv_bn,
             objective: args.objective()?,
             rule: args.rule(),
-            schedule: args.recipe.schedule(total_steps(args, batches)),
+            schedule: args.schedule(batches),
             warmup_steps: args.recipe.warmup,
-            parameters: args.recipe.parameters(),
+            parameters: args.recipe.parameters(args.optimizer),
             clip_norm: args.recipe.clip_norm,
             ema: args.recipe.ema,
-            batch_size: args.batch_size as usize,
+            batch_size: args.batch_size(),
             seed: args.seed,
             augmentation: dataset::augmentation(args),
             sync_bn: args.ranks.sync_bn,
@@ -202,7 +202,7 @@ impl Session {
     }
 
     fn total_steps(&self, args: &RunArgs) -> u64 {
-        total_steps(args, self.trainer.batches_per_epoch())
+        args.total_steps(self.trainer.batches_per_epoch())
     }
 
     /// Prints the step after which a resumed run goes on.
@@ -350,16 +350,6 @@ impl Session {
             memory_plan: self.plan,
         };
         self.recorder.finish(finished).map_err(Failure::of_training)
-    }
-}
-
-/// The steps that the flags ask for, of epochs of this many batches.
-fn total_steps(args: &RunArgs, batches: usize) -> u64 {
-    let of = |epochs: u32| u64::from(epochs).saturating_mul(batches as u64);
-    match (args.epochs.map(of), args.steps) {
-        (Some(all), steps) => all.min(steps.unwrap_or(all)),
-        (None, Some(steps)) => steps,
-        (None, None) => of(1),
     }
 }
 

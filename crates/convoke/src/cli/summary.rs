@@ -3,6 +3,9 @@
 use super::record::RunRecord;
 use super::text::{align, bytes, seconds, thousands};
 
+/// The share of the time that steps waited.
+const LOADING: &str = "waited for images";
+
 /// A table of names and values, and for two runs their ratio, for a terminal.
 pub(crate) fn table(runs: &[RunRecord]) -> String {
     align(&rows(runs))
@@ -18,7 +21,7 @@ pub(crate) fn rows(runs: &[RunRecord]) -> Vec<Vec<String>> {
     let mut rows = vec![header];
     type Value = fn(&RunRecord) -> Option<f64>;
     type Show = fn(f64) -> String;
-    let values: [(&str, Value, Show); 8] = [
+    let values: [(&str, Value, Show); 9] = [
         ("peak memory", |run| run.bytes_peak.map(|bytes| bytes as f64), bytes),
         ("memory at end of forward", |run| run.bytes_end_of_forward.map(|bytes| bytes as f64), bytes),
         ("test accuracy", |run| run.test_accuracy, |x| format!("{:.2} %", 100.0 * x)),
@@ -27,11 +30,12 @@ pub(crate) fn rows(runs: &[RunRecord]) -> Vec<Vec<String>> {
         ("last training loss", |run| run.train_loss.last().copied(), |x| format!("{x:.4}")),
         ("step time, median", |run| run.step_seconds_median, seconds),
         ("images a second", |run| run.images_per_second, |x| format!("{x:.0}")),
+        (LOADING, |run| run.loading_share.filter(|share| *share >= 0.001), |x| format!("{:.1} %", 100.0 * x)),
     ];
     for (name, value, show) in values {
-        // Mean IoU is shown only if pixels have labels; accuracy is left out if testing gave none.
+        // Mean IoU is shown only if pixels have labels; accuracy is left out if testing gave none. Data in memory takes no time.
         let tested = runs.iter().any(|run| run.test_loss.is_some());
-        let optional = name == "test mean IoU" || (name == "test accuracy" && tested);
+        let optional = name == "test mean IoU" || name == LOADING || (name == "test accuracy" && tested);
         if optional && runs.iter().all(|run| value(run).is_none()) {
             continue;
         }

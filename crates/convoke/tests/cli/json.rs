@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::program::{contents, losses, run, runs, text};
 
-const FIELDS: [&str; 27] = [
+const FIELDS: [&str; 28] = [
     "conv_bn",
     "data",
     "model",
@@ -26,6 +26,7 @@ const FIELDS: [&str; 27] = [
     "test_accuracy",
     "test_mean_iou",
     "test_metrics",
+    "loading_share",
     "step_seconds_median",
     "images_per_second",
     "bytes_end_of_forward",
@@ -70,7 +71,7 @@ fn standard_output_has_json_and_nothing_else() {
     assert!(outcome.stderr.contains("test accuracy"), "the table goes to standard error");
     // Three steps are no epoch.
     assert_eq!(run["validation"], Value::Array(vec![]));
-    assert_eq!((&run["optimizer"], &run["learning_rate"]), (&Value::from("adadelta"), &Value::from(1.0)));
+    assert_eq!((&run["optimizer"], &run["learning_rate"]), (&Value::from("adamw"), &Value::from(0.001)));
     assert_eq!((&run["seed"], &run["version"]), (&Value::from(1), &Value::from(env!("CARGO_PKG_VERSION"))));
     assert!(run["threads"].as_u64().is_some_and(|threads| threads > 0), "{run}");
 }
@@ -103,7 +104,7 @@ fn compare_has_two_runs_that_differ_in_memory_only() {
     assert_eq!(losses(separate).len(), 4);
     // 1e-3 is the contract; the two modes sum in different orders.
     assert_close("train_loss", &losses(fused), &losses(separate), Tolerance { atol: 0.0, rtol: 1e-3 });
-    // Parameters and Adadelta's two averages are the same in both, and matter less at larger batches.
+    // Parameters and AdamW's two averages are the same in both, and matter less at larger batches.
     let number = |run: &Value, field: &str| run[field].as_f64().unwrap();
     let kept = |run: &Value| number(run, "bytes_end_of_forward") - 12.0 * number(run, "parameters");
     assert!(kept(fused) / kept(separate) <= 0.62, "{} of {}", kept(fused), kept(separate));

@@ -106,10 +106,10 @@ fn another_run_is_refused() {
     for (flag, value, field) in [
         ("--batch-size", "20", "batch_size: the checkpoint has 25, this run needs 20"),
         ("--seed", "2", "seed: the checkpoint has 1, this run needs 2"),
-        ("--lr", "0.5", "learning_rate: the checkpoint has 1, this run needs 0.5"),
-        ("--lr-gamma", "0.5", "schedule.step.gamma: the checkpoint has 0.7, this run needs 0.5"),
+        ("--lr", "0.5", "learning_rate: the checkpoint has 0.001, this run needs 0.5"),
+        ("--lr-gamma", "0.5", "schedule: the checkpoint has constant, this run needs"),
         ("--weight-decay", "0.5", "optimizer"),
-        ("--optimizer", "adamw", "learning_rate"),
+        ("--optimizer", "adadelta", "optimizer"),
     ] {
         let args = ["--steps", "6", "--checkpoint", text(folder.path()), "--resume", flag, value];
         let outcome = run("train", &args);

@@ -5,13 +5,14 @@ use convoke_testkit::Failures;
 use super::program::{contents, convoke, run, text};
 
 /// Flags of `train`, each with words that its explanation must have.
-const FLAGS: [(&str, &str); 21] = [
+const FLAGS: [(&str, &str); 22] = [
     ("--data <DATA>", "What to train on"),
     ("--data-dir <DIR>", "Folder with the data set's files"),
     ("--download", "Fetch the data set's files"),
     ("--model <MODEL>", "mnist-cnn"),
     ("--conv-bn <CONV_BN>", "keeps one tensor a block"),
     ("--epochs <N>", "[default: 1, or what --steps needs]"),
+    ("--schedule <SCHEDULE>", "else one-cycle"),
     ("--steps <N>", "Stop after this many steps"),
     ("--batch-size <N>", "Images a step"),
     ("--optimizer <OPTIMIZER>", "[possible values: adadelta, sgd, adamw, adam]"),

@@ -19,6 +19,7 @@ use super::super::{
     DataError, Dataset, DatasetInfo, MAX_CLASSES, PhotoOrigin, Pixels, Progress, Sample, Target, TrainTest,
 };
 use super::augmentation::PhotoAugmentation;
+use super::cache::{Budget, Cache};
 use super::geometry::Preparation;
 use super::layout::{Layout, part_folder};
 use super::listing::{EXTENSIONS, Lister, absolute, joined};
@@ -50,6 +51,9 @@ pub struct FolderOptions {
     pub follow_links: bool,
     /// Whether images that cannot be decoded are left out. Each image is decoded once for that.
     pub skip_broken: bool,
+    /// Bytes of memory that decoded images may stay in, so that later epochs need not decode them; 0 keeps none. Training and
+    /// validation share them.
+    pub cache_bytes: usize,
 }
 
 impl Default for FolderOptions {
@@ -62,6 +66,7 @@ impl Default for FolderOptions {
             augmentation: PhotoAugmentation::default(),
             follow_links: false,
             skip_broken: false,
+            cache_bytes: 0,
         }
     }
 }
@@ -92,6 +97,7 @@ pub struct PhotoFolder {
     class_names: Arc<[String]>,
     files: Vec<File>,
     skipped: Skipped,
+    cache: Arc<Cache<Photo>>,
 }
 
 /// An image: its path below the set's folder, and its class.
@@ -135,15 +141,19 @@ pub fn folder(
     let preparation = &options.preparation;
     let image = |index: usize| open(dir, &train[index])?.evaluated(preparation);
     let numbers = options.normalisation.of_training((train.len(), preparation.channels), image, progress)?;
-    let part = |files, skipped| PhotoFolder {
-        info: info(options, class_names.len(), &numbers),
-        dir: dir.into(),
-        options: options.clone(),
-        class_names: class_names.clone(),
-        files,
-        skipped,
+    let budget = Budget::new(options.cache_bytes);
+    let part = |files: Vec<File>, skipped| -> Result<PhotoFolder, DataError> {
+        Ok(PhotoFolder {
+            info: info(options, class_names.len(), &numbers),
+            dir: dir.into(),
+            options: options.clone(),
+            class_names: class_names.clone(),
+            cache: Arc::new(Cache::new(files.len(), &budget)?),
+            files,
+            skipped,
+        })
     };
-    Ok(TrainTest::new(part(train, train_skipped), part(validation, validation_skipped)))
+    Ok(TrainTest::new(part(train, train_skipped)?, part(validation, validation_skipped)?))
 }
 
 /// Loads one part for evaluation, such as `test`, or the folders of classes in `dir` itself. `class_names` are those of the training
@@ -172,6 +182,7 @@ pub fn folder_part(
         dir: dir.into(),
         options: options.clone(),
         class_names: class_names.into(),
+        cache: Arc::new(Cache::new(files.len(), &Budget::new(options.cache_bytes))?),
         files,
         skipped,
     })
@@ -253,7 +264,7 @@ impl Dataset for PhotoFolder {
 
     fn sample(&self, index: usize, seed: Option<u64>) -> SampleResult<'_> {
         let preparation = &self.options.preparation;
-        let photo = open(&self.dir, &self.files[index])?;
+        let photo = self.cache.get(index, Photo::bytes, || open(&self.dir, &self.files[index]))?;
         let drawn = self.options.augmentation.drawn(seed, photo.size(), preparation.size);
         let image = view::image_planes(&photo, &drawn, preparation, &self.info.mean)?;
         Ok(Sample { image: Pixels::Bytes(image.into()), target: Target::Class(self.label(index) as i64) })

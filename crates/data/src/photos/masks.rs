@@ -23,6 +23,7 @@ use super::super::{
     DataError, Dataset, DatasetInfo, PhotoOrigin, Pixels, Progress, Sample, Target, Targets, TrainTest,
 };
 use super::augmentation::PhotoAugmentation;
+use super::cache::{Budget, Cache};
 use super::decode::{MAX_PIXELS, MAX_SIDE};
 use super::geometry::{Preparation, setting};
 use super::layout::{Layout, part_folder};
@@ -66,6 +67,9 @@ pub struct MaskOptions {
     pub follow_links: bool,
     /// Whether images that cannot be decoded, or whose mask cannot, are left out. Each is decoded once for that.
     pub skip_broken: bool,
+    /// Bytes of memory that decoded images may stay in, so that later epochs need not decode them; 0 keeps none. Training and
+    /// validation share them.
+    pub cache_bytes: usize,
 }
 
 impl Default for MaskOptions {
@@ -80,6 +84,7 @@ impl Default for MaskOptions {
             augmentation: PhotoAugmentation::for_masks(),
             follow_links: false,
             skip_broken: false,
+            cache_bytes: 0,
         }
     }
 }
@@ -119,6 +124,7 @@ pub struct PhotoMasks {
     class_names: Arc<[String]>,
     pairs: Vec<Pair>,
     skipped: Skipped,
+    cache: Arc<Cache<(Photo, Raster)>>,
 }
 
 /// An image and its mask, as paths below the set's folder.
@@ -171,16 +177,20 @@ pub fn masks(
     preparation.check()?;
     let image = |index: usize| train[index].photo(dir)?.evaluated(&preparation);
     let numbers = options.normalisation.of_training((train.len(), options.channels), image, progress)?;
-    let part = |pairs, skipped| PhotoMasks {
-        info: info(&preparation, class_names.len(), &numbers),
-        dir: dir.into(),
-        options: options.clone(),
-        preparation,
-        class_names: class_names.clone(),
-        pairs,
-        skipped,
+    let budget = Budget::new(options.cache_bytes);
+    let part = |pairs: Vec<Pair>, skipped| -> Result<PhotoMasks, DataError> {
+        Ok(PhotoMasks {
+            info: info(&preparation, class_names.len(), &numbers),
+            dir: dir.into(),
+            options: options.clone(),
+            preparation,
+            class_names: class_names.clone(),
+            cache: Arc::new(Cache::new(pairs.len(), &budget)?),
+            pairs,
+            skipped,
+        })
     };
-    Ok(TrainTest::new(part(train, train_skipped), part(validation, validation_skipped)))
+    Ok(TrainTest::new(part(train, train_skipped)?, part(validation, validation_skipped)?))
 }
 
 /// Loads one part for evaluation, such as `test`, or `images` and `masks` in `dir` itself. `class_names` are those of the training set.
@@ -213,6 +223,7 @@ pub fn masks_part(
         options: options.clone(),
         preparation,
         class_names: class_names.into(),
+        cache: Arc::new(Cache::new(pairs.len(), &Budget::new(options.cache_bytes))?),
         pairs,
         skipped,
     })
@@ -288,9 +299,11 @@ impl Dataset for PhotoMasks {
 
     fn sample(&self, index: usize, seed: Option<u64>) -> SampleResult<'_> {
         let (pair, preparation) = (&self.pairs[index], &self.preparation);
-        let (photo, mask) = pair.open(&self.dir)?;
+        let bytes = |(photo, mask): &(Photo, Raster)| photo.bytes() + mask.bytes.capacity();
+        let opened = self.cache.get(index, bytes, || pair.open(&self.dir))?;
+        let (photo, mask) = opened.as_ref();
         let drawn = self.options.augmentation.drawn(seed, photo.size(), preparation.size);
-        let image = view::image_planes(&photo, &drawn, preparation, &self.info.mean)?;
+        let image = view::image_planes(photo, &drawn, preparation, &self.info.mean)?;
         let classes = view::mask((&mask.bytes, mask.size), &drawn, preparation, IGNORED)?;
         let known = |class: u8| class == IGNORED || usize::from(class) < self.info.classes;
         if let Some(class) = classes.iter().find(|class| !known(**class)) {

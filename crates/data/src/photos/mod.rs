@@ -18,6 +18,7 @@
 //!   the sample's seed alone, and is the same on every machine.
 
 mod augmentation;
+mod cache;
 mod colour;
 mod decode;
 mod folder;

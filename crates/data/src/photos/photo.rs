@@ -67,6 +67,11 @@ impl Photo {
         self.0.channels
     }
 
+    /// Bytes of memory that it takes.
+    pub(super) fn bytes(&self) -> usize {
+        self.0.bytes.capacity()
+    }
+
     /// The image as a model sees it in evaluation: C x H x W bytes, with `preparation`'s channels and size.
     ///
     /// Resizing is that of Pillow's `BILINEAR`, with antialiasing.

@@ -29,6 +29,8 @@ pub struct PhotoSettings {
     pub follow_links: bool,
     /// Whether images that cannot be decoded are left out.
     pub skip_broken: bool,
+    /// See [`FolderOptions::cache_bytes`].
+    pub cache_bytes: usize,
 }
 
 impl Default for PhotoSettings {
@@ -48,6 +50,7 @@ impl PhotoSettings {
         augmentation: None,
         follow_links: false,
         skip_broken: false,
+        cache_bytes: 0,
     };
 
     /// These settings for photographs with a class each.
@@ -65,6 +68,7 @@ impl PhotoSettings {
             augmentation: self.augmentation.unwrap_or_default(),
             follow_links: self.follow_links,
             skip_broken: self.skip_broken,
+            cache_bytes: self.cache_bytes,
         }
     }
 
@@ -80,6 +84,7 @@ impl PhotoSettings {
             augmentation: self.augmentation.unwrap_or_else(PhotoAugmentation::for_masks),
             follow_links: self.follow_links,
             skip_broken: self.skip_broken,
+            cache_bytes: self.cache_bytes,
         }
     }
 }

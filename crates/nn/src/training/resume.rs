@@ -11,7 +11,7 @@ use crate::checkpoint::{self, CheckpointError, Value};
 use crate::data::{Augmentation, DatasetInfo, Datasets};
 use crate::objective::ObjectiveRecord;
 use crate::random::GeneratorState;
-use crate::{ConfigError, Module, ParameterRules, Rule, Schedule, difference};
+use crate::{Module, ParameterRules, Rule, Schedule, difference};
 
 /// The settings that must not change when a run resumes. The Conv+BN mode is not among them: both modes give the same values.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -90,9 +90,12 @@ pub(super) struct RunFiles<F> {
 impl Trainer {
     /// Resumes a run from the newest checkpoint in `folder`: its losses continue bit for bit.
     ///
-    /// # Errors As [`Trainer::new`]; if the checkpoint is damaged, if its step is not the one in its folder's name, or if its
-    /// model, data, objective, batch size, augmentation, seed, optimizer or another setting differs from the configuration's. A
-    /// schedule that spans the run must have the same number of steps.
+    /// If the schedule spans the run, the number of steps may be another one than before: the learning rate is then that of a run of
+    /// so many steps from here on.
+    ///
+    /// # Errors
+    /// As [`Trainer::new`]; if the checkpoint is damaged, if its step is not the one in its folder's name, or if its model, data,
+    /// objective, batch size, augmentation, seed, optimizer or another setting differs from the configuration's.
     pub fn resume(
         device: &Device,
         config: TrainingConfig,
@@ -196,10 +199,9 @@ impl Trainer {
     fn check_settings(&self, file: &Path, saved: &RunState) -> Result<()> {
         let damaged = |reason: String| CheckpointError::Damaged { file: file.to_owned(), reason };
         let (own, mut other) = (self.settings(), saved.settings.clone().canonical());
-        let other_total = other_total(file, own.schedule, other.schedule);
-        if other_total.is_some() {
-            // Another batch size changes the number of steps too: what differs besides it says more.
-            other.schedule = own.schedule;
+        // A run that gets longer follows the schedule of the longer run from here.
+        if let Some(steps) = own.schedule.and_then(|own| own.total_steps()) {
+            other.schedule = other.schedule.map(|schedule| schedule.over(steps));
         }
         match difference::first([&own, &other]) {
             Err(error) => Err(damaged(error.to_string()).into()),
@@ -208,7 +210,6 @@ impl Trainer {
                 let (file, field) = (file.to_owned(), difference.field);
                 Err(CheckpointError::Mismatch { file, field, expected, found }.into())
             }
-            Ok(None) if let Some(error) = other_total => Err(error.into()),
             Ok(None) => self.check_position(saved).map_err(|reason| damaged(reason).into()),
         }
     }
@@ -286,17 +287,6 @@ impl SavedModel {
         let values = checkpoint::from_safetensors(&self.file, &self.bytes, &checkpoint::model_values(model))?;
         Ok(checkpoint::set_model(model, values)?)
     }
-}
-
-/// The error if two schedules differ in the number of steps that they span, and in nothing else.
-fn other_total(file: &Path, own: Option<Schedule>, saved: Option<Schedule>) -> Option<ConfigError> {
-    let (own, saved) = (own?, saved?);
-    let (expected, found) = (own.total_steps()?, saved.total_steps()?);
-    (expected != found && saved.over(expected) == own).then(|| ConfigError::TotalSteps {
-        file: file.to_owned(),
-        expected,
-        found,
-    })
 }
 
 /// The saved step counts must be of the same parameters as the optimizer's.

@@ -4,6 +4,7 @@
 pub(crate) mod candidates;
 pub(crate) mod memory;
 pub(crate) mod optimizer;
+pub(crate) mod photos;
 pub(crate) mod problems;
 pub(crate) mod ranks;
 pub(crate) mod recipe;

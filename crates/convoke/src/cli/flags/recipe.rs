@@ -9,9 +9,10 @@ use crate::cli::failure::{Failure, Result};
 
 #[derive(Args)]
 pub(crate) struct RecipeArgs {
-    /// How the learning rate changes. Cosine and one-cycle span the whole run, so it resumes only with the same number of steps.
-    #[arg(long, value_enum, default_value_t = ScheduleName::Step, help_heading = "Training")]
-    pub(crate) schedule: ScheduleName,
+    /// How the learning rate changes [default: step with --lr-gamma or --lr-step, constant if only --steps says how long the run is,
+    /// else one-cycle]. Cosine and one-cycle span the epochs.
+    #[arg(long, value_enum, help_heading = "Training")]
+    pub(crate) schedule: Option<ScheduleName>,
 
     /// What the schedule step multiplies the learning rate by after each epoch, or every --lr-step epochs [default: 0.7].
     #[arg(long, value_name = "X", value_parser = positive, help_heading = "Training")]
@@ -33,9 +34,9 @@ pub(crate) struct RecipeArgs {
     #[arg(long, help_heading = "Training")]
     pub(crate) nesterov: bool,
 
-    /// What --weight-decay applies to.
-    #[arg(long, value_enum, default_value_t = DecayName::All, help_heading = "Training")]
-    pub(crate) decay: DecayName,
+    /// What --weight-decay applies to [default: weights for adamw, else all].
+    #[arg(long, value_enum, help_heading = "Training")]
+    pub(crate) decay: Option<DecayName>,
 
     /// Do not train the parameters of this name or below it: layer1, layer1.0.conv1.weight, '*.bias'; `*` is any text. Can be
     /// repeated. Running statistics of frozen layers still move, unless --freeze-bn is given.
@@ -66,9 +67,9 @@ pub(crate) struct RecipeArgs {
 }
 
 impl RecipeArgs {
-    /// The schedule of a run of this many steps.
-    pub(crate) fn schedule(&self, steps: u64) -> Schedule {
-        match self.schedule {
+    /// The schedule over this many steps; `is_open` if the run may well be prolonged.
+    pub(crate) fn schedule(&self, steps: u64, is_open: bool) -> Schedule {
+        match self.schedule.unwrap_or_else(|| self.usual_schedule(is_open)) {
             ScheduleName::Constant => Schedule::Constant,
             ScheduleName::Step => Schedule::Step {
                 epochs: self.lr_step.unwrap_or(1) as usize,
@@ -79,9 +80,18 @@ impl RecipeArgs {
         }
     }
 
-    pub(crate) fn parameters(&self) -> ParameterRules {
+    fn usual_schedule(&self, is_open: bool) -> ScheduleName {
+        match self.lr_gamma.is_some() || self.lr_step.is_some() {
+            true => ScheduleName::Step,
+            false if is_open => ScheduleName::Constant,
+            false => ScheduleName::OneCycle,
+        }
+    }
+
+    pub(crate) fn parameters(&self, optimizer: OptimizerName) -> ParameterRules {
+        let usual = if optimizer == OptimizerName::Adamw { DecayName::Weights } else { DecayName::All };
         ParameterRules {
-            decay: match self.decay {
+            decay: match self.decay.unwrap_or(usual) {
                 DecayName::All => Decay::All,
                 DecayName::Weights => Decay::Weights,
             },
@@ -106,12 +116,13 @@ impl RecipeArgs {
             );
         }
         let of_step = [("--lr-gamma", self.lr_gamma.is_some()), ("--lr-step", self.lr_step.is_some())];
-        match of_step.iter().find(|(_, given)| *given && self.schedule != ScheduleName::Step) {
-            Some((flag, _)) => refuse(format!(
+        let other = self.schedule.filter(|schedule| *schedule != ScheduleName::Step);
+        match (of_step.iter().find(|(_, given)| *given), other) {
+            (Some((flag, _)), Some(schedule)) => refuse(format!(
                 "{flag}: only the schedule step has it, not {}: leave one of them out",
-                name(self.schedule)
+                name(schedule)
             )),
-            None => Ok(()),
+            _ => Ok(()),
         }
     }
 
@@ -135,13 +146,13 @@ impl RecipeArgs {
             value.as_ref().map_or_else(|| "not given".into(), |value| format!("{value:?}"))
         }
         vec![
-            ("--schedule", name(*schedule)),
+            ("--schedule", given(&schedule.map(name))),
             ("--lr-gamma", given(lr_gamma)),
             ("--lr-step", given(lr_step)),
             ("--warmup", warmup.to_string()),
             ("--head-lr", given(head_lr)),
             ("--nesterov", nesterov.to_string()),
-            ("--decay", name(*decay)),
+            ("--decay", given(&decay.map(name))),
             ("--freeze", format!("{freeze:?}")),
             ("--freeze-bn", freeze_bn.to_string()),
             ("--clip-norm", given(clip_norm)),

@@ -3,19 +3,21 @@
 use std::path::PathBuf;
 
 use crate::cli::failure::{Failure, Result};
-use crate::cli::model_file;
 use crate::cli::registry::{Data, data_parser, model, model_parser};
-use crate::nn::Rule;
+use crate::cli::{dataset, model_file};
+use crate::nn::data::DatasetSpec;
 use crate::nn::models::ModelSpec;
 use crate::nn::objective::Objective;
+use crate::nn::{Rule, Schedule};
 use clap::{Args, ValueEnum, value_parser};
 
 use super::memory::MemoryArgs;
 use super::optimizer::{OptimizerName, rule};
+use super::photos::PhotoArgs;
 use super::ranks::RankArgs;
 use super::recipe::RecipeArgs;
 use super::tuning::TuningArgs;
-use super::values::{ImageSize, image_size, not_negative, positive, share};
+use super::values::{not_negative, positive};
 
 /// What to train on, how, and where the results go.
 #[derive(Args)]
@@ -38,21 +40,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_enum, default_value_t = Augment::Auto, help_heading = "Data")]
     pub(crate) augment: Augment,
 
-    /// Height and width that photographs are brought to: 224, 96x128 [default: folder 224, or what the model takes; masks as they are].
-    #[arg(long, value_name = "HxW", value_parser = image_size, help_heading = "Data")]
-    pub(crate) image_size: Option<ImageSize>,
-
-    /// The share of the photographs that is for validation, if the folder has no part for it: of each class, by --seed.
-    #[arg(long, value_name = "SHARE", default_value_t = 0.2, value_parser = share, help_heading = "Data")]
-    pub(crate) validation: f64,
-
-    /// Leave out photographs that cannot be decoded, and list them; each is decoded once for that, before training.
-    #[arg(long, help_heading = "Data")]
-    pub(crate) skip_broken: bool,
-
-    /// Follow links that lead out of the folder of photographs.
-    #[arg(long, help_heading = "Data")]
-    pub(crate) follow_links: bool,
+    #[command(flatten)]
+    pub(crate) photos: PhotoArgs,
 
     /// Threads that load images ahead of the steps, for data sets that are not held in memory [default: one for each of
     /// --threads, up to 4]. Their number changes only the speed.
@@ -69,7 +58,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "FILE", help_heading = "Model")]
     pub(crate) weights: Option<PathBuf>,
 
-    /// Times to go through the training images [default: 1, or what --steps needs].
+    /// Times to go through the training images; without this, 5 for folder and masks [default: 1, or what --steps needs].
     #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=1_000_000), help_heading = "Training")]
     pub(crate) epochs: Option<u32>,
 
@@ -77,21 +66,16 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", value_parser = value_parser!(u64).range(1..), help_heading = "Training")]
     pub(crate) steps: Option<u64>,
 
-    /// Images a step, shared among the ranks; the last step of an epoch takes what is left.
-    #[arg(
-        long,
-        value_name = "N",
-        default_value_t = 128,
-        value_parser = value_parser!(u32).range(1..),
-        help_heading = "Training"
-    )]
-    pub(crate) batch_size: u32,
+    /// Images a step, shared among the ranks; the last step of an epoch takes what is left [default: 8 where pixels have classes, 32
+    /// for folder, else 128].
+    #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..), help_heading = "Training")]
+    pub(crate) batch_size: Option<u32>,
 
     /// The optimizer, which updates parameters by their gradients.
-    #[arg(long, value_enum, default_value_t = OptimizerName::Adadelta, help_heading = "Training")]
+    #[arg(long, value_enum, default_value_t = OptimizerName::Adamw, help_heading = "Training")]
     pub(crate) optimizer: OptimizerName,
 
-    /// Learning rate that the schedule starts from, or rises to [default: adadelta 1, sgd 0.01, adamw and adam 0.001].
+    /// Learning rate, the largest of the schedule [default: adadelta 1, sgd 0.01, adamw and adam 0.001].
     #[arg(long, value_name = "X", value_parser = positive, help_heading = "Training")]
     pub(crate) lr: Option<f64>,
 
@@ -160,6 +144,37 @@ impl RunArgs {
         match &self.weights {
             Some(file) => model_file::with_weights(model, file),
             None => model,
+        }
+    }
+
+    pub(crate) fn batch_size(&self) -> usize {
+        let usual = match dataset::named(self) {
+            Some(spec) if spec.usual().is_some_and(|info| info.targets.are_of_pixels()) => 8,
+            Some(spec) if spec.takes_photos() => 32,
+            _ => 128,
+        };
+        self.batch_size.unwrap_or(usual) as usize
+    }
+
+    /// The steps that the flags ask for, of epochs of this many batches.
+    pub(crate) fn total_steps(&self, batches: usize) -> u64 {
+        let spanned = self.spanned_steps(batches);
+        self.steps.map_or(spanned, |steps| steps.min(spanned))
+    }
+
+    /// The schedule of epochs of this many batches. --steps may end a run within its epochs; then the schedule is as without it, so
+    /// that the run can be resumed.
+    pub(crate) fn schedule(&self, batches: usize) -> Schedule {
+        let is_open = self.epochs.is_none() && self.steps.is_some();
+        self.recipe.schedule(self.spanned_steps(batches), is_open)
+    }
+
+    /// The steps of all epochs.
+    fn spanned_steps(&self, batches: usize) -> u64 {
+        let usual = if dataset::named(self).is_some_and(DatasetSpec::takes_photos) { 5 } else { 1 };
+        match (self.epochs, self.steps) {
+            (None, Some(steps)) => steps,
+            (epochs, _) => u64::from(epochs.unwrap_or(usual)).saturating_mul(batches as u64),
         }
     }
 

@@ -41,6 +41,14 @@ pub(crate) fn share(text: &str) -> Result<f64, String> {
     })
 }
 
+/// Parses a probability: 0 to 1.
+pub(crate) fn probability(text: &str) -> Result<f64, String> {
+    number(text).and_then(|value| match (0.0..=1.0).contains(&value) {
+        true => Ok(value),
+        false => Err("must be from 0 to 1".into()),
+    })
+}
+
 /// Parses a number of at least 0.
 pub(crate) fn not_negative(text: &str) -> Result<f64, String> {
     number(text).and_then(|value| if value >= 0.0 { Ok(value) } else { Err("must not be negative".into()) })
