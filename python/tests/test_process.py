@@ -153,7 +153,10 @@ def test_training_goes_on_after_an_error_in_backward():
 
 
 def test_ctrl_c_ends_training():
+    # Where a shell runs tests in the background, their children ignore the signal.
     script = """
+        import signal
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         import torch, torch_convoke
         from torch import nn
         model = torch_convoke.optimize(nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU()))
