@@ -104,7 +104,7 @@ pub mod nn {
             Augmentation, Catalog, DataError, Dataset, DatasetInfo, DatasetSpec, DatasetSpecs, Datasets,
             InMemory, Listed, LoadError, LoadOptions, Loader, MAX_CLASSES, MirrorFailure, NameError,
             PhotoOrigin, Pixels, Progress, ProgressEvent, ProgressUnit, Request, Sample, Target, TargetBatch,
-            Targets, TrainTest, View, Views, digits, from_fn, noise, silent,
+            Targets, TrainTest, View, Views, class_counts, digits, from_fn, noise, silent,
         };
         #[cfg(feature = "datasets")]
         #[doc(inline)]

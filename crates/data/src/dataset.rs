@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::{DataError, InMemory, Sample};
+use super::{DataError, InMemory, Sample, Target};
 
 /// The most classes that a data set may have: metrics count every pair of true and predicted class.
 pub const MAX_CLASSES: usize = 4096;
@@ -179,6 +179,9 @@ pub struct PhotoOrigin {
 /// What [`Dataset::sample`] gives: the sample, or an error whose text [`DataError::Sample`] repeats.
 pub(crate) type SampleResult<'a> = Result<Sample<'a>, Box<dyn Error + Send + Sync>>;
 
+/// What [`Dataset::target`] gives.
+pub(crate) type TargetResult<'a> = Result<Target<'a>, Box<dyn Error + Send + Sync>>;
+
 /// Images with their targets, by index. They need not be in memory: [`Dataset::sample`] may read and decode a file.
 ///
 /// ```
@@ -270,6 +273,14 @@ pub trait Dataset: Send + Sync {
     /// # Errors
     /// If the sample cannot be read or made. The data set's name and the index are added to the error.
     fn sample(&self, index: usize, seed: Option<u64>) -> SampleResult<'_>;
+
+    /// The target of a sample as evaluation has it. Data sets that know it without its image should say so.
+    ///
+    /// # Errors
+    /// As [`Dataset::sample`].
+    fn target(&self, index: usize) -> TargetResult<'_> {
+        Ok(self.sample(index, None)?.target)
+    }
 }
 
 /// A data set whose samples a function makes.

@@ -16,6 +16,7 @@ pub mod camvid;
 mod catalog;
 #[cfg(feature = "gzip")]
 pub mod cifar10;
+mod class_counts;
 mod dataset;
 pub mod digits;
 #[cfg(feature = "download")]
@@ -45,6 +46,7 @@ mod threads;
 
 pub use augmentation::{Augmentation, View, Views};
 pub use catalog::{Catalog, Listed, NameError};
+pub use class_counts::class_counts;
 pub use dataset::{Dataset, DatasetInfo, Datasets, MAX_CLASSES, PhotoOrigin, Targets, TrainTest, from_fn};
 pub use digits::digits;
 pub use error::{DataError, MirrorFailure};

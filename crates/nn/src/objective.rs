@@ -86,6 +86,17 @@ pub struct CrossEntropy {
     pub class_weights: Option<Vec<f64>>,
 }
 
+impl CrossEntropy {
+    /// Weights with which all classes count alike, however often each occurs: n / (classes * count) for n images or pixels, as
+    /// scikit-learn's `balanced`. Classes that do not occur have a weight of 1.
+    pub fn balanced_weights(counts: &[u64]) -> Vec<f64> {
+        let (all, classes) =
+            (counts.iter().sum::<u64>() as f64, counts.iter().filter(|count| **count > 0).count());
+        let weight = |&count: &u64| if count == 0 { 1.0 } else { all / (classes as f64 * count as f64) };
+        counts.iter().map(weight).collect()
+    }
+}
+
 impl Objective {
     /// Cross-entropy against the class of each image or pixel. Labels of the data set's ignored class do not count; the mean is
     /// weighted as in PyTorch. It takes log-probabilities, or logits if the model's spec says so

@@ -45,6 +45,13 @@ impl Rule {
         Rule::Adam(kernel::Adam { learning_rate, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.0 })
     }
 
+    /// The same rule with this step size.
+    #[must_use]
+    pub fn with_learning_rate(mut self, learning_rate: f64) -> Rule {
+        *self.learning_rate_mut() = learning_rate;
+        self
+    }
+
     /// The same rule with this weight decay.
     #[must_use]
     pub fn with_weight_decay(mut self, weight_decay: f64) -> Rule {

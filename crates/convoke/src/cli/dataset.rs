@@ -3,7 +3,10 @@
 use std::path::PathBuf;
 
 use crate::nn::data::photos::{PhotoAugmentation, PhotoSettings};
-use crate::nn::data::{Augmentation, DataError, DatasetSpec, Datasets, LoadError, LoadOptions};
+use crate::nn::data::{
+    Augmentation, DataError, Dataset, DatasetSpec, Datasets, LoadError, LoadOptions, class_counts,
+};
+use crate::nn::objective::CrossEntropy;
 
 use super::console::Console;
 use super::failure::{Failure, Result};
@@ -136,6 +139,13 @@ fn check_photo_flags(args: &RunArgs) -> Result<()> {
         true => Ok(()),
         false => args.photos.check_absent(args.augment, args.data),
     }
+}
+
+/// The weight of each class with which all count alike.
+pub(crate) fn balanced_weights(data: &dyn Dataset, console: &Console) -> Result<Vec<f64>> {
+    let counts =
+        class_counts(data, &console.data_progress()).map_err(|error| failure(error.into(), "", BEFORE))?;
+    Ok(CrossEntropy::balanced_weights(&counts))
 }
 
 /// A failure with what to do about it, if a photograph could not be read.

@@ -73,7 +73,8 @@ impl Session {
         let config = TrainingConfig {
             model: args.model(),
             conv_bn,
-            objective: args.objective()?,
+            objective: args
+                .objective(|| dataset::balanced_weights(rank.data.train.as_ref(), rank.console))?,
             rule: args.rule(),
             schedule: args.schedule(batches),
             warmup_steps: args.recipe.warmup,

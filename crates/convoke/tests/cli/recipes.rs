@@ -58,11 +58,14 @@ fn flags_take_effect() {
         "--optimizer adamw --lr 0.001 --weight-decay 0.01 --decay weights --schedule constant --warmup 0";
     assert_eq!(of(&default.split(' ').collect::<Vec<_>>()), usual);
     // The schedule spans epochs, of five steps here, even if the run ends before.
-    let [epoch, all, less] =
-        [&["--epochs", "1"][..], &["--schedule", "one-cycle"], &["--epochs", "3"]].map(of);
+    let all = ["--epochs", "1", "--schedule", "one-cycle", "--lr", "0.003"];
+    let [epoch, all, less] = [&["--epochs", "1"][..], &all, &["--epochs", "3"]].map(of);
     assert_eq!(epoch, all);
     assert_ne!(epoch, less);
     assert_eq!(of(&["--lr-gamma", "0.7"]), of(&["--schedule", "step", "--lr-step", "1"]));
+    // Each class has eleven images.
+    let ones = ["1"; 10].join(",");
+    assert_eq!(of(&["--class-weights", "balanced"]), of(&["--class-weights", &ones]));
     let changes: [&[&str]; 9] = [
         &["--optimizer", "adam"],
         &["--schedule", "cosine"],

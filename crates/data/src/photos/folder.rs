@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use super::super::dataset::SampleResult;
+use super::super::dataset::{SampleResult, TargetResult};
 use super::super::threads::threads;
 use super::super::{
     DataError, Dataset, DatasetInfo, MAX_CLASSES, PhotoOrigin, Pixels, Progress, Sample, Target, TrainTest,
@@ -260,6 +260,10 @@ impl Dataset for PhotoFolder {
 
     fn variation(&self) -> Option<String> {
         Some(format!("{:?}, {:?}", self.options.preparation, self.options.augmentation))
+    }
+
+    fn target(&self, index: usize) -> TargetResult<'_> {
+        Ok(Target::Class(self.label(index) as i64))
     }
 
     fn sample(&self, index: usize, seed: Option<u64>) -> SampleResult<'_> {

@@ -16,7 +16,7 @@ use convoke_nn::modules::{
     Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, Keep, Linear,
     Sequential,
 };
-use convoke_nn::objective::Objective;
+use convoke_nn::objective::{CrossEntropy, Objective};
 use convoke_nn::training::{SavedModel, Trainer, TrainingConfig, TrainingError, predict_memory};
 use convoke_nn::{
     Decay, Forward, Module, ModuleExt, Optimizer, ParameterRules, Rule, Schedule, clip_grad_norm,
@@ -453,4 +453,15 @@ fn an_average_does_not_change_training() {
     let mut trainer = start(TrainingConfig { ema: Some(0.9), ..plain() });
     run(&mut trainer, 1);
     assert_eq!(trainer.step().unwrap().bytes_peak, predicted.bytes_peak);
+}
+
+#[test]
+fn balanced_weights_let_classes_count_alike() {
+    let counts = [30, 0, 10, 60];
+    let weights = CrossEntropy::balanced_weights(&counts);
+    assert_eq!(weights[1], 1.0);
+    for class in [0, 2, 3] {
+        assert!((weights[class] * counts[class] as f64 - 100.0 / 3.0).abs() <= 1e-12, "{weights:?}");
+    }
+    assert_eq!(CrossEntropy::balanced_weights(&[0, 0]), [1.0, 1.0]);
 }

@@ -55,21 +55,33 @@ pub(crate) struct RecipeArgs {
     #[arg(long, value_name = "DECAY", value_parser = share, help_heading = "Training")]
     pub(crate) ema: Option<f64>,
 
-    /// The weight of each class in the loss, in the order of the classes: 1,2.5,1.
-    #[arg(
-        long,
-        value_name = "X,X,...",
-        value_delimiter = ',',
-        value_parser = not_negative,
-        help_heading = "Training"
-    )]
-    pub(crate) class_weights: Option<Vec<f64>>,
+    /// The weight of each class in the loss: `balanced` lets rare classes count as much as common ones; or numbers in the order of
+    /// the classes: 1,2.5,1.
+    #[arg(long, value_name = "balanced|X,X,...", value_parser = class_weights, help_heading = "Training")]
+    pub(crate) class_weights: Option<ClassWeights>,
+}
+
+/// How much each class counts in the loss.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum ClassWeights {
+    /// By how often it occurs in the training data.
+    Balanced,
+    Given(Vec<f64>),
+}
+
+fn class_weights(text: &str) -> std::result::Result<ClassWeights, String> {
+    match text {
+        "balanced" => Ok(ClassWeights::Balanced),
+        text => {
+            Ok(ClassWeights::Given(text.split(',').map(not_negative).collect::<std::result::Result<_, _>>()?))
+        }
+    }
 }
 
 impl RecipeArgs {
     /// The schedule over this many steps; `is_open` if the run may well be prolonged.
     pub(crate) fn schedule(&self, steps: u64, is_open: bool) -> Schedule {
-        match self.schedule.unwrap_or_else(|| self.usual_schedule(is_open)) {
+        match self.schedule_name(is_open) {
             ScheduleName::Constant => Schedule::Constant,
             ScheduleName::Step => Schedule::Step {
                 epochs: self.lr_step.unwrap_or(1) as usize,
@@ -80,11 +92,12 @@ impl RecipeArgs {
         }
     }
 
-    fn usual_schedule(&self, is_open: bool) -> ScheduleName {
-        match self.lr_gamma.is_some() || self.lr_step.is_some() {
-            true => ScheduleName::Step,
-            false if is_open => ScheduleName::Constant,
-            false => ScheduleName::OneCycle,
+    pub(crate) fn schedule_name(&self, is_open: bool) -> ScheduleName {
+        match self.schedule {
+            Some(schedule) => schedule,
+            None if self.lr_gamma.is_some() || self.lr_step.is_some() => ScheduleName::Step,
+            None if is_open => ScheduleName::Constant,
+            None => ScheduleName::OneCycle,
         }
     }
 

@@ -15,7 +15,7 @@ use super::memory::MemoryArgs;
 use super::optimizer::{OptimizerName, rule};
 use super::photos::PhotoArgs;
 use super::ranks::RankArgs;
-use super::recipe::RecipeArgs;
+use super::recipe::{ClassWeights, RecipeArgs, ScheduleName};
 use super::tuning::TuningArgs;
 use super::values::{not_negative, positive};
 
@@ -75,7 +75,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_enum, default_value_t = OptimizerName::Adamw, help_heading = "Training")]
     pub(crate) optimizer: OptimizerName,
 
-    /// Learning rate, the largest of the schedule [default: adadelta 1, sgd 0.01, adamw and adam 0.001].
+    /// Learning rate, the largest of the schedule [default: adadelta 1, sgd 0.01, adamw and adam 0.001; with one-cycle and without
+    /// --weights three times as much, but adadelta 1].
     #[arg(long, value_name = "X", value_parser = positive, help_heading = "Training")]
     pub(crate) lr: Option<f64>,
 
@@ -165,8 +166,12 @@ impl RunArgs {
     /// The schedule of epochs of this many batches. --steps may end a run within its epochs; then the schedule is as without it, so
     /// that the run can be resumed.
     pub(crate) fn schedule(&self, batches: usize) -> Schedule {
-        let is_open = self.epochs.is_none() && self.steps.is_some();
-        self.recipe.schedule(self.spanned_steps(batches), is_open)
+        self.recipe.schedule(self.spanned_steps(batches), self.is_open())
+    }
+
+    /// Whether only --steps says how long the run is, so that it may well be prolonged.
+    fn is_open(&self) -> bool {
+        self.epochs.is_none() && self.steps.is_some()
     }
 
     /// The steps of all epochs.
@@ -178,12 +183,17 @@ impl RunArgs {
         }
     }
 
-    /// The model's own objective, with smoothed labels and class weights if they are asked for.
-    pub(crate) fn objective(&self) -> Result<Objective> {
+    /// The model's own objective, with smoothed labels and class weights if they are asked for; `balanced` gives these for the
+    /// training data.
+    pub(crate) fn objective(&self, balanced: impl FnOnce() -> Result<Vec<f64>>) -> Result<Objective> {
         let mut own = self.model().objective();
         if let Some(weights) = &self.recipe.class_weights {
+            let weights = match weights {
+                ClassWeights::Balanced => balanced()?,
+                ClassWeights::Given(weights) => weights.clone(),
+            };
             own = own
-                .with_class_weights(weights.clone())
+                .with_class_weights(weights)
                 .map_err(|error| Failure::Usage(format!("--class-weights: {error}")))?;
         }
         match self.label_smoothing {
@@ -196,6 +206,11 @@ impl RunArgs {
 
     pub(crate) fn rule(&self) -> Rule {
         let mut rule = rule(self.optimizer, self.lr);
+        // At the top of a cycle, and with random weights, steps may be larger.
+        let rises = self.recipe.schedule_name(self.is_open()) == ScheduleName::OneCycle;
+        if self.lr.is_none() && rises && self.weights.is_none() && self.optimizer != OptimizerName::Adadelta {
+            rule = rule.with_learning_rate(3.0 * rule.learning_rate());
+        }
         if let Rule::Sgd(sgd) = &mut rule {
             sgd.momentum = self.momentum;
             sgd.nesterov = self.recipe.nesterov;

@@ -1,0 +1,67 @@
+//! How often each class occurs in a data set.
+
+use super::progress::report;
+use super::sample::Target;
+use super::{DataError, Dataset, Progress, ProgressEvent, ProgressUnit};
+
+/// Samples counted between two reports of progress.
+const SAMPLES_PER_REPORT: usize = 64;
+
+/// How many images or, where pixels have classes, how many pixels each class has. Pixels without a class are not counted.
+///
+/// # Errors
+/// [`DataError::Sample`] if a target cannot be read or names no class; [`DataError::Inconsistent`] if targets are values;
+/// [`DataError::Cancelled`] if `progress` says so.
+pub fn class_counts(data: &dyn Dataset, progress: &Progress<'_>) -> Result<Vec<u64>, DataError> {
+    let (info, len) = (data.info(), data.len());
+    let mut counts: Vec<u64> = convoke_memory::filled(info.classes, 0)?;
+    let wrong =
+        |index: usize, reason: String| DataError::Sample { dataset: info.name.clone(), index, reason };
+    for index in 0..len {
+        if index % SAMPLES_PER_REPORT == 0 {
+            let (done, total) = (index as u64, Some(len as u64));
+            let event = ProgressEvent { stage: "counting classes", done, total, unit: ProgressUnit::Images };
+            report(progress, event)?;
+        }
+        let target = data.target(index).map_err(|error| wrong(index, error.to_string()))?;
+        let mut count = |class: i64| match usize::try_from(class).ok().and_then(|class| counts.get_mut(class))
+        {
+            _ if info.ignore() == Some(class) => Ok(()),
+            Some(count) => {
+                *count += 1;
+                Ok(())
+            }
+            None => Err(wrong(index, format!("class {class} of {} classes", info.classes))),
+        };
+        match target {
+            Target::Class(class) => count(class)?,
+            Target::Classes(classes) => classes.iter().try_for_each(|&class| count(class))?,
+            Target::Bytes(classes) => classes.iter().try_for_each(|&class| count(class.into()))?,
+            Target::Values(_) => {
+                let (expected, found) = ("classes to count".into(), "values".into());
+                let (dataset, field) = (info.name.clone(), "targets");
+                return Err(DataError::Inconsistent { dataset, field, expected, found });
+            }
+        }
+    }
+    Ok(counts)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{DatasetInfo, InMemory, Targets, silent};
+    use super::*;
+
+    #[test]
+    fn images_and_pixels_are_counted_by_class() {
+        let images = DatasetInfo::of_noise("x", [1, 1, 2], 3, Targets::Image);
+        let data = InMemory::new(images, vec![0; 8], vec![2, 0, 2, 2]).unwrap();
+        assert_eq!(class_counts(&data, &silent).unwrap(), [1, 0, 3]);
+        let pixels = DatasetInfo::of_noise("x", [1, 1, 2], 3, Targets::Pixels { ignore: Some(2) });
+        let data = InMemory::new(pixels, vec![0; 8], vec![2, 0, 1, 1, 2, 2, 0, 1]).unwrap();
+        assert_eq!(class_counts(&data, &silent).unwrap(), [2, 3, 0]);
+        let values = DatasetInfo::of_noise("x", [1, 1, 2], 3, Targets::Values { shape: [3, 1, 1] });
+        let data = InMemory::new(values, vec![0; 2], vec![1; 3]).unwrap();
+        assert!(class_counts(&data, &silent).is_err());
+    }
+}
