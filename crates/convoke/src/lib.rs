@@ -102,9 +102,10 @@ pub mod nn {
         #[doc(inline)]
         pub use convoke_nn::data::{
             Augmentation, Catalog, DataError, Dataset, DatasetInfo, DatasetSpec, DatasetSpecs, Datasets,
-            InMemory, Listed, LoadError, LoadOptions, Loader, MAX_CLASSES, MirrorFailure, NameError,
-            PhotoOrigin, Pixels, Progress, ProgressEvent, ProgressUnit, Request, Sample, Target, TargetBatch,
-            Targets, TrainTest, View, Views, class_counts, digits, from_fn, noise, silent,
+            InMemory, Listed, LoadError, LoadOptions, Loader, MAX_CLASSES, MAX_STRENGTH, MirrorFailure, Mix,
+            Mixing, NameError, PhotoOrigin, Pixels, Progress, ProgressEvent, ProgressUnit, Request, Sample,
+            Target, TargetBatch, Targets, TrainTest, View, Views, class_counts, digits, from_fn, noise,
+            silent,
         };
         #[cfg(feature = "datasets")]
         #[doc(inline)]

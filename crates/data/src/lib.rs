@@ -27,6 +27,7 @@ mod generated;
 pub mod idx;
 mod in_memory;
 mod loader;
+mod mixing;
 #[cfg(feature = "gzip")]
 pub mod mnist;
 #[cfg(feature = "png")]
@@ -52,6 +53,7 @@ pub use digits::digits;
 pub use error::{DataError, MirrorFailure};
 pub use in_memory::InMemory;
 pub use loader::{Loader, Request};
+pub use mixing::{MAX_STRENGTH, Mix, Mixing};
 pub use noise::noise;
 pub use progress::{Progress, ProgressEvent, ProgressUnit, silent};
 pub use sample::{Pixels, Sample, Target, TargetBatch};

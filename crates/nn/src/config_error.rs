@@ -144,6 +144,22 @@ pub enum ConfigError {
         /// The objective.
         objective: String,
     },
+    /// A strength of mixup or CutMix is out of range.
+    #[error("{name} {strength}: must be from 0 to {}", crate::data::MAX_STRENGTH)]
+    MixingStrength {
+        /// `mixup` or `cutmix`.
+        name: &'static str,
+        /// The strength.
+        strength: f64,
+    },
+    /// Images are to be mixed whose classes cannot be.
+    #[error("mixup and cutmix mix the classes of images; {data} has {found}")]
+    NothingToMix {
+        /// The data set.
+        data: String,
+        /// What it has in their place.
+        found: &'static str,
+    },
     /// A memory plan does not fit the model's blocks.
     #[error(transparent)]
     MemoryPlan(#[from] PlanMismatch),

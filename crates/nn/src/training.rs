@@ -16,7 +16,9 @@ use convoke_distributed::{Communicator, Traffic};
 use serde::Serialize;
 
 use crate::checkpoint::CheckpointError;
-use crate::data::{Augmentation, Dataset, DatasetInfo, Datasets, Loader, Request, TargetBatch};
+use crate::data::{
+    Augmentation, Dataset, DatasetInfo, Datasets, Loader, Mix, Mixing, Request, TargetBatch, Targets,
+};
 use crate::data_parallel::{DataParallel, DataParallelOptions, MeanLoss, Sampler, shard};
 use crate::models::{ModelOptions, ModelSpec};
 use crate::modules::ConvBnMode;
@@ -62,6 +64,8 @@ pub struct TrainingConfig {
     pub batch_size: usize,
     /// How training images are randomly changed.
     pub augmentation: Augmentation,
+    /// How training images are mixed with each other.
+    pub mixing: Mixing,
     /// Whether batch norms take their statistics over the batches of all ranks, once there are several
     /// ([`Trainer::join`]).
     pub sync_bn: bool,
@@ -87,6 +91,7 @@ impl TrainingConfig {
             ema: None,
             batch_size: 128,
             augmentation: Augmentation::default(),
+            mixing: Mixing::default(),
             sync_bn: false,
             seed: 1,
             stop_on_nan: true,
@@ -111,6 +116,7 @@ impl TrainingConfig {
             let (batch_size, data) = (self.batch_size, info.name.clone());
             return Err(ConfigError::BatchSize { batch_size, images, data });
         }
+        self.check_mixing(info)?;
         self.schedule.check(self.warmup_steps)?;
         self.parameters.check(self.rule.learning_rate())?;
         match (self.clip_norm, self.ema) {
@@ -118,6 +124,19 @@ impl TrainingConfig {
             (_, Some(decay)) if !(decay > 0.0 && decay < 1.0) => Err(ConfigError::Ema(decay)),
             _ => Ok(seen),
         }
+    }
+
+    fn check_mixing(&self, info: &DatasetInfo) -> std::result::Result<(), ConfigError> {
+        if let Some((name, strength)) = self.mixing.out_of_range() {
+            return Err(ConfigError::MixingStrength { name, strength });
+        }
+        let found = match info.targets {
+            _ if !self.mixing.is_on() => return Ok(()),
+            Targets::Image => return Ok(()),
+            Targets::Pixels { .. } => "a class for each pixel",
+            Targets::Values { .. } => "values",
+        };
+        Err(ConfigError::NothingToMix { data: info.name.clone(), found })
     }
 
     /// A new model for data that looks like `seen` to it, with what the run freezes.
@@ -479,8 +498,40 @@ impl Trainer {
         drop(loading);
         let loading_seconds = start.elapsed().as_secs_f64();
         let _forward = span("forward");
-        let loss = self.loss(&self.output(self.model.as_ref(), &images)?, &targets)?;
+        let loss = match self.mix(&images) {
+            Some(mix) => self.mixed_loss(&mix, &images, targets)?,
+            None => self.loss(&self.output(self.model.as_ref(), &images)?, &targets)?,
+        };
         Ok((self.parallel.weighted_mean(&loss.sum, loss.weight)?, loading_seconds))
+    }
+
+    /// How the images of the current batch are mixed; `None` also for a rank that has none.
+    fn mix(&self, images: &Tensor) -> Option<Mix> {
+        let &[count, _, height, width] = images.shape() else { return None };
+        let batch = (self.config.seed, self.epoch, self.batch);
+        self.config.mixing.of_batch(batch, [height, width]).filter(|_| count > 0)
+    }
+
+    /// The loss of this rank's images, each mixed with the one before it; that of the first, of another rank perhaps, is in front of
+    /// them.
+    fn mixed_loss(&self, mix: &Mix, images: &Tensor, targets: TargetBatch) -> Result<LossSum> {
+        let TargetBatch::Labels(labels) = targets else { unreachable!("only images with classes are mixed") };
+        let &[count, channels, height, width] = images.shape() else {
+            unreachable!("images are N x C x H x W")
+        };
+        let shape = [count - 1, channels, height, width];
+        let mixed = Tensor::written(&self.device, &shape, images.format(), |mixed: &mut [f32]| {
+            mix.apply(images.data::<f32>()?, [height, width, channels], mixed);
+            Ok(())
+        })?;
+        let output = self.output(self.model.as_ref(), &mixed)?;
+        let loss = |labels: &[i64]| self.loss(&output, &TargetBatch::Labels(labels.to_vec()));
+        let (own, before) = (loss(&labels[1..])?, loss(&labels[..count - 1])?);
+        let [share, rest] = [mix.share, 1.0 - mix.share];
+        Ok(LossSum {
+            sum: own.sum.scale(share)?.add(&before.sum.scale(rest)?)?,
+            weight: share * own.weight + rest * before.weight,
+        })
     }
 
     /// Fails if `stop_on_nan` is set and there is nothing to learn from this loss of the current batch.
@@ -538,14 +589,22 @@ impl Trainer {
         let (rank, world_size) = (self.communicator().rank(), self.communicator().world_size());
         let (batch, batches) = (self.batch + ahead, self.batches_per_epoch());
         let epoch = self.epoch + batch / batches;
-        let samples = match epoch == self.sampler.epoch() {
-            true => self.sampler.batch(batch, rank, world_size).samples.to_vec(),
+        let mut later = None;
+        let sampler = match epoch == self.sampler.epoch() {
+            true => &self.sampler,
             false => {
-                let mut sampler = self.sampler.clone();
+                let sampler = later.insert(self.sampler.clone());
                 sampler.set_epoch(epoch);
-                sampler.batch(batch % batches, rank, world_size).samples.to_vec()
+                sampler
             }
         };
+        let own = sampler.batch(batch % batches, rank, world_size);
+        let mut samples = own.samples.to_vec();
+        if self.config.mixing.is_on() && !samples.is_empty() {
+            // The first is mixed with the one before it, the first of all with the last.
+            let whole = sampler.batch(batch % batches, 0, 1).samples;
+            samples.insert(0, whole[(own.first + whole.len() - 1) % whole.len()]);
+        }
         Request { samples, views: Some(self.config.augmentation.views(self.config.seed, epoch)) }
     }
 

@@ -10,8 +10,9 @@ use crate::nn::objective::CrossEntropy;
 
 use super::console::Console;
 use super::failure::{Failure, Result};
-use super::flags::run::{Augment, RunArgs};
-use super::registry::{Data, RANDOM, datasets};
+use super::flags::augment::Augment;
+use super::flags::run::RunArgs;
+use super::registry::{Data, RANDOM};
 use super::{fits, places};
 
 /// How the flags ask to vary training images.
@@ -22,30 +23,11 @@ pub(crate) fn augmentation(args: &RunArgs) -> Augmentation {
     }
 }
 
-/// The data set that the flags name; none for noise.
-pub(crate) fn named(args: &RunArgs) -> Option<&'static DatasetSpec> {
-    match args.data {
-        Data::Named(spec) => Some(spec),
-        Data::Random => None,
-        Data::Auto => {
-            let builtin = |name| datasets().get(name).expect("it is built in");
-            let mnist = builtin("mnist");
-            let folder = folder(args, mnist);
-            let there = args.download || folder.is_some_and(|folder| mnist.is_present(&folder));
-            Some(if there { mnist } else { builtin("digits") })
-        }
-    }
-}
-
-fn folder(args: &RunArgs, spec: &DatasetSpec) -> Option<PathBuf> {
-    args.data_dir.clone().or_else(|| places::default_dataset_folder(spec.name()))
-}
-
 /// Loads what the flags ask for, if the model can be trained on it. So many processes do it, and share the memory.
 pub(crate) fn load(args: &RunArgs, processes: usize, console: &Console) -> Result<Datasets> {
     check_names(args)?;
     check_photo_flags(args)?;
-    let data = match named(args) {
+    let data = match args.dataset() {
         None => {
             check_generated(args, RANDOM)?;
             generate_noise(args, console)?
@@ -68,7 +50,7 @@ pub(crate) fn load(args: &RunArgs, processes: usize, console: &Console) -> Resul
 
 /// Fails before anything is read, generated or fetched if the run's model cannot be trained on its data.
 fn check_names(args: &RunArgs) -> Result<()> {
-    let Some(spec) = named(args) else { return Ok(()) };
+    let Some(spec) = args.dataset() else { return Ok(()) };
     match spec.usual() {
         // Only the files show the size of the images, so sizes are not checked here.
         Some(info) if spec.has_any_size() && args.model().check_targets(info).is_ok() => Ok(()),
@@ -97,7 +79,7 @@ fn load_named(spec: &DatasetSpec, args: &RunArgs, processes: usize, console: &Co
         return Err(Failure::Usage(format!("--data {spec}: {}", spec.hint().unwrap_or_default())));
     }
     if spec.has_files() {
-        let own = self::folder(args, spec).ok_or_else(|| {
+        let own = args.folder(spec).ok_or_else(|| {
             Failure::Usage("this system has no folder for data: name one with --data-dir".into())
         })?;
         if args.download {
@@ -135,7 +117,7 @@ fn photo_settings(args: &RunArgs, spec: &DatasetSpec, processes: usize) -> Photo
 
 /// Fails if flags about photographs are given for other data.
 fn check_photo_flags(args: &RunArgs) -> Result<()> {
-    match named(args).is_some_and(DatasetSpec::takes_photos) {
+    match args.dataset().is_some_and(DatasetSpec::takes_photos) {
         true => Ok(()),
         false => args.photos.check_absent(args.augment, args.data),
     }
@@ -150,7 +132,7 @@ pub(crate) fn balanced_weights(data: &dyn Dataset, console: &Console) -> Result<
 
 /// A failure with what to do about it, if a photograph could not be read.
 pub(crate) fn with_remedy(args: &RunArgs, failure: Failure) -> Failure {
-    match (named(args), failure) {
+    match (args.dataset(), failure) {
         (Some(spec), Failure::Run(text))
             if spec.takes_photos() && text.contains(&format!("data set {spec}: sample ")) =>
         {

@@ -195,8 +195,12 @@ impl Judged {
         self.evaluation.hardest.iter().enumerate().filter_map(picture).collect()
     }
 
-    /// None if the image can no longer be read.
+    /// None if the image can no longer be read, or its loss is not finite.
     fn thumbnail(&self, image: &HardImage) -> Option<Thumbnail> {
+        // After a run that diverged, all are equally wrong.
+        if !image.loss.is_finite() {
+            return None;
+        }
         let sample = self.data.sample(image.index, None).ok()?;
         thumbnail(&sample.image, self.data.info(), PICTURE).ok()
     }

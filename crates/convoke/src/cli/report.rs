@@ -88,12 +88,15 @@ fn learning_rate(run: &RunRecord) -> String {
         return String::new();
     }
     let every = rates.len().div_ceil(MOST_POINTS).max(1);
-    let points = (0..rates.len()).step_by(every).map(|step| (step as f64 + 1.0, rates[step])).collect();
-    let most = rates.iter().copied().fold(0.0, f64::max);
+    let most = rates.iter().copied().fold(f64::MIN_POSITIVE, f64::max);
+    let share = |step: usize| (step as f64 + 1.0, 100.0 * rates[step] / most);
+    let points = (0..rates.len()).step_by(every).map(share).collect();
+    // Numbers such as 0.0025 would be too wide for narrow screens.
+    let name = format!("learning rate in % of {most}");
     let chart = Chart {
         title: "learning rate by step",
         x: Axis { name: "step", from: 0.0, to: up_from_zero(rates.len() as f64), logarithmic: false },
-        y: Axis { name: "learning rate", from: 0.0, to: up_from_zero(1.05 * most), logarithmic: false },
+        y: Axis { name: &name, from: 0.0, to: 105.0, logarithmic: false },
         lines: vec![Line { class: escape(&run.conv_bn), points, dots: Vec::new() }],
         filled: false,
         divide: None,

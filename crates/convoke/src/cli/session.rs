@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use crate::nn::checkpoint;
-use crate::nn::data::Datasets;
+use crate::nn::data::{Datasets, Mixing};
 use crate::nn::modules::ConvBnMode;
 use crate::nn::planner::MemoryPlan;
 use crate::nn::training::{Evaluation, StepReport, Trainer, TrainingConfig};
@@ -84,6 +84,7 @@ impl Session {
             batch_size: args.batch_size(),
             seed: args.seed,
             augmentation: dataset::augmentation(args),
+            mixing: Mixing { mixup: args.recipe.mixup, cutmix: args.recipe.cutmix },
             sync_bn: args.ranks.sync_bn,
             stop_on_nan: !args.continue_on_nan,
         };

@@ -82,8 +82,9 @@ function check(frame) {
       if (paints.length === 0) find("a shape that nothing paints", shape);
       // What no rule of the page speaks of is black, in the dark too.
       if (paints.some(([paint]) => colour(paint).slice(0, 3).every((part) => part === 0))) find("a black shape", shape);
-      // Grid lines and the space below a line only support what is drawn; a cut lies on its bar.
-      if (shape.matches(".grid, .area, .cut")) continue;
+      // Grid lines and the space below a line only support what is drawn; a cut lies on its bar; the shade of a square in a matrix
+      // is its value, which numbers say too.
+      if (shape.matches(".grid, .area, .cut, .right, .wrong")) continue;
       const best = Math.max(
         ...paints.map(([paint, share]) =>
           contrast(over(colour(paint), share * opacity(shape), ground(svg)), ground(svg))));

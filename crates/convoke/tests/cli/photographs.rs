@@ -42,6 +42,36 @@ fn a_folder_is_learnt_and_resumed_with_any_number_of_workers() {
 }
 
 #[test]
+fn flags_vary_photographs_and_memory_keeps_them() {
+    let folder = tempfile::tempdir().unwrap();
+    photographs(folder.path(), 6);
+    let more = ["--image-size", "32", "--batch-size", "5", "--steps", "4"];
+    let run = |own: &[&str]| {
+        let own = [&more[..], own].concat();
+        convoke(&flags("folder", folder.path(), &own)).exits(0).json()["runs"][0].clone()
+    };
+    let usual = losses(&run(&[]));
+    assert_eq!(losses(&run(&["--cache-images"])), usual);
+    assert_eq!(losses(&run(&["--cache-images", "--workers", "0"])), usual);
+    for changed in [
+        &["--trivial-augment"][..],
+        &["--erasing", "1"],
+        &["--normalisation", "measured"],
+        &["--augment", "none"],
+    ] {
+        assert_ne!(losses(&run(changed)), usual, "{changed:?}");
+    }
+    for (refused, needle) in
+        [("--erasing=1.5", "from 0 to 1"), ("--normalisation=none", "imagenet, measured")]
+    {
+        convoke(&["train", refused]).check(2, &[needle]).unwrap();
+    }
+    for flag in ["--trivial-augment", "--cache-images", "--erasing=0.5", "--normalisation=measured"] {
+        convoke(&["train", "--data", "digits", flag]).check(2, &["is for photographs", "digits"]).unwrap();
+    }
+}
+
+#[test]
 fn masks_are_learnt() {
     let folder = tempfile::tempdir().unwrap();
     scenes(folder.path());

@@ -7,7 +7,7 @@ use convoke_testkit::Failures;
 use super::program::{convoke, losses, run, runs, text};
 
 /// All that a run may have at once.
-const ALL: [&str; 22] = [
+const ALL: [&str; 26] = [
     "--optimizer",
     "sgd",
     "--nesterov",
@@ -28,6 +28,10 @@ const ALL: [&str; 22] = [
     "1",
     "--ema",
     "0.9",
+    "--mixup",
+    "0.2",
+    "--cutmix",
+    "1",
     "--class-weights",
     "1,1,1,1,1,2.5,1,1,1,0.5",
 ];
@@ -66,7 +70,7 @@ fn flags_take_effect() {
     // Each class has eleven images.
     let ones = ["1"; 10].join(",");
     assert_eq!(of(&["--class-weights", "balanced"]), of(&["--class-weights", &ones]));
-    let changes: [&[&str]; 9] = [
+    let changes: [&[&str]; 11] = [
         &["--optimizer", "adam"],
         &["--schedule", "cosine"],
         &["--schedule", "one-cycle"],
@@ -75,6 +79,8 @@ fn flags_take_effect() {
         &["--head-lr", "0.1"],
         &["--freeze", "block*", "--freeze", "*.bias"],
         &["--clip-norm", "0.01"],
+        &["--mixup", "0.2"],
+        &["--cutmix", "1"],
         &["--class-weights", "1,1,1,1,1,1,1,1,1,0"],
     ];
     for change in changes {
@@ -102,6 +108,8 @@ fn what_makes_no_sense_is_refused() {
         (&["--decay", "none"], &["--decay", "all, weights"]),
         (&["--clip-norm", "0"], &["--clip-norm", "must be above 0"]),
         (&["--ema", "1"], &["--ema", "above 0 and below 1"]),
+        (&["--mixup", "5"], &["mixup 5", "from 0 to 4"]),
+        (&["--cutmix=-1"], &["--cutmix", "must not be negative"]),
         (&["--class-weights", "1,2"], &["2 class weights for 10 classes"]),
         (&["--class-weights", "1,-2"], &["--class-weights", "must not be negative"]),
         (&["--class-weights", "1,x"], &["--class-weights", "expected a number"]),
@@ -132,7 +140,7 @@ fn a_run_resumes_with_its_own_recipe_only() {
     let cases: [(i32, &[&str], &[&str]); 4] = [
         (
             1,
-            &["--steps", "3", "--schedule", "one-cycle", "--ema", "0.9"],
+            &["--steps", "3", "--schedule", "one-cycle", "--lr", "0.001", "--ema", "0.9"],
             &["schedule: the checkpoint has", "cosine"],
         ),
         (1, &["--steps", "3", "--ema", "0.9"], &["schedule: the checkpoint has", "cosine", "constant"]),

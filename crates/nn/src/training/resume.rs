@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{ModelCard, Result, Trainer, TrainingConfig, Validation};
 use crate::checkpoint::{self, CheckpointError, Value};
-use crate::data::{Augmentation, DatasetInfo, Datasets};
+use crate::data::{Augmentation, DatasetInfo, Datasets, Mixing};
 use crate::objective::ObjectiveRecord;
 use crate::random::GeneratorState;
 use crate::{Module, ParameterRules, Rule, Schedule, difference};
@@ -40,6 +40,9 @@ struct Settings {
     batch_size: usize,
     seed: u64,
     augmentation: Augmentation,
+    /// Absent from older checkpoints.
+    #[serde(default)]
+    mixing: Mixing,
     /// See [`crate::data::Dataset::variation`].
     #[serde(default)]
     variation: Option<String>,
@@ -177,6 +180,7 @@ impl Trainer {
             batch_size: self.config.batch_size,
             seed: self.config.seed,
             augmentation: self.config.augmentation,
+            mixing: self.config.mixing,
             variation: self.data.train.variation(),
         }
     }

@@ -9,7 +9,7 @@ use std::path::Path;
 use convoke_autograd::{BackwardOptions, DType, Device, Gradients, Tensor, gradcheck};
 use convoke_distributed::{Options, run_threads};
 use convoke_kernels::optimizer::Sgd;
-use convoke_nn::data::TargetBatch;
+use convoke_nn::data::{Mixing, TargetBatch};
 use convoke_nn::graph::{Graph, record};
 use convoke_nn::models::resnet20;
 use convoke_nn::modules::{
@@ -85,9 +85,11 @@ fn configs() -> Vec<(&'static str, TrainingConfig)> {
         ("clip", TrainingConfig { clip_norm: Some(0.5), ..plain() }),
         ("ema", TrainingConfig { ema: Some(0.6), ..plain() }),
         ("groups", TrainingConfig { parameters: grouped.clone(), ..plain() }),
+        ("mixup", TrainingConfig { mixing: Mixing { mixup: 1.0, cutmix: 0.0 }, ..plain() }),
         (
             "all",
             TrainingConfig {
+                mixing: Mixing { mixup: 0.5, cutmix: 1.0 },
                 rule: Rule::Sgd(nesterov),
                 schedule: one_cycle,
                 warmup_steps: 1,
@@ -139,6 +141,7 @@ fn other_settings_are_refused_by_name() {
             "step" => &["schedule.step.epochs: the checkpoint has 2, this run needs 1"],
             "clip" => &["clip_norm: the checkpoint has 0.5, this run needs null"],
             "ema" => &["ema: the checkpoint has 0.6, this run needs null"],
+            "mixup" => &["mixing.mixup: the checkpoint has 1, this run needs 0"],
             "groups" => &["parameters.decay: the checkpoint has weights, this run needs all"],
             _ => &["clip_norm"],
         };
@@ -194,7 +197,7 @@ fn an_older_checkpoint_resumes() {
 
 #[test]
 fn ranks_train_the_same_model() {
-    for (name, config) in configs().into_iter().filter(|(name, _)| ["adam", "all"].contains(name)) {
+    for (name, config) in configs().into_iter().filter(|(name, _)| ["adam", "mixup", "all"].contains(name)) {
         let config = TrainingConfig { sync_bn: true, ..config };
         let mut alone = start(config.clone());
         run(&mut alone, 6);
@@ -464,4 +467,24 @@ fn balanced_weights_let_classes_count_alike() {
         assert!((weights[class] * counts[class] as f64 - 100.0 / 3.0).abs() <= 1e-12, "{weights:?}");
     }
     assert_eq!(CrossEntropy::balanced_weights(&[0, 0]), [1.0, 1.0]);
+}
+
+#[test]
+fn training_mixes_images_and_evaluation_does_not() {
+    let plain = TrainingConfig { mixing: Mixing::default(), ..plain() };
+    let mixed = TrainingConfig { mixing: Mixing { mixup: 1.0, cutmix: 1.0 }, ..plain.clone() };
+    let (mut own, mut other) = (start(plain.clone()), start(mixed.clone()));
+    run(&mut own, 2);
+    run(&mut other, 2);
+    assert_ne!(own.losses(), other.losses());
+    // Evaluation mixes nothing.
+    let go_on = &mut |_: usize, _: usize| ControlFlow::Continue(());
+    let evaluated = |trainer: &Trainer, go_on: &mut _| trainer.evaluate(go_on).unwrap().unwrap().loss;
+    assert_eq!(evaluated(&start(plain.clone()), go_on), evaluated(&start(mixed), go_on));
+    let refused = |mixing, needles: &[&str]| {
+        let config = TrainingConfig { mixing, ..plain.clone() };
+        assert_refused(Trainer::new(&device(), config, digits(24, 10)).map(drop), needles);
+    };
+    refused(Mixing { mixup: -1.0, cutmix: 0.0 }, &["mixup -1", "0 to 4"]);
+    refused(Mixing { mixup: 0.0, cutmix: f64::NAN }, &["cutmix NaN", "0 to 4"]);
 }

@@ -1,6 +1,7 @@
 //! The groups of flags that several commands take, each with what is made from them. Nothing here knows a command: flags of one
 //! command alone are in the file of that command.
 
+pub(crate) mod augment;
 pub(crate) mod candidates;
 pub(crate) mod memory;
 pub(crate) mod optimizer;

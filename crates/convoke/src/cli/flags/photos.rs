@@ -6,7 +6,7 @@ use crate::cli::failure::{Failure, Result};
 use crate::cli::system;
 use crate::nn::data::photos::{Normalisation, PhotoAugmentation, PhotoSettings};
 
-use super::run::Augment;
+use super::augment::Augment;
 use super::values::{ImageSize, image_size, name, probability, share};
 
 #[derive(Args)]

@@ -55,6 +55,16 @@ pub(crate) struct RecipeArgs {
     #[arg(long, value_name = "DECAY", value_parser = share, help_heading = "Training")]
     pub(crate) ema: Option<f64>,
 
+    /// Mix each training image with another one of its batch, and their classes alike (mixup): by shares from a beta distribution
+    /// with this for both parameters, 0.2 or 1.
+    #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = not_negative, help_heading = "Training")]
+    pub(crate) mixup: f64,
+
+    /// Replace a rectangle of each training image by that of another one, and mix their classes alike (CutMix): 1. With --mixup,
+    /// each batch gets one of the two.
+    #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = not_negative, help_heading = "Training")]
+    pub(crate) cutmix: f64,
+
     /// The weight of each class in the loss: `balanced` lets rare classes count as much as common ones; or numbers in the order of
     /// the classes: 1,2.5,1.
     #[arg(long, value_name = "balanced|X,X,...", value_parser = class_weights, help_heading = "Training")]
@@ -153,6 +163,8 @@ impl RecipeArgs {
             freeze_bn,
             clip_norm,
             ema,
+            mixup,
+            cutmix,
             class_weights,
         } = self;
         fn given(value: &Option<impl std::fmt::Debug>) -> String {
@@ -170,6 +182,8 @@ impl RecipeArgs {
             ("--freeze-bn", freeze_bn.to_string()),
             ("--clip-norm", given(clip_norm)),
             ("--ema", given(ema)),
+            ("--mixup", mixup.to_string()),
+            ("--cutmix", cutmix.to_string()),
             ("--class-weights", given(class_weights)),
         ]
     }

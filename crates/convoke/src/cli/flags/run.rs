@@ -3,14 +3,15 @@
 use std::path::PathBuf;
 
 use crate::cli::failure::{Failure, Result};
-use crate::cli::registry::{Data, data_parser, model, model_parser};
-use crate::cli::{dataset, model_file};
+use crate::cli::registry::{Data, data_parser, datasets, model, model_parser};
+use crate::cli::{model_file, places};
 use crate::nn::data::DatasetSpec;
 use crate::nn::models::ModelSpec;
 use crate::nn::objective::Objective;
 use crate::nn::{Rule, Schedule};
-use clap::{Args, ValueEnum, value_parser};
+use clap::{Args, value_parser};
 
+use super::augment::Augment;
 use super::memory::MemoryArgs;
 use super::optimizer::{OptimizerName, rule};
 use super::photos::PhotoArgs;
@@ -148,8 +149,28 @@ impl RunArgs {
         }
     }
 
+    /// The data set that the flags name; none for noise.
+    pub(crate) fn dataset(&self) -> Option<&'static DatasetSpec> {
+        match self.data {
+            Data::Named(spec) => Some(spec),
+            Data::Random => None,
+            Data::Auto => {
+                let builtin = |name| datasets().get(name).expect("it is built in");
+                let mnist = builtin("mnist");
+                let there =
+                    self.download || self.folder(mnist).is_some_and(|folder| mnist.is_present(&folder));
+                Some(if there { mnist } else { builtin("digits") })
+            }
+        }
+    }
+
+    /// Where the files of this data set are.
+    pub(crate) fn folder(&self, spec: &DatasetSpec) -> Option<PathBuf> {
+        self.data_dir.clone().or_else(|| places::default_dataset_folder(spec.name()))
+    }
+
     pub(crate) fn batch_size(&self) -> usize {
-        let usual = match dataset::named(self) {
+        let usual = match self.dataset() {
             Some(spec) if spec.usual().is_some_and(|info| info.targets.are_of_pixels()) => 8,
             Some(spec) if spec.takes_photos() => 32,
             _ => 128,
@@ -176,7 +197,7 @@ impl RunArgs {
 
     /// The steps of all epochs.
     fn spanned_steps(&self, batches: usize) -> u64 {
-        let usual = if dataset::named(self).is_some_and(DatasetSpec::takes_photos) { 5 } else { 1 };
+        let usual = if self.dataset().is_some_and(DatasetSpec::takes_photos) { 5 } else { 1 };
         match (self.epochs, self.steps) {
             (None, Some(steps)) => steps,
             (epochs, _) => u64::from(epochs.unwrap_or(usual)).saturating_mul(batches as u64),
@@ -220,16 +241,4 @@ impl RunArgs {
             None => rule,
         }
     }
-}
-
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Augment {
-    /// Camvid: random parts of 96 x 128 pixels, half of them mirrored. Cifar10: images padded with 4 pixels of zeros on each
-    /// side, then random parts of 32 x 32 pixels, half of them mirrored. Photographs: as `standard`. Others: images as they are.
-    Auto,
-    /// Photographs: random parts (of 8 % of the area or more; with masks half of it), half of them mirrored, with changed brightness,
-    /// contrast and saturation.
-    Standard,
-    /// Images as they are.
-    None,
 }
