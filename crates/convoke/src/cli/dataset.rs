@@ -131,8 +131,8 @@ pub(crate) fn balanced_weights(data: &dyn Dataset, console: &Console) -> Result<
 }
 
 /// A failure with what to do about it, if a photograph could not be read.
-pub(crate) fn with_remedy(args: &RunArgs, failure: Failure) -> Failure {
-    match (args.dataset(), failure) {
+pub(crate) fn with_remedy(spec: Option<&DatasetSpec>, failure: Failure) -> Failure {
+    match (spec, failure) {
         (Some(spec), Failure::Run(text))
             if spec.takes_photos() && text.contains(&format!("data set {spec}: sample ")) =>
         {

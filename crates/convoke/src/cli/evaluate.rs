@@ -74,7 +74,7 @@ pub(crate) fn run(args: &EvaluateArgs) -> Result<()> {
     output::check("--report", args.report.as_deref())?;
     let console = Console::new()?;
     let model = InUse::open(&args.model, &args.using, &console)?;
-    let (name, data) = load(args, &model, &console)?;
+    let (spec, name, data) = load(args, &model, &console)?;
     let options = {
         let mut options = EvaluationOptions::new(&model.model.spec);
         options.batch_size = args.using.batch_size as usize;
@@ -89,7 +89,9 @@ pub(crate) fn run(args: &EvaluateArgs) -> Result<()> {
     };
     let found = evaluate(model.model.module.as_ref(), (&model.device, &data), &options, &mut progress);
     stage.end();
-    let Some(evaluation) = found.map_err(Failure::of_training)? else {
+    let Some(evaluation) =
+        found.map_err(|error| dataset::with_remedy(Some(spec), Failure::of_training(error)))?
+    else {
         return Err(Failure::Run("interrupted".into()));
     };
     let judged = Judged { evaluation, data: data.clone(), class_names: model.model.card.class_names.clone() };
@@ -141,8 +143,12 @@ fn rows(evaluation: &Evaluation) -> Vec<Vec<String>> {
     rows
 }
 
-/// The data to judge the model on, as the model takes it, and its name with that of its part.
-fn load(args: &EvaluateArgs, model: &InUse, console: &Console) -> Result<(String, Arc<dyn Dataset>)> {
+/// What data the model is judged on, its name with that of its part, and the data as the model takes it.
+fn load(
+    args: &EvaluateArgs,
+    model: &InUse,
+    console: &Console,
+) -> Result<(&'static DatasetSpec, String, Arc<dyn Dataset>)> {
     let card = &model.model.card;
     let spec = match args.data {
         Some(Data::Named(spec)) => spec,
@@ -179,7 +185,7 @@ fn load(args: &EvaluateArgs, model: &InUse, console: &Console) -> Result<(String
     check(model, data.as_ref())?;
     dataset::report_skipped(&part, data.skipped(), console);
     let place = folder.map_or_else(String::new, |folder| format!(" in {}", escaped(folder.display())));
-    Ok((format!("{part} of {spec}{place}"), data))
+    Ok((spec, format!("{part} of {spec}{place}"), data))
 }
 
 /// What loading the data needs to know.

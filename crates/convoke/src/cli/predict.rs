@@ -20,6 +20,9 @@ use super::flags::using::UsingArgs;
 use super::in_use::InUse;
 use super::{json, output};
 
+/// Classes of pixels are bytes, one of which stands for no class.
+const PIXEL_CLASSES: usize = 255;
+
 /// Which model looks at which images.
 #[derive(Args)]
 pub(crate) struct PredictArgs {
@@ -88,7 +91,13 @@ pub(crate) fn run(args: &PredictArgs) -> Result<()> {
     let console = Console::new()?;
     let images = images(args, &console)?;
     let model = InUse::open(&args.model, &args.using, &console)?;
+    let classes = model.info().classes;
     match (model.info().targets, &args.masks) {
+        (Targets::Pixels { .. }, _) if classes > PIXEL_CLASSES => {
+            return Err(Failure::Usage(format!(
+                "the model has {classes} classes of pixels; masks can tell {PIXEL_CLASSES} of them"
+            )));
+        }
         (Targets::Pixels { .. }, Some(folder)) => {
             check_names(&images)?;
             output::check_folder("--masks", folder)?;
@@ -290,7 +299,7 @@ fn ranked(shares: impl Iterator<Item = f64>, top: u16) -> Vec<(usize, f64)> {
     ranked
 }
 
-/// The likeliest class of each pixel, from C x H x W probabilities of at most 255 classes.
+/// The likeliest class of each pixel, from C x H x W probabilities of at most [`PIXEL_CLASSES`] classes.
 fn likeliest(output: &[f32], classes: usize) -> Vec<u8> {
     let pixels = output.len() / classes.max(1);
     let class = |pixel: usize| {

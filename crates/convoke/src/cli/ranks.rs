@@ -51,7 +51,7 @@ pub(crate) fn run(
     work: impl Fn(&Rank<'_>) -> Result<()> + Sync,
 ) -> Result<()> {
     args.recipe.check(args.optimizer, args.momentum)?;
-    let work = |rank: &Rank<'_>| work(rank).map_err(|failure| dataset::with_remedy(args, failure));
+    let work = |rank: &Rank<'_>| work(rank).map_err(|failure| dataset::with_remedy(args.dataset(), failure));
     let options = Options { timeout: Duration::from_secs_f64(args.ranks.rank_timeout.min(1e9)) };
     if args.ranks.mpi {
         let settings: Vec<_> = own.iter().cloned().chain(settings(args)).collect();

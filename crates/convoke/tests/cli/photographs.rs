@@ -97,6 +97,16 @@ fn broken_photographs_are_named_or_left_out() {
     convoke(&flags("folder", folder.path(), &more))
         .check(0, &["left out of training", "broken.jpg"])
         .unwrap();
+    // The same where a model is judged.
+    let kept = tempfile::tempdir().unwrap();
+    let out = kept.path().join("out");
+    let more = [&more[..], &["--epochs", "1", "--output", text(&out)]].concat();
+    convoke(&flags("folder", folder.path(), &more)).exits(0);
+    let judge = ["evaluate", text(&out), "--data-dir", text(folder.path()), "--part", "all"];
+    convoke(&judge).check(1, &["broken.jpg", "--skip-broken leaves out"]).unwrap();
+    convoke(&[&judge[..], &["--skip-broken"]].concat())
+        .check(0, &["left out of all images", "broken.jpg"])
+        .unwrap();
 }
 
 #[test]
