@@ -50,7 +50,7 @@ pub struct TrainingConfig {
     pub warmup_steps: u64,
     /// What is trained, and what has a learning rate or a decay of its own.
     pub parameters: ParameterRules,
-    /// The largest norm of a step's gradients: see [`clip_grad_norm`]. `None` leaves them as they are.
+    /// The largest norm of a step's gradients: see [`crate::clip_grad_norm`]. `None` leaves them as they are.
     pub clip_norm: Option<f64>,
     /// The decay of the exponential moving average of the weights, with which the model is then evaluated; above 0 and below 1.
     /// `None` keeps no average. Parameters and running statistics are averaged after each step, with a decay of at most (1 + t) /
