@@ -273,19 +273,13 @@ fn check(rule: &Rule) -> Result<()> {
             ("eps", r.eps, f64::MAX),
             ("weight decay", r.weight_decay, f64::MAX),
         ],
-        Rule::AdamW(r) => vec![
-            ("learning rate", r.learning_rate, f64::MAX),
-            ("first beta", r.betas[0], 1.0 - f64::EPSILON),
-            ("second beta", r.betas[1], 1.0 - f64::EPSILON),
-            ("eps", r.eps, f64::MAX),
-            ("weight decay", r.weight_decay, f64::MAX),
-        ],
-        Rule::Adam(r) => vec![
-            ("learning rate", r.learning_rate, f64::MAX),
-            ("first beta", r.betas[0], 1.0 - f64::EPSILON),
-            ("second beta", r.betas[1], 1.0 - f64::EPSILON),
-            ("eps", r.eps, f64::MAX),
-            ("weight decay", r.weight_decay, f64::MAX),
+        &Rule::AdamW(kernel::AdamW { learning_rate, betas, eps, weight_decay })
+        | &Rule::Adam(kernel::Adam { learning_rate, betas, eps, weight_decay }) => vec![
+            ("learning rate", learning_rate, f64::MAX),
+            ("first beta", betas[0], 1.0 - f64::EPSILON),
+            ("second beta", betas[1], 1.0 - f64::EPSILON),
+            ("eps", eps, f64::MAX),
+            ("weight decay", weight_decay, f64::MAX),
         ],
     };
     let operation = rule.name();

@@ -23,7 +23,7 @@ pub(crate) fn augmentation(args: &RunArgs) -> Augmentation {
     }
 }
 
-/// Loads what the flags ask for, if the model can be trained on it. So many processes do it, and share the memory.
+/// Loads what the flags ask for, if the model can be trained on it. `processes` is how many processes load it and share the memory.
 pub(crate) fn load(args: &RunArgs, processes: usize, console: &Console) -> Result<Datasets> {
     check_names(args)?;
     check_photo_flags(args)?;

@@ -102,8 +102,7 @@ pub(crate) fn run(args: &EvaluateArgs) -> Result<()> {
     let tables = format!("{}{between}{}", text::align(&summary), text::align(&classes));
     console.say(&format!("{title}\n\n{tables}"), args.using.json.as_deref())?;
     let reported = args.report.as_deref().map_or(Ok(()), |file| {
-        let heading = vec![vec![String::new(), String::new()]];
-        let table = page::table(&[heading, summary].concat());
+        let table = page::values(summary);
         let body = format!("{table}\n{}{}", judged.sections(), page::provenance(&[]));
         output::write("--report", file, page::document(&title, &body).as_bytes())
     });

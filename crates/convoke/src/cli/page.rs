@@ -22,8 +22,8 @@ pub(crate) fn document(title: &str, body: &str) -> String {
 
 /// Where, when and by which command a page was made, and with which settings: name and value of each.
 pub(crate) fn provenance(settings: &[(&str, String)]) -> String {
-    let mut rows = vec![vec![String::new(), String::new()]];
-    rows.extend(settings.iter().map(|(name, value)| vec![(*name).to_owned(), value.clone()]));
+    let mut rows: Vec<Vec<String>> =
+        settings.iter().map(|(name, value)| vec![(*name).to_owned(), value.clone()]).collect();
     let own = [
         ("CPU", system::cpu_name().unwrap_or_else(|| "unknown".into())),
         ("instruction set", Isa::detect().to_string()),
@@ -33,7 +33,12 @@ pub(crate) fn provenance(settings: &[(&str, String)]) -> String {
     rows.extend(own.into_iter().map(|(name, value)| vec![name.to_owned(), value]));
     let words = std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>();
     let command = shlex::try_join(words.iter().map(String::as_str)).unwrap_or_else(|_| words.join(" "));
-    format!("<h2>Made with</h2>\n{}\n<pre>{}</pre>\n", table(&rows), escape(&command))
+    format!("<h2>Made with</h2>\n{}\n<pre>{}</pre>\n", values(rows), escape(&command))
+}
+
+/// A table of names and values, without a heading.
+pub(crate) fn values(rows: Vec<Vec<String>>) -> String {
+    table(&[vec![vec![String::new(); 2]], rows].concat())
 }
 
 /// The cells as HTML; a single run needs no heading. Cells that list something may take several lines.

@@ -27,7 +27,6 @@ const MOST: usize = 200;
 const LONGEST: usize = 14;
 
 /// Results on a data set, with what it takes to show them.
-#[derive(Clone)]
 pub(crate) struct Judged {
     pub(crate) evaluation: Evaluation,
     /// The data that the model was judged on.

@@ -13,7 +13,7 @@ use super::flags::memory::{MemoryArgs, PlannerArgs};
 use super::flags::ranks::RankArgs;
 use super::flags::run::RunArgs;
 use super::flags::threads;
-use super::flags::values::name;
+use super::flags::values::{given, name};
 use super::{dataset, json, output};
 
 /// One rank's place in a command.
@@ -125,11 +125,6 @@ fn run_mpi(
          `--features mpi` (docs/data-parallel.md), or use --ranks for threads"
             .into(),
     ))
-}
-
-/// The value of a flag that need not be given, for ranks to compare.
-pub(crate) fn given(value: &Option<impl ToString>) -> String {
-    value.as_ref().map_or_else(|| "not given".into(), ToString::to_string)
 }
 
 /// The settings that must be the same on all processes that train one model, by the names of the flags. Those that may differ are

@@ -199,10 +199,6 @@ impl Session {
         self.keep.as_mut()?.board.take()
     }
 
-    fn board(&mut self) -> Option<&mut EventWriter> {
-        self.keep.as_mut()?.board.as_mut()
-    }
-
     fn total_steps(&self, args: &RunArgs) -> u64 {
         args.total_steps(self.trainer.batches_per_epoch())
     }
@@ -240,7 +236,7 @@ impl Session {
         let report = self.trainer.step().map_err(Failure::of_training)?;
         self.evaluation = None;
         self.recorder.add(&report);
-        if let Some(board) = self.board() {
+        if let Some(Keep { board: Some(board), .. }) = &mut self.keep {
             let scalars = [
                 ("train/loss", Some(report.loss)),
                 ("train/learning_rate", Some(learning_rate)),
@@ -289,17 +285,14 @@ impl Session {
             return Ok(true);
         }
         let finished = self.test("validating", console)?;
-        let step = self.trainer.steps();
-        let scalars = self.evaluation.as_ref().map(|found| {
-            [
+        if let (Some(found), Some(Keep { board: Some(board), .. })) = (&self.evaluation, &mut self.keep) {
+            let scalars = [
                 ("validation/loss", Some(found.loss)),
                 ("validation/accuracy", found.accuracy),
                 ("validation/top5_accuracy", found.top5_accuracy),
                 ("validation/mean_iou", found.mean_iou),
-            ]
-        });
-        if let (Some(scalars), Some(board)) = (scalars, self.board()) {
-            board.scalars(step, &scalars)?;
+            ];
+            board.scalars(self.trainer.steps(), &scalars)?;
             board.flush()?;
         }
         // The last epoch's results are in the summary.

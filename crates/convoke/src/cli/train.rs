@@ -7,11 +7,11 @@ use clap::{Args, ValueEnum};
 
 use super::failure::{Failure, Result};
 use super::flags::run::RunArgs;
-use super::flags::values::name;
+use super::flags::values::{given, name};
 use super::model_folder::{KeepArgs, ModelFolder};
 use super::profile::Profile;
 use super::quality::Judged;
-use super::ranks::{self, Rank, given};
+use super::ranks::{self, Rank};
 use super::session::{Session, SessionOptions, interruption, publish, show};
 use super::{output, report};
 

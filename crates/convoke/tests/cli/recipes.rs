@@ -52,7 +52,7 @@ fn a_run_with_all_of_them_goes_on_bit_for_bit() {
     assert!(losses(ranks).iter().all(|loss| loss.is_finite()), "{ranks}");
 }
 
-/// Each flag changes the run, and those that only spell out a default do not. Runs of so many steps may be prolonged.
+/// Each flag changes the run. Flags that only spell out a default do not: with `--steps` alone, the schedule is constant.
 #[test]
 fn flags_take_effect() {
     let of =

@@ -15,7 +15,7 @@ impl Budget {
         Budget(Arc::new(AtomicUsize::new(bytes)))
     }
 
-    /// Takes so many bytes, if they are left.
+    /// Subtracts `bytes` if that many are left, and tells whether it did.
     fn take(&self, bytes: usize) -> bool {
         let left = |left: usize| left.checked_sub(bytes);
         self.0.fetch_update(Ordering::Relaxed, Ordering::Relaxed, left).is_ok()

@@ -93,8 +93,8 @@ pub(super) struct RunFiles<F> {
 impl Trainer {
     /// Resumes a run from the newest checkpoint in `folder`: its losses continue bit for bit.
     ///
-    /// If the schedule spans the run, the number of steps may be another one than before: the learning rate is then that of a run of
-    /// so many steps from here on.
+    /// If the schedule spans the run, the number of steps may be another one than before. The next steps then have the learning rates
+    /// that they have in a run of the new number of steps.
     ///
     /// # Errors
     /// As [`Trainer::new`]; if the checkpoint is damaged, if its step is not the one in its folder's name, or if its model, data,

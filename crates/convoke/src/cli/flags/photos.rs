@@ -7,7 +7,7 @@ use crate::cli::system;
 use crate::nn::data::photos::{Normalisation, PhotoAugmentation, PhotoSettings};
 
 use super::augment::Augment;
-use super::values::{ImageSize, image_size, name, probability, share};
+use super::values::{ImageSize, given, image_size, name, probability, share};
 
 #[derive(Args)]
 pub(crate) struct PhotoArgs {
@@ -27,8 +27,8 @@ pub(crate) struct PhotoArgs {
     #[arg(long, help_heading = "Data")]
     pub(crate) trivial_augment: bool,
 
-    /// Fill a rectangle of so many training photographs, chosen at random, with the mean colour: 0.25 is a quarter of them.
-    #[arg(long, value_name = "SHARE", default_value_t = 0.0, value_parser = probability, help_heading = "Data")]
+    /// The probability that a rectangle of a training photograph is filled with the mean colour: 0.25 for a quarter of them.
+    #[arg(long, value_name = "P", default_value_t = 0.0, value_parser = probability, help_heading = "Data")]
     pub(crate) erasing: f64,
 
     /// Keep decoded photographs in memory, up to half of what is free, so that later epochs need not decode them. This changes
@@ -54,7 +54,7 @@ pub(crate) enum NormalisationName {
 }
 
 impl PhotoArgs {
-    /// The usual settings with what these flags change; so many processes share the memory.
+    /// The usual settings, changed as these flags say. `processes` is how many processes share the memory of the machine.
     pub(crate) fn change(&self, usual: PhotoSettings, augment: Augment, processes: usize) -> PhotoSettings {
         PhotoSettings {
             size: self.image_size.map(|ImageSize(size)| size).or(usual.size),
@@ -111,9 +111,11 @@ impl PhotoArgs {
             skip_broken,
             follow_links,
         } = self;
-        let size = image_size.map(|ImageSize([height, width])| format!("{height}x{width}"));
         vec![
-            ("--image-size", size.unwrap_or_else(|| "not given".into())),
+            (
+                "--image-size",
+                given(&image_size.map(|ImageSize([height, width])| format!("{height}x{width}"))),
+            ),
             ("--validation", validation.to_string()),
             ("--normalisation", name(*normalisation)),
             ("--trivial-augment", trivial_augment.to_string()),

@@ -4,7 +4,7 @@ use crate::nn::{Decay, ParameterRules, Schedule};
 use clap::{Args, ValueEnum, value_parser};
 
 use super::optimizer::OptimizerName;
-use super::values::{name, not_negative, positive, share};
+use super::values::{given, name, not_negative, positive, share};
 use crate::cli::failure::{Failure, Result};
 
 #[derive(Args)]
@@ -167,9 +167,6 @@ impl RecipeArgs {
             cutmix,
             class_weights,
         } = self;
-        fn given(value: &Option<impl std::fmt::Debug>) -> String {
-            value.as_ref().map_or_else(|| "not given".into(), |value| format!("{value:?}"))
-        }
         vec![
             ("--schedule", given(&schedule.map(name))),
             ("--lr-gamma", given(lr_gamma)),
@@ -184,7 +181,7 @@ impl RecipeArgs {
             ("--ema", given(ema)),
             ("--mixup", mixup.to_string()),
             ("--cutmix", cutmix.to_string()),
-            ("--class-weights", given(class_weights)),
+            ("--class-weights", given(&class_weights.as_ref().map(|weights| format!("{weights:?}")))),
         ]
     }
 }

@@ -170,9 +170,10 @@ impl RunArgs {
     }
 
     pub(crate) fn batch_size(&self) -> usize {
-        let usual = match self.dataset() {
-            Some(spec) if spec.usual().is_some_and(|info| info.targets.are_of_pixels()) => 8,
-            Some(spec) if spec.takes_photos() => 32,
+        // What `auto` may stand for has the usual size, so no file is looked for here.
+        let usual = match self.data {
+            Data::Named(spec) if spec.usual().is_some_and(|info| info.targets.are_of_pixels()) => 8,
+            Data::Named(spec) if spec.takes_photos() => 32,
             _ => 128,
         };
         self.batch_size.unwrap_or(usual) as usize
@@ -197,7 +198,8 @@ impl RunArgs {
 
     /// The steps of all epochs.
     fn spanned_steps(&self, batches: usize) -> u64 {
-        let usual = if self.dataset().is_some_and(DatasetSpec::takes_photos) { 5 } else { 1 };
+        // Called in each step, so it must not look for the files of `auto`, which has no photographs.
+        let usual = if matches!(self.data, Data::Named(spec) if spec.takes_photos()) { 5 } else { 1 };
         match (self.epochs, self.steps) {
             (None, Some(steps)) => steps,
             (epochs, _) => u64::from(epochs.unwrap_or(usual)).saturating_mul(batches as u64),

@@ -9,6 +9,11 @@ pub(crate) fn name(value: impl ValueEnum) -> String {
     value.to_possible_value().map_or_else(String::new, |value| value.get_name().to_owned())
 }
 
+/// The value of a flag that need not be given, for ranks to compare.
+pub(crate) fn given(value: &Option<impl ToString>) -> String {
+    value.as_ref().map_or_else(|| "not given".into(), ToString::to_string)
+}
+
 /// Parses a number that is finite.
 fn number(text: &str) -> Result<f64, String> {
     text.parse().ok().filter(|value: &f64| value.is_finite()).ok_or_else(|| "expected a number".into())
