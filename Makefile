@@ -1,7 +1,7 @@
 # What CI runs is in .ci/run. Targets select all packages, as `cargo test` does: with a single one the crates below it would have
 # other features, and the kernels would be built again, which takes minutes.
 
-.PHONY: check test wrapping browser external onnx tensorboard mpi python format lint docs light package smoke model fuzz fuzz-check sanitize goldens bench-peers accuracy-peers
+.PHONY: check test wrapping browser external onnx tensorboard mpi python format lint docs light package smoke model fuzz fuzz-check sanitize goldens bench-peers accuracy-peers accuracy-photographs
 
 check: test wrapping format lint docs light smoke
 
@@ -139,3 +139,9 @@ bench-peers:
 accuracy-peers:
 	cargo build --release
 	$(PYTHON) tools/peers/accuracy.py $(MNIST) $(CIFAR10) --threads $(THREADS)
+
+# The same for torchvision's resnet18 on PHOTOS, a folder with train/CLASS/IMAGE and val/CLASS/IMAGE, such as tools/make_photographs.py
+# writes. Takes an hour on two processors, and minutes where PyTorch has a GPU.
+accuracy-photographs:
+	cargo build --release
+	$(PYTHON) tools/peers/photographs.py $(PHOTOS) --threads $(THREADS)

@@ -2,14 +2,18 @@
 //!
 //! Files come from strangers: sizes are checked before memory is allocated, and a decoder that panics is an error.
 
+use std::fmt::Display;
 use std::io::Cursor;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
-use image::{ColorType, ImageDecoder, ImageError, ImageFormat, ImageReader, Limits};
+use image::{ColorType, ImageDecoder, ImageFormat, ImageReader, Limits};
 
 use super::super::DataError;
 use super::orientation::Orientation;
+use jpeg::Jpeg;
+
+mod jpeg;
 
 /// Images with more rows or columns are refused.
 pub const MAX_SIDE: usize = 32_768;
@@ -38,7 +42,10 @@ pub(super) struct Stored {
 /// Decodes a file's bytes; errors name `file`.
 pub(super) fn decode(bytes: &[u8], file: &Path) -> Result<Stored, DataError> {
     guarded(file, || {
-        let (decoder, size, orientation) = open(bytes, file)?;
+        let (decoder, size, orientation) = match open(bytes, file)? {
+            Opened::Jpeg(jpeg) => return jpeg.decode(file),
+            Opened::Other(decoder, size, orientation) => (decoder, size, orientation),
+        };
         let layout = Layout::of(decoder.color_type()).ok_or_else(|| {
             let found = format!("{:?}", decoder.color_type());
             DataError::malformed(file, "colour type", "8 or 16 bits a channel", found)
@@ -57,7 +64,13 @@ pub(super) fn decode(bytes: &[u8], file: &Path) -> Result<Stored, DataError> {
 
 /// An image's height and width when it is upright, from its header.
 pub(super) fn size(bytes: &[u8], file: &Path) -> Result<[usize; 2], DataError> {
-    guarded(file, || open(bytes, file).map(|(_, size, orientation)| orientation.size(size)))
+    guarded(file, || {
+        let (size, orientation) = match open(bytes, file)? {
+            Opened::Jpeg(jpeg) => (jpeg.size, jpeg.orientation),
+            Opened::Other(_, size, orientation) => (size, orientation),
+        };
+        Ok(orientation.size(size))
+    })
 }
 
 /// Turns a panic of a decoder into an error.
@@ -67,19 +80,24 @@ fn guarded<T>(file: &Path, attempt: impl FnOnce() -> Result<T, DataError>) -> Re
     })
 }
 
-/// A decoder that has read the header, the height and width, which have been checked, and the orientation.
-fn open<'a>(
-    bytes: &'a [u8],
-    file: &Path,
-) -> Result<(impl ImageDecoder + 'a, [usize; 2], Orientation), DataError> {
+/// An image whose header has been read, and whose height and width have been checked.
+enum Opened<'a, D> {
+    Jpeg(Jpeg<'a>),
+    /// The decoder of another kind, height and width as they are stored, and the orientation.
+    Other(D, [usize; 2], Orientation),
+}
+
+fn open<'a>(bytes: &'a [u8], file: &Path) -> Result<Opened<'a, impl ImageDecoder + 'a>, DataError> {
     if bytes.is_empty() {
         return Err(DataError::malformed(file, "contents", "an image", "an empty file"));
     }
     let kind = image::guess_format(bytes).ok().filter(|kind| KINDS.contains(kind)).ok_or_else(|| {
         DataError::malformed(file, "kind", "JPEG, PNG, TIFF, WebP or BMP", "none of them, by its first bytes")
     })?;
-    if kind == ImageFormat::Jpeg && !is_whole_jpeg(bytes) {
-        return Err(DataError::malformed(file, "contents", "a sound image", "a JPEG that is cut off"));
+    if kind == ImageFormat::Jpeg
+        && let Some(jpeg) = Jpeg::open(bytes, file)?
+    {
+        return Ok(Opened::Jpeg(jpeg));
     }
     let mut reader = ImageReader::with_format(Cursor::new(bytes), kind);
     let mut limits = Limits::no_limits();
@@ -87,45 +105,26 @@ fn open<'a>(
     reader.limits(limits);
     let mut decoder = reader.into_decoder().map_err(|error| damaged(file, &error))?;
     let (width, height) = decoder.dimensions();
-    let [height, width] = [height, width].map(|side| side as usize);
+    let size = [height, width].map(|side| side as usize);
+    check_size(size, file)?;
+    // Damaged metadata says nothing about the pixels.
+    let orientation = decoder.orientation().map_or_else(|_| Orientation::default(), Orientation::from);
+    Ok(Opened::Other(decoder, size, orientation))
+}
+
+/// Refuses images that are too large or have no pixels.
+fn check_size([height, width]: [usize; 2], file: &Path) -> Result<(), DataError> {
     let fits = |side: usize| (1..=MAX_SIDE).contains(&side);
     if !fits(height) || !fits(width) || height * width > MAX_PIXELS {
         let expected = format!("1x1 to {MAX_SIDE}x{MAX_SIDE} and at most {MAX_PIXELS} pixels");
         return Err(DataError::malformed(file, "size", expected, format!("{height}x{width}")));
     }
-    // Damaged metadata says nothing about the pixels.
-    let orientation = decoder.orientation().map_or_else(|_| Orientation::default(), Orientation::from);
-    Ok((decoder, [height, width], orientation))
+    Ok(())
 }
 
 /// What is wrong with a file, in the decoder's words.
-fn damaged(file: &Path, error: &ImageError) -> DataError {
+fn damaged(file: &Path, error: &dyn Display) -> DataError {
     DataError::malformed(file, "contents", "a sound image", format!("a damaged or cut-off one ({error})"))
-}
-
-/// Whether a JPEG goes on to its end marker. The decoder would fill what is missing with grey.
-///
-/// In the coded pixels, 0xff is followed by 0 or by the number of a restart; any other marker
-/// begins a segment of known length or is the end.
-fn is_whole_jpeg(bytes: &[u8]) -> bool {
-    const END: u8 = 0xd9;
-    let mut rest = &bytes[2.min(bytes.len())..];
-    loop {
-        let Some(place) = rest.iter().position(|&byte| byte == 0xff) else { return false };
-        rest = &rest[place + 1..];
-        match rest.first() {
-            None => return false,
-            Some(&END) => return true,
-            // Stuffing, fill bytes, restarts and markers without a segment.
-            Some(0 | 0xff | 0x01 | 0xd0..=0xd8) => {}
-            Some(_) => {
-                let Some(&[high, low]) = rest.get(1..3) else { return false };
-                let len = usize::from(u16::from_be_bytes([high, low]));
-                let Some(behind) = rest.get(1 + len.max(2)..) else { return false };
-                rest = behind;
-            }
-        }
-    }
 }
 
 /// Where the bytes that are kept lie in a decoded pixel.

@@ -36,6 +36,11 @@ impl Orientation {
         Orientation { transposed, rows_reversed, columns_reversed }
     }
 
+    /// Whether rows of the upright image are columns of the stored one.
+    pub(super) fn transposed(self) -> bool {
+        self.transposed
+    }
+
     /// Height and width of the upright image from those of the stored one, or the reverse.
     pub(super) fn size(self, [height, width]: [usize; 2]) -> [usize; 2] {
         if self.transposed { [width, height] } else { [height, width] }

@@ -99,7 +99,12 @@ impl Photo {
             false => Cow::Borrowed(bytes.as_slice()),
         };
         let channels = if to_grey { 1 } else { channels };
-        let from = resize::Source { bytes: &bytes, size: stored_size, channels };
+        let from = resize::Source {
+            bytes: &bytes,
+            size: stored_size,
+            channels,
+            transposed: orientation.transposed(),
+        };
         let resized = resize::bilinear(&from, &frame)?;
         let upright = orientation.apply(resized, [frame.shown.height, frame.shown.width], channels)?;
         if channels == wanted {

@@ -1,7 +1,7 @@
 //! Resizes a part of an image: antialiased for photographs, nearest for masks.
 //!
-//! Photographs are resized as Pillow's `BILINEAR` does, to the last bit: a triangle as wide as the scale, first along rows and then
-//! along columns, with weights of 22 fractional bits and bytes in between. The arithmetic is that of integers, so results are
+//! Photographs are resized as Pillow's `BILINEAR` does, to the last bit: a triangle as wide as the scale, first along rows of the
+//! upright image and then along its columns, with weights of 22 fractional bits and bytes in between. The arithmetic is that of integers, so results are
 //! the same on every machine. (The crate `fast_image_resize` differs by one here and there, and as its functions are generic,
 //! each build of this crate took 84 s longer with it.)
 
@@ -18,6 +18,8 @@ pub(super) struct Source<'a> {
     pub(super) size: [usize; 2],
     /// 1 or 3.
     pub(super) channels: usize,
+    /// Whether its columns are rows of the upright image.
+    pub(super) transposed: bool,
 }
 
 /// For each place along a side of the result, the places of the image that it is made of.
@@ -106,21 +108,39 @@ fn resize<const C: usize, const L: usize>(source: &Source<'_>, frame: &Frame) ->
     }
     let columns = Weights::new(seen.width, resized[1], shown.left, shown.width);
     let rows = Weights::new(seen.height, resized[0], shown.top, shown.height);
+    let mut result = convoke_memory::filled(shown.height * shown.width * C, 0)?;
+    let mut out = result.chunks_exact_mut(shown.width * C);
+    if source.transposed {
+        let mut wide = vec![[0; L]; seen.width];
+        let mut sums = vec![[0; L]; seen.width];
+        let mut narrow = vec![[0; L]; shown.width];
+        for ((first, weights), out) in rows.iter().zip(&mut out) {
+            sums.fill([1 << (BITS - 1); L]);
+            for (row, &weight) in (first..).zip(weights) {
+                widen::<C, L>(row_of(row), &mut wide);
+                let sums = sums.as_flattened_mut().iter_mut().zip(wide.as_flattened());
+                sums.for_each(|(sum, &byte)| *sum += byte * weight);
+            }
+            for (wide, sums) in wide.iter_mut().zip(&sums) {
+                *wide = sums.map(|sum| i32::from(rounded(sum)));
+            }
+            along_row(&wide, &columns, &mut narrow);
+            let (out, _) = out.as_chunks_mut::<C>();
+            for (out, narrow) in out.iter_mut().zip(&narrow) {
+                out.copy_from_slice(&narrow[..C]);
+            }
+        }
+        return Ok(result);
+    }
     let range = rows.range();
     let mut wide = vec![[0; L]; seen.width];
     let mut narrowed = convoke_memory::filled(range.len() * shown.width, [0; L])?;
     for (row, out) in range.clone().zip(narrowed.chunks_exact_mut(shown.width)) {
-        let (pixels, _) = row_of(row).as_chunks::<C>();
-        for (wide, pixel) in wide.iter_mut().zip(pixels) {
-            for channel in 0..C {
-                wide[channel] = i32::from(pixel[channel]);
-            }
-        }
+        widen::<C, L>(row_of(row), &mut wide);
         along_row(&wide, &columns, out);
     }
-    let mut result = convoke_memory::filled(shown.height * shown.width * C, 0)?;
     let mut sums = vec![[0; L]; shown.width];
-    for ((first, weights), out) in rows.iter().zip(result.chunks_exact_mut(shown.width * C)) {
+    for ((first, weights), out) in rows.iter().zip(&mut out) {
         sums.fill([1 << (BITS - 1); L]);
         let from = narrowed[(first - range.start) * shown.width..].chunks_exact(shown.width);
         for (row, &weight) in from.zip(weights) {
@@ -135,6 +155,17 @@ fn resize<const C: usize, const L: usize>(source: &Source<'_>, frame: &Frame) ->
         }
     }
     Ok(result)
+}
+
+/// A row of bytes as numbers, L for each pixel.
+#[inline(always)]
+fn widen<const C: usize, const L: usize>(row: &[u8], wide: &mut [[i32; L]]) {
+    let (pixels, _) = row.as_chunks::<C>();
+    for (wide, pixel) in wide.iter_mut().zip(pixels) {
+        for channel in 0..C {
+            wide[channel] = i32::from(pixel[channel]);
+        }
+    }
 }
 
 #[inline(always)]

@@ -55,7 +55,7 @@ pub(crate) struct RunArgs {
     pub(crate) model: Option<ModelSpec>,
 
     /// Start from the weights of this file: *.safetensors, *.pt and *.pth of PyTorch, or *.onnx, by PyTorch's names. If the data has
-    /// other classes than the file, the last layer keeps its new values.
+    /// another number of classes than the file, the last layer keeps its new values.
     #[arg(long, value_name = "FILE", help_heading = "Model")]
     pub(crate) weights: Option<PathBuf>,
 

@@ -5,6 +5,7 @@ use std::fs;
 use image::ImageFormat;
 use png::{BitDepth, ColorType};
 
+use super::super::decode::decode;
 use super::super::testing::{encode, refusal, scene, write};
 use super::*;
 use crate::png_file::testing::encode as encode_png;
@@ -74,8 +75,8 @@ fn images_are_paired_with_masks() {
     assert_eq!(classes(&train, 1), [5, 2].repeat(96));
     // As they are, without a size to resize to.
     let Pixels::Bytes(image) = train.sample(0, None).unwrap().image else { panic!("floats") };
-    let expected = image::load_from_memory(&photo(1)).unwrap();
-    assert_eq!(image.into_owned(), planes(expected.as_bytes(), 3).unwrap());
+    let expected = decode(&photo(1), Path::new("x")).unwrap();
+    assert_eq!(image.into_owned(), planes(&expected.bytes, 3).unwrap());
     let part = train.part("test", &silent).unwrap();
     assert_eq!((part.len(), part.info(), classes(&part, 0)), (1, info, vec![3; 192]));
 }
