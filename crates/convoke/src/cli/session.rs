@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use crate::nn::checkpoint;
 use crate::nn::data::{Datasets, Mixing};
+use crate::nn::data_parallel::Sampler;
 use crate::nn::modules::ConvBnMode;
 use crate::nn::planner::MemoryPlan;
 use crate::nn::training::{Evaluation, StepReport, Trainer, TrainingConfig};
@@ -69,19 +70,20 @@ impl Session {
         let SessionOptions { conv_bn, tuner, checkpoint, keep } = options;
         let cpu = threads::cpu(args.threads, rank.in_process)?;
         let device = Device::new(DeviceOptions { tuner: tuner.clone(), ..DeviceOptions::new(cpu.clone()) });
-        let batches = rank.data.train.len().div_ceil(args.batch_size());
+        let images = rank.data.train.len();
+        let batch_size = args.batch_size_of(images);
         let config = TrainingConfig {
             model: args.model(),
             conv_bn,
             objective: args
                 .objective(|| dataset::balanced_weights(rank.data.train.as_ref(), rank.console))?,
             rule: args.rule(),
-            schedule: args.schedule(batches),
+            schedule: args.schedule(Sampler::batches_of(images, batch_size)),
             warmup_steps: args.recipe.warmup,
             parameters: args.recipe.parameters(args.optimizer),
             clip_norm: args.recipe.clip_norm,
             ema: args.recipe.ema,
-            batch_size: args.batch_size(),
+            batch_size,
             seed: args.seed,
             augmentation: dataset::augmentation(args),
             mixing: Mixing { mixup: args.recipe.mixup, cutmix: args.recipe.cutmix },

@@ -36,7 +36,9 @@ pub struct Shard<'a> {
 }
 
 impl Sampler {
-    /// Samples 0 to `len` - 1 in batches of `batch_size`, at the beginning of epoch 0; the last batch of an epoch has the rest.
+    /// Samples 0 to `len` - 1 in batches of `batch_size`, at the beginning of epoch 0; the last batch of an epoch has the rest. If the
+    /// rest is a single sample, the epoch leaves it out: batch norms cannot take the variance of one value. Each epoch has another
+    /// order, so it is seldom the same sample.
     ///
     /// A batch size of 0 counts as 1.
     ///
@@ -61,12 +63,18 @@ impl Sampler {
 
     /// Batches in an epoch.
     pub fn batches(&self) -> usize {
-        self.order.len().div_ceil(self.batch_size)
+        Sampler::batches_of(self.order.len(), self.batch_size)
+    }
+
+    /// Batches in an epoch of `len` samples. A batch size of 0 counts as 1.
+    pub fn batches_of(len: usize, batch_size: usize) -> usize {
+        let batch_size = batch_size.max(1);
+        in_batches(len, batch_size).div_ceil(batch_size)
     }
 
     /// A rank's part of batch `index` of this epoch; empty beyond the last one.
     pub fn batch(&self, index: usize, rank: usize, world_size: usize) -> Shard<'_> {
-        let len = self.order.len();
+        let len = in_batches(self.order.len(), self.batch_size);
         let start = index.saturating_mul(self.batch_size).min(len);
         let batch = &self.order[start..start.saturating_add(self.batch_size).min(len)];
         let part = shard(batch.len(), rank, world_size);
@@ -75,8 +83,13 @@ impl Sampler {
 
     /// How many samples ranks take of the batches of an epoch: each number above 0 that occurs.
     pub(crate) fn shard_sizes(&self, world_size: usize) -> Vec<usize> {
-        shard_sizes(self.order.len(), self.batch_size, world_size)
+        shard_sizes(in_batches(self.order.len(), self.batch_size), self.batch_size, world_size)
     }
+}
+
+/// How many of `len` samples an epoch has: all but a single one that would be the last batch.
+fn in_batches(len: usize, batch_size: usize) -> usize {
+    if len > batch_size && len % batch_size == 1 { len - 1 } else { len }
 }
 
 /// How many samples ranks take of `len` samples in batches of `batch_size`: each number above 0 that occurs, in descending order.
@@ -128,8 +141,33 @@ mod tests {
                 seen.extend(together);
             }
             seen.sort_unstable();
-            prop_assert!(seen.into_iter().eq(0..len as u32), "each sample once an epoch");
+            let left_out = usize::from(len > batch_size && len % batch_size == 1);
+            prop_assert_eq!(seen.len(), len - left_out);
+            seen.dedup();
+            prop_assert_eq!(seen.len(), len - left_out, "none twice an epoch");
+            prop_assert!(sampler.batch(sampler.batches(), 0, 1).samples.is_empty());
         }
+    }
+
+    #[test]
+    fn an_epoch_leaves_out_a_last_batch_of_one() {
+        let sizes = |len, batch_size| {
+            let sampler = Sampler::new(1, len, batch_size);
+            (0..sampler.batches()).map(|index| sampler.batch(index, 0, 1).total).collect::<Vec<_>>()
+        };
+        assert_eq!(sizes(9, 4), [4, 4]);
+        assert_eq!(Sampler::new(1, 9, 4).shard_sizes(1), [4]);
+        assert_eq!(sizes(10, 4), [4, 4, 2]);
+        // What is all there is, or was asked for, stays.
+        assert_eq!(sizes(1, 4), [1]);
+        assert_eq!(sizes(3, 1), [1, 1, 1]);
+        let mut sampler = Sampler::new(1, 9, 4);
+        let left_out = |sampler: &Sampler| (0..9).find(|n| !(0..2).any(|b| sampler.batch(b, 0, 1).samples.contains(n)));
+        let first = left_out(&sampler);
+        assert!((1..20).any(|epoch| {
+            sampler.set_epoch(epoch);
+            left_out(&sampler) != first
+        }));
     }
 
     #[test]

@@ -67,8 +67,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", value_parser = value_parser!(u64).range(1..), help_heading = "Training")]
     pub(crate) steps: Option<u64>,
 
-    /// Images a step, shared among the ranks; the last step of an epoch takes what is left [default: 8 where pixels have classes, 32
-    /// for folder, else 128].
+    /// Images a step, shared among the ranks; the last step of an epoch takes what is left, if it is more than one image [default: 8
+    /// where pixels have classes, 32 for folder, else 128; all there are, if they are fewer].
     #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..), help_heading = "Training")]
     pub(crate) batch_size: Option<u32>,
 
@@ -177,6 +177,14 @@ impl RunArgs {
             _ => 128,
         };
         self.batch_size.unwrap_or(usual) as usize
+    }
+
+    /// Images a step with this many images to train on: a default is no more than there are.
+    pub(crate) fn batch_size_of(&self, images: usize) -> usize {
+        match self.batch_size {
+            Some(given) => given as usize,
+            None => self.batch_size().min(images.max(1)),
+        }
     }
 
     /// The steps that the flags ask for, of epochs of this many batches.
