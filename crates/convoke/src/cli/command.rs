@@ -1,6 +1,6 @@
 //! The commands, each with the flags that its own file defines.
 
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
 
 use super::bench::BenchArgs;
 use super::bench_norm::BenchNormArgs;
@@ -10,16 +10,21 @@ use super::export::ExportArgs;
 use super::failure::Result;
 use super::flags::run::RunArgs;
 use super::info::InfoArgs;
+use super::manual::{CompletionsArgs, ManArgs};
 use super::plan::PlanArgs;
 use super::predict::PredictArgs;
 use super::train::TrainArgs;
 use super::tune::TuneArgs;
-use super::{bench, bench_norm, cache, compare, evaluate, export, info, plan, predict, train, tune};
+use super::{bench, bench_norm, cache, compare, evaluate, export, info, manual, plan, predict, train, tune};
 
 /// Train convolutional networks on CPUs, with fused convolution + batch norm that needs a fraction of the memory.
 #[derive(Parser)]
 #[command(version, max_term_width = 110, subcommand_required = true, arg_required_else_help = true)]
 pub(crate) struct Args {
+    /// No progress and no notes on standard error; results and errors only.
+    #[arg(short, long, global = true)]
+    pub(crate) quiet: bool,
+
     #[command(subcommand)]
     pub(crate) command: Command,
 }
@@ -129,6 +134,17 @@ pub(crate) enum Command {
         convoke info model.onnx --image-size 96x128\n  \
         convoke info resnet20")]
     Info(InfoArgs),
+    /// Print what a shell needs to complete commands and flags.
+    #[command(after_help = "Examples:\n  \
+        convoke completions bash > ~/.local/share/bash-completion/completions/convoke\n  \
+        convoke completions zsh > ~/.zfunc/_convoke\n  \
+        convoke completions fish > ~/.config/fish/completions/convoke.fish")]
+    Completions(CompletionsArgs),
+    /// Write manual pages, one for each command.
+    #[command(after_help = "Examples:\n  \
+        convoke man ~/.local/share/man/man1\n  \
+        man convoke-train")]
+    Man(ManArgs),
 }
 
 impl Command {
@@ -146,6 +162,8 @@ impl Command {
             Command::Cache(args) => cache::run(args),
             Command::Export(args) => export::run(args),
             Command::Info(args) => info::run(args),
+            Command::Completions(args) => manual::completions(args, Args::command()),
+            Command::Man(args) => manual::man(args, Args::command()),
         }
     }
 }

@@ -19,13 +19,41 @@ const LINE_EVERY: Duration = Duration::from_secs(5);
 /// the `^C` would begin a new line and leave the bar behind on the old one.
 const ROOM: &str = "  \x1b[2D";
 
+/// Whether `--quiet` was given.
+static QUIET: AtomicBool = AtomicBool::new(false);
+
+/// From now on, nothing but results and errors is shown, if `quiet`.
+pub(crate) fn set_quiet(quiet: bool) {
+    QUIET.store(quiet, Ordering::Relaxed);
+}
+
+fn is_quiet() -> bool {
+    QUIET.load(Ordering::Relaxed)
+}
+
+/// Writes a line to standard error, unless `--quiet` was given.
+pub(crate) fn note(text: &str) {
+    if !is_quiet() {
+        warn(text);
+    }
+}
+
 /// Writes a line to standard error. Failing to write is ignored: it is no reason to stop. The line is written in one call,
 /// because otherwise the lines of several ranks could mix where `mpirun` joins them.
 ///
 /// Text that comes from a file is escaped where it is read. The escaping here is for other text, such as names that come from the
 /// system.
-pub(crate) fn note(text: &str) {
-    let line = format!("{}\n", escaped_lines(text));
+pub(crate) fn warn(text: &str) {
+    write_error(&format!("{}\n", escaped_lines(text)));
+}
+
+/// Writes an error to standard error, its first word in red on a terminal with colours.
+pub(crate) fn error(text: &str) {
+    let label = console::style("error:").for_stderr().red().bold();
+    write_error(&format!("{label} {}\n", escaped_lines(text)));
+}
+
+fn write_error(line: &str) {
     let _ = std::io::stderr().write_all(line.as_bytes());
 }
 
@@ -70,6 +98,7 @@ impl Console {
     }
 
     fn of(quiet: bool, again: impl Fn() + Send + 'static) -> Result<Console> {
+        let quiet = quiet || is_quiet();
         let interrupted = Arc::new(AtomicBool::new(false));
         let shown = Arc::new(Mutex::new(ProgressBar::hidden()));
         let (flag, bar) = (interrupted.clone(), shown.clone());
@@ -139,12 +168,12 @@ impl Console {
         let target = if self.terminal { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
         let bar = ProgressBar::with_draw_target(total, target);
         let position = match (unit == ProgressUnit::Bytes, total.is_some()) {
-            (true, true) => "{wide_bar} {decimal_bytes}/{decimal_total_bytes}",
+            (true, true) => "{wide_bar:.cyan} {decimal_bytes}/{decimal_total_bytes}",
             (true, false) => "{decimal_bytes}",
-            (false, true) => "{wide_bar} {pos}/{len}",
+            (false, true) => "{wide_bar:.cyan} {pos}/{len}",
             (false, false) => "{pos}",
         };
-        let template = format!("{{prefix}} {position}{{msg}}{ROOM}");
+        let template = format!("{{prefix:.bold}} {position}{{msg}}{ROOM}");
         let style = ProgressStyle::with_template(&template).expect("a valid template");
         bar.set_style(style.progress_chars("=>-"));
         bar.set_position(done);

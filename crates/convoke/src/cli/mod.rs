@@ -39,6 +39,7 @@ mod flags;
 mod in_use;
 mod info;
 mod json;
+mod manual;
 mod memory_plan;
 mod model_file;
 mod model_folder;
@@ -108,15 +109,19 @@ fn map_stack() -> Result<()> {
 pub fn main(registry: Registry) -> ExitCode {
     registry::set(registry);
     // clap ends the process itself: with 2 for bad usage, 0 for --help and --version.
-    let result = map_stack().and_then(|()| command::Args::parse().command.run());
+    let result = map_stack().and_then(|()| {
+        let args = command::Args::parse();
+        console::set_quiet(args.quiet);
+        args.command.run()
+    });
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(Failure::Usage(message)) => {
-            console::note(&format!("error: {message}\n\nFor more information, try '--help'."));
+            console::error(&format!("{message}\n\nFor more information, try '--help'."));
             ExitCode::from(2)
         }
         Err(Failure::Run(message) | Failure::OtherRanks(message)) => {
-            console::note(&format!("error: {message}"));
+            console::error(&message);
             ExitCode::from(1)
         }
     }

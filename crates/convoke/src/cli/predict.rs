@@ -128,7 +128,7 @@ pub(crate) fn run(args: &PredictArgs) -> Result<()> {
         return Ok(());
     }
     for reason in broken.values() {
-        console::note(&format!("cannot be read: {reason}"));
+        console::warn(&format!("cannot be read: {reason}"));
     }
     Err(Failure::Run(format!("{} of {} images could not be read", broken.len(), images.len())))
 }
