@@ -203,7 +203,7 @@ fn draw(curves: &[Curve]) -> String {
         };
         let lines: Vec<Line> = curves.iter().enumerate().map(line).collect();
         let most = lines.iter().flat_map(|line| &line.points).map(|point| point.1).fold(0.0, f64::max);
-        let axis = |name, to| Axis { name, from: 0.0, to, logarithmic: false };
+        let axis = |name, to| Axis { name, from: 0.0, to, scale: chart::Scale::Linear };
         let (x, y) = (axis("step", steps as f64), axis(title, 1.05 * most));
         let chart = Chart { title, x, y, lines, filled: false, divide: None };
         let top = format!("<svg y=\"{}\" height=\"350\"", 40 + 350 * place);

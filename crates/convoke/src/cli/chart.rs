@@ -26,15 +26,32 @@ pub(crate) struct Axis<'a> {
     pub(crate) name: &'a str,
     pub(crate) from: f64,
     pub(crate) to: f64,
-    pub(crate) logarithmic: bool,
+    pub(crate) scale: Scale,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Scale {
+    Linear,
+    /// Linear, with ticks at whole numbers only: epochs, steps.
+    Whole,
+    Logarithmic,
 }
 
 /// A line of the style class `class`, with dots on it. Points that are not finite leave a gap.
 pub(crate) struct Line {
     pub(crate) class: String,
     pub(crate) points: Vec<(f64, f64)>,
-    /// Style class, place and text of each dot.
-    pub(crate) dots: Vec<(&'static str, (f64, f64), String)>,
+    pub(crate) dots: Vec<Dot>,
+}
+
+pub(crate) struct Dot {
+    /// Its style class.
+    pub(crate) kind: &'static str,
+    pub(crate) place: (f64, f64),
+    /// What is shown when it is pointed at.
+    pub(crate) text: String,
+    /// What is written beside it, where there is room; empty for nothing.
+    pub(crate) label: String,
 }
 
 impl<'a> Axis<'a> {
@@ -44,20 +61,25 @@ impl<'a> Axis<'a> {
             let power = 10_f64.powf(value.log10().floor());
             [5.0, 2.0].into_iter().find(|factor| factor * power <= value).unwrap_or(1.0) * power
         };
-        Axis { name, from: below(least), to: 1.0 / below(1.0 / most), logarithmic: true }
+        Axis { name, from: below(least), to: 1.0 / below(1.0 / most), scale: Scale::Logarithmic }
     }
 
     /// Where a value lies, 0 at one end and 1 at the other; NaN if it has no place.
     fn place(&self, value: f64) -> f64 {
-        let scale = |value: f64| if self.logarithmic { value.log10() } else { value };
+        let scale = |value: f64| if self.scale == Scale::Logarithmic { value.log10() } else { value };
         (scale(value) - scale(self.from)) / (scale(self.to) - scale(self.from))
     }
 
     /// Round values between the ends, about `count` of them, with their texts.
     fn ticks(&self, count: usize) -> Vec<(f64, String)> {
-        let values = if self.logarithmic { self.log_ticks(count) } else { self.linear_ticks(count) };
-        let step =
-            if self.logarithmic { 0.0 } else { values.get(1).map_or(1.0, |second| second - values[0]) };
+        let (values, step) = match self.scale {
+            Scale::Logarithmic => (self.log_ticks(count), 0.0),
+            Scale::Linear | Scale::Whole => {
+                let values = self.linear_ticks(count);
+                let step = values.get(1).map_or(1.0, |second| second - values[0]);
+                (values, step)
+            }
+        };
         values.into_iter().map(|value| (value, number(value, step))).collect()
     }
 
@@ -65,7 +87,7 @@ impl<'a> Axis<'a> {
         let rough = (self.to - self.from) / count as f64;
         let power = 10_f64.powf(rough.log10().floor());
         let factor = [1.0, 2.0, 5.0].into_iter().find(|factor| factor * power >= rough).unwrap_or(10.0);
-        let step = factor * power;
+        let step = if self.scale == Scale::Whole { (factor * power).max(1.0) } else { factor * power };
         let first = (self.from / step).ceil();
         (0..=2 * count)
             .map(|index| (first + index as f64) * step)
@@ -149,7 +171,7 @@ impl Chart<'_> {
             }
         }
         for line in &self.lines {
-            for (kind, (x, y), text) in &line.dots {
+            for Dot { kind, place: (x, y), text, .. } in &line.dots {
                 let (x, y, class) = (across(*x), up(*y), &line.class);
                 put(format_args!(
                     "<circle class=\"{kind} {class}\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"4.5\">\
@@ -157,9 +179,44 @@ impl Chart<'_> {
                 ));
             }
         }
+        let dots = self.lines.iter().flat_map(|line| &line.dots);
+        let dots: Vec<_> =
+            dots.map(|dot| (across(dot.place.0), up(dot.place.1), dot.label.as_str())).collect();
+        for (x, y, label) in labels(&dots) {
+            put(format_args!("<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"middle\">{label}</text>"));
+        }
         svg.push_str("</svg>");
         svg
     }
+}
+
+/// Where the labels of dots go, the middle of each on its base line: above, below or beside its dot, within the plot, where it
+/// covers no dot and no other label. A label for which there is no such place is left out.
+fn labels<'a>(dots: &[(f64, f64, &'a str)]) -> Vec<(f64, f64, &'a str)> {
+    let [left, top, right, bottom] = MARGINS;
+    let mut taken: Vec<[f64; 4]> =
+        dots.iter().map(|&(x, y, _)| [x - 6.0, y - 6.0, x + 6.0, y + 6.0]).collect();
+    let mut placed = Vec::new();
+    for &(x, y, label) in dots.iter().filter(|dot| !dot.2.is_empty()) {
+        // Room for the large letters of narrow screens.
+        let (width, height) = (11.0 * label.chars().count() as f64, 20.0);
+        let aside = width / 2.0 + 9.0;
+        let places = [(x, y - 11.0), (x, y + 25.0), (x + aside, y + 6.0), (x - aside, y + 6.0)];
+        let found = places.into_iter().find_map(|(x, base)| {
+            let area = [x - width / 2.0, base - height + 4.0, x + width / 2.0, base + 4.0];
+            let within =
+                area[0] >= left && area[2] <= SIZE.0 - right && area[1] >= top && area[3] <= SIZE.1 - bottom;
+            let meets = |other: &[f64; 4]| {
+                area[0] < other[2] && other[0] < area[2] && area[1] < other[3] && other[1] < area[3]
+            };
+            (within && !taken.iter().any(meets)).then_some((x, base, area))
+        });
+        if let Some((x, base, area)) = found {
+            taken.push(area);
+            placed.push((x, base, label));
+        }
+    }
+    placed
 }
 
 /// A bar for each of several things that are compared.
@@ -246,20 +303,25 @@ fn path(points: &[(f64, f64)]) -> String {
 mod tests {
     use super::*;
 
-    fn texts(from: f64, to: f64, logarithmic: bool) -> Vec<String> {
-        let axis = Axis { name: "", from, to, logarithmic };
+    fn texts(from: f64, to: f64, scale: Scale) -> Vec<String> {
+        let axis = Axis { name: "", from, to, scale };
         axis.ticks(6).into_iter().map(|(_, text)| text).collect()
     }
 
     #[test]
     fn ticks_are_round() {
-        assert_eq!(texts(0.0, 2.4, false), ["0.0", "0.5", "1.0", "1.5", "2.0"]);
-        assert_eq!(texts(0.0, 470.0, false), ["0", "100", "200", "300", "400"]);
-        assert_eq!(texts(-62.0, 190.0, false), ["-50", "0", "50", "100", "150"]);
-        assert_eq!(texts(0.0, 1.0, false), ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]);
-        assert_eq!(texts(0.02, 2.5, true), ["0.02", "0.05", "0.1", "0.2", "0.5", "1", "2"]);
-        assert_eq!(texts(1e-8, 1e4, true), ["1e-8", "1e-6", "1e-4", "0.01", "1", "100", "10000"]);
-        assert_eq!(texts(0.0, 3e30, false).len(), 7);
+        assert_eq!(texts(0.0, 2.4, Scale::Linear), ["0.0", "0.5", "1.0", "1.5", "2.0"]);
+        assert_eq!(texts(0.0, 470.0, Scale::Linear), ["0", "100", "200", "300", "400"]);
+        assert_eq!(texts(-62.0, 190.0, Scale::Linear), ["-50", "0", "50", "100", "150"]);
+        assert_eq!(texts(0.0, 1.0, Scale::Linear), ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]);
+        assert_eq!(texts(1.0, 3.0, Scale::Whole), ["1", "2", "3"]);
+        assert_eq!(texts(1.0, 60.0, Scale::Whole), ["10", "20", "30", "40", "50", "60"]);
+        assert_eq!(texts(0.02, 2.5, Scale::Logarithmic), ["0.02", "0.05", "0.1", "0.2", "0.5", "1", "2"]);
+        assert_eq!(
+            texts(1e-8, 1e4, Scale::Logarithmic),
+            ["1e-8", "1e-6", "1e-4", "0.01", "1", "100", "10000"]
+        );
+        assert_eq!(texts(0.0, 3e30, Scale::Linear).len(), 7);
     }
 
     #[test]
@@ -277,6 +339,24 @@ mod tests {
         }
         assert_eq!(svg.matches("class=\"cut\"").count(), 1);
         assert_eq!(svg.matches("class=\"bar chosen\"").count(), 1);
+    }
+
+    #[test]
+    fn labels_stay_within_the_plot_and_cover_nothing() {
+        let found = labels(&[
+            (100.0, 100.0, "1"),
+            (102.0, 101.0, "2"),
+            (700.0, 100.0, "separate"),
+            (300.0, 42.0, "up"),
+        ]);
+        assert_eq!(
+            found,
+            [(100.0, 89.0, "1"), (102.0, 126.0, "2"), (647.0, 106.0, "separate"), (300.0, 67.0, "up")]
+        );
+        // No room is left around the second dot.
+        let crowd: Vec<_> =
+            (0..9).map(|n| (100.0 + f64::from(n % 3), 100.0 + f64::from(n / 3), "plan")).collect();
+        assert!(labels(&crowd).len() < 9 && !labels(&crowd).is_empty());
     }
 
     #[test]

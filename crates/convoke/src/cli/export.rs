@@ -2,14 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::sync::Arc;
 
 use clap::{Args, value_parser};
 
 use crate::Device;
-use crate::nn::graph::{Dimension, Graph, record};
-use crate::nn::modules::ConvBnMode;
-use crate::nn::{Init, checkpoint, onnx};
+use crate::nn::graph::Dimension;
+use crate::nn::{checkpoint, onnx};
 
 use super::failure::{Failure, Result};
 use super::flags::values::{ImageSize, image_size};
@@ -62,7 +60,7 @@ fn to_onnx(args: &ExportArgs, model: &open_model::OpenModel) -> Result<()> {
         Some(graph) => graph,
         None => {
             let size = args.image_size.map(|ImageSize(size)| size);
-            recorded = recorded_at(model, size.or(model.image.map(|[_, height, width]| [height, width])))?;
+            recorded = model.recorded(size)?;
             &recorded
         }
     };
@@ -106,16 +104,4 @@ fn to_onnx(args: &ExportArgs, model: &open_model::OpenModel) -> Result<()> {
         ..onnx::WriteOptions::default()
     };
     Ok(onnx::save(&args.to, &definition, &BTreeMap::new(), &options)?)
-}
-
-/// A model that is written in Rust as data, for images of this height and width.
-fn recorded_at(model: &open_model::OpenModel, size: Option<[usize; 2]>) -> Result<Graph> {
-    let (Some([channels, ..]), Some([height, width])) = (model.image, size) else {
-        let reason =
-            format!("the size of the images of the model {} is not known: give --image-size", model.name);
-        return Err(Failure::Usage(reason));
-    };
-    let mut definition = record(model.module.as_ref(), &[channels, height, width])?;
-    definition.name.clone_from(&model.name);
-    Ok(Graph::new(&Arc::new(definition), &Init::new(&Device::cpu()?, 0), ConvBnMode::Fused)?)
 }

@@ -47,7 +47,11 @@ fn of_model(path: &Path, size: Option<[usize; 2]>) -> Result<()> {
     let model = open_model::open(path, &device)?;
     let mut lines = match model.graph() {
         Some(graph) => steps(graph, &model, size)?,
-        None => layers(&model),
+        // A model of a user's may have operations that cannot be recorded.
+        None => match model.recorded(size) {
+            Ok(graph) => steps(&graph, &model, size)?,
+            Err(_) => layers(&model),
+        },
     };
     let buffers = model.module.named_state().into_iter().filter_map(|(_, state)| match state {
         State::Buffer(buffer) => Some(buffer.value().len()),
@@ -116,7 +120,7 @@ fn steps(graph: &Graph, model: &open_model::OpenModel, size: Option<[usize; 2]>)
     Ok(lines)
 }
 
-/// The parameters and buffers of a model that is written in Rust.
+/// The parameters and buffers of a model whose steps are not known.
 fn layers(model: &open_model::OpenModel) -> String {
     let mut rows = vec![["name", "shape", "numbers"].map(str::to_owned).to_vec()];
     for (name, state) in model.module.named_state() {

@@ -2,13 +2,14 @@
 
 use std::any::Any;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use convoke_files::escaped;
 
 use crate::Device;
 use crate::nn::data::photos::Normalisation;
 use crate::nn::data::{DatasetInfo, Targets};
-use crate::nn::graph::{Definition, Graph};
+use crate::nn::graph::{Definition, Graph, record};
 use crate::nn::models::ModelSpec;
 use crate::nn::modules::ConvBnMode;
 use crate::nn::training::{ModelCard, SavedModel};
@@ -39,6 +40,19 @@ impl OpenModel {
     /// The model as data, if it is data.
     pub(crate) fn graph(&self) -> Option<&Graph> {
         (self.module.as_ref() as &dyn Any).downcast_ref()
+    }
+
+    /// A model that is written in Rust as data, for images of this height and width, without which they are the model's own.
+    pub(crate) fn recorded(&self, size: Option<[usize; 2]>) -> Result<Graph> {
+        let own = self.image.map(|[_, height, width]| [height, width]);
+        let (Some([channels, ..]), Some([height, width])) = (self.image, size.or(own)) else {
+            let reason =
+                format!("the size of the images of the model {} is not known: give --image-size", self.name);
+            return Err(Failure::Usage(reason));
+        };
+        let mut definition = record(self.module.as_ref(), &[channels, height, width])?;
+        definition.name.clone_from(&self.name);
+        Ok(Graph::new(&Arc::new(definition), &Init::new(&Device::cpu()?, 0), ConvBnMode::Fused)?)
     }
 }
 

@@ -11,7 +11,7 @@ use crate::{Device, DeviceOptions};
 use bytesize::ByteSize;
 use clap::{Args, value_parser};
 
-use super::chart::{Axis, Chart, Line};
+use super::chart::{Axis, Chart, Dot, Line, Scale};
 use super::console::Console;
 use super::failure::{Failure, Result};
 use super::flags::memory::PlannerArgs;
@@ -350,24 +350,31 @@ fn chart(points: &[Point]) -> String {
         let dots = points.iter().filter(move |point| point.plan.is_some() == planned);
         let dots = dots.filter_map(|point| {
             let kind = if is_of_curve(&point) || !planned { "dot" } else { "ring" };
-            Some((kind, place(point)?, point.name.clone()))
+            let label = point.name.trim_start_matches("plan ").to_owned();
+            Some(Dot { kind, place: place(point)?, text: point.name.clone(), label })
         });
         dots.collect::<Vec<_>>()
     };
     let mut curve: Vec<(f64, f64)> = points.iter().filter(is_of_curve).filter_map(place).collect();
     curve.sort_by(|a, b| a.0.total_cmp(&b.0));
     let mut lines = vec![Line { class: "fused".into(), points: curve, dots: dots(true) }];
-    let mut names = vec![("fused", "fused blocks; open dots: unplanned, and the plan that was chosen")];
+    let mut names =
+        vec![("fused", "fused: blocks of convolution, batch norm and ReLU, by the number of the plan")];
     let separate = dots(false);
     // Separate layers have no block times, so they have a dot only if whole steps were timed.
     if !separate.is_empty() {
         lines.push(Line { class: "separate".into(), points: Vec::new(), dots: separate });
-        names.push(("separate", "separate layers"));
+        names.push(("separate", "separate: layer by layer, each keeps what its backward needs"));
     }
     let chart = Chart {
         title: "Time against memory",
-        x: Axis { name: "peak memory, MB", from: 0.0, to: 1.05 * most(|place| place.0), logarithmic: false },
-        y: Axis { name: "time, ms", from: 0.0, to: 1.1 * most(|place| place.1), logarithmic: false },
+        x: Axis {
+            name: "peak memory, MB",
+            from: 0.0,
+            to: 1.05 * most(|place| place.0),
+            scale: Scale::Linear,
+        },
+        y: Axis { name: "time, ms", from: 0.0, to: 1.1 * most(|place| place.1), scale: Scale::Linear },
         lines,
         filled: false,
         divide: None,

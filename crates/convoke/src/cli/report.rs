@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::chart::{Axis, Chart, Line};
+use super::chart::{Axis, Chart, Dot, Line, Scale};
 use super::failure::Result;
 use super::page::{document, escape, legend, provenance, table};
 use super::quality::Judged;
@@ -18,7 +18,7 @@ pub(crate) fn write(flag: &str, file: &Path, runs: &[RunRecord]) -> Result<()> {
 }
 
 fn page(runs: &[RunRecord]) -> String {
-    let table = table(&summary::rows(runs));
+    let table = table(&summary::rows(runs)) + &modes(runs);
     let judged: String = match runs {
         [run] => run.judged.as_ref().map_or_else(String::new, Judged::sections),
         // Both runs compute the same.
@@ -44,6 +44,16 @@ fn page(runs: &[RunRecord]) -> String {
     document(&summary::title(&runs[0]), &body)
 }
 
+/// What "separate" and "fused" mean, where both are compared.
+fn modes(runs: &[RunRecord]) -> String {
+    if runs.len() < 2 {
+        return String::new();
+    }
+    "<p>separate: convolution, batch norm and ReLU run one after the other, and each keeps what its backward needs. fused: they run \
+     as one block that keeps less and computes the rest again; losses are the same, bit for bit.</p>\n"
+        .into()
+}
+
 fn loss(runs: &[RunRecord]) -> String {
     let steps = runs.iter().map(|run| run.train_loss.len()).max().unwrap_or(0);
     let every = steps.div_ceil(MOST_POINTS).max(1);
@@ -61,11 +71,13 @@ fn loss(runs: &[RunRecord]) -> String {
     let logarithmic = least > 0.0 && most / least > 100.0;
     let y = match logarithmic {
         true => Axis::logarithmic("training loss (log)", least, most),
-        false => Axis { name: "training loss", from: 0.0, to: up_from_zero(1.05 * most), logarithmic },
+        false => {
+            Axis { name: "training loss", from: 0.0, to: up_from_zero(1.05 * most), scale: Scale::Linear }
+        }
     };
     let chart = Chart {
         title: "training loss by step",
-        x: Axis { name: "step", from: 0.0, to: up_from_zero(steps as f64), logarithmic: false },
+        x: Axis { name: "step", from: 0.0, to: up_from_zero(steps as f64), scale: Scale::Whole },
         y,
         lines,
         filled: false,
@@ -77,7 +89,10 @@ fn loss(runs: &[RunRecord]) -> String {
         (every, _) => format!("<p>Each point is the mean of {every} steps.</p>\n"),
     };
     let pair = if runs.len() > 1 { " class=\"pair\"" } else { "" };
-    let names = legend(runs.iter().map(|run| (escape(&run.conv_bn), escape(&run.conv_bn))));
+    let names = match runs {
+        [_] => String::new(),
+        _ => legend(runs.iter().map(|run| (escape(&run.conv_bn), escape(&run.conv_bn)))),
+    };
     format!("<h2>Training loss</h2>\n{names}\n<figure{pair}>\n{}\n</figure>\n{note}", chart.svg())
 }
 
@@ -96,8 +111,8 @@ fn learning_rate(run: &RunRecord) -> String {
     let name = format!("learning rate in % of {most}");
     let chart = Chart {
         title: "learning rate by step",
-        x: Axis { name: "step", from: 0.0, to: up_from_zero(rates.len() as f64), logarithmic: false },
-        y: Axis { name: &name, from: 0.0, to: 105.0, logarithmic: false },
+        x: Axis { name: "step", from: 0.0, to: up_from_zero(rates.len() as f64), scale: Scale::Whole },
+        y: Axis { name: &name, from: 0.0, to: 105.0, scale: Scale::Linear },
         lines: vec![Line { class: escape(&run.conv_bn), points, dots: Vec::new() }],
         filled: false,
         divide: None,
@@ -119,8 +134,8 @@ fn validation(run: &RunRecord) -> String {
         let Some(most) = most else { return String::new() };
         let chart = Chart {
             title: &format!("{name} by epoch"),
-            x: Axis { name: "epoch", from: first.epoch as f64, to: last.epoch as f64, logarithmic: false },
-            y: Axis { name, from: 0.0, to: up_from_zero(1.05 * most), logarithmic: false },
+            x: Axis { name: "epoch", from: first.epoch as f64, to: last.epoch as f64, scale: Scale::Whole },
+            y: Axis { name, from: 0.0, to: up_from_zero(1.05 * most), scale: Scale::Linear },
             lines: vec![Line { class: escape(&run.conv_bn), points, dots: Vec::new() }],
             filled: false,
             divide: None,
@@ -148,6 +163,7 @@ fn memory(runs: &[RunRecord]) -> String {
     let (y_name, unit) = if most >= 2_000_000_000 { ("GB in use", 1e9) } else { ("MB in use", 1e6) };
     let mut lines = Vec::new();
     let mut entries = Vec::new();
+    let dot = |kind, place, text| Dot { kind, place, text, label: String::new() };
     for run in runs {
         let Some(timeline) = &run.timeline else { continue };
         // The bytes stay the same from one change to the next.
@@ -164,8 +180,8 @@ fn memory(runs: &[RunRecord]) -> String {
         let [end_text, peak_text] = [end, peak.1].map(|bytes| text::bytes(unit * bytes));
         entries.push((name.clone(), format!("{name}: {end_text} at the end of forward, peak {peak_text}")));
         let dots = vec![
-            ("end", (0.0, end), format!("{name}, end of forward: {end_text}")),
-            ("peak", peak, format!("{name}, peak: {peak_text}")),
+            dot("end", (0.0, end), format!("{name}, end of forward: {end_text}")),
+            dot("peak", peak, format!("{name}, peak: {peak_text}")),
         ];
         lines.push(Line { class: name, points, dots });
     }
@@ -175,10 +191,10 @@ fn memory(runs: &[RunRecord]) -> String {
             name: &format!("{x_name} from the end of forward"),
             from: time * from,
             to: up_from_zero(time * to),
-            logarithmic: false,
+            scale: Scale::Linear,
         },
         // Headroom for the words at the top.
-        y: Axis { name: y_name, from: 0.0, to: up_from_zero(1.2 * most as f64 / unit), logarithmic: false },
+        y: Axis { name: y_name, from: 0.0, to: up_from_zero(1.2 * most as f64 / unit), scale: Scale::Linear },
         lines,
         filled: true,
         divide: Some((0.0, ["forward", "backward, update"])),

@@ -11,15 +11,23 @@ use super::machine::Machine;
 use super::table::title;
 
 pub(crate) fn page(machine: &Machine, results: &[PassResult]) -> String {
-    let summaries: String = Pass::ALL.iter().map(|&pass| summary(results, pass)).collect();
     let mut problems: Vec<&ConvProblem> = results.iter().map(|result| &result.problem).collect();
     problems.dedup();
+    // Of one problem, the charts say all.
+    let summaries = match problems.len() {
+        1 => String::new(),
+        _ => {
+            let tables: String = Pass::ALL.iter().map(|&pass| summary(results, pass)).collect();
+            format!(
+                "<p>The tables show how many times as fast these choices are as one algorithm for all problems (geometric mean); \
+                 where that one does not apply, {BASELINE} takes its place.</p>\n{tables}"
+            )
+        }
+    };
     let sections: String = problems.into_iter().map(|problem| section(results, problem)).collect();
     let body = format!(
-        "<p>{}</p>\n<p>Each convolution is run by the algorithm that is fastest for it. The tables show how many \
-         times as fast these choices are as one algorithm for all problems (geometric mean); where that one does not \
-         apply, {BASELINE} takes its place. Times are lower quartiles, by which choices are made. GFLOP/s count the operations \
-         of direct convolution.</p>\n{summaries}{sections}",
+        "<p>{}</p>\n<p>Each convolution is run by the algorithm that is fastest for it. Times are lower quartiles, by which choices \
+         are made. GFLOP/s count the operations of direct convolution.</p>\n{summaries}{sections}",
         escape(&machine.title())
     );
     document("Convolutions, by algorithm", &body)
