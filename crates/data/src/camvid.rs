@@ -102,7 +102,7 @@ pub(super) fn spec() -> DatasetSpec {
     .with_files(
         is_present,
         "CamVid is not there: name the folder that holds train, trainannot, test and testannot with --data-dir \
-         (docs/data-parallel.md)",
+         (docs/sync-batch-norm.md)",
     )
 }
 

@@ -176,7 +176,7 @@ pub enum ConfigError {
     PlannedBatchSize {
         /// The plan's batch size.
         plan: usize,
-        /// The images of a whole batch that the first rank has; no rank has more.
+        /// The images of a whole batch that the last rank has; no rank has more.
         images: usize,
     },
     /// The ranks of a run differ in their configuration or data.

@@ -72,14 +72,14 @@ pub struct TrainingConfig {
 }
 
 impl TrainingConfig {
-    /// The default configuration for a model: its default objective, fused blocks, Adadelta with learning rate 1, batches of 128
-    /// images without augmentation, seed 1.
+    /// The default configuration for a model: its default objective, fused blocks, AdamW with a constant learning rate of 0.001,
+    /// batches of 128 images without augmentation, seed 1.
     pub fn new(model: ModelSpec) -> TrainingConfig {
         TrainingConfig {
             objective: model.objective(),
             model,
             conv_bn: ConvBnMode::default(),
-            rule: Rule::adadelta(1.0),
+            rule: Rule::adamw(0.001),
             schedule: Schedule::Constant,
             warmup_steps: 0,
             parameters: ParameterRules::default(),
@@ -241,7 +241,29 @@ fn megabytes(bytes: usize) -> f64 {
 
 type Result<T> = std::result::Result<T, TrainingError>;
 
-/// A run in progress.
+/// A run in progress: a model, its optimizer, the data, and how far it is.
+///
+/// ```
+/// use std::ops::ControlFlow;
+///
+/// use convoke_autograd::Device;
+/// use convoke_nn::data::{digits::digits, silent};
+/// use convoke_nn::models::Models;
+/// use convoke_nn::training::{Trainer, TrainingConfig};
+/// use convoke_nn::Rule;
+///
+/// let data = digits(1, 64, 32, &silent)?;
+/// let model = Models::builtin().get("mnist-cnn").expect("it is built in").clone();
+/// let config = TrainingConfig { rule: Rule::adamw(0.002), batch_size: 16, ..TrainingConfig::new(model) };
+/// let mut trainer = Trainer::new(&Device::cpu()?, config, data)?;
+/// while trainer.epoch() < 1 {
+///     let step = trainer.step()?;
+///     println!("step {}: loss {:.4}", step.step, step.loss);
+/// }
+/// let judged = trainer.evaluate(&mut |_, _| ControlFlow::Continue(()))?.expect("it was not stopped");
+/// println!("loss {:.4}, accuracy {:.0?} %", judged.loss, judged.accuracy.map(|share| 100.0 * share));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct Trainer {
     device: Device,
     config: TrainingConfig,
@@ -328,9 +350,10 @@ impl Trainer {
         self.device.tuner().limit_workspace(bytes);
     }
 
-    /// The images of a whole batch that the first rank has; no rank has more.
+    /// The images of a whole batch that the last rank has; no rank has more.
     fn most_images(&self) -> usize {
-        shard(self.config.batch_size, 0, self.communicator().world_size()).len()
+        let world_size = self.communicator().world_size();
+        shard(self.config.batch_size, world_size - 1, world_size).len()
     }
 
     /// Prepares batches on `workers` threads while earlier steps run. With 0, each step prepares its own batch. The batches are

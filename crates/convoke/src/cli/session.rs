@@ -119,7 +119,7 @@ impl Session {
             }
             let mut plan = None;
             if conv_bn == ConvBnMode::Fused && rank.is_first() {
-                // No rank has more images of a batch than the first one.
+                // The most that a rank has of a batch.
                 let images = config.batch_size.div_ceil(rank.communicator.world_size());
                 let own = TrainingConfig { batch_size: images, ..config.clone() };
                 let job = Job { device: &device, config: &own, data: rank.data };

@@ -79,3 +79,9 @@ fn bad_ranks_are_refused() {
     outcome.check(1, &["the loss of step", "--continue-on-nan"]).unwrap();
     assert_eq!(outcome.stderr.matches("error:").count(), 1, "{}", outcome.stderr);
 }
+
+#[test]
+fn ranks_with_unequal_parts_keep_a_budget() {
+    // 12 and 13 images a step.
+    run("train", &["--steps", "2", "--ranks", "2", "--memory-budget", "500MB"]).exits(0);
+}

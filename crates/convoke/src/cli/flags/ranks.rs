@@ -21,8 +21,8 @@ pub(crate) struct RankArgs {
     #[arg(long, help_heading = "Ranks")]
     pub(crate) sync_bn: bool,
 
-    /// Seconds that a rank waits for a sign of life of other ranks before it gives up; a rank that measures or loads gives such
-    /// signs.
+    /// Seconds that a rank waits for a sign of life of other ranks before it gives up; the first rank gives such signs while it
+    /// measures and loads.
     #[arg(long, value_name = "SECONDS", default_value_t = 300.0, value_parser = positive,
           help_heading = "Ranks")]
     pub(crate) rank_timeout: f64,
