@@ -1,7 +1,7 @@
 # What CI runs is in .ci/run. Targets select all packages, as `cargo test` does: with a single one the crates below it would have
 # other features, and the kernels would be built again, which takes minutes.
 
-.PHONY: check test wrapping browser external onnx tensorboard mpi python format lint docs light package smoke model fuzz fuzz-check sanitize goldens bench-peers accuracy-peers accuracy-photographs
+.PHONY: check test wrapping browser external onnx tensorboard mpi python format lint docs light book deny package smoke model fuzz fuzz-check sanitize goldens bench-peers accuracy-peers accuracy-photographs
 
 check: test wrapping format lint docs light smoke
 
@@ -56,6 +56,15 @@ HEAVY = clap|indicatif|ureq|rustls|ring|flate2|png|image|prost
 light:
 	cargo check -p convoke --no-default-features
 	! cargo tree -p convoke --no-default-features --edges normal | grep -E ' ($(HEAVY)) v'
+
+# The book of docs/, which tests have read before. Needs `cargo install mdbook`.
+book:
+	mdbook build
+
+# Licences, sources and versions of the dependencies (deny.toml). Advisories need a database on GitHub: the workflow there checks
+# them. Needs `cargo install cargo-deny --locked`.
+deny:
+	cargo deny check --hide-inclusion-graph bans licenses sources
 
 # A dry run of publishing; it contacts the registry.
 package:
