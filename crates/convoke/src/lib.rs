@@ -31,6 +31,43 @@
 #[cfg(feature = "cli")]
 pub mod cli;
 
+/// The programs of README and the book, which are tested as documentation.
+#[cfg(all(doctest, feature = "cli"))]
+mod book {
+    #[doc = include_str!("../../../README.md")]
+    struct Readme;
+    #[doc = include_str!("../../../docs/autotuning.md")]
+    struct Autotuning;
+    #[doc = include_str!("../../../docs/batch-norm.md")]
+    struct BatchNorm;
+    #[doc = include_str!("../../../docs/benchmarking.md")]
+    struct Benchmarking;
+    #[doc = include_str!("../../../docs/blocks.md")]
+    struct Blocks;
+    #[doc = include_str!("../../../docs/cluster.md")]
+    struct Cluster;
+    #[doc = include_str!("../../../docs/convolution.md")]
+    struct Convolution;
+    #[doc = include_str!("../../../docs/data-parallel.md")]
+    struct DataParallel;
+    #[doc = include_str!("../../../docs/memory.md")]
+    struct Memory;
+    #[doc = include_str!("../../../docs/onnx.md")]
+    struct Onnx;
+    #[doc = include_str!("../../../docs/photographs.md")]
+    struct Photographs;
+    #[doc = include_str!("../../../docs/pytorch.md")]
+    struct Pytorch;
+    #[doc = include_str!("../../../docs/recipes.md")]
+    struct Recipes;
+    #[doc = include_str!("../../../docs/rust.md")]
+    struct Rust;
+    #[doc = include_str!("../../../docs/start.md")]
+    struct Start;
+    #[doc = include_str!("../../../docs/sync-batch-norm.md")]
+    struct SyncBatchNorm;
+}
+
 #[doc(inline)]
 pub use convoke_autograd::ops;
 pub use convoke_autograd::{

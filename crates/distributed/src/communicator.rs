@@ -63,6 +63,17 @@ pub(crate) trait Transport: Send + Sync {
 /// A rank's connection to the other ranks, with the collectives between them. Clones share it.
 ///
 /// One thread at a time may be in a collective: others wait for it.
+///
+/// ```
+/// use convoke_distributed::{Options, run_threads};
+///
+/// // Each of four ranks gives a number, and gets those of all.
+/// let gathered = run_threads(4, &Options::default(), |communicator| {
+///     communicator.all_gather("squares", &[communicator.rank() as f64 * communicator.rank() as f64])
+/// })?;
+/// assert!(gathered.into_iter().all(|rank| rank == Ok(vec![vec![0.0], vec![1.0], vec![4.0], vec![9.0]])));
+/// # Ok::<(), convoke_distributed::Error>(())
+/// ```
 #[derive(Clone)]
 pub struct Communicator {
     shared: Arc<Shared>,

@@ -102,14 +102,16 @@ impl Console {
         let interrupted = Arc::new(AtomicBool::new(false));
         let shown = Arc::new(Mutex::new(ProgressBar::hidden()));
         let (flag, bar) = (interrupted.clone(), shown.clone());
+        let unwatched = |error: &dyn std::fmt::Display| {
+            Failure::Run(format!("cannot watch for Ctrl-C, for want of memory or of threads: {error}"))
+        };
+        convoke_memory::check_threads(1).map_err(|error| unwatched(&error))?;
         ctrlc::set_handler(move || match flag.swap(true, Ordering::Relaxed) {
             true => again(),
             false if quiet => {}
             false => lock(&bar).suspend(|| note("stopping at the next good moment (Ctrl-C again: at once)")),
         })
-        .map_err(|error| {
-            Failure::Run(format!("cannot watch for Ctrl-C, for want of memory or of threads: {error}"))
-        })?;
+        .map_err(|error| unwatched(&error))?;
         let terminal = !quiet && std::io::stderr().is_terminal();
         Ok(Console { terminal, quiet, interrupted, shown })
     }

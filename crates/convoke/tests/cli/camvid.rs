@@ -5,7 +5,7 @@ use std::path::Path;
 use super::program::{convoke, losses, write_png};
 
 /// A folder like CamVid's: `count` images in each part, sky above road, and a row without a class between them.
-fn scenes(folder: &Path, [height, width]: [usize; 2], count: usize) {
+pub(super) fn scenes(folder: &Path, [height, width]: [usize; 2], count: usize) {
     for part in ["train", "test"] {
         let [images, classes] = [folder.join(part), folder.join(format!("{part}annot"))];
         for index in 0..count {

@@ -6,7 +6,7 @@ use std::path::Path;
 use super::program::{convoke, losses, text};
 
 /// CIFAR-10's files with a few images: the class is how bright they are, and where.
-fn photographs(folder: &Path) {
+pub(super) fn photographs(folder: &Path) {
     fs::create_dir_all(folder).unwrap();
     for (name, count) in [("data_batch_1.bin", 24), ("data_batch_4.bin", 16), ("test_batch.bin", 10)] {
         let mut noise = 1_u32;

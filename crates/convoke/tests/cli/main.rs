@@ -3,6 +3,7 @@
 mod bad_data;
 mod bench;
 mod bench_norm;
+mod book;
 mod camvid;
 mod export;
 mod hostile_files;

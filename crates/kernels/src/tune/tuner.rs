@@ -17,6 +17,19 @@ use crate::pool::{MaxPoolAlgorithm, MaxPoolPass, PoolProblem, max_pool_algorithm
 use crate::{Cpu, DType, Isa, MemoryFormat, Result};
 
 /// Chooses algorithms, and remembers. Clones share what they know.
+///
+/// ```
+/// use convoke_kernels::conv::{ConvProblem, Pass};
+/// use convoke_kernels::tune::{Effort, Tuner, TunerOptions};
+/// use convoke_kernels::Cpu;
+///
+/// // Chosen by estimate here; without `effort`, candidates are timed, and `cache` keeps the results for later runs.
+/// let tuner = Tuner::new(TunerOptions { effort: Effort::Heuristic, ..TunerOptions::default() })?;
+/// let problem: ConvProblem = "mb16ic64ih56oc64kh3ph1".parse()?;
+/// let plan = tuner.plan(&problem, Pass::Forward, &Cpu::single());
+/// println!("{problem}: {}", plan.algorithm());
+/// # Ok::<(), convoke_kernels::Error>(())
+/// ```
 #[derive(Clone)]
 pub struct Tuner {
     inner: Arc<Inner>,

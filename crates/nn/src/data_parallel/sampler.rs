@@ -162,7 +162,8 @@ mod tests {
         assert_eq!(sizes(1, 4), [1]);
         assert_eq!(sizes(3, 1), [1, 1, 1]);
         let mut sampler = Sampler::new(1, 9, 4);
-        let left_out = |sampler: &Sampler| (0..9).find(|n| !(0..2).any(|b| sampler.batch(b, 0, 1).samples.contains(n)));
+        let left_out =
+            |sampler: &Sampler| (0..9).find(|n| !(0..2).any(|b| sampler.batch(b, 0, 1).samples.contains(n)));
         let first = left_out(&sampler);
         assert!((1..20).any(|epoch| {
             sampler.set_epoch(epoch);

@@ -46,6 +46,26 @@ impl BatchNormConfig {
 }
 
 /// Batch normalization of N x C x H x W, as PyTorch's `BatchNorm2d`: see [`BatchNorm`].
+///
+/// ```
+/// use convoke_autograd::ops::Convention;
+/// use convoke_autograd::{DType, Device, Tensor};
+/// use convoke_nn::modules::{BatchNorm2d, BatchNormConfig};
+/// use convoke_nn::{Forward, Init, ModuleExt};
+///
+/// let device = Device::cpu()?;
+/// let init = Init::new(&device, 0);
+/// let pytorch = BatchNorm2d::new(&init, 8, BatchNormConfig::default())?;
+/// // momentum 0.99 weighs the old value, and the running variance is the biased one.
+/// let keras = BatchNorm2d::new(&init, 8, BatchNormConfig::of(Convention::keras()))?;
+///
+/// let images = Tensor::full(&device, &[4, 8, 5, 5], DType::F32, 3.0)?;
+/// let normalised = pytorch.forward(&images)?; // by the batch's statistics, and the running ones move
+/// pytorch.eval();
+/// let by_running = pytorch.forward(&images)?;
+/// # let _ = (keras, normalised, by_running);
+/// # Ok::<(), convoke_nn::Error>(())
+/// ```
 pub type BatchNorm2d = BatchNorm<2>;
 
 /// Batch normalization of N x C or N x C x L, as PyTorch's `BatchNorm1d`: see [`BatchNorm`].

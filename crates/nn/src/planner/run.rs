@@ -31,6 +31,26 @@ impl Steps for DrySteps {
 }
 
 /// Plans what the blocks of one model keep, for one batch size.
+///
+/// ```no_run
+/// use std::ops::ControlFlow;
+///
+/// use convoke_autograd::Device;
+/// use convoke_nn::data::{digits::digits, silent};
+/// use convoke_nn::models::Models;
+/// use convoke_nn::planner::{Planner, PlannerOptions};
+/// use convoke_nn::training::{Trainer, TrainingConfig};
+///
+/// let (device, data) = (Device::cpu()?, digits(1, 4096, 1024, &silent)?.into());
+/// let model = Models::builtin().get("mnist-cnn").expect("it is built in").clone();
+/// let config = TrainingConfig { batch_size: 1024, ..TrainingConfig::new(model) };
+/// // Times each kind of block, which takes up to a minute.
+/// let planner = Planner::new(&device, &config, &data, &PlannerOptions::default(), &mut |_| ControlFlow::Continue(()))?;
+/// let plan = planner.expect("it was not stopped").within(400_000_000)?;
+/// println!("{} bytes at the peak", plan.bytes_peak);
+/// Trainer::new(&device, config, data)?.set_memory_plan(&plan)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct Planner {
     device: Device,
     config: TrainingConfig,
