@@ -105,6 +105,13 @@ class Segnet(nn.Module):
         return F.log_softmax(self.classify(x), 1)
 
 
+def parts(model):
+    """What users checkpoint: each block of a residual network, each level of the U-Net, each convolution of a plain network."""
+    if isinstance(model, Segnet):
+        return [*model.down, model.bottleneck, *model.up]
+    return [part for part in model if isinstance(part, (BasicBlock, Bottleneck, nn.Sequential))]
+
+
 def adadelta(parameters):
     return torch.optim.Adadelta(parameters, lr=1.0)
 

@@ -1,6 +1,8 @@
 """Times training steps of one of convoke's models in PyTorch: prints seconds and memory as JSON. Run by steps.py.
 
-    python tools/peers/pytorch_steps.py MODEL BATCH default|channels-last|kept|compiled THREADS WARM_UP STEPS
+    python tools/peers/pytorch_steps.py MODEL BATCH HOW THREADS WARM_UP STEPS
+
+HOW is default, channels-last, kept, compiled, compiled-SHARE (with this share as the activation memory budget) or checkpointed.
 """
 
 import json
@@ -11,8 +13,9 @@ import time
 
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from models import MODELS
+from models import MODELS, parts
 
 
 def main():
@@ -26,7 +29,15 @@ def main():
     optimizer = optimizer(model.parameters())
     images = torch.randn(int(batch), *shape).to(memory_format=layout)
     labels = torch.randint(classes, (int(batch), *(shape[1:] if pixels else ())))
-    forward = torch.compile(model) if how == "compiled" else model
+    forward = model
+    if how.startswith("compiled"):
+        if share := how.partition("-")[2]:
+            torch._functorch.config.activation_memory_budget = float(share)
+        forward = torch.compile(model)
+    if how == "checkpointed":
+        for part in parts(model):
+            # The method that it had, called again in backward.
+            part.forward = lambda x, own=part.forward: checkpoint(own, x, use_reentrant=False)
     seconds = []
     for _ in range(int(warm_up) + int(steps)):
         start = time.perf_counter()
@@ -37,7 +48,7 @@ def main():
         loss.item()
         seconds.append(time.perf_counter() - start)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"seconds": statistics.median(seconds[int(warm_up) :]), "bytes": peak}))
+    print(json.dumps({"seconds": statistics.median(seconds[int(warm_up) :]), "first": seconds[0], "bytes": peak}))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time whole training steps of PyTorch and convoke, model by model, by turns.
+"""Time whole training steps of convoke and its peers, model by model, by turns.
 
     python tools/peers/steps.py [MODEL[:BATCH]...] [--threads 2] [--rounds 3] [--steps 6] [--json FILE] [--markdown]
 
@@ -9,13 +9,16 @@ own: it does some steps on noise that it holds in memory, of which the median co
     default         as it is after installation, contiguous
     channels-last   model and images in channels-last memory
     kept            channels-last, and malloc told to keep memory, since fresh memory costs page faults
-    compiled        the last, through torch.compile (with --compile)
+    compiled        the last, through torch.compile
+    compiled-0.5    the last, with torch._functorch.config.activation_memory_budget = 0.5; likewise 0.2
+    checkpointed    kept, with torch.utils.checkpoint around each block
 
-and convoke runs its separate layers, its fused blocks, and these within --budget bytes (mnist-cnn: 650MB). Convoke's time includes
-making batches from bytes; PyTorch's images are ready. Ratios are convoke's time / PyTorch's best, and / its default: below 1
-convoke is faster. "memory" is the most that the process had resident.
+and convoke its separate layers, its fused blocks, and these within --budget bytes (mnist-cnn: 650MB). JAX runs once a model, with
+--peer other programs. Convoke's time includes making batches from bytes; the images of the others are ready. Ratios are a
+contender's time / that of the best of all peers: below 1 is faster. "first" is the first step of the first process, with
+compilation; for convoke with nothing measured before. "memory" is the most that the process had resident.
 
-Needs Python 3.9 with torch, and `cargo build --release`. The first run measures convoke's convolutions, which later ones remember.
+Needs Python 3.9 with torch, jax (or --skip jax) and a C++ compiler for torch.compile, and `cargo build --release`.
 """
 
 import argparse
@@ -24,6 +27,7 @@ import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -31,6 +35,7 @@ from convolutions import KEEP_MEMORY, run_convoke, run_json
 
 BATCHES = {"mnist-cnn": 2048, "resnet20": 128, "resnet50": 16, "segnet": 16}
 BUDGETS = {"mnist-cnn": "650MB"}
+PYTORCH = ["default", "channels-last", "kept", "compiled", "compiled-0.5", "compiled-0.2", "checkpointed"]
 WARM_UP = 2
 
 
@@ -40,7 +45,7 @@ def main():
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3, help="processes of each contender, by turns")
     parser.add_argument("--steps", type=int, default=6, help="steps that count, of each process")
-    parser.add_argument("--compile", action="store_true", help="also time torch.compile, which needs a C++ compiler")
+    parser.add_argument("--skip", default="", help="contenders to leave out, as in the table, with commas: compiled-0.2,jax")
     parser.add_argument(
         "--peer",
         action="append",
@@ -66,26 +71,38 @@ def main():
 
 def compare(model, batch, args):
     """The median seconds and the memory of each contender."""
-    theirs = ["default", "channels-last", "kept"] + (["compiled"] if args.compile else [])
-    contenders = {f"PyTorch, {how}": lambda how=how: pytorch(model, batch, how, args) for how in theirs}
+    skipped = args.skip.split(",")
+    contenders = {
+        f"PyTorch, {how}": lambda how=how: pytorch(model, batch, how, args) for how in PYTORCH if how not in skipped
+    }
     budget = args.budget or BUDGETS.get(model)
     ours = {"separate": ["--conv-bn", "separate"], "fused": []} | (
         {f"fused, {budget}": ["--memory-budget", budget]} if budget else {}
     )
     contenders |= {f"convoke, {how}": lambda flags=flags: convoke(model, batch, flags, args) for how, flags in ours.items()}
     runs = {name: [] for name in contenders}
+    show = lambda text: print(f"{model}: {text}          ", end="\r", file=sys.stderr, flush=True)
+    show("first run of convoke")
+    with tempfile.TemporaryDirectory() as cache:
+        first = convoke(model, batch, ["--cache", cache], args, steps=1)["seconds"]
     for done in range(args.rounds):
         for name, measure in contenders.items():
-            print(f"{model}: round {done + 1} of {args.rounds}, {name}          ", end="\r", file=sys.stderr, flush=True)
+            show(f"round {done + 1} of {args.rounds}, {name}")
             runs[name].append(measure())
+    # Others are far from the best, so that once says enough.
+    once = {} if "jax" in skipped else {"JAX": lambda: jax(model, batch, args)}
     for peer in args.peer if model == "mnist-cnn" else []:
         name, _, program = peer.partition("=")
         environment = dict(os.environ, RAYON_NUM_THREADS=str(args.threads), **KEEP_MEMORY)
-        runs[name] = [run_json([program, batch, 1, 2], environment)]
+        once[name] = lambda program=program, environment=environment: run_json([program, batch, 1, 2], environment)
+    for name, measure in once.items():
+        show(name)
+        runs[name] = [measure()]
     rows = {
         name: {
             "seconds": statistics.median(run["seconds"] for run in found),
             "all_seconds": [run["seconds"] for run in found],
+            "first": first if name == "convoke, fused" else None if name.startswith("convoke") else found[0].get("first"),
             "bytes": max(run["bytes"] for run in found),
         }
         for name, found in runs.items()
@@ -94,29 +111,37 @@ def compare(model, batch, args):
 
 
 def pytorch(model, batch, how, args):
-    environment = dict(os.environ, **(KEEP_MEMORY if how in ("kept", "compiled") else {}))
-    worker = Path(__file__).with_name("pytorch_steps.py")
-    command = [sys.executable, worker, model, batch, how, args.threads, WARM_UP, args.steps]
-    return run_json(command, environment)
+    environment = dict(os.environ, **({} if how in ("default", "channels-last") else KEEP_MEMORY))
+    # What another run has compiled would make the first step look short.
+    with tempfile.TemporaryDirectory() as cache:
+        environment["TORCHINDUCTOR_CACHE_DIR"] = cache
+        worker = Path(__file__).with_name("pytorch_steps.py")
+        command = [sys.executable, worker, model, batch, how, args.threads, WARM_UP, args.steps]
+        return run_json(command, environment)
 
 
-def convoke(model, batch, flags, args):
+def jax(model, batch, args):
+    worker = Path(__file__).with_name("jax_steps.py")
+    return run_json([sys.executable, worker, model, batch, args.threads, 1, 3], dict(os.environ, **KEEP_MEMORY))
+
+
+def convoke(model, batch, flags, args, steps=None):
     optimizer = "adadelta" if model == "mnist-cnn" else "sgd"
     command = [args.convoke, "train", "--model", model, "--data", "random", "--batch-size", batch, "--json", "-"]
-    command += ["--optimizer", optimizer, "--threads", args.threads, "--steps", WARM_UP + args.steps, "--continue-on-nan"]
+    command += ["--optimizer", optimizer, "--threads", args.threads, "--continue-on-nan"]
+    command += ["--steps", steps or WARM_UP + args.steps]
     [result] = run_convoke(command + flags)["runs"]
     return {"seconds": result["step_seconds_median"], "bytes": result["process_peak_bytes"]}
 
 
 def table(result, markdown):
     rows = result["contenders"]
-    best = min(row["seconds"] for name, row in rows.items() if name.startswith("PyTorch"))
-    default = rows["PyTorch, default"]["seconds"]
+    best = min(row["seconds"] for name, row in rows.items() if not name.startswith("convoke"))
     title = f"{result['model']}, batch {result['batch']}, {result['threads']} threads; {result['machine']}"
-    header = ["", "step", "/ best PyTorch", "/ default PyTorch", "memory"]
+    header = ["", "step", "/ best peer", "first step", "memory"]
     cells = [
-        [name, f"{row['seconds'] * 1e3:.0f} ms", f"{row['seconds'] / best:.2f}", f"{row['seconds'] / default:.2f}"]
-        + [f"{row['bytes'] / 1e9:.2f} GB"]
+        [name, f"{row['seconds'] * 1e3:.0f} ms", f"{row['seconds'] / best:.2f}"]
+        + [f"{row['first']:.1f} s" if row["first"] else "", f"{row['bytes'] / 1e9:.2f} GB"]
         for name, row in rows.items()
     ]
     if markdown:
@@ -128,11 +153,13 @@ def table(result, markdown):
 
 
 def machine():
-    """The processor's name, where Linux tells it, and the date."""
+    """The processor's name and vector instructions, where Linux tells them, and the date."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()}, {time.strftime('%Y-%m-%d')}"
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    vectors = "AVX-512" if "avx512f" in flags else "AVX2" if "avx2" in flags else platform.machine()
+    return f"{names[0] if names else platform.processor()}, {vectors}, {time.strftime('%Y-%m-%d')}"
 
 
 if __name__ == "__main__":
