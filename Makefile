@@ -133,13 +133,14 @@ goldens:
 	$(PYTHON) tools/make_golden.py --out crates/testkit/golden
 	$(PYTHON) tools/make_torch_files.py --out crates/nn/tests/it/data
 
-# Ratios to PyTorch, side by side: whole steps, batch norm, and the convolutions of SUITES (files of problems in benchdnn
-# notation). PYTHON must have torch. Takes half an hour, on a machine without other work.
+# Ratios to peers, side by side: whole steps, batch norm, and the convolutions of SUITES (files of problems in benchdnn notation); and
+# README's picture and table. PYTHON must have torch and jax. Takes an hour, on a machine without other work.
 SUITES ?=
 THREADS ?= 2
 bench-peers:
 	cargo build --release
-	$(PYTHON) tools/peers/steps.py --threads $(THREADS) --markdown
+	$(PYTHON) tools/peers/steps.py --threads $(THREADS) --markdown --json target/steps.json
+	$(PYTHON) tools/peers/picture.py target/steps.json docs/images/steps.svg
 	$(PYTHON) tools/peers/batch_norm.py --threads $(THREADS)
 	$(if $(SUITES),$(PYTHON) tools/peers/convolutions.py $(SUITES) --threads $(THREADS))
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Draw README's picture from what steps.py measured: time and memory of a step, the best peer and convoke.
+"""Draw README's picture from what steps.py measured: time and memory of a step, the best peer and convoke. Print README's table.
 
     python tools/peers/picture.py steps.json docs/images/steps.svg
 
-The bars of a model are relative to the best peer's; beside them are the numbers. The picture suits light and dark pages.
+The bars of a model are relative to the longer one; beside them are the numbers. The picture suits light and dark pages.
 """
 
 import json
@@ -43,9 +43,7 @@ def main():
     for index, result in enumerate(results):
         y = TOP + ROW * index
         rows = result["contenders"]
-        peer, theirs = min(
-            ((name, row) for name, row in rows.items() if not name.startswith("convoke")), key=lambda found: found[1]["seconds"]
-        )
+        peer, theirs = best_peer(rows)
         ours = rows["convoke, fused"]
         parts += [
             f'<path class="rule" d="M0 {y - 8}H{WIDTH}"/>',
@@ -60,6 +58,29 @@ def main():
     parts.append("</svg>\n")
     with open(target, "w") as file:
         file.write("\n".join(parts))
+    print(table(results))
+
+
+def best_peer(rows):
+    """Name and row of the fastest contender that is not convoke."""
+    return min(((name, row) for name, row in rows.items() if not name.startswith("convoke")), key=lambda row: row[1]["seconds"])
+
+
+def table(results):
+    lines = ["| | best peer | its time | convoke | ratio | memory, peer | memory, convoke |", "|---|---|---:|---:|---:|---:|---:|"]
+    for result in results:
+        rows = result["contenders"]
+        peer, theirs = best_peer(rows)
+        budgets = [name for name in rows if name.startswith("convoke, fused,")]
+        for name in ["convoke, fused", *budgets]:
+            ours = rows[name]
+            within = f" in {name.split(', ')[2]}" if name in budgets else ""
+            lines.append(
+                f"| `{result['model']}`, batch {result['batch']}{within} | {peer} | {theirs['seconds'] * 1e3:.0f} ms "
+                f"| {ours['seconds'] * 1e3:.0f} ms | {ours['seconds'] / theirs['seconds']:.2f} "
+                f"| {theirs['bytes'] / 1e9:.2f} GB | {ours['bytes'] / 1e9:.2f} GB |"
+            )
+    return "\n".join(lines)
 
 
 def panel(x, y, values, texts):

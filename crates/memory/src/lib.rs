@@ -119,6 +119,18 @@ pub fn check(bytes: usize) -> Result<()> {
     memmap2::MmapMut::map_anon(bytes.max(1)).map(drop).map_err(|_| OutOfMemory { bytes })
 }
 
+/// Memory that the system has promised and nobody uses: dropped just before code that would not survive a refusal, it is there for
+/// that code, whatever was allocated since.
+pub struct Reserve(#[expect(dead_code, reason = "it is only held")] memmap2::MmapMut);
+
+impl Reserve {
+    /// # Errors
+    /// If the system refuses `bytes`.
+    pub fn new(bytes: usize) -> Result<Reserve> {
+        memmap2::MmapMut::map_anon(bytes.max(1)).map(Reserve).map_err(|_| OutOfMemory { bytes })
+    }
+}
+
 /// Checks that there is memory now for the stacks of `count` threads. A thread that gets its stack but not the memory that
 /// it maps next ends the process, so call this before starting threads.
 ///

@@ -201,7 +201,9 @@ fn labels<'a>(dots: &[(f64, f64, &'a str)]) -> Vec<(f64, f64, &'a str)> {
         // Room for the large letters of narrow screens.
         let (width, height) = (11.0 * label.chars().count() as f64, 20.0);
         let aside = width / 2.0 + 9.0;
-        let places = [(x, y - 11.0), (x, y + 25.0), (x + aside, y + 6.0), (x - aside, y + 6.0)];
+        // Near an end of the plot, above and below move inwards.
+        let inwards = x.clamp(left + width / 2.0, (SIZE.0 - right - width / 2.0).max(left + width / 2.0));
+        let places = [(inwards, y - 11.0), (inwards, y + 25.0), (x + aside, y + 6.0), (x - aside, y + 6.0)];
         let found = places.into_iter().find_map(|(x, base)| {
             let area = [x - width / 2.0, base - height + 4.0, x + width / 2.0, base + 4.0];
             let within =
@@ -351,7 +353,7 @@ mod tests {
         ]);
         assert_eq!(
             found,
-            [(100.0, 89.0, "1"), (102.0, 126.0, "2"), (647.0, 106.0, "separate"), (300.0, 67.0, "up")]
+            [(100.0, 89.0, "1"), (102.0, 126.0, "2"), (660.0, 89.0, "separate"), (300.0, 67.0, "up")]
         );
         // No room is left around the second dot.
         let crowd: Vec<_> =

@@ -8,9 +8,10 @@ mod binding;
 mod objects;
 
 use std::ffi::c_int;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use binding::{OneDnn, onednn};
+use convoke_memory::Reserve;
 use objects::{Geometry, Layout, MemoryDesc, Operand, Primitive, Stream};
 
 use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Cost, Kernel, NotApplicable};
@@ -136,7 +137,13 @@ struct Parts {
     threads: usize,
     /// Elements of the weight.
     weight_len: usize,
+    /// Given up before the first run. oneDNN and OpenMP allocate data of each thread at its first call, and end the process if they
+    /// cannot.
+    reserve: Mutex<Option<Reserve>>,
 }
+
+/// Bytes of [`Parts::reserve`] for each thread.
+const OF_A_THREAD: usize = 512 << 10;
 
 #[derive(Clone)]
 struct Part {
@@ -169,7 +176,9 @@ impl Parts {
                 parts.extend(std::iter::repeat_n(make(images)?, count));
             }
         }
-        let made = Parts { onednn, pass, parts, threads, weight_len: problem.weight_len() };
+        let reserve = Reserve::new(OF_A_THREAD * count * threads).map_err(|error| error.to_string())?;
+        let reserve = Mutex::new(Some(reserve));
+        let made = Parts { onednn, pass, parts, threads, weight_len: problem.weight_len(), reserve };
         match made.workspace_len() {
             len if len > LARGEST => Err(format!("oneDNN needs a workspace of {len} elements")),
             _ => Ok(made),
@@ -203,6 +212,7 @@ impl Parts {
 
 impl ConvKernel<f32> for Parts {
     fn run(&self, cpu: &Cpu, [a, b]: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
+        drop(self.reserve.lock().unwrap_or_else(PoisonError::into_inner).take());
         let (sums, workspace) = workspace.split_at_mut(self.sums_len());
         let same = |operand| vec![operand; self.parts.len()];
         let ([x, y], weight) = ([|part: &Part| part.lens[0], |part: &Part| part.lens[1]], self.weight_len);
