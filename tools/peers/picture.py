@@ -14,7 +14,7 @@ WIDTH, ROW, TOP, BAR = 760, 62, 62, 17
 NAME, PANEL, GAP = 128, 292, 24
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #24292f; } .small { font-size: 12px; fill: #57606a; }
-.name { font-weight: 600; } .peer { fill: #9aa4af; } .convoke { fill: #0969da; }
+.name { font-weight: 600; } .peer { fill: #6e7781; } .convoke { fill: #0969da; }
 .on { fill: #fff; } .rule { stroke: #d0d7de; }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6edf3; } .small { fill: #9198a1; } .peer { fill: #59636e; } .convoke { fill: #388bfd; } .rule { stroke: #3d444d; }
@@ -26,7 +26,7 @@ def main():
     source, target = sys.argv[1:]
     with open(source) as file:
         results = json.load(file)
-    height = TOP + ROW * len(results) + 12
+    height = TOP + ROW * len(results) + 24
     machine, threads = results[0]["machine"], results[0]["threads"]
     label = "Time and memory of a training step, relative to the best peer: shorter is better"
     parts = [
@@ -38,7 +38,7 @@ def main():
         f'<text class="small" x="{NAME + 17}" y="42">the best peer</text>',
         f'<rect class="convoke" x="{NAME + 110}" y="32" width="11" height="11" rx="2"/>',
         f'<text class="small" x="{NAME + 127}" y="42">convoke</text>',
-        f'<text class="small" x="{NAME + PANEL + GAP}" y="42">{escape(machine)}, {threads} threads</text>',
+        f'<text class="small" x="{NAME}" y="{height - 8}">{escape(machine)}, {threads} threads</text>',
     ]
     for index, result in enumerate(results):
         y = TOP + ROW * index
@@ -50,6 +50,7 @@ def main():
             f'<text class="name" x="0" y="{y + 15}">{result["model"]}</text>',
             f'<text class="small" x="0" y="{y + 33}">batch {result["batch"]}</text>',
         ]
+        peer = peer.replace("kept", "memory kept")
         time = [f"{row['seconds'] * 1e3:.0f} ms" for row in (theirs, ours)]
         memory = [f"{row['bytes'] / 1e9:.2f} GB" for row in (theirs, ours)]
         ratio = ours["seconds"] / theirs["seconds"]
