@@ -82,7 +82,7 @@ fn guarded<T>(file: &Path, attempt: impl FnOnce() -> Result<T, DataError>) -> Re
 
 /// An image whose header has been read, and whose height and width have been checked.
 enum Opened<'a, D> {
-    Jpeg(Jpeg<'a>),
+    Jpeg(Box<Jpeg<'a>>),
     /// The decoder of another kind, height and width as they are stored, and the orientation.
     Other(D, [usize; 2], Orientation),
 }
@@ -97,7 +97,7 @@ fn open<'a>(bytes: &'a [u8], file: &Path) -> Result<Opened<'a, impl ImageDecoder
     if kind == ImageFormat::Jpeg
         && let Some(jpeg) = Jpeg::open(bytes, file)?
     {
-        return Ok(Opened::Jpeg(jpeg));
+        return Ok(Opened::Jpeg(Box::new(jpeg)));
     }
     let mut reader = ImageReader::with_format(Cursor::new(bytes), kind);
     let mut limits = Limits::no_limits();
