@@ -150,7 +150,7 @@ accuracy-peers:
 	cargo build --release
 	$(PYTHON) tools/peers/accuracy.py $(MNIST) $(CIFAR10) --threads $(THREADS)
 
-# The same for torchvision's resnet18 on PHOTOS, a folder with train/CLASS/IMAGE and val/CLASS/IMAGE, such as tools/make_photographs.py
+# The same for torchvision's resnet18 on PHOTOS, a folder with train/CLASS/IMAGE and val/CLASS/IMAGE, such as tools/peers/make_photographs.py
 # writes. Takes an hour on two processors, and minutes where PyTorch has a GPU.
 accuracy-photographs:
 	cargo build --release

@@ -14,12 +14,11 @@ Needs Python 3.9 with torch and numpy, and `cargo build --release`.
 
 import argparse
 import gzip
-import io
 import json
 import statistics
-import tarfile
 from pathlib import Path
 
+from cifar10 import RECORD, read
 from convolutions import keep_memory, run_convoke
 from models import MODELS
 
@@ -147,18 +146,10 @@ def read_cifar10(folder):
     """As read_mnist."""
     import numpy
 
-    files = {path.name: path.read_bytes() for path in folder.glob("*.bin")}
-    packed = folder / "cifar-10-binary.tar.gz"
-    if not files and packed.exists():
-        with tarfile.open(fileobj=io.BytesIO(packed.read_bytes())) as archive:
-            for member in archive:
-                if member.name.endswith(".bin"):
-                    files[Path(member.name).name] = archive.extractfile(member).read()
     mean, std = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
     parts = []
     for prefix in ("data_batch", "test_batch"):
-        content = b"".join(files[name] for name in sorted(files) if name.startswith(prefix))
-        rows = numpy.frombuffer(content, numpy.uint8).reshape(-1, 1 + 3 * 32 * 32)
+        rows = numpy.frombuffer(read(folder, prefix), numpy.uint8).reshape(-1, RECORD)
         parts.append((normalized(rows[:, 1:].reshape(-1, 3, 32, 32), mean, std), as_labels(rows[:, 0])))
     return parts
 

@@ -26,7 +26,7 @@ MOMENTUM, EPS = 0.1, 1e-5
 
 
 class Model:
-    """Declares parameters while `shapes` is a dictionary, and reads them afterwards."""
+    """Declares parameters if none are given, else reads them."""
 
     def __init__(self, parameters=None, statistics=None):
         self.declaring = parameters is None
@@ -140,8 +140,6 @@ def main():
     declared = Model()
     network(declared, images[:1], jax.random.key(0))
     parameters, statistics_ = declared.parameters, declared.statistics
-    zeros = jax.tree.map(jnp.zeros_like, parameters)
-    state = (zeros, zeros) if name == "mnist-cnn" else zeros
 
     def loss(parameters, statistics_, key):
         m = Model(parameters, statistics_)
@@ -160,13 +158,13 @@ def main():
 
     def step(parameters, statistics_, state, key):
         (value, statistics_), gradients = jax.value_and_grad(loss, has_aux=True)(parameters, statistics_, key)
-        rule = adadelta if name == "mnist-cnn" else sgd
         parameters, state = rule(parameters, gradients, state)
         return parameters, statistics_, state, value
 
+    # Buffers that are donated must not be shared.
+    zeros = lambda: jax.tree.map(jnp.zeros_like, parameters)
+    rule, state = (adadelta, (zeros(), zeros())) if name == "mnist-cnn" else (sgd, zeros())
     step = jax.jit(step, donate_argnums=(0, 1, 2))
-    if name == "mnist-cnn":
-        state = (zeros, jax.tree.map(jnp.zeros_like, parameters))
     seconds = []
     for index in range(int(warm_up) + int(steps)):
         start = time.perf_counter()

@@ -34,7 +34,7 @@ def main():
     parser.add_argument("--lr", type=float, help="the highest learning rate: 0.003, with --weights 0.001")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--threads", type=int, default=2, help="of each run")
-    parser.add_argument("--together", type=int, default=1, help="runs of each side at a time")
+    parser.add_argument("--together", type=int, default=1, help="convoke's runs at a time")
     parser.add_argument("--device", default="cpu", help="what PyTorch trains on")
     parser.add_argument("--only", choices=["pytorch", "convoke"])
     parser.add_argument("--save", type=Path, help="keep PyTorch's trained state_dict of the first seed here")
@@ -45,7 +45,7 @@ def main():
 
     sides = {"pytorch": train_pytorch, "convoke": train_convoke}
     found = {}
-    # PyTorch's generator and convoke's processors are not shared between runs of different processes.
+    # PyTorch's runs share this process and its random generator, so they follow each other.
     with ThreadPoolExecutor(args.together) as pool:
         for side, train in sides.items():
             if args.only in (None, side):

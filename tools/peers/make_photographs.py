@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write a folder of JPEGs, train/CLASS/IMAGE and val/CLASS/IMAGE, from CIFAR-10 in its binary layout, to try `--data folder` on.
 
-    python tools/make_photographs.py CIFAR_DIR OUT [--train 1600] [--val 400] [--varied] [--classes cat,dog]
+    python tools/peers/make_photographs.py CIFAR_DIR OUT [--train 1600] [--val 400] [--varied] [--classes cat,dog]
 
 CIFAR_DIR holds cifar-10-binary.tar.gz or its .bin files. Without --varied an image is 32 x 32, as it is. With it, images have five
 sizes, every tenth is grey, every eighth lies on its side and says so in its Exif data, every sixth is progressive, and one in train
@@ -11,14 +11,13 @@ Needs Python 3.9 with Pillow.
 """
 
 import argparse
-import tarfile
 from pathlib import Path
 
 from PIL import Image
 
-NAMES = "airplane automobile bird cat deer dog frog horse ship truck".split()
+from cifar10 import NAMES, RECORD, read
+
 SIDES = [(32, 32), (48, 40), (64, 96), (120, 90), (200, 150)]
-RECORD = 1 + 3 * 32 * 32
 ORIENTATION = 274
 
 
@@ -46,16 +45,6 @@ def main():
             write(path, record, index if args.varied else None)
             if args.varied and part == "train" and index == count // 2:
                 path.write_bytes(path.read_bytes()[:-400])
-
-
-def read(folder, prefix):
-    """The records of the files whose names begin so."""
-    packed = folder / "cifar-10-binary.tar.gz"
-    if not packed.exists():
-        return b"".join(path.read_bytes() for path in sorted(folder.glob(f"{prefix}*.bin")))
-    with tarfile.open(packed) as archive:
-        members = sorted((m for m in archive if Path(m.name).name.startswith(prefix)), key=lambda m: m.name)
-        return b"".join(archive.extractfile(member).read() for member in members)
 
 
 def write(path, record, index):
