@@ -34,7 +34,8 @@ mpi:
 	cargo test --features convoke/mpi --test cli --test it -- mpi:: sync_batch_norm::
 
 # The PyTorch package: builds a wheel, installs it where PYTHON installs, and tests it. PYTHON must have torch, torchvision, numpy,
-# maturin, pytest and expecttest, which the samples of PyTorch's own tests import.
+# maturin, pytest, onnx and onnxscript, with which a page of the book exports, and expecttest, which the samples of PyTorch's own tests
+# import.
 python:
 	$(PYTHON) -c "import torch; print('torch', torch.__version__)"
 	rm -rf target/wheels
