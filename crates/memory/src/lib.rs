@@ -116,7 +116,7 @@ pub fn collected<T>(from: impl ExactSizeIterator<Item = T>) -> Result<Vec<T>> {
 /// # Errors
 /// If the system refuses them.
 pub fn check(bytes: usize) -> Result<()> {
-    memmap2::MmapMut::map_anon(bytes.max(1)).map(drop).map_err(|_| OutOfMemory { bytes })
+    Reserve::new(bytes).map(drop)
 }
 
 /// Memory that the system has promised and nobody uses: dropped just before code that would not survive a refusal, it is there for

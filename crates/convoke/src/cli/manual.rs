@@ -34,24 +34,24 @@ pub(crate) fn man(args: &ManArgs, command: Command) -> Result<()> {
     output::check_folder("DIR", &args.folder)?;
     let mut command = command.name(program()).disable_help_subcommand(true);
     command.build();
-    let mut pages = 0;
-    write_pages(&command, &args.folder, &mut pages)?;
-    console::note(&format!("{pages} pages"));
+    console::note(&format!("{} pages", write_pages(&command, &args.folder)?));
     output::announce("man", &args.folder);
     Ok(())
 }
 
-fn write_pages(command: &Command, folder: &Path, pages: &mut usize) -> Result<()> {
+/// Writes the pages of a command and of those below it, and tells how many.
+fn write_pages(command: &Command, folder: &Path) -> Result<usize> {
+    let mut pages = 1;
     for below in command.get_subcommands().filter(|below| !below.is_hide_set()) {
-        write_pages(below, folder, pages)?;
+        pages += write_pages(below, folder)?;
     }
     let name = command.get_display_name().unwrap_or_else(|| command.get_name());
     let mut page = Vec::new();
     clap_mangen::Man::new(command.clone())
         .render(&mut page)
         .map_err(|error| Failure::Run(format!("cannot make the page of {name}: {error}")))?;
-    *pages += 1;
-    output::write_silently("DIR", &folder.join(format!("{name}.1")), &page)
+    output::write_silently("DIR", &folder.join(format!("{name}.1")), &page)?;
+    Ok(pages)
 }
 
 /// The name that this program was started by: users' own programs have the same commands.
