@@ -9,7 +9,7 @@ use super::program::{command, contents, convoke, losses, on_tiny_data, outcome, 
 
 #[test]
 fn plain_lines_and_a_table() {
-    let outcome = run("train", &["--steps", "3"]).exits(0);
+    let outcome = run("train", &["--steps", "3", "--effort", "heuristic"]).exits(0);
     let lines: Vec<&str> = outcome.stdout.lines().collect();
     assert!(lines[0].starts_with("mnist-cnn on mnist, batch 25, 3 steps, "), "{}", lines[0]);
     for name in ["peak memory", "memory at end of forward", "test accuracy", "step time, median"] {

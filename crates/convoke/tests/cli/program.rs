@@ -90,14 +90,18 @@ pub(crate) fn scenes(folder: &Path) {
 }
 
 /// The program with these arguments, in an environment without data of the user's.
+///
+/// Each test has its own cache of measured convolutions: what another test measures meanwhile must not change the algorithms, and
+/// with them the last bits, between two runs that a test compares. The harness names threads after their tests.
 pub(crate) fn command(args: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_convoke"));
     let nowhere = Path::new(env!("CARGO_TARGET_TMPDIR")).join("no-home");
+    let test = std::thread::current().name().unwrap_or("unnamed").replace("::", ".");
     command.args(args).stdin(Stdio::null());
     command
         .env("HOME", &nowhere)
         .env("XDG_DATA_HOME", &nowhere)
-        .env("XDG_CACHE_HOME", &nowhere)
+        .env("XDG_CACHE_HOME", nowhere.join(test))
         .env_remove("COLUMNS");
     command
 }
