@@ -1,6 +1,6 @@
 """Checks ONNX files that convoke wrote, with ONNX's checker and with onnxruntime.
 
-    CONVOKE_ONNX_WRITE=folder cargo test -p convoke-nn --features onnx --test it -- are_written_for
+    mkdir folder && CONVOKE_ONNX_WRITE="$PWD/folder" cargo test --test it -- are_written_for
     python tools/check_onnx.py folder
 
 Beside NAME.onnx lies NAME.safetensors with inputs `input.B` and convoke's outputs `output.B` for batches of B images. onnxruntime must

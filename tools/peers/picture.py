@@ -72,15 +72,12 @@ def table(results):
     for result in results:
         rows = result["contenders"]
         peer, theirs = best_peer(rows)
-        budgets = [name for name in rows if name.startswith("convoke, fused,")]
-        for name in ["convoke, fused", *budgets]:
-            ours = rows[name]
-            within = f" in {name.split(', ')[2]}" if name in budgets else ""
-            lines.append(
-                f"| `{result['model']}`, batch {result['batch']}{within} | {peer} | {theirs['seconds'] * 1e3:.0f} ms "
-                f"| {ours['seconds'] * 1e3:.0f} ms | {ours['seconds'] / theirs['seconds']:.2f} "
-                f"| {theirs['bytes'] / 1e9:.2f} GB | {ours['bytes'] / 1e9:.2f} GB |"
-            )
+        ours = rows["convoke, fused"]
+        lines.append(
+            f"| `{result['model']}`, batch {result['batch']} | {peer} | {theirs['seconds'] * 1e3:.0f} ms "
+            f"| {ours['seconds'] * 1e3:.0f} ms | {ours['seconds'] / theirs['seconds']:.2f} "
+            f"| {theirs['bytes'] / 1e9:.2f} GB | {ours['bytes'] / 1e9:.2f} GB |"
+        )
     return "\n".join(lines)
 
 
