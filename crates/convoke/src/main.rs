@@ -1,4 +1,4 @@
-//! The program: `convoke train`, `compare`, `bench`, `bench-norm`, `tune`, `plan`, `cache`, `info`.
+//! The program: the commands of [`convoke::cli`] with the built-in models and data sets.
 
 use std::process::ExitCode;
 

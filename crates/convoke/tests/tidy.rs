@@ -42,14 +42,7 @@ const DEPENDENCIES: [(&str, &[&str]); 11] = [
     ),
     (
         "convoke-python",
-        &[
-            "convoke-memory",
-            "convoke-files",
-            "convoke-kernels",
-            "convoke-autograd",
-            "convoke-distributed",
-            "convoke-nn",
-        ],
+        &["convoke-memory", "convoke-kernels", "convoke-autograd", "convoke-distributed", "convoke-nn"],
     ),
 ];
 /// Where `unsafe` may stand; this file only speaks of it.
@@ -179,7 +172,7 @@ fn check_source(source: &Source, violations: &mut Vec<String>) {
         }
     }
     if !among(&MAY_BE_UNSAFE) && has_word(code, "unsafe") {
-        violated("`unsafe` outside of the kernels and the binding to MPI");
+        violated("`unsafe` outside of the kernels, the binding to MPI and the exchange with Python");
     }
     if in_src(path) && !among(&MAY_PRINT) {
         let shipped = code.split("#[cfg(test)]\nmod").next().unwrap_or_default();

@@ -80,10 +80,9 @@ pub fn is_present(folder: &Path) -> bool {
 /// # Errors
 /// [`DataError::Missing`] if a folder is not there or has no PNG file, or an image has no annotation or an annotation no
 /// image; [`DataError::Malformed`] or [`DataError::Io`] if a file cannot be read, is no 8-bit RGB image or no annotation
-/// (8-bit grey, or palette indices), or has not the size of the first image, or no pixel of
-/// a part has a label; [`DataError::LabelRange`] for a label that is
-/// neither a class nor [`VOID`]; [`DataError::TooLarge`] beyond [`MAX_DATA_BYTES`]; [`DataError::Cancelled`] if `progress`
-/// says so.
+/// (8-bit grey, or palette indices), or has not the size of the first image, or no pixel of a part has a label;
+/// [`DataError::LabelRange`] for a label that is neither a class nor [`VOID`]; [`DataError::Inconsistent`] beyond
+/// [`MAX_DATA_BYTES`]; [`DataError::TooLarge`] if it does not fit into memory; [`DataError::Cancelled`] if `progress` says so.
 pub fn load(folder: &Path, progress: &Progress<'_>) -> Result<TrainTest, DataError> {
     let [train, test] = load_named(folder, ["train", "test"], progress)?;
     Ok(TrainTest::new(train, test))
@@ -178,7 +177,12 @@ fn check_len(images: usize, info: &DatasetInfo) -> Result<(), DataError> {
     let bytes = (images as u64).checked_mul(info.image_len().saturating_add(info.label_len()) as u64);
     match bytes.is_some_and(|bytes| bytes <= MAX_DATA_BYTES) {
         true => Ok(()),
-        false => Err(too_large(images, info)),
+        false => Err(DataError::Inconsistent {
+            dataset: info.name.clone(),
+            field: "size",
+            expected: format!("at most {MAX_DATA_BYTES} bytes, images and labels together"),
+            found: format!("{images} images of {height} x {width}", height = info.height, width = info.width),
+        }),
     }
 }
 

@@ -61,6 +61,7 @@ impl TargetBatch {
     /// Adds the target of a view of a sample of this data set, which has been checked.
     pub(super) fn push(&mut self, info: &DatasetInfo, target: &Target<'_>, view: &View) {
         let (len, of_pixels) = (info.label_len_of([view.height, view.width]), info.targets.are_of_pixels());
+        let size = [info.height, info.width];
         match self {
             TargetBatch::Labels(labels) => {
                 let start = labels.len();
@@ -71,9 +72,11 @@ impl TargetBatch {
                 match target {
                     Target::Class(class) => out.fill(*class),
                     Target::Classes(classes) if of_pixels => {
-                        write_plane(classes, info, view, out, 1, |class| class);
+                        PlaneView { plane: classes, size, view }.write(out, 1, |class| class);
                     }
-                    Target::Bytes(bytes) if of_pixels => write_plane(bytes, info, view, out, 1, i64::from),
+                    Target::Bytes(bytes) if of_pixels => {
+                        PlaneView { plane: bytes, size, view }.write(out, 1, i64::from);
+                    }
                     Target::Classes(classes) => out.copy_from_slice(classes),
                     Target::Bytes(bytes) => out.fill(i64::from(bytes[0])),
                     Target::Values(_) => unreachable!("the sample has been checked"),
@@ -89,7 +92,7 @@ impl TargetBatch {
                 }
                 let planes = values.chunks(info.height * info.width);
                 for (plane, out) in planes.zip(out.chunks_mut(view.height * view.width)) {
-                    write_plane(plane, info, view, out, 1, |value| value);
+                    PlaneView { plane, size, view }.write(out, 1, |value| value);
                 }
             }
         }
@@ -171,7 +174,7 @@ pub(crate) fn planes(image: &[u8], channels: usize) -> Result<Vec<u8>, DataError
 
 /// Writes the view of an image, which has been checked, as h x w x C, normalised.
 pub(super) fn write_image(info: &DatasetInfo, image: &Pixels<'_>, view: &View, out: &mut [f32]) {
-    let channels = info.channels;
+    let (channels, size) = (info.channels, [info.height, info.width]);
     let [rows, columns] = view.inside(info.height, info.width);
     if (rows.len(), columns.len()) != (view.height, view.width) {
         out.fill(0.0);
@@ -182,38 +185,43 @@ pub(super) fn write_image(info: &DatasetInfo, image: &Pixels<'_>, view: &View, o
         match image {
             Pixels::Bytes(bytes) => {
                 let (scale, shift) = (1.0 / (255.0 * std), mean / std);
-                write_plane(&bytes[plane], info, view, out, channels, |byte| f32::from(byte) * scale - shift);
+                let plane = PlaneView { plane: &bytes[plane], size, view };
+                plane.write(out, channels, |byte| f32::from(byte) * scale - shift);
             }
             Pixels::Floats(values) => {
-                write_plane(&values[plane], info, view, out, channels, |value| (value - mean) / std);
+                let plane = PlaneView { plane: &values[plane], size, view };
+                plane.write(out, channels, |value| (value - mean) / std);
             }
         }
     }
 }
 
-/// Writes the part of a view that lies in an H x W plane. In `out`, neighbours are `step` elements apart, rows w * `step`.
-fn write_plane<S: Copy, T>(
-    plane: &[S],
-    info: &DatasetInfo,
-    view: &View,
-    out: &mut [T],
-    step: usize,
-    convert: impl Fn(S) -> T,
-) {
-    let [rows, columns] = view.inside(info.height, info.width);
-    if columns.is_empty() {
-        return;
-    }
-    let first = view.left.saturating_add_unsigned(columns.start).unsigned_abs();
-    let place = if view.flipped { view.width - columns.end } else { columns.start };
-    for row in rows {
-        let from = view.top.saturating_add_unsigned(row).unsigned_abs() * info.width + first;
-        let from = &plane[from..from + columns.len()];
-        let out = &mut out[(row * view.width + place) * step..];
-        match step {
-            // Neighbours in memory can be written several at a time.
-            1 => write_row(out.iter_mut(), from, view.flipped, &convert),
-            _ => write_row(out.chunks_mut(step).map(|group| &mut group[0]), from, view.flipped, &convert),
+/// What a view shows of an H x W plane.
+struct PlaneView<'a, S> {
+    plane: &'a [S],
+    size: [usize; 2],
+    view: &'a View,
+}
+
+impl<S: Copy> PlaneView<'_, S> {
+    /// Writes the part that lies in the plane. In `out`, neighbours are `step` elements apart, rows w * `step`.
+    fn write<T>(&self, out: &mut [T], step: usize, convert: impl Fn(S) -> T) {
+        let PlaneView { plane, size: [height, width], view } = *self;
+        let [rows, columns] = view.inside(height, width);
+        if columns.is_empty() {
+            return;
+        }
+        let first = view.left.saturating_add_unsigned(columns.start).unsigned_abs();
+        let place = if view.flipped { view.width - columns.end } else { columns.start };
+        for row in rows {
+            let from = view.top.saturating_add_unsigned(row).unsigned_abs() * width + first;
+            let from = &plane[from..from + columns.len()];
+            let out = &mut out[(row * view.width + place) * step..];
+            match step {
+                // Neighbours in memory can be written several at a time.
+                1 => write_row(out.iter_mut(), from, view.flipped, &convert),
+                _ => write_row(out.chunks_mut(step).map(|group| &mut group[0]), from, view.flipped, &convert),
+            }
         }
     }
 }

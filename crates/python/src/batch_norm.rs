@@ -94,7 +94,7 @@ pub(crate) fn batch_norm_elemt<'py>(
 ) -> PyResult<Capsule<'py>> {
     let device = &engine.device;
     let x = dlpack::borrow(device, x)?;
-    let layer = Layer::borrow(device, mean, inverse_std, weight, bias)?;
+    let layer = Layer::borrow(device, [mean, inverse_std], [weight, bias])?;
     let y = released(py, || {
         let extent = x.extent("batch norm")?;
         if x.dtype().computes() {
@@ -127,7 +127,7 @@ pub(crate) fn batch_norm_backward_reduce<'py>(
 ) -> PyResult<Capsule<'py>> {
     let device = &engine.device;
     let (x, dy) = (dlpack::borrow(device, x)?, dlpack::borrow(device, dy)?);
-    let layer = Layer::borrow(device, mean, inverse_std, None, None)?;
+    let layer = Layer::borrow(device, [mean, inverse_std], [None, None])?;
     let sums = released(py, || {
         check_pair(&x, &dy)?;
         let (x, dy) = (computable(&x)?, computable(&dy)?);
@@ -161,7 +161,7 @@ pub(crate) fn batch_norm_backward_elemt<'py>(
 ) -> PyResult<Capsule<'py>> {
     let device = &engine.device;
     let (x, dy) = (dlpack::borrow(device, x)?, dlpack::borrow(device, dy)?);
-    let layer = Layer::borrow(device, mean, inverse_std, weight, None)?;
+    let layer = Layer::borrow(device, [mean, inverse_std], [weight, None])?;
     let (sum_dy, sum_dy_xmu) = (dlpack::borrow(device, sum_dy)?, dlpack::borrow(device, sum_dy_xmu)?);
     let dx = released(py, || {
         check_pair(&x, &dy)?;
@@ -209,10 +209,8 @@ struct Numbers<T> {
 impl Layer {
     fn borrow(
         device: &Device,
-        mean: &Capsule<'_>,
-        inverse_std: &Capsule<'_>,
-        weight: Option<&Capsule<'_>>,
-        bias: Option<&Capsule<'_>>,
+        [mean, inverse_std]: [&Capsule<'_>; 2],
+        [weight, bias]: [Option<&Capsule<'_>>; 2],
     ) -> PyResult<Layer> {
         Ok(Layer {
             mean: dlpack::borrow(device, mean)?,
@@ -271,7 +269,7 @@ fn check_pair(x: &Tensor, dy: &Tensor) -> Result<()> {
 }
 
 /// The elements of a vector, or of a matrix row by row.
-fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
+pub(crate) fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
     Ok(dispatch_stored!(tensor.dtype(), T => tensor.data::<T>()?.iter().map(|number| number.f64()).collect()))
 }
 

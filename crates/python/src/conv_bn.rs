@@ -4,16 +4,15 @@ use convoke_autograd::ops::{
     Activation, BatchNormOptions, ConvBnBlock, ConvBnParameters, ConvOptions, EpsPlace, Keep, Padding,
     Statistics, conv_bn_block2d, conv2d,
 };
-use convoke_autograd::{
-    DType, Device, Error, Exported, MemoryFormat, Result, Stored, Tensor, dispatch, enable_grad, no_grad,
-};
+use convoke_autograd::{Device, Error, Exported, MemoryFormat, Result, Tensor, enable_grad, no_grad};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::batch_norm::numbers;
 use crate::dlpack;
 use crate::engine::Engine;
 use crate::error::released;
-use crate::graph::Tape;
+use crate::graph::{Tape, format};
 
 /// A DLPack capsule.
 type Capsule<'py> = Bound<'py, PyAny>;
@@ -21,16 +20,16 @@ type Capsule<'py> = Bound<'py, PyAny>;
 /// How a convolution steps over its input: strides; zeros above, below, to the left and to the right; dilations; groups. Then, whether
 /// it runs in channels-last.
 #[derive(Clone, Copy, FromPyObject)]
-pub(crate) struct Steps([usize; 2], [usize; 4], [usize; 2], usize, bool);
+pub(crate) struct Convolution([usize; 2], [usize; 4], [usize; 2], usize, bool);
 
-impl Steps {
+impl Convolution {
     fn options(&self) -> ConvOptions {
-        let &Steps(stride, [top, bottom, left, right], dilation, groups, _) = self;
+        let &Convolution(stride, [top, bottom, left, right], dilation, groups, _) = self;
         ConvOptions { stride, padding: Padding { top, bottom, left, right }, dilation, groups }
     }
 
     fn format(&self) -> MemoryFormat {
-        if self.4 { MemoryFormat::ChannelsLast } else { MemoryFormat::Contiguous }
+        format(self.4)
     }
 }
 
@@ -43,17 +42,17 @@ pub(crate) struct Norm<'py>(f64, bool, Option<(String, f64)>, bool, Option<(Caps
 ///
 /// operands: input, weight, bias, and the batch norm's weight and bias. needs: whether each of them needs a gradient.
 ///
-/// Gives the output, in the format that `steps` say; the batch's mean and unbiased variance as 2 x C numbers in f64, if the batch norm
+/// Gives the output, in the format that `convolution` says; the batch's mean and unbiased variance as 2 x C numbers in f64, if the batch norm
 /// computed them; and the tape, if something needs a gradient.
 #[pyfunction]
-#[pyo3(signature = (engine, operands, needs, steps, norm = None))]
+#[pyo3(signature = (engine, operands, needs, convolution, norm = None))]
 #[allow(clippy::type_complexity)]
 pub(crate) fn conv_bn<'py>(
     py: Python<'py>,
     engine: &Engine,
     operands: [Option<Capsule<'py>>; 5],
     needs: [bool; 5],
-    steps: Steps,
+    convolution: Convolution,
     norm: Option<Norm<'py>>,
 ) -> PyResult<(Capsule<'py>, Option<Capsule<'py>>, Option<Tape>)> {
     let device = &engine.device;
@@ -75,7 +74,7 @@ pub(crate) fn conv_bn<'py>(
             })
         }
     };
-    let outcome = released(py, || run(device, tensors, needs, &steps, norm))?;
+    let outcome = released(py, || run(device, tensors, needs, &convolution, norm))?;
     let moments = outcome.moments.map(|moments| dlpack::give(py, moments)).transpose()?;
     Ok((dlpack::give(py, outcome.output)?, moments, outcome.tape))
 }
@@ -115,11 +114,6 @@ impl Layer {
     }
 }
 
-fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
-    let tensor = if tensor.dtype().computes() { tensor.clone() } else { tensor.to_dtype(DType::F32)? };
-    Ok(dispatch!(tensor.dtype(), T => tensor.data::<T>()?.iter().map(|&number| number.f64()).collect()))
-}
-
 struct Outcome {
     output: Exported,
     moments: Option<Exported>,
@@ -130,13 +124,13 @@ fn run(
     device: &Device,
     tensors: Vec<Option<Tensor>>,
     needs: [bool; 5],
-    steps: &Steps,
+    convolution: &Convolution,
     norm: Option<Layer>,
 ) -> Result<Outcome> {
     let mut inputs = Vec::with_capacity(tensors.len());
     for (place, (tensor, needed)) in tensors.into_iter().zip(needs).enumerate() {
         let tensor = match tensor {
-            Some(input) if place == 0 => Some(no_grad(|| input.to_format(steps.format()))?),
+            Some(input) if place == 0 => Some(no_grad(|| input.to_format(convolution.format()))?),
             tensor => tensor,
         };
         inputs.push(tensor.map(|tensor| if needed { tensor.with_grad() } else { tensor }));
@@ -151,10 +145,10 @@ fn run(
     };
     let [bias, gamma, beta] = [bias, gamma, beta].map(Option::as_ref);
     let compute = || match &norm {
-        None => Ok((conv2d(x, weight, bias, &steps.options())?, None)),
+        None => Ok((conv2d(x, weight, bias, &convolution.options())?, None)),
         Some(layer) => {
             let block = ConvBnBlock {
-                convolution: steps.options(),
+                convolution: convolution.options(),
                 norm: layer.options()?,
                 keep: layer.keep,
                 ..ConvBnBlock::default()

@@ -3,9 +3,8 @@
 use std::io;
 use std::path::PathBuf;
 
-use convoke_autograd::{Isa, MemoryFormat};
-use convoke_kernels::conv::{ConvProblem, ConvTypes, Pass};
-use convoke_kernels::tune::{Cache, CacheError, Choice, Key, scope};
+use convoke_autograd::Isa;
+use convoke_kernels::tune::{Cache, CacheError, Choice, scope};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -52,7 +51,7 @@ pub(crate) fn tuning_adopt(py: Python<'_>, engine: &Engine, choices: &str) -> Py
 #[pyfunction]
 pub(crate) fn tuning_measure(py: Python<'_>, engine: &Engine, choice: &str) -> PyResult<bool> {
     let choice: Choice = serde_json::from_str(choice).map_err(wrong)?;
-    let Some((problem, pass)) = of_key(&choice.key) else { return Ok(false) };
+    let Some((problem, pass)) = choice.key.convolution() else { return Ok(false) };
     released(py, || {
         let (tuner, cpu) = (engine.device.tuner(), engine.device.compute());
         if tuner.cached(&problem, pass, cpu).is_some() {
@@ -61,17 +60,6 @@ pub(crate) fn tuning_measure(py: Python<'_>, engine: &Engine, choice: &str) -> P
         tuner.tune(&problem, pass, cpu, &mut |_| ())?;
         Ok(true)
     })
-}
-
-/// The convolution that a key stands for; none if it is of another operation.
-fn of_key(key: &Key) -> Option<(ConvProblem, Pass)> {
-    let formats = [MemoryFormat::Contiguous, MemoryFormat::ChannelsLast];
-    let format = formats.into_iter().find(|format| format.to_string() == key.format)?;
-    let types = [ConvTypes::F32, ConvTypes::F64].into_iter().find(|types| types.to_string() == key.dtype)?;
-    let problem: ConvProblem = key.problem.parse().ok()?;
-    let problem = problem.with(|spec| (spec.format, spec.types) = (format, types)).ok()?;
-    let pass = Pass::ALL.into_iter().find(|pass| pass.to_string() == key.pass)?;
-    Some((problem, pass))
 }
 
 /// Of text that is not what this file writes.

@@ -14,8 +14,9 @@ use super::console::Console;
 use super::failure::{Failure, Result};
 use super::flags::problems::FormatName;
 use super::flags::threads;
-use super::flags::values::positive;
+use super::flags::values::{name, seconds};
 use super::json;
+use super::record::median;
 use super::text::align;
 
 /// Fewest runs of each pass.
@@ -40,8 +41,8 @@ pub(crate) struct BenchNormArgs {
     pub(crate) relu: bool,
 
     /// Time for one shape in one format.
-    #[arg(long, value_name = "SECONDS", default_value = "0.5", value_parser = positive)]
-    pub(crate) budget: f64,
+    #[arg(long, value_name = "SECONDS", default_value = "0.5", value_parser = seconds)]
+    pub(crate) budget: Duration,
 
     /// Threads that kernels use [default: all of this machine's]. If there are more than processors, they wait for each other.
     #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..=1024))]
@@ -55,7 +56,7 @@ pub(crate) struct BenchNormArgs {
 #[derive(Serialize)]
 struct Row {
     shape: Vec<usize>,
-    format: &'static str,
+    format: String,
     relu: bool,
     pass: &'static str,
     seconds_median: f64,
@@ -102,13 +103,6 @@ fn parse(text: &str) -> Result<Vec<usize>> {
     }
 }
 
-fn name(format: FormatName) -> &'static str {
-    match format {
-        FormatName::Nchw => "nchw",
-        FormatName::Nhwc => "nhwc",
-    }
-}
-
 /// Times forward and backward of one layer in training, in turn.
 fn measure(args: &BenchNormArgs, cpu: &Cpu, shape: &[usize], format: FormatName) -> Result<Vec<Row>> {
     let device = Device::new(DeviceOptions::new(cpu.clone()));
@@ -126,11 +120,10 @@ fn measure(args: &BenchNormArgs, cpu: &Cpu, shape: &[usize], format: FormatName)
     let [x, dy] = [1, 2].map(|seed| noise(&device, shape, format_of, seed));
     let (x, dy) = (x?.with_grad(), dy?);
     let mut times = [Vec::new(), Vec::new()];
-    let budget = Duration::from_secs_f64(args.budget);
     let begin = Instant::now();
-    // The first run is not counted: it uses fresh memory, later runs reuse the pool's.
+    // The first run is not counted: it uses fresh memory, later runs reuse the arena's.
     let mut first = true;
-    while times[0].len() < FEWEST || begin.elapsed() < budget {
+    while times[0].len() < FEWEST || begin.elapsed() < args.budget {
         let start = Instant::now();
         let y = layer(&x)?;
         let forward = start.elapsed();
@@ -147,9 +140,8 @@ fn measure(args: &BenchNormArgs, cpu: &Cpu, shape: &[usize], format: FormatName)
     Ok(PASSES
         .into_iter()
         .zip(times)
-        .map(|((pass, passes), mut times)| {
-            times.sort_by(f64::total_cmp);
-            let seconds = times[times.len() / 2];
+        .map(|((pass, passes), times)| {
+            let seconds = median(times).expect("it ran a few times");
             Row {
                 shape: shape.to_vec(),
                 format: name(format),
@@ -197,7 +189,7 @@ fn table(rows: &[Row]) -> String {
         let shape: Vec<String> = row.shape.iter().map(usize::to_string).collect();
         lines.push(vec![
             shape.join("x"),
-            row.format.into(),
+            row.format.clone(),
             format!("{}{}", row.pass, if row.relu { " +ReLU" } else { "" }),
             format!("{:.3}", 1e3 * row.seconds_median),
             format!("{:.1}", row.bytes_per_second / 1e9),

@@ -4,7 +4,7 @@
 use std::fmt::Write;
 
 /// Width of all charts, and height of those with lines, in the units of the drawing.
-const SIZE: (f64, f64) = (720.0, 350.0);
+pub(crate) const SIZE: (f64, f64) = (720.0, 350.0);
 /// Room around the plot for ticks and names, in large letters too (narrow screens): left, top, right, bottom.
 const MARGINS: [f64; 4] = [68.0, 38.0, 16.0, 54.0];
 
@@ -276,7 +276,7 @@ pub(crate) fn bars(title: &str, bars: &[Bar]) -> String {
 }
 
 /// The beginning of a drawing, with `title` for screen readers.
-fn open(attributes: &str, height: f64, title: &str) -> String {
+pub(crate) fn open(attributes: &str, height: f64, title: &str) -> String {
     let width = SIZE.0;
     format!(
         "<svg {attributes}xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" role=\"img\" aria-label=\"{title}\">\n"

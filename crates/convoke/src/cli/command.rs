@@ -40,10 +40,10 @@ pub(crate) enum Command {
         convoke train --data mnist --download --epochs 5 --checkpoint runs/mnist\n  \
         convoke train --data mnist --epochs 10 --checkpoint runs/mnist --resume\n  \
         convoke train --ranks 2 --sync-bn --batch-size 256\n  \
-        convoke train --data camvid --data-dir camvid --batch-size 8 --optimizer adamw --epochs 10\n  \
+        convoke train --data camvid --data-dir camvid --batch-size 8 --epochs 10\n  \
         convoke train --data cifar10 --download --optimizer sgd --lr 0.1 --weight-decay 1e-4 --epochs 10\n  \
         convoke train --data folder --data-dir photos --output runs/photos --image-size 128 --batch-size 32 --epochs 10\n  \
-        convoke train --data masks --data-dir scenes --batch-size 8 --optimizer adamw --epochs 10\n  \
+        convoke train --data masks --data-dir scenes --batch-size 8 --epochs 10\n  \
         convoke train --data random --model resnet50 --batch-size 32 --steps 8\n  \
         convoke train --steps 50 --json - --report report.html")]
     Train(TrainArgs),
@@ -127,8 +127,10 @@ pub(crate) enum Command {
         convoke export runs/mine --to mine.onnx --fold --opset 13\n  \
         convoke export model.onnx --to weights.safetensors")]
     Export(ExportArgs),
-    /// Show a model: its layers, shapes, parameters and operations, and which convolutions run fused; or, without a model, what
-    /// this machine offers: CPU, instruction sets, threads, where data lies.
+    /// Show what a model consists of, or what this machine offers.
+    ///
+    /// With MODEL: its layers, shapes, parameters and operations, and which convolutions run fused. Without: CPU, instruction sets,
+    /// threads, and where data lies.
     #[command(after_help = "Examples:\n  \
         convoke info\n  \
         convoke info model.onnx --image-size 96x128\n  \

@@ -60,7 +60,10 @@ fn on_rank(args: &RunArgs, rank: &Rank<'_>) -> Result<()> {
     let [separate, fused] = sessions.map(Session::finish);
     publish(args, rank, &[separate?, fused?])?;
     // The first rank reports it for all.
-    if finished || !rank.is_first() { Ok(()) } else { Err(interruption(args.checkpoint.as_deref(), steps)) }
+    match finished || !rank.is_first() {
+        true => Ok(()),
+        false => Err(interruption(args.checkpoint.as_deref(), steps, "--checkpoint")),
+    }
 }
 
 /// The rate of both runs in turn; while one is ahead and waits, the rate of the other alone.

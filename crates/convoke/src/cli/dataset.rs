@@ -105,7 +105,7 @@ fn load_named(spec: &DatasetSpec, args: &RunArgs, processes: usize, console: &Co
 /// How the flags ask to prepare and vary photographs.
 fn photo_settings(args: &RunArgs, spec: &DatasetSpec, processes: usize) -> PhotoSettings {
     let [channels, height, width] = args.model().input();
-    // Of classes, any size will do, so the model chooses. Masks usually have the size that they should have.
+    // Images with a class each may have any size, so the model's is taken. Those with masks keep their own.
     let (size, augmentation) = match spec.usual().is_some_and(|info| info.targets.are_of_pixels()) {
         true => (None, PhotoAugmentation::for_masks()),
         false => (Some([height, width]), PhotoAugmentation::default()),

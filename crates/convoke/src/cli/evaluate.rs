@@ -8,7 +8,7 @@ use clap::Args;
 use convoke_files::escaped;
 use serde::Serialize;
 
-use crate::nn::data::photos::{self, Normalisation, PhotoSettings};
+use crate::nn::data::photos::{self, Normalisation, PhotoPart, PhotoSettings};
 use crate::nn::data::{DataError, Dataset, DatasetInfo, DatasetSpec, LoadOptions, PhotoOrigin, Sample};
 use crate::nn::training::{Evaluation, EvaluationOptions, evaluate};
 
@@ -76,7 +76,7 @@ pub(crate) fn run(args: &EvaluateArgs) -> Result<()> {
     let model = InUse::open(&args.model, &args.using, &console)?;
     let (spec, name, data) = load(args, &model, &console)?;
     let options = {
-        let mut options = EvaluationOptions::new(&model.model.spec);
+        let mut options = EvaluationOptions::new(&model.trained.spec);
         options.batch_size = args.using.batch_size as usize;
         options.workers = args.using.workers.map(usize::from);
         options.flip = args.using.flip;
@@ -87,16 +87,16 @@ pub(crate) fn run(args: &EvaluateArgs) -> Result<()> {
         stage.set(done as u64, "");
         console.control()
     };
-    let found = evaluate(model.model.module.as_ref(), (&model.device, &data), &options, &mut progress);
+    let found = evaluate(model.trained.module.as_ref(), (&model.device, &data), &options, &mut progress);
     stage.end();
     let Some(evaluation) =
         found.map_err(|error| dataset::with_remedy(Some(spec), Failure::of_training(error)))?
     else {
         return Err(Failure::Run("interrupted".into()));
     };
-    let judged = Judged { evaluation, data: data.clone(), class_names: model.model.card.class_names.clone() };
+    let judged = Judged { evaluation, data: data.clone(), card: model.trained.card.clone() };
     let evaluation = &judged.evaluation;
-    let title = format!("{} on {name}, {} images", escaped(&model.model.name), text::thousands(data.len()));
+    let title = format!("{} on {name}, {} images", escaped(&model.trained.name), text::thousands(data.len()));
     let (summary, classes) = (rows(evaluation), judged.rows());
     let between = if classes.is_empty() { "" } else { "\n" };
     let tables = format!("{}{between}{}", text::align(&summary), text::align(&classes));
@@ -111,7 +111,7 @@ pub(crate) fn run(args: &EvaluateArgs) -> Result<()> {
         json::write_value(
             file,
             &Results {
-                model: model.model.name.clone(),
+                model: model.trained.name.clone(),
                 data: &name,
                 images: data.len(),
                 loss: evaluation.loss,
@@ -148,7 +148,7 @@ fn load(
     model: &InUse,
     console: &Console,
 ) -> Result<(&'static DatasetSpec, String, Arc<dyn Dataset>)> {
-    let card = &model.model.card;
+    let card = &model.trained.card;
     let spec = match args.data {
         Some(Data::Named(spec)) => spec,
         Some(Data::Random) => {
@@ -234,15 +234,14 @@ impl Loading<'_> {
             }
         };
         let progress = self.console.data_progress();
-        let (names, settings) = (&self.model.model.card.class_names, self.settings());
+        let settings = self.settings();
+        let wanted = PhotoPart { name: part, class_names: &self.model.trained.card.class_names };
         let seed = self.origin.map_or(1, |origin| origin.seed);
         let load = || -> std::result::Result<Arc<dyn Dataset>, DataError> {
             Ok(match self.model.info().targets.are_of_pixels() {
-                true => {
-                    Arc::new(photos::masks_part(folder, part, names, &settings.for_masks(seed), &progress)?)
-                }
+                true => Arc::new(photos::masks_part(folder, wanted, &settings.for_masks(seed), &progress)?),
                 false => {
-                    Arc::new(photos::folder_part(folder, part, names, &settings.for_folder(seed), &progress)?)
+                    Arc::new(photos::folder_part(folder, wanted, &settings.for_folder(seed), &progress)?)
                 }
             })
         };
@@ -254,12 +253,12 @@ impl Loading<'_> {
 
     /// Photographs as the model takes them.
     fn settings(&self) -> PhotoSettings {
-        let info = self.model.info();
+        let (info, usual) = (self.model.info(), PhotoSettings::default());
         PhotoSettings {
             size: Some([info.height, info.width]),
             channels: info.channels,
             crop_fraction: Some(self.model.preparation().crop_fraction),
-            validation_share: self.origin.map_or(0.2, |origin| origin.validation_share),
+            validation_share: self.origin.map_or(usual.validation_share, |origin| origin.validation_share),
             normalisation: Normalisation::Given { mean: info.mean.clone(), std: info.std.clone() },
             augmentation: None,
             follow_links: self.args.using.follow_links,
@@ -272,18 +271,18 @@ impl Loading<'_> {
 
 /// Fails unless the model can be judged on this data.
 fn check(model: &InUse, data: &dyn Dataset) -> Result<()> {
-    let (card, info) = (&model.model.card, data.info());
-    model.model.spec.check(info).map_err(|error| Failure::Usage(error.to_string()))?;
-    let refused = |what: &str, of_model: String, of_data: String| {
-        Err(Failure::Usage(format!("the model has {what} {of_model}, {} has {of_data}", info.name)))
+    let (card, info) = (&model.trained.card, data.info());
+    model.trained.spec.check(info).map_err(|error| Failure::Usage(error.to_string()))?;
+    let refused = |of_model: String, of_data: String| {
+        Err(Failure::Usage(format!("the model has {of_model}, {} has {of_data}", info.name)))
     };
     if card.data.classes != info.classes {
-        return refused("a number of classes of", card.data.classes.to_string(), info.classes.to_string());
+        return refused(format!("{} classes", card.data.classes), info.classes.to_string());
     }
     let (own, other) = (&card.class_names[..], data.class_names());
     let differ = own.iter().zip(other).find(|(own, other)| own != other);
     match differ {
-        Some((own, other)) => refused("the class", escaped(own).to_string(), escaped(other).to_string()),
+        Some((own, other)) => refused(format!("the class {}", escaped(own)), escaped(other).to_string()),
         None => Ok(()),
     }
 }

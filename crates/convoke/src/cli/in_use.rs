@@ -18,7 +18,7 @@ use super::open_model::{self, TrainedModel};
 /// A trained model in evaluation mode, with its batch norms joined to its convolutions where that can be done.
 pub(crate) struct InUse {
     pub(crate) device: Device,
-    pub(crate) model: TrainedModel,
+    pub(crate) trained: TrainedModel,
     pub(crate) flip: bool,
 }
 
@@ -28,33 +28,33 @@ impl InUse {
         let cpu = threads::cpu(args.threads, 1)?;
         let tuner = args.tuning.tuner(console)?;
         let device = Device::new(DeviceOptions { tuner, ..DeviceOptions::new(cpu) });
-        let mut model = open_model::trained(path, &device)?;
+        let mut trained = open_model::trained(path, &device)?;
         if let Some(ImageSize([height, width])) = args.image_size {
-            (model.card.data.height, model.card.data.width) = (height, width);
-            model
+            (trained.card.data.height, trained.card.data.width) = (height, width);
+            trained
                 .spec
-                .check(&model.card.data)
+                .check(&trained.card.data)
                 .map_err(|error| Failure::Usage(format!("--image-size: {error}")))?;
         }
-        model.module.eval();
-        model.module.fold()?;
-        Ok(InUse { device, model, flip: args.flip })
+        trained.module.eval();
+        trained.module.fold()?;
+        Ok(InUse { device, trained, flip: args.flip })
     }
 
     /// The images as the model takes them.
     pub(crate) fn info(&self) -> &DatasetInfo {
-        &self.model.card.data
+        &self.trained.card.data
     }
 
     pub(crate) fn predictor(&self) -> Predictor<'_> {
-        let gives_logits = self.model.spec.gives_logits();
-        Predictor { model: self.model.module.as_ref(), gives_logits, flip: self.flip }
+        let gives_logits = self.trained.spec.gives_logits();
+        Predictor { model: self.trained.module.as_ref(), gives_logits, flip: self.flip }
     }
 
     /// How photographs are prepared for it. Without more knowledge, all of a photograph's shorter side is seen.
     pub(crate) fn preparation(&self) -> Preparation {
         let info = self.info();
-        let crop_fraction = self.model.card.photos.as_ref().map_or(1.0, |photos| photos.crop_fraction);
+        let crop_fraction = self.trained.card.photos.as_ref().map_or(1.0, |photos| photos.crop_fraction);
         Preparation { size: [info.height, info.width], channels: info.channels, crop_fraction }
     }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use convoke_files::escaped;
 
 use crate::Device;
-use crate::nn::data::photos::Normalisation;
+use crate::nn::data::photos::{NO_CLASS, Normalisation};
 use crate::nn::data::{DatasetInfo, Targets};
 use crate::nn::graph::{Definition, Graph, record};
 use crate::nn::models::ModelSpec;
@@ -67,16 +67,16 @@ pub(crate) struct TrainedModel {
 
 /// Opens MODEL: what `train --output` or `--checkpoint` wrote, an ONNX file, or the name of a model, which then has initial
 /// parameters.
-pub(crate) fn open(text: &Path, device: &Device) -> Result<OpenModel> {
-    let name = text.display().to_string();
+pub(crate) fn open(path: &Path, device: &Device) -> Result<OpenModel> {
+    let name = path.display().to_string();
     let init = Init::new(device, 0);
-    if is_onnx(text) {
-        let file = onnx::read(text)?;
+    if is_onnx(path) {
+        let file = onnx::read(path)?;
         let image = image_of(&file.definition);
         let module = Box::new(Graph::new(&file.definition.into(), &init, ConvBnMode::Fused)?);
         return Ok(OpenModel { name, module, image, card: None });
     }
-    if let Some(TrainedModel { module, card, spec, .. }) = saved(text, device)? {
+    if let Some(TrainedModel { module, card, spec, .. }) = saved(path, device)? {
         let image = Some(card.data.shape());
         return Ok(OpenModel { name: spec.name().to_owned(), module, image, card: Some(card) });
     }
@@ -86,14 +86,14 @@ pub(crate) fn open(text: &Path, device: &Device) -> Result<OpenModel> {
 }
 
 /// Opens MODEL to use it: as [`open`], but a name alone is no trained model.
-pub(crate) fn trained(text: &Path, device: &Device) -> Result<TrainedModel> {
-    if is_onnx(text) {
-        return of_onnx(text, device);
+pub(crate) fn trained(path: &Path, device: &Device) -> Result<TrainedModel> {
+    if is_onnx(path) {
+        return of_onnx(path, device);
     }
-    if let Some(model) = saved(text, device)? {
+    if let Some(model) = saved(path, device)? {
         return Ok(model);
     }
-    let spec = named(&text.display().to_string())?;
+    let spec = named(&path.display().to_string())?;
     Err(Failure::Usage(format!(
         "MODEL {spec} is a model without trained weights: name the folder of `train --output`, or an ONNX file"
     )))
@@ -101,25 +101,25 @@ pub(crate) fn trained(text: &Path, device: &Device) -> Result<TrainedModel> {
 
 /// The model in the folder of `train --output`, or in a file of weights there, or in a folder of checkpoints; `None` if it is none
 /// of these.
-fn saved(text: &Path, device: &Device) -> Result<Option<TrainedModel>> {
-    let name = text.display().to_string();
-    let is_weights = text.extension().is_some_and(|extension| extension == "safetensors");
-    let folder = if is_weights { text.parent().unwrap_or(Path::new("")) } else { text };
+fn saved(path: &Path, device: &Device) -> Result<Option<TrainedModel>> {
+    let name = path.display().to_string();
+    let is_weights = path.extension().is_some_and(|extension| extension == "safetensors");
+    let folder = if is_weights { path.parent().unwrap_or(Path::new("")) } else { path };
     let file = folder.join(CARD);
     if file.is_file() {
         let card = ModelCard::read(&file)?;
         let weights = match is_weights {
-            true => text.to_owned(),
+            true => path.to_owned(),
             false => weights_in(folder)?,
         };
         let (spec, module) = build(&card, folder, device)?;
         checkpoint::load_model(module.as_ref(), &weights)?;
         return Ok(Some(TrainedModel { name, spec, module, card }));
     }
-    if is_weights || !checkpoint::exists(text).unwrap_or(false) {
+    if is_weights || !checkpoint::exists(path).unwrap_or(false) {
         return Ok(None);
     }
-    let saved = SavedModel::open(text)?;
+    let saved = SavedModel::open(path)?;
     let (spec, module) = build(&saved.card, Path::new(""), device)?;
     saved.restore(module.as_ref())?;
     Ok(Some(TrainedModel { name, spec, module, card: saved.card }))
@@ -174,7 +174,7 @@ fn of_onnx(file: &Path, device: &Device) -> Result<TrainedModel> {
 fn foreign(spec: &ModelSpec) -> Result<ModelCard> {
     let (mean, std) = Normalisation::ImageNet.of_channels(spec.input()[0])?;
     let targets = match spec.targets() {
-        Targets::Pixels { .. } => Targets::Pixels { ignore: Some(255) },
+        Targets::Pixels { .. } => Targets::Pixels { ignore: Some(i64::from(NO_CLASS)) },
         targets => targets,
     };
     let data = DatasetInfo {

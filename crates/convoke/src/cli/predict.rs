@@ -10,7 +10,7 @@ use convoke_files::{create_folder, escaped};
 use serde::Serialize;
 
 use crate::nn::batch;
-use crate::nn::data::photos::{Photo, Preparation, images_below, mask_png};
+use crate::nn::data::photos::{MAX_MASK_CLASSES, Photo, Preparation, images_below, mask_png};
 use crate::nn::data::{DatasetInfo, Loader, Pixels, Request, Sample, Target, Targets, from_fn};
 use crate::{MemoryFormat, Tensor, inference_mode};
 
@@ -19,9 +19,6 @@ use super::failure::{Failure, Result};
 use super::flags::using::UsingArgs;
 use super::in_use::InUse;
 use super::{json, output};
-
-/// Classes of pixels are bytes, one of which stands for no class.
-const PIXEL_CLASSES: usize = 255;
 
 /// Which model looks at which images.
 #[derive(Args)]
@@ -93,9 +90,9 @@ pub(crate) fn run(args: &PredictArgs) -> Result<()> {
     let model = InUse::open(&args.model, &args.using, &console)?;
     let classes = model.info().classes;
     match (model.info().targets, &args.masks) {
-        (Targets::Pixels { .. }, _) if classes > PIXEL_CLASSES => {
+        (Targets::Pixels { .. }, _) if classes > MAX_MASK_CLASSES => {
             return Err(Failure::Usage(format!(
-                "the model has {classes} classes of pixels; masks can tell {PIXEL_CLASSES} of them"
+                "the model has {classes} classes of pixels; masks can tell {MAX_MASK_CLASSES} of them"
             )));
         }
         (Targets::Pixels { .. }, Some(folder)) => {
@@ -240,7 +237,7 @@ fn loader(model: &InUse, files: Vec<PathBuf>, noted: Arc<Mutex<Noted>>, workers:
 /// The model's output for each image of a batch: probabilities of classes, C or C x H x W, or values.
 fn outputs(model: &InUse, images: &Tensor) -> Result<Vec<Vec<f32>>> {
     let output = match model.info().targets {
-        Targets::Values { .. } => inference_mode(|| model.model.module.forward(images))?,
+        Targets::Values { .. } => inference_mode(|| model.trained.module.forward(images))?,
         Targets::Image | Targets::Pixels { .. } => {
             inference_mode(|| model.predictor().log_probabilities(images)?.exp())?
         }
@@ -260,7 +257,7 @@ fn of_image(
     let file = image.file.display().to_string();
     let found = |predictions, mask| Found { image: file.clone(), predictions, values: Vec::new(), mask };
     let named = |class: usize, probability: f64| Prediction {
-        class: model.model.card.class_name(class).into_owned(),
+        class: model.trained.card.class_name(class).into_owned(),
         probability,
     };
     match model.info().targets {
@@ -299,7 +296,7 @@ fn ranked(shares: impl Iterator<Item = f64>, top: u16) -> Vec<(usize, f64)> {
     ranked
 }
 
-/// The likeliest class of each pixel, from C x H x W probabilities of at most [`PIXEL_CLASSES`] classes.
+/// The likeliest class of each pixel, from C x H x W probabilities of at most [`MAX_MASK_CLASSES`] classes.
 fn likeliest(output: &[f32], classes: usize) -> Vec<u8> {
     let pixels = output.len() / classes.max(1);
     let class = |pixel: usize| {

@@ -4,7 +4,7 @@ use crate::conv::{ConvProblem, ConvTypes, Pass, parse_suite};
 use crate::nn::Init;
 use crate::nn::models::ModelSpec;
 use crate::nn::modules::ConvBnMode;
-use crate::tune::{Key, Tuner};
+use crate::tune::Tuner;
 use crate::{Cpu, DType, Device, DeviceOptions, MemoryFormat, Tensor};
 
 use convoke_files::{escaped, read_text};
@@ -65,20 +65,7 @@ pub(crate) fn of_model(model: &ModelSpec, batch_size: usize, cpu: &Cpu) -> Resul
     // Training gives images to a model in this format.
     let images = images.to_format(MemoryFormat::ChannelsLast)?;
     network.forward(&images)?.sum()?.backward()?;
-    Ok(tuner.choices().iter().filter_map(|choice| of_key(&choice.key)).collect())
-}
-
-/// The convolution that a stored or reported key stands for; none if the key is of another operation.
-pub(crate) fn of_key(key: &Key) -> Option<(ConvProblem, Pass)> {
-    let format = match key.format.as_str() {
-        "nchw" => MemoryFormat::Contiguous,
-        _ => MemoryFormat::ChannelsLast,
-    };
-    let types = [ConvTypes::F32, ConvTypes::F64].into_iter().find(|types| types.to_string() == key.dtype)?;
-    let problem: ConvProblem = key.problem.parse().ok()?;
-    let problem = problem.with(|spec| (spec.format, spec.types) = (format, types)).ok()?;
-    let pass = Pass::ALL.into_iter().find(|pass| pass.to_string() == key.pass)?;
-    Some((problem, pass))
+    Ok(tuner.choices().iter().filter_map(|choice| choice.key.convolution()).collect())
 }
 
 /// Fails before any work if the tensors of a problem do not fit the memory that is free now.

@@ -11,8 +11,9 @@ use serde::Serialize;
 use crate::nn::data::Dataset;
 use crate::nn::data::photos::{Thumbnail, thumbnail};
 use crate::nn::metrics::Confusion;
-use crate::nn::training::{Evaluation, HardImage};
+use crate::nn::training::{Evaluation, HardImage, ModelCard};
 
+use super::chart;
 use super::page::{escape, table};
 use super::text::thousands;
 
@@ -31,8 +32,8 @@ pub(crate) struct Judged {
     pub(crate) evaluation: Evaluation,
     /// The data that the model was judged on.
     pub(crate) data: Arc<dyn Dataset>,
-    /// The names of the classes; none if they are only numbered.
-    pub(crate) class_names: Vec<String>,
+    /// What the model is, with the names of its classes.
+    pub(crate) card: ModelCard,
 }
 
 /// The results for one class.
@@ -51,10 +52,6 @@ pub(crate) struct ClassResults {
 }
 
 impl Judged {
-    fn name(&self, class: usize) -> String {
-        self.class_names.get(class).cloned().unwrap_or_else(|| class.to_string())
-    }
-
     /// The results for each class; none where there are no classes.
     pub(crate) fn classes(&self) -> Vec<ClassResults> {
         let Some(confusion) = &self.evaluation.confusion else { return Vec::new() };
@@ -62,7 +59,7 @@ impl Judged {
         let iou = confusion.iou();
         let of_pixels = self.data.info().targets.are_of_pixels();
         let of = |class: usize| ClassResults {
-            name: self.name(class),
+            name: self.card.class_name(class).into_owned(),
             count: u64::try_from(labelled[class]).unwrap_or(u64::MAX),
             recall: recall[class],
             precision: precision[class],
@@ -117,17 +114,14 @@ impl Judged {
     /// The confusion matrix as squares: the darker, the larger the share of a row's class that was taken for the column's.
     fn matrix(&self, confusion: &Confusion) -> String {
         let (classes, counts) = (confusion.classes(), confusion.counts());
-        let names: Vec<String> = (0..classes).map(|class| self.name(class)).collect();
+        let names: Vec<String> = (0..classes).map(|class| self.card.class_name(class).into_owned()).collect();
         let named = classes <= NAMED;
         let longest = names.iter().map(|name| name.chars().count()).max().unwrap_or(0).min(LONGEST);
         // Letters are up to 12 units wide, on narrow screens.
         let margin = if named { 16.0 + 12.0 * longest as f64 } else { 24.0 };
-        let cell = ((720.0 - margin) / classes as f64).min(52.0);
+        let cell = ((chart::SIZE.0 - margin) / classes as f64).min(52.0);
         let [width, height] = [margin + cell * classes as f64 + 2.0; 2];
-        let mut svg = format!(
-            "<svg viewBox=\"0 0 720 {height:.0}\" role=\"img\">\
-             <title>how often each class was taken for each</title>\n"
-        );
+        let mut svg = chart::open("", height.round(), "how often each class was taken for each");
         let _ = writeln!(
             svg,
             "<path class=\"grid\" d=\"M{margin:.1} {margin:.1}H{0:.1}V{1:.1}H{margin:.1}Z\"/>",
@@ -206,7 +200,8 @@ impl Judged {
 
     /// The class of an image, and what it was taken for.
     fn text(&self, image: &HardImage) -> String {
-        let [label, predicted] = [image.label, image.predicted].map(|class| self.name(class));
+        let [label, predicted] =
+            [image.label, image.predicted].map(|class| self.card.class_name(class).into_owned());
         if image.label == image.predicted { label } else { format!("{label}, taken for {predicted}") }
     }
 
@@ -219,7 +214,7 @@ impl Judged {
             (Some(file), None) => file.display().to_string(),
             (None, _) => format!("number {}", image.index),
         };
-        let [label, text] = [self.name(image.label), self.text(image)].map(|text| escape(&text));
+        let (label, text) = (escape(&self.card.class_name(image.label)), escape(&self.text(image)));
         Some(format!(
             "<li><img src=\"data:image/jpeg;base64,{}\" alt=\"{label}\"><b>{text}</b><br>loss {:.2}<br>{}</li>\n",
             BASE64_STANDARD.encode(jpeg),

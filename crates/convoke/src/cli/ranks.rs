@@ -1,7 +1,5 @@
 //! Runs on several ranks: threads of this process, or processes that MPI started.
 
-use std::time::Duration;
-
 #[cfg(feature = "mpi")]
 use crate::distributed::Error;
 use crate::distributed::{Communicator, Options, run_threads};
@@ -52,7 +50,7 @@ pub(crate) fn run(
 ) -> Result<()> {
     args.recipe.check(args.optimizer, args.momentum)?;
     let work = |rank: &Rank<'_>| work(rank).map_err(|failure| dataset::with_remedy(args.dataset(), failure));
-    let options = Options { timeout: Duration::from_secs_f64(args.ranks.rank_timeout.min(1e9)) };
+    let options = Options { timeout: args.ranks.rank_timeout };
     if args.ranks.mpi {
         let settings: Vec<_> = own.iter().cloned().chain(settings(args)).collect();
         return run_mpi(args, &options, &settings, work);
@@ -176,7 +174,7 @@ fn settings(args: &RunArgs) -> Vec<(&'static str, String)> {
         ("--seed", seed.to_string()),
         ("--continue-on-nan", continue_on_nan.to_string()),
         ("--sync-bn", sync_bn.to_string()),
-        ("--rank-timeout", rank_timeout.to_string()),
+        ("--rank-timeout", rank_timeout.as_secs_f64().to_string()),
         ("--memory-budget", given(memory_budget)),
         ("--memory-plan", given(&memory_plan.as_ref().map(|file| file.display()))),
         ("--inexact-memory", inexact_memory.to_string()),

@@ -178,7 +178,7 @@ impl Recorder {
             judged: evaluation.map(|evaluation| Judged {
                 evaluation,
                 data: data.test.clone(),
-                class_names: data.train.class_names().to_vec(),
+                card: trainer.card(),
             }),
         })
     }

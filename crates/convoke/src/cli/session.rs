@@ -39,13 +39,13 @@ pub(crate) struct Session {
     /// Whether anything has been saved in `checkpoint`.
     saved: Cell<bool>,
     /// What `train` keeps, and when it ends early.
-    keep: Option<Keep>,
+    keep: Option<Keeping>,
     /// Whether the time of the run is over.
     late: bool,
 }
 
 /// How `train` keeps a run's results, and when it ends early.
-struct Keep {
+struct Keeping {
     /// On the first rank only.
     folder: Option<ModelFolder>,
     /// On the first rank only.
@@ -144,7 +144,7 @@ impl Session {
             plan,
             checkpoint: checkpoint.map(Path::to_owned),
             saved: Cell::new(false),
-            keep: keep.zip(metric).map(|(keep, metric)| Keep {
+            keep: keep.zip(metric).map(|(keep, metric)| Keeping {
                 folder,
                 board,
                 metric,
@@ -174,7 +174,7 @@ impl Session {
 
     /// Whether too many epochs brought no gain. This depends on what is saved alone, so a resumed run ends at the same epoch.
     fn is_out_of_patience(&self) -> bool {
-        let Some(Keep { metric, patience: Some(patience), .. }) = &self.keep else { return false };
+        let Some(Keeping { metric, patience: Some(patience), .. }) = &self.keep else { return false };
         model_folder::epochs_without_gain(self.trainer.validations(), *metric) >= *patience
     }
 
@@ -230,7 +230,7 @@ impl Session {
     }
 
     pub(crate) fn step(&mut self) -> Result<StepReport> {
-        // Record the first two steps: the second is the first whose buffers all come from the pool, as in later steps.
+        // Record the first two steps: the second is the first whose buffers all come from the arena, as in later steps.
         if self.recorder.steps() <= 1 {
             self.trainer.record_next_step();
         }
@@ -238,7 +238,7 @@ impl Session {
         let report = self.trainer.step().map_err(Failure::of_training)?;
         self.evaluation = None;
         self.recorder.add(&report);
-        if let Some(Keep { board: Some(board), .. }) = &mut self.keep {
+        if let Some(Keeping { board: Some(board), .. }) = &mut self.keep {
             let scalars = [
                 ("train/loss", Some(report.loss)),
                 ("train/learning_rate", Some(learning_rate)),
@@ -270,7 +270,7 @@ impl Session {
             return Ok(());
         }
         rank.while_others_wait(|| {
-            if let Some(Keep { folder: Some(folder), metric, .. }) = &self.keep {
+            if let Some(Keeping { folder: Some(folder), metric, .. }) = &self.keep {
                 folder.save(&self.trainer, *metric)?;
             }
             if let Some(folder) = &self.checkpoint {
@@ -287,7 +287,7 @@ impl Session {
             return Ok(true);
         }
         let finished = self.test("validating", console)?;
-        if let (Some(found), Some(Keep { board: Some(board), .. })) = (&self.evaluation, &mut self.keep) {
+        if let (Some(found), Some(Keeping { board: Some(board), .. })) = (&self.evaluation, &mut self.keep) {
             let scalars = [
                 ("validation/loss", Some(found.loss)),
                 ("validation/accuracy", found.accuracy),
@@ -372,11 +372,11 @@ pub(crate) fn show(args: &RunArgs, text: &str) -> Result<()> {
     console::print(text)
 }
 
-/// The last message of a run that Ctrl-C ended.
-pub(crate) fn interruption(checkpoint: Option<&Path>, steps: u64) -> Failure {
+/// The last message of a run that Ctrl-C ended. `flags` are those that would have kept it.
+pub(crate) fn interruption(checkpoint: Option<&Path>, steps: u64, flags: &str) -> Failure {
     let rest = match checkpoint {
         Some(folder) => format!("saved in {}: add --resume to continue", folder.display()),
-        None => "not saved (with --output or --checkpoint the run could be continued)".into(),
+        None => format!("not saved (with {flags} the run could be continued)"),
     };
     Failure::Run(format!("interrupted after step {steps}; {rest}"))
 }

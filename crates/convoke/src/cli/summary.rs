@@ -1,7 +1,7 @@
 //! The tables at the end of a run.
 
 use super::record::RunRecord;
-use super::text::{align, bytes, seconds, thousands};
+use super::text::{align, bytes, counted, seconds, thousands};
 
 /// The share of the time that steps waited.
 const LOADING: &str = "waited for images";
@@ -85,9 +85,6 @@ fn rank_rows(runs: &[RunRecord]) -> [Vec<String>; 3] {
 
 /// The title of the table, in one line.
 pub(crate) fn title(run: &RunRecord) -> String {
-    let counted = |count: usize, what: &str| {
-        format!("{} {what}{}", thousands(count), if count == 1 { "" } else { "s" })
-    };
     let ranks = match (run.ranks, run.sync_bn) {
         (1, _) => String::new(),
         (ranks, false) => format!(", {ranks} ranks"),

@@ -11,15 +11,18 @@ pub(crate) fn cpu_name() -> Option<String> {
 
 /// Bytes of memory that are still available, as Linux reports them.
 pub(crate) fn free_memory() -> Option<usize> {
-    let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    Some(line.trim().strip_suffix("kB")?.trim().parse::<usize>().ok()?.saturating_mul(1024))
+    bytes("/proc/meminfo", "MemAvailable:").map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX))
 }
 
 /// The most resident memory that this process has had, as Linux reports it.
 pub(crate) fn process_peak_bytes() -> Option<u64> {
-    let text = fs::read_to_string("/proc/self/status").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    bytes("/proc/self/status", "VmHWM:")
+}
+
+/// The bytes that a line of one of Linux's files tells in kB.
+fn bytes(file: &str, name: &str) -> Option<u64> {
+    let text = fs::read_to_string(file).ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.saturating_mul(1024))
 }
 

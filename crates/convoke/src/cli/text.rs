@@ -1,10 +1,11 @@
 //! Tables and numbers as text.
 
-/// Cells in columns: the first to the left, the others to the right.
+/// Cells in columns: the first to the left, the others to the right. No line ends in spaces.
 pub(crate) fn align(rows: &[Vec<String>]) -> String {
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
-    let width =
-        |column: usize| rows.iter().filter_map(|row| row.get(column)).map(String::len).max().unwrap_or(0);
+    let width = |column: usize| {
+        rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0)
+    };
     let widths: Vec<usize> = (0..columns).map(width).collect();
     let mut text = String::new();
     for row in rows {
@@ -12,6 +13,7 @@ pub(crate) fn align(rows: &[Vec<String>]) -> String {
             let width = widths[column];
             text.push_str(&if column == 0 { format!("{cell:<width$}") } else { format!("  {cell:>width$}") });
         }
+        text.truncate(text.trim_end_matches(' ').len());
         text.push('\n');
     }
     text
@@ -23,6 +25,11 @@ pub(crate) fn thousands(count: usize) -> String {
     let (first, rest) = digits.split_at((digits.len() - 1) % 3 + 1);
     let rest = rest.as_bytes().chunks(3).map(|three| format!(",{}", String::from_utf8_lossy(three)));
     first.to_owned() + &rest.collect::<String>()
+}
+
+/// `1 step`, `1,200 steps`.
+pub(crate) fn counted(count: usize, what: &str) -> String {
+    format!("{} {what}{}", thousands(count), if count == 1 { "" } else { "s" })
 }
 
 /// Bytes as text, in decimal units.
@@ -59,6 +66,7 @@ mod tests {
     fn numbers_are_readable() {
         let counts = [0, 7, 999, 1_000, 65_536, 1_199_882];
         assert_eq!(counts.map(thousands), ["0", "7", "999", "1,000", "65,536", "1,199,882"]);
+        assert_eq!([counted(1, "step"), counted(1200, "step")], ["1 step", "1,200 steps"]);
         assert_eq!([1.5e3, 2.34e6, 9.6e8, 1.2e9].map(bytes), ["1.5 kB", "2.3 MB", "960.0 MB", "1.200 GB"]);
         assert_eq!([0.0123, 2.0].map(seconds), ["12.3 ms", "2.00 s"]);
     }

@@ -118,6 +118,6 @@ fn on_rank(args: &TrainArgs, rank: &Rank<'_>) -> Result<()> {
     // The first rank reports it for all.
     match finished || !rank.is_first() {
         true => Ok(()),
-        false => Err(interruption(checkpoint, steps)),
+        false => Err(interruption(checkpoint, steps, "--output or --checkpoint")),
     }
 }

@@ -8,6 +8,7 @@
 //! form, on a share of each class. Classes are sorted by name. Images may lie in folders within a class's. What is hidden, and what is
 //! no image by its name, is left out.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -21,11 +22,11 @@ use super::super::{
 use super::augmentation::PhotoAugmentation;
 use super::cache::{Budget, Cache};
 use super::geometry::Preparation;
-use super::layout::{Layout, part_folder};
+use super::layout::{Layout, PhotoPart, part_folder};
 use super::listing::{EXTENSIONS, Lister, absolute, joined};
 use super::measure::{MeanAndStd, Normalisation, Skipped, sound};
 use super::photo::Photo;
-use super::split::Split;
+use super::split::{Split, train_and_validation};
 use super::view;
 
 const NAME: &str = "folder";
@@ -127,17 +128,12 @@ pub fn folder(
     let train = files(&mut lister, dir, &train, &class_names)?;
     let validation = validation.map(|below| files(&mut lister, dir, &below, &class_names)).transpose()?;
     lister.finish()?;
-    let (train, train_skipped) = checked(dir, options, &class_names, train, progress)?;
-    let (train, validation, validation_skipped) = match validation {
-        Some(validation) => {
-            let (validation, skipped) = checked(dir, options, &class_names, validation, progress)?;
-            (train, validation, skipped)
-        }
-        None => {
-            let (train, validation) = split(dir, &options.split(), train)?;
-            (train, validation, Skipped::new())
-        }
-    };
+    let [(train, train_skipped), (validation, validation_skipped)] = train_and_validation(
+        train,
+        validation,
+        |files| checked(dir, options, files, progress),
+        |files| split(dir, &options.split(), files),
+    )?;
     let preparation = &options.preparation;
     let image = |index: usize| open(dir, &train[index])?.evaluated(preparation);
     let numbers = options.normalisation.of_training((train.len(), preparation.channels), image, progress)?;
@@ -156,16 +152,14 @@ pub fn folder(
     Ok(TrainTest::new(part(train, train_skipped)?, part(validation, validation_skipped)?))
 }
 
-/// Loads one part for evaluation, such as `test`, or the folders of classes in `dir` itself. `class_names` are those of the training
-/// set, in its order; the part may lack some.
+/// Loads one part for evaluation, which may lack some of the classes. Without a name it is the folders of classes in `dir` itself.
 ///
 /// # Errors
 /// As [`folder`]; [`DataError::Missing`] if there is no such part; [`DataError::Inconsistent`] if `options` ask for a normalisation
 /// that only the training part could give.
 pub fn folder_part(
     dir: &Path,
-    part: Option<&str>,
-    class_names: &[String],
+    PhotoPart { name, class_names }: PhotoPart<'_>,
     options: &FolderOptions,
     progress: &Progress<'_>,
 ) -> Result<PhotoFolder, DataError> {
@@ -173,10 +167,10 @@ pub fn folder_part(
     options.check()?;
     let numbers = options.normalisation.of_part(options.preparation.channels)?;
     let mut lister = Lister::new(dir, options.follow_links, progress)?;
-    let below = part_folder(&lister, dir, part)?;
+    let below = part_folder(&lister, dir, name)?;
     let files = files(&mut lister, dir, &below, class_names)?;
     lister.finish()?;
-    let (files, skipped) = checked(dir, options, class_names, files, progress)?;
+    let (files, skipped) = checked(dir, options, files, progress)?;
     Ok(PhotoFolder {
         info: info(options, class_names.len(), &numbers),
         dir: dir.into(),
@@ -196,7 +190,12 @@ impl PhotoFolder {
     pub fn part(&self, name: &str, progress: &Progress<'_>) -> Result<PhotoFolder, DataError> {
         let normalisation = Normalisation::Given { mean: self.info.mean.clone(), std: self.info.std.clone() };
         let options = FolderOptions { normalisation, ..self.options.clone() };
-        folder_part(&self.dir, Some(name), &self.class_names, &options, progress)
+        folder_part(
+            &self.dir,
+            PhotoPart { name: Some(name), class_names: &self.class_names },
+            &options,
+            progress,
+        )
     }
 
     /// The names of the classes; a label is a place in this list.
@@ -344,23 +343,23 @@ fn no_images(folder: &Path, found: &str) -> DataError {
 fn checked(
     dir: &Path,
     options: &FolderOptions,
-    class_names: &[String],
     files: Vec<File>,
     progress: &Progress<'_>,
 ) -> Result<(Vec<File>, Skipped), DataError> {
     if !options.skip_broken {
         return Ok((files, Skipped::new()));
     }
-    let mut had_images = vec![None; class_names.len()];
+    // A file of each class.
+    let mut had_images = BTreeMap::new();
     for file in &files {
-        had_images[file.class].get_or_insert_with(|| file.path.clone());
+        had_images.entry(file.class).or_insert_with(|| file.path.clone());
     }
     let path = |file: &File| file.path.clone();
     let (files, skipped) = sound(files, path, |file| open(dir, file).map(|_| ()), progress)?;
     for file in &files {
-        had_images[file.class] = None;
+        had_images.remove(&file.class);
     }
-    match had_images.into_iter().flatten().next() {
+    match had_images.into_values().next() {
         Some(broken) => {
             let folder = dir.join(broken);
             let folder = folder.parent().unwrap_or(dir);

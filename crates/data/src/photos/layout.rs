@@ -20,6 +20,15 @@ pub(super) struct Layout {
     pub(super) validation: Option<PathBuf>,
 }
 
+/// Which images of a folder are loaded for evaluation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PhotoPart<'a> {
+    /// The name of the part, such as `test`; without it, the folder itself holds the images.
+    pub name: Option<&'a str>,
+    /// The names of the training set's classes, in its order; a label is a place in this list.
+    pub class_names: &'a [String],
+}
+
 impl Layout {
     /// The layout of a set. `is_content` tells whether a folder in the set's folder can be something else than a part.
     pub(super) fn find(

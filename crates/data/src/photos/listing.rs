@@ -42,6 +42,13 @@ pub(super) struct Entry {
     target: Option<PathBuf>,
 }
 
+/// What a walk through a folder looks for, and has found.
+struct Found<'a> {
+    extensions: &'a [&'a str],
+    files: Vec<PathBuf>,
+    seen: Seen,
+}
+
 /// Folders whose files were found, without links, each with its path below the data set's folder.
 type Seen = HashMap<PathBuf, PathBuf>;
 
@@ -124,31 +131,26 @@ impl<'a> Lister<'a> {
     pub(super) fn files(&mut self, below: &Path, extensions: &[&str]) -> Result<Vec<PathBuf>, DataError> {
         let real = fs::canonicalize(joined(self.dir, below))
             .map_err(DataError::io(&joined(self.dir, below), "list"))?;
-        let (mut files, mut seen) = (Vec::new(), Seen::new());
-        self.walk((below.to_owned(), real), extensions, 0, &mut files, &mut seen)?;
+        let mut found = Found { extensions, files: Vec::new(), seen: Seen::new() };
+        self.walk(&mut found, below.to_owned(), real, 0)?;
+        let mut files = found.files;
         files.sort_unstable_by(|a, b| order(a).cmp(order(b)));
         Ok(files)
     }
 
     fn walk(
         &mut self,
-        (below, real): (PathBuf, PathBuf),
-        extensions: &[&str],
+        found: &mut Found<'_>,
+        below: PathBuf,
+        real: PathBuf,
         depth: usize,
-        files: &mut Vec<PathBuf>,
-        seen: &mut Seen,
     ) -> Result<(), DataError> {
         let folder = || joined(self.dir, &below);
         if depth > MAX_DEPTH {
-            let found = "a deeper one";
-            return Err(DataError::malformed(
-                &folder(),
-                "folder",
-                format!("at most {MAX_DEPTH} levels"),
-                found,
-            ));
+            let expected = format!("at most {MAX_DEPTH} levels");
+            return Err(DataError::malformed(&folder(), "folder", expected, "a deeper one"));
         }
-        if let Some(earlier) = seen.insert(real.clone(), below.clone()) {
+        if let Some(earlier) = found.seen.insert(real.clone(), below.clone()) {
             let found = match below.starts_with(&earlier) {
                 true => format!("a loop: it is {} again", earlier.display()),
                 false => format!("{} again, by a link", earlier.display()),
@@ -159,9 +161,9 @@ impl<'a> Lister<'a> {
             let path = below.join(&entry.name);
             if entry.is_folder {
                 let real = entry.target.unwrap_or_else(|| real.join(&entry.name));
-                self.walk((path, real), extensions, depth + 1, files, seen)?;
-            } else if has_extension(&entry.name, extensions) {
-                files.push(path);
+                self.walk(found, path, real, depth + 1)?;
+            } else if has_extension(&entry.name, found.extensions) {
+                found.files.push(path);
                 self.found += 1;
                 if self.found.is_multiple_of(FILES_PER_REPORT) {
                     self.report(None)?;

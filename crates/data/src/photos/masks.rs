@@ -26,22 +26,22 @@ use super::augmentation::PhotoAugmentation;
 use super::cache::{Budget, Cache};
 use super::decode::{MAX_PIXELS, MAX_SIDE};
 use super::geometry::{Preparation, setting};
-use super::layout::{Layout, part_folder};
+use super::layout::{Layout, PhotoPart, part_folder};
 use super::listing::{EXTENSIONS, Lister, MASK_EXTENSIONS, absolute, joined};
 use super::measure::{MeanAndStd, Normalisation, Skipped, in_parallel, sound};
 use super::photo::{self, Photo};
-use super::split::Split;
+use super::split::{Split, train_and_validation};
 use super::view;
 
-/// The class number of pixels without a class.
-const IGNORED: u8 = 255;
+/// The class number of pixels without a class, as in PASCAL VOC's masks.
+pub const NO_CLASS: u8 = 255;
+/// The most classes that masks can tell apart: class numbers are bytes, one of which stands for no class.
+pub const MAX_MASK_CLASSES: usize = NO_CLASS as usize;
 const NAME: &str = "masks";
 const IMAGES: &str = "images";
 const MASKS: &str = "masks";
 const NAMES: &str = "classes.txt";
 const MAX_NAMES_BYTES: u64 = 1 << 20;
-/// Class numbers are bytes, one of which stands for no class.
-const MOST_CLASSES: usize = 255;
 
 /// How a folder of photographs and masks is loaded.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -105,8 +105,8 @@ impl MaskOptions {
     /// [`DataError::Inconsistent`] naming the setting.
     pub fn check(&self) -> Result<(), DataError> {
         self.preparation(self.size.unwrap_or([1, 1])).check()?;
-        if let Some(classes) = self.classes.filter(|classes| !(1..=MOST_CLASSES).contains(classes)) {
-            return Err(setting("classes", format!("1 to {MOST_CLASSES}"), classes));
+        if let Some(classes) = self.classes.filter(|classes| !(1..=MAX_MASK_CLASSES).contains(classes)) {
+            return Err(setting("classes", format!("1 to {MAX_MASK_CLASSES}"), classes));
         }
         self.augmentation.check()?;
         self.normalisation.check(self.channels)?;
@@ -156,17 +156,12 @@ pub fn masks(
     let train = pairs(&mut lister, dir, &train)?;
     let validation = validation.map(|below| pairs(&mut lister, dir, &below)).transpose()?;
     lister.finish()?;
-    let (train, train_skipped) = checked(dir, options, train, progress)?;
-    let (train, validation, validation_skipped) = match validation {
-        Some(validation) => {
-            let (validation, skipped) = checked(dir, options, validation, progress)?;
-            (train, validation, skipped)
-        }
-        None => {
-            let (train, validation) = split(dir, &options.split(), train)?;
-            (train, validation, Skipped::new())
-        }
-    };
+    let [(train, train_skipped), (validation, validation_skipped)] = train_and_validation(
+        train,
+        validation,
+        |pairs| checked(dir, options, pairs, progress),
+        |pairs| split(dir, &options.split(), pairs),
+    )?;
     let both = || train.iter().chain(&validation);
     let class_names = class_names(dir, options, both().map(|pair| pair.mask.as_path()), progress)?;
     let size = match options.size {
@@ -193,14 +188,13 @@ pub fn masks(
     Ok(TrainTest::new(part(train, train_skipped)?, part(validation, validation_skipped)?))
 }
 
-/// Loads one part for evaluation, such as `test`, or `images` and `masks` in `dir` itself. `class_names` are those of the training set.
+/// Loads one part for evaluation. Without a name it is `images` and `masks` in `dir` itself.
 ///
 /// # Errors
 /// As [`masks`]; [`DataError::Inconsistent`] if `options` ask for a normalisation that only the training part could give.
 pub fn masks_part(
     dir: &Path,
-    part: Option<&str>,
-    class_names: &[String],
+    PhotoPart { name, class_names }: PhotoPart<'_>,
     options: &MaskOptions,
     progress: &Progress<'_>,
 ) -> Result<PhotoMasks, DataError> {
@@ -208,7 +202,7 @@ pub fn masks_part(
     options.check()?;
     let numbers = options.normalisation.of_part(options.channels)?;
     let mut lister = Lister::new(dir, options.follow_links, progress)?;
-    let below = part_folder(&lister, dir, part)?;
+    let below = part_folder(&lister, dir, name)?;
     let pairs = pairs(&mut lister, dir, &below)?;
     lister.finish()?;
     let (pairs, skipped) = checked(dir, options, pairs, progress)?;
@@ -238,7 +232,12 @@ impl PhotoMasks {
         let normalisation = Normalisation::Given { mean: self.info.mean.clone(), std: self.info.std.clone() };
         let size = Some(self.preparation.size);
         let options = MaskOptions { normalisation, size, ..self.options.clone() };
-        masks_part(&self.dir, Some(name), &self.class_names, &options, progress)
+        masks_part(
+            &self.dir,
+            PhotoPart { name: Some(name), class_names: &self.class_names },
+            &options,
+            progress,
+        )
     }
 
     /// The names of the classes, or their numbers; a label is a place in this list.
@@ -304,10 +303,10 @@ impl Dataset for PhotoMasks {
         let (photo, mask) = opened.as_ref();
         let drawn = self.options.augmentation.drawn(seed, photo.size(), preparation.size);
         let image = view::image_planes(photo, &drawn, preparation, &self.info.mean)?;
-        let classes = view::mask((&mask.bytes, mask.size), &drawn, preparation, IGNORED)?;
-        let known = |class: u8| class == IGNORED || usize::from(class) < self.info.classes;
+        let classes = view::mask((&mask.bytes, mask.size), &drawn, preparation, NO_CLASS)?;
+        let known = |class: u8| class == NO_CLASS || usize::from(class) < self.info.classes;
         if let Some(class) = classes.iter().find(|class| !known(**class)) {
-            let expected = format!("below {}, the number of classes, or {IGNORED}", self.info.classes);
+            let expected = format!("below {}, the number of classes, or {NO_CLASS}", self.info.classes);
             return Err(DataError::malformed(&pair.mask, "class", expected, class.to_string()).into());
         }
         Ok(Sample { image: Pixels::Bytes(image.into()), target: Target::Bytes(classes.into()) })
@@ -342,7 +341,7 @@ fn mask(dir: &Path, path: &Path) -> Result<Raster, DataError> {
 fn info(preparation: &Preparation, classes: usize, (mean, std): &MeanAndStd) -> DatasetInfo {
     let &Preparation { size: [height, width], channels, .. } = preparation;
     DatasetInfo {
-        targets: Targets::Pixels { ignore: Some(i64::from(IGNORED)) },
+        targets: Targets::Pixels { ignore: Some(i64::from(NO_CLASS)) },
         ..DatasetInfo::of_images(NAME, [channels, height, width], classes, [mean, std])
     }
 }
@@ -402,12 +401,12 @@ fn class_names<'a>(
         let text = read_text(&file, MAX_NAMES_BYTES).map_err(DataError::io(&file, "read"))?;
         let text = text.trim_start_matches('\u{feff}').trim_end();
         let names: Vec<String> = text.lines().map(|line| line.trim().to_owned()).collect();
-        let (expected, found) = (format!("1 to {MOST_CLASSES} names, one a line"), names.len());
+        let (expected, found) = (format!("1 to {MAX_MASK_CLASSES} names, one a line"), names.len());
         if let Some(line) = names.iter().position(String::is_empty) {
             let found = format!("an empty line, the {}. of {found}", line + 1);
             return Err(DataError::malformed(&file, "names", expected, found));
         }
-        if !(1..=MOST_CLASSES).contains(&found) {
+        if !(1..=MAX_MASK_CLASSES).contains(&found) {
             return Err(DataError::malformed(&file, "names", expected, found.to_string()));
         }
         if let Some(classes) = options.classes.filter(|classes| *classes != found) {
@@ -422,7 +421,7 @@ fn class_names<'a>(
     let masks: Vec<&Path> = masks.collect();
     let largest = |index: usize| -> Result<Option<u8>, DataError> {
         let bytes = mask(dir, masks[index])?.bytes;
-        Ok(bytes.into_iter().filter(|class| *class != IGNORED).max())
+        Ok(bytes.into_iter().filter(|class| *class != NO_CLASS).max())
     };
     let mut classes = 0;
     for largest in in_parallel("counting classes", masks.len(), largest, progress)? {
@@ -430,7 +429,7 @@ fn class_names<'a>(
     }
     match classes {
         0 => {
-            let found = format!("{IGNORED}, which stands for no class, everywhere");
+            let found = format!("{NO_CLASS}, which stands for no class, everywhere");
             Err(DataError::malformed(dir, "masks", "a class for at least one pixel", found))
         }
         classes => Ok(numbers(classes)),

@@ -2,9 +2,7 @@
 
 use super::super::DataError;
 use super::geometry::{Preparation, setting};
-
-/// What stands for no class.
-const NONE: u8 = 255;
+use super::masks::NO_CLASS;
 
 impl Preparation {
     /// Brings the classes of a prepared image, H x W, back to a photograph of this height and width: each pixel gets the class of the
@@ -38,7 +36,7 @@ impl Preparation {
         for row in rows {
             let class = |column: &Option<usize>| match (row, column) {
                 (Some(row), Some(column)) => classes[row * columns + column],
-                _ => NONE,
+                _ => NO_CLASS,
             };
             restored.extend(columns_of.iter().map(class));
         }

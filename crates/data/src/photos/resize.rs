@@ -1,9 +1,9 @@
 //! Resizes a part of an image: antialiased for photographs, nearest for masks.
 //!
 //! Photographs are resized as Pillow's `BILINEAR` does, to the last bit: a triangle as wide as the scale, first along rows of the
-//! upright image and then along its columns, with weights of 22 fractional bits and bytes in between. The arithmetic is that of integers, so results are
-//! the same on every machine. (The crate `fast_image_resize` differs by one here and there, and as its functions are generic,
-//! each build of this crate took 84 s longer with it.)
+//! upright image and then along its columns, with weights of 22 fractional bits and bytes in between. The arithmetic is that of
+//! integers, so results are the same on every machine. (The crate `fast_image_resize` differs by one here and there, and as its
+//! functions are generic, each build of this crate took 84 s longer with it.)
 
 use super::super::DataError;
 use super::geometry::{Frame, Window};

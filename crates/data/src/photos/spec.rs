@@ -5,8 +5,8 @@ use std::path::Path;
 use super::super::{DataError, DatasetInfo, DatasetSpec, LoadOptions, Targets};
 use super::augmentation::PhotoAugmentation;
 use super::folder::{FolderOptions, folder};
-use super::geometry::Preparation;
-use super::masks::{MaskOptions, masks};
+use super::geometry::{Preparation, setting};
+use super::masks::{MaskOptions, NO_CLASS, masks};
 use super::measure::Normalisation;
 
 /// How a folder of photographs is loaded by name. What is `None` is usual for the kind of folder.
@@ -108,7 +108,8 @@ pub(crate) fn folder_spec() -> DatasetSpec {
 
 /// Photographs with a class for each pixel.
 pub(crate) fn masks_spec() -> DatasetSpec {
-    let usual = DatasetInfo::of_noise("masks", [3, 96, 128], 2, Targets::Pixels { ignore: Some(255) });
+    let targets = Targets::Pixels { ignore: Some(i64::from(NO_CLASS)) };
+    let usual = DatasetInfo::of_noise("masks", [3, 96, 128], 2, targets);
     DatasetSpec::new("masks", "Your own photographs with masks: in --data-dir, images and PNGs of classes", |options| {
         Ok(masks(place(options)?, &options.photos.for_masks(options.seed), options.progress)?)
     })
@@ -122,8 +123,5 @@ pub(crate) fn masks_spec() -> DatasetSpec {
 }
 
 fn place<'a>(options: &LoadOptions<'a>) -> Result<&'a Path, DataError> {
-    options.folder.ok_or_else(|| DataError::Missing {
-        folder: ".".into(),
-        names: vec!["a folder of photographs".into()],
-    })
+    options.folder.ok_or_else(|| setting("folder", "the one that LoadOptions::folder names", "none"))
 }

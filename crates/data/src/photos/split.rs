@@ -6,6 +6,7 @@ use sha2::{Digest, Sha256};
 
 use super::super::DataError;
 use super::geometry::setting;
+use super::measure::Skipped;
 
 /// How many files of a group are for validation, and which.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -59,6 +60,25 @@ impl Split {
             hash.update(part.as_encoded_bytes());
         }
         hash.finalize().into()
+    }
+}
+
+/// What a set trains with and what it is validated with, each with the images that were left out of it.
+///
+/// Both are checked if the folder has both; else the images that are left after the check are divided.
+pub(super) fn train_and_validation<T>(
+    train: Vec<T>,
+    validation: Option<Vec<T>>,
+    checked: impl Fn(Vec<T>) -> Result<(Vec<T>, Skipped), DataError>,
+    divided: impl FnOnce(Vec<T>) -> Result<(Vec<T>, Vec<T>), DataError>,
+) -> Result<[(Vec<T>, Skipped); 2], DataError> {
+    let (train, skipped) = checked(train)?;
+    match validation {
+        Some(validation) => Ok([(train, skipped), checked(validation)?]),
+        None => {
+            let (train, validation) = divided(train)?;
+            Ok([(train, skipped), (validation, Skipped::new())])
+        }
     }
 }
 

@@ -3,6 +3,9 @@
 use convoke_files::escaped;
 use serde::{Deserialize, Serialize};
 
+use crate::MemoryFormat;
+use crate::conv::{ConvProblem, ConvTypes, Pass};
+
 /// One candidate's result.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -94,6 +97,18 @@ impl Key {
         let Key { problem, pass, format, dtype, threads, accuracy, .. } = self;
         let deterministic = if self.deterministic { "_deterministic" } else { "" };
         format!("{problem}_{format}_{dtype}_{pass}_t{threads}_{accuracy}{deterministic}.json")
+    }
+
+    /// The convolution that this key stands for; none if it is of another operation.
+    pub fn convolution(&self) -> Option<(ConvProblem, Pass)> {
+        let formats = [MemoryFormat::Contiguous, MemoryFormat::ChannelsLast];
+        let format = formats.into_iter().find(|format| format.to_string() == self.format)?;
+        let types =
+            [ConvTypes::F32, ConvTypes::F64].into_iter().find(|types| types.to_string() == self.dtype)?;
+        let problem: ConvProblem = self.problem.parse().ok()?;
+        let problem = problem.with(|spec| (spec.format, spec.types) = (format, types)).ok()?;
+        let pass = Pass::ALL.into_iter().find(|pass| pass.to_string() == self.pass)?;
+        Some((problem, pass))
     }
 
     /// The batch, and the rest of the problem's text.

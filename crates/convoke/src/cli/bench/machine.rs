@@ -3,6 +3,7 @@
 use crate::cli::failure::Result;
 use crate::cli::pass_result::PassResult;
 use crate::cli::system;
+use crate::cli::text::counted;
 use crate::kernels::machine;
 use crate::{Cpu, DType};
 
@@ -41,8 +42,7 @@ impl Machine {
 
     pub(crate) fn title(&self) -> String {
         let Machine { name, cpu, peak, bandwidth, dtype } = self;
-        let threads =
-            if cpu.threads() == 1 { "1 thread".into() } else { format!("{} threads", cpu.threads()) };
+        let threads = counted(cpu.threads(), "thread");
         format!(
             "{name}, {threads}, {}: peak {:.0} GFLOP/s ({dtype}), copies {:.1} GB/s, both measured now",
             cpu.isa(),

@@ -26,7 +26,6 @@ pub(crate) fn of(result: &PassResult, machine: &Machine, verbose: bool) -> Strin
         ]);
     }
     let lines = align(&rows);
-    let lines: String = lines.lines().map(|line| format!("{}\n", line.trim_end())).collect();
     let skipped = result.rows.iter().filter(|_| verbose).filter_map(|row| {
         let reason = row.skipped.as_ref()?;
         Some(format!("  not timed: {}: {reason}\n", row.algorithm))

@@ -3,7 +3,7 @@
 use crate::cli::console;
 use crate::cli::failure::{Failure, Result};
 use crate::cli::text::{align, milliseconds, workspace};
-use crate::tune::{Cache, Candidate, Entry, Record, Times};
+use crate::tune::{Cache, Candidate, Entry, Record, TIE, Times};
 
 use super::state::state;
 
@@ -49,7 +49,7 @@ fn explain(entry: &Entry) -> Option<String> {
             if candidate.algorithm == record.chosen { "chosen".into() } else { String::new() },
         ]);
     }
-    text.extend(align(&rows).lines().map(|line| format!("{}\n", line.trim_end())));
+    text += &align(&rows);
     for candidate in &record.candidates {
         if let Some(reason) = &candidate.skipped {
             text += &format!("  not timed: {}: {reason}\n", candidate.algorithm);
@@ -74,8 +74,12 @@ fn why(record: &Record) -> String {
         return "it has no times".into();
     };
     let (fastest, best) = timed[0];
-    let behind =
-        format!("within 3 % of {} ({:+.1} %)", fastest.algorithm, 100.0 * (times.score / best.score - 1.0));
+    let tie = 100.0 * (TIE - 1.0);
+    let behind = format!(
+        "within {tie:.0} % of {} ({:+.1} %)",
+        fastest.algorithm,
+        100.0 * (times.score / best.score - 1.0)
+    );
     // Without an incumbent, the choice among equals is the one with the least workspace.
     let by_rule = record.select(|_| true, None).is_some_and(|candidate| candidate.algorithm == record.chosen);
     match (timed.get(1), fastest.algorithm == record.chosen, by_rule) {
@@ -88,7 +92,7 @@ fn why(record: &Record) -> String {
             )
         }
         (_, true, false) => {
-            "the fastest; others within 3 % need less workspace, but it was chosen before".into()
+            format!("the fastest; others within {tie:.0} % need less workspace, but it was chosen before")
         }
         (_, false, true) => format!("{behind}, and needs {} of workspace", workspace(chosen.workspace_bytes)),
         (_, false, false) => format!("{behind}, and it was chosen before"),

@@ -15,7 +15,7 @@ use convoke_files::escaped;
 
 use super::failure::{Failure, Result};
 use super::flags::problems::{PassName, passes};
-use super::text::{align, milliseconds};
+use super::text::{align, counted, milliseconds};
 use super::{console, places, problems};
 use state::{State, state};
 
@@ -94,10 +94,6 @@ fn results(count: usize) -> String {
     counted(count, "result")
 }
 
-fn counted(count: usize, what: &str) -> String {
-    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
-}
-
 /// The message about an empty cache.
 fn empty(cache: &Cache) -> String {
     format!("no tuning results in {} yet; `convoke tune` makes some\n", cache.root().display())
@@ -116,9 +112,7 @@ fn list(cache: &Cache) -> Result<()> {
         let mut rows =
             vec![["problem", "pass", "format", "threads", "ms", "algorithm", ""].map(String::from).to_vec()];
         rows.extend(of_scope.iter().map(row));
-        let table = align(&rows);
-        let lines: String = table.lines().map(|line| format!("{}\n", line.trim_end())).collect();
-        text += &format!("{scope}{mark}: {}\n{lines}", results(of_scope.len()));
+        text += &format!("{scope}{mark}: {}\n{}", results(of_scope.len()), align(&rows));
     }
     console::print(&text)
 }

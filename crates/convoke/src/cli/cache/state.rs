@@ -1,6 +1,5 @@
 //! Whether a stored tuning result is still of use.
 
-use crate::cli::problems::of_key;
 use crate::conv::{self, Accuracy};
 use crate::tune::{Entry, Record, Tuner, TunerOptions, scope};
 use crate::{Cpu, Isa};
@@ -72,7 +71,7 @@ fn changed(record: &Record) -> Option<String> {
 
 /// An algorithm that could run now but was not there to be measured.
 fn newcomer(record: &Record, isa: Isa) -> Option<String> {
-    let (problem, pass) = of_key(&record.key)?;
+    let (problem, pass) = record.key.convolution()?;
     let cpu = Cpu::new(record.key.threads).ok()?.with_isa(isa).ok()?;
     let options = TunerOptions {
         accuracy: accuracy(&record.key.accuracy)?,

@@ -7,7 +7,7 @@ use crate::nn::planner::PlannerOptions;
 use bytesize::ByteSize;
 use clap::Args;
 
-use super::values::not_negative;
+use super::values::seconds_or_none;
 
 /// How the fused blocks of a run choose what they keep for backward.
 #[derive(Args)]
@@ -35,17 +35,14 @@ pub(crate) struct PlannerArgs {
     pub(crate) inexact_memory: bool,
 
     /// Seconds for timing the model's blocks; after that, each kind of block that is left is timed once.
-    #[arg(long, value_name = "SECONDS", default_value_t = 60.0, value_parser = not_negative,
+    #[arg(long, value_name = "SECONDS", default_value = "60", value_parser = seconds_or_none,
           help_heading = "Memory")]
-    pub(crate) plan_time: f64,
+    pub(crate) plan_time: Duration,
 }
 
 impl PlannerArgs {
     pub(crate) fn options(&self) -> PlannerOptions {
-        PlannerOptions {
-            time_budget: Duration::from_secs_f64(self.plan_time.min(1e9)),
-            inexact: self.inexact_memory,
-        }
+        PlannerOptions { time_budget: self.plan_time, inexact: self.inexact_memory }
     }
 }
 

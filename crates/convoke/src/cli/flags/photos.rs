@@ -15,9 +15,10 @@ pub(crate) struct PhotoArgs {
     #[arg(long, value_name = "HxW", value_parser = image_size, help_heading = "Data")]
     pub(crate) image_size: Option<ImageSize>,
 
-    /// The share of the photographs that is for validation, if the folder has no part for it: of each class, by --seed.
-    #[arg(long, value_name = "SHARE", default_value_t = 0.2, value_parser = share, help_heading = "Data")]
-    pub(crate) validation: f64,
+    /// The share of the photographs that is for validation, if the folder has no part for it: of each class, by --seed
+    /// [default: 0.2].
+    #[arg(long, value_name = "SHARE", value_parser = share, help_heading = "Data")]
+    pub(crate) validation: Option<f64>,
 
     /// Mean and standard deviation by which photographs are normalised; a trained model keeps them.
     #[arg(long, value_enum, default_value_t = NormalisationName::Imagenet, help_heading = "Data")]
@@ -58,7 +59,7 @@ impl PhotoArgs {
     pub(crate) fn change(&self, usual: PhotoSettings, augment: Augment, processes: usize) -> PhotoSettings {
         PhotoSettings {
             size: self.image_size.map(|ImageSize(size)| size).or(usual.size),
-            validation_share: self.validation,
+            validation_share: self.validation.unwrap_or(usual.validation_share),
             normalisation: match self.normalisation {
                 NormalisationName::Imagenet => Normalisation::ImageNet,
                 NormalisationName::Measured => Normalisation::Measured,
@@ -83,6 +84,7 @@ impl PhotoArgs {
     pub(crate) fn check_absent(&self, augment: Augment, data: impl std::fmt::Display) -> Result<()> {
         let given = [
             ("--image-size", self.image_size.is_some()),
+            ("--validation", self.validation.is_some()),
             ("--normalisation", self.normalisation != NormalisationName::Imagenet),
             ("--trivial-augment", self.trivial_augment),
             ("--erasing", self.erasing > 0.0),
@@ -116,7 +118,7 @@ impl PhotoArgs {
                 "--image-size",
                 given(&image_size.map(|ImageSize([height, width])| format!("{height}x{width}"))),
             ),
-            ("--validation", validation.to_string()),
+            ("--validation", given(validation)),
             ("--normalisation", name(*normalisation)),
             ("--trivial-augment", trivial_augment.to_string()),
             ("--erasing", erasing.to_string()),

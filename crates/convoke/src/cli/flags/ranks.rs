@@ -1,8 +1,10 @@
 //! The flags about ranks.
 
+use std::time::Duration;
+
 use clap::{Args, value_parser};
 
-use super::values::positive;
+use super::values::seconds;
 
 /// Which ranks take part in a training run.
 #[derive(Args)]
@@ -23,7 +25,7 @@ pub(crate) struct RankArgs {
 
     /// Seconds that a rank waits for a sign of life of other ranks before it gives up; the first rank gives such signs while it
     /// measures and loads.
-    #[arg(long, value_name = "SECONDS", default_value_t = 300.0, value_parser = positive,
+    #[arg(long, value_name = "SECONDS", default_value = "300", value_parser = seconds,
           help_heading = "Ranks")]
-    pub(crate) rank_timeout: f64,
+    pub(crate) rank_timeout: Duration,
 }

@@ -23,9 +23,9 @@ use super::values::{not_negative, positive};
 /// What to train on, how, and where the results go.
 #[derive(Args)]
 pub(crate) struct RunArgs {
-    /// What to train on. `auto` is MNIST if its files are there, else `digits`. The model mnist-cnn takes mnist and digits,
-    /// segnet and unet take camvid, resnet20 takes all others, and the other models take images of 32 x 32 pixels or more; random
-    /// fits every model.
+    /// What to train on. `auto` is MNIST if its files are there, else `digits`. The model mnist-cnn takes mnist and digits;
+    /// segnet and unet take camvid and masks; resnet20 takes all data with a class for each image, the other models such data of
+    /// 32 x 32 pixels or more; random fits every model.
     #[arg(long, value_parser = data_parser(), default_value = "auto", help_heading = "Data")]
     pub(crate) data: Data,
 
@@ -59,7 +59,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "FILE", help_heading = "Model")]
     pub(crate) weights: Option<PathBuf>,
 
-    /// Times to go through the training images; without this, 5 for folder and masks [default: 1, or what --steps needs].
+    /// Times to go through the training images [default: what --steps needs; without it 5 for folder and masks, else 1].
     #[arg(long, value_name = "N", value_parser = value_parser!(u32).range(1..=1_000_000), help_heading = "Training")]
     pub(crate) epochs: Option<u32>,
 

@@ -12,7 +12,7 @@ use crate::tune::{self, Event, Source, Tuner, TunerOptions};
 use bytesize::ByteSize;
 use clap::{Args, ValueEnum};
 
-use super::values::not_negative;
+use super::values::seconds_or_none;
 
 /// How a training run chooses convolution algorithms.
 #[derive(Args)]
@@ -23,9 +23,9 @@ pub(crate) struct TuningArgs {
     pub(crate) effort: Effort,
 
     /// Seconds that timing may take in this run; after that, algorithms are chosen by estimate.
-    #[arg(long, value_name = "SECONDS", default_value_t = 30.0, value_parser = not_negative,
+    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds_or_none,
           help_heading = "Convolutions")]
-    pub(crate) tune_budget: f64,
+    pub(crate) tune_budget: Duration,
 
     /// Time nothing: use what earlier runs found, else estimates.
     #[arg(long, help_heading = "Convolutions")]
@@ -39,7 +39,7 @@ pub(crate) struct TuningArgs {
     #[arg(long, value_name = "SIZE", default_value = "256MiB", help_heading = "Convolutions")]
     pub(crate) workspace_limit: ByteSize,
 
-    /// Folder where results are kept [default: see `convoke info`].
+    /// Folder where results are kept [default: see `convoke cache path`].
     #[arg(long, value_name = "DIR", help_heading = "Convolutions")]
     pub(crate) cache: Option<PathBuf>,
 
@@ -87,7 +87,7 @@ impl TuningArgs {
             frozen: self.frozen,
             deterministic: self.deterministic,
             workspace_limit: usize::try_from(self.workspace_limit.as_u64()).unwrap_or(usize::MAX),
-            total_budget: Duration::from_secs_f64(self.tune_budget.min(1e9)),
+            total_budget: self.tune_budget,
             cache: self.cache.clone().or_else(places::default_cache_folder),
             observer: Some(Arc::new(observer)),
             ..TunerOptions::default()

@@ -64,6 +64,11 @@ pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
     Duration::try_from_secs_f64(positive(text)?).map_err(|error| error.to_string())
 }
 
+/// Parses a time in seconds, which may be 0.
+pub(crate) fn seconds_or_none(text: &str) -> Result<Duration, String> {
+    Duration::try_from_secs_f64(not_negative(text)?).map_err(|error| error.to_string())
+}
+
 /// Parses a time above 0: `90`, `90s`, `30m`, `2h`.
 pub(crate) fn time(text: &str) -> Result<Duration, String> {
     let units = [('s', 1.0), ('m', 60.0), ('h', 3600.0)];

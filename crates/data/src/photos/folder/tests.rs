@@ -76,8 +76,8 @@ fn parts_are_loaded_in_the_order_of_names() {
     let test = train.part("test", &silent).unwrap();
     assert_eq!(paths(&test), ["test/cat/t.jpg", "test/dog/t.jpg"]);
     assert_eq!((test.info(), test.class_names()), (info, train.class_names()));
-    let same =
-        folder_part(&folder.path().join("test"), None, train.class_names(), &options(), &silent).unwrap();
+    let whole = PhotoPart { name: None, class_names: train.class_names() };
+    let same = folder_part(&folder.path().join("test"), whole, &options(), &silent).unwrap();
     assert_eq!(paths(&same), ["cat/t.jpg", "dog/t.jpg"]);
     assert_eq!(same.sample(1, None).unwrap(), test.sample(1, None).unwrap());
     let error = refusal(train.part("extra", &silent));
@@ -213,8 +213,8 @@ fn impossible_settings_are_refused() {
         assert!(error.starts_with(&format!("data set of photographs: {field}: expected ")), "{error}");
     }
     let options = FolderOptions { normalisation: Normalisation::Measured, ..options() };
-    let error =
-        refusal(folder_part(folder.path(), Some("test"), &["cat".into(), "dog".into()], &options, &silent));
+    let part = PhotoPart { name: Some("test"), class_names: &["cat".into(), "dog".into()] };
+    let error = refusal(folder_part(folder.path(), part, &options, &silent));
     assert!(
         error.starts_with("data set of photographs: normalisation: expected the training set's"),
         "{error}"
