@@ -66,7 +66,13 @@ fn flags_vary_photographs_and_memory_keeps_them() {
     {
         convoke(&["train", refused]).check(2, &[needle]).unwrap();
     }
-    for flag in ["--trivial-augment", "--cache-images", "--erasing=0.5", "--normalisation=measured"] {
+    for flag in [
+        "--trivial-augment",
+        "--cache-images",
+        "--erasing=0.5",
+        "--normalisation=measured",
+        "--validation=0.3",
+    ] {
         convoke(&["train", "--data", "digits", flag]).check(2, &["is for photographs", "digits"]).unwrap();
     }
 }

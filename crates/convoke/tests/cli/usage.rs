@@ -69,6 +69,10 @@ fn bad_usage() {
         (&["--threads", "1025"], &["--threads", "1024"]),
         (&["--resume"], &["--output", "--checkpoint"]),
         (&["--time-limit", "5x"], &["--time-limit", "30m"]),
+        (&["--time-limit", "1e9h"], &["--time-limit", "at most 1e9 seconds"]),
+        (&["--tune-budget", "1e20"], &["--tune-budget", "at most 1e9 seconds"]),
+        (&["--rank-timeout", "0"], &["--rank-timeout", "must be above 0"]),
+        (&["--plan-time=-1"], &["--plan-time", "must not be negative"]),
         (&["--patience", "0"], &["--patience", "'0'"]),
         (&["--data", "digits", "--download"], &["--download", "digits is generated"]),
         (&["--data", "digits", "--data-dir", "x"], &["--data-dir", "digits is generated"]),
@@ -88,7 +92,8 @@ fn bad_usage() {
 #[test]
 fn bad_commands() {
     let mut failures = Failures::new("bad commands");
-    let cases: [(&[&str], &[&str]); 5] = [
+    let cases: [(&[&str], &[&str]); 6] = [
+        (&["bench-norm", "--budget", "1e20"], &["--budget", "at most 1e9 seconds"]),
         (&[], &["Usage: convoke", "train", "compare", "info"]),
         (&["fly"], &["'fly'"]),
         (&["--data", "mnist"], &["'--data'"]),

@@ -61,12 +61,12 @@ pub(crate) fn not_negative(text: &str) -> Result<f64, String> {
 
 /// Parses a time above 0, in seconds.
 pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
-    Duration::try_from_secs_f64(positive(text)?).map_err(|error| error.to_string())
+    duration(positive(text)?)
 }
 
 /// Parses a time in seconds, which may be 0.
 pub(crate) fn seconds_or_none(text: &str) -> Result<Duration, String> {
-    Duration::try_from_secs_f64(not_negative(text)?).map_err(|error| error.to_string())
+    duration(not_negative(text)?)
 }
 
 /// Parses a time above 0: `90`, `90s`, `30m`, `2h`.
@@ -75,5 +75,13 @@ pub(crate) fn time(text: &str) -> Result<Duration, String> {
     let unit = units.into_iter().find(|(unit, _)| text.ends_with(*unit));
     let (text, scale) = unit.map_or((text, 1.0), |(unit, scale)| (text.trim_end_matches(unit), scale));
     let seconds = positive(text).map_err(|error| format!("{error}: a time such as 90s, 30m or 2h"))?;
-    Duration::try_from_secs_f64(scale * seconds).map_err(|error| error.to_string())
+    duration(scale * seconds)
+}
+
+/// A time of at most thirty years or so: a clock can be moved on by it without overflow.
+fn duration(seconds: f64) -> Result<Duration, String> {
+    match seconds <= 1e9 {
+        true => Ok(Duration::from_secs_f64(seconds)),
+        false => Err("must be at most 1e9 seconds".into()),
+    }
 }
