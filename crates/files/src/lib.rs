@@ -1,8 +1,8 @@
 //! Users' files: reads regular files of limited size, writes files whole or not at all, and makes text safe to print.
 //!
 //! A path from a user may be a named pipe, on which reading waits forever, a device, which never ends, or a link that
-//! somebody else planted. So reading checks the type and length of a file before it allocates memory. Writing exclusively
-//! creates a new file or folder under a random name and then renames it.
+//! somebody else planted. So reading checks the type and length of a file before it allocates memory. Writing creates
+//! a file or folder under a random name that nothing has yet, and renames it.
 
 mod escape;
 mod folder;

@@ -6,6 +6,7 @@ use crate::error::{check_len, invalid};
 use crate::pointwise::formulas::Formula;
 use crate::pointwise::{Pointwise, Saves};
 use crate::profile::span;
+use crate::random::{GAMMA, random_bits};
 use crate::{Cpu, Element, Result};
 
 /// A function that is applied after a normalisation or a sum, in the same pass over memory.
@@ -224,7 +225,7 @@ multiversion! {
 /// y = act(x); NaN stays NaN.
 ///
 /// # Errors
-/// If the lengths differ, or a slope is not above 0 and finite.
+/// If the lengths differ, or a parameter makes no sense ([`Activation::check`]).
 pub fn activate<T: Element>(cpu: &Cpu, activation: Activation, x: &[T], y: &mut [T]) -> Result<()> {
     activate_as("activation", cpu, activation, x, y)
 }
@@ -232,7 +233,7 @@ pub fn activate<T: Element>(cpu: &Cpu, activation: Activation, x: &[T], y: &mut 
 /// z = act(z + residual): the end of a residual block.
 ///
 /// # Errors
-/// If the lengths differ, or a slope is not above 0 and finite.
+/// If the lengths differ, or a parameter makes no sense ([`Activation::check`]).
 pub fn add_activated_in_place<T: Element>(
     cpu: &Cpu,
     residual: &[T],
@@ -254,7 +255,7 @@ pub fn add_activated_in_place<T: Element>(
 /// [`Activation::needs_input`] says so.
 ///
 /// # Errors
-/// If the lengths differ, or a slope is not above 0 and finite.
+/// If the lengths differ, or a parameter makes no sense ([`Activation::check`]).
 pub fn activation_backward<T: Element>(
     cpu: &Cpu,
     activation: Activation,
@@ -369,19 +370,6 @@ pub fn dropout<T: Element>(cpu: &Cpu, x: &[T], p: f64, key: u64, y: &mut [T]) ->
 /// as dropout of the whole.
 pub fn dropout_skip(key: u64, elements: u64) -> u64 {
     key.wrapping_add(elements.wrapping_mul(GAMMA))
-}
-
-/// The step of SplitMix64.
-const GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
-
-/// The `index`-th output of SplitMix64 seeded with `key` (Steele, Lea, Flood: "Fast splittable pseudorandom number
-/// generators", 2014), computed without the ones before it.
-#[inline(always)]
-fn random_bits(key: u64, index: u64) -> u64 {
-    let mut z = key.wrapping_add((index + 1).wrapping_mul(GAMMA));
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
 }
 
 #[cfg(test)]

@@ -1,6 +1,5 @@
-//! Loops over a tensor channel by channel, in either memory format; used for biases.
+//! Loops over a tensor channel by channel, in either memory format, and sums in lanes.
 
-use crate::error::check_len;
 use crate::memory_format::Extent;
 use crate::{Cpu, Element, Result};
 
@@ -38,10 +37,7 @@ impl Units {
         extent: &Extent,
         lens: &[(&'static str, usize)],
     ) -> Result<Units> {
-        let total = extent.len()?;
-        for &(operand, len) in lens {
-            check_len(operation, operand, len, total)?;
-        }
+        let total = extent.check(operation, lens)?;
         let (outer, inner) = match extent.channels {
             // A single channel is cut into pieces; else it would be a single task.
             1 => (total.div_ceil(SMALLEST), SMALLEST),

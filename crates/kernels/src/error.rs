@@ -1,6 +1,7 @@
 //! The error of this crate: which operation, which operand, what was expected and what was found.
 
-/// Why a kernel refused to run. Nothing has been written when an error is returned.
+/// Why a kernel refused to run. A single kernel has written nothing then; what runs several of them (a block, a convolution in
+/// tiles) may have written a part of its output.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

@@ -3,7 +3,6 @@
 //! The `gemm` crate picks AVX-512, AVX2+FMA or a portable kernel at run time. [`Isa::Portable`] uses plain loops of our own
 //! instead, so that tests can compare the two on any machine.
 
-use crate::cpu::multiversion;
 use crate::shared::Shared;
 use crate::{Cpu, Element, Isa};
 
@@ -232,7 +231,10 @@ unsafe fn portable<T: Element>(
             let factor = a.data[row * a.layout.row_stride + inner * a.layout.column_stride];
             let b_row = &b[inner * layout_b.row_stride..];
             if layout_b.column_stride == 1 {
-                add_scaled_row(&Cpu::single(), factor, &b_row[..columns], &mut sums);
+                // A loop of its own, which the compiler can use vectors for.
+                for (sum, &value) in sums.iter_mut().zip(&b_row[..columns]) {
+                    *sum += factor * value;
+                }
             } else {
                 for (column, sum) in sums.iter_mut().enumerate() {
                     *sum += factor * b_row[column * layout_b.column_stride];
@@ -244,14 +246,6 @@ unsafe fn portable<T: Element>(
             // that nobody else uses them.
             let place = unsafe { &mut *c.add(row * layout_c.row_stride + column * layout_c.column_stride) };
             *place = if update == Update::Add { *place + sum } else { sum };
-        }
-    }
-}
-
-multiversion! {
-    fn add_scaled_row<T: Element>(factor: T, row: &[T], sums: &mut [T]) {
-        for (sum, &value) in sums.iter_mut().zip(row) {
-            *sum += factor * value;
         }
     }
 }

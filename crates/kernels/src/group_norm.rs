@@ -108,11 +108,6 @@ impl GroupNorm {
         (self.group_channels() * self.extent.spatial) as f64
     }
 
-    fn check(&self, operation: &'static str, lens: &[(&'static str, usize)]) -> Result<()> {
-        let expected = self.extent.len()?;
-        lens.iter().try_for_each(|&(operand, len)| check_len(operation, operand, len, expected))
-    }
-
     /// The numbers of each of an image's channels: those of its group.
     fn by_channel(&self, of_groups: &[f64]) -> Vec<f64> {
         of_groups.iter().flat_map(|&value| std::iter::repeat_n(value, self.group_channels())).collect()
@@ -173,7 +168,7 @@ pub fn group_norm<T: Element>(
     y: &mut [T],
 ) -> Result<GroupStatistics> {
     let operation = "group norm";
-    problem.check(operation, &[("x", x.len()), ("y", y.len())])?;
+    problem.extent.check(operation, &[("x", x.len()), ("y", y.len())])?;
     layer.check(operation, problem.extent.channels)?;
     // Without elements the batch may be any number.
     let images = if x.is_empty() { 0 } else { problem.extent.batch };
@@ -225,7 +220,7 @@ pub fn group_norm_backward<T: Element>(
 ) -> Result<()> {
     let operation = "group norm backward";
     let &GroupNormBackward { x, dy, weight, statistics } = of;
-    problem.check(operation, &[("x", x.len()), ("dy", dy.len())])?;
+    problem.extent.check(operation, &[("x", x.len()), ("dy", dy.len())])?;
     let channels = problem.extent.channels;
     check_len(operation, "the weight", weight.map_or(channels, <[T]>::len), channels)?;
     let images = if x.is_empty() { 0 } else { problem.extent.batch };

@@ -1,9 +1,9 @@
-//! Convolution, batch norm and the few other kernels a convolutional network needs, on slices.
+//! The kernels of convolutional networks, on slices: convolution, batch norm, pooling and what else their layers need.
 //!
-//! This crate has no tensor type: a kernel takes slices and a description of the problem, and writes slices. Every kernel
-//! takes a [`Cpu`], which states how many threads and which instruction set it may use; nothing is read from the
-//! environment. Kernels overwrite their whole output, whatever it held before, unless their documentation says that they
-//! accumulate.
+//! This crate has no tensor type: a kernel takes slices and a description of the problem, and writes slices. Kernels
+//! that are worth several threads take a [`Cpu`], which states how many threads and which instruction set they may use; nothing
+//! is read from the environment. Kernels overwrite their whole output, whatever it held before, unless their documentation says
+//! that they accumulate.
 //!
 //! ```
 //! use convoke_kernels::conv::{self, ConvOperands, ConvProblem, Pass};
@@ -25,6 +25,7 @@ mod cpu;
 mod device;
 mod element;
 mod error;
+mod random;
 mod scratch;
 mod separable;
 mod shared;

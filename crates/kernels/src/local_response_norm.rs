@@ -6,7 +6,7 @@
 //! ```
 //! The window of channel c is c - size / 2 ..= c + (size - 1) / 2, as in PyTorch; beyond the channels there are zeros.
 
-use crate::error::{check_len, invalid};
+use crate::error::invalid;
 use crate::memory_format::Extent;
 use crate::profile::span;
 use crate::{Cpu, Element, Result};
@@ -46,7 +46,7 @@ impl LocalResponse {
     }
 }
 
-/// Pixels of a contiguous tensor in one task.
+/// Pixels that are handled together: a task in channels-last, a part of one where contiguous.
 const PIXELS: usize = 256;
 
 /// Places of one task: some pixels, each with all channels. Element `c` of pixel `p` is at `start + p * pixel + c * channel`.
@@ -59,7 +59,8 @@ struct Places {
     channel: usize,
 }
 
-/// Runs `task` on the x (and dy) and the output of each image, cut into runs of pixels where pixels are contiguous.
+/// Calls `task` with where an image, or a run of pixels of one, begins in x, the places of its pixels from there on, and its output.
+/// Channels-last tensors are cut into tasks of [`PIXELS`] pixels, contiguous ones into images.
 fn each_task<T: Element>(
     cpu: &Cpu,
     extent: &Extent,
@@ -128,8 +129,7 @@ pub fn local_response_norm<T: Element>(
     let operation = "local response norm";
     span!("local response norm", x, y);
     options.check(operation)?;
-    check_len(operation, "x", x.len(), extent.len()?)?;
-    check_len(operation, "y", y.len(), x.len())?;
+    extent.check(operation, &[("x", x.len()), ("y", y.len())])?;
     each_task(cpu, extent, y, |offset, places, y| {
         let x = &x[offset..offset + y.len()];
         let mut d = vec![0.0; places.channels];
@@ -158,9 +158,7 @@ pub fn local_response_norm_backward<T: Element>(
     let operation = "local response norm backward";
     span!("local response norm backward", x, dy, dx);
     options.check(operation)?;
-    check_len(operation, "x", x.len(), extent.len()?)?;
-    check_len(operation, "dy", dy.len(), x.len())?;
-    check_len(operation, "dx", dx.len(), x.len())?;
+    extent.check(operation, &[("x", x.len()), ("dy", dy.len()), ("dx", dx.len())])?;
     let factor = 2.0 * options.alpha * options.beta / options.size as f64;
     each_task(cpu, extent, dx, |offset, places, dx| {
         let (x, dy) = (&x[offset..offset + dx.len()], &dy[offset..offset + dx.len()]);

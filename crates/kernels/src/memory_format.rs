@@ -45,6 +45,22 @@ impl MemoryFormat {
     }
 }
 
+/// The most elements that a tensor of a problem may have: far above any memory, far below overflow.
+pub(crate) const MOST_ELEMENTS: usize = 1 << 40;
+
+/// The product of sizes; `None` if it overflows.
+fn product(sizes: &[usize]) -> Option<usize> {
+    sizes.iter().try_fold(1usize, |product, &size| product.checked_mul(size))
+}
+
+/// Refuses a shape of more than [`MOST_ELEMENTS`]. `name` is what has this shape.
+pub(crate) fn check_shape(operation: &'static str, name: &str, shape: &[usize]) -> Result<()> {
+    match product(shape).is_some_and(|len| len <= MOST_ELEMENTS) {
+        true => Ok(()),
+        false => Err(invalid(operation, format!("the {name} of shape {shape:?} is too large"))),
+    }
+}
+
 /// The shape of a tensor of N x C x (spatial) elements, and their order in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Extent {
@@ -67,10 +83,17 @@ impl Extent {
     #[allow(clippy::len_without_is_empty)] // it may fail, so there is no cheap `is_empty` to pair it with
     pub fn len(&self) -> Result<usize> {
         let sizes = [self.batch, self.channels, self.spatial];
-        match sizes.iter().try_fold(1usize, |count, &size| count.checked_mul(size.max(1))) {
+        match product(&sizes.map(|size| size.max(1))) {
             Some(_) => Ok(sizes.iter().product()),
             None => Err(invalid("extent", format!("the size of {self:?} overflows"))),
         }
+    }
+
+    /// Checks that each operand has this extent's number of elements, and returns it.
+    pub(crate) fn check(&self, operation: &'static str, lens: &[(&'static str, usize)]) -> Result<usize> {
+        let expected = self.len()?;
+        lens.iter().try_for_each(|&(operand, len)| check_len(operation, operand, len, expected))?;
+        Ok(expected)
     }
 
     /// The extent of a tensor of this shape in which `axis` takes the place of the channels: for kernels that work by channel. Its
@@ -84,20 +107,15 @@ impl Extent {
                 format!("there is no axis {axis}: the shape {shape:?} has {} dimensions", shape.len());
             return Err(invalid("extent", reason));
         };
-        if shape.iter().try_fold(1usize, |count, &size| count.checked_mul(size.max(1))).is_none() {
+        let sizes: Vec<usize> = shape.iter().map(|&size| size.max(1)).collect();
+        if product(&sizes).is_none() {
             return Err(invalid("extent", format!("the size of {shape:?} overflows")));
         }
-        // The axes from the outermost to the innermost.
-        let order: Vec<usize> = match format {
-            MemoryFormat::Contiguous => (0..shape.len()).collect(),
-            MemoryFormat::ChannelsLast if shape.len() < 3 => {
-                return Err(invalid(
-                    "extent",
-                    format!("channels-last needs 3 dimensions or more, got {shape:?}"),
-                ));
-            }
-            MemoryFormat::ChannelsLast => [0].into_iter().chain(2..shape.len()).chain([1]).collect(),
-        };
+        if format == MemoryFormat::ChannelsLast && shape.len() < 3 {
+            let reason = format!("channels-last needs 3 dimensions or more, got {shape:?}");
+            return Err(invalid("extent", reason));
+        }
+        let order = format.axes(shape.len());
         let place = order.iter().position(|&other| other == axis).expect("every axis is in the order");
         let product = |axes: &[usize]| axes.iter().map(|&axis| shape[axis]).product();
         let (batch, spatial) = (product(&order[..place]), product(&order[place + 1..]));
@@ -121,9 +139,8 @@ impl Extent {
 /// If a length differs from `extent`'s.
 pub fn convert<T: Stored>(cpu: &Cpu, extent: &Extent, from: &[T], to: &mut [T]) -> Result<()> {
     span!("memory format conversion", from, to);
-    let len = extent.len()?;
-    check_len("memory format conversion", "the input", from.len(), len)?;
-    check_len("memory format conversion", "the output", to.len(), len)?;
+    let lens = [("the input", from.len()), ("the output", to.len())];
+    let len = extent.check("memory format conversion", &lens)?;
     let image = extent.channels * extent.spatial;
     if len == 0 {
         return Ok(());

@@ -134,6 +134,35 @@ multiversion! {
     }
 }
 
+/// What a rule with two states reads and writes.
+struct WithStates<'a, T> {
+    parameter: &'a mut [T],
+    gradient: &'a [T],
+    states: [&'a mut [T]; 2],
+}
+
+impl<T: Element> WithStates<'_, T> {
+    /// Checks the lengths, and calls `update` on each chunk of the parameter, the gradient and the states.
+    fn each_chunk(
+        self,
+        cpu: &Cpu,
+        operation: &'static str,
+        update: impl Fn(&mut [T], &[T], &mut [T], &mut [T]) + Send + Sync,
+    ) -> Result<()> {
+        let WithStates { parameter, gradient, states: [first, second] } = self;
+        let len = parameter.len();
+        check_len(operation, "the gradient", gradient.len(), len)?;
+        check_len(operation, "the state", first.len(), len)?;
+        check_len(operation, "the state", second.len(), len)?;
+        let states = chunks_mut(first).zip(chunks_mut(second));
+        let items = chunks_mut(parameter).zip(chunks(gradient)).zip(states);
+        cpu.for_each(len, items, |((parameter, gradient), (first, second))| {
+            update(parameter, gradient, first, second);
+        });
+        Ok(())
+    }
+}
+
 /// g += weight_decay * p; v = momentum * v + (1 - dampening) * g; p -= learning_rate * v (nesterov: g + momentum * v).
 ///
 /// `velocity` is required if momentum is not 0. Its flag says that this is the first step, so that the velocity holds
@@ -188,14 +217,8 @@ pub fn adadelta<T: Element>(
         average_step,
         average_step
     );
-    let len = parameter.len();
-    check_len("adadelta", "the gradient", gradient.len(), len)?;
-    check_len("adadelta", "the state", average_square.len(), len)?;
-    check_len("adadelta", "the state", average_step.len(), len)?;
-    let state = chunks_mut(average_square).zip(chunks_mut(average_step));
-    let items = chunks_mut(parameter).zip(chunks(gradient)).zip(state);
-    cpu.for_each(len, items, |((p, g), (s, u))| adadelta_chunk(cpu, options, p, g, s, u));
-    Ok(())
+    let with = WithStates { parameter, gradient, states: [average_square, average_step] };
+    with.each_chunk(cpu, "adadelta", |p, g, s, u| adadelta_chunk(cpu, options, p, g, s, u))
 }
 
 /// p *= 1 - lr * decay; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= lr * m^ / (sqrt(v^) + eps), where ^ is
@@ -212,17 +235,11 @@ pub fn adamw<T: Element>(
     [average, average_square]: [&mut [T]; 2],
 ) -> Result<()> {
     span!("adamw", parameter, parameter, gradient, average, average, average_square, average_square);
-    let len = parameter.len();
-    check_len("adamw", "the gradient", gradient.len(), len)?;
-    check_len("adamw", "the state", average.len(), len)?;
-    check_len("adamw", "the state", average_square.len(), len)?;
     if time < 1 {
         return Err(invalid("adamw", format!("steps count from 1, not {time}")));
     }
-    let state = chunks_mut(average).zip(chunks_mut(average_square));
-    let items = chunks_mut(parameter).zip(chunks(gradient)).zip(state);
-    cpu.for_each(len, items, |((p, g), (m, v))| adamw_chunk(cpu, options, time, p, g, m, v));
-    Ok(())
+    let with = WithStates { parameter, gradient, states: [average, average_square] };
+    with.each_chunk(cpu, "adamw", |p, g, m, v| adamw_chunk(cpu, options, time, p, g, m, v))
 }
 
 /// g += weight_decay * p; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= lr * m^ / (sqrt(v^) + eps), where ^ is
@@ -239,17 +256,11 @@ pub fn adam<T: Element>(
     [average, average_square]: [&mut [T]; 2],
 ) -> Result<()> {
     span!("adam", parameter, parameter, gradient, average, average, average_square, average_square);
-    let len = parameter.len();
-    check_len("adam", "the gradient", gradient.len(), len)?;
-    check_len("adam", "the state", average.len(), len)?;
-    check_len("adam", "the state", average_square.len(), len)?;
     if time < 1 {
         return Err(invalid("adam", format!("steps count from 1, not {time}")));
     }
-    let state = chunks_mut(average).zip(chunks_mut(average_square));
-    let items = chunks_mut(parameter).zip(chunks(gradient)).zip(state);
-    cpu.for_each(len, items, |((p, g), (m, v))| adam_chunk(cpu, options, time, p, g, m, v));
-    Ok(())
+    let with = WithStates { parameter, gradient, states: [average, average_square] };
+    with.each_chunk(cpu, "adam", |p, g, m, v| adam_chunk(cpu, options, time, p, g, m, v))
 }
 
 /// average = decay * average + (1 - decay) * value: an exponential moving average of weights.

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::error::{check_len, invalid};
-use crate::memory_format::{Extent, MemoryFormat};
+use crate::memory_format::{Extent, MemoryFormat, check_shape};
 use crate::profile::span;
 use crate::separable::{self, Lists, Read, Sizes};
 use crate::{Cpu, Element, Result};
@@ -88,9 +88,6 @@ pub struct ResizeProblem {
     spec: ResizeSpec,
 }
 
-/// The largest number of elements of a tensor: 2^40, far above any memory, far below overflow.
-const LIMIT: usize = 1 << 40;
-
 impl ResizeProblem {
     /// Validates a resize.
     ///
@@ -108,10 +105,7 @@ impl ResizeProblem {
             if shape.contains(&0) {
                 return bad(format!("no size of the {name} {shape:?} may be 0"));
             }
-            let len = shape.iter().try_fold(1usize, |len, &size| len.checked_mul(size));
-            if len.is_none_or(|len| len > LIMIT) {
-                return bad(format!("the {name} of shape {shape:?} is too large"));
-            }
+            check_shape("resize", name, &shape)?;
         }
         Ok(ResizeProblem { spec })
     }

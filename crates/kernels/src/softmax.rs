@@ -2,7 +2,6 @@
 
 use crate::channels::{LANES, lane_sum};
 use crate::cpu::multiversion;
-use crate::error::check_len;
 use crate::memory_format::Extent;
 use crate::profile::span;
 use crate::transpose::transpose;
@@ -14,9 +13,7 @@ use crate::{Cpu, Element, Result};
 /// If a length is not the extent's.
 pub fn softmax<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T], y: &mut [T]) -> Result<()> {
     span!("softmax", x, y);
-    let len = extent.len()?;
-    check_len("softmax", "x", x.len(), len)?;
-    check_len("softmax", "y", y.len(), len)?;
+    extent.check("softmax", &[("x", x.len()), ("y", y.len())])?;
     if each_row(cpu, extent, [x], y, |width, [x], y| softmax_rows(cpu, width, x, y)) {
         return Ok(());
     }
@@ -36,10 +33,7 @@ pub fn softmax_backward<T: Element>(
     dx: &mut [T],
 ) -> Result<()> {
     span!("softmax backward", y, dy, dx);
-    let len = extent.len()?;
-    check_len("softmax backward", "y", y.len(), len)?;
-    check_len("softmax backward", "dy", dy.len(), len)?;
-    check_len("softmax backward", "dx", dx.len(), len)?;
+    extent.check("softmax backward", &[("y", y.len()), ("dy", dy.len()), ("dx", dx.len())])?;
     if each_row(cpu, extent, [y, dy], dx, |width, [y, dy], dx| softmax_backward_rows(cpu, width, y, dy, dx)) {
         return Ok(());
     }
@@ -55,9 +49,7 @@ pub fn softmax_backward<T: Element>(
 /// If a length is not the extent's.
 pub fn log_softmax<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T], y: &mut [T]) -> Result<()> {
     span!("log_softmax", x, y);
-    let len = extent.len()?;
-    check_len("log_softmax", "x", x.len(), len)?;
-    check_len("log_softmax", "y", y.len(), len)?;
+    extent.check("log_softmax", &[("x", x.len()), ("y", y.len())])?;
     if each_row(cpu, extent, [x], y, |width, [x], y| log_softmax_rows(cpu, width, x, y)) {
         return Ok(());
     }
@@ -77,10 +69,7 @@ pub fn log_softmax_backward<T: Element>(
     dx: &mut [T],
 ) -> Result<()> {
     span!("log_softmax backward", y, dy, dx);
-    let len = extent.len()?;
-    check_len("log_softmax backward", "y", y.len(), len)?;
-    check_len("log_softmax backward", "dy", dy.len(), len)?;
-    check_len("log_softmax backward", "dx", dx.len(), len)?;
+    extent.check("log_softmax backward", &[("y", y.len()), ("dy", dy.len()), ("dx", dx.len())])?;
     if each_row(cpu, extent, [y, dy], dx, |width, [y, dy], dx| {
         log_softmax_backward_rows(cpu, width, y, dy, dx);
     }) {

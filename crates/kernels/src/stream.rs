@@ -8,10 +8,11 @@ use std::marker::PhantomData;
 
 use pulp::{Simd, WithSimd};
 
+use crate::memory::LINE_BYTES;
 use crate::{Cpu, simd};
 
 /// Floats in a cache line.
-pub(crate) const LINE: usize = 16;
+pub(crate) const LINE: usize = LINE_BYTES / size_of::<f32>();
 
 /// Outputs of at least this many bytes are streamed: the last-level cache would not hold them until the next operation
 /// reads them.
@@ -20,8 +21,8 @@ const LARGE: usize = 32 << 20;
 /// Whether `output` should be written by [`store`], in runs of `run` floats from its start: it must be large and start on a
 /// cache line, and runs must be whole cache lines.
 pub(crate) fn pays(output: &[f32], run: usize) -> bool {
-    let line = LINE * size_of::<f32>();
-    size_of_val(output) >= LARGE && run.is_multiple_of(LINE) && output.as_ptr().addr().is_multiple_of(line)
+    let starts_a_line = output.as_ptr().addr().is_multiple_of(LINE_BYTES);
+    size_of_val(output) >= LARGE && run.is_multiple_of(LINE) && starts_a_line
 }
 
 /// A guard that a thread holds while it streams. Dropping it, even in a panic, makes all that the thread has streamed
@@ -86,10 +87,10 @@ pub(crate) unsafe fn store<S: Simd>(_: S, _: &Streaming, to: *mut f32, value: S:
 #[inline(always)]
 pub(crate) unsafe fn copy_line<S: Simd>(simd: S, streaming: &Streaming, from: &[f32], to: &mut [f32]) {
     let line = to.as_mut_ptr();
-    assert!(from.len() == LINE && to.len() == LINE && line.addr().is_multiple_of(LINE * size_of::<f32>()));
+    assert!(from.len() == LINE && to.len() == LINE && line.addr().is_multiple_of(LINE_BYTES));
     for (v, &vector) in S::as_simd_f32s(from).0.iter().enumerate() {
-        // SAFETY: vector v of `from`'s line lies as far from its start as this place from the start of `to`, which is a line
-        // as well. It starts as one, and vectors divide lines, so that each is aligned. `S` is as the caller promises.
+        // SAFETY: the assertion has checked that both slices are one line long and that `to` starts where a cache line does.
+        // Vector v of a line lies within it, and vectors divide lines, so that each is aligned. `S` is as the caller promises.
         unsafe { store(simd, streaming, line.add(v * S::F32_LANES), vector) };
     }
 }
@@ -114,7 +115,7 @@ pub(crate) fn copy<T: bytemuck::Pod>(cpu: &Cpu, streaming: &Streaming, from: &[T
         }
     }
     let (from, to): (&[f32], &mut [f32]) = (bytemuck::cast_slice(from), bytemuck::cast_slice_mut(to));
-    let head = to.as_ptr().align_offset(LINE * size_of::<f32>()).min(to.len());
+    let head = to.as_ptr().align_offset(LINE_BYTES).min(to.len());
     let (first, to) = to.split_at_mut(head);
     let (first_from, from) = from.split_at(head);
     first.copy_from_slice(first_from);

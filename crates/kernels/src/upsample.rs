@@ -1,7 +1,7 @@
 //! Upsampling by whole factors, with its backward pass, in both memory formats.
 
 use crate::error::{check_len, invalid};
-use crate::memory_format::{Extent, MemoryFormat};
+use crate::memory_format::{Extent, MOST_ELEMENTS, MemoryFormat};
 use crate::profile::span;
 use crate::separable::{self, Lists, Read, Sizes};
 use crate::{Cpu, Element, Result};
@@ -37,9 +37,6 @@ pub struct UpsampleProblem {
     format: MemoryFormat,
 }
 
-/// The largest number of elements of a tensor: 2^40, far above any memory, far below overflow.
-const LIMIT: usize = 1 << 40;
-
 impl UpsampleProblem {
     /// Validates an upsampling of N x C x H x W to N x C x (H `factor[0]`) x (W `factor[1]`).
     ///
@@ -61,7 +58,7 @@ impl UpsampleProblem {
         }
         let sizes = shape.iter().chain(&factor);
         let len = sizes.copied().try_fold(1usize, |len, size| len.checked_mul(size));
-        if len.is_none_or(|len| len > LIMIT) {
+        if len.is_none_or(|len| len > MOST_ELEMENTS) {
             return Err(invalid("upsampling", format!("{shape:?} times {factor:?} is too large")));
         }
         Ok(UpsampleProblem { batch, channels, size, factor, mode, format })

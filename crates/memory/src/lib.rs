@@ -124,6 +124,8 @@ pub fn check(bytes: usize) -> Result<()> {
 pub struct Reserve(#[expect(dead_code, reason = "it is only held")] memmap2::MmapMut);
 
 impl Reserve {
+    /// Asks the system for `bytes` and holds them.
+    ///
     /// # Errors
     /// If the system refuses `bytes`.
     pub fn new(bytes: usize) -> Result<Reserve> {

@@ -1,7 +1,7 @@
 //! Inverts a normalisation: computes x from the output, where no information was lost.
 
 use super::coefficients::{Coefficients, Invert};
-use super::{Activation, Normalization, check_tensors, map_from};
+use super::{Activation, Normalization, map_from};
 use crate::memory_format::Extent;
 use crate::profile::span;
 use crate::{Cpu, Element, Result};
@@ -15,8 +15,8 @@ const SIZE: f64 = (1u64 << 40) as f64;
 impl<T: Element> Normalization<'_, T> {
     /// Whether [`invert`] recovers x with enough digits for backward.
     ///
-    /// It does if there is no activation but a leaky ReLU, and every channel has 2^-40 <= |gamma| <= 2^40 (also after multiplying by a leaky
-    /// ReLU's slope), |beta / gamma| <= 64 and |mean| inverse_std <= 64, with an inverse_std above 0 and gamma *
+    /// It does if the activation is none or a leaky ReLU, and every channel has 2^-40 <= |gamma| <= 2^40 (also after multiplying by
+    /// the slope of a leaky ReLU), |beta / gamma| <= 64 and |mean| inverse_std <= 64, with an inverse_std above 0 and gamma *
     /// inverse_std neither too large nor too small for T. NaN is never invertible, nor are slices of different lengths.
     ///
     /// Then, with n = (x - mean) inverse_std, the normalised value, and m = |mean| inverse_std,
@@ -59,7 +59,8 @@ impl<T: Element> Normalization<'_, T> {
 /// from this x: near 0 its sign may be wrong.
 ///
 /// # Errors
-/// If a length is not the extent's, for a ReLU, and where gamma * inverse_std or a slope has no finite inverse.
+/// If a length is not the extent's, the activation is another than a leaky ReLU, or gamma * inverse_std or a slope has no finite
+/// inverse.
 pub fn invert<T: Element>(
     cpu: &Cpu,
     extent: &Extent,
@@ -68,7 +69,7 @@ pub fn invert<T: Element>(
     x: &mut [T],
 ) -> Result<()> {
     span!("invert batch norm", z, x);
-    check_tensors("batch norm inversion", extent, &[("z", z.len()), ("x", x.len())])?;
+    extent.check("batch norm inversion", &[("z", z.len()), ("x", x.len())])?;
     invert_from(cpu, extent, Some(z), by, x)
 }
 
@@ -83,7 +84,7 @@ pub fn invert_in_place<T: Element>(
     data: &mut [T],
 ) -> Result<()> {
     span!("invert batch norm", data, data);
-    check_tensors("batch norm inversion", extent, &[("z", data.len())])?;
+    extent.check("batch norm inversion", &[("z", data.len())])?;
     invert_from(cpu, extent, None, by, data)
 }
 

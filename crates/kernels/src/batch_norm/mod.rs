@@ -35,7 +35,7 @@ use std::ops::Range;
 
 use coefficients::{Coefficients, Map, Normalize, NormalizeAdded};
 use parts::all_parts;
-use planes::Planes;
+use planes::{GradientSumsOf, Planes};
 use rows::Rows;
 
 use crate::error::{check_len, invalid};
@@ -196,7 +196,7 @@ pub fn inverse_std(variance: &[f64], eps: f64, place: EpsPlace) -> Vec<f64> {
 /// # Errors
 /// If the length of `x` is not the extent's.
 pub fn stats<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T]) -> Result<Moments> {
-    check_tensors("batch norm statistics", extent, &[("x", x.len())])?;
+    extent.check("batch norm statistics", &[("x", x.len())])?;
     let mut parts = StatsInParts::new(extent)?;
     parts.add(cpu, x)?;
     parts.finish()
@@ -205,7 +205,7 @@ pub fn stats<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T]) -> Result<Moments>
 /// y = act((x - mean) * gamma * inverse_std + beta): PyTorch's `batch_norm_elemt`.
 ///
 /// # Errors
-/// If a length is not the extent's.
+/// If a length is not the extent's, or the activation's parameters make no sense.
 pub fn normalize<T: Element>(
     cpu: &Cpu,
     extent: &Extent,
@@ -214,7 +214,7 @@ pub fn normalize<T: Element>(
     y: &mut [T],
 ) -> Result<()> {
     span!("normalize", x, y);
-    check_tensors("batch norm", extent, &[("x", x.len()), ("y", y.len())])?;
+    extent.check("batch norm", &[("x", x.len()), ("y", y.len())])?;
     normalize_from(cpu, extent, Some(x), by, y)
 }
 
@@ -222,7 +222,7 @@ pub fn normalize<T: Element>(
 /// [`normalize`] without the activation followed by [`add_activated_in_place`](crate::activation::add_activated_in_place).
 ///
 /// # Errors
-/// If a length is not the extent's.
+/// If a length is not the extent's, or the activation's parameters make no sense.
 pub fn normalize_added<T: Element>(
     cpu: &Cpu,
     extent: &Extent,
@@ -232,7 +232,7 @@ pub fn normalize_added<T: Element>(
 ) -> Result<()> {
     span!("normalize and add", x, residual, y);
     let tensors = [("x", x.len()), ("the residual", residual.len()), ("y", y.len())];
-    check_tensors("batch norm", extent, &tensors)?;
+    extent.check("batch norm", &tensors)?;
     by.check("batch norm", extent.channels)?;
     map_from(cpu, extent, NormalizeAdded, Coefficients::forward(by), Some([x, residual]), y);
     Ok(())
@@ -241,7 +241,7 @@ pub fn normalize_added<T: Element>(
 /// As [`normalize`], in place: `data` holds x before and y after.
 ///
 /// # Errors
-/// If a length is not the extent's.
+/// If a length is not the extent's, or the activation's parameters make no sense.
 pub fn normalize_in_place<T: Element>(
     cpu: &Cpu,
     extent: &Extent,
@@ -249,7 +249,7 @@ pub fn normalize_in_place<T: Element>(
     data: &mut [T],
 ) -> Result<()> {
     span!("normalize", data, data);
-    check_tensors("batch norm", extent, &[("x", data.len())])?;
+    extent.check("batch norm", &[("x", data.len())])?;
     normalize_from(cpu, extent, None, by, data)
 }
 
@@ -288,7 +288,7 @@ fn map_from<T: Element>(
 /// The results are bit-identical to those of the two calls. An empty batch gives the mean 0 and an empty output.
 ///
 /// # Errors
-/// If a length is not the extent's.
+/// If a length is not the extent's, the activation's parameters make no sense, or eps is negative or NaN.
 pub fn forward_training<T: Element>(
     cpu: &Cpu,
     extent: &Extent,
@@ -297,7 +297,7 @@ pub fn forward_training<T: Element>(
     y: &mut [T],
 ) -> Result<(Moments, Vec<f64>)> {
     span!("batch norm", x, x, y);
-    check_tensors("batch norm", extent, &[("x", x.len()), ("y", y.len())])?;
+    extent.check("batch norm", &[("x", x.len()), ("y", y.len())])?;
     check_eps("batch norm", layer.eps)?;
     let inverse_std_of = |moments: &Moments| moments.inverse_std(layer.eps, layer.eps_place);
     let Affine { weight, bias, activation, .. } = *layer;
@@ -335,7 +335,7 @@ pub fn forward_training<T: Element>(
 /// The sums over each channel that the gradients of x, gamma and beta need: PyTorch's `batch_norm_backward_reduce`.
 ///
 /// # Errors
-/// If a length is not the extent's.
+/// If a length is not the extent's, or the activation's parameters make no sense.
 pub fn backward_reduce<T: Element>(
     cpu: &Cpu,
     extent: &Extent,
@@ -344,7 +344,7 @@ pub fn backward_reduce<T: Element>(
     by: &Normalization<'_, T>,
 ) -> Result<BackwardSums> {
     let operation = "batch norm backward";
-    check_tensors(operation, extent, &[("x", x.len()), ("dy", dy.len())])?;
+    extent.check(operation, &[("x", x.len()), ("dy", dy.len())])?;
     by.check(operation, extent.channels)?;
     let mut parts = BackwardSumsInParts::new(extent)?;
     parts.add(cpu, x, dy, by)?;
@@ -357,7 +357,7 @@ pub fn backward_reduce<T: Element>(
 /// all ranks if the statistics were synchronized). `None` if the statistics were constants.
 ///
 /// # Errors
-/// If a length is not the extent's.
+/// If a length is not the extent's, the activation's parameters make no sense, or `sums` are over no values.
 pub fn backward_elemt_in_place<T: Element>(
     cpu: &Cpu,
     extent: &Extent,
@@ -367,14 +367,14 @@ pub fn backward_elemt_in_place<T: Element>(
     data: &mut [T],
 ) -> Result<()> {
     span!("batch norm gradient", data, dy, data);
-    check_tensors("batch norm backward", extent, &[("x", data.len()), ("dy", dy.len())])?;
+    extent.check("batch norm backward", &[("x", data.len()), ("dy", dy.len())])?;
     gradient_from(cpu, extent, (None, dy), by, sums, data)
 }
 
 /// The gradient of x: PyTorch's `batch_norm_backward_elemt`. See [`backward_elemt_in_place`].
 ///
 /// # Errors
-/// If a length is not the extent's.
+/// If a length is not the extent's, the activation's parameters make no sense, or `sums` are over no values.
 pub fn backward_elemt<T: Element>(
     cpu: &Cpu,
     extent: &Extent,
@@ -385,7 +385,7 @@ pub fn backward_elemt<T: Element>(
 ) -> Result<()> {
     span!("batch norm gradient", x, dy, dx);
     let tensors = [("x", x.len()), ("dy", dy.len()), ("dx", dx.len())];
-    check_tensors("batch norm backward", extent, &tensors)?;
+    extent.check("batch norm backward", &tensors)?;
     gradient_from(cpu, extent, (Some(x), dy), by, sums, dx)
 }
 
@@ -422,7 +422,7 @@ fn gradient_from<T: Element>(
 /// calls.
 ///
 /// # Errors
-/// If a length is not the extent's.
+/// If a length is not the extent's, or the activation's parameters make no sense.
 pub fn backward_training<T: Element>(
     cpu: &Cpu,
     extent: &Extent,
@@ -432,7 +432,7 @@ pub fn backward_training<T: Element>(
 ) -> Result<BackwardSums> {
     span!("batch norm backward", x, dy, x, dy, dx);
     let operation = "batch norm backward";
-    check_tensors(operation, extent, &[("x", x.len()), ("dy", dy.len()), ("dx", dx.len())])?;
+    extent.check(operation, &[("x", x.len()), ("dy", dy.len()), ("dx", dx.len())])?;
     by.check(operation, extent.channels)?;
     let count = extent.batch * extent.spatial;
     if !x.is_empty()
@@ -450,8 +450,8 @@ pub fn backward_training<T: Element>(
             };
             Coefficients::backward(&some, Some((sums, count)))
         };
-        let c = Coefficients::forward(by);
-        return Ok(planes.backward(cpu, &all_parts(extent), (x, dy), by.mean, &c, with_sums, dx));
+        let of = GradientSumsOf { x, dy, means: by.mean, c: &Coefficients::forward(by) };
+        return Ok(planes.backward(cpu, &all_parts(extent), &of, with_sums, dx));
     }
     let sums = backward_reduce(cpu, extent, x, dy, by)?;
     backward_elemt(cpu, extent, (x, dy), by, Some((&sums, count)), dx)?;
@@ -467,11 +467,6 @@ pub fn check_eps(operation: &'static str, eps: f64) -> Result<()> {
         true => Ok(()),
         false => Err(invalid(operation, format!("eps is {eps}, it must be 0 or more"))),
     }
-}
-
-fn check_tensors(operation: &'static str, extent: &Extent, lens: &[(&'static str, usize)]) -> Result<()> {
-    let expected = extent.len()?;
-    lens.iter().try_for_each(|&(operand, len)| check_len(operation, operand, len, expected))
 }
 
 /// How to loop over a tensor, by its memory layout.

@@ -7,7 +7,7 @@
 use std::ops::Range;
 
 use bytemuck::allocation::try_zeroed_vec;
-use convoke_memory::attempt;
+use convoke_memory::{OutOfMemory, attempt};
 
 use super::{BackwardSums, Coefficients, Moments, Normalization, Walk, merge_moments};
 use crate::cpu::multiversion;
@@ -129,11 +129,9 @@ impl Totals {
     }
 
     /// As [`Totals::new`], but returns an error if there is no memory: a batch without values can claim any number of channels.
-    fn fallible(operation: &'static str, pair: Pair, channels: usize) -> Result<Totals> {
-        let zeros = || {
-            attempt(|| try_zeroed_vec(channels))
-                .map_err(|()| invalid(operation, format!("no memory for the numbers of {channels} channels")))
-        };
+    /// Zeroed memory takes none before it is written.
+    fn fallible(pair: Pair, channels: usize) -> Result<Totals> {
+        let zeros = || attempt(|| try_zeroed_vec(channels)).map_err(|()| OutOfMemory::of::<f64>(channels));
         Ok(Totals { pair, a: zeros()?, b: zeros()? })
     }
 
@@ -243,7 +241,7 @@ impl StatsInParts {
     /// If the size of the batch overflows, or there is no memory for two numbers per channel.
     pub fn new(whole: &Extent) -> Result<StatsInParts> {
         let progress = Progress::new("batch norm statistics in parts", whole)?;
-        let totals = Totals::fallible(progress.operation, Pair::Moments, whole.channels)?;
+        let totals = Totals::fallible(Pair::Moments, whole.channels)?;
         Ok(StatsInParts { progress, totals })
     }
 
@@ -292,7 +290,7 @@ impl BackwardSumsInParts {
     /// If the size of the batch overflows, or there is no memory for two numbers per channel.
     pub fn new(whole: &Extent) -> Result<BackwardSumsInParts> {
         let progress = Progress::new("batch norm backward in parts", whole)?;
-        let totals = Totals::fallible(progress.operation, Pair::Sums, whole.channels)?;
+        let totals = Totals::fallible(Pair::Sums, whole.channels)?;
         Ok(BackwardSumsInParts { progress, totals })
     }
 

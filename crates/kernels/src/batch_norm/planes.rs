@@ -269,26 +269,21 @@ impl Planes {
         Moments { mean, m2, count }
     }
 
-    /// The sums and dx, in the same way. `c` holds the coefficients of forward for all channels; `with_sums` computes those
-    /// of backward for some channels from their sums.
-    #[allow(clippy::too_many_arguments)]
+    /// The sums and dx, in the same way. `with_sums` computes the coefficients of backward for some channels from their sums.
     pub(super) fn backward<T: Element>(
         &self,
         cpu: &Cpu,
         parts: &[Part],
-        (x, dy): (&[T], &[T]),
-        means: &[f64],
-        c: &Coefficients<T>,
+        of: &GradientSumsOf<'_, T>,
         with_sums: impl Fn(Range<usize>, &BackwardSums) -> Coefficients<T> + Send + Sync,
         dx: &mut [T],
     ) -> BackwardSums {
         let target = Target::new(cpu, dx, true);
-        let task = GradientSumsOf { x, dy, means, c };
         let groups = self.by_group(cpu, |channels| {
-            let Totals { a, b, .. } = self.group_totals(cpu, parts, &channels, &task);
+            let Totals { a, b, .. } = self.group_totals(cpu, parts, &channels, of);
             let sums = BackwardSums { g: a, g_centered: b };
             let c = with_sums(channels.clone(), &sums);
-            let gradient = Gradient { x: Some(x), dy, c: &c, first: channels.start };
+            let gradient = Gradient { x: Some(of.x), dy: of.dy, c: &c, first: channels.start };
             for tile in self.tiles(channels.clone()) {
                 self.gradient_tile(&tile, &gradient, &target);
             }
@@ -387,12 +382,12 @@ impl<T: Element> PartTask for MomentsOf<'_, T> {
     }
 }
 
-/// The sums of g and of g (x - mean); means and coefficients are those of all channels.
-struct GradientSumsOf<'a, T> {
-    x: &'a [T],
-    dy: &'a [T],
-    means: &'a [f64],
-    c: &'a Coefficients<T>,
+/// The sums of g and of g (x - mean); means and coefficients of forward are those of all channels.
+pub(super) struct GradientSumsOf<'a, T> {
+    pub(super) x: &'a [T],
+    pub(super) dy: &'a [T],
+    pub(super) means: &'a [f64],
+    pub(super) c: &'a Coefficients<T>,
 }
 
 impl<T: Element> PartTask for GradientSumsOf<'_, T> {

@@ -24,9 +24,9 @@ pub enum Keep {
     RecomputeInTiles,
     /// Neither output: the convolution is recomputed, and the block's own output is normalised from that.
     RecomputeBoth,
-    /// The block's own output, from which the convolution's output is computed by inverting the normalisation. Works as
-    /// [`Keep::RecomputeInTiles`] where that is impossible: with an activation but a leaky ReLU, a residual or a pool, and where the statistics and
-    /// parameters of a channel are out of range, such as a gamma too near to 0.
+    /// The block's own output, from which the convolution's output is computed by inverting the normalisation. That needs a block
+    /// without residual and pool, with no activation or a leaky ReLU, and with statistics and parameters in range (no gamma too
+    /// near to 0). Elsewhere it works as [`Keep::RecomputeInTiles`].
     Invert,
 }
 

@@ -78,12 +78,12 @@ impl<T: Element> ConvKernel<T> for Tiles {
         let inner = &split.inner;
         match self.pass {
             Pass::Forward => {
-                let weight = self.ordered(b, weights);
+                let weight = self.ordered(cpu, b, weights);
                 let tasks = a.chunks(x_image).zip(output.chunks_mut(y_image)).zip(workers);
                 cpu.for_each(work, tasks, |((x, y), columns)| self.forward(inner, x, weight, y, columns));
             }
             Pass::BackwardData => {
-                let weight = self.ordered(b, weights);
+                let weight = self.ordered(cpu, b, weights);
                 let tasks = a.chunks(y_image).zip(output.chunks_mut(x_image)).zip(workers);
                 cpu.for_each(work, tasks, |((dy, dx), columns)| {
                     self.backward_data(inner, dy, weight, dx, columns);
@@ -97,7 +97,7 @@ impl<T: Element> ConvKernel<T> for Tiles {
                     self.backward_weights(inner, x, dy, dweight, columns);
                 });
                 reduce_partials(weights, len);
-                self.reorder(&weights[..len], output, Reorder::ToProblem);
+                self.reorder(cpu, (&weights[..len], output), Reorder::ToProblem);
             }
         }
     }
@@ -119,17 +119,17 @@ impl Tiles {
     }
 
     /// The weight with each filter in the order of the columns' rows: (c, r, s), or (r, s, c) for channels-last.
-    fn ordered<'a, T: Element>(&self, weight: &'a [T], buffer: &'a mut [T]) -> &'a [T] {
+    fn ordered<'a, T: Element>(&self, cpu: &Cpu, weight: &'a [T], buffer: &'a mut [T]) -> &'a [T] {
         match self.problem.format {
             MemoryFormat::Contiguous => weight,
             MemoryFormat::ChannelsLast => {
-                self.reorder(weight, buffer, Reorder::ToColumns);
+                self.reorder(cpu, (weight, buffer), Reorder::ToColumns);
                 buffer
             }
         }
     }
 
-    fn reorder<T: Element>(&self, from: &[T], to: &mut [T], direction: Reorder) {
+    fn reorder<T: Element>(&self, cpu: &Cpu, (from, to): (&[T], &mut [T]), direction: Reorder) {
         if self.problem.format == MemoryFormat::Contiguous {
             return to.copy_from_slice(from);
         }
@@ -140,7 +140,7 @@ impl Tiles {
             Reorder::ToProblem => (taps, channels),
         };
         for (from, to) in from.chunks(self.depth()).zip(to.chunks_mut(self.depth())) {
-            transpose(&Cpu::single(), rows, columns, from, to);
+            transpose(cpu, rows, columns, from, to);
         }
     }
 

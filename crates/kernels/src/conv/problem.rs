@@ -1,7 +1,7 @@
 //! A convolution problem: every size that a 2-D convolution has, validated once.
 
 use crate::error::invalid;
-use crate::memory_format::{Extent, MemoryFormat};
+use crate::memory_format::{Extent, MOST_ELEMENTS, MemoryFormat, check_shape};
 use crate::{DType, Error, Result};
 
 /// One spatial axis of a convolution.
@@ -111,7 +111,7 @@ impl ConvAxis {
         let read = (self.output() - 1) * self.stride + self.kernel_span();
         let dilation = if self.kernel == 1 { 1 } else { self.dilation };
         let pad_after = read.saturating_sub(self.pad_before + self.input);
-        let stride = self.stride.min(MAX_ELEMENTS.max(self.pad_before + self.input + pad_after));
+        let stride = self.stride.min(MOST_ELEMENTS.max(self.pad_before + self.input + pad_after));
         ConvAxis { pad_after, dilation, stride, ..self }
     }
 }
@@ -221,8 +221,6 @@ impl std::ops::Deref for ConvProblem {
     }
 }
 
-/// The most elements that a tensor of a problem may have: 2^40, far above any memory, far below overflow.
-const MAX_ELEMENTS: usize = 1 << 40;
 /// The limit of images x channels x size of one padded axis: algorithms multiply this product with strides and lanes.
 const MAX_PADDED: usize = 1 << 61;
 
@@ -268,10 +266,7 @@ impl ConvProblem {
             ("output", [spec.batch, spec.out_channels, spec.height.output(), spec.width.output()]),
         ];
         for (name, shape) in tensors {
-            let len = shape.iter().try_fold(1usize, |len, &size| len.checked_mul(size));
-            if len.is_none_or(|len| len > MAX_ELEMENTS) {
-                return bad(format!("the {name} of shape {shape:?} is too large"));
-            }
+            check_shape("convolution", name, &shape)?;
         }
         for (name, axis) in [("height", &spec.height), ("width", &spec.width)] {
             let sizes = [spec.batch, spec.in_channels, axis.pad_before + axis.input + axis.pad_after];

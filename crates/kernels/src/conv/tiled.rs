@@ -269,6 +269,8 @@ pub struct WeightGradient<T: Element> {
 }
 
 impl<T: Element> WeightGradient<T> {
+    /// The gradient of no images yet, in the shape of the problem's weight.
+    ///
     /// # Errors
     /// If there is no memory.
     pub fn new(of: &TiledConv) -> Result<WeightGradient<T>> {
@@ -305,6 +307,8 @@ pub struct BiasGradient<T: Element> {
 }
 
 impl<T: Element> BiasGradient<T> {
+    /// The gradient of no images yet: zeros, one for each channel of the output.
+    ///
     /// # Errors
     /// If there is no memory.
     pub fn new(of: &TiledConv) -> Result<BiasGradient<T>> {

@@ -14,24 +14,24 @@ pub(crate) struct AlignedVec<T> {
 }
 
 /// Bytes of a cache line.
-pub(crate) const LINE: usize = 64;
+pub(crate) const LINE_BYTES: usize = 64;
 
 impl<T: Element> AlignedVec<T> {
     /// `len` elements of this value. Aborts if there is no memory, so use it only for sizes as small as a row of a tensor.
     pub(crate) fn filled(len: usize, value: T) -> AlignedVec<T> {
-        let slack = LINE / size_of::<T>();
+        let slack = LINE_BYTES / size_of::<T>();
         AlignedVec::of(vec![value; len + slack], len)
     }
 
     /// As [`AlignedVec::filled`], but returns an error if there is no memory: for sizes as large as a tensor.
     pub(crate) fn try_filled(len: usize, value: T) -> Result<AlignedVec<T>, OutOfMemory> {
-        let slack = LINE / size_of::<T>();
+        let slack = LINE_BYTES / size_of::<T>();
         Ok(AlignedVec::of(convoke_memory::filled(len.saturating_add(slack), value)?, len))
     }
 
     /// The first `len` elements of `memory` from a cache line on; `memory` is one cache line longer than that.
     fn of(memory: Vec<T>, len: usize) -> AlignedVec<T> {
-        let start = memory.as_ptr().align_offset(LINE).min(memory.len() - len);
+        let start = memory.as_ptr().align_offset(LINE_BYTES).min(memory.len() - len);
         AlignedVec { memory, start, len }
     }
 

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::aligned::LINE;
+use super::aligned::LINE_BYTES;
 
 /// Allocations of at most this many bytes use separate chunks, so that they do not fragment the holes that larger ones leave.
 const SMALL: usize = 256 << 10;
@@ -70,7 +70,7 @@ impl Arena {
                 NonNull::<Line>::dangling().cast(),
             ));
         }
-        let lines = len.checked_next_multiple_of(LINE)?;
+        let lines = len.checked_next_multiple_of(LINE_BYTES)?;
         let mut chunks = self.chunks();
         let (chunk, start) = chunks.hole(lines).or_else(|| chunks.fresh(lines))?;
         let memory = chunks.all[chunk].as_mut().expect("it has this hole");
@@ -248,14 +248,14 @@ unsafe impl Send for Memory {}
 impl Memory {
     /// `len` bytes, a multiple of a cache line; `None` if there is not enough memory.
     fn zeros(len: usize) -> Option<Memory> {
-        let bytes = len.checked_add(LINE - 1)?;
+        let bytes = len.checked_add(LINE_BYTES - 1)?;
         let room =
             convoke_memory::attempt(|| bytemuck::allocation::try_zeroed_slice_box::<u8>(bytes)).ok()?;
         let room = NonNull::from(Box::leak(room));
         let first = room.cast::<u8>();
-        // SAFETY: `room` has LINE - 1 bytes more than `len`, and the next line begins at most LINE - 1 bytes from its
+        // SAFETY: `room` has LINE_BYTES - 1 bytes more than `len`, and the next line begins at most LINE_BYTES - 1 bytes from its
         // start. `align_offset` returns that distance: a byte pointer can always be aligned.
-        let base = unsafe { first.add(first.as_ptr().align_offset(LINE)) };
+        let base = unsafe { first.add(first.as_ptr().align_offset(LINE_BYTES)) };
         Some(Memory { base, len, room })
     }
 }

@@ -4,6 +4,6 @@ mod aligned;
 mod arena;
 mod heap;
 
-pub(crate) use aligned::AlignedVec;
+pub(crate) use aligned::{AlignedVec, LINE_BYTES};
 pub(crate) use heap::Heap;
 pub use heap::{BorrowedBytes, Buffer, Bytes, MemoryStats, TimelinePoint, at_least};

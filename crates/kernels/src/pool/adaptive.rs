@@ -3,7 +3,7 @@
 use super::global::{global_average_pool, global_average_pool_backward};
 use crate::cpu::multiversion;
 use crate::error::{check_len, invalid};
-use crate::memory_format::{Extent, MemoryFormat};
+use crate::memory_format::{Extent, MemoryFormat, check_shape};
 use crate::separable::{self, Lists, Sizes};
 use crate::{Cpu, Element, Result};
 
@@ -18,9 +18,6 @@ pub struct AdaptivePool {
     output: [usize; 2],
     format: MemoryFormat,
 }
-
-/// The largest size of a tensor: 2^40 elements, far above any memory, far below overflow.
-const LIMIT: usize = 1 << 40;
 
 impl AdaptivePool {
     /// Validates an adaptive pooling.
@@ -38,13 +35,7 @@ impl AdaptivePool {
             if shape.contains(&0) {
                 return Err(invalid("adaptive pooling", format!("no size of the {name} {shape:?} may be 0")));
             }
-            let len = shape.iter().try_fold(1usize, |len, &size| len.checked_mul(size));
-            if len.is_none_or(|len| len > LIMIT) {
-                return Err(invalid(
-                    "adaptive pooling",
-                    format!("the {name} of shape {shape:?} is too large"),
-                ));
-            }
+            check_shape("adaptive pooling", name, &shape)?;
         }
         Ok(AdaptivePool { batch, channels, input, output, format })
     }

@@ -132,7 +132,8 @@ multiversion! {
         let dx = &mut dx[..span(stride, lanes, dy.len())];
         let shares = &shares[..dy.len() / lanes];
         strided(stride, lanes, dy.len(), |to, from| {
-            // SAFETY: `strided` visits places below dy's length, a multiple of `lanes`, and below `span`, dx's length.
+            // SAFETY: `strided` visits places below dy's length, a multiple of `lanes`, and below `span`, dx's length. So
+            // `to / lanes` is below the length that the shares have been cut to.
             unsafe { *dx.get_unchecked_mut(from) += *dy.get_unchecked(to) * *shares.get_unchecked(to / lanes) };
         });
     }

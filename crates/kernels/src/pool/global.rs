@@ -1,5 +1,6 @@
 //! The mean of each channel of each image, with its backward pass, in one pass over memory in both formats.
 
+use crate::channels::{LANES, halved};
 use crate::cpu::multiversion;
 use crate::error::{check_len, invalid};
 use crate::memory_format::{Extent, MemoryFormat};
@@ -7,10 +8,8 @@ use crate::{Cpu, Element, Result};
 
 /// The approximate number of elements in a task.
 const TASK: usize = 1 << 15;
-/// From so many images on, an image is one task.
-const MOST_TASKS: usize = 32;
-/// Independent sums, so that additions vectorise.
-const LANES: usize = 16;
+/// Tasks that fewer images than this are cut into together.
+const TASKS: usize = 32;
 
 /// y (N x C) = the mean of each plane of x. Sums are taken in f64, in an order that depends on the shape only.
 ///
@@ -35,7 +34,7 @@ pub fn global_average_pool<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T], y: &
     }
     let image = spatial * channels;
     // Few images are cut into parts, so that every thread has some.
-    let parts = MOST_TASKS.div_ceil(extent.batch).min(image.div_ceil(TASK));
+    let parts = TASKS.div_ceil(extent.batch).min(image.div_ceil(TASK));
     let part = spatial.div_ceil(parts) * channels;
     let parts = image.div_ceil(part);
     if parts == 1 {
@@ -113,9 +112,7 @@ multiversion! {
         for x in rest {
             last += x.f64();
         }
-        let eight: [f64; 8] = std::array::from_fn(|lane| lanes[lane] + lanes[lane + 8]);
-        let four: [f64; 4] = std::array::from_fn(|lane| eight[lane] + eight[lane + 4]);
-        (four[0] + four[2]) + (four[1] + four[3]) + last
+        halved(lanes) + last
     }
 
     /// `sums`, which hold 0, plus the pixels of x. It adds four at a time, because every addition reads and writes `sums` in

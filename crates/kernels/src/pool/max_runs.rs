@@ -139,7 +139,8 @@ multiversion! {
         let dx = &mut dx[..span(stride, lanes, dy.len())];
         let indices = &indices[..dy.len()];
         strided(stride, lanes, dy.len(), |to, from| {
-            // SAFETY: `strided` visits places below dy's length, and below `span`, dx's length.
+            // SAFETY: `strided` visits places below dy's length, which is also that of the indices, and below `span`, dx's
+            // length.
             let (dy, index, dx) =
                 unsafe { (*dy.get_unchecked(to), *indices.get_unchecked(to), dx.get_unchecked_mut(from)) };
             *dx += if index == tap { dy } else { T::zero() };

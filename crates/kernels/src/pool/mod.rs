@@ -19,7 +19,7 @@ pub use max::{MaxPoolAlgorithm, MaxPoolPass, max_pool, max_pool_algorithms, max_
 use crate::Result;
 use crate::conv::ConvAxis;
 use crate::error::{check_len, invalid};
-use crate::memory_format::{Extent, MemoryFormat};
+use crate::memory_format::{Extent, MOST_ELEMENTS, MemoryFormat, check_shape};
 
 /// One spatial axis of a pooling layer, as PyTorch describes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -98,10 +98,7 @@ impl PoolProblem {
             ("window", [1, 1, height.kernel, width.kernel]),
         ];
         for (name, shape) in shapes {
-            let len = shape.iter().try_fold(1usize, |len, &size| len.checked_mul(size));
-            if len.is_none_or(|len| len > LIMIT) {
-                return Err(invalid("pooling", format!("the {name} of shape {shape:?} is too large")));
-            }
+            check_shape("pooling", name, &shape)?;
         }
         Ok(problem)
     }
@@ -177,9 +174,6 @@ impl std::fmt::Display for PoolProblem {
     }
 }
 
-/// The largest size and the largest tensor: 2^40, far above any memory, far below overflow.
-const LIMIT: usize = 1 << 40;
-
 fn axis(name: &str, axis: &PoolAxis, padding_after: usize, ceil_mode: bool) -> Result<ConvAxis> {
     let &PoolAxis { input, kernel, stride, padding, dilation } = axis;
     let bad = |reason: String| Err(invalid("pooling", reason));
@@ -189,8 +183,8 @@ fn axis(name: &str, axis: &PoolAxis, padding_after: usize, ceil_mode: bool) -> R
     if let Some(padding) = [padding, padding_after].into_iter().find(|&padding| padding > kernel / 2) {
         return bad(format!("padding {padding} is more than half of kernel {kernel} along the {name} axis"));
     }
-    if [input, kernel, stride, dilation].iter().any(|&size| size > LIMIT)
-        || (kernel - 1).checked_mul(dilation).is_none_or(|span| span > LIMIT)
+    if [input, kernel, stride, dilation].iter().any(|&size| size > MOST_ELEMENTS)
+        || (kernel - 1).checked_mul(dilation).is_none_or(|span| span > MOST_ELEMENTS)
     {
         return bad(format!("the {name} axis is too large: {axis:?}"));
     }

@@ -1,7 +1,8 @@
 //! Tuning results on disk: one small JSON file a result, in a folder for each kind of machine.
 //!
 //! ```text
-//! ROOT/convoke-0.1_amd-epyc-9v74-f25m17_avx512/mb32ic64ih56oc64kh3ph1_nhwc_f32_fwd_t2_standard.json
+//! ROOT/convoke-0.1_amd-epyc-9v74-80-core-processor-f25m17s1_avx512/
+//!   mb16ic64ih56iw56oc64oh56ow56kh3kw3sh1sw1ph1pw1_nhwc_f32_fwd_t2_standard.json
 //! ```
 //! A result is written to a temporary name and renamed. So any number of processes may write at once, the last one to write a
 //! result wins, and a damaged file spoils only its own result.

@@ -1,6 +1,7 @@
 //! Random inputs of a trial, the same each time.
 
 use crate::memory::AlignedVec;
+use crate::random::random_bits;
 use crate::{Cpu, Element, Result};
 
 /// Elements that a thread takes at a time.
@@ -18,22 +19,21 @@ pub(super) fn noise<T: Element>(cpu: &Cpu, len: usize, seed: u64) -> Result<Alig
     Ok(values)
 }
 
-/// SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", 2014).
+/// Random numbers in turn.
 pub(super) struct Generator {
-    state: u64,
+    seed: u64,
+    index: u64,
 }
 
 impl Generator {
     pub(super) fn new(seed: u64) -> Generator {
-        Generator { state: seed }
+        Generator { seed, index: 0 }
     }
 
     fn next(&mut self) -> u32 {
-        self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.state;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        ((z ^ (z >> 31)) >> 32) as u32
+        let bits = random_bits(self.seed, self.index);
+        self.index += 1;
+        (bits >> 32) as u32
     }
 
     pub(super) fn below(&mut self, limit: usize) -> usize {

@@ -9,7 +9,7 @@ use super::noise::noise;
 use super::race::{Checked, Refusal, Trial, seconds_of};
 use crate::conv::Accuracy;
 use crate::pool::{MaxPoolAlgorithm, MaxPoolPass, PoolProblem, WindowIndex, max_pool_algorithms};
-use crate::{Cpu, DType, Element, Result};
+use crate::{Cpu, DType, Element, Result, dispatch};
 
 /// One pass of one problem; the entrants are [`max_pool_algorithms`].
 pub(super) struct PoolSubject {
@@ -47,11 +47,7 @@ impl Subject for PoolSubject {
     }
 
     fn trial(&self, ready: &[usize]) -> Result<Box<dyn Trial + '_>> {
-        match self.dtype {
-            DType::F64 => self.trial_of::<f64>(ready),
-            // Types that are for storage only are pooled as f32.
-            _ => self.trial_of::<f32>(ready),
-        }
+        dispatch!("max pooling", self.dtype, T => self.trial_of::<T>(ready))
     }
 }
 

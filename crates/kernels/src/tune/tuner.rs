@@ -145,7 +145,7 @@ impl Tuner {
     /// `progress` is called with the fraction of the budget that is spent, from 0 to about 1.
     ///
     /// # Errors
-    /// If no algorithm is left to choose from; the error gives the reason for each.
+    /// If no algorithm is left to choose from (the error gives the reason for each), or there is no memory to measure.
     pub fn tune(
         &self,
         problem: &ConvProblem,
@@ -180,7 +180,7 @@ impl Tuner {
     /// As [`Tuner::tune`], for a pass of max pooling.
     ///
     /// # Errors
-    /// If every algorithm is wrong.
+    /// If every algorithm is wrong, or there is no memory to measure.
     pub fn tune_max_pool(
         &self,
         problem: &PoolProblem,
