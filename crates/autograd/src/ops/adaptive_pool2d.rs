@@ -5,10 +5,11 @@ use std::sync::Arc;
 use convoke_kernels::dispatch;
 use convoke_kernels::pool::{self, AdaptivePool};
 
+use super::planes::{OfPlanes, PlaneMap};
 use super::pool2d::{MaxPool, PoolOptions};
 use super::{empty, four_dimensions};
 use crate::error::invalid;
-use crate::{Buffer, Function, Needs, Operation, Result, Tensor, apply};
+use crate::{Buffer, Cpu, Element, Function, Needs, Operation, Result, Tensor, apply};
 
 /// The mean of each of `size` (height, width) windows of an N x C x H x W tensor, as PyTorch's `adaptive_avg_pool2d`: window i
 /// of an axis is `floor(i input / output)..ceil((i + 1) input / output)`. Saves nothing.
@@ -19,7 +20,8 @@ use crate::{Buffer, Function, Needs, Operation, Result, Tensor, apply};
 /// If the tensor does not have four dimensions, or a size other than N is 0.
 pub fn adaptive_avg_pool2d(x: &Tensor, size: [usize; 2]) -> Result<Tensor> {
     let name = "adaptive_avg_pool2d";
-    apply(AdaptiveAverage { name, problem: problem(name, x, size)?, input_shape: x.shape().to_vec() }, &[x])
+    let average = AdaptiveAverage { name, problem: problem(name, x, size)? };
+    apply(OfPlanes::new(average, x), &[x])
 }
 
 /// The largest value of each of `size` (height, width) windows, which are those of [`adaptive_avg_pool2d`]. Saves four bytes per
@@ -54,43 +56,27 @@ fn problem(name: &'static str, x: &Tensor, size: [usize; 2]) -> Result<AdaptiveP
 struct AdaptiveAverage {
     name: &'static str,
     problem: AdaptivePool,
-    input_shape: Vec<usize>,
 }
 
-impl Function for AdaptiveAverage {
-    type Saved = ();
-
+impl PlaneMap for AdaptiveAverage {
     fn name(&self) -> &'static str {
         self.name
     }
 
-    fn describe(&self) -> Option<Operation> {
-        Some(Operation::AdaptivePool { max: false })
+    fn describe(&self) -> Operation {
+        Operation::AdaptivePool { max: false }
     }
 
-    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {
-        let (x, shape) = (inputs[0], self.problem.output_shape());
-        if x.is_empty() {
-            return Ok((empty(&shape, x)?, ()));
-        }
-        let y = dispatch!(x.dtype(), T => Tensor::build(x.device(), &shape, x.format(), |y: &mut [T]| {
-            Ok(pool::adaptive_average_pool(x.device().compute(), &self.problem, x.data::<T>()?, y)?)
-        }))?;
-        Ok((y, ()))
+    fn output_shape(&self) -> [usize; 4] {
+        self.problem.output_shape()
     }
 
-    fn backward(&self, (): (), upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
-        if upstream.is_empty() {
-            return Ok(vec![Some(empty(&self.input_shape, &upstream)?)]);
-        }
-        let (device, format) = (upstream.device(), upstream.format());
-        let dx = dispatch!(upstream.dtype(), T => {
-            Tensor::build(device, &self.input_shape, format, |dx: &mut [T]| {
-                let dy = upstream.data::<T>()?;
-                Ok(pool::adaptive_average_pool_backward(device.compute(), &self.problem, dy, dx)?)
-            })
-        })?;
-        Ok(vec![Some(dx)])
+    fn forward<T: Element>(&self, cpu: &Cpu, x: &[T], y: &mut [T]) -> convoke_kernels::Result<()> {
+        pool::adaptive_average_pool(cpu, &self.problem, x, y)
+    }
+
+    fn backward<T: Element>(&self, cpu: &Cpu, dy: &[T], dx: &mut [T]) -> convoke_kernels::Result<()> {
+        pool::adaptive_average_pool_backward(cpu, &self.problem, dy, dx)
     }
 }
 

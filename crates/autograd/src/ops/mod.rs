@@ -22,6 +22,7 @@ mod nll_loss;
 mod one_dimension;
 mod pad;
 mod permute;
+mod planes;
 mod pointwise;
 mod pool2d;
 mod prelu;

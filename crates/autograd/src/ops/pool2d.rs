@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use convoke_kernels::pool::{self, Divisor, MaxPoolPass, PoolAxis, PoolEnd, PoolProblem};
 
+use super::planes::{OfPlanes, PlaneMap};
 use super::{empty, four_dimensions};
 use crate::error::invalid;
-use crate::{Buffer, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
+use crate::{Buffer, Cpu, Element, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 use convoke_kernels::dispatch;
 
 /// The windows of a pooling, height before width, as PyTorch's `max_pool2d` and `avg_pool2d` take them.
@@ -194,57 +195,43 @@ pub(super) struct AveragePool {
     name: &'static str,
     options: PoolOptions,
     problem: PoolProblem,
-    input_shape: Vec<usize>,
     divisor: Divisor,
 }
 
 impl AveragePool {
     /// The pooling of `x`, checked.
-    pub(super) fn new(name: &'static str, options: &PoolOptions, x: &Tensor) -> Result<AveragePool> {
+    pub(super) fn new(
+        name: &'static str,
+        options: &PoolOptions,
+        x: &Tensor,
+    ) -> Result<OfPlanes<AveragePool>> {
         let problem = options.problem(name, four_dimensions(name, "input", x)?, x.format())?;
         let divisor = options.divisor();
         if divisor == Divisor::Fixed(0) {
             return Err(invalid(name, format!("divisor_override is 0; the input is {:?}", x.shape())));
         }
-        Ok(AveragePool { name, options: *options, problem, input_shape: x.shape().to_vec(), divisor })
+        Ok(OfPlanes::new(AveragePool { name, options: *options, problem, divisor }, x))
     }
 }
 
-impl Function for AveragePool {
-    type Saved = ();
-
+impl PlaneMap for AveragePool {
     fn name(&self) -> &'static str {
         self.name
     }
 
-    fn describe(&self) -> Option<Operation> {
-        Some(Operation::AveragePool(self.options))
+    fn describe(&self) -> Operation {
+        Operation::AveragePool(self.options)
     }
 
-    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {
-        let x = inputs[0];
-        if x.is_empty() {
-            return Ok((empty(&self.problem.output_shape(), x)?, ()));
-        }
-        let shape = self.problem.output_shape();
-        let y = dispatch!(x.dtype(), T => Tensor::build(x.device(), &shape, x.format(), |y: &mut [T]| {
-            let cpu = x.device().compute();
-            Ok(pool::average_pool(cpu, &self.problem, self.divisor, x.data::<T>()?, y)?)
-        }))?;
-        Ok((y, ()))
+    fn output_shape(&self) -> [usize; 4] {
+        self.problem.output_shape()
     }
 
-    fn backward(&self, (): (), upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
-        if upstream.is_empty() {
-            return Ok(vec![Some(empty(&self.input_shape, &upstream)?)]);
-        }
-        let (device, format) = (upstream.device(), upstream.format());
-        let dx = dispatch!(upstream.dtype(), T => {
-            Tensor::build(device, &self.input_shape, format, |dx: &mut [T]| {
-                let dy = upstream.data::<T>()?;
-                Ok(pool::average_pool_backward(device.compute(), &self.problem, self.divisor, dy, dx)?)
-            })
-        })?;
-        Ok(vec![Some(dx)])
+    fn forward<T: Element>(&self, cpu: &Cpu, x: &[T], y: &mut [T]) -> convoke_kernels::Result<()> {
+        pool::average_pool(cpu, &self.problem, self.divisor, x, y)
+    }
+
+    fn backward<T: Element>(&self, cpu: &Cpu, dy: &[T], dx: &mut [T]) -> convoke_kernels::Result<()> {
+        pool::average_pool_backward(cpu, &self.problem, self.divisor, dy, dx)
     }
 }

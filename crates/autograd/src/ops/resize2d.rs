@@ -1,13 +1,13 @@
 //! Resizing of images to any size.
 
-use convoke_kernels::dispatch;
 use convoke_kernels::resize::{
     self, Coordinates, ResizeAxis, ResizeMode, ResizeProblem, ResizeSpec, Rounding,
 };
 
-use super::{empty, four_dimensions};
+use super::four_dimensions;
+use super::planes::{OfPlanes, PlaneMap};
 use crate::error::invalid;
-use crate::{Function, Needs, Operation, Result, Tensor, apply};
+use crate::{Cpu, Element, Operation, Result, Tensor, apply};
 
 /// The size that a resize gives, height before width.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -73,7 +73,7 @@ pub fn resize2d(x: &Tensor, options: &ResizeOptions) -> Result<Tensor> {
         }
         error => error.into(),
     })?;
-    apply(Resize { options: *options, problem, input_shape: x.shape().to_vec() }, &[x])
+    apply(OfPlanes::new(Resize { options: *options, problem }, x), &[x])
 }
 
 const NAME: &str = "resize2d";
@@ -81,42 +81,26 @@ const NAME: &str = "resize2d";
 struct Resize {
     options: ResizeOptions,
     problem: ResizeProblem,
-    input_shape: Vec<usize>,
 }
 
-impl Function for Resize {
-    type Saved = ();
-
+impl PlaneMap for Resize {
     fn name(&self) -> &'static str {
         NAME
     }
 
-    fn describe(&self) -> Option<Operation> {
-        Some(Operation::Resize(self.options))
+    fn describe(&self) -> Operation {
+        Operation::Resize(self.options)
     }
 
-    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {
-        let (x, shape) = (inputs[0], self.problem.output_shape());
-        if x.is_empty() {
-            return Ok((empty(&shape, x)?, ()));
-        }
-        let y = dispatch!(x.dtype(), T => Tensor::build(x.device(), &shape, x.format(), |y: &mut [T]| {
-            Ok(resize::resize(x.device().compute(), &self.problem, x.data::<T>()?, y)?)
-        }))?;
-        Ok((y, ()))
+    fn output_shape(&self) -> [usize; 4] {
+        self.problem.output_shape()
     }
 
-    fn backward(&self, (): (), upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
-        if upstream.is_empty() {
-            return Ok(vec![Some(empty(&self.input_shape, &upstream)?)]);
-        }
-        let (device, format) = (upstream.device(), upstream.format());
-        let dx = dispatch!(upstream.dtype(), T => {
-            Tensor::build(device, &self.input_shape, format, |dx: &mut [T]| {
-                let dy = upstream.data::<T>()?;
-                Ok(resize::resize_backward(device.compute(), &self.problem, dy, dx)?)
-            })
-        })?;
-        Ok(vec![Some(dx)])
+    fn forward<T: Element>(&self, cpu: &Cpu, x: &[T], y: &mut [T]) -> convoke_kernels::Result<()> {
+        resize::resize(cpu, &self.problem, x, y)
+    }
+
+    fn backward<T: Element>(&self, cpu: &Cpu, dy: &[T], dx: &mut [T]) -> convoke_kernels::Result<()> {
+        resize::resize_backward(cpu, &self.problem, dy, dx)
     }
 }

@@ -2,10 +2,10 @@
 
 use convoke_kernels::upsample::{self, UpsampleMode, UpsampleProblem};
 
-use super::{empty, four_dimensions};
+use super::four_dimensions;
+use super::planes::{OfPlanes, PlaneMap};
 use crate::error::invalid;
-use crate::{Function, Needs, Operation, Result, Tensor, apply};
-use convoke_kernels::dispatch;
+use crate::{Cpu, Element, Operation, Result, Tensor, apply};
 
 /// N x C x H x W to N x C x (H `factor[0]`) x (W `factor[1]`), as PyTorch's `interpolate` with `scale_factor=factor` and
 /// `align_corners=False`. Keeps the memory format. Saves nothing.
@@ -23,49 +23,33 @@ pub fn upsample2d(x: &Tensor, factor: [usize; 2], mode: UpsampleMode) -> Result<
         }
         error => error.into(),
     })?;
-    apply(Upsample { factor, mode, problem, input_shape: x.shape().to_vec() }, &[x])
+    apply(OfPlanes::new(Upsample { factor, mode, problem }, x), &[x])
 }
 
 struct Upsample {
     factor: [usize; 2],
     mode: UpsampleMode,
     problem: UpsampleProblem,
-    input_shape: Vec<usize>,
 }
 
-impl Function for Upsample {
-    type Saved = ();
-
+impl PlaneMap for Upsample {
     fn name(&self) -> &'static str {
         "upsample2d"
     }
 
-    fn describe(&self) -> Option<Operation> {
-        Some(Operation::Upsample { factor: self.factor, mode: self.mode })
+    fn describe(&self) -> Operation {
+        Operation::Upsample { factor: self.factor, mode: self.mode }
     }
 
-    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {
-        let (x, shape) = (inputs[0], self.problem.output_shape());
-        if x.is_empty() {
-            return Ok((empty(&shape, x)?, ()));
-        }
-        let y = dispatch!(x.dtype(), T => Tensor::build(x.device(), &shape, x.format(), |y: &mut [T]| {
-            Ok(upsample::upsample(x.device().compute(), &self.problem, x.data::<T>()?, y)?)
-        }))?;
-        Ok((y, ()))
+    fn output_shape(&self) -> [usize; 4] {
+        self.problem.output_shape()
     }
 
-    fn backward(&self, (): (), upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
-        if upstream.is_empty() {
-            return Ok(vec![Some(empty(&self.input_shape, &upstream)?)]);
-        }
-        let (device, format) = (upstream.device(), upstream.format());
-        let dx = dispatch!(upstream.dtype(), T => {
-            Tensor::build(device, &self.input_shape, format, |dx: &mut [T]| {
-                let dy = upstream.data::<T>()?;
-                Ok(upsample::upsample_backward(device.compute(), &self.problem, dy, dx)?)
-            })
-        })?;
-        Ok(vec![Some(dx)])
+    fn forward<T: Element>(&self, cpu: &Cpu, x: &[T], y: &mut [T]) -> convoke_kernels::Result<()> {
+        upsample::upsample(cpu, &self.problem, x, y)
+    }
+
+    fn backward<T: Element>(&self, cpu: &Cpu, dy: &[T], dx: &mut [T]) -> convoke_kernels::Result<()> {
+        upsample::upsample_backward(cpu, &self.problem, dy, dx)
     }
 }

@@ -1,0 +1,74 @@
+//! Linear functions of each plane of a tensor by itself, such as means of windows. They keep nothing for backward.
+
+use convoke_kernels::dispatch;
+
+use super::empty;
+use crate::{Cpu, Element, Function, Needs, Operation, Result, Tensor};
+
+/// What is computed from a tensor of N x C x H x W, and its gradient.
+pub(super) trait PlaneMap: Send + Sync + 'static {
+    /// The name in messages.
+    fn name(&self) -> &'static str;
+
+    /// What it computes, as data.
+    fn describe(&self) -> Operation;
+
+    /// N, C, OH, OW.
+    fn output_shape(&self) -> [usize; 4];
+
+    /// Computes y.
+    fn forward<T: Element>(&self, cpu: &Cpu, x: &[T], y: &mut [T]) -> convoke_kernels::Result<()>;
+
+    /// Computes the gradient of x.
+    fn backward<T: Element>(&self, cpu: &Cpu, dy: &[T], dx: &mut [T]) -> convoke_kernels::Result<()>;
+}
+
+/// A map as a function of tensors of one shape. It keeps their memory format. Without images, the map is that of one image, and
+/// nothing runs.
+pub(super) struct OfPlanes<M> {
+    map: M,
+    input_shape: Vec<usize>,
+}
+
+impl<M: PlaneMap> OfPlanes<M> {
+    /// The function of tensors like `x`.
+    pub(super) fn new(map: M, x: &Tensor) -> OfPlanes<M> {
+        OfPlanes { map, input_shape: x.shape().to_vec() }
+    }
+}
+
+impl<M: PlaneMap> Function for OfPlanes<M> {
+    type Saved = ();
+
+    fn name(&self) -> &'static str {
+        self.map.name()
+    }
+
+    fn describe(&self) -> Option<Operation> {
+        Some(self.map.describe())
+    }
+
+    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {
+        let (x, shape) = (inputs[0], self.map.output_shape());
+        if x.is_empty() {
+            return Ok((empty(&shape, x)?, ()));
+        }
+        let y = dispatch!(x.dtype(), T => Tensor::build(x.device(), &shape, x.format(), |y: &mut [T]| {
+            Ok(self.map.forward(x.device().compute(), x.data::<T>()?, y)?)
+        }))?;
+        Ok((y, ()))
+    }
+
+    fn backward(&self, (): (), upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
+        if upstream.is_empty() {
+            return Ok(vec![Some(empty(&self.input_shape, &upstream)?)]);
+        }
+        let (device, format) = (upstream.device(), upstream.format());
+        let dx = dispatch!(upstream.dtype(), T => {
+            Tensor::build(device, &self.input_shape, format, |dx: &mut [T]| {
+                Ok(self.map.backward(device.compute(), upstream.data::<T>()?, dx)?)
+            })
+        })?;
+        Ok(vec![Some(dx)])
+    }
+}
