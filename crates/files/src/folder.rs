@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
 use crate::leftovers::new_folder;
-use crate::write::{create_folders, folder_of, sync_folder};
+use crate::write::{folder_of, sync_folder};
 
 /// An unfinished folder under a unique random name. It is removed if it is dropped before [`NewFolder::finish`].
 #[derive(Debug)]
@@ -15,14 +15,6 @@ pub struct NewFolder {
     folder: TempDir,
     /// Holds the lock that tells other processes that the folder is in use.
     _lock: Option<File>,
-}
-
-/// Creates a folder and its missing parents.
-///
-/// # Errors
-/// Those of the system.
-pub fn create_folder(folder: &Path) -> io::Result<()> {
-    create_folders(folder)
 }
 
 impl NewFolder {

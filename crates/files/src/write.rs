@@ -111,6 +111,20 @@ pub fn append(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
+/// Creates a folder and its missing parents, and syncs their names to disk.
+///
+/// # Errors
+/// Those of the system.
+pub fn create_folder(folder: &Path) -> io::Result<()> {
+    let missing: Vec<PathBuf> =
+        folder.ancestors().take_while(|path| !path.exists()).map(Path::to_owned).collect();
+    fs::create_dir_all(folder)?;
+    missing
+        .iter()
+        .filter(|path| !path.as_os_str().is_empty())
+        .try_for_each(|path| sync_folder(folder_of(path)))
+}
+
 /// Syncs the names in a folder to disk, where the system can do that.
 ///
 /// # Errors
@@ -144,17 +158,6 @@ fn keep_permissions(file: &File, old: &fs::Metadata) -> io::Result<()> {
 #[cfg(not(unix))]
 fn keep_permissions(_: &File, _: &fs::Metadata) -> io::Result<()> {
     Ok(())
-}
-
-/// Creates a folder and its missing parents, and syncs their names to disk.
-pub(crate) fn create_folders(folder: &Path) -> io::Result<()> {
-    let missing: Vec<PathBuf> =
-        folder.ancestors().take_while(|path| !path.exists()).map(Path::to_owned).collect();
-    fs::create_dir_all(folder)?;
-    missing
-        .iter()
-        .filter(|path| !path.as_os_str().is_empty())
-        .try_for_each(|path| sync_folder(folder_of(path)))
 }
 
 #[cfg(test)]

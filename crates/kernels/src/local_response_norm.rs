@@ -59,8 +59,8 @@ struct Places {
     channel: usize,
 }
 
-/// Calls `task` with where an image, or a run of pixels of one, begins in x, the places of its pixels from there on, and its output.
-/// Channels-last tensors are cut into tasks of [`PIXELS`] pixels, contiguous ones into images.
+/// Calls `task` with where an image, or a run of pixels of one, begins in x, the places of its pixels from there on, and its
+/// output. Channels-last tensors are cut into tasks of [`PIXELS`] pixels, contiguous ones into images.
 fn each_task<T: Element>(
     cpu: &Cpu,
     extent: &Extent,

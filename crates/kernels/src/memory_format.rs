@@ -45,7 +45,7 @@ impl MemoryFormat {
     }
 }
 
-/// The most elements that a tensor of a problem may have: far above any memory, far below overflow.
+/// The most elements that a tensor of a problem may have: 2^40, far above any memory, far below overflow.
 pub(crate) const MOST_ELEMENTS: usize = 1 << 40;
 
 /// The product of sizes; `None` if it overflows.

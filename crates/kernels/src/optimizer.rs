@@ -221,18 +221,28 @@ pub fn adadelta<T: Element>(
     with.each_chunk(cpu, "adadelta", |p, g, s, u| adadelta_chunk(cpu, options, p, g, s, u))
 }
 
+/// What [`adam`] and [`adamw`] keep from step to step, and which step it is.
+#[derive(Debug)]
+pub struct Averages<'a, T> {
+    /// Counts steps from 1.
+    pub time: i32,
+    /// m, the average of the gradient.
+    pub average: &'a mut [T],
+    /// v, the average of its square.
+    pub average_square: &'a mut [T],
+}
+
 /// p *= 1 - lr * decay; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= lr * m^ / (sqrt(v^) + eps), where ^ is
-/// the correction for the averages' start at 0. `time` counts steps from 1.
+/// the correction for the averages' start at 0.
 ///
 /// # Errors
-/// If the lengths differ or `time` is below 1.
+/// If the lengths differ or the time is below 1.
 pub fn adamw<T: Element>(
     cpu: &Cpu,
     options: &AdamW,
-    time: i32,
     parameter: &mut [T],
     gradient: &[T],
-    [average, average_square]: [&mut [T]; 2],
+    Averages { time, average, average_square }: Averages<'_, T>,
 ) -> Result<()> {
     span!("adamw", parameter, parameter, gradient, average, average, average_square, average_square);
     if time < 1 {
@@ -243,17 +253,16 @@ pub fn adamw<T: Element>(
 }
 
 /// g += weight_decay * p; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g^2; p -= lr * m^ / (sqrt(v^) + eps), where ^ is
-/// the correction for the averages' start at 0. `time` counts steps from 1.
+/// the correction for the averages' start at 0.
 ///
 /// # Errors
-/// If the lengths differ or `time` is below 1.
+/// If the lengths differ or the time is below 1.
 pub fn adam<T: Element>(
     cpu: &Cpu,
     options: &Adam,
-    time: i32,
     parameter: &mut [T],
     gradient: &[T],
-    [average, average_square]: [&mut [T]; 2],
+    Averages { time, average, average_square }: Averages<'_, T>,
 ) -> Result<()> {
     span!("adam", parameter, parameter, gradient, average, average, average_square, average_square);
     if time < 1 {

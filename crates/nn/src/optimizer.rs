@@ -226,6 +226,7 @@ impl Entry {
         let cpu = device.compute();
         let gradient = gradient.data::<T>()?;
         let (steps, slots, parameter) = (self.steps, &mut self.slots, &self.parameter);
+        let time = i32::try_from(steps).unwrap_or(i32::MAX);
         let run = |slots: &mut [&mut [T]]| {
             parameter.update(|value: &mut [T]| {
                 match (rule, slots) {
@@ -236,13 +237,13 @@ impl Entry {
                     (Rule::Adadelta(rule), [square, step]) => {
                         kernel::adadelta(cpu, rule, value, gradient, [square, step])
                     }
-                    (Rule::AdamW(rule), [average, square]) => {
-                        let time = i32::try_from(steps).unwrap_or(i32::MAX);
-                        kernel::adamw(cpu, rule, time, value, gradient, [average, square])
+                    (Rule::AdamW(rule), [average, average_square]) => {
+                        let averages = kernel::Averages { time, average, average_square };
+                        kernel::adamw(cpu, rule, value, gradient, averages)
                     }
-                    (Rule::Adam(rule), [average, square]) => {
-                        let time = i32::try_from(steps).unwrap_or(i32::MAX);
-                        kernel::adam(cpu, rule, time, value, gradient, [average, square])
+                    (Rule::Adam(rule), [average, average_square]) => {
+                        let averages = kernel::Averages { time, average, average_square };
+                        kernel::adam(cpu, rule, value, gradient, averages)
                     }
                     _ => unreachable!("Rule::slots says how many slots there are"),
                 }

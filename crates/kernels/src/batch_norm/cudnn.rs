@@ -79,7 +79,7 @@ pub struct Running<'a, T> {
 /// y = scale (x - mean) / sqrt(variance + epsilon) + bias with the batch's mean and biased variance.
 ///
 /// # Errors
-/// If a length does not fit, epsilon is negative, or the exponential average factor is NaN; nothing is written then.
+/// If a length does not fit, epsilon is negative or NaN, or the exponential average factor is NaN; nothing is written then.
 pub fn forward_training<T: Element>(
     cpu: &Cpu,
     layer: &Layer<'_, T>,
@@ -133,7 +133,7 @@ pub struct InferenceInputs<'a, T> {
 /// y = scale (x - mean) / sqrt(variance + epsilon) + bias with `estimatedMean` and `estimatedVariance`.
 ///
 /// # Errors
-/// If a length does not fit, or epsilon is negative.
+/// If a length does not fit, or epsilon is negative or NaN.
 pub fn forward_inference<T: Element>(
     cpu: &Cpu,
     layer: &Layer<'_, T>,
@@ -175,7 +175,7 @@ pub struct Gradients<'a, T> {
 /// The gradients of x, scale and bias.
 ///
 /// # Errors
-/// If a length does not fit, or epsilon is negative; nothing is written then.
+/// If a length does not fit, or epsilon is negative or NaN; nothing is written then.
 pub fn backward<T: Element>(
     cpu: &Cpu,
     layer: &Layer<'_, T>,
@@ -212,7 +212,8 @@ pub fn backward<T: Element>(
 impl<'a, T: Element> Layer<'a, T> {
     /// The tensor's shape in this mode, after a check of epsilon.
     fn view(&self, operation: &'static str) -> Result<Extent> {
-        check_epsilon(operation, self.epsilon)?;
+        // cuDNN's CUDNN_BN_MIN_EPSILON is 0 since version 7.5.
+        super::check_eps(operation, self.epsilon)?;
         self.mode.view(&self.extent)
     }
 
@@ -240,12 +241,4 @@ fn check_saved<T>(
 
 fn to_f64<T: Element>(values: &[T]) -> Vec<f64> {
     values.iter().map(|value| value.f64()).collect()
-}
-
-fn check_epsilon(operation: &'static str, epsilon: f64) -> Result<()> {
-    // cuDNN's CUDNN_BN_MIN_EPSILON is 0 since version 7.5; NaN fails too.
-    if epsilon >= 0.0 {
-        return Ok(());
-    }
-    Err(invalid(operation, format!("epsilon is {epsilon}, it must be 0 or more")))
 }

@@ -13,6 +13,7 @@ use super::gemm_views::{Images, Split, View, columns_cost, reduce_partials};
 use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Kernel, NotApplicable};
 use super::problem::{ConvProblem, Pass};
 use crate::gemm::{Update, gemm};
+use crate::memory_format::MOST_ELEMENTS;
 use crate::transpose::transpose;
 use crate::{Cpu, Element, MemoryFormat};
 
@@ -21,9 +22,6 @@ pub(super) struct Im2col;
 
 /// Elements of one tile's columns: 512 KiB of f32, half of a common L2 cache.
 const TILE_ELEMENTS: usize = 128 * 1024;
-
-/// The most elements that the columns of one output row may have: the limit of a tensor.
-const LARGEST_ROW: usize = 1 << 40;
 
 impl ConvAlgorithm for Im2col {
     fn name(&self) -> &'static str {
@@ -38,7 +36,7 @@ impl ConvAlgorithm for Im2col {
         let [_, _, output_rows, output_columns] = problem.output_shape();
         let depth = problem.weight_len() / problem.out_channels;
         // A valid problem may have sizes that no memory can hold.
-        let Some(row) = depth.checked_mul(output_columns).filter(|&row| row <= LARGEST_ROW) else {
+        let Some(row) = depth.checked_mul(output_columns).filter(|&row| row <= MOST_ELEMENTS) else {
             return Err(NotApplicable(format!(
                 "the columns of one output row, {depth} x {output_columns}, are too large"
             )));

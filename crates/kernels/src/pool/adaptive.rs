@@ -92,11 +92,6 @@ impl AdaptivePool {
             }))
         })
     }
-
-    fn check(&self, operation: &'static str, lens: [(&'static str, usize); 2]) -> Result<()> {
-        check_len(operation, lens[0].0, lens[0].1, self.input_extent().len()?)?;
-        check_len(operation, lens[1].0, lens[1].1, self.output_extent().len()?)
-    }
 }
 
 /// The mean of each window.
@@ -113,7 +108,8 @@ pub fn adaptive_average_pool<T: Element>(
         return global_average_pool(cpu, &problem.input_extent(), x, y);
     }
     crate::profile::span!("adaptive average pooling", x, y);
-    problem.check("adaptive average pooling", [("x", x.len()), ("y", y.len())])?;
+    problem.input_extent().check("adaptive average pooling", &[("x", x.len())])?;
+    problem.output_extent().check("adaptive average pooling", &[("y", y.len())])?;
     separable::sum(cpu, problem.sizes(), &problem.shares::<T>(), x, y);
     Ok(())
 }
@@ -132,7 +128,8 @@ pub fn adaptive_average_pool_backward<T: Element>(
         return global_average_pool_backward(cpu, &problem.input_extent(), dy, dx);
     }
     crate::profile::span!("adaptive average pooling backward", dy, dx);
-    problem.check("adaptive average pooling backward", [("dx", dx.len()), ("dy", dy.len())])?;
+    problem.input_extent().check("adaptive average pooling backward", &[("dx", dx.len())])?;
+    problem.output_extent().check("adaptive average pooling backward", &[("dy", dy.len())])?;
     let [rows, columns] = problem.shares::<T>();
     let lists = [rows.transposed(problem.input[0]), columns.transposed(problem.input[1])];
     separable::sum(cpu, problem.sizes().transposed(), &lists, dy, dx);
@@ -154,7 +151,8 @@ pub fn adaptive_max_pool<T: Element>(
 ) -> Result<()> {
     let operation = "adaptive max pooling";
     crate::profile::span!("adaptive max pooling", x, y);
-    problem.check(operation, [("x", x.len()), ("y", y.len())])?;
+    problem.input_extent().check(operation, &[("x", x.len())])?;
+    problem.output_extent().check(operation, &[("y", y.len())])?;
     check_len(operation, "the places", places.len(), y.len())?;
     let Sizes { lanes, from: [height, width], to: [rows, columns] } = problem.sizes();
     if height * width > u32::MAX as usize {
@@ -194,7 +192,8 @@ pub fn adaptive_max_pool_backward<T: Element>(
 ) -> Result<()> {
     let operation = "adaptive max pooling backward";
     crate::profile::span!("adaptive max pooling backward", dy, dx);
-    problem.check(operation, [("dx", dx.len()), ("dy", dy.len())])?;
+    problem.input_extent().check(operation, &[("dx", dx.len())])?;
+    problem.output_extent().check(operation, &[("dy", dy.len())])?;
     check_len(operation, "the places", places.len(), dy.len())?;
     let Sizes { lanes, from: [height, width], to: [rows, columns] } = problem.sizes();
     let (input, output) = (height * width * lanes, rows * columns * lanes);

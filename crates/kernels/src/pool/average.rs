@@ -65,7 +65,8 @@ pub fn average_pool<T: Element>(
     y: &mut [T],
 ) -> Result<()> {
     crate::profile::span!("average pooling", x, y);
-    problem.check("average pooling", [("x", x.len()), ("y", y.len())])?;
+    problem.input_extent().check("average pooling", &[("x", x.len())])?;
+    problem.output_extent().check("average pooling", &[("y", y.len())])?;
     check(problem, divisor)?;
     let shares = problem.shares::<T>(divisor);
     let (input, output, lanes) = problem.task();
@@ -94,7 +95,8 @@ pub fn average_pool_backward<T: Element>(
     dx: &mut [T],
 ) -> Result<()> {
     crate::profile::span!("average pooling backward", dy, dx);
-    problem.check("average pooling backward", [("dx", dx.len()), ("dy", dy.len())])?;
+    problem.input_extent().check("average pooling backward", &[("dx", dx.len())])?;
+    problem.output_extent().check("average pooling backward", &[("dy", dy.len())])?;
     check(problem, divisor)?;
     let shares = problem.shares::<T>(divisor);
     let (input, output, lanes) = problem.task();

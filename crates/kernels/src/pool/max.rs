@@ -90,7 +90,8 @@ impl MaxPoolAlgorithm {
         indices: Option<&mut [I]>,
     ) -> Result<()> {
         span!("max pooling", x, y);
-        problem.check("max pooling", [("x", x.len()), ("y", y.len())])?;
+        problem.input_extent().check("max pooling", &[("x", x.len())])?;
+        problem.output_extent().check("max pooling", &[("y", y.len())])?;
         check_index::<I>("max pooling", problem)?;
         if let Some(indices) = &indices {
             check_len("max pooling", "the indices", indices.len(), y.len())?;
@@ -115,7 +116,8 @@ impl MaxPoolAlgorithm {
         dx: &mut [T],
     ) -> Result<()> {
         span!("max pooling backward", dy, indices, dx);
-        problem.check("max pooling backward", [("dx", dx.len()), ("dy", dy.len())])?;
+        problem.input_extent().check("max pooling backward", &[("dx", dx.len())])?;
+        problem.output_extent().check("max pooling backward", &[("dy", dy.len())])?;
         check_len("max pooling backward", "the indices", indices.len(), dy.len())?;
         check_index::<I>("max pooling backward", problem)?;
         match self {

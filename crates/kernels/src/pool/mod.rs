@@ -18,7 +18,7 @@ pub use max::{MaxPoolAlgorithm, MaxPoolPass, max_pool, max_pool_algorithms, max_
 
 use crate::Result;
 use crate::conv::ConvAxis;
-use crate::error::{check_len, invalid};
+use crate::error::invalid;
 use crate::memory_format::{Extent, MOST_ELEMENTS, MemoryFormat, check_shape};
 
 /// One spatial axis of a pooling layer, as PyTorch describes it.
@@ -143,11 +143,6 @@ impl PoolProblem {
             MemoryFormat::Contiguous => (input, output, 1),
             MemoryFormat::ChannelsLast => (input * self.channels, output * self.channels, self.channels),
         }
-    }
-
-    fn check(&self, operation: &'static str, lens: [(&'static str, usize); 2]) -> Result<()> {
-        check_len(operation, lens[0].0, lens[0].1, self.input_extent().len()?)?;
-        check_len(operation, lens[1].0, lens[1].1, self.output_extent().len()?)
     }
 }
 

@@ -180,7 +180,7 @@ impl Tuner {
     /// As [`Tuner::tune`], for a pass of max pooling.
     ///
     /// # Errors
-    /// If every algorithm is wrong, or there is no memory to measure.
+    /// If every algorithm is wrong, the type is for storage only, or there is no memory to measure.
     pub fn tune_max_pool(
         &self,
         problem: &PoolProblem,

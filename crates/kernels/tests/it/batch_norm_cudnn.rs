@@ -181,8 +181,8 @@ fn what_does_not_fit_is_named_and_nothing_is_written() {
         };
     refused("the scale has 4", Mode::Spatial, 4, 0.1, 1e-5, [24, 3, 3]);
     refused("the scale has 3", Mode::PerActivation, 3, 0.1, 1e-5, [24, 12, 12]);
-    refused("epsilon is -1", Mode::Spatial, 3, 0.1, -1.0, [24, 3, 3]);
-    refused("epsilon is NaN", Mode::Spatial, 3, 0.1, f64::NAN, [24, 3, 3]);
+    refused("eps is -1", Mode::Spatial, 3, 0.1, -1.0, [24, 3, 3]);
+    refused("eps is NaN", Mode::Spatial, 3, 0.1, f64::NAN, [24, 3, 3]);
     refused("factor is not a number", Mode::Spatial, 3, f64::NAN, 1e-5, [24, 3, 3]);
     refused("y has 23", Mode::Spatial, 3, 0.1, 1e-5, [23, 3, 3]);
     refused("the running mean has 2", Mode::Spatial, 3, 0.1, 1e-5, [24, 2, 3]);

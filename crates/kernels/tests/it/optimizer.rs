@@ -2,7 +2,9 @@
 
 use crate::common::{Number, cast, check_bits, check_refused, cpus};
 use convoke_kernels::Cpu;
-use convoke_kernels::optimizer::{Adadelta, Adam, AdamW, Sgd, adadelta, adam, adamw, moving_average, sgd};
+use convoke_kernels::optimizer::{
+    Adadelta, Adam, AdamW, Averages, Sgd, adadelta, adam, adamw, moving_average, sgd,
+};
 use convoke_testkit::{Case, Failures, Golden, Random, check_relative_to_max};
 
 #[derive(Clone, Copy, Debug)]
@@ -78,11 +80,15 @@ impl Optimizer {
                 sgd(cpu, options, parameter, gradient, Some((a, time == 1)))
             }
             Optimizer::Adadelta(options) => adadelta(cpu, options, parameter, gradient, [a, b]),
-            Optimizer::AdamW(options) => adamw(cpu, options, time, parameter, gradient, [a, b]),
-            Optimizer::Adam(options) => adam(cpu, options, time, parameter, gradient, [a, b]),
+            Optimizer::AdamW(options) => adamw(cpu, options, parameter, gradient, averages(time, [a, b])),
+            Optimizer::Adam(options) => adam(cpu, options, parameter, gradient, averages(time, [a, b])),
         }
         .unwrap();
     }
+}
+
+fn averages<T>(time: i32, [average, average_square]: [&mut [T]; 2]) -> Averages<'_, T> {
+    Averages { time, average, average_square }
 }
 
 fn check_case<T: Number>(failures: &mut Failures, golden: &Case, optimizer: Optimizer, rtol: f64) {
@@ -168,15 +174,21 @@ fn mistakes_are_named_and_nothing_is_written() {
         ("adadelta: the gradient has 3", [4, 4], &|p, state| adadelta(&cpu, &ADADELTA, p, &long[..3], state)),
         ("adadelta: the state has 5", [5, 4], &|p, state| adadelta(&cpu, &ADADELTA, p, &long[..4], state)),
         ("adadelta: the state has 3", [4, 3], &|p, state| adadelta(&cpu, &ADADELTA, p, &long[..4], state)),
-        ("adamw: the gradient has 5", [4, 4], &|p, state| adamw(&cpu, &ADAMW, 1, p, &long, state)),
-        ("adamw: the state has 5", [5, 4], &|p, state| adamw(&cpu, &ADAMW, 1, p, &long[..4], state)),
-        ("adamw: the state has 3", [4, 3], &|p, state| adamw(&cpu, &ADAMW, 1, p, &long[..4], state)),
-        ("adamw: steps count from 1, not 0", [4, 4], &|p, state| {
-            adamw(&cpu, &ADAMW, 0, p, &long[..4], state)
+        ("adamw: the gradient has 5", [4, 4], &|p, state| adamw(&cpu, &ADAMW, p, &long, averages(1, state))),
+        ("adamw: the state has 5", [5, 4], &|p, state| {
+            adamw(&cpu, &ADAMW, p, &long[..4], averages(1, state))
         }),
-        ("adam: the gradient has 5", [4, 4], &|p, state| adam(&cpu, &ADAM, 1, p, &long, state)),
-        ("adam: the state has 3", [4, 3], &|p, state| adam(&cpu, &ADAM, 1, p, &long[..4], state)),
-        ("adam: steps count from 1, not 0", [4, 4], &|p, state| adam(&cpu, &ADAM, 0, p, &long[..4], state)),
+        ("adamw: the state has 3", [4, 3], &|p, state| {
+            adamw(&cpu, &ADAMW, p, &long[..4], averages(1, state))
+        }),
+        ("adamw: steps count from 1, not 0", [4, 4], &|p, state| {
+            adamw(&cpu, &ADAMW, p, &long[..4], averages(0, state))
+        }),
+        ("adam: the gradient has 5", [4, 4], &|p, state| adam(&cpu, &ADAM, p, &long, averages(1, state))),
+        ("adam: the state has 3", [4, 3], &|p, state| adam(&cpu, &ADAM, p, &long[..4], averages(1, state))),
+        ("adam: steps count from 1, not 0", [4, 4], &|p, state| {
+            adam(&cpu, &ADAM, p, &long[..4], averages(0, state))
+        }),
         ("moving average: the value has 5", [4, 4], &|p, _| moving_average(&cpu, 0.9, p, &long)),
     ];
     for (part, state, run) in cases {

@@ -4,12 +4,10 @@ use pulp::Simd;
 
 use super::gather::{Gather, Phase, Tap};
 use crate::conv::plan::NotApplicable;
+use crate::memory_format::MOST_ELEMENTS;
 
 /// Output rows that a kernel computes at once.
 pub(super) const ROWS: usize = 8;
-
-/// The most floats that a padded plane may have: the limit of a tensor.
-const LARGEST: usize = 1 << 40;
 
 /// The layout of a padded source plane: padded rows, each split by column modulo the scale.
 ///
@@ -42,7 +40,7 @@ impl Padded {
         let (left, columns) = reach(width, lanes);
         let pitch = columns.div_ceil(width.scale).next_multiple_of(lanes);
         let len = pitch.checked_mul(width.scale).and_then(|row| row.checked_mul(rows));
-        if len.is_none_or(|len| len > LARGEST) {
+        if len.is_none_or(|len| len > MOST_ELEMENTS) {
             return Err(NotApplicable(format!("a padded plane of {rows} x {columns} is too large")));
         }
         Ok(Padded { before: [top, left], rows, scale: width.scale, pitch })

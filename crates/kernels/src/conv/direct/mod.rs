@@ -34,6 +34,7 @@ use weights::WeightSums;
 
 use super::plan::{ConvAlgorithm, ConvPlan, Cost, Kernel, NotApplicable};
 use super::problem::{ConvProblem, ConvTypes, Pass};
+use crate::memory_format::MOST_ELEMENTS;
 use crate::{Cpu, MemoryFormat};
 
 /// Direct convolution in registers.
@@ -41,8 +42,6 @@ pub(super) struct Direct;
 
 /// The most kernel elements: an indirection table is held for a few hundred pixels.
 const MOST_TAPS: usize = 1 << 14;
-/// The most floats of workspace: the limit of a tensor.
-const LARGEST_WORKSPACE: usize = 1 << 40;
 
 impl ConvAlgorithm for Direct {
     fn name(&self) -> &'static str {
@@ -86,7 +85,7 @@ impl ConvAlgorithm for Direct {
                 (sums.workspace_len(), Kernel::F32(Arc::new(sums)))
             }
         };
-        match workspace.filter(|&len| len <= LARGEST_WORKSPACE) {
+        match workspace.filter(|&len| len <= MOST_ELEMENTS) {
             Some(len) => {
                 let plan = ConvPlan::new(self, (problem, pass), cpu, len, kernel);
                 Ok(plan.with_cost(cost(problem, pass, cpu)))

@@ -18,13 +18,11 @@ use passes::{Forward, Weights};
 use super::gemm_views::columns_cost;
 use super::plan::{ConvAlgorithm, ConvPlan, Kernel, NotApplicable};
 use super::problem::{ConvProblem, ConvTypes, Pass};
+use crate::memory_format::MOST_ELEMENTS;
 use crate::{Cpu, MemoryFormat};
 
 /// Implicit GEMM.
 pub(super) struct ImplicitGemm;
-
-/// The most elements of packed weights or sums: the limit of a tensor.
-const LARGEST: usize = 1 << 40;
 
 impl ConvAlgorithm for ImplicitGemm {
     fn name(&self) -> &str {
@@ -47,7 +45,8 @@ impl ConvAlgorithm for ImplicitGemm {
         if problem.format != MemoryFormat::Contiguous {
             return not("for contiguous tensors only");
         }
-        if problem.weight_len() > LARGEST / (2 * cpu.threads()) {
+        // Packed weights, or the sums of every thread, are no larger than a tensor may be.
+        if problem.weight_len() > MOST_ELEMENTS / (2 * cpu.threads()) {
             return not("the weights are too large");
         }
         let (workspace, kernel) = match pass {
