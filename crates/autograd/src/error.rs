@@ -129,6 +129,17 @@ impl From<OutOfMemory> for Error {
 /// A result with this crate's [`Error`].
 pub type Result<T> = std::result::Result<T, Error>;
 
+/// The error of a problem that kernels refuse, under the operation's name; `explain` adds the shapes to the reason.
+pub(crate) fn refused(
+    operation: &'static str,
+    explain: impl FnOnce(String) -> String,
+) -> impl FnOnce(KernelError) -> Error {
+    move |error| match error {
+        KernelError::Invalid { reason, .. } => invalid(operation, explain(reason)),
+        error => error.into(),
+    }
+}
+
 pub(crate) fn invalid(operation: &'static str, reason: impl Into<String>) -> Error {
     Error::Invalid { operation, reason: reason.into() }
 }

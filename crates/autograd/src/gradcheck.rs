@@ -261,24 +261,11 @@ impl<F: Fn(&[Tensor]) -> Result<Tensor>> Check<F> {
     /// An element's index in each dimension, from its index in memory.
     fn place(&self, input: usize, element: usize) -> Vec<usize> {
         let tensor = &self.inputs[input];
-        let mut sizes = tensor.shape().to_vec();
-        let last = tensor.format() == crate::MemoryFormat::ChannelsLast;
-        if last {
-            sizes = vec![sizes[0], sizes[2], sizes[3], sizes[1]];
-        }
-        let mut rest = element;
-        let mut place: Vec<usize> = sizes
-            .iter()
-            .rev()
-            .map(|&size| {
-                let here = rest % size;
-                rest /= size;
-                here
-            })
-            .collect();
-        place.reverse();
-        if last {
-            place = vec![place[0], place[3], place[1], place[2]];
+        let shape = tensor.shape();
+        let (mut rest, mut place) = (element, vec![0; shape.len()]);
+        for axis in tensor.format().axes(shape.len()).into_iter().rev() {
+            place[axis] = rest % shape[axis];
+            rest /= shape[axis];
         }
         place
     }

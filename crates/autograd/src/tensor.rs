@@ -48,11 +48,6 @@ pub(crate) enum History {
     Gradient(&'static str),
 }
 
-/// A shape as `[2, 3, 4]`, for messages.
-pub fn format_shape(shape: &[usize]) -> String {
-    format!("{shape:?}")
-}
-
 /// The number of elements of a shape.
 pub(crate) fn checked_len(operation: &'static str, shape: &[usize]) -> Result<usize> {
     // No tensor of 2^48 elements fits a machine; the bound also keeps byte counts from overflowing.
@@ -69,7 +64,7 @@ impl Tensor {
     /// A tensor in contiguous order from its elements.
     ///
     /// # Errors
-    /// If the number of elements does not fit the shape.
+    /// If the number of elements does not fit the shape, or there is no memory.
     pub fn from_slice<T: Stored>(device: &Device, shape: &[usize], elements: &[T]) -> Result<Tensor> {
         let len = checked_len("from_slice", shape)?;
         if elements.len() != len {
@@ -87,7 +82,7 @@ impl Tensor {
     /// A tensor with every element `value`.
     ///
     /// # Errors
-    /// If the shape is too large.
+    /// If the shape is too large or there is no memory.
     pub fn full(device: &Device, shape: &[usize], dtype: DType, value: f64) -> Result<Tensor> {
         dispatch_stored!(dtype, T => Tensor::written(device, shape, MemoryFormat::Contiguous, |data: &mut [T]| {
             data.fill(T::of(value));
@@ -98,7 +93,7 @@ impl Tensor {
     /// A tensor of zeros.
     ///
     /// # Errors
-    /// If the shape is too large.
+    /// If the shape is too large or there is no memory.
     pub fn zeros(device: &Device, shape: &[usize], dtype: DType) -> Result<Tensor> {
         Tensor::full(device, shape, dtype, 0.0)
     }
@@ -289,7 +284,7 @@ impl Tensor {
     /// The elements in the order of [`Tensor::format`].
     ///
     /// # Errors
-    /// If they are of another type.
+    /// If they are of another type, or they must be recomputed and that fails or there is no memory.
     pub fn data<T: Stored>(&self) -> Result<&[T]> {
         let found = self.dtype();
         let mismatch = Error::DType { operation: "data", expected: T::DTYPE, found };
@@ -399,7 +394,8 @@ impl Tensor {
     /// The history is lost: the changed values are a constant, or a new leaf if this was a leaf. This is for optimizers.
     ///
     /// # Errors
-    /// If the elements are of another type, or `change` fails (the tensor then holds what `change` left).
+    /// If the elements are of another type, there is no memory for a copy, or `change` fails (the tensor then holds what `change`
+    /// left).
     pub fn update<T: Stored>(&mut self, change: impl FnOnce(&mut [T]) -> Result<()>) -> Result<()> {
         let was_leaf = self.is_leaf();
         let result = change(self.make_unshared()?);

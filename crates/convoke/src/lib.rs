@@ -74,7 +74,7 @@ pub use convoke_autograd::{
     BackwardOptions, Buffer, Cpu, DType, Device, DeviceOptions, Element, Error, Exported, Function,
     GradCheck, GradCheckFailure, GradCheckReport, Gradients, Isa, MemoryFormat, MemoryStats, Needs, Result,
     Stored, Tensor, TimelinePoint, apply, apply_with_saved, bf16, dispatch, dispatch_stored, enable_grad,
-    f16, fold_conv_bn2d, format_shape, gradcheck, inference_mode, is_grad_enabled, no_grad,
+    f16, fold_conv_bn2d, gradcheck, inference_mode, is_grad_enabled, no_grad,
 };
 #[doc(inline)]
 pub use convoke_kernels::{conv, tune};

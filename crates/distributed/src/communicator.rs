@@ -29,7 +29,8 @@ impl Default for Options {
 /// What a rank has sent, and how long it was in collectives.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Traffic {
-    /// Calls of collectives.
+    /// Exchanges with the other ranks: one for each call of a collective, and two for a share or an all_reduce of 64 KiB or more
+    /// on several ranks.
     pub calls: u64,
     /// Bytes that this rank gave to others, each counted once however many others get it.
     pub bytes: u64,

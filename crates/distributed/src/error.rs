@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use crate::Call;
 
-/// Why a collective failed. All ranks get the same error, in this and in every later call: the communicator has ended.
+/// Why a collective failed. All ranks get the same error, in this and in every later call, as the communicator has ended. But
+/// [`Error::Invalid`] is only this rank's, and after [`Error::Setting`] the communicator goes on.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

@@ -51,7 +51,7 @@ impl Init {
     /// 1 / sqrt(fan_in). Their biases use the same bound.
     ///
     /// # Errors
-    /// If the shape is too large.
+    /// As [`Init::uniform`].
     pub fn kaiming_uniform(&self, shape: &[usize], fan_in: usize) -> Result<Parameter> {
         self.uniform(shape, if fan_in == 0 { 0.0 } else { 1.0 / (fan_in as f64).sqrt() })
     }

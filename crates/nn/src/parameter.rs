@@ -67,7 +67,7 @@ impl Parameter {
     /// Changes the elements: in place, or in a copy if something else, such as a tape, still holds them.
     ///
     /// # Errors
-    /// If the elements are not `T`, or `change` fails.
+    /// If the elements are not `T`, there is no memory for a copy, or `change` fails.
     pub fn update<T: Stored>(&self, change: impl FnOnce(&mut [T]) -> Result<()>) -> Result<()> {
         self.value.write().unwrap_or_else(|poisoned| poisoned.into_inner()).update(change)
     }

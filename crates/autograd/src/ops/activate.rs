@@ -10,7 +10,7 @@ impl Tensor {
     /// max(0, x); NaN stays NaN. Saves its output.
     ///
     /// # Errors
-    /// None for now; the signature is that of every operation.
+    /// If the tensor is f16 or bf16, or there is no memory.
     pub fn relu(&self) -> Result<Tensor> {
         activate(self, Activation::Relu)
     }
@@ -50,14 +50,14 @@ impl Function for Activate {
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Tensor)> {
         let x = inputs[0];
-        let y = dispatch!(x.dtype(), T => Tensor::build(x.device(), x.shape(), x.format(), |y: &mut [T]| {
+        let y = dispatch!(x.dtype(), T => x.build_like(|y: &mut [T]| {
             Ok(activation::activate(x.device().compute(), self.activation, x.data::<T>()?, y)?)
         }))?;
         Ok((y.clone(), y))
     }
 
     fn backward(&self, y: Tensor, upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
-        let dx = dispatch!(y.dtype(), T => Tensor::build(y.device(), y.shape(), y.format(), |dx: &mut [T]| {
+        let dx = dispatch!(y.dtype(), T => y.build_like(|dx: &mut [T]| {
             let (cpu, y, dy) = (y.device().compute(), y.data::<T>()?, upstream.data::<T>()?);
             Ok(activation::activation_backward(cpu, self.activation, y, dy, dx)?)
         }))?;

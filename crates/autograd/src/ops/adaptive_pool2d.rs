@@ -8,7 +8,7 @@ use convoke_kernels::pool::{self, AdaptivePool};
 use super::planes::{OfPlanes, PlaneMap};
 use super::pool2d::{MaxPool, PoolOptions};
 use super::{empty, four_dimensions};
-use crate::error::invalid;
+use crate::error::refused;
 use crate::{Buffer, Cpu, Element, Function, Needs, Operation, Result, Tensor, apply};
 
 /// The mean of each of `size` (height, width) windows of an N x C x H x W tensor, as PyTorch's `adaptive_avg_pool2d`: window i
@@ -43,14 +43,9 @@ pub fn adaptive_max_pool2d(x: &Tensor, size: [usize; 2]) -> Result<Tensor> {
 /// If there are no images, the problem is that of one image, and nothing runs.
 fn problem(name: &'static str, x: &Tensor, size: [usize; 2]) -> Result<AdaptivePool> {
     let [batch, channels, height, width] = four_dimensions(name, "input", x)?;
-    AdaptivePool::new([batch.max(1), channels], [height, width], size, x.format()).map_err(
-        |error| match error {
-            convoke_kernels::Error::Invalid { reason, .. } => {
-                invalid(name, format!("{reason}; the input is {:?}, the size {size:?}", x.shape()))
-            }
-            error => error.into(),
-        },
-    )
+    let explain = |reason: String| format!("{reason}; the input is {:?}, the size {size:?}", x.shape());
+    AdaptivePool::new([batch.max(1), channels], [height, width], size, x.format())
+        .map_err(refused(name, explain))
 }
 
 struct AdaptiveAverage {

@@ -1,4 +1,4 @@
-//! Addition, multiplication, scaling and sums.
+//! Addition, multiplication, scaling, and sums and means of all elements.
 
 use convoke_kernels::elementwise;
 
@@ -34,7 +34,7 @@ impl Tensor {
     /// Every element times a number.
     ///
     /// # Errors
-    /// None for now; the signature is that of every operation.
+    /// If the tensor is f16 or bf16, or there is no memory.
     pub fn scale(&self, factor: f64) -> Result<Tensor> {
         apply(Scale { factor }, &[self])
     }
@@ -80,7 +80,7 @@ impl Function for Add {
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {
         let (a, b) = alike("add", inputs)?;
         let cpu = a.device().compute();
-        let y = dispatch!(a.dtype(), T => Tensor::build(a.device(), a.shape(), a.format(), |y: &mut [T]| {
+        let y = dispatch!(a.dtype(), T => a.build_like(|y: &mut [T]| {
             Ok(elementwise::add(cpu, a.data::<T>()?, b.data::<T>()?, y)?)
         }))?;
         Ok((y, ()))
@@ -94,13 +94,14 @@ impl Function for Add {
 struct Multiply;
 
 fn product(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    dispatch!(a.dtype(), T => Tensor::build(a.device(), a.shape(), a.format(), |y: &mut [T]| {
+    dispatch!(a.dtype(), T => a.build_like(|y: &mut [T]| {
         Ok(elementwise::multiply(a.device().compute(), a.data::<T>()?, b.data::<T>()?, y)?)
     }))
 }
 
 impl Function for Multiply {
-    type Saved = (Tensor, Tensor);
+    /// Each operand, if the gradient of the other is needed.
+    type Saved = [Option<Tensor>; 2];
 
     fn name(&self) -> &'static str {
         "mul"
@@ -110,20 +111,15 @@ impl Function for Multiply {
         Some(Operation::Arithmetic(Kind::Multiply))
     }
 
-    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, (Tensor, Tensor))> {
+    fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, Self::Saved)> {
         let (a, b) = alike("mul", inputs)?;
-        Ok((product(&a, &b)?, (a, b)))
+        let y = product(&a, &b)?;
+        Ok((y, [needs.input(1).then_some(a), needs.input(0).then_some(b)]))
     }
 
-    fn backward(
-        &self,
-        (a, b): (Tensor, Tensor),
-        upstream: Tensor,
-        needs: &Needs,
-    ) -> Result<Vec<Option<Tensor>>> {
-        let da = needs.input(0).then(|| product(&upstream, &b)).transpose()?;
-        let db = needs.input(1).then(|| product(&upstream, &a)).transpose()?;
-        Ok(vec![da, db])
+    fn backward(&self, [a, b]: Self::Saved, upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
+        let gradient = |other: Option<Tensor>| other.map(|other| product(&upstream, &other)).transpose();
+        Ok(vec![gradient(b)?, gradient(a)?])
     }
 }
 
@@ -132,7 +128,7 @@ struct Scale {
 }
 
 fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
-    dispatch!(x.dtype(), T => Tensor::build(x.device(), x.shape(), x.format(), |y: &mut [T]| {
+    dispatch!(x.dtype(), T => x.build_like(|y: &mut [T]| {
         Ok(elementwise::scale(x.device().compute(), x.data::<T>()?, factor, y)?)
     }))
 }
@@ -157,7 +153,7 @@ impl Function for Scale {
     }
 }
 
-/// The sum of all elements divided by `divisor`.
+/// The sum of all elements, or their mean.
 struct Sum {
     kind: Reduce,
     divisor: f64,
@@ -170,7 +166,7 @@ impl Function for Sum {
     type Saved = (Vec<usize>, crate::MemoryFormat);
 
     fn name(&self) -> &'static str {
-        "sum"
+        if self.kind == Reduce::Mean { "mean" } else { "sum" }
     }
 
     fn describe(&self) -> Option<Operation> {

@@ -1,4 +1,4 @@
-//! Batch normalization, with batch statistics or with constant ones, and an optional ReLU in the same pass.
+//! Batch normalization, with batch statistics or with constant ones, and an optional activation in the same pass.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ pub use convoke_kernels::batch_norm::{BatchNormOptions, Statistics, Synchronize}
 /// (x - mean) / sqrt(variance + eps) * weight + bias for each channel of an N x C x ... tensor.
 ///
 /// Also returns the batch's moments if they were computed, for the caller's running statistics. Saves x and two
-/// numbers per channel; with a ReLU, its mask is recomputed from x.
+/// numbers per channel; what the activation's gradient needs is recomputed from x.
 ///
 /// If x is f16 or bf16, the output has the same type. Weight, bias, their gradients and the arithmetic are then f32, and the
 /// statistics are those of the stored values.

@@ -6,7 +6,7 @@ use convoke_kernels::conv::{
 };
 
 use super::{check_vector, four_dimensions, same_dtype};
-use crate::error::invalid;
+use crate::error::{invalid, refused};
 use crate::{Buffer, Element, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 use convoke_kernels::dispatch;
 
@@ -99,12 +99,7 @@ impl ConvOptions {
             types: ConvTypes::all(x.dtype()),
             format: x.format(),
         };
-        ConvProblem::new(spec).map_err(|error| match error {
-            convoke_kernels::Error::Invalid { reason, .. } => {
-                invalid(operation, format!("{reason} ({})", context()))
-            }
-            error => error.into(),
-        })
+        ConvProblem::new(spec).map_err(refused(operation, |reason| format!("{reason} ({})", context())))
     }
 
     /// The convolution of `x` with a contiguous `weight`, checked.

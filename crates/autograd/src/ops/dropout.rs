@@ -23,7 +23,7 @@ struct Dropout {
 
 impl Dropout {
     fn run(&self, x: &Tensor) -> Result<Tensor> {
-        dispatch!(x.dtype(), T => Tensor::build(x.device(), x.shape(), x.format(), |y: &mut [T]| {
+        dispatch!(x.dtype(), T => x.build_like(|y: &mut [T]| {
             Ok(activation::dropout(x.device().compute(), x.data::<T>()?, self.p, self.key, y)?)
         }))
     }

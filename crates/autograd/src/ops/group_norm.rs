@@ -6,7 +6,7 @@ use convoke_kernels::group_norm::{
 };
 
 use super::{check_vector, same_dtype};
-use crate::error::invalid;
+use crate::error::{invalid, refused};
 use crate::{Element, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 
 /// The options of [`group_norm`].
@@ -67,12 +67,8 @@ fn run(
     check_vector(name, "the weight", weight, extent.channels)?;
     check_vector(name, "the bias", bias, extent.channels)?;
     convoke_kernels::batch_norm::check_eps(name, options.eps)?;
-    let problem = GroupNorm::new(extent, options.groups).map_err(|error| match error {
-        convoke_kernels::Error::Invalid { reason, .. } => {
-            invalid(name, format!("{reason}; the input is {:?}", x.shape()))
-        }
-        error => error.into(),
-    })?;
+    let explain = |reason: String| format!("{reason}; the input is {:?}", x.shape());
+    let problem = GroupNorm::new(extent, options.groups).map_err(refused(name, explain))?;
     let has = [weight.is_some(), bias.is_some()];
     apply(Norm { name, problem, groups: options.groups, eps: options.eps, has }, &inputs)
 }

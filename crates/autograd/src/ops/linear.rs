@@ -11,7 +11,7 @@ use convoke_kernels::dispatch;
 /// y = x Wᵀ + b with x of N x I, `weight` of O x I and `bias` of O, as PyTorch's `linear`.
 ///
 /// # Errors
-/// If the shapes do not fit.
+/// If the shapes do not fit or the types differ.
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let inputs = [Some(x), Some(weight), bias];
     apply(Linear, &inputs.into_iter().flatten().collect::<Vec<_>>())
@@ -92,7 +92,7 @@ impl Function for Linear {
         let dweight = needs.input(1).then(|| product(shape(&weight), &x, (&upstream, true), (&x, false)));
         let mut gradients = vec![dx.transpose()?, dweight.transpose()?];
         if needs.input(2) {
-            gradients.push(Some(sum_of_rows(&upstream)?));
+            gradients.push(Some(column_sums(&upstream)?));
         } else if needs.len() == 3 {
             gradients.push(None);
         }
@@ -101,8 +101,8 @@ impl Function for Linear {
 }
 
 /// The sum of each column.
-fn sum_of_rows(dy: &Tensor) -> Result<Tensor> {
-    let extent = dy.extent("bias backward")?;
+fn column_sums(dy: &Tensor) -> Result<Tensor> {
+    let extent = dy.extent("linear")?;
     let format = MemoryFormat::Contiguous;
     dispatch!(dy.dtype(), T => Tensor::build(dy.device(), &[extent.channels], format, |sums: &mut [T]| {
         Ok(elementwise::sum_by_channel(dy.device().compute(), &extent, dy.data::<T>()?, sums)?)

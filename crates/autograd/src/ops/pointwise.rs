@@ -20,7 +20,7 @@ impl Tensor {
     /// 1 / (1 + e^-x) of every element.
     ///
     /// # Errors
-    /// None for now; the signature is that of every operation.
+    /// If the tensor is f16 or bf16, or there is no memory.
     pub fn sigmoid(&self) -> Result<Tensor> {
         pointwise(self, Pointwise::Sigmoid)
     }

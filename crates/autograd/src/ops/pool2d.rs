@@ -6,7 +6,7 @@ use convoke_kernels::pool::{self, Divisor, MaxPoolPass, PoolAxis, PoolEnd, PoolP
 
 use super::planes::{OfPlanes, PlaneMap};
 use super::{empty, four_dimensions};
-use crate::error::invalid;
+use crate::error::{invalid, refused};
 use crate::{Buffer, Cpu, Element, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 use convoke_kernels::dispatch;
 
@@ -78,12 +78,8 @@ impl PoolOptions {
         let axes = [axis(0, height), axis(1, width)];
         let padding = self.padding_after.unwrap_or(self.padding);
         let end = PoolEnd { padding, ceil_mode: self.ceil_mode };
-        PoolProblem::ending([batch.max(1), channels], axes, end, format).map_err(|error| match error {
-            convoke_kernels::Error::Invalid { reason, .. } => {
-                invalid(operation, format!("{reason}; the input is {shape:?}"))
-            }
-            error => error.into(),
-        })
+        let explain = |reason: String| format!("{reason}; the input is {shape:?}");
+        PoolProblem::ending([batch.max(1), channels], axes, end, format).map_err(refused(operation, explain))
     }
 }
 

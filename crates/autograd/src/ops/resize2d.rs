@@ -6,7 +6,7 @@ use convoke_kernels::resize::{
 
 use super::four_dimensions;
 use super::planes::{OfPlanes, PlaneMap};
-use crate::error::invalid;
+use crate::error::refused;
 use crate::{Cpu, Element, Operation, Result, Tensor, apply};
 
 /// The size that a resize gives, height before width.
@@ -67,12 +67,9 @@ pub fn resize2d(x: &Tensor, options: &ResizeOptions) -> Result<Tensor> {
         coordinates: options.coordinates,
         format: x.format(),
     };
-    let problem = ResizeProblem::new(spec).map_err(|error| match error {
-        convoke_kernels::Error::Invalid { reason, .. } => {
-            invalid(NAME, format!("{reason}; the input is {:?}, resized to {:?}", x.shape(), options.to))
-        }
-        error => error.into(),
-    })?;
+    let explain =
+        |reason: String| format!("{reason}; the input is {:?}, resized to {:?}", x.shape(), options.to);
+    let problem = ResizeProblem::new(spec).map_err(refused(NAME, explain))?;
     apply(OfPlanes::new(Resize { options: *options, problem }, x), &[x])
 }
 

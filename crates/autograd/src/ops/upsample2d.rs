@@ -4,7 +4,7 @@ use convoke_kernels::upsample::{self, UpsampleMode, UpsampleProblem};
 
 use super::four_dimensions;
 use super::planes::{OfPlanes, PlaneMap};
-use crate::error::invalid;
+use crate::error::refused;
 use crate::{Cpu, Element, Operation, Result, Tensor, apply};
 
 /// N x C x H x W to N x C x (H `factor[0]`) x (W `factor[1]`), as PyTorch's `interpolate` with `scale_factor=factor` and
@@ -16,13 +16,9 @@ pub fn upsample2d(x: &Tensor, factor: [usize; 2], mode: UpsampleMode) -> Result<
     let operation = "upsample2d";
     let [batch, channels, height, width] = four_dimensions(operation, "input", x)?;
     // If there are no images, the problem is that of one image, and nothing runs.
+    let explain = |reason: String| format!("{reason}; the input is {:?}", x.shape());
     let problem = UpsampleProblem::new([batch.max(1), channels], [height, width], factor, mode, x.format())
-        .map_err(|error| match error {
-        convoke_kernels::Error::Invalid { reason, .. } => {
-            invalid(operation, format!("{reason}; the input is {:?}", x.shape()))
-        }
-        error => error.into(),
-    })?;
+        .map_err(refused(operation, explain))?;
     apply(OfPlanes::new(Upsample { factor, mode, problem }, x), &[x])
 }
 

@@ -78,7 +78,7 @@ impl Function for Loss {
     ) -> Result<Vec<Option<Tensor>>> {
         let factor = upstream.item()? / self.divisor;
         let gradient = |of_target: bool| {
-            dispatch!(x.dtype(), T => Tensor::build(x.device(), x.shape(), x.format(), |gradient: &mut [T]| {
+            dispatch!(x.dtype(), T => x.build_like(|gradient: &mut [T]| {
                 let (cpu, both) = (x.device().compute(), [x.data::<T>()?, target.data::<T>()?]);
                 match of_target {
                     false => value_loss::value_loss_backward(cpu, self.loss, both, factor, gradient)?,

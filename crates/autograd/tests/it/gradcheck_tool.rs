@@ -106,6 +106,24 @@ const MISTAKES: [Mistake; 6] = [
     Mistake::NotGiven,
 ];
 
+/// Elements 17 and 7 in memory, in the orders N, L, C and N, D, H, W, C.
+#[test]
+fn places_are_named_with_any_number_of_axes() {
+    let device = device();
+    let cases: [(&[usize], usize, &[usize]); 2] =
+        [(&[2, 3, 4], 17, &[1, 2, 1]), (&[1, 2, 2, 1, 3], 7, &[0, 1, 1, 0, 0])];
+    for (shape, element, place) in cases {
+        let inputs =
+            [1, 2].map(|seed| laid_out(normal::<f64>(&device, seed, shape), MemoryFormat::ChannelsLast));
+        let product =
+            |inputs: &[Tensor]| apply(Product(Mistake::Element(element)), &[&inputs[0], &inputs[1]]);
+        match gradcheck(product, &inputs, &GradCheck::default()) {
+            Err(GradCheckFailure::Element { index, failed: 1, .. }) => assert_eq!(index, place),
+            other => panic!("{shape:?}: {other:?}"),
+        }
+    }
+}
+
 #[test]
 fn wrong_gradients_are_named_by_input_place_and_values() {
     let mut failures = Failures::new("full mode");

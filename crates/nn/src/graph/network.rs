@@ -153,7 +153,7 @@ impl Network {
         Ok(Network { nodes, inputs, outputs, stored, names })
     }
 
-    /// The nodes that read each value.
+    /// Who reads each value: the node, and the number of its input.
     pub(super) fn readers(&self) -> Vec<Vec<(usize, usize)>> {
         let mut readers = vec![Vec::new(); self.names.len()];
         for (index, node) in self.nodes.iter().enumerate() {

@@ -55,7 +55,7 @@ pub enum Op {
     Arithmetic(Arithmetic),
     /// a, b: comparisons and logical operations. Gradients stop here.
     Compare(Compare),
-    /// x: whether it is 0. Gradients stop here.
+    /// x: the opposite truth value. Gradients stop here.
     Not,
     /// condition, a, b: elements of a where the condition holds, else of b.
     Where,

@@ -296,8 +296,8 @@ impl Listed for ModelSpec {
     }
 }
 
-/// A model of a definition, which `define` gives for a number of channels and of classes; its output is logits. The description
-/// is the name, the shape of the images that it is made for, and the number of their classes.
+/// A model whose definition `define` gives, for a number of channels and of classes; its output is logits. The tuple holds its name,
+/// the shape of the images that it is made for, and the number of their classes.
 fn of_definition(
     (name, image, classes): (&str, [usize; 3], usize),
     define: fn(usize, usize) -> Result<Definition>,

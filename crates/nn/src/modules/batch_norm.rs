@@ -310,7 +310,7 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
     /// The arrays of Keras' `layer.get_weights()`: those of gamma, beta, moving_mean and moving_variance that the layer has.
     ///
     /// # Errors
-    /// None are known: the arrays are this layer's own.
+    /// If there is no memory.
     pub fn keras_weights(&self) -> Result<Vec<Vec<f64>>> {
         self.keras_order().iter().map(|(_, slot)| to_f64(&slot.value())).collect()
     }

@@ -18,7 +18,7 @@ pub enum ConvBnMode {
     /// One operation that recomputes in backward what it did not keep: see [`Keep`].
     #[default]
     Fused,
-    /// Convolution, batch norm and ReLU one after the other, each saving what it needs.
+    /// Convolution, batch norm, addition, activation and max pool one after the other, each saving what it needs.
     Separate,
 }
 

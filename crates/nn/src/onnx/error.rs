@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use convoke_files::escaped;
 use convoke_memory::OutOfMemory;
 
-use super::{NEWEST_OPSET, OLDEST_OPSET, operators};
+use super::{NEWEST_OPSET, OLDEST_OPSET, OLDEST_WRITTEN, operators};
 use crate::graph::Disorder;
 
 /// Why a model cannot be read or written. Text of the file is escaped.
@@ -131,7 +131,9 @@ pub enum OnnxError {
         reason: String,
     },
     /// The options ask for a version that is not written.
-    #[error("files are written with versions 13 to {NEWEST_OPSET} of ONNX's operators, not {opset}")]
+    #[error(
+        "files are written with versions {OLDEST_WRITTEN} to {NEWEST_OPSET} of ONNX's operators, not {opset}"
+    )]
     WriteOpset {
         /// The version.
         opset: i64,

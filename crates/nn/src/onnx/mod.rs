@@ -38,6 +38,8 @@ type Result<T> = std::result::Result<T, OnnxError>;
 const OLDEST_OPSET: i64 = 7;
 /// The newest version of ONNX's operators that is read and written.
 const NEWEST_OPSET: i64 = 24;
+/// The oldest version that is written.
+const OLDEST_WRITTEN: i64 = 13;
 /// Longer files are refused.
 const LARGEST_FILE: u64 = 4 << 30;
 

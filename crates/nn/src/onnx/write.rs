@@ -9,11 +9,9 @@ use prost::Message;
 use super::error::OnnxError;
 use super::lower::Lowering;
 use super::proto::*;
-use super::{NEWEST_OPSET, Result, build};
+use super::{NEWEST_OPSET, OLDEST_WRITTEN, Result, build};
 use crate::graph::{Array, Definition, Dimension, Kind, Op, in_order};
 
-/// The oldest version of ONNX's operators that is written.
-const OLDEST_WRITTEN: i64 = 13;
 /// A message of protobuf has fewer bytes than 2 GiB.
 const LARGEST_MESSAGE: u64 = (1 << 31) - 1;
 

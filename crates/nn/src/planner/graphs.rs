@@ -116,10 +116,11 @@ impl GraphPlanner {
         Ok(search.map(|search| GraphPlanner { search }))
     }
 
-    /// The fastest plan found whose peak is at most `budget` bytes.
+    /// The fastest plan found whose peak is at most `budget` bytes; `Ok(Err(plan))`, with the plan of the lowest peak, if nothing
+    /// fits.
     ///
     /// # Errors
-    /// If a dry step fails. If nothing fits, the error is `Ok(Err(plan))` with the plan of the lowest peak.
+    /// If a dry step fails.
     pub fn within(&mut self, budget: usize) -> Result<std::result::Result<GraphPlan, GraphPlan>> {
         let least = match self.search.within(budget)? {
             Fit::Fits(found) => return Ok(Ok(self.plan(found))),
@@ -325,9 +326,7 @@ impl GraphSteps {
         for (part, step) in dry.parts.iter().zip(steps) {
             for (name, parameter) in part.graph.parameters() {
                 if step.channels_last.contains(&name) {
-                    let trained = parameter.is_trained();
                     parameter.set(&parameter.value().detach().to_format(MemoryFormat::ChannelsLast)?)?;
-                    parameter.set_trained(trained);
                 }
             }
         }

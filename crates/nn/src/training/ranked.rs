@@ -9,7 +9,7 @@ use crate::metrics::{is_likelier, likeliest};
 
 /// How many of the images with the highest loss are noted.
 const HARDEST: usize = 24;
-/// What one of them takes as numbers between ranks.
+/// How many numbers stand for one of them between ranks.
 const NUMBERS: usize = 4;
 /// Top-5 accuracy asks whether the label is among the 5 likeliest classes.
 const TOP: usize = 5;

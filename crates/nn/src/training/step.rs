@@ -46,12 +46,14 @@ pub struct StepTimeline {
     /// Seconds from the start of the step to the end of forward.
     pub end_of_forward: f64,
 }
+
 impl Trainer {
     /// Trains on the next batch; after the last one of an epoch the next epoch begins.
     ///
-    /// # Errors If `stop_on_nan` is set and the loss, or the norm of gradients that are clipped, is not finite or no pixel has a
-    /// label: parameters and optimizer are then as before the step, but forward has changed running statistics and random state.
-    /// If an operation fails.
+    /// # Errors
+    /// If an operation fails. If `stop_on_nan` is set, and the loss or the norm of gradients that are clipped is not finite, or no
+    /// pixel has a label: parameters and optimizer are then as before the step, but forward has changed running statistics and
+    /// random state.
     pub fn step(&mut self) -> Result<StepReport> {
         let _step = span("step");
         let start = Instant::now();

@@ -44,7 +44,7 @@ pub(super) fn compare(kind: Compare, inputs: &Inputs<'_>) -> Result<Tensor> {
     Ok(typed(kind, &a, &b)?)
 }
 
-/// 1 where x is 0, and 0 elsewhere.
+/// The opposite truth value: 1 - x, as x is 1 or 0.
 pub(super) fn not(inputs: &Inputs<'_>) -> Result<Tensor> {
     let x = inputs.tensor(0)?.detach();
     Ok(x.neg()?.add_scalar(1.0)?)
