@@ -27,6 +27,7 @@ mod images;
 mod mode;
 mod operation;
 pub mod ops;
+mod planes;
 mod storage;
 mod tensor;
 mod trace;

@@ -5,10 +5,10 @@ use std::sync::Arc;
 use convoke_kernels::dispatch;
 use convoke_kernels::pool::{self, AdaptivePool};
 
-use super::planes::{OfPlanes, PlaneMap};
 use super::pool2d::{MaxPool, PoolOptions};
 use super::{empty, four_dimensions};
 use crate::error::refused;
+use crate::planes::{OfPlanes, PlaneMap};
 use crate::{Buffer, Cpu, Element, Function, Needs, Operation, Result, Tensor, apply};
 
 /// The mean of each of `size` (height, width) windows of an N x C x H x W tensor, as PyTorch's `adaptive_avg_pool2d`: window i

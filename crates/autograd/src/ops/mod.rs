@@ -22,7 +22,6 @@ mod nll_loss;
 mod one_dimension;
 mod pad;
 mod permute;
-mod planes;
 mod pointwise;
 mod pool2d;
 mod prelu;
@@ -78,7 +77,7 @@ pub(crate) fn four_dimensions(operation: &'static str, operand: &str, tensor: &T
 }
 
 /// A tensor of 0 images of this shape, with the device, type and format of `like`.
-fn empty(shape: &[usize], like: &Tensor) -> Result<Tensor> {
+pub(crate) fn empty(shape: &[usize], like: &Tensor) -> Result<Tensor> {
     let shape = [&[0], &shape[1..]].concat();
     Tensor::zeros(like.device(), &shape, like.dtype())?.in_format(like.format())
 }

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use convoke_kernels::pool::{self, Divisor, MaxPoolPass, PoolAxis, PoolEnd, PoolProblem};
 
-use super::planes::{OfPlanes, PlaneMap};
 use super::{empty, four_dimensions};
 use crate::error::{invalid, refused};
+use crate::planes::{OfPlanes, PlaneMap};
 use crate::{Buffer, Cpu, Element, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 use convoke_kernels::dispatch;
 

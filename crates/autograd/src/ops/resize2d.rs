@@ -5,8 +5,8 @@ use convoke_kernels::resize::{
 };
 
 use super::four_dimensions;
-use super::planes::{OfPlanes, PlaneMap};
 use crate::error::refused;
+use crate::planes::{OfPlanes, PlaneMap};
 use crate::{Cpu, Element, Operation, Result, Tensor, apply};
 
 /// The size that a resize gives, height before width.

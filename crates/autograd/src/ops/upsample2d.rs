@@ -3,8 +3,8 @@
 use convoke_kernels::upsample::{self, UpsampleMode, UpsampleProblem};
 
 use super::four_dimensions;
-use super::planes::{OfPlanes, PlaneMap};
 use crate::error::refused;
+use crate::planes::{OfPlanes, PlaneMap};
 use crate::{Cpu, Element, Operation, Result, Tensor, apply};
 
 /// N x C x H x W to N x C x (H `factor[0]`) x (W `factor[1]`), as PyTorch's `interpolate` with `scale_factor=factor` and

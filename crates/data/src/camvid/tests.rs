@@ -192,7 +192,8 @@ fn sets_that_take_too_much_memory_are_refused() {
     let largest = info([4096, 4096]);
     check_len(64, &largest).unwrap();
     let error = check_len(65, &largest).unwrap_err().to_string();
-    let expected = "data set camvid: size: expected to fit into memory, found 65 images of 67108864 bytes";
+    let expected = "data set camvid: size: expected at most 4294967296 bytes, images and labels together, \
+                    found 65 images of 4096 x 4096";
     assert_eq!(error, expected);
     check_len(usize::MAX, &largest).unwrap_err();
 }

@@ -2,11 +2,11 @@
 
 use convoke_kernels::dispatch;
 
-use super::empty;
+use crate::ops::empty;
 use crate::{Cpu, Element, Function, Needs, Operation, Result, Tensor};
 
 /// What is computed from a tensor of N x C x H x W, and its gradient.
-pub(super) trait PlaneMap: Send + Sync + 'static {
+pub(crate) trait PlaneMap: Send + Sync + 'static {
     /// The name in messages.
     fn name(&self) -> &'static str;
 
@@ -25,14 +25,14 @@ pub(super) trait PlaneMap: Send + Sync + 'static {
 
 /// A map as a function of tensors of one shape. It keeps their memory format. Without images, the map is that of one image, and
 /// nothing runs.
-pub(super) struct OfPlanes<M> {
+pub(crate) struct OfPlanes<M> {
     map: M,
     input_shape: Vec<usize>,
 }
 
 impl<M: PlaneMap> OfPlanes<M> {
     /// The function of tensors like `x`.
-    pub(super) fn new(map: M, x: &Tensor) -> OfPlanes<M> {
+    pub(crate) fn new(map: M, x: &Tensor) -> OfPlanes<M> {
         OfPlanes { map, input_shape: x.shape().to_vec() }
     }
 }
