@@ -68,6 +68,7 @@ impl Activation {
     ///
     /// # Errors
     /// If the slope of a leaky ReLU is not above 0 and finite as a T, or a bound makes no sense.
+    #[inline(never)]
     pub fn check<T: Element>(self, operation: &'static str) -> Result<()> {
         match self {
             Activation::LeakyRelu { slope } if !(T::of(slope) > T::zero() && T::of(slope).is_finite()) => {
@@ -226,6 +227,7 @@ multiversion! {
 ///
 /// # Errors
 /// If the lengths differ, or a parameter makes no sense ([`Activation::check`]).
+#[inline(never)]
 pub fn activate<T: Element>(cpu: &Cpu, activation: Activation, x: &[T], y: &mut [T]) -> Result<()> {
     activate_as("activation", cpu, activation, x, y)
 }
@@ -234,6 +236,7 @@ pub fn activate<T: Element>(cpu: &Cpu, activation: Activation, x: &[T], y: &mut 
 ///
 /// # Errors
 /// If the lengths differ, or a parameter makes no sense ([`Activation::check`]).
+#[inline(never)]
 pub fn add_activated_in_place<T: Element>(
     cpu: &Cpu,
     residual: &[T],
@@ -245,8 +248,8 @@ pub fn add_activated_in_place<T: Element>(
     check_len(operation, "z", z.len(), residual.len())?;
     activation.check::<T>(operation)?;
     let items = chunks(residual).zip(chunks_mut(z));
-    with_act!(activation, act => {
-        cpu.for_each(residual.len(), items, |(residual, z)| add_activated_chunk(cpu, residual, act, z));
+    cpu.for_each(residual.len(), items, |(residual, z)| {
+        with_act!(activation, act => add_activated_chunk(cpu, residual, act, z));
     });
     Ok(())
 }
@@ -256,6 +259,7 @@ pub fn add_activated_in_place<T: Element>(
 ///
 /// # Errors
 /// If the lengths differ, or a parameter makes no sense ([`Activation::check`]).
+#[inline(never)]
 pub fn activation_backward<T: Element>(
     cpu: &Cpu,
     activation: Activation,
@@ -275,6 +279,7 @@ pub fn activation_backward<T: Element>(
 ///
 /// # Errors
 /// As [`activation_backward`].
+#[inline(never)]
 pub fn activation_backward_in_place<T: Element>(
     cpu: &Cpu,
     activation: Activation,
@@ -285,10 +290,8 @@ pub fn activation_backward_in_place<T: Element>(
     let operation = "activation backward";
     check_len(operation, "g", g.len(), z.len())?;
     activation.check::<T>(operation)?;
-    with_act!(activation, act => {
-        cpu.for_each(z.len(), chunks(z).zip(chunks_mut(g)), |(z, g)| {
-            activation_backward_in_place_chunk(cpu, act, z, g);
-        });
+    cpu.for_each(z.len(), chunks(z).zip(chunks_mut(g)), |(z, g)| {
+        with_act!(activation, act => activation_backward_in_place_chunk(cpu, act, z, g));
     });
     Ok(())
 }
@@ -297,6 +300,7 @@ pub fn activation_backward_in_place<T: Element>(
 ///
 /// # Errors
 /// If the lengths differ.
+#[inline(never)]
 pub fn relu<T: Element>(cpu: &Cpu, x: &[T], y: &mut [T]) -> Result<()> {
     activate_as("relu", cpu, Activation::Relu, x, y)
 }
@@ -305,6 +309,7 @@ pub fn relu<T: Element>(cpu: &Cpu, x: &[T], y: &mut [T]) -> Result<()> {
 ///
 /// # Errors
 /// If the lengths differ.
+#[inline(never)]
 pub fn relu_backward<T: Element>(cpu: &Cpu, y: &[T], dy: &[T], dx: &mut [T]) -> Result<()> {
     check_len("relu backward", "dy", dy.len(), y.len())?;
     check_len("relu backward", "dx", dx.len(), y.len())?;
@@ -323,9 +328,7 @@ fn activate_as<T: Element>(
     check_len(operation, "y", y.len(), x.len())?;
     activation.check::<T>(operation)?;
     let items = chunks(x).zip(chunks_mut(y));
-    with_act!(activation, act => {
-        cpu.for_each(x.len(), items, |(x, y)| activate_chunk(cpu, act, x, y));
-    });
+    cpu.for_each(x.len(), items, |(x, y)| with_act!(activation, act => activate_chunk(cpu, act, x, y)));
     Ok(())
 }
 
@@ -338,8 +341,8 @@ fn activation_backward_unchecked<T: Element>(
 ) {
     span!("activation backward", z, dz, g);
     let items = chunks(z).zip(chunks(dz)).zip(chunks_mut(g));
-    with_act!(activation, act => {
-        cpu.for_each(z.len(), items, |((z, dz), g)| activation_backward_chunk(cpu, act, z, dz, g));
+    cpu.for_each(z.len(), items, |((z, dz), g)| {
+        with_act!(activation, act => activation_backward_chunk(cpu, act, z, dz, g));
     });
 }
 
@@ -350,6 +353,7 @@ fn activation_backward_unchecked<T: Element>(
 ///
 /// # Errors
 /// If the lengths differ or `p` is not in [0, 1].
+#[inline(never)]
 pub fn dropout<T: Element>(cpu: &Cpu, x: &[T], p: f64, key: u64, y: &mut [T]) -> Result<()> {
     span!("dropout", x, y);
     check_len("dropout", "y", y.len(), x.len())?;

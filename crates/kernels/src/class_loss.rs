@@ -94,6 +94,7 @@ fn for_each_target(
 ///
 /// # Errors
 /// If a length is not the extent's, a target is not a class, or smoothing is not 0 to 1.
+#[inline(never)]
 pub fn class_loss<T: Element>(
     extent: &Extent,
     log_probabilities: &[T],
@@ -116,6 +117,7 @@ pub fn class_loss<T: Element>(
 ///
 /// # Errors
 /// As [`class_loss`].
+#[inline(never)]
 pub fn class_loss_backward<T: Element>(
     extent: &Extent,
     targets: &[i64],

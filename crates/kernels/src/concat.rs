@@ -14,6 +14,7 @@ const TASK: usize = 1 << 15;
 ///
 /// # Errors
 /// If a part's length is not a whole number of channels, or the parts together do not have the extent's channels.
+#[inline(never)]
 pub fn concat<T: Stored>(cpu: &Cpu, extent: &Extent, parts: &[&[T]], y: &mut [T]) -> Result<()> {
     span!("concat", y, y);
     check_len("concat", "y", y.len(), extent.len()?)?;
@@ -42,6 +43,7 @@ pub fn concat<T: Stored>(cpu: &Cpu, extent: &Extent, parts: &[&[T]], y: &mut [T]
 ///
 /// # Errors
 /// If a length is not the extent's, or x has fewer channels.
+#[inline(never)]
 pub fn take_channels<T: Stored>(
     cpu: &Cpu,
     extent: &Extent,

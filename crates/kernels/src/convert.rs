@@ -27,6 +27,7 @@ multiversion! {
 ///
 /// # Errors
 /// If the lengths differ.
+#[inline(never)]
 pub fn convert<A: Stored, B: Stored>(cpu: &Cpu, from: &[A], to: &mut [B]) -> Result<()> {
     span!("type conversion", from, to);
     check_len("conversion", "the output", to.len(), from.len())?;

@@ -196,19 +196,12 @@ impl Cpu {
     pub fn for_each<I: Send>(
         &self,
         work: usize,
-        items: impl Iterator<Item = I>,
+        items: impl Iterator<Item = I> + Send,
         task: impl Fn(I) + Sync + Send,
     ) {
-        if self.dry {
-            return;
-        }
-        let Some(team) = self.team.as_ref().filter(|_| work >= SEQUENTIAL_BELOW) else {
-            return items.for_each(task);
-        };
-        let items: Vec<I> = items.collect();
-        let helpers = items.len().min(self.threads).saturating_sub(1);
-        let items = Mutex::new(items.into_iter());
-        team.run(helpers, &|| taken(&items).for_each(&task));
+        let most = items.size_hint().1.unwrap_or(usize::MAX);
+        let items = Mutex::new(items.fuse());
+        self.run(work, most, &|| taken(&items).for_each(&task));
     }
 
     /// Runs `task` on every item, with a state that no other thread uses at the same time. At most one thread per state
@@ -218,17 +211,29 @@ impl Cpu {
     pub(crate) fn for_each_with<W: Send, I>(
         &self,
         work: usize,
-        states: impl Iterator<Item = W>,
+        states: impl Iterator<Item = W> + Send,
         items: impl Iterator<Item = I> + Send,
         task: impl Fn(&mut W, I) + Sync + Send,
     ) {
-        let items = Mutex::new(items);
+        let items = Mutex::new(items.fuse());
         self.for_each(work, states, |mut state| taken(&items).for_each(|item| task(&mut state, item)));
+    }
+
+    /// Runs `job`, which takes items until none is left, on as many threads as `most` items can use. It is one function for
+    /// all kinds of items and tasks, so that the code of each task is compiled once.
+    fn run(&self, work: usize, most: usize, job: &(dyn Fn() + Sync)) {
+        if self.dry {
+            return;
+        }
+        match self.team.as_ref().filter(|_| work >= SEQUENTIAL_BELOW) {
+            Some(team) => team.run(most.min(self.threads).saturating_sub(1), job),
+            None => job(),
+        }
     }
 }
 
 /// The items that are left. Several threads share them: each item is taken once, in order.
-fn taken<T: Iterator>(items: &Mutex<T>) -> impl Iterator<Item = T::Item> {
+fn taken<I: Iterator>(items: &Mutex<std::iter::Fuse<I>>) -> impl Iterator<Item = I::Item> {
     std::iter::from_fn(|| items.lock().unwrap_or_else(PoisonError::into_inner).next())
 }
 
@@ -256,8 +261,11 @@ impl std::fmt::Debug for Cpu {
 /// Defines functions whose body is compiled once per instruction set and chosen by their first argument, a [`Cpu`].
 ///
 /// Bodies must be plain loops over slices: the compiler vectorises each copy for its instruction set. Functions that they
-/// call must be `#[inline(always)]`, or they are compiled for the portable set only.
+/// call must be `#[inline(always)]`, or they are compiled for the portable set only. The first type parameter, if there is one,
+/// is the type of the elements; those that are not [`crate::Stored::AVX512`] get no copy for that instruction set.
 macro_rules! multiversion {
+    (@avx512) => { true };
+    (@avx512 $element:ident $(, $other:ident)*) => { <$element as $crate::Stored>::AVX512 };
     ($($(#[$meta:meta])* $vis:vis fn $name:ident <$($generic:ident : $bound:path),*> ($($arg:ident : $type:ty),* $(,)?)
        $(-> $ret:ty)? $body:block)*) => {$(
         $(#[$meta])*
@@ -274,12 +282,14 @@ macro_rules! multiversion {
                 fn avx512<$($generic: $bound),*>($($arg: $type),*) $(-> $ret)? { body($($arg),*) }
 
                 match cpu.isa() {
-                    // SAFETY: a `Cpu` holds `Avx512` only after `Isa::found` has seen the features of `V3` and `V4` on this
-                    // machine, and `avx512` is compiled for some of those.
-                    $crate::Isa::Avx512 => return unsafe { avx512($($arg),*) },
-                    // SAFETY: a `Cpu` holds `Avx2` only after `Isa::found` has seen the features of `V3` on this machine,
-                    // and `avx2` is compiled for two of them.
-                    $crate::Isa::Avx2 => return unsafe { avx2($($arg),*) },
+                    $crate::Isa::Avx512 if const { $crate::cpu::multiversion!(@avx512 $($generic),*) } => {
+                        // SAFETY: a `Cpu` holds `Avx512` only after `Isa::found` has seen the features of `V3` and `V4` on this
+                        // machine, and `avx512` is compiled for some of those.
+                        return unsafe { avx512($($arg),*) };
+                    }
+                    // SAFETY: a `Cpu` holds `Avx2` or `Avx512` only after `Isa::found` has seen the features of `V3` on this
+                    // machine, and `avx2` is compiled for two of them.
+                    $crate::Isa::Avx512 | $crate::Isa::Avx2 => return unsafe { avx2($($arg),*) },
                     $crate::Isa::Portable => {}
                 }
             }

@@ -128,6 +128,11 @@ pub trait Stored: sealed::Sealed + bytemuck::Pod + Default + Debug + Display + S
     /// This type as a value.
     const DTYPE: DType;
 
+    /// Whether plain loops over this type are compiled for AVX-512, too. f64 serves oracles and gradient checks, for which AVX2
+    /// is fast enough, and each copy of all loops takes time to build.
+    #[doc(hidden)]
+    const AVX512: bool = !matches!(Self::DTYPE, DType::F64);
+
     /// The nearest value of this type, ties to even.
     fn of(value: f64) -> Self;
 
@@ -233,6 +238,10 @@ pub trait Element:
     #[doc(hidden)]
     fn conv_kernel(kernels: &crate::conv::Kernel) -> Option<&dyn crate::conv::ConvKernel<Self>>;
 
+    /// The library's matrix multiplication for this type.
+    #[doc(hidden)]
+    fn gemm() -> crate::gemm::Gemm<Self>;
+
     /// e^x, in code that compilers vectorise. In f32 it is within 2 units in the last place.
     #[doc(hidden)]
     fn vector_exp(self) -> Self;
@@ -244,6 +253,10 @@ impl Element for f32 {
             crate::conv::Kernel::F32(kernel) => Some(kernel.as_ref()),
             crate::conv::Kernel::F64(_) => None,
         }
+    }
+
+    fn gemm() -> crate::gemm::Gemm<f32> {
+        gemm_f32::gemm::f32::get_gemm_fn()
     }
 
     /// e^x = 2^n e^r with |r| <= ln(2) / 2, and e^r by the polynomial of Cephes' `expf`.
@@ -259,6 +272,10 @@ impl Element for f64 {
             crate::conv::Kernel::F32(_) => None,
             crate::conv::Kernel::F64(kernel) => Some(kernel.as_ref()),
         }
+    }
+
+    fn gemm() -> crate::gemm::Gemm<f64> {
+        gemm_f64::gemm::f64::get_gemm_fn()
     }
 
     #[inline(always)]

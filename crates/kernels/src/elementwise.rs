@@ -86,6 +86,7 @@ multiversion! {
 ///
 /// # Errors
 /// If the lengths differ.
+#[inline(never)]
 pub fn add<T: Element>(cpu: &Cpu, a: &[T], b: &[T], y: &mut [T]) -> Result<()> {
     span!("add", a, b, y);
     check_len("add", "b", b.len(), a.len())?;
@@ -99,6 +100,7 @@ pub fn add<T: Element>(cpu: &Cpu, a: &[T], b: &[T], y: &mut [T]) -> Result<()> {
 ///
 /// # Errors
 /// If the lengths differ.
+#[inline(never)]
 pub fn add_assign<T: Element>(cpu: &Cpu, x: &[T], y: &mut [T]) -> Result<()> {
     span!("add", x, y, y);
     check_len("add", "y", y.len(), x.len())?;
@@ -110,6 +112,7 @@ pub fn add_assign<T: Element>(cpu: &Cpu, x: &[T], y: &mut [T]) -> Result<()> {
 ///
 /// # Errors
 /// If the lengths differ.
+#[inline(never)]
 pub fn multiply<T: Element>(cpu: &Cpu, a: &[T], b: &[T], y: &mut [T]) -> Result<()> {
     span!("multiply", a, b, y);
     check_len("multiply", "b", b.len(), a.len())?;
@@ -123,6 +126,7 @@ pub fn multiply<T: Element>(cpu: &Cpu, a: &[T], b: &[T], y: &mut [T]) -> Result<
 ///
 /// # Errors
 /// If the lengths differ.
+#[inline(never)]
 pub fn scale<T: Element>(cpu: &Cpu, x: &[T], factor: f64, y: &mut [T]) -> Result<()> {
     span!("scale", x, y);
     check_len("scale", "y", y.len(), x.len())?;
@@ -132,6 +136,7 @@ pub fn scale<T: Element>(cpu: &Cpu, x: &[T], factor: f64, y: &mut [T]) -> Result
 }
 
 /// x *= factor.
+#[inline(never)]
 pub fn scale_assign<T: Element>(cpu: &Cpu, factor: f64, x: &mut [T]) {
     span!("scale", x, x);
     let (len, factor) = (x.len(), T::of(factor));
@@ -139,6 +144,7 @@ pub fn scale_assign<T: Element>(cpu: &Cpu, factor: f64, x: &mut [T]) {
 }
 
 /// The sum of the squares of all elements, in f64, in an order that depends only on the length.
+#[inline(never)]
 pub fn square_sum<T: Element>(cpu: &Cpu, x: &[T]) -> f64 {
     span!("square sum", x);
     let mut parts = vec![0.0; x.len().div_ceil(CHUNK)];
@@ -147,6 +153,7 @@ pub fn square_sum<T: Element>(cpu: &Cpu, x: &[T]) -> f64 {
 }
 
 /// The sum of all elements, in f64, in an order that depends only on the length.
+#[inline(never)]
 pub fn sum<T: Element>(cpu: &Cpu, x: &[T]) -> f64 {
     span!("sum", x);
     let mut parts = vec![0.0; x.len().div_ceil(CHUNK)];
@@ -158,6 +165,7 @@ pub fn sum<T: Element>(cpu: &Cpu, x: &[T]) -> f64 {
 ///
 /// # Errors
 /// If a length is not the extent's.
+#[inline(never)]
 pub fn add_bias<T: Element>(cpu: &Cpu, extent: &Extent, bias: &[T], y: &mut [T]) -> Result<()> {
     span!("bias", y, y);
     check_len("bias", "the bias", bias.len(), extent.channels)?;
@@ -177,6 +185,7 @@ pub fn add_bias<T: Element>(cpu: &Cpu, extent: &Extent, bias: &[T], y: &mut [T])
 ///
 /// # Errors
 /// If a length is not the extent's.
+#[inline(never)]
 pub fn sum_by_channel<T: Element>(cpu: &Cpu, extent: &Extent, dy: &[T], sums: &mut [T]) -> Result<()> {
     span!("bias backward", dy);
     check_len("bias backward", "the gradient", sums.len(), extent.channels)?;

@@ -1,10 +1,37 @@
-//! Matrix multiplication: one small interface over the `gemm` crate, with explicit threads and bounds.
+//! Matrix multiplication: one small interface over the `gemm` library, with explicit threads and bounds.
 //!
-//! The `gemm` crate picks AVX-512, AVX2+FMA or a portable kernel at run time. [`Isa::Portable`] uses plain loops of our own
+//! The library has a crate for each number type, and only those of ours are built. It picks AVX-512, AVX2+FMA or a portable kernel at run time. [`Isa::Portable`] uses plain loops of our own
 //! instead, so that tests can compare the two on any machine.
+
+use gemm_common::Parallelism;
 
 use crate::shared::Shared;
 use crate::{Cpu, Element, Isa};
+
+/// The library's function for one number type: the sizes m, n and k; C with its strides of columns and rows, and whether its
+/// content is read; A and B with their strides; factors of C and of A B; three flags for complex numbers.
+#[doc(hidden)]
+pub type Gemm<T> = unsafe fn(
+    usize,
+    usize,
+    usize,
+    *mut T,
+    isize,
+    isize,
+    bool,
+    *const T,
+    isize,
+    isize,
+    *const T,
+    isize,
+    isize,
+    T,
+    T,
+    bool,
+    bool,
+    bool,
+    Parallelism,
+);
 
 /// A matrix in a slice, with its row stride and its column stride.
 #[derive(Debug, Clone, Copy)]
@@ -117,6 +144,7 @@ pub enum Update {
 ///
 /// # Panics
 /// If the shapes do not fit.
+#[inline(never)]
 pub fn gemm<T: Element>(cpu: &Cpu, a: Matrix<'_, T>, b: Matrix<'_, T>, c: MatrixMut<'_, T>, update: Update) {
     assert!(
         a.layout.columns == b.layout.rows
@@ -179,35 +207,63 @@ fn by_columns<T: Element>(
             // until all have ended.
             unsafe { portable(a, b.layout, b_data, layout_c, c_first, [m, columns, k], update) }
         } else {
+            // SAFETY: column < n, and k > 0: row 0 of B has an element in this column, which `Matrix::new` has found in its slice.
+            let b_first = unsafe { b.data.as_ptr().add(b_offset) };
+            let (left, right) = ((a.data.as_ptr(), strides_a), (b_first, strides_b));
             // SAFETY: m, n and k are not 0, so `Matrix::new` and `MatrixMut::new` have found every element that these shapes
             // and strides address inside its slice, and those of C at places of their own; `strides` has changed only such
             // strides as no element is addressed by. No other task writes columns [column, column + columns) of C, as each
             // takes a run of its own, and `c` is borrowed until all have ended.
-            unsafe {
-                gemm::gemm(
-                    m,
-                    columns,
-                    k,
-                    c_first,
-                    strides_c[0],
-                    strides_c[1],
-                    update == Update::Add,
-                    a.data.as_ptr(),
-                    strides_a[0],
-                    strides_a[1],
-                    b.data.as_ptr().add(b_offset),
-                    strides_b[0],
-                    strides_b[1],
-                    T::one(),
-                    T::one(),
-                    false,
-                    false,
-                    false,
-                    gemm::Parallelism::None,
-                )
-            }
+            unsafe { multiply([m, columns, k], left, right, (c_first, strides_c), update) }
         }
     });
+}
+
+/// C = A B or C += A B by the library. C is `m` x `n`, `k` the inner dimension; strides are those of columns and of rows.
+///
+/// # Safety
+/// The elements that these shapes and strides address must exist, and nobody else may read or write those of C during the call.
+unsafe fn multiply<T: Element>(
+    [m, n, k]: [usize; 3],
+    a: (*const T, [isize; 2]),
+    b: (*const T, [isize; 2]),
+    c: (*mut T, [isize; 2]),
+    update: Update,
+) {
+    let (c, [c_column, c_row]) = c;
+    if c_column < c_row {
+        // The library writes columns. Here the elements of a row lie together, which are a column of the transpose.
+        let turned = |(first, [column, row]): (*const T, [isize; 2])| (first, [row, column]);
+        // SAFETY: the same elements, transposed.
+        return unsafe { multiply([n, m, k], turned(b), turned(a), (c, [c_row, c_column]), update) };
+    }
+    let ((a, [a_column, a_row]), (b, [b_column, b_row])) = (a, b);
+    let read = update == Update::Add;
+    // SAFETY: this is what the caller promises.
+    unsafe {
+        let (one, conjugate) = (T::one(), false);
+        T::gemm()(
+            m,
+            n,
+            k,
+            c,
+            c_column,
+            c_row,
+            read,
+            a,
+            a_column,
+            a_row,
+            b,
+            b_column,
+            b_row,
+            one,
+            one,
+            conjugate,
+            conjugate,
+            conjugate,
+            Parallelism::None,
+        )
+    }
 }
 
 /// Plain loops, one row of C at a time.

@@ -118,7 +118,7 @@ impl GroupNorm {
     fn for_each_image<I: Send>(
         &self,
         cpu: &Cpu,
-        images: impl Iterator<Item = I>,
+        images: impl Iterator<Item = I> + Send,
         task: impl Fn(I) -> Result<()> + Send + Sync,
     ) -> Result<()> {
         let Extent { batch, .. } = self.extent;
@@ -160,6 +160,7 @@ impl GroupNorm {
 ///
 /// # Errors
 /// If a length is not the problem's, or eps is negative or NaN.
+#[inline(never)]
 pub fn group_norm<T: Element>(
     cpu: &Cpu,
     problem: &GroupNorm,
@@ -212,6 +213,7 @@ pub struct GroupNormBackward<'a, T> {
 ///
 /// # Errors
 /// If a length is not the problem's.
+#[inline(never)]
 pub fn group_norm_backward<T: Element>(
     cpu: &Cpu,
     problem: &GroupNorm,

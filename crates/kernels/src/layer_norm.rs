@@ -33,6 +33,7 @@ const LONG: usize = 1 << 12;
 ///
 /// # Errors
 /// If a length does not fit, or eps is negative or NaN.
+#[inline(never)]
 pub fn layer_norm<T: Element>(
     cpu: &Cpu,
     width: usize,
@@ -76,6 +77,7 @@ fn column<'a, T: Element>(values: Option<&'a [T]>, otherwise: T, width: usize) -
 ///
 /// # Errors
 /// As [`layer_norm`].
+#[inline(never)]
 pub fn layer_norm_backward<T: Element>(
     cpu: &Cpu,
     width: usize,

@@ -25,6 +25,8 @@ mod cpu;
 mod device;
 mod element;
 mod error;
+#[cfg(not(test))]
+mod instances;
 mod random;
 mod scratch;
 mod separable;

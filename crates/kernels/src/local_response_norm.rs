@@ -119,6 +119,7 @@ impl Places {
 ///
 /// # Errors
 /// If a length is not the extent's, or the window has no channels.
+#[inline(never)]
 pub fn local_response_norm<T: Element>(
     cpu: &Cpu,
     extent: &Extent,
@@ -148,6 +149,7 @@ pub fn local_response_norm<T: Element>(
 ///
 /// # Errors
 /// As [`local_response_norm`].
+#[inline(never)]
 pub fn local_response_norm_backward<T: Element>(
     cpu: &Cpu,
     extent: &Extent,

@@ -12,6 +12,7 @@ pub use crate::softmax::{log_softmax, log_softmax_backward};
 ///
 /// # Errors
 /// If a length is not the extent's, or a target is not a class.
+#[inline(never)]
 pub fn nll<T: Element>(
     extent: &Extent,
     log_probabilities: &[T],
@@ -28,6 +29,7 @@ pub fn nll<T: Element>(
 ///
 /// # Errors
 /// As [`nll`].
+#[inline(never)]
 pub fn nll_backward<T: Element>(
     extent: &Extent,
     targets: &[i64],

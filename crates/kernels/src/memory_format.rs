@@ -137,6 +137,7 @@ impl Extent {
 ///
 /// # Errors
 /// If a length differs from `extent`'s.
+#[inline(never)]
 pub fn convert<T: Stored>(cpu: &Cpu, extent: &Extent, from: &[T], to: &mut [T]) -> Result<()> {
     span!("memory format conversion", from, to);
     let lens = [("the input", from.len()), ("the output", to.len())];

@@ -170,6 +170,7 @@ impl<T: Element> WithStates<'_, T> {
 ///
 /// # Errors
 /// If the lengths differ, or there is momentum without a velocity.
+#[inline(never)]
 pub fn sgd<T: Element>(
     cpu: &Cpu,
     options: &Sgd,
@@ -200,6 +201,7 @@ pub fn sgd<T: Element>(
 ///
 /// # Errors
 /// If the lengths differ.
+#[inline(never)]
 pub fn adadelta<T: Element>(
     cpu: &Cpu,
     options: &Adadelta,
@@ -237,6 +239,7 @@ pub struct Averages<'a, T> {
 ///
 /// # Errors
 /// If the lengths differ or the time is below 1.
+#[inline(never)]
 pub fn adamw<T: Element>(
     cpu: &Cpu,
     options: &AdamW,
@@ -257,6 +260,7 @@ pub fn adamw<T: Element>(
 ///
 /// # Errors
 /// If the lengths differ or the time is below 1.
+#[inline(never)]
 pub fn adam<T: Element>(
     cpu: &Cpu,
     options: &Adam,
@@ -276,6 +280,7 @@ pub fn adam<T: Element>(
 ///
 /// # Errors
 /// If the lengths differ.
+#[inline(never)]
 pub fn moving_average<T: Element>(cpu: &Cpu, decay: f64, average: &mut [T], value: &[T]) -> Result<()> {
     span!("moving average", average, average, value);
     let len = average.len();

@@ -23,6 +23,7 @@ impl<'a, T: Element> Prelu<'a, T> {
     ///
     /// # Errors
     /// If there is another number of slopes, or the extent's size overflows.
+    #[inline(never)]
     pub fn new(extent: &Extent, slopes: &'a [T]) -> Result<Prelu<'a, T>> {
         let len = extent.len()?;
         let extent = match slopes.len() {
@@ -42,6 +43,7 @@ impl<'a, T: Element> Prelu<'a, T> {
     ///
     /// # Errors
     /// If a length is not the extent's.
+    #[inline(never)]
     pub fn forward(&self, cpu: &Cpu, x: &[T], y: &mut [T]) -> Result<()> {
         span!("prelu", x, y);
         let units = Units::new(OPERATION, &self.extent, &[("x", x.len()), ("y", y.len())])?;
@@ -64,6 +66,7 @@ impl<'a, T: Element> Prelu<'a, T> {
     ///
     /// # Errors
     /// If a length is not the extent's.
+    #[inline(never)]
     pub fn backward(&self, cpu: &Cpu, x: &[T], dy: &[T], dx: &mut [T]) -> Result<()> {
         span!("prelu backward", x, dy, dx);
         let lens = [("x", x.len()), ("dy", dy.len()), ("dx", dx.len())];
@@ -88,6 +91,7 @@ impl<'a, T: Element> Prelu<'a, T> {
     ///
     /// # Errors
     /// If a length is not the extent's, or there are not as many gradients as slopes.
+    #[inline(never)]
     pub fn backward_slopes(&self, cpu: &Cpu, x: &[T], dy: &[T], gradients: &mut [T]) -> Result<()> {
         span!("prelu backward", x, dy);
         check_len(OPERATION, "the gradient of the slopes", gradients.len(), self.slopes.len())?;

@@ -194,6 +194,7 @@ impl ResizeAxis {
 ///
 /// # Errors
 /// If a length is not the problem's.
+#[inline(never)]
 pub fn resize<T: Element>(cpu: &Cpu, problem: &ResizeProblem, x: &[T], y: &mut [T]) -> Result<()> {
     span!("resize", x, y);
     problem.input_extent().check("resize", &[("x", x.len())])?;
@@ -206,6 +207,7 @@ pub fn resize<T: Element>(cpu: &Cpu, problem: &ResizeProblem, x: &[T], y: &mut [
 ///
 /// # Errors
 /// As [`resize`].
+#[inline(never)]
 pub fn resize_backward<T: Element>(cpu: &Cpu, problem: &ResizeProblem, dy: &[T], dx: &mut [T]) -> Result<()> {
     span!("resize backward", dy, dx);
     problem.input_extent().check("resize backward", &[("dx", dx.len())])?;

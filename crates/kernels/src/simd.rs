@@ -1,5 +1,7 @@
 //! Runs code that is generic over a vector type with the vectors of an instruction set.
 
+use std::mem::MaybeUninit;
+
 use pulp::WithSimd;
 
 use crate::Isa;
@@ -11,6 +13,20 @@ pub(crate) fn lanes(isa: Isa) -> usize {
         Isa::Avx2 => 8,
         Isa::Portable => 1,
     }
+}
+
+/// `[value(0), value(1), ...]`, as [`std::array::from_fn`] and `map` of an array make it. Those two can be interrupted by a panic
+/// half-way, and what they do to be ready for that made up a sixth of what the compiler had to read of this crate.
+#[inline(always)]
+pub(crate) fn array<T: Copy, const N: usize>(mut value: impl FnMut(usize) -> T) -> [T; N] {
+    let mut values = [const { MaybeUninit::<T>::uninit() }; N];
+    let mut index = 0;
+    while index < N {
+        values[index].write(value(index));
+        index += 1;
+    }
+    // SAFETY: the loop has written all N values, and `MaybeUninit<T>` has the layout of T.
+    unsafe { (&raw const values).cast::<[T; N]>().read() }
 }
 
 /// Runs `op` with the vectors of `isa`, which have [`lanes`] floats.

@@ -11,6 +11,7 @@ use crate::{Cpu, Element, Result};
 ///
 /// # Errors
 /// If a length is not the extent's.
+#[inline(never)]
 pub fn softmax<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T], y: &mut [T]) -> Result<()> {
     span!("softmax", x, y);
     extent.check("softmax", &[("x", x.len()), ("y", y.len())])?;
@@ -25,6 +26,7 @@ pub fn softmax<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T], y: &mut [T]) -> 
 ///
 /// # Errors
 /// If a length is not the extent's.
+#[inline(never)]
 pub fn softmax_backward<T: Element>(
     cpu: &Cpu,
     extent: &Extent,
@@ -47,6 +49,7 @@ pub fn softmax_backward<T: Element>(
 ///
 /// # Errors
 /// If a length is not the extent's.
+#[inline(never)]
 pub fn log_softmax<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T], y: &mut [T]) -> Result<()> {
     span!("log_softmax", x, y);
     extent.check("log_softmax", &[("x", x.len()), ("y", y.len())])?;
@@ -61,6 +64,7 @@ pub fn log_softmax<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T], y: &mut [T])
 ///
 /// # Errors
 /// If a length is not the extent's.
+#[inline(never)]
 pub fn log_softmax_backward<T: Element>(
     cpu: &Cpu,
     extent: &Extent,

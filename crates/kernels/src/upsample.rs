@@ -115,6 +115,7 @@ impl UpsampleProblem {
 ///
 /// # Errors
 /// If a length is not the problem's.
+#[inline(never)]
 pub fn upsample<T: Element>(cpu: &Cpu, problem: &UpsampleProblem, x: &[T], y: &mut [T]) -> Result<()> {
     span!("upsample", x, y);
     problem.input_extent().check("upsampling", &[("x", x.len())])?;
@@ -128,6 +129,7 @@ pub fn upsample<T: Element>(cpu: &Cpu, problem: &UpsampleProblem, x: &[T], y: &m
 ///
 /// # Errors
 /// As [`upsample`].
+#[inline(never)]
 pub fn upsample_backward<T: Element>(
     cpu: &Cpu,
     problem: &UpsampleProblem,

@@ -55,6 +55,7 @@ const COST: usize = 16;
 ///
 /// # Errors
 /// If the lengths differ.
+#[inline(never)]
 pub fn value_loss<T: Element>(cpu: &Cpu, loss: ValueLoss, x: &[T], targets: &[T]) -> Result<f64> {
     span!("value_loss", x, targets);
     check_len("value_loss", "the targets", targets.len(), x.len())?;
@@ -70,6 +71,7 @@ pub fn value_loss<T: Element>(cpu: &Cpu, loss: ValueLoss, x: &[T], targets: &[T]
 ///
 /// # Errors
 /// If the lengths differ.
+#[inline(never)]
 pub fn value_loss_backward<T: Element>(
     cpu: &Cpu,
     loss: ValueLoss,
@@ -84,6 +86,7 @@ pub fn value_loss_backward<T: Element>(
 ///
 /// # Errors
 /// If the lengths differ.
+#[inline(never)]
 pub fn value_loss_backward_targets<T: Element>(
     cpu: &Cpu,
     loss: ValueLoss,

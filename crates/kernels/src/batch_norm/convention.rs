@@ -129,6 +129,7 @@ impl Convention {
     ///
     /// # Errors
     /// If a length is not the number of channels.
+    #[inline(never)]
     pub fn update<T: Element>(
         &self,
         new_weight: f64,
@@ -157,6 +158,7 @@ impl Convention {
     ///
     /// # Errors
     /// If there were fewer than two values per channel and the conventions differ: their biased variance is 0.
+    #[inline(never)]
     pub fn convert_variance<T: Element>(
         &self,
         other: &Convention,

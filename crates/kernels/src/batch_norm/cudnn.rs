@@ -80,6 +80,7 @@ pub struct Running<'a, T> {
 ///
 /// # Errors
 /// If a length does not fit, epsilon is negative or NaN, or the exponential average factor is NaN; nothing is written then.
+#[inline(never)]
 pub fn forward_training<T: Element>(
     cpu: &Cpu,
     layer: &Layer<'_, T>,
@@ -134,6 +135,7 @@ pub struct InferenceInputs<'a, T> {
 ///
 /// # Errors
 /// If a length does not fit, or epsilon is negative or NaN.
+#[inline(never)]
 pub fn forward_inference<T: Element>(
     cpu: &Cpu,
     layer: &Layer<'_, T>,
@@ -176,6 +178,7 @@ pub struct Gradients<'a, T> {
 ///
 /// # Errors
 /// If a length does not fit, or epsilon is negative or NaN; nothing is written then.
+#[inline(never)]
 pub fn backward<T: Element>(
     cpu: &Cpu,
     layer: &Layer<'_, T>,

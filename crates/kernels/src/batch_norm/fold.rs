@@ -27,6 +27,7 @@ pub enum FilterOrder {
 ///
 /// # Errors
 /// If a length does not fit the number of channels; nothing is changed then.
+#[inline(never)]
 pub fn fold<T: Element>(
     by: &Normalization<'_, T>,
     order: FilterOrder,

@@ -27,6 +27,7 @@ impl<T: Element> Normalization<'_, T> {
     /// with T's machine epsilon: below 1e-4 in f32 and 2e-13 in f64 for |n| <= 64. The inverse uses the same rounded
     /// coefficients of a channel as [`super::normalize`], so only these roundings count: that of y, which is epsilon / 2 of
     /// it and thus of |n| + |beta / gamma| in n, that of each step back, and that of x itself.
+    #[inline(never)]
     pub fn is_invertible(&self) -> bool {
         let channels = self.mean.len();
         let slope = match self.activation {
@@ -61,6 +62,7 @@ impl<T: Element> Normalization<'_, T> {
 /// # Errors
 /// If a length is not the extent's, the activation is another than a leaky ReLU, or gamma * inverse_std or a slope has no finite
 /// inverse.
+#[inline(never)]
 pub fn invert<T: Element>(
     cpu: &Cpu,
     extent: &Extent,
@@ -77,6 +79,7 @@ pub fn invert<T: Element>(
 ///
 /// # Errors
 /// As [`invert`].
+#[inline(never)]
 pub fn invert_in_place<T: Element>(
     cpu: &Cpu,
     extent: &Extent,

@@ -195,6 +195,7 @@ pub fn inverse_std(variance: &[f64], eps: f64, place: EpsPlace) -> Vec<f64> {
 ///
 /// # Errors
 /// If the length of `x` is not the extent's.
+#[inline(never)]
 pub fn stats<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T]) -> Result<Moments> {
     extent.check("batch norm statistics", &[("x", x.len())])?;
     let mut parts = StatsInParts::new(extent)?;
@@ -206,6 +207,7 @@ pub fn stats<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T]) -> Result<Moments>
 ///
 /// # Errors
 /// If a length is not the extent's, or the activation's parameters make no sense.
+#[inline(never)]
 pub fn normalize<T: Element>(
     cpu: &Cpu,
     extent: &Extent,
@@ -223,6 +225,7 @@ pub fn normalize<T: Element>(
 ///
 /// # Errors
 /// If a length is not the extent's, or the activation's parameters make no sense.
+#[inline(never)]
 pub fn normalize_added<T: Element>(
     cpu: &Cpu,
     extent: &Extent,
@@ -242,6 +245,7 @@ pub fn normalize_added<T: Element>(
 ///
 /// # Errors
 /// If a length is not the extent's, or the activation's parameters make no sense.
+#[inline(never)]
 pub fn normalize_in_place<T: Element>(
     cpu: &Cpu,
     extent: &Extent,
@@ -289,6 +293,7 @@ fn map_from<T: Element>(
 ///
 /// # Errors
 /// If a length is not the extent's, the activation's parameters make no sense, or eps is negative or NaN.
+#[inline(never)]
 pub fn forward_training<T: Element>(
     cpu: &Cpu,
     extent: &Extent,
@@ -336,6 +341,7 @@ pub fn forward_training<T: Element>(
 ///
 /// # Errors
 /// If a length is not the extent's, or the activation's parameters make no sense.
+#[inline(never)]
 pub fn backward_reduce<T: Element>(
     cpu: &Cpu,
     extent: &Extent,
@@ -358,6 +364,7 @@ pub fn backward_reduce<T: Element>(
 ///
 /// # Errors
 /// If a length is not the extent's, the activation's parameters make no sense, or `sums` are over no values.
+#[inline(never)]
 pub fn backward_elemt_in_place<T: Element>(
     cpu: &Cpu,
     extent: &Extent,
@@ -375,6 +382,7 @@ pub fn backward_elemt_in_place<T: Element>(
 ///
 /// # Errors
 /// If a length is not the extent's, the activation's parameters make no sense, or `sums` are over no values.
+#[inline(never)]
 pub fn backward_elemt<T: Element>(
     cpu: &Cpu,
     extent: &Extent,
@@ -423,6 +431,7 @@ fn gradient_from<T: Element>(
 ///
 /// # Errors
 /// If a length is not the extent's, or the activation's parameters make no sense.
+#[inline(never)]
 pub fn backward_training<T: Element>(
     cpu: &Cpu,
     extent: &Extent,

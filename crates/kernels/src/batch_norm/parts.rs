@@ -250,6 +250,7 @@ impl StatsInParts {
     /// # Errors
     /// If they are not whole images, too many, or not a multiple of [`images_per_group`] and not the last. Nothing is added
     /// then.
+    #[inline(never)]
     pub fn add<T: Element>(&mut self, cpu: &Cpu, x: &[T]) -> Result<()> {
         span!("batch norm statistics", x);
         let (extent, parts) = self.progress.next(x.len())?;
@@ -298,6 +299,7 @@ impl BackwardSumsInParts {
     ///
     /// # Errors
     /// As [`StatsInParts::add`], and if the length of `dy` or of a slice in `by` does not fit.
+    #[inline(never)]
     pub fn add<T: Element>(&mut self, cpu: &Cpu, x: &[T], dy: &[T], by: &Normalization<'_, T>) -> Result<()> {
         span!("batch norm gradient sums", x, dy);
         let operation = self.progress.operation;

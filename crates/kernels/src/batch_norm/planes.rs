@@ -538,8 +538,9 @@ multiversion! {
         for (index, y) in y.chunks_mut(spatial).enumerate() {
             let c = c.at(first + index);
             match x {
-                Some(both) => {
-                    let [x, residual] = both.map(|x| &x[index * spatial..][..y.len()]);
+                Some([x, residual]) => {
+                    let start = index * spatial;
+                    let (x, residual) = (&x[start..][..y.len()], &residual[start..][..y.len()]);
                     for ((y, &x), &residual) in y.iter_mut().zip(x).zip(residual) {
                         *y = map.map(c, x, residual, act);
                     }

@@ -63,6 +63,7 @@ impl Block {
     ///
     /// # Errors
     /// If a length does not fit, there is no memory, ranks cannot communicate, or a batch has one value per channel.
+    #[inline(never)]
     pub fn forward<T: Element>(
         &self,
         operands: &Operands<'_, T>,

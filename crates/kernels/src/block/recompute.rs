@@ -167,6 +167,7 @@ impl<T: Element> Recipe<T> {
     ///
     /// # Errors
     /// If the input is missing, a length does not fit, or there is no memory.
+    #[inline(never)]
     pub fn write(
         &self,
         input: Option<ConvInput<'_, T>>,

@@ -269,6 +269,7 @@ impl ConvPlan {
     /// # Errors
     /// If the operands are of another pass, another element type, or of lengths other than the problem's, or if the workspace
     /// is too short.
+    #[inline(never)]
     pub fn run<T: Element>(&self, operands: ConvOperands<'_, T>, workspace: &mut [T]) -> Result<()> {
         let operation = match self.pass {
             Pass::Forward => "convolution",

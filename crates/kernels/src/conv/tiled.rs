@@ -126,6 +126,7 @@ impl TiledConv {
     ///
     /// # Errors
     /// If a length does not fit, or there is no memory.
+    #[inline(never)]
     pub fn forward<T: Element>(&self, x: &dyn Images<T>, filter: Filter<'_, T>, y: &mut [T]) -> Result<()> {
         self.forward_with(x, filter, y, |_| Ok(()))
     }
@@ -155,6 +156,7 @@ impl TiledConv {
     ///
     /// # Errors
     /// If a length does not fit, or there is no memory.
+    #[inline(never)]
     pub fn forward_tile<T: Element>(
         &self,
         images: usize,
@@ -176,6 +178,7 @@ impl TiledConv {
     ///
     /// # Errors
     /// If a length does not fit, or there is no memory.
+    #[inline(never)]
     pub fn input_gradient_tile<T: Element>(
         &self,
         images: usize,
@@ -233,6 +236,7 @@ impl<T: Element, H: Images<T>> InputGradient<T, H> {
     ///
     /// # Errors
     /// If a length does not fit, or there is no memory.
+    #[inline(never)]
     pub fn add(&mut self, of: &TiledConv, images: Range<usize>, dy: &[T], weight: &[T]) -> Result<()> {
         let (count, image) = (images.len(), of.input_image());
         let place = images.start * image..images.end * image;
@@ -281,6 +285,7 @@ impl<T: Element> WeightGradient<T> {
     ///
     /// # Errors
     /// If a length does not fit, or there is no memory.
+    #[inline(never)]
     pub fn add(&mut self, of: &TiledConv, images: usize, x: &[T], dy: &[T]) -> Result<()> {
         let plan = of.plan(Pass::BackwardWeights, images)?;
         let (x, dy) = if of.transposed { (dy, x) } else { (x, dy) };
@@ -321,6 +326,7 @@ impl<T: Element> BiasGradient<T> {
     ///
     /// # Errors
     /// If a length does not fit, or there is no memory.
+    #[inline(never)]
     pub fn add(&mut self, of: &TiledConv, images: usize, dy: &[T]) -> Result<()> {
         let mut part = of.device.buffer::<T>(self.sum.len())?;
         elementwise::sum_by_channel(of.device.compute(), &of.output_extent(images), dy, &mut part)?;

@@ -153,6 +153,7 @@ impl Pointwise {
     ///
     /// # Errors
     /// If a parameter is out of the range that the variant states.
+    #[inline(never)]
     pub fn check<T: Element>(self) -> Result<()> {
         let finite = |value: f64| T::of(value).is_finite();
         let positive = |value: f64| finite(value) && T::of(value) > T::zero();
@@ -265,13 +266,14 @@ multiversion! {
 ///
 /// # Errors
 /// If the lengths differ, or a parameter makes no sense ([`Pointwise::check`]).
+#[inline(never)]
 pub fn pointwise<T: Element>(cpu: &Cpu, function: Pointwise, x: &[T], y: &mut [T]) -> Result<()> {
     span!("pointwise", x, y);
     check_len(function.name(), "y", y.len(), x.len())?;
     function.check::<T>()?;
     let (work, items) = (function.cost().saturating_mul(x.len()), chunks(x).zip(chunks_mut(y)));
-    with_formula!(function, T, formula => {
-        cpu.for_each(work, items, |(x, y)| forward_chunk(cpu, formula, x, y));
+    cpu.for_each(work, items, |(x, y)| {
+        with_formula!(function, T, formula => forward_chunk(cpu, formula, x, y));
     });
     Ok(())
 }
@@ -280,6 +282,7 @@ pub fn pointwise<T: Element>(cpu: &Cpu, function: Pointwise, x: &[T], y: &mut [T
 ///
 /// # Errors
 /// As [`pointwise`].
+#[inline(never)]
 pub fn pointwise_backward<T: Element>(
     cpu: &Cpu,
     function: Pointwise,
@@ -295,8 +298,8 @@ pub fn pointwise_backward<T: Element>(
     let saved = if nothing { dy } else { saved };
     let work = function.cost().saturating_mul(dy.len());
     let items = chunks(saved).zip(chunks(dy)).zip(chunks_mut(dx));
-    with_formula!(function, T, formula => {
-        cpu.for_each(work, items, |((saved, dy), dx)| backward_chunk(cpu, formula, saved, dy, dx));
+    cpu.for_each(work, items, |((saved, dy), dx)| {
+        with_formula!(function, T, formula => backward_chunk(cpu, formula, saved, dy, dx));
     });
     Ok(())
 }
@@ -305,6 +308,7 @@ pub fn pointwise_backward<T: Element>(
 ///
 /// # Errors
 /// As [`pointwise`].
+#[inline(never)]
 pub fn pointwise_backward_in_place<T: Element>(
     cpu: &Cpu,
     function: Pointwise,
@@ -315,8 +319,8 @@ pub fn pointwise_backward_in_place<T: Element>(
     check_len(function.name(), "what forward saved", saved.len(), g.len())?;
     function.check::<T>()?;
     let (work, items) = (function.cost().saturating_mul(g.len()), chunks(saved).zip(chunks_mut(g)));
-    with_formula!(function, T, formula => {
-        cpu.for_each(work, items, |(saved, g)| backward_in_place_chunk(cpu, formula, saved, g));
+    cpu.for_each(work, items, |(saved, g)| {
+        with_formula!(function, T, formula => backward_in_place_chunk(cpu, formula, saved, g));
     });
     Ok(())
 }

@@ -98,6 +98,7 @@ impl AdaptivePool {
 ///
 /// # Errors
 /// If a length is not the problem's.
+#[inline(never)]
 pub fn adaptive_average_pool<T: Element>(
     cpu: &Cpu,
     problem: &AdaptivePool,
@@ -118,6 +119,7 @@ pub fn adaptive_average_pool<T: Element>(
 ///
 /// # Errors
 /// As [`adaptive_average_pool`].
+#[inline(never)]
 pub fn adaptive_average_pool_backward<T: Element>(
     cpu: &Cpu,
     problem: &AdaptivePool,
@@ -142,6 +144,7 @@ pub fn adaptive_average_pool_backward<T: Element>(
 ///
 /// # Errors
 /// If a length is not the problem's, or a plane has more places than u32 counts.
+#[inline(never)]
 pub fn adaptive_max_pool<T: Element>(
     cpu: &Cpu,
     problem: &AdaptivePool,
@@ -183,6 +186,7 @@ pub fn adaptive_max_pool<T: Element>(
 ///
 /// # Errors
 /// If a length is not the problem's. Places that are not in a plane are ignored.
+#[inline(never)]
 pub fn adaptive_max_pool_backward<T: Element>(
     cpu: &Cpu,
     problem: &AdaptivePool,

@@ -57,6 +57,7 @@ impl PoolProblem {
 ///
 /// # Errors
 /// If a length is not the problem's, the problem has dilation, or the divisor is 0.
+#[inline(never)]
 pub fn average_pool<T: Element>(
     cpu: &Cpu,
     problem: &PoolProblem,
@@ -87,6 +88,7 @@ pub fn average_pool<T: Element>(
 ///
 /// # Errors
 /// As [`average_pool`].
+#[inline(never)]
 pub fn average_pool_backward<T: Element>(
     cpu: &Cpu,
     problem: &PoolProblem,

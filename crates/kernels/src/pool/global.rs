@@ -15,6 +15,7 @@ const TASKS: usize = 32;
 ///
 /// # Errors
 /// If a length does not fit the extent.
+#[inline(never)]
 pub fn global_average_pool<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T], y: &mut [T]) -> Result<()> {
     crate::profile::span!("global average pooling", x, y);
     check("global average pooling", extent, [("x", x.len()), ("y", y.len())])?;
@@ -61,6 +62,7 @@ pub fn global_average_pool<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T], y: &
 ///
 /// # Errors
 /// As [`global_average_pool`].
+#[inline(never)]
 pub fn global_average_pool_backward<T: Element>(
     cpu: &Cpu,
     extent: &Extent,

@@ -81,6 +81,7 @@ impl MaxPoolAlgorithm {
     ///
     /// # Errors
     /// As [`max_pool`].
+    #[inline(never)]
     pub fn forward<T: Element, I: WindowIndex>(
         self,
         cpu: &Cpu,
@@ -107,6 +108,7 @@ impl MaxPoolAlgorithm {
     ///
     /// # Errors
     /// As [`max_pool`].
+    #[inline(never)]
     pub fn backward<T: Element, I: WindowIndex>(
         self,
         cpu: &Cpu,
@@ -134,6 +136,7 @@ impl MaxPoolAlgorithm {
 ///
 /// # Errors
 /// If a length is not the problem's, or a window has more elements than the index type counts.
+#[inline(never)]
 pub fn max_pool<T: Element, I: WindowIndex>(
     cpu: &Cpu,
     problem: &PoolProblem,
@@ -148,6 +151,7 @@ pub fn max_pool<T: Element, I: WindowIndex>(
 ///
 /// # Errors
 /// As [`max_pool`].
+#[inline(never)]
 pub fn max_pool_backward<T: Element, I: WindowIndex>(
     cpu: &Cpu,
     problem: &PoolProblem,

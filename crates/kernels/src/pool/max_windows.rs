@@ -8,7 +8,7 @@ use super::{PoolProblem, WindowIndex};
 use crate::conv::ConvAxis;
 use crate::cpu::multiversion;
 use crate::memory_format::MemoryFormat;
-use crate::{Cpu, Element};
+use crate::{Cpu, Element, simd};
 
 /// A pair of places along an axis: an output and an input that its window covers.
 #[derive(Clone, Copy)]
@@ -230,8 +230,8 @@ fn maxima_of<const N: usize, T: Element, I: WindowIndex>(
     indices: &mut [I],
 ) {
     let len = count * lanes;
-    let elements: [I; N] = std::array::from_fn(|n| elements[n]);
-    let x: [&[T]; N] = std::array::from_fn(|n| &x[sources[n]..][..span(stride, lanes, len)]);
+    let elements: [I; N] = simd::array(|n| elements[n]);
+    let x: [&[T]; N] = simd::array(|n| &x[sources[n]..][..span(stride, lanes, len)]);
     let (y, indices) = (&mut y[..len], &mut indices[..len]);
     // The usual strides are constants, so that the loops vectorise.
     match (lanes, stride) {
@@ -296,9 +296,9 @@ fn add_taken_of<const N: usize, T: Element, I: WindowIndex>(
     sums: &mut [T],
 ) {
     let len = count * lanes;
-    let elements: [I; N] = std::array::from_fn(|n| elements[n]);
-    let indices: [&[I]; N] = std::array::from_fn(|n| &indices[sources[n]..][..len]);
-    let dy: [&[T]; N] = std::array::from_fn(|n| &dy[sources[n]..][..len]);
+    let elements: [I; N] = simd::array(|n| elements[n]);
+    let indices: [&[I]; N] = simd::array(|n| &indices[sources[n]..][..len]);
+    let dy: [&[T]; N] = simd::array(|n| &dy[sources[n]..][..len]);
     let sums = &mut sums[..(count - 1) * step + lanes];
     let [pixels, lanes] = if step == lanes { [1, len] } else { [count, lanes] };
     for pixel in 0..pixels {

@@ -1,7 +1,7 @@
 //! Sums, products, largest and smallest values over some of a walk's axes.
 
-use super::map::map_block;
-use super::{BLOCK, Block, Cut, Gathered, Level, Map, OPERANDS, TASK, Walk, gathered};
+use super::map::{OfBlock, map_block};
+use super::{BLOCK, Block, Cut, Gathered, Level, Map, OPERANDS, TASK, Walk};
 use crate::channels::LANES;
 use crate::cpu::multiversion;
 use crate::profile::span;
@@ -37,19 +37,50 @@ trait Step: Copy + Send + Sync {
 }
 
 macro_rules! steps {
-    ($($name:ident: $neutral:expr, |$sum:ident, $x:ident| $body:expr;)*) => {$(
-        #[derive(Clone, Copy)]
-        struct $name;
+    ($($name:ident: $neutral:expr, |$sum:ident, $x:ident| $body:expr;)*) => {
+        $(
+            #[derive(Clone, Copy)]
+            struct $name;
 
-        impl Step for $name {
-            const NEUTRAL: f64 = $neutral;
+            impl Step for $name {
+                const NEUTRAL: f64 = $neutral;
 
-            #[inline(always)]
-            fn step($sum: f64, $x: f64) -> f64 {
-                $body
+                #[inline(always)]
+                fn step($sum: f64, $x: f64) -> f64 {
+                    $body
+                }
+            }
+        )*
+
+        impl Fold {
+            /// What a fold begins with.
+            fn neutral(self) -> f64 {
+                match self {
+                    $(Fold::$name => $name::NEUTRAL,)*
+                }
+            }
+
+            fn step(self, sum: f64, x: f64) -> f64 {
+                match self {
+                    $(Fold::$name => $name::step(sum, x),)*
+                }
+            }
+
+            /// Folds each row of `columns` elements into the sum at its place.
+            fn rows<T: Element>(self, cpu: &Cpu, columns: usize, x: &[T], sums: &mut [f64]) {
+                match self {
+                    $(Fold::$name => fold_rows(cpu, $name, columns, x, sums),)*
+                }
+            }
+
+            /// Folds each row into the row of sums.
+            fn columns<T: Element>(self, cpu: &Cpu, x: &[T], sums: &mut [f64]) {
+                match self {
+                    $(Fold::$name => fold_columns(cpu, $name, x, sums),)*
+                }
             }
         }
-    )*};
+    };
 }
 
 steps! {
@@ -60,7 +91,6 @@ steps! {
 }
 
 multiversion! {
-    /// Folds each row of `columns` elements into the sum at its place.
     fn fold_rows<T: Element, S: Step>(_step: S, columns: usize, x: &[T], sums: &mut [f64]) {
         for (row, sum) in x.chunks_exact(columns).zip(sums) {
             // The number of lanes is fixed, so that every instruction set adds in the same order.
@@ -79,7 +109,6 @@ multiversion! {
         }
     }
 
-    /// Folds each row into the row of sums.
     fn fold_columns<T: Element, S: Step>(_step: S, x: &[T], sums: &mut [f64]) {
         let mut x = x;
         if sums.len() < LANES {
@@ -118,25 +147,31 @@ impl<T: Element> Walk<'_, T> {
     ///
     /// # Errors
     /// If y's length is not that of the kept axes.
+    #[inline(never)]
     pub fn fold<F: Map>(&self, cpu: &Cpu, function: F, reduction: Reduction, y: &mut [T]) -> Result<()> {
-        span!("fold", self.operands[0], y);
-        assert!(F::OPERANDS <= self.count, "{}: the walk has {} operands", self.operation, self.count);
-        self.check_output(y)?;
-        match reduction.fold {
-            Fold::Sum => self.fold_by(cpu, (function, Sum), reduction.divisor, y),
-            Fold::Product => self.fold_by(cpu, (function, Product), reduction.divisor, y),
-            Fold::Max => self.fold_by(cpu, (function, Max), reduction.divisor, y),
-            Fold::Min => self.fold_by(cpu, (function, Min), reduction.divisor, y),
-        }
-        Ok(())
+        let write = |operands: [&[T]; OPERANDS], y: &mut [T]| map_block(cpu, function, operands, y);
+        self.fold_blocks(cpu, &OfBlock::of::<F>(&write), reduction, y)
     }
 
-    fn fold_by<F: Map, S: Step>(&self, cpu: &Cpu, by: (F, S), divisor: f64, y: &mut [T]) {
+    /// [`Walk::fold`] for all functions.
+    fn fold_blocks(
+        &self,
+        cpu: &Cpu,
+        function: &OfBlock<'_, T>,
+        reduction: Reduction,
+        y: &mut [T],
+    ) -> Result<()> {
+        span!("fold", self.operands[0], y);
+        self.check_operands(function);
+        self.check_output(y)?;
+        let Reduction { fold, divisor } = reduction;
+        let by = (function, fold);
         let write = |y: &mut [T], sums: &[f64]| {
             y.iter_mut().zip(sums).for_each(|(y, sum)| *y = T::of(sum / divisor));
         };
         if self.len == 0 {
-            return cpu.for_each(0, std::iter::once(y), |y| y.fill(T::of(S::NEUTRAL / divisor)));
+            cpu.for_each(0, std::iter::once(y), |y| y.fill(T::of(fold.neutral() / divisor)));
+            return Ok(());
         }
         let levels = outputs_first(&self.levels);
         let kept: Vec<usize> = (0..levels.len()).filter(|&level| levels[level].out > 0).collect();
@@ -147,47 +182,49 @@ impl<T: Element> Walk<'_, T> {
             let cut = Cut::new(&self.levels, &all, TASK.max(self.len / SHARES), 1);
             let mut sums: Vec<Vec<f64>> = vec![Vec::new(); cut.parts()];
             cpu.for_each(self.len, sums.iter_mut().enumerate(), |(index, sums)| {
-                *sums = vec![S::NEUTRAL; self.outputs];
+                *sums = vec![fold.neutral(); self.outputs];
                 self.fold_part(cpu, by, &cut.part(index), sums);
             });
-            return cpu.for_each(0, std::iter::once(y), |y| {
-                let mut totals = vec![S::NEUTRAL; self.outputs];
+            cpu.for_each(0, std::iter::once(y), |y| {
+                let mut totals = vec![fold.neutral(); self.outputs];
                 for sums in &sums {
-                    totals.iter_mut().zip(sums).for_each(|(total, sum)| *total = S::step(*total, *sum));
+                    totals.iter_mut().zip(sums).for_each(|(total, sum)| *total = fold.step(*total, *sum));
                 }
                 write(y, &totals);
             });
+            return Ok(());
         }
         cpu.for_each(self.len, cut.outputs(y).enumerate(), |(index, y)| {
-            let mut sums = vec![S::NEUTRAL; y.len()];
+            let mut sums = vec![fold.neutral(); y.len()];
             let part = super::Part { out: 0, ..cut.part(index) };
             self.fold_part(cpu, by, &part, &mut sums);
             write(y, &sums);
         });
+        Ok(())
     }
 
-    fn fold_part<F: Map, S: Step>(&self, cpu: &Cpu, by: (F, S), part: &super::Part, sums: &mut [f64]) {
-        let (function, step) = by;
+    fn fold_part(&self, cpu: &Cpu, by: (&OfBlock<'_, T>, Fold), part: &super::Part, sums: &mut [f64]) {
+        let (function, fold) = by;
         let mut buffers = [const { Gathered::new() }; OPERANDS];
         let mut values = [T::zero(); BLOCK];
         part.blocks(|block| {
             let values = &mut values[..block.rows * block.columns];
-            map_block(cpu, function, gathered::<T, F>(&self.operands, &mut buffers, block), values);
+            function.write(&self.operands, &mut buffers, block, values);
             let &Block { rows, columns, out, out_strides, .. } = block;
             match out_strides {
                 // One sum of all.
-                [0, 0] => fold_rows(cpu, step, rows * columns, values, &mut sums[out..=out]),
-                [1, 0] => fold_rows(cpu, step, columns, values, &mut sums[out..out + rows]),
+                [0, 0] => fold.rows(cpu, rows * columns, values, &mut sums[out..=out]),
+                [1, 0] => fold.rows(cpu, columns, values, &mut sums[out..out + rows]),
                 [stride, 0] => {
                     for (row, values) in values.chunks_exact(columns).enumerate() {
                         let at = out + row * stride;
-                        fold_rows(cpu, step, columns, values, &mut sums[at..=at]);
+                        fold.rows(cpu, columns, values, &mut sums[at..=at]);
                     }
                 }
-                [0, _] => fold_columns(cpu, step, values, &mut sums[out..out + columns]),
+                [0, _] => fold.columns(cpu, values, &mut sums[out..out + columns]),
                 [stride, _] => {
                     for (row, values) in values.chunks_exact(columns).enumerate() {
-                        fold_columns(cpu, step, values, &mut sums[out + row * stride..][..columns]);
+                        fold.columns(cpu, values, &mut sums[out + row * stride..][..columns]);
                     }
                 }
             }

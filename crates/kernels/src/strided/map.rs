@@ -1,6 +1,6 @@
 //! Functions of one to three elements, and the walk that writes them.
 
-use super::{Cut, Gathered, Walk, gathered};
+use super::{Block, Cut, Gathered, Walk, gathered};
 use crate::cpu::multiversion;
 use crate::profile::span;
 use crate::{Cpu, Element, Result};
@@ -108,9 +108,15 @@ impl<T: Element> Walk<'_, T> {
     ///
     /// # Errors
     /// If y's length is not the walk's.
+    #[inline(never)]
     pub fn map<F: Map>(&self, cpu: &Cpu, function: F, y: &mut [T]) -> Result<()> {
+        self.map_blocks(cpu, &OfBlock::of::<F>(&|operands, y| map_block(cpu, function, operands, y)), y)
+    }
+
+    /// [`Walk::map`] for all functions.
+    fn map_blocks(&self, cpu: &Cpu, function: &OfBlock<'_, T>, y: &mut [T]) -> Result<()> {
         span!("map", y, y);
-        assert!(F::OPERANDS <= self.count, "{}: the walk has {} operands", self.operation, self.count);
+        self.check_operands(function);
         assert_eq!(self.len, self.outputs, "{}: a function of elements keeps all axes", self.operation);
         self.check_output(y)?;
         let all: Vec<usize> = (0..self.levels.len()).collect();
@@ -121,10 +127,42 @@ impl<T: Element> Walk<'_, T> {
             let mut rest = y;
             part.blocks(|block| {
                 let (to, later) = std::mem::take(&mut rest).split_at_mut(block.rows * block.columns);
-                map_block(cpu, function, gathered::<T, F>(&self.operands, &mut buffers, block), to);
+                function.write(&self.operands, &mut buffers, block, to);
                 rest = later;
             });
         });
         Ok(())
+    }
+
+    pub(super) fn check_operands(&self, function: &OfBlock<'_, T>) {
+        let (needed, count) = (function.operands, self.count);
+        assert!(needed <= count, "{}: the walk has {count} operands, not {needed}", self.operation);
+    }
+}
+
+/// Writes the values of a function of elements of three operands.
+type Write<'f, T> = dyn Fn([&[T]; super::OPERANDS], &mut [T]) + Sync + 'f;
+
+/// A [`Map`] that writes its values for a block of elements. It is one type for all functions, so that walks are compiled once.
+pub(super) struct OfBlock<'f, T> {
+    operands: usize,
+    write: &'f Write<'f, T>,
+}
+
+impl<'f, T: Element> OfBlock<'f, T> {
+    /// `write` writes the values of `F`.
+    pub(super) fn of<F: Map>(write: &'f Write<'f, T>) -> OfBlock<'f, T> {
+        OfBlock { operands: F::OPERANDS, write }
+    }
+
+    /// Writes the values for a block of the walk's operands.
+    pub(super) fn write(
+        &self,
+        operands: &[&[T]; super::OPERANDS],
+        buffers: &mut [Gathered<T>; super::OPERANDS],
+        block: &Block,
+        y: &mut [T],
+    ) {
+        (self.write)(gathered(self.operands, operands, buffers, block), y);
     }
 }

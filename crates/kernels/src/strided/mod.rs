@@ -326,15 +326,16 @@ impl<T: Element> Gathered<T> {
     }
 }
 
-/// The blocks of all operands that a function `F` has; the others are the first one again.
-fn gathered<'a, T: Element, F: Map>(
+/// The blocks of the first `count` operands; the others are the first one again.
+fn gathered<'a, T: Element>(
+    count: usize,
     operands: &[&'a [T]; OPERANDS],
     buffers: &'a mut [Gathered<T>; OPERANDS],
     block: &Block,
 ) -> [&'a [T]; OPERANDS] {
     let [first, second, third] = buffers;
     let a = first.of(operands[0], 0, block);
-    let b = if F::OPERANDS > 1 { second.of(operands[1], 1, block) } else { a };
-    let c = if F::OPERANDS > 2 { third.of(operands[2], 2, block) } else { a };
+    let b = if count > 1 { second.of(operands[1], 1, block) } else { a };
+    let c = if count > 2 { third.of(operands[2], 2, block) } else { a };
     [a, b, c]
 }

@@ -22,6 +22,7 @@ pub struct Scatter<'a> {
 ///
 /// # Errors
 /// If a length does not fit, or an index is outside of y's axis.
+#[inline(never)]
 pub fn add_taken<T: Element>(cpu: &Cpu, scatter: &Scatter<'_>, x: &[T], y: &mut [T]) -> Result<()> {
     span!("add taken", x, y);
     let operation = "adding up what was taken";

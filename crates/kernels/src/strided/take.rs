@@ -41,6 +41,7 @@ impl<T: Stored> Take<'_, T> {
     ///
     /// # Errors
     /// If y's length is not the product of the sizes, or a place is outside of x.
+    #[inline(never)]
     pub fn run(&self, cpu: &Cpu, x: &[T], y: &mut [T]) -> Result<()> {
         span!("take", y, y);
         check_len(self.operation, "the output", y.len(), self.checked_len(x.len())?)?;

@@ -3,6 +3,7 @@
 use pulp::{MemMask, Simd};
 
 use super::gather::{Gather, Phase, Tap};
+use crate::simd;
 use crate::stream::prefetch_to_l2;
 
 /// Output pixels that share the loads of weights and inputs.
@@ -189,11 +190,12 @@ impl Row<'_> {
         let Line { phase, channels, scale, .. } = line;
         let lanes = S::F32_LANES;
         let whole = channels - channels % lanes;
-        let [all, rest] = [lanes, channels - whole].map(|lanes| simd.mask_between_m32s(0, lanes as u32));
+        let mask = |lanes: usize| simd.mask_between_m32s(0, lanes as u32);
+        let (all, rest) = (mask(lanes), mask(channels - whole));
         let [first, end] = phase.interior;
         // A block's share of the rows ahead; strides above 2 skip much of them.
         let shares = [BLOCK * lanes * (scale * scale).min(4), BLOCK * lanes];
-        let mut ahead = std::array::from_fn::<_, 2, _>(|i| (ahead[i], shares[i]));
+        let mut ahead = simd::array::<_, 2>(|i| (ahead[i], shares[i]));
         for q in (0..phase.count).step_by(BLOCK) {
             let edge = q < first || q + BLOCK > end;
             if edge || whole < channels {
@@ -324,14 +326,14 @@ impl Line<'_> {
                 // Each input is loaded once. The scale is a constant here.
                 let scale = (INPUTS - TAPS) / (BLOCK - 1);
                 let first = self.columns[0].offset;
-                let inputs: [_; INPUTS] = std::array::from_fn(|i| input(first + i as isize, i));
+                let inputs: [_; INPUTS] = simd::array(|i| input(first + i as isize, i));
                 for s in 0..TAPS {
-                    add(row.place + self.columns[s].place, std::array::from_fn(|b| inputs[s + b * scale]));
+                    add(row.place + self.columns[s].place, simd::array(|b| inputs[s + b * scale]));
                 }
             } else {
                 for (s, column) in self.columns.iter().enumerate() {
                     let input = |b| input(column.offset + (b * self.scale) as isize, s * BLOCK + b);
-                    add(row.place + column.place, std::array::from_fn(input));
+                    add(row.place + column.place, simd::array(input));
                 }
             }
         }

@@ -6,7 +6,7 @@ use pulp::{Simd, WithSimd};
 
 use super::geometry::{Block, Blocks, Lattice, Phase};
 use super::panels::{Panel, Panels};
-use super::registers::{by_block, fitting, joined, last_mask, load, most_rows, most_vectors, store};
+use super::registers::{by_block, fits, fitting, joined, last_mask, load, most_rows, most_vectors, store};
 use super::slab::Reading;
 use crate::conv::even::even_parts;
 use crate::conv::plan::ConvKernel;
@@ -378,7 +378,7 @@ unsafe fn multiply<S: Simd, const P: usize, const V: usize>(
     assert!(V == panel.channels.div_ceil(S::F32_LANES), "{} channels in {V} vectors", panel.channels);
     let start = target.floats.as_mut_ptr();
     let first = panel.group * panels.width + panel.first - target.first;
-    let targets: [_; P] = std::array::from_fn(|p| {
+    let targets: [_; P] = simd::array(|p| {
         let first = block.targets[p] * target.step + first;
         assert!(first + panel.channels <= target.floats.len());
         start.wrapping_add(first)
@@ -387,7 +387,7 @@ unsafe fn multiply<S: Simd, const P: usize, const V: usize>(
     if depth.start > 0 {
         // SAFETY: each target has been checked to hold the panel's channels: V vectors, where `last` masks the last one if
         // that is not full.
-        sums = targets.map(|target| unsafe { load(simd, target, last) });
+        sums = simd::array(|p| unsafe { load(simd, targets[p], last) });
     } else if target.streaming.is_none() && panels.groups == 1 {
         // Prefetches the targets, since each store to a line in no cache would wait for it. Small groups have too little work
         // meanwhile.
@@ -398,7 +398,7 @@ unsafe fn multiply<S: Simd, const P: usize, const V: usize>(
         // SAFETY: the caller promises `depth` floats from `channel` on after each source. The weights have just been cut to
         // `depth` times V vectors.
         unsafe {
-            let sources = sources.map(|source| source.add(channel));
+            let sources = simd::array(|p| sources[p].add(channel));
             let factors = Factors { sources, weights: weights.as_ptr().cast() };
             add_products::<S, P, V>(simd, &mut sums, &factors, depth.len());
         }
@@ -446,16 +446,20 @@ unsafe fn add_products<S: Simd, const P: usize, const V: usize>(
     unsafe {
         // With one vector, there are too many source addresses to stay in registers. So each address that is loaded serves
         // several channels, as many as there are registers for weights.
-        while V == 1 && S::F32_LANES == 16 && c + 4 <= depth {
-            add_turn::<S, P, V, 4>(simd, sums, factors, c);
-            c += 4;
+        if const { V == 1 && S::F32_LANES == 16 } {
+            while c + 4 <= depth {
+                add_turn::<S, P, V, 4>(simd, sums, factors, c);
+                c += 4;
+            }
         }
-        while V == 1 && S::F32_LANES < 16 && c + 2 <= depth {
-            add_turn::<S, P, V, 2>(simd, sums, factors, c);
-            c += 2;
+        if const { V == 1 && S::F32_LANES < 16 } {
+            while c + 2 <= depth {
+                add_turn::<S, P, V, 2>(simd, sums, factors, c);
+                c += 2;
+            }
         }
         while c < depth {
-            let w: [_; V] = std::array::from_fn(|v| weights.add(c * V + v).read_unaligned());
+            let w: [_; V] = simd::array(|v| weights.add(c * V + v).read_unaligned());
             for p in 0..P {
                 let x = simd.splat_f32s(*sources[p].add(c));
                 for v in 0..V {
@@ -481,7 +485,7 @@ unsafe fn add_turn<S: Simd, const P: usize, const V: usize, const U: usize>(
     let Factors { sources, weights } = factors;
     // SAFETY: the caller promises the vectors of weights and the floats of each source that `c + u` stands for, with u below U.
     unsafe {
-        let w: [_; U] = std::array::from_fn(|u| weights.add(c + u).read_unaligned());
+        let w: [_; U] = simd::array(|u| weights.add(c + u).read_unaligned());
         for p in 0..P {
             for u in 0..U {
                 let x = simd.splat_f32s(*sources[p].add(c + u));

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
-use crate::Cpu;
 use crate::conv::problem::ConvProblem;
+use crate::{Cpu, simd};
 
 /// The panels of a weight of K x C/groups x R x S, with K or C/groups along the lanes.
 ///
@@ -162,7 +162,7 @@ impl Panels {
                 let from = &weight[from..];
                 if let Ok(row) = <&mut [f32; PIECE]>::try_from(&mut *row) {
                     let from = &from[..(PIECE - 1) * along_lanes + 1];
-                    *row = std::array::from_fn(|lane| from[lane * along_lanes]);
+                    *row = simd::array(|lane| from[lane * along_lanes]);
                 } else {
                     row.iter_mut().zip(from.iter().step_by(along_lanes)).for_each(|(to, &from)| *to = from);
                 }

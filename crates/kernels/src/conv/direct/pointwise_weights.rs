@@ -11,7 +11,7 @@ use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
-use super::registers::{by_block, fitting, last_mask, load, most_rows, most_vectors, store};
+use super::registers::{by_block, fits, fitting, last_mask, load, most_rows, most_vectors, store};
 use super::weights::parts;
 use crate::conv::even::even_parts;
 use crate::conv::plan::ConvKernel;
@@ -266,8 +266,7 @@ struct Block<'a> {
 fn add_products<S: Simd, const M: usize, const V: usize>(simd: S, block: &Block<'_>) {
     let &Block { pixels, x, dy, rows, sums: (sums, first), row_len, channels, fresh } = block;
     // SAFETY: tasks that share sums have different panels, and so different channels of each row: nobody else uses these.
-    let sums: [_; M] =
-        std::array::from_fn(|m| unsafe { sums.part(first + m * row_len, channels) }.as_mut_ptr());
+    let sums: [_; M] = simd::array(|m| unsafe { sums.part(first + m * row_len, channels) }.as_mut_ptr());
     sums.iter().for_each(|sums| stream::prefetch(sums.cast_const(), V * S::F32_LANES));
     let mut products = [[simd.splat_f32s(0.0); V]; M];
     assert!(M <= rows && x.len() >= pixels * V * S::F32_LANES && dy.len() >= pixels * rows);
@@ -276,7 +275,7 @@ fn add_products<S: Simd, const M: usize, const V: usize>(simd: S, block: &Block<
         // SAFETY: the assertion has checked that there are V vectors of x and `rows` floats of dy, M or more, for each of
         // `pixels`; both pointers advance by one pixel in each turn.
         unsafe {
-            let x: [_; V] = std::array::from_fn(|v| x.add(v).read_unaligned());
+            let x: [_; V] = simd::array(|v| x.add(v).read_unaligned());
             for m in 0..M {
                 let dy = simd.splat_f32s(*dy.add(m));
                 for v in 0..V {

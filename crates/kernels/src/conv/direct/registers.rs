@@ -28,12 +28,12 @@ pub(super) fn joined(isa: Isa, groups: usize, channels: usize, wide: bool) -> us
 ///
 /// Of the blocks that fill the registers, those nearest to a square need the fewest loads per product. Also, a few rows do
 /// not evict each other from the L1 cache if they lie a power of two apart.
-pub(super) fn most_vectors(lanes: usize) -> usize {
+pub(super) const fn most_vectors(lanes: usize) -> usize {
     if lanes == 16 { 4 } else { 2 }
 }
 
 /// The most rows of a register block of `vectors` columns: some registers must be left for the operands.
-pub(super) fn most_rows(lanes: usize, vectors: usize) -> usize {
+pub(super) const fn most_rows(lanes: usize, vectors: usize) -> usize {
     match (lanes, vectors) {
         (16, 3..) => 6,
         (16, 1) => 16,
@@ -63,7 +63,7 @@ pub(super) unsafe fn load<S: Simd, const V: usize>(
     from: *const f32,
     last: Option<MemMask<S::m32s>>,
 ) -> [S::f32s; V] {
-    std::array::from_fn(|v| {
+    simd::array(|v| {
         // SAFETY: the caller promises that the floats of V vectors are readable, but for those that `last` masks in the last one,
         // and a masked load reads none of those.
         unsafe {
@@ -100,12 +100,13 @@ pub(super) unsafe fn store<S: Simd, const V: usize>(
     }
 }
 
-/// Calls `$function::<S, rows, vectors>` for a block of 1 to 16 rows and 1 or 2 vectors, or 1 to 6 rows and 3 or 4 vectors.
+/// Calls `$function::<S, rows, vectors>` for a block of at most [`most_vectors`] vectors and [`most_rows`] rows. No other blocks
+/// are compiled.
 macro_rules! by_block {
     ($rows:expr, $vectors:expr, $function:ident::<$simd:ident>($($argument:expr),*)) => {
         match $vectors {
             1 => by_block!(@rows $rows, 1, $function, $simd, ($($argument),*), 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16),
-            2 => by_block!(@rows $rows, 2, $function, $simd, ($($argument),*), 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16),
+            2 => by_block!(@rows $rows, 2, $function, $simd, ($($argument),*), 1 2 3 4 5 6 7 8 9 10 11 12 13 14),
             3 => by_block!(@rows $rows, 3, $function, $simd, ($($argument),*), 1 2 3 4 5 6),
             4 => by_block!(@rows $rows, 4, $function, $simd, ($($argument),*), 1 2 3 4 5 6),
             vectors => unreachable!("no block has {vectors} vectors"),
@@ -113,7 +114,9 @@ macro_rules! by_block {
     };
     (@rows $rows:expr, $vectors:literal, $function:ident, $simd:ident, $arguments:tt, $($count:literal)*) => {
         match $rows {
-            $($count => by_block!(@call $function, $simd, $count, $vectors, $arguments),)*
+            $($count if const { fits::<$simd>($count, $vectors) } => {
+                by_block!(@call $function, $simd, $count, $vectors, $arguments)
+            })*
             rows => unreachable!("no block has {rows} rows of {} vectors", $vectors),
         }
     };
@@ -122,3 +125,8 @@ macro_rules! by_block {
     };
 }
 pub(super) use by_block;
+
+/// Whether a block fits the registers.
+pub(super) const fn fits<S: Simd>(rows: usize, vectors: usize) -> bool {
+    vectors <= most_vectors(S::F32_LANES) && rows <= most_rows(S::F32_LANES, vectors)
+}

@@ -6,7 +6,7 @@ use pulp::{Simd, WithSimd};
 
 use super::geometry::{Lattice, Pair, Phase};
 use super::panels::{Panel, Panels};
-use super::registers::{by_block, fitting, joined, last_mask, most_rows};
+use super::registers::{by_block, fits, fitting, joined, last_mask, most_rows};
 use super::slab::{Reading, prefetch};
 use crate::conv::even::even_parts;
 use crate::conv::plan::ConvKernel;
@@ -274,7 +274,7 @@ unsafe fn add_products<S: Simd, const M: usize, const V: usize>(
         unsafe {
             let x = pair.source.add(channel);
             stream::prefetch_to_l2(x.wrapping_add(ahead), 1);
-            let dy: [_; V] = std::array::from_fn(|v| gradients.add(pair.target * V + v).read_unaligned());
+            let dy: [_; V] = simd::array(|v| gradients.add(pair.target * V + v).read_unaligned());
             for m in 0..M {
                 let x = simd.splat_f32s(*x.add(m));
                 for v in 0..V {

@@ -161,7 +161,7 @@ impl Block<'_> {
     #[inline(always)]
     unsafe fn multiply<S: Simd, const Q: usize, const P: usize>(self, simd: S) {
         let (gradients, input) = (self.gradients.as_ptr(), self.input.as_ptr());
-        let taps: [usize; P] = std::array::from_fn(|p| self.taps[p]);
+        let taps: [usize; P] = simd::array(|p| self.taps[p]);
         let zero = simd.splat_f32s(0.0);
         let mut sums = [[zero; P]; Q];
         for &[i, j] in self.steps.iter() {

@@ -7,7 +7,7 @@ use crate::gemm::Update;
 use crate::stream::{self, Streaming};
 
 /// Rows of the largest block for vectors of this many lanes: what 32 or 16 registers hold beside two vectors of B.
-pub(super) fn block_rows(lanes: usize) -> usize {
+pub(super) const fn block_rows(lanes: usize) -> usize {
     if lanes == 16 { 14 } else { 6 }
 }
 
@@ -173,7 +173,9 @@ impl Block<'_> {
             ($($rows:literal)*) => {
                 match self.rows {
                     // SAFETY: `$rows` is the number of rows, and the rest is what the caller promises.
-                    $($rows if $rows <= block_rows(S::F32_LANES) => unsafe { self.multiply::<S, $rows, V, STREAMS>(simd) },)*
+                    $($rows if const { $rows <= block_rows(S::F32_LANES) } => unsafe {
+                        self.multiply::<S, $rows, V, STREAMS>(simd)
+                    },)*
                     rows => unreachable!("a block of {rows} rows"),
                 }
             };

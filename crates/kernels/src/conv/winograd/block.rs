@@ -9,6 +9,7 @@ use super::geometry::Tile;
 use super::memory::{Grid, load};
 use super::transforms::{Filter, Output, Transform, column_of};
 use crate::shared::Shared;
+use crate::simd;
 
 /// Vectors of one side of the products that are multiplied at once: two, unless one of only a few vectors would then be all
 /// zeros.
@@ -127,7 +128,7 @@ fn product<S: Simd, const ROWS: usize, const V: usize>(
         for q in 0..lanes {
             // SAFETY: `u` is a chunk of V vectors for each of as many channels as there are lanes; q is below `lanes` and half
             // below V.
-            let u: [_; V] = std::array::from_fn(|half| unsafe { load::<S>(u, (V * q + half) * lanes) });
+            let u: [_; V] = simd::array(|half| unsafe { load::<S>(u, (V * q + half) * lanes) });
             for row in 0..ROWS {
                 let value = simd.splat_f32s(v[row * lanes + q]);
                 for half in 0..V {

@@ -170,11 +170,12 @@ impl Image<'_> {
         let ([height, width], [c, group, groups], lanes) = (self.size, self.channels, S::F32_LANES);
         let pixel = groups * c;
         let x = &self.x[self.image * height * width * pixel..][..height * width * pixel];
-        let [rows, columns] = [(start[0], height), (start[1], width)].map(|(start, size)| {
+        let inside = |start: usize, size: usize| {
             let (start, side) = (start as isize, T::SIDES[0] as isize);
             let first = (-start).clamp(0, side);
             first as usize..(size as isize - start).clamp(first, side) as usize
-        });
+        };
+        let (rows, columns) = (inside(start[0], height), inside(start[1], width));
         // The channels of a row's pixels inside the image, from the first one's to the last one's.
         let extent = columns.len().saturating_sub(1) * pixel + c;
         let mut lines = [&self.zeros[..extent]; POINTS];

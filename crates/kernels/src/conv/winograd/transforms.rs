@@ -6,6 +6,7 @@ use std::mem::MaybeUninit;
 use pulp::Simd;
 
 use crate::conv::plan::Accuracy;
+use crate::simd;
 
 /// Most outputs of a tile in one dimension.
 const OUTPUTS: usize = 6;
@@ -210,7 +211,7 @@ impl<F: Filter> Transform for TapsGradient<F> {
         for i in 0..F::PAIRS {
             let sum = s.add_f32s(m[2 * i + 1], m[2 * i + 2]);
             let difference = s.sub_f32s(m[2 * i + 1], m[2 * i + 2]);
-            let factors = F::TABLE.taps[i].map(|factor| s.splat_f32s(factor));
+            let factors: [_; 3] = simd::array(|k| s.splat_f32s(F::TABLE.taps[i][k]));
             for (k, term) in [sum, difference, sum].into_iter().enumerate() {
                 g[k] = s.mul_add_f32s(factors[k], term, g[k]);
             }
