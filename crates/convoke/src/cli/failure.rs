@@ -1,5 +1,7 @@
 //! How commands end without success.
 
+use crate::nn::ConfigError;
+use crate::nn::data::DataError;
 use crate::nn::training::TrainingError;
 
 /// Why a command ended without success.
@@ -23,9 +25,13 @@ impl Failure {
         }
     }
 
-    /// A configuration that cannot run is bad usage; every other error is a failure of the run or of other ranks.
+    /// A configuration that cannot run is bad usage, unless only memory or threads are short; every other error is a failure of the
+    /// run or of other ranks.
     pub(crate) fn of_training(error: TrainingError) -> Failure {
         match error {
+            TrainingError::Config(ConfigError::Data(
+                error @ (DataError::Memory(_) | DataError::Threads { .. }),
+            )) => Failure::Run(error.to_string()),
             TrainingError::Config(error) => Failure::Usage(error.to_string()),
             TrainingError::NotFinite { .. } => {
                 Failure::Run(format!("{error}; try a smaller --lr, or --continue-on-nan to go on regardless"))

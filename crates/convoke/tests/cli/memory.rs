@@ -1,6 +1,7 @@
 //! Little memory: whatever the limit of the address space, a command succeeds or says that memory is short.
 
 use std::process::{Command, Stdio};
+use std::sync::LazyLock;
 
 use super::program::{Outcome, command, on_tiny_data, outcome};
 
@@ -14,12 +15,17 @@ fn within(kilobytes: u64, args: &[&str]) -> Outcome {
     outcome(shell)
 }
 
+/// The least limit at which the program starts. Limits count address space, of which libraries and the heaps of threads take some,
+/// more than is ever written.
+static STARTS: LazyLock<u64> = LazyLock::new(|| {
+    let mut limits = (1..).map(|step| 4096 * step);
+    limits.find(|&limit| within(limit, &["--version"]).code == Some(0)).expect("some limit is enough")
+});
+
 /// Runs the command at `limits` limits, spread from one at which the program only just starts to one at which the command
 /// succeeds. At each it must succeed, or fail with exit code 1 and a message about memory.
 fn sweep(args: &[&str], limits: u64) {
-    // Limits count address space, of which libraries and the heaps of threads take some, more than is ever written.
-    let starts = (1..).map(|step| 4096 * step).find(|&limit| within(limit, &["--version"]).code == Some(0));
-    let starts = starts.expect("some limit is enough");
+    let starts = *STARTS;
     let enough =
         (0..12).map(|power| starts + (65_536 << power)).find(|&limit| within(limit, args).code == Some(0));
     let enough = enough.expect("some limit is enough");

@@ -210,7 +210,7 @@ fn a_paused_process_ends_the_others() {
     let outcome = std::thread::scope(|scope| {
         // `mpirun` waits for it, and lets nobody else end.
         scope.spawn(|| {
-            std::thread::sleep(Duration::from_secs(20));
+            std::thread::sleep(Duration::from_secs(10));
             let _ = Command::new("kill").args(["-9", &paused]).status();
         });
         finish(child)
