@@ -236,7 +236,6 @@ impl<T: Element, H: Images<T>> InputGradient<T, H> {
     ///
     /// # Errors
     /// If a length does not fit, or there is no memory.
-    #[inline(never)]
     pub fn add(&mut self, of: &TiledConv, images: Range<usize>, dy: &[T], weight: &[T]) -> Result<()> {
         let (count, image) = (images.len(), of.input_image());
         let place = images.start * image..images.end * image;

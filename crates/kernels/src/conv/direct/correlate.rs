@@ -6,7 +6,7 @@ use pulp::{Simd, WithSimd};
 
 use super::geometry::{Block, Blocks, Lattice, Phase};
 use super::panels::{Panel, Panels};
-use super::registers::{by_block, fits, fitting, joined, last_mask, load, most_rows, most_vectors, store};
+use super::registers::{by_block, fitting, joined, last_mask, load, most_rows, most_vectors, store};
 use super::slab::Reading;
 use crate::conv::even::even_parts;
 use crate::conv::plan::ConvKernel;

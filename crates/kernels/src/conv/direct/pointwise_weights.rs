@@ -11,7 +11,7 @@ use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
-use super::registers::{by_block, fits, fitting, last_mask, load, most_rows, most_vectors, store};
+use super::registers::{by_block, fitting, last_mask, load, most_rows, most_vectors, store};
 use super::weights::parts;
 use crate::conv::even::even_parts;
 use crate::conv::plan::ConvKernel;

@@ -114,7 +114,7 @@ macro_rules! by_block {
     };
     (@rows $rows:expr, $vectors:literal, $function:ident, $simd:ident, $arguments:tt, $($count:literal)*) => {
         match $rows {
-            $($count if const { fits::<$simd>($count, $vectors) } => {
+            $($count if const { $crate::conv::direct::registers::fits::<$simd>($count, $vectors) } => {
                 by_block!(@call $function, $simd, $count, $vectors, $arguments)
             })*
             rows => unreachable!("no block has {rows} rows of {} vectors", $vectors),

@@ -6,7 +6,7 @@ use pulp::{Simd, WithSimd};
 
 use super::geometry::{Lattice, Pair, Phase};
 use super::panels::{Panel, Panels};
-use super::registers::{by_block, fits, fitting, joined, last_mask, most_rows};
+use super::registers::{by_block, fitting, joined, last_mask, most_rows};
 use super::slab::{Reading, prefetch};
 use crate::conv::even::even_parts;
 use crate::conv::plan::ConvKernel;

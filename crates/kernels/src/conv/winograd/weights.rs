@@ -53,6 +53,12 @@ impl<F: Filter> Weights<F> {
         [self.geometry.outputs.div_ceil(self.block[0]), self.geometry.channels.div_ceil(self.block[1])]
     }
 
+    /// The first output and the first channel of a block.
+    fn first_of(&self, block: usize) -> [usize; 2] {
+        let across = self.blocks()[1];
+        [block / across * self.block[0], block % across * self.block[1]]
+    }
+
     fn chunks(&self) -> usize {
         self.geometry.tiles().div_ceil(self.chunk)
     }
@@ -277,8 +283,7 @@ impl<F: Filter> Add<'_, F> {
         let w = self.weights;
         let (group, width) = (group(S::F32_LANES), V * S::F32_LANES);
         let [gradient_stride, input_stride] = w.strides();
-        let [row, column] = [self.block / w.blocks()[1], self.block % w.blocks()[1]];
-        let [outputs, channels] = [row * w.block[0], column * w.block[1]];
+        let [outputs, channels] = w.first_of(self.block);
         let groups = w.block[0].min(w.geometry.outputs - outputs).div_ceil(group);
         let panels = w.block[1].min(w.geometry.channels - channels).div_ceil(width);
         for point in 0..w.geometry.points() {
@@ -340,8 +345,7 @@ impl<F: Filter> WithSimd for Finish<'_, F> {
         let (group, width) = (group(lanes), w.vectors * lanes);
         let (k, c) = (w.geometry.outputs, w.geometry.channels);
         let filters = w.geometry.group * k;
-        let [row, column] = [self.block / w.blocks()[1], self.block % w.blocks()[1]];
-        let first = [row * w.block[0], column * w.block[1]];
+        let first = w.first_of(self.block);
         let points = Grid::of_points(F::INPUTS, w.sum_stride());
         let (one, others) = self.sums.split_first().expect("there is a team");
         for row in 0..w.block[0].min(k - first[0]) {
