@@ -4,6 +4,7 @@ use convoke_files::escaped;
 
 use super::race::{Outcome, Trial, median, minimum};
 use super::record::{Candidate, Key, Record, Times};
+use super::waiting::Operation;
 use super::{Source, Tuning};
 use crate::conv::Accuracy;
 use crate::{Cpu, Result};
@@ -38,6 +39,8 @@ pub(super) enum State {
 pub(super) trait Subject {
     fn contest(&self) -> &Contest;
 
+    fn operation(&self) -> Operation;
+
     /// Prepares the buffers and the oracle for these entrants, which must all be ready.
     ///
     /// # Errors
@@ -54,6 +57,12 @@ impl Contest {
 
     pub(super) fn can_run(&self, name: &str) -> bool {
         self.ready().iter().any(|&index| self.entrants[index].name == name)
+    }
+
+    /// The estimated seconds of an entrant.
+    pub(super) fn estimate_of(&self, name: &str) -> f64 {
+        let index = self.entrants.iter().position(|entrant| entrant.name == name);
+        index.map_or(f64::INFINITY, |index| self.estimate(index))
     }
 
     pub(super) fn estimate(&self, index: usize) -> f64 {

@@ -8,6 +8,7 @@ use convoke_memory::OutOfMemory;
 use super::contest::{Contest, Subject};
 use super::noise::{CHUNK, Generator, noise};
 use super::race::{Checked, Refusal, Trial, seconds_of};
+use super::waiting::Operation;
 use crate::conv::{Accuracy, ConvOperands, ConvPlan, ConvProblem, Pass, reference_element};
 use crate::memory::AlignedVec;
 use crate::{Cpu, Element, Result, dispatch};
@@ -15,6 +16,8 @@ use crate::{Cpu, Element, Result, dispatch};
 /// One pass of one problem, and each entrant's plan for it.
 pub(super) struct ConvSubject {
     pub(super) contest: Contest,
+    pub(super) problem: ConvProblem,
+    pub(super) pass: Pass,
     pub(super) plans: Vec<Option<ConvPlan>>,
 }
 
@@ -29,6 +32,10 @@ impl ConvSubject {
 impl Subject for ConvSubject {
     fn contest(&self) -> &Contest {
         &self.contest
+    }
+
+    fn operation(&self) -> Operation {
+        Operation::Conv(self.problem, self.pass)
     }
 
     fn trial(&self, ready: &[usize]) -> Result<Box<dyn Trial + '_>> {

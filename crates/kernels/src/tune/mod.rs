@@ -23,6 +23,7 @@ mod pool_trial;
 mod race;
 mod record;
 mod tuner;
+mod waiting;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -65,7 +66,8 @@ pub struct TunerOptions {
     pub workspace_limit: usize,
     /// Time for one pass of one problem.
     pub budget: Duration,
-    /// Time for all of this tuner's measurements; when it is spent, choices are made by estimate.
+    /// Time for all of this tuner's measurements; when it is spent, choices are made by estimate, and wait for
+    /// [`Tuner::measure_next`].
     pub total_budget: Duration,
     /// If not empty, only these algorithms of convolution; `NAME*` stands for every name that begins with `NAME`.
     pub only: Vec<String>,

@@ -7,6 +7,7 @@ use convoke_memory::{collected, copied, filled};
 use super::contest::{Contest, Entrant, State, Subject};
 use super::noise::noise;
 use super::race::{Checked, Refusal, Trial, seconds_of};
+use super::waiting::Operation;
 use crate::conv::Accuracy;
 use crate::pool::{MaxPoolAlgorithm, MaxPoolPass, PoolProblem, WindowIndex, max_pool_algorithms};
 use crate::{Cpu, DType, Element, Result, dispatch};
@@ -44,6 +45,10 @@ impl PoolSubject {
 impl Subject for PoolSubject {
     fn contest(&self) -> &Contest {
         &self.contest
+    }
+
+    fn operation(&self) -> Operation {
+        Operation::MaxPool(self.problem, self.dtype, self.pass)
     }
 
     fn trial(&self, ready: &[usize]) -> Result<Box<dyn Trial + '_>> {

@@ -1,6 +1,9 @@
 //! The tuner itself. A choice is one that is known, cached, a neighbour's, measured or estimated, tried in this order.
 
-use std::collections::HashMap;
+mod known;
+mod later;
+
+use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -10,11 +13,13 @@ use super::conv_trial::ConvSubject;
 use super::pool_trial::{PoolSubject, entrants};
 use super::race::{Limits, Outcome, race};
 use super::record::{Key, RECORD_VERSION, Record};
+use super::waiting::{Uses, Waiting};
 use super::{Choice, Effort, Event, Source, TunerOptions, Tuning};
 use crate::conv::{self, ConvAlgorithm, ConvPlan, ConvProblem, ConvTypes, Pass};
 use crate::error::invalid;
 use crate::pool::{MaxPoolAlgorithm, MaxPoolPass, PoolProblem, max_pool_algorithms};
 use crate::{Cpu, DType, Isa, MemoryFormat, Result};
+use known::{Chosen, Kept, Known, count};
 
 /// Chooses algorithms, and remembers. Clones share what they know.
 ///
@@ -40,24 +45,8 @@ struct Inner {
     algorithms: Vec<Arc<dyn ConvAlgorithm>>,
     /// Held during a measurement: two at a time would disturb each other.
     known: Mutex<Known>,
-}
-
-/// What is known in this process.
-#[derive(Default)]
-struct Known {
-    choices: HashMap<(Key, Isa), String>,
-    /// The limit on plans' workspace for now, in bytes: see [`Tuner::limit_workspace`].
-    workspace_limit: Option<usize>,
-    /// Choices made under this limit, used in place of those above.
-    limited: HashMap<(Key, Isa), String>,
-    /// The plans of choices: making one takes long.
-    plans: HashMap<(ConvProblem, Pass, Cpu), ConvPlan>,
-    /// Time spent on measurements.
-    spent: Duration,
-    /// The cache's results for each instruction set, read when the first neighbour is looked for.
-    stored: HashMap<Isa, Vec<Record>>,
-    /// Whether the observer has been told that results cannot be kept.
-    warned: bool,
+    /// The number of choices in `known.waiting`.
+    pending: Arc<AtomicUsize>,
 }
 
 impl std::fmt::Debug for Tuner {
@@ -92,7 +81,9 @@ impl Tuner {
                 return Err(invalid("tuner", format!("there is no algorithm {pattern}; there are {known}")));
             }
         }
-        Ok(Tuner { inner: Arc::new(Inner { algorithms, options, known: Mutex::default() }) })
+        let known = Known::default();
+        let pending = known.waiting.count();
+        Ok(Tuner { inner: Arc::new(Inner { algorithms, options, known: Mutex::new(known), pending }) })
     }
 
     /// A tuner that never runs anything. It chooses by estimate among the algorithms that copy no whole tensors: without a
@@ -126,18 +117,23 @@ impl Tuner {
         let (asked, cpu) = (cpu, &cpu.running());
         let place = (*problem, pass, cpu.clone());
         let mut known = self.known();
-        if let Some(plan) = known.plans.get(&place) {
+        if let Some(Kept { plan, uses }) = known.plans.get(&place) {
+            count(uses.as_ref(), asked);
             return plan.clone().for_cpu(asked);
         }
         let subject = self.subject(&known, problem, pass, cpu);
-        let chosen = self.choose(&mut known, &subject);
-        let plan = chosen.and_then(|name| subject.into_plan(&name)).unwrap_or_else(|| {
+        let (name, uses) = match self.choose(&mut known, &subject) {
+            Some(Chosen { algorithm, uses }) => (Some(algorithm), uses),
+            None => (None, None),
+        };
+        let plan = name.and_then(|name| subject.into_plan(&name)).unwrap_or_else(|| {
             let plan = conv::plan(problem, pass, cpu);
             let text = format!("no algorithm is left for {plan:?}; it is used all the same");
             self.tell(&Event::Warning(text));
             plan
         });
-        known.plans.insert(place, plan.clone());
+        count(uses.as_ref(), asked);
+        known.plans.insert(place, Kept { plan: plan.clone(), uses });
         plan.for_cpu(asked)
     }
 
@@ -156,7 +152,7 @@ impl Tuner {
         let mut known = self.known();
         let subject = self.subject(&known, problem, pass, cpu);
         let tuning = self.remeasure(&mut known, &subject, progress)?;
-        known.plans.retain(|(other, other_pass, _), _| (other, *other_pass) != (problem, pass));
+        known.forget_plans(problem, pass);
         Ok(tuning)
     }
 
@@ -173,8 +169,9 @@ impl Tuner {
     ) -> MaxPoolAlgorithm {
         let subject = self.max_pool_subject(problem, dtype, pass, cpu);
         let chosen = self.choose(&mut self.known(), &subject).expect("every algorithm takes every problem");
+        count(chosen.uses.as_ref(), cpu);
         let mut algorithms = max_pool_algorithms().iter();
-        *algorithms.find(|algorithm| algorithm.name() == chosen).expect("one that can run")
+        *algorithms.find(|algorithm| algorithm.name() == chosen.algorithm).expect("one that can run")
     }
 
     /// As [`Tuner::tune`], for a pass of max pooling.
@@ -197,8 +194,7 @@ impl Tuner {
     pub fn cached(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Option<Tuning> {
         let mut known = self.known();
         let ConvSubject { contest, .. } = self.subject(&known, problem, pass, cpu);
-        let record = self.load(&mut known, &contest)?;
-        if contest.is_current(&record) { contest.tuning_of(&record, Source::Cached) } else { None }
+        self.stored(&mut known, &contest)
     }
 
     /// The first algorithm that could take part now and that `record`, of this problem, does not have in its present
@@ -222,7 +218,7 @@ impl Tuner {
             .iter()
             .filter(|(place, _)| !known.limited.contains_key(place))
             .chain(&known.limited)
-            .map(|((key, _), algorithm)| Choice { key: key.clone(), algorithm: algorithm.clone() })
+            .map(|((key, _), chosen)| Choice { key: key.clone(), algorithm: chosen.algorithm.clone() })
             .collect();
         choices.sort_by_cached_key(|choice| choice.key.file_name());
         choices
@@ -232,7 +228,11 @@ impl Tuner {
     /// apply, another one is chosen.
     pub fn adopt(&self, isa: Isa, choices: impl IntoIterator<Item = Choice>) {
         let mut known = self.known();
-        known.choices.extend(choices.into_iter().map(|Choice { key, algorithm }| ((key, isa), algorithm)));
+        for Choice { key, algorithm } in choices {
+            let place = (key, isa);
+            known.waiting.settled(&place, false);
+            known.choices.insert(place, Chosen { algorithm, uses: None });
+        }
         known.plans.clear();
     }
 
@@ -245,6 +245,7 @@ impl Tuner {
         let before = std::mem::replace(&mut known.workspace_limit, bytes);
         if before != bytes {
             known.limited.clear();
+            known.waiting.unlimited();
             known.plans.clear();
         }
         before
@@ -253,7 +254,7 @@ impl Tuner {
     /// The largest workspace of the plans that the tuner holds, in bytes.
     pub fn largest_workspace(&self) -> usize {
         let bytes = |plan: &ConvPlan| plan.workspace_len() * plan.problem().types.accumulator.size();
-        self.known().plans.values().map(bytes).max().unwrap_or(0)
+        self.known().plans.values().map(|kept| bytes(&kept.plan)).max().unwrap_or(0)
     }
 
     /// The key under which a problem's result is stored.
@@ -314,7 +315,7 @@ impl Tuner {
             entrants.push(Entrant { name, revision, accuracy, state });
         }
         let contest = Contest { key: self.key(problem, pass, cpu), cpu: cpu.clone(), entrants };
-        ConvSubject { contest, plans }
+        ConvSubject { contest, problem: *problem, pass, plans }
     }
 
     fn max_pool_subject(
@@ -359,17 +360,39 @@ impl Tuner {
         Ok(plan)
     }
 
-    /// The name of the algorithm to use from now on; `None` if no algorithm can run.
-    fn choose(&self, known: &mut Known, subject: &dyn Subject) -> Option<String> {
+    /// The algorithm to use from now on; `None` if no algorithm can run.
+    fn choose(&self, known: &mut Known, subject: &dyn Subject) -> Option<Chosen> {
         let contest = subject.contest();
         let place = (contest.key.clone(), contest.cpu.isa());
         let made = [known.limited.get(&place), known.choices.get(&place)];
-        if let Some(chosen) = made.into_iter().flatten().find(|chosen| contest.can_run(chosen)) {
+        if let Some(chosen) = made.into_iter().flatten().find(|chosen| contest.can_run(&chosen.algorithm)) {
             return Some(chosen.clone());
         }
+        let no_time = self.may_measure() && self.time_left(known).is_zero();
         let tuning = self.decide(known, subject)?;
         self.settle(known, contest, &tuning);
-        Some(tuning.chosen)
+        if !(no_time && tuning.source == Source::Estimated) {
+            return Some(Chosen { algorithm: tuning.chosen, uses: None });
+        }
+        let uses = Uses::default();
+        let chosen = Chosen { algorithm: tuning.chosen, uses: Some(Arc::clone(&uses)) };
+        known.choices_now().insert(place.clone(), chosen.clone());
+        let (operation, cpu, seconds) =
+            (subject.operation(), contest.cpu.clone(), contest.estimate_of(&chosen.algorithm));
+        let limited = known.workspace_limit.is_some();
+        known.waiting.push(Waiting { place, operation, cpu, limited, seconds, uses });
+        Some(chosen)
+    }
+
+    /// Whether the options let it measure, while there is time.
+    fn may_measure(&self) -> bool {
+        !self.inner.options.frozen && self.inner.options.effort != Effort::Heuristic
+    }
+
+    /// Time for the next measurement that nobody asked for.
+    fn time_left(&self, known: &Known) -> Duration {
+        let TunerOptions { total_budget, budget, .. } = self.inner.options;
+        total_budget.saturating_sub(known.spent).min(budget)
     }
 
     /// Measures even if a result is known, and uses the new result from now on.
@@ -387,8 +410,9 @@ impl Tuner {
     }
 
     fn settle(&self, known: &mut Known, contest: &Contest, tuning: &Tuning) {
-        let choices = if known.workspace_limit.is_some() { &mut known.limited } else { &mut known.choices };
-        choices.insert((contest.key.clone(), contest.cpu.isa()), tuning.chosen.clone());
+        let place = (contest.key.clone(), contest.cpu.isa());
+        known.waiting.settled(&place, known.workspace_limit.is_some());
+        known.choices_now().insert(place, Chosen { algorithm: tuning.chosen.clone(), uses: None });
         self.tell(&Event::Chosen(tuning));
     }
 
@@ -403,8 +427,8 @@ impl Tuner {
         if let Some(tuning) = self.nearest(known, contest) {
             return Some(tuning);
         }
-        let left = options.total_budget.saturating_sub(known.spent).min(options.budget);
-        if !options.frozen && options.effort != Effort::Heuristic && !left.is_zero() {
+        let left = self.time_left(known);
+        if self.may_measure() && !left.is_zero() {
             let incumbent = record.map(|record| record.chosen);
             match self.measure(known, subject, left, incumbent, &mut |_| ()) {
                 Ok(tuning) => return Some(tuning),
@@ -433,7 +457,7 @@ impl Tuner {
         let here =
             known.choices.iter().filter(|((_, other), _)| *other == isa).filter_map(|((key, _), chosen)| {
                 let ratio = ratio(key).filter(|&ratio| ratio >= 0.5)?;
-                Some((ratio, key, chosen.clone()))
+                Some((ratio, key, chosen.algorithm.clone()))
             });
         let stored = stored.iter().filter_map(|record| {
             let ratio = ratio(&record.key).filter(|ratio| frozen || (0.25..=4.0).contains(ratio))?;
@@ -494,6 +518,12 @@ impl Tuner {
             self.save(known, contest, &record);
         }
         Ok(contest.tuning(record.chosen, Source::Measured, record.candidates))
+    }
+
+    /// The cached result, if it is up to date.
+    fn stored(&self, known: &mut Known, contest: &Contest) -> Option<Tuning> {
+        let record = self.load(known, contest).filter(|record| contest.is_current(record))?;
+        contest.tuning_of(&record, Source::Cached)
     }
 
     fn cache(&self, isa: Isa) -> Option<Cache> {

@@ -30,6 +30,7 @@ mod small_channels;
 mod stream;
 mod strided;
 mod tune;
+mod tune_later;
 mod tune_pool;
 mod upsample;
 mod winograd;
