@@ -208,6 +208,25 @@ def test_tune_measures_what_was_estimated(folder, monkeypatch):
     assert len(files(folder)) == 2
 
 
+def test_what_was_estimated_is_measured_later(folder, monkeypatch):
+    engine = _engine.Engine(_threads.thread_count(), cache=str(folder), budget=0.0, budget_each=0.05)
+    monkeypatch.setitem(_threads._engines, (os.getpid(), _threads.thread_count()), engine)
+    assert (engine.pending, engine.measure_next(0)) == (0, (False, 0))
+    for _ in range(3):
+        convolve()
+    convolve(channels=5)
+    assert engine.pending == 6 and not files(folder)
+    assert engine.measure_next(4) == (False, 6)
+    assert [engine.measure_next(2) for _ in range(4)] == [(True, 5), (True, 4), (True, 3), (False, 3)]
+    assert len(files(folder)) == 3 and all("ic4" in file.name for file in files(folder))
+    assert [engine.measure_next(1) for _ in range(4)] == [(True, 2), (True, 1), (True, 0), (False, 0)]
+    made = tuning.choices()
+    convolve()
+    assert engine.pending == 0 and tuning.choices() == made and len(files(folder)) == 6
+    with pytest.raises(OverflowError):
+        engine.measure_next(-1)
+
+
 def test_tune_says_how_far_it_is(folder, capsys, monkeypatch):
     release = threading.Event()
     monkeypatch.setattr(tuning, "_step", lambda *_: release.wait(1.3))

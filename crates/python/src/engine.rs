@@ -93,6 +93,21 @@ impl Engine {
         self.device.tuner().limit_workspace(bytes);
     }
 
+    /// Measures one of the choices that were made by estimate because `budget` was spent: the one that took the most time so far, among
+    /// those asked for at least so often. Gives whether one was measured, and how many wait still.
+    fn measure_next(&self, py: Python<'_>, at_least_uses: u64) -> PyResult<(bool, usize)> {
+        released(py, || {
+            let tuner = self.device.tuner();
+            Ok((tuner.measure_next(at_least_uses).is_some(), tuner.pending()))
+        })
+    }
+
+    /// How many choices wait to be measured.
+    #[getter]
+    fn pending(&self) -> usize {
+        self.device.tuner().pending()
+    }
+
     /// The algorithms chosen so far: (problem, pass, algorithm).
     fn choices(&self) -> Vec<(String, String, String)> {
         let choices = self.device.tuner().choices().into_iter();
