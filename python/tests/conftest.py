@@ -14,11 +14,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import torch_convoke
-from torch_convoke import _engine, _operators, _optimize, _threads, _verdict
+from torch_convoke import _engine, _operators, _optimize, _pace, _run, _threads, tuning
 from torch_convoke._backend import Backend, Options
 
-#: What `fresh` replaces.
-MEASURE = _verdict.measure
+
+
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4}
 
 
@@ -46,10 +46,30 @@ def estimates():
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """Each test starts with nothing compiled, and the same seed. No subgraph is left to PyTorch because it was faster there."""
-    monkeypatch.setattr(_verdict, "measure", lambda *_: None)
+    """Each test starts with nothing compiled, and the same seed. Models are captured at once, and no subgraph runs in PyTorch by turns."""
+    monkeypatch.setenv("CONVOKE_CAPTURE_AFTER", "0")
+    monkeypatch.setattr(_run.Subgraph, "measures_by_default", False)
     torch._dynamo.reset()
     torch.manual_seed(0)
+
+
+@pytest.fixture(params=["empty cache", "full cache"])
+def measured(request, monkeypatch, tmp_path):
+    """Subgraphs run in convoke and in PyTorch by turns, with a cache that is empty, or has what a first run of the test measured.
+
+    Gives a function that runs its argument once, or twice.
+    """
+    monkeypatch.setattr(_run.Subgraph, "measures_by_default", True)
+    monkeypatch.setattr(_pace.Pace, "is_settled", lambda self: True)
+    monkeypatch.setattr(tuning, "path", lambda: str(tmp_path))
+
+    def run(test):
+        test()
+        if request.param == "full cache":
+            torch._dynamo.reset()
+            test()
+
+    return run
 
 
 @pytest.fixture
@@ -306,6 +326,12 @@ def captures(model):
 def in_convoke(model):
     """How many subgraphs of an optimized model run in convoke."""
     return sum(subgraph.reason is None for graph in captures(model) for subgraph in graph.subgraphs)
+
+
+def convolutions(model):
+    """How many convolutions of the last call of an optimized model ran in convoke, and how many there were."""
+    here, _, there = torch_convoke.report(model).split(" convolutions")[0].split(" ")
+    return int(here), int(there)
 
 
 def check_state(found, expected, tolerance=None):

@@ -174,11 +174,14 @@ def test_backward_twice():
         torch.autograd.grad(output, operands)
 
 
-def test_second_derivatives_are_refused():
-    x, weight, _ = tensors((2, 3, 6, 6), (4, 3, 3, 3), torch.float64)
-    (gradient,) = torch.autograd.grad(ops.conv2d(x, weight).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+@pytest.mark.parametrize("options", [{}, {"padding": "same", "dilation": 2}, {"stride": 2, "padding": (1, 0)}])
+def test_second_derivatives_are_pytorch_s(options):
+    found, (x, weight, bias) = [], tensors((2, 3, 6, 6), (4, 3, 2, 3), torch.float64)
+    for conv2d in (F.conv2d, ops.conv2d):
+        gradients = torch.autograd.grad(conv2d(x, weight, bias, **options).square().sum(), (x, weight, bias), create_graph=True)
+        found.append(torch.autograd.grad(sum(gradient.square().sum() for gradient in gradients), (x, weight, bias)))
+    for one, other in zip(found[1], found[0], strict=True):
+        check(one, other)
 
 
 @pytest.mark.parametrize("place", [0, 1])

@@ -43,18 +43,18 @@ def train(model, x, steps=3):
     losses, bytes = [], []
     for _ in range(steps):
         optimizer.zero_grad(set_to_none=True)
-        if model in _optimize._optimized:
+        if isinstance(model._compiled_call_impl, _optimize.Optimized):
             engine = engine_of(model)
             gc.collect()
             engine.reset_peak()
         loss = model(x).square().mean()
-        if model in _optimize._optimized:
+        if isinstance(model._compiled_call_impl, _optimize.Optimized):
             after = engine.memory()[0] + engine.memory()[3]
             peak = engine.memory()[1]
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-        if model in _optimize._optimized:
+        if isinstance(model._compiled_call_impl, _optimize.Optimized):
             bytes.append((after, max(peak, engine.memory()[1])))
         del loss
     return losses, bytes

@@ -103,6 +103,8 @@ def test_forks_wait_for_kernels_of_other_threads():
         with torch.no_grad():
             trained(X)
 
+    # Captured once, and not in each child.
+    forward()
     workers = [threading.Thread(target=work) for _ in range(4)]
     for worker in workers:
         worker.start()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+import weakref
 from typing import Any, Callable, Sequence
 
 import torch
 
-from . import _capture, _memory, _threads, tuning
+from . import _capture, _checkpoint, _memory, _pace, _partition, _threads, _writes, tuning
 from ._run import Subgraph
 
-#: The first calls measure: algorithms, what a budget leads to, and whether PyTorch is faster.
-MEASURING_CALLS = 3
+#: In the first calls something may take long: what a budget leads to is measured.
+FIRST_CALLS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,16 +30,25 @@ class Options:
 class Captured:
     """A captured graph, which runs when it is called."""
 
-    def __init__(self, placeholders: Sequence[torch.fx.Node], options: Options, owner: Any):
-        self.placeholders, self.options, self.owner = placeholders, options, owner
+    def __init__(self, module: torch.fx.GraphModule, backend: Backend, owner: Any):
+        self.nodes = [node for node in module.graph.nodes if node.op.startswith("call_")]
+        self.placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+        self.options, self.owner = backend.options, owner
+        self._backend = weakref.ref(backend)
         self.run: Callable[..., Any] | None = None
         self.calls = 0
+        #: Which of the model's calls was the last one that ran this.
+        self.last_call = 0
         self.subgraphs: list[Subgraph] = []
         #: The nodes that stay in PyTorch, with the reasons.
         self.left: dict[torch.fx.Node, str] = {}
         #: Why all of it stays in PyTorch, if it does.
         self.reason: str | None = None
-        budget = options.memory_budget
+        #: Whether it turns gradients on or off inside.
+        self.sets_grad = False
+        #: Seconds of all forwards, and of those parts of them that ran in convoke's subgraphs.
+        self.seconds = self.inside = 0.0
+        budget = self.options.memory_budget
         self.budget = None if budget is None else _memory.Budget(budget, self)
 
     def of_subgraphs(self, args: Sequence[Any]) -> set[int]:
@@ -46,80 +57,125 @@ class Captured:
         return {id(arg) for node, arg in zip(self.placeholders, args) if node.name in names}
 
     def __call__(self, *args: Any) -> Any:
-        if self.calls >= MEASURING_CALLS:
-            return self._run(args)
         self.calls += 1
+        if (backend := self._backend()) is not None:
+            backend.runs += 1
+            self.last_call = backend.call
+        if not self.subgraphs:
+            return self._guarded(args)
+        engine = _threads.engine(self.options.threads, self.owner)
+        if self.calls > FIRST_CALLS:
+            _pace.of(engine).measure(engine)
+            return self._timed(args, engine)
         with tuning.progress_of_first_steps():
-            return self._run(args)
+            _pace.of(engine).measure(engine)
+            return self._timed(args, engine)
 
-    def _run(self, args: Sequence[Any]) -> Any:
-        if self.budget is not None and self.subgraphs and torch.is_grad_enabled():
-            self.budget.apply(args, _threads.engine(self.options.threads, self.owner))
-        return self.run(*args)
+    def _timed(self, args: Sequence[Any], engine: Any) -> Any:
+        if self.budget is not None and torch.is_grad_enabled():
+            self.budget.apply(args, engine)
+        if self.calls <= FIRST_CALLS:
+            return self._guarded(args)
+        start, before = time.perf_counter(), sum(subgraph.seconds for subgraph in self.subgraphs)
+        results = self._guarded(args)
+        self.seconds += time.perf_counter() - start
+        self.inside += sum(subgraph.seconds for subgraph in self.subgraphs) - before
+        return results
+
+    def _guarded(self, args: Sequence[Any]) -> Any:
+        if not self.sets_grad:
+            return self.run(*args)
+        # An error inside would leave gradients off.
+        with torch.set_grad_enabled(torch.is_grad_enabled()):
+            return self.run(*args)
 
 
 class Backend:
     """A backend for torch.compile that remembers what it was given."""
 
+    _all: weakref.WeakSet[Backend] = weakref.WeakSet()
+
     def __init__(self, options: Options):
+        Backend._all.add(self)
         self.options = options
         self.captured: list[Captured] = []
+        #: How many times captured graphs have run, and the number of the model's call that runs now.
+        self.runs = self.call = 0
+
+    @staticmethod
+    def measuring_calls() -> int:
+        """How many calls of subgraphs there were, in all, before it was known whether convoke or PyTorch is faster."""
+        graphs = [captured for backend in list(Backend._all) for captured in backend.captured]
+        return sum(subgraph.measuring_calls for captured in graphs for subgraph in captured.subgraphs)
 
     def __call__(self, module: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         _capture.guard_hooks()
-        placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         # A budget counts the bytes of one engine.
         owner = self if self.options.memory_budget is not None else None
-        captured = Captured(placeholders, self.options, owner)
+        captured = Captured(module, self, owner)
         self.captured.append(captured)
-        try:
-            self._compile(module, captured)
-        except _capture.LeftAlone as reason:
-            captured.reason = str(reason)
-            captured.run = module.forward
+        captured.run = self.compiled(module, captured)
+        if not captured.subgraphs and not captured.left:
+            captured.reason = "it has nothing that convoke would run"
         if self.options.verbose:
             from ._report import describe
 
             print("\n".join(describe(captured)))
         return captured
 
-    def _compile(self, module: torch.fx.GraphModule, captured: Captured) -> None:
-        if torch.is_autocast_enabled("cpu"):
-            raise _capture.LeftAlone("autocast is on, and its bf16 regions are PyTorch's")
-        if any("autocast" in str(node.target) for node in module.graph.nodes if node.op == "call_function"):
-            raise _capture.LeftAlone("it has a region of autocast, which is PyTorch's")
-        # Writes are settled on a copy: where they cannot be, PyTorch gets the graph as it was.
-        settled = torch.fx.GraphModule(module, _copied(module.graph))
-        settled.meta = dict(module.meta)
-        must_stay = _capture.settle_writes(settled.graph)
+    def compiled(self, module: torch.fx.GraphModule, captured: Captured, measures: bool = True) -> Callable[..., Any]:
+        """What runs a graph, which may be a part of a captured one; the subgraphs are added to what is captured.
+
+        `measures` says whether subgraphs may run in PyTorch by turns.
+        """
+        writes = _writes.settle(module.graph)
+        regions = _partition.Regions(writes.graph)
         engine = _threads.engine(self.options.threads, captured.owner)
-        support = _capture.Support(settled.graph, must_stay, engine)
-        fused, names = _capture.partition(settled, support)
-        for name in names:
-            subgraph = Subgraph(name, getattr(fused, name), support, self.options.threads, captured.owner)
+        try:
+            support = _capture.Support(writes, regions, engine)
+        except _capture.LeftAlone as reason:
+            captured.left |= {node: str(reason) for node in module.graph.nodes if node.op.startswith("call_")}
+            return module.forward
+        partition = _partition.Partition(writes, regions, support.kinds, support.supported)
+        parts = []
+        for part in partition.parts:
+            if part.computes and (part.given or _capture.unread_norms(part.nodes, [], support.kinds)):
+                parts.append(part)
+                continue
+            for node in part.nodes:
+                support.leave(node, "there is nothing beside it that convoke would make faster" if part.given else "nobody reads its result")
+        captured.left |= support.reasons
+        fused = _partition.fuse(module, partition, parts)
+        regions_inside = _checkpoint.replace(fused, self, captured, support)
+        if not parts and not regions_inside:
+            return module.forward
+        for part in parts:
+            subgraph = Subgraph(part, support, self.options.threads, captured.owner)
             # Within a budget there is no room for PyTorch's way to run it, and a plan says what is kept.
-            subgraph.measures = self.options.measure and self.options.memory_budget is None
+            subgraph.measures &= measures and self.options.measure and self.options.memory_budget is None
             subgraph.lightens = self.options.memory_budget is None
-            delattr(fused, name)
-            setattr(fused, name, subgraph)
+            delattr(fused, part.name)
+            setattr(fused, part.name, subgraph)
             captured.subgraphs.append(subgraph)
+        captured.sets_grad |= any(node.target is torch._C._set_grad_enabled for node in fused.graph.nodes)
         fused.recompile()
-        captured.left = support.reasons
-        captured.run = fused.forward
+        return fused.forward
 
 
-def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:
-    copy = torch.fx.Graph()
-    copy.output(copy.graph_copy(graph, {}))
-    return copy
+#: The options of `backend`, which are those of `optimize`.
+OPTIONS = ("memory_budget", "threads", "verbose")
 
 
-def backend(module: torch.fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-    """For `torch.compile(model, backend="convoke")`. Options are those of `optimize`: `memory_budget`, `threads`, `verbose`."""
-    known = ["memory_budget", "threads", "verbose"]
-    unknown = sorted(set(options) - set(known))
+def backend(
+    module: torch.fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any] | None = None, **others: Any
+) -> Callable[..., Any]:
+    """For `torch.compile(model, backend="convoke", options={...})`. Options are those of `optimize`: `memory_budget`, `threads`,
+    `verbose`."""
+    others = {**(options or {}), **others}
+    unknown = sorted(set(others) - set(OPTIONS))
     if unknown:
-        raise ValueError(f"the backend convoke has no option {unknown[0]!r}, it has {', '.join(known)}")
-    if options.get("memory_budget") is not None:
-        options["memory_budget"] = _memory.parse_size(options["memory_budget"])
-    return Backend(Options(**options))(module, example_inputs)
+        raise ValueError(f"the backend convoke has no option {unknown[0]!r}, it has {', '.join(OPTIONS)}")
+    if others.get("memory_budget") is not None:
+        others["memory_budget"] = _memory.parse_size(others["memory_budget"])
+    _threads.check(others.get("threads"))
+    return Backend(Options(**others))(module, example_inputs)

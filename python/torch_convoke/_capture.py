@@ -16,12 +16,11 @@ from typing import Any, Iterable, Sequence
 import sympy
 import torch
 import torch.nn.functional as F
-from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
-from torch.fx.passes.operator_support import OperatorSupportBase
-from torch.fx.passes.utils.fuser_utils import fuse_by_partitions
 
 from . import _engine, _operators
 from ._operators import Emitter, Unsupported, Value
+from ._partition import Regions
+from ._writes import Writes, example, is_given, is_view, operation_name, storages, writes_into
 
 DTYPES = {torch.float32: "f32", torch.float64: "f64"}
 #: The same types in definitions.
@@ -46,11 +45,6 @@ def guard_hooks() -> None:
             guards.add(guard.originating_source.make_guard(GuardBuilder.SEQUENCE_LENGTH))
 
 
-def example(node: torch.fx.Node) -> Any:
-    """What a node gave when the graph was captured: fake tensors, numbers."""
-    return node.meta.get("example_value")
-
-
 def name_of(node: torch.fx.Node) -> str:
     """The name of a parameter or buffer in the user's model, or the node's own."""
     source = getattr(node.meta.get("grapharg"), "source", None)
@@ -60,6 +54,11 @@ def name_of(node: torch.fx.Node) -> str:
         return node.name
     parts = re.findall(r"(?:_modules|_parameters|_buffers)\['([^']+)'\]", text)
     return ".".join(parts) or node.name
+
+
+def is_of_model(node: torch.fx.Node) -> bool:
+    """Whether a node is a parameter or buffer of the user's model."""
+    return node.op == "get_attr" or (node.op == "placeholder" and name_of(node) != node.name)
 
 
 def path_of(node: torch.fx.Node) -> str:
@@ -83,7 +82,7 @@ def kinds_of(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:
             statistics.update((bound.get("running_mean"), bound.get("running_var")))
     kinds = {}
     for node in graph.nodes:
-        if node.op not in ("placeholder", "get_attr"):
+        if not is_given(node):
             continue
         value = example(node)
         if not isinstance(value, torch.Tensor):
@@ -95,6 +94,11 @@ def kinds_of(graph: torch.fx.Graph) -> dict[torch.fx.Node, str]:
         else:
             kinds[node] = "input"
     return kinds
+
+
+def is_frozen_norm(node: torch.fx.Node) -> bool:
+    """Whether a node is a batch norm that normalizes with its statistics instead of changing them."""
+    return node.target is F.batch_norm and not bind(_operators.find(node)[0], node).get("training", False)
 
 
 def unread_norms(
@@ -123,158 +127,19 @@ def bind(op: _operators.Operator, node: torch.fx.Node) -> dict[str, Any]:
         raise Unsupported(f"its arguments are not known ({error})") from None
 
 
-def writes_into(node: torch.fx.Node) -> torch.fx.Node | None:
-    """The node whose tensor this node writes to, if there is one."""
-    if node.op not in ("call_function", "call_method"):
-        return None
-    if isinstance(node.kwargs.get("out"), torch.fx.Node):
-        return node.kwargs["out"]
-    _, in_place = _operators.find(node)
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    by_name = name.endswith("_") and not name.endswith("__")
-    if not (in_place or by_name or node.target in (operator.setitem, set_item)):
-        flag = node.kwargs.get("inplace")
-        if flag is None and node.op == "call_function":
-            try:
-                flag = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments.get("inplace")
-            except (TypeError, ValueError):
-                flag = None
-        if not flag:
-            return None
-    first = node.args[0] if node.args else node.kwargs.get("input")
-    return first if isinstance(first, torch.fx.Node) else None
-
-
-def storages(node: torch.fx.Node) -> set[int]:
-    """The memory of a node's tensors: views of one tensor have it in common."""
-    value = example(node)
-    parts = value if isinstance(value, (tuple, list)) else [value]
-    return {part.untyped_storage()._cdata for part in parts if isinstance(part, torch.Tensor) and part.layout is torch.strided}
-
-
-def is_view(node: torch.fx.Node) -> bool:
-    """Whether a node's tensors share memory with what it reads."""
-    return not node.meta.get("convoke_copies") and any(storages(node) & storages(read) for read in node.all_input_nodes)
-
-
-def settle_writes(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Makes later readers of a tensor that an operation writes to read that operation's result, so that the order of nodes follows from
-    what they read. Gives the nodes that must stay in PyTorch because they write to what the graph was given.
-
-    Raises LeftAlone if a tensor is shared in a way that this cannot follow.
-    """
-    order: dict[torch.fx.Node, float] = {node: place for place, node in enumerate(graph.nodes)}
-    must_stay: set[torch.fx.Node] = set()
-    holders: dict[int, list[torch.fx.Node]] = {}
-    for node in graph.nodes:
-        for storage in storages(node):
-            holders.setdefault(storage, []).append(node)
-    for node in list(graph.nodes):
-        _check_state(node)
-        target = writes_into(node)
-        if target is None or isinstance(example(target), (int, float, torch.SymInt, torch.SymFloat)):
-            continue
-        shared = storages(target)
-        if not shared:
-            raise LeftAlone(f"{node.name} writes to what is no tensor")
-        place = order[node]
-        holding = {other for storage in shared for other in holders[storage]}
-        kin = [other for other in holding if other is not target and order[other] < place]
-        given = target.op in ("placeholder", "get_attr") or target in must_stay
-        if any(other.op in ("placeholder", "get_attr") and not (given and other in _written(target)) for other in kin):
-            raise LeftAlone(f"{node.name} writes to a part of what the model was given, or holds twice")
-        if any(order[user] > place for other in kin for user in other.users):
-            raise LeftAlone(f"{node.name} writes to a tensor that is read through another view afterwards")
-        family = {*kin, target, node}
-        read_before = any(user not in family and order[user] < place for other in family for user in other.users)
-        if given and read_before:
-            raise LeftAlone(f"{node.name} writes to {name_of(target)}, which other operations read before")
-        if given:
-            must_stay.add(node)
-        elif read_before and not _without_writing(node):
-            if "out" in node.kwargs:
-                raise LeftAlone(f"{node.name} writes to a tensor that other operations read before")
-            with graph.inserting_before(node):
-                copy = graph.call_method("clone", (target,))
-            copy.meta = dict(target.meta)
-            order[copy] = place - 0.5
-            for storage in shared:
-                holders[storage].append(copy)
-            node.replace_input_with(target, copy)
-        later = [user for user in target.users if order[user] > place]
-        if later and node.target is operator.setitem:
-            node.target = set_item
-            node.meta = {**target.meta, "nn_module_stack": node.meta.get("nn_module_stack")}
-        target.replace_all_uses_with(node, delete_user_cb=lambda user: order[user] > place)
-    return must_stay
-
-
-def _written(node: torch.fx.Node) -> set[torch.fx.Node]:
-    """What nodes that write to each other's results write to in the end, with all of them on the way."""
-    found = {node}
-    target = writes_into(node)
-    while target is not None and target not in found:
-        found.add(target)
-        target = writes_into(target)
-    return found
-
-
-def set_item(tensor: torch.Tensor, index: Any, value: Any) -> torch.Tensor:
-    """`tensor[index] = value`, which gives the tensor."""
-    tensor[index] = value
-    return tensor
-
-
-#: Parts of names of functions that change how PyTorch runs what comes after them.
-_STATEFUL = re.compile("set_grad_enabled|inference_mode|autocast|nesting|set_multithreading|saved_tensors|torch_function")
-
-
-def _check_state(node: torch.fx.Node) -> None:
-    """Raises LeftAlone for what changes the meaning of the operations after it, which could not be reordered any more."""
-    if node.op == "call_function" and _STATEFUL.search(operation_name(node)):
-        raise LeftAlone(f"it has a region that starts or ends with {operation_name(node)}")
-    schema = getattr(node.target, "_schema", None)
-    lists = [arg for arg in node.args if isinstance(arg, (tuple, list)) and any(isinstance(one, torch.fx.Node) for one in arg)]
-    if getattr(schema, "is_mutable", False) or (lists and operation_name(node).endswith("_")):
-        raise LeftAlone(f"{node.name} writes to its arguments")
-
-
-def _without_writing(node: torch.fx.Node) -> bool:
-    """Changes a node so that it computes the same into a new tensor; gives whether that is possible."""
-    op, in_place = _operators.find(node)
-    types = {part.dtype for read in node.all_input_nodes if isinstance(part := example(read), torch.Tensor)}
-    if op is None or "out" in node.kwargs or len(types) > 1:
-        return False
-    if node.op == "call_method" and in_place:
-        node.target = str(node.target)[:-1]
-    elif in_place:
-        node.target = _operators.out_of_place(node.target)
-    else:
-        names = list(inspect.signature(node.target).parameters)
-        place = names.index("inplace")
-        if place < len(node.args):
-            node.args = (*node.args[:place], False, *node.args[place + 1 :])
-        else:
-            node.kwargs = {**node.kwargs, "inplace": False}
-    node.meta["convoke_copies"] = True
-    return True
-
-
-def concrete(value: Any, sizes: dict[Any, int]) -> Any:
-    """A number of the graph as an int or float: `sizes` has the values of its symbols."""
+def concrete(value: Any, sizes: dict[Any, int] | None) -> Any:
+    """A number of the graph as an int or float: `sizes` has the values of its symbols, None stands for those of the first call."""
     if isinstance(value, (torch.SymInt, torch.SymFloat)):
-        expression = value.node.expr
-        found = sympy.sympify(expression.xreplace(sizes) if sizes else expression)
+        if sizes is None and value.node.hint is not None:
+            return value.node.hint
+        found = sympy.sympify(value.node.expr.xreplace(sizes or {}))
         if not found.is_number:
-            hint = value.node.hint
-            if sizes or hint is None:
-                raise Unsupported("a size depends on values")
-            return hint
+            raise Unsupported("a size depends on values")
         return int(found) if isinstance(value, torch.SymInt) else float(found)
     return value
 
 
-def shape_of(tensor: torch.Tensor, sizes: dict[Any, int]) -> tuple[int, ...]:
+def shape_of(tensor: torch.Tensor, sizes: dict[Any, int] | None) -> tuple[int, ...]:
     return tuple(concrete(size, sizes) for size in tensor.shape)
 
 
@@ -328,7 +193,7 @@ def axes_in_memory(tensor: torch.Tensor, sizes: dict[Any, int]) -> list[int]:
 class Translator:
     """Turns nodes of a captured graph into nodes of a definition."""
 
-    def __init__(self, kinds: dict[torch.fx.Node, str], names: dict[torch.fx.Node, str], sizes: dict[Any, int]):
+    def __init__(self, kinds: dict[torch.fx.Node, str], names: dict[torch.fx.Node, str], sizes: dict[Any, int] | None):
         self.to = Emitter()
         self.kinds, self.names, self.sizes = kinds, names, sizes
         self.values: dict[torch.fx.Node, Any] = {}
@@ -345,6 +210,10 @@ class Translator:
     def _outer(self, node: torch.fx.Node) -> Any:
         """A value that comes from outside."""
         tensor = example(node)
+        if isinstance(tensor, torch.SymFloat):
+            # Its value may differ from call to call.
+            self.inputs.append(node)
+            return Value(self.names[node], (), "input")
         if not isinstance(tensor, torch.Tensor):
             if isinstance(tensor, (tuple, list)):
                 raise Unsupported("it reads several values of an operation that is left to PyTorch")
@@ -395,12 +264,6 @@ class Translator:
         )
 
 
-def operation_name(node: torch.fx.Node) -> str:
-    if isinstance(node.target, str):
-        return node.target
-    return getattr(node.target, "__name__", str(node.target))
-
-
 def unique_names(nodes: Iterable[torch.fx.Node]) -> dict[torch.fx.Node, str]:
     """A name for each node: that of the parameter or buffer in the model, if no other has it."""
     names: dict[torch.fx.Node, str] = {}
@@ -413,10 +276,11 @@ def unique_names(nodes: Iterable[torch.fx.Node]) -> dict[torch.fx.Node, str]:
     return names
 
 
-class Support(OperatorSupportBase):
+class Support:
     """Which nodes of a graph convoke runs; for each other one, the reason."""
 
-    def __init__(self, graph: torch.fx.Graph, must_stay: set[torch.fx.Node], engine: _engine.Engine):
+    def __init__(self, writes: Writes, regions: Regions, engine: _engine.Engine):
+        graph = writes.graph
         self.kinds = kinds_of(graph)
         self.names = unique_names(graph.nodes)
         self.dtype = self._dtype(graph)
@@ -426,9 +290,10 @@ class Support(OperatorSupportBase):
         for node in graph.nodes:
             if node.op not in ("call_function", "call_method", "call_module"):
                 continue
+            if (reason := writes.must_stay.get(node) or regions.reasons.get(node)) is not None:
+                self.reasons[node] = reason
+                continue
             try:
-                if node in must_stay:
-                    raise Unsupported("it writes to what the model was given")
                 self._check(node, dry)
                 self.supported.add(node)
             except Unsupported as reason:
@@ -437,9 +302,6 @@ class Support(OperatorSupportBase):
                 self.reasons[node] = f"its translation failed: {type(error).__name__}: {error}"
         self._leave_views(graph)
         self._keep_lists_together(graph)
-
-    def is_node_supported(self, submodules: Any, node: torch.fx.Node) -> bool:
-        return node in self.supported
 
     def _dtype(self, graph: torch.fx.Graph) -> torch.dtype:
         """The type that convoke computes in: that of the first parameter or input in a type that it has."""
@@ -461,7 +323,7 @@ class Support(OperatorSupportBase):
             for part in tensor if isinstance(tensor, (tuple, list)) else [tensor]:
                 if isinstance(part, torch.Tensor):
                     self._check_tensor(part)
-        translator = Translator(self.kinds, self.names, {})
+        translator = Translator(self.kinds, self.names, None)
         if node.target is operator.getitem and isinstance(tensors[0], (tuple, list)):
             return
         translator.node(node)
@@ -478,7 +340,7 @@ class Support(OperatorSupportBase):
             found = graph.output_shapes(shapes)
         except (RuntimeError, ValueError, MemoryError) as error:
             raise Unsupported(str(error)) from None
-        wanted = [list(shape_of(part, {})) for part in results]
+        wanted = [list(shape_of(part, None)) for part in results]
         if found != wanted:
             raise Unsupported(f"its result would have the shape {found} instead of {wanted}")
 
@@ -511,7 +373,7 @@ class Support(OperatorSupportBase):
         results = {storage: set() for node in graph.nodes for storage in storages(node)}
         given = set()
         for node in graph.nodes:
-            if node.op in ("placeholder", "get_attr"):
+            if is_given(node):
                 given |= storages(node)
             if node.op == "output":
                 for result in node.all_input_nodes:
@@ -524,86 +386,3 @@ class Support(OperatorSupportBase):
                 self.leave(node, "a view at the end of a subgraph costs nothing")
             elif any(len(results[storage]) > (storage not in given) for storage in storages(node)):
                 self.leave(node, "it shares memory with another result")
-
-
-#: Functions that draw random numbers, beside those whose ATen operators say so.
-_RANDOM = re.compile("dropout|bernoulli|(^|_)rand|multi_head_attention|scaled_dot_product|gumbel|rrelu|fractional|poisson|checkpoint")
-
-
-def effects_of(node: torch.fx.Node, support: Support) -> list[Any]:
-    """In what a node must keep its place among others: the random numbers that it draws, the statistics that it changes or reads."""
-    if node.op not in ("call_function", "call_method"):
-        return []
-    found: list[Any] = [read for read in node.all_input_nodes if support.kinds.get(read) == "statistic"]
-    name = operation_name(node)
-    packet = getattr(torch.ops.aten, name, None) if not name.startswith("_") else None
-    seeded = packet is not None and any(
-        torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags for overload in packet.overloads()
-    )
-    if seeded or _RANDOM.search(name) or isinstance(node.target, torch._ops.HigherOrderOperator):
-        training = node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True)
-        if "dropout" not in name or training:
-            found.append("random numbers")
-    return found
-
-
-def partition(module: torch.fx.GraphModule, support: Support) -> tuple[torch.fx.GraphModule, list[str]]:
-    """Fuses what is supported into submodules; gives the module, and the names of those worth running."""
-    order = {node: place for place, node in enumerate(module.graph.nodes)}
-    chains: dict[Any, list[torch.fx.Node]] = {}
-    for node in module.graph.nodes:
-        for effect in effects_of(node, support):
-            chains.setdefault(effect, []).append(node)
-    chains = {effect: nodes for effect, nodes in chains.items() if len(nodes) > 1}
-    while True:
-        partitioner = CapabilityBasedPartitioner(module, support, allows_single_node_partition=True)
-        proposed = []
-        for part in partitioner.propose_partitions():
-            part.nodes = dict(sorted(part.nodes.items(), key=lambda item: order[item[0]]))
-            if any(_operators.find(node)[0].computes for node in part.nodes):
-                proposed.append(part)
-            else:
-                for node in part.nodes:
-                    support.reasons[node] = "there is nothing beside it that convoke would make faster"
-        moved = _reordered(module, proposed, chains) if chains else []
-        if not moved:
-            break
-        for effect in moved:
-            nodes = [node for node in chains[effect] if node in support.supported]
-            if not nodes:
-                raise LeftAlone("operations whose order matters would change places")
-            for node in nodes:
-                support.leave(node, "it would change places with another operation, and their order matters")
-    before = {name for name, _ in module.named_children()}
-    fused = partitioner.fuse_partitions(proposed, prefix="convoke_")
-    # Older versions sort what nobody reads, such as a counter's last change, behind the output, where it would not run.
-    (output,) = fused.graph.find_nodes(op="output")
-    nodes = list(fused.graph.nodes)
-    for node in nodes[nodes.index(output) + 1 :]:
-        output.prepend(node)
-    names = [name for name, _ in fused.named_children() if name.startswith("convoke_") and name not in before]
-    return fused, names
-
-
-def _reordered(module: torch.fx.GraphModule, proposed: Sequence[Any], chains: dict[Any, list[torch.fx.Node]]) -> list[Any]:
-    """The chains whose nodes would run in another order if the proposed partitions were fused."""
-    copies: dict[torch.fx.Node, torch.fx.Node] = {}
-    graph = torch.fx.Graph()
-    graph.output(graph.graph_copy(module.graph, copies))
-    for place, node in enumerate(copies.values()):
-        node.meta = {"place": place}
-    places = {node: copy.meta["place"] for node, copy in copies.items()}
-    trial = torch.fx.GraphModule(module, graph)
-    partitions = [{copies[node]: None for node in part.nodes} for part in proposed]
-    fuse_by_partitions(trial, partitions, prefix="trial_")
-    ran: list[int] = []
-    for node in trial.graph.nodes:
-        parts = trial.get_submodule(node.target).graph.nodes if node.op == "call_module" else [node]
-        ran.extend(part.meta["place"] for part in parts if part.op.startswith("call_") and "place" in part.meta)
-    rank = {place: index for index, place in enumerate(ran)}
-    moved = []
-    for effect, nodes in chains.items():
-        ranks = [rank[places[node]] for node in nodes]
-        if ranks != sorted(ranks):
-            moved.append(effect)
-    return moved

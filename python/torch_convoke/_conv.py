@@ -7,15 +7,25 @@ from typing import Any, NamedTuple, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from . import _engine, _threads
+from . import _engine, _pace, _threads
 
 #: The types that convoke computes in.
 DTYPES = (torch.float32, torch.float64)
 #: Types of tensors that convoke takes: others, such as fake tensors, may mean something else by their operations.
 _PLAIN = (Tensor, torch.nn.Parameter)
+
+
+#: The activations behind a batch norm; each takes a tensor and the slope of a leaky ReLU.
+ACTIVATIONS = {
+    "relu": lambda y, slope: F.relu(y),
+    "leaky_relu": lambda y, slope: F.leaky_relu(y, slope),
+    "relu6": lambda y, slope: F.relu6(y),
+    "hardswish": lambda y, slope: F.hardswish(y),
+    "silu": lambda y, slope: F.silu(y),
+}
 
 
 class Steps(NamedTuple):
@@ -64,10 +74,11 @@ def conv2d(
 ) -> Tensor:
     """:func:`torch.nn.functional.conv2d`, computed by the algorithm that is fastest on this machine, forward and backward.
 
-    The first call for a problem (shapes, options, memory format, type, threads) measures the algorithms, which takes about a second,
-    unless the result is stored: see :mod:`torch_convoke.tuning`. What convoke does not compute, PyTorch computes: tensors on other
+    For a new problem (shapes, options, memory format, type, threads) the algorithm is chosen by estimate, and by measurement within the
+    next calls, unless a result is stored: see :mod:`torch_convoke.tuning`. What convoke does not compute, PyTorch computes: tensors on other
     devices or of other types than float32 and float64, subclasses of tensors, empty batches, calls under autocast, ``torch.func``
-    or ``torch.compile``. It is also PyTorch that raises errors for wrong arguments. Backward cannot be differentiated again.
+    or ``torch.compile``. It is also PyTorch that raises errors for wrong arguments, and that computes gradients which are differentiated
+    themselves (``create_graph=True``).
 
     Args:
         input: (N, C, H, W) or (C, H, W).
@@ -182,7 +193,9 @@ def _forward(
     if norm is not None and norm.statistics is not None:
         mean, variance = norm.statistics
         norm = norm._replace(statistics=(_lend(mean), _lend(variance)))
-    output, moments, tape = _engine.conv_bn(_threads.engine(), capsules, needs, steps, norm)
+    engine = _threads.engine()
+    _pace.of(engine).measure(engine)
+    output, moments, tape = _engine.conv_bn(engine, capsules, needs, steps, norm)
     return from_dlpack(output), None if moments is None else from_dlpack(moments), tape
 
 
@@ -193,22 +206,47 @@ class _Convolution(Function):
         output, moments, ctx.tape = _forward(steps, norm, laid_out, list(ctx.needs_input_grad[2:]))
         ctx.steps = steps
         ctx.set_materialize_grads(False)
-        # Lets PyTorch check that nobody changes what backward reads, and free it. Copies are the tape's own.
-        read = operands if norm is not None else operands[:2]
-        ctx.save_for_backward(*(operand if operand is own else None for operand, own in zip(read, laid_out)))
+        ctx.norm = norm
+        # Lets PyTorch check that nobody changes what backward reads, and free it.
+        ctx.save_for_backward(*operands)
         if moments is not None:
             ctx.mark_non_differentiable(moments)
         return output, moments
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         if gradient is None:
             return (None,) * 7
-        ctx.saved_tensors
+        operands = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            return None, None, *_differentiable(ctx.steps, ctx.norm, operands, ctx.needs_input_grad[2:], gradient)
         retain = torch._C._autograd._get_current_graph_task_keep_graph()
         found = ctx.tape.backward([_lend(_laid_out(gradient, ctx.steps))], retain)
         return None, None, *(None if capsule is None else from_dlpack(capsule) for capsule in found)
+
+
+def _differentiable(
+    steps: Steps, norm: Norm | None, operands: Sequence[Tensor | None], needs: Sequence[bool], gradient: Tensor
+) -> list[Tensor | None]:
+    """The gradients of the operands by PyTorch's operations, which can be differentiated themselves."""
+    input, weight, bias, norm_weight, norm_bias = operands
+    top, bottom, left, right = steps.padding
+    y = F.conv2d(F.pad(input, (left, right, top, bottom)), weight, bias, steps.stride, 0, steps.dilation, steps.groups)
+    if norm is not None:
+        variance, mean = torch.var_mean(y, (0, 2, 3), correction=0) if norm.statistics is None else norm.statistics[::-1]
+        divisor = variance.sqrt() + norm.eps if norm.eps_outside else (variance + norm.eps).sqrt()
+        y = (y - mean[:, None, None]) / divisor[:, None, None]
+        y = y if norm_weight is None else y * norm_weight[:, None, None]
+        y = y if norm_bias is None else y + norm_bias[:, None, None]
+        if norm.activation is not None:
+            name, slope = norm.activation
+            y = ACTIVATIONS[name](y, slope)
+    wanted = [place for place, needed in enumerate(needs) if needed]
+    found: list[Tensor | None] = [None] * len(operands)
+    gradients = torch.autograd.grad(y, [operands[place] for place in wanted], gradient, create_graph=True, allow_unused=True)
+    for place, value in zip(wanted, gradients):
+        found[place] = value
+    return found
 
 
 def _laid_out(tensor: Tensor | None, steps: Steps) -> Tensor | None:

@@ -95,6 +95,9 @@ def saved_by_pytorch(subgraph: Any, sizes: dict[Any, int]) -> int:
         args, own = [], set()
         for node in subgraph.placeholders:
             value = _capture.example(node)
+            if isinstance(value, torch.SymFloat):
+                args.append(1.0)
+                continue
             if not isinstance(value, torch.Tensor):
                 args.append(_capture.concrete(value, sizes))
                 continue

@@ -12,8 +12,8 @@ import torch
 
 from . import _engine
 
-#: The longest that an engine times algorithms, in all and for one choice, so that a first step takes seconds. `tuning.tune` takes its time.
-SECONDS, SECONDS_EACH = 30.0, 0.3
+#: The longest that an engine times algorithms at first sight, which is not at all (see `_pace`), and for one choice.
+SECONDS, SECONDS_EACH = 0.0, 0.3
 
 _lock = threading.Lock()
 _engines: dict[tuple[int, int], _engine.Engine] = {}
@@ -24,6 +24,12 @@ _owned: weakref.WeakKeyDictionary[Any, dict[tuple[int, int], _engine.Engine]] = 
 def _available() -> int:
     """Finding this out reads files, and the answer stays."""
     return _engine.available_threads()
+
+
+def check(threads: int | None) -> None:
+    """Raises ValueError for a number of threads that makes no sense."""
+    if threads is not None and threads < 1:
+        raise ValueError(f"threads must be 1 or more, not {threads}")
 
 
 def thread_count(threads: int | None = None) -> int:

@@ -1,24 +1,33 @@
-"""Measures whether PyTorch would run a subgraph faster, and remembers the answer."""
+"""Finds out whether PyTorch would run a subgraph faster, by letting both run the user's own steps in turn, and remembers the answer.
+
+A step is run by one of them, so that nothing is computed twice and nothing is changed by measuring.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import statistics
 import tempfile
-import time
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import torch
 
-from . import _capture, _engine, tuning
+from . import _engine, tuning
 
 #: Convoke must take this many times as long as PyTorch before a subgraph is left to PyTorch: times vary by as much.
 MARGIN = 1.05
-#: If convoke takes at most this share of PyTorch's time in the first round, there is no second one.
-CLEAR = 0.85
-ROUNDS = 3
+#: If convoke takes at most this share of PyTorch's time, or PyTorch of convoke's, two turns each are enough.
+CLEAR = 0.8
+#: Turns of each, at least and at most. The first turn of each is not counted: it fills caches and gets memory.
+LEAST, MOST = 2, 6
+#: After so many steps what was close, or went against convoke, is measured again; each time after four times as many.
+AGAIN = 200
+
+CONVOKE, PYTORCH = "convoke", "pytorch"
 
 
 class Verdict:
@@ -32,16 +41,74 @@ class Verdict:
         """Whether convoke runs it."""
         return self.convoke <= self.pytorch * MARGIN
 
+    @property
+    def is_clear(self) -> bool:
+        """Whether convoke is faster by far, so that nobody needs to look again."""
+        return self.convoke <= self.pytorch * CLEAR
+
     def __str__(self) -> str:
         return f"forward and backward take {1e3 * self.convoke:.1f} ms in convoke and {1e3 * self.pytorch:.1f} ms in PyTorch"
 
 
-def _key(specialization: Any) -> str:
+class Turns:
+    """Who runs the next step of a subgraph, until it is known who is faster."""
+
+    def __init__(self, known: Verdict | None = None):
+        self.verdict = known
+        #: Whether the verdict is new, and should be remembered.
+        self.is_new = False
+        self._seconds: dict[str, list[float]] = {CONVOKE: [], PYTORCH: []}
+        self._given = {CONVOKE: 0, PYTORCH: 0}
+        self._steps, self._again = 0, AGAIN
+        # What was close once may have been another program's doing.
+        if known is not None and not known.is_clear:
+            self._again = 0
+
+    @property
+    def is_measuring(self) -> bool:
+        return self.verdict is None
+
+    def next(self) -> str:
+        """Who runs the next step."""
+        if self.verdict is not None:
+            self._steps += 1
+            if self.verdict.is_clear or self._steps <= self._again:
+                return CONVOKE if self.verdict.keeps else PYTORCH
+            self._start_again()
+        # In blocks of two: the first step after a change finds other data in the caches than the second one.
+        side = CONVOKE if (self._given[CONVOKE] + self._given[PYTORCH]) // 2 % 2 == 0 else PYTORCH
+        self._given[side] += 1
+        return side
+
+    def _start_again(self) -> None:
+        self._again = 4 * max(self._again, AGAIN)
+        self._steps, self.verdict = 0, None
+        self._seconds = {CONVOKE: [], PYTORCH: []}
+        self._given = {CONVOKE: 0, PYTORCH: 0}
+
+    def add(self, side: str, seconds: float) -> None:
+        """Takes the time of a forward and backward."""
+        if self.verdict is not None:
+            return
+        self._seconds[side].append(seconds)
+        ours, theirs = self._seconds[CONVOKE][1:], self._seconds[PYTORCH][1:]
+        least = min(len(ours), len(theirs))
+        if least < LEAST:
+            return
+        clear = max(ours) <= CLEAR * min(theirs) or max(theirs) <= CLEAR * min(ours)
+        if clear or least >= MOST:
+            # The fastest is what the code takes, the rest is what else the machine did; the median guards against a single lucky one.
+            value = lambda times: (min(times) + statistics.median(times)) / 2
+            self.verdict, self.is_new = Verdict(value(ours), value(theirs)), True
+
+
+def _key(specialization: Any, trains: bool) -> str:
     """What a verdict depends on, as a name of a file."""
     parts = [
         specialization.definition,
         [list(shape) for shape in specialization.shapes],
         specialization.formats,
+        trains,
         specialization.engine.threads,
         specialization.engine.isa,
         torch.__version__,
@@ -50,26 +117,28 @@ def _key(specialization: Any) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
-def _file(specialization: Any) -> Path | None:
+def _file(specialization: Any, trains: bool) -> Path | None:
     folder = tuning.path()
     # With another ending than tuning results, which the program `convoke` lists and prunes.
-    return Path(folder) / "torch" / f"{_key(specialization)}.verdict" if folder else None
+    return Path(folder) / "torch" / f"{_key(specialization, trains)}.verdict" if folder else None
 
 
-def known(specialization: Any) -> Verdict | None:
+def known(specialization: Any, trains: bool) -> Verdict | None:
     """What was measured before."""
-    file = _file(specialization)
+    file = _file(specialization, trains)
     try:
         if file is None or file.stat().st_size > 1000:
             return None
         entry = json.loads(file.read_text())
-        return Verdict(float(entry["convoke"]), float(entry["pytorch"]))
+        found = Verdict(float(entry["convoke"]), float(entry["pytorch"]))
+        return found if 0 < found.convoke < math.inf and 0 < found.pytorch < math.inf else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _remember(specialization: Any, verdict: Verdict) -> None:
-    file = _file(specialization)
+def remember(specialization: Any, trains: bool, verdict: Verdict) -> None:
+    """Keeps a verdict for other processes."""
+    file = _file(specialization, trains)
     if file is None:
         return
     try:
@@ -83,7 +152,7 @@ def _remember(specialization: Any, verdict: Verdict) -> None:
         pass
 
 
-def _free_bytes() -> int:
+def free_bytes() -> int:
     """Memory that is free, with what the system can take back."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -92,47 +161,3 @@ def _free_bytes() -> int:
     except (OSError, ValueError, IndexError):
         pass
     return 1 << 62
-
-
-def measure(subgraph: Any, specialization: Any, args: Sequence[Any]) -> Verdict | None:
-    """Runs a subgraph on the tensors of a step in both, without changing any; None if there is not enough memory for that."""
-    found = known(specialization)
-    if found is not None:
-        return found
-    # About what PyTorch keeps of a subgraph for backward, and needs in it.
-    if 2 * _capture.bytes_of_results(subgraph.body, specialization.sizes) > _free_bytes() // 2:
-        return None
-
-    def own(arg: Any, kind: str) -> Any:
-        if not isinstance(arg, torch.Tensor):
-            return arg
-        # Statistics change, parameters get no gradient: the tensors of the user stay as they are.
-        return arg.detach().clone() if kind == "statistic" else arg.detach().requires_grad_(arg.requires_grad)
-
-    kinds = [subgraph.kinds[node] for node in subgraph.placeholders]
-    args = [own(arg, kind) for arg, kind in zip(args, kinds)]
-    leaves = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.requires_grad]
-
-    def seconds(run: Callable[[], Any]) -> float:
-        start = time.perf_counter()
-        outputs = run()
-        outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
-        outputs = [output for output in outputs if output.requires_grad]
-        torch.autograd.grad(outputs, leaves, [torch.ones_like(output) for output in outputs], allow_unused=True)
-        return time.perf_counter() - start
-
-    state = torch.get_rng_state()
-    ours = lambda: seconds(lambda: specialization.call(args))
-    theirs = lambda: seconds(lambda: subgraph.module(*args))
-    with torch.enable_grad():
-        try:
-            ours(), theirs()
-            verdict = Verdict(float("inf"), float("inf"))
-            for _ in range(ROUNDS):
-                verdict = Verdict(min(verdict.convoke, ours()), min(verdict.pytorch, theirs()))
-                if verdict.convoke <= CLEAR * verdict.pytorch:
-                    break
-        finally:
-            torch.set_rng_state(state)
-    _remember(specialization, verdict)
-    return verdict

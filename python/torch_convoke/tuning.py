@@ -1,8 +1,9 @@
 """Which algorithm runs each convolution: measured results, where they are kept, and how to take them elsewhere.
 
-convoke times several algorithms the first time that it meets a problem, which is one convolution's shapes, options, memory format, type and
-number of threads, and one of its three passes. Results are kept in a folder (:func:`path`) that the program ``convoke`` shares, one small
-file each, apart for each kind of machine. So a second run measures nothing.
+A problem is one convolution's shapes, options, memory format, type and number of threads, and one of its three passes. convoke chooses an
+algorithm by estimate when it meets a problem, and times the contestants between later steps, in at most as much time as the training
+takes. Results are kept in a folder (:func:`path`) that the program ``convoke`` shares, one small file each, apart for each kind of
+machine. So a second run measures nothing.
 
 Measure before training, and ship the results with a container image::
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import tempfile
@@ -38,9 +40,12 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree
 
-from . import _engine, _threads
+from . import _engine, _pace, _threads
 
 __all__ = ["Choice", "Loaded", "broadcast", "choices", "export", "load", "path", "tune"]
+
+#: The most steps that `tune` runs to see whether convoke or PyTorch is faster.
+MOST_TURNS = 40
 
 #: Choices that every engine of this process takes over, oldest first, in JSON.
 _adopted: list[str] = []
@@ -141,6 +146,9 @@ def tune(model: torch.nn.Module, *example_inputs: Any, progress: bool = True) ->
         ValueError: if the model is not optimized.
         TypeError: without inputs.
     """
+    from ._backend import Backend
+    from ._optimize import Optimized
+
     if isinstance(model, torch.nn.parallel.DistributedDataParallel) and not _runs_in_convoke(model, inner=False):
         model = model.module
     if not _runs_in_convoke(model):
@@ -148,8 +156,17 @@ def tune(model: torch.nn.Module, *example_inputs: Any, progress: bool = True) ->
     if not example_inputs:
         raise TypeError("tune needs the inputs of a step: tune(model, images)")
     before = _choices()
-    with _Progress(progress, len(before)) as shown, _unchanged(model):
-        _step(model, example_inputs)
+    for module in model.modules():
+        if isinstance(module._compiled_call_impl, Optimized):
+            module._compiled_call_impl.captures = True
+    with _Progress(progress, len(before)) as shown, _unchanged(model), contextlib.ExitStack() as stack:
+        _threads.engine()
+        with contextlib.ExitStack() as paused:
+            for engine in _threads.engines():
+                paused.enter_context(_pace.of(engine).decided(0.0))
+            _step(model, example_inputs)
+        for engine in _threads.engines():
+            stack.enter_context(_pace.of(engine).decided(math.inf))
         new = {key: choice for key, choice in _choices().items() if key not in before}
         # Beyond the time that an engine spends by itself, choices are by estimate, or as for another batch.
         made = set(new)
@@ -159,8 +176,13 @@ def tune(model: torch.nn.Module, *example_inputs: Any, progress: bool = True) ->
             for shown.done, choice in enumerate(of_engine):
                 if _engine.tuning_measure(engine, json.dumps(choice)):
                     made.add(_key(choice))
-        # What compares subgraphs with PyTorch does so the second time that they run.
-        _step(model, example_inputs)
+        # Subgraphs run in convoke and in PyTorch by turns, until it is known who is faster.
+        for _ in range(MOST_TURNS):
+            shown.total = None
+            before_step = Backend.measuring_calls()
+            _step(model, example_inputs)
+            if Backend.measuring_calls() == before_step:
+                break
     return len(made)
 
 

@@ -13,7 +13,7 @@ use crate::error::released;
 /// Threads, memory, and the tuner that chooses algorithms.
 ///
 /// A process needs one for each number of threads. After a fork, the child needs its own.
-#[pyclass(frozen, module = "torch_convoke._engine")]
+#[pyclass(frozen, weakref, module = "torch_convoke._engine")]
 pub(crate) struct Engine {
     pub(crate) device: Device,
 }

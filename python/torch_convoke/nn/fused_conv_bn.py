@@ -15,14 +15,6 @@ from .. import _conv
 
 __all__ = ["FusedConvBN2d"]
 
-#: The activations; each takes a tensor and the slope of a leaky ReLU.
-_ACTIVATIONS = {
-    "relu": lambda y, slope: F.relu(y),
-    "leaky_relu": lambda y, slope: F.leaky_relu(y, slope),
-    "relu6": lambda y, slope: F.relu6(y),
-    "hardswish": lambda y, slope: F.hardswish(y),
-    "silu": lambda y, slope: F.silu(y),
-}
 _FORMULAS = ("tutorial", "batch_norm")
 
 
@@ -47,7 +39,7 @@ class FusedConvBN2d(nn.Module):
 
     What convoke does not compute, PyTorch's own operations do, with the same results: tensors on other devices or of other types than
     float32 and float64, empty batches, and calls under autocast or ``torch.func``. In a model that is compiled or optimized, "batch_norm"
-    layers become part of the captured graph. Backward cannot be differentiated again.
+    layers become part of the captured graph. Gradients that are differentiated themselves are computed by PyTorch.
 
     Shape: input (N, C, H, W), output (N, K, H', W'), in channels-last if input or weight is.
 
@@ -143,8 +135,8 @@ class FusedConvBN2d(nn.Module):
     def _set_options(
         self, activation: str | None, slope: float, formula: str | None, standard: bool, recompute: bool
     ) -> None:
-        if activation is not None and activation not in _ACTIVATIONS:
-            raise ValueError(f"there is no activation {activation!r}: use None or one of {', '.join(_ACTIVATIONS)}")
+        if activation is not None and activation not in _conv.ACTIVATIONS:
+            raise ValueError(f"there is no activation {activation!r}: use None or one of {', '.join(_conv.ACTIVATIONS)}")
         if not 0 < slope < math.inf:
             raise ValueError(f"negative_slope must be above 0, not {slope}")
         if formula is not None and formula not in _FORMULAS:
@@ -296,7 +288,7 @@ class FusedConvBN2d(nn.Module):
             y = (y - mean) / (variance.sqrt() + self.eps)
             y = y if weight is None else y * weight
             y = y if bias is None else y + bias
-        return y if self.activation is None else _ACTIVATIONS[self.activation](y, self.negative_slope)
+        return y if self.activation is None else _conv.ACTIVATIONS[self.activation](y, self.negative_slope)
 
 
 def _update(running: tuple[Tensor, Tensor], moments: Tensor, momentum: float) -> None:

@@ -104,6 +104,8 @@ struct Fusion<'a> {
     dtype: DType,
     /// The steps that read each slot; `usize::MAX` for the outputs.
     readers: Vec<Vec<usize>>,
+    /// The steps that are batch norms, with the values that are their running mean and variance.
+    norms: Vec<(usize, &'a [Option<usize>])>,
 }
 
 impl<'a> Fusion<'a> {
@@ -118,8 +120,21 @@ impl<'a> Fusion<'a> {
             step.inputs.iter().flatten().for_each(|source| note(source, index));
         }
         plan.outputs.iter().for_each(|source| note(source, usize::MAX));
+        let norms = plan.steps.iter().enumerate().filter_map(|(index, step)| {
+            let node = &network.nodes[step.node];
+            matches!(node.op, Op::BatchNorm(_)).then(|| (index, node.inputs.get(3..).unwrap_or_default()))
+        });
+        let norms = norms.collect();
         let steps = std::mem::take(&mut plan.steps).into_iter().map(Some).collect();
-        Fusion { network, steps, shapes: &plan.shapes, dtype: plan.place.dtype, readers }
+        Fusion { network, steps, shapes: &plan.shapes, dtype: plan.place.dtype, readers, norms }
+    }
+
+    /// Whether a batch norm may run as late as another step: no batch norm with the same statistics runs in between, which would find
+    /// others than before.
+    fn may_wait(&self, norm: usize, step: usize) -> bool {
+        let own = self.norms.iter().find(|(index, _)| *index == norm).map(|(_, statistics)| *statistics);
+        let between = self.norms.iter().filter(|(index, _)| (norm + 1..step).contains(index));
+        between.into_iter().all(|(_, statistics)| Some(*statistics) != own)
     }
 
     /// The only reader of a slot, unless it was joined to others.
@@ -186,14 +201,17 @@ impl<'a> Fusion<'a> {
         if let Some(slot) = self.output(last)
             && let Some((add, step)) = self.only_reader(slot)
             && let Some(other) = self.added(step, slot)
+            && self.may_wait(bn, add)
         {
             inputs.push(Some(other));
             joined.push(add);
             (last, residual) = (add, true);
         }
         // Where something is added, the activation's gradient must follow from its output.
-        let activation =
-            self.activation(last).filter(|(_, activation)| !residual || !activation.needs_input());
+        let activation = self
+            .activation(last)
+            .filter(|(_, activation)| !residual || !activation.needs_input())
+            .filter(|&(step, _)| self.may_wait(bn, step));
         if let Some((step, _)) = activation {
             joined.push(step);
             last = step;
@@ -206,6 +224,7 @@ impl<'a> Fusion<'a> {
                 .options(&[height, width])
                 .ok()
                 .filter(|pool| pads_fit(pool) && ConvBnBlock::can_pool(pool))
+            && self.may_wait(bn, max_pool)
         {
             pool = Some(options);
             joined.push(max_pool);
@@ -287,7 +306,7 @@ impl<'a> Fusion<'a> {
         match layer {
             Some(Layer::Norm(norm)) => {
                 let (norm, inputs) = (norm.clone(), step.inputs[..1].to_vec());
-                let activation = self.activation(index);
+                let activation = self.activation(index).filter(|&(step, _)| self.may_wait(index, step));
                 let last = activation.map_or(index, |(step, _)| step);
                 let activation = activation.map_or(Activation::Identity, |(_, activation)| activation);
                 self.join(&[index, last], last, (Action::Norm(norm, activation), inputs));

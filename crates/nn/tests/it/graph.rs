@@ -200,6 +200,42 @@ fn steps_are_joined_where_nobody_else_reads() {
     assert_eq!(description.alone, [("make c convolved".to_owned(), "its output has several readers")]);
 }
 
+#[test]
+fn a_shared_batch_norm_changes_its_statistics_in_order() {
+    // The activation behind the first use comes after the second use, so it is not joined to the first.
+    for convolved in [false, true] {
+        let mut made = Maker::new(&[2, 3, 8, 8]);
+        let square = made.node(Op::Arithmetic(Arithmetic::Mul), &["x", "x"], "square");
+        let first = if convolved { made.conv_bn("x", "a", [3, 3]) } else { made.bn("x", "a_bn", 3) };
+        let parts = ["a_bn.weight", "a_bn.bias", "a_bn.running_mean", "a_bn.running_var"];
+        let op = Op::BatchNorm(BatchNormOp::default());
+        let second = made.node(op, &[&square, parts[0], parts[1], parts[2], parts[3]], "second");
+        let first = made.node(Op::Relu, &[&first], "relu");
+        let sum = made.node(Op::Arithmetic(Arithmetic::Add), &[&first, &second], "sum");
+        let graph = made.graph(&sum, ConvBnMode::Fused);
+        let description = graph.describe(&[vec![2, 3, 8, 8]]).unwrap();
+        assert!(description.steps.iter().any(|step| step.operation == "Relu"));
+        if convolved {
+            continue;
+        }
+        let mean = |x: &Tensor| x.mean_dims(&[0, 2, 3], false).unwrap().to_vec().unwrap();
+        let running = |graph: &Graph| {
+            let state = graph.named_state();
+            let (_, state) = state.into_iter().find(|(name, _)| name == parts[2]).unwrap();
+            let convoke_nn::State::Buffer(buffer) = state else { panic!("a running mean is a buffer") };
+            buffer.value().to_vec().unwrap()
+        };
+        let (x, before) = (images(&[2, 3, 8, 8]), running(&graph));
+        graph.forward(&x).unwrap();
+        let momentum = BatchNormOp::default().momentum;
+        let blend = |old: &[f64], new: &[f64]| {
+            old.iter().zip(new).map(|(old, new)| momentum * old + (1.0 - momentum) * new).collect::<Vec<_>>()
+        };
+        let expected = blend(&blend(&before, &mean(&x)), &mean(&x.mul(&x).unwrap()));
+        close(&running(&graph), &expected, "running mean");
+    }
+}
+
 /// Blocks that end in each activation, written as one operation or as several.
 fn activations(mode: ConvBnMode) -> Graph {
     let mut made = Maker::new(&[2, 3, 8, 8]);
