@@ -114,6 +114,25 @@ def test_steps_without_gradients_are_measured_apart(measured):
     measured(test)
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_steps_without_backward_end_the_turns(measured):
+    model = torch_convoke.optimize(Small().eval())
+    for _ in range(70):
+        model(images(dtype=torch.float32))
+    assert specialization(model).verdict is None and not specialization(model).turns(True).is_measuring
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_second_backward_is_pytorch_s_error_on_each_turn(measured):
+    model = torch_convoke.optimize(Small())
+    for seed in range(8):
+        loss = model(images(dtype=torch.float32, seed=seed)).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="a second time"):
+            loss.backward()
+
+
 def test_margins():
     assert Verdict(1.0, 1.0).keeps and Verdict(1.04, 1.0).keeps
     assert not Verdict(1.2, 1.0).keeps

@@ -10,7 +10,7 @@ from typing import Any, Callable, Sequence
 import torch
 
 from . import _capture, _checkpoint, _memory, _pace, _partition, _threads, _writes, tuning
-from ._run import Subgraph
+from ._run import Subgraph, Symbols
 
 #: In the first calls something may take long: what a budget leads to is measured.
 FIRST_CALLS = 3
@@ -37,6 +37,9 @@ class Captured:
         self._backend = weakref.ref(backend)
         self.run: Callable[..., Any] | None = None
         self.calls = 0
+        #: Whether sizes may differ from call to call, and what they are in this one.
+        self.is_dynamic = any(_capture.is_dynamic(node) for node in self.placeholders)
+        self.symbols = Symbols()
         #: Which of the model's calls was the last one that ran this.
         self.last_call = 0
         self.subgraphs: list[Subgraph] = []
@@ -83,6 +86,8 @@ class Captured:
         return results
 
     def _guarded(self, args: Sequence[Any]) -> Any:
+        if self.is_dynamic:
+            self.symbols.sizes = _capture.sizes_of(self.placeholders, args)
         if not self.sets_grad:
             return self.run(*args)
         # An error inside would leave gradients off.
@@ -150,7 +155,7 @@ class Backend:
         if not parts and not regions_inside:
             return module.forward
         for part in parts:
-            subgraph = Subgraph(part, support, self.options.threads, captured.owner)
+            subgraph = Subgraph(part, support, self.options.threads, captured.owner, captured.symbols)
             # Within a budget there is no room for PyTorch's way to run it, and a plan says what is kept.
             subgraph.measures &= measures and self.options.measure and self.options.memory_budget is None
             subgraph.lightens = self.options.memory_budget is None

@@ -166,6 +166,13 @@ def sizes_of(placeholders: Sequence[torch.fx.Node], args: Sequence[Any]) -> dict
     return sizes
 
 
+def is_dynamic(node: torch.fx.Node) -> bool:
+    """Whether a size of what enters a graph may differ from call to call."""
+    value = example(node)
+    sizes = value.shape if isinstance(value, torch.Tensor) else [value]
+    return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
 def is_channels_last(tensor: torch.Tensor) -> bool:
     """Whether a tensor is N x C x H x W in channels-last, and not in the default format as well."""
     return (

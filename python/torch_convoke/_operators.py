@@ -739,29 +739,44 @@ def _getitem(to, input, index, *, shape):
     if isinstance(input, list):
         return input[index]
     index = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(part, (Value, list)) or part is None for part in index):
-        raise Unsupported("it is indexed by a tensor, a list or None")
-    if Ellipsis in index:
-        place = index.index(Ellipsis)
-        index = index[:place] + (slice(None),) * (input.rank - len(index) + 1) + index[place + 1 :]
+    if any(part is Ellipsis for part in index):
+        place = next(place for place, part in enumerate(index) if part is Ellipsis)
+        given = sum(part is not None for part in index) - 1
+        index = index[:place] + (slice(None),) * (input.rank - given) + index[place + 1 :]
+    # New axes come in with the last reshape.
+    index = tuple(part for part in index if part is not None)
+    lists = [axis for axis, part in enumerate(index) if isinstance(part, list)]
+    numbers = any(isinstance(part, int) and not isinstance(part, bool) for part in index)
+    if len(lists) > 1 or (lists and numbers) or any(not _is_index(part) for axis in lists for part in index[axis]):
+        raise Unsupported("it is indexed by several lists, or by a mask")
     bounds = []
     for axis, part in enumerate(index):
         size = input.shape[axis]
-        if isinstance(part, slice):
-            start, stop, step = part.indices(size)
+        if isinstance(part, (slice, list)):
+            start, stop, step = (part if isinstance(part, slice) else slice(None)).indices(size)
             if step < 1:
                 raise Unsupported("a slice with a negative step")
             bounds.append((start, max(start, stop), step))
-        elif isinstance(part, int):
+        elif _is_index(part):
             start = _axis(part, size)
             bounds.append((start, start + 1, 1))
         else:
-            raise Unsupported(f"it is indexed by {part!r}")
+            raise Unsupported("it is indexed by a tensor" if isinstance(part, Value) else f"it is indexed by {part!r}")
     sliced = [len(range(*bound)) for bound in bounds]
-    starts, ends, steps = (to.integers(numbers) for numbers in zip(*bounds))
-    axes = to.integers(range(len(bounds)))
-    full = _shape_like(input.shape, range(len(bounds)), sliced)
-    return to.reshaped(to.node("Slice", [input, starts, ends, axes, steps], full), shape)
+    found = _shape_like(input.shape, range(len(bounds)), sliced)
+    if bounds:
+        starts, ends, steps = (to.integers(numbers) for numbers in zip(*bounds))
+        axes = to.integers(range(len(bounds)))
+        input = to.node("Slice", [input, starts, ends, axes, steps], found)
+    for axis in lists:
+        places = [_axis(part, input.shape[axis]) for part in index[axis]]
+        found = _shape_like(found, [axis], [len(places)])
+        input = to.node({"Gather": {"axis": axis}}, [input, to.integers(places)], found)
+    return to.reshaped(input, shape)
+
+
+def _is_index(part: Any) -> bool:
+    return isinstance(part, int) and not isinstance(part, bool)
 
 
 @_operator(F.pad, torch._C._nn.pad)

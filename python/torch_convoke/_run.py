@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import threading
 import time
 import weakref
 from typing import Any, Iterable, Iterator, Sequence
@@ -335,8 +336,12 @@ class InPyTorch(_Function):
         timer, ctx.timer = ctx.timer, None
         if torch.is_grad_enabled():
             return None, None, *_Function.again(ctx, ctx.saved_tensors[1:], needs, gradients)
+        if ctx.outputs is None:
+            # Raises PyTorch's error of a second backward.
+            ctx.saved_tensors
         if timer is not None:
             timer.go_on()
+        retain = torch._C._autograd._get_current_graph_task_keep_graph()
         wanted = [place for place, needed in enumerate(needs) if needed]
         pairs = [(output, gradient) for output, gradient in zip(ctx.outputs, gradients) if gradient is not None and output.requires_grad]
         found: list[torch.Tensor | None] = [None] * len(needs)
@@ -345,14 +350,23 @@ class InPyTorch(_Function):
                 [output for output, _ in pairs],
                 [ctx.leaves[place] for place in wanted],
                 [gradient for _, gradient in pairs],
-                retain_graph=torch._C._autograd._get_current_graph_task_keep_graph(),
+                retain_graph=retain,
                 allow_unused=True,
             )
             for place, gradient in zip(wanted, results):
                 found[place] = gradient
+        if not retain:
+            ctx.outputs = ctx.leaves = None
         if timer is not None:
             timer.stop(last=True)
         return None, None, *found
+
+
+class Symbols(threading.local):
+    """The sizes of a captured graph's inputs that differ from call to call, in the call that runs now."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[Any, int] = {}
 
 
 class Subgraph(torch.nn.Module):
@@ -361,8 +375,9 @@ class Subgraph(torch.nn.Module):
     #: Whether it runs in convoke and in PyTorch by turns, to see who is faster.
     measures_by_default = True
 
-    def __init__(self, part: Part, support: _capture.Support, threads: int | None, owner: Any):
+    def __init__(self, part: Part, support: _capture.Support, threads: int | None, owner: Any, symbols: Symbols):
         super().__init__()
+        self.symbols = symbols
         #: Who has an engine of its own, if somebody has.
         self.owner = owner
         # Not as a submodule: its parameters are arguments.
@@ -480,7 +495,8 @@ class Subgraph(torch.nn.Module):
 
     def _lighten(self, specialization: Specialization) -> None:
         """Without a budget, what is kept for backward is at most half of what PyTorch would keep."""
-        if specialization.lightened:
+        # Sizes that are met once, as where images differ in size, are not worth it.
+        if specialization.lightened or (len(self.specializations) > 1 and specialization.calls < 2):
             return
         specialization.lightened = True
         try:
@@ -494,9 +510,12 @@ class Subgraph(torch.nn.Module):
     def _specialization(self, args: Sequence[Any]) -> Specialization | None:
         engine = _threads.engine(self.threads, self.owner)
         key = (id(engine), *(arg.shape if isinstance(arg, torch.Tensor) else arg for arg in self._varying(args)))
+        sizes = self.symbols.sizes
+        if sizes:
+            key += tuple(sizes.values())
         found = self.specializations.get(key)
         if found is None:
-            sizes = _capture.sizes_of(self.placeholders, args)
+            sizes = sizes | _capture.sizes_of(self.placeholders, args)
             values = {self.names[node]: arg for node, arg in zip(self.placeholders, args)}
             found = self._build(key, engine, sizes, values)
         return found
@@ -515,6 +534,8 @@ class Subgraph(torch.nn.Module):
             _capture.shape_of(value, sizes) if isinstance(value, torch.Tensor) else _capture.concrete(value, sizes)
             for value in self._varying(examples)
         ))
+        if sizes:
+            key += tuple(sizes.values())
         found = self.specializations.get(key)
         if found is None:
             values = {self.names[node]: tensors[node.name] for node in self.placeholders if node.name in tensors}

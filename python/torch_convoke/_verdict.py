@@ -66,7 +66,8 @@ class Turns:
 
     @property
     def is_measuring(self) -> bool:
-        return self.verdict is None
+        """Whether it is not known yet who is faster; without backward, as where nobody turns gradients off to evaluate, it never is."""
+        return self.verdict is None and sum(self._given.values()) < 8 * MOST
 
     def next(self) -> str:
         """Who runs the next step."""
@@ -75,6 +76,8 @@ class Turns:
             if self.verdict.is_clear or self._steps <= self._again:
                 return CONVOKE if self.verdict.keeps else PYTORCH
             self._start_again()
+        if not self.is_measuring:
+            return CONVOKE
         # In blocks of two: the first step after a change finds other data in the caches than the second one.
         side = CONVOKE if (self._given[CONVOKE] + self._given[PYTORCH]) // 2 % 2 == 0 else PYTORCH
         self._given[side] += 1
