@@ -389,3 +389,39 @@ def test_the_first_second_runs_in_pytorch(monkeypatch):
     monkeypatch.setenv("CONVOKE_CAPTURE_AFTER", "soon")
     with pytest.raises(ValueError, match="CONVOKE_CAPTURE_AFTER must be a number of seconds, not 'soon'"):
         torch_convoke.optimize(Small())
+
+
+def test_sizes_that_change_each_step():
+    """Detection models compute sizes from sizes: whatever a subgraph needs of them is that of the call."""
+
+    class Sizes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.bn, self.c = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.Conv2d(16, 4, 1)
+
+        def forward(self, x):
+            n, _, height, width = x.shape
+            y = torch.roll(self.a(x), 1, 2)
+            z = F.dropout(F.relu(self.bn(self.b(y))), 0.3)
+            pooled = F.interpolate(F.adaptive_avg_pool2d(z, 1), size=z.shape[2:], mode="bilinear", align_corners=False)
+            z = self.c(torch.cat([z, pooled], 1))
+            z = z.view(n, 2, 2, z.shape[2], z.shape[3]).flatten(1, 2)
+            flat = z.flatten(2).view(n * 4, z.shape[2] * z.shape[3]).mean(1)
+            return F.interpolate(z, size=(height, width), mode="bilinear", align_corners=False) + flat.view(n, 4, 1, 1)
+
+    sizes = [(2, 16, 16), (2, 24, 20), (3, 20, 28), (2, 17, 23), (1, 32, 16), (2, 16, 16)]
+    batches = [torch.randn(n, 3, height, width, dtype=torch.float64) for n, height, width in sizes]
+    model = check_training(Sizes().double(), batches)
+    assert convolutions(model) == (3, 3)
+    assert len(captures(model)) <= 4
+
+
+def test_a_mistake_of_ours_loses_no_training(monkeypatch):
+    from torch_convoke import _partition
+
+    def fails(*_):
+        raise KeyError("a node")
+
+    monkeypatch.setattr(_partition, "fuse", fails)
+    model = check_training(Small().double(), [images(seed=seed) for seed in range(3)], convoke=False)
+    assert "an internal error, KeyError: 'a node'; please report it" in torch_convoke.report(model)

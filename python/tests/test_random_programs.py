@@ -115,4 +115,5 @@ def test_captured_programs():
             if len(failures) > 5:
                 break
     assert not failures, "\n".join(failures)
-    assert here > 0.7 * there > 0, (here, there)
+    # The rest is what nobody reads, and what writes through views touch.
+    assert here > 0.6 * there > 0, (here, there)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
 import weakref
 from typing import Any, Callable, Sequence
@@ -11,6 +12,8 @@ import torch
 
 from . import _capture, _checkpoint, _memory, _pace, _partition, _threads, _writes, tuning
 from ._run import Subgraph, Symbols
+
+log = logging.getLogger("torch_convoke")
 
 #: In the first calls something may take long: what a budget leads to is measured.
 FIRST_CALLS = 3
@@ -119,8 +122,14 @@ class Backend:
         owner = self if self.options.memory_budget is not None else None
         captured = Captured(module, self, owner)
         self.captured.append(captured)
-        captured.run = self.compiled(module, captured)
-        if not captured.subgraphs and not captured.left:
+        try:
+            captured.run = self.compiled(module, captured)
+        except Exception as error:
+            # A mistake of ours costs speed, not the user's training.
+            log.warning("a graph of %d operations runs in PyTorch: %s", len(captured.nodes), error, exc_info=True)
+            captured.run, captured.subgraphs = module.forward, []
+            captured.reason = f"an internal error, {type(error).__name__}: {error}; please report it"
+        if captured.reason is None and not captured.subgraphs and not captured.left:
             captured.reason = "it has nothing that convoke would run"
         if self.options.verbose:
             from ._report import describe
@@ -142,13 +151,9 @@ class Backend:
             captured.left |= {node: str(reason) for node in module.graph.nodes if node.op.startswith("call_")}
             return module.forward
         partition = _partition.Partition(writes, regions, support.kinds, support.supported)
-        parts = []
-        for part in partition.parts:
-            if part.computes and (part.given or _capture.unread_norms(part.nodes, [], support.kinds)):
-                parts.append(part)
-                continue
-            for node in part.nodes:
-                support.leave(node, "there is nothing beside it that convoke would make faster" if part.given else "nobody reads its result")
+        parts = partition.parts
+        for node, why in partition.reasons.items():
+            support.leave(node, why)
         captured.left |= support.reasons
         fused = _partition.fuse(module, partition, parts)
         regions_inside = _checkpoint.replace(fused, self, captured, support)

@@ -91,7 +91,8 @@ class Optimized:
             return result
         # The user's mistake is PyTorch's to explain; anything else must not stop a training.
         result = model._call_impl(*args, **kwargs)
-        text = str(failure).strip().split("\n")[0]
+        failure = getattr(failure, "inner_exception", failure)
+        text = next((line for line in str(failure).split("\n") if line.strip()), "")
         self.failures.append(f"{type(failure).__name__}: {text}")
         log.warning("%s runs in PyTorch, as TorchDynamo cannot capture it: %s", type(model).__name__, self.failures[-1])
         return result

@@ -151,10 +151,12 @@ class Part:
         self.name: str | None = None
         self.module: torch.fx.GraphModule | None = None
 
-    @property
-    def computes(self) -> bool:
-        """Whether convoke makes it faster: what only moves or maps elements is not worth a subgraph."""
-        return any(_operators.find(node)[0].computes for node in self.nodes)
+    def reason_against(self, kinds: dict[torch.fx.Node, str]) -> str | None:
+        """Why PyTorch should run it, if it should."""
+        if not any(_operators.find(node)[0].computes for node in self.nodes):
+            return "there is nothing beside it that convoke would make faster"
+        changes = any(kinds.get(read) == "statistic" for node in self.nodes for read in node.all_input_nodes)
+        return None if self.given or changes else "nobody reads its result"
 
     def build(self, host: torch.fx.GraphModule) -> None:
         """Makes its module."""
@@ -207,12 +209,30 @@ class Partition:
         for node in graph.nodes:
             if node in supported:
                 groups.setdefault(joined.root(node), []).append(node)
-        #: The nodes that only subgraphs need, which have their own.
-        self.inner = set(sizes)
-        for node in reversed(graph.nodes):
-            if node not in supported and node not in self.inner:
-                self.inner.difference_update(node.all_input_nodes)
-        self.parts = [Part(self.phases[nodes[0]], nodes, sizes, sizes - self.inner) for nodes in groups.values()]
+        #: What becomes a subgraph each, and why the nodes of other groups do not.
+        self.parts: list[Part] = []
+        self.reasons: dict[torch.fx.Node, str] = {}
+        chosen = list(groups.values())
+        while True:
+            #: The sizes that only subgraphs need, which have their own.
+            self.inner = _read_only_by({node for nodes in chosen for node in nodes}, sizes, graph)
+            self.parts = [Part(self.phases[nodes[0]], nodes, sizes, sizes - self.inner) for nodes in chosen]
+            left = {id(part.nodes): reason for part in self.parts if (reason := part.reason_against(kinds)) is not None}
+            if not left:
+                break
+            for nodes in chosen:
+                if id(nodes) in left:
+                    self.reasons |= dict.fromkeys(nodes, left[id(nodes)])
+            chosen = [nodes for nodes in chosen if id(nodes) not in left]
+
+
+def _read_only_by(inside: set[torch.fx.Node], sizes: set[torch.fx.Node], graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """The sizes that no node outside of a set reads, but sizes that are such themselves."""
+    found = set(sizes)
+    for node in reversed(graph.nodes):
+        if node not in inside and node not in found:
+            found.difference_update(node.all_input_nodes)
+    return found
 
 
 def _through(node: torch.fx.Node, sizes: set[torch.fx.Node]) -> list[torch.fx.Node]:
