@@ -7,6 +7,7 @@
 use half::{bf16, f16};
 
 use crate::conv::{BiasGradient, ConvPlan, TiledConv, WeightGradient};
+use crate::slices::Slices;
 use crate::strided::Walk;
 use crate::{Element, Stored, block, strided};
 use crate::{activation, batch_norm, class_loss, concat, convert, elementwise, gemm, group_norm, layer_norm};
@@ -121,6 +122,8 @@ fn of_element<T: Element>() -> Mentioned {
         prelu::Prelu::<'static, T>::new,
         resize::resize::<T>,
         resize::resize_backward::<T>,
+        Slices::add::<T>,
+        Slices::gather::<T>,
         softmax::log_softmax::<T>,
         softmax::log_softmax_backward::<T>,
         softmax::softmax::<T>,

@@ -61,6 +61,7 @@ pub mod pool;
 pub mod prelu;
 pub mod profile;
 pub mod resize;
+pub mod slices;
 pub mod softmax;
 pub mod strided;
 pub mod tune;

@@ -74,6 +74,12 @@ impl ConvAxis {
         (first.min(self.output()), end.min(self.output()))
     }
 
+    /// The axis without what has no effect, if it can be convolved.
+    pub(crate) fn checked(self, name: &str) -> Result<ConvAxis> {
+        self.validate(name)?;
+        Ok(self.canonical())
+    }
+
     fn validate(&self, name: &str) -> Result<()> {
         let bad = |reason: String| Err(invalid("convolution", reason));
         let sizes = [("input", self.input), ("kernel", self.kernel), ("stride", self.stride)];
@@ -254,9 +260,8 @@ impl ConvProblem {
                 return bad(format!("{} groups do not divide {channels} {what} channels", spec.groups));
             }
         }
-        spec.height.validate("height")?;
-        spec.width.validate("width")?;
-        let spec = ConvSpec { height: spec.height.canonical(), width: spec.width.canonical(), ..spec };
+        let (height, width) = (spec.height.checked("height")?, spec.width.checked("width")?);
+        let spec = ConvSpec { height, width, ..spec };
         let tensors = [
             ("input", [spec.batch, spec.in_channels, spec.height.input, spec.width.input]),
             (

@@ -26,6 +26,7 @@ mod optimizer;
 mod pointwise;
 mod pool;
 mod pool_errors;
+mod slices;
 mod small_channels;
 mod stream;
 mod strided;
