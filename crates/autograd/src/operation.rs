@@ -2,8 +2,8 @@
 
 use crate::DType;
 use crate::ops::{
-    Activation, BatchNormOptions, ConvOptions, ConvTransposeOptions, LayerNormOver, LocalResponse, Pointwise,
-    PoolOptions, ResizeOptions, UpsampleMode,
+    Activation, BatchNormOptions, Conv3dOptions, ConvOptions, ConvTranspose3dOptions, ConvTransposeOptions,
+    LayerNormOver, LocalResponse, Pointwise, PoolOptions, ResizeOptions, UpsampleMode,
 };
 
 /// A built-in operation with its options. Inputs are listed in their order; those in brackets may be missing, and `has` says
@@ -41,6 +41,10 @@ pub enum Operation {
     Conv(ConvOptions),
     /// x, weight, \[bias\].
     ConvTranspose(ConvTransposeOptions),
+    /// x, weight, \[bias\]: of volumes.
+    Conv3d(Conv3dOptions),
+    /// x, weight, \[bias\]: of volumes.
+    ConvTranspose3d(ConvTranspose3dOptions),
     /// x, \[weight\], \[bias\].
     BatchNorm {
         /// The statistics, and the activation at the end.

@@ -203,37 +203,56 @@ fn typed_gradients<T: Element>(
     dy: Tensor,
     (needs, sum): (&Needs, Option<Tensor>),
 ) -> Result<Vec<Option<Tensor>>> {
-    let vector = &[convolution.output_shape()[1]];
     let mut bias = None;
     if needs.len() == 3 && needs.input(2) {
         let (mut gradient, mut scratch) = (BiasGradient::<T>::new(convolution)?, None);
         for images in convolution.tiles() {
             gradient.add(convolution, images.len(), dy.images(images, &mut scratch)?)?;
         }
-        bias = Some(of_buffer(convolution, vector, gradient.finish())?);
+        bias = Some(of_buffer(convolution, &[convolution.output_shape()[1]], gradient.finish())?);
     }
-    let mut of_weight = None;
-    if needs.input(1) {
-        let mut gradient = WeightGradient::<T>::new(convolution)?;
-        let (mut x_scratch, mut dy_scratch) = (None, None);
-        for images in convolution.tiles() {
-            let dy = dy.images(images.clone(), &mut dy_scratch)?;
-            gradient.add(convolution, images.len(), x.images(images, &mut x_scratch)?, dy)?;
-        }
-        of_weight = Some(of_buffer(convolution, weight.shape(), gradient.finish())?);
-    }
+    let of_weight = match needs.input(1) {
+        true => Some(weight_gradient::<T>(convolution, &x, &dy, weight.shape())?),
+        false => None,
+    };
     drop(x);
-    let mut of_x = None;
-    if needs.input(0) {
-        let (mut gradient, mut scratch) = (InputGradient::<T, Tensor>::new(sum), None);
-        for images in convolution.tiles() {
-            let dy = dy.images(images.clone(), &mut scratch)?;
-            gradient.add(convolution, images, dy, weight.data::<T>()?)?;
-        }
-        of_x = Some(input_gradient(convolution, gradient.finish(convolution)?)?);
-    }
+    let of_x = match needs.input(0) {
+        true => Some(gradient_of_input::<T>(convolution, &weight, &dy, sum)?),
+        false => None,
+    };
     let gradients = [Some(of_x), Some(of_weight), (needs.len() == 3).then_some(bias)];
     Ok(gradients.into_iter().flatten().collect())
+}
+
+/// The gradient of the weight, which has this shape.
+pub(super) fn weight_gradient<T: Element>(
+    convolution: &TiledConv,
+    x: &Tensor,
+    dy: &Tensor,
+    shape: &[usize],
+) -> Result<Tensor> {
+    let mut gradient = WeightGradient::<T>::new(convolution)?;
+    let (mut x_scratch, mut dy_scratch) = (None, None);
+    for images in convolution.tiles() {
+        let dy = dy.images(images.clone(), &mut dy_scratch)?;
+        gradient.add(convolution, images.len(), x.images(images, &mut x_scratch)?, dy)?;
+    }
+    of_buffer(convolution, shape, gradient.finish())
+}
+
+/// The gradient of x, added to the sum, if there is one.
+pub(super) fn gradient_of_input<T: Element>(
+    convolution: &TiledConv,
+    weight: &Tensor,
+    dy: &Tensor,
+    sum: Option<Tensor>,
+) -> Result<Tensor> {
+    let (mut gradient, mut scratch) = (InputGradient::<T, Tensor>::new(sum), None);
+    for images in convolution.tiles() {
+        let dy = dy.images(images.clone(), &mut scratch)?;
+        gradient.add(convolution, images, dy, weight.data::<T>()?)?;
+    }
+    input_gradient(convolution, gradient.finish(convolution)?)
 }
 
 /// The gradient of a parameter.

@@ -36,19 +36,19 @@ impl Default for ConvTransposeOptions {
 }
 
 /// One axis of a transposed convolution, whose input is the output of the convolution that it transposes.
-struct Axis {
-    name: &'static str,
-    input: usize,
-    kernel: usize,
-    stride: usize,
-    padding: [usize; 2],
-    output_padding: usize,
-    dilation: usize,
+pub(super) struct Axis {
+    pub(super) name: &'static str,
+    pub(super) input: usize,
+    pub(super) kernel: usize,
+    pub(super) stride: usize,
+    pub(super) padding: [usize; 2],
+    pub(super) output_padding: usize,
+    pub(super) dilation: usize,
 }
 
 impl Axis {
     /// The axis of the convolution that maps an output to the input, or the reason why there is none.
-    fn transposed(&self) -> std::result::Result<ConvAxis, String> {
+    pub(super) fn transposed(&self) -> std::result::Result<ConvAxis, String> {
         let &Axis { name, input, kernel, stride, padding: [before, after], output_padding, dilation } = self;
         let sizes = [("input", input), ("kernel", kernel), ("stride", stride), ("dilation", dilation)];
         if let Some((what, _)) = sizes.into_iter().find(|&(_, size)| size == 0) {
@@ -83,14 +83,20 @@ impl Axis {
 impl ConvTransposeOptions {
     /// The transposed convolution of `x` with a contiguous `weight`, checked. If `x` has no images, the problem is that of one,
     /// and nothing runs.
-    fn tiled(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<TiledConv> {
+    pub(super) fn tiled(
+        &self,
+        operation: &'static str,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+    ) -> Result<TiledConv> {
         let operands: Vec<&Tensor> = [x, weight].into_iter().chain(bias).collect();
-        same_dtype(NAME, &operands)?;
-        let [batch, channels, height, width] = four_dimensions(NAME, "input", x)?;
+        same_dtype(operation, &operands)?;
+        let [batch, channels, height, width] = four_dimensions(operation, "input", x)?;
         let [weight_channels, group_channels, kernel_height, kernel_width] =
-            four_dimensions(NAME, "weight", weight)?;
+            four_dimensions(operation, "weight", weight)?;
         let refused = |reason: String| {
-            invalid(NAME, format!("{reason} (input {:?}, weight {:?})", x.shape(), weight.shape()))
+            invalid(operation, format!("{reason} (input {:?}, weight {:?})", x.shape(), weight.shape()))
         };
         if channels != weight_channels {
             let reason = format!("the weight takes {weight_channels} channels, the input has {channels}");
@@ -127,7 +133,7 @@ impl ConvTransposeOptions {
             }
             error => error.into(),
         })?;
-        check_vector(NAME, "the bias", bias, out_channels)?;
+        check_vector(operation, "the bias", bias, out_channels)?;
         Ok(TiledConv::transposed(x.device(), problem, batch))
     }
 }
@@ -169,7 +175,7 @@ impl Function for ConvTranspose2d {
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {
         let (x, weight, bias) = (inputs[0], inputs[1].in_format(MemoryFormat::Contiguous)?, inputs.get(2));
-        let convolution = self.options.tiled(x, &weight, bias.copied())?;
+        let convolution = self.options.tiled(NAME, x, &weight, bias.copied())?;
         let y = output(&convolution, x, &weight, bias.copied())?;
         // As in `conv2d`: the weight as it came.
         Ok((y, (x.keep(), inputs[1].detach())))
@@ -187,7 +193,7 @@ impl Function for ConvTranspose2d {
         sums: &mut [Option<Tensor>],
     ) -> Result<Vec<Option<Tensor>>> {
         let weight = weight.in_format(MemoryFormat::Contiguous)?;
-        let convolution = self.options.tiled(&x, &weight, None)?;
+        let convolution = self.options.tiled(NAME, &x, &weight, None)?;
         let sum = sums.first_mut().and_then(Option::take);
         gradients(&convolution, (x, weight), upstream, (needs, sum))
     }

@@ -7,6 +7,7 @@ mod batch_norm;
 mod broadcast;
 mod concat;
 mod conv2d;
+mod conv3d;
 mod conv_bn2d;
 mod conv_transpose2d;
 mod dropout;
@@ -39,6 +40,7 @@ pub use concat::{cat, concat, stack};
 pub use conv_bn2d::{ConvBnBlock, ConvBnParameters, Keep, conv_bn_block2d, conv_bn2d};
 pub use conv_transpose2d::{ConvTransposeOptions, conv_transpose2d};
 pub use conv2d::{ConvOptions, Padding, conv2d};
+pub use conv3d::{Conv3dOptions, ConvTranspose3dOptions, conv_transpose3d, conv3d};
 pub use convoke_kernels::activation::dropout_skip;
 pub use convoke_kernels::batch_norm::{
     Activation, BackwardSums, Convention, EpsPlace, Moments, Momentum, RunningVariance,

@@ -4,8 +4,8 @@
 use crate::common::cases::{OPERATIONS, Size};
 use crate::common::{FORMATS, bits, device, laid_out, normal, values};
 use convoke_autograd::ops::{
-    self, ConvOptions, ConvTransposeOptions, Coordinates, LayerNormOptions, Padding, PoolOptions, ResizeMode,
-    ResizeOptions, ResizeTo, UpsampleMode,
+    self, Conv3dOptions, ConvOptions, ConvTranspose3dOptions, ConvTransposeOptions, Coordinates,
+    LayerNormOptions, Padding, PoolOptions, ResizeMode, ResizeOptions, ResizeTo, UpsampleMode,
 };
 use convoke_autograd::{BackwardOptions, Cpu, Device, DeviceOptions, Isa, MemoryFormat, Tensor};
 use convoke_testkit::{Failures, Tolerance, assert_close};
@@ -42,6 +42,57 @@ fn a_transposed_convolution_is_the_adjoint_of_a_convolution() {
             let (left, right) = (dot(&y, &z), dot(&x, &back));
             assert!((left - right).abs() <= 1e-11 * (1.0 + left.abs()), "{left} and {right}");
             assert_eq!(bits(&gradient(&back, &z, &x)), bits(&y), "it is the same pass");
+        }
+    }
+}
+
+/// The axes of volumes are alike, although one of them is that of the tiles: with depth and width exchanged in the
+/// input, the weight and the options they are exchanged in the output and in the gradients. There are several tiles.
+#[test]
+fn a_convolution_of_turned_volumes_is_that_of_the_volumes_turned() {
+    let device = device();
+    let turn = |x: &Tensor| x.permute(&[0, 1, 4, 3, 2]).unwrap();
+    let options = Conv3dOptions {
+        stride: [1, 2, 2],
+        padding: [[1, 2], [0, 1], [2, 0]],
+        dilation: [2, 1, 1],
+        groups: 2,
+    };
+    let turned = Conv3dOptions {
+        stride: [2, 2, 1],
+        padding: [[2, 0], [0, 1], [1, 2]],
+        dilation: [1, 1, 2],
+        groups: 2,
+    };
+    let [x, weight] = [(1, [2, 4, 30, 48, 50]), (2, [4, 2, 3, 2, 4])]
+        .map(|(seed, shape)| normal::<f64>(&device, seed, &shape));
+    let bias = normal::<f64>(&device, 3, &[4]).with_grad();
+    type Run<'a> = &'a dyn Fn(&Tensor, &Tensor, &Conv3dOptions) -> Tensor;
+    let straight: Run<'_> = &|x, weight, conv| ops::conv3d(x, weight, Some(&bias), conv).unwrap();
+    let transposed: Run<'_> = &|x, weight, &conv| {
+        let options = ConvTranspose3dOptions { conv, output_padding: [0; 3] };
+        ops::conv_transpose3d(x, weight, Some(&bias), &options).unwrap()
+    };
+    for run in [straight, transposed] {
+        let all = |format: MemoryFormat, options: &Conv3dOptions, turned: bool| {
+            let lay = |x: &Tensor| laid_out(if turned { turn(x) } else { x.clone() }, format).with_grad();
+            let (x, weight) = (lay(&x), lay(&weight));
+            let y = run(&x, &weight, options);
+            let back = |x: &Tensor| if turned { turn(&x.detach()) } else { x.detach() };
+            let gradients = y.mul(&y).unwrap().sum().unwrap().backward().unwrap();
+            let own = [&x, &weight, &bias].map(|of| gradients.get(of).unwrap().clone());
+            vec![back(&y), back(&own[0]), back(&own[1]), own[2].detach()]
+        };
+        let expected = all(MemoryFormat::ChannelsLast, &options, false);
+        for (format, options, turned) in [
+            (MemoryFormat::ChannelsLast, &turned, true),
+            (MemoryFormat::Contiguous, &turned, true),
+            (MemoryFormat::Contiguous, &options, false),
+        ] {
+            for (found, expected) in all(format, options, turned).iter().zip(&expected) {
+                let (found, expected) = (values::<f64>(found), values::<f64>(expected));
+                assert_close("turned", &found, &expected, Tolerance::new(1e-9, 1e-11));
+            }
         }
     }
 }

@@ -2,8 +2,8 @@
 
 use super::{HUGE, Refusals, shape};
 use convoke_autograd::ops::{
-    self, Conv1dOptions, ConvTransposeOptions, GroupNormOptions, LayerNormOptions, LocalResponse, Padding,
-    Pool1dOptions, PoolOptions, ResizeOptions, ResizeTo,
+    self, Conv1dOptions, Conv3dOptions, ConvTranspose3dOptions, ConvTransposeOptions, GroupNormOptions,
+    LayerNormOptions, LocalResponse, Padding, Pool1dOptions, PoolOptions, ResizeOptions, ResizeTo,
 };
 use convoke_autograd::{DType, MemoryFormat, Result, Tensor};
 use convoke_testkit::Failures;
@@ -62,6 +62,74 @@ fn transposed_convolutions() {
         });
         refusals.check("types", &["conv_transpose2d: ", "f32", "f64"], |r| {
             ops::conv_transpose2d(&r.f32(&x), &r.tensor(&weight, DType::F64), None, &fits)
+        });
+    });
+}
+
+#[test]
+fn volumes() {
+    let plain = Conv3dOptions::default();
+    let conv = |r: &Refusals, x: &[usize], weight: &[usize], options: Conv3dOptions| {
+        ops::conv3d(&r.f32(x), &r.f32(weight), None, &options)
+    };
+    let transposed = |r: &Refusals, x: &[usize], weight: &[usize], conv: Conv3dOptions| {
+        let options = ConvTranspose3dOptions { conv, output_padding: [0; 3] };
+        ops::conv_transpose3d(&r.f32(x), &r.f32(weight), None, &options)
+    };
+    type Run<'a> = &'a dyn Fn(&Refusals, &[usize], &[usize], Conv3dOptions) -> Result<Tensor>;
+    let cases: [(&str, Run<'_>); 2] = [("conv3d: ", &conv), ("conv_transpose3d: ", &transposed)];
+    for (name, run) in cases {
+        Refusals::each(name, |refusals| {
+            let (x, weight) = ([2, 4, 5, 6, 5], [4, 4, 3, 3, 3]);
+            run(refusals, &x, &weight, plain).unwrap();
+            for sizes in [&[2, 4, 5, 5][..], &[]] {
+                let text = shape(sizes);
+                refusals.check("x", &[name, "5D input", &text], |r| run(r, sizes, &weight, plain));
+                refusals.check("weight", &[name, "5D weight", &text], |r| run(r, &x, sizes, plain));
+            }
+            let both = [&shape(&x)[..], &shape(&weight)];
+            let mut check = |change: &dyn Fn(&mut Conv3dOptions)| {
+                let mut options = plain;
+                change(&mut options);
+                refusals.check(&format!("{options:?}"), &[name, both[0], both[1]], |r| {
+                    run(r, &x, &weight, options)
+                });
+            };
+            for axis in 0..3 {
+                check(&|options| options.stride[axis] = 0);
+                check(&|options| options.dilation[axis] = 0);
+                for huge in HUGE {
+                    check(&|options| options.padding[axis] = [huge; 2]);
+                    check(&|options| options.dilation[axis] = huge);
+                }
+            }
+            check(&|options| options.groups = 0);
+            check(&|options| options.groups = 3);
+            check(&|options| options.groups = usize::MAX);
+            for axis in 0..5 {
+                let (mut wrong_x, mut wrong_weight) = (x, weight);
+                (wrong_x[axis], wrong_weight[axis]) = (0, 0);
+                if axis > 0 {
+                    refusals.check("a size of 0", &[name], |r| run(r, &wrong_x, &weight, plain));
+                }
+                refusals.check("a size of 0", &[name], |r| run(r, &x, &wrong_weight, plain));
+            }
+            refusals.check("channels", &[name, &shape(&x)], |r| run(r, &x, &[3, 3, 3, 3, 3], plain));
+        });
+    }
+    Refusals::each("volumes", |refusals| {
+        let (x, weight) = (refusals.f32(&[2, 4, 5, 5, 5]), refusals.f32(&[4, 4, 3, 3, 3]));
+        let three = refusals.f32(&[3]);
+        refusals.check("bias", &["conv3d: ", "the bias", "[3]", "[4]"], |_| {
+            ops::conv3d(&x, &weight, Some(&three), &plain)
+        });
+        let options = ConvTranspose3dOptions { conv: plain, output_padding: [1; 3] };
+        refusals.check("output padding", &["conv_transpose3d: ", "output_padding 1", "depth"], |_| {
+            ops::conv_transpose3d(&x, &weight, None, &options)
+        });
+        let options = ConvTranspose3dOptions { conv: plain, output_padding: [0; 3] };
+        refusals.check("bias", &["conv_transpose3d: ", "the bias", "[3]", "[4]"], |_| {
+            ops::conv_transpose3d(&x, &weight, Some(&three), &options)
         });
     });
 }
@@ -257,10 +325,16 @@ fn empty_batches_pass() {
     let zeros = |shape: &[usize]| Tensor::zeros(&device, shape, DType::F64).unwrap().with_grad();
     let (image, line) = (zeros(&[0, 4, 3, 5]), zeros(&[0, 4, 5]));
     let (filter, line_filter, four) = (zeros(&[4, 2, 2, 2]), zeros(&[2, 4, 2]), zeros(&[4]));
+    let (volume, deep_filter) = (zeros(&[0, 4, 3, 3, 5]), zeros(&[4, 4, 2, 2, 2]));
     type Run<'a> = &'a dyn Fn(&Tensor) -> Result<Tensor>;
     let transposed = ConvTransposeOptions::default();
     let cases: &[(&str, &Tensor, Run<'_>)] = &[
         ("conv_transpose2d", &image, &|x| ops::conv_transpose2d(x, &filter, None, &transposed)),
+        ("conv3d", &volume, &|x| ops::conv3d(x, &deep_filter, Some(&four), &Conv3dOptions::default())),
+        ("conv_transpose3d", &volume, &|x| {
+            let options = ConvTranspose3dOptions { conv: Conv3dOptions::default(), output_padding: [0; 3] };
+            ops::conv_transpose3d(x, &deep_filter, Some(&four), &options)
+        }),
         ("conv1d", &line, &|x| ops::conv1d(x, &line_filter, None, &Conv1dOptions::default())),
         ("max_pool1d", &line, &|x| ops::max_pool1d(x, &Pool1dOptions::new(2))),
         ("avg_pool1d", &line, &|x| ops::avg_pool1d(x, &Pool1dOptions::new(2))),
@@ -287,7 +361,7 @@ fn empty_batches_pass() {
                 assert!(y.format() == MemoryFormat::Contiguous || y.format() == format);
                 let gradients = y.sum().and_then(|sum| sum.backward()).map_err(|error| error.to_string())?;
                 assert_eq!(gradients.get(x).unwrap().shape(), x.shape());
-                for parameter in [&filter, &line_filter, &four] {
+                for parameter in [&filter, &line_filter, &deep_filter, &four] {
                     let gradient = gradients.get(parameter).map(|gradient| gradient.to_vec::<f64>().unwrap());
                     assert!(gradient.into_iter().flatten().all(|value| value == 0.0));
                 }

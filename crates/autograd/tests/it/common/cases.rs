@@ -49,7 +49,7 @@ const fn operation(name: &'static str, file: &'static str, cases: fn(&mut Draw))
 }
 
 /// Every public operation and method that can be recorded.
-pub(crate) const OPERATIONS: [Operation; 70] = [
+pub(crate) const OPERATIONS: [Operation; 72] = [
     operation("add", "arithmetic", |draw| two_operands(draw, Tensor::add)),
     operation("mul", "arithmetic", |draw| two_operands(draw, Tensor::mul)),
     operation("scale", "arithmetic", |draw| any_shape(draw, |x| x.scale(-1.7))),
@@ -62,6 +62,8 @@ pub(crate) const OPERATIONS: [Operation; 70] = [
     operation("conv_bn2d", "conv_bn2d", conv_bn2d_cases),
     operation("conv_bn_block2d", "conv_bn2d", conv_bn_block2d_cases),
     operation("conv_transpose2d", "conv_transpose2d", layers::conv_transpose2d_cases),
+    operation("conv3d", "conv3d", layers::conv3d_cases),
+    operation("conv_transpose3d", "conv3d", layers::conv_transpose3d_cases),
     operation("conv1d", "one_dimension", layers::conv1d_cases),
     operation("max_pool1d", "one_dimension", layers::max_pool1d_cases),
     operation("avg_pool1d", "one_dimension", layers::avg_pool1d_cases),

@@ -1,10 +1,11 @@
 //! Cases of the layers that are more than a convolution, a batch norm or a pooling of images.
 
 use convoke_autograd::ops::{
-    Conv1dOptions, ConvTransposeOptions, Coordinates, GroupNormOptions, LayerNormOptions, LayerNormOver,
-    LocalResponse, Padding, Pool1dOptions, ResizeMode, ResizeOptions, ResizeTo, Rounding,
-    adaptive_avg_pool2d, adaptive_max_pool2d, avg_pool1d, conv_transpose2d, conv1d, group_norm,
-    instance_norm, layer_norm, local_response_norm, max_pool1d, resize2d,
+    Conv1dOptions, Conv3dOptions, ConvTranspose3dOptions, ConvTransposeOptions, Coordinates,
+    GroupNormOptions, LayerNormOptions, LayerNormOver, LocalResponse, Padding, Pool1dOptions, ResizeMode,
+    ResizeOptions, ResizeTo, Rounding, adaptive_avg_pool2d, adaptive_max_pool2d, avg_pool1d,
+    conv_transpose2d, conv_transpose3d, conv1d, conv3d, group_norm, instance_norm, layer_norm,
+    local_response_norm, max_pool1d, resize2d,
 };
 use convoke_autograd::{MemoryFormat, Result, Tensor};
 
@@ -51,6 +52,84 @@ pub(super) fn conv_transpose2d_cases(draw: &mut Draw) {
     let weight = draw.normal(&[3, 3, 1, 1]);
     draw.add("added to its input", vec![x, weight], move |inputs| {
         conv_transpose2d(&inputs[0], &inputs[1], None, &plain)?.add(&inputs[0])
+    });
+}
+
+/// (name, x, weight, bias?, options).
+type VolumeCase = (&'static str, [usize; 5], [usize; 5], bool, Conv3dOptions);
+
+/// The cases of a convolution of volumes: the channels of the weights are those of a transposed one if asked for.
+fn volumes(draw: &Draw, transposed: bool) -> Vec<VolumeCase> {
+    let plain = Conv3dOptions::default();
+    let padded = Conv3dOptions { padding: [[1, 0], [0, 1], [2, 1]], ..plain };
+    let grouped = Conv3dOptions { groups: 2, ..padded };
+    let everything = Conv3dOptions { stride: [2, 1, 3], dilation: [1, 2, 1], ..grouped };
+    let deep =
+        Conv3dOptions { stride: [2, 1, 1], padding: [[4, 2], [0, 0], [0, 0]], dilation: [2, 1, 1], ..plain };
+    let mut cases = match draw.is_large() {
+        false => vec![
+            ("plain", [2, 3, 4, 3, 4], [2, 3, 3, 2, 3], false, plain),
+            ("padded", [2, 2, 3, 3, 2], [3, 2, 3, 3, 3], true, padded),
+            ("grouped", [1, 4, 3, 2, 4], [4, 2, 2, 2, 3], true, grouped),
+            ("everything", [2, 4, 5, 4, 4], [2, 2, 3, 2, 3], true, everything),
+            ("windows of padding", [2, 2, 3, 2, 3], [3, 2, 4, 1, 1], true, deep),
+            ("pointwise", [2, 3, 2, 2, 2], [2, 3, 1, 1, 1], true, plain),
+            ("slices", [2, 3, 2, 3, 3], [2, 3, 1, 3, 2], true, plain),
+            (
+                "strided slices",
+                [2, 2, 5, 2, 2],
+                [2, 2, 1, 1, 1],
+                false,
+                Conv3dOptions { stride: [3, 1, 1], ..plain },
+            ),
+        ],
+        true => vec![
+            (
+                "large",
+                [2, 6, 9, 12, 11],
+                [8, 6, 3, 3, 3],
+                true,
+                Conv3dOptions { padding: [[1, 1]; 3], ..plain },
+            ),
+            ("large and grouped", [1, 8, 8, 10, 12], [6, 4, 5, 2, 3], true, everything),
+        ],
+    };
+    for (_, x, weight, _, options) in cases.iter_mut().filter(|_| transposed) {
+        // The weight maps its first channels to its second ones.
+        (x[1], weight[0]) = (weight[0], x[1]);
+        (weight[0], weight[1]) = (x[1], weight[0] / options.groups);
+    }
+    cases
+}
+
+pub(super) fn conv3d_cases(draw: &mut Draw) {
+    for (name, x, weight, bias, options) in volumes(draw, false) {
+        let mut inputs = vec![draw.normal(&x), draw.normal(&weight)];
+        inputs.extend(bias.then(|| draw.normal(&weight[..1])));
+        draw.add(name, inputs, move |inputs| conv3d(&inputs[0], &inputs[1], inputs.get(2), &options));
+    }
+    let (x, weight) = (draw.normal(&[2, 3, 3, 2, 2]), draw.normal(&[3, 3, 3, 1, 1]));
+    draw.add("added to its input", vec![x, weight], |inputs| {
+        let options = Conv3dOptions { padding: [[1, 1], [0, 0], [0, 0]], ..Conv3dOptions::default() };
+        conv3d(&inputs[0], &inputs[1], None, &options)?.add(&inputs[0])
+    });
+}
+
+pub(super) fn conv_transpose3d_cases(draw: &mut Draw) {
+    for (name, x, weight, bias, conv) in volumes(draw, true) {
+        let mut inputs = vec![draw.normal(&x), draw.normal(&weight)];
+        inputs.extend(bias.then(|| draw.normal(&[weight[1] * conv.groups])));
+        for output_padding in [[0; 3], conv.stride.map(|stride| stride - 1)] {
+            let options = ConvTranspose3dOptions { conv, output_padding };
+            draw.add(format!("{name}, {output_padding:?}"), inputs.clone(), move |inputs| {
+                conv_transpose3d(&inputs[0], &inputs[1], inputs.get(2), &options)
+            });
+        }
+    }
+    let (x, weight) = (draw.normal(&[2, 3, 3, 2, 2]), draw.normal(&[3, 3, 1, 1, 1]));
+    draw.add("added to its input", vec![x, weight], |inputs| {
+        let options = ConvTranspose3dOptions { conv: Conv3dOptions::default(), output_padding: [0; 3] };
+        conv_transpose3d(&inputs[0], &inputs[1], None, &options)?.add(&inputs[0])
     });
 }
 
