@@ -41,7 +41,7 @@ struct Model {
 /// In which memory formats a graph works.
 #[derive(FromPyObject, Default)]
 struct Formats {
-    /// Whether inputs of four dimensions are brought into channels-last before it computes.
+    /// Whether inputs of four or five dimensions are brought into channels-last before it computes.
     #[pyo3(item)]
     works_in_channels_last: bool,
     /// Whether each output is to be in channels-last.
@@ -65,9 +65,10 @@ struct Outcome {
 
 #[pymethods]
 impl Graph {
-    /// definition: a graph's definition as JSON. dtype: "f32" or "f64". values: DLPack capsules of tensors of the state, by name,
-    /// for which nothing is allocated then. formats: a dictionary of `works_in_channels_last` (whether inputs of four dimensions are
-    /// brought into that memory format before anything is computed) and `outputs_in_channels_last` (of each output).
+    /// definition: a graph's definition as JSON. dtype: "f32" or "f64". values: DLPack capsules of tensors of the
+    /// state, by name, for which nothing is allocated then. formats: a dictionary of `works_in_channels_last` (whether
+    /// inputs of four or five dimensions are brought into that memory format before anything is computed) and
+    /// `outputs_in_channels_last` (of each output).
     #[new]
     #[pyo3(signature = (engine, definition, dtype, values = HashMap::new(), formats = Formats::default()))]
     fn new<'py>(

@@ -276,8 +276,9 @@ impl Graph {
         &self.definition
     }
 
-    /// Makes the model bring inputs of four dimensions into a memory format before it computes. Operations give results in the format
-    /// that they get, so this is the format of the whole model, and of its outputs. By default inputs stay as they are.
+    /// Makes the model bring inputs of four or five dimensions into a memory format before it computes. Operations give
+    /// results in the format that they get, so this is the format of the whole model, and of its outputs. By default
+    /// inputs stay as they are.
     pub fn set_working_format(&mut self, format: Option<MemoryFormat>) {
         self.working_format = format;
     }
@@ -297,7 +298,7 @@ impl Graph {
         let mut slots: Vec<Option<Tensor>> = vec![None; plan.shapes.len()];
         for (slot, input) in slots.iter_mut().zip(inputs) {
             *slot = Some(match self.working_format {
-                Some(format) if input.shape().len() == 4 => input.to_format(format)?,
+                Some(format) if matches!(input.shape().len(), 4 | 5) => input.to_format(format)?,
                 _ => input.clone(),
             });
         }

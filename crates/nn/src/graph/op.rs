@@ -12,7 +12,7 @@ use super::{Array, Kind};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Op {
-    /// x, weight, \[bias\]: convolution in one or two spatial dimensions.
+    /// x, weight, \[bias\]: convolution in one to three spatial dimensions.
     Conv(Conv),
     /// x, weight, \[bias\]: transposed convolution; the weight is C x K/groups x ....
     ConvTranspose(ConvTranspose),

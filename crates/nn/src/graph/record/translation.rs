@@ -221,6 +221,10 @@ impl<'a> Translation<'a> {
             Operation::ConvTranspose(options) => {
                 Ok(self.node(step, Op::ConvTranspose(windows::conv_transpose(options)), all()))
             }
+            Operation::Conv3d(options) => Ok(self.node(step, Op::Conv(windows::conv3d(options)), all())),
+            Operation::ConvTranspose3d(options) => {
+                Ok(self.node(step, Op::ConvTranspose(windows::conv_transpose3d(options)), all()))
+            }
             Operation::BatchNorm { options, has } => {
                 let affine = step.optional(1, *has);
                 let y = self.batch_norm(step, x(), options, affine)?;

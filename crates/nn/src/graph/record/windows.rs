@@ -2,8 +2,8 @@
 
 use convoke_autograd::Result;
 use convoke_autograd::ops::{
-    ConvOptions, ConvTransposeOptions, Coordinates, PoolOptions, ResizeMode, ResizeOptions, ResizeTo,
-    Rounding, UpsampleMode,
+    Conv3dOptions, ConvOptions, ConvTranspose3dOptions, ConvTransposeOptions, Coordinates, PoolOptions,
+    ResizeMode, ResizeOptions, ResizeTo, Rounding, UpsampleMode,
 };
 
 use super::super::{
@@ -36,6 +36,17 @@ pub(super) fn conv_transpose(options: &ConvTransposeOptions) -> ConvTranspose {
     let &ConvTransposeOptions { stride, padding, output_padding, dilation, groups } = options;
     let same = ConvOptions { stride, padding, dilation, groups };
     ConvTranspose { conv: conv(&same, 2), output_padding: output_padding.to_vec(), output_shape: None }
+}
+
+pub(super) fn conv3d(options: &Conv3dOptions) -> Conv {
+    let &Conv3dOptions { stride, padding, dilation, groups } = options;
+    let pads = [0, 1].iter().flat_map(|&end| padding.map(|pad| pad[end])).collect();
+    Conv { strides: stride.to_vec(), pads: Pads::Explicit(pads), dilations: dilation.to_vec(), group: groups }
+}
+
+pub(super) fn conv_transpose3d(options: &ConvTranspose3dOptions) -> ConvTranspose {
+    let output_padding = options.output_padding.to_vec();
+    ConvTranspose { conv: conv3d(&options.conv), output_padding, output_shape: None }
 }
 
 fn pool(options: &PoolOptions, rank: usize) -> Pool {

@@ -2,8 +2,8 @@
 
 use convoke_autograd::Tensor;
 use convoke_autograd::ops::{
-    self, ConvOptions, ConvTransposeOptions, Coordinates, PadMode, Padding, PoolOptions, ResizeMode,
-    ResizeOptions, ResizeTo, Rounding, Slice, UpsampleMode,
+    self, Conv3dOptions, ConvOptions, ConvTranspose3dOptions, ConvTransposeOptions, Coordinates, PadMode,
+    Padding, PoolOptions, ResizeMode, ResizeOptions, ResizeTo, Rounding, Slice, UpsampleMode,
 };
 
 use super::{Inputs, Result, cubic, refuse, spatial_axes};
@@ -118,48 +118,25 @@ fn operands(inputs: &Inputs<'_>) -> Result<[Images; 2]> {
 }
 
 pub(super) fn conv(inputs: &Inputs<'_>, conv: &Conv) -> Result<Tensor> {
+    if let Some([x, weight]) = volumes(inputs)? {
+        let options = conv.in_volumes(&x, &weight)?;
+        return Ok(ops::conv3d(&x, &weight, inputs.optional_tensor(2)?.as_ref(), &options)?);
+    }
     let [x, weight] = operands(inputs)?;
     let options = conv.options(x.spatial(), weight.spatial())?;
     x.back(ops::conv2d(&x.tensor, &weight.tensor, inputs.optional_tensor(2)?.as_ref(), &options)?)
 }
 
 pub(super) fn conv_transpose(inputs: &Inputs<'_>, transposed: &ConvTranspose) -> Result<Tensor> {
-    let [x, weight] = operands(inputs)?;
     let conv = &transposed.conv;
-    let rank = x.spatial().len();
-    let of = |numbers: &[usize], axis: usize, none: usize| numbers.get(axis).copied().unwrap_or(none);
-    let mut output_padding: Vec<usize> =
-        (0..rank).map(|axis| of(&transposed.output_padding, axis, 0)).collect();
-    let same = matches!(conv.pads, Pads::SameUpper | Pads::SameLower);
-    let wanted = match &transposed.output_shape {
-        Some(shape) if shape.len() == rank => Some(shape.clone()),
-        Some(shape) => {
-            return refuse(format!("the output shape {shape:?} does not have {rank} spatial sizes"));
-        }
-        None if same => Some(
-            x.spatial().iter().enumerate().map(|(axis, &size)| size * of(&conv.strides, axis, 1)).collect(),
-        ),
-        None => None,
-    };
-    let pads = match wanted {
-        None => conv.pads.resolve(x.spatial(), [weight.spatial(), &conv.strides, &conv.dilations])?,
-        Some(wanted) => (0..rank)
-            .map(|axis| {
-                let span = of(weight.spatial(), axis, 1).saturating_sub(1).saturating_mul(of(
-                    &conv.dilations,
-                    axis,
-                    1,
-                ));
-                let full = x.spatial()[axis].saturating_sub(1).saturating_mul(of(&conv.strides, axis, 1));
-                let full = full.saturating_add(span).saturating_add(1).saturating_add(output_padding[axis]);
-                // What is missing is added at the end.
-                output_padding[axis] = output_padding[axis].saturating_add(wanted[axis].saturating_sub(full));
-                let total = full.saturating_sub(wanted[axis]);
-                let (less, more) = (total / 2, total - total / 2);
-                if conv.pads == Pads::SameUpper { [less, more] } else { [more, less] }
-            })
-            .collect(),
-    };
+    if let Some([x, weight]) = volumes(inputs)? {
+        let (pads, output_padding) = transposed.ends(&x.shape()[2..], &weight.shape()[2..])?;
+        let conv = Conv { pads: explicit(&pads), ..conv.clone() }.in_volumes(&x, &weight)?;
+        let options = ConvTranspose3dOptions { conv, output_padding: three(&output_padding)? };
+        return Ok(ops::conv_transpose3d(&x, &weight, inputs.optional_tensor(2)?.as_ref(), &options)?);
+    }
+    let [x, weight] = operands(inputs)?;
+    let (pads, output_padding) = transposed.ends(x.spatial(), weight.spatial())?;
     let options = ConvTransposeOptions {
         stride: x.axes(&conv.strides, 1)?,
         padding: padding(&pads),
@@ -168,6 +145,79 @@ pub(super) fn conv_transpose(inputs: &Inputs<'_>, transposed: &ConvTranspose) ->
         groups: conv.group,
     };
     x.back(ops::conv_transpose2d(&x.tensor, &weight.tensor, inputs.optional_tensor(2)?.as_ref(), &options)?)
+}
+
+/// The input and the weight of a convolution, if both are of volumes.
+fn volumes(inputs: &Inputs<'_>) -> Result<Option<[Tensor; 2]>> {
+    let operands = [inputs.tensor(0)?, inputs.tensor(1)?];
+    Ok(operands.iter().all(|operand| operand.shape().len() == 5).then_some(operands))
+}
+
+/// One number for each axis of volumes.
+fn three(numbers: &[usize]) -> Result<[usize; 3]> {
+    match *numbers {
+        [] => Ok([1; 3]),
+        [depth, height, width] => Ok([depth, height, width]),
+        _ => refuse(format!("{numbers:?} are not one number for each axis of volumes")),
+    }
+}
+
+fn explicit(pads: &[[usize; 2]]) -> Pads {
+    Pads::Explicit([0, 1].iter().flat_map(|&end| pads.iter().map(move |pad| pad[end])).collect())
+}
+
+impl Conv {
+    fn in_volumes(&self, x: &Tensor, weight: &Tensor) -> Result<Conv3dOptions> {
+        let kernel = &weight.shape()[2..];
+        let pads = self.pads.resolve(&x.shape()[2..], [kernel, &self.strides, &self.dilations])?;
+        Ok(Conv3dOptions {
+            stride: three(&self.strides)?,
+            padding: [0, 1, 2].map(|axis| pads[axis]),
+            dilation: three(&self.dilations)?,
+            groups: self.group,
+        })
+    }
+}
+
+impl ConvTranspose {
+    /// What is cut off the output before and after each axis, and what is added after it.
+    fn ends(&self, input: &[usize], kernel: &[usize]) -> Result<(Vec<[usize; 2]>, Vec<usize>)> {
+        let conv = &self.conv;
+        let rank = input.len();
+        let of = |numbers: &[usize], axis: usize, none: usize| numbers.get(axis).copied().unwrap_or(none);
+        let mut output_padding: Vec<usize> =
+            (0..rank).map(|axis| of(&self.output_padding, axis, 0)).collect();
+        let same = matches!(conv.pads, Pads::SameUpper | Pads::SameLower);
+        let wanted = match &self.output_shape {
+            Some(shape) if shape.len() == rank => Some(shape.clone()),
+            Some(shape) => {
+                return refuse(format!("the output shape {shape:?} does not have {rank} spatial sizes"));
+            }
+            None if same => Some(
+                input.iter().enumerate().map(|(axis, &size)| size * of(&conv.strides, axis, 1)).collect(),
+            ),
+            None => None,
+        };
+        let pads = match wanted {
+            None => conv.pads.resolve(input, [kernel, &conv.strides, &conv.dilations])?,
+            Some(wanted) => (0..rank)
+                .map(|axis| {
+                    let span =
+                        of(kernel, axis, 1).saturating_sub(1).saturating_mul(of(&conv.dilations, axis, 1));
+                    let full = input[axis].saturating_sub(1).saturating_mul(of(&conv.strides, axis, 1));
+                    let full =
+                        full.saturating_add(span).saturating_add(1).saturating_add(output_padding[axis]);
+                    // What is missing is added at the end.
+                    output_padding[axis] =
+                        output_padding[axis].saturating_add(wanted[axis].saturating_sub(full));
+                    let total = full.saturating_sub(wanted[axis]);
+                    let (less, more) = (total / 2, total - total / 2);
+                    if conv.pads == Pads::SameUpper { [less, more] } else { [more, less] }
+                })
+                .collect(),
+        };
+        Ok((pads, output_padding))
+    }
 }
 
 impl Pool {
