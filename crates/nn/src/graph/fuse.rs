@@ -174,6 +174,11 @@ impl<'a> Fusion<'a> {
             return Err(Alone::NoBatchNorm);
         }
         let Some((bn, norm_step)) = self.only_reader(output) else { return Err(Alone::SeveralReaders) };
+        if let Some(Some(Source::Slot(x))) = conv.inputs.first()
+            && self.shapes[*x].len() != 4
+        {
+            return Err(Alone::NoImages);
+        }
         let Some(Layer::Block(block)) = &self.network.nodes[conv.node].layer else {
             return Err(Alone::ComputedWeight);
         };
