@@ -342,6 +342,20 @@ def test_adaptive_pooling_with_every_size():
     run_grid(adaptive_cases(), least=50)
 
 
+@pytest.mark.parametrize("name", ["max_pool2d", "avg_pool2d"])
+def test_a_pooling_without_a_batch_axis_is_left_to_pytorch(name):
+    # Windows that leave the shape as it is fit fewer axes as well.
+    assert through_graph(lambda x: getattr(F, name)(x, 3, 1, 1), (tensor(5, 6, 7),)) == ["its input has no batch axis"]
+
+
+def test_of_equal_values_the_one_that_pytorch_chooses_gets_the_gradient():
+    cases = []
+    for layout, size in itertools.product(LAYOUTS[:2], [1, (1, 1)]):
+        x = laid_out(torch.randint(0, 2, (2, 3, 5, 4)).to(torch.float64), layout).requires_grad_()
+        cases.append((f"{layout} {size}", lambda x, size=size: F.adaptive_max_pool2d(x, size), [x], None))
+    run_grid(cases, least=4)
+
+
 def interpolation_cases():
     for case in combinations(
         70,

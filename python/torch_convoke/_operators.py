@@ -353,10 +353,9 @@ def _local_response_norm(to, input, size, alpha=1e-4, beta=0.75, k=1.0, *, shape
 # --- Pooling and resizing ------------------------------------------------------------------------------------------------------
 
 
-def _pool(to, kind, input, kernel, stride, padding, dilation, ceil_mode, include_pad, shape):
-    axes = input.rank - 2
-    if axes not in (1, 2):
-        raise Unsupported("its input has no batch axis, or more than two spatial axes")
+def _pool(to, kind, axes, input, kernel, stride, padding, dilation, ceil_mode, include_pad, shape):
+    if input.rank != axes + 2:
+        raise Unsupported("its input has no batch axis")
     kernel = _repeated(kernel, axes, "kernel_size")
     stride = kernel if stride is None or stride == [] else stride
     op = {
@@ -371,31 +370,44 @@ def _pool(to, kind, input, kernel, stride, padding, dilation, ceil_mode, include
     return to.node({kind: op}, [input], shape)
 
 
-@_operator(F.max_pool1d, F.max_pool2d, torch.max_pool1d, torch.max_pool2d, computes=True)
-def _max_pool(
-    to, input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False, *, shape
-):
-    if return_indices:
-        raise Unsupported("return_indices=True")
-    return _pool(to, "MaxPool", input, kernel_size, stride, padding, dilation, ceil_mode, False, shape)
+def _max_pool(axes: int, *targets: Any) -> None:
+    def translate(
+        to, input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False, *, shape
+    ):
+        if return_indices:
+            raise Unsupported("return_indices=True")
+        return _pool(to, "MaxPool", axes, input, kernel_size, stride, padding, dilation, ceil_mode, False, shape)
+
+    _operator(*targets, computes=True)(translate)
 
 
-@_operator(F.avg_pool1d, F.avg_pool2d, computes=True)
-def _avg_pool(
-    to,
-    input,
-    kernel_size,
-    stride=None,
-    padding=0,
-    ceil_mode=False,
-    count_include_pad=True,
-    divisor_override=None,
-    *,
-    shape,
-):
-    if divisor_override is not None:
-        raise Unsupported("divisor_override")
-    return _pool(to, "AveragePool", input, kernel_size, stride, padding, 1, ceil_mode, count_include_pad, shape)
+_max_pool(1, F.max_pool1d, torch.max_pool1d)
+_max_pool(2, F.max_pool2d, torch.max_pool2d)
+
+
+def _avg_pool(axes: int, target: Any) -> None:
+    def translate(
+        to,
+        input,
+        kernel_size,
+        stride=None,
+        padding=0,
+        ceil_mode=False,
+        count_include_pad=True,
+        divisor_override=None,
+        *,
+        shape,
+    ):
+        if divisor_override is not None:
+            raise Unsupported("divisor_override")
+        steps = kernel_size, stride, padding, 1, ceil_mode, count_include_pad
+        return _pool(to, "AveragePool", axes, input, *steps, shape)
+
+    _operator(target, computes=True)(translate)
+
+
+_avg_pool(1, F.avg_pool1d)
+_avg_pool(2, F.avg_pool2d)
 
 
 @_operator(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, computes=True)
@@ -414,7 +426,9 @@ def _adaptive_avg_pool(to, input, output_size, *, shape):
 def _adaptive_max_pool(to, input, output_size, return_indices=False, *, shape):
     if return_indices or input.rank not in (3, 4) or any(size != 1 for size in shape[2:]):
         raise Unsupported("only an output of size 1 is supported")
-    return to.node("GlobalMaxPool", [input], shape)
+    # Of equal values the first one gets the gradient, which `GlobalMaxPool` would share.
+    sizes = list(input.shape[2:])
+    return _pool(to, "MaxPool", len(sizes), input, sizes, None, 0, 1, False, False, shape)
 
 
 @_operator(F.interpolate, computes=True)
