@@ -101,18 +101,21 @@ def through_dynamo(function, args, kwargs={}, parameters=False, tolerance=None):
 # --- PyTorch's samples ---------------------------------------------------------------------------------------------------------
 
 NAMES = """
-    nn.functional.conv1d nn.functional.conv2d nn.functional.conv_transpose1d nn.functional.conv_transpose2d
+    nn.functional.conv1d nn.functional.conv2d nn.functional.conv3d
+    nn.functional.conv_transpose1d nn.functional.conv_transpose2d nn.functional.conv_transpose3d
     nn.functional.batch_norm nn.functional.group_norm nn.functional.instance_norm nn.functional.layer_norm
-    nn.functional.local_response_norm nn.functional.max_pool1d nn.functional.max_pool2d nn.functional.avg_pool1d
-    nn.functional.avg_pool2d nn.functional.adaptive_avg_pool1d nn.functional.adaptive_avg_pool2d
-    nn.functional.adaptive_max_pool1d nn.functional.adaptive_max_pool2d nn.functional.interpolate
+    nn.functional.local_response_norm nn.functional.max_pool1d nn.functional.max_pool2d nn.functional.max_pool3d
+    nn.functional.avg_pool1d nn.functional.avg_pool2d nn.functional.avg_pool3d nn.functional.adaptive_avg_pool1d
+    nn.functional.adaptive_avg_pool2d nn.functional.adaptive_avg_pool3d nn.functional.adaptive_max_pool1d
+    nn.functional.adaptive_max_pool2d nn.functional.adaptive_max_pool3d nn.functional.interpolate
     nn.functional.upsample_bilinear nn.functional.upsample_nearest nn.functional.pixel_shuffle
     nn.functional.pixel_unshuffle nn.functional.channel_shuffle nn.functional.pad nn.functional.linear
     nn.functional.relu nn.functional.relu6 nn.functional.leaky_relu nn.functional.elu nn.functional.celu nn.functional.selu
     nn.functional.silu nn.functional.mish nn.functional.gelu nn.functional.softplus nn.functional.softsign
     nn.functional.hardtanh nn.functional.hardswish nn.functional.hardsigmoid nn.functional.prelu nn.functional.logsigmoid
     nn.functional.softmin nn.functional.tanhshrink nn.functional.threshold nn.functional.glu
-    nn.functional.dropout nn.functional.dropout2d nn.functional.alpha_dropout nn.functional.normalize
+    nn.functional.dropout nn.functional.dropout2d nn.functional.dropout3d nn.functional.alpha_dropout
+    nn.functional.normalize
     softmax log_softmax sigmoid tanh exp log sqrt rsqrt abs neg reciprocal erf square clamp clamp_min clamp_max
     add sub rsub mul div true_divide pow maximum minimum __radd__ __rsub__ __rmul__ __rdiv__ __rpow__ __rmatmul__
     float_power addmm baddbmm matmul bmm mm mean sum amax amin cat stack chunk split split_with_sizes tensor_split unbind
@@ -136,7 +139,7 @@ def identifier(value):
 
 
 #: Those that draw random numbers: PyTorch's tests set a seed inside them.
-SEEDED = {f"nn.functional.{name}": getattr(F, name) for name in ("dropout", "dropout2d", "alpha_dropout")}
+SEEDED = {f"nn.functional.{name}": getattr(F, name) for name in ("dropout", "dropout2d", "dropout3d", "alpha_dropout")}
 
 
 def tolerance_of(info, dtype):

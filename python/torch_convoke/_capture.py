@@ -173,13 +173,14 @@ def is_dynamic(node: torch.fx.Node) -> bool:
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
+#: Channels-last, by the number of axes of images and volumes.
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
 def is_channels_last(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is N x C x H x W in channels-last, and not in the default format as well."""
-    return (
-        tensor.dim() == 4
-        and not tensor.is_contiguous()
-        and tensor.is_contiguous(memory_format=torch.channels_last)
-    )
+    """Whether a tensor of images or volumes is in channels-last, and not in the default format as well."""
+    format = CHANNELS_LAST.get(tensor.dim())
+    return format is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=format)
 
 
 def axes_in_memory(tensor: torch.Tensor, sizes: dict[Any, int]) -> list[int]:

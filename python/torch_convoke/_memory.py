@@ -104,7 +104,7 @@ def saved_by_pytorch(subgraph: Any, sizes: dict[Any, int]) -> int:
             shape = _capture.shape_of(value, sizes)
             fake = torch.empty(shape, dtype=value.dtype)
             if _capture.is_channels_last(value):
-                fake = fake.to(memory_format=torch.channels_last)
+                fake = fake.to(memory_format=_capture.CHANNELS_LAST[fake.dim()])
             if subgraph.kinds[node] != "input":
                 own.add(fake.untyped_storage()._cdata)
             args.append(fake.requires_grad_(value.requires_grad))

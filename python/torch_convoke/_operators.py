@@ -15,6 +15,8 @@ from typing import Any, Callable, Sequence
 import torch
 import torch.nn.functional as F
 
+from . import _volumes
+
 
 class Unsupported(Exception):
     """Why convoke does not run an operation. Its text completes "left to PyTorch: "."""
@@ -228,12 +230,12 @@ def _spatial_axes(x: Value, weight: Value) -> int:
     axes = weight.rank - 2
     if x.rank != weight.rank:
         raise Unsupported("its input has no batch axis")
-    if axes not in (1, 2):
+    if axes not in (1, 2, 3):
         raise Unsupported(f"it has {axes} spatial axes")
     return axes
 
 
-@_operator(torch.conv1d, torch.conv2d, computes=True)
+@_operator(torch.conv1d, torch.conv2d, torch.conv3d, computes=True)
 def _conv(to, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, *, shape):
     axes = _spatial_axes(input, _tensor(weight, "weight"))
     if padding == "same" and any(size != 1 for size in _repeated(stride, axes, "stride")):
@@ -241,7 +243,7 @@ def _conv(to, input, weight, bias=None, stride=1, padding=0, dilation=1, groups=
     return to.node({"Conv": _window(stride, padding, dilation, groups, axes)}, [input, weight, bias], shape)
 
 
-@_operator(torch.conv_transpose1d, torch.conv_transpose2d, computes=True)
+@_operator(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d, computes=True)
 def _conv_transpose(
     to, input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1, *, shape
 ):
@@ -367,7 +369,7 @@ def _pool(to, kind, axes, input, kernel, stride, padding, dilation, ceil_mode, i
         "count_include_pad": include_pad,
         "count_overhang": False,
     }
-    return to.node({kind: op}, [input], shape)
+    return _volumes.pool(to, kind, op, input, shape) if axes == 3 else to.node({kind: op}, [input], shape)
 
 
 def _max_pool(axes: int, *targets: Any) -> None:
@@ -383,6 +385,7 @@ def _max_pool(axes: int, *targets: Any) -> None:
 
 _max_pool(1, F.max_pool1d, torch.max_pool1d)
 _max_pool(2, F.max_pool2d, torch.max_pool2d)
+_max_pool(3, F.max_pool3d, torch.max_pool3d)
 
 
 def _avg_pool(axes: int, target: Any) -> None:
@@ -408,13 +411,16 @@ def _avg_pool(axes: int, target: Any) -> None:
 
 _avg_pool(1, F.avg_pool1d)
 _avg_pool(2, F.avg_pool2d)
+_avg_pool(3, F.avg_pool3d)
 
 
-@_operator(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, computes=True)
+@_operator(F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d, computes=True)
 def _adaptive_avg_pool(to, input, output_size, *, shape):
-    if input.rank not in (3, 4) or len(shape) != input.rank:
+    if input.rank not in (3, 4, 5) or len(shape) != input.rank:
         raise Unsupported("its input has no batch axis")
     sizes = list(shape[2:])
+    if len(sizes) == 3:
+        return _volumes.adaptive_average(to, input, shape)
     if all(size == 1 for size in sizes):
         return to.node("GlobalAveragePool", [input], shape)
     if len(sizes) != 2:
@@ -422,9 +428,9 @@ def _adaptive_avg_pool(to, input, output_size, *, shape):
     return to.node({"AdaptiveAveragePool": sizes}, [input], shape)
 
 
-@_operator(F.adaptive_max_pool1d, F.adaptive_max_pool2d, computes=True)
+@_operator(F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d, computes=True)
 def _adaptive_max_pool(to, input, output_size, return_indices=False, *, shape):
-    if return_indices or input.rank not in (3, 4) or any(size != 1 for size in shape[2:]):
+    if return_indices or input.rank not in (3, 4, 5) or any(size != 1 for size in shape[2:]):
         raise Unsupported("only an output of size 1 is supported")
     # Of equal values the first one gets the gradient, which `GlobalMaxPool` would share.
     sizes = list(input.shape[2:])
@@ -444,19 +450,23 @@ def _interpolate(
     *,
     shape,
 ):
-    if input.rank != 4 or antialias:
-        raise Unsupported("antialias" if antialias else "its input is not N x C x H x W")
+    if input.rank not in (4, 5) or antialias:
+        raise Unsupported("antialias" if antialias else "its input is not N x C x H x W or N x C x D x H x W")
     if mode == "nearest":
         interpolation, coordinates = {"Of": {"Nearest": "Floor"}}, "Asymmetric"
-    elif mode in ("bilinear", "bicubic"):
-        interpolation = {"Of": "Bilinear"} if mode == "bilinear" else {"Cubic": {"a": -0.75}}
+    elif mode in ("bilinear", "trilinear", "bicubic"):
+        interpolation = {"Cubic": {"a": -0.75}} if mode == "bicubic" else {"Of": "Bilinear"}
         coordinates = "AlignCorners" if align_corners else "HalfPixel"
     else:
         raise Unsupported(f"mode {mode!r}")
     op = {"mode": interpolation, "coordinates": coordinates, "one_pixel_at_zero": False, "aspect": "Stretch"}
-    scales = sizes = None
+    factors = scales = sizes = None
     if scale_factor is not None and not recompute_scale_factor:
-        factors = list(scale_factor) if isinstance(scale_factor, (tuple, list)) else [scale_factor] * 2
+        axes = input.rank - 2
+        factors = list(scale_factor) if isinstance(scale_factor, (tuple, list)) else [scale_factor] * axes
+    if input.rank == 5:
+        return _volumes.resize(to, op, input, factors, shape)
+    if factors is not None:
         scales = to.numbers([1.0, 1.0, *factors])
     else:
         sizes = to.integers(shape)
@@ -607,6 +617,13 @@ def _feature_dropout(to, input, p=0.5, training=True, inplace=False, *, shape):
     if input.rank < 3:
         raise Unsupported("its input has no batch axis")
     return _dropped(to, input, p, training, (*shape[:2], *[1] * (input.rank - 2)), shape)
+
+
+@_operator(F.dropout3d, view=True)
+def _dropout3d(to, input, p=0.5, training=True, inplace=False, *, shape):
+    if input.rank != 5:
+        raise Unsupported("its input has no batch axis")
+    return _feature_dropout(to, input, p, training, shape=shape)
 
 
 # --- Arithmetic ----------------------------------------------------------------------------------------------------------------

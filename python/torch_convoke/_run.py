@@ -13,7 +13,7 @@ from typing import Any, Iterable, Iterator, Sequence
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from . import _capture, _engine, _memory, _pace, _threads, _verdict
+from . import _capture, _engine, _memory, _operators, _pace, _threads, _verdict
 from ._capture import Unsupported
 from ._partition import Part, effects_of
 from ._writes import storages, writes_into
@@ -26,9 +26,7 @@ SIZES = 16
 
 def usable(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, copied if its elements are in neither of the two memory formats that convoke knows."""
-    if tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)):
-        return tensor
-    return tensor.contiguous()
+    return tensor if tensor.is_contiguous() or _capture.is_channels_last(tensor) else tensor.contiguous()
 
 
 def capsule(tensor: torch.Tensor) -> Any:
@@ -40,8 +38,11 @@ def _works_in_channels_last(
 ) -> bool:
     """Whether a subgraph runs in channels-last, which most kernels prefer, even if it has to convert inputs and results.
 
-    It does where little is converted for what is computed between. Images of one channel are in both formats.
+    It does where little is converted for what is computed between. Images of one channel are in both formats. Volumes
+    always do: what has windows converts them otherwise.
     """
+    if any(_computes_volumes(node) for node in subgraph.body):
+        return True
 
     def elements(nodes: Iterable[torch.fx.Node]) -> int:
         shapes = [_capture.shape_of(example, sizes) for node in nodes if _is_images(example := _capture.example(node))]
@@ -52,8 +53,13 @@ def _works_in_channels_last(
     return 4 * (elements(inputs) + elements(results)) <= elements(subgraph.body)
 
 
+def _computes_volumes(node: torch.fx.Node) -> bool:
+    value, (op, _) = _capture.example(node), _operators.find(node)
+    return isinstance(value, torch.Tensor) and value.dim() == 5 and op is not None and op.computes
+
+
 def _is_images(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 4
+    return isinstance(value, torch.Tensor) and value.dim() in _capture.CHANNELS_LAST
 
 
 class Specialization:
