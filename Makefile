@@ -1,7 +1,7 @@
 # What CI runs is in .ci/run. Targets select all packages, as `cargo test` does: with a single one the crates below it would have
 # other features, and the kernels would be built again, which takes minutes.
 
-.PHONY: check test wrapping browser external external-found onnx tensorboard mpi mpi-test mpi-lint python format lint docs light book deny package smoke copies model fuzz fuzz-check sanitize goldens bench-peers accuracy-peers accuracy-photographs
+.PHONY: check test wrapping browser external external-found onnx tensorboard mpi mpi-test mpi-lint python programs programs-quick format lint docs light book deny package smoke copies model fuzz fuzz-check sanitize goldens bench-peers accuracy-peers accuracy-photographs
 
 check: format test lint wrapping docs light smoke
 
@@ -48,6 +48,15 @@ python:
 	cd python && $(PYTHON) -m maturin build -q --release --out ../target/wheels
 	$(PYTHON) -m pip install -q --force-reinstall --no-deps target/wheels/*.whl
 	$(PYTHON) -m pytest -q python/tests
+
+# Models and training programs of other libraries, as they are and with the PyTorch package, which `make python` installs: the five that
+# CI runs, and all of them, which takes an hour and wants ultralytics, monai, timm, diffusers, transformers, accelerate, lightning,
+# segmentation_models_pytorch and kornia. What is not installed is skipped.
+programs-quick:
+	$(PYTHON) python/programs/run.py --quick --phases empty,full
+
+programs:
+	$(PYTHON) python/programs/run.py
 
 format:
 	cargo fmt --all --check

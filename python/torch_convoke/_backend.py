@@ -70,11 +70,12 @@ class Captured:
         if not self.subgraphs:
             return self._guarded(args)
         engine = _threads.engine(self.options.threads, self.owner)
-        if self.calls > FIRST_CALLS:
-            _pace.of(engine).measure(engine)
+        pace = _pace.of(engine)
+        if self.calls > FIRST_CALLS and pace.is_settled():
+            pace.measure(engine)
             return self._timed(args, engine)
         with tuning.progress_of_first_steps():
-            _pace.of(engine).measure(engine)
+            pace.measure(engine)
             return self._timed(args, engine)
 
     def _timed(self, args: Sequence[Any], engine: Any) -> Any:

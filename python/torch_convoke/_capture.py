@@ -333,6 +333,8 @@ class Support:
                     self._check_tensor(part)
         translator = Translator(self.kinds, self.names, None)
         if node.target is operator.getitem and isinstance(tensors[0], (tuple, list)):
+            if node.args[0] not in self.supported:
+                raise Unsupported("it picks a result of an operation that is left to PyTorch")
             return
         translator.node(node)
         values = translator.values[node]
