@@ -114,7 +114,8 @@ impl<T: Element> Activate<T> for Identity {
 impl<T: Element> Activate<T> for Relu {
     #[inline(always)]
     fn forward(self, y: T) -> T {
-        if y <= T::zero() { T::zero() } else { y }
+        // -0 stays -0, as in PyTorch.
+        if y < T::zero() { T::zero() } else { y }
     }
 
     #[inline(always)]
@@ -168,10 +169,10 @@ macro_rules! with_act {
                 $body
             }
             $crate::activation::Activation::Clip { min, max } => {
-                let $act = $crate::activation::Applied($crate::pointwise::formulas::Clip::new(
-                    $crate::Stored::of(min),
-                    $crate::Stored::of(max),
-                ));
+                let $act = $crate::activation::Applied($crate::pointwise::formulas::Clip {
+                    min: $crate::Stored::of(min),
+                    max: $crate::Stored::of(max),
+                });
                 $body
             }
             $crate::activation::Activation::HardSwish => {
@@ -405,7 +406,7 @@ mod tests {
         let zero = T::zero();
         match activation {
             Activation::Identity => (y, dy),
-            Activation::Relu => (if y <= zero { zero } else { y }, if y <= zero { zero } else { dy }),
+            Activation::Relu => (if y < zero { zero } else { y }, if y <= zero { zero } else { dy }),
             Activation::LeakyRelu { slope } => {
                 let slope = T::of(slope);
                 (if y > zero { y } else { slope * y }, if y > zero { dy } else { slope * dy })
@@ -419,7 +420,7 @@ mod tests {
                 } else {
                     y
                 };
-                (clipped, if y <= min || y >= max { zero } else { dy })
+                (clipped, if y > min && y < max { dy } else { zero })
             }
             Activation::HardSwish | Activation::Silu => unreachable!("backward needs their input"),
         }

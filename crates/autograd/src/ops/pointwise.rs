@@ -121,7 +121,7 @@ impl Tensor {
         pointwise(self, Pointwise::Sqrt)
     }
 
-    /// |x| of every element; the gradient is 0 at 0.
+    /// |x| of every element; the gradient is multiplied by the sign of x, which is 0 at 0.
     ///
     /// # Errors
     /// As [`Tensor::sigmoid`].

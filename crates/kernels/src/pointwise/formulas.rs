@@ -28,8 +28,8 @@ pub(crate) struct HardSigmoid<T> {
 }
 #[derive(Clone, Copy)]
 pub(crate) struct Clip<T> {
-    min: T,
-    max: T,
+    pub(crate) min: T,
+    pub(crate) max: T,
 }
 #[derive(Clone, Copy)]
 pub(crate) struct Gelu;
@@ -153,14 +153,6 @@ impl<T: Element> Formula<T> for HardSigmoid<T> {
     }
 }
 
-impl<T: Element> Clip<T> {
-    /// A bound at infinity is none: it becomes NaN, to which every comparison is false.
-    pub(crate) fn new(min: T, max: T) -> Clip<T> {
-        let min = if min == T::neg_infinity() { T::nan() } else { min };
-        Clip { min, max: if max == T::infinity() { T::nan() } else { max } }
-    }
-}
-
 impl<T: Element> Formula<T> for Clip<T> {
     #[inline(always)]
     fn forward(self, x: T) -> T {
@@ -169,7 +161,9 @@ impl<T: Element> Formula<T> for Clip<T> {
 
     #[inline(always)]
     fn backward(self, y: T, dy: T) -> T {
-        if y <= self.min || y >= self.max { T::zero() } else { dy }
+        // Made finite, it lies within a bound at infinity, which is none; NaN does not.
+        let y = clamped(y, T::min_value(), T::max_value());
+        if y > self.min && y < self.max { dy } else { T::zero() }
     }
 }
 
@@ -224,7 +218,8 @@ impl<T: Element> Formula<T> for Elu<T> {
     #[inline(always)]
     fn forward(self, x: T) -> T {
         let below = if x > T::zero() { T::zero() } else { x };
-        let below = self.negative * (self.rate * below).vector_exp_m1();
+        // -0 stays -0.
+        let below = (self.negative * (self.rate * below).vector_exp_m1()).copysign(x);
         if x > T::zero() { self.positive * x } else { below }
     }
 
@@ -287,9 +282,10 @@ impl<T: Element> Formula<T> for Softsign {
 
     #[inline(always)]
     fn backward(self, y: T, dy: T) -> T {
-        // 1 - |y| is 1 / (1 + |x|).
-        let root = T::one() - y.abs();
-        dy * (root * root)
+        // 1 - |y| is 1 / (1 + |x|). As in PyTorch, where it is a quotient, an infinite dy gives NaN.
+        let size = y.abs();
+        let first = dy * (T::one() - size);
+        first - first * size
     }
 }
 
@@ -337,8 +333,9 @@ impl<T: Element> Formula<T> for Abs {
 
     #[inline(always)]
     fn backward(self, x: T, dy: T) -> T {
-        let above = if x > T::zero() { dy } else { T::zero() };
-        if x < T::zero() { -dy } else { above }
+        // A product, as in PyTorch: an infinite dy gives NaN at 0.
+        let sign = if x > T::zero() { T::one() } else { T::zero() };
+        dy * if x < T::zero() { -T::one() } else { sign }
     }
 }
 

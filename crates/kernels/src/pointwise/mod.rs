@@ -36,7 +36,7 @@ pub enum Pointwise {
         beta: f64,
     },
     /// x, but at least `min` and at most `max`: PyTorch's `clamp` and `hardtanh`. The gradient is 0 at the bounds, as in PyTorch
-    /// 2.15 (in earlier versions that of `clamp` passed there). Saves its output. ReLU6 is [`Pointwise::RELU6`].
+    /// 2.15 (in earlier versions that of `clamp` passed there), and where x is NaN. Saves its output. ReLU6 is [`Pointwise::RELU6`].
     Clip {
         /// The least result; -infinity for none.
         min: f64,
@@ -76,7 +76,7 @@ pub enum Pointwise {
     Log,
     /// The square root. Saves its output.
     Sqrt,
-    /// |x|, with the gradient 0 at 0. Saves its input.
+    /// |x|. The gradient is dy times the sign of x, which is 0 at 0. Saves its input.
     Abs,
     /// -x. Saves nothing.
     Neg,
@@ -208,7 +208,7 @@ macro_rules! with_formula {
             Silu => formulas::Silu;
             HardSwish => formulas::HardSwish;
             HardSigmoid { alpha, beta } => formulas::HardSigmoid { alpha: $T::of(alpha), beta: $T::of(beta) };
-            Clip { min, max } => formulas::Clip::new($T::of(min), $T::of(max));
+            Clip { min, max } => formulas::Clip { min: $T::of(min), max: $T::of(max) };
             Gelu => formulas::Gelu;
             GeluTanh => formulas::GeluTanh;
             Elu { alpha } => elu::<$T>(1.0, alpha, 1.0);

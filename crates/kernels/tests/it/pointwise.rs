@@ -160,6 +160,88 @@ fn nan_stays_nan() {
     }
 }
 
+/// (function, x, dy, y, dx), as PyTorch 2.15 computes them on vectors of a few dozen elements.
+const KINKS: [(Pointwise, f64, f64, f64, f64); 44] = {
+    use Pointwise as P;
+    let (nan, inf) = (f64::NAN, f64::INFINITY);
+    let upper = P::Clip { min: f64::NEG_INFINITY, max: 2.0 };
+    [
+        (P::Abs, 0.0, 1.0, 0.0, 0.0),
+        (P::Abs, -0.0, 1.0, 0.0, 0.0),
+        (P::Abs, 0.0, inf, 0.0, nan),
+        (P::Abs, 0.0, nan, 0.0, nan),
+        (P::Abs, -inf, 2.0, inf, -2.0),
+        (P::Abs, nan, 1.0, nan, 0.0),
+        (P::Abs, nan, inf, nan, nan),
+        (P::RELU6, -0.0, 1.0, -0.0, 0.0),
+        (P::RELU6, 0.0, inf, 0.0, 0.0),
+        (P::RELU6, 6.0, 1.0, 6.0, 0.0),
+        (P::RELU6, inf, nan, 6.0, 0.0),
+        (P::RELU6, nan, 1.0, nan, 0.0),
+        (P::RELU6, nan, inf, nan, 0.0),
+        (upper, -inf, 1.0, -inf, 1.0),
+        (upper, nan, 1.0, nan, 0.0),
+        (upper, 2.0, 1.0, 2.0, 0.0),
+        (P::HardSwish, -3.0, 1.0, -0.0, 0.0),
+        (P::HardSwish, 3.0, 1.0, 3.0, 1.0),
+        (P::HardSwish, -inf, inf, nan, 0.0),
+        (P::HARD_SIGMOID, -3.0, inf, 0.0, 0.0),
+        (P::HARD_SIGMOID, 3.0, 1.0, 1.0, 0.0),
+        (P::HARD_SIGMOID, nan, 1.0, nan, 0.0),
+        (P::Elu { alpha: 0.5 }, -0.0, 1.0, -0.0, 0.5),
+        (P::Elu { alpha: 0.5 }, 0.0, 1.0, 0.0, 0.5),
+        (P::Elu { alpha: 0.0 }, -2.0, 1.0, -0.0, 0.0),
+        (P::Elu { alpha: 0.0 }, -2.0, inf, -0.0, nan),
+        (P::Selu, -0.0, 0.0, -0.0, 0.0),
+        (P::Celu { alpha: 2.0 }, -0.0, 1.0, -0.0, 1.0),
+        (P::Softsign, 0.0, 1.0, 0.0, 1.0),
+        (P::Softsign, 0.0, inf, 0.0, nan),
+        (P::Softsign, 3.0, 1.0, 0.75, 0.0625),
+        (P::Softsign, -1.0, -inf, -0.5, nan),
+        (P::Softsign, inf, 1.0, nan, nan),
+        (P::Reciprocal, -0.0, 1.0, -inf, -inf),
+        (P::Reciprocal, 0.0, 1.0, inf, -inf),
+        (P::Reciprocal, 0.0, 0.0, inf, nan),
+        (P::Reciprocal, -inf, 1.0, -0.0, 0.0),
+        (P::Sqrt, -0.0, 1.0, -0.0, -inf),
+        (P::Sqrt, 0.0, 0.0, 0.0, nan),
+        (P::Sqrt, -inf, 1.0, nan, nan),
+        (P::Log, -0.0, 1.0, -inf, -inf),
+        (P::Log, -1.0, 1.0, nan, -1.0),
+        (P::Tanh, -0.0, inf, -0.0, inf),
+        (P::Silu, 0.0, inf, 0.0, inf),
+    ]
+};
+
+fn check_kinks<T: Number>(failures: &mut Failures) {
+    let same = |found: T, expected: f64, sign: bool| {
+        let found = found.f64();
+        found.is_nan() && expected.is_nan()
+            || found == expected && (!sign || found.is_sign_negative() == expected.is_sign_negative())
+    };
+    for cpu in cpus() {
+        for (function, x, dy, y, dx) in KINKS {
+            let [found_y, found_dx] = run::<T>(cpu, function, &[T::of(x); 37], &[T::of(dy); 37]);
+            let what = format!("{function:?} of {x}, gradient for {dy}, {} {cpu:?}", T::DTYPE);
+            let all = |found: &[T], expected: f64, sign: bool| match found {
+                found if found.iter().all(|&value| same(value, expected, sign)) => Ok(()),
+                found => Err(format!("{:?} instead of {expected:?}", found[0])),
+            };
+            failures.check(&what, all(&found_y, y, true));
+            // The sign of a gradient of 0 changes nothing.
+            failures.check(&what, all(&found_dx, dx, false));
+        }
+    }
+}
+
+#[test]
+fn kinks_are_those_of_pytorch() {
+    let mut failures = Failures::new("kinks");
+    check_kinks::<f32>(&mut failures);
+    check_kinks::<f64>(&mut failures);
+    failures.finish();
+}
+
 #[test]
 fn what_makes_no_sense_is_refused_and_nothing_is_written() {
     let (nan, infinity) = (f64::NAN, f64::INFINITY);

@@ -251,7 +251,7 @@ fn activations(mode: ConvBnMode) -> Graph {
     let y = made.conv_bn("x", "a", [3, 4]);
     let a = made.node(Op::Clip, &[&y, "min", "max"], "clip");
     let y = made.conv_bn(&a, "b", [4, 4]);
-    let b = made.node(Op::Clip, &[&y, "min", "no max"], "as a ReLU");
+    let b = made.node(Op::Clip, &[&y, "min", "no max"], "clip from below");
     let y = made.conv_bn(&b, "c", [4, 4]);
     let c = made.node(Op::Pointwise(Pointwise::HardSwish), &[&y], "hard-swish");
     let y = made.conv_bn(&c, "d", [4, 4]);
@@ -278,7 +278,7 @@ fn blocks_end_in_activations() {
     let steps: Vec<&str> = description.steps.iter().map(|step| step.operation.as_str()).collect();
     let block = "Conv+BatchNormalization";
     let blocks =
-        ["+Clip", "+Relu", "+HardSwish", "+Swish", "+HardSwish", "+Add"].map(|end| format!("{block}{end}"));
+        ["+Clip", "+Clip", "+HardSwish", "+Swish", "+HardSwish", "+Add"].map(|end| format!("{block}{end}"));
     let rest = ["Swish", block, "Sigmoid", "Mul", "Add"].map(str::to_owned);
     assert_eq!(steps, [&blocks[..], &rest[..]].concat());
 

@@ -211,7 +211,6 @@ pub(super) fn run(op: &Op, inputs: &Inputs<'_>, outputs: usize) -> Result<Vec<Va
         Op::LeakyRelu { alpha } => {
             let x = inputs.tensor(0)?;
             one(match *alpha {
-                0.0 => x.relu()?,
                 slope if slope > 0.0 && slope.is_finite() => {
                     ops::activate(&x, Activation::LeakyRelu { slope })?
                 }
@@ -377,10 +376,7 @@ fn prelu(inputs: &Inputs<'_>) -> Result<Tensor> {
 
 /// What a clip with these bounds is. Where they cross, the upper one wins.
 pub(super) fn clipped(min: f64, max: f64) -> Activation {
-    match (min, max) {
-        (0.0, f64::INFINITY) => Activation::Relu,
-        _ => Activation::Clip { min: min.min(max), max },
-    }
+    Activation::Clip { min: min.min(max), max }
 }
 
 fn clip(inputs: &Inputs<'_>) -> Result<Tensor> {
