@@ -147,7 +147,8 @@ fn of_walk<T: Element>() -> Mentioned {
     }
     let all: [Mentioned; 3] = [
         maps![Add Subtract Multiply Divide Power Larger Smaller Value Scale OfEqual OfProduct WhereZero WhereOne],
-        maps![BaseGradient DivisorGradient ExponentGradient LargerShare SmallerShare Equal NonZero Zero],
+        maps![BaseGradient DivisorGradient ExponentGradient LargerShare SmallerShare Equal NonZero Zero PowerOf
+              PowerOfGradient],
         folds![Value Scale Multiply Divide BaseGradient DivisorGradient ExponentGradient LargerShare SmallerShare
                Equal NonZero Zero],
     ];

@@ -3,7 +3,8 @@
 use convoke_kernels::dispatch;
 use convoke_kernels::strided::{
     Add, Axis, BaseGradient, Divide, DivisorGradient, ExponentGradient, Fold, Larger, LargerShare, Map,
-    Multiply, Power, Reduction, Scale, Smaller, SmallerShare, Subtract, Value, Walk,
+    Multiply, Power, PowerOf, PowerOfGradient, Reduction, Scale, Smaller, SmallerShare, Subtract, Value,
+    Walk,
 };
 
 use super::same_dtype;
@@ -64,16 +65,12 @@ impl Tensor {
         arithmetic(Kind::Add, self, &self.number(number)?)
     }
 
-    /// Every element to the power of a number.
+    /// Every element to the power of a number, as PyTorch's `pow` of one: roots of -0 are -0, those of -infinity NaN.
     ///
     /// # Errors
     /// As [`Tensor::add_scalar`].
     pub fn pow_scalar(&self, exponent: f64) -> Result<Tensor> {
-        match exponent {
-            // The product needs no logarithm.
-            2.0 => self.mul(self),
-            _ => arithmetic(Kind::Power, self, &self.number(exponent)?),
-        }
+        apply(Binary { kind: Kind::Power, exponent: Some(exponent) }, &[self, &self.number(exponent)?])
     }
 
     /// The larger of each element and a number, otherwise as [`Tensor::maximum`].
@@ -126,11 +123,13 @@ pub(super) fn broadcast_shape(operation: &'static str, a: &[usize], b: &[usize])
 }
 
 pub(super) fn arithmetic(kind: Kind, a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    apply(Binary { kind }, &[a, b])
+    apply(Binary { kind, exponent: None }, &[a, b])
 }
 
 struct Binary {
     kind: Kind,
+    /// The second operand of a power, where it is a number.
+    exponent: Option<f64>,
 }
 
 /// A tensor's shape and format, without its elements.
@@ -183,6 +182,7 @@ impl Function for Binary {
         let format = whole.map_or(MemoryFormat::Contiguous, Tensor::format);
         let over = Over { operation, shape: &shape, format };
         let y = match self.kind {
+            Kind::Power if let Some(exponent) = self.exponent => over.map(PowerOf { exponent }, [a]),
             Kind::Add => over.map(Add, [a, b]),
             Kind::Subtract => over.map(Subtract, [a, b]),
             Kind::Multiply => over.map(Multiply, [a, b]),
@@ -195,6 +195,7 @@ impl Function for Binary {
             Kind::Add | Kind::Subtract => [false, false],
             Kind::Multiply => [needs.input(1), needs.input(0)],
             Kind::Divide => [needs.input(1), needs.any()],
+            Kind::Power if self.exponent.is_some() => [needs.input(0), false],
             Kind::Power | Kind::Larger | Kind::Smaller => [needs.any(); 2],
         };
         let likes = [Like::of(a), Like::of(b)];
@@ -208,6 +209,9 @@ impl Function for Binary {
         let dy = &upstream;
         let over = Over { operation: self.name(), shape: dy.shape(), format: dy.format() };
         let da = || match self.kind {
+            Kind::Power if let Some(exponent) = self.exponent => {
+                over.map(PowerOfGradient { exponent }, [dy, a()])?.laid_out(like_a.format)
+            }
             Kind::Add | Kind::Subtract => over.gradient(&like_a, Value, [dy]),
             Kind::Multiply => over.gradient(&like_a, Multiply, [dy, b()]),
             Kind::Divide => over.gradient(&like_a, Divide, [dy, b()]),

@@ -172,6 +172,60 @@ fn methods_are_the_functions_of_their_names() {
     }
 }
 
+/// The gradient of `function` for an upstream gradient of this number everywhere.
+fn gradient(x: &[f32], function: impl Fn(&Tensor) -> Result<Tensor>, upstream: f64) -> Vec<f64> {
+    let device = device();
+    let x = tensor::<f32>(&device, &[1, x.len()], x).with_grad();
+    let y = function(&x).unwrap();
+    let upstream = Some(Tensor::full(&device, y.shape(), DType::F32, upstream).unwrap());
+    let mut gradients = y.backward_with(BackwardOptions { upstream, ..BackwardOptions::default() }).unwrap();
+    values::<f32>(&gradients.take(&x).unwrap()).into_iter().map(f64::from).collect()
+}
+
+/// As in PyTorch 2.15.
+#[test]
+fn gradients_at_kinks_compose() {
+    let (nan, infinity) = (f32::NAN, f32::INFINITY);
+    let x = [0.0, -0.0, -4.0, 4.0];
+    type Composed<'a> = &'a dyn Fn(&Tensor) -> Result<Tensor>;
+    let cases: [(&str, Composed<'_>, [f32; 4]); 6] = [
+        ("sqrt of abs", &|x| x.abs()?.sqrt(), [nan, nan, -0.25, 0.25]),
+        ("root of abs", &|x| x.abs()?.pow_scalar(0.5), [nan, nan, -0.25, 0.25]),
+        ("log of abs", &|x| x.abs()?.log(), [nan, nan, -0.25, 0.25]),
+        ("reciprocal", &|x| x.reciprocal(), [-infinity, -infinity, -0.0625, -0.0625]),
+        ("pow of -1", &|x| x.pow_scalar(-1.0), [-infinity, -infinity, -0.0625, -0.0625]),
+        ("reciprocal of relu", &|x| x.relu()?.reciprocal(), [0.0, 0.0, 0.0, -0.0625]),
+    ];
+    let mut failures = Failures::new("kinks");
+    for (name, function, expected) in cases {
+        let found = gradient(&x, function, 1.0);
+        failures.check(
+            name,
+            check_close_or_both_nan(&found, &expected.map(f64::from), Tolerance::new(0.0, 1e-6)),
+        );
+    }
+    // Equal ones share; beside NaN, nobody is equal to it.
+    for (x, upstream, expected) in [
+        ([2.0, 1.0, 2.0, -3.0], 1.0, [0.5, 0.0, 0.5, 0.0]),
+        ([2.0, nan, 2.0, -3.0], 1.0, [nan; 4]),
+        ([2.0, nan, 2.0, -3.0], 0.0, [nan; 4]),
+        ([2.0, 1.0, 2.0, -3.0], f64::INFINITY, [infinity, nan, infinity, nan]),
+    ] {
+        let found = gradient(&x, |x| x.amax(&[1], false), upstream);
+        let expected = expected.map(f64::from);
+        failures.check(
+            format!("amax of {x:?}"),
+            check_close_or_both_nan(&found, &expected, Tolerance::new(0.0, 0.0)),
+        );
+        let found = gradient(&x.map(|x| -x), |x| x.amin(&[1], false), upstream);
+        failures.check(
+            format!("amin of {x:?}"),
+            check_close_or_both_nan(&found, &expected, Tolerance::new(0.0, 0.0)),
+        );
+    }
+    failures.finish();
+}
+
 #[test]
 fn only_functions_that_read_their_input_hold_it() {
     let device = device();

@@ -63,8 +63,8 @@ maps! {
     SmallerShare(3) = |dy, a, b| if a == b { dy * T::of(0.5) } else if a > b { T::zero() } else { dy };
     /// 1 where a = b, else 0.
     Equal(2) = |a, b, _| if a == b { T::one() } else { T::zero() };
-    /// c where a = b, else 0.
-    OfEqual(3) = |a, b, c| if a == b { c } else { T::zero() };
+    /// c where a = b, else 0 c.
+    OfEqual(3) = |a, b, c| c * if a == b { T::one() } else { T::zero() };
     /// x, but 1 for 0: a product of these leaves zeros out.
     NonZero(1) = |x, _, _| if x == T::zero() { T::one() } else { x };
     /// 1 for 0, else 0: a sum of these counts zeros.
@@ -91,6 +91,57 @@ impl Map for Scale {
     #[inline(always)]
     fn of<T: Element>(self, [x, ..]: [T; 3]) -> T {
         x * T::of(self.factor)
+    }
+}
+
+/// x to the power of a number, as PyTorch computes it: by roots and products where these do.
+#[derive(Debug, Clone, Copy)]
+pub struct PowerOf {
+    /// The number.
+    pub exponent: f64,
+}
+
+impl Map for PowerOf {
+    const OPERANDS: usize = 1;
+
+    #[inline(always)]
+    fn of<T: Element>(self, [x, ..]: [T; 3]) -> T {
+        power(x, self.exponent)
+    }
+}
+
+/// The gradient of x to the power of a number, from (dy, x). It is 0 for the number 0.
+#[derive(Debug, Clone, Copy)]
+pub struct PowerOfGradient {
+    /// The number.
+    pub exponent: f64,
+}
+
+impl Map for PowerOfGradient {
+    const OPERANDS: usize = 2;
+
+    #[inline(always)]
+    fn of<T: Element>(self, [dy, x, _]: [T; 3]) -> T {
+        match self.exponent {
+            0.0 => T::zero(),
+            exponent => dy * (T::of(exponent) * power(x, exponent - 1.0)),
+        }
+    }
+}
+
+/// The exponents that PyTorch treats apart differ from `powf` at -0 and -infinity: a root of these is -0 and NaN.
+#[inline(always)]
+fn power<T: Element>(x: T, exponent: f64) -> T {
+    match exponent {
+        0.0 => T::one(),
+        0.5 => x.sqrt(),
+        1.0 => x,
+        2.0 => x * x,
+        3.0 => x * x * x,
+        -0.5 => T::one() / x.sqrt(),
+        -1.0 => T::one() / x,
+        -2.0 => T::one() / (x * x),
+        _ => x.powf(T::of(exponent)),
     }
 }
 

@@ -18,8 +18,8 @@ mod take;
 pub use fold::{Fold, Reduction};
 pub use map::{
     Add, BaseGradient, Divide, DivisorGradient, Equal, ExponentGradient, Larger, LargerShare, Map, Multiply,
-    NonZero, OfEqual, OfProduct, Power, Scale, Smaller, SmallerShare, Subtract, Value, WhereOne, WhereZero,
-    Zero,
+    NonZero, OfEqual, OfProduct, Power, PowerOf, PowerOfGradient, Scale, Smaller, SmallerShare, Subtract,
+    Value, WhereOne, WhereZero, Zero,
 };
 pub use scatter::{Scatter, add_taken};
 pub use take::{Places, Take, TakeAxis};

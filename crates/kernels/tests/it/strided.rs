@@ -3,8 +3,8 @@
 use crate::common::{Number, cast, check_bits, check_refused, cpus, properties};
 use convoke_kernels::Cpu;
 use convoke_kernels::strided::{
-    Add, Axis, Divide, Fold, Map, Multiply, OfEqual, Places, Reduction, Scatter, Take, TakeAxis, Value, Walk,
-    add_taken,
+    Add, Axis, Divide, Fold, Map, Multiply, OfEqual, Places, PowerOf, PowerOfGradient, Reduction, Scatter,
+    Take, TakeAxis, Value, Walk, add_taken,
 };
 use convoke_testkit::{Failures, Random, poisoned};
 use proptest::prelude::*;
@@ -234,6 +234,58 @@ fn check_take(failures: &mut Failures, shape: &[usize], seed: u64) {
         take.run(cpu, &x, &mut y).unwrap();
         failures.check(format!("take {cpu:?} {shape:?} {strides:?} {kinds:?}"), check_bits(&y, &expected));
     }
+}
+
+/// (x, exponent, power, derivative), as PyTorch 2.15 computes `pow` of a number.
+const POWERS: [(f64, f64, f64, f64); 24] = {
+    let (nan, inf) = (f64::NAN, f64::INFINITY);
+    [
+        (nan, 0.0, 1.0, 0.0),
+        (0.0, 0.0, 1.0, 0.0),
+        (-0.0, 0.5, -0.0, -inf),
+        (0.0, 0.5, 0.0, inf),
+        (-inf, 0.5, nan, nan),
+        (inf, 0.5, inf, 0.0),
+        (4.0, 0.5, 2.0, 0.25),
+        (-0.0, -0.5, -inf, -inf),
+        (-inf, -0.5, nan, -0.0),
+        (-0.0, 1.0, -0.0, 1.0),
+        (nan, 1.0, nan, 1.0),
+        (-inf, 2.0, inf, -inf),
+        (-0.0, 2.0, 0.0, -0.0),
+        (-0.0, 3.0, -0.0, 0.0),
+        (-2.0, 3.0, -8.0, 12.0),
+        (-0.0, -1.0, -inf, -inf),
+        (inf, -1.0, 0.0, -0.0),
+        (-0.0, -2.0, inf, inf),
+        (0.0, -3.0, inf, -inf),
+        (-0.0, -3.0, -inf, -inf),
+        (-0.0, 1.5, 0.0, -0.0),
+        (-1.0, 2.5, nan, nan),
+        (-2.0, 4.0, 16.0, -32.0),
+        (-inf, 1.5, inf, nan),
+    ]
+};
+
+fn check_powers<T: Number>(failures: &mut Failures) {
+    let check = |found: T, expected: f64| match found.f64() {
+        found if found.is_nan() && expected.is_nan() || found.to_bits() == expected.to_bits() => Ok(()),
+        found => Err(format!("{found:?} instead of {expected:?}")),
+    };
+    for (x, exponent, power, derivative) in POWERS {
+        let what = format!("{x} to the power of {exponent} {}", T::DTYPE);
+        let operands = [T::of(1.0), T::of(x), T::of(f64::NAN)];
+        failures.check(&what, check(PowerOf { exponent }.of([operands[1], operands[2], operands[2]]), power));
+        failures.check(&what, check(PowerOfGradient { exponent }.of(operands), derivative));
+    }
+}
+
+#[test]
+fn powers_of_a_number_are_those_of_pytorch() {
+    let mut failures = Failures::new("powers");
+    check_powers::<f32>(&mut failures);
+    check_powers::<f64>(&mut failures);
+    failures.finish();
 }
 
 #[test]
