@@ -25,14 +25,16 @@ pub fn adaptive_avg_pool2d(x: &Tensor, size: [usize; 2]) -> Result<Tensor> {
 }
 
 /// The largest value of each of `size` (height, width) windows, which are those of [`adaptive_avg_pool2d`]. Saves four bytes per
-/// output; less where the windows divide the input evenly, which is an ordinary max pooling.
+/// output; less where several windows divide the input evenly, which is an ordinary max pooling.
 ///
 /// # Errors
 /// As [`adaptive_avg_pool2d`]; planes of more than 2^32 places.
 pub fn adaptive_max_pool2d(x: &Tensor, size: [usize; 2]) -> Result<Tensor> {
     let name = "adaptive_max_pool2d";
     let problem = problem(name, x, size)?;
-    let ordinary = problem.even_window().filter(|window| window[0].saturating_mul(window[1]) <= 1 << 16);
+    // Kernels of ordinary pooling are for small windows.
+    let even = if size == [1, 1] { None } else { problem.even_window() };
+    let ordinary = even.filter(|window| window[0].saturating_mul(window[1]) <= 1 << 16);
     if let Some(window) = ordinary {
         let options = PoolOptions { kernel: window, stride: window, ..PoolOptions::new(1) };
         return apply(MaxPool::new(name, &options, x)?, &[x]);

@@ -7,7 +7,7 @@ use convoke_autograd::ops::{
     self, Conv3dOptions, ConvOptions, ConvTranspose3dOptions, ConvTransposeOptions, Coordinates,
     LayerNormOptions, Padding, PoolOptions, ResizeMode, ResizeOptions, ResizeTo, UpsampleMode,
 };
-use convoke_autograd::{BackwardOptions, Cpu, Device, DeviceOptions, Isa, MemoryFormat, Tensor};
+use convoke_autograd::{BackwardOptions, Cpu, DType, Device, DeviceOptions, Isa, MemoryFormat, Tensor};
 use convoke_testkit::{Failures, Tolerance, assert_close};
 
 /// The gradient of `y` with respect to `x`, starting from `upstream`.
@@ -165,6 +165,45 @@ fn adaptive_maxima_of_nan_and_of_equal_values() {
         let dx = gradient(&y, &x, &laid_out(upstream, format));
         assert_eq!(values::<f64>(&dx), [1.0, 0.0, 2.0, 0.0, 12.0, 0.0]);
     }
+}
+
+/// The largest of a whole plane, with ties, zeros of both signs and NaN, is what ordinary max pooling computes; so is the gradient.
+#[test]
+fn largest_of_whole_planes() {
+    let device = device();
+    for (shape, format) in [[2, 3, 6, 4], [1, 1, 1, 1], [3, 40, 7, 7], [300, 1, 5, 13], [2, 2, 40, 17]]
+        .into_iter()
+        .flat_map(|shape| FORMATS.map(|format| (shape, format)))
+    {
+        let [batch, channels, height, width] = shape;
+        let mut numbers: Vec<f64> =
+            values::<f64>(&normal::<f64>(&device, 1, &shape)).iter().map(|x| x.round()).collect();
+        // Two in the first plane; a plane of zeros.
+        numbers[0] = f64::NAN;
+        numbers[height * width - 1] = f64::NAN;
+        if batch * channels > 1 {
+            numbers[height * width..2 * height * width].fill(0.0);
+            numbers[height * width] = -0.0;
+        }
+        let x = laid_out(Tensor::from_slice(&device, &shape, &numbers).unwrap(), format).with_grad();
+        let window = [height, width];
+        let options = PoolOptions { kernel: window, stride: window, ..PoolOptions::new(1) };
+        let [found, expected] =
+            [ops::adaptive_max_pool2d(&x, [1, 1]).unwrap(), ops::max_pool2d(&x, &options).unwrap()];
+        assert_eq!(bits(&found), bits(&expected), "{shape:?} {format}");
+        let upstream = laid_out(normal::<f64>(&device, 2, found.shape()), format);
+        let [found, expected] = [found, expected].map(|y| bits(&gradient(&y, &x, &upstream)));
+        assert_eq!(found, expected, "gradient {shape:?} {format}");
+    }
+    // More places than ordinary max pooling counts.
+    let mut numbers = vec![1.0f64; 300 * 300];
+    numbers[80_000] = 2.0;
+    let x = Tensor::from_slice(&device, &[1, 1, 300, 300], &numbers).unwrap().with_grad();
+    let y = ops::adaptive_max_pool2d(&x, [1, 1]).unwrap();
+    let upstream = Tensor::full(&device, &[1, 1, 1, 1], DType::F64, 3.0).unwrap();
+    let gradients = values::<f64>(&gradient(&y, &x, &upstream));
+    assert_eq!((values::<f64>(&y), gradients[80_000]), (vec![2.0], 3.0));
+    assert_eq!(gradients.iter().filter(|&&gradient| gradient != 0.0).count(), 1);
 }
 
 /// Data far from 0 keeps its digits: the mean is subtracted before anything is multiplied.

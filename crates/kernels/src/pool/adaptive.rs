@@ -1,11 +1,15 @@
 //! Pooling to a chosen output size: the windows divide the input as evenly as they can, and overlap where it does not divide.
 
 use super::global::{global_average_pool, global_average_pool_backward};
+use crate::channels::LANES;
 use crate::cpu::multiversion;
 use crate::error::{check_len, invalid};
 use crate::memory_format::{Extent, MemoryFormat, check_shape};
 use crate::separable::{self, Lists, Sizes};
 use crate::{Cpu, Element, Result};
+
+/// The approximate number of elements in a task of whole planes.
+const TASK: usize = 1 << 14;
 
 /// A valid adaptive pooling of N x C x H x W to N x C x OH x OW.
 ///
@@ -161,6 +165,12 @@ pub fn adaptive_max_pool<T: Element>(
     if height * width > u32::MAX as usize {
         return Err(invalid(operation, format!("planes of {height} x {width} have more places than u32")));
     }
+    if problem.is_global() && lanes == 1 {
+        let (plane, planes) = (height * width, TASK.div_ceil(height * width));
+        let items = x.chunks(planes * plane).zip(y.chunks_mut(planes).zip(places.chunks_mut(planes)));
+        cpu.for_each(x.len(), items, |(x, (y, places))| largest_of_planes(cpu, plane, x, y, places));
+        return Ok(());
+    }
     let (plane, y_row) = (height * width * lanes, columns * lanes);
     let windows: Vec<_> = (0..columns).map(|output| problem.window(1, output)).collect();
     let items = y.chunks_mut(y_row).zip(places.chunks_mut(y_row)).enumerate();
@@ -201,21 +211,51 @@ pub fn adaptive_max_pool_backward<T: Element>(
     check_len(operation, "the places", places.len(), dy.len())?;
     let Sizes { lanes, from: [height, width], to: [rows, columns] } = problem.sizes();
     let (input, output) = (height * width * lanes, rows * columns * lanes);
-    // Windows overlap, so a plane (or image) is one task.
-    let work = dx.len();
-    let items = dx.chunks_mut(input).zip(dy.chunks(output).zip(places.chunks(output)));
+    // Windows overlap, so a task is of whole planes (or images).
+    let (work, planes) = (dx.len(), TASK.div_ceil(input));
+    let items = dx.chunks_mut(planes * input);
+    let items = items.zip(dy.chunks(planes * output).zip(places.chunks(planes * output)));
     cpu.for_each(work, items, |(dx, (dy, places))| {
         dx.fill(T::zero());
-        for (index, (&dy, &place)) in dy.iter().zip(places).enumerate() {
-            if let Some(dx) = dx.get_mut(place as usize * lanes + index % lanes) {
-                *dx += dy;
+        let sources = dy.chunks(output).zip(places.chunks(output));
+        for (dx, (dy, places)) in dx.chunks_mut(input).zip(sources) {
+            for (index, (&dy, &place)) in dy.iter().zip(places).enumerate() {
+                if let Some(dx) = dx.get_mut(place as usize * lanes + index % lanes) {
+                    *dx += dy;
+                }
             }
         }
     });
     Ok(())
 }
 
+/// The larger of two; NaN if there is one.
+#[inline(always)]
+fn larger<T: Element>(largest: T, x: T) -> T {
+    if x > largest || x.is_nan() { x } else { largest }
+}
+
 multiversion! {
+    /// The largest value of each plane of `len` elements, and its place. The value is found first, as that vectorises.
+    fn largest_of_planes<T: Element>(len: usize, x: &[T], y: &mut [T], places: &mut [u32]) {
+        for ((plane, y), found) in x.chunks_exact(len).zip(y).zip(places) {
+            let (chunks, rest) = plane.as_chunks::<LANES>();
+            let mut lanes = [T::neg_infinity(); LANES];
+            for chunk in chunks {
+                for (lane, &x) in lanes.iter_mut().zip(chunk) {
+                    *lane = larger(*lane, x);
+                }
+            }
+            let largest = lanes.iter().chain(rest).fold(T::neg_infinity(), |largest, &x| larger(largest, x));
+            let place = match largest.is_nan() {
+                true => plane.iter().rposition(|x| x.is_nan()),
+                false => plane.iter().position(|&x| x == largest),
+            };
+            let place = place.expect("the largest is one of them");
+            (*y, *found) = (plane[place], place as u32);
+        }
+    }
+
     /// Replaces what is smaller than a pixel; the first pixel is at `start` in its plane.
     fn keep_larger<T: Element>(start: u32, pixels: &[T], y: &mut [T], places: &mut [u32]) {
         for (place, pixel) in (start..).zip(pixels.chunks_exact(y.len())) {

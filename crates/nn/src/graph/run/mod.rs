@@ -193,10 +193,7 @@ pub(super) fn run(op: &Op, inputs: &Inputs<'_>, outputs: usize) -> Result<Vec<Va
         Op::MaxPool(pool) => one(windows::max_pool(inputs, pool)?),
         Op::AveragePool(pool) => one(windows::average_pool(inputs, pool)?),
         Op::GlobalAveragePool => one(windows::global_average(&inputs.tensor(0)?)?),
-        Op::GlobalMaxPool => {
-            let x = inputs.tensor(0)?;
-            one(x.amax(&spatial_axes(&x)?, true)?)
-        }
+        Op::GlobalMaxPool => one(windows::global_max(&inputs.tensor(0)?)?),
         Op::AdaptiveAveragePool(size) => {
             let x = inputs.tensor(0)?;
             one(if *size == [1, 1] {

@@ -290,6 +290,17 @@ pub(super) fn global_average(x: &Tensor) -> Result<Tensor> {
     }
 }
 
+/// The largest element of each channel. Of images and signals by the kernel of max pooling, whose gradient goes to one element.
+pub(super) fn global_max(x: &Tensor) -> Result<Tensor> {
+    match x.shape().len() {
+        3 | 4 => {
+            let x = Images::new(x.clone())?;
+            x.back(ops::adaptive_max_pool2d(&x.tensor, [1, 1])?)
+        }
+        _ => Ok(x.amax(&spatial_axes(x)?, true)?),
+    }
+}
+
 pub(super) fn resize(inputs: &Inputs<'_>, resize: &Resize) -> Result<Tensor> {
     let x = Images::new(inputs.tensor(0)?)?;
     let rank = x.spatial().len();
