@@ -171,7 +171,14 @@ class Recorder(TorchFunctionMode):
         "__imul__": "imul",
         "__setitem__": "setitem",
     }
-    SWAPPED = {"__radd__": "add", "__rsub__": "sub", "__rmul__": "mul", "__rtruediv__": "truediv", "__rpow__": "pow"}
+    SWAPPED = {
+        "__radd__": "add",
+        "__rsub__": "sub",
+        "__rmul__": "mul",
+        "__rdiv__": "truediv",
+        "__rtruediv__": "truediv",
+        "__rpow__": "pow",
+    }
 
     def __init__(self):
         self.graph = torch.fx.Graph()
