@@ -89,9 +89,9 @@ impl Slices {
         if windows.start > windows.end || windows.end > self.windows() {
             return Err(invalid(OPERATION, format!("{windows:?} of {} windows", self.windows())));
         }
+        check_len(OPERATION, "the windows", images, windows.len() * self.depth.kernel * self.len)?;
         let read = self.read_by(windows);
         check_len(OPERATION, "the slices", slices, read.len() * self.len)?;
-        check_len(OPERATION, "the windows", images, windows.len() * self.depth.kernel * self.len)?;
         Ok(read)
     }
 

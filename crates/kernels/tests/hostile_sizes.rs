@@ -12,6 +12,7 @@ use convoke_kernels::gemm::{Matrix, MatrixMut, Update, gemm};
 use convoke_kernels::group_norm::{self, Affine, AffineGradients, GroupNorm, GroupNormBackward};
 use convoke_kernels::memory_format::{self, Extent};
 use convoke_kernels::pool::{self, PoolAxis, PoolProblem};
+use convoke_kernels::slices::Slices;
 use convoke_kernels::upsample::{UpsampleMode, UpsampleProblem};
 use convoke_kernels::{Cpu, Result, activation, concat, elementwise, layer_norm, loss, prelu, softmax};
 use convoke_testkit::{Failures, HUGE, catch_unwind};
@@ -369,6 +370,15 @@ fn no_convolution_panics() {
                     other => Err(format!("{other:?}")),
                 },
             );
+            for (volumes, len) in [(1, 1), (first, 1), (1, second), (second, first)] {
+                let gathered = catch_unwind(|| {
+                    let slices = Slices::new(volumes, axis, len)?;
+                    let _ = (slices.count(), slices.windows());
+                    slices.gather(&Cpu::single(), 0..slices.windows(), &[0.0f32], &mut [0.0])
+                });
+                let result = gathered.map(|_| ()).map_err(|_| "panicked");
+                failures.check(format!("{volumes} slices {axis:?} of {len}"), result);
+            }
             let made = [(axis, ConvAxis::new(3, 2)), (ConvAxis::new(3, 2), axis), (axis, axis)].map(
                 |(height, width)| {
                     catch_unwind(|| {
