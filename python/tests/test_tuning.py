@@ -257,6 +257,8 @@ import torch, torch.distributed as dist
 from torch_convoke import ops, tuning
 from torch_convoke.nn import FusedConvBN2d
 torch.set_num_threads(1)
+threads = lambda: len(os.listdir("/proc/self/task"))
+before = threads()
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=int(sys.argv[2]), world_size=int(sys.argv[3]))
 rank = dist.get_rank()
 layer, x = FusedConvBN2d(3, 8, 3), torch.randn(4, 3, 12, 12)
@@ -272,6 +274,7 @@ dist.all_gather_object(everyone, mine)
 assert len(mine) == 2 and all(other == everyone[0] for other in everyone), everyone
 print("agreed", [choice.algorithm for choice in mine])
 dist.destroy_process_group()
+assert threads() == before, "something holds the process group"
 """
 
 

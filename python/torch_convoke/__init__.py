@@ -8,6 +8,11 @@ except ImportError as error:
         "pip install torch --index-url https://download.pytorch.org/whl/cpu)"
     ) from error
 
+if _torch.distributed.is_available():
+    # Functions of this module hold the process group of the moment at which they are imported. TorchDynamo imports them in the first step,
+    # and a group that is held is not taken down by `destroy_process_group`: its threads then abort processes that end.
+    import torch.distributed.nn as _  # noqa: F401
+
 from . import nn, ops, tuning
 from ._backend import backend
 from ._engine import version as _version
