@@ -3,19 +3,35 @@
 A program is a function that takes the type to compute in and gives two things:
 
 - the model, in that type; with several networks, a `torch.nn.ModuleDict` of them;
-- `start(model)`, which makes the optimizer and gives `step(number)`, a training step that returns its loss: one number, or a tuple of all
-  numbers that ought to agree.
+- `start(model)`, which makes the optimizer and gives `step(number)`, a training step that returns its loss: one number,
+  or a tuple of all numbers that ought to agree.
 
-A program whose library has a training loop of its own gives `train(model, steps, done)` instead, which calls `done(loss)` after each step.
+A program whose library has a training loop of its own gives `train(model, steps, done)` instead, which calls
+`done(loss)` after each step.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from typing import Any, Callable
 
 import torch
 from torch.nn import functional as F
+
+#: The files with programs.
+GROUPS = [
+    "techniques",
+    "detection",
+    "segmentation",
+    "medical",
+    "generative",
+    "augmentation",
+    "training_loops",
+    "timm_models",
+]
+#: How many threads PyTorch and convoke use.
+THREADS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +45,8 @@ class Program:
     dtype: torch.dtype
     #: The number of steps that are compared.
     steps: int
-    #: How much results may differ, if not as much as others.
-    tolerance: float | None
+    #: The type of whose precision results are, if not of `dtype`.
+    precision: torch.dtype | None
     #: The names of the submodules that are optimized; "" is the model itself.
     parts: tuple[str, ...]
     #: Whether its second result is `train` and not `start`.
@@ -47,18 +63,25 @@ class Program:
         return self.make.__module__
 
 
-#: For networks with F.hardsigmoid: its gradient in PyTorch has 1/6 in float32, whatever the type.
-OF_HARDSIGMOID = 1e-6
+#: The precision of networks with F.hardsigmoid: in its gradient, PyTorch has 1/6 in float32, whatever the type.
+OF_HARDSIGMOID = torch.float32
 
 #: All programs by name, in the order in which they are defined.
 PROGRAMS: dict[str, Program] = {}
+
+
+def load() -> dict[str, Any]:
+    """All programs by name."""
+    for group in GROUPS:
+        importlib.import_module(group)
+    return PROGRAMS
 
 
 def program(
     *needs: str,
     dtype: torch.dtype = torch.float64,
     steps: int = 6,
-    tolerance: float | None = None,
+    precision: torch.dtype | None = None,
     parts: tuple[str, ...] = ("",),
     own_loop: bool = False,
     quick: bool = False,
@@ -66,7 +89,7 @@ def program(
     """Adds a function to the list of programs."""
 
     def add(make: Callable[..., Any]) -> Callable[..., Any]:
-        PROGRAMS[make.__name__] = Program(make, needs, dtype, steps, tolerance, parts, own_loop, quick)
+        PROGRAMS[make.__name__] = Program(make, needs, dtype, steps, precision, parts, own_loop, quick)
         return make
 
     return add
@@ -96,7 +119,9 @@ def sgd(model: torch.nn.Module, lr: float = 0.02) -> torch.optim.Optimizer:
     return torch.optim.SGD((parameter for parameter in model.parameters() if parameter.requires_grad), lr, momentum=0.9)
 
 
-def plain(loss_of: Callable[[torch.nn.Module, int], torch.Tensor], make_optimizer: Callable[..., Any] = sgd) -> Callable[..., Any]:
+def plain(
+    loss_of: Callable[[torch.nn.Module, int], torch.Tensor], make_optimizer: Callable[..., Any] = sgd
+) -> Callable[..., Any]:
     """`start` for a program whose step is forward, backward and one step of an optimizer."""
 
     def start(model: torch.nn.Module) -> Callable[[int], torch.Tensor]:

@@ -15,10 +15,12 @@ SIZES = (96, 128, 64, 160)
 def boxes(number: int, count: int) -> torch.Tensor:
     """Boxes as x0, y0, x1, y1 between 0 and 1."""
     corners = torch.rand(count, 2, generator=generator(number), dtype=torch.float64) * 0.5
-    return torch.cat([corners, corners + 0.2 + 0.3 * torch.rand(count, 2, generator=generator(-number), dtype=torch.float64)], 1)
+    return torch.cat(
+        [corners, corners + 0.2 + 0.3 * torch.rand(count, 2, generator=generator(-number), dtype=torch.float64)], 1
+    )
 
 
-# --- ultralytics ---------------------------------------------------------------------------------------------------------------
+# --- ultralytics ----------------------------------------------------------------------------------------------------
 
 
 def yolo(kind: str, file: str, dtype: torch.dtype) -> torch.nn.Module:
@@ -45,7 +47,7 @@ def yolo_batch(number: int, dtype: torch.dtype, count: int = 2, each: int = 3) -
 
 
 def yolo_start(dtype: torch.dtype) -> Callable[..., Any]:
-    """What ultralytics' trainer does: the model gives the loss of a batch, gradients are clipped, and an average is kept."""
+    """What ultralytics' trainer does: the model gives a batch's loss, gradients are clipped, and an average is kept."""
 
     def start(model: torch.nn.Module) -> Callable[[int], Any]:
         from ultralytics.utils.torch_utils import ModelEMA
@@ -124,10 +126,12 @@ def yolo_with_predictions_between(dtype):
     return model, start
 
 
-# --- torchvision ---------------------------------------------------------------------------------------------------------------
+# --- torchvision ----------------------------------------------------------------------------------------------------
 
 
-def detecting(dtype: torch.dtype, with_masks: bool = False, count: int = 2, each: int = 2) -> Callable[..., torch.Tensor]:
+def detecting(
+    dtype: torch.dtype, with_masks: bool = False, count: int = 2, each: int = 2
+) -> Callable[..., torch.Tensor]:
     """The sum of a torchvision detector's losses. Heights and widths of the images differ."""
 
     def loss_of(model: torch.nn.Module, number: int) -> torch.Tensor:
@@ -160,16 +164,18 @@ def detector(name: str, dtype: torch.dtype, **options: Any) -> torch.nn.Module:
 
 
 def slow_sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD((parameter for parameter in model.parameters() if parameter.requires_grad), 1e-3, momentum=0.9)
+    return torch.optim.SGD(
+        (parameter for parameter in model.parameters() if parameter.requires_grad), 1e-3, momentum=0.9
+    )
 
 
-@program("torchvision", steps=4, tolerance=OF_HARDSIGMOID)
+@program("torchvision", steps=4, precision=OF_HARDSIGMOID)
 def fasterrcnn_mobilenet_320(dtype):
     model = detector("fasterrcnn_mobilenet_v3_large_320_fpn", dtype, min_size=96, max_size=160)
     return model, plain(detecting(dtype), slow_sgd)
 
 
-@program("torchvision", steps=4, tolerance=OF_HARDSIGMOID)
+@program("torchvision", steps=4, precision=OF_HARDSIGMOID)
 def ssdlite320_mobilenet(dtype):
     return detector("ssdlite320_mobilenet_v3_large", dtype), plain(detecting(dtype), slow_sgd)
 
@@ -185,7 +191,7 @@ def maskrcnn_resnet50(dtype):
     return model, plain(detecting(dtype, with_masks=True), slow_sgd)
 
 
-@program("torchvision", steps=4, parts=("backbone",), tolerance=OF_HARDSIGMOID)
+@program("torchvision", steps=4, parts=("backbone",), precision=OF_HARDSIGMOID)
 def fasterrcnn_backbone_only(dtype):
     """A detector of which only the backbone is optimized."""
     model = detector("fasterrcnn_mobilenet_v3_large_320_fpn", dtype, min_size=96, max_size=160)

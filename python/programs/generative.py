@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations
 
 from common import generator, images, plain, program
 
-# --- diffusers -----------------------------------------------------------------------------------------------------------------
+# --- diffusers ------------------------------------------------------------------------------------------------------
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -63,7 +63,7 @@ def diffusers_autoencoder(dtype):
 
 @program("diffusers", parts=("encoder", "decoder"))
 def diffusers_autoencoder_parts(dtype):
-    """An autoencoder that is called by its methods: its encoder and decoder are optimized, and its loss has a divergence."""
+    """An autoencoder that is called by its methods: encoder and decoder are optimized; a divergence counts."""
     model, _ = diffusers_autoencoder(dtype)
 
     def loss_of(model, number):
@@ -74,7 +74,7 @@ def diffusers_autoencoder_parts(dtype):
     return model, plain(loss_of, adamw)
 
 
-# --- Generators against critics ------------------------------------------------------------------------------------------------
+# --- Generators against critics -------------------------------------------------------------------------------------
 
 
 def dcgan_generator(width: int = 16) -> nn.Sequential:
@@ -95,7 +95,9 @@ def dcgan_generator(width: int = 16) -> nn.Sequential:
 
 
 def dcgan_critic(
-    width: int = 16, norm: Callable[[int], nn.Module] = nn.BatchNorm2d, wrap: Callable[..., nn.Module] = lambda layer: layer
+    width: int = 16,
+    norm: Callable[[int], nn.Module] = nn.BatchNorm2d,
+    wrap: Callable[..., nn.Module] = lambda layer: layer,
 ) -> nn.Sequential:
     """A number for each image of 32 x 32 pixels. `wrap` is put around each layer with weights."""
     layers: list[nn.Module] = [wrap(nn.Conv2d(3, width, 4, 2, 1)), nn.LeakyReLU(0.2, True)]

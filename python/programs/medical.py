@@ -56,7 +56,9 @@ def monai_dynunet_3d(dtype):
     """A network with results of several depths, which count less the smaller they are."""
     from monai.networks.nets import DynUNet
 
-    model = DynUNet(3, 1, 3, [3, 3, 3, 3], [1, 2, 2, 2], [2, 2, 2], filters=[8, 16, 24, 32], deep_supervision=True, deep_supr_num=2)
+    model = DynUNet(
+        3, 1, 3, [3, 3, 3, 3], [1, 2, 2, 2], [2, 2, 2], filters=[8, 16, 24, 32], deep_supervision=True, deep_supr_num=2
+    )
 
     def loss_of(model, number):
         wanted = masks(number, 2, 32, 3, 3)

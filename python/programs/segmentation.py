@@ -13,7 +13,9 @@ from common import OF_HARDSIGMOID, images, masks, plain, program
 def torchvision_model(name: str, dtype: torch.dtype) -> torch.nn.Module:
     import torchvision
 
-    made = getattr(torchvision.models.segmentation, name)(weights=None, weights_backbone=None, num_classes=4, aux_loss=True)
+    made = getattr(torchvision.models.segmentation, name)(
+        weights=None, weights_backbone=None, num_classes=4, aux_loss=True
+    )
     return made.to(dtype)
 
 
@@ -28,7 +30,7 @@ def of_torchvision(dtype: torch.dtype, sizes: tuple[int, ...] = (64, 96)) -> Cal
     return loss_of
 
 
-@program("torchvision", tolerance=OF_HARDSIGMOID)
+@program("torchvision", precision=OF_HARDSIGMOID)
 def deeplabv3_mobilenet(dtype):
     return torchvision_model("deeplabv3_mobilenet_v3_large", dtype), plain(of_torchvision(dtype))
 
@@ -38,7 +40,7 @@ def fcn_resnet50(dtype):
     return torchvision_model("fcn_resnet50", dtype), plain(of_torchvision(dtype, sizes=(64,)))
 
 
-@program("torchvision", tolerance=OF_HARDSIGMOID)
+@program("torchvision", precision=OF_HARDSIGMOID)
 def lraspp_mobilenet(dtype):
     import torchvision
 
@@ -46,7 +48,9 @@ def lraspp_mobilenet(dtype):
         size = (64, 96)[number % 2]
         return F.cross_entropy(model(images(number, 2, size, dtype))["out"], masks(number, 2, size, 4))
 
-    model = torchvision.models.segmentation.lraspp_mobilenet_v3_large(weights=None, weights_backbone=None, num_classes=4)
+    model = torchvision.models.segmentation.lraspp_mobilenet_v3_large(
+        weights=None, weights_backbone=None, num_classes=4
+    )
     return model.to(dtype), plain(loss_of)
 
 

@@ -19,12 +19,12 @@ def features_of(resnet: nn.Module) -> nn.Sequential:
     return nn.Sequential(*list(resnet.children())[:-2])
 
 
-# --- Modes and sizes that change -----------------------------------------------------------------------------------------------
+# --- Modes and sizes that change ------------------------------------------------------------------------------------
 
 
 @program("torchvision", quick=True)
 def resnet18_with_changes(dtype):
-    """A training in which something changes each step: number and size of the images, frozen layers, mode, memory format, a hook."""
+    """Something changes each step: number and size of the images, frozen layers, mode, memory format, a hook."""
     import torchvision
 
     def start(model):
@@ -39,7 +39,9 @@ def resnet18_with_changes(dtype):
             if turn == 4:
                 batch = batch.to(memory_format=torch.channels_last)
             if turn == 5:
-                hook = model.layer2.register_forward_hook(lambda module, args, result: seen.append(result.detach().sum()))
+                hook = model.layer2.register_forward_hook(
+                    lambda module, args, result: seen.append(result.detach().sum())
+                )
             optimizer.zero_grad()
             loss = F.cross_entropy(model(batch), labels(number, count))
             loss.backward()
@@ -56,7 +58,7 @@ def resnet18_with_changes(dtype):
     return torchvision.models.resnet18(num_classes=10).to(dtype), start
 
 
-@program("torchvision", tolerance=OF_HARDSIGMOID)
+@program("torchvision", precision=OF_HARDSIGMOID)
 def evaluation_between(dtype):
     """A model that is evaluated after each step, and once calibrates its batch norms."""
     import torchvision
@@ -98,7 +100,7 @@ def many_sizes(dtype):
     return resnet10(dtype), plain(loss_of)
 
 
-# --- Recomputing ---------------------------------------------------------------------------------------------------------------
+# --- Recomputing ----------------------------------------------------------------------------------------------------
 
 
 class Checkpointed(nn.Module):
@@ -151,7 +153,7 @@ def checkpointing_sequential(dtype):
     return Segments(), plain(classifying(dtype))
 
 
-# --- Optimizers and what stands around them ------------------------------------------------------------------------------------
+# --- Optimizers and what stands around them -------------------------------------------------------------------------
 
 
 @program("torchvision")
@@ -263,7 +265,9 @@ def lbfgs(dtype):
     """An optimizer that calls the model as often as it likes."""
 
     def start(model):
-        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3, history_size=4, line_search_fn="strong_wolfe")
+        optimizer = torch.optim.LBFGS(
+            model.parameters(), lr=0.1, max_iter=3, history_size=4, line_search_fn="strong_wolfe"
+        )
         loss_of = classifying(dtype)
 
         def step(number):
@@ -282,7 +286,7 @@ def lbfgs(dtype):
 
 @program("torchvision")
 def sharpness_aware_minimization(dtype):
-    """Two gradients for each step: the second at parameters that were moved along the first. Statistics are kept once."""
+    """Two gradients for each step: the second at parameters moved along the first. Statistics are kept once."""
 
     def start(model):
         optimizer, loss_of = sgd(model), classifying(dtype)
@@ -436,7 +440,7 @@ def frozen_batch_norms(dtype):
     return resnet10(dtype), start
 
 
-# --- Several passes through networks -------------------------------------------------------------------------------------------
+# --- Several passes through networks --------------------------------------------------------------------------------
 
 
 class Distilled(nn.Module):
@@ -498,7 +502,7 @@ def siamese(dtype):
 
 
 class Momentum(nn.Module):
-    """BYOL: a predictor on top of one encoder says what another one gives, which follows the first in each forward pass."""
+    """BYOL: a predictor on top of an encoder says what another one gives, which follows the first in each forward."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
@@ -537,7 +541,7 @@ def byol(dtype):
 
 
 class Queue(nn.Module):
-    """MoCo: keys of an encoder that follows another one, and a queue of keys that is written to in each forward pass."""
+    """MoCo: keys of an encoder that follows another one, and a queue of keys that is written to in each forward."""
 
     def __init__(self, dtype: torch.dtype, keys: int = 32):
         super().__init__()
@@ -573,7 +577,7 @@ def moco(dtype):
     return Queue(dtype), plain(loss_of)
 
 
-# --- Looking inside ------------------------------------------------------------------------------------------------------------
+# --- Looking inside -------------------------------------------------------------------------------------------------
 
 
 @program("torchvision")
@@ -705,7 +709,7 @@ def adversarial_examples(dtype):
     return resnet10(dtype), start
 
 
-# --- Networks of other shapes --------------------------------------------------------------------------------------------------
+# --- Networks of other shapes ---------------------------------------------------------------------------------------
 
 
 @program("torchvision")
@@ -737,7 +741,11 @@ def lstm_after_cnn(dtype):
     class Video(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.frames, self.lstm, self.head = resnet10(dtype, 32), nn.LSTM(32, 24, batch_first=True), nn.Linear(24, 10)
+            self.frames, self.lstm, self.head = (
+                resnet10(dtype, 32),
+                nn.LSTM(32, 24, batch_first=True),
+                nn.Linear(24, 10),
+            )
 
         def forward(self, video: torch.Tensor) -> torch.Tensor:
             count, length = video.shape[:2]
@@ -828,7 +836,10 @@ def inputs_and_outputs_of_many_kinds(dtype):
     def loss_of(model, number):
         numbers = images(number, 4, 2, dtype, channels=1).flatten(1).split(2, 1)
         result = model({"picture": images(number, 4, 64, dtype), "numbers": numbers}, scale=0.5)
-        return F.cross_entropy(result.classes, labels(number, 4)) + sum(x.square().mean() for x in result.features) / result.count
+        return (
+            F.cross_entropy(result.classes, labels(number, 4))
+            + sum(x.square().mean() for x in result.features) / result.count
+        )
 
     return Structured(), plain(loss_of)
 

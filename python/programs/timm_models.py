@@ -52,7 +52,7 @@ def timm_efficientnet_ema(dtype):
     return model, averaged(lambda model: ModelEmaV2(model, decay=0.9), dtype)
 
 
-@program("timm", tolerance=OF_HARDSIGMOID)
+@program("timm", precision=OF_HARDSIGMOID)
 def timm_mobilenetv3_mixup(dtype):
     from timm.data import Mixup
     from timm.loss import SoftTargetCrossEntropy
@@ -135,7 +135,7 @@ def timm_resnet_checkpointing(dtype):
     return model, plain(classifying(dtype))
 
 
-@program("timm", tolerance=OF_HARDSIGMOID)
+@program("timm", precision=OF_HARDSIGMOID)
 def timm_features(dtype):
     """The features of several stages, as a list."""
     import timm
@@ -158,7 +158,10 @@ def timm_optimizer_with_layer_decay(dtype):
         from timm.scheduler import CosineLRScheduler
 
         optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.05, layer_decay=0.7)
-        schedule, loss_of = CosineLRScheduler(optimizer, t_initial=10, warmup_t=2, warmup_lr_init=1e-5), LabelSmoothingCrossEntropy()
+        schedule, loss_of = (
+            CosineLRScheduler(optimizer, t_initial=10, warmup_t=2, warmup_lr_init=1e-5),
+            LabelSmoothingCrossEntropy(),
+        )
 
         def step(number):
             schedule.step(number)

@@ -1,4 +1,4 @@
-"""Loops of other libraries around a model: Lightning, Hugging Face's Trainer and accelerate, DistributedDataParallel."""
+"""Loops of libraries around a model: Lightning, Hugging Face's Trainer and accelerate, DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Batches(torch.utils.data.Dataset):
         return item if self.names is None else dict(zip(self.names, item))
 
 
-# --- Lightning -----------------------------------------------------------------------------------------------------------------
+# --- Lightning ------------------------------------------------------------------------------------------------------
 
 
 def lightning_module(dtype: torch.dtype) -> torch.nn.Module:
@@ -92,13 +92,15 @@ def lightning_net_of_module(dtype):
     return lightning_module(dtype), lightning_train(dtype)
 
 
-# --- Hugging Face --------------------------------------------------------------------------------------------------------------
+# --- Hugging Face ---------------------------------------------------------------------------------------------------
 
 
 def hf_resnet(dtype: torch.dtype) -> torch.nn.Module:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    config = ResNetConfig(embedding_size=16, hidden_sizes=[16, 32, 48], depths=[1, 1, 1], layer_type="basic", num_labels=10)
+    config = ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 32, 48], depths=[1, 1, 1], layer_type="basic", num_labels=10
+    )
     return ResNetForImageClassification(config).to(dtype)
 
 
@@ -132,7 +134,9 @@ def hf_train(dtype: torch.dtype, **options: Any) -> Callable[..., None]:
                 logging_strategy="no",
                 **options,
             )
-            Recording(model=model, args=arguments, train_dataset=Batches(4 * steps, dtype, names=("pixel_values", "labels"))).train()
+            Recording(
+                model=model, args=arguments, train_dataset=Batches(4 * steps, dtype, names=("pixel_values", "labels"))
+            ).train()
 
     return train
 
@@ -181,7 +185,7 @@ def accelerate_convnext(dtype):
     return hf_convnext(dtype), accelerate_start(dtype)
 
 
-# --- PyTorch's own -------------------------------------------------------------------------------------------------------------
+# --- PyTorch's own --------------------------------------------------------------------------------------------------
 
 
 def one_rank() -> None:
