@@ -1,5 +1,6 @@
 """Threads, forks, interrupts and errors: nothing hangs, and training goes on."""
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import textwrap
 import threading
 import time
 import traceback
+import warnings
 
 import pytest
 import torch
@@ -54,12 +56,16 @@ def test_threads_follow_pytorch_and_the_machine():
         torch_convoke.optimize(nn.ReLU(), threads=0)
 
 
-def in_child(work):
-    """The exit status of a forked child that does something; one that hangs is killed."""
+#: Seconds after which a child hangs.
+HANGS = 20
+
+
+def in_child(work, traces=sys.__stderr__):
+    """The exit status of a forked child that does something; one that hangs writes where to `traces`, and ends with 1."""
     child = os.fork()
     if child == 0:
         try:
-            signal.alarm(20)
+            faulthandler.dump_traceback_later(HANGS, exit=True, file=traces)
             work()
             os._exit(0)
         except BaseException:
@@ -84,7 +90,7 @@ def test_forks_have_threads_of_their_own():
         assert abs(step(trained) - expected) <= 1e-5 * abs(expected)
 
 
-def test_forks_wait_for_kernels_of_other_threads():
+def test_forks_wait_for_kernels_of_other_threads(tmp_path):
     trained, stop, errors = model(), threading.Event(), []
     started = threading.Semaphore(0)
     step(trained)
@@ -112,8 +118,12 @@ def test_forks_wait_for_kernels_of_other_threads():
         # Nobody captures while the process forks: the locks of imports and of TorchDynamo are their own.
         assert all(started.acquire(timeout=60) for _ in workers)
         # A child that finds a lock which another thread held at that moment, such as one of PyTorch's own, hangs: that is rare.
-        hung = [status for _ in range(50) if (status := in_child(forward)) != 0]
-        assert len(hung) <= 1 and set(hung) <= {int(signal.SIGALRM)}, hung
+        with open(tmp_path / "hung", "w+") as traces:
+            failed = sum(in_child(forward, traces) != 0 for _ in range(50))
+            text = (traces.seek(0), traces.read())[1]
+        assert failed == text.count("Timeout (") <= 1, text
+        if failed:
+            warnings.warn(f"a forked child hung:\n{text}")
     finally:
         stop.set()
         for worker in workers:
