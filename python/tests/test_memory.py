@@ -101,6 +101,31 @@ def test_at_most_half_of_what_pytorch_keeps_is_kept(x):
     del loss
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(context, gradient):
+        return 2 * gradient
+
+
+@pytest.mark.usefixtures("measured")
+def test_reports_tell_of_writes_to_results_of_others(x):
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)
+
+        def forward(self, x):
+            return self.last(nn.functional.relu(Doubled.apply(self.first(x)), inplace=True)).sum()
+
+    model = torch_convoke.optimize(Writes())
+    model(x).backward()
+    assert torch_convoke.report(model).count("PyTorch would keep") == 2
+
+
 def test_the_engine_uses_the_bytes_that_the_report_tells(x):
     model = torch_convoke.optimize(small())
     _, bytes = train(model, x)

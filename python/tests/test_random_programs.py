@@ -108,6 +108,7 @@ def test_captured_programs():
                     break
                 compare(expected, wanted, model, outcome(model, model, seed + call))
             else:
+                torch_convoke.report(model)
                 count = convolutions(model)
                 here, there = here + count[0], there + count[1]
         except Exception as error:

@@ -105,9 +105,11 @@ def saved_by_pytorch(subgraph: Any, sizes: dict[Any, int]) -> int:
             fake = torch.empty(shape, dtype=value.dtype)
             if _capture.is_channels_last(value):
                 fake = fake.to(memory_format=_capture.CHANNELS_LAST[fake.dim()])
+            # A copy, as operations may write to results of others but not to leaves.
+            fake = fake.requires_grad_(value.requires_grad).clone()
             if subgraph.kinds[node] != "input":
                 own.add(fake.untyped_storage()._cdata)
-            args.append(fake.requires_grad_(value.requires_grad))
+            args.append(fake)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = subgraph.module(*args)
         del outputs
