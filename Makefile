@@ -136,9 +136,12 @@ sanitize:
 	$(call SANITIZED,address) -p convoke-nn --test it -- checkpoints::
 	$(call SANITIZED,thread) -p convoke-kernels --lib -- --test-threads 1 --nocapture
 
-# Runs the models that convoke writes as ONNX in onnxruntime. PYTHON must have onnx, onnxruntime, safetensors and numpy.
+# Runs the models that convoke writes as ONNX in onnxruntime, and random operators in both. PYTHON must have onnx, onnxruntime,
+# safetensors and numpy.
 onnx:
-	rm -rf target/onnx && mkdir -p target/onnx
+	rm -rf target/onnx target/nodes && mkdir -p target/onnx
+	$(PYTHON) tools/make_random_nodes.py --count 2000 target/nodes
+	CONVOKE_ONNX_NODE_TESTS=$(CURDIR)/target/nodes cargo test --test it -- every_node_that_is_read
 	CONVOKE_ONNX_WRITE=$(CURDIR)/target/onnx cargo test --test it -- are_written_for
 	$(PYTHON) tools/check_onnx.py target/onnx
 

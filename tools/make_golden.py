@@ -1637,9 +1637,6 @@ def layers_file(seed):
     attributes = dict(kernel=3, stride=2, padding=[1] * 4, count_include_pad=True, ceil_mode=True)
     average = lambda x: F.avg_pool2d(x, 3, 2, 1, True, True, divisor_override=5)
     add("avg_pool2d_divisor", "avg_pool2d", dict(x=(1, 2, 6, 5)), average, divisor_override=5, **attributes)
-    # ONNX before opset 19 divides by the whole window, however little of it is there.
-    average = lambda x: F.avg_pool2d(x, 3, 2, 1, True, True, divisor_override=9)
-    add("avg_pool2d_overhang", "avg_pool2d", dict(x=(1, 2, 6, 5)), average, count_overhang=True, **attributes)
 
     for name, x, to in (
         ("up", (1, 2, 3, 4), dict(size=(5, 7))),

@@ -367,7 +367,6 @@ def _pool(to, kind, axes, input, kernel, stride, padding, dilation, ceil_mode, i
         "dilations": _repeated(dilation, axes, "dilation"),
         "ceil_mode": ceil_mode,
         "count_include_pad": include_pad,
-        "count_overhang": False,
     }
     return _volumes.pool(to, kind, op, input, shape) if axes == 3 else to.node({kind: op}, [input], shape)
 

@@ -29,6 +29,8 @@ pub enum Rounding {
     RoundPreferFloor,
     /// The nearer one; in the middle, the pixel after. With [`Coordinates::HalfPixel`], PyTorch's `nearest-exact`.
     RoundPreferCeil,
+    /// The pixel before along an axis that grows, the pixel after along one that shrinks: ONNX Runtime before opset 11.
+    FloorOrCeil,
 }
 
 /// Which place of the input the output at `o` shows. The names are ONNX's. `step` is 1 / scale, or input size / output size.
@@ -41,6 +43,8 @@ pub enum Coordinates {
     Asymmetric,
     /// o (input - 1) / (output - 1): the first and the last pixels lie on each other. PyTorch's `align_corners=True`.
     AlignCorners,
+    /// As `HalfPixel`, but the middles of input and output lie on each other where the output has less than input x scale pixels.
+    HalfPixelSymmetric,
 }
 
 /// One axis of a resize.
@@ -61,7 +65,18 @@ impl ResizeAxis {
     /// PyTorch and ONNX. A scale that is not positive gives no pixel, which [`ResizeProblem::new`] refuses.
     pub fn by_scale(input: usize, scale: f64) -> ResizeAxis {
         // The conversion saturates, and makes 0 of NaN.
-        ResizeAxis { input, output: (input as f64 * scale).floor() as usize, scale: Some(scale) }
+        ResizeAxis::to_size_by_scale(input, (input as f64 * scale).floor() as usize, scale)
+    }
+
+    /// From `input` to `output` pixels, where coordinates use this scale.
+    pub fn to_size_by_scale(input: usize, output: usize, scale: f64) -> ResizeAxis {
+        ResizeAxis { input, output, scale: Some(scale) }
+    }
+
+    /// Where the output's first pixel begins in [`Coordinates::HalfPixelSymmetric`], in pixels of the input.
+    fn begin(&self) -> f32 {
+        let (input, output) = (self.input as f32, self.output as f32);
+        self.scale.map_or(0.0, |scale| input / 2.0 * (1.0 - output / (input * scale as f32)))
     }
 }
 
@@ -157,6 +172,10 @@ impl ResizeAxis {
         let step = self.scale.map_or(input_size / output_size, |scale| (1.0 / scale) as f32);
         let place = match coordinates {
             Coordinates::HalfPixel => f64::from((output as f32 + 0.5) * step) - 0.5,
+            Coordinates::HalfPixelSymmetric => {
+                let scale = self.scale.map_or(output_size / input_size, |scale| scale as f32);
+                f64::from(self.begin() + (output as f32 + 0.5) / scale - 0.5)
+            }
             Coordinates::Asymmetric => f64::from(output as f32 * step),
             Coordinates::AlignCorners if self.output == 1 => 0.0,
             Coordinates::AlignCorners => {
@@ -164,7 +183,8 @@ impl ResizeAxis {
             }
         };
         let rounded = match rounding {
-            Rounding::Floor => place.floor(),
+            Rounding::FloorOrCeil if step > 1.0 => place.ceil(),
+            Rounding::Floor | Rounding::FloorOrCeil => place.floor(),
             Rounding::Ceil => place.ceil(),
             Rounding::RoundPreferFloor => (place - 0.5).ceil(),
             Rounding::RoundPreferCeil => (place + 0.5).floor(),
@@ -179,6 +199,7 @@ impl ResizeAxis {
         let step = self.scale.map_or(self.input as f64 / self.output as f64, |scale| 1.0 / scale);
         let place = match coordinates {
             Coordinates::HalfPixel => (output as f64 + 0.5) * step - 0.5,
+            Coordinates::HalfPixelSymmetric => f64::from(self.begin()) + (output as f64 + 0.5) * step - 0.5,
             Coordinates::Asymmetric => output as f64 * step,
             Coordinates::AlignCorners if self.output == 1 => 0.0,
             Coordinates::AlignCorners => output as f64 * last as f64 / (self.output - 1) as f64,

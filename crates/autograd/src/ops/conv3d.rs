@@ -10,7 +10,7 @@ use convoke_kernels::memory::at_least;
 use convoke_kernels::slices::Slices;
 use convoke_kernels::{dispatch, elementwise};
 
-use super::conv_transpose2d::Axis;
+use super::conv_transpose2d::{Axis, with_places_beyond, within_reach};
 use super::conv2d::{gradient_of_input, output, weight_gradient};
 use super::{ConvOptions, ConvTransposeOptions, Padding, check_vector, four_dimensions};
 use crate::error::{invalid, refused};
@@ -79,9 +79,17 @@ pub fn conv_transpose3d(
     bias: Option<&Tensor>,
     options: &ConvTranspose3dOptions,
 ) -> Result<Tensor> {
-    let inputs = [Some(x), Some(weight), bias];
-    let &ConvTranspose3dOptions { conv, output_padding } = options;
+    let &ConvTranspose3dOptions { conv, mut output_padding } = options;
+    let mut beyond = [0; 3];
+    for axis in 0..3 {
+        let (stride, after, dilation) = (conv.stride[axis], conv.padding[axis][1], conv.dilation[axis]);
+        [output_padding[axis], beyond[axis]] = within_reach(output_padding[axis], stride, after, dilation);
+    }
     let function = Conv3d { options: conv, output_padding: Some(output_padding) };
+    if beyond != [0; 3] {
+        return with_places_beyond(&apply(function, &[x, weight])?, bias, &beyond);
+    }
+    let inputs = [Some(x), Some(weight), bias];
     apply(function, &inputs.into_iter().flatten().collect::<Vec<_>>())
 }
 

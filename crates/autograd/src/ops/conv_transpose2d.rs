@@ -3,7 +3,7 @@
 use convoke_kernels::conv::{ConvAxis, ConvProblem, ConvSpec, ConvTypes, TiledConv};
 
 use super::conv2d::{gradients, output};
-use super::{Padding, check_vector, four_dimensions, same_dtype};
+use super::{PadMode, Padding, check_vector, four_dimensions, same_dtype};
 use crate::error::invalid;
 use crate::{Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 
@@ -15,7 +15,7 @@ pub struct ConvTransposeOptions {
     /// Rows and columns that are cut off the output's sides.
     pub padding: Padding,
     /// Rows and columns that are added at the bottom and at the right: a convolution with this stride maps outputs of several
-    /// sizes to one size, and this chooses among them. Less than the stride plus the padding at that side.
+    /// sizes to one size, and this chooses among them. Less than the stride plus the padding at that side, or than the dilation.
     pub output_padding: [usize; 2],
     /// Step between kernel elements.
     pub dilation: [usize; 2],
@@ -72,12 +72,39 @@ impl Axis {
         let axis = ConvAxis { pad_after: after.saturating_sub(output_padding), ..axis };
         if axis.output() != input {
             return Err(format!(
-                "output_padding {output_padding} must be less than stride {stride} plus padding {after} along the {name} \
-                 axis"
+                "output_padding {output_padding} must be less than stride {stride} plus padding {after}, or than dilation \
+                 {dilation}, along the {name} axis"
             ));
         }
         Ok(axis)
     }
+}
+
+/// What a convolution can reach of an `output_padding`, and the places beyond that only get the bias. PyTorch adds up to the dilation or
+/// the stride less one.
+pub(super) fn within_reach(
+    output_padding: usize,
+    stride: usize,
+    after: usize,
+    dilation: usize,
+) -> [usize; 2] {
+    let most = stride.saturating_add(after).saturating_sub(1);
+    match output_padding > most && output_padding < stride.max(dilation) {
+        true => [most, output_padding - most],
+        false => [output_padding, 0],
+    }
+}
+
+/// The output of a transposed convolution without bias with what lies beyond its reach, and the bias.
+pub(super) fn with_places_beyond(y: &Tensor, bias: Option<&Tensor>, beyond: &[usize]) -> Result<Tensor> {
+    let after = beyond.iter().map(|&places| [0, isize::try_from(places).unwrap_or(isize::MAX)]);
+    let pads: Vec<_> = [[0, 0]; 2].into_iter().chain(after).collect();
+    let y = y.pad(&pads, PadMode::Constant(0.0))?;
+    let Some(bias) = bias else { return Ok(y) };
+    let channels = y.shape()[1];
+    check_vector("conv_transpose", "the bias", Some(bias), channels)?;
+    let shape: Vec<_> = [1, channels].into_iter().chain(beyond.iter().map(|_| 1)).collect();
+    y.add(&bias.reshape(&shape)?)
 }
 
 impl ConvTransposeOptions {
@@ -154,8 +181,19 @@ pub fn conv_transpose2d(
     bias: Option<&Tensor>,
     options: &ConvTransposeOptions,
 ) -> Result<Tensor> {
+    let (mut options, mut beyond) = (*options, [0; 2]);
+    let after = [options.padding.bottom, options.padding.right];
+    for axis in [0, 1] {
+        let (stride, dilation) = (options.stride[axis], options.dilation[axis]);
+        [options.output_padding[axis], beyond[axis]] =
+            within_reach(options.output_padding[axis], stride, after[axis], dilation);
+    }
+    if beyond != [0; 2] {
+        let y = apply(ConvTranspose2d { options }, &[x, weight])?;
+        return with_places_beyond(&y, bias, &beyond);
+    }
     let inputs = [Some(x), Some(weight), bias];
-    apply(ConvTranspose2d { options: *options }, &inputs.into_iter().flatten().collect::<Vec<_>>())
+    apply(ConvTranspose2d { options }, &inputs.into_iter().flatten().collect::<Vec<_>>())
 }
 
 struct ConvTranspose2d {

@@ -120,7 +120,10 @@ impl Function for NllLoss {
                 class_loss(&extent, x.data::<T>()?, &self.targets, &self.options.kernel())
             })?,
         };
-        let y = Tensor::full(x.device(), &[], x.dtype(), total / self.divisor(weight))?;
+        // Targets that weigh nothing have no mean, also where smoothing gives other classes a share.
+        let none = self.reduction == Reduction::Mean && weight == 0.0;
+        let loss = if none { f64::NAN } else { total / self.divisor(weight) };
+        let y = Tensor::full(x.device(), &[], x.dtype(), loss)?;
         Ok((y, Saved { shape: x.shape().to_vec(), format: x.format(), weight }))
     }
 

@@ -26,11 +26,8 @@ pub struct PoolOptions {
     /// Whether a last window that extends beyond the end counts. It does only if it starts in the input or in the padding
     /// before it, as in PyTorch and in ONNX from its opset 19 on.
     pub ceil_mode: bool,
-    /// Whether averages count padding in their divisor.
+    /// Whether averages count padding in their divisor. What lies beyond it, where `ceil_mode` lets a window extend, does not count.
     pub count_include_pad: bool,
-    /// Whether averages that count padding also count what lies beyond it, where `ceil_mode` lets a window extend. ONNX did so
-    /// before opset 19, PyTorch does not.
-    pub count_overhang: bool,
     /// What averages divide the sum over a window by, instead of the number of its elements.
     pub divisor_override: Option<usize>,
 }
@@ -46,17 +43,15 @@ impl PoolOptions {
             dilation: [1; 2],
             ceil_mode: false,
             count_include_pad: true,
-            count_overhang: false,
             divisor_override: None,
         }
     }
 
     fn divisor(&self) -> Divisor {
-        match (self.divisor_override, self.count_include_pad, self.count_overhang) {
-            (Some(divisor), ..) => Divisor::Fixed(divisor),
-            (None, true, true) => Divisor::Window,
-            (None, true, false) => Divisor::Padded,
-            (None, false, _) => Divisor::Inside,
+        match (self.divisor_override, self.count_include_pad) {
+            (Some(divisor), _) => Divisor::Fixed(divisor),
+            (None, true) => Divisor::Padded,
+            (None, false) => Divisor::Inside,
         }
     }
 

@@ -16,6 +16,13 @@ pub enum ResizeTo {
     Size([usize; 2]),
     /// So many times the pixels of the input, rounded down. Places in the input follow from these factors, not from the sizes.
     Scale([f64; 2]),
+    /// So many pixels, where places in the input follow from factors.
+    SizeByScale {
+        /// The output's size.
+        size: [usize; 2],
+        /// The factors.
+        scale: [f64; 2],
+    },
 }
 
 /// How [`resize2d`] resizes.
@@ -46,6 +53,9 @@ impl ResizeOptions {
         match self.to {
             ResizeTo::Size(size) => ResizeAxis::to_size(input, size[index]),
             ResizeTo::Scale(scale) => ResizeAxis::by_scale(input, scale[index]),
+            ResizeTo::SizeByScale { size, scale } => {
+                ResizeAxis::to_size_by_scale(input, size[index], scale[index])
+            }
         }
     }
 }

@@ -4,8 +4,9 @@
 use crate::common::cases::{OPERATIONS, Size};
 use crate::common::{FORMATS, bits, device, laid_out, normal, values};
 use convoke_autograd::ops::{
-    self, Conv3dOptions, ConvOptions, ConvTranspose3dOptions, ConvTransposeOptions, Coordinates,
-    LayerNormOptions, Padding, PoolOptions, ResizeMode, ResizeOptions, ResizeTo, UpsampleMode,
+    self, ClassOptions, Conv3dOptions, ConvOptions, ConvTranspose3dOptions, ConvTransposeOptions,
+    Coordinates, LayerNormOptions, Padding, PoolOptions, Reduction, ResizeMode, ResizeOptions, ResizeTo,
+    Slice, UpsampleMode,
 };
 use convoke_autograd::{BackwardOptions, Cpu, DType, Device, DeviceOptions, Isa, MemoryFormat, Tensor};
 use convoke_testkit::{Failures, Tolerance, assert_close};
@@ -43,6 +44,61 @@ fn a_transposed_convolution_is_the_adjoint_of_a_convolution() {
             assert!((left - right).abs() <= 1e-11 * (1.0 + left.abs()), "{left} and {right}");
             assert_eq!(bits(&gradient(&back, &z, &x)), bits(&y), "it is the same pass");
         }
+    }
+}
+
+/// PyTorch adds up to the stride or the dilation, less one: the last places may be beyond all windows, and get the bias alone.
+#[test]
+fn output_padding_reaches_beyond_the_windows() {
+    let device = device();
+    let [x, weight] = [(1, [3, 8, 7, 3]), (2, [8, 6, 1, 2])]
+        .map(|(seed, shape)| normal::<f64>(&device, seed, &shape).with_grad());
+    let bias = normal::<f64>(&device, 3, &[12]).with_grad();
+    let options = ConvTransposeOptions { dilation: [2, 3], groups: 2, ..ConvTransposeOptions::default() };
+    let run = |output_padding| {
+        let options = ConvTransposeOptions { output_padding, ..options };
+        ops::conv_transpose2d(&x, &weight, Some(&bias), &options).unwrap()
+    };
+    let (plain, more) = (run([0, 0]), run([1, 2]));
+    assert_eq!((plain.shape(), more.shape()), (&[3, 12, 7, 6][..], &[3, 12, 8, 8][..]));
+    let inside = more.slice(&[Slice::new(2, 0, 7)]).unwrap().slice(&[Slice::new(3, 0, 6)]).unwrap();
+    assert_eq!(bits(&inside), bits(&plain));
+    let below =
+        more.slice(&[Slice::new(2, 7, 8)]).unwrap().sub(&bias.reshape(&[1, 12, 1, 1]).unwrap()).unwrap();
+    assert!(values::<f64>(&below).iter().all(|&place| place == 0.0));
+    let gradients = more.sum().unwrap().backward().unwrap();
+    assert_eq!(values::<f64>(gradients.get(&bias).unwrap()), [3.0 * 64.0; 12]);
+    let all = plain.sum().unwrap().backward().unwrap();
+    for of in [&x, &weight] {
+        let [found, expected] = [&gradients, &all].map(|all| values::<f64>(all.get(of).unwrap()));
+        assert_close("gradients", &found, &expected, Tolerance::new(1e-12, 1e-12));
+    }
+    let volume =
+        |x: &Tensor| x.reshape(&[x.shape(), &[1]].concat()).unwrap().permute(&[0, 1, 4, 2, 3]).unwrap();
+    let conv = Conv3dOptions { dilation: [2, 2, 3], groups: 2, ..Conv3dOptions::default() };
+    let options = ConvTranspose3dOptions { conv, output_padding: [1, 1, 2] };
+    let y = ops::conv_transpose3d(&volume(&x), &volume(&weight), Some(&bias), &options).unwrap();
+    assert_eq!(y.shape(), [3, 12, 2, 8, 8]);
+    let first = values::<f64>(&y.slice(&[Slice::new(2, 0, 1)]).unwrap());
+    assert_close("volumes", &first, &values::<f64>(&more), Tolerance::new(1e-12, 1e-12));
+}
+
+/// As in PyTorch, whose mean of nothing is NaN also where smoothing spreads a share over classes that weigh something.
+#[test]
+fn targets_that_weigh_nothing_have_no_mean() {
+    let device = device();
+    let x = Tensor::from_slice(&device, &[1, 2], &[0.5, -1.0]).unwrap();
+    for label_smoothing in [0.0, 0.1, 1.0] {
+        let options =
+            ClassOptions { weights: Some([0.0, 1.0].into()), label_smoothing, ..ClassOptions::default() };
+        let loss = |reduction| {
+            let (loss, weight) =
+                ops::weighted_nll_loss(&ops::log_softmax(&x).unwrap(), &[0], reduction, &options).unwrap();
+            assert_eq!(weight, 0.0);
+            loss.item().unwrap()
+        };
+        assert!(loss(Reduction::Mean).is_nan(), "{label_smoothing}");
+        assert!(loss(Reduction::Sum).is_finite(), "{label_smoothing}");
     }
 }
 

@@ -12,12 +12,8 @@ use crate::{Cpu, Element, Result};
 pub enum Divisor {
     /// The elements of the input in the window.
     Inside,
-    /// Those, and the padding in it, but not what lies beyond the padding: PyTorch's `count_include_pad`, and ONNX's from its
-    /// opset 19 on.
+    /// Those, and the padding in it, but not what lies beyond the padding: `count_include_pad` of PyTorch and ONNX.
     Padded,
-    /// All elements of the window, also beyond the padding, where `ceil_mode` lets it extend: ONNX's `count_include_pad` before
-    /// opset 19.
-    Window,
     /// This number, which is not 0.
     Fixed(usize),
 }
@@ -32,7 +28,7 @@ impl PoolProblem {
                 Divisor::Inside => (start.max(0), end.min(axis.input as isize)),
                 // Only the nominal padding counts, not what ceil_mode adds.
                 Divisor::Padded => (start, end.min((axis.input + padding_after) as isize)),
-                Divisor::Window | Divisor::Fixed(_) => (start, end),
+                Divisor::Fixed(_) => (start, end),
             };
             (high - low) as f64
         };

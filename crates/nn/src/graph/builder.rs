@@ -183,7 +183,6 @@ impl PoolSpec {
             dilations: vec![1; 2],
             ceil_mode: false,
             count_include_pad: true,
-            count_overhang: false,
         }
     }
 }

@@ -13,7 +13,7 @@ mod reduction;
 #[cfg(test)]
 mod tests;
 
-pub(super) use lookup::scattered;
+pub(super) use lookup::{Gathered, gathered, scattered};
 
 use super::{Array, Data, Kind, Op, PadKind};
 
@@ -59,6 +59,9 @@ pub(super) fn evaluate(op: &Op, inputs: &[Option<&Array>], outputs: usize) -> Op
         Op::Unsqueeze => inputs.with_required_list(movement::unsqueeze),
         Op::Expand => inputs.with_required_list(movement::expand),
         Op::Tile => inputs.with_required_list(movement::tile),
+        Op::GatherNd { batch_axes } => {
+            inputs.pair().and_then(|(x, indices)| lookup::gather_nd(x, indices, *batch_axes))
+        }
         Op::ScatterNd => lookup::scatter_nd(&inputs),
         Op::Gather { axis } => inputs.pair().and_then(|(x, indices)| lookup::gather(x, indices, *axis)),
         Op::Shape { start, end } => inputs.required(0).and_then(|x| lookup::shape(x, *start, *end)),

@@ -107,6 +107,11 @@ pub enum Op {
         /// The axis.
         axis: isize,
     },
+    /// x, indices: the slices where the last axis of the indices points, which must be known.
+    GatherNd {
+        /// The first axes, which x and the indices have in common: an index points into its own part of x.
+        batch_axes: usize,
+    },
     /// x, indices, updates: x with other slices where the last axis of the indices points, which must be known. Of several updates of
     /// one slice the last counts.
     ScatterNd,
@@ -271,8 +276,6 @@ pub struct Pool {
     pub ceil_mode: bool,
     /// Whether averages count padding.
     pub count_include_pad: bool,
-    /// Whether averages that count padding also count what lies beyond it: ONNX before opset 19.
-    pub count_overhang: bool,
 }
 
 /// Arithmetic of two operands.
@@ -485,6 +488,7 @@ impl Op {
             Op::Expand => "Expand",
             Op::Tile => "Tile",
             Op::Gather { .. } => "Gather",
+            Op::GatherNd { .. } => "GatherND",
             Op::ScatterNd => "ScatterND",
             Op::DepthToSpace { .. } => "DepthToSpace",
             Op::SpaceToDepth { .. } => "SpaceToDepth",

@@ -78,7 +78,6 @@ impl Graph {
                     dilations: Vec::new(),
                     ceil_mode: false,
                     count_include_pad: true,
-                    count_overhang: false,
                 }),
             };
         }

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, LazyLock};
 
-use convoke_autograd::ops::{Coordinates, Pointwise};
+use convoke_autograd::ops::{Coordinates, Pointwise, ResizeMode, Rounding};
 use convoke_autograd::{DType, Device, MemoryFormat, Tensor};
 use convoke_nn::graph::{
     Arithmetic, Array, Aspect, BatchNormOp, Conv, Definition, Dimension, Gemm, Graph, Input, Interpolation,
@@ -85,7 +85,6 @@ pub(crate) fn residual(mode: ConvBnMode) -> Graph {
         dilations: vec![],
         ceil_mode: false,
         count_include_pad: false,
-        count_overhang: false,
     };
     let stem = made.node(Op::MaxPool(pool), &[&stem], "pooled");
     let a = made.conv_bn(&stem, "a", [4, 4]);
@@ -510,6 +509,102 @@ fn samples_are_dropped_where_a_graph_trains() {
     made.0.outputs = vec!["dropped".into()];
     let error = Graph::new(&Arc::new(made.0), &Init::new(&device(), 0), ConvBnMode::Fused).err().unwrap();
     assert!(error.to_string().contains("make dropped") && error.to_string().contains("[0, 1]"), "{error}");
+}
+
+/// The shape and the elements of what one operation makes of an image of 0, 1, 2, ..., with an input more.
+fn of_counted(shape: &[usize], op: Op, other: Option<(usize, Array)>) -> (Vec<usize>, Vec<f64>) {
+    let mut made = Maker::new(shape);
+    let mut inputs = vec!["x"];
+    if let Some((place, array)) = other {
+        inputs.resize(place, "");
+        inputs.push("other");
+        made.0.stored.push(Stored { name: "other".into(), values: array.into(), trained: None });
+    }
+    made.node(op, &inputs, "y");
+    let graph = made.graph("y", ConvBnMode::Fused);
+    let counted: Vec<f64> = (0..shape.iter().product()).map(|element: usize| element as f64).collect();
+    let y = graph.forward(&Tensor::from_slice(&device(), shape, &counted).unwrap()).unwrap();
+    (y.shape().to_vec(), y.to_vec().unwrap())
+}
+
+/// Values of ONNX Runtime and, where it has such windows, of PyTorch.
+#[test]
+fn windows_at_corners_are_those_of_other_runtimes() {
+    let pool = |kernel: &[usize], strides: &[usize], pads: Pads| Pool {
+        kernel: kernel.to_vec(),
+        strides: strides.to_vec(),
+        pads,
+        dilations: vec![],
+        ceil_mode: true,
+        count_include_pad: true,
+    };
+    // What lies beyond the padding does not count.
+    let average = Op::AveragePool(pool(&[3, 3], &[3, 3], Pads::Valid));
+    assert_eq!(of_counted(&[1, 1, 5, 5], average, None), (vec![1, 1, 2, 2], vec![6.0, 8.5, 18.5, 21.0]));
+    // Padding of more than half a window, on one side: no window begins in it. Windows have 2, 3 and 1 elements of the input, and the
+    // last one an element of the padding.
+    let pads = || Pads::Explicit(vec![0, 0, 0, 2]);
+    let average = Op::AveragePool(pool(&[1, 3], &[1, 2], pads()));
+    assert_eq!(of_counted(&[1, 1, 1, 5], average, None), (vec![1, 1, 1, 3], vec![1.0, 3.0, 4.0 / 3.0]));
+    let inside = Pool { count_include_pad: false, ..pool(&[1, 3], &[1, 2], pads()) };
+    let (shape, means) = of_counted(&[1, 1, 1, 5], Op::AveragePool(inside), None);
+    assert_eq!(shape, [1, 1, 1, 3]);
+    close(&means, &[1.0, 3.0, 4.0], "means of elements inside");
+    let largest = Op::MaxPool(pool(&[1, 3], &[1, 2], pads()));
+    assert_eq!(of_counted(&[1, 1, 1, 4], largest, None), (vec![1, 1, 1, 2], vec![2.0, 3.0]));
+    // Steps that are longer than windows leave out columns on both sides.
+    let same = Op::MaxPool(pool(&[1, 1], &[1, 3], Pads::SameUpper));
+    assert_eq!(of_counted(&[1, 1, 1, 6], same, None), (vec![1, 1, 1, 2], vec![1.0, 4.0]));
+    let one = || Some((1, Array::floats([1.0]).reshaped(&[1, 1, 1, 1]).unwrap()));
+    for (size, pads, expected) in [
+        (6, Pads::SameUpper, &[0.0, 4.0][..]),
+        (4, Pads::SameUpper, &[1.0]),
+        (4, Pads::SameLower, &[0.0]),
+        (8, Pads::SameUpper, &[1.0, 5.0]),
+    ] {
+        let conv = Op::Conv(Conv { strides: vec![1, 4], pads, dilations: vec![1, 1], group: 1 });
+        assert_eq!(of_counted(&[1, 1, 1, size], conv, one()).1, expected, "{size} columns");
+    }
+}
+
+/// Values of ONNX Runtime and, where it has such resizes, of PyTorch.
+#[test]
+fn resizes_at_corners_are_those_of_other_runtimes() {
+    let resize = |mode: Interpolation, coordinates: Coordinates| Resize {
+        mode,
+        coordinates,
+        one_pixel_at_zero: false,
+        aspect: Aspect::Stretch,
+    };
+    let (linear, cubic) = (Interpolation::Of(ResizeMode::Bilinear), Interpolation::Cubic { a: -0.75 });
+    let scales = |height: f32, width: f32| Some((2, Array::floats([1.0, 1.0, height, width])));
+    // 1.3 is less than 1.3 in single precision, and so is the product before it is rounded.
+    for mode in [linear, cubic, Interpolation::Of(ResizeMode::Nearest(Rounding::Floor))] {
+        let op = Op::Resize(resize(mode, Coordinates::HalfPixel));
+        assert_eq!(of_counted(&[1, 1, 10, 10], op, scales(1.3, 1.3)).0, [1, 1, 13, 13], "{mode:?}");
+    }
+    // Where all sizes stay, so do all values.
+    for mode in [linear, cubic] {
+        let op = Op::Resize(resize(mode, Coordinates::HalfPixel));
+        assert_eq!(of_counted(&[1, 1, 2, 1], op, scales(1.3, 1.0)), (vec![1, 1, 2, 1], vec![0.0, 1.0]));
+    }
+    // The other axis of an image of one row is resized by its scale: columns lie at 0.27, 1.04 and 1.81 of 2.
+    let op = Op::Resize(Resize { one_pixel_at_zero: true, ..resize(linear, Coordinates::HalfPixel) });
+    let (shape, row) = of_counted(&[1, 1, 2, 3], op, scales(0.5, 1.3));
+    assert_eq!(shape, [1, 1, 1, 3]);
+    let wide = f64::from(1.3f32);
+    close(&row, &[0.0, 1.5 / wide - 0.5, 2.5 / wide - 0.5], "a row at zero");
+    // 6 x 0.6 = 3.6 become 3 pixels, whose middle is that of the input.
+    let op = Op::Resize(resize(linear, Coordinates::HalfPixelSymmetric));
+    let (shape, row) = of_counted(&[1, 1, 1, 6], op, scales(1.0, 0.6));
+    assert_eq!(shape, [1, 1, 1, 3]);
+    let step = 1.0 / f64::from(0.6f32);
+    assert!(row.iter().zip([2.5 - step, 2.5, 2.5 + step]).all(|(a, b)| (a - b).abs() < 1e-6), "{row:?}");
+    // Before version 11: down where an axis grows, up where it shrinks.
+    let mode = Interpolation::Of(ResizeMode::Nearest(Rounding::FloorOrCeil));
+    let op = Op::Resize(resize(mode, Coordinates::Asymmetric));
+    let found = of_counted(&[1, 1, 2, 5], op, scales(1.5, 0.6));
+    assert_eq!(found, (vec![1, 1, 3, 3], vec![0.0, 2.0, 4.0, 0.0, 2.0, 4.0, 5.0, 7.0, 9.0]));
 }
 
 #[test]

@@ -34,7 +34,6 @@ impl Run<'_> {
             padding_after: Some([bottom, right]),
             ceil_mode: flag("ceil_mode"),
             count_include_pad: flag("count_include_pad"),
-            count_overhang: flag("count_overhang"),
             divisor_override: self.case.attribute("divisor_override").map(|_| self.size("divisor_override")),
             ..PoolOptions::new(kernel)
         }

@@ -32,6 +32,45 @@ pub(super) fn gather(x: &Array, indices: &Array, axis: isize) -> Answer<Array> {
     picked(x, &shape, places)
 }
 
+/// The slices that GatherND takes: how many axes say which slice, the slices by number, and the sizes of the output.
+pub(in crate::graph) struct Gathered {
+    pub(in crate::graph) axes: usize,
+    pub(in crate::graph) slices: Vec<usize>,
+    pub(in crate::graph) shape: Vec<usize>,
+}
+
+/// What GatherND takes of an array of these sizes.
+pub(in crate::graph) fn gathered(sizes: &[usize], indices: &Array, batch_axes: usize) -> Answer<Gathered> {
+    let Data::I64(numbers) = indices.data() else {
+        return Err(format!("indices must be whole numbers, but are {}", described(indices)));
+    };
+    let misfit = || format!("indices of shape {:?} do not point into {sizes:?}", indices.shape());
+    let (&depth, outer) = indices.shape().split_last().ok_or_else(misfit)?;
+    let axes = batch_axes.checked_add(depth).filter(|&axes| depth > 0 && axes <= sizes.len());
+    let axes = axes.ok_or_else(misfit)?;
+    if outer.get(..batch_axes).is_none_or(|batch| *batch != sizes[..batch_axes]) {
+        return Err(format!("{} and its first {batch_axes} axes are not in common", misfit()));
+    }
+    let shape = [outer, &sizes[axes..]].concat();
+    bounded(&shape)?;
+    let (own, each) = (&sizes[batch_axes..axes], product(&outer[batch_axes..]));
+    let mut slices = room(numbers.len() / depth)?;
+    for (row, index) in numbers.chunks_exact(depth).enumerate() {
+        let slice = index.iter().zip(own).try_fold(row / each, |slice, (&number, &size)| {
+            slice.checked_mul(size)?.checked_add(place_of(number, size)?)
+        });
+        slices.push(slice.ok_or_else(|| format!("there is no index {index:?} in {own:?}"))?);
+    }
+    Ok(Gathered { axes, slices, shape })
+}
+
+/// The slices of an array where indices point.
+pub(super) fn gather_nd(x: &Array, indices: &Array, batch_axes: usize) -> Answer<Array> {
+    let Gathered { axes, slices, shape } = gathered(x.shape(), indices, batch_axes)?;
+    let inner = product(&x.shape()[axes..]);
+    picked(x, &shape, slices.into_iter().flat_map(|slice| slice * inner..(slice + 1) * inner))
+}
+
 /// Which slice each slice of ScatterND's output is: one of the data by its number or, counted on from these, one of the updates.
 pub(in crate::graph) fn scattered(sizes: &[usize], indices: &Array, updates: &[usize]) -> Answer<Vec<usize>> {
     let Data::I64(numbers) = indices.data() else {

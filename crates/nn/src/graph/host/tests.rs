@@ -102,6 +102,35 @@ fn slices_are_scattered_where_indices_point() {
 }
 
 #[test]
+fn slices_are_gathered_where_indices_point() {
+    let op = |batch_axes| Op::GatherNd { batch_axes };
+    // The examples of ONNX: elements, rows, rows of several axes, and parts of their own.
+    let x = ints(&[2, 2], &[0, 1, 2, 3]);
+    check(op(0), &[&x, &ints(&[2, 2], &[0, 0, 1, 1])], &list(&[0, 3]));
+    check(op(0), &[&x, &ints(&[2, 1], &[1, 0])], &ints(&[2, 2], &[2, 3, 0, 1]));
+    check(op(0), &[&x, &ints(&[2, 1], &[-1, -2])], &ints(&[2, 2], &[2, 3, 0, 1]));
+    let x = ints(&[2, 2, 2], &[0, 1, 2, 3, 4, 5, 6, 7]);
+    check(op(0), &[&x, &ints(&[2, 2], &[0, 1, 1, 0])], &ints(&[2, 2], &[2, 3, 4, 5]));
+    check(op(0), &[&x, &ints(&[2, 1, 2], &[0, 1, 1, 0])], &ints(&[2, 1, 2], &[2, 3, 4, 5]));
+    check(op(1), &[&x, &ints(&[2, 1], &[1, 0])], &ints(&[2, 2], &[2, 3, 4, 5]));
+    check(op(1), &[&x, &ints(&[2, 2, 1], &[1, 0, 0, 0])], &ints(&[2, 2, 2], &[2, 3, 0, 1, 4, 5, 4, 5]));
+    check(op(0), &[&x, &ints(&[0, 1], &[])], &ints(&[0, 2, 2], &[]));
+    for (axes, indices, reason) in [
+        (0, ints(&[1, 1], &[2]), "no index [2]"),
+        (0, ints(&[1, 1], &[i64::MIN]), "no index"),
+        (0, ints(&[1, 4], &[0; 4]), "do not point into [2, 2, 2]"),
+        (0, ints(&[1, 0], &[]), "do not point into [2, 2, 2]"),
+        (0, ints(&[], &[0]), "do not point into [2, 2, 2]"),
+        (1, ints(&[3, 1], &[0; 3]), "not in common"),
+        (3, ints(&[2, 2, 2, 1], &[0; 8]), "do not point into"),
+        (usize::MAX, ints(&[1, 1], &[0]), "do not point into"),
+    ] {
+        refused(op(axes), &[&x, &indices], reason);
+    }
+    refused(op(0), &[&x, &singles(&[0.0])], "whole numbers");
+}
+
+#[test]
 fn whole_numbers_are_divided_towards_zero_and_never_wrap() {
     let op = Op::Arithmetic;
     check(op(Arithmetic::Div), &[&list(&[7, -7, 7, -7]), &list(&[2, 2, -2, -2])], &list(&[3, -3, -3, 3]));

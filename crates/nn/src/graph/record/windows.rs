@@ -57,7 +57,6 @@ fn pool(options: &PoolOptions, rank: usize) -> Pool {
         dilations: last(options.dilation, rank),
         ceil_mode: options.ceil_mode,
         count_include_pad: options.count_include_pad,
-        count_overhang: options.count_overhang,
     }
 }
 
@@ -71,8 +70,7 @@ impl Translation<'_> {
         let rank = step.rank() - 2;
         let pool = pool(options, rank);
         let (input, output) = (&step.from[0][0][2..], &step.to[0][2..]);
-        let counts_all = options.ceil_mode && options.count_include_pad && options.count_overhang;
-        if options.divisor_override.is_some() || counts_all {
+        if options.divisor_override.is_some() {
             return self.average_of_whole_windows(step, options);
         }
         let whole = pool.kernel == input && output.iter().all(|&size| size == 1);
@@ -150,7 +148,8 @@ impl Translation<'_> {
                 let sizes = self.sizes(step.to)?;
                 self.node(step, Op::Resize(resize), vec![x, String::new(), String::new(), sizes])
             }
-            ResizeTo::Scale(scale) => self.scaled(step, resize, scale),
+            // What this computes is compared with the module's outputs, its size too.
+            ResizeTo::Scale(scale) | ResizeTo::SizeByScale { scale, .. } => self.scaled(step, resize, scale),
         })
     }
 

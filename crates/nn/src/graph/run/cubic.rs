@@ -14,7 +14,7 @@ pub(super) fn resize(x: &Tensor, to: ResizeTo, (resize, a): (&Resize, f64)) -> R
     for axis in [0, 1] {
         let (input, output) = (x.shape()[axis + 2], to_size[axis]);
         let scale = match to {
-            ResizeTo::Scale(scale) => scale[axis],
+            ResizeTo::Scale(scale) | ResizeTo::SizeByScale { scale, .. } => scale[axis],
             ResizeTo::Size(_) => output as f64 / input as f64,
         };
         if input == output && scale == 1.0 {
@@ -27,6 +27,10 @@ pub(super) fn resize(x: &Tensor, to: ResizeTo, (resize, a): (&Resize, f64)) -> R
         let place = |at: usize| match resize.coordinates {
             _ if output == 1 && resize.one_pixel_at_zero => 0.0,
             Coordinates::HalfPixel => (at as f64 + 0.5) / scale - 0.5,
+            Coordinates::HalfPixelSymmetric => {
+                let begin = input as f64 / 2.0 * (1.0 - output as f64 / (input as f64 * scale));
+                begin + (at as f64 + 0.5) / scale - 0.5
+            }
             Coordinates::Asymmetric => at as f64 / scale,
             Coordinates::AlignCorners if output == 1 => 0.0,
             Coordinates::AlignCorners => at as f64 * (input - 1) as f64 / (output - 1) as f64,

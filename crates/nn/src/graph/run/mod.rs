@@ -264,6 +264,7 @@ pub(super) fn run(op: &Op, inputs: &Inputs<'_>, outputs: usize) -> Result<Vec<Va
         Op::Expand => one(shapes::expand(inputs)?),
         Op::Tile => one(shapes::tile(inputs)?),
         Op::Gather { axis } => one(shapes::gather(inputs, *axis)?),
+        Op::GatherNd { batch_axes } => one(shapes::gather_nd(inputs, *batch_axes)?),
         Op::ScatterNd => one(shapes::scatter_nd(inputs)?),
         Op::DepthToSpace { block, order } => one(ops::depth_to_space(&inputs.tensor(0)?, *block, *order)?),
         Op::SpaceToDepth { block } => {

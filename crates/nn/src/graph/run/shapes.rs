@@ -4,7 +4,7 @@ use convoke_autograd::Tensor;
 use convoke_autograd::ops::{self, Slice};
 
 use super::{Inputs, Result, Value, axis_of, refuse};
-use crate::graph::host;
+use crate::graph::host::{self, Gathered};
 
 /// The most elements of an output that repeats its input.
 const MOST_ELEMENTS: usize = 1 << 40;
@@ -126,6 +126,17 @@ pub(super) fn gather(inputs: &Inputs<'_>, axis: isize) -> Result<Tensor> {
     let taken = x.index_select(axis as isize, &super::to_isize(indices))?;
     let shape = [&x.shape()[..axis], indices.shape(), &x.shape()[axis + 1..]].concat();
     Ok(if shape == taken.shape() { taken } else { taken.reshape(&shape)? })
+}
+
+pub(super) fn gather_nd(inputs: &Inputs<'_>, batch_axes: usize) -> Result<Tensor> {
+    let (x, indices) = (inputs.tensor(0)?, inputs.known(1)?);
+    let Gathered { axes, slices, shape } = match host::gathered(x.shape(), indices, batch_axes) {
+        Ok(gathered) => gathered,
+        Err(reason) => return refuse(reason),
+    };
+    let [outer, inner] = [&x.shape()[..axes], &x.shape()[axes..]].map(|sizes| sizes.iter().product());
+    let slices: Vec<isize> = slices.into_iter().map(|slice| slice as isize).collect();
+    Ok(x.reshape(&[outer, inner])?.index_select(0, &slices)?.reshape(&shape)?)
 }
 
 /// The slices of data and updates, one after the other, and of these the ones that are left.

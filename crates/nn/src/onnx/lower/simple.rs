@@ -54,6 +54,11 @@ impl Lowering<'_> {
                     false => proto,
                 }
             }
+            Op::GatherNd { batch_axes: 0 } => plain,
+            Op::GatherNd { batch_axes } => {
+                self.needs(12, "for axes in common")?;
+                plain.int("batch_dims", number(*batch_axes))
+            }
             Op::Pad(kind) => self.pad(node, *kind, plain)?,
             Op::Transpose { order } if order.is_empty() => plain,
             Op::Transpose { order } => plain.ints("perm", order.iter().map(|&axis| axis as i64)),
@@ -70,7 +75,7 @@ impl Lowering<'_> {
                 },
             ),
             Op::SpaceToDepth { block } => plain.int("blocksize", number(*block)),
-            Op::Resize(resize) => self.resize(resize, plain)?,
+            Op::Resize(resize) => self.resize(node, resize, plain)?,
             Op::GroupNorm { groups, eps } if self.opset >= 21 => {
                 plain.int("num_groups", number(*groups)).float("epsilon", *eps)
             }
@@ -129,13 +134,6 @@ impl Lowering<'_> {
         if pool.dilations.iter().any(|dilation| *dilation != 1) {
             return Err("its windows are dilated".into());
         }
-        if pool.count_include_pad && pool.ceil_mode {
-            if !pool.count_overhang {
-                self.needs(19, "not to count what lies beyond the padding")?;
-            } else if self.opset >= 19 {
-                return Err("to count what lies beyond the padding needs a version before 19".into());
-            }
-        }
         Ok(pool_steps(proto, pool).int("count_include_pad", pool.count_include_pad.into()))
     }
 
@@ -174,7 +172,7 @@ impl Lowering<'_> {
         Ok(proto.text("mode", mode))
     }
 
-    fn resize(&self, resize: &Resize, proto: NodeProto) -> Lowered<NodeProto> {
+    fn resize(&self, node: &Node, resize: &Resize, proto: NodeProto) -> Lowered<NodeProto> {
         let proto = match resize.mode {
             Interpolation::Cubic { a } => proto.text("mode", "cubic").float("cubic_coeff_a", a),
             Interpolation::Of(ResizeMode::Bilinear) => proto.text("mode", "linear"),
@@ -185,6 +183,21 @@ impl Lowering<'_> {
                     Rounding::Ceil => "ceil",
                     Rounding::RoundPreferFloor => "round_prefer_floor",
                     Rounding::RoundPreferCeil => "round_prefer_ceil",
+                    Rounding::FloorOrCeil => {
+                        let scales =
+                            self.arrays.get(input(node, 2)).map(|scales| scales.to_f64()).unwrap_or_default();
+                        match (
+                            scales.iter().all(|&scale| scale >= 1.0),
+                            scales.iter().all(|&scale| scale <= 1.0),
+                        ) {
+                            (true, _) if !scales.is_empty() => "floor",
+                            (_, true) if !scales.is_empty() => "ceil",
+                            _ => return Err(
+                                "it rounds down where it grows and up where it shrinks, as before version 11"
+                                    .into(),
+                            ),
+                        }
+                    }
                 },
             ),
         };
@@ -193,6 +206,10 @@ impl Lowering<'_> {
             Coordinates::HalfPixel => "half_pixel",
             Coordinates::Asymmetric => "asymmetric",
             Coordinates::AlignCorners => "align_corners",
+            Coordinates::HalfPixelSymmetric => {
+                self.needs(19, "half_pixel_symmetric")?;
+                "half_pixel_symmetric"
+            }
         };
         let proto = proto.text("coordinate_transformation_mode", coordinates);
         let policy = match resize.aspect {

@@ -66,6 +66,7 @@ static OPERATORS: &[Operator] = &[
     Operator("Sin", (1, 1), |_| Ok(Op::Elementwise(Elementwise::Sin))),
     Operator("Floor", (1, 1), |_| Ok(Op::Elementwise(Elementwise::Floor))),
     Operator("Gather", (2, 2), shapes::gather),
+    Operator("GatherND", (2, 2), shapes::gather_nd),
     Operator("Gelu", (1, 1), pointwise::gelu),
     Operator("Gemm", (2, 3), shapes::gemm),
     Operator("GlobalAveragePool", (1, 1), |_| Ok(Op::GlobalAveragePool)),

@@ -131,6 +131,10 @@ pub(super) fn gather(step: &mut Step<'_>) -> Read {
     Ok(Op::Gather { axis: step.attributes.axis("axis", 0)? })
 }
 
+pub(super) fn gather_nd(step: &mut Step<'_>) -> Read {
+    Ok(Op::GatherNd { batch_axes: step.attributes.size("batch_dims")?.unwrap_or(0) })
+}
+
 pub(super) fn scatter_nd(step: &mut Step<'_>) -> Read {
     match step.attributes.text_or("reduction", "none")?.as_str() {
         "none" => Ok(Op::ScatterNd),

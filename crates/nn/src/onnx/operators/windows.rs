@@ -94,8 +94,7 @@ pub(super) fn average_pool(step: &mut Step<'_>) -> Read {
     if pool.dilations.iter().any(|dilation| *dilation != 1) {
         return Err("its windows are dilated, which is not supported for averages".into());
     }
-    let count_overhang = count_include_pad && pool.ceil_mode && step.opset < 19;
-    Ok(Op::AveragePool(Pool { count_include_pad, count_overhang, ..pool }))
+    Ok(Op::AveragePool(Pool { count_include_pad, ..pool }))
 }
 
 fn pool(step: &mut Step<'_>) -> Result<Pool, Refusal> {
@@ -111,7 +110,6 @@ fn pool(step: &mut Step<'_>) -> Result<Pool, Refusal> {
         dilations: per_axis(step, "dilations", (axes, 1))?,
         ceil_mode: step.attributes.flag("ceil_mode", false)?,
         count_include_pad: false,
-        count_overhang: false,
     })
 }
 
@@ -124,7 +122,8 @@ pub(super) fn upsample(step: &mut Step<'_>) -> Read {
     resize_asymmetric(step)
 }
 
-/// A resize by scales that are the second input, where pixels lie at their first corner.
+/// A resize by scales that are the second input, where pixels lie at their first corner. ONNX did not say how `nearest` rounds; ONNX
+/// Runtime's way counts.
 fn resize_asymmetric(step: &mut Step<'_>) -> Read {
     let scales = step.input(1).to_owned();
     if scales.is_empty() {
@@ -133,7 +132,7 @@ fn resize_asymmetric(step: &mut Step<'_>) -> Read {
     step.set_input(1, String::new());
     step.set_input(2, scales);
     let mode = match step.attributes.text_or("mode", "nearest")?.as_str() {
-        "nearest" => ResizeMode::Nearest(Rounding::Floor),
+        "nearest" => ResizeMode::Nearest(Rounding::FloorOrCeil),
         "linear" | "bilinear" => ResizeMode::Bilinear,
         other => return Err(unknown_mode(other)),
     };
@@ -177,6 +176,7 @@ pub(super) fn resize(step: &mut Step<'_>) -> Read {
         }
         "align_corners" => Coordinates::AlignCorners,
         "asymmetric" => Coordinates::Asymmetric,
+        "half_pixel_symmetric" => Coordinates::HalfPixelSymmetric,
         other => {
             return Err(format!("its coordinate_transformation_mode {other} is not supported").into());
         }

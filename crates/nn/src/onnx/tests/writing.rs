@@ -71,7 +71,6 @@ fn pool(count_include_pad: bool) -> Pool {
         dilations: vec![1, 1],
         ceil_mode: false,
         count_include_pad,
-        count_overhang: false,
     }
 }
 

@@ -218,6 +218,7 @@ pub(super) fn resize2d_cases(draw: &mut Draw) {
                 ResizeTo::Size([7, 3]),
                 ResizeTo::Size([1, 9]),
                 ResizeTo::Scale([1.7, 0.45]),
+                ResizeTo::SizeByScale { size: [6, 2], scale: [1.7, 0.45] },
                 ResizeTo::Size([4, 5]),
             ],
         ),
@@ -228,7 +229,12 @@ pub(super) fn resize2d_cases(draw: &mut Draw) {
         roundings.map(ResizeMode::Nearest).into_iter().chain([ResizeMode::Bilinear]).collect();
     for &to in sizes {
         for &mode in &modes {
-            for coordinates in [Coordinates::HalfPixel, Coordinates::Asymmetric, Coordinates::AlignCorners] {
+            for coordinates in [
+                Coordinates::HalfPixel,
+                Coordinates::HalfPixelSymmetric,
+                Coordinates::Asymmetric,
+                Coordinates::AlignCorners,
+            ] {
                 let options = ResizeOptions { to, mode, coordinates };
                 let x = draw.normal(&shape);
                 draw.add(format!("{options:?}"), vec![x], move |inputs| resize2d(&inputs[0], &options));
