@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import time
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -389,6 +392,46 @@ def test_the_first_second_runs_in_pytorch(monkeypatch):
     monkeypatch.setenv("CONVOKE_CAPTURE_AFTER", "soon")
     with pytest.raises(ValueError, match="CONVOKE_CAPTURE_AFTER must be a number of seconds, not 'soon'"):
         torch_convoke.optimize(Small())
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_sizes_that_have_changed_are_captured_once(monkeypatch):
+    monkeypatch.setenv("CONVOKE_CAPTURE_AFTER", "0.2")
+    expected, found = pair(Small().double())
+    sizes = itertools.cycle([8, 12, 10])
+    while not captures(found):
+        x = images(next(sizes), 9)
+        check(found(x), expected(x))
+    for size in (6, 14, 11):
+        x = images(size, 9)
+        check(found(x), expected(x))
+    assert len(_optimize.backend_of(found).captured) == 1
+    assert "calls ran in PyTorch" not in torch_convoke.report(found)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_captures_take_no_more_time_than_training(monkeypatch):
+    """A model that is another one in each step would be captured in each step, which takes ten times as long as to run it."""
+    monkeypatch.setenv("CONVOKE_CAPTURE_AFTER", "0.2")
+
+    class Names(Small):
+        name = ""
+
+        def forward(self, x):
+            return super().forward(x) / (1 + len(self.name))
+
+    expected, found = pair(Names().double())
+    optimized = _optimize.optimized_of(found)
+    start, longest = time.monotonic(), 0.0
+    while time.monotonic() - start < 3 or not optimized.postponed:
+        expected.name, found.name = expected.name + "x", found.name + "x"
+        began = time.monotonic()
+        check(found(images()), expected(images()))
+        longest = max(longest, time.monotonic() - began)
+    assert captures(found)
+    spent, whole = optimized.pace.spent, time.monotonic() - start
+    assert spent <= (whole - spent) + longest, (spent, whole, longest)
+    assert f"{optimized.postponed} of {optimized.calls} calls ran in PyTorch, as inputs" in torch_convoke.report(found)
 
 
 def test_sizes_that_change_each_step():

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch._C._dynamo.eval_frame import reset_code
+from torch._dynamo.utils import counters as _counters
+from torch.utils import _pytree
 
 from . import _threads
 from ._backend import Backend, Options
@@ -19,21 +21,83 @@ from ._report import describe_model
 
 log = logging.getLogger("torch_convoke")
 
-#: Seconds for which a model runs in PyTorch before it is captured: a run that ends sooner would not get them back.
-CAPTURE_AFTER = 1.0
+#: Seconds for which a model runs in PyTorch before it is captured, and more of them for each module, as capturing takes longer then: a run
+#: that ends sooner would not get them back.
+CAPTURE_AFTER, CAPTURE_AFTER_EACH = 1.0, 0.01
 #: After so many captures that failed, a model runs in PyTorch.
 MOST_FAILURES = 3
 #: How many times TorchDynamo captures the same code: for kinds of inputs, modes, what is frozen. PyTorch's 8 are few for training.
 MOST_CAPTURES = 32
 
 
-def capture_after() -> float:
-    """CAPTURE_AFTER, or what the environment variable CONVOKE_CAPTURE_AFTER says in seconds."""
+def capture_after(model: torch.nn.Module) -> float:
+    """For how many seconds a model runs in PyTorch first: the environment variable CONVOKE_CAPTURE_AFTER may say others."""
     named = os.environ.get("CONVOKE_CAPTURE_AFTER")
     try:
-        return CAPTURE_AFTER if named is None else float(named)
+        usual = CAPTURE_AFTER + CAPTURE_AFTER_EACH * sum(1 for _ in model.modules())
+        return usual if named is None else float(named)
     except ValueError:
         raise ValueError(f"the environment variable CONVOKE_CAPTURE_AFTER must be a number of seconds, not {named!r}") from None
+
+
+class CapturePace:
+    """When a model is captured: first after some time in PyTorch, and then, for other kinds of inputs, modes, hooks or what is frozen, once
+    it has trained for as long as it has been captured. So changes in each step make no step longer than twice its time on average."""
+
+    def __init__(self, wait: float):
+        self.wait = wait
+        self._first: float | None = None
+        #: Seconds that captures took.
+        self.spent = 0.0
+        self._allowed = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the model is captured by now, so that it is only a question of when for others."""
+        return self.wait <= 0 or self.spent > 0
+
+    def allows(self) -> bool:
+        """Whether a call may be captured now. What runs again in backward runs where it ran before."""
+        if self.wait <= 0:
+            return True
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now
+        if torch._C._current_graph_task_id() == -1:
+            trained = now - self._first - self.spent
+            self._allowed = trained >= max(self.wait, self.spent)
+        return self._allowed
+
+    def spend(self, seconds: float) -> None:
+        """What a call took that was captured."""
+        self.spent += seconds
+
+
+class Shapes:
+    """Which sizes of a model's inputs change between calls: the first capture then allows for them, instead of a second one."""
+
+    def __init__(self) -> None:
+        self._seen: list[torch.Size] = []
+        self._changing: set[tuple[int, int]] = set()
+
+    def watch(self, args: Any, kwargs: Any) -> None:
+        """Looks at the inputs of a call."""
+        shapes = [leaf.shape for leaf in _tensors(args, kwargs)]
+        if [len(shape) for shape in shapes] != [len(shape) for shape in self._seen]:
+            self._seen, self._changing = shapes, set()
+        for place, (before, now) in enumerate(zip(self._seen, shapes)):
+            self._changing.update((place, axis) for axis, size in enumerate(now) if size != before[axis])
+
+    def mark(self, args: Any, kwargs: Any) -> None:
+        """Tells TorchDynamo which sizes of a call's inputs change."""
+        tensors = _tensors(args, kwargs)
+        for place, axis in self._changing:
+            if place < len(tensors) and axis < tensors[place].dim():
+                torch._dynamo.maybe_mark_dynamic(tensors[place], axis)
+
+
+def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
 
 
 class Optimized:
@@ -42,12 +106,12 @@ class Optimized:
     def __init__(self, model: torch.nn.Module, options: Options):
         self.backend = Backend(options)
         self._model = model
-        #: Whether calls run captured graphs by now. A budget holds from the first call on.
-        self.wait = 0.0 if options.memory_budget is not None else capture_after()
-        self.captures = self.wait <= 0
-        self._first: float | None = None
-        #: How many calls there were, and how many of them ran in PyTorch although the model is captured.
-        self.calls = self.bypassed = 0
+        #: A budget holds from the first call on.
+        self.pace = CapturePace(0.0 if options.memory_budget is not None else capture_after(model))
+        self._shapes: Shapes | None = Shapes()
+        #: How many calls there were, how many of them ran in PyTorch although the model is captured, and how many because capturing them
+        #: had to wait.
+        self.calls = self.bypassed = self.postponed = 0
         #: The networks of a model that a trainer does not call itself, such as a LightningModule, by name: they are optimized too.
         self.inner: list[tuple[str, torch.nn.Module]] = []
         #: What TorchDynamo said when it could not capture.
@@ -70,6 +134,8 @@ class Optimized:
         known = inspect.signature(torch.compile).parameters
         limits = {"recompile_limit": MOST_CAPTURES} if "recompile_limit" in known else {}
         self._compiled = torch.compile(call, backend=compile_graph, **limits)
+        #: Runs what is captured, and captures nothing.
+        self._known = torch._dynamo.run(call)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model
@@ -77,11 +143,20 @@ class Optimized:
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or torch.jit.is_tracing():
             return model._call_impl(*args, **kwargs)
         self.calls += 1
-        if not self.captures:
-            self._wait()
-        if not self.captures or len(self.failures) >= MOST_FAILURES:
+        allowed = self.pace.allows()
+        if not (allowed or self.pace.has_begun) or len(self.failures) >= MOST_FAILURES:
+            if self._shapes is not None:
+                self._shapes.watch(args, kwargs)
             return model._call_impl(*args, **kwargs)
         before, self.backend.call = self.backend.runs, self.calls
+        if not allowed:
+            result = self._known(*args, **kwargs)
+            self.postponed += self.backend.runs == before
+            return result
+        if self._shapes is not None:
+            self._shapes.mark(args, kwargs)
+            self._shapes = None
+        frames, start = _counters["frames"]["total"], time.monotonic()
         try:
             result = self._compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -89,6 +164,9 @@ class Optimized:
         else:
             self.bypassed += self.backend.runs == before
             return result
+        finally:
+            if _counters["frames"]["total"] != frames:
+                self.pace.spend(time.monotonic() - start)
         # The user's mistake is PyTorch's to explain; anything else must not stop a training.
         result = model._call_impl(*args, **kwargs)
         failure = getattr(failure, "inner_exception", failure)
@@ -96,14 +174,6 @@ class Optimized:
         self.failures.append(f"{type(failure).__name__}: {text}")
         log.warning("%s runs in PyTorch, as TorchDynamo cannot capture it: %s", type(model).__name__, self.failures[-1])
         return result
-
-    def _wait(self) -> None:
-        """Decides whether it is time to capture. What runs again in backward runs where it ran before."""
-        now = time.monotonic()
-        if self._first is None:
-            self._first = now
-        elif now - self._first >= self.wait and torch._C._current_graph_task_id() == -1:
-            self.captures = True
 
 
 def optimize(
@@ -118,9 +188,10 @@ def optimize(
     Parameters, buffers, names, hooks, `state_dict`, `repr`, copies and pickles stay as they are; optimizers made before or after this
     work. Only calls of this instance change: `model(x)`, not `model.forward(x)`. A copy or a pickle of the model is not optimized.
 
-    Calls of the first second run in PyTorch. Then the model is captured (about a second), and again for a new kind of input. Algorithms
-    are chosen by estimate first, and measured between later steps, in at most as much time as the training takes. The environment variable
-    CONVOKE_CAPTURE_AFTER names other seconds than 1; with 0, or with a memory budget, the first call is captured.
+    Calls of the first second run in PyTorch, or of more where a model has hundreds of modules. Then the model is captured, which takes about
+    as long, and again for a new kind of input once it has trained for as long as it has been captured. Algorithms are chosen by estimate
+    first, and measured between later steps, in at most as much time as the training takes. The environment variable CONVOKE_CAPTURE_AFTER
+    names other seconds; with 0, or with a memory budget, each call is captured that must be.
 
     Args:
         model: Any module. What convoke does not have stays in PyTorch, between what it has: see `report`.

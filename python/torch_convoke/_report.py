@@ -32,15 +32,20 @@ def describe_model(model: torch.nn.Module, optimized: Any) -> list[str]:
             first += "the model runs in PyTorch."
         elif not optimized.calls:
             first += "the model has not run yet. It is captured when it is called"
-            first += "." if optimized.captures else f", after {optimized.wait:g} s in PyTorch."
-        elif not optimized.captures:
+            first += "." if optimized.pace.wait <= 0 else f", after {optimized.pace.wait:.1f} s in PyTorch."
+        elif not optimized.pace.has_begun:
             first += (
-                f"the model runs in PyTorch for its first {optimized.wait:g} s, and is captured then. With the environment variable "
+                f"the model runs in PyTorch for its first {optimized.pace.wait:.1f} s, and is captured then. With the environment variable "
                 "CONVOKE_CAPTURE_AFTER=0, or by torch_convoke.tuning.tune(model, inputs), it is captured at once."
             )
         else:
             first += "TorchDynamo gave nothing to run, such as for a model whose forward it may not trace."
         return [first, *lines]
+    if optimized.postponed:
+        lines.append(
+            f"{optimized.postponed} of {optimized.calls} calls ran in PyTorch, as inputs, modes, hooks or frozen parameters were others, and "
+            "capturing them had to wait until the model had trained for as long as it had been captured."
+        )
     if optimized.bypassed:
         lines.append(
             f"{optimized.bypassed} of {optimized.calls} calls ran in PyTorch: TorchDynamo does not capture them any more, after "

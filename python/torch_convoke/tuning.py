@@ -158,7 +158,7 @@ def tune(model: torch.nn.Module, *example_inputs: Any, progress: bool = True) ->
     before = _choices()
     for module in model.modules():
         if isinstance(module._compiled_call_impl, Optimized):
-            module._compiled_call_impl.captures = True
+            module._compiled_call_impl.pace.wait = 0.0
     with _Progress(progress, len(before)) as shown, _unchanged(model), contextlib.ExitStack() as stack:
         _threads.engine()
         with contextlib.ExitStack() as paused:
