@@ -65,7 +65,7 @@ fn lock(handle: &File, path: &Path) -> bool {
 }
 
 #[cfg(unix)]
-fn is_named(handle: &File, path: &Path) -> bool {
+pub(crate) fn is_named(handle: &File, path: &Path) -> bool {
     use std::os::unix::fs::MetadataExt;
     let id = |found: fs::Metadata| (found.dev(), found.ino());
     let found = [handle.metadata(), fs::symlink_metadata(path)].map(|found| found.ok().map(id));
@@ -73,7 +73,7 @@ fn is_named(handle: &File, path: &Path) -> bool {
 }
 
 #[cfg(not(unix))]
-fn is_named(_: &File, path: &Path) -> bool {
+pub(crate) fn is_named(_: &File, path: &Path) -> bool {
     path.exists()
 }
 

@@ -7,11 +7,13 @@
 mod escape;
 mod folder;
 mod leftovers;
+mod lock;
 mod read;
 mod write;
 
 pub use escape::{Escaped, escaped, escaped_lines};
 pub use folder::{NewFolder, moved_aside_from};
 pub use leftovers::remove_leftovers;
+pub use lock::{FolderLock, Held};
 pub use read::{open_regular, read_bounded, read_text, reserve};
 pub use write::{append, create_anew, create_folder, probe, sync_folder, write_out, write_whole};

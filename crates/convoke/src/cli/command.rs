@@ -51,9 +51,9 @@ pub(crate) enum Command {
     ///
     /// Images are prepared as in the model's training; its batch norms are joined to its convolutions first.
     #[command(after_help = "Examples:\n  \
-        convoke evaluate runs/photos\n  \
+        convoke evaluate runs/photos --data-dir photos\n  \
         convoke evaluate runs/photos --data-dir other-photos --part all --flip --json results.json\n  \
-        convoke evaluate runs/photos/last.safetensors --part train\n  \
+        convoke evaluate runs/photos/last.safetensors --data-dir photos --part train\n  \
         convoke evaluate model.onnx --data folder --data-dir photos")]
     Evaluate(EvaluateArgs),
     /// Show what a trained model finds in images: the most likely classes, or a mask of the class of each pixel.

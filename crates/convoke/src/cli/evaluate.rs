@@ -18,6 +18,7 @@ use super::flags::using::UsingArgs;
 use super::in_use::InUse;
 use super::quality::{ClassResults, Judged, percent};
 use super::registry::{Data, data_parser, datasets};
+use super::text::shell;
 use super::{dataset, json, output, page, places, text};
 
 /// Which model is judged on which data.
@@ -31,7 +32,7 @@ pub(crate) struct EvaluateArgs {
     #[arg(long, value_parser = data_parser())]
     data: Option<Data>,
 
-    /// Folder with the data set's files [default: where they were in training].
+    /// Folder with the data set's files; photographs have no default, as a model's folder may come from somebody else.
     #[arg(long, value_name = "DIR")]
     data_dir: Option<PathBuf>,
 
@@ -160,9 +161,16 @@ fn load(
     };
     let origin = card.photos.as_ref().filter(|_| card.data.name == spec.name());
     let trained_on = origin.and_then(|photos| photos.folder.as_deref()).map(PathBuf::from);
-    let folder = match args.data_dir.as_ref().or(trained_on.as_ref()) {
+    let folder = match &args.data_dir {
         Some(folder) => Some(folder.clone()),
         None if spec.takes_photos() => {
+            // A folder that a file names is not opened: the file may come from a stranger.
+            if let Some(folder) = &trained_on {
+                return Err(Failure::Usage(format!(
+                    "name the photographs to judge it on: --data-dir {} has those that it was trained on and validated with",
+                    shell(folder.display())
+                )));
+            }
             let hint = spec.hint().unwrap_or_default();
             return Err(Failure::Usage(format!("--data {spec}: {hint}")));
         }

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{Args, ValueEnum, value_parser};
-use convoke_files::escaped;
+use convoke_files::{FolderLock, escaped};
 use serde::Serialize;
 
 use crate::nn::data::{DatasetInfo, Targets};
@@ -27,6 +27,7 @@ use crate::nn::{checkpoint, onnx};
 use super::failure::{Failure, Result};
 use super::flags::values::{name, time};
 use super::model_file::is_onnx;
+use super::text::shell;
 use super::{console, output};
 
 pub(crate) const CARD: &str = "model.json";
@@ -80,6 +81,7 @@ pub(crate) enum Metric {
 /// The folder of `--output`.
 pub(crate) struct ModelFolder {
     folder: PathBuf,
+    _held: FolderLock,
 }
 
 /// A line of `metrics.jsonl`.
@@ -104,9 +106,17 @@ impl ModelFolder {
     /// The folder that the flags name, if they do.
     ///
     /// # Errors
-    /// If it cannot be written to, or holds a model already and the run does not resume.
+    /// If it cannot be written to, another run uses it, or it holds a model already and the run does not resume.
     pub(crate) fn open(folder: &Path, resume: bool) -> Result<ModelFolder> {
         output::check_folder("--output", folder)?;
+        let held = output::hold_folder("--output", folder)?;
+        // What is saved and pruned there must not be somewhere else.
+        if std::fs::symlink_metadata(folder.join(CHECKPOINT)).is_ok_and(|found| found.is_symlink()) {
+            return Err(Failure::Usage(format!(
+                "--output: {CHECKPOINT} in {} is a link to another folder: remove it, or name that folder with --checkpoint",
+                escaped(folder.display())
+            )));
+        }
         let holds_model = [BEST, LAST].iter().any(|file| folder.join(file).exists());
         if holds_model && !resume {
             return Err(Failure::Usage(format!(
@@ -114,7 +124,7 @@ impl ModelFolder {
                 escaped(folder.display())
             )));
         }
-        Ok(ModelFolder { folder: folder.to_owned() })
+        Ok(ModelFolder { folder: folder.to_owned(), _held: held })
     }
 
     /// The checkpoint of a run with `--output`.
@@ -123,17 +133,31 @@ impl ModelFolder {
     }
 
     /// Where the report goes.
-    pub(crate) fn report(&self) -> PathBuf {
-        self.folder.join(REPORT)
+    pub(crate) fn report(&self) -> Result<PathBuf> {
+        self.place(REPORT)
     }
 
-    /// Prints where the model is, and what to do with it.
-    pub(crate) fn announce(&self, finished: bool) {
+    /// Where a file goes. A pipe, a device or a link that has its name is removed: the folder's files are the run's own.
+    fn place(&self, file: &str) -> Result<PathBuf> {
+        let place = self.folder.join(file);
+        let is_other =
+            std::fs::symlink_metadata(&place).is_ok_and(|found| !found.is_file() && !found.is_dir());
+        if is_other {
+            std::fs::remove_file(&place).map_err(|error| {
+                Failure::Run(format!("--output: cannot replace {}: {error}", escaped(place.display())))
+            })?;
+        }
+        Ok(place)
+    }
+
+    /// Prints where the model is, and what to do with it; `photos` is the folder of photographs that it was trained on.
+    pub(crate) fn announce(&self, finished: bool, photos: Option<&str>) {
         output::announce("--output", &self.folder);
         if finished {
-            let folder = escaped(self.folder.display());
+            let folder = shell(self.folder.display());
+            let photos = photos.map_or_else(String::new, |photos| format!(" --data-dir {}", shell(photos)));
             console::note(&format!(
-                "next: `convoke evaluate {folder}`, `convoke predict {folder} IMAGE...`, `convoke export {folder} --to model.onnx`"
+                "next: `convoke evaluate {folder}{photos}`, `convoke predict {folder} IMAGE...`, `convoke export {folder} --to model.onnx`"
             ));
         }
     }
@@ -144,19 +168,19 @@ impl ModelFolder {
         let source = PathBuf::from(&card.model);
         if is_onnx(&source) {
             let definition = onnx::read(&source)?.definition;
-            let graph = self.folder.join(GRAPH);
+            let graph = self.place(GRAPH)?;
             onnx::save(&graph, &definition, &BTreeMap::new(), &onnx::WriteOptions::default())?;
             card.model = GRAPH.into();
         }
-        Ok(card.write(&self.folder.join(CARD))?)
+        Ok(card.write(&self.place(CARD)?)?)
     }
 
     /// Writes the weights, and after an epoch whose validation was the best so far also those of the best. If the run keeps an average
     /// of the weights, that is what is written, as it is what was validated.
     pub(crate) fn save(&self, trainer: &Trainer, metric: Metric) -> Result<()> {
         let save = |file: &str| {
-            let saved =
-                trainer.with_averaged_weights(|model| checkpoint::save_model(model, &self.folder.join(file)));
+            let place = self.place(file)?;
+            let saved = trainer.with_averaged_weights(|model| checkpoint::save_model(model, &place));
             saved.map_err(Failure::of_training)?.map_err(Failure::from)
         };
         save(LAST)?;
@@ -165,7 +189,7 @@ impl ModelFolder {
         if last.is_some() && last == best(validations, metric) {
             save(BEST)?;
         }
-        output::write_silently("--output", &self.folder.join(METRICS), lines(trainer, metric)?.as_bytes())
+        output::write_silently("--output", &self.place(METRICS)?, lines(trainer, metric)?.as_bytes())
     }
 }
 

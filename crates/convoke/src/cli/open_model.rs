@@ -112,6 +112,7 @@ fn saved(path: &Path, device: &Device) -> Result<Option<TrainedModel>> {
             true => path.to_owned(),
             false => weights_in(folder)?,
         };
+        check_inside(&card, &file)?;
         let (spec, module) = build(&card, folder, device)?;
         checkpoint::load_model(module.as_ref(), &weights)?;
         return Ok(Some(TrainedModel { name, spec, module, card }));
@@ -123,6 +124,20 @@ fn saved(path: &Path, device: &Device) -> Result<Option<TrainedModel>> {
     let (spec, module) = build(&saved.card, Path::new(""), device)?;
     saved.restore(module.as_ref())?;
     Ok(Some(TrainedModel { name, spec, module, card: saved.card }))
+}
+
+/// Fails if a folder's card names an ONNX file that is not in the folder: the card may come from a stranger.
+fn check_inside(card: &ModelCard, file: &Path) -> Result<()> {
+    let model = Path::new(&card.model);
+    let is_inside = model.file_name().is_some_and(|name| name == model.as_os_str());
+    match !is_onnx(model) || is_inside {
+        true => Ok(()),
+        false => Err(Failure::Run(format!(
+            "{}: its model is the file {}, which is not in its folder",
+            escaped(file.display()),
+            escaped(&card.model)
+        ))),
+    }
 }
 
 /// The weights of the best epoch, or without one the last ones.

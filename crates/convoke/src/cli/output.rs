@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::Path;
 
-use convoke_files::{create_folder, escaped, probe, write_out};
+use convoke_files::{FolderLock, Held, create_folder, escaped, probe, write_out};
 
 use super::console;
 use super::failure::{Failure, Result};
@@ -28,6 +28,22 @@ pub(crate) fn check(flag: &str, file: Option<&Path>) -> Result<()> {
 pub(crate) fn check_folder(flag: &str, folder: &Path) -> Result<()> {
     create_folder(folder).and_then(|()| probe(folder)).map_err(|error| {
         Failure::Run(format!("{flag}: cannot write into {}: {error}", escaped(folder.display())))
+    })
+}
+
+/// Holds `flag`'s folder, which exists, for this run alone: two runs would mix their files.
+pub(crate) fn hold_folder(flag: &str, folder: &Path) -> Result<FolderLock> {
+    let command: Vec<String> = std::env::args_os().map(|arg| arg.to_string_lossy().into_owned()).collect();
+    let note = format!("process {}: {}", std::process::id(), command.join(" "));
+    FolderLock::take(folder, &note).map_err(|held| {
+        let folder = escaped(folder.display());
+        match held {
+            Held::By(note) => Failure::Usage(format!(
+                "{flag}: {folder} is in use by a run that has not ended ({}): name another folder, or end that run",
+                escaped(note)
+            )),
+            Held::Failed(error) => Failure::Run(format!("{flag}: cannot lock {folder}: {error}")),
+        }
     })
 }
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use clap::{Args, value_parser};
-use convoke_files::{create_folder, escaped};
+use convoke_files::{create_folder, escaped, escaped_lines};
 use serde::Serialize;
 
 use crate::nn::batch;
@@ -35,7 +35,8 @@ pub(crate) struct PredictArgs {
     #[arg(long, value_name = "K", default_value_t = 5, value_parser = value_parser!(u16).range(1..))]
     top: u16,
 
-    /// Write a line for each image as comma-separated values: its file, then the classes with their probabilities.
+    /// Write a line for each image as comma-separated values: its file, then the classes with their probabilities. Names that a
+    /// spreadsheet would compute, as they begin with = + - or @, get a ' before them.
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
 
@@ -108,10 +109,6 @@ pub(crate) fn run(args: &PredictArgs) -> Result<()> {
         _ => {}
     }
     let (found, broken) = predict(args, &model, &images, &console)?;
-    let printed = match console::to_stdout(args.using.json.as_deref()) {
-        true => Ok(()),
-        false => console::print(&lines(&found)),
-    };
     let csv = args
         .csv
         .as_deref()
@@ -120,7 +117,7 @@ pub(crate) fn run(args: &PredictArgs) -> Result<()> {
     if let Some(folder) = &args.masks {
         output::announce("--masks", folder);
     }
-    printed.and(csv).and(json)?;
+    csv.and(json)?;
     if broken.is_empty() {
         return Ok(());
     }
@@ -167,7 +164,7 @@ fn check_names(images: &[Image]) -> Result<()> {
     }
 }
 
-/// What the model finds in the images that can be read, and why others cannot.
+/// What the model finds in the images that can be read, and why others cannot. Prints what it finds as it comes, unless JSON is printed.
 fn predict(
     args: &PredictArgs,
     model: &InUse,
@@ -191,6 +188,7 @@ fn predict(
         requests[index..].iter().take(3).for_each(|ahead| loader.load_ahead(ahead));
         let (pixels, _) = batch(&model.device, &loader, request)?;
         let outputs = outputs(model, &pixels)?;
+        let before = found.len();
         let mut noted = noted.lock().unwrap_or_else(PoisonError::into_inner);
         for (&sample, values) in request.samples.iter().zip(outputs) {
             let (index, image) = (sample as usize, &images[sample as usize]);
@@ -199,6 +197,10 @@ fn predict(
                 continue;
             }
             found.push(of_image(args, model, image, (&values, size))?);
+        }
+        drop(noted);
+        if !console::to_stdout(args.using.json.as_deref()) {
+            console.print(&lines(&found[before..]))?;
         }
         stage.set(u64::from(request.samples.last().map_or(0, |last| last + 1)), "");
     }
@@ -332,12 +334,19 @@ fn lines(found: &[Found]) -> String {
     text
 }
 
-/// The results as comma-separated values with a heading (RFC 4180).
+/// A cell of comma-separated values (RFC 4180). Spreadsheets compute text that begins like a formula, and some show control characters to
+/// terminals: names come from strangers.
+fn cell(text: &str) -> String {
+    let text = escaped_lines(text).to_string();
+    let before = if text.starts_with(['=', '+', '-', '@', '\t', '\n']) { "'" } else { "" };
+    match text.contains(['"', ',', '\n']) {
+        true => format!("\"{before}{}\"", text.replace('"', "\"\"")),
+        false => format!("{before}{text}"),
+    }
+}
+
+/// The results as comma-separated values with a heading.
 fn csv(found: &[Found], top: usize) -> String {
-    let cell = |text: &str| match text.contains(['"', ',', '\n', '\r']) {
-        true => format!("\"{}\"", text.replace('"', "\"\"")),
-        false => text.to_owned(),
-    };
     let most = found.iter().map(|found| found.predictions.len()).max().unwrap_or(0).min(top);
     let values = found.iter().map(|found| found.values.len()).max().unwrap_or(0);
     let mut text = "image".to_owned();
@@ -373,6 +382,25 @@ mod tests {
             text,
             "image,class_1,probability_1,class_2,probability_2\r\n\"a,b.jpg\",\"x \"\"y\"\"\",0.5,z,0.5\r\nc.jpg,,,,\r\n"
         );
+    }
+
+    #[test]
+    fn cells_compute_nothing_and_control_nothing() {
+        for (text, expected) in [
+            ("@SUM(1+1)*cmd|' /C calc'!A0", "'@SUM(1+1)*cmd|' /C calc'!A0"),
+            ("=1,2", "\"'=1,2\""),
+            ("+1", "'+1"),
+            ("-1", "'-1"),
+            ("\t=1", "'\t=1"),
+            ("a=1", "a=1"),
+            ("b\"c", "\"b\"\"c\""),
+            ("\n=1", "\"'\n=1\""),
+        ] {
+            assert_eq!(cell(text), expected, "{text:?}");
+        }
+        for control in ["\u{1b}]0;title\u{7}", "\u{202e}gpj.exe", "\r=1"] {
+            assert!(!cell(control).contains(['\u{1b}', '\u{7}', '\u{202e}', '\r']), "{control:?}");
+        }
     }
 
     #[test]

@@ -5,6 +5,8 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
+use convoke_files::{FolderLock, escaped};
+
 use crate::nn::checkpoint;
 use crate::nn::data::{Datasets, Mixing};
 use crate::nn::data_parallel::Sampler;
@@ -36,6 +38,8 @@ pub(crate) struct Session {
     evaluation: Option<Evaluation>,
     plan: Option<MemoryPlan>,
     checkpoint: Option<PathBuf>,
+    /// Keeps other runs out of the folder of checkpoints.
+    _held: Option<FolderLock>,
     /// Whether anything has been saved in `checkpoint`.
     saved: Cell<bool>,
     /// What `train` keeps, and when it ends early.
@@ -96,17 +100,27 @@ impl Session {
         let folder = output.map(|folder| ModelFolder::open(folder, args.resume)).transpose()?;
         // Only the first rank reads and writes checkpoints; the others get the state from it.
         let checkpoint = checkpoint.filter(|_| rank.is_first());
+        let hold = |folder| output::hold_folder("--checkpoint", folder);
+        // A run that is read must not go on meanwhile.
+        let resumed = checkpoint.filter(|folder| args.resume && folder.is_dir());
+        let mut held = resumed.map(hold).transpose()?;
+        let is_new = |folder: &Path| match checkpoint::exists(folder)? {
+            true => Err(Failure::Usage(format!(
+                "--checkpoint: {} already holds a run: add --resume to continue it, or name another folder",
+                escaped(folder.display())
+            ))),
+            false => Ok(()),
+        };
         let new = || match checkpoint {
             // A run with --output that was killed before its first checkpoint begins anew.
             Some(folder) if args.resume && (args.checkpoint.is_some() || checkpoint::exists(folder)?) => {
                 Trainer::resume(&device, config.clone(), rank.data.clone(), folder)
                     .map_err(Failure::of_training)
             }
-            Some(folder) if !args.resume && checkpoint::exists(folder)? => Err(Failure::Usage(format!(
-                "--checkpoint: {} already holds a run: add --resume to continue it, or name another folder",
-                folder.display()
-            ))),
-            _ => Trainer::new(&device, config.clone(), rank.data.clone()).map_err(Failure::of_training),
+            _ => {
+                checkpoint.filter(|_| !args.resume).map_or(Ok(()), is_new)?;
+                Trainer::new(&device, config.clone(), rank.data.clone()).map_err(Failure::of_training)
+            }
         };
         // Reading a run, or timing blocks for a plan, may take longer than the other ranks' timeout.
         let (trainer, plan, board) = rank.while_others_wait(|| -> Result<_> {
@@ -116,6 +130,11 @@ impl Session {
             }
             if let Some(folder) = checkpoint {
                 output::check_folder("--checkpoint", folder)?;
+                if held.is_none() {
+                    held = Some(hold(folder)?);
+                    // Another run may have come and gone.
+                    is_new(folder)?;
+                }
             }
             let mut plan = None;
             if conv_bn == ConvBnMode::Fused && rank.is_first() {
@@ -143,6 +162,7 @@ impl Session {
             evaluation: None,
             plan,
             checkpoint: checkpoint.map(Path::to_owned),
+            _held: held,
             saved: Cell::new(false),
             keep: keep.zip(metric).map(|(keep, metric)| Keeping {
                 folder,

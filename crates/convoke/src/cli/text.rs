@@ -1,4 +1,6 @@
-//! Tables and numbers as text.
+//! Tables, numbers and words of commands as text.
+
+use std::fmt::Display;
 
 /// Cells in columns: the first to the left, the others to the right. No line ends in spaces.
 pub(crate) fn align(rows: &[Vec<String>]) -> String {
@@ -17,6 +19,13 @@ pub(crate) fn align(rows: &[Vec<String>]) -> String {
         text.push('\n');
     }
     text
+}
+
+/// Text as one word of a shell's command.
+pub(crate) fn shell(text: impl Display) -> String {
+    let text = text.to_string();
+    // Only NUL cannot be quoted, and no path has one.
+    shlex::try_quote(&text).map_or_else(|_| text.clone(), Into::into)
 }
 
 /// `1,199,882`.

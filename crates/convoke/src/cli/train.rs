@@ -100,11 +100,12 @@ fn on_rank(args: &TrainArgs, rank: &Rank<'_>) -> Result<()> {
     session.show_end(run, console);
     let (steps, cpu) = (session.trainer.steps(), session.cpu().clone());
     let (folder, board) = (session.take_folder(), session.take_board());
+    let photos = session.trainer.card().photos.and_then(|photos| photos.folder);
     let record = [session.finish()?];
     publish(run, rank, &record)?;
     if let Some(folder) = &folder {
-        report::write("--output", &folder.report(), &record)?;
-        folder.announce(finished);
+        report::write("--output", &folder.report()?, &record)?;
+        folder.announce(finished, photos.as_deref());
     }
     if let Some(mut board) = board {
         let pictures = record[0].judged.as_ref().map_or_else(Vec::new, Judged::pictures);

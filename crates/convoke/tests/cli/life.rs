@@ -53,7 +53,8 @@ fn from_photographs_to_predictions() {
 
     // What evaluate finds on the validation images is what training found after the best epoch.
     let judged = |more: &[&str]| {
-        let own = ["evaluate", text(&out), "--effort", "heuristic", "--json", "-"];
+        let own =
+            ["evaluate", text(&out), "--data-dir", text(&photos), "--effort", "heuristic", "--json", "-"];
         convoke(&[&own[..], more].concat()).exits(0).json()
     };
     let best = epochs.iter().rfind(|line| line["best"] == true).unwrap();
@@ -74,7 +75,11 @@ fn from_photographs_to_predictions() {
     assert_eq!(counts.iter().sum::<u64>(), 4);
     let all = judged(&["--part", "all", "--flip", "--batch-size", "3"]);
     assert_eq!(all["images"], 20);
-    convoke(&["evaluate", text(&out), "--part", "none"]).check(1, &["none", "--part names"]).unwrap();
+    let refused = convoke(&["evaluate", text(&out)]);
+    refused.check(2, &["--data-dir", text(&photos), "trained on"]).unwrap();
+    convoke(&["evaluate", text(&out), "--data-dir", text(&photos), "--part", "none"])
+        .check(1, &["none", "--part names"])
+        .unwrap();
 
     let (sky, sand) = (image(&photos, "sky"), image(&photos, "sand"));
     let predicted = |model: &Path, more: &[&str]| {
@@ -184,7 +189,8 @@ fn runs_end_early() {
     let outcome = convoke(&train(&photos, &late, &["--epochs", "1000", "--time-limit", "0.001s"])).exits(0);
     assert!(outcome.stderr.contains("ended after step 1 of 4000: --time-limit"), "{}", outcome.stderr);
     assert!(late.join("last.safetensors").exists() && !late.join("best.safetensors").exists());
-    let found = convoke(&["evaluate", text(&late), "--json", "-"]).exits(0).json();
+    let found =
+        convoke(&["evaluate", text(&late), "--data-dir", text(&photos), "--json", "-"]).exits(0).json();
     assert_eq!(found["images"], 4);
 }
 
@@ -207,7 +213,7 @@ fn masks_are_predicted_in_the_size_of_the_photograph() {
         "heuristic",
     ];
     convoke(&[&own[..], &more].concat()).exits(0);
-    let judged = convoke(&["evaluate", text(&out), "--json", "-"]).exits(0).json();
+    let judged = convoke(&["evaluate", text(&out), "--data-dir", text(&data), "--json", "-"]).exits(0).json();
     assert!(judged["mean_iou"].is_f64() && judged["classes"][0]["iou"].is_f64(), "{judged}");
     let wide = folder.path().join("wide.png");
     write_png(&wide, [32, 96], png::ColorType::Rgb, &[90; 3 * 32 * 96]);
@@ -290,4 +296,89 @@ fn events_for_tensorboard() {
     convoke(&train(&photos, &other, &["--tensorboard", text(&file)]))
         .check(1, &["--tensorboard", "a file"])
         .unwrap();
+}
+
+/// Ends a program when the test does.
+struct Running(std::process::Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Two runs would mix their files, so the second is refused with who has the folder, until the first one is gone, however it ends.
+#[test]
+fn a_folder_belongs_to_one_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let [out, saved] = ["out", "saved"].map(|name| folder.path().join(name));
+    for (flag, place) in [("--output", &out), ("--checkpoint", &saved)] {
+        let run = |steps: &str, more: &[&str]| {
+            let own = ["train", flag, text(place), "--steps", steps, "--effort", "heuristic"];
+            command(&[&own[..], more].concat())
+        };
+        let mut first = run("1000000", &[]);
+        let first = Running(first.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap());
+        let held = place.join(".convoke-in-use");
+        let start = Instant::now();
+        while !fs::read_to_string(&held).is_ok_and(|note| note.contains("train")) {
+            assert!(start.elapsed() < Duration::from_secs(120), "{flag}: the first run holds nothing");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let process = format!("process {}: ", first.0.id());
+        for more in [&[][..], &["--resume"]] {
+            let refused = super::program::outcome(run("3", more));
+            refused.check(2, &[flag, text(place), "in use by a run", &process, "train"]).unwrap();
+        }
+        drop(first);
+        let mut names = fs::read_dir(place).unwrap().map(|entry| entry.unwrap().file_name());
+        let has_saved = names.any(|name| name.to_string_lossy().starts_with("step-"));
+        let more: &[&str] = if has_saved || flag == "--output" { &["--resume"] } else { &[] };
+        super::program::outcome(run("1", more)).exits(0);
+        assert!(!held.exists());
+    }
+}
+
+/// A folder of a trained model may come from a stranger: what it names is not opened unless it lies in it.
+#[cfg(unix)]
+#[test]
+fn folders_of_models_lead_nowhere_else() {
+    let folder = tempfile::tempdir().unwrap();
+    let [photos, out, elsewhere, onnx] =
+        ["photos", "out", "elsewhere", "net.onnx"].map(|name| folder.path().join(name));
+    photographs(&photos, 4);
+    convoke(&train(&photos, &out, &["--steps", "1"])).exits(0);
+    convoke(&["export", text(&out), "--to", text(&onnx)]).exits(0);
+    let card = fs::read_to_string(out.join("model.json")).unwrap();
+    let mut changed: Value = serde_json::from_str(&card).unwrap();
+    for model in ["../net.onnx", text(&onnx), "./../net.onnx", "sub/net.onnx"] {
+        changed["model"] = model.into();
+        fs::write(out.join("model.json"), changed.to_string()).unwrap();
+        for used in [
+            &["predict", text(&out), text(&image(&photos, "sky"))][..],
+            &["export", text(&out), "--to", text(&folder.path().join("x.onnx"))],
+        ] {
+            convoke(used).check(1, &["model.json", "net.onnx", "not in its folder"]).unwrap();
+        }
+    }
+    fs::write(out.join("model.json"), card).unwrap();
+
+    // What is saved and pruned stays in the folder, and pipes do not hang.
+    fs::remove_dir_all(out.join("checkpoint")).unwrap();
+    fs::create_dir(&elsewhere).unwrap();
+    std::os::unix::fs::symlink(&elsewhere, out.join("checkpoint")).unwrap();
+    let again = train(&photos, &out, &["--steps", "1", "--resume"]);
+    convoke(&again).check(2, &["checkpoint", "link"]).unwrap();
+    assert_eq!(fs::read_dir(&elsewhere).unwrap().count(), 0);
+    let piped = folder.path().join("piped");
+    fs::create_dir(&piped).unwrap();
+    for name in &FILES[..5] {
+        assert!(std::process::Command::new("mkfifo").arg(piped.join(name)).status().unwrap().success());
+    }
+    for name in ["best.safetensors", "last.safetensors"] {
+        fs::remove_file(piped.join(name)).unwrap();
+    }
+    convoke(&train(&photos, &piped, &["--epochs", "1"])).exits(0);
+    assert!(FILES[..5].iter().all(|name| fs::symlink_metadata(piped.join(name)).unwrap().is_file()));
 }

@@ -30,10 +30,11 @@ fn pages() -> &'static BTreeMap<&'static str, String> {
         let (photos, out) = (place("photos"), place("out"));
         photographs(Path::new(photos), 10);
         let kept = ["--data", "folder", "--data-dir", photos, "--output", out, "--image-size", "32"];
+        let judged = ["evaluate", out, "--data-dir", photos];
         let photos = [&["train"], &kept[..], &["--batch-size", "8", "--epochs", "2"], &quick].concat();
         let runs = [
             ("train on photographs", photos),
-            ("evaluate", [&["evaluate", out], &quick[..]].concat()),
+            ("evaluate", [&judged[..], &quick[..]].concat()),
             train("train", &["--steps", "4"]),
             train("train on ranks", &["--steps", "7", "--ranks", "3", "--sync-bn", "--conv-bn", "separate"]),
             train(
