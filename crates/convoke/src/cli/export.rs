@@ -29,9 +29,9 @@ pub(crate) struct ExportArgs {
     #[arg(long)]
     fold: bool,
 
-    /// The version of ONNX's operators; older ones are read by more programs.
-    #[arg(long, value_name = "N", default_value_t = 17, value_parser = value_parser!(i64).range(13..=24))]
-    opset: i64,
+    /// The version of ONNX's operators; older ones are read by more programs [default: 17, or the lowest that can hold the model].
+    #[arg(long, value_name = "N", value_parser = value_parser!(i64).range(13..=24))]
+    opset: Option<i64>,
 
     /// Height and width of the images, where the model leaves them open: 224, 96x128.
     #[arg(long, value_name = "HxW", value_parser = image_size)]

@@ -83,7 +83,8 @@ impl std::fmt::Display for LoadedWeights {
 /// The file's first bytes tell its format; only that of ONNX is told by its name. If it holds more than a state dict (`{"model": ...,
 /// "epoch": 3}`), the state dict that fits best is taken; of several that fit alike, one named `state_dict`, `model_state_dict` or
 /// `model`, and no moving average. What wrappers add to names (`module.`, `_orig_mod.`) is removed, and so is a prefix (`backbone.`) if
-/// more than half of the model's names are then found. Numbers of any floating-point type are converted to the model's.
+/// more than half of the model's names are then found. A model of blocks of a convolution and a batch norm, such as
+/// [`resnet50`](crate::models::resnet50), also takes torchvision's names (`layer1.0.bn1.weight`). Numbers of any floating-point type are converted to the model's.
 /// `num_batches_tracked` may be missing.
 ///
 /// A file of PyTorch's holds a program, which is not run: only what describes tensors is understood.
@@ -331,12 +332,19 @@ fn best_fit<'a>(
 ) -> Fit<'a> {
     let known: HashMap<&str, usize> =
         values.iter().enumerate().map(|(index, (name, _))| (name.as_str(), index)).collect();
-    let matched = candidates.iter().map(|candidate| (candidate, match_names(&known, candidate, options)));
+    let has_blocks = options.rename.is_none() && known.keys().any(|name| name.ends_with(".conv.weight"));
+    let schemes = [Scheme::AsTheyAre, Scheme::Blocks].into_iter().take(if has_blocks { 2 } else { 1 });
+    let matched = candidates.iter().flat_map(|candidate| {
+        let match_names = |scheme| (candidate, match_names(&known, candidate, (options, scheme)));
+        schemes.clone().map(match_names).collect::<Vec<_>>()
+    });
+    let matched: Vec<_> = matched.collect();
     let score = |(candidate, matched): &(&Candidate<'_>, Matched)| {
         (matched.model.iter().flatten().count(), Reverse(rank(&candidate.keys)))
     };
     // `max_by_key` takes the last of equals, and the first is wanted.
-    let (candidate, matched) = matched.rev().max_by_key(score).expect("there is a candidate");
+    let best = matched.into_iter().rev().max_by_key(score);
+    let (candidate, matched) = best.expect("there is a candidate");
     let mut fit = Fit {
         found: LoadedWeights {
             state_dict: candidate.keys.join("."),
@@ -387,13 +395,47 @@ struct Matched {
     model: Vec<Option<usize>>,
 }
 
+/// How a file names the convolutions and batch norms of a model.
+#[derive(Clone, Copy, PartialEq)]
+enum Scheme {
+    AsTheyAre,
+    /// As torchvision's residual networks, `conv1.weight` and `bn1.weight`, of which a model of blocks makes `conv1.conv.weight` and
+    /// `conv1.bn.weight`.
+    Blocks,
+}
+
+/// The name in a model of blocks for a name of torchvision's.
+fn in_block(name: &str) -> Option<String> {
+    let (layer, parameter) = name.rsplit_once('.')?;
+    let (before, own) = layer.rsplit_once('.').map_or(("", layer), |(before, own)| (before, own));
+    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
+    let block = match own {
+        "0" | "1" if before.rsplit('.').next() == Some("downsample") => {
+            return Some(format!("{before}.{}.{parameter}", if own == "0" { "conv" } else { "bn" }));
+        }
+        _ => match (own.strip_prefix("conv"), own.strip_prefix("bn")) {
+            (Some(number), _) if is_number(number) => format!("conv{number}.conv"),
+            (_, Some(number)) if is_number(number) => format!("conv{number}.bn"),
+            _ => return None,
+        },
+    };
+    let dot = if before.is_empty() { "" } else { "." };
+    Some(format!("{before}{dot}{block}.{parameter}"))
+}
+
 fn match_names(
     known: &HashMap<&str, usize>,
     candidate: &Candidate<'_>,
-    options: &WeightOptions<'_>,
+    (options, scheme): (&WeightOptions<'_>, Scheme),
 ) -> Matched {
-    let names: Vec<String> =
-        candidate.tensors.iter().map(|listed| model_name(known, listed.name, options)).collect();
+    let model_name = |listed: &Listed<'_>| {
+        let name = model_name(known, listed.name, options);
+        match scheme {
+            Scheme::AsTheyAre => name,
+            Scheme::Blocks => in_block(&name).unwrap_or(name),
+        }
+    };
+    let names: Vec<String> = candidate.tensors.iter().map(model_name).collect();
     let mut counts: HashMap<&str, usize> = HashMap::new();
     for name in names.iter().filter(|name| name.len() <= LONGEST_NAME) {
         let ends = name.match_indices('.').map(|(dot, _)| dot + 1).take(MOST_PREFIXES);

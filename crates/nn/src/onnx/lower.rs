@@ -33,6 +33,7 @@ impl<'a> Lowering<'a> {
     pub(super) fn new(
         definition: &'a Definition,
         stored: &BTreeMap<&'a str, &'a Array>,
+        opset: i64,
         options: &WriteOptions,
     ) -> Lowering<'a> {
         let mut names: HashSet<String> = definition.inputs.iter().map(|input| input.name.clone()).collect();
@@ -40,7 +41,7 @@ impl<'a> Lowering<'a> {
         names.extend(definition.nodes.iter().flat_map(|node| &node.outputs).cloned());
         let mut lowering = Lowering {
             nodes: Vec::new(),
-            opset: options.opset,
+            opset,
             training: options.training,
             names,
             count: 0,

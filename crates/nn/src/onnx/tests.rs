@@ -121,7 +121,7 @@ fn onnx_node_tests_are_read_or_refused() {
 /// Writes a model that was read, and reads it again; into the folder `CONVOKE_ONNX_WRITTEN`, if there is one.
 fn rewrite(name: &str, model: &Model) {
     for (opset, training) in [(13, false), (17, false), (17, true), (21, false), (24, false)] {
-        let options = super::WriteOptions { opset, training, ..super::WriteOptions::default() };
+        let options = super::WriteOptions { opset: Some(opset), training, ..super::WriteOptions::default() };
         match super::write(&model.definition, &Default::default(), &options) {
             Ok(bytes) => {
                 if let Some(folder) = std::env::var_os("CONVOKE_ONNX_WRITTEN") {

@@ -12,14 +12,18 @@ use super::proto::*;
 use super::{NEWEST_OPSET, OLDEST_WRITTEN, Result, build};
 use crate::graph::{Array, Definition, Dimension, Kind, Op, in_order};
 
+/// The version that is written unless a model needs a newer one.
+const USUAL_OPSET: i64 = 17;
+
 /// A message of protobuf has fewer bytes than 2 GiB.
 const LARGEST_MESSAGE: u64 = (1 << 31) - 1;
 
 /// How [`write()`] writes a model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct WriteOptions {
-    /// The version of ONNX's operators, 13 to 24. Older ones are read by more programs.
-    pub opset: i64,
+    /// The version of ONNX's operators, 13 to 24. Older ones are read by more programs. None is the lowest from 17 on that can hold the
+    /// model.
+    pub opset: Option<i64>,
     /// The program that writes the file.
     pub producer: String,
     /// The version of that program.
@@ -37,7 +41,7 @@ pub struct WriteOptions {
 impl Default for WriteOptions {
     fn default() -> WriteOptions {
         WriteOptions {
-            opset: 17,
+            opset: None,
             producer: "convoke".to_owned(),
             producer_version: env!("CARGO_PKG_VERSION").to_owned(),
             metadata: BTreeMap::new(),
@@ -59,8 +63,28 @@ pub fn write(
     values: &BTreeMap<String, Array>,
     options: &WriteOptions,
 ) -> Result<Vec<u8>> {
-    if !(OLDEST_WRITTEN..=NEWEST_OPSET).contains(&options.opset) {
-        return Err(OnnxError::WriteOpset { opset: options.opset });
+    if let Some(opset) = options.opset {
+        return in_version(opset, definition, values, options);
+    }
+    let mut written = in_version(USUAL_OPSET, definition, values, options);
+    for opset in USUAL_OPSET + 1..=NEWEST_OPSET {
+        if !matches!(written, Err(OnnxError::Unwritable { .. })) {
+            break;
+        }
+        written = in_version(opset, definition, values, options);
+    }
+    written
+}
+
+/// As [`write()`], in this version of ONNX's operators.
+fn in_version(
+    opset: i64,
+    definition: &Definition,
+    values: &BTreeMap<String, Array>,
+    options: &WriteOptions,
+) -> Result<Vec<u8>> {
+    if !(OLDEST_WRITTEN..=NEWEST_OPSET).contains(&opset) {
+        return Err(OnnxError::WriteOpset { opset });
     }
     let constants = constants(definition, values)?;
     let stored: BTreeMap<&str, &Array> = definition
@@ -84,7 +108,7 @@ pub fn write(
         _ => None,
     });
     check_size(stored.values().copied().chain(constants).map(build::byte_len).sum())?;
-    let mut lowering = Lowering::new(definition, &stored, options);
+    let mut lowering = Lowering::new(definition, &stored, opset, options);
     for node in nodes {
         lowering.node(node)?;
     }
@@ -115,7 +139,7 @@ pub fn write(
     let text = |text: &str| Some(text.to_owned());
     let name = if definition.name.is_empty() { "model" } else { &definition.name };
     let model = ModelProto {
-        ir_version: Some(ir_version(options.opset)),
+        ir_version: Some(ir_version(opset)),
         producer_name: text(&options.producer),
         producer_version: text(&options.producer_version),
         graph: Some(GraphProto {
@@ -126,7 +150,7 @@ pub fn write(
             output,
             ..GraphProto::default()
         }),
-        opset_import: vec![OpsetProto { domain: text(""), version: Some(options.opset) }],
+        opset_import: vec![OpsetProto { domain: text(""), version: Some(opset) }],
         metadata_props: options
             .metadata
             .iter()

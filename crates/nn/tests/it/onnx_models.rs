@@ -318,7 +318,8 @@ fn real(file: &Path) -> Result<String, String> {
     }
     graph.eval();
     let trained = graph.run(&inputs).map_err(|error| text(&error))?;
-    let options = onnx::WriteOptions { opset: model.opset.clamp(17, 24), ..onnx::WriteOptions::default() };
+    let options =
+        onnx::WriteOptions { opset: Some(model.opset.clamp(17, 24)), ..onnx::WriteOptions::default() };
     let to = file.with_extension("trained.onnx");
     let now = graph.to_definition().map_err(|error| text(&error))?;
     onnx::save(&to, &now, &Default::default(), &options).map_err(|error| text(&error))?;

@@ -4,18 +4,21 @@ mod hostile;
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use crate::common::{self, assert_refused, check_same_state, counter, device, init, snapshot};
-use convoke_autograd::DType;
-use convoke_nn::ModuleExt;
+use convoke_autograd::{DType, Tensor, ops};
 use convoke_nn::checkpoint::{
     LoadedWeights, OtherShape, WeightOptions, load_model, load_weights, save_model,
 };
+use convoke_nn::graph::Graph;
+use convoke_nn::models::{resnet50, torchvision};
 use convoke_nn::modules::{
     Activation, BatchNorm2d, BatchNormConfig, Conv2d, ConvBn2d, ConvBnMode, ConvOptions, Flatten, Linear,
     Sequential,
 };
-use convoke_testkit::Failures;
+use convoke_nn::{Forward, ModuleExt};
+use convoke_testkit::{Failures, formula_fill};
 use tempfile::tempdir;
 
 /// The model whose weights the files hold.
@@ -133,6 +136,40 @@ fn prefixes_are_told_and_names_can_be_changed() {
     for name in ["plain", "compiled"] {
         let options = WeightOptions { rename: Some(&rename), ..WeightOptions::default() };
         assert_eq!(load_weights(&other, &file(name), &options).unwrap().loaded, 9);
+    }
+}
+
+/// The registered ResNet-50 is made of blocks, whose parameters have other names than torchvision's.
+#[test]
+fn a_model_of_blocks_takes_names_of_torchvision() {
+    let device = device();
+    let init = |seed| init(&device, DType::F32, seed);
+    let theirs = Arc::new(torchvision::resnet50(3, 7).unwrap());
+    let theirs = Graph::new(&theirs, &init(1), ConvBnMode::Fused).unwrap();
+    let folder = tempdir().unwrap();
+    let whole = folder.path().join("resnet50.safetensors");
+    save_model(&theirs, &whole).unwrap();
+    let ours = resnet50(&init(2), ConvBnMode::Fused, 3, 7).unwrap();
+    let loaded = load_weights(&ours, &whole, &WeightOptions::default()).unwrap();
+    assert_eq!((loaded.loaded, loaded.missing.len(), loaded.unexpected.len()), (320, 0, 0));
+    // Its own names still count, and so do those of a wrapper.
+    let own = folder.path().join("own.safetensors");
+    save_model(&ours, &own).unwrap();
+    let wrapped = Sequential::new().then("backbone", theirs);
+    save_model(&wrapped, &whole).unwrap();
+    let theirs = wrapped;
+    for file in [&own, &whole] {
+        let again = resnet50(&init(3), ConvBnMode::Fused, 3, 7).unwrap();
+        assert_eq!(load_weights(&again, file, &WeightOptions::default()).unwrap().loaded, 320);
+        check_same_state(&snapshot(&again), &snapshot(&ours)).unwrap();
+    }
+    let x = Tensor::from_slice(&device, &[2, 3, 32, 32], &formula_fill(1, 2 * 3 * 32 * 32, 1.0)).unwrap();
+    theirs.eval();
+    ours.eval();
+    let expected = ops::log_softmax(&theirs.forward(&x).unwrap()).unwrap().to_vec::<f32>().unwrap();
+    let found = ours.forward(&x).unwrap().to_vec::<f32>().unwrap();
+    for (found, expected) in found.iter().zip(&expected) {
+        assert!((found - expected).abs() <= 1e-4 * expected.abs(), "{found} and {expected}");
     }
 }
 

@@ -41,7 +41,8 @@ pub fn resnet34(channels: usize, classes: usize) -> Result<Definition> {
 /// convolutions have it).
 ///
 /// With three channels and 1000 classes it has 25,557,032 parameters. The registered model `resnet50` is
-/// [`resnet50`](crate::models::resnet50): it has the same layers under other names, and gives log-probabilities.
+/// [`resnet50`](crate::models::resnet50): it has the same layers under other names, gives log-probabilities,
+/// and takes weights by torchvision's names too.
 ///
 /// # Errors
 /// If `channels` or `classes` is 0.

@@ -114,7 +114,7 @@ fn old_attributes_are_inputs() {
 fn resizes_of_every_version_are_one() {
     let scales = || Array::floats([1.0, 1.0, 2.0, 2.0]);
     let asymmetric = Resize {
-        mode: Interpolation::Of(ResizeMode::Nearest(Rounding::Floor)),
+        mode: Interpolation::Of(ResizeMode::Nearest(Rounding::FloorOrCeil)),
         coordinates: Coordinates::Asymmetric,
         one_pixel_at_zero: false,
         aspect: Aspect::Stretch,

@@ -173,12 +173,7 @@ pub(crate) fn write_for_another_runtime(
         stored.push((format!("input.{batch}"), input));
         stored.push((format!("output.{batch}"), output));
     }
-    // Some options exist in newer versions only.
-    let save = |opset| {
-        let options = onnx::WriteOptions { opset, ..Default::default() };
-        onnx::save(to, definition, &Default::default(), &options)
-    };
-    save(17).or_else(|_| save(22)).unwrap();
+    onnx::save(to, definition, &Default::default(), &onnx::WriteOptions::default()).unwrap();
     let bytes: Vec<(String, Vec<usize>, Vec<u8>)> = stored
         .into_iter()
         .map(|(name, tensor)| {
