@@ -27,6 +27,8 @@ from common import THREADS, Program, load
 
 #: How many steps are timed as the first ones, and as later ones.
 FIRST, LATER = 10, 10
+#: Seconds of training in convoke between both: captures and measuring are over then.
+BETWEEN = 30.0
 #: How much results may differ, and by how much parameters are changed to find out what else is possible.
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-5}
 SHAKEN = {torch.float64: 1e-15, torch.float32: 1e-7}
@@ -253,6 +255,10 @@ def timed(found: Training, expected: Training) -> dict[str, Any]:
     else:
         found.run(FIRST)
         expected.run(FIRST)
+        began = time.perf_counter()
+        while time.perf_counter() - began < BETWEEN:
+            found.run(1)
+        del found.seconds[FIRST:]
         for _ in range(LATER):
             found.run(1)
             expected.run(1)

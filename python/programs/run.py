@@ -8,7 +8,8 @@ Each program of this folder trains a model for some steps on synthetic batches: 
          faster.
   full   compares again, with the folder that the first run has filled. Here PyTorch runs some steps, to see who is
          faster, as for users.
-  time   takes the time of ten steps and of ten more in float32, with an empty folder.
+  time   takes the time of ten steps and, half a minute later, of ten more in float32, with an empty folder. A program
+         with a loop of its own goes on at once.
 
 Losses of each step, parameters, buffers, the last gradients and the state of the random numbers must agree: in float64
 to 1e-8. Training can be chaotic, so all may also differ by 100 times what a change of the parameters by 1e-7 (in

@@ -248,7 +248,7 @@ pub trait Dataset: Send + Sync {
         None
     }
 
-    /// The files that were left out because they could not be read, each with the reason. Where a share of the training part is
+    /// The files that were left out because they could not be read, or are of a kind that is not, each with the reason. Where a share of the training part is
     /// validated on, both are checked together, and all of them are among the training part's.
     fn skipped(&self) -> &[(PathBuf, String)] {
         &[]

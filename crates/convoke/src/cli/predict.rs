@@ -10,7 +10,7 @@ use convoke_files::{create_folder, escaped, escaped_lines};
 use serde::Serialize;
 
 use crate::nn::batch;
-use crate::nn::data::photos::{MAX_MASK_CLASSES, Photo, Preparation, images_below, mask_png};
+use crate::nn::data::photos::{Listed, MAX_MASK_CLASSES, Photo, Preparation, images_below, mask_png};
 use crate::nn::data::{DatasetInfo, Loader, Pixels, Request, Sample, Target, Targets, from_fn};
 use crate::{MemoryFormat, Tensor, inference_mode};
 
@@ -18,7 +18,7 @@ use super::console::{self, Console};
 use super::failure::{Failure, Result};
 use super::flags::using::UsingArgs;
 use super::in_use::InUse;
-use super::{json, output};
+use super::{dataset, json, output};
 
 /// Which model looks at which images.
 #[derive(Args)]
@@ -133,7 +133,8 @@ fn images(args: &PredictArgs, console: &Console) -> Result<Vec<Image>> {
     let mut images = Vec::new();
     for path in &args.images {
         if path.is_dir() {
-            let files = images_below(path, args.using.follow_links, &progress)?;
+            let Listed { files, unread } = images_below(path, args.using.follow_links, &progress)?;
+            dataset::report_skipped(&path.display().to_string(), &unread, console);
             if files.is_empty() {
                 return Err(Failure::Run(format!("{}: no images in this folder", escaped(path.display()))));
             }

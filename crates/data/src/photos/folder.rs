@@ -127,7 +127,7 @@ pub fn folder(
     let class_names: Arc<[String]> = classes(&lister, dir, &train)?.into();
     let train = files(&mut lister, dir, &train, &class_names)?;
     let validation = validation.map(|below| files(&mut lister, dir, &below, &class_names)).transpose()?;
-    lister.finish()?;
+    let unread = lister.finish()?;
     let [(train, train_skipped), (validation, validation_skipped)] = train_and_validation(
         train,
         validation,
@@ -149,7 +149,7 @@ pub fn folder(
             skipped,
         })
     };
-    Ok(TrainTest::new(part(train, train_skipped)?, part(validation, validation_skipped)?))
+    Ok(TrainTest::new(part(train, [unread, train_skipped].concat())?, part(validation, validation_skipped)?))
 }
 
 /// Loads one part for evaluation, which may lack some of the classes. Without a name it is the folders of classes in `dir` itself.
@@ -169,7 +169,7 @@ pub fn folder_part(
     let mut lister = Lister::new(dir, options.follow_links, progress)?;
     let below = part_folder(&lister, dir, name)?;
     let files = files(&mut lister, dir, &below, class_names)?;
-    lister.finish()?;
+    let unread = lister.finish()?;
     let (files, skipped) = checked(dir, options, files, progress)?;
     Ok(PhotoFolder {
         info: info(options, class_names.len(), &numbers),
@@ -178,7 +178,7 @@ pub fn folder_part(
         class_names: class_names.into(),
         cache: Arc::new(Cache::new(files.len(), &Budget::new(options.cache_bytes))?),
         files,
-        skipped,
+        skipped: [unread, skipped].concat(),
     })
 }
 

@@ -11,9 +11,15 @@ use std::path::{Path, PathBuf};
 
 use super::super::progress::report;
 use super::super::{DataError, Progress, ProgressEvent, ProgressUnit};
+use super::measure::Skipped;
 
 /// The endings of names that image files have, in lower case; files may have them in any case.
 pub const EXTENSIONS: [&str; 9] = ["jpg", "jpeg", "jpe", "jfif", "png", "tif", "tiff", "webp", "bmp"];
+/// The endings of images that are not read. They are told of, so that nobody misses them unknowing.
+const UNREAD: [&str; 20] = [
+    "heic", "heif", "avif", "gif", "jp2", "j2k", "jpf", "jpx", "jxl", "svg", "psd", "dng", "cr2", "cr3",
+    "nef", "arw", "raf", "orf", "rw2", "pef",
+];
 /// The endings of masks.
 pub(super) const MASK_EXTENSIONS: [&str; 1] = ["png"];
 
@@ -32,6 +38,8 @@ pub(super) struct Lister<'a> {
     progress: &'a Progress<'a>,
     /// Files found.
     found: u64,
+    /// Images that are not read, each with the reason.
+    unread: Skipped,
 }
 
 /// An entry of a folder, which may be reached by a link.
@@ -52,20 +60,25 @@ struct Found<'a> {
 /// Folders whose files were found, without links, each with its path below the data set's folder.
 type Seen = HashMap<PathBuf, PathBuf>;
 
+/// The images of a folder, by their names.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Listed {
+    /// Those that can be read, in order.
+    pub files: Vec<PathBuf>,
+    /// Those of other kinds, such as HEIC, each with the reason why it is left out.
+    pub unread: Vec<(PathBuf, String)>,
+}
+
 /// The image files below a folder, at any depth, in order, as paths that begin with the folder's; by their names.
 ///
 /// # Errors
 /// [`DataError::Io`] if a folder cannot be listed; [`DataError::Malformed`] if a link leads out of the folder, unless `follow_links`,
 /// or to a folder that was listed already; [`DataError::Cancelled`] if `progress` says so.
-pub fn images_below(
-    folder: &Path,
-    follow_links: bool,
-    progress: &Progress<'_>,
-) -> Result<Vec<PathBuf>, DataError> {
+pub fn images_below(folder: &Path, follow_links: bool, progress: &Progress<'_>) -> Result<Listed, DataError> {
     let mut lister = Lister::new(folder, follow_links, progress)?;
     let files = lister.files(Path::new(""), &EXTENSIONS)?;
-    lister.finish()?;
-    Ok(files.into_iter().map(|file| folder.join(file)).collect())
+    let unread = lister.finish()?.into_iter().map(|(file, reason)| (folder.join(file), reason)).collect();
+    Ok(Listed { files: files.into_iter().map(|file| folder.join(file)).collect(), unread })
 }
 
 impl<'a> Lister<'a> {
@@ -76,7 +89,7 @@ impl<'a> Lister<'a> {
         progress: &'a Progress<'a>,
     ) -> Result<Lister<'a>, DataError> {
         let real = fs::canonicalize(dir).map_err(DataError::io(dir, "list"))?;
-        Ok(Lister { dir, real, follow_links, progress, found: 0 })
+        Ok(Lister { dir, real, follow_links, progress, found: 0, unread: Skipped::new() })
     }
 
     /// The entries of a folder below the data set's, in the order of their names. What is hidden is left out, as are links to
@@ -168,14 +181,20 @@ impl<'a> Lister<'a> {
                 if self.found.is_multiple_of(FILES_PER_REPORT) {
                     self.report(None)?;
                 }
+            } else if has_extension(&entry.name, &UNREAD) {
+                let file = joined(self.dir, &path);
+                let kind = file.extension().unwrap_or_default().to_string_lossy().to_uppercase();
+                let reason = format!("{}: {kind} is not read: convert it to JPEG or PNG", file.display());
+                self.unread.push((path, reason));
             }
         }
         Ok(())
     }
 
-    /// Reports that all is listed.
-    pub(super) fn finish(&self) -> Result<(), DataError> {
-        self.report(Some(self.found))
+    /// Reports that all is listed. Gives the images that are not read.
+    pub(super) fn finish(self) -> Result<Skipped, DataError> {
+        self.report(Some(self.found))?;
+        Ok(self.unread)
     }
 
     fn report(&self, total: Option<u64>) -> Result<(), DataError> {

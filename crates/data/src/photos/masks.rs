@@ -155,7 +155,7 @@ pub fn masks(
     let Layout { train, validation } = Layout::find(&lister, dir, |_| false)?;
     let train = pairs(&mut lister, dir, &train)?;
     let validation = validation.map(|below| pairs(&mut lister, dir, &below)).transpose()?;
-    lister.finish()?;
+    let unread = lister.finish()?;
     let [(train, train_skipped), (validation, validation_skipped)] = train_and_validation(
         train,
         validation,
@@ -185,7 +185,7 @@ pub fn masks(
             skipped,
         })
     };
-    Ok(TrainTest::new(part(train, train_skipped)?, part(validation, validation_skipped)?))
+    Ok(TrainTest::new(part(train, [unread, train_skipped].concat())?, part(validation, validation_skipped)?))
 }
 
 /// Loads one part for evaluation. Without a name it is `images` and `masks` in `dir` itself.
@@ -204,7 +204,7 @@ pub fn masks_part(
     let mut lister = Lister::new(dir, options.follow_links, progress)?;
     let below = part_folder(&lister, dir, name)?;
     let pairs = pairs(&mut lister, dir, &below)?;
-    lister.finish()?;
+    let unread = lister.finish()?;
     let (pairs, skipped) = checked(dir, options, pairs, progress)?;
     let size = match options.size {
         Some(size) => size,
@@ -219,7 +219,7 @@ pub fn masks_part(
         class_names: class_names.into(),
         cache: Arc::new(Cache::new(pairs.len(), &Budget::new(options.cache_bytes))?),
         pairs,
-        skipped,
+        skipped: [unread, skipped].concat(),
     })
 }
 

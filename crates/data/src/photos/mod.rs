@@ -43,7 +43,7 @@ pub use decode::{MAX_PIXELS, MAX_SIDE};
 pub use folder::{FolderOptions, PhotoFolder, folder, folder_part};
 pub use geometry::Preparation;
 pub use layout::PhotoPart;
-pub use listing::{EXTENSIONS, images_below};
+pub use listing::{EXTENSIONS, Listed, images_below};
 pub use masks::{MAX_MASK_CLASSES, MaskOptions, NO_CLASS, PhotoMasks, masks, masks_part};
 pub use measure::Normalisation;
 pub use photo::Photo;

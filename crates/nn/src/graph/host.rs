@@ -15,19 +15,59 @@ mod tests;
 
 pub(super) use lookup::{Gathered, gathered, scattered};
 
+use std::cell::Cell;
+
 use super::{Array, Data, Kind, Op, PadKind};
 
 /// A result with the reason why there is none, in words.
 type Answer<T> = Result<T, String>;
 
-/// The most elements of an output.
-const MAX_LEN: usize = 1 << 28;
+/// The most elements that a model may compute of known ones, for each that it stores and besides: a file of a few bytes must not take
+/// gigabytes, or minutes, before it runs.
+const ELEMENTS: usize = 1 << 25;
+const FOR_EACH: usize = 8;
 /// The most dimensions of an array.
 const MAX_RANK: usize = 64;
 
+thread_local! {
+    /// The most elements of an output of the operation that this thread evaluates.
+    static MOST: Cell<usize> = const { Cell::new(ELEMENTS) };
+}
+
+/// How many elements may still be read and computed on known arrays.
+pub(super) struct Budget {
+    left: usize,
+}
+
+impl Budget {
+    /// The budget of a model that stores so many elements.
+    pub(super) fn of(stored: usize) -> Budget {
+        Budget { left: stored.saturating_mul(FOR_EACH).saturating_add(ELEMENTS) }
+    }
+
+    fn charge(&mut self, elements: usize) {
+        self.left = self.left.saturating_sub(elements);
+    }
+}
+
 /// The outputs of a node whose inputs are all known; `None` if the operation is not one for known values (it then runs on
 /// tensors). An error is the reason only; it names neither node nor operator.
-pub(super) fn evaluate(op: &Op, inputs: &[Option<&Array>], outputs: usize) -> Option<Answer<Vec<Array>>> {
+pub(super) fn evaluate(
+    op: &Op,
+    inputs: &[Option<&Array>],
+    outputs: usize,
+    budget: &mut Budget,
+) -> Option<Answer<Vec<Array>>> {
+    budget.charge(inputs.iter().flatten().map(|array| array.len()).sum());
+    MOST.set(budget.left);
+    let result = computed(op, inputs, outputs);
+    if let Some(Ok(arrays)) = &result {
+        budget.charge(arrays.iter().map(Array::len).sum());
+    }
+    result
+}
+
+fn computed(op: &Op, inputs: &[Option<&Array>], outputs: usize) -> Option<Answer<Vec<Array>>> {
     let inputs = Inputs(inputs);
     let output = match op {
         Op::Arithmetic(kind) => inputs.all().and_then(|arrays| elementwise::arithmetic(*kind, &arrays)),
@@ -283,12 +323,14 @@ fn check_rank(rank: usize) -> Answer<()> {
     }
 }
 
-/// The number of elements of an output, unless it is too large.
+/// The number of elements of an output, unless it is more than the model may still compute.
 fn bounded(shape: &[usize]) -> Answer<usize> {
     check_rank(shape.len())?;
     let len = shape.iter().try_fold(1usize, |len, &size| len.checked_mul(size));
-    len.filter(|&len| len <= MAX_LEN)
-        .ok_or_else(|| format!("the output would be {shape:?}, more than {MAX_LEN} elements"))
+    let most = MOST.get();
+    len.filter(|&len| len <= most).ok_or_else(|| {
+        format!("the output would be {shape:?}, more than the {most} elements that a model of its size may still compute before it runs")
+    })
 }
 
 /// Room for the elements of an output.

@@ -86,6 +86,8 @@ struct Planning<'a> {
     readers: Vec<usize>,
     steps: Vec<Step>,
     shapes: Vec<Vec<usize>>,
+    /// What may still be computed of known values.
+    budget: host::Budget,
 }
 
 impl<'a> Planning<'a> {
@@ -113,7 +115,9 @@ impl<'a> Planning<'a> {
         }
         let mut readers: Vec<usize> = network.readers().iter().map(Vec::len).collect();
         network.outputs.iter().for_each(|&value| readers[value] += 1);
-        Ok(Planning { request, dry, values, readers, steps: Vec::new(), shapes })
+        let stored = network.stored.iter().map(|stored| stored.values.shape().iter().product::<usize>());
+        let budget = host::Budget::of(stored.sum());
+        Ok(Planning { request, dry, values, readers, steps: Vec::new(), shapes, budget })
     }
 
     fn finish(mut self) -> Result<Plan> {
@@ -166,7 +170,7 @@ impl<'a> Planning<'a> {
             })
             .collect();
         if let Some(known) = known
-            && let Some(result) = host::evaluate(&node.op, &known, outputs)
+            && let Some(result) = host::evaluate(&node.op, &known, outputs, &mut self.budget)
         {
             let arrays = result.map_err(|reason| refused(node, Refusal::Node(reason)))?;
             for (output, array) in node.outputs.iter().zip(arrays) {

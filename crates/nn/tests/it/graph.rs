@@ -527,6 +527,29 @@ fn of_counted(shape: &[usize], op: Op, other: Option<(usize, Array)>) -> (Vec<us
     (y.shape().to_vec(), y.to_vec().unwrap())
 }
 
+/// A file of some hundred bytes must not take gigabytes, or minutes.
+#[test]
+fn little_files_compute_little_before_they_run() {
+    let mut made = Maker::new(&[1, 1, 1, 1]);
+    made.0.stored.push(Stored { name: "size".into(), values: Array::integers([2]).into(), trained: None });
+    let mut last = made.node(Op::ConstantOfShape(Array::floats([1.0])), &["size"], "ones");
+    for doubling in 0..40 {
+        last = made.node(Op::Concat { axis: 0 }, &[&last, &last], &format!("doubled {doubling}"));
+    }
+    let y = made.node(Op::Arithmetic(Arithmetic::Add), &["x", &last], "y");
+    let graph = made.graph(&y, ConvBnMode::Fused);
+    let x = Tensor::from_slice(&device(), &[1, 1, 1, 1], &[1.0]).unwrap();
+    let error = graph.forward(&x).unwrap_err().to_string();
+    assert!(error.contains("make doubled") && error.contains("may still compute"), "{error}");
+    // Repeating once is one operation, however often it repeats.
+    let mut made = Maker::new(&[1, 1, 1, 1]);
+    let times = Array::integers([1, 1, 1, 1_000_003]);
+    made.0.stored.push(Stored { name: "times".into(), values: times.into(), trained: None });
+    let y = made.node(Op::Tile, &["x", "times"], "y");
+    let y = made.graph(&y, ConvBnMode::Fused).forward(&x).unwrap();
+    assert_eq!(y.shape(), [1, 1, 1, 1_000_003]);
+}
+
 /// Values of ONNX Runtime and, where it has such windows, of PyTorch.
 #[test]
 fn windows_at_corners_are_those_of_other_runtimes() {

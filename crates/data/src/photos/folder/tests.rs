@@ -7,6 +7,7 @@ use std::ops::ControlFlow;
 
 use image::ImageFormat;
 
+use super::super::listing::{Listed, images_below};
 use super::super::testing::{encode, refusal, write, write_scenes};
 use super::*;
 use crate::{ProgressEvent, Targets, silent};
@@ -264,6 +265,31 @@ fn files_that_vanish_or_change_are_named() {
     fs::create_dir(&file).unwrap();
     let error = set.sample(0, Some(1)).unwrap_err().to_string();
     assert!(error.ends_with("it is a folder, not a regular file"), "{error}");
+}
+
+/// Phones write HEIC: whoever has such photographs is told that they are not read.
+#[test]
+fn images_of_kinds_that_are_not_read_are_told_of() {
+    let folder = parts();
+    for name in [
+        "train/dog/IMG_1.HEIC",
+        "train/cat/deep/anim.gif",
+        "val/dog/x.avif",
+        "train/cat/.hidden.heic",
+        "scan.jp2",
+    ] {
+        write(&folder.path().join(name), b"whatever");
+    }
+    let set = load(folder.path()).unwrap();
+    assert_eq!((set.train.len(), set.test.len()), (4, 1));
+    let told: Vec<_> =
+        set.train.skipped().iter().map(|(file, _)| file.to_str().unwrap().replace('\\', "/")).collect();
+    assert_eq!(told, ["train/cat/deep/anim.gif", "train/dog/IMG_1.HEIC", "val/dog/x.avif"]);
+    let reason = &set.train.skipped()[1].1;
+    assert!(reason.ends_with("IMG_1.HEIC: HEIC is not read: convert it to JPEG or PNG"), "{reason}");
+    let Listed { files, unread } = images_below(folder.path(), false, &silent).unwrap();
+    assert_eq!((files.len(), unread.len()), (8, 4));
+    assert!(unread.iter().all(|(file, _)| file.is_file()));
 }
 
 #[test]

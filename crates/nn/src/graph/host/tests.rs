@@ -32,6 +32,11 @@ fn counted(shape: &[usize]) -> Array {
     ints(shape, &(0..shape.iter().product::<usize>() as i64).collect::<Vec<_>>())
 }
 
+/// As [`super::evaluate`], in a model that stores nothing.
+fn evaluate(op: &Op, inputs: &[Option<&Array>], outputs: usize) -> Option<Answer<Vec<Array>>> {
+    super::evaluate(op, inputs, outputs, &mut Budget::of(0))
+}
+
 fn outputs(op: &Op, inputs: &[&Array], count: usize) -> Answer<Vec<Array>> {
     let inputs: Vec<_> = inputs.iter().map(|&array| Some(array)).collect();
     evaluate(op, &inputs, count).expect("an operation for known values")
@@ -99,6 +104,32 @@ fn slices_are_scattered_where_indices_point() {
         refused(op(), &[&list(&[1, 2]), &indices, &updates], reason);
     }
     refused(op(), &[&list(&[1]), &singles(&[0.0]), &list(&[1])], "whole numbers");
+}
+
+/// Each operation alone may be small: together they have one limit, which grows with what the model stores.
+#[test]
+fn everything_known_is_charged_to_one_budget() {
+    let fill = |len: usize, budget: &mut Budget| {
+        let op = Op::ConstantOfShape(list(&[1]));
+        super::evaluate(&op, &[Some(&list(&[len as i64]))], 1, budget).unwrap()
+    };
+    let mut budget = Budget { left: 100 };
+    // 90 are left after the shape and 9 elements, 80 after the next ones, ...
+    for _ in 0..9 {
+        fill(9, &mut budget).unwrap();
+    }
+    assert_eq!(budget.left, 10);
+    let error = fill(10, &mut budget).unwrap_err();
+    assert!(error.contains("[10]") && error.contains("9 elements"), "{error}");
+    // What only reads is charged too.
+    let mut budget = Budget { left: 1_000 };
+    let sum = Op::Reduce(Reduce { kind: ReduceKind::Sum, keep_dims: false, no_axes_is_identity: false });
+    let x = counted(&[100]);
+    for _ in 0..9 {
+        super::evaluate(&sum, &[Some(&x)], 1, &mut budget).unwrap().unwrap();
+    }
+    assert_eq!(budget.left, 1_000 - 9 * 101);
+    assert!(Budget::of(usize::MAX).left == usize::MAX && Budget::of(10).left == ELEMENTS + 80);
 }
 
 #[test]

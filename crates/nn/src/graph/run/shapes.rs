@@ -113,8 +113,12 @@ pub(super) fn tile(inputs: &Inputs<'_>) -> Result<Tensor> {
     }
     for (axis, &times) in repeats.iter().enumerate() {
         if times > 1 {
-            let copies: Vec<&Tensor> = (0..times).map(|_| &x).collect();
-            x = ops::cat(&copies, axis as isize)?;
+            let shape = x.shape().to_vec();
+            let [before, after] = [&shape[..axis], &shape[axis..]];
+            let times = times.unsigned_abs();
+            let repeated =
+                x.reshape(&[before, &[1], after].concat())?.expand(&[before, &[times], after].concat())?;
+            x = repeated.reshape(&[before, &[times * shape[axis]], &shape[axis + 1..]].concat())?;
         }
     }
     Ok(x)

@@ -99,6 +99,7 @@ fn operation() -> impl Strategy<Value = Op> {
         1 => axis().prop_map(|axis| Op::Gather { axis }),
         1 => axis().prop_map(|axis| Op::Flatten { axis }),
         1 => axis().prop_map(|axis| Op::OneHot { axis }),
+        1 => (0usize..4).prop_map(|batch_axes| Op::GatherNd { batch_axes }),
         1 => (axis(), proptest::option::of(axis())).prop_map(|(start, end)| Op::Shape { start, end }),
         1 => prop::collection::vec(axis(), 0..4).prop_map(|order| Op::Transpose { order }),
         1 => any::<bool>().prop_map(|allow_zero| Op::Reshape { allow_zero }),
@@ -123,7 +124,7 @@ proptest! {
         for array in answer.into_iter().flatten().flatten() {
             let len = array.shape().iter().product::<usize>();
             prop_assert_eq!(array.len(), len);
-            prop_assert!(array.len() <= MAX_LEN && array.shape().len() <= MAX_RANK);
+            prop_assert!(array.len() <= ELEMENTS && array.shape().len() <= MAX_RANK);
         }
     }
 
