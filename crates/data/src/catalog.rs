@@ -12,6 +12,9 @@ pub trait Listed: Sized {
     fn builtin() -> Vec<Self>;
 }
 
+/// The longest name of an item.
+const LONGEST_NAME: usize = 64;
+
 /// A list of items that are found by name.
 #[derive(Clone, Debug)]
 pub struct Catalog<T>(Vec<T>);
@@ -25,12 +28,16 @@ impl<T: Listed> Catalog<T> {
     /// The same list with one more item.
     ///
     /// # Errors
-    /// If its name is taken, is empty, begins with `-`, or has characters other than lower-case ASCII letters, digits, `-`, `_`
-    /// and `.`: it must be usable as a word on the command line.
+    /// If its name is taken, has no letter or digit, begins with `-`, has characters other than lower-case ASCII letters, digits, `-`,
+    /// `_` and `.`, has more than 64 of them, or ends like a file's (`.onnx`, `.safetensors`, `.json`): it must be usable as a word on the
+    /// command line, where files may stand in its place.
     pub fn with(mut self, item: T) -> Result<Catalog<T>, NameError> {
         let (kind, name) = (T::KIND, item.name());
         let plain = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || b"-_.".contains(&byte);
-        if name.is_empty() || name.starts_with('-') || !name.bytes().all(plain) {
+        let has_letter = name.bytes().any(|byte| byte.is_ascii_alphanumeric());
+        let is_file = [".onnx", ".safetensors", ".json"].iter().any(|end| name.ends_with(end));
+        let is_word = has_letter && !name.starts_with('-') && name.bytes().all(plain);
+        if !is_word || is_file || name.len() > LONGEST_NAME {
             return Err(NameError::Invalid { kind, name: name.to_owned() });
         }
         if self.names().any(|known| known == name) {
@@ -69,7 +76,8 @@ impl<T: Listed> Catalog<T> {
 pub enum NameError {
     /// It could not be written on the command line and in files.
     #[error(
-        "a {kind} cannot be named {name:?}: small letters, digits, '-', '_' and '.' make a name, and it does not begin with '-'"
+        "a {kind} cannot be named {:?}: up to {LONGEST_NAME} small letters, digits, '-', '_' and '.' make a name, which does not begin with \
+         '-' nor end as a file's does", name.chars().take(2 * LONGEST_NAME).collect::<String>()
     )]
     Invalid {
         /// What was to be named: [`Listed::KIND`].
@@ -115,8 +123,11 @@ mod tests {
         );
         let refused = |name: &str| list.clone().with(named(name)).unwrap_err().to_string();
         assert_eq!(refused("digits"), "there are two data sets named \"digits\"");
-        for name in ["", "-x", "a b", "Set", "n\u{e9}t"] {
+        for name in ["", "-x", "a b", "Set", "n\u{e9}t", ".", "..", "-", "x.onnx", "x.safetensors", "../x"] {
             assert!(refused(name).starts_with(&format!("a data set cannot be named {name:?}: ")), "{name}");
         }
+        assert!(list.clone().with(named(&"x".repeat(64))).is_ok());
+        let long = refused(&"x".repeat(100_000));
+        assert!(long.contains("cannot be named") && long.len() < 500, "{long}");
     }
 }

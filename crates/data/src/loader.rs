@@ -127,7 +127,9 @@ impl Loader {
         let places = images.chunks_mut(image_len.max(1)).zip(&request.samples);
         if self.workers.is_empty() {
             for (out, &index) in places {
-                write(self.data.as_ref(), (index, request.views.as_ref()), out, &mut targets)?;
+                caught(self.data.as_ref(), index, || {
+                    write(self.data.as_ref(), (index, request.views.as_ref()), out, &mut targets)
+                })?;
             }
             return Ok(targets);
         }
@@ -278,9 +280,9 @@ impl Shared {
     }
 }
 
-/// Makes one sample on a worker; a panic of the data set becomes an error.
+/// Makes one sample on a worker.
 fn make(data: &dyn Dataset, index: u32, views: Option<&Views>) -> MadeResult {
-    let attempt = || {
+    caught(data, index, || {
         let info = data.info();
         let size = size(info, views)?;
         let len = info.channels.saturating_mul(size[0]).saturating_mul(size[1]);
@@ -288,7 +290,15 @@ fn make(data: &dyn Dataset, index: u32, views: Option<&Views>) -> MadeResult {
         target.reserve(1, info.label_len_of(size))?;
         write(data, (index, views), &mut image, &mut target)?;
         Ok(Made { image, target })
-    };
+    })
+}
+
+/// What making a sample gives; a panic of the data set becomes an error. What it has begun to write is not used then.
+fn caught<T>(
+    data: &dyn Dataset,
+    index: u32,
+    attempt: impl FnOnce() -> Result<T, DataError>,
+) -> Result<T, DataError> {
     catch_unwind(AssertUnwindSafe(attempt)).unwrap_or_else(|payload| {
         let text = payload.downcast_ref::<String>().map(String::as_str);
         let text = text.or_else(|| payload.downcast_ref::<&str>().copied()).unwrap_or("no message");

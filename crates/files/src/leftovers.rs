@@ -87,9 +87,17 @@ pub fn remove_leftovers(folder: &Path) -> usize {
         .count()
 }
 
+/// Whether a name is one that this crate gives: others may have files of their own that begin and end alike.
 fn is_unfinished(name: &str) -> bool {
-    // Earlier versions named checkpoint folders `.step-*`.
-    (name.starts_with(START) || name.starts_with(".step-")) && name.ends_with(END)
+    let own = |start: &str| name.strip_prefix(start).and_then(|rest| rest.strip_suffix(END));
+    let is_random =
+        |part: &str| part.len() == RANDOM && part.bytes().all(|byte| byte.is_ascii_alphanumeric());
+    // Earlier versions named checkpoint folders `.step-0000000003.77.tmp`, by the step and the process.
+    let is_number = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_digit());
+    own(START).is_some_and(is_random)
+        || own(".step-")
+            .and_then(|rest| rest.split_once('.'))
+            .is_some_and(|(step, process)| is_number(step) && is_number(process))
 }
 
 fn remove(path: &Path) -> bool {
@@ -117,17 +125,29 @@ mod tests {
         let (in_making, handle) = new_folder(folder.path()).unwrap();
         assert!(handle.is_some());
         // Left by processes that have ended: nobody has a lock on them.
-        fs::write(at(".convoke-killed.tmp"), "half").unwrap();
-        fs::create_dir(at(".convoke-killed2.tmp")).unwrap();
-        fs::write(at(".convoke-killed2.tmp").join("model"), "half").unwrap();
+        fs::write(at(".convoke-killed000001.tmp"), "half").unwrap();
+        fs::create_dir(at(".convoke-killed000002.tmp")).unwrap();
+        fs::write(at(".convoke-killed000002.tmp").join("model"), "half").unwrap();
         fs::create_dir(at(".step-0000000003.77.tmp")).unwrap();
-        for other in [".other.tmp", "convoke-a.tmp", ".convoke-notes", "step-0000000003"] {
+        let others = [
+            ".other.tmp",
+            "convoke-a.tmp",
+            ".convoke-notes",
+            "step-0000000003",
+            // A user's own.
+            ".convoke-notes.tmp",
+            ".convoke-notes-of-mine.tmp",
+            ".convoke-my_notes_abc.tmp",
+            ".step-by-step.tmp",
+            ".step-1.old.tmp",
+        ];
+        for other in others {
             fs::write(at(other), "kept").unwrap();
         }
-        std::os::unix::fs::symlink(at(".other.tmp"), at(".convoke-link.tmp")).unwrap();
+        std::os::unix::fs::symlink(at(".other.tmp"), at(".convoke-link00000001.tmp")).unwrap();
         assert_eq!(remove_leftovers(folder.path()), 3);
         assert!(file.path().exists() && in_making.path().exists());
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2 + 4 + 1);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 2 + others.len() + 1);
         drop((file, handle));
         let kept = in_making.keep();
         assert_eq!(remove_leftovers(folder.path()), 1);

@@ -75,6 +75,16 @@ pub enum ConfigError {
     /// The data, or how its images are to be varied, is impossible.
     #[error(transparent)]
     Data(#[from] DataError),
+    /// Samples are numbered with 32 bits.
+    #[error("{data} has {images} images; at most {most} can be trained on")]
+    TooManyImages {
+        /// The data set.
+        data: String,
+        /// The number of its images.
+        images: usize,
+        /// The most that it may have.
+        most: usize,
+    },
     /// The batch size is 0 or larger than the training set.
     #[error("batch size {batch_size} must be 1 to {images}, the number of training images in {data}")]
     BatchSize {

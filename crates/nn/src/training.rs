@@ -108,6 +108,12 @@ impl TrainingConfig {
         self.model.check(&seen)?;
         self.objective.check(info)?;
         check_same_kind(info, data.test.info())?;
+        for part in [&data.train, &data.test] {
+            let (images, most) = (part.len(), u32::MAX as usize);
+            if images > most {
+                return Err(ConfigError::TooManyImages { images, most, data: part.info().name.clone() });
+            }
+        }
         if self.batch_size == 0 || self.batch_size > images {
             let (batch_size, data) = (self.batch_size, info.name.clone());
             return Err(ConfigError::BatchSize { batch_size, images, data });

@@ -1,12 +1,15 @@
 //! A user's own model gets what the built-in ones get: training, resuming, plans to the byte, ranks; and what is wrong with it is
 //! said.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use convoke_autograd::ops::{UpsampleMode, concat};
 use convoke_autograd::{Device, Result, Tensor};
 use convoke_distributed::{Options, run_threads};
-use convoke_nn::data::{DatasetInfo, Datasets, Targets, noise, silent};
+use convoke_nn::data::{
+    Dataset, DatasetInfo, Datasets, Pixels, Sample, Target, Targets, from_fn, noise, silent,
+};
 use convoke_nn::models::{ModelOptions, ModelSpec, Models};
 use convoke_nn::modules::{
     Conv2d, ConvBn2d, ConvBnMode, ConvOptions, LogSoftmax, MaxPool2d, PoolOptions, Upsample,
@@ -153,4 +156,30 @@ fn a_model_without_parameters_is_refused() {
     let config = TrainingConfig { model: forgetful, ..config(4) };
     let result = Trainer::new(&Device::cpu().unwrap(), config, data(8));
     assert_refused(result.map(drop), &["no parameters", "parts"]);
+}
+
+/// A data set whose samples are made when they are asked for may say that it has any number of them.
+#[test]
+fn data_sets_that_cannot_be_numbered_or_panic_are_errors() {
+    let info = || DatasetInfo::of_noise("many", [2, 8, 12], 3, Targets::Pixels { ignore: None });
+    let sample = |index: usize| {
+        assert!(index != 3, "sample three");
+        let image = Pixels::Bytes(vec![index as u8; 2 * 8 * 12].into());
+        Sample { image, target: Target::Bytes(vec![1; 8 * 12].into()) }
+    };
+    let part = |len: usize| -> Arc<dyn Dataset> {
+        Arc::new(from_fn(info(), len, move |index, _| Ok(sample(index))).unwrap())
+    };
+    for (train, test) in [(1 << 32, 8), (8, 1 << 32), (usize::MAX, 8)] {
+        let data = Datasets { train: part(train), test: part(test) };
+        let refused = Trainer::new(&device(), config(4), data).map(drop);
+        assert_refused(refused, &["many has", "at most 4294967295"]);
+    }
+    for workers in [0, 2] {
+        let data = Datasets { train: part(8), test: part(8) };
+        let mut trainer = Trainer::new(&device(), config(4), data).unwrap();
+        trainer.set_workers(workers).unwrap();
+        let error = (0..2).find_map(|_| trainer.step().err()).expect("one of two batches has sample 3");
+        assert!(error.to_string().contains("sample three"), "{workers} workers: {error}");
+    }
 }
