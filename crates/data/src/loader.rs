@@ -55,13 +55,17 @@ impl Loader {
     pub fn new(data: Arc<dyn Dataset>, workers: usize) -> Result<Loader, DataError> {
         data.info().check()?;
         let no_threads = |reason: String| DataError::Threads { reason };
-        convoke_memory::check_threads(workers).map_err(|error| no_threads(error.to_string()))?;
+        let starting =
+            convoke_memory::Starting::new(workers).map_err(|error| no_threads(error.to_string()))?;
         let mut loader = Loader { data, shared: Arc::default(), workers: Vec::new() };
         for _ in 0..workers {
-            let (shared, data) = (loader.shared.clone(), loader.data.clone());
+            let (shared, data, started) = (loader.shared.clone(), loader.data.clone(), starting.thread());
             let worker = std::thread::Builder::new()
                 .name("convoke-data".into())
-                .spawn(move || shared.work(data.as_ref()))
+                .spawn(move || {
+                    drop(started);
+                    shared.work(data.as_ref());
+                })
                 .map_err(|error| no_threads(error.to_string()))?;
             loader.workers.push(worker);
         }

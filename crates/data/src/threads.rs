@@ -14,7 +14,7 @@ pub(super) fn threads() -> Result<(), DataError> {
     }
     let start = || {
         let count = std::thread::available_parallelism().map_or(1, |count| count.get());
-        convoke_memory::check_threads(count).map_err(|error| error.to_string())?;
+        let _starting = convoke_memory::Starting::new(count).map_err(|error| error.to_string())?;
         match rayon::ThreadPoolBuilder::new().build_global() {
             // An error without a cause means that the pool is there already: the program has made it.
             Err(error) if error.source().is_some() => Err(error.to_string()),

@@ -4,7 +4,7 @@ use std::sync::PoisonError;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-use convoke_memory::OutOfMemory;
+use convoke_memory::{OutOfMemory, Starting};
 
 use crate::message::{Message, Outgoing, sum};
 use crate::sync::{Arc, Mutex};
@@ -233,7 +233,13 @@ impl Communicator {
         let every = (self.shared.options.timeout / 4).clamp(SIGNS[0], SIGNS[1]);
         std::thread::scope(|scope| {
             let (at_work, ended) = channel::<()>();
+            let no_thread = |reason: String| {
+                Error::Transport(format!("rank {} cannot tell that it is alive: {reason}", self.rank()))
+            };
+            let starting = Starting::new(1).map_err(|error| no_thread(error.to_string()))?;
+            let started = starting.thread();
             let tell = move || {
+                drop(started);
                 loop {
                     self.shared.transport.tell_alive();
                     if ended.recv_timeout(every) != Err(RecvTimeoutError::Timeout) {
@@ -241,12 +247,9 @@ impl Communicator {
                     }
                 }
             };
-            let no_thread = |reason: String| {
-                Error::Transport(format!("rank {} cannot tell that it is alive: {reason}", self.rank()))
-            };
-            convoke_memory::check_threads(1).map_err(|error| no_thread(error.to_string()))?;
             let thread = std::thread::Builder::new().name("alive".into()).spawn_scoped(scope, tell);
             thread.map_err(|error| no_thread(format!("no memory for a thread, or too many: {error}")))?;
+            drop(starting);
             // Dropped after the work, or when it panics; this ends the thread.
             let _at_work = at_work;
             Ok(work())

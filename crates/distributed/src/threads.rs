@@ -6,6 +6,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
+use convoke_memory::Starting;
+
 use crate::communicator::Transport;
 use crate::message::{Message, Outgoing};
 use crate::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -36,16 +38,21 @@ pub fn run_threads<R: Send>(
     work: impl Fn(Communicator) -> R + Sync,
 ) -> Result<Vec<R>> {
     let communicators = threads(world_size, options)?;
-    convoke_memory::check_threads(world_size).map_err(|error| no_thread(0, &error))?;
+    let starting = Starting::new(world_size).map_err(|error| no_thread(0, &error))?;
     let work = &work;
     let results: Vec<_> = std::thread::scope(|scope| {
         let spawn = |communicator: Communicator| {
             let name = format!("rank {}", communicator.rank());
-            let run = move || catch_unwind(AssertUnwindSafe(|| work(communicator))).map_err(said);
+            let started = starting.thread();
+            let run = move || {
+                drop(started);
+                catch_unwind(AssertUnwindSafe(|| work(communicator))).map_err(said)
+            };
             std::thread::Builder::new().name(name).spawn_scoped(scope, run)
         };
         // If a thread cannot be started, its communicator is dropped, so that the others end.
         let handles: Vec<_> = communicators.into_iter().map(spawn).collect();
+        drop(starting);
         let joined = |handle: std::io::Result<std::thread::ScopedJoinHandle<'_, _>>| match handle {
             Ok(handle) => handle.join().map_err(said).flatten().map_err(Ok),
             Err(error) => Err(Err(error)),

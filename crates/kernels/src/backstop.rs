@@ -2,7 +2,7 @@
 
 use std::alloc::{GlobalAlloc, Layout, System};
 
-use convoke_memory::{attempt, may_fail};
+use convoke_memory::{may_fail, without_waiting};
 
 /// The system's allocator, for `#[global_allocator]`. When it has no memory, callers that handle an error
 /// ([`convoke_memory::attempt`]) get one. For all others, where the standard library would abort, `refused` ends the
@@ -22,7 +22,7 @@ impl Backstop {
     fn checked(&self, memory: *mut u8, bytes: usize) -> *mut u8 {
         if memory.is_null() && !may_fail() {
             // If `refused` itself fails to allocate, the standard library aborts, as it would have without a backstop.
-            attempt(|| (self.refused)(bytes));
+            without_waiting(|| (self.refused)(bytes));
         }
         memory
     }
@@ -30,7 +30,7 @@ impl Backstop {
 
 // SAFETY: every method passes its arguments to the same method of `System`, under the contract that the caller keeps
 // towards this one, and returns its result: memory of the layout, or null. `refused` never returns, so it changes neither,
-// and cannot unwind out of its `extern "C"` interface; `may_fail` and `attempt` read and set a thread-local flag, which
+// and cannot unwind out of its `extern "C"` interface; `may_fail` and `without_waiting` read and set a thread-local flag, which
 // needs no memory, and do not panic.
 unsafe impl GlobalAlloc for Backstop {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {

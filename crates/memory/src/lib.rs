@@ -7,6 +7,10 @@
 
 use std::cell::Cell;
 
+mod alone;
+
+pub use alone::{Alone, Started, Starting};
+
 /// The operating system refused memory, or the size is more than any machine has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("out of memory: {bytes} bytes cannot be had")]
@@ -25,9 +29,6 @@ impl OutOfMemory {
 /// A result with [`OutOfMemory`].
 pub type Result<T> = std::result::Result<T, OutOfMemory>;
 
-/// Bytes that a thread maps when it starts: its stack of the standard library's default size, and the rest.
-const OF_A_THREAD: usize = (2 << 20) + (256 << 10);
-
 thread_local! {
     static MAY_FAIL: Cell<bool> = const { Cell::new(false) };
 }
@@ -37,8 +38,16 @@ pub fn may_fail() -> bool {
     MAY_FAIL.try_with(Cell::get).unwrap_or(false)
 }
 
-/// Runs `allocate`, which may allocate memory only by calls that return an error on failure.
+/// Runs `allocate`, which may allocate memory only by calls that return an error on failure, and waits for nothing else. While another
+/// thread is [`Alone`], this waits.
 pub fn attempt<R>(allocate: impl FnOnce() -> R) -> R {
+    // Within another attempt, that one holds it.
+    let _allocating = if may_fail() { None } else { alone::Allocating::new() };
+    without_waiting(allocate)
+}
+
+/// As [`attempt`], for the message of a process that ends: it does not wait for other threads.
+pub fn without_waiting<R>(allocate: impl FnOnce() -> R) -> R {
     struct Restore(bool);
 
     impl Drop for Restore {
@@ -133,15 +142,6 @@ impl Reserve {
     }
 }
 
-/// Checks that there is memory now for the stacks of `count` threads. A thread that gets its stack but not the memory that
-/// it maps next ends the process, so call this before starting threads.
-///
-/// # Errors
-/// If there is not enough memory.
-pub fn check_threads(count: usize) -> Result<()> {
-    check(count.saturating_mul(OF_A_THREAD))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -155,7 +155,6 @@ mod tests {
             assert_eq!(resize(&mut vec![1u64], len, 0).map_err(|error| error.bytes), Err(bytes));
         }
         assert_eq!(check(1 << 60), Err(OutOfMemory { bytes: 1 << 60 }));
-        assert_eq!(check_threads(usize::MAX), Err(OutOfMemory { bytes: usize::MAX }));
         assert!(OutOfMemory { bytes: 7 }.to_string().contains("out of memory: 7 bytes"));
     }
 
@@ -167,7 +166,6 @@ mod tests {
         let mut values = vec![1, 2, 3];
         assert_eq!((resize(&mut values, 5, 9), &values[..]), (Ok(()), &[1, 2, 3, 9, 9][..]));
         assert_eq!((resize(&mut values, 1, 9), &values[..]), (Ok(()), &[1][..]));
-        assert_eq!(check_threads(1), Ok(()));
     }
 
     #[test]

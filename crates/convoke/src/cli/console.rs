@@ -105,7 +105,7 @@ impl Console {
         let unwatched = |error: &dyn std::fmt::Display| {
             Failure::Run(format!("cannot watch for Ctrl-C, for want of memory or of threads: {error}"))
         };
-        convoke_memory::check_threads(1).map_err(|error| unwatched(&error))?;
+        let _starting = convoke_memory::Starting::new(1).map_err(|error| unwatched(&error))?;
         ctrlc::set_handler(move || match flag.swap(true, Ordering::Relaxed) {
             true => again(),
             false if quiet => {}

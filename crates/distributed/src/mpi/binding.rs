@@ -59,9 +59,14 @@ impl Library {
         let (start, started) = channel();
         let (end, to_end) = channel();
         let (has_ended, ended) = channel();
-        let work = move || hold(&start, &to_end, &has_ended);
-        convoke_memory::check_threads(1).map_err(|error| no_thread(&error))?;
+        let starting = convoke_memory::Starting::new(1).map_err(|error| no_thread(&error))?;
+        let begun = starting.thread();
+        let work = move || {
+            drop(begun);
+            hold(&start, &to_end, &has_ended);
+        };
         std::thread::Builder::new().name("MPI".into()).spawn(work).map_err(|error| no_thread(&error))?;
+        drop(starting);
         match started.recv_timeout(patience) {
             Ok(Ok(all)) => Ok(Library { all, end, ended: Mutex::new(ended), timeout }),
             Ok(Err(said)) => Err(failed(said)),

@@ -13,8 +13,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::PoisonError;
 
 use sync::{
-    Arc, AtomicBool, AtomicU64, AtomicUsize, Builder, Condvar, Mutex, Ordering, UnsafeCell, Watch, spin_loop,
-    yield_now,
+    Arc, AtomicBool, AtomicU64, AtomicUsize, Builder, Condvar, Mutex, Ordering, Starting, UnsafeCell, Watch,
+    spin_loop, yield_now,
 };
 
 /// A team of helpers; they end when it is dropped.
@@ -99,11 +99,12 @@ impl Team {
                 wake: Condvar::new(),
             }),
         };
-        convoke_memory::check_threads(helpers)
-            .map_err(|error| std::io::Error::new(ErrorKind::OutOfMemory, error))?;
+        let starting =
+            Starting::new(helpers).map_err(|error| std::io::Error::new(ErrorKind::OutOfMemory, error))?;
         for index in 1..=helpers {
-            let shared = team.shared.clone();
+            let (shared, started) = (team.shared.clone(), starting.thread());
             Builder::new().name(format!("convoke-{index}")).spawn(move || {
+                drop(started);
                 prepare();
                 shared.help();
             })?;

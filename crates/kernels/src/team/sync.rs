@@ -21,13 +21,15 @@ pub(crate) use loom::{
     thread::{Builder, yield_now},
 };
 
+#[cfg(not(loom))]
+pub(crate) use convoke_memory::Starting;
 #[cfg(all(test, not(loom)))]
 pub(crate) use real::WATCH;
 #[cfg(not(loom))]
 pub(crate) use real::{UnsafeCell, Watch};
 
 #[cfg(loom)]
-pub(crate) use modelled::{LOOKS, Watch};
+pub(crate) use modelled::{LOOKS, Starting, Watch};
 
 #[cfg(not(loom))]
 mod real {
@@ -75,6 +77,19 @@ mod modelled {
         /// How often a helper looks for a job before it sleeps; a count, as a model has no time. One thread-local is
         /// enough: all threads of a model run on one thread.
         pub(crate) static LOOKS: Cell<usize> = const { Cell::new(1) };
+    }
+
+    /// The threads of a model start without memory of their own, and none waits outside of it.
+    pub(crate) struct Starting;
+
+    impl Starting {
+        pub(crate) fn new(_: usize) -> convoke_memory::Result<Starting> {
+            Ok(Starting)
+        }
+
+        pub(crate) fn thread(&self) -> Starting {
+            Starting
+        }
     }
 
     #[derive(Default)]

@@ -75,19 +75,22 @@ impl Reducer {
         let (jobs, to_do) = channel::<Job>();
         let (done, results) = channel();
         let ranks = communicator.clone();
+        let starting = convoke_memory::Starting::new(1)?;
+        let started = starting.thread();
         let work = move || {
+            drop(started);
             for job in to_do {
                 if done.send(job.run(&ranks)).is_err() {
                     return;
                 }
             }
         };
-        convoke_memory::check_threads(1)?;
         let name = format!("gradients {}", communicator.rank());
         let thread = std::thread::Builder::new().name(name).spawn(work).map_err(|error| {
             let reason = format!("no thread for gradients, for want of memory or of threads: {error}");
             Error::Communication { operation: NAME, reason }
         })?;
+        drop(starting);
         Ok(Reducer {
             parameters: parameters.into_iter().map(|(_, parameter)| parameter).collect(),
             buckets,

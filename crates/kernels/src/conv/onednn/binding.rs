@@ -8,6 +8,7 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::ptr::null_mut;
 use std::sync::OnceLock;
 
+use convoke_memory::Alone;
 use libloading::Library;
 
 pub(super) type Status = c_int;
@@ -246,6 +247,9 @@ impl Drop for Restore<'_> {
     }
 }
 
+/// Bytes that must be free when the library is loaded: its own, some 40 to 100 MB, and what its initialisers allocate.
+const OF_LIBRARY: usize = 160 << 20;
+
 /// A loaded oneDNN.
 pub(super) struct OneDnn {
     pub(super) common: Common,
@@ -274,6 +278,9 @@ impl OneDnn {
     /// Loads the first of `names` that the dynamic linker finds and that has what is needed.
     fn load(names: &[&str]) -> Result<OneDnn, String> {
         let mut reason = "oneDNN (libdnnl) is not installed".to_string();
+        // Its initialisers throw where memory is refused, which nobody catches.
+        let _alone = Alone::new();
+        convoke_memory::check(OF_LIBRARY).map_err(|error| format!("oneDNN is not loaded: {error}"))?;
         for &name in names {
             // SAFETY: loading runs the initialisers of the library and of what it is linked with: oneDNN's own and
             // those of its threads' runtime, which ask nothing of the program that loads them.

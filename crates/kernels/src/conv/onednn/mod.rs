@@ -11,7 +11,7 @@ use std::ffi::c_int;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use binding::{OneDnn, onednn};
-use convoke_memory::Reserve;
+use convoke_memory::{Alone, Reserve};
 use objects::{Geometry, Layout, MemoryDesc, Operand, Primitive, Stream};
 
 use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Cost, Kernel, NotApplicable};
@@ -137,11 +137,13 @@ struct Parts {
     threads: usize,
     /// Elements of the weight.
     weight_len: usize,
-    /// Given up before the first run. oneDNN and OpenMP allocate data of each thread at its first call, and end the process if they
-    /// cannot.
+    /// Given up for the first run, during which no other thread takes it. oneDNN and OpenMP allocate data of each thread at its first
+    /// call, and end the process if they cannot.
     reserve: Mutex<Option<Reserve>>,
 }
 
+/// Bytes that must be free when a plan is made, of which oneDNN takes some for machine code.
+const OF_CODE: usize = 16 << 20;
 /// Bytes of [`Parts::reserve`] for each thread.
 const OF_A_THREAD: usize = 512 << 10;
 
@@ -160,6 +162,9 @@ impl Parts {
         pass: Pass,
         threads: usize,
     ) -> Result<Parts, String> {
+        // oneDNN reports most allocations that fail, but by a C++ exception, whose first use on a thread allocates itself.
+        let _alone = Alone::new();
+        convoke_memory::check(OF_CODE).map_err(|error| error.to_string())?;
         let count = if problem.batch < threads { 1 } else { threads };
         let threads = threads / count;
         onednn.check_threads(threads)?;
@@ -212,7 +217,12 @@ impl Parts {
 
 impl ConvKernel<f32> for Parts {
     fn run(&self, cpu: &Cpu, [a, b]: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
-        drop(self.reserve.lock().unwrap_or_else(PoisonError::into_inner).take());
+        let reserve = self.reserve.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let _alone = reserve.map(|reserve| {
+            let alone = Alone::new();
+            drop(reserve);
+            alone
+        });
         let (sums, workspace) = workspace.split_at_mut(self.sums_len());
         let same = |operand| vec![operand; self.parts.len()];
         let ([x, y], weight) = ([|part: &Part| part.lens[0], |part: &Part| part.lens[1]], self.weight_len);
