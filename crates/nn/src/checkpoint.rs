@@ -345,8 +345,8 @@ fn data_len(header: &[u8]) -> Option<u64> {
     serde_json::from_slice::<Metadata>(header).ok().map(|metadata| metadata.data_len() as u64)
 }
 
-/// Longer headers are refused, as by the format's own library.
-const LARGEST_HEADER: u64 = 100_000_000;
+/// Longer headers are refused; a hundred thousand tensors need less. A header that is read takes up to twenty times its length.
+const LARGEST_HEADER: u64 = 16 << 20;
 
 /// The bytes of a safetensors file. The tensors are read only if the header describes exactly the file's length, so that a huge
 /// sparse file takes no memory.
@@ -365,7 +365,10 @@ fn read(file: &Path) -> Result<Vec<u8>> {
     read(&mut bytes, 8)?;
     let len = bytes.first_chunk().map_or(0, |len| u64::from_le_bytes(*len));
     if len > LARGEST_HEADER {
-        return Err(damaged(file, format!("not whole: a header of {len} bytes")));
+        return Err(damaged(
+            file,
+            format!("not whole: a header of {len} bytes, where at most {LARGEST_HEADER} are read"),
+        ));
     }
     let left = read(&mut bytes, len)?;
     match data_len(bytes.get(8..).unwrap_or_default()) {

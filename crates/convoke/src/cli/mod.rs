@@ -82,9 +82,13 @@ pub use registry::Registry;
 /// process aborts.
 pub extern "C" fn out_of_memory(bytes: usize) -> ! {
     // Writing this allocates nothing.
-    let _ = writeln!(std::io::stderr(), "error: out of memory: {bytes} bytes cannot be had");
+    let _ = writeln!(std::io::stderr(), "error: out of memory: {bytes} bytes cannot be had{LESS_MEMORY}");
     std::process::exit(1)
 }
+
+/// What to do when memory is short.
+const LESS_MEMORY: &str = "\n\nTake less at a time (--batch-size, --image-size, --ranks, --workers; `train` also has --memory-budget), \
+                           or allow the process more memory.";
 
 /// How many bytes of the main thread's stack are mapped before anything else happens.
 const STACK: usize = 1 << 20;
@@ -121,7 +125,8 @@ pub fn main(registry: Registry) -> ExitCode {
             ExitCode::from(2)
         }
         Err(Failure::Run(message) | Failure::OtherRanks(message)) => {
-            console::error(&message);
+            let advice = if message.contains("out of memory") { LESS_MEMORY } else { "" };
+            console::error(&format!("{message}{advice}"));
             ExitCode::from(1)
         }
     }

@@ -35,10 +35,16 @@ struct Manifest<S> {
     state: S,
 }
 
+/// What all formats of `training.json` have. The rest is skipped and takes no memory, whatever it is.
+#[derive(Deserialize)]
+struct Format {
+    format: String,
+}
+
 const FORMAT: &str = "convoke training checkpoint 2";
 const MANIFEST: &str = "training.json";
-/// A longer manifest is refused; ten million steps need a fifth of this.
-const LARGEST_MANIFEST: u64 = 1 << 30;
+/// A longer manifest is refused; ten million steps need nearly this. What is read of one takes some ten times its length.
+const LARGEST_MANIFEST: u64 = 1 << 28;
 const KEPT: usize = 2;
 
 fn sha256(parts: &[&[u8]]) -> String {
@@ -58,12 +64,16 @@ fn sealed(json: &str) -> Option<String> {
     Some(format!("{before}{}{after}", seal(before.as_bytes(), after.as_bytes())))
 }
 
-/// The JSON without its checksum, if the checksum is right.
-fn unsealed(bytes: &[u8]) -> Option<Vec<u8>> {
-    let line_end = |bytes: &[u8]| bytes.iter().position(|byte| *byte == b'\n').map(|place| place + 1);
-    let (before, rest) = bytes.split_at(line_end(bytes)?);
-    let (line, after) = rest.split_at(line_end(rest)?);
-    (line == seal(before, after).as_bytes()).then(|| [before, after].concat())
+/// Removes the checksum from the JSON if it is right. Returns whether it was.
+fn unseal(json: &mut Vec<u8>) -> bool {
+    let line_end =
+        |from: usize| json.get(from..)?.iter().position(|byte| *byte == b'\n').map(|place| from + place + 1);
+    let Some(line) = line_end(0).and_then(|start| Some(start..line_end(start)?)) else { return false };
+    let right = json[line.clone()] == *seal(&json[..line.start], &json[line.end..]).as_bytes();
+    if right {
+        json.drain(line);
+    }
+    right
 }
 
 fn step_name(step: u64) -> String {
@@ -189,19 +199,21 @@ pub(crate) fn load<S: for<'a> Deserialize<'a>>(
     let Found { step, path, .. } =
         checkpoints(folder)?.pop().ok_or_else(|| CheckpointError::Missing { folder: folder.to_owned() })?;
     let manifest_path = path.join(MANIFEST);
-    let bytes = read_bounded(&manifest_path, LARGEST_MANIFEST).map_err(failed(&manifest_path, "read"))?;
-    let json = match unsealed(&bytes) {
-        Some(json) => json,
-        None => return Err(unsealed_error(manifest_path, &bytes)),
-    };
-    // Compare the format first: a later format may have a different state.
-    let any: Manifest<serde_json::Value> =
-        serde_json::from_slice(&json).map_err(|error| damaged(&manifest_path, error))?;
-    if any.format != FORMAT {
-        return Err(other_format(manifest_path, any.format));
+    let mut json = read_bounded(&manifest_path, LARGEST_MANIFEST).map_err(failed(&manifest_path, "read"))?;
+    let sealed = unseal(&mut json);
+    // Compare the format first: a later format may have another state, and no checksum or another one.
+    let format = serde_json::from_slice::<Format>(&json).map(|found| found.format);
+    match format {
+        Ok(format) if format != FORMAT => return Err(other_format(manifest_path, format)),
+        _ if !sealed => {
+            let reason = "its second line is not the SHA-256 of the rest of it: cut off or changed";
+            return Err(damaged(&manifest_path, reason));
+        }
+        _ => {}
     }
     let manifest: Manifest<S> =
         serde_json::from_slice(&json).map_err(|error| damaged(&manifest_path, error))?;
+    drop(json);
     let mut files = Vec::new();
     for name in names(&manifest.state) {
         let file = path.join(name);
@@ -214,18 +226,6 @@ pub(crate) fn load<S: for<'a> Deserialize<'a>>(
         files.push((file, bytes));
     }
     Ok(Loaded { manifest: manifest_path, step, state: manifest.state, files })
-}
-
-/// The error for a manifest without a valid checksum: it is of another format, or damaged.
-fn unsealed_error(file: PathBuf, bytes: &[u8]) -> CheckpointError {
-    #[derive(Deserialize)]
-    struct Format {
-        format: String,
-    }
-    match serde_json::from_slice::<Format>(bytes) {
-        Ok(Format { format }) if format != FORMAT => other_format(file, format),
-        _ => damaged(&file, "its second line is not the SHA-256 of the rest of it: cut off or changed"),
-    }
 }
 
 fn other_format(file: PathBuf, found: String) -> CheckpointError {

@@ -101,9 +101,18 @@ fn file_with(header: &Value, data: usize) -> Vec<u8> {
 #[test]
 fn hostile_headers_are_refused() {
     let mut failures = Failures::new("hostile headers");
-    for length in
-        [0, 1, 9, 100_000_000, 100_000_001, u64::from(u32::MAX), u64::MAX / 2, u64::MAX - 7, u64::MAX]
-    {
+    for length in [
+        0,
+        1,
+        9,
+        16 << 20,
+        (16 << 20) + 1,
+        100_000_000,
+        u64::from(u32::MAX),
+        u64::MAX / 2,
+        u64::MAX - 7,
+        u64::MAX,
+    ] {
         for rest in [0, 1, 64] {
             let bytes = [length.to_le_bytes().as_slice(), &vec![b'{'; rest]].concat();
             failures.run(format!("a header of {length} in {rest}"), || {
