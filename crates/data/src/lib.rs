@@ -94,6 +94,11 @@ pub mod fuzzing {
         let raster = decode(Cursor::new(bytes), Path::new("x.png"), content, size)?;
         Ok((raster.size, raster.bytes))
     }
+
+    #[cfg(feature = "images")]
+    pub fn photo_size(bytes: &[u8]) -> Result<[usize; 2], DataError> {
+        super::photos::size_of_bytes(bytes, Path::new("x"))
+    }
 }
 
 /// What the tests of readers share.

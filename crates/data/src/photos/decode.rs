@@ -63,7 +63,7 @@ pub(super) fn decode(bytes: &[u8], file: &Path) -> Result<Stored, DataError> {
 }
 
 /// An image's height and width when it is upright, from its header.
-pub(super) fn size(bytes: &[u8], file: &Path) -> Result<[usize; 2], DataError> {
+pub(crate) fn size(bytes: &[u8], file: &Path) -> Result<[usize; 2], DataError> {
     guarded(file, || {
         let (size, orientation) = match open(bytes, file)? {
             Opened::Jpeg(jpeg) => (jpeg.size, jpeg.orientation),

@@ -39,6 +39,8 @@ mod trivial;
 mod view;
 
 pub use augmentation::PhotoAugmentation;
+#[cfg(all(fuzzing, feature = "gzip", feature = "png"))]
+pub(crate) use decode::size as size_of_bytes;
 pub use decode::{MAX_PIXELS, MAX_SIDE};
 pub use folder::{FolderOptions, PhotoFolder, folder, folder_part};
 pub use geometry::Preparation;

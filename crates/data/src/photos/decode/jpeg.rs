@@ -35,6 +35,10 @@ impl<'a> Jpeg<'a> {
         let mut decoder = Decoder::new_with_limits(bytes, limits).map_err(|error| damaged(file, &error))?;
         let size = [decoder.header().height(), decoder.header().width()];
         check_size(size, file)?;
+        if !can_hold(bytes, size) {
+            let reason = format!("{}x{} pixels in {} bytes", size[0], size[1], bytes.len());
+            return Err(damaged(file, &reason));
+        }
         let format = match decoder.jpeg_color_space() {
             ColorSpace::Cmyk | ColorSpace::Ycck => return Ok(None),
             ColorSpace::Grayscale => PixelFormat::Grayscale,
@@ -54,6 +58,13 @@ impl<'a> Jpeg<'a> {
         }
         Ok(Stored { size: [height, width], channels, bytes: image.data, orientation })
     }
+}
+
+/// Whether a file is long enough for its pixels: they are coded in blocks of 8x8, of which at most 4x4 share one of a colour, and each
+/// has a bit at least. Decoders take memory for the pixels that a header claims, and some fill what is missing.
+fn can_hold(bytes: &[u8], [height, width]: [usize; 2]) -> bool {
+    const MOST: usize = 8 * 4;
+    height.div_ceil(MOST) * width.div_ceil(MOST) <= 8 * bytes.len()
 }
 
 /// Whether a JPEG goes on to its end marker. The decoder would fill what is missing with grey.

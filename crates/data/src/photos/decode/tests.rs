@@ -97,6 +97,47 @@ fn what_is_no_image_is_refused() {
     }
 }
 
+/// A grey JPEG of four colours (CMYK), in which each block takes two bits.
+fn cmyk([height, width]: [u16; 2], coded: usize) -> Vec<u8> {
+    let segment = |marker: u8, data: &[u8]| {
+        let len = (data.len() as u16 + 2).to_be_bytes();
+        [&[0xff, marker], &len[..], data].concat()
+    };
+    let table = [&[0][..], &[1; 64]].concat();
+    let size = [height.to_be_bytes(), width.to_be_bytes()].concat();
+    let colours = (1..=4).flat_map(|id| [id, 0x11, 0]).collect::<Vec<u8>>();
+    // One code, of one bit: no difference, and no more coefficients.
+    let codes = |class: u8| [&[class, 1][..], &[0; 15], &[0]].concat();
+    let scanned = (1..=4).flat_map(|id| [id, 0]).collect::<Vec<u8>>();
+    [
+        vec![0xff, 0xd8],
+        segment(0xdb, &table),
+        segment(0xc0, &[&[8], &size[..], &[4], &colours].concat()),
+        segment(0xc4, &codes(0x00)),
+        segment(0xc4, &codes(0x10)),
+        segment(0xda, &[&[4], &scanned[..], &[0, 63, 0]].concat()),
+        vec![0; coded],
+        vec![0xff, 0xd9],
+    ]
+    .concat()
+}
+
+#[test]
+fn a_jpeg_too_short_for_its_pixels_is_refused() {
+    let whole = decoded(&cmyk([24, 16], 6)).unwrap();
+    assert_eq!((whole.size, whole.channels), ([24, 16], 3));
+    // 700 MB would be taken for four kilobytes.
+    for size in [[7000, 32768], [32768, 7000], [1024, 32768]] {
+        let file = cmyk(size, 3900);
+        let expected = format!("{}x{} pixels in {} bytes", size[0], size[1], file.len());
+        assert!(refusal(decoded(&file)).contains(&expected));
+        let mut coloured = encode(&scene([8, 8], 1), ImageFormat::Jpeg);
+        let header = coloured.windows(2).position(|bytes| bytes == [0xff, 0xc0]).unwrap();
+        coloured[header + 5..header + 9].copy_from_slice(&size.map(u16::to_be_bytes).concat());
+        assert!(refusal(decoded(&coloured)).contains("pixels in"));
+    }
+}
+
 /// Headers of files without pixels, which tell a size of 65,535 x 65,535 or the like.
 #[test]
 fn sizes_are_checked_before_memory_is_taken() {
