@@ -205,10 +205,16 @@ fn damage_is_found_and_mended() {
         failures.check(format!("{what}: mended"), cache(folder.path(), &["verify"]).check(0, &[]));
     }
     failures.finish();
+    // A folder is nobody's result, whatever its name.
+    let own = file.with_file_name("own.json");
+    fs::create_dir(&own).unwrap();
+    fs::write(own.join("notes"), "kept").unwrap();
+    assert!(cache(folder.path(), &["verify"]).exits(0).stdout.contains("3 results: 3 sound"));
     fs::write(&file, "garbage").unwrap();
     let pruned = cache(folder.path(), &["prune"]).exits(0).stdout;
     assert!(pruned.contains(text(&file)) && pruned.contains("(damaged)"), "{pruned}");
     assert!(pruned.contains("1 file removed; 2 results left"), "{pruned}");
+    assert!(own.join("notes").is_file());
 }
 
 #[test]

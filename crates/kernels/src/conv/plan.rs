@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::problem::{ConvProblem, ConvTypes, Pass};
 use crate::error::{check_len, invalid};
-use crate::{Cpu, Element, Error, MemoryFormat, Result};
+use crate::{Cpu, DType, Element, Error, MemoryFormat, Result};
 
 /// Why an algorithm cannot run a problem: its shape, the CPU, a limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -79,6 +79,28 @@ pub trait ConvAlgorithm: Send + Sync {
     ) -> std::result::Result<ConvPlan, NotApplicable>;
 }
 
+impl dyn ConvAlgorithm + '_ {
+    /// As [`ConvAlgorithm::plan`]; a plan for anything else than what was asked for is no plan.
+    pub(crate) fn checked_plan(
+        &self,
+        problem: &ConvProblem,
+        pass: Pass,
+        cpu: &Cpu,
+    ) -> std::result::Result<ConvPlan, NotApplicable> {
+        let plan = self.plan(problem, pass, cpu)?;
+        let dtype = plan.kernel.dtype();
+        if (&plan.problem, plan.pass, dtype) != (problem, pass, problem.types.accumulator) {
+            let found = format!("{} of {} with a kernel for {dtype}", plan.pass, plan.problem);
+            return Err(NotApplicable(format!(
+                "an error in {}: asked for {pass} of {problem} in {}, it planned {found}",
+                self.name(),
+                problem.types.accumulator
+            )));
+        }
+        Ok(plan)
+    }
+}
+
 /// The code behind a plan, for one element type.
 pub trait ConvKernel<T>: Send + Sync {
     /// Computes `output` from the pass's two inputs, in the order of [`ConvOperands`]'s constructors.
@@ -105,6 +127,13 @@ impl Kernel {
             ConvTypes::F32 => Kernel::F32(Arc::new(kernel)),
             ConvTypes::F64 => Kernel::F64(Arc::new(kernel)),
             types => unreachable!("no problem has the types {types}"),
+        }
+    }
+
+    fn dtype(&self) -> DType {
+        match self {
+            Kernel::F32(_) => DType::F32,
+            Kernel::F64(_) => DType::F64,
         }
     }
 }

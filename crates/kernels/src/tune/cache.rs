@@ -21,7 +21,7 @@ use crate::Isa;
 /// The most bytes that a result's file may have; a larger one is damaged.
 const LARGEST_RECORD: u64 = 1 << 20;
 /// The most bytes that an export may have.
-const LARGEST_EXPORT: u64 = 1 << 28;
+const LARGEST_EXPORT: u64 = 1 << 26;
 /// Ending of a result's file.
 const ENDING: &str = ".json";
 /// Ending of a file that an earlier version was writing.
@@ -206,7 +206,7 @@ impl Cache {
     }
 
     fn entries_in(&self, scope: &str) -> Result<Vec<Entry>> {
-        let files = list(&self.root.join(scope))?;
+        let files = files(&self.root.join(scope))?;
         let records = files.into_iter().filter(|path| name_of(path).ends_with(ENDING));
         Ok(records.map(|path| Entry { scope: scope.to_owned(), record: read_record(&path), path }).collect())
     }
@@ -221,7 +221,7 @@ impl Cache {
         let mut count = 0;
         for folder in self.folders()? {
             count += remove_leftovers(&folder);
-            let files = list(&folder)?;
+            let files = files(&folder)?;
             doomed
                 .extend(files.into_iter().filter(|path| name_of(path).ends_with(UNFINISHED) && is_old(path)));
         }
@@ -310,6 +310,13 @@ fn list(folder: &Path) -> Result<Vec<PathBuf>> {
     let paths: io::Result<Vec<PathBuf>> = entries.map(|entry| Ok(entry?.path())).collect();
     let mut paths = paths.map_err(|error| io_error(folder, error))?;
     paths.sort();
+    Ok(paths)
+}
+
+/// The same without folders: whatever their names, they are not results, and whoever made them may need what they hold.
+fn files(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut paths = list(folder)?;
+    paths.retain(|path| fs::symlink_metadata(path).is_ok_and(|found| !found.is_dir()));
     Ok(paths)
 }
 

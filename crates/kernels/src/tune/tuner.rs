@@ -351,8 +351,9 @@ impl Tuner {
         if options.deterministic && !algorithm.is_deterministic() {
             return filtered("does not give the same bits each time".into());
         }
-        let plan =
-            algorithm.plan(problem, pass, cpu).map_err(|reason| State::NotApplicable(reason.to_string()))?;
+        let plan = algorithm
+            .checked_plan(problem, pass, cpu)
+            .map_err(|reason| State::NotApplicable(reason.to_string()))?;
         let bytes = plan.workspace_len().saturating_mul(problem.types.accumulator.size());
         if bytes > workspace_limit {
             return filtered(format!("needs {bytes} bytes of workspace, the limit is {workspace_limit}"));

@@ -28,6 +28,12 @@ enum Fault {
     Short,
     /// One element in sixteen is off.
     Rare,
+    /// The plan is for one image more.
+    OtherProblem,
+    /// The plan is for another pass.
+    OtherPass,
+    /// The kernel is for the other type of elements.
+    OtherType,
 }
 
 const GOOD: Own = Own { revision: 1, deterministic: true, fault: Fault::None };
@@ -53,8 +59,17 @@ impl ConvAlgorithm for Own {
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
         let plan = conv::algorithm("im2col").unwrap().plan(problem, pass, cpu)?;
         let (workspace, fault) = (plan.workspace_len(), self.fault);
-        let kernel = Kernel::of(problem, OwnKernel { plan, fault });
-        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, kernel))
+        let kernel = OwnKernel { plan, fault };
+        let kernel = match fault {
+            Fault::OtherType => Kernel::F64(Arc::new(kernel)),
+            _ => Kernel::of(problem, kernel),
+        };
+        let problem = match fault {
+            Fault::OtherProblem => problem.with(|spec| spec.batch += 1).unwrap(),
+            _ => *problem,
+        };
+        let pass = if fault == Fault::OtherPass { Pass::ALL[(pass as usize + 1) % 3] } else { pass };
+        Ok(ConvPlan::new(self, (&problem, pass), cpu, workspace, kernel))
     }
 }
 
@@ -169,6 +184,24 @@ fn a_wrong_algorithm_is_reported_and_never_used() {
         let tuner = Tuner::new(TunerOptions { only, ..with_own(Own { fault, ..GOOD }, &heard) }).unwrap();
         let error = tuner.tune(&problem(8), Pass::Forward, &cpu(), &mut |_| ()).unwrap_err().to_string();
         assert!(error.contains("no algorithm is left") && error.contains("own: "), "{error}");
+    }
+}
+
+#[test]
+fn an_algorithm_that_plans_something_else_is_not_used() {
+    for fault in [Fault::OtherProblem, Fault::OtherPass, Fault::OtherType] {
+        let own = with_own(Own { fault, ..GOOD }, &Heard::default());
+        let tuner = Tuner::new(own).unwrap();
+        // Dilated, so that its plans are also asked for behind adapters.
+        let dilated = "mb2ic4ih9oc4kh3ph2dh1".parse().unwrap();
+        for (problem, pass) in
+            [problem(2), dilated].iter().flat_map(|problem| Pass::ALL.map(|pass| (problem, pass)))
+        {
+            let tuning = tuner.tune(problem, pass, &cpu(), &mut |_| ()).unwrap();
+            let reason = candidate(&tuning, "own").unwrap_err();
+            assert!(reason.contains("an error in own"), "{reason}");
+            assert!(!tuning.chosen.starts_with("own"), "{tuning}");
+        }
     }
 }
 

@@ -48,7 +48,7 @@ impl ConvAlgorithm for Phases {
         let formats = self.inner.formats();
         let format = if formats.contains(&problem.format) { problem.format } else { formats[0] };
         let related = of_phases(problem, format)?;
-        let inner = self.inner.plan(&related, pass, cpu)?;
+        let inner = self.inner.checked_plan(&related, pass, cpu)?;
         let copies = [related.input_len(), related.output_len()];
         let workspace = workspace_sum(&[copies[0], copies[1], inner.workspace_len()])?;
         // Elements that do not lie side by side are copied at a fraction of the speed of a plain copy.

@@ -47,7 +47,7 @@ impl ConvAlgorithm for Relayout {
             MemoryFormat::ChannelsLast => MemoryFormat::Contiguous,
         };
         let other = problem.with(|spec| spec.format = format).map_err(|e| NotApplicable(e.to_string()))?;
-        let inner = self.inner.plan(&other, pass, cpu)?;
+        let inner = self.inner.checked_plan(&other, pass, cpu)?;
         let workspace = workspace_sum(&[problem.input_len(), problem.output_len(), inner.workspace_len()])?;
         let operations = inner.operations();
         let kernel = Copies { problem: *problem, inner };

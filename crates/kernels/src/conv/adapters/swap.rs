@@ -50,7 +50,7 @@ impl ConvAlgorithm for Swap {
             Pass::BackwardData => (turned(problem)?, Pass::Forward),
         };
         let mut reasons = Vec::new();
-        let plans = self.inner.iter().map(|inner| inner.plan(&related, through, cpu));
+        let plans = self.inner.iter().map(|inner| inner.checked_plan(&related, through, cpu));
         let inner = plans.filter_map(|plan| plan.map_err(|reason| reasons.push(reason)).ok()).next();
         let inner =
             inner.ok_or_else(|| NotApplicable(format!("as {through} of {related}: {}", reasons[0])))?;
