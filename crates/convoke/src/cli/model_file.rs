@@ -6,7 +6,7 @@ use std::sync::Once;
 use convoke_files::escaped;
 
 use crate::Error;
-use crate::nn::checkpoint::WeightOptions;
+use crate::nn::checkpoint::{CheckpointError, WeightOptions};
 use crate::nn::models::ModelSpec;
 use crate::nn::{checkpoint, onnx};
 
@@ -32,8 +32,17 @@ pub(crate) fn with_weights(spec: ModelSpec, file: &Path) -> ModelSpec {
     let (file, said) = (file.to_owned(), Once::new());
     spec.starting_from(move |model| {
         let options = WeightOptions { new_head: true, ..WeightOptions::default() };
-        let loaded = checkpoint::load_weights(model, &file, &options)
-            .map_err(|error| Error::Invalid { operation: "--weights", reason: error.to_string() })?;
+        let loaded = checkpoint::load_weights(model, &file, &options).map_err(|error| {
+            // The library's message names its options.
+            let reason = match &error {
+                CheckpointError::Weights { file, found } => format!(
+                    "{}: the weights do not fit the model: {found}; only the last layer may differ, by its number of classes",
+                    escaped(file.display())
+                ),
+                _ => error.to_string(),
+            };
+            Error::Invalid { operation: "--weights", reason }
+        })?;
         // Each rank loads them.
         said.call_once(|| console::note(&format!("weights: {}: {loaded}", escaped(file.display()))));
         Ok(())

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::{Args, ValueEnum, value_parser};
-use convoke_files::{FolderLock, escaped};
+use convoke_files::{FolderLock, escaped, remove_leftovers};
 use serde::Serialize;
 
 use crate::nn::data::{DatasetInfo, Targets};
@@ -124,6 +124,7 @@ impl ModelFolder {
                 escaped(folder.display())
             )));
         }
+        remove_leftovers(folder);
         Ok(ModelFolder { folder: folder.to_owned(), _held: held })
     }
 

@@ -335,9 +335,44 @@ fn a_folder_belongs_to_one_run() {
         let mut names = fs::read_dir(place).unwrap().map(|entry| entry.unwrap().file_name());
         let has_saved = names.any(|name| name.to_string_lossy().starts_with("step-"));
         let more: &[&str] = if has_saved || flag == "--output" { &["--resume"] } else { &[] };
+        // What a killed run was writing.
+        fs::write(place.join(".convoke-killed000001.tmp"), "half").unwrap();
         super::program::outcome(run("1", more)).exits(0);
-        assert!(!held.exists());
+        let names = fs::read_dir(place).unwrap().map(|entry| entry.unwrap().file_name());
+        let hidden: Vec<_> = names.filter(|name| name.to_string_lossy().starts_with('.')).collect();
+        assert!(hidden.is_empty(), "{hidden:?}");
     }
+}
+
+#[test]
+fn weights_that_do_not_fit_are_refused_in_the_words_of_the_program() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out");
+    let train = |model: &'static str, more: &[&str]| {
+        let own = [
+            "train",
+            "--data",
+            "random",
+            "--model",
+            model,
+            "--steps",
+            "1",
+            "--batch-size",
+            "2",
+            "--effort",
+            "heuristic",
+        ];
+        convoke(&[&own[..], more].concat())
+    };
+    train("mnist-cnn", &["--output", text(&out)]).exits(0);
+    let weights = out.join("last.safetensors");
+    let refused = train("resnet20", &["--weights", text(&weights)]);
+    refused.check(2, &["--weights", text(&weights), "do not fit", "only the last layer may differ"]).unwrap();
+    assert!(
+        !refused.stderr.contains("new_head") && !refused.stderr.contains("partial"),
+        "{}",
+        refused.stderr
+    );
 }
 
 /// A folder of a trained model may come from a stranger: what it names is not opened unless it lies in it.
