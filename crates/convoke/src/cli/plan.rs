@@ -253,7 +253,7 @@ fn time_steps(points: &mut [Point], job: &Job<'_>, steps: u32, console: &Console
     }
     stage.end();
     for (point, times) in points.iter_mut().zip(times) {
-        point.step_seconds = super::record::median(times);
+        point.step_seconds = super::statistics::median(times);
     }
     Ok(())
 }
