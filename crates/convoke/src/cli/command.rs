@@ -109,7 +109,7 @@ pub(crate) enum Command {
     /// unless --inexact-memory is given.
     #[command(after_help = "Examples:\n  \
         convoke plan --model mnist-cnn --batch-size 2048 --memory-budget 650MB\n  \
-        convoke plan --model resnet50 --batch-size 16 --curve --steps 5 --report plan.html\n  \
+        convoke plan --model resnet50 --batch-size 16 --curve --steps 6 --report plan.html\n  \
         convoke plan --model resnet20 --memory-budget 200MB --json plan.json\n  \
         convoke train --data cifar10 --memory-plan plan.json")]
     Plan(PlanArgs),

@@ -7,7 +7,7 @@ use super::text;
 /// How sure an interval is.
 const CONFIDENCE: f64 = 0.95;
 /// With fewer pairs no interval is that sure: the ratio lies outside of all n of them with the probability 2 / 2^n.
-const FEWEST_PAIRS: usize = 6;
+pub(crate) const FEWEST_PAIRS: usize = 6;
 /// Ratios this close to 1 are noise whatever their number: where tensors lie in memory makes as much, and stays the same in a process.
 const MARGIN: f64 = 0.02;
 /// An interval whose ends differ by no more than this factor needs no more pairs.
