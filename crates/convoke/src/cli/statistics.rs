@@ -1,5 +1,6 @@
 //! What measured times say: their median, their spread, and whether two that were taken in turn differ by more than noise.
 
+use crate::tune::{TIE, Times};
 use serde::{Deserialize, Serialize};
 
 use super::text;
@@ -14,7 +15,7 @@ const MARGIN: f64 = 0.02;
 const NARROW: f64 = 1.05;
 
 /// The words for times that noise may have ordered.
-const WITHIN_NOISE: &str = "within noise";
+pub(crate) const WITHIN_NOISE: &str = "within noise";
 
 /// The middle value; the mean of the two middle ones of an even number.
 pub(crate) fn median(mut values: Vec<f64>) -> Option<f64> {
@@ -142,6 +143,18 @@ fn left_out(count: usize) -> Option<usize> {
     found
 }
 
+/// How far noise may move an algorithm's time, in seconds: the notch of a box plot (McGill, Tukey and Larsen, 1978), which makes two
+/// times whose notches do not meet differ with about 95 % confidence.
+pub(crate) fn notch(times: &Times) -> f64 {
+    1.57 * times.spread / (times.samples.max(1) as f64).sqrt()
+}
+
+/// Whether a time is less than another by more than noise, each given with its notch: by more than makes a tie, and more than both
+/// notches.
+pub(crate) fn is_clearly_less([seconds, notch]: [f64; 2], [other, notch_of_other]: [f64; 2]) -> bool {
+    other > TIE * seconds && seconds + notch < other - notch_of_other
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -236,6 +249,17 @@ mod tests {
         assert!(0.98 < low && high < 1.0 && close.is_narrow(), "{close:?}");
         assert_eq!(close.verdict, Verdict::WithinNoise);
         assert!(close.sentence("fused", "separate").ends_with("pairs of steps; less than 2 % is noise."));
+    }
+
+    #[test]
+    fn times_with_notches_that_meet_are_alike() {
+        assert!(is_clearly_less([1.0, 0.1], [1.3, 0.1]));
+        assert!(!is_clearly_less([1.0, 0.2], [1.3, 0.1]), "the notches meet");
+        assert!(!is_clearly_less([1.0, 0.0], [1.02, 0.0]), "a tie");
+        assert!(!is_clearly_less([1.3, 0.0], [1.0, 0.0]), "more");
+        let times =
+            Times { score: 1.0, min: 0.9, median: 1.1, spread: 0.4, samples: 16, max_relative_error: 0.0 };
+        assert!((notch(&times) - 0.157).abs() < 1e-12);
     }
 
     /// A minute in which the machine is three times as slow makes no difference, as it slows down both of a pair.
