@@ -16,7 +16,7 @@ use super::flags::problems::FormatName;
 use super::flags::threads;
 use super::flags::values::{name, seconds};
 use super::json;
-use super::record::median;
+use super::statistics::median;
 use super::text::align;
 
 /// Fewest runs of each pass.

@@ -5,23 +5,11 @@ use std::path::Path;
 use serde::Serialize;
 
 use super::failure::Result;
-use super::record::RunRecord;
 use super::{console, output};
-
-/// JSON has no NaN and no infinity: they are written as null, as is what a run cut short has no value for.
-#[derive(Serialize)]
-struct Document<'a> {
-    runs: &'a [RunRecord],
-}
 
 /// Fails now if the file cannot be written later.
 pub(crate) fn check(file: Option<&Path>) -> Result<()> {
     output::check("--json", file.filter(|file| !console::to_stdout(Some(file))))
-}
-
-/// Writes the runs.
-pub(crate) fn write(file: &Path, runs: &[RunRecord]) -> Result<()> {
-    write_value(file, &Document { runs })
 }
 
 /// Writes any value, with a newline at the end.

@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::console::Console;
 use super::failure::{Failure, Result};
 use super::flags::memory::{MemoryArgs, PlannerArgs};
+use super::statistics::Ratio;
 use super::text;
 
 /// What `plan --json` writes, and `--memory-plan` reads.
@@ -38,8 +39,39 @@ pub(crate) struct Point {
     pub(crate) block_seconds: Option<f64>,
     /// The median of whole steps, if steps were asked for.
     pub(crate) step_seconds: Option<f64>,
+    /// Between these lie the times of half of the steps.
+    #[serde(default)]
+    pub(crate) step_seconds_quartiles: Option<[f64; 2]>,
+    /// The time of a step over that of one with separate layers.
+    #[serde(default)]
+    pub(crate) step_ratio: Option<Ratio>,
+    /// The name of another plan that takes no more memory and, within noise, no more time. Tables and charts leave this one out then,
+    /// unless it was chosen.
+    #[serde(default)]
+    pub(crate) beaten_by: Option<String>,
     /// What its blocks keep.
     pub(crate) plan: Option<MemoryPlan>,
+    /// The times of the steps, in the order of rounds.
+    #[serde(skip)]
+    pub(crate) times: Vec<f64>,
+}
+
+impl Point {
+    /// A point without times; bytes are those at the end of forward and at the peak.
+    pub(crate) fn new(name: &str, [bytes_end_of_forward, bytes_peak]: [usize; 2]) -> Point {
+        Point {
+            name: name.into(),
+            bytes_end_of_forward,
+            bytes_peak,
+            block_seconds: None,
+            step_seconds: None,
+            step_seconds_quartiles: None,
+            step_ratio: None,
+            beaten_by: None,
+            plan: None,
+            times: Vec::new(),
+        }
+    }
 }
 
 #[derive(Clone, Copy, Serialize, Deserialize)]

@@ -58,6 +58,7 @@ mod record;
 mod registry;
 mod report;
 mod session;
+mod statistics;
 mod summary;
 mod system;
 mod tensorboard;

@@ -7,6 +7,7 @@ use crate::conv::{ConvAlgorithm, ConvProblem, Pass};
 use crate::tune::{Candidate, TIE, Tuner, Tuning};
 use serde::Serialize;
 
+use super::statistics::{WITHIN_NOISE, is_clearly_less, notch};
 use super::text::milliseconds;
 
 /// The algorithm by which convolution is usually explained; others are compared with it.
@@ -37,6 +38,9 @@ pub(crate) struct Row {
     pub(crate) max_relative_error: Option<f64>,
     pub(crate) chosen: bool,
     pub(crate) skipped: Option<String>,
+    /// How far noise may move `seconds`.
+    #[serde(skip)]
+    pub(crate) notch: f64,
     /// Floating-point operations that it really does, if [`PassResult::count_operations`] has counted them.
     #[serde(skip)]
     pub(crate) operations: Option<f64>,
@@ -92,8 +96,9 @@ impl PassResult {
         self.rows.iter().filter_map(|row| Some((row, row.seconds?)))
     }
 
-    /// What the choice gains: `1.32x as fast as direct, the best of the others; 2.10x as fast as im2col+GEMM`. If another
-    /// algorithm is faster, but not by enough to matter, the text says why this one was chosen.
+    /// What the choice gains: `1.32x as fast as direct, the best of the others; 2.10x as fast as im2col+GEMM`. If noise may have
+    /// ordered the times, they are `within noise of direct`. If another algorithm is faster, but not by enough to matter, the text
+    /// says why this one was chosen.
     pub(crate) fn gains(&self) -> String {
         let Some(chosen) = self.chosen() else { return "no algorithm is left".into() };
         let Some(seconds) = chosen.seconds else { return "by estimate".into() };
@@ -110,11 +115,10 @@ impl PassResult {
                     "was chosen before"
                 }
             ),
-            false => format!("{:.2}x as fast as {}, the best of the others", next / seconds, row.algorithm),
+            false => format!("{}, the best of the others", compared(chosen, row, &row.algorithm)),
         });
-        let baseline = self.seconds(BASELINE).filter(|_| chosen.algorithm != BASELINE);
-        let baseline =
-            baseline.map(|baseline| format!("{:.2}x as fast as {BASELINE}+GEMM", baseline / seconds));
+        let baseline = self.timed().find(|(row, _)| row.algorithm == BASELINE && !row.chosen);
+        let baseline = baseline.map(|(row, _)| compared(chosen, row, &format!("{BASELINE}+GEMM")));
         let gains: Vec<String> = next.into_iter().chain(baseline).collect();
         if gains.is_empty() { "the only one timed".into() } else { gains.join("; ") }
     }
@@ -125,6 +129,17 @@ impl PassResult {
         let time = self.chosen().and_then(|chosen| chosen.seconds);
         let time = time.map_or_else(String::new, |seconds| format!(", {} ms", milliseconds(seconds)));
         format!("{name}{time}: {}", self.gains())
+    }
+}
+
+/// `1.32x as fast as direct`, or `within noise of direct`.
+fn compared(chosen: &Row, other: &Row, name: &str) -> String {
+    let [Some(seconds), Some(others)] = [chosen.seconds, other.seconds] else { return String::new() };
+    // One that is faster is within a tie.
+    if is_clearly_less([seconds, chosen.notch], [others, other.notch]) {
+        format!("{:.2}x as fast as {name}", others / seconds)
+    } else {
+        format!("{WITHIN_NOISE} of {name}")
     }
 }
 
@@ -139,6 +154,7 @@ impl Row {
             gflops: Some(problem.flops() / times.score / 1e9),
             workspace_bytes: Some(candidate.workspace_bytes),
             max_relative_error: Some(times.max_relative_error),
+            notch: notch(times),
             ..empty
         }
     }
@@ -156,6 +172,7 @@ impl Row {
             max_relative_error: None,
             chosen: false,
             skipped,
+            notch: 0.0,
             operations: None,
         }
     }

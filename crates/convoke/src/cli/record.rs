@@ -11,9 +11,21 @@ use crate::nn::training::{
 use serde::Serialize;
 
 use super::quality::Judged;
+use super::statistics::{Ratio, median, quartiles};
 use super::system;
 
-/// One run; the serialized fields are the contract of `--json`.
+/// What `train` and `compare` found; the serialized fields are the contract of `--json`. JSON has no NaN and no infinity: they are
+/// written as null, as is what a run cut short has no value for.
+#[derive(Serialize)]
+pub(crate) struct Results {
+    /// One run, or two that are compared: with separate layers, then fused.
+    pub(crate) runs: Vec<RunRecord>,
+    /// The time of a fused step over that of a separate one; none if fewer than two steps of each were done.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) step_ratio: Option<Ratio>,
+}
+
+/// One run.
 #[derive(Serialize)]
 pub(crate) struct RunRecord {
     pub(crate) conv_bn: String,
@@ -31,7 +43,11 @@ pub(crate) struct RunRecord {
     pub(crate) test_metrics: BTreeMap<String, f64>,
     /// The share of the steps' time until their images were there; none if no step was left to do.
     pub(crate) loading_share: Option<f64>,
+    /// Of all steps but the first, unless that is the only one.
     pub(crate) step_seconds_median: Option<f64>,
+    /// Between these lie the times of half of those steps.
+    pub(crate) step_seconds_quartiles: Option<[f64; 2]>,
+    /// The median of those steps.
     pub(crate) images_per_second: Option<f64>,
     /// The most of any step; none if no step was left to do.
     pub(crate) bytes_end_of_forward: Option<usize>,
@@ -87,6 +103,8 @@ pub(crate) struct Finished<'a> {
     pub(crate) config: &'a TrainingConfig,
     pub(crate) data: &'a Datasets,
     pub(crate) trainer: &'a Trainer,
+    /// Steps of the run; what came after it was done for its times only.
+    pub(crate) steps: u64,
     /// How many threads its kernels use.
     pub(crate) threads: usize,
     pub(crate) evaluation: Option<Evaluation>,
@@ -136,7 +154,7 @@ impl Recorder {
 
     /// The record of the run; all ranks call it together.
     pub(crate) fn finish(self, finished: Finished<'_>) -> Result<RunRecord, TrainingError> {
-        let Finished { config, data, trainer, threads, evaluation, memory_plan } = finished;
+        let Finished { config, data, trainer, steps, threads, evaluation, memory_plan } = finished;
         // A rank that has done no step sends NaN.
         let own_rate = median(self.own_rates).unwrap_or(f64::NAN);
         let rates = trainer.communicator().all_gather("throughput", &[own_rate])?;
@@ -148,8 +166,8 @@ impl Recorder {
             batch_size: config.batch_size,
             ranks: trainer.communicator().world_size(),
             sync_bn: config.sync_bn,
-            train_loss: trainer.losses().to_vec(),
-            learning_rates: (0..trainer.steps()).map(|step| trainer.learning_rate_of(step)).collect(),
+            train_loss: trainer.losses()[..steps as usize].to_vec(),
+            learning_rates: (0..steps).map(|step| trainer.learning_rate_of(step)).collect(),
             validation: trainer.validations().iter().map(ValidationRecord::from).collect(),
             test_loss: evaluation.as_ref().map(|evaluation| evaluation.loss),
             test_accuracy: evaluation.as_ref().and_then(|evaluation| evaluation.accuracy),
@@ -159,8 +177,9 @@ impl Recorder {
                 .map_or_else(BTreeMap::new, |evaluation| evaluation.metrics.iter().cloned().collect()),
             loading_share: Some(self.seconds_loaded / self.seconds.iter().sum::<f64>())
                 .filter(|share| share.is_finite()),
-            step_seconds_median: median(self.seconds),
-            images_per_second: median(self.rates),
+            step_seconds_median: median(warm(&self.seconds)),
+            step_seconds_quartiles: quartiles(warm(&self.seconds)),
+            images_per_second: median(warm(&self.rates)),
             bytes_end_of_forward: self.bytes_end_of_forward,
             bytes_peak: self.bytes_peak,
             parameters: trainer.model().parameter_count(),
@@ -184,23 +203,17 @@ impl Recorder {
     }
 }
 
-/// The middle value; the mean of the two middle ones of an even number.
-pub(crate) fn median(mut values: Vec<f64>) -> Option<f64> {
-    values.sort_by(f64::total_cmp);
-    let middle = values.len() / 2;
-    match values.len() {
-        0 => None,
-        len if len % 2 == 1 => Some(values[middle]),
-        _ => Some((values[middle - 1] + values[middle]) / 2.0),
-    }
+/// The values of all steps but the first, which makes choices that later steps take, unless it is the only one.
+fn warm(values: &[f64]) -> Vec<f64> {
+    values[usize::from(values.len() > 1)..].to_vec()
 }
 
 #[cfg(test)]
 mod tests {
     #[test]
-    fn median_of_few() {
-        assert_eq!(super::median(vec![]), None);
-        assert_eq!(super::median(vec![3.0, 1.0, 2.0]), Some(2.0));
-        assert_eq!(super::median(vec![4.0, 1.0]), Some(2.5));
+    fn the_first_of_several_steps_is_not_counted() {
+        assert_eq!(super::warm(&[]), [0.0; 0]);
+        assert_eq!(super::warm(&[9.0]), [9.0]);
+        assert_eq!(super::warm(&[9.0, 1.0, 2.0]), [1.0, 2.0]);
     }
 }

@@ -6,19 +6,22 @@ use super::chart::{Axis, Chart, Dot, Line, Scale};
 use super::failure::Result;
 use super::page::{document, escape, legend, provenance, table};
 use super::quality::Judged;
-use super::record::{RunRecord, ValidationRecord};
+use super::record::{Results, RunRecord, ValidationRecord};
 use super::{output, summary, text};
 
 /// If there are more losses than this, neighbours are averaged: a line is 636 units wide, and losses of single batches scatter.
 const MOST_POINTS: usize = 300;
 
 /// Writes the page; it appears whole or not at all.
-pub(crate) fn write(flag: &str, file: &Path, runs: &[RunRecord]) -> Result<()> {
-    output::write(flag, file, page(runs).as_bytes())
+pub(crate) fn write(flag: &str, file: &Path, results: &Results) -> Result<()> {
+    output::write(flag, file, page(results).as_bytes())
 }
 
-fn page(runs: &[RunRecord]) -> String {
-    let table = table(&summary::rows(runs)) + &modes(runs);
+fn page(results: &Results) -> String {
+    let runs = &results.runs[..];
+    let verdict = summary::verdict(results);
+    let verdict = verdict.map_or_else(String::new, |verdict| format!("<p>{}</p>\n", escape(&verdict)));
+    let table = table(&summary::rows(results)) + &verdict + &modes(runs);
     let judged: String = match runs {
         [run] => run.judged.as_ref().map_or_else(String::new, Judged::sections),
         // Both runs compute the same.

@@ -12,7 +12,7 @@ use crate::nn::data::{Datasets, Mixing};
 use crate::nn::data_parallel::Sampler;
 use crate::nn::modules::ConvBnMode;
 use crate::nn::planner::MemoryPlan;
-use crate::nn::training::{Evaluation, StepReport, Trainer, TrainingConfig};
+use crate::nn::training::{Evaluation, StepReport, Trainer, TrainingConfig, TrainingError};
 use crate::tune::Tuner;
 use crate::{Cpu, Device, DeviceOptions};
 
@@ -23,7 +23,7 @@ use super::flags::threads;
 use super::memory_plan::{self, Job};
 use super::model_folder::{self, KeepArgs, Metric, ModelFolder};
 use super::ranks::Rank;
-use super::record::{Finished, Recorder, RunRecord};
+use super::record::{Finished, Recorder, Results, RunRecord};
 use super::tensorboard::EventWriter;
 use super::{dataset, json, output, report, summary};
 
@@ -46,6 +46,8 @@ pub(crate) struct Session {
     keep: Option<Keeping>,
     /// Whether the time of the run is over.
     late: bool,
+    /// After how many steps it ended, if steps were done after it for their times only.
+    ended: Option<u64>,
 }
 
 /// How `train` keeps a run's results, and when it ends early.
@@ -172,6 +174,7 @@ impl Session {
                 deadline,
             }),
             late: false,
+            ended: None,
         })
     }
 
@@ -269,6 +272,14 @@ impl Session {
         Ok(report)
     }
 
+    /// A step after the end of the run, for its time only: losses, results on the test set and checkpoints stay the run's.
+    pub(crate) fn step_for_time(&mut self) -> std::result::Result<StepReport, TrainingError> {
+        self.ended.get_or_insert(self.trainer.steps());
+        let report = self.trainer.step()?;
+        self.recorder.add(&report);
+        Ok(report)
+    }
+
     /// Whether `wish` is true on any rank; all ranks get the same answer.
     pub(crate) fn agree(&self, wish: bool) -> Result<bool> {
         self.trainer.agree(wish).map_err(Failure::of_training)
@@ -362,6 +373,7 @@ impl Session {
             config: &self.config,
             data: &self.data,
             trainer: &self.trainer,
+            steps: self.ended.unwrap_or(self.trainer.steps()),
             threads: self.cpu.threads(),
             evaluation: self.evaluation,
             memory_plan: self.plan,
@@ -372,14 +384,14 @@ impl Session {
 
 /// Prints the summary and writes the files that the flags ask for; if one of these fails, the others are still done. Only the
 /// first rank does this.
-pub(crate) fn publish(args: &RunArgs, rank: &Rank<'_>, runs: &[RunRecord]) -> Result<()> {
+pub(crate) fn publish(args: &RunArgs, rank: &Rank<'_>, results: &Results) -> Result<()> {
     if !rank.is_first() {
         return Ok(());
     }
-    let text = format!("{}\n\n{}", summary::title(&runs[0]), summary::table(runs));
+    let text = format!("{}\n\n{}", summary::title(&results.runs[0]), summary::table(results));
     let printed = show(args, &text);
-    let reported = args.report.as_deref().map_or(Ok(()), |file| report::write("--report", file, runs));
-    let json = args.json.as_deref().map_or(Ok(()), |file| json::write(file, runs));
+    let reported = args.report.as_deref().map_or(Ok(()), |file| report::write("--report", file, results));
+    let json = args.json.as_deref().map_or(Ok(()), |file| json::write_value(file, results));
     printed.and(reported).and(json)
 }
 

@@ -1,18 +1,31 @@
 //! The tables at the end of a run.
 
-use super::record::RunRecord;
+use super::record::{Results, RunRecord};
+use super::statistics::Ratio;
 use super::text::{align, bytes, counted, seconds, thousands};
 
 /// The share of the time that steps waited.
 const LOADING: &str = "waited for images";
+const STEP_TIME: &str = "step time, median";
+const RATE: &str = "images a second";
 
-/// A table of names and values, and for two runs their ratio, for a terminal.
-pub(crate) fn table(runs: &[RunRecord]) -> String {
-    align(&rows(runs))
+/// A table of names and values, for two runs with their ratio and what their times say, for a terminal.
+pub(crate) fn table(results: &Results) -> String {
+    let verdict = verdict(results).map_or_else(String::new, |verdict| format!("\n{verdict}\n"));
+    align(&rows(results)) + &verdict
+}
+
+/// What the times of two runs' steps say, in one sentence.
+pub(crate) fn verdict(results: &Results) -> Option<String> {
+    match &results.runs[..] {
+        [separate, fused] => Some(results.step_ratio.as_ref()?.sentence(&fused.conv_bn, &separate.conv_bn)),
+        _ => None,
+    }
 }
 
 /// The cells of the table: a row of headings, then a row a value.
-pub(crate) fn rows(runs: &[RunRecord]) -> Vec<Vec<String>> {
+pub(crate) fn rows(results: &Results) -> Vec<Vec<String>> {
+    let runs = &results.runs[..];
     let mut header = vec![String::new()];
     header.extend(runs.iter().map(|run| run.conv_bn.clone()));
     if let [separate, fused] = runs {
@@ -28,8 +41,8 @@ pub(crate) fn rows(runs: &[RunRecord]) -> Vec<Vec<String>> {
         ("test mean IoU", |run| run.test_mean_iou, |x| format!("{:.2} %", 100.0 * x)),
         ("test loss", |run| run.test_loss, |x| format!("{x:.4}")),
         ("last training loss", |run| run.train_loss.last().copied(), |x| format!("{x:.4}")),
-        ("step time, median", |run| run.step_seconds_median, seconds),
-        ("images a second", |run| run.images_per_second, |x| format!("{x:.0}")),
+        (STEP_TIME, |run| run.step_seconds_median, seconds),
+        (RATE, |run| run.images_per_second, |x| format!("{x:.0}")),
         (LOADING, |run| run.loading_share.filter(|share| *share >= 0.001), |x| format!("{:.1} %", 100.0 * x)),
     ];
     for (name, value, show) in values {
@@ -43,10 +56,24 @@ pub(crate) fn rows(runs: &[RunRecord]) -> Vec<Vec<String>> {
         row.extend(runs.iter().map(|run| value(run).map_or_else(|| "-".into(), show)));
         if let [separate, fused] = runs {
             let ratio = value(fused).zip(value(separate)).map(|(fused, separate)| fused / separate);
-            let ratio = ratio.filter(|ratio| ratio.is_finite());
-            row.push(ratio.map_or_else(|| "-".into(), |ratio| format!("{ratio:.3}")));
+            let ratio = ratio.filter(|ratio| ratio.is_finite()).map(|ratio| format!("{ratio:.3}"));
+            let of_times = results.step_ratio.as_ref();
+            row.push(
+                match name {
+                    STEP_TIME => of_times.map(Ratio::cell),
+                    RATE => of_times.map(Ratio::rate_cell),
+                    // A few milliseconds of each, which scatter.
+                    LOADING => None,
+                    _ => ratio,
+                }
+                .unwrap_or_else(|| "-".into()),
+            );
         }
         rows.push(row);
+        // Of one run, they would only be a further number.
+        if name == STEP_TIME && runs.len() == 2 {
+            rows.push(quartiles(runs));
+        }
     }
     for name in runs[0].test_metrics.keys() {
         let cell =
@@ -64,6 +91,16 @@ pub(crate) fn rows(runs: &[RunRecord]) -> Vec<Vec<String>> {
         rows.extend(rank_rows(runs));
     }
     rows
+}
+
+/// Where the times of the middle half of the steps lie.
+fn quartiles(runs: &[RunRecord]) -> Vec<String> {
+    let cell = |run: &RunRecord| {
+        let quartiles = run.step_seconds_quartiles;
+        quartiles.map_or_else(|| "-".into(), |[low, high]| format!("{} to {}", seconds(low), seconds(high)))
+    };
+    let row = ["step time, middle half".to_owned()].into_iter().chain(runs.iter().map(cell));
+    row.chain([String::new()]).collect()
 }
 
 /// The rows about several ranks: their speed and their communication, by run.

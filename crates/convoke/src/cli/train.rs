@@ -12,6 +12,7 @@ use super::model_folder::{KeepArgs, ModelFolder};
 use super::profile::Profile;
 use super::quality::Judged;
 use super::ranks::{self, Rank};
+use super::record::Results;
 use super::session::{Session, SessionOptions, interruption, publish, show};
 use super::{output, report};
 
@@ -101,14 +102,14 @@ fn on_rank(args: &TrainArgs, rank: &Rank<'_>) -> Result<()> {
     let (steps, cpu) = (session.trainer.steps(), session.cpu().clone());
     let (folder, board) = (session.take_folder(), session.take_board());
     let photos = session.trainer.card().photos.and_then(|photos| photos.folder);
-    let record = [session.finish()?];
-    publish(run, rank, &record)?;
+    let results = Results { runs: vec![session.finish()?], step_ratio: None };
+    publish(run, rank, &results)?;
     if let Some(folder) = &folder {
-        report::write("--output", &folder.report()?, &record)?;
+        report::write("--output", &folder.report()?, &results)?;
         folder.announce(finished, photos.as_deref());
     }
     if let Some(mut board) = board {
-        let pictures = record[0].judged.as_ref().map_or_else(Vec::new, Judged::pictures);
+        let pictures = results.runs[0].judged.as_ref().map_or_else(Vec::new, Judged::pictures);
         board.pictures(steps, pictures)?;
         board.finish()?;
     }

@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::program::{contents, losses, run, runs, text};
 use super::report::without_pictures;
 
-const FIELDS: [&str; 28] = [
+const FIELDS: [&str; 29] = [
     "conv_bn",
     "data",
     "model",
@@ -29,6 +29,7 @@ const FIELDS: [&str; 28] = [
     "test_metrics",
     "loading_share",
     "step_seconds_median",
+    "step_seconds_quartiles",
     "images_per_second",
     "bytes_end_of_forward",
     "bytes_peak",
@@ -110,6 +111,48 @@ fn compare_has_two_runs_that_differ_in_memory_only() {
     let kept = |run: &Value| number(run, "bytes_end_of_forward") - 12.0 * number(run, "parameters");
     assert!(kept(fused) / kept(separate) <= 0.62, "{} of {}", kept(fused), kept(separate));
     assert!(number(fused, "bytes_peak") <= 0.7 * number(separate, "bytes_peak"));
+}
+
+/// Three steps cannot tell which is faster, whatever times they took: neither the table, nor the JSON, nor the page says so.
+#[test]
+fn a_few_steps_are_within_noise() {
+    let folder = tempfile::tempdir().unwrap();
+    let page = folder.path().join("compare.html");
+    let args = ["--steps", "3", "--effort", "heuristic", "--report", text(&page), "--json", "-"];
+    let outcome = run("compare", &args).exits(0);
+    let json = outcome.json();
+    assert_fields(&json, &["runs", "step_ratio"]);
+    let ratio = &json["step_ratio"];
+    assert_fields(ratio, &["median", "interval", "pairs", "verdict"]);
+    assert_eq!((&ratio["pairs"], &ratio["verdict"]), (&Value::from(2), &Value::from("within noise")));
+    assert_eq!(ratio["interval"], Value::Null);
+    for said in [outcome.stderr, fs::read_to_string(&page).unwrap()] {
+        assert!(said.contains("Step times: within noise. 3 steps cannot tell fused from separate"), "{said}");
+        assert!(!said.contains("faster") && !said.contains("slower"), "{said}");
+    }
+    // Each run's times are told with their spread.
+    let run = &json["runs"][0];
+    let [low, high] = [0, 1].map(|end| run["step_seconds_quartiles"][end].as_f64().unwrap());
+    let median = run["step_seconds_median"].as_f64().unwrap();
+    assert!(0.0 < low && low <= median && median <= high, "{run}");
+}
+
+/// Steps that are timed after the run belong to no result of it.
+#[test]
+fn steps_for_times_only_change_nothing() {
+    let whole = &runs("train", &["--effort", "heuristic"])[0];
+    let folder = tempfile::tempdir().unwrap();
+    let args = ["--effort", "heuristic", "--checkpoint", text(folder.path()), "--json", "-"];
+    let outcome = run("compare", &args).exits(0).json();
+    let fused = &outcome["runs"][1];
+    for field in ["train_loss", "validation", "test_loss", "test_accuracy"] {
+        assert_eq!(fused[field], whole[field], "{field}");
+    }
+    // An epoch has five steps, and the first does not count.
+    assert!(outcome["step_ratio"]["pairs"].as_u64() > Some(4), "{}", outcome["step_ratio"]);
+    let kept = fs::read_dir(folder.path().join("fused")).unwrap();
+    let kept: Vec<_> = kept.map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(kept, ["step-0000000005"]);
 }
 
 #[test]

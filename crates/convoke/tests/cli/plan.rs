@@ -139,9 +139,47 @@ fn steps_of_plans_are_timed_by_turns_and_take_what_was_predicted() {
     let points = curve.as_array().unwrap();
     assert_eq!(points[0]["name"], "separate");
     assert!(points.iter().all(|point| point["step_seconds"].as_f64().is_some_and(|seconds| seconds > 0.0)));
+    // One step cannot tell which is faster, so the table does not say.
+    assert!(points.iter().all(|point| point["step_ratio"]["verdict"] == "within noise"), "{curve}");
+    let lines: Vec<&str> = outcome.stderr.lines().collect();
+    let table = lines.iter().position(|line| line.contains("blocks alone")).unwrap();
+    assert!(
+        lines[table + 1].starts_with("separate") && lines[table + 2].contains("within noise"),
+        "{lines:#?}"
+    );
+    assert!(outcome.stderr.contains("1 step of each cannot tell which is faster"), "{lines:#?}");
     let peaks =
         |name: &str| points.iter().find(|point| point["name"] == name).unwrap()["bytes_peak"].as_u64();
     assert!(peaks("unplanned") < peaks("separate"));
+}
+
+/// What has more memory and more time than another plan is in the JSON, which says so, but not in the table.
+#[test]
+fn plans_that_another_beats_are_not_shown() {
+    for flags in [&[][..], &["--curve"], &["--curve", "--memory-budget", "1GB"]] {
+        let outcome = plan(&[flags, &["--json", "-"]].concat()).exits(0);
+        let curve = outcome.json()["curve"].clone();
+        let points = curve.as_array().unwrap();
+        let number = |point: &Value, field: &str| point[field].as_f64().unwrap();
+        let rows: Vec<&str> = outcome.stderr.lines().filter(|line| line.contains(" MB")).collect();
+        for point in points.iter().skip(1) {
+            let name = point["name"].as_str().unwrap();
+            let is_shown = rows.iter().any(|row| {
+                let names = row.split("  ").next().unwrap();
+                names.split(", ").any(|shown| shown == name)
+            });
+            let Some(by) = point["beaten_by"].as_str() else {
+                assert!(is_shown, "{name}: {}", outcome.stderr);
+                continue;
+            };
+            assert!(!is_shown && outcome.stderr.contains(&format!("{name} ({by})")), "{}", outcome.stderr);
+            let other = points.iter().find(|point| point["name"] == by).unwrap();
+            assert!(other["beaten_by"].is_null(), "{by}: {curve}");
+            assert!(number(other, "bytes_peak") <= number(point, "bytes_peak"), "{name}: {curve}");
+            let tie = 1.03 * number(point, "block_seconds");
+            assert!(number(other, "block_seconds") <= tie, "{name}: {curve}");
+        }
+    }
 }
 
 #[test]

@@ -1,7 +1,9 @@
 //! The gain of choosing an algorithm for every problem ("cherry-picking") over one algorithm for all.
 
 use crate::cli::pass_result::{BASELINE, PassResult};
+use crate::cli::statistics::WITHIN_NOISE;
 use crate::conv::Pass;
+use crate::tune::TIE;
 
 /// One algorithm used for all problems; where it does not run, im2col takes its place.
 #[derive(Debug, PartialEq)]
@@ -13,6 +15,13 @@ pub(crate) struct Gain {
     pub(crate) wins: usize,
     /// Problems on which it ran.
     pub(crate) ran: usize,
+}
+
+impl Gain {
+    /// `1.32x`, or that it is no more than what makes a tie: choosing the least of several times gains a little by noise alone.
+    pub(crate) fn text(&self) -> String {
+        if self.gain > TIE { format!("{:.2}x", self.gain) } else { WITHIN_NOISE.to_owned() }
+    }
 }
 
 /// The results of one pass that have measured choices.
@@ -60,6 +69,11 @@ mod tests {
     use super::*;
 
     fn result(problem: &str, seconds: &[(&str, f64)]) -> PassResult {
+        result_with(problem, 0.0, seconds)
+    }
+
+    /// A result whose first algorithm was chosen; `spread` is the interquartile range of four samples each.
+    fn result_with(problem: &str, spread: f64, seconds: &[(&str, f64)]) -> PassResult {
         let candidate = |&(name, seconds): &(&str, f64)| Candidate {
             algorithm: name.into(),
             revision: 1,
@@ -67,8 +81,8 @@ mod tests {
                 score: seconds,
                 min: seconds,
                 median: seconds,
-                spread: 0.0,
-                samples: 1,
+                spread,
+                samples: 4,
                 max_relative_error: 0.0,
             }),
             workspace_bytes: 0,
@@ -90,6 +104,32 @@ mod tests {
             candidates: seconds.iter().map(candidate).collect(),
         };
         PassResult::of(&problem.parse().unwrap(), Pass::Forward, &tuning)
+    }
+
+    #[test]
+    fn gains_of_noise_are_not_told() {
+        let close = result("mb1ic1ih3oc1kh3", &[("fast", 1.0), ("other", 1.02), ("im2col", 2.0)]);
+        assert_eq!(
+            close.gains(),
+            "within noise of other, the best of the others; 2.00x as fast as im2col+GEMM"
+        );
+        // The notches are 0.785 times the spread of four samples.
+        let times = [("fast", 1.0), ("other", 1.3), ("im2col", 2.0)];
+        let scattered = result_with("mb1ic1ih3oc1kh3", 0.3, &times);
+        assert_eq!(
+            scattered.gains(),
+            "within noise of other, the best of the others; 2.00x as fast as im2col+GEMM"
+        );
+        let scattered = result_with("mb1ic1ih3oc1kh3", 0.1, &times);
+        assert!(scattered.gains().starts_with("1.30x as fast as other"), "{}", scattered.gains());
+        let baseline = result("mb1ic1ih3oc1kh3", &[("fast", 1.0), ("im2col", 1.01)]);
+        let alike = "within noise of im2col, the best of the others; within noise of im2col+GEMM";
+        assert_eq!(baseline.gains(), alike);
+        let found = gains(&of_pass(&[close], Pass::Forward));
+        let texts: Vec<(String, String)> =
+            found.iter().map(|gain| (gain.algorithm.clone(), gain.text())).collect();
+        let expected = [("fast", "within noise"), ("other", "within noise"), ("im2col", "2.00x")];
+        assert_eq!(texts, expected.map(|(name, text)| (name.to_owned(), text.to_owned())));
     }
 
     #[test]

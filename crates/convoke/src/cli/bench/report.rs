@@ -45,7 +45,7 @@ fn summary(results: &[PassResult], pass: Pass) -> String {
         vec![["only this algorithm", "chosen", "ran", "gain of choosing"].map(String::from).to_vec()];
     rows.extend(gains.iter().map(|gain| {
         let of = |part: usize| format!("{part} of {count}");
-        vec![gain.algorithm.clone(), of(gain.wins), of(gain.ran), format!("{:.2}x", gain.gain)]
+        vec![gain.algorithm.clone(), of(gain.wins), of(gain.ran), gain.text()]
     }));
     format!("<h2>{}</h2>\n{}\n", name(pass), table(&rows))
 }

@@ -53,13 +53,14 @@ pub(crate) fn summary(results: &[PassResult]) -> String {
         let place =
             if best.ran < count { format!(" ({BASELINE} where it does not apply)") } else { String::new() };
         text += &format!(
-            "{pass}, {count} problems: {:.2}x over the best single algorithm, {}{place}",
-            best.gain, best.algorithm
+            "{pass}, {count} problems: {} over the best single algorithm, {}{place}",
+            best.text(),
+            best.algorithm
         );
         if let Some(baseline) =
             gains.iter().find(|gain| gain.algorithm == BASELINE && gain.algorithm != best.algorithm)
         {
-            text += &format!("; {:.2}x over {BASELINE}+GEMM", baseline.gain);
+            text += &format!("; {} over {BASELINE}+GEMM", baseline.text());
         }
         text.push('\n');
     }

@@ -2,6 +2,7 @@
 
 use crate::cli::console;
 use crate::cli::failure::{Failure, Result};
+use crate::cli::statistics::{WITHIN_NOISE, is_clearly_less, notch};
 use crate::cli::text::{align, milliseconds, workspace};
 use crate::tune::{Cache, Candidate, Entry, Record, TIE, Times};
 
@@ -85,11 +86,14 @@ fn why(record: &Record) -> String {
     match (timed.get(1), fastest.algorithm == record.chosen, by_rule) {
         (None, ..) => "the only one timed".into(),
         (Some((next, second)), true, true) => {
-            format!(
-                "the fastest; {}, the next, takes {:.2}x as long",
-                next.algorithm,
-                second.score / best.score
-            )
+            match is_clearly_less([best.score, notch(best)], [second.score, notch(second)]) {
+                true => format!(
+                    "the fastest; {}, the next, takes {:.2}x as long",
+                    next.algorithm,
+                    second.score / best.score
+                ),
+                false => format!("the fastest, {WITHIN_NOISE} of {}, the next", next.algorithm),
+            }
         }
         (_, true, false) => {
             format!("the fastest; others within {tie:.0} % need less workspace, but it was chosen before")

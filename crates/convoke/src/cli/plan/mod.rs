@@ -1,5 +1,8 @@
 //! `convoke plan`: what each block of a model should keep for backward, and how much time it costs to save memory.
 
+mod points;
+mod show;
+
 use std::path::PathBuf;
 
 use crate::nn::data::Datasets;
@@ -11,16 +14,16 @@ use crate::{Device, DeviceOptions};
 use bytesize::ByteSize;
 use clap::{Args, value_parser};
 
-use super::chart::{Axis, Chart, Dot, Line, Scale};
-use super::console::Console;
-use super::failure::{Failure, Result};
-use super::flags::memory::PlannerArgs;
-use super::flags::optimizer::{OptimizerName, rule};
-use super::flags::threads;
-use super::flags::tuning::TuningArgs;
-use super::memory_plan::{Document, Job, LargestBatches, Point, counts, planner};
-use super::registry::model_parser;
-use super::{json, output, page, text};
+use crate::cli::console::Console;
+use crate::cli::failure::{Failure, Result};
+use crate::cli::flags::memory::PlannerArgs;
+use crate::cli::flags::optimizer::{OptimizerName, rule};
+use crate::cli::flags::threads;
+use crate::cli::flags::tuning::TuningArgs;
+use crate::cli::memory_plan::{Document, Job, LargestBatches, Point, planner};
+use crate::cli::registry::model_parser;
+use crate::cli::statistics::{Ratio, median, quartiles};
+use crate::cli::{json, output, page, text};
 
 /// Which model, and what to find out about it.
 #[derive(Args)]
@@ -50,7 +53,8 @@ pub(crate) struct PlanArgs {
     #[arg(long, help_heading = "Memory")]
     pub(crate) curve: bool,
 
-    /// Time N steps with each plan shown and with separate layers, in turn, and show the median of their times.
+    /// Time N steps with each plan and with separate layers, in turn, and show their medians and ratios, with the spread of these.
+    /// From 6 steps on they can tell which plan is faster.
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Memory")]
     pub(crate) steps: u32,
 
@@ -73,9 +77,6 @@ pub(crate) struct PlanArgs {
     pub(crate) json: Option<PathBuf>,
 }
 
-/// The note below the table of plans.
-const CHOSEN_BY: &str = "Plans are chosen by the time of their blocks alone.";
-
 pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     let console = Console::new()?;
     output::check("--report", args.report.as_deref())?;
@@ -97,7 +98,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     };
     if args.curve {
         points.extend(
-            thinned(&curve)
+            points::thinned(&curve)
                 .into_iter()
                 .enumerate()
                 .map(|(index, plan)| point(&format!("plan {}", index + 1), plan.clone())),
@@ -109,15 +110,19 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     if args.steps > 0 {
         time_steps(&mut points, &job, args.steps, &console)?;
     }
+    points::mark_beaten(&mut points, &plan);
     let largest_batch = match budget.filter(|_| args.largest_batch) {
         Some(budget) => Some(largest(&mut planner, budget, &config, &console)?),
         None => None,
     };
 
     let title = format!("{} at batch size {}", plan.model, plan.batch_size);
-    let rows = rows(&points);
-    let mut shown =
-        format!("{title}\n\n{}{CHOSEN_BY}\n\n{}", text::align(&rows), text::align(&blocks(&plan)));
+    let rows = show::rows(&points, &plan);
+    let notes = show::notes(&points, &plan);
+    let blocks = show::blocks(&plan);
+    let mut shown = format!("{title}\n\n{}", text::align(&rows));
+    shown.extend(notes.iter().map(|note| format!("{note}\n")));
+    shown += &format!("\n{}", text::align(&blocks));
     if let Some(batches) = &largest_batch {
         let show = |batch: Option<usize>| batch.map_or_else(|| "none".into(), |batch| batch.to_string());
         shown += &format!(
@@ -131,10 +136,11 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     console.say(&shown, args.json.as_deref())?;
     if let Some(file) = &args.report {
         let body = format!(
-            "{}\n<p>{CHOSEN_BY}</p>\n<h2>Time against memory</h2>\n{}<h2>What each block keeps</h2>\n{}\n",
+            "{}\n{}<h2>Time against memory</h2>\n{}<h2>What each block keeps</h2>\n{}\n",
             page::table(&rows),
-            chart(&points),
-            page::table(&blocks(&plan))
+            notes.iter().map(|note| format!("<p>{}</p>\n", page::escape(note))).collect::<String>(),
+            show::chart(&points, &plan),
+            page::table(&blocks)
         );
         output::write(
             "--report",
@@ -161,52 +167,17 @@ fn noise_run(args: &PlanArgs, console: &Console) -> Result<(TrainingConfig, Data
 }
 
 fn point(name: &str, plan: MemoryPlan) -> Point {
-    Point {
-        name: name.into(),
-        bytes_end_of_forward: plan.bytes_end_of_forward,
-        bytes_peak: plan.bytes_peak,
-        block_seconds: Some(plan.block_seconds),
-        step_seconds: None,
-        plan: Some(plan),
-    }
+    let bytes = [plan.bytes_end_of_forward, plan.bytes_peak];
+    Point { block_seconds: Some(plan.block_seconds), plan: Some(plan), ..Point::new(name, bytes) }
 }
 
 fn separate(planner: &Planner) -> Result<Point> {
     let bytes = planner.separate().map_err(Failure::of_training)?;
-    Ok(Point {
-        name: "separate".into(),
-        bytes_end_of_forward: bytes.bytes_end_of_forward,
-        bytes_peak: bytes.bytes_peak,
-        block_seconds: None,
-        step_seconds: None,
-        plan: None,
-    })
+    Ok(Point::new("separate", [bytes.bytes_end_of_forward, bytes.bytes_peak]))
 }
 
-/// How many plans of a curve are shown at most.
-const MOST_PLANS: usize = 12;
-
-/// At most [`MOST_PLANS`] plans of the curve, evenly spread over memory.
-fn thinned(curve: &[MemoryPlan]) -> Vec<&MemoryPlan> {
-    let (Some(first), Some(last)) = (curve.first(), curve.last()) else { return Vec::new() };
-    let (most, least) = (first.bytes_peak as f64, last.bytes_peak as f64);
-    let mut shown: Vec<&MemoryPlan> = Vec::new();
-    for step in 0..MOST_PLANS {
-        let wanted = most + (least - most) * step as f64 / (MOST_PLANS - 1) as f64;
-        let nearest = curve.iter().min_by(|a, b| {
-            let away = |plan: &MemoryPlan| (plan.bytes_peak as f64 - wanted).abs();
-            away(a).total_cmp(&away(b))
-        });
-        if let Some(nearest) = nearest
-            && shown.last().is_none_or(|last| *last != nearest)
-        {
-            shown.push(nearest);
-        }
-    }
-    shown
-}
-
-/// Times whole steps of all points in turn, so that changes in the machine's speed affect all alike.
+/// Times whole steps of all points in turn, so that changes in the machine's speed affect all alike. The first, with separate layers,
+/// is what the others are compared with.
 fn time_steps(points: &mut [Point], job: &Job<'_>, steps: u32, console: &Console) -> Result<()> {
     let Job { device, config, data } = *job;
     let trainer = |conv_bn| {
@@ -219,11 +190,15 @@ fn time_steps(points: &mut [Point], job: &Job<'_>, steps: u32, console: &Console
     let mut separate = trainer(ConvBnMode::Separate)?;
     let mut planned = trainer(ConvBnMode::Fused)?;
     let rounds = u64::from(steps) + 1;
-    let mut stage = console.stage("timing steps", 0, Some(rounds * points.len() as u64));
+    // A plan of several names is timed once, so that it has one time.
+    let origins: Vec<usize> = (0..points.len()).map(|index| points::first_like(points, index)).collect();
+    let timed: Vec<usize> = (0..points.len()).filter(|&index| origins[index] == index).collect();
+    let mut stage = console.stage("timing steps", 0, Some(rounds * timed.len() as u64));
     let mut times: Vec<Vec<f64>> = vec![Vec::new(); points.len()];
     for round in 0..rounds {
-        for (index, point) in points.iter().enumerate() {
-            stage.set(round * points.len() as u64 + index as u64, &point.name);
+        for (place, &index) in timed.iter().enumerate() {
+            let point = &points[index];
+            stage.set(round * timed.len() as u64 + place as u64, &point.name);
             let trainer = match &point.plan {
                 Some(plan) => {
                     planned.set_memory_plan(plan).map_err(Failure::of_training)?;
@@ -252,8 +227,12 @@ fn time_steps(points: &mut [Point], job: &Job<'_>, steps: u32, console: &Console
         }
     }
     stage.end();
-    for (point, times) in points.iter_mut().zip(times) {
-        point.step_seconds = super::record::median(times);
+    for (point, origin) in points.iter_mut().zip(origins) {
+        let (own, separate) = (&times[origin], &times[0]);
+        point.step_seconds = median(own.clone());
+        point.step_seconds_quartiles = quartiles(own.clone());
+        point.step_ratio = Ratio::of(own.iter().zip(separate).map(|(own, separate)| [*own, *separate]));
+        point.times.clone_from(own);
     }
     Ok(())
 }
@@ -284,101 +263,4 @@ fn largest(
         unplanned: find(Some(&unplanned))?,
         planned: find(Some(&smallest))?,
     })
-}
-
-fn milliseconds(seconds: f64) -> String {
-    format!("{:.1} ms", 1000.0 * seconds)
-}
-
-/// The table of points: a row of headings, then one row for each point, which is compared with the first point (separate layers).
-fn rows(points: &[Point]) -> Vec<Vec<String>> {
-    let timed = points.iter().any(|point| point.step_seconds.is_some());
-    let mut head = vec!["", "peak", "of separate", "end of forward", "blocks alone"];
-    if timed {
-        head.extend(["step", "of separate"]);
-    }
-    let mut rows = vec![head.into_iter().map(str::to_owned).collect::<Vec<String>>()];
-    let base = &points[0];
-    for point in points {
-        let ratio = |value: f64, base: f64| format!("{:.3}", value / base);
-        let mut row = vec![
-            point.name.clone(),
-            text::bytes(point.bytes_peak as f64),
-            ratio(point.bytes_peak as f64, base.bytes_peak as f64),
-            text::bytes(point.bytes_end_of_forward as f64),
-            point.block_seconds.map_or_else(|| "-".into(), milliseconds),
-        ];
-        if timed {
-            row.push(point.step_seconds.map_or_else(|| "-".into(), milliseconds));
-            let ratio = point.step_seconds.zip(base.step_seconds).map(|(step, base)| ratio(step, base));
-            row.push(ratio.unwrap_or_else(|| "-".into()));
-        }
-        if let Some(plan) = &point.plan {
-            row.push(counts(plan));
-        }
-        rows.push(row);
-    }
-    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
-    rows[0].resize(columns, "blocks".into());
-    rows.iter_mut().for_each(|row| row.resize(columns, String::new()));
-    rows
-}
-
-/// What each block of a plan keeps.
-fn blocks(plan: &MemoryPlan) -> Vec<Vec<String>> {
-    let head = ["block", "keeps", "saves", "forward and backward"].map(str::to_owned).to_vec();
-    let row = |block: &crate::nn::planner::PlannedBlock| {
-        vec![
-            block.path.clone(),
-            block.keep.to_string(),
-            text::bytes(block.bytes_saved as f64),
-            milliseconds(block.seconds),
-        ]
-    };
-    [head].into_iter().chain(plan.blocks.iter().map(row)).collect()
-}
-
-/// Time against memory: a line through the plans of the curve, and a dot for each point.
-fn chart(points: &[Point]) -> String {
-    let place = |point: &Point| {
-        let time = point.step_seconds.or(point.block_seconds)?;
-        Some((point.bytes_peak as f64 / 1e6, 1000.0 * time))
-    };
-    let most = |of: fn((f64, f64)) -> f64| points.iter().filter_map(place).map(of).fold(0.0, f64::max);
-    let is_of_curve = |point: &&Point| point.name.starts_with("plan");
-    let dots = |planned: bool| {
-        let dots = points.iter().filter(move |point| point.plan.is_some() == planned);
-        let dots = dots.filter_map(|point| {
-            let kind = if is_of_curve(&point) || !planned { "dot" } else { "ring" };
-            let label = point.name.trim_start_matches("plan ").to_owned();
-            Some(Dot { kind, place: place(point)?, text: point.name.clone(), label })
-        });
-        dots.collect::<Vec<_>>()
-    };
-    let mut curve: Vec<(f64, f64)> = points.iter().filter(is_of_curve).filter_map(place).collect();
-    curve.sort_by(|a, b| a.0.total_cmp(&b.0));
-    let mut lines = vec![Line { class: "fused".into(), points: curve, dots: dots(true) }];
-    let mut names =
-        vec![("fused", "fused: blocks of convolution, batch norm and ReLU, by the number of the plan")];
-    let separate = dots(false);
-    // Separate layers have no block times, so they have a dot only if whole steps were timed.
-    if !separate.is_empty() {
-        lines.push(Line { class: "separate".into(), points: Vec::new(), dots: separate });
-        names.push(("separate", "separate: layer by layer, each keeps what its backward needs"));
-    }
-    let chart = Chart {
-        title: "Time against memory",
-        x: Axis {
-            name: "peak memory, MB",
-            from: 0.0,
-            to: 1.05 * most(|place| place.0),
-            scale: Scale::Linear,
-        },
-        y: Axis { name: "time, ms", from: 0.0, to: 1.1 * most(|place| place.1), scale: Scale::Linear },
-        lines,
-        filled: false,
-        divide: None,
-    };
-    let names = names.into_iter().map(|(class, text)| (class.to_owned(), text.to_owned()));
-    format!("{}\n<figure>\n{}\n</figure>\n", page::legend(names), chart.svg())
 }
