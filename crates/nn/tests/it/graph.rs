@@ -434,6 +434,28 @@ fn comparisons_choose_and_pass_the_gradient_to_what_was_chosen() {
         .expect("the gradient is right");
 }
 
+/// Padding is 0, and networks normalise it: the gradient is 0 there, as PyTorch's.
+#[test]
+fn lengths_of_zeros_have_gradients_of_zero() {
+    use convoke_nn::graph::{Reduce, ReduceKind};
+    let length = Reduce { kind: ReduceKind::L2, keep_dims: true, no_axes_is_identity: false };
+    for op in [Op::Reduce(length), Op::LpNorm { axis: 1, p: 2 }] {
+        let mut made = Maker::new(&[2, 2]);
+        let values = Array::integers([1]).into();
+        made.0.stored.push(Stored { name: "axes".into(), values, trained: None });
+        let inputs: &[&str] = if matches!(op, Op::Reduce(_)) { &["x", "axes"] } else { &["x"] };
+        let y = made.node(op.clone(), inputs, "y");
+        let graph = made.graph(&y, ConvBnMode::Fused);
+        let x = Tensor::from_slice(&device(), &[2, 2], &[0.0, 0.0, 3.0, 4.0]).unwrap().with_grad();
+        let y = graph.forward(&x).unwrap();
+        assert_eq!(y.to_vec::<f64>().unwrap()[0], 0.0);
+        let gradients = y.sum().unwrap().backward().unwrap();
+        let gradient: Vec<f64> = gradients.get(&x).unwrap().to_vec().unwrap();
+        assert!(gradient[..2] == [0.0; 2] || op != Op::Reduce(length), "{gradient:?}");
+        assert!(gradient.iter().all(|x| x.is_finite()), "{gradient:?}");
+    }
+}
+
 #[test]
 fn slices_are_scattered_and_their_gradients_gathered() {
     // As exporters write `x[:, 1:3] = y`: indices of channels, of a tensor with its channels first.

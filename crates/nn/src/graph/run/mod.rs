@@ -297,7 +297,7 @@ pub(super) fn run(op: &Op, inputs: &Inputs<'_>, outputs: usize) -> Result<Vec<Va
             let x = inputs.tensor(0)?;
             let length = match p {
                 1 => x.abs()?.sum_dims(&[*axis], true)?,
-                2 => x.mul(&x)?.sum_dims(&[*axis], true)?.sqrt()?,
+                2 => select::length(&x.mul(&x)?.sum_dims(&[*axis], true)?)?,
                 p => return refuse(format!("p is {p}; 1 and 2 are supported")),
             };
             // Vectors of zeros stay zeros.
@@ -484,7 +484,7 @@ fn reduce(options: Reduce, inputs: &Inputs<'_>) -> Result<Tensor> {
         ReduceKind::Max => x.amax(&axes, keep)?,
         ReduceKind::Min => x.amin(&axes, keep)?,
         ReduceKind::L1 => x.abs()?.sum_dims(&axes, keep)?,
-        ReduceKind::L2 => x.mul(&x)?.sum_dims(&axes, keep)?.sqrt()?,
+        ReduceKind::L2 => select::length(&x.mul(&x)?.sum_dims(&axes, keep)?)?,
         ReduceKind::SumSquare => x.mul(&x)?.sum_dims(&axes, keep)?,
         ReduceKind::LogSum => x.sum_dims(&axes, keep)?.log()?,
         ReduceKind::LogSumExp => {
