@@ -1,7 +1,7 @@
 # What CI runs is in .ci/run. Targets select all packages, as `cargo test` does: with a single one the crates below it would have
 # other features, and the kernels would be built again, which takes minutes.
 
-.PHONY: check test wrapping browser external external-found onnx tensorboard mpi mpi-test mpi-lint python programs programs-quick format lint docs light book deny package smoke copies model fuzz fuzz-check sanitize goldens bench-peers accuracy-peers accuracy-photographs
+.PHONY: check test wrapping browser external external-found onnx sweep tensorboard mpi mpi-test mpi-lint python programs programs-quick format lint docs light book deny package smoke copies model fuzz fuzz-check sanitize goldens bench-peers accuracy-peers accuracy-photographs
 
 check: format test lint wrapping docs light smoke
 
@@ -144,6 +144,14 @@ onnx:
 	CONVOKE_ONNX_NODE_TESTS=$(CURDIR)/target/nodes cargo test --test it -- every_node_that_is_read
 	CONVOKE_ONNX_WRITE=$(CURDIR)/target/onnx cargo test --test it -- are_written_for
 	$(PYTHON) tools/check_onnx.py target/onnx
+
+# All of torchvision's models for classification and segmentation through both of PyTorch's exporters, read, written again, compared in
+# onnxruntime, and trained for two steps: tools/sweep_exports.py, whose flags SWEEP may hold ("--library timm --sizes 97"). Takes hours.
+# PYTHON must have torch, torchvision, onnx, onnxruntime, onnxscript, safetensors, numpy and Pillow.
+SWEEP ?=
+sweep:
+	cargo build --release --bins --examples
+	$(PYTHON) tools/sweep_exports.py $(SWEEP)
 
 # Reads what --tensorboard writes with TensorBoard's own reader. PYTHON must have tensorboard.
 tensorboard:

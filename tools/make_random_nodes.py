@@ -236,9 +236,19 @@ def gather_nd(rng, opset):
     return Case("GatherND", [floats(rng, *shape), indices], (1,), **({"batch_dims": batch} if batch else {}))
 
 
+def einsum(rng, opset):
+    """Up to three operands over some of five axes, each of which has one size; outputs of some of the axes."""
+    sizes = dict(zip("abcde", numbers(rng, 5, 1, 4)))
+    terms = ["".join(str(axis) for axis in rng.permutation(list(sizes))[: rng.integers(0, 5)]) for _ in range(rng.integers(1, 4))]
+    used = sorted(set("".join(terms)))
+    output = "".join(str(axis) for axis in rng.permutation(used)[: rng.integers(0, len(used) + 1)]) if used else ""
+    equation = ",".join(terms) + (f"->{output}" if rng.random() < 0.9 else "")
+    return Case("Einsum", [floats(rng, *(sizes[axis] for axis in term)) for term in terms], equation=equation)
+
+
 def shapes(rng, opset):
     shape = numbers(rng, int(rng.integers(1, 5)), 1, 5)
-    x, kind = floats(rng, *shape), str(rng.choice(["Transpose", "Flatten", "Reshape", "Expand", "Tile", "Concat", "DepthToSpace", "SpaceToDepth", "CumSum", "Trilu", "TopK", "ArgMax"]))
+    x, kind = floats(rng, *shape), str(rng.choice(["Transpose", "Flatten", "Reshape", "Expand", "Tile", "Concat", "DepthToSpace", "SpaceToDepth", "Trilu"]))
     if kind == "Transpose":
         return Case(kind, [x], **maybe(rng, {"perm": [int(axis) for axis in rng.permutation(len(shape))]}))
     if kind == "Flatten":
@@ -256,16 +266,26 @@ def shapes(rng, opset):
         return Case(kind, [floats(rng, 1, 8, 2, 3)], blocksize=2, **(maybe(rng, {"mode": "CRD"}) if opset >= 11 else {}))
     if kind == "SpaceToDepth":
         return Case(kind, [floats(rng, 1, 2, 4, 6)], blocksize=2)
+    return Case(kind, [floats(rng, 2, 4, 5), np.int64(rng.integers(-3, 4)).reshape(())], (1,), **maybe(rng, {"upper": 0}))
+
+
+def ranked(rng, opset):
+    """What goes along an axis. Some elements are equal."""
+    shape = numbers(rng, int(rng.integers(1, 5)), 1, 6)
+    x, axis = floats(rng, *shape), int(rng.integers(-len(shape) if opset >= 11 else 0, len(shape)))
+    x = x.round() if rng.random() < 0.5 else x
+    kind = str(rng.choice(["CumSum", "ArgMax", "ArgMin", "TopK"]))
     if kind == "CumSum":
-        return Case(kind, [x, np.int64(rng.integers(0, len(shape))).reshape(())], (1,), **maybe(rng, {"exclusive": 1, "reverse": 1}))
-    if kind == "Trilu":
-        return Case(kind, [floats(rng, 2, 4, 5), np.int64(rng.integers(-3, 4)).reshape(())], (1,), **maybe(rng, {"upper": 0}))
-    if kind == "ArgMax":
-        return Case(kind, [x], axis=int(rng.integers(0, len(shape))), **maybe(rng, {"keepdims": 0}))
-    return Case("TopK", [x, np.array([1], np.int64)], (1,), axis=int(rng.integers(0, len(shape))))
+        return Case(kind, [x, np.int64(axis).reshape(())], (1,), **maybe(rng, {"exclusive": 1, "reverse": 1}))
+    if kind.startswith("Arg"):
+        return Case(kind, [x], axis=axis, **maybe(rng, {"keepdims": 0} | ({"select_last_index": 1} if opset >= 12 else {})))
+    k = int(rng.integers(1, shape[axis] + 1))
+    if opset < 10:
+        return Case(kind, [x], axis=axis, k=k)
+    return Case(kind, [x, np.array([k], np.int64)], (1,), axis=axis, **(maybe(rng, {"largest": 0}) if opset >= 11 else {}))
 
 
-MAKERS = [average_pool, max_pool, conv, conv_transpose, resize, pad, reduction, softmax, gemm, matmul, two, pointwise, normalization, slicing, gather, gather_nd, shapes]
+MAKERS = [average_pool, max_pool, conv, conv_transpose, resize, pad, reduction, softmax, gemm, matmul, two, pointwise, normalization, slicing, gather, gather_nd, shapes, ranked, einsum]
 #: Windows and resizes have the most corners.
 WEIGHTS = np.array([3, 3, 2, 3, 5] + [1] * (len(MAKERS) - 5), float)
 
@@ -299,7 +319,7 @@ def main():
         count = 2 if case.operator == "TopK" else 1
         outputs = [f"y{place}" for place in range(count)]
         node = helper.make_node(case.operator, names, outputs, **case.attributes)
-        kinds = [TensorProto.FLOAT, TensorProto.INT64] if case.operator == "TopK" else [TensorProto.INT64 if case.operator == "ArgMax" else TensorProto.FLOAT]
+        kinds = [TensorProto.FLOAT, TensorProto.INT64] if case.operator == "TopK" else [TensorProto.INT64 if case.operator.startswith("Arg") else TensorProto.FLOAT]
         infos = [helper.make_tensor_value_info(name, kind, None) for name, kind in zip(outputs, kinds)]
         graph = helper.make_graph([node], "node", model_inputs, infos, initializers)
         model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)

@@ -1,6 +1,8 @@
 //! The end of a classifier: its final softmax, and its last layer, which decides the number of classes.
 
-use super::{Definition, Initial, Node, Op};
+use std::collections::BTreeMap;
+
+use super::{Array, Definition, Initial, Node, Op};
 
 /// How a model ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -12,6 +14,79 @@ pub(crate) enum Ending {
 impl Definition {
     fn maker(&self, value: &str) -> Option<usize> {
         self.nodes.iter().position(|node| node.outputs.iter().any(|output| output == value))
+    }
+
+    fn stores(&self, value: &str) -> bool {
+        self.stored.iter().any(|stored| stored.name == *value)
+    }
+
+    /// The array that a value is, if no node computes it.
+    fn constant(&self, value: &str) -> Option<&Array> {
+        if let Some(stored) = self.stored.iter().find(|stored| stored.name == value) {
+            return stored.values.array().map(|array| &**array);
+        }
+        match &self.nodes[self.maker(value)?] {
+            Node { op: Op::Constant(array), .. } => Some(array),
+            _ => None,
+        }
+    }
+
+    /// The value of which a value is the transposed matrix. Exporters write linear layers without bias so.
+    fn transposed_matrix(&self, value: &str) -> Option<&String> {
+        let node = &self.nodes[self.maker(value).filter(|_| self.readers(value) == 1)?];
+        match &node.op {
+            Op::Transpose { order } if order.is_empty() || order[..] == [1, 0] => node.inputs.first(),
+            _ => None,
+        }
+    }
+
+    /// Nodes, the last of which gives these sizes with another number of classes. There are none where the sizes do not end with it.
+    fn with_classes(&self, sizes: &str, classes: [usize; 2]) -> Vec<Node> {
+        let changed = |value: &str| {
+            let mut numbers = self.constant(value).filter(|array| array.shape().len() == 1)?.to_i64();
+            let last = numbers.last_mut().filter(|last| usize::try_from(**last) == Ok(classes[0]))?;
+            *last = i64::try_from(classes[1]).ok()?;
+            Some(Op::Constant(Array::integers(numbers)))
+        };
+        let node = |op: Op, inputs: Vec<String>, output: String| Node {
+            name: output.clone(),
+            op,
+            inputs,
+            outputs: vec![output],
+        };
+        let list = self.fresh(&format!("{sizes}/classes"));
+        if let Some(op) = changed(sizes) {
+            return vec![node(op, Vec::new(), list)];
+        }
+        // PyTorch's newer exporter joins the size of the batch and the number of classes.
+        let Some(Node { op: op @ Op::Concat { .. }, inputs, .. }) =
+            self.maker(sizes).map(|index| &self.nodes[index])
+        else {
+            return Vec::new();
+        };
+        let Some((constant, mut inputs)) =
+            inputs.last().and_then(|last| changed(last)).map(|constant| (constant, inputs.clone()))
+        else {
+            return Vec::new();
+        };
+        inputs.pop();
+        inputs.push(list.clone());
+        let joined = self.fresh(&format!("{sizes}/with_classes"));
+        vec![node(constant, Vec::new(), list), node(op.clone(), inputs, joined)]
+    }
+
+    /// A name that no value has.
+    fn fresh(&self, name: &str) -> String {
+        let taken = |name: &str| {
+            self.maker(name).is_some()
+                || self.stores(name)
+                || self.inputs.iter().any(|input| input.name == *name)
+        };
+        let mut name = name.to_owned();
+        while taken(&name) {
+            name.push('_');
+        }
+        name
     }
 
     fn readers(&self, value: &str) -> usize {
@@ -62,12 +137,14 @@ impl Definition {
         Some(image)
     }
 
-    /// Replaces the model's last layer, which has `classes[0]` outputs, by a new one with `classes[1]`; `false` if it has no such
-    /// layer.
+    /// Replaces the model's last layer, which has `classes[0]` outputs, by a new one with `classes[1]`; each of several whose sum is
+    /// the output. `false` if it has no such layer.
     pub(crate) fn replace_head(&mut self, classes: [usize; 2]) -> bool {
-        let mut value = self.outputs[0].clone();
-        let mut bias_of_add = None;
-        loop {
+        // Values that end in a layer, with the bias that is added behind it.
+        let mut open = vec![(self.outputs[0].clone(), None)];
+        let mut replacements = BTreeMap::new();
+        let mut reshapes = Vec::new();
+        while let Some((value, bias_of_add)) = open.pop() {
             let Some(index) = self.maker(&value) else { return false };
             let Node { op, inputs, .. } = &self.nodes[index];
             let (axis, weight, bias) = match op {
@@ -75,10 +152,32 @@ impl Definition {
                 Op::Conv(conv) if conv.group == 1 => (0, 1, inputs.get(2)),
                 Op::MatMul => (1, 1, None),
                 Op::Arithmetic(super::Arithmetic::Add) if inputs.len() == 2 => {
-                    let stored = |name: &String| self.stored.iter().any(|stored| stored.name == *name);
-                    let Some(side) = inputs.iter().position(stored) else { return false };
-                    bias_of_add = Some(inputs[side].clone());
-                    value.clone_from(&inputs[1 - side]);
+                    if let Some(side) = inputs.iter().position(|name| self.stores(name)) {
+                        open.push((inputs[1 - side].clone(), Some(inputs[side].clone())));
+                    } else if bias_of_add.is_none() && inputs.iter().all(|name| self.readers(name) == 1) {
+                        open.extend(inputs.iter().map(|name| (name.clone(), None)));
+                    } else {
+                        return false;
+                    }
+                    continue;
+                }
+                // The mean of two heads.
+                Op::Arithmetic(super::Arithmetic::Mul | super::Arithmetic::Div)
+                    if inputs
+                        .get(1)
+                        .is_some_and(|number| self.constant(number).is_some_and(|x| x.len() == 1)) =>
+                {
+                    open.push((inputs[0].clone(), bias_of_add));
+                    continue;
+                }
+                // Its output has other channels unless sizes say how many.
+                Op::Resize(_) if inputs.get(3).is_none_or(|sizes| self.constant(sizes).is_none()) => {
+                    open.push((inputs[0].clone(), bias_of_add));
+                    continue;
+                }
+                Op::Reshape { .. } => {
+                    reshapes.extend(inputs.get(1).map(|sizes| (index, self.with_classes(sizes, classes))));
+                    open.push((inputs[0].clone(), bias_of_add));
                     continue;
                 }
                 Op::Identity
@@ -86,39 +185,49 @@ impl Definition {
                 | Op::CastLike
                 | Op::Flatten { .. }
                 | Op::Squeeze
-                | Op::Reshape { .. }
                 | Op::Softmax { .. }
                 | Op::LogSoftmax { .. }
                 | Op::GlobalAveragePool
                 | Op::Relu => {
-                    value.clone_from(&inputs[0]);
+                    open.push((inputs[0].clone(), bias_of_add));
                     continue;
                 }
                 _ => return false,
             };
-            let Some(weight) = inputs.get(weight).cloned() else { return false };
+            let Some(weight) = inputs.get(weight) else { return false };
+            let (axis, weight) = match self.transposed_matrix(weight) {
+                Some(matrix) if !matches!(op, Op::Conv(_)) => (1 - axis, matrix.clone()),
+                _ => (axis, weight.clone()),
+            };
             let bias = bias.filter(|name| !name.is_empty()).cloned().or(bias_of_add);
-            let names: Vec<String> = [Some(weight.clone()), bias].into_iter().flatten().collect();
-            let mut replacements = Vec::new();
-            for name in names {
-                let Some(place) = self.stored.iter().position(|stored| stored.name == name) else {
+            let mut layer = Vec::new();
+            for name in [Some(&weight), bias.as_ref()].into_iter().flatten() {
+                let Some(place) = self.stored.iter().position(|stored| stored.name == *name) else {
                     return false;
                 };
                 let shape = self.stored[place].values.shape();
-                let axis = if name == weight { axis } else { shape.len().wrapping_sub(1) };
-                if shape.get(axis) != Some(&classes[0]) || self.readers(&name) != 1 {
+                let axis = if *name == weight { axis } else { shape.len().wrapping_sub(1) };
+                if shape.get(axis) != Some(&classes[0]) || self.readers(name) != 1 {
                     return false;
                 }
                 let mut shape = shape.to_vec();
                 shape[axis] = classes[1];
-                replacements.push((place, shape));
+                layer.push((place, shape));
             }
-            let fan_in = replacements[0].1.iter().product::<usize>() / classes[1].max(1);
+            let fan_in = layer[0].1.iter().product::<usize>() / classes[1].max(1);
             let bound = if fan_in == 0 { 0.0 } else { 1.0 / (fan_in as f64).sqrt() };
-            for (place, shape) in replacements {
-                self.stored[place].values = Initial::Uniform { shape, bound };
-            }
-            return true;
+            replacements
+                .extend(layer.into_iter().map(|(place, shape)| (place, Initial::Uniform { shape, bound })));
         }
+        for (place, values) in replacements {
+            self.stored[place].values = values;
+        }
+        for (index, nodes) in reshapes {
+            if let Some(sizes) = nodes.last().map(|node| node.outputs[0].clone()) {
+                self.nodes[index].inputs[1] = sizes;
+            }
+            self.nodes.extend(nodes);
+        }
+        true
     }
 }

@@ -9,6 +9,7 @@
 mod elementwise;
 mod lookup;
 mod movement;
+mod order;
 mod reduction;
 #[cfg(test)]
 mod tests;
@@ -85,7 +86,9 @@ fn computed(op: &Op, inputs: &[Option<&Array>], outputs: usize) -> Option<Answer
         Op::Reduce(reduce) => {
             inputs.with_list(|x, axes| reduction::reduce(*reduce, x, axes.unwrap_or_default()))
         }
-        Op::CumSum => inputs.with_list(reduction::running_sum),
+        Op::CumSum(sum) => inputs.with_list(|x, axis| reduction::running_sum(x, axis, *sum)),
+        Op::ArgMax(extreme) => inputs.required(0).and_then(|x| order::arg_max(x, *extreme)),
+        Op::TopK { axis, largest } => return Some(order::top_k(&inputs, *axis, *largest)),
         Op::Concat { axis } => inputs.all().and_then(|arrays| movement::concat(*axis, &arrays)),
         Op::Split { axis } => return Some(split(&inputs, *axis, outputs)),
         Op::Slice => movement::slice(&inputs),

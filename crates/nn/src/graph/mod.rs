@@ -13,6 +13,7 @@ mod network;
 mod op;
 mod order;
 mod plan;
+mod ranking;
 mod record;
 mod rewrite;
 mod roles;
@@ -26,8 +27,8 @@ pub use initial::Initial;
 pub use input::{Dimension, Input};
 pub use module::Graph;
 pub use op::{
-    Arithmetic, Aspect, BatchNormOp, Compare, Conv, ConvTranspose, Elementwise, Gemm, Interpolation, Op,
-    PadKind, Pads, Pool, Reduce, ReduceKind, Resize,
+    ArgMax, Arithmetic, Aspect, BatchNormOp, Compare, Conv, ConvTranspose, CumSum, Elementwise, Gemm,
+    Interpolation, Op, PadKind, Pads, Pool, Reduce, ReduceKind, Resize,
 };
 pub(crate) use order::{Disorder, in_order};
 pub use record::{record, record_all};

@@ -206,8 +206,19 @@ pub enum Op {
         /// Whether those above are kept.
         upper: bool,
     },
-    /// x, \[axis\]: running sums; of known values only.
-    CumSum,
+    /// x, \[axis\]: running sums.
+    CumSum(CumSum),
+    /// x: the place of the largest element along an axis. Gradients stop here. NaN is larger than all numbers, for the smallest element
+    /// smaller than all, as in PyTorch.
+    ArgMax(ArgMax),
+    /// x, k: the k largest elements along an axis, the largest first, and their places; of equal ones the first comes first. k must be
+    /// known. NaN is larger than all numbers.
+    TopK {
+        /// The axis.
+        axis: isize,
+        /// Whether it is the largest elements, not the smallest ones, which then begin with the smallest.
+        largest: bool,
+    },
     /// x: a function of each element that has no gradient of use; of known values only.
     Elementwise(Elementwise),
 }
@@ -336,6 +347,28 @@ pub enum ReduceKind {
     SumSquare,
     LogSum,
     LogSumExp,
+}
+
+/// Running sums.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct CumSum {
+    /// Whether the sum at an element is that of the elements before it, without its own.
+    pub exclusive: bool,
+    /// Whether it begins at the end.
+    pub reverse: bool,
+}
+
+/// The place of an extreme along an axis.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ArgMax {
+    /// The axis.
+    pub axis: isize,
+    /// Whether the axis stays, with size 1.
+    pub keep_dims: bool,
+    /// Whether it is the last one of equal elements, not the first.
+    pub last: bool,
+    /// Whether it is the smallest element: ONNX's ArgMin.
+    pub smallest: bool,
 }
 
 /// alpha a b + beta c.
@@ -511,7 +544,10 @@ impl Op {
             Op::NonZero => "NonZero",
             Op::OneHot { .. } => "OneHot",
             Op::Trilu { .. } => "Trilu",
-            Op::CumSum => "CumSum",
+            Op::CumSum(_) => "CumSum",
+            Op::ArgMax(ArgMax { smallest: false, .. }) => "ArgMax",
+            Op::ArgMax(ArgMax { smallest: true, .. }) => "ArgMin",
+            Op::TopK { .. } => "TopK",
             Op::Elementwise(kind) => match kind {
                 Elementwise::Floor => "Floor",
                 Elementwise::Ceil => "Ceil",

@@ -10,7 +10,7 @@ use convoke_autograd::{DType, Device, Error, Result, Tensor, no_grad};
 use super::fuse::Action;
 use super::network::{Layer, Network, NetworkNode, invalid};
 use super::run::{self, Inputs, Place, Refusal, Value};
-use super::{Array, Op, host};
+use super::{Arithmetic, Array, Kind, Op, host};
 
 /// The steps for one size of the input.
 pub(super) struct Plan {
@@ -57,6 +57,14 @@ pub(super) struct Request<'a> {
 struct Bound {
     value: Value,
     source: Source,
+    /// Whether it is a tensor of whole numbers, such as places of largest elements, in the type in which the model computes.
+    whole: bool,
+}
+
+impl Bound {
+    fn known(array: Arc<Array>) -> Bound {
+        Bound { value: Value::Known(array.clone()), source: Source::Known(array), whole: false }
+    }
 }
 
 /// The error of a node that was refused.
@@ -99,18 +107,19 @@ impl<'a> Planning<'a> {
         let mut shapes = Vec::new();
         for (&value, shape) in network.inputs.iter().zip(*inputs) {
             let tensor = images(&device, shape, place.dtype)?;
-            values[value] = Some(Bound { value: Value::Tensor(tensor), source: Source::Slot(shapes.len()) });
+            let source = Source::Slot(shapes.len());
+            values[value] = Some(Bound { value: Value::Tensor(tensor), source, whole: false });
             shapes.push(shape.clone());
         }
         for (index, stored) in network.stored.iter().enumerate() {
             values[stored.value] = Some(if changes[index] {
                 let tensor = Tensor::zeros(&device, stored.values.shape(), place.dtype)?;
-                Bound { value: Value::Tensor(tensor), source: Source::Stored(index) }
+                Bound { value: Value::Tensor(tensor), source: Source::Stored(index), whole: false }
             } else {
                 let Some(array) = stored.values.array().cloned() else {
                     return invalid("a constant has no elements");
                 };
-                Bound { value: Value::Known(array.clone()), source: Source::Known(array) }
+                Bound::known(array)
             });
         }
         let mut readers: Vec<usize> = network.readers().iter().map(Vec::len).collect();
@@ -175,9 +184,7 @@ impl<'a> Planning<'a> {
             let arrays = result.map_err(|reason| refused(node, Refusal::Node(reason)))?;
             for (output, array) in node.outputs.iter().zip(arrays) {
                 if let &Some(value) = output {
-                    let array = Arc::new(array);
-                    self.values[value] =
-                        Some(Bound { value: Value::Known(array.clone()), source: Source::Known(array) });
+                    self.values[value] = Some(Bound::known(Arc::new(array)));
                 }
             }
             return Ok(());
@@ -186,7 +193,9 @@ impl<'a> Planning<'a> {
         let values: Vec<Option<Value>> =
             inputs.iter().map(|bound| bound.as_ref().map(|bound| bound.value.clone())).collect();
         let operands = Inputs::new(&values, &self.dry);
+        let whole = whole_outputs(&node.op, &inputs).map_err(|refusal| refused(node, refusal))?;
         let results = match (&node.layer, values.first()) {
+            (_, Some(Some(x))) if matches!(node.op, Op::Cast(Kind::I64)) && whole[0] => vec![x.clone()],
             // Whether a batch norm has enough values for statistics depends on whether the model trains.
             (Some(Layer::Norm(_)), Some(Some(x))) => vec![x.clone()],
             _ => run::run(&node.op, &operands, outputs).map_err(|refusal| refused(node, refusal))?,
@@ -214,7 +223,8 @@ impl<'a> Planning<'a> {
                     Source::Slot(self.shapes.len() - 1)
                 }),
             };
-            self.values[value] = Some(Bound { value: result, source });
+            let whole = whole[usize::from(place > 0)];
+            self.values[value] = Some(Bound { value: result, source, whole });
         }
         if slots.iter().any(Option::is_some) {
             let action = Action::Node;
@@ -238,6 +248,26 @@ impl<'a> Planning<'a> {
             _ => false,
         };
         moves_nothing.then(|| first.source.clone())
+    }
+}
+
+/// Whether the first output and those after it are tensors of whole numbers. Operations that would compute something else with whole
+/// numbers than with others, such as division, are refused.
+fn whole_outputs(op: &Op, inputs: &[Option<Bound>]) -> std::result::Result<[bool; 2], Refusal> {
+    let is_whole = inputs.iter().flatten().any(|bound| bound.whole);
+    match op {
+        Op::ArgMax(_) => Ok([true; 2]),
+        Op::TopK { .. } => Ok([is_whole, true]),
+        _ if !is_whole => Ok([false; 2]),
+        Op::Identity | Op::Reshape { .. } | Op::Flatten { .. } | Op::Squeeze | Op::Unsqueeze => Ok([true; 2]),
+        Op::Transpose { .. } | Op::Expand | Op::Tile | Op::Slice | Op::Split { .. } => Ok([true; 2]),
+        Op::Concat { .. } | Op::Where | Op::Gather { .. } | Op::Cast(Kind::I64) => Ok([true; 2]),
+        Op::Arithmetic(Arithmetic::Add | Arithmetic::Sub | Arithmetic::Mul) => Ok([true; 2]),
+        Op::Arithmetic(Arithmetic::Max | Arithmetic::Min) => Ok([true; 2]),
+        Op::Cast(_) | Op::Compare(_) | Op::Shape { .. } | Op::Size => Ok([false; 2]),
+        _ => Err(Refusal::Node(
+            "it computes with whole numbers that follow from the values of the model's input".into(),
+        )),
     }
 }
 

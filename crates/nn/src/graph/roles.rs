@@ -41,7 +41,7 @@ fn use_of(op: &Op, input: usize, stored: &Candidate) -> Use {
         | (Op::Pointwise(_) | Op::LpNorm { .. }, _)
         | (Op::CastLike | Op::Expand | Op::Reshape { .. } | Op::Squeeze | Op::Unsqueeze | Op::Slice, 0)
         | (Op::Split { .. } | Op::Gather { .. } | Op::Pad(_) | Op::BatchNorm(_) | Op::Tile, 0)
-        | (Op::GatherNd { .. }, 0)
+        | (Op::GatherNd { .. } | Op::CumSum(_) | Op::TopK { .. }, 0)
         | (Op::ScatterNd, 0 | 2) => Use::Passes,
         _ => Use::Constant,
     }

@@ -1,5 +1,6 @@
 //! Tests of reading and writing, with files that are made here.
 
+mod einsum;
 mod hostile;
 mod reading;
 mod writing;

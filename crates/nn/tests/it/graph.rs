@@ -397,6 +397,121 @@ fn a_model_gets_a_new_head_for_other_classes() {
     assert_eq!(kept(model.as_ref()), kept(own.as_ref()));
 }
 
+/// As in torchvision's networks for segmentation: a layer at less than the image's size, or the sum of two, made larger.
+#[test]
+fn a_head_is_found_behind_resizes_and_sums() {
+    let mut made = Maker::new(&[2, 3, 8, 8]);
+    let (low, high) = (made.store("low.weight", &[5, 3, 1, 1]), made.store("high.weight", &[5, 3, 1, 1]));
+    let (bias, sizes) = (made.store("high.bias", &[5]), "sizes");
+    let point = || {
+        let (strides, dilations) = (vec![1, 1], vec![1, 1]);
+        Op::Conv(Conv { strides, pads: Pads::Valid, dilations, group: 1 })
+    };
+    let low = made.node(point(), &["x", &low], "low");
+    let high = made.node(point(), &["x", &high, &bias], "high");
+    let sum = made.node(Op::Arithmetic(Arithmetic::Add), &[&low, &high], "sum of both");
+    made.0.stored.push(Stored { name: "half".into(), values: Array::number(0.5).into(), trained: None });
+    let sum = made.node(Op::Arithmetic(Arithmetic::Mul), &[&sum, "half"], "sum");
+    let channels = made.node(Op::Shape { start: 0, end: Some(2) }, &[&sum], "channels");
+    made.0.stored.push(Stored { name: "size".into(), values: Array::integers([8, 8]).into(), trained: None });
+    made.node(Op::Concat { axis: 0 }, &[&channels, "size"], sizes);
+    let resize = Resize {
+        mode: Interpolation::Of(ResizeMode::Bilinear),
+        coordinates: Coordinates::HalfPixel,
+        one_pixel_at_zero: false,
+        aspect: Aspect::Stretch,
+    };
+    made.node(Op::Resize(resize), &[&sum, "", "", sizes], "y");
+    made.0.outputs = vec!["y".into()];
+    let build = |definition: &Definition| {
+        let spec = ModelSpec::of_graph("made", definition.clone()).unwrap();
+        let mut options = spec.options(ConvBnMode::Fused);
+        options.classes = 9;
+        spec.build(&Init::new(&device(), 0), &options)
+    };
+    let x = images(&[2, 3, 8, 8]).to_dtype(DType::F32).unwrap();
+    assert_eq!(build(&made.0).unwrap().forward(&x).unwrap().shape(), [2, 9, 8, 8]);
+    // What is read twice is no layer's output alone.
+    let mut twice = made.0.clone();
+    let (op, inputs, outputs) = (Op::Relu, vec!["low".into()], vec!["reader".into()]);
+    twice.nodes.push(Node { name: "reader".into(), op, inputs, outputs });
+    assert!(build(&twice).err().unwrap().to_string().contains("last layer"));
+    let mut fixed = made.0;
+    fixed.nodes.retain(|node| node.outputs != ["sizes"]);
+    fixed.stored.push(Stored {
+        name: "sizes".into(),
+        values: Array::integers([1, 5, 8, 8]).into(),
+        trained: None,
+    });
+    assert!(build(&fixed).err().unwrap().to_string().contains("last layer"));
+}
+
+/// PyTorch's newer exporter writes the number of classes into the sizes of the last reshape.
+#[test]
+fn a_reshape_behind_the_head_gets_the_new_number_of_classes() {
+    for open in [true, false] {
+        let mut made = Maker::new(&[2, 3, 8, 8]);
+        let weight = made.store("head.weight", &[5, 3, 1, 1]);
+        let (strides, dilations) = (vec![1, 1], vec![1, 1]);
+        let conv = Op::Conv(Conv { strides, pads: Pads::Valid, dilations, group: 1 });
+        let mapped = made.node(conv, &["x", &weight], "mapped");
+        let mean = made.node(Op::GlobalAveragePool, &[&mapped], "mean");
+        let mut list = |name: &str, numbers: &[i64]| {
+            let values = Array::integers(numbers.iter().copied()).into();
+            made.0.stored.push(Stored { name: name.into(), values, trained: None });
+        };
+        if open {
+            list("classes", &[5]);
+            let batch = made.node(Op::Shape { start: 0, end: Some(1) }, &["x"], "batch");
+            made.node(Op::Concat { axis: 0 }, &[&batch, "classes"], "sizes");
+        } else {
+            list("sizes", &[-1, 5]);
+        }
+        made.node(Op::Reshape { allow_zero: true }, &[&mean, "sizes"], "y");
+        made.0.outputs = vec!["y".into()];
+        let spec = ModelSpec::of_graph("made", made.0).unwrap();
+        let mut options = spec.options(ConvBnMode::Fused);
+        options.classes = 9;
+        let model = spec.build(&Init::new(&device(), 0), &options).unwrap();
+        let x = images(&[2, 3, 8, 8]).to_dtype(DType::F32).unwrap();
+        assert_eq!(model.forward(&x).unwrap().shape(), [2, 9]);
+    }
+}
+
+#[test]
+fn a_transposed_weight_is_replaced_too() {
+    let mut made = Maker::new(&[2, 3]);
+    let weight = made.store("head.weight", &[5, 3]);
+    let transposed = made.node(Op::Transpose { order: vec![1, 0] }, &[&weight], "transposed");
+    made.node(Op::MatMul, &["x", &transposed], "y");
+    let mut definition = made.0;
+    definition.outputs = vec!["y".into()];
+    definition.inputs[0].shape = Some(
+        [0, 3, 1, 1]
+            .map(|size| match size {
+                0 => Dimension::Open("N".into()),
+                size => Dimension::Fixed(size),
+            })
+            .to_vec(),
+    );
+    definition.nodes.insert(
+        0,
+        Node {
+            name: "flat".into(),
+            op: Op::Flatten { axis: 1 },
+            inputs: vec!["images".into()],
+            outputs: vec!["x".into()],
+        },
+    );
+    definition.inputs[0].name = "images".into();
+    let spec = ModelSpec::of_graph("made", definition).unwrap();
+    let mut options = spec.options(ConvBnMode::Fused);
+    options.classes = 9;
+    let model = spec.build(&Init::new(&device(), 0), &options).unwrap();
+    let x = images(&[2, 3, 1, 1]).to_dtype(DType::F32).unwrap();
+    assert_eq!(model.forward(&x).unwrap().shape(), [2, 9]);
+}
+
 #[test]
 fn a_block_is_planned_like_any_other() {
     let graph = residual(ConvBnMode::Fused);
@@ -432,6 +547,28 @@ fn comparisons_choose_and_pass_the_gradient_to_what_was_chosen() {
     close(&found, &[0.2f64.ln(), 0.5625, 0.125, 0.25, -0.5, 0.0625f64.ln()], "chosen");
     gradcheck(|inputs| graph.forward(&inputs[0]), &[x], &GradCheck::default())
         .expect("the gradient is right");
+}
+
+/// Padding is 0, and networks normalise it: the gradient is 0 there, as PyTorch's.
+#[test]
+fn lengths_of_zeros_have_gradients_of_zero() {
+    use convoke_nn::graph::{Reduce, ReduceKind};
+    let length = Reduce { kind: ReduceKind::L2, keep_dims: true, no_axes_is_identity: false };
+    for op in [Op::Reduce(length), Op::LpNorm { axis: 1, p: 2 }] {
+        let mut made = Maker::new(&[2, 2]);
+        let values = Array::integers([1]).into();
+        made.0.stored.push(Stored { name: "axes".into(), values, trained: None });
+        let inputs: &[&str] = if matches!(op, Op::Reduce(_)) { &["x", "axes"] } else { &["x"] };
+        let y = made.node(op.clone(), inputs, "y");
+        let graph = made.graph(&y, ConvBnMode::Fused);
+        let x = Tensor::from_slice(&device(), &[2, 2], &[0.0, 0.0, 3.0, 4.0]).unwrap().with_grad();
+        let y = graph.forward(&x).unwrap();
+        assert_eq!(y.to_vec::<f64>().unwrap()[0], 0.0);
+        let gradients = y.sum().unwrap().backward().unwrap();
+        let gradient: Vec<f64> = gradients.get(&x).unwrap().to_vec().unwrap();
+        assert!(gradient[..2] == [0.0; 2] || op != Op::Reduce(length), "{gradient:?}");
+        assert!(gradient.iter().all(|x| x.is_finite()), "{gradient:?}");
+    }
 }
 
 #[test]

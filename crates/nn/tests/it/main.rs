@@ -16,6 +16,7 @@ mod golden_resnet;
 mod golden_step;
 mod graph;
 mod graph_planner;
+mod graph_ranked;
 mod layers;
 mod modules;
 mod objectives;

@@ -5,7 +5,7 @@ use super::{
     Answer, Number, TOO_LARGE, Walk, axes_of, axis_of, bounded, described, floats, integers, product, room,
     whole,
 };
-use crate::graph::{Array, Kind, Reduce, ReduceKind};
+use crate::graph::{Array, CumSum, Kind, Reduce, ReduceKind};
 
 /// An array whose elements are reduced to those of a shape with the same number of axes.
 struct Groups<'a> {
@@ -112,7 +112,7 @@ pub(super) fn reduce(reduce: Reduce, x: &Array, axes: &[i64]) -> Answer<Array> {
 }
 
 /// Sums along an axis, the first one if it is left out, of the elements up to each.
-pub(super) fn running_sum(x: &Array, axis: Option<&[i64]>) -> Answer<Array> {
+pub(super) fn running_sum(x: &Array, axis: Option<&[i64]>, options: CumSum) -> Answer<Array> {
     let axis = match axis {
         None => axis_of(0, x.shape().len())?,
         Some(&[axis]) => axis_of(axis, x.shape().len())?,
@@ -120,24 +120,38 @@ pub(super) fn running_sum(x: &Array, axis: Option<&[i64]>) -> Answer<Array> {
     };
     match x.kind() {
         Kind::F32 | Kind::F64 => {
-            let sums = running(x, axis, |sum: f64, x| Ok(sum + x))?;
+            let sums = running(x, axis, options, |sum: f64, x| Ok(sum + x))?;
             floats(x.kind(), x.shape(), sums.into_iter())
         }
         Kind::I64 => {
             let add = |sum: i64, x| sum.checked_add(x).ok_or_else(|| TOO_LARGE.into());
-            integers(x.shape(), running(x, axis, add)?.into_iter().map(Ok))
+            integers(x.shape(), running(x, axis, options, add)?.into_iter().map(Ok))
         }
         Kind::Bool => Err(format!("there are no sums of {}", described(x))),
     }
 }
 
-fn running<N: Number>(x: &Array, axis: usize, add: impl Fn(N, N) -> Answer<N>) -> Answer<Vec<N>> {
-    let mut sums: Vec<N> = room(bounded(x.shape())?)?;
-    let inner = product(&x.shape()[axis + 1..]);
-    for at in 0..x.len() {
-        let element = N::read(x.data(), at);
-        let first = (at / inner).is_multiple_of(x.shape()[axis]);
-        sums.push(if first { element } else { add(sums[at - inner], element)? });
+fn running<N: Number + Default>(
+    x: &Array,
+    axis: usize,
+    options: CumSum,
+    add: impl Fn(N, N) -> Answer<N>,
+) -> Answer<Vec<N>> {
+    let len = bounded(x.shape())?;
+    let mut sums: Vec<N> = room(len)?;
+    sums.resize(len, N::default());
+    let (size, inner) = (x.shape()[axis], product(&x.shape()[axis + 1..]));
+    for step in 0..len {
+        let at = if options.reverse { len - 1 - step } else { step };
+        let place = at / inner % size;
+        let is_first = place == if options.reverse { size - 1 } else { 0 };
+        let before = if options.reverse { at + inner } else { at.wrapping_sub(inner) };
+        sums[at] = match (is_first, options.exclusive) {
+            (true, true) => N::default(),
+            (true, false) => N::read(x.data(), at),
+            (false, true) => add(sums[before], N::read(x.data(), before))?,
+            (false, false) => add(sums[before], N::read(x.data(), at))?,
+        };
     }
     Ok(sums)
 }

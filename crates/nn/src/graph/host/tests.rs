@@ -1,6 +1,7 @@
 //! Values computed by hand or with NumPy, and inputs that no operation takes.
 
 mod hostile;
+mod ranked;
 mod slices;
 
 use convoke_autograd::ops::Pointwise;
@@ -313,17 +314,6 @@ fn reductions() {
     refused(reduce(ReduceKind::Sum), &[&x, &list(&[2])], "there is no axis 2 in 2 dimensions");
     refused(reduce(ReduceKind::Sum), &[&x, &list(&[1, -1])], "axis 1 is listed twice");
     refused(reduce(ReduceKind::Sum), &[&x, &singles(&[1.0])], "a list of whole numbers");
-}
-
-#[test]
-fn running_sums() {
-    let x = counted(&[2, 3]);
-    check(Op::CumSum, &[&x, &list(&[1])], &ints(&[2, 3], &[0, 1, 3, 3, 7, 12]));
-    check(Op::CumSum, &[&x, &ints(&[], &[-2])], &ints(&[2, 3], &[0, 1, 2, 3, 5, 7]));
-    check(Op::CumSum, &[&singles(&[1e8, 1.0, -1e8])], &singles(&[1e8, 1e8, 1.0]));
-    refused(Op::CumSum, &[&list(&[i64::MAX, 1])], TOO_LARGE);
-    refused(Op::CumSum, &[&ints(&[], &[1])], "no axis 0");
-    refused(Op::CumSum, &[&x, &list(&[0, 1])], "2 axes instead of 1");
 }
 
 #[test]

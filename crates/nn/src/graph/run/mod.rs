@@ -1,6 +1,7 @@
 //! Runs the operation of one node on tensors.
 
 mod cubic;
+mod ranked;
 mod select;
 mod shapes;
 mod windows;
@@ -160,6 +161,7 @@ pub(super) fn run(op: &Op, inputs: &Inputs<'_>, outputs: usize) -> Result<Vec<Va
     let one = |tensor: Tensor| Ok(vec![Value::Tensor(tensor)]);
     match op {
         Op::Split { .. } => {}
+        Op::TopK { .. } if outputs <= 2 => {}
         _ if outputs <= 1 => {}
         _ => {
             return refuse(format!(
@@ -188,6 +190,9 @@ pub(super) fn run(op: &Op, inputs: &Inputs<'_>, outputs: usize) -> Result<Vec<Va
             }
         }
         Op::Split { axis } => shapes::split(inputs, *axis, outputs),
+        Op::ArgMax(extreme) => one(ranked::arg_max(&inputs.tensor(0)?, *extreme)?),
+        Op::TopK { axis, largest } => ranked::top_k(inputs, *axis, *largest),
+        Op::CumSum(options) => one(ranked::cum_sum(inputs, *options)?),
         Op::Conv(conv) => one(windows::conv(inputs, conv)?),
         Op::ConvTranspose(conv) => one(windows::conv_transpose(inputs, conv)?),
         Op::MaxPool(pool) => one(windows::max_pool(inputs, pool)?),
@@ -292,7 +297,7 @@ pub(super) fn run(op: &Op, inputs: &Inputs<'_>, outputs: usize) -> Result<Vec<Va
             let x = inputs.tensor(0)?;
             let length = match p {
                 1 => x.abs()?.sum_dims(&[*axis], true)?,
-                2 => x.mul(&x)?.sum_dims(&[*axis], true)?.sqrt()?,
+                2 => select::length(&x.mul(&x)?.sum_dims(&[*axis], true)?)?,
                 p => return refuse(format!("p is {p}; 1 and 2 are supported")),
             };
             // Vectors of zeros stay zeros.
@@ -320,7 +325,6 @@ pub(super) fn run(op: &Op, inputs: &Inputs<'_>, outputs: usize) -> Result<Vec<Va
         Op::NonZero
         | Op::OneHot { .. }
         | Op::Trilu { .. }
-        | Op::CumSum
         | Op::Elementwise(_)
         | Op::Range
         | Op::ConstantOfShape(_)
@@ -480,7 +484,7 @@ fn reduce(options: Reduce, inputs: &Inputs<'_>) -> Result<Tensor> {
         ReduceKind::Max => x.amax(&axes, keep)?,
         ReduceKind::Min => x.amin(&axes, keep)?,
         ReduceKind::L1 => x.abs()?.sum_dims(&axes, keep)?,
-        ReduceKind::L2 => x.mul(&x)?.sum_dims(&axes, keep)?.sqrt()?,
+        ReduceKind::L2 => select::length(&x.mul(&x)?.sum_dims(&axes, keep)?)?,
         ReduceKind::SumSquare => x.mul(&x)?.sum_dims(&axes, keep)?,
         ReduceKind::LogSum => x.sum_dims(&axes, keep)?.log()?,
         ReduceKind::LogSumExp => {

@@ -44,6 +44,24 @@ pub(super) fn compare(kind: Compare, inputs: &Inputs<'_>) -> Result<Tensor> {
     Ok(typed(kind, &a, &b)?)
 }
 
+/// The root of a sum of squares. Its gradient at 0 is 0, as PyTorch's of a norm, and not infinite.
+pub(super) fn length(squares: &Tensor) -> Result<Tensor> {
+    fn zeros<T: Element>(x: &Tensor) -> convoke_autograd::Result<Tensor> {
+        Tensor::written(x.device(), x.shape(), x.format(), |out: &mut [T]| {
+            out.iter_mut().zip(x.data::<T>()?).for_each(|(out, &x)| {
+                *out = if x == T::zero() { T::one() } else { T::zero() };
+            });
+            Ok(())
+        })
+    }
+    fn typed(x: &Tensor) -> convoke_autograd::Result<Tensor> {
+        dispatch!("length", x.dtype(), T => zeros::<T>(x))
+    }
+    // There the root is that of 1, less 1.
+    let zeros = typed(&squares.detach())?;
+    Ok(squares.add(&zeros)?.sqrt()?.sub(&zeros)?)
+}
+
 /// The opposite truth value: 1 - x, as x is 1 or 0.
 pub(super) fn not(inputs: &Inputs<'_>) -> Result<Tensor> {
     let x = inputs.tensor(0)?.detach();

@@ -14,7 +14,7 @@ impl<'a> Lowering<'a> {
     pub(super) fn describe(&mut self, node: &'a Node) {
         let kind_of = |place| self.kind(input(node, place));
         let kind = match &node.op {
-            Op::Shape { .. } | Op::Size | Op::NonZero => Kind::I64,
+            Op::Shape { .. } | Op::Size | Op::NonZero | Op::ArgMax(_) => Kind::I64,
             Op::Compare(_) | Op::Not => Kind::Bool,
             Op::Cast(kind) => *kind,
             Op::CastLike | Op::Where => kind_of(1),
@@ -23,8 +23,10 @@ impl<'a> Lowering<'a> {
             _ => kind_of(0),
         };
         let (rank, len) = (self.rank(node), self.list_len(node));
-        for name in node.outputs.iter().filter(|name| !name.is_empty()) {
-            self.kinds.insert(name, kind);
+        for (place, name) in node.outputs.iter().enumerate().filter(|(_, name)| !name.is_empty()) {
+            // The second output of a TopK has places.
+            let is_place = place > 0 && matches!(node.op, Op::TopK { .. });
+            self.kinds.insert(name, if is_place { Kind::I64 } else { kind });
             self.ranks.extend(rank.map(|rank| (name.as_str(), rank)));
             self.lens.extend(len.map(|len| (name.as_str(), len)));
         }
@@ -63,6 +65,7 @@ impl<'a> Lowering<'a> {
                 let axes = if input(node, 1).is_empty() { all } else { len(1)? };
                 rank(0)?.checked_sub(axes)
             }
+            Op::ArgMax(extreme) if !extreme.keep_dims => rank(0)?.checked_sub(1),
             Op::Squeeze => rank(0)?.checked_sub(len(1)?),
             Op::Unsqueeze => rank(0)?.checked_add(len(1)?),
             Op::Gather { .. } => (rank(0)?.checked_add(rank(1)?)?).checked_sub(1),

@@ -108,13 +108,24 @@ impl Lowering<'_> {
                 plain.tensor("value", build::tensor("", &one)?)
             }
             Op::Constant(array) => plain.tensor("value", build::tensor("", array)?),
+            Op::CumSum(sum) => match (sum.exclusive, sum.reverse) {
+                (false, false) => plain,
+                (exclusive, reverse) => {
+                    plain.int("exclusive", exclusive.into()).int("reverse", reverse.into())
+                }
+            },
+            Op::ArgMax(extreme) => plain
+                .int("axis", extreme.axis as i64)
+                .int("keepdims", extreme.keep_dims.into())
+                .int("select_last_index", extreme.last.into()),
+            Op::TopK { axis, largest } => plain.int("axis", *axis as i64).int("largest", (*largest).into()),
             Op::Trilu { upper } => {
                 self.needs(14, "it")?;
                 plain.int("upper", (*upper).into())
             }
             Op::Relu | Op::PRelu | Op::Clip | Op::Compare(_) | Op::Not | Op::Where | Op::MatMul => plain,
             Op::GlobalAveragePool | Op::GlobalMaxPool | Op::Slice | Op::Squeeze | Op::Unsqueeze => plain,
-            Op::Expand | Op::Tile | Op::Identity | Op::Size | Op::Range | Op::NonZero | Op::CumSum => plain,
+            Op::Expand | Op::Tile | Op::Identity | Op::Size | Op::Range | Op::NonZero => plain,
             Op::Elementwise(_) | Op::ScatterNd => plain,
         };
         self.emit(node, proto)

@@ -1,5 +1,6 @@
 //! The operators that are read: one table, a line for each.
 
+mod einsum;
 mod norms;
 mod pointwise;
 mod shapes;
@@ -27,7 +28,7 @@ pub(super) struct Operator(
 impl Operator {
     /// Whether outputs after the first are supported.
     pub(super) fn gives_many(&self) -> bool {
-        self.0 == "Split"
+        matches!(self.0, "Split" | "TopK")
     }
 }
 
@@ -40,6 +41,8 @@ static OPERATORS: &[Operator] = &[
     Operator("Abs", (1, 1), pointwise::abs),
     Operator("Add", (2, 2), |_| Ok(Op::Arithmetic(A::Add))),
     Operator("And", (2, 2), |_| Ok(Op::Compare(C::And))),
+    Operator("ArgMax", (1, 1), |step| shapes::arg_max(step, false)),
+    Operator("ArgMin", (1, 1), |step| shapes::arg_max(step, true)),
     Operator("AveragePool", (1, 1), windows::average_pool),
     Operator("BatchNormalization", (5, 5), norms::batch_norm),
     Operator("Cast", (1, 1), shapes::cast),
@@ -56,6 +59,7 @@ static OPERATORS: &[Operator] = &[
     Operator("DepthToSpace", (1, 1), shapes::depth_to_space),
     Operator("Div", (2, 2), |_| Ok(Op::Arithmetic(A::Div))),
     Operator("Dropout", (1, 3), norms::dropout),
+    Operator("Einsum", (1, ANY), einsum::einsum),
     Operator("Elu", (1, 1), pointwise::elu),
     Operator("Equal", (2, 2), |_| Ok(Op::Compare(C::Equal))),
     Operator("Erf", (1, 1), pointwise::erf),
@@ -136,7 +140,9 @@ static OPERATORS: &[Operator] = &[
     Operator("Sum", (1, ANY), |_| Ok(Op::Arithmetic(A::Add))),
     Operator("Swish", (1, 1), pointwise::swish),
     Operator("Tanh", (1, 1), pointwise::tanh),
+    Operator("ThresholdedRelu", (1, 1), pointwise::thresholded_relu),
     Operator("Tile", (2, 2), |_| Ok(Op::Tile)),
+    Operator("TopK", (1, 2), shapes::top_k),
     Operator("Transpose", (1, 1), shapes::transpose),
     Operator("Trilu", (1, 2), shapes::trilu),
     Operator("Unsqueeze", (1, 2), shapes::unsqueeze),

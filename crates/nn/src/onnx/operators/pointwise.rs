@@ -3,7 +3,7 @@
 use convoke_autograd::ops::Pointwise;
 
 use super::{Op, Read};
-use crate::graph::{Arithmetic, Array};
+use crate::graph::{Arithmetic, Array, Compare};
 use crate::onnx::read::Step;
 
 /// Functions without attributes.
@@ -77,6 +77,21 @@ pub(super) fn swish(step: &mut Step<'_>) -> Read {
 
 pub(super) fn leaky_relu(step: &mut Step<'_>) -> Read {
     Ok(Op::LeakyRelu { alpha: step.attributes.float_or("alpha", 0.01)? })
+}
+
+/// x where it is above alpha, else 0.
+pub(super) fn thresholded_relu(step: &mut Step<'_>) -> Read {
+    let alpha = step.attributes.float_or("alpha", 1.0)?;
+    let x = step.input(0).to_owned();
+    let mut number = |number: f64, what: &str| {
+        let constant = step.before(Op::Constant(Array::number(number as f32)), Vec::new(), what);
+        // The file may compute in double precision.
+        step.before(Op::CastLike, vec![constant, x.clone()], &format!("{what}_like"))
+    };
+    let (alpha, zero) = (number(alpha, "alpha"), number(0.0, "zero"));
+    let above = step.before(Op::Compare(Compare::Greater), vec![x.clone(), alpha], "above");
+    step.inputs = vec![above, x, zero];
+    Ok(Op::Where)
 }
 
 pub(super) fn clip(step: &mut Step<'_>) -> Read {

@@ -4,7 +4,7 @@ use convoke_autograd::ops::DepthOrder;
 use convoke_files::escaped;
 
 use super::{Op, Read};
-use crate::graph::{Arithmetic, Array, Data, Gemm, PadKind, Reduce, ReduceKind};
+use crate::graph::{ArgMax, Arithmetic, Array, CumSum, Data, Gemm, PadKind, Reduce, ReduceKind};
 use crate::onnx::attributes::axis_of;
 use crate::onnx::error::Refusal;
 use crate::onnx::proto::element;
@@ -231,10 +231,29 @@ pub(super) fn trilu(step: &mut Step<'_>) -> Read {
 }
 
 pub(super) fn cum_sum(step: &mut Step<'_>) -> Read {
-    for (name, what) in [("exclusive", "leaves out each element itself"), ("reverse", "begins at the end")] {
-        if step.attributes.flag(name, false)? {
-            return Err(format!("its sum {what} ({name}=1), which is not supported").into());
-        }
+    let exclusive = step.attributes.flag("exclusive", false)?;
+    let reverse = step.attributes.flag("reverse", false)?;
+    Ok(Op::CumSum(CumSum { exclusive, reverse }))
+}
+
+pub(super) fn arg_max(step: &mut Step<'_>, smallest: bool) -> Read {
+    Ok(Op::ArgMax(ArgMax {
+        axis: step.attributes.axis("axis", 0)?,
+        keep_dims: step.attributes.flag("keepdims", true)?,
+        last: step.opset >= 12 && step.attributes.flag("select_last_index", false)?,
+        smallest,
+    }))
+}
+
+pub(super) fn top_k(step: &mut Step<'_>) -> Read {
+    // What is not to be sorted may be.
+    step.attributes.ignore("sorted");
+    if step.opset < 10 {
+        let k = step.attributes.int("k")?.ok_or("its k is missing")?;
+        step.set_array(1, "k", Array::integers([k]));
+    } else if step.input(1).is_empty() {
+        return Err("its k is missing".into());
     }
-    Ok(Op::CumSum)
+    let largest = step.opset < 11 || step.attributes.flag("largest", true)?;
+    Ok(Op::TopK { axis: step.attributes.axis("axis", -1)?, largest })
 }

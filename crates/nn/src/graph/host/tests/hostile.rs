@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use proptest::sample::select;
 
 use super::*;
+use crate::graph::{ArgMax, CumSum};
 
 /// Sizes, indices, axes and pads that are mostly small.
 fn number() -> impl Strategy<Value = i64> {
@@ -68,7 +69,6 @@ fn operation() -> impl Strategy<Value = Op> {
         Op::Clip,
         Op::CastLike,
         Op::Identity,
-        Op::CumSum,
         Op::Slice,
         Op::Pad(PadKind::Constant),
         Op::Squeeze,
@@ -99,6 +99,12 @@ fn operation() -> impl Strategy<Value = Op> {
         1 => axis().prop_map(|axis| Op::Gather { axis }),
         1 => axis().prop_map(|axis| Op::Flatten { axis }),
         1 => axis().prop_map(|axis| Op::OneHot { axis }),
+        1 => (any::<bool>(), any::<bool>())
+            .prop_map(|(exclusive, reverse)| Op::CumSum(CumSum { exclusive, reverse })),
+        1 => (axis(), any::<[bool; 3]>()).prop_map(
+            |(axis, [keep_dims, last, smallest])| Op::ArgMax(ArgMax { axis, keep_dims, last, smallest }),
+        ),
+        1 => (axis(), any::<bool>()).prop_map(|(axis, largest)| Op::TopK { axis, largest }),
         1 => (0usize..4).prop_map(|batch_axes| Op::GatherNd { batch_axes }),
         1 => (axis(), proptest::option::of(axis())).prop_map(|(start, end)| Op::Shape { start, end }),
         1 => prop::collection::vec(axis(), 0..4).prop_map(|order| Op::Transpose { order }),

@@ -1,0 +1,45 @@
+//! The order of numbers, and which are first in it. NaN is larger than all numbers, as in PyTorch.
+
+use std::cmp::Ordering;
+
+/// Compares two numbers.
+fn compare<N: PartialOrd>(a: &N, b: &N) -> Ordering {
+    let is_nan = |x: &N| x.partial_cmp(x).is_none();
+    a.partial_cmp(b).unwrap_or_else(|| is_nan(a).cmp(&is_nan(b)))
+}
+
+/// The places of the first numbers of a list in falling order, or in rising order; of equal ones the first comes first.
+pub(super) fn first<N: PartialOrd>(numbers: &[N], count: usize, falling: bool) -> Vec<usize> {
+    let mut places: Vec<usize> = (0..numbers.len()).collect();
+    let order = |&a: &usize, &b: &usize| {
+        let rising = compare(&numbers[a], &numbers[b]);
+        if falling { rising.reverse() } else { rising }.then(a.cmp(&b))
+    };
+    if (1..places.len()).contains(&count) {
+        places.select_nth_unstable_by(count - 1, order);
+    }
+    places.truncate(count);
+    places.sort_unstable_by(order);
+    places
+}
+
+/// The place of the largest or smallest number of a list, the last or the first of equal ones. NaN is the extreme of both kinds.
+pub(super) fn extreme<N: PartialOrd>(numbers: impl Iterator<Item = N>, smallest: bool, last: bool) -> usize {
+    let mut found: Option<(usize, N)> = None;
+    for (place, number) in numbers.enumerate() {
+        let replaces = found.as_ref().is_none_or(|(_, best)| {
+            let is_nan = |x: &N| x.partial_cmp(x).is_none();
+            match compare(&number, best) {
+                Ordering::Equal => last,
+                _ if is_nan(&number) => true,
+                _ if is_nan(best) => false,
+                Ordering::Less => smallest,
+                Ordering::Greater => !smallest,
+            }
+        });
+        if replaces {
+            found = Some((place, number));
+        }
+    }
+    found.map_or(0, |(place, _)| place)
+}
