@@ -66,9 +66,10 @@ pub(crate) enum Command {
     /// Train the same model twice, with separate and with fused Conv+BN, and compare memory, speed and accuracy.
     ///
     /// Both start from the same values and see the same batches. Their steps alternate, so that changes in the machine's speed
-    /// affect both alike. The ratio of times is the median over pairs of steps, after the first, with the range that holds it with
-    /// 95 % confidence; if that holds 1, or the ratio differs from 1 by less than 2 %, it is "within noise". Without --steps, further
-    /// steps are timed after the training, for 20 seconds at most, until the range is narrower than 5 %; they change no result.
+    /// affect both alike. The ratio of times is the median over pairs of steps, after the first, with the range of the medians of
+    /// eight groups of consecutive pairs. If that holds 1, or the ratio differs from 1 by less than 5 %, it is "within noise". Without
+    /// --steps, further steps are timed after the training, for 20 seconds at most, until the range is narrower than 10 %; they change
+    /// no result.
     #[command(after_help = "Examples:\n  \
         convoke compare --steps 20 --batch-size 256\n  \
         convoke compare --data mnist --batch-size 2048 --report compare.html")]
@@ -109,7 +110,7 @@ pub(crate) enum Command {
     /// unless --inexact-memory is given.
     #[command(after_help = "Examples:\n  \
         convoke plan --model mnist-cnn --batch-size 2048 --memory-budget 650MB\n  \
-        convoke plan --model resnet50 --batch-size 16 --curve --steps 6 --report plan.html\n  \
+        convoke plan --model resnet50 --batch-size 16 --curve --steps 8 --report plan.html\n  \
         convoke plan --model resnet20 --memory-budget 200MB --json plan.json\n  \
         convoke train --data cifar10 --memory-plan plan.json")]
     Plan(PlanArgs),

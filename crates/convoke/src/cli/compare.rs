@@ -8,6 +8,7 @@ use crate::nn::modules::ConvBnMode;
 use super::console::note;
 use super::failure::{Failure, Result};
 use super::flags::run::RunArgs;
+use super::flags::threads;
 use super::ranks::{self, Rank};
 use super::record::Results;
 use super::session::{Session, SessionOptions, interruption, publish};
@@ -33,10 +34,17 @@ fn on_rank(args: &RunArgs, rank: &Rank<'_>) -> Result<()> {
     // Each session has its own device, so that their bytes are counted separately. Both share a tuner and so use the same
     // algorithms, so that their values are the same.
     let tuner = args.tuning.tuner(console)?;
+    // And the same threads: a helper thread that another program hinders for a while would slow down the steps of one run only.
+    let cpu = threads::cpu(args.threads, rank.in_process)?;
     let start = |conv_bn| {
         let checkpoint = folder(conv_bn);
-        let options =
-            SessionOptions { conv_bn, tuner: &tuner, checkpoint: checkpoint.as_deref(), keep: None };
+        let options = SessionOptions {
+            conv_bn,
+            tuner: &tuner,
+            cpu: &cpu,
+            checkpoint: checkpoint.as_deref(),
+            keep: None,
+        };
         Session::start(args, rank, options)
     };
     let mut sessions = [start(ConvBnMode::Separate)?, start(ConvBnMode::Fused)?];
@@ -86,7 +94,7 @@ fn on_rank(args: &RunArgs, rank: &Rank<'_>) -> Result<()> {
 }
 
 /// The times of steps of both runs, which alternate: each step comes after one of the other run, so both find caches that are equally
-/// cold, and what slows the machine down for a while slows both. Both runs are in memory anyway, as their losses are compared.
+/// cold, and what slows the machine down for a while slows both, as they use the same threads. Both runs are in memory anyway, as their losses are compared.
 #[derive(Default)]
 struct Turns {
     /// Whether the first steps are over, which choose algorithms and get memory.
@@ -164,18 +172,18 @@ mod tests {
         let mut turns = Turns::default();
         turns.add(90.0, 10.0);
         assert!(turns.warm && turns.ratio().is_none(), "the first steps do not count");
-        for _ in 0..5 {
+        for _ in 0..7 {
             turns.add(2.0, 1.0);
             assert!(!turns.suffice(), "too few pairs");
         }
         turns.add(2.0, 1.0);
         let ratio = turns.ratio().unwrap();
         assert!(turns.suffice() && ratio.median == 0.5 && ratio.verdict == Verdict::Faster, "{ratio:?}");
-        // Times that scatter by a half go on, but not for ever.
+        // Noise that lasts longer and longer: it goes on, but not for ever.
         let mut turns = Turns::default();
         for index in 0..MOST_PAIRS {
             assert!(!turns.suffice(), "{index} pairs");
-            turns.add(1.0, 1.0 + (index % 2) as f64 / 2.0);
+            turns.add(1.0, 1.0 + f64::from((index + 1).ilog2() % 2) / 2.0);
         }
         turns.add(1.0, 1.0);
         assert!(turns.suffice() && turns.ratio().unwrap().verdict == Verdict::WithinNoise);

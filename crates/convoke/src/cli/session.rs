@@ -19,7 +19,6 @@ use crate::{Cpu, Device, DeviceOptions};
 use super::console::{self, Console, Stage, note};
 use super::failure::{Failure, Result};
 use super::flags::run::RunArgs;
-use super::flags::threads;
 use super::memory_plan::{self, Job};
 use super::model_folder::{self, KeepArgs, Metric, ModelFolder};
 use super::ranks::Rank;
@@ -65,6 +64,8 @@ struct Keeping {
 pub(crate) struct SessionOptions<'a> {
     pub(crate) conv_bn: ConvBnMode,
     pub(crate) tuner: &'a Tuner,
+    /// What its kernels run on.
+    pub(crate) cpu: &'a Cpu,
     /// The folder that it is saved in and resumed from.
     pub(crate) checkpoint: Option<&'a Path>,
     /// What `train` keeps besides.
@@ -73,8 +74,8 @@ pub(crate) struct SessionOptions<'a> {
 
 impl Session {
     pub(crate) fn start(args: &RunArgs, rank: &Rank<'_>, options: SessionOptions<'_>) -> Result<Session> {
-        let SessionOptions { conv_bn, tuner, checkpoint, keep } = options;
-        let cpu = threads::cpu(args.threads, rank.in_process)?;
+        let SessionOptions { conv_bn, tuner, cpu, checkpoint, keep } = options;
+        let cpu = cpu.clone();
         let device = Device::new(DeviceOptions { tuner: tuner.clone(), ..DeviceOptions::new(cpu.clone()) });
         let images = rank.data.train.len();
         let batch_size = args.batch_size_of(images);

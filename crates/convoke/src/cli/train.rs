@@ -7,6 +7,7 @@ use clap::{Args, ValueEnum};
 
 use super::failure::{Failure, Result};
 use super::flags::run::RunArgs;
+use super::flags::threads;
 use super::flags::values::{given, name};
 use super::model_folder::{KeepArgs, ModelFolder};
 use super::profile::Profile;
@@ -76,8 +77,9 @@ fn on_rank(args: &TrainArgs, rank: &Rank<'_>) -> Result<()> {
     let tuner = run.tuning.tuner(console)?;
     let in_output = args.keep.output.as_deref().map(ModelFolder::checkpoint_in);
     let checkpoint = run.checkpoint.as_deref().or(in_output.as_deref());
-    let options =
-        SessionOptions { conv_bn: args.conv_bn.into(), tuner: &tuner, checkpoint, keep: Some(&args.keep) };
+    let cpu = threads::cpu(run.threads, rank.in_process)?;
+    let (conv_bn, keep) = (args.conv_bn.into(), Some(&args.keep));
+    let options = SessionOptions { conv_bn, tuner: &tuner, cpu: &cpu, checkpoint, keep };
     let mut session = Session::start(run, rank, options)?;
     session.show_resumed(run, console);
     let mut stage = session.stage(run, console);

@@ -123,9 +123,9 @@ fn a_few_steps_are_within_noise() {
     let json = outcome.json();
     assert_fields(&json, &["runs", "step_ratio"]);
     let ratio = &json["step_ratio"];
-    assert_fields(ratio, &["median", "interval", "pairs", "verdict"]);
+    assert_fields(ratio, &["median", "range", "pairs", "verdict"]);
     assert_eq!((&ratio["pairs"], &ratio["verdict"]), (&Value::from(2), &Value::from("within noise")));
-    assert_eq!(ratio["interval"], Value::Null);
+    assert_eq!(ratio["range"], Value::Null);
     for said in [outcome.stderr, fs::read_to_string(&page).unwrap()] {
         assert!(said.contains("Step times: within noise. 3 steps cannot tell fused from separate"), "{said}");
         assert!(!said.contains("faster") && !said.contains("slower"), "{said}");

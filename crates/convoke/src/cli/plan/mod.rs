@@ -54,7 +54,7 @@ pub(crate) struct PlanArgs {
     pub(crate) curve: bool,
 
     /// Time N steps with each plan and with separate layers, in turn, and show their medians and ratios, with the spread of these.
-    /// From 6 steps on they can tell which plan is faster.
+    /// From 8 steps on they can tell which plan is faster.
     #[arg(long, value_name = "N", default_value_t = 0, help_heading = "Memory")]
     pub(crate) steps: u32,
 

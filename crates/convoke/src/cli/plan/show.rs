@@ -79,7 +79,7 @@ pub(super) fn notes(points: &[Point], chosen: &MemoryPlan) -> Vec<String> {
             text::counted(steps, "step")
         )),
         Some(steps) => notes.push(format!(
-            "Medians of {steps} steps of each, in turn. Ranges hold the ratio with 95 % confidence; less than 2 % is noise."
+            "Medians of {steps} steps of each, in turn. Ranges are the medians of 8 groups of these; less than 5 % is noise."
         )),
         None => {}
     }
@@ -206,7 +206,7 @@ mod tests {
         let few = rows(&points, &plan(4_000_000));
         assert_eq!(column(&few, 6), ["of separate", "1", "within noise", "within noise"]);
         let notes_of_few = notes(&points, &plan(4_000_000));
-        assert_eq!(notes_of_few[1], "3 steps of each cannot tell which is faster: --steps 6 or more can.");
+        assert_eq!(notes_of_few[1], "3 steps of each cannot tell which is faster: --steps 8 or more can.");
         let points = super::tests::points([&[1.0; 8], &[1.83; 8], &[0.99; 8]]);
         let more = rows(&points, &plan(4_000_000));
         let cells = ["of separate", "1", "1.830, 1.830 to 1.830", "within noise, 0.990 to 0.990"];
