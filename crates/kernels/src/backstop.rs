@@ -28,6 +28,19 @@ impl Backstop {
     }
 }
 
+/// Lets all threads take small allocations from the same memory. A program calls it before it starts threads.
+///
+/// glibc gives each thread memory of its own, for which it reserves 64 MB of addresses. Where addresses are limited (`ulimit -v`), a thread
+/// that starts could reserve the last ones, and then end the process because it finds none for its stack of signals. What is computed
+/// with does not come from there. Other systems' allocators are left as they are.
+pub fn share_small_memory() {
+    // SAFETY: this sets a number in the allocator, which locks it.
+    #[cfg(all(target_os = "linux", target_env = "gnu"))]
+    unsafe {
+        libc::mallopt(libc::M_ARENA_MAX, 1);
+    }
+}
+
 // SAFETY: every method passes its arguments to the same method of `System`, under the contract that the caller keeps
 // towards this one, and returns its result: memory of the layout, or null. `refused` never returns, so it changes neither,
 // and cannot unwind out of its `extern "C"` interface; `may_fail` and `without_waiting` read and set a thread-local flag, which

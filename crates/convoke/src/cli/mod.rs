@@ -71,6 +71,8 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
+use crate::kernels::backstop::share_small_memory;
+
 use failure::{Failure, Result};
 
 pub use registry::Registry;
@@ -112,6 +114,7 @@ fn map_stack() -> Result<()> {
 /// # Panics
 /// If it is called twice.
 pub fn main(registry: Registry) -> ExitCode {
+    share_small_memory();
     registry::set(registry);
     // clap ends the process itself: with 2 for bad usage, 0 for --help and --version.
     let result = map_stack().and_then(|()| {
