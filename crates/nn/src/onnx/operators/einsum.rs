@@ -52,6 +52,9 @@ fn axes_of(equation: &str) -> Result<(Vec<Vec<char>>, Vec<char>), Refusal> {
 }
 
 pub(super) fn einsum(step: &mut Step<'_>) -> Read {
+    if !step.attributes.has("equation") {
+        return Err("its equation is missing".into());
+    }
     let equation = step.attributes.text_or("equation", "")?;
     let (terms, output) = axes_of(&equation)?;
     if terms.len() != step.inputs.len() || step.inputs.iter().any(String::is_empty) {

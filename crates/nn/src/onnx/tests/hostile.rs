@@ -19,8 +19,9 @@ fn external(name: &str, entries: &[(&str, &str)]) -> TensorProto {
 #[test]
 fn what_is_not_supported_is_named() {
     for (nodes, words) in [
-        (vec![node("Einsum", "x", "y")], vec!["node y", "Einsum", "ai.onnx", "AveragePool, Batch"]),
+        (vec![node("Bernoulli", "x", "y")], vec!["node y", "Bernoulli", "ai.onnx", "AveragePool, Batch"]),
         (vec![node("DequantizeLinear", "x", "y")], vec!["quantized", "f32"]),
+        (vec![node("Einsum", "x", "y")], vec!["Einsum", "its equation is missing"]),
         (vec![node("If", "x", "y")], vec!["node y", "graph of its own"]),
         (vec![node("Relu", "x", "y").int("alpha", 3)], vec!["Relu", "attribute alpha is not known"]),
         (vec![node("Relu", "x x", "y")], vec!["2 inputs"]),
