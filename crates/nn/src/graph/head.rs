@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{Array, Definition, Initial, Node, Op};
+use super::{Array, Definition, Initial, Node, Op, Reduce, ReduceKind};
 
 /// How a model ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,8 +20,13 @@ impl Definition {
         self.stored.iter().any(|stored| stored.name == *value)
     }
 
-    /// The array that a value is, if no node computes it.
-    fn constant(&self, value: &str) -> Option<&Array> {
+    /// The array that a value is, possibly of another kind, if no node computes it.
+    fn constant<'a>(&'a self, mut value: &'a str) -> Option<&'a Array> {
+        while let Some(Node { op: Op::Identity | Op::Cast(_) | Op::CastLike, inputs, .. }) =
+            self.maker(value).map(|index| &self.nodes[index])
+        {
+            value = inputs.first()?;
+        }
         if let Some(stored) = self.stored.iter().find(|stored| stored.name == value) {
             return stored.values.array().map(|array| &**array);
         }
@@ -188,6 +193,7 @@ impl Definition {
                 | Op::Softmax { .. }
                 | Op::LogSoftmax { .. }
                 | Op::GlobalAveragePool
+                | Op::Reduce(Reduce { kind: ReduceKind::Mean, .. })
                 | Op::Relu => {
                     open.push((inputs[0].clone(), bias_of_add));
                     continue;

@@ -6,7 +6,7 @@ use convoke_autograd::ops::{Coordinates, Pointwise, ResizeMode, Rounding};
 use convoke_autograd::{DType, Device, MemoryFormat, Tensor};
 use convoke_nn::graph::{
     Arithmetic, Array, Aspect, BatchNormOp, Conv, Definition, Dimension, Gemm, Graph, Input, Interpolation,
-    Kind, Node, Op, Pads, Pool, Resize, Stored,
+    Kind, Node, Op, Pads, Pool, Reduce, ReduceKind, Resize, Stored,
 };
 use convoke_nn::models::ModelSpec;
 use convoke_nn::modules::{ConvBnMode, FusedBlock, Keep};
@@ -410,8 +410,9 @@ fn a_head_is_found_behind_resizes_and_sums() {
     let low = made.node(point(), &["x", &low], "low");
     let high = made.node(point(), &["x", &high, &bias], "high");
     let sum = made.node(Op::Arithmetic(Arithmetic::Add), &[&low, &high], "sum of both");
-    made.0.stored.push(Stored { name: "half".into(), values: Array::number(0.5).into(), trained: None });
-    let sum = made.node(Op::Arithmetic(Arithmetic::Mul), &[&sum, "half"], "sum");
+    made.0.stored.push(Stored { name: "2".into(), values: Array::integers([2]).into(), trained: None });
+    made.node(Op::Cast(Kind::F32), &["2"], "two");
+    let sum = made.node(Op::Arithmetic(Arithmetic::Div), &[&sum, "two"], "sum");
     let channels = made.node(Op::Shape { start: 0, end: Some(2) }, &[&sum], "channels");
     made.0.stored.push(Stored { name: "size".into(), values: Array::integers([8, 8]).into(), trained: None });
     made.node(Op::Concat { axis: 0 }, &[&channels, "size"], sizes);
@@ -455,7 +456,13 @@ fn a_reshape_behind_the_head_gets_the_new_number_of_classes() {
         let (strides, dilations) = (vec![1, 1], vec![1, 1]);
         let conv = Op::Conv(Conv { strides, pads: Pads::Valid, dilations, group: 1 });
         let mapped = made.node(conv, &["x", &weight], "mapped");
-        let mean = made.node(Op::GlobalAveragePool, &[&mapped], "mean");
+        made.0.stored.push(Stored {
+            name: "pixels".into(),
+            values: Array::integers([2, 3]).into(),
+            trained: None,
+        });
+        let mean = Reduce { kind: ReduceKind::Mean, keep_dims: true, no_axes_is_identity: false };
+        let mean = made.node(Op::Reduce(mean), &[&mapped, "pixels"], "mean");
         let mut list = |name: &str, numbers: &[i64]| {
             let values = Array::integers(numbers.iter().copied()).into();
             made.0.stored.push(Stored { name: name.into(), values, trained: None });
@@ -552,7 +559,6 @@ fn comparisons_choose_and_pass_the_gradient_to_what_was_chosen() {
 /// Padding is 0, and networks normalise it: the gradient is 0 there, as PyTorch's.
 #[test]
 fn lengths_of_zeros_have_gradients_of_zero() {
-    use convoke_nn::graph::{Reduce, ReduceKind};
     let length = Reduce { kind: ReduceKind::L2, keep_dims: true, no_axes_is_identity: false };
     for op in [Op::Reduce(length), Op::LpNorm { axis: 1, p: 2 }] {
         let mut made = Maker::new(&[2, 2]);
