@@ -185,8 +185,9 @@ def convoke(program, *arguments):
     """What the program prints; an error has its last words."""
     done = subprocess.run([str(program), *map(str, arguments)], capture_output=True, text=True, timeout=1200)
     if done.returncode:
-        said = re.sub(r"\S*/exported.onnx: ", "", done.stderr.strip())
-        raise RuntimeError(f"convoke {arguments[0]}: {said or done.returncode}")
+        said = "error:" + done.stderr.rpartition("error:")[2]
+        said = re.sub(r"\S*/exported.onnx: ", "", said.strip())
+        raise RuntimeError(f"convoke {arguments[0]}: {said} (exit code {done.returncode})")
     return done.stdout
 
 
