@@ -293,6 +293,7 @@ fn put<T: Stored, const SIZE: usize>(
 
 /// Parses the header of a safetensors file.
 fn open<'a>(file: &Path, bytes: &'a [u8]) -> Result<SafeTensors<'a>> {
+    check_values(file, header(bytes).unwrap_or_default())?;
     if ends_with_its_tensors(bytes) == Some(false) {
         return Err(damaged(file, "not whole: its header describes another length"));
     }
@@ -335,9 +336,24 @@ fn read_stored(
 ///
 /// [`SafeTensors::deserialize`] compares this too, but with a sum that overflows for a hostile header.
 fn ends_with_its_tensors(bytes: &[u8]) -> Option<bool> {
+    let header = header(bytes)?;
+    Some(data_len(header)? == (bytes.len() - size_of::<u64>() - header.len()) as u64)
+}
+
+/// The header of a safetensors file, behind its length.
+fn header(bytes: &[u8]) -> Option<&[u8]> {
     let (len, rest) = bytes.split_first_chunk()?;
-    let len = usize::try_from(u64::from_le_bytes(*len)).ok()?;
-    Some(data_len(rest.get(..len)?)? == (rest.len() - len) as u64)
+    rest.get(..usize::try_from(u64::from_le_bytes(*len)).ok()?)
+}
+
+/// Fails if a header has so many values that parsing it would take more memory than a model may.
+fn check_values(file: &Path, header: &[u8]) -> Result<()> {
+    match header.iter().filter(|byte| **byte == b',').count() {
+        commas if commas > MOST_VALUES => {
+            Err(damaged(file, format!("not whole: a header of more than {MOST_VALUES} values")))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// The bytes of all tensors that a header describes.
@@ -345,8 +361,10 @@ fn data_len(header: &[u8]) -> Option<u64> {
     serde_json::from_slice::<Metadata>(header).ok().map(|metadata| metadata.data_len() as u64)
 }
 
-/// Longer headers are refused; a hundred thousand tensors need less. A header that is read takes up to twenty times its length.
+/// Longer headers are refused; a hundred thousand tensors need less.
 const LARGEST_HEADER: u64 = 16 << 20;
+/// Headers of more values are refused: a value of two bytes takes a hundred when it is parsed. A tensor has some ten.
+const MOST_VALUES: usize = 1 << 20;
 
 /// The bytes of a safetensors file. The tensors are read only if the header describes exactly the file's length, so that a huge
 /// sparse file takes no memory.
@@ -371,6 +389,7 @@ fn read(file: &Path) -> Result<Vec<u8>> {
         ));
     }
     let left = read(&mut bytes, len)?;
+    check_values(file, header(&bytes).unwrap_or_default())?;
     match data_len(bytes.get(8..).unwrap_or_default()) {
         Some(len) if len == left => drop(read(&mut bytes, left)?),
         Some(_) => return Err(damaged(file, "not whole: its header describes another length")),

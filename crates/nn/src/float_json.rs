@@ -1,5 +1,6 @@
 //! Numbers and lists of f64 in JSON, which has no NaN and no infinities: those are written as words.
 
+use serde::de::{SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 #[derive(Serialize, Deserialize)]
@@ -34,7 +35,26 @@ pub(crate) fn serialize<S: Serializer>(numbers: &[f64], serializer: S) -> Result
 
 /// For `#[serde(with = "float_json")]`.
 pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<f64>, D::Error> {
-    Vec::<Number>::deserialize(deserializer)?.into_iter().map(Number::value).collect()
+    deserializer.deserialize_seq(Numbers)
+}
+
+/// Reads one number after the other: a list of [`Number`]s would take three times as much memory as the values.
+struct Numbers;
+
+impl<'de> Visitor<'de> for Numbers {
+    type Value = Vec<f64>;
+
+    fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("a list of numbers")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Vec<f64>, A::Error> {
+        let mut numbers = Vec::new();
+        while let Some(number) = list.next_element::<Number>()? {
+            numbers.push(number.value()?);
+        }
+        Ok(numbers)
+    }
 }
 
 /// A single f64.
