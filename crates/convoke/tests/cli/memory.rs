@@ -102,7 +102,7 @@ fn files_that_swell_when_they_are_parsed_take_little_memory() {
     const LEN: usize = 16 << 20;
     let folder = tempfile::tempdir().expect("a folder");
     let path = |name: &str| folder.path().join(name).to_str().expect("UTF-8").to_owned();
-    let enough = *STARTS + (20 * LEN as u64 >> 10);
+    let enough = *STARTS + ((20 * LEN as u64) >> 10);
     let check = |args: &[&str], file: &str| {
         let refused = within(enough, args);
         refused.check(1, &[file]).unwrap_or_else(|error| panic!("{args:?}: {error}"));
