@@ -79,16 +79,16 @@ mod modelled {
         pub(crate) static LOOKS: Cell<usize> = const { Cell::new(1) };
     }
 
-    /// The threads of a model start without memory of their own, and none waits outside of it.
-    pub(crate) struct Starting;
+    /// The threads of a model need no memory of their own to start, so nobody waits for that.
+    pub(crate) struct Starting(std::sync::Arc<()>);
 
     impl Starting {
         pub(crate) fn new(_: usize) -> convoke_memory::Result<Starting> {
-            Ok(Starting)
+            Ok(Starting(std::sync::Arc::default()))
         }
 
         pub(crate) fn thread(&self) -> Starting {
-            Starting
+            Starting(self.0.clone())
         }
     }
 
