@@ -346,7 +346,7 @@ fn header(bytes: &[u8]) -> Option<&[u8]> {
     rest.get(..usize::try_from(u64::from_le_bytes(*len)).ok()?)
 }
 
-/// Fails if a header has so many values that parsing it would take more memory than a model may.
+/// Fails if a header has more than [`MOST_VALUES`] values. Parsing takes memory for each of them, however short it is.
 fn check_values(file: &Path, header: &[u8]) -> Result<()> {
     match header.iter().filter(|byte| **byte == b',').count() {
         commas if commas > MOST_VALUES => {

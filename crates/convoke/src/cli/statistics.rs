@@ -5,8 +5,8 @@ use serde::{Deserialize, Serialize};
 
 use super::text;
 
-/// Pairs are divided into so many groups of consecutive ones. By luck all of them agree on who is faster in one of 128 cases, even if
-/// noise lasts for as long as a group: of single pairs, neighbours say the same.
+/// The number of groups of consecutive pairs. Noise lasts for several pairs, so neighbours agree with each other; groups hardly do. All
+/// eight agree by luck in one of 128 cases.
 const GROUPS: usize = 8;
 pub(crate) const FEWEST_PAIRS: usize = GROUPS;
 /// Ratios this close to 1 are noise whatever their number: where tensors lie in memory, and which step comes first, makes as much.

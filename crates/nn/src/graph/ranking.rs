@@ -2,6 +2,46 @@
 
 use std::cmp::Ordering;
 
+/// A tensor in contiguous order as lines along an axis: each has `len` elements, which are `inner` apart.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Lines {
+    pub(super) axis: usize,
+    pub(super) len: usize,
+    pub(super) inner: usize,
+}
+
+impl Lines {
+    /// The lines of a tensor of this shape along one of its axes.
+    pub(super) fn of(shape: &[usize], axis: usize) -> Lines {
+        // A tensor without elements may have sizes of any product.
+        let inner = shape[axis + 1..].iter().fold(1, |inner: usize, &size| inner.saturating_mul(size));
+        Lines { axis, len: shape[axis], inner }
+    }
+
+    /// The same lines with another number of elements.
+    pub(super) fn with_len(self, len: usize) -> Lines {
+        Lines { len, ..self }
+    }
+
+    /// The shape of a tensor of such lines; `like` has this shape but for the length of its lines.
+    pub(super) fn shape(self, like: &[usize]) -> Vec<usize> {
+        let mut shape = like.to_vec();
+        shape[self.axis] = self.len;
+        shape
+    }
+
+    /// Where each line begins, in a tensor of this number of elements.
+    pub(super) fn starts(self, elements: usize) -> impl Iterator<Item = usize> {
+        let block = self.len.saturating_mul(self.inner);
+        (0..elements / block.max(1)).flat_map(move |row| (0..self.inner).map(move |at| row * block + at))
+    }
+
+    /// The element that is at `place` of its line, where the line is that of element `at` of a tensor whose lines are `count` long.
+    pub(super) fn element(self, at: usize, count: usize, place: usize) -> usize {
+        (at / (count * self.inner) * self.len + place) * self.inner + at % self.inner
+    }
+}
+
 /// Compares two numbers.
 fn compare<N: PartialOrd>(a: &N, b: &N) -> Ordering {
     let is_nan = |x: &N| x.partial_cmp(x).is_none();

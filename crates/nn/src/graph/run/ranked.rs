@@ -3,50 +3,22 @@
 use convoke_autograd::{DType, Element, Function, MemoryFormat, Needs, Tensor, apply, dispatch};
 
 use super::{Inputs, Result, Value, axis_of, refuse};
-use crate::graph::{ArgMax, CumSum, ranking};
+use crate::graph::ranking::{self, Lines};
+use crate::graph::{ArgMax, CumSum};
 
 /// From this number on single precision does not hold all places.
 const PLACES: usize = 1 << 24;
 
-/// A tensor as lines along an axis: `outer` times `inner` lines of `len` elements, which are `inner` apart.
-#[derive(Debug, Clone, Copy)]
-struct Lines {
-    axis: usize,
-    len: usize,
-    inner: usize,
+fn lines_of(x: &Tensor, axis: isize) -> Result<Lines> {
+    Ok(Lines::of(x.shape(), axis_of(x, axis)?))
 }
 
-impl Lines {
-    fn of(x: &Tensor, axis: isize) -> Result<Lines> {
-        let axis = axis_of(x, axis)?;
-        Ok(Lines { axis, len: x.shape()[axis], inner: x.shape()[axis + 1..].iter().product() })
+/// Fails if places in these lines cannot be numbers of the tensor's type.
+fn check_places(x: &Tensor, lines: Lines) -> Result<()> {
+    if lines.len > PLACES && x.dtype() != DType::F64 {
+        return refuse(format!("axis {} of {:?} has more than {PLACES} elements", lines.axis, x.shape()));
     }
-
-    /// The same lines with another number of elements.
-    fn with_len(self, len: usize) -> Lines {
-        Lines { len, ..self }
-    }
-
-    /// The shape of a tensor of such lines; `x` has these but for their length.
-    fn shape(self, x: &Tensor) -> Vec<usize> {
-        let mut shape = x.shape().to_vec();
-        shape[self.axis] = self.len;
-        shape
-    }
-
-    /// Where the lines of `len` elements begin of a tensor with so many elements.
-    fn starts(self, elements: usize) -> impl Iterator<Item = usize> {
-        let block = self.len * self.inner;
-        (0..elements / block.max(1)).flat_map(move |row| (0..self.inner).map(move |at| row * block + at))
-    }
-
-    /// Fails if places cannot be numbers of the tensor's type.
-    fn check(self, x: &Tensor) -> Result<()> {
-        if self.len > PLACES && x.dtype() != DType::F64 {
-            return refuse(format!("axis {} of {:?} has more than {PLACES} elements", self.axis, x.shape()));
-        }
-        Ok(())
-    }
+    Ok(())
 }
 
 /// The elements in contiguous order.
@@ -56,7 +28,7 @@ fn contiguous(x: &Tensor) -> convoke_autograd::Result<Tensor> {
 
 pub(super) fn arg_max(x: &Tensor, options: ArgMax) -> Result<Tensor> {
     fn run<T: Element>(x: &Tensor, lines: Lines, options: ArgMax) -> convoke_autograd::Result<Tensor> {
-        let shape = lines.with_len(1).shape(x);
+        let shape = lines.with_len(1).shape(x.shape());
         Tensor::written(x.device(), &shape, MemoryFormat::Contiguous, |out: &mut [T]| {
             let data = x.data::<T>()?;
             for (out, start) in out.iter_mut().zip(lines.starts(data.len())) {
@@ -70,8 +42,8 @@ pub(super) fn arg_max(x: &Tensor, options: ArgMax) -> Result<Tensor> {
         dispatch!("arg_max", x.dtype(), T => run::<T>(x, lines, options))
     }
     let x = contiguous(&x.detach())?;
-    let lines = Lines::of(&x, options.axis)?;
-    lines.check(&x)?;
+    let lines = lines_of(&x, options.axis)?;
+    check_places(&x, lines)?;
     if lines.len == 0 {
         return refuse(format!("there are no elements along axis {} of {:?}", lines.axis, x.shape()));
     }
@@ -86,7 +58,7 @@ pub(super) fn top_k(inputs: &Inputs<'_>, axis: isize, largest: bool) -> Result<V
         [from, to]: [Lines; 2],
         largest: bool,
     ) -> convoke_autograd::Result<Tensor> {
-        Tensor::written(x.device(), &to.shape(x), MemoryFormat::Contiguous, |out: &mut [T]| {
+        Tensor::written(x.device(), &to.shape(x.shape()), MemoryFormat::Contiguous, |out: &mut [T]| {
             let data = x.data::<T>()?;
             let mut line = convoke_memory::with_capacity(from.len)?;
             let count = out.len();
@@ -104,8 +76,8 @@ pub(super) fn top_k(inputs: &Inputs<'_>, axis: isize, largest: bool) -> Result<V
         dispatch!("top_k", x.dtype(), T => run::<T>(x, lines, largest))
     }
     let x = contiguous(&inputs.tensor(0)?)?;
-    let lines = Lines::of(&x, axis)?;
-    lines.check(&x)?;
+    let lines = lines_of(&x, axis)?;
+    check_places(&x, lines)?;
     let count = match inputs.integers(1)?[..] {
         [k] => usize::try_from(k).ok().filter(|&k| k <= lines.len),
         ref all => return refuse(format!("there are {} numbers of elements instead of 1", all.len())),
@@ -159,7 +131,7 @@ impl Function for Take {
             places: &Tensor,
             upstream: &Tensor,
         ) -> convoke_autograd::Result<Tensor> {
-            let (count, shape) = (places.shape()[lines.axis], lines.shape(places));
+            let (count, shape) = (places.shape()[lines.axis], lines.shape(places.shape()));
             Tensor::written(upstream.device(), &shape, MemoryFormat::Contiguous, |out: &mut [T]| {
                 let (places, upstream) = (places.data::<T>()?, upstream.data::<T>()?);
                 out.fill(T::zero());
@@ -175,10 +147,8 @@ impl Function for Take {
 
 /// Calls a function with each place of a tensor of `count` places a line, and the element that it names.
 fn each<T: Element>(lines: Lines, count: usize, places: &[T], mut call: impl FnMut(usize, usize)) {
-    let block = count * lines.inner;
     for (at, place) in places.iter().enumerate() {
-        let place = place.to_usize().unwrap_or(0);
-        call(at, (at / block * lines.len + place) * lines.inner + at % lines.inner);
+        call(at, lines.element(at, count, place.to_usize().unwrap_or(0)));
     }
 }
 
@@ -188,7 +158,7 @@ pub(super) fn cum_sum(inputs: &Inputs<'_>, options: CumSum) -> Result<Tensor> {
         [axis] => axis,
         ref all => return refuse(format!("there are {} axes instead of 1", all.len())),
     };
-    let lines = Lines::of(&x, axis)?;
+    let lines = lines_of(&x, axis)?;
     Ok(apply(RunningSum { lines, options }, &[&x])?)
 }
 
