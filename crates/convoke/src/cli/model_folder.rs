@@ -21,7 +21,7 @@ use convoke_files::{FolderLock, escaped, remove_leftovers};
 use serde::Serialize;
 
 use crate::nn::data::{DatasetInfo, Targets};
-use crate::nn::training::{Trainer, Validation};
+use crate::nn::training::{ModelCard, Trainer, Validation};
 use crate::nn::{checkpoint, onnx};
 
 use super::failure::{Failure, Result};
@@ -31,7 +31,7 @@ use super::text::shell;
 use super::{console, output};
 
 pub(crate) const CARD: &str = "model.json";
-const GRAPH: &str = "model.onnx";
+pub(crate) const GRAPH: &str = "model.onnx";
 pub(crate) const BEST: &str = "best.safetensors";
 pub(crate) const LAST: &str = "last.safetensors";
 const METRICS: &str = "metrics.jsonl";
@@ -138,17 +138,8 @@ impl ModelFolder {
         self.place(REPORT)
     }
 
-    /// Where a file goes. A pipe, a device or a link that has its name is removed: the folder's files are the run's own.
     fn place(&self, file: &str) -> Result<PathBuf> {
-        let place = self.folder.join(file);
-        let is_other =
-            std::fs::symlink_metadata(&place).is_ok_and(|found| !found.is_file() && !found.is_dir());
-        if is_other {
-            std::fs::remove_file(&place).map_err(|error| {
-                Failure::Run(format!("--output: cannot replace {}: {error}", escaped(place.display())))
-            })?;
-        }
-        Ok(place)
+        place("--output", &self.folder.join(file))
     }
 
     /// Prints where the model is, and what to do with it; `photos` is the folder of photographs that it was trained on.
@@ -166,11 +157,7 @@ impl ModelFolder {
     /// Writes what stays the same over the run.
     pub(crate) fn begin(&self, trainer: &Trainer) -> Result<()> {
         let mut card = trainer.card();
-        let source = PathBuf::from(&card.model);
-        if is_onnx(&source) {
-            let definition = onnx::read(&source)?.definition;
-            let graph = self.place(GRAPH)?;
-            onnx::save(&graph, &definition, &BTreeMap::new(), &onnx::WriteOptions::default())?;
+        if copy_graph(&card, "--output", &self.folder)? {
             card.model = GRAPH.into();
         }
         Ok(card.write(&self.place(CARD)?)?)
@@ -192,6 +179,30 @@ impl ModelFolder {
         }
         output::write_silently("--output", &self.place(METRICS)?, lines(trainer, metric)?.as_bytes())
     }
+}
+
+/// Where a file of a run goes. A pipe, a device or a link that has its name is removed: such names are the run's own.
+fn place(flag: &str, file: &Path) -> Result<PathBuf> {
+    let is_other = std::fs::symlink_metadata(file).is_ok_and(|found| !found.is_file() && !found.is_dir());
+    if is_other {
+        std::fs::remove_file(file).map_err(|error| {
+            Failure::Run(format!("{flag}: cannot replace {}: {error}", escaped(file.display())))
+        })?;
+    }
+    Ok(file.to_owned())
+}
+
+/// Copies the layers of a model that came from an ONNX file into a folder, because what is in a folder opens no file outside of it.
+/// False if the model is not from an ONNX file.
+pub(crate) fn copy_graph(card: &ModelCard, flag: &str, folder: &Path) -> Result<bool> {
+    let source = Path::new(&card.model);
+    if !is_onnx(source) {
+        return Ok(false);
+    }
+    let definition = onnx::read(source)?.definition;
+    let graph = place(flag, &folder.join(GRAPH))?;
+    onnx::save(&graph, &definition, &BTreeMap::new(), &onnx::WriteOptions::default())?;
+    Ok(true)
 }
 
 /// A line for each epoch that was validated.

@@ -18,7 +18,7 @@ use crate::nn::{Init, checkpoint, onnx};
 use super::console;
 use super::failure::{Failure, Result};
 use super::model_file::{is_onnx, spec};
-use super::model_folder::{BEST, CARD, LAST};
+use super::model_folder::{BEST, CARD, GRAPH, LAST};
 use super::registry::{model, models};
 
 type Module = dyn crate::nn::Module;
@@ -120,8 +120,12 @@ fn saved(path: &Path, device: &Device) -> Result<Option<TrainedModel>> {
     if is_weights || !checkpoint::exists(path).unwrap_or(false) {
         return Ok(None);
     }
-    let saved = SavedModel::open(path)?;
-    let (spec, module) = build(&saved.card, Path::new(""), device)?;
+    let mut saved = SavedModel::open(path)?;
+    if is_onnx(Path::new(&saved.card.model)) {
+        // The file that it was trained from may be anywhere, but the run has left a copy.
+        saved.card.model = GRAPH.into();
+    }
+    let (spec, module) = build(&saved.card, path, device)?;
     saved.restore(module.as_ref())?;
     Ok(Some(TrainedModel { name, spec, module, card: saved.card }))
 }
@@ -151,9 +155,8 @@ fn weights_in(folder: &Path) -> Result<PathBuf> {
 /// A new model for what a card describes; the path of an ONNX file is one below `folder`.
 fn build(card: &ModelCard, folder: &Path, device: &Device) -> Result<(ModelSpec, Box<Module>)> {
     let spec = match Path::new(&card.model) {
-        file if is_onnx(file) => spec(&folder.join(file)).map_err(|error| {
-            Failure::Run(format!("the model was trained from {}: {error}", escaped(file.display())))
-        })?,
+        file if is_onnx(file) => spec(&folder.join(file))
+            .map_err(|error| Failure::Run(format!("the model was trained from an ONNX file: {error}")))?,
         _ => named(&card.model)?,
     };
     spec.check_targets(&card.data).map_err(|error| Failure::Run(error.to_string()))?;

@@ -138,6 +138,7 @@ impl Session {
                     // Another run may have come and gone.
                     is_new(folder)?;
                 }
+                model_folder::copy_graph(&trainer.card(), "--checkpoint", folder)?;
             }
             let mut plan = None;
             if conv_bn == ConvBnMode::Fused && rank.is_first() {
@@ -315,7 +316,7 @@ impl Session {
 
     /// After the last step of an epoch, computes loss and accuracy on the test set, and tells them; false if Ctrl-C interrupted it.
     pub(crate) fn validate_if_due(&mut self, args: &RunArgs, console: &Console) -> Result<bool> {
-        if self.trainer.batch() != 0 {
+        if !self.trainer.validation_is_due() {
             return Ok(true);
         }
         let finished = self.test("validating", console)?;

@@ -84,6 +84,11 @@ fn on_rank(args: &TrainArgs, rank: &Rank<'_>) -> Result<()> {
     session.show_resumed(run, console);
     let mut stage = session.stage(run, console);
     let mut interrupted = false;
+    // The run that is resumed ended before this epoch was validated.
+    if session.trainer.validation_is_due() {
+        interrupted = !session.validate_if_due(run, console)?;
+        session.save_if_due(run, rank, interrupted)?;
+    }
     let profile = args.profile.as_deref().filter(|_| rank.is_first()).map(Profile::start);
     while session.has_more(run) && !interrupted {
         if let Some(profile) = profile.as_ref().filter(|_| session.recorder.steps() == 1) {

@@ -7,6 +7,7 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
+use sha2::{Digest, Sha256};
 
 use super::program::{command, convoke, photographs, scenes, text, write_png};
 
@@ -155,6 +156,45 @@ fn a_run_into_a_folder_is_resumed_to_the_same_bits() {
     run.wait().unwrap();
     convoke(&train(&killed, &["--resume"])).exits(0);
     assert!(results(&killed) == results(&whole));
+}
+
+/// Ctrl-C after the last step of an epoch leaves an epoch that was not validated.
+#[test]
+fn a_run_that_ended_before_a_validation_goes_on_with_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let [photos, whole, cut] = ["photos", "whole", "cut"].map(|name| folder.path().join(name));
+    photographs(&photos, 10);
+    let train = |output, more: &[&'static str]| {
+        // At this rate the second epoch is the better one: weights hardly change, and running statistics come nearer.
+        let common = ["--augment", "none", "--best-by", "loss", "--lr-gamma", "0.9"];
+        let all = train(&photos, output, &[&common, more].concat());
+        let all: Vec<&str> = all.into_iter().map(|arg| if arg == "0.02" { "0.00001" } else { arg }).collect();
+        convoke(&all).exits(0)
+    };
+    train(&whole, &["--epochs", "2"]);
+    train(&cut, &["--epochs", "1"]);
+    let files = ["best.safetensors", "metrics.jsonl"].map(|name| cut.join(name));
+    let first = files.each_ref().map(|file| fs::read(file).unwrap());
+    train(&cut, &["--epochs", "2", "--resume"]);
+
+    // What the second epoch's validation left is taken away.
+    for (file, bytes) in files.iter().zip(first) {
+        fs::write(file, bytes).unwrap();
+    }
+    let state = cut.join("checkpoint/step-0000000008/training.json");
+    let mut fields: Value = serde_json::from_slice(&fs::read(&state).unwrap()).unwrap();
+    let validations = fields["state"]["validations"].as_array_mut().unwrap();
+    assert_eq!(validations.pop().unwrap()["epoch"], 2);
+    // The second line is the checksum of the others.
+    fields.as_object_mut().unwrap().remove("sha256");
+    let rest = serde_json::to_string_pretty(&fields).unwrap();
+    let sum: String = Sha256::digest(&rest).iter().map(|byte| format!("{byte:02x}")).collect();
+    fs::write(&state, rest.replacen("{\n", &format!("{{\n  \"sha256\": \"{sum}\",\n"), 1)).unwrap();
+    train(&cut, &["--epochs", "2", "--resume"]);
+    assert!(epochs(&cut)[1]["best"] == true, "{:?}", epochs(&cut));
+    assert!(results(&cut) == results(&whole));
+    let saved: Value = serde_json::from_slice(&fs::read(&state).unwrap()).unwrap();
+    assert_eq!(saved["state"]["validations"].as_array().unwrap().len(), 2);
 }
 
 #[test]
@@ -398,6 +438,20 @@ fn folders_of_models_lead_nowhere_else() {
         }
     }
     fs::write(out.join("model.json"), card).unwrap();
+
+    // A folder of checkpoints has a copy of the model's layers, so no other file is opened.
+    let [run, moved] = ["run", "moved.onnx"].map(|name| folder.path().join(name));
+    let more = ["--model", text(&onnx), "--checkpoint", text(&run), "--steps", "1"];
+    let own = train(&photos, &run, &more);
+    let without_output: Vec<&str> = [&own[..5], &own[7..]].concat();
+    convoke(&without_output).exits(0);
+    let photo = image(&photos, "sky");
+    let predict = ["predict", text(&run), text(&photo)];
+    fs::rename(&onnx, &moved).unwrap();
+    convoke(&predict).exits(0);
+    fs::rename(&moved, &onnx).unwrap();
+    fs::remove_file(run.join("model.onnx")).unwrap();
+    convoke(&predict).check(1, &["trained from an ONNX file", "run/model.onnx"]).unwrap();
 
     // What is saved and pruned stays in the folder, and pipes do not hang.
     fs::remove_dir_all(out.join("checkpoint")).unwrap();

@@ -122,6 +122,13 @@ impl Trainer {
         Ok(found)
     }
 
+    /// Whether an epoch has just ended and is not validated yet: after its last step, and after the resume of a run that was
+    /// interrupted between that step and the validation.
+    pub fn validation_is_due(&self) -> bool {
+        let validated = self.validations.last().map_or(0, |last| last.epoch);
+        self.batch == 0 && validated != self.epoch
+    }
+
     /// The results of [`Trainer::validate`] so far, including those before a resume.
     pub fn validations(&self) -> &[Validation] {
         &self.validations
