@@ -21,8 +21,9 @@ from torch_convoke.nn import FusedConvBN2d
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder of results of this test's own, and no engine yet."""
+    """A folder of results of this test's own, and no engine yet. Choices are measured however little time they took."""
     monkeypatch.setenv("CONVOKE_CACHE", str(tmp_path / "results"))
+    monkeypatch.setattr(_pace, "SECONDS", 0.0)
     new_process(monkeypatch)
     return tmp_path / "results"
 
@@ -214,19 +215,38 @@ def test_what_was_estimated_is_measured_later(folder, monkeypatch):
     engine = _engine.Engine(_threads.thread_count(), cache=str(folder), budget=0.0, budget_each=0.05)
     monkeypatch.setitem(_threads._engines, (os.getpid(), _threads.thread_count()), engine)
     monkeypatch.setattr(_pace.Pace, "measure", lambda *_: None)
-    assert (engine.pending, engine.measure_next(0)) == (0, (False, 0))
+    assert (engine.pending, engine.measure_next(0, 0.0)) == (0, (False, 0))
     convolve()
     convolve(calls=1, channels=5)
     assert engine.pending == 6 and not files(folder)
-    assert engine.measure_next(4) == (False, 6)
-    assert [engine.measure_next(2) for _ in range(4)] == [(True, 5), (True, 4), (True, 3), (False, 3)]
+    assert engine.measure_next(4, 0.0) == (False, 6)
+    assert [engine.measure_next(2, 0.0) for _ in range(4)] == [(True, 5), (True, 4), (True, 3), (False, 3)]
     assert len(files(folder)) == 3 and all("ic4" in file.name for file in files(folder))
-    assert [engine.measure_next(1) for _ in range(4)] == [(True, 2), (True, 1), (True, 0), (False, 0)]
+    assert [engine.measure_next(1, 0.0) for _ in range(4)] == [(True, 2), (True, 1), (True, 0), (False, 0)]
     made = tuning.choices()
     convolve()
     assert engine.pending == 0 and tuning.choices() == made and len(files(folder)) == 6
     with pytest.raises(OverflowError):
-        engine.measure_next(-1)
+        engine.measure_next(-1, 0.0)
+
+
+def test_what_took_little_time_is_not_measured(folder, monkeypatch):
+    monkeypatch.setattr(_pace, "SECONDS", 10.0)
+    convolve(calls=10)
+    assert _threads.engine(None, None).pending == 3 and not files(folder)
+    # Who tunes wants all of it.
+    tuning.tune(FusedConvBN2d(3, 8, 3), torch.randn(4, 3, 12, 12))
+    assert files(folder)
+
+
+def test_measuring_takes_a_small_share_of_a_long_training(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(_pace.time, "monotonic", lambda: now[0])
+    pace = _pace.Pace()
+    for trained, spent, allowed in [(0, 0, 1), (30, 0, 31), (30, 31, 0), (100, 61, 4), (1000, 61, 49), (1000, 111, -1)]:
+        pace.spent = float(spent)
+        now[0] = trained + pace.spent
+        assert pace.allowed == allowed, (trained, spent)
 
 
 def test_tune_says_how_far_it_is(folder, capsys, monkeypatch):

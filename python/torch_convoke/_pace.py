@@ -1,7 +1,8 @@
-"""How much time measuring may take: never more than training has taken, beyond a small allowance.
+"""How much time measuring may take: never more than training has taken, beyond a small allowance, and in the long run a small share.
 
-Algorithms are chosen by estimate first, and measured between later steps, the most used ones first. So a run of seconds loses seconds at
-most, and a long one has measured everything after a minute.
+Algorithms are chosen by estimate first, and measured between later steps, those first that took the most time so far. So a run of seconds
+loses seconds at most, and a long one has measured everything after a minute. Where sizes never cease to change, there is always
+something to measure: then the share counts, and that a choice must have taken some time before it is worth it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from . import _engine, _threads
 
 #: Seconds that may be spent however short the training is.
 ALLOWANCE = 1.0
-#: How often a choice must have been used before it is measured: what is met once is not worth it.
-USES = 2
+#: After so many seconds, measuring may take this share of the training.
+FIRST, SHARE = 60.0, 0.05
+#: How often a choice must have been used before it is measured, and what it must have taken in seconds: what is met once is not worth
+#: it, and measuring takes some 50 milliseconds at least.
+USES, SECONDS = 2, 0.01
 
 
 class Pace:
@@ -35,7 +39,7 @@ class Pace:
         if self._decided is not None:
             return self._decided
         trained = time.monotonic() - self._start - self.spent
-        return ALLOWANCE + trained - self.spent
+        return min(ALLOWANCE + trained, FIRST + SHARE * trained) - self.spent
 
     @contextlib.contextmanager
     def spending(self) -> Iterator[None]:
@@ -59,7 +63,9 @@ class Pace:
         """Measures choices that were made by estimate, as long as there is time for it."""
         while self.allowed > 0:
             with self.spending(), _threads.running:
-                measured, pending = engine.measure_next(USES)
+                # Who decides how long it may take wants all of it.
+                seconds = SECONDS if self._decided is None else 0.0
+                measured, pending = engine.measure_next(USES, seconds)
             self._left = measured and pending > 0
             if not measured:
                 break

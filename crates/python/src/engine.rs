@@ -94,11 +94,18 @@ impl Engine {
     }
 
     /// Measures one of the choices that were made by estimate because `budget` was spent: the one that took the most time so far, among
-    /// those asked for at least so often. Gives whether one was measured, and how many wait still.
-    fn measure_next(&self, py: Python<'_>, at_least_uses: u64) -> PyResult<(bool, usize)> {
+    /// those asked for at least so often that took at least so many seconds. Gives whether one was measured, and how many wait still.
+    fn measure_next(
+        &self,
+        py: Python<'_>,
+        at_least_uses: u64,
+        at_least_seconds: f64,
+    ) -> PyResult<(bool, usize)> {
+        let at_least = Duration::try_from_secs_f64(at_least_seconds)
+            .map_err(|error| PyValueError::new_err(format!("{at_least_seconds} are no seconds: {error}")))?;
         released(py, || {
             let tuner = self.device.tuner();
-            Ok((tuner.measure_next(at_least_uses).is_some(), tuner.pending()))
+            Ok((tuner.measure_next(at_least_uses, at_least).is_some(), tuner.pending()))
         })
     }
 

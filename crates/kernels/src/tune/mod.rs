@@ -132,6 +132,8 @@ pub enum Source {
     Cached,
     /// The choice for this other problem, which differs only in the batch.
     Nearest(String),
+    /// The measured choice for this other problem, which differs in batch and size of the images, as there was no time to measure.
+    Similar(String),
     /// By estimate, without measuring.
     Estimated,
 }
@@ -164,7 +166,7 @@ impl std::fmt::Display for Tuning {
         match &self.source {
             Source::Measured => Ok(()),
             Source::Cached => f.write_str(" (cached)"),
-            Source::Nearest(problem) => write!(f, " (as for {problem})"),
+            Source::Nearest(problem) | Source::Similar(problem) => write!(f, " (as for {problem})"),
             Source::Estimated => f.write_str(" (by estimate)"),
         }
     }

@@ -111,21 +111,27 @@ impl Key {
         Some((problem, pass))
     }
 
-    /// The batch, and the rest of the problem's text.
-    pub(super) fn split_batch(&self) -> Option<(usize, String)> {
+    /// The batch, and what is the same for other batches.
+    pub(super) fn without_batch(&self) -> Option<(Key, usize)> {
         let at = self.problem.find("mb")?;
         let rest = &self.problem[at + 2..];
         let end = rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len());
-        Some((rest[..end].parse().ok()?, format!("{}{}", &self.problem[..at], &rest[end..])))
+        let problem = format!("{}{}", &self.problem[..at], &rest[end..]);
+        Some((Key { problem, ..self.clone() }, rest[..end].parse().ok()?))
     }
 
-    /// Whether the two differ in nothing but the batch.
-    pub(super) fn same_but_batch(&self, other: &Key) -> bool {
-        let without = |key: &Key| {
-            let problem = key.split_batch().map(|(_, rest)| rest).unwrap_or_default();
-            Key { problem, ..key.clone() }
-        };
-        without(self) == without(other)
+    /// Of a convolution, the pixels of all images, and what is the same for images of other sizes.
+    pub(super) fn without_sizes(&self) -> Option<(Key, usize)> {
+        let (problem, _) = self.convolution()?;
+        let pixels = problem.batch * problem.height.input * problem.width.input;
+        let smallest = problem.with(|spec| {
+            spec.batch = 1;
+            for axis in [&mut spec.height, &mut spec.width] {
+                (axis.input, axis.pad_after) = (axis.dilation * (axis.kernel - 1) + 1, 0);
+            }
+            (spec.types, spec.format) = (ConvTypes::F32, MemoryFormat::Contiguous);
+        });
+        Some((Key { problem: smallest.ok()?.to_string(), ..self.clone() }, pixels))
     }
 }
 
@@ -277,11 +283,26 @@ mod tests {
     }
 
     #[test]
-    fn the_batch_is_found_in_the_text() {
+    fn neighbours_have_keys_in_common() {
         let (a, b) = (key("g2mb32ic4ih5oc6kh3"), key("g2mb7ic4ih5oc6kh3"));
-        assert_eq!(a.split_batch(), Some((32, "g2ic4ih5oc6kh3".into())));
-        assert!(a.same_but_batch(&b));
-        assert!(!a.same_but_batch(&key("g2mb7ic4ih5oc6kh5")));
-        assert!(!a.same_but_batch(&Key { threads: 1, ..b }));
+        let common = |key: &Key| key.without_batch().unwrap().0;
+        assert_eq!(a.without_batch().unwrap(), (key("g2ic4ih5oc6kh3"), 32));
+        assert_eq!(common(&a), common(&b));
+        assert_ne!(common(&a), common(&key("g2mb7ic4ih5oc6kh5")));
+        assert_ne!(common(&a), common(&Key { threads: 1, ..b.clone() }));
+
+        let (common, pixels) = a.without_sizes().unwrap();
+        assert_eq!((pixels, b.without_sizes().unwrap()), (800, (common.clone(), 175)));
+        // A rectangle has more sizes in its text; of an even one, the padding after it is not read.
+        let strided = ["mb1ic4ih9oc6kh3sh2ph1", "mb3ic4ih8iw11oc6oh4ow6kh3kw3sh2sw2ph1pw1"];
+        let [(square, _), (other, pixels)] = strided.map(|text| key(text).without_sizes().unwrap());
+        assert_eq!((square, pixels), (other, 3 * 8 * 11));
+        for text in
+            ["g2mb32ic4ih5oc6kh5", "mb32ic4ih5oc6kh3", "g2mb32ic4ih5oc6kh3dh1", "g2mb32ic4ih7oc6kh3sh2"]
+        {
+            assert_ne!(key(text).without_sizes().unwrap().0, common, "{text}");
+        }
+        assert_ne!(Key { pass: "bwd-data".into(), ..a }.without_sizes().unwrap().0, common);
+        assert_eq!(Key { pass: "max-pool-fwd".into(), ..b }.without_sizes(), None);
     }
 }

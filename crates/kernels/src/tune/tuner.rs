@@ -2,6 +2,7 @@
 
 mod known;
 mod later;
+mod neighbours;
 
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -19,7 +20,7 @@ use crate::conv::{self, ConvAlgorithm, ConvPlan, ConvProblem, ConvTypes, Pass};
 use crate::error::invalid;
 use crate::pool::{MaxPoolAlgorithm, MaxPoolPass, PoolProblem, max_pool_algorithms};
 use crate::{Cpu, DType, Isa, MemoryFormat, Result};
-use known::{Chosen, Kept, Known, count};
+use known::{Choices, Chosen, Hold, Kept, Known, count};
 
 /// Chooses algorithms, and remembers. Clones share what they know.
 ///
@@ -122,11 +123,9 @@ impl Tuner {
             return plan.clone().for_cpu(asked);
         }
         let subject = self.subject(&known, problem, pass, cpu);
-        let (name, uses) = match self.choose(&mut known, &subject) {
-            Some(Chosen { algorithm, uses }) => (Some(algorithm), uses),
-            None => (None, None),
-        };
-        let plan = name.and_then(|name| subject.into_plan(&name)).unwrap_or_else(|| {
+        let chosen = self.choose(&mut known, &subject);
+        let uses = chosen.as_ref().and_then(Chosen::uses);
+        let plan = chosen.and_then(|chosen| subject.into_plan(&chosen.algorithm)).unwrap_or_else(|| {
             let plan = conv::plan(problem, pass, cpu);
             let text = format!("no algorithm is left for {plan:?}; it is used all the same");
             self.tell(&Event::Warning(text));
@@ -169,7 +168,7 @@ impl Tuner {
     ) -> MaxPoolAlgorithm {
         let subject = self.max_pool_subject(problem, dtype, pass, cpu);
         let chosen = self.choose(&mut self.known(), &subject).expect("every algorithm takes every problem");
-        count(chosen.uses.as_ref(), cpu);
+        count(chosen.uses().as_ref(), cpu);
         let mut algorithms = max_pool_algorithms().iter();
         *algorithms.find(|algorithm| algorithm.name() == chosen.algorithm).expect("one that can run")
     }
@@ -216,8 +215,8 @@ impl Tuner {
         let mut choices: Vec<Choice> = known
             .choices
             .iter()
-            .filter(|(place, _)| !known.limited.contains_key(place))
-            .chain(&known.limited)
+            .filter(|(place, _)| known.limited.get(place).is_none())
+            .chain(known.limited.iter())
             .map(|((key, _), chosen)| Choice { key: key.clone(), algorithm: chosen.algorithm.clone() })
             .collect();
         choices.sort_by_cached_key(|choice| choice.key.file_name());
@@ -231,7 +230,7 @@ impl Tuner {
         for Choice { key, algorithm } in choices {
             let place = (key, isa);
             known.waiting.settled(&place, false);
-            known.choices.insert(place, Chosen { algorithm, uses: None });
+            known.choices.insert(place, Chosen { algorithm, hold: Hold::Final });
         }
         known.plans.clear();
     }
@@ -244,7 +243,7 @@ impl Tuner {
         let mut known = self.known();
         let before = std::mem::replace(&mut known.workspace_limit, bytes);
         if before != bytes {
-            known.limited.clear();
+            known.limited = Choices::default();
             known.waiting.unlimited();
             known.plans.clear();
         }
@@ -372,16 +371,28 @@ impl Tuner {
         let no_time = self.may_measure() && self.time_left(known).is_zero();
         let tuning = self.decide(known, subject)?;
         self.settle(known, contest, &tuning);
-        if !(no_time && tuning.source == Source::Estimated) {
-            return Some(Chosen { algorithm: tuning.chosen, uses: None });
+        let mut chosen = Chosen::of(&tuning);
+        if !no_time {
+            return Some(chosen);
         }
-        let uses = Uses::default();
-        let chosen = Chosen { algorithm: tuning.chosen, uses: Some(Arc::clone(&uses)) };
-        known.choices_now().insert(place.clone(), chosen.clone());
-        let (operation, cpu, seconds) =
-            (subject.operation(), contest.cpu.clone(), contest.estimate_of(&chosen.algorithm));
-        let limited = known.workspace_limit.is_some();
-        known.waiting.push(Waiting { place, operation, cpu, limited, seconds, uses });
+        match tuning.source {
+            Source::Measured | Source::Cached => {}
+            Source::Nearest(problem) => {
+                let other = (Key { problem, ..contest.key.clone() }, place.1);
+                if known.choices.get(&other).is_some_and(|other| !other.is_final()) {
+                    chosen.hold = Hold::Following;
+                }
+            }
+            Source::Similar(_) | Source::Estimated => {
+                let uses = Uses::default();
+                chosen.hold = Hold::Waiting(Arc::clone(&uses));
+                let (operation, cpu, seconds) =
+                    (subject.operation(), contest.cpu.clone(), contest.estimate_of(&chosen.algorithm));
+                let limited = known.workspace_limit.is_some();
+                known.waiting.push(Waiting { place: place.clone(), operation, cpu, limited, seconds, uses });
+            }
+        }
+        known.choices_now().insert(place, chosen.clone());
         Some(chosen)
     }
 
@@ -413,7 +424,10 @@ impl Tuner {
     fn settle(&self, known: &mut Known, contest: &Contest, tuning: &Tuning) {
         let place = (contest.key.clone(), contest.cpu.isa());
         known.waiting.settled(&place, known.workspace_limit.is_some());
-        known.choices_now().insert(place, Chosen { algorithm: tuning.chosen.clone(), uses: None });
+        if matches!(tuning.source, Source::Measured | Source::Cached) {
+            known.forget_followers(&place);
+        }
+        known.choices_now().insert(place, Chosen::of(tuning));
         self.tell(&Event::Chosen(tuning));
     }
 
@@ -429,7 +443,11 @@ impl Tuner {
             return Some(tuning);
         }
         let left = self.time_left(known);
-        if self.may_measure() && !left.is_zero() {
+        if self.may_measure() && left.is_zero() {
+            if let Some(tuning) = self.similar(known, contest) {
+                return Some(tuning);
+            }
+        } else if self.may_measure() {
             let incumbent = record.map(|record| record.chosen);
             match self.measure(known, subject, left, incumbent, &mut |_| ()) {
                 Ok(tuning) => return Some(tuning),
@@ -437,38 +455,6 @@ impl Tuner {
             }
         }
         contest.estimated()
-    }
-
-    /// The choice for a neighbour: the same problem at another batch.
-    ///
-    /// The last, smaller batch of a run gets the choice of the run's other batches. A cached result must be of a batch within
-    /// a factor of four, unless the tuner is frozen.
-    fn nearest(&self, known: &mut Known, contest: &Contest) -> Option<Tuning> {
-        let frozen = self.inner.options.frozen;
-        let (batch, _) = contest.key.split_batch()?;
-        let ratio = |key: &Key| {
-            let (other, _) = key.split_batch()?;
-            contest.key.same_but_batch(key).then_some(other as f64 / batch as f64)
-        };
-        let isa = contest.cpu.isa();
-        let stored = known.stored.entry(isa).or_insert_with(|| {
-            let entries = self.cache(isa).and_then(|cache| cache.own_entries().ok()).unwrap_or_default();
-            entries.into_iter().filter_map(|entry| entry.record.ok()).collect()
-        });
-        let here =
-            known.choices.iter().filter(|((_, other), _)| *other == isa).filter_map(|((key, _), chosen)| {
-                let ratio = ratio(key).filter(|&ratio| ratio >= 0.5)?;
-                Some((ratio, key, chosen.algorithm.clone()))
-            });
-        let stored = stored.iter().filter_map(|record| {
-            let ratio = ratio(&record.key).filter(|ratio| frozen || (0.25..=4.0).contains(ratio))?;
-            let tuning = contest.tuning_of(record, Source::Cached)?;
-            (frozen || contest.is_current(record)).then_some((ratio, &record.key, tuning.chosen))
-        });
-        let neighbours = here.chain(stored).filter(|(_, _, chosen)| contest.can_run(chosen));
-        let distance = |ratio: f64| ratio.ln().abs();
-        let (_, key, chosen) = neighbours.min_by(|a, b| distance(a.0).total_cmp(&distance(b.0)))?;
-        Some(contest.tuning(chosen, Source::Nearest(key.problem.clone()), Vec::new()))
     }
 
     fn measure(

@@ -88,14 +88,16 @@ impl WaitingList {
         self.recount();
     }
 
-    /// Takes out the choice that took the most time so far, by estimate, among those asked for at least so often.
-    pub(super) fn take(&mut self, at_least_uses: u64) -> Option<Waiting> {
+    /// Takes out the choice that took the most time so far, by estimate, among those asked for at least so often that took at least
+    /// so many seconds.
+    pub(super) fn take(&mut self, at_least_uses: u64, at_least_seconds: f64) -> Option<Waiting> {
         let mut best = None;
         for (index, waiting) in self.entries.iter().enumerate() {
             let uses = waiting.uses.load(Ordering::Relaxed);
             let seconds = if uses == 0 { 0.0 } else { uses as f64 * waiting.seconds };
             // The oldest of equal ones.
-            if uses >= at_least_uses && best.is_none_or(|(_, most)| seconds > most) {
+            let is_worth_it = uses >= at_least_uses && seconds >= at_least_seconds;
+            if is_worth_it && best.is_none_or(|(_, most)| seconds > most) {
                 best = Some((index, seconds));
             }
         }
@@ -146,7 +148,8 @@ mod tests {
         for (batch, seconds, uses) in [(1, 1.0, 3), (2, 0.1, 40), (3, 9.0, 0), (4, 4.0, 1), (5, 2.0, 2)] {
             list.push(waiting(batch, false, seconds, uses));
         }
-        let mut take = |at_least| list.take(at_least).map(|waiting| waiting.place.0.problem);
+        assert!(list.take(1, 4.5).is_none());
+        let mut take = |at_least| list.take(at_least, 0.0).map(|waiting| waiting.place.0.problem);
         assert_eq!(take(41), None);
         assert_eq!(take(2).as_deref(), Some("mb2"));
         assert_eq!(take(2).as_deref(), Some("mb5"), "mb4 takes as long and came first, but was used once");
@@ -177,11 +180,11 @@ mod tests {
         list.settled(&small.place, true);
         list.push(small);
         assert_eq!(names(&list), ["mb2", "mb1"]);
-        assert!(list.take(0).unwrap().limited);
+        assert!(list.take(0, 0.0).unwrap().limited);
         list.push(waiting(3, true, 1.0, 1));
         list.unlimited();
         assert_eq!(names(&list), ["mb1", "mb2"], "the first waits again, the third does not exist any more");
-        let first = list.take(0).unwrap();
+        let first = list.take(0, 0.0).unwrap();
         let place = first.place.clone();
         list.put_aside(first);
         list.unlimited();

@@ -2,6 +2,7 @@
 
 use std::sync::TryLockError;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use super::Tuner;
 use crate::tune::contest::Subject;
@@ -13,14 +14,14 @@ impl Tuner {
     /// there is one, and uses it from now on, as [`Tuner::tune`] does. So a program can give no budget, begin without waiting, and
     /// measure between its steps, while none of its threads computes.
     ///
-    /// It takes the choice whose uses took the most time so far, by estimate, among those asked for at least `at_least_uses` times;
-    /// a [`Cpu::dry`](crate::Cpu::dry) does not count. One takes about `budget`. Where another process has stored a result in the
+    /// It takes the choice whose uses took the most time so far, by estimate, among those asked for at least `at_least_uses` times
+    /// whose uses took `at_least` in all; a [`Cpu::dry`](crate::Cpu::dry) does not count. One takes about `budget`. Where another process has stored a result in the
     /// meantime, that is used, and the next choice is taken.
     ///
     /// `None` means that nothing was measured: no such choice waits, another thread is using the tuner, or there is no memory to
     /// measure or no algorithm that is right. A choice that cannot be measured stays as it is and waits no longer; the observer is
     /// told of it by an [`Event::Warning`].
-    pub fn measure_next(&self, at_least_uses: u64) -> Option<Tuning> {
+    pub fn measure_next(&self, at_least_uses: u64, at_least: Duration) -> Option<Tuning> {
         if self.pending() == 0 {
             return None;
         }
@@ -30,7 +31,7 @@ impl Tuner {
             Err(TryLockError::WouldBlock) => return None,
         };
         loop {
-            let waiting = known.waiting.take(at_least_uses)?;
+            let waiting = known.waiting.take(at_least_uses, at_least.as_secs_f64())?;
             let Waiting { operation, cpu, limited, .. } = &waiting;
             let subject: Box<dyn Subject> = match operation {
                 Operation::Conv(problem, pass) => Box::new(self.subject(&known, problem, *pass, cpu)),
