@@ -15,7 +15,7 @@ fuzz_target!(|input: (bool, &[u8])| {
     let place = folder().join("caches");
     let _ = fs::remove_dir_all(&place);
     fs::create_dir(&place).expect("a folder");
-    let [first, second] = ["first", "second"].map(|name| Cache::new(place.join(name), Isa::Portable));
+    let [first, second] = ["first", "second"].map(|name| Cache::new(place.join(name), Isa::PORTABLE));
     if import {
         if let Err(error) = first.import(&file("import.json", bytes)) {
             check_said(error);
@@ -42,7 +42,7 @@ fuzz_target!(|input: (bool, &[u8])| {
     if import {
         let export = folder().join("export.json");
         let count = first.export(&export).expect("it can be written");
-        let third = Cache::new(place.join("third"), Isa::Portable);
+        let third = Cache::new(place.join("third"), Isa::PORTABLE);
         assert_eq!(third.import(&export).expect("an export is sound"), [count, 0]);
         assert_eq!(sound(&third), records);
     }

@@ -1,8 +1,8 @@
 //! Activations, the sum with an activation, and dropout, each with its backward pass.
 
-use crate::cpu::multiversion;
 use crate::elementwise::{chunks, chunks_mut};
 use crate::error::{check_len, invalid};
+use crate::isa::multiversion;
 use crate::pointwise::formulas::Formula;
 use crate::pointwise::{Pointwise, Saves};
 use crate::profile::span;
@@ -508,7 +508,7 @@ mod tests {
         let (mut y, mut again) = (vec![f32::NAN; x.len()], vec![f32::NAN; x.len()]);
         for p in [0.0, 0.1, 0.5, 0.9] {
             dropout(&Cpu::single(), &x, p, 7, &mut y).unwrap();
-            dropout(&Cpu::new(3).unwrap().with_isa(crate::Isa::Portable).unwrap(), &x, p, 7, &mut again)
+            dropout(&Cpu::new(3).unwrap().with_isa(crate::Isa::PORTABLE).unwrap(), &x, p, 7, &mut again)
                 .unwrap();
             assert_eq!(y, again);
             let kept = y.iter().filter(|&&y| y != 0.0).count() as f64 / x.len() as f64;

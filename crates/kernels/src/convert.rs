@@ -1,8 +1,8 @@
 //! Conversion between the types that tensors store.
 
-use crate::cpu::multiversion;
 use crate::elementwise::{chunks, chunks_mut};
 use crate::error::check_len;
+use crate::isa::multiversion;
 use crate::profile::span;
 use crate::{Cpu, DType, Result, Stored};
 

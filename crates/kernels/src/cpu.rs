@@ -1,88 +1,9 @@
 //! How kernels may use the processor: a thread budget and an instruction set, both explicit.
 
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::team::Team;
-use crate::{Error, Result, simd};
-
-/// An instruction set that kernels are compiled for; the best one the CPU has is found at run time.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-#[non_exhaustive]
-pub enum Isa {
-    /// The instructions that every CPU of the target has.
-    Portable,
-    /// x86-64-v3: AVX2, FMA, BMI1, BMI2, LZCNT and all earlier extensions.
-    Avx2,
-    /// x86-64-v4: x86-64-v3 and AVX-512 F, BW, CD, DQ and VL.
-    Avx512,
-}
-
-/// Names of CPU features, each with the function that tells whether this CPU has it.
-#[cfg(target_arch = "x86_64")]
-type Features = &'static [(&'static str, fn() -> bool)];
-
-#[cfg(target_arch = "x86_64")]
-macro_rules! features {
-    ($($feature:tt)*) => { &[$(($feature, || is_x86_feature_detected!($feature))),*] };
-}
-
-/// The features that [`Isa::Avx2`] requires: all that pulp's `V3` needs. The `gemm` crate and [`multiversion`] need fewer.
-#[cfg(target_arch = "x86_64")]
-const V3: Features = features!(
-    "sse" "sse2" "fxsr" "sse3" "ssse3" "sse4.1" "sse4.2" "popcnt" "avx" "avx2" "bmi1" "bmi2" "fma" "lzcnt"
-);
-
-/// The features that [`Isa::Avx512`] requires in addition, for pulp's `V4`.
-#[cfg(target_arch = "x86_64")]
-const V4: Features = features!("avx512f" "avx512bw" "avx512cd" "avx512dq" "avx512vl");
-
-impl Isa {
-    /// The best instruction set of this CPU.
-    pub fn detect() -> Isa {
-        *Isa::found().last().expect("the portable path is always there")
-    }
-
-    /// Every instruction set that this CPU can run, worst first.
-    pub fn available() -> Vec<Isa> {
-        Isa::found().to_vec()
-    }
-
-    fn found() -> &'static [Isa] {
-        static FOUND: LazyLock<Vec<Isa>> = LazyLock::new(|| {
-            #[cfg(target_arch = "x86_64")]
-            let found = Isa::among(|_, has| has());
-            #[cfg(not(target_arch = "x86_64"))]
-            let found = vec![Isa::Portable];
-            // Ask pulp too: another version of it may need more features than these lists.
-            found.into_iter().filter(|&isa| simd::has(isa)).collect()
-        });
-        &FOUND
-    }
-
-    /// The instruction sets of a CPU whose features are those that `has` accepts.
-    #[cfg(target_arch = "x86_64")]
-    fn among(has: impl Fn(&str, fn() -> bool) -> bool) -> Vec<Isa> {
-        let all = |features: Features| features.iter().all(|&(name, look)| has(name, look));
-        let mut found = vec![Isa::Portable];
-        if all(V3) {
-            found.push(Isa::Avx2);
-            if all(V4) {
-                found.push(Isa::Avx512);
-            }
-        }
-        found
-    }
-}
-
-impl std::fmt::Display for Isa {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
-            Isa::Portable => "portable",
-            Isa::Avx2 => "AVX2",
-            Isa::Avx512 => "AVX-512",
-        })
-    }
-}
+use crate::{Error, Isa, Result};
 
 /// A thread budget and an instruction set, given to every kernel.
 ///
@@ -258,48 +179,6 @@ impl std::fmt::Debug for Cpu {
     }
 }
 
-/// Defines functions whose body is compiled once per instruction set and chosen by their first argument, a [`Cpu`].
-///
-/// Bodies must be plain loops over slices: the compiler vectorises each copy for its instruction set. Functions that they
-/// call must be `#[inline(always)]`, or they are compiled for the portable set only. The first type parameter, if there is one,
-/// is the type of the elements; those that are not [`crate::Stored::AVX512`] get no copy for that instruction set.
-macro_rules! multiversion {
-    (@avx512) => { true };
-    (@avx512 $element:ident $(, $other:ident)*) => { <$element as $crate::Stored>::AVX512 };
-    ($($(#[$meta:meta])* $vis:vis fn $name:ident <$($generic:ident : $bound:path),*> ($($arg:ident : $type:ty),* $(,)?)
-       $(-> $ret:ty)? $body:block)*) => {$(
-        $(#[$meta])*
-        $vis fn $name<$($generic: $bound),*>(cpu: &$crate::Cpu, $($arg: $type),*) $(-> $ret)? {
-            #[inline(always)]
-            fn body<$($generic: $bound),*>($($arg: $type),*) $(-> $ret)? $body
-
-            #[cfg(target_arch = "x86_64")]
-            {
-                #[target_feature(enable = "avx2,fma")]
-                fn avx2<$($generic: $bound),*>($($arg: $type),*) $(-> $ret)? { body($($arg),*) }
-
-                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
-                fn avx512<$($generic: $bound),*>($($arg: $type),*) $(-> $ret)? { body($($arg),*) }
-
-                match cpu.isa() {
-                    $crate::Isa::Avx512 if const { $crate::cpu::multiversion!(@avx512 $($generic),*) } => {
-                        // SAFETY: a `Cpu` holds `Avx512` only after `Isa::found` has seen the features of `V3` and `V4` on this
-                        // machine, and `avx512` is compiled for some of those.
-                        return unsafe { avx512($($arg),*) };
-                    }
-                    // SAFETY: a `Cpu` holds `Avx2` or `Avx512` only after `Isa::found` has seen the features of `V3` on this
-                    // machine, and `avx2` is compiled for two of them.
-                    $crate::Isa::Avx512 | $crate::Isa::Avx2 => return unsafe { avx2($($arg),*) },
-                    $crate::Isa::Portable => {}
-                }
-            }
-            let _ = cpu;
-            body($($arg),*)
-        }
-    )*};
-}
-pub(crate) use multiversion;
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -324,7 +203,7 @@ mod tests {
             assert_eq!(dry, cpu);
             assert!(dry.is_dry() && !cpu.is_dry() && !dry.running().is_dry());
             for dry in
-                [dry.one_thread(), dry.calling_thread(), dry.clone().with_isa(Isa::Portable).unwrap(), dry]
+                [dry.one_thread(), dry.calling_thread(), dry.clone().with_isa(Isa::PORTABLE).unwrap(), dry]
             {
                 dry.for_each(usize::MAX, 0..10, |item: usize| panic!("{item} ran"));
                 dry.for_each_with(0, 0..2, 0..10, |_, item: usize| panic!("{item} ran"));
@@ -335,37 +214,8 @@ mod tests {
     #[test]
     fn refuses_no_threads_and_a_foreign_instruction_set() {
         assert!(Cpu::new(0).unwrap_err().to_string().contains("not 0"));
-        for isa in [Isa::Portable, Isa::Avx2, Isa::Avx512] {
+        for isa in Isa::ALL {
             assert_eq!(Cpu::single().with_isa(isa).is_ok(), Isa::available().contains(&isa));
         }
-    }
-
-    /// The names in pulp's feature lists. If a later version of pulp adds a feature, this does not compile.
-    #[cfg(target_arch = "x86_64")]
-    macro_rules! names {
-        ($level:ident: $($field:ident)*) => {{
-            fn _all(level: pulp::x86::$level) {
-                let pulp::x86::$level { $($field: _),* } = level;
-            }
-            [$(stringify!($field).replace("sse4_", "sse4.")),*]
-        }};
-    }
-
-    #[test]
-    #[cfg(target_arch = "x86_64")]
-    fn an_instruction_set_asks_for_all_that_its_vectors_need() {
-        let v3 = names!(V3: sse sse2 fxsr sse3 ssse3 sse4_1 sse4_2 popcnt avx avx2 bmi1 bmi2 fma lzcnt);
-        let v4 = names!(V4: sse sse2 fxsr sse3 ssse3 sse4_1 sse4_2 popcnt avx avx2 bmi1 bmi2 fma lzcnt
-                            avx512f avx512bw avx512cd avx512dq avx512vl);
-        assert_eq!(Isa::among(|_, _| true), [Isa::Portable, Isa::Avx2, Isa::Avx512]);
-        assert_eq!(Isa::among(|_, _| false), [Isa::Portable]);
-        for lacking in &v4 {
-            let expected: &[Isa] =
-                if v3.contains(lacking) { &[Isa::Portable] } else { &[Isa::Portable, Isa::Avx2] };
-            assert_eq!(Isa::among(|name, _| name != lacking), expected, "a CPU without {lacking}");
-        }
-        // The lists ask for no more than pulp: where pulp's vectors run, our kernels do too.
-        assert_eq!(Isa::available().contains(&Isa::Avx2), simd::has(Isa::Avx2));
-        assert_eq!(Isa::available().contains(&Isa::Avx512), simd::has(Isa::Avx512));
     }
 }

@@ -1,8 +1,8 @@
 //! Sums, scalings and biases.
 
 use crate::channels::{Layout, Units, lane_sum};
-use crate::cpu::multiversion;
 use crate::error::check_len;
+use crate::isa::multiversion;
 use crate::memory_format::Extent;
 use crate::profile::span;
 use crate::{Cpu, Element, Result};

@@ -11,8 +11,8 @@
 use crate::batch_norm::{
     self, Activation, BackwardSums, EpsPlace, Normalization, backward_reduce, check_eps,
 };
-use crate::cpu::multiversion;
 use crate::error::{check_len, invalid};
+use crate::isa::multiversion;
 use crate::memory_format::{Extent, MemoryFormat};
 use crate::{Cpu, Element, Result};
 

@@ -12,9 +12,9 @@ use std::borrow::Cow;
 use std::ops::Range;
 
 use crate::channels::{LANES, halved};
-use crate::cpu::multiversion;
 use crate::error::{check_len, invalid};
 use crate::group_norm::{Affine, AffineGradients, parts_of};
+use crate::isa::multiversion;
 use crate::profile::span;
 use crate::{Cpu, Element, Result};
 

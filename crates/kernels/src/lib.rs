@@ -27,6 +27,7 @@ mod element;
 mod error;
 #[cfg(not(test))]
 mod instances;
+mod isa;
 mod random;
 mod scratch;
 mod separable;
@@ -68,12 +69,13 @@ pub mod tune;
 pub mod upsample;
 pub mod value_loss;
 
-pub use cpu::{Cpu, Isa};
+pub use cpu::Cpu;
 pub use device::{Device, DeviceOptions, Recomputed};
 pub use element::{DType, Element, Stored};
 pub use error::{Error, Result};
 /// The 16-bit element types.
 pub use half::{bf16, f16};
+pub use isa::Isa;
 pub use memory::Buffer;
 pub use memory_format::MemoryFormat;
 #[doc(hidden)]

@@ -20,7 +20,7 @@ const FEWEST: usize = 5;
 /// The peak number of f32 operations that `cpu` does in a second, measured with vector multiply-adds in registers. Kernels
 /// can only come near it. For f64 it is half of this.
 pub fn peak_flops(cpu: &Cpu) -> f64 {
-    let work = (2 * CHAINS * ROUND * simd::lanes(cpu.isa()) * cpu.threads()) as f64;
+    let work = (2 * CHAINS * ROUND * cpu.isa().lanes() * cpu.threads()) as f64;
     work / shortest(|| cpu.for_each(usize::MAX, 0..cpu.threads(), |_| simd::run(cpu.isa(), MultiplyAdds)))
 }
 

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::cpu::multiversion;
+use crate::isa::multiversion;
 use crate::elementwise::{chunks, chunks_mut};
 use crate::error::{check_len, invalid};
 use crate::profile::span;

@@ -3,8 +3,8 @@
 //! K. He, X. Zhang, S. Ren, J. Sun, "Delving deep into rectifiers", 2015.
 
 use crate::channels::{LANES, Layout, Units};
-use crate::cpu::multiversion;
 use crate::error::{check_len, invalid};
+use crate::isa::multiversion;
 use crate::memory_format::Extent;
 use crate::profile::span;
 use crate::{Cpu, Element, MemoryFormat, Result};

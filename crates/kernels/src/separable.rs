@@ -3,7 +3,7 @@
 //! A row of outputs is a weighted sum of rows of inputs, which is then gathered along the width. Gradients gather too, from the
 //! transposed lists, instead of scattering: so no two tasks write the same place, and no sum depends on the number of threads.
 
-use crate::cpu::multiversion;
+use crate::isa::multiversion;
 use crate::{Cpu, Element, MemoryFormat};
 
 /// The sizes of a map from planes (or, with more than one lane, images) to planes.

@@ -6,13 +6,9 @@ use pulp::WithSimd;
 
 use crate::Isa;
 
-/// Floats in one vector.
-pub(crate) fn lanes(isa: Isa) -> usize {
-    match isa {
-        Isa::Avx512 => 16,
-        Isa::Avx2 => 8,
-        Isa::Portable => 1,
-    }
+/// Vectors of S that registers hold, as [`Isa::registers`] says.
+pub(crate) const fn registers<S: pulp::Simd>() -> usize {
+    if S::IS_SCALAR { 8 } else { S::REGISTER_COUNT }
 }
 
 /// `[value(0), value(1), ...]`, as [`std::array::from_fn`] and `map` of an array make it. Those two can be interrupted by a panic
@@ -29,7 +25,7 @@ pub(crate) fn array<T: Copy, const N: usize>(mut value: impl FnMut(usize) -> T) 
     unsafe { (&raw const values).cast::<[T; N]>().read() }
 }
 
-/// Runs `op` with the vectors of `isa`, which have [`lanes`] floats.
+/// Runs `op` with the vectors of `isa`, which have [`Isa::lanes`] floats.
 ///
 /// # Panics
 /// If this machine lacks `isa`; no [`crate::Cpu`] holds such an instruction set. It does not fall back to other vectors,
@@ -37,19 +33,18 @@ pub(crate) fn array<T: Copy, const N: usize>(mut value: impl FnMut(usize) -> T) 
 #[inline]
 pub(crate) fn run<O: WithSimd>(isa: Isa, op: O) -> O::Output {
     match isa {
+        Isa::PORTABLE => op.with_simd(pulp::Scalar::new()),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => match pulp::x86::V4::try_new() {
+        Isa::AVX512 => match pulp::x86::V4::try_new() {
             Some(simd) => pulp::Simd::vectorize(simd, op),
             None => lacking(isa),
         },
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => match pulp::x86::V3::try_new() {
+        Isa::AVX2 => match pulp::x86::V3::try_new() {
             Some(simd) => pulp::Simd::vectorize(simd, op),
             None => lacking(isa),
         },
-        #[cfg(not(target_arch = "x86_64"))]
-        Isa::Avx512 | Isa::Avx2 => lacking(isa),
-        Isa::Portable => op.with_simd(pulp::Scalar::new()),
+        _ => lacking(isa),
     }
 }
 
@@ -61,12 +56,11 @@ fn lacking(isa: Isa) -> ! {
 /// Whether [`run`] finds the vectors of `isa`.
 pub(crate) fn has(isa: Isa) -> bool {
     match isa {
-        Isa::Portable => true,
+        Isa::PORTABLE => true,
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => pulp::x86::V3::try_new().is_some(),
+        Isa::AVX2 => pulp::x86::V3::try_new().is_some(),
         #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => pulp::x86::V4::try_new().is_some(),
-        #[cfg(not(target_arch = "x86_64"))]
+        Isa::AVX512 => pulp::x86::V4::try_new().is_some(),
         _ => false,
     }
 }
@@ -75,27 +69,24 @@ pub(crate) fn has(isa: Isa) -> bool {
 mod tests {
     use super::*;
 
-    /// Returns the lanes of the vectors that it is run with.
-    struct Lanes;
+    /// Returns lanes and registers of the vectors that it is run with.
+    struct Sizes;
 
-    impl WithSimd for Lanes {
-        type Output = usize;
+    impl WithSimd for Sizes {
+        type Output = [usize; 2];
 
-        fn with_simd<S: pulp::Simd>(self, _: S) -> usize {
-            S::F32_LANES
+        fn with_simd<S: pulp::Simd>(self, _: S) -> [usize; 2] {
+            [S::F32_LANES, registers::<S>()]
         }
     }
 
     #[test]
-    fn code_runs_with_as_many_lanes_as_are_told_or_not_at_all() {
-        for isa in [Isa::Portable, Isa::Avx2, Isa::Avx512] {
+    fn code_runs_with_the_vectors_that_the_table_tells_or_not_at_all() {
+        for isa in Isa::ALL {
             if Isa::available().contains(&isa) {
-                assert_eq!(run(isa, Lanes), lanes(isa), "{isa}");
-            } else {
-                assert!(!has(isa) || isa > Isa::detect(), "{isa}");
-            }
-            if !has(isa) {
-                let refusal = std::panic::catch_unwind(|| run(isa, Lanes)).expect_err("no scalar code");
+                assert_eq!(run(isa, Sizes), [isa.lanes(), isa.registers()], "{isa}");
+            } else if !has(isa) {
+                let refusal = std::panic::catch_unwind(|| run(isa, Sizes)).expect_err("no scalar code");
                 assert!(refusal.downcast_ref::<String>().unwrap().contains(&isa.to_string()));
             }
         }

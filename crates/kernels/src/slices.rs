@@ -8,8 +8,8 @@
 use std::ops::Range;
 
 use crate::conv::ConvAxis;
-use crate::cpu::multiversion;
 use crate::error::{check_len, invalid};
+use crate::isa::multiversion;
 use crate::memory_format::check_shape;
 use crate::profile::span;
 use crate::{Cpu, Element, Result};

@@ -1,7 +1,7 @@
 //! Softmax and log-softmax over the channels, or what [`Extent::along`] puts in their place; each with its backward pass.
 
 use crate::channels::{LANES, lane_sum};
-use crate::cpu::multiversion;
+use crate::isa::multiversion;
 use crate::memory_format::Extent;
 use crate::profile::span;
 use crate::transpose::transpose;

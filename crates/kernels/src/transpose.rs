@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::cpu::multiversion;
+use crate::isa::multiversion;
 use crate::{Cpu, Stored};
 
 /// Writes the `rows` x `columns` matrix `from` transposed into `to`.
@@ -40,7 +40,7 @@ multiversion! {
 fn in_registers<T: Stored>(cpu: &Cpu, [rows, columns]: [usize; 2], from: &[T], to: &mut [T]) -> [usize; 2] {
     #[cfg(target_arch = "x86_64")]
     if size_of::<T>() == 4
-        && cpu.isa() != crate::Isa::Portable
+        && cpu.isa() != crate::Isa::PORTABLE
         && let Some(simd) = pulp::x86::V3::try_new()
     {
         let (from, to) = (bytemuck::cast_slice(from), bytemuck::cast_slice_mut(to));

@@ -10,8 +10,8 @@ use bytemuck::allocation::try_zeroed_vec;
 use convoke_memory::{OutOfMemory, attempt};
 
 use super::{BackwardSums, Coefficients, Moments, Normalization, Walk, merge_moments};
-use crate::cpu::multiversion;
 use crate::error::{check_len, invalid};
+use crate::isa::multiversion;
 use crate::memory_format::Extent;
 use crate::profile::span;
 use crate::{Cpu, Element, MemoryFormat, Result};

@@ -7,7 +7,7 @@ use super::parts::{Pair, Part, Totals, moments, pilot, pilot_places};
 use super::{BackwardSums, Moments};
 use crate::activation::{Activate, with_act};
 use crate::channels::{LANES, halved};
-use crate::cpu::multiversion;
+use crate::isa::multiversion;
 use crate::memory_format::Extent;
 use crate::shared::Shared;
 use crate::stream::{self, Streaming};

@@ -3,7 +3,7 @@
 use super::coefficients::{Channel, Coefficients, Map};
 use super::parts::{Part, Totals, moments, pilot, pilot_places};
 use crate::activation::{Activate, with_act};
-use crate::cpu::multiversion;
+use crate::isa::multiversion;
 use crate::memory::AlignedVec;
 use crate::memory_format::Extent;
 use crate::stream::{self, Streaming};

@@ -187,7 +187,7 @@ impl Cost {
 
     /// Operations that one thread can do in `cycles`, at two vector multiply-adds a cycle.
     pub(crate) fn flops_of(cycles: f64, cpu: &Cpu) -> f64 {
-        cycles * 4.0 * crate::simd::lanes(cpu.isa()) as f64
+        cycles * 4.0 * cpu.isa().lanes() as f64
     }
 
     /// Seconds on a nominal machine: 3 GHz, two vector multiply-adds a cycle and 12 GB/s a thread.

@@ -9,9 +9,9 @@ use serde::{Deserialize, Serialize};
 
 use formulas::Formula;
 
-use crate::cpu::multiversion;
 use crate::elementwise::{chunks, chunks_mut};
 use crate::error::{check_len, invalid};
+use crate::isa::multiversion;
 use crate::profile::span;
 use crate::{Cpu, Element, Result};
 

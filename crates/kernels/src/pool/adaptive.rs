@@ -2,8 +2,8 @@
 
 use super::global::{global_average_pool, global_average_pool_backward};
 use crate::channels::LANES;
-use crate::cpu::multiversion;
 use crate::error::{check_len, invalid};
+use crate::isa::multiversion;
 use crate::memory_format::{Extent, MemoryFormat, check_shape};
 use crate::separable::{self, Lists, Sizes};
 use crate::{Cpu, Element, Result};

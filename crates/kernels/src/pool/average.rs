@@ -3,8 +3,8 @@
 use super::PoolProblem;
 use super::runs::{span, strided};
 use crate::conv::ConvAxis;
-use crate::cpu::multiversion;
 use crate::error::invalid;
+use crate::isa::multiversion;
 use crate::{Cpu, Element, Result};
 
 /// What the sum over a window is divided by.

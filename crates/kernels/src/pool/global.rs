@@ -1,8 +1,8 @@
 //! The mean of each channel of each image, with its backward pass, in one pass over memory in both formats.
 
 use crate::channels::{LANES, halved};
-use crate::cpu::multiversion;
 use crate::error::{check_len, invalid};
+use crate::isa::multiversion;
 use crate::memory_format::{Extent, MemoryFormat};
 use crate::{Cpu, Element, Result};
 

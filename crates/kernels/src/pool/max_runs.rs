@@ -3,7 +3,7 @@
 use super::runs::{span, strided};
 use super::{PoolProblem, WindowIndex};
 use crate::conv::ConvAxis;
-use crate::cpu::multiversion;
+use crate::isa::multiversion;
 use crate::{Cpu, Element};
 
 impl PoolProblem {

@@ -6,7 +6,7 @@
 use super::runs::span;
 use super::{PoolProblem, WindowIndex};
 use crate::conv::ConvAxis;
-use crate::cpu::multiversion;
+use crate::isa::multiversion;
 use crate::memory_format::MemoryFormat;
 use crate::{Cpu, Element, simd};
 

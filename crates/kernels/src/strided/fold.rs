@@ -3,7 +3,7 @@
 use super::map::{OfBlock, map_block};
 use super::{BLOCK, Block, Cut, Gathered, Level, Map, OPERANDS, TASK, Walk};
 use crate::channels::LANES;
-use crate::cpu::multiversion;
+use crate::isa::multiversion;
 use crate::profile::span;
 use crate::{Cpu, Element, Result};
 

@@ -1,7 +1,7 @@
 //! Functions of one to three elements, and the walk that writes them.
 
 use super::{Block, Cut, Gathered, Walk, gathered};
-use crate::cpu::multiversion;
+use crate::isa::multiversion;
 use crate::profile::span;
 use crate::{Cpu, Element, Result};
 

@@ -87,8 +87,7 @@ struct Exported {
 /// The kind of machine whose times may be compared: version of this library, CPU model, instruction set.
 pub fn scope(isa: Isa) -> String {
     let version = concat!(env!("CARGO_PKG_VERSION_MAJOR"), ".", env!("CARGO_PKG_VERSION_MINOR"));
-    let isa: String = isa.to_string().to_lowercase().split('-').collect();
-    format!("convoke-{version}_{}_{isa}", cpu_model())
+    format!("convoke-{version}_{}_{}", cpu_model(), isa.scope())
 }
 
 /// Brand, family, model and stepping, as a file name can hold them.
@@ -344,7 +343,7 @@ mod tests {
     #[test]
     fn names_of_machines_and_files() {
         assert_eq!(slug("AMD EPYC(TM) 9V74  80-Core"), "amd-epyc-tm-9v74-80-core");
-        let own = scope(Isa::Avx512);
+        let own = scope(Isa::AVX512);
         assert!(is_safe_name(&own) && own.ends_with("_avx512"), "{own}");
         for bad in ["", ".", "..", "a/b", "a\\b", ".hidden", "a\0", "ä"] {
             assert!(!is_safe_name(bad), "{bad:?}");

@@ -128,7 +128,7 @@ mod tests {
         };
         let problem: ConvProblem = "mb1ic5ih9oc6kh3ph1".parse().unwrap();
         Waiting {
-            place: (key, Isa::Portable),
+            place: (key, Isa::PORTABLE),
             operation: Operation::Conv(problem, Pass::Forward),
             cpu: Cpu::single(),
             limited,

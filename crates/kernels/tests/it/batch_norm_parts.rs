@@ -15,7 +15,7 @@ const EPS: f64 = 1e-5;
 /// One and three threads, with the portable instruction set and with the best one.
 fn some_cpus() -> Vec<Cpu> {
     let best = Isa::detect();
-    let wanted = |cpu: &&Cpu| [1, 3].contains(&cpu.threads()) && [Isa::Portable, best].contains(&cpu.isa());
+    let wanted = |cpu: &&Cpu| [1, 3].contains(&cpu.threads()) && [Isa::PORTABLE, best].contains(&cpu.isa());
     cpus().iter().filter(wanted).cloned().collect()
 }
 

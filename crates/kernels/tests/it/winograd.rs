@@ -31,7 +31,7 @@ fn check<'a>(problem: &ConvProblem, seed: u64, cpus: impl Iterator<Item = &'a Cp
 /// chunks of tiles.
 #[test]
 fn agrees_with_the_reference_on_many_channels() {
-    let all = || cpus().iter().filter(|cpu| cpu.isa() != Isa::Portable || cpu.threads() == 3);
+    let all = || cpus().iter().filter(|cpu| cpu.isa() != Isa::PORTABLE || cpu.threads() == 3);
     for problem in ["mb8ic130ih12oc140kh3ph1", "mb3ic260ih14iw13oc70kh3ph1", "mb1ic70ih5oc65kh3ph1"] {
         check(&problem.parse().expect("a valid problem"), 3, all());
     }

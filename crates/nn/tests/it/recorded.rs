@@ -84,7 +84,7 @@ const RECORDED: [Recorded; 8] = [
 
 fn steps(recorded: &Recorded) -> ([f64; 4], [usize; 2]) {
     // The set of instructions and the number of threads are told, as they decide the order of sums.
-    let cpu = Cpu::single().with_isa(Isa::Avx2).unwrap();
+    let cpu = Cpu::single().with_isa(Isa::AVX2).unwrap();
     let device = Device::new(DeviceOptions { poison: true, ..DeviceOptions::new(cpu) });
     let model = spec(recorded.model);
     let info = DatasetInfo::of_noise("noise", recorded.image, model.classes().min(10), model.targets());
@@ -101,12 +101,12 @@ fn steps(recorded: &Recorded) -> ([f64; 4], [usize; 2]) {
 
 #[test]
 fn losses_and_bytes_are_those_of_before() {
-    if !Isa::available().contains(&Isa::Avx2) {
+    if !Isa::available().contains(&Isa::AVX2) {
         println!("not tested: the losses were recorded with AVX2, which this CPU does not have");
         return;
     }
     // Matrices are multiplied by a library that chooses its own instructions.
-    let same_bits = Isa::detect() == Isa::Avx512;
+    let same_bits = Isa::detect() == Isa::AVX512;
     let mut failures = Failures::new("recorded runs");
     for recorded in &RECORDED {
         let (losses, bytes) = steps(recorded);

@@ -4,6 +4,7 @@ use pulp::{MemMask, Simd};
 
 use super::gather::{Gather, Phase, Tap};
 use crate::simd;
+use crate::simd::registers;
 use crate::stream::prefetch_to_l2;
 
 /// Output pixels that share the loads of weights and inputs.
@@ -116,7 +117,7 @@ pub(super) unsafe fn each_block<S: Simd, K: BlockKernel>(
     let output_step = width.phases.len() * channels;
     let line = Line { phase, rows, columns, channels, source: width.source, scale: width.scale, output_step };
     line.check_interior();
-    let count = line.neighbours(if S::F32_LANES == 16 { usize::MAX } else { K::MOST_TAPS });
+    let count = line.neighbours(if registers::<S>() >= 32 { usize::MAX } else { K::MOST_TAPS });
     let row = Row { line, zeros, ahead: [Some(below), next] };
     // SAFETY: where there are TAPS columns, they are neighbours, and INPUTS is what they read at this scale. `check_interior`
     // has checked that the outputs of the interior read inside the row through every tap. The slices of `kernel` are as the

@@ -29,7 +29,7 @@ impl PlaneWeights {
         [_, channels]: [usize; 2],
         cpu: &Cpu,
     ) -> Result<PlaneWeights, NotApplicable> {
-        let lanes = simd::lanes(cpu.isa());
+        let lanes = cpu.isa().lanes();
         let padded = Padded::new(&gather, lanes)?;
         let share = channels.div_ceil(cpu.threads());
         Ok(PlaneWeights { gather, padded, channels, share, workers: channels.div_ceil(share), lanes })

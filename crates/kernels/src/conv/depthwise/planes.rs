@@ -26,7 +26,7 @@ impl Planes {
         [batch, channels]: [usize; 2],
         cpu: &Cpu,
     ) -> Result<Planes, NotApplicable> {
-        let lanes = simd::lanes(cpu.isa());
+        let lanes = cpu.isa().lanes();
         let padded = Padded::new(&gather, lanes)?;
         let planes = (batch * channels).div_ceil(cpu.threads());
         let workers = (batch * channels).div_ceil(planes);

@@ -12,6 +12,7 @@ use crate::conv::even::even_parts;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::{ConvAxis, ConvProblem, Pass};
 use crate::conv::workspace::{LINE, aligned};
+use crate::simd::registers;
 use crate::stream::{self, Streaming};
 use crate::{Cpu, Isa, simd};
 
@@ -116,10 +117,10 @@ impl Correlate {
         let few_taps = pass == Pass::BackwardData && [problem.height.stride, problem.width.stride] != [1, 1];
         let joined = joined(cpu.isa(), problem.groups, across, few_taps);
         let isa = fitting(cpu.isa(), across * joined);
-        let lanes = simd::lanes(isa);
+        let (lanes, most_vectors) = (isa.lanes(), most_vectors(isa.registers()));
         let panels = match pass {
-            Pass::Forward => Panels::of_outputs(problem, lanes, most_vectors(lanes)),
-            _ => Panels::of_inputs(problem, lanes, most_vectors(lanes)),
+            Pass::Forward => Panels::of_outputs(problem, lanes, most_vectors),
+            _ => Panels::of_inputs(problem, lanes, most_vectors),
         };
         let panels = panels.joining(joined);
         let problem = &problem.with_groups(problem.groups / joined);
@@ -224,7 +225,7 @@ impl WithSimd for Task<'_> {
         let c = self.correlate;
         let streaming = self.streams.then(Streaming::begin);
         let run = self.first..self.first + self.target.len() / c.target_channels;
-        let most = most_rows(S::F32_LANES, c.panels.most_vectors());
+        let most = most_rows(registers::<S>(), c.panels.most_vectors());
         let lattice = |rows, columns| {
             let lattice = Lattice { rows, columns, target: c.target, kernel_columns: c.kernel_columns };
             let pixels = lattice.pixels(run.clone());
@@ -446,13 +447,13 @@ unsafe fn add_products<S: Simd, const P: usize, const V: usize>(
     unsafe {
         // With one vector, there are too many source addresses to stay in registers. So each address that is loaded serves
         // several channels, as many as there are registers for weights.
-        if const { V == 1 && S::F32_LANES == 16 } {
+        if const { V == 1 && registers::<S>() >= 32 } {
             while c + 4 <= depth {
                 add_turn::<S, P, V, 4>(simd, sums, factors, c);
                 c += 4;
             }
         }
-        if const { V == 1 && S::F32_LANES < 16 } {
+        if const { V == 1 && registers::<S>() < 32 } {
             while c + 2 <= depth {
                 add_turn::<S, P, V, 2>(simd, sums, factors, c);
                 c += 2;

@@ -99,7 +99,7 @@ impl ConvAlgorithm for Direct {
 fn cost(problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Cost {
     let (c, k) = (problem.group_in_channels(), problem.group_out_channels());
     let (sum, across) = if pass == Pass::BackwardData { (k, c) } else { (c, k) };
-    let filled = across as f64 / across.next_multiple_of(crate::simd::lanes(cpu.isa())) as f64;
+    let filled = across as f64 / across.next_multiple_of(cpu.isa().lanes()) as f64;
     let sum = sum * registers::joined(cpu.isa(), problem.groups, across, false);
     Cost::direct(problem, 0.85 * filled * sum as f64 / (sum as f64 + 6.0))
 }

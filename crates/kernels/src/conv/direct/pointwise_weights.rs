@@ -53,8 +53,8 @@ impl PointwiseSums {
     pub(super) fn new(problem: &ConvProblem, cpu: &Cpu) -> Self {
         let in_channels = problem.in_channels;
         let isa = fitting(cpu.isa(), in_channels);
-        let lanes = simd::lanes(isa);
-        let vectors = in_channels.div_ceil(lanes).min(most_vectors(lanes));
+        let (lanes, registers) = (isa.lanes(), isa.registers());
+        let vectors = in_channels.div_ceil(lanes).min(most_vectors(registers));
         let width = vectors * lanes;
         let pixels = problem.batch * problem.height.output() * problem.width.output();
         let tile_pixels = pixels.div_ceil(pixels.div_ceil((PANEL_FLOATS / width).min(MOST_PIXELS)));
@@ -68,7 +68,7 @@ impl PointwiseSums {
             out_channels: problem.out_channels,
             tile_pixels,
             width,
-            rows: most_rows(lanes, vectors),
+            rows: most_rows(registers, vectors),
             pixel_parts,
             panel_parts,
             work: problem.flops() as usize,

@@ -2,13 +2,14 @@
 
 use pulp::{MemMask, Simd};
 
+use crate::simd::registers;
 use crate::{Isa, simd};
 
 /// The instruction set to use for `channels` along the lanes. If they fit half an AVX-512 vector, they fit a whole AVX2
 /// vector, and a CPU executes as many of those per cycle, or twice as many.
 pub(super) fn fitting(isa: Isa, channels: usize) -> Isa {
     match isa {
-        Isa::Avx512 if channels <= simd::lanes(Isa::Avx2) => Isa::Avx2,
+        Isa::AVX512 if channels <= Isa::AVX2.lanes() => Isa::AVX2,
         isa => isa,
     }
 }
@@ -19,8 +20,7 @@ pub(super) fn fitting(isa: Isa, channels: usize) -> Isa {
 /// If `wide`, groups fill an AVX-512 vector, with twice the products: for groups of 8 channels, which fill an AVX2 vector,
 /// that rarely pays.
 pub(super) fn joined(isa: Isa, groups: usize, channels: usize, wide: bool) -> usize {
-    let lanes = simd::lanes(isa);
-    let lanes = if wide { lanes } else { lanes.min(simd::lanes(Isa::Avx2)) };
+    let lanes = if wide { isa.lanes() } else { isa.lanes().min(Isa::AVX2.lanes()) };
     (1..=lanes / channels).rev().find(|&joined| groups.is_multiple_of(joined)).unwrap_or(1)
 }
 
@@ -28,18 +28,18 @@ pub(super) fn joined(isa: Isa, groups: usize, channels: usize, wide: bool) -> us
 ///
 /// Of the blocks that fill the registers, those nearest to a square need the fewest loads per product. Also, a few rows do
 /// not evict each other from the L1 cache if they lie a power of two apart.
-pub(super) const fn most_vectors(lanes: usize) -> usize {
-    if lanes == 16 { 4 } else { 2 }
+pub(super) const fn most_vectors(registers: usize) -> usize {
+    if registers >= 32 { 4 } else { 2 }
 }
 
 /// The most rows of a register block of `vectors` columns: some registers must be left for the operands.
-pub(super) const fn most_rows(lanes: usize, vectors: usize) -> usize {
-    match (lanes, vectors) {
-        (16, 3..) => 6,
-        (16, 1) => 16,
-        (16, _) => 14,
-        (8, 1) => 12,
-        (8, _) => 6,
+pub(super) const fn most_rows(registers: usize, vectors: usize) -> usize {
+    match (registers, vectors) {
+        (32.., 3..) => 6,
+        (32.., 1) => 16,
+        (32.., _) => 14,
+        (16.., 1) => 12,
+        (16.., _) => 6,
         _ => 4,
     }
 }
@@ -128,5 +128,5 @@ pub(super) use by_block;
 
 /// Whether a block fits the registers.
 pub(super) const fn fits<S: Simd>(rows: usize, vectors: usize) -> bool {
-    vectors <= most_vectors(S::F32_LANES) && rows <= most_rows(S::F32_LANES, vectors)
+    vectors <= most_vectors(registers::<S>()) && rows <= most_rows(registers::<S>(), vectors)
 }

@@ -12,6 +12,7 @@ use crate::conv::even::even_parts;
 use crate::conv::plan::ConvKernel;
 use crate::conv::problem::ConvProblem;
 use crate::conv::workspace::{LINE, aligned};
+use crate::simd::registers;
 use crate::stream;
 use crate::{Cpu, Isa, simd};
 
@@ -65,7 +66,7 @@ impl WeightSums {
         let across = problem.group_out_channels();
         let joined = joined(cpu.isa(), problem.groups, across, false);
         let isa = fitting(cpu.isa(), across * joined);
-        let panels = Panels::of_outputs(problem, simd::lanes(isa), MOST_VECTORS).joining(joined);
+        let panels = Panels::of_outputs(problem, isa.lanes(), MOST_VECTORS).joining(joined);
         let problem = &problem.with_groups(panels.groups);
         let axes = [&problem.height, &problem.width];
         let output = axes.map(|axis| axis.output());
@@ -200,7 +201,7 @@ impl WithSimd for Task<'_> {
                     let channel = panel.group * panels.width + panel.first;
                     pack_gradients(simd, dy, all.out_channels, [channel, ahead], panel, gradients);
                     let sums = &mut self.sums[panels.offset(index) - start..panels.offset(index + 1) - start];
-                    for channels in even_parts(panels.depth, most_rows(S::F32_LANES, panel.vectors)) {
+                    for channels in even_parts(panels.depth, most_rows(registers::<S>(), panel.vectors)) {
                         let channel = places.group(panel.group - first) + channels.start;
                         let rows = channels.len();
                         let sums = sums.chunks_exact_mut(panels.depth * width);

@@ -40,7 +40,7 @@ impl Images {
     pub(super) fn new(problem: &ConvProblem, pass: Pass, tiling: Tiling, cpu: &Cpu) -> Images {
         let threads = cpu.threads();
         let tiles = tiling.tiles();
-        let lanes = simd::lanes(cpu.isa());
+        let lanes = cpu.isa().lanes();
         let block = (PRODUCTS / (tiling.slots() * 4 * lanes)).clamp(BLOCK / 2, BLOCK);
         let blocks = tiles.div_ceil(block).next_multiple_of(threads).min(tiles);
         Images { problem: *problem, pass, tiling, lanes, threads, blocks }

@@ -72,7 +72,7 @@ impl ConvAlgorithm for Fft {
         if problem.height.kernel * problem.width.kernel == 1 {
             return not("needs a kernel larger than 1x1".into());
         }
-        let lanes = crate::simd::lanes(cpu.isa());
+        let lanes = cpu.isa().lanes();
         let Some(tiling) = Tiling::choose(problem, pass, lanes) else {
             return not(format!("needs a kernel that spans at most {MAX_TILE} points each way"));
         };

@@ -1,5 +1,6 @@
 //! Products of complex matrices, register-blocked: a block of rows times one or two vectors of columns.
 
+use crate::simd::registers;
 use pulp::{Simd, WithSimd};
 
 /// One factor of a product, read along the dimension that is summed over.
@@ -59,7 +60,7 @@ impl WithSimd for Write<'_> {
         assert!((rows - 1) * out_next + vectors * 2 * lanes <= out.len());
         // What lies before these ends is inside as well.
         // Sums of 6 rows take 24 of AVX-512's 32 registers, of 2 rows 8 of 16.
-        let most = if lanes == 16 { 6 } else { 2 };
+        let most = if registers::<S>() >= 32 { 6 } else { 2 };
         let mut vector = 0;
         while vector < vectors {
             let across = (vectors - vector).min(2);

@@ -35,7 +35,7 @@ impl std::ops::Deref for Weights {
 
 impl Weights {
     pub(super) fn new(problem: &ConvProblem, tiling: Tiling, cpu: &Cpu) -> Weights {
-        let (threads, lanes) = (cpu.threads(), simd::lanes(cpu.isa()));
+        let (threads, lanes) = (cpu.threads(), cpu.isa().lanes());
         let mut weights = Weights { problem: *problem, tiling, lanes, threads, pieces: 1 };
         // Long pieces update the sums less often; short ones, 2 to 8 MiB, stay in the caches.
         let per_tile = weights.slots() * 2 * weights.padded().iter().sum::<usize>();

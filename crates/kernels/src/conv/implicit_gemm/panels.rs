@@ -2,6 +2,7 @@
 //!
 //! A panel holds a block of a matrix in the order in which it is summed: `[depth][rows]` or `[depth][columns]`.
 
+use crate::simd::registers;
 use pulp::Simd;
 
 use crate::conv::problem::{ConvAxis, ConvProblem};
@@ -12,10 +13,10 @@ pub(super) const DEPTH: usize = 192;
 pub(super) const COLUMNS: usize = 256;
 
 /// Rows of a panel: with two vectors of columns they give as many sums as registers hold.
-pub(super) const fn rows(lanes: usize) -> usize {
-    match lanes {
-        16 => 12,
-        8 => 6,
+pub(super) const fn rows(registers: usize) -> usize {
+    match registers {
+        32.. => 12,
+        16.. => 6,
         _ => 4,
     }
 }
@@ -145,7 +146,7 @@ pub(super) struct Target<'a> {
 /// The product of a panel of rows `[depth][rows]` and a panel of columns `[depth][2 lanes]`.
 #[inline(always)]
 pub(super) fn product<S: Simd>(simd: S, a: &[f32], b: &[f32], target: Target<'_>) {
-    match rows(S::F32_LANES) {
+    match rows(registers::<S>()) {
         12 => product_of::<S, 12>(simd, a, b, target),
         6 => product_of::<S, 6>(simd, a, b, target),
         _ => product_of::<S, 4>(simd, a, b, target),

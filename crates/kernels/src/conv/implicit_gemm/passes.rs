@@ -1,5 +1,6 @@
 //! The two passes: blocks of panels, and how threads share them.
 
+use crate::simd::registers;
 use pulp::{Simd, WithSimd};
 
 use super::panels::{COLUMNS, Columns, DEPTH, Target, pack_rows, product, rows};
@@ -12,7 +13,7 @@ use crate::simd;
 /// y = W columns, for every image and group.
 pub(super) struct Forward {
     problem: ConvProblem,
-    lanes: usize,
+    registers: usize,
     /// The number of parts of a group's output channels that different threads may take.
     parts: usize,
     workers: usize,
@@ -24,7 +25,7 @@ impl Forward {
         let enough = |parts: &usize| k.is_multiple_of(*parts) && tasks * parts >= cpu.threads();
         let parts = (1..=k.min(cpu.threads())).find(enough).unwrap_or(1);
         let workers = cpu.threads().min(tasks * parts);
-        Forward { problem: *problem, lanes: simd::lanes(cpu.isa()), parts, workers }
+        Forward { problem: *problem, registers: cpu.isa().registers(), parts, workers }
     }
 
     /// Output channels of a task.
@@ -38,7 +39,7 @@ impl Forward {
 
     /// Packed weights of a task.
     fn panel_len(&self) -> usize {
-        self.task_rows().next_multiple_of(rows(self.lanes)) * self.depth()
+        self.task_rows().next_multiple_of(rows(self.registers)) * self.depth()
     }
 
     fn packed_len(&self) -> usize {
@@ -54,7 +55,7 @@ impl ConvKernel<f32> for Forward {
     fn run(&self, cpu: &Cpu, [x, weight]: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
         let p = &self.problem;
         let (packed, scratch) = workspace.split_at_mut(self.packed_len());
-        let height = rows(self.lanes);
+        let height = rows(self.registers);
         let filters = weight.chunks(self.task_rows() * self.depth());
         cpu.for_each(weight.len(), packed.chunks_mut(self.panel_len()).zip(filters), |(packed, weight)| {
             // The weights are packed in the blocks of the sum in which they are multiplied.
@@ -103,7 +104,7 @@ impl WithSimd for ForwardTask<'_> {
     fn with_simd<S: Simd>(self, simd: S) {
         let ForwardTask { forward, image, weight, columns, y } = self;
         let p = &forward.problem;
-        let (width, height) = (2 * S::F32_LANES, rows(S::F32_LANES));
+        let (width, height) = (2 * S::F32_LANES, rows(registers::<S>()));
         let pixels = p.height.output() * p.width.output();
         let source = Columns { problem: p, image };
         for first in (0..pixels).step_by(COLUMNS) {
@@ -139,19 +140,19 @@ impl WithSimd for ForwardTask<'_> {
 /// dW = sum over images of dy columnsᵀ, for every group.
 pub(super) struct Weights {
     problem: ConvProblem,
-    lanes: usize,
+    registers: usize,
     workers: usize,
 }
 
 impl Weights {
     pub(super) fn new(problem: &ConvProblem, cpu: &Cpu) -> Weights {
         let workers = Split::new(problem.batch, cpu).workers;
-        Weights { problem: *problem, lanes: simd::lanes(cpu.isa()), workers }
+        Weights { problem: *problem, registers: cpu.isa().registers(), workers }
     }
 
     /// Packed dy of one block of pixels.
     fn rows_len(&self) -> usize {
-        self.problem.group_out_channels().next_multiple_of(rows(self.lanes)) * DEPTH
+        self.problem.group_out_channels().next_multiple_of(rows(self.registers)) * DEPTH
     }
 
     pub(super) fn workspace_len(&self) -> usize {
@@ -194,7 +195,7 @@ impl WithSimd for WeightsTask<'_> {
     fn with_simd<S: Simd>(self, simd: S) {
         let WeightsTask { weights, x, dy, sums, rows: packed, columns } = self;
         let p = &weights.problem;
-        let (width, height) = (2 * S::F32_LANES, rows(S::F32_LANES));
+        let (width, height) = (2 * S::F32_LANES, rows(registers::<S>()));
         let pixels = p.height.output() * p.width.output();
         let (k, j_end) = (p.group_out_channels(), p.weight_len() / p.out_channels);
         let image_len = p.group_in_channels() * p.height.input * p.width.input;

@@ -43,7 +43,7 @@ const LARGEST: usize = 1 << 22;
 impl BackwardData {
     /// `None` if one row is too large.
     pub(super) fn new(problem: &ConvProblem, cpu: &Cpu) -> Option<BackwardData> {
-        let lanes = simd::lanes(cpu.isa());
+        let lanes = cpu.isa().lanes();
         let (t, k) = (taps(problem), problem.out_channels);
         let [oh, ow] = [problem.height.output(), problem.width.output()];
         let row = (t.next_multiple_of(lanes)).checked_mul(ow + lanes).filter(|&row| row <= LARGEST)?;
@@ -207,7 +207,7 @@ impl Bands<'_, '_> {
         let (ow, k) = (p.width.output(), p.out_channels);
         let width = 2 * S::F32_LANES;
         let dy = &dy[tile.start * ow * k..];
-        for outputs in even_parts(tile.len() * ow, block_rows(S::F32_LANES)) {
+        for outputs in even_parts(tile.len() * ow, block_rows::<S>()) {
             // What the next block reads.
             let next = &dy[outputs.end * k..];
             let mut ahead = Ahead([&next[..next.len().min(outputs.len() * k)], &[]]);
@@ -248,7 +248,7 @@ impl Bands<'_, '_> {
                 to[columns - rest.len()..columns].copy_from_slice(rest);
                 to[columns..].fill(0.0);
             }
-            for taps in even_parts(taps(p), block_rows(S::F32_LANES)) {
+            for taps in even_parts(taps(p), block_rows::<S>()) {
                 simd.vectorize(Block {
                     a: &self.filters[taps.start..],
                     rows: taps.len(),

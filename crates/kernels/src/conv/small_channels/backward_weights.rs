@@ -40,7 +40,7 @@ const STRIP: [usize; 2] = [128, 512];
 impl BackwardWeights {
     /// `None` if one output row reads too much.
     pub(super) fn new(problem: &ConvProblem, cpu: &Cpu) -> Option<BackwardWeights> {
-        let lanes = simd::lanes(cpu.isa());
+        let lanes = cpu.isa().lanes();
         let input = InputRows::new(problem, 0)?;
         let [batch, k, oh, ow] = problem.output_shape();
         let outputs = (GRADIENTS / k).clamp(STRIP[0], STRIP[1]);
@@ -111,7 +111,7 @@ impl WithSimd for Strip<'_, BackwardWeights> {
         let width = 2 * S::F32_LANES;
         for first in (0..*pitch).step_by(width) {
             for (taps, sums) in taps.chunks_exact(*run).zip(sums.chunks_exact_mut(run * pitch)) {
-                for block in even_parts(*run, block_rows(S::F32_LANES)) {
+                for block in even_parts(*run, block_rows::<S>()) {
                     simd.vectorize(Block {
                         a: &copied[taps[block.start]..],
                         rows: block.len(),

@@ -1,6 +1,7 @@
 //! Backward-weights in contiguous format: vectors of neighbouring outputs of dy times what taps read for them, summed by
 //! lane over all outputs, and over the lanes at the end.
 
+use crate::simd::registers;
 use pulp::{Simd, WithSimd};
 
 use super::kernel::{Places, Reads, Steps};
@@ -31,15 +32,15 @@ pub(super) struct BackwardWeightsPlanes {
 /// Vectors of outputs of a strip to aim at: enough to pay for loading and storing the sums.
 const STRIP: usize = 64;
 
-/// Output channels and taps of the largest block for vectors of this many lanes: what 32 or 16 registers hold.
-fn block(lanes: usize) -> [usize; 2] {
-    if lanes == 16 { [5, 4] } else { [4, 2] }
+/// Output channels and taps of the largest block that this many registers hold.
+fn block(registers: usize) -> [usize; 2] {
+    if registers >= 32 { [5, 4] } else { [4, 2] }
 }
 
 impl BackwardWeightsPlanes {
     /// `None` if one output row reads too much.
     pub(super) fn new(problem: &ConvProblem, cpu: &Cpu) -> Option<BackwardWeightsPlanes> {
-        let lanes = simd::lanes(cpu.isa());
+        let lanes = cpu.isa().lanes();
         let input = InputRows::new(problem, lanes)?;
         let [batch, k, oh, ow] = problem.output_shape();
         let vectors = ow.div_ceil(lanes);
@@ -89,7 +90,7 @@ impl WithSimd for Strip<'_, BackwardWeightsPlanes> {
                 to[ow..].fill(0.0);
             }
         }
-        let [most_channels, most_taps] = block(S::F32_LANES);
+        let [most_channels, most_taps] = block(registers::<S>());
         for block in even_parts(taps.len(), most_taps) {
             for channels in even_parts(k, most_channels) {
                 simd.vectorize(Block {
@@ -127,7 +128,7 @@ impl WithSimd for Block<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         assert!(self.is_inside(S::F32_LANES), "a block reads beyond its slices");
-        let most = block(S::F32_LANES);
+        let most = block(registers::<S>());
         macro_rules! sized {
             ($($channels:literal: $($taps:literal)*;)*) => {
                 match [self.channels, self.taps.len()] {
@@ -212,7 +213,7 @@ mod tests {
     fn run(isa: Isa, sizes: Sizes) -> Vec<f32> {
         let Sizes { channels, pitch, tap, step, lens } = sizes;
         let [input, gradients] = lens.map(|len| vec![1.0; len]);
-        let mut sums = vec![0.0; 4 * 2 * simd::lanes(isa)];
+        let mut sums = vec![0.0; 4 * 2 * isa.lanes()];
         let steps = Steps::new([[0, 0], step].into_iter());
         let block = Block {
             gradients: &gradients,
@@ -231,7 +232,7 @@ mod tests {
     #[test]
     fn a_block_beyond_its_slices_is_refused() {
         for isa in Isa::available() {
-            let lanes = simd::lanes(isa);
+            let lanes = isa.lanes();
             let lens = [7 + 4 + lanes, 2 * 30 + 9 + lanes];
             let fits = Sizes { channels: 3, pitch: 30, tap: 7, step: [4, 9], lens };
             let sums = run(isa, fits);

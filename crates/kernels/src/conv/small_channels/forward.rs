@@ -27,7 +27,7 @@ pub(super) struct Forward {
 
 impl Forward {
     pub(super) fn new(problem: &ConvProblem, cpu: &Cpu) -> Option<Forward> {
-        let lanes = simd::lanes(cpu.isa());
+        let lanes = cpu.isa().lanes();
         let input = InputRows::new(problem, 2 * lanes)?;
         let places = input.taps().into_iter().enumerate();
         let (units, stride, steps) = match problem.format {
@@ -129,7 +129,7 @@ impl WithSimd for Pixels<'_> {
             input.copy(self.forward.image(self.x, row / oh), row % oh, self.input);
             let mut ahead = Ahead([input.fresh(self.x, row + 1..row + 2), &[]]);
             // All channels of an output one after another: y is written in order.
-            for outputs in even_parts(ow, block_rows(S::F32_LANES)) {
+            for outputs in even_parts(ow, block_rows::<S>()) {
                 for (first, panel) in
                     (0..k).step_by(panel_width).zip(self.filters.chunks_exact(panel_width * steps.len()))
                 {
@@ -181,7 +181,7 @@ impl WithSimd for Planes<'_> {
             let image = self.forward.image(self.x, first / k);
             for row in 0..oh {
                 input.copy(image, row, self.input);
-                for channels in even_parts(planes, block_rows(S::F32_LANES)) {
+                for channels in even_parts(planes, block_rows::<S>()) {
                     for column in (0..ow).step_by(width) {
                         simd.vectorize(Block {
                             a: &self.weight[(channel + channels.start) * steps.len()..],

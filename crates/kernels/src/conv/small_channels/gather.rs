@@ -180,7 +180,7 @@ mod tests {
             for isa in Isa::available() {
                 let problem: ConvProblem = "mb1ic2ih5oc1kh3ph1".parse().unwrap();
                 let problem = problem.with(|spec| spec.format = format).unwrap();
-                let lanes = simd::lanes(isa);
+                let lanes = isa.lanes();
                 let pitch = 18usize.next_multiple_of(lanes);
                 let gather = Gather::new(&problem, lanes, pitch);
                 let reach = gather.reach.clone().expect("a padded kernel reads");

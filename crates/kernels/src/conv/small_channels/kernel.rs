@@ -1,14 +1,15 @@
 //! The matrix kernel of all passes: a block of sums of outer products, held in registers.
 
+use crate::simd::registers;
 use pulp::{MemMask, Simd, WithSimd};
 
 use crate::conv::workspace::LINE;
 use crate::gemm::Update;
 use crate::stream::{self, Streaming};
 
-/// Rows of the largest block for vectors of this many lanes: what 32 or 16 registers hold beside two vectors of B.
-pub(super) const fn block_rows(lanes: usize) -> usize {
-    if lanes == 16 { 14 } else { 6 }
+/// Rows of the largest block that the registers of S hold beside two vectors of B.
+pub(super) const fn block_rows<S: Simd>() -> usize {
+    if registers::<S>() >= 32 { 14 } else { 6 }
 }
 
 /// Memory that will be read soon, for blocks to fetch while they compute.
@@ -173,7 +174,7 @@ impl Block<'_> {
             ($($rows:literal)*) => {
                 match self.rows {
                     // SAFETY: `$rows` is the number of rows, and the rest is what the caller promises.
-                    $($rows if const { $rows <= block_rows(S::F32_LANES) } => unsafe {
+                    $($rows if const { $rows <= block_rows::<S>() } => unsafe {
                         self.multiply::<S, $rows, V, STREAMS>(simd)
                     },)*
                     rows => unreachable!("a block of {rows} rows"),
@@ -334,7 +335,7 @@ mod tests {
     #[test]
     fn a_block_beyond_its_slices_is_refused() {
         for isa in Isa::available() {
-            let lanes = simd::lanes(isa);
+            let lanes = isa.lanes();
             // The last row's last element, and the second step's last vector, are the slices' last ones.
             let columns = 2 * lanes;
             let lens = [2 * 10 + 3 + 1, 5 + columns, 2 * 40 + columns];

@@ -22,9 +22,9 @@ pub(super) fn vectors(channels: usize, lanes: usize) -> usize {
 
 /// Rows of the other side: with these vectors, enough sums to hide the latency of multiply-adds, and few enough to stay in
 /// registers.
-pub(super) const fn rows(lanes: usize, vectors: usize) -> usize {
-    match (lanes, vectors) {
-        (16, _) | (_, 1) => 8,
+pub(super) const fn rows(registers: usize, vectors: usize) -> usize {
+    match (registers, vectors) {
+        (32.., _) | (_, 1) => 8,
         _ => 4,
     }
 }

@@ -45,7 +45,7 @@ pub(super) struct Tiles<F> {
     pub(super) geometry: Geometry<F>,
     direction: Direction,
     first: First,
-    lanes: usize,
+    registers: usize,
     workers: usize,
     /// Tiles of a block, a multiple of what the matrix kernel takes.
     pub(super) block: usize,
@@ -60,7 +60,7 @@ pub(super) struct Tiles<F> {
 impl<F: Filter> Tiles<F> {
     pub(super) fn new(problem: &ConvProblem, direction: Direction, cpu: &Cpu) -> Self {
         let geometry = direction.geometry::<F>(problem);
-        let lanes = simd::lanes(cpu.isa());
+        let (lanes, registers) = (cpu.isa().lanes(), cpu.isa().registers());
         let (tiles, c) = (geometry.tiles(), geometry.channels);
         let vectors = vectors(geometry.outputs, lanes);
         // With few tiles, the filters are the larger part. They are multiplied right after their transform, while they are in
@@ -79,9 +79,9 @@ impl<F: Filter> Tiles<F> {
             geometry,
             direction,
             first,
-            lanes,
+            registers,
             workers: 1,
-            block: block.next_multiple_of(rows(lanes, vectors)),
+            block: block.next_multiple_of(rows(registers, vectors)),
             depth: depth.next_multiple_of(lanes),
             width: geometry.outputs.min(panel).next_multiple_of(vectors * lanes),
             vectors,
@@ -94,7 +94,7 @@ impl<F: Filter> Tiles<F> {
     }
 
     pub(super) fn rows(&self) -> usize {
-        rows(self.lanes, self.vectors)
+        rows(self.registers, self.vectors)
     }
 
     fn block_tiles(&self, block: usize) -> Range<usize> {

@@ -131,7 +131,7 @@ fn products<F: Filter>(geometry: &Geometry<F>) -> f64 {
 /// The products, about twenty operations for each point of a transformed tile or filter, and the filters' memory.
 fn cost<F: Filter>(geometry: &Geometry<F>, problem: &ConvProblem, cpu: &Cpu) -> Cost {
     // The few channels of a group are multiplied as whole vectors.
-    let lanes = crate::simd::lanes(cpu.isa());
+    let lanes = cpu.isa().lanes();
     let (c, k) = match geometry.groups {
         1 => (geometry.channels, geometry.outputs),
         _ => {

@@ -1,5 +1,6 @@
 //! Backward-weights: dW = Gᵀ [sum over tiles of (A dY Aᵀ) ⊙ (Bᵀ d B)] G.
 
+use crate::simd::registers;
 use pulp::{Simd, WithSimd};
 
 use super::block::{add_to, rows, vectors};
@@ -33,7 +34,7 @@ pub(super) struct Weights<F> {
 impl<F: Filter> Weights<F> {
     pub(super) fn new(problem: &ConvProblem, cpu: &Cpu) -> Self {
         let geometry = Geometry::of(problem);
-        let lanes = simd::lanes(cpu.isa());
+        let lanes = cpu.isa().lanes();
         let (c, k, tiles) = (geometry.channels, geometry.outputs, geometry.tiles());
         // Each thread has its own chunks, which stay in its cache, while there is room for as many sums.
         let (teams, threads, chunk) = match c * k {
@@ -269,7 +270,7 @@ impl<F: Filter> WithSimd for Add<'_, F> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
         let vectors = self.weights.vectors;
-        match (rows(S::F32_LANES, vectors), vectors) {
+        match (rows(registers::<S>(), vectors), vectors) {
             (_, 1) => self.blocked::<S, 8, 1>(simd),
             (8, _) => self.blocked::<S, 8, 2>(simd),
             _ => self.blocked::<S, 4, 2>(simd),
