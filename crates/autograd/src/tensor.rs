@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use convoke_kernels::memory_format::{self, Extent};
-use convoke_kernels::{DType, MemoryFormat, Stored, convert, dispatch_stored};
+use convoke_kernels::{DType, MemoryFormat, Slice, SliceMut, Stored, convert, dispatch_stored};
 
 use crate::error::invalid;
 use crate::function::Node;
@@ -163,6 +163,24 @@ impl Tensor {
         Tensor::build(device, shape, format, |data| if device.is_dry() { Ok(()) } else { write(data) })
     }
 
+    /// As [`Tensor::build`], for elements of a type that is known at run time.
+    ///
+    /// # Errors
+    /// As [`Tensor::build`].
+    pub fn build_elements(
+        (device, dtype): (&Device, DType),
+        shape: &[usize],
+        format: MemoryFormat,
+        write: impl FnOnce(SliceMut<'_>) -> Result<()>,
+    ) -> Result<Tensor> {
+        dispatch_stored!(dtype, T => Tensor::build(device, shape, format, |data: &mut [T]| write(data.into())))
+    }
+
+    /// [`Tensor::build_elements`] with this tensor's device, type, shape and format.
+    pub(crate) fn elements_like(&self, write: impl FnOnce(SliceMut<'_>) -> Result<()>) -> Result<Tensor> {
+        Tensor::build_elements((self.device(), self.dtype()), self.shape(), self.format(), write)
+    }
+
     /// [`Tensor::build`] with this tensor's device, shape and format.
     pub(crate) fn build_like<T: Stored>(&self, write: impl FnOnce(&mut [T]) -> Result<()>) -> Result<Tensor> {
         Tensor::build(self.device(), self.shape(), self.format(), write)
@@ -294,6 +312,14 @@ impl Tensor {
         self.inner.storage.elements(self.device())
     }
 
+    /// The elements in the order of [`Tensor::format`], of whatever type: what kernels read.
+    ///
+    /// # Errors
+    /// If they must be recomputed and that fails or there is no memory.
+    pub fn elements(&self) -> Result<Slice<'_>> {
+        dispatch_stored!(self.dtype(), T => self.data::<T>().map(Slice::from))
+    }
+
     /// The elements of some images (indices of the first dimension), as in [`Tensor::data`]. If the elements are not in memory
     /// (see [`Tensor::keep`]), those of these images are recomputed in `scratch`, which may be reused for further calls.
     ///
@@ -403,6 +429,23 @@ impl Tensor {
             *self = self.with_grad();
         }
         result
+    }
+
+    /// As [`Tensor::update`], for elements of a type that is known at run time.
+    ///
+    /// # Errors
+    /// As [`Tensor::update`].
+    pub fn update_elements(&mut self, change: impl FnOnce(SliceMut<'_>) -> Result<()>) -> Result<()> {
+        dispatch_stored!(self.dtype(), T => self.update(|data: &mut [T]| change(data.into())))
+    }
+
+    /// Mutable access to the elements, of whatever type. As in [`Tensor::update`], they are copied if they are shared, and the history
+    /// is lost.
+    ///
+    /// # Errors
+    /// If there is no memory for a copy.
+    pub fn elements_mut(&mut self) -> Result<SliceMut<'_>> {
+        dispatch_stored!(self.dtype(), T => self.make_unshared::<T>().map(SliceMut::from))
     }
 
     /// Mutable access to the elements, in a copy that becomes this tensor if they are shared or borrowed. The history is lost.

@@ -79,13 +79,14 @@ pub use convoke_autograd::{
 #[doc(inline)]
 pub use convoke_kernels::{conv, tune};
 
-/// What algorithms and functions of your own are built from, and what a program may want besides: the fused block for memory
-/// of your own, the machine's limits, the target of the kernels' `tracing` spans, an allocator that fails with a message. The
+/// What algorithms, optimizers and functions of your own are built from, and what a program may want besides: the fused block for
+/// memory of your own, the machine's limits, the target of the kernels' `tracing` spans, an allocator that fails with a message. The
 /// other kernels are in the crate `convoke-kernels`.
 pub mod kernels {
     #[doc(inline)]
     pub use convoke_kernels::{
-        Error, Result, backstop, batch_norm, block, gemm, images, machine, memory_format, pool, profile,
+        Error, Result, Slice, SliceMut, backstop, batch_norm, block, gemm, images, machine, memory_format,
+        optimizer, pool, profile,
     };
 }
 
@@ -114,8 +115,8 @@ pub mod nn {
     #[doc(inline)]
     pub use convoke_nn::{
         Buffer, ConfigError, Counter, Decay, Error, Field, Forward, Generator, Init, ModuleExt, Optimizer,
-        Parameter, ParameterRules, Part, Parts, Result, Rule, Schedule, SchedulePoint, State, StepLr,
-        TrainingMode, all_reduce, batch, clip_grad_norm,
+        OptimizerOptions, OptimizerSpec, OptimizerSpecs, Parameter, ParameterRules, Part, Parts, Result,
+        Rule, Schedule, SchedulePoint, State, StepLr, TrainingMode, all_reduce, batch, clip_grad_norm,
     };
     #[doc(inline)]
     pub use convoke_nn::{

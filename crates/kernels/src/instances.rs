@@ -11,7 +11,7 @@ use crate::slices::Slices;
 use crate::strided::Walk;
 use crate::{Element, Stored, block, strided};
 use crate::{activation, batch_norm, class_loss, concat, convert, elementwise, gemm, group_norm, layer_norm};
-use crate::{local_response_norm, loss, memory_format, optimizer, pointwise, pool, prelu, resize, softmax};
+use crate::{local_response_norm, loss, memory_format, pointwise, pool, prelu, resize, softmax};
 use crate::{upsample, value_loss};
 
 /// Some functions; what counts is that they are mentioned.
@@ -91,11 +91,6 @@ fn of_element<T: Element>() -> Mentioned {
         local_response_norm::local_response_norm_backward::<T>,
         loss::nll::<T>,
         loss::nll_backward::<T>,
-        optimizer::adadelta::<T>,
-        optimizer::adam::<T>,
-        optimizer::adamw::<T>,
-        optimizer::moving_average::<T>,
-        optimizer::sgd::<T>,
         pointwise::Pointwise::check::<T>,
         pointwise::pointwise::<T>,
         pointwise::pointwise_backward::<T>,

@@ -28,6 +28,7 @@ mod error;
 #[cfg(not(test))]
 mod instances;
 mod isa;
+mod operand;
 mod random;
 mod scratch;
 mod separable;
@@ -78,5 +79,6 @@ pub use half::{bf16, f16};
 pub use isa::Isa;
 pub use memory::Buffer;
 pub use memory_format::MemoryFormat;
+pub use operand::{Slice, SliceMut};
 #[doc(hidden)]
 pub use stream::fences;

@@ -41,7 +41,7 @@ pub use convoke_data as data;
 pub use convoke_derive::Module;
 pub use init::Init;
 pub use module::{Field, Forward, Module, ModuleExt, Part, Parts, State, TrainingMode};
-pub use optimizer::{Optimizer, Rule};
+pub use optimizer::{Optimizer, OptimizerOptions, OptimizerSpec, OptimizerSpecs, Rule};
 pub use parameter::{Buffer, Counter, Parameter};
 pub use parameter_rules::{Decay, ParameterRules};
 pub use random::Generator;

@@ -1,114 +1,128 @@
 //! Optimizers over a model's parameters.
 
-use convoke_autograd::{Element, Error, Gradients, Result, Tensor, dispatch};
-use convoke_kernels::optimizer as kernel;
-use serde::{Deserialize, Serialize};
+mod spec;
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use convoke_autograd::{Error, Gradients, Result, Tensor};
+use convoke_kernels::optimizer::{Adadelta, Adam, Setting, Sgd, Step, UpdateRule};
+use serde::{Deserialize, Serialize, Serializer};
 
 use crate::parameter_rules::Treatment;
 use crate::{Module, ModuleExt, Parameter, ParameterRules};
 
-/// How a gradient changes its parameter. Formulas and defaults are PyTorch 2's.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-#[non_exhaustive]
-pub enum Rule {
-    /// Stochastic gradient descent with momentum, dampening, Nesterov and weight decay.
-    Sgd(kernel::Sgd),
-    /// Adadelta.
-    Adadelta(kernel::Adadelta),
-    /// Adam with decoupled weight decay.
-    AdamW(kernel::AdamW),
-    /// Adam, whose weight decay is an L2 penalty.
-    Adam(kernel::Adam),
+pub use spec::{OptimizerOptions, OptimizerSpec, OptimizerSpecs};
+
+/// How gradients change parameters: the formula of an optimizer, with its learning rate and weight decay. Formulas and defaults are
+/// PyTorch 2's; [`Rule::new`] takes any [`UpdateRule`], also a user's own. Clones share the formula.
+///
+/// ```
+/// use convoke_kernels::optimizer::Sgd;
+/// use convoke_nn::Rule;
+///
+/// let rule = Rule::new(Sgd { momentum: 0.9, nesterov: true, ..Sgd::default() }, 0.1).with_weight_decay(5e-4);
+/// assert_eq!((rule.name(), rule.learning_rate(), rule.weight_decay()), ("sgd", 0.1, 5e-4));
+/// ```
+#[derive(Debug, Clone)]
+pub struct Rule {
+    formula: Arc<dyn UpdateRule>,
+    learning_rate: f64,
+    weight_decay: f64,
 }
 
 impl Rule {
+    /// A formula without weight decay.
+    pub fn new(formula: impl UpdateRule + 'static, learning_rate: f64) -> Rule {
+        Rule { formula: Arc::new(formula), learning_rate, weight_decay: 0.0 }
+    }
+
     /// SGD without momentum.
     pub fn sgd(learning_rate: f64) -> Rule {
-        let plain =
-            kernel::Sgd { learning_rate, momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false };
-        Rule::Sgd(plain)
+        Rule::new(Sgd::default(), learning_rate)
     }
 
     /// Adadelta with rho 0.9 and eps 1e-6.
     pub fn adadelta(learning_rate: f64) -> Rule {
-        Rule::Adadelta(kernel::Adadelta { learning_rate, rho: 0.9, eps: 1e-6, weight_decay: 0.0 })
+        Rule::new(Adadelta::default(), learning_rate)
     }
 
     /// AdamW with betas 0.9 and 0.999, eps 1e-8 and weight decay 0.01.
     pub fn adamw(learning_rate: f64) -> Rule {
-        Rule::AdamW(kernel::AdamW { learning_rate, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.01 })
+        Rule::new(Adam::decoupled(), learning_rate).with_weight_decay(0.01)
     }
 
     /// Adam with betas 0.9 and 0.999, eps 1e-8 and no weight decay.
     pub fn adam(learning_rate: f64) -> Rule {
-        Rule::Adam(kernel::Adam { learning_rate, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.0 })
+        Rule::new(Adam::default(), learning_rate)
     }
 
     /// The same rule with this step size.
     #[must_use]
-    pub fn with_learning_rate(mut self, learning_rate: f64) -> Rule {
-        *self.learning_rate_mut() = learning_rate;
-        self
+    pub fn with_learning_rate(self, learning_rate: f64) -> Rule {
+        Rule { learning_rate, ..self }
     }
 
     /// The same rule with this weight decay.
     #[must_use]
-    pub fn with_weight_decay(mut self, weight_decay: f64) -> Rule {
-        match &mut self {
-            Rule::Sgd(rule) => rule.weight_decay = weight_decay,
-            Rule::Adadelta(rule) => rule.weight_decay = weight_decay,
-            Rule::AdamW(rule) => rule.weight_decay = weight_decay,
-            Rule::Adam(rule) => rule.weight_decay = weight_decay,
-        }
-        self
+    pub fn with_weight_decay(self, weight_decay: f64) -> Rule {
+        Rule { weight_decay, ..self }
     }
 
     /// The name on the command line and in files.
     pub fn name(&self) -> &'static str {
-        match self {
-            Rule::Sgd(_) => "sgd",
-            Rule::Adadelta(_) => "adadelta",
-            Rule::AdamW(_) => "adamw",
-            Rule::Adam(_) => "adam",
-        }
+        self.formula.name()
     }
 
     /// The step size.
     pub fn learning_rate(&self) -> f64 {
-        match self {
-            Rule::Sgd(rule) => rule.learning_rate,
-            Rule::Adadelta(rule) => rule.learning_rate,
-            Rule::AdamW(rule) => rule.learning_rate,
-            Rule::Adam(rule) => rule.learning_rate,
-        }
+        self.learning_rate
     }
 
-    fn learning_rate_mut(&mut self) -> &mut f64 {
-        match self {
-            Rule::Sgd(rule) => &mut rule.learning_rate,
-            Rule::Adadelta(rule) => &mut rule.learning_rate,
-            Rule::AdamW(rule) => &mut rule.learning_rate,
-            Rule::Adam(rule) => &mut rule.learning_rate,
-        }
+    /// The weight decay: of SGD, Adadelta and Adam an L2 penalty, of AdamW the share of a parameter that each step removes, times the
+    /// learning rate.
+    pub fn weight_decay(&self) -> f64 {
+        self.weight_decay
     }
 
-    /// Names of the tensors kept for each parameter, after PyTorch.
-    fn slots(&self) -> &'static [&'static str] {
-        match self {
-            Rule::Sgd(rule) if rule.momentum == 0.0 => &[],
-            Rule::Sgd(_) => &["momentum_buffer"],
-            Rule::Adadelta(_) => &["square_avg", "acc_delta"],
-            Rule::AdamW(_) | Rule::Adam(_) => &["exp_avg", "exp_avg_sq"],
-        }
+    /// All its numbers, as checkpoints hold them.
+    pub(crate) fn settings(&self) -> RuleSettings {
+        let own = [("learning_rate", self.learning_rate), ("weight_decay", self.weight_decay)];
+        let own = own.map(|(name, value)| (name, Setting::Number(value)));
+        let all = self.formula.settings().into_iter().chain(own);
+        let all = all.map(|(name, value)| (name.to_owned(), value)).collect();
+        RuleSettings(BTreeMap::from([(self.name().to_owned(), all)]))
     }
 
-    /// The rule for one parameter.
-    fn treating(mut self, treatment: &Treatment) -> Rule {
-        *self.learning_rate_mut() *= treatment.lr_factor;
-        if treatment.decays { self } else { self.with_weight_decay(0.0) }
+    /// Refuses numbers out of range.
+    fn check(&self) -> Result<()> {
+        let operation = self.name();
+        for (name, value) in [("learning rate", self.learning_rate), ("weight decay", self.weight_decay)] {
+            if !(0.0..=f64::MAX).contains(&value) {
+                return Err(Error::Invalid { operation, reason: format!("{name} {value} is out of range") });
+            }
+        }
+        Ok(self.formula.check()?)
     }
 }
+
+impl PartialEq for Rule {
+    /// Whether name and numbers are the same.
+    fn eq(&self, other: &Rule) -> bool {
+        self.settings() == other.settings()
+    }
+}
+
+impl Serialize for Rule {
+    fn serialize<S: Serializer>(&self, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+        self.settings().serialize(serializer)
+    }
+}
+
+/// The numbers of a [`Rule`], by the name of its formula and their own.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub(crate) struct RuleSettings(BTreeMap<String, BTreeMap<String, Setting>>);
 
 /// Applies a rule to a model's parameters.
 pub struct Optimizer {
@@ -147,14 +161,14 @@ impl Optimizer {
         model: &(impl Module + ?Sized),
         rules: &ParameterRules,
     ) -> Result<Optimizer> {
-        check(&rule)?;
+        rule.check()?;
         model.check_all_initialized()?;
         let treatments = rules.treatments(model, rule.learning_rate());
         let entry = |(name, parameter): (String, Parameter)| -> Result<Entry> {
             let value = parameter.value();
             let treatment = treatments(&name, value.shape().len());
             let zeros = |_: &&str| Tensor::zeros(value.device(), value.shape(), value.dtype());
-            let slots = rule.slots().iter().map(zeros).collect::<Result<_>>()?;
+            let slots = rule.formula.slots().iter().map(zeros).collect::<Result<_>>()?;
             Ok(Entry { name, parameter, treatment, steps: 0, slots })
         };
         let mut parameters = model.parameters();
@@ -166,7 +180,7 @@ impl Optimizer {
         if rules.freezes() {
             parameters.retain(|(_, parameter)| parameter.is_trained());
         }
-        Ok(Optimizer { rule, entries: parameters.into_iter().map(entry).collect::<Result<_>>()? })
+        Ok(Optimizer { entries: parameters.into_iter().map(entry).collect::<Result<_>>()?, rule })
     }
 
     /// The rule, with the current learning rate.
@@ -176,7 +190,7 @@ impl Optimizer {
 
     /// Changes the step size.
     pub fn set_learning_rate(&mut self, learning_rate: f64) {
-        *self.rule.learning_rate_mut() = learning_rate;
+        self.rule.learning_rate = learning_rate;
     }
 
     /// Updates every parameter that has a gradient, and frees the gradients one by one.
@@ -188,16 +202,14 @@ impl Optimizer {
             let leaf = entry.parameter.value();
             let Some(gradient) = gradients.take(&leaf) else { continue };
             drop(leaf);
-            entry.steps += 1;
-            let rule = self.rule.treating(&entry.treatment);
-            dispatch!("optimizer step", gradient.dtype(), T => entry.step::<T>(&rule, &gradient)?);
+            entry.step(&self.rule, &gradient)?;
         }
         Ok(())
     }
 
     /// The state that must be saved to continue later: tensors by `parameter.slot`, and the step count of each parameter.
     pub fn state(&self) -> (Named<Tensor>, Named<i64>) {
-        let names = self.rule.slots();
+        let names = self.rule.formula.slots();
         let tensors = self.entries.iter().flat_map(|entry| {
             names
                 .iter()
@@ -221,75 +233,18 @@ impl Optimizer {
 }
 
 impl Entry {
-    fn step<T: Element>(&mut self, rule: &Rule, gradient: &Tensor) -> Result<()> {
-        let device = gradient.device().clone();
-        let cpu = device.compute();
-        let gradient = gradient.data::<T>()?;
-        let (steps, slots, parameter) = (self.steps, &mut self.slots, &self.parameter);
-        let time = i32::try_from(steps).unwrap_or(i32::MAX);
-        let run = |slots: &mut [&mut [T]]| {
-            parameter.update(|value: &mut [T]| {
-                match (rule, slots) {
-                    (Rule::Sgd(rule), []) => kernel::sgd(cpu, rule, value, gradient, None),
-                    (Rule::Sgd(rule), [velocity]) => {
-                        kernel::sgd(cpu, rule, value, gradient, Some((velocity, steps == 1)))
-                    }
-                    (Rule::Adadelta(rule), [square, step]) => {
-                        kernel::adadelta(cpu, rule, value, gradient, [square, step])
-                    }
-                    (Rule::AdamW(rule), [average, average_square]) => {
-                        let averages = kernel::Averages { time, average, average_square };
-                        kernel::adamw(cpu, rule, value, gradient, averages)
-                    }
-                    (Rule::Adam(rule), [average, average_square]) => {
-                        let averages = kernel::Averages { time, average, average_square };
-                        kernel::adam(cpu, rule, value, gradient, averages)
-                    }
-                    _ => unreachable!("Rule::slots says how many slots there are"),
-                }
-                .map_err(Error::from)
-            })
-        };
-        match slots.as_mut_slice() {
-            [] => run(&mut []),
-            [one] => one.update(|one: &mut [T]| run(&mut [one])),
-            [one, two] => one.update(|one: &mut [T]| two.update(|two: &mut [T]| run(&mut [one, two]))),
-            _ => unreachable!("Rule::slots names at most two"),
-        }
+    fn step(&mut self, rule: &Rule, gradient: &Tensor) -> Result<()> {
+        let Entry { parameter, treatment, steps, slots, .. } = self;
+        *steps += 1;
+        let time = i32::try_from(*steps).unwrap_or(i32::MAX);
+        let learning_rate = rule.learning_rate * treatment.lr_factor;
+        let weight_decay = if treatment.decays { rule.weight_decay } else { 0.0 };
+        let cpu = gradient.device().compute();
+        let gradient = gradient.elements()?;
+        let slots = slots.iter_mut().map(Tensor::elements_mut).collect::<Result<Vec<_>>>()?;
+        parameter.update_elements(|parameter| {
+            let step = Step { learning_rate, weight_decay, time, parameter, gradient, slots };
+            Ok(rule.formula.step(cpu, step)?)
+        })
     }
-}
-
-/// Refuses a rule with numbers out of range.
-fn check(rule: &Rule) -> Result<()> {
-    let ranges: Vec<(&str, f64, f64)> = match rule {
-        Rule::Sgd(r) => vec![
-            ("learning rate", r.learning_rate, f64::MAX),
-            ("momentum", r.momentum, f64::MAX),
-            ("dampening", r.dampening, f64::MAX),
-            ("weight decay", r.weight_decay, f64::MAX),
-        ],
-        Rule::Adadelta(r) => vec![
-            ("learning rate", r.learning_rate, f64::MAX),
-            ("rho", r.rho, 1.0),
-            ("eps", r.eps, f64::MAX),
-            ("weight decay", r.weight_decay, f64::MAX),
-        ],
-        &Rule::AdamW(kernel::AdamW { learning_rate, betas, eps, weight_decay })
-        | &Rule::Adam(kernel::Adam { learning_rate, betas, eps, weight_decay }) => vec![
-            ("learning rate", learning_rate, f64::MAX),
-            ("first beta", betas[0], 1.0 - f64::EPSILON),
-            ("second beta", betas[1], 1.0 - f64::EPSILON),
-            ("eps", eps, f64::MAX),
-            ("weight decay", weight_decay, f64::MAX),
-        ],
-    };
-    let operation = rule.name();
-    if let Some((name, value, _)) = ranges.iter().find(|(_, value, most)| !(0.0..=*most).contains(value)) {
-        return Err(Error::Invalid { operation, reason: format!("{name} {value} is out of range") });
-    }
-    if matches!(rule, Rule::Sgd(r) if r.nesterov && (r.momentum == 0.0 || r.dampening != 0.0)) {
-        let reason = "Nesterov needs a momentum and no dampening".into();
-        return Err(Error::Invalid { operation, reason });
-    }
-    Ok(())
 }

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, RwLock};
 
 use convoke_autograd::{Error, Result, Stored, Tensor};
+use convoke_kernels::SliceMut;
 
 /// A tensor that an optimizer changes. Clones share one parameter, so that weights can be tied.
 #[derive(Clone)]
@@ -70,6 +71,14 @@ impl Parameter {
     /// If the elements are not `T`, there is no memory for a copy, or `change` fails.
     pub fn update<T: Stored>(&self, change: impl FnOnce(&mut [T]) -> Result<()>) -> Result<()> {
         self.value.write().unwrap_or_else(|poisoned| poisoned.into_inner()).update(change)
+    }
+
+    /// As [`Parameter::update`], for elements of a type that is known at run time.
+    ///
+    /// # Errors
+    /// As [`Parameter::update`].
+    pub fn update_elements(&self, change: impl FnOnce(SliceMut<'_>) -> Result<()>) -> Result<()> {
+        self.value.write().unwrap_or_else(|poisoned| poisoned.into_inner()).update_elements(change)
     }
 
     /// Whether gradients are computed for it.

@@ -310,7 +310,7 @@ impl Trainer {
         let parallel =
             DataParallel::new(model.as_ref(), &Communicator::solo(), DataParallelOptions::default())?;
         Ok(Trainer {
-            optimizer: Optimizer::with_rules(config.rule, model.as_ref(), &config.parameters)?,
+            optimizer: Optimizer::with_rules(config.rule.clone(), model.as_ref(), &config.parameters)?,
             average: config.ema.map(|decay| Average::new(model.as_ref(), decay)).transpose()?,
             sampler: Sampler::new(config.seed, data.train.len(), config.batch_size),
             device: device.clone(),

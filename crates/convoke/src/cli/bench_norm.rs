@@ -86,7 +86,7 @@ pub(crate) fn run(args: &BenchNormArgs) -> Result<()> {
     let all = rows.len() == PASSES.len() * jobs.len();
     say(&table(&rows))?;
     args.json.as_deref().map_or(Ok(()), |file| json::write_value(file, &rows))?;
-    if all { Ok(()) } else { Err(Failure::Run("interrupted: not everything was measured".into())) }
+    if all { Ok(()) } else { Err(Failure::Interrupted("interrupted: not everything was measured".into())) }
 }
 
 /// A shape written as `64x64x56x56`.

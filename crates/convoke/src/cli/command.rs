@@ -154,21 +154,21 @@ pub(crate) enum Command {
 
 impl Command {
     /// Runs the command to its end.
-    pub(crate) fn run(&self) -> Result<()> {
+    pub(crate) fn run(self) -> Result<()> {
         match self {
             Command::Train(args) => train::run(args),
-            Command::Evaluate(args) => evaluate::run(args),
-            Command::Predict(args) => predict::run(args),
+            Command::Evaluate(args) => evaluate::run(&args),
+            Command::Predict(args) => predict::run(&args),
             Command::Compare(args) => compare::run(args),
-            Command::Bench(args) => bench::run(args),
-            Command::BenchNorm(args) => bench_norm::run(args),
-            Command::Tune(args) => tune::run(args),
-            Command::Plan(args) => plan::run(args),
-            Command::Cache(args) => cache::run(args),
-            Command::Export(args) => export::run(args),
-            Command::Info(args) => info::run(args),
-            Command::Completions(args) => manual::completions(args, Args::command()),
-            Command::Man(args) => manual::man(args, Args::command()),
+            Command::Bench(args) => bench::run(&args),
+            Command::BenchNorm(args) => bench_norm::run(&args),
+            Command::Tune(args) => tune::run(&args),
+            Command::Plan(args) => plan::run(&args),
+            Command::Cache(args) => cache::run(&args),
+            Command::Export(args) => export::run(&args),
+            Command::Info(args) => info::run(&args),
+            Command::Completions(args) => manual::completions(&args, Args::command()),
+            Command::Man(args) => manual::man(&args, Args::command()),
         }
     }
 }

@@ -11,6 +11,7 @@ use super::flags::run::RunArgs;
 use super::flags::threads;
 use super::ranks::{self, Rank};
 use super::record::Results;
+use super::run::Run;
 use super::session::{Session, SessionOptions, interruption, publish};
 use super::statistics::Ratio;
 
@@ -19,23 +20,24 @@ const LONGEST: Duration = Duration::from_secs(20);
 /// So many pairs of steps are enough, whatever their spread.
 const MOST_PAIRS: usize = 1000;
 
-pub(crate) fn run(args: &RunArgs) -> Result<()> {
+pub(crate) fn run(args: RunArgs) -> Result<()> {
     if args.resume && args.checkpoint.is_none() {
         return Err(Failure::Usage("--resume needs the run's --checkpoint".into()));
     }
-    ranks::run(args, &[("command", "compare".into())], |rank| on_rank(args, rank))
+    let run = args.resolve()?;
+    ranks::run(&run, &[("command", "compare".into())], |rank| on_rank(&run, rank))
 }
 
-fn on_rank(args: &RunArgs, rank: &Rank<'_>) -> Result<()> {
+fn on_rank(run: &Run, rank: &Rank<'_>) -> Result<()> {
     let console = rank.console;
     let folder = |mode: ConvBnMode| -> Option<PathBuf> {
-        args.checkpoint.as_ref().map(|folder| folder.join(mode.to_string()))
+        run.checkpoint.as_ref().map(|folder| folder.join(mode.to_string()))
     };
     // Each session has its own device, so that their bytes are counted separately. Both share a tuner and so use the same
     // algorithms, so that their values are the same.
-    let tuner = args.tuning.tuner(console)?;
+    let tuner = run.tuning.tuner(console)?;
     // And the same threads: a helper thread that another program hinders for a while would slow down the steps of one run only.
-    let cpu = threads::cpu(args.threads, rank.in_process)?;
+    let cpu = threads::cpu(run.threads, rank.in_process)?;
     let start = |conv_bn| {
         let checkpoint = folder(conv_bn);
         let options = SessionOptions {
@@ -45,16 +47,16 @@ fn on_rank(args: &RunArgs, rank: &Rank<'_>) -> Result<()> {
             checkpoint: checkpoint.as_deref(),
             keep: None,
         };
-        Session::start(args, rank, options)
+        Session::start(run, rank, options)
     };
     let mut sessions = [start(ConvBnMode::Separate)?, start(ConvBnMode::Fused)?];
     // If the program ended between saving the two checkpoints, one of them may be a step or an epoch behind.
     let behind = usize::from(sessions[1].trainer.steps() < sessions[0].trainer.steps());
-    sessions[behind].show_resumed(args, console);
-    let mut stage = sessions[behind].stage(args, console);
+    sessions[behind].show_resumed(run, console);
+    let mut stage = sessions[behind].stage(console);
     let mut interrupted = false;
     let mut turns = Turns::default();
-    while sessions[behind].has_more(args) && !interrupted {
+    while sessions[behind].has_more() && !interrupted {
         let steps = sessions.each_ref().map(|session| session.trainer.steps());
         let mut loss = f64::NAN;
         let mut seconds = Vec::new();
@@ -67,11 +69,11 @@ fn on_rank(args: &RunArgs, rank: &Rank<'_>) -> Result<()> {
             turns.add(separate, fused);
         }
         let rates = sessions.each_ref().map(|session| session.recorder.recent_rate());
-        sessions[behind].show(args, &mut stage, loss, harmonic_mean(rates));
+        sessions[behind].show(&mut stage, loss, harmonic_mean(rates));
         interrupted = sessions[behind].agree(console.interrupted())?;
         for (session, before) in sessions.iter().zip(steps) {
             if session.trainer.steps() > before {
-                session.save_if_due(args, rank, interrupted)?;
+                session.save_if_due(rank, interrupted)?;
             }
         }
     }
@@ -81,15 +83,15 @@ fn on_rank(args: &RunArgs, rank: &Rank<'_>) -> Result<()> {
         finished = finished && session.evaluate(console)?;
     }
     let steps = sessions[behind].trainer.steps();
-    if args.steps.is_none() && finished {
+    if run.length.steps.is_none() && finished {
         time_more(&mut sessions, &mut turns, rank)?;
     }
     let [separate, fused] = sessions.map(Session::finish);
-    publish(args, rank, &Results { runs: vec![separate?, fused?], step_ratio: turns.ratio() })?;
+    publish(run, rank, &Results { runs: vec![separate?, fused?], step_ratio: turns.ratio() })?;
     // The first rank reports it for all.
     match finished || !rank.is_first() {
         true => Ok(()),
-        false => Err(interruption(args.checkpoint.as_deref(), steps, "--checkpoint")),
+        false => Err(interruption(run.checkpoint.as_deref(), steps, "--checkpoint")),
     }
 }
 

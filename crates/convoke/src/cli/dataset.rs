@@ -3,86 +3,75 @@
 use std::path::PathBuf;
 
 use crate::nn::data::photos::{PhotoAugmentation, PhotoSettings};
-use crate::nn::data::{
-    Augmentation, DataError, Dataset, DatasetSpec, Datasets, LoadError, LoadOptions, class_counts,
-};
+use crate::nn::data::{DataError, Dataset, DatasetSpec, Datasets, LoadError, LoadOptions, class_counts};
 use crate::nn::objective::CrossEntropy;
 
 use super::console::Console;
 use super::failure::{Failure, Result};
-use super::flags::augment::Augment;
-use super::flags::run::RunArgs;
 use super::registry::{Data, RANDOM};
+use super::run::Run;
 use super::{fits, places};
 
-/// How the flags ask to vary training images.
-pub(crate) fn augmentation(args: &RunArgs) -> Augmentation {
-    match (args.augment, args.data) {
-        (Augment::Auto, Data::Named(spec)) => spec.augmentation(),
-        _ => Augmentation::default(),
-    }
-}
-
 /// Loads what the flags ask for, if the model can be trained on it. `processes` is how many processes load it and share the memory.
-pub(crate) fn load(args: &RunArgs, processes: usize, console: &Console) -> Result<Datasets> {
-    check_names(args)?;
-    check_photo_flags(args)?;
-    let data = match args.dataset() {
+pub(crate) fn load(run: &Run, processes: usize, console: &Console) -> Result<Datasets> {
+    check_names(run)?;
+    check_photo_flags(run)?;
+    let data = match run.source.spec {
         None => {
-            check_generated(args, RANDOM)?;
-            generate_noise(args, console)?
+            check_generated(run, RANDOM)?;
+            generate_noise(run, console)?
         }
         Some(spec) => {
-            if matches!(args.data, Data::Auto) && !spec.has_files() {
-                let place = args.data_dir.clone().or_else(|| places::default_dataset_folder("mnist"));
+            if matches!(run.source.choice, Data::Auto) && !spec.has_files() {
+                let place = run.source.data_dir.clone().or_else(|| places::default_dataset_folder("mnist"));
                 let place = place.map_or_else(String::new, |folder| format!(" in {}", folder.display()));
-                let seed = args.seed;
+                let seed = run.seed;
                 console.line(&format!("no MNIST{place}: training on digits, generated from seed {seed}"));
             } else if !spec.has_files() {
-                check_generated(args, spec.name())?;
+                check_generated(run, spec.name())?;
             }
-            load_named(spec, args, processes, console)?
+            load_named(spec, run, processes, console)?
         }
     };
-    fits::check(&args.model(), data.train.info())?;
+    fits::check(&run.model, data.train.info())?;
     Ok(data)
 }
 
 /// Fails before anything is read, generated or fetched if the run's model cannot be trained on its data.
-fn check_names(args: &RunArgs) -> Result<()> {
-    let Some(spec) = args.dataset() else { return Ok(()) };
+fn check_names(run: &Run) -> Result<()> {
+    let Some(spec) = run.source.spec else { return Ok(()) };
     match spec.usual() {
         // Only the files show the size of the images, so sizes are not checked here.
-        Some(info) if spec.has_any_size() && args.model().check_targets(info).is_ok() => Ok(()),
-        Some(info) => fits::check(&args.model(), info),
+        Some(info) if spec.has_any_size() && run.model.check_targets(info).is_ok() => Ok(()),
+        Some(info) => fits::check(&run.model, info),
         None => Ok(()),
     }
 }
 
 /// Fails if the flags ask for files of a data set that has none.
-fn check_generated(args: &RunArgs, name: &str) -> Result<()> {
-    if args.download {
+fn check_generated(run: &Run, name: &str) -> Result<()> {
+    if run.source.download {
         let message = format!("--download: {name} is generated; --data mnist can be downloaded");
         return Err(Failure::Usage(message));
     }
-    match args.data_dir {
+    match run.source.data_dir {
         Some(_) => Err(Failure::Usage(format!("--data-dir: {name} is generated, it has no files"))),
         None => Ok(()),
     }
 }
 
-fn load_named(spec: &DatasetSpec, args: &RunArgs, processes: usize, console: &Console) -> Result<Datasets> {
+fn load_named(spec: &DatasetSpec, run: &Run, processes: usize, console: &Console) -> Result<Datasets> {
     let progress = console.data_progress();
     let failure = |error| failure(error, spec.hint().unwrap_or_default(), BEFORE);
     let mut folder = None;
-    if spec.takes_photos() && args.data_dir.is_none() {
+    if spec.takes_photos() && run.source.data_dir.is_none() {
         return Err(Failure::Usage(format!("--data {spec}: {}", spec.hint().unwrap_or_default())));
     }
     if spec.has_files() {
-        let own = args.folder(spec).ok_or_else(|| {
+        let own = run.source.folder(spec).ok_or_else(|| {
             Failure::Usage("this system has no folder for data: name one with --data-dir".into())
         })?;
-        if args.download {
+        if run.source.download {
             if !spec.can_be_downloaded() {
                 let message =
                     format!("--download: {spec} cannot be downloaded: name its folder with --data-dir");
@@ -92,9 +81,9 @@ fn load_named(spec: &DatasetSpec, args: &RunArgs, processes: usize, console: &Co
         }
         folder = Some(own);
     }
-    let photos = photo_settings(args, spec, processes);
+    let photos = photo_settings(run, spec, processes);
     let mut options = LoadOptions::new(&progress);
-    (options.folder, options.seed, options.photos) = (folder.as_deref(), args.seed, &photos);
+    (options.folder, options.seed, options.photos) = (folder.as_deref(), run.seed, &photos);
     let data = spec.load(&options).map_err(failure)?;
     for (name, part) in [("training", &data.train), ("validation", &data.test)] {
         report_skipped(name, part.skipped(), console);
@@ -103,8 +92,8 @@ fn load_named(spec: &DatasetSpec, args: &RunArgs, processes: usize, console: &Co
 }
 
 /// How the flags ask to prepare and vary photographs.
-fn photo_settings(args: &RunArgs, spec: &DatasetSpec, processes: usize) -> PhotoSettings {
-    let [channels, height, width] = args.model().input();
+fn photo_settings(run: &Run, spec: &DatasetSpec, processes: usize) -> PhotoSettings {
+    let [channels, height, width] = run.model.input();
     // Images with a class each may have any size, so the model's is taken. Those with masks keep their own.
     let (size, augmentation) = match spec.usual().is_some_and(|info| info.targets.are_of_pixels()) {
         true => (None, PhotoAugmentation::for_masks()),
@@ -112,14 +101,14 @@ fn photo_settings(args: &RunArgs, spec: &DatasetSpec, processes: usize) -> Photo
     };
     let usual =
         PhotoSettings { size, channels, augmentation: Some(augmentation), ..PhotoSettings::default() };
-    args.photos.change(usual, args.augment, processes)
+    run.source.photos.change(usual, run.source.augment, processes)
 }
 
 /// Fails if flags about photographs are given for other data.
-fn check_photo_flags(args: &RunArgs) -> Result<()> {
-    match args.dataset().is_some_and(DatasetSpec::takes_photos) {
+fn check_photo_flags(run: &Run) -> Result<()> {
+    match run.source.spec.is_some_and(DatasetSpec::takes_photos) {
         true => Ok(()),
-        false => args.photos.check_absent(args.augment, args.data),
+        false => run.source.photos.check_absent(run.source.augment, run.source.choice),
     }
 }
 
@@ -159,14 +148,14 @@ pub(crate) fn report_skipped(part: &str, skipped: &[(PathBuf, String)], console:
 }
 
 /// Four batches of noise to train, and one to test.
-fn generate_noise(args: &RunArgs, console: &Console) -> Result<Datasets> {
-    let (model, batch) = (args.model(), args.batch_size());
+fn generate_noise(run: &Run, console: &Console) -> Result<Datasets> {
+    let (model, batch) = (&run.model, run.batch.images);
     let ([channels, height, width], classes) = (model.input(), model.classes());
     console.line(&format!(
         "random: noise of {channels} x {height} x {width} in {classes} classes, as {model} takes it; there is nothing to \
          learn in it, only speed and memory mean something"
     ));
-    let set = model.noise(args.seed, [batch.saturating_mul(4), batch], &console.data_progress());
+    let set = model.noise(run.seed, [batch.saturating_mul(4), batch], &console.data_progress());
     set.map(Datasets::from).map_err(|error| failure(error.into(), "", BEFORE))
 }
 
@@ -182,7 +171,7 @@ const BEFORE: &str = "interrupted before the first step";
 /// `hint` says how to get the data; it is shown if the data is missing. `interrupted` is what is said after Ctrl-C.
 pub(crate) fn failure(error: LoadError, hint: &str, interrupted: &str) -> Failure {
     match error.downcast_ref() {
-        Some(DataError::Cancelled { .. }) => Failure::Run(interrupted.into()),
+        Some(DataError::Cancelled { .. }) => Failure::Interrupted(interrupted.into()),
         Some(DataError::Missing { .. }) => Failure::Run(format!("{error}\n{hint}")),
         Some(DataError::Malformed { field: "link", .. }) => {
             Failure::Run(format!("{error}\n--follow-links follows links that lead out of the folder"))

@@ -93,7 +93,7 @@ pub(crate) fn run(args: &EvaluateArgs) -> Result<()> {
     let Some(evaluation) =
         found.map_err(|error| dataset::with_remedy(Some(spec), Failure::of_training(error)))?
     else {
-        return Err(Failure::Run("interrupted".into()));
+        return Err(Failure::Interrupted("interrupted".into()));
     };
     let judged = Judged { evaluation, data: data.clone(), card: model.trained.card.clone() };
     let evaluation = &judged.evaluation;

@@ -10,6 +10,8 @@ pub(crate) enum Failure {
     Usage(String),
     /// The command was tried and failed: exit code 1.
     Run(String),
+    /// Ctrl-C or SIGTERM ended it: exit code 130, as shells have it.
+    Interrupted(String),
     /// The command failed because of another rank, whose own error says more: exit code 1.
     OtherRanks(String),
 }
@@ -21,6 +23,7 @@ impl Failure {
         match self {
             Failure::Usage(message) => Failure::Usage(named(message)),
             Failure::Run(message) => Failure::Run(named(message)),
+            Failure::Interrupted(message) => Failure::Interrupted(named(message)),
             Failure::OtherRanks(message) => Failure::OtherRanks(named(message)),
         }
     }

@@ -122,7 +122,7 @@ pub(crate) fn planner(job: &Job<'_>, args: &PlannerArgs, console: &Console) -> R
     if let Some(stage) = stage {
         stage.end();
     }
-    planner.ok_or_else(|| Failure::Run("interrupted while blocks were timed".into()))
+    planner.ok_or_else(|| Failure::Interrupted("interrupted while blocks were timed".into()))
 }
 
 /// `3 recompute, 1 store`.

@@ -20,8 +20,8 @@
 //! }
 //! ```
 //!
-//! Only the files of this module print, read the environment or end the process. Exit codes: 0 success, 2 bad usage, 1 anything
-//! else.
+//! Only the files of this module print, read the environment or end the process. Exit codes: 0 success, 2 bad usage, 130
+//! interrupted, 1 anything else.
 
 mod bench;
 mod bench_norm;
@@ -57,6 +57,7 @@ mod ranks;
 mod record;
 mod registry;
 mod report;
+mod run;
 mod session;
 mod statistics;
 mod summary;
@@ -132,6 +133,10 @@ pub fn main(registry: Registry) -> ExitCode {
             let advice = if message.contains("out of memory") { LESS_MEMORY } else { "" };
             console::error(&format!("{message}{advice}"));
             ExitCode::from(1)
+        }
+        Err(Failure::Interrupted(message)) => {
+            console::error(&message);
+            ExitCode::from(130)
         }
     }
 }

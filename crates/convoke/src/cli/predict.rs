@@ -184,7 +184,7 @@ fn predict(
     for (index, request) in requests.iter().enumerate() {
         if console.interrupted() {
             stage.end();
-            return Err(Failure::Run("interrupted".into()));
+            return Err(Failure::Interrupted("interrupted".into()));
         }
         requests[index..].iter().take(3).for_each(|ahead| loader.load_ahead(ahead));
         let (pixels, _) = batch(&model.device, &loader, request)?;

@@ -1,4 +1,4 @@
-//! The models and data sets that flags may name: the built-in ones, and those that the caller of [`super::main`] adds.
+//! The models, data sets and optimizers that flags may name: the built-in ones, and those that the caller of [`super::main`] adds.
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -9,6 +9,7 @@ use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 
 use crate::nn::data::{DatasetSpec, DatasetSpecs, Listed, NameError};
 use crate::nn::models::{ModelSpec, Models};
+use crate::nn::{OptimizerSpec, OptimizerSpecs};
 
 use super::model_file;
 
@@ -17,12 +18,17 @@ use super::model_file;
 pub struct Registry {
     models: Models,
     datasets: DatasetSpecs,
+    optimizers: OptimizerSpecs,
 }
 
 impl Registry {
-    /// The built-in models and data sets.
+    /// The built-in models, data sets and optimizers.
     pub fn builtin() -> Registry {
-        Registry { models: Models::builtin(), datasets: DatasetSpecs::builtin() }
+        Registry {
+            models: Models::builtin(),
+            datasets: DatasetSpecs::builtin(),
+            optimizers: OptimizerSpecs::builtin(),
+        }
     }
 
     /// The same, and one more model, for `--model`.
@@ -42,6 +48,14 @@ impl Registry {
             return Err(NameError::Taken { kind: DatasetSpec::KIND, name: dataset.name().to_owned() });
         }
         Ok(Registry { datasets: self.datasets.with(dataset)?, ..self })
+    }
+
+    /// The same, and one more optimizer, for `--optimizer`.
+    ///
+    /// # Errors
+    /// If its name is taken, or is not a valid name.
+    pub fn with_optimizer(self, optimizer: OptimizerSpec) -> Result<Registry, NameError> {
+        Ok(Registry { optimizers: self.optimizers.with(optimizer)?, ..self })
     }
 }
 
@@ -112,6 +126,13 @@ impl TypedValueParser for ModelParser {
     fn possible_values(&self) -> Option<Box<dyn Iterator<Item = PossibleValue> + '_>> {
         Some(Box::new(models().names().map(PossibleValue::new).chain([PossibleValue::new("FILE.onnx")])))
     }
+}
+
+/// Reads `--optimizer`.
+pub(crate) fn optimizer_parser() -> impl TypedValueParser<Value = OptimizerSpec> {
+    let optimizers = &registry().optimizers;
+    PossibleValuesParser::new(optimizers.names())
+        .map(|name| optimizers.get(&name).unwrap_or_else(|error| panic!("{error}")).clone())
 }
 
 /// What `--data` asks for.

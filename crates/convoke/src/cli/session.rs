@@ -8,8 +8,7 @@ use std::time::Instant;
 use convoke_files::{FolderLock, escaped};
 
 use crate::nn::checkpoint;
-use crate::nn::data::{Datasets, Mixing};
-use crate::nn::data_parallel::Sampler;
+use crate::nn::data::Datasets;
 use crate::nn::modules::ConvBnMode;
 use crate::nn::planner::MemoryPlan;
 use crate::nn::training::{Evaluation, StepReport, Trainer, TrainingConfig, TrainingError};
@@ -18,17 +17,19 @@ use crate::{Cpu, Device, DeviceOptions};
 
 use super::console::{self, Console, Stage, note};
 use super::failure::{Failure, Result};
-use super::flags::run::RunArgs;
 use super::memory_plan::{self, Job};
 use super::model_folder::{self, KeepArgs, Metric, ModelFolder};
 use super::ranks::Rank;
 use super::record::{Finished, Recorder, Results, RunRecord};
+use super::run::Run;
 use super::tensorboard::EventWriter;
 use super::{dataset, json, output, report, summary};
 
 /// One run with what it has recorded: `train` has one, `compare` two.
 pub(crate) struct Session {
     pub(crate) trainer: Trainer,
+    /// The steps of the whole run.
+    total_steps: u64,
     cpu: Cpu,
     config: TrainingConfig,
     data: Datasets,
@@ -73,39 +74,21 @@ pub(crate) struct SessionOptions<'a> {
 }
 
 impl Session {
-    pub(crate) fn start(args: &RunArgs, rank: &Rank<'_>, options: SessionOptions<'_>) -> Result<Session> {
+    pub(crate) fn start(run: &Run, rank: &Rank<'_>, options: SessionOptions<'_>) -> Result<Session> {
         let SessionOptions { conv_bn, tuner, cpu, checkpoint, keep } = options;
         let cpu = cpu.clone();
         let device = Device::new(DeviceOptions { tuner: tuner.clone(), ..DeviceOptions::new(cpu.clone()) });
-        let images = rank.data.train.len();
-        let batch_size = args.batch_size_of(images);
-        let config = TrainingConfig {
-            model: args.model(),
-            conv_bn,
-            objective: args
-                .objective(|| dataset::balanced_weights(rank.data.train.as_ref(), rank.console))?,
-            rule: args.rule(),
-            schedule: args.schedule(Sampler::batches_of(images, batch_size)),
-            warmup_steps: args.recipe.warmup,
-            parameters: args.recipe.parameters(args.optimizer),
-            clip_norm: args.recipe.clip_norm,
-            ema: args.recipe.ema,
-            batch_size,
-            seed: args.seed,
-            augmentation: dataset::augmentation(args),
-            mixing: Mixing { mixup: args.recipe.mixup, cutmix: args.recipe.cutmix },
-            sync_bn: args.ranks.sync_bn,
-            stop_on_nan: !args.continue_on_nan,
-        };
+        let balanced = || dataset::balanced_weights(rank.data.train.as_ref(), rank.console);
+        let config = run.config(conv_bn, rank.data.train.len(), balanced)?;
         let deadline = keep.and_then(|keep| Instant::now().checked_add(keep.time_limit?));
         let metric = keep.map(|keep| model_folder::metric(keep, rank.data.train.info())).transpose()?;
         let output = keep.and_then(|keep| keep.output.as_deref()).filter(|_| rank.is_first());
-        let folder = output.map(|folder| ModelFolder::open(folder, args.resume)).transpose()?;
+        let folder = output.map(|folder| ModelFolder::open(folder, run.resume)).transpose()?;
         // Only the first rank reads and writes checkpoints; the others get the state from it.
         let checkpoint = checkpoint.filter(|_| rank.is_first());
         let hold = |folder| output::hold_folder("--checkpoint", folder);
         // A run that is read must not go on meanwhile.
-        let resumed = checkpoint.filter(|folder| args.resume && folder.is_dir());
+        let resumed = checkpoint.filter(|folder| run.resume && folder.is_dir());
         let mut held = resumed.map(hold).transpose()?;
         let is_new = |folder: &Path| match checkpoint::exists(folder)? {
             true => Err(Failure::Usage(format!(
@@ -116,19 +99,19 @@ impl Session {
         };
         let new = || match checkpoint {
             // A run with --output that was killed before its first checkpoint begins anew.
-            Some(folder) if args.resume && (args.checkpoint.is_some() || checkpoint::exists(folder)?) => {
+            Some(folder) if run.resume && (run.checkpoint.is_some() || checkpoint::exists(folder)?) => {
                 Trainer::resume(&device, config.clone(), rank.data.clone(), folder)
                     .map_err(Failure::of_training)
             }
             _ => {
-                checkpoint.filter(|_| !args.resume).map_or(Ok(()), is_new)?;
+                checkpoint.filter(|_| !run.resume).map_or(Ok(()), is_new)?;
                 Trainer::new(&device, config.clone(), rank.data.clone()).map_err(Failure::of_training)
             }
         };
         // Reading a run, or timing blocks for a plan, may take longer than the other ranks' timeout.
         let (trainer, plan, board) = rank.while_others_wait(|| -> Result<_> {
             let mut trainer = new()?;
-            if let Some(workers) = args.workers {
+            if let Some(workers) = run.source.workers {
                 trainer.set_workers(workers.into()).map_err(Failure::of_training)?;
             }
             if let Some(folder) = checkpoint {
@@ -146,7 +129,7 @@ impl Session {
                 let images = config.batch_size.div_ceil(rank.communicator.world_size());
                 let own = TrainingConfig { batch_size: images, ..config.clone() };
                 let job = Job { device: &device, config: &own, data: rank.data };
-                plan = memory_plan::of_run(&args.memory, &job, rank.console)?;
+                plan = memory_plan::of_run(&run.memory, &job, rank.console)?;
             }
             if let Some(folder) = &folder {
                 folder.begin(&trainer)?;
@@ -155,10 +138,11 @@ impl Session {
             let board = board.map(|folder| EventWriter::new(folder, trainer.steps() + 1)).transpose()?;
             Ok((trainer, plan, board))
         })??;
+        let trainer =
+            trainer.join_with_plan(rank.communicator, plan.as_ref()).map_err(Failure::of_training)?;
         Ok(Session {
-            trainer: trainer
-                .join_with_plan(rank.communicator, plan.as_ref())
-                .map_err(Failure::of_training)?,
+            total_steps: run.length.total_steps(trainer.batches_per_epoch()),
+            trainer,
             cpu,
             config,
             data: rank.data.clone(),
@@ -185,9 +169,9 @@ impl Session {
         &self.cpu
     }
 
-    /// Whether the flags ask for another step.
-    pub(crate) fn has_more(&self, args: &RunArgs) -> bool {
-        !self.late && !self.is_out_of_patience() && self.trainer.steps() < self.total_steps(args)
+    /// Whether there is another step to do.
+    pub(crate) fn has_more(&self) -> bool {
+        !self.late && !self.is_out_of_patience() && self.trainer.steps() < self.total_steps
     }
 
     /// Ends the run if its time is over on any rank.
@@ -204,13 +188,13 @@ impl Session {
     }
 
     /// Tells why the run ended before its last step, if it did.
-    pub(crate) fn show_end(&self, args: &RunArgs, console: &Console) {
+    pub(crate) fn show_end(&self, console: &Console) {
         let reason = match (self.late, self.is_out_of_patience()) {
             (true, _) => "--time-limit is over",
             (false, true) => "--patience: no epoch was better than the best",
             (false, false) => return,
         };
-        let (steps, total) = (self.trainer.steps(), self.total_steps(args));
+        let (steps, total) = (self.trainer.steps(), self.total_steps);
         if steps < total {
             console.line(&format!("ended after step {steps} of {total}: {reason}"));
         }
@@ -226,31 +210,27 @@ impl Session {
         self.keep.as_mut()?.board.take()
     }
 
-    fn total_steps(&self, args: &RunArgs) -> u64 {
-        args.total_steps(self.trainer.batches_per_epoch())
-    }
-
     /// Prints the step after which a resumed run goes on.
-    pub(crate) fn show_resumed(&self, args: &RunArgs, console: &Console) {
-        if args.resume {
-            let (steps, total) = (self.trainer.steps(), self.total_steps(args));
+    pub(crate) fn show_resumed(&self, run: &Run, console: &Console) {
+        if run.resume {
+            let (steps, total) = (self.trainer.steps(), self.total_steps);
             let more = if steps < total { "" } else { ": nothing left to train, raise --epochs or --steps" };
             console.line(&format!("resumed after step {steps} of {total}{more}"));
         }
     }
 
     /// A progress display over all steps.
-    pub(crate) fn stage(&self, args: &RunArgs, console: &Console) -> Stage {
-        let (steps, total) = (self.trainer.steps(), self.total_steps(args));
-        let mut stage = console.stage(&self.epoch(args, steps + 1), steps, Some(total));
+    pub(crate) fn stage(&self, console: &Console) -> Stage {
+        let (steps, total) = (self.trainer.steps(), self.total_steps);
+        let mut stage = console.stage(&self.epoch(steps + 1), steps, Some(total));
         stage.line_soon();
         stage
     }
 
     /// The epoch of a step as text, such as `epoch 2/5`; steps count from 1.
-    fn epoch(&self, args: &RunArgs, step: u64) -> String {
+    fn epoch(&self, step: u64) -> String {
         let epoch = |step: u64| step.div_ceil(self.trainer.batches_per_epoch() as u64);
-        let last = epoch(self.total_steps(args));
+        let last = epoch(self.total_steps);
         format!("epoch {}/{last}", epoch(step).min(last))
     }
 
@@ -288,18 +268,18 @@ impl Session {
     }
 
     /// Shows the step just done.
-    pub(crate) fn show(&self, args: &RunArgs, stage: &mut Stage, loss: f64, rate: f64) {
+    pub(crate) fn show(&self, stage: &mut Stage, loss: f64, rate: f64) {
         let step = self.trainer.steps();
-        if step == self.total_steps(args) {
+        if step == self.total_steps {
             stage.line_soon();
         }
-        stage.rename(self.epoch(args, step));
+        stage.rename(self.epoch(step));
         stage.set(step, &format!("loss {loss:.4}, {rate:.0} img/s"));
     }
 
     /// Saves a checkpoint after each epoch, after the last step, and when the run is cut short.
-    pub(crate) fn save_if_due(&self, args: &RunArgs, rank: &Rank<'_>, interrupted: bool) -> Result<()> {
-        if !interrupted && self.trainer.batch() != 0 && self.has_more(args) {
+    pub(crate) fn save_if_due(&self, rank: &Rank<'_>, interrupted: bool) -> Result<()> {
+        if !interrupted && self.trainer.batch() != 0 && self.has_more() {
             return Ok(());
         }
         rank.while_others_wait(|| {
@@ -315,7 +295,7 @@ impl Session {
     }
 
     /// After the last step of an epoch, computes loss and accuracy on the test set, and tells them; false if Ctrl-C interrupted it.
-    pub(crate) fn validate_if_due(&mut self, args: &RunArgs, console: &Console) -> Result<bool> {
+    pub(crate) fn validate_if_due(&mut self, console: &Console) -> Result<bool> {
         if !self.trainer.validation_is_due() {
             return Ok(true);
         }
@@ -331,11 +311,11 @@ impl Session {
             board.flush()?;
         }
         // The last epoch's results are in the summary.
-        if let Some(evaluation) = self.evaluation.as_ref().filter(|_| self.has_more(args)) {
+        if let Some(evaluation) = self.evaluation.as_ref().filter(|_| self.has_more()) {
             let share = |name: &str, share: Option<f64>| {
                 share.map_or_else(String::new, |share| format!(", {name} {:.2} %", 100.0 * share))
             };
-            let (epoch, loss) = (self.epoch(args, self.trainer.steps()), evaluation.loss);
+            let (epoch, loss) = (self.epoch(self.trainer.steps()), evaluation.loss);
             let accuracy = share("accuracy", evaluation.accuracy);
             let iou = share("mean IoU", evaluation.mean_iou);
             console.line(&format!("{epoch}: validation loss {loss:.4}{accuracy}{iou}"));
@@ -386,20 +366,20 @@ impl Session {
 
 /// Prints the summary and writes the files that the flags ask for; if one of these fails, the others are still done. Only the
 /// first rank does this.
-pub(crate) fn publish(args: &RunArgs, rank: &Rank<'_>, results: &Results) -> Result<()> {
+pub(crate) fn publish(run: &Run, rank: &Rank<'_>, results: &Results) -> Result<()> {
     if !rank.is_first() {
         return Ok(());
     }
     let text = format!("{}\n\n{}", summary::title(&results.runs[0]), summary::table(results));
-    let printed = show(args, &text);
-    let reported = args.report.as_deref().map_or(Ok(()), |file| report::write("--report", file, results));
-    let json = args.json.as_deref().map_or(Ok(()), |file| json::write_value(file, results));
+    let printed = show(run, &text);
+    let reported = run.report.as_deref().map_or(Ok(()), |file| report::write("--report", file, results));
+    let json = run.json.as_deref().map_or(Ok(()), |file| json::write_value(file, results));
     printed.and(reported).and(json)
 }
 
 /// Prints to standard output, or to standard error if standard output is for the JSON alone.
-pub(crate) fn show(args: &RunArgs, text: &str) -> Result<()> {
-    if console::to_stdout(args.json.as_deref()) {
+pub(crate) fn show(run: &Run, text: &str) -> Result<()> {
+    if console::to_stdout(run.json.as_deref()) {
         note(text);
         return Ok(());
     }
@@ -412,5 +392,5 @@ pub(crate) fn interruption(checkpoint: Option<&Path>, steps: u64, flags: &str) -
         Some(folder) => format!("saved in {}: add --resume to continue", folder.display()),
         None => format!("not saved (with {flags} the run could be continued)"),
     };
-    Failure::Run(format!("interrupted after step {steps}; {rest}"))
+    Failure::Interrupted(format!("interrupted after step {steps}; {rest}"))
 }

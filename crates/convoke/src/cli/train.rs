@@ -1,6 +1,6 @@
 //! `convoke train`: one run, from data to summary.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::nn::modules::ConvBnMode;
 use clap::{Args, ValueEnum};
@@ -14,6 +14,7 @@ use super::profile::Profile;
 use super::quality::Judged;
 use super::ranks::{self, Rank};
 use super::record::Results;
+use super::run::Run;
 use super::session::{Session, SessionOptions, interruption, publish, show};
 use super::{output, report};
 
@@ -51,61 +52,71 @@ impl From<ConvBn> for ConvBnMode {
     }
 }
 
-pub(crate) fn run(args: &TrainArgs) -> Result<()> {
-    output::check("--profile", args.profile.as_deref())?;
-    let KeepArgs { output, best_by, patience, time_limit: _, tensorboard: _ } = &args.keep;
-    if args.run.resume && args.run.checkpoint.is_none() && output.is_none() {
+pub(crate) fn run(args: TrainArgs) -> Result<()> {
+    let TrainArgs { run, conv_bn, keep, profile } = args;
+    output::check("--profile", profile.as_deref())?;
+    let run = run.resolve()?;
+    let KeepArgs { output, best_by, patience, time_limit: _, tensorboard: _ } = &keep;
+    if run.resume && run.checkpoint.is_none() && output.is_none() {
         return Err(Failure::Usage("--resume needs the run's --output or --checkpoint".into()));
     }
-    let own = [
+    let settings = [
         ("command", "train".into()),
-        ("--conv-bn", name(args.conv_bn)),
+        ("--conv-bn", name(conv_bn)),
         ("--output", given(&output.as_ref().map(|folder| folder.display()))),
         ("--best-by", given(&best_by.map(name))),
         ("--patience", given(patience)),
     ];
-    ranks::run(&args.run, &own, |rank| on_rank(args, rank))
-}
-
-fn on_rank(args: &TrainArgs, rank: &Rank<'_>) -> Result<()> {
-    let (run, console) = (&args.run, rank.console);
-    if run.memory.is_planned() && args.conv_bn == ConvBn::Separate {
+    if run.memory.is_planned() && conv_bn == ConvBn::Separate {
         return Err(Failure::Usage(
             "--memory-budget and --memory-plan are for fused blocks, not --conv-bn separate".into(),
         ));
     }
+    let options = TrainOptions { conv_bn: conv_bn.into(), keep: &keep, profile: profile.as_deref() };
+    ranks::run(&run, &settings, |rank| on_rank(&run, &options, rank))
+}
+
+/// What `train` has besides what all runs have.
+struct TrainOptions<'a> {
+    conv_bn: ConvBnMode,
+    keep: &'a KeepArgs,
+    profile: Option<&'a Path>,
+}
+
+fn on_rank(run: &Run, own: &TrainOptions<'_>, rank: &Rank<'_>) -> Result<()> {
+    let console = rank.console;
     let tuner = run.tuning.tuner(console)?;
-    let in_output = args.keep.output.as_deref().map(ModelFolder::checkpoint_in);
+    let in_output = own.keep.output.as_deref().map(ModelFolder::checkpoint_in);
     let checkpoint = run.checkpoint.as_deref().or(in_output.as_deref());
     let cpu = threads::cpu(run.threads, rank.in_process)?;
-    let (conv_bn, keep) = (args.conv_bn.into(), Some(&args.keep));
+    let (conv_bn, keep) = (own.conv_bn, Some(own.keep));
     let options = SessionOptions { conv_bn, tuner: &tuner, cpu: &cpu, checkpoint, keep };
     let mut session = Session::start(run, rank, options)?;
     session.show_resumed(run, console);
-    let mut stage = session.stage(run, console);
+    let mut stage = session.stage(console);
     let mut interrupted = false;
     // The run that is resumed ended before this epoch was validated.
     if session.trainer.validation_is_due() {
-        interrupted = !session.validate_if_due(run, console)?;
-        session.save_if_due(run, rank, interrupted)?;
+        interrupted = !session.validate_if_due(console)?;
+        session.save_if_due(rank, interrupted)?;
     }
-    let profile = args.profile.as_deref().filter(|_| rank.is_first()).map(Profile::start);
-    while session.has_more(run) && !interrupted {
+    let profile = own.profile.filter(|_| rank.is_first()).map(Profile::start);
+    while session.has_more() && !interrupted {
         if let Some(profile) = profile.as_ref().filter(|_| session.recorder.steps() == 1) {
             profile.forget_warm_up();
         }
         let report = session.step()?;
-        session.show(run, &mut stage, report.loss, session.recorder.recent_rate());
+        session.show(&mut stage, report.loss, session.recorder.recent_rate());
         interrupted = session.agree(console.interrupted())?;
         session.end_if_late()?;
-        interrupted = interrupted || !session.validate_if_due(run, console)?;
-        session.save_if_due(run, rank, interrupted)?;
+        interrupted = interrupted || !session.validate_if_due(console)?;
+        session.save_if_due(rank, interrupted)?;
     }
     stage.end();
     // Stop before testing, which is no part of a step.
     let recording = profile.map(Profile::stop);
     let finished = !interrupted && session.evaluate(console)?;
-    session.show_end(run, console);
+    session.show_end(console);
     let (steps, cpu) = (session.trainer.steps(), session.cpu().clone());
     let (folder, board) = (session.take_folder(), session.take_board());
     let photos = session.trainer.card().photos.and_then(|photos| photos.folder);

@@ -130,7 +130,9 @@ pub(crate) fn run(args: &TuneArgs) -> Result<()> {
     args.json.as_deref().map_or(Ok(()), |file| json::write_value(file, &rows))?;
     if console.interrupted() && done < jobs.len() {
         let all = jobs.len();
-        return Err(Failure::Run(format!("interrupted after {done} of {all} passes; these are kept")));
+        return Err(Failure::Interrupted(format!(
+            "interrupted after {done} of {all} passes; these are kept"
+        )));
     }
     if counts.failed > 0 && done == counts.failed {
         return Err(Failure::Run(format!("no algorithm is left for any of the problems{cause}")));

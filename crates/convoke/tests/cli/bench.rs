@@ -261,7 +261,7 @@ fn interrupted() {
     std::io::Read::read_to_string(&mut out, &mut line).unwrap();
     let output = child.wait_with_output().unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(1), "{stderr}");
+    assert_eq!(output.status.code(), Some(130), "{stderr}");
     assert!(stderr.contains("interrupted after "), "{stderr}");
     let rows: Value = serde_json::from_str(&fs::read_to_string(file).unwrap()).unwrap();
     let chosen = rows.as_array().unwrap().iter().filter(|row| row["chosen"] == true).count();

@@ -195,7 +195,7 @@ mod interrupt {
             let args = ["--steps", "40", "--checkpoint", text(folder.path()), "--json", "-"];
             let outcome = interrupted(name, &args);
             let hint = ["stopping", "interrupted after step", text(folder.path()), "--resume"];
-            outcome.check(1, &hint).unwrap();
+            outcome.check(130, &hint).unwrap();
             let cut = outcome.json();
             assert!(cut["runs"][0]["test_accuracy"].is_null(), "{cut}");
             let done = losses(&cut["runs"][0]).len();
@@ -213,6 +213,6 @@ mod interrupt {
     #[test]
     fn says_when_nothing_was_saved() {
         let outcome = interrupted("train", &["--epochs", "1000"]);
-        outcome.check(1, &["interrupted after step", "not saved", "--checkpoint"]).unwrap();
+        outcome.check(130, &["interrupted after step", "not saved", "--checkpoint"]).unwrap();
     }
 }

@@ -2,61 +2,38 @@
 
 use crate::common::{Number, cast, check_bits, check_refused, cpus};
 use convoke_kernels::Cpu;
-use convoke_kernels::optimizer::{
-    Adadelta, Adam, AdamW, Averages, Sgd, adadelta, adam, adamw, moving_average, sgd,
-};
+use convoke_kernels::optimizer::{Adadelta, Adam, Sgd, Step, UpdateRule, moving_average};
+use convoke_kernels::{DType, Result, Slice, SliceMut};
 use convoke_testkit::{Case, Failures, Golden, Random, check_relative_to_max};
 
-#[derive(Clone, Copy, Debug)]
-enum Optimizer {
-    Sgd(Sgd),
-    Adadelta(Adadelta),
-    AdamW(AdamW),
-    Adam(Adam),
+/// A rule with its learning rate and weight decay.
+#[derive(Debug)]
+struct Optimizer {
+    rule: Box<dyn UpdateRule>,
+    rates: [f64; 2],
 }
 
 impl Optimizer {
-    fn of(golden: &Case) -> Option<Optimizer> {
-        let number = |name: &str| golden.number(name);
-        let learning_rate = number("lr");
-        Some(match golden.attribute("optimizer")?.as_str()? {
-            "sgd" => Optimizer::Sgd(Sgd {
-                learning_rate,
-                momentum: number("momentum"),
-                dampening: number("dampening"),
-                weight_decay: number("weight_decay"),
-                nesterov: golden.flag("nesterov"),
-            }),
-            "adadelta" => Optimizer::Adadelta(Adadelta {
-                learning_rate,
-                rho: number("rho"),
-                eps: number("eps"),
-                weight_decay: number("weight_decay"),
-            }),
-            "adamw" => Optimizer::AdamW(AdamW {
-                learning_rate,
-                betas: golden.numbers("betas").try_into().unwrap(),
-                eps: number("eps"),
-                weight_decay: number("weight_decay"),
-            }),
-            "adam" => Optimizer::Adam(Adam {
-                learning_rate,
-                betas: golden.numbers("betas").try_into().unwrap(),
-                eps: number("eps"),
-                weight_decay: number("weight_decay"),
-            }),
-            other => panic!("unknown optimizer {other}"),
-        })
+    fn new(rule: impl UpdateRule + 'static, rates: [f64; 2]) -> Optimizer {
+        Optimizer { rule: Box::new(rule), rates }
     }
 
-    fn with_learning_rate(mut self, rate: f64) -> Optimizer {
-        match &mut self {
-            Optimizer::Sgd(options) => options.learning_rate = rate,
-            Optimizer::Adadelta(options) => options.learning_rate = rate,
-            Optimizer::AdamW(options) => options.learning_rate = rate,
-            Optimizer::Adam(options) => options.learning_rate = rate,
-        }
-        self
+    fn of(golden: &Case) -> Option<Optimizer> {
+        let number = |name: &str| golden.number(name);
+        let betas = || golden.numbers("betas").try_into().unwrap();
+        let name = golden.attribute("optimizer")?.as_str()?;
+        let rates = [number("lr"), number("weight_decay")];
+        Some(match name {
+            "sgd" => {
+                let (momentum, dampening) = (number("momentum"), number("dampening"));
+                Optimizer::new(Sgd { momentum, dampening, nesterov: golden.flag("nesterov") }, rates)
+            }
+            "adadelta" => Optimizer::new(Adadelta { rho: number("rho"), eps: number("eps") }, rates),
+            "adam" | "adamw" => {
+                Optimizer::new(Adam { betas: betas(), eps: number("eps"), decoupled: name == "adamw" }, rates)
+            }
+            other => panic!("unknown optimizer {other}"),
+        })
     }
 
     /// One step, `time` from 1. SGD's velocity starts as NaN: the first step must not read it.
@@ -68,36 +45,33 @@ impl Optimizer {
         gradient: &[T],
         state: &mut [Vec<T>; 2],
     ) {
-        let [a, b] = state;
-        match self {
-            Optimizer::Sgd(options) if options.momentum == 0.0 => {
-                sgd(cpu, options, parameter, gradient, None)
-            }
-            Optimizer::Sgd(options) => {
-                if time == 1 {
-                    a.fill(T::NAN);
-                }
-                sgd(cpu, options, parameter, gradient, Some((a, time == 1)))
-            }
-            Optimizer::Adadelta(options) => adadelta(cpu, options, parameter, gradient, [a, b]),
-            Optimizer::AdamW(options) => adamw(cpu, options, parameter, gradient, averages(time, [a, b])),
-            Optimizer::Adam(options) => adam(cpu, options, parameter, gradient, averages(time, [a, b])),
+        if time == 1 && self.rule.name() == "sgd" {
+            state[0].fill(T::NAN);
         }
-        .unwrap();
+        let slots = state.iter_mut().map(|slot| slot.as_mut_slice().into());
+        let slots = slots.take(self.rule.slots().len()).collect();
+        self.try_step(cpu, time, (parameter.into(), gradient.into(), slots)).unwrap();
+    }
+
+    fn try_step(
+        &self,
+        cpu: &Cpu,
+        time: i32,
+        (parameter, gradient, slots): (SliceMut<'_>, Slice<'_>, Vec<SliceMut<'_>>),
+    ) -> Result<()> {
+        let [learning_rate, weight_decay] = self.rates;
+        self.rule.step(cpu, Step { learning_rate, weight_decay, time, parameter, gradient, slots })
     }
 }
 
-fn averages<T>(time: i32, [average, average_square]: [&mut [T]; 2]) -> Averages<'_, T> {
-    Averages { time, average, average_square }
-}
-
-fn check_case<T: Number>(failures: &mut Failures, golden: &Case, optimizer: Optimizer, rtol: f64) {
+fn check_case<T: Number>(failures: &mut Failures, golden: &Case, mut optimizer: Optimizer, rtol: f64) {
     let mut parameter: Vec<T> = cast(&golden.tensor_f64("parameter").1);
     let gradients: Vec<T> = cast(&golden.tensor_f64("gradients").1);
     let mut state = [vec![T::zero(); parameter.len()], vec![T::zero(); parameter.len()]];
     for (index, rate) in golden.numbers("learning_rates").into_iter().enumerate() {
         let gradient = &gradients[index * parameter.len()..][..parameter.len()];
-        let (time, optimizer) = (index as i32 + 1, optimizer.with_learning_rate(rate));
+        let time = index as i32 + 1;
+        optimizer.rates[0] = rate;
         optimizer.step(&Cpu::single(), time, &mut parameter, gradient, &mut state);
         let expected = golden.tensor_f64(&format!("parameter_after_{time}")).1;
         let what = format!("{} {} after {time}", golden.name, T::DTYPE);
@@ -112,32 +86,33 @@ fn every_case_agrees_with_pytorch() {
     let schedules_only = golden.cases().iter().filter(|case| Optimizer::of(case).is_none()).count();
     println!("{schedules_only} cases are about learning rate schedules only");
     for case in golden.cases() {
-        let Some(optimizer) = Optimizer::of(case) else { continue };
-        check_case::<f32>(&mut failures, case, optimizer, 1e-6);
-        check_case::<f64>(&mut failures, case, optimizer, 1e-12);
+        let of = || Optimizer::of(case);
+        if let (Some(single), Some(double)) = (of(), of()) {
+            check_case::<f32>(&mut failures, case, single, 1e-6);
+            check_case::<f64>(&mut failures, case, double, 1e-12);
+        }
     }
     failures.finish();
 }
 
-const SGD: Sgd =
-    Sgd { learning_rate: 0.1, momentum: 0.9, dampening: 0.1, weight_decay: 0.01, nesterov: true };
-const ADADELTA: Adadelta = Adadelta { learning_rate: 1.0, rho: 0.9, eps: 1e-6, weight_decay: 0.01 };
-const ADAM: Adam = Adam { learning_rate: 0.01, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.01 };
-const ADAMW: AdamW = AdamW { learning_rate: 0.01, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.01 };
+/// One of each kind, with numbers that all matter.
+fn optimizers() -> Vec<Optimizer> {
+    let sgd = Sgd { momentum: 0.9, dampening: 0.1, nesterov: true };
+    vec![
+        Optimizer::new(Sgd { momentum: 0.0, nesterov: false, ..sgd }, [0.1, 0.01]),
+        Optimizer::new(sgd, [0.1, 0.01]),
+        Optimizer::new(Adadelta::default(), [1.0, 0.01]),
+        Optimizer::new(Adam::decoupled(), [0.01, 0.01]),
+        Optimizer::new(Adam::default(), [0.01, 0.01]),
+    ]
+}
 
 fn same_bits<T: Number>(failures: &mut Failures) {
     const LEN: usize = 50_001;
     let mut random = Random::new(1);
     let (start, gradients): (Vec<T>, Vec<T>) =
         (random.normal(LEN, 0.0, 1.0), random.normal(3 * LEN, 0.0, 1.0));
-    let plain = Sgd { momentum: 0.0, nesterov: false, ..SGD };
-    for optimizer in [
-        Optimizer::Sgd(plain),
-        Optimizer::Sgd(SGD),
-        Optimizer::Adadelta(ADADELTA),
-        Optimizer::AdamW(ADAMW),
-        Optimizer::Adam(ADAM),
-    ] {
+    for optimizer in optimizers() {
         let run = |cpu: &Cpu| {
             let (mut parameter, mut state) = (start.clone(), [vec![T::zero(); LEN], vec![T::zero(); LEN]]);
             for (time, gradient) in (1..).zip(gradients.chunks(LEN)) {
@@ -165,39 +140,46 @@ fn threads_and_instruction_sets_do_not_change_a_bit() {
 fn mistakes_are_named_and_nothing_is_written() {
     let cpu = Cpu::single();
     let mut failures = Failures::new("refused optimizer operands");
-    let [long, short] = [[1.0f32; 5], [7.25f32; 5]];
-    type Run<'a> = &'a dyn Fn(&mut [f32], [&mut [f32]; 2]) -> convoke_kernels::Result<()>;
-    let cases: [(&str, [usize; 2], Run<'_>); 14] = [
-        ("sgd: the gradient has 5", [4, 4], &|p, [v, _]| sgd(&cpu, &SGD, p, &long, Some((v, false)))),
-        ("sgd: the velocity has 3", [3, 4], &|p, [v, _]| sgd(&cpu, &SGD, p, &long[..4], Some((v, false)))),
-        ("sgd: momentum 0.9 needs a velocity", [4, 4], &|p, _| sgd(&cpu, &SGD, p, &long[..4], None)),
-        ("adadelta: the gradient has 3", [4, 4], &|p, state| adadelta(&cpu, &ADADELTA, p, &long[..3], state)),
-        ("adadelta: the state has 5", [5, 4], &|p, state| adadelta(&cpu, &ADADELTA, p, &long[..4], state)),
-        ("adadelta: the state has 3", [4, 3], &|p, state| adadelta(&cpu, &ADADELTA, p, &long[..4], state)),
-        ("adamw: the gradient has 5", [4, 4], &|p, state| adamw(&cpu, &ADAMW, p, &long, averages(1, state))),
-        ("adamw: the state has 5", [5, 4], &|p, state| {
-            adamw(&cpu, &ADAMW, p, &long[..4], averages(1, state))
-        }),
-        ("adamw: the state has 3", [4, 3], &|p, state| {
-            adamw(&cpu, &ADAMW, p, &long[..4], averages(1, state))
-        }),
-        ("adamw: steps count from 1, not 0", [4, 4], &|p, state| {
-            adamw(&cpu, &ADAMW, p, &long[..4], averages(0, state))
-        }),
-        ("adam: the gradient has 5", [4, 4], &|p, state| adam(&cpu, &ADAM, p, &long, averages(1, state))),
-        ("adam: the state has 3", [4, 3], &|p, state| adam(&cpu, &ADAM, p, &long[..4], averages(1, state))),
-        ("adam: steps count from 1, not 0", [4, 4], &|p, state| {
-            adam(&cpu, &ADAM, p, &long[..4], averages(0, state))
-        }),
-        ("moving average: the value has 5", [4, 4], &|p, _| moving_average(&cpu, 0.9, p, &long)),
-    ];
-    for (part, state, run) in cases {
-        let (mut parameter, [mut a, mut b]) = (short[..4].to_vec(), state.map(|len| short[..len].to_vec()));
-        failures.run(part, || check_refused(run(&mut parameter, [&mut a, &mut b]), &[part]));
-        let untouched = [&parameter, &a, &b].iter().all(|values| values.iter().all(|&value| value == 7.25));
-        failures.check(part, if untouched { Ok(()) } else { Err("something was written") });
+    for optimizer in optimizers() {
+        let (name, slots) = (optimizer.rule.name(), optimizer.rule.slots().len());
+        // Lengths of the gradient and of each slot, and the number of the step.
+        let mut cases = vec![
+            ("the gradient has 5", 5, vec![4; slots], 1),
+            ("the gradient has 3", 3, vec![4; slots], 1),
+            ("slots are needed", 4, vec![4; slots + 1], 1),
+        ];
+        if slots > 0 {
+            let with = |len: usize| [vec![4; slots - 1], vec![len]].concat();
+            cases.push(("the state has 3", 4, with(3), 1));
+            cases.push(("the state has 5", 4, with(5), 1));
+            cases.push(("slots are needed", 4, vec![4; slots - 1], 1));
+        }
+        if name.starts_with("adam") {
+            cases.push(("steps count from 1, not 0", 4, vec![4; slots], 0));
+        }
+        for (part, gradient, slots, time) in cases {
+            let (mut parameter, gradient) = (vec![7.25f32; 4], vec![1.0f32; gradient]);
+            let mut states: Vec<Vec<f32>> = slots.into_iter().map(|len| vec![7.25; len]).collect();
+            let slots = states.iter_mut().map(|state| state.as_mut_slice().into()).collect();
+            let operands = (parameter.as_mut_slice().into(), gradient.as_slice().into(), slots);
+            let found = optimizer.try_step(&cpu, time, operands);
+            failures.check(format!("{name}: {part}"), check_refused(found, &[name, part]));
+            let untouched = states.iter().chain([&parameter]).flatten().all(|&value| value == 7.25);
+            failures.check(part, if untouched { Ok(()) } else { Err("something was written") });
+        }
+        let (mut parameter, gradient) = ([7.25f64; 4], [1.0f32; 4]);
+        let found =
+            optimizer.try_step(&cpu, 1, (parameter.as_mut_slice().into(), (&gradient).into(), vec![]));
+        failures.check(format!("{name}: types"), if found.is_err() { Ok(()) } else { Err("two types pass") });
+        let (mut half, gradient) = ([half::f16::ONE; 4], [half::f16::ONE; 4]);
+        let found = optimizer.try_step(&cpu, 1, (half.as_mut_slice().into(), (&gradient).into(), vec![]));
+        failures.check(format!("{name}: f16"), check_refused(found, &[&DType::F16.to_string()]));
     }
+    let (mut average, value) = ([7.25f32; 4], [1.0f32; 5]);
+    let found = moving_average(&cpu, 0.9, average.as_mut_slice().into(), (&value).into());
+    failures.check("moving average", check_refused(found, &["moving average: the value has 5"]));
     failures.finish();
+    assert_eq!(average, [7.25; 4]);
 }
 
 #[test]
@@ -207,13 +189,13 @@ fn a_moving_average_is_its_formula_and_keeps_what_does_not_change() {
     let mut expected: Option<Vec<f64>> = None;
     for cpu in cpus() {
         let mut average = start.clone();
-        moving_average(cpu, 0.9, &mut average, &value).unwrap();
+        moving_average(cpu, 0.9, average.as_mut_slice().into(), value.as_slice().into()).unwrap();
         for ((average, start), value) in average.iter().zip(&start).zip(&value) {
             assert!((average - (0.9 * start + 0.1 * value)).abs() <= 1e-15 * (start.abs() + value.abs()));
         }
         assert_eq!(*expected.get_or_insert_with(|| average.clone()), average, "{cpu:?}");
         let mut constant = value.clone();
-        moving_average(cpu, 0.37, &mut constant, &value).unwrap();
+        moving_average(cpu, 0.37, constant.as_mut_slice().into(), value.as_slice().into()).unwrap();
         assert_eq!(constant, value);
     }
 }

@@ -94,10 +94,7 @@ impl Averaged {
             return Ok(());
         }
         let cpu = value.device().compute();
-        dispatch!("moving average", value.dtype(), T => average.update(|average: &mut [T]| {
-            Ok(moving_average(cpu, decay, average, value.data::<T>()?)?)
-        })?);
-        Ok(())
+        average.update_elements(|average| Ok(moving_average(cpu, decay, average, value.elements()?)?))
     }
 }
 

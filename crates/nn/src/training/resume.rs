@@ -10,8 +10,9 @@ use super::{ModelCard, Result, Trainer, TrainingConfig, Validation};
 use crate::checkpoint::{self, CheckpointError, Value};
 use crate::data::{Augmentation, DatasetInfo, Datasets, Mixing};
 use crate::objective::ObjectiveRecord;
+use crate::optimizer::RuleSettings;
 use crate::random::GeneratorState;
-use crate::{Module, ParameterRules, Rule, Schedule, difference};
+use crate::{Module, ParameterRules, Schedule, difference};
 
 /// The settings that must not change when a run resumes. The Conv+BN mode is not among them: both modes give the same values.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -22,7 +23,7 @@ struct Settings {
     /// Absent from checkpoints that are older than the choice of objectives.
     #[serde(default)]
     objective: ObjectiveRecord,
-    optimizer: Rule,
+    optimizer: RuleSettings,
     /// Only in checkpoints that are older than the choice of schedules: the factor after each epoch.
     #[serde(default, skip_serializing)]
     lr_gamma: Option<f64>,
@@ -170,7 +171,7 @@ impl Trainer {
             data: self.data.train.info().clone(),
             train_images: self.data.train.len(),
             objective: (&self.config.objective).into(),
-            optimizer: self.config.rule,
+            optimizer: self.config.rule.settings(),
             lr_gamma: None,
             schedule: Some(self.config.schedule.canonical()),
             warmup_steps: self.config.warmup_steps,

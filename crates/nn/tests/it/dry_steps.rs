@@ -14,10 +14,8 @@ use convoke_nn::{ModuleExt, Rule};
 const MODES: [ConvBnMode; 2] = [ConvBnMode::Fused, ConvBnMode::Separate];
 
 fn rules() -> [Rule; 4] {
-    let plain =
-        Sgd { learning_rate: 0.01, momentum: 0.0, dampening: 0.0, weight_decay: 0.0, nesterov: false };
-    let momentum = Rule::Sgd(Sgd { momentum: 0.9, ..plain });
-    [Rule::adadelta(1.0), momentum, Rule::adamw(1e-3), Rule::Sgd(plain)]
+    let momentum = Rule::new(Sgd { momentum: 0.9, ..Sgd::default() }, 0.01);
+    [Rule::adadelta(1.0), momentum, Rule::adamw(1e-3), Rule::sgd(0.01)]
 }
 
 /// Images of 24 x 32 with three classes at their pixels; some pixels have no label.
@@ -75,7 +73,7 @@ fn mnist_cnn_takes_what_was_predicted() {
     for (batch_size, rule) in [1, 3, 16, 59, 60].into_iter().zip(rules().into_iter().cycle()) {
         for mode in MODES {
             let device = device(2, Tuner::by_estimate());
-            check(&device, config(spec("mnist-cnn"), mode, rule, batch_size), &digits(60, 10));
+            check(&device, config(spec("mnist-cnn"), mode, rule.clone(), batch_size), &digits(60, 10));
         }
     }
     for rule in rules() {
@@ -89,7 +87,7 @@ fn segnet_takes_what_was_predicted() {
     for (batch_size, rule) in [1, 2, 5].into_iter().zip(rules()) {
         for (mode, crop) in MODES.into_iter().zip([None, Some([16, 24])]) {
             let device = device(2, Tuner::by_estimate());
-            let config = config(spec("segnet"), mode, rule, batch_size);
+            let config = config(spec("segnet"), mode, rule.clone(), batch_size);
             check(
                 &device,
                 TrainingConfig { augmentation: Augmentation { flip: true, crop, padding: 0 }, ..config },

@@ -441,12 +441,7 @@ fn frozen_parameters_get_no_gradient_and_stay() {
         parameter(&model, path).set_trained(false);
     }
     // The optimizer is made after freezing here, thawing comes later: it must know all parameters.
-    let rule = Rule::AdamW(convoke_kernels::optimizer::AdamW {
-        learning_rate: 0.01,
-        betas: [0.9, 0.999],
-        eps: 1e-8,
-        weight_decay: 0.1,
-    });
+    let rule = Rule::adamw(0.01).with_weight_decay(0.1);
     let mut optimizer = Optimizer::new(rule, &model).unwrap();
     let x = normal(&device, DType::F32, 9, &[4, 1, 28, 28]);
     for round in 0..2 {

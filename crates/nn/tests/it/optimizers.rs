@@ -4,10 +4,11 @@ use crate::common::{
     DTYPES, assert_refused, bits, check_refused, device, init, normal, parameter, tensor, values,
 };
 use convoke_autograd::{DType, Device, Gradients, Result, Tensor};
-use convoke_kernels::optimizer::{Adadelta, Adam, AdamW, Sgd};
+use convoke_kernels::Cpu;
+use convoke_kernels::optimizer::{Adadelta, Adam, Setting, Sgd, Step, UpdateRule};
 use convoke_nn::modules::{Linear, Sequential};
 use convoke_nn::{Forward, Module, Optimizer, Parameter, Rule, StepLr};
-use convoke_testkit::{Case, Failures, Golden, Tolerance, check_close, check_relative_to_max};
+use convoke_testkit::{Case, Failures, Golden, Tolerance, assert_close, check_close, check_relative_to_max};
 
 /// A module that is nothing but one parameter.
 #[derive(Module)]
@@ -28,34 +29,19 @@ fn gradients_of(model: &Tiny, gradient: &Tensor) -> Gradients {
 fn rule(case: &Case) -> Option<Rule> {
     let number = |name: &str| case.number(name);
     let learning_rate = number("lr");
-    Some(match case.attribute("optimizer")?.as_str()? {
-        "sgd" => Rule::Sgd(Sgd {
-            learning_rate,
-            momentum: number("momentum"),
-            dampening: number("dampening"),
-            weight_decay: number("weight_decay"),
-            nesterov: case.flag("nesterov"),
-        }),
-        "adadelta" => Rule::Adadelta(Adadelta {
-            learning_rate,
-            rho: number("rho"),
-            eps: number("eps"),
-            weight_decay: number("weight_decay"),
-        }),
-        "adamw" => Rule::AdamW(AdamW {
-            learning_rate,
-            betas: case.numbers("betas").try_into().unwrap(),
-            eps: number("eps"),
-            weight_decay: number("weight_decay"),
-        }),
-        "adam" => Rule::Adam(Adam {
-            learning_rate,
-            betas: case.numbers("betas").try_into().unwrap(),
-            eps: number("eps"),
-            weight_decay: number("weight_decay"),
-        }),
+    let betas = || case.numbers("betas").try_into().unwrap();
+    let rule = match case.attribute("optimizer")?.as_str()? {
+        "sgd" => {
+            let (momentum, dampening) = (number("momentum"), number("dampening"));
+            Rule::new(Sgd { momentum, dampening, nesterov: case.flag("nesterov") }, learning_rate)
+        }
+        "adadelta" => Rule::new(Adadelta { rho: number("rho"), eps: number("eps") }, learning_rate),
+        name @ ("adamw" | "adam") => {
+            Rule::new(Adam { betas: betas(), eps: number("eps"), decoupled: name == "adamw" }, learning_rate)
+        }
         other => panic!("unknown optimizer {other}"),
-    })
+    };
+    Some(rule.with_weight_decay(number("weight_decay")))
 }
 
 fn schedule(case: &Case) -> StepLr {
@@ -79,7 +65,7 @@ fn steps_agree_with_pytorch() {
         for (dtype, rtol) in [(DType::F32, 1e-6), (DType::F64, 1e-12)] {
             let (shape, start) = case.tensor_f64("parameter");
             let model = Tiny(Parameter::new(&tensor(&device, dtype, &shape, &start)));
-            let mut optimizer = Optimizer::new(rule, &model).unwrap();
+            let mut optimizer = Optimizer::new(rule.clone(), &model).unwrap();
             let gradients = case.tensor_f64("gradients").1;
             for (index, gradient) in gradients.chunks(start.len()).enumerate() {
                 optimizer.set_learning_rate(schedule(case).at(index));
@@ -118,8 +104,8 @@ fn constructors_take_pytorchs_defaults() {
         (Rule::adamw(1e-3), "adamw"),
         (Rule::adam(1e-3), "adam"),
     ];
-    for ((rule, name), rate) in rules.into_iter().zip([0.1, 1.0, 1e-3, 1e-3]) {
-        assert_eq!((rule.name(), rule.learning_rate()), (name, rate));
+    for ((rule, name), rate) in rules.iter().zip([0.1, 1.0, 1e-3, 1e-3]) {
+        assert_eq!((rule.name(), rule.learning_rate()), (*name, rate));
     }
     let golden = Golden::load("optimizer");
     for (expected, name) in rules {
@@ -131,55 +117,52 @@ fn constructors_take_pytorchs_defaults() {
 fn numbers_out_of_range_are_refused_by_name() {
     let device = device();
     let model = Tiny(Parameter::new(&normal(&device, DType::F32, 1, &[3])));
-    let sgd = Sgd { learning_rate: 0.1, momentum: 0.9, dampening: 0.0, weight_decay: 0.0, nesterov: false };
-    let adadelta = Adadelta { learning_rate: 1.0, rho: 0.9, eps: 1e-6, weight_decay: 0.0 };
-    let adam = Adam { learning_rate: 1e-3, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.0 };
-    let adamw = AdamW { learning_rate: 1e-3, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.01 };
+    let sgd = Sgd { momentum: 0.9, ..Sgd::default() };
+    let adadelta = Adadelta::default();
     let mut failures = Failures::new("numbers of optimizers");
     for bad in [-1e-3, f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
-        let rules = [
-            ("learning rate", Rule::Sgd(Sgd { learning_rate: bad, ..sgd })),
-            ("momentum", Rule::Sgd(Sgd { momentum: bad, ..sgd })),
-            ("dampening", Rule::Sgd(Sgd { dampening: bad, ..sgd })),
-            ("weight decay", Rule::Sgd(Sgd { weight_decay: bad, ..sgd })),
-            ("learning rate", Rule::Adadelta(Adadelta { learning_rate: bad, ..adadelta })),
-            ("rho", Rule::Adadelta(Adadelta { rho: bad, ..adadelta })),
-            ("eps", Rule::Adadelta(Adadelta { eps: bad, ..adadelta })),
-            ("weight decay", Rule::Adadelta(Adadelta { weight_decay: bad, ..adadelta })),
-            ("learning rate", Rule::AdamW(AdamW { learning_rate: bad, ..adamw })),
-            ("first beta", Rule::AdamW(AdamW { betas: [bad, 0.9], ..adamw })),
-            ("second beta", Rule::AdamW(AdamW { betas: [0.9, bad], ..adamw })),
-            ("eps", Rule::AdamW(AdamW { eps: bad, ..adamw })),
-            ("weight decay", Rule::AdamW(AdamW { weight_decay: bad, ..adamw })),
-            ("learning rate", Rule::Adam(Adam { learning_rate: bad, ..adam })),
-            ("first beta", Rule::Adam(Adam { betas: [bad, 0.9], ..adam })),
-            ("second beta", Rule::Adam(Adam { betas: [0.9, bad], ..adam })),
-            ("eps", Rule::Adam(Adam { eps: bad, ..adam })),
-            ("weight decay", Rule::Adam(Adam { weight_decay: bad, ..adam })),
+        let mut rules = vec![
+            ("momentum", Rule::new(Sgd { momentum: bad, ..sgd }, 0.1)),
+            ("dampening", Rule::new(Sgd { dampening: bad, ..sgd }, 0.1)),
+            ("rho", Rule::new(Adadelta { rho: bad, ..adadelta }, 1.0)),
+            ("eps", Rule::new(Adadelta { eps: bad, ..adadelta }, 1.0)),
         ];
+        for adam in [Adam::default(), Adam::decoupled()] {
+            rules.extend([
+                ("first beta", Rule::new(Adam { betas: [bad, 0.9], ..adam }, 1e-3)),
+                ("second beta", Rule::new(Adam { betas: [0.9, bad], ..adam }, 1e-3)),
+                ("eps", Rule::new(Adam { eps: bad, ..adam }, 1e-3)),
+            ]);
+        }
+        for rule in [Rule::sgd(0.1), Rule::adadelta(1.0), Rule::adam(1e-3), Rule::adamw(1e-3)] {
+            rules.push(("learning rate", rule.clone().with_learning_rate(bad)));
+            rules.push(("weight decay", rule.with_weight_decay(bad)));
+        }
         for (name, rule) in rules {
             let parts = [rule.name(), name, &bad.to_string(), "out of range"];
             failures.check(
                 format!("{name} {bad} of {rule:?}"),
-                check_refused(Optimizer::new(rule, &model), &parts),
+                check_refused(Optimizer::new(rule.clone(), &model), &parts),
             );
         }
     }
-    let over = [
-        ("rho", Rule::Adadelta(Adadelta { rho: 1.5, ..adadelta })),
-        ("first beta", Rule::AdamW(AdamW { betas: [1.0, 0.9], ..adamw })),
-        ("second beta", Rule::AdamW(AdamW { betas: [0.9, 1.0], ..adamw })),
-        ("first beta", Rule::Adam(Adam { betas: [1.0, 0.9], ..adam })),
-        ("second beta", Rule::Adam(Adam { betas: [0.9, 1.0], ..adam })),
-    ];
+    let mut over = vec![("rho", Rule::new(Adadelta { rho: 1.5, ..adadelta }, 1.0))];
+    for adam in [Adam::default(), Adam::decoupled()] {
+        over.push(("first beta", Rule::new(Adam { betas: [1.0, 0.9], ..adam }, 1e-3)));
+        over.push(("second beta", Rule::new(Adam { betas: [0.9, 1.0], ..adam }, 1e-3)));
+    }
     for (name, rule) in over {
-        failures
-            .check(format!("{rule:?}"), check_refused(Optimizer::new(rule, &model), &[rule.name(), name]));
+        failures.check(
+            format!("{rule:?}"),
+            check_refused(Optimizer::new(rule.clone(), &model), &[rule.name(), name]),
+        );
     }
     for nesterov in [Sgd { momentum: 0.0, ..sgd }, Sgd { dampening: 0.5, ..sgd }] {
-        let rule = Rule::Sgd(Sgd { nesterov: true, ..nesterov });
-        failures
-            .check(format!("{rule:?}"), check_refused(Optimizer::new(rule, &model), &["sgd", "Nesterov"]));
+        let rule = Rule::new(Sgd { nesterov: true, ..nesterov }, 0.1);
+        failures.check(
+            format!("{rule:?}"),
+            check_refused(Optimizer::new(rule.clone(), &model), &["sgd", "Nesterov"]),
+        );
     }
     failures.finish();
     for rule in [Rule::sgd(0.0), Rule::adadelta(0.0), Rule::adamw(0.0)] {
@@ -188,11 +171,10 @@ fn numbers_out_of_range_are_refused_by_name() {
 }
 
 fn rules() -> [Rule; 5] {
-    let momentum =
-        Sgd { learning_rate: 0.1, momentum: 0.9, dampening: 0.2, weight_decay: 0.01, nesterov: false };
+    let momentum = Sgd { momentum: 0.9, dampening: 0.2, nesterov: false };
     [
         Rule::sgd(0.1),
-        Rule::Sgd(momentum),
+        Rule::new(momentum, 0.1).with_weight_decay(0.01),
         Rule::adadelta(1.0),
         Rule::adamw(0.01),
         Rule::adam(0.01).with_weight_decay(0.01),
@@ -209,7 +191,7 @@ fn a_parameter_without_gradient_is_skipped_as_a_whole() {
             let model = Sequential::new()
                 .then("used", used)
                 .then("unused", Linear::new(&init, [2, 2], true).unwrap());
-            let mut optimizer = Optimizer::new(rule, &model).unwrap();
+            let mut optimizer = Optimizer::new(rule.clone(), &model).unwrap();
             let bits_of = |path: &str| bits(&parameter(&model, path).value());
             let before = ["used.weight", "unused.weight", "unused.bias"].map(bits_of);
             // Only the first layer takes part.
@@ -254,7 +236,7 @@ fn a_step_works_in_place_and_frees_the_gradients() {
         let model = Tiny(Parameter::new(&normal(&device, DType::F32, 1, &[LEN])));
         let start = live(&device);
         assert_eq!(start - before_all, 4 * LEN);
-        let mut optimizer = Optimizer::new(rule, &model).unwrap();
+        let mut optimizer = Optimizer::new(rule.clone(), &model).unwrap();
         let slots = optimizer.state().0.len();
         assert_eq!(live(&device), start + slots * 4 * LEN, "{rule:?}: nothing but its state");
         let gradient = normal(&device, DType::F32, 2, &[LEN]);
@@ -314,4 +296,58 @@ fn nothing_is_refused_quietly() {
     assert_refused(model.forward(&normal(&device, DType::F32, 1, &[9])), &["mul", "[9]", "[10]"]);
     let empty = Optimizer::new(Rule::adadelta(1.0), &Sequential::new());
     assert_refused(empty.map(drop), &["no parameters", "parts"]);
+}
+
+/// p -= learning rate * sign(velocity), where the velocity is a moving average of the gradient: a user's own.
+#[derive(Debug)]
+struct SignMomentum {
+    keep: f64,
+}
+
+impl UpdateRule for SignMomentum {
+    fn name(&self) -> &'static str {
+        "sign-momentum"
+    }
+
+    fn slots(&self) -> &'static [&'static str] {
+        &["velocity"]
+    }
+
+    fn settings(&self) -> Vec<(&'static str, Setting)> {
+        vec![("keep", Setting::Number(self.keep))]
+    }
+
+    fn step(&self, _: &Cpu, step: Step<'_>) -> convoke_kernels::Result<()> {
+        let (rate, keep) = (step.learning_rate as f32, self.keep as f32);
+        let (parameter, gradient, [velocity]) = step.of::<f32, 1>(self.name())?;
+        for ((p, &g), v) in parameter.iter_mut().zip(gradient).zip(velocity) {
+            *v = keep * *v + (1.0 - keep) * g;
+            *p -= rate * v.signum();
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn a_users_rule_trains_and_keeps_its_state() {
+    let device = device();
+    let start = normal(&device, DType::F32, 1, &[100]);
+    let model = Tiny(Parameter::new(&start));
+    let rule = Rule::new(SignMomentum { keep: 0.5 }, 0.25);
+    assert_ne!(rule, Rule::new(SignMomentum { keep: 0.6 }, 0.25));
+    let mut optimizer = Optimizer::new(rule, &model).unwrap();
+    let (mut expected, mut velocity) = (values(&start), vec![0.0; 100]);
+    for step in 0..3 {
+        let gradient = normal(&device, DType::F32, 2 + step, &[100]);
+        optimizer.step(gradients_of(&model, &gradient)).unwrap();
+        for ((p, v), g) in expected.iter_mut().zip(&mut velocity).zip(values(&gradient)) {
+            *v = 0.5 * *v + 0.5 * g;
+            *p -= 0.25 * v.signum();
+        }
+    }
+    assert_close("parameter", &values(&model.0.value()), &expected, Tolerance { atol: 1e-6, rtol: 0.0 });
+    let (tensors, steps) = optimizer.state();
+    assert_eq!(steps[0].1, 3);
+    assert!(tensors[0].0.ends_with(".velocity"), "{}", tensors[0].0);
+    assert_close("velocity", &values(&tensors[0].1), &velocity, Tolerance { atol: 1e-6, rtol: 0.0 });
 }

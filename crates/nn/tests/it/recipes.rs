@@ -69,8 +69,7 @@ fn rules(freeze: &[&str]) -> ParameterRules {
 fn configs() -> Vec<(&'static str, TrainingConfig)> {
     let (cosine, one_cycle) =
         (Schedule::Cosine { steps: STEPS, final_fraction: 0.1 }, Schedule::OneCycle { steps: STEPS });
-    let nesterov =
-        Sgd { learning_rate: 0.02, momentum: 0.9, dampening: 0.0, weight_decay: 1e-3, nesterov: true };
+    let nesterov = Sgd { momentum: 0.9, nesterov: true, ..Sgd::default() };
     let grouped = ParameterRules {
         decay: Decay::Weights,
         head_lr: Some(0.05),
@@ -90,7 +89,7 @@ fn configs() -> Vec<(&'static str, TrainingConfig)> {
             "all",
             TrainingConfig {
                 mixing: Mixing { mixup: 0.5, cutmix: 1.0 },
-                rule: Rule::Sgd(nesterov),
+                rule: Rule::new(nesterov, 0.02).with_weight_decay(1e-3),
                 schedule: one_cycle,
                 warmup_steps: 1,
                 parameters: grouped,

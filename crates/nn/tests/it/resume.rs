@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use crate::common::{self, assert_refused, check_same_state, device, digits, parameter, snapshot, spec};
 use convoke_autograd::Tensor;
-use convoke_kernels::optimizer::{Adadelta, AdamW, Sgd};
+use convoke_kernels::optimizer::Sgd;
 use convoke_nn::checkpoint::{self, CheckpointError};
 use convoke_nn::data::{Augmentation, DatasetInfo, InMemory, TrainTest};
 use convoke_nn::modules::ConvBnMode;
@@ -65,9 +65,9 @@ fn step_folder(folder: &Path) -> PathBuf {
 }
 
 fn rules() -> [Rule; 4] {
-    let momentum =
-        Sgd { learning_rate: 0.02, momentum: 0.9, dampening: 0.1, weight_decay: 1e-4, nesterov: false };
-    [Rule::sgd(0.05), Rule::Sgd(momentum), Rule::adadelta(1.0), Rule::adamw(1e-3)]
+    let momentum = Sgd { momentum: 0.9, dampening: 0.1, nesterov: false };
+    let momentum = Rule::new(momentum, 0.02).with_weight_decay(1e-4);
+    [Rule::sgd(0.05), momentum, Rule::adadelta(1.0), Rule::adamw(1e-3)]
 }
 
 #[test]
@@ -78,7 +78,7 @@ fn losses_go_on_bit_for_bit_from_any_step() {
     for (index, rule) in rules().into_iter().enumerate() {
         let mode = [ConvBnMode::Fused, ConvBnMode::Separate][index % 2];
         let folders: Vec<TempDir> = SAVED.iter().map(|_| tempdir().unwrap()).collect();
-        let mut whole = start(config(mode, rule));
+        let mut whole = start(config(mode, rule.clone()));
         for step in 0..=ALL {
             if let Some(index) = SAVED.iter().position(|&saved| saved == step) {
                 whole.save(folders[index].path()).unwrap();
@@ -94,7 +94,7 @@ fn losses_go_on_bit_for_bit_from_any_step() {
                     continue;
                 }
                 let what = format!("{rule:?} {mode} resumed {other} at {step}");
-                let mut part = resume(config(other, rule), folder.path()).unwrap();
+                let mut part = resume(config(other, rule.clone()), folder.path()).unwrap();
                 assert_eq!(
                     (part.epoch(), part.batch(), part.steps()),
                     (step / 4, step % 4, step as u64),
@@ -143,12 +143,12 @@ fn other_models_go_on_bit_for_bit() {
 fn a_resumed_run_can_be_saved_and_resumed_again() {
     let folder = tempdir().unwrap();
     let rule = Rule::adadelta(1.0);
-    let mut whole = start(config(ConvBnMode::Fused, rule));
+    let mut whole = start(config(ConvBnMode::Fused, rule.clone()));
     run(&mut whole, 6);
-    let mut part = start(config(ConvBnMode::Fused, rule));
+    let mut part = start(config(ConvBnMode::Fused, rule.clone()));
     for step in 0..6 {
         part.save(folder.path()).unwrap();
-        part = resume(config(ConvBnMode::Fused, rule), folder.path()).unwrap();
+        part = resume(config(ConvBnMode::Fused, rule.clone()), folder.path()).unwrap();
         assert_eq!(part.steps(), step);
         part.step().unwrap();
     }
@@ -182,9 +182,7 @@ fn a_run_whose_loss_was_not_finite_can_be_resumed() {
 #[test]
 fn another_run_is_refused_by_the_setting_that_differs() {
     let folder = saved(fused(), 1);
-    let sgd = Sgd { learning_rate: 0.01, momentum: 0.5, dampening: 0.0, weight_decay: 0.0, nesterov: false };
-    let adamw = AdamW { learning_rate: 0.01, betas: [0.9, 0.999], eps: 1e-8, weight_decay: 0.01 };
-    let adadelta = Adadelta { learning_rate: 0.01, rho: 0.9, eps: 1e-6, weight_decay: 0.0 };
+    let momentum = Rule::new(Sgd { momentum: 0.5, ..Sgd::default() }, 0.01);
     let schedule = Schedule::Step { epochs: 1, gamma: 0.5 };
     let others: [(TrainingConfig, &[&str]); 8] = [
         (TrainingConfig { batch_size: 8, ..fused() }, &["batch_size", "7", "8"]),
@@ -192,19 +190,19 @@ fn another_run_is_refused_by_the_setting_that_differs() {
         (TrainingConfig { schedule, ..fused() }, &["schedule.step.gamma", "0.7", "0.5"]),
         (TrainingConfig { rule: Rule::sgd(0.02), ..fused() }, &["learning_rate", "0.01", "0.02"]),
         (
-            TrainingConfig { rule: Rule::Sgd(sgd), ..fused() },
+            TrainingConfig { rule: momentum, ..fused() },
             &["optimizer.sgd.momentum: the checkpoint has 0, this run needs 0.5"],
         ),
         (
-            TrainingConfig { rule: Rule::Sgd(Sgd { momentum: 0.0, weight_decay: 0.1, ..sgd }), ..fused() },
+            TrainingConfig { rule: Rule::sgd(0.01).with_weight_decay(0.1), ..fused() },
             &["optimizer.sgd.weight_decay: the checkpoint has 0, this run needs 0.1"],
         ),
         (
-            TrainingConfig { rule: Rule::AdamW(adamw), ..fused() },
+            TrainingConfig { rule: Rule::adamw(0.01), ..fused() },
             &["optimizer: ", "{\"sgd\":{", "{\"adamw\":{"],
         ),
         (
-            TrainingConfig { rule: Rule::Adadelta(adadelta), ..fused() },
+            TrainingConfig { rule: Rule::adadelta(0.01), ..fused() },
             &["optimizer: ", "{\"sgd\":{", "{\"adadelta\":{"],
         ),
     ];

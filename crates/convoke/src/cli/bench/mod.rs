@@ -97,7 +97,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     summed.and(publish(args, &machine, &results))?;
     if results.len() < jobs.len() {
         let (done, all) = (results.len(), jobs.len());
-        return Err(Failure::Run(format!("interrupted after {done} of {all} passes")));
+        return Err(Failure::Interrupted(format!("interrupted after {done} of {all} passes")));
     }
     Ok(())
 }

@@ -4,7 +4,6 @@
 pub(crate) mod augment;
 pub(crate) mod candidates;
 pub(crate) mod memory;
-pub(crate) mod optimizer;
 pub(crate) mod photos;
 pub(crate) mod problems;
 pub(crate) mod ranks;

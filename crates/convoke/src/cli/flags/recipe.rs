@@ -1,9 +1,9 @@
 //! How a run trains besides its optimizer: schedule, parameter groups, clipping, averaging of weights, class weights.
 
-use crate::nn::{Decay, ParameterRules, Schedule};
+use crate::nn::data::Listed;
+use crate::nn::{Decay, OptimizerSpec, ParameterRules, Schedule};
 use clap::{Args, ValueEnum, value_parser};
 
-use super::optimizer::OptimizerName;
 use super::values::{given, name, not_negative, positive, share};
 use crate::cli::failure::{Failure, Result};
 
@@ -111,12 +111,12 @@ impl RecipeArgs {
         }
     }
 
-    pub(crate) fn parameters(&self, optimizer: OptimizerName) -> ParameterRules {
-        let usual = if optimizer == OptimizerName::Adamw { DecayName::Weights } else { DecayName::All };
+    pub(crate) fn parameters(&self, optimizer: &OptimizerSpec) -> ParameterRules {
         ParameterRules {
-            decay: match self.decay.unwrap_or(usual) {
-                DecayName::All => Decay::All,
-                DecayName::Weights => Decay::Weights,
+            decay: match self.decay {
+                Some(DecayName::All) => Decay::All,
+                Some(DecayName::Weights) => Decay::Weights,
+                None => optimizer.decay(),
             },
             head_lr: self.head_lr,
             freeze: self.freeze.clone(),
@@ -125,10 +125,10 @@ impl RecipeArgs {
     }
 
     /// Fails if a flag does not fit another one; `momentum` is that of sgd.
-    pub(crate) fn check(&self, optimizer: OptimizerName, momentum: f64) -> Result<()> {
+    pub(crate) fn check(&self, optimizer: &OptimizerSpec, momentum: f64) -> Result<()> {
         let refuse = |message: String| Err(Failure::Usage(message));
-        if self.nesterov && optimizer != OptimizerName::Sgd {
-            let optimizer = name(optimizer);
+        if self.nesterov && !optimizer.takes_momentum() {
+            let optimizer = optimizer.name();
             return refuse(format!(
                 "--nesterov: {optimizer} has no momentum of this kind: add --optimizer sgd, or leave it out"
             ));

@@ -2,23 +2,22 @@
 
 use std::path::PathBuf;
 
-use crate::cli::failure::{Failure, Result};
-use crate::cli::registry::{Data, data_parser, datasets, model, model_parser};
+use crate::cli::failure::Result;
+use crate::cli::registry::{Data, data_parser, datasets, model, model_parser, optimizer_parser};
+use crate::cli::run::{BatchSize, DataSource, Length, Run};
 use crate::cli::{model_file, places};
-use crate::nn::data::DatasetSpec;
+use crate::nn::data::{DatasetSpec, Listed};
 use crate::nn::models::ModelSpec;
-use crate::nn::objective::Objective;
-use crate::nn::{Rule, Schedule};
+use crate::nn::{OptimizerOptions, OptimizerSpec, Rule};
 use clap::{Args, value_parser};
 
 use super::augment::Augment;
-use super::memory::MemoryArgs;
-use super::optimizer::{OptimizerName, rule};
+use super::memory::{MemoryArgs, PlannerArgs};
 use super::photos::PhotoArgs;
 use super::ranks::RankArgs;
-use super::recipe::{ClassWeights, RecipeArgs, ScheduleName};
+use super::recipe::{RecipeArgs, ScheduleName};
 use super::tuning::TuningArgs;
-use super::values::{not_negative, positive};
+use super::values::{given, name, not_negative, positive};
 
 /// What to train on, how, and where the results go.
 #[derive(Args)]
@@ -73,8 +72,8 @@ pub(crate) struct RunArgs {
     pub(crate) batch_size: Option<u32>,
 
     /// The optimizer, which updates parameters by their gradients.
-    #[arg(long, value_enum, default_value_t = OptimizerName::Adamw, help_heading = "Training")]
-    pub(crate) optimizer: OptimizerName,
+    #[arg(long, value_parser = optimizer_parser(), default_value = "adamw", help_heading = "Training")]
+    pub(crate) optimizer: OptimizerSpec,
 
     /// Learning rate, the largest of the schedule [default: adadelta 1, sgd 0.01, adamw and adam 0.001; with one-cycle and without
     /// --weights three times as much, but adadelta 1].
@@ -137,7 +136,68 @@ pub(crate) struct RunArgs {
 }
 
 impl RunArgs {
-    pub(crate) fn model(&self) -> ModelSpec {
+    /// The run that the flags ask for.
+    ///
+    /// # Errors
+    /// If flags do not fit each other.
+    pub(crate) fn resolve(self) -> Result<Run> {
+        self.recipe.check(&self.optimizer, self.momentum)?;
+        let (model, rule) = (self.model(), self.rule());
+        let named = match self.data {
+            Data::Named(spec) => Some(spec),
+            Data::Auto | Data::Random => None,
+        };
+        // What `auto` may stand for has the usual size and length.
+        let (is_of_pixels, has_photos) = (
+            named.and_then(DatasetSpec::usual).is_some_and(|info| info.targets.are_of_pixels()),
+            named.is_some_and(DatasetSpec::takes_photos),
+        );
+        let usual_batch = match (is_of_pixels, has_photos) {
+            (true, _) => 8,
+            (false, true) => 32,
+            (false, false) => 128,
+        };
+        let usual_epochs = if has_photos { 5 } else { 1 };
+        let batch = BatchSize {
+            images: self.batch_size.unwrap_or(usual_batch) as usize,
+            is_given: self.batch_size.is_some(),
+        };
+        let epochs = match (self.epochs, self.steps) {
+            (None, Some(_)) => None,
+            (epochs, _) => Some(u64::from(epochs.unwrap_or(usual_epochs))),
+        };
+        Ok(Run {
+            settings: self.settings(&model, &rule, batch.images),
+            parameters: self.recipe.parameters(&self.optimizer),
+            source: DataSource {
+                choice: self.data,
+                spec: self.dataset(),
+                data_dir: self.data_dir,
+                download: self.download,
+                augment: self.augment,
+                photos: self.photos,
+                workers: self.workers,
+            },
+            model,
+            batch,
+            length: Length { epochs, steps: self.steps },
+            rule,
+            recipe: self.recipe,
+            label_smoothing: self.label_smoothing,
+            seed: self.seed,
+            threads: self.threads,
+            stop_on_nan: !self.continue_on_nan,
+            ranks: self.ranks,
+            memory: self.memory,
+            tuning: self.tuning,
+            checkpoint: self.checkpoint,
+            resume: self.resume,
+            report: self.report,
+            json: self.json,
+        })
+    }
+
+    fn model(&self) -> ModelSpec {
         let usual = || match self.data {
             Data::Named(spec) => model(spec.model().unwrap_or("mnist-cnn")),
             Data::Auto | Data::Random => model("mnist-cnn"),
@@ -150,105 +210,92 @@ impl RunArgs {
     }
 
     /// The data set that the flags name; none for noise.
-    pub(crate) fn dataset(&self) -> Option<&'static DatasetSpec> {
+    fn dataset(&self) -> Option<&'static DatasetSpec> {
         match self.data {
             Data::Named(spec) => Some(spec),
             Data::Random => None,
             Data::Auto => {
                 let builtin = |name| datasets().get(name).expect("it is built in");
                 let mnist = builtin("mnist");
-                let there =
-                    self.download || self.folder(mnist).is_some_and(|folder| mnist.is_present(&folder));
+                let folder =
+                    || self.data_dir.clone().or_else(|| places::default_dataset_folder(mnist.name()));
+                let there = self.download || folder().is_some_and(|folder| mnist.is_present(&folder));
                 Some(if there { mnist } else { builtin("digits") })
             }
         }
     }
 
-    /// Where the files of this data set are.
-    pub(crate) fn folder(&self, spec: &DatasetSpec) -> Option<PathBuf> {
-        self.data_dir.clone().or_else(|| places::default_dataset_folder(spec.name()))
-    }
-
-    pub(crate) fn batch_size(&self) -> usize {
-        // What `auto` may stand for has the usual size, so no file is looked for here.
-        let usual = match self.data {
-            Data::Named(spec) if spec.usual().is_some_and(|info| info.targets.are_of_pixels()) => 8,
-            Data::Named(spec) if spec.takes_photos() => 32,
-            _ => 128,
-        };
-        self.batch_size.unwrap_or(usual) as usize
-    }
-
-    /// Images a step with this many images to train on: a default is no more than there are.
-    pub(crate) fn batch_size_of(&self, images: usize) -> usize {
-        match self.batch_size {
-            Some(given) => given as usize,
-            None => self.batch_size().min(images.max(1)),
-        }
-    }
-
-    /// The steps that the flags ask for, of epochs of this many batches.
-    pub(crate) fn total_steps(&self, batches: usize) -> u64 {
-        let spanned = self.spanned_steps(batches);
-        self.steps.map_or(spanned, |steps| steps.min(spanned))
-    }
-
-    /// The schedule of epochs of this many batches. --steps may end a run within its epochs; then the schedule is as without it, so
-    /// that the run can be resumed.
-    pub(crate) fn schedule(&self, batches: usize) -> Schedule {
-        self.recipe.schedule(self.spanned_steps(batches), self.is_open())
-    }
-
-    /// Whether only --steps says how long the run is, so that it may well be prolonged.
-    fn is_open(&self) -> bool {
-        self.epochs.is_none() && self.steps.is_some()
-    }
-
-    /// The steps of all epochs.
-    fn spanned_steps(&self, batches: usize) -> u64 {
-        // Called in each step, so it must not look for the files of `auto`, which has no photographs.
-        let usual = if matches!(self.data, Data::Named(spec) if spec.takes_photos()) { 5 } else { 1 };
-        match (self.epochs, self.steps) {
-            (None, Some(steps)) => steps,
-            (epochs, _) => u64::from(epochs.unwrap_or(usual)).saturating_mul(batches as u64),
-        }
-    }
-
-    /// The model's own objective, with smoothed labels and class weights if they are asked for; `balanced` gives these for the
-    /// training data.
-    pub(crate) fn objective(&self, balanced: impl FnOnce() -> Result<Vec<f64>>) -> Result<Objective> {
-        let mut own = self.model().objective();
-        if let Some(weights) = &self.recipe.class_weights {
-            let weights = match weights {
-                ClassWeights::Balanced => balanced()?,
-                ClassWeights::Given(weights) => weights.clone(),
-            };
-            own = own
-                .with_class_weights(weights)
-                .map_err(|error| Failure::Usage(format!("--class-weights: {error}")))?;
-        }
-        match self.label_smoothing {
-            0.0 => Ok(own),
-            smoothing => own
-                .with_label_smoothing(smoothing)
-                .map_err(|error| Failure::Usage(format!("--label-smoothing: {error}"))),
-        }
-    }
-
-    pub(crate) fn rule(&self) -> Rule {
-        let mut rule = rule(self.optimizer, self.lr);
+    fn rule(&self) -> Rule {
+        let mut options = OptimizerOptions::default();
+        (options.momentum, options.nesterov) = (self.momentum, self.recipe.nesterov);
+        let rule = self.optimizer.rule(&options);
         // At the top of a cycle, and with random weights, steps may be larger.
-        let rises = self.recipe.schedule_name(self.is_open()) == ScheduleName::OneCycle;
-        if self.lr.is_none() && rises && self.weights.is_none() && self.optimizer != OptimizerName::Adadelta {
-            rule = rule.with_learning_rate(3.0 * rule.learning_rate());
-        }
-        if let Rule::Sgd(sgd) = &mut rule {
-            sgd.momentum = self.momentum;
-            sgd.nesterov = self.recipe.nesterov;
-        }
-        match self.weight_decay {
-            Some(weight_decay) => rule.with_weight_decay(weight_decay),
-            None => rule,
-        }
+        let is_open = self.epochs.is_none() && self.steps.is_some();
+        let rises = self.recipe.schedule_name(is_open) == ScheduleName::OneCycle;
+        let peak = if rises && self.weights.is_none() { self.optimizer.peak() } else { 1.0 };
+        let learning_rate = self.lr.unwrap_or(peak * rule.learning_rate());
+        let weight_decay = self.weight_decay.unwrap_or(rule.weight_decay());
+        rule.with_learning_rate(learning_rate).with_weight_decay(weight_decay)
+    }
+
+    /// The settings that must be the same on all processes that train one model, by the names of the flags. Those that may differ are
+    /// left out, such as threads, the folder of the data, the output, and how the first rank chooses convolutions for all.
+    fn settings(&self, model: &ModelSpec, rule: &Rule, batch_size: usize) -> Vec<(&'static str, String)> {
+        let RunArgs {
+            data,
+            data_dir: _,
+            weights,
+            download: _,
+            workers: _,
+            augment,
+            photos,
+            model: _,
+            epochs,
+            steps,
+            batch_size: _,
+            optimizer,
+            lr: _,
+            momentum,
+            weight_decay,
+            label_smoothing,
+            recipe,
+            seed,
+            threads: _,
+            continue_on_nan,
+            ranks: RankArgs { ranks: _, mpi: _, sync_bn, rank_timeout },
+            memory:
+                MemoryArgs { memory_budget, memory_plan, planner: PlannerArgs { inexact_memory, plan_time: _ } },
+            tuning: _,
+            checkpoint,
+            resume,
+            report: _,
+            json: _,
+        } = self;
+        let mut settings = vec![
+            ("--data", data.to_string()),
+            ("--augment", name(*augment)),
+            ("--model", model.to_string()),
+            ("--weights", given(&weights.as_ref().map(|file| file.display()))),
+            ("--epochs", given(epochs)),
+            ("--steps", given(steps)),
+            ("--batch-size", batch_size.to_string()),
+            ("--optimizer", optimizer.name().to_owned()),
+            ("--lr", rule.learning_rate().to_string()),
+            ("--momentum", momentum.to_string()),
+            ("--weight-decay", given(weight_decay)),
+            ("--label-smoothing", label_smoothing.to_string()),
+            ("--seed", seed.to_string()),
+            ("--continue-on-nan", continue_on_nan.to_string()),
+            ("--sync-bn", sync_bn.to_string()),
+            ("--rank-timeout", rank_timeout.as_secs_f64().to_string()),
+            ("--memory-budget", given(memory_budget)),
+            ("--memory-plan", given(&memory_plan.as_ref().map(|file| file.display()))),
+            ("--inexact-memory", inexact_memory.to_string()),
+            ("--checkpoint", given(&checkpoint.as_ref().map(|folder| folder.display()))),
+            ("--resume", resume.to_string()),
+        ];
+        settings.extend(photos.settings());
+        settings.extend(recipe.settings());
+        settings
     }
 }

@@ -10,6 +10,7 @@ use crate::nn::models::ModelSpec;
 use crate::nn::modules::ConvBnMode;
 use crate::nn::planner::{MemoryPlan, Planner};
 use crate::nn::training::{Trainer, TrainingConfig};
+use crate::nn::{OptimizerOptions, OptimizerSpec};
 use crate::{Device, DeviceOptions};
 use bytesize::ByteSize;
 use clap::{Args, value_parser};
@@ -17,11 +18,10 @@ use clap::{Args, value_parser};
 use crate::cli::console::Console;
 use crate::cli::failure::{Failure, Result};
 use crate::cli::flags::memory::PlannerArgs;
-use crate::cli::flags::optimizer::{OptimizerName, rule};
 use crate::cli::flags::threads;
 use crate::cli::flags::tuning::TuningArgs;
 use crate::cli::memory_plan::{Document, Job, LargestBatches, Point, planner};
-use crate::cli::registry::model_parser;
+use crate::cli::registry::{model_parser, optimizer_parser};
 use crate::cli::statistics::{Ratio, median, quartiles};
 use crate::cli::{json, output, page, text};
 
@@ -38,8 +38,8 @@ pub(crate) struct PlanArgs {
     pub(crate) batch_size: u32,
 
     /// The optimizer, which decides how many numbers are kept for each parameter.
-    #[arg(long, value_enum, default_value_t = OptimizerName::Adamw, help_heading = "Model")]
-    pub(crate) optimizer: OptimizerName,
+    #[arg(long, value_parser = optimizer_parser(), default_value = "adamw", help_heading = "Model")]
+    pub(crate) optimizer: OptimizerSpec,
 
     /// Threads that kernels use [default: all of this machine's]. If there are more than processors, they wait for each other.
     #[arg(long, value_name = "N", value_parser = value_parser!(u16).range(1..=1024), help_heading = "Model")]
@@ -157,7 +157,7 @@ fn noise_run(args: &PlanArgs, console: &Console) -> Result<(TrainingConfig, Data
     let (model, batch_size) = (args.model.clone(), args.batch_size as usize);
     let data = model.noise(1, [batch_size, 1], &console.data_progress())?.into();
     let config = TrainingConfig {
-        rule: rule(args.optimizer, None),
+        rule: args.optimizer.rule(&OptimizerOptions::default()),
         batch_size,
         // Losses on noise mean nothing, so there is no reason to stop at a NaN.
         stop_on_nan: false,
@@ -222,7 +222,7 @@ fn time_steps(points: &mut [Point], job: &Job<'_>, steps: u32, console: &Console
                 times[index].push(report.seconds);
             }
             if console.interrupted() {
-                return Err(Failure::Run("interrupted while steps were timed".into()));
+                return Err(Failure::Interrupted("interrupted while steps were timed".into()));
             }
         }
     }

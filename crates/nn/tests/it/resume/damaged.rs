@@ -163,11 +163,11 @@ fn manifests_that_lie_are_refused() {
 #[test]
 fn damaged_or_missing_files_are_refused_by_name() {
     for name in ["model.safetensors", "optimizer.safetensors"] {
-        let folder = saved(config(ConvBnMode::Fused, rules()[1]), 1);
+        let folder = saved(config(ConvBnMode::Fused, rules()[1].clone()), 1);
         let file = step_folder(folder.path()).join(name);
         let whole = fs::read(&file).unwrap();
         let refused = |what: &str| {
-            let result = resume(config(ConvBnMode::Fused, rules()[1]), folder.path()).map(drop);
+            let result = resume(config(ConvBnMode::Fused, rules()[1].clone()), folder.path()).map(drop);
             assert_refused(result, &[file.to_str().unwrap(), what]);
         };
         let middle = whole.len() / 2;
@@ -182,7 +182,7 @@ fn damaged_or_missing_files_are_refused_by_name() {
         fs::remove_file(&file).unwrap();
         refused("read");
         fs::write(&file, whole).unwrap();
-        resume(config(ConvBnMode::Fused, rules()[1]), folder.path()).unwrap();
+        resume(config(ConvBnMode::Fused, rules()[1].clone()), folder.path()).unwrap();
     }
 }
 

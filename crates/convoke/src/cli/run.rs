@@ -1,0 +1,166 @@
+//! What a training run does: the flags of `train` and `compare`, resolved once, before anything is loaded.
+
+use std::path::PathBuf;
+
+use crate::nn::data::{Augmentation, DatasetSpec, Mixing};
+use crate::nn::data_parallel::Sampler;
+use crate::nn::models::ModelSpec;
+use crate::nn::modules::ConvBnMode;
+use crate::nn::objective::Objective;
+use crate::nn::training::TrainingConfig;
+use crate::nn::{ParameterRules, Rule};
+
+use super::failure::{Failure, Result};
+use super::flags::augment::Augment;
+use super::flags::memory::MemoryArgs;
+use super::flags::photos::PhotoArgs;
+use super::flags::ranks::RankArgs;
+use super::flags::recipe::{ClassWeights, RecipeArgs};
+use super::flags::tuning::TuningArgs;
+use super::places;
+use super::registry::Data;
+
+/// A training run. What depends on the data, such as the number of steps, is found by its functions once the data is there.
+pub(crate) struct Run {
+    /// The model, with the weights that it starts with.
+    pub(crate) model: ModelSpec,
+    pub(crate) source: DataSource,
+    pub(crate) batch: BatchSize,
+    pub(crate) length: Length,
+    pub(crate) rule: Rule,
+    pub(crate) parameters: ParameterRules,
+    pub(crate) recipe: RecipeArgs,
+    pub(crate) label_smoothing: f64,
+    pub(crate) seed: u64,
+    /// The number of threads, if the flags say it.
+    pub(crate) threads: Option<u16>,
+    pub(crate) stop_on_nan: bool,
+    pub(crate) ranks: RankArgs,
+    pub(crate) memory: MemoryArgs,
+    pub(crate) tuning: TuningArgs,
+    pub(crate) checkpoint: Option<PathBuf>,
+    pub(crate) resume: bool,
+    pub(crate) report: Option<PathBuf>,
+    pub(crate) json: Option<PathBuf>,
+    /// What must be the same on all processes that train one model, by the names of the flags.
+    pub(crate) settings: Vec<(&'static str, String)>,
+}
+
+/// What to train on.
+pub(crate) struct DataSource {
+    pub(crate) choice: Data,
+    /// The data set; none for noise.
+    pub(crate) spec: Option<&'static DatasetSpec>,
+    /// The folder that the flags name.
+    pub(crate) data_dir: Option<PathBuf>,
+    pub(crate) download: bool,
+    pub(crate) augment: Augment,
+    pub(crate) photos: PhotoArgs,
+    /// Threads that load images ahead, if the flags say how many.
+    pub(crate) workers: Option<u16>,
+}
+
+/// How many images a step has.
+#[derive(Clone, Copy)]
+pub(crate) struct BatchSize {
+    pub(crate) images: usize,
+    /// Whether the flags name it. If not, a step has no more images than there are.
+    pub(crate) is_given: bool,
+}
+
+/// How long a run is.
+#[derive(Clone, Copy)]
+pub(crate) struct Length {
+    /// Epochs; none if the steps alone say how long it is, so that it may well be prolonged.
+    pub(crate) epochs: Option<u64>,
+    /// The most steps.
+    pub(crate) steps: Option<u64>,
+}
+
+impl Length {
+    /// The steps of all epochs, which have this many batches. The schedule spans these, so that a run that --steps ends within its epochs
+    /// can be resumed.
+    fn spanned_steps(self, batches: usize) -> u64 {
+        match (self.epochs, self.steps) {
+            (Some(epochs), _) => epochs.saturating_mul(batches as u64),
+            (None, steps) => steps.unwrap_or(0),
+        }
+    }
+
+    /// The steps of the run, whose epochs have this many batches.
+    pub(crate) fn total_steps(self, batches: usize) -> u64 {
+        let spanned = self.spanned_steps(batches);
+        self.steps.map_or(spanned, |steps| steps.min(spanned))
+    }
+
+    /// Whether only the steps say how long it is.
+    pub(crate) fn is_open(self) -> bool {
+        self.epochs.is_none()
+    }
+}
+
+impl DataSource {
+    /// Where the files of a data set are.
+    pub(crate) fn folder(&self, spec: &DatasetSpec) -> Option<PathBuf> {
+        self.data_dir.clone().or_else(|| places::default_dataset_folder(spec.name()))
+    }
+
+    /// How images are varied that are in memory.
+    fn augmentation(&self) -> Augmentation {
+        match (self.augment, self.choice) {
+            (Augment::Auto, Data::Named(spec)) => spec.augmentation(),
+            _ => Augmentation::default(),
+        }
+    }
+}
+
+impl Run {
+    /// The configuration for this many images to train on; `balanced` gives the weights of classes with which all count alike.
+    pub(crate) fn config(
+        &self,
+        conv_bn: ConvBnMode,
+        images: usize,
+        balanced: impl FnOnce() -> Result<Vec<f64>>,
+    ) -> Result<TrainingConfig> {
+        let BatchSize { images: batch_size, is_given } = self.batch;
+        let batch_size = if is_given { batch_size } else { batch_size.min(images.max(1)) };
+        let steps = self.length.spanned_steps(Sampler::batches_of(images, batch_size));
+        Ok(TrainingConfig {
+            model: self.model.clone(),
+            conv_bn,
+            objective: self.objective(balanced)?,
+            rule: self.rule.clone(),
+            schedule: self.recipe.schedule(steps, self.length.is_open()),
+            warmup_steps: self.recipe.warmup,
+            parameters: self.parameters.clone(),
+            clip_norm: self.recipe.clip_norm,
+            ema: self.recipe.ema,
+            batch_size,
+            seed: self.seed,
+            augmentation: self.source.augmentation(),
+            mixing: Mixing { mixup: self.recipe.mixup, cutmix: self.recipe.cutmix },
+            sync_bn: self.ranks.sync_bn,
+            stop_on_nan: self.stop_on_nan,
+        })
+    }
+
+    /// The model's own objective, with smoothed labels and class weights if they are asked for.
+    fn objective(&self, balanced: impl FnOnce() -> Result<Vec<f64>>) -> Result<Objective> {
+        let mut own = self.model.objective();
+        if let Some(weights) = &self.recipe.class_weights {
+            let weights = match weights {
+                ClassWeights::Balanced => balanced()?,
+                ClassWeights::Given(weights) => weights.clone(),
+            };
+            own = own
+                .with_class_weights(weights)
+                .map_err(|error| Failure::Usage(format!("--class-weights: {error}")))?;
+        }
+        match self.label_smoothing {
+            0.0 => Ok(own),
+            smoothing => own
+                .with_label_smoothing(smoothing)
+                .map_err(|error| Failure::Usage(format!("--label-smoothing: {error}"))),
+        }
+    }
+}
