@@ -70,11 +70,12 @@ pub trait Function: Send + Sync + Sized + 'static {
         None
     }
 
-    /// The same output, up to rounding, made by other operations: while a computation is traced, these are noted in place of this one.
-    /// By default there are none. Implement it for an operation of your own to write models with it as data.
+    /// The output of [`Function::forward`], up to rounding, made by other operations: while a computation is traced, these are
+    /// noted in place of this one. By default there are none. Implement it for an operation of your own to write models with it as
+    /// data.
     ///
     /// # Errors
-    /// Those of the other operations.
+    /// The errors of the other operations.
     fn compose(&self, _inputs: &[&Tensor]) -> Result<Option<Tensor>> {
         Ok(None)
     }
@@ -144,7 +145,7 @@ impl Needs {
 /// Runs `function` on `inputs` and records it, if recording is on and an input requires a gradient.
 ///
 /// # Errors
-/// Those of the function; inputs on different devices; an inference-mode tensor where recording is needed.
+/// The errors of the function; inputs on different devices; an inference-mode tensor where recording is needed.
 pub fn apply<F: Function>(function: F, inputs: &[&Tensor]) -> Result<Tensor> {
     apply_with_saved(function, inputs, |_| ()).map(|(output, ())| output)
 }

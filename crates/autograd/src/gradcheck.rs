@@ -87,7 +87,7 @@ pub enum GradCheckFailure {
     Precision {
         /// Which input, from 0.
         input: usize,
-        /// Its type.
+        /// The type of the input.
         found: DType,
     },
     /// Two runs of the function on the same inputs differ, so differences mean nothing.

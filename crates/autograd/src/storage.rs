@@ -61,7 +61,7 @@ impl Storage {
         Storage { dtype, len, bytes: OnceLock::new(), recipe: Some(recipe) }
     }
 
-    /// The same elements, to be recomputed when they are read; `None` if there is no recipe.
+    /// The elements, to be recomputed when they are read; `None` if there is no recipe.
     pub(crate) fn without_elements(&self) -> Option<Storage> {
         Some(Storage::deferred(self.dtype, self.len, self.recipe.clone()?))
     }

@@ -341,7 +341,7 @@ impl Tensor {
         self.inner.storage.images(self.device(), images, total, scratch)
     }
 
-    /// This tensor as a constant, for a [`crate::Function`] to save. If its elements can be recomputed from what other operations
+    /// The tensor as a constant, for a [`crate::Function`] to save. If its elements can be recomputed from what other operations
     /// keep, the result does not hold them, and recomputes them when they are read.
     ///
     /// The recomputed elements are the same to the last bit. Once they have been read as a whole, they take memory until the
@@ -490,7 +490,7 @@ impl Tensor {
         dispatch_stored!(self.dtype(), T => Ok(self.data::<T>()?[0].f64()))
     }
 
-    /// This tensor's shape as N x C x (the rest), for kernels that work by channel.
+    /// The shape of the tensor as N x C x (the rest), for kernels that work by channel.
     ///
     /// # Errors
     /// If it has fewer than two dimensions.

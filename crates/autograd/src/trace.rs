@@ -31,9 +31,9 @@ pub struct Call {
 /// Where a tensor of a [`Trace`] comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Source {
-    /// It is the output of this call. Of several calls that gave the same tensor it is the first.
+    /// The tensor is the output of the call at this index. Of several calls that gave the same tensor it is the first.
     Call(usize),
-    /// It is this one of those outside.
+    /// The tensor is the one at this index of [`Trace::outside`].
     Outside(usize),
 }
 

@@ -55,7 +55,7 @@ pub struct DeviceOptions {
 }
 
 impl DeviceOptions {
-    /// These threads, and algorithms chosen by estimate: see [`Tuner::by_estimate`].
+    /// The threads of `cpu`, and algorithms chosen by estimate: see [`Tuner::by_estimate`].
     pub fn new(cpu: Cpu) -> DeviceOptions {
         DeviceOptions { cpu, poison: false, tuner: Tuner::by_estimate() }
     }

@@ -125,7 +125,7 @@ mod sealed {
 
 /// A floating-point type that tensors can store: `f32`, `f64`, [`half::f16`] or [`half::bf16`].
 pub trait Stored: sealed::Sealed + bytemuck::Pod + Default + Debug + Display + Send + Sync + 'static {
-    /// This type as a value.
+    /// The type as a value.
     const DTYPE: DType;
 
     /// Whether plain loops over this type are compiled for AVX-512, too. f64 serves oracles and gradient checks, for which AVX2
@@ -136,7 +136,7 @@ pub trait Stored: sealed::Sealed + bytemuck::Pod + Default + Debug + Display + S
     /// The nearest value of this type, ties to even.
     fn of(value: f64) -> Self;
 
-    /// This value as an `f64`; exact.
+    /// The value as an `f64`; exact.
     fn f64(self) -> f64;
 
     /// Converts `from` to f32. Exact, except that f64 values are rounded. Lengths must be equal.

@@ -70,7 +70,7 @@ pub enum Error {
         /// What went wrong.
         reason: String,
     },
-    /// This CPU lacks the requested instruction set, or the threads cannot be started.
+    /// The CPU lacks the requested instruction set, or the threads cannot be started.
     #[error("{0}")]
     Cpu(String),
 }

@@ -38,11 +38,11 @@ impl<T: Element> Affine<'_, T> {
 /// Where the gradients of a normalisation go that are asked for.
 #[derive(Debug)]
 pub struct AffineGradients<'a, T> {
-    /// Of x.
+    /// The gradient of x.
     pub x: Option<&'a mut [T]>,
-    /// Of the weight.
+    /// The gradient of the weight.
     pub weight: Option<&'a mut [T]>,
-    /// Of the bias.
+    /// The gradient of the bias.
     pub bias: Option<&'a mut [T]>,
 }
 
@@ -205,7 +205,7 @@ pub struct GroupNormBackward<'a, T> {
     pub dy: &'a [T],
     /// 1 if absent.
     pub weight: Option<&'a [T]>,
-    /// Those of forward.
+    /// The statistics of forward.
     pub statistics: &'a GroupStatistics,
 }
 
@@ -257,9 +257,9 @@ struct Image<'a, T> {
     x: &'a [T],
     dy: &'a [T],
     weight: Option<&'a [T]>,
-    /// Of each group.
+    /// The mean of each group.
     mean: &'a [f64],
-    /// Of each group.
+    /// The inverse standard deviation of each group.
     inverse_std: &'a [f64],
 }
 

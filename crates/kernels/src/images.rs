@@ -9,8 +9,8 @@ use crate::{Buffer, Device, Element, Result};
 
 /// A tensor of images, the index of the first dimension. Its elements are in memory, or are computed where they are read.
 pub trait Images<T: Element> {
-    /// The elements of some images. Those that are not in memory are computed in `scratch`, which keeps its memory for the
-    /// next call. They must have the same bits each time.
+    /// The elements of some images. Elements that are not in memory are computed in `scratch`, which keeps its memory for
+    /// the next call. They must have the same bits each time.
     ///
     /// # Errors
     /// If there are no such images, or no memory.
@@ -44,7 +44,7 @@ type Write<'a, T> = dyn Fn(Range<usize>, &mut [T]) -> Result<()> + 'a;
 
 #[derive(Clone)]
 enum Elements<'a, T: Element> {
-    /// Of the caller; never written to.
+    /// Elements of the caller; never written to.
     Borrowed(&'a [T]),
     Owned(Arc<Buffer<T>>),
     Recomputed(Arc<Write<'a, T>>),

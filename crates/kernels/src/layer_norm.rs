@@ -121,9 +121,9 @@ pub fn layer_norm_backward<T: Element>(
 /// By column, sums over rows; there may be more places than columns.
 #[derive(Clone)]
 struct ColumnSums {
-    /// Of dy.
+    /// The sums of dy.
     g: Vec<f64>,
-    /// Of dy x^.
+    /// The sums of dy x^.
     g_normalized: Vec<f64>,
 }
 
@@ -225,12 +225,12 @@ struct Standard<T> {
 }
 
 impl<T: Element> Standard<T> {
-    /// The place of one that is not known yet.
+    /// The place of a normalisation that is not known yet.
     fn none() -> Standard<T> {
         Standard { mean: T::zero(), scale: T::zero(), shift: T::zero() }
     }
 
-    /// That of a row for which [`standardize`] is not fine: with all sums in f64, around the mean.
+    /// The normalisation of a row for which [`standardize`] is not fine: with all sums in f64, around the mean.
     #[cold]
     #[inline(never)]
     fn wide(x: &[T], eps: f64) -> Standard<T> {
@@ -329,7 +329,7 @@ fn totals<T: Element>(sums: &Sums<T>) -> [f64; 2] {
 struct Group<T> {
     sums: [Sums<T>; GROUP],
     standards: [Standard<T>; GROUP],
-    /// Of g and of g x^.
+    /// The means of g and of g x^.
     means: [[T; 2]; GROUP],
 }
 

@@ -18,7 +18,7 @@ pub(crate) struct Sizes {
 }
 
 impl Sizes {
-    /// Those of a map of `channels` channels in this format.
+    /// The sizes of a map of `channels` channels in this format.
     pub(crate) fn new(format: MemoryFormat, channels: usize, from: [usize; 2], to: [usize; 2]) -> Sizes {
         let lanes = match format {
             MemoryFormat::Contiguous => 1,
@@ -27,7 +27,7 @@ impl Sizes {
         Sizes { lanes, from, to }
     }
 
-    /// Those of the gradient.
+    /// The sizes of the gradient of the map.
     pub(crate) fn transposed(self) -> Sizes {
         Sizes { from: self.to, to: self.from, ..self }
     }

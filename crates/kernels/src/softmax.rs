@@ -176,7 +176,7 @@ fn each_block<T: Element, const N: usize>(
 struct Piece<'a, T> {
     /// Where its first element lies in the tensor.
     first: usize,
-    /// Its part of each channel's row of the output.
+    /// The piece's part of each channel's row of the output.
     rows: Vec<&'a mut [T]>,
 }
 

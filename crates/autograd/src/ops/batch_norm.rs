@@ -238,7 +238,7 @@ impl Layer {
         Ok((x, layer))
     }
 
-    /// This normalisation in the form that kernels take.
+    /// The normalisation in the form that kernels take.
     fn by<T: Element>(&self) -> Result<Normalization<'_, T>> {
         let weight = self.weight.as_ref().map(|weight| weight.data::<T>()).transpose()?;
         Ok(self.normalizer.with(weight, self.bias.as_ref().map(|bias| bias.data::<T>()).transpose()?))

@@ -24,7 +24,7 @@ pub struct Padding {
 }
 
 impl Padding {
-    /// The same on all four sides.
+    /// The same padding on all four sides.
     pub fn all(padding: usize) -> Padding {
         Padding::symmetric([padding, padding])
     }

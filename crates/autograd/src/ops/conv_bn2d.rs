@@ -64,7 +64,7 @@ impl ConvBnBlock<'_> {
 /// Also returns the batch's moments if they were computed, for the caller's running statistics.
 ///
 /// # Errors
-/// Those of the two operations.
+/// The errors of the two operations.
 pub fn conv_bn2d(
     x: &Tensor,
     parameters: &ConvBnParameters<'_>,
@@ -78,7 +78,7 @@ pub fn conv_bn2d(
 /// As [`conv_bn2d`], with an optional residual and pool: `pool(activation(batch_norm(conv2d(x)) + residual))`.
 ///
 /// # Errors
-/// Those of the operations; a residual of another shape; a residual and a pool at once.
+/// The errors of the operations; a residual of another shape; a residual and a pool at once.
 pub fn conv_bn_block2d(
     x: &Tensor,
     parameters: &ConvBnParameters<'_>,

@@ -12,7 +12,7 @@ use crate::{Element, Function, MemoryFormat, Needs, Operation, Result, Tensor, a
 /// What values a layer norm normalises together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LayerNormOver {
-    /// Those of so many last axes, as PyTorch's `layer_norm`. The parameters have these axes' sizes.
+    /// The values of so many last axes, as PyTorch's `layer_norm`. The parameters have these axes' sizes.
     Last(usize),
     /// The channels of each pixel of N x C x ..., as ConvNeXt's `LayerNorm2d`. The parameters have C numbers. Fastest in
     /// channels-last; a contiguous tensor is copied to that format and back.
@@ -89,7 +89,7 @@ const NAME: &str = "layer_norm";
 
 struct LayerNorm {
     over: LayerNormOver,
-    /// Of the parameters.
+    /// The shape of the parameters.
     shape: Vec<usize>,
     /// In which rows lie together.
     format: MemoryFormat,

@@ -12,10 +12,10 @@ use convoke_kernels::dispatch;
 /// How the losses of all positions are combined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Reduction {
-    /// Their mean over the targets that count; NaN if none does.
+    /// The mean of the losses over the targets that count; NaN if none does.
     #[default]
     Mean,
-    /// Their sum.
+    /// The sum of the losses.
     Sum,
 }
 

@@ -55,7 +55,7 @@ impl Pool1dOptions {
         }
     }
 
-    /// The same windows along the width of images of height 1.
+    /// The windows along the width of images of height 1.
     fn along_width(&self) -> PoolOptions {
         PoolOptions {
             kernel: [1, self.kernel],

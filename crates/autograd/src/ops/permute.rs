@@ -121,7 +121,7 @@ pub fn channel_shuffle(x: &Tensor, groups: usize) -> Result<Tensor> {
     apply(Rearrange { name, factors, from, to }, &[x])
 }
 
-/// The same elements in another order: each axis is a product of factors, which come in another order or on another axis.
+/// Puts the elements in another order: each axis is a product of factors, which come in another order or on another axis.
 struct Rearrange {
     name: &'static str,
     /// The sizes of the factors.

@@ -12,7 +12,7 @@ use convoke_autograd::ops::{
 use convoke_autograd::{BackwardOptions, Device, MemoryFormat, Result, Tensor};
 use convoke_testkit::{Case, Failures, Golden, Tolerance, check_close_or_both_nan};
 
-/// Of the largest expected value: f32 rounds each of up to a few hundred products and sums to 6e-8.
+/// The tolerance, as a share of the largest expected value: f32 rounds each of up to a few hundred products and sums to 6e-8.
 const FORWARD: f64 = 1e-5;
 const BACKWARD: f64 = 1e-4;
 

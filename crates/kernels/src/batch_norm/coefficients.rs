@@ -70,7 +70,7 @@ pub(super) trait Map<T>: Copy + Send + Sync {
 #[derive(Clone, Copy)]
 pub(super) struct Normalize;
 
-/// The same, with a residual added before the activation.
+/// [`Normalize`] with a residual added before the activation.
 #[derive(Clone, Copy)]
 pub(super) struct NormalizeAdded;
 

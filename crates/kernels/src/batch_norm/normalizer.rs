@@ -124,7 +124,7 @@ impl Normalizer {
     /// For a tensor of this shape. `moments` are those of this rank's values; they are not needed for constant statistics.
     ///
     /// # Errors
-    /// Those of [`BatchNormOptions::check`]; no moments; a failure of the ranks; one value per channel on all ranks together.
+    /// The errors of [`BatchNormOptions::check`]; no moments; a failure of the ranks; one value per channel on all ranks together.
     pub fn new(
         operation: &'static str,
         options: &BatchNormOptions,
@@ -186,17 +186,17 @@ impl Normalizer {
         }
     }
 
-    /// The same for values that are already centered, without the activation.
+    /// A normalizer for values that are already centered, without the activation.
     pub(crate) fn of_centered(&self) -> Normalizer {
         Normalizer { mean: vec![0.0; self.mean.len()].into(), ..self.with_activation(Activation::Identity) }
     }
 
-    /// The same with another activation.
+    /// The normalizer with another activation.
     pub(crate) fn with_activation(&self, activation: Activation) -> Normalizer {
         Normalizer { activation, ..self.clone() }
     }
 
-    /// This normalisation in the form that kernels take, with the layer's weight and bias.
+    /// The normalisation in the form that kernels take, with the layer's weight and bias.
     pub fn with<'a, T: Element>(
         &'a self,
         weight: Option<&'a [T]>,

@@ -192,7 +192,7 @@ fn fold(wide: &[f64], sums: &mut [f64]) {
     }
 }
 
-// These are loops over indices, with every slice cut to the same length first, because the compiler vectorises those here.
+// The functions below loop over indices, with every slice cut to the same length first, because the compiler vectorises such loops.
 multiversion! {
     /// The pilots of the channels, repeated over a wide row.
     fn pilot_rows<T: Element>(rows: &[T], channels: usize, pilots: &mut [f64]) {

@@ -35,17 +35,17 @@ pub struct Backward<'a, T: Element, H> {
 /// Which gradients backward computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Wanted {
-    /// That of the input.
+    /// The gradient of the input.
     pub x: bool,
-    /// That of the convolution's weight.
+    /// The gradient of the convolution's weight.
     pub weight: bool,
-    /// That of the convolution's bias.
+    /// The gradient of the convolution's bias.
     pub bias: bool,
-    /// That of batch norm's weight.
+    /// The gradient of batch norm's weight.
     pub gamma: bool,
-    /// That of batch norm's bias.
+    /// The gradient of batch norm's bias.
     pub beta: bool,
-    /// That of the residual.
+    /// The gradient of the residual.
     pub residual: bool,
 }
 
@@ -63,17 +63,17 @@ pub struct BlockRun {
 /// The gradients that were wanted.
 #[derive(Debug)]
 pub struct Gradients<T: Element, H> {
-    /// That of the input.
+    /// The gradient of the input.
     pub x: Option<Gradient<T, H>>,
-    /// That of the convolution's weight.
+    /// The gradient of the convolution's weight.
     pub weight: Option<Buffer<T>>,
-    /// That of the convolution's bias.
+    /// The gradient of the convolution's bias.
     pub bias: Option<Buffer<T>>,
-    /// That of batch norm's weight.
+    /// The gradient of batch norm's weight.
     pub gamma: Option<Buffer<T>>,
-    /// That of batch norm's bias.
+    /// The gradient of batch norm's bias.
     pub beta: Option<Buffer<T>>,
-    /// That of the residual.
+    /// The gradient of the residual.
     pub residual: Option<H>,
 }
 

@@ -31,7 +31,7 @@ pub enum Keep {
 }
 
 impl Keep {
-    /// All of them.
+    /// All ways to keep.
     pub const ALL: [Keep; 8] = [
         Keep::Auto,
         Keep::Store,

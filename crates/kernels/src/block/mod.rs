@@ -108,7 +108,7 @@ impl BlockProblem {
         }
     }
 
-    /// The same with this activation.
+    /// The problem with this activation.
     #[must_use]
     pub fn with_activation(self, activation: Activation) -> BlockProblem {
         BlockProblem { activation, ..self }
@@ -174,7 +174,7 @@ pub struct Parameters<'a, T> {
 }
 
 impl<'a, T: Copy> Parameters<'a, T> {
-    /// Those of the convolution.
+    /// The parameters of the convolution.
     pub fn filter(&self) -> Filter<'a, T> {
         Filter { weight: self.weight, bias: self.bias }
     }
@@ -185,14 +185,14 @@ impl<'a, T: Copy> Parameters<'a, T> {
 pub struct Operands<'a, T> {
     /// N x C x H x W.
     pub x: &'a dyn Images<T>,
-    /// Of the shape of y.
+    /// The residual, of the shape of y.
     pub residual: Option<&'a dyn Images<T>>,
     /// The parameters.
     pub parameters: Parameters<'a, T>,
 }
 
 impl<'a, T: Copy> Operands<'a, T> {
-    /// Those of what follows the convolution.
+    /// The operands of what follows the convolution.
     pub fn of_epilogue(&self) -> EpilogueOperands<'a, T> {
         let Parameters { gamma, beta, .. } = self.parameters;
         EpilogueOperands { gamma, beta, residual: self.residual }
@@ -206,7 +206,7 @@ pub struct EpilogueOperands<'a, T> {
     pub gamma: Option<&'a [T]>,
     /// Batch norm's bias, K.
     pub beta: Option<&'a [T]>,
-    /// Of the shape of y.
+    /// The residual, of the shape of y.
     pub residual: Option<&'a dyn Images<T>>,
 }
 
@@ -230,7 +230,7 @@ impl Block {
         Ok(Block { convolution: TiledConv::new(device, problem.convolution, images), problem, keep })
     }
 
-    /// Its convolution.
+    /// The convolution of the block.
     pub fn convolution(&self) -> &TiledConv {
         &self.convolution
     }

@@ -67,15 +67,15 @@ fn count<T>(convolution: &TiledConv, images: usize) {
 /// How backward gets y.
 #[derive(Clone)]
 pub(super) enum Kept<T: Element> {
-    /// It was kept.
+    /// y was kept.
     Stored(Arc<Buffer<T>>),
-    /// It was kept minus its mean, rounded.
+    /// y was kept minus its mean, rounded.
     Compact(Arc<Buffer<bf16>>),
-    /// It is recomputed as a whole.
+    /// y is recomputed as a whole.
     Whole(Arc<Whole<T>>),
-    /// It is recomputed tile by tile.
+    /// y is recomputed tile by tile.
     Tiles,
-    /// It is computed from z by inverting the normalisation.
+    /// y is computed from z by inverting the normalisation.
     Inverted,
 }
 

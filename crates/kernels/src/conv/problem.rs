@@ -127,13 +127,13 @@ impl ConvAxis {
 /// An algorithm states which types it takes, so that none can run a problem of other types than those it was written for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct ConvTypes {
-    /// Of x.
+    /// The type of x.
     pub input: DType,
-    /// Of the weight.
+    /// The type of the weight.
     pub weight: DType,
-    /// Of y.
+    /// The type of y.
     pub output: DType,
-    /// In which products are added up.
+    /// The type in which products are added up.
     pub accumulator: DType,
 }
 
@@ -143,7 +143,7 @@ impl ConvTypes {
     /// f64 throughout.
     pub const F64: ConvTypes = ConvTypes::all(DType::F64);
 
-    /// The same type throughout.
+    /// One type throughout.
     pub const fn all(dtype: DType) -> ConvTypes {
         ConvTypes { input: dtype, weight: dtype, output: dtype, accumulator: dtype }
     }

@@ -201,7 +201,7 @@ impl Chunk {
 }
 
 impl Allocation {
-    /// Its bytes: the requested length, rounded up to whole cache lines.
+    /// The bytes of the allocation: the requested length, rounded up to whole cache lines.
     pub(super) fn bytes(&self) -> &[u8] {
         // SAFETY: the arena gave these bytes, which were initialised as zeros, to this allocation alone, and the chunk lives as
         // long as the allocation, which holds the arena, which frees only chunks without allocations.

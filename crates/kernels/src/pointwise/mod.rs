@@ -94,7 +94,7 @@ pub enum Saves {
     Input,
     /// The output.
     Output,
-    /// Neither.
+    /// Neither the input nor the output.
     Nothing,
 }
 

@@ -12,9 +12,10 @@ use crate::{Cpu, Element, Result};
 pub enum Divisor {
     /// The elements of the input in the window.
     Inside,
-    /// Those, and the padding in it, but not what lies beyond the padding: `count_include_pad` of PyTorch and ONNX.
+    /// The elements of the input and the padding in the window, but not what lies beyond the padding: `count_include_pad` of
+    /// PyTorch and ONNX.
     Padded,
-    /// This number, which is not 0.
+    /// A number, which is not 0.
     Fixed(usize),
 }
 

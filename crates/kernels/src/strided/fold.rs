@@ -10,9 +10,9 @@ use crate::{Cpu, Element, Result};
 /// How elements are put together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fold {
-    /// Their sum; 0 of none.
+    /// The sum of the elements; 0 of none.
     Sum,
-    /// Their product; 1 of none.
+    /// The product of the elements; 1 of none.
     Product,
     /// The largest, or NaN if any is; minus infinity of none.
     Max,
@@ -137,7 +137,7 @@ multiversion! {
 /// Outputs of a walk that is split between tasks by its elements, each with sums of its own for all outputs.
 const FEW: usize = 1 << 12;
 
-/// Such tasks, at most: their number must not depend on the threads.
+/// The most tasks that such a walk is split into: their number must not depend on the threads.
 const SHARES: usize = 64;
 
 impl<T: Element> Walk<'_, T> {

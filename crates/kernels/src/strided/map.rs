@@ -10,7 +10,7 @@ pub trait Map: Copy + Send + Sync {
     /// How many operands it has. Those after these are arbitrary.
     const OPERANDS: usize;
 
-    /// Its value. Implementations are `#[inline(always)]`, so that they are compiled for each instruction set.
+    /// The value of the function. Implementations are `#[inline(always)]`, so that they are compiled for each instruction set.
     fn of<T: Element>(self, operands: [T; 3]) -> T;
 }
 

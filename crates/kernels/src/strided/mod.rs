@@ -141,9 +141,9 @@ impl Level {
 #[derive(Debug, Clone)]
 struct Part {
     levels: Vec<Level>,
-    /// Its first element in each operand.
+    /// The first element of the part in each operand.
     starts: [usize; OPERANDS],
-    /// Its first element in the output.
+    /// The first element of the part in the output.
     out: usize,
 }
 

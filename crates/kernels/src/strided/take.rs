@@ -148,7 +148,7 @@ struct Level<'a> {
     places: Places<'a>,
     /// Elements of the output between neighbours.
     unit: usize,
-    /// Of the innermost level with a list of places: its runs.
+    /// The runs of the list of places, if this is the innermost level and has one; else none.
     runs: Vec<Run>,
 }
 

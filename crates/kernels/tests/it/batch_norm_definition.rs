@@ -29,7 +29,7 @@ struct Layer {
     activation: Activation,
     weight: Option<Vec<f64>>,
     bias: Option<Vec<f64>>,
-    /// Of [`Source::Constant`].
+    /// The mean of [`Source::Constant`].
     mean: Vec<f64>,
     variance: Vec<f64>,
     x: Vec<f64>,

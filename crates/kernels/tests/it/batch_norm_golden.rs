@@ -31,7 +31,7 @@ struct Saved<T> {
     before: Vec<T>,
     mean: Vec<f64>,
     inverse_std: Vec<f64>,
-    /// Of this batch, where they were computed.
+    /// The moments of this batch, where they were computed.
     batch: Option<Moments>,
 }
 

@@ -99,7 +99,7 @@ fn streamed_outputs() {
     failures.finish();
 }
 
-/// It leaves to others what is not for it, and says why.
+/// Direct convolution leaves to others what is not for it, and says why.
 #[test]
 fn refuses_what_is_for_others() {
     let refused = |text: &str, change: fn(&mut ConvSpec), reason: &str| {

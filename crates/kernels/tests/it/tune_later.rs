@@ -195,7 +195,7 @@ fn other_batches_follow_what_is_measured_later() {
     let measured = tuner.measure_next(1, NO_TIME).unwrap();
     assert_eq!((measured.key, choices()), (key(&tuner, 2), 1), "the other batch is asked again");
     assert_eq!((plan(3), choices()), (measured.chosen, 2));
-    // It is final now.
+    // The choice for the other batch is final now.
     tuner.tune(&of_batch(4), PASS, &Cpu::single(), &mut |_| ()).unwrap();
     assert_eq!((choices(), tuner.pending()), (2, 0));
 }

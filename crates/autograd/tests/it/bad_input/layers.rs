@@ -1,4 +1,4 @@
-//! The same of the layers in `cases/layers.rs`.
+//! What the layers in `cases/layers.rs` refuse.
 
 use super::{HUGE, Refusals, shape};
 use convoke_autograd::ops::{

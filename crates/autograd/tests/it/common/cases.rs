@@ -158,7 +158,7 @@ pub(crate) const ALIASES: [(&str, &str); 21] = [
 ];
 
 impl Operation {
-    /// This operation's cases, with 4-D inputs in `format`.
+    /// The operation's cases, with 4-D inputs in `format`.
     pub(crate) fn cases(&self, device: &Device, format: MemoryFormat, size: Size) -> Vec<Case> {
         let seed = self.name.bytes().map(u64::from).sum();
         let mut draw =

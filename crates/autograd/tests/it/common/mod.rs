@@ -29,7 +29,7 @@ pub(crate) fn normal<T: Number>(device: &Device, seed: u64, shape: &[usize]) -> 
     tensor::<T>(device, shape, &convoke_testkit::normal(seed, shape.iter().product(), 0.0, 1.0))
 }
 
-/// The same values in `format`, where there are four dimensions.
+/// `tensor` in `format`, if it has three dimensions or more.
 pub(crate) fn laid_out(tensor: Tensor, format: MemoryFormat) -> Tensor {
     if tensor.shape().len() < 3 {
         return tensor;

@@ -14,7 +14,7 @@ pub(super) const BLOCK: usize = 8;
 struct KernelRow {
     /// Channel 0 of the source row's first pixel.
     source: *const f32,
-    /// Its offset in taps x channels.
+    /// The offset of the row in taps x channels.
     place: usize,
 }
 
@@ -22,7 +22,7 @@ struct KernelRow {
 struct KernelColumn {
     /// The pixel that output 0 reads; may lie outside the row.
     offset: isize,
-    /// Its offset in taps x channels, relative to that of its row.
+    /// The offset of the column in taps x channels, relative to that of its row.
     place: usize,
 }
 

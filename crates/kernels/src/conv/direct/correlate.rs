@@ -23,8 +23,8 @@ const PANEL_FLOATS: usize = 128 * 1024;
 const BLOCKS: usize = 4;
 /// Target pixels of a task, for each phase.
 const TASK_PIXELS: usize = 168;
-/// The same for groups that are read in place: each group uses a part of a pixel's cache lines, and the lines that all of
-/// them use should stay in L2.
+/// Target pixels of a task, for each phase, of groups that are read in place: each group uses a part of a pixel's cache lines,
+/// and the lines that all of them use should stay in L2.
 const TASK_PIXELS_OF_GROUPS: usize = 42;
 /// The most entries of a task's indirection tables.
 const TABLE_LEN: usize = 16 * 1024;

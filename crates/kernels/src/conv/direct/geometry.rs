@@ -226,7 +226,7 @@ impl Lattice<'_> {
         pixel.meets([r, s]).then(|| self.met(pixel, [r, s]))
     }
 
-    /// The same for a tap that is known not to meet padding.
+    /// The source pixel that the target reads through a tap that is known not to meet padding.
     #[inline]
     fn met(&self, pixel: &Pixel, [r, s]: [usize; 2]) -> usize {
         let offset = self.rows.taps[r].offset * self.columns.source as isize + self.columns.taps[s].offset;

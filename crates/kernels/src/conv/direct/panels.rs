@@ -34,7 +34,7 @@ const DEPTH: usize = 64;
 #[derive(Clone, Copy)]
 pub(super) struct Panel {
     pub(super) group: usize,
-    /// Its first channel within the group.
+    /// The first channel of the panel within the group.
     pub(super) first: usize,
     /// How many channels it has; the lanes beyond hold zeros.
     pub(super) channels: usize,

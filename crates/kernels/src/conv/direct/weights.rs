@@ -20,9 +20,9 @@ use crate::{Cpu, Isa, simd};
 const MOST_VECTORS: usize = 2;
 /// Output pixels whose gradients are packed and used together: a panel of them stays in the L1 cache.
 const TILE_PIXELS: usize = 192;
-/// The same if the sums do not fit the L2 cache, where they are read and written once a tile.
+/// Output pixels that are used together if the sums do not fit the L2 cache, where they are read and written once a tile.
 const TILE_PIXELS_OF_LARGE_SUMS: usize = 448;
-/// The same for groups, whose sums are small, that are read in place.
+/// Output pixels that are used together for groups, whose sums are small, that are read in place.
 const TILE_PIXELS_OF_GROUPS: usize = 96;
 /// The most pixels times taps of a tile.
 const TABLE_LEN: usize = 16 * 1024;

@@ -268,7 +268,7 @@ const NAMES: [&str; 4] =
 #[cfg(not(target_os = "macos"))]
 const NAMES: [&str; 3] = ["libdnnl.so.3", "libdnnl.so.2", "libdnnl.so"];
 
-/// This process's oneDNN, loaded on the first call and kept, or the reason why there is none.
+/// The oneDNN of this process, loaded on the first call and kept, or the reason why there is none.
 pub(super) fn onednn() -> Result<&'static OneDnn, &'static str> {
     static ONEDNN: OnceLock<Result<OneDnn, String>> = OnceLock::new();
     ONEDNN.get_or_init(|| OneDnn::load(&NAMES)).as_ref().map_err(String::as_str)
@@ -278,7 +278,7 @@ impl OneDnn {
     /// Loads the first of `names` that the dynamic linker finds and that has what is needed.
     fn load(names: &[&str]) -> Result<OneDnn, String> {
         let mut reason = "oneDNN (libdnnl) is not installed".to_string();
-        // Its initialisers throw where memory is refused, which nobody catches.
+        // oneDNN's initialisers throw where memory is refused, which nobody catches.
         let _alone = Alone::new();
         convoke_memory::check(OF_LIBRARY).map_err(|error| format!("oneDNN is not loaded: {error}"))?;
         for &name in names {
@@ -352,7 +352,7 @@ impl OneDnn {
         Ok(OneDnn { common, dialect, threading, version: text, attributes, engine, _library: library })
     }
 
-    /// Such as "2.6.3 (libdnnl.so.2, OpenMP)".
+    /// The version of the library, such as "2.6.3 (libdnnl.so.2, OpenMP)".
     pub(super) fn version(&self) -> &str {
         &self.version
     }

@@ -205,7 +205,7 @@ mod tests {
         pitch: usize,
         tap: usize,
         step: [usize; 2],
-        /// Of the input and the gradients.
+        /// The lengths of the input and the gradients.
         lens: [usize; 2],
     }
 

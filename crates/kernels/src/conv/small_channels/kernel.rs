@@ -303,7 +303,7 @@ mod tests {
         stride: usize,
         pitch: usize,
         columns: usize,
-        /// Of a, b and out.
+        /// The lengths of a, b and out.
         lens: [usize; 3],
         place: [usize; 2],
         streams: bool,

@@ -18,9 +18,9 @@ pub(super) const POINTS: usize = OUTPUTS + 2;
 pub(super) trait Filter: Copy + Send + Sync + 'static {
     /// Name of the algorithm.
     const NAME: &'static str;
-    /// Its revision.
+    /// The revision of the algorithm.
     const REVISION: u32;
-    /// Its class of accuracy.
+    /// The algorithm's class of accuracy.
     const ACCURACY: Accuracy = Accuracy::Standard;
     /// n.
     const PAIRS: usize;

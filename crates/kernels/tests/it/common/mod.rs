@@ -45,7 +45,7 @@ pub(crate) fn extent_of(shape: &[usize], format: MemoryFormat) -> Extent {
     extent([shape[0], shape[1], shape[2..].iter().product()], format)
 }
 
-/// These numbers in another type.
+/// `values` in another type.
 pub(crate) fn cast<A: convoke_kernels::Element, B: convoke_kernels::Element>(values: &[A]) -> Vec<B> {
     values.iter().map(|value| B::of(value.f64())).collect()
 }

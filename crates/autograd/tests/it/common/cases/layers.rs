@@ -47,7 +47,7 @@ pub(super) fn conv_transpose2d_cases(draw: &mut Draw) {
             conv_transpose2d(&inputs[0], &inputs[1], inputs.get(2), &options)
         });
     }
-    // Its gradient is added to the one that the other operand of the sum has.
+    // The input's gradient is added to the one that the other operand of the sum has.
     let x = draw.normal(&[2, 3, 3, 3]);
     let weight = draw.normal(&[3, 3, 1, 1]);
     draw.add("added to its input", vec![x, weight], move |inputs| {
