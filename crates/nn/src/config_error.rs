@@ -44,7 +44,7 @@ pub enum ConfigError {
         data: String,
         /// A description of the training images and their targets.
         train: String,
-        /// The same of the test images.
+        /// A description of the test images and their targets.
         test: String,
     },
     /// The objective has no labels that could be smoothed.

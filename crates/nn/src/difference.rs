@@ -7,7 +7,7 @@ use serde_json::Value;
 /// A field in which two values differ.
 #[derive(Debug, PartialEq)]
 pub(crate) struct Difference {
-    /// Its path: `optimizer.sgd.momentum`.
+    /// The path of the field, such as `optimizer.sgd.momentum`.
     pub(crate) field: String,
     /// The two values of the field.
     pub(crate) values: [String; 2],

@@ -9,7 +9,7 @@ use crate::{Generator, Parameter};
 pub struct Init {
     /// Where the module's tensors live.
     pub device: Device,
-    /// Their element type: f32 or f64.
+    /// The element type of the tensors: f32 or f64.
     pub dtype: DType,
     /// Random numbers for initial values and for dropout.
     pub random: Generator,

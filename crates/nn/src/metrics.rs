@@ -300,7 +300,7 @@ mod tests {
     }
 
     proptest! {
-        /// The same as counting one position after the other, in both memory formats and all types.
+        /// The counts are the same as by counting one position after the other, in both memory formats and all types.
         #[test]
         fn counts_are_those_of_plain_loops(
             (images, classes, height, width) in (0_usize..4, 1_usize..6, 1_usize..4, 1_usize..4),

@@ -142,7 +142,7 @@ impl Objective {
         }
     }
 
-    /// The same with smoothed labels.
+    /// The objective with smoothed labels.
     ///
     /// # Errors
     /// If it is not cross-entropy.
@@ -157,7 +157,7 @@ impl Objective {
         Ok(self)
     }
 
-    /// The same with a weight for each class.
+    /// The objective with a weight for each class.
     ///
     /// # Errors
     /// If it is not cross-entropy.

@@ -12,10 +12,10 @@ use crate::{ConfigError, Module, ModuleExt, Parameter, Part};
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
 pub enum Decay {
-    /// All of them, as PyTorch's optimizers do by default.
+    /// All parameters, as PyTorch's optimizers do by default.
     #[default]
     All,
-    /// Those with two dimensions or more: the weights of convolutions and linear layers, but no biases, and nothing of
+    /// The parameters with two dimensions or more: the weights of convolutions and linear layers, but no biases, and nothing of
     /// normalizations.
     Weights,
 }

@@ -8,7 +8,7 @@ use crate::ConfigError;
 
 /// How the learning rate changes over a run. A schedule gives factors of the rule's learning rate.
 ///
-/// Those that span a whole run hold its number of steps.
+/// Schedules that span a whole run hold its number of steps.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
@@ -93,7 +93,7 @@ impl Schedule {
         }
     }
 
-    /// The same for a run of another number of steps.
+    /// The schedule for a run of another number of steps.
     #[must_use]
     pub(crate) fn over(mut self, total: u64) -> Schedule {
         if let Schedule::Cosine { steps, .. } | Schedule::OneCycle { steps } = &mut self {
@@ -244,7 +244,7 @@ mod tests {
             4e-06,
         ];
         check(Schedule::OneCycle { steps: 13 }, 0, &one_cycle);
-        // The same with total_steps=2 and total_steps=1, which have no rising part.
+        // OneCycleLR with total_steps=2 and total_steps=1, which have no rising part.
         check(Schedule::OneCycle { steps: 2 }, 0, &[0.811745653949763, 4e-06]);
         check(Schedule::OneCycle { steps: 1 }, 0, &[4e-06]);
         // LinearLR(start_factor=1 / 5, total_iters=4)

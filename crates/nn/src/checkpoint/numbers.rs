@@ -12,7 +12,7 @@ use super::{CheckpointError, Result, Value};
 pub(super) struct Numbers<'a> {
     pub(super) dtype: Dtype,
     pub(super) shape: &'a [usize],
-    /// They begin with the first element.
+    /// The bytes from the first element on.
     pub(super) bytes: &'a [u8],
     /// The distance between neighbours along each dimension, in elements; `None` if elements lie in C order without gaps.
     pub(super) strides: Option<&'a [usize]>,

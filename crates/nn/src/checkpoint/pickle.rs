@@ -16,7 +16,7 @@ pub(super) use objects::{Tensor, Unpickled, Value, element_size};
 pub(super) enum Fault {
     /// No program of PyTorch's writes this.
     Damaged(String),
-    /// It is sound, but asks for something that is not done here.
+    /// The pickle is sound, but asks for something that is not done here.
     Refused(String),
 }
 

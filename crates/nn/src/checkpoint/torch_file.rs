@@ -24,7 +24,7 @@ use super::{CheckpointError, Result, damaged, failed};
 
 /// How these files begin.
 pub(super) const MAGIC: &[u8] = b"PK";
-/// A longer pickle is refused. Those of a thousand tensors have 200 KB.
+/// A longer pickle is refused. Pickles of a thousand tensors have 200 KB.
 const LARGEST_PICKLE: u64 = 256 << 20;
 /// What a pickle may hold at least, in bytes; in a longer file it may hold four times the file's length. By the estimate a tensor
 /// takes 2 KB.

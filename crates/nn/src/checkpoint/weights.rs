@@ -201,7 +201,7 @@ const DEEPEST: usize = 8;
 struct Listed<'a> {
     name: &'a str,
     shape: &'a [usize],
-    /// Its place among the file's tensors.
+    /// The place of the tensor among the file's tensors.
     place: usize,
 }
 

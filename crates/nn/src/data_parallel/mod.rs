@@ -101,7 +101,7 @@ impl DataParallel {
         self.weighted_mean(sum, count as f64)
     }
 
-    /// The same for weighted losses: `weight` is the sum of the weights of this rank's losses.
+    /// The weighted mean loss over the samples of all ranks; `weight` is the sum of the weights of this rank's losses.
     ///
     /// # Errors
     /// As [`DataParallel::mean`].
@@ -197,7 +197,7 @@ impl MeanLoss<'_> {
     /// A parameter that no rank's loss depends on has none.
     ///
     /// # Errors
-    /// Those of [`Tensor::backward`]; if communication between ranks fails.
+    /// The errors of [`Tensor::backward`]; if communication between ranks fails.
     pub fn backward(self) -> Result<Gradients> {
         let parallel = self.parallel;
         parallel.reduce(|ready| self.walk(ready))
@@ -207,7 +207,7 @@ impl MeanLoss<'_> {
     /// ([`Gradients::accumulate`]) and then summed by [`DataParallel::all_reduce`].
     ///
     /// # Errors
-    /// Those of [`Tensor::backward`].
+    /// The errors of [`Tensor::backward`].
     pub fn backward_no_sync(self) -> Result<Gradients> {
         self.walk(&mut |_| Ok(()))
     }

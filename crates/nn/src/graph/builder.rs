@@ -60,7 +60,7 @@ impl Value {
         self.channels
     }
 
-    /// Its name in the definition.
+    /// The name of the value in the definition.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -100,7 +100,7 @@ impl Weights {
 pub enum Bias {
     /// Uniform with the bound 1 / sqrt(fan_in) of the weight: what PyTorch's layers do.
     Uniform,
-    /// They start at 0.
+    /// The biases start at 0.
     Zero,
 }
 
@@ -152,7 +152,7 @@ impl ConvSpec {
         ConvSpec { channels, kernel, stride: 1, padding: 0, groups: 1, bias: false }
     }
 
-    /// The same with the padding that keeps the size, for odd kernels.
+    /// Without bias, of stride 1, with the padding that keeps the size, for odd kernels.
     pub fn same(channels: usize, kernel: usize) -> ConvSpec {
         ConvSpec { padding: kernel.saturating_sub(1) / 2, ..ConvSpec::new(channels, kernel) }
     }

@@ -13,7 +13,7 @@ use super::plan::{Source, Step};
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Description {
-    /// Its steps, in the order in which they run.
+    /// The steps of the graph, in the order in which they run.
     pub steps: Vec<StepDescription>,
     /// Convolutions that do not run as one with a batch norm, and why.
     pub alone: Vec<(String, &'static str)>,

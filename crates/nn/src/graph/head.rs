@@ -175,7 +175,7 @@ impl Definition {
                     open.push((inputs[0].clone(), bias_of_add));
                     continue;
                 }
-                // Its output has other channels unless sizes say how many.
+                // The channels of a resize follow those of its input, unless sizes say how many there are.
                 Op::Resize(_) if inputs.get(3).is_none_or(|sizes| self.constant(sizes).is_none()) => {
                     open.push((inputs[0].clone(), bias_of_add));
                     continue;

@@ -16,7 +16,7 @@ use crate::Init;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Initial {
-    /// These elements.
+    /// The elements themselves.
     Array(Arc<Array>),
     /// The same number everywhere.
     Constant {
@@ -72,7 +72,7 @@ impl Initial {
         self.len() == 0
     }
 
-    /// What the elements are. Those that are not given are of single precision.
+    /// What the elements are. Elements that are not given are of single precision.
     pub fn kind(&self) -> Kind {
         self.array().map_or(Kind::F32, |array| array.kind())
     }
@@ -107,7 +107,7 @@ impl Initial {
         }
     }
 
-    /// The elements as an array. Those that are drawn come from `init`.
+    /// The elements as an array. Elements that are drawn come from `init`.
     ///
     /// # Errors
     /// If there is no memory.

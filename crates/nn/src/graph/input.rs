@@ -18,7 +18,7 @@ pub struct Input {
 /// A size of an input.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Dimension {
-    /// This size.
+    /// A fixed size.
     Fixed(usize),
     /// Any size, under a name, which may be empty.
     Open(String),

@@ -56,7 +56,7 @@ pub struct Definition {
 /// A step of the computation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Node {
-    /// Its name, for messages.
+    /// The name of the node, for messages.
     pub name: String,
     /// What it computes.
     pub op: Op,
@@ -71,7 +71,7 @@ pub struct Node {
 pub struct Stored {
     /// The name of the value, also in checkpoints.
     pub name: String,
-    /// Its elements, or how they are made.
+    /// The elements of the array, or how they are made.
     pub values: Initial,
     /// Whether it is trained. `None` if nobody said so, as in an ONNX file: then it follows from who reads it.
     pub trained: Option<bool>,

@@ -36,10 +36,10 @@ pub(super) struct NetworkNode {
 /// What a node has besides its operation: state, switches.
 #[derive(Clone)]
 pub(super) enum Layer {
-    /// Of a convolution whose only reader is a batch norm.
+    /// The block of a convolution whose only reader is a batch norm.
     Block(Arc<Block>),
     Norm(Arc<Norm>),
-    /// Of elements or of samples.
+    /// Dropout of elements or of samples.
     Dropout(Arc<NamedDropout>),
 }
 

@@ -252,11 +252,11 @@ pub struct ConvTranspose {
 pub enum Pads {
     /// Before each axis, then after each axis.
     Explicit(Vec<usize>),
-    /// Such that there are ceil(input / stride) outputs; an odd pixel is after the input.
+    /// Padding for ceil(input / stride) outputs; an odd pixel is after the input.
     SameUpper,
-    /// Such that there are ceil(input / stride) outputs; an odd pixel is before the input.
+    /// Padding for ceil(input / stride) outputs; an odd pixel is before the input.
     SameLower,
-    /// None.
+    /// No padding.
     Valid,
 }
 

@@ -243,7 +243,7 @@ impl<'a> Planning<'a> {
         let moves_nothing = match &node.op {
             Op::Identity | Op::Cast(_) | Op::CastLike => true,
             Op::Expand | Op::Reshape { .. } | Op::Flatten { .. } | Op::Squeeze | Op::Unsqueeze => true,
-            // These give their input itself if they change nothing.
+            // Slices, pads and tiles give their input itself if they change nothing.
             Op::Slice | Op::Pad(_) | Op::Tile => !input.is_empty() && input.address() == output.address(),
             _ => false,
         };

@@ -11,7 +11,7 @@ use super::{Arithmetic, Array, Definition, Op};
 /// What a stored array is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Role {
-    /// It is trained.
+    /// A parameter, which is trained.
     Parameter,
     /// A running statistic of a batch norm.
     Statistic,
@@ -23,7 +23,7 @@ pub(super) enum Role {
 enum Use {
     Weight,
     Statistic,
-    /// Its elements reach the output, so the output's readers decide.
+    /// The elements of the input reach the output, so the output's readers decide.
     Passes,
     Constant,
 }

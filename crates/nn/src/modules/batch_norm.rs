@@ -192,7 +192,7 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
         self.running.as_ref().map(|running| &running.batches)
     }
 
-    /// This layer with statistics over the ranks of a communicator: in training every rank must run the same layers in the
+    /// The layer with statistics over the ranks of a communicator: in training every rank must run the same layers in the
     /// same order, forward and backward. For the layers of a model that exists, see
     /// [`crate::ModuleExt::convert_sync_batchnorm`].
     pub fn synchronized(self, communicator: &Communicator) -> Self {
@@ -200,7 +200,7 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
         self
     }
 
-    /// This layer with switches that it shares with another.
+    /// The layer with switches that it shares with another.
     pub(super) fn with_mode(self, mode: &NormMode) -> Self {
         BatchNorm { mode: mode.clone(), ..self }
     }

@@ -17,7 +17,7 @@ use crate::{Buffer, Counter, Field, Forward, Generator, Module, ModuleExt, Param
 /// does not.
 ///
 /// # Errors
-/// Those of the module; if a lazy layer in it has seen no input yet.
+/// The errors of the module; if a lazy layer in it has seen no input yet.
 pub fn checkpoint(module: Arc<dyn Module>, input: &Tensor) -> Result<Tensor> {
     module.check_all_initialized()?;
     let parameters: Vec<Parameter> =

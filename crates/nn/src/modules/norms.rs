@@ -63,9 +63,9 @@ impl Forward for GroupNorm {
 /// `LayerNorm2d`.
 #[derive(Module)]
 pub struct LayerNorm {
-    /// The shape of what is normalised together, if there is a weight.
+    /// The weight, in the shape of what is normalised together, if there is one.
     pub weight: Option<Parameter>,
-    /// The same of a bias.
+    /// The bias, in the same shape, if there is one.
     pub bias: Option<Parameter>,
     #[module(skip)]
     shape: Vec<usize>,

@@ -54,7 +54,7 @@ pub enum OnnxError {
     UnknownOperator {
         /// The node.
         node: String,
-        /// Its operator.
+        /// The operator of the node.
         operator: String,
         /// The operator's domain; empty for ONNX's own.
         domain: String,
@@ -68,7 +68,7 @@ pub enum OnnxError {
     Quantized {
         /// The node.
         node: String,
-        /// Its operator.
+        /// The operator of the node.
         operator: String,
     },
     /// A node contains another graph.
@@ -80,7 +80,7 @@ pub enum OnnxError {
     Subgraph {
         /// The node.
         node: String,
-        /// Its operator.
+        /// The operator of the node.
         operator: String,
     },
     /// A node is wrong, or asks for what its operator cannot do.
@@ -88,7 +88,7 @@ pub enum OnnxError {
     Node {
         /// The node.
         node: String,
-        /// Its operator.
+        /// The operator of the node.
         operator: String,
         /// What is wrong.
         reason: String,
@@ -123,7 +123,7 @@ pub enum OnnxError {
     Unwritable {
         /// The node.
         node: String,
-        /// Its operator.
+        /// The operator of the node.
         operator: &'static str,
         /// The version that was asked for.
         opset: i64,

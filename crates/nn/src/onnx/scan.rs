@@ -82,13 +82,13 @@ impl Message {
         }
     }
 
-    /// The bytes of one in memory.
+    /// The bytes of one message in memory.
     fn size(self) -> usize {
         match self {
             Message::Model => size_of::<ModelProto>(),
             Message::Graph => size_of::<GraphProto>(),
             Message::Function => size_of::<FunctionProto>(),
-            // It becomes a node of a definition.
+            // A node of a file becomes a node of a definition.
             Message::Node => size_of::<NodeProto>() + size_of::<Node>(),
             Message::Attribute => size_of::<AttributeProto>(),
             Message::Tensor => size_of::<TensorProto>(),

@@ -24,7 +24,7 @@ pub struct GraphStep {
     pub definition: Arc<Definition>,
     /// The type that it computes in.
     pub dtype: DType,
-    /// Its inputs.
+    /// The inputs of the graph.
     pub inputs: Vec<GraphInput>,
     /// The parameters that get no gradient.
     pub frozen: Vec<String>,
@@ -41,7 +41,7 @@ pub struct GraphStep {
 pub struct GraphInput {
     /// The size of each dimension.
     pub shape: Vec<usize>,
-    /// Its order in memory.
+    /// The order of the input in memory.
     pub format: MemoryFormat,
     /// Whether it gets a gradient.
     pub gradient: bool,

@@ -49,7 +49,7 @@ pub struct MemoryPlan {
 /// One block of a plan.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PlannedBlock {
-    /// Its path in the model.
+    /// The path of the block in the model.
     pub path: String,
     /// What it keeps.
     #[serde(with = "keep_name")]

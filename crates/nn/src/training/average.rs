@@ -21,7 +21,7 @@ pub(super) struct Average {
 /// What is averaged.
 struct Averaged {
     tensor: Own,
-    /// Its place among what a checkpoint saves; a tied parameter has several, and this is the first.
+    /// The place of the tensor among what a checkpoint saves; a tied parameter has several, and this is the first.
     place: usize,
 }
 

@@ -278,7 +278,7 @@ impl Judge<'_> {
 struct Sums {
     /// The sum of the losses, and its divisor.
     loss: [f64; 2],
-    /// The same of each metric.
+    /// The sum of each metric, and its divisor.
     metrics: Vec<f64>,
     confusion: Confusion,
     ranked: Ranked,

@@ -18,11 +18,11 @@ const TOP: usize = 5;
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct HardImage {
-    /// Its index in the data set.
+    /// The index of the image in the data set.
     pub index: usize,
     /// The negative logarithm of the probability that the model gives its class.
     pub loss: f64,
-    /// Its class.
+    /// The class of the image.
     pub label: usize,
     /// The class that the model finds most likely.
     pub predicted: usize,

@@ -30,8 +30,8 @@ impl Trainer {
         self.join_with_plan(communicator, None)
     }
 
-    /// The same, and all ranks follow rank 0's `plan`; those of other ranks are ignored. The plan is for the part of a batch that
-    /// rank 0 has, which is as large as any.
+    /// Does what [`Trainer::join`] does, and all ranks follow rank 0's `plan`; plans of other ranks are ignored. The plan is for
+    /// the part of a batch that rank 0 has, which is as large as any.
     ///
     /// # Errors
     /// As [`Trainer::join`], and as [`Trainer::set_memory_plan`].

@@ -29,7 +29,7 @@ struct Settings {
     lr_gamma: Option<f64>,
     #[serde(default)]
     schedule: Option<Schedule>,
-    /// This and the next three are absent from older checkpoints.
+    /// The warm-up and the next three settings are absent from older checkpoints.
     #[serde(default)]
     warmup_steps: u64,
     #[serde(default)]
@@ -50,7 +50,7 @@ struct Settings {
 }
 
 impl Settings {
-    /// The same as newer checkpoints store them.
+    /// The settings as newer checkpoints store them.
     fn canonical(mut self) -> Settings {
         if let (None, Some(gamma)) = (self.schedule, self.lr_gamma) {
             self.schedule = Some(Schedule::Step { epochs: 1, gamma }.canonical());

@@ -21,7 +21,7 @@ pub struct StepReport {
     pub loss: f64,
     /// Images in the batch, over all ranks.
     pub images: usize,
-    /// This rank's images.
+    /// Images of this rank.
     pub own_images: usize,
     /// Wall-clock seconds of the whole step.
     pub seconds: f64,
@@ -178,7 +178,7 @@ impl Trainer {
         self.learning_rate_of(self.steps())
     }
 
-    /// The same of any step, from 0.
+    /// The learning rate of any step, from 0, other than that of the last layer if it has its own.
     pub fn learning_rate_of(&self, step: u64) -> f64 {
         let steps_per_epoch = self.batches_per_epoch();
         let point = SchedulePoint { step, steps_per_epoch, warmup_steps: self.config.warmup_steps };

@@ -172,7 +172,7 @@ impl Layers<'_> {
         Ok(())
     }
 
-    /// Of the input, by central differences, with a random upstream gradient.
+    /// Checks the gradient of the input by central differences, with a random upstream gradient.
     fn gradcheck(&self, run: Run) -> Result<(), String> {
         let device = device();
         let block = self.build(&device, DType::F64, run);

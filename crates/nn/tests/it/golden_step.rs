@@ -10,14 +10,14 @@ use convoke_testkit::{Failures, Golden, Tolerance, check_close, check_relative_t
 
 /// How far results may lie from PyTorch's, which were computed in f64.
 struct Tolerances {
-    /// Of log-probabilities and the loss. Expected log-probabilities are stored in f32.
+    /// The tolerance of log-probabilities and the loss. Expected log-probabilities are stored in f32.
     forward: Tolerance,
     loss: f64,
-    /// Of gradients, relative to the largest of a tensor; and of what follows from them.
+    /// The tolerance of gradients, relative to the largest of a tensor; and of what follows from them.
     gradients: f64,
-    /// Of running statistics, relative to the largest.
+    /// The tolerance of running statistics, relative to the largest.
     statistics: f64,
-    /// Of log-probabilities after the update.
+    /// The tolerance of log-probabilities after the update.
     evaluation: Tolerance,
 }
 

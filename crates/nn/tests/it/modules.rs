@@ -523,7 +523,7 @@ fn tied_weights_are_one_parameter() {
     let gradients = backward(&model.forward(&x).unwrap(), &upstream, false);
     let actual = values(gradients.get(&model.first.weight.value()).unwrap());
 
-    // The same through two weights of equal value: the tied gradient is the sum of both.
+    // Two weights of equal value give a gradient each: the tied gradient is the sum of both.
     let copy = |linear: &Linear| Linear {
         weight: Parameter::new(&linear.weight.value()),
         bias: linear.bias.clone(),

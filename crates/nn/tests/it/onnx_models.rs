@@ -50,9 +50,9 @@ fn values(tensor: &Tensor) -> Vec<f64> {
 struct Distances {
     eval: f64,
     train: f64,
-    /// Of all gradients together, as one vector.
+    /// The distance of all gradients together, as one vector.
     gradients: f64,
-    /// Of the gradient that is furthest away.
+    /// The distance of the gradient that is furthest away.
     worst: f64,
     /// What PyTorch's own f32 has for these two.
     of_pytorch: [f64; 2],

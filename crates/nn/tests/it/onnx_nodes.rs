@@ -134,7 +134,7 @@ fn every_node_that_is_read_computes_what_onnx_says() {
     folders.sort();
     // Random outputs, or those of a training mode that the model's own mode replaces here.
     let random = ["training_dropout", "training_mode", "bernoulli"];
-    // They take sizes of 2.4 and 3.2 pixels; onnxruntime and PyTorch take whole ones, as we do.
+    // ONNX takes sizes of 2.4 and 3.2 pixels for these tests; onnxruntime and PyTorch take whole ones, as we do.
     let fractions = ["linear", "cubic"].map(|mode| format!("resize_downsample_scales_{mode}_align_corners"));
     let others = [&random[..], &fractions.each_ref().map(String::as_str)].concat();
     let (mut passed, mut wrong) = (0, Vec::new());

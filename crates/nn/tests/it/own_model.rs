@@ -76,7 +76,7 @@ fn it_trains_and_resumes_to_the_same_bits() {
     assert_eq!(resumed.losses(), whole.losses());
     check_same_state(&snapshot(resumed.model()), &snapshot(whole.model())).unwrap();
     assert!(whole.losses().iter().all(|loss| loss.is_finite()));
-    // Its name is that of the run.
+    // A run resumes only with a model of the name that it began with.
     let same = ModelSpec::new("other", [2, 8, 12], 3, Small::new).of_pixels();
     let other = TrainingConfig { model: same, ..config(4) };
     assert_refused(Trainer::resume(&device, other, data(10), folder.path()).map(drop), &["model", "small"]);

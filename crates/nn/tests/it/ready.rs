@@ -85,7 +85,7 @@ fn names_and_shapes_are_those_of_pytorch() {
     failures.finish();
 }
 
-/// All are found by name, but for torchvision's `resnet50`, and every parameter of theirs learns.
+/// All models are found by name, but for torchvision's `resnet50`, and every parameter of theirs learns.
 #[test]
 fn every_parameter_has_a_gradient() {
     let dry = device().dry();
@@ -140,7 +140,7 @@ fn initial_values_are_spread_as_in_pytorch() {
     let check = |definition: Definition, name: &str, expected: f64| {
         let stored = definition.stored.iter().find(|stored| stored.name == name).unwrap();
         let (found, len) = (spread(&stored.values), stored.values.len() as f64);
-        // Both are estimates of few or many elements.
+        // The deviations are estimates from few or many elements.
         let tolerance = expected * (0.01 + 4.0 / len.sqrt());
         assert!((found - expected).abs() <= tolerance, "{name}: {found} is not {expected}");
     };

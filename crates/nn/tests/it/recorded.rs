@@ -112,7 +112,7 @@ fn losses_and_bytes_are_those_of_before() {
         let (losses, bytes) = steps(recorded);
         let expected = recorded.losses.map(f64::from_bits);
         let near = |(a, b): (&f64, &f64)| (a - b).abs() <= 1e-4 * b.abs();
-        // Its steps on images this small multiply rounding by thousands.
+        // Steps of ResNet-50 on images this small multiply rounding by thousands.
         let chaotic = recorded.model == "resnet50";
         let compared = if chaotic && !same_bits { 1 } else { losses.len() };
         let agree = match same_bits {

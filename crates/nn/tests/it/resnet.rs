@@ -150,7 +150,7 @@ fn a_sum_ends_in_the_activation() {
     }
 }
 
-/// The same layers, put together by hand.
+/// The blocks give what their layers give, put together by hand.
 #[test]
 fn blocks_lead_past_their_convolutions() {
     let device = device();

@@ -124,7 +124,7 @@ fn blocks(model: &dyn Module) -> usize {
     blocks
 }
 
-/// The same names, the same blocks, the same losses and running statistics, dropout included.
+/// Recorded models have the modules' names, blocks, losses and running statistics, dropout included.
 #[test]
 fn recorded_models_train_as_the_modules_do() {
     let device = device();

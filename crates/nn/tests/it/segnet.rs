@@ -55,7 +55,7 @@ fn the_tree_has_its_names_and_parameters() {
     assert_eq!(spec("segnet").to_string(), "segnet");
 }
 
-/// The same layers, put together by hand.
+/// The model gives what its layers give, put together by hand.
 #[test]
 fn levels_are_joined_with_what_skipped_them() {
     let device = device();

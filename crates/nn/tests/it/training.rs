@@ -209,8 +209,8 @@ const RUNNING: usize = 2 * (32 + 64);
 /// Separate blocks hold two tensors each: the convolution's output, which batch norm saves, and the ReLU's output, which
 /// ReLU saves (and the next convolution too). Batch norm's output is gone.
 /// Fused blocks hold the convolution's output only: the first one's own output is normalised again from it, and the second one's
-/// is gone, since pooling saves bytes instead. Those that convolve again hold their input only: the second one the first one's
-/// output, which is 32x26x26.
+/// is gone, since pooling saves bytes instead. Fused blocks that convolve again hold their input only: the second one
+/// the first one's output, which is 32x26x26.
 fn activations(mode: ConvBnMode, keep: Keep, batch: usize) -> usize {
     let (first, second) = (32 * 26 * 26, 64 * 24 * 24);
     let blocks = match (mode, keep) {

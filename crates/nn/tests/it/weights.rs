@@ -152,7 +152,7 @@ fn a_model_of_blocks_takes_names_of_torchvision() {
     let ours = resnet50(&init(2), ConvBnMode::Fused, 3, 7).unwrap();
     let loaded = load_weights(&ours, &whole, &WeightOptions::default()).unwrap();
     assert_eq!((loaded.loaded, loaded.missing.len(), loaded.unexpected.len()), (320, 0, 0));
-    // Its own names still count, and so do those of a wrapper.
+    // The model's own names still count, and so do those of a wrapper.
     let own = folder.path().join("own.safetensors");
     save_model(&ours, &own).unwrap();
     let wrapped = Sequential::new().then("backbone", theirs);

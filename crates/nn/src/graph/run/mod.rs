@@ -309,7 +309,7 @@ pub(super) fn run(op: &Op, inputs: &Inputs<'_>, outputs: usize) -> Result<Vec<Va
         }
         Op::Identity | Op::Dropout | Op::StochasticDepth { .. } => one(inputs.tensor(0)?),
         Op::BatchNorm(norm) => {
-            // That of a model's input runs as a layer; this is one of weights, as in weight standardization.
+            // The batch norm of a model's input runs as a layer; this is one of weights, as in weight standardization.
             let options = BatchNormOptions { eps: norm.eps, ..BatchNormOptions::default() };
             let (weight, bias) = (inputs.optional_tensor(1)?, inputs.optional_tensor(2)?);
             one(ops::batch_norm(&inputs.tensor(0)?, weight.as_ref(), bias.as_ref(), &options)?.0)

@@ -30,7 +30,7 @@ const LEAST: usize = 32;
 /// A function that gives a definition for a number of channels and of classes.
 type Define = fn(usize, usize) -> Result<Definition>;
 
-/// Those that are found by name.
+/// The models that are found by name.
 pub(super) fn specs() -> Vec<ModelSpec> {
     let models: [(&str, Define); 9] = [
         ("resnet18", resnet18),

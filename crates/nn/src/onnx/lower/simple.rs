@@ -92,7 +92,7 @@ impl Lowering<'_> {
                 .float("beta", *beta)
                 .float("bias", *bias),
             Op::Dropout => return self.dropout(node, plain),
-            // It drops samples in training only, and no operator of ONNX does.
+            // Stochastic depth drops samples in training only, and no operator of ONNX does.
             Op::StochasticDepth { .. } => NodeProto::new("Identity"),
             Op::Cast(kind) => plain.int("to", build::element_of(*kind).into()),
             Op::CastLike if self.opset < 15 => {

@@ -39,7 +39,7 @@ fn axes_of(equation: &str) -> Result<(Vec<Vec<char>>, Vec<char>), Refusal> {
     let inputs = inputs.split(',').map(letters).collect::<Result<Vec<_>, _>>()?;
     let output = match output {
         Some(output) => letters(output)?,
-        // Those that occur once, in the order of the alphabet.
+        // Axes that occur once, in the order of the alphabet.
         None => {
             let count = |name: &char| inputs.iter().filter(|axes| axes.contains(name)).count();
             ('A'..='Z').chain('a'..='z').filter(|name| count(name) == 1).collect()

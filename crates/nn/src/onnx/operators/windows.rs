@@ -190,7 +190,7 @@ pub(super) fn resize(step: &mut Step<'_>) -> Read {
         "not_smaller" => Aspect::NotSmaller,
         other => return Err(format!("its keep_aspect_ratio_policy {other} is not known").into()),
     };
-    // These only have an effect with other modes.
+    // The following attributes only have an effect with other modes.
     for name in ["cubic_coeff_a", "exclude_outside", "extrapolation_value"] {
         step.attributes.ignore(name);
     }

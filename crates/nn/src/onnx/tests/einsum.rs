@@ -40,7 +40,7 @@ fn found(equation: &str, operands: &[Operand]) -> Operand {
     (y.shape().to_vec(), y.to_vec().unwrap())
 }
 
-/// The same by loops.
+/// The output by loops.
 fn expected(inputs: &[&str], output: &str, operands: &[Operand]) -> Operand {
     let mut sizes: Vec<(char, usize)> = output.chars().map(|name| (name, 0)).collect();
     for (term, (shape, _)) in inputs.iter().zip(operands) {

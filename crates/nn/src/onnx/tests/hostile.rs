@@ -77,7 +77,7 @@ fn damaged_bytes_are_errors() {
         for byte in [0, 1, 0x7f, 0x80, 0xff] {
             let mut changed = bytes.clone();
             changed[place] = byte;
-            // It may still be a model, but must not panic.
+            // The changed bytes may still be a model, but reading them must not panic.
             let _ = read_bytes(&changed, None);
         }
     }

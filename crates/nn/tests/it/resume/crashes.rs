@@ -163,7 +163,7 @@ fn what_was_moved_aside_is_found_and_later_removed() {
     assert!(checkpoint::exists(folder.path()).unwrap());
     let mut resumed = resume(fused(), folder.path()).unwrap();
     assert_eq!(loss_bits(&resumed), loss_bits(&trainer));
-    // It counts among the newest two until its step has a folder of its own.
+    // The folder that was moved aside counts among the newest two until its step has a folder of its own.
     run(&mut resumed, 1);
     resumed.save(folder.path()).unwrap();
     assert_eq!(names(folder.path()), [".step-0000000002.77.old", "step-0000000003"]);
@@ -255,7 +255,7 @@ fn a_run_that_is_killed_while_it_saves_can_always_be_resumed() {
         child.wait().unwrap();
         last = saved.last().unwrap_or(last);
         let resumed = resume(fused(), folder.path()).unwrap();
-        // It may have been killed after saving, before saying so.
+        // The child may have been killed after saving, before saying so.
         assert!((last..=last + 1).contains(&resumed.steps()), "round {round}: {last}, {}", resumed.steps());
         if round % 4 == 3 {
             resumed.save(folder.path()).unwrap();
