@@ -234,7 +234,7 @@ def training_step(model, images, upstream):
 
 
 def distance(a, b):
-    """Of a from b, as a share of b's norm."""
+    """The distance of a from b, as a share of b's norm."""
     a, b = torch.as_tensor(a).double(), b.double()
     return float((a - b).norm() / b.norm().clamp_min(1e-300))
 

@@ -61,7 +61,7 @@ TIMM = (
     "resnest14d resnetblur18 resnetv2_50x1_bit rexnet_100 sebotnet33ts_256 selecsls42 shvit_s1 skresnet18 starnet_s050 swiftformer_xs "
     "test_nfnet tf_efficientnetv2_b0 tf_mixnet_s tiny_vit_5m_224 tresnet_m visformer_tiny vovnet39a xcit_nano_12_p16_224"
 ).split()
-#: Those that take images of no other size, though timm does not say so.
+#: The models that take images of no other size, though timm does not say so.
 OWN_SIZE = (
     "bat_resnext26ts coat_lite_tiny coatnet_nano_rw_224 dla46x_c eca_botnext26ts_256 eca_halonext26ts efficientformer_l1 halonet26t "
     "hrnet_w18_small lambda_resnet26t lamhalobotnet50ts_256 levit_conv_128s pit_ti_224"

@@ -186,7 +186,7 @@ def tolerance_of(names, dtype):
 
 
 def values_agree(found, expected, tolerance):
-    """Also the signs of zeros."""
+    """Where two results agree, the signs of zeros included."""
     signs = (found.signbit() == expected.signbit()) | (found != 0)
     return agree(found, expected, tolerance * expected.abs().clamp(min=1.0)) & signs
 

@@ -34,7 +34,7 @@ TEN_STEPS = {
 }
 
 
-#: Those that run every time; the others take minutes.
+#: The models that run every time; the others take minutes.
 IN_F32 = ("resnet18", "mnist-cnn", "resnet20", "segnet")
 IN_F64 = (*IN_F32, "mobilenet_v2", "densenet121")
 #: A step rounds about so many times as often as one rounding of the parameters.
@@ -138,7 +138,7 @@ def test_ten_steps_in_f32(name):
 
 def of_torchvision():
     names = torchvision.models.list_models(torchvision.models) + torchvision.models.list_models(torchvision.models.segmentation)
-    # Their weights alone take gigabytes.
+    # The weights of these models alone take gigabytes.
     large = ("vit_h", "regnet_y_128gf", "regnet_y_32gf", "convnext_large", "swin_b", "swin_v2_b", "efficientnet_v2_l", "vit_l")
     return [name for name in names if not name.startswith(large)]
 

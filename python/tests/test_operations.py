@@ -138,7 +138,7 @@ def identifier(value):
     return f"{value.name.removeprefix('nn.functional.')}-{value.variant_test_name}".rstrip("-")
 
 
-#: Those that draw random numbers: PyTorch's tests set a seed inside them.
+#: The functions that draw random numbers: PyTorch's tests set a seed inside them.
 SEEDED = {f"nn.functional.{name}": getattr(F, name) for name in ("dropout", "dropout2d", "dropout3d", "alpha_dropout")}
 
 
@@ -201,7 +201,7 @@ def combinations(count=40, **options):
 
 
 def laid_out(x, layout):
-    """The same values in another layout."""
+    """`x` in another layout."""
     if layout == "channels_last" and x.dim() == 4:
         return x.contiguous(memory_format=torch.channels_last)
     if layout == "strided":

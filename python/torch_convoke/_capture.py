@@ -23,7 +23,7 @@ from ._partition import Regions
 from ._writes import Writes, example, is_given, is_view, operation_name, storages, writes_into
 
 DTYPES = {torch.float32: "f32", torch.float64: "f64"}
-#: The same types in definitions.
+#: The names of the types in definitions.
 KINDS = {torch.float32: "F32", torch.float64: "F64"}
 
 
@@ -219,7 +219,7 @@ class Translator:
         """A value that comes from outside."""
         tensor = example(node)
         if isinstance(tensor, torch.SymFloat):
-            # Its value may differ from call to call.
+            # The value of the number may differ from call to call.
             self.inputs.append(node)
             return Value(self.names[node], (), "input")
         if not isinstance(tensor, torch.Tensor):

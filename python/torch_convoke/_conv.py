@@ -55,7 +55,7 @@ class Norm(NamedTuple):
     eps: float
     #: Whether the divisor is sqrt(variance) + eps instead of sqrt(variance + eps).
     eps_outside: bool
-    #: Its name, and the slope of a leaky ReLU.
+    #: The name of the activation, and the slope of a leaky ReLU.
     activation: tuple[str, float] | None
     #: Whether backward computes the convolution again, instead of keeping its output.
     recompute: bool

@@ -147,7 +147,7 @@ class Part:
         #: The nodes outside that these read, which are its arguments; and those of them that others read, which are its results.
         self.taken = list(taken)
         self.given = [node for node in nodes if any(user in outer or user not in inside and user not in sizes for user in node.users)]
-        #: Where it stands in the module that runs it, and what it is.
+        #: The name of the part in the module that runs it, and its own module.
         self.name: str | None = None
         self.module: torch.fx.GraphModule | None = None
 

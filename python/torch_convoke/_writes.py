@@ -129,7 +129,7 @@ def _settle(writes: Writes, unfollowed: set[int]) -> set[int]:
         if (
             # A part of what the model was given, or what it holds twice.
             any(is_given(other) and not (given and other in _written(target)) for other in kin)
-            # It is read through another view afterwards.
+            # The memory is read through another view afterwards.
             or any(order[user] > place for other in kin for user in other.users)
             or given
             and read_before

@@ -54,7 +54,7 @@ _adopted: list[str] = []
 class Choice(NamedTuple):
     """The algorithm for one pass of one problem."""
 
-    #: As the program and benchdnn write it, such as mb8ic64ih56oc64kh3ph1.
+    #: The problem as the program and benchdnn write it, such as mb8ic64ih56oc64kh3ph1.
     problem: str
     #: "fwd", "bwd-data" or "bwd-weights"; of max pooling "max-pool-fwd", "max-pool-bwd" or "max-pool-inference".
     pass_: str

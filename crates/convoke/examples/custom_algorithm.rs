@@ -65,7 +65,7 @@ impl ConvAlgorithm for WholeImage {
             return needs("contiguous tensors");
         }
         let kernel = Kernel::of(problem, Multiplication { problem: *problem, pass });
-        // It needs no workspace. The estimate decides which algorithm is timed first, and which is chosen when nothing may be
+        // The plan needs no workspace. The estimate decides which algorithm is timed first, and which is chosen when nothing may be
         // timed.
         Ok(ConvPlan::new(self, (problem, pass), cpu, 0, kernel).with_cost(Cost::direct(problem, 0.8)))
     }
@@ -94,7 +94,7 @@ impl<T: Element> ConvKernel<T> for Multiplication {
     }
 }
 
-/// It would be the fastest of all, if only it were right.
+/// An algorithm that would be the fastest of all, if only it were right.
 struct Zeros;
 
 impl ConvAlgorithm for Zeros {

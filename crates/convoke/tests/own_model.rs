@@ -116,7 +116,7 @@ fn a_run_has_everything() {
     }
 }
 
-/// Its own operation is composed of others there.
+/// The model's own operation is recorded as the operations that compose it.
 #[test]
 fn the_model_is_recorded_as_data() {
     let spec = config().model;

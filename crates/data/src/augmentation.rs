@@ -232,7 +232,7 @@ mod tests {
         let drawn: Vec<_> = (0..4).map(|index| views.of(index, &info(120, 160)).unwrap()).collect();
         let drawn: Vec<_> = drawn.iter().map(|view| (view.top, view.left, view.flipped)).collect();
         assert_eq!(drawn, [(18, 10, false), (0, 18, true), (9, 1, false), (29, 11, true)]);
-        // These are the views of an image that is larger by the padding, moved by the padding.
+        // With padding, the views are those of an image that is larger by the padding, moved by the padding.
         let padded = Augmentation { flip: true, crop: Some([90, 120]), padding: 20 }.views(7, 2);
         let view = padded.of(3, &info(80, 120)).unwrap();
         assert_eq!((view.top, view.left, view.flipped), (29 - 20, 11 - 20, true));

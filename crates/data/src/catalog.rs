@@ -25,7 +25,7 @@ impl<T: Listed> Catalog<T> {
         Catalog(T::builtin())
     }
 
-    /// The same list with one more item.
+    /// The catalog with one more item.
     ///
     /// # Errors
     /// If its name is taken, has no letter or digit, begins with `-`, has characters other than lower-case ASCII letters, digits, `-`,
@@ -74,7 +74,7 @@ impl<T: Listed> Catalog<T> {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum NameError {
-    /// It could not be written on the command line and in files.
+    /// The name could not be written on the command line and in files.
     #[error(
         "a {kind} cannot be named {:?}: up to {LONGEST_NAME} small letters, digits, '-', '_' and '.' make a name, which does not begin with \
          '-' nor end as a file's does", name.chars().take(2 * LONGEST_NAME).collect::<String>()
@@ -85,7 +85,7 @@ pub enum NameError {
         /// The name.
         name: String,
     },
-    /// Another item has it.
+    /// Another item has the name.
     #[error("there are two {kind}s named {name:?}")]
     Taken {
         /// What was to be named.

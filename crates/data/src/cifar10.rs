@@ -126,7 +126,7 @@ pub fn is_present(folder: &Path) -> bool {
 }
 
 /// Loads the training and the test set from a folder with the archive, with the unpacked folder, or with the files themselves; an
-/// archive comes before files. Those of the five training batches that are there are used, in their order.
+/// archive comes before files. Of the five training batches, those that are there are used, in their order.
 ///
 /// # Errors
 /// [`DataError::Missing`] if there is no training batch or no test batch; [`DataError::Malformed`] or [`DataError::Io`] if a
@@ -169,7 +169,7 @@ pub fn load(folder: &Path, progress: &Progress<'_>) -> Result<TrainTest, DataErr
 /// The customary mirrors are [`MIRRORS`]. Size and SHA-256 are checked; see [`fetch_files`].
 ///
 /// # Errors
-/// Those of [`fetch_files`].
+/// The errors of [`fetch_files`].
 #[cfg(feature = "download")]
 pub fn download(folder: &Path, options: &DownloadOptions, progress: &Progress<'_>) -> Result<(), DataError> {
     fetch_files(folder, &[REMOTE], options, progress)

@@ -25,7 +25,7 @@ pub enum Targets {
     },
     /// Each image has numbers: regression, or several classes at once (0 or 1 for each).
     Values {
-        /// Their shape for one image: \[n, 1, 1] for n numbers, \[n, H, W] for n numbers a pixel.
+        /// The shape of the numbers of one image: \[n, 1, 1] for n numbers, \[n, H, W] for n numbers a pixel.
         shape: [usize; 3],
     },
 }

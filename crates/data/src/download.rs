@@ -46,7 +46,7 @@ pub struct DownloadOptions {
 }
 
 impl DownloadOptions {
-    /// These mirrors, no proxy, 10 s to connect, 30 s to read.
+    /// Options with these mirrors, no proxy, 10 s to connect, 30 s to read.
     pub fn new<M: Into<String>>(mirrors: impl IntoIterator<Item = M>) -> Self {
         Self {
             mirrors: mirrors.into_iter().map(Into::into).collect(),

@@ -8,7 +8,7 @@ use super::{DataError, DatasetInfo, InMemory, Progress, ProgressEvent, ProgressU
 
 /// One part of a generated data set.
 pub(super) struct Part<'a> {
-    /// Its name, for progress.
+    /// The name of the part, for progress.
     pub(super) stage: &'a str,
     /// How many images it has.
     pub(super) len: usize,

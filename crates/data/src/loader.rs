@@ -115,8 +115,8 @@ impl Loader {
     /// Batches that [`Loader::load_ahead`] requested before this one, and that were not loaded, are dropped.
     ///
     /// # Errors
-    /// Those of [`Loader::shape`]; [`DataError::Sample`], naming the first sample that cannot be read or does not fit; if there
-    /// is no memory.
+    /// The errors of [`Loader::shape`]; [`DataError::Sample`], naming the first sample that cannot be read or does not fit; if
+    /// there is no memory.
     ///
     /// # Panics
     /// Unless `images` has as many elements as the batch.

@@ -169,7 +169,7 @@ pub fn load(folder: &Path, progress: &Progress<'_>) -> Result<TrainTest, DataErr
 /// The customary mirrors are [`MIRRORS`]. Sizes and SHA-256 sums are checked; see [`fetch_files`].
 ///
 /// # Errors
-/// Those of [`fetch_files`].
+/// The errors of [`fetch_files`].
 #[cfg(feature = "download")]
 pub fn download(folder: &Path, options: &DownloadOptions, progress: &Progress<'_>) -> Result<(), DataError> {
     download_sources(folder, &SOURCES, options, progress)

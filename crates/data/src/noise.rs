@@ -30,7 +30,7 @@ pub fn noise(
     progress: &Progress<'_>,
 ) -> Result<TrainTest, DataError> {
     threads()?;
-    // This checks the shape before it is used in computations.
+    // An empty set checks the shape before it is used in computations.
     InMemory::new(info.clone(), vec![], vec![])?;
     let [train, test] = lens;
     Ok(TrainTest::new(

@@ -54,7 +54,7 @@ pub(super) fn decode(
 /// What the height and width of a file may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Sides {
-    /// Those of the set's first image.
+    /// The height and width of the set's first image.
     Exactly([usize; 2]),
     /// Bounded, and so is their product.
     AtMost { side: usize, pixels: usize },
@@ -123,7 +123,7 @@ fn read_image(
     reader: &mut Reader<impl BufRead + Seek>,
     failed: impl Fn(DecodingError) -> DataError,
 ) -> Result<Vec<u8>, DataError> {
-    // This length is bounded, because the sides are.
+    // The length is bounded, because the sides are.
     let len = reader.output_buffer_size().ok_or_else(|| failed(DecodingError::LimitsExceeded))?;
     let mut bytes = convoke_memory::filled(len, 0)?;
     reader.next_frame(&mut bytes).map_err(failed)?;

@@ -30,11 +30,11 @@ pub enum Pixels<'a> {
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Target<'a> {
-    /// Its class.
+    /// The class of the image.
     Class(i64),
     /// The class of each pixel, H x W in C order.
     Classes(Cow<'a, [i64]>),
-    /// The same in bytes; a single byte may also be the class of the image.
+    /// The class of each pixel in bytes; a single byte may also be the class of the image.
     Bytes(Cow<'a, [u8]>),
     /// Values in the shape that [`Targets::Values`] tells, in C order.
     Values(Cow<'a, [f32]>),

@@ -174,7 +174,7 @@ impl DatasetSpec {
         DatasetSpec { download: Some(Arc::new(download)), ..self }
     }
 
-    /// The same for files that `download` fetches from these mirrors.
+    /// For files that `download` fetches from these mirrors.
     #[cfg(feature = "download")]
     pub(super) fn with_mirrors<const N: usize>(
         self,
@@ -203,7 +203,7 @@ impl DatasetSpec {
         &self.about
     }
 
-    /// Its info as it is usually distributed, if that is known.
+    /// The info of the data set as it is usually distributed, if that is known.
     pub fn usual(&self) -> Option<&DatasetInfo> {
         self.usual.as_ref().map(|usual| &usual.info)
     }

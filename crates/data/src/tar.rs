@@ -129,12 +129,12 @@ impl<R: Read> Archive<R> {
 }
 
 impl<R> Entry<'_, R> {
-    /// Its path in the archive.
+    /// The path of the file in the archive.
     pub(super) fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its size in bytes, as the archive claims.
+    /// The size of the file in bytes, as the archive claims.
     pub(super) fn len(&self) -> u64 {
         self.len
     }

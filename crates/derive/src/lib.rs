@@ -49,7 +49,7 @@ fn module(input: DeriveInput, nn: &TokenStream) -> Result<TokenStream> {
     let generics = bounded(input.generics, &held, nn);
     let (of_impl, of_type, bounds) = generics.split_for_impl();
     let ident = &input.ident;
-    // This code has the span of the field's type, so that the compiler underlines a field whose type cannot be a part.
+    // The code for a field has the span of its type, so that the compiler underlines a field whose type cannot be a part.
     let parts = held.iter().map(|Held { name, member, ty }| {
         let add = quote::quote_spanned!(ty.span()=> #nn::Field::add_to);
         quote!(#add(&self.#member, #name, parts);)

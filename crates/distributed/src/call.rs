@@ -11,7 +11,7 @@ pub enum Collective {
     AllGather,
     /// All ranks get what one rank has.
     Broadcast {
-        /// That rank.
+        /// The rank that the others receive from.
         root: usize,
     },
     /// No rank goes on before all have come.

@@ -105,7 +105,7 @@ impl Communicator {
         Communicator::new(Box::new(Place::alone()), Options::default())
     }
 
-    /// This rank: 0 to the world's size less 1.
+    /// The number of this rank: 0 to the world's size less 1.
     pub fn rank(&self) -> usize {
         self.shared.transport.rank()
     }

@@ -18,9 +18,9 @@ pub enum Error {
         rank: usize,
         /// What it does.
         call: Box<Call>,
-        /// Another one.
+        /// Another rank.
         other: usize,
-        /// What that does.
+        /// What the other rank does.
         other_call: Box<Call>,
     },
     /// Ranks did not come in time.

@@ -50,7 +50,7 @@ mod sealed {
 ///
 /// Sums of f32 are taken in f64 and rounded once; sums of integers wrap around.
 pub trait Number: sealed::Sealed + bytemuck::Pod + Send + Sync {
-    /// Its name.
+    /// The name of the type.
     const DTYPE: &'static str;
 }
 
@@ -150,7 +150,7 @@ impl Message {
 
 /// What a rank gives to all ranks, itself included.
 pub(crate) enum Outgoing {
-    /// The same message to all.
+    /// One message for all ranks.
     Same(Message),
     /// A message for each rank, in the order of the ranks.
     Each(Vec<Message>),

@@ -6,7 +6,7 @@ use convoke_distributed::{Collective, Communicator, Error, Options, Result, run_
 use convoke_testkit::Random;
 use proptest::prelude::*;
 
-/// So long that only a hang reaches it.
+/// A timeout so long that only a hang reaches it.
 const PATIENT: Options = Options { timeout: Duration::from_secs(60) };
 
 /// Runs every rank, none of which panics.

@@ -21,7 +21,7 @@ impl NewFolder {
     /// Creates an unfinished folder in `parent`, where the finished one will be.
     ///
     /// # Errors
-    /// Those of the system.
+    /// The errors of the system.
     pub fn new_in(parent: &Path) -> io::Result<NewFolder> {
         let (folder, lock) = new_folder(parent)?;
         #[cfg(test)]
@@ -32,7 +32,7 @@ impl NewFolder {
     /// Writes a file in it and syncs it to disk.
     ///
     /// # Errors
-    /// Those of the system.
+    /// The errors of the system.
     pub fn write(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
         use io::Write;
         crash::point()?;
@@ -51,7 +51,7 @@ impl NewFolder {
     /// Elsewhere the old one is moved aside first, under a name from which [`moved_aside_from`] recovers the original.
     ///
     /// # Errors
-    /// Those of the system; the old folder or file then still has its name.
+    /// The errors of the system; the old folder or file then still has its name.
     pub fn finish(self, target: &Path) -> io::Result<()> {
         let made = self.folder.path().to_owned();
         let parent = folder_of(target);

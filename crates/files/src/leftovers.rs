@@ -79,7 +79,7 @@ pub(crate) fn is_named(_: &File, path: &Path) -> bool {
 
 /// Removes the unfinished files and folders in `folder` whose writers are gone, and returns how many.
 ///
-/// Those that cannot be opened or removed are left, as they do no harm.
+/// Files and folders that cannot be opened or removed are left, as they do no harm.
 pub fn remove_leftovers(folder: &Path) -> usize {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     entries

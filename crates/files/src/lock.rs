@@ -25,7 +25,7 @@ pub struct FolderLock {
 /// Why a folder cannot be used.
 #[derive(Debug)]
 pub enum Held {
-    /// Another process holds it, which left this note.
+    /// Another process holds the folder, and left this note.
     By(String),
     /// The system's reason.
     Failed(io::Error),

@@ -9,7 +9,7 @@ use convoke_memory::OutOfMemory;
 /// Opens a regular file for reading; links are followed.
 ///
 /// # Errors
-/// Those of the system. If it is not a regular file, `InvalidInput` or `IsADirectory` with a message that names what it is:
+/// The errors of the system. If it is not a regular file, `InvalidInput` or `IsADirectory` with a message that names what it is:
 /// a folder, a named pipe, a device.
 pub fn open_regular(path: &Path) -> io::Result<File> {
     // Check before opening, because opening a device may have effects, and again after it, because another file may have

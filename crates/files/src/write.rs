@@ -14,7 +14,7 @@ use crate::read::{check_regular, without_waiting};
 /// killed programs left in the folder are removed.
 ///
 /// # Errors
-/// Those of the system, and `IsADirectory` if `path` is a folder. The old file is then untouched.
+/// The errors of the system, and `IsADirectory` if `path` is a folder. The old file is then untouched.
 pub fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let folder = folder_of(path);
     remove_leftovers(folder);
@@ -80,7 +80,7 @@ pub fn probe(folder: &Path) -> io::Result<()> {
 /// Creates a new file for writing. Anything that had the name is removed first, except a folder, which is an error.
 ///
 /// # Errors
-/// Those of the system.
+/// The errors of the system.
 pub fn create_anew(path: &Path) -> io::Result<File> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != ErrorKind::NotFound => return Err(error),
@@ -92,7 +92,7 @@ pub fn create_anew(path: &Path) -> io::Result<File> {
 /// Opens a regular file for appending; links are not followed.
 ///
 /// # Errors
-/// Those of the system, and `InvalidInput` if it is a link, has several names, or is not a regular file (`IsADirectory` for
+/// The errors of the system, and `InvalidInput` if it is a link, has several names, or is not a regular file (`IsADirectory` for
 /// a folder).
 pub fn append(path: &Path) -> io::Result<File> {
     check_regular(&fs::symlink_metadata(path)?)?;
@@ -114,7 +114,7 @@ pub fn append(path: &Path) -> io::Result<File> {
 /// Creates a folder and its missing parents, and syncs their names to disk.
 ///
 /// # Errors
-/// Those of the system.
+/// The errors of the system.
 pub fn create_folder(folder: &Path) -> io::Result<()> {
     let missing: Vec<PathBuf> =
         folder.ancestors().take_while(|path| !path.exists()).map(Path::to_owned).collect();
@@ -128,7 +128,7 @@ pub fn create_folder(folder: &Path) -> io::Result<()> {
 /// Syncs the names in a folder to disk, where the system can do that.
 ///
 /// # Errors
-/// Those of the system while syncing.
+/// The errors of the system while syncing.
 pub fn sync_folder(folder: &Path) -> io::Result<()> {
     // Not every system opens folders, nor every file system syncs them.
     let Ok(handle) = File::open(folder) else { return Ok(()) };
@@ -247,7 +247,7 @@ mod tests {
         std::os::unix::fs::symlink("/dev/null", &link).unwrap();
         write_out(&link, b"x").unwrap();
         assert!(!fs::metadata("/dev/null").unwrap().is_file() && !fs::metadata(&link).unwrap().is_file());
-        // This is how /dev/stdout looks when it is redirected to a file.
+        // A redirected /dev/stdout leads to its file by a link in /proc/self/fd.
         let file = folder.path().join("file");
         let open = File::create(&file).unwrap();
         let name = PathBuf::from(format!("/proc/self/fd/{}", open.as_raw_fd()));

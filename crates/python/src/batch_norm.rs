@@ -198,7 +198,7 @@ struct Layer {
     bias: Option<Tensor>,
 }
 
-/// The same in the types that kernels take.
+/// The numbers of a [`Layer`] in the types that kernels take.
 struct Numbers<T> {
     mean: Vec<f64>,
     inverse_std: Vec<f64>,

@@ -181,7 +181,7 @@ pub(crate) fn format(channels_last: bool) -> MemoryFormat {
 }
 
 impl Graph {
-    /// This graph as a part of a step that is planned.
+    /// The graph as a part of a step that is planned.
     pub(crate) fn step(
         &self,
         inputs: Vec<GraphInput>,
@@ -316,9 +316,9 @@ pub(crate) struct Tape {
 
 #[derive(Clone)]
 struct Recorded {
-    /// Of the outputs; none for those that need no gradient.
+    /// The roots of the outputs; none for those that need no gradient.
     roots: Vec<Option<Root>>,
-    /// Of inputs and state; none for those that need no gradient.
+    /// The leaves of inputs and state; none for those that need no gradient.
     leaves: Vec<Option<Tensor>>,
 }
 
@@ -370,7 +370,7 @@ impl Tape {
     }
 }
 
-/// The same tensor as a constant; nobody holds the recorded one any more.
+/// `tensor` as a constant; nobody holds the recorded one any more.
 fn without_history(tensor: Tensor) -> Tensor {
     tensor.detach()
 }

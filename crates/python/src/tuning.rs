@@ -62,7 +62,7 @@ pub(crate) fn tuning_measure(py: Python<'_>, engine: &Engine, choice: &str) -> P
     })
 }
 
-/// Of text that is not what this file writes.
+/// The error of text that is not what this file writes.
 fn wrong(error: serde_json::Error) -> PyErr {
     PyValueError::new_err(format!("not a choice: {error}"))
 }

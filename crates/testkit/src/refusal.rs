@@ -18,7 +18,7 @@ pub fn check_refused<T, E: Display>(result: Result<T, E>, parts: &[&str]) -> Res
     }
 }
 
-/// The same as an assertion.
+/// Asserts what [`check_refused`] checks.
 ///
 /// # Panics
 /// Unless `result` is such an error.

@@ -271,7 +271,7 @@ class FusedConvBN2d(nn.Module):
         return output
 
     def _in_pytorch(self, input: Tensor, given: Any, updated: Any, momentum: float | None) -> Tensor:
-        """The same by PyTorch's operations."""
+        """What `forward` computes and updates, by PyTorch's operations."""
         y = F.conv2d(
             input, self.conv_weight, self.conv_bias, self.stride, self.padding, self.dilation, self.groups
         )

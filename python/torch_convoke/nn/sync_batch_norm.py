@@ -171,7 +171,7 @@ def _sync_batch_norm_backward(dy, x, weight, statistics, count, for_input, group
     mean, invstd, _ = statistics
     sums = ops.backward_reduce(dy, x, mean, invstd)
     sum_dy, sum_dy_xmu = sums
-    # Of this rank, thus before the sums become those of all ranks.
+    # The gradients of this rank, thus before the sums become those of all ranks.
     parameters = torch.stack([sum_dy_xmu * invstd, sum_dy])
     if not for_input:
         return x.new_empty(0), parameters

@@ -89,7 +89,7 @@ impl Function for GateChannels {
         Ok((y, (x, logits)))
     }
 
-    /// The same by other operations, so that the model can be written as ONNX.
+    /// The output by other operations, so that the model can be written as ONNX.
     fn compose(&self, inputs: &[&Tensor]) -> Result<Option<Tensor>> {
         let gates = inputs[1].sigmoid()?.unsqueeze(&[2, 3])?;
         Ok(Some(inputs[0].mul(&gates)?))

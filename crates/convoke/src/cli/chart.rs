@@ -45,7 +45,7 @@ pub(crate) struct Line {
 }
 
 pub(crate) struct Dot {
-    /// Its style class.
+    /// The style class of the dot.
     pub(crate) kind: &'static str,
     pub(crate) place: (f64, f64),
     /// What is shown when it is pointed at.

@@ -27,7 +27,7 @@ pub(crate) fn spec(path: &Path) -> std::result::Result<ModelSpec, String> {
     ModelSpec::of_graph(&name, file.definition).map_err(|error| error.to_string())
 }
 
-/// The same model, which starts with the weights of a file.
+/// `spec` for a model that starts with the weights of a file.
 pub(crate) fn with_weights(spec: ModelSpec, file: &Path) -> ModelSpec {
     let (file, said) = (file.to_owned(), Once::new());
     spec.starting_from(move |model| {

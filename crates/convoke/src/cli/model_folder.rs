@@ -88,9 +88,9 @@ pub(crate) struct ModelFolder {
 #[derive(Serialize)]
 struct EpochMetrics {
     epoch: usize,
-    /// Steps until its end.
+    /// Steps until the end of the epoch.
     steps: usize,
-    /// That of its last step.
+    /// The learning rate of the epoch's last step.
     learning_rate: f64,
     /// The mean over the epoch's steps.
     train_loss: f64,

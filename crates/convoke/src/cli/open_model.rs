@@ -58,7 +58,7 @@ impl OpenModel {
 
 /// A trained model, ready to be used.
 pub(crate) struct TrainedModel {
-    /// Its name or file.
+    /// The name of the model, or its file.
     pub(crate) name: String,
     pub(crate) spec: ModelSpec,
     pub(crate) module: Box<Module>,

@@ -43,23 +43,23 @@ pub(crate) struct RunRecord {
     pub(crate) test_metrics: BTreeMap<String, f64>,
     /// The share of the steps' time until their images were there; none if no step was left to do.
     pub(crate) loading_share: Option<f64>,
-    /// Of all steps but the first, unless that is the only one.
+    /// The median of all steps but the first, unless that is the only one.
     pub(crate) step_seconds_median: Option<f64>,
-    /// Between these lie the times of half of those steps.
+    /// The quartiles of these steps: between them lie the times of half of the steps.
     pub(crate) step_seconds_quartiles: Option<[f64; 2]>,
-    /// The median of those steps.
+    /// The median of these steps.
     pub(crate) images_per_second: Option<f64>,
     /// The most of any step; none if no step was left to do.
     pub(crate) bytes_end_of_forward: Option<usize>,
     pub(crate) bytes_peak: Option<usize>,
     pub(crate) parameters: usize,
     pub(crate) optimizer: &'static str,
-    /// That of the first epoch.
+    /// The learning rate of --lr, which the schedule multiplies.
     pub(crate) learning_rate: f64,
     pub(crate) seed: u64,
-    /// Those of each rank.
+    /// The threads of each rank.
     pub(crate) threads: usize,
-    /// This program's.
+    /// The version of this program.
     pub(crate) version: &'static str,
     /// The median of the bytes that the first rank sent to others in a step.
     pub(crate) bytes_communicated_per_step: Option<u64>,
@@ -71,7 +71,7 @@ pub(crate) struct RunRecord {
     pub(crate) memory_plan: Option<MemoryPlan>,
     /// The most resident memory of the process so far, whatever it was for; none if the system does not report it.
     pub(crate) process_peak_bytes: Option<u64>,
-    /// That of each step.
+    /// The learning rate of each step.
     #[serde(skip)]
     pub(crate) learning_rates: Vec<f64>,
     #[serde(skip)]
@@ -119,7 +119,7 @@ pub(crate) struct Recorder {
     bytes_sent: Vec<f64>,
     seconds_waited: f64,
     seconds_loaded: f64,
-    /// This rank's own images a second, without the time it waited.
+    /// The images a second of this rank, without the time it waited.
     own_rates: Vec<f64>,
     bytes_end_of_forward: Option<usize>,
     bytes_peak: Option<usize>,

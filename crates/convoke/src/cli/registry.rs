@@ -31,7 +31,7 @@ impl Registry {
         }
     }
 
-    /// The same, and one more model, for `--model`.
+    /// The registry with one more model, for `--model`.
     ///
     /// # Errors
     /// If its name is taken, or is not a valid name.
@@ -39,7 +39,7 @@ impl Registry {
         Ok(Registry { models: self.models.with(model)?, ..self })
     }
 
-    /// The same, and one more data set, for `--data`.
+    /// The registry with one more data set, for `--data`.
     ///
     /// # Errors
     /// If its name is taken, or is not a valid name.

@@ -106,7 +106,7 @@ fn learning_rate(run: &RunRecord) -> String {
         return String::new();
     }
     let every = rates.len().div_ceil(MOST_POINTS).max(1);
-    // That of --lr, which it need not reach; it is above 0.
+    // The learning rate of --lr, which it need not reach; it is above 0.
     let most = run.learning_rate;
     let share = |step: usize| (step as f64 + 1.0, 100.0 * rates[step] / most);
     let points = (0..rates.len()).step_by(every).map(share).collect();

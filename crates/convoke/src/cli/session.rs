@@ -34,7 +34,7 @@ pub(crate) struct Session {
     config: TrainingConfig,
     data: Datasets,
     pub(crate) recorder: Recorder,
-    /// That after the last step, if there was one.
+    /// The evaluation after the last step, if there was one.
     evaluation: Option<Evaluation>,
     plan: Option<MemoryPlan>,
     checkpoint: Option<PathBuf>,

@@ -106,7 +106,7 @@ fn json_holds_every_algorithm_and_one_choice() {
     failures.finish();
 }
 
-/// The same in the text, whatever the effort; and nobody does more than the machine can.
+/// Tables of text are sorted by time and mark one choice, whatever the effort; and no algorithm does more than the machine can.
 #[test]
 fn tables_agree_with_the_choice() {
     for effort in ["measure", "exhaustive"] {

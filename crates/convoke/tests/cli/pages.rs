@@ -139,7 +139,7 @@ fn pages_are_readable() {
         let texts: Vec<&str> = pages().values().map(String::as_str).collect();
         for (name, frames) in pages().keys().zip(look_at(&browser, &texts, dark)) {
             for (width, found) in WIDTHS.iter().zip(frames) {
-                // That the browser did what was asked for.
+                // The browser did what was asked for.
                 assert_eq!((found["width"].as_u64(), found["dark"].as_bool()), (Some(*width), Some(dark)));
                 assert!(found["elements"].as_u64() > Some(20), "{name}: {found}");
                 let shade = if dark { "dark" } else { "light" };
@@ -151,7 +151,7 @@ fn pages_are_readable() {
     assert!(wrong.is_empty(), "{} findings:\n{}", wrong.len(), wrong.join("\n"));
 }
 
-/// That the script finds what it is for.
+/// The script finds what it is for.
 #[test]
 fn unreadable_pages_are_found() {
     let Some(browser) = browser() else { return };

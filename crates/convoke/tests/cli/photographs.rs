@@ -103,7 +103,7 @@ fn broken_photographs_are_named_or_left_out() {
     convoke(&flags("folder", folder.path(), &more))
         .check(0, &["left out of training", "broken.jpg"])
         .unwrap();
-    // The same where a model is judged.
+    // A photograph that is broken is also refused, or left out, where a model is judged.
     let kept = tempfile::tempdir().unwrap();
     let out = kept.path().join("out");
     let more = [&more[..], &["--epochs", "1", "--output", text(&out)]].concat();

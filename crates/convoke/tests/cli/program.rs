@@ -20,7 +20,7 @@ pub(crate) struct Outcome {
 }
 
 impl Outcome {
-    /// This outcome, if the exit code is `code`.
+    /// The outcome, if its exit code is `code`.
     #[track_caller]
     pub(crate) fn exits(self, code: i32) -> Outcome {
         if let Err(message) = self.check(code, &[]) {

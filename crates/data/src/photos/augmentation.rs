@@ -28,9 +28,9 @@ pub struct PhotoAugmentation {
     pub flip: bool,
     /// The factor of brightness is between 1 less this and 1 plus this, but not below 0. 0 leaves it.
     pub brightness: f64,
-    /// The same for contrast.
+    /// The range of the factor of contrast, as for brightness.
     pub contrast: f64,
-    /// The same for saturation.
+    /// The range of the factor of saturation, as for brightness.
     pub saturation: f64,
     /// Whether each image gets one more change of random strength (TrivialAugment, wide).
     pub trivial_augment: bool,

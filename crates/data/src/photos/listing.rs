@@ -32,7 +32,7 @@ const MAX_DEPTH: usize = 32;
 pub(super) struct Lister<'a> {
     /// The data set's folder.
     dir: &'a Path,
-    /// The same, without links.
+    /// The path of the folder without links.
     real: PathBuf,
     follow_links: bool,
     progress: &'a Progress<'a>,
@@ -63,9 +63,9 @@ type Seen = HashMap<PathBuf, PathBuf>;
 /// The images of a folder, by their names.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listed {
-    /// Those that can be read, in order.
+    /// The images that can be read, in order.
     pub files: Vec<PathBuf>,
-    /// Those of other kinds, such as HEIC, each with the reason why it is left out.
+    /// The images of other kinds, such as HEIC, each with the reason why it is left out.
     pub unread: Vec<(PathBuf, String)>,
 }
 

@@ -19,12 +19,13 @@ const MOST_MEASURED: usize = 1000;
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Normalisation {
-    /// Those of ImageNet's photographs, which pretrained models expect. For grey images, the averages over its channels.
+    /// The mean and standard deviation of ImageNet's photographs, which pretrained models expect. For grey images, the averages
+    /// over its channels.
     #[default]
     ImageNet,
-    /// Those of the set's own training images: of at most 1000 of them, evenly chosen.
+    /// The mean and standard deviation of the set's own training images: of at most 1000 of them, evenly chosen.
     Measured,
-    /// These numbers, one a channel.
+    /// Given numbers, one a channel.
     Given {
         /// The mean.
         mean: Vec<f32>,

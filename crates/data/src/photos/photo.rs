@@ -77,7 +77,7 @@ impl Photo {
     /// Resizing is that of Pillow's `BILINEAR`, with antialiasing.
     ///
     /// # Errors
-    /// Those of [`Preparation::check`]; [`DataError::Memory`].
+    /// The errors of [`Preparation::check`]; [`DataError::Memory`].
     pub fn prepared(&self, preparation: &Preparation) -> Result<Vec<u8>, DataError> {
         preparation.check()?;
         planes(&self.evaluated(preparation)?, preparation.channels)

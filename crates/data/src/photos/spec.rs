@@ -53,7 +53,7 @@ impl PhotoSettings {
         cache_bytes: 0,
     };
 
-    /// These settings for photographs with a class each.
+    /// The settings for photographs with a class each.
     pub fn for_folder(&self, seed: u64) -> FolderOptions {
         let usual = Preparation::default();
         FolderOptions {
@@ -72,7 +72,7 @@ impl PhotoSettings {
         }
     }
 
-    /// These settings for photographs with masks.
+    /// The settings for photographs with masks.
     pub fn for_masks(&self, seed: u64) -> MaskOptions {
         MaskOptions {
             size: self.size,

@@ -6,7 +6,7 @@ use image::{ExtendedColorType, ImageEncoder};
 use super::super::{DataError, DatasetInfo, Pixels};
 use super::geometry::setting;
 
-/// Of 100; what is seen at a glance needs no more.
+/// The quality of the JPEG, of 100; what is seen at a glance needs no more.
 const QUALITY: u8 = 85;
 
 /// A small picture.

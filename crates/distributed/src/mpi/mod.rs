@@ -100,7 +100,7 @@ const LAST_WORDS: Duration = Duration::from_millis(500);
 
 /// What all communicators of a process share. Dropping it ends MPI.
 struct World {
-    /// There is one until this is dropped.
+    /// The library, until the world is dropped.
     library: Option<Library>,
     process: usize,
     processes: usize,

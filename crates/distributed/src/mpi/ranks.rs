@@ -32,7 +32,7 @@ pub(super) struct Ranks {
 /// Where a rank listens.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Address {
-    /// Its process, numbered among all processes.
+    /// The process of the rank, numbered among all processes.
     pub(super) process: usize,
     /// The tag of its calls; that of its notices is the next one.
     pub(super) tag: i32,

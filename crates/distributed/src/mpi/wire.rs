@@ -17,15 +17,15 @@ pub(super) const LONGEST_FRAME: usize = 1 << 20;
 /// What a rank sends.
 #[derive(Debug, PartialEq)]
 pub(super) enum Frame {
-    /// It has come to a call.
+    /// The rank has come to a call.
     Came(Call, Numbers),
-    /// It has ended, after this many calls.
+    /// The rank has ended, after this many calls.
     Left(u64),
-    /// It has failed, in this call.
+    /// The rank has failed, in this call.
     Failed(u64, Error),
-    /// Its process ends; true if it has met no error.
+    /// The process of the rank ends; true if it has met no error.
     Goodbye(bool),
-    /// It is alive, and will come.
+    /// The rank is alive, and will come.
     Alive,
 }
 
@@ -34,7 +34,7 @@ pub(super) enum Frame {
 pub(super) enum Numbers {
     /// The bytes from here to there in the frame.
     Inline(std::ops::Range<usize>),
-    /// This many bytes, in messages of their own.
+    /// The number of bytes, which follow in messages of their own.
     Follow(usize),
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 use convoke_distributed::{Communicator, Error, Options, Result, mpi, run_threads};
 use convoke_testkit::Random;
 
-/// So long that only a hang reaches it.
+/// A timeout so long that only a hang reaches it.
 const PATIENT: Options = Options { timeout: Duration::from_secs(60) };
 /// For ranks that wait for what does not come.
 const SHORT: Options = Options { timeout: Duration::from_secs(3) };

@@ -20,7 +20,7 @@ pub(crate) fn show(cache: &Cache, problem: &str, passes: &[String]) -> Result<()
         let text = format!("no result for {problem} in {folder}; `convoke tune {problem}` makes one");
         return Err(Failure::Run(text));
     }
-    // This machine's first, and the passes in the order of a training step.
+    // Results of this machine come first, and passes in the order of a training step.
     found.sort_by_key(|entry| {
         let key = entry.record.as_ref().map(|record| &record.key);
         let place = key.map_or(0, |key| passes.iter().position(|pass| *pass == key.pass).unwrap_or_default());

@@ -10,7 +10,7 @@ pub(crate) enum State {
     Current,
     /// Measured before an algorithm changed or was added; a tuner measures again.
     Stale(String),
-    /// Of another version of this library; this version does not read it.
+    /// A result of another version of this library; this version does not read it.
     OtherVersion(String),
     /// Not a result; a tuner measures again and replaces it.
     Damaged(String),

@@ -48,9 +48,9 @@ pub(crate) struct PhotoArgs {
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum NormalisationName {
-    /// Those of ImageNet, which pretrained weights expect.
+    /// Mean and standard deviation of ImageNet, which pretrained weights expect.
     Imagenet,
-    /// Those of the training photographs, measured on at most 1000 of them.
+    /// Mean and standard deviation of the training photographs, measured on at most 1000 of them.
     Measured,
 }
 

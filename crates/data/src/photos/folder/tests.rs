@@ -464,7 +464,7 @@ mod unix {
         assert!(refusal(load(folder.path())).ends_with(": class name: expected UTF-8, found other bytes"));
     }
 
-    /// Neither is opened when it is listed.
+    /// Pipes are not opened when a folder is listed.
     #[test]
     fn pipes_are_no_images() {
         let folder = tempfile::tempdir().unwrap();
