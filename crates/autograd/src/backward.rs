@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
-use convoke_kernels::{DType, dispatch, elementwise};
+use convoke_kernels::{DType, elementwise};
 
 use crate::error::invalid;
 use crate::function::{Described, Edge, Node, operation_span};
@@ -346,9 +346,7 @@ fn add(sum: Tensor, gradient: Tensor) -> Result<Tensor> {
     // `update` drops the history, but a gradient must stay marked as one.
     let history = sum.history().clone();
     let mut sum = sum;
-    dispatch!(sum.dtype(), T => {
-        let cpu = sum.device().compute().clone();
-        sum.update(|sum: &mut [T]| Ok(elementwise::add_assign(&cpu, gradient.data::<T>()?, sum)?))?;
-    });
+    let cpu = sum.device().compute().clone();
+    sum.update_elements(|sum| Ok(elementwise::add_assign(&cpu, gradient.elements()?, sum)?))?;
     Ok(sum.with_history(history))
 }

@@ -17,7 +17,7 @@ impl<T: Element> Images<T> for Tensor {
     }
 
     fn overwrite(&mut self) -> Option<&mut [T]> {
-        self.unshared()
+        self.unshared()?.of().ok()
     }
 
     fn change(&mut self) -> Result<&mut [T]> {

@@ -1,9 +1,8 @@
 //! Linear functions of each plane of a tensor by itself, such as means of windows. They keep nothing for backward.
 
-use convoke_kernels::dispatch;
-
 use crate::ops::empty;
-use crate::{Cpu, Element, Function, Needs, Operation, Result, Tensor};
+use crate::{Cpu, Function, Needs, Operation, Result, Tensor};
+use convoke_kernels::{Slice, SliceMut};
 
 /// What is computed from a tensor of N x C x H x W, and its gradient.
 pub(crate) trait PlaneMap: Send + Sync + 'static {
@@ -17,10 +16,10 @@ pub(crate) trait PlaneMap: Send + Sync + 'static {
     fn output_shape(&self) -> [usize; 4];
 
     /// Computes y.
-    fn forward<T: Element>(&self, cpu: &Cpu, x: &[T], y: &mut [T]) -> convoke_kernels::Result<()>;
+    fn forward(&self, cpu: &Cpu, x: Slice<'_>, y: SliceMut<'_>) -> convoke_kernels::Result<()>;
 
     /// Computes the gradient of x.
-    fn backward<T: Element>(&self, cpu: &Cpu, dy: &[T], dx: &mut [T]) -> convoke_kernels::Result<()>;
+    fn backward(&self, cpu: &Cpu, dy: Slice<'_>, dx: SliceMut<'_>) -> convoke_kernels::Result<()>;
 }
 
 /// A map as a function of tensors of one shape. It keeps their memory format. Without images, the map is that of one image, and
@@ -53,9 +52,9 @@ impl<M: PlaneMap> Function for OfPlanes<M> {
         if x.is_empty() {
             return Ok((empty(&shape, x)?, ()));
         }
-        let y = dispatch!(x.dtype(), T => Tensor::build(x.device(), &shape, x.format(), |y: &mut [T]| {
-            Ok(self.map.forward(x.device().compute(), x.data::<T>()?, y)?)
-        }))?;
+        let y = Tensor::build_elements((x.device(), x.dtype()), &shape, x.format(), |y| {
+            Ok(self.map.forward(x.device().compute(), x.elements()?, y)?)
+        })?;
         Ok((y, ()))
     }
 
@@ -64,10 +63,8 @@ impl<M: PlaneMap> Function for OfPlanes<M> {
             return Ok(vec![Some(empty(&self.input_shape, &upstream)?)]);
         }
         let (device, format) = (upstream.device(), upstream.format());
-        let dx = dispatch!(upstream.dtype(), T => {
-            Tensor::build(device, &self.input_shape, format, |dx: &mut [T]| {
-                Ok(self.map.backward(device.compute(), upstream.data::<T>()?, dx)?)
-            })
+        let dx = Tensor::build_elements((device, upstream.dtype()), &self.input_shape, format, |dx| {
+            Ok(self.map.backward(device.compute(), upstream.elements()?, dx)?)
         })?;
         Ok(vec![Some(dx)])
     }

@@ -84,7 +84,17 @@ impl Tensor {
     /// # Errors
     /// If the shape is too large or there is no memory.
     pub fn full(device: &Device, shape: &[usize], dtype: DType, value: f64) -> Result<Tensor> {
-        dispatch_stored!(dtype, T => Tensor::written(device, shape, MemoryFormat::Contiguous, |data: &mut [T]| {
+        Tensor::full_in((device, dtype), shape, MemoryFormat::Contiguous, value)
+    }
+
+    /// As [`Tensor::full`], in a memory format.
+    pub(crate) fn full_in(
+        (device, dtype): (&Device, DType),
+        shape: &[usize],
+        format: MemoryFormat,
+        value: f64,
+    ) -> Result<Tensor> {
+        dispatch_stored!(dtype, T => Tensor::written(device, shape, format, |data: &mut [T]| {
             data.fill(T::of(value));
             Ok(())
         }))
@@ -174,6 +184,17 @@ impl Tensor {
         write: impl FnOnce(SliceMut<'_>) -> Result<()>,
     ) -> Result<Tensor> {
         dispatch_stored!(dtype, T => Tensor::build(device, shape, format, |data: &mut [T]| write(data.into())))
+    }
+
+    /// As [`Tensor::written`], for elements of a type that is known at run time.
+    pub(crate) fn written_elements(
+        (device, dtype): (&Device, DType),
+        shape: &[usize],
+        format: MemoryFormat,
+        write: impl FnOnce(SliceMut<'_>) -> Result<()>,
+    ) -> Result<Tensor> {
+        let write = |data: SliceMut<'_>| if device.is_dry() { Ok(()) } else { write(data) };
+        Tensor::build_elements((device, dtype), shape, format, write)
     }
 
     /// [`Tensor::build_elements`] with this tensor's device, type, shape and format.
@@ -388,11 +409,10 @@ impl Tensor {
     }
 
     /// Mutable access to the elements, if they are in memory and not shared.
-    pub(crate) fn unshared<T: Stored>(&mut self) -> Option<&mut [T]> {
-        if self.dtype() != T::DTYPE {
-            return None;
-        }
-        Arc::get_mut(&mut Arc::get_mut(&mut self.inner)?.storage)?.elements_mut()
+    pub(crate) fn unshared(&mut self) -> Option<SliceMut<'_>> {
+        let dtype = self.dtype();
+        let storage = Arc::get_mut(&mut Arc::get_mut(&mut self.inner)?.storage)?;
+        dispatch_stored!(dtype, T => storage.elements_mut::<T>().map(SliceMut::from))
     }
 
     /// The buffer with the elements, or with a copy of them where they are shared or borrowed. They must be of type `T`, and there.

@@ -5,9 +5,9 @@
 
 use crate::error::{check_len, invalid};
 use crate::memory_format::Extent;
-use crate::{Element, Error, Result};
+use crate::{Element, Error, Result, Slice, SliceMut, dispatch};
 
-/// The options of [`class_loss`]. With the default it equals [`crate::loss::nll`].
+/// The options of [`class_loss`]. With the default, each target counts as much.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct ClassLoss<'a> {
     /// The target value that does not count.
@@ -94,42 +94,88 @@ fn for_each_target(
 ///
 /// # Errors
 /// If a length is not the extent's, a target is not a class, or smoothing is not 0 to 1.
-#[inline(never)]
-pub fn class_loss<T: Element>(
+pub fn class_loss(
     extent: &Extent,
-    log_probabilities: &[T],
+    log_probabilities: Slice<'_>,
     targets: &[i64],
     options: &ClassLoss<'_>,
 ) -> Result<(f64, f64)> {
-    check_len("nll_loss", "the input", log_probabilities.len(), extent.len()?)?;
-    options.check(extent)?;
-    let mut total = 0.0;
-    let weight = for_each_factor(extent, targets, options, |place, factor| {
-        // A log-probability with a factor of 0 may be infinite.
-        if factor != 0.0 {
-            total -= factor * log_probabilities[place].f64();
-        }
-    })?;
-    Ok((total, weight))
+    dispatch!("class loss", log_probabilities.dtype(), T => typed::class_loss::<T>(extent, log_probabilities.of()?, targets, options))
 }
 
 /// The gradient of [`class_loss`], times `factor`; 0 where the target does not count.
 ///
 /// # Errors
 /// As [`class_loss`].
-#[inline(never)]
-pub fn class_loss_backward<T: Element>(
+pub fn class_loss_backward(
     extent: &Extent,
     targets: &[i64],
     options: &ClassLoss<'_>,
     factor: f64,
-    dx: &mut [T],
+    dx: SliceMut<'_>,
 ) -> Result<()> {
-    check_len("nll_loss backward", "dx", dx.len(), extent.len()?)?;
-    options.check(extent)?;
-    // All targets are checked before anything is written.
-    for_each_target(extent, targets, options.ignore, |_, _| ())?;
-    dx.fill(T::zero());
-    for_each_factor(extent, targets, options, |place, of_class| dx[place] = T::of(-factor * of_class))?;
-    Ok(())
+    dispatch!("class loss backward", dx.dtype(), T => typed::class_loss_backward::<T>(extent, targets, options, factor, dx.of()?))
+}
+
+/// The same for elements of a type that is known at compile time.
+pub(crate) mod typed {
+    use super::*;
+
+    pub(crate) fn class_loss<T: Element>(
+        extent: &Extent,
+        log_probabilities: &[T],
+        targets: &[i64],
+        options: &ClassLoss<'_>,
+    ) -> Result<(f64, f64)> {
+        check_len("nll_loss", "the input", log_probabilities.len(), extent.len()?)?;
+        options.check(extent)?;
+        let mut total = 0.0;
+        let weight = for_each_factor(extent, targets, options, |place, factor| {
+            // A log-probability with a factor of 0 may be infinite.
+            if factor != 0.0 {
+                total -= factor * log_probabilities[place].f64();
+            }
+        })?;
+        Ok((total, weight))
+    }
+
+    pub(crate) fn class_loss_backward<T: Element>(
+        extent: &Extent,
+        targets: &[i64],
+        options: &ClassLoss<'_>,
+        factor: f64,
+        dx: &mut [T],
+    ) -> Result<()> {
+        check_len("nll_loss backward", "dx", dx.len(), extent.len()?)?;
+        options.check(extent)?;
+        // All targets are checked before anything is written.
+        for_each_target(extent, targets, options.ignore, |_, _| ())?;
+        dx.fill(T::zero());
+        for_each_factor(extent, targets, options, |place, of_class| dx[place] = T::of(-factor * of_class))?;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::typed::class_loss;
+    use super::*;
+    use crate::{Cpu, MemoryFormat};
+
+    #[test]
+    fn positions_and_formats_agree() {
+        let x: Vec<f64> = (0..24).map(|i| f64::from(i * 7 % 11) / 3.0).collect();
+        let extent = Extent { batch: 2, channels: 3, spatial: 4, format: MemoryFormat::Contiguous };
+        let last = Extent { format: MemoryFormat::ChannelsLast, ..extent };
+        let mut x_last = vec![0.0; 24];
+        crate::memory_format::convert(&Cpu::single(), &extent, &x, &mut x_last).unwrap();
+        let targets = [0, 1, 2, 1, 255, 2, 0, 0];
+        let ignoring = ClassLoss { ignore: Some(255), ..ClassLoss::default() };
+        assert_eq!(
+            class_loss(&extent, &x, &targets, &ignoring).unwrap(),
+            class_loss(&last, &x_last, &targets, &ignoring).unwrap()
+        );
+        let error = class_loss(&extent, &x, &targets, &ClassLoss::default()).unwrap_err().to_string();
+        assert!(error.contains("target 255 at index 4"), "{error}");
+    }
 }

@@ -5,7 +5,7 @@ use crate::error::check_len;
 use crate::isa::multiversion;
 use crate::memory_format::Extent;
 use crate::profile::span;
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, Result, Slice, SliceMut, dispatch};
 
 /// Elements of one task of an element-wise kernel.
 const CHUNK: usize = 1 << 14;
@@ -86,131 +86,181 @@ multiversion! {
 ///
 /// # Errors
 /// If the lengths differ.
-#[inline(never)]
-pub fn add<T: Element>(cpu: &Cpu, a: &[T], b: &[T], y: &mut [T]) -> Result<()> {
-    span!("add", a, b, y);
-    check_len("add", "b", b.len(), a.len())?;
-    check_len("add", "y", y.len(), a.len())?;
-    let items = chunks(a).zip(chunks(b)).zip(chunks_mut(y));
-    cpu.for_each(a.len(), items, |((a, b), y)| add_chunk(cpu, a, b, y));
-    Ok(())
+pub fn add(cpu: &Cpu, a: Slice<'_>, b: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
+    dispatch!("add", a.dtype(), T => typed::add::<T>(cpu, a.of()?, b.of()?, y.of()?))
 }
 
 /// y += x.
 ///
 /// # Errors
 /// If the lengths differ.
-#[inline(never)]
-pub fn add_assign<T: Element>(cpu: &Cpu, x: &[T], y: &mut [T]) -> Result<()> {
-    span!("add", x, y, y);
-    check_len("add", "y", y.len(), x.len())?;
-    cpu.for_each(x.len(), chunks(x).zip(chunks_mut(y)), |(x, y)| add_assign_chunk(cpu, x, y));
-    Ok(())
+pub fn add_assign(cpu: &Cpu, x: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
+    dispatch!("add assign", x.dtype(), T => typed::add_assign::<T>(cpu, x.of()?, y.of()?))
 }
 
 /// y = a * b, element by element.
 ///
 /// # Errors
 /// If the lengths differ.
-#[inline(never)]
-pub fn multiply<T: Element>(cpu: &Cpu, a: &[T], b: &[T], y: &mut [T]) -> Result<()> {
-    span!("multiply", a, b, y);
-    check_len("multiply", "b", b.len(), a.len())?;
-    check_len("multiply", "y", y.len(), a.len())?;
-    let items = chunks(a).zip(chunks(b)).zip(chunks_mut(y));
-    cpu.for_each(a.len(), items, |((a, b), y)| multiply_chunk(cpu, a, b, y));
-    Ok(())
+pub fn multiply(cpu: &Cpu, a: Slice<'_>, b: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
+    dispatch!("multiply", a.dtype(), T => typed::multiply::<T>(cpu, a.of()?, b.of()?, y.of()?))
 }
 
 /// y = x * factor.
 ///
 /// # Errors
 /// If the lengths differ.
-#[inline(never)]
-pub fn scale<T: Element>(cpu: &Cpu, x: &[T], factor: f64, y: &mut [T]) -> Result<()> {
-    span!("scale", x, y);
-    check_len("scale", "y", y.len(), x.len())?;
-    let factor = T::of(factor);
-    cpu.for_each(x.len(), chunks(x).zip(chunks_mut(y)), |(x, y)| scale_chunk(cpu, factor, x, y));
-    Ok(())
+pub fn scale(cpu: &Cpu, x: Slice<'_>, factor: f64, y: SliceMut<'_>) -> Result<()> {
+    dispatch!("scale", x.dtype(), T => typed::scale::<T>(cpu, x.of()?, factor, y.of()?))
 }
 
 /// x *= factor.
-#[inline(never)]
-pub fn scale_assign<T: Element>(cpu: &Cpu, factor: f64, x: &mut [T]) {
-    span!("scale", x, x);
-    let (len, factor) = (x.len(), T::of(factor));
-    cpu.for_each(len, chunks_mut(x), |x| scale_assign_chunk(cpu, factor, x));
+///
+/// # Errors
+/// If the elements are of a type for storage only.
+pub fn scale_assign(cpu: &Cpu, factor: f64, x: SliceMut<'_>) -> Result<()> {
+    dispatch!("scale assign", x.dtype(), T => typed::scale_assign::<T>(cpu, factor, x.of()?));
+    Ok(())
 }
 
 /// The sum of the squares of all elements, in f64, in an order that depends only on the length.
-#[inline(never)]
-pub fn square_sum<T: Element>(cpu: &Cpu, x: &[T]) -> f64 {
-    span!("square sum", x);
-    let mut parts = vec![0.0; x.len().div_ceil(CHUNK)];
-    cpu.for_each(x.len(), chunks(x).zip(&mut parts), |(x, part)| *part = square_sum_chunk(cpu, x));
-    parts.iter().sum()
+///
+/// # Errors
+/// If the elements are of a type for storage only.
+pub fn square_sum(cpu: &Cpu, x: Slice<'_>) -> Result<f64> {
+    Ok(dispatch!("square sum", x.dtype(), T => typed::square_sum::<T>(cpu, x.of()?)))
 }
 
 /// The sum of all elements, in f64, in an order that depends only on the length.
-#[inline(never)]
-pub fn sum<T: Element>(cpu: &Cpu, x: &[T]) -> f64 {
-    span!("sum", x);
-    let mut parts = vec![0.0; x.len().div_ceil(CHUNK)];
-    cpu.for_each(x.len(), chunks(x).zip(&mut parts), |(x, part)| *part = sum_chunk(cpu, x));
-    parts.iter().sum()
+///
+/// # Errors
+/// If the elements are of a type for storage only.
+pub fn sum(cpu: &Cpu, x: Slice<'_>) -> Result<f64> {
+    Ok(dispatch!("sum", x.dtype(), T => typed::sum::<T>(cpu, x.of()?)))
 }
 
 /// Adds `bias[c]` to every element of channel c of `y`.
 ///
 /// # Errors
 /// If a length is not the extent's.
-#[inline(never)]
-pub fn add_bias<T: Element>(cpu: &Cpu, extent: &Extent, bias: &[T], y: &mut [T]) -> Result<()> {
-    span!("bias", y, y);
-    check_len("bias", "the bias", bias.len(), extent.channels)?;
-    let units = Units::new("bias", extent, &[("y", y.len())])?;
-    units.each(cpu, y, |block, y| match units.layout {
-        Layout::Planes { inner } => {
-            for (index, plane) in y.chunks_mut(inner).enumerate() {
-                add_to_plane(cpu, bias[(block.first_channel + index) % bias.len()], plane);
-            }
-        }
-        Layout::Rows => add_to_rows(cpu, bias, y),
-    });
-    Ok(())
+pub fn add_bias(cpu: &Cpu, extent: &Extent, bias: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
+    dispatch!("add bias", bias.dtype(), T => typed::add_bias::<T>(cpu, extent, bias.of()?, y.of()?))
 }
 
 /// The sum of each channel: the gradient of a bias.
 ///
 /// # Errors
 /// If a length is not the extent's.
-#[inline(never)]
-pub fn sum_by_channel<T: Element>(cpu: &Cpu, extent: &Extent, dy: &[T], sums: &mut [T]) -> Result<()> {
-    span!("bias backward", dy);
-    check_len("bias backward", "the gradient", sums.len(), extent.channels)?;
-    let units = Units::new("bias backward", extent, &[("dy", dy.len())])?;
-    let totals = units.reduce(cpu, |block| {
-        let dy = &dy[block.elements.clone()];
-        match units.layout {
-            Layout::Planes { inner } => {
-                let mut sums = vec![0.0; block.channels];
-                for (index, plane) in dy.chunks(inner).enumerate() {
-                    sums[index % extent.channels] += sum_chunk(cpu, plane);
-                }
-                sums
-            }
-            Layout::Rows => sum_rows(cpu, extent.channels, dy),
-        }
-    });
-    for (sum, total) in sums.iter_mut().zip(totals) {
-        *sum = T::of(total);
+pub fn sum_by_channel(cpu: &Cpu, extent: &Extent, dy: Slice<'_>, sums: SliceMut<'_>) -> Result<()> {
+    dispatch!("sum by channel", dy.dtype(), T => typed::sum_by_channel::<T>(cpu, extent, dy.of()?, sums.of()?))
+}
+
+/// The same for elements of a type that is known at compile time.
+pub(crate) mod typed {
+    use super::*;
+
+    pub(crate) fn add<T: Element>(cpu: &Cpu, a: &[T], b: &[T], y: &mut [T]) -> Result<()> {
+        span!("add", a, b, y);
+        check_len("add", "b", b.len(), a.len())?;
+        check_len("add", "y", y.len(), a.len())?;
+        let items = chunks(a).zip(chunks(b)).zip(chunks_mut(y));
+        cpu.for_each(a.len(), items, |((a, b), y)| add_chunk(cpu, a, b, y));
+        Ok(())
     }
-    Ok(())
+
+    pub(crate) fn add_assign<T: Element>(cpu: &Cpu, x: &[T], y: &mut [T]) -> Result<()> {
+        span!("add", x, y, y);
+        check_len("add", "y", y.len(), x.len())?;
+        cpu.for_each(x.len(), chunks(x).zip(chunks_mut(y)), |(x, y)| add_assign_chunk(cpu, x, y));
+        Ok(())
+    }
+
+    pub(crate) fn multiply<T: Element>(cpu: &Cpu, a: &[T], b: &[T], y: &mut [T]) -> Result<()> {
+        span!("multiply", a, b, y);
+        check_len("multiply", "b", b.len(), a.len())?;
+        check_len("multiply", "y", y.len(), a.len())?;
+        let items = chunks(a).zip(chunks(b)).zip(chunks_mut(y));
+        cpu.for_each(a.len(), items, |((a, b), y)| multiply_chunk(cpu, a, b, y));
+        Ok(())
+    }
+
+    pub(crate) fn scale<T: Element>(cpu: &Cpu, x: &[T], factor: f64, y: &mut [T]) -> Result<()> {
+        span!("scale", x, y);
+        check_len("scale", "y", y.len(), x.len())?;
+        let factor = T::of(factor);
+        cpu.for_each(x.len(), chunks(x).zip(chunks_mut(y)), |(x, y)| scale_chunk(cpu, factor, x, y));
+        Ok(())
+    }
+
+    pub(crate) fn scale_assign<T: Element>(cpu: &Cpu, factor: f64, x: &mut [T]) {
+        span!("scale", x, x);
+        let (len, factor) = (x.len(), T::of(factor));
+        cpu.for_each(len, chunks_mut(x), |x| scale_assign_chunk(cpu, factor, x));
+    }
+
+    pub(crate) fn square_sum<T: Element>(cpu: &Cpu, x: &[T]) -> f64 {
+        span!("square sum", x);
+        let mut parts = vec![0.0; x.len().div_ceil(CHUNK)];
+        cpu.for_each(x.len(), chunks(x).zip(&mut parts), |(x, part)| *part = square_sum_chunk(cpu, x));
+        parts.iter().sum()
+    }
+
+    pub(crate) fn sum<T: Element>(cpu: &Cpu, x: &[T]) -> f64 {
+        span!("sum", x);
+        let mut parts = vec![0.0; x.len().div_ceil(CHUNK)];
+        cpu.for_each(x.len(), chunks(x).zip(&mut parts), |(x, part)| *part = sum_chunk(cpu, x));
+        parts.iter().sum()
+    }
+
+    pub(crate) fn add_bias<T: Element>(cpu: &Cpu, extent: &Extent, bias: &[T], y: &mut [T]) -> Result<()> {
+        span!("bias", y, y);
+        check_len("bias", "the bias", bias.len(), extent.channels)?;
+        let units = Units::new("bias", extent, &[("y", y.len())])?;
+        units.each(cpu, y, |block, y| match units.layout {
+            Layout::Planes { inner } => {
+                for (index, plane) in y.chunks_mut(inner).enumerate() {
+                    add_to_plane(cpu, bias[(block.first_channel + index) % bias.len()], plane);
+                }
+            }
+            Layout::Rows => add_to_rows(cpu, bias, y),
+        });
+        Ok(())
+    }
+
+    pub(crate) fn sum_by_channel<T: Element>(
+        cpu: &Cpu,
+        extent: &Extent,
+        dy: &[T],
+        sums: &mut [T],
+    ) -> Result<()> {
+        span!("bias backward", dy);
+        check_len("bias backward", "the gradient", sums.len(), extent.channels)?;
+        let units = Units::new("bias backward", extent, &[("dy", dy.len())])?;
+        let totals = units.reduce(cpu, |block| {
+            let dy = &dy[block.elements.clone()];
+            match units.layout {
+                Layout::Planes { inner } => {
+                    let mut sums = vec![0.0; block.channels];
+                    for (index, plane) in dy.chunks(inner).enumerate() {
+                        sums[index % extent.channels] += sum_chunk(cpu, plane);
+                    }
+                    sums
+                }
+                Layout::Rows => sum_rows(cpu, extent.channels, dy),
+            }
+        });
+        for (sum, total) in sums.iter_mut().zip(totals) {
+            *sum = T::of(total);
+        }
+        Ok(())
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::typed::{
+        add, add_assign, add_bias, multiply, scale, scale_assign, square_sum, sum, sum_by_channel,
+    };
     use super::*;
     use crate::MemoryFormat;
 

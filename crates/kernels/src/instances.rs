@@ -10,9 +10,8 @@ use crate::conv::{BiasGradient, ConvPlan, TiledConv, WeightGradient};
 use crate::slices::Slices;
 use crate::strided::Walk;
 use crate::{Element, Stored, block, strided};
-use crate::{activation, batch_norm, class_loss, concat, convert, elementwise, gemm, group_norm, layer_norm};
-use crate::{local_response_norm, loss, memory_format, pointwise, pool, prelu, resize, softmax};
-use crate::{upsample, value_loss};
+use crate::{activation, batch_norm, concat, convert, gemm, group_norm, layer_norm, memory_format};
+use crate::{pointwise, pool, prelu};
 
 /// Some functions; what counts is that they are mentioned.
 type Mentioned = Vec<*const ()>;
@@ -36,13 +35,6 @@ macro_rules! mentioned {
 fn of_element<T: Element>() -> Mentioned {
     mentioned![
         activation::Activation::check::<T>,
-        activation::activate::<T>,
-        activation::activation_backward::<T>,
-        activation::activation_backward_in_place::<T>,
-        activation::add_activated_in_place::<T>,
-        activation::dropout::<T>,
-        activation::relu::<T>,
-        activation::relu_backward::<T>,
         batch_norm::BackwardSumsInParts::add::<T>,
         batch_norm::Convention::convert_variance::<T>,
         batch_norm::Convention::update::<T>,
@@ -65,48 +57,22 @@ fn of_element<T: Element>() -> Mentioned {
         batch_norm::stats::<T>,
         block::Block::forward::<T>,
         block::Recipe::<T>::write,
-        class_loss::class_loss::<T>,
-        class_loss::class_loss_backward::<T>,
         BiasGradient::<T>::add,
         ConvPlan::run::<T>,
         TiledConv::forward::<T>,
         TiledConv::forward_tile::<T>,
         TiledConv::input_gradient_tile::<T>,
         WeightGradient::<T>::add,
-        elementwise::add::<T>,
-        elementwise::add_assign::<T>,
-        elementwise::add_bias::<T>,
-        elementwise::multiply::<T>,
-        elementwise::scale::<T>,
-        elementwise::scale_assign::<T>,
-        elementwise::square_sum::<T>,
-        elementwise::sum::<T>,
-        elementwise::sum_by_channel::<T>,
         gemm::gemm::<T>,
         group_norm::group_norm::<T>,
         group_norm::group_norm_backward::<T>,
         layer_norm::layer_norm::<T>,
         layer_norm::layer_norm_backward::<T>,
-        local_response_norm::local_response_norm::<T>,
-        local_response_norm::local_response_norm_backward::<T>,
-        loss::nll::<T>,
-        loss::nll_backward::<T>,
         pointwise::Pointwise::check::<T>,
-        pointwise::pointwise::<T>,
-        pointwise::pointwise_backward::<T>,
-        pointwise::pointwise_backward_in_place::<T>,
         pool::MaxPoolAlgorithm::backward::<T, u8>,
         pool::MaxPoolAlgorithm::backward::<T, u16>,
         pool::MaxPoolAlgorithm::forward::<T, u8>,
         pool::MaxPoolAlgorithm::forward::<T, u16>,
-        pool::adaptive_average_pool::<T>,
-        pool::adaptive_average_pool_backward::<T>,
-        pool::adaptive_max_pool::<T>,
-        pool::adaptive_max_pool_backward::<T>,
-        pool::average_pool::<T>,
-        pool::average_pool_backward::<T>,
-        pool::global_average_pool::<T>,
-        pool::global_average_pool_backward::<T>,
         pool::max_pool::<T, u8>,
         pool::max_pool::<T, u16>,
         pool::max_pool_backward::<T, u8>,
@@ -115,20 +81,8 @@ fn of_element<T: Element>() -> Mentioned {
         prelu::Prelu::<'static, T>::backward_slopes,
         prelu::Prelu::<'static, T>::forward,
         prelu::Prelu::<'static, T>::new,
-        resize::resize::<T>,
-        resize::resize_backward::<T>,
         Slices::add::<T>,
         Slices::gather::<T>,
-        softmax::log_softmax::<T>,
-        softmax::log_softmax_backward::<T>,
-        softmax::softmax::<T>,
-        softmax::softmax_backward::<T>,
-        strided::add_taken::<T>,
-        upsample::upsample::<T>,
-        upsample::upsample_backward::<T>,
-        value_loss::value_loss::<T>,
-        value_loss::value_loss_backward::<T>,
-        value_loss::value_loss_backward_targets::<T>,
     ]
 }
 

@@ -53,7 +53,6 @@ pub mod group_norm;
 pub mod images;
 pub mod layer_norm;
 pub mod local_response_norm;
-pub mod loss;
 pub mod machine;
 pub mod memory;
 pub mod memory_format;

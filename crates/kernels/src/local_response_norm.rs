@@ -9,7 +9,7 @@
 use crate::error::invalid;
 use crate::memory_format::Extent;
 use crate::profile::span;
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, Result, Slice, SliceMut, dispatch};
 
 /// The options of a local response norm. The default is PyTorch's, with a window of 5 channels.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -119,66 +119,89 @@ impl Places {
 ///
 /// # Errors
 /// If a length is not the extent's, or the window has no channels.
-#[inline(never)]
-pub fn local_response_norm<T: Element>(
+pub fn local_response_norm(
     cpu: &Cpu,
     extent: &Extent,
-    x: &[T],
+    x: Slice<'_>,
     options: &LocalResponse,
-    y: &mut [T],
+    y: SliceMut<'_>,
 ) -> Result<()> {
-    let operation = "local response norm";
-    span!("local response norm", x, y);
-    options.check(operation)?;
-    extent.check(operation, &[("x", x.len()), ("y", y.len())])?;
-    each_task(cpu, extent, y, |offset, places, y| {
-        let x = &x[offset..offset + y.len()];
-        let mut d = vec![0.0; places.channels];
-        for pixel in 0..places.pixels {
-            places.divisors(options, x, pixel, &mut d);
-            for (channel, d) in d.iter().enumerate() {
-                let at = places.at(pixel, channel);
-                y[at] = T::of(x[at].f64() * d.powf(-options.beta));
-            }
-        }
-    });
-    Ok(())
+    dispatch!("local response norm", x.dtype(), T => typed::local_response_norm::<T>(cpu, extent, x.of()?, options, y.of()?))
 }
 
 /// The gradient of x.
 ///
 /// # Errors
 /// As [`local_response_norm`].
-#[inline(never)]
-pub fn local_response_norm_backward<T: Element>(
+pub fn local_response_norm_backward(
     cpu: &Cpu,
     extent: &Extent,
-    (x, dy): (&[T], &[T]),
+    (x, dy): (Slice<'_>, Slice<'_>),
     options: &LocalResponse,
-    dx: &mut [T],
+    dx: SliceMut<'_>,
 ) -> Result<()> {
-    let operation = "local response norm backward";
-    span!("local response norm backward", x, dy, dx);
-    options.check(operation)?;
-    extent.check(operation, &[("x", x.len()), ("dy", dy.len()), ("dx", dx.len())])?;
-    let factor = 2.0 * options.alpha * options.beta / options.size as f64;
-    each_task(cpu, extent, dx, |offset, places, dx| {
-        let (x, dy) = (&x[offset..offset + dx.len()], &dy[offset..offset + dx.len()]);
-        let (mut d, mut through) = (vec![0.0; places.channels], vec![0.0; places.channels]);
-        for pixel in 0..places.pixels {
-            places.divisors(options, x, pixel, &mut d);
-            for (channel, (d, through)) in d.iter_mut().zip(&mut through).enumerate() {
-                let at = places.at(pixel, channel);
-                let power = d.powf(-options.beta);
-                *through = dy[at].f64() * x[at].f64() * power / *d;
-                *d = power;
+    dispatch!("local response norm backward", x.dtype(), T => typed::local_response_norm_backward::<T>(cpu, extent, (x.of()?, dy.of()?), options, dx.of()?))
+}
+
+/// The same for elements of a type that is known at compile time.
+pub(crate) mod typed {
+    use super::*;
+
+    pub(crate) fn local_response_norm<T: Element>(
+        cpu: &Cpu,
+        extent: &Extent,
+        x: &[T],
+        options: &LocalResponse,
+        y: &mut [T],
+    ) -> Result<()> {
+        let operation = "local response norm";
+        span!("local response norm", x, y);
+        options.check(operation)?;
+        extent.check(operation, &[("x", x.len()), ("y", y.len())])?;
+        each_task(cpu, extent, y, |offset, places, y| {
+            let x = &x[offset..offset + y.len()];
+            let mut d = vec![0.0; places.channels];
+            for pixel in 0..places.pixels {
+                places.divisors(options, x, pixel, &mut d);
+                for (channel, d) in d.iter().enumerate() {
+                    let at = places.at(pixel, channel);
+                    y[at] = T::of(x[at].f64() * d.powf(-options.beta));
+                }
             }
-            for (channel, power) in d.iter().enumerate() {
-                let at = places.at(pixel, channel);
-                let sum: f64 = through[options.window(channel, places.channels, true)].iter().sum();
-                dx[at] = T::of(dy[at].f64() * power - factor * x[at].f64() * sum);
+        });
+        Ok(())
+    }
+
+    pub(crate) fn local_response_norm_backward<T: Element>(
+        cpu: &Cpu,
+        extent: &Extent,
+        (x, dy): (&[T], &[T]),
+        options: &LocalResponse,
+        dx: &mut [T],
+    ) -> Result<()> {
+        let operation = "local response norm backward";
+        span!("local response norm backward", x, dy, dx);
+        options.check(operation)?;
+        extent.check(operation, &[("x", x.len()), ("dy", dy.len()), ("dx", dx.len())])?;
+        let factor = 2.0 * options.alpha * options.beta / options.size as f64;
+        each_task(cpu, extent, dx, |offset, places, dx| {
+            let (x, dy) = (&x[offset..offset + dx.len()], &dy[offset..offset + dx.len()]);
+            let (mut d, mut through) = (vec![0.0; places.channels], vec![0.0; places.channels]);
+            for pixel in 0..places.pixels {
+                places.divisors(options, x, pixel, &mut d);
+                for (channel, (d, through)) in d.iter_mut().zip(&mut through).enumerate() {
+                    let at = places.at(pixel, channel);
+                    let power = d.powf(-options.beta);
+                    *through = dy[at].f64() * x[at].f64() * power / *d;
+                    *d = power;
+                }
+                for (channel, power) in d.iter().enumerate() {
+                    let at = places.at(pixel, channel);
+                    let sum: f64 = through[options.window(channel, places.channels, true)].iter().sum();
+                    dx[at] = T::of(dy[at].f64() * power - factor * x[at].f64() * sum);
+                }
             }
-        }
-    });
-    Ok(())
+        });
+        Ok(())
+    }
 }

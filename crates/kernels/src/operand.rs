@@ -39,6 +39,11 @@ impl<'a> Slice<'a> {
         Ok(Slice { bytes, dtype })
     }
 
+    /// No elements.
+    pub fn empty(dtype: DType) -> Slice<'a> {
+        Slice { bytes: &[], dtype }
+    }
+
     /// The type of the elements.
     pub fn dtype(self) -> DType {
         self.dtype
@@ -60,7 +65,8 @@ impl<'a> Slice<'a> {
     /// If they are of another type.
     pub fn of<T: Stored>(self) -> Result<&'a [T]> {
         expect::<T>(self.dtype)?;
-        Ok(bytemuck::cast_slice(self.bytes))
+        // Where there are no bytes, they need not be aligned.
+        Ok(if self.bytes.is_empty() { &[] } else { bytemuck::cast_slice(self.bytes) })
     }
 }
 
@@ -95,7 +101,7 @@ impl<'a> SliceMut<'a> {
     /// If they are of another type.
     pub fn of<T: Stored>(self) -> Result<&'a mut [T]> {
         expect::<T>(self.dtype)?;
-        Ok(bytemuck::cast_slice_mut(self.bytes))
+        Ok(if self.bytes.is_empty() { &mut [] } else { bytemuck::cast_slice_mut(self.bytes) })
     }
 
     /// The same elements, to be read.
@@ -118,6 +124,24 @@ impl<'a, T: Stored> From<&'a [T]> for Slice<'a> {
 impl<'a, T: Stored, const N: usize> From<&'a [T; N]> for Slice<'a> {
     fn from(elements: &'a [T; N]) -> Slice<'a> {
         elements.as_slice().into()
+    }
+}
+
+impl<'a, T: Stored> From<&'a Vec<T>> for Slice<'a> {
+    fn from(elements: &'a Vec<T>) -> Slice<'a> {
+        elements.as_slice().into()
+    }
+}
+
+impl<'a, T: Stored> From<&'a mut Vec<T>> for SliceMut<'a> {
+    fn from(elements: &'a mut Vec<T>) -> SliceMut<'a> {
+        elements.as_mut_slice().into()
+    }
+}
+
+impl<'a, T: Stored, const N: usize> From<&'a mut [T; N]> for SliceMut<'a> {
+    fn from(elements: &'a mut [T; N]) -> SliceMut<'a> {
+        elements.as_mut_slice().into()
     }
 }
 
@@ -174,6 +198,10 @@ mod tests {
         slice.reborrow().of::<f64>().unwrap()[1] = 7.0;
         assert!(slice.reborrow().of::<half::bf16>().is_err());
         assert_eq!(slice.as_slice().of::<f64>().unwrap(), [1.5, 7.0, 0.25]);
+        for nothing in [Slice::empty(DType::F64), Slice::new(DType::F64, &[0; 9][1..1]).unwrap()] {
+            assert!(nothing.of::<f64>().unwrap().is_empty() && nothing.of::<f32>().is_err());
+        }
+        assert!(SliceMut::new(DType::F64, &mut [0; 9][1..1]).unwrap().of::<f64>().unwrap().is_empty());
     }
 
     #[test]
@@ -183,7 +211,7 @@ mod tests {
         for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
             let size = dtype.size();
             assert_eq!(Slice::new(dtype, bytes).unwrap().len(), 24 / size);
-            assert_eq!(Slice::new(dtype, &bytes[..0]).unwrap().len(), 0);
+            assert_eq!(Slice::new(dtype, &bytes[1..1]).unwrap().len(), 0);
             for range in [1..1 + size, 0..size + 1, size..2 * size - 1] {
                 assert!(Slice::new(dtype, &bytes[range.clone()]).is_err(), "{dtype} {range:?}");
             }

@@ -6,7 +6,7 @@ use crate::error::invalid;
 use crate::memory_format::{Extent, MemoryFormat, check_shape};
 use crate::profile::span;
 use crate::separable::{self, Lists, Read, Sizes};
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, Result, Slice, SliceMut, dispatch};
 
 /// How values between the pixels of the input are computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -215,27 +215,43 @@ impl ResizeAxis {
 ///
 /// # Errors
 /// If a length is not the problem's.
-#[inline(never)]
-pub fn resize<T: Element>(cpu: &Cpu, problem: &ResizeProblem, x: &[T], y: &mut [T]) -> Result<()> {
-    span!("resize", x, y);
-    problem.input_extent().check("resize", &[("x", x.len())])?;
-    problem.output_extent().check("resize", &[("y", y.len())])?;
-    separable::mix(cpu, problem.sizes(), &problem.reads::<T>(), x, y);
-    Ok(())
+pub fn resize(cpu: &Cpu, problem: &ResizeProblem, x: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
+    dispatch!("resize", x.dtype(), T => typed::resize::<T>(cpu, problem, x.of()?, y.of()?))
 }
 
 /// dx of [`resize`]: the weighted sum of dy over the outputs that read the input, in order.
 ///
 /// # Errors
 /// As [`resize`].
-#[inline(never)]
-pub fn resize_backward<T: Element>(cpu: &Cpu, problem: &ResizeProblem, dy: &[T], dx: &mut [T]) -> Result<()> {
-    span!("resize backward", dy, dx);
-    problem.input_extent().check("resize backward", &[("dx", dx.len())])?;
-    problem.output_extent().check("resize backward", &[("dy", dy.len())])?;
-    let sizes = problem.sizes().transposed();
-    let [rows, columns] = problem.reads::<T>();
-    let lists = [Lists::of_readers(&rows, sizes.to[0]), Lists::of_readers(&columns, sizes.to[1])];
-    separable::sum(cpu, sizes, &lists, dy, dx);
-    Ok(())
+pub fn resize_backward(cpu: &Cpu, problem: &ResizeProblem, dy: Slice<'_>, dx: SliceMut<'_>) -> Result<()> {
+    dispatch!("resize backward", dy.dtype(), T => typed::resize_backward::<T>(cpu, problem, dy.of()?, dx.of()?))
+}
+
+/// The same for elements of a type that is known at compile time.
+pub(crate) mod typed {
+    use super::*;
+
+    pub(crate) fn resize<T: Element>(cpu: &Cpu, problem: &ResizeProblem, x: &[T], y: &mut [T]) -> Result<()> {
+        span!("resize", x, y);
+        problem.input_extent().check("resize", &[("x", x.len())])?;
+        problem.output_extent().check("resize", &[("y", y.len())])?;
+        separable::mix(cpu, problem.sizes(), &problem.reads::<T>(), x, y);
+        Ok(())
+    }
+
+    pub(crate) fn resize_backward<T: Element>(
+        cpu: &Cpu,
+        problem: &ResizeProblem,
+        dy: &[T],
+        dx: &mut [T],
+    ) -> Result<()> {
+        span!("resize backward", dy, dx);
+        problem.input_extent().check("resize backward", &[("dx", dx.len())])?;
+        problem.output_extent().check("resize backward", &[("dy", dy.len())])?;
+        let sizes = problem.sizes().transposed();
+        let [rows, columns] = problem.reads::<T>();
+        let lists = [Lists::of_readers(&rows, sizes.to[0]), Lists::of_readers(&columns, sizes.to[1])];
+        separable::sum(cpu, sizes, &lists, dy, dx);
+        Ok(())
+    }
 }

@@ -4,7 +4,7 @@ use crate::error::invalid;
 use crate::memory_format::{Extent, MOST_ELEMENTS, MemoryFormat};
 use crate::profile::span;
 use crate::separable::{self, Lists, Read, Sizes};
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, Result, Slice, SliceMut, dispatch};
 
 /// How values between the pixels of the input are computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -115,31 +115,52 @@ impl UpsampleProblem {
 ///
 /// # Errors
 /// If a length is not the problem's.
-#[inline(never)]
-pub fn upsample<T: Element>(cpu: &Cpu, problem: &UpsampleProblem, x: &[T], y: &mut [T]) -> Result<()> {
-    span!("upsample", x, y);
-    problem.input_extent().check("upsampling", &[("x", x.len())])?;
-    problem.output_extent().check("upsampling", &[("y", y.len())])?;
-    let reads = [0, 1].map(|axis| problem.reads::<T>(axis));
-    separable::mix(cpu, problem.sizes(), &reads, x, y);
-    Ok(())
+pub fn upsample(cpu: &Cpu, problem: &UpsampleProblem, x: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
+    dispatch!("upsample", x.dtype(), T => typed::upsample::<T>(cpu, problem, x.of()?, y.of()?))
 }
 
 /// dx of [`upsample`]: the weighted sum of dy over the outputs that read the input.
 ///
 /// # Errors
 /// As [`upsample`].
-#[inline(never)]
-pub fn upsample_backward<T: Element>(
+pub fn upsample_backward(
     cpu: &Cpu,
     problem: &UpsampleProblem,
-    dy: &[T],
-    dx: &mut [T],
+    dy: Slice<'_>,
+    dx: SliceMut<'_>,
 ) -> Result<()> {
-    span!("upsample backward", dy, dx);
-    problem.input_extent().check("upsampling backward", &[("dx", dx.len())])?;
-    problem.output_extent().check("upsampling backward", &[("dy", dy.len())])?;
-    let lists = [0, 1].map(|axis| Lists::of_readers(&problem.reads::<T>(axis), problem.size[axis]));
-    separable::sum(cpu, problem.sizes().transposed(), &lists, dy, dx);
-    Ok(())
+    dispatch!("upsample backward", dy.dtype(), T => typed::upsample_backward::<T>(cpu, problem, dy.of()?, dx.of()?))
+}
+
+/// The same for elements of a type that is known at compile time.
+pub(crate) mod typed {
+    use super::*;
+
+    pub(crate) fn upsample<T: Element>(
+        cpu: &Cpu,
+        problem: &UpsampleProblem,
+        x: &[T],
+        y: &mut [T],
+    ) -> Result<()> {
+        span!("upsample", x, y);
+        problem.input_extent().check("upsampling", &[("x", x.len())])?;
+        problem.output_extent().check("upsampling", &[("y", y.len())])?;
+        let reads = [0, 1].map(|axis| problem.reads::<T>(axis));
+        separable::mix(cpu, problem.sizes(), &reads, x, y);
+        Ok(())
+    }
+
+    pub(crate) fn upsample_backward<T: Element>(
+        cpu: &Cpu,
+        problem: &UpsampleProblem,
+        dy: &[T],
+        dx: &mut [T],
+    ) -> Result<()> {
+        span!("upsample backward", dy, dx);
+        problem.input_extent().check("upsampling backward", &[("dx", dx.len())])?;
+        problem.output_extent().check("upsampling backward", &[("dy", dy.len())])?;
+        let lists = [0, 1].map(|axis| Lists::of_readers(&problem.reads::<T>(axis), problem.size[axis]));
+        separable::sum(cpu, problem.sizes().transposed(), &lists, dy, dx);
+        Ok(())
+    }
 }

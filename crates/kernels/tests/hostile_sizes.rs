@@ -14,7 +14,7 @@ use convoke_kernels::memory_format::{self, Extent};
 use convoke_kernels::pool::{self, PoolAxis, PoolProblem};
 use convoke_kernels::slices::Slices;
 use convoke_kernels::upsample::{UpsampleMode, UpsampleProblem};
-use convoke_kernels::{Cpu, Result, activation, concat, elementwise, layer_norm, loss, prelu, softmax};
+use convoke_kernels::{Cpu, Result, activation, concat, elementwise, layer_norm, prelu, softmax};
 use convoke_testkit::{Failures, HUGE, catch_unwind};
 
 #[path = "it/common/mod.rs"]
@@ -85,8 +85,8 @@ fn with_extent(failures: &mut Failures, extent: &Extent, len: usize) {
     let mut check = |name: &str, result| failures.check(format!("{name} {extent:?}, {len} elements"), result);
     check("len", answers(true_len(&sizes).is_some(), || extent.len()));
     check("convert", answers(fits, || memory_format::convert(cpu, extent, &x, &mut y)));
-    check("log_softmax", answers(fits, || loss::log_softmax(cpu, extent, &x, &mut y)));
-    check("softmax", answers(fits, || softmax::softmax(cpu, extent, &x, &mut y)));
+    check("log_softmax", answers(fits, || softmax::log_softmax(cpu, extent, (&x).into(), (&mut y).into())));
+    check("softmax", answers(fits, || softmax::softmax(cpu, extent, (&x).into(), (&mut y).into())));
     let layer = Affine { weight: None, bias: None, eps: 1e-5 };
     check("layer_norm", answers(true, || layer_norm::layer_norm(cpu, sizes[1], &x, &layer, &mut y)));
     let to = AffineGradients { x: None, weight: None, bias: None };
@@ -102,19 +102,25 @@ fn with_extent(failures: &mut Failures, extent: &Extent, len: usize) {
         };
         check("group_norm", answers(fits, normalized));
     }
-    check("softmax_backward", answers(fits, || softmax::softmax_backward(cpu, extent, &x, &dy, &mut y)));
+    check(
+        "softmax_backward",
+        answers(fits, || softmax::softmax_backward(cpu, extent, (&x).into(), (&dy).into(), (&mut y).into())),
+    );
     check("prelu", answers(fits, || prelu::Prelu::new(extent, &[0.5])?.forward(cpu, &x, &mut y)));
-    check("log_softmax_backward", answers(fits, || loss::log_softmax_backward(cpu, extent, &x, &dy, &mut y)));
+    check(
+        "log_softmax_backward",
+        answers(fits, || {
+            softmax::log_softmax_backward(cpu, extent, (&x).into(), (&dy).into(), (&mut y).into())
+        }),
+    );
     for targets in [&[][..], &[0][..]] {
         let fits = fits && true_len(&[extent.batch, extent.spatial]) == Some(targets.len() as u128);
         let classes = ClassLoss { label_smoothing: 0.5, ..ClassLoss::default() };
-        check("class_loss", answers(fits, || class_loss(extent, &x, targets, &classes)));
+        check("class_loss", answers(fits, || class_loss(extent, (&x).into(), targets, &classes)));
         check(
             "class_loss_backward",
-            answers(fits, || class_loss_backward(extent, targets, &classes, 1.0, &mut y)),
+            answers(fits, || class_loss_backward(extent, targets, &classes, 1.0, (&mut y).into())),
         );
-        check("nll", answers(fits, || loss::nll(extent, &x, targets, None)));
-        check("nll_backward", answers(fits, || loss::nll_backward(extent, targets, None, 1.0, &mut y)));
     }
     check("concat", answers(fits, || concat::concat(cpu, extent, &[&x], &mut y)));
     check("concat of halves", answers(fits, || concat::concat(cpu, extent, &[&x[..len / 2]; 2], &mut y)));
@@ -122,11 +128,14 @@ fn with_extent(failures: &mut Failures, extent: &Extent, len: usize) {
         check("take_channels", answers(fits, || concat::take_channels(cpu, extent, first, &x, &mut y)));
     }
     let bias = &parameters[0].clone();
-    check("add_bias", answers(fits_channels, || elementwise::add_bias(cpu, extent, bias, &mut y)));
+    check(
+        "add_bias",
+        answers(fits_channels, || elementwise::add_bias(cpu, extent, bias.into(), (&mut y).into())),
+    );
     let sums_of = &mut parameters[1];
     check(
         "sum_by_channel",
-        answers(fits_channels, || elementwise::sum_by_channel(cpu, extent, &dy, sums_of)),
+        answers(fits_channels, || elementwise::sum_by_channel(cpu, extent, (&dy).into(), sums_of.into())),
     );
     // Of tensors without elements, numbers by channel may be had where there is memory for them.
     check("stats", answers(fits, || batch_norm::stats(cpu, extent, &x)));
@@ -319,7 +328,7 @@ fn check_pool(cpu: &Cpu, problem: &PoolProblem, x: &[f32]) -> std::result::Resul
     let fits = input_len == x.len() && len == output.len().unwrap();
     let (mut y, mut indices) = (vec![0.0f32; len], vec![0u16; len]);
     answers(fits, || pool::max_pool(cpu, problem, x, &mut y, Some(&mut indices)))?;
-    answers(fits, || pool::average_pool(cpu, problem, pool::Divisor::Padded, x, &mut y))
+    answers(fits, || pool::average_pool(cpu, problem, pool::Divisor::Padded, x.into(), (&mut y).into()))
 }
 
 fn spec(change: impl FnOnce(&mut ConvSpec)) -> ConvSpec {

@@ -1,6 +1,6 @@
 //! Gradient clipping by the norm of all gradients together.
 
-use convoke_autograd::{Gradients, Result, dispatch};
+use convoke_autograd::{Gradients, Result};
 use convoke_kernels::elementwise;
 
 use crate::{Module, ModuleExt};
@@ -22,7 +22,7 @@ pub fn clip_grad_norm(
     let mut squares = 0.0;
     for gradient in leaves.iter().filter_map(|leaf| gradients.get(leaf)) {
         let cpu = gradient.device().compute();
-        squares += dispatch!("clip_grad_norm", gradient.dtype(), T => elementwise::square_sum(cpu, gradient.data::<T>()?));
+        squares += elementwise::square_sum(cpu, gradient.elements()?)?;
     }
     let norm = squares.sqrt();
     let factor = max_norm / (norm + 1e-6);
@@ -33,10 +33,7 @@ pub fn clip_grad_norm(
     for leaf in &leaves {
         let Some(mut gradient) = gradients.take(leaf) else { continue };
         let cpu = gradient.device().compute().clone();
-        dispatch!("clip_grad_norm", gradient.dtype(), T => gradient.update(|gradient: &mut [T]| {
-            elementwise::scale_assign(&cpu, factor, gradient);
-            Ok(())
-        })?);
+        gradient.update_elements(|gradient| Ok(elementwise::scale_assign(&cpu, factor, gradient)?))?;
         gradients.set(leaf, &gradient, "clip_grad_norm")?;
     }
     Ok(norm)

@@ -4,7 +4,6 @@ use convoke_kernels::activation::{self, Activation};
 
 use super::pointwise::pointwise;
 use crate::{Function, Needs, Operation, Result, Tensor, apply};
-use convoke_kernels::dispatch;
 
 impl Tensor {
     /// max(0, x); NaN stays NaN. Saves its output.
@@ -50,17 +49,17 @@ impl Function for Activate {
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Tensor)> {
         let x = inputs[0];
-        let y = dispatch!(x.dtype(), T => x.build_like(|y: &mut [T]| {
-            Ok(activation::activate(x.device().compute(), self.activation, x.data::<T>()?, y)?)
-        }))?;
+        let y = x.elements_like(|y| {
+            Ok(activation::activate(x.device().compute(), self.activation, x.elements()?, y)?)
+        })?;
         Ok((y.clone(), y))
     }
 
     fn backward(&self, y: Tensor, upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
-        let dx = dispatch!(y.dtype(), T => y.build_like(|dx: &mut [T]| {
-            let (cpu, y, dy) = (y.device().compute(), y.data::<T>()?, upstream.data::<T>()?);
+        let dx = y.elements_like(|dx| {
+            let (cpu, y, dy) = (y.device().compute(), y.elements()?, upstream.elements()?);
             Ok(activation::activation_backward(cpu, self.activation, y, dy, dx)?)
-        }))?;
+        })?;
         Ok(vec![Some(dx)])
     }
 }

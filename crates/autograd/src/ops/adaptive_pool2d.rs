@@ -2,14 +2,14 @@
 
 use std::sync::Arc;
 
-use convoke_kernels::dispatch;
 use convoke_kernels::pool::{self, AdaptivePool};
 
 use super::pool2d::{MaxPool, PoolOptions};
 use super::{empty, four_dimensions};
 use crate::error::refused;
 use crate::planes::{OfPlanes, PlaneMap};
-use crate::{Buffer, Cpu, Element, Function, Needs, Operation, Result, Tensor, apply};
+use crate::{Buffer, Cpu, Function, Needs, Operation, Result, Tensor, apply};
+use convoke_kernels::{Slice, SliceMut};
 
 /// The mean of each of `size` (height, width) windows of an N x C x H x W tensor, as PyTorch's `adaptive_avg_pool2d`: window i
 /// of an axis is `floor(i input / output)..ceil((i + 1) input / output)`. Saves nothing.
@@ -68,11 +68,11 @@ impl PlaneMap for AdaptiveAverage {
         self.problem.output_shape()
     }
 
-    fn forward<T: Element>(&self, cpu: &Cpu, x: &[T], y: &mut [T]) -> convoke_kernels::Result<()> {
+    fn forward(&self, cpu: &Cpu, x: Slice<'_>, y: SliceMut<'_>) -> convoke_kernels::Result<()> {
         pool::adaptive_average_pool(cpu, &self.problem, x, y)
     }
 
-    fn backward<T: Element>(&self, cpu: &Cpu, dy: &[T], dx: &mut [T]) -> convoke_kernels::Result<()> {
+    fn backward(&self, cpu: &Cpu, dy: Slice<'_>, dx: SliceMut<'_>) -> convoke_kernels::Result<()> {
         pool::adaptive_average_pool_backward(cpu, &self.problem, dy, dx)
     }
 }
@@ -101,10 +101,10 @@ impl Function for AdaptiveMax {
             return Ok((empty(&shape, x)?, None));
         }
         let mut places = x.device().buffer::<u32>(shape.iter().product())?;
-        let y = dispatch!(x.dtype(), T => Tensor::build(x.device(), &shape, x.format(), |y: &mut [T]| {
+        let y = Tensor::build_elements((x.device(), x.dtype()), &shape, x.format(), |y| {
             let cpu = x.device().compute();
-            Ok(pool::adaptive_max_pool(cpu, &self.problem, x.data::<T>()?, y, &mut places)?)
-        }))?;
+            Ok(pool::adaptive_max_pool(cpu, &self.problem, x.elements()?, y, &mut places)?)
+        })?;
         Ok((y, Some(Arc::new(places))))
     }
 
@@ -113,11 +113,9 @@ impl Function for AdaptiveMax {
             return Ok(vec![Some(empty(&self.input_shape, &upstream)?)]);
         };
         let (device, format) = (upstream.device(), upstream.format());
-        let dx = dispatch!(upstream.dtype(), T => {
-            Tensor::build(device, &self.input_shape, format, |dx: &mut [T]| {
-                let (cpu, dy) = (device.compute(), upstream.data::<T>()?);
-                Ok(pool::adaptive_max_pool_backward(cpu, &self.problem, dy, &places, dx)?)
-            })
+        let dx = Tensor::build_elements((device, upstream.dtype()), &self.input_shape, format, |dx| {
+            let (cpu, dy) = (device.compute(), upstream.elements()?);
+            Ok(pool::adaptive_max_pool_backward(cpu, &self.problem, dy, &places, dx)?)
         })?;
         Ok(vec![Some(dx)])
     }

@@ -5,7 +5,6 @@ use convoke_kernels::elementwise;
 use super::broadcast::{Kind, arithmetic};
 use super::same_dtype;
 use crate::{Function, Needs, Operation, Reduce, Result, Tensor, apply};
-use convoke_kernels::dispatch;
 
 impl Tensor {
     /// The sum of two tensors, broadcast as in [`Tensor::sub`]. Of one shape, the sum has the format of the first.
@@ -80,9 +79,7 @@ impl Function for Add {
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {
         let (a, b) = alike("add", inputs)?;
         let cpu = a.device().compute();
-        let y = dispatch!(a.dtype(), T => a.build_like(|y: &mut [T]| {
-            Ok(elementwise::add(cpu, a.data::<T>()?, b.data::<T>()?, y)?)
-        }))?;
+        let y = a.elements_like(|y| Ok(elementwise::add(cpu, a.elements()?, b.elements()?, y)?))?;
         Ok((y, ()))
     }
 
@@ -94,9 +91,7 @@ impl Function for Add {
 struct Multiply;
 
 fn product(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    dispatch!(a.dtype(), T => a.build_like(|y: &mut [T]| {
-        Ok(elementwise::multiply(a.device().compute(), a.data::<T>()?, b.data::<T>()?, y)?)
-    }))
+    a.elements_like(|y| Ok(elementwise::multiply(a.device().compute(), a.elements()?, b.elements()?, y)?))
 }
 
 impl Function for Multiply {
@@ -128,9 +123,7 @@ struct Scale {
 }
 
 fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
-    dispatch!(x.dtype(), T => x.build_like(|y: &mut [T]| {
-        Ok(elementwise::scale(x.device().compute(), x.data::<T>()?, factor, y)?)
-    }))
+    x.elements_like(|y| Ok(elementwise::scale(x.device().compute(), x.elements()?, factor, y)?))
 }
 
 impl Function for Scale {
@@ -176,7 +169,7 @@ impl Function for Sum {
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {
         let x = inputs[0];
-        let sum = dispatch!(x.dtype(), T => elementwise::sum(x.device().compute(), x.data::<T>()?));
+        let sum = elementwise::sum(x.device().compute(), x.elements()?)?;
         let y = Tensor::full(x.device(), &[], x.dtype(), sum / self.divisor)?;
         Ok((y, (x.shape().to_vec(), x.format())))
     }
@@ -188,12 +181,7 @@ impl Function for Sum {
         _: &Needs,
     ) -> Result<Vec<Option<Tensor>>> {
         let value = upstream.item()? / self.divisor;
-        let dx = dispatch!(upstream.dtype(), T => {
-            Tensor::written(upstream.device(), &shape, format, |dx: &mut [T]| {
-                dx.fill(convoke_kernels::Stored::of(value));
-                Ok(())
-            })
-        })?;
+        let dx = Tensor::full_in((upstream.device(), upstream.dtype()), &shape, format, value)?;
         Ok(vec![Some(dx)])
     }
 }

@@ -170,14 +170,10 @@ impl Conv3d {
         let mut bias = None;
         if needs.len() == 3 && needs.input(2) {
             let extent = upstream.extent(self.name())?;
-            bias = Some(Tensor::build(
-                x.device(),
-                &[extent.channels],
-                MemoryFormat::Contiguous,
-                |sums: &mut [T]| {
-                    Ok(elementwise::sum_by_channel(x.device().compute(), &extent, upstream.data()?, sums)?)
-                },
-            )?);
+            let of = (x.device(), x.dtype());
+            bias = Some(Tensor::build_elements(of, &[extent.channels], MemoryFormat::Contiguous, |sums| {
+                Ok(elementwise::sum_by_channel(x.device().compute(), &extent, upstream.elements()?, sums)?)
+            })?);
         }
         drop(upstream);
         let transposed = self.output_padding.is_some();
@@ -242,7 +238,7 @@ impl Function for Conv3d {
             })?;
             if let Some(bias) = bias {
                 let (cpu, extent) = (x.device().compute(), y.extent(self.name())?);
-                elementwise::add_bias(cpu, &extent, bias.data::<T>()?, y.make_unshared()?)?;
+                elementwise::add_bias(cpu, &extent, bias.elements()?, y.elements_mut()?)?;
             }
             y
         });

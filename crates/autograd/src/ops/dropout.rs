@@ -3,7 +3,6 @@
 use convoke_kernels::activation;
 
 use crate::{Function, Needs, Result, Tensor, apply};
-use convoke_kernels::dispatch;
 
 /// Inverted dropout: drops each element with probability `p` and divides the others by 1 - p.
 ///
@@ -23,9 +22,9 @@ struct Dropout {
 
 impl Dropout {
     fn run(&self, x: &Tensor) -> Result<Tensor> {
-        dispatch!(x.dtype(), T => x.build_like(|y: &mut [T]| {
-            Ok(activation::dropout(x.device().compute(), x.data::<T>()?, self.p, self.key, y)?)
-        }))
+        x.elements_like(|y| {
+            Ok(activation::dropout(x.device().compute(), x.elements()?, self.p, self.key, y)?)
+        })
     }
 }
 

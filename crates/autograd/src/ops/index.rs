@@ -7,7 +7,6 @@ use super::{around, checked_axis};
 use crate::error::invalid;
 use crate::tensor::checked_len;
 use crate::{Function, MemoryFormat, Needs, Operation, Result, Stored, Tensor, apply};
-use convoke_kernels::dispatch;
 
 /// A range of indices along an axis, as in ONNX's Slice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -188,9 +187,9 @@ impl Pick {
         shape[axis] = size;
         let scatter = Scatter { outer, size, indices, inner };
         let (device, format) = (dy.device(), dy.format());
-        dispatch!(self.name, dy.dtype(), T => Tensor::build(device, &shape, format, |dx: &mut [T]| {
-            Ok(add_taken(device.compute(), &scatter, dy.data::<T>()?, dx)?)
-        }))
+        Tensor::build_elements((device, dy.dtype()), &shape, format, |dx| {
+            Ok(add_taken(device.compute(), &scatter, dy.elements()?, dx)?)
+        })
     }
 }
 

@@ -5,8 +5,9 @@ use convoke_kernels::gemm::{Matrix, MatrixMut, Update, gemm};
 
 use super::{check_vector, same_dtype};
 use crate::error::invalid;
-use crate::{Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 use convoke_kernels::dispatch;
+
+use crate::{Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 
 /// y = x Wᵀ + b with x of N x I, `weight` of O x I and `bias` of O, as PyTorch's `linear`.
 ///
@@ -74,9 +75,7 @@ impl Function for Linear {
         if let Some(bias) = bias {
             let extent = y.extent("linear")?;
             let cpu = x.device().compute();
-            dispatch!(x.dtype(), T => y.update(|y: &mut [T]| {
-                Ok(elementwise::add_bias(cpu, &extent, bias.data::<T>()?, y)?)
-            }))?;
+            y.update_elements(|y| Ok(elementwise::add_bias(cpu, &extent, bias.elements()?, y)?))?;
         }
         Ok((y, (x.detach(), weight.detach())))
     }
@@ -104,7 +103,7 @@ impl Function for Linear {
 fn column_sums(dy: &Tensor) -> Result<Tensor> {
     let extent = dy.extent("linear")?;
     let format = MemoryFormat::Contiguous;
-    dispatch!(dy.dtype(), T => Tensor::build(dy.device(), &[extent.channels], format, |sums: &mut [T]| {
-        Ok(elementwise::sum_by_channel(dy.device().compute(), &extent, dy.data::<T>()?, sums)?)
-    }))
+    Tensor::build_elements((dy.device(), dy.dtype()), &[extent.channels], format, |sums| {
+        Ok(elementwise::sum_by_channel(dy.device().compute(), &extent, dy.elements()?, sums)?)
+    })
 }

@@ -1,6 +1,5 @@
 //! Local response normalization.
 
-use convoke_kernels::dispatch;
 use convoke_kernels::local_response_norm::{self as kernel, LocalResponse};
 
 use crate::error::invalid;
@@ -42,19 +41,19 @@ impl Function for LocalResponseNorm {
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Tensor)> {
         let x = inputs[0];
         let extent = x.extent(NAME)?;
-        let y = dispatch!(x.dtype(), T => x.build_like(|y: &mut [T]| {
+        let y = x.elements_like(|y| {
             let cpu = x.device().compute();
-            Ok(kernel::local_response_norm(cpu, &extent, x.data::<T>()?, &self.options, y)?)
-        }))?;
+            Ok(kernel::local_response_norm(cpu, &extent, x.elements()?, &self.options, y)?)
+        })?;
         Ok((y, x.keep()))
     }
 
     fn backward(&self, x: Tensor, upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
         let extent = x.extent(NAME)?;
-        let dx = dispatch!(x.dtype(), T => x.build_like(|dx: &mut [T]| {
-            let (cpu, pair) = (x.device().compute(), (x.data::<T>()?, upstream.data::<T>()?));
+        let dx = x.elements_like(|dx| {
+            let (cpu, pair) = (x.device().compute(), (x.elements()?, upstream.elements()?));
             Ok(kernel::local_response_norm_backward(cpu, &extent, pair, &self.options, dx)?)
-        }))?;
+        })?;
         Ok(vec![Some(dx)])
     }
 }

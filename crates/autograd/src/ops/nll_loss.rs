@@ -7,7 +7,6 @@ use convoke_kernels::memory_format::Extent;
 
 use super::log_softmax;
 use crate::{Function, MemoryFormat, Needs, Result, Tensor, apply_with_saved};
-use convoke_kernels::dispatch;
 
 /// How the losses of all positions are combined.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -116,9 +115,7 @@ impl Function for NllLoss {
         let extent = x.extent("nll_loss")?;
         let (total, weight) = match x.device().is_dry() {
             true => (0.0, self.targets.len() as f64),
-            false => dispatch!(x.dtype(), T => {
-                class_loss(&extent, x.data::<T>()?, &self.targets, &self.options.kernel())
-            })?,
+            false => class_loss(&extent, x.elements()?, &self.targets, &self.options.kernel())?,
         };
         // Targets that weigh nothing have no mean, also where smoothing gives other classes a share.
         let none = self.reduction == Reduction::Mean && weight == 0.0;
@@ -134,17 +131,11 @@ impl Function for NllLoss {
         _: &Needs,
     ) -> Result<Vec<Option<Tensor>>> {
         let factor = upstream.item()? / self.divisor(weight);
-        let dx = dispatch!(upstream.dtype(), T => {
-            Tensor::written(upstream.device(), &shape, format, |dx: &mut [T]| {
-                let options = self.options.kernel();
-                let extent = Extent {
-                    batch: shape[0],
-                    channels: shape[1],
-                    spatial: shape[2..].iter().product(),
-                    format,
-                };
-                Ok(class_loss_backward(&extent, &self.targets, &options, factor, dx)?)
-            })
+        let (device, dtype) = (upstream.device(), upstream.dtype());
+        let spatial = shape[2..].iter().product();
+        let extent = Extent { batch: shape[0], channels: shape[1], spatial, format };
+        let dx = Tensor::written_elements((device, dtype), &shape, format, |dx| {
+            Ok(class_loss_backward(&extent, &self.targets, &self.options.kernel(), factor, dx)?)
         })?;
         Ok(vec![Some(dx)])
     }

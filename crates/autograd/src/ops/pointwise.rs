@@ -1,9 +1,9 @@
 //! Functions of each element: sigmoid, tanh, SiLU, GELU and the others of [`Pointwise`].
 
+use convoke_kernels::Slice;
 use convoke_kernels::pointwise::{self as kernel, Saves};
 
 use crate::{Function, Needs, Operation, Result, Tensor, apply};
-use convoke_kernels::dispatch;
 
 pub use convoke_kernels::pointwise::Pointwise;
 
@@ -172,9 +172,9 @@ impl Function for Apply {
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Option<Tensor>)> {
         let x = inputs[0];
-        let y = dispatch!(self.name(), x.dtype(), T => x.build_like(|y: &mut [T]| {
-            Ok(kernel::pointwise(x.device().compute(), self.function, x.data::<T>()?, y)?)
-        }))?;
+        let y = x.elements_like(|y| {
+            Ok(kernel::pointwise(x.device().compute(), self.function, x.elements()?, y)?)
+        })?;
         let saved = match self.function.saves() {
             Saves::Input => Some(x.keep()),
             Saves::Output => Some(y.clone()),
@@ -194,11 +194,12 @@ impl Function for Apply {
         {
             return Ok(vec![Some(upstream)]);
         }
-        let dx = dispatch!(self.name(), upstream.dtype(), T => upstream.build_like(|dx: &mut [T]| {
-            let saved = saved.as_ref().map(|saved| saved.data::<T>()).transpose()?.unwrap_or_default();
-            let (cpu, dy) = (upstream.device().compute(), upstream.data::<T>()?);
+        let dx = upstream.elements_like(|dx| {
+            let saved =
+                saved.as_ref().map(Tensor::elements).transpose()?.unwrap_or(Slice::empty(upstream.dtype()));
+            let (cpu, dy) = (upstream.device().compute(), upstream.elements()?);
             Ok(kernel::pointwise_backward(cpu, self.function, saved, dy, dx)?)
-        }))?;
+        })?;
         Ok(vec![Some(dx)])
     }
 }
@@ -207,10 +208,8 @@ impl Apply {
     /// Writes the gradient to the buffer of dy, if nobody else has that; else returns false.
     fn overwrite(&self, saved: &Tensor, upstream: &mut Tensor) -> Result<bool> {
         let cpu = upstream.device().compute().clone();
-        dispatch!(self.name(), upstream.dtype(), T => {
-            let Some(g) = upstream.unshared::<T>() else { return Ok(false) };
-            kernel::pointwise_backward_in_place(&cpu, self.function, saved.data::<T>()?, g)?;
-            Ok(true)
-        })
+        let Some(g) = upstream.unshared() else { return Ok(false) };
+        kernel::pointwise_backward_in_place(&cpu, self.function, saved.elements()?, g)?;
+        Ok(true)
     }
 }

@@ -7,8 +7,9 @@ use convoke_kernels::pool::{self, Divisor, MaxPoolPass, PoolAxis, PoolEnd, PoolP
 use super::{empty, four_dimensions};
 use crate::error::{invalid, refused};
 use crate::planes::{OfPlanes, PlaneMap};
-use crate::{Buffer, Cpu, Element, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
+use crate::{Buffer, Cpu, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 use convoke_kernels::dispatch;
+use convoke_kernels::{Slice, SliceMut};
 
 /// The windows of a pooling, height before width, as PyTorch's `max_pool2d` and `avg_pool2d` take them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -218,11 +219,11 @@ impl PlaneMap for AveragePool {
         self.problem.output_shape()
     }
 
-    fn forward<T: Element>(&self, cpu: &Cpu, x: &[T], y: &mut [T]) -> convoke_kernels::Result<()> {
+    fn forward(&self, cpu: &Cpu, x: Slice<'_>, y: SliceMut<'_>) -> convoke_kernels::Result<()> {
         pool::average_pool(cpu, &self.problem, self.divisor, x, y)
     }
 
-    fn backward<T: Element>(&self, cpu: &Cpu, dy: &[T], dx: &mut [T]) -> convoke_kernels::Result<()> {
+    fn backward(&self, cpu: &Cpu, dy: Slice<'_>, dx: SliceMut<'_>) -> convoke_kernels::Result<()> {
         pool::average_pool_backward(cpu, &self.problem, self.divisor, dy, dx)
     }
 }

@@ -7,7 +7,8 @@ use convoke_kernels::resize::{
 use super::four_dimensions;
 use crate::error::refused;
 use crate::planes::{OfPlanes, PlaneMap};
-use crate::{Cpu, Element, Operation, Result, Tensor, apply};
+use crate::{Cpu, Operation, Result, Tensor, apply};
+use convoke_kernels::{Slice, SliceMut};
 
 /// The size that a resize gives, height before width.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -103,11 +104,11 @@ impl PlaneMap for Resize {
         self.problem.output_shape()
     }
 
-    fn forward<T: Element>(&self, cpu: &Cpu, x: &[T], y: &mut [T]) -> convoke_kernels::Result<()> {
+    fn forward(&self, cpu: &Cpu, x: Slice<'_>, y: SliceMut<'_>) -> convoke_kernels::Result<()> {
         resize::resize(cpu, &self.problem, x, y)
     }
 
-    fn backward<T: Element>(&self, cpu: &Cpu, dy: &[T], dx: &mut [T]) -> convoke_kernels::Result<()> {
+    fn backward(&self, cpu: &Cpu, dy: Slice<'_>, dx: SliceMut<'_>) -> convoke_kernels::Result<()> {
         resize::resize_backward(cpu, &self.problem, dy, dx)
     }
 }

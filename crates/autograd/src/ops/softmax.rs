@@ -5,7 +5,6 @@ use convoke_kernels::softmax as kernel;
 
 use crate::error::invalid;
 use crate::{Function, Needs, Operation, Result, Tensor, apply};
-use convoke_kernels::dispatch;
 
 /// exp(x) / (sum of exp(x) along `axis`), as PyTorch's with `dim=axis`; stable for large values. Saves its output.
 ///
@@ -64,27 +63,27 @@ impl Function for Softmax {
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Tensor)> {
         let x = inputs[0];
         let extent = self.extent(x)?;
-        let y = dispatch!(self.name(), x.dtype(), T => x.build_like(|y: &mut [T]| {
-            let (cpu, x) = (x.device().compute(), x.data::<T>()?);
+        let y = x.elements_like(|y| {
+            let (cpu, x) = (x.device().compute(), x.elements()?);
             match self.log {
                 true => kernel::log_softmax(cpu, &extent, x, y)?,
                 false => kernel::softmax(cpu, &extent, x, y)?,
             }
             Ok(())
-        }))?;
+        })?;
         Ok((y.clone(), y))
     }
 
     fn backward(&self, y: Tensor, upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
         let extent = self.extent(&y)?;
-        let dx = dispatch!(self.name(), y.dtype(), T => y.build_like(|dx: &mut [T]| {
-            let (cpu, y, dy) = (y.device().compute(), y.data::<T>()?, upstream.data::<T>()?);
+        let dx = y.elements_like(|dx| {
+            let (cpu, y, dy) = (y.device().compute(), y.elements()?, upstream.elements()?);
             match self.log {
                 true => kernel::log_softmax_backward(cpu, &extent, y, dy, dx)?,
                 false => kernel::softmax_backward(cpu, &extent, y, dy, dx)?,
             }
             Ok(())
-        }))?;
+        })?;
         Ok(vec![Some(dx)])
     }
 }

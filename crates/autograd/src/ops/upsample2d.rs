@@ -5,7 +5,8 @@ use convoke_kernels::upsample::{self, UpsampleMode, UpsampleProblem};
 use super::four_dimensions;
 use crate::error::refused;
 use crate::planes::{OfPlanes, PlaneMap};
-use crate::{Cpu, Element, Operation, Result, Tensor, apply};
+use crate::{Cpu, Operation, Result, Tensor, apply};
+use convoke_kernels::{Slice, SliceMut};
 
 /// N x C x H x W to N x C x (H `factor[0]`) x (W `factor[1]`), as PyTorch's `interpolate` with `scale_factor=factor` and
 /// `align_corners=False`. Keeps the memory format. Saves nothing.
@@ -41,11 +42,11 @@ impl PlaneMap for Upsample {
         self.problem.output_shape()
     }
 
-    fn forward<T: Element>(&self, cpu: &Cpu, x: &[T], y: &mut [T]) -> convoke_kernels::Result<()> {
+    fn forward(&self, cpu: &Cpu, x: Slice<'_>, y: SliceMut<'_>) -> convoke_kernels::Result<()> {
         upsample::upsample(cpu, &self.problem, x, y)
     }
 
-    fn backward<T: Element>(&self, cpu: &Cpu, dy: &[T], dx: &mut [T]) -> convoke_kernels::Result<()> {
+    fn backward(&self, cpu: &Cpu, dy: Slice<'_>, dx: SliceMut<'_>) -> convoke_kernels::Result<()> {
         upsample::upsample_backward(cpu, &self.problem, dy, dx)
     }
 }

@@ -5,7 +5,6 @@ use convoke_kernels::value_loss::{self, ValueLoss};
 use super::{Reduction, same_dtype};
 use crate::error::invalid;
 use crate::{Function, Needs, Result, Tensor, apply};
-use convoke_kernels::dispatch;
 
 /// (x - target)^2 of every element, as PyTorch's `mse_loss`; the mean is over all elements. The result has shape `[]`.
 ///
@@ -62,9 +61,10 @@ impl Function for Loss {
         let (x, target) = (x.detach(), target.in_format(x.format())?);
         let total = match x.device().is_dry() {
             true => 0.0,
-            false => dispatch!(x.dtype(), T => {
-                value_loss::value_loss(x.device().compute(), self.loss, x.data::<T>()?, target.data::<T>()?)
-            })?,
+            false => {
+                let cpu = x.device().compute();
+                value_loss::value_loss(cpu, self.loss, x.elements()?, target.elements()?)?
+            }
         };
         let y = Tensor::full(x.device(), &[], x.dtype(), total / self.divisor)?;
         Ok((y, [x, target]))
@@ -78,14 +78,14 @@ impl Function for Loss {
     ) -> Result<Vec<Option<Tensor>>> {
         let factor = upstream.item()? / self.divisor;
         let gradient = |of_target: bool| {
-            dispatch!(x.dtype(), T => x.build_like(|gradient: &mut [T]| {
-                let (cpu, both) = (x.device().compute(), [x.data::<T>()?, target.data::<T>()?]);
+            x.elements_like(|gradient| {
+                let (cpu, both) = (x.device().compute(), [x.elements()?, target.elements()?]);
                 match of_target {
                     false => value_loss::value_loss_backward(cpu, self.loss, both, factor, gradient)?,
                     true => value_loss::value_loss_backward_targets(cpu, self.loss, both, factor, gradient)?,
                 }
                 Ok(())
-            }))
+            })
         };
         [0, 1].map(|input| needs.input(input).then(|| gradient(input == 1)).transpose()).into_iter().collect()
     }

@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use super::recompute::{Kept, OutputTiles};
 use super::{Block, BlockProblem, NAME, Parameters, Saved};
-use crate::activation::{Activation, activation_backward_in_place};
+use crate::activation::Activation;
+use crate::activation::typed::activation_backward_in_place;
 use crate::batch_norm::{
     BackwardSums, BackwardSumsInParts, Normalizer, backward_elemt, backward_elemt_in_place,
 };

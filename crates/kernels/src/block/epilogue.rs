@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::{Block, EpilogueOperands};
-use crate::activation::add_activated_in_place;
+use crate::activation::typed::add_activated_in_place;
 use crate::batch_norm::{Normalization, Normalizer, normalize, normalize_added, normalize_in_place};
 use crate::images::Images;
 use crate::pool::MaxPoolPass;

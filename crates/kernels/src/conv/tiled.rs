@@ -169,7 +169,7 @@ impl TiledConv {
             true => self.problem_backward_data(images, x, filter.weight, y)?,
         }
         if let Some(bias) = filter.bias {
-            elementwise::add_bias(self.device.compute(), &self.output_extent(images), bias, y)?;
+            elementwise::typed::add_bias(self.device.compute(), &self.output_extent(images), bias, y)?;
         }
         Ok(())
     }
@@ -247,7 +247,7 @@ impl<T: Element, H: Images<T>> InputGradient<T, H> {
         of.input_gradient_tile(count, dy, weight, part)?;
         let sum = sum.change()?;
         check_len("convolution backward-data", "the sum", sum.len(), of.images * image)?;
-        elementwise::add_assign(of.device.compute(), part, &mut sum[place])
+        elementwise::typed::add_assign(of.device.compute(), part, &mut sum[place])
     }
 
     /// The whole gradient.
@@ -293,7 +293,7 @@ impl<T: Element> WeightGradient<T> {
         }
         let mut part = of.device.buffer::<T>(self.sum.len())?;
         of.run(&plan, ConvOperands::backward_weights(x, dy, &mut part))?;
-        elementwise::add_assign(of.device.compute(), &part, &mut self.sum)
+        elementwise::typed::add_assign(of.device.compute(), &part, &mut self.sum)
     }
 
     /// The whole gradient, in the shape of the problem's weight.
@@ -328,8 +328,8 @@ impl<T: Element> BiasGradient<T> {
     #[inline(never)]
     pub fn add(&mut self, of: &TiledConv, images: usize, dy: &[T]) -> Result<()> {
         let mut part = of.device.buffer::<T>(self.sum.len())?;
-        elementwise::sum_by_channel(of.device.compute(), &of.output_extent(images), dy, &mut part)?;
-        elementwise::add_assign(of.device.compute(), &part, &mut self.sum)
+        elementwise::typed::sum_by_channel(of.device.compute(), &of.output_extent(images), dy, &mut part)?;
+        elementwise::typed::add_assign(of.device.compute(), &part, &mut self.sum)
     }
 
     /// The whole gradient, one number per channel.

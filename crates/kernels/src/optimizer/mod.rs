@@ -122,15 +122,15 @@ pub struct Step<'a> {
     pub slots: Vec<SliceMut<'a>>,
 }
 
+/// The parameter, the gradient and the N slots of a step.
+pub type Elements<'a, T, const N: usize> = (&'a mut [T], &'a [T], [&'a mut [T]; N]);
+
 impl<'a> Step<'a> {
     /// Parameter, gradient and slots as numbers of type T.
     ///
     /// # Errors
     /// If the slots are not N, lengths differ, or there are elements of another type.
-    pub fn of<T: Stored, const N: usize>(
-        self,
-        operation: &'static str,
-    ) -> Result<(&'a mut [T], &'a [T], [&'a mut [T]; N])> {
+    pub fn of<T: Stored, const N: usize>(self, operation: &'static str) -> Result<Elements<'a, T, N>> {
         let len = self.parameter.len();
         check_len(operation, "the gradient", self.gradient.len(), len)?;
         for slot in &self.slots {

@@ -13,7 +13,7 @@ use crate::elementwise::{chunks, chunks_mut};
 use crate::error::{check_len, invalid};
 use crate::isa::multiversion;
 use crate::profile::span;
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, Result, Slice, SliceMut, dispatch};
 
 /// A function of one number. Names, parameters and defaults are PyTorch's, except where noted.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -266,61 +266,86 @@ multiversion! {
 ///
 /// # Errors
 /// If the lengths differ, or a parameter makes no sense ([`Pointwise::check`]).
-#[inline(never)]
-pub fn pointwise<T: Element>(cpu: &Cpu, function: Pointwise, x: &[T], y: &mut [T]) -> Result<()> {
-    span!("pointwise", x, y);
-    check_len(function.name(), "y", y.len(), x.len())?;
-    function.check::<T>()?;
-    let (work, items) = (function.cost().saturating_mul(x.len()), chunks(x).zip(chunks_mut(y)));
-    cpu.for_each(work, items, |(x, y)| {
-        with_formula!(function, T, formula => forward_chunk(cpu, formula, x, y));
-    });
-    Ok(())
+pub fn pointwise(cpu: &Cpu, function: Pointwise, x: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
+    dispatch!("pointwise", x.dtype(), T => typed::pointwise::<T>(cpu, function, x.of()?, y.of()?))
 }
 
 /// dx = dy f'(x) for every element. `saved` is what [`Pointwise::saves`] says; it is empty for [`Saves::Nothing`].
 ///
 /// # Errors
 /// As [`pointwise`].
-#[inline(never)]
-pub fn pointwise_backward<T: Element>(
+pub fn pointwise_backward(
     cpu: &Cpu,
     function: Pointwise,
-    saved: &[T],
-    dy: &[T],
-    dx: &mut [T],
+    saved: Slice<'_>,
+    dy: Slice<'_>,
+    dx: SliceMut<'_>,
 ) -> Result<()> {
-    span!("pointwise backward", saved, dy, dx);
-    let (operation, nothing) = (function.name(), function.saves() == Saves::Nothing);
-    check_len(operation, "dx", dx.len(), dy.len())?;
-    check_len(operation, "what forward saved", saved.len(), if nothing { 0 } else { dy.len() })?;
-    function.check::<T>()?;
-    let saved = if nothing { dy } else { saved };
-    let work = function.cost().saturating_mul(dy.len());
-    let items = chunks(saved).zip(chunks(dy)).zip(chunks_mut(dx));
-    cpu.for_each(work, items, |((saved, dy), dx)| {
-        with_formula!(function, T, formula => backward_chunk(cpu, formula, saved, dy, dx));
-    });
-    Ok(())
+    dispatch!("pointwise backward", saved.dtype(), T => typed::pointwise_backward::<T>(cpu, function, saved.of()?, dy.of()?, dx.of()?))
 }
 
 /// As [`pointwise_backward`] of a function that saves something, in place: `g` holds dy before and dx after.
 ///
 /// # Errors
 /// As [`pointwise`].
-#[inline(never)]
-pub fn pointwise_backward_in_place<T: Element>(
+pub fn pointwise_backward_in_place(
     cpu: &Cpu,
     function: Pointwise,
-    saved: &[T],
-    g: &mut [T],
+    saved: Slice<'_>,
+    g: SliceMut<'_>,
 ) -> Result<()> {
-    span!("pointwise backward", saved, g, g);
-    check_len(function.name(), "what forward saved", saved.len(), g.len())?;
-    function.check::<T>()?;
-    let (work, items) = (function.cost().saturating_mul(g.len()), chunks(saved).zip(chunks_mut(g)));
-    cpu.for_each(work, items, |(saved, g)| {
-        with_formula!(function, T, formula => backward_in_place_chunk(cpu, formula, saved, g));
-    });
-    Ok(())
+    dispatch!("pointwise backward in place", saved.dtype(), T => typed::pointwise_backward_in_place::<T>(cpu, function, saved.of()?, g.of()?))
+}
+
+/// The same for elements of a type that is known at compile time.
+pub(crate) mod typed {
+    use super::*;
+
+    pub(crate) fn pointwise<T: Element>(cpu: &Cpu, function: Pointwise, x: &[T], y: &mut [T]) -> Result<()> {
+        span!("pointwise", x, y);
+        check_len(function.name(), "y", y.len(), x.len())?;
+        function.check::<T>()?;
+        let (work, items) = (function.cost().saturating_mul(x.len()), chunks(x).zip(chunks_mut(y)));
+        cpu.for_each(work, items, |(x, y)| {
+            with_formula!(function, T, formula => forward_chunk(cpu, formula, x, y));
+        });
+        Ok(())
+    }
+
+    pub(crate) fn pointwise_backward<T: Element>(
+        cpu: &Cpu,
+        function: Pointwise,
+        saved: &[T],
+        dy: &[T],
+        dx: &mut [T],
+    ) -> Result<()> {
+        span!("pointwise backward", saved, dy, dx);
+        let (operation, nothing) = (function.name(), function.saves() == Saves::Nothing);
+        check_len(operation, "dx", dx.len(), dy.len())?;
+        check_len(operation, "what forward saved", saved.len(), if nothing { 0 } else { dy.len() })?;
+        function.check::<T>()?;
+        let saved = if nothing { dy } else { saved };
+        let work = function.cost().saturating_mul(dy.len());
+        let items = chunks(saved).zip(chunks(dy)).zip(chunks_mut(dx));
+        cpu.for_each(work, items, |((saved, dy), dx)| {
+            with_formula!(function, T, formula => backward_chunk(cpu, formula, saved, dy, dx));
+        });
+        Ok(())
+    }
+
+    pub(crate) fn pointwise_backward_in_place<T: Element>(
+        cpu: &Cpu,
+        function: Pointwise,
+        saved: &[T],
+        g: &mut [T],
+    ) -> Result<()> {
+        span!("pointwise backward", saved, g, g);
+        check_len(function.name(), "what forward saved", saved.len(), g.len())?;
+        function.check::<T>()?;
+        let (work, items) = (function.cost().saturating_mul(g.len()), chunks(saved).zip(chunks_mut(g)));
+        cpu.for_each(work, items, |(saved, g)| {
+            with_formula!(function, T, formula => backward_in_place_chunk(cpu, formula, saved, g));
+        });
+        Ok(())
+    }
 }

@@ -1,12 +1,12 @@
 //! Pooling to a chosen output size: the windows divide the input as evenly as they can, and overlap where it does not divide.
 
-use super::global::{global_average_pool, global_average_pool_backward};
+use super::global::typed::{global_average_pool, global_average_pool_backward};
 use crate::channels::LANES;
 use crate::error::{check_len, invalid};
 use crate::isa::multiversion;
 use crate::memory_format::{Extent, MemoryFormat, check_shape};
 use crate::separable::{self, Lists, Sizes};
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, Result, Slice, SliceMut, dispatch};
 
 /// The approximate number of elements in a task of whole planes.
 const TASK: usize = 1 << 14;
@@ -102,44 +102,21 @@ impl AdaptivePool {
 ///
 /// # Errors
 /// If a length is not the problem's.
-#[inline(never)]
-pub fn adaptive_average_pool<T: Element>(
-    cpu: &Cpu,
-    problem: &AdaptivePool,
-    x: &[T],
-    y: &mut [T],
-) -> Result<()> {
-    if problem.is_global() {
-        return global_average_pool(cpu, &problem.input_extent(), x, y);
-    }
-    crate::profile::span!("adaptive average pooling", x, y);
-    problem.input_extent().check("adaptive average pooling", &[("x", x.len())])?;
-    problem.output_extent().check("adaptive average pooling", &[("y", y.len())])?;
-    separable::sum(cpu, problem.sizes(), &problem.shares::<T>(), x, y);
-    Ok(())
+pub fn adaptive_average_pool(cpu: &Cpu, problem: &AdaptivePool, x: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
+    dispatch!("adaptive average pool", x.dtype(), T => typed::adaptive_average_pool::<T>(cpu, problem, x.of()?, y.of()?))
 }
 
 /// dx of [`adaptive_average_pool`]: each window's dy is spread evenly.
 ///
 /// # Errors
 /// As [`adaptive_average_pool`].
-#[inline(never)]
-pub fn adaptive_average_pool_backward<T: Element>(
+pub fn adaptive_average_pool_backward(
     cpu: &Cpu,
     problem: &AdaptivePool,
-    dy: &[T],
-    dx: &mut [T],
+    dy: Slice<'_>,
+    dx: SliceMut<'_>,
 ) -> Result<()> {
-    if problem.is_global() {
-        return global_average_pool_backward(cpu, &problem.input_extent(), dy, dx);
-    }
-    crate::profile::span!("adaptive average pooling backward", dy, dx);
-    problem.input_extent().check("adaptive average pooling backward", &[("dx", dx.len())])?;
-    problem.output_extent().check("adaptive average pooling backward", &[("dy", dy.len())])?;
-    let [rows, columns] = problem.shares::<T>();
-    let lists = [rows.transposed(problem.input[0]), columns.transposed(problem.input[1])];
-    separable::sum(cpu, problem.sizes().transposed(), &lists, dy, dx);
-    Ok(())
+    dispatch!("adaptive average pool backward", dy.dtype(), T => typed::adaptive_average_pool_backward::<T>(cpu, problem, dy.of()?, dx.of()?))
 }
 
 /// The largest value of each window, and the place in its plane (row-major) where it was.
@@ -148,85 +125,28 @@ pub fn adaptive_average_pool_backward<T: Element>(
 ///
 /// # Errors
 /// If a length is not the problem's, or a plane has more places than u32 counts.
-#[inline(never)]
-pub fn adaptive_max_pool<T: Element>(
+pub fn adaptive_max_pool(
     cpu: &Cpu,
     problem: &AdaptivePool,
-    x: &[T],
-    y: &mut [T],
+    x: Slice<'_>,
+    y: SliceMut<'_>,
     places: &mut [u32],
 ) -> Result<()> {
-    let operation = "adaptive max pooling";
-    crate::profile::span!("adaptive max pooling", x, y);
-    problem.input_extent().check(operation, &[("x", x.len())])?;
-    problem.output_extent().check(operation, &[("y", y.len())])?;
-    check_len(operation, "the places", places.len(), y.len())?;
-    let Sizes { lanes, from: [height, width], to: [rows, columns] } = problem.sizes();
-    if height * width > u32::MAX as usize {
-        return Err(invalid(operation, format!("planes of {height} x {width} have more places than u32")));
-    }
-    if problem.is_global() && lanes == 1 {
-        let (plane, planes) = (height * width, TASK.div_ceil(height * width));
-        let items = x.chunks(planes * plane).zip(y.chunks_mut(planes).zip(places.chunks_mut(planes)));
-        cpu.for_each(x.len(), items, |(x, (y, places))| largest_of_planes(cpu, plane, x, y, places));
-        return Ok(());
-    }
-    let (plane, y_row) = (height * width * lanes, columns * lanes);
-    let windows: Vec<_> = (0..columns).map(|output| problem.window(1, output)).collect();
-    let items = y.chunks_mut(y_row).zip(places.chunks_mut(y_row)).enumerate();
-    cpu.for_each(x.len(), items, |(row, (y, places))| {
-        let x = &x[row / rows * plane..][..plane];
-        let lines = problem.window(0, row % rows);
-        let outputs = y.chunks_mut(lanes).zip(places.chunks_mut(lanes));
-        for (columns, (y, places)) in windows.iter().zip(outputs) {
-            let first = lines.start * width + columns.start;
-            y.copy_from_slice(&x[first * lanes..][..lanes]);
-            places.fill(first as u32);
-            for line in lines.clone() {
-                let start = line * width + columns.start;
-                let pixels = &x[start * lanes..][..columns.len() * lanes];
-                keep_larger(cpu, start as u32, pixels, y, places);
-            }
-        }
-    });
-    Ok(())
+    dispatch!("adaptive max pool", x.dtype(), T => typed::adaptive_max_pool::<T>(cpu, problem, x.of()?, y.of()?, places))
 }
 
 /// dx of [`adaptive_max_pool`]: each window's dy goes to the place that was largest.
 ///
 /// # Errors
 /// If a length is not the problem's. Places that are not in a plane are ignored.
-#[inline(never)]
-pub fn adaptive_max_pool_backward<T: Element>(
+pub fn adaptive_max_pool_backward(
     cpu: &Cpu,
     problem: &AdaptivePool,
-    dy: &[T],
+    dy: Slice<'_>,
     places: &[u32],
-    dx: &mut [T],
+    dx: SliceMut<'_>,
 ) -> Result<()> {
-    let operation = "adaptive max pooling backward";
-    crate::profile::span!("adaptive max pooling backward", dy, dx);
-    problem.input_extent().check(operation, &[("dx", dx.len())])?;
-    problem.output_extent().check(operation, &[("dy", dy.len())])?;
-    check_len(operation, "the places", places.len(), dy.len())?;
-    let Sizes { lanes, from: [height, width], to: [rows, columns] } = problem.sizes();
-    let (input, output) = (height * width * lanes, rows * columns * lanes);
-    // Windows overlap, so a task is of whole planes (or images).
-    let (work, planes) = (dx.len(), TASK.div_ceil(input));
-    let items = dx.chunks_mut(planes * input);
-    let items = items.zip(dy.chunks(planes * output).zip(places.chunks(planes * output)));
-    cpu.for_each(work, items, |(dx, (dy, places))| {
-        dx.fill(T::zero());
-        let sources = dy.chunks(output).zip(places.chunks(output));
-        for (dx, (dy, places)) in dx.chunks_mut(input).zip(sources) {
-            for (index, (&dy, &place)) in dy.iter().zip(places).enumerate() {
-                if let Some(dx) = dx.get_mut(place as usize * lanes + index % lanes) {
-                    *dx += dy;
-                }
-            }
-        }
-    });
-    Ok(())
+    dispatch!("adaptive max pool backward", dy.dtype(), T => typed::adaptive_max_pool_backward::<T>(cpu, problem, dy.of()?, places, dx.of()?))
 }
 
 /// The larger of two; NaN if there is one.
@@ -265,5 +185,122 @@ multiversion! {
                 *found = if larger { place } else { *found };
             }
         }
+    }
+}
+
+/// The same for elements of a type that is known at compile time.
+pub(crate) mod typed {
+    use super::*;
+
+    pub(crate) fn adaptive_average_pool<T: Element>(
+        cpu: &Cpu,
+        problem: &AdaptivePool,
+        x: &[T],
+        y: &mut [T],
+    ) -> Result<()> {
+        if problem.is_global() {
+            return global_average_pool(cpu, &problem.input_extent(), x, y);
+        }
+        crate::profile::span!("adaptive average pooling", x, y);
+        problem.input_extent().check("adaptive average pooling", &[("x", x.len())])?;
+        problem.output_extent().check("adaptive average pooling", &[("y", y.len())])?;
+        separable::sum(cpu, problem.sizes(), &problem.shares::<T>(), x, y);
+        Ok(())
+    }
+
+    pub(crate) fn adaptive_average_pool_backward<T: Element>(
+        cpu: &Cpu,
+        problem: &AdaptivePool,
+        dy: &[T],
+        dx: &mut [T],
+    ) -> Result<()> {
+        if problem.is_global() {
+            return global_average_pool_backward(cpu, &problem.input_extent(), dy, dx);
+        }
+        crate::profile::span!("adaptive average pooling backward", dy, dx);
+        problem.input_extent().check("adaptive average pooling backward", &[("dx", dx.len())])?;
+        problem.output_extent().check("adaptive average pooling backward", &[("dy", dy.len())])?;
+        let [rows, columns] = problem.shares::<T>();
+        let lists = [rows.transposed(problem.input[0]), columns.transposed(problem.input[1])];
+        separable::sum(cpu, problem.sizes().transposed(), &lists, dy, dx);
+        Ok(())
+    }
+
+    pub(crate) fn adaptive_max_pool<T: Element>(
+        cpu: &Cpu,
+        problem: &AdaptivePool,
+        x: &[T],
+        y: &mut [T],
+        places: &mut [u32],
+    ) -> Result<()> {
+        let operation = "adaptive max pooling";
+        crate::profile::span!("adaptive max pooling", x, y);
+        problem.input_extent().check(operation, &[("x", x.len())])?;
+        problem.output_extent().check(operation, &[("y", y.len())])?;
+        check_len(operation, "the places", places.len(), y.len())?;
+        let Sizes { lanes, from: [height, width], to: [rows, columns] } = problem.sizes();
+        if height * width > u32::MAX as usize {
+            return Err(invalid(
+                operation,
+                format!("planes of {height} x {width} have more places than u32"),
+            ));
+        }
+        if problem.is_global() && lanes == 1 {
+            let (plane, planes) = (height * width, TASK.div_ceil(height * width));
+            let items = x.chunks(planes * plane).zip(y.chunks_mut(planes).zip(places.chunks_mut(planes)));
+            cpu.for_each(x.len(), items, |(x, (y, places))| largest_of_planes(cpu, plane, x, y, places));
+            return Ok(());
+        }
+        let (plane, y_row) = (height * width * lanes, columns * lanes);
+        let windows: Vec<_> = (0..columns).map(|output| problem.window(1, output)).collect();
+        let items = y.chunks_mut(y_row).zip(places.chunks_mut(y_row)).enumerate();
+        cpu.for_each(x.len(), items, |(row, (y, places))| {
+            let x = &x[row / rows * plane..][..plane];
+            let lines = problem.window(0, row % rows);
+            let outputs = y.chunks_mut(lanes).zip(places.chunks_mut(lanes));
+            for (columns, (y, places)) in windows.iter().zip(outputs) {
+                let first = lines.start * width + columns.start;
+                y.copy_from_slice(&x[first * lanes..][..lanes]);
+                places.fill(first as u32);
+                for line in lines.clone() {
+                    let start = line * width + columns.start;
+                    let pixels = &x[start * lanes..][..columns.len() * lanes];
+                    keep_larger(cpu, start as u32, pixels, y, places);
+                }
+            }
+        });
+        Ok(())
+    }
+
+    pub(crate) fn adaptive_max_pool_backward<T: Element>(
+        cpu: &Cpu,
+        problem: &AdaptivePool,
+        dy: &[T],
+        places: &[u32],
+        dx: &mut [T],
+    ) -> Result<()> {
+        let operation = "adaptive max pooling backward";
+        crate::profile::span!("adaptive max pooling backward", dy, dx);
+        problem.input_extent().check(operation, &[("dx", dx.len())])?;
+        problem.output_extent().check(operation, &[("dy", dy.len())])?;
+        check_len(operation, "the places", places.len(), dy.len())?;
+        let Sizes { lanes, from: [height, width], to: [rows, columns] } = problem.sizes();
+        let (input, output) = (height * width * lanes, rows * columns * lanes);
+        // Windows overlap, so a task is of whole planes (or images).
+        let (work, planes) = (dx.len(), TASK.div_ceil(input));
+        let items = dx.chunks_mut(planes * input);
+        let items = items.zip(dy.chunks(planes * output).zip(places.chunks(planes * output)));
+        cpu.for_each(work, items, |(dx, (dy, places))| {
+            dx.fill(T::zero());
+            let sources = dy.chunks(output).zip(places.chunks(output));
+            for (dx, (dy, places)) in dx.chunks_mut(input).zip(sources) {
+                for (index, (&dy, &place)) in dy.iter().zip(places).enumerate() {
+                    if let Some(dx) = dx.get_mut(place as usize * lanes + index % lanes) {
+                        *dx += dy;
+                    }
+                }
+            }
+        });
+        Ok(())
     }
 }

@@ -117,7 +117,7 @@ impl Case {
         let (mut added, mut in_place) = (poisoned(x.len()), x.clone());
         normalize_added(cpu, &extent, (&x, &dy), &by, &mut added).unwrap();
         normalize_in_place(cpu, &extent, &plain, &mut in_place).unwrap();
-        add_activated_in_place(cpu, &dy, activation, &mut in_place).unwrap();
+        add_activated_in_place(cpu, (&dy).into(), activation, (&mut in_place).into()).unwrap();
         check_bits(&added, &in_place).map_err(|error| format!("forward with a residual: {error}"))?;
         let affine = Affine { weight, bias, eps: EPS, eps_place: EpsPlace::InsideRoot, activation };
         let mut at_once = poisoned(x.len());
@@ -377,10 +377,17 @@ fn fused<T: Number>(case: &Case, format: MemoryFormat, activation: Activation) -
     let fused = case.run::<T>(&cpu, format, activation)?;
     let plain = case.run::<T>(&cpu, format, Activation::Identity)?;
     let mut y: Vec<T> = poisoned(plain.y.len());
-    activate(&cpu, activation, &plain.y, &mut y).unwrap();
+    activate(&cpu, activation, (&plain.y).into(), (&mut y).into()).unwrap();
     check_bits(&fused.y, &y).map_err(|error| format!("y: {error}"))?;
     let mut behind: Vec<T> = poisoned(y.len());
-    activation_backward(&cpu, activation, &y, &cast(&case.dy), &mut behind).unwrap();
+    activation_backward(
+        &cpu,
+        activation,
+        (&y).into(),
+        (&cast::<_, T>(&case.dy)).into(),
+        (&mut behind).into(),
+    )
+    .unwrap();
     let separate = Case {
         dy: cast(&behind),
         x: case.x.clone(),

@@ -50,7 +50,7 @@ fn check(problem: &str, pass: Pass, [gamma, beta, had_bias]: [bool; 3]) -> Resul
         let mut y = poisoned(len);
         let mut workspace = poisoned(plan.workspace_len());
         plan.run(operands(pass, [&x, weight, &x], &mut y), &mut workspace).unwrap();
-        add_bias(&cpu, &extent, bias, &mut y).unwrap();
+        add_bias(&cpu, &extent, bias.into(), (&mut y).into()).unwrap();
         y
     };
     let bias = if had_bias { bias_values } else { vec![0.0; channels] };

@@ -106,7 +106,7 @@ impl<'a, T: Number> Layer<'a, T> {
                 let weight: Vec<T> = cast(&self.vector("conv_weight").unwrap());
                 let mut y = self.convolve(problem, Pass::Forward, [&x, &weight, &[]]);
                 if let Some(bias) = self.vector("conv_bias") {
-                    add_bias(&self.cpu, &extent, &cast(&bias), &mut y).unwrap();
+                    add_bias(&self.cpu, &extent, (&cast::<_, T>(&bias)).into(), (&mut y).into()).unwrap();
                 }
                 y
             },
@@ -156,7 +156,7 @@ impl<'a, T: Number> Layer<'a, T> {
         self.check_vector(failures, "grad_conv_weight", &dweight, rtol);
         if let Some(expected) = self.vector("grad_conv_bias") {
             let mut sums: Vec<T> = poisoned(expected.len());
-            sum_by_channel(&self.cpu, &extent, &before, &mut sums).unwrap();
+            sum_by_channel(&self.cpu, &extent, (&before).into(), (&mut sums).into()).unwrap();
             // Behind a batch norm that subtracts the mean a bias has no effect: its gradient is the rounding error
             // of a sum of gradients, which are what it is compared with.
             let largest = before.iter().map(|g| g.f64().abs()).fold(0.0, f64::max).max(expected[0].abs());

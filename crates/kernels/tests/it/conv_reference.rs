@@ -172,7 +172,7 @@ fn check_golden<T: Number>(
     if let Some(mut y) = run(Pass::Forward) {
         if let Some((_, bias)) = golden.tensor_f64_opt("bias") {
             let extent = extent_of(&problem.output_shape(), MemoryFormat::Contiguous);
-            add_bias(&Cpu::single(), &extent, &cast(&bias), &mut y).unwrap();
+            add_bias(&Cpu::single(), &extent, (&cast::<_, T>(&bias)).into(), (&mut y).into()).unwrap();
         }
         failures.check(what("output"), check_relative_to_max(&y, &values("output"), forward));
     }
@@ -206,7 +206,13 @@ fn bias_gradients_agree_with_pytorch() {
         for format in FORMATS {
             let extent = extent_of(&shape, format);
             let mut sums: Vec<f32> = poisoned(shape[1]);
-            sum_by_channel(&Cpu::single(), &extent, &common::laid_out(&extent, &dy), &mut sums).unwrap();
+            sum_by_channel(
+                &Cpu::single(),
+                &extent,
+                (&common::laid_out(&extent, &dy)).into(),
+                (&mut sums).into(),
+            )
+            .unwrap();
             failures
                 .check(format!("{} {format}", golden.name), check_relative_to_max(&sums, &expected, 1e-6));
         }

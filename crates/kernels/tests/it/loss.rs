@@ -3,14 +3,14 @@
 use crate::common::{
     FORMATS, Number, cast, check_bits, check_refused, contiguous, cpus, extent, extent_of, laid_out,
 };
-use convoke_kernels::activation::{relu, relu_backward};
+use convoke_kernels::activation::{Activation, activate, activation_backward};
 use convoke_kernels::class_loss::{ClassLoss, class_loss, class_loss_backward};
 use convoke_kernels::elementwise::{add_bias, sum_by_channel};
 use convoke_kernels::gemm::{Matrix, MatrixMut, Update, gemm};
-use convoke_kernels::loss::{log_softmax, log_softmax_backward, nll, nll_backward};
 use convoke_kernels::memory_format::Extent;
+use convoke_kernels::softmax::{log_softmax, log_softmax_backward};
 use convoke_kernels::value_loss::{ValueLoss, value_loss, value_loss_backward, value_loss_backward_targets};
-use convoke_kernels::{Cpu, MemoryFormat};
+use convoke_kernels::{Cpu, MemoryFormat, Result};
 use convoke_testkit::{
     Case, Failures, Golden, Random, Tolerance, check_close, check_close_or_both_nan, check_relative_to_max,
     poisoned,
@@ -61,9 +61,9 @@ fn check_linear<T: Number>(failures: &mut Failures, golden: &Case, cpu: &Cpu) {
         failures.check(format!("{} {name} {} {cpu:?}", golden.name, T::DTYPE), result);
     };
     if golden.shape("bias").is_some() {
-        add_bias(cpu, &extent, &values(golden, "bias"), &mut y).unwrap();
+        add_bias(cpu, &extent, (&values::<T>(golden, "bias")).into(), (&mut y).into()).unwrap();
         let mut sums: Vec<T> = poisoned(features);
-        sum_by_channel(cpu, &extent, &dy, &mut sums).unwrap();
+        sum_by_channel(cpu, &extent, (&dy).into(), (&mut sums).into()).unwrap();
         compare("grad_bias", &sums, gradient);
     }
     compare("output", &y, forward);
@@ -83,10 +83,10 @@ fn linear_agrees_with_pytorch() {
 
 fn check_relu<T: Number>(failures: &mut Failures, golden: &Case, cpu: &Cpu) {
     let (x, dy): (Vec<T>, Vec<T>) = (values(golden, "x"), values(golden, "grad_output"));
-    let (mut y, mut dx, mut dx_from_x) = (poisoned(x.len()), poisoned(x.len()), poisoned(x.len()));
-    relu(cpu, &x, &mut y).unwrap();
-    relu_backward(cpu, &y, &dy, &mut dx).unwrap();
-    relu_backward(cpu, &x, &dy, &mut dx_from_x).unwrap();
+    let [mut y, mut dx, mut dx_from_x] = [(); 3].map(|()| poisoned::<T>(x.len()));
+    activate(cpu, Activation::Relu, (&x).into(), (&mut y).into()).unwrap();
+    activation_backward(cpu, Activation::Relu, (&y).into(), (&dy).into(), (&mut dx).into()).unwrap();
+    activation_backward(cpu, Activation::Relu, (&x).into(), (&dy).into(), (&mut dx_from_x).into()).unwrap();
     for (name, actual) in [("output", &y), ("grad_x", &dx), ("grad_x", &dx_from_x)] {
         let result = check_close_or_both_nan(actual, &golden.tensor_f64(name).1, Tolerance::EXACT);
         failures.check(format!("{} {name} {} {cpu:?}", golden.name, T::DTYPE), result);
@@ -105,13 +105,13 @@ fn relu_agrees_with_pytorch_for_special_values_too() {
 
 fn log_softmax_of<T: Number>(cpu: &Cpu, extent: &Extent, x: &[T]) -> Vec<T> {
     let mut y = poisoned(x.len());
-    log_softmax(cpu, extent, x, &mut y).unwrap();
+    log_softmax(cpu, extent, x.into(), (&mut y).into()).unwrap();
     y
 }
 
 fn log_softmax_gradient<T: Number>(cpu: &Cpu, extent: &Extent, y: &[T], dy: &[T]) -> Vec<T> {
     let mut dx = poisoned(y.len());
-    log_softmax_backward(cpu, extent, y, dy, &mut dx).unwrap();
+    log_softmax_backward(cpu, extent, y.into(), dy.into(), (&mut dx).into()).unwrap();
     dx
 }
 
@@ -138,6 +138,21 @@ fn log_softmax_agrees_with_pytorch() {
     });
 }
 
+/// The loss without weights and smoothing.
+fn nll<T: Number>(extent: &Extent, x: &[T], targets: &[i64], ignore: Option<i64>) -> Result<(f64, f64)> {
+    class_loss(extent, x.into(), targets, &ClassLoss { ignore, ..ClassLoss::default() })
+}
+
+fn nll_backward<T: Number>(
+    extent: &Extent,
+    targets: &[i64],
+    ignore: Option<i64>,
+    factor: f64,
+    dx: &mut [T],
+) -> Result<()> {
+    class_loss_backward(extent, targets, &ClassLoss { ignore, ..ClassLoss::default() }, factor, dx.into())
+}
+
 /// The loss of a golden case as PyTorch reduces it, and its gradient, which lies as the extent's format has it.
 fn loss_of<T: Number>(golden: &Case, extent: &Extent, log_probabilities: &[T]) -> (Vec<f64>, Vec<T>) {
     let (targets, ignore) = (golden.integers("target").1, Some(golden.number("ignore_index") as i64));
@@ -161,19 +176,9 @@ fn loss_of<T: Number>(golden: &Case, extent: &Extent, log_probabilities: &[T]) -
         weights: weights.as_ref().map(|(_, weights)| &weights[..]),
         label_smoothing: smoothing.map_or(0.0, |_| golden.number("label_smoothing")),
     };
-    let (total, weight) = class_loss(extent, log_probabilities, &targets, &options).unwrap();
+    let (total, weight) = class_loss(extent, log_probabilities.into(), &targets, &options).unwrap();
     let divisor = if mean { weight } else { 1.0 };
-    class_loss_backward(extent, &targets, &options, upstream[0] / divisor, &mut dx).unwrap();
-    if options != (ClassLoss { ignore, ..ClassLoss::default() }) {
-        return (vec![total / divisor], dx);
-    }
-    // The plain loss is this one too, to the last bit.
-    let general = (vec![total / divisor], dx.clone());
-    let (total, count) = nll(extent, log_probabilities, &targets, ignore).unwrap();
-    let divisor = if mean { count as f64 } else { 1.0 };
-    nll_backward(extent, &targets, ignore, upstream[0] / divisor, &mut dx).unwrap();
-    let same = |(a, b): (&f64, &f64)| a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan();
-    assert!(same((&general.0[0], &(total / divisor))) && general.1 == dx, "{}", golden.name);
+    class_loss_backward(extent, &targets, &options, upstream[0] / divisor, (&mut dx).into()).unwrap();
     (vec![total / divisor], dx)
 }
 
@@ -230,13 +235,14 @@ fn check_value_loss<T: Number>(failures: &mut Failures, golden: &Case, loss: Val
     let [forward, gradient] = tolerances::<T>();
     for cpu in cpus() {
         let what = |name: &str| format!("{} {name} {cpu:?} {}", golden.name, T::DTYPE);
-        let total = value_loss(cpu, loss, &x, &target).unwrap();
+        let total = value_loss(cpu, loss, (&x).into(), (&target).into()).unwrap();
         let expected = &golden.tensor_f64("output").1;
         failures
             .check(what("output"), check_close(&[total / divisor], expected, Tolerance::new(0.0, forward)));
-        let (mut dx, mut dt) = (poisoned(x.len()), poisoned(x.len()));
-        value_loss_backward(cpu, loss, [&x, &target], factor, &mut dx).unwrap();
-        value_loss_backward_targets(cpu, loss, [&x, &target], factor, &mut dt).unwrap();
+        let (mut dx, mut dt) = (poisoned::<T>(x.len()), poisoned::<T>(x.len()));
+        value_loss_backward(cpu, loss, [(&x).into(), (&target).into()], factor, (&mut dx).into()).unwrap();
+        value_loss_backward_targets(cpu, loss, [(&x).into(), (&target).into()], factor, (&mut dt).into())
+            .unwrap();
         for (name, actual) in [("grad_x", &dx), ("grad_x_target", &dt)] {
             failures.check(what(name), check_relative_to_max(actual, &golden.tensor_f64(name).1, gradient));
         }
@@ -251,23 +257,31 @@ fn value_losses_at_their_ends() {
     for (x, t, expected) in
         [(1e30f64, 0.0, 1e30), (-1e30, 1.0, 1e30), (1e30, 1.0, 0.0), (0.0, 0.5, 2f64.ln())]
     {
-        assert_eq!(value_loss(&cpu, bce, &[x], &[t]).unwrap(), expected);
+        assert_eq!(value_loss(&cpu, bce, (&[x]).into(), (&[t]).into()).unwrap(), expected);
     }
     let mut dx = [f64::NAN; 2];
-    value_loss_backward(&cpu, bce, [&[1e30, -1e30], &[0.0, 1.0]], 1.0, &mut dx).unwrap();
+    value_loss_backward(&cpu, bce, [(&[1e30, -1e30]).into(), (&[0.0, 1.0]).into()], 1.0, (&mut dx).into())
+        .unwrap();
     assert_eq!(dx, [1.0, -1.0]);
     for loss in [bce, ValueLoss::SquaredError] {
-        assert!(value_loss(&cpu, loss, &[1.0, f64::NAN], &[0.0; 2]).unwrap().is_nan());
+        assert!(value_loss(&cpu, loss, (&[1.0, f64::NAN]).into(), (&[0.0; 2]).into()).unwrap().is_nan());
         let x: Vec<f32> = Random::new(5).normal(30_001, 0.0, 3.0);
         let t: Vec<f32> = Random::new(6).normal(x.len(), 0.0, 1.0);
         let totals: Vec<u64> = (1..=3)
-            .map(|threads| value_loss(&Cpu::new(threads).unwrap(), loss, &x, &t).unwrap().to_bits())
+            .map(|threads| {
+                value_loss(&Cpu::new(threads).unwrap(), loss, (&x).into(), (&t).into()).unwrap().to_bits()
+            })
             .collect();
         assert!(totals.iter().all(|total| *total == totals[0]));
-        check_refused(value_loss(&cpu, loss, &x, &t[1..]), &["value_loss", "the targets"]).unwrap();
+        check_refused(value_loss(&cpu, loss, (&x).into(), (&t[1..]).into()), &["value_loss", "the targets"])
+            .unwrap();
         let short = &mut [0.0f32; 3];
-        check_refused(value_loss_backward(&cpu, loss, [&x, &t], 1.0, short), &["the gradient"]).unwrap();
-        value_loss(&cpu, loss, &[0.0f32; 0], &[]).unwrap();
+        check_refused(
+            value_loss_backward(&cpu, loss, [(&x).into(), (&t).into()], 1.0, short.into()),
+            &["the gradient"],
+        )
+        .unwrap();
+        value_loss(&cpu, loss, (&[0.0f32; 0]).into(), (&[0.0f32; 0]).into()).unwrap();
     }
 }
 
@@ -324,13 +338,21 @@ fn mistakes_are_named_and_nothing_is_written() {
     };
     for format in FORMATS {
         let extent = extent([2, 3, 4], format);
-        type Run<'a> = &'a dyn Fn(&mut [f32]) -> convoke_kernels::Result<()>;
+        type Run<'a> = &'a dyn Fn(&mut [f32]) -> Result<()>;
         let cases: [(&[&str], usize, Run<'_>); 13] = [
-            (&["log_softmax: x has 25 elements, expected 24"], 24, &|y| log_softmax(&cpu, &extent, &data, y)),
-            (&["log_softmax: y has 23"], 23, &|y| log_softmax(&cpu, &extent, &data[..24], y)),
-            (&["y has 23"], 24, &|dx| log_softmax_backward(&cpu, &extent, &data[..23], &data[..24], dx)),
-            (&["dy has 25"], 24, &|dx| log_softmax_backward(&cpu, &extent, &data[..24], &data, dx)),
-            (&["dx has 25"], 25, &|dx| log_softmax_backward(&cpu, &extent, &data[..24], &data[..24], dx)),
+            (&["log_softmax: x has 25 elements, expected 24"], 24, &|y| {
+                log_softmax(&cpu, &extent, (&data).into(), y.into())
+            }),
+            (&["log_softmax: y has 23"], 23, &|y| log_softmax(&cpu, &extent, (&data[..24]).into(), y.into())),
+            (&["y has 23"], 24, &|dx| {
+                log_softmax_backward(&cpu, &extent, (&data[..23]).into(), (&data[..24]).into(), dx.into())
+            }),
+            (&["dy has 25"], 24, &|dx| {
+                log_softmax_backward(&cpu, &extent, (&data[..24]).into(), (&data).into(), dx.into())
+            }),
+            (&["dx has 25"], 25, &|dx| {
+                log_softmax_backward(&cpu, &extent, (&data[..24]).into(), (&data[..24]).into(), dx.into())
+            }),
             (&["the input has 23"], 0, &|_| nll(&extent, &data[..23], &good, None).map(drop)),
             (&["the targets has 7"], 0, &|_| nll(&extent, &data[..24], &good[..7], None).map(drop)),
             (&["target 3 at index 4", "0..3"], 0, &|_| {

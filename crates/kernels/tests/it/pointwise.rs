@@ -70,16 +70,16 @@ fn finite() -> Vec<f32> {
 /// The output, and the gradient for `dy`.
 fn run<T: Number>(cpu: &Cpu, function: Pointwise, x: &[T], dy: &[T]) -> [Vec<T>; 2] {
     let (mut y, mut dx) = (poisoned(x.len()), poisoned(x.len()));
-    pointwise(cpu, function, x, &mut y).unwrap();
+    pointwise(cpu, function, x.into(), (&mut y).into()).unwrap();
     let saved = match function.saves() {
         Saves::Input => x,
         Saves::Output => &y,
         Saves::Nothing => &[],
     };
-    pointwise_backward(cpu, function, saved, dy, &mut dx).unwrap();
+    pointwise_backward(cpu, function, saved.into(), dy.into(), (&mut dx).into()).unwrap();
     if function.saves() != Saves::Nothing {
         let mut in_place = dy.to_vec();
-        pointwise_backward_in_place(cpu, function, saved, &mut in_place).unwrap();
+        pointwise_backward_in_place(cpu, function, saved.into(), (&mut in_place).into()).unwrap();
         check_bits(&in_place, &dx).unwrap();
     }
     [y, dx]
@@ -268,22 +268,37 @@ fn what_makes_no_sense_is_refused_and_nothing_is_written() {
     let (cpu, x) = (Cpu::single(), [1.0f32; 5]);
     for (function, parts) in cases {
         let mut y = [7.0f32; 5];
-        failures.check(format!("{function:?}"), check_refused(pointwise(&cpu, function, &x, &mut y), parts));
-        let backward = pointwise_backward(&cpu, function, &x, &x, &mut y);
+        failures.check(
+            format!("{function:?}"),
+            check_refused(pointwise(&cpu, function, (&x).into(), (&mut y).into()), parts),
+        );
+        let backward = pointwise_backward(&cpu, function, (&x).into(), (&x).into(), (&mut y).into());
         failures.check(format!("{function:?} backward"), check_refused(backward, parts));
         assert_eq!(y, [7.0; 5]);
     }
     let mut y = [7.0f32; 5];
     let tanh = Pointwise::Tanh;
     let results = [
-        (check_refused(pointwise(&cpu, tanh, &x[1..], &mut y), &["tanh: y has 5 elements, expected 4"])),
-        (check_refused(pointwise_backward(&cpu, tanh, &x[1..], &x, &mut y), &["saved has 4"])),
-        (check_refused(pointwise_backward(&cpu, tanh, &x, &x[1..], &mut y), &["dx has 5"])),
         (check_refused(
-            pointwise_backward(&cpu, Pointwise::Neg, &x, &x, &mut y),
+            pointwise(&cpu, tanh, (&x[1..]).into(), (&mut y).into()),
+            &["tanh: y has 5 elements, expected 4"],
+        )),
+        (check_refused(
+            pointwise_backward(&cpu, tanh, (&x[1..]).into(), (&x).into(), (&mut y).into()),
+            &["saved has 4"],
+        )),
+        (check_refused(
+            pointwise_backward(&cpu, tanh, (&x).into(), (&x[1..]).into(), (&mut y).into()),
+            &["dx has 5"],
+        )),
+        (check_refused(
+            pointwise_backward(&cpu, Pointwise::Neg, (&x).into(), (&x).into(), (&mut y).into()),
             &["saved has 5", "expected 0"],
         )),
-        (check_refused(pointwise_backward_in_place(&cpu, tanh, &x[1..], &mut y), &["saved has 4"])),
+        (check_refused(
+            pointwise_backward_in_place(&cpu, tanh, (&x[1..]).into(), (&mut y).into()),
+            &["saved has 4"],
+        )),
     ];
     for (index, result) in results.into_iter().enumerate() {
         failures.check(format!("length {index}"), result);
@@ -395,14 +410,14 @@ fn softmax_follows_its_definition_along_any_axis() {
         for log in [false, true] {
             let expected = softmax_by_loops(size, log, &cast(&x), &cast(&dy));
             let run = |cpu: &Cpu| {
-                let (mut y, mut dx) = (poisoned(len), poisoned(len));
-                let (forward, backward): (fn(&_, &_, &_, &mut _) -> _, fn(&_, &_, &_, &_, &mut _) -> _) =
-                    match log {
-                        true => (log_softmax::<f32>, log_softmax_backward::<f32>),
-                        false => (softmax::<f32>, softmax_backward::<f32>),
-                    };
-                forward(cpu, &extent, &x[..], &mut y[..]).unwrap();
-                backward(cpu, &extent, &y[..], &dy[..], &mut dx[..]).unwrap();
+                let (mut y, mut dx) = (poisoned::<f32>(len), poisoned::<f32>(len));
+                if log {
+                    log_softmax(cpu, &extent, (&x).into(), (&mut y).into()).unwrap();
+                    log_softmax_backward(cpu, &extent, (&y).into(), (&dy).into(), (&mut dx).into()).unwrap();
+                } else {
+                    softmax(cpu, &extent, (&x).into(), (&mut y).into()).unwrap();
+                    softmax_backward(cpu, &extent, (&y).into(), (&dy).into(), (&mut dx).into()).unwrap();
+                }
                 [y, dx]
             };
             let first = run(&cpus()[0]);
@@ -425,9 +440,13 @@ fn softmax_follows_its_definition_along_any_axis() {
 fn softmax_of_large_values_is_stable() {
     let extent = extent([2, 3, 1], MemoryFormat::Contiguous);
     let mut y = [f32::NAN; 6];
-    softmax(&Cpu::single(), &extent, &[1e4, 1e4, 1e4, -1e4, 0.0, 1e4], &mut y).unwrap();
+    softmax(&Cpu::single(), &extent, (&[1e4f32, 1e4, 1e4, -1e4, 0.0, 1e4]).into(), (&mut y).into()).unwrap();
     assert_eq!(y, [1.0 / 3.0, 1.0 / 3.0, 1.0 / 3.0, 0.0, 0.0, 1.0]);
-    check_refused(softmax(&Cpu::single(), &extent, &[1.0; 5], &mut y), &["softmax: x has 5"]).unwrap();
+    check_refused(
+        softmax(&Cpu::single(), &extent, (&[1.0f32; 5]).into(), (&mut y).into()),
+        &["softmax: x has 5"],
+    )
+    .unwrap();
 }
 
 #[test]

@@ -146,9 +146,16 @@ impl Layer {
         let problem = self.problem(format);
         let (x_extent, y_extent) = (problem.input_extent(), problem.output_extent());
         let (mut y, mut dx) = (poisoned(dy.len()), poisoned(x.len()));
-        average_pool(cpu, &problem, self.divisor(), &laid_out::<T>(&x_extent, &cast(x)), &mut y).unwrap();
+        average_pool(
+            cpu,
+            &problem,
+            self.divisor(),
+            (&laid_out::<T>(&x_extent, &cast(x))).into(),
+            (&mut y).into(),
+        )
+        .unwrap();
         let dy = laid_out::<T>(&y_extent, &cast(dy));
-        average_pool_backward(cpu, &problem, self.divisor(), &dy, &mut dx).unwrap();
+        average_pool_backward(cpu, &problem, self.divisor(), (&dy).into(), (&mut dx).into()).unwrap();
         [contiguous(&y_extent, &y), contiguous(&x_extent, &dx)]
     }
 }

@@ -87,12 +87,14 @@ fn wrong_lengths_are_named_and_nothing_is_written() {
         ("dy has 9", 32, &|dx| max_pool_backward(&cpu, &problem, &data[..9], &taps[..8], dx)),
         ("dx has 31", 31, &|dx| max_pool_backward(&cpu, &problem, &data[..8], &taps[..8], dx)),
         ("the indices has 7", 32, &|dx| max_pool_backward(&cpu, &problem, &data[..8], &taps[..7], dx)),
-        ("x has 31", 8, &|y| average_pool(&cpu, &problem, padded, &data[..31], y)),
-        ("y has 9", 9, &|y| average_pool(&cpu, &problem, padded, &data[..32], y)),
-        ("dy has 7", 32, &|dx| average_pool_backward(&cpu, &problem, padded, &data[..7], dx)),
-        ("the divisor is 0", 8, &|y| average_pool(&cpu, &problem, Divisor::Fixed(0), &data[..32], y)),
-        ("dilation", 8, &|y| average_pool(&cpu, &dilated, padded, &data[..32], y)),
-        ("dilation", 32, &|dx| average_pool_backward(&cpu, &dilated, padded, &data[..8], dx)),
+        ("x has 31", 8, &|y| average_pool(&cpu, &problem, padded, (&data[..31]).into(), y.into())),
+        ("y has 9", 9, &|y| average_pool(&cpu, &problem, padded, (&data[..32]).into(), y.into())),
+        ("dy has 7", 32, &|dx| average_pool_backward(&cpu, &problem, padded, (&data[..7]).into(), dx.into())),
+        ("the divisor is 0", 8, &|y| {
+            average_pool(&cpu, &problem, Divisor::Fixed(0), (&data[..32]).into(), y.into())
+        }),
+        ("dilation", 8, &|y| average_pool(&cpu, &dilated, padded, (&data[..32]).into(), y.into())),
+        ("dilation", 32, &|dx| average_pool_backward(&cpu, &dilated, padded, (&data[..8]).into(), dx.into())),
     ];
     for (part, len, run) in cases {
         let mut output = vec![7.25; len];

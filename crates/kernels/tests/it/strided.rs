@@ -315,7 +315,8 @@ fn sums_of_what_was_taken() {
         }
         for cpu in cpus() {
             let mut y = poisoned(expected.len());
-            add_taken(cpu, &Scatter { outer, size, indices: &indices, inner }, &x, &mut y).unwrap();
+            add_taken(cpu, &Scatter { outer, size, indices: &indices, inner }, (&x).into(), (&mut y).into())
+                .unwrap();
             failures.check(format!("{outer} {size} {inner} {count} {cpu:?}"), check_bits(&y, &expected));
         }
     }
@@ -386,7 +387,12 @@ fn what_is_refused() {
         failures.check(name, check_refused(taken(&axes, start), &["test: "]));
     }
     let scatter = |indices: &[Option<usize>], len: usize| {
-        add_taken(&cpu, &Scatter { outer: 1, size: 2, indices, inner: 3 }, &x[..len], &mut [0.0; 6])
+        add_taken(
+            &cpu,
+            &Scatter { outer: 1, size: 2, indices, inner: 3 },
+            (&x[..len]).into(),
+            (&mut [0.0f32; 6]).into(),
+        )
     };
     failures.check("an index outside", check_refused(scatter(&[Some(2)], 3), &["index 2", "axis of 2"]));
     failures.check("length", check_refused(scatter(&[Some(1)], 6), &["x has 6"]));

@@ -75,8 +75,9 @@ impl Layer {
         let problem = self.problem(format);
         let (x_extent, y_extent) = (problem.input_extent(), problem.output_extent());
         let (mut y, mut dx) = (poisoned(dy.len()), poisoned(x.len()));
-        upsample(cpu, &problem, &laid_out::<T>(&x_extent, &cast(x)), &mut y).unwrap();
-        upsample_backward(cpu, &problem, &laid_out::<T>(&y_extent, &cast(dy)), &mut dx).unwrap();
+        upsample(cpu, &problem, (&laid_out::<T>(&x_extent, &cast(x))).into(), (&mut y).into()).unwrap();
+        upsample_backward(cpu, &problem, (&laid_out::<T>(&y_extent, &cast(dy))).into(), (&mut dx).into())
+            .unwrap();
         [contiguous(&y_extent, &y), contiguous(&x_extent, &dx)]
     }
 
@@ -171,14 +172,14 @@ fn a_factor_of_one_and_copies_keep_bits_and_what_is_not_finite() {
         for mode in MODES {
             let problem = UpsampleProblem::new([1, 1], [2, 3], [1, 1], mode, format).unwrap();
             let mut y = [f32::NAN; 6];
-            upsample(&Cpu::single(), &problem, &x, &mut y).unwrap();
+            upsample(&Cpu::single(), &problem, (&x).into(), (&mut y).into()).unwrap();
             check_bits(&y, &x).unwrap();
-            upsample_backward(&Cpu::single(), &problem, &x, &mut y).unwrap();
+            upsample_backward(&Cpu::single(), &problem, (&x).into(), (&mut y).into()).unwrap();
             check_bits(&y, &x).unwrap();
         }
         let problem = UpsampleProblem::new([1, 1], [2, 3], [1, 2], UpsampleMode::Nearest, format).unwrap();
         let mut y = [f32::NAN; 12];
-        upsample(&Cpu::single(), &problem, &x, &mut y).unwrap();
+        upsample(&Cpu::single(), &problem, (&x).into(), (&mut y).into()).unwrap();
         check_bits(&y, &x.map(|x| [x, x]).concat()).unwrap();
     }
 }
@@ -211,13 +212,13 @@ fn what_is_no_upsampling_is_refused() {
     assert_eq!(problem.output_shape(), [2, 3, 8, 5]);
     let cpu = Cpu::single();
     let mut out = [7.0f32; 241];
-    let result = upsample(&cpu, &problem, &[0.0; 119], &mut out[..240]);
+    let result = upsample(&cpu, &problem, (&[0.0f32; 119]).into(), (&mut out[..240]).into());
     failures.check("x", check_refused(result, &["upsampling", "x has 119", "120"]));
-    let result = upsample(&cpu, &problem, &[0.0; 120], &mut out);
+    let result = upsample(&cpu, &problem, (&[0.0f32; 120]).into(), (&mut out).into());
     failures.check("y", check_refused(result, &["upsampling", "y has 241", "240"]));
-    let result = upsample_backward(&cpu, &problem, &[0.0; 239], &mut out[..120]);
+    let result = upsample_backward(&cpu, &problem, (&[0.0f32; 239]).into(), (&mut out[..120]).into());
     failures.check("dy", check_refused(result, &["upsampling backward", "dy has 239", "240"]));
-    let result = upsample_backward(&cpu, &problem, &[0.0; 240], &mut out[..121]);
+    let result = upsample_backward(&cpu, &problem, (&[0.0f32; 240]).into(), (&mut out[..121]).into());
     failures.check("dx", check_refused(result, &["upsampling backward", "dx has 121", "120"]));
     assert_eq!(out, [7.0; 241], "nothing is written when an error is returned");
     failures.finish();

@@ -139,7 +139,7 @@ fn read<T: Element>(device: &Device, z: &dyn Images<T>, [images, image]: [usize;
     let mut scratch = None;
     for first in (0..images).step_by(step) {
         let part = z.read(first..(first + step).min(images), &mut scratch)?;
-        std::hint::black_box(elementwise::sum(device.compute(), part));
+        std::hint::black_box(elementwise::sum(device.compute(), part.into())?);
     }
     Ok(())
 }

@@ -241,7 +241,7 @@ impl ConvKernel<f32> for Parts {
             self.onednn.with_threads(self.threads, || part.convolution.run([a, b], output, workspace));
         });
         for sum in sums.chunks(weight) {
-            elementwise::add_assign(cpu, sum, output).expect("both are weights");
+            elementwise::typed::add_assign(cpu, sum, output).expect("both are weights");
         }
     }
 }
