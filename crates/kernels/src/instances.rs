@@ -7,11 +7,10 @@
 use half::{bf16, f16};
 
 use crate::conv::{BiasGradient, ConvPlan, TiledConv, WeightGradient};
-use crate::slices::Slices;
 use crate::strided::Walk;
 use crate::{Element, Stored, block, strided};
 use crate::{activation, batch_norm, concat, convert, gemm, group_norm, layer_norm, memory_format};
-use crate::{pointwise, pool, prelu};
+use crate::{pointwise, pool};
 
 /// Some functions; what counts is that they are mentioned.
 type Mentioned = Vec<*const ()>;
@@ -77,12 +76,6 @@ fn of_element<T: Element>() -> Mentioned {
         pool::max_pool::<T, u16>,
         pool::max_pool_backward::<T, u8>,
         pool::max_pool_backward::<T, u16>,
-        prelu::Prelu::<'static, T>::backward,
-        prelu::Prelu::<'static, T>::backward_slopes,
-        prelu::Prelu::<'static, T>::forward,
-        prelu::Prelu::<'static, T>::new,
-        Slices::add::<T>,
-        Slices::gather::<T>,
     ]
 }
 

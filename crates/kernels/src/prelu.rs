@@ -7,24 +7,23 @@ use crate::error::{check_len, invalid};
 use crate::isa::multiversion;
 use crate::memory_format::Extent;
 use crate::profile::span;
-use crate::{Cpu, Element, MemoryFormat, Result};
+use crate::{Cpu, Element, MemoryFormat, Result, Slice, SliceMut, dispatch};
 
 /// x above 0, else slope * x; PyTorch's `prelu`.
 #[derive(Debug, Clone, Copy)]
-pub struct Prelu<'a, T> {
+pub struct Prelu<'a> {
     extent: Extent,
-    slopes: &'a [T],
+    slopes: Slice<'a>,
 }
 
 const OPERATION: &str = "prelu";
 
-impl<'a, T: Element> Prelu<'a, T> {
+impl<'a> Prelu<'a> {
     /// The PReLU of tensors of this extent. There is one slope, or one for each channel.
     ///
     /// # Errors
     /// If there is another number of slopes, or the extent's size overflows.
-    #[inline(never)]
-    pub fn new(extent: &Extent, slopes: &'a [T]) -> Result<Prelu<'a, T>> {
+    pub fn new(extent: &Extent, slopes: Slice<'a>) -> Result<Prelu<'a>> {
         let len = extent.len()?;
         let extent = match slopes.len() {
             count if count == extent.channels => *extent,
@@ -42,9 +41,51 @@ impl<'a, T: Element> Prelu<'a, T> {
     /// y = x above 0, else slope * x; NaN stays NaN.
     ///
     /// # Errors
-    /// If a length is not the extent's.
-    #[inline(never)]
-    pub fn forward(&self, cpu: &Cpu, x: &[T], y: &mut [T]) -> Result<()> {
+    /// If a length is not the extent's, or types differ.
+    pub fn forward(&self, cpu: &Cpu, x: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
+        dispatch!(OPERATION, self.slopes.dtype(), T => self.typed::<T>()?.forward(cpu, x.of()?, y.of()?))
+    }
+
+    /// dx = dy where x is above 0, else slope * dy.
+    ///
+    /// # Errors
+    /// If a length is not the extent's, or types differ.
+    pub fn backward(&self, cpu: &Cpu, x: Slice<'_>, dy: Slice<'_>, dx: SliceMut<'_>) -> Result<()> {
+        dispatch!(OPERATION, self.slopes.dtype(), T => {
+            self.typed::<T>()?.backward(cpu, x.of()?, dy.of()?, dx.of()?)
+        })
+    }
+
+    /// The gradient of each slope: the sum of x * dy over the elements that it multiplied. It is summed in f64, in an order that
+    /// depends only on the extent.
+    ///
+    /// # Errors
+    /// If a length is not the extent's, there are not as many gradients as slopes, or types differ.
+    pub fn backward_slopes(
+        &self,
+        cpu: &Cpu,
+        x: Slice<'_>,
+        dy: Slice<'_>,
+        gradients: SliceMut<'_>,
+    ) -> Result<()> {
+        dispatch!(OPERATION, self.slopes.dtype(), T => {
+            self.typed::<T>()?.backward_slopes(cpu, x.of()?, dy.of()?, gradients.of()?)
+        })
+    }
+
+    fn typed<T: Element>(&self) -> Result<Typed<'a, T>> {
+        Ok(Typed { extent: self.extent, slopes: self.slopes.of()? })
+    }
+}
+
+/// A PReLU of elements of a type that is known at compile time.
+struct Typed<'a, T> {
+    extent: Extent,
+    slopes: &'a [T],
+}
+
+impl<T: Element> Typed<'_, T> {
+    fn forward(&self, cpu: &Cpu, x: &[T], y: &mut [T]) -> Result<()> {
         span!("prelu", x, y);
         let units = Units::new(OPERATION, &self.extent, &[("x", x.len()), ("y", y.len())])?;
         units.each(cpu, y, |block, y| {
@@ -62,12 +103,7 @@ impl<'a, T: Element> Prelu<'a, T> {
         Ok(())
     }
 
-    /// dx = dy where x is above 0, else slope * dy.
-    ///
-    /// # Errors
-    /// If a length is not the extent's.
-    #[inline(never)]
-    pub fn backward(&self, cpu: &Cpu, x: &[T], dy: &[T], dx: &mut [T]) -> Result<()> {
+    fn backward(&self, cpu: &Cpu, x: &[T], dy: &[T], dx: &mut [T]) -> Result<()> {
         span!("prelu backward", x, dy, dx);
         let lens = [("x", x.len()), ("dy", dy.len()), ("dx", dx.len())];
         let units = Units::new(OPERATION, &self.extent, &lens)?;
@@ -86,13 +122,7 @@ impl<'a, T: Element> Prelu<'a, T> {
         Ok(())
     }
 
-    /// The gradient of each slope: the sum of x * dy over the elements that it multiplied. It is summed in f64, in an order that
-    /// depends only on the extent.
-    ///
-    /// # Errors
-    /// If a length is not the extent's, or there are not as many gradients as slopes.
-    #[inline(never)]
-    pub fn backward_slopes(&self, cpu: &Cpu, x: &[T], dy: &[T], gradients: &mut [T]) -> Result<()> {
+    fn backward_slopes(&self, cpu: &Cpu, x: &[T], dy: &[T], gradients: &mut [T]) -> Result<()> {
         span!("prelu backward", x, dy);
         check_len(OPERATION, "the gradient of the slopes", gradients.len(), self.slopes.len())?;
         let units = Units::new(OPERATION, &self.extent, &[("x", x.len()), ("dy", dy.len())])?;

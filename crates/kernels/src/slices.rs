@@ -12,7 +12,7 @@ use crate::error::{check_len, invalid};
 use crate::isa::multiversion;
 use crate::memory_format::check_shape;
 use crate::profile::span;
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, Result, Slice, SliceMut, dispatch};
 
 /// Elements of a slice in one task.
 const CHUNK: usize = 1 << 12;
@@ -99,8 +99,17 @@ impl Slices {
     ///
     /// # Errors
     /// If there are no such windows, or a length does not fit.
-    #[inline(never)]
-    pub fn gather<T: Element>(
+    pub fn gather(
+        &self,
+        cpu: &Cpu,
+        windows: Range<usize>,
+        slices: Slice<'_>,
+        images: SliceMut<'_>,
+    ) -> Result<()> {
+        dispatch!("slices", slices.dtype(), T => self.typed_gather::<T>(cpu, windows, slices.of()?, images.of()?))
+    }
+
+    fn typed_gather<T: Element>(
         &self,
         cpu: &Cpu,
         windows: Range<usize>,
@@ -132,8 +141,17 @@ impl Slices {
     ///
     /// # Errors
     /// As [`Slices::gather`].
-    #[inline(never)]
-    pub fn add<T: Element>(
+    pub fn add(
+        &self,
+        cpu: &Cpu,
+        windows: Range<usize>,
+        images: Slice<'_>,
+        slices: SliceMut<'_>,
+    ) -> Result<()> {
+        dispatch!("slices", images.dtype(), T => self.typed_add::<T>(cpu, windows, images.of()?, slices.of()?))
+    }
+
+    fn typed_add<T: Element>(
         &self,
         cpu: &Cpu,
         windows: Range<usize>,

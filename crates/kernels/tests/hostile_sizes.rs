@@ -106,7 +106,12 @@ fn with_extent(failures: &mut Failures, extent: &Extent, len: usize) {
         "softmax_backward",
         answers(fits, || softmax::softmax_backward(cpu, extent, (&x).into(), (&dy).into(), (&mut y).into())),
     );
-    check("prelu", answers(fits, || prelu::Prelu::new(extent, &[0.5])?.forward(cpu, &x, &mut y)));
+    check(
+        "prelu",
+        answers(fits, || {
+            prelu::Prelu::new(extent, (&[0.5]).into())?.forward(cpu, (&x).into(), (&mut y).into())
+        }),
+    );
     check(
         "log_softmax_backward",
         answers(fits, || {
@@ -383,7 +388,12 @@ fn no_convolution_panics() {
                 let gathered = catch_unwind(|| {
                     let slices = Slices::new(volumes, axis, len)?;
                     let _ = (slices.count(), slices.windows());
-                    slices.gather(&Cpu::single(), 0..slices.windows(), &[0.0f32], &mut [0.0])
+                    slices.gather(
+                        &Cpu::single(),
+                        0..slices.windows(),
+                        (&[0.0f32]).into(),
+                        (&mut [0.0]).into(),
+                    )
                 });
                 let result = gathered.map(|_| ()).map_err(|_| "panicked");
                 failures.check(format!("{volumes} slices {axis:?} of {len}"), result);

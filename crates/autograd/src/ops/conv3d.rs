@@ -8,7 +8,7 @@ use std::sync::Arc;
 use convoke_kernels::conv::{ConvAxis, Filter, TiledConv};
 use convoke_kernels::memory::at_least;
 use convoke_kernels::slices::Slices;
-use convoke_kernels::{dispatch, elementwise};
+use convoke_kernels::{SliceMut, Stored, dispatch, elementwise};
 
 use super::conv_transpose2d::{Axis, with_places_beyond, within_reach};
 use super::conv2d::{gradient_of_input, output, weight_gradient};
@@ -316,7 +316,7 @@ impl Recipe for Windows {
             let mut scratch = None;
             let images = self.images.images::<T>(self.slices.read_by(&windows), &mut scratch)?;
             let cpu = self.images.device().compute();
-            Ok(self.slices.gather(cpu, windows, images, bytemuck::cast_slice_mut(out))?)
+            Ok(self.slices.gather(cpu, windows, images.into(), SliceMut::new(T::DTYPE, out)?)?)
         })
     }
 }
@@ -344,7 +344,8 @@ fn add_up<T: Element>(
             }
             let part = at_least(&mut scratch, device, windows.len() * slices.places() * len)?;
             write(windows.clone(), part)?;
-            slices.add(device.compute(), windows, part, &mut images[read.start * len..read.end * len])?;
+            let images = &mut images[read.start * len..read.end * len];
+            slices.add(device.compute(), windows, (&*part).into(), images.into())?;
         }
         clear(&mut images[begun * len..]);
         Ok(())

@@ -1,13 +1,11 @@
 //! PReLU: a leaky ReLU with learned slopes.
 
-use convoke_kernels::Element;
 use convoke_kernels::memory_format::Extent;
 use convoke_kernels::prelu::Prelu;
 
 use super::same_dtype;
 use crate::error::invalid;
 use crate::{Function, Needs, Operation, Result, Tensor, apply};
-use convoke_kernels::dispatch;
 
 /// x above 0, else slope * x, as PyTorch's `prelu`. `slopes` has the shape `[1]`, or `[C]` for an N x C x ... tensor. Saves its
 /// input.
@@ -56,10 +54,10 @@ impl Function for PreluOp {
         let [x, slopes] = [inputs[0], inputs[1]];
         same_dtype(NAME, inputs)?;
         let extent = extent(x, slopes)?;
-        let y = dispatch!(NAME, x.dtype(), T => x.build_like(|y: &mut [T]| {
-            let prelu = Prelu::new(&extent, slopes.data::<T>()?)?;
-            Ok(prelu.forward(x.device().compute(), x.data::<T>()?, y)?)
-        }))?;
+        let y = x.elements_like(|y| {
+            let prelu = Prelu::new(&extent, slopes.elements()?)?;
+            Ok(prelu.forward(x.device().compute(), x.elements()?, y)?)
+        })?;
         Ok((y, [x.keep(), slopes.detach()]))
     }
 
@@ -69,24 +67,15 @@ impl Function for PreluOp {
         upstream: Tensor,
         needs: &Needs,
     ) -> Result<Vec<Option<Tensor>>> {
-        dispatch!(NAME, x.dtype(), T => gradients::<T>(&x, &slopes, &upstream, needs))
+        let prelu = Prelu::new(&extent(&x, &slopes)?, slopes.elements()?)?;
+        let (cpu, x, dy) = (x.device().compute(), x.elements()?, upstream.elements()?);
+        let dx = || upstream.elements_like(|dx| Ok(prelu.backward(cpu, x, dy, dx)?));
+        let slope_gradients = || {
+            slopes.elements_like(|gradients| match cpu.is_dry() {
+                true => Ok(()),
+                false => Ok(prelu.backward_slopes(cpu, x, dy, gradients)?),
+            })
+        };
+        Ok(vec![needs.input(0).then(dx).transpose()?, needs.input(1).then(slope_gradients).transpose()?])
     }
-}
-
-fn gradients<T: Element>(
-    x: &Tensor,
-    slopes: &Tensor,
-    upstream: &Tensor,
-    needs: &Needs,
-) -> Result<Vec<Option<Tensor>>> {
-    let prelu = Prelu::new(&extent(x, slopes)?, slopes.data::<T>()?)?;
-    let (cpu, x, dy) = (x.device().compute(), x.data::<T>()?, upstream.data::<T>()?);
-    let dx = || upstream.build_like(|dx: &mut [T]| Ok(prelu.backward(cpu, x, dy, dx)?));
-    let slope_gradients = || {
-        slopes.build_like(|gradients: &mut [T]| match cpu.is_dry() {
-            true => Ok(()),
-            false => Ok(prelu.backward_slopes(cpu, x, dy, gradients)?),
-        })
-    };
-    Ok(vec![needs.input(0).then(dx).transpose()?, needs.input(1).then(slope_gradients).transpose()?])
 }

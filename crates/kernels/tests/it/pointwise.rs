@@ -333,12 +333,12 @@ fn check_prelu<T: Number>(failures: &mut Failures, cpu: &Cpu, size: [usize; 3], 
         let extent = extent(size, format);
         let [x, dy] = [&x, &dy].map(|values| laid_out(&extent, &cast::<f64, T>(values)));
         let slope: Vec<T> = cast(&slope);
-        let prelu = Prelu::new(&extent, &slope).unwrap();
+        let prelu = Prelu::new(&extent, (&slope).into()).unwrap();
         let (mut found_y, mut found_dx) = (poisoned::<T>(len), poisoned::<T>(len));
         let mut found_sums = poisoned::<T>(slopes);
-        prelu.forward(cpu, &x, &mut found_y).unwrap();
-        prelu.backward(cpu, &x, &dy, &mut found_dx).unwrap();
-        prelu.backward_slopes(cpu, &x, &dy, &mut found_sums).unwrap();
+        prelu.forward(cpu, (&x).into(), (&mut found_y).into()).unwrap();
+        prelu.backward(cpu, (&x).into(), (&dy).into(), (&mut found_dx).into()).unwrap();
+        prelu.backward_slopes(cpu, (&x).into(), (&dy).into(), (&mut found_sums).into()).unwrap();
         let what = format!("{size:?} {slopes} slopes {} {format} {cpu:?}", T::DTYPE);
         failures.check(format!("{what} y"), check_close(&contiguous(&extent, &found_y), &y, each));
         failures.check(format!("{what} dx"), check_close(&contiguous(&extent, &found_dx), &dx, each));
@@ -365,15 +365,23 @@ fn prelu_refuses_other_numbers_of_slopes() {
     for count in [0, 2, 4, 6] {
         let slopes = vec![0.5f32; count];
         let parts = ["prelu", &format!("{count} slopes for 3 channels"), "expected 1 or 3"];
-        check_refused(Prelu::new(&extent, &slopes), &parts).unwrap();
+        check_refused(Prelu::new(&extent, (&slopes).into()), &parts).unwrap();
     }
     let slopes = [0.5f32; 3];
-    let (prelu, x, cpu) = (Prelu::new(&extent, &slopes).unwrap(), [1.0f32; 25], Cpu::single());
+    let (prelu, x, cpu) = (Prelu::new(&extent, (&slopes).into()).unwrap(), [1.0f32; 25], Cpu::single());
     let mut y = [7.0f32; 24];
-    check_refused(prelu.forward(&cpu, &x, &mut y), &["prelu: x has 25 elements, expected 24"]).unwrap();
-    check_refused(prelu.backward(&cpu, &x[1..], &x, &mut y), &["dy has 25"]).unwrap();
-    check_refused(prelu.backward_slopes(&cpu, &x[1..], &x[1..], &mut y), &["slopes has 24", "expected 3"])
+    check_refused(
+        prelu.forward(&cpu, (&x).into(), (&mut y).into()),
+        &["prelu: x has 25 elements, expected 24"],
+    )
+    .unwrap();
+    check_refused(prelu.backward(&cpu, (&x[1..]).into(), (&x).into(), (&mut y).into()), &["dy has 25"])
         .unwrap();
+    check_refused(
+        prelu.backward_slopes(&cpu, (&x[1..]).into(), (&x[1..]).into(), (&mut y).into()),
+        &["slopes has 24", "expected 3"],
+    )
+    .unwrap();
     assert_eq!(y, [7.0; 24]);
 }
 

@@ -41,8 +41,8 @@ fn check<T: Number + Element>(
         let read = slices.read_by(&windows);
         let elements = read.start * len..read.end * len;
         let part = &mut images[windows.start * places * len..windows.end * places * len];
-        slices.gather(cpu, windows.clone(), &x[elements.clone()], part).unwrap();
-        slices.add(cpu, windows, part, &mut added[elements]).unwrap();
+        slices.gather(cpu, windows.clone(), (&x[elements.clone()]).into(), part.into()).unwrap();
+        slices.add(cpu, windows, (&*part).into(), (&mut added[elements]).into()).unwrap();
     }
     failures.check(what("gathered"), check_bits(&images, &expected));
     failures.check(what("added up"), check_bits(&added, &sums));
@@ -78,16 +78,20 @@ fn what_does_not_fit_is_refused() {
     let (x, mut y) = (Random::new(1).normal::<f32>(40, 0.0, 1.0), vec![0.0f32; 60]);
     for (windows, from, to) in [(0..5, 40, 60), (0..4, 39, 60), (0..4, 40, 59), (1..4, 40, 45)] {
         let mut to_slices = x[..from].to_vec();
-        let gathered = slices.gather(cpu, windows.clone(), &x[..from], &mut y[..to]);
+        let gathered = slices.gather(cpu, windows.clone(), (&x[..from]).into(), (&mut y[..to]).into());
         failures.check("gather", check_refused(gathered, &["slices of volumes"]));
         failures.check(
             "add",
-            check_refused(slices.add(cpu, windows, &y[..to], &mut to_slices), &["slices of volumes"]),
+            check_refused(
+                slices.add(cpu, windows, (&y[..to]).into(), (&mut to_slices).into()),
+                &["slices of volumes"],
+            ),
         );
     }
     #[allow(clippy::reversed_empty_ranges, reason = "it is what is refused")]
     let turned = 3..1;
-    failures.check("turned", check_refused(slices.gather(cpu, turned, &x, &mut y), &["3..1"]));
+    failures
+        .check("turned", check_refused(slices.gather(cpu, turned, (&x).into(), (&mut y).into()), &["3..1"]));
     for depth in
         [ConvAxis::new(2, 3), ConvAxis::new(0, 1), ConvAxis::new(3, 0), ConvAxis { stride: 0, ..depth }]
     {
