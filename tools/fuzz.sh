@@ -6,6 +6,8 @@ cd "$(dirname "$0")/../fuzz"
 seconds=$1
 shift
 export RUSTC_BOOTSTRAP=1
+# Memory that is refused is an error, not the end.
+export ASAN_OPTIONS="allocator_may_return_null=1${ASAN_OPTIONS:+:$ASAN_OPTIONS}"
 cargo fuzz build --fuzz-dir .
 if [ $# -gt 0 ]; then targets=("$@"); else mapfile -t targets < <(cargo fuzz list --fuzz-dir .); fi
 built="${CARGO_TARGET_DIR:-target}/x86_64-unknown-linux-gnu/release"
