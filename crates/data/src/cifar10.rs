@@ -71,19 +71,19 @@ const REMOTE: RemoteFile<'static> = RemoteFile {
     sha256: "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
 };
 
-/// What a folder holds.
-enum Source {
+/// What a folder holds: the archive, or files.
+enum Cifar10Source {
     Archive(PathBuf),
     /// The file of each name in [`FILES`] that is there.
     Files([Option<PathBuf>; FILES.len()]),
 }
 
-impl Source {
+impl Cifar10Source {
     /// The archive is taken first, so that a download repairs a folder that also holds damaged files.
-    fn find(folder: &Path) -> Result<Source, DataError> {
+    fn find(folder: &Path) -> Result<Cifar10Source, DataError> {
         let archive = folder.join(ARCHIVE);
         if archive.exists() && !archive.is_dir() {
-            return Ok(Source::Archive(archive));
+            return Ok(Cifar10Source::Archive(archive));
         }
         let places = [folder.join(FOLDER), folder.to_owned()];
         for place in places {
@@ -91,7 +91,7 @@ impl Source {
                 FILES.map(|name| Some(place.join(name)).filter(|file| file.exists() && !file.is_dir()));
             if files.iter().any(Option::is_some) {
                 check_all(&place, &files)?;
-                return Ok(Source::Files(files));
+                return Ok(Cifar10Source::Files(files));
             }
         }
         let names = [ARCHIVE.to_owned(), format!("{FOLDER}/{}", FILES[0]), FILES[0].to_owned()];
@@ -100,8 +100,8 @@ impl Source {
 
     fn files(&self) -> Vec<&PathBuf> {
         match self {
-            Source::Archive(archive) => vec![archive],
-            Source::Files(files) => files.iter().flatten().collect(),
+            Cifar10Source::Archive(archive) => vec![archive],
+            Cifar10Source::Files(files) => files.iter().flatten().collect(),
         }
     }
 }
@@ -122,7 +122,7 @@ fn check_all<T>(place: &Path, found: &[Option<T>; FILES.len()]) -> Result<(), Da
 
 /// Whether the archive, or a training and the test batch, lie in `folder`; they are not opened.
 pub fn is_present(folder: &Path) -> bool {
-    Source::find(folder).is_ok()
+    Cifar10Source::find(folder).is_ok()
 }
 
 /// Loads the training and the test set from a folder with the archive, with the unpacked folder, or with the files themselves; an
@@ -133,7 +133,7 @@ pub fn is_present(folder: &Path) -> bool {
 /// file cannot be read, is damaged or cut off, holds no whole number of records, a label that is no class, or more than
 /// [`MAX_DATA_BYTES`]; [`DataError::Cancelled`] if `progress` says so.
 pub fn load(folder: &Path, progress: &Progress<'_>) -> Result<TrainTest, DataError> {
-    let source = Source::find(folder)?;
+    let source = Cifar10Source::find(folder)?;
     let mut loading = Loading { progress, done: Rc::default(), total: 0 };
     for file in source.files() {
         loading.total += file.metadata().map_err(DataError::io(file, "examine"))?.len();
@@ -141,8 +141,8 @@ pub fn load(folder: &Path, progress: &Progress<'_>) -> Result<TrainTest, DataErr
     loading.report()?;
     let mut batches: [Option<Batch>; FILES.len()] = Default::default();
     match &source {
-        Source::Archive(archive) => loading.archive(archive, &mut batches)?,
-        Source::Files(files) => {
+        Cifar10Source::Archive(archive) => loading.archive(archive, &mut batches)?,
+        Cifar10Source::Files(files) => {
             for (file, batch) in files.iter().zip(&mut batches) {
                 *batch = file.as_ref().map(|file| loading.file(file)).transpose()?;
             }

@@ -34,7 +34,7 @@ const CLASSES: usize = 10;
 pub const MAX_IMAGES: usize = 1 << 20;
 
 /// One of the four files, in the form that is downloaded and in the form that is read.
-struct Source<'a> {
+struct MnistFile<'a> {
     /// The name without `-idx3-ubyte` and the like.
     stem: &'a str,
     /// The `idx3` or `idx1` of the name.
@@ -49,7 +49,7 @@ struct Source<'a> {
 
 // Sizes and checksums of the compressed files as published with several libraries (TensorFlow Datasets among
 // them); those of the contents were computed from a copy whose MD5 sums agree with torchvision's.
-const TRAIN_IMAGES: Source<'static> = Source {
+const TRAIN_IMAGES: MnistFile<'static> = MnistFile {
     stem: "train-images",
     kind: "idx3",
     #[cfg(feature = "download")]
@@ -61,7 +61,7 @@ const TRAIN_IMAGES: Source<'static> = Source {
     #[cfg(feature = "download")]
     contents_sha256: "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
 };
-const TRAIN_LABELS: Source<'static> = Source {
+const TRAIN_LABELS: MnistFile<'static> = MnistFile {
     stem: "train-labels",
     kind: "idx1",
     #[cfg(feature = "download")]
@@ -73,7 +73,7 @@ const TRAIN_LABELS: Source<'static> = Source {
     #[cfg(feature = "download")]
     contents_sha256: "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
 };
-const TEST_IMAGES: Source<'static> = Source {
+const TEST_IMAGES: MnistFile<'static> = MnistFile {
     stem: "t10k-images",
     kind: "idx3",
     #[cfg(feature = "download")]
@@ -85,7 +85,7 @@ const TEST_IMAGES: Source<'static> = Source {
     #[cfg(feature = "download")]
     contents_sha256: "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
 };
-const TEST_LABELS: Source<'static> = Source {
+const TEST_LABELS: MnistFile<'static> = MnistFile {
     stem: "t10k-labels",
     kind: "idx1",
     #[cfg(feature = "download")]
@@ -97,9 +97,9 @@ const TEST_LABELS: Source<'static> = Source {
     #[cfg(feature = "download")]
     contents_sha256: "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
 };
-const SOURCES: [Source<'static>; 4] = [TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS];
+const FILES: [MnistFile<'static>; 4] = [TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS];
 
-impl Source<'_> {
+impl MnistFile<'_> {
     /// The names under which the file is accepted. The downloaded one comes first, so that a download repairs a folder that holds
     /// a damaged file under another name.
     fn names(&self) -> Vec<String> {
@@ -126,7 +126,7 @@ impl Source<'_> {
 
 /// Whether all four files lie in `folder`, plain or compressed; they are not opened.
 pub fn is_present(folder: &Path) -> bool {
-    SOURCES.iter().all(|source| source.find(folder).is_ok())
+    FILES.iter().all(|file| file.find(folder).is_ok())
 }
 
 /// Loads the training and the test set from the four files in `folder`.
@@ -139,11 +139,11 @@ pub fn is_present(folder: &Path) -> bool {
 /// not fit the images; [`DataError::Cancelled`] if `progress` says so.
 pub fn load(folder: &Path, progress: &Progress<'_>) -> Result<TrainTest, DataError> {
     let step = |done| {
-        let total = Some(SOURCES.len() as u64);
+        let total = Some(FILES.len() as u64);
         report(progress, ProgressEvent { stage: "loading mnist", done, total, unit: ProgressUnit::Files })
     };
     // Found first, so that a missing file is reported before seconds are spent on the others.
-    let files = SOURCES.iter().map(|source| source.find(folder)).collect::<Result<Vec<_>, _>>()?;
+    let files = FILES.iter().map(|file| file.find(folder)).collect::<Result<Vec<_>, _>>()?;
     let mut parts = Vec::with_capacity(2);
     for (index, pair) in files.chunks(2).enumerate() {
         let done = 2 * index as u64;
@@ -158,7 +158,7 @@ pub fn load(folder: &Path, progress: &Progress<'_>) -> Result<TrainTest, DataErr
         check_labels(&pair[1].display().to_string(), &labels, count, &info())?;
         parts.push(InMemory::new(info(), images, labels)?);
     }
-    step(SOURCES.len() as u64)?;
+    step(FILES.len() as u64)?;
     let [train, test] = parts.try_into().expect("four files make two parts");
     Ok(TrainTest::new(train, test))
 }
@@ -172,19 +172,19 @@ pub fn load(folder: &Path, progress: &Progress<'_>) -> Result<TrainTest, DataErr
 /// The errors of [`fetch_files`].
 #[cfg(feature = "download")]
 pub fn download(folder: &Path, options: &DownloadOptions, progress: &Progress<'_>) -> Result<(), DataError> {
-    download_sources(folder, &SOURCES, options, progress)
+    download_files(folder, &FILES, options, progress)
 }
 
 #[cfg(feature = "download")]
-fn download_sources(
+fn download_files(
     folder: &Path,
-    sources: &[Source<'_>],
+    files: &[MnistFile<'_>],
     options: &DownloadOptions,
     progress: &Progress<'_>,
 ) -> Result<(), DataError> {
-    let wrong = sources.iter().filter(|source| !source.is_right(folder));
-    let files: Vec<RemoteFile<'_>> = wrong.map(|source| source.remote).collect();
-    if files.is_empty() { Ok(()) } else { fetch_files(folder, &files, options, progress) }
+    let wrong = files.iter().filter(|file| !file.is_right(folder));
+    let remotes: Vec<RemoteFile<'_>> = wrong.map(|file| file.remote).collect();
+    if remotes.is_empty() { Ok(()) } else { fetch_files(folder, &remotes, options, progress) }
 }
 
 /// The data set by name.

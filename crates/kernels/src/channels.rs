@@ -22,8 +22,8 @@ pub(crate) struct Units {
     total: usize,
 }
 
-/// One task's part of the tensor.
-pub(crate) struct Block {
+/// A block of units: one task's part of the tensor.
+pub(crate) struct UnitBlock {
     pub(crate) elements: std::ops::Range<usize>,
     /// Channel of the block's first plane.
     pub(crate) first_channel: usize,
@@ -53,11 +53,11 @@ impl Units {
         Ok(Units { layout, channels: extent.channels, unit_len, per_block, total })
     }
 
-    fn block(&self, index: usize) -> Block {
+    fn block(&self, index: usize) -> UnitBlock {
         let start = index * self.per_block * self.unit_len;
         let end = (start + self.per_block * self.unit_len).min(self.total);
         let units = (end - start).div_ceil(self.unit_len.max(1));
-        Block {
+        UnitBlock {
             elements: start..end,
             first_channel: index * self.per_block % self.channels,
             channels: units.min(self.channels),
@@ -73,7 +73,7 @@ impl Units {
         &self,
         cpu: &Cpu,
         out: &mut [T],
-        task: impl Fn(&Block, &mut [T]) + Send + Sync,
+        task: impl Fn(&UnitBlock, &mut [T]) + Send + Sync,
     ) {
         let block_len = (self.per_block * self.unit_len).max(1);
         cpu.for_each(self.total, out.chunks_mut(block_len).enumerate(), |(index, out)| {
@@ -82,7 +82,7 @@ impl Units {
     }
 
     /// Runs `task` on every block and adds up its channels' sums, block by block in order.
-    pub(crate) fn reduce(&self, cpu: &Cpu, task: impl Fn(&Block) -> Vec<f64> + Send + Sync) -> Vec<f64> {
+    pub(crate) fn reduce(&self, cpu: &Cpu, task: impl Fn(&UnitBlock) -> Vec<f64> + Send + Sync) -> Vec<f64> {
         let mut parts: Vec<Vec<f64>> = (0..self.blocks()).map(|_| Vec::new()).collect();
         cpu.for_each(self.total, parts.iter_mut().enumerate(), |(index, part)| {
             *part = task(&self.block(index))

@@ -70,13 +70,13 @@ struct BatchNorm {
 }
 
 #[derive(Clone)]
-struct Saved {
+struct SavedBatchNorm {
     x: Tensor,
     layer: Layer,
 }
 
 impl Function for BatchNorm {
-    type Saved = Saved;
+    type Saved = SavedBatchNorm;
 
     fn name(&self) -> &'static str {
         NAME
@@ -90,7 +90,7 @@ impl Function for BatchNorm {
         true
     }
 
-    fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, Saved)> {
+    fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, SavedBatchNorm)> {
         let x = inputs[0];
         let weight = self.weight.then(|| inputs[1]);
         let bias = self.bias.then(|| inputs[1 + usize::from(self.weight)]);
@@ -105,12 +105,12 @@ impl Function for BatchNorm {
             true => y.with_recipe(Arc::new(OutputRecipe { x: x.detach(), layer: layer.clone() })),
             false => y,
         };
-        Ok((y, Saved { x: x.detach(), layer }))
+        Ok((y, SavedBatchNorm { x: x.detach(), layer }))
     }
 
     fn backward(
         &self,
-        Saved { x, layer }: Saved,
+        SavedBatchNorm { x, layer }: SavedBatchNorm,
         upstream: Tensor,
         needs: &Needs,
     ) -> Result<Vec<Option<Tensor>>> {

@@ -147,14 +147,14 @@ impl Like {
 
 /// The operands that backward reads, and the shapes of both.
 #[derive(Clone)]
-struct Saved {
+struct SavedBinary {
     a: Option<Tensor>,
     b: Option<Tensor>,
     likes: [Like; 2],
 }
 
 impl Function for Binary {
-    type Saved = Saved;
+    type Saved = SavedBinary;
 
     fn name(&self) -> &'static str {
         match self.kind {
@@ -172,7 +172,7 @@ impl Function for Binary {
         Some(Operation::Arithmetic(self.kind))
     }
 
-    fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, Saved)> {
+    fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, SavedBinary)> {
         let (operation, [a, b]) = (self.name(), [inputs[0], inputs[1]]);
         same_dtype(operation, inputs)?;
         let shape = broadcast_shape(operation, a.shape(), b.shape())?;
@@ -199,11 +199,11 @@ impl Function for Binary {
             Kind::Power | Kind::Larger | Kind::Smaller => [needs.any(); 2],
         };
         let likes = [Like::of(a), Like::of(b)];
-        Ok((y, Saved { a: of_a.then(|| a.detach()), b: of_b.then(|| b.detach()), likes }))
+        Ok((y, SavedBinary { a: of_a.then(|| a.detach()), b: of_b.then(|| b.detach()), likes }))
     }
 
-    fn backward(&self, saved: Saved, upstream: Tensor, needs: &Needs) -> Result<Vec<Option<Tensor>>> {
-        let Saved { a, b, likes: [like_a, like_b] } = saved;
+    fn backward(&self, saved: SavedBinary, upstream: Tensor, needs: &Needs) -> Result<Vec<Option<Tensor>>> {
+        let SavedBinary { a, b, likes: [like_a, like_b] } = saved;
         let a = || a.as_ref().expect("saved for this gradient");
         let b = || b.as_ref().expect("saved for this gradient");
         let dy = &upstream;

@@ -109,7 +109,7 @@ struct ConvBn {
 }
 
 #[derive(Clone)]
-struct Saved {
+struct SavedConvBn {
     block: Block,
     of_block: OfBlock,
     x: Tensor,
@@ -196,7 +196,7 @@ impl ConvBn {
         Ok(Block::new(x.device(), problem, shape[0], self.keep)?)
     }
 
-    fn run_forward<T: Element>(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, Saved)>
+    fn run_forward<T: Element>(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, SavedConvBn)>
     where
         OfBlock: From<block::Saved<T>>,
     {
@@ -236,7 +236,7 @@ impl ConvBn {
         let of_block = OfBlock::from(forward.saved);
         // The weight as it came: a copy in the order of kernels would take memory until backward.
         let weight = inputs[1].detach();
-        Ok((output, Saved { block, of_block, x, weight, bias, gamma, beta, output: kept }))
+        Ok((output, SavedConvBn { block, of_block, x, weight, bias, gamma, beta, output: kept }))
     }
 }
 
@@ -291,7 +291,7 @@ impl<T: Element> Recipe for OutputRecipe<T> {
 }
 
 impl Function for ConvBn {
-    type Saved = Saved;
+    type Saved = SavedConvBn;
 
     fn name(&self) -> &'static str {
         NAME
@@ -306,22 +306,22 @@ impl Function for ConvBn {
         })
     }
 
-    fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, Saved)> {
+    fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, SavedConvBn)> {
         dispatch!(inputs[0].dtype(), T => self.run_forward::<T>(inputs, needs))
     }
 
-    fn backward(&self, saved: Saved, upstream: Tensor, needs: &Needs) -> Result<Vec<Option<Tensor>>> {
+    fn backward(&self, saved: SavedConvBn, upstream: Tensor, needs: &Needs) -> Result<Vec<Option<Tensor>>> {
         self.backward_onto(saved, upstream, needs, &mut [])
     }
 
     fn backward_onto(
         &self,
-        saved: Saved,
+        saved: SavedConvBn,
         dz: Tensor,
         needs: &Needs,
         sums: &mut [Option<Tensor>],
     ) -> Result<Vec<Option<Tensor>>> {
-        let Saved { block, of_block, x, weight, bias, gamma, beta, output } = saved;
+        let SavedConvBn { block, of_block, x, weight, bias, gamma, beta, output } = saved;
         let weight = weight.in_format(MemoryFormat::Contiguous)?;
         let sum = sums.first_mut().and_then(Option::take);
         let optional = [bias.as_ref(), gamma.as_ref(), beta.as_ref()];

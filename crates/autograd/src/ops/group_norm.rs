@@ -83,14 +83,14 @@ struct Norm {
 }
 
 #[derive(Clone)]
-struct Saved {
+struct SavedGroupNorm {
     x: Tensor,
     weight: Option<Tensor>,
     statistics: GroupStatistics,
 }
 
 impl Function for Norm {
-    type Saved = Saved;
+    type Saved = SavedGroupNorm;
 
     fn name(&self) -> &'static str {
         self.name
@@ -100,7 +100,7 @@ impl Function for Norm {
         Some(Operation::GroupNorm { groups: self.groups, eps: self.eps, has: self.has })
     }
 
-    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Saved)> {
+    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, SavedGroupNorm)> {
         let x = inputs[0];
         let weight = self.has[0].then(|| inputs[1]);
         let bias = self.has[1].then(|| inputs[1 + usize::from(self.has[0])]);
@@ -114,10 +114,15 @@ impl Function for Norm {
             })
         })?;
         let statistics = statistics.expect("set by what built y");
-        Ok((y, Saved { x: x.keep(), weight: weight.map(Tensor::detach), statistics }))
+        Ok((y, SavedGroupNorm { x: x.keep(), weight: weight.map(Tensor::detach), statistics }))
     }
 
-    fn backward(&self, saved: Saved, upstream: Tensor, needs: &Needs) -> Result<Vec<Option<Tensor>>> {
+    fn backward(
+        &self,
+        saved: SavedGroupNorm,
+        upstream: Tensor,
+        needs: &Needs,
+    ) -> Result<Vec<Option<Tensor>>> {
         dispatch!(upstream.dtype(), T => self.gradients::<T>(saved, upstream, needs))
     }
 }
@@ -125,7 +130,7 @@ impl Function for Norm {
 impl Norm {
     fn gradients<T: Element>(
         &self,
-        Saved { x, weight, statistics }: Saved,
+        SavedGroupNorm { x, weight, statistics }: SavedGroupNorm,
         dy: Tensor,
         needs: &Needs,
     ) -> Result<Vec<Option<Tensor>>> {

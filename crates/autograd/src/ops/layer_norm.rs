@@ -99,13 +99,13 @@ struct LayerNorm {
 }
 
 #[derive(Clone)]
-struct Saved {
+struct SavedLayerNorm {
     x: Tensor,
     weight: Option<Tensor>,
 }
 
 impl Function for LayerNorm {
-    type Saved = Saved;
+    type Saved = SavedLayerNorm;
 
     fn name(&self) -> &'static str {
         NAME
@@ -115,7 +115,7 @@ impl Function for LayerNorm {
         Some(Operation::LayerNorm { over: self.over, eps: self.eps, has: self.has })
     }
 
-    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Saved)> {
+    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, SavedLayerNorm)> {
         let x = inputs[0];
         let parameter = |index: usize| inputs[index].in_format(MemoryFormat::Contiguous);
         let weight = self.has[0].then(|| parameter(1)).transpose()?;
@@ -129,10 +129,15 @@ impl Function for LayerNorm {
             })
         })?;
         drop(rows);
-        Ok((y.in_format(x.format())?, Saved { x: x.keep(), weight }))
+        Ok((y.in_format(x.format())?, SavedLayerNorm { x: x.keep(), weight }))
     }
 
-    fn backward(&self, saved: Saved, upstream: Tensor, needs: &Needs) -> Result<Vec<Option<Tensor>>> {
+    fn backward(
+        &self,
+        saved: SavedLayerNorm,
+        upstream: Tensor,
+        needs: &Needs,
+    ) -> Result<Vec<Option<Tensor>>> {
         dispatch!(upstream.dtype(), T => self.gradients::<T>(saved, upstream, needs))
     }
 }
@@ -145,7 +150,7 @@ impl LayerNorm {
 
     fn gradients<T: Element>(
         &self,
-        Saved { x, weight }: Saved,
+        SavedLayerNorm { x, weight }: SavedLayerNorm,
         upstream: Tensor,
         needs: &Needs,
     ) -> Result<Vec<Option<Tensor>>> {

@@ -88,7 +88,7 @@ struct NllLoss {
 
 /// What backward needs of the input, and the sum of the weights of the targets' classes.
 #[derive(Clone)]
-struct Saved {
+struct SavedNllLoss {
     shape: Vec<usize>,
     format: MemoryFormat,
     weight: f64,
@@ -104,7 +104,7 @@ impl NllLoss {
 }
 
 impl Function for NllLoss {
-    type Saved = Saved;
+    type Saved = SavedNllLoss;
 
     fn name(&self) -> &'static str {
         "nll_loss"
@@ -121,12 +121,12 @@ impl Function for NllLoss {
         let none = self.reduction == Reduction::Mean && weight == 0.0;
         let loss = if none { f64::NAN } else { total / self.divisor(weight) };
         let y = Tensor::full(x.device(), &[], x.dtype(), loss)?;
-        Ok((y, Saved { shape: x.shape().to_vec(), format: x.format(), weight }))
+        Ok((y, SavedNllLoss { shape: x.shape().to_vec(), format: x.format(), weight }))
     }
 
     fn backward(
         &self,
-        Saved { shape, format, weight }: Saved,
+        SavedNllLoss { shape, format, weight }: SavedNllLoss,
         upstream: Tensor,
         _: &Needs,
     ) -> Result<Vec<Option<Tensor>>> {

@@ -90,7 +90,7 @@ struct Reduce {
 }
 
 #[derive(Clone)]
-struct Saved {
+struct SavedReduce {
     /// The input, unless its shape suffices.
     x: Option<Tensor>,
     /// The largest or smallest elements, in the input's format, with sizes of 1.
@@ -120,7 +120,7 @@ impl Reduce {
 }
 
 impl Function for Reduce {
-    type Saved = Saved;
+    type Saved = SavedReduce;
 
     fn name(&self) -> &'static str {
         name(self.kind)
@@ -131,7 +131,7 @@ impl Function for Reduce {
         Some(Operation::Reduce { kind: self.kind, axes, keep: self.keep })
     }
 
-    fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, Saved)> {
+    fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, SavedReduce)> {
         let x = inputs[0];
         let over = Over { operation: self.name(), shape: x.shape(), format: x.format() };
         let (fold, divisor) = match self.kind {
@@ -145,7 +145,7 @@ impl Function for Reduce {
         let output = self.dropped(&y, &self.shapes(x.shape())[1])?;
         let is_extreme = matches!(self.kind, Kind::Max | Kind::Min);
         let reads_x = is_extreme || self.kind == Kind::Product;
-        let saved = Saved {
+        let saved = SavedReduce {
             x: (reads_x && needs.any()).then(|| x.detach()),
             extreme: (is_extreme && needs.any()).then_some(y),
             shape: x.shape().to_vec(),
@@ -154,8 +154,8 @@ impl Function for Reduce {
         Ok((output, saved))
     }
 
-    fn backward(&self, saved: Saved, upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
-        let Saved { x, extreme, shape, format } = saved;
+    fn backward(&self, saved: SavedReduce, upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
+        let SavedReduce { x, extreme, shape, format } = saved;
         let [ones, _] = self.shapes(&shape);
         let dy = match self.keep {
             true => upstream,

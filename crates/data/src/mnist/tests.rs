@@ -137,11 +137,11 @@ fn progress_counts_files_and_can_cancel() {
     assert_eq!(error.to_string(), "cancelled during loading mnist");
 }
 
-/// Two of the sound folder's files as sources; what a mirror would hold does not matter, as there is none.
+/// Two of the sound folder's files, with other checksums; what a mirror would hold does not matter, as there is none.
 #[cfg(feature = "download")]
-fn sources<'a>(checksums: &'a [String; 2]) -> [Source<'a>; 2] {
-    let source = |real: Source<'static>, contents_sha256: &'a str| Source { contents_sha256, ..real };
-    [source(TRAIN_IMAGES, &checksums[0]), source(TEST_LABELS, &checksums[1])]
+fn two_files<'a>(checksums: &'a [String; 2]) -> [MnistFile<'a>; 2] {
+    let file = |real: MnistFile<'static>, contents_sha256: &'a str| MnistFile { contents_sha256, ..real };
+    [file(TRAIN_IMAGES, &checksums[0]), file(TEST_LABELS, &checksums[1])]
 }
 
 #[cfg(feature = "download")]
@@ -150,13 +150,13 @@ fn right_contents_in_any_form_are_not_downloaded_again() {
     let folder = folder();
     let checksums = [images(3), idx(&[2], &[1, 2])].map(|bytes| sha256(&mut bytes.as_slice()).unwrap());
     let offline = DownloadOptions::new([] as [&str; 0]);
-    download_sources(folder.path(), &sources(&checksums), &offline, &silent).unwrap();
+    download_files(folder.path(), &two_files(&checksums), &offline, &silent).unwrap();
 
     // Damage of any kind makes a download necessary, which fails here because there is no mirror.
     let sound = gzip(&images(3));
     for bytes in [&sound[..sound.len() - 3], &gzip(&images(4)), b""] {
         fs::write(folder.path().join("train-images-idx3-ubyte.gz"), bytes).unwrap();
-        let result = download_sources(folder.path(), &sources(&checksums), &offline, &silent);
+        let result = download_files(folder.path(), &two_files(&checksums), &offline, &silent);
         match result {
             Err(DataError::Download { file, .. }) => assert_eq!(file, "train-images-idx3-ubyte.gz"),
             other => panic!("expected a failed download, found {other:?}"),
@@ -167,11 +167,11 @@ fn right_contents_in_any_form_are_not_downloaded_again() {
 #[cfg(feature = "download")]
 #[test]
 fn the_table_of_files_is_well_formed() {
-    for source in &SOURCES {
-        assert_eq!(source.names()[0], source.remote.name, "the downloaded name is the first to be loaded");
-        for checksum in [source.remote.sha256, source.contents_sha256] {
+    for file in &FILES {
+        assert_eq!(file.names()[0], file.remote.name, "the downloaded name is the first to be loaded");
+        for checksum in [file.remote.sha256, file.contents_sha256] {
             let lower_hex = checksum.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'));
-            assert!(checksum.len() == 64 && lower_hex, "{}: {checksum}", source.stem);
+            assert!(checksum.len() == 64 && lower_hex, "{}: {checksum}", file.stem);
         }
     }
 }

@@ -99,7 +99,7 @@ impl Photo {
             false => Cow::Borrowed(bytes.as_slice()),
         };
         let channels = if to_grey { 1 } else { channels };
-        let from = resize::Source {
+        let from = resize::SourceImage {
             bytes: &bytes,
             size: stored_size,
             channels,

@@ -11,8 +11,8 @@ use super::geometry::{Frame, Window};
 /// Fractional bits of weights. A sum of weights and bytes then fits 32 bits.
 const BITS: u32 = 32 - 8 - 2;
 
-/// An image, H x W x C.
-pub(super) struct Source<'a> {
+/// The image to resize, H x W x C.
+pub(super) struct SourceImage<'a> {
     pub(super) bytes: &'a [u8],
     /// Height and width.
     pub(super) size: [usize; 2],
@@ -68,7 +68,7 @@ impl Weights {
 }
 
 /// The frame of an image, H x W x C.
-pub(super) fn bilinear(source: &Source<'_>, frame: &Frame) -> Result<Vec<u8>, DataError> {
+pub(super) fn bilinear(source: &SourceImage<'_>, frame: &Frame) -> Result<Vec<u8>, DataError> {
     let processor = pulp::Arch::new();
     match source.channels {
         1 => processor.dispatch(Resize::<1, 1> { source, frame }),
@@ -78,7 +78,7 @@ pub(super) fn bilinear(source: &Source<'_>, frame: &Frame) -> Result<Vec<u8>, Da
 
 /// A call of [`resize`], which is compiled for each of the instruction sets that processors have.
 struct Resize<'a, const C: usize, const L: usize> {
-    source: &'a Source<'a>,
+    source: &'a SourceImage<'a>,
     frame: &'a Frame,
 }
 
@@ -93,7 +93,10 @@ impl<const C: usize, const L: usize> pulp::NullaryFnOnce for Resize<'_, C, L> {
 
 /// Pixels of C channels take up L numbers in between: four of them are a vector.
 #[inline(always)]
-fn resize<const C: usize, const L: usize>(source: &Source<'_>, frame: &Frame) -> Result<Vec<u8>, DataError> {
+fn resize<const C: usize, const L: usize>(
+    source: &SourceImage<'_>,
+    frame: &Frame,
+) -> Result<Vec<u8>, DataError> {
     let Frame { seen, resized, shown } = *frame;
     let row_of = |row: usize| {
         let first = (seen.top + row) * source.size[1] + seen.left;

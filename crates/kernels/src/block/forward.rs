@@ -5,7 +5,7 @@ use std::sync::Arc;
 use half::bf16;
 
 use super::epilogue::Epilogue;
-use super::recompute::{Kept, Recipe, Source};
+use super::recompute::{Kept, Recipe, RecipeSource};
 use super::{Block, Keep, NAME, Operands};
 use crate::activation::Activation;
 use crate::batch_norm::{BatchNormOptions, Moments, Normalizer, Statistics, StatsInParts, normalize};
@@ -49,8 +49,8 @@ impl<T: Element> Saved<T> {
     pub fn recipe(&self, block: &Block) -> Option<Recipe<T>> {
         let source = match &self.kept {
             _ if !self.renormalizes => return None,
-            Kept::Stored(y) => Source::Stored(y.clone()),
-            Kept::Whole(whole) => Source::Whole(whole.clone()),
+            Kept::Stored(y) => RecipeSource::Stored(y.clone()),
+            Kept::Whole(whole) => RecipeSource::Whole(whole.clone()),
             Kept::Compact(_) | Kept::Tiles | Kept::Inverted => return None,
         };
         Some(Recipe { block: block.clone(), source, normalizer: self.normalizer.clone() })

@@ -139,7 +139,7 @@ impl<T: Element, H: Images<T>> OutputTiles<'_, T, H> {
 
 /// Where y comes from when z is recomputed.
 #[derive(Clone)]
-pub(super) enum Source<T: Element> {
+pub(super) enum RecipeSource<T: Element> {
     Stored(Arc<Buffer<T>>),
     Whole(Arc<Whole<T>>),
 }
@@ -148,7 +148,7 @@ pub(super) enum Source<T: Element> {
 #[derive(Clone)]
 pub struct Recipe<T: Element> {
     pub(super) block: Block,
-    pub(super) source: Source<T>,
+    pub(super) source: RecipeSource<T>,
     pub(super) normalizer: Normalizer,
 }
 
@@ -160,7 +160,7 @@ impl<T: Element> Recipe<T> {
 
     /// Whether the convolution runs again, and so needs its input.
     pub fn convolves(&self) -> bool {
-        matches!(self.source, Source::Whole(_))
+        matches!(self.source, RecipeSource::Whole(_))
     }
 
     /// Writes z of some images. All operands are those of forward; `input` may be `None` unless [`Recipe::convolves`].
@@ -177,9 +177,11 @@ impl<T: Element> Recipe<T> {
     ) -> Result<()> {
         let Recipe { block, source, normalizer } = self;
         let y = match (source, input) {
-            (Source::Stored(y), _) => y.clone(),
-            (Source::Whole(whole), Some(input)) => whole.get(block, input)?,
-            (Source::Whole(_), None) => return Err(invalid(NAME, "recomputing needs the block's input")),
+            (RecipeSource::Stored(y), _) => y.clone(),
+            (RecipeSource::Whole(whole), Some(input)) => whole.get(block, input)?,
+            (RecipeSource::Whole(_), None) => {
+                return Err(invalid(NAME, "recomputing needs the block's input"));
+            }
         };
         let epilogue = Epilogue::new(block, normalizer, operands);
         let passes = block.convolution.output_image() * (1 + usize::from(operands.residual.is_some()));

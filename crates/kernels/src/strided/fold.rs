@@ -1,7 +1,7 @@
 //! Sums, products, largest and smallest values over some of a walk's axes.
 
 use super::map::{OfBlock, map_block};
-use super::{BLOCK, Block, Cut, Gathered, Level, Map, OPERANDS, TASK, Walk};
+use super::{BLOCK, Cut, Gathered, Level, Map, OPERANDS, TASK, Walk, WalkBlock};
 use crate::channels::LANES;
 use crate::isa::multiversion;
 use crate::profile::span;
@@ -210,7 +210,7 @@ impl<T: Element> Walk<'_, T> {
         part.blocks(|block| {
             let values = &mut values[..block.rows * block.columns];
             function.write(&self.operands, &mut buffers, block, values);
-            let &Block { rows, columns, out, out_strides, .. } = block;
+            let &WalkBlock { rows, columns, out, out_strides, .. } = block;
             match out_strides {
                 // One sum of all.
                 [0, 0] => fold.rows(cpu, rows * columns, values, &mut sums[out..=out]),

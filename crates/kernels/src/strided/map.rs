@@ -1,6 +1,6 @@
 //! Functions of one to three elements, and the walk that writes them.
 
-use super::{Block, Cut, Gathered, Walk, gathered};
+use super::{Cut, Gathered, Walk, WalkBlock, gathered};
 use crate::isa::multiversion;
 use crate::profile::span;
 use crate::{Cpu, Element, Result};
@@ -211,7 +211,7 @@ impl<'f, T: Element> OfBlock<'f, T> {
         &self,
         operands: &[&[T]; super::OPERANDS],
         buffers: &mut [Gathered<T>; super::OPERANDS],
-        block: &Block,
+        block: &WalkBlock,
         y: &mut [T],
     ) {
         (self.write)(gathered(self.operands, operands, buffers, block), y);

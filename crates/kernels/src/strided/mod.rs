@@ -222,7 +222,7 @@ impl Part {
     }
 
     /// Calls `visit` on blocks of at most [`BLOCK`] elements, in order.
-    fn blocks(&self, mut visit: impl FnMut(&Block)) {
+    fn blocks(&self, mut visit: impl FnMut(&WalkBlock)) {
         const ONE: Level = Level { size: 1, strides: [0; OPERANDS], out: 0 };
         let (outer, [row, column]) = match self.levels.as_slice() {
             [] => (&[][..], [ONE, ONE]),
@@ -238,7 +238,7 @@ impl Part {
         loop {
             for first_row in (0..row.size).step_by(rows) {
                 for first_column in (0..column.size).step_by(columns) {
-                    visit(&Block {
+                    visit(&WalkBlock {
                         rows: rows.min(row.size - first_row),
                         columns: columns.min(column.size - first_column),
                         starts: std::array::from_fn(|index| {
@@ -276,7 +276,7 @@ impl Part {
 
 /// Rows x columns elements of a walk.
 #[derive(Debug)]
-struct Block {
+struct WalkBlock {
     rows: usize,
     columns: usize,
     starts: [usize; OPERANDS],
@@ -302,8 +302,8 @@ impl<T: Element> Gathered<T> {
     }
 
     /// The block of operand `index`. All blocks come from one part, so that strides are the same.
-    fn of<'a>(&'a mut self, operand: &'a [T], index: usize, block: &Block) -> &'a [T] {
-        let &Block { rows, columns, .. } = block;
+    fn of<'a>(&'a mut self, operand: &'a [T], index: usize, block: &WalkBlock) -> &'a [T] {
+        let &WalkBlock { rows, columns, .. } = block;
         let (start, row_stride) = (block.starts[index], block.row_strides[index]);
         let column_stride = block.column_strides[index];
         let len = rows * columns;
@@ -331,7 +331,7 @@ fn gathered<'a, T: Element>(
     count: usize,
     operands: &[&'a [T]; OPERANDS],
     buffers: &'a mut [Gathered<T>; OPERANDS],
-    block: &Block,
+    block: &WalkBlock,
 ) -> [&'a [T]; OPERANDS] {
     let [first, second, third] = buffers;
     let a = first.of(operands[0], 0, block);

@@ -7,7 +7,7 @@ use super::Op;
 use super::fuse::Action;
 use super::module::Graph;
 use super::network::NetworkNode;
-use super::plan::{Source, Step};
+use super::plan::{PlanOperand, Step};
 
 /// What a graph computes for one size of its input.
 #[derive(Debug, Clone)]
@@ -55,8 +55,8 @@ impl Graph {
 
     fn step_description(&self, step: &Step, shapes: &[Vec<usize>], output: Vec<usize>) -> StepDescription {
         let node = &self.network.nodes[step.node];
-        let stored = |source: &Option<Source>| match source {
-            Some(Source::Stored(index)) => self.stored_shape(*index),
+        let stored = |source: &Option<PlanOperand>| match source {
+            Some(PlanOperand::Stored(index)) => self.stored_shape(*index),
             _ => None,
         };
         let len = |shape: &[usize]| shape.iter().product::<usize>();
@@ -102,7 +102,7 @@ impl Graph {
                 let weights: Vec<Vec<usize>> = step.inputs.iter().filter_map(stored).collect();
                 let weight = step.inputs.get(1).and_then(stored).unwrap_or_default();
                 let input = match step.inputs.first() {
-                    Some(Some(Source::Slot(slot))) => len(&shapes[*slot]),
+                    Some(Some(PlanOperand::Slot(slot))) => len(&shapes[*slot]),
                     _ => 0,
                 };
                 let flops = match &node.op {

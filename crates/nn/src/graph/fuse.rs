@@ -9,8 +9,8 @@ use std::sync::Arc;
 use convoke_autograd::ops::{Activation, ConvBnBlock, ConvOptions, Pointwise, PoolOptions};
 use convoke_autograd::{DType, Result as TensorResult, Tensor};
 
-use super::network::{Block, Layer, Network, Norm};
-use super::plan::{Plan, Source, Step};
+use super::network::{FusibleConv, Layer, Network, Norm};
+use super::plan::{Plan, PlanOperand, Step};
 use super::run::{clipped, pads_fit};
 use super::{Arithmetic, Op};
 use crate::modules::{ConvBnMode, ConvLayer, FusedBlock, Layers};
@@ -30,7 +30,7 @@ pub(super) enum Action {
 }
 
 pub(super) struct BlockAction {
-    pub(super) block: Arc<Block>,
+    pub(super) block: Arc<FusibleConv>,
     pub(super) norm: Arc<Norm>,
     pub(super) options: ConvOptions,
     pub(super) activation: Activation,
@@ -111,8 +111,8 @@ struct Fusion<'a> {
 impl<'a> Fusion<'a> {
     fn new(plan: &'a mut Plan, network: &'a Network) -> Fusion<'a> {
         let mut readers = vec![Vec::new(); plan.shapes.len()];
-        let mut note = |source: &Source, step: usize| {
-            if let &Source::Slot(slot) = source {
+        let mut note = |source: &PlanOperand, step: usize| {
+            if let &PlanOperand::Slot(slot) = source {
                 readers[slot].push(step);
             }
         };
@@ -158,7 +158,7 @@ impl<'a> Fusion<'a> {
 
     /// Whether a step reads this slot as its first input.
     fn reads_first(step: &Step, slot: usize) -> bool {
-        matches!(step.inputs.first(), Some(Some(Source::Slot(first))) if *first == slot)
+        matches!(step.inputs.first(), Some(Some(PlanOperand::Slot(first))) if *first == slot)
     }
 
     /// Joins a convolution to what follows it.
@@ -174,7 +174,7 @@ impl<'a> Fusion<'a> {
             return Err(Alone::NoBatchNorm);
         }
         let Some((bn, norm_step)) = self.only_reader(output) else { return Err(Alone::SeveralReaders) };
-        if let Some(Some(Source::Slot(x))) = conv.inputs.first()
+        if let Some(Some(PlanOperand::Slot(x))) = conv.inputs.first()
             && self.shapes[*x].len() != 4
         {
             return Err(Alone::NoImages);
@@ -185,10 +185,11 @@ impl<'a> Fusion<'a> {
         let Some(Layer::Norm(norm)) = &self.network.nodes[norm_step.node].layer else {
             return Err(Alone::NoBatchNorm);
         };
-        let (Some(Some(x)), Some(Some(Source::Stored(_)))) = (conv.inputs.first(), conv.inputs.get(1)) else {
+        let (Some(Some(x)), Some(Some(PlanOperand::Stored(_)))) = (conv.inputs.first(), conv.inputs.get(1))
+        else {
             return Err(Alone::ComputedWeight);
         };
-        let (Source::Slot(x_slot), Some(&[kernel_height, kernel_width])) =
+        let (PlanOperand::Slot(x_slot), Some(&[kernel_height, kernel_width])) =
             (x, block.weight.value().shape().get(2..).and_then(|kernel| kernel.first_chunk::<2>()))
         else {
             return Err(Alone::NoImages);
@@ -243,14 +244,16 @@ impl<'a> Fusion<'a> {
     }
 
     /// What a step adds to a slot, if it adds a tensor of the same shape.
-    fn added(&self, step: &Step, slot: usize) -> Option<Source> {
+    fn added(&self, step: &Step, slot: usize) -> Option<PlanOperand> {
         let (Op::Arithmetic(Arithmetic::Add), [Some(a), Some(b)]) = (self.op(step), &step.inputs[..]) else {
             return None;
         };
-        let is = |source: &Source, slot: usize| matches!(source, Source::Slot(own) if *own == slot);
+        let is = |source: &PlanOperand, slot: usize| matches!(source, PlanOperand::Slot(own) if *own == slot);
         let other = if is(a, slot) { b } else { a };
         match *other {
-            Source::Slot(own) if own != slot && self.shapes[own] == self.shapes[slot] => Some(other.clone()),
+            PlanOperand::Slot(own) if own != slot && self.shapes[own] == self.shapes[slot] => {
+                Some(other.clone())
+            }
             _ => None,
         }
     }
@@ -283,9 +286,9 @@ impl<'a> Fusion<'a> {
             _ => return None,
         };
         let (input, output) = (step.inputs.first()?.clone()?, self.output(index)?);
-        let Source::Slot(x) = input else { return None };
+        let PlanOperand::Slot(x) = input else { return None };
         let (mul, product) = self.only_reader(output)?;
-        let (Op::Arithmetic(Arithmetic::Mul), [Some(Source::Slot(a)), Some(Source::Slot(b))]) =
+        let (Op::Arithmetic(Arithmetic::Mul), [Some(PlanOperand::Slot(a)), Some(PlanOperand::Slot(b))]) =
             (self.op(product), &product.inputs[..])
         else {
             return None;
@@ -327,7 +330,7 @@ impl<'a> Fusion<'a> {
     }
 
     /// Puts one step in the place of the last of several.
-    fn join(&mut self, joined: &[usize], last: usize, (action, inputs): (Action, Vec<Option<Source>>)) {
+    fn join(&mut self, joined: &[usize], last: usize, (action, inputs): (Action, Vec<Option<PlanOperand>>)) {
         let Some(step) = self.steps[last].take() else { return };
         joined.iter().for_each(|&index| self.steps[index] = None);
         self.steps[last] = Some(Step { action, inputs, ..step });
@@ -338,7 +341,7 @@ impl<'a> Fusion<'a> {
 fn clip(step: &Step) -> Option<Activation> {
     let bound = |place: usize, none: f64| match step.inputs.get(place) {
         None | Some(None) => Some(none),
-        Some(Some(Source::Known(array))) => array.only().filter(|bound| !bound.is_nan()),
+        Some(Some(PlanOperand::Known(array))) => array.only().filter(|bound| !bound.is_nan()),
         Some(Some(_)) => None,
     };
     Some(clipped(bound(1, f64::NEG_INFINITY)?, bound(2, f64::INFINITY)?))

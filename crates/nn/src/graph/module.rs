@@ -7,8 +7,10 @@ use convoke_autograd::ops::{self, Convention};
 use convoke_autograd::{DType, Device, Error, MemoryFormat, Result, Tensor};
 
 use super::fuse::{self, Action};
-use super::network::{Block, Layer, NamedDropout, Network, NetworkNode, Norm, StoredValue, invalid, quoted};
-use super::plan::{Plan, Request, Source, Step, refused};
+use super::network::{
+    FusibleConv, Layer, NamedDropout, Network, NetworkNode, Norm, StoredValue, invalid, quoted,
+};
+use super::plan::{Plan, PlanOperand, Request, Step, refused};
 use super::roles::{Role, origin, roles};
 use super::run::{self, Inputs, Place, Value};
 use super::{BatchNormOp, Definition, Dimension, Initial, Input, Op};
@@ -179,7 +181,7 @@ impl Graph {
             while !known.insert(name.clone()) {
                 name.push('\'');
             }
-            let block = Block { name, weight, bias, mode: conv_bn, keep: Mutex::default() };
+            let block = FusibleConv { name, weight, bias, mode: conv_bn, keep: Mutex::default() };
             self.network.nodes[index].layer = Some(Layer::Block(Arc::new(block)));
         }
         Ok(())
@@ -387,22 +389,22 @@ impl Graph {
 
     /// The shapes of the outputs in a plan.
     pub(super) fn shapes_of_outputs(&self, plan: &Plan) -> Vec<Vec<usize>> {
-        let shape = |source: &Source| match source {
-            Source::Slot(slot) => plan.shapes[*slot].clone(),
-            Source::Stored(index) => self.network.stored[*index].values.shape().to_vec(),
-            Source::Known(array) => array.shape().to_vec(),
-            Source::Constant(tensor) => tensor.shape().to_vec(),
+        let shape = |source: &PlanOperand| match source {
+            PlanOperand::Slot(slot) => plan.shapes[*slot].clone(),
+            PlanOperand::Stored(index) => self.network.stored[*index].values.shape().to_vec(),
+            PlanOperand::Known(array) => array.shape().to_vec(),
+            PlanOperand::Constant(tensor) => tensor.shape().to_vec(),
         };
         plan.outputs.iter().map(shape).collect()
     }
 
-    fn read(&self, plan: &Plan, source: &Source, slots: &[Option<Tensor>]) -> Result<Tensor> {
+    fn read(&self, plan: &Plan, source: &PlanOperand, slots: &[Option<Tensor>]) -> Result<Tensor> {
         let missing = || invalid("a step reads a value that was freed");
         match source {
-            Source::Slot(slot) => slots[*slot].clone().map_or_else(missing, Ok),
-            Source::Stored(index) => self.entries[*index].value().map_or_else(missing, Ok),
-            Source::Constant(tensor) => Ok(tensor.clone()),
-            Source::Known(array) => array.to_tensor(&plan.place.device, plan.place.dtype),
+            PlanOperand::Slot(slot) => slots[*slot].clone().map_or_else(missing, Ok),
+            PlanOperand::Stored(index) => self.entries[*index].value().map_or_else(missing, Ok),
+            PlanOperand::Constant(tensor) => Ok(tensor.clone()),
+            PlanOperand::Known(array) => array.to_tensor(&plan.place.device, plan.place.dtype),
         }
     }
 
@@ -420,7 +422,7 @@ impl Graph {
                     .iter()
                     .map(|source| match source {
                         None => Ok(None),
-                        Some(Source::Known(array)) => Ok(Some(Value::Known(array.clone()))),
+                        Some(PlanOperand::Known(array)) => Ok(Some(Value::Known(array.clone()))),
                         Some(source) => {
                             self.read(plan, source, slots).map(|tensor| Some(Value::Tensor(tensor)))
                         }

@@ -37,7 +37,7 @@ pub(super) struct NetworkNode {
 #[derive(Clone)]
 pub(super) enum Layer {
     /// The block of a convolution whose only reader is a batch norm.
-    Block(Arc<Block>),
+    Block(Arc<FusibleConv>),
     Norm(Arc<Norm>),
     /// Dropout of elements or of samples.
     Dropout(Arc<NamedDropout>),
@@ -55,7 +55,7 @@ pub(super) struct NamedDropout {
 }
 
 /// A convolution that can run as one with the batch norm behind it.
-pub(super) struct Block {
+pub(super) struct FusibleConv {
     pub(super) name: String,
     pub(super) weight: Parameter,
     pub(super) bias: Option<Parameter>,
@@ -63,7 +63,7 @@ pub(super) struct Block {
     pub(super) keep: Mutex<Keep>,
 }
 
-impl FusedBlock for Block {
+impl FusedBlock for FusibleConv {
     fn weight(&self) -> &Parameter {
         &self.weight
     }

@@ -17,7 +17,7 @@ pub(super) struct Plan {
     pub(super) steps: Vec<Step>,
     /// The shape of the tensor in each slot. The first slots are the inputs.
     pub(super) shapes: Vec<Vec<usize>>,
-    pub(super) outputs: Vec<Source>,
+    pub(super) outputs: Vec<PlanOperand>,
     pub(super) place: Place,
 }
 
@@ -26,15 +26,15 @@ pub(super) struct Step {
     /// The node, or the last one of several that run as one.
     pub(super) node: usize,
     pub(super) action: Action,
-    pub(super) inputs: Vec<Option<Source>>,
+    pub(super) inputs: Vec<Option<PlanOperand>>,
     pub(super) outputs: Vec<Option<usize>>,
     /// Slots that no later step reads.
     pub(super) frees: Vec<usize>,
 }
 
-/// Where a value is while the graph runs.
+/// A value that a step reads or that the graph gives: where it is while the graph runs.
 #[derive(Clone)]
-pub(super) enum Source {
+pub(super) enum PlanOperand {
     Slot(usize),
     /// A parameter or buffer, by its number among the stored arrays.
     Stored(usize),
@@ -56,14 +56,14 @@ pub(super) struct Request<'a> {
 #[derive(Clone)]
 struct Bound {
     value: Value,
-    source: Source,
+    source: PlanOperand,
     /// Whether it is a tensor of whole numbers, such as places of largest elements, in the type in which the model computes.
     whole: bool,
 }
 
 impl Bound {
     fn known(array: Arc<Array>) -> Bound {
-        Bound { value: Value::Known(array.clone()), source: Source::Known(array), whole: false }
+        Bound { value: Value::Known(array.clone()), source: PlanOperand::Known(array), whole: false }
     }
 }
 
@@ -107,14 +107,14 @@ impl<'a> Planning<'a> {
         let mut shapes = Vec::new();
         for (&value, shape) in network.inputs.iter().zip(*inputs) {
             let tensor = images(&device, shape, place.dtype)?;
-            let source = Source::Slot(shapes.len());
+            let source = PlanOperand::Slot(shapes.len());
             values[value] = Some(Bound { value: Value::Tensor(tensor), source, whole: false });
             shapes.push(shape.clone());
         }
         for (index, stored) in network.stored.iter().enumerate() {
             values[stored.value] = Some(if changes[index] {
                 let tensor = Tensor::zeros(&device, stored.values.shape(), place.dtype)?;
-                Bound { value: Value::Tensor(tensor), source: Source::Stored(index), whole: false }
+                Bound { value: Value::Tensor(tensor), source: PlanOperand::Stored(index), whole: false }
             } else {
                 let Some(array) = stored.values.array().cloned() else {
                     return invalid("a constant has no elements");
@@ -206,7 +206,7 @@ impl<'a> Planning<'a> {
                 // Constants become tensors once, not in each run.
                 Some(Bound { value: Value::Known(array), .. }) if operands.took_as_tensor(place) => {
                     let own = &self.request.place;
-                    Some(Source::Constant(array.to_tensor(&own.device, own.dtype)?))
+                    Some(PlanOperand::Constant(array.to_tensor(&own.device, own.dtype)?))
                 }
                 Some(bound) => Some(bound.source.clone()),
                 None => None,
@@ -216,11 +216,11 @@ impl<'a> Planning<'a> {
         for (place, result) in results.into_iter().enumerate() {
             let Some(&Some(value)) = node.outputs.get(place) else { continue };
             let source = match &result {
-                Value::Known(array) => Source::Known(array.clone()),
+                Value::Known(array) => PlanOperand::Known(array.clone()),
                 Value::Tensor(tensor) => self.same(node, &inputs, tensor).unwrap_or_else(|| {
                     slots[place] = Some(self.shapes.len());
                     self.shapes.push(tensor.shape().to_vec());
-                    Source::Slot(self.shapes.len() - 1)
+                    PlanOperand::Slot(self.shapes.len() - 1)
                 }),
             };
             let whole = whole[usize::from(place > 0)];
@@ -234,7 +234,7 @@ impl<'a> Planning<'a> {
     }
 
     /// The first input's place, if the node gives its first input as it is.
-    fn same(&self, node: &NetworkNode, inputs: &[Option<Bound>], output: &Tensor) -> Option<Source> {
+    fn same(&self, node: &NetworkNode, inputs: &[Option<Bound>], output: &Tensor) -> Option<PlanOperand> {
         let first = inputs.first()?.as_ref()?;
         let Value::Tensor(input) = &first.value else { return None };
         if input.shape() != output.shape() {
@@ -302,13 +302,13 @@ impl Plan {
         for (index, step) in self.steps.iter().enumerate() {
             step.outputs.iter().flatten().for_each(|&slot| last[slot] = Some(index));
             for source in step.inputs.iter().flatten() {
-                if let &Source::Slot(slot) = source {
+                if let &PlanOperand::Slot(slot) = source {
                     last[slot] = Some(index);
                 }
             }
         }
         for source in &self.outputs {
-            if let &Source::Slot(slot) = source {
+            if let &PlanOperand::Slot(slot) = source {
                 last[slot] = None;
             }
         }
@@ -320,9 +320,9 @@ impl Plan {
     }
 }
 
-fn mark<'a>(read: &mut [bool], sources: impl Iterator<Item = &'a Source>) {
+fn mark<'a>(read: &mut [bool], sources: impl Iterator<Item = &'a PlanOperand>) {
     for source in sources {
-        if let &Source::Slot(slot) = source {
+        if let &PlanOperand::Slot(slot) = source {
             read[slot] = true;
         }
     }

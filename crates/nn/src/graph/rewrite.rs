@@ -8,7 +8,7 @@ use convoke_autograd::{DType, Result, Tensor};
 
 use super::module::{Entry, Graph};
 use super::network::{Layer, StoredValue, invalid};
-use super::plan::Source;
+use super::plan::PlanOperand;
 use super::{Array, Data, Definition, Initial, Node, Op, Pads, Pool, Stored};
 use crate::Parameter;
 use crate::modules::{ConvLayer, fold};
@@ -59,7 +59,7 @@ impl Graph {
         let mut definition = self.to_definition()?;
         let (plan, _) = self.make_plan(inputs, self.network.outputs.len())?;
         for step in &plan.steps {
-            let (Op::AdaptiveAveragePool(to), Some(Some(Source::Slot(slot)))) =
+            let (Op::AdaptiveAveragePool(to), Some(Some(PlanOperand::Slot(slot)))) =
                 (&self.network.nodes[step.node].op, step.inputs.first())
             else {
                 continue;

@@ -34,23 +34,23 @@ struct Checkpoint {
 }
 
 /// The input, and the states of the module's generators before forward.
-type Saved = (Tensor, Vec<GeneratorState>);
+type SavedCheckpoint = (Tensor, Vec<GeneratorState>);
 
 impl Function for Checkpoint {
-    type Saved = Saved;
+    type Saved = SavedCheckpoint;
 
     fn name(&self) -> &'static str {
         "checkpoint"
     }
 
-    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Saved)> {
+    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, SavedCheckpoint)> {
         let random = self.module.generators().iter().map(Generator::state).collect();
         Ok((self.module.forward(inputs[0])?, (inputs[0].keep(), random)))
     }
 
     fn backward(
         &self,
-        (input, random): Saved,
+        (input, random): SavedCheckpoint,
         upstream: Tensor,
         needs: &Needs,
     ) -> Result<Vec<Option<Tensor>>> {

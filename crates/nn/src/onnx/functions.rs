@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet};
 
 use super::error::OnnxError;
 use super::proto::{AttributeProto, FunctionProto, GraphProto, NodeProto, OpsetProto};
-use super::tensor::Source;
+use super::tensor::TensorSource;
 use super::{NEWEST_OPSET, OLDEST_OPSET, Result};
 
 /// Functions that call functions: how many deep.
@@ -32,7 +32,7 @@ pub(super) fn inlined(
     graph: &mut GraphProto,
     functions: &[FunctionProto],
     opset: i64,
-    source: &mut Source,
+    source: &mut TensorSource,
 ) -> Result<Vec<Versioned>> {
     let nodes = std::mem::take(&mut graph.node);
     if functions.is_empty() {
@@ -94,7 +94,7 @@ struct Inlining<'a> {
     names: HashSet<String>,
     /// How many names were made.
     count: u64,
-    source: &'a mut Source,
+    source: &'a mut TensorSource,
 }
 
 impl Inlining<'_> {

@@ -13,7 +13,7 @@ use super::functions::{Versioned, inlined, label, opset_of};
 use super::operators::{self, Operator};
 use super::proto::{GraphProto, ModelProto, NodeProto, TensorProto, ValueProto, element};
 use super::sequences::without_sequences;
-use super::tensor::{Source, kind_of, shape};
+use super::tensor::{TensorSource, kind_of, shape};
 use super::{Model, NEWEST_OPSET, OLDEST_OPSET, Result, scan};
 use crate::graph::{Array, Definition, Dimension, Input, Node, Op, Stored, in_order};
 
@@ -28,7 +28,7 @@ fn damaged(reason: impl std::fmt::Display) -> OnnxError {
 pub(super) fn model(bytes: Bytes, folder: Option<&Path>) -> Result<Model> {
     let limit = scan::limit(bytes.len() as u64);
     let size = scan::decoded_size(&bytes).map_err(damaged)?;
-    let mut source = Source::new(folder, limit);
+    let mut source = TensorSource::new(folder, limit);
     source.spend(size)?;
     convoke_memory::check(usize::try_from(size).unwrap_or(usize::MAX))?;
     let mut model = ModelProto::decode(bytes).map_err(damaged)?;
@@ -86,7 +86,7 @@ fn leave_out_zero_biases(definition: &mut Definition) -> Result<()> {
 
 /// A tensor alone.
 pub(super) fn tensor(bytes: Bytes) -> Result<Array> {
-    let mut source = Source::new(None, scan::limit(bytes.len() as u64));
+    let mut source = TensorSource::new(None, scan::limit(bytes.len() as u64));
     source.spend(scan::decoded_tensor_size(&bytes).map_err(damaged)?)?;
     source.array(TensorProto::decode(bytes).map_err(damaged)?)
 }
@@ -99,7 +99,7 @@ pub(super) struct Reader {
     ranks: HashMap<String, usize>,
     /// What reads the values of nodes, and the graph's outputs.
     used: HashSet<String>,
-    pub(super) source: Source,
+    pub(super) source: TensorSource,
 }
 
 /// The number of dimensions of a value, if the file says it.
@@ -108,7 +108,7 @@ fn rank_of(value: &ValueProto) -> Option<usize> {
 }
 
 impl Reader {
-    fn new(graph: &GraphProto, nodes: &[Versioned], source: Source) -> Result<Reader> {
+    fn new(graph: &GraphProto, nodes: &[Versioned], source: TensorSource) -> Result<Reader> {
         let mut ranks = HashMap::new();
         for value in graph.value_info.iter().chain(&graph.output).chain(&graph.input) {
             if let (Some(name), Some(rank)) = (&value.name, rank_of(value)) {

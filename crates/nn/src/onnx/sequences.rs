@@ -7,7 +7,7 @@ use prost::bytes::Bytes;
 use super::Result;
 use super::functions::{Versioned, is_own_domain};
 use super::proto::{AttributeProto, GraphProto, NodeProto, TensorProto, element, kind};
-use super::tensor::Source;
+use super::tensor::TensorSource;
 use crate::graph::Kind;
 
 /// Longer lists of numbers are no sizes of parts.
@@ -57,7 +57,7 @@ impl Parts {
 pub(super) fn without_sequences(
     nodes: &mut Vec<Versioned>,
     graph: &GraphProto,
-    source: &mut Source,
+    source: &mut TensorSource,
 ) -> Result<()> {
     if !nodes.iter().any(|node| is(&node.node, "SplitToSequence")) {
         return Ok(());
@@ -139,7 +139,7 @@ fn constant(name: &str, number: i64) -> NodeProto {
 fn integers(
     nodes: &[Versioned],
     graph: &GraphProto,
-    source: &mut Source,
+    source: &mut TensorSource,
 ) -> Result<HashMap<String, (usize, Vec<i64>)>> {
     let short = |tensor: &&TensorProto| {
         let whole = [element::INT32, element::INT64].contains(&tensor.data_type.unwrap_or(0));

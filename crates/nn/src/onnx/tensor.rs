@@ -21,7 +21,7 @@ const MOST_DIMENSIONS: usize = 32;
 
 /// Where tensors come from, and how many bytes of them may still be made.
 #[derive(Debug)]
-pub(super) struct Source {
+pub(super) struct TensorSource {
     /// The folder of the model, in which other files may lie.
     folder: Option<PathBuf>,
     left: u64,
@@ -74,10 +74,10 @@ enum Numbers {
     Varints(Vec<Bytes>),
 }
 
-impl Source {
+impl TensorSource {
     /// For a model of which decoding has left this many bytes.
-    pub(super) fn new(folder: Option<&Path>, left: u64) -> Source {
-        Source { folder: folder.map(Path::to_owned), left, files: HashMap::new() }
+    pub(super) fn new(folder: Option<&Path>, left: u64) -> TensorSource {
+        TensorSource { folder: folder.map(Path::to_owned), left, files: HashMap::new() }
     }
 
     /// Takes a part of what the file may take.

@@ -63,7 +63,7 @@ pub struct PlannerProgress {
 pub(super) struct Search<S> {
     device: Device,
     pub(super) steps: S,
-    pub(super) blocks: Vec<Block>,
+    pub(super) blocks: Vec<BlockChoices>,
     /// Exact bytes of the plans examined so far, by workspace limit and by what blocks keep.
     known: BTreeMap<(Option<usize>, Vec<Keep>), MemoryPrediction>,
     /// The largest workspace, in bytes, that a convolution uses without a limit.
@@ -85,8 +85,8 @@ pub(super) enum Fit {
     Least(Found),
 }
 
-/// One block.
-pub(super) struct Block {
+/// A block and the ways in which it can keep.
+pub(super) struct BlockChoices {
     pub(super) path: String,
     /// What it keeps without a plan.
     unplanned: Keep,
@@ -131,7 +131,7 @@ impl<S: Steps> Search<S> {
             let choices = of_kind.map_or_else(|| vec![store], |index| times[index].clone());
             let (residual, pool) =
                 kind.map_or((false, false), |kind| (kind.problem.residual, kind.problem.pool.is_some()));
-            Block { path: path.clone(), unplanned: Keep::default().resolved(residual, pool), choices }
+            BlockChoices { path: path.clone(), unplanned: Keep::default().resolved(residual, pool), choices }
         };
         let blocks = found.iter().map(block).collect();
         let mut search =
@@ -357,7 +357,7 @@ impl<S: Steps> Search<S> {
     }
 }
 
-impl Block {
+impl BlockChoices {
     pub(super) fn choice(&self, keep: Keep) -> Choice {
         let known = self.choices.iter().find(|choice| choice.keep == keep);
         *known.unwrap_or(&self.choices[0])

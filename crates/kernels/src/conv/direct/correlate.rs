@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use pulp::{Simd, WithSimd};
 
-use super::geometry::{Block, Blocks, Lattice, Phase};
+use super::geometry::{Lattice, Phase, PixelBlock, PixelBlocks};
 use super::panels::{Panel, Panels};
 use super::registers::{by_block, fitting, joined, last_mask, load, most_rows, most_vectors, store};
 use super::slab::Reading;
@@ -238,7 +238,7 @@ impl WithSimd for Task<'_> {
             .collect();
         let reach = || lattices.iter().fold(None, |reach, (lattice, pixels)| lattice.reach(pixels, reach));
         let places = c.reading.places(reach, self.source, self.zeros, self.slab);
-        let mut blocks = Blocks::default();
+        let mut blocks = PixelBlocks::default();
         for (lattice, pixels) in lattices {
             lattice.add_blocks(pixels, most, &places, &mut blocks);
         }
@@ -284,7 +284,7 @@ impl WithSimd for Task<'_> {
 struct Products<'a> {
     correlate: &'a Correlate,
     panels: &'a [f32],
-    blocks: &'a Blocks,
+    blocks: &'a PixelBlocks,
 }
 
 impl Products<'_> {
@@ -347,7 +347,7 @@ struct Product<'a> {
     /// The channels to sum over, within the group.
     depth: Range<usize>,
     weights: &'a [f32],
-    block: Block<'a>,
+    block: PixelBlock<'a>,
 }
 
 impl Product<'_> {

@@ -118,7 +118,7 @@ pub(super) struct Lattice<'a> {
 
 /// The register blocks of a run of targets.
 #[derive(Default)]
-pub(super) struct Blocks {
+pub(super) struct PixelBlocks {
     blocks: Vec<[Range<usize>; 3]>,
     targets: Vec<usize>,
     taps: Vec<usize>,
@@ -126,7 +126,7 @@ pub(super) struct Blocks {
 }
 
 /// A register block's pixels and what they read.
-pub(super) struct Block<'a> {
+pub(super) struct PixelBlock<'a> {
     /// The target pixels, counted from the run's first.
     pub(super) targets: &'a [usize],
     /// The kernel elements that the pixels use.
@@ -135,10 +135,10 @@ pub(super) struct Block<'a> {
     pub(super) sources: &'a [*const f32],
 }
 
-impl Blocks {
-    pub(super) fn get(&self, index: usize) -> Option<Block<'_>> {
+impl PixelBlocks {
+    pub(super) fn get(&self, index: usize) -> Option<PixelBlock<'_>> {
         let [targets, taps, sources] = self.blocks.get(index)?.clone();
-        Some(Block {
+        Some(PixelBlock {
             targets: &self.targets[targets],
             taps: &self.taps[taps],
             sources: &self.sources[sources],
@@ -150,12 +150,12 @@ impl Blocks {
     }
 
     /// The blocks in `part`.
-    pub(super) fn of(&self, part: Range<usize>) -> impl Iterator<Item = Block<'_>> {
+    pub(super) fn of(&self, part: Range<usize>) -> impl Iterator<Item = PixelBlock<'_>> {
         part.map_while(|index| self.get(index))
     }
 }
 
-impl Block<'_> {
+impl PixelBlock<'_> {
     /// Prefetches these channels of its sources.
     #[inline(always)]
     pub(super) fn prefetch(&self, channel: usize, channels: usize) {
@@ -212,7 +212,7 @@ impl Lattice<'_> {
         mut pixels: Vec<Pixel>,
         most: usize,
         places: &Places<'_>,
-        blocks: &mut Blocks,
+        blocks: &mut PixelBlocks,
     ) {
         pixels.sort_by_key(|pixel| pixel.inside);
         for part in even_parts(pixels.len(), most) {
@@ -233,7 +233,7 @@ impl Lattice<'_> {
         (pixel.source + offset) as usize
     }
 
-    fn add_block(&self, pixels: &[Pixel], places: &Places<'_>, blocks: &mut Blocks) {
+    fn add_block(&self, pixels: &[Pixel], places: &Places<'_>, blocks: &mut PixelBlocks) {
         let starts = [blocks.targets.len(), blocks.taps.len(), blocks.sources.len()];
         blocks.targets.extend(pixels.iter().map(|pixel| pixel.target));
         let first = pixels[0].inside;

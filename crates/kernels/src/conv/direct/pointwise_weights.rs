@@ -183,7 +183,7 @@ impl WithSimd for Task<'_> {
                 for block in 0..blocks {
                     fetch((panel - panels.start) * blocks + block);
                     let first = block * rows;
-                    let block = Block {
+                    let block = PointwiseBlock {
                         pixels: tile.len(),
                         x: packed_x,
                         dy: &packed_dy[first * tile.len()..],
@@ -244,7 +244,7 @@ fn pack_x<S: Simd, const M: usize, const V: usize>(
 }
 
 /// What a register block multiplies.
-struct Block<'a> {
+struct PointwiseBlock<'a> {
     pixels: usize,
     /// [pixel][lane]
     x: &'a [f32],
@@ -263,8 +263,8 @@ struct Block<'a> {
 
 /// sums[m][v] (+)= the sum over the pixels of dy[m] x[v], for M output channels and V vectors of input channels.
 #[inline(always)]
-fn add_products<S: Simd, const M: usize, const V: usize>(simd: S, block: &Block<'_>) {
-    let &Block { pixels, x, dy, rows, sums: (sums, first), row_len, channels, fresh } = block;
+fn add_products<S: Simd, const M: usize, const V: usize>(simd: S, block: &PointwiseBlock<'_>) {
+    let &PointwiseBlock { pixels, x, dy, rows, sums: (sums, first), row_len, channels, fresh } = block;
     // SAFETY: tasks that share sums have different panels, and so different channels of each row: nobody else uses these.
     let sums: [_; M] = simd::array(|m| unsafe { sums.part(first + m * row_len, channels) }.as_mut_ptr());
     sums.iter().for_each(|sums| stream::prefetch(sums.cast_const(), V * S::F32_LANES));

@@ -149,7 +149,7 @@ impl ConvKernel<f32> for Images {
             .map(|scratch| (blocks.by_ref().take(per_thread).collect::<Vec<_>>(), scratch));
         cpu.for_each(work, tasks, |(blocks, scratch)| {
             for (first, outputs) in blocks {
-                simd::run(cpu.isa(), Block { images: self, input, kernels, first, outputs, scratch });
+                simd::run(cpu.isa(), TileBlock { images: self, input, kernels, first, outputs, scratch });
             }
         });
     }
@@ -201,7 +201,7 @@ impl WithSimd for Kernel<'_> {
 }
 
 /// One block of tiles, from input to output.
-struct Block<'a, 'b> {
+struct TileBlock<'a, 'b> {
     images: &'a Images,
     input: &'a [f32],
     kernels: &'a [f32],
@@ -212,7 +212,7 @@ struct Block<'a, 'b> {
     scratch: &'a mut [f32],
 }
 
-impl WithSimd for Block<'_, '_> {
+impl WithSimd for TileBlock<'_, '_> {
     type Output = ();
 
     #[inline(always)]

@@ -71,7 +71,7 @@ impl WithSimd for Write<'_> {
                 // For the last of these and the last term, the assertions have checked that real and imaginary parts are
                 // inside both factors and the sums inside `out`; all others lie before them.
                 unsafe {
-                    let block = Block {
+                    let block = ProductBlock {
                         left: left.data.as_ptr().add(row * left.next),
                         right: right.data.as_ptr().add(vector * right.next),
                         out: out.as_mut_ptr().add(row * out_next + vector * 2 * lanes),
@@ -100,14 +100,14 @@ impl WithSimd for Write<'_> {
 }
 
 /// A block of sums that fits the registers.
-struct Block<'a> {
+struct ProductBlock<'a> {
     left: *const f32,
     right: *const f32,
     out: *mut f32,
     product: Product<'a>,
 }
 
-impl Block<'_> {
+impl ProductBlock<'_> {
     /// # Safety
     /// For each of `product.depth` terms, ROWS rows of the left factor and VECTORS vectors of the right one must be
     /// readable, their imaginary parts too, and `out` writable for real and imaginary vectors of ROWS rows by VECTORS, by this
@@ -124,7 +124,7 @@ impl Block<'_> {
     }
 
     /// # Safety
-    /// As for [`Block::multiply`].
+    /// As for [`ProductBlock::multiply`].
     #[inline(always)]
     unsafe fn sum<S: Simd, const ROWS: usize, const VECTORS: usize, const PAIR: bool>(self, simd: S) {
         let Product { left, right, depth, out_next, accumulate, .. } = self.product;

@@ -9,7 +9,7 @@ use std::ops::Range;
 use pulp::{Simd, WithSimd};
 
 use super::gather::Gather;
-use super::kernel::{Ahead, Block, Steps, block_rows};
+use super::kernel::{Ahead, OuterProductBlock, Steps, block_rows};
 use super::{pack, place_in_filter, taps};
 use crate::conv::even::even_parts;
 use crate::conv::plan::ConvKernel;
@@ -212,7 +212,7 @@ impl Bands<'_, '_> {
             let next = &dy[outputs.end * k..];
             let mut ahead = Ahead([&next[..next.len().min(outputs.len() * k)], &[]]);
             for (first, panel) in (0..*pitch).step_by(width).zip(self.filters.chunks_exact(k * width)) {
-                simd.vectorize(Block {
+                simd.vectorize(OuterProductBlock {
                     a: &dy[outputs.start * k..],
                     rows: outputs.len(),
                     stride: *stride,
@@ -249,7 +249,7 @@ impl Bands<'_, '_> {
                 to[columns..].fill(0.0);
             }
             for taps in even_parts(taps(p), block_rows::<S>()) {
-                simd.vectorize(Block {
+                simd.vectorize(OuterProductBlock {
                     a: &self.filters[taps.start..],
                     rows: taps.len(),
                     stride: *stride,

@@ -2,7 +2,7 @@
 
 use pulp::{Simd, WithSimd};
 
-use super::kernel::{Ahead, Block, Steps, block_rows};
+use super::kernel::{Ahead, OuterProductBlock, Steps, block_rows};
 use super::place_in_filter;
 use super::rows::InputRows;
 use super::strips::{Buffers, Strip, Strips};
@@ -112,7 +112,7 @@ impl WithSimd for Strip<'_, BackwardWeights> {
         for first in (0..*pitch).step_by(width) {
             for (taps, sums) in taps.chunks_exact(*run).zip(sums.chunks_exact_mut(run * pitch)) {
                 for block in even_parts(*run, block_rows::<S>()) {
-                    simd.vectorize(Block {
+                    simd.vectorize(OuterProductBlock {
                         a: &copied[taps[block.start]..],
                         rows: block.len(),
                         stride: 1,

@@ -93,7 +93,7 @@ impl WithSimd for Strip<'_, BackwardWeightsPlanes> {
         let [most_channels, most_taps] = block(registers::<S>());
         for block in even_parts(taps.len(), most_taps) {
             for channels in even_parts(k, most_channels) {
-                simd.vectorize(Block {
+                simd.vectorize(TapBlock {
                     gradients: &gradients[channels.start * pitch..],
                     channels: channels.len(),
                     pitch: *pitch,
@@ -109,7 +109,7 @@ impl WithSimd for Strip<'_, BackwardWeightsPlanes> {
 }
 
 /// `sums[q][p] += sum over (i, j) in steps of gradients[q * pitch + j..] * input[taps[p] + i..]`, all of them vectors.
-struct Block<'a> {
+struct TapBlock<'a> {
     gradients: &'a [f32],
     channels: usize,
     /// From one channel's gradients to the next's.
@@ -122,7 +122,7 @@ struct Block<'a> {
     row: usize,
 }
 
-impl WithSimd for Block<'_> {
+impl WithSimd for TapBlock<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -145,7 +145,7 @@ impl WithSimd for Block<'_> {
     }
 }
 
-impl Block<'_> {
+impl TapBlock<'_> {
     /// Whether all that is read lies in the slices: checked once a block, outside of its loops.
     #[inline(always)]
     fn is_inside(&self, lanes: usize) -> bool {
@@ -215,7 +215,7 @@ mod tests {
         let [input, gradients] = lens.map(|len| vec![1.0; len]);
         let mut sums = vec![0.0; 4 * 2 * isa.lanes()];
         let steps = Steps::new([[0, 0], step].into_iter());
-        let block = Block {
+        let block = TapBlock {
             gradients: &gradients,
             channels,
             pitch,

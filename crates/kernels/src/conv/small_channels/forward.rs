@@ -2,7 +2,7 @@
 
 use pulp::{Simd, WithSimd};
 
-use super::kernel::{Ahead, Block, Steps, block_rows};
+use super::kernel::{Ahead, OuterProductBlock, Steps, block_rows};
 use super::rows::InputRows;
 use super::{pack, place_in_filter, taps};
 use crate::conv::even::even_parts;
@@ -133,7 +133,7 @@ impl WithSimd for Pixels<'_> {
                 for (first, panel) in
                     (0..k).step_by(panel_width).zip(self.filters.chunks_exact(panel_width * steps.len()))
                 {
-                    simd.vectorize(Block {
+                    simd.vectorize(OuterProductBlock {
                         a: &self.input[outputs.start * input.step()..],
                         rows: outputs.len(),
                         stride: *stride,
@@ -183,7 +183,7 @@ impl WithSimd for Planes<'_> {
                 input.copy(image, row, self.input);
                 for channels in even_parts(planes, block_rows::<S>()) {
                     for column in (0..ow).step_by(width) {
-                        simd.vectorize(Block {
+                        simd.vectorize(OuterProductBlock {
                             a: &self.weight[(channel + channels.start) * steps.len()..],
                             rows: channels.len(),
                             stride: *stride,

@@ -103,7 +103,7 @@ impl Reads {
 ///
 /// At most [`block_rows`] rows and two vectors of columns. Whole vectors of `b` are read. If `out` is streamed, its rows must
 /// be whole vectors, and they are overwritten.
-pub(super) struct Block<'a> {
+pub(super) struct OuterProductBlock<'a> {
     pub(super) a: &'a [f32],
     pub(super) rows: usize,
     pub(super) stride: usize,
@@ -120,7 +120,7 @@ pub(super) struct Block<'a> {
     pub(super) ahead: &'a [f32],
 }
 
-impl WithSimd for Block<'_> {
+impl WithSimd for OuterProductBlock<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -142,11 +142,11 @@ impl WithSimd for Block<'_> {
     }
 }
 
-impl Block<'_> {
-    /// Whether everything that [`Block::multiply`] requires holds: checked once a block, outside of its loops.
+impl OuterProductBlock<'_> {
+    /// Whether everything that [`OuterProductBlock::multiply`] requires holds: checked once a block, outside of its loops.
     #[inline(always)]
     fn is_inside(&self, lanes: usize) -> bool {
-        let Block { rows, stride, pitch, columns, .. } = *self;
+        let OuterProductBlock { rows, stride, pitch, columns, .. } = *self;
         let vectors = columns.div_ceil(lanes);
         let a = Reads { count: rows, pitch: stride, lanes: 1, len: self.a.len() };
         let b = Reads { count: 1, pitch: 0, lanes: vectors.min(2) * lanes, len: self.b.len() };
@@ -167,7 +167,7 @@ impl Block<'_> {
     }
 
     /// # Safety
-    /// As [`Block::multiply`], but for the number of rows.
+    /// As [`OuterProductBlock::multiply`], but for the number of rows.
     #[inline(always)]
     unsafe fn dispatch<S: Simd, const V: usize, const STREAMS: bool>(self, simd: S) {
         macro_rules! sized {
@@ -202,7 +202,7 @@ impl Block<'_> {
     /// The sums over all steps; meanwhile prefetches what is ahead.
     ///
     /// # Safety
-    /// What [`Block::multiply`] asks of `a` and `b`.
+    /// What [`OuterProductBlock::multiply`] asks of `a` and `b`.
     #[inline(always)]
     unsafe fn sums<S: Simd, const P: usize, const V: usize>(&self, simd: S) -> [[S::f32s; V]; P] {
         let lanes = S::F32_LANES;
@@ -236,7 +236,7 @@ impl Block<'_> {
     /// Writes the sums to `out`, or adds them.
     ///
     /// # Safety
-    /// What [`Block::multiply`] asks of `out`, `columns` and `S`.
+    /// What [`OuterProductBlock::multiply`] asks of `out`, `columns` and `S`.
     #[inline(always)]
     unsafe fn write<S: Simd, const P: usize, const V: usize, const STREAMS: bool>(
         self,
@@ -315,7 +315,7 @@ mod tests {
         let (a, b, mut out) = (vec![1.0; a], vec![1.0; b], vec![0.0; out]);
         let steps = Steps::new([[0, 0], place, [0, 0]].into_iter());
         let streaming = streams.then(Streaming::begin);
-        let block = Block {
+        let block = OuterProductBlock {
             a: &a,
             rows,
             stride,

@@ -80,8 +80,8 @@ fn inverted_residual(
     if stride == 1 && x.channels() == outputs { builder.add(&y, x) } else { y }
 }
 
-/// A block of MobileNetV3.
-struct Block {
+/// An inverted residual block of MobileNetV3.
+struct InvertedResidual {
     kernel: usize,
     /// Channels of the convolution within channels.
     width: usize,
@@ -120,7 +120,7 @@ pub fn mobilenet_v3_small(channels: usize, classes: usize) -> Result<Definition>
     let first = ConvSpec { stride: 2, ..ConvSpec::same(16, 3) };
     let mut x = unit_v3(first, SWISH).apply(&mut builder, &x, "features.0");
     for (index, (kernel, width, outputs, squeezes, activation, stride)) in BLOCKS.into_iter().enumerate() {
-        let block = Block { kernel, width, outputs, squeezes, activation, stride };
+        let block = InvertedResidual { kernel, width, outputs, squeezes, activation, stride };
         x = block.apply(&mut builder, &x, &format!("features.{}.block", index + 1));
     }
     let x = unit_v3(ConvSpec::new(576, 1), SWISH).apply(&mut builder, &x, "features.12");
@@ -137,9 +137,9 @@ fn unit_v3(conv: ConvSpec, activation: Activation) -> ConvNormActivation {
     ConvNormActivation { conv, norm: BatchNormOp { eps: 1e-3, momentum: 0.99, frozen: false }, activation }
 }
 
-impl Block {
+impl InvertedResidual {
     fn apply(self, builder: &mut Builder, x: &Value, prefix: &str) -> Value {
-        let Block { kernel, width, outputs, squeezes, activation, stride } = self;
+        let InvertedResidual { kernel, width, outputs, squeezes, activation, stride } = self;
         let mut part = 0;
         let mut next = || {
             part += 1;

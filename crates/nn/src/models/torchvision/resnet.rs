@@ -8,9 +8,9 @@ use crate::graph::{BatchNormOp, Builder, ConvSpec, Definition, PoolSpec, Scheme,
 /// Channels of the stages' inner convolutions.
 const WIDTHS: [usize; 4] = [64, 128, 256, 512];
 
-/// A stage's blocks.
+/// What the blocks of all stages are.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Block {
+enum ResidualBlock {
     /// Two 3x3 convolutions.
     Basic,
     /// A 1x1, a 3x3 and a 1x1 convolution; the last outputs four times as many channels.
@@ -24,7 +24,7 @@ enum Block {
 /// # Errors
 /// If `channels` or `classes` is 0.
 pub fn resnet18(channels: usize, classes: usize) -> Result<Definition> {
-    resnet(("resnet18", Block::Basic, [2, 2, 2, 2]), channels, classes)
+    resnet(("resnet18", ResidualBlock::Basic, [2, 2, 2, 2]), channels, classes)
 }
 
 /// ResNet-34: stages of 3, 4, 6 and 3 blocks of two 3x3 convolutions.
@@ -34,7 +34,7 @@ pub fn resnet18(channels: usize, classes: usize) -> Result<Definition> {
 /// # Errors
 /// If `channels` or `classes` is 0.
 pub fn resnet34(channels: usize, classes: usize) -> Result<Definition> {
-    resnet(("resnet34", Block::Basic, [3, 4, 6, 3]), channels, classes)
+    resnet(("resnet34", ResidualBlock::Basic, [3, 4, 6, 3]), channels, classes)
 }
 
 /// ResNet-50: stages of 3, 4, 6 and 3 bottlenecks, whose 3x3 convolutions have the stride ("v1.5"; in the paper, the first
@@ -47,7 +47,7 @@ pub fn resnet34(channels: usize, classes: usize) -> Result<Definition> {
 /// # Errors
 /// If `channels` or `classes` is 0.
 pub fn resnet50(channels: usize, classes: usize) -> Result<Definition> {
-    resnet(("resnet50", Block::Bottleneck, [3, 4, 6, 3]), channels, classes)
+    resnet(("resnet50", ResidualBlock::Bottleneck, [3, 4, 6, 3]), channels, classes)
 }
 
 /// ResNet-101: as [`resnet50`], with stages of 3, 4, 23 and 3 bottlenecks.
@@ -57,11 +57,11 @@ pub fn resnet50(channels: usize, classes: usize) -> Result<Definition> {
 /// # Errors
 /// If `channels` or `classes` is 0.
 pub fn resnet101(channels: usize, classes: usize) -> Result<Definition> {
-    resnet(("resnet101", Block::Bottleneck, [3, 4, 23, 3]), channels, classes)
+    resnet(("resnet101", ResidualBlock::Bottleneck, [3, 4, 23, 3]), channels, classes)
 }
 
 fn resnet(
-    (name, block, blocks): (&str, Block, [usize; 4]),
+    (name, block, blocks): (&str, ResidualBlock, [usize; 4]),
     channels: usize,
     classes: usize,
 ) -> Result<Definition> {
@@ -88,12 +88,12 @@ fn residual(
     builder: &mut Builder,
     x: &Value,
     prefix: &str,
-    (block, width, stride): (Block, usize, usize),
+    (block, width, stride): (ResidualBlock, usize, usize),
 ) -> Value {
     let strided = |spec: ConvSpec| ConvSpec { stride, ..spec };
     let (convs, outputs) = match block {
-        Block::Basic => (vec![strided(ConvSpec::same(width, 3)), ConvSpec::same(width, 3)], width),
-        Block::Bottleneck => {
+        ResidualBlock::Basic => (vec![strided(ConvSpec::same(width, 3)), ConvSpec::same(width, 3)], width),
+        ResidualBlock::Bottleneck => {
             let outputs = 4 * width;
             let middle = strided(ConvSpec::same(width, 3));
             (vec![ConvSpec::new(width, 1), middle, ConvSpec::new(outputs, 1)], outputs)
