@@ -119,9 +119,9 @@ def saved_by_pytorch(subgraph: Any, sizes: dict[Any, int]) -> int:
 class Plan:
     """What a budget led to."""
 
-    def __init__(self, budget: int, held: dict[str, int], plan: Any):
+    def __init__(self, budget: int, held: dict[str, int], plan: _engine.Plan):
         self.budget, self.held = budget, held
-        self.keeps, self.end_of_forward, self.peak, self.seconds, self.workspace_limit = plan
+        self.keeps, self.peak, self.workspace_limit = plan.keeps, plan.bytes_peak, plan.workspace_limit
 
     def __str__(self) -> str:
         total = self.peak + sum(self.held.values())

@@ -8,7 +8,7 @@ import math
 import threading
 import time
 import weakref
-from typing import Any, Iterable, Iterator, Sequence
+from typing import Any, Iterable, Iterator, NamedTuple, Sequence
 
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
@@ -60,6 +60,26 @@ def _computes_volumes(node: torch.fx.Node) -> bool:
 
 def _is_images(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() in _capture.CHANNELS_LAST
+
+
+class Input(NamedTuple):
+    """An input of a graph whose memory is planned."""
+
+    shape: tuple[int, ...]
+    channels_last: bool
+    #: Whether it gets a gradient.
+    gradient: bool
+
+
+class Step(NamedTuple):
+    """A graph as a part of a step whose memory is planned."""
+
+    graph: _engine.Graph
+    inputs: list[Input]
+    #: The names of the parameters that get no gradient.
+    frozen: list[str]
+    #: The names of the parameters in channels-last.
+    channels_last: list[str]
 
 
 class Specialization:
@@ -116,15 +136,14 @@ class Specialization:
         inputs = [value if isinstance(value, torch.Tensor) else torch.zeros((), dtype=dtype) for value in inputs]
         self.shapes = [_capture.shape_of(tensor, sizes) for tensor in inputs]
         described = [
-            (list(shape), _capture.is_channels_last(tensor), tensor.requires_grad)
+            Input(shape, _capture.is_channels_last(tensor), tensor.requires_grad)
             for shape, tensor in zip(self.shapes, inputs)
-        ] + [(list(value.shape), False, False) for value, _ in translator.to.noises]
+        ] + [Input(tuple(value.shape), False, False) for value, _ in translator.to.noises]
         state = [(subgraph.names[node], _capture.example(node)) for node in translator.state]
         frozen = [name for name, tensor in state if not tensor.requires_grad]
         channels_last = [name for name, tensor in state if _capture.is_channels_last(tensor)]
-        #: For plans of memory: the graph; for each input its shape, whether it is in channels-last, and whether it gets a gradient; the
-        #: parameters that get none; those in channels-last.
-        self.step = self.graph, described, frozen, channels_last
+        #: For plans of memory.
+        self.step = Step(self.graph, described, frozen, channels_last)
         #: What dropout multiplies by: shape and probability of 0.
         self.noises = [(value.shape, p) for value, p in translator.to.noises]
         self.noise_axes = translator.to.noise_axes

@@ -17,26 +17,41 @@ use crate::graph::{Tape, format};
 /// A DLPack capsule.
 type Capsule<'py> = Bound<'py, PyAny>;
 
-/// How a convolution steps over its input: strides; zeros above, below, to the left and to the right; dilations; groups. Then, whether
-/// it runs in channels-last.
+/// How a convolution steps over its input, height before width: `Steps` of `_conv.py`.
 #[derive(Clone, Copy, FromPyObject)]
-pub(crate) struct Convolution([usize; 2], [usize; 4], [usize; 2], usize, bool);
+pub(crate) struct Convolution {
+    stride: [usize; 2],
+    /// Zeros above, below, to the left and to the right.
+    padding: [usize; 4],
+    dilation: [usize; 2],
+    groups: usize,
+    channels_last: bool,
+}
 
 impl Convolution {
     fn options(&self) -> ConvOptions {
-        let &Convolution(stride, [top, bottom, left, right], dilation, groups, _) = self;
+        let &Convolution { stride, padding: [top, bottom, left, right], dilation, groups, .. } = self;
         ConvOptions { stride, padding: Padding { top, bottom, left, right }, dilation, groups }
     }
 
     fn format(&self) -> MemoryFormat {
-        format(self.4)
+        format(self.channels_last)
     }
 }
 
-/// A batch norm: eps; whether eps is added outside of the root; the activation behind it, with its slope if it is a leaky ReLU; whether
-/// backward computes the convolution again, instead of keeping its output; mean and variance, if they are not to be the batch's.
+/// A batch norm with the activation behind it: `Norm` of `_conv.py`.
 #[derive(FromPyObject)]
-pub(crate) struct Norm<'py>(f64, bool, Option<(String, f64)>, bool, Option<(Capsule<'py>, Capsule<'py>)>);
+pub(crate) struct Norm<'py> {
+    eps: f64,
+    /// Whether the divisor is sqrt(variance) + eps instead of sqrt(variance + eps).
+    eps_outside: bool,
+    /// The name of the activation, and the slope of a leaky ReLU.
+    activation: Option<(String, f64)>,
+    /// Whether backward computes the convolution again, instead of keeping its output.
+    recompute: bool,
+    /// Mean and variance, if they are not to be the batch's.
+    statistics: Option<(Capsule<'py>, Capsule<'py>)>,
+}
 
 /// Runs a convolution and, if there is one, its batch norm with an activation.
 ///
@@ -61,15 +76,15 @@ pub(crate) fn conv_bn<'py>(
     let tensors = tensors.collect::<PyResult<Vec<_>>>()?;
     let norm = match &norm {
         None => None,
-        Some(Norm(eps, outside, activation, recompute, statistics)) => {
-            let statistics = statistics.as_ref();
+        Some(norm) => {
+            let statistics = norm.statistics.as_ref();
             let statistics =
                 statistics.map(|(mean, variance)| Ok::<_, PyErr>((borrow(mean)?, borrow(variance)?)));
             Some(Layer {
-                eps: *eps,
-                eps_place: if *outside { EpsPlace::OutsideRoot } else { EpsPlace::InsideRoot },
-                activation: named(activation.as_ref())?,
-                keep: if *recompute { Keep::Recompute } else { Keep::Renormalize },
+                eps: norm.eps,
+                eps_place: if norm.eps_outside { EpsPlace::OutsideRoot } else { EpsPlace::InsideRoot },
+                activation: named(norm.activation.as_ref())?,
+                keep: if norm.recompute { Keep::Recompute } else { Keep::Renormalize },
                 statistics: statistics.transpose()?,
             })
         }

@@ -30,7 +30,7 @@ mod _engine {
     #[pymodule_export]
     use super::graph::{Graph, Tape};
     #[pymodule_export]
-    use super::planner::{Planner, lighten, step_memory};
+    use super::planner::{Plan, Planner, lighten, step_memory};
     #[pymodule_export]
     use super::tuning::{
         tuning_adopt, tuning_choices, tuning_export, tuning_import, tuning_measure, tuning_scope,

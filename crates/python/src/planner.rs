@@ -4,36 +4,45 @@ use std::ops::ControlFlow;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use convoke_autograd::Error;
 use convoke_nn::planner::{
     GraphInput, GraphKeep, GraphPlan, GraphPlanner, GraphStep, PlannerOptions, graph_memory, lightened,
 };
-use convoke_nn::training::TrainingError;
 use pyo3::prelude::*;
 
 use crate::engine::Engine;
 use crate::error::released;
 use crate::graph::{Graph, format};
 
-/// A graph as a part of a step: the graph; for each input its shape, whether it is in channels-last, and whether it gets a gradient; and
-/// the names of the parameters that get none, and of those that are in channels-last.
-type Step<'py> = (Bound<'py, Graph>, Vec<(Vec<usize>, bool, bool)>, Vec<String>, Vec<String>);
-
-fn steps(steps: Vec<Step<'_>>) -> Vec<GraphStep> {
-    let step = |(graph, inputs, frozen, channels_last): Step<'_>| {
-        let input =
-            |(shape, channels_last, gradient)| GraphInput { shape, format: format(channels_last), gradient };
-        graph.get().step(inputs.into_iter().map(input).collect(), frozen, channels_last)
-    };
-    steps.into_iter().map(step).collect()
+/// A graph as a part of a step: `Step` of `_run.py`.
+#[derive(FromPyObject)]
+pub(crate) struct Step<'py> {
+    graph: Bound<'py, Graph>,
+    inputs: Vec<Input>,
+    /// The names of the parameters that get no gradient.
+    frozen: Vec<String>,
+    /// The names of the parameters in channels-last.
+    channels_last: Vec<String>,
 }
 
-/// An error of a plan as one of an operation, which it is: no training run is involved.
-fn plain(error: TrainingError) -> Error {
-    match error {
-        TrainingError::Tensor(error) => error,
-        error => Error::Invalid { operation: "plan", reason: error.to_string() },
-    }
+/// An input of a graph: `Input` of `_run.py`.
+#[derive(FromPyObject)]
+struct Input {
+    shape: Vec<usize>,
+    channels_last: bool,
+    /// Whether it gets a gradient.
+    gradient: bool,
+}
+
+fn steps(steps: Vec<Step<'_>>) -> Vec<GraphStep> {
+    let input = |Input { shape, channels_last, gradient }: Input| {
+        let format = format(channels_last);
+        GraphInput { shape, format, gradient }
+    };
+    let step = |step: Step<'_>| {
+        let inputs = step.inputs.into_iter().map(input).collect();
+        step.graph.get().step(inputs, step.frozen, step.channels_last)
+    };
+    steps.into_iter().map(step).collect()
 }
 
 /// Plans the memory of a step that consists of several graphs.
@@ -42,20 +51,29 @@ pub(crate) struct Planner {
     planner: Mutex<GraphPlanner>,
 }
 
-/// What each graph keeps, as [`Graph::set_keeps`] takes it; bytes after forward, and at the peak; seconds of all blocks; the workspace
-/// limit.
-type Plan = (Vec<(Vec<String>, Vec<bool>)>, usize, usize, f64, Option<usize>);
+/// What the graphs of a step keep, and what that costs.
+#[pyclass(frozen, get_all, module = "torch_convoke._engine")]
+pub(crate) struct Plan {
+    /// For each graph what it keeps, as [`Graph::set_keeps`] takes it.
+    keeps: Vec<(Vec<String>, Vec<bool>)>,
+    bytes_end_of_forward: usize,
+    bytes_peak: usize,
+    /// Seconds of all blocks.
+    block_seconds: f64,
+    /// The most workspace of a convolution, if the plan limits it.
+    workspace_limit: Option<usize>,
+}
 
 fn named(plan: GraphPlan) -> Plan {
     let named =
         |keep: GraphKeep| (keep.blocks.iter().map(|keep| keep.name().to_owned()).collect(), keep.recomputed);
-    (
-        plan.keeps.into_iter().map(named).collect(),
-        plan.bytes_end_of_forward,
-        plan.bytes_peak,
-        plan.block_seconds,
-        plan.workspace_limit,
-    )
+    Plan {
+        keeps: plan.keeps.into_iter().map(named).collect(),
+        bytes_end_of_forward: plan.bytes_end_of_forward,
+        bytes_peak: plan.bytes_peak,
+        block_seconds: plan.block_seconds,
+        workspace_limit: plan.workspace_limit,
+    }
 }
 
 #[pymethods]
@@ -76,7 +94,7 @@ impl Planner {
                     ControlFlow::Break(())
                 }
             };
-            let planner = GraphPlanner::new(&device, &steps, &options, &mut check).map_err(plain)?;
+            let planner = GraphPlanner::new(&device, &steps, &options, &mut check)?;
             Ok(planner.ok_or(interrupted))
         })?;
         match planner {
@@ -91,7 +109,7 @@ impl Planner {
     fn within(&self, py: Python<'_>, budget: usize) -> PyResult<(bool, Plan)> {
         released(py, || {
             let mut planner = self.planner.lock().unwrap_or_else(PoisonError::into_inner);
-            Ok(match planner.within(budget).map_err(plain)? {
+            Ok(match planner.within(budget)? {
                 Ok(plan) => (true, named(plan)),
                 Err(plan) => (false, named(plan)),
             })
@@ -102,9 +120,9 @@ impl Planner {
 /// Makes the graphs keep at most `most` bytes after forward, chosen without measuring, or as little as that finds.
 #[pyfunction]
 pub(crate) fn lighten(py: Python<'_>, engine: &Engine, graphs: Vec<Step<'_>>, most: usize) -> PyResult<()> {
-    let models: Vec<_> = graphs.iter().map(|(graph, ..)| graph.clone()).collect();
+    let models: Vec<_> = graphs.iter().map(|step| step.graph.clone()).collect();
     let (device, steps) = (engine.device.clone(), steps(graphs));
-    let keeps = released(py, || lightened(&device, &steps, most).map_err(plain))?;
+    let keeps = released(py, || lightened(&device, &steps, most))?;
     for (graph, keeps) in models.iter().zip(keeps) {
         graph.get().keep(&keeps);
     }
@@ -118,10 +136,10 @@ pub(crate) fn step_memory(
     engine: &Engine,
     graphs: Vec<Step<'_>>,
 ) -> PyResult<(usize, usize)> {
-    let keeps: Vec<_> = graphs.iter().map(|(graph, ..)| graph.get().keeps()).collect();
+    let keeps: Vec<_> = graphs.iter().map(|step| step.graph.get().keeps()).collect();
     let (device, steps) = (engine.device.clone(), steps(graphs));
     released(py, || {
-        let bytes = graph_memory(&device, &steps, Some(&keeps)).map_err(plain)?;
+        let bytes = graph_memory(&device, &steps, Some(&keeps))?;
         Ok((bytes.bytes_end_of_forward, bytes.bytes_peak))
     })
 }

@@ -104,7 +104,7 @@ fn run_mpi(
         let data = data.map_or_else(load, Ok)?;
         work(&Rank { communicator: &communicator, console: &console, data: &data, in_process: 1 })
     };
-    run().map_err(|failure| if number == 0 { failure } else { failure.on_rank(number) })
+    on_rank().map_err(|failure| if number == 0 { failure } else { failure.on_rank(number) })
 }
 
 #[cfg(not(feature = "mpi"))]

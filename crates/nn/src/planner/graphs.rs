@@ -4,7 +4,9 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use convoke_autograd::ops::Keep;
-use convoke_autograd::{DType, Device, Exported, MemoryFormat, Root, Tensor, backward_from, enable_grad};
+use convoke_autograd::{
+    DType, Device, Error, Exported, MemoryFormat, Result, Root, Tensor, backward_from, enable_grad,
+};
 use convoke_kernels::Recomputed;
 
 use super::blocks::{self, BlockKind};
@@ -12,10 +14,8 @@ use super::search::{Fit, Found, Search, Steps};
 use super::{PlannerOptions, PlannerProgress};
 use crate::graph::{Definition, Graph};
 use crate::modules::{ConvBnMode, FusedBlock, NormMode};
-use crate::training::{MemoryPrediction, TrainingError};
+use crate::training::MemoryPrediction;
 use crate::{Init, ModuleExt};
-
-type Result<T> = std::result::Result<T, TrainingError>;
 
 /// A graph as one part of a training step.
 #[derive(Debug, Clone)]
@@ -409,6 +409,8 @@ impl GraphSteps {
 }
 
 impl Steps for GraphSteps {
+    type Error = Error;
+
     fn blocks(&self) -> Vec<(String, &dyn FusedBlock)> {
         let numbered = self.parts.iter().enumerate();
         numbered
@@ -481,5 +483,5 @@ fn leaving(tensor: Tensor, format: MemoryFormat) -> Result<Exported> {
     drop(tensor);
     let formatted = constant.to_format(format)?;
     drop(constant);
-    Ok(formatted.export()?)
+    formatted.export()
 }

@@ -17,6 +17,8 @@ use crate::training::{DrySteps, MemoryPrediction, TrainingConfig, TrainingError}
 type Result<T> = std::result::Result<T, TrainingError>;
 
 impl Steps for DrySteps {
+    type Error = TrainingError;
+
     fn blocks(&self) -> Vec<(String, &dyn FusedBlock)> {
         blocks::find(self.model())
     }

@@ -4,19 +4,20 @@ use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
-use convoke_autograd::Device;
 use convoke_autograd::ops::Keep;
+use convoke_autograd::{Device, Error};
 use convoke_kernels::tune::Tuner;
 
 use super::blocks::BlockKind;
 use super::timing::Trial;
 use crate::modules::FusedBlock;
-use crate::training::{MemoryPrediction, TrainingError};
-
-type Result<T> = std::result::Result<T, TrainingError>;
+use crate::training::MemoryPrediction;
 
 /// The steps whose memory is planned, on a dry device.
 pub(super) trait Steps {
+    /// Why a step fails.
+    type Error: From<Error>;
+
     /// The blocks, with their paths.
     fn blocks(&self) -> Vec<(String, &dyn FusedBlock)>;
 
@@ -24,7 +25,7 @@ pub(super) trait Steps {
     fn kinds(&self) -> &[Option<BlockKind>];
 
     /// Runs a step, and gives its exact bytes.
-    fn step(&mut self) -> Result<MemoryPrediction>;
+    fn step(&mut self) -> Result<MemoryPrediction, Self::Error>;
 
     /// Makes the blocks keep this, one for each.
     fn set_keeps(&self, keeps: &[Keep]) {
@@ -115,7 +116,7 @@ impl<S: Steps> Search<S> {
         steps: S,
         options: &PlannerOptions,
         progress: &mut dyn FnMut(PlannerProgress) -> ControlFlow<()>,
-    ) -> Result<Option<Search<S>>> {
+    ) -> Result<Option<Search<S>>, S::Error> {
         let paths = steps.blocks().into_iter().map(|(path, _)| path);
         let found: Vec<(String, Option<BlockKind>)> = paths.zip(steps.kinds().iter().copied()).collect();
         let mut kinds: Vec<BlockKind> = Vec::new();
@@ -141,7 +142,7 @@ impl<S: Steps> Search<S> {
     }
 
     /// Finds out with dry steps how many bytes each choice saves.
-    fn find_bytes(&mut self) -> Result<()> {
+    fn find_bytes(&mut self) -> Result<(), S::Error> {
         let store = vec![Keep::Store; self.blocks.len()];
         let all = self.bytes(&store, None)?.bytes_end_of_forward;
         for index in 0..self.blocks.len() {
@@ -162,7 +163,7 @@ impl<S: Steps> Search<S> {
         &mut self,
         keeps: &[Keep],
         workspace_limit: Option<usize>,
-    ) -> Result<MemoryPrediction> {
+    ) -> Result<MemoryPrediction, S::Error> {
         let place = (workspace_limit, keeps.to_vec());
         if let Some(known) = self.known.get(&place) {
             return Ok(*known);
@@ -189,7 +190,11 @@ impl<S: Steps> Search<S> {
         self.blocks.iter().zip(keeps).map(|(block, keep)| block.choice(*keep).seconds).sum()
     }
 
-    pub(super) fn found(&mut self, keeps: Vec<Keep>, workspace_limit: Option<usize>) -> Result<Found> {
+    pub(super) fn found(
+        &mut self,
+        keeps: Vec<Keep>,
+        workspace_limit: Option<usize>,
+    ) -> Result<Found, S::Error> {
         let (bytes, seconds) = (self.bytes(&keeps, workspace_limit)?, self.seconds(&keeps));
         Ok(Found { keeps, workspace_limit, bytes, seconds })
     }
@@ -235,7 +240,7 @@ impl<S: Steps> Search<S> {
     }
 
     /// From the fastest to the smallest: each has a lower peak than all faster ones.
-    pub(super) fn curve(&mut self) -> Result<Vec<Found>> {
+    pub(super) fn curve(&mut self) -> Result<Vec<Found>, S::Error> {
         let mut plans = Vec::new();
         for keeps in self.candidates() {
             plans.push(self.found(keeps, None)?);
@@ -253,7 +258,7 @@ impl<S: Steps> Search<S> {
     }
 
     /// The fastest whose peak is at most `budget`. If there is none, convolutions are also limited to less workspace.
-    pub(super) fn within(&mut self, budget: usize) -> Result<Fit> {
+    pub(super) fn within(&mut self, budget: usize) -> Result<Fit, S::Error> {
         let curve = self.curve()?;
         let start = curve.iter().find(|plan| plan.bytes.bytes_peak <= budget).or(curve.last());
         let mut keeps = start.expect("there is at least one combination").keeps.clone();
@@ -273,7 +278,7 @@ impl<S: Steps> Search<S> {
     }
 
     /// The one with the lowest peak, however slow.
-    pub(super) fn smallest(&mut self) -> Result<Found> {
+    pub(super) fn smallest(&mut self) -> Result<Found, S::Error> {
         let curve = self.curve()?;
         let mut keeps = curve.last().expect("there is at least one combination").keeps.clone();
         while self.make_smaller(&mut keeps)? {}
@@ -282,13 +287,13 @@ impl<S: Steps> Search<S> {
     }
 
     /// What blocks keep without a plan.
-    pub(super) fn unplanned(&mut self) -> Result<Found> {
+    pub(super) fn unplanned(&mut self) -> Result<Found, S::Error> {
         let keeps = self.blocks.iter().map(|block| block.unplanned).collect();
         self.found(keeps, None)
     }
 
     /// The largest workspace limit with which `keeps` fits the budget, if there is one.
-    fn limit_that_fits(&mut self, keeps: &[Keep], budget: usize) -> Result<Option<usize>> {
+    fn limit_that_fits(&mut self, keeps: &[Keep], budget: usize) -> Result<Option<usize>, S::Error> {
         for limit in self.workspace_limits() {
             if self.bytes(keeps, Some(limit))?.bytes_peak <= budget {
                 return Ok(Some(limit));
@@ -305,7 +310,7 @@ impl<S: Steps> Search<S> {
     }
 
     /// Changes one block: the change that lowers the peak most. Returns whether any change lowers it.
-    fn make_smaller(&mut self, keeps: &mut Vec<Keep>) -> Result<bool> {
+    fn make_smaller(&mut self, keeps: &mut Vec<Keep>) -> Result<bool, S::Error> {
         let mut best = (self.bytes(keeps, None)?.bytes_peak, keeps.clone());
         let now = best.0;
         for index in 0..self.blocks.len() {
@@ -323,7 +328,12 @@ impl<S: Steps> Search<S> {
     }
 
     /// Changes blocks to faster choices where the plan still fits, those with the largest gain first.
-    fn make_faster(&mut self, keeps: &mut [Keep], limit: Option<usize>, budget: usize) -> Result<()> {
+    fn make_faster(
+        &mut self,
+        keeps: &mut [Keep],
+        limit: Option<usize>,
+        budget: usize,
+    ) -> Result<(), S::Error> {
         let mut gains: Vec<(f64, usize, Keep)> = Vec::new();
         for (index, (block, keep)) in self.blocks.iter().zip(keeps.iter()).enumerate() {
             let now = block.choice(*keep).seconds;
@@ -345,7 +355,7 @@ impl<S: Steps> Search<S> {
     }
 
     /// The lowest peak of a plan under any workspace limit or none, and the largest limit that reaches it.
-    fn least(&mut self, keeps: &[Keep]) -> Result<(usize, Option<usize>)> {
+    fn least(&mut self, keeps: &[Keep]) -> Result<(usize, Option<usize>), S::Error> {
         let mut least = (self.bytes(keeps, None)?.bytes_peak, None);
         for limit in self.workspace_limits() {
             let peak = self.bytes(keeps, Some(limit))?.bytes_peak;
@@ -385,7 +395,7 @@ fn time_kinds(
     kinds: &[BlockKind],
     options: &PlannerOptions,
     progress: &mut dyn FnMut(PlannerProgress) -> ControlFlow<()>,
-) -> Result<Option<Vec<Vec<Choice>>>> {
+) -> convoke_autograd::Result<Option<Vec<Vec<Choice>>>> {
     let start = Instant::now();
     let mut all = Vec::new();
     for (done, kind) in kinds.iter().enumerate() {
