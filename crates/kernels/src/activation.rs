@@ -273,35 +273,6 @@ pub fn activation_backward_in_place(
     dispatch!("activation backward in place", z.dtype(), T => typed::activation_backward_in_place::<T>(cpu, activation, z.of()?, g.of()?))
 }
 
-fn activate_as<T: Element>(
-    operation: &'static str,
-    cpu: &Cpu,
-    activation: Activation,
-    x: &[T],
-    y: &mut [T],
-) -> Result<()> {
-    span!("activation", x, y);
-    check_len(operation, "y", y.len(), x.len())?;
-    activation.check::<T>(operation)?;
-    let items = chunks(x).zip(chunks_mut(y));
-    cpu.for_each(x.len(), items, |(x, y)| with_act!(activation, act => activate_chunk(cpu, act, x, y)));
-    Ok(())
-}
-
-fn activation_backward_unchecked<T: Element>(
-    cpu: &Cpu,
-    activation: Activation,
-    z: &[T],
-    dz: &[T],
-    g: &mut [T],
-) {
-    span!("activation backward", z, dz, g);
-    let items = chunks(z).zip(chunks(dz)).zip(chunks_mut(g));
-    cpu.for_each(z.len(), items, |((z, dz), g)| {
-        with_act!(activation, act => activation_backward_chunk(cpu, act, z, dz, g));
-    });
-}
-
 /// Inverted dropout: each element is dropped with probability `p`, the others are divided by 1 - p.
 ///
 /// Which elements are dropped depends only on `key` and the element's index. So backward is the same function applied to
@@ -319,7 +290,7 @@ pub fn dropout_skip(key: u64, elements: u64) -> u64 {
     key.wrapping_add(elements.wrapping_mul(GAMMA))
 }
 
-/// The same for elements of a type that is known at compile time.
+/// The functions of the outer module, for an element type that is known at compile time.
 pub(crate) mod typed {
     use super::*;
 
@@ -329,7 +300,13 @@ pub(crate) mod typed {
         x: &[T],
         y: &mut [T],
     ) -> Result<()> {
-        activate_as("activation", cpu, activation, x, y)
+        span!("activation", x, y);
+        let operation = "activation";
+        check_len(operation, "y", y.len(), x.len())?;
+        activation.check::<T>(operation)?;
+        let items = chunks(x).zip(chunks_mut(y));
+        cpu.for_each(x.len(), items, |(x, y)| with_act!(activation, act => activate_chunk(cpu, act, x, y)));
+        Ok(())
     }
 
     pub(crate) fn add_activated_in_place<T: Element>(
@@ -360,7 +337,11 @@ pub(crate) mod typed {
         check_len(operation, "dz", dz.len(), z.len())?;
         check_len(operation, "g", g.len(), z.len())?;
         activation.check::<T>(operation)?;
-        activation_backward_unchecked(cpu, activation, z, dz, g);
+        span!("activation backward", z, dz, g);
+        let items = chunks(z).zip(chunks(dz)).zip(chunks_mut(g));
+        cpu.for_each(z.len(), items, |((z, dz), g)| {
+            with_act!(activation, act => activation_backward_chunk(cpu, act, z, dz, g));
+        });
         Ok(())
     }
 

@@ -117,7 +117,7 @@ pub fn class_loss_backward(
     dispatch!("class loss backward", dx.dtype(), T => typed::class_loss_backward::<T>(extent, targets, options, factor, dx.of()?))
 }
 
-/// The same for elements of a type that is known at compile time.
+/// The functions of the outer module, for an element type that is known at compile time.
 pub(crate) mod typed {
     use super::*;
 

@@ -155,7 +155,7 @@ pub fn sum_by_channel(cpu: &Cpu, extent: &Extent, dy: Slice<'_>, sums: SliceMut<
     dispatch!("sum by channel", dy.dtype(), T => typed::sum_by_channel::<T>(cpu, extent, dy.of()?, sums.of()?))
 }
 
-/// The same for elements of a type that is known at compile time.
+/// The functions of the outer module, for an element type that is known at compile time.
 pub(crate) mod typed {
     use super::*;
 

@@ -143,7 +143,7 @@ pub fn local_response_norm_backward(
     dispatch!("local response norm backward", x.dtype(), T => typed::local_response_norm_backward::<T>(cpu, extent, (x.of()?, dy.of()?), options, dx.of()?))
 }
 
-/// The same for elements of a type that is known at compile time.
+/// The functions of the outer module, for an element type that is known at compile time.
 pub(crate) mod typed {
     use super::*;
 

@@ -227,7 +227,7 @@ pub fn resize_backward(cpu: &Cpu, problem: &ResizeProblem, dy: Slice<'_>, dx: Sl
     dispatch!("resize backward", dy.dtype(), T => typed::resize_backward::<T>(cpu, problem, dy.of()?, dx.of()?))
 }
 
-/// The same for elements of a type that is known at compile time.
+/// The functions of the outer module, for an element type that is known at compile time.
 pub(crate) mod typed {
     use super::*;
 

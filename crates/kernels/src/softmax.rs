@@ -417,7 +417,7 @@ fn sum_channels<T: Element>(slabs: Slabs, values: &[T], sums: &mut [f64]) {
     }
 }
 
-/// The same for elements of a type that is known at compile time.
+/// The functions of the outer module, for an element type that is known at compile time.
 pub(crate) mod typed {
     use super::*;
 

@@ -132,7 +132,7 @@ pub fn upsample_backward(
     dispatch!("upsample backward", dy.dtype(), T => typed::upsample_backward::<T>(cpu, problem, dy.of()?, dx.of()?))
 }
 
-/// The same for elements of a type that is known at compile time.
+/// The functions of the outer module, for an element type that is known at compile time.
 pub(crate) mod typed {
     use super::*;
 

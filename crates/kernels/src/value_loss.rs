@@ -105,7 +105,7 @@ fn slopes<T: Element>(
     Ok(())
 }
 
-/// The same for elements of a type that is known at compile time.
+/// The functions of the outer module, for an element type that is known at compile time.
 pub(crate) mod typed {
     use super::*;
 

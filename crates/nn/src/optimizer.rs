@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use convoke_autograd::{Error, Gradients, Result, Tensor};
-use convoke_kernels::optimizer::{Adadelta, Adam, Setting, Sgd, Step, UpdateRule};
+use convoke_kernels::optimizer::{Adadelta, Adam, Setting, Sgd, Step, UpdateRule, check_ranges};
 use serde::{Deserialize, Serialize, Serializer};
 
 use crate::parameter_rules::Treatment;
@@ -96,12 +96,8 @@ impl Rule {
 
     /// Refuses numbers out of range.
     fn check(&self) -> Result<()> {
-        let operation = self.name();
-        for (name, value) in [("learning rate", self.learning_rate), ("weight decay", self.weight_decay)] {
-            if !(0.0..=f64::MAX).contains(&value) {
-                return Err(Error::Invalid { operation, reason: format!("{name} {value} is out of range") });
-            }
-        }
+        let own = [("learning rate", self.learning_rate), ("weight decay", self.weight_decay)];
+        check_ranges(self.name(), &own.map(|(name, value)| (name, value, f64::MAX)))?;
         Ok(self.formula.check()?)
     }
 }

@@ -12,7 +12,7 @@ use crate::{Element, Function, MemoryFormat, Needs, Operation, Result, Tensor, a
 /// What values a layer norm normalises together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LayerNormOver {
-    /// The values of so many last axes, as PyTorch's `layer_norm`. The parameters have these axes' sizes.
+    /// All values along the last axes, as PyTorch's `layer_norm`. The number says how many axes these are; the parameters have their sizes.
     Last(usize),
     /// The channels of each pixel of N x C x ..., as ConvNeXt's `LayerNorm2d`. The parameters have C numbers. Fastest in
     /// channels-last; a contiguous tensor is copied to that format and back.

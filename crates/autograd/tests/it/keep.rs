@@ -312,7 +312,7 @@ fn each_way_keeps_the_bytes_it_says() {
         let net = Net { x: [8, 4, 12, 12], channels: 8, ..NETS[0] };
         let leaves = Leaves::new::<f32>(&device, &net, format);
         let before = device.memory().live_bytes;
-        // The output of either block has so many bytes.
+        // The output of each block has this many bytes.
         let output = 4 * 8 * 8 * 12 * 12;
         // The last output is held here, so that a way to make it again saves nothing but the first block's.
         let expected = [

@@ -23,7 +23,7 @@ pub(crate) fn load(run: &Run, processes: usize, console: &Console) -> Result<Dat
         }
         Some(spec) => {
             if matches!(run.source.choice, Data::Auto) && !spec.has_files() {
-                let place = run.source.data_dir.clone().or_else(|| places::default_dataset_folder("mnist"));
+                let place = places::dataset_folder(run.source.data_dir.as_deref(), "mnist");
                 let place = place.map_or_else(String::new, |folder| format!(" in {}", folder.display()));
                 let seed = run.seed;
                 console.line(&format!("no MNIST{place}: training on digits, generated from seed {seed}"));

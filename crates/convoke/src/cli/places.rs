@@ -9,6 +9,11 @@ pub(crate) fn default_dataset_folder(name: &str) -> Option<PathBuf> {
     directories::ProjectDirs::from("", "", "convoke").map(|dirs| dirs.data_local_dir().join(name))
 }
 
+/// Where the files of the data set of this name are: in the folder that is given, or in its default folder.
+pub(crate) fn dataset_folder(given: Option<&Path>, name: &str) -> Option<PathBuf> {
+    given.map(Path::to_owned).or_else(|| default_dataset_folder(name))
+}
+
 /// Where tuning results are kept by default.
 pub(crate) fn default_cache_folder() -> Option<PathBuf> {
     directories::ProjectDirs::from("", "", "convoke").map(|dirs| dirs.cache_dir().join("tuning"))

@@ -102,7 +102,7 @@ impl Length {
 impl DataSource {
     /// Where the files of a data set are.
     pub(crate) fn folder(&self, spec: &DatasetSpec) -> Option<PathBuf> {
-        self.data_dir.clone().or_else(|| places::default_dataset_folder(spec.name()))
+        places::dataset_folder(self.data_dir.as_deref(), spec.name())
     }
 
     /// How images are varied that are in memory.

@@ -143,8 +143,11 @@ impl<'a> Step<'a> {
     }
 }
 
-/// Refuses numbers that are not from 0 to their largest value.
-fn check_ranges(operation: &'static str, ranges: &[(&str, f64, f64)]) -> Result<()> {
+/// Checks numbers of a rule, each given with its name and its largest value.
+///
+/// # Errors
+/// If one is below 0, above its largest value, or NaN.
+pub fn check_ranges(operation: &'static str, ranges: &[(&str, f64, f64)]) -> Result<()> {
     match ranges.iter().find(|(_, value, most)| !(0.0..=*most).contains(value)) {
         Some((name, value, _)) => Err(invalid(operation, format!("{name} {value} is out of range"))),
         None => Ok(()),

@@ -297,7 +297,7 @@ pub fn pointwise_backward_in_place(
     dispatch!("pointwise backward in place", saved.dtype(), T => typed::pointwise_backward_in_place::<T>(cpu, function, saved.of()?, g.of()?))
 }
 
-/// The same for elements of a type that is known at compile time.
+/// The functions of the outer module, for an element type that is known at compile time.
 pub(crate) mod typed {
     use super::*;
 

@@ -86,7 +86,7 @@ multiversion! {
     }
 }
 
-/// The same for elements of a type that is known at compile time.
+/// The functions of the outer module, for an element type that is known at compile time.
 pub(crate) mod typed {
     use super::*;
 

@@ -26,7 +26,7 @@ pub fn add_taken(cpu: &Cpu, scatter: &Scatter<'_>, x: Slice<'_>, y: SliceMut<'_>
     dispatch!("add taken", x.dtype(), T => typed::add_taken::<T>(cpu, scatter, x.of()?, y.of()?))
 }
 
-/// The same for elements of a type that is known at compile time.
+/// The functions of the outer module, for an element type that is known at compile time.
 pub(crate) mod typed {
     use super::*;
 

@@ -142,7 +142,6 @@ impl RunArgs {
     /// If flags do not fit each other.
     pub(crate) fn resolve(self) -> Result<Run> {
         self.recipe.check(&self.optimizer, self.momentum)?;
-        let (model, rule) = (self.model(), self.rule());
         let named = match self.data {
             Data::Named(spec) => Some(spec),
             Data::Auto | Data::Random => None,
@@ -166,6 +165,8 @@ impl RunArgs {
             (None, Some(_)) => None,
             (epochs, _) => Some(u64::from(epochs.unwrap_or(usual_epochs))),
         };
+        let length = Length { epochs, steps: self.steps };
+        let (model, rule) = (self.model(), self.rule(length));
         Ok(Run {
             settings: self.settings(&model, &rule, batch.images),
             parameters: self.recipe.parameters(&self.optimizer),
@@ -180,7 +181,7 @@ impl RunArgs {
             },
             model,
             batch,
-            length: Length { epochs, steps: self.steps },
+            length,
             rule,
             recipe: self.recipe,
             label_smoothing: self.label_smoothing,
@@ -217,21 +218,19 @@ impl RunArgs {
             Data::Auto => {
                 let builtin = |name| datasets().get(name).expect("it is built in");
                 let mnist = builtin("mnist");
-                let folder =
-                    || self.data_dir.clone().or_else(|| places::default_dataset_folder(mnist.name()));
+                let folder = || places::dataset_folder(self.data_dir.as_deref(), mnist.name());
                 let there = self.download || folder().is_some_and(|folder| mnist.is_present(&folder));
                 Some(if there { mnist } else { builtin("digits") })
             }
         }
     }
 
-    fn rule(&self) -> Rule {
+    fn rule(&self, length: Length) -> Rule {
         let mut options = OptimizerOptions::default();
         (options.momentum, options.nesterov) = (self.momentum, self.recipe.nesterov);
         let rule = self.optimizer.rule(&options);
         // At the top of a cycle, and with random weights, steps may be larger.
-        let is_open = self.epochs.is_none() && self.steps.is_some();
-        let rises = self.recipe.schedule_name(is_open) == ScheduleName::OneCycle;
+        let rises = self.recipe.schedule_name(length.is_open()) == ScheduleName::OneCycle;
         let peak = if rises && self.weights.is_none() { self.optimizer.peak() } else { 1.0 };
         let learning_rate = self.lr.unwrap_or(peak * rule.learning_rate());
         let weight_decay = self.weight_decay.unwrap_or(rule.weight_decay());
