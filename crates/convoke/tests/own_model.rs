@@ -140,7 +140,7 @@ fn the_model_is_recorded_as_data() {
 #[test]
 fn plans_are_kept_to_the_byte() {
     let (device, mut go_on) = (device(), |_| ControlFlow::Continue(()));
-    let options = PlannerOptions { time_budget: Duration::from_millis(1), inexact: false };
+    let options = PlannerOptions { time_budget: Duration::from_millis(1) };
     let mut planner = Planner::new(&device, &config(), &data(), &options, &mut go_on).unwrap().unwrap();
     let [most, least] = [planner.unplanned(), planner.smallest()].map(|plan| plan.unwrap().bytes_peak);
     assert!(least < most, "{least} {most}");

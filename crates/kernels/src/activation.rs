@@ -95,7 +95,7 @@ pub(crate) trait Activate<T>: Copy + Send + Sync {
 pub(crate) struct Identity;
 #[derive(Clone, Copy)]
 pub(crate) struct Relu;
-/// Holds the slope, or its reciprocal to invert a leaky ReLU.
+/// Holds the slope.
 #[derive(Clone, Copy)]
 pub(crate) struct LeakyRelu<T>(pub(crate) T);
 

@@ -176,7 +176,6 @@ fn with_extent(failures: &mut Failures, extent: &Extent, len: usize) {
     check("normalize_in_place", {
         answers(fits_channels, || batch_norm::normalize_in_place(cpu, extent, &by, &mut y))
     });
-    check("invert", answers(fits_channels, || batch_norm::invert(cpu, extent, &x, &by, &mut y)));
     check(
         "invert_in_place",
         answers(fits_channels, || batch_norm::invert_in_place(cpu, extent, &by, &mut y)),

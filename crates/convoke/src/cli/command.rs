@@ -106,8 +106,7 @@ pub(crate) enum Command {
     /// Find what each block of a model should keep for backward, and how much time it costs to save memory.
     ///
     /// A block of convolution and batch norm can keep its tensors, or recompute them in backward: by normalising again, or by
-    /// convolving again, whole or tile by tile. Times are measured; bytes are exact. Gradients are the same to the last bit,
-    /// unless --inexact-memory is given.
+    /// convolving again, whole or tile by tile. Times are measured; bytes are exact. Gradients are the same to the last bit.
     #[command(after_help = "Examples:\n  \
         convoke plan --model mnist-cnn --batch-size 2048 --memory-budget 650MB\n  \
         convoke plan --model resnet50 --batch-size 16 --curve --steps 8 --report plan.html\n  \

@@ -2,9 +2,7 @@
 
 use super::{BackwardSums, Normalization};
 use crate::Element;
-use crate::Result;
 use crate::activation::{Activate, Activation};
-use crate::error::invalid;
 use crate::memory::AlignedVec;
 
 /// A mean counts as small if it is less than this many standard deviations from 0.
@@ -74,10 +72,6 @@ pub(super) struct Normalize;
 #[derive(Clone, Copy)]
 pub(super) struct NormalizeAdded;
 
-/// The inverse of [`Normalize`], with the coefficients of [`Coefficients::inverse`].
-#[derive(Clone, Copy)]
-pub(super) struct Invert;
-
 impl<T: Element> Map<T> for Normalize {
     #[inline(always)]
     fn map(self, c: Channel<T>, x: T, _: T, act: impl Activate<T>) -> T {
@@ -89,13 +83,6 @@ impl<T: Element> Map<T> for NormalizeAdded {
     #[inline(always)]
     fn map(self, c: Channel<T>, x: T, residual: T, act: impl Activate<T>) -> T {
         act.forward(c.normalized(x) + residual)
-    }
-}
-
-impl<T: Element> Map<T> for Invert {
-    #[inline(always)]
-    fn map(self, c: Channel<T>, z: T, _: T, act: impl Activate<T>) -> T {
-        (act.forward(z) - c.shift).mul_add(c.scale, c.mean)
     }
 }
 
@@ -141,28 +128,6 @@ impl<T: Element> Coefficients<T> {
             }
         }
         c
-    }
-
-    /// The coefficients that invert [`Coefficients::forward`]: the scale and the activation's slope are replaced by their
-    /// reciprocals, which must be finite.
-    pub(super) fn inverse(operation: &'static str, by: &Normalization<'_, T>) -> Result<Self> {
-        let mut c = Self::forward(by);
-        c.activation = match by.activation {
-            Activation::Identity => Activation::Identity,
-            Activation::LeakyRelu { slope } => Activation::LeakyRelu { slope: 1.0 / T::of(slope).f64() },
-            Activation::Relu => return Err(invalid(operation, "a ReLU cannot be undone")),
-            other => return Err(invalid(operation, format!("{other:?} cannot be undone"))),
-        };
-        c.activation.check::<T>(operation)?;
-        for (channel, scale) in c.scale.iter_mut().enumerate() {
-            let inverse = T::of(1.0 / scale.f64());
-            if !(inverse.is_finite() && inverse != T::zero()) {
-                let reason = format!("channel {channel} is scaled by {scale}, which cannot be undone");
-                return Err(invalid(operation, reason));
-            }
-            *scale = inverse;
-        }
-        Ok(c)
     }
 
     #[inline(always)]

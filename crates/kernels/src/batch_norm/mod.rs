@@ -18,7 +18,6 @@ mod coefficients;
 mod convention;
 pub mod cudnn;
 mod fold;
-mod inverse;
 mod normalizer;
 mod parts;
 mod planes;
@@ -27,7 +26,6 @@ mod rows;
 pub use crate::activation::Activation;
 pub use convention::{Convention, EpsPlace, Momentum, RunningVariance};
 pub use fold::{FilterOrder, fold};
-pub use inverse::{invert, invert_in_place};
 pub use normalizer::{BatchNormOptions, Normalizer, Statistics, Synchronize};
 pub use parts::{BackwardSumsInParts, StatsInParts, images_per_group};
 

@@ -177,25 +177,6 @@ impl Normalizer {
         self.ranks.is_some()
     }
 
-    /// A normalizer that computes x - mean only.
-    pub(crate) fn centering(&self) -> Normalizer {
-        Normalizer {
-            inverse_std: vec![1.0; self.mean.len()].into(),
-            inverse_root: None,
-            ..self.with_activation(Activation::Identity)
-        }
-    }
-
-    /// A normalizer for values that are already centered, without the activation.
-    pub(crate) fn of_centered(&self) -> Normalizer {
-        Normalizer { mean: vec![0.0; self.mean.len()].into(), ..self.with_activation(Activation::Identity) }
-    }
-
-    /// The normalizer with another activation.
-    pub(crate) fn with_activation(&self, activation: Activation) -> Normalizer {
-        Normalizer { activation, ..self.clone() }
-    }
-
     /// The normalisation in the form that kernels take, with the layer's weight and bias.
     pub fn with<'a, T: Element>(
         &'a self,

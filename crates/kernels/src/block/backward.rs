@@ -95,22 +95,14 @@ impl Block {
         if saved.needs_output() && z.is_none() {
             return Err(invalid(NAME, "backward needs the block's output"));
         }
-        let Saved { kept, normalizer: of_forward, masked, taken, .. } = saved;
-        // The normalisation of what is kept; where z tells where the activation passed its input, dz is taken through it first.
-        let normalizer = match kept {
-            Kept::Compact(_) => of_forward.of_centered(),
-            Kept::Inverted => of_forward.with_activation(Activation::Identity),
-            _ => of_forward.clone(),
-        };
+        let Saved { kept, normalizer, masked, taken, .. } = saved;
         let through_norm = wanted.x || wanted.weight || wanted.bias;
         let of_parameters = [wanted.gamma, wanted.beta];
         let needs_sums = normalizer.needs_sums(through_norm, of_parameters);
-        let inverts = matches!(kept, Kept::Inverted);
-        let behind = z.clone().filter(|_| masked).map(|z| (self.problem.activation, z));
-        let inverse = z.filter(|_| inverts).map(|z| (z, of_forward));
+        let behind = z.filter(|_| masked).map(|z| (self.problem.activation, z));
         let mut dz = Upstream { dz, block: self, behind, taken, scratch: None };
         // Take dz through the activation now, so that z is freed before y is recomputed.
-        if !(needs_sums && matches!(kept, Kept::Stored(_) | Kept::Compact(_))) {
+        if !(needs_sums && matches!(kept, Kept::Stored(_))) {
             self.convolution.tiles().try_for_each(|images| dz.pass(images))?;
             dz.behind = None;
         }
@@ -119,7 +111,7 @@ impl Block {
             Kept::Whole(whole) => Kept::Stored(whole.take(self, (&x, parameters.filter()))?),
             kept => kept,
         };
-        let mut y = OutputTiles { kept, convolution: &self.convolution, parameters, inverse, scratch: None };
+        let mut y = OutputTiles { kept, convolution: &self.convolution, parameters, scratch: None };
         let mut x = Input::<T, H>::new(&self.convolution, x)?;
         let sums = needs_sums.then(|| sums(&normalizer, &mut x, &mut y, &mut dz)).transpose()?;
         let residual = wanted.residual.then(|| dz.dz.clone());
@@ -145,7 +137,7 @@ impl Block {
         &self,
         of_norm: &OfNorm<'_>,
         (mut x, sum): (Input<T, H>, Option<H>),
-        (mut y, dz): (OutputTiles<'_, T, H>, Upstream<'_, T, H>),
+        (mut y, dz): (OutputTiles<'_, T>, Upstream<'_, T, H>),
         (wanted, gradients): (&Wanted, &mut Gradients<T, H>),
     ) -> Result<()> {
         let (convolution, parameters) = (&self.convolution, y.parameters);
@@ -213,7 +205,7 @@ struct OfNorm<'a> {
 fn sums<T: Element, H: Images<T>>(
     normalizer: &Normalizer,
     x: &mut Input<T, H>,
-    y: &mut OutputTiles<'_, T, H>,
+    y: &mut OutputTiles<'_, T>,
     dz: &mut Upstream<'_, T, H>,
 ) -> Result<BackwardSums> {
     let (convolution, parameters) = (y.convolution, y.parameters);

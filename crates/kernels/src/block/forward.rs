@@ -2,15 +2,12 @@
 
 use std::sync::Arc;
 
-use half::bf16;
-
 use super::epilogue::Epilogue;
 use super::recompute::{Kept, Recipe, RecipeSource};
 use super::{Block, Keep, NAME, Operands};
 use crate::activation::Activation;
-use crate::batch_norm::{BatchNormOptions, Moments, Normalizer, Statistics, StatsInParts, normalize};
-use crate::memory::at_least;
-use crate::{Buffer, Element, Result, convert};
+use crate::batch_norm::{BatchNormOptions, Moments, Normalizer, Statistics, StatsInParts};
+use crate::{Buffer, Element, Result};
 
 /// What forward gives.
 pub struct Forward<T: Element> {
@@ -42,7 +39,7 @@ impl<T: Element> Saved<T> {
 
     /// Whether backward needs z.
     pub fn needs_output(&self) -> bool {
-        self.masked || matches!(self.kept, Kept::Inverted)
+        self.masked
     }
 
     /// Recomputes z, if what is kept allows it.
@@ -51,7 +48,7 @@ impl<T: Element> Saved<T> {
             _ if !self.renormalizes => return None,
             Kept::Stored(y) => RecipeSource::Stored(y.clone()),
             Kept::Whole(whole) => RecipeSource::Whole(whole.clone()),
-            Kept::Compact(_) | Kept::Tiles | Kept::Inverted => return None,
+            Kept::Tiles => return None,
         };
         Some(Recipe { block: block.clone(), source, normalizer: self.normalizer.clone() })
     }
@@ -84,13 +81,12 @@ impl Block {
         let (mut y, moments) = self.convolve(operands, statistics)?;
         let normalizer = Normalizer::new(NAME, &options, &shape, moments)?;
         let epilogue = Epilogue::new(self, &normalizer, &operands.of_epilogue());
-        let keep = if save { Some(self.possible_keep(&normalizer, operands)) } else { None };
+        let keep = save.then_some(self.keep);
         let renormalizes = matches!(keep, Some(Keep::Renormalize | Keep::RecomputeBoth));
         let mut taken = match self.problem.pool {
             Some(_) if save => Some(self.device().buffer::<u8>(self.output_shape().iter().product())?),
             _ => None,
         };
-        let compact = (keep == Some(Keep::Compact)).then(|| self.compact(&y, &normalizer)).transpose()?;
         // What is left of y is kept.
         let keeps_y = matches!(keep, Some(Keep::Store | Keep::Renormalize));
         let later = keep == Some(Keep::Renormalize) && self.problem.pool.is_none() && !self.problem.residual;
@@ -102,17 +98,13 @@ impl Block {
             self.finish_in_place(&mut y, &epilogue)?;
             (Some(y), None)
         };
-        let kept = match (y, compact, keep) {
-            (Some(y), ..) => Kept::Stored(Arc::new(y)),
-            (_, Some(y), _) => Kept::Compact(Arc::new(y)),
-            (.., Some(Keep::Recompute | Keep::RecomputeBoth)) => Kept::Whole(Arc::default()),
-            (.., Some(Keep::Invert)) => Kept::Inverted,
+        let kept = match (y, keep) {
+            (Some(y), _) => Kept::Stored(Arc::new(y)),
+            (None, Some(Keep::Recompute | Keep::RecomputeBoth)) => Kept::Whole(Arc::default()),
             _ => Kept::Tiles,
         };
-        // With a residual, y alone does not determine where the activation passed its input; nor does a rounded y for
-        // certain. Backward then reads this from z.
-        let told = !self.problem.residual && keep.is_none_or(Keep::is_exact);
-        let masked = save && !told && self.problem.activation != Activation::Identity;
+        // With a residual, y alone does not determine where the activation passed its input: backward reads this from z.
+        let masked = save && self.problem.residual && self.problem.activation != Activation::Identity;
         let saved = Saved { kept, normalizer, renormalizes, masked, taken: taken.map(Arc::new) };
         Ok(Forward { output, saved })
     }
@@ -165,35 +157,5 @@ impl Block {
             epilogue.run_in_place(images.clone(), &mut y[images.start * image..images.end * image])?;
         }
         Ok(())
-    }
-
-    /// The requested [`Keep`], or the nearest one that is possible here. On a dry device values are meaningless, so they are
-    /// not checked.
-    fn possible_keep<T: Element>(&self, normalizer: &Normalizer, operands: &Operands<'_, T>) -> Keep {
-        match self.keep {
-            Keep::Invert => {
-                let by = normalizer.with(operands.parameters.gamma, operands.parameters.beta);
-                let values = || self.device().is_dry() || by.is_invertible();
-                if self.problem.can_invert() && values() { Keep::Invert } else { Keep::RecomputeInTiles }
-            }
-            Keep::Compact if !self.problem.can_be_compact() => Keep::Store,
-            keep => keep,
-        }
-    }
-
-    /// y - mean, rounded to bf16. Thanks to the subtraction, rounding errors do not grow with the mean.
-    fn compact<T: Element>(&self, y: &[T], normalizer: &Normalizer) -> Result<Buffer<bf16>> {
-        let (cpu, centering) = (self.device().compute(), normalizer.centering());
-        let (by, image) = (centering.with(None, None), self.convolution.output_image());
-        let mut compact = self.device().buffer::<bf16>(y.len())?;
-        let mut scratch = None;
-        for images in self.convolution.tiles() {
-            let place = images.start * image..images.end * image;
-            let centered = at_least(&mut scratch, self.device(), place.len())?;
-            let extent = self.convolution.output_extent(images.len());
-            normalize(cpu, &extent, &y[place.clone()], &by, centered)?;
-            convert::convert(cpu, centered, &mut compact[place])?;
-        }
-        Ok(compact)
     }
 }

@@ -114,28 +114,6 @@ impl BlockProblem {
         BlockProblem { activation, ..self }
     }
 
-    /// The ways to keep that are worth trying for this block; those whose gradients are not exact only if `inexact`.
-    pub fn candidates(&self, inexact: bool) -> Vec<Keep> {
-        let worth = |keep: &Keep| match keep {
-            Keep::Auto => false,
-            Keep::Invert => inexact && self.can_invert(),
-            Keep::Compact => inexact && self.can_be_compact(),
-            _ => true,
-        };
-        Keep::ALL.into_iter().filter(worth).collect()
-    }
-
-    /// Whether y can be computed from z, where the statistics and parameters allow it.
-    fn can_invert(&self) -> bool {
-        let undone = matches!(self.activation, Activation::Identity | Activation::LeakyRelu { .. });
-        self.pool.is_none() && !self.residual && undone
-    }
-
-    /// Whether a rounded y will do: the activation's gradient is then computed from z.
-    fn can_be_compact(&self) -> bool {
-        self.convolution.types == ConvTypes::F32 && !self.activation.needs_input()
-    }
-
     fn check(&self) -> Result<()> {
         if self.residual && self.activation.needs_input() {
             let reason = format!(

@@ -3,16 +3,14 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use half::bf16;
-
 use super::epilogue::Epilogue;
 use super::{Block, EpilogueOperands, NAME, Parameters};
-use crate::batch_norm::{Normalizer, invert};
+use crate::batch_norm::Normalizer;
 use crate::conv::{Filter, TiledConv};
 use crate::error::{check_len, invalid};
 use crate::images::Images;
 use crate::memory::at_least;
-use crate::{Buffer, Element, Recomputed, Result, convert};
+use crate::{Buffer, Element, Recomputed, Result};
 
 /// A convolution's input and parameters.
 pub type ConvInput<'a, T> = (&'a dyn Images<T>, Filter<'a, T>);
@@ -69,27 +67,21 @@ fn count<T>(convolution: &TiledConv, images: usize) {
 pub(super) enum Kept<T: Element> {
     /// y was kept.
     Stored(Arc<Buffer<T>>),
-    /// y was kept minus its mean, rounded.
-    Compact(Arc<Buffer<bf16>>),
     /// y is recomputed as a whole.
     Whole(Arc<Whole<T>>),
     /// y is recomputed tile by tile.
     Tiles,
-    /// y is computed from z by inverting the normalisation.
-    Inverted,
 }
 
 /// y, tile by tile.
-pub(super) struct OutputTiles<'a, T: Element, H> {
+pub(super) struct OutputTiles<'a, T: Element> {
     pub(super) kept: Kept<T>,
     pub(super) convolution: &'a TiledConv,
     pub(super) parameters: Parameters<'a, T>,
-    /// z and the normalisation of forward, where y is computed from them.
-    pub(super) inverse: Option<(H, Normalizer)>,
     pub(super) scratch: Option<Buffer<T>>,
 }
 
-impl<T: Element, H: Images<T>> OutputTiles<'_, T, H> {
+impl<T: Element> OutputTiles<'_, T> {
     /// Mutable access to all of y, if it was kept and has no other owner.
     pub(super) fn unshared(&mut self) -> Option<&mut [T]> {
         match &mut self.kept {
@@ -104,33 +96,16 @@ impl<T: Element, H: Images<T>> OutputTiles<'_, T, H> {
         images: Range<usize>,
         x: impl FnOnce() -> Result<&'a [T]>,
     ) -> Result<&'a [T]> {
-        let OutputTiles { convolution, scratch, kept, inverse, parameters } = self;
+        let OutputTiles { convolution, scratch, kept, parameters } = self;
         let (device, extent) = (convolution.device(), convolution.output_extent(images.len()));
         let (len, image) = (extent.len()?, convolution.output_image());
         let place = images.start * image..images.end * image;
         match &*kept {
             Kept::Stored(y) => Ok(&y[place]),
-            Kept::Compact(y) => {
-                let out = at_least(scratch, device, len)?;
-                convert::convert(device.compute(), &y[place], out)?;
-                Ok(out)
-            }
             Kept::Whole(_) | Kept::Tiles => {
                 let out = at_least(scratch, device, len)?;
                 convolution.forward_tile(images.len(), x()?, parameters.filter(), out)?;
                 count::<T>(convolution, images.len());
-                Ok(out)
-            }
-            Kept::Inverted => {
-                let mut unused = None;
-                let out = at_least(scratch, device, len)?;
-                let (z, normalizer) = inverse.as_ref().expect("set when backward began");
-                let z = z.read(images, &mut unused)?;
-                // On a dry device, `invert` might reject the meaningless values.
-                if !device.is_dry() {
-                    let by = normalizer.with(parameters.gamma, parameters.beta);
-                    invert(device.compute(), &extent, z, &by, out)?;
-                }
                 Ok(out)
             }
         }

@@ -7,7 +7,6 @@ mod batch_norm_definition;
 mod batch_norm_errors;
 mod batch_norm_fold;
 mod batch_norm_golden;
-mod batch_norm_invert;
 mod batch_norm_parts;
 mod block;
 mod common;

@@ -10,8 +10,7 @@ use convoke_autograd::{Result, Tensor, fold_conv_bn2d};
 use super::{BatchNorm, BatchNorm2d, BatchNormConfig, Conv2d};
 use crate::{Forward, Init, Module, Parameter, Part, Parts};
 
-/// How a [`ConvBn2d`] block runs. Values and running statistics are the same either way; so are gradients, except with
-/// [`Keep::Compact`] and [`Keep::Invert`].
+/// How a [`ConvBn2d`] block runs. Values, gradients and running statistics are the same either way.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ConvBnMode {

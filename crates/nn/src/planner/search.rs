@@ -40,14 +40,12 @@ pub(super) trait Steps {
 pub struct PlannerOptions {
     /// How long to time blocks. After that, each remaining kind is timed only once with each way to keep.
     pub time_budget: Duration,
-    /// Whether to allow the ways to keep that change gradients, within their stated errors: see [`Keep::is_exact`].
-    pub inexact: bool,
 }
 
 impl Default for PlannerOptions {
-    /// One minute, exact gradients.
+    /// One minute.
     fn default() -> PlannerOptions {
-        PlannerOptions { time_budget: Duration::from_secs(60), inexact: false }
+        PlannerOptions { time_budget: Duration::from_secs(60) }
     }
 }
 
@@ -403,12 +401,10 @@ fn time_kinds(
             return Ok(None);
         }
         let trial = Trial::new(device, kind).map_err(convoke_autograd::Error::from)?;
-        let mut choices: Vec<Choice> = kind
-            .problem
-            .candidates(options.inexact)
-            .into_iter()
-            .map(|keep| Choice { keep, seconds: f64::INFINITY, saved: 0 })
-            .collect();
+        // `Auto` stands for one of the others.
+        let keeps = Keep::ALL.into_iter().filter(|&keep| keep != Keep::Auto);
+        let mut choices: Vec<Choice> =
+            keeps.map(|keep| Choice { keep, seconds: f64::INFINITY, saved: 0 }).collect();
         for round in 0..=ROUNDS {
             for choice in &mut choices {
                 let seconds = trial.run(choice.keep).map_err(convoke_autograd::Error::from)?;

@@ -154,7 +154,7 @@ fn device() -> Device {
 }
 
 fn planner(device: &Device, step: &GraphStep) -> GraphPlanner {
-    let options = PlannerOptions { time_budget: Duration::from_millis(1), inexact: false };
+    let options = PlannerOptions { time_budget: Duration::from_millis(1) };
     let mut go_on = |_| ControlFlow::Continue(());
     GraphPlanner::new(device, std::slice::from_ref(step), &options, &mut go_on).unwrap().unwrap()
 }

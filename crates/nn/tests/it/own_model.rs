@@ -85,7 +85,7 @@ fn it_trains_and_resumes_to_the_same_bits() {
 #[test]
 fn its_plans_take_the_bytes_that_they_say() {
     let device = device();
-    let options = PlannerOptions { time_budget: Duration::from_millis(1), inexact: false };
+    let options = PlannerOptions { time_budget: Duration::from_millis(1) };
     let mut go_on = |_| std::ops::ControlFlow::Continue(());
     let mut planner = Planner::new(&device, &config(4), &data(8), &options, &mut go_on).unwrap().unwrap();
     let unplanned = predict_memory(&device, config(4), data(8)).unwrap();

@@ -29,9 +29,8 @@ pub(crate) struct MemoryArgs {
 /// How plans are made.
 #[derive(Args)]
 pub(crate) struct PlannerArgs {
-    /// Allow plans that keep rounded values (bf16), which puts gradients off by some thousandths, or that undo normalisations,
-    /// which puts them off by rounding errors.
-    #[arg(long, help_heading = "Memory")]
+    /// Has no effect any more: all plans are exact.
+    #[arg(long, hide = true)]
     pub(crate) inexact_memory: bool,
 
     /// Seconds for timing the model's blocks; after that, each kind of block that is left is timed once.
@@ -42,7 +41,7 @@ pub(crate) struct PlannerArgs {
 
 impl PlannerArgs {
     pub(crate) fn options(&self) -> PlannerOptions {
-        PlannerOptions { time_budget: self.plan_time, inexact: self.inexact_memory }
+        PlannerOptions { time_budget: self.plan_time }
     }
 }
 

@@ -263,7 +263,11 @@ impl RunArgs {
             continue_on_nan,
             ranks: RankArgs { ranks: _, mpi: _, sync_bn, rank_timeout },
             memory:
-                MemoryArgs { memory_budget, memory_plan, planner: PlannerArgs { inexact_memory, plan_time: _ } },
+                MemoryArgs {
+                    memory_budget,
+                    memory_plan,
+                    planner: PlannerArgs { inexact_memory: _, plan_time: _ },
+                },
             tuning: _,
             checkpoint,
             resume,
@@ -289,7 +293,6 @@ impl RunArgs {
             ("--rank-timeout", rank_timeout.as_secs_f64().to_string()),
             ("--memory-budget", given(memory_budget)),
             ("--memory-plan", given(&memory_plan.as_ref().map(|file| file.display()))),
-            ("--inexact-memory", inexact_memory.to_string()),
             ("--checkpoint", given(&checkpoint.as_ref().map(|folder| folder.display()))),
             ("--resume", resume.to_string()),
         ];

@@ -55,10 +55,8 @@ fn frozen_batch_norms_have_the_gradients_of_separate_layers() {
     for keep in Keep::ALL {
         let fused = block(&device, ConvBnMode::Fused);
         fused.set_keep(keep);
-        let tolerance = if matches!(keep, Keep::Compact | Keep::Invert) { 1e-6 } else { 1e-12 };
         for (found, expected) in run(&fused).iter().zip(&expected) {
-            check_relative_to_max(found, expected, tolerance)
-                .unwrap_or_else(|error| panic!("{keep:?}: {error}"));
+            check_relative_to_max(found, expected, 1e-12).unwrap_or_else(|error| panic!("{keep:?}: {error}"));
         }
     }
     for mode in [ConvBnMode::Separate, ConvBnMode::Fused] {

@@ -128,22 +128,14 @@ fn add_block(draw: &mut Draw, name: String, block: Block, options: BatchNormOpti
         Ok(conv_bn_block2d(&inputs[0], &parameters, &block)?.0)
     };
     let pool = if let Follows::Pool(pool) = follows { Some(pool) } else { None };
-    // A gamma near 0 cannot be undone, which a dry run does not see.
-    let is_undone = move |inputs: &[Tensor]| {
-        let gamma = inputs.get(2 + usize::from(has[0])).filter(|_| keep == Keep::Invert && has[1]);
-        gamma.is_none_or(|gamma| gamma.to_vec::<f64>().unwrap().iter().all(|gamma| gamma.abs() > 0.1))
-    };
     let fit = |inputs: &[Tensor], identity: &BatchNormOptions| {
-        is_undone(inputs)
-            && pool.is_none_or(|pool| {
-                has_clear_winners(&function(inputs, identity, None).unwrap(), &pool, margin)
-            })
+        pool.is_none_or(|pool| has_clear_winners(&function(inputs, identity, None).unwrap(), &pool, margin))
     };
     let pooled = move |inputs: &[Tensor], options: &BatchNormOptions| function(inputs, options, pool);
     add_normalized(draw, name, &shapes, options, (pooled, fit));
 }
 
-/// Every way to keep, with everything that may follow. [`Keep::Compact`] is exact in f64.
+/// Every way to keep, with everything that may follow.
 pub(super) fn conv_bn_block2d_cases(draw: &mut Draw) {
     let overlapping = PoolOptions { stride: [2, 1], padding: [1, 1], ..PoolOptions::new(3) };
     let follows =
