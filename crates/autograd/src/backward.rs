@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
-use convoke_kernels::{DType, elementwise};
+use convoke_kernels::elementwise;
 
 use crate::error::invalid;
 use crate::function::{Described, Edge, Node, operation_span};
@@ -340,7 +340,8 @@ fn add(sum: Tensor, gradient: Tensor) -> Result<Tensor> {
     }
     let gradient = gradient.in_format(sum.format())?;
     if !sum.dtype().computes() {
-        let wide = add(sum.in_dtype(DType::F32)?, gradient.in_dtype(DType::F32)?)?;
+        let wide = sum.dtype().computed_in();
+        let wide = add(sum.in_dtype(wide)?, gradient.in_dtype(wide)?)?;
         return Ok(wide.in_dtype(sum.dtype())?.with_history(sum.history().clone()));
     }
     // `update` drops the history, but a gradient must stay marked as one.

@@ -1,12 +1,10 @@
 //! Folds a batch norm with constant statistics into the convolution before it: for inference, outside any tape.
 
-use convoke_kernels::Stored;
 use convoke_kernels::batch_norm as kernel;
 
 use crate::error::invalid;
-use crate::ops::{BatchNormOptions, ConvBnParameters, Statistics, four_dimensions, same_dtype};
+use crate::ops::{BatchNormOptions, ConvBnParameters, Statistics, elements, four_dimensions, same_dtype};
 use crate::{Error, MemoryFormat, Result, Tensor};
-use convoke_kernels::dispatch;
 
 /// Weight and bias of a single convolution that computes the same as this convolution and the batch norm after it, before the
 /// activation.
@@ -37,25 +35,19 @@ pub fn fold_conv_bn2d(
     kernel::check_eps(operation, norm.eps)?;
     let inverse_std = kernel::inverse_std(variance, norm.eps, norm.eps_place);
     let weight = weight.in_format(MemoryFormat::Contiguous)?;
-    dispatch!(weight.dtype(), T => {
-        let by = kernel::Normalization {
-            mean,
-            inverse_std: &inverse_std,
-            inverse_root: None,
-            weight: gamma.map(|gamma| gamma.data::<T>()).transpose()?,
-            bias: beta.map(|beta| beta.data::<T>()).transpose()?,
-            activation: kernel::Activation::Identity,
-        };
-        let mut folded = convoke_memory::copied(weight.data::<T>()?)?;
-        let mut shift = match bias {
-            Some(bias) => bias.data::<T>()?.to_vec(),
-            None => vec![<T as Stored>::of(0.0); channels],
-        };
-        kernel::fold(&by, kernel::FilterOrder::OutputFirst, &mut folded, &mut shift)?;
-        let device = weight.device();
-        Ok((
-            Tensor::from_slice(device, weight.shape(), &folded)?,
-            Tensor::from_slice(device, &[shift.len()], &shift)?,
-        ))
-    })
+    let by = kernel::Normalization {
+        mean,
+        inverse_std: &inverse_std,
+        inverse_root: None,
+        weight: elements(gamma)?,
+        bias: elements(beta)?,
+        activation: kernel::Activation::Identity,
+    };
+    let mut shift = match bias {
+        Some(bias) => bias.detach(),
+        None => Tensor::zeros(weight.device(), &[channels], weight.dtype())?,
+    };
+    let mut folded = weight;
+    kernel::fold(&by, kernel::FilterOrder::OutputFirst, folded.elements_mut()?, shift.elements_mut()?)?;
+    Ok((folded, shift))
 }

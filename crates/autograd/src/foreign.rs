@@ -35,9 +35,8 @@ pub(crate) struct Foreign {
 }
 
 impl Foreign {
-    /// As [`Bytes::elements`].
-    pub(crate) fn elements<T: Pod>(&self) -> &[T] {
-        bytemuck::cast_slice(&self.owner.bytes()[..self.len])
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.owner.bytes()[..self.len]
     }
 }
 
@@ -100,11 +99,13 @@ impl Tensor {
     /// If there is no memory for a copy, or for elements that had to be recomputed.
     pub fn export(self) -> Result<Exported> {
         let (dtype, shape, format) = (self.dtype(), self.shape().to_vec(), self.format());
-        let bytes = convoke_kernels::dispatch_stored!(dtype, T => {
-            self.data::<T>()?;
-            self.into_own_bytes::<T>()?
-        });
-        Ok(Exported { strides: format.strides(&shape), shape, dtype, bytes: bytes.exported() })
+        self.elements()?;
+        Ok(Exported {
+            strides: format.strides(&shape),
+            shape,
+            dtype,
+            bytes: self.into_own_bytes()?.exported(),
+        })
     }
 }
 

@@ -3,12 +3,12 @@
 use std::ops::Range;
 
 use convoke_kernels::images::Images;
-use convoke_kernels::{Error, Result};
+use convoke_kernels::{Error, Result, Slice, SliceMut};
 
-use crate::{Buffer, Element, Tensor};
+use crate::{Buffer, Tensor};
 
-impl<T: Element> Images<T> for Tensor {
-    fn read<'a>(&'a self, images: Range<usize>, scratch: &'a mut Option<Buffer<T>>) -> Result<&'a [T]> {
+impl Images for Tensor {
+    fn read<'a>(&'a self, images: Range<usize>, scratch: &'a mut Option<Buffer>) -> Result<Slice<'a>> {
         self.images(images, scratch).map_err(Error::from)
     }
 
@@ -16,11 +16,11 @@ impl<T: Element> Images<T> for Tensor {
         self.has_elements()
     }
 
-    fn overwrite(&mut self) -> Option<&mut [T]> {
-        self.unshared()?.of().ok()
+    fn overwrite(&mut self) -> Option<SliceMut<'_>> {
+        self.unshared()
     }
 
-    fn change(&mut self) -> Result<&mut [T]> {
-        self.make_unshared().map_err(Error::from)
+    fn change(&mut self) -> Result<SliceMut<'_>> {
+        self.elements_mut().map_err(Error::from)
     }
 }

@@ -3,12 +3,11 @@
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
-use bytemuck::Pod;
-use convoke_kernels::DType;
+use convoke_kernels::memory::{Bytes, at_least};
+use convoke_kernels::{DType, Slice, SliceMut};
 
 use crate::foreign::Foreign;
-use crate::{Device, Result};
-use convoke_kernels::memory::Bytes;
+use crate::{Buffer, Device, Result};
 
 /// Recomputes elements from what an operation keeps anyway, such as the output of a normalisation from its input.
 ///
@@ -18,7 +17,7 @@ pub(crate) trait Recipe: Send + Sync {
     fn images(&self) -> usize;
 
     /// Writes the elements of these images, in the type of the tensor.
-    fn write(&self, images: Range<usize>, out: &mut [u8]) -> Result<()>;
+    fn write(&self, images: Range<usize>, out: SliceMut<'_>) -> Result<()>;
 }
 
 /// Where elements lie.
@@ -30,10 +29,10 @@ enum Memory {
 }
 
 impl Memory {
-    fn elements<T: Pod>(&self) -> &[T] {
+    fn bytes(&self) -> &[u8] {
         match self {
             Memory::Own(bytes) => bytes.elements(),
-            Memory::Foreign(foreign) => foreign.elements(),
+            Memory::Foreign(foreign) => foreign.bytes(),
         }
     }
 }
@@ -73,7 +72,7 @@ impl Storage {
 
     /// Where the elements begin; 0 if they are not in memory.
     pub(crate) fn address(&self) -> usize {
-        self.bytes.get().map_or(0, |memory| memory.elements::<u8>().as_ptr().addr())
+        self.bytes.get().map_or(0, |memory| memory.bytes().as_ptr().addr())
     }
 
     /// Whether the elements are in memory.
@@ -81,24 +80,25 @@ impl Storage {
         self.bytes.get().is_some()
     }
 
-    pub(crate) fn elements<T: Pod>(&self, device: &Device) -> Result<&[T]> {
+    pub(crate) fn elements(&self, device: &Device) -> Result<Slice<'_>> {
         if self.bytes.get().is_none()
             && let Some(recipe) = &self.recipe
         {
-            let mut buffer = device.buffer::<T>(self.len)?;
-            recipe.write(0..recipe.images(), bytemuck::cast_slice_mut(&mut buffer))?;
+            let mut buffer = device.buffer(self.dtype, self.len)?;
+            recipe.write(0..recipe.images(), buffer.elements_mut())?;
             // If another thread was first, its elements are the same.
             let _ = self.bytes.set(Memory::Own(buffer.into_bytes()));
         }
-        Ok(self.bytes.get().expect("made above, or there from the start").elements())
+        let bytes = self.bytes.get().expect("made above, or there from the start").bytes();
+        Ok(Slice::new(self.dtype, bytes)?)
     }
 
     /// Mutable access to the elements, if they are in memory of the device. The recipe is dropped, as it would not give the changed
     /// elements.
-    pub(crate) fn elements_mut<T: Pod>(&mut self) -> Option<&mut [T]> {
+    pub(crate) fn elements_mut(&mut self) -> Option<SliceMut<'_>> {
         let Some(Memory::Own(bytes)) = self.bytes.get_mut() else { return None };
         self.recipe = None;
-        Some(bytes.elements_mut())
+        Some(SliceMut::new(self.dtype, bytes.elements_mut()).expect("the bytes of a buffer"))
     }
 
     /// Whether somebody else owns the elements.
@@ -116,22 +116,22 @@ impl Storage {
 
     /// The elements of some of `total` images: a part of the elements in memory, or recomputed in `scratch`, which keeps its
     /// memory for the next call.
-    pub(crate) fn images<'a, T: Pod>(
+    pub(crate) fn images<'a>(
         &'a self,
         device: &Device,
         images: Range<usize>,
         total: usize,
-        scratch: &'a mut Option<crate::Buffer<T>>,
-    ) -> Result<&'a [T]> {
+        scratch: &'a mut Option<Buffer>,
+    ) -> Result<Slice<'a>> {
         let image = self.len / total.max(1);
         match &self.recipe {
             Some(recipe) if self.bytes.get().is_none() && recipe.images() == total => {
                 let len = images.len() * image;
-                let buffer = convoke_kernels::memory::at_least(scratch, device, len)?;
-                recipe.write(images, bytemuck::cast_slice_mut(buffer))?;
-                Ok(buffer)
+                let mut buffer = at_least(scratch, device, self.dtype, len)?;
+                recipe.write(images, buffer.reborrow())?;
+                Ok(buffer.into_slice())
             }
-            _ => Ok(&self.elements(device)?[images.start * image..images.end * image]),
+            _ => Ok(self.elements(device)?.part(images.start * image..images.end * image)),
         }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use convoke_kernels::memory_format::{self, Extent};
-use convoke_kernels::{DType, MemoryFormat, Slice, SliceMut, Stored, convert, dispatch_stored};
+use convoke_kernels::{DType, MemoryFormat, Slice, SliceMut, Stored, convert};
 
 use crate::error::invalid;
 use crate::function::Node;
@@ -94,10 +94,10 @@ impl Tensor {
         format: MemoryFormat,
         value: f64,
     ) -> Result<Tensor> {
-        dispatch_stored!(dtype, T => Tensor::written(device, shape, format, |data: &mut [T]| {
-            data.fill(T::of(value));
+        Tensor::written_elements((device, dtype), shape, format, |data| {
+            data.fill(value);
             Ok(())
-        }))
+        })
     }
 
     /// A tensor of zeros.
@@ -121,23 +121,19 @@ impl Tensor {
         format: MemoryFormat,
         write: impl FnOnce(&mut [T]) -> Result<()>,
     ) -> Result<Tensor> {
-        let len = checked_len("tensor", shape)?;
-        usable_format(shape, format)?;
-        let mut buffer = device.buffer::<T>(len)?;
-        write(&mut buffer)?;
-        Tensor::of_buffer(device, shape, format, buffer)
+        Tensor::build_elements((device, T::DTYPE), shape, format, |data| write(data.of()?))
     }
 
     /// A tensor of the elements in `buffer`, in the order of `format`.
-    pub(crate) fn of_buffer<T: Stored>(
+    pub(crate) fn of_buffer(
         device: &Device,
         shape: &[usize],
         format: MemoryFormat,
-        buffer: Buffer<T>,
+        buffer: Buffer,
     ) -> Result<Tensor> {
-        let len = buffer.len();
+        let (dtype, len) = (buffer.dtype(), buffer.len());
         debug_assert_eq!(len, shape.iter().product::<usize>());
-        Tensor::of_storage(device, shape, format, Storage::new(T::DTYPE, len, buffer.into_bytes()))
+        Tensor::of_storage(device, shape, format, Storage::new(dtype, len, buffer.into_bytes()))
     }
 
     /// A constant with the elements of a storage.
@@ -183,11 +179,18 @@ impl Tensor {
         format: MemoryFormat,
         write: impl FnOnce(SliceMut<'_>) -> Result<()>,
     ) -> Result<Tensor> {
-        dispatch_stored!(dtype, T => Tensor::build(device, shape, format, |data: &mut [T]| write(data.into())))
+        let len = checked_len("tensor", shape)?;
+        usable_format(shape, format)?;
+        let mut buffer = device.buffer(dtype, len)?;
+        write(buffer.elements_mut())?;
+        Tensor::of_buffer(device, shape, format, buffer)
     }
 
     /// As [`Tensor::written`], for elements of a type that is known at run time.
-    pub(crate) fn written_elements(
+    ///
+    /// # Errors
+    /// As [`Tensor::build`].
+    pub fn written_elements(
         (device, dtype): (&Device, DType),
         shape: &[usize],
         format: MemoryFormat,
@@ -200,11 +203,6 @@ impl Tensor {
     /// [`Tensor::build_elements`] with this tensor's device, type, shape and format.
     pub(crate) fn elements_like(&self, write: impl FnOnce(SliceMut<'_>) -> Result<()>) -> Result<Tensor> {
         Tensor::build_elements((self.device(), self.dtype()), self.shape(), self.format(), write)
-    }
-
-    /// [`Tensor::build`] with this tensor's device, shape and format.
-    pub(crate) fn build_like<T: Stored>(&self, write: impl FnOnce(&mut [T]) -> Result<()>) -> Result<Tensor> {
-        Tensor::build(self.device(), self.shape(), self.format(), write)
     }
 
     fn with_inner(&self, change: impl FnOnce(&mut Inner)) -> Tensor {
@@ -325,12 +323,11 @@ impl Tensor {
     /// # Errors
     /// If they are of another type, or they must be recomputed and that fails or there is no memory.
     pub fn data<T: Stored>(&self) -> Result<&[T]> {
-        let found = self.dtype();
-        let mismatch = Error::DType { operation: "data", expected: T::DTYPE, found };
-        if found != T::DTYPE {
-            return Err(mismatch);
+        let (expected, found) = (T::DTYPE, self.dtype());
+        if found != expected {
+            return Err(Error::DType { operation: "data", expected, found });
         }
-        self.inner.storage.elements(self.device())
+        Ok(self.elements()?.of()?)
     }
 
     /// The elements in the order of [`Tensor::format`], of whatever type: what kernels read.
@@ -338,23 +335,15 @@ impl Tensor {
     /// # Errors
     /// If they must be recomputed and that fails or there is no memory.
     pub fn elements(&self) -> Result<Slice<'_>> {
-        dispatch_stored!(self.dtype(), T => self.data::<T>().map(Slice::from))
+        self.inner.storage.elements(self.device())
     }
 
-    /// The elements of some images (indices of the first dimension), as in [`Tensor::data`]. If the elements are not in memory
+    /// The elements of some images (indices of the first dimension), as in [`Tensor::elements`]. If the elements are not in memory
     /// (see [`Tensor::keep`]), those of these images are recomputed in `scratch`, which may be reused for further calls.
     ///
     /// # Errors
-    /// If they are of another type, there are no such images, or there is no memory.
-    pub fn images<'a, T: Stored>(
-        &'a self,
-        images: Range<usize>,
-        scratch: &'a mut Option<Buffer<T>>,
-    ) -> Result<&'a [T]> {
-        let (expected, found) = (T::DTYPE, self.dtype());
-        if found != expected {
-            return Err(Error::DType { operation: "images", expected, found });
-        }
+    /// If there are no such images, or there is no memory.
+    pub fn images<'a>(&'a self, images: Range<usize>, scratch: &'a mut Option<Buffer>) -> Result<Slice<'a>> {
         let total = self.shape().first().copied().unwrap_or(0);
         if images.start > images.end || images.end > total {
             return Err(invalid("images", format!("{images:?} of {total} images")));
@@ -410,14 +399,12 @@ impl Tensor {
 
     /// Mutable access to the elements, if they are in memory and not shared.
     pub(crate) fn unshared(&mut self) -> Option<SliceMut<'_>> {
-        let dtype = self.dtype();
-        let storage = Arc::get_mut(&mut Arc::get_mut(&mut self.inner)?.storage)?;
-        dispatch_stored!(dtype, T => storage.elements_mut::<T>().map(SliceMut::from))
+        Arc::get_mut(&mut Arc::get_mut(&mut self.inner)?.storage)?.elements_mut()
     }
 
-    /// The buffer with the elements, or with a copy of them where they are shared or borrowed. They must be of type `T`, and there.
-    pub(crate) fn into_own_bytes<T: Stored>(self) -> Result<Bytes> {
-        let (device, len) = (self.device().clone(), self.len());
+    /// The buffer with the elements, or with a copy of them where they are shared or borrowed. They must be there.
+    pub(crate) fn into_own_bytes(self) -> Result<Bytes> {
+        let (device, dtype, len) = (self.device().clone(), self.dtype(), self.len());
         let inner = match Arc::try_unwrap(self.inner) {
             Ok(inner) => match Arc::try_unwrap(inner.storage) {
                 Ok(storage) if !storage.is_borrowed() => {
@@ -428,9 +415,9 @@ impl Tensor {
             },
             Err(inner) => inner.storage.clone(),
         };
-        let mut copy = device.buffer::<T>(len)?;
+        let mut copy = device.buffer(dtype, len)?;
         if !device.is_dry() {
-            copy.copy_from_slice(inner.elements(&device)?);
+            copy.elements_mut().copy_from(inner.elements(&device)?)?;
         }
         Ok(copy.into_bytes())
     }
@@ -443,12 +430,9 @@ impl Tensor {
     /// If the elements are of another type, there is no memory for a copy, or `change` fails (the tensor then holds what `change`
     /// left).
     pub fn update<T: Stored>(&mut self, change: impl FnOnce(&mut [T]) -> Result<()>) -> Result<()> {
-        let was_leaf = self.is_leaf();
-        let result = change(self.make_unshared()?);
-        if was_leaf {
-            *self = self.with_grad();
-        }
-        result
+        // An error first, so that the tensor stays as it is.
+        self.data::<T>()?;
+        self.update_elements(|data| change(data.of()?))
     }
 
     /// As [`Tensor::update`], for elements of a type that is known at run time.
@@ -456,29 +440,29 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::update`].
     pub fn update_elements(&mut self, change: impl FnOnce(SliceMut<'_>) -> Result<()>) -> Result<()> {
-        dispatch_stored!(self.dtype(), T => self.update(|data: &mut [T]| change(data.into())))
+        let was_leaf = self.is_leaf();
+        let result = change(self.elements_mut()?);
+        if was_leaf {
+            *self = self.with_grad();
+        }
+        result
     }
 
-    /// Mutable access to the elements, of whatever type. As in [`Tensor::update`], they are copied if they are shared, and the history
-    /// is lost.
+    /// Mutable access to the elements. As in [`Tensor::update`], they are copied if they are shared or borrowed, and the history is
+    /// lost.
     ///
     /// # Errors
     /// If there is no memory for a copy.
     pub fn elements_mut(&mut self) -> Result<SliceMut<'_>> {
-        dispatch_stored!(self.dtype(), T => self.make_unshared::<T>().map(SliceMut::from))
-    }
-
-    /// Mutable access to the elements, in a copy that becomes this tensor if they are shared or borrowed. The history is lost.
-    pub(crate) fn make_unshared<T: Stored>(&mut self) -> Result<&mut [T]> {
-        self.data::<T>()?;
+        self.elements()?;
         let shared = match Arc::get_mut(&mut self.inner) {
             Some(inner) => Arc::get_mut(&mut inner.storage).is_none_or(|storage| storage.is_borrowed()),
             None => true,
         };
         if shared {
-            *self = Tensor::written(self.device(), self.shape(), self.format(), |data: &mut [T]| {
-                data.copy_from_slice(self.data::<T>()?);
-                Ok(())
+            let of = (self.device(), self.dtype());
+            *self = Tensor::written_elements(of, self.shape(), self.format(), |data| {
+                Ok(data.copy_from(self.elements()?)?)
             })?;
         }
         let inner = Arc::get_mut(&mut self.inner).expect("unshared");
@@ -507,7 +491,7 @@ impl Tensor {
                 format!("a tensor of shape {:?} is not a single number", self.shape()),
             ));
         }
-        dispatch_stored!(self.dtype(), T => Ok(self.data::<T>()?[0].f64()))
+        Ok(self.elements()?.at(0))
     }
 
     /// The shape of the tensor as N x C x (the rest), for kernels that work by channel.
@@ -532,9 +516,9 @@ impl Tensor {
             return Ok(self.detach());
         }
         let extent = self.extent("memory format")?;
-        dispatch_stored!(self.dtype(), T => Tensor::build(self.device(), self.shape(), format, |out: &mut [T]| {
-            Ok(memory_format::convert(self.device().compute(), &extent, self.data::<T>()?, out)?)
-        }))
+        Tensor::build_elements((self.device(), self.dtype()), self.shape(), format, |out| {
+            Ok(memory_format::convert(self.device().compute(), &extent, self.elements()?, out)?)
+        })
     }
 
     /// The nearest values of another type, without history; shares the elements if they already have that type.
@@ -542,9 +526,9 @@ impl Tensor {
         if dtype == self.dtype() {
             return Ok(self.detach());
         }
-        dispatch_stored!(self.dtype(), From => dispatch_stored!(dtype, To => self.build_like(|out: &mut [To]| {
-            Ok(convert::convert(self.device().compute(), self.data::<From>()?, out)?)
-        })))
+        Tensor::build_elements((self.device(), dtype), self.shape(), self.format(), |out| {
+            Ok(convert::convert(self.device().compute(), self.elements()?, out)?)
+        })
     }
 }
 
@@ -569,10 +553,10 @@ impl std::fmt::Debug for Tensor {
             History::Gradient(operation) => write!(f, ", gradient from {operation}")?,
         }
         const SHOWN: usize = 8;
-        let first: Vec<f64> = dispatch_stored!(self.dtype(), T => match self.data::<T>() {
-            Ok(data) => data.iter().take(SHOWN).map(|x| x.f64()).collect(),
+        let first = match self.elements() {
+            Ok(data) => data.part(0..data.len().min(SHOWN)).to_f64(),
             Err(_) => Vec::new(),
-        });
+        };
         write!(f, ", {first:?}{})", if self.len() > SHOWN { "..." } else { "" })
     }
 }

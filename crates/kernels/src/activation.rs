@@ -7,7 +7,7 @@ use crate::pointwise::formulas::Formula;
 use crate::pointwise::{Pointwise, Saves};
 use crate::profile::span;
 use crate::random::{GAMMA, random_bits};
-use crate::{Cpu, Element, Result, Slice, SliceMut, dispatch};
+use crate::{Cpu, DType, Element, Result, Slice, SliceMut, dispatch};
 
 /// A function that is applied after a normalisation or a sum, in the same pass over memory.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
@@ -64,21 +64,21 @@ impl Activation {
         self.pointwise().is_some_and(|function| function.saves() == Saves::Input)
     }
 
-    /// Checks that it can be applied to numbers of type T.
+    /// Checks that it can be applied to numbers of this type.
     ///
     /// # Errors
-    /// If the slope of a leaky ReLU is not above 0 and finite as a T, or a bound makes no sense.
-    #[inline(never)]
-    pub fn check<T: Element>(self, operation: &'static str) -> Result<()> {
+    /// If the slope of a leaky ReLU is not above 0 and finite in this type, or a bound makes no sense.
+    pub fn check(self, operation: &'static str, dtype: DType) -> Result<()> {
         match self {
-            Activation::LeakyRelu { slope } if !(T::of(slope) > T::zero() && T::of(slope).is_finite()) => {
-                let dtype = T::DTYPE;
+            Activation::LeakyRelu { slope }
+                if !(dtype.nearest(slope) > 0.0 && dtype.nearest(slope).is_finite()) =>
+            {
                 Err(invalid(
                     operation,
                     format!("the slope must be above 0 and finite in {dtype}, not {slope}"),
                 ))
             }
-            _ => self.pointwise().map_or(Ok(()), Pointwise::check::<T>),
+            _ => self.pointwise().map_or(Ok(()), |function| function.check(dtype)),
         }
     }
 }
@@ -303,7 +303,7 @@ pub(crate) mod typed {
         span!("activation", x, y);
         let operation = "activation";
         check_len(operation, "y", y.len(), x.len())?;
-        activation.check::<T>(operation)?;
+        activation.check(operation, T::DTYPE)?;
         let items = chunks(x).zip(chunks_mut(y));
         cpu.for_each(x.len(), items, |(x, y)| with_act!(activation, act => activate_chunk(cpu, act, x, y)));
         Ok(())
@@ -318,7 +318,7 @@ pub(crate) mod typed {
         span!("add with activation", residual, z, z);
         let operation = "add with activation";
         check_len(operation, "z", z.len(), residual.len())?;
-        activation.check::<T>(operation)?;
+        activation.check(operation, T::DTYPE)?;
         let items = chunks(residual).zip(chunks_mut(z));
         cpu.for_each(residual.len(), items, |(residual, z)| {
             with_act!(activation, act => add_activated_chunk(cpu, residual, act, z));
@@ -336,7 +336,7 @@ pub(crate) mod typed {
         let operation = "activation backward";
         check_len(operation, "dz", dz.len(), z.len())?;
         check_len(operation, "g", g.len(), z.len())?;
-        activation.check::<T>(operation)?;
+        activation.check(operation, T::DTYPE)?;
         span!("activation backward", z, dz, g);
         let items = chunks(z).zip(chunks(dz)).zip(chunks_mut(g));
         cpu.for_each(z.len(), items, |((z, dz), g)| {
@@ -354,7 +354,7 @@ pub(crate) mod typed {
         span!("activation backward", z, g, g);
         let operation = "activation backward";
         check_len(operation, "g", g.len(), z.len())?;
-        activation.check::<T>(operation)?;
+        activation.check(operation, T::DTYPE)?;
         cpu.for_each(z.len(), chunks(z).zip(chunks_mut(g)), |(z, g)| {
             with_act!(activation, act => activation_backward_in_place_chunk(cpu, act, z, g));
         });

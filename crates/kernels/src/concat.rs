@@ -3,7 +3,7 @@
 use crate::error::{check_len, invalid};
 use crate::memory_format::Extent;
 use crate::profile::span;
-use crate::{Cpu, Result, Stored};
+use crate::{Cpu, Result, Slice, SliceMut, dispatch_stored};
 
 /// The approximate number of elements in a task.
 const TASK: usize = 1 << 15;
@@ -14,27 +14,29 @@ const TASK: usize = 1 << 15;
 ///
 /// # Errors
 /// If a part's length is not a whole number of channels, or the parts together do not have the extent's channels.
-#[inline(never)]
-pub fn concat<T: Stored>(cpu: &Cpu, extent: &Extent, parts: &[&[T]], y: &mut [T]) -> Result<()> {
+pub fn concat(cpu: &Cpu, extent: &Extent, parts: &[Slice<'_>], y: SliceMut<'_>) -> Result<()> {
     span!("concat", y, y);
     check_len("concat", "y", y.len(), extent.len()?)?;
-    let (outer, _) = extent.around_channels();
-    let parts = parts.iter().map(|&part| Ok((part, run("concat", extent, part.len())?)));
-    let parts: Vec<(&[T], usize)> = parts.collect::<Result<_>>()?;
-    check_len("concat", "all parts together", parts.iter().map(|(part, _)| part.len()).sum(), y.len())?;
-    if y.is_empty() {
-        return Ok(());
-    }
-    let row = y.len() / outer;
-    let at_once = TASK.div_ceil(row);
-    cpu.for_each(y.len(), y.chunks_mut(at_once * row).enumerate(), |(task, y)| {
-        for (index, mut y) in (task * at_once..).zip(y.chunks_mut(row)) {
-            for &(part, run) in &parts {
-                let (to, rest) = y.split_at_mut(run);
-                to.copy_from_slice(&part[index * run..][..run]);
-                y = rest;
-            }
+    dispatch_stored!(y.dtype(), T => {
+        let (outer, _) = extent.around_channels();
+        let parts = parts.iter().map(|part| Ok((part.of::<T>()?, run("concat", extent, part.len())?)));
+        let parts: Vec<(&[T], usize)> = parts.collect::<Result<_>>()?;
+        let together = parts.iter().map(|(part, _)| part.len()).sum();
+        check_len("concat", "all parts together", together, y.len())?;
+        if y.is_empty() {
+            return Ok(());
         }
+        let row = y.len() / outer;
+        let at_once = TASK.div_ceil(row);
+        cpu.for_each(y.len(), y.of()?.chunks_mut(at_once * row).enumerate(), |(task, y)| {
+            for (index, mut y) in (task * at_once..).zip(y.chunks_mut(row)) {
+                for &(part, run) in &parts {
+                    let (to, rest) = y.split_at_mut(run);
+                    to.copy_from_slice(&part[index * run..][..run]);
+                    y = rest;
+                }
+            }
+        });
     });
     Ok(())
 }
@@ -43,14 +45,7 @@ pub fn concat<T: Stored>(cpu: &Cpu, extent: &Extent, parts: &[&[T]], y: &mut [T]
 ///
 /// # Errors
 /// If a length is not the extent's, or x has fewer channels.
-#[inline(never)]
-pub fn take_channels<T: Stored>(
-    cpu: &Cpu,
-    extent: &Extent,
-    first: usize,
-    x: &[T],
-    y: &mut [T],
-) -> Result<()> {
+pub fn take_channels(cpu: &Cpu, extent: &Extent, first: usize, x: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
     span!("take channels", y, y);
     check_len("taking channels", "x", x.len(), extent.len()?)?;
     let run = run("taking channels", extent, y.len())?;
@@ -65,10 +60,13 @@ pub fn take_channels<T: Stored>(
     }
     let row = x.len() / outer;
     let at_once = TASK.div_ceil(run);
-    cpu.for_each(y.len(), y.chunks_mut(at_once * run).enumerate(), |(task, y)| {
-        for (index, y) in (task * at_once..).zip(y.chunks_mut(run)) {
-            y.copy_from_slice(&x[index * row + first * inner..][..run]);
-        }
+    dispatch_stored!(y.dtype(), T => {
+        let x = x.of::<T>()?;
+        cpu.for_each(y.len(), y.of()?.chunks_mut(at_once * run).enumerate(), |(task, y)| {
+            for (index, y) in (task * at_once..).zip(y.chunks_mut(run)) {
+                y.copy_from_slice(&x[index * row + first * inner..][..run]);
+            }
+        });
     });
     Ok(())
 }

@@ -4,7 +4,7 @@ use crate::elementwise::{chunks, chunks_mut};
 use crate::error::check_len;
 use crate::isa::multiversion;
 use crate::profile::span;
-use crate::{Cpu, DType, Result, Stored};
+use crate::{Cpu, DType, Result, Slice, SliceMut, Stored, dispatch_stored};
 
 multiversion! {
     fn widen<A: Stored>(from: &[A], to: &mut [f32]) {
@@ -27,15 +27,23 @@ multiversion! {
 ///
 /// # Errors
 /// If the lengths differ.
-#[inline(never)]
-pub fn convert<A: Stored, B: Stored>(cpu: &Cpu, from: &[A], to: &mut [B]) -> Result<()> {
+pub fn convert(cpu: &Cpu, from: Slice<'_>, to: SliceMut<'_>) -> Result<()> {
     span!("type conversion", from, to);
     check_len("conversion", "the output", to.len(), from.len())?;
-    cpu.for_each(from.len(), chunks(from).zip(chunks_mut(to)), |(from, to)| match (A::DTYPE, B::DTYPE) {
-        (_, DType::F32) => widen(cpu, from, bytemuck::cast_slice_mut(to)),
-        (DType::F32, _) => narrow(cpu, bytemuck::cast_slice(from), to),
-        _ => through_f64(cpu, from, to),
-    });
+    match (from.dtype(), to.dtype()) {
+        (dtype, DType::F32) => dispatch_stored!(dtype, A => {
+            let pairs = chunks(from.of::<A>()?).zip(chunks_mut(to.of()?));
+            cpu.for_each(from.len(), pairs, |(from, to)| widen(cpu, from, to));
+        }),
+        (DType::F32, dtype) => dispatch_stored!(dtype, B => {
+            let pairs = chunks(from.of()?).zip(chunks_mut(to.of::<B>()?));
+            cpu.for_each(from.len(), pairs, |(from, to)| narrow(cpu, from, to));
+        }),
+        (a, b) => dispatch_stored!(a, A => dispatch_stored!(b, B => {
+            let pairs = chunks(from.of::<A>()?).zip(chunks_mut(to.of::<B>()?));
+            cpu.for_each(from.len(), pairs, |(from, to)| through_f64(cpu, from, to));
+        })),
+    }
     Ok(())
 }
 

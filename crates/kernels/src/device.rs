@@ -8,7 +8,7 @@ use bytemuck::Pod;
 
 use crate::block::BlockRun;
 use crate::conv::{ConvPlan, ConvProblem, Pass};
-use crate::memory::{BorrowedBytes, Buffer, Heap, MemoryStats, TimelinePoint};
+use crate::memory::{BorrowedBytes, Buffer, Bytes, Heap, MemoryStats, TimelinePoint};
 use crate::pool::{MaxPoolAlgorithm, MaxPoolPass, PoolProblem};
 use crate::tune::Tuner;
 use crate::{Cpu, DType, Result};
@@ -133,8 +133,16 @@ impl Device {
     ///
     /// # Errors
     /// If the operating system does not have the memory.
-    pub fn buffer<T: Pod>(&self, len: usize) -> Result<Buffer<T>> {
-        self.inner.heap.take(len)
+    pub fn buffer(&self, dtype: DType, len: usize) -> Result<Buffer> {
+        Ok(Buffer::new(self.inner.heap.take(len, dtype.size())?, dtype))
+    }
+
+    /// As [`Device::buffer`], for `len` values of a type that is no element of tensors, such as indices.
+    ///
+    /// # Errors
+    /// As [`Device::buffer`].
+    pub fn bytes<T: Pod>(&self, len: usize) -> Result<Bytes> {
+        self.inner.heap.take(len, size_of::<T>())
     }
 
     /// Counts `bytes` in memory of others as [`MemoryStats::borrowed_bytes`] until the result is dropped.

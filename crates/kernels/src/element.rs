@@ -32,10 +32,23 @@ impl DType {
         }
     }
 
+    /// The nearest value of this type, ties to even.
+    pub fn nearest(self, value: f64) -> f64 {
+        crate::dispatch_stored!(self, T => <T as Stored>::of(value).f64())
+    }
+
+    /// The type in which kernels compute with numbers that are stored in this type.
+    pub fn computed_in(self) -> DType {
+        match self {
+            DType::F32 | DType::F16 | DType::BF16 => DType::F32,
+            DType::F64 => DType::F64,
+        }
+    }
+
     /// Whether kernels compute in this type, that is, whether it implements [`Element`]. The others are only stored and
     /// converted.
     pub fn computes(self) -> bool {
-        matches!(self, DType::F32 | DType::F64)
+        self.computed_in() == self
     }
 }
 
@@ -234,10 +247,6 @@ stored!(
 pub trait Element:
     Stored + VectorMath + num_traits::Float + AddAssign + SubAssign + MulAssign + DivAssign + Sum
 {
-    /// The plan's kernel for this type, if the plan was made for this type.
-    #[doc(hidden)]
-    fn conv_kernel(kernels: &crate::conv::Kernel) -> Option<&dyn crate::conv::ConvKernel<Self>>;
-
     /// The library's matrix multiplication for this type.
     #[doc(hidden)]
     fn gemm() -> crate::gemm::Gemm<Self>;
@@ -248,13 +257,6 @@ pub trait Element:
 }
 
 impl Element for f32 {
-    fn conv_kernel(kernels: &crate::conv::Kernel) -> Option<&dyn crate::conv::ConvKernel<f32>> {
-        match kernels {
-            crate::conv::Kernel::F32(kernel) => Some(kernel.as_ref()),
-            crate::conv::Kernel::F64(_) => None,
-        }
-    }
-
     fn gemm() -> crate::gemm::Gemm<f32> {
         gemm_f32::gemm::f32::get_gemm_fn()
     }
@@ -267,13 +269,6 @@ impl Element for f32 {
 }
 
 impl Element for f64 {
-    fn conv_kernel(kernels: &crate::conv::Kernel) -> Option<&dyn crate::conv::ConvKernel<f64>> {
-        match kernels {
-            crate::conv::Kernel::F32(_) => None,
-            crate::conv::Kernel::F64(kernel) => Some(kernel.as_ref()),
-        }
-    }
-
     fn gemm() -> crate::gemm::Gemm<f64> {
         gemm_f64::gemm::f64::get_gemm_fn()
     }

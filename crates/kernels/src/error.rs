@@ -87,6 +87,14 @@ pub(crate) fn check_len(
     if found == expected { Ok(()) } else { Err(Error::Length { operation, operand, expected, found }) }
 }
 
+pub(crate) fn check_dtype(
+    operation: &'static str,
+    expected: crate::DType,
+    found: crate::DType,
+) -> Result<()> {
+    if found == expected { Ok(()) } else { Err(Error::DType { operation, expected, found }) }
+}
+
 pub(crate) fn invalid(operation: &'static str, reason: impl Into<String>) -> Error {
     Error::Invalid { operation, reason: reason.into() }
 }

@@ -14,55 +14,46 @@ use crate::batch_norm::{
 use crate::error::{check_len, invalid};
 use crate::isa::multiversion;
 use crate::memory_format::{Extent, MemoryFormat};
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, Result, Slice, SliceMut, dispatch};
 
 /// Weight and bias of a normalisation, where the layer has them, and its eps.
 #[derive(Debug, Clone, Copy)]
-pub struct Affine<'a, T> {
+pub struct Affine<'a> {
     /// 1 if absent.
-    pub weight: Option<&'a [T]>,
+    pub weight: Option<Slice<'a>>,
     /// 0 if absent.
-    pub bias: Option<&'a [T]>,
+    pub bias: Option<Slice<'a>>,
     /// Added to the variance.
     pub eps: f64,
 }
 
-impl<T: Element> Affine<'_, T> {
+impl Affine<'_> {
     pub(crate) fn check(&self, operation: &'static str, len: usize) -> Result<()> {
         check_eps(operation, self.eps)?;
-        check_len(operation, "the weight", self.weight.map_or(len, <[T]>::len), len)?;
-        check_len(operation, "the bias", self.bias.map_or(len, <[T]>::len), len)
+        check_len(operation, "the weight", self.weight.map_or(len, Slice::len), len)?;
+        check_len(operation, "the bias", self.bias.map_or(len, Slice::len), len)
     }
 }
 
 /// Where the gradients of a normalisation go that are asked for.
 #[derive(Debug)]
-pub struct AffineGradients<'a, T> {
+pub struct AffineGradients<'a> {
     /// The gradient of x.
-    pub x: Option<&'a mut [T]>,
+    pub x: Option<SliceMut<'a>>,
     /// The gradient of the weight.
-    pub weight: Option<&'a mut [T]>,
+    pub weight: Option<SliceMut<'a>>,
     /// The gradient of the bias.
-    pub bias: Option<&'a mut [T]>,
+    pub bias: Option<SliceMut<'a>>,
 }
 
-impl<T> AffineGradients<'_, T> {
+impl AffineGradients<'_> {
     /// Checks that there are as many places as elements of x and of the parameters.
     pub(crate) fn check(&self, operation: &'static str, [x, parameters]: [usize; 2]) -> Result<()> {
-        let len = |gradient: &Option<&mut [T]>, otherwise| {
-            gradient.as_ref().map_or(otherwise, |gradient| gradient.len())
-        };
+        let len =
+            |gradient: &Option<SliceMut<'_>>, otherwise| gradient.as_ref().map_or(otherwise, SliceMut::len);
         check_len(operation, "dx", len(&self.x, x), x)?;
         check_len(operation, "dweight", len(&self.weight, parameters), parameters)?;
         check_len(operation, "dbias", len(&self.bias, parameters), parameters)
-    }
-}
-
-/// `count` parts of `len` elements, if there is an output.
-pub(crate) fn parts_of<T>(output: Option<&mut [T]>, len: usize, count: usize) -> Vec<Option<&mut [T]>> {
-    match output {
-        Some(output) => output.chunks_mut(len).map(Some).collect(),
-        None => (0..count).map(|_| None).collect(),
     }
 }
 
@@ -134,10 +125,10 @@ impl GroupNorm {
     }
 
     /// Writes mean and 1 / sqrt(variance + eps) of each group of an image.
-    fn statistics<T: Element>(
+    fn statistics(
         &self,
         cpu: &Cpu,
-        (x, eps): (&[T], f64),
+        (x, eps): (Slice<'_>, f64),
         mean: &mut [f64],
         inverse_std: &mut [f64],
     ) -> Result<()> {
@@ -161,12 +152,12 @@ impl GroupNorm {
 /// # Errors
 /// If a length is not the problem's, or eps is negative or NaN.
 #[inline(never)]
-pub fn group_norm<T: Element>(
+pub fn group_norm(
     cpu: &Cpu,
     problem: &GroupNorm,
-    x: &[T],
-    layer: &Affine<'_, T>,
-    y: &mut [T],
+    x: Slice<'_>,
+    layer: &Affine<'_>,
+    y: SliceMut<'_>,
 ) -> Result<GroupStatistics> {
     let operation = "group norm";
     problem.extent.check(operation, &[("x", x.len()), ("y", y.len())])?;
@@ -178,9 +169,9 @@ pub fn group_norm<T: Element>(
     if x.is_empty() {
         return Ok(statistics);
     }
-    let (image, groups) = (problem.image(), problem.groups);
+    let (image, groups, len) = (problem.image(), problem.groups, problem.image().len()?);
     let of_groups = statistics.mean.chunks_mut(groups).zip(statistics.inverse_std.chunks_mut(groups));
-    let images = x.chunks(image.len()?).zip(y.chunks_mut(image.len()?)).zip(of_groups);
+    let images = x.chunks(len).zip(y.chunks_mut(len)).zip(of_groups);
     problem.for_each_image(cpu, images, |((x, y), (mean, inverse_std))| {
         problem.statistics(cpu, (x, layer.eps), mean, inverse_std)?;
         let by = Normalization {
@@ -198,13 +189,13 @@ pub fn group_norm<T: Element>(
 
 /// The operands of the gradients of [`group_norm`].
 #[derive(Debug, Clone, Copy)]
-pub struct GroupNormBackward<'a, T> {
+pub struct GroupNormBackward<'a> {
     /// What was normalised.
-    pub x: &'a [T],
+    pub x: Slice<'a>,
     /// The upstream gradient.
-    pub dy: &'a [T],
+    pub dy: Slice<'a>,
     /// 1 if absent.
-    pub weight: Option<&'a [T]>,
+    pub weight: Option<Slice<'a>>,
     /// The statistics of forward.
     pub statistics: &'a GroupStatistics,
 }
@@ -214,17 +205,17 @@ pub struct GroupNormBackward<'a, T> {
 /// # Errors
 /// If a length is not the problem's.
 #[inline(never)]
-pub fn group_norm_backward<T: Element>(
+pub fn group_norm_backward(
     cpu: &Cpu,
     problem: &GroupNorm,
-    of: &GroupNormBackward<'_, T>,
-    gradients: AffineGradients<'_, T>,
+    of: &GroupNormBackward<'_>,
+    gradients: AffineGradients<'_>,
 ) -> Result<()> {
     let operation = "group norm backward";
     let &GroupNormBackward { x, dy, weight, statistics } = of;
     problem.extent.check(operation, &[("x", x.len()), ("dy", dy.len())])?;
     let channels = problem.extent.channels;
-    check_len(operation, "the weight", weight.map_or(channels, <[T]>::len), channels)?;
+    check_len(operation, "the weight", weight.map_or(channels, Slice::len), channels)?;
     let images = if x.is_empty() { 0 } else { problem.extent.batch };
     check_len(operation, "the statistics", statistics.mean.len(), images * problem.groups)?;
     gradients.check(operation, [x.len(), channels])?;
@@ -234,7 +225,10 @@ pub fn group_norm_backward<T: Element>(
     let (mut g, mut g_normalized) = (numbers(), numbers());
     if !x.is_empty() {
         let len = problem.image().len()?;
-        let of_x = parts_of(dx, len, problem.extent.batch);
+        let of_x: Vec<_> = match dx {
+            Some(dx) => dx.chunks_mut(len).map(Some).collect(),
+            None => (0..problem.extent.batch).map(|_| None).collect(),
+        };
         let sums = g.chunks_mut(channels).zip(g_normalized.chunks_mut(channels));
         let of_groups =
             statistics.mean.chunks(problem.groups).zip(statistics.inverse_std.chunks(problem.groups));
@@ -245,32 +239,32 @@ pub fn group_norm_backward<T: Element>(
         })?;
     }
     for (sums, gradient) in [(&g, of_bias), (&g_normalized, of_weight)] {
-        for (channel, sum) in gradient.into_iter().flatten().enumerate() {
-            *sum = T::of(sums.iter().skip(channel).step_by(channels).sum());
+        if let Some(gradient) = gradient {
+            gradient.update(|channel, _| sums.iter().skip(channel).step_by(channels).sum());
         }
     }
     Ok(())
 }
 
 /// An image's part of the operands of the backward pass.
-struct Image<'a, T> {
-    x: &'a [T],
-    dy: &'a [T],
-    weight: Option<&'a [T]>,
+struct Image<'a> {
+    x: Slice<'a>,
+    dy: Slice<'a>,
+    weight: Option<Slice<'a>>,
     /// The mean of each group.
     mean: &'a [f64],
     /// The inverse standard deviation of each group.
     inverse_std: &'a [f64],
 }
 
-impl<T: Element> Image<'_, T> {
+impl Image<'_> {
     /// Writes the sums of dy and of dy x^ of each channel, and the gradient of x.
     fn backward(
         &self,
         cpu: &Cpu,
         problem: &GroupNorm,
         (g, g_normalized): (&mut [f64], &mut [f64]),
-        dx: Option<&mut [T]>,
+        dx: Option<SliceMut<'_>>,
     ) -> Result<()> {
         let (image, inverse_std) = (problem.image(), problem.by_channel(self.inverse_std));
         let by = Normalization {
@@ -286,14 +280,18 @@ impl<T: Element> Image<'_, T> {
         let normalized = sums.g_centered.iter().zip(&inverse_std).map(|(sum, inverse_std)| sum * inverse_std);
         g_normalized.iter_mut().zip(normalized).for_each(|(to, sum)| *to = sum);
         if let Some(dx) = dx {
-            self.gradient(cpu, &image, &self.lines(problem, &sums), dx);
+            dispatch!("group norm backward", dx.dtype(), T => {
+                let lines = self.lines::<T>(problem, &sums);
+                gradient(cpu, &image, &lines, [self.x.of()?, self.dy.of()?], dx.of()?);
+            });
         }
         Ok(())
     }
 
     /// What makes the gradient of x in each channel.
-    fn lines(&self, problem: &GroupNorm, sums: &BackwardSums) -> Vec<Line<T>> {
-        let weight = |channel: usize| self.weight.map_or(1.0, |weight| weight[channel].f64());
+    fn lines<T: Element>(&self, problem: &GroupNorm, sums: &BackwardSums) -> Vec<Line<T>> {
+        let weight = self.weight.map(Slice::to_f64);
+        let weight = |channel: usize| weight.as_ref().map_or(1.0, |weight| weight[channel]);
         let per_group = problem.group_channels();
         let mut lines = Vec::with_capacity(problem.extent.channels);
         for (group, (&mean, &inverse_std)) in self.mean.iter().zip(self.inverse_std).enumerate() {
@@ -313,25 +311,23 @@ impl<T: Element> Image<'_, T> {
         }
         lines
     }
+}
 
-    fn gradient(&self, cpu: &Cpu, image: &Extent, lines: &[Line<T>], dx: &mut [T]) {
-        crate::profile::span!("group norm gradient", self.x, self.dy, dx);
-        let unit = match image.format {
-            MemoryFormat::Contiguous => image.spatial,
-            MemoryFormat::ChannelsLast => image.channels,
-        };
-        let units = TASK.div_ceil(unit);
-        cpu.for_each(dx.len(), dx.chunks_mut(units * unit).enumerate(), |(task, dx)| {
-            let start = task * units * unit;
-            let (x, dy) = (&self.x[start..start + dx.len()], &self.dy[start..start + dx.len()]);
-            match image.format {
-                MemoryFormat::Contiguous => {
-                    gradient_of_planes(cpu, &lines[task * units..], [x, dy], unit, dx)
-                }
-                MemoryFormat::ChannelsLast => gradient_of_pixels(cpu, lines, x, dy, dx),
-            }
-        });
-    }
+fn gradient<T: Element>(cpu: &Cpu, image: &Extent, lines: &[Line<T>], [x, dy]: [&[T]; 2], dx: &mut [T]) {
+    crate::profile::span!("group norm gradient", x, dy, dx);
+    let unit = match image.format {
+        MemoryFormat::Contiguous => image.spatial,
+        MemoryFormat::ChannelsLast => image.channels,
+    };
+    let units = TASK.div_ceil(unit);
+    cpu.for_each(dx.len(), dx.chunks_mut(units * unit).enumerate(), |(task, dx)| {
+        let start = task * units * unit;
+        let (x, dy) = (&x[start..start + dx.len()], &dy[start..start + dx.len()]);
+        match image.format {
+            MemoryFormat::Contiguous => gradient_of_planes(cpu, &lines[task * units..], [x, dy], unit, dx),
+            MemoryFormat::ChannelsLast => gradient_of_pixels(cpu, lines, x, dy, dx),
+        }
+    });
 }
 
 /// What makes dx of x and dy in one channel of one image: (x - mean) * slope + dy * scale + shift.

@@ -5,57 +5,62 @@ use std::sync::Arc;
 
 use crate::error::invalid;
 use crate::memory::at_least;
-use crate::{Buffer, Device, Element, Result};
+use crate::{Buffer, DType, Device, Result, Slice, SliceMut};
 
 /// A tensor of images, the index of the first dimension. Its elements are in memory, or are computed where they are read.
-pub trait Images<T: Element> {
+pub trait Images {
     /// The elements of some images. Elements that are not in memory are computed in `scratch`, which keeps its memory for
     /// the next call. They must have the same bits each time.
     ///
     /// # Errors
     /// If there are no such images, or no memory.
-    fn read<'a>(&'a self, images: Range<usize>, scratch: &'a mut Option<Buffer<T>>) -> Result<&'a [T]>;
+    fn read<'a>(&'a self, images: Range<usize>, scratch: &'a mut Option<Buffer>) -> Result<Slice<'a>>;
 
     /// Whether all elements are in memory.
     fn in_memory(&self) -> bool;
 
     /// All elements, to be overwritten; `None` unless they are in memory and nobody else reads them.
-    fn overwrite(&mut self) -> Option<&mut [T]>;
+    fn overwrite(&mut self) -> Option<SliceMut<'_>>;
 
     /// All elements, to be changed. If somebody else reads them, this becomes a copy first.
     ///
     /// # Errors
     /// If there is no memory.
-    fn change(&mut self) -> Result<&mut [T]>;
+    fn change(&mut self) -> Result<SliceMut<'_>>;
 }
 
 /// Images for callers without a tensor type of their own. Clones share the elements.
 #[derive(Clone)]
-pub struct PlainImages<'a, T: Element> {
+pub struct PlainImages<'a> {
     device: Device,
     images: usize,
     /// Elements of an image.
     image: usize,
-    elements: Elements<'a, T>,
+    elements: Elements<'a>,
 }
 
 /// Writes the elements of some images.
-type Write<'a, T> = dyn Fn(Range<usize>, &mut [T]) -> Result<()> + 'a;
+type Write<'a> = dyn Fn(Range<usize>, SliceMut<'_>) -> Result<()> + 'a;
 
 #[derive(Clone)]
-enum Elements<'a, T: Element> {
+enum Elements<'a> {
     /// Elements of the caller; never written to.
-    Borrowed(&'a [T]),
-    Owned(Arc<Buffer<T>>),
-    Recomputed(Arc<Write<'a, T>>),
+    Borrowed(Slice<'a>),
+    Owned(Arc<Buffer>),
+    Recomputed(DType, Arc<Write<'a>>),
 }
 
-impl<'a, T: Element> PlainImages<'a, T> {
+impl<'a> PlainImages<'a> {
     /// `images` images, one after the other in the caller's memory, which is never written to.
     ///
     /// # Errors
     /// If the elements are no such number of images of one size.
-    pub fn borrowed(device: &Device, elements: &'a [T], images: usize) -> Result<PlainImages<'a, T>> {
+    pub fn borrowed(
+        device: &Device,
+        elements: impl Into<Slice<'a>>,
+        images: usize,
+    ) -> Result<PlainImages<'a>> {
+        let elements = elements.into();
         let image = image_len(elements.len(), images)?;
         Ok(PlainImages { device: device.clone(), images, image, elements: Elements::Borrowed(elements) })
     }
@@ -64,7 +69,7 @@ impl<'a, T: Element> PlainImages<'a, T> {
     ///
     /// # Errors
     /// If the elements are no such number of images of one size.
-    pub fn owned(device: &Device, elements: Buffer<T>, images: usize) -> Result<PlainImages<'a, T>> {
+    pub fn owned(device: &Device, elements: Buffer, images: usize) -> Result<PlainImages<'a>> {
         let image = image_len(elements.len(), images)?;
         let elements = Elements::Owned(Arc::new(elements));
         Ok(PlainImages { device: device.clone(), images, image, elements })
@@ -72,11 +77,11 @@ impl<'a, T: Element> PlainImages<'a, T> {
 
     /// `images` images of `image` elements each, which `write` computes wherever they are read.
     pub fn recomputed(
-        device: &Device,
+        (device, dtype): (&Device, DType),
         [images, image]: [usize; 2],
-        write: impl Fn(Range<usize>, &mut [T]) -> Result<()> + 'a,
-    ) -> PlainImages<'a, T> {
-        let elements = Elements::Recomputed(Arc::new(write));
+        write: impl Fn(Range<usize>, SliceMut<'_>) -> Result<()> + 'a,
+    ) -> PlainImages<'a> {
+        let elements = Elements::Recomputed(dtype, Arc::new(write));
         PlainImages { device: device.clone(), images, image, elements }
     }
 
@@ -97,37 +102,38 @@ fn image_len(elements: usize, images: usize) -> Result<usize> {
     }
 }
 
-impl<T: Element> Images<T> for PlainImages<'_, T> {
-    fn read<'a>(&'a self, images: Range<usize>, scratch: &'a mut Option<Buffer<T>>) -> Result<&'a [T]> {
+impl Images for PlainImages<'_> {
+    fn read<'a>(&'a self, images: Range<usize>, scratch: &'a mut Option<Buffer>) -> Result<Slice<'a>> {
         self.check(&images)?;
         let place = images.start * self.image..images.end * self.image;
         match &self.elements {
-            Elements::Borrowed(elements) => Ok(&elements[place]),
-            Elements::Owned(elements) => Ok(&elements[place]),
-            Elements::Recomputed(write) => {
-                let elements = at_least(scratch, &self.device, place.len())?;
-                write(images, elements)?;
-                Ok(elements)
+            Elements::Borrowed(elements) => Ok(elements.part(place)),
+            Elements::Owned(elements) => Ok(elements.elements().part(place)),
+            Elements::Recomputed(dtype, write) => {
+                let mut elements = at_least(scratch, &self.device, *dtype, place.len())?;
+                write(images, elements.reborrow())?;
+                Ok(elements.into_slice())
             }
         }
     }
 
     fn in_memory(&self) -> bool {
-        !matches!(self.elements, Elements::Recomputed(_))
+        !matches!(self.elements, Elements::Recomputed(..))
     }
 
-    fn overwrite(&mut self) -> Option<&mut [T]> {
+    fn overwrite(&mut self) -> Option<SliceMut<'_>> {
         match &mut self.elements {
-            Elements::Owned(elements) => Arc::get_mut(elements).map(|elements| &mut **elements),
+            Elements::Owned(elements) => Arc::get_mut(elements).map(Buffer::elements_mut),
             _ => None,
         }
     }
 
-    fn change(&mut self) -> Result<&mut [T]> {
+    fn change(&mut self) -> Result<SliceMut<'_>> {
         if self.overwrite().is_none() {
-            let mut copy = self.device.buffer::<T>(self.images * self.image)?;
             let mut scratch = None;
-            copy.copy_from_slice(self.read(0..self.images, &mut scratch)?);
+            let elements = self.read(0..self.images, &mut scratch)?;
+            let mut copy = self.device.buffer(elements.dtype(), elements.len())?;
+            copy.elements_mut().copy_from(elements)?;
             self.elements = Elements::Owned(Arc::new(copy));
         }
         Ok(self.overwrite().expect("nobody else has the copy"))

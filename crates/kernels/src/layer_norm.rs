@@ -13,10 +13,14 @@ use std::ops::Range;
 
 use crate::channels::{LANES, halved};
 use crate::error::{check_len, invalid};
-use crate::group_norm::{Affine, AffineGradients, parts_of};
+use crate::group_norm::{Affine, AffineGradients};
 use crate::isa::multiversion;
 use crate::profile::span;
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, Result, Slice, SliceMut, dispatch};
+
+/// The names of the passes in errors.
+const FORWARD: &str = "layer norm";
+const BACKWARD: &str = "layer norm backward";
 
 /// The approximate number of elements in a task.
 const TASK: usize = 1 << 14;
@@ -34,29 +38,25 @@ const LONG: usize = 1 << 12;
 /// # Errors
 /// If a length does not fit, or eps is negative or NaN.
 #[inline(never)]
-pub fn layer_norm<T: Element>(
-    cpu: &Cpu,
-    width: usize,
-    x: &[T],
-    layer: &Affine<'_, T>,
-    y: &mut [T],
-) -> Result<()> {
-    let operation = "layer norm";
+pub fn layer_norm(cpu: &Cpu, width: usize, x: Slice<'_>, layer: &Affine<'_>, y: SliceMut<'_>) -> Result<()> {
     span!("layer norm", x, y);
-    check_len(operation, "y", y.len(), x.len())?;
-    layer.check(operation, width)?;
-    check_rows(operation, width, x.len())?;
+    check_len(FORWARD, "y", y.len(), x.len())?;
+    layer.check(FORWARD, width)?;
+    check_rows(FORWARD, width, x.len())?;
     if x.is_empty() {
         return Ok(());
     }
-    let (weight, bias) = (column(layer.weight, T::one(), width), column(layer.bias, T::zero(), width));
-    let affine = [&*weight, &*bias];
-    let part = TASK.div_ceil(width) * width;
-    cpu.for_each(x.len(), x.chunks(part).zip(y.chunks_mut(part)), |(x, y)| {
-        let mut group = Group::new();
-        for (x, y) in x.chunks(GROUP * width).zip(y.chunks_mut(GROUP * width)) {
-            write_rows(cpu, group.standards(cpu, x, width, layer.eps), x, affine, y);
-        }
+    dispatch!(FORWARD, x.dtype(), T => {
+        let weight = column(layer.weight, 1.0, width)?;
+        let bias = column(layer.bias, 0.0, width)?;
+        let (affine, part) = ([&*weight, &*bias], TASK.div_ceil(width) * width);
+        let parts = x.of::<T>()?.chunks(part).zip(y.of()?.chunks_mut(part));
+        cpu.for_each(x.len(), parts, |(x, y)| {
+            let mut group = Group::new();
+            for (x, y) in x.chunks(GROUP * width).zip(y.chunks_mut(GROUP * width)) {
+                write_rows(cpu, group.standards(cpu, x, width, layer.eps), x, affine, y);
+            }
+        });
     });
     Ok(())
 }
@@ -69,8 +69,11 @@ fn check_rows(operation: &'static str, width: usize, len: usize) -> Result<()> {
 }
 
 /// A parameter, or what stands for one that the layer has not.
-fn column<'a, T: Element>(values: Option<&'a [T]>, otherwise: T, width: usize) -> Cow<'a, [T]> {
-    values.map_or_else(|| Cow::Owned(vec![otherwise; width]), Cow::Borrowed)
+fn column<T: Element>(values: Option<Slice<'_>>, otherwise: f64, width: usize) -> Result<Cow<'_, [T]>> {
+    match values {
+        Some(values) => Ok(Cow::Borrowed(values.of()?)),
+        None => Ok(Cow::Owned(vec![T::of(otherwise); width])),
+    }
 }
 
 /// The gradients of [`layer_norm`].
@@ -78,42 +81,43 @@ fn column<'a, T: Element>(values: Option<&'a [T]>, otherwise: T, width: usize) -
 /// # Errors
 /// As [`layer_norm`].
 #[inline(never)]
-pub fn layer_norm_backward<T: Element>(
+pub fn layer_norm_backward(
     cpu: &Cpu,
     width: usize,
-    (x, dy): (&[T], &[T]),
-    layer: &Affine<'_, T>,
-    gradients: AffineGradients<'_, T>,
+    (x, dy): (Slice<'_>, Slice<'_>),
+    layer: &Affine<'_>,
+    gradients: AffineGradients<'_>,
 ) -> Result<()> {
-    let operation = "layer norm backward";
     span!("layer norm backward", x, dy, x);
-    check_len(operation, "dy", dy.len(), x.len())?;
-    gradients.check(operation, [x.len(), width])?;
+    check_len(BACKWARD, "dy", dy.len(), x.len())?;
+    gradients.check(BACKWARD, [x.len(), width])?;
     let AffineGradients { x: dx, weight, bias } = gradients;
-    layer.check(operation, width)?;
-    check_rows(operation, width, x.len())?;
+    layer.check(BACKWARD, width)?;
+    check_rows(BACKWARD, width, x.len())?;
     // Without elements the width may be any number.
     let wanted = weight.is_some() || bias.is_some();
     let mut sums = ColumnSums::new(if wanted { width } else { 0 });
     if !x.is_empty() {
-        let of = Backward { width, x, dy, layer, weight: column(layer.weight, T::one(), width) };
-        if width <= LONG {
-            sums = of.short(cpu, dx);
-        } else {
-            if let Some(dx) = dx {
-                of.gradient_of_long(cpu, dx);
+        dispatch!(BACKWARD, x.dtype(), T => {
+            let weight = column(layer.weight, 1.0, width)?;
+            let of = Backward::<T> { width, x: x.of()?, dy: dy.of()?, eps: layer.eps, weight };
+            let dx = dx.map(SliceMut::of).transpose()?;
+            if width <= LONG {
+                sums = of.short(cpu, dx);
+            } else {
+                if let Some(dx) = dx {
+                    of.gradient_of_long(cpu, dx);
+                }
+                if wanted {
+                    sums = of.sums_of_long(cpu);
+                }
             }
-            if wanted {
-                sums = of.sums_of_long(cpu);
-            }
-        }
+        });
     }
     for (gradient, sums) in [(bias, &sums.g), (weight, &sums.g_normalized)] {
         let chunks =
             gradient.into_iter().flat_map(|gradient| gradient.chunks_mut(TASK).zip(sums.chunks(TASK)));
-        cpu.for_each(width, chunks, |(to, sums)| {
-            to.iter_mut().zip(sums).for_each(|(to, &sum)| *to = T::of(sum));
-        });
+        cpu.for_each(width, chunks, |(to, sums)| to.update(|index, _| sums[index]));
     }
     Ok(())
 }
@@ -143,19 +147,20 @@ struct Backward<'a, T: Element> {
     width: usize,
     x: &'a [T],
     dy: &'a [T],
-    layer: &'a Affine<'a, T>,
+    /// Added to the variance.
+    eps: f64,
     weight: Cow<'a, [T]>,
 }
 
 impl<T: Element> Backward<'_, T> {
     /// Everything in one walk over x and dy.
     fn short(&self, cpu: &Cpu, dx: Option<&mut [T]>) -> ColumnSums {
-        let &Backward { width, x, dy, layer, .. } = self;
+        let &Backward { width, x, dy, eps, .. } = self;
         // Whole vectors, so that the last one of a row needs no loop of its own.
         let columns = width.next_multiple_of(LANES);
         let weight = &*self.weight;
         let padded = [weight, &vec![T::zero(); columns - width]].concat();
-        let row = RowsOf { width, eps: layer.eps, weight, padded: &padded };
+        let row = RowsOf { width, eps, weight, padded: &padded };
         let block = (x.len() / width).div_ceil(BLOCKS) * width;
         let mut parts = vec![ColumnSums::new(columns); x.len().div_ceil(block)];
         let of_x = parts_of(dx, block, parts.len());
@@ -167,12 +172,12 @@ impl<T: Element> Backward<'_, T> {
     }
 
     fn gradient_of_long(&self, cpu: &Cpu, dx: &mut [T]) {
-        let &Backward { width, x, dy, layer, .. } = self;
+        let &Backward { width, x, dy, eps, .. } = self;
         let weight = &*self.weight;
         let rows = x.chunks_exact(width).zip(dy.chunks_exact(width)).zip(dx.chunks_exact_mut(width));
         cpu.for_each(x.len(), rows, |((x, dy), dx)| {
             let mut group = Group::new();
-            let standard = group.standards(cpu, x, width, layer.eps)[0];
+            let standard = group.standards(cpu, x, width, eps)[0];
             // The place of the gradient holds g, and then g x^, until it is known what to subtract.
             let mut mean = |values: &[T]| {
                 let [[rest, _], ..] = group.sums(cpu, values, width);
@@ -189,11 +194,11 @@ impl<T: Element> Backward<'_, T> {
 
     /// Columns are shared between tasks.
     fn sums_of_long(&self, cpu: &Cpu) -> ColumnSums {
-        let &Backward { width, x, dy, layer, .. } = self;
+        let &Backward { width, x, dy, eps, .. } = self;
         let mut sums = ColumnSums::new(width);
         let mut standards = vec![Standard::none(); x.len() / width];
         cpu.for_each(x.len(), standards.iter_mut().zip(x.chunks_exact(width)), |(standard, x)| {
-            *standard = Group::new().standards(cpu, x, width, layer.eps)[0];
+            *standard = Group::new().standards(cpu, x, width, eps)[0];
         });
         let columns = sums.g.chunks_mut(LONG).zip(sums.g_normalized.chunks_mut(LONG)).enumerate();
         cpu.for_each(x.len(), columns, |(index, (g, g_normalized))| {
@@ -204,6 +209,14 @@ impl<T: Element> Backward<'_, T> {
             }
         });
         sums
+    }
+}
+
+/// `count` parts of `len` elements, if there is an output.
+fn parts_of<T>(output: Option<&mut [T]>, len: usize, count: usize) -> Vec<Option<&mut [T]>> {
+    match output {
+        Some(output) => output.chunks_mut(len).map(Some).collect(),
+        None => (0..count).map(|_| None).collect(),
     }
 }
 

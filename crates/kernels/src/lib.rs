@@ -15,7 +15,7 @@
 //! let (x, weight) = ([1.0f32, 2., 3., 4., 5., 6., 7., 8., 9.], [1.0f32; 4]);
 //! let mut y = [0.0f32; 4];
 //! let mut workspace = vec![0.0f32; plan.workspace_len()];
-//! plan.run(ConvOperands::forward(&x, &weight, &mut y), &mut workspace)?;
+//! plan.run(ConvOperands::forward(&x, &weight, &mut y), (&mut workspace).into())?;
 //! assert_eq!(y, [12., 16., 24., 28.]);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
@@ -25,8 +25,6 @@ mod cpu;
 mod device;
 mod element;
 mod error;
-#[cfg(not(test))]
-mod instances;
 mod isa;
 mod operand;
 mod random;
@@ -54,6 +52,7 @@ pub mod images;
 pub mod layer_norm;
 pub mod local_response_norm;
 pub mod machine;
+pub mod matmul;
 pub mod memory;
 pub mod memory_format;
 pub mod optimizer;

@@ -3,7 +3,7 @@
 use crate::error::{check_len, invalid};
 use crate::profile::span;
 use crate::transpose::transpose;
-use crate::{Cpu, Result, Stored};
+use crate::{Cpu, Result, Slice, SliceMut, dispatch_stored};
 
 /// The order of a tensor's elements in memory; its shape is N, C, H, W (or N, C, ...) in both formats.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -137,8 +137,7 @@ impl Extent {
 ///
 /// # Errors
 /// If a length differs from `extent`'s.
-#[inline(never)]
-pub fn convert<T: Stored>(cpu: &Cpu, extent: &Extent, from: &[T], to: &mut [T]) -> Result<()> {
+pub fn convert(cpu: &Cpu, extent: &Extent, from: Slice<'_>, to: SliceMut<'_>) -> Result<()> {
     span!("memory format conversion", from, to);
     let lens = [("the input", from.len()), ("the output", to.len())];
     let len = extent.check("memory format conversion", &lens)?;
@@ -150,8 +149,9 @@ pub fn convert<T: Stored>(cpu: &Cpu, extent: &Extent, from: &[T], to: &mut [T]) 
         MemoryFormat::Contiguous => (extent.channels, extent.spatial),
         MemoryFormat::ChannelsLast => (extent.spatial, extent.channels),
     };
-    cpu.for_each(len, from.chunks(image).zip(to.chunks_mut(image)), |(from, to)| {
-        transpose(cpu, rows, columns, from, to);
+    dispatch_stored!(from.dtype(), T => {
+        let images = from.of::<T>()?.chunks(image).zip(to.of()?.chunks_mut(image));
+        cpu.for_each(len, images, |(from, to)| transpose(cpu, rows, columns, from, to));
     });
     Ok(())
 }
@@ -166,11 +166,11 @@ mod tests {
         let x: Vec<f32> = (0..222).map(|i| i as f32).collect();
         let (mut last, mut back) = (vec![f32::NAN; 222], vec![f32::NAN; 222]);
         let cpu = Cpu::single();
-        convert(&cpu, &extent, &x, &mut last).unwrap();
+        convert(&cpu, &extent, (&x).into(), (&mut last).into()).unwrap();
         assert_eq!(&last[..4], &[0., 37., 74., 1.]);
         let reverse = Extent { format: MemoryFormat::ChannelsLast, ..extent };
-        convert(&cpu, &reverse, &last, &mut back).unwrap();
+        convert(&cpu, &reverse, (&last).into(), (&mut back).into()).unwrap();
         assert_eq!(x, back);
-        assert!(convert(&cpu, &extent, &x[1..], &mut last).is_err());
+        assert!(convert(&cpu, &extent, x[1..].into(), (&mut last).into()).is_err());
     }
 }

@@ -1,7 +1,9 @@
 //! What kernels read and write: elements whose type is known at run time.
 
-use crate::error::invalid;
-use crate::{DType, Result, Stored};
+use std::ops::Range;
+
+use crate::error::{check_dtype, check_len, invalid};
+use crate::{DType, Result, Stored, dispatch_stored};
 
 /// Elements that are read, of a type that is known at run time.
 ///
@@ -39,6 +41,11 @@ impl<'a> Slice<'a> {
         Ok(Slice { bytes, dtype })
     }
 
+    /// The elements in memory that is known to hold whole, aligned ones.
+    pub(crate) fn whole(dtype: DType, bytes: &'a [u8]) -> Slice<'a> {
+        Slice { bytes, dtype }
+    }
+
     /// No elements.
     pub fn empty(dtype: DType) -> Slice<'a> {
         Slice { bytes: &[], dtype }
@@ -57,6 +64,41 @@ impl<'a> Slice<'a> {
     /// Whether there are no elements.
     pub fn is_empty(self) -> bool {
         self.bytes.is_empty()
+    }
+
+    /// Where the elements begin in memory.
+    pub fn address(self) -> usize {
+        self.bytes.as_ptr().addr()
+    }
+
+    /// The element at this place; exact.
+    ///
+    /// # Panics
+    /// If there are not so many elements.
+    pub fn at(self, index: usize) -> f64 {
+        dispatch_stored!(self.dtype, T => bytemuck::cast_slice::<u8, T>(self.bytes)[index].f64())
+    }
+
+    /// All elements; exact.
+    pub fn to_f64(self) -> Vec<f64> {
+        dispatch_stored!(self.dtype, T => {
+            bytemuck::cast_slice::<u8, T>(self.bytes).iter().map(|element| element.f64()).collect()
+        })
+    }
+
+    /// The elements at these places.
+    ///
+    /// # Panics
+    /// If there are not so many elements.
+    pub fn part(self, places: Range<usize>) -> Slice<'a> {
+        let size = self.dtype.size();
+        Slice { bytes: &self.bytes[places.start * size..places.end * size], ..self }
+    }
+
+    /// Runs of `len` elements, the last of which may be shorter; `len` is not 0.
+    pub fn chunks(self, len: usize) -> impl Iterator<Item = Slice<'a>> {
+        let (size, dtype) = (self.dtype.size(), self.dtype);
+        self.bytes.chunks(len * size).map(move |bytes| Slice { bytes, dtype })
     }
 
     /// The elements as numbers of type T.
@@ -78,6 +120,11 @@ impl<'a> SliceMut<'a> {
     pub fn new(dtype: DType, bytes: &'a mut [u8]) -> Result<SliceMut<'a>> {
         check(dtype, bytes)?;
         Ok(SliceMut { bytes, dtype })
+    }
+
+    /// As [`Slice::whole`].
+    pub(crate) fn whole(dtype: DType, bytes: &'a mut [u8]) -> SliceMut<'a> {
+        SliceMut { bytes, dtype }
     }
 
     /// The type of the elements.
@@ -104,9 +151,54 @@ impl<'a> SliceMut<'a> {
         Ok(if self.bytes.is_empty() { &mut [] } else { bytemuck::cast_slice_mut(self.bytes) })
     }
 
+    /// Makes every element this number, or the nearest one of their type.
+    pub fn fill(self, value: f64) {
+        dispatch_stored!(self.dtype, T => bytemuck::cast_slice_mut::<u8, T>(self.bytes).fill(T::of(value)));
+    }
+
+    /// Makes each element a function of its place and itself, or the nearest number of their type. For small operands, such as one
+    /// number a channel.
+    pub fn update(self, mut value: impl FnMut(usize, f64) -> f64) {
+        dispatch_stored!(self.dtype, T => {
+            let elements = bytemuck::cast_slice_mut::<u8, T>(self.bytes).iter_mut().enumerate();
+            elements.for_each(|(index, element)| *element = T::of(value(index, element.f64())));
+        });
+    }
+
+    /// The elements at these places.
+    ///
+    /// # Panics
+    /// If there are not so many elements.
+    pub fn part(self, places: Range<usize>) -> SliceMut<'a> {
+        let size = self.dtype.size();
+        SliceMut { bytes: &mut self.bytes[places.start * size..places.end * size], dtype: self.dtype }
+    }
+
+    /// Runs of `len` elements, the last of which may be shorter; `len` is not 0.
+    pub fn chunks_mut(self, len: usize) -> impl Iterator<Item = SliceMut<'a>> {
+        let (size, dtype) = (self.dtype.size(), self.dtype);
+        self.bytes.chunks_mut(len * size).map(move |bytes| SliceMut { bytes, dtype })
+    }
+
     /// The same elements, to be read.
     pub fn as_slice(&self) -> Slice<'_> {
         Slice { bytes: self.bytes, dtype: self.dtype }
+    }
+
+    /// The same elements, to be read from now on.
+    pub fn into_slice(self) -> Slice<'a> {
+        Slice { bytes: self.bytes, dtype: self.dtype }
+    }
+
+    /// Writes the elements of `from`, which are as many and of the same type.
+    ///
+    /// # Errors
+    /// If they are not.
+    pub fn copy_from(self, from: Slice<'_>) -> Result<()> {
+        check_dtype("copy", self.dtype, from.dtype)?;
+        check_len("copy", "the output", self.len(), from.len())?;
+        self.bytes.copy_from_slice(from.bytes);
+        Ok(())
     }
 
     /// The same elements for a shorter time.

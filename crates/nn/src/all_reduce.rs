@@ -1,9 +1,11 @@
 //! The sum over ranks as an operation with a gradient.
 
-use convoke_autograd::{Element, Function, MemoryFormat, Needs, Result, Tensor, apply, dispatch};
-use convoke_distributed::{Communicator, Number};
+use convoke_autograd::{Function, MemoryFormat, Needs, Result, Tensor, apply};
+use convoke_distributed::Communicator;
 
-use crate::data_parallel::failed;
+use crate::data_parallel;
+
+const NAME: &str = "all_reduce";
 
 /// The sum of `x` over all ranks, on each of them, in the order of the ranks; for synchronized layers of your own.
 ///
@@ -24,15 +26,12 @@ struct AllReduce {
 impl AllReduce {
     /// The sum over the ranks. Messages are in contiguous order, because ranks may differ in their memory formats.
     fn sum(&self, x: &Tensor, direction: &str) -> Result<Tensor> {
-        dispatch!("all_reduce", x.dtype(), T => self.sum_of::<T>(x, direction))
-    }
-
-    fn sum_of<T: Element + Number>(&self, x: &Tensor, direction: &str) -> Result<Tensor> {
         let name = format!("{} {direction}, {:?}", self.name, x.shape());
         let contiguous = x.detach().to_format(MemoryFormat::Contiguous)?;
-        let sum = Tensor::build(x.device(), x.shape(), MemoryFormat::Contiguous, |sum: &mut [T]| {
-            sum.copy_from_slice(contiguous.data::<T>()?);
-            self.communicator.all_reduce(&name, sum).map_err(failed("all_reduce"))
+        let of = (x.device(), x.dtype());
+        let sum = Tensor::build_elements(of, x.shape(), MemoryFormat::Contiguous, |mut sum| {
+            sum.reborrow().copy_from(contiguous.elements()?)?;
+            data_parallel::all_reduce(NAME, (&self.communicator, &name), sum)
         })?;
         sum.to_format(x.format())
     }
@@ -42,7 +41,7 @@ impl Function for AllReduce {
     type Saved = ();
 
     fn name(&self) -> &'static str {
-        "all_reduce"
+        NAME
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, ())> {

@@ -1,6 +1,6 @@
 //! Initial values of parameters, as in PyTorch 2.
 
-use convoke_autograd::{DType, Device, Element, Error, MemoryFormat, Result, Tensor, dispatch};
+use convoke_autograd::{DType, Device, Error, MemoryFormat, Result, Tensor};
 
 use crate::{Generator, Parameter};
 
@@ -61,31 +61,31 @@ impl Init {
     /// # Errors
     /// As [`Init::uniform`].
     pub fn constant(&self, shape: &[usize], value: f64) -> Result<Parameter> {
-        if !self.dtype.computes() {
-            return Err(Error::StorageOnly { operation: "parameter", dtype: self.dtype });
-        }
+        self.check()?;
         Ok(Parameter::new(&Tensor::full(&self.device, shape, self.dtype, value)?))
     }
 
     /// A parameter with the values that `draw` gives; `draw` gets the number of values to draw at a time.
     fn drawn(&self, shape: &[usize], draw: impl Fn(&Generator, usize) -> Vec<f64>) -> Result<Parameter> {
-        let value = dispatch!("parameter", self.dtype, T => self.build::<T>(shape, draw)?);
+        const DRAWN_AT_ONCE: usize = 4096;
+        self.check()?;
+        // Draws only after the memory for all values is allocated: a shape that is too large must be an error.
+        let of = (&self.device, self.dtype);
+        let value = Tensor::written_elements(of, shape, MemoryFormat::Contiguous, |data| {
+            for chunk in data.chunks_mut(DRAWN_AT_ONCE) {
+                let values = draw(&self.random, chunk.len());
+                chunk.update(|index, _| values[index]);
+            }
+            Ok(())
+        })?;
         Ok(Parameter::new(&value))
     }
 
-    /// Draws only after the memory for all values is allocated: a shape that is too large must be an error.
-    fn build<T: Element>(
-        &self,
-        shape: &[usize],
-        draw: impl Fn(&Generator, usize) -> Vec<f64>,
-    ) -> Result<Tensor> {
-        const DRAWN_AT_ONCE: usize = 4096;
-        Tensor::written(&self.device, shape, MemoryFormat::Contiguous, |data: &mut [T]| {
-            for chunk in data.chunks_mut(DRAWN_AT_ONCE) {
-                let values = draw(&self.random, chunk.len());
-                chunk.iter_mut().zip(values).for_each(|(x, value)| *x = T::of(value));
-            }
-            Ok(())
-        })
+    /// Checks that the type is one that layers compute in.
+    fn check(&self) -> Result<()> {
+        match self.dtype.computes() {
+            true => Ok(()),
+            false => Err(Error::StorageOnly { operation: "parameter", dtype: self.dtype }),
+        }
     }
 }

@@ -4,9 +4,8 @@
 //! by channel come in any floating-point type. Statistics and sums leave in f64: the package rounds them where PyTorch has
 //! another type.
 
-use convoke_autograd::{
-    DType, Device, Element, Error, Exported, Result, Stored, Tensor, dispatch, dispatch_stored,
-};
+use convoke_autograd::{Device, Error, Exported, Result, Tensor};
+use convoke_kernels::Slice;
 use convoke_kernels::batch_norm::{
     self as kernel, Activation, BackwardSums, EpsPlace, Moments, Normalization, check_eps,
 };
@@ -32,7 +31,7 @@ pub(crate) fn batch_norm_moments<'py>(
     let message = released(py, || {
         let x = computable(&x)?;
         let extent = x.extent("batch norm statistics")?;
-        let moments = dispatch!(x.dtype(), T => kernel::stats(device.compute(), &extent, x.data::<T>()?)?);
+        let moments = kernel::stats(device.compute(), &extent, x.elements()?)?;
         let message = [&moments.mean[..], &moments.m2, &[moments.count as f64]].concat();
         exported(device, &[message.len()], &message)
     })?;
@@ -96,18 +95,15 @@ pub(crate) fn batch_norm_elemt<'py>(
     let x = dlpack::borrow(device, x)?;
     let layer = Layer::borrow(device, [mean, inverse_std], [weight, bias])?;
     let y = released(py, || {
-        let extent = x.extent("batch norm")?;
+        let (extent, numbers) = (x.extent("batch norm")?, layer.numbers()?);
         if x.dtype().computes() {
-            return dispatch!(x.dtype(), T => {
-                let numbers = layer.numbers::<T>()?;
-                Tensor::build(device, x.shape(), x.format(), |y: &mut [T]| {
-                    Ok(kernel::normalize(device.compute(), &extent, x.data::<T>()?, &numbers.by(), y)?)
-                })?.export()
+            let y = Tensor::build_elements((device, x.dtype()), x.shape(), x.format(), |y| {
+                Ok(kernel::normalize(device.compute(), &extent, x.elements()?, &numbers.by(), y)?)
             });
+            return y?.export();
         }
         let mut wide = computable(&x)?;
-        let numbers = layer.numbers::<f32>()?;
-        wide.update(|data: &mut [f32]| {
+        wide.update_elements(|data| {
             Ok(kernel::normalize_in_place(device.compute(), &extent, &numbers.by(), data)?)
         })?;
         wide.to_dtype(x.dtype())?.export()
@@ -132,11 +128,8 @@ pub(crate) fn batch_norm_backward_reduce<'py>(
         check_pair(&x, &dy)?;
         let (x, dy) = (computable(&x)?, computable(&dy)?);
         let extent = x.extent(BACKWARD)?;
-        let sums = dispatch!(x.dtype(), T => {
-            let numbers = layer.numbers::<T>()?;
-            let (x, dy) = (x.data::<T>()?, dy.data::<T>()?);
-            kernel::backward_reduce(device.compute(), &extent, x, dy, &numbers.by())?
-        });
+        let (x, dy, numbers) = (x.elements()?, dy.elements()?, layer.numbers()?);
+        let sums = kernel::backward_reduce(device.compute(), &extent, x, dy, &numbers.by())?;
         exported(device, &[2, sums.g.len()], &[sums.g, sums.g_centered].concat())
     })?;
     dlpack::give(py, sums)
@@ -167,21 +160,19 @@ pub(crate) fn batch_norm_backward_elemt<'py>(
         check_pair(&x, &dy)?;
         let extent = x.extent(BACKWARD)?;
         let sums = BackwardSums { g: numbers(&sum_dy)?, g_centered: numbers(&sum_dy_xmu)? };
-        let through = Some((&sums, count));
+        let (through, numbers) = (Some((&sums, count)), layer.numbers()?);
+        let by = numbers.by();
         if x.dtype().computes() {
-            return dispatch!(x.dtype(), T => {
-                let (numbers, pair) = (layer.numbers::<T>()?, (x.data::<T>()?, dy.data::<T>()?));
-                Tensor::build(device, x.shape(), x.format(), |dx: &mut [T]| {
-                    let by = numbers.by();
-                    Ok(kernel::backward_elemt(device.compute(), &extent, pair, &by, through, dx)?)
-                })?.export()
+            let pair = (x.elements()?, dy.elements()?);
+            let dx = Tensor::build_elements((device, x.dtype()), x.shape(), x.format(), |dx| {
+                Ok(kernel::backward_elemt(device.compute(), &extent, pair, &by, through, dx)?)
             });
+            return dx?.export();
         }
         let (mut wide, dy) = (computable(&x)?, computable(&dy)?);
-        let numbers = layer.numbers::<f32>()?;
-        wide.update(|data: &mut [f32]| {
-            let (dy, by) = (dy.data::<f32>()?, numbers.by());
-            Ok(kernel::backward_elemt_in_place(device.compute(), &extent, dy, &by, through, data)?)
+        wide.update_elements(|data| {
+            let cpu = device.compute();
+            Ok(kernel::backward_elemt_in_place(cpu, &extent, dy.elements()?, &by, through, data)?)
         })?;
         wide.to_dtype(x.dtype())?.export()
     })?;
@@ -198,12 +189,12 @@ struct Layer {
     bias: Option<Tensor>,
 }
 
-/// The numbers of a [`Layer`] in the types that kernels take.
-struct Numbers<T> {
+/// The numbers of a [`Layer`] in the form that kernels take.
+struct Numbers<'a> {
     mean: Vec<f64>,
     inverse_std: Vec<f64>,
-    weight: Option<Vec<T>>,
-    bias: Option<Vec<T>>,
+    weight: Option<Slice<'a>>,
+    bias: Option<Slice<'a>>,
 }
 
 impl Layer {
@@ -220,28 +211,24 @@ impl Layer {
         })
     }
 
-    fn numbers<T: Element>(&self) -> Result<Numbers<T>> {
-        let of = |parameter: &Option<Tensor>| {
-            let numbers = parameter.as_ref().map(numbers).transpose()?;
-            Ok::<_, Error>(numbers.map(|numbers| numbers.into_iter().map(T::of).collect::<Vec<T>>()))
-        };
+    fn numbers(&self) -> Result<Numbers<'_>> {
         Ok(Numbers {
             mean: numbers(&self.mean)?,
             inverse_std: numbers(&self.inverse_std)?,
-            weight: of(&self.weight)?,
-            bias: of(&self.bias)?,
+            weight: self.weight.as_ref().map(Tensor::elements).transpose()?,
+            bias: self.bias.as_ref().map(Tensor::elements).transpose()?,
         })
     }
 }
 
-impl<T: Element> Numbers<T> {
-    fn by(&self) -> Normalization<'_, T> {
+impl Numbers<'_> {
+    fn by(&self) -> Normalization<'_> {
         Normalization {
             mean: &self.mean,
             inverse_std: &self.inverse_std,
             inverse_root: None,
-            weight: self.weight.as_deref(),
-            bias: self.bias.as_deref(),
+            weight: self.weight,
+            bias: self.bias,
             activation: Activation::Identity,
         }
     }
@@ -249,10 +236,7 @@ impl<T: Element> Numbers<T> {
 
 /// The tensor in a type that kernels compute in.
 fn computable(x: &Tensor) -> Result<Tensor> {
-    match x.dtype().computes() {
-        true => Ok(x.clone()),
-        false => x.to_dtype(DType::F32),
-    }
+    x.to_dtype(x.dtype().computed_in())
 }
 
 /// Checks that elements at equal places in memory belong together.
@@ -270,7 +254,7 @@ fn check_pair(x: &Tensor, dy: &Tensor) -> Result<()> {
 
 /// The elements of a vector, or of a matrix row by row.
 pub(crate) fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
-    Ok(dispatch_stored!(tensor.dtype(), T => tensor.data::<T>()?.iter().map(|number| number.f64()).collect()))
+    Ok(tensor.elements()?.to_f64())
 }
 
 /// A count that was sent among other numbers.

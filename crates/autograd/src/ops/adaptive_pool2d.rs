@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 
+use convoke_kernels::memory::Bytes;
 use convoke_kernels::pool::{self, AdaptivePool};
 
 use super::pool2d::{MaxPool, PoolOptions};
 use super::{empty, four_dimensions};
 use crate::error::refused;
 use crate::planes::{OfPlanes, PlaneMap};
-use crate::{Buffer, Cpu, Function, Needs, Operation, Result, Tensor, apply};
+use crate::{Cpu, Function, Needs, Operation, Result, Tensor, apply};
 use convoke_kernels::{Slice, SliceMut};
 
 /// The mean of each of `size` (height, width) windows of an N x C x H x W tensor, as PyTorch's `adaptive_avg_pool2d`: window i
@@ -85,7 +86,7 @@ struct AdaptiveMax {
 
 impl Function for AdaptiveMax {
     /// The place of each maximum in its plane.
-    type Saved = Option<Arc<Buffer<u32>>>;
+    type Saved = Option<Arc<Bytes>>;
 
     fn name(&self) -> &'static str {
         self.name
@@ -100,10 +101,10 @@ impl Function for AdaptiveMax {
         if x.is_empty() {
             return Ok((empty(&shape, x)?, None));
         }
-        let mut places = x.device().buffer::<u32>(shape.iter().product())?;
+        let mut places = x.device().bytes::<u32>(shape.iter().product())?;
         let y = Tensor::build_elements((x.device(), x.dtype()), &shape, x.format(), |y| {
             let cpu = x.device().compute();
-            Ok(pool::adaptive_max_pool(cpu, &self.problem, x.elements()?, y, &mut places)?)
+            Ok(pool::adaptive_max_pool(cpu, &self.problem, x.elements()?, y, places.elements_mut())?)
         })?;
         Ok((y, Some(Arc::new(places))))
     }
@@ -115,7 +116,7 @@ impl Function for AdaptiveMax {
         let (device, format) = (upstream.device(), upstream.format());
         let dx = Tensor::build_elements((device, upstream.dtype()), &self.input_shape, format, |dx| {
             let (cpu, dy) = (device.compute(), upstream.elements()?);
-            Ok(pool::adaptive_max_pool_backward(cpu, &self.problem, dy, &places, dx)?)
+            Ok(pool::adaptive_max_pool_backward(cpu, &self.problem, dy, places.elements(), dx)?)
         })?;
         Ok(vec![Some(dx)])
     }

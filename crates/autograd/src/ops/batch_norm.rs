@@ -5,12 +5,11 @@ use std::sync::Arc;
 
 use convoke_kernels::batch_norm::{self as kernel, BackwardSums, Moments, Normalization, Normalizer};
 use convoke_kernels::memory_format::Extent;
-use convoke_kernels::{DType, Element, Recomputed};
+use convoke_kernels::{DType, Recomputed, SliceMut};
 
-use super::{check_vector, same_dtype};
+use super::{check_vector, elements, same_dtype};
 use crate::storage::Recipe;
 use crate::{Function, Needs, Operation, Result, Tensor, apply_with_saved};
-use convoke_kernels::dispatch;
 
 pub use convoke_kernels::batch_norm::{BatchNormOptions, Statistics, Synchronize};
 
@@ -97,7 +96,7 @@ impl Function for BatchNorm {
         let (y, layer) = if x.dtype().computes() {
             Layer::forward(&self.options, x, weight, bias)?
         } else {
-            let wide = x.in_dtype(DType::F32)?;
+            let wide = x.in_dtype(x.dtype().computed_in())?;
             let (y, layer) = Layer::forward_in_place(&self.options, wide, weight, bias)?;
             (y.in_dtype(x.dtype())?, layer)
         };
@@ -120,7 +119,7 @@ impl Function for BatchNorm {
         let (dx, sums) = if dtype.computes() {
             layer.gradients(&x, &upstream, for_x, wanted)?
         } else {
-            let (mut wide, dy) = (x.in_dtype(DType::F32)?, upstream.in_dtype(DType::F32)?);
+            let (mut wide, dy) = (x.in_dtype(dtype.computed_in())?, upstream.in_dtype(dtype.computed_in())?);
             drop((x, upstream));
             let sums = layer.gradients_in_place(&mut wide, &dy, for_x, wanted)?;
             (for_x.then(|| wide.in_dtype(dtype)).transpose()?, sums)
@@ -144,15 +143,14 @@ impl Recipe for OutputRecipe {
         self.x.shape()[0]
     }
 
-    fn write(&self, images: Range<usize>, out: &mut [u8]) -> Result<()> {
+    fn write(&self, images: Range<usize>, out: SliceMut<'_>) -> Result<()> {
         let (device, extent) = (self.x.device(), self.x.extent(NAME)?);
         let extent = Extent { batch: images.len(), ..extent };
-        device.count_recomputed(Recomputed { flops: 0, bytes: 2 * out.len() as u64 });
-        dispatch!(self.x.dtype(), T => {
-            let mut scratch = None;
-            let x = self.x.images::<T>(images, &mut scratch)?;
-            Ok(kernel::normalize(device.compute(), &extent, x, &self.layer.by::<T>()?, bytemuck::cast_slice_mut(out))?)
-        })
+        let bytes = 2 * (out.len() * out.dtype().size()) as u64;
+        device.count_recomputed(Recomputed { flops: 0, bytes });
+        let mut scratch = None;
+        let x = self.x.images(images, &mut scratch)?;
+        Ok(kernel::normalize(device.compute(), &extent, x, &self.layer.by()?, out)?)
     }
 }
 
@@ -179,9 +177,7 @@ impl Layer {
         let extent = check(options, x, weight, bias)?;
         let moments = match &options.statistics {
             Statistics::Constant { .. } => None,
-            _ => Some(dispatch!(x.dtype(), T => {
-                kernel::stats(x.device().compute(), &extent, x.data::<T>()?)?
-            })),
+            _ => Some(kernel::stats(x.device().compute(), &extent, x.elements()?)?),
         };
         Ok(Layer::of(Normalizer::new(NAME, options, x.shape(), moments)?, weight, bias))
     }
@@ -197,25 +193,22 @@ impl Layer {
         if !matches!(options.statistics, Statistics::Batch) {
             let layer = Layer::new(options, x, weight, bias)?;
             let extent = x.extent(NAME)?;
-            let y = dispatch!(x.dtype(), T => x.build_like(|y: &mut [T]| {
-                Ok(kernel::normalize(cpu, &extent, x.data::<T>()?, &layer.by::<T>()?, y)?)
-            }))?;
+            let y =
+                x.elements_like(|y| Ok(kernel::normalize(cpu, &extent, x.elements()?, &layer.by()?, y)?))?;
             return Ok((y, layer));
         }
         let extent = check(options, x, weight, bias)?;
         let mut statistics = None;
-        let y = dispatch!(x.dtype(), T => {
-            let affine = kernel::Affine {
-                weight: weight.map(|weight| weight.data::<T>()).transpose()?,
-                bias: bias.map(|bias| bias.data::<T>()).transpose()?,
-                eps: options.eps,
-                eps_place: options.eps_place,
-                activation: options.activation,
-            };
-            x.build_like(|y: &mut [T]| {
-                statistics = Some(kernel::forward_training(cpu, &extent, x.data::<T>()?, &affine, y)?);
-                Ok(())
-            })
+        let affine = kernel::Affine {
+            weight: elements(weight)?,
+            bias: elements(bias)?,
+            eps: options.eps,
+            eps_place: options.eps_place,
+            activation: options.activation,
+        };
+        let y = x.elements_like(|y| {
+            statistics = Some(kernel::forward_training(cpu, &extent, x.elements()?, &affine, y)?);
+            Ok(())
         })?;
         let (moments, inverse_std) = statistics.expect("set by what built y");
         Ok((y, Layer::of(Normalizer::of_batch(options, moments, inverse_std), weight, bias)))
@@ -231,17 +224,14 @@ impl Layer {
         let layer = Layer::new(options, &x, weight, bias)?;
         let extent = x.extent(NAME)?;
         let cpu = x.device().compute().clone();
-        dispatch!(x.dtype(), T => {
-            let by = layer.by::<T>()?;
-            x.update(|x: &mut [T]| Ok(kernel::normalize_in_place(&cpu, &extent, &by, x)?))
-        })?;
+        let by = layer.by()?;
+        x.update_elements(|x| Ok(kernel::normalize_in_place(&cpu, &extent, &by, x)?))?;
         Ok((x, layer))
     }
 
     /// The normalisation in the form that kernels take.
-    fn by<T: Element>(&self) -> Result<Normalization<'_, T>> {
-        let weight = self.weight.as_ref().map(|weight| weight.data::<T>()).transpose()?;
-        Ok(self.normalizer.with(weight, self.bias.as_ref().map(|bias| bias.data::<T>()).transpose()?))
+    fn by(&self) -> Result<Normalization<'_>> {
+        Ok(self.normalizer.with(elements(self.weight.as_ref())?, elements(self.bias.as_ref())?))
     }
 
     /// The gradient of x, if `for_x`, and the sums for the gradients of weight and bias that are `wanted`.
@@ -254,22 +244,20 @@ impl Layer {
     ) -> Result<(Option<Tensor>, Option<BackwardSums>)> {
         let extent = x.extent("batch_norm backward")?;
         let cpu = x.device().compute();
-        dispatch!(x.dtype(), T => {
-            let (pair, by) = ((x.data::<T>()?, dy.data::<T>()?), self.by::<T>()?);
-            if for_x && self.normalizer.moments().is_some() && !self.normalizer.is_synchronized() {
-                let mut sums = None;
-                let dx = x.build_like(|dx: &mut [T]| {
-                    sums = Some(kernel::backward_training(cpu, &extent, pair, &by, dx)?);
-                    Ok(())
-                })?;
-                return Ok((Some(dx), sums));
-            }
-            let sums = self.backward_sums(x, dy, for_x, wanted)?;
-            let through = self.normalizer.through(sums.as_ref().filter(|_| for_x))?;
-            let through = through.as_ref().map(|(sums, count)| (sums, *count));
-            let gradient = |dx: &mut [T]| Ok(kernel::backward_elemt(cpu, &extent, pair, &by, through, dx)?);
-            Ok((for_x.then(|| x.build_like(gradient)).transpose()?, sums))
-        })
+        let (pair, by) = ((x.elements()?, dy.elements()?), self.by()?);
+        if for_x && self.normalizer.moments().is_some() && !self.normalizer.is_synchronized() {
+            let mut sums = None;
+            let dx = x.elements_like(|dx| {
+                sums = Some(kernel::backward_training(cpu, &extent, pair, &by, dx)?);
+                Ok(())
+            })?;
+            return Ok((Some(dx), sums));
+        }
+        let sums = self.backward_sums(x, dy, for_x, wanted)?;
+        let through = self.normalizer.through(sums.as_ref().filter(|_| for_x))?;
+        let through = through.as_ref().map(|(sums, count)| (sums, *count));
+        let gradient = |dx: SliceMut<'_>| Ok(kernel::backward_elemt(cpu, &extent, pair, &by, through, dx)?);
+        Ok((for_x.then(|| x.elements_like(gradient)).transpose()?, sums))
     }
 
     /// [`Layer::gradients`] in the buffer of x: if `for_x`, x becomes its gradient.
@@ -286,12 +274,8 @@ impl Layer {
             let cpu = x.device().compute().clone();
             let through = self.normalizer.through(sums.as_ref())?;
             let through = through.as_ref().map(|(sums, count)| (sums, *count));
-            dispatch!(x.dtype(), T => {
-                let (by, dy) = (self.by::<T>()?, dy.data::<T>()?);
-                x.update(|x: &mut [T]| {
-                    Ok(kernel::backward_elemt_in_place(&cpu, &extent, dy, &by, through, x)?)
-                })
-            })?;
+            let (by, dy) = (self.by()?, dy.elements()?);
+            x.update_elements(|x| Ok(kernel::backward_elemt_in_place(&cpu, &extent, dy, &by, through, x)?))?;
         }
         Ok(sums)
     }
@@ -308,11 +292,8 @@ impl Layer {
             return Ok(None);
         }
         let extent = x.extent("batch_norm backward")?;
-        let sums = dispatch!(x.dtype(), T => {
-            let cpu = x.device().compute();
-            kernel::backward_reduce(cpu, &extent, x.data::<T>()?, dy.data::<T>()?, &self.by::<T>()?)?
-        });
-        Ok(Some(sums))
+        let cpu = x.device().compute();
+        Ok(Some(kernel::backward_reduce(cpu, &extent, x.elements()?, dy.elements()?, &self.by()?)?))
     }
 
     /// The gradients of weight and bias that are `wanted`.
@@ -323,13 +304,13 @@ impl Layer {
     ) -> Result<[Option<Tensor>; 2]> {
         let Some(sums) = sums else { return Ok([None, None]) };
         let of = |parameter: &Tensor, weight: bool| {
-            dispatch!(parameter.dtype(), T => parameter.build_like(|gradient: &mut [T]| {
+            parameter.elements_like(|gradient| {
                 match weight {
                     true => self.normalizer.gradient_of_weight(sums, gradient),
                     false => self.normalizer.gradient_of_bias(sums, gradient),
                 }
                 Ok(())
-            }))
+            })
         };
         Ok([
             self.weight.as_ref().filter(|_| for_weight).map(|weight| of(weight, true)).transpose()?,

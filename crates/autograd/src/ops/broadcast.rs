@@ -1,11 +1,7 @@
 //! Arithmetic of two tensors by NumPy's rules of broadcasting.
 
-use convoke_kernels::dispatch;
-use convoke_kernels::strided::{
-    Add, Axis, BaseGradient, Divide, DivisorGradient, ExponentGradient, Fold, Larger, LargerShare, Map,
-    Multiply, Power, PowerOf, PowerOfGradient, Reduction, Scale, Smaller, SmallerShare, Subtract, Value,
-    Walk,
-};
+use convoke_kernels::Slice;
+use convoke_kernels::strided::{Axis, Fold, Map, Reduction, Walk};
 
 use super::same_dtype;
 use crate::error::invalid;
@@ -182,14 +178,14 @@ impl Function for Binary {
         let format = whole.map_or(MemoryFormat::Contiguous, Tensor::format);
         let over = Over { operation, shape: &shape, format };
         let y = match self.kind {
-            Kind::Power if let Some(exponent) = self.exponent => over.map(PowerOf { exponent }, [a]),
-            Kind::Add => over.map(Add, [a, b]),
-            Kind::Subtract => over.map(Subtract, [a, b]),
-            Kind::Multiply => over.map(Multiply, [a, b]),
-            Kind::Divide => over.map(Divide, [a, b]),
-            Kind::Power => over.map(Power, [a, b]),
-            Kind::Larger => over.map(Larger, [a, b]),
-            Kind::Smaller => over.map(Smaller, [a, b]),
+            Kind::Power if let Some(exponent) = self.exponent => over.map(Map::PowerOf(exponent), [a]),
+            Kind::Add => over.map(Map::Add, [a, b]),
+            Kind::Subtract => over.map(Map::Subtract, [a, b]),
+            Kind::Multiply => over.map(Map::Multiply, [a, b]),
+            Kind::Divide => over.map(Map::Divide, [a, b]),
+            Kind::Power => over.map(Map::Power, [a, b]),
+            Kind::Larger => over.map(Map::Larger, [a, b]),
+            Kind::Smaller => over.map(Map::Smaller, [a, b]),
         }?;
         let [of_a, of_b] = match self.kind {
             Kind::Add | Kind::Subtract => [false, false],
@@ -210,23 +206,23 @@ impl Function for Binary {
         let over = Over { operation: self.name(), shape: dy.shape(), format: dy.format() };
         let da = || match self.kind {
             Kind::Power if let Some(exponent) = self.exponent => {
-                over.map(PowerOfGradient { exponent }, [dy, a()])?.laid_out(like_a.format)
+                over.map(Map::PowerOfGradient(exponent), [dy, a()])?.laid_out(like_a.format)
             }
-            Kind::Add | Kind::Subtract => over.gradient(&like_a, Value, [dy]),
-            Kind::Multiply => over.gradient(&like_a, Multiply, [dy, b()]),
-            Kind::Divide => over.gradient(&like_a, Divide, [dy, b()]),
-            Kind::Power => over.gradient(&like_a, BaseGradient, [dy, a(), b()]),
-            Kind::Larger => over.gradient(&like_a, LargerShare, [dy, a(), b()]),
-            Kind::Smaller => over.gradient(&like_a, SmallerShare, [dy, a(), b()]),
+            Kind::Add | Kind::Subtract => over.gradient(&like_a, Map::Value, [dy]),
+            Kind::Multiply => over.gradient(&like_a, Map::Multiply, [dy, b()]),
+            Kind::Divide => over.gradient(&like_a, Map::Divide, [dy, b()]),
+            Kind::Power => over.gradient(&like_a, Map::BaseGradient, [dy, a(), b()]),
+            Kind::Larger => over.gradient(&like_a, Map::LargerShare, [dy, a(), b()]),
+            Kind::Smaller => over.gradient(&like_a, Map::SmallerShare, [dy, a(), b()]),
         };
         let db = || match self.kind {
-            Kind::Add => over.gradient(&like_b, Value, [dy]),
-            Kind::Subtract => over.gradient(&like_b, Scale { factor: -1.0 }, [dy]),
-            Kind::Multiply => over.gradient(&like_b, Multiply, [dy, a()]),
-            Kind::Divide => over.gradient(&like_b, DivisorGradient, [dy, a(), b()]),
-            Kind::Power => over.gradient(&like_b, ExponentGradient, [dy, a(), b()]),
-            Kind::Larger => over.gradient(&like_b, LargerShare, [dy, b(), a()]),
-            Kind::Smaller => over.gradient(&like_b, SmallerShare, [dy, b(), a()]),
+            Kind::Add => over.gradient(&like_b, Map::Value, [dy]),
+            Kind::Subtract => over.gradient(&like_b, Map::Scale(-1.0), [dy]),
+            Kind::Multiply => over.gradient(&like_b, Map::Multiply, [dy, a()]),
+            Kind::Divide => over.gradient(&like_b, Map::DivisorGradient, [dy, a(), b()]),
+            Kind::Power => over.gradient(&like_b, Map::ExponentGradient, [dy, a(), b()]),
+            Kind::Larger => over.gradient(&like_b, Map::LargerShare, [dy, b(), a()]),
+            Kind::Smaller => over.gradient(&like_b, Map::SmallerShare, [dy, b(), a()]),
         };
         // A sum's gradient may be the upstream gradient itself.
         let same = |like: &Like| matches!(self.kind, Kind::Add) && like.shape == dy.shape();
@@ -263,12 +259,12 @@ impl Function for Expand {
         let same_rank = x.shape().len() == self.shape.len();
         let format = if same_rank { x.format() } else { MemoryFormat::Contiguous };
         let over = Over { operation: "expand", shape: &self.shape, format };
-        Ok((over.map(Value, [x])?, Like::of(x)))
+        Ok((over.map(Map::Value, [x])?, Like::of(x)))
     }
 
     fn backward(&self, like: Like, dy: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
         let over = Over { operation: "expand", shape: dy.shape(), format: dy.format() };
-        Ok(vec![Some(over.gradient(&like, Value, [&dy])?)])
+        Ok(vec![Some(over.gradient(&like, Map::Value, [&dy])?)])
     }
 }
 
@@ -282,39 +278,35 @@ pub(super) struct Over<'a> {
 
 impl Over<'_> {
     /// The function of the operands, as a tensor of this shape and format.
-    pub(super) fn map<F: Map, const N: usize>(&self, function: F, operands: [&Tensor; N]) -> Result<Tensor> {
+    pub(super) fn map<const N: usize>(&self, function: Map, operands: [&Tensor; N]) -> Result<Tensor> {
         let (axes, first) = (self.axes(&vec![true; self.shape.len()], &operands), operands[0]);
-        let device = first.device();
-        dispatch!(self.operation, first.dtype(), T => {
-            let walk = Walk::new(self.operation, &axes, data(&operands)?)?;
-            Tensor::build(device, self.shape, self.format, |y: &mut [T]| Ok(walk.map(device.compute(), function, y)?))
-        })
+        let of = (first.device(), first.dtype());
+        let walk = Walk::new(self.operation, &axes, elements(operands)?)?;
+        Tensor::build_elements(of, self.shape, self.format, |y| Ok(walk.map(of.0.compute(), function, y)?))
     }
 
     /// The function of the operands, folded over the axes that are not kept: a tensor of this format with sizes of 1 there.
-    pub(super) fn fold<F: Map, const N: usize>(
+    pub(super) fn fold<const N: usize>(
         &self,
         kept: &[bool],
         reduction: Reduction,
-        (function, operands): (F, [&Tensor; N]),
+        (function, operands): (Map, [&Tensor; N]),
     ) -> Result<Tensor> {
         let shape: Vec<usize> =
             self.shape.iter().zip(kept).map(|(&size, &kept)| if kept { size } else { 1 }).collect();
         let (axes, first) = (self.axes(kept, &operands), operands[0]);
-        let device = first.device();
-        dispatch!(self.operation, first.dtype(), T => {
-            let walk = Walk::new(self.operation, &axes, data(&operands)?)?;
-            Tensor::build(device, &shape, self.format, |y: &mut [T]| {
-                Ok(walk.fold(device.compute(), function, reduction, y)?)
-            })
+        let of = (first.device(), first.dtype());
+        let walk = Walk::new(self.operation, &axes, elements(operands)?)?;
+        Tensor::build_elements(of, &shape, self.format, |y| {
+            Ok(walk.fold(of.0.compute(), function, reduction, y)?)
         })
     }
 
     /// The function of the operands, summed over the axes along which an operand like this was repeated.
-    pub(super) fn gradient<F: Map, const N: usize>(
+    pub(super) fn gradient<const N: usize>(
         &self,
         like: &Like,
-        function: F,
+        function: Map,
         operands: [&Tensor; N],
     ) -> Result<Tensor> {
         let own = &like.shape;
@@ -351,10 +343,10 @@ impl Over<'_> {
     }
 }
 
-fn data<'a, T: crate::Stored, const N: usize>(operands: &[&'a Tensor; N]) -> Result<[&'a [T]; N]> {
-    let mut all = [&[][..]; N];
-    for (data, operand) in all.iter_mut().zip(operands) {
-        *data = operand.data::<T>()?;
+fn elements<const N: usize>(operands: [&Tensor; N]) -> Result<[Slice<'_>; N]> {
+    let mut all = [Slice::empty(operands[0].dtype()); N];
+    for (elements, operand) in all.iter_mut().zip(operands) {
+        *elements = operand.elements()?;
     }
     Ok(all)
 }

@@ -7,7 +7,6 @@ use super::{around, checked_axis, same_dtype};
 use crate::error::invalid;
 use crate::tensor::checked_len;
 use crate::{DType, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
-use convoke_kernels::dispatch_stored;
 
 /// The channels of N x C1 x ..., N x C2 x ... and so on, one tensor after the other, as PyTorch's `cat` with `dim=1`.
 ///
@@ -116,11 +115,11 @@ impl Function for Concat {
         let alike = inputs.iter().map(|input| input.in_format(first.format()));
         let alike: Vec<Tensor> = alike.collect::<Result<_>>()?;
         let (device, format) = (first.device(), first.format());
-        let y = dispatch_stored!(first.dtype(), T => Tensor::build(device, &self.shape, format, |y: &mut [T]| {
+        let y = Tensor::build_elements((device, first.dtype()), &self.shape, format, |y| {
             let extent = extent(first, self.axis, self.shape[self.axis]);
-            let parts: Vec<&[T]> = alike.iter().map(Tensor::data).collect::<Result<_>>()?;
+            let parts = alike.iter().map(Tensor::elements).collect::<Result<Vec<_>>>()?;
             Ok(kernel::concat(device.compute(), &extent, &parts, y)?)
-        }))?;
+        })?;
         Ok((y, ()))
     }
 
@@ -133,9 +132,9 @@ impl Function for Concat {
             let mut shape = self.shape.clone();
             shape[self.axis] = size;
             let take = || {
-                dispatch_stored!(upstream.dtype(), T => Tensor::build(device, &shape, format, |dx: &mut [T]| {
-                    Ok(kernel::take_channels(device.compute(), &extent, first, upstream.data::<T>()?, dx)?)
-                }))
+                Tensor::build_elements((device, upstream.dtype()), &shape, format, |dx| {
+                    Ok(kernel::take_channels(device.compute(), &extent, first, upstream.elements()?, dx)?)
+                })
             };
             gradients.push(needs.input(index).then(take).transpose()?);
             first += size;

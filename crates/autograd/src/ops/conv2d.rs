@@ -7,8 +7,7 @@ use convoke_kernels::conv::{
 
 use super::{check_vector, four_dimensions, same_dtype};
 use crate::error::{invalid, refused};
-use crate::{Buffer, Element, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
-use convoke_kernels::dispatch;
+use crate::{Buffer, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 
 /// Zeros around the input, with a width for each side.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -180,10 +179,9 @@ pub(super) fn output(
     bias: Option<&Tensor>,
 ) -> Result<Tensor> {
     let shape = convolution.output_shape();
-    dispatch!(x.dtype(), T => {
-        let bias = bias.map(|bias| bias.data::<T>()).transpose()?;
-        let filter = Filter { weight: weight.data::<T>()?, bias };
-        Tensor::build(x.device(), &shape, x.format(), |y| Ok(convolution.forward::<T>(x, filter, y)?))
+    let filter = Filter { weight: weight.elements()?, bias: bias.map(Tensor::elements).transpose()? };
+    Tensor::build_elements((x.device(), x.dtype()), &shape, x.format(), |y| {
+        Ok(convolution.forward(x, filter, y)?)
     })
 }
 
@@ -194,30 +192,21 @@ pub(super) fn gradients(
     dy: Tensor,
     (needs, sum): (&Needs, Option<Tensor>),
 ) -> Result<Vec<Option<Tensor>>> {
-    dispatch!(x.dtype(), T => typed_gradients::<T>(convolution, (x, weight), dy, (needs, sum)))
-}
-
-fn typed_gradients<T: Element>(
-    convolution: &TiledConv,
-    (x, weight): (Tensor, Tensor),
-    dy: Tensor,
-    (needs, sum): (&Needs, Option<Tensor>),
-) -> Result<Vec<Option<Tensor>>> {
     let mut bias = None;
     if needs.len() == 3 && needs.input(2) {
-        let (mut gradient, mut scratch) = (BiasGradient::<T>::new(convolution)?, None);
+        let (mut gradient, mut scratch) = (BiasGradient::new(convolution)?, None);
         for images in convolution.tiles() {
             gradient.add(convolution, images.len(), dy.images(images, &mut scratch)?)?;
         }
         bias = Some(of_buffer(convolution, &[convolution.output_shape()[1]], gradient.finish())?);
     }
     let of_weight = match needs.input(1) {
-        true => Some(weight_gradient::<T>(convolution, &x, &dy, weight.shape())?),
+        true => Some(weight_gradient(convolution, &x, &dy, weight.shape())?),
         false => None,
     };
     drop(x);
     let of_x = match needs.input(0) {
-        true => Some(gradient_of_input::<T>(convolution, &weight, &dy, sum)?),
+        true => Some(gradient_of_input(convolution, &weight, &dy, sum)?),
         false => None,
     };
     let gradients = [Some(of_x), Some(of_weight), (needs.len() == 3).then_some(bias)];
@@ -225,13 +214,13 @@ fn typed_gradients<T: Element>(
 }
 
 /// The gradient of the weight, which has this shape.
-pub(super) fn weight_gradient<T: Element>(
+pub(super) fn weight_gradient(
     convolution: &TiledConv,
     x: &Tensor,
     dy: &Tensor,
     shape: &[usize],
 ) -> Result<Tensor> {
-    let mut gradient = WeightGradient::<T>::new(convolution)?;
+    let mut gradient = WeightGradient::new(convolution)?;
     let (mut x_scratch, mut dy_scratch) = (None, None);
     for images in convolution.tiles() {
         let dy = dy.images(images.clone(), &mut dy_scratch)?;
@@ -241,27 +230,27 @@ pub(super) fn weight_gradient<T: Element>(
 }
 
 /// The gradient of x, added to the sum, if there is one.
-pub(super) fn gradient_of_input<T: Element>(
+pub(super) fn gradient_of_input(
     convolution: &TiledConv,
     weight: &Tensor,
     dy: &Tensor,
     sum: Option<Tensor>,
 ) -> Result<Tensor> {
-    let (mut gradient, mut scratch) = (InputGradient::<T, Tensor>::new(sum), None);
+    let (mut gradient, mut scratch) = (InputGradient::<Tensor>::new(sum), None);
     for images in convolution.tiles() {
         let dy = dy.images(images.clone(), &mut scratch)?;
-        gradient.add(convolution, images, dy, weight.data::<T>()?)?;
+        gradient.add(convolution, images, dy, weight.elements()?)?;
     }
     input_gradient(convolution, gradient.finish(convolution)?)
 }
 
 /// The gradient of a parameter.
-pub(super) fn of_buffer<T: Element>(of: &TiledConv, shape: &[usize], gradient: Buffer<T>) -> Result<Tensor> {
+pub(super) fn of_buffer(of: &TiledConv, shape: &[usize], gradient: Buffer) -> Result<Tensor> {
     Tensor::of_buffer(of.device(), shape, MemoryFormat::Contiguous, gradient)
 }
 
 /// The gradient of x as a tensor.
-pub(super) fn input_gradient<T: Element>(of: &TiledConv, gradient: Gradient<T, Tensor>) -> Result<Tensor> {
+pub(super) fn input_gradient(of: &TiledConv, gradient: Gradient<Tensor>) -> Result<Tensor> {
     match gradient {
         Gradient::Given(gradient) => Ok(gradient),
         Gradient::New(gradient) => {

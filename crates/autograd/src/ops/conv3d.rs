@@ -8,7 +8,7 @@ use std::sync::Arc;
 use convoke_kernels::conv::{ConvAxis, Filter, TiledConv};
 use convoke_kernels::memory::at_least;
 use convoke_kernels::slices::Slices;
-use convoke_kernels::{SliceMut, Stored, dispatch, elementwise};
+use convoke_kernels::{SliceMut, elementwise};
 
 use super::conv_transpose2d::{Axis, with_places_beyond, within_reach};
 use super::conv2d::{gradient_of_input, output, weight_gradient};
@@ -16,7 +16,7 @@ use super::{ConvOptions, ConvTransposeOptions, Padding, check_vector, four_dimen
 use crate::error::{invalid, refused};
 use crate::storage::{Recipe, Storage};
 use crate::tensor::checked_len;
-use crate::{Element, Error, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
+use crate::{Error, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 
 /// How a convolution steps over volumes, depth before height before width, as PyTorch's `conv3d` takes it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -158,7 +158,7 @@ impl Conv3d {
     }
 
     /// The gradients of x, the weight and the bias that are needed, where x has this format and the weight this shape.
-    fn gradients<T: Element>(
+    fn gradients(
         &self,
         of_images: OfImages,
         (format, weight_shape): (MemoryFormat, &[usize]),
@@ -179,18 +179,18 @@ impl Conv3d {
         let transposed = self.output_padding.is_some();
         let dy = if transposed { windows(&slices, &dy)? } else { dy };
         let of_weight = match needs.input(1) {
-            true => Some(weight_gradient::<T>(&convolution, &x, &dy, weight_shape)?),
+            true => Some(weight_gradient(&convolution, &x, &dy, weight_shape)?),
             false => None,
         };
         drop(x);
         let mut of_x = None;
         if needs.input(0) {
             let gradient = if transposed || slices.is_plain() {
-                gradient_of_input::<T>(&convolution, &weight, &dy, sum)?
+                gradient_of_input(&convolution, &weight, &dy, sum)?
             } else {
-                let weight = weight.data::<T>()?;
+                let weight = weight.elements()?;
                 let mut scratch = None;
-                add_up::<T>((&slices, &convolution), sum, |windows, to| {
+                add_up((&slices, &convolution), sum, |windows, to| {
                     let dy = dy.images(windows.clone(), &mut scratch)?;
                     Ok(convolution.input_gradient_tile(windows.len(), dy, weight, to)?)
                 })?
@@ -229,19 +229,16 @@ impl Function for Conv3d {
             let y = output(&convolution, &x, &weight, bias)?;
             return Ok((volumes(&y, slices.windows_deep(), format)?, saved));
         }
-        let y = dispatch!(x.dtype(), T => {
-            let filter = Filter { weight: weight.data::<T>()?, bias: None };
-            let mut scratch = None;
-            let mut y = add_up::<T>((&slices, &convolution), None, |windows, to| {
-                let x = x.images(windows.clone(), &mut scratch)?;
-                Ok(convolution.forward_tile(windows.len(), x, filter, to)?)
-            })?;
-            if let Some(bias) = bias {
-                let (cpu, extent) = (x.device().compute(), y.extent(self.name())?);
-                elementwise::add_bias(cpu, &extent, bias.elements()?, y.elements_mut()?)?;
-            }
-            y
-        });
+        let filter = Filter { weight: weight.elements()?, bias: None };
+        let mut scratch = None;
+        let mut y = add_up((&slices, &convolution), None, |windows, to| {
+            let x = x.images(windows.clone(), &mut scratch)?;
+            Ok(convolution.forward_tile(windows.len(), x, filter, to)?)
+        })?;
+        if let Some(bias) = bias {
+            let (cpu, extent) = (x.device().compute(), y.extent(self.name())?);
+            elementwise::add_bias(cpu, &extent, bias.elements()?, y.elements_mut()?)?;
+        }
         Ok((volumes(&y, slices.depth(), format)?, saved))
     }
 
@@ -264,7 +261,7 @@ impl Function for Conv3d {
             _ => None,
         };
         let sum = sum.map(|sum| images(&sum)).transpose()?;
-        dispatch!(x.dtype(), T => self.gradients::<T>(of_images, like, upstream, (needs, sum)))
+        self.gradients(of_images, like, upstream, (needs, sum))
     }
 }
 
@@ -311,50 +308,52 @@ impl Recipe for Windows {
         self.slices.windows()
     }
 
-    fn write(&self, windows: Range<usize>, out: &mut [u8]) -> Result<()> {
-        dispatch!(self.images.dtype(), T => {
-            let mut scratch = None;
-            let images = self.images.images::<T>(self.slices.read_by(&windows), &mut scratch)?;
-            let cpu = self.images.device().compute();
-            Ok(self.slices.gather(cpu, windows, images.into(), SliceMut::new(T::DTYPE, out)?)?)
-        })
+    fn write(&self, windows: Range<usize>, out: SliceMut<'_>) -> Result<()> {
+        let mut scratch = None;
+        let images = self.images.images(self.slices.read_by(&windows), &mut scratch)?;
+        Ok(self.slices.gather(self.images.device().compute(), windows, images, out)?)
     }
 }
 
 /// The slices that windows add up to, as images, on top of `sum`, if there is one. `write` gives some of the windows.
-fn add_up<T: Element>(
+fn add_up(
     (slices, convolution): (&Slices, &TiledConv),
     sum: Option<Tensor>,
-    mut write: impl FnMut(Range<usize>, &mut [T]) -> Result<()>,
+    mut write: impl FnMut(Range<usize>, SliceMut<'_>) -> Result<()>,
 ) -> Result<Tensor> {
     let [_, windows, height, width] = convolution.problem().input_shape();
     let shape = [slices.count(), windows / slices.places(), height, width];
     let (device, len) = (convolution.device(), shape[1..].iter().product::<usize>());
-    let clear = |part: &mut [T]| {
-        device.compute().for_each(part.len(), part.chunks_mut(1 << 14), |part| part.fill(T::zero()));
+    let dtype = convolution.problem().types.input;
+    let clear = |part: SliceMut<'_>| {
+        device.compute().for_each(part.len(), part.chunks_mut(1 << 14), |part| part.fill(0.0));
     };
-    let mut add = |images: &mut [T], mut begun: usize| {
+    let mut add = |mut images: SliceMut<'_>, mut begun: usize| {
         let mut scratch = None;
         for windows in convolution.tiles() {
             let read = slices.read_by(&windows);
             // The slices from `begun` on hold nothing yet.
             if read.end > begun {
-                clear(&mut images[begun * len..read.end * len]);
+                clear(images.reborrow().part(begun * len..read.end * len));
                 begun = read.end;
             }
-            let part = at_least(&mut scratch, device, windows.len() * slices.places() * len)?;
-            write(windows.clone(), part)?;
-            let images = &mut images[read.start * len..read.end * len];
-            slices.add(device.compute(), windows, (&*part).into(), images.into())?;
+            let mut part = at_least(&mut scratch, device, dtype, windows.len() * slices.places() * len)?;
+            write(windows.clone(), part.reborrow())?;
+            let images = images.reborrow().part(read.start * len..read.end * len);
+            slices.add(device.compute(), windows, part.into_slice(), images)?;
         }
-        clear(&mut images[begun * len..]);
+        let all = images.len();
+        clear(images.part(begun * len..all));
         Ok(())
     };
     match sum {
         Some(mut sum) => {
-            add(sum.make_unshared()?, slices.count())?;
+            add(sum.elements_mut()?, slices.count())?;
             Ok(sum)
         }
-        None => Tensor::build(device, &shape, MemoryFormat::ChannelsLast, |images| add(images, 0)),
+        None => {
+            let format = MemoryFormat::ChannelsLast;
+            Tensor::build_elements((device, dtype), &shape, format, |images| add(images, 0))
+        }
     }
 }

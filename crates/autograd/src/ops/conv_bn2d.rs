@@ -5,6 +5,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use convoke_kernels::SliceMut;
 use convoke_kernels::batch_norm::Moments;
 use convoke_kernels::block::{
     self, Backward, Block, BlockProblem, EpilogueOperands, Operands, Parameters, Wanted,
@@ -14,11 +15,10 @@ use convoke_kernels::conv::Filter;
 use super::batch_norm::BatchNormOptions;
 use super::conv2d::{ConvOptions, input_gradient, of_buffer};
 use super::pool2d::PoolOptions;
-use super::{check_vector, same_dtype};
+use super::{check_vector, elements, same_dtype};
 use crate::error::invalid;
 use crate::storage::{Recipe, Storage};
-use crate::{Buffer, Element, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply_with_saved};
-use convoke_kernels::dispatch;
+use crate::{Buffer, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply_with_saved};
 
 pub use convoke_kernels::block::Keep;
 
@@ -111,7 +111,7 @@ struct ConvBn {
 #[derive(Clone)]
 struct SavedConvBn {
     block: Block,
-    of_block: OfBlock,
+    of_block: block::Saved,
     x: Tensor,
     weight: Tensor,
     bias: Option<Tensor>,
@@ -119,34 +119,6 @@ struct SavedConvBn {
     beta: Option<Tensor>,
     /// The block's own output, where backward needs it.
     output: Option<Tensor>,
-}
-
-/// What the block keeps, in either type that kernels compute in.
-#[derive(Clone)]
-enum OfBlock {
-    F32(block::Saved<f32>),
-    F64(block::Saved<f64>),
-}
-
-impl From<block::Saved<f32>> for OfBlock {
-    fn from(saved: block::Saved<f32>) -> OfBlock {
-        OfBlock::F32(saved)
-    }
-}
-
-impl From<block::Saved<f64>> for OfBlock {
-    fn from(saved: block::Saved<f64>) -> OfBlock {
-        OfBlock::F64(saved)
-    }
-}
-
-impl OfBlock {
-    fn moments(&self) -> Option<&Moments> {
-        match self {
-            OfBlock::F32(saved) => saved.moments(),
-            OfBlock::F64(saved) => saved.moments(),
-        }
-    }
 }
 
 impl ConvBn {
@@ -196,16 +168,13 @@ impl ConvBn {
         Ok(Block::new(x.device(), problem, shape[0], self.keep)?)
     }
 
-    fn run_forward<T: Element>(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, SavedConvBn)>
-    where
-        OfBlock: From<block::Saved<T>>,
-    {
+    fn run_forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, SavedConvBn)> {
         let (x, weight) = (inputs[0], inputs[1].in_format(MemoryFormat::Contiguous)?);
         let optional = self.optional(inputs);
         let block = self.block(x, &weight, optional)?;
         let [bias, gamma, beta, residual] = optional;
         let residual = residual.map(|residual| residual.in_format(x.format())).transpose()?;
-        let operands = Operands::<T> {
+        let operands = Operands {
             x,
             residual: residual.as_ref().map(|residual| residual as _),
             parameters: parameters(&weight, [bias, gamma, beta])?,
@@ -227,28 +196,28 @@ impl ConvBn {
                 Tensor::of_buffer(x.device(), &shape, x.format(), output)?.with_recipe(recipe)
             }
             (None, Some(recipe)) => {
-                let storage = Storage::deferred(T::DTYPE, shape.iter().product(), recipe);
+                let storage = Storage::deferred(x.dtype(), shape.iter().product(), recipe);
                 Tensor::of_storage(x.device(), &shape, x.format(), storage)?
             }
             (None, None) => unreachable!("an output that is not there has a recipe"),
         };
         let kept = forward.saved.needs_output().then(|| output.keep());
-        let of_block = OfBlock::from(forward.saved);
         // The weight as it came: a copy in the order of kernels would take memory until backward.
         let weight = inputs[1].detach();
-        Ok((output, SavedConvBn { block, of_block, x, weight, bias, gamma, beta, output: kept }))
+        Ok((
+            output,
+            SavedConvBn { block, of_block: forward.saved, x, weight, bias, gamma, beta, output: kept },
+        ))
     }
 }
 
 /// The parameters' elements.
-fn parameters<'a, T: Element>(
+fn parameters<'a>(
     weight: &'a Tensor,
     [bias, gamma, beta]: [Option<&'a Tensor>; 3],
-) -> Result<Parameters<'a, T>> {
-    let elements =
-        |parameter: Option<&'a Tensor>| parameter.map(|parameter| parameter.data::<T>()).transpose();
+) -> Result<Parameters<'a>> {
     Ok(Parameters {
-        weight: weight.data::<T>()?,
+        weight: weight.elements()?,
         bias: elements(bias)?,
         gamma: elements(gamma)?,
         beta: elements(beta)?,
@@ -256,8 +225,8 @@ fn parameters<'a, T: Element>(
 }
 
 /// The recipe of a block's output.
-struct OutputRecipe<T: Element> {
-    recipe: block::Recipe<T>,
+struct OutputRecipe {
+    recipe: block::Recipe,
     /// The convolution's input, weight and bias.
     input: Option<(Tensor, Tensor, Option<Tensor>)>,
     gamma: Option<Tensor>,
@@ -265,28 +234,25 @@ struct OutputRecipe<T: Element> {
     residual: Option<Tensor>,
 }
 
-impl<T: Element> Recipe for OutputRecipe<T> {
+impl Recipe for OutputRecipe {
     fn images(&self) -> usize {
         self.recipe.images()
     }
 
-    fn write(&self, images: Range<usize>, out: &mut [u8]) -> Result<()> {
-        fn elements<T: Element>(parameter: &Option<Tensor>) -> Result<Option<&[T]>> {
-            parameter.as_ref().map(|parameter| parameter.data::<T>()).transpose()
-        }
+    fn write(&self, images: Range<usize>, out: SliceMut<'_>) -> Result<()> {
         let operands = EpilogueOperands {
-            gamma: elements(&self.gamma)?,
-            beta: elements(&self.beta)?,
+            gamma: elements(self.gamma.as_ref())?,
+            beta: elements(self.beta.as_ref())?,
             residual: self.residual.as_ref().map(|residual| residual as _),
         };
         let input = match &self.input {
             Some((x, weight, bias)) => {
-                let filter = Filter { weight: weight.data::<T>()?, bias: elements(bias)? };
+                let filter = Filter { weight: weight.elements()?, bias: elements(bias.as_ref())? };
                 Some((x as _, filter))
             }
             None => None,
         };
-        Ok(self.recipe.write(input, &operands, images, bytemuck::cast_slice_mut::<u8, T>(out))?)
+        Ok(self.recipe.write(input, &operands, images, out)?)
     }
 }
 
@@ -307,7 +273,7 @@ impl Function for ConvBn {
     }
 
     fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, SavedConvBn)> {
-        dispatch!(inputs[0].dtype(), T => self.run_forward::<T>(inputs, needs))
+        self.run_forward(inputs, needs)
     }
 
     fn backward(&self, saved: SavedConvBn, upstream: Tensor, needs: &Needs) -> Result<Vec<Option<Tensor>>> {
@@ -326,18 +292,9 @@ impl Function for ConvBn {
         let sum = sums.first_mut().and_then(Option::take);
         let optional = [bias.as_ref(), gamma.as_ref(), beta.as_ref()];
         let wanted = self.wanted(needs);
-        match of_block {
-            OfBlock::F32(saved) => {
-                let parameters = parameters(&weight, optional)?;
-                let inputs = Backward { saved, x, parameters, dz, z: output, sum };
-                self.gradients(&block, block.backward(inputs, &wanted)?, weight.shape())
-            }
-            OfBlock::F64(saved) => {
-                let parameters = parameters(&weight, optional)?;
-                let inputs = Backward { saved, x, parameters, dz, z: output, sum };
-                self.gradients(&block, block.backward(inputs, &wanted)?, weight.shape())
-            }
-        }
+        let parameters = parameters(&weight, optional)?;
+        let inputs = Backward { saved: of_block, x, parameters, dz, z: output, sum };
+        self.gradients(&block, block.backward(inputs, &wanted)?, weight.shape())
     }
 }
 
@@ -352,15 +309,15 @@ impl ConvBn {
     }
 
     /// One for each input.
-    fn gradients<T: Element>(
+    fn gradients(
         &self,
         block: &Block,
-        gradients: block::Gradients<T, Tensor>,
+        gradients: block::Gradients<Tensor>,
         weight_shape: &[usize],
     ) -> Result<Vec<Option<Tensor>>> {
         let of = block.convolution();
         let block::Gradients { x, weight, bias, gamma, beta, residual } = gradients;
-        let vector = |gradient: Option<Buffer<T>>| {
+        let vector = |gradient: Option<Buffer>| {
             gradient.map(|gradient| of_buffer(of, &[of.problem().out_channels], gradient)).transpose()
         };
         let optional = [vector(bias)?, vector(gamma)?, vector(beta)?, residual];

@@ -1,13 +1,12 @@
 //! Group normalization, and instance normalization, whose groups are single channels.
 
-use convoke_kernels::dispatch;
 use convoke_kernels::group_norm::{
     self as kernel, Affine, AffineGradients, GroupNorm, GroupNormBackward, GroupStatistics,
 };
 
-use super::{check_vector, same_dtype};
+use super::{check_vector, elements, same_dtype};
 use crate::error::{invalid, refused};
-use crate::{Element, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
+use crate::{Buffer, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 
 /// The options of [`group_norm`].
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -105,13 +104,11 @@ impl Function for Norm {
         let weight = self.has[0].then(|| inputs[1]);
         let bias = self.has[1].then(|| inputs[1 + usize::from(self.has[0])]);
         let mut statistics = None;
-        let y = dispatch!(x.dtype(), T => {
-            let affine = Affine { weight: data_of::<T>(weight)?, bias: data_of(bias)?, eps: self.eps };
-            x.build_like(|y: &mut [T]| {
-                let cpu = x.device().compute();
-                statistics = Some(kernel::group_norm(cpu, &self.problem, x.data::<T>()?, &affine, y)?);
-                Ok(())
-            })
+        let affine = Affine { weight: elements(weight)?, bias: elements(bias)?, eps: self.eps };
+        let y = x.elements_like(|y| {
+            let cpu = x.device().compute();
+            statistics = Some(kernel::group_norm(cpu, &self.problem, x.elements()?, &affine, y)?);
+            Ok(())
         })?;
         let statistics = statistics.expect("set by what built y");
         Ok((y, SavedGroupNorm { x: x.keep(), weight: weight.map(Tensor::detach), statistics }))
@@ -123,35 +120,25 @@ impl Function for Norm {
         upstream: Tensor,
         needs: &Needs,
     ) -> Result<Vec<Option<Tensor>>> {
-        dispatch!(upstream.dtype(), T => self.gradients::<T>(saved, upstream, needs))
-    }
-}
-
-impl Norm {
-    fn gradients<T: Element>(
-        &self,
-        SavedGroupNorm { x, weight, statistics }: SavedGroupNorm,
-        dy: Tensor,
-        needs: &Needs,
-    ) -> Result<Vec<Option<Tensor>>> {
+        let SavedGroupNorm { x, weight, statistics } = saved;
         let channels = x.extent(self.name)?.channels;
         let wanted =
             [self.has[0] && needs.input(1), self.has[1] && needs.input(1 + usize::from(self.has[0]))];
         let device = x.device();
-        let buffer = |wanted: bool, len: usize| wanted.then(|| device.buffer::<T>(len)).transpose();
+        let buffer = |wanted: bool, len: usize| wanted.then(|| device.buffer(x.dtype(), len)).transpose();
         let mut of_x = buffer(needs.input(0), x.len())?;
         let mut of_weight = buffer(wanted[0], channels)?;
         let mut of_bias = buffer(wanted[1], channels)?;
         let of = GroupNormBackward {
-            x: x.data::<T>()?,
-            dy: dy.data::<T>()?,
-            weight: data_of::<T>(weight.as_ref())?,
+            x: x.elements()?,
+            dy: upstream.elements()?,
+            weight: elements(weight.as_ref())?,
             statistics: &statistics,
         };
         let gradients = AffineGradients {
-            x: of_x.as_deref_mut(),
-            weight: of_weight.as_deref_mut(),
-            bias: of_bias.as_deref_mut(),
+            x: of_x.as_mut().map(Buffer::elements_mut),
+            weight: of_weight.as_mut().map(Buffer::elements_mut),
+            bias: of_bias.as_mut().map(Buffer::elements_mut),
         };
         kernel::group_norm_backward(device.compute(), &self.problem, &of, gradients)?;
         let of_x = of_x.map(|dx| Tensor::of_buffer(device, x.shape(), x.format(), dx));
@@ -165,9 +152,4 @@ impl Norm {
         }
         Ok(gradients)
     }
-}
-
-/// The elements of a parameter, if there is one.
-pub(super) fn data_of<T: Element>(parameter: Option<&Tensor>) -> Result<Option<&[T]>> {
-    parameter.map(|parameter| parameter.data::<T>()).transpose()
 }

@@ -1,12 +1,11 @@
 //! Parts of a tensor: slices, splits, and elements by index.
 
-use convoke_kernels::dispatch_stored;
 use convoke_kernels::strided::{Places, Scatter, Take, TakeAxis, add_taken};
 
 use super::{around, checked_axis};
 use crate::error::invalid;
 use crate::tensor::checked_len;
-use crate::{Function, MemoryFormat, Needs, Operation, Result, Stored, Tensor, apply};
+use crate::{Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 
 /// A range of indices along an axis, as in ONNX's Slice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -173,10 +172,10 @@ impl Pick {
             },
         };
         let axes: Vec<TakeAxis<'_>> = format.axes(shape.len()).into_iter().map(axis).collect();
-        dispatch_stored!(x.dtype(), T => Tensor::build(device, shape, format, |y: &mut [T]| {
-            let take = Take { operation: self.name, axes, start, fill: T::of(fill) };
-            Ok(take.run(device.compute(), x.data::<T>()?, y)?)
-        }))
+        let take = Take { operation: self.name, axes, start, fill };
+        Tensor::build_elements((device, x.dtype()), shape, format, |y| {
+            Ok(take.run(device.compute(), x.elements()?, y)?)
+        })
     }
 
     /// The sums of the elements of `dy` that were taken from the same place along an axis of size `size`.

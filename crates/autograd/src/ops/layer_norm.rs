@@ -1,13 +1,11 @@
 //! Layer normalization: over the last axes, or over the channels of each pixel.
 
-use convoke_kernels::dispatch;
 use convoke_kernels::group_norm::{Affine, AffineGradients};
 use convoke_kernels::layer_norm as kernel;
 
-use super::group_norm::data_of;
-use super::same_dtype;
+use super::{elements, same_dtype};
 use crate::error::invalid;
-use crate::{Element, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
+use crate::{Buffer, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 
 /// What values a layer norm normalises together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -121,12 +119,10 @@ impl Function for LayerNorm {
         let weight = self.has[0].then(|| parameter(1)).transpose()?;
         let bias = self.has[1].then(|| parameter(1 + usize::from(self.has[0]))).transpose()?;
         let rows = x.in_format(self.format)?;
-        let y = dispatch!(x.dtype(), T => {
-            let affine =
-                Affine { weight: data_of::<T>(weight.as_ref())?, bias: data_of(bias.as_ref())?, eps: self.eps };
-            rows.build_like(|y: &mut [T]| {
-                Ok(kernel::layer_norm(x.device().compute(), self.width(), rows.data::<T>()?, &affine, y)?)
-            })
+        let affine =
+            Affine { weight: elements(weight.as_ref())?, bias: elements(bias.as_ref())?, eps: self.eps };
+        let y = rows.elements_like(|y| {
+            Ok(kernel::layer_norm(x.device().compute(), self.width(), rows.elements()?, &affine, y)?)
         })?;
         drop(rows);
         Ok((y.in_format(x.format())?, SavedLayerNorm { x: x.keep(), weight }))
@@ -138,39 +134,24 @@ impl Function for LayerNorm {
         upstream: Tensor,
         needs: &Needs,
     ) -> Result<Vec<Option<Tensor>>> {
-        dispatch!(upstream.dtype(), T => self.gradients::<T>(saved, upstream, needs))
-    }
-}
-
-impl LayerNorm {
-    /// Elements of a row.
-    fn width(&self) -> usize {
-        self.shape.iter().product()
-    }
-
-    fn gradients<T: Element>(
-        &self,
-        SavedLayerNorm { x, weight }: SavedLayerNorm,
-        upstream: Tensor,
-        needs: &Needs,
-    ) -> Result<Vec<Option<Tensor>>> {
+        let SavedLayerNorm { x, weight } = saved;
         let format = x.format();
         let (rows, dy) = (x.in_format(self.format)?, upstream.in_format(self.format)?);
         drop((x, upstream));
         let device = rows.device();
         let wanted =
             [self.has[0] && needs.input(1), self.has[1] && needs.input(1 + usize::from(self.has[0]))];
-        let buffer = |wanted: bool, len: usize| wanted.then(|| device.buffer::<T>(len)).transpose();
+        let buffer = |wanted: bool, len: usize| wanted.then(|| device.buffer(rows.dtype(), len)).transpose();
         let mut of_x = buffer(needs.input(0), rows.len())?;
         let mut of_weight = buffer(wanted[0], self.width())?;
         let mut of_bias = buffer(wanted[1], self.width())?;
-        let affine = Affine { weight: data_of::<T>(weight.as_ref())?, bias: None, eps: self.eps };
+        let affine = Affine { weight: elements(weight.as_ref())?, bias: None, eps: self.eps };
         let gradients = AffineGradients {
-            x: of_x.as_deref_mut(),
-            weight: of_weight.as_deref_mut(),
-            bias: of_bias.as_deref_mut(),
+            x: of_x.as_mut().map(Buffer::elements_mut),
+            weight: of_weight.as_mut().map(Buffer::elements_mut),
+            bias: of_bias.as_mut().map(Buffer::elements_mut),
         };
-        let pair = (rows.data::<T>()?, dy.data::<T>()?);
+        let pair = (rows.elements()?, dy.elements()?);
         kernel::layer_norm_backward(device.compute(), self.width(), pair, &affine, gradients)?;
         let (device, shape) = (device.clone(), rows.shape().to_vec());
         drop((rows, dy));
@@ -184,5 +165,12 @@ impl LayerNorm {
             gradients.push(of_bias.map(vector).transpose()?);
         }
         Ok(gradients)
+    }
+}
+
+impl LayerNorm {
+    /// Elements of a row.
+    fn width(&self) -> usize {
+        self.shape.iter().product()
     }
 }

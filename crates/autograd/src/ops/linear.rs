@@ -1,12 +1,10 @@
 //! Fully connected layer: y = x Wᵀ + b.
 
 use convoke_kernels::elementwise;
-use convoke_kernels::gemm::{Matrix, MatrixMut, Update, gemm};
 
+use super::matmul::{Side, products};
 use super::{check_vector, same_dtype};
 use crate::error::invalid;
-use convoke_kernels::dispatch;
-
 use crate::{Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 
 /// y = x Wᵀ + b with x of N x I, `weight` of O x I and `bias` of O, as PyTorch's `linear`.
@@ -25,23 +23,12 @@ fn matrix(tensor: &Tensor) -> Option<[usize; 2]> {
     tensor.shape().try_into().ok()
 }
 
-/// a b as a new tensor of `shape`.
-fn product<'a>(
-    shape: [usize; 2],
-    of: &'a Tensor,
-    a: (&'a Tensor, bool),
-    b: (&'a Tensor, bool),
-) -> Result<Tensor> {
-    fn view<'a, T: crate::Element>((tensor, transposed): (&'a Tensor, bool)) -> Result<Matrix<'a, T>> {
-        let [rows, columns] = matrix(tensor).expect("checked to be a matrix");
-        let view = Matrix::new(tensor.data::<T>()?, [rows, columns], [columns, 1]);
-        Ok(if transposed { view.t() } else { view })
+/// a b as a new tensor of `shape`; each operand may be taken transposed.
+fn product(shape: [usize; 2], a: (&Tensor, bool), b: (&Tensor, bool)) -> Result<Tensor> {
+    fn side((tensor, transposed): (&Tensor, bool)) -> Side<'_> {
+        Side { tensor, size: matrix(tensor).expect("checked to be a matrix"), transposed }
     }
-    dispatch!(of.dtype(), T => Tensor::build(of.device(), &shape, MemoryFormat::Contiguous, |y: &mut [T]| {
-        let y = MatrixMut::new(y, shape, [shape[1], 1]);
-        gemm(of.device().compute(), view::<T>(a)?, view::<T>(b)?, y, Update::Overwrite);
-        Ok(())
-    }))
+    products(&shape, side(a), side(b), &[vec![[0, 0]]])
 }
 
 impl Function for Linear {
@@ -71,7 +58,7 @@ impl Function for Linear {
             return Err(invalid("linear", reason));
         }
         check_vector("linear", "the bias", bias, outputs)?;
-        let mut y = product([rows, outputs], x, (x, false), (weight, true))?;
+        let mut y = product([rows, outputs], (x, false), (weight, true))?;
         if let Some(bias) = bias {
             let extent = y.extent("linear")?;
             let cpu = x.device().compute();
@@ -87,8 +74,8 @@ impl Function for Linear {
         needs: &Needs,
     ) -> Result<Vec<Option<Tensor>>> {
         let shape = |tensor: &Tensor| matrix(tensor).expect("forward checked it");
-        let dx = needs.input(0).then(|| product(shape(&x), &x, (&upstream, false), (&weight, false)));
-        let dweight = needs.input(1).then(|| product(shape(&weight), &x, (&upstream, true), (&x, false)));
+        let dx = needs.input(0).then(|| product(shape(&x), (&upstream, false), (&weight, false)));
+        let dweight = needs.input(1).then(|| product(shape(&weight), (&upstream, true), (&x, false)));
         let mut gradients = vec![dx.transpose()?, dweight.transpose()?];
         if needs.input(2) {
             gradients.push(Some(column_sums(&upstream)?));

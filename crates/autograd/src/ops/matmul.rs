@@ -1,12 +1,11 @@
 //! Products of matrices, and of stacks of matrices that broadcast.
 
-use convoke_kernels::dispatch;
-use convoke_kernels::gemm::{self as kernel, Matrix, MatrixMut, Update};
+use convoke_kernels::matmul as kernel;
 
 use super::broadcast::broadcast_shape;
 use super::same_dtype;
 use crate::error::invalid;
-use crate::{Cpu, Element, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
+use crate::{Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 
 impl Tensor {
     /// The product of matrices in the last two axes, by NumPy's rules: axes before these broadcast; a vector is a row on the left
@@ -134,12 +133,12 @@ impl Stack {
     }
 }
 
-/// One side of a product: a stack's elements, rows and columns in memory, and whether they are exchanged.
+/// One side of a product: a stack of matrices, rows and columns in memory, and whether they are exchanged.
 #[derive(Clone, Copy)]
-struct Side<'a> {
-    tensor: &'a Tensor,
-    size: [usize; 2],
-    transposed: bool,
+pub(super) struct Side<'a> {
+    pub(super) tensor: &'a Tensor,
+    pub(super) size: [usize; 2],
+    pub(super) transposed: bool,
 }
 
 impl Side<'_> {
@@ -148,61 +147,27 @@ impl Side<'_> {
         if self.transposed { [columns, rows] } else { [rows, columns] }
     }
 
-    fn matrix<'d, T>(&self, data: &'d [T], index: usize) -> Matrix<'d, T> {
-        let [rows, columns] = self.size;
-        let matrix = Matrix::new(&data[index * rows * columns..][..rows * columns], self.size, [columns, 1]);
-        if self.transposed { matrix.t() } else { matrix }
+    fn stack(&self) -> Result<kernel::Stack<'_>> {
+        let Side { tensor, size, transposed } = *self;
+        Ok(kernel::Stack { elements: tensor.elements()?, size, transposed })
     }
 }
 
 /// Each output matrix is the sum of products of a left and a right matrix, in this order.
 type Terms = Vec<Vec<[usize; 2]>>;
 
-/// Below this many multiplications a product runs on one thread, beside others. This must not depend on the threads: other splits
-/// may give other last bits.
-const SMALL: usize = 1 << 18;
-
-fn products(shape: &[usize], left: Side<'_>, right: Side<'_>, terms: &Terms) -> Result<Tensor> {
-    let ([m, k], [_, n]) = (left.taken(), right.taken());
-    let device = left.tensor.device();
-    dispatch!("matmul", left.tensor.dtype(), T => {
-        let (a, b) = (left.tensor.data::<T>()?, right.tensor.data::<T>()?);
-        Tensor::build(device, shape, MemoryFormat::Contiguous, |y: &mut [T]| {
-            let cpu = device.compute();
-            if y.is_empty() {
-                return Ok(());
-            }
-            let items = y.chunks_mut(m * n).zip(terms);
-            let work = m.saturating_mul(n).saturating_mul(k.max(1));
-            match work < SMALL && terms.len() > 1 {
-                true => {
-                    let one = cpu.one_thread();
-                    let work = work.saturating_mul(terms.iter().map(Vec::len).sum());
-                    cpu.for_each(work, items, |(y, terms)| one_output(&one, y, terms, [(left, a), (right, b)]));
-                }
-                false => items.for_each(|(y, terms)| one_output(cpu, y, terms, [(left, a), (right, b)])),
-            }
-            Ok(())
-        })
+/// The matrices of `terms`, as a tensor of this shape.
+pub(super) fn products(
+    shape: &[usize],
+    left: Side<'_>,
+    right: Side<'_>,
+    terms: &[Vec<[usize; 2]>],
+) -> Result<Tensor> {
+    let of = (left.tensor.device(), left.tensor.dtype());
+    let (left, right) = (left.stack()?, right.stack()?);
+    Tensor::build_elements(of, shape, MemoryFormat::Contiguous, |y| {
+        Ok(kernel::products(of.0.compute(), left, right, terms, y)?)
     })
-}
-
-/// One matrix of the output.
-fn one_output<T: Element>(
-    cpu: &Cpu,
-    y: &mut [T],
-    terms: &[[usize; 2]],
-    [(left, a), (right, b)]: [(Side<'_>, &[T]); 2],
-) {
-    let ([m, _], [_, n]) = (left.taken(), right.taken());
-    if terms.is_empty() && !cpu.is_dry() {
-        y.fill(T::zero());
-    }
-    for (index, &[of_a, of_b]) in terms.iter().enumerate() {
-        let update = if index == 0 { Update::Overwrite } else { Update::Add };
-        let y = MatrixMut::new(y, [m, n], [n, 1]);
-        kernel::gemm(cpu, left.matrix(a, of_a), right.matrix(b, of_b), y, update);
-    }
 }
 
 /// The terms of each of `count` outputs, from the output of each term.

@@ -108,6 +108,11 @@ fn check_vector(
     }
 }
 
+/// The elements of a parameter, if there is one.
+pub(crate) fn elements(parameter: Option<&Tensor>) -> Result<Option<convoke_kernels::Slice<'_>>> {
+    parameter.map(Tensor::elements).transpose()
+}
+
 /// The axis that a number means, counted from the last if it is negative.
 pub(crate) fn checked_axis(operation: &'static str, axis: isize, shape: &[usize]) -> Result<usize> {
     let own = if axis < 0 { axis.checked_add_unsigned(shape.len()) } else { Some(axis) };

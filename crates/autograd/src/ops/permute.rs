@@ -1,11 +1,10 @@
 //! Other orders of axes, and of parts of axes: permutations, depth to space, channel shuffle.
 
-use convoke_kernels::dispatch_stored;
 use convoke_kernels::strided::{Places, Take, TakeAxis};
 
 use super::{checked_axes, checked_axis, four_dimensions};
 use crate::error::invalid;
-use crate::{DType, Function, MemoryFormat, Needs, Operation, Result, Stored, Tensor, apply};
+use crate::{DType, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 
 impl Tensor {
     /// The axes in another order: axis i of the result is axis `axes[i]`, counted from the last if negative.
@@ -172,10 +171,10 @@ impl Rearrange {
             places: Places::Stride(strides[factor] as isize),
         };
         let axes: Vec<TakeAxis<'_>> = Rearrange::order(to, format).into_iter().map(axis).collect();
-        dispatch_stored!(x.dtype(), T => Tensor::build(x.device(), &shape, format, |y: &mut [T]| {
-            let take = Take { operation: self.name, axes, start: 0, fill: T::of(0.0) };
-            Ok(take.run(x.device().compute(), x.data::<T>()?, y)?)
-        }))
+        let take = Take { operation: self.name, axes, start: 0, fill: 0.0 };
+        Tensor::build_elements((x.device(), x.dtype()), &shape, format, |y| {
+            Ok(take.run(x.device().compute(), x.elements()?, y)?)
+        })
     }
 }
 

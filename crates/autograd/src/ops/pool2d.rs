@@ -2,13 +2,15 @@
 
 use std::sync::Arc;
 
-use convoke_kernels::pool::{self, Divisor, MaxPoolPass, PoolAxis, PoolEnd, PoolProblem};
+use convoke_kernels::memory::Bytes;
+use convoke_kernels::pool::{
+    self, Divisor, MaxPoolPass, PoolAxis, PoolEnd, PoolProblem, WindowIndices, WindowIndicesMut,
+};
 
 use super::{empty, four_dimensions};
 use crate::error::{invalid, refused};
 use crate::planes::{OfPlanes, PlaneMap};
-use crate::{Buffer, Cpu, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
-use convoke_kernels::dispatch;
+use crate::{Cpu, Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
 use convoke_kernels::{Slice, SliceMut};
 
 /// The windows of a pooling, height before width, as PyTorch's `max_pool2d` and `avg_pool2d` take them.
@@ -116,8 +118,8 @@ impl MaxPool {
 #[derive(Clone)]
 pub(super) enum Indices {
     None,
-    Byte(Arc<Buffer<u8>>),
-    Short(Arc<Buffer<u16>>),
+    Bytes(Arc<Bytes>),
+    Shorts(Arc<Bytes>),
 }
 
 impl Function for MaxPool {
@@ -142,21 +144,22 @@ impl Function for MaxPool {
         let pass = if needs.any() { MaxPoolPass::Forward } else { MaxPoolPass::Inference };
         let algorithm = device.max_pool_algorithm(&self.problem, x.dtype(), pass);
         let mut indices = Indices::None;
-        let y = dispatch!(x.dtype(), T => Tensor::build(device, &shape, x.format(), |y: &mut [T]| {
-            let x = x.data::<T>()?;
+        let y = Tensor::build_elements((device, x.dtype()), &shape, x.format(), |y| {
+            let x = x.elements()?;
+            let run = |taken| algorithm.forward(cpu, &self.problem, x, y, taken);
             if !needs.any() {
-                algorithm.forward::<T, u16>(cpu, &self.problem, x, y, None)?;
+                run(None)?;
             } else if self.problem.window_len() <= 256 {
-                let mut taken = device.buffer::<u8>(len)?;
-                algorithm.forward(cpu, &self.problem, x, y, Some(&mut taken))?;
-                indices = Indices::Byte(Arc::new(taken));
+                let mut taken = device.bytes::<u8>(len)?;
+                run(Some(WindowIndicesMut::Bytes(taken.elements_mut())))?;
+                indices = Indices::Bytes(Arc::new(taken));
             } else {
-                let mut taken = device.buffer::<u16>(len)?;
-                algorithm.forward(cpu, &self.problem, x, y, Some(&mut taken))?;
-                indices = Indices::Short(Arc::new(taken));
+                let mut taken = device.bytes::<u16>(len)?;
+                run(Some(WindowIndicesMut::Shorts(taken.elements_mut())))?;
+                indices = Indices::Shorts(Arc::new(taken));
             }
             Ok(())
-        }))?;
+        })?;
         Ok((y, indices))
     }
 
@@ -167,16 +170,14 @@ impl Function for MaxPool {
         let (device, format) = (upstream.device(), upstream.format());
         let cpu = device.compute();
         let algorithm = device.max_pool_algorithm(&self.problem, upstream.dtype(), MaxPoolPass::Backward);
-        let dx = dispatch!(upstream.dtype(), T => {
-            Tensor::build(device, &self.input_shape, format, |dx: &mut [T]| {
-                let dy = upstream.data::<T>()?;
-                match &indices {
-                    Indices::Byte(taken) => algorithm.backward(cpu, &self.problem, dy, taken, dx)?,
-                    Indices::Short(taken) => algorithm.backward(cpu, &self.problem, dy, taken, dx)?,
-                    Indices::None => unreachable!("backward runs only where forward was told that it would"),
-                }
-                Ok(())
-            })
+        let of = (device, upstream.dtype());
+        let dx = Tensor::build_elements(of, &self.input_shape, format, |dx| {
+            let indices = match &indices {
+                Indices::Bytes(taken) => WindowIndices::Bytes(taken.elements()),
+                Indices::Shorts(taken) => WindowIndices::Shorts(taken.elements()),
+                Indices::None => unreachable!("backward runs only where forward was told that it would"),
+            };
+            Ok(algorithm.backward(cpu, &self.problem, upstream.elements()?, indices, dx)?)
         })?;
         Ok(vec![Some(dx)])
     }

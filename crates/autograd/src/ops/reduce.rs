@@ -1,8 +1,6 @@
 //! Sums, means, products, largest and smallest elements over some of the axes.
 
-use convoke_kernels::strided::{
-    Divide, Equal, Fold, NonZero, OfEqual, OfProduct, Reduction, Scale, Value, WhereOne, WhereZero, Zero,
-};
+use convoke_kernels::strided::{Fold, Map, Reduction};
 
 use super::broadcast::Over;
 use super::{checked_axes, contiguous_as};
@@ -141,7 +139,7 @@ impl Function for Reduce {
             Kind::Max => (Fold::Max, 1.0),
             Kind::Min => (Fold::Min, 1.0),
         };
-        let y = over.fold(&self.kept, Reduction { fold, divisor }, (Value, [x]))?;
+        let y = over.fold(&self.kept, Reduction { fold, divisor }, (Map::Value, [x]))?;
         let output = self.dropped(&y, &self.shapes(x.shape())[1])?;
         let is_extreme = matches!(self.kind, Kind::Max | Kind::Min);
         let reads_x = is_extreme || self.kind == Kind::Product;
@@ -166,22 +164,22 @@ impl Function for Reduce {
         let x = || x.as_ref().expect("saved for this gradient");
         let sum = Reduction { fold: Fold::Sum, divisor: 1.0 };
         let dx = match self.kind {
-            Kind::Sum => over.map(Value, [&dy]),
-            Kind::Mean => over.map(Scale { factor: 1.0 / self.count as f64 }, [&dy]),
+            Kind::Sum => over.map(Map::Value, [&dy]),
+            Kind::Mean => over.map(Map::Scale(1.0 / self.count as f64), [&dy]),
             Kind::Max | Kind::Min => {
                 let y = extreme.expect("saved for this gradient");
-                let equal = over.fold(&self.kept, sum, (Equal, [x(), &y]))?;
-                let share = small.map(Divide, [&dy, &equal])?;
-                over.map(OfEqual, [x(), &y, &share])
+                let equal = over.fold(&self.kept, sum, (Map::Equal, [x(), &y]))?;
+                let share = small.map(Map::Divide, [&dy, &equal])?;
+                over.map(Map::OfEqual, [x(), &y, &share])
             }
             Kind::Product => {
                 let product = Reduction { fold: Fold::Product, divisor: 1.0 };
                 // The product of the factors that are not 0, and how many are.
-                let product = over.fold(&self.kept, product, (NonZero, [x()]))?;
-                let zeros = over.fold(&self.kept, sum, (Zero, [x()]))?;
-                let without = small.map(WhereZero, [&dy, &product, &zeros])?;
-                let one = small.map(WhereOne, [&dy, &product, &zeros])?;
-                over.map(OfProduct, [x(), &without, &one])
+                let product = over.fold(&self.kept, product, (Map::NonZero, [x()]))?;
+                let zeros = over.fold(&self.kept, sum, (Map::Zero, [x()]))?;
+                let without = small.map(Map::WhereZero, [&dy, &product, &zeros])?;
+                let one = small.map(Map::WhereOne, [&dy, &product, &zeros])?;
+                over.map(Map::OfProduct, [x(), &without, &one])
             }
         };
         Ok(vec![Some(dx?)])

@@ -1,9 +1,9 @@
 //! Batch norm of one element, with a channel's coefficients in the element type.
 
 use super::{BackwardSums, Normalization};
-use crate::Element;
 use crate::activation::{Activate, Activation};
 use crate::memory::AlignedVec;
+use crate::{Element, Slice};
 
 /// A mean counts as small if it is less than this many standard deviations from 0.
 const SMALL: f64 = 0.25;
@@ -88,13 +88,14 @@ impl<T: Element> Map<T> for NormalizeAdded {
 
 impl<T: Element> Coefficients<T> {
     /// For forward, and for the sums of backward; lengths have been checked.
-    pub(super) fn forward(by: &Normalization<'_, T>) -> Self {
+    pub(super) fn forward(by: &Normalization<'_>) -> Self {
         Self::backward(by, None)
     }
 
     /// For dx. `sums` are the sums and the count of values if the statistics were the batch's; lengths have been checked.
-    pub(super) fn backward(by: &Normalization<'_, T>, sums: Option<(&BackwardSums, usize)>) -> Self {
+    pub(super) fn backward(by: &Normalization<'_>, sums: Option<(&BackwardSums, usize)>) -> Self {
         let channels = by.mean.len();
+        let (gamma, beta) = (by.weight.map(Slice::to_f64), by.bias.map(Slice::to_f64));
         let zeros = || AlignedVec::filled(channels, T::zero());
         let mut c = Coefficients {
             activation: by.activation,
@@ -107,7 +108,8 @@ impl<T: Element> Coefficients<T> {
         };
         for channel in 0..channels {
             c.mean[channel] = T::of(by.mean[channel]);
-            let (scale, inverse_std) = (by.scale(channel), by.inverse_std[channel]);
+            let inverse_std = by.inverse_std[channel];
+            let scale = gamma.as_ref().map_or(1.0, |gamma| gamma[channel]) * inverse_std;
             let inverse_root = by.inverse_root.map_or(inverse_std, |inverse_root| inverse_root[channel]);
             let mut rest = by.mean[channel] - c.mean[channel].f64();
             // If the mean is small, subtracting it first costs more digits than it saves, so all of it becomes the rest.
@@ -115,7 +117,7 @@ impl<T: Element> Coefficients<T> {
             if rest != 0.0 && (by.mean[channel] * inverse_std).abs() < SMALL {
                 (c.mean[channel], rest) = (T::zero(), by.mean[channel]);
             }
-            let beta = by.bias.map_or(0.0, |bias| bias[channel].f64());
+            let beta = beta.as_ref().map_or(0.0, |beta| beta[channel]);
             c.scale[channel] = T::of(scale);
             // Without a rest, beta is taken as it is, even where the scale is infinite or NaN.
             c.shift[channel] = T::of(if rest == 0.0 { beta } else { beta - rest * scale });

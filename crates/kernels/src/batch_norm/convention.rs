@@ -2,7 +2,7 @@
 
 use super::Moments;
 use crate::error::{check_len, invalid};
-use crate::{Element, Result};
+use crate::{Result, SliceMut};
 
 /// What momentum weights in a framework: the new or the old statistics.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -130,12 +130,12 @@ impl Convention {
     /// # Errors
     /// If a length is not the number of channels.
     #[inline(never)]
-    pub fn update<T: Element>(
+    pub fn update(
         &self,
         new_weight: f64,
         moments: &Moments,
-        running_mean: &mut [T],
-        running_var: &mut [T],
+        running_mean: SliceMut<'_>,
+        running_var: SliceMut<'_>,
     ) -> Result<()> {
         let operation = "batch norm running statistics";
         check_len(operation, "the running mean", running_mean.len(), moments.mean.len())?;
@@ -143,10 +143,8 @@ impl Convention {
         if moments.count == 0 {
             return Ok(());
         }
-        let blend = |running: &mut [T], new: &[f64]| {
-            for (running, new) in running.iter_mut().zip(new) {
-                *running = T::of((1.0 - new_weight) * running.f64() + new_weight * new);
-            }
+        let blend = |running: SliceMut<'_>, new: &[f64]| {
+            running.update(|channel, old| (1.0 - new_weight) * old + new_weight * new[channel]);
         };
         blend(running_mean, &moments.mean);
         blend(running_var, &self.variance(moments));
@@ -159,11 +157,11 @@ impl Convention {
     /// # Errors
     /// If there were fewer than two values per channel and the conventions differ: their biased variance is 0.
     #[inline(never)]
-    pub fn convert_variance<T: Element>(
+    pub fn convert_variance(
         &self,
         other: &Convention,
         count: usize,
-        running_var: &mut [T],
+        running_var: SliceMut<'_>,
     ) -> Result<()> {
         if self.running_variance == other.running_variance {
             return Ok(());
@@ -173,7 +171,7 @@ impl Convention {
             return Err(invalid("batch norm conversion", reason));
         }
         let factor = other.divisor(count) / self.divisor(count);
-        running_var.iter_mut().for_each(|variance| *variance = T::of(variance.f64() * factor));
+        running_var.update(|_, variance| variance * factor);
         Ok(())
     }
 }

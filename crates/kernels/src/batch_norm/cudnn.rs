@@ -6,7 +6,7 @@
 use super::{Activation, Affine, Convention, EpsPlace, Normalization, inverse_std, stats};
 use crate::error::{check_len, invalid};
 use crate::memory_format::Extent;
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Result, Slice, SliceMut};
 
 /// Which values share statistics and parameters: `cudnnBatchNormMode_t`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -41,39 +41,39 @@ impl Mode {
 
 /// What the calls for one layer have in common.
 #[derive(Debug, Clone, Copy)]
-pub struct Layer<'a, T> {
+pub struct Layer<'a> {
     /// Which values share statistics and parameters.
     pub mode: Mode,
     /// The shape of x, y and their gradients.
     pub extent: Extent,
     /// `bnScale`.
-    pub scale: &'a [T],
+    pub scale: Slice<'a>,
     /// `bnBias`. [`backward`] does not read it.
-    pub bias: &'a [T],
+    pub bias: Slice<'a>,
     /// Added to the variance; 0 or more.
     pub epsilon: f64,
 }
 
 /// What [`forward_training`] writes.
 #[derive(Debug)]
-pub struct TrainingOutputs<'a, T> {
+pub struct TrainingOutputs<'a> {
     /// The normalised values.
-    pub y: &'a mut [T],
+    pub y: SliceMut<'a>,
     /// The statistics over many calls, updated with those of this call. They are optional.
-    pub running: Option<Running<'a, T>>,
+    pub running: Option<Running<'a>>,
     /// `resultSaveMean` and `resultSaveInvVariance` (1 / sqrt(variance + epsilon)), for backward. They are optional.
-    pub saved: Option<[&'a mut [T]; 2]>,
+    pub saved: Option<[SliceMut<'a>; 2]>,
 }
 
 /// Statistics over many calls: `new = (1 - exponential_average_factor) old + exponential_average_factor batch's`.
 #[derive(Debug)]
-pub struct Running<'a, T> {
+pub struct Running<'a> {
     /// A factor of 1 / (1 + n) in call n, counted from 0, gives the average of all calls.
     pub exponential_average_factor: f64,
     /// `resultRunningMean`.
-    pub mean: &'a mut [T],
+    pub mean: SliceMut<'a>,
     /// `resultRunningVariance`: it is unbiased.
-    pub variance: &'a mut [T],
+    pub variance: SliceMut<'a>,
 }
 
 /// y = scale (x - mean) / sqrt(variance + epsilon) + bias with the batch's mean and biased variance.
@@ -81,11 +81,11 @@ pub struct Running<'a, T> {
 /// # Errors
 /// If a length does not fit, epsilon is negative or NaN, or the exponential average factor is NaN; nothing is written then.
 #[inline(never)]
-pub fn forward_training<T: Element>(
+pub fn forward_training(
     cpu: &Cpu,
-    layer: &Layer<'_, T>,
-    x: &[T],
-    outputs: TrainingOutputs<'_, T>,
+    layer: &Layer<'_>,
+    x: Slice<'_>,
+    outputs: TrainingOutputs<'_>,
 ) -> Result<()> {
     let operation = "cudnn forward_training";
     let extent = layer.view(operation)?;
@@ -101,7 +101,7 @@ pub fn forward_training<T: Element>(
         check_len(operation, "the running variance", variance.len(), extent.channels)?;
     }
     if let Some([mean, inverse_variance]) = &saved {
-        check_saved(operation, [mean, inverse_variance], &extent)?;
+        check_saved(operation, [mean.as_slice(), inverse_variance.as_slice()], &extent)?;
     }
     let affine = Affine {
         weight: Some(layer.scale),
@@ -115,20 +115,20 @@ pub fn forward_training<T: Element>(
         Convention::cudnn().update(exponential_average_factor, &moments, mean, variance)?;
     }
     for (saved, values) in saved.into_iter().flatten().zip([&moments.mean, &inverse_std]) {
-        saved.iter_mut().zip(values).for_each(|(saved, &value)| *saved = T::of(value));
+        saved.update(|channel, _| values[channel]);
     }
     Ok(())
 }
 
 /// What [`forward_inference`] reads besides the layer.
 #[derive(Debug, Clone, Copy)]
-pub struct InferenceInputs<'a, T> {
+pub struct InferenceInputs<'a> {
     /// The values to normalise.
-    pub x: &'a [T],
+    pub x: Slice<'a>,
     /// `estimatedMean`.
-    pub estimated_mean: &'a [T],
+    pub estimated_mean: Slice<'a>,
     /// `estimatedVariance`.
-    pub estimated_variance: &'a [T],
+    pub estimated_variance: Slice<'a>,
 }
 
 /// y = scale (x - mean) / sqrt(variance + epsilon) + bias with `estimatedMean` and `estimatedVariance`.
@@ -136,15 +136,15 @@ pub struct InferenceInputs<'a, T> {
 /// # Errors
 /// If a length does not fit, or epsilon is negative or NaN.
 #[inline(never)]
-pub fn forward_inference<T: Element>(
+pub fn forward_inference(
     cpu: &Cpu,
-    layer: &Layer<'_, T>,
-    inputs: InferenceInputs<'_, T>,
-    y: &mut [T],
+    layer: &Layer<'_>,
+    inputs: InferenceInputs<'_>,
+    y: SliceMut<'_>,
 ) -> Result<()> {
     let operation = "cudnn forward_inference";
     let extent = layer.view(operation)?;
-    let [mean, variance] = [inputs.estimated_mean, inputs.estimated_variance].map(to_f64);
+    let [mean, variance] = [inputs.estimated_mean, inputs.estimated_variance].map(Slice::to_f64);
     check_len(operation, "the estimated mean", mean.len(), extent.channels)?;
     check_len(operation, "the estimated variance", variance.len(), extent.channels)?;
     let inverse_std = inverse_std(&variance, layer.epsilon, EpsPlace::InsideRoot);
@@ -154,24 +154,24 @@ pub fn forward_inference<T: Element>(
 
 /// What [`backward`] reads besides the layer.
 #[derive(Debug, Clone, Copy)]
-pub struct BackwardInputs<'a, T> {
+pub struct BackwardInputs<'a> {
     /// The x of forward.
-    pub x: &'a [T],
+    pub x: Slice<'a>,
     /// The gradient of y.
-    pub dy: &'a [T],
+    pub dy: Slice<'a>,
     /// What [`forward_training`] saved, in the element type; without it the statistics are computed from `x` again, in f64.
-    pub saved: Option<[&'a [T]; 2]>,
+    pub saved: Option<[Slice<'a>; 2]>,
 }
 
 /// What [`backward`] writes.
 #[derive(Debug)]
-pub struct Gradients<'a, T> {
+pub struct Gradients<'a> {
     /// The gradient of x.
-    pub dx: &'a mut [T],
+    pub dx: SliceMut<'a>,
     /// `resultBnScaleDiff`.
-    pub scale: &'a mut [T],
+    pub scale: SliceMut<'a>,
     /// `resultBnBiasDiff`.
-    pub bias: &'a mut [T],
+    pub bias: SliceMut<'a>,
 }
 
 /// The gradients of x, scale and bias.
@@ -179,11 +179,11 @@ pub struct Gradients<'a, T> {
 /// # Errors
 /// If a length does not fit, or epsilon is negative or NaN; nothing is written then.
 #[inline(never)]
-pub fn backward<T: Element>(
+pub fn backward(
     cpu: &Cpu,
-    layer: &Layer<'_, T>,
-    inputs: BackwardInputs<'_, T>,
-    gradients: Gradients<'_, T>,
+    layer: &Layer<'_>,
+    inputs: BackwardInputs<'_>,
+    gradients: Gradients<'_>,
 ) -> Result<()> {
     let operation = "cudnn backward";
     let extent = layer.view(operation)?;
@@ -200,19 +200,17 @@ pub fn backward<T: Element>(
         }
         Some(saved) => {
             check_saved(operation, saved, &extent)?;
-            saved.map(to_f64).into()
+            saved.map(Slice::to_f64).into()
         }
     };
     let by = layer.normalization(&mean, &inverse_std);
     let sums = super::backward_training(cpu, &extent, (x, dy), &by, dx)?;
-    for (channel, (scale, bias)) in scale.iter_mut().zip(bias).enumerate() {
-        *scale = T::of(sums.g_centered[channel] * inverse_std[channel]);
-        *bias = T::of(sums.g[channel]);
-    }
+    scale.update(|channel, _| sums.g_centered[channel] * inverse_std[channel]);
+    bias.update(|channel, _| sums.g[channel]);
     Ok(())
 }
 
-impl<'a, T: Element> Layer<'a, T> {
+impl<'a> Layer<'a> {
     /// The tensor's shape in this mode, after a check of epsilon.
     fn view(&self, operation: &'static str) -> Result<Extent> {
         // cuDNN's CUDNN_BN_MIN_EPSILON is 0 since version 7.5.
@@ -221,7 +219,7 @@ impl<'a, T: Element> Layer<'a, T> {
     }
 
     /// The normalisation with these statistics, without the bias.
-    fn normalization(&self, mean: &'a [f64], inverse_std: &'a [f64]) -> Normalization<'a, T> {
+    fn normalization(&self, mean: &'a [f64], inverse_std: &'a [f64]) -> Normalization<'a> {
         Normalization {
             mean,
             inverse_std,
@@ -233,15 +231,11 @@ impl<'a, T: Element> Layer<'a, T> {
     }
 }
 
-fn check_saved<T>(
+fn check_saved(
     operation: &'static str,
-    [mean, inverse_variance]: [&[T]; 2],
+    [mean, inverse_variance]: [Slice<'_>; 2],
     extent: &Extent,
 ) -> Result<()> {
     check_len(operation, "the saved mean", mean.len(), extent.channels)?;
     check_len(operation, "the saved inverse variance", inverse_variance.len(), extent.channels)
-}
-
-fn to_f64<T: Element>(values: &[T]) -> Vec<f64> {
-    values.iter().map(|value| value.f64()).collect()
 }

@@ -2,7 +2,7 @@
 
 use super::Normalization;
 use crate::error::{check_len, invalid};
-use crate::{Element, Result};
+use crate::{Result, SliceMut};
 
 /// The memory layout of a convolution's filters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -28,15 +28,15 @@ pub enum FilterOrder {
 /// # Errors
 /// If a length does not fit the number of channels; nothing is changed then.
 #[inline(never)]
-pub fn fold<T: Element>(
-    by: &Normalization<'_, T>,
+pub fn fold(
+    by: &Normalization<'_>,
     order: FilterOrder,
-    weight: &mut [T],
-    bias: &mut [T],
+    weight: SliceMut<'_>,
+    bias: SliceMut<'_>,
 ) -> Result<()> {
     let operation = "batch norm folding";
     let channels = by.mean.len();
-    by.check(operation, channels)?;
+    by.check(operation, weight.dtype(), channels)?;
     check_len(operation, "the convolution's bias", bias.len(), channels)?;
     // The weights are runs of `run` elements of one output channel; from run to run the channel cycles through the group's
     // channels.
@@ -52,15 +52,13 @@ pub fn fold<T: Element>(
     }
     let scale: Vec<f64> = (0..channels).map(|channel| by.scale(channel)).collect();
     let group_len = weight.len() / groups;
-    for (group, weight) in weight.chunks_mut(group_len).enumerate() {
-        for (index, filter) in weight.chunks_mut(run).enumerate() {
-            let scale = scale[group * of_group + index % of_group];
-            filter.iter_mut().for_each(|weight| *weight = T::of(weight.f64() * scale));
-        }
-    }
-    for (channel, bias) in bias.iter_mut().enumerate() {
-        let beta = by.bias.map_or(0.0, |beta| beta[channel].f64());
-        *bias = T::of((bias.f64() - by.mean[channel]) * scale[channel] + beta);
-    }
+    weight.update(|place, weight| {
+        let (group, filter) = (place / group_len, place % group_len / run);
+        weight * scale[group * of_group + filter % of_group]
+    });
+    bias.update(|channel, bias| {
+        let beta = by.bias.map_or(0.0, |beta| beta.at(channel));
+        (bias - by.mean[channel]) * scale[channel] + beta
+    });
     Ok(())
 }

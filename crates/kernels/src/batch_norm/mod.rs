@@ -39,7 +39,11 @@ use rows::Rows;
 use crate::error::{check_len, invalid};
 use crate::memory_format::Extent;
 use crate::profile::span;
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, DType, Element, Result, Slice, SliceMut, dispatch};
+
+/// The names of the passes in errors.
+const FORWARD: &str = "batch norm";
+const BACKWARD: &str = "batch norm backward";
 
 /// Mean and sum of squared deviations of each channel, and the number of values that they were computed from.
 #[derive(Debug, Clone, PartialEq)]
@@ -119,7 +123,7 @@ impl Moments {
 
 /// The parameters of a normalisation: statistics and, where the layer has them, gamma (`weight`) and beta (`bias`).
 #[derive(Debug, Clone, Copy)]
-pub struct Normalization<'a, T> {
+pub struct Normalization<'a> {
     /// Mean by channel.
     pub mean: &'a [f64],
     /// 1 / sqrt(variance + eps) by channel.
@@ -128,36 +132,37 @@ pub struct Normalization<'a, T> {
     /// [`Moments::inverse_root`]. Only the gradient of x needs it. If absent, `inverse_std` is used instead.
     pub inverse_root: Option<&'a [f64]>,
     /// Gamma by channel; 1 if absent.
-    pub weight: Option<&'a [T]>,
+    pub weight: Option<Slice<'a>>,
     /// Beta by channel; 0 if absent.
-    pub bias: Option<&'a [T]>,
+    pub bias: Option<Slice<'a>>,
     /// Applied last.
     pub activation: Activation,
 }
 
-impl<T: Element> Normalization<'_, T> {
-    fn check(&self, operation: &'static str, channels: usize) -> Result<()> {
+impl Normalization<'_> {
+    /// Checks what normalises tensors of this type.
+    fn check(&self, operation: &'static str, dtype: DType, channels: usize) -> Result<()> {
         check_len(operation, "the mean", self.mean.len(), channels)?;
         check_len(operation, "the inverse standard deviation", self.inverse_std.len(), channels)?;
         check_len(operation, "the inverse root", self.inverse_root.map_or(channels, <[f64]>::len), channels)?;
-        check_len(operation, "the weight", self.weight.map_or(channels, <[T]>::len), channels)?;
-        check_len(operation, "the bias", self.bias.map_or(channels, <[T]>::len), channels)?;
-        self.activation.check::<T>(operation)
+        check_len(operation, "the weight", self.weight.map_or(channels, Slice::len), channels)?;
+        check_len(operation, "the bias", self.bias.map_or(channels, Slice::len), channels)?;
+        self.activation.check(operation, dtype)
     }
 
     /// gamma * inverse_std.
     fn scale(&self, channel: usize) -> f64 {
-        self.weight.map_or(1.0, |weight| weight[channel].f64()) * self.inverse_std[channel]
+        self.weight.map_or(1.0, |weight| weight.at(channel)) * self.inverse_std[channel]
     }
 }
 
 /// A layer's parameters and options, for normalisation with a batch's own statistics.
 #[derive(Debug, Clone, Copy)]
-pub struct Affine<'a, T> {
+pub struct Affine<'a> {
     /// Gamma by channel; 1 if absent.
-    pub weight: Option<&'a [T]>,
+    pub weight: Option<Slice<'a>>,
     /// Beta by channel; 0 if absent.
-    pub bias: Option<&'a [T]>,
+    pub bias: Option<Slice<'a>>,
     /// Keeps the divisor from 0.
     pub eps: f64,
     /// Where eps is added.
@@ -194,7 +199,7 @@ pub fn inverse_std(variance: &[f64], eps: f64, place: EpsPlace) -> Vec<f64> {
 /// # Errors
 /// If the length of `x` is not the extent's.
 #[inline(never)]
-pub fn stats<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T]) -> Result<Moments> {
+pub fn stats(cpu: &Cpu, extent: &Extent, x: Slice<'_>) -> Result<Moments> {
     extent.check("batch norm statistics", &[("x", x.len())])?;
     let mut parts = StatsInParts::new(extent)?;
     parts.add(cpu, x)?;
@@ -206,16 +211,16 @@ pub fn stats<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T]) -> Result<Moments>
 /// # Errors
 /// If a length is not the extent's, or the activation's parameters make no sense.
 #[inline(never)]
-pub fn normalize<T: Element>(
+pub fn normalize(
     cpu: &Cpu,
     extent: &Extent,
-    x: &[T],
-    by: &Normalization<'_, T>,
-    y: &mut [T],
+    x: Slice<'_>,
+    by: &Normalization<'_>,
+    y: SliceMut<'_>,
 ) -> Result<()> {
     span!("normalize", x, y);
-    extent.check("batch norm", &[("x", x.len()), ("y", y.len())])?;
-    normalize_from(cpu, extent, Some(x), by, y)
+    extent.check(FORWARD, &[("x", x.len()), ("y", y.len())])?;
+    dispatch!(FORWARD, y.dtype(), T => normalize_from::<T>(cpu, extent, Some(x.of()?), by, y.of()?))
 }
 
 /// y = act((x - mean) * gamma * inverse_std + beta + residual) in one pass over memory. The result is bit-identical to
@@ -224,18 +229,21 @@ pub fn normalize<T: Element>(
 /// # Errors
 /// If a length is not the extent's, or the activation's parameters make no sense.
 #[inline(never)]
-pub fn normalize_added<T: Element>(
+pub fn normalize_added(
     cpu: &Cpu,
     extent: &Extent,
-    (x, residual): (&[T], &[T]),
-    by: &Normalization<'_, T>,
-    y: &mut [T],
+    (x, residual): (Slice<'_>, Slice<'_>),
+    by: &Normalization<'_>,
+    y: SliceMut<'_>,
 ) -> Result<()> {
     span!("normalize and add", x, residual, y);
     let tensors = [("x", x.len()), ("the residual", residual.len()), ("y", y.len())];
-    extent.check("batch norm", &tensors)?;
-    by.check("batch norm", extent.channels)?;
-    map_from(cpu, extent, NormalizeAdded, Coefficients::forward(by), Some([x, residual]), y);
+    extent.check(FORWARD, &tensors)?;
+    by.check(FORWARD, y.dtype(), extent.channels)?;
+    dispatch!(FORWARD, y.dtype(), T => {
+        let operands = Some([x.of()?, residual.of()?]);
+        map_from::<T>(cpu, extent, NormalizeAdded, Coefficients::forward(by), operands, y.of()?);
+    });
     Ok(())
 }
 
@@ -244,25 +252,25 @@ pub fn normalize_added<T: Element>(
 /// # Errors
 /// If a length is not the extent's, or the activation's parameters make no sense.
 #[inline(never)]
-pub fn normalize_in_place<T: Element>(
+pub fn normalize_in_place(
     cpu: &Cpu,
     extent: &Extent,
-    by: &Normalization<'_, T>,
-    data: &mut [T],
+    by: &Normalization<'_>,
+    data: SliceMut<'_>,
 ) -> Result<()> {
     span!("normalize", data, data);
-    extent.check("batch norm", &[("x", data.len())])?;
-    normalize_from(cpu, extent, None, by, data)
+    extent.check(FORWARD, &[("x", data.len())])?;
+    dispatch!(FORWARD, data.dtype(), T => normalize_from::<T>(cpu, extent, None, by, data.of()?))
 }
 
 fn normalize_from<T: Element>(
     cpu: &Cpu,
     extent: &Extent,
     x: Option<&[T]>,
-    by: &Normalization<'_, T>,
+    by: &Normalization<'_>,
     y: &mut [T],
 ) -> Result<()> {
-    by.check("batch norm", extent.channels)?;
+    by.check(FORWARD, T::DTYPE, extent.channels)?;
     map_from(cpu, extent, Normalize, Coefficients::forward(by), x.map(|x| [x, x]), y);
     Ok(())
 }
@@ -292,40 +300,42 @@ fn map_from<T: Element>(
 /// # Errors
 /// If a length is not the extent's, the activation's parameters make no sense, or eps is negative or NaN.
 #[inline(never)]
-pub fn forward_training<T: Element>(
+pub fn forward_training(
     cpu: &Cpu,
     extent: &Extent,
-    x: &[T],
-    layer: &Affine<'_, T>,
-    y: &mut [T],
+    x: Slice<'_>,
+    layer: &Affine<'_>,
+    y: SliceMut<'_>,
 ) -> Result<(Moments, Vec<f64>)> {
     span!("batch norm", x, x, y);
-    extent.check("batch norm", &[("x", x.len()), ("y", y.len())])?;
-    check_eps("batch norm", layer.eps)?;
+    extent.check(FORWARD, &[("x", x.len()), ("y", y.len())])?;
+    check_eps(FORWARD, layer.eps)?;
     let inverse_std_of = |moments: &Moments| moments.inverse_std(layer.eps, layer.eps_place);
     let Affine { weight, bias, activation, .. } = *layer;
-    activation.check::<T>("batch norm")?;
+    activation.check(FORWARD, x.dtype())?;
     for (name, values) in [("the weight", weight), ("the bias", bias)] {
-        check_len("batch norm", name, values.map_or(extent.channels, <[T]>::len), extent.channels)?;
+        check_len(FORWARD, name, values.map_or(extent.channels, Slice::len), extent.channels)?;
     }
     if !x.is_empty()
         && let Walk::Planes(planes) = Walk::of(extent)
-        && planes.stays_cached::<T>(cpu, 1)
+        && planes.stays_cached(cpu, 1, x.dtype())
     {
-        let coefficients = |channels: Range<usize>, moments: &Moments| {
-            let inverse_std = inverse_std_of(moments);
-            Coefficients::forward(&Normalization {
-                mean: &moments.mean,
-                inverse_std: &inverse_std,
-                inverse_root: None,
-                weight: weight.map(|weight| &weight[channels.clone()]),
-                bias: bias.map(|bias| &bias[channels]),
-                activation,
-            })
-        };
-        let moments = planes.forward(cpu, &all_parts(extent), x, coefficients, y);
-        let inverse_std = inverse_std_of(&moments);
-        return Ok((moments, inverse_std));
+        dispatch!(FORWARD, x.dtype(), T => {
+            let coefficients = |channels: Range<usize>, moments: &Moments| {
+                let inverse_std = inverse_std_of(moments);
+                Coefficients::<T>::forward(&Normalization {
+                    mean: &moments.mean,
+                    inverse_std: &inverse_std,
+                    inverse_root: None,
+                    weight: weight.map(|weight| weight.part(channels.clone())),
+                    bias: bias.map(|bias| bias.part(channels)),
+                    activation,
+                })
+            };
+            let moments = planes.forward(cpu, &all_parts(extent), x.of()?, coefficients, y.of()?);
+            let inverse_std = inverse_std_of(&moments);
+            return Ok((moments, inverse_std));
+        })
     }
     let moments = stats(cpu, extent, x)?;
     let inverse_std = inverse_std_of(&moments);
@@ -340,16 +350,15 @@ pub fn forward_training<T: Element>(
 /// # Errors
 /// If a length is not the extent's, or the activation's parameters make no sense.
 #[inline(never)]
-pub fn backward_reduce<T: Element>(
+pub fn backward_reduce(
     cpu: &Cpu,
     extent: &Extent,
-    x: &[T],
-    dy: &[T],
-    by: &Normalization<'_, T>,
+    x: Slice<'_>,
+    dy: Slice<'_>,
+    by: &Normalization<'_>,
 ) -> Result<BackwardSums> {
-    let operation = "batch norm backward";
-    extent.check(operation, &[("x", x.len()), ("dy", dy.len())])?;
-    by.check(operation, extent.channels)?;
+    extent.check(BACKWARD, &[("x", x.len()), ("dy", dy.len())])?;
+    by.check(BACKWARD, x.dtype(), extent.channels)?;
     let mut parts = BackwardSumsInParts::new(extent)?;
     parts.add(cpu, x, dy, by)?;
     parts.finish()
@@ -363,17 +372,17 @@ pub fn backward_reduce<T: Element>(
 /// # Errors
 /// If a length is not the extent's, the activation's parameters make no sense, or `sums` are over no values.
 #[inline(never)]
-pub fn backward_elemt_in_place<T: Element>(
+pub fn backward_elemt_in_place(
     cpu: &Cpu,
     extent: &Extent,
-    dy: &[T],
-    by: &Normalization<'_, T>,
+    dy: Slice<'_>,
+    by: &Normalization<'_>,
     sums: Option<(&BackwardSums, usize)>,
-    data: &mut [T],
+    data: SliceMut<'_>,
 ) -> Result<()> {
     span!("batch norm gradient", data, dy, data);
-    extent.check("batch norm backward", &[("x", data.len()), ("dy", dy.len())])?;
-    gradient_from(cpu, extent, (None, dy), by, sums, data)
+    extent.check(BACKWARD, &[("x", data.len()), ("dy", dy.len())])?;
+    dispatch!(BACKWARD, dy.dtype(), T => gradient_from::<T>(cpu, extent, (None, dy.of()?), by, sums, data.of()?))
 }
 
 /// The gradient of x: PyTorch's `batch_norm_backward_elemt`. See [`backward_elemt_in_place`].
@@ -381,35 +390,36 @@ pub fn backward_elemt_in_place<T: Element>(
 /// # Errors
 /// If a length is not the extent's, the activation's parameters make no sense, or `sums` are over no values.
 #[inline(never)]
-pub fn backward_elemt<T: Element>(
+pub fn backward_elemt(
     cpu: &Cpu,
     extent: &Extent,
-    (x, dy): (&[T], &[T]),
-    by: &Normalization<'_, T>,
+    (x, dy): (Slice<'_>, Slice<'_>),
+    by: &Normalization<'_>,
     sums: Option<(&BackwardSums, usize)>,
-    dx: &mut [T],
+    dx: SliceMut<'_>,
 ) -> Result<()> {
     span!("batch norm gradient", x, dy, dx);
     let tensors = [("x", x.len()), ("dy", dy.len()), ("dx", dx.len())];
-    extent.check("batch norm backward", &tensors)?;
-    gradient_from(cpu, extent, (Some(x), dy), by, sums, dx)
+    extent.check(BACKWARD, &tensors)?;
+    dispatch!(BACKWARD, dy.dtype(), T => {
+        gradient_from::<T>(cpu, extent, (Some(x.of()?), dy.of()?), by, sums, dx.of()?)
+    })
 }
 
 fn gradient_from<T: Element>(
     cpu: &Cpu,
     extent: &Extent,
     tensors: (Option<&[T]>, &[T]),
-    by: &Normalization<'_, T>,
+    by: &Normalization<'_>,
     sums: Option<(&BackwardSums, usize)>,
     dx: &mut [T],
 ) -> Result<()> {
-    let operation = "batch norm backward";
-    by.check(operation, extent.channels)?;
+    by.check(BACKWARD, T::DTYPE, extent.channels)?;
     if let Some((sums, count)) = sums {
-        check_len(operation, "the sums", sums.g.len(), extent.channels)?;
-        check_len(operation, "the sums", sums.g_centered.len(), extent.channels)?;
+        check_len(BACKWARD, "the sums", sums.g.len(), extent.channels)?;
+        check_len(BACKWARD, "the sums", sums.g_centered.len(), extent.channels)?;
         if count == 0 && !dx.is_empty() {
-            return Err(invalid(operation, "statistics over no values"));
+            return Err(invalid(BACKWARD, "statistics over no values"));
         }
     }
     if dx.is_empty() {
@@ -430,35 +440,37 @@ fn gradient_from<T: Element>(
 /// # Errors
 /// If a length is not the extent's, or the activation's parameters make no sense.
 #[inline(never)]
-pub fn backward_training<T: Element>(
+pub fn backward_training(
     cpu: &Cpu,
     extent: &Extent,
-    (x, dy): (&[T], &[T]),
-    by: &Normalization<'_, T>,
-    dx: &mut [T],
+    (x, dy): (Slice<'_>, Slice<'_>),
+    by: &Normalization<'_>,
+    dx: SliceMut<'_>,
 ) -> Result<BackwardSums> {
     span!("batch norm backward", x, dy, x, dy, dx);
-    let operation = "batch norm backward";
-    extent.check(operation, &[("x", x.len()), ("dy", dy.len()), ("dx", dx.len())])?;
-    by.check(operation, extent.channels)?;
+    extent.check(BACKWARD, &[("x", x.len()), ("dy", dy.len()), ("dx", dx.len())])?;
+    by.check(BACKWARD, x.dtype(), extent.channels)?;
     let count = extent.batch * extent.spatial;
     if !x.is_empty()
         && let Walk::Planes(planes) = Walk::of(extent)
-        && planes.stays_cached::<T>(cpu, 2)
+        && planes.stays_cached(cpu, 2, x.dtype())
     {
-        let with_sums = |channels: Range<usize>, sums: &BackwardSums| {
-            let some = Normalization {
-                mean: &by.mean[channels.clone()],
-                inverse_std: &by.inverse_std[channels.clone()],
-                inverse_root: by.inverse_root.map(|inverse_root| &inverse_root[channels.clone()]),
-                weight: by.weight.map(|weight| &weight[channels.clone()]),
-                bias: by.bias.map(|bias| &bias[channels]),
-                activation: by.activation,
+        dispatch!(BACKWARD, x.dtype(), T => {
+            let with_sums = |channels: Range<usize>, sums: &BackwardSums| {
+                let some = Normalization {
+                    mean: &by.mean[channels.clone()],
+                    inverse_std: &by.inverse_std[channels.clone()],
+                    inverse_root: by.inverse_root.map(|inverse_root| &inverse_root[channels.clone()]),
+                    weight: by.weight.map(|weight| weight.part(channels.clone())),
+                    bias: by.bias.map(|bias| bias.part(channels)),
+                    activation: by.activation,
+                };
+                Coefficients::<T>::backward(&some, Some((sums, count)))
             };
-            Coefficients::backward(&some, Some((sums, count)))
-        };
-        let of = GradientSumsOf { x, dy, means: by.mean, c: &Coefficients::forward(by) };
-        return Ok(planes.backward(cpu, &all_parts(extent), &of, with_sums, dx));
+            let of =
+                GradientSumsOf { x: x.of()?, dy: dy.of()?, means: by.mean, c: &Coefficients::forward(by) };
+            return Ok(planes.backward(cpu, &all_parts(extent), &of, with_sums, dx.of()?));
+        })
     }
     let sums = backward_reduce(cpu, extent, x, dy, by)?;
     backward_elemt(cpu, extent, (x, dy), by, Some((&sums, count)), dx)?;

@@ -6,7 +6,7 @@ use super::{
     Activation, BackwardSums, EpsPlace, Moments, Normalization, check_eps, inverse_std as inverse_std_of,
 };
 use crate::error::invalid;
-use crate::{Element, Result};
+use crate::{Result, Slice, SliceMut};
 
 /// The statistics that normalise.
 #[derive(Debug, Clone)]
@@ -178,11 +178,7 @@ impl Normalizer {
     }
 
     /// The normalisation in the form that kernels take, with the layer's weight and bias.
-    pub fn with<'a, T: Element>(
-        &'a self,
-        weight: Option<&'a [T]>,
-        bias: Option<&'a [T]>,
-    ) -> Normalization<'a, T> {
+    pub fn with<'a>(&'a self, weight: Option<Slice<'a>>, bias: Option<Slice<'a>>) -> Normalization<'a> {
         Normalization {
             mean: &self.mean,
             inverse_std: &self.inverse_std,
@@ -209,16 +205,12 @@ impl Normalizer {
     }
 
     /// Writes the gradient of the weight: sum g (x - mean) * inverse_std for each channel.
-    pub fn gradient_of_weight<T: Element>(&self, sums: &BackwardSums, gradient: &mut [T]) {
-        for (channel, gradient) in gradient.iter_mut().enumerate() {
-            *gradient = T::of(sums.g_centered[channel] * self.inverse_std[channel]);
-        }
+    pub fn gradient_of_weight(&self, sums: &BackwardSums, gradient: SliceMut<'_>) {
+        gradient.update(|channel, _| sums.g_centered[channel] * self.inverse_std[channel]);
     }
 
     /// Writes the gradient of the bias: sum g for each channel.
-    pub fn gradient_of_bias<T: Element>(&self, sums: &BackwardSums, gradient: &mut [T]) {
-        for (channel, gradient) in gradient.iter_mut().enumerate() {
-            *gradient = T::of(sums.g[channel]);
-        }
+    pub fn gradient_of_bias(&self, sums: &BackwardSums, gradient: SliceMut<'_>) {
+        gradient.update(|channel, _| sums.g[channel]);
     }
 }

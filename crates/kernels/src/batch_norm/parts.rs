@@ -14,7 +14,7 @@ use crate::error::{check_len, invalid};
 use crate::isa::multiversion;
 use crate::memory_format::Extent;
 use crate::profile::span;
-use crate::{Cpu, Element, MemoryFormat, Result};
+use crate::{Cpu, Element, MemoryFormat, Result, Slice, dispatch};
 
 /// A large batch is cut into about this many groups or pieces, or into more if groups would exceed [`MANY`] values per channel.
 const PARTS: usize = 64;
@@ -223,9 +223,9 @@ impl Progress {
 /// let x: Vec<f32> = (0..extent.len()?).map(|i| (i % 7) as f32).collect();
 /// let mut statistics = StatsInParts::new(&extent)?;
 /// for images in x.chunks(2 * images_per_group(&extent) * 2 * 4096) {
-///     statistics.add(&cpu, images)?;
+///     statistics.add(&cpu, images.into())?;
 /// }
-/// assert_eq!(statistics.finish()?, stats(&cpu, &extent, &x)?);
+/// assert_eq!(statistics.finish()?, stats(&cpu, &extent, (&x).into())?);
 /// # Ok::<(), convoke_kernels::Error>(())
 /// ```
 #[derive(Debug)]
@@ -251,16 +251,16 @@ impl StatsInParts {
     /// If they are not whole images, too many, or not a multiple of [`images_per_group`] and not the last. Nothing is added
     /// then.
     #[inline(never)]
-    pub fn add<T: Element>(&mut self, cpu: &Cpu, x: &[T]) -> Result<()> {
+    pub fn add(&mut self, cpu: &Cpu, x: Slice<'_>) -> Result<()> {
         span!("batch norm statistics", x);
         let (extent, parts) = self.progress.next(x.len())?;
         if parts.is_empty() {
             return Ok(());
         }
-        match Walk::of(&extent) {
-            Walk::Rows(rows) => rows.moments(cpu, &parts, x, &mut self.totals),
-            Walk::Planes(planes) => planes.moments(cpu, &parts, x, &mut self.totals),
-        }
+        dispatch!(self.progress.operation, x.dtype(), T => match Walk::of(&extent) {
+            Walk::Rows(rows) => rows.moments::<T>(cpu, &parts, x.of()?, &mut self.totals),
+            Walk::Planes(planes) => planes.moments::<T>(cpu, &parts, x.of()?, &mut self.totals),
+        });
         self.progress.images += extent.batch;
         Ok(())
     }
@@ -300,20 +300,22 @@ impl BackwardSumsInParts {
     /// # Errors
     /// As [`StatsInParts::add`], and if the length of `dy` or of a slice in `by` does not fit.
     #[inline(never)]
-    pub fn add<T: Element>(&mut self, cpu: &Cpu, x: &[T], dy: &[T], by: &Normalization<'_, T>) -> Result<()> {
+    pub fn add(&mut self, cpu: &Cpu, x: Slice<'_>, dy: Slice<'_>, by: &Normalization<'_>) -> Result<()> {
         span!("batch norm gradient sums", x, dy);
         let operation = self.progress.operation;
         let (extent, parts) = self.progress.next(x.len())?;
         check_len(operation, "dy", dy.len(), x.len())?;
-        by.check(operation, extent.channels)?;
+        by.check(operation, x.dtype(), extent.channels)?;
         if parts.is_empty() {
             return Ok(());
         }
-        let c = Coefficients::forward(by);
-        match Walk::of(&extent) {
-            Walk::Rows(rows) => rows.gradient_sums(cpu, &parts, (x, dy), by.mean, c, &mut self.totals),
-            Walk::Planes(planes) => planes.gradient_sums(cpu, &parts, (x, dy), by.mean, c, &mut self.totals),
-        }
+        dispatch!(operation, x.dtype(), T => {
+            let (c, pair) = (Coefficients::<T>::forward(by), (x.of()?, dy.of()?));
+            match Walk::of(&extent) {
+                Walk::Rows(rows) => rows.gradient_sums(cpu, &parts, pair, by.mean, c, &mut self.totals),
+                Walk::Planes(planes) => planes.gradient_sums(cpu, &parts, pair, by.mean, c, &mut self.totals),
+            }
+        });
         self.progress.images += extent.batch;
         Ok(())
     }

@@ -11,7 +11,7 @@ use crate::isa::multiversion;
 use crate::memory_format::Extent;
 use crate::shared::Shared;
 use crate::stream::{self, Streaming};
-use crate::{Cpu, Element, scratch};
+use crate::{Cpu, DType, Element, scratch};
 
 /// All channels together are cut into at least this many tasks, if they have enough elements.
 const TASKS: usize = 64;
@@ -80,8 +80,8 @@ impl Planes {
     }
 
     /// Whether the bytes of a group on each thread stay in a cache between two passes over `tensors` tensors.
-    pub(super) fn stays_cached<T>(&self, cpu: &Cpu, tensors: usize) -> bool {
-        let group = self.batch * self.spatial * self.group * size_of::<T>();
+    pub(super) fn stays_cached(&self, cpu: &Cpu, tensors: usize, dtype: DType) -> bool {
+        let group = self.batch * self.spatial * self.group * dtype.size();
         // Working group by group needs the results of tasks, and a dry CPU computes none.
         if cpu.is_dry() {
             return false;

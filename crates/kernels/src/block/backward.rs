@@ -5,26 +5,25 @@ use std::sync::Arc;
 
 use super::recompute::{Kept, OutputTiles};
 use super::{Block, BlockProblem, NAME, Parameters, Saved};
-use crate::activation::Activation;
-use crate::activation::typed::activation_backward_in_place;
+use crate::activation::{Activation, activation_backward_in_place};
 use crate::batch_norm::{
     BackwardSums, BackwardSumsInParts, Normalizer, backward_elemt, backward_elemt_in_place,
 };
 use crate::conv::{BiasGradient, Gradient, InputGradient, TiledConv, WeightGradient};
 use crate::error::{check_len, invalid};
 use crate::images::Images;
-use crate::memory::at_least;
-use crate::pool::MaxPoolPass;
-use crate::{Buffer, Element, Result};
+use crate::memory::{Bytes, at_least};
+use crate::pool::{MaxPoolPass, WindowIndices};
+use crate::{Buffer, Result, Slice, SliceMut};
 
 /// What backward reads. It owns what it can free, or overwrite, on the way.
-pub struct Backward<'a, T: Element, H> {
+pub struct Backward<'a, H> {
     /// What forward kept.
-    pub saved: Saved<T>,
+    pub saved: Saved,
     /// The input of forward. If it can be overwritten, its gradient takes its place.
     pub x: H,
     /// The parameters of forward.
-    pub parameters: Parameters<'a, T>,
+    pub parameters: Parameters<'a>,
     /// The gradient of z.
     pub dz: H,
     /// z, where [`Saved::needs_output`] says so.
@@ -63,17 +62,17 @@ pub struct BlockRun {
 
 /// The gradients that were wanted.
 #[derive(Debug)]
-pub struct Gradients<T: Element, H> {
+pub struct Gradients<H> {
     /// The gradient of the input.
-    pub x: Option<Gradient<T, H>>,
+    pub x: Option<Gradient<H>>,
     /// The gradient of the convolution's weight.
-    pub weight: Option<Buffer<T>>,
+    pub weight: Option<Buffer>,
     /// The gradient of the convolution's bias.
-    pub bias: Option<Buffer<T>>,
+    pub bias: Option<Buffer>,
     /// The gradient of batch norm's weight.
-    pub gamma: Option<Buffer<T>>,
+    pub gamma: Option<Buffer>,
     /// The gradient of batch norm's bias.
-    pub beta: Option<Buffer<T>>,
+    pub beta: Option<Buffer>,
     /// The gradient of the residual.
     pub residual: Option<H>,
 }
@@ -83,14 +82,14 @@ impl Block {
     ///
     /// # Errors
     /// If a length does not fit, z is missing, there is no memory, or ranks cannot communicate.
-    pub fn backward<T: Element, H: Images<T> + Clone>(
+    pub fn backward<H: Images + Clone>(
         &self,
-        inputs: Backward<'_, T, H>,
+        inputs: Backward<'_, H>,
         wanted: &Wanted,
-    ) -> Result<Gradients<T, H>> {
+    ) -> Result<Gradients<H>> {
         let Backward { saved, x, parameters, dz, z, sum } = inputs;
         self.check(&parameters, None)?;
-        let weight = parameters.weight.as_ptr().addr();
+        let weight = parameters.weight.address();
         self.device().record_block(BlockRun { problem: self.problem, wanted: *wanted, weight });
         if saved.needs_output() && z.is_none() {
             return Err(invalid(NAME, "backward needs the block's output"));
@@ -112,13 +111,14 @@ impl Block {
             kept => kept,
         };
         let mut y = OutputTiles { kept, convolution: &self.convolution, parameters, scratch: None };
-        let mut x = Input::<T, H>::new(&self.convolution, x)?;
+        let mut x = Input::<H>::new(&self.convolution, x)?;
         let sums = needs_sums.then(|| sums(&normalizer, &mut x, &mut y, &mut dz)).transpose()?;
         let residual = wanted.residual.then(|| dz.dz.clone());
-        let of_channels = |wanted: bool, fill: &dyn Fn(&BackwardSums, &mut [T])| -> Result<_> {
+        let of_channels = |wanted: bool, fill: &dyn Fn(&BackwardSums, SliceMut<'_>)| -> Result<_> {
             let Some(sums) = sums.as_ref().filter(|_| wanted) else { return Ok(None) };
-            let mut gradient = self.device().buffer(self.problem.convolution.out_channels)?;
-            fill(sums, &mut gradient);
+            let convolution = &self.problem.convolution;
+            let mut gradient = self.device().buffer(convolution.types.weight, convolution.out_channels)?;
+            fill(sums, gradient.elements_mut());
             Ok(Some(gradient))
         };
         let gamma = of_channels(wanted.gamma, &|sums, out| normalizer.gradient_of_weight(sums, out))?;
@@ -133,21 +133,21 @@ impl Block {
     }
 
     /// Computes dy tile by tile, and adds each tile's part to the convolution's gradients.
-    fn gradients_of_convolution<T: Element, H: Images<T>>(
+    fn gradients_of_convolution<H: Images>(
         &self,
         of_norm: &OfNorm<'_>,
-        (mut x, sum): (Input<T, H>, Option<H>),
-        (mut y, dz): (OutputTiles<'_, T>, Upstream<'_, T, H>),
-        (wanted, gradients): (&Wanted, &mut Gradients<T, H>),
+        (mut x, sum): (Input<H>, Option<H>),
+        (mut y, dz): (OutputTiles<'_>, Upstream<'_, H>),
+        (wanted, gradients): (&Wanted, &mut Gradients<H>),
     ) -> Result<()> {
         let (convolution, parameters) = (&self.convolution, y.parameters);
         let device = convolution.device();
         let through = of_norm.through.as_ref().map(|(sums, count)| (sums, *count));
         let by = of_norm.normalizer.with(parameters.gamma, parameters.beta);
-        let mut of_weight = wanted.weight.then(|| WeightGradient::<T>::new(convolution)).transpose()?;
-        let mut of_bias = wanted.bias.then(|| BiasGradient::<T>::new(convolution)).transpose()?;
+        let mut of_weight = wanted.weight.then(|| WeightGradient::new(convolution)).transpose()?;
+        let mut of_bias = wanted.bias.then(|| BiasGradient::new(convolution)).transpose()?;
         let elsewhere = sum.is_some() || !x.can_be_overwritten();
-        let mut of_x = (wanted.x && elsewhere).then(|| InputGradient::<T, H>::new(sum));
+        let mut of_x = (wanted.x && elsewhere).then(|| InputGradient::<H>::new(sum));
         let image = convolution.input_image();
         let all = 0..convolution.output_shape()[0];
         let (mut scratch, mut dz) = (None, Some(dz));
@@ -157,15 +157,17 @@ impl Block {
             let upstream = of_tile.get(images.clone())?;
             // If the batch is a single tile, dy can overwrite the kept y.
             let in_place = images == all && y.unshared().is_some();
-            let dy = if in_place && let Some(y) = y.unshared() {
-                backward_elemt_in_place(device.compute(), &extent, upstream, &by, through, y)?;
+            let dy = if in_place && let Some(mut y) = y.unshared() {
+                let cpu = device.compute();
+                backward_elemt_in_place(cpu, &extent, upstream, &by, through, y.reborrow())?;
                 y
             } else {
-                let dy = at_least(&mut scratch, device, extent.len()?)?;
+                let mut dy = at_least(&mut scratch, device, upstream.dtype(), extent.len()?)?;
                 let value = y.get(images.clone(), || x.images(images.clone()))?;
-                backward_elemt(device.compute(), &extent, (value, upstream), &by, through, dy)?;
+                backward_elemt(device.compute(), &extent, (value, upstream), &by, through, dy.reborrow())?;
                 dy
             };
+            let dy = dy.into_slice();
             // Free what dy was computed from before the convolutions allocate their workspaces.
             of_tile.scratch = None;
             dz = Some(of_tile).filter(|_| images.end < all.end);
@@ -202,11 +204,11 @@ struct OfNorm<'a> {
 }
 
 /// The sums over the batch that batch norm's gradients need.
-fn sums<T: Element, H: Images<T>>(
+fn sums<H: Images>(
     normalizer: &Normalizer,
-    x: &mut Input<T, H>,
-    y: &mut OutputTiles<'_, T>,
-    dz: &mut Upstream<'_, T, H>,
+    x: &mut Input<H>,
+    y: &mut OutputTiles<'_>,
+    dz: &mut Upstream<'_, H>,
 ) -> Result<BackwardSums> {
     let (convolution, parameters) = (y.convolution, y.parameters);
     let [images, ..] = convolution.output_shape();
@@ -222,14 +224,14 @@ fn sums<T: Element, H: Images<T>>(
 }
 
 /// x. If it has no other owner, dx overwrites it, tile by tile.
-struct Input<T: Element, H> {
+struct Input<H> {
     x: H,
     mine: bool,
-    scratch: Option<Buffer<T>>,
+    scratch: Option<Buffer>,
 }
 
-impl<T: Element, H: Images<T>> Input<T, H> {
-    fn new(of: &TiledConv, mut x: H) -> Result<Input<T, H>> {
+impl<H: Images> Input<H> {
+    fn new(of: &TiledConv, mut x: H) -> Result<Input<H>> {
         let mine = match x.overwrite() {
             Some(x) => {
                 check_len(NAME, "x", x.len(), of.input_shape().iter().product())?;
@@ -240,7 +242,7 @@ impl<T: Element, H: Images<T>> Input<T, H> {
         Ok(Input { x, mine, scratch: None })
     }
 
-    fn images(&mut self, images: Range<usize>) -> Result<&[T]> {
+    fn images(&mut self, images: Range<usize>) -> Result<Slice<'_>> {
         self.x.read(images, &mut self.scratch)
     }
 
@@ -248,23 +250,23 @@ impl<T: Element, H: Images<T>> Input<T, H> {
         self.mine
     }
 
-    fn overwrite(&mut self, place: Range<usize>) -> &mut [T] {
-        &mut self.x.overwrite().expect("it was, and nobody could begin to share it")[place]
+    fn overwrite(&mut self, place: Range<usize>) -> SliceMut<'_> {
+        self.x.overwrite().expect("it was, and nobody could begin to share it").part(place)
     }
 }
 
 /// The gradient of the activation's output: dz, taken backwards through the pool if there is one.
-struct Upstream<'a, T: Element, H> {
+struct Upstream<'a, H> {
     dz: H,
     block: &'a Block,
     /// The activation that dz must still go through, and z, which tells where the activation passed its input. `None` once
     /// that is done, or if the normalisation includes the activation.
     behind: Option<(Activation, H)>,
-    taken: Option<Arc<Buffer<u8>>>,
-    scratch: Option<Buffer<T>>,
+    taken: Option<Arc<Bytes>>,
+    scratch: Option<Buffer>,
 }
 
-impl<T: Element, H: Images<T>> Upstream<'_, T, H> {
+impl<H: Images> Upstream<'_, H> {
     fn place(&self, images: &Range<usize>) -> Range<usize> {
         let image = self.block.output_image();
         images.start * image..images.end * image
@@ -279,10 +281,10 @@ impl<T: Element, H: Images<T>> Upstream<'_, T, H> {
         let z = z.read(images, &mut scratch)?;
         let dz = self.dz.change()?;
         check_len(NAME, "dz", dz.len(), self.block.output_shape().iter().product())?;
-        activation_backward_in_place(cpu, *activation, z, &mut dz[place])
+        activation_backward_in_place(cpu, *activation, z, dz.part(place))
     }
 
-    fn get(&mut self, images: Range<usize>) -> Result<&[T]> {
+    fn get(&mut self, images: Range<usize>) -> Result<Slice<'_>> {
         let (place, device) = (self.place(&images), self.block.device());
         let Upstream { dz, block, taken, scratch, .. } = self;
         let Some((pool, taken)) = block.problem.pool.as_ref().zip(taken.as_ref()) else {
@@ -290,9 +292,11 @@ impl<T: Element, H: Images<T>> Upstream<'_, T, H> {
         };
         let mut unused = None;
         let pool = pool.with_batch(images.len());
-        let out = at_least(scratch, device, pool.input_extent().len()?)?;
-        let algorithm = device.max_pool_algorithm(&pool, T::DTYPE, MaxPoolPass::Backward);
-        algorithm.backward(device.compute(), &pool, dz.read(images, &mut unused)?, &taken[place], out)?;
-        Ok(out)
+        let dz = dz.read(images, &mut unused)?;
+        let mut out = at_least(scratch, device, dz.dtype(), pool.input_extent().len()?)?;
+        let algorithm = device.max_pool_algorithm(&pool, dz.dtype(), MaxPoolPass::Backward);
+        let taken = WindowIndices::Bytes(&taken.elements()[place]);
+        algorithm.backward(device.compute(), &pool, dz, taken, out.reborrow())?;
+        Ok(out.into_slice())
     }
 }

@@ -3,26 +3,26 @@
 use std::ops::Range;
 
 use super::{Block, EpilogueOperands};
-use crate::activation::typed::add_activated_in_place;
+use crate::activation::add_activated_in_place;
 use crate::batch_norm::{Normalization, Normalizer, normalize, normalize_added, normalize_in_place};
 use crate::images::Images;
-use crate::pool::MaxPoolPass;
-use crate::{Buffer, Element, Result};
+use crate::pool::{MaxPoolPass, WindowIndicesMut};
+use crate::{Result, Slice, SliceMut};
 
 /// pool(activation(normalise(y) + residual)).
-pub(super) struct Epilogue<'a, T: Element> {
+pub(super) struct Epilogue<'a> {
     block: &'a Block,
     /// The normalisation; it includes the activation unless there is a residual.
-    by: Normalization<'a, T>,
-    residual: Option<&'a dyn Images<T>>,
+    by: Normalization<'a>,
+    residual: Option<&'a dyn Images>,
 }
 
-impl<'a, T: Element> Epilogue<'a, T> {
+impl<'a> Epilogue<'a> {
     pub(super) fn new(
         block: &'a Block,
         normalizer: &'a Normalizer,
-        operands: &EpilogueOperands<'a, T>,
-    ) -> Epilogue<'a, T> {
+        operands: &EpilogueOperands<'a>,
+    ) -> Epilogue<'a> {
         let EpilogueOperands { gamma, beta, residual } = *operands;
         Epilogue { block, by: normalizer.with(gamma, beta), residual }
     }
@@ -37,8 +37,8 @@ impl<'a, T: Element> Epilogue<'a, T> {
     pub(super) fn run(
         &self,
         images: Range<usize>,
-        y: &[T],
-        z: &mut [T],
+        y: Slice<'_>,
+        z: SliceMut<'_>,
         taken: Option<&mut [u8]>,
     ) -> Result<()> {
         let (device, problem) = (self.block.device(), &self.block.problem);
@@ -52,17 +52,18 @@ impl<'a, T: Element> Epilogue<'a, T> {
         let Some(pool) = &problem.pool else {
             return normalize(cpu, &extent, y, &self.by, z);
         };
-        let mut normalized: Buffer<T> = device.buffer(y.len())?;
-        normalize(cpu, &extent, y, &self.by, &mut normalized)?;
+        let mut normalized = device.buffer(y.dtype(), y.len())?;
+        normalize(cpu, &extent, y, &self.by, normalized.elements_mut())?;
         let pool = pool.with_batch(images.len());
         let pass = if taken.is_some() { MaxPoolPass::Forward } else { MaxPoolPass::Inference };
-        device.max_pool_algorithm(&pool, T::DTYPE, pass).forward(cpu, &pool, &normalized, z, taken)
+        let algorithm = device.max_pool_algorithm(&pool, y.dtype(), pass);
+        algorithm.forward(cpu, &pool, normalized.elements(), z, taken.map(WindowIndicesMut::Bytes))
     }
 
     /// [`Epilogue::run`] in the buffer of y. There must be no pool.
-    pub(super) fn run_in_place(&self, images: Range<usize>, y: &mut [T]) -> Result<()> {
+    pub(super) fn run_in_place(&self, images: Range<usize>, mut y: SliceMut<'_>) -> Result<()> {
         let cpu = self.block.device().compute();
-        normalize_in_place(cpu, &self.block.convolution.output_extent(images.len()), &self.by, y)?;
+        normalize_in_place(cpu, &self.block.convolution.output_extent(images.len()), &self.by, y.reborrow())?;
         let Some(residual) = self.residual else { return Ok(()) };
         let mut scratch = None;
         let residual = residual.read(images, &mut scratch)?;

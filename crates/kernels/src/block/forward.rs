@@ -7,20 +7,21 @@ use super::recompute::{Kept, Recipe, RecipeSource};
 use super::{Block, Keep, NAME, Operands};
 use crate::activation::Activation;
 use crate::batch_norm::{BatchNormOptions, Moments, Normalizer, Statistics, StatsInParts};
-use crate::{Buffer, Element, Result};
+use crate::memory::Bytes;
+use crate::{Buffer, Result, Slice, SliceMut};
 
 /// What forward gives.
-pub struct Forward<T: Element> {
+pub struct Forward {
     /// z, in the memory format of x; `None` if it is not computed before it is read: see [`Saved::recipe`].
-    pub output: Option<Buffer<T>>,
+    pub output: Option<Buffer>,
     /// What backward needs besides the operands.
-    pub saved: Saved<T>,
+    pub saved: Saved,
 }
 
 /// What a block keeps for its backward, besides its operands. Clones share it.
 #[derive(Clone)]
-pub struct Saved<T: Element> {
-    pub(super) kept: Kept<T>,
+pub struct Saved {
+    pub(super) kept: Kept,
     /// The normalisation of forward.
     pub(super) normalizer: Normalizer,
     /// Whether z is recomputed from what is kept where it is read.
@@ -28,10 +29,10 @@ pub struct Saved<T: Element> {
     /// Whether backward reads from z where the activation passed its input.
     pub(super) masked: bool,
     /// The index of each window's largest element.
-    pub(super) taken: Option<Arc<Buffer<u8>>>,
+    pub(super) taken: Option<Arc<Bytes>>,
 }
 
-impl<T: Element> Saved<T> {
+impl Saved {
     /// The batch's moments, over all ranks where they are synchronized; `None` for constant statistics.
     pub fn moments(&self) -> Option<&Moments> {
         self.normalizer.moments()
@@ -43,7 +44,7 @@ impl<T: Element> Saved<T> {
     }
 
     /// Recomputes z, if what is kept allows it.
-    pub fn recipe(&self, block: &Block) -> Option<Recipe<T>> {
+    pub fn recipe(&self, block: &Block) -> Option<Recipe> {
         let source = match &self.kept {
             _ if !self.renormalizes => return None,
             Kept::Stored(y) => RecipeSource::Stored(y.clone()),
@@ -61,12 +62,7 @@ impl Block {
     /// # Errors
     /// If a length does not fit, there is no memory, ranks cannot communicate, or a batch has one value per channel.
     #[inline(never)]
-    pub fn forward<T: Element>(
-        &self,
-        operands: &Operands<'_, T>,
-        statistics: &Statistics,
-        save: bool,
-    ) -> Result<Forward<T>> {
+    pub fn forward(&self, operands: &Operands<'_>, statistics: &Statistics, save: bool) -> Result<Forward> {
         self.check(&operands.parameters, Some(operands.residual.is_some()))?;
         // With a residual, the activation follows the addition.
         let activation = if self.problem.residual { Activation::Identity } else { self.problem.activation };
@@ -84,7 +80,7 @@ impl Block {
         let keep = save.then_some(self.keep);
         let renormalizes = matches!(keep, Some(Keep::Renormalize | Keep::RecomputeBoth));
         let mut taken = match self.problem.pool {
-            Some(_) if save => Some(self.device().buffer::<u8>(self.output_shape().iter().product())?),
+            Some(_) if save => Some(self.device().bytes::<u8>(self.output_shape().iter().product())?),
             _ => None,
         };
         // What is left of y is kept.
@@ -93,9 +89,9 @@ impl Block {
         let (output, y) = if later {
             (None, Some(y))
         } else if keeps_y || self.problem.pool.is_some() {
-            (Some(self.finish(&y, &epilogue, taken.as_mut())?), keeps_y.then_some(y))
+            (Some(self.finish(y.elements(), &epilogue, taken.as_mut())?), keeps_y.then_some(y))
         } else {
-            self.finish_in_place(&mut y, &epilogue)?;
+            self.finish_in_place(y.elements_mut(), &epilogue)?;
             (Some(y), None)
         };
         let kept = match (y, keep) {
@@ -111,50 +107,49 @@ impl Block {
 
     /// y, and its moments unless statistics are given. Each tile's moments are computed while the caches still hold the
     /// tile.
-    fn convolve<T: Element>(
+    fn convolve(
         &self,
-        operands: &Operands<'_, T>,
+        operands: &Operands<'_>,
         statistics: &Statistics,
-    ) -> Result<(Buffer<T>, Option<Moments>)> {
+    ) -> Result<(Buffer, Option<Moments>)> {
         let (device, shape) = (self.device(), self.convolution.output_shape());
         let extent = self.convolution.output_extent(shape[0]);
         let wanted = !matches!(statistics, Statistics::Constant { .. });
         let mut stats = wanted.then(|| StatsInParts::new(&extent)).transpose()?;
-        let mut y = device.buffer::<T>(extent.len()?)?;
-        self.convolution.forward_with(operands.x, operands.parameters.filter(), &mut y, |tile| {
-            stats.as_mut().map_or(Ok(()), |stats| stats.add(device.compute(), tile))
-        })?;
+        let mut y = device.buffer(self.convolution.output_type(), extent.len()?)?;
+        self.convolution.forward_with(
+            operands.x,
+            operands.parameters.filter(),
+            y.elements_mut(),
+            |tile| stats.as_mut().map_or(Ok(()), |stats| stats.add(device.compute(), tile)),
+        )?;
         Ok((y, stats.map(StatsInParts::finish).transpose()?))
     }
 
     /// z in a buffer of its own.
-    fn finish<T: Element>(
-        &self,
-        y: &[T],
-        epilogue: &Epilogue<'_, T>,
-        mut taken: Option<&mut Buffer<u8>>,
-    ) -> Result<Buffer<T>> {
+    fn finish(&self, y: Slice<'_>, epilogue: &Epilogue<'_>, mut taken: Option<&mut Bytes>) -> Result<Buffer> {
         let (image, output_image) = (self.convolution.output_image(), self.output_image());
         let shape = self.output_shape();
-        let mut z = self.device().buffer::<T>(shape.iter().product())?;
+        let mut z = self.device().buffer(y.dtype(), shape.iter().product())?;
         if epilogue.is_one_pass() {
-            epilogue.run(0..shape[0], y, &mut z, None)?;
+            epilogue.run(0..shape[0], y, z.elements_mut(), None)?;
             return Ok(z);
         }
         for images in self.convolution.tiles() {
             let place = images.start * output_image..images.end * output_image;
-            let taken = taken.as_mut().map(|taken| &mut taken[place.clone()]);
-            let y = &y[images.start * image..images.end * image];
-            epilogue.run(images, y, &mut z[place], taken)?;
+            let taken = taken.as_mut().map(|taken| &mut taken.elements_mut()[place.clone()]);
+            let y = y.part(images.start * image..images.end * image);
+            epilogue.run(images, y, z.elements_mut().part(place), taken)?;
         }
         Ok(z)
     }
 
     /// z in the buffer of y. There must be no pool.
-    fn finish_in_place<T: Element>(&self, y: &mut [T], epilogue: &Epilogue<'_, T>) -> Result<()> {
+    fn finish_in_place(&self, mut y: SliceMut<'_>, epilogue: &Epilogue<'_>) -> Result<()> {
         let image = self.convolution.output_image();
         for images in self.convolution.tiles() {
-            epilogue.run_in_place(images.clone(), &mut y[images.start * image..images.end * image])?;
+            let y = y.reborrow().part(images.start * image..images.end * image);
+            epilogue.run_in_place(images, y)?;
         }
         Ok(())
     }

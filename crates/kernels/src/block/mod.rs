@@ -27,14 +27,14 @@
 //! let problem = BlockProblem::new("mb2ic1ih2iw2oc1kh1kw1".parse()?).with_activation(Activation::Relu);
 //! let block = Block::new(&device, problem, 2, Keep::Renormalize)?;
 //! let x = PlainImages::borrowed(&device, &x, 2)?;
-//! let parameters = Parameters { weight: &weight, bias: None, gamma: None, beta: None };
+//! let parameters = Parameters { weight: (&weight).into(), bias: None, gamma: None, beta: None };
 //! let operands = Operands { x: &x, residual: None, parameters };
 //! let forward = block.forward(&operands, &Statistics::Batch, true)?;
 //! // z is not computed before it is read.
 //! assert!(forward.output.is_none());
 //! let mut z = [0.0f32; 8];
 //! let operands = EpilogueOperands { gamma: None, beta: None, residual: None };
-//! forward.saved.recipe(&block).expect("it keeps y").write(None, &operands, 0..2, &mut z)?;
+//! forward.saved.recipe(&block).expect("it keeps y").write(None, &operands, 0..2, (&mut z).into())?;
 //! assert!(z[..4].iter().all(|&z| z == 0.0) && z[7] > 1.5);
 //!
 //! let dz = PlainImages::borrowed(&device, &[1.0f32; 8], 2)?;
@@ -57,11 +57,11 @@ pub use recompute::{ConvInput, Recipe};
 
 use crate::activation::Activation;
 use crate::batch_norm::EpsPlace;
-use crate::conv::{ConvProblem, ConvTypes, Filter, TiledConv};
-use crate::error::invalid;
+use crate::conv::{ConvProblem, Filter, TiledConv};
+use crate::error::{check_dtype, invalid};
 use crate::images::Images;
 use crate::pool::PoolProblem;
-use crate::{Device, Element, Error, Result};
+use crate::{Device, Result, Slice};
 
 const NAME: &str = "conv_bn2d";
 
@@ -140,38 +140,38 @@ impl BlockProblem {
 
 /// The parameters of a block.
 #[derive(Debug, Clone, Copy)]
-pub struct Parameters<'a, T> {
+pub struct Parameters<'a> {
     /// The convolution's weight, K x C/groups x R x S.
-    pub weight: &'a [T],
+    pub weight: Slice<'a>,
     /// The convolution's bias, K.
-    pub bias: Option<&'a [T]>,
+    pub bias: Option<Slice<'a>>,
     /// Batch norm's weight, K.
-    pub gamma: Option<&'a [T]>,
+    pub gamma: Option<Slice<'a>>,
     /// Batch norm's bias, K.
-    pub beta: Option<&'a [T]>,
+    pub beta: Option<Slice<'a>>,
 }
 
-impl<'a, T: Copy> Parameters<'a, T> {
+impl<'a> Parameters<'a> {
     /// The parameters of the convolution.
-    pub fn filter(&self) -> Filter<'a, T> {
+    pub fn filter(&self) -> Filter<'a> {
         Filter { weight: self.weight, bias: self.bias }
     }
 }
 
 /// What forward reads.
 #[derive(Clone, Copy)]
-pub struct Operands<'a, T> {
+pub struct Operands<'a> {
     /// N x C x H x W.
-    pub x: &'a dyn Images<T>,
+    pub x: &'a dyn Images,
     /// The residual, of the shape of y.
-    pub residual: Option<&'a dyn Images<T>>,
+    pub residual: Option<&'a dyn Images>,
     /// The parameters.
-    pub parameters: Parameters<'a, T>,
+    pub parameters: Parameters<'a>,
 }
 
-impl<'a, T: Copy> Operands<'a, T> {
+impl<'a> Operands<'a> {
     /// The operands of what follows the convolution.
-    pub fn of_epilogue(&self) -> EpilogueOperands<'a, T> {
+    pub fn of_epilogue(&self) -> EpilogueOperands<'a> {
         let Parameters { gamma, beta, .. } = self.parameters;
         EpilogueOperands { gamma, beta, residual: self.residual }
     }
@@ -179,13 +179,13 @@ impl<'a, T: Copy> Operands<'a, T> {
 
 /// What is read after the convolution.
 #[derive(Clone, Copy)]
-pub struct EpilogueOperands<'a, T> {
+pub struct EpilogueOperands<'a> {
     /// Batch norm's weight, K.
-    pub gamma: Option<&'a [T]>,
+    pub gamma: Option<Slice<'a>>,
     /// Batch norm's bias, K.
-    pub beta: Option<&'a [T]>,
+    pub beta: Option<Slice<'a>>,
     /// The residual, of the shape of y.
-    pub residual: Option<&'a dyn Images<T>>,
+    pub residual: Option<&'a dyn Images>,
 }
 
 /// A block on a device.
@@ -240,12 +240,9 @@ impl Block {
     }
 
     /// Checks that the operands are those that the problem has.
-    fn check<T: Element>(&self, parameters: &Parameters<'_, T>, residual: Option<bool>) -> Result<()> {
+    fn check(&self, parameters: &Parameters<'_>, residual: Option<bool>) -> Result<()> {
         let BlockProblem { convolution, bias, gamma, beta, .. } = &self.problem;
-        if convolution.types != ConvTypes::all(T::DTYPE) {
-            let (expected, found) = (convolution.types.input, T::DTYPE);
-            return Err(Error::DType { operation: NAME, expected, found });
-        }
+        check_dtype(NAME, convolution.types.weight, parameters.weight.dtype())?;
         let given = [
             ("bias", *bias, parameters.bias.is_some()),
             ("gamma", *gamma, parameters.gamma.is_some()),

@@ -10,27 +10,22 @@ use crate::conv::{Filter, TiledConv};
 use crate::error::{check_len, invalid};
 use crate::images::Images;
 use crate::memory::at_least;
-use crate::{Buffer, Element, Recomputed, Result};
+use crate::{Buffer, Recomputed, Result, Slice, SliceMut};
 
 /// A convolution's input and parameters.
-pub type ConvInput<'a, T> = (&'a dyn Images<T>, Filter<'a, T>);
+pub type ConvInput<'a> = (&'a dyn Images, Filter<'a>);
 
 /// y as a whole, from the first request until the block's backward takes it.
-pub(super) struct Whole<T: Element>(Mutex<Option<Arc<Buffer<T>>>>);
+#[derive(Default)]
+pub(super) struct Whole(Mutex<Option<Arc<Buffer>>>);
 
-impl<T: Element> Default for Whole<T> {
-    fn default() -> Whole<T> {
-        Whole(Mutex::default())
-    }
-}
-
-impl<T: Element> Whole<T> {
-    fn held(&self) -> MutexGuard<'_, Option<Arc<Buffer<T>>>> {
+impl Whole {
+    fn held(&self) -> MutexGuard<'_, Option<Arc<Buffer>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// y; also held for the block's own backward.
-    fn get(&self, block: &Block, input: ConvInput<'_, T>) -> Result<Arc<Buffer<T>>> {
+    fn get(&self, block: &Block, input: ConvInput<'_>) -> Result<Arc<Buffer>> {
         let mut held = self.held();
         if let Some(y) = &*held {
             return Ok(y.clone());
@@ -41,51 +36,55 @@ impl<T: Element> Whole<T> {
     }
 
     /// y; it is no longer held here.
-    pub(super) fn take(&self, block: &Block, input: ConvInput<'_, T>) -> Result<Arc<Buffer<T>>> {
+    pub(super) fn take(&self, block: &Block, input: ConvInput<'_>) -> Result<Arc<Buffer>> {
         let held = self.held().take();
         held.map_or_else(|| Ok(Arc::new(compute(block, input)?)), Ok)
     }
 }
 
-fn compute<T: Element>(block: &Block, (x, filter): ConvInput<'_, T>) -> Result<Buffer<T>> {
-    let mut y = block.device().buffer(block.convolution.output_shape().iter().product())?;
-    block.convolution.forward(x, filter, &mut y)?;
-    count::<T>(&block.convolution, block.convolution.output_shape()[0]);
+fn compute(block: &Block, (x, filter): ConvInput<'_>) -> Result<Buffer> {
+    let convolution = &block.convolution;
+    let len = convolution.output_shape().iter().product();
+    let mut y = block.device().buffer(convolution.output_type(), len)?;
+    convolution.forward(x, filter, y.elements_mut())?;
+    count(&block.convolution, block.convolution.output_shape()[0]);
     Ok(y)
 }
 
 /// Counts that the convolution of some images ran again.
-fn count<T>(convolution: &TiledConv, images: usize) {
+fn count(convolution: &TiledConv, images: usize) {
     let flops = convolution.problem().flops() / convolution.output_shape()[0].max(1) as f64;
-    let bytes = images * (convolution.input_image() + convolution.output_image()) * size_of::<T>();
+    let [input, output] = convolution.dtypes();
+    let bytes =
+        images * (convolution.input_image() * input.size() + convolution.output_image() * output.size());
     let work = Recomputed { flops: (flops * images as f64) as u64, bytes: bytes as u64 };
     convolution.device().count_recomputed(work);
 }
 
 /// How backward gets y.
 #[derive(Clone)]
-pub(super) enum Kept<T: Element> {
+pub(super) enum Kept {
     /// y was kept.
-    Stored(Arc<Buffer<T>>),
+    Stored(Arc<Buffer>),
     /// y is recomputed as a whole.
-    Whole(Arc<Whole<T>>),
+    Whole(Arc<Whole>),
     /// y is recomputed tile by tile.
     Tiles,
 }
 
 /// y, tile by tile.
-pub(super) struct OutputTiles<'a, T: Element> {
-    pub(super) kept: Kept<T>,
+pub(super) struct OutputTiles<'a> {
+    pub(super) kept: Kept,
     pub(super) convolution: &'a TiledConv,
-    pub(super) parameters: Parameters<'a, T>,
-    pub(super) scratch: Option<Buffer<T>>,
+    pub(super) parameters: Parameters<'a>,
+    pub(super) scratch: Option<Buffer>,
 }
 
-impl<T: Element> OutputTiles<'_, T> {
+impl OutputTiles<'_> {
     /// Mutable access to all of y, if it was kept and has no other owner.
-    pub(super) fn unshared(&mut self) -> Option<&mut [T]> {
+    pub(super) fn unshared(&mut self) -> Option<SliceMut<'_>> {
         match &mut self.kept {
-            Kept::Stored(y) => Arc::get_mut(y).map(|y| &mut **y),
+            Kept::Stored(y) => Arc::get_mut(y).map(Buffer::elements_mut),
             _ => None,
         }
     }
@@ -94,19 +93,19 @@ impl<T: Element> OutputTiles<'_, T> {
     pub(super) fn get<'a>(
         &'a mut self,
         images: Range<usize>,
-        x: impl FnOnce() -> Result<&'a [T]>,
-    ) -> Result<&'a [T]> {
+        x: impl FnOnce() -> Result<Slice<'a>>,
+    ) -> Result<Slice<'a>> {
         let OutputTiles { convolution, scratch, kept, parameters } = self;
         let (device, extent) = (convolution.device(), convolution.output_extent(images.len()));
         let (len, image) = (extent.len()?, convolution.output_image());
         let place = images.start * image..images.end * image;
         match &*kept {
-            Kept::Stored(y) => Ok(&y[place]),
+            Kept::Stored(y) => Ok(y.elements().part(place)),
             Kept::Whole(_) | Kept::Tiles => {
-                let out = at_least(scratch, device, len)?;
-                convolution.forward_tile(images.len(), x()?, parameters.filter(), out)?;
-                count::<T>(convolution, images.len());
-                Ok(out)
+                let mut out = at_least(scratch, device, convolution.output_type(), len)?;
+                convolution.forward_tile(images.len(), x()?, parameters.filter(), out.reborrow())?;
+                count(convolution, images.len());
+                Ok(out.into_slice())
             }
         }
     }
@@ -114,20 +113,20 @@ impl<T: Element> OutputTiles<'_, T> {
 
 /// Where y comes from when z is recomputed.
 #[derive(Clone)]
-pub(super) enum RecipeSource<T: Element> {
-    Stored(Arc<Buffer<T>>),
-    Whole(Arc<Whole<T>>),
+pub(super) enum RecipeSource {
+    Stored(Arc<Buffer>),
+    Whole(Arc<Whole>),
 }
 
 /// Recomputes the output of a block from what it keeps.
 #[derive(Clone)]
-pub struct Recipe<T: Element> {
+pub struct Recipe {
     pub(super) block: Block,
-    pub(super) source: RecipeSource<T>,
+    pub(super) source: RecipeSource,
     pub(super) normalizer: Normalizer,
 }
 
-impl<T: Element> Recipe<T> {
+impl Recipe {
     /// How many images z has.
     pub fn images(&self) -> usize {
         self.block.output_shape()[0]
@@ -145,10 +144,10 @@ impl<T: Element> Recipe<T> {
     #[inline(never)]
     pub fn write(
         &self,
-        input: Option<ConvInput<'_, T>>,
-        operands: &EpilogueOperands<'_, T>,
+        input: Option<ConvInput<'_>>,
+        operands: &EpilogueOperands<'_>,
         images: Range<usize>,
-        z: &mut [T],
+        mut z: SliceMut<'_>,
     ) -> Result<()> {
         let Recipe { block, source, normalizer } = self;
         let y = match (source, input) {
@@ -160,18 +159,19 @@ impl<T: Element> Recipe<T> {
         };
         let epilogue = Epilogue::new(block, normalizer, operands);
         let passes = block.convolution.output_image() * (1 + usize::from(operands.residual.is_some()));
-        let bytes = images.len() * (passes + block.output_image()) * size_of::<T>();
+        let bytes = images.len() * (passes + block.output_image()) * z.dtype().size();
         block.device().count_recomputed(Recomputed { flops: 0, bytes: bytes as u64 });
         let (image, output_image) = (block.convolution.output_image(), block.output_image());
         check_len(NAME, "z", z.len(), images.len() * output_image)?;
+        let total = self.images();
+        if images.end > total {
+            return Err(invalid(NAME, format!("there are no images {images:?} of {total} images")));
+        }
         // A whole tensor is written tile by tile too: the result is the same, and the tiles stay in the caches.
         for tile in block.convolution.tiles_of(images.clone()) {
             let place = (tile.start - images.start) * output_image..(tile.end - images.start) * output_image;
-            let Some(y) = y.get(tile.start * image..tile.end * image) else {
-                let total = block.output_shape()[0];
-                return Err(invalid(NAME, format!("there are no images {images:?} of {total} images")));
-            };
-            epilogue.run(tile, y, &mut z[place], None)?;
+            let y = y.elements().part(tile.start * image..tile.end * image);
+            epilogue.run(tile, y, z.reborrow().part(place), None)?;
         }
         Ok(())
     }

@@ -10,7 +10,7 @@
 //! Chellapilla, Puri, Simard: "High Performance Convolutional Neural Networks for Document Processing", 2006.
 
 use super::gemm_views::{Images, Split, View, columns_cost, reduce_partials};
-use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Kernel, NotApplicable};
+use super::plan::{ConvAlgorithm, ConvPlan, NotApplicable, TypedKernel, kernel_of};
 use super::problem::{ConvProblem, Pass};
 use crate::gemm::{Update, gemm};
 use crate::memory_format::MOST_ELEMENTS;
@@ -52,7 +52,7 @@ impl ConvAlgorithm for Im2col {
         let workspace = split.workers * columns + weights;
         let tiles = Tiles { problem: *problem, pass, tile_rows, columns };
         let cost = columns_cost(problem, pass, cpu, 0.7);
-        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, tiles)).with_cost(cost))
+        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, kernel_of(problem, tiles)).with_cost(cost))
     }
 }
 
@@ -64,7 +64,7 @@ struct Tiles {
     columns: usize,
 }
 
-impl<T: Element> ConvKernel<T> for Tiles {
+impl<T: Element> TypedKernel<T> for Tiles {
     fn run(&self, cpu: &Cpu, [a, b]: [&[T]; 2], output: &mut [T], workspace: &mut [T]) {
         let p = &self.problem;
         let split = Split::new(p.batch, cpu);

@@ -25,7 +25,10 @@ mod workspace;
 
 pub use notation::parse_suite;
 pub use onednn::onednn_version;
-pub use plan::{Accuracy, ConvAlgorithm, ConvKernel, ConvOperands, ConvPlan, Cost, Kernel, NotApplicable};
+pub use plan::{
+    Accuracy, ConvAlgorithm, ConvKernel, ConvOperands, ConvPlan, Cost, NotApplicable, TypedKernel, kernel,
+    kernel_of,
+};
 pub use problem::{ConvAxis, ConvProblem, ConvSpec, ConvTypes, Pass};
 pub(crate) use reference::element as reference_element;
 pub use tiled::{BiasGradient, Filter, Gradient, InputGradient, TiledConv, WeightGradient};

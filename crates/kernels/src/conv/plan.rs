@@ -1,10 +1,11 @@
 //! The algorithm trait, and the plan that an algorithm makes for one pass of one problem.
 
+use std::marker::PhantomData;
 use std::sync::Arc;
 
 use super::problem::{ConvProblem, ConvTypes, Pass};
-use crate::error::{check_len, invalid};
-use crate::{Cpu, DType, Element, Error, MemoryFormat, Result};
+use crate::error::{check_dtype, check_len, invalid};
+use crate::{Cpu, Element, MemoryFormat, Result, Slice, SliceMut};
 
 /// Why an algorithm cannot run a problem: its shape, the CPU, a limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -88,78 +89,116 @@ impl dyn ConvAlgorithm + '_ {
         cpu: &Cpu,
     ) -> std::result::Result<ConvPlan, NotApplicable> {
         let plan = self.plan(problem, pass, cpu)?;
-        let dtype = plan.kernel.dtype();
-        if (&plan.problem, plan.pass, dtype) != (problem, pass, problem.types.accumulator) {
-            let found = format!("{} of {} with a kernel for {dtype}", plan.pass, plan.problem);
+        let types = plan.kernel.types();
+        if (&plan.problem, plan.pass, types) != (problem, pass, problem.types) {
+            let found = format!("{} of {} with a kernel for {types}", plan.pass, plan.problem);
             return Err(NotApplicable(format!(
                 "an error in {}: asked for {pass} of {problem} in {}, it planned {found}",
                 self.name(),
-                problem.types.accumulator
+                problem.types
             )));
         }
         Ok(plan)
     }
 }
 
-/// The code behind a plan, for one element type.
-pub trait ConvKernel<T>: Send + Sync {
+/// The code behind a plan.
+pub trait ConvKernel: Send + Sync {
+    /// The types of the operands. The workspace has the accumulator's.
+    fn types(&self) -> ConvTypes;
+
     /// Computes `output` from the pass's two inputs, in the order of [`ConvOperands`]'s constructors.
     ///
-    /// `cpu` is the plan's, or the same budget on the calling thread alone. Lengths have been checked against the problem.
-    /// Output and workspace may hold anything at the start.
+    /// `cpu` is the plan's, or the same budget on the calling thread alone. Lengths and types have been checked against the
+    /// problem. Output and workspace may hold anything at the start.
+    ///
+    /// # Errors
+    /// If an operand is of another type than [`ConvKernel::types`] says.
+    fn run(
+        &self,
+        cpu: &Cpu,
+        inputs: [Slice<'_>; 2],
+        output: SliceMut<'_>,
+        workspace: SliceMut<'_>,
+    ) -> Result<()>;
+}
+
+/// The code behind a plan for a single element type: see [`kernel`].
+pub trait TypedKernel<T>: Send + Sync {
+    /// As [`ConvKernel::run`].
     fn run(&self, cpu: &Cpu, inputs: [&[T]; 2], output: &mut [T], workspace: &mut [T]);
 }
 
-/// A plan's kernel for the element type of its problem.
-#[derive(Clone)]
-#[non_exhaustive]
-pub enum Kernel {
-    /// For f32 problems.
-    F32(Arc<dyn ConvKernel<f32>>),
-    /// For f64 problems.
-    F64(Arc<dyn ConvKernel<f64>>),
-}
+/// A kernel all of whose operands are numbers of type T.
+pub fn kernel<T: Element>(kernel: impl TypedKernel<T> + 'static) -> Arc<dyn ConvKernel> {
+    struct Typed<T, K>(K, PhantomData<fn() -> T>);
 
-impl Kernel {
-    /// Wraps a kernel that is written for both element types, as the kernel for the type of `problem`.
-    pub fn of<K: ConvKernel<f32> + ConvKernel<f64> + 'static>(problem: &ConvProblem, kernel: K) -> Kernel {
-        match problem.types {
-            ConvTypes::F32 => Kernel::F32(Arc::new(kernel)),
-            ConvTypes::F64 => Kernel::F64(Arc::new(kernel)),
-            types => unreachable!("no problem has the types {types}"),
+    impl<T: Element, K: TypedKernel<T>> ConvKernel for Typed<T, K> {
+        fn types(&self) -> ConvTypes {
+            ConvTypes::all(T::DTYPE)
+        }
+
+        fn run(
+            &self,
+            cpu: &Cpu,
+            [a, b]: [Slice<'_>; 2],
+            output: SliceMut<'_>,
+            workspace: SliceMut<'_>,
+        ) -> Result<()> {
+            self.0.run(cpu, [a.of()?, b.of()?], output.of()?, workspace.of()?);
+            Ok(())
         }
     }
 
-    fn dtype(&self) -> DType {
-        match self {
-            Kernel::F32(_) => DType::F32,
-            Kernel::F64(_) => DType::F64,
-        }
+    Arc::new(Typed(kernel, PhantomData))
+}
+
+/// The kernel for the types of `problem`, of one that is written for f32 and f64.
+pub fn kernel_of<K>(problem: &ConvProblem, of: K) -> Arc<dyn ConvKernel>
+where
+    K: TypedKernel<f32> + TypedKernel<f64> + 'static,
+{
+    match problem.types {
+        ConvTypes::F32 => kernel::<f32>(of),
+        ConvTypes::F64 => kernel::<f64>(of),
+        types => unreachable!("no problem has the types {types}"),
     }
 }
 
 /// The two inputs and the output of one pass.
 #[derive(Debug)]
-pub struct ConvOperands<'a, T> {
+pub struct ConvOperands<'a> {
     pass: Pass,
-    inputs: [&'a [T]; 2],
-    output: &'a mut [T],
+    inputs: [Slice<'a>; 2],
+    output: SliceMut<'a>,
 }
 
-impl<'a, T> ConvOperands<'a, T> {
+impl<'a> ConvOperands<'a> {
     /// y from x and the weight.
-    pub fn forward(x: &'a [T], weight: &'a [T], y: &'a mut [T]) -> Self {
-        ConvOperands { pass: Pass::Forward, inputs: [x, weight], output: y }
+    pub fn forward(
+        x: impl Into<Slice<'a>>,
+        weight: impl Into<Slice<'a>>,
+        y: impl Into<SliceMut<'a>>,
+    ) -> Self {
+        ConvOperands { pass: Pass::Forward, inputs: [x.into(), weight.into()], output: y.into() }
     }
 
     /// dx from dy and the weight.
-    pub fn backward_data(dy: &'a [T], weight: &'a [T], dx: &'a mut [T]) -> Self {
-        ConvOperands { pass: Pass::BackwardData, inputs: [dy, weight], output: dx }
+    pub fn backward_data(
+        dy: impl Into<Slice<'a>>,
+        weight: impl Into<Slice<'a>>,
+        dx: impl Into<SliceMut<'a>>,
+    ) -> Self {
+        ConvOperands { pass: Pass::BackwardData, inputs: [dy.into(), weight.into()], output: dx.into() }
     }
 
     /// dweight from x and dy.
-    pub fn backward_weights(x: &'a [T], dy: &'a [T], dweight: &'a mut [T]) -> Self {
-        ConvOperands { pass: Pass::BackwardWeights, inputs: [x, dy], output: dweight }
+    pub fn backward_weights(
+        x: impl Into<Slice<'a>>,
+        dy: impl Into<Slice<'a>>,
+        dweight: impl Into<SliceMut<'a>>,
+    ) -> Self {
+        ConvOperands { pass: Pass::BackwardWeights, inputs: [x.into(), dy.into()], output: dweight.into() }
     }
 }
 
@@ -215,17 +254,18 @@ pub struct ConvPlan {
     workspace_len: usize,
     cost: Cost,
     operations: f64,
-    kernel: Kernel,
+    kernel: Arc<dyn ConvKernel>,
 }
 
 impl ConvPlan {
-    /// A plan by `algorithm` whose `kernel` needs `workspace_len` elements of scratch memory.
+    /// A plan by `algorithm` whose kernel needs `workspace_len` elements of scratch memory. [`kernel`] and [`kernel_of`] make one of
+    /// typed code.
     pub fn new(
         algorithm: &dyn ConvAlgorithm,
         (problem, pass): (&ConvProblem, Pass),
         cpu: &Cpu,
         workspace_len: usize,
-        kernel: Kernel,
+        kernel: Arc<dyn ConvKernel>,
     ) -> ConvPlan {
         ConvPlan {
             algorithm: algorithm.name().into(),
@@ -287,7 +327,7 @@ impl ConvPlan {
         self.pass
     }
 
-    /// Scratch memory that [`ConvPlan::run`] needs, in elements.
+    /// Scratch memory that [`ConvPlan::run`] needs, in elements of the accumulator's type.
     pub fn workspace_len(&self) -> usize {
         self.workspace_len
     }
@@ -298,40 +338,36 @@ impl ConvPlan {
     /// # Errors
     /// If the operands are of another pass, another element type, or of lengths other than the problem's, or if the workspace
     /// is too short.
-    #[inline(never)]
-    pub fn run<T: Element>(&self, operands: ConvOperands<'_, T>, workspace: &mut [T]) -> Result<()> {
+    pub fn run(&self, operands: ConvOperands<'_>, workspace: SliceMut<'_>) -> Result<()> {
         let operation = match self.pass {
             Pass::Forward => "convolution",
             Pass::BackwardData => "convolution backward-data",
             Pass::BackwardWeights => "convolution backward-weights",
         };
-        let kernel = T::conv_kernel(&self.kernel).ok_or(Error::DType {
-            operation,
-            expected: self.problem.types.accumulator,
-            found: T::DTYPE,
-        })?;
         if operands.pass != self.pass {
             return Err(invalid(operation, format!("run with the operands of pass {}", operands.pass)));
         }
-        let problem = &self.problem;
-        let (x, weight, y) =
-            (("x", problem.input_len()), ("the weight", problem.weight_len()), ("y", problem.output_len()));
+        let (problem, types) = (&self.problem, &self.problem.types);
+        let x = ("x", problem.input_len(), types.input);
+        let weight = ("the weight", problem.weight_len(), types.weight);
+        let y = ("y", problem.output_len(), types.output);
         let expected = match self.pass {
             Pass::Forward => [x, weight, y],
-            Pass::BackwardData => [("dy", y.1), weight, ("dx", x.1)],
-            Pass::BackwardWeights => [x, ("dy", y.1), ("dweight", weight.1)],
+            Pass::BackwardData => [("dy", y.1, y.2), weight, ("dx", x.1, x.2)],
+            Pass::BackwardWeights => [x, ("dy", y.1, y.2), ("dweight", weight.1, weight.2)],
         };
-        let found = [operands.inputs[0].len(), operands.inputs[1].len(), operands.output.len()];
-        for ((operand, expected), found) in expected.into_iter().zip(found) {
-            check_len(operation, operand, found, expected)?;
+        let [a, b] = operands.inputs;
+        for ((operand, len, dtype), found) in expected.into_iter().zip([a, b, operands.output.as_slice()]) {
+            check_dtype(operation, dtype, found.dtype())?;
+            check_len(operation, operand, found.len(), len)?;
         }
+        check_dtype(operation, types.accumulator, workspace.dtype())?;
         if workspace.len() < self.workspace_len {
             check_len(operation, "the workspace", workspace.len(), self.workspace_len)?;
         }
         if self.cpu.is_dry() {
             return Ok(());
         }
-        let bytes = operands.inputs.map(<[T]>::len).iter().sum::<usize>() + operands.output.len();
         let _span = tracing::trace_span!(
             target: crate::profile::TARGET,
             "convolution",
@@ -340,14 +376,13 @@ impl ConvPlan {
             algorithm = &*self.algorithm,
             flops = problem.flops(),
             operations = self.operations,
-            bytes = (bytes * size_of::<T>()) as u64,
+            bytes = types.bytes(problem) as u64,
         )
         .entered();
         // Waking the other threads takes longer than so short a run.
         let alone = self.cost.seconds(&self.cpu.one_thread()) < ALONE_BELOW;
         let cpu = if alone { &self.cpu.calling_thread() } else { &self.cpu };
-        kernel.run(cpu, operands.inputs, operands.output, &mut workspace[..self.workspace_len]);
-        Ok(())
+        self.kernel.run(cpu, operands.inputs, operands.output, workspace.part(0..self.workspace_len))
     }
 }
 

@@ -5,7 +5,7 @@
 //! first copied next to each other.
 
 use super::gemm_views::{Images, Split, View, gemm_efficiency, reduce_partials};
-use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Cost, Kernel, NotApplicable};
+use super::plan::{ConvAlgorithm, ConvPlan, Cost, NotApplicable, TypedKernel, kernel_of};
 use super::problem::{ConvAxis, ConvProblem, Pass};
 use crate::gemm::{Update, gemm};
 use crate::{Cpu, Element, MemoryFormat};
@@ -51,7 +51,7 @@ impl ConvAlgorithm for Pointwise {
         let workspace = sums + taken;
         let cost = Cost::direct(problem, 0.75 * gemm_efficiency(problem, pass));
         let cost = cost.moving(2 * taken * problem.types.input.size());
-        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, kernel)).with_cost(cost))
+        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, kernel_of(problem, kernel)).with_cost(cost))
     }
 }
 
@@ -125,7 +125,7 @@ impl Gemms {
     }
 }
 
-impl<T: Element> ConvKernel<T> for Gemms {
+impl<T: Element> TypedKernel<T> for Gemms {
     fn run(&self, cpu: &Cpu, [a, b]: [&[T]; 2], output: &mut [T], workspace: &mut [T]) {
         let (taken, workspace) = workspace.split_at_mut(self.taken);
         if taken.is_empty() {

@@ -1,6 +1,6 @@
 //! The plain reference: the definition of each pass as loops, summed in f64. It always applies and is the oracle for tests.
 
-use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Cost, Kernel, NotApplicable};
+use super::plan::{ConvAlgorithm, ConvPlan, Cost, NotApplicable, TypedKernel, kernel_of};
 use super::problem::{ConvProblem, Pass};
 use crate::{Cpu, Element, MemoryFormat};
 
@@ -23,7 +23,7 @@ impl ConvAlgorithm for Reference {
     }
 
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
-        let kernel = Kernel::of(problem, Loops { problem: *problem, pass });
+        let kernel = kernel_of(problem, Loops { problem: *problem, pass });
         let cost = Cost::direct(problem, 0.003);
         Ok(ConvPlan::new(self, (problem, pass), cpu, 0, kernel).with_cost(cost))
     }
@@ -81,7 +81,7 @@ pub(crate) fn element<T: Element>(
     Loops { problem: *problem, pass }.element(offset, a, b)
 }
 
-impl<T: Element> ConvKernel<T> for Loops {
+impl<T: Element> TypedKernel<T> for Loops {
     fn run(&self, cpu: &Cpu, [a, b]: [&[T]; 2], output: &mut [T], _workspace: &mut [T]) {
         let work = self.problem.flops() as usize;
         let chunk = output.len().div_ceil(8 * cpu.threads()).max(1);

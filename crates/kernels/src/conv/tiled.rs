@@ -9,7 +9,7 @@ use crate::error::check_len;
 use crate::images::Images;
 use crate::memory::at_least;
 use crate::memory_format::Extent;
-use crate::{Buffer, Device, Element, Result};
+use crate::{Buffer, DType, Device, Result, Slice, SliceMut};
 
 /// A convolution on a device, which runs tile by tile.
 ///
@@ -30,11 +30,11 @@ pub struct TiledConv {
 
 /// A convolution's parameters: the weight in the problem's shape, and one number per channel of the output.
 #[derive(Debug, Clone, Copy)]
-pub struct Filter<'a, T> {
+pub struct Filter<'a> {
     /// The weight.
-    pub weight: &'a [T],
+    pub weight: Slice<'a>,
     /// The bias, which is added to each output.
-    pub bias: Option<&'a [T]>,
+    pub bias: Option<Slice<'a>>,
 }
 
 /// Bytes of input and output of a tile if the weight is small: they should stay in the caches of the threads.
@@ -96,6 +96,21 @@ impl TiledConv {
         if self.transposed { [output, input] } else { [input, output] }
     }
 
+    /// The element types of what it reads and of what it writes.
+    pub(crate) fn dtypes(&self) -> [DType; 2] {
+        let ConvTypes { input, output, .. } = self.problem.types;
+        if self.transposed { [output, input] } else { [input, output] }
+    }
+
+    fn input_type(&self) -> DType {
+        self.dtypes()[0]
+    }
+
+    /// The element type of what it writes.
+    pub fn output_type(&self) -> DType {
+        self.dtypes()[1]
+    }
+
     /// Elements of an image of the input.
     pub fn input_image(&self) -> usize {
         self.input_shape()[1..].iter().product()
@@ -117,9 +132,10 @@ impl TiledConv {
         Ok(self.device.conv_plan(&part, pass))
     }
 
-    fn run<T: Element>(&self, plan: &ConvPlan, operands: ConvOperands<'_, T>) -> Result<()> {
-        let mut workspace = self.device.buffer::<T>(plan.workspace_len())?;
-        plan.run(operands, &mut workspace)
+    fn run(&self, plan: &ConvPlan, operands: ConvOperands<'_>) -> Result<()> {
+        let types = &self.problem.types;
+        let mut workspace = self.device.buffer(types.accumulator, plan.workspace_len())?;
+        plan.run(operands, workspace.elements_mut())
     }
 
     /// y = conv(x, weight) + bias, for all images.
@@ -127,7 +143,7 @@ impl TiledConv {
     /// # Errors
     /// If a length does not fit, or there is no memory.
     #[inline(never)]
-    pub fn forward<T: Element>(&self, x: &dyn Images<T>, filter: Filter<'_, T>, y: &mut [T]) -> Result<()> {
+    pub fn forward(&self, x: &dyn Images, filter: Filter<'_>, y: SliceMut<'_>) -> Result<()> {
         self.forward_with(x, filter, y, |_| Ok(()))
     }
 
@@ -135,19 +151,19 @@ impl TiledConv {
     ///
     /// # Errors
     /// If a length does not fit, there is no memory, or `read` fails.
-    pub fn forward_with<T: Element>(
+    pub fn forward_with(
         &self,
-        x: &dyn Images<T>,
-        filter: Filter<'_, T>,
-        y: &mut [T],
-        mut read: impl FnMut(&[T]) -> Result<()>,
+        x: &dyn Images,
+        filter: Filter<'_>,
+        mut y: SliceMut<'_>,
+        mut read: impl FnMut(Slice<'_>) -> Result<()>,
     ) -> Result<()> {
         let (image, mut scratch) = (self.output_image(), None);
         check_len("convolution", "the output", y.len(), self.images * image)?;
         for images in self.tiles() {
-            let y = &mut y[images.start * image..images.end * image];
-            self.forward_tile(images.len(), x.read(images, &mut scratch)?, filter, y)?;
-            read(y)?;
+            let mut y = y.reborrow().part(images.start * image..images.end * image);
+            self.forward_tile(images.len(), x.read(images, &mut scratch)?, filter, y.reborrow())?;
+            read(y.into_slice())?;
         }
         Ok(())
     }
@@ -157,19 +173,19 @@ impl TiledConv {
     /// # Errors
     /// If a length does not fit, or there is no memory.
     #[inline(never)]
-    pub fn forward_tile<T: Element>(
+    pub fn forward_tile(
         &self,
         images: usize,
-        x: &[T],
-        filter: Filter<'_, T>,
-        y: &mut [T],
+        x: Slice<'_>,
+        filter: Filter<'_>,
+        mut y: SliceMut<'_>,
     ) -> Result<()> {
         match self.transposed {
-            false => self.problem_forward(images, x, filter.weight, y)?,
-            true => self.problem_backward_data(images, x, filter.weight, y)?,
+            false => self.problem_forward(images, x, filter.weight, y.reborrow())?,
+            true => self.problem_backward_data(images, x, filter.weight, y.reborrow())?,
         }
         if let Some(bias) = filter.bias {
-            elementwise::typed::add_bias(self.device.compute(), &self.output_extent(images), bias, y)?;
+            elementwise::add_bias(self.device.compute(), &self.output_extent(images), bias, y)?;
         }
         Ok(())
     }
@@ -179,12 +195,12 @@ impl TiledConv {
     /// # Errors
     /// If a length does not fit, or there is no memory.
     #[inline(never)]
-    pub fn input_gradient_tile<T: Element>(
+    pub fn input_gradient_tile(
         &self,
         images: usize,
-        dy: &[T],
-        weight: &[T],
-        dx: &mut [T],
+        dy: Slice<'_>,
+        weight: Slice<'_>,
+        dx: SliceMut<'_>,
     ) -> Result<()> {
         match self.transposed {
             false => self.problem_backward_data(images, dy, weight, dx),
@@ -192,17 +208,17 @@ impl TiledConv {
         }
     }
 
-    fn problem_forward<T: Element>(&self, images: usize, x: &[T], weight: &[T], y: &mut [T]) -> Result<()> {
+    fn problem_forward(&self, images: usize, x: Slice<'_>, weight: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
         let plan = self.plan(Pass::Forward, images)?;
         self.run(&plan, ConvOperands::forward(x, weight, y))
     }
 
-    fn problem_backward_data<T: Element>(
+    fn problem_backward_data(
         &self,
         images: usize,
-        dy: &[T],
-        weight: &[T],
-        dx: &mut [T],
+        dy: Slice<'_>,
+        weight: Slice<'_>,
+        dx: SliceMut<'_>,
     ) -> Result<()> {
         let plan = self.plan(Pass::BackwardData, images)?;
         self.run(&plan, ConvOperands::backward_data(dy, weight, dx))
@@ -211,24 +227,24 @@ impl TiledConv {
 
 /// A gradient: in a tensor that was given, or in a new buffer.
 #[derive(Debug)]
-pub enum Gradient<T: Element, H> {
+pub enum Gradient<H> {
     /// The tensor that held an earlier sum, or that was overwritten.
     Given(H),
     /// A new buffer.
-    New(Buffer<T>),
+    New(Buffer),
 }
 
 /// The gradient of a convolution's input, computed tile by tile and, if there is an earlier sum, added to it.
-pub struct InputGradient<T: Element, H> {
+pub struct InputGradient<H> {
     sum: Option<H>,
     /// Allocated when it is first written, so that earlier work can use the memory.
-    alone: Option<Buffer<T>>,
-    scratch: Option<Buffer<T>>,
+    alone: Option<Buffer>,
+    scratch: Option<Buffer>,
 }
 
-impl<T: Element, H: Images<T>> InputGradient<T, H> {
+impl<H: Images> InputGradient<H> {
     /// Adds to `sum`, if given, which nobody else should read.
-    pub fn new(sum: Option<H>) -> InputGradient<T, H> {
+    pub fn new(sum: Option<H>) -> InputGradient<H> {
         InputGradient { sum, alone: None, scratch: None }
     }
 
@@ -236,48 +252,59 @@ impl<T: Element, H: Images<T>> InputGradient<T, H> {
     ///
     /// # Errors
     /// If a length does not fit, or there is no memory.
-    pub fn add(&mut self, of: &TiledConv, images: Range<usize>, dy: &[T], weight: &[T]) -> Result<()> {
+    pub fn add(
+        &mut self,
+        of: &TiledConv,
+        images: Range<usize>,
+        dy: Slice<'_>,
+        weight: Slice<'_>,
+    ) -> Result<()> {
         let (count, image) = (images.len(), of.input_image());
         let place = images.start * image..images.end * image;
         let Some(sum) = &mut self.sum else {
-            let all = at_least(&mut self.alone, &of.device, of.images * image)?;
-            return of.input_gradient_tile(count, dy, weight, &mut all[place]);
+            return of.input_gradient_tile(count, dy, weight, self.all(of)?.part(place));
         };
-        let part = at_least(&mut self.scratch, &of.device, place.len())?;
-        of.input_gradient_tile(count, dy, weight, part)?;
+        let mut part = at_least(&mut self.scratch, &of.device, of.input_type(), place.len())?;
+        of.input_gradient_tile(count, dy, weight, part.reborrow())?;
         let sum = sum.change()?;
         check_len("convolution backward-data", "the sum", sum.len(), of.images * image)?;
-        elementwise::typed::add_assign(of.device.compute(), part, &mut sum[place])
+        elementwise::add_assign(of.device.compute(), part.as_slice(), sum.part(place))
+    }
+
+    /// The whole gradient, where there is no earlier sum.
+    fn all(&mut self, of: &TiledConv) -> Result<SliceMut<'_>> {
+        at_least(&mut self.alone, &of.device, of.input_type(), of.images * of.input_image())
     }
 
     /// The whole gradient.
     ///
     /// # Errors
     /// If there is no memory.
-    pub fn finish(mut self, of: &TiledConv) -> Result<Gradient<T, H>> {
+    pub fn finish(mut self, of: &TiledConv) -> Result<Gradient<H>> {
         if let Some(sum) = self.sum {
             return Ok(Gradient::Given(sum));
         }
         // Without images it has not been allocated yet.
-        at_least(&mut self.alone, &of.device, of.images * of.input_image())?;
+        self.all(of)?;
         Ok(Gradient::New(self.alone.expect("taken above")))
     }
 }
 
 /// The gradient of a convolution's weight, added up tile by tile.
-pub struct WeightGradient<T: Element> {
-    sum: Buffer<T>,
+pub struct WeightGradient {
+    sum: Buffer,
     /// Whether `sum` holds anything yet.
     begun: bool,
 }
 
-impl<T: Element> WeightGradient<T> {
+impl WeightGradient {
     /// The gradient of no images yet, in the shape of the problem's weight.
     ///
     /// # Errors
     /// If there is no memory.
-    pub fn new(of: &TiledConv) -> Result<WeightGradient<T>> {
-        Ok(WeightGradient { sum: of.device.buffer(of.problem.weight_len())?, begun: false })
+    pub fn new(of: &TiledConv) -> Result<WeightGradient> {
+        let sum = of.device.buffer(of.problem.types.weight, of.problem.weight_len())?;
+        Ok(WeightGradient { sum, begun: false })
     }
 
     /// Adds what `images` images give.
@@ -285,39 +312,39 @@ impl<T: Element> WeightGradient<T> {
     /// # Errors
     /// If a length does not fit, or there is no memory.
     #[inline(never)]
-    pub fn add(&mut self, of: &TiledConv, images: usize, x: &[T], dy: &[T]) -> Result<()> {
+    pub fn add(&mut self, of: &TiledConv, images: usize, x: Slice<'_>, dy: Slice<'_>) -> Result<()> {
         let plan = of.plan(Pass::BackwardWeights, images)?;
         let (x, dy) = if of.transposed { (dy, x) } else { (x, dy) };
         if !std::mem::replace(&mut self.begun, true) {
-            return of.run(&plan, ConvOperands::backward_weights(x, dy, &mut self.sum));
+            return of.run(&plan, ConvOperands::backward_weights(x, dy, self.sum.elements_mut()));
         }
-        let mut part = of.device.buffer::<T>(self.sum.len())?;
-        of.run(&plan, ConvOperands::backward_weights(x, dy, &mut part))?;
-        elementwise::typed::add_assign(of.device.compute(), &part, &mut self.sum)
+        let mut part = of.device.buffer(self.sum.dtype(), self.sum.len())?;
+        of.run(&plan, ConvOperands::backward_weights(x, dy, part.elements_mut()))?;
+        elementwise::add_assign(of.device.compute(), part.elements(), self.sum.elements_mut())
     }
 
     /// The whole gradient, in the shape of the problem's weight.
-    pub fn finish(mut self) -> Buffer<T> {
+    pub fn finish(mut self) -> Buffer {
         if !self.begun {
-            self.sum.fill(T::zero());
+            self.sum.elements_mut().fill(0.0);
         }
         self.sum
     }
 }
 
 /// The gradient of a convolution's bias, added up tile by tile.
-pub struct BiasGradient<T: Element> {
-    sum: Buffer<T>,
+pub struct BiasGradient {
+    sum: Buffer,
 }
 
-impl<T: Element> BiasGradient<T> {
+impl BiasGradient {
     /// The gradient of no images yet: zeros, one for each channel of the output.
     ///
     /// # Errors
     /// If there is no memory.
-    pub fn new(of: &TiledConv) -> Result<BiasGradient<T>> {
-        let mut sum = of.device.buffer(of.output_shape()[1])?;
-        sum.fill(T::zero());
+    pub fn new(of: &TiledConv) -> Result<BiasGradient> {
+        let mut sum = of.device.buffer(of.problem.types.weight, of.output_shape()[1])?;
+        sum.elements_mut().fill(0.0);
         Ok(BiasGradient { sum })
     }
 
@@ -326,14 +353,15 @@ impl<T: Element> BiasGradient<T> {
     /// # Errors
     /// If a length does not fit, or there is no memory.
     #[inline(never)]
-    pub fn add(&mut self, of: &TiledConv, images: usize, dy: &[T]) -> Result<()> {
-        let mut part = of.device.buffer::<T>(self.sum.len())?;
-        elementwise::typed::sum_by_channel(of.device.compute(), &of.output_extent(images), dy, &mut part)?;
-        elementwise::typed::add_assign(of.device.compute(), &part, &mut self.sum)
+    pub fn add(&mut self, of: &TiledConv, images: usize, dy: Slice<'_>) -> Result<()> {
+        let cpu = of.device.compute();
+        let mut part = of.device.buffer(self.sum.dtype(), self.sum.len())?;
+        elementwise::sum_by_channel(cpu, &of.output_extent(images), dy, part.elements_mut())?;
+        elementwise::add_assign(cpu, part.elements(), self.sum.elements_mut())
     }
 
     /// The whole gradient, one number per channel.
-    pub fn finish(self) -> Buffer<T> {
+    pub fn finish(self) -> Buffer {
         self.sum
     }
 }

@@ -1,14 +1,12 @@
 //! The buffers of a device, whose memory serves again after it was freed, and whose bytes are counted exactly.
 
-use std::marker::PhantomData;
-use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
 use bytemuck::Pod;
 
 use super::arena::{Allocation, Arena};
-use crate::{Device, Error, Result};
+use crate::{DType, Device, Error, Result, Slice, SliceMut};
 
 /// Bytes held by a device's buffers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -103,11 +101,11 @@ impl Heap {
         BorrowedBytes { bytes, heap: self.clone() }
     }
 
-    /// A buffer of `len` elements with arbitrary content.
-    pub(crate) fn take<T: Pod>(self: &Arc<Self>, len: usize) -> Result<Buffer<T>> {
-        let refused = Error::Buffer { elements: len, element_size: size_of::<T>() };
+    /// Bytes for `len` elements of `size` bytes each, with arbitrary content.
+    pub(crate) fn take(self: &Arc<Self>, len: usize, size: usize) -> Result<Bytes> {
+        let refused = Error::Buffer { elements: len, element_size: size };
         // No allocation is larger than isize::MAX; rounding such a size up to whole lines does not overflow.
-        let bytes = len.checked_mul(size_of::<T>()).filter(|&bytes| bytes <= isize::MAX as usize);
+        let bytes = len.checked_mul(size).filter(|&bytes| bytes <= isize::MAX as usize);
         let Some(bytes) = bytes else { return Err(refused) };
         let Some(allocation) = self.arena.take(bytes) else { return Err(refused) };
         self.counters().count(bytes);
@@ -115,7 +113,7 @@ impl Heap {
         if self.poison {
             taken.elements_mut::<u8>().fill(0xff);
         }
-        Ok(Buffer { bytes: taken, element: PhantomData })
+        Ok(taken)
     }
 }
 
@@ -194,54 +192,70 @@ impl Drop for Bytes {
     }
 }
 
-/// A run of elements whose memory returns to its device when dropped.
-pub struct Buffer<T: Pod> {
+/// A run of elements, of a type that is known at run time, whose memory returns to its device when dropped.
+pub struct Buffer {
     bytes: Bytes,
-    element: PhantomData<T>,
+    dtype: DType,
 }
 
-impl<T: Pod> Buffer<T> {
+impl Buffer {
+    pub(crate) fn new(bytes: Bytes, dtype: DType) -> Buffer {
+        Buffer { bytes, dtype }
+    }
+
+    /// The type of the elements.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The number of elements.
+    pub fn len(&self) -> usize {
+        self.elements().len()
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.elements().is_empty()
+    }
+
+    /// The elements, to be read.
+    pub fn elements(&self) -> Slice<'_> {
+        Slice::whole(self.dtype, self.bytes.elements())
+    }
+
+    /// The elements, to be written.
+    pub fn elements_mut(&mut self) -> SliceMut<'_> {
+        SliceMut::whole(self.dtype, self.bytes.elements_mut())
+    }
+
     /// The bytes of the elements, without their type.
     pub fn into_bytes(self) -> Bytes {
         self.bytes
     }
 }
 
-/// The first `len` elements of the buffer in `scratch`, which is replaced by a larger one if it is too short.
+impl std::fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.elements().fmt(f)
+    }
+}
+
+/// The first `len` elements of the buffer in `scratch`, which is replaced by a larger one if it is too short, or of another type.
 ///
 /// # Errors
 /// If there is no memory.
-pub fn at_least<'a, T: Pod>(
-    scratch: &'a mut Option<Buffer<T>>,
+pub fn at_least<'a>(
+    scratch: &'a mut Option<Buffer>,
     device: &Device,
+    dtype: DType,
     len: usize,
-) -> Result<&'a mut [T]> {
-    if scratch.as_ref().is_none_or(|buffer| buffer.len() < len) {
+) -> Result<SliceMut<'a>> {
+    if scratch.as_ref().is_none_or(|buffer| buffer.dtype() != dtype || buffer.len() < len) {
         // Free the old buffer first.
         *scratch = None;
-        *scratch = Some(device.buffer(len)?);
+        *scratch = Some(device.buffer(dtype, len)?);
     }
-    Ok(&mut scratch.as_mut().expect("taken above")[..len])
-}
-
-impl<T: Pod> Deref for Buffer<T> {
-    type Target = [T];
-
-    fn deref(&self) -> &[T] {
-        self.bytes.elements()
-    }
-}
-
-impl<T: Pod> DerefMut for Buffer<T> {
-    fn deref_mut(&mut self) -> &mut [T] {
-        self.bytes.elements_mut()
-    }
-}
-
-impl<T: Pod> std::fmt::Debug for Buffer<T> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Buffer of {} x {}", self.len(), std::any::type_name::<T>())
-    }
+    Ok(scratch.as_mut().expect("taken above").elements_mut().part(0..len))
 }
 
 #[cfg(test)]
@@ -251,12 +265,12 @@ mod tests {
     #[test]
     fn bytes_are_exact_and_buffers_come_back() {
         let heap = Heap::new(false);
-        let a = heap.take::<f32>(100).unwrap();
-        let b = heap.take::<f64>(10).unwrap();
+        let a = heap.take(100, 4).unwrap();
+        let b = heap.take(10, 8).unwrap();
         assert_eq!(heap.stats().live_bytes, 480);
         drop(a);
         assert_eq!((heap.stats().live_bytes, heap.stats().peak_bytes), (80, 480));
-        let again = heap.take::<u8>(400).unwrap();
+        let again = heap.take(400, 1).unwrap();
         assert_eq!(heap.stats().fresh_allocations, 2, "the freed buffer serves again");
         drop((again, b));
         assert_eq!(heap.stats().live_bytes, 0);
@@ -270,8 +284,9 @@ mod tests {
     fn fresh_buffers_are_zeros_that_start_on_a_line() {
         let heap = Heap::new(false);
         let lens = [1, 16, 17, 1000, 1 << 16, (1 << 16) + 1, 1 << 22];
-        let buffers = lens.map(|len| heap.take::<f32>(len).unwrap());
+        let buffers = lens.map(|len| heap.take(len, 4).unwrap());
         for (buffer, len) in buffers.iter().zip(lens) {
+            let buffer = buffer.elements::<f32>();
             assert_eq!((buffer.len(), buffer.as_ptr().align_offset(64)), (len, 0));
             assert!(buffer.iter().all(|&x| x.to_bits() == 0));
         }
@@ -285,10 +300,10 @@ mod tests {
     #[test]
     fn a_reset_peak_costs_no_cached_buffer() {
         let heap = Heap::new(false);
-        drop([8, 4].map(|mib| heap.take::<u8>(mib << 20).unwrap()));
+        drop([8, 4].map(|mib| heap.take(mib << 20, 1).unwrap()));
         heap.reset_peak();
-        let other = heap.take::<u8>(3 << 20).unwrap();
-        let both = [8, 4].map(|mib| heap.take::<u8>(mib << 20).unwrap());
+        let other = heap.take(3 << 20, 1).unwrap();
+        let both = [8, 4].map(|mib| heap.take(mib << 20, 1).unwrap());
         assert_eq!(heap.stats().fresh_allocations, 3, "the two served again");
         drop((other, both));
     }
@@ -296,14 +311,14 @@ mod tests {
     #[test]
     fn what_was_freed_serves_buffers_of_other_sizes() {
         let heap = Heap::new(false);
-        drop(heap.take::<u8>(64 << 20).unwrap());
-        let small: Vec<_> = (0..8).map(|_| heap.take::<u8>(4 << 20).unwrap()).collect();
+        drop(heap.take(64 << 20, 1).unwrap());
+        let small: Vec<_> = (0..8).map(|_| heap.take(4 << 20, 1).unwrap()).collect();
         let stats = heap.stats();
         assert_eq!((stats.live_bytes, stats.cached_bytes), (32 << 20, 32 << 20));
         assert_eq!(stats.fresh_allocations, 1);
         drop(small);
         assert_eq!(heap.stats().cached_bytes, 64 << 20);
-        let larger = heap.take::<u8>(65 << 20).unwrap();
+        let larger = heap.take(65 << 20, 1).unwrap();
         assert_eq!((heap.stats().fresh_allocations, heap.stats().cached_bytes), (2, 64 << 20));
         drop(larger);
     }
@@ -313,7 +328,7 @@ mod tests {
         let heap = Heap::new(false);
         let before = heap.stats();
         for len in [usize::MAX, usize::MAX / 8, 1 << 47] {
-            let error = heap.take::<f64>(len).unwrap_err().to_string();
+            let error = heap.take(len, 8).err().unwrap().to_string();
             assert!(error.contains(&format!("{len} elements of 8 bytes")), "{error}");
         }
         assert_eq!(heap.stats(), before);
@@ -322,8 +337,8 @@ mod tests {
     #[test]
     fn poison_fills_with_nan_and_empty_buffers_are_fine() {
         let heap = Heap::new(true);
-        assert!(heap.take::<f32>(5).unwrap().iter().all(|x| x.is_nan()));
-        assert!(heap.take::<f64>(5).unwrap().iter().all(|x| x.is_nan()));
-        assert!(heap.take::<f32>(0).unwrap().is_empty());
+        assert!(heap.take(5, 4).unwrap().elements::<f32>().iter().all(|x| x.is_nan()));
+        assert!(heap.take(5, 8).unwrap().elements::<f64>().iter().all(|x| x.is_nan()));
+        assert!(heap.take(0, 4).unwrap().elements::<u8>().is_empty());
     }
 }

@@ -13,7 +13,7 @@ use crate::elementwise::{chunks, chunks_mut};
 use crate::error::{check_len, invalid};
 use crate::isa::multiversion;
 use crate::profile::span;
-use crate::{Cpu, Element, Result, Slice, SliceMut, dispatch};
+use crate::{Cpu, DType, Element, Result, Slice, SliceMut, dispatch};
 
 /// A function of one number. Names, parameters and defaults are PyTorch's, except where noted.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -149,15 +149,13 @@ impl Pointwise {
         }
     }
 
-    /// Checks that the parameters make sense as numbers of type T.
+    /// Checks that the parameters make sense as numbers of this type.
     ///
     /// # Errors
     /// If a parameter is out of the range that the variant states.
-    #[inline(never)]
-    pub fn check<T: Element>(self) -> Result<()> {
-        let finite = |value: f64| T::of(value).is_finite();
-        let positive = |value: f64| finite(value) && T::of(value) > T::zero();
-        let dtype = T::DTYPE;
+    pub fn check(self, dtype: DType) -> Result<()> {
+        let finite = |value: f64| dtype.nearest(value).is_finite();
+        let positive = |value: f64| finite(value) && dtype.nearest(value) > 0.0;
         let reason = match self {
             Pointwise::HardSigmoid { alpha, .. } if !positive(alpha) => {
                 format!("alpha must be above 0 and finite in {dtype}, not {alpha}")
@@ -304,7 +302,7 @@ pub(crate) mod typed {
     pub(crate) fn pointwise<T: Element>(cpu: &Cpu, function: Pointwise, x: &[T], y: &mut [T]) -> Result<()> {
         span!("pointwise", x, y);
         check_len(function.name(), "y", y.len(), x.len())?;
-        function.check::<T>()?;
+        function.check(T::DTYPE)?;
         let (work, items) = (function.cost().saturating_mul(x.len()), chunks(x).zip(chunks_mut(y)));
         cpu.for_each(work, items, |(x, y)| {
             with_formula!(function, T, formula => forward_chunk(cpu, formula, x, y));
@@ -323,7 +321,7 @@ pub(crate) mod typed {
         let (operation, nothing) = (function.name(), function.saves() == Saves::Nothing);
         check_len(operation, "dx", dx.len(), dy.len())?;
         check_len(operation, "what forward saved", saved.len(), if nothing { 0 } else { dy.len() })?;
-        function.check::<T>()?;
+        function.check(T::DTYPE)?;
         let saved = if nothing { dy } else { saved };
         let work = function.cost().saturating_mul(dy.len());
         let items = chunks(saved).zip(chunks(dy)).zip(chunks_mut(dx));
@@ -341,7 +339,7 @@ pub(crate) mod typed {
     ) -> Result<()> {
         span!("pointwise backward", saved, g, g);
         check_len(function.name(), "what forward saved", saved.len(), g.len())?;
-        function.check::<T>()?;
+        function.check(T::DTYPE)?;
         let (work, items) = (function.cost().saturating_mul(g.len()), chunks(saved).zip(chunks_mut(g)));
         cpu.for_each(work, items, |(saved, g)| {
             with_formula!(function, T, formula => backward_in_place_chunk(cpu, formula, saved, g));

@@ -3,7 +3,11 @@
 use super::{PoolProblem, WindowIndex, max_runs, max_windows};
 use crate::error::{check_len, invalid};
 use crate::profile::span;
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, Result, Slice, SliceMut, dispatch};
+
+/// The names of the passes in errors.
+const FORWARD: &str = "max pooling";
+const BACKWARD: &str = "max pooling backward";
 
 /// A way to compute max pooling. All algorithms can solve every problem and give the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -81,8 +85,28 @@ impl MaxPoolAlgorithm {
     ///
     /// # Errors
     /// As [`max_pool`].
-    #[inline(never)]
-    pub fn forward<T: Element, I: WindowIndex>(
+    pub fn forward(
+        self,
+        cpu: &Cpu,
+        problem: &PoolProblem,
+        x: Slice<'_>,
+        y: SliceMut<'_>,
+        indices: Option<WindowIndicesMut<'_>>,
+    ) -> Result<()> {
+        span!("max pooling", x, y);
+        problem.input_extent().check(FORWARD, &[("x", x.len())])?;
+        problem.output_extent().check(FORWARD, &[("y", y.len())])?;
+        dispatch!(FORWARD, x.dtype(), T => {
+            let (x, y) = (x.of::<T>()?, y.of::<T>()?);
+            match indices {
+                None => self.typed_forward::<T, u16>(cpu, problem, x, y, None),
+                Some(WindowIndicesMut::Bytes(indices)) => self.typed_forward(cpu, problem, x, y, Some(indices)),
+                Some(WindowIndicesMut::Shorts(indices)) => self.typed_forward(cpu, problem, x, y, Some(indices)),
+            }
+        })
+    }
+
+    fn typed_forward<T: Element, I: WindowIndex>(
         self,
         cpu: &Cpu,
         problem: &PoolProblem,
@@ -90,12 +114,9 @@ impl MaxPoolAlgorithm {
         y: &mut [T],
         indices: Option<&mut [I]>,
     ) -> Result<()> {
-        span!("max pooling", x, y);
-        problem.input_extent().check("max pooling", &[("x", x.len())])?;
-        problem.output_extent().check("max pooling", &[("y", y.len())])?;
-        check_index::<I>("max pooling", problem)?;
+        check_index::<I>(FORWARD, problem)?;
         if let Some(indices) = &indices {
-            check_len("max pooling", "the indices", indices.len(), y.len())?;
+            check_len(FORWARD, "the indices", indices.len(), y.len())?;
         }
         match self {
             MaxPoolAlgorithm::Runs => max_runs::forward(cpu, problem, x, y, indices),
@@ -108,8 +129,27 @@ impl MaxPoolAlgorithm {
     ///
     /// # Errors
     /// As [`max_pool`].
-    #[inline(never)]
-    pub fn backward<T: Element, I: WindowIndex>(
+    pub fn backward(
+        self,
+        cpu: &Cpu,
+        problem: &PoolProblem,
+        dy: Slice<'_>,
+        indices: WindowIndices<'_>,
+        dx: SliceMut<'_>,
+    ) -> Result<()> {
+        span!("max pooling backward", dy, dx);
+        problem.input_extent().check(BACKWARD, &[("dx", dx.len())])?;
+        problem.output_extent().check(BACKWARD, &[("dy", dy.len())])?;
+        dispatch!(BACKWARD, dy.dtype(), T => {
+            let (dy, dx) = (dy.of::<T>()?, dx.of::<T>()?);
+            match indices {
+                WindowIndices::Bytes(indices) => self.typed_backward(cpu, problem, dy, indices, dx),
+                WindowIndices::Shorts(indices) => self.typed_backward(cpu, problem, dy, indices, dx),
+            }
+        })
+    }
+
+    fn typed_backward<T: Element, I: WindowIndex>(
         self,
         cpu: &Cpu,
         problem: &PoolProblem,
@@ -117,11 +157,8 @@ impl MaxPoolAlgorithm {
         indices: &[I],
         dx: &mut [T],
     ) -> Result<()> {
-        span!("max pooling backward", dy, indices, dx);
-        problem.input_extent().check("max pooling backward", &[("dx", dx.len())])?;
-        problem.output_extent().check("max pooling backward", &[("dy", dy.len())])?;
-        check_len("max pooling backward", "the indices", indices.len(), dy.len())?;
-        check_index::<I>("max pooling backward", problem)?;
+        check_len(BACKWARD, "the indices", indices.len(), dy.len())?;
+        check_index::<I>(BACKWARD, problem)?;
         match self {
             MaxPoolAlgorithm::Runs => max_runs::backward(cpu, problem, dy, indices, dx),
             MaxPoolAlgorithm::Windows => max_windows::backward(cpu, problem, dy, indices, dx),
@@ -130,19 +167,36 @@ impl MaxPoolAlgorithm {
     }
 }
 
-/// The largest value of each window, and, where `indices` is given, which window element it was (row-major).
+/// For each window, which of its elements was the largest (row-major).
+#[derive(Debug, Clone, Copy)]
+pub enum WindowIndices<'a> {
+    /// Of windows of at most 256 elements.
+    Bytes(&'a [u8]),
+    /// Of larger windows.
+    Shorts(&'a [u16]),
+}
+
+/// [`WindowIndices`] that are written.
+#[derive(Debug)]
+pub enum WindowIndicesMut<'a> {
+    /// Of windows of at most 256 elements.
+    Bytes(&'a mut [u8]),
+    /// Of larger windows.
+    Shorts(&'a mut [u16]),
+}
+
+/// The largest value of each window, and, where `indices` is given, which window element it was.
 ///
 /// Of equal values the first wins. NaN wins over every number, and of several NaNs the last wins, as in PyTorch.
 ///
 /// # Errors
 /// If a length is not the problem's, or a window has more elements than the index type counts.
-#[inline(never)]
-pub fn max_pool<T: Element, I: WindowIndex>(
+pub fn max_pool(
     cpu: &Cpu,
     problem: &PoolProblem,
-    x: &[T],
-    y: &mut [T],
-    indices: Option<&mut [I]>,
+    x: Slice<'_>,
+    y: SliceMut<'_>,
+    indices: Option<WindowIndicesMut<'_>>,
 ) -> Result<()> {
     MaxPoolAlgorithm::Windows.forward(cpu, problem, x, y, indices)
 }
@@ -151,13 +205,12 @@ pub fn max_pool<T: Element, I: WindowIndex>(
 ///
 /// # Errors
 /// As [`max_pool`].
-#[inline(never)]
-pub fn max_pool_backward<T: Element, I: WindowIndex>(
+pub fn max_pool_backward(
     cpu: &Cpu,
     problem: &PoolProblem,
-    dy: &[T],
-    indices: &[I],
-    dx: &mut [T],
+    dy: Slice<'_>,
+    indices: WindowIndices<'_>,
+    dx: SliceMut<'_>,
 ) -> Result<()> {
     MaxPoolAlgorithm::Runs.backward(cpu, problem, dy, indices, dx)
 }

@@ -14,7 +14,10 @@ pub use adaptive::{
 };
 pub use average::{Divisor, average_pool, average_pool_backward};
 pub use global::{global_average_pool, global_average_pool_backward};
-pub use max::{MaxPoolAlgorithm, MaxPoolPass, max_pool, max_pool_algorithms, max_pool_backward};
+pub use max::{
+    MaxPoolAlgorithm, MaxPoolPass, WindowIndices, WindowIndicesMut, max_pool, max_pool_algorithms,
+    max_pool_backward,
+};
 
 use crate::Result;
 use crate::conv::ConvAxis;

@@ -1,11 +1,10 @@
 //! Sums, products, largest and smallest values over some of a walk's axes.
 
-use super::map::{OfBlock, map_block};
-use super::{BLOCK, Cut, Gathered, Level, Map, OPERANDS, TASK, Walk, WalkBlock};
+use super::{BLOCK, Cut, Gathered, Level, Map, OPERANDS, Part, TASK, Walk, WalkBlock, gathered};
 use crate::channels::LANES;
 use crate::isa::multiversion;
 use crate::profile::span;
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, Result, SliceMut, dispatch};
 
 /// How elements are put together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -140,30 +139,27 @@ const FEW: usize = 1 << 12;
 /// The most tasks that such a walk is split into: their number must not depend on the threads.
 const SHARES: usize = 64;
 
-impl<T: Element> Walk<'_, T> {
+impl Walk<'_> {
     /// y = the fold over the axes that are not kept, of the function of the operands.
     ///
     /// It is taken in f64, in an order that depends only on the sizes and strides.
     ///
     /// # Errors
-    /// If y's length is not that of the kept axes.
-    #[inline(never)]
-    pub fn fold<F: Map>(&self, cpu: &Cpu, function: F, reduction: Reduction, y: &mut [T]) -> Result<()> {
-        let write = |operands: [&[T]; OPERANDS], y: &mut [T]| map_block(cpu, function, operands, y);
-        self.fold_blocks(cpu, &OfBlock::of::<F>(&write), reduction, y)
+    /// If y's length is not that of the kept axes, or its type not that of the operands.
+    pub fn fold(&self, cpu: &Cpu, function: Map, reduction: Reduction, y: SliceMut<'_>) -> Result<()> {
+        span!("fold", self.operands[0], y);
+        self.check(function, &y)?;
+        dispatch!(self.operation, y.dtype(), T => self.typed_fold::<T>(cpu, function, reduction, y.of()?))
     }
 
-    /// [`Walk::fold`] for all functions.
-    fn fold_blocks(
+    fn typed_fold<T: Element>(
         &self,
         cpu: &Cpu,
-        function: &OfBlock<'_, T>,
+        function: Map,
         reduction: Reduction,
         y: &mut [T],
     ) -> Result<()> {
-        span!("fold", self.operands[0], y);
-        self.check_operands(function);
-        self.check_output(y)?;
+        let operands = self.typed_operands::<T>()?;
         let Reduction { fold, divisor } = reduction;
         let by = (function, fold);
         let write = |y: &mut [T], sums: &[f64]| {
@@ -183,7 +179,7 @@ impl<T: Element> Walk<'_, T> {
             let mut sums: Vec<Vec<f64>> = vec![Vec::new(); cut.parts()];
             cpu.for_each(self.len, sums.iter_mut().enumerate(), |(index, sums)| {
                 *sums = vec![fold.neutral(); self.outputs];
-                self.fold_part(cpu, by, &cut.part(index), sums);
+                fold_part(cpu, &operands, by, &cut.part(index), sums);
             });
             cpu.for_each(0, std::iter::once(y), |y| {
                 let mut totals = vec![fold.neutral(); self.outputs];
@@ -196,40 +192,45 @@ impl<T: Element> Walk<'_, T> {
         }
         cpu.for_each(self.len, cut.outputs(y).enumerate(), |(index, y)| {
             let mut sums = vec![fold.neutral(); y.len()];
-            let part = super::Part { out: 0, ..cut.part(index) };
-            self.fold_part(cpu, by, &part, &mut sums);
+            let part = Part { out: 0, ..cut.part(index) };
+            fold_part(cpu, &operands, by, &part, &mut sums);
             write(y, &sums);
         });
         Ok(())
     }
+}
 
-    fn fold_part(&self, cpu: &Cpu, by: (&OfBlock<'_, T>, Fold), part: &super::Part, sums: &mut [f64]) {
-        let (function, fold) = by;
-        let mut buffers = [const { Gathered::new() }; OPERANDS];
-        let mut values = [T::zero(); BLOCK];
-        part.blocks(|block| {
-            let values = &mut values[..block.rows * block.columns];
-            function.write(&self.operands, &mut buffers, block, values);
-            let &WalkBlock { rows, columns, out, out_strides, .. } = block;
-            match out_strides {
-                // One sum of all.
-                [0, 0] => fold.rows(cpu, rows * columns, values, &mut sums[out..=out]),
-                [1, 0] => fold.rows(cpu, columns, values, &mut sums[out..out + rows]),
-                [stride, 0] => {
-                    for (row, values) in values.chunks_exact(columns).enumerate() {
-                        let at = out + row * stride;
-                        fold.rows(cpu, columns, values, &mut sums[at..=at]);
-                    }
-                }
-                [0, _] => fold.columns(cpu, values, &mut sums[out..out + columns]),
-                [stride, _] => {
-                    for (row, values) in values.chunks_exact(columns).enumerate() {
-                        fold.columns(cpu, values, &mut sums[out + row * stride..][..columns]);
-                    }
+fn fold_part<T: Element>(
+    cpu: &Cpu,
+    operands: &[&[T]; OPERANDS],
+    (function, fold): (Map, Fold),
+    part: &Part,
+    sums: &mut [f64],
+) {
+    let mut buffers = [const { Gathered::new() }; OPERANDS];
+    let mut values = [T::zero(); BLOCK];
+    part.blocks(|block| {
+        let values = &mut values[..block.rows * block.columns];
+        function.write(cpu, gathered(function.operands(), operands, &mut buffers, block), values);
+        let &WalkBlock { rows, columns, out, out_strides, .. } = block;
+        match out_strides {
+            // One sum of all.
+            [0, 0] => fold.rows(cpu, rows * columns, values, &mut sums[out..=out]),
+            [1, 0] => fold.rows(cpu, columns, values, &mut sums[out..out + rows]),
+            [stride, 0] => {
+                for (row, values) in values.chunks_exact(columns).enumerate() {
+                    let at = out + row * stride;
+                    fold.rows(cpu, columns, values, &mut sums[at..=at]);
                 }
             }
-        });
-    }
+            [0, _] => fold.columns(cpu, values, &mut sums[out..out + columns]),
+            [stride, _] => {
+                for (row, values) in values.chunks_exact(columns).enumerate() {
+                    fold.columns(cpu, values, &mut sums[out + row * stride..][..columns]);
+                }
+            }
+        }
+    });
 }
 
 /// The levels in an order in which all elements of an output, or of a row of outputs, follow one another: kept ones, summed

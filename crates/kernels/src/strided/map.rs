@@ -1,35 +1,105 @@
 //! Functions of one to three elements, and the walk that writes them.
 
-use super::{Cut, Gathered, Walk, WalkBlock, gathered};
+use super::{BLOCK, Cut, Gathered, OPERANDS, TASK, Walk, gathered};
 use crate::isa::multiversion;
 use crate::profile::span;
-use crate::{Cpu, Element, Result};
+use crate::{Cpu, Element, Result, SliceMut, dispatch};
 
-/// A function of the elements of up to three operands.
-pub trait Map: Copy + Send + Sync {
-    /// How many operands it has. Those after these are arbitrary.
-    const OPERANDS: usize;
-
-    /// The value of the function. Implementations are `#[inline(always)]`, so that they are compiled for each instruction set.
+/// A [`Map`] as a type, so that each has loops of its own. Implementations are `#[inline(always)]`, so that they are compiled for
+/// each instruction set.
+trait MapOf: Copy + Send + Sync {
     fn of<T: Element>(self, operands: [T; 3]) -> T;
 }
 
-/// Defines functions without parameters.
+/// Defines functions without parameters, and [`Map`] with those and the others.
 macro_rules! maps {
-    ($($(#[$doc:meta])* $name:ident($count:literal) = |$a:tt, $b:tt, $c:tt| $body:expr;)*) => {$(
-        $(#[$doc])*
-        #[derive(Debug, Clone, Copy)]
-        pub struct $name;
+    ($($(#[$doc:meta])* $name:ident($count:literal) = |$a:tt, $b:tt, $c:tt| $body:expr;)*) => {
+        /// A function of the elements of up to three operands.
+        #[derive(Debug, Clone, Copy, PartialEq)]
+        pub enum Map {
+            $($(#[$doc])* $name,)*
+            /// x times a number.
+            Scale(f64),
+            /// x to the power of a number, as PyTorch computes it: by roots and products where these do.
+            PowerOf(f64),
+            /// The gradient of x to the power of a number, from (dy, x). It is 0 for the number 0.
+            PowerOfGradient(f64),
+        }
 
-        impl Map for $name {
-            const OPERANDS: usize = $count;
+        impl Map {
+            /// How many operands it has. Those after these are arbitrary.
+            pub(super) fn operands(self) -> usize {
+                match self {
+                    $(Map::$name => $count,)*
+                    Map::Scale(_) | Map::PowerOf(_) => 1,
+                    Map::PowerOfGradient(_) => 2,
+                }
+            }
 
-            #[inline(always)]
-            fn of<T: Element>(self, [$a, $b, $c]: [T; 3]) -> T {
-                $body
+            /// Writes the values for a block of elements.
+            pub(super) fn write<T: Element>(self, cpu: &Cpu, operands: [&[T]; OPERANDS], y: &mut [T]) {
+                match self {
+                    $(Map::$name => map_block(cpu, of::$name, operands, y),)*
+                    Map::Scale(factor) => map_block(cpu, of::Scale(factor), operands, y),
+                    Map::PowerOf(exponent) => map_block(cpu, of::PowerOf(exponent), operands, y),
+                    Map::PowerOfGradient(exponent) => {
+                        map_block(cpu, of::PowerOfGradient(exponent), operands, y);
+                    }
+                }
             }
         }
-    )*};
+
+        /// A type for each function.
+        mod of {
+            use super::{MapOf, power};
+            use crate::Element;
+
+            $(
+                #[derive(Clone, Copy)]
+                pub(super) struct $name;
+
+                impl MapOf for $name {
+                    #[inline(always)]
+                    fn of<T: Element>(self, [$a, $b, $c]: [T; 3]) -> T {
+                        $body
+                    }
+                }
+            )*
+
+            #[derive(Clone, Copy)]
+            pub(super) struct Scale(pub(super) f64);
+
+            impl MapOf for Scale {
+                #[inline(always)]
+                fn of<T: Element>(self, [x, ..]: [T; 3]) -> T {
+                    x * T::of(self.0)
+                }
+            }
+
+            #[derive(Clone, Copy)]
+            pub(super) struct PowerOf(pub(super) f64);
+
+            impl MapOf for PowerOf {
+                #[inline(always)]
+                fn of<T: Element>(self, [x, ..]: [T; 3]) -> T {
+                    power(x, self.0)
+                }
+            }
+
+            #[derive(Clone, Copy)]
+            pub(super) struct PowerOfGradient(pub(super) f64);
+
+            impl MapOf for PowerOfGradient {
+                #[inline(always)]
+                fn of<T: Element>(self, [dy, x, _]: [T; 3]) -> T {
+                    match self.0 {
+                        0.0 => T::zero(),
+                        exponent => dy * (T::of(exponent) * power(x, exponent - 1.0)),
+                    }
+                }
+            }
+        }
+    };
 }
 
 maps! {
@@ -78,57 +148,6 @@ maps! {
     OfProduct(3) = |x, g, z| if x == T::zero() { z } else { g / x };
 }
 
-/// x times a number.
-#[derive(Debug, Clone, Copy)]
-pub struct Scale {
-    /// The number.
-    pub factor: f64,
-}
-
-impl Map for Scale {
-    const OPERANDS: usize = 1;
-
-    #[inline(always)]
-    fn of<T: Element>(self, [x, ..]: [T; 3]) -> T {
-        x * T::of(self.factor)
-    }
-}
-
-/// x to the power of a number, as PyTorch computes it: by roots and products where these do.
-#[derive(Debug, Clone, Copy)]
-pub struct PowerOf {
-    /// The number.
-    pub exponent: f64,
-}
-
-impl Map for PowerOf {
-    const OPERANDS: usize = 1;
-
-    #[inline(always)]
-    fn of<T: Element>(self, [x, ..]: [T; 3]) -> T {
-        power(x, self.exponent)
-    }
-}
-
-/// The gradient of x to the power of a number, from (dy, x). It is 0 for the number 0.
-#[derive(Debug, Clone, Copy)]
-pub struct PowerOfGradient {
-    /// The number.
-    pub exponent: f64,
-}
-
-impl Map for PowerOfGradient {
-    const OPERANDS: usize = 2;
-
-    #[inline(always)]
-    fn of<T: Element>(self, [dy, x, _]: [T; 3]) -> T {
-        match self.exponent {
-            0.0 => T::zero(),
-            exponent => dy * (T::of(exponent) * power(x, exponent - 1.0)),
-        }
-    }
-}
-
 /// The exponents that PyTorch treats apart differ from `powf` at -0 and -infinity: a root of these is -0 and NaN.
 #[inline(always)]
 fn power<T: Element>(x: T, exponent: f64) -> T {
@@ -146,7 +165,7 @@ fn power<T: Element>(x: T, exponent: f64) -> T {
 }
 
 multiversion! {
-    pub(super) fn map_block<T: Element, F: Map>(function: F, operands: [&[T]; 3], y: &mut [T]) {
+    fn map_block<T: Element, F: MapOf>(function: F, operands: [&[T]; 3], y: &mut [T]) {
         let [a, b, c] = operands;
         for (((y, &a), &b), &c) in y.iter_mut().zip(a).zip(b).zip(c) {
             *y = function.of([a, b, c]);
@@ -154,66 +173,32 @@ multiversion! {
     }
 }
 
-impl<T: Element> Walk<'_, T> {
+impl Walk<'_> {
     /// y = the function of the operands, for a walk whose axes are all kept.
     ///
     /// # Errors
-    /// If y's length is not the walk's.
-    #[inline(never)]
-    pub fn map<F: Map>(&self, cpu: &Cpu, function: F, y: &mut [T]) -> Result<()> {
-        self.map_blocks(cpu, &OfBlock::of::<F>(&|operands, y| map_block(cpu, function, operands, y)), y)
+    /// If y's length is not the walk's, or its type not that of the operands.
+    pub fn map(&self, cpu: &Cpu, function: Map, y: SliceMut<'_>) -> Result<()> {
+        span!("map", y, y);
+        self.check(function, &y)?;
+        assert_eq!(self.len, self.outputs, "{}: a function of elements keeps all axes", self.operation);
+        dispatch!(self.operation, y.dtype(), T => self.typed_map::<T>(cpu, function, y.of()?))
     }
 
-    /// [`Walk::map`] for all functions.
-    fn map_blocks(&self, cpu: &Cpu, function: &OfBlock<'_, T>, y: &mut [T]) -> Result<()> {
-        span!("map", y, y);
-        self.check_operands(function);
-        assert_eq!(self.len, self.outputs, "{}: a function of elements keeps all axes", self.operation);
-        self.check_output(y)?;
+    fn typed_map<T: Element>(&self, cpu: &Cpu, function: Map, y: &mut [T]) -> Result<()> {
+        let operands = self.typed_operands::<T>()?;
         let all: Vec<usize> = (0..self.levels.len()).collect();
-        let cut = Cut::new(&self.levels, &all, super::TASK, super::BLOCK);
+        let cut = Cut::new(&self.levels, &all, TASK, BLOCK);
         cpu.for_each(self.len, cut.outputs(y).enumerate(), |(index, y)| {
-            let mut buffers = [const { Gathered::new() }; super::OPERANDS];
+            let mut buffers = [const { Gathered::new() }; OPERANDS];
             let part = cut.part(index);
             let mut rest = y;
             part.blocks(|block| {
                 let (to, later) = std::mem::take(&mut rest).split_at_mut(block.rows * block.columns);
-                function.write(&self.operands, &mut buffers, block, to);
+                function.write(cpu, gathered(function.operands(), &operands, &mut buffers, block), to);
                 rest = later;
             });
         });
         Ok(())
-    }
-
-    pub(super) fn check_operands(&self, function: &OfBlock<'_, T>) {
-        let (needed, count) = (function.operands, self.count);
-        assert!(needed <= count, "{}: the walk has {count} operands, not {needed}", self.operation);
-    }
-}
-
-/// Writes the values of a function of elements of three operands.
-type Write<'f, T> = dyn Fn([&[T]; super::OPERANDS], &mut [T]) + Sync + 'f;
-
-/// A [`Map`] that writes its values for a block of elements. It is one type for all functions, so that walks are compiled once.
-pub(super) struct OfBlock<'f, T> {
-    operands: usize,
-    write: &'f Write<'f, T>,
-}
-
-impl<'f, T: Element> OfBlock<'f, T> {
-    /// `write` writes the values of `F`.
-    pub(super) fn of<F: Map>(write: &'f Write<'f, T>) -> OfBlock<'f, T> {
-        OfBlock { operands: F::OPERANDS, write }
-    }
-
-    /// Writes the values for a block of the walk's operands.
-    pub(super) fn write(
-        &self,
-        operands: &[&[T]; super::OPERANDS],
-        buffers: &mut [Gathered<T>; super::OPERANDS],
-        block: &WalkBlock,
-        y: &mut [T],
-    ) {
-        (self.write)(gathered(self.operands, operands, buffers, block), y);
     }
 }

@@ -16,16 +16,12 @@ mod scatter;
 mod take;
 
 pub use fold::{Fold, Reduction};
-pub use map::{
-    Add, BaseGradient, Divide, DivisorGradient, Equal, ExponentGradient, Larger, LargerShare, Map, Multiply,
-    NonZero, OfEqual, OfProduct, Power, PowerOf, PowerOfGradient, Scale, Smaller, SmallerShare, Subtract,
-    Value, WhereOne, WhereZero, Zero,
-};
+pub use map::Map;
 pub use scatter::{Scatter, add_taken};
 pub use take::{Places, Take, TakeAxis};
 
 use crate::error::{check_len, invalid};
-use crate::{Element, Result};
+use crate::{Element, Result, Slice, SliceMut};
 
 /// The approximate number of elements in a task.
 const TASK: usize = 1 << 14;
@@ -58,11 +54,11 @@ struct Level {
 
 /// A walk over operands, from the first axis (outermost) to the last. The output's elements lie in the order of the kept axes.
 #[derive(Debug, Clone)]
-pub struct Walk<'a, T> {
+pub struct Walk<'a> {
     operation: &'static str,
     levels: Vec<Level>,
     /// The operands; the last one also stands for those that are not there.
-    operands: [&'a [T]; OPERANDS],
+    operands: [Slice<'a>; OPERANDS],
     count: usize,
     /// Elements of the whole walk.
     len: usize,
@@ -70,7 +66,7 @@ pub struct Walk<'a, T> {
     outputs: usize,
 }
 
-impl<'a, T: Element> Walk<'a, T> {
+impl<'a> Walk<'a> {
     /// A walk over one to three operands.
     ///
     /// # Errors
@@ -78,8 +74,8 @@ impl<'a, T: Element> Walk<'a, T> {
     pub fn new<const N: usize>(
         operation: &'static str,
         axes: &[Axis<N>],
-        operands: [&'a [T]; N],
-    ) -> Result<Walk<'a, T>> {
+        operands: [Slice<'a>; N],
+    ) -> Result<Walk<'a>> {
         const { assert!(N > 0 && N <= OPERANDS) };
         let too_large = || invalid(operation, format!("a walk over {axes:?} overflows"));
         let count = |kept_only: bool| {
@@ -121,8 +117,16 @@ impl<'a, T: Element> Walk<'a, T> {
         Ok(Walk { operation, levels, operands, count: N, len, outputs })
     }
 
-    fn check_output(&self, y: &[T]) -> Result<()> {
+    /// Checks the output, and that there are the operands of the function.
+    fn check(&self, function: Map, y: &SliceMut<'_>) -> Result<()> {
+        let (needed, count) = (function.operands(), self.count);
+        assert!(needed <= count, "{}: the walk has {count} operands, not {needed}", self.operation);
         check_len(self.operation, "the output", y.len(), self.outputs)
+    }
+
+    fn typed_operands<T: Element>(&self) -> Result<[&'a [T]; OPERANDS]> {
+        let [a, b, c] = self.operands;
+        Ok([a.of()?, b.of()?, c.of()?])
     }
 }
 

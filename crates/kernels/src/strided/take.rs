@@ -3,7 +3,7 @@
 use super::TASK;
 use crate::error::{check_len, invalid};
 use crate::profile::span;
-use crate::{Cpu, Result, Stored};
+use crate::{Cpu, Result, Slice, SliceMut, Stored, dispatch_stored};
 
 /// Where the elements along an axis come from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,7 +25,7 @@ pub struct TakeAxis<'a> {
 
 /// An output whose elements are elements of x, or the fill.
 #[derive(Debug, Clone)]
-pub struct Take<'a, T> {
+pub struct Take<'a> {
     /// The operation, for errors.
     pub operation: &'static str,
     /// The axes of the output, from the outermost to the innermost.
@@ -33,21 +33,26 @@ pub struct Take<'a, T> {
     /// The place in x of the first element.
     pub start: usize,
     /// What stands where an axis has no place.
-    pub fill: T,
+    pub fill: f64,
 }
 
-impl<T: Stored> Take<'_, T> {
+impl Take<'_> {
     /// y = the elements of x at the sum of the places along each axis.
     ///
     /// # Errors
     /// If y's length is not the product of the sizes, or a place is outside of x.
-    #[inline(never)]
-    pub fn run(&self, cpu: &Cpu, x: &[T], y: &mut [T]) -> Result<()> {
+    pub fn run(&self, cpu: &Cpu, x: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
         span!("take", y, y);
         check_len(self.operation, "the output", y.len(), self.checked_len(x.len())?)?;
+        dispatch_stored!(y.dtype(), T => self.copy::<T>(cpu, x.of()?, y.of()?));
+        Ok(())
+    }
+
+    fn copy<T: Stored>(&self, cpu: &Cpu, x: &[T], y: &mut [T]) {
         if y.is_empty() {
-            return Ok(());
+            return;
         }
+        let fill = T::of(self.fill);
         let (levels, len) = (self.levels(), y.len());
         // The first levels are taken at one index at a time, that at `last` in pieces.
         let mut unit = y.len();
@@ -62,7 +67,7 @@ impl<T: Stored> Take<'_, T> {
         let tasks = y.chunks_mut(row).enumerate().flat_map(|(lead, row)| {
             row.chunks_mut(piece * unit).enumerate().map(move |(index, y)| (lead, index * piece, y))
         });
-        let copy = Copy { x, fill: self.fill, levels: rest };
+        let copy = Copy { x, fill, levels: rest };
         cpu.for_each(len, tasks, |(mut lead, first, y)| {
             let mut base = Some(self.start as isize);
             for level in leading.iter().rev() {
@@ -71,10 +76,9 @@ impl<T: Stored> Take<'_, T> {
             }
             match base {
                 Some(base) => copy.write(0, first, base, y),
-                None => y.fill(self.fill),
+                None => y.fill(fill),
             }
         });
-        Ok(())
     }
 
     /// The length of the output, if all places are inside of x.

@@ -11,7 +11,7 @@ use super::race::{Checked, Refusal, Trial, seconds_of};
 use super::waiting::Operation;
 use crate::conv::{Accuracy, ConvOperands, ConvPlan, ConvProblem, Pass, reference_element};
 use crate::memory::AlignedVec;
-use crate::{Cpu, Element, Result, dispatch};
+use crate::{Cpu, Element, Result, SliceMut, dispatch};
 
 /// One pass of one problem, and each entrant's plan for it.
 pub(super) struct ConvSubject {
@@ -94,14 +94,15 @@ impl<'a, T: Element> ConvTrial<'a, T> {
     }
 
     fn run_once(&mut self, index: usize) {
-        let [a, b] = &self.inputs;
+        let [a, b] = self.inputs.each_ref().map(|input| &input[..]);
         let output = &mut self.output[..];
         let operands = match self.pass {
             Pass::Forward => ConvOperands::forward(a, b, output),
             Pass::BackwardData => ConvOperands::backward_data(a, b, output),
             Pass::BackwardWeights => ConvOperands::backward_weights(a, b, output),
         };
-        self.plans[index].0.run(operands, &mut self.workspace).expect("buffers of this problem");
+        let workspace = SliceMut::from(&mut self.workspace[..]);
+        self.plans[index].0.run(operands, workspace).expect("buffers of this problem");
     }
 }
 

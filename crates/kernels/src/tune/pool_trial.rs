@@ -2,14 +2,17 @@
 
 use std::time::Instant;
 
-use convoke_memory::{collected, copied, filled};
+use convoke_memory::{collected, filled};
 
 use super::contest::{Contest, Entrant, State, Subject};
 use super::noise::noise;
 use super::race::{Checked, Refusal, Trial, seconds_of};
 use super::waiting::Operation;
 use crate::conv::Accuracy;
-use crate::pool::{MaxPoolAlgorithm, MaxPoolPass, PoolProblem, WindowIndex, max_pool_algorithms};
+use crate::pool::{
+    MaxPoolAlgorithm, MaxPoolPass, PoolProblem, WindowIndex, WindowIndices, WindowIndicesMut,
+    max_pool_algorithms,
+};
 use crate::{Cpu, DType, Element, Result, dispatch};
 
 /// One pass of one problem; the entrants are [`max_pool_algorithms`].
@@ -31,17 +34,6 @@ pub(super) fn entrants(problem: &PoolProblem, pass: MaxPoolPass, cpu: &Cpu) -> V
     max_pool_algorithms().iter().map(entrant).collect()
 }
 
-impl PoolSubject {
-    /// A trial with the index type that training uses.
-    fn trial_of<T: Element>(&self, ready: &[usize]) -> Result<Box<dyn Trial + '_>> {
-        let algorithms = ready.iter().map(|&index| max_pool_algorithms()[index]).collect();
-        Ok(match self.problem.window_len() <= u8::COUNT {
-            true => Box::new(PoolTrial::<T, u8>::new(self, algorithms)?),
-            false => Box::new(PoolTrial::<T, u16>::new(self, algorithms)?),
-        })
-    }
-}
-
 impl Subject for PoolSubject {
     fn contest(&self) -> &Contest {
         &self.contest
@@ -52,11 +44,51 @@ impl Subject for PoolSubject {
     }
 
     fn trial(&self, ready: &[usize]) -> Result<Box<dyn Trial + '_>> {
-        dispatch!("max pooling", self.dtype, T => self.trial_of::<T>(ready))
+        let algorithms = ready.iter().map(|&index| max_pool_algorithms()[index]).collect();
+        Ok(dispatch!("max pooling", self.dtype, T => Box::new(PoolTrial::<T>::new(self, algorithms)?)))
     }
 }
 
-struct PoolTrial<'a, T, I> {
+/// Indices of the type that training uses.
+#[derive(Clone, PartialEq)]
+enum Indices {
+    Bytes(Vec<u8>),
+    Shorts(Vec<u16>),
+}
+
+impl Indices {
+    /// Indices of `len` windows of this problem.
+    fn new(problem: &PoolProblem, len: usize) -> Result<Indices> {
+        Ok(match problem.window_len() <= u8::COUNT {
+            true => Indices::Bytes(filled(len, 0)?),
+            false => Indices::Shorts(filled(len, 0)?),
+        })
+    }
+
+    /// Overwrites them.
+    fn poison(&mut self) {
+        match self {
+            Indices::Bytes(indices) => indices.fill(u8::MAX),
+            Indices::Shorts(indices) => indices.fill(u16::MAX),
+        }
+    }
+
+    fn read(&self) -> WindowIndices<'_> {
+        match self {
+            Indices::Bytes(indices) => WindowIndices::Bytes(indices),
+            Indices::Shorts(indices) => WindowIndices::Shorts(indices),
+        }
+    }
+
+    fn write(&mut self) -> WindowIndicesMut<'_> {
+        match self {
+            Indices::Bytes(indices) => WindowIndicesMut::Bytes(indices),
+            Indices::Shorts(indices) => WindowIndicesMut::Shorts(indices),
+        }
+    }
+}
+
+struct PoolTrial<'a, T> {
     subject: &'a PoolSubject,
     algorithms: Vec<MaxPoolAlgorithm>,
     /// x or dy.
@@ -64,13 +96,13 @@ struct PoolTrial<'a, T, I> {
     /// y or dx.
     output: Vec<T>,
     /// Written forward, read backward.
-    indices: Vec<I>,
+    indices: Indices,
     expected: Vec<T>,
-    expected_indices: Vec<I>,
+    expected_indices: Indices,
     start: Instant,
 }
 
-impl<'a, T: Element, I: WindowIndex> PoolTrial<'a, T, I> {
+impl<'a, T: Element> PoolTrial<'a, T> {
     fn new(subject: &'a PoolSubject, algorithms: Vec<MaxPoolAlgorithm>) -> Result<Self> {
         let start = Instant::now();
         let PoolSubject { contest: Contest { cpu, .. }, problem, pass, .. } = subject;
@@ -82,39 +114,43 @@ impl<'a, T: Element, I: WindowIndex> PoolTrial<'a, T, I> {
             Ok(collected(noise.iter().map(|&value| (value * T::of(8.0)).round()))?)
         };
         let x = values(x_len, 1)?;
-        let (mut y, mut indices) = (filled(y_len, T::nan())?, filled(y_len, I::store(0))?);
-        let oracle = max_pool_algorithms()[0];
-        oracle.forward(cpu, problem, &x, &mut y, Some(&mut indices)).expect("buffers of this problem");
+        let (mut y, mut indices) = (filled(y_len, T::nan())?, Indices::new(problem, y_len)?);
+        let (oracle, fits) = (max_pool_algorithms()[0], "buffers of this problem");
+        oracle.forward(cpu, problem, (&x).into(), (&mut y).into(), Some(indices.write())).expect(fits);
         let (input, expected) = match pass {
             MaxPoolPass::Forward | MaxPoolPass::Inference => (x, y),
             MaxPoolPass::Backward => {
                 let (dy, mut dx) = (values(y_len, 2)?, x);
-                oracle.backward(cpu, problem, &dy, &indices, &mut dx).expect("buffers of this problem");
+                oracle.backward(cpu, problem, (&dy).into(), indices.read(), (&mut dx).into()).expect(fits);
                 (dy, dx)
             }
         };
         let output = filled(expected.len(), T::nan())?;
-        let expected_indices = copied(&indices)?;
+        let mut expected_indices = Indices::new(problem, y_len)?;
+        expected_indices.clone_from(&indices);
         Ok(PoolTrial { subject, algorithms, input, output, indices, expected, expected_indices, start })
     }
 
     fn run_once(&mut self, index: usize) {
         let PoolSubject { contest: Contest { cpu, .. }, problem, pass, .. } = self.subject;
-        let (algorithm, input, output) = (self.algorithms[index], &self.input, &mut self.output);
+        let algorithm = self.algorithms[index];
+        let (input, output) = ((&self.input).into(), (&mut self.output).into());
         match pass {
-            MaxPoolPass::Forward => algorithm.forward(cpu, problem, input, output, Some(&mut self.indices)),
-            MaxPoolPass::Inference => algorithm.forward::<T, I>(cpu, problem, input, output, None),
-            MaxPoolPass::Backward => algorithm.backward(cpu, problem, input, &self.indices, output),
+            MaxPoolPass::Forward => {
+                algorithm.forward(cpu, problem, input, output, Some(self.indices.write()))
+            }
+            MaxPoolPass::Inference => algorithm.forward(cpu, problem, input, output, None),
+            MaxPoolPass::Backward => algorithm.backward(cpu, problem, input, self.indices.read(), output),
         }
         .expect("buffers of this problem");
     }
 }
 
-impl<T: Element, I: WindowIndex> Trial for PoolTrial<'_, T, I> {
+impl<T: Element> Trial for PoolTrial<'_, T> {
     fn check(&mut self, index: usize) -> std::result::Result<Checked, Refusal> {
         self.output.fill(T::nan());
         if self.subject.pass == MaxPoolPass::Forward {
-            self.indices.fill(I::store(I::COUNT - 1));
+            self.indices.poison();
         }
         let seconds = seconds_of(1, || self.run_once(index));
         let [output, expected] =

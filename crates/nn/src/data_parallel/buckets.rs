@@ -5,10 +5,11 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use convoke_autograd::{DType, Element, Error, Gradients, MemoryFormat, Result, Tensor, dispatch};
-use convoke_distributed::{Communicator, Number, Traffic};
+use convoke_autograd::{DType, Error, Gradients, MemoryFormat, Result, Tensor};
+use convoke_distributed::{Communicator, Traffic};
+use convoke_kernels::{Slice, SliceMut};
 
-use super::{NAME, failed};
+use super::{NAME, all_reduce, failed};
 use crate::Parameter;
 
 /// Parameters whose gradients travel together.
@@ -229,55 +230,52 @@ fn buckets(parameters: &[(String, Parameter)], bucket_bytes: usize) -> Result<Ve
 impl Job {
     /// Every gradient becomes its sum over the ranks; one that no rank has stays absent.
     fn run(mut self, ranks: &Communicator) -> Result<Job> {
-        dispatch!(NAME, self.bucket.dtype, T => self.reduce::<T>(ranks)?);
-        Ok(self)
-    }
-
-    fn reduce<T: Element + Number>(&mut self, ranks: &Communicator) -> Result<()> {
         let numbers: usize = self.parts.iter().map(|part| part.like.len()).sum();
         // After the gradients comes one number per parameter: how many ranks have a gradient for it.
-        let mut message = self.parts[0].like.device().buffer::<T>(numbers + self.parts.len())?;
-        let (sums, owners) = message.split_at_mut(numbers);
-        let mut rest = &mut *sums;
-        for (part, owners) in self.parts.iter().zip(owners) {
-            let place = rest.split_off_mut(..part.like.len()).expect("room for all");
+        let device = self.parts[0].like.device();
+        let mut message = device.buffer(self.bucket.dtype, numbers + self.parts.len())?;
+        let mut begin = 0;
+        for (part, owner) in self.parts.iter().zip(numbers..) {
+            let place = begin..begin + part.like.len();
+            begin = place.end;
             match &part.gradient {
                 // Sent in contiguous order: ranks may hold their parameters in different formats.
                 Some(gradient) => {
-                    place.copy_from_slice(gradient.detach().to_format(MemoryFormat::Contiguous)?.data()?);
-                    *owners = T::of(1.0);
+                    let gradient = gradient.detach().to_format(MemoryFormat::Contiguous)?;
+                    message.elements_mut().part(place).copy_from(gradient.elements()?)?;
                 }
-                None => {
-                    place.fill(T::zero());
-                    *owners = T::zero();
-                }
+                None => message.elements_mut().part(place).fill(0.0),
             }
+            let owners = if part.gradient.is_some() { 1.0 } else { 0.0 };
+            message.elements_mut().part(owner..owner + 1).fill(owners);
         }
         let name = format!("gradients of {}", self.bucket.name);
-        ranks.all_reduce(&name, &mut message).map_err(failed(NAME))?;
-        let (mut rest, owners) = message.split_at(numbers);
-        for (part, &owners) in self.parts.iter_mut().zip(owners) {
-            let place = rest.split_off(..part.like.len()).expect("room for all");
-            if owners != T::zero() {
-                part.take(place)?;
+        all_reduce(NAME, (ranks, &name), message.elements_mut())?;
+        let (message, mut begin) = (message.elements(), 0);
+        for (part, owner) in self.parts.iter_mut().zip(numbers..) {
+            let place = begin..begin + part.like.len();
+            begin = place.end;
+            if message.at(owner) != 0.0 {
+                part.take(message.part(place))?;
             }
         }
-        Ok(())
+        Ok(self)
     }
 }
 
 impl Part {
     /// Takes the sum, in the buffer of this rank's gradient if it has one.
-    fn take<T: Element>(&mut self, sum: &[T]) -> Result<()> {
+    fn take(&mut self, sum: Slice<'_>) -> Result<()> {
         let gradient = match self.gradient.take() {
             Some(mut gradient) if gradient.format() == MemoryFormat::Contiguous => {
-                gradient.update(|gradient: &mut [T]| {
-                    gradient.copy_from_slice(sum);
-                    Ok(())
-                })?;
+                gradient.update_elements(|gradient| Ok(gradient.copy_from(sum)?))?;
                 gradient
             }
-            _ => Tensor::from_slice(self.like.device(), self.like.shape(), sum)?,
+            _ => {
+                let of = (self.like.device(), sum.dtype());
+                let write = |gradient: SliceMut<'_>| Ok(gradient.copy_from(sum)?);
+                Tensor::build_elements(of, self.like.shape(), MemoryFormat::Contiguous, write)?
+            }
         };
         self.gradient = Some(gradient);
         Ok(())

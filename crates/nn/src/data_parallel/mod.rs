@@ -6,8 +6,9 @@ mod share;
 
 use std::sync::{Mutex, PoisonError};
 
-use convoke_autograd::{BackwardOptions, Error, Gradients, Result, Tensor};
+use convoke_autograd::{BackwardOptions, Error, Gradients, Result, Tensor, dispatch};
 use convoke_distributed::{Communicator, Traffic};
+use convoke_kernels::SliceMut;
 
 use crate::{Module, ModuleExt};
 use buckets::Reducer;
@@ -225,4 +226,15 @@ impl MeanLoss<'_> {
 /// The error of an operation whose communication between ranks failed.
 pub(crate) fn failed(operation: &'static str) -> impl FnOnce(convoke_distributed::Error) -> Error {
     move |error| Error::Communication { operation, reason: error.to_string() }
+}
+
+/// Each of `values` becomes its sum over all ranks, taken in their order; errors show the name.
+pub(crate) fn all_reduce(
+    operation: &'static str,
+    (ranks, name): (&Communicator, &str),
+    values: SliceMut<'_>,
+) -> Result<()> {
+    dispatch!(operation, values.dtype(), T => {
+        ranks.all_reduce(name, values.of::<T>()?).map_err(failed(operation))
+    })
 }

@@ -1,6 +1,6 @@
 //! Arrays that are known before a graph runs: stored weights, constants, and what is computed from shapes.
 
-use convoke_autograd::{DType, Device, Element, MemoryFormat, Result, Tensor, dispatch};
+use convoke_autograd::{DType, Device, Error, MemoryFormat, Result, Tensor};
 use serde::{Deserialize, Serialize};
 
 /// Numbers in contiguous order, with a shape. No dimensions: a single number.
@@ -193,21 +193,17 @@ impl Array {
     /// # Errors
     /// If there is no memory, or the type is for storage only.
     pub fn to_tensor(&self, device: &Device, dtype: DType) -> Result<Tensor> {
-        fn write<T: Element>(array: &Array, out: &mut [T]) {
-            match &array.data {
-                Data::F32(data) => out.iter_mut().zip(data).for_each(|(out, &x)| *out = T::of(x.into())),
-                Data::F64(data) => out.iter_mut().zip(data).for_each(|(out, &x)| *out = T::of(x)),
-                Data::I64(data) => out.iter_mut().zip(data).for_each(|(out, &x)| *out = T::of(x as f64)),
-                Data::Bool(data) => {
-                    out.iter_mut().zip(data).for_each(|(out, &x)| *out = T::of(f64::from(u8::from(x))));
-                }
-            }
+        if !dtype.computes() {
+            return Err(Error::StorageOnly { operation: "graph", dtype });
         }
-        dispatch!("graph", dtype, T => {
-            Tensor::written(device, &self.shape, MemoryFormat::Contiguous, |out: &mut [T]| {
-                write(self, out);
-                Ok(())
-            })
+        Tensor::written_elements((device, dtype), &self.shape, MemoryFormat::Contiguous, |out| {
+            match &self.data {
+                Data::F32(data) => out.update(|index, _| data[index].into()),
+                Data::F64(data) => out.update(|index, _| data[index]),
+                Data::I64(data) => out.update(|index, _| data[index] as f64),
+                Data::Bool(data) => out.update(|index, _| f64::from(u8::from(data[index]))),
+            }
+            Ok(())
         })
     }
 }

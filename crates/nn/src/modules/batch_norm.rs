@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use convoke_autograd::ops::{self, Activation, BatchNormOptions, Convention, Moments, Statistics};
-use convoke_autograd::{DType, Element, Error, Result, Tensor, dispatch};
+use convoke_autograd::{DType, Error, Result, Tensor};
 use convoke_distributed::Communicator;
 
 use super::NormMode;
@@ -117,15 +117,10 @@ impl Running {
         Ok(Statistics::Constant { mean: mean?.into(), variance: variance?.into() })
     }
 
-    fn move_towards<T: Element>(
-        &self,
-        convention: &Convention,
-        weight: f64,
-        moments: &Moments,
-    ) -> Result<()> {
+    fn move_towards(&self, convention: &Convention, weight: f64, moments: &Moments) -> Result<()> {
         let (mut mean, mut var) = (self.mean.value(), self.var.value());
-        mean.update(|mean: &mut [T]| {
-            var.update(|var: &mut [T]| Ok(convention.update(weight, moments, mean, var)?))
+        mean.update_elements(|mean| {
+            var.update_elements(|var| Ok(convention.update(weight, moments, mean, var)?))
         })?;
         self.mean.set(&mean)?;
         self.var.set(&var)
@@ -388,9 +383,7 @@ impl<const SPATIAL: usize> BatchNorm<SPATIAL> {
         running.batches.set(running.batches.value() + 1);
         let convention = &self.config.convention;
         let weight = convention.new_weight(self.config.momentum, running.batches.value() as u64);
-        dispatch!(Self::NAME, running.mean.value().dtype(), T => {
-            running.move_towards::<T>(convention, weight, moments)
-        })
+        running.move_towards(convention, weight, moments)
     }
 
     /// PyTorch's error for an input of the wrong rank.

@@ -2,59 +2,36 @@
 
 use std::time::Instant;
 
-use convoke_autograd::{Buffer, Device, Element};
+use convoke_autograd::{Buffer, DType, Device};
 use convoke_kernels::batch_norm::Statistics;
 use convoke_kernels::block::{Backward, Block, BlockProblem, Keep, Operands, Parameters, Wanted};
-use convoke_kernels::conv::ConvTypes;
 use convoke_kernels::images::{Images, PlainImages};
 use convoke_kernels::{Result, elementwise};
 
 use super::blocks::BlockKind;
 
 /// A block on made-up data, which can be run many times.
-pub(super) enum Trial {
-    F32(TypedTrial<f32>),
-    F64(TypedTrial<f64>),
+pub(super) struct Trial {
+    device: Device,
+    problem: BlockProblem,
+    wanted: Wanted,
+    x: Buffer,
+    weight: Buffer,
+    bias: Option<Buffer>,
+    gamma: Option<Buffer>,
+    beta: Option<Buffer>,
+    residual: Option<Buffer>,
 }
 
 impl Trial {
     pub(super) fn new(device: &Device, kind: &BlockKind) -> Result<Trial> {
-        Ok(match kind.problem.convolution.types {
-            ConvTypes::F64 => Trial::F64(TypedTrial::new(device, kind)?),
-            ConvTypes::F32 => Trial::F32(TypedTrial::new(device, kind)?),
-            types => unreachable!("no problem has the types {types}"),
-        })
-    }
-
-    /// Seconds of a forward and a backward.
-    pub(super) fn run(&self, keep: Keep) -> Result<f64> {
-        match self {
-            Trial::F32(trial) => trial.run(keep),
-            Trial::F64(trial) => trial.run(keep),
-        }
-    }
-}
-
-pub(super) struct TypedTrial<T: Element> {
-    device: Device,
-    problem: BlockProblem,
-    wanted: Wanted,
-    x: Buffer<T>,
-    weight: Buffer<T>,
-    bias: Option<Buffer<T>>,
-    gamma: Option<Buffer<T>>,
-    beta: Option<Buffer<T>>,
-    residual: Option<Buffer<T>>,
-}
-
-impl<T: Element> TypedTrial<T> {
-    fn new(device: &Device, kind: &BlockKind) -> Result<TypedTrial<T>> {
         let BlockKind { problem, wanted } = *kind;
-        let noise = |len: usize| noise(device, len);
+        let dtype = problem.convolution.types.input;
+        let noise = |len: usize| noise(device, dtype, len);
         let channels = problem.convolution.out_channels;
         let vector = |there: bool| there.then(|| noise(channels)).transpose();
         let residual = problem.residual.then(|| noise(problem.convolution.output_len())).transpose()?;
-        Ok(TypedTrial {
+        Ok(Trial {
             device: device.clone(),
             problem,
             wanted,
@@ -68,21 +45,21 @@ impl<T: Element> TypedTrial<T> {
     }
 
     /// Seconds of a forward and a backward. The block's output is read after each, as the next layer would read it.
-    fn run(&self, keep: Keep) -> Result<f64> {
+    pub(super) fn run(&self, keep: Keep) -> Result<f64> {
         let (device, images) = (&self.device, self.problem.convolution.batch);
         let parameters = Parameters {
-            weight: &self.weight,
-            bias: self.bias.as_deref(),
-            gamma: self.gamma.as_deref(),
-            beta: self.beta.as_deref(),
+            weight: self.weight.elements(),
+            bias: self.bias.as_ref().map(Buffer::elements),
+            gamma: self.gamma.as_ref().map(Buffer::elements),
+            beta: self.beta.as_ref().map(Buffer::elements),
         };
-        let x = PlainImages::borrowed(device, &self.x, images)?;
+        let x = PlainImages::borrowed(device, self.x.elements(), images)?;
         let residual = self
             .residual
             .as_ref()
-            .map(|residual| PlainImages::borrowed(device, residual, images))
+            .map(|residual| PlainImages::borrowed(device, residual.elements(), images))
             .transpose()?;
-        let residual = residual.as_ref().map(|residual| residual as &dyn Images<T>);
+        let residual = residual.as_ref().map(|residual| residual as &dyn Images);
 
         let start = Instant::now();
         let block = Block::new(device, self.problem, images, keep)?;
@@ -94,7 +71,7 @@ impl<T: Element> TypedTrial<T> {
         let recomputed = recipe.map(|recipe| {
             let filter = parameters.filter();
             let (of_epilogue, x) = (operands.of_epilogue(), &x);
-            PlainImages::recomputed(device, [images, image], move |images, z| {
+            PlainImages::recomputed((device, self.x.dtype()), [images, image], move |images, z| {
                 recipe.write(Some((x, filter)), &of_epilogue, images, z)
             })
         });
@@ -113,8 +90,8 @@ impl<T: Element> TypedTrial<T> {
             (None, None) => unreachable!("an output that is not there has a recipe"),
         };
         read(device, &z, [images, image])?;
-        let mut dz = device.buffer(images * image)?;
-        dz.fill(T::of(1e-3));
+        let mut dz = device.buffer(self.x.dtype(), images * image)?;
+        dz.elements_mut().fill(1e-3);
         let dz = PlainImages::owned(device, dz, images)?;
         let z = forward.saved.needs_output().then_some(z);
         let inputs = Backward { saved: forward.saved, x: x.clone(), parameters, dz, z, sum: None };
@@ -124,22 +101,22 @@ impl<T: Element> TypedTrial<T> {
 }
 
 /// Numbers that look random and are cheap to make.
-fn noise<T: Element>(device: &Device, len: usize) -> Result<Buffer<T>> {
-    let mut noise = device.buffer::<T>(len)?;
-    for (index, out) in noise.iter_mut().enumerate() {
+fn noise(device: &Device, dtype: DType, len: usize) -> Result<Buffer> {
+    let mut noise = device.buffer(dtype, len)?;
+    noise.elements_mut().update(|index, _| {
         let bits = (index as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40;
-        *out = T::of(bits as f64 / f64::from(1u32 << 23) - 1.0);
-    }
+        bits as f64 / f64::from(1u32 << 23) - 1.0
+    });
     Ok(noise)
 }
 
 /// Stands in for the next layer: reads a tensor a few images at a time, about as many as a tile has.
-fn read<T: Element>(device: &Device, z: &dyn Images<T>, [images, image]: [usize; 2]) -> Result<()> {
-    let step = ((2 << 20) / (image * size_of::<T>()).max(1)).max(1);
+fn read(device: &Device, z: &dyn Images, [images, image]: [usize; 2]) -> Result<()> {
+    let step = ((1 << 19) / image.max(1)).max(1);
     let mut scratch = None;
     for first in (0..images).step_by(step) {
         let part = z.read(first..(first + step).min(images), &mut scratch)?;
-        std::hint::black_box(elementwise::sum(device.compute(), part.into())?);
+        std::hint::black_box(elementwise::sum(device.compute(), part)?);
     }
     Ok(())
 }

@@ -2,7 +2,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use convoke_autograd::{Tensor, dispatch};
+use convoke_autograd::Tensor;
 use convoke_kernels::optimizer::moving_average;
 
 use super::{Result, Trainer};
@@ -79,12 +79,10 @@ impl Averaged {
         if self.is_value(&value) {
             return Ok(value.detach());
         }
-        Ok(dispatch!("moving average", value.dtype(), T => {
-            Tensor::written(value.device(), value.shape(), value.format(), |copy: &mut [T]| {
-                copy.copy_from_slice(value.data::<T>()?);
-                Ok(())
-            })?
-        }))
+        let of = (value.device(), value.dtype());
+        Tensor::written_elements(of, value.shape(), value.format(), |copy| {
+            Ok(copy.copy_from(value.elements()?)?)
+        })
     }
 
     fn move_average(&self, average: &mut Tensor, decay: f64) -> convoke_autograd::Result<()> {

@@ -52,24 +52,24 @@ fn on_copies<T: Element, S>(
 ) {
     let (x, rest) = workspace.split_at_mut(inner.problem().input_len());
     let (y, scratch) = rest.split_at_mut(inner.problem().output_len());
-    let run = |operands: ConvOperands<'_, T>, scratch: &mut [T]| {
-        inner.run(operands, scratch).expect("planned for these operands");
+    let run = |operands: ConvOperands<'_>, scratch: &mut [T]| {
+        inner.run(operands, scratch.into()).expect("planned for these operands");
     };
     match inner.pass() {
         Pass::Forward => {
             gather(x_side, a, x);
-            run(ConvOperands::forward(x, b, y), scratch);
+            run(ConvOperands::forward(&*x, b, &mut *y), scratch);
             scatter(y_side, y, output);
         }
         Pass::BackwardData => {
             gather(y_side, a, y);
-            run(ConvOperands::backward_data(y, b, x), scratch);
+            run(ConvOperands::backward_data(&*y, b, &mut *x), scratch);
             scatter(x_side, x, output);
         }
         Pass::BackwardWeights => {
             gather(x_side, a, x);
             gather(y_side, b, y);
-            run(ConvOperands::backward_weights(x, y, output), scratch);
+            run(ConvOperands::backward_weights(&*x, &*y, output), scratch);
         }
     }
 }

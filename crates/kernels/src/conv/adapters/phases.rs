@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use super::strided::{Axes, copy};
 use super::{on_copies, workspace_sum};
-use crate::conv::plan::{Accuracy, ConvAlgorithm, ConvKernel, ConvPlan, Kernel, NotApplicable};
+use crate::conv::plan::{Accuracy, ConvAlgorithm, ConvPlan, NotApplicable, TypedKernel, kernel_of};
 use crate::conv::problem::{ConvAxis, ConvProblem, ConvSpec, Pass};
 use crate::{Cpu, Element, MemoryFormat};
 
@@ -55,7 +55,7 @@ impl ConvAlgorithm for Phases {
         let cost = inner.cost().moving(4 * copies.iter().sum::<usize>() * problem.types.input.size());
         let operations = inner.operations();
         let kernel = InPhases { problem: *problem, inner };
-        let plan = ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, kernel));
+        let plan = ConvPlan::new(self, (problem, pass), cpu, workspace, kernel_of(problem, kernel));
         Ok(plan.with_cost(cost).with_operations(operations))
     }
 }
@@ -162,7 +162,7 @@ impl InPhases {
     }
 }
 
-impl<T: Element> ConvKernel<T> for InPhases {
+impl<T: Element> TypedKernel<T> for InPhases {
     fn run(&self, cpu: &Cpu, inputs: [&[T]; 2], output: &mut [T], workspace: &mut [T]) {
         let sides = [self.input(), self.output()];
         let gather = |side: &Side, whole: &[T], phased: &mut [T]| self.gather(cpu, side, whole, phased);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{on_copies, workspace_sum};
-use crate::conv::plan::{Accuracy, ConvAlgorithm, ConvKernel, ConvPlan, Kernel, NotApplicable};
+use crate::conv::plan::{Accuracy, ConvAlgorithm, ConvPlan, NotApplicable, TypedKernel, kernel_of};
 use crate::conv::problem::{ConvProblem, Pass};
 use crate::memory_format::{Extent, convert};
 use crate::{Cpu, Element, MemoryFormat};
@@ -53,7 +53,7 @@ impl ConvAlgorithm for Relayout {
         let kernel = Copies { problem: *problem, inner };
         let copied = 2 * (problem.input_len() + problem.output_len()) * problem.types.input.size();
         let cost = kernel.inner.cost().moving(copied);
-        let plan = ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, kernel));
+        let plan = ConvPlan::new(self, (problem, pass), cpu, workspace, kernel_of(problem, kernel));
         Ok(plan.with_cost(cost).with_operations(operations))
     }
 }
@@ -64,17 +64,17 @@ struct Copies {
     inner: ConvPlan,
 }
 
-impl<T: Element> ConvKernel<T> for Copies {
+impl<T: Element> TypedKernel<T> for Copies {
     fn run(&self, cpu: &Cpu, inputs: [&[T]; 2], output: &mut [T], workspace: &mut [T]) {
         let p = &self.problem;
         let [batch, channels, h, w] = p.input_shape();
         let sides = [Extent { batch, channels, spatial: h * w, format: p.format }, p.output_extent()];
         let gather = |extent: &Extent, from: &[T], to: &mut [T]| {
-            convert(cpu, extent, from, to).expect("lengths of the problem");
+            convert(cpu, extent, from.into(), to.into()).expect("lengths of the problem");
         };
         let scatter = |extent: &Extent, from: &[T], to: &mut [T]| {
             let extent = Extent { format: self.inner.problem().format, ..*extent };
-            convert(cpu, &extent, from, to).expect("lengths of the problem");
+            convert(cpu, &extent, from.into(), to.into()).expect("lengths of the problem");
         };
         on_copies(&self.inner, &sides, inputs, output, workspace, gather, scatter);
     }

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use super::strided::{Axes, copy};
 use super::workspace_sum;
 use crate::conv::plan::{
-    Accuracy, ConvAlgorithm, ConvKernel, ConvOperands, ConvPlan, Cost, Kernel, NotApplicable,
+    Accuracy, ConvAlgorithm, ConvOperands, ConvPlan, Cost, NotApplicable, TypedKernel, kernel_of,
 };
 use crate::conv::problem::{ConvAxis, ConvProblem, ConvSpec, Pass};
 use crate::{Cpu, Element, MemoryFormat};
@@ -67,7 +67,7 @@ impl ConvAlgorithm for Swap {
         let cost = Cost { flops: slower * cost.flops, ..cost };
         let operations = inner.operations();
         let kernel = Swapped { problem: *problem, pass, inner };
-        let plan = ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::of(problem, kernel));
+        let plan = ConvPlan::new(self, (problem, pass), cpu, workspace, kernel_of(problem, kernel));
         Ok(plan.with_cost(cost).with_operations(operations))
     }
 }
@@ -153,18 +153,18 @@ struct Swapped {
     inner: ConvPlan,
 }
 
-impl<T: Element> ConvKernel<T> for Swapped {
+impl<T: Element> TypedKernel<T> for Swapped {
     fn run(&self, cpu: &Cpu, [a, b]: [&[T]; 2], output: &mut [T], workspace: &mut [T]) {
         let (p, related) = (&self.problem, self.inner.problem());
-        let run = |operands: ConvOperands<'_, T>, scratch: &mut [T]| {
-            self.inner.run(operands, scratch).expect("planned for these operands");
+        let run = |operands: ConvOperands<'_>, scratch: &mut [T]| {
+            self.inner.run(operands, scratch.into()).expect("planned for these operands");
         };
         if self.pass == Pass::BackwardData {
             let (dy, rest) = workspace.split_at_mut(spread_len(p, related));
             let (weight, scratch) = rest.split_at_mut(related.weight_len());
             turn_weights(cpu, p, b, weight);
             let dy = self.spread(cpu, a, dy);
-            return run(ConvOperands::forward(dy, weight, output), scratch);
+            return run(ConvOperands::forward(dy, &*weight, output), scratch);
         }
         let (x, rest) = workspace.split_at_mut(related.input_len());
         let (filters, rest) = rest.split_at_mut(related.weight_len());
@@ -180,11 +180,11 @@ impl<T: Element> ConvKernel<T> for Swapped {
         let large = Axes::dense(MemoryFormat::Contiguous, related.weight_shape()).exchanged();
         if self.pass == Pass::Forward {
             copy(cpu, weight, b, images, small);
-            run(ConvOperands::backward_weights(x, small, filters), scratch);
+            run(ConvOperands::backward_weights(&*x, &*small, &mut *filters), scratch);
             copy(cpu, large, filters, y, output);
         } else {
             copy(cpu, y, b, large, filters);
-            run(ConvOperands::forward(x, filters, small), scratch);
+            run(ConvOperands::forward(&*x, &*filters, &mut *small), scratch);
             copy(cpu, images, small, weight, output);
         }
     }

@@ -17,11 +17,9 @@ mod pixels;
 mod plane_weights;
 mod planes;
 
-use std::sync::Arc;
-
 use gather::Gather;
 
-use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Cost, Kernel, NotApplicable};
+use super::plan::{ConvAlgorithm, ConvPlan, Cost, NotApplicable, kernel};
 use super::problem::{ConvProblem, ConvTypes, Pass};
 use crate::{Cpu, MemoryFormat};
 
@@ -57,25 +55,25 @@ impl ConvAlgorithm for Depthwise {
             Pass::BackwardData => axes.map(|axis| Gather::backward(&axis)),
         };
         let images = [problem.batch, problem.in_channels];
-        let (workspace, kernel): (_, Arc<dyn ConvKernel<f32>>) = match (problem.format, pass) {
+        let (workspace, kernel) = match (problem.format, pass) {
             (MemoryFormat::ChannelsLast, Pass::BackwardWeights) => {
-                let kernel = pixel_weights::PixelWeights::new(gather, images, cpu);
-                (kernel.workspace_len(), Arc::new(kernel))
+                let code = pixel_weights::PixelWeights::new(gather, images, cpu);
+                (code.workspace_len(), kernel::<f32>(code))
             }
             (MemoryFormat::ChannelsLast, _) => {
-                let kernel = pixels::Pixels::new(gather, images, cpu);
-                (kernel.workspace_len(), Arc::new(kernel))
+                let code = pixels::Pixels::new(gather, images, cpu);
+                (code.workspace_len(), kernel::<f32>(code))
             }
             (MemoryFormat::Contiguous, Pass::BackwardWeights) => {
-                let kernel = plane_weights::PlaneWeights::new(gather, images, cpu)?;
-                (kernel.workspace_len(), Arc::new(kernel))
+                let code = plane_weights::PlaneWeights::new(gather, images, cpu)?;
+                (code.workspace_len(), kernel::<f32>(code))
             }
             (MemoryFormat::Contiguous, _) => {
-                let kernel = planes::Planes::new(gather, images, cpu)?;
-                (kernel.workspace_len(), Arc::new(kernel))
+                let code = planes::Planes::new(gather, images, cpu)?;
+                (code.workspace_len(), kernel::<f32>(code))
             }
         };
         let cost = Cost::direct(problem, 0.2);
-        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::F32(kernel)).with_cost(cost))
+        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, kernel).with_cost(cost))
     }
 }

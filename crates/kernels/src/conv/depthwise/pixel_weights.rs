@@ -6,7 +6,7 @@ use super::blocks::{BLOCK, BlockKernel, Line, Outputs, Place, Scratch, each_bloc
 use super::gather::Gather;
 use crate::Cpu;
 use crate::conv::gemm_views::reduce_partials;
-use crate::conv::plan::ConvKernel;
+use crate::conv::plan::TypedKernel;
 use crate::simd;
 use crate::transpose::transpose;
 
@@ -36,7 +36,7 @@ impl PixelWeights {
     }
 }
 
-impl ConvKernel<f32> for PixelWeights {
+impl TypedKernel<f32> for PixelWeights {
     fn run(&self, cpu: &Cpu, [x, dy]: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
         let rows = self.batch * self.gather[0].output;
         let work = dy.len() * (output.len() / self.channels);

@@ -5,7 +5,7 @@ use pulp::{Simd, WithSimd};
 use super::blocks::{BLOCK, BlockKernel, Line, Outputs, Place, Scratch, each_block, load, store};
 use super::gather::Gather;
 use crate::Cpu;
-use crate::conv::plan::ConvKernel;
+use crate::conv::plan::TypedKernel;
 use crate::simd;
 use crate::stream::{self, Streaming};
 use crate::transpose::transpose;
@@ -31,7 +31,7 @@ impl Pixels {
     }
 }
 
-impl ConvKernel<f32> for Pixels {
+impl TypedKernel<f32> for Pixels {
     fn run(&self, cpu: &Cpu, [source, weight]: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
         let (weights, zeros) = workspace.split_at_mut(weight.len());
         transpose(cpu, self.channels, weight.len() / self.channels, weight, weights);

@@ -5,7 +5,7 @@ use pulp::{MemMask, Simd, WithSimd};
 use super::gather::Gather;
 use super::padded::Padded;
 use crate::Cpu;
-use crate::conv::plan::{ConvKernel, NotApplicable};
+use crate::conv::plan::{NotApplicable, TypedKernel};
 use crate::simd;
 
 /// Taps whose sums stay in registers.
@@ -49,7 +49,7 @@ impl PlaneWeights {
     }
 }
 
-impl ConvKernel<f32> for PlaneWeights {
+impl TypedKernel<f32> for PlaneWeights {
     fn run(&self, cpu: &Cpu, [x, dy]: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
         let work = dy.len() * self.taps();
         let shares = output.chunks_mut(self.share * self.taps());

@@ -5,7 +5,7 @@ use pulp::{Simd, WithSimd};
 use super::gather::{Gather, Phase};
 use super::padded::{Padded, ROWS, copy};
 use crate::Cpu;
-use crate::conv::plan::{ConvKernel, NotApplicable};
+use crate::conv::plan::{NotApplicable, TypedKernel};
 use crate::simd;
 
 /// The gather of N x C planes.
@@ -43,7 +43,7 @@ impl Planes {
     }
 }
 
-impl ConvKernel<f32> for Planes {
+impl TypedKernel<f32> for Planes {
     fn run(&self, cpu: &Cpu, [source, weight]: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
         let [height, width] = &self.gather;
         let chunk = |axes: [usize; 2]| self.planes * axes[0] * axes[1];

@@ -9,7 +9,7 @@ use super::panels::{Panel, Panels};
 use super::registers::{by_block, fitting, joined, last_mask, load, most_rows, most_vectors, store};
 use super::slab::Reading;
 use crate::conv::even::even_parts;
-use crate::conv::plan::ConvKernel;
+use crate::conv::plan::TypedKernel;
 use crate::conv::problem::{ConvAxis, ConvProblem, Pass};
 use crate::conv::workspace::{LINE, aligned};
 use crate::simd::registers;
@@ -181,7 +181,7 @@ impl Correlate {
     }
 }
 
-impl ConvKernel<f32> for Correlate {
+impl TypedKernel<f32> for Correlate {
     fn run(&self, cpu: &Cpu, [source, weight]: [&[f32]; 2], target: &mut [f32], workspace: &mut [f32]) {
         let (zeros, workspace) = workspace.split_at_mut(self.source_channels);
         zeros.fill(0.0);

@@ -26,13 +26,11 @@ mod registers;
 mod slab;
 mod weights;
 
-use std::sync::Arc;
-
 use correlate::Correlate;
 use pointwise_weights::PointwiseSums;
 use weights::WeightSums;
 
-use super::plan::{ConvAlgorithm, ConvPlan, Cost, Kernel, NotApplicable};
+use super::plan::{ConvAlgorithm, ConvPlan, Cost, NotApplicable, kernel};
 use super::problem::{ConvProblem, ConvTypes, Pass};
 use crate::memory_format::MOST_ELEMENTS;
 use crate::{Cpu, MemoryFormat};
@@ -74,15 +72,15 @@ impl ConvAlgorithm for Direct {
         let (workspace, kernel) = match pass {
             Pass::Forward | Pass::BackwardData => {
                 let correlate = Correlate::new(problem, pass, cpu);
-                (correlate.workspace_len(cpu), Kernel::F32(Arc::new(correlate)))
+                (correlate.workspace_len(cpu), kernel::<f32>(correlate))
             }
             Pass::BackwardWeights if PointwiseSums::takes(problem) => {
                 let sums = PointwiseSums::new(problem, cpu);
-                (sums.workspace_len(), Kernel::F32(Arc::new(sums)))
+                (sums.workspace_len(), kernel::<f32>(sums))
             }
             Pass::BackwardWeights => {
                 let sums = WeightSums::new(problem, cpu);
-                (sums.workspace_len(), Kernel::F32(Arc::new(sums)))
+                (sums.workspace_len(), kernel::<f32>(sums))
             }
         };
         match workspace.filter(|&len| len <= MOST_ELEMENTS) {

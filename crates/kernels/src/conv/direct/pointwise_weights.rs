@@ -14,7 +14,7 @@ use pulp::{Simd, WithSimd};
 use super::registers::{by_block, fitting, last_mask, load, most_rows, most_vectors, store};
 use super::weights::parts;
 use crate::conv::even::even_parts;
-use crate::conv::plan::ConvKernel;
+use crate::conv::plan::TypedKernel;
 use crate::conv::problem::{ConvAxis, ConvProblem};
 use crate::conv::workspace::{LINE, aligned};
 use crate::shared::Shared;
@@ -103,7 +103,7 @@ impl PointwiseSums {
     }
 }
 
-impl ConvKernel<f32> for PointwiseSums {
+impl TypedKernel<f32> for PointwiseSums {
     fn run(&self, cpu: &Cpu, [x, dy]: [&[f32]; 2], dweight: &mut [f32], workspace: &mut [f32]) {
         let [dy_len, x_len] = self.scratch_lens();
         let scratch_len = self.pixel_parts * self.panel_parts * (dy_len + x_len);

@@ -9,7 +9,7 @@ use super::panels::{Panel, Panels};
 use super::registers::{by_block, fitting, joined, last_mask, most_rows};
 use super::slab::{Reading, prefetch};
 use crate::conv::even::even_parts;
-use crate::conv::plan::ConvKernel;
+use crate::conv::plan::TypedKernel;
 use crate::conv::problem::ConvProblem;
 use crate::conv::workspace::{LINE, aligned};
 use crate::simd::registers;
@@ -117,7 +117,7 @@ impl WeightSums {
     }
 }
 
-impl ConvKernel<f32> for WeightSums {
+impl TypedKernel<f32> for WeightSums {
     fn run(&self, cpu: &Cpu, [x, dy]: [&[f32]; 2], dweight: &mut [f32], workspace: &mut [f32]) {
         let workspace = aligned(workspace);
         let sums_len = self.panels.offset(self.panels.count());

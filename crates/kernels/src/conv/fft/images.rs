@@ -7,7 +7,7 @@ use super::product::{Factor, Product};
 use super::tiling::{AxisTiles, Tiling};
 use super::transform::{self, Points, Slots, is_pair, normalisation};
 use crate::Cpu;
-use crate::conv::plan::ConvKernel;
+use crate::conv::plan::TypedKernel;
 use crate::conv::problem::{ConvProblem, Pass};
 use crate::conv::workspace::{LINE, aligned};
 use crate::simd;
@@ -124,7 +124,7 @@ impl Images {
     }
 }
 
-impl ConvKernel<f32> for Images {
+impl TypedKernel<f32> for Images {
     fn run(&self, cpu: &Cpu, [input, weight]: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
         let work = output.len() * self.channels;
         let (kernels, scratch) = aligned(workspace).split_at_mut(self.kernels_len());

@@ -22,14 +22,12 @@ mod tiling;
 mod transform;
 mod weights;
 
-use std::sync::Arc;
-
 use images::Images;
 use tiling::Tiling;
 use transform::MAX_TILE;
 use weights::Weights;
 
-use super::plan::{Accuracy, ConvAlgorithm, ConvPlan, Cost, Kernel, NotApplicable};
+use super::plan::{Accuracy, ConvAlgorithm, ConvPlan, Cost, NotApplicable, kernel};
 use super::problem::{ConvAxis, ConvProblem, ConvTypes, Pass};
 use crate::{Cpu, MemoryFormat};
 
@@ -86,12 +84,12 @@ impl ConvAlgorithm for Fft {
             // Results that should be exactly zero would be the transforms' rounding errors.
             return not("needs every kernel element to read more than padding".into());
         }
-        let (workspace, kernel): (usize, Kernel) = if pass == Pass::BackwardWeights {
+        let (workspace, kernel) = if pass == Pass::BackwardWeights {
             let weights = Weights::new(problem, tiling, cpu);
-            (weights.workspace_len(), Kernel::F32(Arc::new(weights)))
+            (weights.workspace_len(), kernel::<f32>(weights))
         } else {
             let images = Images::new(problem, pass, tiling, cpu);
-            (images.workspace_len(), Kernel::F32(Arc::new(images)))
+            (images.workspace_len(), kernel::<f32>(images))
         };
         if workspace > MAX_WORKSPACE {
             return not(format!("would need {} MiB of workspace", workspace >> 18));

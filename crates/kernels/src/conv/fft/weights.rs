@@ -7,7 +7,7 @@ use super::product::{Factor, Product};
 use super::tiling::Tiling;
 use super::transform::{self, MAX_TILE, Places, Points, Slots, is_pair, normalisation};
 use crate::Cpu;
-use crate::conv::plan::ConvKernel;
+use crate::conv::plan::TypedKernel;
 use crate::conv::problem::ConvProblem;
 use crate::conv::workspace::{LINE, aligned};
 use crate::simd;
@@ -84,7 +84,7 @@ impl Weights {
     }
 }
 
-impl ConvKernel<f32> for Weights {
+impl TypedKernel<f32> for Weights {
     fn run(&self, cpu: &Cpu, [x, dy]: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
         let work = dy.len() * self.channels;
         let (sums, rest) = aligned(workspace).split_at_mut(self.sums_len());

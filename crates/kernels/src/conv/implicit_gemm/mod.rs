@@ -11,12 +11,10 @@
 mod panels;
 mod passes;
 
-use std::sync::Arc;
-
 use passes::{Forward, Weights};
 
 use super::gemm_views::columns_cost;
-use super::plan::{ConvAlgorithm, ConvPlan, Kernel, NotApplicable};
+use super::plan::{ConvAlgorithm, ConvPlan, NotApplicable, kernel};
 use super::problem::{ConvProblem, ConvTypes, Pass};
 use crate::memory_format::MOST_ELEMENTS;
 use crate::{Cpu, MemoryFormat};
@@ -52,11 +50,11 @@ impl ConvAlgorithm for ImplicitGemm {
         let (workspace, kernel) = match pass {
             Pass::Forward => {
                 let forward = Forward::new(problem, cpu);
-                (forward.workspace_len(), Kernel::F32(Arc::new(forward)))
+                (forward.workspace_len(), kernel::<f32>(forward))
             }
             Pass::BackwardWeights => {
                 let weights = Weights::new(problem, cpu);
-                (weights.workspace_len(), Kernel::F32(Arc::new(weights)))
+                (weights.workspace_len(), kernel::<f32>(weights))
             }
             Pass::BackwardData => return not("backward-data is its forward: implicit-gemm+swap"),
         };

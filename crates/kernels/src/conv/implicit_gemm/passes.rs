@@ -6,7 +6,7 @@ use pulp::{Simd, WithSimd};
 use super::panels::{COLUMNS, Columns, DEPTH, Target, pack_rows, product, rows};
 use crate::Cpu;
 use crate::conv::gemm_views::{Split, reduce_partials};
-use crate::conv::plan::ConvKernel;
+use crate::conv::plan::TypedKernel;
 use crate::conv::problem::ConvProblem;
 use crate::simd;
 
@@ -51,7 +51,7 @@ impl Forward {
     }
 }
 
-impl ConvKernel<f32> for Forward {
+impl TypedKernel<f32> for Forward {
     fn run(&self, cpu: &Cpu, [x, weight]: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
         let p = &self.problem;
         let (packed, scratch) = workspace.split_at_mut(self.packed_len());
@@ -160,7 +160,7 @@ impl Weights {
     }
 }
 
-impl ConvKernel<f32> for Weights {
+impl TypedKernel<f32> for Weights {
     fn run(&self, cpu: &Cpu, [x, dy]: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
         let p = &self.problem;
         let split = Split::new(p.batch, cpu);

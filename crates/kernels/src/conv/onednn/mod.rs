@@ -14,7 +14,7 @@ use binding::{OneDnn, onednn};
 use convoke_memory::{Alone, Reserve};
 use objects::{Geometry, Layout, MemoryDesc, Operand, Primitive, Stream};
 
-use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Cost, Kernel, NotApplicable};
+use super::plan::{ConvAlgorithm, ConvPlan, Cost, NotApplicable, TypedKernel, kernel};
 use super::problem::{ConvProblem, ConvTypes, Pass};
 use super::workspace::{LINE, aligned};
 use crate::{Cpu, Isa, MemoryFormat, elementwise};
@@ -68,7 +68,7 @@ impl ConvAlgorithm for External {
         let workspace = parts.workspace_len();
         // A low efficiency, so that it is used only where it was measured to be fastest: other versions of it may be slow.
         let cost = Cost::direct(problem, 0.1);
-        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::F32(Arc::new(parts))).with_cost(cost))
+        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, kernel::<f32>(parts)).with_cost(cost))
     }
 }
 
@@ -215,7 +215,7 @@ impl Parts {
     }
 }
 
-impl ConvKernel<f32> for Parts {
+impl TypedKernel<f32> for Parts {
     fn run(&self, cpu: &Cpu, [a, b]: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
         let reserve = self.reserve.lock().unwrap_or_else(PoisonError::into_inner).take();
         let _alone = reserve.map(|reserve| {

@@ -12,7 +12,7 @@ use super::gather::Gather;
 use super::kernel::{Ahead, OuterProductBlock, Steps, block_rows};
 use super::{pack, place_in_filter, taps};
 use crate::conv::even::even_parts;
-use crate::conv::plan::ConvKernel;
+use crate::conv::plan::TypedKernel;
 use crate::conv::problem::ConvProblem;
 use crate::conv::workspace::{LINE, aligned};
 use crate::gemm::Update;
@@ -133,7 +133,7 @@ impl BackwardData {
     }
 }
 
-impl ConvKernel<f32> for BackwardData {
+impl TypedKernel<f32> for BackwardData {
     fn run(&self, cpu: &Cpu, [dy, weight]: [&[f32]; 2], dx: &mut [f32], workspace: &mut [f32]) {
         let p = &self.problem;
         let (filters, scratch) = aligned(workspace).split_at_mut(self.filters_len().next_multiple_of(LINE));

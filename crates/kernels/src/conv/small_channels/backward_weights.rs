@@ -7,7 +7,7 @@ use super::place_in_filter;
 use super::rows::InputRows;
 use super::strips::{Buffers, Strip, Strips};
 use crate::conv::even::even_parts;
-use crate::conv::plan::ConvKernel;
+use crate::conv::plan::TypedKernel;
 use crate::conv::problem::ConvProblem;
 use crate::gemm::Update;
 use crate::{Cpu, simd};
@@ -65,7 +65,7 @@ impl BackwardWeights {
     }
 }
 
-impl ConvKernel<f32> for BackwardWeights {
+impl TypedKernel<f32> for BackwardWeights {
     fn run(&self, cpu: &Cpu, [x, dy]: [&[f32]; 2], dweight: &mut [f32], workspace: &mut [f32]) {
         let p = &self.problem;
         let sums = self.strips.sum(cpu, p, workspace, |rows, buffers| {

@@ -8,7 +8,7 @@ use super::kernel::{Places, Reads, Steps};
 use super::rows::InputRows;
 use super::strips::{Buffers, Strip, Strips};
 use crate::conv::even::even_parts;
-use crate::conv::plan::ConvKernel;
+use crate::conv::plan::TypedKernel;
 use crate::conv::problem::ConvProblem;
 use crate::conv::workspace::LINE;
 use crate::{Cpu, simd};
@@ -61,7 +61,7 @@ impl BackwardWeightsPlanes {
     }
 }
 
-impl ConvKernel<f32> for BackwardWeightsPlanes {
+impl TypedKernel<f32> for BackwardWeightsPlanes {
     fn run(&self, cpu: &Cpu, [x, dy]: [&[f32]; 2], dweight: &mut [f32], workspace: &mut [f32]) {
         let sums = self.strips.sum(cpu, &self.problem, workspace, |rows, buffers| {
             simd::run(cpu.isa(), Strip { weights: self, x, dy, rows, buffers });

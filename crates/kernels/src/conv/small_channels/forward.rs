@@ -6,7 +6,7 @@ use super::kernel::{Ahead, OuterProductBlock, Steps, block_rows};
 use super::rows::InputRows;
 use super::{pack, place_in_filter, taps};
 use crate::conv::even::even_parts;
-use crate::conv::plan::ConvKernel;
+use crate::conv::plan::TypedKernel;
 use crate::conv::problem::ConvProblem;
 use crate::conv::workspace::{LINE, aligned};
 use crate::gemm::Update;
@@ -70,7 +70,7 @@ impl Forward {
     }
 }
 
-impl ConvKernel<f32> for Forward {
+impl TypedKernel<f32> for Forward {
     fn run(&self, cpu: &Cpu, [x, weight]: [&[f32]; 2], y: &mut [f32], workspace: &mut [f32]) {
         let p = &self.problem;
         let work = p.flops() as usize;

@@ -24,14 +24,12 @@ mod kernel;
 mod rows;
 mod strips;
 
-use std::sync::Arc;
-
 use backward_data::BackwardData;
 use backward_weights::BackwardWeights;
 use backward_weights_planes::BackwardWeightsPlanes;
 use forward::Forward;
 
-use super::plan::{ConvAlgorithm, ConvKernel, ConvPlan, Cost, Kernel, NotApplicable};
+use super::plan::{ConvAlgorithm, ConvPlan, Cost, NotApplicable, kernel};
 use super::problem::{ConvProblem, ConvTypes, Pass};
 use crate::{Cpu, MemoryFormat};
 
@@ -65,28 +63,28 @@ impl ConvAlgorithm for SmallChannels {
             return Err(not("needs a weight of at most 2^20 elements"));
         }
         let too_large = || not("one output row reads or writes too much");
-        let (workspace, kernel): (_, Arc<dyn ConvKernel<f32>>) = match pass {
+        let (workspace, kernel) = match pass {
             Pass::Forward => {
                 let forward = Forward::new(problem, cpu).ok_or_else(too_large)?;
-                (forward.workspace_len(), Arc::new(forward))
+                (forward.workspace_len(), kernel::<f32>(forward))
             }
             Pass::BackwardData => {
                 let backward = BackwardData::new(problem, cpu).ok_or_else(too_large)?;
-                (backward.workspace_len(), Arc::new(backward))
+                (backward.workspace_len(), kernel::<f32>(backward))
             }
             Pass::BackwardWeights => match problem.format {
                 MemoryFormat::ChannelsLast => {
                     let backward = BackwardWeights::new(problem, cpu).ok_or_else(too_large)?;
-                    (backward.workspace_len(), Arc::new(backward))
+                    (backward.workspace_len(), kernel::<f32>(backward))
                 }
                 MemoryFormat::Contiguous => {
                     let backward = BackwardWeightsPlanes::new(problem, cpu).ok_or_else(too_large)?;
-                    (backward.workspace_len(), Arc::new(backward))
+                    (backward.workspace_len(), kernel::<f32>(backward))
                 }
             },
         };
         let cost = Cost::direct(problem, if pass == Pass::BackwardData { 0.4 } else { 0.5 });
-        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, Kernel::F32(kernel)).with_cost(cost))
+        Ok(ConvPlan::new(self, (problem, pass), cpu, workspace, kernel).with_cost(cost))
     }
 }
 

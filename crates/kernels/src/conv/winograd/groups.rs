@@ -1,7 +1,7 @@
 //! A convolution with groups as one convolution per group: threads share the groups, or each group's work.
 
 use crate::Cpu;
-use crate::conv::plan::ConvKernel;
+use crate::conv::plan::TypedKernel;
 use crate::conv::problem::ConvProblem;
 use crate::conv::workspace::{LINE, aligned};
 use crate::shared::Shared;
@@ -51,7 +51,7 @@ impl<K: GroupKernel> Groups<K> {
     }
 }
 
-impl<K: GroupKernel> ConvKernel<f32> for Groups<K> {
+impl<K: GroupKernel> TypedKernel<f32> for Groups<K> {
     fn run(&self, cpu: &Cpu, inputs: [&[f32]; 2], output: &mut [f32], workspace: &mut [f32]) {
         let (output, workspace) = (Shared::new(output), aligned(workspace));
         let len = self.kernel.workspace_len();

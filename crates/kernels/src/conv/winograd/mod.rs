@@ -27,18 +27,16 @@ mod memory;
 mod transforms;
 mod weights;
 
-use std::marker::PhantomData;
-use std::sync::Arc;
-
 use forward::{Direction, Tiles};
 use geometry::Geometry;
 use groups::Groups;
+use std::marker::PhantomData;
 pub(super) use transforms::{F2, F4, F6};
 
 use transforms::Filter;
 use weights::Weights;
 
-use super::plan::{Accuracy, ConvAlgorithm, ConvKernel, ConvPlan, Cost, Kernel, NotApplicable};
+use super::plan::{Accuracy, ConvAlgorithm, ConvPlan, Cost, NotApplicable, kernel};
 use super::problem::{ConvAxis, ConvProblem, ConvTypes, Pass};
 use crate::{Cpu, MemoryFormat};
 
@@ -109,15 +107,15 @@ fn plan<F: Filter>(
         Pass::BackwardData => return not("backward-data needs a padding of at most 2"),
         Pass::BackwardWeights => Direction::Forward,
     };
-    let (workspace, kernel): (usize, Arc<dyn ConvKernel<f32>>) = if pass == Pass::BackwardWeights {
+    let (workspace, kernel) = if pass == Pass::BackwardWeights {
         let weights = Groups::new(problem, cpu, |cpu| Weights::<F>::new(problem, cpu));
-        (weights.workspace_len(), Arc::new(weights))
+        (weights.workspace_len(), kernel::<f32>(weights))
     } else {
         let tiles = Groups::new(problem, cpu, |cpu| Tiles::<F>::new(problem, direction, cpu));
-        (tiles.workspace_len(), Arc::new(tiles))
+        (tiles.workspace_len(), kernel::<f32>(tiles))
     };
     let geometry = direction.geometry::<F>(problem);
-    let plan = ConvPlan::new(algorithm, (problem, pass), cpu, workspace, Kernel::F32(kernel));
+    let plan = ConvPlan::new(algorithm, (problem, pass), cpu, workspace, kernel);
     Ok(plan.with_cost(cost(&geometry, problem, cpu)).with_operations(products(&geometry)))
 }
 
