@@ -168,7 +168,7 @@ mod tests {
         let extent = Extent { batch: 2, channels: 3, spatial: 4, format: MemoryFormat::Contiguous };
         let last = Extent { format: MemoryFormat::ChannelsLast, ..extent };
         let mut x_last = vec![0.0; 24];
-        crate::memory_format::convert(&Cpu::single(), &extent, &x, &mut x_last).unwrap();
+        crate::memory_format::convert(&Cpu::single(), &extent, (&x).into(), (&mut x_last).into()).unwrap();
         let targets = [0, 1, 2, 1, 255, 2, 0, 0];
         let ignoring = ClassLoss { ignore: Some(255), ..ClassLoss::default() };
         assert_eq!(

@@ -90,11 +90,11 @@ mod tests {
             let cpu = Cpu::new(2).unwrap().with_isa(isa).unwrap();
             let mut halves = vec![f16::NAN; values.len()];
             let mut brains = vec![bf16::NAN; values.len()];
-            convert(&cpu, &values, &mut halves).unwrap();
-            convert(&cpu, &values, &mut brains).unwrap();
+            convert(&cpu, (&values).into(), (&mut halves).into()).unwrap();
+            convert(&cpu, (&values).into(), (&mut brains).into()).unwrap();
             let wide: Vec<f64> = values.iter().map(|&value| value.into()).collect();
             let mut of_wide = vec![f16::NAN; values.len()];
-            convert(&cpu, &wide, &mut of_wide).unwrap();
+            convert(&cpu, (&wide).into(), (&mut of_wide).into()).unwrap();
             assert!(halves.iter().zip(&of_wide).all(|(a, b)| a == b || (a.is_nan() && b.is_nan())));
             for ((&value, &half), &brain) in values.iter().zip(&halves).zip(&brains) {
                 let bits = half.to_bits();
@@ -116,8 +116,8 @@ mod tests {
         fn there_and_back<H: Stored, W: Stored>(cpu: &Cpu, all: &[u16], is_nan: fn(u16) -> bool) {
             let halves: Vec<H> = all.iter().map(|&bits| bytemuck::cast(bits)).collect();
             let (mut wide, mut back) = (vec![W::of(7.0); all.len()], vec![H::of(7.0); all.len()]);
-            convert(cpu, &halves, &mut wide).unwrap();
-            convert(cpu, &wide, &mut back).unwrap();
+            convert(cpu, (&halves).into(), (&mut wide).into()).unwrap();
+            convert(cpu, (&wide).into(), (&mut back).into()).unwrap();
             for ((&bits, wide), back) in all.iter().zip(&wide).zip(&back) {
                 let same = bits == bytemuck::cast::<H, u16>(*back);
                 assert!(if is_nan(bits) { back.f64().is_nan() } else { same }, "{bits:#x}: {wide}, {back}");
@@ -135,7 +135,7 @@ mod tests {
     fn f64_is_rounded_once() {
         fn nearest<H: Stored>(x: f64) -> f64 {
             let mut y = [H::of(7.0)];
-            convert(&Cpu::single(), &[x], &mut y).unwrap();
+            convert(&Cpu::single(), (&[x]).into(), (&mut y).into()).unwrap();
             y[0].f64()
         }
         // The values differ from the tie between 1 and the next half-precision number by less than f32 resolves: through
@@ -166,7 +166,8 @@ mod tests {
             assert_eq!(nearest::<f16>(sign * f64::INFINITY), sign * f64::INFINITY);
         }
         assert!(nearest::<f16>(f64::NAN).is_nan() && nearest::<bf16>(f64::NAN).is_nan());
-        let error = convert(&Cpu::single(), &[1.0f32; 2], &mut [f16::NAN]).unwrap_err().to_string();
+        let error =
+            convert(&Cpu::single(), (&[1.0f32; 2]).into(), (&mut [f16::NAN]).into()).unwrap_err().to_string();
         assert!(error.contains("the output has 1 elements, expected 2"), "{error}");
     }
 }

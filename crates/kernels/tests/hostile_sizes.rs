@@ -11,7 +11,7 @@ use convoke_kernels::conv::{self, ConvAxis, ConvProblem, ConvSpec, ConvTypes, Pa
 use convoke_kernels::gemm::{Matrix, MatrixMut, Update, gemm};
 use convoke_kernels::group_norm::{self, Affine, AffineGradients, GroupNorm, GroupNormBackward};
 use convoke_kernels::memory_format::{self, Extent};
-use convoke_kernels::pool::{self, PoolAxis, PoolProblem};
+use convoke_kernels::pool::{self, PoolAxis, PoolProblem, WindowIndicesMut};
 use convoke_kernels::slices::Slices;
 use convoke_kernels::upsample::{UpsampleMode, UpsampleProblem};
 use convoke_kernels::{Cpu, Result, activation, concat, elementwise, layer_norm, prelu, softmax};
@@ -22,7 +22,7 @@ use convoke_testkit::{Failures, HUGE, catch_unwind};
 mod common;
 
 /// Normalises by these means and inverse standard deviations, without weight, bias and activation.
-fn normalization(numbers: &[f64]) -> Normalization<'_, f32> {
+fn normalization(numbers: &[f64]) -> Normalization<'_> {
     Normalization {
         mean: numbers,
         inverse_std: numbers,
@@ -84,19 +84,23 @@ fn with_extent(failures: &mut Failures, extent: &Extent, len: usize) {
     let sums = BackwardSums { g: numbers.clone(), g_centered: numbers.clone() };
     let mut check = |name: &str, result| failures.check(format!("{name} {extent:?}, {len} elements"), result);
     check("len", answers(true_len(&sizes).is_some(), || extent.len()));
-    check("convert", answers(fits, || memory_format::convert(cpu, extent, &x, &mut y)));
+    check("convert", answers(fits, || memory_format::convert(cpu, extent, (&x).into(), (&mut y).into())));
     check("log_softmax", answers(fits, || softmax::log_softmax(cpu, extent, (&x).into(), (&mut y).into())));
     check("softmax", answers(fits, || softmax::softmax(cpu, extent, (&x).into(), (&mut y).into())));
     let layer = Affine { weight: None, bias: None, eps: 1e-5 };
-    check("layer_norm", answers(true, || layer_norm::layer_norm(cpu, sizes[1], &x, &layer, &mut y)));
+    check(
+        "layer_norm",
+        answers(true, || layer_norm::layer_norm(cpu, sizes[1], (&x).into(), &layer, (&mut y).into())),
+    );
     let to = AffineGradients { x: None, weight: None, bias: None };
-    let rows = || layer_norm::layer_norm_backward(cpu, sizes[1], (&x, &dy), &layer, to);
+    let rows = || layer_norm::layer_norm_backward(cpu, sizes[1], ((&x).into(), (&dy).into()), &layer, to);
     check("layer_norm_backward", answers(true, rows));
     for groups in [1, extent.channels] {
         let normalized = || {
             let problem = GroupNorm::new(*extent, groups)?;
-            let statistics = group_norm::group_norm(cpu, &problem, &x, &layer, &mut y)?;
-            let of = GroupNormBackward { x: &x, dy: &dy, weight: None, statistics: &statistics };
+            let statistics = group_norm::group_norm(cpu, &problem, (&x).into(), &layer, (&mut y).into())?;
+            let of =
+                GroupNormBackward { x: (&x).into(), dy: (&dy).into(), weight: None, statistics: &statistics };
             let to = AffineGradients { x: None, weight: None, bias: None };
             group_norm::group_norm_backward(cpu, &problem, &of, to)
         };
@@ -127,10 +131,16 @@ fn with_extent(failures: &mut Failures, extent: &Extent, len: usize) {
             answers(fits, || class_loss_backward(extent, targets, &classes, 1.0, (&mut y).into())),
         );
     }
-    check("concat", answers(fits, || concat::concat(cpu, extent, &[&x], &mut y)));
-    check("concat of halves", answers(fits, || concat::concat(cpu, extent, &[&x[..len / 2]; 2], &mut y)));
+    check("concat", answers(fits, || concat::concat(cpu, extent, &[(&x).into()], (&mut y).into())));
+    check(
+        "concat of halves",
+        answers(fits, || concat::concat(cpu, extent, &[x[..len / 2].into(); 2], (&mut y).into())),
+    );
     for first in [0, 1, usize::MAX] {
-        check("take_channels", answers(fits, || concat::take_channels(cpu, extent, first, &x, &mut y)));
+        check(
+            "take_channels",
+            answers(fits, || concat::take_channels(cpu, extent, first, (&x).into(), (&mut y).into())),
+        );
     }
     let bias = &parameters[0].clone();
     check(
@@ -143,18 +153,18 @@ fn with_extent(failures: &mut Failures, extent: &Extent, len: usize) {
         answers(fits_channels, || elementwise::sum_by_channel(cpu, extent, (&dy).into(), sums_of.into())),
     );
     // Of tensors without elements, numbers by channel may be had where there is memory for them.
-    check("stats", answers(fits, || batch_norm::stats(cpu, extent, &x)));
+    check("stats", answers(fits, || batch_norm::stats(cpu, extent, (&x).into())));
     check("StatsInParts", {
         answers(fits, || {
             let mut parts = batch_norm::StatsInParts::new(extent)?;
-            parts.add(cpu, &x)?;
+            parts.add(cpu, (&x).into())?;
             parts.finish()
         })
     });
     check("BackwardSumsInParts", {
         answers(fits_channels, || {
             let mut parts = batch_norm::BackwardSumsInParts::new(extent)?;
-            parts.add(cpu, &x, &dy, &by)?;
+            parts.add(cpu, (&x).into(), (&dy).into(), &by)?;
             parts.finish()
         })
     });
@@ -167,33 +177,48 @@ fn with_extent(failures: &mut Failures, extent: &Extent, len: usize) {
     );
     check(
         "forward_training",
-        answers(fits, || batch_norm::forward_training(cpu, extent, &x, &affine, &mut y)),
+        answers(fits, || batch_norm::forward_training(cpu, extent, (&x).into(), &affine, (&mut y).into())),
     );
-    check("normalize", answers(fits_channels, || batch_norm::normalize(cpu, extent, &x, &by, &mut y)));
+    check(
+        "normalize",
+        answers(fits_channels, || batch_norm::normalize(cpu, extent, (&x).into(), &by, (&mut y).into())),
+    );
     check("normalize_added", {
-        answers(fits_channels, || batch_norm::normalize_added(cpu, extent, (&x, &dy), &by, &mut y))
+        answers(fits_channels, || {
+            batch_norm::normalize_added(cpu, extent, ((&x).into(), (&dy).into()), &by, (&mut y).into())
+        })
     });
     check("normalize_in_place", {
-        answers(fits_channels, || batch_norm::normalize_in_place(cpu, extent, &by, &mut y))
+        answers(fits_channels, || batch_norm::normalize_in_place(cpu, extent, &by, (&mut y).into()))
     });
-    check();
     check(
         "backward_reduce",
-        answers(fits_channels, || batch_norm::backward_reduce(cpu, extent, &x, &dy, &by)),
+        answers(fits_channels, || batch_norm::backward_reduce(cpu, extent, (&x).into(), (&dy).into(), &by)),
     );
     for count in [0, 1, usize::MAX] {
         let sums = Some((&sums, count));
         check("backward_elemt", {
-            answers(fits_channels, || batch_norm::backward_elemt(cpu, extent, (&x, &dy), &by, sums, &mut y))
+            answers(fits_channels, || {
+                batch_norm::backward_elemt(
+                    cpu,
+                    extent,
+                    ((&x).into(), (&dy).into()),
+                    &by,
+                    sums,
+                    (&mut y).into(),
+                )
+            })
         });
         check("backward_elemt_in_place", {
             answers(fits_channels, || {
-                batch_norm::backward_elemt_in_place(cpu, extent, &dy, &by, sums, &mut y)
+                batch_norm::backward_elemt_in_place(cpu, extent, (&dy).into(), &by, sums, (&mut y).into())
             })
         });
     }
     check("backward_training", {
-        answers(fits_channels, || batch_norm::backward_training(cpu, extent, (&x, &dy), &by, &mut y))
+        answers(fits_channels, || {
+            batch_norm::backward_training(cpu, extent, ((&x).into(), (&dy).into()), &by, (&mut y).into())
+        })
     });
     for mode in [cudnn::Mode::Spatial, cudnn::Mode::PerActivation] {
         let [scale, bias, mean, variance] = &mut parameters;
@@ -204,22 +229,41 @@ fn with_extent(failures: &mut Failures, extent: &Extent, len: usize) {
         };
         let fits = fits && parameters == Some(scale.len() as u128);
         check("cudnn parameters", answers(parameters.is_some(), || mode.parameters(extent)));
-        let layer = cudnn::Layer { mode, extent: *extent, scale, bias, epsilon: 1e-5 };
+        let layer = cudnn::Layer {
+            mode,
+            extent: *extent,
+            scale: (&*scale).into(),
+            bias: (&*bias).into(),
+            epsilon: 1e-5,
+        };
         check("cudnn forward_training", {
             answers(fits, || {
-                let running = cudnn::Running { exponential_average_factor: 0.1, mean, variance };
-                let outputs = cudnn::TrainingOutputs { y: &mut y, running: Some(running), saved: None };
-                cudnn::forward_training(cpu, &layer, &x, outputs)
+                let running = cudnn::Running {
+                    exponential_average_factor: 0.1,
+                    mean: (&mut *mean).into(),
+                    variance: (&mut *variance).into(),
+                };
+                let outputs =
+                    cudnn::TrainingOutputs { y: (&mut y).into(), running: Some(running), saved: None };
+                cudnn::forward_training(cpu, &layer, (&x).into(), outputs)
             })
         });
         check("cudnn forward_inference", {
-            let inputs = cudnn::InferenceInputs { x: &x, estimated_mean: mean, estimated_variance: variance };
-            answers(fits, || cudnn::forward_inference(cpu, &layer, inputs, &mut y))
+            let inputs = cudnn::InferenceInputs {
+                x: (&x).into(),
+                estimated_mean: (&*mean).into(),
+                estimated_variance: (&*variance).into(),
+            };
+            answers(fits, || cudnn::forward_inference(cpu, &layer, inputs, (&mut y).into()))
         });
         check("cudnn backward", {
             answers(fits, || {
-                let inputs = cudnn::BackwardInputs { x: &x, dy: &dy, saved: None };
-                let gradients = cudnn::Gradients { dx: &mut y, scale: mean, bias: variance };
+                let inputs = cudnn::BackwardInputs { x: (&x).into(), dy: (&dy).into(), saved: None };
+                let gradients = cudnn::Gradients {
+                    dx: (&mut y).into(),
+                    scale: (&mut *mean).into(),
+                    bias: (&mut *variance).into(),
+                };
                 cudnn::backward(cpu, &layer, inputs, gradients)
             })
         });
@@ -328,7 +372,9 @@ fn check_pool(cpu: &Cpu, problem: &PoolProblem, x: &[f32]) -> std::result::Resul
     let len = output.len().map_err(|error| error.to_string())?.min(1 << 10);
     let fits = input_len == x.len() && len == output.len().unwrap();
     let (mut y, mut indices) = (vec![0.0f32; len], vec![0u16; len]);
-    answers(fits, || pool::max_pool(cpu, problem, x, &mut y, Some(&mut indices)))?;
+    answers(fits, || {
+        pool::max_pool(cpu, problem, x.into(), (&mut y).into(), Some(WindowIndicesMut::Shorts(&mut indices)))
+    })?;
     answers(fits, || pool::average_pool(cpu, problem, pool::Divisor::Padded, x.into(), (&mut y).into()))
 }
 
@@ -487,7 +533,7 @@ fn check_plans(failures: &mut Failures, problem: &ConvProblem) {
                 let mut y = vec![f32::NAN; output_len];
                 let mut workspace = vec![f32::NAN; plan.workspace_len()];
                 let ran = catch_unwind(|| {
-                    plan.run(common::operands(pass, [&x, &weight, &dy], &mut y), &mut workspace)
+                    plan.run(common::operands(pass, [&x, &weight, &dy], &mut y), (&mut workspace).into())
                 });
                 let reference = expected.get_or_insert_with(|| y.clone());
                 let agrees = y.iter().zip(&*reference).all(|(y, r)| (y - r).abs() <= 1e-3 * (1.0 + r.abs()));
@@ -540,7 +586,10 @@ fn counts_and_filters_that_overflow_are_errors() {
         for taps in [0].into_iter().chain(HUGE) {
             let (mut weight, mut bias) = ([1.0f32; 8], [0.0f32; 4]);
             let order = FilterOrder::InputFirst { groups, taps };
-            assert!(batch_norm::fold(&by, order, &mut weight, &mut bias).is_err(), "{order:?}");
+            assert!(
+                batch_norm::fold(&by, order, (&mut weight).into(), (&mut bias).into()).is_err(),
+                "{order:?}"
+            );
         }
     }
 }

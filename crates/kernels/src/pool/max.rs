@@ -222,3 +222,27 @@ fn check_index<I: WindowIndex>(operation: &'static str, problem: &PoolProblem) -
     }
     Ok(())
 }
+
+impl<'a> From<&'a [u8]> for WindowIndices<'a> {
+    fn from(indices: &'a [u8]) -> WindowIndices<'a> {
+        WindowIndices::Bytes(indices)
+    }
+}
+
+impl<'a> From<&'a [u16]> for WindowIndices<'a> {
+    fn from(indices: &'a [u16]) -> WindowIndices<'a> {
+        WindowIndices::Shorts(indices)
+    }
+}
+
+impl<'a> From<&'a mut [u8]> for WindowIndicesMut<'a> {
+    fn from(indices: &'a mut [u8]) -> WindowIndicesMut<'a> {
+        WindowIndicesMut::Bytes(indices)
+    }
+}
+
+impl<'a> From<&'a mut [u16]> for WindowIndicesMut<'a> {
+    fn from(indices: &'a mut [u16]) -> WindowIndicesMut<'a> {
+        WindowIndicesMut::Shorts(indices)
+    }
+}

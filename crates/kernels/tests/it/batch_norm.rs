@@ -8,7 +8,7 @@ use convoke_kernels::batch_norm::{
     backward_elemt_in_place, backward_reduce, backward_training, forward_training, inverse_std, normalize,
     normalize_added, normalize_in_place, stats,
 };
-use convoke_kernels::{Cpu, MemoryFormat};
+use convoke_kernels::{Cpu, MemoryFormat, Slice};
 use convoke_testkit::{Failures, Random, Tolerance, check_close, poisoned};
 
 const EPS: f64 = 1e-5;
@@ -102,42 +102,56 @@ impl Case {
     ) -> Result<Results<T>, String> {
         let extent = extent(self.size, format);
         let (x, dy) = (laid_out::<T>(&extent, &cast(&self.x)), laid_out::<T>(&extent, &cast(&self.dy)));
-        let (weight, bias) = (cast(&self.weight), cast(&self.bias));
-        let statistics = stats(cpu, &extent, &x).unwrap();
+        let (weight, bias): (Vec<T>, Vec<T>) = (cast(&self.weight), cast(&self.bias));
+        let statistics = stats(cpu, &extent, (&x).into()).unwrap();
         let inverse_std = inverse_std(&statistics.biased_variance(), EPS, EpsPlace::InsideRoot);
         let (mean, weight, bias) = (&statistics.mean[..], Some(&weight[..]), Some(&bias[..]));
-        let by =
-            Normalization { mean, inverse_std: &inverse_std, inverse_root: None, weight, bias, activation };
+        let by = Normalization {
+            mean,
+            inverse_std: &inverse_std,
+            inverse_root: None,
+            weight: weight.map(Slice::from),
+            bias: bias.map(Slice::from),
+            activation,
+        };
         let mut y = poisoned(x.len());
-        normalize(cpu, &extent, &x, &by, &mut y).unwrap();
+        normalize(cpu, &extent, (&x).into(), &by, (&mut y).into()).unwrap();
         let mut in_place = x.clone();
-        normalize_in_place(cpu, &extent, &by, &mut in_place).unwrap();
+        normalize_in_place(cpu, &extent, &by, (&mut in_place).into()).unwrap();
         check_bits(&in_place, &y).map_err(|error| format!("forward in place: {error}"))?;
         let plain = Normalization { activation: Activation::Identity, ..by };
         let (mut added, mut in_place) = (poisoned(x.len()), x.clone());
-        normalize_added(cpu, &extent, (&x, &dy), &by, &mut added).unwrap();
-        normalize_in_place(cpu, &extent, &plain, &mut in_place).unwrap();
+        normalize_added(cpu, &extent, ((&x).into(), (&dy).into()), &by, (&mut added).into()).unwrap();
+        normalize_in_place(cpu, &extent, &plain, (&mut in_place).into()).unwrap();
         add_activated_in_place(cpu, (&dy).into(), activation, (&mut in_place).into()).unwrap();
         check_bits(&added, &in_place).map_err(|error| format!("forward with a residual: {error}"))?;
-        let affine = Affine { weight, bias, eps: EPS, eps_place: EpsPlace::InsideRoot, activation };
+        let affine = Affine {
+            weight: weight.map(Slice::from),
+            bias: bias.map(Slice::from),
+            eps: EPS,
+            eps_place: EpsPlace::InsideRoot,
+            activation,
+        };
         let mut at_once = poisoned(x.len());
-        let (moments, inverse) = forward_training(cpu, &extent, &x, &affine, &mut at_once).unwrap();
+        let (moments, inverse) =
+            forward_training(cpu, &extent, (&x).into(), &affine, (&mut at_once).into()).unwrap();
         check_bits(&at_once, &y).map_err(|error| format!("forward at once: {error}"))?;
         check_bits(
             &[moments.mean, moments.m2, inverse].concat(),
             &[mean, &statistics.m2, &inverse_std].concat(),
         )
         .map_err(|error| format!("statistics at once: {error}"))?;
-        let sums = backward_reduce(cpu, &extent, &x, &dy, &by).unwrap();
+        let sums = backward_reduce(cpu, &extent, (&x).into(), (&dy).into(), &by).unwrap();
         let mut at_once = poisoned(x.len());
-        let found = backward_training(cpu, &extent, (&x, &dy), &by, &mut at_once).unwrap();
+        let found =
+            backward_training(cpu, &extent, ((&x).into(), (&dy).into()), &by, (&mut at_once).into()).unwrap();
         check_bits(&[found.g, found.g_centered].concat(), &[&sums.g[..], &sums.g_centered].concat())
             .map_err(|error| format!("sums at once: {error}"))?;
         let gradient = |sums: Option<(&BackwardSums, usize)>| {
             let mut dx = poisoned(x.len());
-            backward_elemt(cpu, &extent, (&x, &dy), &by, sums, &mut dx).unwrap();
+            backward_elemt(cpu, &extent, ((&x).into(), (&dy).into()), &by, sums, (&mut dx).into()).unwrap();
             let mut in_place = x.clone();
-            backward_elemt_in_place(cpu, &extent, &dy, &by, sums, &mut in_place).unwrap();
+            backward_elemt_in_place(cpu, &extent, (&dy).into(), &by, sums, (&mut in_place).into()).unwrap();
             check_bits(&in_place, &dx).map_err(|error| format!("backward in place: {error}"))?;
             Ok::<_, String>(contiguous(&extent, &dx))
         };
@@ -266,7 +280,7 @@ fn gathered_statistics_are_those_of_the_whole() {
         let x: Vec<f64> = random.normal(11 * 5 * 6, mean, 0.1);
         let of = |images: std::ops::Range<usize>| {
             let extent = extent([images.len(), 5, 6], MemoryFormat::Contiguous);
-            stats(&cpu, &extent, &x[images.start * 30..images.end * 30]).unwrap()
+            stats(&cpu, &extent, (&x[images.start * 30..images.end * 30]).into()).unwrap()
         };
         let whole = of(0..11);
         for cuts in [vec![0, 11], vec![0, 0, 4, 4, 5, 11, 11], vec![0, 1, 2, 3, 11]] {
@@ -349,20 +363,28 @@ fn a_constant_channel_without_eps_stays_finite() {
         let dy = vec![1.0f32; 54];
         let (weight, bias) = ([2.0f32, 0.0, -1.5], [0.5f32, 1.0, 0.25]);
         let (weight, bias, activation) = (Some(&weight[..]), Some(&bias[..]), Activation::Identity);
-        let affine = Affine { weight, bias, eps: 0.0, eps_place: place, activation };
+        let affine = Affine {
+            weight: weight.map(Slice::from),
+            bias: bias.map(Slice::from),
+            eps: 0.0,
+            eps_place: place,
+            activation,
+        };
         let (mut y, mut dx) = (poisoned::<f32>(54), poisoned::<f32>(54));
-        let (moments, inverse_std) = forward_training(&cpu, &extent, &x, &affine, &mut y).unwrap();
+        let (moments, inverse_std) =
+            forward_training(&cpu, &extent, (&x).into(), &affine, (&mut y).into()).unwrap();
         assert_eq!(inverse_std[0], 0.0);
         let inverse_root = moments.inverse_root(place);
         let by = Normalization {
             mean: &moments.mean,
             inverse_std: &inverse_std,
             inverse_root: inverse_root.as_deref(),
-            weight,
-            bias,
+            weight: weight.map(Slice::from),
+            bias: bias.map(Slice::from),
             activation,
         };
-        let sums = backward_training(&cpu, &extent, (&x, &dy), &by, &mut dx).unwrap();
+        let sums =
+            backward_training(&cpu, &extent, ((&x).into(), (&dy).into()), &by, (&mut dx).into()).unwrap();
         let (y, dx) = (contiguous(&extent, &y), contiguous(&extent, &dx));
         assert!(y[..9].iter().all(|&y| y == 0.5) && y[9..18].iter().all(|&y| y == 1.0), "{y:?}");
         assert!(dx[..18].iter().all(|&dx| dx == 0.0), "{dx:?}");
@@ -459,19 +481,19 @@ fn gradients_agree_with_finite_differences() {
             let (cpu, x, dy) = (Cpu::single(), laid_out(&extent, &case.x), laid_out(&extent, &case.dy));
             // `statistics_of` stays the same where statistics are constants.
             let loss = |x: &[f64], statistics_of: &[f64], weight: &[f64], bias: &[f64]| -> f64 {
-                let statistics = stats(&cpu, &extent, statistics_of).unwrap();
+                let statistics = stats(&cpu, &extent, statistics_of.into()).unwrap();
                 let inverse_std = inverse_std(&statistics.biased_variance(), EPS, EpsPlace::InsideRoot);
                 let (mean, weight, bias) = (&statistics.mean[..], Some(weight), Some(bias));
                 let by = Normalization {
                     mean,
                     inverse_std: &inverse_std,
                     inverse_root: None,
-                    weight,
-                    bias,
+                    weight: weight.map(Slice::from),
+                    bias: bias.map(Slice::from),
                     activation,
                 };
-                let mut y = poisoned(x.len());
-                normalize(&cpu, &extent, x, &by, &mut y).unwrap();
+                let mut y = poisoned::<f64>(x.len());
+                normalize(&cpu, &extent, x.into(), &by, (&mut y).into()).unwrap();
                 y.iter().zip(&dy).map(|(y, dy)| y * dy).sum()
             };
             let results = case.run::<f64>(&cpu, format, activation).unwrap();

@@ -34,7 +34,7 @@ fn a_keras_layer_unfused_and_fused() {
         0.9757855, 0.43509948, 0.6601019, 0.60489583, 0.6366315, 0.6144488,
     ];
     let (cpu, extent) = (Cpu::single(), channels_last(2, 3, 2));
-    let batch = stats(&cpu, &extent, &x).unwrap();
+    let batch = stats(&cpu, &extent, (&x).into()).unwrap();
     check(&batch.mean, &[0.5450896, 0.5662878, 0.63700676]);
     check(&batch.biased_variance(), &[0.08641606, 0.05244513, 0.00027721]);
 
@@ -44,7 +44,7 @@ fn a_keras_layer_unfused_and_fused() {
     ] {
         let (mut running_mean, mut running_var) = ([1.0f64; 3], [1.0f64; 3]);
         let weight = convention.new_weight(Some(0.5), 1);
-        convention.update(weight, &batch, &mut running_mean, &mut running_var).unwrap();
+        convention.update(weight, &batch, (&mut running_mean).into(), (&mut running_var).into()).unwrap();
         check(&running_mean, &[0.7725448, 0.7831439, 0.8185034]);
         check(&running_var, &variance);
     }
@@ -60,7 +60,7 @@ fn a_keras_layer_unfused_and_fused() {
         activation: Activation::Identity,
     };
     let mut y = [f32::NAN; 12];
-    normalize(&cpu, &extent, &x, &by, &mut y).unwrap();
+    normalize(&cpu, &extent, (&x).into(), &by, (&mut y).into()).unwrap();
     let first: Vec<f64> = y[..3].iter().map(|&y| f64::from(y)).collect();
     check(&first, &[-1.2851115, 1.4499114, -0.16879845]);
 }
@@ -68,12 +68,12 @@ fn a_keras_layer_unfused_and_fused() {
 /// One channel of 1, 2, 3, 4 with a momentum that takes the new statistics alone.
 #[test]
 fn biased_and_unbiased_running_variance() {
-    let batch = stats(&Cpu::single(), &channels_last(4, 1, 1), &[1.0f64, 2.0, 3.0, 4.0]).unwrap();
+    let batch = stats(&Cpu::single(), &channels_last(4, 1, 1), (&[1.0f64, 2.0, 3.0, 4.0]).into()).unwrap();
     for convention in CONVENTIONS {
         let all_new = convention.momentum_from(&Convention::keras(), 0.0);
         let (mut mean, mut variance) = ([9.0f64], [9.0f64]);
         let weight = convention.new_weight(Some(all_new), 7);
-        convention.update(weight, &batch, &mut mean, &mut variance).unwrap();
+        convention.update(weight, &batch, (&mut mean).into(), (&mut variance).into()).unwrap();
         let expected = match convention.running_variance {
             RunningVariance::Biased => 1.25,
             RunningVariance::Unbiased => 5.0 / 3.0,
@@ -95,8 +95,8 @@ fn running_statistics_follow_the_recurrence() {
             for number in 1..=10u64 {
                 let x: Vec<f32> = random.normal(8 * 3 * 400, 0.5, 2.0);
                 let weight = convention.new_weight(momentum, number);
-                let batch = stats(&cpu, &extent, &x).unwrap();
-                convention.update(weight, &batch, &mut mean, &mut variance).unwrap();
+                let batch = stats(&cpu, &extent, (&x).into()).unwrap();
+                convention.update(weight, &batch, (&mut mean).into(), (&mut variance).into()).unwrap();
 
                 let new = match momentum {
                     None => 1.0 / number as f64,
@@ -131,21 +131,21 @@ fn converted_layers_go_on_alike() {
     let count = 6;
     let batch = |seed| {
         let x: Vec<f64> = Random::new(seed).normal(count * 2, 1.0, 3.0);
-        stats(&Cpu::single(), &channels_last(count, 2, 1), &x).unwrap()
+        stats(&Cpu::single(), &channels_last(count, 2, 1), (&x).into()).unwrap()
     };
     let step = |convention: &Convention, momentum, batch: &Moments, [mean, variance]: &mut [[f64; 2]; 2]| {
         let weight = convention.new_weight(Some(momentum), 1);
-        convention.update(weight, batch, mean, variance).unwrap();
+        convention.update(weight, batch, mean.into(), variance.into()).unwrap();
     };
     for from in CONVENTIONS {
         for to in CONVENTIONS {
             let mut layer = [[0.25, -1.0], [1.5, 0.75]];
             step(&from, 0.3, &batch(1), &mut layer);
             let mut converted = layer;
-            to.convert_variance(&from, count, &mut converted[1]).unwrap();
+            to.convert_variance(&from, count, (&mut converted[1]).into()).unwrap();
             step(&from, 0.3, &batch(2), &mut layer);
             step(&to, to.momentum_from(&from, 0.3), &batch(2), &mut converted);
-            from.convert_variance(&to, count, &mut converted[1]).unwrap();
+            from.convert_variance(&to, count, (&mut converted[1]).into()).unwrap();
             check(&converted[0], &layer[0]);
             check(&converted[1], &layer[1]);
         }
@@ -155,17 +155,21 @@ fn converted_layers_go_on_alike() {
 #[test]
 fn batches_of_one_value_and_of_none() {
     let convention = Convention::tensorflow_fused();
-    let one = stats(&Cpu::single(), &channels_last(1, 1, 1), &[5.0f64]).unwrap();
-    let none = stats(&Cpu::single(), &channels_last(0, 1, 1), &[] as &[f64]).unwrap();
+    let one = stats(&Cpu::single(), &channels_last(1, 1, 1), (&[5.0f64]).into()).unwrap();
+    let none = stats(&Cpu::single(), &channels_last(0, 1, 1), (&[] as &[f64]).into()).unwrap();
     let (mut mean, mut variance) = ([1.0f64], [1.0f64]);
-    convention.update(0.5, &one, &mut mean, &mut variance).unwrap();
+    convention.update(0.5, &one, (&mut mean).into(), (&mut variance).into()).unwrap();
     assert_eq!((mean, variance), ([3.0], [0.5]), "divisor 1, as TensorFlow's kernels take");
-    convention.update(0.5, &none, &mut mean, &mut variance).unwrap();
+    convention.update(0.5, &none, (&mut mean).into(), (&mut variance).into()).unwrap();
     assert_eq!((mean, variance), ([3.0], [0.5]), "a batch of nothing moves nothing");
 
-    let error = convention.update(0.5, &one, &mut [0.0f64; 2], &mut variance).unwrap_err().to_string();
+    let error = convention
+        .update(0.5, &one, (&mut [0.0f64; 2]).into(), (&mut variance).into())
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("the running mean") && error.contains('2'), "{error}");
-    let error = Convention::keras().convert_variance(&convention, 1, &mut variance).unwrap_err().to_string();
+    let error =
+        Convention::keras().convert_variance(&convention, 1, (&mut variance).into()).unwrap_err().to_string();
     assert!(error.contains("unbiased"), "{error}");
 }
 

@@ -1,12 +1,12 @@
 //! Batch norm in the shape of cuDNN's calls, by their documented formulas in plain f64 loops.
 
 use crate::common::{self, FORMATS, Number, cast, check_refused, cpus, extent};
-use convoke_kernels::Cpu;
 use convoke_kernels::batch_norm::cudnn::{
     BackwardInputs, Gradients, InferenceInputs, Layer, Mode, Running, TrainingOutputs, backward,
     forward_inference, forward_training,
 };
 use convoke_kernels::memory_format::Extent;
+use convoke_kernels::{Cpu, Slice, SliceMut};
 use convoke_testkit::{Failures, Random, Tolerance, check_close, poisoned};
 
 const EPSILON: f64 = 1e-3;
@@ -89,7 +89,8 @@ fn check<T: Number>(cpu: &Cpu, mode: Mode, extent: &Extent, unit: f64) -> Result
     let expected = case.expected();
     let [x, dy, scale, bias] =
         [&case.x, &case.dy, &case.scale, &case.bias].map(|values| cast::<f64, T>(values));
-    let layer = Layer { mode, extent: *extent, scale: &scale, bias: &bias, epsilon: EPSILON };
+    let layer =
+        Layer { mode, extent: *extent, scale: (&scale).into(), bias: (&bias).into(), epsilon: EPSILON };
     let parameters = scale.len();
     let close = |what: &str, found: &[T], expected: &[f64]| {
         check_close(found, expected, Tolerance::new(unit, unit))
@@ -103,10 +104,18 @@ fn check<T: Number>(cpu: &Cpu, mode: Mode, extent: &Extent, unit: f64) -> Result
     for call in 0..3 {
         let [saved_mean, saved_inverse] = &mut saved;
         let exponential_average_factor = 1.0 / (1.0 + f64::from(call));
-        let running = Running { exponential_average_factor, mean: &mut mean, variance: &mut variance };
+        let running = Running {
+            exponential_average_factor,
+            mean: (&mut mean).into(),
+            variance: (&mut variance).into(),
+        };
         let saved = Some([&mut saved_mean[..], saved_inverse]);
-        let outputs = TrainingOutputs { y: &mut y, running: Some(running), saved };
-        forward_training(cpu, &layer, &x, outputs).unwrap();
+        let outputs = TrainingOutputs {
+            y: (&mut y).into(),
+            running: Some(running),
+            saved: saved.map(|saved| saved.map(SliceMut::from)),
+        };
+        forward_training(cpu, &layer, (&x).into(), outputs).unwrap();
     }
     close("y", &y, &expected.y)?;
     close("running mean", &mean, &expected.mean)?;
@@ -118,22 +127,37 @@ fn check<T: Number>(cpu: &Cpu, mode: Mode, extent: &Extent, unit: f64) -> Result
     close("saved inverse variance", &saved[1], &inverse)?;
     // Neither running nor saved statistics are needed.
     let mut plain: Vec<T> = poisoned(x.len());
-    let alone = TrainingOutputs { y: &mut plain, running: None, saved: None };
-    forward_training(cpu, &layer, &x, alone).unwrap();
+    let alone = TrainingOutputs { y: (&mut plain).into(), running: None, saved: None };
+    forward_training(cpu, &layer, (&x).into(), alone).unwrap();
     common::check_bits(&plain, &y)?;
 
-    let (mean, variance) = (cast(&expected.mean), cast(&expected.variance));
+    let (mean, variance): (Vec<T>, Vec<T>) = (cast(&expected.mean), cast(&expected.variance));
     let mut inferred: Vec<T> = poisoned(x.len());
-    let inputs = InferenceInputs { x: &x, estimated_mean: &mean, estimated_variance: &variance };
-    forward_inference(cpu, &layer, inputs, &mut inferred).unwrap();
+    let inputs = InferenceInputs {
+        x: (&x).into(),
+        estimated_mean: (&mean).into(),
+        estimated_variance: (&variance).into(),
+    };
+    forward_inference(cpu, &layer, inputs, (&mut inferred).into()).unwrap();
     close("inference", &inferred, &expected.y)?;
 
     let [saved_mean, saved_inverse] = &saved;
     for saved in [None, Some([&saved_mean[..], saved_inverse])] {
         let mut dx: Vec<T> = poisoned(x.len());
         let (mut dscale, mut dbias): (Vec<T>, Vec<T>) = (poisoned(parameters), poisoned(parameters));
-        let gradients = Gradients { dx: &mut dx, scale: &mut dscale, bias: &mut dbias };
-        backward(cpu, &layer, BackwardInputs { x: &x, dy: &dy, saved }, gradients).unwrap();
+        let gradients =
+            Gradients { dx: (&mut dx).into(), scale: (&mut dscale).into(), bias: (&mut dbias).into() };
+        backward(
+            cpu,
+            &layer,
+            BackwardInputs {
+                x: (&x).into(),
+                dy: (&dy).into(),
+                saved: saved.map(|saved| saved.map(Slice::from)),
+            },
+            gradients,
+        )
+        .unwrap();
         let what = if saved.is_some() { "of saved statistics" } else { "of statistics taken again" };
         close(&format!("dx {what}"), &dx, &expected.dx)?;
         close(&format!("dscale {what}"), &dscale, &expected.dscale)?;
@@ -170,11 +194,14 @@ fn what_does_not_fit_is_named_and_nothing_is_written() {
             let scale = vec![1.0f32; parameters];
             let mut y = vec![f32::NAN; others[0]];
             let (mut mean, mut variance) = (vec![f32::NAN; others[1]], vec![f32::NAN; others[2]]);
-            let layer = Layer { mode, extent, scale: &scale, bias: &scale, epsilon };
-            let running =
-                Running { exponential_average_factor: factor, mean: &mut mean, variance: &mut variance };
-            let outputs = TrainingOutputs { y: &mut y, running: Some(running), saved: None };
-            let result = forward_training(&cpu, &layer, &x, outputs);
+            let layer = Layer { mode, extent, scale: (&scale).into(), bias: (&scale).into(), epsilon };
+            let running = Running {
+                exponential_average_factor: factor,
+                mean: (&mut mean).into(),
+                variance: (&mut variance).into(),
+            };
+            let outputs = TrainingOutputs { y: (&mut y).into(), running: Some(running), saved: None };
+            let result = forward_training(&cpu, &layer, (&x).into(), outputs);
             failures.check(words, check_refused(result, &[words]));
             let untouched = y.iter().chain(&mean).chain(&variance).all(|value| value.is_nan());
             failures.check(format!("{words}: written"), if untouched { Ok(()) } else { Err("written") });

@@ -8,7 +8,7 @@ use convoke_kernels::batch_norm::{
     stats,
 };
 use convoke_kernels::memory_format::Extent;
-use convoke_kernels::{Cpu, MemoryFormat};
+use convoke_kernels::{Cpu, MemoryFormat, Slice};
 use convoke_testkit::{Failures, Random, Tolerance, assert_close, check_close, poisoned};
 
 /// Where the statistics come from.
@@ -136,13 +136,13 @@ impl Layer {
         &'a self,
         statistics: &'a Statistics,
         parameters: &'a [Option<Vec<T>>; 2],
-    ) -> Normalization<'a, T> {
+    ) -> Normalization<'a> {
         Normalization {
             mean: &statistics.mean,
             inverse_std: &statistics.inverse_std,
             inverse_root: statistics.inverse_root.as_deref(),
-            weight: parameters[0].as_deref(),
-            bias: parameters[1].as_deref(),
+            weight: parameters[0].as_ref().map(Slice::from),
+            bias: parameters[1].as_ref().map(Slice::from),
             activation: self.activation,
         }
     }
@@ -152,7 +152,8 @@ impl Layer {
         let [batch, channels, spatial] = self.size;
         let whole = extent(self.size, format);
         let (x, dy) = (laid_out::<T>(&whole, &cast(&self.x)), laid_out::<T>(&whole, &cast(&self.dy)));
-        let parameters = [&self.weight, &self.bias].map(|values| values.as_ref().map(|values| cast(values)));
+        let parameters =
+            [&self.weight, &self.bias].map(|values| values.as_ref().map(|values| cast::<_, T>(values)));
         let first = if self.source == Source::Ranks { batch / 2 } else { batch };
         let parts: Vec<(Extent, std::ops::Range<usize>)> = [0..first, first..batch]
             .into_iter()
@@ -171,7 +172,7 @@ impl Layer {
             _ => {
                 let moments: Vec<Moments> = parts
                     .iter()
-                    .map(|(extent, range)| stats(cpu, extent, &x[range.clone()]).unwrap())
+                    .map(|(extent, range)| stats(cpu, extent, (&x[range.clone()]).into()).unwrap())
                     .collect();
                 let moments = Moments::gather_stats_with_counts(&moments).unwrap();
                 Statistics::of(moments, self.eps, self.place)
@@ -181,17 +182,28 @@ impl Layer {
         let (mut y, mut dx): (Vec<T>, Vec<T>) = (poisoned(x.len()), poisoned(x.len()));
         let mut sums = BackwardSums { g: vec![0.0; channels], g_centered: vec![0.0; channels] };
         for (extent, range) in &parts {
-            normalize(cpu, extent, &x[range.clone()], &by, &mut y[range.clone()]).unwrap();
-            let part = backward_reduce(cpu, extent, &x[range.clone()], &dy[range.clone()], &by).unwrap();
+            normalize(cpu, extent, (&x[range.clone()]).into(), &by, (&mut y[range.clone()]).into()).unwrap();
+            let part =
+                backward_reduce(cpu, extent, (&x[range.clone()]).into(), (&dy[range.clone()]).into(), &by)
+                    .unwrap();
             sums.g.iter_mut().zip(part.g).for_each(|(sum, g)| *sum += g);
             sums.g_centered.iter_mut().zip(part.g_centered).for_each(|(sum, g)| *sum += g);
         }
         let through = (self.source != Source::Constant).then_some((&sums, batch * spatial));
         for (extent, range) in &parts {
             let pair = (&x[range.clone()], &dy[range.clone()]);
-            backward_elemt(cpu, extent, pair, &by, through, &mut dx[range.clone()]).unwrap();
+            backward_elemt(
+                cpu,
+                extent,
+                (pair.0.into(), pair.1.into()),
+                &by,
+                through,
+                (&mut dx[range.clone()]).into(),
+            )
+            .unwrap();
             let mut in_place = pair.0.to_vec();
-            backward_elemt_in_place(cpu, extent, pair.1, &by, through, &mut in_place).unwrap();
+            backward_elemt_in_place(cpu, extent, pair.1.into(), &by, through, (&mut in_place).into())
+                .unwrap();
             common::check_bits(&in_place, &dx[range.clone()]).unwrap();
         }
         self.results(&whole, [&y, &dx], &sums, &statistics)
@@ -201,20 +213,23 @@ impl Layer {
     fn at_once<T: Number>(&self, cpu: &Cpu, format: MemoryFormat) -> Results {
         let whole = extent(self.size, format);
         let (x, dy) = (laid_out::<T>(&whole, &cast(&self.x)), laid_out::<T>(&whole, &cast(&self.dy)));
-        let parameters = [&self.weight, &self.bias].map(|values| values.as_ref().map(|values| cast(values)));
+        let parameters =
+            [&self.weight, &self.bias].map(|values| values.as_ref().map(|values| cast::<_, T>(values)));
         let affine = Affine {
-            weight: parameters[0].as_deref(),
-            bias: parameters[1].as_deref(),
+            weight: parameters[0].as_ref().map(Slice::from),
+            bias: parameters[1].as_ref().map(Slice::from),
             eps: self.eps,
             eps_place: self.place,
             activation: self.activation,
         };
         let (mut y, mut dx): (Vec<T>, Vec<T>) = (poisoned(x.len()), poisoned(x.len()));
-        let (moments, inverse) = forward_training(cpu, &whole, &x, &affine, &mut y).unwrap();
+        let (moments, inverse) =
+            forward_training(cpu, &whole, (&x).into(), &affine, (&mut y).into()).unwrap();
         let statistics = Statistics::of(moments, self.eps, self.place);
         assert_eq!(statistics.inverse_std, inverse);
         let by = self.by(&statistics, &parameters);
-        let sums = backward_training(cpu, &whole, (&x, &dy), &by, &mut dx).unwrap();
+        let sums =
+            backward_training(cpu, &whole, ((&x).into(), (&dy).into()), &by, (&mut dx).into()).unwrap();
         self.results(&whole, [&y, &dx], &sums, &statistics)
     }
 

@@ -25,10 +25,10 @@ fn absent_weight_and_bias_are_one_and_zero() {
             bias: None,
             activation,
         };
-        let present = Normalization { weight: Some(&ones), bias: Some(&zeros), ..absent };
+        let present = Normalization { weight: Some((&ones).into()), bias: Some((&zeros).into()), ..absent };
         let [mut a, mut b] = [poisoned::<f32>(x.len()), poisoned(x.len())];
-        normalize(&cpu, &extent, &x, &absent, &mut a).unwrap();
-        normalize(&cpu, &extent, &x, &present, &mut b).unwrap();
+        normalize(&cpu, &extent, (&x).into(), &absent, (&mut a).into()).unwrap();
+        normalize(&cpu, &extent, (&x).into(), &present, (&mut b).into()).unwrap();
         check_bits(&a, &b).unwrap();
     }
 }
@@ -54,8 +54,8 @@ fn wrong_lengths_are_named_and_nothing_is_written() {
             ("the mean has 4 elements, expected 3", Normalization { mean: &zeros, ..good }),
             ("the inverse standard deviation has 2", Normalization { inverse_std: &ones[..2], ..good }),
             ("the inverse root has 4", Normalization { inverse_root: Some(&ones), ..good }),
-            ("the weight has 4", Normalization { weight: Some(&[1.0f32; 4]), ..good }),
-            ("the bias has 2", Normalization { bias: Some(&[1.0f32; 2]), ..good }),
+            ("the weight has 4", Normalization { weight: Some((&[1.0f32; 4]).into()), ..good }),
+            ("the bias has 2", Normalization { bias: Some((&[1.0f32; 2]).into()), ..good }),
         ];
         let mut check = |part: &str, run: &dyn Fn(&mut [f32]) -> convoke_kernels::Result<()>, len: usize| {
             let mut output = vec![7.25; len];
@@ -66,20 +66,28 @@ fn wrong_lengths_are_named_and_nothing_is_written() {
         };
         let (whole, long) = (&data[..24], &data[..25]);
         let backward = |x, dy, by, sums| {
-            move |dx: &mut [f32]| backward_elemt(&Cpu::single(), &extent, (x, dy), by, sums, dx)
+            move |dx: &mut [f32]| backward_elemt(&Cpu::single(), &extent, (x, dy), by, sums, dx.into())
         };
-        check("x has 25", &|_| stats(&cpu, &extent, long).map(drop), 0);
-        check("x has 25", &|y| normalize(&cpu, &extent, long, &good, y), 24);
-        check("y has 23", &|y| normalize(&cpu, &extent, whole, &good, y), 23);
-        check("x has 23", &|y| normalize_in_place(&cpu, &extent, &good, y), 23);
-        check("x has 25", &|_| backward_reduce(&cpu, &extent, long, whole, &good).map(drop), 0);
-        check("dy has 25", &|_| backward_reduce(&cpu, &extent, whole, long, &good).map(drop), 0);
-        check("dy has 25", &backward(whole, long, &good, None), 24);
-        check("x has 25", &backward(long, whole, &good, None), 24);
-        check("dx has 23", &backward(whole, whole, &good, None), 23);
-        check("dy has 25", &|dx| backward_elemt_in_place(&cpu, &extent, long, &good, None, dx), 24);
-        check("the sums has 2", &backward(whole, whole, &good, Some((&short, 8))), 24);
-        check("over no values", &backward(whole, whole, &good, Some((&sums, 0))), 24);
+        check("x has 25", &|_| stats(&cpu, &extent, long.into()).map(drop), 0);
+        check("x has 25", &|y| normalize(&cpu, &extent, long.into(), &good, y.into()), 24);
+        check("y has 23", &|y| normalize(&cpu, &extent, whole.into(), &good, y.into()), 23);
+        check("x has 23", &|y| normalize_in_place(&cpu, &extent, &good, y.into()), 23);
+        check("x has 25", &|_| backward_reduce(&cpu, &extent, long.into(), whole.into(), &good).map(drop), 0);
+        check(
+            "dy has 25",
+            &|_| backward_reduce(&cpu, &extent, whole.into(), long.into(), &good).map(drop),
+            0,
+        );
+        check("dy has 25", &backward(whole.into(), long.into(), &good, None), 24);
+        check("x has 25", &backward(long.into(), whole.into(), &good, None), 24);
+        check("dx has 23", &backward(whole.into(), whole.into(), &good, None), 23);
+        check(
+            "dy has 25",
+            &|dx| backward_elemt_in_place(&cpu, &extent, long.into(), &good, None, dx.into()),
+            24,
+        );
+        check("the sums has 2", &backward(whole.into(), whole.into(), &good, Some((&short, 8))), 24);
+        check("over no values", &backward(whole.into(), whole.into(), &good, Some((&sums, 0))), 24);
         let layer = |eps| Affine {
             weight: None,
             bias: None,
@@ -88,14 +96,16 @@ fn wrong_lengths_are_named_and_nothing_is_written() {
             activation: Activation::Identity,
         };
         for eps in [-1e-5, f64::NAN] {
-            let run = |y: &mut [f32]| forward_training(&cpu, &extent, whole, &layer(eps), y).map(drop);
+            let run = |y: &mut [f32]| {
+                forward_training(&cpu, &extent, whole.into(), &layer(eps), y.into()).map(drop)
+            };
             check(&format!("eps is {eps}"), &run, 24);
         }
         for (part, by) in &bad {
-            check(part, &|y| normalize(&cpu, &extent, whole, by, y), 24);
-            check(part, &|y| normalize_in_place(&cpu, &extent, by, y), 24);
-            check(part, &|_| backward_reduce(&cpu, &extent, whole, whole, by).map(drop), 0);
-            check(part, &backward(whole, whole, by, Some((&sums, 8))), 24);
+            check(part, &|y| normalize(&cpu, &extent, whole.into(), by, y.into()), 24);
+            check(part, &|y| normalize_in_place(&cpu, &extent, by, y.into()), 24);
+            check(part, &|_| backward_reduce(&cpu, &extent, whole.into(), whole.into(), by).map(drop), 0);
+            check(part, &backward(whole.into(), whole.into(), by, Some((&sums, 8))), 24);
         }
     }
     failures.finish();
@@ -105,13 +115,13 @@ fn wrong_lengths_are_named_and_nothing_is_written() {
 fn empty_tensors_give_empty_results_and_sizes_that_overflow_an_error() {
     for format in FORMATS {
         for size in [[0, 3, 4], [2, 0, 4], [2, 3, 0]] {
-            let statistics = stats::<f32>(&Cpu::single(), &extent(size, format), &[]).unwrap();
+            let statistics = stats(&Cpu::single(), &extent(size, format), (&[0.0f32; 0]).into()).unwrap();
             assert_eq!((statistics.count, statistics.mean), (size[0] * size[2], vec![0.0; size[1]]));
         }
         const HUGE: usize = usize::MAX / 2;
         for size in [[HUGE, 0, HUGE], [HUGE, HUGE, 0], [0, HUGE, HUGE], [2, 2, HUGE]] {
             let extent: Extent = extent(size, format);
-            check_refused(stats::<f32>(&Cpu::single(), &extent, &[]), &["overflows"]).unwrap();
+            check_refused(stats(&Cpu::single(), &extent, (&[0.0f32; 0]).into()), &["overflows"]).unwrap();
         }
     }
 }

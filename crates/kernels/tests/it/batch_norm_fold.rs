@@ -34,8 +34,8 @@ fn check(problem: &str, pass: Pass, [gamma, beta, had_bias]: [bool; 3]) -> Resul
         mean: &mean,
         inverse_std: &inverse_std,
         inverse_root: None,
-        weight: gamma.then_some(&gamma_values[..]),
-        bias: beta.then_some(&beta_values[..]),
+        weight: gamma.then_some((&gamma_values[..]).into()),
+        bias: beta.then_some((&beta_values[..]).into()),
         activation: Activation::Identity,
     };
     let plan = conv::algorithm("reference").unwrap().plan(&problem, pass, &cpu).unwrap();
@@ -48,16 +48,16 @@ fn check(problem: &str, pass: Pass, [gamma, beta, had_bias]: [bool; 3]) -> Resul
     };
     let run = |weight: &[f64], bias: &[f64]| {
         let mut y = poisoned(len);
-        let mut workspace = poisoned(plan.workspace_len());
-        plan.run(operands(pass, [&x, weight, &x], &mut y), &mut workspace).unwrap();
+        let mut workspace = poisoned::<f64>(plan.workspace_len());
+        plan.run(operands(pass, [&x, weight, &x], &mut y), (&mut workspace).into()).unwrap();
         add_bias(&cpu, &extent, bias.into(), (&mut y).into()).unwrap();
         y
     };
     let bias = if had_bias { bias_values } else { vec![0.0; channels] };
-    let mut expected = poisoned(len);
-    normalize(&cpu, &extent, &run(&weight, &bias), &by, &mut expected).unwrap();
+    let mut expected = poisoned::<f64>(len);
+    normalize(&cpu, &extent, (&run(&weight, &bias)).into(), &by, (&mut expected).into()).unwrap();
     let (mut folded, mut folded_bias) = (weight.clone(), bias.clone());
-    fold(&by, order, &mut folded, &mut folded_bias).unwrap();
+    fold(&by, order, (&mut folded).into(), (&mut folded_bias).into()).unwrap();
     check_close(&run(&folded, &folded_bias), &expected, Tolerance { atol: 1e-12, rtol: 1e-12 })
         .map_err(|mismatch| mismatch.to_string())
 }
@@ -80,7 +80,7 @@ fn folded_convolutions_compute_the_same() {
 #[test]
 fn what_does_not_fit_is_refused_and_nothing_changes() {
     let (mean, inverse_std) = ([1.0; 4], [2.0; 4]);
-    let by = Normalization::<f64> {
+    let by = Normalization {
         mean: &mean,
         inverse_std: &inverse_std,
         inverse_root: None,
@@ -90,7 +90,7 @@ fn what_does_not_fit_is_refused_and_nothing_changes() {
     };
     let refused = |order, weights: usize, biases: usize, expected: &str| {
         let (mut weight, mut bias) = (vec![1.0; weights], vec![1.0; biases]);
-        let error = fold(&by, order, &mut weight, &mut bias).unwrap_err().to_string();
+        let error = fold(&by, order, (&mut weight).into(), (&mut bias).into()).unwrap_err().to_string();
         assert!(error.contains(expected), "{error}");
         assert!(weight.iter().chain(&bias).all(|&value| value == 1.0));
     };

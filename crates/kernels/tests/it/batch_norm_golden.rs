@@ -10,7 +10,7 @@ use convoke_kernels::batch_norm::{
 use convoke_kernels::conv::{self, ConvAxis, ConvProblem, ConvSpec, ConvTypes, Pass};
 use convoke_kernels::elementwise::{add_bias, sum_by_channel};
 use convoke_kernels::memory_format::Extent;
-use convoke_kernels::{Cpu, MemoryFormat};
+use convoke_kernels::{Cpu, MemoryFormat, Slice};
 use convoke_testkit::{
     Case, Failures, Golden, ToF64, check_relative_to_max, formula_fill, formula_fill_around, poisoned,
 };
@@ -81,19 +81,19 @@ impl<'a, T: Number> Layer<'a, T> {
     fn convolve(&self, problem: &ConvProblem, pass: Pass, tensors: [&[T]; 3]) -> Vec<T> {
         let plan = conv::plan(problem, pass, &self.cpu);
         let mut output = poisoned(output_len(problem, pass));
-        let mut workspace = poisoned(plan.workspace_len());
-        plan.run(operands(pass, tensors, &mut output), &mut workspace).unwrap();
+        let mut workspace = poisoned::<T>(plan.workspace_len());
+        plan.run(operands(pass, tensors, &mut output), (&mut workspace).into()).unwrap();
         output
     }
 
-    fn by<'s>(&'s self, saved: &'s Saved<T>) -> Normalization<'s, T> {
+    fn by<'s>(&'s self, saved: &'s Saved<T>) -> Normalization<'s> {
         let relu = self.golden.flag("relu");
         Normalization {
             mean: &saved.mean,
             inverse_std: &saved.inverse_std,
             inverse_root: None,
-            weight: self.weight.as_deref(),
-            bias: self.bias.as_deref(),
+            weight: self.weight.as_ref().map(Slice::from),
+            bias: self.bias.as_ref().map(Slice::from),
             activation: if relu { Activation::Relu } else { Activation::Identity },
         }
     }
@@ -113,7 +113,7 @@ impl<'a, T: Number> Layer<'a, T> {
         );
         // Without running statistics, evaluation too normalizes with the batch's.
         let constant = self.golden.text("mode") == "eval" && self.golden.flag("track_running_stats");
-        let batch = (!constant).then(|| stats(&self.cpu, &extent, &before).unwrap());
+        let batch = (!constant).then(|| stats(&self.cpu, &extent, (&before).into()).unwrap());
         let (mean, variance) = match &batch {
             Some(batch) => (batch.mean.clone(), batch.biased_variance()),
             None => (self.vector("running_mean").unwrap(), self.vector("running_var").unwrap()),
@@ -121,7 +121,7 @@ impl<'a, T: Number> Layer<'a, T> {
         let saved =
             Saved { x, before, mean, inverse_std: inverse_std(&variance, eps, EpsPlace::InsideRoot), batch };
         let mut y = poisoned(saved.before.len());
-        normalize(&self.cpu, &extent, &saved.before, &self.by(&saved), &mut y).unwrap();
+        normalize(&self.cpu, &extent, (&saved.before).into(), &self.by(&saved), (&mut y).into()).unwrap();
         (y, saved)
     }
 
@@ -139,7 +139,7 @@ impl<'a, T: Number> Layer<'a, T> {
 
     fn check_backward(&self, failures: &mut Failures, saved: &Saved<T>, rtol: f64) {
         let (extent, dy, by) = (self.extent("output"), self.tensor("grad_output"), self.by(saved));
-        let sums = backward_reduce(&self.cpu, &extent, &saved.before, &dy, &by).unwrap();
+        let sums = backward_reduce(&self.cpu, &extent, (&saved.before).into(), (&dy).into(), &by).unwrap();
         if self.weight.is_some() {
             let dweight: Vec<f64> = sums.g_centered.iter().zip(by.inverse_std).map(|(g, s)| g * s).collect();
             self.check_vector(failures, "grad_weight", &dweight, rtol);
@@ -147,7 +147,15 @@ impl<'a, T: Number> Layer<'a, T> {
         }
         let with_sums = saved.batch.as_ref().map(|batch| (&sums, batch.count));
         let mut before: Vec<T> = poisoned(saved.before.len());
-        backward_elemt(&self.cpu, &extent, (&saved.before, &dy), &by, with_sums, &mut before).unwrap();
+        backward_elemt(
+            &self.cpu,
+            &extent,
+            ((&saved.before).into(), (&dy).into()),
+            &by,
+            with_sums,
+            (&mut before).into(),
+        )
+        .unwrap();
         let Some(problem) = &self.conv else { return self.check(failures, "grad_x", &before, rtol) };
         let weight: Vec<T> = cast(&self.vector("conv_weight").unwrap());
         let tensors = [&saved.x[..], &weight, &before];
@@ -176,7 +184,7 @@ impl<'a, T: Number> Layer<'a, T> {
     ) {
         let momentum = self.golden.attribute("momentum").map(|_| self.golden.number("momentum"));
         let weight = Convention::pytorch().new_weight(momentum, batches);
-        Convention::pytorch().update(weight, batch, mean, variance).unwrap();
+        Convention::pytorch().update(weight, batch, mean.into(), variance.into()).unwrap();
         self.check_vector(failures, &format!("running_mean_after{suffix}"), mean, 1e-5);
         self.check_vector(failures, &format!("running_var_after{suffix}"), variance, 1e-5);
     }
@@ -229,19 +237,26 @@ fn output_and_gradient<T: Number>(golden: &Case, format: MemoryFormat) -> [Vec<f
     let weight: Vec<T> = cast(&formula_fill_around(1.0, tag + 2, channels, 0.5));
     let bias: Vec<T> = cast(&formula_fill(tag + 3, channels, 0.5));
     let (weight, bias, activation) = (Some(&weight[..]), Some(&bias[..]), Activation::Identity);
-    let affine = Affine { weight, bias, eps: 1e-5, eps_place: EpsPlace::InsideRoot, activation };
+    let affine = Affine {
+        weight: weight.map(Slice::from),
+        bias: bias.map(Slice::from),
+        eps: 1e-5,
+        eps_place: EpsPlace::InsideRoot,
+        activation,
+    };
     let cpu = Cpu::single();
     let (mut y, mut dx) = (poisoned::<T>(len), poisoned::<T>(len));
-    let (moments, inverse_std) = forward_training(&cpu, &extent, &x, &affine, &mut y).unwrap();
+    let (moments, inverse_std) =
+        forward_training(&cpu, &extent, (&x).into(), &affine, (&mut y).into()).unwrap();
     let by = Normalization {
         mean: &moments.mean,
         inverse_std: &inverse_std,
         inverse_root: None,
-        weight,
-        bias,
+        weight: weight.map(Slice::from),
+        bias: bias.map(Slice::from),
         activation,
     };
-    backward_training(&cpu, &extent, (&x, &dy), &by, &mut dx).unwrap();
+    backward_training(&cpu, &extent, ((&x).into(), (&dy).into()), &by, (&mut dx).into()).unwrap();
     [y, dx].map(|values| cast(&contiguous(&extent, &values)))
 }
 

@@ -7,7 +7,7 @@ use convoke_kernels::batch_norm::{
     backward_reduce, backward_training, forward_training, images_per_group, normalize, stats,
 };
 use convoke_kernels::memory_format::Extent;
-use convoke_kernels::{Cpu, Isa, MemoryFormat};
+use convoke_kernels::{Cpu, Isa, MemoryFormat, Slice};
 use convoke_testkit::{Failures, Random, Tolerance, check_close, poisoned};
 
 const EPS: f64 = 1e-5;
@@ -89,21 +89,36 @@ impl<T: Number> Layer<T> {
         }
     }
 
-    fn by<'a>(&'a self, mean: &'a [f64], inverse_std: &'a [f64]) -> Normalization<'a, T> {
+    fn by<'a>(&'a self, mean: &'a [f64], inverse_std: &'a [f64]) -> Normalization<'a> {
         let (weight, bias, activation) = (Some(&self.weight[..]), Some(&self.bias[..]), self.activation);
-        Normalization { mean, inverse_std, inverse_root: None, weight, bias, activation }
+        Normalization {
+            mean,
+            inverse_std,
+            inverse_root: None,
+            weight: weight.map(Slice::from),
+            bias: bias.map(Slice::from),
+            activation,
+        }
     }
 
     /// With one call for each of the four steps.
     fn whole(&self, cpu: &Cpu) -> Results<T> {
         let Layer { extent, x, dy, .. } = self;
-        let moments = stats(cpu, extent, x).unwrap();
+        let moments = stats(cpu, extent, x.into()).unwrap();
         let inverse_std = moments.inverse_std(EPS, EpsPlace::InsideRoot);
         let by = self.by(&moments.mean, &inverse_std);
         let [mut y, mut dx] = [poisoned(x.len()), poisoned(x.len())];
-        normalize(cpu, extent, x, &by, &mut y).unwrap();
-        let sums = backward_reduce(cpu, extent, x, dy, &by).unwrap();
-        backward_elemt(cpu, extent, (x, dy), &by, Some((&sums, moments.count)), &mut dx).unwrap();
+        normalize(cpu, extent, x.into(), &by, (&mut y).into()).unwrap();
+        let sums = backward_reduce(cpu, extent, x.into(), dy.into(), &by).unwrap();
+        backward_elemt(
+            cpu,
+            extent,
+            (x.into(), dy.into()),
+            &by,
+            Some((&sums, moments.count)),
+            (&mut dx).into(),
+        )
+        .unwrap();
         let doubles = [&moments.mean[..], &moments.m2, &sums.g, &sums.g_centered].concat();
         Results { doubles, y, dx }
     }
@@ -113,11 +128,18 @@ impl<T: Number> Layer<T> {
         let Layer { extent, x, dy, activation, .. } = self;
         let (weight, bias) = (Some(&self.weight[..]), Some(&self.bias[..]));
         let (eps, eps_place) = (EPS, EpsPlace::InsideRoot);
-        let affine = Affine { weight, bias, eps, eps_place, activation: *activation };
+        let affine = Affine {
+            weight: weight.map(Slice::from),
+            bias: bias.map(Slice::from),
+            eps,
+            eps_place,
+            activation: *activation,
+        };
         let [mut y, mut dx] = [poisoned(x.len()), poisoned(x.len())];
-        let (moments, inverse_std) = forward_training(cpu, extent, x, &affine, &mut y).unwrap();
+        let (moments, inverse_std) =
+            forward_training(cpu, extent, x.into(), &affine, (&mut y).into()).unwrap();
         let by = self.by(&moments.mean, &inverse_std);
-        let sums = backward_training(cpu, extent, (x, dy), &by, &mut dx).unwrap();
+        let sums = backward_training(cpu, extent, (x.into(), dy.into()), &by, (&mut dx).into()).unwrap();
         let doubles = [&moments.mean[..], &moments.m2, &sums.g, &sums.g_centered].concat();
         Results { doubles, y, dx }
     }
@@ -137,7 +159,7 @@ impl<T: Number> Layer<T> {
         let places = || places.iter().cloned().zip(cpus.iter().cycle());
         let mut statistics = StatsInParts::new(extent).unwrap();
         for ((_, at), cpu) in places() {
-            statistics.add(cpu, &x[at]).unwrap();
+            statistics.add(cpu, (&x[at]).into()).unwrap();
         }
         let moments = statistics.finish().unwrap();
         let inverse_std = moments.inverse_std(EPS, EpsPlace::InsideRoot);
@@ -145,13 +167,21 @@ impl<T: Number> Layer<T> {
         let [mut y, mut dx] = [poisoned(x.len()), poisoned(x.len())];
         let mut sums = BackwardSumsInParts::new(extent).unwrap();
         for ((tile, at), cpu) in places() {
-            normalize(cpu, &tile, &x[at.clone()], &by, &mut y[at.clone()]).unwrap();
-            sums.add(cpu, &x[at.clone()], &dy[at], &by).unwrap();
+            normalize(cpu, &tile, (&x[at.clone()]).into(), &by, (&mut y[at.clone()]).into()).unwrap();
+            sums.add(cpu, (&x[at.clone()]).into(), (&dy[at]).into(), &by).unwrap();
         }
         let sums = sums.finish().unwrap();
         for ((tile, at), cpu) in places() {
             let pair = (&x[at.clone()], &dy[at.clone()]);
-            backward_elemt(cpu, &tile, pair, &by, Some((&sums, moments.count)), &mut dx[at]).unwrap();
+            backward_elemt(
+                cpu,
+                &tile,
+                (pair.0.into(), pair.1.into()),
+                &by,
+                Some((&sums, moments.count)),
+                (&mut dx[at]).into(),
+            )
+            .unwrap();
         }
         assert_eq!(moments.count, extent.batch * extent.spatial);
         let doubles = [&moments.mean[..], &moments.m2, &sums.g, &sums.g_centered].concat();
@@ -251,30 +281,36 @@ fn parts_that_do_not_fit_are_named_and_change_nothing() {
         let mut sums = BackwardSumsInParts::new(&extent).unwrap();
         let mut refused = |done: usize, len: usize, parts: &[&str]| {
             let (x, dy) = (&layer.x[done * image..][..len], &layer.dy[done * image..][..len]);
-            check_refused(statistics.add(&cpu, x), parts).unwrap();
-            check_refused(sums.add(&cpu, x, dy, &by), parts).unwrap();
+            check_refused(statistics.add(&cpu, x.into()), parts).unwrap();
+            check_refused(sums.add(&cpu, x.into(), dy.into(), &by), parts).unwrap();
         };
         refused(0, 4 * image - 1, &["batch norm", "8191 elements", "whole images of 2048"]);
         refused(0, 5 * image, &["5 images after 0 of a batch of 200", "multiple of 4 images"]);
         let (x, dy) = (&layer.x[..image * 196], &layer.dy[..image * 196]);
-        statistics.add(&cpu, x).unwrap();
-        sums.add(&cpu, x, dy, &by).unwrap();
-        statistics.add::<f32>(&cpu, &[]).unwrap();
+        statistics.add(&cpu, x.into()).unwrap();
+        sums.add(&cpu, x.into(), dy.into(), &by).unwrap();
+        statistics.add(&cpu, (&[0.0f32; 0]).into()).unwrap();
         let more: Vec<f32> = vec![0.0; 5 * image];
-        check_refused(statistics.add(&cpu, &more), &["5 images after 196 of a batch of 200"]).unwrap();
-        check_refused(sums.add(&cpu, &more, &more, &by), &["5 images after 196"]).unwrap();
+        check_refused(statistics.add(&cpu, (&more).into()), &["5 images after 196 of a batch of 200"])
+            .unwrap();
+        check_refused(sums.add(&cpu, (&more).into(), (&more).into(), &by), &["5 images after 196"]).unwrap();
         let (x, dy) = (&layer.x[image * 196..], &layer.dy[image * 196..]);
-        check_refused(sums.add(&cpu, x, &dy[1..], &by), &["dy has 8191 elements, expected 8192"]).unwrap();
+        check_refused(
+            sums.add(&cpu, x.into(), (&dy[1..]).into(), &by),
+            &["dy has 8191 elements, expected 8192"],
+        )
+        .unwrap();
         let short = Normalization { mean: &mean[..1], ..by };
-        check_refused(sums.add(&cpu, x, dy, &short), &["the mean has 1 elements, expected 2"]).unwrap();
-        statistics.add(&cpu, x).unwrap();
-        sums.add(&cpu, x, dy, &by).unwrap();
-        assert_eq!(statistics.finish().unwrap(), stats(&cpu, &extent, &layer.x).unwrap());
-        let whole = backward_reduce(&cpu, &extent, &layer.x, &layer.dy, &by).unwrap();
+        check_refused(sums.add(&cpu, x.into(), dy.into(), &short), &["the mean has 1 elements, expected 2"])
+            .unwrap();
+        statistics.add(&cpu, x.into()).unwrap();
+        sums.add(&cpu, x.into(), dy.into(), &by).unwrap();
+        assert_eq!(statistics.finish().unwrap(), stats(&cpu, &extent, (&layer.x).into()).unwrap());
+        let whole = backward_reduce(&cpu, &extent, (&layer.x).into(), (&layer.dy).into(), &by).unwrap();
         assert_eq!(sums.finish().unwrap(), whole);
 
         let mut missing = StatsInParts::new(&extent).unwrap();
-        missing.add(&cpu, &layer.x[..4 * image]).unwrap();
+        missing.add(&cpu, (&layer.x[..4 * image]).into()).unwrap();
         check_refused(missing.finish(), &["only 4 of a batch of 200 images"]).unwrap();
         let none = BackwardSumsInParts::new(&extent).unwrap();
         check_refused(none.finish(), &["only 0 of a batch of 200 images"]).unwrap();
@@ -288,8 +324,8 @@ fn empty_batches_are_complete_and_sizes_that_overflow_an_error() {
         for size in [[0, 3, 4], [2, 0, 4], [2, 3, 0]] {
             let extent = extent(size, format);
             let mut statistics = StatsInParts::new(&extent).unwrap();
-            statistics.add::<f32>(&cpu, &[]).unwrap();
-            check_refused(statistics.add(&cpu, &[1.0f32; 12]), &["batch norm"]).unwrap();
+            statistics.add(&cpu, (&[0.0f32; 0]).into()).unwrap();
+            check_refused(statistics.add(&cpu, (&[1.0f32; 12]).into()), &["batch norm"]).unwrap();
             let moments = statistics.finish().unwrap();
             let zeros = vec![0.0; size[1]];
             assert_eq!((moments.count, &moments.mean, &moments.m2), (size[0] * size[2], &zeros, &zeros));
@@ -309,7 +345,7 @@ fn types_may_change_between_parts() {
     let x: Vec<f32> = Random::new(3).normal(extent.len().unwrap(), 0.5, 1.0);
     let group = images_per_group(&extent) * 600;
     let mut statistics = StatsInParts::new(&extent).unwrap();
-    statistics.add(&cpu, &x[..group]).unwrap();
-    statistics.add(&cpu, &cast::<f32, f64>(&x[group..])).unwrap();
-    assert_eq!(statistics.finish().unwrap(), stats(&cpu, &extent, &x).unwrap());
+    statistics.add(&cpu, (&x[..group]).into()).unwrap();
+    statistics.add(&cpu, (&cast::<f32, f64>(&x[group..])).into()).unwrap();
+    assert_eq!(statistics.finish().unwrap(), stats(&cpu, &extent, (&x).into()).unwrap());
 }

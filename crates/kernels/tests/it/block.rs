@@ -15,7 +15,7 @@ use proptest::prelude::*;
 
 use crate::common::{self, FORMATS, check_bits, check_refused, properties};
 
-use case::{Case, How, Source, buffer, check_results, check_same_bits, device};
+use case::{Case, How, Source, buffer, check_results, check_same_bits, device, numbers};
 
 /// In f64, every way to keep gives what the definition gives, whoever has the operands; in f32, all give the same bits.
 fn check(failures: &mut Failures, case: &Case) {
@@ -100,8 +100,12 @@ fn wanted_gradients_alone_are_those_of_all() {
     let (x, weight) = (draw(convolution.input_len()), draw(convolution.weight_len()));
     let [bias, gamma, beta] = [draw(6), draw(6), draw(6)];
     let (residual, dz) = (draw(convolution.output_len()), draw(convolution.output_len()));
-    let parameters =
-        Parameters { weight: &weight, bias: Some(&bias), gamma: Some(&gamma), beta: Some(&beta) };
+    let parameters = Parameters {
+        weight: (&weight).into(),
+        bias: Some((&bias).into()),
+        gamma: Some((&gamma).into()),
+        beta: Some((&beta).into()),
+    };
     let plain = |elements| PlainImages::borrowed(&device, elements, images).unwrap();
     let (x, residual) = (plain(&x), plain(&residual));
     for keep in Keep::ALL {
@@ -115,13 +119,15 @@ fn wanted_gradients_alone_are_those_of_all() {
                 Backward { saved: forward.saved, x: x.clone(), parameters, dz: plain(&dz), z, sum: None };
             let gradients = block.backward(inputs, wanted).unwrap();
             let of_x = gradients.x.map(|gradient| match gradient {
-                Gradient::New(dx) => dx.to_vec(),
+                Gradient::New(dx) => numbers::<f32>(&dx).to_vec(),
                 Gradient::Given(_) => panic!("x is borrowed"),
             });
             let vectors = [gradients.weight, gradients.bias, gradients.gamma, gradients.beta];
-            let residual =
-                gradients.residual.map(|residual| residual.read(0..images, &mut None).unwrap().to_vec());
-            let [weight, bias, gamma, beta] = vectors.map(|vector| vector.map(|vector| vector.to_vec()));
+            let residual = gradients
+                .residual
+                .map(|residual| residual.read(0..images, &mut None).unwrap().of().unwrap().to_vec());
+            let [weight, bias, gamma, beta] =
+                vectors.map(|vector| vector.map(|vector| numbers::<f32>(&vector).to_vec()));
             [of_x, weight, bias, gamma, beta, residual]
         };
         let all = run(&Wanted { x: true, weight: true, bias: true, gamma: true, beta: true, residual: true });
@@ -156,7 +162,7 @@ fn backward_needs_no_second_tensor() {
         let x = vec![1.0f32; convolution.input_len()];
         let x = PlainImages::borrowed(&device, &x, images).unwrap();
         let weight = vec![1.0f32; convolution.weight_len()];
-        let parameters = Parameters { weight: &weight, bias: None, gamma: None, beta: None };
+        let parameters = Parameters { weight: (&weight).into(), bias: None, gamma: None, beta: None };
         let block = Block::new(&device, BlockProblem::new(convolution), images, Keep::Renormalize).unwrap();
         let operands = Operands { x: &x, residual: None, parameters };
         let forward = block.forward(&operands, &Statistics::Batch, true).unwrap();
@@ -183,36 +189,36 @@ fn bad_operands_are_refused_by_name() {
     let problem = BlockProblem::new(convolution);
     let (x, weight) = (vec![1.0f32; 64], vec![1.0f32; 54]);
     let images = PlainImages::borrowed(&device, &x, 2).unwrap();
-    let parameters = Parameters { weight: &weight, bias: None, gamma: None, beta: None };
-    let forward = |problem: BlockProblem, operands: &Operands<'_, f32>| {
+    let parameters = Parameters { weight: (&weight).into(), bias: None, gamma: None, beta: None };
+    let forward = |problem: BlockProblem, operands: &Operands<'_>| {
         Block::new(&device, problem, 2, Keep::Store)?.forward(operands, &Statistics::Batch, true).map(|_| ())
     };
     let operands = Operands { x: &images, residual: None, parameters };
     let vector = vec![1.0f32; 4];
-    let cases: [(&str, BlockProblem, Operands<'_, f32>, &[&str]); 8] = [
+    let cases: [(&str, BlockProblem, Operands<'_>, &[&str]); 8] = [
         ("no gamma", BlockProblem { gamma: true, ..problem }, operands, &["gamma", "missing"]),
         (
             "a beta",
             problem,
-            Operands { parameters: Parameters { beta: Some(&vector), ..parameters }, ..operands },
+            Operands { parameters: Parameters { beta: Some((&vector).into()), ..parameters }, ..operands },
             &["no beta"],
         ),
         (
             "a long gamma",
             BlockProblem { gamma: true, ..problem },
-            Operands { parameters: Parameters { gamma: Some(&vector), ..parameters }, ..operands },
+            Operands { parameters: Parameters { gamma: Some((&vector).into()), ..parameters }, ..operands },
             &["weight", "4", "3"],
         ),
         (
             "a long bias",
             BlockProblem { bias: true, ..problem },
-            Operands { parameters: Parameters { bias: Some(&vector), ..parameters }, ..operands },
+            Operands { parameters: Parameters { bias: Some((&vector).into()), ..parameters }, ..operands },
             &["bias", "4", "3"],
         ),
         (
             "a short weight",
             problem,
-            Operands { parameters: Parameters { weight: &weight[1..], ..parameters }, ..operands },
+            Operands { parameters: Parameters { weight: (&weight[1..]).into(), ..parameters }, ..operands },
             &["weight", "53", "54"],
         ),
         ("no residual", BlockProblem { residual: true, ..problem }, operands, &["residual", "missing"]),
@@ -236,7 +242,7 @@ fn bad_operands_are_refused_by_name() {
     failures.check("a large window", check_refused(with(large, false), &["400", "at most 256"]));
     let f64s = vec![1.0f64; 64];
     let images = PlainImages::borrowed(&device, &f64s, 2).unwrap();
-    let parameters = Parameters { weight: &f64s[..54], bias: None, gamma: None, beta: None };
+    let parameters = Parameters { weight: (&f64s[..54]).into(), bias: None, gamma: None, beta: None };
     let operands = Operands { x: &images, residual: None, parameters };
     let block = Block::new(&device, problem, 2, Keep::Store).unwrap();
     failures.check(
@@ -248,7 +254,7 @@ fn bad_operands_are_refused_by_name() {
         let block = Block::new(&device, problem, 2, Keep::Store).unwrap();
         let [all, weight] = [vec![1.0f32; 64], vec![1.0f32; 54]];
         let images = PlainImages::borrowed(&device, &all, 2).unwrap();
-        let parameters = Parameters { weight: &weight, bias: None, gamma: None, beta: None };
+        let parameters = Parameters { weight: (&weight).into(), bias: None, gamma: None, beta: None };
         let operands = Operands { x: &images, residual: None, parameters };
         let saved = block.forward(&operands, &Statistics::Batch, true).unwrap().saved;
         let owned = |len: usize| PlainImages::owned(&device, buffer(&device, &vec![1.0f32; len]), 2).unwrap();
@@ -273,8 +279,8 @@ fn no_images_give_no_gradients() {
     let device = device();
     let problem = BlockProblem::new("mb1ic2ih4oc3oh4kh3ph1".parse().unwrap());
     let weight = vec![1.0f32; 54];
-    let nothing = PlainImages::borrowed(&device, &[], 0).unwrap();
-    let parameters = Parameters { weight: &weight, bias: None, gamma: None, beta: None };
+    let nothing = PlainImages::borrowed(&device, &[0.0f32; 0], 0).unwrap();
+    let parameters = Parameters { weight: (&weight).into(), bias: None, gamma: None, beta: None };
     for keep in Keep::ALL {
         let block = Block::new(&device, problem, 0, keep).unwrap();
         let operands = Operands { x: &nothing, residual: None, parameters };
@@ -292,6 +298,9 @@ fn no_images_give_no_gradients() {
         };
         let gradients =
             block.backward(inputs, &Wanted { weight: true, x: true, ..Wanted::default() }).unwrap();
-        assert!(gradients.weight.unwrap().iter().all(|&gradient| gradient == 0.0), "{keep}");
+        assert!(
+            gradients.weight.unwrap().elements().to_f64().iter().all(|&gradient| gradient == 0.0),
+            "{keep}"
+        );
     }
 }

@@ -4,7 +4,7 @@ use crate::common::{
     FORMATS, Number, cast, check_bits, check_refused, contiguous, cpus, extent, laid_out, properties,
 };
 use convoke_kernels::concat::{concat, take_channels};
-use convoke_kernels::{Cpu, MemoryFormat};
+use convoke_kernels::{Cpu, MemoryFormat, Slice};
 use convoke_testkit::{Failures, Random, poisoned};
 use proptest::prelude::*;
 
@@ -33,13 +33,13 @@ fn check<T: Number>(
         let of = |c: usize| extent([batch, c, spatial], format);
         let laid: Vec<Vec<T>> = parts.iter().zip(channels).map(|(part, &c)| laid_out(&of(c), part)).collect();
         let mut y: Vec<T> = poisoned(expected.len());
-        let slices: Vec<&[T]> = laid.iter().map(Vec::as_slice).collect();
-        concat(cpu, &whole, &slices, &mut y).unwrap();
+        let slices: Vec<Slice<'_>> = laid.iter().map(Slice::from).collect();
+        concat(cpu, &whole, &slices, (&mut y).into()).unwrap();
         failures.check(what("joined"), check_bits(&contiguous(&whole, &y), &expected));
         let mut first = 0;
         for (part, &c) in laid.iter().zip(channels) {
             let mut taken: Vec<T> = poisoned(part.len());
-            take_channels(cpu, &whole, first, &y, &mut taken).unwrap();
+            take_channels(cpu, &whole, first, (&y).into(), (&mut taken).into()).unwrap();
             failures.check(what("taken"), check_bits(&taken, part));
             first += c;
         }
@@ -84,24 +84,37 @@ fn what_does_not_fit_is_refused() {
         let mut check = |name: &str, parts: &[&str], result| {
             failures.check(format!("{name} {format}"), check_refused(result, parts));
         };
-        check("y", &["concat", "y has 31", "30"], concat(&cpu, &whole, &[&two, &three], &mut y));
+        check(
+            "y",
+            &["concat", "y has 31", "30"],
+            concat(&cpu, &whole, &[(&two).into(), (&three).into()], (&mut y).into()),
+        );
         let y = &mut y[..30];
-        check("few", &["concat", "all parts together", "24", "30"], concat(&cpu, &whole, &[&two, &two], y));
-        check("none", &["concat", "all parts together", "0", "30"], concat(&cpu, &whole, &[], y));
-        let broken = concat(&cpu, &whole, &[&two[..11], &three, &two[..1]], y);
+        check(
+            "few",
+            &["concat", "all parts together", "24", "30"],
+            concat(&cpu, &whole, &[(&two).into(), (&two).into()], y.into()),
+        );
+        check("none", &["concat", "all parts together", "0", "30"], concat(&cpu, &whole, &[], y.into()));
+        let broken =
+            concat(&cpu, &whole, &[(&two[..11]).into(), (&three).into(), (&two[..1]).into()], y.into());
         check("a broken channel", &["concat", "11 elements", "6 places"], broken);
-        check("x", &["taking channels", "x has 29"], take_channels(&cpu, &whole, 0, &[0.0; 29], y));
+        check(
+            "x",
+            &["taking channels", "x has 29"],
+            take_channels(&cpu, &whole, 0, (&[0.0; 29]).into(), y.into()),
+        );
         let x = [0.0; 30];
-        let broken = take_channels(&cpu, &whole, 0, &x, &mut y[..7]);
+        let broken = take_channels(&cpu, &whole, 0, (&x).into(), (&mut y[..7]).into());
         check("a broken channel", &["taking channels", "7 elements", "6 places"], broken);
-        let beyond = take_channels(&cpu, &whole, 4, &x, &mut y[..12]);
+        let beyond = take_channels(&cpu, &whole, 4, (&x).into(), (&mut y[..12]).into());
         check("beyond the end", &["taking channels", "2 channels from 4 on", "among 5"], beyond);
-        let beyond = take_channels(&cpu, &whole, usize::MAX, &x, &mut y[..12]);
+        let beyond = take_channels(&cpu, &whole, usize::MAX, (&x).into(), (&mut y[..12]).into());
         check("far beyond the end", &["taking channels", "among 5"], beyond);
         assert!(y.iter().all(|&value| value == 7.0), "nothing is written when an error is returned");
     }
     let nothing = extent([0, 5, 3], MemoryFormat::Contiguous);
-    let result = concat(&cpu, &nothing, &[&[1.0f32][..]], &mut []);
+    let result = concat(&cpu, &nothing, &[(&[1.0f32][..]).into()], (&mut [0.0f32; 0]).into());
     failures.check("an element of nothing", check_refused(result, &["concat", "1 elements", "0 places"]));
     failures.finish();
 }

@@ -18,7 +18,7 @@ fn lens(problem: &ConvProblem, pass: Pass, workspace: usize) -> [usize; 5] {
 fn refused(plan: &conv::ConvPlan, operands_of: Pass, lens: [usize; 5], parts: &[&str]) -> Result<(), String> {
     let [x, weight, dy] = [0, 1, 2].map(|index| vec![1.0f32; lens[index]]);
     let (mut output, mut workspace) = (vec![SENTINEL; lens[3]], vec![SENTINEL; lens[4]]);
-    let result = plan.run(operands(operands_of, [&x, &weight, &dy], &mut output), &mut workspace);
+    let result = plan.run(operands(operands_of, [&x, &weight, &dy], &mut output), (&mut workspace).into());
     check_refused(result, parts)?;
     match output.iter().chain(&workspace).all(|&value| value == SENTINEL) {
         true => Ok(()),
@@ -92,7 +92,7 @@ fn a_longer_workspace_is_accepted() {
         let plan = algorithm.plan(&problem, Pass::Forward, &Cpu::single()).unwrap();
         let (x, weight, mut y) = ([1.0f32, 2.0, 3.0, 4.0], [2.0f32], [f32::NAN; 4]);
         let mut workspace = vec![f32::NAN; plan.workspace_len() + 5];
-        plan.run(operands(Pass::Forward, [&x, &weight, &[]], &mut y), &mut workspace).unwrap();
+        plan.run(operands(Pass::Forward, [&x, &weight, &[]], &mut y), (&mut workspace).into()).unwrap();
         assert_eq!(y, [2.0, 4.0, 6.0, 8.0], "{}", algorithm.name());
     }
 }

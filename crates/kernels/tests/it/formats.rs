@@ -16,13 +16,13 @@ proptest! {
         let (n, c, s) = (batch, channels, spatial);
         let from = extent([n, c, s], MemoryFormat::Contiguous);
         let x: Vec<f64> = (0..n * c * s).map(|i| i as f64).collect();
-        let (mut last, mut back) = (poisoned(x.len()), poisoned(x.len()));
-        convert(&cpus()[cpu], &from, &x, &mut last).unwrap();
+        let (mut last, mut back) = (poisoned::<f64>(x.len()), poisoned::<f64>(x.len()));
+        convert(&cpus()[cpu], &from, (&x).into(), (&mut last).into()).unwrap();
         for (index, &value) in last.iter().enumerate() {
             let (image, pixel, channel) = (index / (s * c), index / c % s, index % c);
             prop_assert_eq!(value, ((image * c + channel) * s + pixel) as f64);
         }
-        convert(&cpus()[cpu], &Extent { format: MemoryFormat::ChannelsLast, ..from }, &last, &mut back).unwrap();
+        convert(&cpus()[cpu], &Extent { format: MemoryFormat::ChannelsLast, ..from }, (&last).into(), (&mut back).into()).unwrap();
         prop_assert_eq!(check_bits(&back, &x), Ok(()));
     }
 }
@@ -33,13 +33,24 @@ fn wrong_lengths_and_sizes_that_overflow_are_refused() {
     for format in common::FORMATS {
         let right = extent([2, 3, 4], format);
         let mut y = [7.25f32; 25];
-        check_refused(convert(&cpu, &right, &x, &mut y[..24]), &["the input has 25", "expected 24"]).unwrap();
-        check_refused(convert(&cpu, &right, &x[..24], &mut y), &["the output has 25", "expected 24"])
-            .unwrap();
+        check_refused(
+            convert(&cpu, &right, (&x).into(), (&mut y[..24]).into()),
+            &["the input has 25", "expected 24"],
+        )
+        .unwrap();
+        check_refused(
+            convert(&cpu, &right, (&x[..24]).into(), (&mut y).into()),
+            &["the output has 25", "expected 24"],
+        )
+        .unwrap();
         assert_eq!(y, [7.25; 25]);
         const HUGE: usize = usize::MAX / 2;
         for size in [[2, 3, HUGE], [0, HUGE, HUGE], [HUGE, 0, HUGE], [HUGE, HUGE, 0]] {
-            check_refused(convert::<f32>(&cpu, &extent(size, format), &[], &mut []), &["overflows"]).unwrap();
+            check_refused(
+                convert(&cpu, &extent(size, format), (&[0.0f32; 0]).into(), (&mut [0.0f32; 0]).into()),
+                &["overflows"],
+            )
+            .unwrap();
         }
     }
 }

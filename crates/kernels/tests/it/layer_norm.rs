@@ -5,7 +5,7 @@ use convoke_kernels::group_norm::{
     Affine, AffineGradients, GroupNorm, GroupNormBackward, group_norm, group_norm_backward,
 };
 use convoke_kernels::layer_norm::{layer_norm, layer_norm_backward};
-use convoke_kernels::{Cpu, MemoryFormat};
+use convoke_kernels::{Cpu, MemoryFormat, Slice};
 use convoke_testkit::{Failures, Random, Tolerance, check_close, poisoned};
 
 /// Rows, and what each column has.
@@ -30,19 +30,27 @@ impl Rows {
         Rows { width, x, dy, weight: parameter(), bias: parameter(), eps: 1e-5 }
     }
 
-    fn affine(&self) -> Affine<'_, f32> {
-        Affine { weight: self.weight.as_deref(), bias: self.bias.as_deref(), eps: self.eps }
+    fn affine(&self) -> Affine<'_> {
+        Affine {
+            weight: self.weight.as_ref().map(Slice::from),
+            bias: self.bias.as_ref().map(Slice::from),
+            eps: self.eps,
+        }
     }
 
     fn run(&self, cpu: &Cpu) -> Results {
         let (len, width) = (self.x.len(), self.width);
         let [mut y, mut dx, mut dweight, mut dbias] = [len, len, width, width].map(poisoned::<f32>);
-        layer_norm(cpu, width, &self.x, &self.affine(), &mut y).unwrap();
-        let to = AffineGradients { x: Some(&mut dx), weight: Some(&mut dweight), bias: Some(&mut dbias) };
-        layer_norm_backward(cpu, width, (&self.x, &self.dy), &self.affine(), to).unwrap();
+        layer_norm(cpu, width, (&self.x).into(), &self.affine(), (&mut y).into()).unwrap();
+        let to = AffineGradients {
+            x: Some((&mut dx).into()),
+            weight: Some((&mut dweight).into()),
+            bias: Some((&mut dbias).into()),
+        };
+        layer_norm_backward(cpu, width, ((&self.x).into(), (&self.dy).into()), &self.affine(), to).unwrap();
         let mut alone = poisoned::<f32>(len);
-        let to = AffineGradients { x: Some(&mut alone), weight: None, bias: None };
-        layer_norm_backward(cpu, width, (&self.x, &self.dy), &self.affine(), to).unwrap();
+        let to = AffineGradients { x: Some((&mut alone).into()), weight: None, bias: None };
+        layer_norm_backward(cpu, width, ((&self.x).into(), (&self.dy).into()), &self.affine(), to).unwrap();
         let same = alone.iter().zip(&dx).all(|(a, b)| a == b || a.is_nan() && b.is_nan());
         assert!(same, "the gradient of x depends on what else is wanted");
         [y, dx, dweight, dbias]
@@ -152,12 +160,21 @@ fn group_norm_of(
     let extent = extent(size, format);
     let problem = GroupNorm::new(extent, groups).unwrap();
     let (x, dy) = (laid_out::<f32>(&extent, x), laid_out::<f32>(&extent, dy));
-    let layer = Affine { weight: Some(weight), bias: Some(weight), eps: 1e-5 };
+    let layer = Affine { weight: Some(weight.into()), bias: Some(weight.into()), eps: 1e-5 };
     let [mut y, mut dx, mut dweight, mut dbias] =
         [x.len(), x.len(), weight.len(), weight.len()].map(poisoned::<f32>);
-    let statistics = group_norm(cpu, &problem, &x, &layer, &mut y).unwrap();
-    let of = GroupNormBackward { x: &x, dy: &dy, weight: Some(weight), statistics: &statistics };
-    let to = AffineGradients { x: Some(&mut dx), weight: Some(&mut dweight), bias: Some(&mut dbias) };
+    let statistics = group_norm(cpu, &problem, (&x).into(), &layer, (&mut y).into()).unwrap();
+    let of = GroupNormBackward {
+        x: (&x).into(),
+        dy: (&dy).into(),
+        weight: Some(weight.into()),
+        statistics: &statistics,
+    };
+    let to = AffineGradients {
+        x: Some((&mut dx).into()),
+        weight: Some((&mut dweight).into()),
+        bias: Some((&mut dbias).into()),
+    };
     group_norm_backward(cpu, &problem, &of, to).unwrap();
     [y, dx, dweight, dbias]
 }

@@ -101,7 +101,8 @@ fn run_at(plan: &ConvPlan, offset: usize) -> Vec<f32> {
     let mut output = vec![f32::NAN; offset + output_len(problem, plan.pass())];
     let mut workspace = vec![f32::NAN; offset + plan.workspace_len()];
     let inputs = [&tensors[0][offset..], &tensors[1][offset..], &tensors[2][offset..]];
-    plan.run(operands(plan.pass(), inputs, &mut output[offset..]), &mut workspace[offset..]).unwrap();
+    plan.run(operands(plan.pass(), inputs, &mut output[offset..]), (&mut workspace[offset..]).into())
+        .unwrap();
     output.split_off(offset)
 }
 

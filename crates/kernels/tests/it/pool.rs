@@ -1,9 +1,9 @@
 //! Pooling against PyTorch and against plain loops over windows, in both formats and with both index types.
 
-use crate::common::{FORMATS, Number, cast, check_bits, contiguous, cpus, laid_out, properties};
+use crate::common::{FORMATS, Index, Number, cast, check_bits, contiguous, cpus, laid_out, properties};
 use convoke_kernels::pool::{
-    Divisor, MaxPoolAlgorithm, PoolAxis, PoolProblem, WindowIndex, average_pool, average_pool_backward,
-    max_pool, max_pool_algorithms, max_pool_backward,
+    Divisor, MaxPoolAlgorithm, PoolAxis, PoolProblem, average_pool, average_pool_backward, max_pool,
+    max_pool_algorithms, max_pool_backward,
 };
 use convoke_kernels::{Cpu, MemoryFormat};
 use convoke_testkit::{
@@ -98,7 +98,7 @@ impl Layer {
         Maxima { y, indices, dx }
     }
 
-    fn maxima<T: Number, I: WindowIndex>(
+    fn maxima<T: Number, I: Index>(
         &self,
         algorithm: MaxPoolAlgorithm,
         cpu: &Cpu,
@@ -111,12 +111,20 @@ impl Layer {
         let x = laid_out::<T>(&x_extent, &cast(x));
         let (mut y, mut dx) = (poisoned(dy.len()), poisoned(x.len()));
         let mut indices = vec![I::store(I::COUNT - 1); dy.len()];
-        algorithm.forward(cpu, &problem, &x, &mut y, Some(&mut indices)).unwrap();
+        algorithm.forward(cpu, &problem, (&x).into(), (&mut y).into(), Some(I::write(&mut indices))).unwrap();
         let mut without: Vec<T> = poisoned(dy.len());
-        algorithm.forward::<T, I>(cpu, &problem, &x, &mut without, None).unwrap();
+        algorithm.forward(cpu, &problem, (&x).into(), (&mut without).into(), None).unwrap();
         check_close_or_both_nan(&without, &y, Tolerance::EXACT)
             .unwrap_or_else(|error| panic!("without: {error}"));
-        algorithm.backward(cpu, &problem, &laid_out(&y_extent, &cast(dy)), &indices, &mut dx).unwrap();
+        algorithm
+            .backward(
+                cpu,
+                &problem,
+                (&laid_out(&y_extent, &cast::<_, T>(dy))).into(),
+                I::read(&indices),
+                (&mut dx).into(),
+            )
+            .unwrap();
         // Small integers, so that they can be moved between formats as numbers.
         let taps: Vec<f64> = indices.iter().map(|index| index.load() as f64).collect();
         let indices = contiguous(&y_extent, &taps).into_iter().map(|tap| tap as usize).collect();
@@ -167,7 +175,7 @@ fn check_indices(actual: &[usize], expected: &[usize]) -> Result<(), String> {
     }
 }
 
-fn check_maxima<T: Number, I: WindowIndex>(
+fn check_maxima<T: Number, I: Index>(
     failures: &mut Failures,
     (layer, cpu, format): (&Layer, &Cpu, MemoryFormat),
     [x, dy]: [&[f64]; 2],
@@ -386,9 +394,17 @@ fn the_plain_functions_are_one_of_the_algorithms() {
     for format in FORMATS {
         let problem = layer.problem(format);
         let (mut y, mut indices, mut dx) = (vec![f64::NAN; 18], vec![9u8; 18], vec![f64::NAN; x.len()]);
-        max_pool(&cpu, &problem, &laid_out(&problem.input_extent(), &x), &mut y, Some(&mut indices)).unwrap();
+        max_pool(
+            &cpu,
+            &problem,
+            (&laid_out(&problem.input_extent(), &x)).into(),
+            (&mut y).into(),
+            Some((&mut indices[..]).into()),
+        )
+        .unwrap();
         let dy_laid_out = laid_out(&problem.output_extent(), &dy);
-        max_pool_backward(&cpu, &problem, &dy_laid_out, &indices, &mut dx).unwrap();
+        max_pool_backward(&cpu, &problem, (&dy_laid_out).into(), (&indices[..]).into(), (&mut dx).into())
+            .unwrap();
         let expected = layer.maxima::<f64, u8>(MaxPoolAlgorithm::Runs, &cpu, format, &x, &dy);
         check_bits(&contiguous(&problem.output_extent(), &y), &expected.y).unwrap();
         check_bits(&contiguous(&problem.input_extent(), &dx), &expected.dx).unwrap();

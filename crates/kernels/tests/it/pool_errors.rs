@@ -1,9 +1,9 @@
 //! What pooling refuses, naming the size or the operand and leaving the output untouched; the limits of index types.
 
-use crate::common::check_refused;
+use crate::common::{Index, check_refused};
 use convoke_kernels::pool::{
-    Divisor, PoolAxis, PoolProblem, WindowIndex, average_pool, average_pool_backward, max_pool,
-    max_pool_algorithms, max_pool_backward,
+    Divisor, PoolAxis, PoolProblem, average_pool, average_pool_backward, max_pool, max_pool_algorithms,
+    max_pool_backward,
 };
 use convoke_kernels::{Cpu, MemoryFormat};
 use convoke_testkit::Failures;
@@ -14,12 +14,12 @@ fn axis(input: usize, kernel: usize) -> PoolAxis {
 
 #[test]
 fn the_last_element_of_the_largest_window_has_an_index() {
-    fn last<I: WindowIndex>(kernel: usize) -> convoke_kernels::Result<usize> {
+    fn last<I: Index>(kernel: usize) -> convoke_kernels::Result<usize> {
         let problem =
             PoolProblem::new([1, 1], [axis(kernel, kernel); 2], false, MemoryFormat::Contiguous).unwrap();
         let x: Vec<f32> = (0..kernel * kernel).map(|i| i as f32).collect();
         let (mut y, mut index) = ([f32::NAN], [I::store(0)]);
-        max_pool(&Cpu::single(), &problem, &x, &mut y, Some(&mut index))?;
+        max_pool(&Cpu::single(), &problem, (&x).into(), (&mut y).into(), Some(I::write(&mut index)))?;
         assert_eq!(y[0] as usize, kernel * kernel - 1);
         Ok(index[0].load())
     }
@@ -28,7 +28,13 @@ fn the_last_element_of_the_largest_window_has_an_index() {
     check_refused(last::<u8>(17), &["289 elements", "wider index"]).unwrap();
     // Backward too: tap 256 would read as 0.
     let problem = PoolProblem::new([1, 1], [axis(17, 17); 2], false, MemoryFormat::Contiguous).unwrap();
-    let refused = max_pool_backward(&Cpu::single(), &problem, &[1.0f32], &[0u8], &mut [0.0; 289]);
+    let refused = max_pool_backward(
+        &Cpu::single(),
+        &problem,
+        (&[1.0f32]).into(),
+        (&[0u8][..]).into(),
+        (&mut [0.0f32; 289]).into(),
+    );
     check_refused(refused, &["max pooling backward", "289 elements", "wider index"]).unwrap();
     check_refused(last::<u16>(257), &["66049 elements", "wider index"]).unwrap();
 }
@@ -81,12 +87,24 @@ fn wrong_lengths_are_named_and_nothing_is_written() {
     let mut failures = Failures::new("refused pooling operands");
     type Run<'a> = &'a dyn Fn(&mut [f32]) -> convoke_kernels::Result<()>;
     let cases: [(&str, usize, Run<'_>); 12] = [
-        ("x has 33 elements, expected 32", 8, &|y| max_pool::<_, u8>(&cpu, &problem, &data[..33], y, None)),
-        ("y has 7 elements, expected 8", 7, &|y| max_pool::<_, u8>(&cpu, &problem, &data[..32], y, None)),
-        ("the indices has 9", 8, &|y| max_pool(&cpu, &problem, &data[..32], y, Some(&mut [1u8; 9]))),
-        ("dy has 9", 32, &|dx| max_pool_backward(&cpu, &problem, &data[..9], &taps[..8], dx)),
-        ("dx has 31", 31, &|dx| max_pool_backward(&cpu, &problem, &data[..8], &taps[..8], dx)),
-        ("the indices has 7", 32, &|dx| max_pool_backward(&cpu, &problem, &data[..8], &taps[..7], dx)),
+        ("x has 33 elements, expected 32", 8, &|y| {
+            max_pool(&cpu, &problem, (&data[..33]).into(), y.into(), None)
+        }),
+        ("y has 7 elements, expected 8", 7, &|y| {
+            max_pool(&cpu, &problem, (&data[..32]).into(), y.into(), None)
+        }),
+        ("the indices has 9", 8, &|y| {
+            max_pool(&cpu, &problem, (&data[..32]).into(), y.into(), Some((&mut [1u8; 9][..]).into()))
+        }),
+        ("dy has 9", 32, &|dx| {
+            max_pool_backward(&cpu, &problem, (&data[..9]).into(), (&taps[..8]).into(), dx.into())
+        }),
+        ("dx has 31", 31, &|dx| {
+            max_pool_backward(&cpu, &problem, (&data[..8]).into(), (&taps[..8]).into(), dx.into())
+        }),
+        ("the indices has 7", 32, &|dx| {
+            max_pool_backward(&cpu, &problem, (&data[..8]).into(), (&taps[..7]).into(), dx.into())
+        }),
         ("x has 31", 8, &|y| average_pool(&cpu, &problem, padded, (&data[..31]).into(), y.into())),
         ("y has 9", 9, &|y| average_pool(&cpu, &problem, padded, (&data[..32]).into(), y.into())),
         ("dy has 7", 32, &|dx| average_pool_backward(&cpu, &problem, padded, (&data[..7]).into(), dx.into())),
@@ -112,7 +130,15 @@ fn indices_of_another_problem_do_not_panic() {
     let mut dx = [f32::NAN; 9];
     for tap in [0, 3, 4, 255, u16::MAX] {
         for algorithm in max_pool_algorithms() {
-            algorithm.backward(&Cpu::single(), &problem, &[1.0; 16], &[tap; 16], &mut dx).unwrap();
+            algorithm
+                .backward(
+                    &Cpu::single(),
+                    &problem,
+                    (&[1.0f32; 16]).into(),
+                    (&[tap; 16][..]).into(),
+                    (&mut dx).into(),
+                )
+                .unwrap();
             assert!(dx.iter().all(|dx| *dx >= 0.0) && dx.iter().sum::<f32>() <= 16.0, "{algorithm:?} {tap}");
         }
     }
@@ -126,8 +152,24 @@ fn a_window_of_padding_only_has_no_maximum() {
         let problem = PoolProblem::new([1, 2], [height, width], false, format).unwrap();
         let (mut y, mut indices, mut dx) = ([f32::NAN; 2], [9u8; 2], [f32::NAN; 4]);
         for algorithm in max_pool_algorithms() {
-            algorithm.forward(&Cpu::single(), &problem, &[1.0; 4], &mut y, Some(&mut indices)).unwrap();
-            algorithm.backward(&Cpu::single(), &problem, &[1.0; 2], &indices, &mut dx).unwrap();
+            algorithm
+                .forward(
+                    &Cpu::single(),
+                    &problem,
+                    (&[1.0f32; 4]).into(),
+                    (&mut y).into(),
+                    Some((&mut indices[..]).into()),
+                )
+                .unwrap();
+            algorithm
+                .backward(
+                    &Cpu::single(),
+                    &problem,
+                    (&[1.0f32; 2]).into(),
+                    (&indices[..]).into(),
+                    (&mut dx).into(),
+                )
+                .unwrap();
             assert_eq!((y, indices, dx), ([f32::NEG_INFINITY; 2], [0; 2], [0.0; 4]), "{algorithm:?}");
             (y, indices, dx) = ([f32::NAN; 2], [9; 2], [f32::NAN; 4]);
         }

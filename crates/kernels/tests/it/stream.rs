@@ -25,7 +25,11 @@ fn convolutions_that_stream_end_it() {
         let skip = y.as_ptr().align_offset(LINE * size_of::<f32>());
         let y = &mut y[skip..][..problem.output_len()];
         let before = fences();
-        plan.run(ConvOperands::forward(&x, &weight, y), &mut poisoned(plan.workspace_len())).unwrap();
+        plan.run(
+            ConvOperands::forward(&x, &weight, &mut *y),
+            (&mut poisoned::<f32>(plan.workspace_len())).into(),
+        )
+        .unwrap();
         assert_eq!(fences() > before, streams, "{algorithm} {text}");
         assert!(y.iter().all(|y| !y.is_nan()), "{algorithm} {text}");
     }

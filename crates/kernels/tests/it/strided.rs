@@ -1,11 +1,10 @@
 //! Walks over operands with strides against plain loops over indices: functions, folds, copies, and sums by index.
 
 use crate::common::{Number, cast, check_bits, check_refused, cpus, properties};
-use convoke_kernels::Cpu;
 use convoke_kernels::strided::{
-    Add, Axis, Divide, Fold, Map, Multiply, OfEqual, Places, PowerOf, PowerOfGradient, Reduction, Scatter,
-    Take, TakeAxis, Value, Walk, add_taken,
+    Axis, Fold, Map, Places, Reduction, Scatter, Take, TakeAxis, Walk, add_taken,
 };
+use convoke_kernels::{Cpu, Slice};
 use convoke_testkit::{Failures, Random, poisoned};
 use proptest::prelude::*;
 
@@ -72,11 +71,12 @@ fn check_walk<T: Number>(failures: &mut Failures, shape: &[usize], seed: u64) {
     let data: Vec<Vec<T>> = strides.iter().map(|(_, len)| cast::<f32, T>(&operand(*len))).collect();
     let strides: Vec<Vec<usize>> = strides.into_iter().map(|(strides, _)| strides).collect();
     let kept: Vec<bool> = shape.iter().map(|_| random.flag()).collect();
-    let operands = [&data[0][..], &data[1], &data[2]];
+    let operands = [0, 1, 2].map(|operand| Slice::from(&data[operand]));
     let all = indices(shape);
-    let values = |index: &[usize]| std::array::from_fn(|operand| data[operand][at(&strides[operand], index)]);
+    let value = |operand: usize, index: &[usize]| data[operand][at(&strides[operand], index)];
     let whole = axes::<3>(shape, &strides, &vec![true; shape.len()]);
-    let mapped: Vec<T> = all.iter().map(|index| OfEqual.of(values(index))).collect();
+    let equal = |index: &[usize]| if value(0, index) == value(1, index) { T::one() } else { T::zero() };
+    let mapped: Vec<T> = all.iter().map(|index| value(2, index) * equal(index)).collect();
     let outputs: usize = shape.iter().zip(&kept).filter(|(_, kept)| **kept).map(|(size, _)| size).product();
     let place = |index: &[usize]| {
         (0..shape.len()).filter(|&axis| kept[axis]).fold(0, |place, axis| place * shape[axis] + index[axis])
@@ -84,7 +84,7 @@ fn check_walk<T: Number>(failures: &mut Failures, shape: &[usize], seed: u64) {
     for cpu in cpus() {
         let what = |name: &str| format!("{name} {} {cpu:?} {shape:?} {strides:?} {kept:?}", T::DTYPE);
         let mut y: Vec<T> = poisoned(all.len());
-        Walk::new("test", &whole, operands).unwrap().map(cpu, OfEqual, &mut y).unwrap();
+        Walk::new("test", &whole, operands).unwrap().map(cpu, Map::OfEqual, (&mut y).into()).unwrap();
         failures.check(what("map"), check_bits(&y, &mapped));
         let walk = Walk::new("test", &axes::<3>(shape, &strides, &kept), operands).unwrap();
         for (fold, divisor) in [(Fold::Sum, 1.0), (Fold::Sum, 4.0), (Fold::Max, 1.0), (Fold::Min, 1.0)] {
@@ -101,7 +101,7 @@ fn check_walk<T: Number>(failures: &mut Failures, shape: &[usize], seed: u64) {
             // A sum of negative zeros is 0 or -0.
             let expected: Vec<T> = sums.iter().map(|sum| T::of(sum / divisor + 0.0)).collect();
             let mut y: Vec<T> = poisoned(outputs);
-            walk.fold(cpu, OfEqual, Reduction { fold, divisor }, &mut y).unwrap();
+            walk.fold(cpu, Map::OfEqual, Reduction { fold, divisor }, (&mut y).into()).unwrap();
             let y: Vec<T> = y.into_iter().map(|y| y + T::zero()).collect();
             failures.check(what(&format!("{fold:?}")), check_bits(&y, &expected));
         }
@@ -169,11 +169,13 @@ fn sums_do_not_depend_on_the_threads() {
         [true, false, false, true],
     ] {
         let outputs: usize = shape.iter().zip(kept).filter(|(_, kept)| *kept).map(|(size, _)| size).product();
-        let walk = Walk::new("test", &axes::<2>(&shape, &strides, &kept), [&x[..], &dy]).unwrap();
+        let walk =
+            Walk::new("test", &axes::<2>(&shape, &strides, &kept), [(&x[..]).into(), (&dy).into()]).unwrap();
         let mut first: Option<Vec<f32>> = None;
         for cpu in cpus() {
             let mut y = poisoned(outputs);
-            walk.fold(cpu, Multiply, Reduction { fold: Fold::Sum, divisor: 1.0 }, &mut y).unwrap();
+            walk.fold(cpu, Map::Multiply, Reduction { fold: Fold::Sum, divisor: 1.0 }, (&mut y).into())
+                .unwrap();
             let first = first.get_or_insert_with(|| y.clone());
             failures.check(format!("{kept:?} {cpu:?}"), check_bits(&y, first));
         }
@@ -231,7 +233,7 @@ fn check_take(failures: &mut Failures, shape: &[usize], seed: u64) {
     for cpu in cpus() {
         let mut y = poisoned(expected.len());
         let take = Take { operation: "test", axes: axes.clone(), start, fill: 7.5 };
-        take.run(cpu, &x, &mut y).unwrap();
+        take.run(cpu, (&x).into(), (&mut y).into()).unwrap();
         failures.check(format!("take {cpu:?} {shape:?} {strides:?} {kinds:?}"), check_bits(&y, &expected));
     }
 }
@@ -267,6 +269,15 @@ const POWERS: [(f64, f64, f64, f64); 24] = {
     ]
 };
 
+/// The value of a function of single elements.
+fn value<T: Number>(function: Map, operands: [T; 3]) -> T {
+    let mut y = [T::of(f64::NAN)];
+    let operands = operands.each_ref().map(|operand| Slice::from(std::slice::from_ref(operand)));
+    let walk = Walk::new("test", &[] as &[Axis<3>], operands).unwrap();
+    walk.map(&Cpu::single(), function, (&mut y).into()).unwrap();
+    y[0]
+}
+
 fn check_powers<T: Number>(failures: &mut Failures) {
     let check = |found: T, expected: f64| match found.f64() {
         found if found.is_nan() && expected.is_nan() || found.to_bits() == expected.to_bits() => Ok(()),
@@ -275,8 +286,11 @@ fn check_powers<T: Number>(failures: &mut Failures) {
     for (x, exponent, power, derivative) in POWERS {
         let what = format!("{x} to the power of {exponent} {}", T::DTYPE);
         let operands = [T::of(1.0), T::of(x), T::of(f64::NAN)];
-        failures.check(&what, check(PowerOf { exponent }.of([operands[1], operands[2], operands[2]]), power));
-        failures.check(&what, check(PowerOfGradient { exponent }.of(operands), derivative));
+        failures.check(
+            &what,
+            check(value(Map::PowerOf(exponent), [operands[1], operands[2], operands[2]]), power),
+        );
+        failures.check(&what, check(value(Map::PowerOfGradient(exponent), operands), derivative));
     }
 }
 
@@ -328,27 +342,31 @@ fn nothing_to_walk_over() {
     let cpu = Cpu::single();
     let axis = |size, kept| Axis { size, strides: [1], kept };
     let none: &[f32] = &[];
-    let walk = Walk::new("test", &[axis(0, true), axis(3, true)], [none]).unwrap();
-    walk.map(&cpu, Value, &mut []).unwrap();
+    let walk = Walk::new("test", &[axis(0, true), axis(3, true)], [none.into()]).unwrap();
+    walk.map(&cpu, Map::Value, (&mut [0.0f32; 0]).into()).unwrap();
     for (fold, expected) in
         [(Fold::Sum, 0.0), (Fold::Product, 1.0), (Fold::Max, f32::NEG_INFINITY), (Fold::Min, f32::INFINITY)]
     {
-        let walk = Walk::new("test", &[axis(2, true), axis(0, false)], [none]).unwrap();
+        let walk = Walk::new("test", &[axis(2, true), axis(0, false)], [none.into()]).unwrap();
         let mut y = [f32::NAN; 2];
-        walk.fold(&cpu, Value, Reduction { fold, divisor: 1.0 }, &mut y).unwrap();
+        walk.fold(&cpu, Map::Value, Reduction { fold, divisor: 1.0 }, (&mut y).into()).unwrap();
         assert_eq!(y, [expected; 2]);
-        walk.fold(&cpu.dry(), Value, Reduction { fold, divisor: 1.0 }, &mut [f32::NAN; 2]).unwrap();
+        walk.fold(&cpu.dry(), Map::Value, Reduction { fold, divisor: 1.0 }, (&mut [f32::NAN; 2]).into())
+            .unwrap();
     }
     // NaN is the largest and the smallest of any numbers.
     let x = [1.0f32, f32::NAN, 3.0];
     for fold in [Fold::Max, Fold::Min] {
-        let mut y = [0.0];
-        let walk = Walk::new("test", &[axis(3, false)], [&x[..]]).unwrap();
-        walk.fold(&cpu, Value, Reduction { fold, divisor: 1.0 }, &mut y).unwrap();
+        let mut y = [0.0f32];
+        let walk = Walk::new("test", &[axis(3, false)], [(&x[..]).into()]).unwrap();
+        walk.fold(&cpu, Map::Value, Reduction { fold, divisor: 1.0 }, (&mut y).into()).unwrap();
         assert!(y[0].is_nan());
     }
     let mut y = [f32::NAN; 1];
-    Walk::new("test", &[] as &[Axis<2>], [&[3.0f32][..], &[4.0]]).unwrap().map(&cpu, Divide, &mut y).unwrap();
+    Walk::new("test", &[] as &[Axis<2>], [(&[3.0f32][..]).into(), (&[4.0f32]).into()])
+        .unwrap()
+        .map(&cpu, Map::Divide, (&mut y).into())
+        .unwrap();
     assert_eq!(y, [0.75]);
 }
 
@@ -364,15 +382,20 @@ fn what_is_refused() {
         ("a wrapping size", vec![axis(1 << 33, 0), axis(1 << 33, 0)]),
         ("a wrapping size beside 0", vec![axis(1 << 33, 0), axis(1 << 33, 0), axis(0, 0)]),
     ] {
-        failures.check(name, check_refused(Walk::new("test", &axes, [&x[..]]), &["test: "]));
+        failures.check(name, check_refused(Walk::new("test", &axes, [(&x[..]).into()]), &["test: "]));
     }
-    let walk = Walk::new("test", &[axis(6, 1)], [&x[..]]).unwrap();
-    failures.check("output", check_refused(walk.map(&cpu, Value, &mut [0.0; 5]), &["test", "5 elements"]));
-    let both = Walk::new("test", &[Axis { size: 6, strides: [1, 1], kept: true }], [&x[..], &x]).unwrap();
-    both.map(&cpu, Add, &mut [0.0; 6]).unwrap();
+    let walk = Walk::new("test", &[axis(6, 1)], [(&x[..]).into()]).unwrap();
+    failures.check(
+        "output",
+        check_refused(walk.map(&cpu, Map::Value, (&mut [0.0f32; 5]).into()), &["test", "5 elements"]),
+    );
+    let both =
+        Walk::new("test", &[Axis { size: 6, strides: [1, 1], kept: true }], [(&x[..]).into(), (&x).into()])
+            .unwrap();
+    both.map(&cpu, Map::Add, (&mut [0.0f32; 6]).into()).unwrap();
     let taken = |axes: &[(usize, Places<'_>)], start| {
         let axes = axes.iter().map(|&(size, places)| TakeAxis { size, places }).collect();
-        Take { operation: "test", axes, start, fill: 0.0 }.run(&cpu, &x, &mut [0.0; 6])
+        Take { operation: "test", axes, start, fill: 0.0 }.run(&cpu, (&x).into(), (&mut [0.0f32; 6]).into())
     };
     taken(&[(6, Places::Stride(-1))], 5).unwrap();
     for (name, axes, start) in [

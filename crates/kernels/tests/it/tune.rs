@@ -5,9 +5,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use convoke_kernels::conv::{
-    self, ConvAlgorithm, ConvKernel, ConvPlan, ConvProblem, Kernel, NotApplicable, Pass,
-};
+use convoke_kernels::conv::{self, ConvAlgorithm, ConvPlan, ConvProblem, NotApplicable, Pass, TypedKernel};
 use convoke_kernels::tune::{Cache, Effort, Event, Source, TIE, Tuner, TunerOptions, Tuning};
 use convoke_kernels::{Cpu, Element, Isa};
 
@@ -61,8 +59,8 @@ impl ConvAlgorithm for Own {
         let (workspace, fault) = (plan.workspace_len(), self.fault);
         let kernel = OwnKernel { plan, fault };
         let kernel = match fault {
-            Fault::OtherType => Kernel::F64(Arc::new(kernel)),
-            _ => Kernel::of(problem, kernel),
+            Fault::OtherType => conv::kernel::<f64>(kernel),
+            _ => conv::kernel_of(problem, kernel),
         };
         let problem = match fault {
             Fault::OtherProblem => problem.with(|spec| spec.batch += 1).unwrap(),
@@ -73,18 +71,18 @@ impl ConvAlgorithm for Own {
     }
 }
 
-impl<T: Element> ConvKernel<T> for OwnKernel {
+impl<T: Element> TypedKernel<T> for OwnKernel {
     fn run(&self, _: &Cpu, [a, b]: [&[T]; 2], output: &mut [T], workspace: &mut [T]) {
         if self.fault == Fault::Zeros {
             return output.fill(T::zero());
         }
         let last = output[output.len() - 1];
         let operands = match self.plan.pass() {
-            Pass::Forward => conv::ConvOperands::forward(a, b, output),
-            Pass::BackwardData => conv::ConvOperands::backward_data(a, b, output),
-            Pass::BackwardWeights => conv::ConvOperands::backward_weights(a, b, output),
+            Pass::Forward => conv::ConvOperands::forward(a, b, &mut *output),
+            Pass::BackwardData => conv::ConvOperands::backward_data(a, b, &mut *output),
+            Pass::BackwardWeights => conv::ConvOperands::backward_weights(a, b, &mut *output),
         };
-        self.plan.run(operands, workspace).unwrap();
+        self.plan.run(operands, workspace.into()).unwrap();
         match self.fault {
             Fault::Short => *output.last_mut().unwrap() = last,
             Fault::Rare => output.iter_mut().step_by(16).for_each(|value| *value += T::of(0.1)),
@@ -467,12 +465,12 @@ fn for_a_dry_cpu_the_one_that_runs_is_measured() {
     assert_eq!((dry.algorithm(), dry.workspace_len()), (plan.algorithm(), plan.workspace_len()));
     assert!(tuner.plan(&problem, pass, &cpu.dry()).cpu().is_dry() && !plan.cpu().is_dry());
 
-    let (x, weight) = (vec![1.0; problem.input_len()], vec![1.0; problem.weight_len()]);
+    let (x, weight) = (vec![1.0f32; problem.input_len()], vec![1.0f32; problem.weight_len()]);
     for (plan, writes) in [(dry, false), (plan, true)] {
-        let (mut y, mut workspace) = (vec![0.0f32; problem.output_len()], vec![0.0; plan.workspace_len()]);
-        plan.run(conv::ConvOperands::forward(&x, &weight, &mut y), &mut workspace).unwrap();
+        let (mut y, mut workspace) = (vec![0.0f32; problem.output_len()], vec![0.0f32; plan.workspace_len()]);
+        plan.run(conv::ConvOperands::forward(&x, &weight, &mut y), (&mut workspace).into()).unwrap();
         assert!(y.iter().all(|&y| (y != 0.0) == writes), "{plan:?}");
-        let short = plan.run(conv::ConvOperands::forward(&x, &weight, &mut y[1..]), &mut workspace);
+        let short = plan.run(conv::ConvOperands::forward(&x, &weight, &mut y[1..]), (&mut workspace).into());
         assert!(short.is_err(), "operands are checked all the same");
     }
 }

@@ -260,14 +260,14 @@ impl ConvAlgorithm for Greedy {
 
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
         let plan = conv::algorithm("im2col").unwrap().plan(problem, pass, cpu)?;
-        let kernel = conv::Kernel::of(problem, Nothing);
+        let kernel = conv::kernel_of(problem, Nothing);
         Ok(ConvPlan::new(self, (problem, pass), cpu, 1 << 58, kernel).with_cost(plan.cost()))
     }
 }
 
 struct Nothing;
 
-impl<T: convoke_kernels::Element> conv::ConvKernel<T> for Nothing {
+impl<T: convoke_kernels::Element> conv::TypedKernel<T> for Nothing {
     fn run(&self, _: &Cpu, _: [&[T]; 2], _: &mut [T], _: &mut [T]) {}
 }
 

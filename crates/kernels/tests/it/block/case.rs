@@ -10,7 +10,7 @@ use convoke_kernels::images::{Images, PlainImages};
 use convoke_kernels::memory_format::Extent;
 use convoke_kernels::pool::{PoolAxis, PoolProblem};
 use convoke_kernels::tune::Tuner;
-use convoke_kernels::{Buffer, Cpu, Device, DeviceOptions, MemoryFormat};
+use convoke_kernels::{Buffer, Cpu, Device, DeviceOptions, MemoryFormat, Slice};
 use convoke_testkit::Random;
 
 use crate::batch_norm_definition::{ACTIVATIONS, activate};
@@ -70,24 +70,28 @@ pub(super) fn operand<'a, T: Number>(
     elements: &'a [T],
     images: usize,
     how: How,
-) -> PlainImages<'a, T> {
+) -> PlainImages<'a> {
     match how {
         How::Borrowed => PlainImages::borrowed(device, elements, images).unwrap(),
         How::Owned | How::Summed => PlainImages::owned(device, buffer(device, elements), images).unwrap(),
         How::Recomputed => {
             let image = elements.len() / images;
-            PlainImages::recomputed(device, [images, image], move |images, out| {
-                out.copy_from_slice(&elements[images.start * image..images.end * image]);
-                Ok(())
+            PlainImages::recomputed((device, T::DTYPE), [images, image], move |images, out| {
+                out.copy_from((&elements[images.start * image..images.end * image]).into())
             })
         }
     }
 }
 
-pub(super) fn buffer<T: Number>(device: &Device, elements: &[T]) -> Buffer<T> {
-    let mut buffer = device.buffer(elements.len()).unwrap();
-    buffer.copy_from_slice(elements);
+pub(super) fn buffer<T: Number>(device: &Device, elements: &[T]) -> Buffer {
+    let mut buffer = device.buffer(T::DTYPE, elements.len()).unwrap();
+    buffer.elements_mut().copy_from(elements.into()).unwrap();
     buffer
+}
+
+/// The elements of a buffer.
+pub(super) fn numbers<T: Number>(buffer: &Buffer) -> &[T] {
+    buffer.elements().of().unwrap()
 }
 
 /// A single rank.
@@ -212,16 +216,16 @@ impl Case {
         let weight: Vec<T> = cast(&self.weight);
         let [bias, gamma, beta] = [&self.bias, &self.gamma, &self.beta].map(vector);
         let parameters = Parameters {
-            weight: &weight,
-            bias: bias.as_deref(),
-            gamma: gamma.as_deref(),
-            beta: beta.as_deref(),
+            weight: (&weight).into(),
+            bias: bias.as_ref().map(Slice::from),
+            gamma: gamma.as_ref().map(Slice::from),
+            beta: beta.as_ref().map(Slice::from),
         };
-        let x = operand(&device, &x, images, how);
+        let x = operand::<T>(&device, &x, images, how);
         let residual = residual.as_ref().map(|residual| operand(&device, residual, images, how));
 
         let block = Block::new(&device, self.problem::<T>(format), images, keep).unwrap();
-        let residual = residual.as_ref().map(|residual| residual as &dyn Images<T>);
+        let residual = residual.as_ref().map(|residual| residual as &dyn Images);
         let operands = Operands { x: &x, residual, parameters };
         let forward = block.forward(&operands, &self.statistics(), true).unwrap();
         assert_eq!(forward.saved.moments().is_some(), self.source != Source::Constant);
@@ -229,13 +233,13 @@ impl Case {
         let mut recomputed = recipe.map(|recipe| {
             let mut z = vec![T::of(f64::NAN); self.dz.len()];
             let input = Some((&x as _, parameters.filter()));
-            recipe.write(input, &operands.of_epilogue(), 0..images, &mut z).unwrap();
+            recipe.write(input, &operands.of_epilogue(), 0..images, (&mut z).into()).unwrap();
             z
         });
         if let (Some(recomputed), Some(output)) = (&recomputed, &forward.output) {
-            check_bits(recomputed, output).unwrap();
+            check_bits(recomputed, numbers(output)).unwrap();
         }
-        let z = forward.output.map(|output| output.to_vec()).or_else(|| recomputed.take()).unwrap();
+        let z = forward.output.map(|output| numbers(&output).to_vec()).or_else(|| recomputed.take()).unwrap();
         let kept =
             forward.saved.needs_output().then(|| PlainImages::owned(&device, buffer(&device, &z), images));
         let inputs = Backward {
@@ -253,11 +257,11 @@ impl Case {
         let mut dx = match gradients.x.unwrap() {
             Gradient::New(dx) => {
                 assert!(matches!(how, How::Borrowed | How::Recomputed));
-                dx.to_vec()
+                numbers::<T>(&dx).to_vec()
             }
             Gradient::Given(dx) => {
                 assert!(matches!(how, How::Owned | How::Summed));
-                dx.read(0..images, &mut None).unwrap().to_vec()
+                dx.read(0..images, &mut None).unwrap().of::<T>().unwrap().to_vec()
             }
         };
         if how == How::Summed {
@@ -271,11 +275,13 @@ impl Case {
             ("dgamma", gradients.gamma),
             ("dbeta", gradients.beta),
         ];
-        results.extend(vectors.into_iter().filter_map(|(name, values)| Some((name, values?.to_vec()))));
+        results.extend(
+            vectors.into_iter().filter_map(|(name, values)| Some((name, numbers(&values?).to_vec()))),
+        );
         if let Some(residual) = gradients.residual {
             let mut scratch = None;
             let values = residual.read(0..images, &mut scratch).unwrap();
-            results.push(("dresidual", contiguous(&y_extent, values)));
+            results.push(("dresidual", contiguous(&y_extent, values.of().unwrap())));
         }
         results
     }

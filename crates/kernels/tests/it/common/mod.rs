@@ -6,7 +6,8 @@ use convoke_kernels::conv::{
     Accuracy, ConvAlgorithm, ConvAxis, ConvOperands, ConvProblem, ConvSpec, ConvTypes, NotApplicable, Pass,
 };
 use convoke_kernels::memory_format::{Extent, convert};
-use convoke_kernels::{Cpu, DType, Isa, MemoryFormat};
+use convoke_kernels::pool::{WindowIndex, WindowIndices, WindowIndicesMut};
+use convoke_kernels::{Cpu, DType, Isa, MemoryFormat, Stored};
 use convoke_testkit::{Failures, Mismatch, Random, Tolerance, check_relative_to_max, poisoned};
 use proptest::prelude::*;
 
@@ -65,7 +66,7 @@ fn moved<T: Number>(extent: &Extent, from: MemoryFormat, data: &[T]) -> Vec<T> {
         return data.to_vec();
     }
     let mut to = poisoned(data.len());
-    convert(&Cpu::single(), &Extent { format: from, ..*extent }, data, &mut to).unwrap();
+    convert(&Cpu::single(), &Extent { format: from, ..*extent }, data.into(), (&mut to).into()).unwrap();
     to
 }
 
@@ -130,9 +131,9 @@ impl ConvCase {
         let (x_extent, y_extent) = (extent_of(&problem.input_shape(), format), problem.output_extent());
         let (x, dy) = (laid_out(&x_extent, &cast(&self.x)), laid_out(&y_extent, &cast(&self.dy)));
         let weight: Vec<T> = cast(&self.weight);
-        let mut workspace = poisoned(plan.workspace_len());
+        let mut workspace = poisoned::<T>(plan.workspace_len());
         let mut output = poisoned(output_len(&problem, pass));
-        plan.run(operands(pass, [&x, &weight, &dy], &mut output), &mut workspace).unwrap();
+        plan.run(operands(pass, [&x, &weight, &dy], &mut output), (&mut workspace).into()).unwrap();
         Ok(match pass {
             Pass::Forward => contiguous(&y_extent, &output),
             Pass::BackwardData => contiguous(&x_extent, &output),
@@ -215,7 +216,7 @@ pub(crate) fn check_streamed(failures: &mut Failures, name: &str, problem: &str,
                 let start = memory.as_ptr().align_offset(64) + shift;
                 let output = &mut memory[start..][..len];
                 let operands = operands(pass, [&x[..], &weight, &dy], output);
-                plan.run(operands, &mut poisoned(plan.workspace_len())).unwrap();
+                plan.run(operands, (&mut poisoned::<f32>(plan.workspace_len())).into()).unwrap();
                 output.to_vec()
             });
             check_bits(&aligned, &moved)
@@ -224,11 +225,11 @@ pub(crate) fn check_streamed(failures: &mut Failures, name: &str, problem: &str,
 }
 
 /// The operands of a pass from x, weight and dy.
-pub(crate) fn operands<'a, T>(
+pub(crate) fn operands<'a, T: Stored>(
     pass: Pass,
     [x, weight, dy]: [&'a [T]; 3],
     output: &'a mut [T],
-) -> ConvOperands<'a, T> {
+) -> ConvOperands<'a> {
     match pass {
         Pass::Forward => ConvOperands::forward(x, weight, output),
         Pass::BackwardData => ConvOperands::backward_data(dy, weight, output),
@@ -301,3 +302,24 @@ pub(crate) fn onednn_missing() -> Option<NotApplicable> {
     let onednn = convoke_kernels::conv::algorithm("onednn").expect("it is in the table");
     onednn.plan(&"mb1ic1ih3oc1kh2".parse().unwrap(), Pass::Forward, &Cpu::single()).err()
 }
+
+/// A type of indices in windows.
+pub(crate) trait Index: WindowIndex {
+    fn read(indices: &[Self]) -> WindowIndices<'_>;
+    fn write(indices: &mut [Self]) -> WindowIndicesMut<'_>;
+}
+
+macro_rules! index {
+    ($($type:ty)*) => {$(
+        impl Index for $type {
+            fn read(indices: &[Self]) -> WindowIndices<'_> {
+                indices.into()
+            }
+
+            fn write(indices: &mut [Self]) -> WindowIndicesMut<'_> {
+                indices.into()
+            }
+        }
+    )*};
+}
+index!(u8 u16);
