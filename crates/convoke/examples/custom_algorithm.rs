@@ -23,7 +23,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use convoke::conv::{
-    ConvAlgorithm, ConvAxis, ConvKernel, ConvPlan, ConvProblem, Cost, Kernel, NotApplicable, Pass,
+    ConvAlgorithm, ConvAxis, ConvPlan, ConvProblem, Cost, NotApplicable, Pass, TypedKernel, kernel_of,
 };
 use convoke::kernels::gemm::{Matrix, MatrixMut, Update, gemm};
 use convoke::tune::{Event, Tuner, TunerOptions};
@@ -64,7 +64,7 @@ impl ConvAlgorithm for WholeImage {
         if problem.format != MemoryFormat::Contiguous {
             return needs("contiguous tensors");
         }
-        let kernel = Kernel::of(problem, Multiplication { problem: *problem, pass });
+        let kernel = kernel_of(problem, Multiplication { problem: *problem, pass });
         // The plan needs no workspace. The estimate decides which algorithm is timed first, and which is chosen when nothing may be
         // timed.
         Ok(ConvPlan::new(self, (problem, pass), cpu, 0, kernel).with_cost(Cost::direct(problem, 0.8)))
@@ -77,7 +77,7 @@ struct Multiplication {
     pass: Pass,
 }
 
-impl<T: Element> ConvKernel<T> for Multiplication {
+impl<T: Element> TypedKernel<T> for Multiplication {
     /// The inputs are x and W, dy and W, or x and dy. The output starts with any content: all of it is overwritten.
     fn run(&self, cpu: &Cpu, [a, b]: [&[T]; 2], output: &mut [T], _workspace: &mut [T]) {
         let (images, channels) = (self.problem.batch, self.problem.out_channels);
@@ -107,11 +107,11 @@ impl ConvAlgorithm for Zeros {
     }
 
     fn plan(&self, problem: &ConvProblem, pass: Pass, cpu: &Cpu) -> Result<ConvPlan, NotApplicable> {
-        Ok(ConvPlan::new(self, (problem, pass), cpu, 0, Kernel::of(problem, Zeros)))
+        Ok(ConvPlan::new(self, (problem, pass), cpu, 0, kernel_of(problem, Zeros)))
     }
 }
 
-impl<T: Element> ConvKernel<T> for Zeros {
+impl<T: Element> TypedKernel<T> for Zeros {
     fn run(&self, _cpu: &Cpu, _inputs: [&[T]; 2], output: &mut [T], _workspace: &mut [T]) {
         output.fill(T::zero());
     }

@@ -51,25 +51,25 @@ impl Function for Conv2d {
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {
         let (x, weight) = contiguous_pair(inputs)?;
-        let y = dispatch!(x.dtype(), T => convolve::<T>(Pass::Forward, &problem(&x, &weight)?, &x, &weight))?;
+        let y = convolve(Pass::Forward, &problem(&x, &weight)?, &x, &weight)?;
         Ok((y, (x, weight)))
     }
 
     fn backward(&self, (x, weight): Self::Saved, dy: Tensor, needs: &Needs) -> Result<Vec<Option<Tensor>>> {
-        dispatch!(x.dtype(), T => convolution_backward::<T>(&x, &weight, &dy, needs))
+        convolution_backward(&x, &weight, &dy, needs)
     }
 }
 
 /// One gradient for each input that needs one.
-fn convolution_backward<T: Element>(
+fn convolution_backward(
     x: &Tensor,
     weight: &Tensor,
     dy: &Tensor,
     needs: &Needs,
 ) -> Result<Vec<Option<Tensor>>> {
     let problem = problem(x, weight)?;
-    let dx = needs.input(0).then(|| convolve::<T>(Pass::BackwardData, &problem, dy, weight));
-    let dweight = needs.input(1).then(|| convolve::<T>(Pass::BackwardWeights, &problem, x, dy));
+    let dx = needs.input(0).then(|| convolve(Pass::BackwardData, &problem, dy, weight));
+    let dweight = needs.input(1).then(|| convolve(Pass::BackwardWeights, &problem, x, dy));
     Ok(vec![dx.transpose()?, dweight.transpose()?])
 }
 
@@ -95,23 +95,23 @@ fn problem(x: &Tensor, weight: &Tensor) -> Result<ConvProblem> {
 
 /// Runs one pass of a convolution by the algorithm that the library picks: `a` and `b` are (x, weight) in forward,
 /// (dy, weight) for the gradient of x, (x, dy) for the gradient of the weight.
-fn convolve<T: Element>(pass: Pass, problem: &ConvProblem, a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    let device = a.device();
+fn convolve(pass: Pass, problem: &ConvProblem, a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let (device, dtype) = (a.device(), a.dtype());
     let plan = device.conv_plan(problem, pass);
-    let mut workspace = device.buffer::<T>(plan.workspace_len())?;
+    let mut workspace = device.buffer(dtype, plan.workspace_len())?;
     let shape = match pass {
         Pass::Forward => problem.output_shape(),
         Pass::BackwardData => problem.input_shape(),
         Pass::BackwardWeights => problem.weight_shape(),
     };
-    Tensor::build(device, &shape, MemoryFormat::Contiguous, |out: &mut [T]| {
-        let (a, b) = (a.data()?, b.data()?);
+    Tensor::build_elements((device, dtype), &shape, MemoryFormat::Contiguous, |out| {
+        let (a, b) = (a.elements()?, b.elements()?);
         let operands = match pass {
             Pass::Forward => ConvOperands::forward(a, b, out),
             Pass::BackwardData => ConvOperands::backward_data(a, b, out),
             Pass::BackwardWeights => ConvOperands::backward_weights(a, b, out),
         };
-        Ok(plan.run(operands, &mut workspace)?)
+        Ok(plan.run(operands, workspace.elements_mut())?)
     })
 }
 
@@ -241,8 +241,7 @@ impl Function for FusedConvBn {
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, Self::Saved)> {
         let (x, weight) = contiguous_pair(inputs)?;
-        let convolved =
-            dispatch!(x.dtype(), T => convolve::<T>(Pass::Forward, &problem(&x, &weight)?, &x, &weight))?;
+        let convolved = convolve(Pass::Forward, &problem(&x, &weight)?, &x, &weight)?;
         // Nothing else holds the convolution's output, so batch norm overwrites it.
         let (y, statistics) = dispatch!(x.dtype(), T => normalized::<T>(convolved, self.eps))?;
         Ok((y, (x, weight, statistics)))
@@ -255,13 +254,12 @@ impl Function for FusedConvBn {
         needs: &Needs,
     ) -> Result<Vec<Option<Tensor>>> {
         // Recompute the input of batch norm: this convolution is the price of not keeping it.
-        let convolved =
-            dispatch!(x.dtype(), T => convolve::<T>(Pass::Forward, &problem(&x, &weight)?, &x, &weight))?;
+        let convolved = convolve(Pass::Forward, &problem(&x, &weight)?, &x, &weight)?;
         let dconvolved =
             dispatch!(x.dtype(), T => batch_norm_backward::<T>(convolved, &dy, &statistics, self.eps))?;
         // Not needed any more. Freeing it before the next tensors are allocated keeps the peak low.
         drop(dy);
-        dispatch!(x.dtype(), T => convolution_backward::<T>(&x, &weight, &dconvolved, needs))
+        convolution_backward(&x, &weight, &dconvolved, needs)
     }
 }
 

@@ -397,8 +397,9 @@ fn tensors_that_cannot_be_made() {
         refusals.check("memory", &["out of memory", "140737488355328 elements of 8 bytes"], |r| {
             Tensor::zeros(&r.device, &[1 << 47], DType::F64)
         });
-        refusals
-            .check("memory", &["out of memory"], |r| Ok(r.device.buffer::<f32>(usize::MAX).map(|_| ())?));
+        refusals.check("memory", &["out of memory"], |r| {
+            Ok(r.device.buffer(DType::F32, usize::MAX).map(|_| ())?)
+        });
         refusals.check("format", &["3 dimensions or more", "[2, 3]"], |r| {
             Tensor::build(&r.device, &[2, 3], MemoryFormat::ChannelsLast, |_: &mut [f32]| Ok(()))
         });

@@ -26,8 +26,8 @@ fn tensors_and_buffers_count_their_elements() {
     let scalar = Tensor::full(&device, &[], DType::F32, 1.0).unwrap();
     let empty = Tensor::zeros(&device, &[0, 3], DType::F64).unwrap();
     assert_eq!(live(&device), 60 + 336 + 4);
-    let indices = device.buffer::<u8>(77).unwrap();
-    let wide = device.buffer::<u16>(10).unwrap();
+    let indices = device.bytes::<u8>(77).unwrap();
+    let wide = device.bytes::<u16>(10).unwrap();
     assert_eq!(live(&device), 60 + 336 + 4 + 77 + 20);
     let sharing = (single.clone(), single.detach(), double.with_grad(), double.reshape(&[42]).unwrap());
     let same_format = double.to_format(MemoryFormat::Contiguous).unwrap();
@@ -288,10 +288,10 @@ fn the_timeline_has_every_change() {
     let base = normal::<f32>(&device, 1, &[4]);
     assert!(device.take_timeline().is_empty(), "nothing is recorded unasked");
     device.start_timeline();
-    let a = device.buffer::<f32>(10).unwrap();
-    let b = device.buffer::<f64>(10).unwrap();
+    let a = device.buffer(DType::F32, 10).unwrap();
+    let b = device.buffer(DType::F64, 10).unwrap();
     drop(a);
-    let c = device.buffer::<u8>(3).unwrap();
+    let c = device.bytes::<u8>(3).unwrap();
     drop((c, b));
     let points = device.take_timeline();
     let bytes: Vec<usize> = points.iter().map(|point| point.live_bytes).collect();
