@@ -72,6 +72,8 @@ fn computed(op: &Op, inputs: &[Option<&Array>], outputs: usize) -> Option<Answer
     let inputs = Inputs(inputs);
     let output = match op {
         Op::Arithmetic(kind) => inputs.all().and_then(|arrays| elementwise::arithmetic(*kind, &arrays)),
+        Op::Mean => inputs.all().and_then(|arrays| elementwise::mean(&arrays)),
+        Op::Mod { fmod } => inputs.all().and_then(|arrays| elementwise::remainder(&arrays, *fmod)),
         Op::Compare(kind) => inputs.all().and_then(|arrays| elementwise::compare(*kind, &arrays)),
         Op::Not => inputs.required(0).and_then(elementwise::not),
         Op::Where => inputs.all().and_then(|arrays| elementwise::choose(&arrays)),

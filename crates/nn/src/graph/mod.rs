@@ -21,14 +21,15 @@ mod run;
 
 pub use array::{Array, Data, Kind};
 pub use builder::{Bias, Builder, ConvSpec, PoolSpec, Scheme, Value, Weights};
+pub use convoke_autograd::{Arithmetic, ReduceKind};
 pub use describe::{Description, StepDescription};
 pub(crate) use head::Ending;
 pub use initial::Initial;
 pub use input::{Dimension, Input};
 pub use module::Graph;
 pub use op::{
-    ArgMax, Arithmetic, Aspect, BatchNormOp, Compare, Conv, ConvTranspose, CumSum, Elementwise, Gemm,
-    Interpolation, Op, PadKind, Pads, Pool, Reduce, ReduceKind, Resize,
+    ArgMax, Aspect, BatchNormOp, Compare, Conv, ConvTranspose, CumSum, Elementwise, Gemm, Interpolation, Op,
+    PadKind, Pads, Pool, Reduce, Resize,
 };
 pub(crate) use order::{Disorder, in_order};
 pub use record::{record, record_all};

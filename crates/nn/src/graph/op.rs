@@ -4,6 +4,7 @@
 //! one element, and what ONNX made an input in the course of its opsets (axes, sizes, bounds) is an input here for every opset.
 
 use convoke_autograd::ops::{Coordinates, DepthOrder, Pointwise, ResizeMode};
+use convoke_autograd::{Arithmetic, ReduceKind};
 use serde::{Deserialize, Serialize};
 
 use super::{Array, Kind};
@@ -53,6 +54,13 @@ pub enum Op {
     },
     /// a, b: arithmetic with broadcasting. `Max`, `Min` and `Add` take any number of inputs from one on.
     Arithmetic(Arithmetic),
+    /// Any number of inputs: their mean, with broadcasting.
+    Mean,
+    /// a, b: the remainder; of known values only.
+    Mod {
+        /// Whether it has the sign of the dividend, as C's `fmod`, not of the divisor.
+        fmod: bool,
+    },
     /// a, b: comparisons and logical operations. Gradients stop here.
     Compare(Compare),
     /// x: the opposite truth value. Gradients stop here.
@@ -289,23 +297,6 @@ pub struct Pool {
     pub count_include_pad: bool,
 }
 
-/// Arithmetic of two operands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[allow(missing_docs)]
-pub enum Arithmetic {
-    Add,
-    Sub,
-    Mul,
-    Div,
-    Pow,
-    Max,
-    Min,
-    /// The mean of all inputs.
-    Mean,
-    /// The remainder; of known values only. With the sign of the divisor, or of the dividend for `true`, as C's `fmod`.
-    Mod(bool),
-}
-
 /// Comparisons and logical operations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs)]
@@ -329,24 +320,6 @@ pub struct Reduce {
     pub keep_dims: bool,
     /// Whether no axes mean no reduction, instead of all axes.
     pub no_axes_is_identity: bool,
-}
-
-/// What a reduction computes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[allow(missing_docs)]
-pub enum ReduceKind {
-    Sum,
-    Mean,
-    Prod,
-    Max,
-    Min,
-    /// The sum of absolute values.
-    L1,
-    /// The root of the sum of squares.
-    L2,
-    SumSquare,
-    LogSum,
-    LogSumExp,
 }
 
 /// Running sums.
@@ -480,9 +453,9 @@ impl Op {
                 Arithmetic::Pow => "Pow",
                 Arithmetic::Max => "Max",
                 Arithmetic::Min => "Min",
-                Arithmetic::Mean => "Mean",
-                Arithmetic::Mod(_) => "Mod",
             },
+            Op::Mean => "Mean",
+            Op::Mod { .. } => "Mod",
             Op::Compare(kind) => match kind {
                 Compare::Equal => "Equal",
                 Compare::Less => "Less",

@@ -52,66 +52,83 @@ impl<'a> Operands<'a> {
 }
 
 pub(super) fn arithmetic(kind: Arithmetic, arrays: &[&Array]) -> Answer<Array> {
-    let any_number = matches!(kind, Arithmetic::Add | Arithmetic::Max | Arithmetic::Min | Arithmetic::Mean);
+    let any_number = matches!(kind, Arithmetic::Add | Arithmetic::Max | Arithmetic::Min);
     if !any_number && arrays.len() != 2 {
         return Err(format!("there are {} inputs instead of 2", arrays.len()));
     }
     if let (Arithmetic::Pow, [base, exponent]) = (kind, arrays) {
         return power(base, exponent);
     }
-    let result = common_kind(arrays)?;
+    combined(arrays, 1, |a, b| integer_arithmetic(kind, a, b), |a, b| float_arithmetic(kind, a, b))
+}
+
+pub(super) fn mean(arrays: &[&Array]) -> Answer<Array> {
+    let add = |a: i64, b: i64| a.checked_add(b).ok_or_else(|| TOO_LARGE.into());
+    combined(arrays, arrays.len(), add, |a, b| a + b)
+}
+
+pub(super) fn remainder(arrays: &[&Array], fmod: bool) -> Answer<Array> {
+    let [_, _] = arrays else { return Err(format!("there are {} inputs instead of 2", arrays.len())) };
+    let of_integers = |a: i64, b: i64| {
+        if b == 0 {
+            return Err(format!("{a} is divided by zero"));
+        }
+        let rest = a.wrapping_rem(b);
+        Ok(if rest != 0 && (rest < 0) != (b < 0) && !fmod { rest + b } else { rest })
+    };
+    combined(arrays, 1, of_integers, |a, b| {
+        let rest = a % b;
+        if rest != 0.0 && (rest < 0.0) != (b < 0.0) && !fmod { rest + b } else { rest }
+    })
+}
+
+/// All arrays combined from the first to the last, as whole or as floating-point numbers, and then divided.
+fn combined(
+    arrays: &[&Array],
+    divisor: usize,
+    of_integers: impl Fn(i64, i64) -> Answer<i64>,
+    of_floats: impl Fn(f64, f64) -> f64,
+) -> Answer<Array> {
+    let kind = common_kind(arrays)?;
     let Operands { shape, mut operands } = Operands::new(arrays)?;
-    let count = arrays.len();
-    match result {
+    match kind {
         Kind::Bool => Err(not_numbers(arrays[0])),
         Kind::I64 => {
-            let elements = Operands::combined(&mut operands, |a, b| integer_arithmetic(kind, a, b));
-            let mean = |x: i64| if kind == Arithmetic::Mean { x / count as i64 } else { x };
-            integers(&shape, elements.map(|x| x.map(mean)))
+            let elements = Operands::combined(&mut operands, of_integers);
+            integers(&shape, elements.map(|x| Ok(x? / divisor as i64)))
         }
         Kind::F32 | Kind::F64 => {
-            let elements = Operands::combined(&mut operands, |a, b| Ok(float_arithmetic(kind, a, b)));
-            let mean = |x: f64| if kind == Arithmetic::Mean { x / count as f64 } else { x };
-            floats(result, &shape, elements.map_while(Result::ok).map(mean))
+            let elements = Operands::combined(&mut operands, |a, b| Ok(of_floats(a, b)));
+            floats(kind, &shape, elements.map_while(Result::ok).map(|x| x / divisor as f64))
         }
     }
 }
 
 fn integer_arithmetic(kind: Arithmetic, a: i64, b: i64) -> Answer<i64> {
-    if b == 0 && matches!(kind, Arithmetic::Div | Arithmetic::Mod(_)) {
+    if b == 0 && kind == Arithmetic::Div {
         return Err(format!("{a} is divided by zero"));
     }
     let result = match kind {
-        Arithmetic::Add | Arithmetic::Mean => a.checked_add(b),
+        Arithmetic::Add => a.checked_add(b),
         Arithmetic::Sub => a.checked_sub(b),
         Arithmetic::Mul => a.checked_mul(b),
         Arithmetic::Div => a.checked_div(b),
         Arithmetic::Pow => return integer_power(a, b),
         Arithmetic::Max => Some(a.max(b)),
         Arithmetic::Min => Some(a.min(b)),
-        Arithmetic::Mod(of_dividend) => {
-            let rest = a.wrapping_rem(b);
-            let other_sign = rest != 0 && (rest < 0) != (b < 0);
-            Some(if other_sign && !of_dividend { rest + b } else { rest })
-        }
     };
     result.ok_or_else(|| TOO_LARGE.into())
 }
 
 fn float_arithmetic(kind: Arithmetic, a: f64, b: f64) -> f64 {
     match kind {
-        Arithmetic::Add | Arithmetic::Mean => a + b,
+        Arithmetic::Add => a + b,
         Arithmetic::Sub => a - b,
         Arithmetic::Mul => a * b,
         Arithmetic::Div => a / b,
         Arithmetic::Pow => a.powf(b),
         Arithmetic::Max => larger(a, b),
         Arithmetic::Min => -larger(-a, -b),
-        Arithmetic::Mod(of_dividend) => {
-            let rest = a % b;
-            let other_sign = rest != 0.0 && (rest < 0.0) != (b < 0.0);
-            if other_sign && !of_dividend { rest + b } else { rest }
-        }
     }
 }
 

@@ -3,7 +3,7 @@
 use std::collections::{BTreeSet, HashMap, HashSet};
 
 use convoke_autograd::ops::Activation;
-use convoke_autograd::{Arithmetic as Traced, Call, DType, Operation, Result, Source, Tensor};
+use convoke_autograd::{Call, DType, Operation, Result, Source, Tensor};
 
 use super::super::rewrite::to_array;
 use super::super::{
@@ -193,22 +193,15 @@ impl<'a> Translation<'a> {
         match operation {
             Operation::Activate(activation) => Ok(self.activation(x(), *activation)),
             Operation::Pointwise(function) => Ok(self.node(step, Op::Pointwise(*function), all())),
-            Operation::Prelu => self.prelu(step),
-            Operation::Arithmetic(kind) => Ok(self.node(step, Op::Arithmetic(arithmetic(*kind)), all())),
+            Operation::PRelu => self.prelu(step),
+            Operation::Arithmetic(kind) => Ok(self.node(step, Op::Arithmetic(*kind), all())),
             Operation::Scale(factor) => {
                 let factor = self.number(step, *factor);
                 Ok(self.node(step, Op::Arithmetic(Arithmetic::Mul), vec![x(), factor]))
             }
             Operation::Reduce { kind, axes, keep } => {
-                let kind = match kind {
-                    convoke_autograd::Reduce::Sum => ReduceKind::Sum,
-                    convoke_autograd::Reduce::Mean => ReduceKind::Mean,
-                    convoke_autograd::Reduce::Product => ReduceKind::Prod,
-                    convoke_autograd::Reduce::Max => ReduceKind::Max,
-                    convoke_autograd::Reduce::Min => ReduceKind::Min,
-                };
                 let axes = if axes.len() == step.rank() { &[] } else { &axes[..] };
-                Ok(self.reduce(step, (kind, *keep), x(), axes))
+                Ok(self.reduce(step, (*kind, *keep), x(), axes))
             }
             Operation::Softmax { axis, log } => {
                 let axis = *axis as isize;
@@ -444,16 +437,4 @@ impl<'a> Translation<'a> {
 
 fn numbered(name: &str, index: usize, count: usize) -> String {
     if count == 1 { name.to_owned() } else { format!("{name}_{index}") }
-}
-
-fn arithmetic(kind: Traced) -> Arithmetic {
-    match kind {
-        Traced::Add => Arithmetic::Add,
-        Traced::Subtract => Arithmetic::Sub,
-        Traced::Multiply => Arithmetic::Mul,
-        Traced::Divide => Arithmetic::Div,
-        Traced::Power => Arithmetic::Pow,
-        Traced::Larger => Arithmetic::Max,
-        Traced::Smaller => Arithmetic::Min,
-    }
 }

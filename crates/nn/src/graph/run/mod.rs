@@ -230,6 +230,7 @@ pub(super) fn run(op: &Op, inputs: &Inputs<'_>, outputs: usize) -> Result<Vec<Va
             one(ops::log_softmax_along(&x, axis_of(&x, *axis)?)?)
         }
         Op::Arithmetic(kind) => one(arithmetic(*kind, inputs)?),
+        Op::Mean => one(combined(inputs, Tensor::add)?.scale(1.0 / inputs.len() as f64)?),
         Op::Where => one(select::select(inputs)?),
         Op::Compare(kind) => one(select::compare(*kind, inputs)?),
         Op::Not => one(select::not(inputs)?),
@@ -323,6 +324,7 @@ pub(super) fn run(op: &Op, inputs: &Inputs<'_>, outputs: usize) -> Result<Vec<Va
         },
         Op::Cast(_) => refuse("values of tensors cannot be converted to whole numbers or truth values"),
         Op::NonZero
+        | Op::Mod { .. }
         | Op::OneHot { .. }
         | Op::Trilu { .. }
         | Op::Elementwise(_)
@@ -398,24 +400,33 @@ fn clip(inputs: &Inputs<'_>) -> Result<Tensor> {
 }
 
 fn arithmetic(kind: Arithmetic, inputs: &Inputs<'_>) -> Result<Tensor> {
-    let takes_any = matches!(kind, Arithmetic::Add | Arithmetic::Max | Arithmetic::Min | Arithmetic::Mean);
-    let count = inputs.len();
-    if count == 0 || (count != 2 && !takes_any) {
-        return refuse(format!("it has {count} inputs"));
+    let takes_any = matches!(kind, Arithmetic::Add | Arithmetic::Max | Arithmetic::Min);
+    match inputs.len() {
+        2 => binary(kind, inputs),
+        1.. if takes_any => combined(inputs, |a, b| of_tensors(kind, a, b)),
+        count => refuse(format!("it has {count} inputs")),
     }
-    if count == 2 && kind != Arithmetic::Mean {
-        return binary(kind, inputs);
+}
+
+/// All inputs combined, from the first to the last.
+fn combined(
+    inputs: &Inputs<'_>,
+    combine: impl Fn(&Tensor, &Tensor) -> convoke_autograd::Result<Tensor>,
+) -> Result<Tensor> {
+    let first = inputs.tensor(0)?;
+    (1..inputs.len()).try_fold(first, |result, index| Ok(combine(&result, &inputs.tensor(index)?)?))
+}
+
+fn of_tensors(kind: Arithmetic, a: &Tensor, b: &Tensor) -> convoke_autograd::Result<Tensor> {
+    match kind {
+        Arithmetic::Add => a.add(b),
+        Arithmetic::Sub => a.sub(b),
+        Arithmetic::Mul => a.mul(b),
+        Arithmetic::Div => a.div(b),
+        Arithmetic::Pow => a.pow(b),
+        Arithmetic::Max => a.maximum(b),
+        Arithmetic::Min => a.minimum(b),
     }
-    let mut sum = inputs.tensor(0)?;
-    for index in 1..count {
-        let other = inputs.tensor(index)?;
-        sum = match kind {
-            Arithmetic::Max => sum.maximum(&other)?,
-            Arithmetic::Min => sum.minimum(&other)?,
-            _ => sum.add(&other)?,
-        };
-    }
-    Ok(if kind == Arithmetic::Mean { sum.scale(1.0 / count as f64)? } else { sum })
 }
 
 fn binary(kind: Arithmetic, inputs: &Inputs<'_>) -> Result<Tensor> {
@@ -430,7 +441,7 @@ fn binary(kind: Arithmetic, inputs: &Inputs<'_>) -> Result<Tensor> {
             Arithmetic::Pow => return Ok(x.pow_scalar(number)?),
             Arithmetic::Max => return Ok(x.maximum_scalar(number)?),
             Arithmetic::Min => return Ok(x.minimum_scalar(number)?),
-            _ => {}
+            Arithmetic::Div => {}
         }
     }
     if let Some(number) = inputs.scalar(0, rank(1)?) {
@@ -441,20 +452,10 @@ fn binary(kind: Arithmetic, inputs: &Inputs<'_>) -> Result<Tensor> {
             Arithmetic::Mul => return Ok(x.scale(number)?),
             Arithmetic::Max => return Ok(x.maximum_scalar(number)?),
             Arithmetic::Min => return Ok(x.minimum_scalar(number)?),
-            _ => {}
+            Arithmetic::Div | Arithmetic::Pow => {}
         }
     }
-    let (a, b) = (inputs.tensor(0)?, inputs.tensor(1)?);
-    Ok(match kind {
-        Arithmetic::Add => a.add(&b)?,
-        Arithmetic::Sub => a.sub(&b)?,
-        Arithmetic::Mul => a.mul(&b)?,
-        Arithmetic::Div => a.div(&b)?,
-        Arithmetic::Pow => a.pow(&b)?,
-        Arithmetic::Max => a.maximum(&b)?,
-        Arithmetic::Min => a.minimum(&b)?,
-        Arithmetic::Mean | Arithmetic::Mod(_) => return refuse("remainders of tensors are not supported"),
-    })
+    Ok(of_tensors(kind, &inputs.tensor(0)?, &inputs.tensor(1)?)?)
 }
 
 fn reduce(options: Reduce, inputs: &Inputs<'_>) -> Result<Tensor> {

@@ -51,7 +51,7 @@ impl<'a> Lowering<'a> {
             Op::Resize(_) => rank(0).or_else(|| len(2)).or_else(|| len(3)),
             Op::Transpose { order } if !order.is_empty() => Some(order.len()),
             Op::Expand => Some(rank(0)?.max(len(1)?)),
-            Op::Arithmetic(_) | Op::Compare(_) | Op::Where => {
+            Op::Arithmetic(_) | Op::Mean | Op::Mod { .. } | Op::Compare(_) | Op::Where => {
                 (0..node.inputs.len()).try_fold(0, |most, place| Some(most.max(rank(place)?)))
             }
             Op::MatMul => match (rank(0)?, rank(1)?) {
@@ -104,7 +104,7 @@ impl<'a> Lowering<'a> {
             Op::Gather { .. } if self.ranks.get(input(node, 0)) == Some(&1) => len(1),
             Op::Unsqueeze | Op::Squeeze | Op::Cast(_) | Op::CastLike | Op::Identity => len(0),
             Op::Reshape { .. } | Op::Elementwise(_) | Op::Pointwise(_) => len(0),
-            Op::Arithmetic(_) => {
+            Op::Arithmetic(_) | Op::Mean | Op::Mod { .. } => {
                 (0..node.inputs.len()).try_fold(0, |most: usize, place| Some(most.max(len(place)?)))
             }
             _ => None,

@@ -38,9 +38,9 @@ impl Lowering<'_> {
             Op::Flatten { axis } | Op::OneHot { axis } => plain.int("axis", *axis as i64),
             Op::Arithmetic(kind) => match kind {
                 Arithmetic::Add if node.inputs.len() != 2 => NodeProto::new("Sum"),
-                Arithmetic::Mod(fmod) => plain.int("fmod", (*fmod).into()),
                 _ => plain,
             },
+            Op::Mod { fmod } => plain.int("fmod", (*fmod).into()),
             Op::Reduce(reduce) => return self.reduce(node, reduce, plain),
             Op::Gemm(gemm) => plain
                 .float("alpha", gemm.alpha)
@@ -126,7 +126,7 @@ impl Lowering<'_> {
             Op::Relu | Op::PRelu | Op::Clip | Op::Compare(_) | Op::Not | Op::Where | Op::MatMul => plain,
             Op::GlobalAveragePool | Op::GlobalMaxPool | Op::Slice | Op::Squeeze | Op::Unsqueeze => plain,
             Op::Expand | Op::Tile | Op::Identity | Op::Size | Op::Range | Op::NonZero => plain,
-            Op::Elementwise(_) | Op::ScatterNd => plain,
+            Op::Elementwise(_) | Op::ScatterNd | Op::Mean => plain,
         };
         self.emit(node, proto)
     }

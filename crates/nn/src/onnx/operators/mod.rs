@@ -93,7 +93,7 @@ static OPERATORS: &[Operator] = &[
     Operator("MatMul", (2, 2), |_| Ok(Op::MatMul)),
     Operator("Max", (1, ANY), |_| Ok(Op::Arithmetic(A::Max))),
     Operator("MaxPool", (1, 1), windows::max_pool),
-    Operator("Mean", (1, ANY), |_| Ok(Op::Arithmetic(A::Mean))),
+    Operator("Mean", (1, ANY), |_| Ok(Op::Mean)),
     Operator("Min", (1, ANY), |_| Ok(Op::Arithmetic(A::Min))),
     Operator("Mish", (1, 1), pointwise::mish),
     Operator("Mod", (2, 2), shapes::modulo),

@@ -4,7 +4,7 @@ use convoke_autograd::ops::DepthOrder;
 use convoke_files::escaped;
 
 use super::{Op, Read};
-use crate::graph::{ArgMax, Arithmetic, Array, CumSum, Data, Gemm, PadKind, Reduce, ReduceKind};
+use crate::graph::{ArgMax, Array, CumSum, Data, Gemm, PadKind, Reduce, ReduceKind};
 use crate::onnx::attributes::axis_of;
 use crate::onnx::error::Refusal;
 use crate::onnx::proto::element;
@@ -175,7 +175,7 @@ pub(super) fn cast_like(step: &mut Step<'_>) -> Read {
 }
 
 pub(super) fn modulo(step: &mut Step<'_>) -> Read {
-    Ok(Op::Arithmetic(Arithmetic::Mod(step.attributes.flag("fmod", false)?)))
+    Ok(Op::Mod { fmod: step.attributes.flag("fmod", false)? })
 }
 
 pub(super) fn shape(step: &mut Step<'_>) -> Read {
