@@ -5,15 +5,14 @@ mod builder;
 mod describe;
 mod fuse;
 mod head;
-mod host;
 mod initial;
 mod input;
+mod known;
 mod module;
 mod network;
-mod op;
+pub(crate) mod ops;
 mod order;
 mod plan;
-mod ranking;
 mod record;
 mod rewrite;
 mod roles;
@@ -27,10 +26,7 @@ pub(crate) use head::Ending;
 pub use initial::Initial;
 pub use input::{Dimension, Input};
 pub use module::Graph;
-pub use op::{
-    ArgMax, Aspect, BatchNormOp, Compare, Conv, ConvTranspose, CumSum, Elementwise, Gemm, Interpolation, Op,
-    PadKind, Pads, Pool, Reduce, Resize,
-};
+pub use ops::*;
 pub(crate) use order::{Disorder, in_order};
 pub use record::{record, record_all};
 

@@ -7,7 +7,8 @@ use convoke_autograd::{Call, DType, Operation, Result, Source, Tensor};
 
 use super::super::rewrite::to_array;
 use super::super::{
-    Arithmetic, Array, Data, Definition, Dimension, Gemm, Input, Kind, Node, Op, Reduce, ReduceKind, Stored,
+    Along, Arithmetic, Array, Data, Definition, Dimension, Gemm, Input, Kind, LeakyRelu, Node, Op, Reduce,
+    ReduceKind, Stored,
 };
 use super::{Run, momenta, refused, state, windows};
 use crate::Module;
@@ -204,8 +205,8 @@ impl<'a> Translation<'a> {
                 Ok(self.reduce(step, (*kind, *keep), x(), axes))
             }
             Operation::Softmax { axis, log } => {
-                let axis = *axis as isize;
-                let op = if *log { Op::LogSoftmax { axis } } else { Op::Softmax { axis } };
+                let along = Along { axis: *axis as isize };
+                let op = if *log { Op::LogSoftmax(along) } else { Op::Softmax(along) };
                 Ok(self.node(step, op, all()))
             }
             Operation::Conv(options) => {
@@ -239,7 +240,9 @@ impl<'a> Translation<'a> {
             &Operation::MatMul { transposed: [trans_a, trans_b] } => {
                 Ok(self.node(step, Op::Gemm(Gemm { trans_a, trans_b, ..Gemm::default() }), all()))
             }
-            Operation::Concat { axis } => Ok(self.node(step, Op::Concat { axis: *axis as isize }, all())),
+            Operation::Concat { axis } => {
+                Ok(self.node(step, Op::Concat(Along { axis: *axis as isize }), all()))
+            }
             Operation::Pick { .. } => self.pick(step),
             Operation::Rearrange { .. } => self.rearrange(step),
             Operation::Reshape => self.reshaped(
@@ -262,7 +265,7 @@ impl<'a> Translation<'a> {
     pub(super) fn activation(&mut self, x: String, activation: Activation) -> String {
         let (name, op) = match (activation, activation.pointwise()) {
             (Activation::Relu, _) => ("relu", Op::Relu),
-            (Activation::LeakyRelu { slope }, _) => ("leaky_relu", Op::LeakyRelu { alpha: slope }),
+            (Activation::LeakyRelu { slope }, _) => ("leaky_relu", Op::LeakyRelu(LeakyRelu { alpha: slope })),
             (_, Some(function)) => (function.name(), Op::Pointwise(function)),
             (_, None) => return x,
         };
