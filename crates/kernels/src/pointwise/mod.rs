@@ -17,6 +17,7 @@ use crate::{Cpu, DType, Element, Result, Slice, SliceMut, dispatch};
 
 /// A function of one number. Names, parameters and defaults are PyTorch's, except where noted.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub enum Pointwise {
     /// 1 / (1 + e^-x). Saves its output.

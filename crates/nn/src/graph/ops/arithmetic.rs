@@ -4,6 +4,7 @@ use super::*;
 
 /// A remainder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Mod {
     /// Whether it has the sign of the dividend, as C's `fmod`, not of the divisor.
     pub fmod: bool,
@@ -34,7 +35,7 @@ pub(super) const ARITHMETIC: Operator<Arithmetic> = Operator {
         Ok(if several { to.named("Sum") } else { to.op() })
     },
     known: Known::One(|&kind, inputs| {
-        let arrays = inputs.all()?;
+        let arrays = inputs.all_known()?;
         if arrays.len() != 2 && !takes_any(kind) {
             return Err(format!("there are {} inputs instead of 2", arrays.len()));
         }
@@ -62,7 +63,7 @@ pub(super) const MEAN: Operator<()> = Operator {
     read: &[Reader("Mean", (1, ANY), |_| Ok(Op::Mean))],
     write: plain,
     known: Known::One(|(), inputs| {
-        let arrays = inputs.all()?;
+        let arrays = inputs.all_known()?;
         let add = |a: i64, b: i64| a.checked_add(b).ok_or_else(|| TOO_LARGE.into());
         combined(&arrays, arrays.len(), add, |a, b| a + b)
     }),
@@ -76,7 +77,7 @@ pub(super) const MOD: Operator<Mod> = Operator {
     read: &[Reader("Mod", (2, 2), |node| Ok(Op::Mod(Mod { fmod: node.attributes.flag("fmod", false)? })))],
     write: |&Mod { fmod }, to| Ok(to.op().int("fmod", fmod)),
     known: Known::One(|&Mod { fmod }, inputs| {
-        let [a, b] = [inputs.array(0)?, inputs.array(1)?];
+        let [a, b] = [inputs.known(0)?, inputs.known(1)?];
         let of_integers = |a: i64, b: i64| {
             if b == 0 {
                 return Err(format!("{a} is divided by zero"));

@@ -4,6 +4,7 @@ use super::*;
 
 /// The drop of whole samples.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct StochasticDepth {
     /// The probability that a sample is dropped.
     pub share: f64,
@@ -22,7 +23,7 @@ pub(super) const DROPOUT: Operator<()> = Operator {
     })],
     write: |(), to| {
         let mut inputs = vec![to.input(0).to_owned(), to.input(1).to_owned()];
-        if to.trains() {
+        if to.file.training {
             let yes = Array::new(&[], Data::Bool(vec![true])).ok_or("it has no value")?;
             inputs.push(to.array("training", yes));
         }

@@ -6,6 +6,7 @@ use super::*;
 
 /// alpha a b + beta c.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Gemm {
     /// The factor of the product.
     pub alpha: f64,

@@ -84,11 +84,11 @@ pub(super) struct Operator<O: 'static> {
 /// What an operator computes of known arrays. An error is the reason only; it names neither node nor operator.
 enum Known<O> {
     /// One output.
-    One(fn(&O, KnownInputs<'_>) -> Answer<Array>),
+    One(fn(&O, &Inputs<'_>) -> Answer<Array>),
     /// As many outputs as there are.
-    Several(fn(&O, KnownInputs<'_>) -> Answer<Vec<Array>>),
+    Several(fn(&O, &Inputs<'_>) -> Answer<Vec<Array>>),
     /// One output, or `None` with some options: then it runs on tensors.
-    Perhaps(fn(&O, KnownInputs<'_>) -> Option<Answer<Array>>),
+    Perhaps(fn(&O, &Inputs<'_>) -> Option<Answer<Array>>),
     /// It runs on tensors always.
     Never,
 }
@@ -133,6 +133,7 @@ impl Use {
 
 /// The axis along which an operator works.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Along {
     /// The axis; it counts from the last one if it is negative.
     pub axis: isize,
@@ -169,7 +170,7 @@ fn first(input: usize, first: Use) -> Use {
 }
 
 impl<O> Known<O> {
-    fn compute(&self, options: &O, inputs: KnownInputs<'_>) -> Option<Answer<Vec<Array>>> {
+    fn compute(&self, options: &O, inputs: &Inputs<'_>) -> Option<Answer<Vec<Array>>> {
         let one = |answer: Answer<Array>| answer.map(|array| vec![array]);
         match self {
             Known::One(compute) => Some(one(compute(options, inputs))),
@@ -200,15 +201,6 @@ impl<O> Run<O> {
     }
 }
 
-macro_rules! options {
-    () => {
-        &()
-    };
-    ($options:ident) => {
-        $options
-    };
-}
-
 /// Makes [`Op`] of the table, with functions that look up the row of an operator.
 macro_rules! operators {
     ($($(#[$doc:meta])* $name:ident $(($it:ident: $options:ty))? => $row:path,)*) => {
@@ -223,7 +215,7 @@ macro_rules! operators {
             /// The name of the operator in ONNX.
             pub fn name(&self) -> &'static str {
                 match self {
-                    $(Op::$name $(($it))? => ($row.name)(options!($($it)?)),)*
+                    $(Op::$name $(($it))? => ($row.name)(&($($it)?)),)*
                 }
             }
 
@@ -236,32 +228,32 @@ macro_rules! operators {
 
             pub(super) fn write<'a>(&'a self, to: &mut NodeWriter<'_, 'a>) -> Answer<OnnxNode<'a>> {
                 match self {
-                    $(Op::$name $(($it))? => ($row.write)(options!($($it)?), to),)*
+                    $(Op::$name $(($it))? => ($row.write)(&($($it)?), to),)*
                 }
             }
 
             /// Its outputs; `None` if it runs on tensors though all inputs are known.
-            pub(super) fn known(&self, inputs: KnownInputs<'_>) -> Option<Answer<Vec<Array>>> {
+            pub(super) fn known(&self, inputs: &Inputs<'_>) -> Option<Answer<Vec<Array>>> {
                 match self {
-                    $(Op::$name $(($it))? => $row.known.compute(options!($($it)?), inputs),)*
+                    $(Op::$name $(($it))? => $row.known.compute(&($($it)?), inputs),)*
                 }
             }
 
             fn compute(&self, inputs: &Inputs<'_>) -> Result<Vec<Value>> {
                 match self {
-                    $(Op::$name $(($it))? => $row.run.compute(options!($($it)?), inputs),)*
+                    $(Op::$name $(($it))? => $row.run.compute(&($($it)?), inputs),)*
                 }
             }
 
             pub(super) fn uses(&self, input: usize) -> Use {
                 match self {
-                    $(Op::$name $(($it))? => ($row.uses)(options!($($it)?), input),)*
+                    $(Op::$name $(($it))? => ($row.uses)(&($($it)?), input),)*
                 }
             }
 
             pub(super) fn gives<'a>(&'a self, from: &Operands<'_, 'a>) -> About<'a> {
                 match self {
-                    $(Op::$name $(($it))? => ($row.gives)(options!($($it)?), from),)*
+                    $(Op::$name $(($it))? => ($row.gives)(&($($it)?), from),)*
                 }
             }
         }

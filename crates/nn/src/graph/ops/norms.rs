@@ -8,6 +8,7 @@ use super::*;
 
 /// Batch norm.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct BatchNormOp {
     /// Added to the variance.
     pub eps: f64,
@@ -27,6 +28,7 @@ impl Default for BatchNormOp {
 
 /// Group norm.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct GroupNorm {
     /// The number of groups.
     pub groups: usize,
@@ -36,6 +38,7 @@ pub struct GroupNorm {
 
 /// Layer norm.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct LayerNorm {
     /// The first axis.
     pub axis: isize,
@@ -45,6 +48,7 @@ pub struct LayerNorm {
 
 /// Instance norm.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct InstanceNorm {
     /// Added to the variance.
     pub eps: f64,
@@ -52,6 +56,7 @@ pub struct InstanceNorm {
 
 /// A division by a norm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct LpNorm {
     /// The axis.
     pub axis: isize,
@@ -61,6 +66,7 @@ pub struct LpNorm {
 
 /// Local response normalization.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Lrn {
     /// Channels in a window.
     pub size: usize,
@@ -88,7 +94,7 @@ pub(super) const BATCH_NORM: Operator<BatchNormOp> = Operator {
     })],
     write: |norm, to| {
         let node = to.op().float("epsilon", norm.eps).float("momentum", norm.momentum);
-        if !to.trains() {
+        if !to.file.training {
             return Ok(node);
         }
         to.needs(14, "to train")?;
@@ -115,7 +121,7 @@ pub(super) const BATCH_NORM: Operator<BatchNormOp> = Operator {
 pub(super) const GROUP_NORM: Operator<GroupNorm> = Operator {
     name: |_| "GroupNormalization",
     read: &[Reader("GroupNormalization", (3, 3), read_group_norm)],
-    write: |&norm, to| match to.opset() {
+    write: |&norm, to| match to.file.opset {
         21.. => Ok(to.op().size("num_groups", norm.groups).float("epsilon", norm.eps)),
         _ => write_group_norm(norm, to),
     },

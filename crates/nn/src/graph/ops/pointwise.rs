@@ -6,6 +6,7 @@ use super::*;
 
 /// The slope of a leaky ReLU.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct LeakyRelu {
     /// The slope below 0.
     pub alpha: f64,
@@ -86,7 +87,7 @@ pub(super) const POINTWISE: Operator<Pointwise> = Operator {
         Reader("Tanh", (1, 1), |_| Ok(Op::Pointwise(Pointwise::Tanh))),
     ],
     write: |function, to| write_function(*function, to),
-    known: Known::Perhaps(|&function, inputs| match inputs.array(0) {
+    known: Known::Perhaps(|&function, inputs| match inputs.known(0) {
         Ok(x) => of_known(function, x),
         Err(reason) => Some(Err(reason)),
     }),
@@ -99,7 +100,7 @@ pub(super) const RELU: Operator<()> = Operator {
     name: |()| "Relu",
     read: &[Reader("Relu", (1, 1), |_| Ok(Op::Relu))],
     write: plain,
-    known: Known::One(|(), inputs| map(inputs.array(0)?, |x| within(x, Some(0.0), None), |x| Ok(x.max(0)))),
+    known: Known::One(|(), inputs| map(inputs.known(0)?, |x| within(x, Some(0.0), None), |x| Ok(x.max(0)))),
     run: Run::One(|(), inputs| Ok(inputs.tensor(0)?.relu()?)),
     uses: other,
     gives: like_first,
@@ -147,7 +148,7 @@ pub(super) const CLIP: Operator<()> = Operator {
     })],
     write: plain,
     known: Known::One(|(), inputs| {
-        clip_known(inputs.array(0)?, [inputs.optional_number(1)?, inputs.optional_number(2)?])
+        clip_known(inputs.known(0)?, [inputs.optional_number(1)?, inputs.optional_number(2)?])
     }),
     run: Run::One(|(), inputs| clip(inputs)),
     uses: other,
@@ -182,7 +183,7 @@ pub(super) const ELEMENTWISE: Operator<Elementwise> = Operator {
             Elementwise::Cos => f64::cos,
         };
         let of_integer = |x: i64| Ok(if *kind == Elementwise::Sign { x.signum() } else { x });
-        map(inputs.array(0)?, of_float, of_integer)
+        map(inputs.known(0)?, of_float, of_integer)
     }),
     run: Run::Never,
     uses: other,
@@ -219,7 +220,7 @@ const NO_THRESHOLD: f64 = 20.0;
 
 /// Some functions are several nodes, in all versions or in older ones.
 fn write_function<'a>(function: Pointwise, to: &mut NodeWriter<'_, 'a>) -> Answer<OnnxNode<'a>> {
-    let (x, opset) = (to.input(0), to.opset());
+    let (x, opset) = (to.input(0), to.file.opset);
     let product = |to: &NodeWriter<'_, 'a>, factors: [&str; 2]| {
         to.named("Mul").reads(factors.map(str::to_owned).to_vec())
     };
@@ -347,10 +348,12 @@ pub(in crate::graph) fn clipped(min: f64, max: f64) -> Activation {
 
 fn clip(inputs: &Inputs<'_>) -> Result<Tensor> {
     let x = inputs.tensor(0)?;
-    let bound = |index: usize, none: f64| match inputs.get(index) {
-        None => Ok(Some(none)),
-        Some(Value::Known(_)) => inputs.optional_number(index),
-        Some(Value::Tensor(_)) => Ok(None),
+    let bound = |index: usize, none: f64| -> Result<Option<f64>> {
+        Ok(match inputs.get(index) {
+            None => Some(none),
+            Some(Value::Known(_)) => inputs.number(index)?.only(),
+            Some(Value::Tensor(_)) => None,
+        })
     };
     match (bound(1, f64::NEG_INFINITY)?, bound(2, f64::INFINITY)?) {
         (Some(min), Some(max)) => Ok(ops::activate(&x, clipped(min, max))?),

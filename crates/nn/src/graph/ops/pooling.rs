@@ -7,6 +7,7 @@ use super::*;
 
 /// Windows of a pooling.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Pool {
     /// Sizes of a window.
     pub kernel: Vec<usize>,

@@ -10,6 +10,7 @@ use super::*;
 
 /// How a resize computes.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Resize {
     /// How values between pixels are computed.
     pub mode: Interpolation,
@@ -23,6 +24,7 @@ pub struct Resize {
 
 /// How a resize computes values between pixels.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub enum Interpolation {
     /// From one pixel, or from two along each axis.
     Of(ResizeMode),
@@ -152,7 +154,7 @@ fn read(node: &mut NodeReader<'_>) -> Answer<Op> {
 /// Makes scales or sizes of the last axes those of all axes.
 fn all_axes(node: &mut NodeReader<'_>, axes: &[i64], aspect: Aspect) -> Answer<()> {
     // Resizes have two spatial axes.
-    let rank = node.rank(node.input(0)).unwrap_or(4);
+    let rank = node.rank(0).unwrap_or(4);
     if rank > MOST_AXES {
         return Err(format!("its input has {rank} dimensions"));
     }
@@ -233,7 +235,7 @@ fn run(resize: &Resize, inputs: &Inputs<'_>) -> Result<Tensor> {
     let x = Images::new(inputs.tensor(0)?)?;
     let rank = x.spatial().len();
     let scales = inputs.optional_known(2)?.filter(|scales| !scales.is_empty());
-    let sizes = inputs.optional_integers(3)?.filter(|sizes| !sizes.is_empty());
+    let sizes = inputs.optional_list(3)?.filter(|sizes| !sizes.is_empty());
     // Images and channels are not resized; a file may leave them out.
     let shape = [&x.tensor.shape()[..2], x.spatial()].concat();
     let spatial = |len: usize| len.checked_sub(rank).filter(|&rest| rest == 0 || rest == 2);
@@ -276,20 +278,14 @@ fn run(resize: &Resize, inputs: &Inputs<'_>) -> Result<Tensor> {
         Interpolation::Of(mode) => mode,
         Interpolation::Cubic { a } => return x.back(cubic(&x.tensor, to, (resize, a))?),
     };
-    if let (ResizeTo::SizeByScale { scale, .. }, Some(mode)) = (to, exact(mode, resize.coordinates))
-        && scale.iter().all(|&factor| factor.fract() == 0.0 && (1.0..=4096.0).contains(&factor))
+    let factors = match to {
+        ResizeTo::Scale(scale) | ResizeTo::SizeByScale { scale, .. } => scale,
+        ResizeTo::Size(size) => [size[0] as f64 / height as f64, size[1] as f64 / width as f64],
+    };
+    if let Some(mode) = exact(mode, resize.coordinates)
+        && factors.iter().all(|factor| factor.fract() == 0.0 && (1.0..=4096.0).contains(factor))
     {
-        return x.back(ops::upsample2d(&x.tensor, scale.map(|factor| factor as usize), mode)?);
-    }
-    if let (ResizeTo::Size(size), Some(mode)) = (to, exact(mode, resize.coordinates))
-        && height > 0
-        && width > 0
-        && size[0].is_multiple_of(height)
-        && size[1].is_multiple_of(width)
-        && size[0] > 0
-        && size[1] > 0
-    {
-        return x.back(ops::upsample2d(&x.tensor, [size[0] / height, size[1] / width], mode)?);
+        return x.back(ops::upsample2d(&x.tensor, factors.map(|factor| factor as usize), mode)?);
     }
     let (mut image, mut to) = (x.tensor.clone(), to);
     if resize.one_pixel_at_zero {
