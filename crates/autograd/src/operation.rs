@@ -2,7 +2,7 @@
 
 use crate::DType;
 use crate::ops::{
-    Activation, BatchNormOptions, Conv3dOptions, ConvOptions, ConvTranspose3dOptions, ConvTransposeOptions,
+    BatchNormOptions, Conv3dOptions, ConvOptions, ConvTranspose3dOptions, ConvTransposeOptions,
     LayerNormOver, LocalResponse, Pointwise, PoolOptions, ResizeOptions, UpsampleMode,
 };
 
@@ -11,8 +11,6 @@ use crate::ops::{
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum Operation {
-    /// x: an activation of each element.
-    Activate(Activation),
     /// x: a function of each element.
     Pointwise(Pointwise),
     /// x, slopes: see [`crate::ops::prelu`].

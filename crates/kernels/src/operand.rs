@@ -159,6 +159,11 @@ impl<'a> SliceMut<'a> {
     /// Makes each element a function of its place and itself, or the nearest number of their type. For small operands, such as one
     /// number a channel.
     pub fn update(self, mut value: impl FnMut(usize, f64) -> f64) {
+        self.update_by(&mut value);
+    }
+
+    /// [`SliceMut::update`] for all functions.
+    fn update_by(self, value: &mut dyn FnMut(usize, f64) -> f64) {
         dispatch_stored!(self.dtype, T => {
             let elements = bytemuck::cast_slice_mut::<u8, T>(self.bytes).iter_mut().enumerate();
             elements.for_each(|(index, element)| *element = T::of(value(index, element.f64())));

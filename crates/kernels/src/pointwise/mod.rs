@@ -19,6 +19,13 @@ use crate::{Cpu, DType, Element, Result, Slice, SliceMut, dispatch};
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Pointwise {
+    /// max(0, x). Saves its output.
+    Relu,
+    /// x where it is positive, else slope * x: PyTorch's `leaky_relu`. Saves its output.
+    LeakyRelu {
+        /// Above 0 and finite, in the element type too.
+        slope: f64,
+    },
     /// 1 / (1 + e^-x). Saves its output.
     Sigmoid,
     /// The hyperbolic tangent. Saves its output.
@@ -113,6 +120,8 @@ impl Pointwise {
     pub fn name(self) -> &'static str {
         use Pointwise as P;
         match self {
+            P::Relu => "relu",
+            P::LeakyRelu { .. } => "leaky_relu",
             P::Sigmoid => "sigmoid",
             P::Tanh => "tanh",
             P::Silu => "silu",
@@ -141,6 +150,7 @@ impl Pointwise {
     pub fn saves(self) -> Saves {
         use Pointwise as P;
         match self {
+            P::Relu | P::LeakyRelu { .. } => Saves::Output,
             P::Sigmoid | P::Tanh | P::HardSigmoid { .. } | P::Clip { .. } | P::Softsign => Saves::Output,
             P::Elu { .. } | P::Selu | P::Celu { .. } | P::Exp | P::Sqrt | P::Reciprocal => Saves::Output,
             P::Silu | P::HardSwish | P::Gelu | P::GeluTanh | P::Mish => Saves::Input,
@@ -157,6 +167,9 @@ impl Pointwise {
         let finite = |value: f64| dtype.nearest(value).is_finite();
         let positive = |value: f64| finite(value) && dtype.nearest(value) > 0.0;
         let reason = match self {
+            Pointwise::LeakyRelu { slope } if !positive(slope) => {
+                format!("the slope must be above 0 and finite in {dtype}, not {slope}")
+            }
             Pointwise::HardSigmoid { alpha, .. } if !positive(alpha) => {
                 format!("alpha must be above 0 and finite in {dtype}, not {alpha}")
             }
@@ -189,6 +202,7 @@ impl Pointwise {
     /// The approximate cost of an element, in multiplications.
     fn cost(self) -> usize {
         match self {
+            Pointwise::Relu | Pointwise::LeakyRelu { .. } => 1,
             Pointwise::HardSwish | Pointwise::HardSigmoid { .. } | Pointwise::Clip { .. } => 1,
             Pointwise::Abs | Pointwise::Neg => 1,
             Pointwise::Softsign | Pointwise::Sqrt | Pointwise::Reciprocal => 2,
@@ -201,6 +215,8 @@ impl Pointwise {
 macro_rules! with_formula {
     ($function:expr, $T:ident, $formula:ident => $body:expr) => {
         with_formula!(@ $function, $formula, $body;
+            Relu => formulas::Relu;
+            LeakyRelu { slope } => formulas::LeakyRelu { slope: $T::of(slope) };
             Sigmoid => formulas::Sigmoid;
             Tanh => formulas::Tanh;
             Silu => formulas::Silu;

@@ -3,11 +3,11 @@
 use crate::common::{
     FORMATS, Number, cast, check_bits, check_refused, contiguous, cpus, extent, extent_of, laid_out,
 };
-use convoke_kernels::activation::{Activation, activate, activation_backward};
 use convoke_kernels::class_loss::{ClassLoss, class_loss, class_loss_backward};
 use convoke_kernels::elementwise::{add_bias, sum_by_channel};
 use convoke_kernels::gemm::{Matrix, MatrixMut, Update, gemm};
 use convoke_kernels::memory_format::Extent;
+use convoke_kernels::pointwise::{Pointwise, pointwise, pointwise_backward};
 use convoke_kernels::softmax::{log_softmax, log_softmax_backward};
 use convoke_kernels::value_loss::{ValueLoss, value_loss, value_loss_backward, value_loss_backward_targets};
 use convoke_kernels::{Cpu, MemoryFormat, Result};
@@ -84,9 +84,9 @@ fn linear_agrees_with_pytorch() {
 fn check_relu<T: Number>(failures: &mut Failures, golden: &Case, cpu: &Cpu) {
     let (x, dy): (Vec<T>, Vec<T>) = (values(golden, "x"), values(golden, "grad_output"));
     let [mut y, mut dx, mut dx_from_x] = [(); 3].map(|()| poisoned::<T>(x.len()));
-    activate(cpu, Activation::Relu, (&x).into(), (&mut y).into()).unwrap();
-    activation_backward(cpu, Activation::Relu, (&y).into(), (&dy).into(), (&mut dx).into()).unwrap();
-    activation_backward(cpu, Activation::Relu, (&x).into(), (&dy).into(), (&mut dx_from_x).into()).unwrap();
+    pointwise(cpu, Pointwise::Relu, (&x).into(), (&mut y).into()).unwrap();
+    pointwise_backward(cpu, Pointwise::Relu, (&y).into(), (&dy).into(), (&mut dx).into()).unwrap();
+    pointwise_backward(cpu, Pointwise::Relu, (&x).into(), (&dy).into(), (&mut dx_from_x).into()).unwrap();
     for (name, actual) in [("output", &y), ("grad_x", &dx), ("grad_x", &dx_from_x)] {
         let result = check_close_or_both_nan(actual, &golden.tensor_f64(name).1, Tolerance::EXACT);
         failures.check(format!("{} {name} {} {cpu:?}", golden.name, T::DTYPE), result);

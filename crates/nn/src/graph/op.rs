@@ -562,6 +562,8 @@ impl Op {
 
 fn pointwise_name(function: Pointwise) -> &'static str {
     match function {
+        Pointwise::Relu => "Relu",
+        Pointwise::LeakyRelu { .. } => "LeakyRelu",
         Pointwise::Sigmoid => "Sigmoid",
         Pointwise::Tanh => "Tanh",
         Pointwise::Silu => "Swish",

@@ -31,6 +31,7 @@ impl Lowering<'_> {
             }
             Pointwise::Gelu | Pointwise::GeluTanh if opset < 20 => return self.gelu(node, function),
             Pointwise::GeluTanh => plain.text("approximate", "tanh"),
+            Pointwise::LeakyRelu { slope } => plain.float("alpha", slope),
             Pointwise::HardSigmoid { alpha, beta } => plain.float("alpha", alpha).float("beta", beta),
             Pointwise::Elu { alpha } | Pointwise::Celu { alpha } => plain.float("alpha", alpha),
             Pointwise::Clip { min, max } => {
