@@ -305,7 +305,7 @@ mod tests {
     fn bytes_are_whole_and_aligned() {
         let numbers = [0.0f64; 3];
         let bytes: &[u8] = bytemuck::cast_slice(&numbers);
-        for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
+        for dtype in DType::ALL {
             let size = dtype.size();
             assert_eq!(Slice::new(dtype, bytes).unwrap().len(), 24 / size);
             assert_eq!(Slice::new(dtype, &bytes[1..1]).unwrap().len(), 0);
