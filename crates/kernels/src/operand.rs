@@ -260,6 +260,41 @@ impl std::fmt::Debug for SliceMut<'_> {
     }
 }
 
+/// Defines kernels that take operands. The body of each function is compiled for every type `T` that kernels compute in; who calls
+/// it passes [`Slice`] for `&[T]` and [`SliceMut`] for `&mut [T]`. Other arguments come first, then what is read, then what is
+/// written, with a `;` between them.
+macro_rules! kernels {
+    ($(
+        $(#[$attribute:meta])*
+        $vis:vis fn $name:ident<T>(
+            $($argument:ident: $type:ty),*;
+            $($input:ident: &[T]),*;
+            $($output:ident: &mut [T]),* $(,)?
+        ) -> $result:ty $body:block
+    )*) => {$(
+        $(#[$attribute])*
+        $vis fn $name(
+            $($argument: $type,)*
+            $($input: $crate::Slice<'_>,)*
+            $($output: $crate::SliceMut<'_>),*
+        ) -> $result {
+            fn typed<T: $crate::Element>(
+                $($argument: $type,)*
+                $($input: &[T],)*
+                $($output: &mut [T]),*
+            ) -> $result $body
+            let dtype = kernels!(@first $($input)* $($output)*).dtype();
+            $crate::dispatch!(stringify!($name), dtype, T => {
+                typed::<T>($($argument,)* $($input.of()?,)* $($output.of()?),*)
+            })
+        }
+    )*};
+    (@first $first:ident $($rest:ident)*) => {
+        $first
+    };
+}
+pub(crate) use kernels;
+
 fn expect<T: Stored>(dtype: DType) -> Result<()> {
     match dtype == T::DTYPE {
         true => Ok(()),

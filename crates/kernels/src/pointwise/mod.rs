@@ -12,8 +12,9 @@ use formulas::Formula;
 use crate::elementwise::{chunks, chunks_mut};
 use crate::error::{check_len, invalid};
 use crate::isa::multiversion;
+use crate::operand::kernels;
 use crate::profile::span;
-use crate::{Cpu, DType, Element, Result, Slice, SliceMut, dispatch};
+use crate::{Cpu, DType, Element, Result};
 
 /// A function of one number. Names, parameters and defaults are PyTorch's, except where noted.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -276,46 +277,12 @@ multiversion! {
     }
 }
 
-/// y = f(x) for every element.
-///
-/// # Errors
-/// If the lengths differ, or a parameter makes no sense ([`Pointwise::check`]).
-pub fn pointwise(cpu: &Cpu, function: Pointwise, x: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
-    dispatch!("pointwise", x.dtype(), T => typed::pointwise::<T>(cpu, function, x.of()?, y.of()?))
-}
-
-/// dx = dy f'(x) for every element. `saved` is what [`Pointwise::saves`] says; it is empty for [`Saves::Nothing`].
-///
-/// # Errors
-/// As [`pointwise`].
-pub fn pointwise_backward(
-    cpu: &Cpu,
-    function: Pointwise,
-    saved: Slice<'_>,
-    dy: Slice<'_>,
-    dx: SliceMut<'_>,
-) -> Result<()> {
-    dispatch!("pointwise backward", saved.dtype(), T => typed::pointwise_backward::<T>(cpu, function, saved.of()?, dy.of()?, dx.of()?))
-}
-
-/// As [`pointwise_backward`] of a function that saves something, in place: `g` holds dy before and dx after.
-///
-/// # Errors
-/// As [`pointwise`].
-pub fn pointwise_backward_in_place(
-    cpu: &Cpu,
-    function: Pointwise,
-    saved: Slice<'_>,
-    g: SliceMut<'_>,
-) -> Result<()> {
-    dispatch!("pointwise backward in place", saved.dtype(), T => typed::pointwise_backward_in_place::<T>(cpu, function, saved.of()?, g.of()?))
-}
-
-/// The functions of the outer module, for an element type that is known at compile time.
-pub(crate) mod typed {
-    use super::*;
-
-    pub(crate) fn pointwise<T: Element>(cpu: &Cpu, function: Pointwise, x: &[T], y: &mut [T]) -> Result<()> {
+kernels! {
+    /// y = f(x) for every element.
+    ///
+    /// # Errors
+    /// If the lengths differ, or a parameter makes no sense ([`Pointwise::check`]).
+    pub fn pointwise<T>(cpu: &Cpu, function: Pointwise; x: &[T]; y: &mut [T]) -> Result<()> {
         span!("pointwise", x, y);
         check_len(function.name(), "y", y.len(), x.len())?;
         function.check(T::DTYPE)?;
@@ -326,13 +293,11 @@ pub(crate) mod typed {
         Ok(())
     }
 
-    pub(crate) fn pointwise_backward<T: Element>(
-        cpu: &Cpu,
-        function: Pointwise,
-        saved: &[T],
-        dy: &[T],
-        dx: &mut [T],
-    ) -> Result<()> {
+    /// dx = dy f'(x) for every element. `saved` is what [`Pointwise::saves`] says; it is empty for [`Saves::Nothing`].
+    ///
+    /// # Errors
+    /// As [`pointwise`].
+    pub fn pointwise_backward<T>(cpu: &Cpu, function: Pointwise; saved: &[T], dy: &[T]; dx: &mut [T]) -> Result<()> {
         span!("pointwise backward", saved, dy, dx);
         let (operation, nothing) = (function.name(), function.saves() == Saves::Nothing);
         check_len(operation, "dx", dx.len(), dy.len())?;
@@ -347,12 +312,11 @@ pub(crate) mod typed {
         Ok(())
     }
 
-    pub(crate) fn pointwise_backward_in_place<T: Element>(
-        cpu: &Cpu,
-        function: Pointwise,
-        saved: &[T],
-        g: &mut [T],
-    ) -> Result<()> {
+    /// As [`pointwise_backward`] of a function that saves something, in place: `g` holds dy before and dx after.
+    ///
+    /// # Errors
+    /// As [`pointwise`].
+    pub fn pointwise_backward_in_place<T>(cpu: &Cpu, function: Pointwise; saved: &[T]; g: &mut [T]) -> Result<()> {
         span!("pointwise backward", saved, g, g);
         check_len(function.name(), "what forward saved", saved.len(), g.len())?;
         function.check(T::DTYPE)?;
