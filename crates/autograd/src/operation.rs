@@ -1,5 +1,7 @@
 //! What an operation computes, as data: for programs that translate a [`crate::Trace`].
 
+use serde::{Deserialize, Serialize};
+
 use crate::DType;
 use crate::ops::{
     BatchNormOptions, Conv3dOptions, ConvOptions, ConvTranspose3dOptions, ConvTransposeOptions,
@@ -14,15 +16,15 @@ pub enum Operation {
     /// x: a function of each element.
     Pointwise(Pointwise),
     /// x, slopes: see [`crate::ops::prelu`].
-    Prelu,
+    PRelu,
     /// a, b: arithmetic with broadcasting.
     Arithmetic(Arithmetic),
     /// x: times a number.
     Scale(f64),
     /// x: over some of the axes.
     Reduce {
-        /// What is computed.
-        kind: Reduce,
+        /// What is computed: one of the first five.
+        kind: ReduceKind,
         /// The axes that are taken together.
         axes: Vec<usize>,
         /// Whether these stay, with size 1.
@@ -139,26 +141,35 @@ pub enum Operation {
     Dropout(f64),
 }
 
-/// Arithmetic of two operands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// Arithmetic of two operands, with ONNX's names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs)]
 pub enum Arithmetic {
     Add,
-    Subtract,
-    Multiply,
-    Divide,
-    Power,
-    Larger,
-    Smaller,
+    Sub,
+    Mul,
+    Div,
+    Pow,
+    /// The larger of both.
+    Max,
+    /// The smaller of both.
+    Min,
 }
 
-/// What a reduction computes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// What a reduction computes, with ONNX's names. The last five consist of others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs)]
-pub enum Reduce {
+pub enum ReduceKind {
     Sum,
     Mean,
-    Product,
+    Prod,
     Max,
     Min,
+    /// The sum of absolute values.
+    L1,
+    /// The root of the sum of squares.
+    L2,
+    SumSquare,
+    LogSum,
+    LogSumExp,
 }

@@ -56,7 +56,7 @@ thread_local! {
 ///
 /// let x = Tensor::from_slice(&Device::cpu()?, &[2], &[1.0f32, -2.0])?;
 /// let (y, trace) = trace(|| x.relu()?.mul(&x));
-/// assert!(matches!(trace.calls[1].operation, Some(Operation::Arithmetic(Arithmetic::Multiply))));
+/// assert!(matches!(trace.calls[1].operation, Some(Operation::Arithmetic(Arithmetic::Mul))));
 /// assert_eq!(trace.calls[1].inputs, [Source::Call(0), Source::Outside(0)]);
 /// assert_eq!(trace.source(&y?), Some(Source::Call(1)));
 /// # Ok::<(), convoke_autograd::Error>(())

@@ -93,7 +93,7 @@ pub mod kernels {
 /// What a computation consists of, as data. [`nn::graph::record`] makes models of it.
 pub mod trace {
     #[doc(inline)]
-    pub use convoke_autograd::{Arithmetic, Call, Operation, Reduce, Source, Trace, note_dropout, trace};
+    pub use convoke_autograd::{Arithmetic, Call, Operation, ReduceKind, Source, Trace, note_dropout, trace};
 }
 
 /// Collectives between the ranks of a training run, on threads or (feature `mpi`) processes.

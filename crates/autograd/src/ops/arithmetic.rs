@@ -4,7 +4,7 @@ use convoke_kernels::elementwise;
 
 use super::broadcast::{Kind, arithmetic};
 use super::same_dtype;
-use crate::{Function, Needs, Operation, Reduce, Result, Tensor, apply};
+use crate::{Function, Needs, Operation, ReduceKind, Result, Tensor, apply};
 
 impl Tensor {
     /// The sum of two tensors, broadcast as in [`Tensor::sub`]. Of one shape, the sum has the format of the first.
@@ -26,7 +26,7 @@ impl Tensor {
     pub fn mul(&self, other: &Tensor) -> Result<Tensor> {
         match self.shape() == other.shape() {
             true => apply(Multiply, &[self, other]),
-            false => arithmetic(Kind::Multiply, self, other),
+            false => arithmetic(Kind::Mul, self, other),
         }
     }
 
@@ -43,7 +43,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::scale`].
     pub fn sum(&self) -> Result<Tensor> {
-        apply(Sum { kind: Reduce::Sum, divisor: 1.0, axes: self.shape().len() }, &[self])
+        apply(Sum { kind: ReduceKind::Sum, divisor: 1.0, axes: self.shape().len() }, &[self])
     }
 
     /// The mean of all elements, of shape `[]`; NaN if there are none.
@@ -52,7 +52,7 @@ impl Tensor {
     /// As [`Tensor::scale`].
     pub fn mean(&self) -> Result<Tensor> {
         let divisor = self.len() as f64;
-        apply(Sum { kind: Reduce::Mean, divisor, axes: self.shape().len() }, &[self])
+        apply(Sum { kind: ReduceKind::Mean, divisor, axes: self.shape().len() }, &[self])
     }
 }
 
@@ -103,7 +103,7 @@ impl Function for Multiply {
     }
 
     fn describe(&self) -> Option<Operation> {
-        Some(Operation::Arithmetic(Kind::Multiply))
+        Some(Operation::Arithmetic(Kind::Mul))
     }
 
     fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, Self::Saved)> {
@@ -148,7 +148,7 @@ impl Function for Scale {
 
 /// The sum of all elements, or their mean.
 struct Sum {
-    kind: Reduce,
+    kind: ReduceKind,
     divisor: f64,
     /// How many axes the input has.
     axes: usize,
@@ -159,7 +159,7 @@ impl Function for Sum {
     type Saved = (Vec<usize>, crate::MemoryFormat);
 
     fn name(&self) -> &'static str {
-        if self.kind == Reduce::Mean { "mean" } else { "sum" }
+        if self.kind == ReduceKind::Mean { "mean" } else { "sum" }
     }
 
     fn describe(&self) -> Option<Operation> {

@@ -17,7 +17,7 @@ impl Tensor {
     /// # Errors
     /// If the shapes do not broadcast or types differ.
     pub fn sub(&self, other: &Tensor) -> Result<Tensor> {
-        arithmetic(Kind::Subtract, self, other)
+        arithmetic(Kind::Sub, self, other)
     }
 
     /// The quotient of two tensors, broadcast as in [`Tensor::sub`].
@@ -25,7 +25,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::sub`].
     pub fn div(&self, other: &Tensor) -> Result<Tensor> {
-        arithmetic(Kind::Divide, self, other)
+        arithmetic(Kind::Div, self, other)
     }
 
     /// Each element to the power of the other's, broadcast as in [`Tensor::sub`].
@@ -33,7 +33,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::sub`].
     pub fn pow(&self, exponent: &Tensor) -> Result<Tensor> {
-        arithmetic(Kind::Power, self, exponent)
+        arithmetic(Kind::Pow, self, exponent)
     }
 
     /// The larger of two elements, NaN if either is, broadcast as in [`Tensor::sub`]. Equal elements get half of the gradient
@@ -42,7 +42,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::sub`].
     pub fn maximum(&self, other: &Tensor) -> Result<Tensor> {
-        arithmetic(Kind::Larger, self, other)
+        arithmetic(Kind::Max, self, other)
     }
 
     /// The smaller of two elements, otherwise as [`Tensor::maximum`].
@@ -50,7 +50,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::sub`].
     pub fn minimum(&self, other: &Tensor) -> Result<Tensor> {
-        arithmetic(Kind::Smaller, self, other)
+        arithmetic(Kind::Min, self, other)
     }
 
     /// Every element plus a number.
@@ -66,7 +66,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::add_scalar`].
     pub fn pow_scalar(&self, exponent: f64) -> Result<Tensor> {
-        apply(Binary { kind: Kind::Power, exponent: Some(exponent) }, &[self, &self.number(exponent)?])
+        apply(Binary { kind: Kind::Pow, exponent: Some(exponent) }, &[self, &self.number(exponent)?])
     }
 
     /// The larger of each element and a number, otherwise as [`Tensor::maximum`].
@@ -74,7 +74,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::add_scalar`].
     pub fn maximum_scalar(&self, number: f64) -> Result<Tensor> {
-        arithmetic(Kind::Larger, self, &self.number(number)?)
+        arithmetic(Kind::Max, self, &self.number(number)?)
     }
 
     /// The smaller of each element and a number, otherwise as [`Tensor::maximum`].
@@ -82,7 +82,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::add_scalar`].
     pub fn minimum_scalar(&self, number: f64) -> Result<Tensor> {
-        arithmetic(Kind::Smaller, self, &self.number(number)?)
+        arithmetic(Kind::Min, self, &self.number(number)?)
     }
 
     /// The elements repeated along axes of size 1, and along new ones before the first, so that the shape is `shape`. A size of 1
@@ -155,12 +155,12 @@ impl Function for Binary {
     fn name(&self) -> &'static str {
         match self.kind {
             Kind::Add => "add",
-            Kind::Subtract => "sub",
-            Kind::Multiply => "mul",
-            Kind::Divide => "div",
-            Kind::Power => "pow",
-            Kind::Larger => "maximum",
-            Kind::Smaller => "minimum",
+            Kind::Sub => "sub",
+            Kind::Mul => "mul",
+            Kind::Div => "div",
+            Kind::Pow => "pow",
+            Kind::Max => "maximum",
+            Kind::Min => "minimum",
         }
     }
 
@@ -178,21 +178,21 @@ impl Function for Binary {
         let format = whole.map_or(MemoryFormat::Contiguous, Tensor::format);
         let over = Over { operation, shape: &shape, format };
         let y = match self.kind {
-            Kind::Power if let Some(exponent) = self.exponent => over.map(Map::PowerOf(exponent), [a]),
+            Kind::Pow if let Some(exponent) = self.exponent => over.map(Map::PowerOf(exponent), [a]),
             Kind::Add => over.map(Map::Add, [a, b]),
-            Kind::Subtract => over.map(Map::Subtract, [a, b]),
-            Kind::Multiply => over.map(Map::Multiply, [a, b]),
-            Kind::Divide => over.map(Map::Divide, [a, b]),
-            Kind::Power => over.map(Map::Power, [a, b]),
-            Kind::Larger => over.map(Map::Larger, [a, b]),
-            Kind::Smaller => over.map(Map::Smaller, [a, b]),
+            Kind::Sub => over.map(Map::Subtract, [a, b]),
+            Kind::Mul => over.map(Map::Multiply, [a, b]),
+            Kind::Div => over.map(Map::Divide, [a, b]),
+            Kind::Pow => over.map(Map::Power, [a, b]),
+            Kind::Max => over.map(Map::Larger, [a, b]),
+            Kind::Min => over.map(Map::Smaller, [a, b]),
         }?;
         let [of_a, of_b] = match self.kind {
-            Kind::Add | Kind::Subtract => [false, false],
-            Kind::Multiply => [needs.input(1), needs.input(0)],
-            Kind::Divide => [needs.input(1), needs.any()],
-            Kind::Power if self.exponent.is_some() => [needs.input(0), false],
-            Kind::Power | Kind::Larger | Kind::Smaller => [needs.any(); 2],
+            Kind::Add | Kind::Sub => [false, false],
+            Kind::Mul => [needs.input(1), needs.input(0)],
+            Kind::Div => [needs.input(1), needs.any()],
+            Kind::Pow if self.exponent.is_some() => [needs.input(0), false],
+            Kind::Pow | Kind::Max | Kind::Min => [needs.any(); 2],
         };
         let likes = [Like::of(a), Like::of(b)];
         Ok((y, SavedBinary { a: of_a.then(|| a.detach()), b: of_b.then(|| b.detach()), likes }))
@@ -205,36 +205,35 @@ impl Function for Binary {
         let dy = &upstream;
         let over = Over { operation: self.name(), shape: dy.shape(), format: dy.format() };
         let da = || match self.kind {
-            Kind::Power if let Some(exponent) = self.exponent => {
+            Kind::Pow if let Some(exponent) = self.exponent => {
                 over.map(Map::PowerOfGradient(exponent), [dy, a()])?.laid_out(like_a.format)
             }
-            Kind::Add | Kind::Subtract => over.gradient(&like_a, Map::Value, [dy]),
-            Kind::Multiply => over.gradient(&like_a, Map::Multiply, [dy, b()]),
-            Kind::Divide => over.gradient(&like_a, Map::Divide, [dy, b()]),
-            Kind::Power => over.gradient(&like_a, Map::BaseGradient, [dy, a(), b()]),
-            Kind::Larger => over.gradient(&like_a, Map::LargerShare, [dy, a(), b()]),
-            Kind::Smaller => over.gradient(&like_a, Map::SmallerShare, [dy, a(), b()]),
+            Kind::Add | Kind::Sub => over.gradient(&like_a, Map::Value, [dy]),
+            Kind::Mul => over.gradient(&like_a, Map::Multiply, [dy, b()]),
+            Kind::Div => over.gradient(&like_a, Map::Divide, [dy, b()]),
+            Kind::Pow => over.gradient(&like_a, Map::BaseGradient, [dy, a(), b()]),
+            Kind::Max => over.gradient(&like_a, Map::LargerShare, [dy, a(), b()]),
+            Kind::Min => over.gradient(&like_a, Map::SmallerShare, [dy, a(), b()]),
         };
         let db = || match self.kind {
             Kind::Add => over.gradient(&like_b, Map::Value, [dy]),
-            Kind::Subtract => over.gradient(&like_b, Map::Scale(-1.0), [dy]),
-            Kind::Multiply => over.gradient(&like_b, Map::Multiply, [dy, a()]),
-            Kind::Divide => over.gradient(&like_b, Map::DivisorGradient, [dy, a(), b()]),
-            Kind::Power => over.gradient(&like_b, Map::ExponentGradient, [dy, a(), b()]),
-            Kind::Larger => over.gradient(&like_b, Map::LargerShare, [dy, b(), a()]),
-            Kind::Smaller => over.gradient(&like_b, Map::SmallerShare, [dy, b(), a()]),
+            Kind::Sub => over.gradient(&like_b, Map::Scale(-1.0), [dy]),
+            Kind::Mul => over.gradient(&like_b, Map::Multiply, [dy, a()]),
+            Kind::Div => over.gradient(&like_b, Map::DivisorGradient, [dy, a(), b()]),
+            Kind::Pow => over.gradient(&like_b, Map::ExponentGradient, [dy, a(), b()]),
+            Kind::Max => over.gradient(&like_b, Map::LargerShare, [dy, b(), a()]),
+            Kind::Min => over.gradient(&like_b, Map::SmallerShare, [dy, b(), a()]),
         };
         // A sum's gradient may be the upstream gradient itself.
         let same = |like: &Like| matches!(self.kind, Kind::Add) && like.shape == dy.shape();
-        let gradient = |input: usize, like: &Like, compute: &dyn Fn() -> Result<Tensor>| match needs
-            .input(input)
-        {
-            false => Ok(None),
-            true if same(like) || (input == 0 && self.kind == Kind::Subtract && like.shape == dy.shape()) => {
-                Ok(Some(dy.clone()))
-            }
-            true => compute().map(Some),
-        };
+        let gradient =
+            |input: usize, like: &Like, compute: &dyn Fn() -> Result<Tensor>| match needs.input(input) {
+                false => Ok(None),
+                true if same(like) || (input == 0 && self.kind == Kind::Sub && like.shape == dy.shape()) => {
+                    Ok(Some(dy.clone()))
+                }
+                true => compute().map(Some),
+            };
         Ok(vec![gradient(0, &like_a, &da)?, gradient(1, &like_b, &db)?])
     }
 }

@@ -47,7 +47,7 @@ impl Function for PreluOp {
     }
 
     fn describe(&self) -> Option<Operation> {
-        Some(Operation::Prelu)
+        Some(Operation::PRelu)
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> Result<(Tensor, [Tensor; 2])> {

@@ -5,8 +5,7 @@ use convoke_kernels::strided::{Fold, Map, Reduction};
 use super::broadcast::Over;
 use super::{checked_axes, contiguous_as};
 use crate::error::invalid;
-use crate::operation::Reduce as Kind;
-use crate::{Function, MemoryFormat, Needs, Operation, Result, Tensor, apply};
+use crate::{Function, MemoryFormat, Needs, Operation, ReduceKind, Result, Tensor, apply};
 
 impl Tensor {
     /// The sum over axes, which count from the last if negative; over all of them if `axes` is empty. `keep` leaves them in the
@@ -17,7 +16,7 @@ impl Tensor {
     /// # Errors
     /// If there is no such axis, or one is named twice.
     pub fn sum_dims(&self, axes: &[isize], keep: bool) -> Result<Tensor> {
-        reduce(Kind::Sum, self, axes, keep)
+        reduce((Fold::Sum, false), self, axes, keep)
     }
 
     /// The mean over axes, otherwise as [`Tensor::sum_dims`]; NaN of no elements.
@@ -25,7 +24,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::sum_dims`].
     pub fn mean_dims(&self, axes: &[isize], keep: bool) -> Result<Tensor> {
-        reduce(Kind::Mean, self, axes, keep)
+        reduce((Fold::Sum, true), self, axes, keep)
     }
 
     /// The product over axes, otherwise as [`Tensor::sum_dims`].
@@ -33,7 +32,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::sum_dims`].
     pub fn prod(&self, axes: &[isize], keep: bool) -> Result<Tensor> {
-        reduce(Kind::Product, self, axes, keep)
+        reduce((Fold::Product, false), self, axes, keep)
     }
 
     /// The largest element over axes, NaN if there is one, otherwise as [`Tensor::sum_dims`]. Equal largest elements share the
@@ -42,7 +41,7 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::sum_dims`]; if there are no elements to choose from.
     pub fn amax(&self, axes: &[isize], keep: bool) -> Result<Tensor> {
-        reduce(Kind::Max, self, axes, keep)
+        reduce((Fold::Max, false), self, axes, keep)
     }
 
     /// The smallest element over axes, otherwise as [`Tensor::amax`].
@@ -50,41 +49,40 @@ impl Tensor {
     /// # Errors
     /// As [`Tensor::amax`].
     pub fn amin(&self, axes: &[isize], keep: bool) -> Result<Tensor> {
-        reduce(Kind::Min, self, axes, keep)
+        reduce((Fold::Min, false), self, axes, keep)
     }
 }
 
-fn name(kind: Kind) -> &'static str {
-    match kind {
-        Kind::Sum => "sum_dims",
-        Kind::Mean => "mean_dims",
-        Kind::Product => "prod",
-        Kind::Max => "amax",
-        Kind::Min => "amin",
-    }
-}
-
-fn reduce(kind: Kind, x: &Tensor, axes: &[isize], keep: bool) -> Result<Tensor> {
-    let axes = checked_axes(name(kind), axes, x.shape())?;
+fn reduce((fold, mean): (Fold, bool), x: &Tensor, axes: &[isize], keep: bool) -> Result<Tensor> {
+    let name = match fold {
+        Fold::Sum if mean => "mean_dims",
+        Fold::Sum => "sum_dims",
+        Fold::Product => "prod",
+        Fold::Max => "amax",
+        Fold::Min => "amin",
+    };
+    let axes = checked_axes(name, axes, x.shape())?;
     let kept: Vec<bool> =
         (0..x.shape().len()).map(|axis| !axes.is_empty() && !axes.contains(&axis)).collect();
     let count: usize =
         x.shape().iter().zip(&kept).filter(|(_, kept)| !**kept).map(|(&size, _)| size).product();
-    if count == 0 && matches!(kind, Kind::Max | Kind::Min) {
+    if count == 0 && matches!(fold, Fold::Max | Fold::Min) {
         let reason = format!("the axes of {:?} that are taken together hold no elements", x.shape());
-        return Err(invalid(name(kind), reason));
+        return Err(invalid(name, reason));
     }
-    apply(Reduce { kind, kept, keep, count }, &[x])
+    let divisor = if mean { count as f64 } else { 1.0 };
+    apply(Reduce { name, reduction: Reduction { fold, divisor }, mean, kept, keep }, &[x])
 }
 
 struct Reduce {
-    kind: Kind,
+    name: &'static str,
+    reduction: Reduction,
+    /// Whether a sum is divided by the number of its elements.
+    mean: bool,
     /// Which axes stay.
     kept: Vec<bool>,
     /// Whether the others stay with size 1.
     keep: bool,
-    /// Elements that are taken together.
-    count: usize,
 }
 
 #[derive(Clone)]
@@ -121,28 +119,28 @@ impl Function for Reduce {
     type Saved = SavedReduce;
 
     fn name(&self) -> &'static str {
-        name(self.kind)
+        self.name
     }
 
     fn describe(&self) -> Option<Operation> {
         let axes = (0..self.kept.len()).filter(|&axis| !self.kept[axis]).collect();
-        Some(Operation::Reduce { kind: self.kind, axes, keep: self.keep })
+        let kind = match self.reduction.fold {
+            Fold::Sum if self.mean => ReduceKind::Mean,
+            Fold::Sum => ReduceKind::Sum,
+            Fold::Product => ReduceKind::Prod,
+            Fold::Max => ReduceKind::Max,
+            Fold::Min => ReduceKind::Min,
+        };
+        Some(Operation::Reduce { kind, axes, keep: self.keep })
     }
 
     fn forward(&self, inputs: &[&Tensor], needs: &Needs) -> Result<(Tensor, SavedReduce)> {
         let x = inputs[0];
         let over = Over { operation: self.name(), shape: x.shape(), format: x.format() };
-        let (fold, divisor) = match self.kind {
-            Kind::Sum => (Fold::Sum, 1.0),
-            Kind::Mean => (Fold::Sum, self.count as f64),
-            Kind::Product => (Fold::Product, 1.0),
-            Kind::Max => (Fold::Max, 1.0),
-            Kind::Min => (Fold::Min, 1.0),
-        };
-        let y = over.fold(&self.kept, Reduction { fold, divisor }, (Map::Value, [x]))?;
+        let y = over.fold(&self.kept, self.reduction, (Map::Value, [x]))?;
         let output = self.dropped(&y, &self.shapes(x.shape())[1])?;
-        let is_extreme = matches!(self.kind, Kind::Max | Kind::Min);
-        let reads_x = is_extreme || self.kind == Kind::Product;
+        let is_extreme = matches!(self.reduction.fold, Fold::Max | Fold::Min);
+        let reads_x = is_extreme || self.reduction.fold == Fold::Product;
         let saved = SavedReduce {
             x: (reads_x && needs.any()).then(|| x.detach()),
             extreme: (is_extreme && needs.any()).then_some(y),
@@ -163,16 +161,16 @@ impl Function for Reduce {
         let small = Over { shape: &ones, ..over };
         let x = || x.as_ref().expect("saved for this gradient");
         let sum = Reduction { fold: Fold::Sum, divisor: 1.0 };
-        let dx = match self.kind {
-            Kind::Sum => over.map(Map::Value, [&dy]),
-            Kind::Mean => over.map(Map::Scale(1.0 / self.count as f64), [&dy]),
-            Kind::Max | Kind::Min => {
+        let dx = match self.reduction.fold {
+            Fold::Sum if self.mean => over.map(Map::Scale(1.0 / self.reduction.divisor), [&dy]),
+            Fold::Sum => over.map(Map::Value, [&dy]),
+            Fold::Max | Fold::Min => {
                 let y = extreme.expect("saved for this gradient");
                 let equal = over.fold(&self.kept, sum, (Map::Equal, [x(), &y]))?;
                 let share = small.map(Map::Divide, [&dy, &equal])?;
                 over.map(Map::OfEqual, [x(), &y, &share])
             }
-            Kind::Product => {
+            Fold::Product => {
                 let product = Reduction { fold: Fold::Product, divisor: 1.0 };
                 // The product of the factors that are not 0, and how many are.
                 let product = over.fold(&self.kept, product, (Map::NonZero, [x()]))?;

@@ -5,7 +5,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use convoke::Device;
-use convoke::nn::graph::{Array, Definition, Dimension, Gemm, Graph, Input, Kind, Node, Op};
+use convoke::nn::graph::{
+    Along, Array, Definition, Dimension, Gemm, Graph, Input, Kind, Node, Op, Transpose,
+};
 use convoke::nn::modules::ConvBnMode;
 use convoke::nn::{Init, onnx};
 use tempfile::tempdir;
@@ -61,7 +63,7 @@ fn export_sets_the_height_and_width_of_images() {
         sizes(&to)
     };
     // Keras' images have their channels last.
-    let last = Op::Transpose { order: vec![0, 3, 1, 2] };
+    let last = Op::Transpose(Transpose { order: vec![0, 3, 1, 2] });
     let nodes: [(Op, &[&str]); 2] = [(last, &["x"]), (Op::Relu, &["y0"])];
     for sizes in [[0, 0, 0, 3], [0, 8, 8, 3]] {
         file(&from, &sizes, &nodes);
@@ -82,7 +84,7 @@ fn export_refuses_a_size_that_does_not_fit() {
     let weight = Array::floats([0.5; 2 * 48]).reshaped(&[48, 2]).unwrap();
     let nodes: [(Op, &[&str]); 3] = [
         (Op::Constant(weight), &[]),
-        (Op::Flatten { axis: 1 }, &["x"]),
+        (Op::Flatten(Along { axis: 1 }), &["x"]),
         (Op::Gemm(Gemm::default()), &["y1", "y0"]),
     ];
     file(&from, &[0, 3, 4, 4], &nodes);

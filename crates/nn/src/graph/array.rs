@@ -70,10 +70,11 @@ impl Data {
 }
 
 /// What the elements of an [`Array`] are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Kind {
     /// Single precision.
+    #[default]
     F32,
     /// Double precision.
     F64,

@@ -7,8 +7,8 @@ use convoke_autograd::ops::Pointwise;
 
 use super::network::{invalid, quoted};
 use super::{
-    Arithmetic, Array, BatchNormOp, Conv, ConvTranspose, Definition, Dimension, Gemm, Initial, Input, Kind,
-    Node, Op, Pads, Pool, Stored,
+    Along, Arithmetic, Array, BatchNormOp, Conv, ConvTranspose, Definition, Dimension, Gemm, Initial, Input,
+    Kind, Node, Op, Pads, Pool, Shape, StochasticDepth, Stored,
 };
 
 /// Makes a [`Definition`], a node at a time. Images are N x C x H x W, and features N x F.
@@ -187,13 +187,6 @@ impl PoolSpec {
     }
 }
 
-impl Default for BatchNormOp {
-    /// PyTorch's.
-    fn default() -> BatchNormOp {
-        BatchNormOp { eps: 1e-5, momentum: 0.9, frozen: false }
-    }
-}
-
 /// The parameters of a layer.
 struct Layer {
     weight: Initial,
@@ -330,7 +323,7 @@ impl Builder {
         let inputs = vec![x.name.clone()];
         self.node(
             "flatten",
-            (Op::Flatten { axis: 1 }, inputs),
+            (Op::Flatten(Along { axis: 1 }), inputs),
             (x.channels.saturating_mul(pixels), Some([1, 1])),
         )
     }
@@ -344,7 +337,7 @@ impl Builder {
     /// Drops this share of samples where the model trains.
     pub fn stochastic_depth(&mut self, x: &Value, name: &str, share: f64) -> Value {
         let inputs = vec![x.name.clone()];
-        self.node(name, (Op::StochasticDepth { share }, inputs), (x.channels, x.pixels))
+        self.node(name, (Op::StochasticDepth(StochasticDepth { share }), inputs), (x.channels, x.pixels))
     }
 
     /// The channels of all.
@@ -352,7 +345,7 @@ impl Builder {
         let channels = parts.iter().fold(0, |sum: usize, part| sum.saturating_add(part.channels));
         let inputs = parts.iter().map(|part| part.name.clone()).collect();
         let pixels = parts.first().and_then(|part| part.pixels);
-        self.node("concat", (Op::Concat { axis: 1 }, inputs), (channels, pixels))
+        self.node("concat", (Op::Concat(Along { axis: 1 }), inputs), (channels, pixels))
     }
 
     /// Zeros around images, so that they become as high and wide as others; an odd row or column comes last.
@@ -365,7 +358,7 @@ impl Builder {
             let inputs = inputs.iter().map(|&input| input.to_owned()).collect();
             self.node(&name, (op, inputs), (0, None)).name
         };
-        let size = Op::Shape { start: 2, end: Some(4) };
+        let size = Op::Shape(Shape { start: 2, end: Some(4) });
         let wanted = step("wanted", size.clone(), &[&like.name]);
         let own = step("own", size, &[&x.name]);
         let sum = step("sum", Op::Arithmetic(Arithmetic::Sub), &[&wanted, &own]);
@@ -373,7 +366,7 @@ impl Builder {
         let none = step("none", Op::Constant(Array::integers([0, 0])), &[]);
         let before = step("before", Op::Arithmetic(Arithmetic::Div), &[&sum, &two]);
         let after = step("after", Op::Arithmetic(Arithmetic::Sub), &[&sum, &before]);
-        let pads = step("pads", Op::Concat { axis: 0 }, &[&none, &before, &none, &after]);
+        let pads = step("pads", Op::Concat(Along { axis: 0 }), &[&none, &before, &none, &after]);
         let op = Op::Pad(super::PadKind::Constant);
         self.node(&name, (op, vec![x.name.clone(), pads]), (x.channels, like.pixels))
     }

@@ -105,15 +105,19 @@ impl Graph {
                     Some(Some(PlanOperand::Slot(slot))) => len(&shapes[*slot]),
                     _ => 0,
                 };
-                let flops = match &node.op {
-                    Op::Conv(_) if !weight.is_empty() => 2 * elements * len(&weight[1..]) as u64,
+                let flops = if matches!(node.op, Op::Conv(_)) && !weight.is_empty() {
+                    2 * elements * len(&weight[1..]) as u64
+                } else if matches!(node.op, Op::ConvTranspose(_)) && !weight.is_empty() {
                     // Each input element meets the kernels of all channels of its group.
-                    Op::ConvTranspose(_) if !weight.is_empty() => 2 * input as u64 * len(&weight[1..]) as u64,
-                    Op::Gemm(gemm) if weight.len() == 2 => {
-                        2 * elements * weight[usize::from(gemm.trans_b)] as u64
-                    }
-                    Op::MatMul if weight.len() >= 2 => 2 * elements * weight[weight.len() - 2] as u64,
-                    _ => 0,
+                    2 * input as u64 * len(&weight[1..]) as u64
+                } else if let Op::Gemm(gemm) = &node.op
+                    && weight.len() == 2
+                {
+                    2 * elements * weight[usize::from(gemm.trans_b)] as u64
+                } else if matches!(node.op, Op::MatMul) && weight.len() >= 2 {
+                    2 * elements * weight[weight.len() - 2] as u64
+                } else {
+                    0
                 };
                 let parameters = weights.iter().map(|shape| len(shape)).sum();
                 StepDescription {

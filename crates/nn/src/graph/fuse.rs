@@ -10,9 +10,9 @@ use convoke_autograd::ops::{Activation, ConvBnBlock, ConvOptions, Pointwise, Poo
 use convoke_autograd::{DType, Result as TensorResult, Tensor};
 
 use super::network::{FusibleConv, Layer, Network, Norm};
+use super::ops::{clipped, pads_fit};
 use super::plan::{Plan, PlanOperand, Step};
-use super::run::{clipped, pads_fit};
-use super::{Arithmetic, Op};
+use super::{Arithmetic, LeakyRelu, Op};
 use crate::modules::{ConvBnMode, ConvLayer, FusedBlock, Layers};
 
 /// What a step runs.
@@ -262,14 +262,22 @@ impl<'a> Fusion<'a> {
     fn activation(&self, index: usize) -> Option<(usize, Activation)> {
         let slot = self.output(index)?;
         let (reader, step) = self.only_reader(slot)?;
-        let activation = match (&step.action, self.op(step)) {
-            (&Action::Function(function), _) | (_, &Op::Pointwise(function)) => Activation::of(function)?,
-            (_, Op::Relu) => Activation::Relu,
-            (_, &Op::LeakyRelu { alpha }) if alpha > 1e-30 && alpha.is_finite() => {
-                Activation::LeakyRelu { slope: alpha }
-            }
-            (_, Op::Clip) => clip(step)?,
-            _ => return None,
+        let op = self.op(step);
+        let activation = if let &Action::Function(function) = &step.action {
+            Activation::of(function)?
+        } else if let &Op::Pointwise(function) = op {
+            Activation::of(function)?
+        } else if matches!(op, Op::Relu) {
+            Activation::Relu
+        } else if let &Op::LeakyRelu(LeakyRelu { alpha: slope }) = op
+            && slope > 1e-30
+            && slope.is_finite()
+        {
+            Activation::LeakyRelu { slope }
+        } else if matches!(op, Op::Clip) {
+            clip(step)?
+        } else {
+            return None;
         };
         Self::reads_first(step, slot).then_some((reader, activation))
     }
@@ -278,9 +286,10 @@ impl<'a> Fusion<'a> {
     /// ONNX write them.
     fn swish(&mut self, index: usize) -> Option<()> {
         let step = self.steps[index].as_ref()?;
-        let function = match *self.op(step) {
-            Op::Pointwise(Pointwise::Sigmoid) => Pointwise::Silu,
-            Op::Pointwise(Pointwise::HardSigmoid { alpha, beta }) if beta == 0.5 && self.is_sixth(alpha) => {
+        let Op::Pointwise(gate) = *self.op(step) else { return None };
+        let function = match gate {
+            Pointwise::Sigmoid => Pointwise::Silu,
+            Pointwise::HardSigmoid { alpha, beta } if beta == 0.5 && self.is_sixth(alpha) => {
                 Pointwise::HardSwish
             }
             _ => return None,

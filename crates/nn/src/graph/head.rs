@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{Array, Definition, Initial, Node, Op, Reduce, ReduceKind};
+use super::{Arithmetic, Array, Definition, Initial, Node, Op, Reduce, ReduceKind, Transpose};
 
 /// How a model ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -22,27 +22,22 @@ impl Definition {
 
     /// The array that a value is, possibly of another kind, if no node computes it.
     fn constant<'a>(&'a self, mut value: &'a str) -> Option<&'a Array> {
-        while let Some(Node { op: Op::Identity | Op::Cast(_) | Op::CastLike, inputs, .. }) =
-            self.maker(value).map(|index| &self.nodes[index])
+        while let Some(node) =
+            self.maker(value).map(|index| &self.nodes[index]).filter(|node| node.op.is_cast())
         {
-            value = inputs.first()?;
+            value = node.inputs.first()?;
         }
         if let Some(stored) = self.stored.iter().find(|stored| stored.name == value) {
             return stored.values.array().map(|array| &**array);
         }
-        match &self.nodes[self.maker(value)?] {
-            Node { op: Op::Constant(array), .. } => Some(array),
-            _ => None,
-        }
+        if let Op::Constant(array) = &self.nodes[self.maker(value)?].op { Some(array) } else { None }
     }
 
     /// The value of which a value is the transposed matrix. Exporters write linear layers without bias so.
     fn transposed_matrix(&self, value: &str) -> Option<&String> {
         let node = &self.nodes[self.maker(value).filter(|_| self.readers(value) == 1)?];
-        match &node.op {
-            Op::Transpose { order } if order.is_empty() || order[..] == [1, 0] => node.inputs.first(),
-            _ => None,
-        }
+        let Op::Transpose(Transpose { order }) = &node.op else { return None };
+        node.inputs.first().filter(|_| order.is_empty() || order[..] == [1, 0])
     }
 
     /// Nodes, the last of which gives these sizes with another number of classes. There are none where the sizes do not end with it.
@@ -64,7 +59,7 @@ impl Definition {
             return vec![node(op, Vec::new(), list)];
         }
         // PyTorch's newer exporter joins the size of the batch and the number of classes.
-        let Some(Node { op: op @ Op::Concat { .. }, inputs, .. }) =
+        let Some(Node { op: op @ Op::Concat(_), inputs, .. }) =
             self.maker(sizes).map(|index| &self.nodes[index])
         else {
             return Vec::new();
@@ -104,15 +99,17 @@ impl Definition {
     pub(crate) fn without_final_softmax(&mut self) -> Ending {
         let mut value = self.outputs[0].clone();
         while let Some(node) = self.maker(&value).map(|index| &self.nodes[index]) {
-            match node.op {
-                Op::Softmax { .. } => {
-                    self.outputs[0].clone_from(&node.inputs[0]);
-                    return Ending::Logits;
-                }
-                Op::LogSoftmax { .. } => return Ending::LogProbabilities,
-                Op::Identity | Op::Cast(_) | Op::CastLike => value.clone_from(&node.inputs[0]),
-                _ => return Ending::Logits,
+            if matches!(node.op, Op::Softmax(_)) {
+                self.outputs[0].clone_from(&node.inputs[0]);
+                return Ending::Logits;
             }
+            if matches!(node.op, Op::LogSoftmax(_)) {
+                return Ending::LogProbabilities;
+            }
+            if !node.op.is_cast() {
+                return Ending::Logits;
+            }
+            value.clone_from(&node.inputs[0]);
         }
         Ending::Logits
     }
@@ -134,12 +131,24 @@ impl Definition {
             0,
             Node {
                 name: String::new(),
-                op: Op::Transpose { order: vec![0, 2, 3, 1] },
+                op: Op::Transpose(Transpose { order: vec![0, 2, 3, 1] }),
                 inputs: vec![name],
                 outputs: vec![own],
             },
         );
         Some(image)
+    }
+
+    /// Whether an output has as many classes as the input.
+    fn keeps_classes(&self, op: &Op, inputs: &[String]) -> bool {
+        let constant = |place: usize| inputs.get(place).and_then(|name| self.constant(name));
+        // The mean of two heads.
+        matches!(op, Op::Arithmetic(Arithmetic::Mul | Arithmetic::Div)) && constant(1).is_some_and(|x| x.len() == 1)
+            // The channels of a resize follow those of its input, unless sizes say how many there are.
+            || matches!(op, Op::Resize(_)) && constant(3).is_none()
+            || matches!(op, Op::Reduce(Reduce { kind: ReduceKind::Mean, .. }) | Op::GlobalAveragePool | Op::Relu)
+            || matches!(op, Op::Reshape(_) | Op::Flatten(_) | Op::Squeeze | Op::Softmax(_) | Op::LogSoftmax(_))
+            || op.is_cast()
     }
 
     /// Replaces the model's last layer, which has `classes[0]` outputs, by a new one with `classes[1]`; each of several whose sum is
@@ -152,55 +161,37 @@ impl Definition {
         while let Some((value, bias_of_add)) = open.pop() {
             let Some(index) = self.maker(&value) else { return false };
             let Node { op, inputs, .. } = &self.nodes[index];
-            let (axis, weight, bias) = match op {
-                Op::Gemm(gemm) if !gemm.trans_a => (usize::from(!gemm.trans_b), 1, inputs.get(2)),
-                Op::Conv(conv) if conv.group == 1 => (0, 1, inputs.get(2)),
-                Op::MatMul => (1, 1, None),
-                Op::Arithmetic(super::Arithmetic::Add) if inputs.len() == 2 => {
-                    if let Some(side) = inputs.iter().position(|name| self.stores(name)) {
-                        open.push((inputs[1 - side].clone(), Some(inputs[side].clone())));
-                    } else if bias_of_add.is_none() && inputs.iter().all(|name| self.readers(name) == 1) {
-                        open.extend(inputs.iter().map(|name| (name.clone(), None)));
-                    } else {
-                        return false;
-                    }
-                    continue;
+            if matches!(op, Op::Arithmetic(Arithmetic::Add)) && inputs.len() == 2 {
+                if let Some(side) = inputs.iter().position(|name| self.stores(name)) {
+                    open.push((inputs[1 - side].clone(), Some(inputs[side].clone())));
+                } else if bias_of_add.is_none() && inputs.iter().all(|name| self.readers(name) == 1) {
+                    open.extend(inputs.iter().map(|name| (name.clone(), None)));
+                } else {
+                    return false;
                 }
-                // The mean of two heads.
-                Op::Arithmetic(super::Arithmetic::Mul | super::Arithmetic::Div)
-                    if inputs
-                        .get(1)
-                        .is_some_and(|number| self.constant(number).is_some_and(|x| x.len() == 1)) =>
-                {
-                    open.push((inputs[0].clone(), bias_of_add));
-                    continue;
+                continue;
+            }
+            if self.keeps_classes(op, inputs) {
+                if let (Op::Reshape(_), Some(sizes)) = (op, inputs.get(1)) {
+                    reshapes.push((index, self.with_classes(sizes, classes)));
                 }
-                // The channels of a resize follow those of its input, unless sizes say how many there are.
-                Op::Resize(_) if inputs.get(3).is_none_or(|sizes| self.constant(sizes).is_none()) => {
-                    open.push((inputs[0].clone(), bias_of_add));
-                    continue;
-                }
-                Op::Reshape { .. } => {
-                    reshapes.extend(inputs.get(1).map(|sizes| (index, self.with_classes(sizes, classes))));
-                    open.push((inputs[0].clone(), bias_of_add));
-                    continue;
-                }
-                Op::Identity
-                | Op::Cast(_)
-                | Op::CastLike
-                | Op::Flatten { .. }
-                | Op::Squeeze
-                | Op::Softmax { .. }
-                | Op::LogSoftmax { .. }
-                | Op::GlobalAveragePool
-                | Op::Reduce(Reduce { kind: ReduceKind::Mean, .. })
-                | Op::Relu => {
-                    open.push((inputs[0].clone(), bias_of_add));
-                    continue;
-                }
-                _ => return false,
+                open.push((inputs[0].clone(), bias_of_add));
+                continue;
+            }
+            let (axis, bias) = if let Op::Gemm(gemm) = op
+                && !gemm.trans_a
+            {
+                (usize::from(!gemm.trans_b), inputs.get(2))
+            } else if let Op::Conv(conv) = op
+                && conv.group == 1
+            {
+                (0, inputs.get(2))
+            } else if matches!(op, Op::MatMul) {
+                (1, None)
+            } else {
+                return false;
             };
-            let Some(weight) = inputs.get(weight) else { return false };
+            let Some(weight) = inputs.get(1) else { return false };
             let (axis, weight) = match self.transposed_matrix(weight) {
                 Some(matrix) if !matches!(op, Op::Conv(_)) => (1 - axis, matrix.clone()),
                 _ => (axis, weight.clone()),

@@ -5,15 +5,14 @@ mod builder;
 mod describe;
 mod fuse;
 mod head;
-mod host;
 mod initial;
 mod input;
+mod known;
 mod module;
 mod network;
-mod op;
+pub(crate) mod ops;
 mod order;
 mod plan;
-mod ranking;
 mod record;
 mod rewrite;
 mod roles;
@@ -21,15 +20,13 @@ mod run;
 
 pub use array::{Array, Data, Kind};
 pub use builder::{Bias, Builder, ConvSpec, PoolSpec, Scheme, Value, Weights};
+pub use convoke_autograd::{Arithmetic, ReduceKind};
 pub use describe::{Description, StepDescription};
 pub(crate) use head::Ending;
 pub use initial::Initial;
 pub use input::{Dimension, Input};
 pub use module::Graph;
-pub use op::{
-    ArgMax, Arithmetic, Aspect, BatchNormOp, Compare, Conv, ConvTranspose, CumSum, Elementwise, Gemm,
-    Interpolation, Op, PadKind, Pads, Pool, Reduce, ReduceKind, Resize,
-};
+pub use ops::*;
 pub(crate) use order::{Disorder, in_order};
 pub use record::{record, record_all};
 

@@ -12,7 +12,7 @@ use super::network::{
 };
 use super::plan::{Plan, PlanOperand, Request, Step, refused};
 use super::roles::{Role, origin, roles};
-use super::run::{self, Inputs, Place, Value};
+use super::run::{Inputs, Place, Value};
 use super::{BatchNormOp, Definition, Dimension, Initial, Input, Op};
 use crate::modules::{
     ANY, BatchNorm, BatchNormConfig, ConvBnMode, Dropout, NormParts, StochasticDepth, push_affine,
@@ -141,17 +141,17 @@ impl Graph {
         let depends = self.depends_on_input();
         for index in 0..self.network.nodes.len() {
             let node = &self.network.nodes[index];
-            let layer = match &node.op {
-                // A batch norm of weights (weight standardization) has no running statistics that matter.
-                Op::BatchNorm(op) if node.inputs.first().copied().flatten().is_some_and(|x| depends[x]) => {
-                    Some(Layer::Norm(Arc::new(self.norm(node, *op, &makers)?)))
-                }
-                Op::Dropout | Op::StochasticDepth { .. } => {
-                    Some(Layer::Dropout(Arc::new(self.dropout(node, init, &makers)?)))
-                }
-                _ => None,
+            // A batch norm of weights (weight standardization) has no running statistics that matter.
+            let layer = if let Op::BatchNorm(op) = &node.op
+                && node.inputs.first().copied().flatten().is_some_and(|x| depends[x])
+            {
+                Layer::Norm(Arc::new(self.norm(node, *op, &makers)?))
+            } else if matches!(node.op, Op::Dropout | Op::StochasticDepth(_)) {
+                Layer::Dropout(Arc::new(self.dropout(node, init, &makers)?))
+            } else {
+                continue;
             };
-            self.network.nodes[index].layer = layer;
+            self.network.nodes[index].layer = Some(layer);
         }
         let mut known = HashSet::new();
         for index in 0..self.network.nodes.len() {
@@ -254,7 +254,7 @@ impl Graph {
 
     fn dropout(&self, node: &NetworkNode, init: &Init, makers: &[Option<usize>]) -> Result<NamedDropout> {
         let layer = match (&node.op, node.inputs.get(1).copied().flatten()) {
-            (&Op::StochasticDepth { share }, _) => StochasticDepth::new(init, share).map(boxed),
+            (Op::StochasticDepth(depth), _) => StochasticDepth::new(init, depth.share).map(boxed),
             (_, None) => Dropout::new(init, 0.5).map(boxed),
             (_, Some(value)) => {
                 let stored = origin(&self.network, makers, value)
@@ -428,8 +428,8 @@ impl Graph {
                         }
                     })
                     .collect::<Result<Vec<_>>>()?;
-                let operands = Inputs::new(&values, &plan.place);
-                run::run(&node.op, &operands, step.outputs.len()).map_err(|refusal| refused(node, refusal))?
+                let operands = Inputs::new(&values, &plan.place, step.outputs.len());
+                node.op.run(&operands).map_err(|refusal| refused(node, refusal))?
             }
             Action::Norm(norm, activation) => {
                 let y = norm.layer.forward_with(&input(0)?, *activation).map_err(in_node)?;

@@ -9,8 +9,10 @@ use convoke_autograd::{DType, Device, Error, Result, Tensor, no_grad};
 
 use super::fuse::Action;
 use super::network::{Layer, Network, NetworkNode, invalid};
-use super::run::{self, Inputs, Place, Refusal, Value};
-use super::{Arithmetic, Array, Kind, Op, host};
+use super::ops::Use;
+use super::ops::writing::{About, Operands};
+use super::run::{Inputs, Place, Refusal, Value};
+use super::{Array, Kind, Op, known};
 
 /// The steps for one size of the input.
 pub(super) struct Plan {
@@ -95,7 +97,7 @@ struct Planning<'a> {
     steps: Vec<Step>,
     shapes: Vec<Vec<usize>>,
     /// What may still be computed of known values.
-    budget: host::Budget,
+    budget: known::Budget,
 }
 
 impl<'a> Planning<'a> {
@@ -125,7 +127,7 @@ impl<'a> Planning<'a> {
         let mut readers: Vec<usize> = network.readers().iter().map(Vec::len).collect();
         network.outputs.iter().for_each(|&value| readers[value] += 1);
         let stored = network.stored.iter().map(|stored| stored.values.shape().iter().product::<usize>());
-        let budget = host::Budget::of(stored.sum());
+        let budget = known::Budget::of(stored.sum());
         Ok(Planning { request, dry, values, readers, steps: Vec::new(), shapes, budget })
     }
 
@@ -167,7 +169,8 @@ impl<'a> Planning<'a> {
         let used =
             node.outputs.iter().rposition(|output| output.is_some_and(|value| self.readers[value] > 0));
         let Some(used) = used else { return Ok(()) };
-        let outputs = if matches!(node.op, Op::Split { .. }) { node.outputs.len() } else { used + 1 };
+        // Without sizes, a split has as many parts as it has outputs.
+        let outputs = if matches!(node.op, Op::Split(_)) { node.outputs.len() } else { used + 1 };
 
         // What follows from known values is known.
         let known: Option<Vec<Option<&Array>>> = inputs
@@ -179,7 +182,7 @@ impl<'a> Planning<'a> {
             })
             .collect();
         if let Some(known) = known
-            && let Some(result) = host::evaluate(&node.op, &known, outputs, &mut self.budget)
+            && let Some(result) = known::evaluate(&node.op, &known, outputs, &mut self.budget)
         {
             let arrays = result.map_err(|reason| refused(node, Refusal::Node(reason)))?;
             for (output, array) in node.outputs.iter().zip(arrays) {
@@ -192,13 +195,14 @@ impl<'a> Planning<'a> {
 
         let values: Vec<Option<Value>> =
             inputs.iter().map(|bound| bound.as_ref().map(|bound| bound.value.clone())).collect();
-        let operands = Inputs::new(&values, &self.dry);
-        let whole = whole_outputs(&node.op, &inputs).map_err(|refusal| refused(node, refusal))?;
+        let operands = Inputs::new(&values, &self.dry, outputs);
+        let whole = inputs.iter().flatten().any(|bound| bound.whole);
+        check_whole(&node.op, &inputs).map_err(|refusal| refused(node, refusal))?;
         let results = match (&node.layer, values.first()) {
-            (_, Some(Some(x))) if matches!(node.op, Op::Cast(Kind::I64)) && whole[0] => vec![x.clone()],
+            (_, Some(Some(x))) if whole && matches!(node.op, Op::Cast(Kind::I64)) => vec![x.clone()],
             // Whether a batch norm has enough values for statistics depends on whether the model trains.
             (Some(Layer::Norm(_)), Some(Some(x))) => vec![x.clone()],
-            _ => run::run(&node.op, &operands, outputs).map_err(|refusal| refused(node, refusal))?,
+            _ => node.op.run(&operands).map_err(|refusal| refused(node, refusal))?,
         };
         let mut sources = Vec::with_capacity(inputs.len());
         for (place, bound) in inputs.iter().enumerate() {
@@ -223,7 +227,8 @@ impl<'a> Planning<'a> {
                     PlanOperand::Slot(self.shapes.len() - 1)
                 }),
             };
-            let whole = whole[usize::from(place > 0)];
+            let whole =
+                matches!(result, Value::Tensor(_)) && gives_whole(&node.op, inputs.len(), (place, whole));
             self.values[value] = Some(Bound { value: result, source, whole });
         }
         if slots.iter().any(Option::is_some) {
@@ -237,38 +242,34 @@ impl<'a> Planning<'a> {
     fn same(&self, node: &NetworkNode, inputs: &[Option<Bound>], output: &Tensor) -> Option<PlanOperand> {
         let first = inputs.first()?.as_ref()?;
         let Value::Tensor(input) = &first.value else { return None };
-        if input.shape() != output.shape() {
-            return None;
-        }
-        let moves_nothing = match &node.op {
-            Op::Identity | Op::Cast(_) | Op::CastLike => true,
-            Op::Expand | Op::Reshape { .. } | Op::Flatten { .. } | Op::Squeeze | Op::Unsqueeze => true,
-            // Slices, pads and tiles give their input itself if they change nothing.
-            Op::Slice | Op::Pad(_) | Op::Tile => !input.is_empty() && input.address() == output.address(),
-            _ => false,
+        let same = match node.op.uses(0) {
+            Use::Same => input.shape() == output.shape(),
+            // Slices, for example, give their input itself if they change nothing.
+            Use::Moved => input.is_same(output),
+            Use::Weight | Use::Affine | Use::Statistic | Use::Mapped | Use::Number | Use::Other => false,
         };
-        moves_nothing.then(|| first.source.clone())
+        same.then(|| first.source.clone())
     }
 }
 
-/// Whether the first output and those after it are tensors of whole numbers. Operations that would compute something else with whole
-/// numbers than with others, such as division, are refused.
-fn whole_outputs(op: &Op, inputs: &[Option<Bound>]) -> std::result::Result<[bool; 2], Refusal> {
-    let is_whole = inputs.iter().flatten().any(|bound| bound.whole);
-    match op {
-        Op::ArgMax(_) => Ok([true; 2]),
-        Op::TopK { .. } => Ok([is_whole, true]),
-        _ if !is_whole => Ok([false; 2]),
-        Op::Identity | Op::Reshape { .. } | Op::Flatten { .. } | Op::Squeeze | Op::Unsqueeze => Ok([true; 2]),
-        Op::Transpose { .. } | Op::Expand | Op::Tile | Op::Slice | Op::Split { .. } => Ok([true; 2]),
-        Op::Concat { .. } | Op::Where | Op::Gather { .. } | Op::Cast(Kind::I64) => Ok([true; 2]),
-        Op::Arithmetic(Arithmetic::Add | Arithmetic::Sub | Arithmetic::Mul) => Ok([true; 2]),
-        Op::Arithmetic(Arithmetic::Max | Arithmetic::Min) => Ok([true; 2]),
-        Op::Cast(_) | Op::Compare(_) | Op::Shape { .. } | Op::Size => Ok([false; 2]),
-        _ => Err(Refusal::Node(
+/// Refuses operations that would compute something else with tensors of whole numbers than with others, such as division.
+fn check_whole(op: &Op, inputs: &[Option<Bound>]) -> std::result::Result<(), Refusal> {
+    let takes = |(place, bound): (usize, &Option<Bound>)| {
+        bound.as_ref().is_none_or(|bound| !bound.whole) || op.uses(place).takes_whole()
+    };
+    match inputs.iter().enumerate().all(takes) {
+        true => Ok(()),
+        false => Err(Refusal::Node(
             "it computes with whole numbers that follow from the values of the model's input".into(),
         )),
     }
+}
+
+/// Whether an output is of whole numbers, of inputs that are or are not.
+fn gives_whole(op: &Op, count: usize, (output, whole): (usize, bool)) -> bool {
+    let kind = if whole { Kind::I64 } else { Kind::F32 };
+    let inputs = vec![Some(About { kind, ..About::default() }); count];
+    op.gives(&Operands { inputs: &inputs, output }).kind == Kind::I64
 }
 
 /// A tensor in the format in which models run.

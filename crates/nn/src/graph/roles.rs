@@ -6,7 +6,8 @@ use std::sync::Arc;
 use convoke_autograd::Result;
 
 use super::network::{Network, StoredValue};
-use super::{Arithmetic, Array, Definition, Op};
+use super::ops::Use;
+use super::{Array, Definition};
 
 /// What a stored array is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,48 +20,13 @@ pub(super) enum Role {
     Constant,
 }
 
-/// What an operation does with one of its inputs.
-enum Use {
-    Weight,
-    Statistic,
-    /// The elements of the input reach the output, so the output's readers decide.
-    Passes,
-    Constant,
-}
-
-fn use_of(op: &Op, input: usize, stored: &Candidate) -> Use {
-    match (op, input) {
-        (Op::BatchNorm(_), 3 | 4) => Use::Statistic,
-        (Op::Conv(_) | Op::ConvTranspose(_) | Op::PRelu | Op::BatchNorm(_), 1..)
-        | (Op::GroupNorm { .. } | Op::LayerNorm { .. } | Op::InstanceNorm { .. }, 1..)
-        | (Op::Gemm(_) | Op::MatMul, _) => Use::Weight,
-        // What is subtracted or divided by is a property of the data, such as its mean.
-        (Op::Arithmetic(Arithmetic::Add | Arithmetic::Mul), _) if stored.looks_trained => Use::Weight,
-        (Op::Arithmetic(_), _) => Use::Constant,
-        (Op::Identity | Op::Cast(_) | Op::Transpose { .. } | Op::Flatten { .. } | Op::Concat { .. }, _)
-        | (Op::Pointwise(_) | Op::LpNorm { .. }, _)
-        | (Op::CastLike | Op::Expand | Op::Reshape { .. } | Op::Squeeze | Op::Unsqueeze | Op::Slice, 0)
-        | (Op::Split { .. } | Op::Gather { .. } | Op::Pad(_) | Op::BatchNorm(_) | Op::Tile, 0)
-        | (Op::GatherNd { .. } | Op::CumSum(_) | Op::TopK { .. }, 0)
-        | (Op::ScatterNd, 0 | 2) => Use::Passes,
-        _ => Use::Constant,
-    }
-}
-
-/// A stored array that may be a parameter.
-struct Candidate {
-    /// Whether it is trained if it is only added or multiplied: such arrays are biases and scales, or constants of the
-    /// computation. Names that exporters make up ("/model/Constant_1_output_0", "onnx::Mul_12") are those of constants. Single
-    /// numbers are constants too, unless they have the name of a module's attribute ("stem.scale").
-    looks_trained: bool,
-}
-
-impl Candidate {
-    fn new(name: &str, len: usize) -> Candidate {
-        let made_up = name.starts_with('/') || name.contains("::");
-        let of_module = name.contains('.') && !name.contains(['/', ':']);
-        Candidate { looks_trained: !made_up && (len > 1 || of_module) }
-    }
+/// Whether a stored array is trained if it is only added or multiplied: such arrays are biases and scales, or constants of the
+/// computation. Names that exporters make up ("/model/Constant_1_output_0", "onnx::Mul_12") are those of constants. Single numbers
+/// are constants too, unless they have the name of a module's attribute ("stem.scale").
+fn looks_trained(name: &str, len: usize) -> bool {
+    let made_up = name.starts_with('/') || name.contains("::");
+    let of_module = name.contains('.') && !name.contains(['/', ':']);
+    !made_up && (len > 1 || of_module)
 }
 
 /// The role of each stored array.
@@ -73,20 +39,21 @@ pub(super) fn roles(network: &Network) -> Vec<Role> {
         if stored.trained == Some(true) {
             return Role::Parameter;
         }
-        let candidate = Candidate::new(&network.names[stored.value], stored.values.len());
+        let looks_trained = looks_trained(&network.names[stored.value], stored.values.len());
         let mut found = Role::Constant;
         let mut seen = std::collections::HashSet::from([stored.value]);
         let mut open = vec![stored.value];
         while let Some(value) = open.pop() {
             for &(node, input) in &readers[value] {
                 let node = &network.nodes[node];
-                match use_of(&node.op, input, &candidate) {
+                match node.op.uses(input) {
                     Use::Weight if stored.trained.is_none() => return Role::Parameter,
+                    Use::Affine if stored.trained.is_none() && looks_trained => return Role::Parameter,
                     Use::Statistic => found = Role::Statistic,
-                    Use::Passes => {
+                    Use::Same | Use::Moved | Use::Mapped => {
                         open.extend(node.outputs.iter().flatten().filter(|&&output| seen.insert(output)));
                     }
-                    Use::Weight | Use::Constant => {}
+                    Use::Weight | Use::Affine | Use::Number | Use::Other => {}
                 }
             }
         }
@@ -120,17 +87,9 @@ pub(super) fn origin(network: &Network, makers: &[Option<usize>], value: usize) 
             return Some(stored);
         }
         let node = &network.nodes[makers[value]?];
-        match node.op {
-            Op::Identity
-            | Op::Cast(_)
-            | Op::CastLike
-            | Op::Expand
-            | Op::Reshape { .. }
-            | Op::Squeeze
-            | Op::Unsqueeze => {
-                value = (*node.inputs.first()?)?;
-            }
-            _ => return None,
+        if node.op.uses(0) != Use::Same {
+            return None;
         }
+        value = (*node.inputs.first()?)?;
     }
 }

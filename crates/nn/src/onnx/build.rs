@@ -5,65 +5,31 @@ use prost::bytes::Bytes;
 
 use super::Result;
 use super::proto::*;
+use crate::graph::ops::writing::{OnnxNode, Value, number};
 use crate::graph::{Array, Data, Dimension, Kind};
 
-impl NodeProto {
-    /// A node of an operator.
-    pub(super) fn new(op_type: &str) -> NodeProto {
-        NodeProto { op_type: Some(op_type.to_owned()), ..NodeProto::default() }
-    }
+/// A node as the format holds it.
+pub(super) fn node(node: OnnxNode<'_>) -> Result<NodeProto> {
+    let OnnxNode { operator, name, inputs, outputs, attributes } = node;
+    let attribute =
+        attributes.into_iter().map(|(name, value)| attribute(name, value)).collect::<Result<_>>()?;
+    let (op_type, name) = (Some(operator.to_owned()), Some(name));
+    Ok(NodeProto { op_type, name, input: inputs, output: outputs, attribute, ..NodeProto::default() })
+}
 
-    pub(super) fn with(mut self, name: &str, attribute: AttributeProto) -> NodeProto {
-        self.attribute.push(AttributeProto { name: Some(name.to_owned()), ..attribute });
-        self
-    }
-
-    pub(super) fn int(self, name: &str, i: i64) -> NodeProto {
-        self.with(name, AttributeProto { i: Some(i), r#type: Some(kind::INT), ..AttributeProto::default() })
-    }
-
-    pub(super) fn float(self, name: &str, f: f64) -> NodeProto {
-        let f = Some(f as f32);
-        self.with(name, AttributeProto { f, r#type: Some(kind::FLOAT), ..AttributeProto::default() })
-    }
-
-    pub(super) fn ints(self, name: &str, ints: impl IntoIterator<Item = i64>) -> NodeProto {
-        let ints = ints.into_iter().collect();
-        self.with(name, AttributeProto { ints, r#type: Some(kind::INTS), ..AttributeProto::default() })
-    }
-
-    /// An attribute with a number for each axis. Without numbers it is left out, as ONNX has the same defaults.
-    pub(super) fn sizes(self, name: &str, sizes: &[usize]) -> NodeProto {
-        match sizes {
-            [] => self,
-            _ => self.ints(name, sizes.iter().map(|&size| number(size))),
+/// An attribute as the format holds it.
+pub(super) fn attribute(name: &str, value: Value<'_>) -> Result<AttributeProto> {
+    let (name, none) = (Some(name.to_owned()), AttributeProto::default());
+    let (kind, valued) = match value {
+        Value::Int(int) => (kind::INT, AttributeProto { i: Some(int), ..none }),
+        Value::Float(float) => (kind::FLOAT, AttributeProto { f: Some(float), ..none }),
+        Value::Ints(ints) => (kind::INTS, AttributeProto { ints, ..none }),
+        Value::Text(text) => (kind::STRING, AttributeProto { s: Some(text.into()), ..none }),
+        Value::Array(array) => {
+            (kind::TENSOR, AttributeProto { t: Some(Box::new(tensor("", &array)?)), ..none })
         }
-    }
-
-    pub(super) fn text(self, name: &str, s: &str) -> NodeProto {
-        let s = Some(s.to_owned().into());
-        self.with(name, AttributeProto { s, r#type: Some(kind::STRING), ..AttributeProto::default() })
-    }
-
-    pub(super) fn tensor(self, name: &str, t: TensorProto) -> NodeProto {
-        let t = Some(Box::new(t));
-        self.with(name, AttributeProto { t, r#type: Some(kind::TENSOR), ..AttributeProto::default() })
-    }
-}
-
-/// A size as the format holds it.
-pub(super) fn number(size: usize) -> i64 {
-    i64::try_from(size).unwrap_or(i64::MAX)
-}
-
-/// The type of elements of a kind.
-pub(super) fn element_of(kind: Kind) -> i32 {
-    match kind {
-        Kind::F32 => element::FLOAT,
-        Kind::F64 => element::DOUBLE,
-        Kind::I64 => element::INT64,
-        Kind::Bool => element::BOOL,
-    }
+    };
+    Ok(AttributeProto { name, r#type: Some(kind), ..valued })
 }
 
 /// How many bytes an array takes in a file.
@@ -87,7 +53,7 @@ pub(super) fn tensor(name: &str, array: &Array) -> Result<TensorProto> {
     }
     Ok(TensorProto {
         dims: array.shape().iter().map(|&size| number(size)).collect(),
-        data_type: Some(element_of(array.kind())),
+        data_type: Some(element::of(array.kind())),
         name: (!name.is_empty()).then(|| name.to_owned()),
         raw_data: Some(Bytes::from(bytes)),
         ..TensorProto::default()
@@ -103,6 +69,6 @@ pub(super) fn value(name: &str, kind: Kind, shape: Option<&[Dimension]>) -> Valu
         }
     };
     let shape = shape.map(|shape| ShapeProto { dim: shape.iter().map(dimension).collect() });
-    let tensor_type = Some(TensorTypeProto { elem_type: Some(element_of(kind)), shape });
+    let tensor_type = Some(TensorTypeProto { elem_type: Some(element::of(kind)), shape });
     ValueProto { name: Some(name.to_owned()), r#type: Some(TypeProto { tensor_type }) }
 }

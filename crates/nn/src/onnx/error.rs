@@ -155,36 +155,3 @@ fn domain_name(domain: &str) -> String {
         domain => escaped(domain).to_string(),
     }
 }
-
-/// Why a node is refused, before the node is named.
-#[derive(Debug)]
-pub(super) enum Refusal {
-    /// In words.
-    Because(String),
-    /// In full.
-    Error(OnnxError),
-}
-
-impl From<String> for Refusal {
-    fn from(reason: String) -> Refusal {
-        Refusal::Because(reason)
-    }
-}
-
-impl From<&str> for Refusal {
-    fn from(reason: &str) -> Refusal {
-        Refusal::Because(reason.to_owned())
-    }
-}
-
-impl From<OnnxError> for Refusal {
-    fn from(error: OnnxError) -> Refusal {
-        Refusal::Error(error)
-    }
-}
-
-impl From<OutOfMemory> for Refusal {
-    fn from(error: OutOfMemory) -> Refusal {
-        Refusal::Error(error.into())
-    }
-}

@@ -4,11 +4,9 @@
 //! are expressed by others. [`write()`] does the reverse. A file may come from anywhere, so nothing in it is trusted: sizes are
 //! checked before memory is allocated, and names are escaped in messages.
 
-mod attributes;
 mod build;
 mod error;
 mod functions;
-mod lower;
 mod operators;
 mod proto;
 mod read;
@@ -71,10 +69,7 @@ impl Model {
         let has = |wanted: fn(&Op) -> bool| self.definition.nodes.iter().any(|node| wanted(&node.op));
         let convolves = has(|op| matches!(op, Op::Conv(_) | Op::ConvTranspose(_)));
         let normalizes = has(|op| {
-            matches!(
-                op,
-                Op::BatchNorm(_) | Op::GroupNorm { .. } | Op::InstanceNorm { .. } | Op::LayerNorm { .. }
-            )
+            matches!(op, Op::BatchNorm(_) | Op::GroupNorm(_) | Op::InstanceNorm(_) | Op::LayerNorm(_))
         });
         (convolves && !normalizes && self.producer.starts_with("pytorch")).then(|| format!(
             "the model has no batch norms: if it had some in PyTorch, its exporter folded them into the convolutions, and \

@@ -6,6 +6,9 @@
 use prost::Message;
 use prost::bytes::Bytes;
 
+pub(super) use crate::graph::ops::element;
+pub(super) use crate::graph::ops::reading::kind;
+
 /// A model.
 #[derive(Clone, PartialEq, Message)]
 pub(super) struct ModelProto {
@@ -141,17 +144,9 @@ pub(super) struct AttributeProto {
     pub(super) ref_attr_name: Option<String>,
 }
 
-/// The types of attributes.
-pub(super) mod kind {
-    pub(in super::super) const FLOAT: i32 = 1;
-    pub(in super::super) const INT: i32 = 2;
-    pub(in super::super) const STRING: i32 = 3;
-    pub(in super::super) const TENSOR: i32 = 4;
-    pub(in super::super) const GRAPH: i32 = 5;
-    pub(in super::super) const FLOATS: i32 = 6;
-    pub(in super::super) const INTS: i32 = 7;
-    pub(in super::super) const GRAPHS: i32 = 10;
-}
+/// The types of attributes of which only the presence counts; the others are in [`kind`].
+pub(super) const GRAPH: i32 = 5;
+pub(super) const GRAPHS: i32 = 10;
 
 /// A tensor with its numbers, which are in one of several fields by their type, or in `raw_data`.
 #[derive(Clone, PartialEq, Message)]
@@ -183,60 +178,6 @@ pub(super) struct TensorProto {
     /// 1: the numbers are in another file.
     #[prost(int32, optional, tag = "14")]
     pub(super) data_location: Option<i32>,
-}
-
-/// The types of a tensor's elements.
-pub(super) mod element {
-    pub(in super::super) const FLOAT: i32 = 1;
-    pub(in super::super) const UINT8: i32 = 2;
-    pub(in super::super) const INT8: i32 = 3;
-    pub(in super::super) const UINT16: i32 = 4;
-    pub(in super::super) const INT16: i32 = 5;
-    pub(in super::super) const INT32: i32 = 6;
-    pub(in super::super) const INT64: i32 = 7;
-    pub(in super::super) const BOOL: i32 = 9;
-    pub(in super::super) const FLOAT16: i32 = 10;
-    pub(in super::super) const DOUBLE: i32 = 11;
-    pub(in super::super) const UINT32: i32 = 12;
-    pub(in super::super) const UINT64: i32 = 13;
-    pub(in super::super) const BFLOAT16: i32 = 16;
-
-    /// The name of a type.
-    pub(in super::super) fn name(element: i32) -> String {
-        const NAMES: [&str; 29] = [
-            "UNDEFINED",
-            "FLOAT",
-            "UINT8",
-            "INT8",
-            "UINT16",
-            "INT16",
-            "INT32",
-            "INT64",
-            "STRING",
-            "BOOL",
-            "FLOAT16",
-            "DOUBLE",
-            "UINT32",
-            "UINT64",
-            "COMPLEX64",
-            "COMPLEX128",
-            "BFLOAT16",
-            "FLOAT8E4M3FN",
-            "FLOAT8E4M3FNUZ",
-            "FLOAT8E5M2",
-            "FLOAT8E5M2FNUZ",
-            "UINT4",
-            "INT4",
-            "FLOAT4E2M1",
-            "FLOAT8E8M0",
-            "UINT2",
-            "INT2",
-            "FLOAT6E2M3",
-            "FLOAT6E3M2",
-        ];
-        let known = usize::try_from(element).ok().and_then(|place| NAMES.get(place));
-        known.map_or_else(|| format!("number {element}"), |name| (*name).to_owned())
-    }
 }
 
 /// A value with its type.

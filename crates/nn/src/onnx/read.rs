@@ -1,24 +1,21 @@
 //! Makes a definition of a file.
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
 
 use convoke_files::escaped;
 use prost::Message;
 use prost::bytes::Bytes;
 
-use super::attributes::Attributes;
-use super::error::{OnnxError, Refusal};
+use super::error::OnnxError;
 use super::functions::{Versioned, inlined, label, opset_of};
-use super::operators::{self, Operator};
-use super::proto::{GraphProto, ModelProto, NodeProto, TensorProto, ValueProto, element};
+use super::operators;
+use super::proto::{AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueProto, element};
 use super::sequences::without_sequences;
-use super::tensor::{TensorSource, kind_of, shape};
+use super::tensor::{TensorSource, shape};
 use super::{Model, NEWEST_OPSET, OLDEST_OPSET, Result, scan};
+use crate::graph::ops::reading::{Attribute, Attributes, NodeReader, Progress, Reader};
 use crate::graph::{Array, Definition, Dimension, Input, Node, Op, Stored, in_order};
-
-/// A name that is made from another one keeps at most this many of its characters.
-const LONGEST_BEGIN: usize = 256;
 
 fn damaged(reason: impl std::fmt::Display) -> OnnxError {
     OnnxError::Damaged { reason: reason.to_string() }
@@ -41,7 +38,7 @@ pub(super) fn model(bytes: Bytes, folder: Option<&Path>) -> Result<Model> {
     let mut nodes = inlined(&mut graph, &model.functions, opset, &mut source)?;
     without_sequences(&mut nodes, &graph, &mut source)?;
     let operators = nodes.iter().map(|node| operators::find(&node.node)).collect::<Result<Vec<_>>>()?;
-    let mut definition = Reader::new(&graph, &nodes, source)?.definition(graph, nodes, operators)?;
+    let mut definition = Reading::new(&graph, &nodes, source)?.definition(graph, nodes, operators)?;
     leave_out_zero_biases(&mut definition)?;
     let entries = model.metadata_props.into_iter();
     let metadata: BTreeMap<String, String> =
@@ -66,13 +63,12 @@ fn leave_out_zero_biases(definition: &mut Definition) -> Result<()> {
     let mut repeated: HashSet<String> = HashSet::new();
     for node in in_order(definition)? {
         let stays = || node.inputs.first().is_some_and(|input| zeros.contains(input));
-        let found = match &node.op {
-            Op::Constant(array) if is_zero(array) => &mut zeros,
-            Op::Identity | Op::Cast(_) | Op::CastLike if stays() => &mut zeros,
-            Op::Expand if stays() => &mut repeated,
-            _ => continue,
-        };
-        found.extend(node.outputs.first().cloned());
+        let constant = matches!(&node.op, Op::Constant(array) if is_zero(array));
+        if constant || node.op.is_cast() && stays() {
+            zeros.extend(node.outputs.first().cloned());
+        } else if matches!(node.op, Op::Expand) && stays() {
+            repeated.extend(node.outputs.first().cloned());
+        }
     }
     for node in &mut definition.nodes {
         if matches!(node.op, Op::Conv(_) | Op::ConvTranspose(_))
@@ -91,15 +87,12 @@ pub(super) fn tensor(bytes: Bytes) -> Result<Array> {
     source.array(TensorProto::decode(bytes).map_err(damaged)?)
 }
 
-/// What operators are read with: the nodes so far, and names and ranks of values.
-pub(super) struct Reader {
-    nodes: Vec<Node>,
-    names: HashSet<String>,
-    count: u64,
-    ranks: HashMap<String, usize>,
+/// A graph while it is read.
+struct Reading {
+    progress: Progress,
     /// What reads the values of nodes, and the graph's outputs.
     used: HashSet<String>,
-    pub(super) source: TensorSource,
+    source: TensorSource,
 }
 
 /// The number of dimensions of a value, if the file says it.
@@ -107,9 +100,10 @@ fn rank_of(value: &ValueProto) -> Option<usize> {
     Some(value.r#type.as_ref()?.tensor_type.as_ref()?.shape.as_ref()?.dim.len())
 }
 
-impl Reader {
-    fn new(graph: &GraphProto, nodes: &[Versioned], source: TensorSource) -> Result<Reader> {
-        let mut ranks = HashMap::new();
+impl Reading {
+    fn new(graph: &GraphProto, nodes: &[Versioned], source: TensorSource) -> Result<Reading> {
+        let mut progress = Progress::default();
+        let ranks = &mut progress.ranks;
         for value in graph.value_info.iter().chain(&graph.output).chain(&graph.input) {
             if let (Some(name), Some(rank)) = (&value.name, rank_of(value)) {
                 ranks.insert(name.clone(), rank);
@@ -126,15 +120,16 @@ impl Reader {
             return Err(damaged("a stored tensor has no name"));
         }
         let given = stored.chain(graph.input.iter().map(|value| &value.name)).flatten();
-        let names = given.chain(nodes.iter().flat_map(|node| &node.node.output)).cloned().collect();
-        Ok(Reader { nodes: Vec::new(), names, count: 0, ranks, used, source })
+        progress.names.taken =
+            given.chain(nodes.iter().flat_map(|node| &node.node.output)).cloned().collect();
+        Ok(Reading { progress, used, source })
     }
 
     fn definition(
         mut self,
         mut graph: GraphProto,
         nodes: Vec<Versioned>,
-        operators: Vec<&'static Operator>,
+        operators: Vec<&'static Reader>,
     ) -> Result<Definition> {
         if let Some(sparse) = graph.sparse_initializer.first() {
             let name = sparse.values.as_ref().and_then(|values| values.name.clone()).unwrap_or_default();
@@ -160,81 +155,83 @@ impl Reader {
             name: graph.name.unwrap_or_default(),
             inputs,
             outputs: graph.output.into_iter().map(|value| value.name.unwrap_or_default()).collect(),
-            nodes: self.nodes,
+            nodes: self.progress.nodes,
             stored,
         })
     }
 
     /// Reads a node; what it needs before it, first.
-    fn node(&mut self, node: Versioned, operator: &Operator) -> Result<()> {
-        let Versioned { node, opset } = node;
-        let name = label(&node);
-        let op_type = node.op_type.clone().unwrap_or_default();
-        let (op, inputs, outputs) = self.read(node, opset, operator).map_err(|refusal| match refusal {
-            Refusal::Because(reason) => OnnxError::Node { node: name.clone(), operator: op_type, reason },
-            Refusal::Error(error) => error,
-        })?;
-        self.nodes.push(Node { name, op, inputs, outputs });
+    fn node(&mut self, node: Versioned, reader: &Reader) -> Result<()> {
+        let Versioned { mut node, opset } = node;
+        let (name, operator) = (label(&node), node.op_type.clone().unwrap_or_default());
+        let refused = |reason| OnnxError::Node { node: name.clone(), operator, reason };
+        let refers = |attribute: &&AttributeProto| !attribute.ref_attr_name().is_empty();
+        if let Some(reference) = node.attribute.iter().find(refers) {
+            let name = escaped(reference.name());
+            return Err(refused(format!(
+                "its attribute {name} refers to that of a function, and it is in none"
+            )));
+        }
+        let attributes = std::mem::take(&mut node.attribute).into_iter();
+        let attributes = attributes.map(|attribute| self.attribute(attribute)).collect::<Result<Vec<_>>>()?;
+        let (op, inputs, outputs) = self.read(node, (opset, attributes), reader).map_err(refused)?;
+        self.progress.nodes.push(Node { name, op, inputs, outputs });
         Ok(())
+    }
+
+    fn attribute(&mut self, attribute: AttributeProto) -> Result<Attribute> {
+        let AttributeProto { name, f, i, s, t, floats, ints, r#type, .. } = attribute;
+        Ok(Attribute {
+            name: name.unwrap_or_default(),
+            kind: r#type.unwrap_or(0),
+            int: i.unwrap_or(0),
+            float: f.unwrap_or(0.0),
+            text: s.map(|text| text.to_vec()).unwrap_or_default(),
+            ints,
+            floats,
+            array: t.map(|tensor| self.source.array(*tensor)).transpose()?,
+        })
     }
 
     fn read(
         &mut self,
         node: NodeProto,
-        opset: i64,
-        operator: &Operator,
-    ) -> std::result::Result<(Op, Vec<String>, Vec<String>), Refusal> {
-        let NodeProto { input, mut output, attribute, .. } = node;
-        let reference =
-            attribute.iter().find(|a| a.ref_attr_name.as_ref().is_some_and(|name| !name.is_empty()));
-        if let Some(reference) = reference {
-            let name = escaped(reference.name.as_deref().unwrap_or_default());
-            return Err(
-                format!("its attribute {name} refers to that of a function, and it is in none").into()
-            );
-        }
-        let (least, most) = operator.1;
-        if input.len() > most {
-            return Err(format!("it has {} inputs, at most {most} are expected", input.len()).into());
+        (opset, attributes): (i64, Vec<Attribute>),
+        reader: &Reader,
+    ) -> std::result::Result<(Op, Vec<String>, Vec<String>), String> {
+        let &Reader(_, (least, most), read) = reader;
+        let NodeProto { input: inputs, output: outputs, .. } = node;
+        if inputs.len() > most {
+            return Err(format!("it has {} inputs, at most {most} are expected", inputs.len()));
         }
         for place in 0..least {
-            if input.get(place).is_none_or(String::is_empty) {
-                return Err(format!("its input {place} is missing, at least {least} are expected").into());
+            if inputs.get(place).is_none_or(String::is_empty) {
+                return Err(format!("its input {place} is missing, at least {least} are expected"));
             }
         }
-        if !operator.gives_many() {
-            let second = output.iter().skip(1).find(|name| self.used.contains(*name));
-            if let Some(name) = second {
-                return Err(format!(
-                    "its output {} is read, and only the first output is supported",
-                    escaped(name)
-                )
-                .into());
-            }
-            output.truncate(1);
-        }
-        if output.first().is_none_or(String::is_empty) && !operator.gives_many() {
-            return Err("it has no output".into());
-        }
-        let attributes = Attributes::new(attribute);
-        let mut step = Step { attributes, inputs: input, outputs: output, opset, reader: self };
-        let op = (operator.2)(&mut step)?;
-        let Step { attributes, mut inputs, outputs, .. } = step;
+        let attributes = Attributes(attributes);
+        let mut node = NodeReader { attributes, inputs, outputs, opset, progress: &mut self.progress };
+        let op = read(&mut node)?;
+        let NodeReader { attributes, mut inputs, mut outputs, .. } = node;
         attributes.done()?;
         while inputs.last().is_some_and(String::is_empty) {
             inputs.pop();
         }
-        Ok((op, inputs, outputs))
-    }
-
-    /// A name that no value has.
-    fn fresh(&mut self, name: String) -> String {
-        let mut fresh = name.clone();
-        while !self.names.insert(fresh.clone()) {
-            self.count += 1;
-            fresh = format!("{name}_{}", self.count);
+        if let Some(name) = outputs.iter().skip(op.outputs()).find(|name| self.used.contains(*name)) {
+            let known = match op.outputs() {
+                1 => "output is".to_owned(),
+                count => format!("{count} outputs are"),
+            };
+            return Err(format!(
+                "its output {} is read, and only the first {known} supported",
+                escaped(name)
+            ));
         }
-        fresh
+        outputs.truncate(op.outputs());
+        if outputs.iter().all(String::is_empty) {
+            return Err("it has no output".into());
+        }
+        Ok((op, inputs, outputs))
     }
 }
 
@@ -250,7 +247,7 @@ fn input(value: &ValueProto) -> Result<Input> {
         return Err(value_error(&name, "it is no tensor, and only tensors are supported as inputs"));
     };
     let data_type = tensor.elem_type.unwrap_or(0);
-    let Some(kind) = kind_of(data_type) else {
+    let Some(kind) = element::kind_of(data_type) else {
         let reason = format!("it is of the type {}, which is not supported", element::name(data_type));
         return Err(value_error(&name, &reason));
     };
@@ -264,59 +261,4 @@ fn input(value: &ValueProto) -> Result<Input> {
     };
     let shape = sizes.into_iter().zip(&dims.dim).map(dimension).collect();
     Ok(Input { name, kind, shape: Some(shape) })
-}
-
-/// A node while it is read: what of it is not read yet, and the nodes before it.
-pub(super) struct Step<'a> {
-    /// The attributes that are not read yet.
-    pub(super) attributes: Attributes,
-    /// The names of its inputs, empty for those that are left out.
-    pub(super) inputs: Vec<String>,
-    /// The names of its outputs.
-    pub(super) outputs: Vec<String>,
-    /// The version of ONNX's operators.
-    pub(super) opset: i64,
-    reader: &'a mut Reader,
-}
-
-impl Step<'_> {
-    /// The name of an input, empty if it is left out.
-    pub(super) fn input(&self, place: usize) -> &str {
-        self.inputs.get(place).map_or("", String::as_str)
-    }
-
-    /// Sets an input; those before it that are not there are left out.
-    pub(super) fn set_input(&mut self, place: usize, name: String) {
-        while self.inputs.len() <= place {
-            self.inputs.push(String::new());
-        }
-        self.inputs[place] = name;
-    }
-
-    /// Makes an array an input.
-    pub(super) fn set_array(&mut self, place: usize, what: &str, array: Array) {
-        let name = self.before(Op::Constant(array), Vec::new(), what);
-        self.set_input(place, name);
-    }
-
-    /// Adds a node before this one; gives the name of its output.
-    pub(super) fn before(&mut self, op: Op, inputs: Vec<String>, what: &str) -> String {
-        let output = self.outputs.iter().find(|name| !name.is_empty()).map_or("", String::as_str);
-        let begin: String = output.chars().take(LONGEST_BEGIN).collect();
-        let name = self.reader.fresh(format!("{begin}/{what}"));
-        self.reader.nodes.push(Node { name: name.clone(), op, inputs, outputs: vec![name.clone()] });
-        name
-    }
-
-    /// The number of dimensions of a value, if the file says it.
-    pub(super) fn rank(&self, name: &str) -> Option<usize> {
-        self.reader.ranks.get(name).copied()
-    }
-
-    /// The array of an attribute of this name, which must be there.
-    pub(super) fn array(&mut self, name: &str) -> std::result::Result<Array, Refusal> {
-        let tensor = self.attributes.tensor(name)?;
-        let tensor = tensor.ok_or_else(|| format!("its attribute {name} is missing"))?;
-        Ok(self.reader.source.array(*tensor)?)
-    }
 }

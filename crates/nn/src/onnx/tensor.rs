@@ -29,24 +29,6 @@ pub(super) struct TensorSource {
     files: HashMap<PathBuf, (File, u64)>,
 }
 
-/// The kind of array for elements of this type, if there is one.
-pub(super) fn kind_of(data_type: i32) -> Option<Kind> {
-    match data_type {
-        element::FLOAT | element::FLOAT16 | element::BFLOAT16 => Some(Kind::F32),
-        element::DOUBLE => Some(Kind::F64),
-        element::BOOL => Some(Kind::Bool),
-        element::INT8
-        | element::INT16
-        | element::INT32
-        | element::INT64
-        | element::UINT8
-        | element::UINT16
-        | element::UINT32
-        | element::UINT64 => Some(Kind::I64),
-        _ => None,
-    }
-}
-
 /// The bytes of an element in a file.
 fn width(data_type: i32) -> usize {
     match data_type {
@@ -97,7 +79,7 @@ impl TensorSource {
         let name = tensor.name.clone().unwrap_or_default();
         let wrong = |reason: String| OnnxError::Tensor { name: name.clone(), reason };
         let data_type = tensor.data_type.unwrap_or(0);
-        let Some(kind) = kind_of(data_type) else {
+        let Some(kind) = element::kind_of(data_type) else {
             let reason = format!(
                 "its numbers are of the type {}, which is not supported: export the model in f32",
                 element::name(data_type)

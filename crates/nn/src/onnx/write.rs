@@ -1,15 +1,16 @@
 //! Makes a file of a definition.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
 
 use convoke_files::write_whole;
 use prost::Message;
 
 use super::error::OnnxError;
-use super::lower::Lowering;
 use super::proto::*;
 use super::{NEWEST_OPSET, OLDEST_WRITTEN, Result, build};
+use crate::graph::ops::reading::Names;
+use crate::graph::ops::writing::{About, Writing};
 use crate::graph::{Array, Definition, Dimension, Kind, Op, in_order};
 
 /// The version that is written unless a model needs a newer one.
@@ -103,24 +104,25 @@ fn in_version(
         })
         .collect::<Result<_>>()?;
     let nodes = in_order(definition)?;
-    let constants = nodes.iter().filter_map(|node| match &node.op {
-        Op::Constant(array) => Some(array),
-        _ => None,
-    });
+    let constants =
+        nodes.iter().filter_map(|node| if let Op::Constant(array) = &node.op { Some(array) } else { None });
     check_size(stored.values().copied().chain(constants).map(build::byte_len).sum())?;
-    let mut lowering = Lowering::new(definition, &stored, opset, options);
+    let mut writing = writing(definition, &stored, opset, options);
     for node in nodes {
-        lowering.node(node)?;
+        writing.node(node).map_err(|reason| {
+            let (node, operator) = (node.name.clone(), node.op.name());
+            OnnxError::Unwritable { node, operator, opset, reason }
+        })?;
     }
     let outputs = definition.outputs.iter().map(|name| {
-        let (kind, rank) = lowering.described(name);
+        let About { kind, rank, .. } = writing.about(name);
         let shape = rank.map(|rank| vec![Dimension::Open(String::new()); rank]);
         value(name, (kind, shape), options)
     });
     let output: Vec<ValueProto> = outputs.collect();
     let inputs = definition.inputs.iter();
     let input = inputs.map(|input| value(&input.name, (input.kind, input.shape.clone()), options)).collect();
-    let mut node = lowering.nodes;
+    let mut node = writing.nodes.into_iter().map(build::node).collect::<Result<Vec<_>>>()?;
     let used: HashSet<&str> =
         node.iter().flat_map(|node| &node.input).chain(&definition.outputs).map(String::as_str).collect();
     let kept: Vec<bool> = node
@@ -163,6 +165,27 @@ fn in_version(
     // A vector takes what there is, and it has the room.
     model.encode(&mut bytes).map_err(|error| OnnxError::TooLarge { reason: error.to_string() })?;
     Ok(bytes)
+}
+
+/// A file without nodes, and what is known of inputs and stored values.
+fn writing<'a>(
+    definition: &'a Definition,
+    stored: &BTreeMap<&'a str, &'a Array>,
+    opset: i64,
+    options: &WriteOptions,
+) -> Writing<'a> {
+    let mut names = Names::default();
+    let inputs = definition.inputs.iter().map(|input| &input.name);
+    names.taken.extend(inputs.chain(definition.nodes.iter().flat_map(|node| &node.outputs)).cloned());
+    names.taken.extend(stored.keys().map(|name| (*name).to_owned()));
+    let mut values: HashMap<&str, About> =
+        stored.iter().map(|(name, array)| (*name, About::of(array))).collect();
+    for input in &definition.inputs {
+        let shape = options.shapes.get(&input.name).or(input.shape.as_ref());
+        let (kind, rank) = (input.kind, shape.map(Vec::len));
+        values.insert(&input.name, About { kind, rank, ..About::default() });
+    }
+    Writing { nodes: Vec::new(), names, values, opset, training: options.training }
 }
 
 /// Writes a model to a file, whole or not at all. See [`write()`].

@@ -5,8 +5,9 @@ use std::sync::{Arc, LazyLock};
 use convoke_autograd::ops::{Coordinates, Pointwise, ResizeMode, Rounding};
 use convoke_autograd::{DType, Device, MemoryFormat, Tensor};
 use convoke_nn::graph::{
-    Arithmetic, Array, Aspect, BatchNormOp, Conv, Definition, Dimension, Gemm, Graph, Input, Interpolation,
-    Kind, Node, Op, Pads, Pool, Reduce, ReduceKind, Resize, Stored,
+    Along, Arithmetic, Array, Aspect, BatchNormOp, Conv, Definition, Dimension, Gemm, Graph, Input,
+    Interpolation, Kind, LpNorm, Node, Op, Pads, Pool, Reduce, ReduceKind, Reshape, Resize, Shape,
+    StochasticDepth, Stored, Transpose,
 };
 use convoke_nn::models::ModelSpec;
 use convoke_nn::modules::{ConvBnMode, FusedBlock, Keep};
@@ -100,7 +101,7 @@ pub(crate) fn residual(mode: ConvBnMode) -> Graph {
     let alone = made.bn(&more, "alone", 4);
     let alone = made.node(Op::Relu, &[&alone], "alone relu");
     let mean = made.node(Op::GlobalAveragePool, &[&alone], "mean");
-    let flat = made.node(Op::Flatten { axis: 1 }, &[&mean], "flat");
+    let flat = made.node(Op::Flatten(Along { axis: 1 }), &[&mean], "flat");
     let weight = made.store("fc.weight", &[5, 4]);
     let bias = made.store("fc.bias", &[5]);
     let gemm = Gemm { trans_b: true, ..Gemm::default() };
@@ -366,10 +367,10 @@ fn shapes_are_computed_before_the_graph_runs() {
     };
     integers(&mut made, "zero", Array::integers([0]));
     integers(&mut made, "rest", Array::integers([-1]));
-    let shape = made.node(Op::Shape { start: 0, end: None }, &["x"], "shape");
-    let batch = made.node(Op::Gather { axis: 0 }, &[&shape, "zero"], "batch");
-    let sizes = made.node(Op::Concat { axis: 0 }, &[&batch, "rest"], "sizes");
-    let flat = made.node(Op::Reshape { allow_zero: false }, &["x", &sizes], "flat");
+    let shape = made.node(Op::Shape(Shape { start: 0, end: None }), &["x"], "shape");
+    let batch = made.node(Op::Gather(Along { axis: 0 }), &[&shape, "zero"], "batch");
+    let sizes = made.node(Op::Concat(Along { axis: 0 }), &[&batch, "rest"], "sizes");
+    let flat = made.node(Op::Reshape(Reshape { allow_zero: false }), &["x", &sizes], "flat");
     let same = made.node(Op::Identity, &[&flat], "same");
     let graph = made.graph(&same, ConvBnMode::Fused);
     let description = graph.describe(&[vec![2, 3, 4, 4]]).unwrap();
@@ -413,9 +414,9 @@ fn a_head_is_found_behind_resizes_and_sums() {
     made.0.stored.push(Stored { name: "2".into(), values: Array::integers([2]).into(), trained: None });
     made.node(Op::Cast(Kind::F32), &["2"], "two");
     let sum = made.node(Op::Arithmetic(Arithmetic::Div), &[&sum, "two"], "sum");
-    let channels = made.node(Op::Shape { start: 0, end: Some(2) }, &[&sum], "channels");
+    let channels = made.node(Op::Shape(Shape { start: 0, end: Some(2) }), &[&sum], "channels");
     made.0.stored.push(Stored { name: "size".into(), values: Array::integers([8, 8]).into(), trained: None });
-    made.node(Op::Concat { axis: 0 }, &[&channels, "size"], sizes);
+    made.node(Op::Concat(Along { axis: 0 }), &[&channels, "size"], sizes);
     let resize = Resize {
         mode: Interpolation::Of(ResizeMode::Bilinear),
         coordinates: Coordinates::HalfPixel,
@@ -469,12 +470,12 @@ fn a_reshape_behind_the_head_gets_the_new_number_of_classes() {
         };
         if open {
             list("classes", &[5]);
-            let batch = made.node(Op::Shape { start: 0, end: Some(1) }, &["x"], "batch");
-            made.node(Op::Concat { axis: 0 }, &[&batch, "classes"], "sizes");
+            let batch = made.node(Op::Shape(Shape { start: 0, end: Some(1) }), &["x"], "batch");
+            made.node(Op::Concat(Along { axis: 0 }), &[&batch, "classes"], "sizes");
         } else {
             list("sizes", &[-1, 5]);
         }
-        made.node(Op::Reshape { allow_zero: true }, &[&mean, "sizes"], "y");
+        made.node(Op::Reshape(Reshape { allow_zero: true }), &[&mean, "sizes"], "y");
         made.0.outputs = vec!["y".into()];
         let spec = ModelSpec::of_graph("made", made.0).unwrap();
         let mut options = spec.options(ConvBnMode::Fused);
@@ -489,7 +490,7 @@ fn a_reshape_behind_the_head_gets_the_new_number_of_classes() {
 fn a_transposed_weight_is_replaced_too() {
     let mut made = Maker::new(&[2, 3]);
     let weight = made.store("head.weight", &[5, 3]);
-    let transposed = made.node(Op::Transpose { order: vec![1, 0] }, &[&weight], "transposed");
+    let transposed = made.node(Op::Transpose(Transpose { order: vec![1, 0] }), &[&weight], "transposed");
     made.node(Op::MatMul, &["x", &transposed], "y");
     let mut definition = made.0;
     definition.outputs = vec!["y".into()];
@@ -505,7 +506,7 @@ fn a_transposed_weight_is_replaced_too() {
         0,
         Node {
             name: "flat".into(),
-            op: Op::Flatten { axis: 1 },
+            op: Op::Flatten(Along { axis: 1 }),
             inputs: vec!["images".into()],
             outputs: vec!["x".into()],
         },
@@ -560,7 +561,7 @@ fn comparisons_choose_and_pass_the_gradient_to_what_was_chosen() {
 #[test]
 fn lengths_of_zeros_have_gradients_of_zero() {
     let length = Reduce { kind: ReduceKind::L2, keep_dims: true, no_axes_is_identity: false };
-    for op in [Op::Reduce(length), Op::LpNorm { axis: 1, p: 2 }] {
+    for op in [Op::Reduce(length), Op::LpNorm(LpNorm { axis: 1, p: 2 })] {
         let mut made = Maker::new(&[2, 2]);
         let values = Array::integers([1]).into();
         made.0.stored.push(Stored { name: "axes".into(), values, trained: None });
@@ -584,7 +585,7 @@ fn slices_are_scattered_and_their_gradients_gathered() {
     let indices = Array::integers([1, 2]).reshaped(&[2, 1]).unwrap().into();
     made.0.stored.push(Stored { name: "indices".into(), values: indices, trained: None });
     let order = vec![1, 0, 2, 3];
-    let channels = made.node(Op::Transpose { order: order.clone() }, &["x"], "channels");
+    let channels = made.node(Op::Transpose(Transpose { order: order.clone() }), &["x"], "channels");
     let weight = made.store("scale.weight", &[2, 1, 1, 1]);
     let ends = ["starts", "ends"].map(|name| {
         let number = if name == "starts" { 0 } else { 2 };
@@ -598,7 +599,7 @@ fn slices_are_scattered_and_their_gradients_gathered() {
     let first = made.node(Op::Slice, &[&channels, ends[0], ends[1]], "first");
     let updates = made.node(Op::Arithmetic(Arithmetic::Mul), &[&first, &weight], "updates");
     let scattered = made.node(Op::ScatterNd, &[&channels, "indices", &updates], "scattered");
-    let back = made.node(Op::Transpose { order }, &[&scattered], "back");
+    let back = made.node(Op::Transpose(Transpose { order }), &[&scattered], "back");
     let graph = made.graph(&back, ConvBnMode::Fused);
 
     let x = images(&[2, 4, 3, 3]);
@@ -633,7 +634,7 @@ fn slices_are_scattered_and_their_gradients_gathered() {
 #[test]
 fn samples_are_dropped_where_a_graph_trains() {
     let mut made = Maker::new(&[8, 2, 3, 3]);
-    let dropped = made.node(Op::StochasticDepth { share: 0.5 }, &["x"], "dropped");
+    let dropped = made.node(Op::StochasticDepth(StochasticDepth { share: 0.5 }), &["x"], "dropped");
     let graph = made.graph(&dropped, ConvBnMode::Fused);
     let x = images(&[64, 2, 3, 3]);
     let (input, output) = (x.to_vec::<f64>().unwrap(), graph.forward(&x).unwrap().to_vec::<f64>().unwrap());
@@ -648,7 +649,7 @@ fn samples_are_dropped_where_a_graph_trains() {
     assert_eq!(graph.forward(&x).unwrap().to_vec::<f64>().unwrap(), input);
 
     let mut made = Maker::new(&[8, 2, 3, 3]);
-    made.node(Op::StochasticDepth { share: 1.5 }, &["x"], "dropped");
+    made.node(Op::StochasticDepth(StochasticDepth { share: 1.5 }), &["x"], "dropped");
     made.0.outputs = vec!["dropped".into()];
     let error = Graph::new(&Arc::new(made.0), &Init::new(&device(), 0), ConvBnMode::Fused).err().unwrap();
     assert!(error.to_string().contains("make dropped") && error.to_string().contains("[0, 1]"), "{error}");
@@ -677,7 +678,7 @@ fn little_files_compute_little_before_they_run() {
     made.0.stored.push(Stored { name: "size".into(), values: Array::integers([2]).into(), trained: None });
     let mut last = made.node(Op::ConstantOfShape(Array::floats([1.0])), &["size"], "ones");
     for doubling in 0..40 {
-        last = made.node(Op::Concat { axis: 0 }, &[&last, &last], &format!("doubled {doubling}"));
+        last = made.node(Op::Concat(Along { axis: 0 }), &[&last, &last], &format!("doubled {doubling}"));
     }
     let y = made.node(Op::Arithmetic(Arithmetic::Add), &["x", &last], "y");
     let graph = made.graph(&y, ConvBnMode::Fused);

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use convoke_autograd::{DType, Device, GradCheck, MemoryFormat, Tensor, gradcheck};
 use convoke_nn::graph::{
     ArgMax, Arithmetic, Array, CumSum, Data, Definition, Dimension, Graph, Input, Kind, Node, Op, Stored,
+    TopK,
 };
 use convoke_nn::modules::ConvBnMode;
 use convoke_nn::{Forward, Init};
@@ -55,7 +56,7 @@ fn of_known(op: Op, list: i64) -> Vec<Vec<f64>> {
     made.stored.push(Stored { name: "known".into(), values: x.into(), trained: Some(false) });
     made.stored.push(Stored { name: "list".into(), values: Array::integers([list]).into(), trained: None });
     let outputs: Vec<String> = match op {
-        Op::TopK { .. } => vec!["values".into(), "places".into()],
+        Op::TopK(_) => vec!["values".into(), "places".into()],
         _ => vec!["values".into()],
     };
     let inputs = match op {
@@ -86,7 +87,7 @@ fn tensors_are_ranked_as_known_numbers_are() {
         let axis = [1, -1, 0, 2][flags % 4];
         check(Op::CumSum(CumSum { exclusive: a, reverse: b }), if c { "two" } else { "one" }, "sums");
         check(Op::ArgMax(ArgMax { axis, keep_dims: a, last: b, smallest: c }), "", "places");
-        check(Op::TopK { axis, largest: a }, if b { "two" } else { "one" }, "values places");
+        check(Op::TopK(TopK { axis, largest: a }), if b { "two" } else { "one" }, "values places");
     }
 }
 
@@ -97,7 +98,7 @@ fn gradients_go_to_the_elements_that_were_taken() {
         gradcheck(|inputs| graph.forward(&inputs[0]), &[numbers()], &GradCheck::default()).unwrap();
     }
     for largest in [true, false] {
-        let graph = graph(vec![(Op::TopK { axis: 1, largest }, "x two", "values places")], "values");
+        let graph = graph(vec![(Op::TopK(TopK { axis: 1, largest }), "x two", "values places")], "values");
         gradcheck(|inputs| graph.forward(&inputs[0]), &[numbers()], &GradCheck::default()).unwrap();
     }
 }
@@ -114,11 +115,12 @@ fn places_are_moved_compared_and_added_only() {
     assert_eq!(with(Op::Cast(Kind::I64), "places").unwrap()[0].shape(), [2, 1, 2, 4]);
     let error = with(Op::Arithmetic(Arithmetic::Div), "places two").unwrap_err().to_string();
     assert!(error.contains("make y") && error.contains("whole numbers"), "{error}");
-    let many = graph(vec![(Op::TopK { axis: 1, largest: true }, "x one", "values places more")], "more");
+    let many =
+        graph(vec![(Op::TopK(TopK { axis: 1, largest: true }), "x one", "values places more")], "more");
     let error = many.run(&[numbers()]).unwrap_err().to_string();
     assert!(error.contains("TopK") && error.contains("output 2"), "{error}");
-    let four = graph(vec![(Op::TopK { axis: 2, largest: true }, "x two", "values places")], "values");
+    let four = graph(vec![(Op::TopK(TopK { axis: 2, largest: true }), "x two", "values places")], "values");
     assert_eq!(four.run(&[numbers()]).unwrap()[0].shape(), [2, 3, 2, 4]);
-    let beyond = graph(vec![(Op::TopK { axis: 2, largest: true }, "x x", "values places")], "values");
+    let beyond = graph(vec![(Op::TopK(TopK { axis: 2, largest: true }), "x x", "values places")], "values");
     assert!(beyond.run(&[numbers()]).unwrap_err().to_string().contains("depends on the values"));
 }

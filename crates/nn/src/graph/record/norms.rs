@@ -3,7 +3,9 @@
 use convoke_autograd::ops::{BatchNormOptions, EpsPlace, LayerNormOver, LocalResponse, Statistics};
 use convoke_autograd::{DType, Operation, Result, Source, Tensor};
 
-use super::super::{Arithmetic, BatchNormOp, Op, ReduceKind};
+use super::super::{
+    Arithmetic, BatchNormOp, GroupNorm, InstanceNorm, LayerNorm, Lrn, Op, ReduceKind, Transpose,
+};
 use super::translation::{Step, Translation};
 use super::{refused, windows};
 
@@ -160,7 +162,11 @@ impl Translation<'_> {
         let weight = self.or_neutral(step, weight, (&shape[1..2], 1.0))?;
         let bias = self.or_neutral(step, bias, (&shape[1..2], 0.0))?;
         let alone = groups == shape[1] && shape[2..].iter().product::<usize>() > 1;
-        let op = if alone { Op::InstanceNorm { eps } } else { Op::GroupNorm { groups, eps } };
+        let op = if alone {
+            Op::InstanceNorm(InstanceNorm { eps })
+        } else {
+            Op::GroupNorm(GroupNorm { groups, eps })
+        };
         Ok(self.node(step, op, vec![step.inputs[0].clone(), weight, bias]))
     }
 
@@ -178,7 +184,7 @@ impl Translation<'_> {
         };
         let weight = self.or_neutral(step, weight, (parameters, 1.0))?;
         let last = |this: &mut Self, x: String| {
-            let op = Op::LayerNorm { axis: -(axes as isize), eps };
+            let op = Op::LayerNorm(LayerNorm { axis: -(axes as isize), eps });
             this.node(step, op, [vec![x, weight], bias.into_iter().collect()].concat())
         };
         let x = step.inputs[0].clone();
@@ -188,12 +194,12 @@ impl Translation<'_> {
         let rank = rank as isize;
         let x = self.node(
             step,
-            Op::Transpose { order: [0].into_iter().chain(2..rank).chain([1]).collect() },
+            Op::Transpose(Transpose { order: [0].into_iter().chain(2..rank).chain([1]).collect() }),
             vec![x],
         );
         let y = last(self, x);
         let order = [0, rank - 1].into_iter().chain(1..rank - 1).collect();
-        Ok(self.node(step, Op::Transpose { order }, vec![y]))
+        Ok(self.node(step, Op::Transpose(Transpose { order }), vec![y]))
     }
 
     /// Some runtimes take images only, so other inputs are made images.
@@ -205,7 +211,7 @@ impl Translation<'_> {
             _ => step.to.map(|shape| vec![shape[0], shape[1], shape[2..].iter().product(), 1]),
         };
         let x = self.reshaped(step, step.inputs[0].clone(), [own.clone(), images.clone()])?;
-        let y = self.node(step, Op::Lrn { size, alpha, beta, bias }, vec![x]);
+        let y = self.node(step, Op::Lrn(Lrn { size, alpha, beta, bias }), vec![x]);
         self.reshaped(step, y, [images, own])
     }
 

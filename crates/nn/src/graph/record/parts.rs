@@ -2,7 +2,7 @@
 
 use convoke_autograd::{Operation, Result};
 
-use super::super::{Op, PadKind};
+use super::super::{Along, Op, PadKind, Transpose};
 use super::refused;
 use super::translation::{Step, Translation};
 
@@ -136,7 +136,7 @@ impl Translation<'_> {
         for (axis, part) in parts.iter().enumerate() {
             if let Part::Each(indices) = part {
                 let indices = self.integers(indices.iter().map(|&index| index as i64));
-                x = self.node(step, Op::Gather { axis: axis as isize }, vec![x, indices]);
+                x = self.node(step, Op::Gather(Along { axis: axis as isize }), vec![x, indices]);
             }
         }
         let around = |side: usize| {
@@ -164,7 +164,7 @@ impl Translation<'_> {
         };
         let [before, after] = [from, to].map(|axes| axes.concat());
         let order = after.iter().filter_map(|factor| before.iter().position(|other| other == factor));
-        let op = Op::Transpose { order: order.map(|axis| axis as isize).collect() };
+        let op = Op::Transpose(Transpose { order: order.map(|axis| axis as isize).collect() });
         let sizes = |order: &[usize]| {
             [factors, others].map(|factors| order.iter().map(|&factor| factors[factor]).collect())
         };

@@ -2,7 +2,7 @@
 
 use convoke_autograd::Result;
 
-use super::super::{Arithmetic, Op};
+use super::super::{Along, Arithmetic, Op, Reshape, Shape};
 use super::translation::{Step, Translation};
 use super::{BATCHES, refused};
 
@@ -52,7 +52,7 @@ impl Translation<'_> {
                 }
             })
             .collect();
-        Ok(self.named("sizes", Op::Concat { axis: 0 }, parts))
+        Ok(self.named("sizes", Op::Concat(Along { axis: 0 }), parts))
     }
 
     /// The size of the batch, as a list of one.
@@ -61,7 +61,7 @@ impl Translation<'_> {
             return name.clone();
         }
         let input = self.input();
-        let name = self.named("batch_size", Op::Shape { start: 0, end: Some(1) }, vec![input]);
+        let name = self.named("batch_size", Op::Shape(Shape { start: 0, end: Some(1) }), vec![input]);
         self.batch = Some(name.clone());
         name
     }
@@ -78,7 +78,7 @@ impl Translation<'_> {
         }
         let kept = |axis: usize| from.iter().zip(&to).all(|(from, to)| from.get(axis) == to.get(axis));
         if to[0].len() == 2 && from[0].len() >= 2 && kept(0) {
-            return Ok(self.node(step, Op::Flatten { axis: 1 }, vec![x]));
+            return Ok(self.node(step, Op::Flatten(Along { axis: 1 }), vec![x]));
         }
         let fixed = |axis: usize| to[0][axis] == to[1][axis];
         let rank = to[0].len();
@@ -94,7 +94,7 @@ impl Translation<'_> {
             self.sizes([&to[0], &to[1]])?
         };
         let allow_zero = to.iter().flatten().any(|&size| size == 0);
-        Ok(self.node(step, Op::Reshape { allow_zero }, vec![x, sizes]))
+        Ok(self.node(step, Op::Reshape(Reshape { allow_zero }), vec![x, sizes]))
     }
 
     /// The elements repeated to the shape of the call's output.

@@ -3,11 +3,12 @@
 use std::collections::{BTreeSet, HashMap, HashSet};
 
 use convoke_autograd::ops::{Activation, Pointwise};
-use convoke_autograd::{Arithmetic as Traced, Call, DType, Operation, Result, Source, Tensor};
+use convoke_autograd::{Call, DType, Operation, Result, Source, Tensor};
 
 use super::super::rewrite::to_array;
 use super::super::{
-    Arithmetic, Array, Data, Definition, Dimension, Gemm, Input, Kind, Node, Op, Reduce, ReduceKind, Stored,
+    Along, Arithmetic, Array, Data, Definition, Dimension, Gemm, Input, Kind, LeakyRelu, Node, Op, Reduce,
+    ReduceKind, Stored,
 };
 use super::{Run, momenta, refused, state, windows};
 use crate::Module;
@@ -192,26 +193,19 @@ impl<'a> Translation<'a> {
         let all = || step.inputs.clone();
         match operation {
             Operation::Pointwise(function) => Ok(self.node(step, function_of(*function).1, all())),
-            Operation::Prelu => self.prelu(step),
-            Operation::Arithmetic(kind) => Ok(self.node(step, Op::Arithmetic(arithmetic(*kind)), all())),
+            Operation::PRelu => self.prelu(step),
+            Operation::Arithmetic(kind) => Ok(self.node(step, Op::Arithmetic(*kind), all())),
             Operation::Scale(factor) => {
                 let factor = self.number(step, *factor);
                 Ok(self.node(step, Op::Arithmetic(Arithmetic::Mul), vec![x(), factor]))
             }
             Operation::Reduce { kind, axes, keep } => {
-                let kind = match kind {
-                    convoke_autograd::Reduce::Sum => ReduceKind::Sum,
-                    convoke_autograd::Reduce::Mean => ReduceKind::Mean,
-                    convoke_autograd::Reduce::Product => ReduceKind::Prod,
-                    convoke_autograd::Reduce::Max => ReduceKind::Max,
-                    convoke_autograd::Reduce::Min => ReduceKind::Min,
-                };
                 let axes = if axes.len() == step.rank() { &[] } else { &axes[..] };
-                Ok(self.reduce(step, (kind, *keep), x(), axes))
+                Ok(self.reduce(step, (*kind, *keep), x(), axes))
             }
             Operation::Softmax { axis, log } => {
-                let axis = *axis as isize;
-                let op = if *log { Op::LogSoftmax { axis } } else { Op::Softmax { axis } };
+                let along = Along { axis: *axis as isize };
+                let op = if *log { Op::LogSoftmax(along) } else { Op::Softmax(along) };
                 Ok(self.node(step, op, all()))
             }
             Operation::Conv(options) => {
@@ -245,7 +239,9 @@ impl<'a> Translation<'a> {
             &Operation::MatMul { transposed: [trans_a, trans_b] } => {
                 Ok(self.node(step, Op::Gemm(Gemm { trans_a, trans_b, ..Gemm::default() }), all()))
             }
-            Operation::Concat { axis } => Ok(self.node(step, Op::Concat { axis: *axis as isize }, all())),
+            Operation::Concat { axis } => {
+                Ok(self.node(step, Op::Concat(Along { axis: *axis as isize }), all()))
+            }
             Operation::Pick { .. } => self.pick(step),
             Operation::Rearrange { .. } => self.rearrange(step),
             Operation::Reshape => self.reshaped(
@@ -445,23 +441,11 @@ fn numbered(name: &str, index: usize, count: usize) -> String {
     if count == 1 { name.to_owned() } else { format!("{name}_{index}") }
 }
 
-fn arithmetic(kind: Traced) -> Arithmetic {
-    match kind {
-        Traced::Add => Arithmetic::Add,
-        Traced::Subtract => Arithmetic::Sub,
-        Traced::Multiply => Arithmetic::Mul,
-        Traced::Divide => Arithmetic::Div,
-        Traced::Power => Arithmetic::Pow,
-        Traced::Larger => Arithmetic::Max,
-        Traced::Smaller => Arithmetic::Min,
-    }
-}
-
 /// The name and the operator of a function of each element.
 fn function_of(function: Pointwise) -> (&'static str, Op) {
     let op = match function {
         Pointwise::Relu => Op::Relu,
-        Pointwise::LeakyRelu { slope } => Op::LeakyRelu { alpha: slope },
+        Pointwise::LeakyRelu { slope } => Op::LeakyRelu(LeakyRelu { alpha: slope }),
         _ => Op::Pointwise(function),
     };
     (function.name(), op)

@@ -7,8 +7,8 @@ use convoke_autograd::ops::{
 };
 
 use super::super::{
-    Arithmetic, Array, Aspect, Conv, ConvTranspose, Data, Interpolation, Op, PadKind, Pads, Pool, ReduceKind,
-    Resize,
+    Along, Arithmetic, Array, Aspect, Conv, ConvTranspose, Data, Interpolation, Op, PadKind, Pads, Pool,
+    ReduceKind, Resize,
 };
 use super::translation::{Step, Translation};
 
@@ -130,7 +130,7 @@ impl Translation<'_> {
                 self.reduce(step, (kind, true), window, &[axis + 2])
             });
             let windows = windows.collect();
-            x = self.node(step, Op::Concat { axis: axis as isize + 2 }, windows);
+            x = self.node(step, Op::Concat(Along { axis: axis as isize + 2 }), windows);
         }
         x
     }

@@ -99,7 +99,7 @@ fn old_attributes_are_inputs() {
         (
             12,
             node("Split", "x", "y z").ints("split", [1, 2]).int("axis", 1),
-            Op::Split { axis: 1 },
+            Op::Split(Along { axis: 1 }),
             vec![Array::integers([1, 2])],
         ),
         (10, node("Dropout", "x", "y").float("ratio", 0.25), Op::Dropout, vec![Array::number(0.25)]),
@@ -168,7 +168,9 @@ fn numbers_of_every_type_are_read() {
     let with = |data_type, set: fn(&mut TensorProto)| {
         let mut tensor = empty("", &[2], data_type);
         set(&mut tensor);
-        let definition = defined(13, vec![node("Constant", "", "y").tensor("value", tensor)]);
+        let (t, r#type) = (Some(Box::new(tensor)), Some(kind::TENSOR));
+        let value = AttributeProto { t, r#type, ..AttributeProto::default() };
+        let definition = defined(13, vec![node("Constant", "", "y").with("value", value)]);
         match last(&definition).0 {
             Op::Constant(array) => array.data().clone(),
             other => panic!("{other:?}"),
@@ -241,9 +243,9 @@ fn functions_are_inlined() {
     assert_eq!(
         shown,
         [
-            (Op::LeakyRelu { alpha: 0.5 }, "x".into(), "u/t".into()),
+            (Op::LeakyRelu(LeakyRelu { alpha: 0.5 }), "x".into(), "u/t".into()),
             (mul.clone(), "x u/t".into(), "u".into()),
-            (Op::LeakyRelu { alpha: 0.25 }, "u".into(), "y/t".into()),
+            (Op::LeakyRelu(LeakyRelu { alpha: 0.25 }), "u".into(), "y/t".into()),
             (mul, "u y/t".into(), "y".into()),
         ]
     );

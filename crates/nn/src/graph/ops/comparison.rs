@@ -1,0 +1,241 @@
+//! Comparisons, and the choice between tensors by them. A truth value is 1 or 0 in a tensor of the model's type.
+
+use convoke_autograd::{Element, Error, Function, MemoryFormat, Needs, apply, dispatch};
+
+use super::*;
+
+/// Comparisons and logical operations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[allow(missing_docs)]
+pub enum Compare {
+    Equal,
+    Less,
+    LessOrEqual,
+    Greater,
+    GreaterOrEqual,
+    And,
+    Or,
+    Xor,
+}
+
+pub(super) const COMPARE: Operator<Compare> = Operator {
+    name: |kind| match kind {
+        Compare::Equal => "Equal",
+        Compare::Less => "Less",
+        Compare::LessOrEqual => "LessOrEqual",
+        Compare::Greater => "Greater",
+        Compare::GreaterOrEqual => "GreaterOrEqual",
+        Compare::And => "And",
+        Compare::Or => "Or",
+        Compare::Xor => "Xor",
+    },
+    read: &[
+        Reader("Equal", (2, 2), |_| Ok(Op::Compare(Compare::Equal))),
+        Reader("Less", (2, 2), |_| Ok(Op::Compare(Compare::Less))),
+        Reader("LessOrEqual", (2, 2), |_| Ok(Op::Compare(Compare::LessOrEqual))),
+        Reader("Greater", (2, 2), |_| Ok(Op::Compare(Compare::Greater))),
+        Reader("GreaterOrEqual", (2, 2), |_| Ok(Op::Compare(Compare::GreaterOrEqual))),
+        Reader("And", (2, 2), |_| Ok(Op::Compare(Compare::And))),
+        Reader("Or", (2, 2), |_| Ok(Op::Compare(Compare::Or))),
+        Reader("Xor", (2, 2), |_| Ok(Op::Compare(Compare::Xor))),
+    ],
+    write: plain,
+    known: Known::One(|&kind, inputs| compare_known(kind, &inputs.all()?)),
+    run: Run::One(|&kind, inputs| compare(kind, inputs)),
+    uses: |_, _| Use::Number,
+    gives: |_, from| About { kind: Kind::Bool, len: None, ..from.broadcast() },
+};
+
+pub(super) const NOT: Operator<()> = Operator {
+    name: |()| "Not",
+    read: &[Reader("Not", (1, 1), |_| Ok(Op::Not))],
+    write: plain,
+    known: Known::One(|(), inputs| {
+        let x = inputs.array(0)?;
+        match x.data() {
+            Data::Bool(data) => built(x.shape(), data.iter().map(|x| Ok(!x))),
+            Data::F32(_) | Data::F64(_) | Data::I64(_) => {
+                Err(format!("the input must be truth values, but is {}", described(x)))
+            }
+        }
+    }),
+    // 1 - x, as x is 1 or 0.
+    run: Run::One(|(), inputs| Ok(inputs.tensor(0)?.detach().neg()?.add_scalar(1.0)?)),
+    uses: other,
+    gives: |(), from| About { kind: Kind::Bool, ..from.ranked(from.rank(0)) },
+};
+
+pub(super) const WHERE: Operator<()> = Operator {
+    name: |()| "Where",
+    read: &[Reader("Where", (3, 3), |_| Ok(Op::Where)), Reader("ThresholdedRelu", (1, 1), thresholded_relu)],
+    write: plain,
+    known: Known::One(|(), inputs| choose(&inputs.all()?)),
+    run: Run::One(|(), inputs| select(inputs)),
+    uses: |(), _| Use::Number,
+    gives: |(), from| About { kind: from.kind(1), len: None, ..from.broadcast() },
+};
+
+/// x where it is above alpha, else 0.
+fn thresholded_relu(node: &mut NodeReader<'_>) -> Answer<Op> {
+    let alpha = node.attributes.float_or("alpha", 1.0)?;
+    let x = node.input(0).to_owned();
+    let mut number = |number: f64, what: &str| {
+        let constant = node.constant(what, Array::number(number as f32));
+        // The file may compute in double precision.
+        node.before(Op::CastLike, vec![constant, x.clone()], &format!("{what}_like"))
+    };
+    let (alpha, zero) = (number(alpha, "alpha"), number(0.0, "zero"));
+    let above = node.before(Op::Compare(Compare::Greater), vec![x.clone(), alpha], "above");
+    node.inputs = vec![above, x, zero];
+    Ok(Op::Where)
+}
+
+/// Two tensors in the shape to which both broadcast, and in contiguous order.
+fn broadcast_tensors(a: &Tensor, b: &Tensor) -> Result<[Tensor; 2]> {
+    let Some(shape) = broadcast(a.shape(), b.shape()) else {
+        return refuse(format!("the shapes {:?} and {:?} do not broadcast", a.shape(), b.shape()));
+    };
+    let to = |x: &Tensor| {
+        let x = if x.shape() == shape { x.clone() } else { x.expand(&shape)? };
+        if x.shape().len() < 3 { Ok(x) } else { x.to_format(MemoryFormat::Contiguous) }
+    };
+    Ok([to(a)?, to(b)?])
+}
+
+/// Whether a comparison holds.
+fn holds<N: PartialOrd + Default>(kind: Compare, a: N, b: N) -> bool {
+    let is_true = |x: &N| *x != N::default();
+    match kind {
+        Compare::Equal => a == b,
+        Compare::Less => a < b,
+        Compare::LessOrEqual => a <= b,
+        Compare::Greater => a > b,
+        Compare::GreaterOrEqual => a >= b,
+        Compare::And => is_true(&a) && is_true(&b),
+        Compare::Or => is_true(&a) || is_true(&b),
+        Compare::Xor => is_true(&a) != is_true(&b),
+    }
+}
+
+fn compare(kind: Compare, inputs: &Inputs<'_>) -> Result<Tensor> {
+    let [a, b] = broadcast_tensors(&inputs.tensor(0)?.detach(), &inputs.tensor(1)?.detach())?;
+    fn run<T: Element + Default>(kind: Compare, a: &Tensor, b: &Tensor) -> convoke_autograd::Result<Tensor> {
+        Tensor::written(a.device(), a.shape(), a.format(), |out: &mut [T]| {
+            let (a, b) = (a.data::<T>()?, b.data::<T>()?);
+            out.iter_mut().zip(a.iter().zip(b)).for_each(|(out, (&a, &b))| {
+                *out = if holds(kind, a, b) { T::one() } else { T::zero() };
+            });
+            Ok(())
+        })
+    }
+    fn typed(kind: Compare, a: &Tensor, b: &Tensor) -> convoke_autograd::Result<Tensor> {
+        dispatch!("compare", a.dtype(), T => run::<T>(kind, a, b))
+    }
+    Ok(typed(kind, &a, &b)?)
+}
+
+/// Elements of one operand where a condition holds, of the other elsewhere.
+fn select(inputs: &Inputs<'_>) -> Result<Tensor> {
+    let shapes = [inputs.shape(0)?, inputs.shape(1)?, inputs.shape(2)?];
+    let [condition, a, b] = [inputs.tensor(0)?.detach(), inputs.tensor(1)?, inputs.tensor(2)?];
+    let [a, _] = broadcast_tensors(&a, &b)?;
+    let [a, condition] = broadcast_tensors(&a, &condition)?;
+    let [b, _] = broadcast_tensors(&b, &a)?;
+    match apply(Select, &[&condition, &a, &b]) {
+        Err(Error::DType { .. }) => refuse(format!("its operands {shapes:?} differ in type")),
+        result => Ok(result?),
+    }
+}
+
+struct Select;
+
+impl Select {
+    /// Elements where the condition holds, or where it does not, from each of two tensors; 0 where there is none.
+    fn choose(
+        condition: &Tensor,
+        yes: Option<&Tensor>,
+        no: Option<&Tensor>,
+    ) -> convoke_autograd::Result<Tensor> {
+        fn run<T: Element>(
+            condition: &Tensor,
+            [yes, no]: [Option<&Tensor>; 2],
+        ) -> convoke_autograd::Result<Tensor> {
+            Tensor::written(condition.device(), condition.shape(), condition.format(), |out: &mut [T]| {
+                let yes = yes.map(Tensor::data::<T>).transpose()?;
+                let no = no.map(Tensor::data::<T>).transpose()?;
+                let at = |side: Option<&[T]>, index: usize| side.map_or(T::zero(), |side| side[index]);
+                for (index, (out, &holds)) in out.iter_mut().zip(condition.data::<T>()?).enumerate() {
+                    *out = at(if holds == T::zero() { no } else { yes }, index);
+                }
+                Ok(())
+            })
+        }
+        dispatch!("where", condition.dtype(), T => run::<T>(condition, [yes, no]))
+    }
+}
+
+impl Function for Select {
+    type Saved = Tensor;
+
+    fn name(&self) -> &'static str {
+        "where"
+    }
+
+    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> convoke_autograd::Result<(Tensor, Tensor)> {
+        Ok((Select::choose(inputs[0], Some(inputs[1]), Some(inputs[2]))?, inputs[0].clone()))
+    }
+
+    fn backward(
+        &self,
+        condition: Tensor,
+        upstream: Tensor,
+        needs: &Needs,
+    ) -> convoke_autograd::Result<Vec<Option<Tensor>>> {
+        let upstream = match upstream.shape().len() {
+            0..3 => upstream,
+            _ => upstream.to_format(MemoryFormat::Contiguous)?,
+        };
+        let of = |input: usize, yes: Option<&Tensor>, no: Option<&Tensor>| {
+            needs.input(input).then(|| Select::choose(&condition, yes, no)).transpose()
+        };
+        Ok(vec![None, of(1, Some(&upstream), None)?, of(2, None, Some(&upstream))?])
+    }
+}
+
+fn compare_known(kind: Compare, arrays: &[&Array]) -> Answer<Array> {
+    fn compared<N: Number + PartialOrd + Default>(kind: Compare, arrays: Broadcast) -> Answer<Array> {
+        let Broadcast { shape, mut operands } = arrays;
+        let [a, b] = &mut operands[..] else { return Err("there are not 2 inputs".into()) };
+        built(&shape, std::iter::repeat_with(|| Ok(holds::<N>(kind, a.step(), b.step()))))
+    }
+    let [a, b] = arrays else { return Err(format!("there are {} inputs instead of 2", arrays.len())) };
+    let logical = matches!(kind, Compare::And | Compare::Or | Compare::Xor);
+    let operands = Broadcast::new(arrays)?;
+    match common_kind(arrays)? {
+        Kind::Bool if !logical && kind != Compare::Equal => Err(not_numbers(a)),
+        Kind::I64 | Kind::F32 | Kind::F64 if logical => {
+            Err(format!("inputs must be truth values, but are {} and {}", described(a), described(b)))
+        }
+        Kind::Bool => compared::<bool>(kind, operands),
+        Kind::I64 => compared::<i64>(kind, operands),
+        Kind::F32 | Kind::F64 => compared::<f64>(kind, operands),
+    }
+}
+
+/// Elements of the second array where the first one's hold, else of the third.
+fn choose(arrays: &[&Array]) -> Answer<Array> {
+    let [condition, a, b] = arrays else {
+        return Err(format!("there are {} inputs instead of 3", arrays.len()));
+    };
+    if condition.kind() != Kind::Bool {
+        return Err(format!("the condition must be truth values, but is {}", described(condition)));
+    }
+    let kind = common_kind(&[a, b])?;
+    let Broadcast { shape, mut operands } = Broadcast::new(arrays)?;
+    let [condition, a, b] = &mut operands[..] else { return Err("there are not 3 inputs".into()) };
+    let place = || {
+        let (of_a, of_b) = (a.place(), b.place());
+        if condition.step() { (a.data, of_a) } else { (b.data, of_b) }
+    };
+    assembled(kind, &shape, std::iter::repeat_with(place))
+}

@@ -1,0 +1,375 @@
+//! Parts of tensors: joined, split, cut out, padded.
+
+use convoke_autograd::ops::{self, PadMode, Slice};
+
+use super::*;
+
+/// What a pad puts around a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum PadKind {
+    /// The value; 0 if it is left out.
+    Constant,
+    /// The elements mirrored at the border.
+    Reflect,
+    /// The element at the border.
+    Edge,
+    /// The elements of the other side.
+    Wrap,
+}
+
+pub(super) const CONCAT: Operator<Along> = Operator {
+    name: |_| "Concat",
+    read: &[Reader("Concat", (1, ANY), |node| {
+        let axis = node.attributes.int("axis")?.ok_or("its axis is missing")?;
+        Ok(Op::Concat(Along { axis: reading::axis_of(axis)? }))
+    })],
+    write: |along, to| Ok(to.op().axis("axis", along.axis)),
+    known: Known::One(|along, inputs| concat_known(along.axis, &inputs.all()?)),
+    run: Run::One(|along, inputs| {
+        let tensors = (0..inputs.len()).map(|index| inputs.tensor(index)).collect::<Result<Vec<_>>>()?;
+        Ok(ops::cat(&tensors.iter().collect::<Vec<_>>(), along.axis)?)
+    }),
+    uses: |_, _| Use::Moved,
+    gives: |_, from| {
+        let sum = |sum: usize, place| sum.checked_add(from.len(place)?);
+        let rank = (0..from.inputs.len()).find_map(|place| from.rank(place));
+        About { len: (0..from.inputs.len()).try_fold(0, sum), ..from.ranked(rank) }
+    },
+};
+
+pub(super) const SPLIT: Operator<Along> = Operator {
+    name: |_| "Split",
+    read: &[Reader("Split", (1, 2), read_split)],
+    write: |along, to| {
+        let node = to.op().axis("axis", along.axis);
+        let counts = to.opset() >= 18 && to.input(1).is_empty();
+        Ok(if counts { node.size("num_outputs", to.node.outputs.len()) } else { node })
+    },
+    known: Known::Several(|along, inputs| {
+        let x = inputs.array(0)?;
+        let axis = axis_of(along.axis as i64, x.shape().len())?;
+        let sizes = parts(x.shape()[axis], inputs.optional_list(1)?, inputs.outputs)?;
+        split_known(x, axis, &sizes)
+    }),
+    run: Run::Several(usize::MAX, |along, inputs| split(along.axis, inputs)),
+    uses: |_, input| first(input, Use::Moved),
+    gives: like_first,
+};
+
+pub(super) const SLICE: Operator<()> = Operator {
+    name: |()| "Slice",
+    read: &[Reader("Slice", (1, 5), read_slice)],
+    write: plain,
+    known: Known::One(|(), inputs| slice_known(inputs)),
+    run: Run::One(|(), inputs| slice(inputs)),
+    uses: |(), input| first(input, Use::Moved),
+    gives: |(), from| About { len: sliced_len(from), ..from.ranked(from.rank(0)) },
+};
+
+pub(super) const PAD: Operator<PadKind> = Operator {
+    name: |_| "Pad",
+    read: &[Reader("Pad", (1, 4), read_pad)],
+    write: |&kind, to| {
+        if !to.input(3).is_empty() {
+            to.needs(18, "to pad some axes")?;
+        }
+        if kind == PadKind::Wrap {
+            to.needs(19, "to pad with the elements of the other side")?;
+        }
+        let mode = match kind {
+            PadKind::Constant => "constant",
+            PadKind::Reflect => "reflect",
+            PadKind::Edge => "edge",
+            PadKind::Wrap => "wrap",
+        };
+        Ok(to.op().text("mode", mode))
+    },
+    known: Known::Perhaps(|kind, inputs| (*kind == PadKind::Constant).then(|| pad_known(inputs))),
+    run: Run::One(|&kind, inputs| pad(kind, inputs)),
+    uses: |_, input| first(input, Use::Moved),
+    gives: like_first,
+};
+
+fn read_split(node: &mut NodeReader<'_>) -> Answer<Op> {
+    let axis = node.attributes.axis("axis", 0)?;
+    if node.outputs.is_empty() {
+        return Err("it has no output".into());
+    }
+    if node.opset < 13 {
+        node.ints_to_input("split", 1)?;
+    }
+    let count = node.outputs.len();
+    let parts = if node.opset >= 18 { node.attributes.size("num_outputs")? } else { None };
+    if parts.is_some_and(|parts| parts != count) {
+        return Err(format!("its num_outputs is not {count}, the number of its outputs"));
+    }
+    Ok(Op::Split(Along { axis }))
+}
+
+fn read_slice(node: &mut NodeReader<'_>) -> Answer<Op> {
+    if node.opset < 10 {
+        for (place, name) in [(1, "starts"), (2, "ends")] {
+            if !node.ints_to_input(name, place)? {
+                return Err(format!("its {name} are missing"));
+            }
+        }
+        node.ints_to_input("axes", 3)?;
+    }
+    match node.input(1).is_empty() || node.input(2).is_empty() {
+        true => Err("its starts or ends are missing".into()),
+        false => Ok(Op::Slice),
+    }
+}
+
+fn read_pad(node: &mut NodeReader<'_>) -> Answer<Op> {
+    let kind = match node.attributes.text_or("mode", "constant")?.as_str() {
+        "constant" => PadKind::Constant,
+        "reflect" => PadKind::Reflect,
+        "edge" => PadKind::Edge,
+        "wrap" => PadKind::Wrap,
+        other => return Err(format!("its mode {other} is not known")),
+    };
+    if node.opset < 11 {
+        node.ints_to_input("pads", 1)?;
+        if let Some(value) = node.attributes.float("value")? {
+            node.set_array(2, "value", Array::number(value as f32));
+        }
+    }
+    match node.input(1).is_empty() {
+        true => Err("its pads are missing".into()),
+        false => Ok(Op::Pad(kind)),
+    }
+}
+
+/// The length of a part of a list.
+fn sliced_len(from: &Operands<'_, '_>) -> Option<usize> {
+    let (starts, ends) = (from.at(1).array?, from.at(2).array?);
+    let ([start], [end]) = (&starts.to_i64()[..], &ends.to_i64()[..]) else { return None };
+    if from.given(4) || from.rank(0) != Some(1) {
+        return None;
+    }
+    let all = i64::try_from(from.len(0)?).ok()?;
+    let place = |axis: i64| if axis < 0 { axis.saturating_add(all) } else { axis }.clamp(0, all);
+    usize::try_from((place(*end) - place(*start)).max(0)).ok()
+}
+
+fn split(axis: isize, inputs: &Inputs<'_>) -> Result<Vec<Value>> {
+    let (x, outputs) = (inputs.tensor(0)?, inputs.outputs);
+    let size = x.shape()[axis_in(&x, axis)?];
+    let sizes: Vec<usize> = match inputs.optional_integers(1)? {
+        Some(sizes) => sizes.into_iter().map(|size| usize::try_from(size).unwrap_or(usize::MAX)).collect(),
+        None => {
+            let part = size.div_ceil(outputs.max(1));
+            (0..outputs).map(|index| part.min(size.saturating_sub(index * part))).collect()
+        }
+    };
+    if sizes.len() < outputs {
+        return refuse(format!("it has {outputs} outputs and {} sizes", sizes.len()));
+    }
+    Ok(x.split(&sizes, axis)?.into_iter().map(Value::Tensor).collect())
+}
+
+fn slice(inputs: &Inputs<'_>) -> Result<Tensor> {
+    let x = inputs.tensor(0)?;
+    let (starts, ends) = (inputs.integers(1)?, inputs.integers(2)?);
+    let axes = match inputs.optional_integers(3)? {
+        Some(axes) => axes,
+        None => (0..starts.len() as isize).collect(),
+    };
+    let steps = inputs.optional_integers(4)?.unwrap_or_else(|| vec![1; starts.len()]);
+    let count = starts.len();
+    if [ends.len(), axes.len(), steps.len()] != [count; 3] {
+        return refuse("starts, ends, axes and steps are not equally many");
+    }
+    let slices = (0..count).map(|index| Slice {
+        axis: axes[index],
+        start: starts[index],
+        end: ends[index],
+        step: steps[index],
+    });
+    let shape = x.shape();
+    let whole = |slice: &Slice| {
+        let size = axis_in(&x, slice.axis).map(|axis| shape[axis] as isize);
+        size.is_ok_and(|size| {
+            slice.step == 1 && (slice.start == 0 || slice.start <= -size) && slice.end >= size
+        })
+    };
+    let slices: Vec<Slice> = slices.filter(|slice| !whole(slice)).collect();
+    Ok(if slices.is_empty() { x } else { x.slice(&slices)? })
+}
+
+fn pad(kind: PadKind, inputs: &Inputs<'_>) -> Result<Tensor> {
+    let x = inputs.tensor(0)?;
+    let rank = x.shape().len();
+    let numbers = inputs.integers(1)?;
+    let axes = match inputs.optional_integers(3)? {
+        Some(axes) => axes.into_iter().map(|axis| axis_in(&x, axis)).collect::<Result<Vec<_>>>()?,
+        None => (0..rank).collect(),
+    };
+    if numbers.len() != 2 * axes.len() {
+        return refuse(format!(
+            "{numbers:?} are not two numbers for each of the axes {axes:?} of {:?}",
+            x.shape()
+        ));
+    }
+    let mut pads = vec![[0, 0]; rank];
+    for (index, &axis) in axes.iter().enumerate() {
+        pads[axis] = [numbers[index], numbers[index + axes.len()]];
+    }
+    if pads.iter().all(|pad| *pad == [0, 0]) {
+        return Ok(x);
+    }
+    let mode = match kind {
+        PadKind::Constant => PadMode::Constant(inputs.optional_number(2)?.unwrap_or(0.0)),
+        PadKind::Reflect => PadMode::Reflect,
+        PadKind::Edge => PadMode::Edge,
+        PadKind::Wrap => PadMode::Wrap,
+    };
+    Ok(x.pad(&pads, mode)?)
+}
+
+fn concat_known(axis: isize, arrays: &[&Array]) -> Answer<Array> {
+    let first = arrays.first().ok_or("there are no inputs")?;
+    let kind = common_kind(arrays)?;
+    let axis = axis_of(axis as i64, first.shape().len())?;
+    let mut shape = first.shape().to_vec();
+    shape[axis] = 0;
+    for array in arrays {
+        let sizes = array.shape();
+        let fits = |(at, size)| at == axis || size == first.shape()[at];
+        if sizes.len() != shape.len() || !sizes.iter().copied().enumerate().all(fits) {
+            return Err(format!("{sizes:?} cannot be joined to {:?} along axis {axis}", first.shape()));
+        }
+        shape[axis] = shape[axis].checked_add(sizes[axis]).ok_or("the output is too large")?;
+    }
+    let places = (0..product(&shape[..axis])).flat_map(|row| {
+        arrays.iter().flat_map(move |array| {
+            let len = product(&array.shape()[axis..]);
+            (row * len..(row + 1) * len).map(|at| (array.data(), at))
+        })
+    });
+    assembled(kind, &shape, places)
+}
+
+/// The sizes of the parts of an axis, as listed or equal.
+fn parts(size: usize, sizes: Option<&[i64]>, count: usize) -> Answer<Vec<usize>> {
+    if let Some(sizes) = sizes {
+        if sizes.len() != count {
+            return Err(format!("there are {} sizes for {count} outputs", sizes.len()));
+        }
+        let parts: Option<Vec<usize>> = sizes.iter().map(|&size| usize::try_from(size).ok()).collect();
+        return parts
+            .filter(|parts| parts.iter().try_fold(0usize, |sum, &part| sum.checked_add(part)) == Some(size))
+            .ok_or_else(|| format!("an axis of size {size} cannot be split into {sizes:?}"));
+    }
+    let Some(others) = count.checked_sub(1) else { return Err("there are no outputs".into()) };
+    let part = size.div_ceil(count);
+    match part.checked_mul(others).and_then(|before| size.checked_sub(before)) {
+        Some(last) => Ok((0..count).map(|at| if at < others { part } else { last }).collect()),
+        None => Err(format!("an axis of size {size} cannot be split into {count} parts of size {part}")),
+    }
+}
+
+/// Parts of these sizes, whose sum is that of the axis.
+fn split_known(x: &Array, axis: usize, sizes: &[usize]) -> Answer<Vec<Array>> {
+    let steps = steps_of(x.shape());
+    let mut shape = x.shape().to_vec();
+    let mut start = 0;
+    let part = |&size: &usize| {
+        shape[axis] = size;
+        let walk = Walk::new(&shape, &steps, (start as isize).wrapping_mul(steps[axis]));
+        start += size;
+        picked(x, &shape, walk)
+    };
+    sizes.iter().map(part).collect()
+}
+
+fn slice_known(inputs: KnownInputs<'_>) -> Answer<Array> {
+    let (x, starts, ends) = (inputs.array(0)?, inputs.list(1)?, inputs.list(2)?);
+    let rank = x.shape().len();
+    let count = starts.len();
+    if count > rank {
+        return Err(format!("there are {count} starts for {:?}", x.shape()));
+    }
+    let axes = match inputs.optional_list(3)? {
+        Some(axes) => axes_of(axes, rank)?,
+        None => (0..count).collect(),
+    };
+    let strides = inputs.optional_list(4)?;
+    let stride_count = strides.map_or(count, <[i64]>::len);
+    if [ends.len(), axes.len(), stride_count] != [count; 3] {
+        let (ends, axes) = (ends.len(), axes.len());
+        return Err(format!("there are {count} starts, {ends} ends, {axes} axes and {stride_count} steps"));
+    }
+    let (mut shape, mut steps, mut at) = (x.shape().to_vec(), steps_of(x.shape()), 0isize);
+    for (index, &axis) in axes.iter().enumerate() {
+        let step = strides.map_or(1, |strides| strides[index]);
+        let (start, len) = sliced(shape[axis], [starts[index], ends[index], step])?;
+        at = at.wrapping_add((start as isize).wrapping_mul(steps[axis]));
+        shape[axis] = len;
+        steps[axis] = steps[axis].wrapping_mul(step as isize);
+    }
+    picked(x, &shape, Walk::new(&shape, &steps, at))
+}
+
+/// The first index and the number of indices of a slice of an axis, by ONNX's rules for bounds outside.
+fn sliced(size: usize, [start, end, step]: [i64; 3]) -> Answer<(usize, usize)> {
+    let (size, step) = (size as i128, i128::from(step));
+    if step == 0 {
+        return Err("a step of a slice is 0".into());
+    }
+    if size == 0 {
+        return Ok((0, 0));
+    }
+    let from_end = |index: i64| i128::from(index) + if index < 0 { size } else { 0 };
+    let (start, distance) = if step > 0 {
+        let start = from_end(start).clamp(0, size);
+        (start, from_end(end).clamp(0, size) - start)
+    } else {
+        let start = from_end(start).clamp(0, size - 1);
+        (start, start - from_end(end).clamp(-1, size - 1))
+    };
+    let step = step.abs();
+    Ok((start as usize, ((distance.max(0) + step - 1) / step) as usize))
+}
+
+/// Pads with a number. Negative pads remove elements.
+fn pad_known(inputs: KnownInputs<'_>) -> Answer<Array> {
+    let (x, pads, value) = (inputs.array(0)?, inputs.list(1)?, inputs.optional_number(2)?);
+    let rank = x.shape().len();
+    let axes = match inputs.optional_list(3)? {
+        Some(axes) => axes_of(axes, rank)?,
+        None => (0..rank).collect(),
+    };
+    if pads.len() != 2 * axes.len() {
+        return Err(format!("there are {} pads for {} axes of {:?}", pads.len(), axes.len(), x.shape()));
+    }
+    let mut shape = x.shape().to_vec();
+    // The part of the input that is left, and where it starts in the input and in the output.
+    let (mut part, mut from, mut to) = (x.shape().to_vec(), vec![0; rank], vec![0; rank]);
+    for (index, &axis) in axes.iter().enumerate() {
+        let (before, after) = (i128::from(pads[index]), i128::from(pads[index + axes.len()]));
+        let size = shape[axis] as i128;
+        let padded = size + before + after;
+        shape[axis] = usize::try_from(padded)
+            .map_err(|_| format!("an axis of size {size} cannot be padded by {before} and {after}"))?;
+        let (first, last) = ((-before).clamp(0, size), (padded - before).clamp(0, size));
+        part[axis] = (last - first).max(0) as usize;
+        (from[axis], to[axis]) = (first as isize, before.clamp(0, padded) as isize);
+    }
+    let zero = Data::Bool(vec![false]);
+    let fill = value.map_or(&zero, Array::data);
+    let walk = |sizes: &[usize], start: &[isize]| {
+        let steps = steps_of(sizes);
+        let distance = |(start, step): (&isize, &isize)| start.wrapping_mul(*step);
+        let at = start.iter().zip(&steps).map(distance).fold(0, isize::wrapping_add);
+        Walk::new(&part, &steps, at)
+    };
+    let mut moves = walk(x.shape(), &from).zip(walk(&shape, &to)).take(product(&part)).peekable();
+    // The part goes to places of the output in ascending order.
+    let places = (0..).map(|at: usize| match moves.next_if(|&(_, to)| to == at) {
+        Some((from, _)) => (x.data(), from),
+        None => (fill, 0),
+    });
+    assembled(x.kind(), &shape, places)
+}

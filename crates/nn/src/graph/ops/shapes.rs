@@ -1,0 +1,353 @@
+//! Other shapes, and other orders of elements.
+
+use convoke_autograd::ops::{self, DepthOrder};
+
+use super::*;
+
+/// Another order of axes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Transpose {
+    /// For each axis of the output, the axis of the input.
+    pub order: Vec<isize>,
+}
+
+/// How sizes are meant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Reshape {
+    /// Whether a size of 0 is one, instead of that of the same axis of the input.
+    pub allow_zero: bool,
+}
+
+/// Blocks of channels that become blocks of pixels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DepthToSpace {
+    /// Height and width of a block.
+    pub block: usize,
+    /// Which channels form a block.
+    pub order: DepthOrder,
+}
+
+/// Blocks of pixels that become blocks of channels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SpaceToDepth {
+    /// Height and width of a block.
+    pub block: usize,
+}
+
+/// The most elements of an output that repeats its input.
+const MOST_ELEMENTS: usize = 1 << 40;
+
+pub(super) const TRANSPOSE: Operator<Transpose> = Operator {
+    name: |_| "Transpose",
+    read: &[Reader("Transpose", (1, 1), |node| {
+        let order = node.attributes.ints("perm")?.unwrap_or_default();
+        let order = order.into_iter().map(reading::axis_of).collect::<Answer<_>>()?;
+        Ok(Op::Transpose(Transpose { order }))
+    })],
+    write: |Transpose { order }, to| match &order[..] {
+        [] => Ok(to.op()),
+        _ => Ok(to.op().ints("perm", order.iter().map(|&axis| axis as i64))),
+    },
+    known: Known::One(|transpose, inputs| transpose_known(inputs.array(0)?, &transpose.order)),
+    run: Run::One(|Transpose { order }, inputs| {
+        let x = inputs.tensor(0)?;
+        let reversed: Vec<isize> = (0..x.shape().len() as isize).rev().collect();
+        Ok(x.permute(if order.is_empty() { &reversed } else { order })?)
+    }),
+    uses: |_, _| Use::Moved,
+    gives: |Transpose { order }, from| {
+        from.ranked(if order.is_empty() { from.rank(0) } else { Some(order.len()) })
+    },
+};
+
+pub(super) const RESHAPE: Operator<Reshape> = Operator {
+    name: |_| "Reshape",
+    read: &[Reader("Reshape", (2, 2), |node| {
+        let allow_zero = node.opset >= 14 && node.attributes.flag("allowzero", false)?;
+        Ok(Op::Reshape(Reshape { allow_zero }))
+    })],
+    write: |reshape, to| {
+        if !reshape.allow_zero {
+            return Ok(to.op());
+        }
+        to.needs(14, "a size of 0")?;
+        Ok(to.op().int("allowzero", 1))
+    },
+    known: Known::One(|reshape, inputs| reshape_known(inputs.array(0)?, inputs.list(1)?, reshape.allow_zero)),
+    run: Run::One(|options, inputs| reshape(options.allow_zero, inputs)),
+    uses: |_, input| first(input, Use::Same),
+    gives: |_, from| About { len: from.len(0), ..from.ranked(from.len(1)) },
+};
+
+pub(super) const FLATTEN: Operator<Along> = Operator {
+    name: |_| "Flatten",
+    read: &[Reader("Flatten", (1, 1), |node| {
+        Ok(Op::Flatten(Along { axis: node.attributes.axis("axis", 1)? }))
+    })],
+    write: |along, to| Ok(to.op().axis("axis", along.axis)),
+    known: Known::One(|along, inputs| {
+        let x = inputs.array(0)?;
+        copied(x, &matrix(x.shape(), along.axis)?)
+    }),
+    run: Run::One(|along, inputs| {
+        let x = inputs.tensor(0)?;
+        Ok(x.reshape(&matrix(x.shape(), along.axis)?)?)
+    }),
+    uses: |_, _| Use::Same,
+    gives: |_, from| from.ranked(Some(2)),
+};
+
+pub(super) const SQUEEZE: Operator<()> = Operator {
+    name: |()| "Squeeze",
+    read: &[Reader("Squeeze", (1, 2), |node| {
+        if node.opset < 13 {
+            node.ints_to_input("axes", 1)?;
+        }
+        Ok(Op::Squeeze)
+    })],
+    write: plain,
+    known: Known::One(|(), inputs| squeeze_known(inputs.array(0)?, inputs.optional_list(1)?)),
+    run: Run::One(|(), inputs| {
+        Ok(inputs.tensor(0)?.squeeze(&inputs.optional_integers(1)?.unwrap_or_default())?)
+    }),
+    uses: |(), input| first(input, Use::Same),
+    gives: |(), from| {
+        let rank = from.rank(0).zip(from.len(1)).and_then(|(rank, axes)| rank.checked_sub(axes));
+        About { len: from.len(0), ..from.ranked(rank) }
+    },
+};
+
+pub(super) const UNSQUEEZE: Operator<()> = Operator {
+    name: |()| "Unsqueeze",
+    read: &[Reader("Unsqueeze", (1, 2), |node| {
+        if node.opset < 13 {
+            node.ints_to_input("axes", 1)?;
+        }
+        match node.input(1).is_empty() {
+            true => Err("its axes are missing".into()),
+            false => Ok(Op::Unsqueeze),
+        }
+    })],
+    write: plain,
+    known: Known::One(|(), inputs| unsqueeze_known(inputs.array(0)?, inputs.list(1)?)),
+    run: Run::One(|(), inputs| Ok(inputs.tensor(0)?.unsqueeze(&inputs.integers(1)?)?)),
+    uses: |(), input| first(input, Use::Same),
+    gives: |(), from| {
+        let rank = from.rank(0).zip(from.len(1)).and_then(|(rank, axes)| rank.checked_add(axes));
+        About { len: from.len(0), ..from.ranked(rank) }
+    },
+};
+
+pub(super) const EXPAND: Operator<()> = Operator {
+    name: |()| "Expand",
+    read: &[Reader("Expand", (2, 2), |_| Ok(Op::Expand))],
+    write: plain,
+    known: Known::One(|(), inputs| expand_known(inputs.array(0)?, inputs.list(1)?)),
+    run: Run::One(|(), inputs| expand(inputs)),
+    uses: |(), input| first(input, Use::Same),
+    gives: |(), from| from.ranked(from.rank(0).zip(from.len(1)).map(|(rank, sizes)| rank.max(sizes))),
+};
+
+pub(super) const TILE: Operator<()> = Operator {
+    name: |()| "Tile",
+    read: &[Reader("Tile", (2, 2), |_| Ok(Op::Tile))],
+    write: plain,
+    known: Known::One(|(), inputs| tile_known(inputs.array(0)?, inputs.list(1)?)),
+    run: Run::One(|(), inputs| tile(inputs)),
+    uses: |(), input| first(input, Use::Moved),
+    gives: like_first,
+};
+
+pub(super) const DEPTH_TO_SPACE: Operator<DepthToSpace> = Operator {
+    name: |_| "DepthToSpace",
+    read: &[Reader("DepthToSpace", (1, 1), |node| {
+        let block = node.attributes.size("blocksize")?.ok_or("its blocksize is missing")?;
+        let order = match node.attributes.text_or("mode", "DCR")?.as_str() {
+            "DCR" => DepthOrder::BlockFirst,
+            "CRD" => DepthOrder::ChannelFirst,
+            other => return Err(format!("its mode {other} is not known")),
+        };
+        Ok(Op::DepthToSpace(DepthToSpace { block, order }))
+    })],
+    write: |depth, to| {
+        let mode = match depth.order {
+            DepthOrder::BlockFirst => "DCR",
+            DepthOrder::ChannelFirst => "CRD",
+        };
+        Ok(to.op().size("blocksize", depth.block).text("mode", mode))
+    },
+    known: Known::Never,
+    run: Run::One(|depth, inputs| Ok(ops::depth_to_space(&inputs.tensor(0)?, depth.block, depth.order)?)),
+    uses: other,
+    gives: |_, from| from.ranked(Some(4)),
+};
+
+pub(super) const SPACE_TO_DEPTH: Operator<SpaceToDepth> = Operator {
+    name: |_| "SpaceToDepth",
+    read: &[Reader("SpaceToDepth", (1, 1), |node| {
+        let block = node.attributes.size("blocksize")?.ok_or("its blocksize is missing")?;
+        Ok(Op::SpaceToDepth(SpaceToDepth { block }))
+    })],
+    write: |space, to| Ok(to.op().size("blocksize", space.block)),
+    known: Known::Never,
+    run: Run::One(|space, inputs| {
+        Ok(ops::space_to_depth(&inputs.tensor(0)?, space.block, DepthOrder::BlockFirst)?)
+    }),
+    uses: other,
+    gives: |_, from| from.ranked(Some(4)),
+};
+
+/// The sizes of a matrix whose rows are the axes before one; the axis after the last one is allowed too.
+fn matrix(sizes: &[usize], axis: isize) -> Answer<[usize; 2]> {
+    let axis = match usize::try_from(axis) {
+        Ok(axis) if axis == sizes.len() => axis,
+        _ => axis_of(axis as i64, sizes.len())?,
+    };
+    Ok([product(&sizes[..axis]), product(&sizes[axis..])])
+}
+
+fn reshape(allow_zero: bool, inputs: &Inputs<'_>) -> Result<Tensor> {
+    let x = inputs.tensor(0)?;
+    let mut sizes = inputs.integers(1)?;
+    if let (Some([written, actual]), Some(first)) = (inputs.place.batch, sizes.first_mut())
+        && usize::try_from(*first) == Ok(written)
+        && x.shape().first() == Some(&actual)
+    {
+        // The model was written for one size of batch.
+        *first = isize::try_from(actual).unwrap_or(isize::MAX);
+    }
+    if allow_zero && sizes.contains(&0) {
+        let shape: Option<Vec<usize>> = sizes.iter().map(|&size| usize::try_from(size).ok()).collect();
+        return match shape {
+            Some(shape) => Ok(x.reshape(&shape)?),
+            None => refuse(format!("the sizes {sizes:?} do not fit a tensor of shape {:?}", x.shape())),
+        };
+    }
+    Ok(x.reshape_onnx(&sizes)?)
+}
+
+/// Broadcasting in both directions.
+fn expand(inputs: &Inputs<'_>) -> Result<Tensor> {
+    let (x, sizes) = (inputs.tensor(0)?, inputs.integers(1)?);
+    let rank = sizes.len().max(x.shape().len());
+    let mut shape = vec![1; rank];
+    for (to, &size) in shape[rank - sizes.len()..].iter_mut().zip(&sizes) {
+        match usize::try_from(size) {
+            Ok(size) => *to = size,
+            Err(_) => return refuse(format!("{sizes:?} is not a shape")),
+        }
+    }
+    for (to, &own) in shape[rank - x.shape().len()..].iter_mut().zip(x.shape()) {
+        if *to == 1 {
+            *to = own;
+        }
+    }
+    // Where both sizes are above 1 and differ, the operation says so.
+    Ok(if shape == x.shape() { x } else { x.expand(&shape)? })
+}
+
+fn tile(inputs: &Inputs<'_>) -> Result<Tensor> {
+    let (mut x, repeats) = (inputs.tensor(0)?, inputs.integers(1)?);
+    if repeats.len() != x.shape().len() || repeats.iter().any(|&times| times < 1) {
+        return refuse(format!("{repeats:?} are not repetitions of the axes of {:?}", x.shape()));
+    }
+    let total =
+        repeats.iter().try_fold(x.len().max(1), |total, &times| total.checked_mul(times.unsigned_abs()));
+    if total.is_none_or(|total| total > MOST_ELEMENTS) {
+        return refuse(format!("{repeats:?} times {:?} is too large", x.shape()));
+    }
+    for (axis, &times) in repeats.iter().enumerate() {
+        if times > 1 {
+            let shape = x.shape().to_vec();
+            let [before, after] = [&shape[..axis], &shape[axis..]];
+            let times = times.unsigned_abs();
+            let repeated =
+                x.reshape(&[before, &[1], after].concat())?.expand(&[before, &[times], after].concat())?;
+            x = repeated.reshape(&[before, &[times * shape[axis]], &shape[axis + 1..]].concat())?;
+        }
+    }
+    Ok(x)
+}
+
+fn transpose_known(x: &Array, order: &[isize]) -> Answer<Array> {
+    let rank = x.shape().len();
+    let order = match order {
+        [] => (0..rank).rev().collect(),
+        _ if order.len() != rank => {
+            return Err(format!("the order {order:?} is not one of the axes of {:?}", x.shape()));
+        }
+        _ => axes_of(&order.iter().map(|&axis| axis as i64).collect::<Vec<_>>(), rank)?,
+    };
+    let steps = steps_of(x.shape());
+    let shape: Vec<usize> = order.iter().map(|&axis| x.shape()[axis]).collect();
+    let steps: Vec<isize> = order.iter().map(|&axis| steps[axis]).collect();
+    picked(x, &shape, Walk::new(&shape, &steps, 0))
+}
+
+fn reshape_known(x: &Array, sizes: &[i64], allow_zero: bool) -> Answer<Array> {
+    let fails = || format!("{:?} cannot be reshaped to {sizes:?}", x.shape());
+    check_rank(sizes.len())?;
+    let size = |(axis, &size): (usize, &i64)| match size {
+        -1 => Ok(1),
+        0 if !allow_zero => x.shape().get(axis).copied().ok_or_else(fails),
+        size => usize::try_from(size).map_err(|_| fails()),
+    };
+    let mut shape = sizes.iter().enumerate().map(size).collect::<Answer<Vec<usize>>>()?;
+    let mut open = (0..sizes.len()).filter(|&axis| sizes[axis] == -1);
+    if let Some(axis) = open.next() {
+        let others = shape.iter().try_fold(1usize, |len, &size| len.checked_mul(size));
+        let others = others.filter(|&others| others > 0 && open.next().is_none()).ok_or_else(fails)?;
+        shape[axis] = x.len() / others;
+    }
+    if shape.iter().try_fold(1usize, |len, &size| len.checked_mul(size)) != Some(x.len()) {
+        return Err(fails());
+    }
+    copied(x, &shape)
+}
+
+fn squeeze_known(x: &Array, axes: Option<&[i64]>) -> Answer<Array> {
+    let sizes = x.shape();
+    let axes = match axes {
+        Some(axes) => axes_of(axes, sizes.len())?,
+        None => (0..sizes.len()).filter(|&axis| sizes[axis] == 1).collect(),
+    };
+    if let Some(axis) = axes.iter().find(|&&axis| sizes[axis] != 1) {
+        return Err(format!("axis {axis} of {sizes:?} is not of size 1"));
+    }
+    let shape: Vec<usize> =
+        (0..sizes.len()).filter(|axis| !axes.contains(axis)).map(|axis| sizes[axis]).collect();
+    copied(x, &shape)
+}
+
+fn unsqueeze_known(x: &Array, axes: &[i64]) -> Answer<Array> {
+    let rank = x.shape().len() + axes.len();
+    // An output of too many axes is refused before there is a list of them.
+    check_rank(rank)?;
+    let axes = axes_of(axes, rank)?;
+    let mut sizes = x.shape().iter().copied();
+    let size = |axis| if axes.contains(&axis) { 1 } else { sizes.next().unwrap_or(1) };
+    let shape: Vec<usize> = (0..rank).map(size).collect();
+    copied(x, &shape)
+}
+
+fn expand_known(x: &Array, sizes: &[i64]) -> Answer<Array> {
+    let sizes = shape_of(sizes)?;
+    let shape = broadcast(x.shape(), &sizes)
+        .ok_or_else(|| format!("{:?} does not broadcast with {sizes:?}", x.shape()))?;
+    picked(x, &shape, Walk::broadcast(x.shape(), &shape))
+}
+
+fn tile_known(x: &Array, repeats: &[i64]) -> Answer<Array> {
+    let sizes = x.shape();
+    let counts = shape_of(repeats)?;
+    if counts.len() != sizes.len() {
+        return Err(format!("there are {} repeats for {sizes:?}", counts.len()));
+    }
+    let repeated = sizes.iter().zip(&counts).map(|(size, count)| size.checked_mul(*count));
+    let shape = repeated.collect::<Option<Vec<usize>>>().ok_or("the output is too large")?;
+    bounded(&shape)?;
+    // Two axes for each: over the repeats, and inside of one.
+    let split: Vec<usize> = counts.iter().zip(sizes).flat_map(|(&count, &size)| [count, size]).collect();
+    let steps: Vec<isize> = steps_of(sizes).into_iter().flat_map(|step| [0, step]).collect();
+    picked(x, &shape, Walk::new(&split, &steps, 0))
+}
