@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::DType;
 use crate::ops::{
-    Activation, BatchNormOptions, Conv3dOptions, ConvOptions, ConvTranspose3dOptions, ConvTransposeOptions,
+    BatchNormOptions, Conv3dOptions, ConvOptions, ConvTranspose3dOptions, ConvTransposeOptions,
     LayerNormOver, LocalResponse, Pointwise, PoolOptions, ResizeOptions, UpsampleMode,
 };
 
@@ -13,8 +13,6 @@ use crate::ops::{
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum Operation {
-    /// x: an activation of each element.
-    Activate(Activation),
     /// x: a function of each element.
     Pointwise(Pointwise),
     /// x, slopes: see [`crate::ops::prelu`].

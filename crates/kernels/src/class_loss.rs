@@ -5,7 +5,8 @@
 
 use crate::error::{check_len, invalid};
 use crate::memory_format::Extent;
-use crate::{Element, Error, Result, Slice, SliceMut, dispatch};
+use crate::operand::kernels;
+use crate::{Error, Result};
 
 /// The options of [`class_loss`]. With the default, each target counts as much.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -88,44 +89,16 @@ fn for_each_target(
     Ok(())
 }
 
-/// The sum of the losses at the targets, and the sum of the weights of their classes.
-///
-/// The loss at a target of class y is w_y (1 - s) (-log p_y) + s/C times the sum over all classes c of w_c (-log p_c).
-///
-/// # Errors
-/// If a length is not the extent's, a target is not a class, or smoothing is not 0 to 1.
-pub fn class_loss(
-    extent: &Extent,
-    log_probabilities: Slice<'_>,
-    targets: &[i64],
-    options: &ClassLoss<'_>,
-) -> Result<(f64, f64)> {
-    dispatch!("class loss", log_probabilities.dtype(), T => typed::class_loss::<T>(extent, log_probabilities.of()?, targets, options))
-}
-
-/// The gradient of [`class_loss`], times `factor`; 0 where the target does not count.
-///
-/// # Errors
-/// As [`class_loss`].
-pub fn class_loss_backward(
-    extent: &Extent,
-    targets: &[i64],
-    options: &ClassLoss<'_>,
-    factor: f64,
-    dx: SliceMut<'_>,
-) -> Result<()> {
-    dispatch!("class loss backward", dx.dtype(), T => typed::class_loss_backward::<T>(extent, targets, options, factor, dx.of()?))
-}
-
-/// The functions of the outer module, for an element type that is known at compile time.
-pub(crate) mod typed {
-    use super::*;
-
-    pub(crate) fn class_loss<T: Element>(
-        extent: &Extent,
-        log_probabilities: &[T],
-        targets: &[i64],
-        options: &ClassLoss<'_>,
+kernels! {
+    /// The sum of the losses at the targets, and the sum of the weights of their classes.
+    ///
+    /// The loss at a target of class y is w_y (1 - s) (-log p_y) + s/C times the sum over all classes c of w_c (-log p_c).
+    ///
+    /// # Errors
+    /// If a length is not the extent's, a target is not a class, or smoothing is not 0 to 1.
+    pub fn class_loss<T>(
+        extent: &Extent, targets: &[i64], options: &ClassLoss<'_>;
+        log_probabilities: &[T];
     ) -> Result<(f64, f64)> {
         check_len("nll_loss", "the input", log_probabilities.len(), extent.len()?)?;
         options.check(extent)?;
@@ -139,12 +112,14 @@ pub(crate) mod typed {
         Ok((total, weight))
     }
 
-    pub(crate) fn class_loss_backward<T: Element>(
-        extent: &Extent,
-        targets: &[i64],
-        options: &ClassLoss<'_>,
-        factor: f64,
-        dx: &mut [T],
+    /// The gradient of [`class_loss`], times `factor`; 0 where the target does not count.
+    ///
+    /// # Errors
+    /// As [`class_loss`].
+    pub fn class_loss_backward<T>(
+        extent: &Extent, targets: &[i64], options: &ClassLoss<'_>, factor: f64;
+        ;
+        dx: &mut [T]
     ) -> Result<()> {
         check_len("nll_loss backward", "dx", dx.len(), extent.len()?)?;
         options.check(extent)?;
@@ -158,7 +133,6 @@ pub(crate) mod typed {
 
 #[cfg(test)]
 mod tests {
-    use super::typed::class_loss;
     use super::*;
     use crate::{Cpu, MemoryFormat};
 
@@ -172,10 +146,11 @@ mod tests {
         let targets = [0, 1, 2, 1, 255, 2, 0, 0];
         let ignoring = ClassLoss { ignore: Some(255), ..ClassLoss::default() };
         assert_eq!(
-            class_loss(&extent, &x, &targets, &ignoring).unwrap(),
-            class_loss(&last, &x_last, &targets, &ignoring).unwrap()
+            class_loss(&extent, &targets, &ignoring, (&x).into()).unwrap(),
+            class_loss(&last, &targets, &ignoring, (&x_last).into()).unwrap()
         );
-        let error = class_loss(&extent, &x, &targets, &ClassLoss::default()).unwrap_err().to_string();
+        let error =
+            class_loss(&extent, &targets, &ClassLoss::default(), (&x).into()).unwrap_err().to_string();
         assert!(error.contains("target 255 at index 4"), "{error}");
     }
 }

@@ -23,6 +23,9 @@ pub enum DType {
 }
 
 impl DType {
+    /// Every type.
+    pub const ALL: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];
+
     /// Bytes of one element.
     pub fn size(self) -> usize {
         match self {

@@ -4,8 +4,9 @@ use crate::channels::{Layout, Units, lane_sum};
 use crate::error::check_len;
 use crate::isa::multiversion;
 use crate::memory_format::Extent;
+use crate::operand::kernels;
 use crate::profile::span;
-use crate::{Cpu, Element, Result, Slice, SliceMut, dispatch};
+use crate::{Cpu, Element, Result};
 
 /// Elements of one task of an element-wise kernel.
 const CHUNK: usize = 1 << 14;
@@ -82,84 +83,12 @@ multiversion! {
     }
 }
 
-/// y = a + b.
-///
-/// # Errors
-/// If the lengths differ.
-pub fn add(cpu: &Cpu, a: Slice<'_>, b: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
-    dispatch!("add", a.dtype(), T => typed::add::<T>(cpu, a.of()?, b.of()?, y.of()?))
-}
-
-/// y += x.
-///
-/// # Errors
-/// If the lengths differ.
-pub fn add_assign(cpu: &Cpu, x: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
-    dispatch!("add assign", x.dtype(), T => typed::add_assign::<T>(cpu, x.of()?, y.of()?))
-}
-
-/// y = a * b, element by element.
-///
-/// # Errors
-/// If the lengths differ.
-pub fn multiply(cpu: &Cpu, a: Slice<'_>, b: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
-    dispatch!("multiply", a.dtype(), T => typed::multiply::<T>(cpu, a.of()?, b.of()?, y.of()?))
-}
-
-/// y = x * factor.
-///
-/// # Errors
-/// If the lengths differ.
-pub fn scale(cpu: &Cpu, x: Slice<'_>, factor: f64, y: SliceMut<'_>) -> Result<()> {
-    dispatch!("scale", x.dtype(), T => typed::scale::<T>(cpu, x.of()?, factor, y.of()?))
-}
-
-/// x *= factor.
-///
-/// # Errors
-/// If the elements are of a type for storage only.
-pub fn scale_assign(cpu: &Cpu, factor: f64, x: SliceMut<'_>) -> Result<()> {
-    dispatch!("scale assign", x.dtype(), T => typed::scale_assign::<T>(cpu, factor, x.of()?));
-    Ok(())
-}
-
-/// The sum of the squares of all elements, in f64, in an order that depends only on the length.
-///
-/// # Errors
-/// If the elements are of a type for storage only.
-pub fn square_sum(cpu: &Cpu, x: Slice<'_>) -> Result<f64> {
-    Ok(dispatch!("square sum", x.dtype(), T => typed::square_sum::<T>(cpu, x.of()?)))
-}
-
-/// The sum of all elements, in f64, in an order that depends only on the length.
-///
-/// # Errors
-/// If the elements are of a type for storage only.
-pub fn sum(cpu: &Cpu, x: Slice<'_>) -> Result<f64> {
-    Ok(dispatch!("sum", x.dtype(), T => typed::sum::<T>(cpu, x.of()?)))
-}
-
-/// Adds `bias[c]` to every element of channel c of `y`.
-///
-/// # Errors
-/// If a length is not the extent's.
-pub fn add_bias(cpu: &Cpu, extent: &Extent, bias: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
-    dispatch!("add bias", bias.dtype(), T => typed::add_bias::<T>(cpu, extent, bias.of()?, y.of()?))
-}
-
-/// The sum of each channel: the gradient of a bias.
-///
-/// # Errors
-/// If a length is not the extent's.
-pub fn sum_by_channel(cpu: &Cpu, extent: &Extent, dy: Slice<'_>, sums: SliceMut<'_>) -> Result<()> {
-    dispatch!("sum by channel", dy.dtype(), T => typed::sum_by_channel::<T>(cpu, extent, dy.of()?, sums.of()?))
-}
-
-/// The functions of the outer module, for an element type that is known at compile time.
-pub(crate) mod typed {
-    use super::*;
-
-    pub(crate) fn add<T: Element>(cpu: &Cpu, a: &[T], b: &[T], y: &mut [T]) -> Result<()> {
+kernels! {
+    /// y = a + b.
+    ///
+    /// # Errors
+    /// If the lengths differ.
+    pub fn add<T>(cpu: &Cpu; a: &[T], b: &[T]; y: &mut [T]) -> Result<()> {
         span!("add", a, b, y);
         check_len("add", "b", b.len(), a.len())?;
         check_len("add", "y", y.len(), a.len())?;
@@ -168,14 +97,22 @@ pub(crate) mod typed {
         Ok(())
     }
 
-    pub(crate) fn add_assign<T: Element>(cpu: &Cpu, x: &[T], y: &mut [T]) -> Result<()> {
+    /// y += x.
+    ///
+    /// # Errors
+    /// If the lengths differ.
+    pub fn add_assign<T>(cpu: &Cpu; x: &[T]; y: &mut [T]) -> Result<()> {
         span!("add", x, y, y);
         check_len("add", "y", y.len(), x.len())?;
         cpu.for_each(x.len(), chunks(x).zip(chunks_mut(y)), |(x, y)| add_assign_chunk(cpu, x, y));
         Ok(())
     }
 
-    pub(crate) fn multiply<T: Element>(cpu: &Cpu, a: &[T], b: &[T], y: &mut [T]) -> Result<()> {
+    /// y = a * b, element by element.
+    ///
+    /// # Errors
+    /// If the lengths differ.
+    pub fn multiply<T>(cpu: &Cpu; a: &[T], b: &[T]; y: &mut [T]) -> Result<()> {
         span!("multiply", a, b, y);
         check_len("multiply", "b", b.len(), a.len())?;
         check_len("multiply", "y", y.len(), a.len())?;
@@ -184,7 +121,11 @@ pub(crate) mod typed {
         Ok(())
     }
 
-    pub(crate) fn scale<T: Element>(cpu: &Cpu, x: &[T], factor: f64, y: &mut [T]) -> Result<()> {
+    /// y = x * factor.
+    ///
+    /// # Errors
+    /// If the lengths differ.
+    pub fn scale<T>(cpu: &Cpu, factor: f64; x: &[T]; y: &mut [T]) -> Result<()> {
         span!("scale", x, y);
         check_len("scale", "y", y.len(), x.len())?;
         let factor = T::of(factor);
@@ -192,27 +133,44 @@ pub(crate) mod typed {
         Ok(())
     }
 
-    pub(crate) fn scale_assign<T: Element>(cpu: &Cpu, factor: f64, x: &mut [T]) {
+    /// x *= factor.
+    ///
+    /// # Errors
+    /// If the elements are of a type for storage only.
+    pub fn scale_assign<T>(cpu: &Cpu, factor: f64; ; x: &mut [T]) -> Result<()> {
         span!("scale", x, x);
         let (len, factor) = (x.len(), T::of(factor));
         cpu.for_each(len, chunks_mut(x), |x| scale_assign_chunk(cpu, factor, x));
+        Ok(())
     }
 
-    pub(crate) fn square_sum<T: Element>(cpu: &Cpu, x: &[T]) -> f64 {
+    /// The sum of the squares of all elements, in f64, in an order that depends only on the length.
+    ///
+    /// # Errors
+    /// If the elements are of a type for storage only.
+    pub fn square_sum<T>(cpu: &Cpu; x: &[T]; ) -> Result<f64> {
         span!("square sum", x);
         let mut parts = vec![0.0; x.len().div_ceil(CHUNK)];
         cpu.for_each(x.len(), chunks(x).zip(&mut parts), |(x, part)| *part = square_sum_chunk(cpu, x));
-        parts.iter().sum()
+        Ok(parts.iter().sum())
     }
 
-    pub(crate) fn sum<T: Element>(cpu: &Cpu, x: &[T]) -> f64 {
+    /// The sum of all elements, in f64, in an order that depends only on the length.
+    ///
+    /// # Errors
+    /// If the elements are of a type for storage only.
+    pub fn sum<T>(cpu: &Cpu; x: &[T]; ) -> Result<f64> {
         span!("sum", x);
         let mut parts = vec![0.0; x.len().div_ceil(CHUNK)];
         cpu.for_each(x.len(), chunks(x).zip(&mut parts), |(x, part)| *part = sum_chunk(cpu, x));
-        parts.iter().sum()
+        Ok(parts.iter().sum())
     }
 
-    pub(crate) fn add_bias<T: Element>(cpu: &Cpu, extent: &Extent, bias: &[T], y: &mut [T]) -> Result<()> {
+    /// Adds `bias[c]` to every element of channel c of `y`.
+    ///
+    /// # Errors
+    /// If a length is not the extent's.
+    pub fn add_bias<T>(cpu: &Cpu, extent: &Extent; bias: &[T]; y: &mut [T]) -> Result<()> {
         span!("bias", y, y);
         check_len("bias", "the bias", bias.len(), extent.channels)?;
         let units = Units::new("bias", extent, &[("y", y.len())])?;
@@ -227,12 +185,11 @@ pub(crate) mod typed {
         Ok(())
     }
 
-    pub(crate) fn sum_by_channel<T: Element>(
-        cpu: &Cpu,
-        extent: &Extent,
-        dy: &[T],
-        sums: &mut [T],
-    ) -> Result<()> {
+    /// The sum of each channel: the gradient of a bias.
+    ///
+    /// # Errors
+    /// If a length is not the extent's.
+    pub fn sum_by_channel<T>(cpu: &Cpu, extent: &Extent; dy: &[T]; sums: &mut [T]) -> Result<()> {
         span!("bias backward", dy);
         check_len("bias backward", "the gradient", sums.len(), extent.channels)?;
         let units = Units::new("bias backward", extent, &[("dy", dy.len())])?;
@@ -258,9 +215,6 @@ pub(crate) mod typed {
 
 #[cfg(test)]
 mod tests {
-    use super::typed::{
-        add, add_assign, add_bias, multiply, scale, scale_assign, square_sum, sum, sum_by_channel,
-    };
     use super::*;
     use crate::MemoryFormat;
 
@@ -272,14 +226,14 @@ mod tests {
                     let extent = Extent { batch, channels, spatial, format };
                     let bias: Vec<f32> = (0..channels).map(|c| c as f32 + 1.0).collect();
                     let mut y = vec![0.0; extent.len().unwrap()];
-                    add_bias(&cpu, &extent, &bias, &mut y).unwrap();
+                    add_bias(&cpu, &extent, (&bias).into(), (&mut y).into()).unwrap();
                     let (outer, inner) = extent.around_channels();
                     assert_eq!(outer * inner * channels, y.len());
                     for (index, &value) in y.iter().enumerate() {
                         assert_eq!(value, bias[index / inner % channels]);
                     }
                     let mut sums = vec![f32::NAN; channels];
-                    sum_by_channel(&cpu, &extent, &y, &mut sums).unwrap();
+                    sum_by_channel(&cpu, &extent, (&y).into(), (&mut sums).into()).unwrap();
                     for (sum, bias) in sums.iter().zip(&bias) {
                         assert_eq!(*sum, bias * (batch * spatial) as f32);
                     }
@@ -293,20 +247,20 @@ mod tests {
         let cpu = Cpu::new(2).unwrap();
         let a: Vec<f64> = (0..40_000).map(f64::from).collect();
         let mut y = vec![f64::NAN; a.len()];
-        add(&cpu, &a, &a, &mut y).unwrap();
+        add(&cpu, (&a).into(), (&a).into(), (&mut y).into()).unwrap();
         assert_eq!(y[39_999], 79_998.0);
-        add_assign(&cpu, &a, &mut y).unwrap();
+        add_assign(&cpu, (&a).into(), (&mut y).into()).unwrap();
         assert_eq!(y[20_001], 60_003.0);
-        multiply(&cpu, &a, &a, &mut y).unwrap();
+        multiply(&cpu, (&a).into(), (&a).into(), (&mut y).into()).unwrap();
         assert_eq!(y[300], 90_000.0);
-        scale(&cpu, &a, -0.5, &mut y).unwrap();
+        scale(&cpu, -0.5, (&a).into(), (&mut y).into()).unwrap();
         assert_eq!(y[7], -3.5);
-        assert_eq!(sum(&cpu, &a), 39_999.0 * 20_000.0);
-        scale_assign(&cpu, -2.0, &mut y);
+        assert_eq!(sum(&cpu, (&a).into()).unwrap(), 39_999.0 * 20_000.0);
+        scale_assign(&cpu, -2.0, (&mut y).into()).unwrap();
         assert_eq!(y[7], 7.0);
-        let one = square_sum(&Cpu::single(), &a);
-        assert_eq!(square_sum(&cpu, &a), one);
+        let one = square_sum(&Cpu::single(), (&a).into()).unwrap();
+        assert_eq!(square_sum(&cpu, (&a).into()).unwrap(), one);
         assert_eq!(one, 39_999.0 * 40_000.0 * 79_999.0 / 6.0);
-        assert!(add(&cpu, &a, &a[1..], &mut y).is_err());
+        assert!(add(&cpu, (&a).into(), (&a[1..]).into(), (&mut y).into()).is_err());
     }
 }

@@ -45,6 +45,7 @@ pub mod class_loss;
 pub mod concat;
 pub mod conv;
 pub mod convert;
+pub mod dropout;
 pub mod elementwise;
 pub mod gemm;
 pub mod group_norm;

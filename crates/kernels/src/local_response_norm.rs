@@ -8,8 +8,9 @@
 
 use crate::error::invalid;
 use crate::memory_format::Extent;
+use crate::operand::kernels;
 use crate::profile::span;
-use crate::{Cpu, Element, Result, Slice, SliceMut, dispatch};
+use crate::{Cpu, Element, Result};
 
 /// The options of a local response norm. The default is PyTorch's, with a window of 5 channels.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -115,44 +116,15 @@ impl Places {
     }
 }
 
-/// y = x normalised.
-///
-/// # Errors
-/// If a length is not the extent's, or the window has no channels.
-pub fn local_response_norm(
-    cpu: &Cpu,
-    extent: &Extent,
-    x: Slice<'_>,
-    options: &LocalResponse,
-    y: SliceMut<'_>,
-) -> Result<()> {
-    dispatch!("local response norm", x.dtype(), T => typed::local_response_norm::<T>(cpu, extent, x.of()?, options, y.of()?))
-}
-
-/// The gradient of x.
-///
-/// # Errors
-/// As [`local_response_norm`].
-pub fn local_response_norm_backward(
-    cpu: &Cpu,
-    extent: &Extent,
-    (x, dy): (Slice<'_>, Slice<'_>),
-    options: &LocalResponse,
-    dx: SliceMut<'_>,
-) -> Result<()> {
-    dispatch!("local response norm backward", x.dtype(), T => typed::local_response_norm_backward::<T>(cpu, extent, (x.of()?, dy.of()?), options, dx.of()?))
-}
-
-/// The functions of the outer module, for an element type that is known at compile time.
-pub(crate) mod typed {
-    use super::*;
-
-    pub(crate) fn local_response_norm<T: Element>(
-        cpu: &Cpu,
-        extent: &Extent,
-        x: &[T],
-        options: &LocalResponse,
-        y: &mut [T],
+kernels! {
+    /// y = x normalised.
+    ///
+    /// # Errors
+    /// If a length is not the extent's, or the window has no channels.
+    pub fn local_response_norm<T>(
+        cpu: &Cpu, extent: &Extent, options: &LocalResponse;
+        x: &[T];
+        y: &mut [T]
     ) -> Result<()> {
         let operation = "local response norm";
         span!("local response norm", x, y);
@@ -172,12 +144,14 @@ pub(crate) mod typed {
         Ok(())
     }
 
-    pub(crate) fn local_response_norm_backward<T: Element>(
-        cpu: &Cpu,
-        extent: &Extent,
-        (x, dy): (&[T], &[T]),
-        options: &LocalResponse,
-        dx: &mut [T],
+    /// The gradient of x.
+    ///
+    /// # Errors
+    /// As [`local_response_norm`].
+    pub fn local_response_norm_backward<T>(
+        cpu: &Cpu, extent: &Extent, options: &LocalResponse;
+        x: &[T], dy: &[T];
+        dx: &mut [T]
     ) -> Result<()> {
         let operation = "local response norm backward";
         span!("local response norm backward", x, dy, dx);

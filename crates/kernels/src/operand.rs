@@ -159,6 +159,11 @@ impl<'a> SliceMut<'a> {
     /// Makes each element a function of its place and itself, or the nearest number of their type. For small operands, such as one
     /// number a channel.
     pub fn update(self, mut value: impl FnMut(usize, f64) -> f64) {
+        self.update_by(&mut value);
+    }
+
+    /// [`SliceMut::update`] for all functions.
+    fn update_by(self, value: &mut dyn FnMut(usize, f64) -> f64) {
         dispatch_stored!(self.dtype, T => {
             let elements = bytemuck::cast_slice_mut::<u8, T>(self.bytes).iter_mut().enumerate();
             elements.for_each(|(index, element)| *element = T::of(value(index, element.f64())));
@@ -255,6 +260,41 @@ impl std::fmt::Debug for SliceMut<'_> {
     }
 }
 
+/// Defines kernels that take operands. The body of each function is compiled for every type `T` that kernels compute in; who calls
+/// it passes [`Slice`] for `&[T]` and [`SliceMut`] for `&mut [T]`. Other arguments come first, then what is read, then what is
+/// written, with a `;` between them.
+macro_rules! kernels {
+    ($(
+        $(#[$attribute:meta])*
+        $vis:vis fn $name:ident<T>(
+            $($argument:ident: $type:ty),*;
+            $($input:ident: &[T]),*;
+            $($output:ident: &mut [T]),* $(,)?
+        ) -> $result:ty $body:block
+    )*) => {$(
+        $(#[$attribute])*
+        $vis fn $name(
+            $($argument: $type,)*
+            $($input: $crate::Slice<'_>,)*
+            $($output: $crate::SliceMut<'_>),*
+        ) -> $result {
+            fn typed<T: $crate::Element>(
+                $($argument: $type,)*
+                $($input: &[T],)*
+                $($output: &mut [T]),*
+            ) -> $result $body
+            let dtype = kernels!(@first $($input)* $($output)*).dtype();
+            $crate::dispatch!(stringify!($name), dtype, T => {
+                typed::<T>($($argument,)* $($input.of()?,)* $($output.of()?),*)
+            })
+        }
+    )*};
+    (@first $first:ident $($rest:ident)*) => {
+        $first
+    };
+}
+pub(crate) use kernels;
+
 fn expect<T: Stored>(dtype: DType) -> Result<()> {
     match dtype == T::DTYPE {
         true => Ok(()),
@@ -300,7 +340,7 @@ mod tests {
     fn bytes_are_whole_and_aligned() {
         let numbers = [0.0f64; 3];
         let bytes: &[u8] = bytemuck::cast_slice(&numbers);
-        for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
+        for dtype in DType::ALL {
             let size = dtype.size();
             assert_eq!(Slice::new(dtype, bytes).unwrap().len(), 24 / size);
             assert_eq!(Slice::new(dtype, &bytes[1..1]).unwrap().len(), 0);

@@ -4,9 +4,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::invalid;
 use crate::memory_format::{Extent, MemoryFormat, check_shape};
+use crate::operand::kernels;
 use crate::profile::span;
 use crate::separable::{self, Lists, Read, Sizes};
-use crate::{Cpu, Element, Result, Slice, SliceMut, dispatch};
+use crate::{Cpu, Element, Result};
 
 /// How values between the pixels of the input are computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -211,27 +212,12 @@ impl ResizeAxis {
     }
 }
 
-/// y = x resized.
-///
-/// # Errors
-/// If a length is not the problem's.
-pub fn resize(cpu: &Cpu, problem: &ResizeProblem, x: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
-    dispatch!("resize", x.dtype(), T => typed::resize::<T>(cpu, problem, x.of()?, y.of()?))
-}
-
-/// dx of [`resize`]: the weighted sum of dy over the outputs that read the input, in order.
-///
-/// # Errors
-/// As [`resize`].
-pub fn resize_backward(cpu: &Cpu, problem: &ResizeProblem, dy: Slice<'_>, dx: SliceMut<'_>) -> Result<()> {
-    dispatch!("resize backward", dy.dtype(), T => typed::resize_backward::<T>(cpu, problem, dy.of()?, dx.of()?))
-}
-
-/// The functions of the outer module, for an element type that is known at compile time.
-pub(crate) mod typed {
-    use super::*;
-
-    pub(crate) fn resize<T: Element>(cpu: &Cpu, problem: &ResizeProblem, x: &[T], y: &mut [T]) -> Result<()> {
+kernels! {
+    /// y = x resized.
+    ///
+    /// # Errors
+    /// If a length is not the problem's.
+    pub fn resize<T>(cpu: &Cpu, problem: &ResizeProblem; x: &[T]; y: &mut [T]) -> Result<()> {
         span!("resize", x, y);
         problem.input_extent().check("resize", &[("x", x.len())])?;
         problem.output_extent().check("resize", &[("y", y.len())])?;
@@ -239,12 +225,11 @@ pub(crate) mod typed {
         Ok(())
     }
 
-    pub(crate) fn resize_backward<T: Element>(
-        cpu: &Cpu,
-        problem: &ResizeProblem,
-        dy: &[T],
-        dx: &mut [T],
-    ) -> Result<()> {
+    /// dx of [`resize`]: the weighted sum of dy over the outputs that read the input, in order.
+    ///
+    /// # Errors
+    /// As [`resize`].
+    pub fn resize_backward<T>(cpu: &Cpu, problem: &ResizeProblem; dy: &[T]; dx: &mut [T]) -> Result<()> {
         span!("resize backward", dy, dx);
         problem.input_extent().check("resize backward", &[("dx", dx.len())])?;
         problem.output_extent().check("resize backward", &[("dy", dy.len())])?;

@@ -3,52 +3,77 @@
 use crate::channels::{LANES, lane_sum};
 use crate::isa::multiversion;
 use crate::memory_format::Extent;
+use crate::operand::kernels;
 use crate::profile::span;
 use crate::transpose::transpose;
-use crate::{Cpu, Element, Result, Slice, SliceMut, dispatch};
+use crate::{Cpu, Element, Result};
 
-/// y = exp(x) / (sum over channels of exp(x)), for each position; stable for large values.
-///
-/// # Errors
-/// If a length is not the extent's.
-pub fn softmax(cpu: &Cpu, extent: &Extent, x: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
-    dispatch!("softmax", x.dtype(), T => typed::softmax::<T>(cpu, extent, x.of()?, y.of()?))
-}
+kernels! {
+    /// y = exp(x) / (sum over channels of exp(x)), for each position; stable for large values.
+    ///
+    /// # Errors
+    /// If a length is not the extent's.
+    pub fn softmax<T>(cpu: &Cpu, extent: &Extent; x: &[T]; y: &mut [T]) -> Result<()> {
+        span!("softmax", x, y);
+        extent.check("softmax", &[("x", x.len()), ("y", y.len())])?;
+        if each_row(cpu, extent, [x], y, |width, [x], y| softmax_rows(cpu, width, x, y)) {
+            return Ok(());
+        }
+        each_block(cpu, extent, [x], y, |slabs, [x], y, scratch| softmax_block(cpu, slabs, x, y, scratch));
+        Ok(())
+    }
 
-/// dx = y * (dy - (sum over channels of y * dy)), with `y` the output of [`softmax`].
-///
-/// # Errors
-/// If a length is not the extent's.
-pub fn softmax_backward(
-    cpu: &Cpu,
-    extent: &Extent,
-    y: Slice<'_>,
-    dy: Slice<'_>,
-    dx: SliceMut<'_>,
-) -> Result<()> {
-    dispatch!("softmax backward", y.dtype(), T => typed::softmax_backward::<T>(cpu, extent, y.of()?, dy.of()?, dx.of()?))
-}
+    /// dx = y * (dy - (sum over channels of y * dy)), with `y` the output of [`softmax`].
+    ///
+    /// # Errors
+    /// If a length is not the extent's.
+    pub fn softmax_backward<T>(cpu: &Cpu, extent: &Extent; y: &[T], dy: &[T]; dx: &mut [T]) -> Result<()> {
+        span!("softmax backward", y, dy, dx);
+        extent.check("softmax backward", &[("y", y.len()), ("dy", dy.len()), ("dx", dx.len())])?;
+        if each_row(cpu, extent, [y, dy], dx, |width, [y, dy], dx| {
+            softmax_backward_rows(cpu, width, y, dy, dx)
+        }) {
+            return Ok(());
+        }
+        each_block(cpu, extent, [y, dy], dx, |slabs, [y, dy], dx, scratch| {
+            softmax_backward_block(cpu, slabs, y, dy, dx, scratch)
+        });
+        Ok(())
+    }
 
-/// y = x - log(sum over channels of exp(x)), for each position; stable for large values.
-///
-/// # Errors
-/// If a length is not the extent's.
-pub fn log_softmax(cpu: &Cpu, extent: &Extent, x: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
-    dispatch!("log softmax", x.dtype(), T => typed::log_softmax::<T>(cpu, extent, x.of()?, y.of()?))
-}
+    /// y = x - log(sum over channels of exp(x)), for each position; stable for large values.
+    ///
+    /// # Errors
+    /// If a length is not the extent's.
+    pub fn log_softmax<T>(cpu: &Cpu, extent: &Extent; x: &[T]; y: &mut [T]) -> Result<()> {
+        span!("log_softmax", x, y);
+        extent.check("log_softmax", &[("x", x.len()), ("y", y.len())])?;
+        if each_row(cpu, extent, [x], y, |width, [x], y| log_softmax_rows(cpu, width, x, y)) {
+            return Ok(());
+        }
+        each_block(cpu, extent, [x], y, |slabs, [x], y, scratch| {
+            log_softmax_block(cpu, slabs, x, y, scratch)
+        });
+        Ok(())
+    }
 
-/// dx = dy - exp(y) * (sum over channels of dy), with `y` the output of [`log_softmax`].
-///
-/// # Errors
-/// If a length is not the extent's.
-pub fn log_softmax_backward(
-    cpu: &Cpu,
-    extent: &Extent,
-    y: Slice<'_>,
-    dy: Slice<'_>,
-    dx: SliceMut<'_>,
-) -> Result<()> {
-    dispatch!("log softmax backward", y.dtype(), T => typed::log_softmax_backward::<T>(cpu, extent, y.of()?, dy.of()?, dx.of()?))
+    /// dx = dy - exp(y) * (sum over channels of dy), with `y` the output of [`log_softmax`].
+    ///
+    /// # Errors
+    /// If a length is not the extent's.
+    pub fn log_softmax_backward<T>(cpu: &Cpu, extent: &Extent; y: &[T], dy: &[T]; dx: &mut [T]) -> Result<()> {
+        span!("log_softmax backward", y, dy, dx);
+        extent.check("log_softmax backward", &[("y", y.len()), ("dy", dy.len()), ("dx", dx.len())])?;
+        if each_row(cpu, extent, [y, dy], dx, |width, [y, dy], dx| {
+            log_softmax_backward_rows(cpu, width, y, dy, dx);
+        }) {
+            return Ok(());
+        }
+        each_block(cpu, extent, [y, dy], dx, |slabs, [y, dy], dx, scratch| {
+            log_softmax_backward_block(cpu, slabs, y, dy, dx, scratch)
+        });
+        Ok(())
+    }
 }
 
 /// The approximate number of elements in a task.
@@ -417,76 +442,8 @@ fn sum_channels<T: Element>(slabs: Slabs, values: &[T], sums: &mut [f64]) {
     }
 }
 
-/// The functions of the outer module, for an element type that is known at compile time.
-pub(crate) mod typed {
-    use super::*;
-
-    pub(crate) fn softmax<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T], y: &mut [T]) -> Result<()> {
-        span!("softmax", x, y);
-        extent.check("softmax", &[("x", x.len()), ("y", y.len())])?;
-        if each_row(cpu, extent, [x], y, |width, [x], y| softmax_rows(cpu, width, x, y)) {
-            return Ok(());
-        }
-        each_block(cpu, extent, [x], y, |slabs, [x], y, scratch| softmax_block(cpu, slabs, x, y, scratch));
-        Ok(())
-    }
-
-    pub(crate) fn softmax_backward<T: Element>(
-        cpu: &Cpu,
-        extent: &Extent,
-        y: &[T],
-        dy: &[T],
-        dx: &mut [T],
-    ) -> Result<()> {
-        span!("softmax backward", y, dy, dx);
-        extent.check("softmax backward", &[("y", y.len()), ("dy", dy.len()), ("dx", dx.len())])?;
-        if each_row(cpu, extent, [y, dy], dx, |width, [y, dy], dx| {
-            softmax_backward_rows(cpu, width, y, dy, dx)
-        }) {
-            return Ok(());
-        }
-        each_block(cpu, extent, [y, dy], dx, |slabs, [y, dy], dx, scratch| {
-            softmax_backward_block(cpu, slabs, y, dy, dx, scratch)
-        });
-        Ok(())
-    }
-
-    pub(crate) fn log_softmax<T: Element>(cpu: &Cpu, extent: &Extent, x: &[T], y: &mut [T]) -> Result<()> {
-        span!("log_softmax", x, y);
-        extent.check("log_softmax", &[("x", x.len()), ("y", y.len())])?;
-        if each_row(cpu, extent, [x], y, |width, [x], y| log_softmax_rows(cpu, width, x, y)) {
-            return Ok(());
-        }
-        each_block(cpu, extent, [x], y, |slabs, [x], y, scratch| {
-            log_softmax_block(cpu, slabs, x, y, scratch)
-        });
-        Ok(())
-    }
-
-    pub(crate) fn log_softmax_backward<T: Element>(
-        cpu: &Cpu,
-        extent: &Extent,
-        y: &[T],
-        dy: &[T],
-        dx: &mut [T],
-    ) -> Result<()> {
-        span!("log_softmax backward", y, dy, dx);
-        extent.check("log_softmax backward", &[("y", y.len()), ("dy", dy.len()), ("dx", dx.len())])?;
-        if each_row(cpu, extent, [y, dy], dx, |width, [y, dy], dx| {
-            log_softmax_backward_rows(cpu, width, y, dy, dx);
-        }) {
-            return Ok(());
-        }
-        each_block(cpu, extent, [y, dy], dx, |slabs, [y, dy], dx, scratch| {
-            log_softmax_backward_block(cpu, slabs, y, dy, dx, scratch)
-        });
-        Ok(())
-    }
-}
-
 #[cfg(test)]
 mod tests {
-    use super::typed::log_softmax;
     use super::*;
     use crate::MemoryFormat;
 
@@ -495,7 +452,7 @@ mod tests {
         let extent = Extent { batch: 2, channels: 3, spatial: 1, format: MemoryFormat::Contiguous };
         let x = [1e4f32, 1e4, 1e4, -1e4, 0.0, 1e4];
         let mut y = [f32::NAN; 6];
-        log_softmax(&Cpu::single(), &extent, &x, &mut y).unwrap();
+        log_softmax(&Cpu::single(), &extent, (&x).into(), (&mut y).into()).unwrap();
         assert!((y[0] + 3f32.ln()).abs() <= 1e-6);
         assert_eq!(&y[3..], &[-2e4, -1e4, 0.0]);
     }

@@ -2,9 +2,10 @@
 
 use crate::error::invalid;
 use crate::memory_format::{Extent, MOST_ELEMENTS, MemoryFormat};
+use crate::operand::kernels;
 use crate::profile::span;
 use crate::separable::{self, Lists, Read, Sizes};
-use crate::{Cpu, Element, Result, Slice, SliceMut, dispatch};
+use crate::{Cpu, Element, Result};
 
 /// How values between the pixels of the input are computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -111,37 +112,12 @@ impl UpsampleProblem {
     }
 }
 
-/// y = x upsampled.
-///
-/// # Errors
-/// If a length is not the problem's.
-pub fn upsample(cpu: &Cpu, problem: &UpsampleProblem, x: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
-    dispatch!("upsample", x.dtype(), T => typed::upsample::<T>(cpu, problem, x.of()?, y.of()?))
-}
-
-/// dx of [`upsample`]: the weighted sum of dy over the outputs that read the input.
-///
-/// # Errors
-/// As [`upsample`].
-pub fn upsample_backward(
-    cpu: &Cpu,
-    problem: &UpsampleProblem,
-    dy: Slice<'_>,
-    dx: SliceMut<'_>,
-) -> Result<()> {
-    dispatch!("upsample backward", dy.dtype(), T => typed::upsample_backward::<T>(cpu, problem, dy.of()?, dx.of()?))
-}
-
-/// The functions of the outer module, for an element type that is known at compile time.
-pub(crate) mod typed {
-    use super::*;
-
-    pub(crate) fn upsample<T: Element>(
-        cpu: &Cpu,
-        problem: &UpsampleProblem,
-        x: &[T],
-        y: &mut [T],
-    ) -> Result<()> {
+kernels! {
+    /// y = x upsampled.
+    ///
+    /// # Errors
+    /// If a length is not the problem's.
+    pub fn upsample<T>(cpu: &Cpu, problem: &UpsampleProblem; x: &[T]; y: &mut [T]) -> Result<()> {
         span!("upsample", x, y);
         problem.input_extent().check("upsampling", &[("x", x.len())])?;
         problem.output_extent().check("upsampling", &[("y", y.len())])?;
@@ -150,12 +126,11 @@ pub(crate) mod typed {
         Ok(())
     }
 
-    pub(crate) fn upsample_backward<T: Element>(
-        cpu: &Cpu,
-        problem: &UpsampleProblem,
-        dy: &[T],
-        dx: &mut [T],
-    ) -> Result<()> {
+    /// dx of [`upsample`]: the weighted sum of dy over the outputs that read the input.
+    ///
+    /// # Errors
+    /// As [`upsample`].
+    pub fn upsample_backward<T>(cpu: &Cpu, problem: &UpsampleProblem; dy: &[T]; dx: &mut [T]) -> Result<()> {
         span!("upsample backward", dy, dx);
         problem.input_extent().check("upsampling backward", &[("dx", dx.len())])?;
         problem.output_extent().check("upsampling backward", &[("dy", dy.len())])?;

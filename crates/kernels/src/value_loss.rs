@@ -1,8 +1,9 @@
 //! Element-wise losses against target values: squared error, and binary cross-entropy of logits; each with its backward pass.
 
 use crate::error::check_len;
+use crate::operand::kernels;
 use crate::profile::span;
-use crate::{Cpu, Element, Result, Slice, SliceMut, dispatch};
+use crate::{Cpu, Element, Result};
 
 /// A loss of one number x against its target t.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,40 +52,45 @@ const TASK: usize = 1 << 13;
 /// The approximate cost of an element, in multiplications.
 const COST: usize = 16;
 
-/// The sum of the losses of all elements, in an order that depends only on the length.
-///
-/// # Errors
-/// If the lengths differ.
-pub fn value_loss(cpu: &Cpu, loss: ValueLoss, x: Slice<'_>, targets: Slice<'_>) -> Result<f64> {
-    dispatch!("value loss", x.dtype(), T => typed::value_loss::<T>(cpu, loss, x.of()?, targets.of()?))
-}
+kernels! {
+    /// The sum of the losses of all elements, in an order that depends only on the length.
+    ///
+    /// # Errors
+    /// If the lengths differ.
+    pub fn value_loss<T>(cpu: &Cpu, loss: ValueLoss; x: &[T], targets: &[T]; ) -> Result<f64> {
+        span!("value_loss", x, targets);
+        check_len("value_loss", "the targets", targets.len(), x.len())?;
+        let mut parts = vec![0.0; x.len().div_ceil(TASK)];
+        let items = x.chunks(TASK).zip(targets.chunks(TASK)).zip(&mut parts);
+        cpu.for_each(COST * x.len(), items, |((x, targets), part)| {
+            *part = x.iter().zip(targets).map(|(x, t)| loss.value(x.f64(), t.f64())).sum();
+        });
+        Ok(parts.iter().sum())
+    }
 
-/// The gradient of [`value_loss`] with respect to `x`, times `factor`.
-///
-/// # Errors
-/// If the lengths differ.
-pub fn value_loss_backward(
-    cpu: &Cpu,
-    loss: ValueLoss,
-    [x, targets]: [Slice<'_>; 2],
-    factor: f64,
-    dx: SliceMut<'_>,
-) -> Result<()> {
-    dispatch!("value loss backward", x.dtype(), T => typed::value_loss_backward::<T>(cpu, loss, [x.of()?, targets.of()?], factor, dx.of()?))
-}
+    /// The gradient of [`value_loss`] with respect to `x`, times `factor`.
+    ///
+    /// # Errors
+    /// If the lengths differ.
+    pub fn value_loss_backward<T>(
+        cpu: &Cpu, loss: ValueLoss, factor: f64;
+        x: &[T], targets: &[T];
+        dx: &mut [T]
+    ) -> Result<()> {
+        slopes(cpu, [x, targets], dx, |x, t| factor * loss.slope(x, t))
+    }
 
-/// The gradient of [`value_loss`] with respect to the targets, times `factor`.
-///
-/// # Errors
-/// If the lengths differ.
-pub fn value_loss_backward_targets(
-    cpu: &Cpu,
-    loss: ValueLoss,
-    [x, targets]: [Slice<'_>; 2],
-    factor: f64,
-    dt: SliceMut<'_>,
-) -> Result<()> {
-    dispatch!("value loss backward targets", x.dtype(), T => typed::value_loss_backward_targets::<T>(cpu, loss, [x.of()?, targets.of()?], factor, dt.of()?))
+    /// The gradient of [`value_loss`] with respect to the targets, times `factor`.
+    ///
+    /// # Errors
+    /// If the lengths differ.
+    pub fn value_loss_backward_targets<T>(
+        cpu: &Cpu, loss: ValueLoss, factor: f64;
+        x: &[T], targets: &[T];
+        dt: &mut [T]
+    ) -> Result<()> {
+        slopes(cpu, [x, targets], dt, |x, t| factor * loss.target_slope(x, t))
+    }
 }
 
 fn slopes<T: Element>(
@@ -103,40 +109,4 @@ fn slopes<T: Element>(
         }
     });
     Ok(())
-}
-
-/// The functions of the outer module, for an element type that is known at compile time.
-pub(crate) mod typed {
-    use super::*;
-
-    pub(crate) fn value_loss<T: Element>(cpu: &Cpu, loss: ValueLoss, x: &[T], targets: &[T]) -> Result<f64> {
-        span!("value_loss", x, targets);
-        check_len("value_loss", "the targets", targets.len(), x.len())?;
-        let mut parts = vec![0.0; x.len().div_ceil(TASK)];
-        let items = x.chunks(TASK).zip(targets.chunks(TASK)).zip(&mut parts);
-        cpu.for_each(COST * x.len(), items, |((x, targets), part)| {
-            *part = x.iter().zip(targets).map(|(x, t)| loss.value(x.f64(), t.f64())).sum();
-        });
-        Ok(parts.iter().sum())
-    }
-
-    pub(crate) fn value_loss_backward<T: Element>(
-        cpu: &Cpu,
-        loss: ValueLoss,
-        [x, targets]: [&[T]; 2],
-        factor: f64,
-        dx: &mut [T],
-    ) -> Result<()> {
-        slopes(cpu, [x, targets], dx, |x, t| factor * loss.slope(x, t))
-    }
-
-    pub(crate) fn value_loss_backward_targets<T: Element>(
-        cpu: &Cpu,
-        loss: ValueLoss,
-        [x, targets]: [&[T]; 2],
-        factor: f64,
-        dt: &mut [T],
-    ) -> Result<()> {
-        slopes(cpu, [x, targets], dt, |x, t| factor * loss.target_slope(x, t))
-    }
 }

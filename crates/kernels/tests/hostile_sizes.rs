@@ -125,7 +125,7 @@ fn with_extent(failures: &mut Failures, extent: &Extent, len: usize) {
     for targets in [&[][..], &[0][..]] {
         let fits = fits && true_len(&[extent.batch, extent.spatial]) == Some(targets.len() as u128);
         let classes = ClassLoss { label_smoothing: 0.5, ..ClassLoss::default() };
-        check("class_loss", answers(fits, || class_loss(extent, (&x).into(), targets, &classes)));
+        check("class_loss", answers(fits, || class_loss(extent, targets, &classes, (&x).into())));
         check(
             "class_loss_backward",
             answers(fits, || class_loss_backward(extent, targets, &classes, 1.0, (&mut y).into())),

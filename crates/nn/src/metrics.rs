@@ -330,7 +330,7 @@ mod tests {
             }
             let output = tensor(&[images, classes, height, width], &numbers);
             for format in [MemoryFormat::Contiguous, MemoryFormat::ChannelsLast] {
-                for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
+                for dtype in DType::ALL {
                     let output = output.to_format(format).unwrap().to_dtype(dtype).unwrap();
                     let mut confusion = Confusion::new(classes).unwrap();
                     confusion.add(&output, &labels, ignore).unwrap();

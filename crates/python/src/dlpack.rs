@@ -143,7 +143,7 @@ pub(crate) fn borrow(device: &Device, capsule: &Bound<'_, PyAny>) -> PyResult<Te
         false => sizes(raw.strides)?,
     };
     let of = |dtype: &DType| element_of(*dtype) == raw.element;
-    let dtype = [DType::F32, DType::F64, DType::F16, DType::BF16].into_iter().find(of);
+    let dtype = DType::ALL.into_iter().find(of);
     let dtype = dtype.ok_or_else(|| {
         let ElementType { code, bits, lanes } = raw.element;
         PyTypeError::new_err(format!(

@@ -104,7 +104,7 @@ impl Function for AdaptiveMax {
         let mut places = x.device().bytes::<u32>(shape.iter().product())?;
         let y = Tensor::build_elements((x.device(), x.dtype()), &shape, x.format(), |y| {
             let cpu = x.device().compute();
-            Ok(pool::adaptive_max_pool(cpu, &self.problem, x.elements()?, y, places.elements_mut())?)
+            Ok(pool::adaptive_max_pool(cpu, &self.problem, places.elements_mut(), x.elements()?, y)?)
         })?;
         Ok((y, Some(Arc::new(places))))
     }
@@ -116,7 +116,7 @@ impl Function for AdaptiveMax {
         let (device, format) = (upstream.device(), upstream.format());
         let dx = Tensor::build_elements((device, upstream.dtype()), &self.input_shape, format, |dx| {
             let (cpu, dy) = (device.compute(), upstream.elements()?);
-            Ok(pool::adaptive_max_pool_backward(cpu, &self.problem, dy, places.elements(), dx)?)
+            Ok(pool::adaptive_max_pool_backward(cpu, &self.problem, places.elements(), dy, dx)?)
         })?;
         Ok(vec![Some(dx)])
     }

@@ -123,7 +123,7 @@ struct Scale {
 }
 
 fn scaled(x: &Tensor, factor: f64) -> Result<Tensor> {
-    x.elements_like(|y| Ok(elementwise::scale(x.device().compute(), x.elements()?, factor, y)?))
+    x.elements_like(|y| Ok(elementwise::scale(x.device().compute(), factor, x.elements()?, y)?))
 }
 
 impl Function for Scale {

@@ -1,6 +1,6 @@
 //! Dropout, whose mask is recomputed from a key instead of stored.
 
-use convoke_kernels::activation;
+use convoke_kernels::dropout as kernel;
 
 use crate::{Function, Needs, Result, Tensor, apply};
 
@@ -22,9 +22,7 @@ struct Dropout {
 
 impl Dropout {
     fn run(&self, x: &Tensor) -> Result<Tensor> {
-        x.elements_like(|y| {
-            Ok(activation::dropout(x.device().compute(), x.elements()?, self.p, self.key, y)?)
-        })
+        x.elements_like(|y| Ok(kernel::dropout(x.device().compute(), x.elements()?, self.p, self.key, y)?))
     }
 }
 

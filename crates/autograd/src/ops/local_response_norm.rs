@@ -43,7 +43,7 @@ impl Function for LocalResponseNorm {
         let extent = x.extent(NAME)?;
         let y = x.elements_like(|y| {
             let cpu = x.device().compute();
-            Ok(kernel::local_response_norm(cpu, &extent, x.elements()?, &self.options, y)?)
+            Ok(kernel::local_response_norm(cpu, &extent, &self.options, x.elements()?, y)?)
         })?;
         Ok((y, x.keep()))
     }
@@ -51,8 +51,8 @@ impl Function for LocalResponseNorm {
     fn backward(&self, x: Tensor, upstream: Tensor, _: &Needs) -> Result<Vec<Option<Tensor>>> {
         let extent = x.extent(NAME)?;
         let dx = x.elements_like(|dx| {
-            let (cpu, pair) = (x.device().compute(), (x.elements()?, upstream.elements()?));
-            Ok(kernel::local_response_norm_backward(cpu, &extent, pair, &self.options, dx)?)
+            let (cpu, dy) = (x.device().compute(), upstream.elements()?);
+            Ok(kernel::local_response_norm_backward(cpu, &extent, &self.options, x.elements()?, dy, dx)?)
         })?;
         Ok(vec![Some(dx)])
     }

@@ -1,6 +1,5 @@
 //! The built-in operations with their backward, one topic per file. Each is a [`crate::Function`], as your own would be.
 
-mod activate;
 mod adaptive_pool2d;
 mod arithmetic;
 mod batch_norm;
@@ -33,7 +32,6 @@ mod softmax;
 mod upsample2d;
 mod value_loss;
 
-pub use activate::activate;
 pub use adaptive_pool2d::{adaptive_avg_pool2d, adaptive_max_pool2d};
 pub use batch_norm::{BatchNormOptions, Statistics, Synchronize, batch_norm, batch_norm_recomputed};
 pub use concat::{cat, concat, stack};
@@ -41,10 +39,10 @@ pub use conv_bn2d::{ConvBnBlock, ConvBnParameters, Keep, conv_bn_block2d, conv_b
 pub use conv_transpose2d::{ConvTransposeOptions, conv_transpose2d};
 pub use conv2d::{ConvOptions, Padding, conv2d};
 pub use conv3d::{Conv3dOptions, ConvTranspose3dOptions, conv_transpose3d, conv3d};
-pub use convoke_kernels::activation::dropout_skip;
 pub use convoke_kernels::batch_norm::{
     Activation, BackwardSums, Convention, EpsPlace, Moments, Momentum, RunningVariance,
 };
+pub use convoke_kernels::dropout::dropout_skip;
 pub use convoke_kernels::local_response_norm::LocalResponse;
 pub use convoke_kernels::resize::{Coordinates, ResizeMode, Rounding};
 pub use convoke_kernels::upsample::UpsampleMode;
@@ -59,7 +57,7 @@ pub use nll_loss::{ClassOptions, Reduction, cross_entropy, nll_loss, weighted_nl
 pub use one_dimension::{Conv1dOptions, Pool1dOptions, avg_pool1d, conv1d, max_pool1d};
 pub use pad::PadMode;
 pub use permute::{DepthOrder, channel_shuffle, depth_to_space, space_to_depth};
-pub use pointwise::{Pointwise, pointwise};
+pub use pointwise::{Pointwise, activate, pointwise};
 pub use pool2d::{PoolOptions, avg_pool2d, max_pool2d};
 pub use prelu::prelu;
 pub use resize2d::{ResizeOptions, ResizeTo, resize2d};

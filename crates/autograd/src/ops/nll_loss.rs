@@ -115,7 +115,7 @@ impl Function for NllLoss {
         let extent = x.extent("nll_loss")?;
         let (total, weight) = match x.device().is_dry() {
             true => (0.0, self.targets.len() as f64),
-            false => class_loss(&extent, x.elements()?, &self.targets, &self.options.kernel())?,
+            false => class_loss(&extent, &self.targets, &self.options.kernel(), x.elements()?)?,
         };
         // Targets that weigh nothing have no mean, also where smoothing gives other classes a share.
         let none = self.reduction == Reduction::Mean && weight == 0.0;

@@ -1,6 +1,7 @@
 //! Functions of each element: sigmoid, tanh, SiLU, GELU and the others of [`Pointwise`].
 
 use convoke_kernels::Slice;
+use convoke_kernels::activation::Activation;
 use convoke_kernels::pointwise::{self as kernel, Saves};
 
 use crate::{Function, Needs, Operation, Result, Tensor, apply};
@@ -16,7 +17,23 @@ pub fn pointwise(x: &Tensor, function: Pointwise) -> Result<Tensor> {
     apply(Apply { function }, &[x])
 }
 
+/// The activation of every element, otherwise as [`pointwise`]; the identity is `x` itself.
+///
+/// # Errors
+/// As [`pointwise`].
+pub fn activate(x: &Tensor, activation: Activation) -> Result<Tensor> {
+    activation.pointwise().map_or_else(|| Ok(x.clone()), |function| pointwise(x, function))
+}
+
 impl Tensor {
+    /// max(0, x) of every element; NaN stays NaN.
+    ///
+    /// # Errors
+    /// If the tensor is f16 or bf16, or there is no memory.
+    pub fn relu(&self) -> Result<Tensor> {
+        pointwise(self, Pointwise::Relu)
+    }
+
     /// 1 / (1 + e^-x) of every element.
     ///
     /// # Errors

@@ -79,10 +79,11 @@ impl Function for Loss {
         let factor = upstream.item()? / self.divisor;
         let gradient = |of_target: bool| {
             x.elements_like(|gradient| {
-                let (cpu, both) = (x.device().compute(), [x.elements()?, target.elements()?]);
+                let (cpu, t) = (x.device().compute(), target.elements()?);
+                let x = x.elements()?;
                 match of_target {
-                    false => value_loss::value_loss_backward(cpu, self.loss, both, factor, gradient)?,
-                    true => value_loss::value_loss_backward_targets(cpu, self.loss, both, factor, gradient)?,
+                    false => value_loss::value_loss_backward(cpu, self.loss, factor, x, t, gradient)?,
+                    true => value_loss::value_loss_backward_targets(cpu, self.loss, factor, x, t, gradient)?,
                 }
                 Ok(())
             })

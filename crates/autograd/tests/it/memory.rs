@@ -222,10 +222,10 @@ fn fusing_lowers_the_peak_too() {
             block.loss(forward).backward().unwrap();
             device.memory().peak_bytes - baseline
         });
-        // Separate: two outputs kept, the upstream gradient and the one before it. Fused: the output is gone when
-        // backward begins, which leaves the upstream gradient and the recomputed convolution, beside workspace.
-        assert!(separate >= 4 * Block::OUTPUT, "{format}: {separate} bytes");
-        assert!(fused <= separate - Block::OUTPUT, "{format}: {fused} of {separate} bytes");
+        // Separate: two outputs kept, and the upstream gradient, over which ReLU writes its own. Fused: the output is gone
+        // when backward begins, which leaves the upstream gradient and the recomputed convolution, beside workspace.
+        assert!(separate >= 3 * Block::OUTPUT, "{format}: {separate} bytes");
+        assert!(fused <= separate - Block::OUTPUT * 49 / 50, "{format}: {fused} of {separate} bytes");
     }
 }
 
@@ -233,9 +233,9 @@ fn fusing_lowers_the_peak_too() {
 fn what_is_saved_goes_as_backward_proceeds() {
     const SIZE: usize = 8 * 1000;
     let device = device();
-    let x = normal::<f64>(&device, 1, &[1000]).with_grad();
-    let y = (0..20).fold(x.clone(), |x, _| x.relu().unwrap());
-    let upstream = Tensor::full(&device, &[1000], DType::F64, 1.0).unwrap();
+    let x = normal::<f64>(&device, 1, &[1, 1000]).with_grad();
+    let y = (0..20).fold(x.clone(), |x, _| ops::softmax(&x, 1).unwrap());
+    let upstream = Tensor::full(&device, &[1, 1000], DType::F64, 1.0).unwrap();
     assert_eq!(live(&device), 22 * SIZE);
     device.reset_peak();
     let options = BackwardOptions { upstream: Some(upstream.clone()), retain_graph: true };

@@ -21,7 +21,7 @@ pub(crate) fn load(args: &ProblemArgs) -> Result<Vec<ConvProblem>> {
     let mut found: Vec<ConvProblem> = Vec::new();
     let mut add = |problem: ConvProblem| -> Result<()> {
         let problem =
-            problem.with(|spec| (spec.format, spec.types) = (args.format(), ConvTypes::all(args.dtype())))?;
+            problem.with(|spec| (spec.format, spec.types) = (args.format(), ConvTypes::all(args.dtype)))?;
         if !found.contains(&problem) {
             found.push(problem);
         }

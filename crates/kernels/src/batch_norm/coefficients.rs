@@ -1,8 +1,9 @@
 //! Batch norm of one element, with a channel's coefficients in the element type.
 
 use super::{BackwardSums, Normalization};
-use crate::activation::{Activate, Activation};
+use crate::activation::Activation;
 use crate::memory::AlignedVec;
+use crate::pointwise::formulas::Formula;
 use crate::{Element, Slice};
 
 /// A mean counts as small if it is less than this many standard deviations from 0.
@@ -44,12 +45,12 @@ impl<T: Element> Channel<T> {
 
     /// The gradient of the activation's input. The input is recomputed in the same way as in forward.
     #[inline(always)]
-    pub(super) fn behind_activation(&self, x: T, dy: T, act: impl Activate<T>) -> T {
+    pub(super) fn behind_activation(&self, x: T, dy: T, act: impl Formula<T>) -> T {
         act.backward(self.normalized(x), dy)
     }
 
     #[inline(always)]
-    pub(super) fn backward(&self, x: T, dy: T, act: impl Activate<T>, constant: bool) -> T {
+    pub(super) fn backward(&self, x: T, dy: T, act: impl Formula<T>, constant: bool) -> T {
         let g = self.behind_activation(x, dy, act);
         if constant {
             g * self.scale
@@ -61,7 +62,7 @@ impl<T: Element> Channel<T> {
 
 /// A function of every element of one tensor and, if it takes one, the matching element of a residual.
 pub(super) trait Map<T>: Copy + Send + Sync {
-    fn map(self, c: Channel<T>, x: T, residual: T, act: impl Activate<T>) -> T;
+    fn map(self, c: Channel<T>, x: T, residual: T, act: impl Formula<T>) -> T;
 }
 
 /// The normalisation, with the coefficients of [`Coefficients::forward`].
@@ -74,14 +75,14 @@ pub(super) struct NormalizeAdded;
 
 impl<T: Element> Map<T> for Normalize {
     #[inline(always)]
-    fn map(self, c: Channel<T>, x: T, _: T, act: impl Activate<T>) -> T {
+    fn map(self, c: Channel<T>, x: T, _: T, act: impl Formula<T>) -> T {
         act.forward(c.normalized(x))
     }
 }
 
 impl<T: Element> Map<T> for NormalizeAdded {
     #[inline(always)]
-    fn map(self, c: Channel<T>, x: T, residual: T, act: impl Activate<T>) -> T {
+    fn map(self, c: Channel<T>, x: T, residual: T, act: impl Formula<T>) -> T {
         act.forward(c.normalized(x) + residual)
     }
 }

@@ -147,7 +147,7 @@ impl Normalization<'_> {
         check_len(operation, "the inverse root", self.inverse_root.map_or(channels, <[f64]>::len), channels)?;
         check_len(operation, "the weight", self.weight.map_or(channels, Slice::len), channels)?;
         check_len(operation, "the bias", self.bias.map_or(channels, Slice::len), channels)?;
-        self.activation.check(operation, dtype)
+        self.activation.check(dtype)
     }
 
     /// gamma * inverse_std.
@@ -312,7 +312,7 @@ pub fn forward_training(
     check_eps(FORWARD, layer.eps)?;
     let inverse_std_of = |moments: &Moments| moments.inverse_std(layer.eps, layer.eps_place);
     let Affine { weight, bias, activation, .. } = *layer;
-    activation.check(FORWARD, x.dtype())?;
+    activation.check(x.dtype())?;
     for (name, values) in [("the weight", weight), ("the bias", bias)] {
         check_len(FORWARD, name, values.map_or(extent.channels, Slice::len), extent.channels)?;
     }

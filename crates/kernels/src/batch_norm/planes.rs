@@ -5,10 +5,11 @@ use std::ops::Range;
 use super::coefficients::{Coefficients, Map, Normalize};
 use super::parts::{Pair, Part, Totals, moments, pilot, pilot_places};
 use super::{BackwardSums, Moments};
-use crate::activation::{Activate, with_act};
+use crate::activation::with_activation;
 use crate::channels::{LANES, halved};
 use crate::isa::multiversion;
 use crate::memory_format::Extent;
+use crate::pointwise::formulas::Formula;
 use crate::shared::Shared;
 use crate::stream::{self, Streaming};
 use crate::{Cpu, DType, Element, scratch};
@@ -172,7 +173,7 @@ impl Planes {
         self.write_tile(tile, y, |channel, start, run| {
             let x = all.x.map(|both| both.map(|x| &x[start..][..run.len()]));
             let Mapping { map, c, first, .. } = *all;
-            with_act!(c.activation, act => {
+            with_activation!(c.activation, act => {
                 map_planes(y.cpu, &Run { first: channel - first, spatial: self.spatial, act }, map, c, x, run);
             });
         });
@@ -194,7 +195,7 @@ impl Planes {
         self.write_tile(tile, dx, |channel, start, run| {
             let (x, dy) = (all.x.map(|x| &x[start..][..run.len()]), &all.dy[start..][..run.len()]);
             let Gradient { c, first, .. } = *all;
-            with_act!(c.activation, act => {
+            with_activation!(c.activation, act => {
                 gradient_planes(dx.cpu, &Run { first: channel - first, spatial: self.spatial, act }, c, x, dy, run);
             });
         });
@@ -400,7 +401,7 @@ impl<T: Element> PartTask for GradientSumsOf<'_, T> {
         for (cell, &mean) in cells.iter_mut().zip(&means[share.first..]) {
             *cell = Cell::new(mean);
         }
-        with_act!(c.activation, act => sum_gradient_part(cpu, &GradientShare { share, act }, c, x, dy, cells));
+        with_activation!(c.activation, act => sum_gradient_part(cpu, &GradientShare { share, act }, c, x, dy, cells));
         sums_of_cells(cells, g, g_centered);
     }
 }
@@ -491,7 +492,7 @@ multiversion! {
     }
 
     /// Sums of g and of g (x - mean); the mean is the centre of the cell, which is empty before.
-    fn sum_gradient_part<T: Element, A: Activate<T>>(
+    fn sum_gradient_part<T: Element, A: Formula<T>>(
         of: &GradientShare<'_, A>, c: &Coefficients<T>, x: &[T], dy: &[T], cells: &mut [Cell],
     ) {
         let &GradientShare { share: &Share { planes: &Planes { channels, spatial, .. }, part, first }, act } = of;
@@ -531,7 +532,7 @@ multiversion! {
     }
 
     /// Maps a run of planes, or a part of one.
-    fn map_planes<T: Element, M: Map<T>, A: Activate<T>>(
+    fn map_planes<T: Element, M: Map<T>, A: Formula<T>>(
         with: &Run<A>, map: M, c: &Coefficients<T>, x: Option<[&[T]; 2]>, y: &mut [T],
     ) {
         let &Run { first, spatial, act } = with;
@@ -551,7 +552,7 @@ multiversion! {
     }
 
     /// Computes dx of a run of planes, or of a part of one.
-    fn gradient_planes<T: Element, A: Activate<T>>(
+    fn gradient_planes<T: Element, A: Formula<T>>(
         with: &Run<A>, c: &Coefficients<T>, x: Option<&[T]>, dy: &[T], dx: &mut [T],
     ) {
         let &Run { first, spatial, act } = with;

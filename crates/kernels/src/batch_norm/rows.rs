@@ -2,10 +2,11 @@
 
 use super::coefficients::{Channel, Coefficients, Map};
 use super::parts::{Part, Totals, moments, pilot, pilot_places};
-use crate::activation::{Activate, with_act};
+use crate::activation::with_activation;
 use crate::isa::multiversion;
 use crate::memory::AlignedVec;
 use crate::memory_format::Extent;
+use crate::pointwise::formulas::Formula;
 use crate::stream::{self, Streaming};
 use crate::{Cpu, Element, scratch};
 
@@ -74,7 +75,7 @@ impl Rows {
             let dy = &dy[start..][..x.len()];
             scratch::with(2 * self.width, |sums| {
                 let [a, b] = zeros(sums);
-                with_act!(c.activation, act => sum_gradient_rows(cpu, [x, dy], &means, &c, act, a, b));
+                with_activation!(c.activation, act => sum_gradient_rows(cpu, [x, dy], &means, &c, act, a, b));
                 fold(a, g);
                 fold(b, g_centered);
             });
@@ -114,7 +115,7 @@ impl Rows {
         let c = c.repeated(self.times());
         self.each(cpu, x.is_some(), y, |start, y| {
             let x = x.map(|both| both.map(|x| &x[start..][..y.len()]));
-            with_act!(c.activation, act => map_rows(cpu, map, act, x, y, &c));
+            with_activation!(c.activation, act => map_rows(cpu, map, act, x, y, &c));
         });
     }
 
@@ -128,7 +129,7 @@ impl Rows {
         let c = c.repeated(self.times());
         self.each(cpu, x.is_some(), dx, |start, dx| {
             let (x, dy) = (x.map(|x| &x[start..][..dx.len()]), &dy[start..][..dx.len()]);
-            with_act!(c.activation, act => gradient_rows(cpu, x, dy, act, dx, &c));
+            with_activation!(c.activation, act => gradient_rows(cpu, x, dy, act, dx, &c));
         });
     }
 
@@ -244,7 +245,7 @@ multiversion! {
     }
 
     #[allow(clippy::needless_range_loop)]
-    fn sum_gradient_rows<T: Element, A: Activate<T>>(
+    fn sum_gradient_rows<T: Element, A: Formula<T>>(
         x_and_dy: [&[T]; 2], means: &[f64], c: &Coefficients<T>, act: A, sums: &mut [f64], centered: &mut [f64],
     ) {
         let [x, dy] = x_and_dy;
@@ -285,7 +286,7 @@ multiversion! {
     }
 
     #[allow(clippy::needless_range_loop)]
-    fn map_rows<T: Element, M: Map<T>, A: Activate<T>>(
+    fn map_rows<T: Element, M: Map<T>, A: Formula<T>>(
         map: M, act: A, x: Option<[&[T]; 2]>, y: &mut [T], c: &Coefficients<T>,
     ) {
         let all = c.mean.len();
@@ -313,7 +314,7 @@ multiversion! {
     }
 
     #[allow(clippy::needless_range_loop)]
-    fn gradient_rows<T: Element, A: Activate<T>>(
+    fn gradient_rows<T: Element, A: Formula<T>>(
         x: Option<&[T]>, dy: &[T], act: A, dx: &mut [T], c: &Coefficients<T>,
     ) {
         let all = c.mean.len();

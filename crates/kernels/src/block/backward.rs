@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use super::recompute::{Kept, OutputTiles};
 use super::{Block, BlockProblem, NAME, Parameters, Saved};
-use crate::activation::{Activation, activation_backward_in_place};
 use crate::batch_norm::{
     BackwardSums, BackwardSumsInParts, Normalizer, backward_elemt, backward_elemt_in_place,
 };
@@ -13,6 +12,7 @@ use crate::conv::{BiasGradient, Gradient, InputGradient, TiledConv, WeightGradie
 use crate::error::{check_len, invalid};
 use crate::images::Images;
 use crate::memory::{Bytes, at_least};
+use crate::pointwise::{Pointwise, pointwise_backward_in_place};
 use crate::pool::{MaxPoolPass, WindowIndices};
 use crate::{Buffer, Result, Slice, SliceMut};
 
@@ -98,7 +98,7 @@ impl Block {
         let through_norm = wanted.x || wanted.weight || wanted.bias;
         let of_parameters = [wanted.gamma, wanted.beta];
         let needs_sums = normalizer.needs_sums(through_norm, of_parameters);
-        let behind = z.filter(|_| masked).map(|z| (self.problem.activation, z));
+        let behind = z.filter(|_| masked).zip(self.problem.activation.pointwise());
         let mut dz = Upstream { dz, block: self, behind, taken, scratch: None };
         // Take dz through the activation now, so that z is freed before y is recomputed.
         if !(needs_sums && matches!(kept, Kept::Stored(_))) {
@@ -259,9 +259,9 @@ impl<H: Images> Input<H> {
 struct Upstream<'a, H> {
     dz: H,
     block: &'a Block,
-    /// The activation that dz must still go through, and z, which tells where the activation passed its input. `None` once
+    /// z and the activation that dz must still go through; z tells where the activation passed its input. `None` once
     /// that is done, or if the normalisation includes the activation.
-    behind: Option<(Activation, H)>,
+    behind: Option<(H, Pointwise)>,
     taken: Option<Arc<Bytes>>,
     scratch: Option<Buffer>,
 }
@@ -275,13 +275,13 @@ impl<H: Images> Upstream<'_, H> {
     /// Takes some images of dz through that activation, in the buffer of dz if it has no other owner.
     fn pass(&mut self, images: Range<usize>) -> Result<()> {
         let place = self.place(&images);
-        let Some((activation, z)) = &self.behind else { return Ok(()) };
+        let Some((z, activation)) = &self.behind else { return Ok(()) };
         let cpu = self.block.device().compute();
         let mut scratch = None;
         let z = z.read(images, &mut scratch)?;
         let dz = self.dz.change()?;
         check_len(NAME, "dz", dz.len(), self.block.output_shape().iter().product())?;
-        activation_backward_in_place(cpu, *activation, z, dz.part(place))
+        pointwise_backward_in_place(cpu, *activation, z, dz.part(place))
     }
 
     fn get(&mut self, images: Range<usize>) -> Result<Slice<'_>> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::problem::{ConvProblem, ConvTypes, Pass};
 use crate::error::{check_dtype, check_len, invalid};
-use crate::{Cpu, Element, MemoryFormat, Result, Slice, SliceMut};
+use crate::{Cpu, Element, Error, MemoryFormat, Result, Slice, SliceMut, dispatch};
 
 /// Why an algorithm cannot run a problem: its shape, the CPU, a limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -153,16 +153,14 @@ pub fn kernel<T: Element>(kernel: impl TypedKernel<T> + 'static) -> Arc<dyn Conv
     Arc::new(Typed(kernel, PhantomData))
 }
 
-/// The kernel for the types of `problem`, of one that is written for f32 and f64.
+/// The kernel for the types of `problem`, of one that is written for every type that kernels compute in.
 pub fn kernel_of<K>(problem: &ConvProblem, of: K) -> Arc<dyn ConvKernel>
 where
     K: TypedKernel<f32> + TypedKernel<f64> + 'static,
 {
-    match problem.types {
-        ConvTypes::F32 => kernel::<f32>(of),
-        ConvTypes::F64 => kernel::<f64>(of),
-        types => unreachable!("no problem has the types {types}"),
-    }
+    let choose = || Ok(dispatch!(problem.types.accumulator, T => kernel::<T>(of)));
+    choose()
+        .unwrap_or_else(|error: Error| unreachable!("a problem computes in its accumulator's type: {error}"))
 }
 
 /// The two inputs and the output of one pass.

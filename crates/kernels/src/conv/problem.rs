@@ -161,12 +161,10 @@ impl ConvTypes {
     /// Refuses types that no algorithm takes.
     fn check(&self) -> Result<()> {
         let operation = "convolution";
-        match *self {
-            ConvTypes::F32 | ConvTypes::F64 => Ok(()),
-            types if types == ConvTypes::all(types.input) => {
-                Err(Error::StorageOnly { operation, dtype: types.input })
-            }
-            types => Err(invalid(operation, format!("no algorithm takes the types {types}"))),
+        match (*self == ConvTypes::all(self.input), self.input.computes()) {
+            (true, true) => Ok(()),
+            (true, false) => Err(Error::StorageOnly { operation, dtype: self.input }),
+            (false, _) => Err(invalid(operation, format!("no algorithm takes the types {self}"))),
         }
     }
 }

@@ -13,6 +13,15 @@ pub(crate) trait Formula<T>: Copy + Send + Sync {
     fn backward(self, saved: T, dy: T) -> T;
 }
 
+/// x itself: no activation.
+#[derive(Clone, Copy)]
+pub(crate) struct Identity;
+#[derive(Clone, Copy)]
+pub(crate) struct Relu;
+#[derive(Clone, Copy)]
+pub(crate) struct LeakyRelu<T> {
+    pub(crate) slope: T,
+}
 #[derive(Clone, Copy)]
 pub(crate) struct Sigmoid;
 #[derive(Clone, Copy)]
@@ -81,6 +90,43 @@ fn sigmoids<T: Element>(x: T) -> (T, T) {
     let e = (-x.abs()).vector_exp_negative();
     let (large, small) = (one / (one + e), e / (one + e));
     if x < T::zero() { (small, large) } else { (large, small) }
+}
+
+impl<T: Element> Formula<T> for Identity {
+    #[inline(always)]
+    fn forward(self, x: T) -> T {
+        x
+    }
+
+    #[inline(always)]
+    fn backward(self, _: T, dy: T) -> T {
+        dy
+    }
+}
+
+impl<T: Element> Formula<T> for Relu {
+    #[inline(always)]
+    fn forward(self, x: T) -> T {
+        // -0 stays -0, as in PyTorch.
+        if x < T::zero() { T::zero() } else { x }
+    }
+
+    #[inline(always)]
+    fn backward(self, y: T, dy: T) -> T {
+        if y <= T::zero() { T::zero() } else { dy }
+    }
+}
+
+impl<T: Element> Formula<T> for LeakyRelu<T> {
+    #[inline(always)]
+    fn forward(self, x: T) -> T {
+        if x > T::zero() { x } else { x * self.slope }
+    }
+
+    #[inline(always)]
+    fn backward(self, y: T, dy: T) -> T {
+        if y > T::zero() { dy } else { dy * self.slope }
+    }
 }
 
 impl<T: Element> Formula<T> for Sigmoid {

@@ -12,14 +12,22 @@ use formulas::Formula;
 use crate::elementwise::{chunks, chunks_mut};
 use crate::error::{check_len, invalid};
 use crate::isa::multiversion;
+use crate::operand::kernels;
 use crate::profile::span;
-use crate::{Cpu, DType, Element, Result, Slice, SliceMut, dispatch};
+use crate::{Cpu, DType, Element, Result};
 
 /// A function of one number. Names, parameters and defaults are PyTorch's, except where noted.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub enum Pointwise {
+    /// max(0, x). Saves its output.
+    Relu,
+    /// x where it is positive, else slope * x: PyTorch's `leaky_relu`. Saves its output.
+    LeakyRelu {
+        /// Above 0 and finite, in the element type too.
+        slope: f64,
+    },
     /// 1 / (1 + e^-x). Saves its output.
     Sigmoid,
     /// The hyperbolic tangent. Saves its output.
@@ -114,6 +122,8 @@ impl Pointwise {
     pub fn name(self) -> &'static str {
         use Pointwise as P;
         match self {
+            P::Relu => "relu",
+            P::LeakyRelu { .. } => "leaky_relu",
             P::Sigmoid => "sigmoid",
             P::Tanh => "tanh",
             P::Silu => "silu",
@@ -142,6 +152,7 @@ impl Pointwise {
     pub fn saves(self) -> Saves {
         use Pointwise as P;
         match self {
+            P::Relu | P::LeakyRelu { .. } => Saves::Output,
             P::Sigmoid | P::Tanh | P::HardSigmoid { .. } | P::Clip { .. } | P::Softsign => Saves::Output,
             P::Elu { .. } | P::Selu | P::Celu { .. } | P::Exp | P::Sqrt | P::Reciprocal => Saves::Output,
             P::Silu | P::HardSwish | P::Gelu | P::GeluTanh | P::Mish => Saves::Input,
@@ -158,6 +169,9 @@ impl Pointwise {
         let finite = |value: f64| dtype.nearest(value).is_finite();
         let positive = |value: f64| finite(value) && dtype.nearest(value) > 0.0;
         let reason = match self {
+            Pointwise::LeakyRelu { slope } if !positive(slope) => {
+                format!("the slope must be above 0 and finite in {dtype}, not {slope}")
+            }
             Pointwise::HardSigmoid { alpha, .. } if !positive(alpha) => {
                 format!("alpha must be above 0 and finite in {dtype}, not {alpha}")
             }
@@ -190,6 +204,7 @@ impl Pointwise {
     /// The approximate cost of an element, in multiplications.
     fn cost(self) -> usize {
         match self {
+            Pointwise::Relu | Pointwise::LeakyRelu { .. } => 1,
             Pointwise::HardSwish | Pointwise::HardSigmoid { .. } | Pointwise::Clip { .. } => 1,
             Pointwise::Abs | Pointwise::Neg => 1,
             Pointwise::Softsign | Pointwise::Sqrt | Pointwise::Reciprocal => 2,
@@ -202,6 +217,8 @@ impl Pointwise {
 macro_rules! with_formula {
     ($function:expr, $T:ident, $formula:ident => $body:expr) => {
         with_formula!(@ $function, $formula, $body;
+            Relu => formulas::Relu;
+            LeakyRelu { slope } => formulas::LeakyRelu { slope: $T::of(slope) };
             Sigmoid => formulas::Sigmoid;
             Tanh => formulas::Tanh;
             Silu => formulas::Silu;
@@ -261,46 +278,12 @@ multiversion! {
     }
 }
 
-/// y = f(x) for every element.
-///
-/// # Errors
-/// If the lengths differ, or a parameter makes no sense ([`Pointwise::check`]).
-pub fn pointwise(cpu: &Cpu, function: Pointwise, x: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
-    dispatch!("pointwise", x.dtype(), T => typed::pointwise::<T>(cpu, function, x.of()?, y.of()?))
-}
-
-/// dx = dy f'(x) for every element. `saved` is what [`Pointwise::saves`] says; it is empty for [`Saves::Nothing`].
-///
-/// # Errors
-/// As [`pointwise`].
-pub fn pointwise_backward(
-    cpu: &Cpu,
-    function: Pointwise,
-    saved: Slice<'_>,
-    dy: Slice<'_>,
-    dx: SliceMut<'_>,
-) -> Result<()> {
-    dispatch!("pointwise backward", saved.dtype(), T => typed::pointwise_backward::<T>(cpu, function, saved.of()?, dy.of()?, dx.of()?))
-}
-
-/// As [`pointwise_backward`] of a function that saves something, in place: `g` holds dy before and dx after.
-///
-/// # Errors
-/// As [`pointwise`].
-pub fn pointwise_backward_in_place(
-    cpu: &Cpu,
-    function: Pointwise,
-    saved: Slice<'_>,
-    g: SliceMut<'_>,
-) -> Result<()> {
-    dispatch!("pointwise backward in place", saved.dtype(), T => typed::pointwise_backward_in_place::<T>(cpu, function, saved.of()?, g.of()?))
-}
-
-/// The functions of the outer module, for an element type that is known at compile time.
-pub(crate) mod typed {
-    use super::*;
-
-    pub(crate) fn pointwise<T: Element>(cpu: &Cpu, function: Pointwise, x: &[T], y: &mut [T]) -> Result<()> {
+kernels! {
+    /// y = f(x) for every element.
+    ///
+    /// # Errors
+    /// If the lengths differ, or a parameter makes no sense ([`Pointwise::check`]).
+    pub fn pointwise<T>(cpu: &Cpu, function: Pointwise; x: &[T]; y: &mut [T]) -> Result<()> {
         span!("pointwise", x, y);
         check_len(function.name(), "y", y.len(), x.len())?;
         function.check(T::DTYPE)?;
@@ -311,13 +294,11 @@ pub(crate) mod typed {
         Ok(())
     }
 
-    pub(crate) fn pointwise_backward<T: Element>(
-        cpu: &Cpu,
-        function: Pointwise,
-        saved: &[T],
-        dy: &[T],
-        dx: &mut [T],
-    ) -> Result<()> {
+    /// dx = dy f'(x) for every element. `saved` is what [`Pointwise::saves`] says; it is empty for [`Saves::Nothing`].
+    ///
+    /// # Errors
+    /// As [`pointwise`].
+    pub fn pointwise_backward<T>(cpu: &Cpu, function: Pointwise; saved: &[T], dy: &[T]; dx: &mut [T]) -> Result<()> {
         span!("pointwise backward", saved, dy, dx);
         let (operation, nothing) = (function.name(), function.saves() == Saves::Nothing);
         check_len(operation, "dx", dx.len(), dy.len())?;
@@ -332,12 +313,11 @@ pub(crate) mod typed {
         Ok(())
     }
 
-    pub(crate) fn pointwise_backward_in_place<T: Element>(
-        cpu: &Cpu,
-        function: Pointwise,
-        saved: &[T],
-        g: &mut [T],
-    ) -> Result<()> {
+    /// As [`pointwise_backward`] of a function that saves something, in place: `g` holds dy before and dx after.
+    ///
+    /// # Errors
+    /// As [`pointwise`].
+    pub fn pointwise_backward_in_place<T>(cpu: &Cpu, function: Pointwise; saved: &[T]; g: &mut [T]) -> Result<()> {
         span!("pointwise backward", saved, g, g);
         check_len(function.name(), "what forward saved", saved.len(), g.len())?;
         function.check(T::DTYPE)?;

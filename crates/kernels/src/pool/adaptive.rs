@@ -1,12 +1,13 @@
 //! Pooling to a chosen output size: the windows divide the input as evenly as they can, and overlap where it does not divide.
 
-use super::global::typed::{global_average_pool, global_average_pool_backward};
+use super::global::{global_average_pool, global_average_pool_backward};
 use crate::channels::LANES;
 use crate::error::{check_len, invalid};
 use crate::isa::multiversion;
 use crate::memory_format::{Extent, MemoryFormat, check_shape};
+use crate::operand::kernels;
 use crate::separable::{self, Lists, Sizes};
-use crate::{Cpu, Element, Result, Slice, SliceMut, dispatch};
+use crate::{Cpu, Element, Result};
 
 /// The approximate number of elements in a task of whole planes.
 const TASK: usize = 1 << 14;
@@ -98,108 +99,14 @@ impl AdaptivePool {
     }
 }
 
-/// The mean of each window.
-///
-/// # Errors
-/// If a length is not the problem's.
-pub fn adaptive_average_pool(cpu: &Cpu, problem: &AdaptivePool, x: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
-    dispatch!("adaptive average pool", x.dtype(), T => typed::adaptive_average_pool::<T>(cpu, problem, x.of()?, y.of()?))
-}
-
-/// dx of [`adaptive_average_pool`]: each window's dy is spread evenly.
-///
-/// # Errors
-/// As [`adaptive_average_pool`].
-pub fn adaptive_average_pool_backward(
-    cpu: &Cpu,
-    problem: &AdaptivePool,
-    dy: Slice<'_>,
-    dx: SliceMut<'_>,
-) -> Result<()> {
-    dispatch!("adaptive average pool backward", dy.dtype(), T => typed::adaptive_average_pool_backward::<T>(cpu, problem, dy.of()?, dx.of()?))
-}
-
-/// The largest value of each window, and the place in its plane (row-major) where it was.
-///
-/// Of equal values the first wins. NaN wins over every number, and of several NaNs the last wins, as in PyTorch.
-///
-/// # Errors
-/// If a length is not the problem's, or a plane has more places than u32 counts.
-pub fn adaptive_max_pool(
-    cpu: &Cpu,
-    problem: &AdaptivePool,
-    x: Slice<'_>,
-    y: SliceMut<'_>,
-    places: &mut [u32],
-) -> Result<()> {
-    dispatch!("adaptive max pool", x.dtype(), T => typed::adaptive_max_pool::<T>(cpu, problem, x.of()?, y.of()?, places))
-}
-
-/// dx of [`adaptive_max_pool`]: each window's dy goes to the place that was largest.
-///
-/// # Errors
-/// If a length is not the problem's. Places that are not in a plane are ignored.
-pub fn adaptive_max_pool_backward(
-    cpu: &Cpu,
-    problem: &AdaptivePool,
-    dy: Slice<'_>,
-    places: &[u32],
-    dx: SliceMut<'_>,
-) -> Result<()> {
-    dispatch!("adaptive max pool backward", dy.dtype(), T => typed::adaptive_max_pool_backward::<T>(cpu, problem, dy.of()?, places, dx.of()?))
-}
-
-/// The larger of two; NaN if there is one.
-#[inline(always)]
-fn larger<T: Element>(largest: T, x: T) -> T {
-    if x > largest || x.is_nan() { x } else { largest }
-}
-
-multiversion! {
-    /// The largest value of each plane of `len` elements, and its place. The value is found first, as that vectorises.
-    fn largest_of_planes<T: Element>(len: usize, x: &[T], y: &mut [T], places: &mut [u32]) {
-        for ((plane, y), found) in x.chunks_exact(len).zip(y).zip(places) {
-            let (chunks, rest) = plane.as_chunks::<LANES>();
-            let mut lanes = [T::neg_infinity(); LANES];
-            for chunk in chunks {
-                for (lane, &x) in lanes.iter_mut().zip(chunk) {
-                    *lane = larger(*lane, x);
-                }
-            }
-            let largest = lanes.iter().chain(rest).fold(T::neg_infinity(), |largest, &x| larger(largest, x));
-            let place = match largest.is_nan() {
-                true => plane.iter().rposition(|x| x.is_nan()),
-                false => plane.iter().position(|&x| x == largest),
-            };
-            let place = place.expect("the largest is one of them");
-            (*y, *found) = (plane[place], place as u32);
-        }
-    }
-
-    /// Replaces what is smaller than a pixel; the first pixel is at `start` in its plane.
-    fn keep_larger<T: Element>(start: u32, pixels: &[T], y: &mut [T], places: &mut [u32]) {
-        for (place, pixel) in (start..).zip(pixels.chunks_exact(y.len())) {
-            for ((&x, y), found) in pixel.iter().zip(y.iter_mut()).zip(places.iter_mut()) {
-                let larger = x > *y || x.is_nan();
-                *y = if larger { x } else { *y };
-                *found = if larger { place } else { *found };
-            }
-        }
-    }
-}
-
-/// The functions of the outer module, for an element type that is known at compile time.
-pub(crate) mod typed {
-    use super::*;
-
-    pub(crate) fn adaptive_average_pool<T: Element>(
-        cpu: &Cpu,
-        problem: &AdaptivePool,
-        x: &[T],
-        y: &mut [T],
-    ) -> Result<()> {
+kernels! {
+    /// The mean of each window.
+    ///
+    /// # Errors
+    /// If a length is not the problem's.
+    pub fn adaptive_average_pool<T>(cpu: &Cpu, problem: &AdaptivePool; x: &[T]; y: &mut [T]) -> Result<()> {
         if problem.is_global() {
-            return global_average_pool(cpu, &problem.input_extent(), x, y);
+            return global_average_pool(cpu, &problem.input_extent(), x.into(), y.into());
         }
         crate::profile::span!("adaptive average pooling", x, y);
         problem.input_extent().check("adaptive average pooling", &[("x", x.len())])?;
@@ -208,14 +115,13 @@ pub(crate) mod typed {
         Ok(())
     }
 
-    pub(crate) fn adaptive_average_pool_backward<T: Element>(
-        cpu: &Cpu,
-        problem: &AdaptivePool,
-        dy: &[T],
-        dx: &mut [T],
-    ) -> Result<()> {
+    /// dx of [`adaptive_average_pool`]: each window's dy is spread evenly.
+    ///
+    /// # Errors
+    /// As [`adaptive_average_pool`].
+    pub fn adaptive_average_pool_backward<T>(cpu: &Cpu, problem: &AdaptivePool; dy: &[T]; dx: &mut [T]) -> Result<()> {
         if problem.is_global() {
-            return global_average_pool_backward(cpu, &problem.input_extent(), dy, dx);
+            return global_average_pool_backward(cpu, &problem.input_extent(), dy.into(), dx.into());
         }
         crate::profile::span!("adaptive average pooling backward", dy, dx);
         problem.input_extent().check("adaptive average pooling backward", &[("dx", dx.len())])?;
@@ -226,12 +132,16 @@ pub(crate) mod typed {
         Ok(())
     }
 
-    pub(crate) fn adaptive_max_pool<T: Element>(
-        cpu: &Cpu,
-        problem: &AdaptivePool,
-        x: &[T],
-        y: &mut [T],
-        places: &mut [u32],
+    /// The largest value of each window, and the place in its plane (row-major) where it was.
+    ///
+    /// Of equal values the first wins. NaN wins over every number, and of several NaNs the last wins, as in PyTorch.
+    ///
+    /// # Errors
+    /// If a length is not the problem's, or a plane has more places than u32 counts.
+    pub fn adaptive_max_pool<T>(
+        cpu: &Cpu, problem: &AdaptivePool, places: &mut [u32];
+        x: &[T];
+        y: &mut [T]
     ) -> Result<()> {
         let operation = "adaptive max pooling";
         crate::profile::span!("adaptive max pooling", x, y);
@@ -272,12 +182,14 @@ pub(crate) mod typed {
         Ok(())
     }
 
-    pub(crate) fn adaptive_max_pool_backward<T: Element>(
-        cpu: &Cpu,
-        problem: &AdaptivePool,
-        dy: &[T],
-        places: &[u32],
-        dx: &mut [T],
+    /// dx of [`adaptive_max_pool`]: each window's dy goes to the place that was largest.
+    ///
+    /// # Errors
+    /// If a length is not the problem's. Places that are not in a plane are ignored.
+    pub fn adaptive_max_pool_backward<T>(
+        cpu: &Cpu, problem: &AdaptivePool, places: &[u32];
+        dy: &[T];
+        dx: &mut [T]
     ) -> Result<()> {
         let operation = "adaptive max pooling backward";
         crate::profile::span!("adaptive max pooling backward", dy, dx);
@@ -302,5 +214,44 @@ pub(crate) mod typed {
             }
         });
         Ok(())
+    }
+}
+
+/// The larger of two; NaN if there is one.
+#[inline(always)]
+fn larger<T: Element>(largest: T, x: T) -> T {
+    if x > largest || x.is_nan() { x } else { largest }
+}
+
+multiversion! {
+    /// The largest value of each plane of `len` elements, and its place. The value is found first, as that vectorises.
+    fn largest_of_planes<T: Element>(len: usize, x: &[T], y: &mut [T], places: &mut [u32]) {
+        for ((plane, y), found) in x.chunks_exact(len).zip(y).zip(places) {
+            let (chunks, rest) = plane.as_chunks::<LANES>();
+            let mut lanes = [T::neg_infinity(); LANES];
+            for chunk in chunks {
+                for (lane, &x) in lanes.iter_mut().zip(chunk) {
+                    *lane = larger(*lane, x);
+                }
+            }
+            let largest = lanes.iter().chain(rest).fold(T::neg_infinity(), |largest, &x| larger(largest, x));
+            let place = match largest.is_nan() {
+                true => plane.iter().rposition(|x| x.is_nan()),
+                false => plane.iter().position(|&x| x == largest),
+            };
+            let place = place.expect("the largest is one of them");
+            (*y, *found) = (plane[place], place as u32);
+        }
+    }
+
+    /// Replaces what is smaller than a pixel; the first pixel is at `start` in its plane.
+    fn keep_larger<T: Element>(start: u32, pixels: &[T], y: &mut [T], places: &mut [u32]) {
+        for (place, pixel) in (start..).zip(pixels.chunks_exact(y.len())) {
+            for ((&x, y), found) in pixel.iter().zip(y.iter_mut()).zip(places.iter_mut()) {
+                let larger = x > *y || x.is_nan();
+                *y = if larger { x } else { *y };
+                *found = if larger { place } else { *found };
+            }
+        }
     }
 }

@@ -5,7 +5,8 @@ use super::runs::{span, strided};
 use crate::conv::ConvAxis;
 use crate::error::invalid;
 use crate::isa::multiversion;
-use crate::{Cpu, Element, Result, Slice, SliceMut, dispatch};
+use crate::operand::kernels;
+use crate::{Cpu, Element, Result};
 
 /// What the sum over a window is divided by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -50,32 +51,56 @@ impl PoolProblem {
     }
 }
 
-/// The mean of each window, as `divisor` takes it.
-///
-/// # Errors
-/// If a length is not the problem's, the problem has dilation, or the divisor is 0.
-pub fn average_pool(
-    cpu: &Cpu,
-    problem: &PoolProblem,
-    divisor: Divisor,
-    x: Slice<'_>,
-    y: SliceMut<'_>,
-) -> Result<()> {
-    dispatch!("average pool", x.dtype(), T => typed::average_pool::<T>(cpu, problem, divisor, x.of()?, y.of()?))
-}
+kernels! {
+    /// The mean of each window, as `divisor` takes it.
+    ///
+    /// # Errors
+    /// If a length is not the problem's, the problem has dilation, or the divisor is 0.
+    pub fn average_pool<T>(cpu: &Cpu, problem: &PoolProblem, divisor: Divisor; x: &[T]; y: &mut [T]) -> Result<()> {
+        crate::profile::span!("average pooling", x, y);
+        problem.input_extent().check("average pooling", &[("x", x.len())])?;
+        problem.output_extent().check("average pooling", &[("y", y.len())])?;
+        check(problem, divisor)?;
+        let shares = problem.shares::<T>(divisor);
+        let (input, output, lanes) = problem.task();
+        let stride = problem.width.stride;
+        cpu.for_each(x.len(), x.chunks(input).zip(y.chunks_mut(output)), |(x, y)| {
+            y.fill(T::zero());
+            problem.each_run(|run| {
+                add_run(cpu, stride, lanes, &x[run.input * lanes..], &mut y[run.outputs(lanes)]);
+            });
+            for (y, &share) in y.chunks_mut(lanes).zip(&shares) {
+                y.iter_mut().for_each(|y| *y *= share);
+            }
+        });
+        Ok(())
+    }
 
-/// dx of [`average_pool`]: each window's dy is spread evenly.
-///
-/// # Errors
-/// As [`average_pool`].
-pub fn average_pool_backward(
-    cpu: &Cpu,
-    problem: &PoolProblem,
-    divisor: Divisor,
-    dy: Slice<'_>,
-    dx: SliceMut<'_>,
-) -> Result<()> {
-    dispatch!("average pool backward", dy.dtype(), T => typed::average_pool_backward::<T>(cpu, problem, divisor, dy.of()?, dx.of()?))
+    /// dx of [`average_pool`]: each window's dy is spread evenly.
+    ///
+    /// # Errors
+    /// As [`average_pool`].
+    pub fn average_pool_backward<T>(
+        cpu: &Cpu, problem: &PoolProblem, divisor: Divisor;
+        dy: &[T];
+        dx: &mut [T]
+    ) -> Result<()> {
+        crate::profile::span!("average pooling backward", dy, dx);
+        problem.input_extent().check("average pooling backward", &[("dx", dx.len())])?;
+        problem.output_extent().check("average pooling backward", &[("dy", dy.len())])?;
+        check(problem, divisor)?;
+        let shares = problem.shares::<T>(divisor);
+        let (input, output, lanes) = problem.task();
+        let stride = problem.width.stride;
+        cpu.for_each(dx.len(), dx.chunks_mut(input).zip(dy.chunks(output)), |(dx, dy)| {
+            dx.fill(T::zero());
+            problem.each_run(|run| {
+                let (dy, shares) = (&dy[run.outputs(lanes)], &shares[run.output..run.output + run.len]);
+                spread_run(cpu, stride, lanes, dy, shares, &mut dx[run.input * lanes..]);
+            });
+        });
+        Ok(())
+    }
 }
 
 fn check(problem: &PoolProblem, divisor: Divisor) -> Result<()> {
@@ -105,60 +130,5 @@ multiversion! {
             // `to / lanes` is below the length that the shares have been cut to.
             unsafe { *dx.get_unchecked_mut(from) += *dy.get_unchecked(to) * *shares.get_unchecked(to / lanes) };
         });
-    }
-}
-
-/// The functions of the outer module, for an element type that is known at compile time.
-pub(crate) mod typed {
-    use super::*;
-
-    pub(crate) fn average_pool<T: Element>(
-        cpu: &Cpu,
-        problem: &PoolProblem,
-        divisor: Divisor,
-        x: &[T],
-        y: &mut [T],
-    ) -> Result<()> {
-        crate::profile::span!("average pooling", x, y);
-        problem.input_extent().check("average pooling", &[("x", x.len())])?;
-        problem.output_extent().check("average pooling", &[("y", y.len())])?;
-        check(problem, divisor)?;
-        let shares = problem.shares::<T>(divisor);
-        let (input, output, lanes) = problem.task();
-        let stride = problem.width.stride;
-        cpu.for_each(x.len(), x.chunks(input).zip(y.chunks_mut(output)), |(x, y)| {
-            y.fill(T::zero());
-            problem.each_run(|run| {
-                add_run(cpu, stride, lanes, &x[run.input * lanes..], &mut y[run.outputs(lanes)]);
-            });
-            for (y, &share) in y.chunks_mut(lanes).zip(&shares) {
-                y.iter_mut().for_each(|y| *y *= share);
-            }
-        });
-        Ok(())
-    }
-
-    pub(crate) fn average_pool_backward<T: Element>(
-        cpu: &Cpu,
-        problem: &PoolProblem,
-        divisor: Divisor,
-        dy: &[T],
-        dx: &mut [T],
-    ) -> Result<()> {
-        crate::profile::span!("average pooling backward", dy, dx);
-        problem.input_extent().check("average pooling backward", &[("dx", dx.len())])?;
-        problem.output_extent().check("average pooling backward", &[("dy", dy.len())])?;
-        check(problem, divisor)?;
-        let shares = problem.shares::<T>(divisor);
-        let (input, output, lanes) = problem.task();
-        let stride = problem.width.stride;
-        cpu.for_each(dx.len(), dx.chunks_mut(input).zip(dy.chunks(output)), |(dx, dy)| {
-            dx.fill(T::zero());
-            problem.each_run(|run| {
-                let (dy, shares) = (&dy[run.outputs(lanes)], &shares[run.output..run.output + run.len]);
-                spread_run(cpu, stride, lanes, dy, shares, &mut dx[run.input * lanes..]);
-            });
-        });
-        Ok(())
     }
 }

@@ -4,32 +4,87 @@ use crate::channels::{LANES, halved};
 use crate::error::{check_len, invalid};
 use crate::isa::multiversion;
 use crate::memory_format::{Extent, MemoryFormat};
-use crate::{Cpu, Element, Result, Slice, SliceMut, dispatch};
+use crate::operand::kernels;
+use crate::{Cpu, Element, Result};
 
 /// The approximate number of elements in a task.
 const TASK: usize = 1 << 15;
 /// Tasks that fewer images than this are cut into together.
 const TASKS: usize = 32;
 
-/// y (N x C) = the mean of each plane of x. Sums are taken in f64, in an order that depends on the shape only.
-///
-/// # Errors
-/// If a length does not fit the extent.
-pub fn global_average_pool(cpu: &Cpu, extent: &Extent, x: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
-    dispatch!("global average pool", x.dtype(), T => typed::global_average_pool::<T>(cpu, extent, x.of()?, y.of()?))
-}
+kernels! {
+    /// y (N x C) = the mean of each plane of x. Sums are taken in f64, in an order that depends on the shape only.
+    ///
+    /// # Errors
+    /// If a length does not fit the extent.
+    pub fn global_average_pool<T>(cpu: &Cpu, extent: &Extent; x: &[T]; y: &mut [T]) -> Result<()> {
+        crate::profile::span!("global average pooling", x, y);
+        check("global average pooling", extent, [("x", x.len()), ("y", y.len())])?;
+        if x.is_empty() {
+            return Ok(());
+        }
+        let &Extent { channels, spatial, format, .. } = extent;
+        let share = 1.0 / spatial as f64;
+        if format == MemoryFormat::Contiguous {
+            let planes = TASK.div_ceil(spatial);
+            cpu.for_each(x.len(), x.chunks(planes * spatial).zip(y.chunks_mut(planes)), |(x, y)| {
+                for (x, y) in x.chunks(spatial).zip(y) {
+                    *y = T::of(sum_plane(cpu, x) * share);
+                }
+            });
+            return Ok(());
+        }
+        let image = spatial * channels;
+        // Few images are cut into parts, so that every thread has some.
+        let parts = TASKS.div_ceil(extent.batch).min(image.div_ceil(TASK));
+        let part = spatial.div_ceil(parts) * channels;
+        let parts = image.div_ceil(part);
+        if parts == 1 {
+            cpu.for_each(x.len(), x.chunks(image).zip(y.chunks_mut(channels)), |(x, y)| {
+                let mut sums = vec![0.0; channels];
+                sum_pixels(cpu, x, &mut sums);
+                y.iter_mut().zip(sums).for_each(|(y, sum)| *y = T::of(sum * share));
+            });
+            return Ok(());
+        }
+        let mut sums = vec![0.0; extent.batch * parts * channels];
+        let pieces = x.chunks(image).flat_map(|image| image.chunks(part));
+        cpu.for_each(x.len(), pieces.zip(sums.chunks_mut(channels)), |(x, sums)| sum_pixels(cpu, x, sums));
+        cpu.for_each(y.len(), y.chunks_mut(channels).zip(sums.chunks(parts * channels)), |(y, sums)| {
+            for (channel, y) in y.iter_mut().enumerate() {
+                let sum: f64 = sums[channel..].iter().step_by(channels).sum();
+                *y = T::of(sum * share);
+            }
+        });
+        Ok(())
+    }
 
-/// dx of [`global_average_pool`]: dy is spread evenly.
-///
-/// # Errors
-/// As [`global_average_pool`].
-pub fn global_average_pool_backward(
-    cpu: &Cpu,
-    extent: &Extent,
-    dy: Slice<'_>,
-    dx: SliceMut<'_>,
-) -> Result<()> {
-    dispatch!("global average pool backward", dy.dtype(), T => typed::global_average_pool_backward::<T>(cpu, extent, dy.of()?, dx.of()?))
+    /// dx of [`global_average_pool`]: dy is spread evenly.
+    ///
+    /// # Errors
+    /// As [`global_average_pool`].
+    pub fn global_average_pool_backward<T>(cpu: &Cpu, extent: &Extent; dy: &[T]; dx: &mut [T]) -> Result<()> {
+        crate::profile::span!("global average pooling backward", dy, dx);
+        check("global average pooling backward", extent, [("dx", dx.len()), ("dy", dy.len())])?;
+        if dx.is_empty() {
+            return Ok(());
+        }
+        let &Extent { channels, spatial, format, .. } = extent;
+        let share = T::of(1.0 / spatial as f64);
+        if format == MemoryFormat::Contiguous {
+            let planes = TASK.div_ceil(spatial);
+            cpu.for_each(dx.len(), dx.chunks_mut(planes * spatial).zip(dy.chunks(planes)), |(dx, dy)| {
+                dx.chunks_mut(spatial).zip(dy).for_each(|(dx, &dy)| dx.fill(dy * share));
+            });
+            return Ok(());
+        }
+        let image = spatial * channels;
+        let part = TASK.div_ceil(channels) * channels;
+        let pieces = dx.chunks_mut(image).zip(dy.chunks(channels));
+        let pieces = pieces.flat_map(|(image, dy)| image.chunks_mut(part).map(move |piece| (piece, dy)));
+        cpu.for_each(dy.len() * spatial, pieces, |(dx, dy)| spread_pixels(cpu, share, dy, dx));
+        Ok(())
+    }
 }
 
 fn check(operation: &'static str, extent: &Extent, lens: [(&'static str, usize); 2]) -> Result<()> {
@@ -83,85 +138,5 @@ multiversion! {
                 *dx = dy * share;
             }
         }
-    }
-}
-
-/// The functions of the outer module, for an element type that is known at compile time.
-pub(crate) mod typed {
-    use super::*;
-
-    pub(crate) fn global_average_pool<T: Element>(
-        cpu: &Cpu,
-        extent: &Extent,
-        x: &[T],
-        y: &mut [T],
-    ) -> Result<()> {
-        crate::profile::span!("global average pooling", x, y);
-        check("global average pooling", extent, [("x", x.len()), ("y", y.len())])?;
-        if x.is_empty() {
-            return Ok(());
-        }
-        let &Extent { channels, spatial, format, .. } = extent;
-        let share = 1.0 / spatial as f64;
-        if format == MemoryFormat::Contiguous {
-            let planes = TASK.div_ceil(spatial);
-            cpu.for_each(x.len(), x.chunks(planes * spatial).zip(y.chunks_mut(planes)), |(x, y)| {
-                for (x, y) in x.chunks(spatial).zip(y) {
-                    *y = T::of(sum_plane(cpu, x) * share);
-                }
-            });
-            return Ok(());
-        }
-        let image = spatial * channels;
-        // Few images are cut into parts, so that every thread has some.
-        let parts = TASKS.div_ceil(extent.batch).min(image.div_ceil(TASK));
-        let part = spatial.div_ceil(parts) * channels;
-        let parts = image.div_ceil(part);
-        if parts == 1 {
-            cpu.for_each(x.len(), x.chunks(image).zip(y.chunks_mut(channels)), |(x, y)| {
-                let mut sums = vec![0.0; channels];
-                sum_pixels(cpu, x, &mut sums);
-                y.iter_mut().zip(sums).for_each(|(y, sum)| *y = T::of(sum * share));
-            });
-            return Ok(());
-        }
-        let mut sums = vec![0.0; extent.batch * parts * channels];
-        let pieces = x.chunks(image).flat_map(|image| image.chunks(part));
-        cpu.for_each(x.len(), pieces.zip(sums.chunks_mut(channels)), |(x, sums)| sum_pixels(cpu, x, sums));
-        cpu.for_each(y.len(), y.chunks_mut(channels).zip(sums.chunks(parts * channels)), |(y, sums)| {
-            for (channel, y) in y.iter_mut().enumerate() {
-                let sum: f64 = sums[channel..].iter().step_by(channels).sum();
-                *y = T::of(sum * share);
-            }
-        });
-        Ok(())
-    }
-
-    pub(crate) fn global_average_pool_backward<T: Element>(
-        cpu: &Cpu,
-        extent: &Extent,
-        dy: &[T],
-        dx: &mut [T],
-    ) -> Result<()> {
-        crate::profile::span!("global average pooling backward", dy, dx);
-        check("global average pooling backward", extent, [("dx", dx.len()), ("dy", dy.len())])?;
-        if dx.is_empty() {
-            return Ok(());
-        }
-        let &Extent { channels, spatial, format, .. } = extent;
-        let share = T::of(1.0 / spatial as f64);
-        if format == MemoryFormat::Contiguous {
-            let planes = TASK.div_ceil(spatial);
-            cpu.for_each(dx.len(), dx.chunks_mut(planes * spatial).zip(dy.chunks(planes)), |(dx, dy)| {
-                dx.chunks_mut(spatial).zip(dy).for_each(|(dx, &dy)| dx.fill(dy * share));
-            });
-            return Ok(());
-        }
-        let image = spatial * channels;
-        let part = TASK.div_ceil(channels) * channels;
-        let pieces = dx.chunks_mut(image).zip(dy.chunks(channels));
-        let pieces = pieces.flat_map(|(image, dy)| image.chunks_mut(part).map(move |piece| (piece, dy)));
-        cpu.for_each(dy.len() * spatial, pieces, |(dx, dy)| spread_pixels(cpu, share, dy, dx));
-        Ok(())
     }
 }

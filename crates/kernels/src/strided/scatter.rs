@@ -2,8 +2,9 @@
 
 use super::TASK;
 use crate::error::{check_len, invalid};
+use crate::operand::kernels;
 use crate::profile::span;
-use crate::{Cpu, Element, Result, Slice, SliceMut, dispatch};
+use crate::{Cpu, Result};
 
 /// y of `outer` x `size` x `inner` elements was copied to x of `outer` x `indices` x `inner`: x at j is y at `indices[j]`.
 #[derive(Debug, Clone, Copy)]
@@ -18,24 +19,12 @@ pub struct Scatter<'a> {
     pub inner: usize,
 }
 
-/// y at i = the sum of x at all j with `indices[j]` = i, in the order of j.
-///
-/// # Errors
-/// If a length does not fit, or an index is outside of y's axis.
-pub fn add_taken(cpu: &Cpu, scatter: &Scatter<'_>, x: Slice<'_>, y: SliceMut<'_>) -> Result<()> {
-    dispatch!("add taken", x.dtype(), T => typed::add_taken::<T>(cpu, scatter, x.of()?, y.of()?))
-}
-
-/// The functions of the outer module, for an element type that is known at compile time.
-pub(crate) mod typed {
-    use super::*;
-
-    pub(crate) fn add_taken<T: Element>(
-        cpu: &Cpu,
-        scatter: &Scatter<'_>,
-        x: &[T],
-        y: &mut [T],
-    ) -> Result<()> {
+kernels! {
+    /// y at i = the sum of x at all j with `indices[j]` = i, in the order of j.
+    ///
+    /// # Errors
+    /// If a length does not fit, or an index is outside of y's axis.
+    pub fn add_taken<T>(cpu: &Cpu, scatter: &Scatter<'_>; x: &[T]; y: &mut [T]) -> Result<()> {
         span!("add taken", x, y);
         let operation = "adding up what was taken";
         let &Scatter { outer, size, indices, inner } = scatter;

@@ -3,8 +3,8 @@
 use convoke_files::escaped;
 use serde::{Deserialize, Serialize};
 
-use crate::MemoryFormat;
 use crate::conv::{ConvProblem, ConvTypes, Pass};
+use crate::{DType, MemoryFormat};
 
 /// One candidate's result.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -103,8 +103,8 @@ impl Key {
     pub fn convolution(&self) -> Option<(ConvProblem, Pass)> {
         let formats = [MemoryFormat::Contiguous, MemoryFormat::ChannelsLast];
         let format = formats.into_iter().find(|format| format.to_string() == self.format)?;
-        let types =
-            [ConvTypes::F32, ConvTypes::F64].into_iter().find(|types| types.to_string() == self.dtype)?;
+        let mut types = DType::ALL.into_iter().filter(|dtype| dtype.computes()).map(ConvTypes::all);
+        let types = types.find(|types| types.to_string() == self.dtype)?;
         let problem: ConvProblem = self.problem.parse().ok()?;
         let problem = problem.with(|spec| (spec.format, spec.types) = (format, types)).ok()?;
         let pass = Pass::ALL.into_iter().find(|pass| pass.to_string() == self.pass)?;

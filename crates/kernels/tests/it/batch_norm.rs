@@ -2,12 +2,13 @@
 //! every CPU configuration. PyTorch's results are in `batch_norm_golden.rs`.
 
 use crate::common::{FORMATS, Number, cast, check_bits, contiguous, cpus, extent, laid_out};
-use convoke_kernels::activation::{activate, activation_backward, add_activated_in_place};
+use convoke_kernels::activation::add_activated_in_place;
 use convoke_kernels::batch_norm::{
     Activation, Affine, BackwardSums, EpsPlace, Moments, Normalization, backward_elemt,
     backward_elemt_in_place, backward_reduce, backward_training, forward_training, inverse_std, normalize,
     normalize_added, normalize_in_place, stats,
 };
+use convoke_kernels::pointwise::{Saves, pointwise, pointwise_backward};
 use convoke_kernels::{Cpu, MemoryFormat, Slice};
 use convoke_testkit::{Failures, Random, Tolerance, check_close, poisoned};
 
@@ -398,18 +399,13 @@ fn fused<T: Number>(case: &Case, format: MemoryFormat, activation: Activation) -
     let cpu = Cpu::single();
     let fused = case.run::<T>(&cpu, format, activation)?;
     let plain = case.run::<T>(&cpu, format, Activation::Identity)?;
-    let mut y: Vec<T> = poisoned(plain.y.len());
-    activate(&cpu, activation, (&plain.y).into(), (&mut y).into()).unwrap();
+    let function = activation.pointwise().expect("an activation");
+    let (mut y, mut behind): (Vec<T>, Vec<T>) = (poisoned(plain.y.len()), poisoned(plain.y.len()));
+    pointwise(&cpu, function, (&plain.y).into(), (&mut y).into()).unwrap();
     check_bits(&fused.y, &y).map_err(|error| format!("y: {error}"))?;
-    let mut behind: Vec<T> = poisoned(y.len());
-    activation_backward(
-        &cpu,
-        activation,
-        (&y).into(),
-        (&cast::<_, T>(&case.dy)).into(),
-        (&mut behind).into(),
-    )
-    .unwrap();
+    let saved = if function.saves() == Saves::Input { &plain.y } else { &y };
+    let dy: Vec<T> = cast(&case.dy);
+    pointwise_backward(&cpu, function, saved.into(), (&dy).into(), (&mut behind).into()).unwrap();
     let separate = Case {
         dy: cast(&behind),
         x: case.x.clone(),

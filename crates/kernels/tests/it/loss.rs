@@ -3,11 +3,11 @@
 use crate::common::{
     FORMATS, Number, cast, check_bits, check_refused, contiguous, cpus, extent, extent_of, laid_out,
 };
-use convoke_kernels::activation::{Activation, activate, activation_backward};
 use convoke_kernels::class_loss::{ClassLoss, class_loss, class_loss_backward};
 use convoke_kernels::elementwise::{add_bias, sum_by_channel};
 use convoke_kernels::gemm::{Matrix, MatrixMut, Update, gemm};
 use convoke_kernels::memory_format::Extent;
+use convoke_kernels::pointwise::{Pointwise, pointwise, pointwise_backward};
 use convoke_kernels::softmax::{log_softmax, log_softmax_backward};
 use convoke_kernels::value_loss::{ValueLoss, value_loss, value_loss_backward, value_loss_backward_targets};
 use convoke_kernels::{Cpu, MemoryFormat, Result};
@@ -84,9 +84,9 @@ fn linear_agrees_with_pytorch() {
 fn check_relu<T: Number>(failures: &mut Failures, golden: &Case, cpu: &Cpu) {
     let (x, dy): (Vec<T>, Vec<T>) = (values(golden, "x"), values(golden, "grad_output"));
     let [mut y, mut dx, mut dx_from_x] = [(); 3].map(|()| poisoned::<T>(x.len()));
-    activate(cpu, Activation::Relu, (&x).into(), (&mut y).into()).unwrap();
-    activation_backward(cpu, Activation::Relu, (&y).into(), (&dy).into(), (&mut dx).into()).unwrap();
-    activation_backward(cpu, Activation::Relu, (&x).into(), (&dy).into(), (&mut dx_from_x).into()).unwrap();
+    pointwise(cpu, Pointwise::Relu, (&x).into(), (&mut y).into()).unwrap();
+    pointwise_backward(cpu, Pointwise::Relu, (&y).into(), (&dy).into(), (&mut dx).into()).unwrap();
+    pointwise_backward(cpu, Pointwise::Relu, (&x).into(), (&dy).into(), (&mut dx_from_x).into()).unwrap();
     for (name, actual) in [("output", &y), ("grad_x", &dx), ("grad_x", &dx_from_x)] {
         let result = check_close_or_both_nan(actual, &golden.tensor_f64(name).1, Tolerance::EXACT);
         failures.check(format!("{} {name} {} {cpu:?}", golden.name, T::DTYPE), result);
@@ -140,7 +140,7 @@ fn log_softmax_agrees_with_pytorch() {
 
 /// The loss without weights and smoothing.
 fn nll<T: Number>(extent: &Extent, x: &[T], targets: &[i64], ignore: Option<i64>) -> Result<(f64, f64)> {
-    class_loss(extent, x.into(), targets, &ClassLoss { ignore, ..ClassLoss::default() })
+    class_loss(extent, targets, &ClassLoss { ignore, ..ClassLoss::default() }, x.into())
 }
 
 fn nll_backward<T: Number>(
@@ -176,7 +176,7 @@ fn loss_of<T: Number>(golden: &Case, extent: &Extent, log_probabilities: &[T]) -
         weights: weights.as_ref().map(|(_, weights)| &weights[..]),
         label_smoothing: smoothing.map_or(0.0, |_| golden.number("label_smoothing")),
     };
-    let (total, weight) = class_loss(extent, log_probabilities.into(), &targets, &options).unwrap();
+    let (total, weight) = class_loss(extent, &targets, &options, log_probabilities.into()).unwrap();
     let divisor = if mean { weight } else { 1.0 };
     class_loss_backward(extent, &targets, &options, upstream[0] / divisor, (&mut dx).into()).unwrap();
     (vec![total / divisor], dx)
@@ -240,8 +240,8 @@ fn check_value_loss<T: Number>(failures: &mut Failures, golden: &Case, loss: Val
         failures
             .check(what("output"), check_close(&[total / divisor], expected, Tolerance::new(0.0, forward)));
         let (mut dx, mut dt) = (poisoned::<T>(x.len()), poisoned::<T>(x.len()));
-        value_loss_backward(cpu, loss, [(&x).into(), (&target).into()], factor, (&mut dx).into()).unwrap();
-        value_loss_backward_targets(cpu, loss, [(&x).into(), (&target).into()], factor, (&mut dt).into())
+        value_loss_backward(cpu, loss, factor, (&x).into(), (&target).into(), (&mut dx).into()).unwrap();
+        value_loss_backward_targets(cpu, loss, factor, (&x).into(), (&target).into(), (&mut dt).into())
             .unwrap();
         for (name, actual) in [("grad_x", &dx), ("grad_x_target", &dt)] {
             failures.check(what(name), check_relative_to_max(actual, &golden.tensor_f64(name).1, gradient));
@@ -260,7 +260,7 @@ fn value_losses_at_their_ends() {
         assert_eq!(value_loss(&cpu, bce, (&[x]).into(), (&[t]).into()).unwrap(), expected);
     }
     let mut dx = [f64::NAN; 2];
-    value_loss_backward(&cpu, bce, [(&[1e30, -1e30]).into(), (&[0.0, 1.0]).into()], 1.0, (&mut dx).into())
+    value_loss_backward(&cpu, bce, 1.0, (&[1e30, -1e30]).into(), (&[0.0, 1.0]).into(), (&mut dx).into())
         .unwrap();
     assert_eq!(dx, [1.0, -1.0]);
     for loss in [bce, ValueLoss::SquaredError] {
@@ -277,7 +277,7 @@ fn value_losses_at_their_ends() {
             .unwrap();
         let short = &mut [0.0f32; 3];
         check_refused(
-            value_loss_backward(&cpu, loss, [(&x).into(), (&t).into()], 1.0, short.into()),
+            value_loss_backward(&cpu, loss, 1.0, (&x).into(), (&t).into(), short.into()),
             &["the gradient"],
         )
         .unwrap();

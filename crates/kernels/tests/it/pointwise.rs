@@ -11,7 +11,9 @@ use convoke_kernels::{Cpu, MemoryFormat};
 use convoke_testkit::{Failures, Random, Tolerance, check_close, check_close_or_both_nan, poisoned};
 
 /// Every function, some with several parameters.
-const FUNCTIONS: [Pointwise; 27] = [
+const FUNCTIONS: [Pointwise; 29] = [
+    Pointwise::Relu,
+    Pointwise::LeakyRelu { slope: 0.01 },
     Pointwise::Sigmoid,
     Pointwise::Tanh,
     Pointwise::Silu,
@@ -161,11 +163,20 @@ fn nan_stays_nan() {
 }
 
 /// (function, x, dy, y, dx), as PyTorch 2.15 computes them on vectors of a few dozen elements.
-const KINKS: [(Pointwise, f64, f64, f64, f64); 44] = {
+const KINKS: [(Pointwise, f64, f64, f64, f64); 53] = {
     use Pointwise as P;
     let (nan, inf) = (f64::NAN, f64::INFINITY);
     let upper = P::Clip { min: f64::NEG_INFINITY, max: 2.0 };
     [
+        (P::Relu, 0.0, 1.0, 0.0, 0.0),
+        (P::Relu, -0.0, 1.0, -0.0, 0.0),
+        (P::Relu, -1.0, inf, 0.0, 0.0),
+        (P::Relu, -inf, 1.0, 0.0, 0.0),
+        (P::Relu, nan, 1.0, nan, 1.0),
+        (P::LeakyRelu { slope: 0.5 }, 0.0, 1.0, 0.0, 0.5),
+        (P::LeakyRelu { slope: 0.5 }, -0.0, 1.0, -0.0, 0.5),
+        (P::LeakyRelu { slope: 0.5 }, -inf, 1.0, -inf, 0.5),
+        (P::LeakyRelu { slope: 0.5 }, nan, 1.0, nan, 0.5),
         (P::Abs, 0.0, 1.0, 0.0, 0.0),
         (P::Abs, -0.0, 1.0, 0.0, 0.0),
         (P::Abs, 0.0, inf, 0.0, nan),
@@ -246,7 +257,7 @@ fn kinks_are_those_of_pytorch() {
 fn what_makes_no_sense_is_refused_and_nothing_is_written() {
     let (nan, infinity) = (f64::NAN, f64::INFINITY);
     let mut failures = Failures::new("parameters");
-    let cases: [(Pointwise, &[&str]); 14] = [
+    let cases: [(Pointwise, &[&str]); 17] = [
         (
             Pointwise::HardSigmoid { alpha: 0.0, beta: 0.5 },
             &["hardsigmoid", "alpha must be above 0", "f32, not 0"],
@@ -255,6 +266,9 @@ fn what_makes_no_sense_is_refused_and_nothing_is_written() {
         (Pointwise::Clip { min: 1.0, max: 0.5 }, &["clip", "1 is above", "0.5"]),
         (Pointwise::Clip { min: nan, max: 0.5 }, &["clip", "must be numbers", "NaN"]),
         (Pointwise::Clip { min: 0.0, max: nan }, &["clip", "NaN"]),
+        (Pointwise::LeakyRelu { slope: 0.0 }, &["leaky_relu", "above 0 and finite in f32"]),
+        (Pointwise::LeakyRelu { slope: 1e-60 }, &["leaky_relu", "f32"]),
+        (Pointwise::LeakyRelu { slope: nan }, &["leaky_relu", "NaN"]),
         (Pointwise::Elu { alpha: -1.0 }, &["elu", "0 or more", "-1"]),
         (Pointwise::Elu { alpha: 1e60 }, &["elu", "finite in f32"]),
         (Pointwise::Celu { alpha: 0.0 }, &["celu", "above 0"]),

@@ -68,12 +68,7 @@ fn switched(graphs: [&Graph; 2], inputs: [&Tensor; 2]) -> usize {
         let activated = trace.calls.into_iter().filter(|call| {
             matches!(
                 &call.operation,
-                Some(
-                    Operation::Activate(_)
-                        | Operation::Pointwise(_)
-                        | Operation::ConvBn { .. }
-                        | Operation::BatchNorm { .. }
-                )
+                Some(Operation::Pointwise(_) | Operation::ConvBn { .. } | Operation::BatchNorm { .. })
             )
         });
         activated.map(|call| values(&call.output)).collect::<Vec<_>>()

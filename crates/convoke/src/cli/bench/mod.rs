@@ -75,7 +75,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<()> {
     problems::check_memory(&jobs)?;
     args.candidates.warn_of_threads(&console);
     let cpu = args.candidates.cpu()?;
-    let mut machine = Machine::measure(&cpu, args.problems.dtype())?;
+    let mut machine = Machine::measure(&cpu, args.problems.dtype)?;
     let say = |text: &str| console.say(text, args.json.as_deref());
     say(&format!("{}\n", machine.title()))?;
 

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 
 use crate::conv::Pass;
 use crate::{DType, MemoryFormat};
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::{Args, ValueEnum};
 
 /// Which convolutions to take.
@@ -26,8 +27,8 @@ pub(crate) struct ProblemArgs {
     pub(crate) format: FormatName,
 
     /// Type of the elements.
-    #[arg(long, value_enum, default_value_t = DTypeName::F32, help_heading = "Problems")]
-    pub(crate) dtype: DTypeName,
+    #[arg(long, value_parser = computed_type(), default_value = "f32", help_heading = "Problems")]
+    pub(crate) dtype: DType,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -43,12 +44,6 @@ pub(crate) enum FormatName {
     Nhwc,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(crate) enum DTypeName {
-    F32,
-    F64,
-}
-
 impl ProblemArgs {
     pub(crate) fn format(&self) -> MemoryFormat {
         match self.format {
@@ -56,13 +51,14 @@ impl ProblemArgs {
             FormatName::Nhwc => MemoryFormat::ChannelsLast,
         }
     }
+}
 
-    pub(crate) fn dtype(&self) -> DType {
-        match self.dtype {
-            DTypeName::F32 => DType::F32,
-            DTypeName::F64 => DType::F64,
-        }
-    }
+/// Reads the name of a type that kernels compute in.
+fn computed_type() -> impl TypedValueParser<Value = DType> {
+    let types = || DType::ALL.into_iter().filter(|dtype| dtype.computes());
+    let named =
+        move |name: String| types().find(|dtype| dtype.to_string() == name).expect("one of the names");
+    PossibleValuesParser::new(types().map(|dtype| dtype.to_string())).map(named)
 }
 
 /// The passes that were asked for, in the order of a training step; all if none was named.

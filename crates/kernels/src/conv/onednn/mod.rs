@@ -241,7 +241,7 @@ impl TypedKernel<f32> for Parts {
             self.onednn.with_threads(self.threads, || part.convolution.run([a, b], output, workspace));
         });
         for sum in sums.chunks(weight) {
-            elementwise::typed::add_assign(cpu, sum, output).expect("both are weights");
+            elementwise::add_assign(cpu, sum.into(), output.into()).expect("both are weights");
         }
     }
 }

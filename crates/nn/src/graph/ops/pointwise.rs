@@ -27,6 +27,8 @@ pub enum Elementwise {
 
 pub(super) const POINTWISE: Operator<Pointwise> = Operator {
     name: |function| match function {
+        Pointwise::Relu => "Relu",
+        Pointwise::LeakyRelu { .. } => "LeakyRelu",
         Pointwise::Sigmoid => "Sigmoid",
         Pointwise::Tanh => "Tanh",
         Pointwise::Silu => "Swish",
@@ -244,6 +246,7 @@ fn write_function<'a>(function: Pointwise, to: &mut NodeWriter<'_, 'a>) -> Answe
             product(to, [x, &share])
         }
         Pointwise::GeluTanh => to.op().text("approximate", "tanh"),
+        Pointwise::LeakyRelu { slope } => to.op().float("alpha", slope),
         Pointwise::HardSigmoid { alpha, beta } => to.op().float("alpha", alpha).float("beta", beta),
         Pointwise::Elu { alpha } | Pointwise::Celu { alpha } => to.op().float("alpha", alpha),
         Pointwise::Clip { min, max } => {

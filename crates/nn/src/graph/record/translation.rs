@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
-use convoke_autograd::ops::Activation;
+use convoke_autograd::ops::{Activation, Pointwise};
 use convoke_autograd::{Call, DType, Operation, Result, Source, Tensor};
 
 use super::super::rewrite::to_array;
@@ -192,8 +192,7 @@ impl<'a> Translation<'a> {
         let x = || step.inputs[0].clone();
         let all = || step.inputs.clone();
         match operation {
-            Operation::Activate(activation) => Ok(self.activation(x(), *activation)),
-            Operation::Pointwise(function) => Ok(self.node(step, Op::Pointwise(*function), all())),
+            Operation::Pointwise(function) => Ok(self.node(step, function_of(*function).1, all())),
             Operation::PRelu => self.prelu(step),
             Operation::Arithmetic(kind) => Ok(self.node(step, Op::Arithmetic(*kind), all())),
             Operation::Scale(factor) => {
@@ -263,13 +262,13 @@ impl<'a> Translation<'a> {
     }
 
     pub(super) fn activation(&mut self, x: String, activation: Activation) -> String {
-        let (name, op) = match (activation, activation.pointwise()) {
-            (Activation::Relu, _) => ("relu", Op::Relu),
-            (Activation::LeakyRelu { slope }, _) => ("leaky_relu", Op::LeakyRelu(LeakyRelu { alpha: slope })),
-            (_, Some(function)) => (function.name(), Op::Pointwise(function)),
-            (_, None) => return x,
-        };
-        self.named(name, op, vec![x])
+        match activation.pointwise() {
+            None => x,
+            Some(function) => {
+                let (name, op) = function_of(function);
+                self.named(name, op, vec![x])
+            }
+        }
     }
 
     fn prelu(&mut self, step: &Step<'_>) -> Result<String> {
@@ -440,4 +439,14 @@ impl<'a> Translation<'a> {
 
 fn numbered(name: &str, index: usize, count: usize) -> String {
     if count == 1 { name.to_owned() } else { format!("{name}_{index}") }
+}
+
+/// The name and the operator of a function of each element.
+fn function_of(function: Pointwise) -> (&'static str, Op) {
+    let op = match function {
+        Pointwise::Relu => Op::Relu,
+        Pointwise::LeakyRelu { slope } => Op::LeakyRelu(LeakyRelu { alpha: slope }),
+        _ => Op::Pointwise(function),
+    };
+    (function.name(), op)
 }
