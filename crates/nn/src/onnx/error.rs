@@ -12,132 +12,66 @@ use crate::graph::Disorder;
 /// Why a model cannot be read or written. Text of the file is escaped.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
+#[allow(missing_docs)]
 pub enum OnnxError {
     /// What is wrong in a file that was read by its path.
     #[error("{}: {error}", escaped(.file.display()))]
-    File {
-        /// The file.
-        file: PathBuf,
-        /// What is wrong.
-        error: Box<OnnxError>,
-    },
-    /// The system refuses to read or write.
+    File { file: PathBuf, error: Box<OnnxError> },
+    /// The system refuses the action: to read, or to write.
     #[error("cannot {action} {}: {source}", escaped(.file.display()))]
-    Io {
-        /// What was tried: read, or write.
-        action: &'static str,
-        /// The file.
-        file: PathBuf,
-        /// The error of the system.
-        source: io::Error,
-    },
+    Io { action: &'static str, file: PathBuf, source: io::Error },
     /// The bytes are no model.
     #[error("not a whole ONNX file: {}; export the model again, or download it again", escaped(.reason))]
-    Damaged {
-        /// What is wrong.
-        reason: String,
-    },
+    Damaged { reason: String },
     /// The operators' version is not known.
     #[error(
         "the model needs version {opset} of ONNX's operators, and {OLDEST_OPSET} to {NEWEST_OPSET} are read: export it with \
          opset_version=17, or convert it with onnx.version_converter.convert_version(model, 17)"
     )]
-    Opset {
-        /// The version.
-        opset: i64,
-    },
-    /// A node has an operator that is not known.
+    Opset { opset: i64 },
+    /// A node has an operator that is not known. An empty domain is ONNX's own.
     #[error(
         "node {} has the operator {} of the domain {}, which is not supported; supported are: {}",
         escaped(.node), escaped(.operator), domain_name(.domain), operators().join(", ")
     )]
-    UnknownOperator {
-        /// The node.
-        node: String,
-        /// The operator of the node.
-        operator: String,
-        /// The operator's domain; empty for ONNX's own.
-        domain: String,
-    },
+    UnknownOperator { node: String, operator: String, domain: String },
     /// A node is quantized.
     #[error(
         "node {} has the operator {}, so the file is quantized, and a quantized model cannot be trained: export the model \
          in f32, before it is quantized",
         escaped(.node), escaped(.operator)
     )]
-    Quantized {
-        /// The node.
-        node: String,
-        /// The operator of the node.
-        operator: String,
-    },
+    Quantized { node: String, operator: String },
     /// A node contains another graph.
     #[error(
         "node {} has the operator {} with a graph of its own (If, Loop, Scan), which is not supported: export the model \
          without branches and loops that depend on its input, for example with onnxsim",
         escaped(.node), escaped(.operator)
     )]
-    Subgraph {
-        /// The node.
-        node: String,
-        /// The operator of the node.
-        operator: String,
-    },
+    Subgraph { node: String, operator: String },
     /// A node is wrong, or asks for what its operator cannot do.
     #[error("node {} ({}): {}", escaped(.node), escaped(.operator), escaped(.reason))]
-    Node {
-        /// The node.
-        node: String,
-        /// The operator of the node.
-        operator: String,
-        /// What is wrong.
-        reason: String,
-    },
+    Node { node: String, operator: String, reason: String },
     /// A tensor is wrong, or of a type that is not supported.
     #[error("tensor {}: {}", escaped(.name), escaped(.reason))]
-    Tensor {
-        /// The tensor.
-        name: String,
-        /// What is wrong.
-        reason: String,
-    },
+    Tensor { name: String, reason: String },
     /// A value is not defined, or defined twice, or of a type that is not supported.
     #[error("value {}: {}", escaped(.name), escaped(.reason))]
-    Value {
-        /// The value.
-        name: String,
-        /// What is wrong.
-        reason: String,
-    },
+    Value { name: String, reason: String },
     /// The model holds too much for a file of its length, or for a file at all.
     #[error("{reason}")]
-    TooLarge {
-        /// What is too large.
-        reason: String,
-    },
+    TooLarge { reason: String },
     /// A node cannot be expressed in the version that is to be written.
     #[error(
         "node {} ({operator}) cannot be written with version {opset} of ONNX's operators: {reason}",
         escaped(.node)
     )]
-    Unwritable {
-        /// The node.
-        node: String,
-        /// The operator of the node.
-        operator: &'static str,
-        /// The version that was asked for.
-        opset: i64,
-        /// What it needs.
-        reason: String,
-    },
+    Unwritable { node: String, operator: &'static str, opset: i64, reason: String },
     /// The options ask for a version that is not written.
     #[error(
         "files are written with versions {OLDEST_WRITTEN} to {NEWEST_OPSET} of ONNX's operators, not {opset}"
     )]
-    WriteOpset {
-        /// The version.
-        opset: i64,
-    },
+    WriteOpset { opset: i64 },
     /// There is not enough memory.
     #[error(transparent)]
     Memory(#[from] OutOfMemory),

@@ -6,218 +6,218 @@
 use prost::Message;
 use prost::bytes::Bytes;
 
+use crate::graph::Node;
 pub(super) use crate::graph::ops::element;
 pub(super) use crate::graph::ops::reading::kind;
 
-/// A model.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct ModelProto {
-    #[prost(int64, optional, tag = "1")]
-    pub(super) ir_version: Option<i64>,
-    #[prost(string, optional, tag = "2")]
-    pub(super) producer_name: Option<String>,
-    #[prost(string, optional, tag = "3")]
-    pub(super) producer_version: Option<String>,
-    #[prost(message, optional, tag = "7")]
-    pub(super) graph: Option<GraphProto>,
-    #[prost(message, repeated, tag = "8")]
-    pub(super) opset_import: Vec<OpsetProto>,
-    #[prost(message, repeated, tag = "14")]
-    pub(super) metadata_props: Vec<EntryProto>,
-    #[prost(message, repeated, tag = "25")]
-    pub(super) functions: Vec<FunctionProto>,
+/// What a field holds, as far as it takes memory.
+pub(super) enum Field {
+    Message(Format),
+    /// A text, which is copied.
+    Text,
+    /// Bytes, which are not copied. Numbers of tensors must be of this kind.
+    Bytes,
+    /// Bytes that older writers put in single numbers, which are refused.
+    Packed,
+    /// A number of a list.
+    Number,
+    /// Nothing, or a number with a fixed place.
+    Other,
 }
 
-/// The version of a domain's operators.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct OpsetProto {
-    #[prost(string, optional, tag = "1")]
-    pub(super) domain: Option<String>,
-    #[prost(int64, optional, tag = "2")]
-    pub(super) version: Option<i64>,
+/// What a message takes.
+#[derive(Clone, Copy)]
+pub(super) struct Format {
+    /// The bytes of one message in memory.
+    pub(super) size: usize,
+    /// The field with a tag.
+    pub(super) field: fn(u64) -> Field,
 }
 
-/// A key with a value.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct EntryProto {
-    #[prost(string, optional, tag = "1")]
-    pub(super) key: Option<String>,
-    #[prost(string, optional, tag = "2")]
-    pub(super) value: Option<String>,
+/// The type of a field.
+trait Held {
+    const FIELD: Field;
 }
 
-/// A graph.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct GraphProto {
-    #[prost(message, repeated, tag = "1")]
-    pub(super) node: Vec<NodeProto>,
-    #[prost(string, optional, tag = "2")]
-    pub(super) name: Option<String>,
-    #[prost(message, repeated, tag = "5")]
-    pub(super) initializer: Vec<TensorProto>,
-    #[prost(message, repeated, tag = "11")]
-    pub(super) input: Vec<ValueProto>,
-    #[prost(message, repeated, tag = "12")]
-    pub(super) output: Vec<ValueProto>,
-    #[prost(message, repeated, tag = "13")]
-    pub(super) value_info: Vec<ValueProto>,
-    #[prost(message, repeated, tag = "15")]
-    pub(super) sparse_initializer: Vec<SparseProto>,
+macro_rules! held {
+    ($($type:ty: $field:expr;)*) => {
+        $(impl Held for $type {
+            const FIELD: Field = $field;
+        })*
+    };
 }
 
-/// A sparse tensor, of which only the name is read.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct SparseProto {
-    #[prost(message, optional, tag = "1")]
-    pub(super) values: Option<TensorProto>,
+held! {
+    Option<String>: Field::Text;
+    Vec<String>: Field::Text;
+    Option<Bytes>: Field::Bytes;
+    Vec<Bytes>: Field::Packed;
+    Vec<i64>: Field::Number;
+    Vec<f32>: Field::Number;
+    Option<i32>: Field::Other;
+    Option<i64>: Field::Other;
+    Option<f32>: Field::Other;
+    Option<Box<TensorProto>>: Field::Message(TensorProto::FORMAT);
 }
 
-/// A function: nodes under the name of an operator.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct FunctionProto {
-    #[prost(string, optional, tag = "1")]
-    pub(super) name: Option<String>,
-    #[prost(string, repeated, tag = "4")]
-    pub(super) input: Vec<String>,
-    #[prost(string, repeated, tag = "5")]
-    pub(super) output: Vec<String>,
-    #[prost(string, repeated, tag = "6")]
-    pub(super) attribute: Vec<String>,
-    #[prost(message, repeated, tag = "7")]
-    pub(super) node: Vec<NodeProto>,
-    #[prost(message, repeated, tag = "9")]
-    pub(super) opset_import: Vec<OpsetProto>,
-    #[prost(string, optional, tag = "10")]
-    pub(super) domain: Option<String>,
-    #[prost(message, repeated, tag = "11")]
-    pub(super) attribute_proto: Vec<AttributeProto>,
-    #[prost(string, optional, tag = "13")]
-    pub(super) overload: Option<String>,
+/// Messages, with the tag, name, kind and type of each field. A message that becomes something else takes the memory of both.
+macro_rules! messages {
+    ($($(#[$doc:meta])* $message:ident $(+ $becomes:ty)? {
+        $($tag:tt $name:ident [$($kind:tt)*] $type:ty,)*
+    })*) => {
+        $(
+            $(#[$doc])*
+            #[derive(Clone, PartialEq, Message)]
+            pub(super) struct $message {
+                $(
+                    #[prost($($kind)*, tag = $tag)]
+                    pub(super) $name: $type,
+                )*
+            }
+
+            impl $message {
+                pub(super) const FORMAT: Format = Format {
+                    size: size_of::<$message>() $(+ size_of::<$becomes>())?,
+                    field: |tag| match tag {
+                        $($tag => <$type>::FIELD,)*
+                        _ => Field::Other,
+                    },
+                };
+            }
+
+            held! {
+                Option<$message>: Field::Message($message::FORMAT);
+                Vec<$message>: Field::Message($message::FORMAT);
+            }
+        )*
+    };
 }
 
-/// A node.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct NodeProto {
-    #[prost(string, repeated, tag = "1")]
-    pub(super) input: Vec<String>,
-    #[prost(string, repeated, tag = "2")]
-    pub(super) output: Vec<String>,
-    #[prost(string, optional, tag = "3")]
-    pub(super) name: Option<String>,
-    #[prost(string, optional, tag = "4")]
-    pub(super) op_type: Option<String>,
-    #[prost(message, repeated, tag = "5")]
-    pub(super) attribute: Vec<AttributeProto>,
-    #[prost(string, optional, tag = "7")]
-    pub(super) domain: Option<String>,
-    #[prost(string, optional, tag = "8")]
-    pub(super) overload: Option<String>,
-}
+messages! {
+    /// A model.
+    ModelProto {
+        1 ir_version [int64, optional] Option<i64>,
+        2 producer_name [string, optional] Option<String>,
+        3 producer_version [string, optional] Option<String>,
+        7 graph [message, optional] Option<GraphProto>,
+        8 opset_import [message, repeated] Vec<OpsetProto>,
+        14 metadata_props [message, repeated] Vec<EntryProto>,
+        25 functions [message, repeated] Vec<FunctionProto>,
+    }
 
-/// An attribute.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct AttributeProto {
-    #[prost(string, optional, tag = "1")]
-    pub(super) name: Option<String>,
-    #[prost(float, optional, tag = "2")]
-    pub(super) f: Option<f32>,
-    #[prost(int64, optional, tag = "3")]
-    pub(super) i: Option<i64>,
-    #[prost(bytes = "bytes", optional, tag = "4")]
-    pub(super) s: Option<Bytes>,
-    #[prost(message, optional, boxed, tag = "5")]
-    pub(super) t: Option<Box<TensorProto>>,
-    /// A subgraph, undecoded.
-    #[prost(bytes = "bytes", optional, tag = "6")]
-    pub(super) g: Option<Bytes>,
-    #[prost(float, repeated, packed = "false", tag = "7")]
-    pub(super) floats: Vec<f32>,
-    #[prost(int64, repeated, packed = "false", tag = "8")]
-    pub(super) ints: Vec<i64>,
-    /// Subgraphs, undecoded.
-    #[prost(bytes = "bytes", repeated, tag = "11")]
-    pub(super) graphs: Vec<Bytes>,
-    /// One of [`kind`].
-    #[prost(int32, optional, tag = "20")]
-    pub(super) r#type: Option<i32>,
-    #[prost(string, optional, tag = "21")]
-    pub(super) ref_attr_name: Option<String>,
+    /// The version of a domain's operators.
+    OpsetProto {
+        1 domain [string, optional] Option<String>,
+        2 version [int64, optional] Option<i64>,
+    }
+
+    /// A key with a value.
+    EntryProto {
+        1 key [string, optional] Option<String>,
+        2 value [string, optional] Option<String>,
+    }
+
+    /// A graph.
+    GraphProto {
+        1 node [message, repeated] Vec<NodeProto>,
+        2 name [string, optional] Option<String>,
+        5 initializer [message, repeated] Vec<TensorProto>,
+        11 input [message, repeated] Vec<ValueProto>,
+        12 output [message, repeated] Vec<ValueProto>,
+        13 value_info [message, repeated] Vec<ValueProto>,
+        15 sparse_initializer [message, repeated] Vec<SparseProto>,
+    }
+
+    /// A sparse tensor, of which only the name is read.
+    SparseProto { 1 values [message, optional] Option<TensorProto>, }
+
+    /// A function: nodes under the name of an operator.
+    FunctionProto {
+        1 name [string, optional] Option<String>,
+        4 input [string, repeated] Vec<String>,
+        5 output [string, repeated] Vec<String>,
+        6 attribute [string, repeated] Vec<String>,
+        7 node [message, repeated] Vec<NodeProto>,
+        9 opset_import [message, repeated] Vec<OpsetProto>,
+        10 domain [string, optional] Option<String>,
+        11 attribute_proto [message, repeated] Vec<AttributeProto>,
+        13 overload [string, optional] Option<String>,
+    }
+
+    /// A node, which becomes one of a definition.
+    NodeProto + Node {
+        1 input [string, repeated] Vec<String>,
+        2 output [string, repeated] Vec<String>,
+        3 name [string, optional] Option<String>,
+        4 op_type [string, optional] Option<String>,
+        5 attribute [message, repeated] Vec<AttributeProto>,
+        7 domain [string, optional] Option<String>,
+        8 overload [string, optional] Option<String>,
+    }
+
+    /// An attribute.
+    AttributeProto {
+        1 name [string, optional] Option<String>,
+        2 f [float, optional] Option<f32>,
+        3 i [int64, optional] Option<i64>,
+        4 s [bytes = "bytes", optional] Option<Bytes>,
+        5 t [message, optional, boxed] Option<Box<TensorProto>>,
+        // A subgraph, undecoded.
+        6 g [bytes = "bytes", optional] Option<Bytes>,
+        7 floats [float, repeated, packed = "false"] Vec<f32>,
+        8 ints [int64, repeated, packed = "false"] Vec<i64>,
+        // Subgraphs, undecoded.
+        11 graphs [bytes = "bytes", repeated] Vec<Bytes>,
+        // One of [`kind`].
+        20 r#type [int32, optional] Option<i32>,
+        21 ref_attr_name [string, optional] Option<String>,
+    }
+
+    /// A tensor with its numbers, which are in one of several fields by their type, or in `raw_data`.
+    TensorProto {
+        1 dims [int64, repeated, packed = "false"] Vec<i64>,
+        // One of [`element`].
+        2 data_type [int32, optional] Option<i32>,
+        3 segment [bytes = "bytes", optional] Option<Bytes>,
+        // Packed numbers, as the other fields of this kind.
+        4 float_data [bytes = "bytes", repeated] Vec<Bytes>,
+        5 int32_data [bytes = "bytes", repeated] Vec<Bytes>,
+        7 int64_data [bytes = "bytes", repeated] Vec<Bytes>,
+        8 name [string, optional] Option<String>,
+        9 raw_data [bytes = "bytes", optional] Option<Bytes>,
+        10 double_data [bytes = "bytes", repeated] Vec<Bytes>,
+        11 uint64_data [bytes = "bytes", repeated] Vec<Bytes>,
+        13 external_data [message, repeated] Vec<EntryProto>,
+        // 1: the numbers are in another file.
+        14 data_location [int32, optional] Option<i32>,
+    }
+
+    /// A value with its type.
+    ValueProto {
+        1 name [string, optional] Option<String>,
+        2 r#type [message, optional] Option<TypeProto>,
+    }
+
+    /// A type, if it is that of a tensor.
+    TypeProto { 1 tensor_type [message, optional] Option<TensorTypeProto>, }
+
+    /// The type of a tensor.
+    TensorTypeProto {
+        // One of [`element`].
+        1 elem_type [int32, optional] Option<i32>,
+        2 shape [message, optional] Option<ShapeProto>,
+    }
+
+    /// A shape.
+    ShapeProto { 1 dim [message, repeated] Vec<DimensionProto>, }
+
+    /// A size, or its name.
+    DimensionProto {
+        1 dim_value [int64, optional] Option<i64>,
+        2 dim_param [string, optional] Option<String>,
+    }
 }
 
 /// The types of attributes of which only the presence counts; the others are in [`kind`].
 pub(super) const GRAPH: i32 = 5;
 pub(super) const GRAPHS: i32 = 10;
-
-/// A tensor with its numbers, which are in one of several fields by their type, or in `raw_data`.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct TensorProto {
-    #[prost(int64, repeated, packed = "false", tag = "1")]
-    pub(super) dims: Vec<i64>,
-    /// One of [`element`].
-    #[prost(int32, optional, tag = "2")]
-    pub(super) data_type: Option<i32>,
-    #[prost(bytes = "bytes", optional, tag = "3")]
-    pub(super) segment: Option<Bytes>,
-    /// Packed numbers, as the other fields of this kind.
-    #[prost(bytes = "bytes", repeated, tag = "4")]
-    pub(super) float_data: Vec<Bytes>,
-    #[prost(bytes = "bytes", repeated, tag = "5")]
-    pub(super) int32_data: Vec<Bytes>,
-    #[prost(bytes = "bytes", repeated, tag = "7")]
-    pub(super) int64_data: Vec<Bytes>,
-    #[prost(string, optional, tag = "8")]
-    pub(super) name: Option<String>,
-    #[prost(bytes = "bytes", optional, tag = "9")]
-    pub(super) raw_data: Option<Bytes>,
-    #[prost(bytes = "bytes", repeated, tag = "10")]
-    pub(super) double_data: Vec<Bytes>,
-    #[prost(bytes = "bytes", repeated, tag = "11")]
-    pub(super) uint64_data: Vec<Bytes>,
-    #[prost(message, repeated, tag = "13")]
-    pub(super) external_data: Vec<EntryProto>,
-    /// 1: the numbers are in another file.
-    #[prost(int32, optional, tag = "14")]
-    pub(super) data_location: Option<i32>,
-}
-
-/// A value with its type.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct ValueProto {
-    #[prost(string, optional, tag = "1")]
-    pub(super) name: Option<String>,
-    #[prost(message, optional, tag = "2")]
-    pub(super) r#type: Option<TypeProto>,
-}
-
-/// A type, if it is that of a tensor.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct TypeProto {
-    #[prost(message, optional, tag = "1")]
-    pub(super) tensor_type: Option<TensorTypeProto>,
-}
-
-/// The type of a tensor.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct TensorTypeProto {
-    /// One of [`element`].
-    #[prost(int32, optional, tag = "1")]
-    pub(super) elem_type: Option<i32>,
-    #[prost(message, optional, tag = "2")]
-    pub(super) shape: Option<ShapeProto>,
-}
-
-/// A shape.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct ShapeProto {
-    #[prost(message, repeated, tag = "1")]
-    pub(super) dim: Vec<DimensionProto>,
-}
-
-/// A size, or its name.
-#[derive(Clone, PartialEq, Message)]
-pub(super) struct DimensionProto {
-    #[prost(int64, optional, tag = "1")]
-    pub(super) dim_value: Option<i64>,
-    #[prost(string, optional, tag = "2")]
-    pub(super) dim_param: Option<String>,
-}

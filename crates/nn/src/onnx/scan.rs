@@ -3,8 +3,9 @@
 //! An empty node takes two bytes in a file and two hundred in memory. So the file is walked once as the decoder will walk it, and
 //! every message, text and number of a list is counted with its size in memory.
 
-use super::proto::*;
-use crate::graph::Node;
+use prost::bytes::Bytes;
+
+use super::proto::{Field, Format, ModelProto, TensorProto};
 
 /// What a file may take besides four times its length.
 const LEAST_LIMIT: u64 = 32 << 20;
@@ -14,129 +15,34 @@ pub(super) fn limit(len: u64) -> u64 {
     len.saturating_mul(4).saturating_add(LEAST_LIMIT)
 }
 
-/// A message of the format.
-#[derive(Clone, Copy)]
-enum Message {
-    Model,
-    Graph,
-    Function,
-    Node,
-    Attribute,
-    Tensor,
-    Sparse,
-    Value,
-    Type,
-    TensorType,
-    Shape,
-    Dimension,
-    Opset,
-    Entry,
-}
-
-/// What a field holds, as far as it takes memory.
-enum Field {
-    Message(Message),
-    /// A text, which is copied.
-    Text,
-    /// Bytes, which are not copied. Numbers of tensors must be of this kind.
-    Bytes,
-    /// Bytes that older writers put in single numbers, which are refused.
-    Packed,
-    /// A number of a list.
-    Number,
-    /// Nothing, or a number with a fixed place.
-    Other,
-}
-
-impl Message {
-    fn field(self, tag: u64) -> Field {
-        use Message as M;
-        match (self, tag) {
-            (M::Model, 7) => Field::Message(M::Graph),
-            (M::Model, 8) | (M::Function, 9) => Field::Message(M::Opset),
-            (M::Model, 14) | (M::Tensor, 13) => Field::Message(M::Entry),
-            (M::Model, 25) => Field::Message(M::Function),
-            (M::Graph, 1) | (M::Function, 7) => Field::Message(M::Node),
-            (M::Graph, 5) | (M::Attribute, 5) | (M::Sparse, 1) => Field::Message(M::Tensor),
-            (M::Graph, 11..=13) => Field::Message(M::Value),
-            (M::Graph, 15) => Field::Message(M::Sparse),
-            (M::Node, 5) | (M::Function, 11) => Field::Message(M::Attribute),
-            (M::Value, 2) => Field::Message(M::Type),
-            (M::Type, 1) => Field::Message(M::TensorType),
-            (M::TensorType, 2) => Field::Message(M::Shape),
-            (M::Shape, 1) => Field::Message(M::Dimension),
-            (M::Model, 2 | 3)
-            | (M::Graph, 2)
-            | (M::Function, 1 | 4 | 5 | 6 | 10 | 13)
-            | (M::Node, 1..=4 | 7 | 8)
-            | (M::Attribute, 1 | 21)
-            | (M::Tensor, 8)
-            | (M::Value, 1)
-            | (M::Dimension, 2)
-            | (M::Opset, 1)
-            | (M::Entry, 1 | 2) => Field::Text,
-            (M::Attribute, 4 | 6 | 11) | (M::Tensor, 3 | 9) => Field::Bytes,
-            (M::Tensor, 4 | 5 | 7 | 10 | 11) => Field::Packed,
-            (M::Attribute, 7 | 8) | (M::Tensor, 1) => Field::Number,
-            _ => Field::Other,
-        }
-    }
-
-    /// The bytes of one message in memory.
-    fn size(self) -> usize {
-        match self {
-            Message::Model => size_of::<ModelProto>(),
-            Message::Graph => size_of::<GraphProto>(),
-            Message::Function => size_of::<FunctionProto>(),
-            // A node of a file becomes a node of a definition.
-            Message::Node => size_of::<NodeProto>() + size_of::<Node>(),
-            Message::Attribute => size_of::<AttributeProto>(),
-            Message::Tensor => size_of::<TensorProto>(),
-            Message::Sparse => size_of::<SparseProto>(),
-            Message::Value => size_of::<ValueProto>(),
-            Message::Type => size_of::<TypeProto>(),
-            Message::TensorType => size_of::<TensorTypeProto>(),
-            Message::Shape => size_of::<ShapeProto>(),
-            Message::Dimension => size_of::<DimensionProto>(),
-            Message::Opset => size_of::<OpsetProto>(),
-            Message::Entry => size_of::<EntryProto>(),
-        }
-    }
-}
-
 /// How many bytes decoding a model takes, without what stays in the file's bytes.
 ///
 /// # Errors
 /// Why it is no model.
 pub(super) fn decoded_size(bytes: &[u8]) -> Result<u64, String> {
-    message_size(bytes, Message::Model)
+    message_size(bytes, ModelProto::FORMAT)
 }
 
 /// As [`decoded_size`], of a tensor.
 pub(super) fn decoded_tensor_size(bytes: &[u8]) -> Result<u64, String> {
-    message_size(bytes, Message::Tensor)
+    message_size(bytes, TensorProto::FORMAT)
 }
 
 /// The depth is that of the format: no message contains itself.
-fn message_size(mut bytes: &[u8], message: Message) -> Result<u64, String> {
+fn message_size(mut bytes: &[u8], message: Format) -> Result<u64, String> {
     // A list that grows has up to twice the room that it needs.
     let doubled = |size: usize| 2 * size as u64;
     let mut size: u64 = 0;
     while !bytes.is_empty() {
         let key = varint(&mut bytes)?;
-        let field = message.field(key >> 3);
+        let field = (message.field)(key >> 3);
         match key & 7 {
-            0 => {
-                varint(&mut bytes)?;
-                match field {
-                    Field::Number => size += doubled(size_of::<i64>()),
-                    Field::Packed => return Err(UNPACKED.to_owned()),
-                    _ => {}
+            kind @ (0 | 1 | 5) => {
+                match kind {
+                    0 => _ = varint(&mut bytes)?,
+                    1 => bytes = bytes.get(8..).ok_or(CUT)?,
+                    _ => bytes = bytes.get(4..).ok_or(CUT)?,
                 }
-            }
-            1 | 5 => {
-                let len = if key & 7 == 1 { 8 } else { 4 };
-                bytes = bytes.get(len..).ok_or(CUT)?;
                 match field {
                     Field::Number => size += doubled(size_of::<i64>()),
                     Field::Packed => return Err(UNPACKED.to_owned()),
@@ -148,10 +54,10 @@ fn message_size(mut bytes: &[u8], message: Message) -> Result<u64, String> {
                 let (inner, rest) = bytes.split_at_checked(len).ok_or(CUT)?;
                 bytes = rest;
                 size += match field {
-                    Field::Message(message) => doubled(message.size()) + message_size(inner, message)?,
+                    Field::Message(message) => doubled(message.size) + message_size(inner, message)?,
                     // Names are copied into tables of all names, of those that are read, and of ranks.
                     Field::Text => 128 + 3 * len as u64,
-                    Field::Bytes | Field::Packed => doubled(size_of::<prost::bytes::Bytes>()),
+                    Field::Bytes | Field::Packed => doubled(size_of::<Bytes>()),
                     // As many numbers as bytes at most.
                     Field::Number => doubled(size_of::<i64>()) * len as u64,
                     Field::Other => 0,

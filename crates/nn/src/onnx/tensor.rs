@@ -6,7 +6,7 @@ use std::io::{Read, Seek, SeekFrom};
 use std::path::{Component, Path, PathBuf};
 
 use convoke_files::open_regular;
-use convoke_memory::{self as memory, OutOfMemory};
+use convoke_memory as memory;
 use half::{bf16, f16};
 use prost::bytes::Bytes;
 
@@ -14,7 +14,7 @@ use super::error::OnnxError;
 use super::proto::{TensorProto, element};
 use super::scan::{limit, varint};
 use super::{LARGEST_FILE, Result};
-use crate::graph::{Array, Data, Kind};
+use crate::graph::{Array, Data};
 
 /// More dimensions are refused.
 const MOST_DIMENSIONS: usize = 32;
@@ -30,7 +30,7 @@ pub(super) struct TensorSource {
 }
 
 /// The bytes of an element in a file.
-fn width(data_type: i32) -> usize {
+pub(super) fn width(data_type: i32) -> usize {
     match data_type {
         element::BOOL | element::INT8 | element::UINT8 => 1,
         element::INT16 | element::UINT16 | element::FLOAT16 | element::BFLOAT16 => 2,
@@ -39,13 +39,9 @@ fn width(data_type: i32) -> usize {
     }
 }
 
-/// The bytes of an element of an array.
-fn width_of(kind: Kind) -> u64 {
-    match kind {
-        Kind::F32 => 4,
-        Kind::Bool => 1,
-        _ => 8,
-    }
+/// What is wrong with a tensor, whose name [`TensorSource::array`] adds.
+fn wrong(reason: impl Into<String>) -> OnnxError {
+    OnnxError::Tensor { name: String::new(), reason: reason.into() }
 }
 
 /// The numbers of a tensor, as they lie in a file.
@@ -77,14 +73,19 @@ impl TensorSource {
     /// The array that a tensor holds.
     pub(super) fn array(&mut self, tensor: TensorProto) -> Result<Array> {
         let name = tensor.name.clone().unwrap_or_default();
-        let wrong = |reason: String| OnnxError::Tensor { name: name.clone(), reason };
+        self.unnamed(tensor).map_err(|error| match error {
+            OnnxError::Tensor { reason, .. } => OnnxError::Tensor { name, reason },
+            error => error,
+        })
+    }
+
+    fn unnamed(&mut self, tensor: TensorProto) -> Result<Array> {
         let data_type = tensor.data_type.unwrap_or(0);
         let Some(kind) = element::kind_of(data_type) else {
-            let reason = format!(
+            return Err(wrong(format!(
                 "its numbers are of the type {}, which is not supported: export the model in f32",
                 element::name(data_type)
-            );
-            return Err(wrong(reason));
+            )));
         };
         let shape = shape(&tensor.dims).map_err(wrong)?;
         let len = shape.iter().try_fold(1usize, |len, &size| len.checked_mul(size));
@@ -93,9 +94,9 @@ impl TensorSource {
             return Err(wrong(format!("its shape {shape:?} has more elements than any machine")));
         };
         if tensor.segment.is_some() {
-            return Err(wrong("it is a segment of a tensor, which is not supported".to_owned()));
+            return Err(wrong("it is a segment of a tensor, which is not supported"));
         }
-        let numbers = self.numbers(tensor, bytes, &name)?;
+        let numbers = self.numbers(tensor, bytes)?;
         let found = match &numbers {
             Numbers::Fixed(parts) => {
                 let total: usize = parts.iter().map(Bytes::len).sum();
@@ -109,22 +110,18 @@ impl TensorSource {
         if let Some(found) = found {
             return Err(wrong(format!("it holds {found} numbers, and its shape {shape:?} has {len}")));
         }
-        self.spend((len as u64).saturating_mul(width_of(kind)))?;
+        self.spend((len as u64).saturating_mul(width(element::of(kind)) as u64))?;
         let data = match numbers {
-            Numbers::Fixed(parts) => fixed(&parts, data_type, len),
-            Numbers::Varints(parts) => varints(&parts, data_type, len),
+            Numbers::Fixed(parts) => fixed(&parts, data_type, len)?,
+            Numbers::Varints(parts) => varints(&parts, data_type, len)?,
         };
-        let data = data.map_err(|fault| match fault {
-            Fault::Memory(error) => error.into(),
-            Fault::Wrong(reason) => wrong(reason),
-        })?;
-        Array::new(&shape, data).ok_or_else(|| wrong("its numbers do not fill its shape".to_owned()))
+        Array::new(&shape, data).ok_or_else(|| wrong("its numbers do not fill its shape"))
     }
 
     /// The numbers, wherever they lie. `bytes` is their length if each has its width.
-    fn numbers(&mut self, tensor: TensorProto, bytes: usize, name: &str) -> Result<Numbers> {
+    fn numbers(&mut self, tensor: TensorProto, bytes: usize) -> Result<Numbers> {
         if tensor.data_location == Some(1) || !tensor.external_data.is_empty() {
-            return Ok(Numbers::Fixed(vec![self.external(&tensor, bytes, name)?]));
+            return Ok(Numbers::Fixed(vec![self.external(&tensor, bytes)?]));
         }
         if let Some(raw) = tensor.raw_data {
             return Ok(Numbers::Fixed(vec![raw]));
@@ -139,8 +136,7 @@ impl TensorSource {
     }
 
     /// Numbers of another file in the model's folder.
-    fn external(&mut self, tensor: &TensorProto, bytes: usize, name: &str) -> Result<Bytes> {
-        let wrong = |reason: String| OnnxError::Tensor { name: name.to_owned(), reason };
+    fn external(&mut self, tensor: &TensorProto, bytes: usize) -> Result<Bytes> {
         let value = |key: &str| {
             let found = tensor.external_data.iter().find(|entry| entry.key.as_deref() == Some(key));
             found.and_then(|entry| entry.value.as_deref())
@@ -152,12 +148,11 @@ impl TensorSource {
         let location = value("location").unwrap_or_default();
         let (offset, length) = (number("offset")?.unwrap_or(0), number("length")?);
         let Some(folder) = self.folder.clone() else {
-            let reason = format!(
+            return Err(wrong(format!(
                 "its numbers are in the file {location}, and the model was not read from a file: read it by its path"
-            );
-            return Err(wrong(reason));
+            )));
         };
-        let path = within(&folder, location).map_err(wrong)?;
+        let path = within(&folder, location)?;
         if !self.files.contains_key(&path) {
             let failed = |source| OnnxError::Io { action: "read", file: path.clone(), source };
             let file = open_regular(&path).map_err(failed)?;
@@ -172,10 +167,8 @@ impl TensorSource {
             return Err(wrong(format!("the file {location} is not open")));
         };
         let wanted = bytes as u64;
-        if length.is_some_and(|length| length != wanted)
-            || length.is_none() && *len - offset.min(*len) != wanted
-        {
-            let found = length.unwrap_or(*len - offset.min(*len));
+        let found = length.unwrap_or(*len - offset.min(*len));
+        if found != wanted {
             return Err(wrong(format!(
                 "it has {found} bytes in the file {location}, and its shape needs {wanted}"
             )));
@@ -195,23 +188,24 @@ impl TensorSource {
 }
 
 /// The path of a file in a folder, through no link that leads out of it.
-fn within(folder: &Path, location: &str) -> std::result::Result<PathBuf, String> {
+fn within(folder: &Path, location: &str) -> Result<PathBuf> {
     let relative = Path::new(location);
     let is_plain = relative.components().all(|part| matches!(part, Component::Normal(_) | Component::CurDir));
     if location.is_empty() || location.contains('\\') || !is_plain {
-        return Err(format!(
+        return Err(wrong(format!(
             "its numbers are in the file {location:?}, which is not within the model's folder"
-        ));
+        )));
     }
     let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
-    let absent = |error| format!("its numbers are in the file {location}, which cannot be found: {error}");
+    let absent =
+        |error| wrong(format!("its numbers are in the file {location}, which cannot be found: {error}"));
     let path = folder.join(relative).canonicalize().map_err(absent)?;
     let folder = folder.canonicalize().map_err(absent)?;
     match path.starts_with(&folder) {
         true => Ok(path),
-        false => Err(format!(
+        false => Err(wrong(format!(
             "its numbers are in the file {location}, a link that leads out of the model's folder"
-        )),
+        ))),
     }
 }
 
@@ -224,19 +218,8 @@ pub(super) fn shape(dims: &[i64]) -> std::result::Result<Vec<usize>, String> {
     dims.iter().map(size).collect()
 }
 
-enum Fault {
-    Memory(OutOfMemory),
-    Wrong(String),
-}
-
-impl From<OutOfMemory> for Fault {
-    fn from(error: OutOfMemory) -> Fault {
-        Fault::Memory(error)
-    }
-}
-
 /// Numbers of equal width. Together they are as many bytes as `len` of them.
-fn fixed(parts: &[Bytes], data_type: i32, len: usize) -> std::result::Result<Data, Fault> {
+fn fixed(parts: &[Bytes], data_type: i32, len: usize) -> Result<Data> {
     Ok(match data_type {
         element::FLOAT => Data::F32(decoded(parts, len, f32::from_le_bytes)?),
         element::FLOAT16 => Data::F32(decoded(parts, len, |bytes| f16::from_le_bytes(bytes).to_f32())?),
@@ -253,7 +236,7 @@ fn fixed(parts: &[Bytes], data_type: i32, len: usize) -> std::result::Result<Dat
         _ => {
             let numbers = decoded(parts, len, u64::from_le_bytes)?;
             if numbers.iter().any(|number| *number > i64::MAX as u64) {
-                return Err(Fault::Wrong("it has a number above that of 63 bits".to_owned()));
+                return Err(wrong("it has a number above that of 63 bits"));
             }
             // The size in memory is the same, so this takes no more of it.
             Data::I64(numbers.into_iter().map(|number| number as i64).collect())
@@ -265,12 +248,12 @@ fn decoded<T, const WIDTH: usize>(
     parts: &[Bytes],
     len: usize,
     number: impl Fn([u8; WIDTH]) -> T,
-) -> std::result::Result<Vec<T>, Fault> {
+) -> Result<Vec<T>> {
     let mut numbers = memory::with_capacity(len)?;
     for part in parts {
         let (whole, rest) = part.as_chunks::<WIDTH>();
         if !rest.is_empty() {
-            return Err(Fault::Wrong("a part of its numbers ends within a number".to_owned()));
+            return Err(wrong("a part of its numbers ends within a number"));
         }
         numbers.extend(whole.iter().map(|bytes| number(*bytes)));
     }
@@ -278,7 +261,7 @@ fn decoded<T, const WIDTH: usize>(
 }
 
 /// Numbers of the wire format, of which there are `len`.
-fn varints(parts: &[Bytes], data_type: i32, len: usize) -> std::result::Result<Data, Fault> {
+fn varints(parts: &[Bytes], data_type: i32, len: usize) -> Result<Data> {
     let half = |number: u64| u16::try_from(number).map_err(|_| "a half-precision number above 16 bits");
     Ok(match data_type {
         element::BOOL => Data::Bool(undone(parts, len, |number| Ok(number != 0))?),
@@ -300,13 +283,13 @@ fn undone<T>(
     parts: &[Bytes],
     len: usize,
     convert: impl Fn(u64) -> std::result::Result<T, &'static str>,
-) -> std::result::Result<Vec<T>, Fault> {
+) -> Result<Vec<T>> {
     let mut numbers = memory::with_capacity(len)?;
     for part in parts {
         let mut rest: &[u8] = part;
         while !rest.is_empty() {
-            let number = varint(&mut rest).map_err(Fault::Wrong)?;
-            numbers.push(convert(number).map_err(|reason| Fault::Wrong(format!("it has {reason}")))?);
+            let number = varint(&mut rest).map_err(wrong)?;
+            numbers.push(convert(number).map_err(|reason| wrong(format!("it has {reason}")))?);
         }
     }
     Ok(numbers)

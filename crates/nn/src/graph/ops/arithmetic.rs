@@ -10,26 +10,19 @@ pub struct Mod {
     pub fmod: bool,
 }
 
+kinds! { name, READ: Arithmetic;
+    "Add" (2, 2) Add,
+    "Sub" (2, 2) Sub,
+    "Mul" (2, 2) Mul,
+    "Div" (2, 2) Div,
+    "Pow" (2, 2) Pow,
+    "Max" (1, ANY) Max,
+    "Min" (1, ANY) Min,
+    => |_, kind| Ok(Op::Arithmetic(kind)); Reader("Sum", (1, ANY), |_| Ok(Op::Arithmetic(Arithmetic::Add)))
+}
+
 pub(super) const ARITHMETIC: Operator<Arithmetic> = Operator {
-    name: |kind| match kind {
-        Arithmetic::Add => "Add",
-        Arithmetic::Sub => "Sub",
-        Arithmetic::Mul => "Mul",
-        Arithmetic::Div => "Div",
-        Arithmetic::Pow => "Pow",
-        Arithmetic::Max => "Max",
-        Arithmetic::Min => "Min",
-    },
-    read: &[
-        Reader("Add", (2, 2), |_| Ok(Op::Arithmetic(Arithmetic::Add))),
-        Reader("Sum", (1, ANY), |_| Ok(Op::Arithmetic(Arithmetic::Add))),
-        Reader("Sub", (2, 2), |_| Ok(Op::Arithmetic(Arithmetic::Sub))),
-        Reader("Mul", (2, 2), |_| Ok(Op::Arithmetic(Arithmetic::Mul))),
-        Reader("Div", (2, 2), |_| Ok(Op::Arithmetic(Arithmetic::Div))),
-        Reader("Pow", (2, 2), |_| Ok(Op::Arithmetic(Arithmetic::Pow))),
-        Reader("Max", (1, ANY), |_| Ok(Op::Arithmetic(Arithmetic::Max))),
-        Reader("Min", (1, ANY), |_| Ok(Op::Arithmetic(Arithmetic::Min))),
-    ],
+    read: READ,
     write: |&kind, to| {
         let several = kind == Arithmetic::Add && to.node.inputs.len() != 2;
         Ok(if several { to.named("Sum") } else { to.op() })
@@ -59,7 +52,6 @@ pub(super) const ARITHMETIC: Operator<Arithmetic> = Operator {
 };
 
 pub(super) const MEAN: Operator<()> = Operator {
-    name: |()| "Mean",
     read: &[Reader("Mean", (1, ANY), |_| Ok(Op::Mean))],
     write: plain,
     known: Known::One(|(), inputs| {
@@ -73,7 +65,6 @@ pub(super) const MEAN: Operator<()> = Operator {
 };
 
 pub(super) const MOD: Operator<Mod> = Operator {
-    name: |_| "Mod",
     read: &[Reader("Mod", (2, 2), |node| Ok(Op::Mod(Mod { fmod: node.attributes.flag("fmod", false)? })))],
     write: |&Mod { fmod }, to| Ok(to.op().int("fmod", fmod)),
     known: Known::One(|&Mod { fmod }, inputs| {

@@ -18,27 +18,20 @@ pub enum Compare {
     Xor,
 }
 
+kinds! { name, READ: Compare;
+    "Equal" (2, 2) Equal,
+    "Less" (2, 2) Less,
+    "LessOrEqual" (2, 2) LessOrEqual,
+    "Greater" (2, 2) Greater,
+    "GreaterOrEqual" (2, 2) GreaterOrEqual,
+    "And" (2, 2) And,
+    "Or" (2, 2) Or,
+    "Xor" (2, 2) Xor,
+    => |_, kind| Ok(Op::Compare(kind))
+}
+
 pub(super) const COMPARE: Operator<Compare> = Operator {
-    name: |kind| match kind {
-        Compare::Equal => "Equal",
-        Compare::Less => "Less",
-        Compare::LessOrEqual => "LessOrEqual",
-        Compare::Greater => "Greater",
-        Compare::GreaterOrEqual => "GreaterOrEqual",
-        Compare::And => "And",
-        Compare::Or => "Or",
-        Compare::Xor => "Xor",
-    },
-    read: &[
-        Reader("Equal", (2, 2), |_| Ok(Op::Compare(Compare::Equal))),
-        Reader("Less", (2, 2), |_| Ok(Op::Compare(Compare::Less))),
-        Reader("LessOrEqual", (2, 2), |_| Ok(Op::Compare(Compare::LessOrEqual))),
-        Reader("Greater", (2, 2), |_| Ok(Op::Compare(Compare::Greater))),
-        Reader("GreaterOrEqual", (2, 2), |_| Ok(Op::Compare(Compare::GreaterOrEqual))),
-        Reader("And", (2, 2), |_| Ok(Op::Compare(Compare::And))),
-        Reader("Or", (2, 2), |_| Ok(Op::Compare(Compare::Or))),
-        Reader("Xor", (2, 2), |_| Ok(Op::Compare(Compare::Xor))),
-    ],
+    read: READ,
     write: plain,
     known: Known::One(|&kind, inputs| compare_known(kind, &inputs.all_known()?)),
     run: Run::One(|&kind, inputs| compare(kind, inputs)),
@@ -47,7 +40,6 @@ pub(super) const COMPARE: Operator<Compare> = Operator {
 };
 
 pub(super) const NOT: Operator<()> = Operator {
-    name: |()| "Not",
     read: &[Reader("Not", (1, 1), |_| Ok(Op::Not))],
     write: plain,
     known: Known::One(|(), inputs| {
@@ -66,7 +58,6 @@ pub(super) const NOT: Operator<()> = Operator {
 };
 
 pub(super) const WHERE: Operator<()> = Operator {
-    name: |()| "Where",
     read: &[Reader("Where", (3, 3), |_| Ok(Op::Where)), Reader("ThresholdedRelu", (1, 1), thresholded_relu)],
     write: plain,
     known: Known::One(|(), inputs| choose(&inputs.all_known()?)),

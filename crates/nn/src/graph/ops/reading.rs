@@ -72,9 +72,9 @@ impl Attributes {
         self.0.iter().find(|attribute| attribute.name == name).map(|attribute| attribute.ints.len())
     }
 
-    /// Removes an attribute that has no effect here.
-    pub(super) fn ignore(&mut self, name: &str) {
-        self.0.retain(|attribute| attribute.name != name);
+    /// Removes attributes that have no effect here.
+    pub(super) fn ignore(&mut self, names: &[&str]) {
+        self.0.retain(|attribute| !names.contains(&attribute.name.as_str()));
     }
 
     pub(super) fn int(&mut self, name: &str) -> Answer<Option<i64>> {
@@ -132,6 +132,13 @@ impl Attributes {
     pub(super) fn text_or(&mut self, name: &str, default: &str) -> Answer<String> {
         let Some(attribute) = self.take(name, kind::STRING)? else { return Ok(default.to_owned()) };
         String::from_utf8(attribute.text).map_err(|_| format!("its attribute {name} is not text (UTF-8)"))
+    }
+
+    /// One of these values, by its name.
+    pub(super) fn choice<T: Copy>(&mut self, name: &str, default: &str, choices: &[(&str, T)]) -> Answer<T> {
+        let text = self.text_or(name, default)?;
+        let choice = choices.iter().find(|(own, _)| *own == text);
+        choice.map(|&(_, value)| value).ok_or_else(|| format!("its {name} {text} is not supported"))
     }
 
     /// An array, which must be there.

@@ -16,31 +16,22 @@ pub struct Reduce {
     pub no_axes_is_identity: bool,
 }
 
+kinds! { name, READ: ReduceKind;
+    "ReduceSum" (1, 2) Sum,
+    "ReduceMean" (1, 2) Mean,
+    "ReduceProd" (1, 2) Prod,
+    "ReduceMax" (1, 2) Max,
+    "ReduceMin" (1, 2) Min,
+    "ReduceL1" (1, 2) L1,
+    "ReduceL2" (1, 2) L2,
+    "ReduceSumSquare" (1, 2) SumSquare,
+    "ReduceLogSum" (1, 2) LogSum,
+    "ReduceLogSumExp" (1, 2) LogSumExp,
+    => read
+}
+
 pub(super) const REDUCE: Operator<Reduce> = Operator {
-    name: |reduce| match reduce.kind {
-        ReduceKind::Sum => "ReduceSum",
-        ReduceKind::Mean => "ReduceMean",
-        ReduceKind::Prod => "ReduceProd",
-        ReduceKind::Max => "ReduceMax",
-        ReduceKind::Min => "ReduceMin",
-        ReduceKind::L1 => "ReduceL1",
-        ReduceKind::L2 => "ReduceL2",
-        ReduceKind::SumSquare => "ReduceSumSquare",
-        ReduceKind::LogSum => "ReduceLogSum",
-        ReduceKind::LogSumExp => "ReduceLogSumExp",
-    },
-    read: &[
-        Reader("ReduceSum", (1, 2), |node| read(node, ReduceKind::Sum)),
-        Reader("ReduceMean", (1, 2), |node| read(node, ReduceKind::Mean)),
-        Reader("ReduceProd", (1, 2), |node| read(node, ReduceKind::Prod)),
-        Reader("ReduceMax", (1, 2), |node| read(node, ReduceKind::Max)),
-        Reader("ReduceMin", (1, 2), |node| read(node, ReduceKind::Min)),
-        Reader("ReduceL1", (1, 2), |node| read(node, ReduceKind::L1)),
-        Reader("ReduceL2", (1, 2), |node| read(node, ReduceKind::L2)),
-        Reader("ReduceSumSquare", (1, 2), |node| read(node, ReduceKind::SumSquare)),
-        Reader("ReduceLogSum", (1, 2), |node| read(node, ReduceKind::LogSum)),
-        Reader("ReduceLogSumExp", (1, 2), |node| read(node, ReduceKind::LogSumExp)),
-    ],
+    read: READ,
     write: |reduce, to| {
         let node = to.op().int("keepdims", reduce.keep_dims);
         let since = axes_are_input_since(reduce.kind);

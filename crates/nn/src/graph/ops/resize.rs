@@ -47,8 +47,25 @@ pub enum Aspect {
     NotSmaller,
 }
 
+const ROUNDINGS: &[(&str, Rounding)] = &[
+    ("round_prefer_floor", Rounding::RoundPreferFloor),
+    ("round_prefer_ceil", Rounding::RoundPreferCeil),
+    ("floor", Rounding::Floor),
+    ("ceil", Rounding::Ceil),
+];
+const COORDINATES: &str = "coordinate_transformation_mode";
+/// The coordinates, and whether one pixel is at 0.
+const PLACES: &[(&str, (Coordinates, bool))] = &[
+    ("half_pixel", (Coordinates::HalfPixel, false)),
+    ("pytorch_half_pixel", (Coordinates::HalfPixel, true)),
+    ("align_corners", (Coordinates::AlignCorners, false)),
+    ("asymmetric", (Coordinates::Asymmetric, false)),
+    ("half_pixel_symmetric", (Coordinates::HalfPixelSymmetric, false)),
+];
+const POLICIES: &[(&str, Aspect)] =
+    &[("stretch", Aspect::Stretch), ("not_larger", Aspect::NotLarger), ("not_smaller", Aspect::NotSmaller)];
+
 pub(super) const RESIZE: Operator<Resize> = Operator {
-    name: |_| "Resize",
     read: &[Reader("Resize", (1, 4), read), Reader("Upsample", (1, 2), read_upsample)],
     write,
     known: Known::Never,
@@ -92,13 +109,7 @@ fn read(node: &mut NodeReader<'_>) -> Answer<Op> {
     if node.opset < 11 {
         return read_asymmetric(node);
     }
-    let rounding = match node.attributes.text_or("nearest_mode", "round_prefer_floor")?.as_str() {
-        "round_prefer_floor" => Rounding::RoundPreferFloor,
-        "round_prefer_ceil" => Rounding::RoundPreferCeil,
-        "floor" => Rounding::Floor,
-        "ceil" => Rounding::Ceil,
-        other => return Err(format!("its nearest_mode {other} is not known")),
-    };
+    let rounding = node.attributes.choice("nearest_mode", "round_prefer_floor", ROUNDINGS)?;
     let mode = match node.attributes.text_or("mode", "nearest")?.as_str() {
         "nearest" => Interpolation::Of(ResizeMode::Nearest(rounding)),
         "linear" => Interpolation::Of(ResizeMode::Bilinear),
@@ -110,34 +121,13 @@ fn read(node: &mut NodeReader<'_>) -> Answer<Op> {
             "it leaves out pixels outside of the image (exclude_outside=1), which is not supported".into()
         );
     }
-    let mut one_pixel_at_zero = false;
-    let coordinates = match node.attributes.text_or("coordinate_transformation_mode", "half_pixel")?.as_str()
-    {
-        "half_pixel" => Coordinates::HalfPixel,
-        "pytorch_half_pixel" => {
-            one_pixel_at_zero = true;
-            Coordinates::HalfPixel
-        }
-        "align_corners" => Coordinates::AlignCorners,
-        "asymmetric" => Coordinates::Asymmetric,
-        "half_pixel_symmetric" => Coordinates::HalfPixelSymmetric,
-        other => {
-            return Err(format!("its coordinate_transformation_mode {other} is not supported"));
-        }
-    };
+    let (coordinates, one_pixel_at_zero) = node.attributes.choice(COORDINATES, "half_pixel", PLACES)?;
     if node.attributes.flag("antialias", false)? {
         return Err("it smooths what it makes smaller (antialias=1), which is not supported".into());
     }
-    let aspect = match node.attributes.text_or("keep_aspect_ratio_policy", "stretch")?.as_str() {
-        "stretch" => Aspect::Stretch,
-        "not_larger" => Aspect::NotLarger,
-        "not_smaller" => Aspect::NotSmaller,
-        other => return Err(format!("its keep_aspect_ratio_policy {other} is not known")),
-    };
+    let aspect = node.attributes.choice("keep_aspect_ratio_policy", "stretch", POLICIES)?;
     // The following attributes only have an effect with other modes.
-    for name in ["cubic_coeff_a", "exclude_outside", "extrapolation_value"] {
-        node.attributes.ignore(name);
-    }
+    node.attributes.ignore(&["cubic_coeff_a", "exclude_outside", "extrapolation_value"]);
     // A region, which only matters for another mode; and scales that are empty if there are sizes.
     node.set_input(1, String::new());
     if !node.input(3).is_empty() {
@@ -187,48 +177,34 @@ fn write<'a>(resize: &'a Resize, to: &mut NodeWriter<'_, 'a>) -> Answer<OnnxNode
     let node = match resize.mode {
         Interpolation::Cubic { a } => to.op().text("mode", "cubic").float("cubic_coeff_a", a),
         Interpolation::Of(ResizeMode::Bilinear) => to.op().text("mode", "linear"),
-        Interpolation::Of(ResizeMode::Nearest(rounding)) => to.op().text("mode", "nearest").text(
-            "nearest_mode",
-            match rounding {
-                Rounding::Floor => "floor",
-                Rounding::Ceil => "ceil",
-                Rounding::RoundPreferFloor => "round_prefer_floor",
-                Rounding::RoundPreferCeil => "round_prefer_ceil",
-                Rounding::FloorOrCeil => {
-                    let scales = to.known(2).map(Array::to_f64).unwrap_or_default();
-                    let all = |holds: fn(f64) -> bool| !scales.is_empty() && scales.iter().all(|&x| holds(x));
-                    match (all(|scale| scale >= 1.0), all(|scale| scale <= 1.0)) {
-                        (true, _) => "floor",
-                        (_, true) => "ceil",
-                        _ => {
-                            return Err(
-                                "it rounds down where it grows and up where it shrinks, as before version 11"
-                                    .into(),
-                            );
-                        }
+        Interpolation::Of(ResizeMode::Nearest(mut rounding)) => {
+            if rounding == Rounding::FloorOrCeil {
+                let scales = to.known(2).map(Array::to_f64).unwrap_or_default();
+                let all = |holds: fn(f64) -> bool| !scales.is_empty() && scales.iter().all(|&x| holds(x));
+                rounding = match (all(|scale| scale >= 1.0), all(|scale| scale <= 1.0)) {
+                    (true, _) => Rounding::Floor,
+                    (_, true) => Rounding::Ceil,
+                    _ => {
+                        let reason =
+                            "it rounds down where it grows and up where it shrinks, as before version 11";
+                        return Err(reason.into());
                     }
-                }
-            },
-        ),
-    };
-    let coordinates = match resize.coordinates {
-        Coordinates::HalfPixel if resize.one_pixel_at_zero => "pytorch_half_pixel",
-        Coordinates::HalfPixel => "half_pixel",
-        Coordinates::Asymmetric => "asymmetric",
-        Coordinates::AlignCorners => "align_corners",
-        Coordinates::HalfPixelSymmetric => {
-            to.needs(19, "half_pixel_symmetric")?;
-            "half_pixel_symmetric"
+                };
+            }
+            to.op().text("mode", "nearest").choice("nearest_mode", rounding, ROUNDINGS)?
         }
     };
-    let node = node.text("coordinate_transformation_mode", coordinates);
-    let policy = match resize.aspect {
-        Aspect::Stretch => return Ok(node),
-        Aspect::NotLarger => "not_larger",
-        Aspect::NotSmaller => "not_smaller",
-    };
+    if resize.coordinates == Coordinates::HalfPixelSymmetric {
+        to.needs(19, "half_pixel_symmetric")?;
+    }
+    // Only half pixels have a form of their own for one pixel.
+    let one_pixel_at_zero = resize.one_pixel_at_zero && resize.coordinates == Coordinates::HalfPixel;
+    let node = node.choice(COORDINATES, (resize.coordinates, one_pixel_at_zero), PLACES)?;
+    if resize.aspect == Aspect::Stretch {
+        return Ok(node);
+    }
     to.needs(18, "to keep the aspect ratio")?;
-    Ok(node.text("keep_aspect_ratio_policy", policy))
+    node.choice("keep_aspect_ratio_policy", resize.aspect, POLICIES)
 }
 
 fn run(resize: &Resize, inputs: &Inputs<'_>) -> Result<Tensor> {

@@ -42,7 +42,6 @@ pub struct SpaceToDepth {
 const MOST_ELEMENTS: usize = 1 << 40;
 
 pub(super) const TRANSPOSE: Operator<Transpose> = Operator {
-    name: |_| "Transpose",
     read: &[Reader("Transpose", (1, 1), |node| {
         let order = node.attributes.ints("perm")?.unwrap_or_default();
         let order = order.into_iter().map(reading::axis_of).collect::<Answer<_>>()?;
@@ -65,7 +64,6 @@ pub(super) const TRANSPOSE: Operator<Transpose> = Operator {
 };
 
 pub(super) const RESHAPE: Operator<Reshape> = Operator {
-    name: |_| "Reshape",
     read: &[Reader("Reshape", (2, 2), |node| {
         let allow_zero = node.opset >= 14 && node.attributes.flag("allowzero", false)?;
         Ok(Op::Reshape(Reshape { allow_zero }))
@@ -78,8 +76,7 @@ pub(super) const RESHAPE: Operator<Reshape> = Operator {
         Ok(to.op().int("allowzero", 1))
     },
     known: Known::One(|options, inputs| {
-        let x = inputs.known(0)?;
-        copied(x, &reshaped(x.shape(), inputs.list(1)?, options.allow_zero)?)
+        copied_in(inputs, |x| reshaped(x, inputs.list(1)?, options.allow_zero))
     }),
     run: Run::One(|options, inputs| {
         let (x, mut sizes) = (inputs.tensor(0)?, inputs.list(1)?.to_vec());
@@ -97,23 +94,15 @@ pub(super) const RESHAPE: Operator<Reshape> = Operator {
 };
 
 pub(super) const FLATTEN: Operator<Along> = Operator {
-    name: |_| "Flatten",
     read: &[Reader("Flatten", (1, 1), |node| node.along(1, Op::Flatten))],
     write: |along, to| Ok(to.op().axis("axis", along.axis)),
-    known: Known::One(|along, inputs| {
-        let x = inputs.known(0)?;
-        copied(x, &matrix(x.shape(), along.axis)?)
-    }),
-    run: Run::One(|along, inputs| {
-        let x = inputs.tensor(0)?;
-        Ok(x.reshape(&matrix(x.shape(), along.axis)?)?)
-    }),
+    known: Known::One(|along, inputs| copied_in(inputs, |x| matrix(x, along.axis))),
+    run: Run::One(|along, inputs| reshaped_in(inputs, |x| matrix(x, along.axis))),
     uses: |_, _| Use::Same,
     gives: |_, from| from.ranked(Some(2)),
 };
 
 pub(super) const SQUEEZE: Operator<()> = Operator {
-    name: |()| "Squeeze",
     read: &[Reader("Squeeze", (1, 2), |node| {
         if node.opset < 13 {
             node.ints_to_input("axes", 1)?;
@@ -121,14 +110,8 @@ pub(super) const SQUEEZE: Operator<()> = Operator {
         Ok(Op::Squeeze)
     })],
     write: plain,
-    known: Known::One(|(), inputs| {
-        let x = inputs.known(0)?;
-        copied(x, &squeezed(x.shape(), inputs.optional_list(1)?)?)
-    }),
-    run: Run::One(|(), inputs| {
-        let x = inputs.tensor(0)?;
-        Ok(x.reshape(&squeezed(x.shape(), inputs.optional_list(1)?)?)?)
-    }),
+    known: Known::One(|(), inputs| copied_in(inputs, |x| squeezed(x, inputs.optional_list(1)?))),
+    run: Run::One(|(), inputs| reshaped_in(inputs, |x| squeezed(x, inputs.optional_list(1)?))),
     uses: |(), input| first(input, Use::Same),
     gives: |(), from| {
         let rank = from.rank(0).zip(from.len(1)).and_then(|(rank, axes)| rank.checked_sub(axes));
@@ -137,7 +120,6 @@ pub(super) const SQUEEZE: Operator<()> = Operator {
 };
 
 pub(super) const UNSQUEEZE: Operator<()> = Operator {
-    name: |()| "Unsqueeze",
     read: &[Reader("Unsqueeze", (1, 2), |node| {
         if node.opset < 13 {
             node.ints_to_input("axes", 1)?;
@@ -148,14 +130,8 @@ pub(super) const UNSQUEEZE: Operator<()> = Operator {
         }
     })],
     write: plain,
-    known: Known::One(|(), inputs| {
-        let x = inputs.known(0)?;
-        copied(x, &unsqueezed(x.shape(), inputs.list(1)?)?)
-    }),
-    run: Run::One(|(), inputs| {
-        let x = inputs.tensor(0)?;
-        Ok(x.reshape(&unsqueezed(x.shape(), inputs.list(1)?)?)?)
-    }),
+    known: Known::One(|(), inputs| copied_in(inputs, |x| unsqueezed(x, inputs.list(1)?))),
+    run: Run::One(|(), inputs| reshaped_in(inputs, |x| unsqueezed(x, inputs.list(1)?))),
     uses: |(), input| first(input, Use::Same),
     gives: |(), from| {
         let rank = from.rank(0).zip(from.len(1)).and_then(|(rank, axes)| rank.checked_add(axes));
@@ -164,7 +140,6 @@ pub(super) const UNSQUEEZE: Operator<()> = Operator {
 };
 
 pub(super) const EXPAND: Operator<()> = Operator {
-    name: |()| "Expand",
     read: &[Reader("Expand", (2, 2), |_| Ok(Op::Expand))],
     write: plain,
     known: Known::One(|(), inputs| {
@@ -182,7 +157,6 @@ pub(super) const EXPAND: Operator<()> = Operator {
 };
 
 pub(super) const TILE: Operator<()> = Operator {
-    name: |()| "Tile",
     read: &[Reader("Tile", (2, 2), |_| Ok(Op::Tile))],
     write: plain,
     known: Known::One(|(), inputs| tile_known(inputs.known(0)?, inputs.list(1)?)),
@@ -191,24 +165,15 @@ pub(super) const TILE: Operator<()> = Operator {
     gives: like_first,
 };
 
+const ORDERS: &[(&str, DepthOrder)] = &[("DCR", DepthOrder::BlockFirst), ("CRD", DepthOrder::ChannelFirst)];
+
 pub(super) const DEPTH_TO_SPACE: Operator<DepthToSpace> = Operator {
-    name: |_| "DepthToSpace",
     read: &[Reader("DepthToSpace", (1, 1), |node| {
         let block = node.attributes.size("blocksize")?.ok_or("its blocksize is missing")?;
-        let order = match node.attributes.text_or("mode", "DCR")?.as_str() {
-            "DCR" => DepthOrder::BlockFirst,
-            "CRD" => DepthOrder::ChannelFirst,
-            other => return Err(format!("its mode {other} is not known")),
-        };
+        let order = node.attributes.choice("mode", "DCR", ORDERS)?;
         Ok(Op::DepthToSpace(DepthToSpace { block, order }))
     })],
-    write: |depth, to| {
-        let mode = match depth.order {
-            DepthOrder::BlockFirst => "DCR",
-            DepthOrder::ChannelFirst => "CRD",
-        };
-        Ok(to.op().size("blocksize", depth.block).text("mode", mode))
-    },
+    write: |depth, to| to.op().size("blocksize", depth.block).choice("mode", depth.order, ORDERS),
     known: Known::Never,
     run: Run::One(|depth, inputs| Ok(ops::depth_to_space(&inputs.tensor(0)?, depth.block, depth.order)?)),
     uses: other,
@@ -216,7 +181,6 @@ pub(super) const DEPTH_TO_SPACE: Operator<DepthToSpace> = Operator {
 };
 
 pub(super) const SPACE_TO_DEPTH: Operator<SpaceToDepth> = Operator {
-    name: |_| "SpaceToDepth",
     read: &[Reader("SpaceToDepth", (1, 1), |node| {
         let block = node.attributes.size("blocksize")?.ok_or("its blocksize is missing")?;
         Ok(Op::SpaceToDepth(SpaceToDepth { block }))
@@ -230,13 +194,25 @@ pub(super) const SPACE_TO_DEPTH: Operator<SpaceToDepth> = Operator {
     gives: |_, from| from.ranked(Some(4)),
 };
 
+/// The first input in another shape, by its own.
+fn copied_in(inputs: &Inputs<'_>, shape: impl Fn(&[usize]) -> Answer<Vec<usize>>) -> Answer<Array> {
+    let x = inputs.known(0)?;
+    copied(x, &shape(x.shape())?)
+}
+
+/// As [`copied_in`], of a tensor.
+fn reshaped_in(inputs: &Inputs<'_>, shape: impl Fn(&[usize]) -> Answer<Vec<usize>>) -> Result<Tensor> {
+    let x = inputs.tensor(0)?;
+    Ok(x.reshape(&shape(x.shape())?)?)
+}
+
 /// The sizes of a matrix whose rows are the axes before one; the axis after the last one is allowed too.
-fn matrix(sizes: &[usize], axis: isize) -> Answer<[usize; 2]> {
+fn matrix(sizes: &[usize], axis: isize) -> Answer<Vec<usize>> {
     let axis = match usize::try_from(axis) {
         Ok(axis) if axis == sizes.len() => axis,
         _ => axis_of(axis as i64, sizes.len())?,
     };
-    Ok([product(&sizes[..axis]), product(&sizes[axis..])])
+    Ok(vec![product(&sizes[..axis]), product(&sizes[axis..])])
 }
 
 /// The sizes of a reshaped tensor. A size of 0 is that of the same axis, unless zeros are allowed; one of -1 is what remains.

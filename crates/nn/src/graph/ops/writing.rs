@@ -128,6 +128,17 @@ impl<'a> OnnxNode<'a> {
         self.with(name, Value::Text(text))
     }
 
+    /// The name of one of these values.
+    pub(super) fn choice<T: PartialEq>(
+        self,
+        name: &'static str,
+        value: T,
+        choices: &[(&'static str, T)],
+    ) -> Answer<OnnxNode<'a>> {
+        let choice = choices.iter().find(|(_, own)| *own == value);
+        Ok(self.text(name, choice.ok_or_else(|| format!("its {name} has no name"))?.0))
+    }
+
     pub(super) fn array(self, name: &'static str, array: Cow<'a, Array>) -> OnnxNode<'a> {
         self.with(name, Value::Array(array))
     }

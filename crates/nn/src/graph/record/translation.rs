@@ -5,6 +5,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use convoke_autograd::ops::{Activation, Pointwise};
 use convoke_autograd::{Call, DType, Operation, Result, Source, Tensor};
 
+use super::super::builder::fresh;
 use super::super::rewrite::to_array;
 use super::super::{
     Along, Arithmetic, Array, Data, Definition, Dimension, Gemm, Input, Kind, LeakyRelu, Node, Op, Reduce,
@@ -318,13 +319,7 @@ impl<'a> Translation<'a> {
     }
 
     fn fresh(&mut self, name: &str) -> String {
-        let mut fresh = name.to_owned();
-        let mut count = 0;
-        while !self.taken.insert(fresh.clone()) {
-            count += 1;
-            fresh = format!("{name}_{count}");
-        }
-        fresh
+        fresh(&mut self.taken, name)
     }
 
     /// The name of the first input.
