@@ -574,27 +574,21 @@ def _prelu(to, input, weight, *, shape):
     return to.node("PRelu", [input, weight], shape)
 
 
-def _softmax_of(name: str) -> Translation:
+def _softmax(name: str, functional: Any, target: Any) -> None:
     def translate(to, input, dim=None, _stacklevel=3, dtype=None, *, shape):
         if dim is None or dtype is not None:
             raise Unsupported("no dim is given" if dim is None else "it computes in another type")
         return to.node({name: {"axis": dim}}, [input], shape)
 
-    return translate
+    def of_tensor(to, input, dim, dtype=None, *, shape):
+        return translate(to, input, dim, dtype=dtype, shape=shape)
+
+    _operator(functional)(translate)
+    _operator(target, methods=[target.__name__])(of_tensor)
 
 
-_operator(F.softmax)(_softmax_of("Softmax"))
-_operator(F.log_softmax)(_softmax_of("LogSoftmax"))
-
-
-@_operator(torch.softmax, methods=["softmax"])
-def _torch_softmax(to, input, dim, dtype=None, *, shape):
-    return _softmax_of("Softmax")(to, input, dim, dtype=dtype, shape=shape)
-
-
-@_operator(torch.log_softmax, methods=["log_softmax"])
-def _torch_log_softmax(to, input, dim, dtype=None, *, shape):
-    return _softmax_of("LogSoftmax")(to, input, dim, dtype=dtype, shape=shape)
+_softmax("Softmax", F.softmax, torch.softmax)
+_softmax("LogSoftmax", F.log_softmax, torch.log_softmax)
 
 
 def _dropped(to, input, p, training, noise_shape, shape):

@@ -84,7 +84,7 @@ impl Planner {
         let (device, steps) = (engine.device.clone(), steps(graphs));
         let time_budget = Duration::from_secs_f64(seconds.clamp(0.0, 1e6));
         let planner = released(py, || {
-            let options = PlannerOptions { time_budget, ..PlannerOptions::default() };
+            let options = PlannerOptions { time_budget };
             // Ctrl-C ends the timing.
             let mut interrupted = None;
             let mut check = |_| match Python::attach(|py| py.check_signals()) {

@@ -18,8 +18,9 @@ use super::{
 ///
 /// ```
 /// use std::sync::Arc;
+/// use convoke_autograd::{Device, Tensor};
 /// use convoke_nn::graph::{BatchNormOp, Builder, ConvSpec, Graph, Scheme};
-/// use convoke_nn::{Init, ModuleExt, modules::ConvBnMode};
+/// use convoke_nn::{Forward, Init, ModuleExt, modules::ConvBnMode};
 ///
 /// let mut builder = Builder::new("small", Scheme::default());
 /// let x = builder.input("images", 3);
@@ -31,9 +32,13 @@ use super::{
 /// let y = builder.linear(&y, "fc", 10);
 /// let definition = Arc::new(builder.finish(&[&y])?);
 ///
-/// let device = convoke_autograd::Device::cpu()?;
-/// let model = Graph::new(&definition, &Init::new(&device, 0), ConvBnMode::Fused)?;
+/// // Convolution, batch norm and ReLU run as one block.
+/// let init = Init::new(&Device::cpu()?, 0);
+/// let model = Graph::new(&definition, &init, ConvBnMode::Fused)?;
 /// assert_eq!(model.parameters()[0].0, "conv1.weight");
+/// let images = Tensor::full(&init.device, &[2, 3, 8, 8], init.dtype, 0.5)?;
+/// let gradients = model.forward(&images)?.mean()?.backward()?;
+/// # let _ = gradients;
 /// # Ok::<(), convoke_nn::Error>(())
 /// ```
 #[derive(Debug)]
@@ -324,13 +329,9 @@ impl Builder {
         self.require(x.pixels.is_some(), || {
             format!("{} is flattened, and its height and width are not known", quoted(&x.name))
         });
-        let pixels: usize = x.pixels.unwrap_or([1, 1]).iter().product();
+        let features = x.channels.saturating_mul(x.pixels.unwrap_or([1, 1]).iter().product());
         let inputs = vec![x.name.clone()];
-        self.node(
-            "flatten",
-            (Op::Flatten(Along { axis: 1 }), inputs),
-            (x.channels.saturating_mul(pixels), Some([1, 1])),
-        )
+        self.node("flatten", (Op::Flatten(Along { axis: 1 }), inputs), (features, Some([1, 1])))
     }
 
     /// Drops this share of elements where the model trains.

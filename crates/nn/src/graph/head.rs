@@ -127,15 +127,9 @@ impl Definition {
             shape[1..].rotate_right(1);
         }
         self.inputs[0].name.clone_from(&name);
-        self.nodes.insert(
-            0,
-            Node {
-                name: String::new(),
-                op: Op::Transpose(Transpose { order: vec![0, 2, 3, 1] }),
-                inputs: vec![name],
-                outputs: vec![own],
-            },
-        );
+        let op = Op::Transpose(Transpose { order: vec![0, 2, 3, 1] });
+        let node = Node { name: String::new(), op, inputs: vec![name], outputs: vec![own] };
+        self.nodes.insert(0, node);
         Some(image)
     }
 

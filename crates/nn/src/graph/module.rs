@@ -29,31 +29,7 @@ const PLANS: usize = 16;
 /// the first output; [`Graph::run`] takes and gives all.
 ///
 /// The first forward for each size of the input makes a plan for it: it checks shapes, computes what is known without the input,
-/// and joins steps.
-///
-/// ```
-/// use std::sync::Arc;
-///
-/// use convoke_autograd::{DType, Device, Tensor};
-/// use convoke_nn::graph::{BatchNormOp, Builder, ConvSpec, Graph, Scheme};
-/// use convoke_nn::modules::ConvBnMode;
-/// use convoke_nn::{Forward, Init};
-///
-/// let mut builder = Builder::new("small", Scheme::default());
-/// let x = builder.input("images", 3);
-/// let y = builder.conv(&x, "conv1", ConvSpec::same(16, 3));
-/// let y = builder.batch_norm(&y, "bn1", BatchNormOp::default());
-/// let y = builder.relu(&y);
-/// let definition = Arc::new(builder.finish(&[&y])?);
-///
-/// // Convolution, batch norm and ReLU run as one block.
-/// let device = Device::cpu()?;
-/// let model = Graph::new(&definition, &Init::new(&device, 0), ConvBnMode::Fused)?;
-/// let images = Tensor::full(&device, &[2, 3, 8, 8], DType::F32, 0.5)?;
-/// let gradients = model.forward(&images)?.mean()?.backward()?;
-/// # let _ = gradients;
-/// # Ok::<(), convoke_nn::Error>(())
-/// ```
+/// and joins steps. [`Builder`](super::Builder) has an example.
 pub struct Graph {
     pub(super) definition: Arc<Definition>,
     pub(super) network: Network,

@@ -141,13 +141,8 @@ impl Network {
                 stored.push(StoredValue { value, values: array.clone().into(), trained: None });
                 continue;
             }
-            nodes.push(NetworkNode {
-                name: node.name.clone(),
-                op: node.op.clone(),
-                inputs,
-                outputs,
-                layer: None,
-            });
+            let (name, op) = (node.name.clone(), node.op.clone());
+            nodes.push(NetworkNode { name, op, inputs, outputs, layer: None });
         }
         let outputs = definition.outputs.iter().map(number).collect();
         Ok(Network { nodes, inputs, outputs, stored, names })

@@ -83,10 +83,15 @@ impl Model {
 /// # Errors
 /// If the file cannot be read, is damaged or longer than 4 GiB, or holds what is not supported; the error names it.
 pub fn read(path: &Path) -> Result<Model> {
+    let folder = path.parent().unwrap_or(Path::new(""));
+    of_file(path, |bytes| read::model(bytes, Some(folder)))
+}
+
+/// What is read of a file.
+fn of_file<T>(path: &Path, read: impl FnOnce(Bytes) -> Result<T>) -> Result<T> {
     let failed = |source| OnnxError::Io { action: "read", file: path.to_owned(), source };
     let bytes = read_bounded(path, LARGEST_FILE).map_err(failed)?;
-    let folder = path.parent().unwrap_or(Path::new(""));
-    read::model(Bytes::from(bytes), Some(folder))
+    read(Bytes::from(bytes))
         .map_err(|error| OnnxError::File { file: path.to_owned(), error: Box::new(error) })
 }
 
@@ -95,9 +100,7 @@ pub fn read(path: &Path) -> Result<Model> {
 /// # Errors
 /// As [`read()`].
 pub fn read_tensor(path: &Path) -> Result<crate::graph::Array> {
-    let failed = |source| OnnxError::Io { action: "read", file: path.to_owned(), source };
-    let bytes = Bytes::from(read_bounded(path, LARGEST_FILE).map_err(failed)?);
-    read::tensor(bytes).map_err(|error| OnnxError::File { file: path.to_owned(), error: Box::new(error) })
+    of_file(path, read::tensor)
 }
 
 /// Reads a model from bytes. Weights may lie in files within `folder`, if there is one.

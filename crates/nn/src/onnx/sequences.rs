@@ -2,13 +2,11 @@
 
 use std::collections::{HashMap, HashSet};
 
-use prost::bytes::Bytes;
-
-use super::Result;
 use super::functions::{Versioned, is_own_domain};
-use super::proto::{AttributeProto, GraphProto, NodeProto, TensorProto, element, kind};
+use super::proto::{AttributeProto, GraphProto, NodeProto, TensorProto, element};
 use super::tensor::TensorSource;
-use crate::graph::Kind;
+use super::{Result, build};
+use crate::graph::{Array, Kind};
 
 /// Longer lists of numbers are no sizes of parts.
 const MOST_PARTS: i64 = 1 << 12;
@@ -87,7 +85,7 @@ pub(super) fn without_sequences(
         let mut input = vec![parts.x.clone()];
         for (what, number) in [("start", start), ("end", end), ("axis", parts.axis)] {
             let name = format!("{output}/{what}");
-            read.push(Versioned { node: constant(&name, number), opset });
+            read.push(Versioned { node: constant(&name, number)?, opset });
             input.push(name);
         }
         let slice = NodeProto {
@@ -109,25 +107,10 @@ pub(super) fn without_sequences(
 }
 
 /// A node that gives a list of one number.
-fn constant(name: &str, number: i64) -> NodeProto {
-    let tensor = TensorProto {
-        dims: vec![1],
-        data_type: Some(element::INT64),
-        raw_data: Some(Bytes::copy_from_slice(&number.to_le_bytes())),
-        ..TensorProto::default()
-    };
-    let value = AttributeProto {
-        name: Some("value".into()),
-        t: Some(Box::new(tensor)),
-        r#type: Some(kind::TENSOR),
-        ..AttributeProto::default()
-    };
-    NodeProto {
-        output: vec![name.to_owned()],
-        op_type: Some("Constant".into()),
-        attribute: vec![value],
-        ..NodeProto::default()
-    }
+fn constant(name: &str, number: i64) -> Result<NodeProto> {
+    let value = build::tensor("", &Array::integers([number]))?;
+    let (output, op_type) = (vec![name.to_owned()], Some("Constant".into()));
+    Ok(NodeProto { output, op_type, ..NodeProto::default() }.tensor("value", value))
 }
 
 /// Short lists of whole numbers that are stored, with their number of dimensions.

@@ -10,7 +10,7 @@ use convoke_autograd::{
 use convoke_kernels::Recomputed;
 
 use super::blocks::{self, BlockKind};
-use super::search::{Fit, Found, Search, Steps};
+use super::search::{Found, Search, Steps};
 use super::{PlannerOptions, PlannerProgress};
 use crate::graph::{Definition, Graph};
 use crate::modules::{ConvBnMode, FusedBlock, NormMode};
@@ -122,16 +122,15 @@ impl GraphPlanner {
     /// # Errors
     /// If a dry step fails.
     pub fn within(&mut self, budget: usize) -> Result<std::result::Result<GraphPlan, GraphPlan>> {
-        let least = match self.search.within(budget)? {
-            Fit::Fits(found) => return Ok(Ok(self.plan(found))),
-            Fit::Least(found) => self.plan(found),
+        let search = |planner: &mut GraphPlanner| {
+            let found = planner.search.within(budget)?;
+            Ok(found.map(|found| planner.plan(found)).map_err(|least| planner.plan(least)))
         };
-        let with_norms = self.with_norms_recomputed(|planner| {
-            Ok(match planner.search.within(budget)? {
-                Fit::Fits(found) => Ok(planner.plan(found)),
-                Fit::Least(found) => Err(planner.plan(found)),
-            })
-        })?;
+        let least = match search(self)? {
+            Ok(plan) => return Ok(Ok(plan)),
+            Err(least) => least,
+        };
+        let with_norms = self.with_norms_recomputed(search)?;
         Ok(match with_norms {
             Some(Ok(plan)) => Ok(plan),
             Some(Err(plan)) if plan.bytes_peak < least.bytes_peak => Err(plan),

@@ -7,7 +7,7 @@ use convoke_autograd::Device;
 use convoke_autograd::ops::Keep;
 
 use super::blocks::{self, BlockKind};
-use super::search::{Choice, Fit, Found, Search, Steps, limited};
+use super::search::{Choice, Found, Search, Steps, limited};
 use super::{MemoryPlan, PlannedBlock, PlannerOptions, PlannerProgress};
 use crate::ConfigError;
 use crate::data::Datasets;
@@ -113,10 +113,8 @@ impl Planner {
     /// If no plan fits: [`TrainingError::Budget`], which tells by how much the smallest plan misses and which batch size would
     /// fit.
     pub fn within(&mut self, budget: usize) -> Result<MemoryPlan> {
-        match self.search.within(budget)? {
-            Fit::Fits(found) => Ok(self.plan(&found)),
-            Fit::Least(least) => Err(self.nothing_fits(budget, &least)),
-        }
+        let found = self.search.within(budget)?;
+        found.map(|found| self.plan(&found)).map_err(|least| self.nothing_fits(budget, &least))
     }
 
     fn nothing_fits(&self, budget: usize, least: &Found) -> TrainingError {

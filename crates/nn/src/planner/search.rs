@@ -77,13 +77,6 @@ pub(super) struct Found {
     pub(super) seconds: f64,
 }
 
-/// What [`Search::within`] gives.
-pub(super) enum Fit {
-    Fits(Found),
-    /// Nothing fits; this has the lowest peak.
-    Least(Found),
-}
-
 /// A block and the ways in which it can keep.
 pub(super) struct BlockChoices {
     pub(super) path: String,
@@ -255,8 +248,9 @@ impl<S: Steps> Search<S> {
         Ok(plans)
     }
 
-    /// The fastest whose peak is at most `budget`. If there is none, convolutions are also limited to less workspace.
-    pub(super) fn within(&mut self, budget: usize) -> Result<Fit, S::Error> {
+    /// The fastest whose peak is at most `budget`. If there is none, convolutions are also limited to less workspace. `Ok(Err(found))`,
+    /// with the lowest peak, if nothing fits.
+    pub(super) fn within(&mut self, budget: usize) -> Result<Result<Found, Found>, S::Error> {
         let curve = self.curve()?;
         let start = curve.iter().find(|plan| plan.bytes.bytes_peak <= budget).or(curve.last());
         let mut keeps = start.expect("there is at least one combination").keeps.clone();
@@ -268,11 +262,11 @@ impl<S: Steps> Search<S> {
             limit = self.limit_that_fits(&keeps, budget)?;
             if limit.is_none() {
                 let (_, limit) = self.least(&keeps)?;
-                return Ok(Fit::Least(self.found(keeps, limit)?));
+                return Ok(Err(self.found(keeps, limit)?));
             }
         }
         self.make_faster(&mut keeps, limit, budget)?;
-        Ok(Fit::Fits(self.found(keeps, limit)?))
+        Ok(Ok(self.found(keeps, limit)?))
     }
 
     /// The one with the lowest peak, however slow.

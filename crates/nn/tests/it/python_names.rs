@@ -34,10 +34,7 @@ fn types() -> Vec<(String, BTreeSet<String>)> {
 }
 
 /// A dictionary of a Python file: the key that it is the value of, if it is written there, and its own keys.
-struct Dictionary {
-    of: Option<String>,
-    keys: Vec<String>,
-}
+type Dictionary = (Option<String>, Vec<String>);
 
 /// The dictionaries of a Python file, and its strings.
 fn parsed(text: &str) -> (Vec<Dictionary>, Vec<String>) {
@@ -57,10 +54,10 @@ fn parsed(text: &str) -> (Vec<Dictionary>, Vec<String>) {
                 strings.extend(string.clone());
                 len = 2 * quote.len() + end;
             }
-            '{' | '[' | '(' => open.push(Dictionary { of: key.take(), keys: Vec::new() }),
+            '{' | '[' | '(' => open.push((key.take(), Vec::new())),
             '}' | ']' | ')' => found.extend(open.pop()),
-            ':' if let (Some(string), Some(dictionary)) = (string.take(), open.last_mut()) => {
-                dictionary.keys.push(string.clone());
+            ':' if let (Some(string), Some((_, keys))) = (string.take(), open.last_mut()) => {
+                keys.push(string.clone());
                 key = Some(string);
             }
             _ => {}
@@ -70,7 +67,7 @@ fn parsed(text: &str) -> (Vec<Dictionary>, Vec<String>) {
         }
         rest = &rest[len..];
     }
-    found.retain(|dictionary| !dictionary.keys.is_empty());
+    found.retain(|(_, keys): &Dictionary| !keys.is_empty());
     (found, strings)
 }
 
@@ -81,7 +78,7 @@ fn unknown(text: &str, types: &[(String, BTreeSet<String>)]) -> Vec<String> {
         let is_name = word.starts_with(char::is_uppercase) && word.chars().all(char::is_alphanumeric);
         is_name && !types.iter().any(|(_, names)| names.contains(word))
     });
-    for Dictionary { of, keys } in dictionaries {
+    for (of, keys) in dictionaries {
         let is = |(name, names): &(String, BTreeSet<String>)| {
             of.as_ref().is_none_or(|of| of == name) && keys.iter().all(|key| names.contains(key))
         };

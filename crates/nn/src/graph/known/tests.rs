@@ -123,19 +123,12 @@ fn everything_known_is_charged_to_one_budget() {
 
 #[test]
 fn whole_numbers_are_divided_towards_zero_and_never_wrap() {
-    let op = Op::Arithmetic;
+    let (op, modulo) = (Op::Arithmetic, |fmod: bool| Op::Mod(Mod { fmod }));
     check(op(Arithmetic::Div), &[&list(&[7, -7, 7, -7]), &list(&[2, 2, -2, -2])], &list(&[3, -3, -3, 3]));
-    check(
-        Op::Mod(Mod { fmod: false }),
-        &[&list(&[7, -7, 7, -6]), &list(&[3, 3, -3, 3])],
-        &list(&[1, 2, -2, 0]),
-    );
-    check(
-        Op::Mod(Mod { fmod: true }),
-        &[&list(&[7, -7, 7, -6]), &list(&[3, 3, -3, 3])],
-        &list(&[1, -1, 1, 0]),
-    );
-    check(Op::Mod(Mod { fmod: false }), &[&list(&[i64::MIN]), &list(&[-1])], &list(&[0]));
+    let pairs = [&list(&[7, -7, 7, -6]), &list(&[3, 3, -3, 3])];
+    check(modulo(false), &pairs, &list(&[1, 2, -2, 0]));
+    check(modulo(true), &pairs, &list(&[1, -1, 1, 0]));
+    check(modulo(false), &[&list(&[i64::MIN]), &list(&[-1])], &list(&[0]));
     check(
         op(Arithmetic::Pow),
         &[&list(&[2, -3, -1, 2, 0]), &list(&[10, 3, i64::MIN, -1, 0])],
@@ -154,7 +147,7 @@ fn whole_numbers_are_divided_towards_zero_and_never_wrap() {
     refused(op(Arithmetic::Sub), &[&list(&[i64::MIN]), &list(&[1])], TOO_LARGE);
     refused(op(Arithmetic::Div), &[&list(&[i64::MIN]), &list(&[-1])], TOO_LARGE);
     refused(op(Arithmetic::Div), &[&list(&[3]), &list(&[0])], "3 is divided by zero");
-    refused(Op::Mod(Mod { fmod: true }), &[&list(&[3]), &list(&[0])], "divided by zero");
+    refused(modulo(true), &[&list(&[3]), &list(&[0])], "divided by zero");
     refused(op(Arithmetic::Pow), &[&list(&[0]), &list(&[-1])], "infinite");
     refused(op(Arithmetic::Add), &[&list(&[1, 2]), &list(&[1, 2, 3])], "[3] does not broadcast with [2]");
     refused(op(Arithmetic::Add), &[&list(&[1]), &singles(&[1.0])], "whole numbers of shape [1]");
@@ -165,7 +158,7 @@ fn whole_numbers_are_divided_towards_zero_and_never_wrap() {
 
 #[test]
 fn floating_point_numbers_are_rounded_once() {
-    let op = Op::Arithmetic;
+    let (op, modulo) = (Op::Arithmetic, |fmod: bool| Op::Mod(Mod { fmod }));
     check(op(Arithmetic::Add), &[&singles(&[1.0]), &doubles(&[1e-12])], &doubles(&[1.0 + 1e-12]));
     check(op(Arithmetic::Add), &[&singles(&[1e8]), &singles(&[1.0]), &singles(&[-1e8])], &singles(&[1.0]));
     check(
@@ -175,8 +168,8 @@ fn floating_point_numbers_are_rounded_once() {
     );
     check(Op::Mean, &[&singles(&[1.0]), &singles(&[2.0])], &singles(&[1.5]));
     check(op(Arithmetic::Pow), &[&singles(&[2.0, -2.0]), &list(&[-1, 3])], &singles(&[0.5, -8.0]));
-    check(Op::Mod(Mod { fmod: true }), &[&singles(&[-5.5]), &singles(&[2.0])], &singles(&[-1.5]));
-    check(Op::Mod(Mod { fmod: false }), &[&singles(&[-5.5]), &singles(&[2.0])], &singles(&[0.5]));
+    check(modulo(true), &[&singles(&[-5.5]), &singles(&[2.0])], &singles(&[-1.5]));
+    check(modulo(false), &[&singles(&[-5.5]), &singles(&[2.0])], &singles(&[0.5]));
     for kind in [Arithmetic::Max, Arithmetic::Min] {
         let nan = run(op(kind), &[&singles(&[f32::NAN, 1.0]), &singles(&[1.0, f32::NAN])]).unwrap();
         assert!(nan.to_f64().iter().all(|x| x.is_nan()), "{nan:?}");

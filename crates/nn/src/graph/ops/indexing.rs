@@ -67,6 +67,13 @@ pub(super) const SCATTER_ND: Operator<()> = Operator {
     gives: like_first,
 };
 
+fn numbers(indices: &Array) -> Answer<&[i64]> {
+    match indices.data() {
+        Data::I64(numbers) => Ok(numbers),
+        _ => Err(format!("indices must be whole numbers, but are {}", described(indices))),
+    }
+}
+
 fn signed(indices: Vec<usize>) -> Vec<isize> {
     indices.into_iter().map(|index| index as isize).collect()
 }
@@ -94,9 +101,7 @@ fn scatter_nd(inputs: &Inputs<'_>) -> Result<Tensor> {
 fn gather_known(x: &Array, indices: &Array, axis: isize) -> Answer<Array> {
     let sizes = x.shape();
     let axis = axis_of(axis as i64, sizes.len())?;
-    let Data::I64(numbers) = indices.data() else {
-        return Err(format!("indices must be whole numbers, but are {}", described(indices)));
-    };
+    let numbers = numbers(indices)?;
     let shape = [&sizes[..axis], indices.shape(), &sizes[axis + 1..]].concat();
     bounded(&shape)?;
     let mut chosen = room(numbers.len())?;
@@ -125,9 +130,7 @@ struct Gathered {
 
 /// What GatherND takes of an array of these sizes.
 fn gathered(sizes: &[usize], indices: &Array, batch_axes: usize) -> Answer<Gathered> {
-    let Data::I64(numbers) = indices.data() else {
-        return Err(format!("indices must be whole numbers, but are {}", described(indices)));
-    };
+    let numbers = numbers(indices)?;
     let misfit = || format!("indices of shape {:?} do not point into {sizes:?}", indices.shape());
     let (&depth, outer) = indices.shape().split_last().ok_or_else(misfit)?;
     let axes = batch_axes.checked_add(depth).filter(|&axes| depth > 0 && axes <= sizes.len());
@@ -150,9 +153,7 @@ fn gathered(sizes: &[usize], indices: &Array, batch_axes: usize) -> Answer<Gathe
 
 /// Which slice each slice of ScatterND's output is: one of the data by its number or, counted on from these, one of the updates.
 fn scattered(sizes: &[usize], indices: &Array, updates: &[usize]) -> Answer<Vec<usize>> {
-    let Data::I64(numbers) = indices.data() else {
-        return Err(format!("indices must be whole numbers, but are {}", described(indices)));
-    };
+    let numbers = numbers(indices)?;
     let (axes, of_updates) = match indices.shape().split_last() {
         Some((&axes, of_updates)) if (1..=sizes.len()).contains(&axes) => (axes, of_updates),
         _ => return Err(format!("indices of shape {:?} do not point into {sizes:?}", indices.shape())),

@@ -254,7 +254,13 @@ fn write_function<'a>(function: Pointwise, to: &mut NodeWriter<'_, 'a>) -> Answe
         Pointwise::Softplus { beta, threshold } if beta != 1.0 || threshold < NO_THRESHOLD => {
             write_softplus([beta, threshold], to)?
         }
-        _ => to.op(),
+        Pointwise::Relu | Pointwise::Sigmoid | Pointwise::Tanh | Pointwise::Silu | Pointwise::HardSwish => {
+            to.op()
+        }
+        Pointwise::Gelu | Pointwise::Selu | Pointwise::Mish | Pointwise::Softplus { .. } => to.op(),
+        Pointwise::Softsign | Pointwise::Exp | Pointwise::Log | Pointwise::Sqrt | Pointwise::Abs => to.op(),
+        Pointwise::Neg | Pointwise::Reciprocal | Pointwise::Erf => to.op(),
+        other => return Err(format!("ONNX has no {}", other.name())),
     })
 }
 

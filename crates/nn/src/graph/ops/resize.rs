@@ -74,6 +74,14 @@ pub(super) const RESIZE: Operator<Resize> = Operator {
     gives: |_, from| from.ranked(from.rank(0).or(from.len(2)).or(from.len(3))),
 };
 
+impl Resize {
+    /// By ONNX's usual rules.
+    pub(in crate::graph) fn of(mode: ResizeMode, coordinates: Coordinates) -> Resize {
+        let mode = Interpolation::Of(mode);
+        Resize { mode, coordinates, one_pixel_at_zero: false, aspect: Aspect::Stretch }
+    }
+}
+
 /// The predecessor of `Resize`.
 fn read_upsample(node: &mut NodeReader<'_>) -> Answer<Op> {
     if node.opset < 9 {
@@ -97,8 +105,7 @@ fn read_asymmetric(node: &mut NodeReader<'_>) -> Answer<Op> {
         "linear" | "bilinear" => ResizeMode::Bilinear,
         other => return Err(unknown_mode(other)),
     };
-    let (mode, coordinates) = (Interpolation::Of(mode), Coordinates::Asymmetric);
-    Ok(Op::Resize(Resize { mode, coordinates, one_pixel_at_zero: false, aspect: Aspect::Stretch }))
+    Ok(Op::Resize(Resize::of(mode, Coordinates::Asymmetric)))
 }
 
 fn unknown_mode(mode: &str) -> String {

@@ -101,11 +101,8 @@ impl Translation<'_> {
         let fill = *fill;
         let mut parts = Vec::with_capacity(axes.len());
         for axis in 0..axes.len() {
-            let of = |run: usize, axes: &'_ [Option<Vec<Option<usize>>>]| {
-                (step.from[0][run][axis], axes[axis].clone())
-            };
-            let (first, second) = (of(0, axes), of(1, others));
-            match part([(first.0, first.1.as_deref()), (second.0, second.1.as_deref())]) {
+            let size = |run: usize| step.from[0][run][axis];
+            match part([(size(0), axes[axis].as_deref()), (size(1), others[axis].as_deref())]) {
                 Some(part) => parts.push(part),
                 None => {
                     return refused(format!(

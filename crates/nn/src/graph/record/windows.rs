@@ -7,8 +7,7 @@ use convoke_autograd::ops::{
 };
 
 use super::super::{
-    Along, Arithmetic, Array, Aspect, Conv, ConvTranspose, Data, Interpolation, Op, PadKind, Pads, Pool,
-    ReduceKind, Resize,
+    Along, Arithmetic, Array, Conv, ConvTranspose, Data, Op, PadKind, Pads, Pool, ReduceKind, Resize,
 };
 use super::translation::{Step, Translation};
 
@@ -136,12 +135,7 @@ impl Translation<'_> {
     }
 
     pub(super) fn resize(&mut self, step: &Step<'_>, options: &ResizeOptions) -> Result<String> {
-        let resize = Resize {
-            mode: Interpolation::Of(options.mode),
-            coordinates: options.coordinates,
-            one_pixel_at_zero: false,
-            aspect: Aspect::Stretch,
-        };
+        let resize = Resize::of(options.mode, options.coordinates);
         let x = step.inputs[0].clone();
         Ok(match options.to {
             ResizeTo::Size(_) => {
@@ -158,9 +152,7 @@ impl Translation<'_> {
             UpsampleMode::Nearest => (ResizeMode::Nearest(Rounding::Floor), Coordinates::Asymmetric),
             UpsampleMode::Bilinear => (ResizeMode::Bilinear, Coordinates::HalfPixel),
         };
-        let mode = Interpolation::Of(mode);
-        let resize = Resize { mode, coordinates, one_pixel_at_zero: false, aspect: Aspect::Stretch };
-        self.scaled(step, resize, factor.map(|factor| factor as f64))
+        self.scaled(step, Resize::of(mode, coordinates), factor.map(|factor| factor as f64))
     }
 
     fn scaled(&mut self, step: &Step<'_>, resize: Resize, [height, width]: [f64; 2]) -> String {
