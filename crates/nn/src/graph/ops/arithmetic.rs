@@ -10,8 +10,9 @@ pub struct Mod {
     pub fmod: bool,
 }
 
-pub(super) const ARITHMETIC: Operator<Arithmetic> = Operator {
-    name: |kind| match kind {
+/// Its name in ONNX.
+pub(super) fn name(kind: Arithmetic) -> &'static str {
+    match kind {
         Arithmetic::Add => "Add",
         Arithmetic::Sub => "Sub",
         Arithmetic::Mul => "Mul",
@@ -19,7 +20,10 @@ pub(super) const ARITHMETIC: Operator<Arithmetic> = Operator {
         Arithmetic::Pow => "Pow",
         Arithmetic::Max => "Max",
         Arithmetic::Min => "Min",
-    },
+    }
+}
+
+pub(super) const ARITHMETIC: Operator<Arithmetic> = Operator {
     read: &[
         Reader("Add", (2, 2), |_| Ok(Op::Arithmetic(Arithmetic::Add))),
         Reader("Sum", (1, ANY), |_| Ok(Op::Arithmetic(Arithmetic::Add))),
@@ -59,7 +63,6 @@ pub(super) const ARITHMETIC: Operator<Arithmetic> = Operator {
 };
 
 pub(super) const MEAN: Operator<()> = Operator {
-    name: |()| "Mean",
     read: &[Reader("Mean", (1, ANY), |_| Ok(Op::Mean))],
     write: plain,
     known: Known::One(|(), inputs| {
@@ -73,7 +76,6 @@ pub(super) const MEAN: Operator<()> = Operator {
 };
 
 pub(super) const MOD: Operator<Mod> = Operator {
-    name: |_| "Mod",
     read: &[Reader("Mod", (2, 2), |node| Ok(Op::Mod(Mod { fmod: node.attributes.flag("fmod", false)? })))],
     write: |&Mod { fmod }, to| Ok(to.op().int("fmod", fmod)),
     known: Known::One(|&Mod { fmod }, inputs| {

@@ -18,8 +18,9 @@ pub enum Compare {
     Xor,
 }
 
-pub(super) const COMPARE: Operator<Compare> = Operator {
-    name: |kind| match kind {
+/// Its name in ONNX.
+pub(super) fn name(kind: Compare) -> &'static str {
+    match kind {
         Compare::Equal => "Equal",
         Compare::Less => "Less",
         Compare::LessOrEqual => "LessOrEqual",
@@ -28,7 +29,10 @@ pub(super) const COMPARE: Operator<Compare> = Operator {
         Compare::And => "And",
         Compare::Or => "Or",
         Compare::Xor => "Xor",
-    },
+    }
+}
+
+pub(super) const COMPARE: Operator<Compare> = Operator {
     read: &[
         Reader("Equal", (2, 2), |_| Ok(Op::Compare(Compare::Equal))),
         Reader("Less", (2, 2), |_| Ok(Op::Compare(Compare::Less))),
@@ -47,7 +51,6 @@ pub(super) const COMPARE: Operator<Compare> = Operator {
 };
 
 pub(super) const NOT: Operator<()> = Operator {
-    name: |()| "Not",
     read: &[Reader("Not", (1, 1), |_| Ok(Op::Not))],
     write: plain,
     known: Known::One(|(), inputs| {
@@ -66,7 +69,6 @@ pub(super) const NOT: Operator<()> = Operator {
 };
 
 pub(super) const WHERE: Operator<()> = Operator {
-    name: |()| "Where",
     read: &[Reader("Where", (3, 3), |_| Ok(Op::Where)), Reader("ThresholdedRelu", (1, 1), thresholded_relu)],
     write: plain,
     known: Known::One(|(), inputs| choose(&inputs.all_known()?)),

@@ -36,7 +36,6 @@ pub struct ConvTranspose {
 }
 
 pub(super) const CONV: Operator<Conv> = Operator {
-    name: |_| "Conv",
     read: &[Reader("Conv", (2, 3), |node| {
         let axes = read_axes(node)?;
         Ok(Op::Conv(Conv::read(node, axes)?))
@@ -49,7 +48,6 @@ pub(super) const CONV: Operator<Conv> = Operator {
 };
 
 pub(super) const CONV_TRANSPOSE: Operator<ConvTranspose> = Operator {
-    name: |_| "ConvTranspose",
     read: &[Reader("ConvTranspose", (2, 3), |node| {
         let axes = read_axes(node)?;
         let conv = Conv::read(node, axes)?;

@@ -11,11 +11,10 @@ pub struct StochasticDepth {
 }
 
 pub(super) const DROPOUT: Operator<()> = Operator {
-    name: |()| "Dropout",
     read: &[Reader("Dropout", (1, 3), |node| {
         if node.opset >= 12 {
             // Random numbers are drawn by who trains.
-            node.attributes.ignore("seed");
+            node.attributes.ignore(&["seed"]);
         } else if let Some(share) = node.attributes.float("ratio")? {
             node.set_array(1, "ratio", Array::number(share as f32));
         }
@@ -36,7 +35,6 @@ pub(super) const DROPOUT: Operator<()> = Operator {
 };
 
 pub(super) const STOCHASTIC_DEPTH: Operator<StochasticDepth> = Operator {
-    name: |_| "StochasticDepth",
     read: &[],
     // It drops samples in training only, and no operator of ONNX does.
     write: |_, to| Ok(to.named("Identity")),

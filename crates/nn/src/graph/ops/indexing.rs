@@ -13,7 +13,6 @@ pub struct GatherNd {
 }
 
 pub(super) const GATHER: Operator<Along> = Operator {
-    name: |_| "Gather",
     read: &[Reader("Gather", (2, 2), |node| node.along(0, Op::Gather))],
     write: |along, to| Ok(to.op().axis("axis", along.axis)),
     known: Known::One(|along, inputs| gather_known(inputs.known(0)?, inputs.known(1)?, along.axis)),
@@ -28,7 +27,6 @@ pub(super) const GATHER: Operator<Along> = Operator {
 };
 
 pub(super) const GATHER_ND: Operator<GatherNd> = Operator {
-    name: |_| "GatherND",
     read: &[Reader("GatherND", (2, 2), |node| {
         Ok(Op::GatherNd(GatherNd { batch_axes: node.attributes.size("batch_dims")?.unwrap_or(0) }))
     })],
@@ -56,7 +54,6 @@ pub(super) const GATHER_ND: Operator<GatherNd> = Operator {
 };
 
 pub(super) const SCATTER_ND: Operator<()> = Operator {
-    name: |()| "ScatterND",
     read: &[Reader("ScatterND", (3, 3), |node| {
         match node.attributes.text_or("reduction", "none")?.as_str() {
             "none" => Ok(Op::ScatterNd),

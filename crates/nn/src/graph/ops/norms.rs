@@ -79,7 +79,6 @@ pub struct Lrn {
 }
 
 pub(super) const BATCH_NORM: Operator<BatchNormOp> = Operator {
-    name: |_| "BatchNormalization",
     read: &[Reader("BatchNormalization", (5, 5), |node| {
         let eps = node.attributes.float_or("epsilon", 1e-5)?;
         let momentum = node.attributes.float_or("momentum", 0.9)?;
@@ -119,7 +118,6 @@ pub(super) const BATCH_NORM: Operator<BatchNormOp> = Operator {
 };
 
 pub(super) const GROUP_NORM: Operator<GroupNorm> = Operator {
-    name: |_| "GroupNormalization",
     read: &[Reader("GroupNormalization", (3, 3), read_group_norm)],
     write: |&norm, to| match to.file.opset {
         21.. => Ok(to.op().size("num_groups", norm.groups).float("epsilon", norm.eps)),
@@ -136,9 +134,8 @@ pub(super) const GROUP_NORM: Operator<GroupNorm> = Operator {
 };
 
 pub(super) const LAYER_NORM: Operator<LayerNorm> = Operator {
-    name: |_| "LayerNormalization",
     read: &[Reader("LayerNormalization", (2, 3), |node| {
-        node.attributes.ignore("stash_type");
+        node.attributes.ignore(&["stash_type"]);
         let axis = node.attributes.axis("axis", -1)?;
         Ok(Op::LayerNorm(LayerNorm { axis, eps: node.attributes.float_or("epsilon", 1e-5)? }))
     })],
@@ -158,7 +155,6 @@ pub(super) const LAYER_NORM: Operator<LayerNorm> = Operator {
 };
 
 pub(super) const INSTANCE_NORM: Operator<InstanceNorm> = Operator {
-    name: |_| "InstanceNormalization",
     read: &[Reader("InstanceNormalization", (3, 3), |node| {
         Ok(Op::InstanceNorm(InstanceNorm { eps: node.attributes.float_or("epsilon", 1e-5)? }))
     })],
@@ -173,7 +169,6 @@ pub(super) const INSTANCE_NORM: Operator<InstanceNorm> = Operator {
 };
 
 pub(super) const LP_NORM: Operator<LpNorm> = Operator {
-    name: |_| "LpNormalization",
     read: &[Reader("LpNormalization", (1, 1), |node| {
         let axis = node.attributes.axis("axis", -1)?;
         match node.attributes.int_or("p", 2)? {
@@ -199,7 +194,6 @@ pub(super) const LP_NORM: Operator<LpNorm> = Operator {
 };
 
 pub(super) const LRN: Operator<Lrn> = Operator {
-    name: |_| "LRN",
     read: &[Reader("LRN", (1, 1), |node| {
         let size = node.attributes.size("size")?.ok_or("its size is missing")?;
         let alpha = node.attributes.float_or("alpha", 1e-4)?;
@@ -227,7 +221,7 @@ fn with_affine(inputs: &Inputs<'_>) -> Result<(Tensor, [Option<Tensor>; 2])> {
 fn read_group_norm(node: &mut NodeReader<'_>) -> Answer<Op> {
     let eps = node.attributes.float_or("epsilon", 1e-5)?;
     // The type in which it is computed.
-    node.attributes.ignore("stash_type");
+    node.attributes.ignore(&["stash_type"]);
     let groups = node.attributes.size("num_groups")?.filter(|&groups| groups > 0);
     let groups = groups.ok_or("its number of groups is missing or 0")?;
     if node.opset >= 21 {

@@ -18,7 +18,6 @@ pub enum PadKind {
 }
 
 pub(super) const CONCAT: Operator<Along> = Operator {
-    name: |_| "Concat",
     read: &[Reader("Concat", (1, ANY), |node| {
         let axis = node.attributes.int("axis")?.ok_or("its axis is missing")?;
         Ok(Op::Concat(Along { axis: reading::axis_of(axis)? }))
@@ -38,7 +37,6 @@ pub(super) const CONCAT: Operator<Along> = Operator {
 };
 
 pub(super) const SPLIT: Operator<Along> = Operator {
-    name: |_| "Split",
     read: &[Reader("Split", (1, 2), read_split)],
     write: |along, to| {
         let node = to.op().axis("axis", along.axis);
@@ -57,7 +55,6 @@ pub(super) const SPLIT: Operator<Along> = Operator {
 };
 
 pub(super) const SLICE: Operator<()> = Operator {
-    name: |()| "Slice",
     read: &[Reader("Slice", (1, 5), read_slice)],
     write: plain,
     known: Known::One(|(), inputs| slice_known(inputs)),
@@ -67,7 +64,6 @@ pub(super) const SLICE: Operator<()> = Operator {
 };
 
 pub(super) const PAD: Operator<PadKind> = Operator {
-    name: |_| "Pad",
     read: &[Reader("Pad", (1, 4), read_pad)],
     write: |&kind, to| {
         if !to.input(3).is_empty() {
@@ -327,33 +323,26 @@ fn sliced(size: usize, [start, end, step]: [i64; 3]) -> Answer<(usize, usize)> {
 /// Pads with a number. Negative pads remove elements.
 fn pad_known(inputs: &Inputs<'_>) -> Answer<Array> {
     let (x, value) = (inputs.known(0)?, inputs.optional_number(2)?);
-    let rank = x.shape().len();
-    let mut shape = x.shape().to_vec();
-    // The part of the input that is left, and where it starts in the input and in the output.
-    let (mut part, mut from, mut to) = (x.shape().to_vec(), vec![0; rank], vec![0; rank]);
-    for (axis, pads) in pads(inputs, x.shape())?.into_iter().enumerate() {
-        let [before, after] = pads.map(i128::from);
-        let size = shape[axis] as i128;
-        let padded = size + before + after;
-        shape[axis] = usize::try_from(padded)
-            .map_err(|_| format!("an axis of size {size} cannot be padded by {before} and {after}"))?;
-        let (first, last) = ((-before).clamp(0, size), (padded - before).clamp(0, size));
-        part[axis] = (last - first).max(0) as usize;
-        (from[axis], to[axis]) = (first as isize, before.clamp(0, padded) as isize);
-    }
+    let (pads, sizes, steps) = (pads(inputs, x.shape())?, x.shape(), steps_of(x.shape()));
+    let padded = |(&size, &[before, after]): (&usize, &[i64; 2])| {
+        let padded = size as i128 + i128::from(before) + i128::from(after);
+        usize::try_from(padded)
+            .map_err(|_| format!("an axis of size {size} cannot be padded by {before} and {after}"))
+    };
+    let shape = sizes.iter().zip(&pads).map(padded).collect::<Answer<Vec<usize>>>()?;
     let zero = Data::Bool(vec![false]);
     let fill = value.map_or(&zero, Array::data);
-    let walk = |sizes: &[usize], start: &[isize]| {
-        let steps = steps_of(sizes);
-        let distance = |(start, step): (&isize, &isize)| start.wrapping_mul(*step);
-        let at = start.iter().zip(&steps).map(distance).fold(0, isize::wrapping_add);
-        Walk::new(&part, &steps, at)
+    let source = |mut at: usize| {
+        let mut source = 0;
+        for axis in (0..shape.len()).rev() {
+            let index = (at % shape[axis]) as i128 - i128::from(pads[axis][0]);
+            let index = usize::try_from(index).ok().filter(|&index| index < sizes[axis])?;
+            source += index * steps[axis].unsigned_abs();
+            at /= shape[axis];
+        }
+        Some(source)
     };
-    let mut moves = walk(x.shape(), &from).zip(walk(&shape, &to)).take(product(&part)).peekable();
-    // The part goes to places of the output in ascending order.
-    let places = (0..).map(|at: usize| match moves.next_if(|&(_, to)| to == at) {
-        Some((from, _)) => (x.data(), from),
-        None => (fill, 0),
-    });
+    // No places are read of an output without elements.
+    let places = (0..).map(|at: usize| source(at).map_or((fill, 0), |source| (x.data(), source)));
     assembled(x.kind(), &shape, places)
 }

@@ -25,8 +25,9 @@ pub enum Elementwise {
     Cos,
 }
 
-pub(super) const POINTWISE: Operator<Pointwise> = Operator {
-    name: |function| match function {
+/// Its name in ONNX.
+pub(super) fn name(function: Pointwise) -> &'static str {
+    match function {
         Pointwise::Sigmoid => "Sigmoid",
         Pointwise::Tanh => "Tanh",
         Pointwise::Silu => "Swish",
@@ -48,7 +49,10 @@ pub(super) const POINTWISE: Operator<Pointwise> = Operator {
         Pointwise::Reciprocal => "Reciprocal",
         Pointwise::Erf => "Erf",
         other => other.name(),
-    },
+    }
+}
+
+pub(super) const POINTWISE: Operator<Pointwise> = Operator {
     read: &[
         Reader("Abs", (1, 1), |_| Ok(Op::Pointwise(Pointwise::Abs))),
         Reader("Celu", (1, 1), |node| {
@@ -97,7 +101,6 @@ pub(super) const POINTWISE: Operator<Pointwise> = Operator {
 };
 
 pub(super) const RELU: Operator<()> = Operator {
-    name: |()| "Relu",
     read: &[Reader("Relu", (1, 1), |_| Ok(Op::Relu))],
     write: plain,
     known: Known::One(|(), inputs| map(inputs.known(0)?, |x| within(x, Some(0.0), None), |x| Ok(x.max(0)))),
@@ -107,7 +110,6 @@ pub(super) const RELU: Operator<()> = Operator {
 };
 
 pub(super) const LEAKY_RELU: Operator<LeakyRelu> = Operator {
-    name: |_| "LeakyRelu",
     read: &[Reader("LeakyRelu", (1, 1), |node| {
         Ok(Op::LeakyRelu(LeakyRelu { alpha: node.attributes.float_or("alpha", 0.01)? }))
     })],
@@ -125,7 +127,6 @@ pub(super) const LEAKY_RELU: Operator<LeakyRelu> = Operator {
 };
 
 pub(super) const P_RELU: Operator<()> = Operator {
-    name: |()| "PRelu",
     read: &[Reader("PRelu", (2, 2), |_| Ok(Op::PRelu))],
     write: plain,
     known: Known::Never,
@@ -135,7 +136,6 @@ pub(super) const P_RELU: Operator<()> = Operator {
 };
 
 pub(super) const CLIP: Operator<()> = Operator {
-    name: |()| "Clip",
     read: &[Reader("Clip", (1, 3), |node| {
         if node.opset < 11 {
             for (place, name) in [(1, "min"), (2, "max")] {
@@ -155,15 +155,19 @@ pub(super) const CLIP: Operator<()> = Operator {
     gives: like_first,
 };
 
-pub(super) const ELEMENTWISE: Operator<Elementwise> = Operator {
-    name: |kind| match kind {
+/// Its name in ONNX.
+pub(super) fn elementwise_name(kind: Elementwise) -> &'static str {
+    match kind {
         Elementwise::Floor => "Floor",
         Elementwise::Ceil => "Ceil",
         Elementwise::Round => "Round",
         Elementwise::Sign => "Sign",
         Elementwise::Sin => "Sin",
         Elementwise::Cos => "Cos",
-    },
+    }
+}
+
+pub(super) const ELEMENTWISE: Operator<Elementwise> = Operator {
     read: &[
         Reader("Floor", (1, 1), |_| Ok(Op::Elementwise(Elementwise::Floor))),
         Reader("Ceil", (1, 1), |_| Ok(Op::Elementwise(Elementwise::Ceil))),

@@ -40,7 +40,6 @@ pub struct TopK {
 }
 
 pub(super) const CUM_SUM: Operator<CumSum> = Operator {
-    name: |_| "CumSum",
     read: &[Reader("CumSum", (2, 2), |node| {
         let exclusive = node.attributes.flag("exclusive", false)?;
         let reverse = node.attributes.flag("reverse", false)?;
@@ -63,7 +62,6 @@ pub(super) const CUM_SUM: Operator<CumSum> = Operator {
 };
 
 pub(super) const ARG_MAX: Operator<ArgMax> = Operator {
-    name: |extreme| if extreme.smallest { "ArgMin" } else { "ArgMax" },
     read: &[
         Reader("ArgMax", (1, 1), |node| read_arg_max(node, false)),
         Reader("ArgMin", (1, 1), |node| read_arg_max(node, true)),
@@ -82,10 +80,9 @@ pub(super) const ARG_MAX: Operator<ArgMax> = Operator {
 };
 
 pub(super) const TOP_K: Operator<TopK> = Operator {
-    name: |_| "TopK",
     read: &[Reader("TopK", (1, 2), |node| {
         // What is not to be sorted may be.
-        node.attributes.ignore("sorted");
+        node.attributes.ignore(&["sorted"]);
         if node.opset < 10 {
             let k = node.attributes.int("k")?.ok_or("its k is missing")?;
             node.set_array(1, "k", Array::integers([k]));

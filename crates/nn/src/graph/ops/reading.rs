@@ -72,9 +72,9 @@ impl Attributes {
         self.0.iter().find(|attribute| attribute.name == name).map(|attribute| attribute.ints.len())
     }
 
-    /// Removes an attribute that has no effect here.
-    pub(super) fn ignore(&mut self, name: &str) {
-        self.0.retain(|attribute| attribute.name != name);
+    /// Removes attributes that have no effect here.
+    pub(super) fn ignore(&mut self, names: &[&str]) {
+        self.0.retain(|attribute| !names.contains(&attribute.name.as_str()));
     }
 
     pub(super) fn int(&mut self, name: &str) -> Answer<Option<i64>> {

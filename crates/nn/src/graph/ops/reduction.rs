@@ -16,8 +16,9 @@ pub struct Reduce {
     pub no_axes_is_identity: bool,
 }
 
-pub(super) const REDUCE: Operator<Reduce> = Operator {
-    name: |reduce| match reduce.kind {
+/// Its name in ONNX.
+pub(super) fn name(kind: ReduceKind) -> &'static str {
+    match kind {
         ReduceKind::Sum => "ReduceSum",
         ReduceKind::Mean => "ReduceMean",
         ReduceKind::Prod => "ReduceProd",
@@ -28,7 +29,10 @@ pub(super) const REDUCE: Operator<Reduce> = Operator {
         ReduceKind::SumSquare => "ReduceSumSquare",
         ReduceKind::LogSum => "ReduceLogSum",
         ReduceKind::LogSumExp => "ReduceLogSumExp",
-    },
+    }
+}
+
+pub(super) const REDUCE: Operator<Reduce> = Operator {
     read: &[
         Reader("ReduceSum", (1, 2), |node| read(node, ReduceKind::Sum)),
         Reader("ReduceMean", (1, 2), |node| read(node, ReduceKind::Mean)),

@@ -48,7 +48,6 @@ pub enum Aspect {
 }
 
 pub(super) const RESIZE: Operator<Resize> = Operator {
-    name: |_| "Resize",
     read: &[Reader("Resize", (1, 4), read), Reader("Upsample", (1, 2), read_upsample)],
     write,
     known: Known::Never,
@@ -135,9 +134,7 @@ fn read(node: &mut NodeReader<'_>) -> Answer<Op> {
         other => return Err(format!("its keep_aspect_ratio_policy {other} is not known")),
     };
     // The following attributes only have an effect with other modes.
-    for name in ["cubic_coeff_a", "exclude_outside", "extrapolation_value"] {
-        node.attributes.ignore(name);
-    }
+    node.attributes.ignore(&["cubic_coeff_a", "exclude_outside", "extrapolation_value"]);
     // A region, which only matters for another mode; and scales that are empty if there are sizes.
     node.set_input(1, String::new());
     if !node.input(3).is_empty() {

@@ -42,7 +42,6 @@ pub struct SpaceToDepth {
 const MOST_ELEMENTS: usize = 1 << 40;
 
 pub(super) const TRANSPOSE: Operator<Transpose> = Operator {
-    name: |_| "Transpose",
     read: &[Reader("Transpose", (1, 1), |node| {
         let order = node.attributes.ints("perm")?.unwrap_or_default();
         let order = order.into_iter().map(reading::axis_of).collect::<Answer<_>>()?;
@@ -65,7 +64,6 @@ pub(super) const TRANSPOSE: Operator<Transpose> = Operator {
 };
 
 pub(super) const RESHAPE: Operator<Reshape> = Operator {
-    name: |_| "Reshape",
     read: &[Reader("Reshape", (2, 2), |node| {
         let allow_zero = node.opset >= 14 && node.attributes.flag("allowzero", false)?;
         Ok(Op::Reshape(Reshape { allow_zero }))
@@ -97,7 +95,6 @@ pub(super) const RESHAPE: Operator<Reshape> = Operator {
 };
 
 pub(super) const FLATTEN: Operator<Along> = Operator {
-    name: |_| "Flatten",
     read: &[Reader("Flatten", (1, 1), |node| node.along(1, Op::Flatten))],
     write: |along, to| Ok(to.op().axis("axis", along.axis)),
     known: Known::One(|along, inputs| {
@@ -113,7 +110,6 @@ pub(super) const FLATTEN: Operator<Along> = Operator {
 };
 
 pub(super) const SQUEEZE: Operator<()> = Operator {
-    name: |()| "Squeeze",
     read: &[Reader("Squeeze", (1, 2), |node| {
         if node.opset < 13 {
             node.ints_to_input("axes", 1)?;
@@ -137,7 +133,6 @@ pub(super) const SQUEEZE: Operator<()> = Operator {
 };
 
 pub(super) const UNSQUEEZE: Operator<()> = Operator {
-    name: |()| "Unsqueeze",
     read: &[Reader("Unsqueeze", (1, 2), |node| {
         if node.opset < 13 {
             node.ints_to_input("axes", 1)?;
@@ -164,7 +159,6 @@ pub(super) const UNSQUEEZE: Operator<()> = Operator {
 };
 
 pub(super) const EXPAND: Operator<()> = Operator {
-    name: |()| "Expand",
     read: &[Reader("Expand", (2, 2), |_| Ok(Op::Expand))],
     write: plain,
     known: Known::One(|(), inputs| {
@@ -182,7 +176,6 @@ pub(super) const EXPAND: Operator<()> = Operator {
 };
 
 pub(super) const TILE: Operator<()> = Operator {
-    name: |()| "Tile",
     read: &[Reader("Tile", (2, 2), |_| Ok(Op::Tile))],
     write: plain,
     known: Known::One(|(), inputs| tile_known(inputs.known(0)?, inputs.list(1)?)),
@@ -192,7 +185,6 @@ pub(super) const TILE: Operator<()> = Operator {
 };
 
 pub(super) const DEPTH_TO_SPACE: Operator<DepthToSpace> = Operator {
-    name: |_| "DepthToSpace",
     read: &[Reader("DepthToSpace", (1, 1), |node| {
         let block = node.attributes.size("blocksize")?.ok_or("its blocksize is missing")?;
         let order = match node.attributes.text_or("mode", "DCR")?.as_str() {
@@ -216,7 +208,6 @@ pub(super) const DEPTH_TO_SPACE: Operator<DepthToSpace> = Operator {
 };
 
 pub(super) const SPACE_TO_DEPTH: Operator<SpaceToDepth> = Operator {
-    name: |_| "SpaceToDepth",
     read: &[Reader("SpaceToDepth", (1, 1), |node| {
         let block = node.attributes.size("blocksize")?.ok_or("its blocksize is missing")?;
         Ok(Op::SpaceToDepth(SpaceToDepth { block }))

@@ -5,7 +5,6 @@ use convoke_autograd::ops;
 use super::*;
 
 pub(super) const SOFTMAX: Operator<Along> = Operator {
-    name: |_| "Softmax",
     read: &[Reader("Softmax", (1, 1), |node| read(node, Op::Softmax))],
     write: |along, to| Ok(to.op().axis("axis", along.axis)),
     known: Known::Never,
@@ -18,7 +17,6 @@ pub(super) const SOFTMAX: Operator<Along> = Operator {
 };
 
 pub(super) const LOG_SOFTMAX: Operator<Along> = Operator {
-    name: |_| "LogSoftmax",
     read: &[Reader("LogSoftmax", (1, 1), |node| read(node, Op::LogSoftmax))],
     run: Run::One(|along, inputs| {
         let x = inputs.tensor(0)?;

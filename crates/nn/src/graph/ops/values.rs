@@ -23,7 +23,6 @@ pub struct Trilu {
 }
 
 pub(super) const IDENTITY: Operator<()> = Operator {
-    name: |()| "Identity",
     read: &[Reader("Identity", (1, 1), |_| Ok(Op::Identity))],
     write: plain,
     known: Known::One(|(), inputs| inputs.known(0).and_then(|x| copied(x, x.shape()))),
@@ -33,11 +32,8 @@ pub(super) const IDENTITY: Operator<()> = Operator {
 };
 
 pub(super) const CAST: Operator<Kind> = Operator {
-    name: |_| "Cast",
     read: &[Reader("Cast", (1, 1), |node| {
-        for name in ["saturate", "round_mode"] {
-            node.attributes.ignore(name);
-        }
+        node.attributes.ignore(&["saturate", "round_mode"]);
         let to = node.attributes.int("to")?.ok_or("the type that it casts to is missing")?;
         let to = i32::try_from(to).unwrap_or(0);
         let refused = || format!("it casts to the type {}, which is not supported", element::name(to));
@@ -51,11 +47,8 @@ pub(super) const CAST: Operator<Kind> = Operator {
 };
 
 pub(super) const CAST_LIKE: Operator<()> = Operator {
-    name: |()| "CastLike",
     read: &[Reader("CastLike", (2, 2), |node| {
-        for name in ["saturate", "round_mode"] {
-            node.attributes.ignore(name);
-        }
+        node.attributes.ignore(&["saturate", "round_mode"]);
         Ok(Op::CastLike)
     })],
     write: |(), to| match to.file.opset {
@@ -75,7 +68,6 @@ pub(super) const CAST_LIKE: Operator<()> = Operator {
 };
 
 pub(super) const SHAPE: Operator<Shape> = Operator {
-    name: |_| "Shape",
     read: &[Reader("Shape", (1, 1), |node| {
         if node.opset < 15 {
             return Ok(Op::Shape(Shape { start: 0, end: None }));
@@ -95,7 +87,6 @@ pub(super) const SHAPE: Operator<Shape> = Operator {
 };
 
 pub(super) const SIZE: Operator<()> = Operator {
-    name: |()| "Size",
     read: &[Reader("Size", (1, 1), |_| Ok(Op::Size))],
     write: plain,
     known: Known::One(|(), inputs| size(inputs.known(0)?.shape())),
@@ -105,7 +96,6 @@ pub(super) const SIZE: Operator<()> = Operator {
 };
 
 pub(super) const RANGE: Operator<()> = Operator {
-    name: |()| "Range",
     read: &[Reader("Range", (3, 3), |_| Ok(Op::Range))],
     write: plain,
     known: Known::One(|(), inputs| range([inputs.number(0)?, inputs.number(1)?, inputs.number(2)?])),
@@ -115,7 +105,6 @@ pub(super) const RANGE: Operator<()> = Operator {
 };
 
 pub(super) const CONSTANT_OF_SHAPE: Operator<Array> = Operator {
-    name: |_| "ConstantOfShape",
     read: &[Reader("ConstantOfShape", (1, 1), |node| {
         if !node.attributes.has("value") {
             return Ok(Op::ConstantOfShape(Array::floats([0.0])));
@@ -137,7 +126,6 @@ pub(super) const CONSTANT_OF_SHAPE: Operator<Array> = Operator {
 };
 
 pub(super) const CONSTANT: Operator<Array> = Operator {
-    name: |_| "Constant",
     read: &[Reader("Constant", (0, 0), |node| Ok(Op::Constant(read_constant(node)?)))],
     write: |array, to| Ok(to.op().array("value", Cow::Borrowed(array))),
     known: Known::One(|array, _| copied(array, array.shape())),
@@ -147,7 +135,6 @@ pub(super) const CONSTANT: Operator<Array> = Operator {
 };
 
 pub(super) const NON_ZERO: Operator<()> = Operator {
-    name: |()| "NonZero",
     read: &[Reader("NonZero", (1, 1), |_| Ok(Op::NonZero))],
     write: plain,
     known: Known::One(|(), inputs| non_zero(inputs.known(0)?)),
@@ -157,7 +144,6 @@ pub(super) const NON_ZERO: Operator<()> = Operator {
 };
 
 pub(super) const ONE_HOT: Operator<Along> = Operator {
-    name: |_| "OneHot",
     read: &[Reader("OneHot", (3, 3), |node| node.along(-1, Op::OneHot))],
     write: |along, to| Ok(to.op().axis("axis", along.axis)),
     known: Known::One(|along, inputs| one_hot(along.axis, inputs)),
@@ -170,7 +156,6 @@ pub(super) const ONE_HOT: Operator<Along> = Operator {
 };
 
 pub(super) const TRILU: Operator<Trilu> = Operator {
-    name: |_| "Trilu",
     read: &[Reader("Trilu", (1, 2), |node| {
         Ok(Op::Trilu(Trilu { upper: node.attributes.flag("upper", true)? }))
     })],
