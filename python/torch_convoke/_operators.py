@@ -1,8 +1,8 @@
 """Which of PyTorch's operations convoke has, and what they are in its graphs: one function each.
 
 A function gets an `Emitter` and the operation's arguments, with PyTorch's names and defaults; tensors are `Value`s. It emits nodes and
-gives the resulting value, or raises `Unsupported` with a reason for the report. The operations of graphs are described in
-crates/nn/src/graph/op.rs; their names and meanings are ONNX's.
+gives the resulting value, or raises `Unsupported` with a reason for the report. The operators of graphs are listed in
+crates/nn/src/graph/ops/mod.rs; their names and meanings are ONNX's.
 """
 
 from __future__ import annotations
@@ -811,7 +811,7 @@ def _is_index(part: Any) -> bool:
 
 @_operator(F.pad, torch._C._nn.pad)
 def _pad(to, input, pad, mode="constant", value=None, *, shape):
-    kinds = {"constant": "Constant", "reflect": "Reflect", "replicate": "Edge", "circular": "Wrap"}
+    kinds = dict(constant="Constant", reflect="Reflect", replicate="Edge", circular="Wrap")
     if mode not in kinds or len(pad) % 2 or len(pad) > 2 * input.rank:
         raise Unsupported(f"mode {mode!r} with {pad!r}")
     before, after = [0] * input.rank, [0] * input.rank

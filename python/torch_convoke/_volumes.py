@@ -7,13 +7,13 @@ and volumes again, costs nothing.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Callable, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Sequence, TypeAlias
 
 if TYPE_CHECKING:
     from ._operators import Emitter, Value
 
 #: Emits an operation on images, whose result has a shape.
-OnImages = Callable[["Value", Sequence[int]], "Value"]
+OnImages: TypeAlias = "Callable[[Value, Sequence[int]], Value]"
 
 
 def _images(to: Emitter, x: Value, batch: int, height: int, width: int) -> Value:

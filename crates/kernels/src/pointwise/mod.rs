@@ -18,6 +18,7 @@ use crate::{Cpu, DType, Element, Result};
 
 /// A function of one number. Names, parameters and defaults are PyTorch's, except where noted.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub enum Pointwise {
     /// max(0, x). Saves its output.

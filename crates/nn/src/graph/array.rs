@@ -13,6 +13,7 @@ pub struct Array {
 
 /// An array as it is read, before its sizes are checked.
 #[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 struct Unchecked {
     shape: Vec<usize>,
     data: Data,

@@ -227,30 +227,35 @@ impl Builder {
 
     /// A convolution: `name.weight`, K x C/groups x R x S, and `name.bias`, K.
     pub fn conv(&mut self, x: &Value, name: &str, spec: ConvSpec) -> Value {
-        let ConvSpec { channels, kernel, groups, .. } = spec;
-        self.check_conv(x, name, &spec);
-        let per_group = x.channels / groups.max(1);
-        let area = (kernel as f64).powi(2);
-        let fans = [per_group as f64 * area, channels as f64 * area];
-        let weight = self.scheme.conv.initial(vec![channels, per_group, kernel, kernel], fans);
-        let bias = spec.bias.then_some((channels, self.scheme.conv_bias));
-        let inputs = self.layer(x, name, Layer { weight, bias, fan_in: fans[0] });
-        self.node(name, (Op::Conv(conv_op(&spec)), inputs), (channels, None))
+        self.conv_layer(x, name, spec, false)
     }
 
     /// A transposed convolution: `name.weight`, C x K/groups x R x S, and `name.bias`, K. As in PyTorch, the fan_in of its weight
     /// is K/groups x R x S.
     pub fn conv_transpose(&mut self, x: &Value, name: &str, spec: ConvSpec) -> Value {
-        let ConvSpec { channels, kernel, groups, .. } = spec;
+        self.conv_layer(x, name, spec, true)
+    }
+
+    fn conv_layer(&mut self, x: &Value, name: &str, spec: ConvSpec, transposed: bool) -> Value {
         self.check_conv(x, name, &spec);
-        let per_group = channels / groups.max(1);
-        let area = (kernel as f64).powi(2);
-        let fans = [per_group as f64 * area, x.channels as f64 * area];
-        let weight = self.scheme.conv.initial(vec![x.channels, per_group, kernel, kernel], fans);
+        let ConvSpec { channels, kernel, groups, .. } = spec;
+        let [first, others] = if transposed { [x.channels, channels] } else { [channels, x.channels] };
+        let (per_group, area) = (others / groups.max(1), (kernel as f64).powi(2));
+        let fans = [per_group as f64 * area, first as f64 * area];
+        let weight = self.scheme.conv.initial(vec![first, per_group, kernel, kernel], fans);
         let bias = spec.bias.then_some((channels, self.scheme.conv_bias));
         let inputs = self.layer(x, name, Layer { weight, bias, fan_in: fans[0] });
-        let op = ConvTranspose { conv: conv_op(&spec), output_padding: vec![0; 2], output_shape: None };
-        self.node(name, (Op::ConvTranspose(op), inputs), (channels, None))
+        let conv = Conv {
+            strides: vec![spec.stride; 2],
+            pads: Pads::Explicit(vec![spec.padding; 4]),
+            dilations: vec![1; 2],
+            group: groups,
+        };
+        let op = match transposed {
+            false => Op::Conv(conv),
+            true => Op::ConvTranspose(ConvTranspose { conv, output_padding: vec![0; 2], output_shape: None }),
+        };
+        self.node(name, (op, inputs), (channels, None))
     }
 
     /// A linear layer: `name.weight`, `features` x F, and `name.bias`.
@@ -445,14 +450,5 @@ impl Builder {
         if !holds && self.error.is_none() {
             self.error = Some(error());
         }
-    }
-}
-
-fn conv_op(spec: &ConvSpec) -> Conv {
-    Conv {
-        strides: vec![spec.stride; 2],
-        pads: Pads::Explicit(vec![spec.padding; 4]),
-        dilations: vec![1; 2],
-        group: spec.groups,
     }
 }

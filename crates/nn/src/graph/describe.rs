@@ -61,7 +61,7 @@ impl Graph {
         };
         let len = |shape: &[usize]| shape.iter().product::<usize>();
         let elements = len(&output) as u64;
-        match &step.action {
+        let (name, operation, parameters, flops) = match &step.action {
             Action::Block(action) => {
                 let weight = action.block.weight.value();
                 let mut operation = "Conv+BatchNormalization".to_owned();
@@ -76,28 +76,14 @@ impl Graph {
                 }
                 let of_norm = 2 * action.norm.layer.num_features();
                 let bias = action.block.bias.as_ref().map_or(0, |bias| bias.value().len());
-                StepDescription {
-                    name: action.block.name.clone(),
-                    operation,
-                    parameters: weight.len() + bias + of_norm,
-                    flops: 2 * positions * len(&weight.shape()[1..]) as u64,
-                    output,
-                }
+                let flops = 2 * positions * len(&weight.shape()[1..]) as u64;
+                (action.block.name.clone(), operation, weight.len() + bias + of_norm, flops)
             }
-            Action::Norm(norm, activation) => StepDescription {
-                name: norm.name.clone(),
-                operation: format!("BatchNormalization{}", activation_name(*activation)),
-                output,
-                parameters: 2 * norm.layer.num_features(),
-                flops: 0,
-            },
-            Action::Function(function) => StepDescription {
-                name: name(node),
-                operation: Op::Pointwise(*function).name().into(),
-                output,
-                parameters: 0,
-                flops: 0,
-            },
+            Action::Norm(norm, activation) => {
+                let operation = format!("BatchNormalization{}", activation_name(*activation));
+                (norm.name.clone(), operation, 2 * norm.layer.num_features(), 0)
+            }
+            Action::Function(function) => (name(node), Op::Pointwise(*function).name().into(), 0, 0),
             Action::Dropout | Action::Node => {
                 let weights: Vec<Vec<usize>> = step.inputs.iter().filter_map(stored).collect();
                 let weight = step.inputs.get(1).and_then(stored).unwrap_or_default();
@@ -110,25 +96,17 @@ impl Graph {
                 } else if matches!(node.op, Op::ConvTranspose(_)) && !weight.is_empty() {
                     // Each input element meets the kernels of all channels of its group.
                     2 * input as u64 * len(&weight[1..]) as u64
-                } else if let Op::Gemm(gemm) = &node.op
-                    && weight.len() == 2
-                {
-                    2 * elements * weight[usize::from(gemm.trans_b)] as u64
-                } else if matches!(node.op, Op::MatMul) && weight.len() >= 2 {
-                    2 * elements * weight[weight.len() - 2] as u64
+                } else if let (Op::Gemm(gemm), &[first, second]) = (&node.op, &weight[..]) {
+                    2 * elements * if gemm.trans_b { second } else { first } as u64
+                } else if let (Op::MatMul, [.., inner, _]) = (&node.op, &weight[..]) {
+                    2 * elements * *inner as u64
                 } else {
                     0
                 };
-                let parameters = weights.iter().map(|shape| len(shape)).sum();
-                StepDescription {
-                    name: name(node),
-                    operation: node.op.name().into(),
-                    output,
-                    parameters,
-                    flops,
-                }
+                (name(node), node.op.name().into(), weights.iter().map(|shape| len(shape)).sum(), flops)
             }
-        }
+        };
+        StepDescription { name, operation, output, parameters, flops }
     }
 }
 

@@ -14,6 +14,7 @@ use crate::Init;
 /// Elements that are drawn come from the [`Init`] of the model, so another seed gives others, and the definition takes no memory
 /// for them. On a dry device nothing is drawn.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub enum Initial {
     /// The elements themselves.

@@ -6,6 +6,7 @@ use super::Kind;
 
 /// An input of a model.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Input {
     /// The name of the value.
     pub name: String,

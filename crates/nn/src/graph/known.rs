@@ -11,6 +11,7 @@ mod tests;
 
 use std::cell::Cell;
 
+use super::run::Inputs;
 use super::{Array, Data, Kind, Op};
 
 /// A result with the reason why there is none, in words.
@@ -46,15 +47,14 @@ impl Budget {
 
 /// The outputs of a node whose inputs are all known; `None` if the operation is not one for known values (it then runs on
 /// tensors). An error is the reason only; it names neither node nor operator.
-pub(super) fn evaluate(
-    op: &Op,
-    inputs: &[Option<&Array>],
-    outputs: usize,
-    budget: &mut Budget,
-) -> Option<Answer<Vec<Array>>> {
-    budget.charge(inputs.iter().flatten().map(|array| array.len()).sum());
+pub(super) fn evaluate(op: &Op, inputs: &Inputs<'_>, budget: &mut Budget) -> Option<Answer<Vec<Array>>> {
+    let arrays = || (0..inputs.len()).filter_map(|at| inputs.optional_known(at).ok()?);
+    budget.charge(arrays().map(Array::len).sum());
+    if let Some(array) = arrays().find(|array| array.shape().len() > MAX_RANK) {
+        return Some(Err(format!("an input has {} dimensions, more than {MAX_RANK}", array.shape().len())));
+    }
     MOST.set(budget.left);
-    let result = op.known(KnownInputs { arrays: inputs, outputs });
+    let result = op.known(inputs);
     if let Some(Ok(arrays)) = &result {
         budget.charge(arrays.iter().map(Array::len).sum());
     }
@@ -74,62 +74,6 @@ pub(super) fn broadcast(a: &[usize], b: &[usize]) -> Option<Vec<usize>> {
             _ => None,
         })
         .collect()
-}
-
-/// What a node reads.
-#[derive(Clone, Copy)]
-pub(super) struct KnownInputs<'a> {
-    arrays: &'a [Option<&'a Array>],
-    /// How many outputs are asked for.
-    pub(super) outputs: usize,
-}
-
-impl<'a> KnownInputs<'a> {
-    /// An input, `None` if it is left out.
-    pub(super) fn optional(self, at: usize) -> Answer<Option<&'a Array>> {
-        match self.arrays.get(at).copied().flatten() {
-            Some(array) if array.shape().len() > MAX_RANK => {
-                Err(format!("input {at} has {} dimensions, more than {MAX_RANK}", array.shape().len()))
-            }
-            array => Ok(array),
-        }
-    }
-
-    pub(super) fn array(self, at: usize) -> Answer<&'a Array> {
-        self.optional(at)?.ok_or_else(|| format!("input {at} is missing"))
-    }
-
-    /// All inputs, none of which may be left out.
-    pub(super) fn all(self) -> Answer<Vec<&'a Array>> {
-        (0..self.arrays.len()).map(|at| self.array(at)).collect()
-    }
-
-    /// An input that lists whole numbers: one dimension, or a single number.
-    pub(super) fn list(self, at: usize) -> Answer<&'a [i64]> {
-        self.optional_list(at)?.ok_or_else(|| format!("input {at} is missing"))
-    }
-
-    pub(super) fn optional_list(self, at: usize) -> Answer<Option<&'a [i64]>> {
-        let Some(array) = self.optional(at)? else { return Ok(None) };
-        match array.data() {
-            Data::I64(data) if array.shape().len() <= 1 => Ok(Some(data)),
-            _ => Err(format!("input {at} must be a list of whole numbers, but it has {}", described(array))),
-        }
-    }
-
-    /// An input of one element, with that element's place.
-    pub(super) fn optional_number(self, at: usize) -> Answer<Option<&'a Array>> {
-        match self.optional(at)? {
-            Some(array) if array.len() != 1 => {
-                Err(format!("input {at} must be a single number, but it has {}", described(array)))
-            }
-            array => Ok(array),
-        }
-    }
-
-    pub(super) fn number(self, at: usize) -> Answer<&'a Array> {
-        self.optional_number(at)?.ok_or_else(|| format!("input {at} is missing"))
-    }
 }
 
 /// A type of elements.

@@ -37,6 +37,7 @@ use serde::{Deserialize, Serialize};
 /// [`Builder`] makes one. It holds no tensors, so it can be built on any device, in any type, any number of times. It can also be
 /// written as JSON, with serde, and read from it.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Definition {
     /// The model's name, for messages.
     pub name: String,
@@ -52,6 +53,7 @@ pub struct Definition {
 
 /// A step of the computation.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Node {
     /// The name of the node, for messages.
     pub name: String,
@@ -65,6 +67,7 @@ pub struct Node {
 
 /// An array that belongs to the model.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Stored {
     /// The name of the value, also in checkpoints.
     pub name: String,

@@ -172,17 +172,12 @@ impl<'a> Planning<'a> {
         // Without sizes, a split has as many parts as it has outputs.
         let outputs = if matches!(node.op, Op::Split(_)) { node.outputs.len() } else { used + 1 };
 
+        let values: Vec<Option<Value>> =
+            inputs.iter().map(|bound| bound.as_ref().map(|bound| bound.value.clone())).collect();
+        let operands = Inputs::new(&values, &self.dry, outputs);
         // What follows from known values is known.
-        let known: Option<Vec<Option<&Array>>> = inputs
-            .iter()
-            .map(|bound| match bound {
-                None => Some(None),
-                Some(Bound { value: Value::Known(array), .. }) => Some(Some(&**array)),
-                Some(_) => None,
-            })
-            .collect();
-        if let Some(known) = known
-            && let Some(result) = known::evaluate(&node.op, &known, outputs, &mut self.budget)
+        if values.iter().flatten().all(|value| matches!(value, Value::Known(_)))
+            && let Some(result) = known::evaluate(&node.op, &operands, &mut self.budget)
         {
             let arrays = result.map_err(|reason| refused(node, Refusal::Node(reason)))?;
             for (output, array) in node.outputs.iter().zip(arrays) {
@@ -193,9 +188,6 @@ impl<'a> Planning<'a> {
             return Ok(());
         }
 
-        let values: Vec<Option<Value>> =
-            inputs.iter().map(|bound| bound.as_ref().map(|bound| bound.value.clone())).collect();
-        let operands = Inputs::new(&values, &self.dry, outputs);
         let whole = inputs.iter().flatten().any(|bound| bound.whole);
         check_whole(&node.op, &inputs).map_err(|refusal| refused(node, refusal))?;
         let results = match (&node.layer, values.first()) {

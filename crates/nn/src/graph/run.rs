@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use convoke_autograd::{DType, Device, Error, Tensor};
 
-use super::Array;
-use super::known::place_of;
+use super::known::{Answer, described, place_of};
+use super::{Array, Data};
 
 /// A value while a graph runs.
 #[derive(Clone)]
@@ -29,6 +29,12 @@ pub(super) enum Refusal {
 impl From<Error> for Refusal {
     fn from(error: Error) -> Refusal {
         Refusal::Operation(error)
+    }
+}
+
+impl From<convoke_kernels::Error> for Refusal {
+    fn from(error: convoke_kernels::Error) -> Refusal {
+        Refusal::Operation(error.into())
     }
 }
 
@@ -107,40 +113,51 @@ impl<'a> Inputs<'a> {
         }
     }
 
-    pub(super) fn optional_known(&self, index: usize) -> Result<Option<&'a Array>> {
+    pub(super) fn optional_known(&self, index: usize) -> Answer<Option<&'a Array>> {
         match self.get(index) {
             None => Ok(None),
             Some(Value::Known(array)) => Ok(Some(array)),
-            Some(Value::Tensor(_)) => refuse(format!(
+            Some(Value::Tensor(_)) => Err(format!(
                 "input {index} depends on the values of the model's input; here it must follow from shapes and constants"
             )),
         }
     }
 
-    pub(super) fn known(&self, index: usize) -> Result<&'a Array> {
-        match self.optional_known(index)? {
-            Some(array) => Ok(array),
-            None => refuse(format!("input {index} is missing")),
+    pub(super) fn known(&self, index: usize) -> Answer<&'a Array> {
+        self.optional_known(index)?.ok_or_else(|| format!("input {index} is missing"))
+    }
+
+    /// All operands, which must be known; none may be left out.
+    pub(super) fn all_known(&self) -> Answer<Vec<&'a Array>> {
+        (0..self.len()).map(|index| self.known(index)).collect()
+    }
+
+    /// An operand that lists whole numbers, such as sizes: one dimension, or a single number.
+    pub(super) fn list(&self, index: usize) -> Answer<&'a [i64]> {
+        self.optional_list(index)?.ok_or_else(|| format!("input {index} is missing"))
+    }
+
+    pub(super) fn optional_list(&self, index: usize) -> Answer<Option<&'a [i64]>> {
+        let Some(array) = self.optional_known(index)? else { return Ok(None) };
+        match array.data() {
+            Data::I64(data) if array.shape().len() <= 1 => Ok(Some(data)),
+            _ => {
+                Err(format!("input {index} must be a list of whole numbers, but it has {}", described(array)))
+            }
         }
     }
 
-    /// Whole numbers, such as sizes.
-    pub(super) fn integers(&self, index: usize) -> Result<Vec<isize>> {
-        Ok(to_isize(self.known(index)?))
+    /// An operand of one element.
+    pub(super) fn number(&self, index: usize) -> Answer<&'a Array> {
+        self.optional_number(index)?.ok_or_else(|| format!("input {index} is missing"))
     }
 
-    pub(super) fn optional_integers(&self, index: usize) -> Result<Option<Vec<isize>>> {
-        Ok(self.optional_known(index)?.map(to_isize))
-    }
-
-    /// The only element of an operand that is known.
-    pub(super) fn optional_number(&self, index: usize) -> Result<Option<f64>> {
+    pub(super) fn optional_number(&self, index: usize) -> Answer<Option<&'a Array>> {
         match self.optional_known(index)? {
-            Some(array) if array.len() == 1 => Ok(array.only()),
-            Some(array) => {
-                refuse(format!("input {index} has the shape {:?}, expected one number", array.shape()))
+            Some(array) if array.len() != 1 => {
+                Err(format!("input {index} must be a single number, but it has {}", described(array)))
             }
-            None => Ok(None),
+            array => Ok(array),
         }
     }
 
@@ -154,10 +171,9 @@ impl<'a> Inputs<'a> {
     }
 }
 
-pub(super) fn to_isize(array: &Array) -> Vec<isize> {
-    // All sizes are below 2^48, so saturating keeps "beyond the end".
-    let saturating = |x: i64| isize::try_from(x).unwrap_or(if x < 0 { isize::MIN } else { isize::MAX });
-    array.to_i64().into_iter().map(saturating).collect()
+/// An axis, an index or a bound as a number of this machine. All sizes are below 2^48, so saturating keeps "beyond the end".
+pub(super) fn to_isize(number: i64) -> isize {
+    isize::try_from(number).unwrap_or(if number < 0 { isize::MIN } else { isize::MAX })
 }
 
 /// The place of an axis that counts from the last if it is negative.

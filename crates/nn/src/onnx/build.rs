@@ -11,25 +11,47 @@ use crate::graph::{Array, Data, Dimension, Kind};
 /// A node as the format holds it.
 pub(super) fn node(node: OnnxNode<'_>) -> Result<NodeProto> {
     let OnnxNode { operator, name, inputs, outputs, attributes } = node;
-    let attribute =
-        attributes.into_iter().map(|(name, value)| attribute(name, value)).collect::<Result<_>>()?;
     let (op_type, name) = (Some(operator.to_owned()), Some(name));
-    Ok(NodeProto { op_type, name, input: inputs, output: outputs, attribute, ..NodeProto::default() })
+    let proto = NodeProto { op_type, name, input: inputs, output: outputs, ..NodeProto::default() };
+    attributes.into_iter().try_fold(proto, |proto, (name, value)| {
+        Ok(match value {
+            Value::Int(int) => proto.int(name, int),
+            Value::Float(float) => proto.float(name, float),
+            Value::Ints(ints) => proto.ints(name, ints),
+            Value::Text(text) => proto.text(name, text),
+            Value::Array(array) => proto.tensor(name, tensor("", &array)?),
+        })
+    })
 }
 
-/// An attribute as the format holds it.
-pub(super) fn attribute(name: &str, value: Value<'_>) -> Result<AttributeProto> {
-    let (name, none) = (Some(name.to_owned()), AttributeProto::default());
-    let (kind, valued) = match value {
-        Value::Int(int) => (kind::INT, AttributeProto { i: Some(int), ..none }),
-        Value::Float(float) => (kind::FLOAT, AttributeProto { f: Some(float), ..none }),
-        Value::Ints(ints) => (kind::INTS, AttributeProto { ints, ..none }),
-        Value::Text(text) => (kind::STRING, AttributeProto { s: Some(text.into()), ..none }),
-        Value::Array(array) => {
-            (kind::TENSOR, AttributeProto { t: Some(Box::new(tensor("", &array)?)), ..none })
-        }
-    };
-    Ok(AttributeProto { name, r#type: Some(kind), ..valued })
+impl NodeProto {
+    pub(super) fn with(mut self, name: &str, attribute: AttributeProto) -> NodeProto {
+        self.attribute.push(AttributeProto { name: Some(name.to_owned()), ..attribute });
+        self
+    }
+
+    pub(super) fn int(self, name: &str, i: i64) -> NodeProto {
+        self.with(name, AttributeProto { i: Some(i), r#type: Some(kind::INT), ..Default::default() })
+    }
+
+    pub(super) fn float(self, name: &str, f: f32) -> NodeProto {
+        self.with(name, AttributeProto { f: Some(f), r#type: Some(kind::FLOAT), ..Default::default() })
+    }
+
+    pub(super) fn ints(self, name: &str, ints: impl Into<Vec<i64>>) -> NodeProto {
+        let ints = ints.into();
+        self.with(name, AttributeProto { ints, r#type: Some(kind::INTS), ..Default::default() })
+    }
+
+    pub(super) fn text(self, name: &str, text: &str) -> NodeProto {
+        let s = Some(text.to_owned().into());
+        self.with(name, AttributeProto { s, r#type: Some(kind::STRING), ..Default::default() })
+    }
+
+    pub(super) fn tensor(self, name: &str, tensor: TensorProto) -> NodeProto {
+        let t = Some(Box::new(tensor));
+        self.with(name, AttributeProto { t, r#type: Some(kind::TENSOR), ..Default::default() })
+    }
 }
 
 /// How many bytes an array takes in a file.

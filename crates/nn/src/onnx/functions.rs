@@ -1,11 +1,12 @@
 //! Replaces calls of a file's functions by their nodes.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 
 use super::error::OnnxError;
 use super::proto::{AttributeProto, FunctionProto, GraphProto, NodeProto, OpsetProto};
 use super::tensor::TensorSource;
 use super::{NEWEST_OPSET, OLDEST_OPSET, Result};
+use crate::graph::ops::reading::Names;
 
 /// Functions that call functions: how many deep.
 const DEEPEST: usize = 16;
@@ -40,11 +41,11 @@ pub(super) fn inlined(
     }
     let known: HashMap<(&str, &str, &str), &FunctionProto> =
         functions.iter().map(|function| (function_key(function), function)).collect();
-    let mut names: HashSet<String> = HashSet::new();
-    names.extend(nodes.iter().flat_map(|node| node.input.iter().chain(&node.output)).cloned());
-    names.extend(graph.initializer.iter().filter_map(|tensor| tensor.name.clone()));
-    names.extend(graph.input.iter().chain(&graph.output).filter_map(|value| value.name.clone()));
-    let mut inlining = Inlining { names, count: 0, source };
+    let mut names = Names::default();
+    names.taken.extend(nodes.iter().flat_map(|node| node.input.iter().chain(&node.output)).cloned());
+    names.taken.extend(graph.initializer.iter().filter_map(|tensor| tensor.name.clone()));
+    names.taken.extend(graph.input.iter().chain(&graph.output).filter_map(|value| value.name.clone()));
+    let mut inlining = Inlining { names, source };
     // The next node is the last one. With each goes how deep in functions it is.
     let mut left: Vec<(Versioned, usize)> =
         nodes.into_iter().rev().map(|node| (Versioned { node, opset }, 0)).collect();
@@ -91,9 +92,7 @@ pub(super) fn label(node: &NodeProto) -> String {
 
 struct Inlining<'a> {
     /// The names of all values.
-    names: HashSet<String>,
-    /// How many names were made.
-    count: u64,
+    names: Names,
     source: &'a mut TensorSource,
 }
 
@@ -159,11 +158,7 @@ impl Inlining<'_> {
                 renamed.push(value.clone());
                 continue;
             }
-            let mut fresh = format!("{prefix}/{name}");
-            while !self.names.insert(fresh.clone()) {
-                self.count += 1;
-                fresh = format!("{prefix}/{name}_{}", self.count);
-            }
+            let fresh = self.names.fresh(&format!("{prefix}/{name}"));
             values.insert(name, fresh.clone());
             renamed.push(fresh);
         }

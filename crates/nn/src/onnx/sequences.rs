@@ -1,6 +1,6 @@
 //! Splits into sequences, of which single parts are taken: PyTorch's exporter writes `split` so. Each part becomes a slice.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use prost::bytes::Bytes;
 
@@ -100,15 +100,10 @@ pub(super) fn without_sequences(
         read.push(Versioned { node: slice, opset });
     }
     // A sequence that is still read stays.
-    let still: std::collections::HashSet<&String> = read.iter().flat_map(|node| &node.node.input).collect();
-    let unread: Vec<bool> = read
-        .iter()
-        .map(|node| {
-            is(&node.node, "SplitToSequence") && !node.node.output.iter().any(|name| still.contains(name))
-        })
-        .collect();
-    let mut unread = unread.into_iter();
-    read.retain(|_| !unread.next().unwrap_or(false));
+    let still: HashSet<String> = read.iter().flat_map(|node| &node.node.input).cloned().collect();
+    read.retain(|Versioned { node, .. }| {
+        !is(node, "SplitToSequence") || node.output.iter().any(|name| still.contains(name))
+    });
     *nodes = read;
     Ok(())
 }

@@ -8,36 +8,7 @@ mod writing;
 use prost::Message;
 
 use super::proto::*;
-use super::{Model, OnnxError, build, read_bytes};
-use crate::graph::ops::writing::Value;
-
-impl NodeProto {
-    fn with(mut self, name: &str, attribute: AttributeProto) -> NodeProto {
-        self.attribute.push(AttributeProto { name: Some(name.to_owned()), ..attribute });
-        self
-    }
-
-    fn valued(self, name: &str, value: Value<'_>) -> NodeProto {
-        self.with(name, build::attribute(name, value).unwrap())
-    }
-
-    fn int(self, name: &str, int: i64) -> NodeProto {
-        self.valued(name, Value::Int(int))
-    }
-
-    fn float(self, name: &str, float: f32) -> NodeProto {
-        self.valued(name, Value::Float(float))
-    }
-
-    fn ints(self, name: &str, ints: impl Into<Vec<i64>>) -> NodeProto {
-        self.valued(name, Value::Ints(ints.into()))
-    }
-
-    fn text(self, name: &str, text: &str) -> NodeProto {
-        let s = Some(text.to_owned().into());
-        self.with(name, AttributeProto { s, r#type: Some(kind::STRING), ..AttributeProto::default() })
-    }
-}
+use super::{Model, OnnxError, read_bytes};
 
 /// A node with these inputs and outputs, parted by spaces; `-` is one that is left out.
 fn node(op_type: &str, inputs: &str, outputs: &str) -> NodeProto {

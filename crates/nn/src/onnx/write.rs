@@ -123,21 +123,14 @@ fn in_version(
     let inputs = definition.inputs.iter();
     let input = inputs.map(|input| value(&input.name, (input.kind, input.shape.clone()), options)).collect();
     let mut node = writing.nodes.into_iter().map(build::node).collect::<Result<Vec<_>>>()?;
-    let used: HashSet<&str> =
-        node.iter().flat_map(|node| &node.input).chain(&definition.outputs).map(String::as_str).collect();
-    let kept: Vec<bool> = node
-        .iter()
-        .map(|node| {
-            node.op_type.as_deref() != Some("Constant")
-                || node.output.iter().any(|name| used.contains(name.as_str()))
-        })
-        .collect();
-    let order = definition.stored.iter().filter(|stored| used.contains(stored.name.as_str()));
+    let used = node.iter().flat_map(|node| &node.input).chain(&definition.outputs);
+    let used: HashSet<String> = used.cloned().collect();
+    let is_used = |name: &String| used.contains(name);
+    node.retain(|node| node.op_type.as_deref() != Some("Constant") || node.output.iter().any(is_used));
+    let order = definition.stored.iter().filter(|stored| is_used(&stored.name));
     let initializer = order
         .map(|found| build::tensor(&found.name, stored[found.name.as_str()]))
         .collect::<Result<Vec<_>>>()?;
-    let mut kept = kept.into_iter();
-    node.retain(|_| kept.next().unwrap_or(true));
     let text = |text: &str| Some(text.to_owned());
     let name = if definition.name.is_empty() { "model" } else { &definition.name };
     let model = ModelProto {

@@ -4,13 +4,15 @@ use super::*;
 
 /// A remainder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Mod {
     /// Whether it has the sign of the dividend, as C's `fmod`, not of the divisor.
     pub fmod: bool,
 }
 
-pub(super) const ARITHMETIC: Operator<Arithmetic> = Operator {
-    name: |kind| match kind {
+/// Its name in ONNX.
+pub(super) fn name(kind: Arithmetic) -> &'static str {
+    match kind {
         Arithmetic::Add => "Add",
         Arithmetic::Sub => "Sub",
         Arithmetic::Mul => "Mul",
@@ -18,7 +20,10 @@ pub(super) const ARITHMETIC: Operator<Arithmetic> = Operator {
         Arithmetic::Pow => "Pow",
         Arithmetic::Max => "Max",
         Arithmetic::Min => "Min",
-    },
+    }
+}
+
+pub(super) const ARITHMETIC: Operator<Arithmetic> = Operator {
     read: &[
         Reader("Add", (2, 2), |_| Ok(Op::Arithmetic(Arithmetic::Add))),
         Reader("Sum", (1, ANY), |_| Ok(Op::Arithmetic(Arithmetic::Add))),
@@ -34,7 +39,7 @@ pub(super) const ARITHMETIC: Operator<Arithmetic> = Operator {
         Ok(if several { to.named("Sum") } else { to.op() })
     },
     known: Known::One(|&kind, inputs| {
-        let arrays = inputs.all()?;
+        let arrays = inputs.all_known()?;
         if arrays.len() != 2 && !takes_any(kind) {
             return Err(format!("there are {} inputs instead of 2", arrays.len()));
         }
@@ -58,11 +63,10 @@ pub(super) const ARITHMETIC: Operator<Arithmetic> = Operator {
 };
 
 pub(super) const MEAN: Operator<()> = Operator {
-    name: |()| "Mean",
     read: &[Reader("Mean", (1, ANY), |_| Ok(Op::Mean))],
     write: plain,
     known: Known::One(|(), inputs| {
-        let arrays = inputs.all()?;
+        let arrays = inputs.all_known()?;
         let add = |a: i64, b: i64| a.checked_add(b).ok_or_else(|| TOO_LARGE.into());
         combined(&arrays, arrays.len(), add, |a, b| a + b)
     }),
@@ -72,11 +76,10 @@ pub(super) const MEAN: Operator<()> = Operator {
 };
 
 pub(super) const MOD: Operator<Mod> = Operator {
-    name: |_| "Mod",
     read: &[Reader("Mod", (2, 2), |node| Ok(Op::Mod(Mod { fmod: node.attributes.flag("fmod", false)? })))],
     write: |&Mod { fmod }, to| Ok(to.op().int("fmod", fmod)),
     known: Known::One(|&Mod { fmod }, inputs| {
-        let [a, b] = [inputs.array(0)?, inputs.array(1)?];
+        let [a, b] = [inputs.known(0)?, inputs.known(1)?];
         let of_integers = |a: i64, b: i64| {
             if b == 0 {
                 return Err(format!("{a} is divided by zero"));

@@ -1,6 +1,6 @@
 //! Comparisons, and the choice between tensors by them. A truth value is 1 or 0 in a tensor of the model's type.
 
-use convoke_autograd::{Element, Error, Function, MemoryFormat, Needs, apply, dispatch};
+use convoke_autograd::{Error, Function, MemoryFormat, Needs, apply, dispatch};
 
 use super::*;
 
@@ -18,8 +18,9 @@ pub enum Compare {
     Xor,
 }
 
-pub(super) const COMPARE: Operator<Compare> = Operator {
-    name: |kind| match kind {
+/// Its name in ONNX.
+pub(super) fn name(kind: Compare) -> &'static str {
+    match kind {
         Compare::Equal => "Equal",
         Compare::Less => "Less",
         Compare::LessOrEqual => "LessOrEqual",
@@ -28,7 +29,10 @@ pub(super) const COMPARE: Operator<Compare> = Operator {
         Compare::And => "And",
         Compare::Or => "Or",
         Compare::Xor => "Xor",
-    },
+    }
+}
+
+pub(super) const COMPARE: Operator<Compare> = Operator {
     read: &[
         Reader("Equal", (2, 2), |_| Ok(Op::Compare(Compare::Equal))),
         Reader("Less", (2, 2), |_| Ok(Op::Compare(Compare::Less))),
@@ -40,18 +44,17 @@ pub(super) const COMPARE: Operator<Compare> = Operator {
         Reader("Xor", (2, 2), |_| Ok(Op::Compare(Compare::Xor))),
     ],
     write: plain,
-    known: Known::One(|&kind, inputs| compare_known(kind, &inputs.all()?)),
+    known: Known::One(|&kind, inputs| compare_known(kind, &inputs.all_known()?)),
     run: Run::One(|&kind, inputs| compare(kind, inputs)),
     uses: |_, _| Use::Number,
     gives: |_, from| About { kind: Kind::Bool, len: None, ..from.broadcast() },
 };
 
 pub(super) const NOT: Operator<()> = Operator {
-    name: |()| "Not",
     read: &[Reader("Not", (1, 1), |_| Ok(Op::Not))],
     write: plain,
     known: Known::One(|(), inputs| {
-        let x = inputs.array(0)?;
+        let x = inputs.known(0)?;
         match x.data() {
             Data::Bool(data) => built(x.shape(), data.iter().map(|x| Ok(!x))),
             Data::F32(_) | Data::F64(_) | Data::I64(_) => {
@@ -66,13 +69,12 @@ pub(super) const NOT: Operator<()> = Operator {
 };
 
 pub(super) const WHERE: Operator<()> = Operator {
-    name: |()| "Where",
     read: &[Reader("Where", (3, 3), |_| Ok(Op::Where)), Reader("ThresholdedRelu", (1, 1), thresholded_relu)],
     write: plain,
-    known: Known::One(|(), inputs| choose(&inputs.all()?)),
+    known: Known::One(|(), inputs| choose(&inputs.all_known()?)),
     run: Run::One(|(), inputs| select(inputs)),
     uses: |(), _| Use::Number,
-    gives: |(), from| About { kind: from.kind(1), len: None, ..from.broadcast() },
+    gives: |(), from| About { kind: from.at(1).kind, len: None, ..from.broadcast() },
 };
 
 /// x where it is above alpha, else 0.
@@ -119,19 +121,15 @@ fn holds<N: PartialOrd + Default>(kind: Compare, a: N, b: N) -> bool {
 
 fn compare(kind: Compare, inputs: &Inputs<'_>) -> Result<Tensor> {
     let [a, b] = broadcast_tensors(&inputs.tensor(0)?.detach(), &inputs.tensor(1)?.detach())?;
-    fn run<T: Element + Default>(kind: Compare, a: &Tensor, b: &Tensor) -> convoke_autograd::Result<Tensor> {
+    Ok(dispatch!("compare", a.dtype(), T => {
         Tensor::written(a.device(), a.shape(), a.format(), |out: &mut [T]| {
             let (a, b) = (a.data::<T>()?, b.data::<T>()?);
             out.iter_mut().zip(a.iter().zip(b)).for_each(|(out, (&a, &b))| {
-                *out = if holds(kind, a, b) { T::one() } else { T::zero() };
+                *out = if holds(kind, a, b) { 1.0 } else { 0.0 };
             });
             Ok(())
-        })
-    }
-    fn typed(kind: Compare, a: &Tensor, b: &Tensor) -> convoke_autograd::Result<Tensor> {
-        dispatch!("compare", a.dtype(), T => run::<T>(kind, a, b))
-    }
-    Ok(typed(kind, &a, &b)?)
+        })?
+    }))
 }
 
 /// Elements of one operand where a condition holds, of the other elsewhere.
@@ -156,21 +154,17 @@ impl Select {
         yes: Option<&Tensor>,
         no: Option<&Tensor>,
     ) -> convoke_autograd::Result<Tensor> {
-        fn run<T: Element>(
-            condition: &Tensor,
-            [yes, no]: [Option<&Tensor>; 2],
-        ) -> convoke_autograd::Result<Tensor> {
+        dispatch!("where", condition.dtype(), T => {
             Tensor::written(condition.device(), condition.shape(), condition.format(), |out: &mut [T]| {
                 let yes = yes.map(Tensor::data::<T>).transpose()?;
                 let no = no.map(Tensor::data::<T>).transpose()?;
-                let at = |side: Option<&[T]>, index: usize| side.map_or(T::zero(), |side| side[index]);
+                let at = |side: Option<&[T]>, index: usize| side.map_or(0.0, |side| side[index]);
                 for (index, (out, &holds)) in out.iter_mut().zip(condition.data::<T>()?).enumerate() {
-                    *out = at(if holds == T::zero() { no } else { yes }, index);
+                    *out = at(if holds == 0.0 { no } else { yes }, index);
                 }
                 Ok(())
             })
-        }
-        dispatch!("where", condition.dtype(), T => run::<T>(condition, [yes, no]))
+        })
     }
 }
 

@@ -11,6 +11,7 @@ use super::*;
 
 /// How a convolution steps over its input, one number for each spatial axis; two for padding.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Conv {
     /// Step between outputs.
     pub strides: Vec<usize>,
@@ -24,6 +25,7 @@ pub struct Conv {
 
 /// How a transposed convolution steps over its output.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct ConvTranspose {
     /// Step, padding, dilation and groups of the convolution that it transposes.
     pub conv: Conv,
@@ -34,7 +36,6 @@ pub struct ConvTranspose {
 }
 
 pub(super) const CONV: Operator<Conv> = Operator {
-    name: |_| "Conv",
     read: &[Reader("Conv", (2, 3), |node| {
         let axes = read_axes(node)?;
         Ok(Op::Conv(Conv::read(node, axes)?))
@@ -47,7 +48,6 @@ pub(super) const CONV: Operator<Conv> = Operator {
 };
 
 pub(super) const CONV_TRANSPOSE: Operator<ConvTranspose> = Operator {
-    name: |_| "ConvTranspose",
     read: &[Reader("ConvTranspose", (2, 3), |node| {
         let axes = read_axes(node)?;
         let conv = Conv::read(node, axes)?;
@@ -74,26 +74,13 @@ pub(super) const CONV_TRANSPOSE: Operator<ConvTranspose> = Operator {
 /// The number of spatial axes, by what says it: the kernel, another attribute, the weight or the input.
 fn read_axes(node: &mut NodeReader<'_>) -> Answer<usize> {
     let kernel = node.attributes.sizes("kernel_shape")?.map(|kernel| kernel.len());
-    let tensor =
-        |node: &NodeReader<'_>, place| node.rank(node.input(place)).and_then(|rank| rank.checked_sub(2));
-    let axes = match kernel.or_else(|| tensor(node, 1)).or_else(|| tensor(node, 0)) {
-        Some(axes) => axes,
-        None => {
-            let strides = node.attributes.ints("strides")?;
-            let dilations = node.attributes.ints("dilations")?;
-            let given = strides.as_ref().or(dilations.as_ref()).map(Vec::len);
-            let axes = given.ok_or("the shape of its weight is not known: export it with kernel_shape")?;
-            for (name, ints) in [("strides", strides), ("dilations", dilations)] {
-                if let Some(ints) = ints {
-                    node.attributes.give_back(name, ints);
-                }
-            }
-            axes
-        }
-    };
-    match axes {
-        1..=MOST_AXES => Ok(axes),
-        _ => Err(format!("it has {axes} spatial axes")),
+    let tensor = |place| node.rank(place).and_then(|rank| rank.checked_sub(2));
+    let axes = kernel.or_else(|| tensor(1)).or_else(|| tensor(0));
+    let axes =
+        axes.or_else(|| node.attributes.count("strides")).or_else(|| node.attributes.count("dilations"));
+    match axes.ok_or("the shape of its weight is not known: export it with kernel_shape")? {
+        axes @ 1..=MOST_AXES => Ok(axes),
+        axes => Err(format!("it has {axes} spatial axes")),
     }
 }
 

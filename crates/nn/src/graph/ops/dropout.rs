@@ -4,17 +4,17 @@ use super::*;
 
 /// The drop of whole samples.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct StochasticDepth {
     /// The probability that a sample is dropped.
     pub share: f64,
 }
 
 pub(super) const DROPOUT: Operator<()> = Operator {
-    name: |()| "Dropout",
     read: &[Reader("Dropout", (1, 3), |node| {
         if node.opset >= 12 {
             // Random numbers are drawn by who trains.
-            node.attributes.ignore("seed");
+            node.attributes.ignore(&["seed"]);
         } else if let Some(share) = node.attributes.float("ratio")? {
             node.set_array(1, "ratio", Array::number(share as f32));
         }
@@ -22,7 +22,7 @@ pub(super) const DROPOUT: Operator<()> = Operator {
     })],
     write: |(), to| {
         let mut inputs = vec![to.input(0).to_owned(), to.input(1).to_owned()];
-        if to.trains() {
+        if to.file.training {
             let yes = Array::new(&[], Data::Bool(vec![true])).ok_or("it has no value")?;
             inputs.push(to.array("training", yes));
         }
@@ -35,7 +35,6 @@ pub(super) const DROPOUT: Operator<()> = Operator {
 };
 
 pub(super) const STOCHASTIC_DEPTH: Operator<StochasticDepth> = Operator {
-    name: |_| "StochasticDepth",
     read: &[],
     // It drops samples in training only, and no operator of ONNX does.
     write: |_, to| Ok(to.named("Identity")),

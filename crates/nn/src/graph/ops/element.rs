@@ -39,37 +39,9 @@ pub(crate) fn of(kind: Kind) -> i32 {
 
 /// The name of a type.
 pub(crate) fn name(element: i32) -> String {
-    const NAMES: [&str; 29] = [
-        "UNDEFINED",
-        "FLOAT",
-        "UINT8",
-        "INT8",
-        "UINT16",
-        "INT16",
-        "INT32",
-        "INT64",
-        "STRING",
-        "BOOL",
-        "FLOAT16",
-        "DOUBLE",
-        "UINT32",
-        "UINT64",
-        "COMPLEX64",
-        "COMPLEX128",
-        "BFLOAT16",
-        "FLOAT8E4M3FN",
-        "FLOAT8E4M3FNUZ",
-        "FLOAT8E5M2",
-        "FLOAT8E5M2FNUZ",
-        "UINT4",
-        "INT4",
-        "FLOAT4E2M1",
-        "FLOAT8E8M0",
-        "UINT2",
-        "INT2",
-        "FLOAT6E2M3",
-        "FLOAT6E3M2",
-    ];
-    let known = usize::try_from(element).ok().and_then(|place| NAMES.get(place));
-    known.map_or_else(|| format!("number {element}"), |name| (*name).to_owned())
+    const NAMES: &str = "UNDEFINED FLOAT UINT8 INT8 UINT16 INT16 INT32 INT64 STRING BOOL FLOAT16 DOUBLE UINT32 UINT64 COMPLEX64 \
+                         COMPLEX128 BFLOAT16 FLOAT8E4M3FN FLOAT8E4M3FNUZ FLOAT8E5M2 FLOAT8E5M2FNUZ UINT4 INT4 FLOAT4E2M1 \
+                         FLOAT8E8M0 UINT2 INT2 FLOAT6E2M3 FLOAT6E3M2";
+    let known = usize::try_from(element).ok().and_then(|place| NAMES.split(' ').nth(place));
+    known.map_or_else(|| format!("number {element}"), str::to_owned)
 }

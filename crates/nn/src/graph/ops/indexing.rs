@@ -6,18 +6,16 @@ use super::*;
 
 /// How indices point.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct GatherNd {
     /// The first axes, which x and the indices have in common: an index points into its own part of x.
     pub batch_axes: usize,
 }
 
 pub(super) const GATHER: Operator<Along> = Operator {
-    name: |_| "Gather",
-    read: &[Reader("Gather", (2, 2), |node| {
-        Ok(Op::Gather(Along { axis: node.attributes.axis("axis", 0)? }))
-    })],
+    read: &[Reader("Gather", (2, 2), |node| node.along(0, Op::Gather))],
     write: |along, to| Ok(to.op().axis("axis", along.axis)),
-    known: Known::One(|along, inputs| gather_known(inputs.array(0)?, inputs.array(1)?, along.axis)),
+    known: Known::One(|along, inputs| gather_known(inputs.known(0)?, inputs.known(1)?, along.axis)),
     run: Run::One(|along, inputs| gather(along.axis, inputs)),
     uses: |_, input| first(input, Use::Moved),
     gives: |_, from| {
@@ -29,7 +27,6 @@ pub(super) const GATHER: Operator<Along> = Operator {
 };
 
 pub(super) const GATHER_ND: Operator<GatherNd> = Operator {
-    name: |_| "GatherND",
     read: &[Reader("GatherND", (2, 2), |node| {
         Ok(Op::GatherNd(GatherNd { batch_axes: node.attributes.size("batch_dims")?.unwrap_or(0) }))
     })],
@@ -41,8 +38,8 @@ pub(super) const GATHER_ND: Operator<GatherNd> = Operator {
         Ok(to.op().size("batch_dims", gather.batch_axes))
     },
     known: Known::One(|gather, inputs| {
-        let x = inputs.array(0)?;
-        let Gathered { axes, slices, shape } = gathered(x.shape(), inputs.array(1)?, gather.batch_axes)?;
+        let x = inputs.known(0)?;
+        let Gathered { axes, slices, shape } = gathered(x.shape(), inputs.known(1)?, gather.batch_axes)?;
         let inner = product(&x.shape()[axes..]);
         picked(x, &shape, slices.into_iter().flat_map(|slice| slice * inner..(slice + 1) * inner))
     }),
@@ -57,7 +54,6 @@ pub(super) const GATHER_ND: Operator<GatherNd> = Operator {
 };
 
 pub(super) const SCATTER_ND: Operator<()> = Operator {
-    name: |()| "ScatterND",
     read: &[Reader("ScatterND", (3, 3), |node| {
         match node.attributes.text_or("reduction", "none")?.as_str() {
             "none" => Ok(Op::ScatterNd),
@@ -78,7 +74,8 @@ fn signed(indices: Vec<usize>) -> Vec<isize> {
 fn gather(axis: isize, inputs: &Inputs<'_>) -> Result<Tensor> {
     let (x, indices) = (inputs.tensor(0)?, inputs.known(1)?);
     let axis = axis_in(&x, axis)?;
-    let taken = x.index_select(axis as isize, &to_isize(indices))?;
+    let taken =
+        x.index_select(axis as isize, &indices.to_i64().into_iter().map(to_isize).collect::<Vec<_>>())?;
     let shape = [&x.shape()[..axis], indices.shape(), &x.shape()[axis + 1..]].concat();
     Ok(if shape == taken.shape() { taken } else { taken.reshape(&shape)? })
 }
@@ -179,8 +176,8 @@ fn scattered(sizes: &[usize], indices: &Array, updates: &[usize]) -> Answer<Vec<
 }
 
 /// An array with other slices where indices point.
-fn scatter_nd_known(inputs: KnownInputs<'_>) -> Answer<Array> {
-    let (x, indices, updates) = (inputs.array(0)?, inputs.array(1)?, inputs.array(2)?);
+fn scatter_nd_known(inputs: &Inputs<'_>) -> Answer<Array> {
+    let (x, indices, updates) = (inputs.known(0)?, inputs.known(1)?, inputs.known(2)?);
     let kind = common_kind(&[x, updates])?;
     let from = scattered(x.shape(), indices, updates.shape())?;
     let (slices, axes) = (from.len(), indices.shape().last().copied().unwrap_or(0));

@@ -6,6 +6,7 @@ use super::*;
 
 /// alpha a b + beta c.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Gemm {
     /// The factor of the product.
     pub alpha: f64,
@@ -24,7 +25,6 @@ impl Default for Gemm {
 }
 
 pub(super) const MAT_MUL: Operator<()> = Operator {
-    name: |()| "MatMul",
     read: &[Reader("MatMul", (2, 2), |_| Ok(Op::MatMul)), Reader("Einsum", (1, ANY), einsum::read)],
     write: plain,
     known: Known::Never,
@@ -34,7 +34,6 @@ pub(super) const MAT_MUL: Operator<()> = Operator {
 };
 
 pub(super) const GEMM: Operator<Gemm> = Operator {
-    name: |_| "Gemm",
     read: &[Reader("Gemm", (2, 3), |node| {
         Ok(Op::Gemm(Gemm {
             alpha: node.attributes.float_or("alpha", 1.0)?,

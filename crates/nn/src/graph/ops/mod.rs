@@ -65,8 +65,6 @@ pub(super) use pooling::pads_fit;
 
 /// All that is known of an operator, as functions of its options.
 pub(super) struct Operator<O: 'static> {
-    /// Its name in ONNX.
-    name: fn(&O) -> &'static str,
     /// The operators of ONNX that are read as it.
     read: &'static [Reader],
     /// Its node in a file. Nodes that this one needs are added before it.
@@ -84,11 +82,11 @@ pub(super) struct Operator<O: 'static> {
 /// What an operator computes of known arrays. An error is the reason only; it names neither node nor operator.
 enum Known<O> {
     /// One output.
-    One(fn(&O, KnownInputs<'_>) -> Answer<Array>),
+    One(fn(&O, &Inputs<'_>) -> Answer<Array>),
     /// As many outputs as there are.
-    Several(fn(&O, KnownInputs<'_>) -> Answer<Vec<Array>>),
+    Several(fn(&O, &Inputs<'_>) -> Answer<Vec<Array>>),
     /// One output, or `None` with some options: then it runs on tensors.
-    Perhaps(fn(&O, KnownInputs<'_>) -> Option<Answer<Array>>),
+    Perhaps(fn(&O, &Inputs<'_>) -> Option<Answer<Array>>),
     /// It runs on tensors always.
     Never,
 }
@@ -133,6 +131,7 @@ impl Use {
 
 /// The axis along which an operator works.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Along {
     /// The axis; it counts from the last one if it is negative.
     pub axis: isize,
@@ -169,7 +168,7 @@ fn first(input: usize, first: Use) -> Use {
 }
 
 impl<O> Known<O> {
-    fn compute(&self, options: &O, inputs: KnownInputs<'_>) -> Option<Answer<Vec<Array>>> {
+    fn compute(&self, options: &O, inputs: &Inputs<'_>) -> Option<Answer<Vec<Array>>> {
         let one = |answer: Answer<Array>| answer.map(|array| vec![array]);
         match self {
             Known::One(compute) => Some(one(compute(options, inputs))),
@@ -200,18 +199,9 @@ impl<O> Run<O> {
     }
 }
 
-macro_rules! options {
-    () => {
-        &()
-    };
-    ($options:ident) => {
-        $options
-    };
-}
-
 /// Makes [`Op`] of the table, with functions that look up the row of an operator.
 macro_rules! operators {
-    ($($(#[$doc:meta])* $name:ident $(($it:ident: $options:ty))? => $row:path,)*) => {
+    ($($(#[$doc:meta])* $name:ident $(($it:ident: $options:ty))? = $onnx:expr => $row:path,)*) => {
         /// What a node computes. Inputs are listed in their order; those in brackets may be left out.
         #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
         #[non_exhaustive]
@@ -221,9 +211,10 @@ macro_rules! operators {
 
         impl Op {
             /// The name of the operator in ONNX.
+            #[allow(unused_variables)]
             pub fn name(&self) -> &'static str {
                 match self {
-                    $(Op::$name $(($it))? => ($row.name)(options!($($it)?)),)*
+                    $(Op::$name $(($it))? => $onnx,)*
                 }
             }
 
@@ -236,32 +227,32 @@ macro_rules! operators {
 
             pub(super) fn write<'a>(&'a self, to: &mut NodeWriter<'_, 'a>) -> Answer<OnnxNode<'a>> {
                 match self {
-                    $(Op::$name $(($it))? => ($row.write)(options!($($it)?), to),)*
+                    $(Op::$name $(($it))? => ($row.write)(&($($it)?), to),)*
                 }
             }
 
             /// Its outputs; `None` if it runs on tensors though all inputs are known.
-            pub(super) fn known(&self, inputs: KnownInputs<'_>) -> Option<Answer<Vec<Array>>> {
+            pub(super) fn known(&self, inputs: &Inputs<'_>) -> Option<Answer<Vec<Array>>> {
                 match self {
-                    $(Op::$name $(($it))? => $row.known.compute(options!($($it)?), inputs),)*
+                    $(Op::$name $(($it))? => $row.known.compute(&($($it)?), inputs),)*
                 }
             }
 
             fn compute(&self, inputs: &Inputs<'_>) -> Result<Vec<Value>> {
                 match self {
-                    $(Op::$name $(($it))? => $row.run.compute(options!($($it)?), inputs),)*
+                    $(Op::$name $(($it))? => $row.run.compute(&($($it)?), inputs),)*
                 }
             }
 
             pub(super) fn uses(&self, input: usize) -> Use {
                 match self {
-                    $(Op::$name $(($it))? => ($row.uses)(options!($($it)?), input),)*
+                    $(Op::$name $(($it))? => ($row.uses)(&($($it)?), input),)*
                 }
             }
 
             pub(super) fn gives<'a>(&'a self, from: &Operands<'_, 'a>) -> About<'a> {
                 match self {
-                    $(Op::$name $(($it))? => ($row.gives)(options!($($it)?), from),)*
+                    $(Op::$name $(($it))? => ($row.gives)(&($($it)?), from),)*
                 }
             }
         }
@@ -273,134 +264,134 @@ macro_rules! operators {
 
 operators! {
     /// x, weight, \[bias\]: convolution in one to three spatial dimensions.
-    Conv(conv: Conv) => convolution::CONV,
+    Conv(conv: Conv) = "Conv" => convolution::CONV,
     /// x, weight, \[bias\]: transposed convolution; the weight is C x K/groups x ....
-    ConvTranspose(conv: ConvTranspose) => convolution::CONV_TRANSPOSE,
+    ConvTranspose(conv: ConvTranspose) = "ConvTranspose" => convolution::CONV_TRANSPOSE,
     /// x, scale, bias, mean, variance: batch norm. It takes statistics from the batch where the model trains.
-    BatchNorm(norm: BatchNormOp) => norms::BATCH_NORM,
+    BatchNorm(norm: BatchNormOp) = "BatchNormalization" => norms::BATCH_NORM,
     /// x: the largest value of each window.
-    MaxPool(pool: Pool) => pooling::MAX_POOL,
+    MaxPool(pool: Pool) = "MaxPool" => pooling::MAX_POOL,
     /// x: the mean of each window.
-    AveragePool(pool: Pool) => pooling::AVERAGE_POOL,
+    AveragePool(pool: Pool) = "AveragePool" => pooling::AVERAGE_POOL,
     /// x: the mean of each channel, with spatial dimensions of size 1.
-    GlobalAveragePool => pooling::GLOBAL_AVERAGE_POOL,
+    GlobalAveragePool = "GlobalAveragePool" => pooling::GLOBAL_AVERAGE_POOL,
     /// x: the largest value of each channel, with spatial dimensions of size 1.
-    GlobalMaxPool => pooling::GLOBAL_MAX_POOL,
+    GlobalMaxPool = "GlobalMaxPool" => pooling::GLOBAL_MAX_POOL,
     /// x: means of windows, so that the output has this height and width. ONNX has no such operator.
-    AdaptiveAveragePool(size: [usize; 2]) => pooling::ADAPTIVE_AVERAGE_POOL,
+    AdaptiveAveragePool(size: [usize; 2]) = "AdaptiveAveragePool" => pooling::ADAPTIVE_AVERAGE_POOL,
     /// x: a function of each element.
-    Pointwise(function: Pointwise) => pointwise::POINTWISE,
+    Pointwise(function: Pointwise) = pointwise::name(*function) => pointwise::POINTWISE,
     /// x: max(0, x).
-    Relu => pointwise::RELU,
+    Relu = "Relu" => pointwise::RELU,
     /// x: x where it is positive, else alpha x.
-    LeakyRelu(relu: LeakyRelu) => pointwise::LEAKY_RELU,
+    LeakyRelu(relu: LeakyRelu) = "LeakyRelu" => pointwise::LEAKY_RELU,
     /// x, slope: x where it is positive, else slope x.
-    PRelu => pointwise::P_RELU,
+    PRelu = "PRelu" => pointwise::P_RELU,
     /// x, \[min\], \[max\].
-    Clip => pointwise::CLIP,
+    Clip = "Clip" => pointwise::CLIP,
     /// x: softmax along an axis.
-    Softmax(along: Along) => softmax::SOFTMAX,
+    Softmax(along: Along) = "Softmax" => softmax::SOFTMAX,
     /// x: log-softmax along an axis.
-    LogSoftmax(along: Along) => softmax::LOG_SOFTMAX,
+    LogSoftmax(along: Along) = "LogSoftmax" => softmax::LOG_SOFTMAX,
     /// a, b: arithmetic with broadcasting. `Max`, `Min` and `Add` take any number of inputs from one on.
-    Arithmetic(kind: Arithmetic) => arithmetic::ARITHMETIC,
+    Arithmetic(kind: Arithmetic) = arithmetic::name(*kind) => arithmetic::ARITHMETIC,
     /// Any number of inputs: their mean, with broadcasting.
-    Mean => arithmetic::MEAN,
+    Mean = "Mean" => arithmetic::MEAN,
     /// a, b: the remainder; of known values only.
-    Mod(options: Mod) => arithmetic::MOD,
+    Mod(options: Mod) = "Mod" => arithmetic::MOD,
     /// a, b: comparisons and logical operations. Gradients stop here.
-    Compare(kind: Compare) => comparison::COMPARE,
+    Compare(kind: Compare) = comparison::name(*kind) => comparison::COMPARE,
     /// x: the opposite truth value. Gradients stop here.
-    Not => comparison::NOT,
+    Not = "Not" => comparison::NOT,
     /// condition, a, b: elements of a where the condition holds, else of b.
-    Where => comparison::WHERE,
+    Where = "Where" => comparison::WHERE,
     /// x, \[axes\]: over the axes, or over all of them without axes.
-    Reduce(reduce: Reduce) => reduction::REDUCE,
+    Reduce(reduce: Reduce) = reduction::name(reduce.kind) => reduction::REDUCE,
     /// a, b: a product of matrices, with broadcasting of the other axes.
-    MatMul => matmul::MAT_MUL,
+    MatMul = "MatMul" => matmul::MAT_MUL,
     /// a, b, \[c\]: alpha a b + beta c.
-    Gemm(gemm: Gemm) => matmul::GEMM,
+    Gemm(gemm: Gemm) = "Gemm" => matmul::GEMM,
     /// Any number of inputs, joined along an axis.
-    Concat(along: Along) => parts::CONCAT,
+    Concat(along: Along) = "Concat" => parts::CONCAT,
     /// x, \[sizes\]: parts along an axis, one for each output; equal parts without sizes, the last of which may be smaller.
-    Split(along: Along) => parts::SPLIT,
+    Split(along: Along) = "Split" => parts::SPLIT,
     /// x, starts, ends, \[axes\], \[steps\].
-    Slice => parts::SLICE,
+    Slice = "Slice" => parts::SLICE,
     /// x, pads, \[value\], \[axes\].
-    Pad(kind: PadKind) => parts::PAD,
+    Pad(kind: PadKind) = "Pad" => parts::PAD,
     /// x: the axes in another order; reversed if it is empty.
-    Transpose(transpose: Transpose) => shapes::TRANSPOSE,
+    Transpose(transpose: Transpose) = "Transpose" => shapes::TRANSPOSE,
     /// x, sizes.
-    Reshape(reshape: Reshape) => shapes::RESHAPE,
+    Reshape(reshape: Reshape) = "Reshape" => shapes::RESHAPE,
     /// x: a matrix whose rows are the axes before this one.
-    Flatten(along: Along) => shapes::FLATTEN,
+    Flatten(along: Along) = "Flatten" => shapes::FLATTEN,
     /// x, \[axes\].
-    Squeeze => shapes::SQUEEZE,
+    Squeeze = "Squeeze" => shapes::SQUEEZE,
     /// x, axes.
-    Unsqueeze => shapes::UNSQUEEZE,
+    Unsqueeze = "Unsqueeze" => shapes::UNSQUEEZE,
     /// x, shape: broadcasting in both directions.
-    Expand => shapes::EXPAND,
+    Expand = "Expand" => shapes::EXPAND,
     /// x, repeats.
-    Tile => shapes::TILE,
+    Tile = "Tile" => shapes::TILE,
     /// x, indices: slices along an axis; the indices must be known.
-    Gather(along: Along) => indexing::GATHER,
+    Gather(along: Along) = "Gather" => indexing::GATHER,
     /// x, indices: the slices where the last axis of the indices points, which must be known.
-    GatherNd(gather: GatherNd) => indexing::GATHER_ND,
+    GatherNd(gather: GatherNd) = "GatherND" => indexing::GATHER_ND,
     /// x, indices, updates: x with other slices where the last axis of the indices points, which must be known. Of several updates of
     /// one slice the last counts.
-    ScatterNd => indexing::SCATTER_ND,
+    ScatterNd = "ScatterND" => indexing::SCATTER_ND,
     /// x: blocks of channels become blocks of pixels.
-    DepthToSpace(depth: DepthToSpace) => shapes::DEPTH_TO_SPACE,
+    DepthToSpace(depth: DepthToSpace) = "DepthToSpace" => shapes::DEPTH_TO_SPACE,
     /// x: blocks of pixels become blocks of channels.
-    SpaceToDepth(space: SpaceToDepth) => shapes::SPACE_TO_DEPTH,
+    SpaceToDepth(space: SpaceToDepth) = "SpaceToDepth" => shapes::SPACE_TO_DEPTH,
     /// x, \[roi\], \[scales\], \[sizes\].
-    Resize(resize: Resize) => resize::RESIZE,
+    Resize(resize: Resize) = "Resize" => resize::RESIZE,
     /// x, scale, bias: the groups are those of channels.
-    GroupNorm(norm: GroupNorm) => norms::GROUP_NORM,
+    GroupNorm(norm: GroupNorm) = "GroupNormalization" => norms::GROUP_NORM,
     /// x, scale, \[bias\]: over the axes from this one on.
-    LayerNorm(norm: LayerNorm) => norms::LAYER_NORM,
+    LayerNorm(norm: LayerNorm) = "LayerNormalization" => norms::LAYER_NORM,
     /// x, scale, bias.
-    InstanceNorm(norm: InstanceNorm) => norms::INSTANCE_NORM,
+    InstanceNorm(norm: InstanceNorm) = "InstanceNormalization" => norms::INSTANCE_NORM,
     /// x: divided by its root of the sum of squares along an axis (p = 2) or of the sum of absolute values (p = 1).
-    LpNorm(norm: LpNorm) => norms::LP_NORM,
+    LpNorm(norm: LpNorm) = "LpNormalization" => norms::LP_NORM,
     /// x: local response normalization.
-    Lrn(norm: Lrn) => norms::LRN,
+    Lrn(norm: Lrn) = "LRN" => norms::LRN,
     /// x, \[share\], \[training\]: drops elements where the model trains; the share is 0.5 if it is left out.
-    Dropout => dropout::DROPOUT,
+    Dropout = "Dropout" => dropout::DROPOUT,
     /// x: drops whole samples where the model trains. ONNX does not have it: a file has the identity instead.
-    StochasticDepth(depth: StochasticDepth) => dropout::STOCHASTIC_DEPTH,
+    StochasticDepth(depth: StochasticDepth) = "StochasticDepth" => dropout::STOCHASTIC_DEPTH,
     /// x: itself.
-    Identity => values::IDENTITY,
+    Identity = "Identity" => values::IDENTITY,
     /// x: another type. Floating-point numbers stay in the type that the model computes in.
-    Cast(kind: Kind) => values::CAST,
+    Cast(kind: Kind) = "Cast" => values::CAST,
     /// x, other: the type of the other.
-    CastLike => values::CAST_LIKE,
+    CastLike = "CastLike" => values::CAST_LIKE,
     /// x: the sizes of its axes.
-    Shape(shape: Shape) => values::SHAPE,
+    Shape(shape: Shape) = "Shape" => values::SHAPE,
     /// x: the number of its elements.
-    Size => values::SIZE,
+    Size = "Size" => values::SIZE,
     /// start, limit, step.
-    Range => values::RANGE,
+    Range = "Range" => values::RANGE,
     /// shape: filled with one number.
-    ConstantOfShape(value: Array) => values::CONSTANT_OF_SHAPE,
+    ConstantOfShape(value: Array) = "ConstantOfShape" => values::CONSTANT_OF_SHAPE,
     /// Nothing: the array.
-    Constant(array: Array) => values::CONSTANT,
+    Constant(array: Array) = "Constant" => values::CONSTANT,
     /// x: the places of elements that are not 0; of known values only.
-    NonZero => values::NON_ZERO,
+    NonZero = "NonZero" => values::NON_ZERO,
     /// indices, depth, \[off, on\]: a new axis; of known values only.
-    OneHot(along: Along) => values::ONE_HOT,
+    OneHot(along: Along) = "OneHot" => values::ONE_HOT,
     /// x, \[k\]: the elements on and above the diagonal, or on and below it; of known values only.
-    Trilu(triangle: Trilu) => values::TRILU,
+    Trilu(triangle: Trilu) = "Trilu" => values::TRILU,
     /// x, \[axis\]: running sums.
-    CumSum(sum: CumSum) => ranked::CUM_SUM,
+    CumSum(sum: CumSum) = "CumSum" => ranked::CUM_SUM,
     /// x: the place of the largest element along an axis. Gradients stop here. NaN is larger than all numbers, for the smallest element
     /// smaller than all, as in PyTorch.
-    ArgMax(extreme: ArgMax) => ranked::ARG_MAX,
+    ArgMax(extreme: ArgMax) = if extreme.smallest { "ArgMin" } else { "ArgMax" } => ranked::ARG_MAX,
     /// x, k: the k largest elements along an axis, the largest first, and their places; of equal ones the first comes first. k must be
     /// known. NaN is larger than all numbers.
-    TopK(top: TopK) => ranked::TOP_K,
+    TopK(top: TopK) = "TopK" => ranked::TOP_K,
     /// x: a function of each element that has no gradient of use; of known values only.
-    Elementwise(kind: Elementwise) => pointwise::ELEMENTWISE,
+    Elementwise(kind: Elementwise) = pointwise::elementwise_name(*kind) => pointwise::ELEMENTWISE,
 }
 
 impl Op {

@@ -8,6 +8,7 @@ use super::*;
 
 /// Batch norm.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct BatchNormOp {
     /// Added to the variance.
     pub eps: f64,
@@ -27,6 +28,7 @@ impl Default for BatchNormOp {
 
 /// Group norm.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct GroupNorm {
     /// The number of groups.
     pub groups: usize,
@@ -36,6 +38,7 @@ pub struct GroupNorm {
 
 /// Layer norm.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct LayerNorm {
     /// The first axis.
     pub axis: isize,
@@ -45,6 +48,7 @@ pub struct LayerNorm {
 
 /// Instance norm.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct InstanceNorm {
     /// Added to the variance.
     pub eps: f64,
@@ -52,6 +56,7 @@ pub struct InstanceNorm {
 
 /// A division by a norm.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct LpNorm {
     /// The axis.
     pub axis: isize,
@@ -61,6 +66,7 @@ pub struct LpNorm {
 
 /// Local response normalization.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Lrn {
     /// Channels in a window.
     pub size: usize,
@@ -73,7 +79,6 @@ pub struct Lrn {
 }
 
 pub(super) const BATCH_NORM: Operator<BatchNormOp> = Operator {
-    name: |_| "BatchNormalization",
     read: &[Reader("BatchNormalization", (5, 5), |node| {
         let eps = node.attributes.float_or("epsilon", 1e-5)?;
         let momentum = node.attributes.float_or("momentum", 0.9)?;
@@ -88,7 +93,7 @@ pub(super) const BATCH_NORM: Operator<BatchNormOp> = Operator {
     })],
     write: |norm, to| {
         let node = to.op().float("epsilon", norm.eps).float("momentum", norm.momentum);
-        if !to.trains() {
+        if !to.file.training {
             return Ok(node);
         }
         to.needs(14, "to train")?;
@@ -113,9 +118,8 @@ pub(super) const BATCH_NORM: Operator<BatchNormOp> = Operator {
 };
 
 pub(super) const GROUP_NORM: Operator<GroupNorm> = Operator {
-    name: |_| "GroupNormalization",
     read: &[Reader("GroupNormalization", (3, 3), read_group_norm)],
-    write: |&norm, to| match to.opset() {
+    write: |&norm, to| match to.file.opset {
         21.. => Ok(to.op().size("num_groups", norm.groups).float("epsilon", norm.eps)),
         _ => write_group_norm(norm, to),
     },
@@ -130,9 +134,8 @@ pub(super) const GROUP_NORM: Operator<GroupNorm> = Operator {
 };
 
 pub(super) const LAYER_NORM: Operator<LayerNorm> = Operator {
-    name: |_| "LayerNormalization",
     read: &[Reader("LayerNormalization", (2, 3), |node| {
-        node.attributes.ignore("stash_type");
+        node.attributes.ignore(&["stash_type"]);
         let axis = node.attributes.axis("axis", -1)?;
         Ok(Op::LayerNorm(LayerNorm { axis, eps: node.attributes.float_or("epsilon", 1e-5)? }))
     })],
@@ -152,7 +155,6 @@ pub(super) const LAYER_NORM: Operator<LayerNorm> = Operator {
 };
 
 pub(super) const INSTANCE_NORM: Operator<InstanceNorm> = Operator {
-    name: |_| "InstanceNormalization",
     read: &[Reader("InstanceNormalization", (3, 3), |node| {
         Ok(Op::InstanceNorm(InstanceNorm { eps: node.attributes.float_or("epsilon", 1e-5)? }))
     })],
@@ -167,7 +169,6 @@ pub(super) const INSTANCE_NORM: Operator<InstanceNorm> = Operator {
 };
 
 pub(super) const LP_NORM: Operator<LpNorm> = Operator {
-    name: |_| "LpNormalization",
     read: &[Reader("LpNormalization", (1, 1), |node| {
         let axis = node.attributes.axis("axis", -1)?;
         match node.attributes.int_or("p", 2)? {
@@ -193,7 +194,6 @@ pub(super) const LP_NORM: Operator<LpNorm> = Operator {
 };
 
 pub(super) const LRN: Operator<Lrn> = Operator {
-    name: |_| "LRN",
     read: &[Reader("LRN", (1, 1), |node| {
         let size = node.attributes.size("size")?.ok_or("its size is missing")?;
         let alpha = node.attributes.float_or("alpha", 1e-4)?;
@@ -221,7 +221,7 @@ fn with_affine(inputs: &Inputs<'_>) -> Result<(Tensor, [Option<Tensor>; 2])> {
 fn read_group_norm(node: &mut NodeReader<'_>) -> Answer<Op> {
     let eps = node.attributes.float_or("epsilon", 1e-5)?;
     // The type in which it is computed.
-    node.attributes.ignore("stash_type");
+    node.attributes.ignore(&["stash_type"]);
     let groups = node.attributes.size("num_groups")?.filter(|&groups| groups > 0);
     let groups = groups.ok_or("its number of groups is missing or 0")?;
     if node.opset >= 21 {

@@ -18,13 +18,12 @@ pub enum PadKind {
 }
 
 pub(super) const CONCAT: Operator<Along> = Operator {
-    name: |_| "Concat",
     read: &[Reader("Concat", (1, ANY), |node| {
         let axis = node.attributes.int("axis")?.ok_or("its axis is missing")?;
         Ok(Op::Concat(Along { axis: reading::axis_of(axis)? }))
     })],
     write: |along, to| Ok(to.op().axis("axis", along.axis)),
-    known: Known::One(|along, inputs| concat_known(along.axis, &inputs.all()?)),
+    known: Known::One(|along, inputs| concat_known(along.axis, &inputs.all_known()?)),
     run: Run::One(|along, inputs| {
         let tensors = (0..inputs.len()).map(|index| inputs.tensor(index)).collect::<Result<Vec<_>>>()?;
         Ok(ops::cat(&tensors.iter().collect::<Vec<_>>(), along.axis)?)
@@ -38,15 +37,14 @@ pub(super) const CONCAT: Operator<Along> = Operator {
 };
 
 pub(super) const SPLIT: Operator<Along> = Operator {
-    name: |_| "Split",
     read: &[Reader("Split", (1, 2), read_split)],
     write: |along, to| {
         let node = to.op().axis("axis", along.axis);
-        let counts = to.opset() >= 18 && to.input(1).is_empty();
+        let counts = to.file.opset >= 18 && to.input(1).is_empty();
         Ok(if counts { node.size("num_outputs", to.node.outputs.len()) } else { node })
     },
     known: Known::Several(|along, inputs| {
-        let x = inputs.array(0)?;
+        let x = inputs.known(0)?;
         let axis = axis_of(along.axis as i64, x.shape().len())?;
         let sizes = parts(x.shape()[axis], inputs.optional_list(1)?, inputs.outputs)?;
         split_known(x, axis, &sizes)
@@ -57,7 +55,6 @@ pub(super) const SPLIT: Operator<Along> = Operator {
 };
 
 pub(super) const SLICE: Operator<()> = Operator {
-    name: |()| "Slice",
     read: &[Reader("Slice", (1, 5), read_slice)],
     write: plain,
     known: Known::One(|(), inputs| slice_known(inputs)),
@@ -67,7 +64,6 @@ pub(super) const SLICE: Operator<()> = Operator {
 };
 
 pub(super) const PAD: Operator<PadKind> = Operator {
-    name: |_| "Pad",
     read: &[Reader("Pad", (1, 4), read_pad)],
     write: |&kind, to| {
         if !to.input(3).is_empty() {
@@ -156,8 +152,8 @@ fn sliced_len(from: &Operands<'_, '_>) -> Option<usize> {
 fn split(axis: isize, inputs: &Inputs<'_>) -> Result<Vec<Value>> {
     let (x, outputs) = (inputs.tensor(0)?, inputs.outputs);
     let size = x.shape()[axis_in(&x, axis)?];
-    let sizes: Vec<usize> = match inputs.optional_integers(1)? {
-        Some(sizes) => sizes.into_iter().map(|size| usize::try_from(size).unwrap_or(usize::MAX)).collect(),
+    let sizes: Vec<usize> = match inputs.optional_list(1)? {
+        Some(sizes) => sizes.iter().map(|&size| usize::try_from(size).unwrap_or(usize::MAX)).collect(),
         None => {
             let part = size.div_ceil(outputs.max(1));
             (0..outputs).map(|index| part.min(size.saturating_sub(index * part))).collect()
@@ -169,58 +165,65 @@ fn split(axis: isize, inputs: &Inputs<'_>) -> Result<Vec<Value>> {
     Ok(x.split(&sizes, axis)?.into_iter().map(Value::Tensor).collect())
 }
 
+/// The axis, the start, the end and the step of each slice.
+fn bounds(inputs: &Inputs<'_>, rank: usize) -> Answer<Vec<(usize, [i64; 3])>> {
+    let (starts, ends) = (inputs.list(1)?, inputs.list(2)?);
+    let count = starts.len();
+    let axes = match inputs.optional_list(3)? {
+        Some(axes) => axes_of(axes, rank)?,
+        None => (0..count).collect(),
+    };
+    let ones = vec![1; count];
+    let steps = inputs.optional_list(4)?.unwrap_or(&ones);
+    if [ends.len(), axes.len(), steps.len()] != [count; 3] || count > rank {
+        let [ends, axes, steps] = [ends.len(), axes.len(), steps.len()];
+        return Err(format!(
+            "there are {count} starts, {ends} ends, {axes} axes and {steps} steps for {rank} axes"
+        ));
+    }
+    Ok((0..count).map(|index| (axes[index], [starts[index], ends[index], steps[index]])).collect())
+}
+
 fn slice(inputs: &Inputs<'_>) -> Result<Tensor> {
     let x = inputs.tensor(0)?;
-    let (starts, ends) = (inputs.integers(1)?, inputs.integers(2)?);
-    let axes = match inputs.optional_integers(3)? {
-        Some(axes) => axes,
-        None => (0..starts.len() as isize).collect(),
-    };
-    let steps = inputs.optional_integers(4)?.unwrap_or_else(|| vec![1; starts.len()]);
-    let count = starts.len();
-    if [ends.len(), axes.len(), steps.len()] != [count; 3] {
-        return refuse("starts, ends, axes and steps are not equally many");
+    let mut slices = Vec::new();
+    for (axis, bounds) in bounds(inputs, x.shape().len())? {
+        let size = x.shape()[axis] as isize;
+        let [start, end, step] = bounds.map(to_isize);
+        if step != 1 || (start != 0 && start > -size) || end < size {
+            slices.push(Slice { axis: axis as isize, start, end, step });
+        }
     }
-    let slices = (0..count).map(|index| Slice {
-        axis: axes[index],
-        start: starts[index],
-        end: ends[index],
-        step: steps[index],
-    });
-    let shape = x.shape();
-    let whole = |slice: &Slice| {
-        let size = axis_in(&x, slice.axis).map(|axis| shape[axis] as isize);
-        size.is_ok_and(|size| {
-            slice.step == 1 && (slice.start == 0 || slice.start <= -size) && slice.end >= size
-        })
-    };
-    let slices: Vec<Slice> = slices.filter(|slice| !whole(slice)).collect();
     Ok(if slices.is_empty() { x } else { x.slice(&slices)? })
+}
+
+/// What a pad adds before and after each axis; less than 0 removes elements.
+fn pads(inputs: &Inputs<'_>, sizes: &[usize]) -> Answer<Vec<[i64; 2]>> {
+    let numbers = inputs.list(1)?;
+    let axes = match inputs.optional_list(3)? {
+        Some(axes) => axes_of(axes, sizes.len())?,
+        None => (0..sizes.len()).collect(),
+    };
+    if numbers.len() != 2 * axes.len() {
+        return Err(format!("there are {} pads for {} axes of {sizes:?}", numbers.len(), axes.len()));
+    }
+    let mut pads = vec![[0, 0]; sizes.len()];
+    for (index, &axis) in axes.iter().enumerate() {
+        pads[axis] = [numbers[index], numbers[index + axes.len()]];
+    }
+    Ok(pads)
 }
 
 fn pad(kind: PadKind, inputs: &Inputs<'_>) -> Result<Tensor> {
     let x = inputs.tensor(0)?;
-    let rank = x.shape().len();
-    let numbers = inputs.integers(1)?;
-    let axes = match inputs.optional_integers(3)? {
-        Some(axes) => axes.into_iter().map(|axis| axis_in(&x, axis)).collect::<Result<Vec<_>>>()?,
-        None => (0..rank).collect(),
-    };
-    if numbers.len() != 2 * axes.len() {
-        return refuse(format!(
-            "{numbers:?} are not two numbers for each of the axes {axes:?} of {:?}",
-            x.shape()
-        ));
-    }
-    let mut pads = vec![[0, 0]; rank];
-    for (index, &axis) in axes.iter().enumerate() {
-        pads[axis] = [numbers[index], numbers[index + axes.len()]];
-    }
-    if pads.iter().all(|pad| *pad == [0, 0]) {
+    let pads: Vec<[isize; 2]> = pads(inputs, x.shape())?.into_iter().map(|pads| pads.map(to_isize)).collect();
+    if pads.iter().all(|pads| *pads == [0, 0]) {
         return Ok(x);
     }
     let mode = match kind {
-        PadKind::Constant => PadMode::Constant(inputs.optional_number(2)?.unwrap_or(0.0)),
+        PadKind::Constant => {
+            PadMode::Constant(inputs.optional_number(2)?.and_then(Array::only).unwrap_or(0.0))
+        }
         PadKind::Reflect => PadMode::Reflect,
         PadKind::Edge => PadMode::Edge,
         PadKind::Wrap => PadMode::Wrap,
@@ -284,30 +287,14 @@ fn split_known(x: &Array, axis: usize, sizes: &[usize]) -> Answer<Vec<Array>> {
     sizes.iter().map(part).collect()
 }
 
-fn slice_known(inputs: KnownInputs<'_>) -> Answer<Array> {
-    let (x, starts, ends) = (inputs.array(0)?, inputs.list(1)?, inputs.list(2)?);
-    let rank = x.shape().len();
-    let count = starts.len();
-    if count > rank {
-        return Err(format!("there are {count} starts for {:?}", x.shape()));
-    }
-    let axes = match inputs.optional_list(3)? {
-        Some(axes) => axes_of(axes, rank)?,
-        None => (0..count).collect(),
-    };
-    let strides = inputs.optional_list(4)?;
-    let stride_count = strides.map_or(count, <[i64]>::len);
-    if [ends.len(), axes.len(), stride_count] != [count; 3] {
-        let (ends, axes) = (ends.len(), axes.len());
-        return Err(format!("there are {count} starts, {ends} ends, {axes} axes and {stride_count} steps"));
-    }
+fn slice_known(inputs: &Inputs<'_>) -> Answer<Array> {
+    let x = inputs.known(0)?;
     let (mut shape, mut steps, mut at) = (x.shape().to_vec(), steps_of(x.shape()), 0isize);
-    for (index, &axis) in axes.iter().enumerate() {
-        let step = strides.map_or(1, |strides| strides[index]);
-        let (start, len) = sliced(shape[axis], [starts[index], ends[index], step])?;
+    for (axis, bounds) in bounds(inputs, shape.len())? {
+        let (start, len) = sliced(shape[axis], bounds)?;
         at = at.wrapping_add((start as isize).wrapping_mul(steps[axis]));
         shape[axis] = len;
-        steps[axis] = steps[axis].wrapping_mul(step as isize);
+        steps[axis] = steps[axis].wrapping_mul(bounds[2] as isize);
     }
     picked(x, &shape, Walk::new(&shape, &steps, at))
 }
@@ -334,42 +321,28 @@ fn sliced(size: usize, [start, end, step]: [i64; 3]) -> Answer<(usize, usize)> {
 }
 
 /// Pads with a number. Negative pads remove elements.
-fn pad_known(inputs: KnownInputs<'_>) -> Answer<Array> {
-    let (x, pads, value) = (inputs.array(0)?, inputs.list(1)?, inputs.optional_number(2)?);
-    let rank = x.shape().len();
-    let axes = match inputs.optional_list(3)? {
-        Some(axes) => axes_of(axes, rank)?,
-        None => (0..rank).collect(),
+fn pad_known(inputs: &Inputs<'_>) -> Answer<Array> {
+    let (x, value) = (inputs.known(0)?, inputs.optional_number(2)?);
+    let (pads, sizes, steps) = (pads(inputs, x.shape())?, x.shape(), steps_of(x.shape()));
+    let padded = |(&size, &[before, after]): (&usize, &[i64; 2])| {
+        let padded = size as i128 + i128::from(before) + i128::from(after);
+        usize::try_from(padded)
+            .map_err(|_| format!("an axis of size {size} cannot be padded by {before} and {after}"))
     };
-    if pads.len() != 2 * axes.len() {
-        return Err(format!("there are {} pads for {} axes of {:?}", pads.len(), axes.len(), x.shape()));
-    }
-    let mut shape = x.shape().to_vec();
-    // The part of the input that is left, and where it starts in the input and in the output.
-    let (mut part, mut from, mut to) = (x.shape().to_vec(), vec![0; rank], vec![0; rank]);
-    for (index, &axis) in axes.iter().enumerate() {
-        let (before, after) = (i128::from(pads[index]), i128::from(pads[index + axes.len()]));
-        let size = shape[axis] as i128;
-        let padded = size + before + after;
-        shape[axis] = usize::try_from(padded)
-            .map_err(|_| format!("an axis of size {size} cannot be padded by {before} and {after}"))?;
-        let (first, last) = ((-before).clamp(0, size), (padded - before).clamp(0, size));
-        part[axis] = (last - first).max(0) as usize;
-        (from[axis], to[axis]) = (first as isize, before.clamp(0, padded) as isize);
-    }
+    let shape = sizes.iter().zip(&pads).map(padded).collect::<Answer<Vec<usize>>>()?;
     let zero = Data::Bool(vec![false]);
     let fill = value.map_or(&zero, Array::data);
-    let walk = |sizes: &[usize], start: &[isize]| {
-        let steps = steps_of(sizes);
-        let distance = |(start, step): (&isize, &isize)| start.wrapping_mul(*step);
-        let at = start.iter().zip(&steps).map(distance).fold(0, isize::wrapping_add);
-        Walk::new(&part, &steps, at)
+    let source = |mut at: usize| {
+        let mut source = 0;
+        for axis in (0..shape.len()).rev() {
+            let index = (at % shape[axis]) as i128 - i128::from(pads[axis][0]);
+            let index = usize::try_from(index).ok().filter(|&index| index < sizes[axis])?;
+            source += index * steps[axis].unsigned_abs();
+            at /= shape[axis];
+        }
+        Some(source)
     };
-    let mut moves = walk(x.shape(), &from).zip(walk(&shape, &to)).take(product(&part)).peekable();
-    // The part goes to places of the output in ascending order.
-    let places = (0..).map(|at: usize| match moves.next_if(|&(_, to)| to == at) {
-        Some((from, _)) => (x.data(), from),
-        None => (fill, 0),
-    });
+    // No places are read of an output without elements.
+    let places = (0..).map(|at: usize| source(at).map_or((fill, 0), |source| (x.data(), source)));
     assembled(x.kind(), &shape, places)
 }

@@ -6,6 +6,7 @@ use super::*;
 
 /// The slope of a leaky ReLU.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct LeakyRelu {
     /// The slope below 0.
     pub alpha: f64,
@@ -24,8 +25,9 @@ pub enum Elementwise {
     Cos,
 }
 
-pub(super) const POINTWISE: Operator<Pointwise> = Operator {
-    name: |function| match function {
+/// Its name in ONNX.
+pub(super) fn name(function: Pointwise) -> &'static str {
+    match function {
         Pointwise::Relu => "Relu",
         Pointwise::LeakyRelu { .. } => "LeakyRelu",
         Pointwise::Sigmoid => "Sigmoid",
@@ -49,7 +51,10 @@ pub(super) const POINTWISE: Operator<Pointwise> = Operator {
         Pointwise::Reciprocal => "Reciprocal",
         Pointwise::Erf => "Erf",
         other => other.name(),
-    },
+    }
+}
+
+pub(super) const POINTWISE: Operator<Pointwise> = Operator {
     read: &[
         Reader("Abs", (1, 1), |_| Ok(Op::Pointwise(Pointwise::Abs))),
         Reader("Celu", (1, 1), |node| {
@@ -88,7 +93,7 @@ pub(super) const POINTWISE: Operator<Pointwise> = Operator {
         Reader("Tanh", (1, 1), |_| Ok(Op::Pointwise(Pointwise::Tanh))),
     ],
     write: |function, to| write_function(*function, to),
-    known: Known::Perhaps(|&function, inputs| match inputs.array(0) {
+    known: Known::Perhaps(|&function, inputs| match inputs.known(0) {
         Ok(x) => of_known(function, x),
         Err(reason) => Some(Err(reason)),
     }),
@@ -98,17 +103,15 @@ pub(super) const POINTWISE: Operator<Pointwise> = Operator {
 };
 
 pub(super) const RELU: Operator<()> = Operator {
-    name: |()| "Relu",
     read: &[Reader("Relu", (1, 1), |_| Ok(Op::Relu))],
     write: plain,
-    known: Known::One(|(), inputs| map(inputs.array(0)?, |x| within(x, Some(0.0), None), |x| Ok(x.max(0)))),
+    known: Known::One(|(), inputs| map(inputs.known(0)?, |x| within(x, Some(0.0), None), |x| Ok(x.max(0)))),
     run: Run::One(|(), inputs| Ok(inputs.tensor(0)?.relu()?)),
     uses: other,
     gives: like_first,
 };
 
 pub(super) const LEAKY_RELU: Operator<LeakyRelu> = Operator {
-    name: |_| "LeakyRelu",
     read: &[Reader("LeakyRelu", (1, 1), |node| {
         Ok(Op::LeakyRelu(LeakyRelu { alpha: node.attributes.float_or("alpha", 0.01)? }))
     })],
@@ -126,7 +129,6 @@ pub(super) const LEAKY_RELU: Operator<LeakyRelu> = Operator {
 };
 
 pub(super) const P_RELU: Operator<()> = Operator {
-    name: |()| "PRelu",
     read: &[Reader("PRelu", (2, 2), |_| Ok(Op::PRelu))],
     write: plain,
     known: Known::Never,
@@ -136,7 +138,6 @@ pub(super) const P_RELU: Operator<()> = Operator {
 };
 
 pub(super) const CLIP: Operator<()> = Operator {
-    name: |()| "Clip",
     read: &[Reader("Clip", (1, 3), |node| {
         if node.opset < 11 {
             for (place, name) in [(1, "min"), (2, "max")] {
@@ -149,22 +150,26 @@ pub(super) const CLIP: Operator<()> = Operator {
     })],
     write: plain,
     known: Known::One(|(), inputs| {
-        clip_known(inputs.array(0)?, [inputs.optional_number(1)?, inputs.optional_number(2)?])
+        clip_known(inputs.known(0)?, [inputs.optional_number(1)?, inputs.optional_number(2)?])
     }),
     run: Run::One(|(), inputs| clip(inputs)),
     uses: other,
     gives: like_first,
 };
 
-pub(super) const ELEMENTWISE: Operator<Elementwise> = Operator {
-    name: |kind| match kind {
+/// Its name in ONNX.
+pub(super) fn elementwise_name(kind: Elementwise) -> &'static str {
+    match kind {
         Elementwise::Floor => "Floor",
         Elementwise::Ceil => "Ceil",
         Elementwise::Round => "Round",
         Elementwise::Sign => "Sign",
         Elementwise::Sin => "Sin",
         Elementwise::Cos => "Cos",
-    },
+    }
+}
+
+pub(super) const ELEMENTWISE: Operator<Elementwise> = Operator {
     read: &[
         Reader("Floor", (1, 1), |_| Ok(Op::Elementwise(Elementwise::Floor))),
         Reader("Ceil", (1, 1), |_| Ok(Op::Elementwise(Elementwise::Ceil))),
@@ -184,7 +189,7 @@ pub(super) const ELEMENTWISE: Operator<Elementwise> = Operator {
             Elementwise::Cos => f64::cos,
         };
         let of_integer = |x: i64| Ok(if *kind == Elementwise::Sign { x.signum() } else { x });
-        map(inputs.array(0)?, of_float, of_integer)
+        map(inputs.known(0)?, of_float, of_integer)
     }),
     run: Run::Never,
     uses: other,
@@ -221,7 +226,7 @@ const NO_THRESHOLD: f64 = 20.0;
 
 /// Some functions are several nodes, in all versions or in older ones.
 fn write_function<'a>(function: Pointwise, to: &mut NodeWriter<'_, 'a>) -> Answer<OnnxNode<'a>> {
-    let (x, opset) = (to.input(0), to.opset());
+    let (x, opset) = (to.input(0), to.file.opset);
     let product = |to: &NodeWriter<'_, 'a>, factors: [&str; 2]| {
         to.named("Mul").reads(factors.map(str::to_owned).to_vec())
     };
@@ -350,10 +355,12 @@ pub(in crate::graph) fn clipped(min: f64, max: f64) -> Activation {
 
 fn clip(inputs: &Inputs<'_>) -> Result<Tensor> {
     let x = inputs.tensor(0)?;
-    let bound = |index: usize, none: f64| match inputs.get(index) {
-        None => Ok(Some(none)),
-        Some(Value::Known(_)) => inputs.optional_number(index),
-        Some(Value::Tensor(_)) => Ok(None),
+    let bound = |index: usize, none: f64| -> Result<Option<f64>> {
+        Ok(match inputs.get(index) {
+            None => Some(none),
+            Some(Value::Known(_)) => inputs.number(index)?.only(),
+            Some(Value::Tensor(_)) => None,
+        })
     };
     match (bound(1, f64::NEG_INFINITY)?, bound(2, f64::INFINITY)?) {
         (Some(min), Some(max)) => Ok(ops::activate(&x, clipped(min, max))?),

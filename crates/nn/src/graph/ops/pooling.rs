@@ -7,6 +7,7 @@ use super::*;
 
 /// Windows of a pooling.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Pool {
     /// Sizes of a window.
     pub kernel: Vec<usize>,
@@ -23,10 +24,9 @@ pub struct Pool {
 }
 
 pub(super) const MAX_POOL: Operator<Pool> = Operator {
-    name: |_| "MaxPool",
     read: &[Reader("MaxPool", (1, 1), |node| {
         // The order of indices, which are no output here.
-        node.attributes.ignore("storage_order");
+        node.attributes.ignore(&["storage_order"]);
         Ok(Op::MaxPool(Pool::read(node)?))
     })],
     write: |pool, to| Ok(pool.write(to).sizes("dilations", &pool.dilations)),
@@ -37,7 +37,6 @@ pub(super) const MAX_POOL: Operator<Pool> = Operator {
 };
 
 pub(super) const AVERAGE_POOL: Operator<Pool> = Operator {
-    name: |_| "AveragePool",
     read: &[Reader("AveragePool", (1, 1), |node| {
         let count_include_pad = node.attributes.flag("count_include_pad", false)?;
         let pool = Pool::read(node)?;
@@ -57,7 +56,6 @@ pub(super) const AVERAGE_POOL: Operator<Pool> = Operator {
 };
 
 pub(super) const GLOBAL_AVERAGE_POOL: Operator<()> = Operator {
-    name: |()| "GlobalAveragePool",
     read: &[Reader("GlobalAveragePool", (1, 1), |_| Ok(Op::GlobalAveragePool))],
     write: plain,
     known: Known::Never,
@@ -67,14 +65,12 @@ pub(super) const GLOBAL_AVERAGE_POOL: Operator<()> = Operator {
 };
 
 pub(super) const GLOBAL_MAX_POOL: Operator<()> = Operator {
-    name: |()| "GlobalMaxPool",
     read: &[Reader("GlobalMaxPool", (1, 1), |_| Ok(Op::GlobalMaxPool))],
     run: Run::One(|(), inputs| global_max(&inputs.tensor(0)?)),
     ..GLOBAL_AVERAGE_POOL
 };
 
 pub(super) const ADAPTIVE_AVERAGE_POOL: Operator<[usize; 2]> = Operator {
-    name: |_| "AdaptiveAveragePool",
     read: &[],
     write: |size, to| match size {
         [1, 1] => Ok(to.named("GlobalAveragePool")),

@@ -1,12 +1,13 @@
 //! What needs the order of elements along an axis: the largest ones, their places, and running sums.
 
-use convoke_autograd::{DType, Element, Function, MemoryFormat, Needs, apply, dispatch};
+use convoke_autograd::{DType, Error, Function, MemoryFormat, Needs, Stored, apply, dispatch};
 
 use super::ranking::{self, Lines};
 use super::*;
 
 /// Running sums.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct CumSum {
     /// Whether the sum at an element is that of the elements before it, without its own.
     pub exclusive: bool,
@@ -16,6 +17,7 @@ pub struct CumSum {
 
 /// The place of an extreme along an axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct ArgMax {
     /// The axis.
     pub axis: isize,
@@ -29,6 +31,7 @@ pub struct ArgMax {
 
 /// The largest elements along an axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct TopK {
     /// The axis.
     pub axis: isize,
@@ -37,7 +40,6 @@ pub struct TopK {
 }
 
 pub(super) const CUM_SUM: Operator<CumSum> = Operator {
-    name: |_| "CumSum",
     read: &[Reader("CumSum", (2, 2), |node| {
         let exclusive = node.attributes.flag("exclusive", false)?;
         let reverse = node.attributes.flag("reverse", false)?;
@@ -47,14 +49,19 @@ pub(super) const CUM_SUM: Operator<CumSum> = Operator {
         let node = to.op();
         Ok(if exclusive || reverse { node.int("exclusive", exclusive).int("reverse", reverse) } else { node })
     },
-    known: Known::One(|&sum, inputs| cum_sum_known(sum, inputs.array(0)?, inputs.optional_list(1)?)),
-    run: Run::One(|&sum, inputs| cum_sum(sum, inputs)),
+    known: Known::One(|&options, inputs| {
+        let x = inputs.known(0)?;
+        cum_sum_known(&RunningSum::new(options, x.shape(), inputs.optional_list(1)?)?, x)
+    }),
+    run: Run::One(|&options, inputs| {
+        let x = inputs.tensor(0)?;
+        Ok(apply(RunningSum::new(options, x.shape(), inputs.optional_list(1)?)?, &[&x])?)
+    }),
     uses: |_, input| first(input, Use::Mapped),
     gives: like_first,
 };
 
 pub(super) const ARG_MAX: Operator<ArgMax> = Operator {
-    name: |extreme| if extreme.smallest { "ArgMin" } else { "ArgMax" },
     read: &[
         Reader("ArgMax", (1, 1), |node| read_arg_max(node, false)),
         Reader("ArgMin", (1, 1), |node| read_arg_max(node, true)),
@@ -63,7 +70,7 @@ pub(super) const ARG_MAX: Operator<ArgMax> = Operator {
         let node = to.op().axis("axis", extreme.axis).int("keepdims", extreme.keep_dims);
         Ok(node.int("select_last_index", extreme.last))
     },
-    known: Known::One(|&extreme, inputs| arg_max_known(extreme, inputs.array(0)?)),
+    known: Known::One(|&extreme, inputs| arg_max_known(extreme, inputs.known(0)?)),
     run: Run::One(|&extreme, inputs| arg_max(extreme, &inputs.tensor(0)?)),
     uses: |_, _| Use::Number,
     gives: |extreme, from| {
@@ -73,10 +80,9 @@ pub(super) const ARG_MAX: Operator<ArgMax> = Operator {
 };
 
 pub(super) const TOP_K: Operator<TopK> = Operator {
-    name: |_| "TopK",
     read: &[Reader("TopK", (1, 2), |node| {
         // What is not to be sorted may be.
-        node.attributes.ignore("sorted");
+        node.attributes.ignore(&["sorted"]);
         if node.opset < 10 {
             let k = node.attributes.int("k")?.ok_or("its k is missing")?;
             node.set_array(1, "k", Array::integers([k]));
@@ -109,14 +115,14 @@ fn read_arg_max(node: &mut NodeReader<'_>, smallest: bool) -> Answer<Op> {
 /// From this number on single precision does not hold all places.
 const PLACES: usize = 1 << 24;
 
-fn lines_of(x: &Tensor, axis: isize) -> Result<Lines> {
-    Ok(Lines::of(x.shape(), axis_in(x, axis)?))
+fn lines_of(shape: &[usize], axis: isize) -> Answer<Lines> {
+    Ok(Lines::of(shape, axis_of(axis as i64, shape.len())?))
 }
 
 /// Fails if places in these lines cannot be numbers of the tensor's type.
-fn check_places(x: &Tensor, lines: Lines) -> Result<()> {
+fn check_places(x: &Tensor, lines: Lines) -> Answer<()> {
     if lines.len > PLACES && x.dtype() != DType::F64 {
-        return refuse(format!("axis {} of {:?} has more than {PLACES} elements", lines.axis, x.shape()));
+        return Err(format!("axis {} of {:?} has more than {PLACES} elements", lines.axis, x.shape()));
     }
     Ok(())
 }
@@ -126,140 +132,134 @@ fn contiguous(x: &Tensor) -> convoke_autograd::Result<Tensor> {
     if x.shape().len() < 3 { Ok(x.clone()) } else { x.to_format(MemoryFormat::Contiguous) }
 }
 
+fn no_elements(lines: Lines, shape: &[usize]) -> String {
+    format!("there are no elements along axis {} of {shape:?}", lines.axis)
+}
+
 fn arg_max(options: ArgMax, x: &Tensor) -> Result<Tensor> {
-    fn run<T: Element>(x: &Tensor, lines: Lines, options: ArgMax) -> convoke_autograd::Result<Tensor> {
-        let shape = lines.with_len(1).shape(x.shape());
+    let x = contiguous(&x.detach())?;
+    let lines = lines_of(x.shape(), options.axis)?;
+    check_places(&x, lines)?;
+    if lines.len == 0 {
+        return refuse(no_elements(lines, x.shape()));
+    }
+    let shape = lines.with_len(1).shape(x.shape());
+    let places = dispatch!("arg_max", x.dtype(), T => {
         Tensor::written(x.device(), &shape, MemoryFormat::Contiguous, |out: &mut [T]| {
             let data = x.data::<T>()?;
             for (out, start) in out.iter_mut().zip(lines.starts(data.len())) {
-                let line = data[start..].iter().step_by(lines.inner).take(lines.len).copied();
+                let line = lines.places(start).map(|at| data[at]);
                 *out = T::of(ranking::extreme(line, options.smallest, options.last) as f64);
             }
             Ok(())
-        })
-    }
-    fn typed(x: &Tensor, lines: Lines, options: ArgMax) -> convoke_autograd::Result<Tensor> {
-        dispatch!("arg_max", x.dtype(), T => run::<T>(x, lines, options))
-    }
-    let x = contiguous(&x.detach())?;
-    let lines = lines_of(&x, options.axis)?;
-    check_places(&x, lines)?;
-    if lines.len == 0 {
-        return refuse(format!("there are no elements along axis {} of {:?}", lines.axis, x.shape()));
-    }
-    let places = typed(&x, lines, options)?;
+        })?
+    });
     Ok(if options.keep_dims { places } else { places.squeeze(&[lines.axis as isize])? })
 }
 
-/// The elements and their places.
-fn top_k(TopK { axis, largest }: TopK, inputs: &Inputs<'_>) -> Result<Vec<Value>> {
-    fn run<T: Element>(
-        x: &Tensor,
-        [from, to]: [Lines; 2],
-        largest: bool,
-    ) -> convoke_autograd::Result<Tensor> {
-        Tensor::written(x.device(), &to.shape(x.shape()), MemoryFormat::Contiguous, |out: &mut [T]| {
-            let data = x.data::<T>()?;
-            let mut line = convoke_memory::with_capacity(from.len)?;
-            let count = out.len();
-            for (start, begin) in from.starts(data.len()).zip(to.starts(count)) {
-                line.clear();
-                line.extend(data[start..].iter().step_by(from.inner).take(from.len).copied());
-                for (rank, place) in ranking::first(&line, to.len, largest).into_iter().enumerate() {
-                    out[begin + rank * to.inner] = T::of(place as f64);
-                }
+fn arg_max_known(options: ArgMax, x: &Array) -> Answer<Array> {
+    let lines = lines_of(x.shape(), options.axis)?;
+    let mut shape = lines.with_len(1).shape(x.shape());
+    if bounded(&shape)? > 0 && lines.len == 0 {
+        return Err(no_elements(lines, x.shape()));
+    }
+    if !options.keep_dims {
+        shape.remove(lines.axis);
+    }
+    fn extreme<N: Number + PartialOrd>(
+        x: &Array,
+        line: impl Iterator<Item = usize>,
+        options: ArgMax,
+    ) -> usize {
+        ranking::extreme(line.map(|at| N::read(x.data(), at)), options.smallest, options.last)
+    }
+    let places = lines.starts(x.len()).map(|start| match x.kind() {
+        Kind::F32 | Kind::F64 => whole(extreme::<f64>(x, lines.places(start), options)),
+        Kind::I64 | Kind::Bool => whole(extreme::<i64>(x, lines.places(start), options)),
+    });
+    integers(&shape, places)
+}
+
+/// What TopK takes.
+struct Taken {
+    from: Lines,
+    to: Lines,
+    largest: bool,
+}
+
+impl Taken {
+    /// k elements of each line.
+    fn new(TopK { axis, largest }: TopK, shape: &[usize], k: &[i64]) -> Answer<Taken> {
+        let from = lines_of(shape, axis)?;
+        let [count] = *k else {
+            return Err(format!("there are {} numbers of elements instead of 1", k.len()));
+        };
+        match usize::try_from(count).ok().filter(|&count| count <= from.len) {
+            Some(count) => Ok(Taken { from, to: from.with_len(count), largest }),
+            None => Err(format!("there are no {k:?} elements along axis {} of {shape:?}", from.axis)),
+        }
+    }
+
+    /// The elements that are taken, for each element of the output, of so many elements.
+    fn sources<N: PartialOrd>(
+        &self,
+        [elements, outputs]: [usize; 2],
+        element: impl Fn(usize) -> N,
+    ) -> Answer<Vec<usize>> {
+        let mut sources = room(outputs)?;
+        sources.resize(outputs, 0);
+        let mut line = room(self.from.len)?;
+        for (start, begin) in self.from.starts(elements).zip(self.to.starts(outputs)) {
+            line.clear();
+            line.extend(self.from.places(start).map(&element));
+            let found = ranking::first(&line, self.to.len, self.largest);
+            for (at, place) in self.to.places(begin).zip(found) {
+                sources[at] = start + place * self.from.inner;
             }
-            Ok(())
-        })
+        }
+        Ok(sources)
     }
-    fn typed(x: &Tensor, lines: [Lines; 2], largest: bool) -> convoke_autograd::Result<Tensor> {
-        dispatch!("top_k", x.dtype(), T => run::<T>(x, lines, largest))
+
+    /// The place in its line of an element.
+    fn place(&self, source: usize) -> usize {
+        source / self.from.inner % self.from.len
     }
+}
+
+/// The elements and their places.
+fn top_k(top: TopK, inputs: &Inputs<'_>) -> Result<Vec<Value>> {
     let x = contiguous(&inputs.tensor(0)?)?;
-    let lines = lines_of(&x, axis)?;
-    check_places(&x, lines)?;
-    let count = match inputs.integers(1)?[..] {
-        [k] => usize::try_from(k).ok().filter(|&k| k <= lines.len),
-        ref all => return refuse(format!("there are {} numbers of elements instead of 1", all.len())),
+    let taken = Taken::new(top, x.shape(), inputs.list(1)?)?;
+    check_places(&x, taken.from)?;
+    let (shape, of) = (taken.to.shape(x.shape()), (x.device(), x.dtype()));
+    let lens = [x.len(), shape.iter().product()];
+    let sources = match x.device().is_dry() {
+        true => convoke_memory::filled(lens[1], 0).map_err(Error::from)?,
+        false => dispatch!("top_k", x.dtype(), T => {
+            let data = x.data::<T>()?;
+            taken.sources(lens, |at| data[at])?
+        }),
     };
-    let Some(count) = count else {
-        return refuse(format!(
-            "axis {} of {:?} has fewer elements than are asked for",
-            lines.axis,
-            x.shape()
-        ));
-    };
-    let places = typed(&x.detach(), [lines, lines.with_len(count)], largest)?;
-    let values = apply(Take { lines }, &[&x, &places])?;
+    let indices: Vec<isize> = sources.iter().map(|&source| source as isize).collect();
+    let values = x.reshape(&lens[..1])?.index_select(0, &indices)?.reshape(&shape)?;
+    let places = Tensor::written_elements(of, &shape, MemoryFormat::Contiguous, |out| {
+        out.update(|at, _| taken.place(sources[at]) as f64);
+        Ok(())
+    })?;
     Ok(vec![Value::Tensor(values), Value::Tensor(places)])
 }
 
-/// The elements of each line at places, which are another tensor's lines.
-struct Take {
-    lines: Lines,
-}
-
-impl Function for Take {
-    type Saved = Tensor;
-
-    fn name(&self) -> &'static str {
-        "top_k"
-    }
-
-    fn forward(&self, inputs: &[&Tensor], _: &Needs) -> convoke_autograd::Result<(Tensor, Tensor)> {
-        fn run<T: Element>(lines: Lines, x: &Tensor, places: &Tensor) -> convoke_autograd::Result<Tensor> {
-            let count = places.shape()[lines.axis];
-            Tensor::written(x.device(), places.shape(), MemoryFormat::Contiguous, |out: &mut [T]| {
-                let (data, places) = (x.data::<T>()?, places.data::<T>()?);
-                each(lines, count, places, |at, from| out[at] = data[from]);
-                Ok(())
-            })
-        }
-        let (x, places) = (inputs[0], inputs[1]);
-        let values = dispatch!("top_k", x.dtype(), T => run::<T>(self.lines, x, places))?;
-        Ok((values, places.clone()))
-    }
-
-    fn backward(
-        &self,
-        places: Tensor,
-        upstream: Tensor,
-        needs: &Needs,
-    ) -> convoke_autograd::Result<Vec<Option<Tensor>>> {
-        fn run<T: Element>(
-            lines: Lines,
-            places: &Tensor,
-            upstream: &Tensor,
-        ) -> convoke_autograd::Result<Tensor> {
-            let (count, shape) = (places.shape()[lines.axis], lines.shape(places.shape()));
-            Tensor::written(upstream.device(), &shape, MemoryFormat::Contiguous, |out: &mut [T]| {
-                let (places, upstream) = (places.data::<T>()?, upstream.data::<T>()?);
-                out.fill(T::zero());
-                each(lines, count, places, |at, from| out[from] += upstream[at]);
-                Ok(())
-            })
-        }
-        let upstream = contiguous(&upstream)?;
-        let gradient = || dispatch!("top_k", upstream.dtype(), T => run::<T>(self.lines, &places, &upstream));
-        Ok(vec![needs.input(0).then(gradient).transpose()?, None])
-    }
-}
-
-/// Calls a function with each place of a tensor of `count` places a line, and the element that it names.
-fn each<T: Element>(lines: Lines, count: usize, places: &[T], mut call: impl FnMut(usize, usize)) {
-    for (at, place) in places.iter().enumerate() {
-        call(at, lines.element(at, count, place.to_usize().unwrap_or(0)));
-    }
-}
-
-fn cum_sum(options: CumSum, inputs: &Inputs<'_>) -> Result<Tensor> {
-    let x = inputs.tensor(0)?;
-    let axis = match inputs.integers(1)?[..] {
-        [axis] => axis,
-        ref all => return refuse(format!("there are {} axes instead of 1", all.len())),
-    };
-    let lines = lines_of(&x, axis)?;
-    Ok(apply(RunningSum { lines, options }, &[&x])?)
+fn top_k_known(top: TopK, inputs: &Inputs<'_>) -> Answer<Vec<Array>> {
+    let x = inputs.known(0)?;
+    let taken = Taken::new(top, x.shape(), inputs.list(1)?)?;
+    let shape = taken.to.shape(x.shape());
+    let lens = [x.len(), bounded(&shape)?];
+    let sources = match x.kind() {
+        Kind::F32 | Kind::F64 => taken.sources(lens, |at| f64::read(x.data(), at)),
+        Kind::I64 | Kind::Bool => taken.sources(lens, |at| i64::read(x.data(), at)),
+    }?;
+    let places = integers(&shape, sources.iter().map(|&source| whole(taken.place(source))))?;
+    Ok(vec![picked(x, &shape, sources.into_iter())?, places])
 }
 
 /// Running sums along each line. The gradient is the running sum in the other direction.
@@ -269,25 +269,56 @@ struct RunningSum {
 }
 
 impl RunningSum {
-    fn sums(&self, x: &Tensor, options: CumSum) -> convoke_autograd::Result<Tensor> {
-        fn run<T: Element>(x: &Tensor, lines: Lines, options: CumSum) -> convoke_autograd::Result<Tensor> {
+    /// Along an axis, the first one if it is left out.
+    fn new(options: CumSum, shape: &[usize], axis: Option<&[i64]>) -> Answer<RunningSum> {
+        match axis.unwrap_or(&[0]) {
+            &[axis] => Ok(RunningSum { lines: lines_of(shape, to_isize(axis))?, options }),
+            axes => Err(format!("there are {} axes instead of 1", axes.len())),
+        }
+    }
+
+    /// Puts the sum at each element.
+    fn run<N: Copy + Default>(
+        &self,
+        elements: usize,
+        element: impl Fn(usize) -> N,
+        add: impl Fn(N, N) -> Answer<N>,
+        mut put: impl FnMut(usize, N),
+    ) -> Answer<()> {
+        let CumSum { exclusive, reverse } = self.options;
+        for start in self.lines.starts(elements) {
+            let mut sum = N::default();
+            for step in 0..self.lines.len {
+                let place = if reverse { self.lines.len - 1 - step } else { step };
+                let at = start + place * self.lines.inner;
+                let is_last = step + 1 == self.lines.len;
+                let with = if exclusive && is_last { sum } else { add(sum, element(at))? };
+                put(at, if exclusive { sum } else { with });
+                sum = with;
+            }
+        }
+        Ok(())
+    }
+
+    fn sums(&self, x: &Tensor) -> convoke_autograd::Result<Tensor> {
+        let x = contiguous(x)?;
+        Ok(dispatch!("cum_sum", x.dtype(), T => {
             Tensor::written(x.device(), x.shape(), MemoryFormat::Contiguous, |out: &mut [T]| {
                 let data = x.data::<T>()?;
-                for start in lines.starts(data.len()) {
-                    let mut sum = 0.0;
-                    for place in 0..lines.len {
-                        let place = if options.reverse { lines.len - 1 - place } else { place };
-                        let at = start + place * lines.inner;
-                        let with = sum + data[at].to_f64().unwrap_or(f64::NAN);
-                        out[at] = T::of(if options.exclusive { sum } else { with });
-                        sum = with;
-                    }
-                }
+                let element = |at: usize| data[at].f64();
+                self.run(data.len(), element, |sum, x| Ok(sum + x), |at, sum| out[at] = T::of(sum))
+                    .expect("sums of floating-point numbers do not fail");
                 Ok(())
-            })
-        }
-        let x = contiguous(x)?;
-        dispatch!("cum_sum", x.dtype(), T => run::<T>(&x, self.lines, options))
+            })?
+        }))
+    }
+
+    fn sums_known<N: Number + Default>(&self, x: &Array, add: impl Fn(N, N) -> Answer<N>) -> Answer<Vec<N>> {
+        let len = bounded(x.shape())?;
+        let mut sums = room(len)?;
+        sums.resize(len, N::default());
+        self.run(len, |at| N::read(x.data(), at), add, |at, sum| sums[at] = sum)?;
+        Ok(sums)
     }
 }
 
@@ -299,7 +330,7 @@ impl Function for RunningSum {
     }
 
     fn forward(&self, inputs: &[&Tensor], _: &Needs) -> convoke_autograd::Result<(Tensor, ())> {
-        Ok((self.sums(inputs[0], self.options)?, ()))
+        Ok((self.sums(inputs[0])?, ()))
     }
 
     fn backward(
@@ -308,113 +339,21 @@ impl Function for RunningSum {
         upstream: Tensor,
         needs: &Needs,
     ) -> convoke_autograd::Result<Vec<Option<Tensor>>> {
-        let back = CumSum { reverse: !self.options.reverse, ..self.options };
-        Ok(vec![needs.input(0).then(|| self.sums(&upstream, back)).transpose()?])
+        let options = CumSum { reverse: !self.options.reverse, ..self.options };
+        let back = RunningSum { options, ..*self };
+        Ok(vec![needs.input(0).then(|| back.sums(&upstream)).transpose()?])
     }
 }
 
-fn known_lines(x: &Array, axis: isize) -> Answer<Lines> {
-    Ok(Lines::of(x.shape(), axis_of(axis as i64, x.shape().len())?))
-}
-
-/// The elements of the line that begins at `start`.
-fn line<N: Number>(x: &Array, lines: Lines, start: usize) -> impl Iterator<Item = N> + '_ {
-    (0..lines.len).map(move |place| N::read(x.data(), start + place * lines.inner))
-}
-
-fn arg_max_known(options: ArgMax, x: &Array) -> Answer<Array> {
-    let lines = known_lines(x, options.axis)?;
-    let mut shape = lines.with_len(1).shape(x.shape());
-    if bounded(&shape)? > 0 && lines.len == 0 {
-        return Err(format!("there are no elements along axis {} of {:?}", lines.axis, x.shape()));
-    }
-    if !options.keep_dims {
-        shape.remove(lines.axis);
-    }
-    let (smallest, last) = (options.smallest, options.last);
-    let places = lines.starts(x.len()).map(|start| {
-        whole(match x.kind() {
-            Kind::F32 | Kind::F64 => ranking::extreme(line::<f64>(x, lines, start), smallest, last),
-            Kind::I64 | Kind::Bool => ranking::extreme(line::<i64>(x, lines, start), smallest, last),
-        })
-    });
-    integers(&shape, places)
-}
-
-/// The elements and their places.
-fn top_k_known(TopK { axis, largest }: TopK, inputs: KnownInputs<'_>) -> Answer<Vec<Array>> {
-    let (x, k) = (inputs.array(0)?, inputs.list(1)?);
-    let lines = known_lines(x, axis)?;
-    let count = match *k {
-        [k] => usize::try_from(k).ok().filter(|&k| k <= lines.len),
-        _ => return Err(format!("there are {} numbers of elements instead of 1", k.len())),
-    };
-    let count = count
-        .ok_or_else(|| format!("there are no {k:?} elements along axis {} of {:?}", lines.axis, x.shape()))?;
-    let taken = lines.with_len(count);
-    let shape = taken.shape(x.shape());
-    let total = bounded(&shape)?;
-    // Each line's places lie as its elements do.
-    let mut places: Vec<usize> = room(total)?;
-    places.resize(total, 0);
-    for (start, begin) in lines.starts(x.len()).zip(taken.starts(total)) {
-        let found = match x.kind() {
-            Kind::F32 | Kind::F64 => {
-                ranking::first(&line::<f64>(x, lines, start).collect::<Vec<_>>(), count, largest)
-            }
-            Kind::I64 | Kind::Bool => {
-                ranking::first(&line::<i64>(x, lines, start).collect::<Vec<_>>(), count, largest)
-            }
-        };
-        for (rank, place) in found.into_iter().enumerate() {
-            places[begin + rank * lines.inner] = place;
-        }
-    }
-    let sources = places.iter().enumerate().map(|(at, &place)| lines.element(at, count, place));
-    Ok(vec![picked(x, &shape, sources)?, integers(&shape, places.iter().map(|&place| whole(place)))?])
-}
-
-/// Sums along an axis, the first one if it is left out, of the elements up to each.
-fn cum_sum_known(options: CumSum, x: &Array, axis: Option<&[i64]>) -> Answer<Array> {
-    let axis = match axis {
-        None => axis_of(0, x.shape().len())?,
-        Some(&[axis]) => axis_of(axis, x.shape().len())?,
-        Some(axes) => return Err(format!("there are {} axes instead of 1", axes.len())),
-    };
+fn cum_sum_known(sum: &RunningSum, x: &Array) -> Answer<Array> {
     match x.kind() {
         Kind::F32 | Kind::F64 => {
-            let sums = running(x, axis, options, |sum: f64, x| Ok(sum + x))?;
-            floats(x.kind(), x.shape(), sums.into_iter())
+            floats(x.kind(), x.shape(), sum.sums_known(x, |sum: f64, x| Ok(sum + x))?.into_iter())
         }
         Kind::I64 => {
             let add = |sum: i64, x| sum.checked_add(x).ok_or_else(|| TOO_LARGE.into());
-            integers(x.shape(), running(x, axis, options, add)?.into_iter().map(Ok))
+            integers(x.shape(), sum.sums_known(x, add)?.into_iter().map(Ok))
         }
         Kind::Bool => Err(format!("there are no sums of {}", described(x))),
     }
-}
-
-fn running<N: Number + Default>(
-    x: &Array,
-    axis: usize,
-    options: CumSum,
-    add: impl Fn(N, N) -> Answer<N>,
-) -> Answer<Vec<N>> {
-    let len = bounded(x.shape())?;
-    let mut sums: Vec<N> = room(len)?;
-    sums.resize(len, N::default());
-    let (size, inner) = (x.shape()[axis], product(&x.shape()[axis + 1..]));
-    for step in 0..len {
-        let at = if options.reverse { len - 1 - step } else { step };
-        let place = at / inner % size;
-        let is_first = place == if options.reverse { size - 1 } else { 0 };
-        let before = if options.reverse { at + inner } else { at.wrapping_sub(inner) };
-        sums[at] = match (is_first, options.exclusive) {
-            (true, true) => N::default(),
-            (true, false) => N::read(x.data(), at),
-            (false, true) => add(sums[before], N::read(x.data(), before))?,
-            (false, false) => add(sums[before], N::read(x.data(), at))?,
-        };
-    }
-    Ok(sums)
 }

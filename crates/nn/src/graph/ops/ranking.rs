@@ -36,9 +36,9 @@ impl Lines {
         (0..elements / block.max(1)).flat_map(move |row| (0..self.inner).map(move |at| row * block + at))
     }
 
-    /// The element that is at `place` of its line, where the line is that of element `at` of a tensor whose lines are `count` long.
-    pub(super) fn element(self, at: usize, count: usize, place: usize) -> usize {
-        (at / (count * self.inner) * self.len + place) * self.inner + at % self.inner
+    /// The elements of the line that begins at `start`.
+    pub(super) fn places(self, start: usize) -> impl Iterator<Item = usize> {
+        (0..self.len).map(move |place| start + place * self.inner)
     }
 }
 

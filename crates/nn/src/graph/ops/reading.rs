@@ -7,7 +7,7 @@ use std::collections::{HashMap, HashSet};
 use convoke_files::escaped;
 
 use super::super::known::Answer;
-use super::super::{Array, Node, Op};
+use super::super::{Along, Array, Node, Op};
 
 /// An operator of ONNX: its name, how many inputs it must have and may have, and what reads a node of it.
 pub(crate) struct Reader(
@@ -67,9 +67,14 @@ impl Attributes {
         self.0.iter().any(|attribute| attribute.name == name)
     }
 
-    /// Removes an attribute that has no effect here.
-    pub(super) fn ignore(&mut self, name: &str) {
-        self.0.retain(|attribute| attribute.name != name);
+    /// How many numbers an attribute has.
+    pub(super) fn count(&self, name: &str) -> Option<usize> {
+        self.0.iter().find(|attribute| attribute.name == name).map(|attribute| attribute.ints.len())
+    }
+
+    /// Removes attributes that have no effect here.
+    pub(super) fn ignore(&mut self, names: &[&str]) {
+        self.0.retain(|attribute| !names.contains(&attribute.name.as_str()));
     }
 
     pub(super) fn int(&mut self, name: &str) -> Answer<Option<i64>> {
@@ -133,11 +138,6 @@ impl Attributes {
     pub(super) fn array(&mut self, name: &str) -> Answer<Array> {
         let array = self.take(name, kind::TENSOR)?.and_then(|attribute| attribute.array);
         array.ok_or_else(|| format!("its attribute {name} is missing"))
-    }
-
-    /// Puts back what was read to see how long it is.
-    pub(super) fn give_back(&mut self, name: &str, ints: Vec<i64>) {
-        self.0.push(Attribute { name: name.to_owned(), kind: kind::INTS, ints, ..Attribute::default() });
     }
 
     /// Fails if an attribute was not read.
@@ -225,6 +225,11 @@ impl NodeReader<'_> {
         self.set_input(place, name);
     }
 
+    /// An operator that works along the axis that an attribute names.
+    pub(super) fn along(&mut self, default: isize, op: fn(Along) -> Op) -> Answer<Op> {
+        Ok(op(Along { axis: self.attributes.axis("axis", default)? }))
+    }
+
     /// Makes a list of numbers that was an attribute an input, if it is there.
     pub(super) fn ints_to_input(&mut self, name: &str, place: usize) -> Answer<bool> {
         let Some(ints) = self.attributes.ints(name)? else { return Ok(false) };
@@ -246,8 +251,8 @@ impl NodeReader<'_> {
         name
     }
 
-    /// The number of dimensions of a value, if the file says it.
-    pub(super) fn rank(&self, name: &str) -> Option<usize> {
-        self.progress.ranks.get(name).copied()
+    /// The number of dimensions of an input, if the file says it.
+    pub(super) fn rank(&self, place: usize) -> Option<usize> {
+        self.progress.ranks.get(self.input(place)).copied()
     }
 }

@@ -1,11 +1,12 @@
 //! Reductions over axes.
 
-use convoke_autograd::{Element, ReduceKind, dispatch};
+use convoke_autograd::ReduceKind;
 
 use super::*;
 
 /// A reduction over axes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Reduce {
     /// What is computed.
     pub kind: ReduceKind,
@@ -15,8 +16,9 @@ pub struct Reduce {
     pub no_axes_is_identity: bool,
 }
 
-pub(super) const REDUCE: Operator<Reduce> = Operator {
-    name: |reduce| match reduce.kind {
+/// Its name in ONNX.
+pub(super) fn name(kind: ReduceKind) -> &'static str {
+    match kind {
         ReduceKind::Sum => "ReduceSum",
         ReduceKind::Mean => "ReduceMean",
         ReduceKind::Prod => "ReduceProd",
@@ -27,7 +29,10 @@ pub(super) const REDUCE: Operator<Reduce> = Operator {
         ReduceKind::SumSquare => "ReduceSumSquare",
         ReduceKind::LogSum => "ReduceLogSum",
         ReduceKind::LogSumExp => "ReduceLogSumExp",
-    },
+    }
+}
+
+pub(super) const REDUCE: Operator<Reduce> = Operator {
     read: &[
         Reader("ReduceSum", (1, 2), |node| read(node, ReduceKind::Sum)),
         Reader("ReduceMean", (1, 2), |node| read(node, ReduceKind::Mean)),
@@ -43,7 +48,7 @@ pub(super) const REDUCE: Operator<Reduce> = Operator {
     write: |reduce, to| {
         let node = to.op().int("keepdims", reduce.keep_dims);
         let since = axes_are_input_since(reduce.kind);
-        if to.opset() >= since {
+        if to.file.opset >= since {
             return Ok(if reduce.no_axes_is_identity { node.int("noop_with_empty_axes", 1) } else { node });
         }
         let node = match to.integers(1, since)?.filter(|axes| !axes.is_empty()) {
@@ -54,10 +59,11 @@ pub(super) const REDUCE: Operator<Reduce> = Operator {
         Ok(node.reads(vec![to.input(0).to_owned()]))
     },
     known: Known::One(|&reduce, inputs| {
-        reduce_known(reduce, inputs.array(0)?, inputs.optional_list(1)?.unwrap_or_default())
+        reduce_known(reduce, inputs.known(0)?, inputs.optional_list(1)?.unwrap_or_default())
     }),
     run: Run::One(|&reduce, inputs| {
-        reduce_tensor(reduce, &inputs.tensor(0)?, &inputs.optional_integers(1)?.unwrap_or_default())
+        let axes = inputs.optional_list(1)?.unwrap_or_default().iter().copied().map(to_isize);
+        reduce_tensor(reduce, &inputs.tensor(0)?, &axes.collect::<Vec<_>>())
     }),
     uses: other,
     gives: |reduce, from| {
@@ -126,19 +132,13 @@ fn reduce_tensor(reduce: Reduce, x: &Tensor, axes: &[isize]) -> Result<Tensor> {
 
 /// The root of a sum of squares. Its gradient at 0 is 0, as PyTorch's of a norm, and not infinite.
 pub(super) fn root(squares: &Tensor) -> Result<Tensor> {
-    fn zeros<T: Element>(x: &Tensor) -> convoke_autograd::Result<Tensor> {
-        Tensor::written(x.device(), x.shape(), x.format(), |out: &mut [T]| {
-            out.iter_mut().zip(x.data::<T>()?).for_each(|(out, &x)| {
-                *out = if x == T::zero() { T::one() } else { T::zero() };
-            });
-            Ok(())
-        })
-    }
-    fn typed(x: &Tensor) -> convoke_autograd::Result<Tensor> {
-        dispatch!("root", x.dtype(), T => zeros::<T>(x))
-    }
+    let of = (squares.device(), squares.dtype());
     // There the root is that of 1, less 1.
-    let zeros = typed(&squares.detach())?;
+    let zeros = Tensor::written_elements(of, squares.shape(), squares.format(), |out| {
+        let squares = squares.elements()?;
+        out.update(|at, _| f64::from(u8::from(squares.at(at) == 0.0)));
+        Ok(())
+    })?;
     Ok(squares.add(&zeros)?.sqrt()?.sub(&zeros)?)
 }
 

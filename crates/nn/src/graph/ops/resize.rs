@@ -8,6 +8,7 @@ use super::*;
 
 /// How a resize computes.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Resize {
     /// How values between pixels are computed.
     pub mode: Interpolation,
@@ -21,6 +22,7 @@ pub struct Resize {
 
 /// How a resize computes values between pixels.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub enum Interpolation {
     /// From one pixel, or from two along each axis.
     Of(ResizeMode),
@@ -44,7 +46,6 @@ pub enum Aspect {
 }
 
 pub(super) const RESIZE: Operator<Resize> = Operator {
-    name: |_| "Resize",
     read: &[Reader("Resize", (1, 4), read), Reader("Upsample", (1, 2), read_upsample)],
     write,
     known: Known::Never,
@@ -131,9 +132,7 @@ fn read(node: &mut NodeReader<'_>) -> Answer<Op> {
         other => return Err(format!("its keep_aspect_ratio_policy {other} is not known")),
     };
     // The following attributes only have an effect with other modes.
-    for name in ["cubic_coeff_a", "exclude_outside", "extrapolation_value"] {
-        node.attributes.ignore(name);
-    }
+    node.attributes.ignore(&["cubic_coeff_a", "exclude_outside", "extrapolation_value"]);
     // A region, which only matters for another mode; and scales that are empty if there are sizes.
     node.set_input(1, String::new());
     if !node.input(3).is_empty() {
@@ -150,7 +149,7 @@ fn read(node: &mut NodeReader<'_>) -> Answer<Op> {
 /// Makes scales or sizes of the last axes those of all axes.
 fn all_axes(node: &mut NodeReader<'_>, axes: &[i64], aspect: Aspect) -> Answer<()> {
     // Resizes have two spatial axes.
-    let rank = node.rank(node.input(0)).unwrap_or(4);
+    let rank = node.rank(0).unwrap_or(4);
     if rank > MOST_AXES {
         return Err(format!("its input has {rank} dimensions"));
     }
@@ -231,7 +230,7 @@ fn run(resize: &Resize, inputs: &Inputs<'_>) -> Result<Tensor> {
     let x = Images::new(inputs.tensor(0)?)?;
     let rank = x.spatial().len();
     let scales = inputs.optional_known(2)?.filter(|scales| !scales.is_empty());
-    let sizes = inputs.optional_integers(3)?.filter(|sizes| !sizes.is_empty());
+    let sizes = inputs.optional_list(3)?.filter(|sizes| !sizes.is_empty());
     // Images and channels are not resized; a file may leave them out.
     let shape = [&x.tensor.shape()[..2], x.spatial()].concat();
     let spatial = |len: usize| len.checked_sub(rank).filter(|&rest| rest == 0 || rest == 2);

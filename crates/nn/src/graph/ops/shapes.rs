@@ -6,6 +6,7 @@ use super::*;
 
 /// Another order of axes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Transpose {
     /// For each axis of the output, the axis of the input.
     pub order: Vec<isize>,
@@ -13,6 +14,7 @@ pub struct Transpose {
 
 /// How sizes are meant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Reshape {
     /// Whether a size of 0 is one, instead of that of the same axis of the input.
     pub allow_zero: bool,
@@ -20,6 +22,7 @@ pub struct Reshape {
 
 /// Blocks of channels that become blocks of pixels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct DepthToSpace {
     /// Height and width of a block.
     pub block: usize,
@@ -29,6 +32,7 @@ pub struct DepthToSpace {
 
 /// Blocks of pixels that become blocks of channels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct SpaceToDepth {
     /// Height and width of a block.
     pub block: usize,
@@ -38,7 +42,6 @@ pub struct SpaceToDepth {
 const MOST_ELEMENTS: usize = 1 << 40;
 
 pub(super) const TRANSPOSE: Operator<Transpose> = Operator {
-    name: |_| "Transpose",
     read: &[Reader("Transpose", (1, 1), |node| {
         let order = node.attributes.ints("perm")?.unwrap_or_default();
         let order = order.into_iter().map(reading::axis_of).collect::<Answer<_>>()?;
@@ -48,7 +51,7 @@ pub(super) const TRANSPOSE: Operator<Transpose> = Operator {
         [] => Ok(to.op()),
         _ => Ok(to.op().ints("perm", order.iter().map(|&axis| axis as i64))),
     },
-    known: Known::One(|transpose, inputs| transpose_known(inputs.array(0)?, &transpose.order)),
+    known: Known::One(|transpose, inputs| transpose_known(inputs.known(0)?, &transpose.order)),
     run: Run::One(|Transpose { order }, inputs| {
         let x = inputs.tensor(0)?;
         let reversed: Vec<isize> = (0..x.shape().len() as isize).rev().collect();
@@ -61,7 +64,6 @@ pub(super) const TRANSPOSE: Operator<Transpose> = Operator {
 };
 
 pub(super) const RESHAPE: Operator<Reshape> = Operator {
-    name: |_| "Reshape",
     read: &[Reader("Reshape", (2, 2), |node| {
         let allow_zero = node.opset >= 14 && node.attributes.flag("allowzero", false)?;
         Ok(Op::Reshape(Reshape { allow_zero }))
@@ -73,20 +75,30 @@ pub(super) const RESHAPE: Operator<Reshape> = Operator {
         to.needs(14, "a size of 0")?;
         Ok(to.op().int("allowzero", 1))
     },
-    known: Known::One(|reshape, inputs| reshape_known(inputs.array(0)?, inputs.list(1)?, reshape.allow_zero)),
-    run: Run::One(|options, inputs| reshape(options.allow_zero, inputs)),
+    known: Known::One(|options, inputs| {
+        let x = inputs.known(0)?;
+        copied(x, &reshaped(x.shape(), inputs.list(1)?, options.allow_zero)?)
+    }),
+    run: Run::One(|options, inputs| {
+        let (x, mut sizes) = (inputs.tensor(0)?, inputs.list(1)?.to_vec());
+        if let (Some([written, actual]), Some(first)) = (inputs.place.batch, sizes.first_mut())
+            && usize::try_from(*first) == Ok(written)
+            && x.shape().first() == Some(&actual)
+        {
+            // The model was written for one size of batch.
+            *first = whole(actual)?;
+        }
+        Ok(x.reshape(&reshaped(x.shape(), &sizes, options.allow_zero)?)?)
+    }),
     uses: |_, input| first(input, Use::Same),
     gives: |_, from| About { len: from.len(0), ..from.ranked(from.len(1)) },
 };
 
 pub(super) const FLATTEN: Operator<Along> = Operator {
-    name: |_| "Flatten",
-    read: &[Reader("Flatten", (1, 1), |node| {
-        Ok(Op::Flatten(Along { axis: node.attributes.axis("axis", 1)? }))
-    })],
+    read: &[Reader("Flatten", (1, 1), |node| node.along(1, Op::Flatten))],
     write: |along, to| Ok(to.op().axis("axis", along.axis)),
     known: Known::One(|along, inputs| {
-        let x = inputs.array(0)?;
+        let x = inputs.known(0)?;
         copied(x, &matrix(x.shape(), along.axis)?)
     }),
     run: Run::One(|along, inputs| {
@@ -98,7 +110,6 @@ pub(super) const FLATTEN: Operator<Along> = Operator {
 };
 
 pub(super) const SQUEEZE: Operator<()> = Operator {
-    name: |()| "Squeeze",
     read: &[Reader("Squeeze", (1, 2), |node| {
         if node.opset < 13 {
             node.ints_to_input("axes", 1)?;
@@ -106,9 +117,13 @@ pub(super) const SQUEEZE: Operator<()> = Operator {
         Ok(Op::Squeeze)
     })],
     write: plain,
-    known: Known::One(|(), inputs| squeeze_known(inputs.array(0)?, inputs.optional_list(1)?)),
+    known: Known::One(|(), inputs| {
+        let x = inputs.known(0)?;
+        copied(x, &squeezed(x.shape(), inputs.optional_list(1)?)?)
+    }),
     run: Run::One(|(), inputs| {
-        Ok(inputs.tensor(0)?.squeeze(&inputs.optional_integers(1)?.unwrap_or_default())?)
+        let x = inputs.tensor(0)?;
+        Ok(x.reshape(&squeezed(x.shape(), inputs.optional_list(1)?)?)?)
     }),
     uses: |(), input| first(input, Use::Same),
     gives: |(), from| {
@@ -118,7 +133,6 @@ pub(super) const SQUEEZE: Operator<()> = Operator {
 };
 
 pub(super) const UNSQUEEZE: Operator<()> = Operator {
-    name: |()| "Unsqueeze",
     read: &[Reader("Unsqueeze", (1, 2), |node| {
         if node.opset < 13 {
             node.ints_to_input("axes", 1)?;
@@ -129,8 +143,14 @@ pub(super) const UNSQUEEZE: Operator<()> = Operator {
         }
     })],
     write: plain,
-    known: Known::One(|(), inputs| unsqueeze_known(inputs.array(0)?, inputs.list(1)?)),
-    run: Run::One(|(), inputs| Ok(inputs.tensor(0)?.unsqueeze(&inputs.integers(1)?)?)),
+    known: Known::One(|(), inputs| {
+        let x = inputs.known(0)?;
+        copied(x, &unsqueezed(x.shape(), inputs.list(1)?)?)
+    }),
+    run: Run::One(|(), inputs| {
+        let x = inputs.tensor(0)?;
+        Ok(x.reshape(&unsqueezed(x.shape(), inputs.list(1)?)?)?)
+    }),
     uses: |(), input| first(input, Use::Same),
     gives: |(), from| {
         let rank = from.rank(0).zip(from.len(1)).and_then(|(rank, axes)| rank.checked_add(axes));
@@ -139,27 +159,32 @@ pub(super) const UNSQUEEZE: Operator<()> = Operator {
 };
 
 pub(super) const EXPAND: Operator<()> = Operator {
-    name: |()| "Expand",
     read: &[Reader("Expand", (2, 2), |_| Ok(Op::Expand))],
     write: plain,
-    known: Known::One(|(), inputs| expand_known(inputs.array(0)?, inputs.list(1)?)),
-    run: Run::One(|(), inputs| expand(inputs)),
+    known: Known::One(|(), inputs| {
+        let x = inputs.known(0)?;
+        let shape = expanded(x.shape(), inputs.list(1)?)?;
+        picked(x, &shape, Walk::broadcast(x.shape(), &shape))
+    }),
+    run: Run::One(|(), inputs| {
+        let x = inputs.tensor(0)?;
+        let shape = expanded(x.shape(), inputs.list(1)?)?;
+        Ok(if shape == x.shape() { x } else { x.expand(&shape)? })
+    }),
     uses: |(), input| first(input, Use::Same),
     gives: |(), from| from.ranked(from.rank(0).zip(from.len(1)).map(|(rank, sizes)| rank.max(sizes))),
 };
 
 pub(super) const TILE: Operator<()> = Operator {
-    name: |()| "Tile",
     read: &[Reader("Tile", (2, 2), |_| Ok(Op::Tile))],
     write: plain,
-    known: Known::One(|(), inputs| tile_known(inputs.array(0)?, inputs.list(1)?)),
-    run: Run::One(|(), inputs| tile(inputs)),
+    known: Known::One(|(), inputs| tile_known(inputs.known(0)?, inputs.list(1)?)),
+    run: Run::One(|(), inputs| tile(inputs.tensor(0)?, inputs.list(1)?)),
     uses: |(), input| first(input, Use::Moved),
     gives: like_first,
 };
 
 pub(super) const DEPTH_TO_SPACE: Operator<DepthToSpace> = Operator {
-    name: |_| "DepthToSpace",
     read: &[Reader("DepthToSpace", (1, 1), |node| {
         let block = node.attributes.size("blocksize")?.ok_or("its blocksize is missing")?;
         let order = match node.attributes.text_or("mode", "DCR")?.as_str() {
@@ -183,7 +208,6 @@ pub(super) const DEPTH_TO_SPACE: Operator<DepthToSpace> = Operator {
 };
 
 pub(super) const SPACE_TO_DEPTH: Operator<SpaceToDepth> = Operator {
-    name: |_| "SpaceToDepth",
     read: &[Reader("SpaceToDepth", (1, 1), |node| {
         let block = node.attributes.size("blocksize")?.ok_or("its blocksize is missing")?;
         Ok(Op::SpaceToDepth(SpaceToDepth { block }))
@@ -206,65 +230,77 @@ fn matrix(sizes: &[usize], axis: isize) -> Answer<[usize; 2]> {
     Ok([product(&sizes[..axis]), product(&sizes[axis..])])
 }
 
-fn reshape(allow_zero: bool, inputs: &Inputs<'_>) -> Result<Tensor> {
-    let x = inputs.tensor(0)?;
-    let mut sizes = inputs.integers(1)?;
-    if let (Some([written, actual]), Some(first)) = (inputs.place.batch, sizes.first_mut())
-        && usize::try_from(*first) == Ok(written)
-        && x.shape().first() == Some(&actual)
-    {
-        // The model was written for one size of batch.
-        *first = isize::try_from(actual).unwrap_or(isize::MAX);
+/// The sizes of a reshaped tensor. A size of 0 is that of the same axis, unless zeros are allowed; one of -1 is what remains.
+fn reshaped(own: &[usize], sizes: &[i64], allow_zero: bool) -> Answer<Vec<usize>> {
+    let fails = || format!("{own:?} cannot be reshaped to {sizes:?}");
+    check_rank(sizes.len())?;
+    let size = |(axis, &size): (usize, &i64)| match size {
+        -1 => Ok(1),
+        0 if !allow_zero => own.get(axis).copied().ok_or_else(fails),
+        size => usize::try_from(size).map_err(|_| fails()),
+    };
+    let mut shape = sizes.iter().enumerate().map(size).collect::<Answer<Vec<usize>>>()?;
+    let mut open = (0..sizes.len()).filter(|&axis| sizes[axis] == -1);
+    if let Some(axis) = open.next() {
+        let others = shape.iter().try_fold(1usize, |len, &size| len.checked_mul(size));
+        let others = others.filter(|&others| others > 0 && open.next().is_none()).ok_or_else(fails)?;
+        shape[axis] = product(own) / others;
     }
-    if allow_zero && sizes.contains(&0) {
-        let shape: Option<Vec<usize>> = sizes.iter().map(|&size| usize::try_from(size).ok()).collect();
-        return match shape {
-            Some(shape) => Ok(x.reshape(&shape)?),
-            None => refuse(format!("the sizes {sizes:?} do not fit a tensor of shape {:?}", x.shape())),
-        };
+    match shape.iter().try_fold(1usize, |len, &size| len.checked_mul(size)) == Some(product(own)) {
+        true => Ok(shape),
+        false => Err(fails()),
     }
-    Ok(x.reshape_onnx(&sizes)?)
 }
 
-/// Broadcasting in both directions.
-fn expand(inputs: &Inputs<'_>) -> Result<Tensor> {
-    let (x, sizes) = (inputs.tensor(0)?, inputs.integers(1)?);
-    let rank = sizes.len().max(x.shape().len());
-    let mut shape = vec![1; rank];
-    for (to, &size) in shape[rank - sizes.len()..].iter_mut().zip(&sizes) {
-        match usize::try_from(size) {
-            Ok(size) => *to = size,
-            Err(_) => return refuse(format!("{sizes:?} is not a shape")),
-        }
+/// The sizes without axes of size 1: all of these if none are named.
+fn squeezed(sizes: &[usize], axes: Option<&[i64]>) -> Answer<Vec<usize>> {
+    let axes = match axes {
+        Some(axes) => axes_of(axes, sizes.len())?,
+        None => (0..sizes.len()).filter(|&axis| sizes[axis] == 1).collect(),
+    };
+    match axes.iter().find(|&&axis| sizes[axis] != 1) {
+        Some(axis) => Err(format!("axis {axis} of {sizes:?} is not of size 1")),
+        None => Ok((0..sizes.len()).filter(|axis| !axes.contains(axis)).map(|axis| sizes[axis]).collect()),
     }
-    for (to, &own) in shape[rank - x.shape().len()..].iter_mut().zip(x.shape()) {
-        if *to == 1 {
-            *to = own;
-        }
-    }
-    // Where both sizes are above 1 and differ, the operation says so.
-    Ok(if shape == x.shape() { x } else { x.expand(&shape)? })
 }
 
-fn tile(inputs: &Inputs<'_>) -> Result<Tensor> {
-    let (mut x, repeats) = (inputs.tensor(0)?, inputs.integers(1)?);
-    if repeats.len() != x.shape().len() || repeats.iter().any(|&times| times < 1) {
-        return refuse(format!("{repeats:?} are not repetitions of the axes of {:?}", x.shape()));
+/// The sizes with new axes of size 1.
+fn unsqueezed(sizes: &[usize], axes: &[i64]) -> Answer<Vec<usize>> {
+    let rank = sizes.len() + axes.len();
+    // An output of too many axes is refused before there is a list of them.
+    check_rank(rank)?;
+    let axes = axes_of(axes, rank)?;
+    let mut sizes = sizes.iter().copied();
+    Ok((0..rank).map(|axis| if axes.contains(&axis) { 1 } else { sizes.next().unwrap_or(1) }).collect())
+}
+
+/// The sizes to which a tensor and a shape broadcast.
+fn expanded(own: &[usize], sizes: &[i64]) -> Answer<Vec<usize>> {
+    let sizes = shape_of(sizes)?;
+    broadcast(own, &sizes).ok_or_else(|| format!("{own:?} does not broadcast with {sizes:?}"))
+}
+
+/// How often each axis is repeated.
+fn repetitions(sizes: &[usize], repeats: &[i64]) -> Answer<Vec<usize>> {
+    let counts = shape_of(repeats)?;
+    match counts.len() == sizes.len() {
+        true => Ok(counts),
+        false => Err(format!("there are {} repeats for {sizes:?}", counts.len())),
     }
-    let total =
-        repeats.iter().try_fold(x.len().max(1), |total, &times| total.checked_mul(times.unsigned_abs()));
-    if total.is_none_or(|total| total > MOST_ELEMENTS) {
-        return refuse(format!("{repeats:?} times {:?} is too large", x.shape()));
+}
+
+fn tile(mut x: Tensor, repeats: &[i64]) -> Result<Tensor> {
+    let counts = repetitions(x.shape(), repeats)?;
+    let total = counts.iter().try_fold(x.len().max(1), |total, &times| total.checked_mul(times));
+    if total.is_none_or(|total| total > MOST_ELEMENTS || total == 0) {
+        return refuse(format!("{repeats:?} times {:?} is nothing or too large", x.shape()));
     }
-    for (axis, &times) in repeats.iter().enumerate() {
-        if times > 1 {
-            let shape = x.shape().to_vec();
-            let [before, after] = [&shape[..axis], &shape[axis..]];
-            let times = times.unsigned_abs();
-            let repeated =
-                x.reshape(&[before, &[1], after].concat())?.expand(&[before, &[times], after].concat())?;
-            x = repeated.reshape(&[before, &[times * shape[axis]], &shape[axis + 1..]].concat())?;
-        }
+    for (axis, &times) in counts.iter().enumerate().filter(|(_, times)| **times > 1) {
+        let shape = x.shape().to_vec();
+        let [before, after] = [&shape[..axis], &shape[axis..]];
+        let repeated =
+            x.reshape(&[before, &[1], after].concat())?.expand(&[before, &[times], after].concat())?;
+        x = repeated.reshape(&[before, &[times * shape[axis]], &shape[axis + 1..]].concat())?;
     }
     Ok(x)
 }
@@ -284,65 +320,9 @@ fn transpose_known(x: &Array, order: &[isize]) -> Answer<Array> {
     picked(x, &shape, Walk::new(&shape, &steps, 0))
 }
 
-fn reshape_known(x: &Array, sizes: &[i64], allow_zero: bool) -> Answer<Array> {
-    let fails = || format!("{:?} cannot be reshaped to {sizes:?}", x.shape());
-    check_rank(sizes.len())?;
-    let size = |(axis, &size): (usize, &i64)| match size {
-        -1 => Ok(1),
-        0 if !allow_zero => x.shape().get(axis).copied().ok_or_else(fails),
-        size => usize::try_from(size).map_err(|_| fails()),
-    };
-    let mut shape = sizes.iter().enumerate().map(size).collect::<Answer<Vec<usize>>>()?;
-    let mut open = (0..sizes.len()).filter(|&axis| sizes[axis] == -1);
-    if let Some(axis) = open.next() {
-        let others = shape.iter().try_fold(1usize, |len, &size| len.checked_mul(size));
-        let others = others.filter(|&others| others > 0 && open.next().is_none()).ok_or_else(fails)?;
-        shape[axis] = x.len() / others;
-    }
-    if shape.iter().try_fold(1usize, |len, &size| len.checked_mul(size)) != Some(x.len()) {
-        return Err(fails());
-    }
-    copied(x, &shape)
-}
-
-fn squeeze_known(x: &Array, axes: Option<&[i64]>) -> Answer<Array> {
-    let sizes = x.shape();
-    let axes = match axes {
-        Some(axes) => axes_of(axes, sizes.len())?,
-        None => (0..sizes.len()).filter(|&axis| sizes[axis] == 1).collect(),
-    };
-    if let Some(axis) = axes.iter().find(|&&axis| sizes[axis] != 1) {
-        return Err(format!("axis {axis} of {sizes:?} is not of size 1"));
-    }
-    let shape: Vec<usize> =
-        (0..sizes.len()).filter(|axis| !axes.contains(axis)).map(|axis| sizes[axis]).collect();
-    copied(x, &shape)
-}
-
-fn unsqueeze_known(x: &Array, axes: &[i64]) -> Answer<Array> {
-    let rank = x.shape().len() + axes.len();
-    // An output of too many axes is refused before there is a list of them.
-    check_rank(rank)?;
-    let axes = axes_of(axes, rank)?;
-    let mut sizes = x.shape().iter().copied();
-    let size = |axis| if axes.contains(&axis) { 1 } else { sizes.next().unwrap_or(1) };
-    let shape: Vec<usize> = (0..rank).map(size).collect();
-    copied(x, &shape)
-}
-
-fn expand_known(x: &Array, sizes: &[i64]) -> Answer<Array> {
-    let sizes = shape_of(sizes)?;
-    let shape = broadcast(x.shape(), &sizes)
-        .ok_or_else(|| format!("{:?} does not broadcast with {sizes:?}", x.shape()))?;
-    picked(x, &shape, Walk::broadcast(x.shape(), &shape))
-}
-
 fn tile_known(x: &Array, repeats: &[i64]) -> Answer<Array> {
     let sizes = x.shape();
-    let counts = shape_of(repeats)?;
-    if counts.len() != sizes.len() {
-        return Err(format!("there are {} repeats for {sizes:?}", counts.len()));
-    }
+    let counts = repetitions(sizes, repeats)?;
     let repeated = sizes.iter().zip(&counts).map(|(size, count)| size.checked_mul(*count));
     let shape = repeated.collect::<Option<Vec<usize>>>().ok_or("the output is too large")?;
     bounded(&shape)?;

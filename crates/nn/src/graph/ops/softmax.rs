@@ -5,7 +5,6 @@ use convoke_autograd::ops;
 use super::*;
 
 pub(super) const SOFTMAX: Operator<Along> = Operator {
-    name: |_| "Softmax",
     read: &[Reader("Softmax", (1, 1), |node| read(node, Op::Softmax))],
     write: |along, to| Ok(to.op().axis("axis", along.axis)),
     known: Known::Never,
@@ -18,7 +17,6 @@ pub(super) const SOFTMAX: Operator<Along> = Operator {
 };
 
 pub(super) const LOG_SOFTMAX: Operator<Along> = Operator {
-    name: |_| "LogSoftmax",
     read: &[Reader("LogSoftmax", (1, 1), |node| read(node, Op::LogSoftmax))],
     run: Run::One(|along, inputs| {
         let x = inputs.tensor(0)?;
@@ -30,11 +28,11 @@ pub(super) const LOG_SOFTMAX: Operator<Along> = Operator {
 /// Before version 13 the axes from one on were one.
 fn read(node: &mut NodeReader<'_>, op: fn(Along) -> Op) -> Answer<Op> {
     if node.opset >= 13 {
-        return Ok(op(Along { axis: node.attributes.axis("axis", -1)? }));
+        return node.along(-1, op);
     }
     let axis = node.attributes.axis("axis", 1)?;
     let x = node.input(0).to_owned();
-    let last = node.rank(&x).is_some_and(|rank| axis >= 0 && axis.unsigned_abs() + 1 == rank);
+    let last = node.rank(0).is_some_and(|rank| axis >= 0 && axis.unsigned_abs() + 1 == rank);
     if axis == -1 || last {
         return Ok(op(Along { axis }));
     }

@@ -6,6 +6,7 @@ use super::*;
 
 /// Which sizes are given.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Shape {
     /// The first axis.
     pub start: isize,
@@ -15,65 +16,58 @@ pub struct Shape {
 
 /// A triangle of matrices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Trilu {
     /// Whether the elements above the diagonal are kept, not those below.
     pub upper: bool,
 }
 
 pub(super) const IDENTITY: Operator<()> = Operator {
-    name: |()| "Identity",
     read: &[Reader("Identity", (1, 1), |_| Ok(Op::Identity))],
     write: plain,
-    known: Known::One(|(), inputs| inputs.array(0).and_then(|x| copied(x, x.shape()))),
+    known: Known::One(|(), inputs| inputs.known(0).and_then(|x| copied(x, x.shape()))),
     run: Run::One(|(), inputs| inputs.tensor(0)),
     uses: |(), _| Use::Same,
     gives: like_list,
 };
 
 pub(super) const CAST: Operator<Kind> = Operator {
-    name: |_| "Cast",
     read: &[Reader("Cast", (1, 1), |node| {
-        for name in ["saturate", "round_mode"] {
-            node.attributes.ignore(name);
-        }
+        node.attributes.ignore(&["saturate", "round_mode"]);
         let to = node.attributes.int("to")?.ok_or("the type that it casts to is missing")?;
         let to = i32::try_from(to).unwrap_or(0);
         let refused = || format!("it casts to the type {}, which is not supported", element::name(to));
         Ok(Op::Cast(element::kind_of(to).ok_or_else(refused)?))
     })],
     write: |&kind, to| Ok(to.op().int("to", element::of(kind))),
-    known: Known::One(|&kind, inputs| cast(inputs.array(0)?, kind)),
+    known: Known::One(|&kind, inputs| cast(inputs.known(0)?, kind)),
     run: Run::One(|&kind, inputs| cast_tensor(inputs, kind)),
     uses: |_, _| Use::Same,
     gives: |&kind, from| About { kind, array: None, ..from.at(0) },
 };
 
 pub(super) const CAST_LIKE: Operator<()> = Operator {
-    name: |()| "CastLike",
     read: &[Reader("CastLike", (2, 2), |node| {
-        for name in ["saturate", "round_mode"] {
-            node.attributes.ignore(name);
-        }
+        node.attributes.ignore(&["saturate", "round_mode"]);
         Ok(Op::CastLike)
     })],
-    write: |(), to| match to.opset() {
+    write: |(), to| match to.file.opset {
         15.. => Ok(to.op()),
         _ => {
             let node = to.named("Cast").int("to", element::of(to.about(1).kind));
             Ok(node.reads(vec![to.input(0).to_owned()]))
         }
     },
-    known: Known::One(|(), inputs| cast(inputs.array(0)?, inputs.array(1)?.kind())),
+    known: Known::One(|(), inputs| cast(inputs.known(0)?, inputs.known(1)?.kind())),
     run: Run::One(|(), inputs| match inputs.get(1) {
         Some(Value::Known(like)) => cast_tensor(inputs, like.kind()),
         Some(Value::Tensor(_)) | None => inputs.tensor(0),
     }),
     uses: |(), input| first(input, Use::Same),
-    gives: |(), from| About { kind: from.kind(1), array: None, ..from.at(0) },
+    gives: |(), from| About { kind: from.at(1).kind, array: None, ..from.at(0) },
 };
 
 pub(super) const SHAPE: Operator<Shape> = Operator {
-    name: |_| "Shape",
     read: &[Reader("Shape", (1, 1), |node| {
         if node.opset < 15 {
             return Ok(Op::Shape(Shape { start: 0, end: None }));
@@ -83,7 +77,7 @@ pub(super) const SHAPE: Operator<Shape> = Operator {
         Ok(Op::Shape(Shape { start, end }))
     })],
     write: |&shape, to| write_shape(shape, to),
-    known: Known::One(|shape, inputs| shape.of(inputs.array(0)?.shape())),
+    known: Known::One(|shape, inputs| shape.of(inputs.known(0)?.shape())),
     run: Run::Several(1, |shape, inputs| Ok(vec![Value::Known(Arc::new(shape.of(&inputs.shape(0)?)?))])),
     uses: |_, _| Use::Number,
     gives: |shape, from| {
@@ -93,17 +87,15 @@ pub(super) const SHAPE: Operator<Shape> = Operator {
 };
 
 pub(super) const SIZE: Operator<()> = Operator {
-    name: |()| "Size",
     read: &[Reader("Size", (1, 1), |_| Ok(Op::Size))],
     write: plain,
-    known: Known::One(|(), inputs| size(inputs.array(0)?.shape())),
+    known: Known::One(|(), inputs| size(inputs.known(0)?.shape())),
     run: Run::Several(1, |(), inputs| Ok(vec![Value::Known(Arc::new(size(&inputs.shape(0)?)?))])),
     uses: |(), _| Use::Number,
     gives: |(), _| About { kind: Kind::I64, rank: Some(0), len: Some(1), array: None },
 };
 
 pub(super) const RANGE: Operator<()> = Operator {
-    name: |()| "Range",
     read: &[Reader("Range", (3, 3), |_| Ok(Op::Range))],
     write: plain,
     known: Known::One(|(), inputs| range([inputs.number(0)?, inputs.number(1)?, inputs.number(2)?])),
@@ -113,7 +105,6 @@ pub(super) const RANGE: Operator<()> = Operator {
 };
 
 pub(super) const CONSTANT_OF_SHAPE: Operator<Array> = Operator {
-    name: |_| "ConstantOfShape",
     read: &[Reader("ConstantOfShape", (1, 1), |node| {
         if !node.attributes.has("value") {
             return Ok(Op::ConstantOfShape(Array::floats([0.0])));
@@ -135,7 +126,6 @@ pub(super) const CONSTANT_OF_SHAPE: Operator<Array> = Operator {
 };
 
 pub(super) const CONSTANT: Operator<Array> = Operator {
-    name: |_| "Constant",
     read: &[Reader("Constant", (0, 0), |node| Ok(Op::Constant(read_constant(node)?)))],
     write: |array, to| Ok(to.op().array("value", Cow::Borrowed(array))),
     known: Known::One(|array, _| copied(array, array.shape())),
@@ -145,32 +135,27 @@ pub(super) const CONSTANT: Operator<Array> = Operator {
 };
 
 pub(super) const NON_ZERO: Operator<()> = Operator {
-    name: |()| "NonZero",
     read: &[Reader("NonZero", (1, 1), |_| Ok(Op::NonZero))],
     write: plain,
-    known: Known::One(|(), inputs| non_zero(inputs.array(0)?)),
+    known: Known::One(|(), inputs| non_zero(inputs.known(0)?)),
     run: Run::Never,
     uses: other,
     gives: |(), from| About { kind: Kind::I64, ..from.ranked(Some(2)) },
 };
 
 pub(super) const ONE_HOT: Operator<Along> = Operator {
-    name: |_| "OneHot",
-    read: &[Reader("OneHot", (3, 3), |node| {
-        Ok(Op::OneHot(Along { axis: node.attributes.axis("axis", -1)? }))
-    })],
+    read: &[Reader("OneHot", (3, 3), |node| node.along(-1, Op::OneHot))],
     write: |along, to| Ok(to.op().axis("axis", along.axis)),
     known: Known::One(|along, inputs| one_hot(along.axis, inputs)),
     run: Run::Never,
     uses: other,
     gives: |_, from| {
         let rank = from.rank(0).and_then(|rank| rank.checked_add(1));
-        About { kind: from.kind(2), ..from.ranked(rank) }
+        About { kind: from.at(2).kind, ..from.ranked(rank) }
     },
 };
 
 pub(super) const TRILU: Operator<Trilu> = Operator {
-    name: |_| "Trilu",
     read: &[Reader("Trilu", (1, 2), |node| {
         Ok(Op::Trilu(Trilu { upper: node.attributes.flag("upper", true)? }))
     })],
@@ -178,7 +163,7 @@ pub(super) const TRILU: Operator<Trilu> = Operator {
         to.needs(14, "it")?;
         Ok(to.op().int("upper", triangle.upper))
     },
-    known: Known::One(|triangle, inputs| trilu(inputs.array(0)?, inputs.optional_list(1)?, triangle.upper)),
+    known: Known::One(|triangle, inputs| trilu(inputs.known(0)?, inputs.optional_list(1)?, triangle.upper)),
     run: Run::Never,
     uses: other,
     gives: like_first,
@@ -213,7 +198,7 @@ fn write_shape<'a>(shape: Shape, to: &mut NodeWriter<'_, 'a>) -> Answer<OnnxNode
     if (start, end) == (0, None) {
         return Ok(to.op());
     }
-    if to.opset() >= 15 {
+    if to.file.opset >= 15 {
         let node = to.op().axis("start", start);
         return Ok(match end {
             Some(end) => node.axis("end", end),
@@ -316,8 +301,8 @@ fn non_zero(x: &Array) -> Answer<Array> {
 }
 
 /// A new axis, with one value where an index points and another one elsewhere. Indices outside point nowhere.
-fn one_hot(axis: isize, inputs: KnownInputs<'_>) -> Answer<Array> {
-    let (indices, depth, values) = (inputs.array(0)?, inputs.number(1)?, inputs.array(2)?);
+fn one_hot(axis: isize, inputs: &Inputs<'_>) -> Answer<Array> {
+    let (indices, depth, values) = (inputs.known(0)?, inputs.number(1)?, inputs.known(2)?);
     if values.len() != 2 {
         return Err(format!("there must be 2 values, but there are {}", described(values)));
     }

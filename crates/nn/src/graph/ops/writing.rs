@@ -45,10 +45,6 @@ impl<'a> Operands<'_, 'a> {
         self.inputs.get(place).is_some_and(Option::is_some)
     }
 
-    pub(super) fn kind(&self, place: usize) -> Kind {
-        self.at(place).kind
-    }
-
     pub(super) fn rank(&self, place: usize) -> Option<usize> {
         self.at(place).rank
     }
@@ -59,7 +55,7 @@ impl<'a> Operands<'_, 'a> {
 
     /// The kind of the first input, with this number of dimensions.
     pub(super) fn ranked(&self, rank: Option<usize>) -> About<'a> {
-        About { kind: self.kind(0), rank, ..About::default() }
+        About { kind: self.at(0).kind, rank, ..About::default() }
     }
 
     /// What all inputs broadcast to, of the kind of the first.
@@ -184,7 +180,7 @@ impl<'a> Writing<'a> {
 
 /// A node of a definition while it is written.
 pub(crate) struct NodeWriter<'w, 'a> {
-    file: &'w mut Writing<'a>,
+    pub(super) file: &'w mut Writing<'a>,
     pub(super) node: &'a Node,
 }
 
@@ -201,17 +197,9 @@ impl<'a> NodeWriter<'_, 'a> {
         OnnxNode { operator, name, inputs, outputs, attributes: Vec::new() }
     }
 
-    pub(super) fn opset(&self) -> i64 {
-        self.file.opset
-    }
-
-    pub(super) fn trains(&self) -> bool {
-        self.file.training
-    }
-
     /// Fails before a version.
     pub(super) fn needs(&self, opset: i64, what: &str) -> Answer<()> {
-        match self.opset() >= opset {
+        match self.file.opset >= opset {
             true => Ok(()),
             false => Err(format!("{what} needs at least version {opset}")),
         }

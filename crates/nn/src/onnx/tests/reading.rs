@@ -168,9 +168,7 @@ fn numbers_of_every_type_are_read() {
     let with = |data_type, set: fn(&mut TensorProto)| {
         let mut tensor = empty("", &[2], data_type);
         set(&mut tensor);
-        let (t, r#type) = (Some(Box::new(tensor)), Some(kind::TENSOR));
-        let value = AttributeProto { t, r#type, ..AttributeProto::default() };
-        let definition = defined(13, vec![node("Constant", "", "y").with("value", value)]);
+        let definition = defined(13, vec![node("Constant", "", "y").tensor("value", tensor)]);
         match last(&definition).0 {
             Op::Constant(array) => array.data().clone(),
             other => panic!("{other:?}"),
